@@ -1,0 +1,69 @@
+//! Peak heap use of forward + backward as the sequence grows: linear for both schemes, quadratic
+//! for attention written with matmul and softmax.
+//!
+//! `cargo bench -p candle-sage --bench memory`
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use candle_core::{D, Device, Result, Tensor, Var};
+use candle_sage::{Attention, SageBwd, Scheme};
+
+static HELD: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+struct Counting;
+
+// SAFETY: every call is passed on to the system allocator; counting has no effect on it.
+#[allow(unsafe_code)]
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        PEAK.fetch_max(HELD.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        HELD.fetch_sub(layout.size(), Relaxed);
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Peak bytes above what was held before.
+fn peak(run: impl FnOnce() -> Result<()>) -> Result<usize> {
+    let before = HELD.load(Relaxed);
+    PEAK.store(before, Relaxed);
+    run()?;
+    Ok(PEAK.load(Relaxed) - before)
+}
+
+fn main() -> Result<()> {
+    let (heads, d) = (2, 64);
+    println!("f32, batch 1, {heads} heads of {d}, causal: peak MiB of forward + backward\n");
+    println!("{:>6} {:>14} {:>14} {:>24}", "N", "full precision", "sagebwd", "candle matmul + softmax");
+    for len in [1024, 2048, 4096, 8192] {
+        let dims = (1, len, heads, d);
+        let var = || Var::randn(0f32, 1., dims, &Device::Cpu);
+        let (q, k, v) = (var()?, var()?, var()?);
+        let mut row = format!("{len:>6}");
+        for (scheme, width) in [(Scheme::FullPrecision, 14), (SageBwd::default().into(), 14)] {
+            let bytes = peak(|| {
+                let out = Attention::new(scheme).causal(true).apply(&q, &k, &v)?;
+                out.sqr()?.sum_all()?.backward().map(drop)
+            })?;
+            row += &format!(" {:>width$.1}", bytes as f64 / 1048576.0);
+        }
+        if len <= 4096 {
+            let bytes = peak(|| {
+                let t = |x: &Tensor| x.transpose(1, 2)?.contiguous();
+                let logits = (t(&q)?.matmul(&t(&k)?.t()?)? * 0.125)?;
+                let out = candle_nn::ops::softmax(&logits, D::Minus1)?.matmul(&t(&v)?)?;
+                out.sqr()?.sum_all()?.backward().map(drop)
+            })?;
+            row += &format!(" {:>24.1}", bytes as f64 / 1048576.0);
+        }
+        println!("{row}");
+    }
+    Ok(())
+}

@@ -1,0 +1,163 @@
+//! The backward walk: for each tile of keys, over the queries that see it.
+
+use std::ops::Range;
+
+use multiversion::multiversion;
+use rayon::prelude::*;
+
+use super::numerics::{Head, Numerics, Problem, Tile, cut, mask};
+use super::view::View;
+use super::{Gradients, lanes};
+
+/// What the forward left behind, and the gradient that came back.
+pub(super) struct Past<'a> {
+    pub(super) lse2: &'a [f32],
+    pub(super) out: &'a View<'a>,
+    pub(super) dout: &'a View<'a>,
+}
+
+/// The keys of one key head that one thread takes at a time.
+struct Item {
+    at: Head,
+    keys: Range<usize>,
+}
+
+/// The gradients that an item contributes to.
+struct Part {
+    dk: Vec<f32>,
+    dv: Vec<f32>,
+    /// For each query head of the group: what the item's keys add, for all queries.
+    dq: Vec<Vec<f32>>,
+}
+
+/// With fewer independent heads than this, their keys are split, so that more threads find work.
+/// Each split costs one more buffer of the query's size.
+const ENOUGH_ITEMS: usize = 16;
+const MOST_SPLITS: usize = 8;
+
+fn items<N: Numerics>(numerics: &N, problem: &Problem<'_>) -> Vec<Item> {
+    let heads = problem.shape.key_heads();
+    // A function of the shape alone: the order of additions must not depend on the machine.
+    let splits = ENOUGH_ITEMS.div_ceil(problem.segments.len() * heads).min(MOST_SPLITS);
+    let tile_k = numerics.tile().1;
+    let mut items = Vec::new();
+    for (segment, bounds) in problem.segments.iter().enumerate() {
+        let keys = bounds.key.len();
+        let step = keys.div_ceil(splits).next_multiple_of(tile_k);
+        for head in 0..heads {
+            for start in (0..keys).step_by(step) {
+                let at = Head { segment, head };
+                items.push(Item { at, keys: start..(start + step).min(keys) });
+            }
+        }
+    }
+    items
+}
+
+pub(super) fn run<N: Numerics>(numerics: &N, problem: &Problem<'_>, past: &Past<'_>) -> Gradients {
+    let (shape, d) = (problem.shape, problem.head_dim());
+    let items = items(numerics, problem);
+    let parts: Vec<Part> = items.par_iter().map(|item| run_item(numerics, problem, past, item)).collect();
+
+    let (heads, key_heads, group) = (shape.query_heads(), shape.key_heads(), shape.group());
+    let mut dq = vec![0.0; shape.batch() * shape.query_len() * heads * d];
+    let mut dk = vec![0.0; shape.batch() * shape.key_len() * key_heads * d];
+    let mut dv = dk.clone();
+    let scale = problem.softmax_scale;
+    for (item, part) in items.iter().zip(parts) {
+        let segment = &problem.segments[item.at.segment];
+        let first = segment.batch * shape.key_len() + segment.key.start + item.keys.start;
+        add_rows(&mut dk, &part.dk, d, first, key_heads, item.at.head, scale);
+        add_rows(&mut dv, &part.dv, d, first, key_heads, item.at.head, 1.0);
+        let first = segment.batch * shape.query_len() + segment.query.start;
+        for (member, part) in part.dq.iter().enumerate() {
+            add_rows(&mut dq, part, d, first, heads, item.at.head * group + member, scale);
+        }
+    }
+    Gradients { dq, dk, dv }
+}
+
+/// Adds the rows of one head, times `factor`, into a (token, heads, head_dim) tensor.
+fn add_rows(into: &mut [f32], rows: &[f32], d: usize, first: usize, heads: usize, head: usize, factor: f32) {
+    for (r, row) in rows.chunks_exact(d).enumerate() {
+        let start = ((first + r) * heads + head) * d;
+        for (into, x) in into[start..start + d].iter_mut().zip(row) {
+            *into += factor * x;
+        }
+    }
+}
+
+fn run_item<N: Numerics>(numerics: &N, problem: &Problem<'_>, past: &Past<'_>, item: &Item) -> Part {
+    let d = problem.head_dim();
+    let segment = &problem.segments[item.at.segment];
+    let count = segment.query.len();
+    let (tile_q, tile_k) = numerics.tile();
+    let keys = numerics.keys(item.at, item.keys.clone());
+    let mut part =
+        Part { dk: vec![0.0; item.keys.len() * d], dv: vec![0.0; item.keys.len() * d], dq: Vec::new() };
+    let (mut p, mut ds) = (vec![0.0; tile_q * tile_k], vec![0.0; tile_q * tile_k]);
+    let group = problem.shape.group();
+    for member in 0..group {
+        let at = Head { segment: item.at.segment, head: item.at.head * group + member };
+        let queries = numerics.queries(at, 0..count);
+        let dout = problem.query_rows(past.dout, at, 0..count);
+        let delta = delta(&problem.query_rows(past.out, at, 0..count), &dout, d);
+        let lse2 = &past.lse2[problem.lse_start(at)..][..count];
+        let grads = numerics.grads(dout);
+        let mut dq = vec![0.0; count * d];
+        for col in item.keys.clone().step_by(tile_k) {
+            let cols = tile_k.min(item.keys.end - col);
+            let at_keys = (col - item.keys.start) * d..(col - item.keys.start + cols) * d;
+            let (dk, dv) = (&mut part.dk[at_keys.clone()], &mut part.dv[at_keys]);
+            // Tiles start at multiples of the tile size, also where the first queries see nothing.
+            let first = segment.first_query(col) / tile_q * tile_q;
+            for row in (first..count).step_by(tile_q) {
+                let tile = Tile { row, rows: tile_q.min(count - row), col, cols };
+                let (p, ds) = (&mut p[..tile.rows * cols], &mut ds[..tile.rows * cols]);
+                let at_queries = row * d..(row + tile.rows) * d;
+                numerics.logits(&queries, &keys, tile, p);
+                mask(segment, tile, p);
+                probabilities(cols, cut(lse2, 0, row, tile.rows, 1), p);
+                numerics.add_dv(p, &grads, tile, dv);
+                numerics.dp(&grads, &keys, tile, ds);
+                softmax_backward(cols, p, cut(&delta, 0, row, tile.rows, 1), ds);
+                numerics.add_dq(ds, &keys, tile, &mut dq[at_queries]);
+                numerics.add_dk(ds, &queries, tile, dk);
+            }
+        }
+        part.dq.push(dq);
+    }
+    part
+}
+
+/// `D = rowsum(dO o O)`, with the output as the forward returned it.
+#[multiversion(targets = "simd")]
+fn delta(out: &[f32], dout: &[f32], d: usize) -> Vec<f32> {
+    let mut delta = vec![0.0; out.len() / d];
+    for ((delta, out), dout) in delta.iter_mut().zip(out.chunks_exact(d)).zip(dout.chunks_exact(d)) {
+        *delta = lanes::dot(out, dout);
+    }
+    delta
+}
+
+/// Turns logits into probabilities, `P = 2^(T - LSE)`, in place.
+#[multiversion(targets = "simd")]
+fn probabilities(cols: usize, lse2: &[f32], t: &mut [f32]) {
+    for (row, &lse2) in t.chunks_exact_mut(cols).zip(lse2) {
+        // A query that sees no key has an LSE of minus infinity; its row is all masked.
+        let lse2 = if lse2 == f32::NEG_INFINITY { 0.0 } else { lse2 };
+        for x in row {
+            *x = lanes::exp2(*x - lse2);
+        }
+    }
+}
+
+/// `dS = P o (dP - D)`, over dP.
+#[multiversion(targets = "simd")]
+fn softmax_backward(cols: usize, p: &[f32], delta: &[f32], dp: &mut [f32]) {
+    for ((dp, p), &delta) in dp.chunks_exact_mut(cols).zip(p.chunks_exact(cols)).zip(delta) {
+        for (dp, p) in dp.iter_mut().zip(p) {
+            *dp = p * (*dp - delta);
+        }
+    }
+}

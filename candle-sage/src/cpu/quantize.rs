@@ -1,0 +1,143 @@
+//! Symmetric INT8 codes: `code = round(x * quant_scale)`, `x ~ code * dequant_scale`.
+
+use multiversion::multiversion;
+
+use super::lanes;
+
+/// The two directions of one scale.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Scale {
+    /// Turns codes into values: `max|x| / 127`.
+    pub(super) dequant: f32,
+    /// Turns values into codes: `127 / max|x|`, 0 for a group of zeros. No additive epsilon: real
+    /// gradients have magnitudes of 1e-7.
+    pub(super) quant: f32,
+}
+
+impl Scale {
+    /// The scale of a group, from the largest [`lanes::abs_bits`] in it.
+    ///
+    /// An infinity or a NaN in the group makes the dequantized group non-finite: it is passed on,
+    /// not hidden. Groups whose maximum is under 3.8e-37, where `127 / max` overflows, lose
+    /// precision.
+    #[inline(always)]
+    pub(super) fn of(max_abs_bits: u32) -> Self {
+        let max = f32::from_bits(max_abs_bits);
+        let quant = if max == 0.0 { 0.0 } else { 127.0 / max };
+        Self { dequant: max / 127.0, quant: if quant > f32::MAX { f32::MAX } else { quant } }
+    }
+}
+
+/// The code of a value, as f32: a whole number in -127..=127, ties to even.
+#[inline(always)]
+pub(super) fn code(x: f32, quant_scale: f32) -> f32 {
+    (x * quant_scale).round_ties_even()
+}
+
+/// The rows of one head as codes, with one scale a tile of rows.
+#[derive(Debug)]
+pub(super) struct TileCodes {
+    pub(super) codes: Vec<i8>,
+    /// One a tile.
+    pub(super) dequant_scale: Vec<f32>,
+}
+
+impl TileCodes {
+    /// Quantizes `rows` of width `d`, `tile_rows` rows to a scale.
+    pub(super) fn new(rows: &[f32], d: usize, tile_rows: usize) -> Self {
+        let size = tile_rows * d;
+        let mut codes = vec![0; rows.len()];
+        let tiles = rows.chunks(size).zip(codes.chunks_mut(size));
+        let dequant_scale = tiles.map(|(tile, codes)| quantize(tile, codes)).collect();
+        Self { codes, dequant_scale }
+    }
+
+    /// The codes of some rows as f32.
+    pub(super) fn rows_f32(&self, rows: std::ops::Range<usize>, d: usize) -> Vec<f32> {
+        self.codes[rows.start * d..rows.end * d].iter().map(|&c| f32::from(c)).collect()
+    }
+}
+
+/// Quantizes values that share one scale, and returns its dequant_scale.
+#[multiversion(targets = "simd")]
+fn quantize(values: &[f32], codes: &mut [i8]) -> f32 {
+    let scale = Scale::of(lanes::max_abs_bits(values));
+    for (code_of, &x) in codes.iter_mut().zip(values) {
+        *code_of = code(x, scale.quant) as i8;
+    }
+    scale.dequant
+}
+
+/// The mean of each channel over all rows: tiles of rows are summed first, in order, then the
+/// tiles' sums, in order.
+pub(super) fn channel_mean(rows: &[f32], d: usize, tile_rows: usize) -> Vec<f32> {
+    let mut total = vec![0.0; d];
+    for tile in rows.chunks(tile_rows * d) {
+        let mut sum = vec![0.0; d];
+        for row in tile.chunks_exact(d) {
+            for (sum, x) in sum.iter_mut().zip(row) {
+                *sum += x;
+            }
+        }
+        for (total, x) in total.iter_mut().zip(&sum) {
+            *total += x;
+        }
+    }
+    let count = (rows.len() / d) as f32;
+    total.iter().map(|x| x / count).collect()
+}
+
+/// Subtracts `mean` from every row.
+pub(super) fn subtract_mean(rows: &mut [f32], mean: &[f32]) {
+    for row in rows.chunks_exact_mut(mean.len()) {
+        for (x, mean) in row.iter_mut().zip(mean) {
+            *x -= mean;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn codes(values: &[f32]) -> (Vec<i8>, Vec<f32>) {
+        let q = TileCodes::new(values, 1, 4);
+        (q.codes, q.dequant_scale)
+    }
+
+    #[test]
+    fn extremes_ties_tails_and_zeros() {
+        let (q, s) = codes(&[127.0, -127.0, 0.5, 1.5, 0.0, -0.0, 0.0, 0.0, -2.0]);
+        assert_eq!(q, [127, -127, 0, 2, 0, 0, 0, 0, -127]);
+        assert_eq!(s, [1.0, 0.0, 2.0 / 127.0]);
+    }
+
+    #[test]
+    fn one_outlier_takes_the_range() {
+        let (q, s) = codes(&[1e30, 1.0, -1.0, 1e28]);
+        assert_eq!(q, [127, 0, 0, 1]);
+        assert_eq!(s, [1e30 / 127.0]);
+    }
+
+    #[test]
+    fn maxima_of_any_magnitude_reach_127() {
+        let mut x = 4e-37f32;
+        while x.is_finite() {
+            for max in [x, -x, x * 1.234_567, x * 1.999_999] {
+                if max.is_finite() {
+                    let (q, _) = codes(&[max, max / 2.0]);
+                    assert_eq!(i32::from(q[0]).abs(), 127, "{max:e}");
+                }
+            }
+            x *= 7.3;
+        }
+    }
+
+    #[test]
+    fn non_finite_values_are_passed_on() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let (q, s) = codes(&[1.0, bad, 2.0, 3.0]);
+            assert!(q.iter().any(|&q| !(f32::from(q) * s[0]).is_finite()), "{bad}: {q:?} {s:?}");
+        }
+    }
+}

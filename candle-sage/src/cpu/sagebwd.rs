@@ -1,0 +1,388 @@
+//! SageBwd on the CPU: INT8 codes, held as f32 inside a product, where sums of them are exact.
+
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+
+use half::{bf16, f16};
+use multiversion::multiversion;
+use rayon::prelude::*;
+
+use super::lanes;
+use super::numerics::{Head, Numerics, Problem, Softmax, Tile, cut};
+use super::product::{Mat, product};
+use super::quantize::{Scale, TileCodes, channel_mean, code, subtract_mean};
+use crate::scheme::{SageBwd as Settings, Smoothing};
+
+/// What the forward keeps: the codes and scales of Q and K, and the means taken out of them.
+#[derive(Debug)]
+pub(super) struct Codes {
+    /// One for each segment and query head.
+    queries: Vec<HeadCodes>,
+    /// One for each segment and key head.
+    keys: Vec<HeadCodes>,
+}
+
+#[derive(Debug)]
+struct HeadCodes {
+    codes: TileCodes,
+    /// What was subtracted before quantizing: K's token mean, or the mean of each tile of Q.
+    /// Empty without smoothing.
+    mean: Vec<f32>,
+}
+
+impl Codes {
+    pub(super) fn new(settings: &Settings, problem: &Problem<'_>) -> Self {
+        let d = problem.head_dim();
+        let queries = per_head(problem, problem.shape.query_heads(), |at| {
+            let mut rows = problem.q_rows(at, 0..problem.segments[at.segment].query.len());
+            let mut mean = Vec::new();
+            if settings.smoothing == Smoothing::Qk {
+                for tile in rows.chunks_mut(settings.tile_q * d) {
+                    let tile_mean = channel_mean(tile, d, settings.tile_q);
+                    subtract_mean(tile, &tile_mean);
+                    mean.extend(tile_mean);
+                }
+            }
+            HeadCodes { codes: TileCodes::new(&rows, d, settings.tile_q), mean }
+        });
+        let keys = per_head(problem, problem.shape.key_heads(), |at| {
+            let mut rows = problem.k_rows(at, 0..problem.segments[at.segment].key.len());
+            let mut mean = Vec::new();
+            if settings.smoothing != Smoothing::None && !rows.is_empty() {
+                mean = channel_mean(&rows, d, settings.tile_k);
+                subtract_mean(&mut rows, &mean);
+            }
+            HeadCodes { codes: TileCodes::new(&rows, d, settings.tile_k), mean }
+        });
+        Self { queries, keys }
+    }
+}
+
+fn per_head<T: Send>(problem: &Problem<'_>, heads: usize, make: impl Fn(Head) -> T + Sync) -> Vec<T> {
+    (0..problem.segments.len() * heads)
+        .into_par_iter()
+        .map(|n| make(Head { segment: n / heads, head: n % heads }))
+        .collect()
+}
+
+/// Which walk the operands are for.
+enum Pass {
+    /// With the codes of V, one for each segment and key head.
+    Forward(Vec<TileCodes>),
+    Backward,
+}
+
+/// See [`crate::scheme::SageBwd`].
+pub(super) struct SageBwd<'a> {
+    settings: &'a Settings,
+    problem: &'a Problem<'a>,
+    codes: &'a Codes,
+    pass: Pass,
+}
+
+impl<'a> SageBwd<'a> {
+    pub(super) fn forward(settings: &'a Settings, problem: &'a Problem<'a>, codes: &'a Codes) -> Self {
+        let values = per_head(problem, problem.shape.key_heads(), |at| {
+            let rows = problem.v_rows(at, 0..problem.segments[at.segment].key.len());
+            TileCodes::new(&rows, problem.head_dim(), settings.tile_k)
+        });
+        Self { settings, problem, codes, pass: Pass::Forward(values) }
+    }
+
+    pub(super) fn backward(settings: &'a Settings, problem: &'a Problem<'a>, codes: &'a Codes) -> Self {
+        Self { settings, problem, codes, pass: Pass::Backward }
+    }
+
+    fn d(&self) -> usize {
+        self.problem.head_dim()
+    }
+
+    fn q_dequant(&self, queries: &Queries, tile: Tile) -> f32 {
+        self.codes.queries[queries.index].codes.dequant_scale[tile.row / self.settings.tile_q]
+    }
+
+    fn k_dequant(&self, keys: &Keys, tile: Tile) -> f32 {
+        self.codes.keys[keys.index].codes.dequant_scale[tile.col / self.settings.tile_k]
+    }
+
+    /// The mean taken out of the tile's queries, if any was.
+    fn q_mean(&self, queries: &Queries, tile: Tile) -> Option<&[f32]> {
+        let mean = &self.codes.queries[queries.index].mean;
+        (!mean.is_empty()).then(|| &mean[tile.row / self.settings.tile_q * self.d()..][..self.d()])
+    }
+
+    /// Rounds to the 16-bit type that dP is computed from: that of the inputs, bf16 for f32 ones.
+    /// (f16 would flush real output gradients to zero.)
+    fn round16(&self, mut values: Vec<f32>) -> Vec<f32> {
+        if self.problem.is_f16() {
+            values.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32());
+        } else {
+            values.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+        }
+        values
+    }
+}
+
+/// The keys of one head from `start` on.
+pub(super) struct Keys {
+    start: usize,
+    /// Which head: its place among the codes.
+    index: usize,
+    /// Codes of K.
+    k: Vec<f32>,
+    /// Codes of V in the forward, V in 16-bit precision in the backward.
+    v: Vec<f32>,
+    /// K less its mean, unquantized, for the logits of Q's mean; empty without Q smoothing.
+    k_smooth: Vec<f32>,
+}
+
+/// The queries of one head from `start` on.
+pub(super) struct Queries {
+    start: usize,
+    /// Which head: its place among the codes.
+    index: usize,
+    /// Codes of Q.
+    q: Vec<f32>,
+}
+
+/// The output gradient of one head.
+pub(super) struct Grads {
+    codes: Vec<f32>,
+    /// (tile, channel)
+    dequant: Vec<f32>,
+    /// In 16-bit precision, for dP.
+    dout16: Vec<f32>,
+}
+
+impl Numerics for SageBwd<'_> {
+    type Keys = Keys;
+    type Queries = Queries;
+    type Grads = Grads;
+
+    fn tile(&self) -> (usize, usize) {
+        (self.settings.tile_q, self.settings.tile_k)
+    }
+
+    fn keys(&self, at: Head, tokens: Range<usize>) -> Keys {
+        let (d, settings) = (self.d(), self.settings);
+        let index = at.segment * self.problem.shape.key_heads() + at.head;
+        let head = &self.codes.keys[index];
+        let mut k_smooth = Vec::new();
+        if settings.smoothing == Smoothing::Qk {
+            k_smooth = self.problem.k_rows(at, tokens.clone());
+            subtract_mean(&mut k_smooth, &head.mean);
+        }
+        let v = match &self.pass {
+            Pass::Forward(values) => values[index].rows_f32(tokens.clone(), d),
+            Pass::Backward => self.round16(self.problem.v_rows(at, tokens.clone())),
+        };
+        Keys { start: tokens.start, k: head.codes.rows_f32(tokens, d), index, v, k_smooth }
+    }
+
+    fn queries(&self, at: Head, tokens: Range<usize>) -> Queries {
+        let index = at.segment * self.problem.shape.query_heads() + at.head;
+        let q = self.codes.queries[index].codes.rows_f32(tokens.clone(), self.d());
+        Queries { start: tokens.start, index, q }
+    }
+
+    fn grads(&self, dout: Vec<f32>) -> Grads {
+        let d = self.d();
+        let group = self.settings.granularity.vectors(d);
+        let mut codes = vec![0.0; dout.len()];
+        let mut dequant = Vec::with_capacity(dout.len().div_ceil(self.settings.tile_q));
+        let size = self.settings.tile_q * d;
+        for (tile, codes) in dout.chunks(size).zip(codes.chunks_mut(size)) {
+            dequant.extend(quantize_columns(tile, d, group, codes));
+        }
+        Grads { codes, dequant, dout16: self.round16(dout) }
+    }
+
+    fn logits(&self, queries: &Queries, keys: &Keys, tile: Tile, out: &mut [f32]) {
+        let (d, scale) = (self.d(), self.problem.softmax_scale * LOG2_E);
+        let q = Mat::new(cut(&queries.q, queries.start, tile.row, tile.rows, d), tile.rows, d);
+        let k = Mat::new(cut(&keys.k, keys.start, tile.col, tile.cols, d), tile.cols, d);
+        let dequant = self.q_dequant(queries, tile) * self.k_dequant(keys, tile);
+        product(out, q, k.t(), dequant * scale, false);
+        if let Some(mean) = self.q_mean(queries, tile) {
+            let mut row = vec![0.0; tile.cols];
+            let k = Mat::new(cut(&keys.k_smooth, keys.start, tile.col, tile.cols, d), tile.cols, d);
+            product(&mut row, Mat::new(mean, 1, d), k.t(), scale, false);
+            for logits in out.chunks_exact_mut(tile.cols) {
+                logits.iter_mut().zip(&row).for_each(|(x, y)| *x += y);
+            }
+        }
+    }
+
+    fn attend(&self, keys: &Keys, tile: Tile, logits: &mut [f32], softmax: &mut Softmax) {
+        let d = self.d();
+        let Pass::Forward(values) = &self.pass else { unreachable!("only the forward attends") };
+        let v_dequant = values[keys.index].dequant_scale[tile.col / self.settings.tile_k];
+        let mut steps = vec![Step::default(); tile.rows];
+        online_softmax(tile.cols, logits, softmax, &mut steps);
+        let mut pv = vec![0.0; tile.rows * d];
+        let v = Mat::new(cut(&keys.v, keys.start, tile.col, tile.cols, d), tile.cols, d);
+        product(&mut pv, Mat::new(logits, tile.rows, tile.cols), v, 1.0, false);
+        accumulate_steps(&mut softmax.acc, &pv, &steps, v_dequant);
+    }
+
+    fn add_dv(&self, p: &[f32], grads: &Grads, tile: Tile, dv: &mut [f32]) {
+        let d = self.d();
+        let group = self.settings.granularity.vectors(self.settings.tile_k);
+        let mut codes = vec![0.0; p.len()];
+        let p_dequant = quantize_columns(p, tile.cols, group, &mut codes);
+        let mut sums = vec![0.0; dv.len()];
+        let dout = Mat::new(cut(&grads.codes, 0, tile.row, tile.rows, d), tile.rows, d);
+        product(&mut sums, Mat::new(&codes, tile.rows, tile.cols).t(), dout, 1.0, false);
+        let dout_dequant = &grads.dequant[tile.row / self.settings.tile_q * d..][..d];
+        add_outer(dv, &sums, &p_dequant, dout_dequant);
+    }
+
+    fn dp(&self, grads: &Grads, keys: &Keys, tile: Tile, out: &mut [f32]) {
+        let d = self.d();
+        let dout = Mat::new(cut(&grads.dout16, 0, tile.row, tile.rows, d), tile.rows, d);
+        let v = Mat::new(cut(&keys.v, keys.start, tile.col, tile.cols, d), tile.cols, d);
+        product(out, dout, v.t(), 1.0, false);
+    }
+
+    fn add_dq(&self, ds: &[f32], keys: &Keys, tile: Tile, dq: &mut [f32]) {
+        let d = self.d();
+        let group = self.settings.granularity.vectors(self.settings.tile_q);
+        let mut codes = vec![0.0; ds.len()];
+        let ds_dequant = quantize_rows(ds, tile.cols, group, &mut codes);
+        let mut sums = vec![0.0; dq.len()];
+        let k = Mat::new(cut(&keys.k, keys.start, tile.col, tile.cols, d), tile.cols, d);
+        product(&mut sums, Mat::new(&codes, tile.rows, tile.cols), k, 1.0, false);
+        add_rows(dq, &sums, &ds_dequant, self.k_dequant(keys, tile));
+    }
+
+    fn add_dk(&self, ds: &[f32], queries: &Queries, tile: Tile, dk: &mut [f32]) {
+        let d = self.d();
+        let group = self.settings.granularity.vectors(self.settings.tile_k);
+        let mut codes = vec![0.0; ds.len()];
+        let ds_dequant = quantize_columns(ds, tile.cols, group, &mut codes);
+        let mut sums = vec![0.0; dk.len()];
+        let q = Mat::new(cut(&queries.q, queries.start, tile.row, tile.rows, d), tile.rows, d);
+        product(&mut sums, Mat::new(&codes, tile.rows, tile.cols).t(), q, 1.0, false);
+        add_rows(dk, &sums, &ds_dequant, self.q_dequant(queries, tile));
+        if let Some(mean) = self.q_mean(queries, tile) {
+            // dK = dS^T (Q - mean) + (dS^T 1) mean: the second term from unquantized dS.
+            let ones = vec![1.0; tile.rows];
+            let mut column_sums = vec![0.0; tile.cols];
+            let ds = Mat::new(ds, tile.rows, tile.cols);
+            product(&mut column_sums, Mat::new(&ones, 1, tile.rows), ds, 1.0, false);
+            product(dk, Mat::new(&column_sums, tile.cols, 1), Mat::new(mean, 1, d), 1.0, true);
+        }
+    }
+}
+
+/// What one step of the online softmax did to a row.
+#[derive(Debug, Clone, Copy, Default)]
+struct Step {
+    /// Factor of what was accumulated before.
+    decay: f32,
+    /// dequant_scale of the row's probabilities.
+    p_dequant: f32,
+}
+
+/// Turns a tile of logits into codes of the probabilities, one scale a row.
+///
+/// Relative to the row's own maximum a code is one rounding away: `round(127 * 2^(t - row_max))`,
+/// with the dequant_scale `2^(row_max - max) / 127`.
+#[multiversion(targets = "simd")]
+fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax, steps: &mut [Step]) {
+    let state = softmax.max.iter_mut().zip(&mut softmax.sum).zip(steps);
+    for (row, ((max, sum), step)) in logits.chunks_exact_mut(cols).zip(state) {
+        let row_max = lanes::max(row);
+        let new_max = if row_max > *max { row_max } else { *max };
+        // Where nothing is visible every term is 2^-inf, whatever is subtracted.
+        let shift = if new_max == f32::NEG_INFINITY { 0.0 } else { new_max };
+        let row_shift = if row_max == f32::NEG_INFINITY { 0.0 } else { row_max } - lanes::LOG2_127;
+        for x in row.iter_mut() {
+            *x = lanes::exp2(*x - row_shift);
+        }
+        step.p_dequant = lanes::exp2(row_max - shift - lanes::LOG2_127);
+        step.decay = lanes::exp2(*max - shift);
+        // The sum is of the unquantized probabilities.
+        *sum = step.decay * *sum + step.p_dequant * lanes::sum(row);
+        *max = new_max;
+        for x in row.iter_mut() {
+            *x = x.round_ties_even();
+        }
+    }
+}
+
+/// `acc = decay * acc + pv * (p_dequant * v_dequant)`, row by row.
+#[multiversion(targets = "simd")]
+fn accumulate_steps(acc: &mut [f32], pv: &[f32], steps: &[Step], v_dequant: f32) {
+    let d = acc.len() / steps.len();
+    for ((acc, pv), step) in acc.chunks_exact_mut(d).zip(pv.chunks_exact(d)).zip(steps) {
+        let dequant = step.p_dequant * v_dequant;
+        for (acc, pv) in acc.iter_mut().zip(pv) {
+            *acc = step.decay * *acc + dequant * pv;
+        }
+    }
+}
+
+/// `into += sums * (row_dequant * dequant)`, with one `row_dequant` a row.
+#[multiversion(targets = "simd")]
+fn add_rows(into: &mut [f32], sums: &[f32], row_dequant: &[f32], dequant: f32) {
+    let d = into.len() / row_dequant.len();
+    for ((into, sums), row_dequant) in into.chunks_exact_mut(d).zip(sums.chunks_exact(d)).zip(row_dequant) {
+        let factor = row_dequant * dequant;
+        for (into, sum) in into.iter_mut().zip(sums) {
+            *into += sum * factor;
+        }
+    }
+}
+
+/// `into += sums * (row_dequant * column_dequant)`.
+#[multiversion(targets = "simd")]
+fn add_outer(into: &mut [f32], sums: &[f32], row_dequant: &[f32], column_dequant: &[f32]) {
+    let d = column_dequant.len();
+    for ((into, sums), row_dequant) in into.chunks_exact_mut(d).zip(sums.chunks_exact(d)).zip(row_dequant) {
+        for ((into, sum), column_dequant) in into.iter_mut().zip(sums).zip(column_dequant) {
+            *into += sum * (row_dequant * column_dequant);
+        }
+    }
+}
+
+/// Quantizes a matrix with one scale for each `group` of neighbouring columns, and returns the
+/// dequant_scale of each column.
+#[multiversion(targets = "simd")]
+fn quantize_columns(values: &[f32], cols: usize, group: usize, codes: &mut [f32]) -> Vec<f32> {
+    let (mut maxima, mut quant, mut dequant) = (vec![0u32; cols], vec![0.0; cols], vec![0.0; cols]);
+    for row in values.chunks_exact(cols) {
+        for (max, &x) in maxima.iter_mut().zip(row) {
+            *max = (*max).max(lanes::abs_bits(x));
+        }
+    }
+    for (g, maxima) in maxima.chunks(group).enumerate() {
+        let scale = Scale::of(maxima.iter().copied().max().unwrap_or(0));
+        for c in g * group..g * group + maxima.len() {
+            (quant[c], dequant[c]) = (scale.quant, scale.dequant);
+        }
+    }
+    for (row, codes) in values.chunks_exact(cols).zip(codes.chunks_exact_mut(cols)) {
+        for ((code_of, &x), &quant) in codes.iter_mut().zip(row).zip(&quant) {
+            *code_of = code(x, quant);
+        }
+    }
+    dequant
+}
+
+/// Quantizes a matrix with one scale for each `group` of neighbouring rows, and returns the
+/// dequant_scale of each row.
+#[multiversion(targets = "simd")]
+fn quantize_rows(values: &[f32], cols: usize, group: usize, codes: &mut [f32]) -> Vec<f32> {
+    let mut dequant = Vec::with_capacity(values.len() / cols);
+    for (rows, codes) in values.chunks(group * cols).zip(codes.chunks_mut(group * cols)) {
+        let scale = Scale::of(lanes::max_abs_bits(rows));
+        for _ in 0..rows.len() / cols {
+            dequant.push(scale.dequant);
+        }
+        for (code_of, &x) in codes.iter_mut().zip(rows) {
+            *code_of = code(x, scale.quant);
+        }
+    }
+    dequant
+}

@@ -1,0 +1,109 @@
+//! Reading a 4-D tensor of any float type and any strides, and making one from f32 values.
+
+use std::ops::Range;
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, DType, Layout};
+use half::{bf16, f16};
+
+use crate::error::{Error, Result};
+use crate::shape::Dims;
+
+/// The elements of a tensor, as they lie in memory.
+#[derive(Debug, Clone, Copy)]
+enum Elements<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
+    BF16(&'a [bf16]),
+}
+
+/// A (batch, sequence, heads, head_dim) tensor on the CPU.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct View<'a> {
+    elements: Elements<'a>,
+    offset: usize,
+    strides: [usize; 4],
+    dims: Dims,
+}
+
+/// The error for element types that the operators do not take.
+pub(crate) fn unsupported_dtype(op: &str, dtype: DType) -> Error {
+    Error::new(format!("{op} does not take this element type"))
+        .got(dtype.as_str())
+        .allowed("f32, f16, bf16")
+        .hint("convert with `to_dtype(DType::F32)`")
+}
+
+impl<'a> View<'a> {
+    /// # Errors
+    /// When the elements are not f32, f16 or bf16.
+    pub(crate) fn new(storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
+        let elements = match storage {
+            CpuStorage::F32(values) => Elements::F32(values),
+            CpuStorage::F16(values) => Elements::F16(values),
+            CpuStorage::BF16(values) => Elements::BF16(values),
+            other => return Err(unsupported_dtype("attention", other.dtype())),
+        };
+        let (&[b, s, h, d], &[sb, ss, sh, sd]) = (layout.dims(), layout.stride()) else {
+            return Err(Error::new("attention takes tensors of four dimensions")
+                .got(format!("{:?}", layout.dims()))
+                .allowed("(batch, sequence, heads, head_dim)")
+                .hint("add a dimension of 1 with `unsqueeze`"));
+        };
+        Ok(Self { elements, offset: layout.start_offset(), strides: [sb, ss, sh, sd], dims: (b, s, h, d) })
+    }
+
+    /// Width of a head.
+    pub(crate) fn head_dim(&self) -> usize {
+        self.dims.3
+    }
+
+    /// Whether the elements are f16.
+    pub(crate) fn is_f16(&self) -> bool {
+        matches!(self.elements, Elements::F16(_))
+    }
+
+    /// Copies the vectors of one head as f32, one row a token.
+    pub(crate) fn rows(&self, batch: usize, tokens: Range<usize>, head: usize) -> Vec<f32> {
+        match self.elements {
+            Elements::F32(values) => self.gather(values, batch, tokens, head, |x| x),
+            Elements::F16(values) => self.gather(values, batch, tokens, head, f16::to_f32),
+            Elements::BF16(values) => self.gather(values, batch, tokens, head, bf16::to_f32),
+        }
+    }
+
+    fn gather<T: Copy>(
+        &self,
+        values: &[T],
+        batch: usize,
+        tokens: Range<usize>,
+        head: usize,
+        to_f32: impl Fn(T) -> f32,
+    ) -> Vec<f32> {
+        let [sb, ss, sh, sd] = self.strides;
+        let d = self.head_dim();
+        let mut rows = Vec::with_capacity(tokens.len() * d);
+        for token in tokens {
+            let start = self.offset + batch * sb + token * ss + head * sh;
+            if sd == 1 {
+                rows.extend(values[start..start + d].iter().map(|&x| to_f32(x)));
+            } else {
+                rows.extend((0..d).map(|c| to_f32(values[start + c * sd])));
+            }
+        }
+        rows
+    }
+}
+
+/// Rounds f32 values to the element type of an output.
+///
+/// # Errors
+/// When the element type is not f32, f16 or bf16.
+pub(crate) fn to_storage(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
+    match dtype {
+        DType::F32 => Ok(CpuStorage::F32(values)),
+        DType::F16 => Ok(CpuStorage::F16(values.into_iter().map(f16::from_f32).collect())),
+        DType::BF16 => Ok(CpuStorage::BF16(values.into_iter().map(bf16::from_f32).collect())),
+        other => Err(unsupported_dtype("attention", other)),
+    }
+}

@@ -1,0 +1,23 @@
+//! Trainable low-bit attention for [candle](https://docs.rs/candle-core).
+//!
+//! [`ops::Attention`] is attention with a forward and a backward of its own, in full precision or
+//! on INT8 codes ([`scheme::SageBwd`]). It joins candle's graph: call `backward()` as always.
+//! Beside it are the differentiable operators that candle lacks ([`ops`]), modules made of them
+//! ([`nn`]), and exact f64 attention to compare with ([`reference`]).
+//!
+//! Everything runs on the CPU, on all threads, with results that do not depend on their number.
+
+#![deny(missing_docs)]
+
+mod cpu;
+mod error;
+pub mod nn;
+pub mod ops;
+pub mod reference;
+pub mod scheme;
+pub mod shape;
+
+pub use error::{Error, Result};
+pub use ops::Attention;
+pub use scheme::{Granularity, SageBwd, Scheme, Smoothing};
+pub use shape::{AttentionShape, Packing};

@@ -1,0 +1,18 @@
+//! Differentiable operators, one file each: what a transformer needs and candle has no gradient for.
+//!
+//! Each is a candle custom op: it joins candle's graph, and `backward()` reaches its inputs.
+
+mod attention;
+mod cross_entropy;
+mod embedding;
+mod rms_norm;
+mod rope;
+mod support;
+mod swiglu;
+
+pub use attention::Attention;
+pub use cross_entropy::{CrossEntropy, cross_entropy, linear_cross_entropy};
+pub use embedding::embedding;
+pub use rms_norm::rms_norm;
+pub use rope::{RopeStyle, rope, rope_tables};
+pub use swiglu::swiglu;

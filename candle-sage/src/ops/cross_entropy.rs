@@ -1,0 +1,295 @@
+//! Cross-entropy, from logits or straight from hidden states and the output matrix.
+
+use std::sync::OnceLock;
+
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor};
+use multiversion::multiversion;
+use rayon::prelude::*;
+
+use super::support::{cpu_storage, f32_tensor, f32_values, ids, shape_error, with_f32};
+use crate::cpu::lanes;
+use crate::cpu::product::{Mat, product_parallel};
+use crate::error::Error;
+
+const NAME: &str = "cross-entropy";
+
+/// Settings of a cross-entropy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CrossEntropy {
+    /// Targets with this id do not count. `None`: all count.
+    pub ignore_id: Option<u32>,
+    /// Rows of logits that [`linear_cross_entropy`] holds at a time. `None`: as many as fit 64 MiB.
+    pub chunk_rows: Option<usize>,
+}
+
+/// Mean over the targets of `logsumexp(logits[n]) - logits[n][target[n]]`, in nats.
+///
+/// `logits` is (rows, classes) in f32, f16 or bf16, `targets` is (rows) in u8, u32 or i64; the
+/// result is an f32 scalar. The logits receive `(softmax - onehot) / targets that count`. The
+/// forward keeps one f32 a row. For a language model prefer [`linear_cross_entropy`], which never
+/// holds all logits.
+///
+/// # Errors
+/// When the shapes do not match, a target is not a class, or no target counts.
+pub fn cross_entropy(logits: &Tensor, targets: &Tensor, settings: CrossEntropy) -> Result<Tensor> {
+    let fits = matches!(*logits.dims(), [n, classes] if targets.dims() == [n] && classes > 0);
+    if !fits {
+        return Err(shape_error(
+            "cross_entropy: logits and targets do not match",
+            (logits.dims(), targets.dims()),
+            "logits (rows, classes), targets (rows)",
+            "flatten batch and sequence first: `flatten(0, 1)`",
+        ));
+    }
+    logits.apply_op2(targets, LogitsOp { settings, lse: OnceLock::new() })
+}
+
+/// [`cross_entropy`] of `hidden weight^T`, without ever holding all logits.
+///
+/// `hidden` is (rows, width), `weight` (classes, width) in f32, f16 or bf16, `targets` (rows); the
+/// result is an f32 scalar. Logits are made and consumed [`CrossEntropy::chunk_rows`] at a time.
+/// When an input is tracked the forward also computes both gradients of each chunk while its logits
+/// are at hand, instead of making them twice; the backward multiplies by what comes back.
+///
+/// # Errors
+/// As [`cross_entropy`].
+pub fn linear_cross_entropy(
+    hidden: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    settings: CrossEntropy,
+) -> Result<Tensor> {
+    let fits = match (hidden.dims(), weight.dims()) {
+        (&[n, width], &[classes, w]) => width == w && classes > 0 && targets.dims() == [n],
+        _ => false,
+    };
+    if !fits {
+        return Err(shape_error(
+            "linear_cross_entropy: the inputs do not match",
+            (hidden.dims(), weight.dims(), targets.dims()),
+            "hidden (rows, width), weight (classes, width), targets (rows)",
+            "flatten batch and sequence first: `flatten(0, 1)`",
+        ));
+    }
+    let tracked = hidden.track_op() || weight.track_op();
+    let op = LinearOp { settings, gradients: tracked.then(OnceLock::new) };
+    if tracked {
+        hidden.apply_op3(weight, targets, op)
+    } else {
+        hidden.apply_op3_no_bwd(weight, targets, &op)
+    }
+}
+
+/// The class of each row, `None` where the target does not count, and how many count.
+fn classes(targets: &[usize], classes: usize, settings: CrossEntropy) -> Result<(Vec<Option<usize>>, usize)> {
+    let mut out = Vec::with_capacity(targets.len());
+    for &target in targets {
+        let ignored = settings.ignore_id.is_some_and(|id| id as usize == target);
+        if !ignored && target >= classes {
+            return Err(Error::new("cross_entropy: a target is not a class")
+                .got(target)
+                .allowed(format!("0 to {}", classes - 1))
+                .hint("set `ignore_id` when some targets should not count")
+                .into());
+        }
+        out.push((!ignored).then_some(target));
+    }
+    let counted = out.iter().flatten().count();
+    if counted == 0 {
+        return Err(Error::new("cross_entropy: no target counts")
+            .got(format!("{} targets, all ignored", out.len()))
+            .allowed("at least one target")
+            .hint("skip the batch")
+            .into());
+    }
+    Ok((out, counted))
+}
+
+/// The natural log-sum-exp of a row.
+#[multiversion(targets = "simd")]
+fn log_sum_exp(row: &[f32]) -> f32 {
+    let max = lanes::max(row);
+    let mut sum = 0.0;
+    for chunk in row.chunks(256) {
+        let mut terms = [0.0; 256];
+        for (term, x) in terms.iter_mut().zip(chunk) {
+            *term = lanes::exp2((x - max) * std::f32::consts::LOG2_E);
+        }
+        sum += lanes::sum(&terms[..chunk.len()]);
+    }
+    max + sum.ln()
+}
+
+/// Turns a row of logits into `factor * (softmax(row) - onehot(target))`.
+#[multiversion(targets = "simd")]
+fn to_gradient(row: &mut [f32], lse: f32, target: usize, factor: f32) {
+    for x in row.iter_mut() {
+        *x = factor * lanes::exp2((*x - lse) * std::f32::consts::LOG2_E);
+    }
+    row[target] -= factor;
+}
+
+/// Sums losses in row order, in f64.
+fn mean_loss(losses: impl Iterator<Item = f32>, counted: usize) -> f32 {
+    (losses.map(f64::from).sum::<f64>() / counted as f64) as f32
+}
+
+struct LogitsOp {
+    settings: CrossEntropy,
+    lse: OnceLock<Vec<f32>>,
+}
+
+impl CustomOp2 for LogitsOp {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        logits: &CpuStorage,
+        logits_layout: &Layout,
+        targets: &CpuStorage,
+        targets_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (_, width) = logits_layout.shape().dims2()?;
+        let logits = f32_values(NAME, logits, logits_layout)?;
+        let (targets, counted) = classes(&ids(NAME, targets, targets_layout)?, width, self.settings)?;
+        let lse: Vec<f32> = logits.par_chunks(width).map(log_sum_exp).collect();
+        let rows = targets.iter().zip(logits.chunks_exact(width)).zip(&lse);
+        let loss = mean_loss(rows.filter_map(|((t, row), lse)| t.map(|t| lse - row[t])), counted);
+        self.lse.set(lse).map_err(|_| Error::new("a cross-entropy op value was run twice"))?;
+        Ok((CpuStorage::F32(vec![loss]), Shape::from(())))
+    }
+
+    fn bwd(
+        &self,
+        logits: &Tensor,
+        targets: &Tensor,
+        _loss: &Tensor,
+        dloss: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let lse = self.lse.get().ok_or_else(|| Error::new("cross-entropy has no forward to go back from"))?;
+        let (_, width) = logits.dims2()?;
+        let ids = {
+            let (storage, layout) = targets.storage_and_layout();
+            ids(NAME, cpu_storage(&storage, NAME)?, layout)?
+        };
+        let (targets, counted) = classes(&ids, width, self.settings)?;
+        let factor = dloss.to_scalar::<f32>()? / counted as f32;
+        let grad = with_f32(NAME, [logits], |[logits]| {
+            let mut grad = logits.to_vec();
+            grad.par_chunks_mut(width).zip(lse).zip(&targets).for_each(
+                |((row, &lse), target)| match *target {
+                    Some(target) => to_gradient(row, lse, target, factor),
+                    None => row.fill(0.0),
+                },
+            );
+            Ok(grad)
+        })?;
+        Ok((Some(f32_tensor(grad, logits.shape(), logits.dtype())?), None))
+    }
+}
+
+/// Gradients for an upstream gradient of one.
+struct UnitGradients {
+    hidden: Vec<f32>,
+    weight: Vec<f32>,
+}
+
+struct LinearOp {
+    settings: CrossEntropy,
+    /// Filled by the forward; `None` when no input is tracked.
+    gradients: Option<OnceLock<UnitGradients>>,
+}
+
+impl LinearOp {
+    fn chunk_rows(&self, classes: usize) -> usize {
+        const FLOATS: usize = 16 << 20;
+        self.settings.chunk_rows.unwrap_or(FLOATS / classes).max(1)
+    }
+}
+
+impl CustomOp3 for LinearOp {
+    fn name(&self) -> &'static str {
+        "linear-cross-entropy"
+    }
+
+    fn cpu_fwd(
+        &self,
+        hidden: &CpuStorage,
+        hidden_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+        targets: &CpuStorage,
+        targets_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (rows, width) = hidden_layout.shape().dims2()?;
+        let (outputs, _) = weight_layout.shape().dims2()?;
+        let hidden = f32_values(NAME, hidden, hidden_layout)?;
+        let weight = f32_values(NAME, weight, weight_layout)?;
+        let (targets, counted) = classes(&ids(NAME, targets, targets_layout)?, outputs, self.settings)?;
+        let weight = Mat::new(&weight, outputs, width);
+        let mut gradients = self
+            .gradients
+            .as_ref()
+            .map(|_| UnitGradients { hidden: vec![0.0; rows * width], weight: vec![0.0; outputs * width] });
+        let chunk = self.chunk_rows(outputs).min(rows);
+        let mut logits = vec![0.0; chunk * outputs];
+        let mut losses = vec![0.0; rows];
+        let factor = 1.0 / counted as f32;
+        for start in (0..rows).step_by(chunk) {
+            let end = (start + chunk).min(rows);
+            let inputs = Mat::new(&hidden[start * width..end * width], end - start, width);
+            let logits = &mut logits[..(end - start) * outputs];
+            product_parallel(logits, inputs, weight.t(), 1.0, false);
+            let rows = logits.par_chunks_mut(outputs).zip(&mut losses[start..end]).zip(&targets[start..end]);
+            rows.for_each(|((row, loss), target)| {
+                let Some(target) = *target else {
+                    row.fill(0.0);
+                    return;
+                };
+                let lse = log_sum_exp(row);
+                *loss = lse - row[target];
+                if gradients.is_some() {
+                    to_gradient(row, lse, target, factor);
+                }
+            });
+            if let Some(gradients) = &mut gradients {
+                let dlogits = Mat::new(logits, end - start, outputs);
+                product_parallel(
+                    &mut gradients.hidden[start * width..end * width],
+                    dlogits,
+                    weight,
+                    1.0,
+                    false,
+                );
+                product_parallel(&mut gradients.weight, dlogits.t(), inputs, 1.0, true);
+            }
+        }
+        if let (Some(slot), Some(gradients)) = (&self.gradients, gradients) {
+            slot.set(gradients).map_err(|_| Error::new("a cross-entropy op value was run twice"))?;
+        }
+        let loss = mean_loss(losses.into_iter(), counted);
+        Ok((CpuStorage::F32(vec![loss]), Shape::from(())))
+    }
+
+    fn bwd(
+        &self,
+        hidden: &Tensor,
+        weight: &Tensor,
+        _targets: &Tensor,
+        _loss: &Tensor,
+        dloss: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let gradients = self
+            .gradients
+            .as_ref()
+            .and_then(OnceLock::get)
+            .ok_or_else(|| Error::new("cross-entropy has no forward to go back from"))?;
+        let factor = dloss.to_scalar::<f32>()?;
+        let scaled = |unit: &[f32], like: &Tensor| {
+            f32_tensor(unit.iter().map(|x| x * factor).collect(), like.shape(), like.dtype())
+        };
+        Ok((Some(scaled(&gradients.hidden, hidden)?), Some(scaled(&gradients.weight, weight)?), None))
+    }
+}

@@ -1,0 +1,128 @@
+//! Root-mean-square normalization with a backward.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};
+use multiversion::multiversion;
+use rayon::prelude::*;
+
+use super::support::{f32_tensor, f32_values, shape_error, with_f32};
+use crate::cpu::lanes;
+use crate::cpu::view::to_storage;
+
+const NAME: &str = "rms-norm";
+
+/// `y = x * r * weight`, `r = 1 / sqrt(mean(x^2) + eps)`, the mean over the last dimension.
+///
+/// `x` is (.., width) in f32, f16 or bf16 with any strides, `weight` is (width); the output has the
+/// shape and type of `x`. Sums run in f32. Both inputs receive gradients:
+/// `dx = r (g - x r^2 mean(g o x))` with `g = dy o weight`, and `dweight = sum(dy o x r)` over all
+/// vectors. (RMSNorm: arXiv 1910.07467.)
+///
+/// # Errors
+/// When the weight does not match the last dimension, or the types are not floats.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    let width = x.dims().last().copied().unwrap_or(0);
+    if width == 0 || weight.dims() != [width] {
+        return Err(shape_error(
+            "rms_norm: the weight does not match the input",
+            (x.dims(), weight.dims()),
+            "x (.., width) and weight (width), width at least 1",
+            "normalization runs over the last dimension",
+        ));
+    }
+    x.apply_op2(weight, RmsNorm { eps: eps as f32, width })
+}
+
+struct RmsNorm {
+    eps: f32,
+    width: usize,
+}
+
+/// Vectors that one task takes; also the span of one partial sum of the weight's gradient, which
+/// makes the order of additions independent of the number of threads.
+const VECTORS: usize = 256;
+
+#[inline(always)]
+fn inverse_rms(x: &[f32], eps: f32) -> f32 {
+    1.0 / (lanes::dot(x, x) / x.len() as f32 + eps).sqrt()
+}
+
+impl CustomOp2 for RmsNorm {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        w: &CpuStorage,
+        w_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (values, weight) = (f32_values(NAME, x, x_layout)?, f32_values(NAME, w, w_layout)?);
+        let span = VECTORS * self.width;
+        let mut out = vec![0.0; values.len()];
+        out.par_chunks_mut(span).zip(values.par_chunks(span)).for_each(|(out, x)| {
+            normalize(out, x, &weight, self.eps);
+        });
+        let dtype = x.dtype();
+        Ok((to_storage(out, dtype)?, x_layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _out: &Tensor,
+        dout: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let (dx, dw) = with_f32(NAME, [x, weight, dout], |[xs, w, dy]| {
+            let span = VECTORS * self.width;
+            let mut dx = vec![0.0; xs.len()];
+            let partial: Vec<Vec<f32>> = dx
+                .par_chunks_mut(span)
+                .zip(xs.par_chunks(span).zip(dy.par_chunks(span)))
+                .map(|(dx, (x, dy))| normalize_backward(dx, x, dy, w, self.eps))
+                .collect();
+            let mut dw = vec![0.0; self.width];
+            for part in partial {
+                dw.iter_mut().zip(part).for_each(|(dw, part)| *dw += part);
+            }
+            Ok((dx, dw))
+        })?;
+        let dtype: DType = x.dtype();
+        Ok((Some(f32_tensor(dx, x.shape(), dtype)?), Some(f32_tensor(dw, self.width, weight.dtype())?)))
+    }
+}
+
+/// Normalizes each vector of `x`.
+#[multiversion(targets = "simd")]
+fn normalize(out: &mut [f32], x: &[f32], weight: &[f32], eps: f32) {
+    let width = weight.len();
+    for (out, x) in out.chunks_exact_mut(width).zip(x.chunks_exact(width)) {
+        let r = inverse_rms(x, eps);
+        for ((out, x), w) in out.iter_mut().zip(x).zip(weight) {
+            *out = x * r * w;
+        }
+    }
+}
+
+/// Fills `dx` and returns what these vectors add to the weight's gradient.
+#[multiversion(targets = "simd")]
+fn normalize_backward(dx: &mut [f32], x: &[f32], dy: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
+    let width = weight.len();
+    let (mut dw, mut g) = (vec![0.0; width], vec![0.0; width]);
+    let rows = x.chunks_exact(width).zip(dy.chunks_exact(width));
+    for (dx, (x, dy)) in dx.chunks_exact_mut(width).zip(rows) {
+        let r = inverse_rms(x, eps);
+        for ((g, dy), w) in g.iter_mut().zip(dy).zip(weight) {
+            *g = dy * w;
+        }
+        let pull = lanes::dot(&g, x) * r * r / width as f32;
+        for (((dx, dw), (x, dy)), g) in dx.iter_mut().zip(&mut dw).zip(x.iter().zip(dy)).zip(&g) {
+            *dx = r * (g - x * pull);
+            *dw += dy * x * r;
+        }
+    }
+    dw
+}

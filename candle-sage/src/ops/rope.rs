@@ -1,0 +1,136 @@
+//! Rotary position embedding with a backward.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp3, Device, Layout, Result, Shape, Tensor};
+use rayon::prelude::*;
+
+use super::support::{f32_tensor, f32_values, shape_error, with_f32};
+use crate::cpu::view::to_storage;
+
+const NAME: &str = "rope";
+
+/// Which channels of a head are rotated together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum RopeStyle {
+    /// Channel `i` with channel `i + head_dim / 2`, as in GPT-NeoX and Llama checkpoints of
+    /// Hugging Face.
+    #[default]
+    Halves,
+    /// Channel `2 i` with channel `2 i + 1`, as in the RoFormer paper and Meta's Llama.
+    Interleaved,
+}
+
+/// Cosines and sines for the positions `0..len`: two f32 tensors (len, head_dim / 2), with
+/// `angle[p][i] = p * base^(-2 i / head_dim)`, computed in f64. (RoFormer: arXiv 2104.09864.)
+///
+/// For packed documents, whose positions start again, pick rows with `index_select`.
+///
+/// # Errors
+/// When `head_dim` is odd or zero, or `base` is not above zero.
+pub fn rope_tables(len: usize, head_dim: usize, base: f64, device: &Device) -> Result<(Tensor, Tensor)> {
+    if head_dim == 0 || head_dim % 2 != 0 || base.is_nan() || base <= 0.0 {
+        return Err(shape_error(
+            "rope_tables: head_dim or base is out of range",
+            (head_dim, base),
+            "an even head_dim, a base above 0",
+            "10000 is the usual base",
+        ));
+    }
+    let half = head_dim / 2;
+    let angles = (0..len)
+        .flat_map(|p| (0..half).map(move |i| p as f64 * base.powf(-2.0 * i as f64 / head_dim as f64)));
+    let (cos, sin): (Vec<f32>, Vec<f32>) = angles.map(|a| (a.cos() as f32, a.sin() as f32)).unzip();
+    Ok((Tensor::from_vec(cos, (len, half), device)?, Tensor::from_vec(sin, (len, half), device)?))
+}
+
+/// Rotates each pair of channels by its position's angle: `(a, b) -> (a cos - b sin, a sin + b cos)`.
+///
+/// `x` is (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides; `cos` and `sin`
+/// are (sequence, head_dim / 2), see [`rope_tables`]. The output has the shape and type of `x`.
+/// Only `x` receives a gradient: the rotation by the opposite angle.
+///
+/// # Errors
+/// When the tables do not match `x`, or the types are not floats.
+pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<Tensor> {
+    let fits = match *x.dims() {
+        [_, sequence, _, d] => {
+            d % 2 == 0 && d > 0 && cos.dims() == [sequence, d / 2] && sin.dims() == cos.dims()
+        }
+        _ => false,
+    };
+    if !fits {
+        return Err(shape_error(
+            "rope: the tables do not match the input",
+            (x.dims(), cos.dims(), sin.dims()),
+            "x (batch, sequence, heads, head_dim), tables (sequence, head_dim / 2)",
+            "narrow the tables to the sequence with `narrow(0, start, len)`",
+        ));
+    }
+    x.apply_op3(cos, sin, Rope { style })
+}
+
+struct Rope {
+    style: RopeStyle,
+}
+
+impl Rope {
+    /// Rotates by the tables' angles times `direction`.
+    fn rotate(&self, dims: &[usize], x: &[f32], cos: &[f32], sin: &[f32], direction: f32) -> Vec<f32> {
+        let (sequence, heads, d) = (dims[1], dims[2], dims[3]);
+        let half = d / 2;
+        let mut out = vec![0.0; x.len()];
+        let token = heads * d;
+        out.par_chunks_mut(token).zip(x.par_chunks(token)).enumerate().for_each(|(n, (out, x))| {
+            let at = n % sequence * half;
+            let (cos, sin) = (&cos[at..at + half], &sin[at..at + half]);
+            for (out, x) in out.chunks_exact_mut(d).zip(x.chunks_exact(d)) {
+                for i in 0..half {
+                    let (p, q) = match self.style {
+                        RopeStyle::Halves => (i, i + half),
+                        RopeStyle::Interleaved => (2 * i, 2 * i + 1),
+                    };
+                    let (cos, sin) = (cos[i], sin[i] * direction);
+                    out[p] = x[p] * cos - x[q] * sin;
+                    out[q] = x[p] * sin + x[q] * cos;
+                }
+            }
+        });
+        out
+    }
+}
+
+impl CustomOp3 for Rope {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        cos: &CpuStorage,
+        cos_layout: &Layout,
+        sin: &CpuStorage,
+        sin_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let values = f32_values(NAME, x, x_layout)?;
+        let (cos, sin) = (f32_values(NAME, cos, cos_layout)?, f32_values(NAME, sin, sin_layout)?);
+        let out = self.rotate(x_layout.dims(), &values, &cos, &sin, 1.0);
+        let dtype = x.dtype();
+        Ok((to_storage(out, dtype)?, x_layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        cos: &Tensor,
+        sin: &Tensor,
+        _out: &Tensor,
+        dout: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let dx = with_f32(NAME, [dout, cos, sin], |[dout, cos, sin]| {
+            Ok(self.rotate(x.dims(), dout, cos, sin, -1.0))
+        })?;
+        Ok((Some(f32_tensor(dx, x.shape(), x.dtype())?), None, None))
+    }
+}

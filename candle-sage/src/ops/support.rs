@@ -1,0 +1,104 @@
+//! What the ops share: access to CPU tensors as f32, and tensors from f32 results.
+
+use std::borrow::Cow;
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor};
+
+use crate::cpu::view::unsupported_dtype;
+use crate::error::Error;
+
+/// The CPU storage behind a tensor.
+pub(super) fn cpu_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a CpuStorage> {
+    match storage {
+        Storage::Cpu(storage) => Ok(storage),
+        _ => Err(Error::new(format!("{op} runs on the CPU only"))
+            .got("a tensor on another device")
+            .allowed("tensors on Device::Cpu")
+            .hint("move the inputs with `to_device(&Device::Cpu)`")
+            .into()),
+    }
+}
+
+/// Where each element lies, in row-major order.
+fn offsets(layout: &Layout) -> Vec<usize> {
+    let mut offsets = vec![layout.start_offset()];
+    for (&extent, &stride) in layout.dims().iter().zip(layout.stride()) {
+        offsets = offsets.iter().flat_map(|at| (0..extent).map(move |i| at + i * stride)).collect();
+    }
+    offsets
+}
+
+/// The elements of a float tensor in row-major order; borrowed when they already are f32 and lie so.
+pub(super) fn f32_values<'a>(op: &str, storage: &'a CpuStorage, layout: &Layout) -> Result<Cow<'a, [f32]>> {
+    fn convert<T: Copy>(values: &[T], layout: &Layout, f: impl Fn(T) -> f32) -> Vec<f32> {
+        match layout.contiguous_offsets() {
+            Some((start, end)) => values[start..end].iter().map(|&x| f(x)).collect(),
+            None => offsets(layout).into_iter().map(|i| f(values[i])).collect(),
+        }
+    }
+    Ok(match storage {
+        CpuStorage::F32(values) => match layout.contiguous_offsets() {
+            Some((start, end)) => Cow::Borrowed(&values[start..end]),
+            None => Cow::Owned(convert(values, layout, |x| x)),
+        },
+        CpuStorage::F16(values) => Cow::Owned(convert(values, layout, half::f16::to_f32)),
+        CpuStorage::BF16(values) => Cow::Owned(convert(values, layout, half::bf16::to_f32)),
+        other => return Err(unsupported_dtype(op, other.dtype()).into()),
+    })
+}
+
+/// Runs `f` on the f32 elements of CPU tensors.
+pub(super) fn with_f32<const N: usize, T>(
+    op: &str,
+    tensors: [&Tensor; N],
+    f: impl FnOnce([&[f32]; N]) -> Result<T>,
+) -> Result<T> {
+    let guards = tensors.map(Tensor::storage_and_layout);
+    let mut values = Vec::with_capacity(N);
+    for (storage, layout) in &guards {
+        values.push(f32_values(op, cpu_storage(storage, op)?, layout)?);
+    }
+    f(std::array::from_fn(|n| &*values[n]))
+}
+
+/// A CPU tensor of the given type from f32 values.
+pub(super) fn f32_tensor(values: Vec<f32>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+    Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)
+}
+
+/// The ids of an integer tensor in row-major order.
+pub(super) fn ids(op: &str, storage: &CpuStorage, layout: &Layout) -> Result<Vec<usize>> {
+    let index = offsets(layout);
+    match storage {
+        CpuStorage::U8(values) => Ok(index.iter().map(|&i| values[i] as usize).collect()),
+        CpuStorage::U32(values) => Ok(index.iter().map(|&i| values[i] as usize).collect()),
+        CpuStorage::I64(values) => index
+            .iter()
+            .map(|&i| {
+                usize::try_from(values[i]).map_err(|_| {
+                    Error::new(format!("{op} got a negative id"))
+                        .got(values[i])
+                        .allowed("0 and up")
+                        .hint("mark positions without a target with an explicit ignore id")
+                        .into()
+                })
+            })
+            .collect(),
+        other => Err(Error::new(format!("{op} does not take ids of this type"))
+            .got(other.dtype().as_str())
+            .allowed("u8, u32, i64")
+            .hint("convert with `to_dtype(DType::U32)`")
+            .into()),
+    }
+}
+
+/// An error about two shapes that do not fit together.
+pub(super) fn shape_error(
+    what: &str,
+    got: impl std::fmt::Debug,
+    allowed: &str,
+    hint: &str,
+) -> candle_core::Error {
+    Error::new(what).got(format!("{got:?}")).allowed(allowed).hint(hint).into()
+}

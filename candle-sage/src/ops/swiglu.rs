@@ -1,0 +1,102 @@
+//! The gated unit of Llama's feed-forward network, with a backward.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use multiversion::multiversion;
+use rayon::prelude::*;
+
+use super::support::{f32_tensor, f32_values, shape_error, with_f32};
+use crate::cpu::lanes;
+use crate::cpu::view::to_storage;
+
+const NAME: &str = "swiglu";
+
+/// Elements that one task takes.
+const SPAN: usize = 16 * 1024;
+
+/// `y = silu(gate) o up`, `silu(x) = x / (1 + exp(-x))`, element by element.
+///
+/// Both inputs have the same shape and type (f32, f16, bf16; any strides) and receive gradients:
+/// `dup = dy o silu(gate)`, `dgate = dy o up o s (1 + gate (1 - s))` with `s = 1 / (1 + exp(-gate))`.
+/// (SwiGLU: arXiv 2002.05202.)
+///
+/// # Errors
+/// When the shapes or types differ, or the types are not floats.
+pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    if gate.dims() != up.dims() || gate.dtype() != up.dtype() {
+        return Err(shape_error(
+            "swiglu: gate and up differ",
+            ((gate.dims(), gate.dtype()), (up.dims(), up.dtype())),
+            "two tensors of one shape and one element type",
+            "both are projections of the same input",
+        ));
+    }
+    gate.apply_op2(up, SwiGlu)
+}
+
+struct SwiGlu;
+
+#[inline(always)]
+fn sigmoid(x: f32) -> f32 {
+    // Beyond 2^126 the sigmoid is smaller than any normal f32 times x; NaN passes through.
+    let e = -x * std::f32::consts::LOG2_E;
+    1.0 / (1.0 + lanes::exp2(if e > 126.0 { 126.0 } else { e }))
+}
+
+#[multiversion(targets = "simd")]
+fn gated(out: &mut [f32], gate: &[f32], up: &[f32]) {
+    for ((out, &gate), up) in out.iter_mut().zip(gate).zip(up) {
+        *out = gate * sigmoid(gate) * up;
+    }
+}
+
+#[multiversion(targets = "simd")]
+fn gated_backward(dgate: &mut [f32], dup: &mut [f32], gate: &[f32], up: &[f32], dy: &[f32]) {
+    let inputs = gate.iter().zip(up).zip(dy);
+    for ((dgate, dup), ((&gate, up), dy)) in dgate.iter_mut().zip(dup).zip(inputs) {
+        let s = sigmoid(gate);
+        *dup = dy * gate * s;
+        *dgate = dy * up * s * (1.0 + gate * (1.0 - s));
+    }
+}
+
+impl CustomOp2 for SwiGlu {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        gate: &CpuStorage,
+        gate_layout: &Layout,
+        up: &CpuStorage,
+        up_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (gates, ups) = (f32_values(NAME, gate, gate_layout)?, f32_values(NAME, up, up_layout)?);
+        let mut out = vec![0.0; gates.len()];
+        let inputs = gates.par_chunks(SPAN).zip(ups.par_chunks(SPAN));
+        out.par_chunks_mut(SPAN).zip(inputs).for_each(|(out, (gate, up))| gated(out, gate, up));
+        let dtype = gate.dtype();
+        Ok((to_storage(out, dtype)?, gate_layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        gate: &Tensor,
+        up: &Tensor,
+        _out: &Tensor,
+        dout: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let (dgate, dup) = with_f32(NAME, [gate, up, dout], |[gate, up, dy]| {
+            let (mut dgate, mut dup) = (vec![0.0; gate.len()], vec![0.0; gate.len()]);
+            let inputs = gate.par_chunks(SPAN).zip(up.par_chunks(SPAN)).zip(dy.par_chunks(SPAN));
+            let outputs = dgate.par_chunks_mut(SPAN).zip(dup.par_chunks_mut(SPAN));
+            outputs.zip(inputs).for_each(|((dgate, dup), ((gate, up), dy))| {
+                gated_backward(dgate, dup, gate, up, dy);
+            });
+            Ok((dgate, dup))
+        })?;
+        let dtype = gate.dtype();
+        Ok((Some(f32_tensor(dgate, gate.shape(), dtype)?), Some(f32_tensor(dup, up.shape(), dtype)?)))
+    }
+}

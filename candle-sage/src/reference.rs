@@ -1,0 +1,130 @@
+//! Exact attention, forward and backward, in f64 with plain loops: what everything else is checked against.
+//!
+//! Tensors are slices in (batch, sequence, heads, head_dim) order, without gaps. Nothing here is
+//! shared with the fast paths but the shape, so that the two are independent opinions.
+
+use crate::shape::AttentionShape;
+
+/// The result of [`forward`].
+#[derive(Debug, Clone)]
+pub struct Forward {
+    /// `softmax(scale Q K^T) V`, as (batch, query, query heads, head_dim). A query that sees no key
+    /// gives zeros.
+    pub out: Vec<f64>,
+    /// Natural log-sum-exp of each query's scaled logits, as (batch, query heads, query);
+    /// minus infinity for a query that sees no key.
+    pub lse: Vec<f64>,
+}
+
+/// The result of [`backward`]: gradients in the layouts of their tensors.
+#[derive(Debug, Clone)]
+pub struct Gradients {
+    /// Gradient of the query.
+    pub dq: Vec<f64>,
+    /// Gradient of the key.
+    pub dk: Vec<f64>,
+    /// Gradient of the value.
+    pub dv: Vec<f64>,
+}
+
+/// One query of one head, and the keys it sees.
+struct Row {
+    /// Where the query's vector starts in the query tensor.
+    query: usize,
+    /// Where its log-sum-exp is.
+    lse: usize,
+    /// Where the vectors of the visible keys start in the key tensor.
+    keys: Vec<usize>,
+}
+
+fn rows(shape: &AttentionShape) -> Vec<Row> {
+    let (d, hq, hk) = (shape.head_dim(), shape.query_heads(), shape.key_heads());
+    let mut rows = Vec::new();
+    for segment in shape.segments() {
+        let b = segment.batch;
+        for head in 0..hq {
+            for (i, token) in segment.query.clone().enumerate() {
+                let first_key = segment.key.start;
+                rows.push(Row {
+                    query: ((b * shape.query_len() + token) * hq + head) * d,
+                    lse: (b * hq + head) * shape.query_len() + token,
+                    keys: (0..segment.visible_keys(i))
+                        .map(|j| ((b * shape.key_len() + first_key + j) * hk + head / shape.group()) * d)
+                        .collect(),
+                });
+            }
+        }
+    }
+    rows
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(x, y)| x * y).sum()
+}
+
+/// The probabilities of one row and its natural log-sum-exp.
+fn softmax(row: &Row, d: usize, scale: f64, q: &[f64], k: &[f64]) -> (Vec<f64>, f64) {
+    let query = &q[row.query..row.query + d];
+    let logits: Vec<f64> = row.keys.iter().map(|&at| scale * dot(query, &k[at..at + d])).collect();
+    let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = logits.iter().map(|x| (x - max).exp()).sum();
+    let lse = if logits.is_empty() { f64::NEG_INFINITY } else { max + sum.ln() };
+    (logits.iter().map(|x| (x - lse).exp()).collect(), lse)
+}
+
+/// `out = softmax(softmax_scale Q K^T) V`.
+///
+/// # Panics
+/// When a slice does not have the shape's length.
+pub fn forward(shape: &AttentionShape, softmax_scale: f64, q: &[f64], k: &[f64], v: &[f64]) -> Forward {
+    let d = shape.head_dim();
+    assert_eq!(q.len(), shape.batch() * shape.query_len() * shape.query_heads() * d, "query length");
+    assert_eq!(k.len(), shape.batch() * shape.key_len() * shape.key_heads() * d, "key length");
+    assert_eq!(v.len(), k.len(), "value length");
+    let mut out = vec![0.0; q.len()];
+    let mut lse = vec![f64::NEG_INFINITY; q.len() / d];
+    for row in rows(shape) {
+        let (p, row_lse) = softmax(&row, d, softmax_scale, q, k);
+        lse[row.lse] = row_lse;
+        for (p, &at) in p.iter().zip(&row.keys) {
+            for c in 0..d {
+                out[row.query + c] += p * v[at + c];
+            }
+        }
+    }
+    Forward { out, lse }
+}
+
+/// The gradients of a loss whose gradient with respect to the output is `dout`.
+///
+/// `dV = P^T dO`, `dP = dO V^T`, `dS = P o (dP - rowsum(P o dP))`, `dQ = scale dS K`, `dK = scale dS^T Q`.
+///
+/// # Panics
+/// When a slice does not have the shape's length.
+pub fn backward(
+    shape: &AttentionShape,
+    softmax_scale: f64,
+    q: &[f64],
+    k: &[f64],
+    v: &[f64],
+    dout: &[f64],
+) -> Gradients {
+    assert_eq!(dout.len(), q.len(), "output gradient length");
+    let d = shape.head_dim();
+    let (mut dq, mut dk, mut dv) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
+    for row in rows(shape) {
+        let (p, _) = softmax(&row, d, softmax_scale, q, k);
+        let grad = &dout[row.query..row.query + d];
+        let dp: Vec<f64> = row.keys.iter().map(|&at| dot(grad, &v[at..at + d])).collect();
+        let delta = dot(&p, &dp);
+        for ((p, dp), &at) in p.iter().zip(&dp).zip(&row.keys) {
+            let ds = softmax_scale * p * (dp - delta);
+            for c in 0..d {
+                dv[at + c] += p * grad[c];
+                dq[row.query + c] += ds * k[at + c];
+                dk[at + c] += ds * q[row.query + c];
+            }
+        }
+    }
+    Gradients { dq, dk, dv }
+}

@@ -1,0 +1,155 @@
+//! Settings of SageBwd, INT8 attention for training (arXiv 2603.02170; first described in 2505.11594).
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// SageBwd: six of the seven attention products on INT8 codes with exact INT32 accumulation,
+/// `dP = dO V^T` in 16 bit.
+///
+/// | product | left operand, its scale | right operand, its scale |
+/// |---|---|---|
+/// | `S = Q K^T` | Q, one a tile | K minus its token mean, one a tile |
+/// | `O = P V` | P, one a row of each tile | V, one a tile |
+/// | `dV = P^T dO` | P, [`Granularity`] along the keys | dO, [`Granularity`] along head_dim |
+/// | `dP = dO V^T` | dO, 16 bit | V, 16 bit |
+/// | `dQ = dS K` | dS, [`Granularity`] along the queries | K, the forward's codes |
+/// | `dK = dS^T Q` | dS, [`Granularity`] along the keys | Q, the forward's codes |
+///
+/// A code is `round(x * 127 / max|x|)` with the maximum over the scale's group and no additive
+/// epsilon; a group of zeros has scale 0. Scales and the log-sum-exp are f32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SageBwd {
+    /// Which token means are subtracted before quantizing.
+    pub smoothing: Smoothing,
+    /// How many vectors share a scale in the backward.
+    pub granularity: Granularity,
+    /// Rows of a query tile, 16 to 256. Q and dO are quantized per tile.
+    pub tile_q: usize,
+    /// Rows of a key tile, 16 to 256. K and V are quantized per tile.
+    pub tile_k: usize,
+}
+
+impl Default for SageBwd {
+    fn default() -> Self {
+        Self { smoothing: Smoothing::default(), granularity: Granularity::default(), tile_q: 64, tile_k: 64 }
+    }
+}
+
+/// Which token means are subtracted before quantizing (SageBwd, sections 3 and 6).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Smoothing {
+    /// None. Channels with a large mean then waste the codes.
+    None,
+    /// Subtract from K its mean over all tokens of the sequence. The softmax does not change, and
+    /// neither do the gradients: every row of the exact dS sums to zero.
+    #[default]
+    K,
+    /// As `K`, and subtract from each tile of Q its mean, which comes back as a row added to the
+    /// logits and as a rank-one term of dK.
+    Qk,
+}
+
+/// How many vectors share one scale where the backward quantizes P, dS and dO.
+///
+/// A vector lies along the product's reduction, where a scale must be constant: dS has scales per
+/// query row for dQ and per key column for dK, P per key column and dO per channel for dV.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Granularity {
+    /// One scale a vector: the only choice that reaches the paper's accuracy at sigma 1.
+    #[default]
+    Vector,
+    /// One scale for this many neighbouring vectors, 2 to 64.
+    Group(usize),
+    /// One scale a tile, the paper's literal text.
+    Tile,
+}
+
+impl Granularity {
+    /// Vectors that share a scale in a tile of `extent` vectors.
+    pub fn vectors(self, extent: usize) -> usize {
+        match self {
+            Granularity::Vector => 1,
+            Granularity::Group(size) => size.min(extent).max(1),
+            Granularity::Tile => extent.max(1),
+        }
+    }
+}
+
+impl std::fmt::Display for Granularity {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Granularity::Vector => f.write_str("vector"),
+            Granularity::Group(size) => write!(f, "group-{size}"),
+            Granularity::Tile => f.write_str("tile"),
+        }
+    }
+}
+
+impl std::str::FromStr for Granularity {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let parsed = match text {
+            "vector" => Some(Granularity::Vector),
+            "tile" => Some(Granularity::Tile),
+            _ => text.strip_prefix("group-").and_then(|n| n.parse().ok()).map(Granularity::Group),
+        };
+        parsed.filter(|granularity| granularity.in_range()).ok_or_else(|| {
+            Error::new("unknown scale granularity")
+                .got(format!("`{text}`"))
+                .allowed("vector, tile, group-2 to group-64")
+                .hint("vector is the most accurate; tile is the paper's literal text")
+        })
+    }
+}
+
+impl Granularity {
+    fn in_range(self) -> bool {
+        !matches!(self, Granularity::Group(size) if !(2..=64).contains(&size))
+    }
+}
+
+impl SageBwd {
+    /// Rows that a tile may have. The upper bound keeps `127^2 * rows` far under 2^24, below which
+    /// sums of code products are exact in f32 too.
+    pub const TILE_ROWS: std::ops::RangeInclusive<usize> = 16..=256;
+
+    /// Checks the settings.
+    ///
+    /// # Errors
+    /// When a tile or group size is out of range.
+    pub fn validate(&self) -> Result<()> {
+        for (name, rows) in [("tile_q", self.tile_q), ("tile_k", self.tile_k)] {
+            if !Self::TILE_ROWS.contains(&rows) {
+                return Err(Error::new(format!("{name} is out of range"))
+                    .got(rows)
+                    .allowed(format!("{} to {}", Self::TILE_ROWS.start(), Self::TILE_ROWS.end()))
+                    .hint("64 is the default"));
+            }
+        }
+        if !self.granularity.in_range() {
+            return Err(Error::new("scale group is out of range")
+                .got(self.granularity)
+                .allowed("group-2 to group-64")
+                .hint("Granularity::Vector has one scale a vector, Granularity::Tile one a tile"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn granularity_prints_and_parses() {
+        for granularity in [Granularity::Vector, Granularity::Group(8), Granularity::Tile] {
+            assert_eq!(granularity.to_string().parse(), Ok(granularity));
+        }
+        for bad in ["", "group-", "group-0", "group-1", "group-65", "row"] {
+            assert!(bad.parse::<Granularity>().is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! What the tensors of one attention call are. All validation of shapes happens here.
+
+use std::ops::Range;
+
+use crate::error::{Error, Result};
+
+/// Dimensions of a query, key or value: (batch, sequence, heads, head_dim).
+pub type Dims = (usize, usize, usize, usize);
+
+/// The smallest and the largest supported `head_dim`.
+pub const HEAD_DIM: std::ops::RangeInclusive<usize> = 8..=256;
+
+/// Several documents packed one behind the other into a batch of one.
+///
+/// Document `n` holds the query tokens `cu_seqlens_q[n]..cu_seqlens_q[n + 1]` and the key tokens
+/// `cu_seqlens_k[n]..cu_seqlens_k[n + 1]`; a token attends to its own document only. This is the
+/// "varlen" form of FlashAttention. A document may be empty.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Packing {
+    /// Cumulative query lengths: starts at 0, never falls, ends at the number of query tokens.
+    pub cu_seqlens_q: Vec<usize>,
+    /// Cumulative key lengths, as many entries as `cu_seqlens_q`.
+    pub cu_seqlens_k: Vec<usize>,
+}
+
+impl Packing {
+    /// Packing for self-attention: queries and keys have the same document bounds.
+    pub fn self_attention(cu_seqlens: Vec<usize>) -> Self {
+        Self { cu_seqlens_k: cu_seqlens.clone(), cu_seqlens_q: cu_seqlens }
+    }
+}
+
+/// The validated shape of one attention call.
+///
+/// Tensors are (batch, sequence, heads, head_dim). `query_heads` is a multiple of `key_heads`
+/// (grouped-query attention: query head `h` reads key head `h / group()`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AttentionShape {
+    batch: usize,
+    query_len: usize,
+    key_len: usize,
+    query_heads: usize,
+    key_heads: usize,
+    head_dim: usize,
+    causal: bool,
+    packing: Option<Packing>,
+}
+
+/// One independent attention problem: the tokens of one batch entry, or of one packed document.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Segment {
+    /// Which batch entry the tokens are in.
+    pub batch: usize,
+    /// The query tokens.
+    pub query: Range<usize>,
+    /// The key and value tokens.
+    pub key: Range<usize>,
+    causal: bool,
+}
+
+impl Segment {
+    /// How many keys query `i` (counted inside the segment) attends to: always the first ones.
+    ///
+    /// Causal attention is aligned at the bottom right, as in FlashAttention: the last query sees
+    /// every key, so query `i` sees key `j` when `j <= i + keys - queries`.
+    pub fn visible_keys(&self, i: usize) -> usize {
+        let keys = self.key.len();
+        if self.causal { (i + 1 + keys).saturating_sub(self.query.len()).min(keys) } else { keys }
+    }
+
+    /// The first query (counted inside the segment) that attends to key `j`, at most `query.len()`.
+    pub fn first_query(&self, j: usize) -> usize {
+        if self.causal {
+            (j + self.query.len()).saturating_sub(self.key.len()).min(self.query.len())
+        } else {
+            0
+        }
+    }
+}
+
+impl AttentionShape {
+    /// Checks the dimensions of query, key and value against each other.
+    ///
+    /// # Errors
+    /// When batch, heads, lengths or head_dim do not fit together, or the packing does not cover
+    /// the tokens.
+    pub fn new(q: Dims, k: Dims, v: Dims, causal: bool, packing: Option<Packing>) -> Result<Self> {
+        let (batch, query_len, query_heads, head_dim) = q;
+        let (_, key_len, key_heads, _) = k;
+        if !HEAD_DIM.contains(&head_dim) {
+            return Err(Error::new("head_dim of the query is out of range")
+                .got(format!("head_dim {head_dim} in query {q:?}"))
+                .allowed(format!("{} to {}", HEAD_DIM.start(), HEAD_DIM.end()))
+                .hint("tensors are (batch, sequence, heads, head_dim); did a transpose go missing?"));
+        }
+        if batch == 0 || query_len == 0 || key_len == 0 {
+            return Err(Error::new("attention over no tokens")
+                .got(format!("query {q:?}, key {k:?}"))
+                .allowed("batch and sequence lengths of at least 1")
+                .hint("skip the call when there is nothing to attend to"));
+        }
+        if k != v {
+            return Err(Error::new("key and value differ in shape")
+                .got(format!("key {k:?}, value {v:?}"))
+                .allowed("the same (batch, sequence, heads, head_dim)")
+                .hint("different head_dims for key and value are not supported"));
+        }
+        if k.0 != batch || k.3 != head_dim {
+            return Err(Error::new("query and key do not fit together")
+                .got(format!("query {q:?}, key {k:?}"))
+                .allowed("the same batch and the same head_dim")
+                .hint("tensors are (batch, sequence, heads, head_dim)"));
+        }
+        if key_heads == 0 || query_heads == 0 || query_heads % key_heads != 0 {
+            return Err(Error::new("query heads do not share key heads evenly")
+                .got(format!("{query_heads} query heads, {key_heads} key heads"))
+                .allowed("query heads = n x key heads, n = 1, 2, ...")
+                .hint("tensors are (batch, sequence, heads, head_dim): heads come third"));
+        }
+        let shape = Self { batch, query_len, key_len, query_heads, key_heads, head_dim, causal, packing };
+        if let Some(packing) = &shape.packing {
+            shape.check_packing(packing)?;
+        }
+        Ok(shape)
+    }
+
+    fn check_packing(&self, packing: &Packing) -> Result<()> {
+        if self.batch != 1 {
+            return Err(Error::new("packed documents need a batch of one")
+                .got(format!("batch {}", self.batch))
+                .allowed("batch 1")
+                .hint("reshape (batch, sequence, ..) to (1, batch * sequence, ..) and extend cu_seqlens"));
+        }
+        let (q, k) = (&packing.cu_seqlens_q, &packing.cu_seqlens_k);
+        if q.len() != k.len() {
+            return Err(Error::new("cu_seqlens_q and cu_seqlens_k name different numbers of documents")
+                .got(format!("{} and {} entries", q.len(), k.len()))
+                .allowed("one entry more than there are documents, in both")
+                .hint("use Packing::self_attention when both are the same"));
+        }
+        for (name, cu, len) in [("cu_seqlens_q", q, self.query_len), ("cu_seqlens_k", k, self.key_len)] {
+            let sound = cu.first() == Some(&0)
+                && cu.last() == Some(&len)
+                && cu.windows(2).all(|pair| pair[0] <= pair[1]);
+            if !sound {
+                return Err(Error::new(format!("{name} does not cover the tokens"))
+                    .got(Preview(cu))
+                    .allowed(format!("0, ..., {len}, never falling"))
+                    .hint("cumulative sequence lengths start at 0 and end at the number of tokens"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Number of batch entries.
+    pub fn batch(&self) -> usize {
+        self.batch
+    }
+
+    /// Number of query tokens of a batch entry.
+    pub fn query_len(&self) -> usize {
+        self.query_len
+    }
+
+    /// Number of key tokens of a batch entry.
+    pub fn key_len(&self) -> usize {
+        self.key_len
+    }
+
+    /// Number of query heads.
+    pub fn query_heads(&self) -> usize {
+        self.query_heads
+    }
+
+    /// Number of key and value heads.
+    pub fn key_heads(&self) -> usize {
+        self.key_heads
+    }
+
+    /// Width of a head.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// Whether a token attends to its own and earlier positions only.
+    pub fn causal(&self) -> bool {
+        self.causal
+    }
+
+    /// How many query heads share a key head.
+    pub fn group(&self) -> usize {
+        self.query_heads / self.key_heads
+    }
+
+    /// Dimensions of the query, of the output and of the query's gradient.
+    pub fn query_dims(&self) -> Dims {
+        (self.batch, self.query_len, self.query_heads, self.head_dim)
+    }
+
+    /// Dimensions of the key, of the value and of their gradients.
+    pub fn key_dims(&self) -> Dims {
+        (self.batch, self.key_len, self.key_heads, self.head_dim)
+    }
+
+    /// The softmax scale used when none is given: `1 / sqrt(head_dim)`.
+    pub fn default_softmax_scale(&self) -> f64 {
+        1.0 / (self.head_dim as f64).sqrt()
+    }
+
+    /// The independent problems of this call: batch entries, or packed documents.
+    pub fn segments(&self) -> Vec<Segment> {
+        let causal = self.causal;
+        match &self.packing {
+            None => (0..self.batch)
+                .map(|batch| Segment { batch, query: 0..self.query_len, key: 0..self.key_len, causal })
+                .collect(),
+            Some(packing) => packing
+                .cu_seqlens_q
+                .windows(2)
+                .zip(packing.cu_seqlens_k.windows(2))
+                .map(|(q, k)| Segment { batch: 0, query: q[0]..q[1], key: k[0]..k[1], causal })
+                .collect(),
+        }
+    }
+}
+
+/// The first few entries of a long list, for an error message.
+struct Preview<'a>(&'a [usize]);
+
+impl std::fmt::Display for Preview<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        const SHOWN: usize = 8;
+        let head = &self.0[..self.0.len().min(SHOWN)];
+        write!(f, "{head:?}")?;
+        if self.0.len() > SHOWN {
+            write!(f, " and {} more, the last {}", self.0.len() - SHOWN, self.0[self.0.len() - 1])?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn causal_bounds_agree_with_each_other() {
+        for (queries, keys) in [(1, 1), (5, 5), (3, 7), (7, 3), (1, 9), (9, 1)] {
+            let segment = Segment { batch: 0, query: 0..queries, key: 0..keys, causal: true };
+            for i in 0..queries {
+                for j in 0..keys {
+                    let sees = j + queries <= i + keys;
+                    assert_eq!(j < segment.visible_keys(i), sees, "{queries}x{keys} ({i}, {j})");
+                    assert_eq!(i >= segment.first_query(j), sees, "{queries}x{keys} ({i}, {j})");
+                }
+            }
+        }
+    }
+}

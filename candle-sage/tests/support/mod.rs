@@ -1,0 +1,163 @@
+//! Random inputs, exact results and error measures that tests and benchmarks share.
+#![allow(dead_code)] // each target uses its part
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_sage::{Attention, AttentionShape, Packing, Scheme, reference};
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use rand_distr::{Distribution, Normal};
+
+/// Table 1 of arXiv 2603.02170: sigma, and the relative L2 errors of O, dQ, dK, dV.
+pub const PUBLISHED: [(f32, [f64; 4]); 5] = [
+    (1., [0.0160, 0.0184, 0.0220, 0.0159]),
+    (3., [0.0389, 0.0758, 0.0777, 0.0387]),
+    (5., [0.0603, 0.2014, 0.2007, 0.0605]),
+    (8., [0.0972, 0.4666, 0.4699, 0.0973]),
+    (10., [0.1161, 0.6648, 0.6684, 0.1157]),
+];
+
+/// A source of normal numbers, the same for the same seed.
+pub struct Normals(ChaCha8Rng);
+
+impl Normals {
+    pub fn new(seed: u64) -> Self {
+        Self(ChaCha8Rng::seed_from_u64(seed))
+    }
+
+    pub fn vec(&mut self, len: usize, sigma: f32) -> Vec<f32> {
+        let normal = Normal::new(0.0, sigma).expect("a finite sigma");
+        (0..len).map(|_| normal.sample(&mut self.0)).collect()
+    }
+}
+
+/// `||a - b|| / ||b||`; 0 when both are zero.
+pub fn relative_l2(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let difference: f64 = a.iter().zip(b).map(|(x, y)| (x - y).powi(2)).sum();
+    let norm: f64 = b.iter().map(|y| y * y).sum();
+    if difference == 0.0 { 0.0 } else { (difference / norm).sqrt() }
+}
+
+pub fn f64s(values: &[f32]) -> Vec<f64> {
+    values.iter().map(|&x| f64::from(x)).collect()
+}
+
+/// One attention problem with random inputs.
+pub struct Case {
+    pub batch: usize,
+    pub lens: (usize, usize),
+    pub heads: (usize, usize),
+    pub head_dim: usize,
+    pub causal: bool,
+    pub packing: Option<Packing>,
+    pub softmax_scale: Option<f64>,
+    /// Query, key, value and output gradient.
+    pub data: [Vec<f32>; 4],
+}
+
+/// Output and gradients of query, key and value.
+pub type Results = [Vec<f64>; 4];
+
+impl Case {
+    pub fn new(
+        batch: usize,
+        lens: (usize, usize),
+        heads: (usize, usize),
+        head_dim: usize,
+        causal: bool,
+    ) -> Self {
+        let mut case = Self {
+            batch,
+            lens,
+            heads,
+            head_dim,
+            causal,
+            packing: None,
+            softmax_scale: None,
+            data: Default::default(),
+        };
+        case.draw(1.0, 0);
+        case
+    }
+
+    /// Draws query and key with standard deviation `sigma`, the others with 1.
+    pub fn draw(&mut self, sigma: f32, seed: u64) {
+        let mut normals = Normals::new(seed);
+        let (q, k) = (self.dims(true).iter().product(), self.dims(false).iter().product());
+        self.data = [normals.vec(q, sigma), normals.vec(k, sigma), normals.vec(k, 1.0), normals.vec(q, 1.0)];
+    }
+
+    pub fn dims(&self, query: bool) -> [usize; 4] {
+        if query {
+            [self.batch, self.lens.0, self.heads.0, self.head_dim]
+        } else {
+            [self.batch, self.lens.1, self.heads.1, self.head_dim]
+        }
+    }
+
+    pub fn shape(&self) -> AttentionShape {
+        let dims = |query| <(usize, usize, usize, usize)>::from(self.dims(query));
+        AttentionShape::new(dims(true), dims(false), dims(false), self.causal, self.packing.clone())
+            .expect("a valid case")
+    }
+
+    /// Rounds the inputs to a 16-bit type, so that every computation starts from the same values.
+    pub fn round_to(&mut self, dtype: DType) -> Result<()> {
+        for values in &mut self.data {
+            let rounded = Tensor::from_slice(values, values.len(), &Device::Cpu)?.to_dtype(dtype)?;
+            *values = rounded.to_dtype(DType::F32)?.to_vec1()?;
+        }
+        Ok(())
+    }
+
+    pub fn exact(&self) -> Results {
+        let shape = self.shape();
+        let scale = self.softmax_scale.unwrap_or_else(|| shape.default_softmax_scale());
+        let [q, k, v, dout] = self.data.each_ref().map(|x| f64s(x));
+        let out = reference::forward(&shape, scale, &q, &k, &v).out;
+        let grads = reference::backward(&shape, scale, &q, &k, &v, &dout);
+        [out, grads.dq, grads.dk, grads.dv]
+    }
+
+    pub fn attention(&self, scheme: Scheme) -> Attention {
+        let mut attention = Attention::new(scheme).causal(self.causal);
+        if let Some(scale) = self.softmax_scale {
+            attention = attention.softmax_scale(scale);
+        }
+        if let Some(packing) = &self.packing {
+            attention = attention.packing(packing.clone());
+        }
+        attention
+    }
+
+    /// Runs the op in the given type and returns everything as f64.
+    pub fn run(&self, scheme: Scheme, dtype: DType) -> Result<Results> {
+        let tensor = |n: usize, query| -> Result<Tensor> {
+            Tensor::from_slice(&self.data[n], self.dims(query).as_slice(), &Device::Cpu)?.to_dtype(dtype)
+        };
+        let (q, k, v) = (
+            Var::from_tensor(&tensor(0, true)?)?,
+            Var::from_tensor(&tensor(1, false)?)?,
+            Var::from_tensor(&tensor(2, false)?)?,
+        );
+        let out = self.attention(scheme).apply(&q, &k, &v)?;
+        let grads = (&out * tensor(3, true)?)?.to_dtype(DType::F32)?.sum_all()?.backward()?;
+        let values =
+            |t: &Tensor| -> Result<Vec<f64>> { Ok(f64s(&t.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)) };
+        let grad = |t: &Tensor| values(grads.get(t).expect("a gradient"));
+        Ok([values(&out)?, grad(&q)?, grad(&k)?, grad(&v)?])
+    }
+
+    /// Relative L2 errors of O, dQ, dK, dV.
+    pub fn errors(&self, scheme: Scheme, dtype: DType) -> Result<[f64; 4]> {
+        let (got, exact) = (self.run(scheme, dtype)?, self.exact());
+        Ok(std::array::from_fn(|n| relative_l2(&got[n], &exact[n])))
+    }
+}
+
+/// The errors of Table 1: causal, N 1024, one head, query and key of standard deviation sigma.
+pub fn sigma_errors(scheme: Scheme, head_dim: usize, sigma: f32, seed: u64) -> Result<[f64; 4]> {
+    let mut case = Case::new(1, (1024, 1024), (1, 1), head_dim, true);
+    case.draw(sigma, seed);
+    case.errors(scheme, DType::F32)
+}
