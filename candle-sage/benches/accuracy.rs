@@ -2,14 +2,14 @@
 //!
 //! `cargo bench -p candle-sage --bench accuracy`
 
-#[path = "../tests/support/mod.rs"]
+#[path = "../tests/it/support.rs"]
 mod support;
 
 use candle_core::Result;
 use candle_sage::{Granularity, SageBwd, Scheme};
 use support::{PUBLISHED, sigma_errors};
 
-const SEEDS: u64 = 3;
+const SEEDS: u64 = 6;
 
 fn main() -> Result<()> {
     println!(

@@ -59,6 +59,7 @@ impl fmt::Display for Error {
 
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
-        candle_core::Error::wrap(error)
+        // Not `Error::wrap`, which appends a backtrace: these are mistakes to explain, not bugs to trace.
+        candle_core::Error::Wrapped(Box::new(error))
     }
 }

@@ -43,7 +43,7 @@ fn items<N: Numerics>(numerics: &N, problem: &Problem<'_>) -> Vec<Item> {
     let mut items = Vec::new();
     for (segment, bounds) in problem.segments.iter().enumerate() {
         let keys = bounds.key.len();
-        let step = keys.div_ceil(splits).next_multiple_of(tile_k);
+        let step = keys.div_ceil(splits).next_multiple_of(tile_k).max(tile_k);
         for head in 0..heads {
             for start in (0..keys).step_by(step) {
                 let at = Head { segment, head };

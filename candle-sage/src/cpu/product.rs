@@ -97,7 +97,7 @@ mod tests {
         let (a, b) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, -1.0, 2.0, 0.5, 0.0, 3.0]);
         let mut out = vec![1.0; 4];
         product(&mut out, Mat::new(&a, 2, 3), Mat::new(&b, 3, 2), 2.0, true);
-        assert_eq!(out, [11.0, 19.0, 29.0, 37.0]);
+        assert_eq!(out, [11.0, 19.0, 29.0, 34.0]);
         let mut out = vec![f32::NAN; 9];
         product(&mut out, Mat::new(&a, 2, 3).t(), Mat::new(&b, 3, 2).t(), 1.0, false);
         assert_eq!(out, [-3.0, 4.0, 12.0, -3.0, 6.5, 15.0, -3.0, 9.0, 18.0]);

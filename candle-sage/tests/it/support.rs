@@ -8,7 +8,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
 
 /// Table 1 of arXiv 2603.02170: sigma, and the relative L2 errors of O, dQ, dK, dV.
-pub const PUBLISHED: [(f32, [f64; 4]); 5] = [
+pub(crate) const PUBLISHED: [(f32, [f64; 4]); 5] = [
     (1., [0.0160, 0.0184, 0.0220, 0.0159]),
     (3., [0.0389, 0.0758, 0.0777, 0.0387]),
     (5., [0.0603, 0.2014, 0.2007, 0.0605]),
@@ -17,49 +17,50 @@ pub const PUBLISHED: [(f32, [f64; 4]); 5] = [
 ];
 
 /// A source of normal numbers, the same for the same seed.
-pub struct Normals(ChaCha8Rng);
+pub(crate) struct Normals(ChaCha8Rng);
 
 impl Normals {
-    pub fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         Self(ChaCha8Rng::seed_from_u64(seed))
     }
 
-    pub fn vec(&mut self, len: usize, sigma: f32) -> Vec<f32> {
+    pub(crate) fn vec(&mut self, len: usize, sigma: f32) -> Vec<f32> {
         let normal = Normal::new(0.0, sigma).expect("a finite sigma");
         (0..len).map(|_| normal.sample(&mut self.0)).collect()
     }
 }
 
-/// `||a - b|| / ||b||`; 0 when both are zero.
-pub fn relative_l2(a: &[f64], b: &[f64]) -> f64 {
+/// `||a - b|| / ||b||`; the root mean square of `a` when `b` is zero, as the gradients of attention
+/// over one key are: inputs have unit scale.
+pub(crate) fn relative_l2(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     let difference: f64 = a.iter().zip(b).map(|(x, y)| (x - y).powi(2)).sum();
     let norm: f64 = b.iter().map(|y| y * y).sum();
-    if difference == 0.0 { 0.0 } else { (difference / norm).sqrt() }
+    (difference / if norm == 0.0 { a.len() as f64 } else { norm }).sqrt()
 }
 
-pub fn f64s(values: &[f32]) -> Vec<f64> {
+pub(crate) fn f64s(values: &[f32]) -> Vec<f64> {
     values.iter().map(|&x| f64::from(x)).collect()
 }
 
 /// One attention problem with random inputs.
-pub struct Case {
-    pub batch: usize,
-    pub lens: (usize, usize),
-    pub heads: (usize, usize),
-    pub head_dim: usize,
-    pub causal: bool,
-    pub packing: Option<Packing>,
-    pub softmax_scale: Option<f64>,
+pub(crate) struct Case {
+    pub(crate) batch: usize,
+    pub(crate) lens: (usize, usize),
+    pub(crate) heads: (usize, usize),
+    pub(crate) head_dim: usize,
+    pub(crate) causal: bool,
+    pub(crate) packing: Option<Packing>,
+    pub(crate) softmax_scale: Option<f64>,
     /// Query, key, value and output gradient.
-    pub data: [Vec<f32>; 4],
+    pub(crate) data: [Vec<f32>; 4],
 }
 
 /// Output and gradients of query, key and value.
-pub type Results = [Vec<f64>; 4];
+pub(crate) type Results = [Vec<f64>; 4];
 
 impl Case {
-    pub fn new(
+    pub(crate) fn new(
         batch: usize,
         lens: (usize, usize),
         heads: (usize, usize),
@@ -81,13 +82,13 @@ impl Case {
     }
 
     /// Draws query and key with standard deviation `sigma`, the others with 1.
-    pub fn draw(&mut self, sigma: f32, seed: u64) {
+    pub(crate) fn draw(&mut self, sigma: f32, seed: u64) {
         let mut normals = Normals::new(seed);
         let (q, k) = (self.dims(true).iter().product(), self.dims(false).iter().product());
         self.data = [normals.vec(q, sigma), normals.vec(k, sigma), normals.vec(k, 1.0), normals.vec(q, 1.0)];
     }
 
-    pub fn dims(&self, query: bool) -> [usize; 4] {
+    pub(crate) fn dims(&self, query: bool) -> [usize; 4] {
         if query {
             [self.batch, self.lens.0, self.heads.0, self.head_dim]
         } else {
@@ -95,14 +96,14 @@ impl Case {
         }
     }
 
-    pub fn shape(&self) -> AttentionShape {
+    pub(crate) fn shape(&self) -> AttentionShape {
         let dims = |query| <(usize, usize, usize, usize)>::from(self.dims(query));
         AttentionShape::new(dims(true), dims(false), dims(false), self.causal, self.packing.clone())
             .expect("a valid case")
     }
 
     /// Rounds the inputs to a 16-bit type, so that every computation starts from the same values.
-    pub fn round_to(&mut self, dtype: DType) -> Result<()> {
+    pub(crate) fn round_to(&mut self, dtype: DType) -> Result<()> {
         for values in &mut self.data {
             let rounded = Tensor::from_slice(values, values.len(), &Device::Cpu)?.to_dtype(dtype)?;
             *values = rounded.to_dtype(DType::F32)?.to_vec1()?;
@@ -110,7 +111,7 @@ impl Case {
         Ok(())
     }
 
-    pub fn exact(&self) -> Results {
+    pub(crate) fn exact(&self) -> Results {
         let shape = self.shape();
         let scale = self.softmax_scale.unwrap_or_else(|| shape.default_softmax_scale());
         let [q, k, v, dout] = self.data.each_ref().map(|x| f64s(x));
@@ -119,7 +120,7 @@ impl Case {
         [out, grads.dq, grads.dk, grads.dv]
     }
 
-    pub fn attention(&self, scheme: Scheme) -> Attention {
+    pub(crate) fn attention(&self, scheme: Scheme) -> Attention {
         let mut attention = Attention::new(scheme).causal(self.causal);
         if let Some(scale) = self.softmax_scale {
             attention = attention.softmax_scale(scale);
@@ -131,7 +132,7 @@ impl Case {
     }
 
     /// Runs the op in the given type and returns everything as f64.
-    pub fn run(&self, scheme: Scheme, dtype: DType) -> Result<Results> {
+    pub(crate) fn run(&self, scheme: Scheme, dtype: DType) -> Result<Results> {
         let tensor = |n: usize, query| -> Result<Tensor> {
             Tensor::from_slice(&self.data[n], self.dims(query).as_slice(), &Device::Cpu)?.to_dtype(dtype)
         };
@@ -149,14 +150,14 @@ impl Case {
     }
 
     /// Relative L2 errors of O, dQ, dK, dV.
-    pub fn errors(&self, scheme: Scheme, dtype: DType) -> Result<[f64; 4]> {
+    pub(crate) fn errors(&self, scheme: Scheme, dtype: DType) -> Result<[f64; 4]> {
         let (got, exact) = (self.run(scheme, dtype)?, self.exact());
         Ok(std::array::from_fn(|n| relative_l2(&got[n], &exact[n])))
     }
 }
 
 /// The errors of Table 1: causal, N 1024, one head, query and key of standard deviation sigma.
-pub fn sigma_errors(scheme: Scheme, head_dim: usize, sigma: f32, seed: u64) -> Result<[f64; 4]> {
+pub(crate) fn sigma_errors(scheme: Scheme, head_dim: usize, sigma: f32, seed: u64) -> Result<[f64; 4]> {
     let mut case = Case::new(1, (1024, 1024), (1, 1), head_dim, true);
     case.draw(sigma, seed);
     case.errors(scheme, DType::F32)

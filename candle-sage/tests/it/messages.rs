@@ -1,0 +1,107 @@
+//! What a user reads when a call cannot be done.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_sage::ops::{self, CrossEntropy};
+use candle_sage::{Attention, Granularity, Packing, SageBwd, Scheme};
+
+fn zeros(dims: &[usize]) -> Tensor {
+    Tensor::zeros(dims, DType::F32, &Device::Cpu).expect("zeros")
+}
+
+fn attend(attention: Attention, q: &[usize], k: &[usize], v: &[usize]) -> Result<Tensor> {
+    attention.apply(&zeros(q), &zeros(k), &zeros(v))
+}
+
+#[test]
+fn messages() {
+    let plain = || Attention::new(Scheme::FullPrecision);
+    let sage = SageBwd::default();
+    let good = [1, 4, 2, 16];
+    let ids = |ids: &[i64]| Tensor::new(ids, &Device::Cpu).expect("ids");
+    let bad: Vec<(&str, Result<Tensor>)> = vec![
+        ("three dimensions", attend(plain(), &[4, 2, 16], &good, &good)),
+        ("head_dim 0", attend(plain(), &[1, 4, 2, 0], &[1, 4, 2, 0], &[1, 4, 2, 0])),
+        ("head_dim 512", attend(plain(), &[1, 4, 2, 512], &[1, 4, 2, 512], &[1, 4, 2, 512])),
+        ("no tokens", attend(plain(), &[1, 0, 2, 16], &good, &good)),
+        ("key and value differ", attend(plain(), &good, &good, &[1, 5, 2, 16])),
+        ("batch differs", attend(plain(), &good, &[2, 4, 2, 16], &[2, 4, 2, 16])),
+        ("heads do not divide", attend(plain(), &[1, 4, 3, 16], &good, &good)),
+        (
+            "types differ",
+            plain().apply(&zeros(&good), &zeros(&good), &zeros(&good).to_dtype(DType::BF16).expect("bf16")),
+        ),
+        ("f64", {
+            let x = zeros(&good).to_dtype(DType::F64).expect("f64");
+            plain().apply(&x, &x, &x)
+        }),
+        ("scale", attend(plain().softmax_scale(f64::NAN), &good, &good, &good)),
+        (
+            "packing over two batches",
+            attend(
+                plain().packing(Packing::self_attention(vec![0, 4])),
+                &[2, 4, 2, 16],
+                &[2, 4, 2, 16],
+                &[2, 4, 2, 16],
+            ),
+        ),
+        (
+            "packing that ends early",
+            attend(plain().packing(Packing::self_attention(vec![0, 1, 3])), &good, &good, &good),
+        ),
+        (
+            "packing that falls",
+            attend(plain().packing(Packing::self_attention(vec![0, 3, 2, 4])), &good, &good, &good),
+        ),
+        (
+            "packing of two kinds",
+            attend(
+                plain().packing(Packing { cu_seqlens_q: vec![0, 4], cu_seqlens_k: vec![0, 1, 4] }),
+                &good,
+                &good,
+                &good,
+            ),
+        ),
+        ("tile", attend(Attention::new(SageBwd { tile_q: 8, ..sage }), &good, &good, &good)),
+        (
+            "group",
+            attend(
+                Attention::new(SageBwd { granularity: Granularity::Group(1), ..sage }),
+                &good,
+                &good,
+                &good,
+            ),
+        ),
+        ("rms_norm", ops::rms_norm(&zeros(&[2, 3]), &zeros(&[2]), 1e-6)),
+        ("swiglu", ops::swiglu(&zeros(&[2, 3]), &zeros(&[3, 2]))),
+        ("rope", ops::rope(&zeros(&good), &zeros(&[3, 8]), &zeros(&[3, 8]), Default::default())),
+        ("rope tables", ops::rope_tables(4, 7, 1e4, &Device::Cpu).map(|(cos, _)| cos)),
+        ("embedding", ops::embedding(&zeros(&[3, 2]), &ids(&[0, 3]))),
+        ("negative id", ops::embedding(&zeros(&[3, 2]), &ids(&[-1]))),
+        ("float ids", ops::embedding(&zeros(&[3, 2]), &zeros(&[2]))),
+        ("target", ops::cross_entropy(&zeros(&[2, 3]), &ids(&[0, 3]), CrossEntropy::default())),
+        (
+            "no target",
+            ops::cross_entropy(
+                &zeros(&[2, 3]),
+                &ids(&[1, 1]),
+                CrossEntropy { ignore_id: Some(1), ..Default::default() },
+            ),
+        ),
+        (
+            "linear_cross_entropy",
+            ops::linear_cross_entropy(
+                &zeros(&[2, 3]),
+                &zeros(&[5, 4]),
+                &ids(&[1, 1]),
+                CrossEntropy::default(),
+            ),
+        ),
+    ];
+    let mut text = String::new();
+    for (name, result) in bad {
+        let error = result.err().unwrap_or_else(|| panic!("{name} should have failed"));
+        text += &format!("-- {name}\n{error}\n");
+    }
+    text += &format!("-- granularity\n{}\n", "rows".parse::<Granularity>().expect_err("not a granularity"));
+    insta::assert_snapshot!(text);
+}
