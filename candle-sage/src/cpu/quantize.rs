@@ -69,7 +69,7 @@ fn quantize(values: &[f32], codes: &mut [i8]) -> f32 {
 }
 
 /// The mean of each channel over all rows: tiles of rows are summed first, in order, then the
-/// tiles' sums, in order.
+/// tiles' sums, in order. Zeros for no rows.
 pub(super) fn channel_mean(rows: &[f32], d: usize, tile_rows: usize) -> Vec<f32> {
     let mut total = vec![0.0; d];
     for tile in rows.chunks(tile_rows * d) {
@@ -83,7 +83,7 @@ pub(super) fn channel_mean(rows: &[f32], d: usize, tile_rows: usize) -> Vec<f32>
             *total += x;
         }
     }
-    let count = (rows.len() / d) as f32;
+    let count = (rows.len() / d).max(1) as f32;
     total.iter().map(|x| x / count).collect()
 }
 

@@ -48,7 +48,7 @@ impl Codes {
         let keys = per_head(problem, problem.shape.key_heads(), |at| {
             let mut rows = problem.k_rows(at, 0..problem.segments[at.segment].key.len());
             let mut mean = Vec::new();
-            if settings.smoothing != Smoothing::None && !rows.is_empty() {
+            if settings.smoothing != Smoothing::None {
                 mean = channel_mean(&rows, d, settings.tile_k);
                 subtract_mean(&mut rows, &mean);
             }
