@@ -1,0 +1,151 @@
+//! What was typed.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use candle_sage::{Error, Result};
+use clap::{Parser, Subcommand};
+
+use crate::config::Config;
+use crate::data::corpus::Corpus;
+use crate::during;
+use crate::report::{comparison, loss_plot};
+use crate::settings::{Attn, Settings};
+use crate::train;
+
+const EXAMPLES: &str = "Examples:
+  sage-train                                         train on the built-in corpus, about a minute
+  sage-train --compare fpa,sagebwd,none              what low-bit attention costs, what attention is worth
+  sage-train --data book.txt --preset mini           train on your text
+  sage-train --preset 325m --tokens-per-step 256k --data web.jsonl.zst --dry-run
+                                                     what the paper's run would take
+  sage-train --config runs/tiny-sagebwd-001/config.toml --seed 1
+                                                     a run again, with another seed";
+
+/// Pre-train a small Llama with low-bit attention, and compare it with full precision.
+///
+/// Without arguments: a 1M-parameter model with INT8 SageBwd attention on the built-in corpus. Every
+/// setting is also a key of a TOML file (--config); a flag wins over the file, the file over the
+/// preset. Each run gets a folder of its own with its settings, metrics, loss plot, weights and log.
+#[derive(Debug, Parser)]
+#[command(name = "sage-train", version, after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
+pub struct Cli {
+    #[command(subcommand)]
+    verb: Option<Verb>,
+    #[command(flatten)]
+    train: Train,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Write the built-in corpus to standard output
+    Corpus {
+        /// Megabytes, at least
+        #[arg(long, value_name = "MB", default_value_t = 8)]
+        megabytes: u64,
+        /// Seed; run N trains on corpus N
+        #[arg(long, default_value_t = 0)]
+        seed: u64,
+    },
+}
+
+#[derive(Debug, clap::Args)]
+struct Train {
+    /// Settings from a TOML file; flags win over it
+    #[arg(long, value_name = "FILE", help_heading = "Run")]
+    config: Option<PathBuf>,
+    /// Print what would run, and stop
+    #[arg(long, help_heading = "Run")]
+    dry_run: bool,
+    /// Train once with each attention, and compare with the first
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        value_name = "ATTN,ATTN",
+        help_heading = "Run",
+        conflicts_with = "attn"
+    )]
+    compare: Vec<Attn>,
+    #[command(flatten)]
+    settings: Settings,
+}
+
+impl Cli {
+    /// Does what was typed.
+    ///
+    /// # Errors
+    /// Whatever goes wrong, ready to be printed.
+    pub fn run(self) -> Result<()> {
+        match self.verb {
+            Some(Verb::Corpus { megabytes, seed }) => write_corpus(megabytes, seed),
+            None => self.train.run(),
+        }
+    }
+}
+
+impl Train {
+    fn run(self) -> Result<()> {
+        let file = self.config.as_deref().map(Config::read_settings).transpose()?.unwrap_or_default();
+        let config = Config::resolve(self.settings.over(file))?;
+        let runs = match self.compare.as_slice() {
+            [] => vec![config.clone()],
+            attns => attns.iter().map(|&attn| named(&config, attn)).collect::<Result<Vec<_>>>()?,
+        };
+        if self.dry_run {
+            return print(&runs.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"));
+        }
+        if let Some(threads) = config.threads {
+            rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .build_global()
+                .map_err(during("cannot start threads"))?;
+        }
+        let outcomes = runs.iter().map(train::run).collect::<Result<Vec<_>>>()?;
+        if outcomes.len() > 1 {
+            let curves: Vec<_> =
+                outcomes.iter().map(|run| (run.attn.to_string(), run.points.as_slice())).collect();
+            let path = outcomes[0].folder.with_extension("compare.svg");
+            let plot = loss_plot(&curves, Some(outcomes[0].unigram_entropy))?;
+            std::fs::write(&path, plot).map_err(during(format!("cannot write {}", path.display())))?;
+            eprintln!("plot: {}", path.display());
+        }
+        print(&comparison(&outcomes))
+    }
+}
+
+/// One run of a comparison; a given name gets the attention behind it.
+fn named(config: &Config, attn: Attn) -> Result<Config> {
+    let mut run = config.with_attn(attn)?;
+    run.name = config.name.as_ref().map(|name| format!("{name}-{attn}"));
+    Ok(run)
+}
+
+fn write_corpus(megabytes: u64, seed: u64) -> Result<()> {
+    let corpus = Corpus::new(seed);
+    let mut out = std::io::stdout().lock();
+    let (mut held, wanted) = (0, megabytes.saturating_mul(1_000_000));
+    for number in 0.. {
+        if held >= wanted {
+            break;
+        }
+        let document = corpus.document(number);
+        held += document.len() as u64;
+        match writeln!(out, "{document}") {
+            // The reader has seen enough.
+            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => return Ok(()),
+            result => result.map_err(during("cannot write the corpus"))?,
+        }
+    }
+    Ok(())
+}
+
+/// Prints to standard output; a closed pipe is not an error.
+fn print(text: &str) -> Result<()> {
+    match std::io::stdout().lock().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(Error::new("cannot write the result").got(error))
+        }
+        _ => Ok(()),
+    }
+}

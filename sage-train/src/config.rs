@@ -1,0 +1,282 @@
+//! What will run: every setting resolved and checked, printable, saved beside the results.
+
+mod preset;
+mod summary;
+
+use std::path::{Path, PathBuf};
+
+use candle_sage::{Error, Granularity, Result, SageBwd, Scheme, Smoothing};
+
+use crate::during;
+use crate::model::LlamaConfig;
+use crate::optim::{AdamWConfig, LearningRate};
+use crate::quantity::{Quantity, grouped};
+use crate::settings::{Attn, Preset, Settings, Switch};
+
+/// A resolved run.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// The complete settings: written to the run's folder, they make the same run again.
+    pub settings: Settings,
+    /// How to attend.
+    pub attn: Attn,
+    /// The model.
+    pub model: LlamaConfig,
+    /// Where the text comes from.
+    pub data: DataConfig,
+    /// Sequences in a micro-batch.
+    pub micro_batch: usize,
+    /// Micro-batches in a step.
+    pub accumulation: usize,
+    /// Optimizer steps.
+    pub steps: u64,
+    /// Course of the learning rate.
+    pub learning_rate: LearningRate,
+    /// AdamW.
+    pub adamw: AdamWConfig,
+    /// Largest gradient norm; `None` does not clip.
+    pub clip: Option<f64>,
+    /// Seed of everything random.
+    pub seed: u64,
+    /// Folder of runs.
+    pub out: PathBuf,
+    /// Name of the run's folder, if one was given.
+    pub name: Option<String>,
+    /// Steps between validations.
+    pub eval_every: u64,
+    /// Tokens of a validation.
+    pub eval_tokens: u64,
+    /// Tokens of sample text.
+    pub sample_tokens: usize,
+    /// Threads, if not all.
+    pub threads: Option<usize>,
+    /// FLOP/s of the machine, if known.
+    pub peak_flops: Option<f64>,
+}
+
+/// Where the text comes from and how it is cut.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DataConfig {
+    /// A file or folder; `None` for the built-in corpus.
+    pub path: Option<PathBuf>,
+    /// Bytes of built-in corpus.
+    pub corpus_bytes: u64,
+    /// Part kept for validation.
+    pub val_fraction: f64,
+    /// Entries of the trained vocabulary.
+    pub vocab_size: usize,
+    /// Tokens in a sequence.
+    pub context: usize,
+    /// Where trained tokenizers are kept.
+    pub cache: PathBuf,
+    /// Seed of the built-in corpus and of the order.
+    pub seed: u64,
+}
+
+impl Config {
+    /// Resolves settings over a preset's.
+    ///
+    /// # Errors
+    /// When a setting is out of range or two do not fit together.
+    pub fn resolve(settings: Settings) -> Result<Self> {
+        let preset = settings.preset.unwrap_or(Preset::Tiny);
+        let s = settings.over(preset::defaults(preset));
+        let (attn, qk_norm) = (need(s.attn), need(s.qk_norm) == Switch::On);
+        let sage = SageBwd {
+            smoothing: Smoothing::from(need(s.smoothing)),
+            granularity: s.granularity.map_or(Granularity::default(), |g| g.0),
+            ..SageBwd::default()
+        };
+        let heads = need(s.heads);
+        let model = LlamaConfig {
+            vocab: model_vocab(preset, need(s.vocab_size)),
+            layers: need(s.layers),
+            width: need(s.width),
+            heads,
+            key_heads: s.key_heads.unwrap_or(heads),
+            head_dim: need(s.head_dim),
+            ffn: need(s.ffn),
+            context: need(s.context).0 as usize,
+            rope_base: need(s.rope_base),
+            norm_eps: 1e-6,
+            qk_norm,
+            init_std: need(s.init_std),
+            scheme: match attn {
+                Attn::Fpa => Some(Scheme::FullPrecision),
+                Attn::Sagebwd => Some(Scheme::SageBwd(sage)),
+                Attn::None => None,
+            },
+        };
+        model.validate()?;
+        let micro_batch = need(s.micro_batch);
+        let tokens_per_step = need(s.tokens_per_step).0;
+        let accumulation = accumulation(tokens_per_step, micro_batch, model.context)?;
+        let steps = match (s.steps, s.tokens) {
+            (Some(steps), _) => steps.0,
+            (None, Some(tokens)) => tokens.0.div_ceil(tokens_per_step),
+            (None, None) => unreachable!("presets name steps"),
+        };
+        if steps == 0 {
+            return Err(Error::new("nothing to train")
+                .got("0 steps")
+                .allowed("at least 1 step")
+                .hint("--steps 100"));
+        }
+        let in_part = |name: &str, value: f64| in_range(name, value, 0.0, 1.0);
+        let peak = above_zero("lr", need(s.lr))?;
+        let out = need(s.out.clone());
+        let config = Self {
+            attn,
+            data: DataConfig {
+                path: s.data.clone(),
+                corpus_bytes: need(s.corpus_mb).saturating_mul(1_000_000),
+                val_fraction: in_range("val-fraction", need(s.val_fraction), 0.0001, 0.9)?,
+                vocab_size: need(s.vocab_size),
+                context: model.context,
+                cache: out.join("cache"),
+                seed: need(s.seed),
+            },
+            model,
+            micro_batch,
+            accumulation,
+            steps,
+            learning_rate: LearningRate {
+                peak,
+                floor: peak * in_part("min-lr", need(s.min_lr))?,
+                warmup: need(s.warmup_steps).0,
+                steps,
+                schedule: need(s.schedule),
+                decay_fraction: in_part("decay-fraction", need(s.decay_fraction))?,
+            },
+            adamw: AdamWConfig {
+                beta1: in_range("beta1", need(s.beta1), 0.0, 0.999_999)?,
+                beta2: in_range("beta2", need(s.beta2), 0.0, 0.999_999)?,
+                eps: above_zero("adam-eps", need(s.adam_eps))?,
+                weight_decay: in_part("weight-decay", need(s.weight_decay))?,
+            },
+            clip: Some(in_range("clip", need(s.clip), 0.0, 1e9)?).filter(|norm| *norm > 0.0),
+            seed: need(s.seed),
+            out,
+            name: s.name.clone(),
+            eval_every: need(s.eval_every).0.max(1),
+            eval_tokens: need(s.eval_tokens).0.max(1),
+            sample_tokens: need(s.sample_tokens),
+            threads: s.threads,
+            peak_flops: s.peak_tflops.map(|t| above_zero("peak-tflops", t).map(|t| t * 1e12)).transpose()?,
+            settings: s,
+        };
+        if config.threads == Some(0) {
+            return Err(Error::new("threads is out of range")
+                .got(0)
+                .allowed("1 and up")
+                .hint("leave it out for all cores"));
+        }
+        if let Some(name) = config
+            .name
+            .as_deref()
+            .filter(|name| name.is_empty() || name.contains(['/', '\\']) || *name == "..")
+        {
+            return Err(Error::new("not a name for a folder")
+                .got(format!("`{name}`"))
+                .allowed("a name without slashes")
+                .hint("--out says where runs go, --name how this one is called"));
+        }
+        Ok(config)
+    }
+
+    /// Reads settings from a TOML file.
+    ///
+    /// # Errors
+    /// When the file cannot be read, or has keys that are not settings.
+    pub fn read_settings(path: &Path) -> Result<Settings> {
+        let text = std::fs::read_to_string(path)
+            .map_err(during::<std::io::Error>(format!("cannot read the settings in {}", path.display())))?;
+        toml::from_str(&text).map_err(|error| {
+            Error::new(format!("cannot use the settings in {}", path.display()))
+                .got(error.to_string().trim_end().replace('\n', "\n           "))
+                .hint("keys are the long flags without the dashes, e.g. tokens-per-step = \"256k\"")
+        })
+    }
+
+    /// The settings as TOML.
+    pub fn to_toml(&self) -> String {
+        toml::to_string(&self.settings).expect("settings are plain values")
+    }
+
+    /// Tokens of an optimizer step.
+    pub fn tokens_per_step(&self) -> u64 {
+        (self.micro_batch * self.accumulation * self.model.context) as u64
+    }
+
+    /// The same run with another attention.
+    ///
+    /// # Errors
+    /// As [`Config::resolve`].
+    pub fn with_attn(&self, attn: Attn) -> Result<Self> {
+        Self::resolve(Settings { attn: Some(attn), ..self.settings.clone() })
+    }
+}
+
+/// A setting that every preset fills in.
+fn need<T>(setting: Option<T>) -> T {
+    setting.expect("presets fill in every setting that is not optional")
+}
+
+/// Rows of the embedding: the paper's is padded to a multiple of 128 for the sake of GPUs.
+fn model_vocab(preset: Preset, vocab_size: usize) -> usize {
+    if preset == Preset::Paper325m { vocab_size.next_multiple_of(128) } else { vocab_size }
+}
+
+fn above_zero(name: &str, value: f64) -> Result<f64> {
+    if value > 0.0 && value.is_finite() {
+        return Ok(value);
+    }
+    Err(Error::new(format!("{name} is out of range"))
+        .got(value)
+        .allowed("a number above 0")
+        .hint(format!("--{name}")))
+}
+
+fn in_range(name: &str, value: f64, low: f64, high: f64) -> Result<f64> {
+    if (low..=high).contains(&value) {
+        return Ok(value);
+    }
+    Err(Error::new(format!("{name} is out of range"))
+        .got(value)
+        .allowed(format!("{low} to {high}"))
+        .hint(format!("--{name}")))
+}
+
+/// How many micro-batches make a step.
+fn accumulation(tokens_per_step: u64, micro_batch: usize, context: usize) -> Result<usize> {
+    let micro = (micro_batch * context) as u64;
+    if micro == 0 {
+        return Err(Error::new("an empty micro-batch")
+            .got(format!("micro-batch {micro_batch}, context {context}"))
+            .allowed("at least 1 of each")
+            .hint("--micro-batch 8"));
+    }
+    if tokens_per_step > 0 && tokens_per_step % micro == 0 {
+        return Ok((tokens_per_step / micro) as usize);
+    }
+    let below = tokens_per_step / micro * micro;
+    let nearest: Vec<String> = [below, below + micro]
+        .into_iter()
+        .filter(|&tokens| tokens > 0)
+        .map(|tokens| format!("--tokens-per-step {}", Quantity(tokens)))
+        .collect();
+    let sequences = tokens_per_step / context as u64;
+    let fits = (tokens_per_step % context as u64 == 0 && sequences > 0)
+        .then(|| (1..=micro_batch as u64).rev().find(|m| sequences % m == 0))
+        .flatten()
+        .map(|m| format!(", or --micro-batch {m}"))
+        .unwrap_or_default();
+    Err(Error::new("tokens per step is not a whole number of micro-batches")
+        .got(format!(
+            "{} tokens = {:.3} x (micro-batch {micro_batch} x context {context})",
+            grouped(tokens_per_step),
+            tokens_per_step as f64 / micro as f64,
+        ))
+        .allowed(format!("a multiple of {} tokens", grouped(micro)))
+        .hint(format!("nearest: {}{fits}", nearest.join(" or "))))
+}

@@ -1,0 +1,129 @@
+//! The defaults of each preset.
+
+use std::path::PathBuf;
+
+use crate::quantity::Quantity;
+use crate::settings::{Attn, Preset, Schedule, Settings, SmoothingSetting, Switch};
+
+/// What differs between presets.
+struct Size {
+    layers: usize,
+    width: usize,
+    heads: usize,
+    head_dim: usize,
+    ffn: usize,
+    vocab: usize,
+    context: u64,
+    init_std: f64,
+    micro_batch: usize,
+    tokens_per_step: u64,
+    steps: u64,
+    warmup: u64,
+    lr: f64,
+    eval_every: u64,
+    eval_tokens: u64,
+}
+
+fn size(preset: Preset) -> Size {
+    match preset {
+        Preset::Tiny => Size {
+            layers: 4,
+            width: 128,
+            heads: 4,
+            head_dim: 32,
+            ffn: 384,
+            vocab: 1024,
+            context: 256,
+            init_std: 0.05,
+            micro_batch: 16,
+            tokens_per_step: 4 << 10,
+            steps: 300,
+            warmup: 20,
+            lr: 4e-3,
+            eval_every: 50,
+            eval_tokens: 32 << 10,
+        },
+        Preset::Mini => Size {
+            layers: 6,
+            width: 384,
+            heads: 6,
+            head_dim: 64,
+            ffn: 1024,
+            vocab: 4096,
+            context: 512,
+            init_std: 0.03,
+            micro_batch: 8,
+            tokens_per_step: 8 << 10,
+            steps: 200,
+            warmup: 20,
+            lr: 1.5e-3,
+            eval_every: 25,
+            eval_tokens: 32 << 10,
+        },
+        // SageBwd, sections 5.1 to 5.3: 2.1M tokens a step, 37.5k steps, 1k of warm-up, 3e-5.
+        Preset::Paper325m => Size {
+            layers: 20,
+            width: 1024,
+            heads: 16,
+            head_dim: 64,
+            ffn: 3072,
+            vocab: 50257,
+            context: 4 << 10,
+            init_std: 0.02,
+            micro_batch: 8,
+            tokens_per_step: 2 << 20,
+            steps: 37_500,
+            warmup: 1000,
+            lr: 3e-5,
+            eval_every: 250,
+            eval_tokens: 1 << 20,
+        },
+    }
+}
+
+/// Every setting that is not optional.
+pub(super) fn defaults(preset: Preset) -> Settings {
+    let size = size(preset);
+    Settings {
+        preset: Some(preset),
+        attn: Some(Attn::Sagebwd),
+        qk_norm: Some(Switch::On),
+        smoothing: Some(SmoothingSetting::K),
+        granularity: None,
+        data: None,
+        corpus_mb: Some(8),
+        val_fraction: Some(0.05),
+        vocab_size: Some(size.vocab),
+        context: Some(Quantity(size.context)),
+        tokens_per_step: Some(Quantity(size.tokens_per_step)),
+        micro_batch: Some(size.micro_batch),
+        steps: Some(Quantity(size.steps)),
+        tokens: None,
+        lr: Some(size.lr),
+        min_lr: Some(0.1),
+        warmup_steps: Some(Quantity(size.warmup)),
+        schedule: Some(Schedule::Cosine),
+        decay_fraction: Some(0.2),
+        beta1: Some(0.9),
+        beta2: Some(0.95),
+        adam_eps: Some(1e-8),
+        weight_decay: Some(0.1),
+        clip: Some(1.0),
+        layers: Some(size.layers),
+        width: Some(size.width),
+        heads: Some(size.heads),
+        key_heads: None,
+        head_dim: Some(size.head_dim),
+        ffn: Some(size.ffn),
+        init_std: Some(size.init_std),
+        rope_base: Some(10_000.0),
+        seed: Some(0),
+        out: Some(PathBuf::from("runs")),
+        name: None,
+        eval_every: Some(Quantity(size.eval_every)),
+        eval_tokens: Some(Quantity(size.eval_tokens)),
+        sample_tokens: Some(160),
+        threads: None,
+        peak_tflops: None,
+    }
+}

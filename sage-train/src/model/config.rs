@@ -1,0 +1,206 @@
+//! The shape of a Llama, and what follows from it: parameters, FLOPs, memory.
+
+use candle_sage::{Error, Result, Scheme};
+
+/// The shape of a decoder-only transformer in Llama's style, with a tied embedding.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LlamaConfig {
+    /// Rows of the embedding.
+    pub vocab: usize,
+    /// Blocks.
+    pub layers: usize,
+    /// Width of the residual stream.
+    pub width: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub key_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Hidden width of the feed-forward network.
+    pub ffn: usize,
+    /// Longest sequence.
+    pub context: usize,
+    /// Base of the rotary embedding.
+    pub rope_base: f64,
+    /// Epsilon of every RMSNorm.
+    pub norm_eps: f64,
+    /// RMSNorm of each head's queries and keys.
+    pub qk_norm: bool,
+    /// Standard deviation of the initial weights.
+    pub init_std: f64,
+    /// Numerics of attention; `None` leaves attention out.
+    pub scheme: Option<Scheme>,
+}
+
+/// A parameter before it exists.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParameterSpec {
+    /// Name in a Hugging Face checkpoint.
+    pub name: String,
+    /// Shape.
+    pub dims: Vec<usize>,
+    /// Standard deviation of the initial values; `None` for ones.
+    pub std: Option<f64>,
+}
+
+impl ParameterSpec {
+    /// Whether weight decay applies: to matrices, not to norms.
+    pub fn decays(&self) -> bool {
+        self.dims.len() > 1
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> u64 {
+        self.dims.iter().map(|&d| d as u64).product()
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl LlamaConfig {
+    /// Checks sizes against each other.
+    ///
+    /// # Errors
+    /// When a size is zero or two do not fit.
+    pub fn validate(&self) -> Result<()> {
+        for (name, value, low, high) in [
+            ("layers", self.layers, 1, 1000),
+            ("width", self.width, 1, 1 << 20),
+            ("heads", self.heads, 1, 1 << 16),
+            ("key-heads", self.key_heads, 1, self.heads),
+            (
+                "head-dim",
+                self.head_dim,
+                *candle_sage::shape::HEAD_DIM.start(),
+                *candle_sage::shape::HEAD_DIM.end(),
+            ),
+            ("ffn", self.ffn, 1, 1 << 22),
+            ("context", self.context, 2, 1 << 24),
+            ("vocab-size", self.vocab, 258, 1 << 24),
+        ] {
+            if !(low..=high).contains(&value) {
+                return Err(Error::new(format!("{name} is out of range"))
+                    .got(value)
+                    .allowed(format!("{low} to {high}"))
+                    .hint(format!("--{name}")));
+            }
+        }
+        if self.head_dim % 2 != 0 {
+            return Err(Error::new("head-dim is odd")
+                .got(self.head_dim)
+                .allowed("an even number: the rotary embedding turns pairs of channels")
+                .hint("--head-dim 64"));
+        }
+        if self.heads % self.key_heads != 0 {
+            return Err(Error::new("query heads do not share key heads evenly")
+                .got(format!("{} heads, {} key heads", self.heads, self.key_heads))
+                .allowed("heads = n x key-heads")
+                .hint("--key-heads 1 always fits"));
+        }
+        for (name, value) in [("init-std", self.init_std), ("rope-base", self.rope_base)] {
+            if value.is_nan() || value <= 0.0 || value.is_infinite() {
+                return Err(Error::new(format!("{name} is out of range"))
+                    .got(value)
+                    .allowed("a number above 0")
+                    .hint(format!("--{name}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Every parameter, in the order in which it is initialised and updated.
+    pub fn parameter_specs(&self) -> Vec<ParameterSpec> {
+        let std = self.init_std;
+        // As in GPT-2: what is added into the residual stream shrinks with the number of additions.
+        let residual_std = std / (2.0 * self.layers as f64).sqrt();
+        let matrix = |name: String, rows, columns, std| ParameterSpec {
+            name,
+            dims: vec![rows, columns],
+            std: Some(std),
+        };
+        let norm = |name: String, width| ParameterSpec { name, dims: vec![width], std: None };
+        let (width, ffn) = (self.width, self.ffn);
+        let (queries, keys) = (self.heads * self.head_dim, self.key_heads * self.head_dim);
+        let mut specs = vec![matrix("model.embed_tokens.weight".into(), self.vocab, width, std)];
+        for layer in 0..self.layers {
+            let at = |name: &str| format!("model.layers.{layer}.{name}.weight");
+            if self.scheme.is_some() {
+                specs.push(norm(at("input_layernorm"), width));
+                specs.push(matrix(at("self_attn.q_proj"), queries, width, std));
+                specs.push(matrix(at("self_attn.k_proj"), keys, width, std));
+                specs.push(matrix(at("self_attn.v_proj"), keys, width, std));
+                specs.push(matrix(at("self_attn.o_proj"), width, queries, residual_std));
+                if self.qk_norm {
+                    specs.push(norm(at("self_attn.q_norm"), self.head_dim));
+                    specs.push(norm(at("self_attn.k_norm"), self.head_dim));
+                }
+            }
+            specs.push(norm(at("post_attention_layernorm"), width));
+            specs.push(matrix(at("mlp.gate_proj"), ffn, width, std));
+            specs.push(matrix(at("mlp.up_proj"), ffn, width, std));
+            specs.push(matrix(at("mlp.down_proj"), width, ffn, residual_std));
+        }
+        specs.push(norm("model.norm.weight".into(), width));
+        specs
+    }
+
+    /// Number of parameters; the tied embedding counts once.
+    pub fn parameters(&self) -> u64 {
+        self.parameter_specs().iter().map(ParameterSpec::len).sum()
+    }
+
+    /// Parameters of the tied embedding.
+    pub fn embedding_parameters(&self) -> u64 {
+        (self.vocab * self.width) as u64
+    }
+
+    /// FLOPs of forward and backward for a token: 6 a parameter, and causal attention's
+    /// `6 layers heads head_dim context`.
+    pub fn flops_per_token(&self) -> u64 {
+        let attention =
+            if self.scheme.is_some() { self.layers * self.heads * self.head_dim * self.context } else { 0 };
+        6 * (self.parameters() + attention as u64)
+    }
+
+    /// Estimated bytes that a forward keeps for its backward, with a batch of sequences.
+    pub fn activation_bytes(&self, batch: usize) -> u64 {
+        let tokens = (batch * self.context) as u64;
+        let (width, ffn) = (self.width as u64, self.ffn as u64);
+        let (queries, keys) = ((self.heads * self.head_dim) as u64, (self.key_heads * self.head_dim) as u64);
+        // Counted from the graph: the norm's output and the two residual sums; q, k, v, twice more
+        // with norm and rotation, attention's output, and INT8 codes; gate, up and their product.
+        let attention = match self.scheme {
+            None => 0,
+            Some(scheme) => {
+                let rotated = if self.qk_norm { 3 } else { 2 };
+                let codes = if matches!(scheme, Scheme::SageBwd(_)) { (queries + keys) / 4 } else { 0 };
+                2 * width + rotated * (queries + keys) + keys + queries + codes
+            }
+        };
+        let block = attention + 3 * width + 3 * ffn;
+        let head = 3 * width;
+        let logits = (self.vocab as u64).saturating_mul(tokens).min(16 << 20);
+        4 * (tokens * (self.layers as u64 * block + head) + logits)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::config::Config;
+    use crate::settings::{Preset, Settings};
+
+    #[test]
+    fn the_paper_preset_has_the_papers_size() {
+        let config = Config::resolve(Settings { preset: Some(Preset::Paper325m), ..Settings::default() })
+            .expect("a preset");
+        // 324.1M in the paper's arithmetic; norms and the padded vocabulary add 0.1M.
+        assert_eq!(config.model.parameters() / 100_000, 3241);
+        assert_eq!(config.tokens_per_step(), 2_097_152);
+        assert_eq!(config.steps, 37_500);
+        assert_eq!(config.model.vocab, 50_304);
+    }
+}

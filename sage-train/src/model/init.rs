@@ -1,0 +1,95 @@
+//! Parameters by name, initialised from a seed.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::VarBuilder;
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use rand_distr::{Distribution, Normal};
+
+use super::config::{LlamaConfig, ParameterSpec};
+
+/// The trained tensors of a model, in a fixed order.
+#[derive(Debug)]
+pub struct Parameters {
+    entries: Vec<(ParameterSpec, Var)>,
+}
+
+impl Parameters {
+    /// Draws every parameter. Each has a stream of its own, so that two models that differ in one
+    /// part agree in the others.
+    ///
+    /// # Errors
+    /// When a tensor cannot be allocated.
+    pub fn init(config: &LlamaConfig, seed: u64, device: &Device) -> Result<Self> {
+        let entries = config
+            .parameter_specs()
+            .into_iter()
+            .map(|spec| {
+                let values = draw(&spec, seed);
+                let var = Var::from_vec(values, spec.dims.as_slice(), device)?;
+                Ok((spec, var))
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self { entries })
+    }
+
+    /// Names, variables and whether weight decay applies.
+    pub fn iter(&self) -> impl Iterator<Item = (&ParameterSpec, &Var)> {
+        self.entries.iter().map(|(spec, var)| (spec, var))
+    }
+
+    /// Number of parameters (tensors).
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// A builder that hands out the variables: a model made from it receives gradients.
+    pub fn tracked(&self, device: &Device) -> VarBuilder<'static> {
+        self.builder(device, |var| var.as_tensor().clone())
+    }
+
+    /// A builder that hands out views of the same memory without a graph, for evaluation: no state
+    /// is kept for a backward, and updates show at once.
+    pub fn untracked(&self, device: &Device) -> VarBuilder<'static> {
+        self.builder(device, |var| var.as_tensor().detach())
+    }
+
+    fn builder(&self, device: &Device, view: impl Fn(&Var) -> Tensor) -> VarBuilder<'static> {
+        let tensors: HashMap<String, Tensor> =
+            self.entries.iter().map(|(spec, var)| (spec.name.clone(), view(var))).collect();
+        VarBuilder::from_tensors(tensors, DType::F32, device)
+    }
+
+    /// Writes all weights as safetensors.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        let tensors: HashMap<String, Tensor> =
+            self.entries.iter().map(|(spec, var)| (spec.name.clone(), var.as_tensor().clone())).collect();
+        candle_core::safetensors::save(&tensors, path)
+    }
+}
+
+fn draw(spec: &ParameterSpec, seed: u64) -> Vec<f32> {
+    let len = spec.len() as usize;
+    let Some(std) = spec.std else { return vec![1.0; len] };
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    rng.set_stream(fnv1a(&spec.name));
+    let normal = Normal::new(0.0, std as f32).expect("a checked standard deviation");
+    (0..len).map(|_| normal.sample(&mut rng)).collect()
+}
+
+/// The 64-bit FNV-1a hash: a stream number for each name.
+fn fnv1a(name: &str) -> u64 {
+    name.bytes()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+}

@@ -1,0 +1,9 @@
+//! AdamW, gradient norms and learning rates.
+
+mod adamw;
+mod clip;
+mod schedule;
+
+pub use adamw::{AdamW, AdamWConfig};
+pub use clip::{first_non_finite, global_norm};
+pub use schedule::LearningRate;

@@ -1,0 +1,127 @@
+//! Whole numbers as people type them: `256k` is 262,144.
+
+use std::fmt;
+use std::str::FromStr;
+
+use candle_sage::{Error, Result};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// A count. `k`, `m` and `g` stand for 1024, 1024^2 and 1024^3 (64 sequences of 4096 are 256k);
+/// plain numbers are taken as they are, with `_` or `,` between digits if you like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Quantity(pub u64);
+
+impl FromStr for Quantity {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let plain: String =
+            text.trim().to_ascii_lowercase().chars().filter(|c| !matches!(c, '_' | ',')).collect();
+        let (digits, unit) = match plain.strip_suffix(['k', 'm', 'g']) {
+            Some(digits) => (digits, &plain[digits.len()..]),
+            None => (plain.as_str(), ""),
+        };
+        let unit: u64 = match unit {
+            "k" => 1 << 10,
+            "m" => 1 << 20,
+            "g" => 1 << 30,
+            _ => 1,
+        };
+        let value = match digits.split_once('.') {
+            _ if !digits.starts_with(|c: char| c.is_ascii_digit()) => None,
+            None => digits.parse::<u64>().ok().and_then(|n| n.checked_mul(unit)),
+            // 1.5k is 1536; a fraction that is not a whole number is a mistake.
+            Some(_) => digits
+                .parse::<f64>()
+                .ok()
+                .map(|x| x * unit as f64)
+                .filter(|x| x.fract() == 0.0 && *x < 1e18)
+                .map(|x| x as u64),
+        };
+        value.map(Quantity).ok_or_else(|| {
+            Error::new("not a count")
+                .got(format!("`{text}`"))
+                .allowed("a whole number, or one with k (1024), m (1024k) or g (1024m)")
+                .hint("256k is 262,144: 64 sequences of 4096")
+        })
+    }
+}
+
+impl fmt::Display for Quantity {
+    /// The shortest form that reads back as the same number.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (shift, unit) in [(30, "g"), (20, "m"), (10, "k")] {
+            if self.0 > 0 && self.0.trailing_zeros() >= shift {
+                return write!(f, "{}{unit}", self.0 >> shift);
+            }
+        }
+        write!(f, "{}", self.0)
+    }
+}
+
+impl Serialize for Quantity {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Quantity {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Either {
+            Number(u64),
+            Text(String),
+        }
+        match Either::deserialize(deserializer)? {
+            Either::Number(n) => Ok(Quantity(n)),
+            Either::Text(text) => text.parse().map_err(serde::de::Error::custom),
+        }
+    }
+}
+
+/// `1234567` as `1,234,567`.
+pub fn grouped(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i) % 3 == 0 {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parses_units_and_plain_numbers() {
+        for (text, value) in [
+            ("256k", 262_144),
+            ("2m", 2_097_152),
+            ("2M", 2_097_152),
+            ("1g", 1 << 30),
+            ("1.5k", 1536),
+            ("0", 0),
+            ("1_000", 1000),
+            ("262,144", 262_144),
+        ] {
+            assert_eq!(text.parse(), Ok(Quantity(value)), "{text}");
+        }
+        for bad in ["", "k", "-1", "1.3", "x", "1kk", "1t", "1e6", "99999999999g", "inf", "nan"] {
+            assert!(bad.parse::<Quantity>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn prints_what_reads_back() {
+        for n in [0, 1, 1000, 1024, 1536, 262_144, 2_097_152, 1 << 30, u64::MAX] {
+            assert_eq!(Quantity(n).to_string().parse(), Ok(Quantity(n)));
+        }
+        assert_eq!(Quantity(262_144).to_string(), "256k");
+        assert_eq!(grouped(1_234_567), "1,234,567");
+    }
+}

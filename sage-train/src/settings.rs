@@ -1,0 +1,302 @@
+//! Every setting of a run, as typed on the command line or written in a TOML file. All optional:
+//! `config` fills in the rest from the preset.
+
+use std::path::PathBuf;
+
+use candle_sage::{Granularity, Smoothing};
+use clap::{Args, ValueEnum};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::quantity::Quantity;
+
+/// How to attend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Attn {
+    /// Full-precision attention
+    Fpa,
+    /// INT8 attention with an INT8 backward (SageBwd)
+    Sagebwd,
+    /// No attention at all: the baseline that shows what attention is worth
+    None,
+}
+
+impl std::fmt::Display for Attn {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Attn::Fpa => "fpa",
+            Attn::Sagebwd => "sagebwd",
+            Attn::None => "none",
+        })
+    }
+}
+
+/// On or off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)]
+pub enum Switch {
+    On,
+    Off,
+}
+
+/// A named set of defaults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Preset {
+    /// 1M parameters, context 256: trains in about a minute on two cores
+    Tiny,
+    /// 12M parameters, context 512: minutes to hours on a CPU
+    Mini,
+    /// The paper's Llama: 20 layers, width 1024, 16 heads of 64, context 4096
+    #[value(name = "325m")]
+    #[serde(rename = "325m")]
+    Paper325m,
+}
+
+/// How the learning rate moves after the warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Schedule {
+    /// Half a cosine down to `min-lr`
+    Cosine,
+    /// Warm-up, stable, decay: constant, then straight down to `min-lr` over `decay-fraction`
+    Wsd,
+    /// Constant
+    Constant,
+}
+
+/// Which token means SageBwd subtracts before quantizing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SmoothingSetting {
+    /// None
+    None,
+    /// K's mean over all tokens
+    K,
+    /// K's mean, and the mean of each tile of Q
+    Qk,
+}
+
+impl From<SmoothingSetting> for Smoothing {
+    fn from(setting: SmoothingSetting) -> Self {
+        match setting {
+            SmoothingSetting::None => Smoothing::None,
+            SmoothingSetting::K => Smoothing::K,
+            SmoothingSetting::Qk => Smoothing::Qk,
+        }
+    }
+}
+
+/// [`Granularity`] in the words of its `Display`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GranularitySetting(pub Granularity);
+
+impl std::str::FromStr for GranularitySetting {
+    type Err = candle_sage::Error;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        text.parse().map(GranularitySetting)
+    }
+}
+
+impl Serialize for GranularitySetting {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for GranularitySetting {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// The settings of a run. The doc comment of a field is its help text and its TOML key its name.
+#[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Settings {
+    /// A named set of defaults [default: tiny]
+    #[arg(long, value_enum, help_heading = "Run")]
+    pub preset: Option<Preset>,
+
+    /// How to attend [default: sagebwd]
+    #[arg(long, value_enum, help_heading = "Attention")]
+    pub attn: Option<Attn>,
+    /// RMSNorm of each head's queries and keys before the rotary embedding [default: on]
+    #[arg(long, value_enum, help_heading = "Attention")]
+    pub qk_norm: Option<Switch>,
+    /// SageBwd: token means subtracted before quantizing [default: k]
+    #[arg(long, value_enum, help_heading = "Attention")]
+    pub smoothing: Option<SmoothingSetting>,
+    /// SageBwd: vectors that share a scale in the backward: vector, group-N, tile [default: vector]
+    #[arg(long, help_heading = "Attention")]
+    pub granularity: Option<GranularitySetting>,
+
+    /// Text to train on: .txt or .jsonl (field `text`), also .zst, or a folder of them
+    /// [default: the built-in corpus]
+    #[arg(long, value_name = "PATH", help_heading = "Data")]
+    pub data: Option<PathBuf>,
+    /// Megabytes of built-in corpus [default: 8]
+    #[arg(long, value_name = "MB", help_heading = "Data")]
+    pub corpus_mb: Option<u64>,
+    /// Part of the data kept for validation [default: 0.05]
+    #[arg(long, value_name = "PART", help_heading = "Data")]
+    pub val_fraction: Option<f64>,
+    /// Entries of the byte-level BPE vocabulary trained on the data
+    #[arg(long, value_name = "N", help_heading = "Data")]
+    pub vocab_size: Option<usize>,
+    /// Tokens in a sequence
+    #[arg(long, value_name = "N", help_heading = "Data")]
+    pub context: Option<Quantity>,
+
+    /// Tokens in an optimizer step, e.g. 256k = 262,144
+    #[arg(long, value_name = "N", help_heading = "Batch and length")]
+    pub tokens_per_step: Option<Quantity>,
+    /// Sequences that go through the model at once
+    #[arg(long, value_name = "N", help_heading = "Batch and length")]
+    pub micro_batch: Option<usize>,
+    /// Optimizer steps
+    #[arg(long, value_name = "N", help_heading = "Batch and length", conflicts_with = "tokens")]
+    pub steps: Option<Quantity>,
+    /// Tokens in all, instead of steps
+    #[arg(long, value_name = "N", help_heading = "Batch and length")]
+    pub tokens: Option<Quantity>,
+
+    /// Peak learning rate
+    #[arg(long, value_name = "LR", help_heading = "Optimizer")]
+    pub lr: Option<f64>,
+    /// Learning rate at the end, as a part of the peak [default: 0.1, ours: the paper does not say]
+    #[arg(long, value_name = "PART", help_heading = "Optimizer")]
+    pub min_lr: Option<f64>,
+    /// Steps of linear warm-up
+    #[arg(long, value_name = "N", help_heading = "Optimizer")]
+    pub warmup_steps: Option<Quantity>,
+    /// Course of the learning rate after the warm-up [default: cosine]
+    #[arg(long, value_enum, help_heading = "Optimizer")]
+    pub schedule: Option<Schedule>,
+    /// Part of the run in which `wsd` decays [default: 0.2]
+    #[arg(long, value_name = "PART", help_heading = "Optimizer")]
+    pub decay_fraction: Option<f64>,
+    /// AdamW beta1 [default: 0.9, ours]
+    #[arg(long, value_name = "BETA", help_heading = "Optimizer")]
+    pub beta1: Option<f64>,
+    /// AdamW beta2 [default: 0.95, ours]
+    #[arg(long, value_name = "BETA", help_heading = "Optimizer")]
+    pub beta2: Option<f64>,
+    /// AdamW epsilon [default: 1e-8, ours]
+    #[arg(long, value_name = "EPS", help_heading = "Optimizer")]
+    pub adam_eps: Option<f64>,
+    /// Weight decay, of matrices only [default: 0.1, ours]
+    #[arg(long, value_name = "DECAY", help_heading = "Optimizer")]
+    pub weight_decay: Option<f64>,
+    /// Largest norm of the gradient; 0 does not clip [default: 1, ours]
+    #[arg(long, value_name = "NORM", help_heading = "Optimizer")]
+    pub clip: Option<f64>,
+
+    /// Transformer blocks
+    #[arg(long, value_name = "N", help_heading = "Model")]
+    pub layers: Option<usize>,
+    /// Width of the residual stream
+    #[arg(long, value_name = "N", help_heading = "Model")]
+    pub width: Option<usize>,
+    /// Query heads
+    #[arg(long, value_name = "N", help_heading = "Model")]
+    pub heads: Option<usize>,
+    /// Key and value heads, a divisor of the query heads [default: as many]
+    #[arg(long, value_name = "N", help_heading = "Model")]
+    pub key_heads: Option<usize>,
+    /// Width of a head
+    #[arg(long, value_name = "N", help_heading = "Model")]
+    pub head_dim: Option<usize>,
+    /// Hidden width of the SwiGLU network
+    #[arg(long, value_name = "N", help_heading = "Model")]
+    pub ffn: Option<usize>,
+    /// Standard deviation of the initial weights
+    #[arg(long, value_name = "STD", help_heading = "Model")]
+    pub init_std: Option<f64>,
+    /// Base of the rotary embedding [default: 10000]
+    #[arg(long, value_name = "BASE", help_heading = "Model")]
+    pub rope_base: Option<f64>,
+
+    /// Seed of weights, batches, built-in corpus and sample [default: 0]
+    #[arg(long, value_name = "N", help_heading = "Run")]
+    pub seed: Option<u64>,
+    /// Folder that gets a folder for the run [default: runs]
+    #[arg(long, value_name = "DIR", help_heading = "Run")]
+    pub out: Option<PathBuf>,
+    /// Name of the run's folder [default: made from preset and attention, and numbered]
+    #[arg(long, help_heading = "Run")]
+    pub name: Option<String>,
+    /// Steps between validations
+    #[arg(long, value_name = "N", help_heading = "Run")]
+    pub eval_every: Option<Quantity>,
+    /// Validation tokens of each validation
+    #[arg(long, value_name = "N", help_heading = "Run")]
+    pub eval_tokens: Option<Quantity>,
+    /// Tokens of sample text at the end; 0 for none [default: 160]
+    #[arg(long, value_name = "N", help_heading = "Run")]
+    pub sample_tokens: Option<usize>,
+    /// Threads; results do not depend on them [default: all cores]
+    #[arg(long, value_name = "N", help_heading = "Run")]
+    pub threads: Option<usize>,
+    /// Peak speed of this machine in TFLOP/s, for the MFU
+    #[arg(long, value_name = "TFLOPS", help_heading = "Run")]
+    pub peak_tflops: Option<f64>,
+}
+
+impl Settings {
+    /// These settings, with what they leave open taken from `under`.
+    #[must_use]
+    pub fn over(self, mut under: Settings) -> Settings {
+        // Steps and tokens say the same thing: the upper layer's word replaces either.
+        if self.steps.is_some() || self.tokens.is_some() {
+            (under.steps, under.tokens) = (None, None);
+        }
+        macro_rules! pick {
+            ($($field:ident),* $(,)?) => { Settings { $($field: self.$field.or(under.$field)),* } };
+        }
+        pick!(
+            preset,
+            attn,
+            qk_norm,
+            smoothing,
+            granularity,
+            data,
+            corpus_mb,
+            val_fraction,
+            vocab_size,
+            context,
+            tokens_per_step,
+            micro_batch,
+            steps,
+            tokens,
+            lr,
+            min_lr,
+            warmup_steps,
+            schedule,
+            decay_fraction,
+            beta1,
+            beta2,
+            adam_eps,
+            weight_decay,
+            clip,
+            layers,
+            width,
+            heads,
+            key_heads,
+            head_dim,
+            ffn,
+            init_std,
+            rope_base,
+            seed,
+            out,
+            name,
+            eval_every,
+            eval_tokens,
+            sample_tokens,
+            threads,
+            peak_tflops,
+        )
+    }
+}

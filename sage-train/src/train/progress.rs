@@ -1,0 +1,83 @@
+//! What a person sees: a bar on a terminal, a line now and then in a pipe, everything in the log.
+
+use std::fs::File;
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::metrics::Point;
+
+/// Seconds between lines when there is no terminal.
+const QUIET: Duration = Duration::from_secs(5);
+
+/// Progress of one run, on standard error.
+#[derive(Debug)]
+pub(super) struct Progress {
+    bar: ProgressBar,
+    steps: u64,
+    log: Option<File>,
+    started: Instant,
+    last_line: Instant,
+    /// The last validation, shown until the next.
+    validation: Option<f64>,
+}
+
+impl Progress {
+    pub(super) fn new(steps: u64) -> Self {
+        let style =
+            ProgressStyle::with_template("{bar:30.cyan/blue} {pos}/{len} {msg} [{elapsed}, ETA {eta}]")
+                .unwrap_or_else(|_| ProgressStyle::default_bar());
+        let bar = ProgressBar::new(steps).with_style(style);
+        let now = Instant::now();
+        Self { bar, steps, log: None, started: now, last_line: now, validation: None }
+    }
+
+    /// Also writes everything to a file from now on.
+    pub(super) fn log_to(&mut self, file: File) {
+        self.log = Some(file);
+    }
+
+    /// Says something above the bar.
+    pub(super) fn say(&self, text: &str) {
+        self.bar.suspend(|| eprintln!("{}", text.trim_end()));
+        self.write_log(text.trim_end());
+    }
+
+    /// Starts the clock of the steps.
+    pub(super) fn start(&mut self) {
+        self.started = Instant::now();
+        self.bar.reset_eta();
+    }
+
+    /// Shows a finished step.
+    pub(super) fn step(&mut self, point: &Point) {
+        self.validation = point.val_loss.or(self.validation);
+        let validation = self.validation.map_or(String::new(), |loss| format!(" val {loss:.3}"));
+        let mfu = point.mfu.map_or(String::new(), |mfu| format!(" MFU {:.1}%", 100.0 * mfu));
+        let text = format!(
+            "loss {:.3}{validation} norm {:.2} {:.0} tok/s{mfu}",
+            point.loss, point.grad_norm, point.tokens_per_second
+        );
+        let line = format!("step {}/{}: {text} lr {:.2e}", point.step, self.steps, point.lr);
+        self.write_log(&line);
+        self.bar.set_message(text);
+        self.bar.set_position(point.step);
+        if self.bar.is_hidden() && (self.last_line.elapsed() > QUIET || point.val_loss.is_some()) {
+            self.last_line = Instant::now();
+            let left = self.started.elapsed().mul_f64((self.steps - point.step) as f64 / point.step as f64);
+            eprintln!("{line}, ETA {}s", left.as_secs());
+        }
+    }
+
+    pub(super) fn finish(&self) {
+        self.bar.finish();
+    }
+
+    /// A log that cannot be written does not stop a run: the metrics, which matter, do.
+    fn write_log(&self, line: &str) {
+        if let Some(mut file) = self.log.as_ref() {
+            let _ = writeln!(file, "{line}");
+        }
+    }
+}

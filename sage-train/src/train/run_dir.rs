@@ -1,0 +1,72 @@
+//! A run's folder.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use candle_sage::{Error, Result};
+
+use super::metrics::Point;
+use crate::config::Config;
+use crate::during;
+
+/// The folder of one run, and its open metrics file.
+#[derive(Debug)]
+pub(super) struct RunDir {
+    path: PathBuf,
+    metrics: File,
+}
+
+impl RunDir {
+    /// Makes a folder that did not exist: the named one, or the next free number.
+    pub(super) fn create(config: &Config) -> Result<Self> {
+        let preset = config
+            .settings
+            .preset
+            .map(|p| format!("{p:?}").to_lowercase().replace("paper", ""))
+            .unwrap_or_default();
+        let candidates: Box<dyn Iterator<Item = String>> = match &config.name {
+            Some(name) => Box::new(std::iter::once(name.clone())),
+            None => Box::new((1..10_000).map(|n| format!("{preset}-{}-{n:03}", config.attn))),
+        };
+        for name in candidates {
+            let path = config.out.join(&name);
+            match std::fs::create_dir(&path) {
+                Ok(()) => {
+                    let metrics = open(&path.join("metrics.jsonl"))?;
+                    return Ok(Self { path, metrics });
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(during(format!("cannot make {}", path.display()))(error)),
+            }
+        }
+        Err(Error::new("the run's folder exists already")
+            .got(config.out.join(config.name.as_deref().unwrap_or("")).display())
+            .allowed("a new name")
+            .hint("leave --name out for a numbered folder; no run is ever overwritten"))
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(super) fn log(&self) -> Result<File> {
+        open(&self.path.join("log.txt"))
+    }
+
+    pub(super) fn write(&self, name: &str, text: &str) -> Result<()> {
+        let path = self.path.join(name);
+        std::fs::write(&path, text).map_err(during(format!("cannot write {}", path.display())))
+    }
+
+    /// Adds a line to `metrics.jsonl`.
+    pub(super) fn append_metrics(&mut self, point: &Point) -> Result<()> {
+        let line = serde_json::to_string(point).expect("plain numbers");
+        writeln!(self.metrics, "{line}")
+            .map_err(during(format!("cannot write metrics in {}", self.path.display())))
+    }
+}
+
+fn open(path: &Path) -> Result<File> {
+    File::create_new(path).map_err(during(format!("cannot write {}", path.display())))
+}
