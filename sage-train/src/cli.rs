@@ -28,7 +28,7 @@ const EXAMPLES: &str = "Examples:
 /// setting is also a key of a TOML file (--config); a flag wins over the file, the file over the
 /// preset. Each run gets a folder of its own with its settings, metrics, loss plot, weights and log.
 #[derive(Debug, Parser)]
-#[command(name = "sage-train", version, after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
+#[command(name = "sage-train", version, after_help = EXAMPLES, args_conflicts_with_subcommands = true, args_override_self = true)]
 pub struct Cli {
     #[command(subcommand)]
     verb: Option<Verb>,

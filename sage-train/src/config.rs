@@ -190,7 +190,8 @@ impl Config {
     /// When the file cannot be read, or has keys that are not settings.
     pub fn read_settings(path: &Path) -> Result<Settings> {
         let text = std::fs::read_to_string(path)
-            .map_err(during::<std::io::Error>(format!("cannot read the settings in {}", path.display())))?;
+            .map_err(during::<std::io::Error>(format!("cannot read the settings in {}", path.display())))
+            .map_err(|error| error.hint("--config takes a TOML file; every run leaves one, config.toml"))?;
         toml::from_str(&text).map_err(|error| {
             Error::new(format!("cannot use the settings in {}", path.display()))
                 .got(error.to_string().trim_end().replace('\n', "\n           "))

@@ -55,7 +55,10 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     let mut folders = vec![path.to_owned()];
     while let Some(folder) = folders.pop() {
-        let failed = || during::<std::io::Error>(format!("cannot list {}", folder.display()));
+        let failed = || {
+            let error = during::<std::io::Error>(format!("cannot list {}", folder.display()));
+            move |cause| error(cause).hint("is the folder readable?")
+        };
         for entry in std::fs::read_dir(&folder).map_err(failed())? {
             let entry = entry.map_err(failed())?;
             // Links to folders are not followed: they may lead round in circles.
@@ -90,7 +93,10 @@ fn kind(path: &Path) -> Option<&'static str> {
 
 fn read(path: &Path, documents: &mut Vec<String>) -> Result<()> {
     let kind = kind(path).ok_or_else(|| unknown_kind(path))?;
-    let failed = || during::<std::io::Error>(format!("cannot read {}", path.display()));
+    let failed = || {
+        let error = during::<std::io::Error>(format!("cannot read {}", path.display()));
+        move |cause| error(cause).hint("is the file whole, readable, and what its name says?")
+    };
     let file = File::open(path).map_err(failed())?;
     let reader: Box<dyn Read> = if kind.ends_with(".zst") {
         Box::new(zstd::Decoder::new(file).map_err(failed())?)

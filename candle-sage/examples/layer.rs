@@ -1,0 +1,82 @@
+//! An attention layer swapped into a candle model, and trained on a task that needs attention: say
+//! again what stood at the position that the last token names.
+//!
+//! `cargo run --release -p candle-sage --example layer`
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{AdamW, Embedding, Optimizer, ParamsAdamW, VarBuilder, VarMap, embedding};
+use candle_sage::nn::{Linear, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig, SwiGlu};
+use candle_sage::ops::{CrossEntropy, RopeStyle, cross_entropy};
+use candle_sage::{Attention, SageBwd};
+
+const VOCAB: usize = 16;
+const LEN: usize = 17;
+const WIDTH: usize = 64;
+
+/// A candle model whose attention is ours. Before, `attention` was candle's matmul and softmax.
+struct Model {
+    embedding: Embedding,
+    norms: [RmsNorm; 2],
+    attention: SelfAttention,
+    mlp: SwiGlu,
+    head: Linear,
+    rotary: Rotary,
+}
+
+impl Model {
+    fn new(vb: VarBuilder<'_>) -> Result<Self> {
+        let config = SelfAttentionConfig {
+            width: WIDTH,
+            heads: 4,
+            key_heads: 2,
+            head_dim: 16,
+            qk_norm_eps: Some(1e-6),
+        };
+        let int8 = Attention::new(SageBwd::default()).causal(true);
+        Ok(Self {
+            embedding: embedding(VOCAB, WIDTH, vb.pp("embedding"))?,
+            norms: [RmsNorm::load(WIDTH, 1e-6, vb.pp("norm1"))?, RmsNorm::load(WIDTH, 1e-6, vb.pp("norm2"))?],
+            attention: SelfAttention::load(config, int8, vb.pp("attention"))?,
+            mlp: SwiGlu::load(WIDTH, 128, vb.pp("mlp"))?,
+            head: Linear::load(WIDTH, VOCAB, vb.pp("head"))?,
+            rotary: Rotary::new(LEN, 16, 10_000.0, RopeStyle::Halves, vb.device())?,
+        })
+    }
+
+    /// Logits of the last position.
+    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        let x = candle_core::Module::forward(&self.embedding, ids)?;
+        let x = (&x + self.attention.forward(&self.norms[0].forward(&x)?, &self.rotary)?)?;
+        let x = (&x + self.mlp.forward(&self.norms[1].forward(&x)?)?)?;
+        self.head.forward(&x.narrow(1, LEN - 1, 1)?.squeeze(1)?)
+    }
+}
+
+/// Random tokens, and a last one that says which of them is the answer.
+fn batch(count: usize) -> Result<(Tensor, Tensor)> {
+    let draws = Tensor::rand(0f32, VOCAB as f32, (count, LEN), &Device::Cpu)?.to_dtype(DType::U32)?;
+    let rows = draws.to_vec2::<u32>()?;
+    let answers: Vec<u32> = rows.iter().map(|row| row[row[LEN - 1] as usize]).collect();
+    Ok((draws, Tensor::from_vec(answers, count, &Device::Cpu)?))
+}
+
+fn main() -> Result<()> {
+    let vars = VarMap::new();
+    let model = Model::new(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+    let mut optimizer = AdamW::new(vars.all_vars(), ParamsAdamW { lr: 3e-3, ..Default::default() })?;
+    for step in 0..=600 {
+        let (ids, answers) = batch(128)?;
+        let logits = model.forward(&ids)?;
+        let loss = cross_entropy(&logits, &answers, CrossEntropy::default())?;
+        if step % 100 == 0 {
+            let right = logits.argmax(1)?.eq(&answers)?.to_dtype(DType::F32)?.mean_all()?;
+            println!(
+                "step {step:>3}: loss {:.3}, right {:.0} %",
+                loss.to_scalar::<f32>()?,
+                100.0 * right.to_scalar::<f32>()?
+            );
+        }
+        optimizer.backward_step(&loss)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,59 @@
+//! Help, dry runs, and the other verb.
+
+use crate::support::Scratch;
+
+#[test]
+fn dry_run_prints_the_papers_run_and_writes_nothing() {
+    let scratch = Scratch::new();
+    insta::assert_snapshot!(scratch.ok(&[
+        "--dry-run",
+        "--preset",
+        "325m",
+        "--tokens-per-step",
+        "256k",
+        "--tokens",
+        "78g"
+    ]));
+    insta::assert_snapshot!(scratch.ok(&["--dry-run"]));
+    assert_eq!(std::fs::read_dir(scratch.path()).expect("a folder").count(), 0);
+}
+
+#[test]
+fn help_shows_every_setting() {
+    insta::assert_snapshot!(Scratch::new().ok(&["--help"]));
+}
+
+#[test]
+fn flags_win_over_the_file_and_the_file_over_the_preset() {
+    let scratch = Scratch::new();
+    scratch.file(
+        "run.toml",
+        "preset = \"mini\"\nattn = \"fpa\"\ntokens-per-step = \"16k\"\ntokens = 1_000_000\nlr = 1e-3\n",
+    );
+    let text = scratch.ok(&[
+        "--dry-run",
+        "--config",
+        "run.toml",
+        "--attn",
+        "sagebwd",
+        "--granularity",
+        "group-8",
+        "--steps",
+        "7",
+    ]);
+    assert!(text.contains("6 layers, width 384"), "{text}");
+    assert!(text.contains("sagebwd, smoothing k, granularity group-8"), "{text}");
+    assert!(text.contains("7 steps of 16,384 (16k)") && text.contains("lr 1e-3"), "{text}");
+    let text = scratch.ok(&["--dry-run", "--config", "run.toml"]);
+    assert!(text.contains("62 steps of 16,384"), "{text}");
+}
+
+#[test]
+fn corpus_is_deterministic_and_may_be_cut_off() {
+    let scratch = Scratch::new();
+    let corpus = |seed: &str| scratch.ok(&["corpus", "--megabytes", "1", "--seed", seed]);
+    let text = corpus("0");
+    assert!(text.len() >= 1_000_000 && text.len() < 1_100_000);
+    assert_eq!(text, corpus("0"));
+    assert_ne!(text, corpus("1"));
+}

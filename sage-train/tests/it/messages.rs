@@ -1,0 +1,97 @@
+//! What a user reads when a run cannot start. Nothing may be left half written.
+
+use crate::support::{Scratch, small};
+
+#[test]
+fn messages() {
+    let scratch = Scratch::new();
+    scratch.file("empty.txt", "");
+    scratch.file("blank.jsonl", "\n\n");
+    scratch.file("short.txt", "Too short.");
+    scratch.file(
+        "one-sequence.txt",
+        "This text is longer than a sequence, but what is left for validation is not. ".repeat(10),
+    );
+    scratch.file("latin1.txt", b"caf\xe9 au lait");
+    scratch.file("broken.jsonl", "{\"text\": \"good\"}\n{\"text\": 3}\n");
+    scratch.file("nan.jsonl", "{\"text\": NaN}\n");
+    scratch.file("broken.txt.zst", "this is not zstd");
+    scratch.file("picture.png", "png");
+    scratch.file("none/readme.md", "nothing here");
+    scratch.file("bad-key.toml", "learning-rate = 0.1\n");
+    scratch.file("bad-value.toml", "tokens-per-step = \"256q\"\n");
+    scratch.file("bad-type.toml", "attn = \"flash\"\n");
+    scratch.file("a-file", "in the way");
+    scratch.ok(&small(&["--steps", "1", "--name", "taken"]));
+    let before = listing(&scratch);
+
+    let bad: Vec<(&str, Vec<&str>)> = vec![
+        ("unknown flag", vec!["--tokens-per-stp", "256k"]),
+        ("unknown attention", vec!["--attn", "flash"]),
+        ("not a count", vec!["--tokens-per-step", "256q"]),
+        ("a step of part of a micro-batch", vec!["--tokens-per-step", "10000"]),
+        ("a step smaller than a micro-batch", vec!["--tokens-per-step", "512"]),
+        ("no steps", vec!["--steps", "0"]),
+        ("an odd head", vec!["--head-dim", "33"]),
+        ("head_dim 0", vec!["--head-dim", "0"]),
+        ("heads that do not divide", vec!["--heads", "4", "--key-heads", "3"]),
+        ("a vocabulary below the bytes", vec!["--vocab-size", "100"]),
+        ("a negative rate", vec!["--lr=-1"]),
+        ("NaN as a rate", vec!["--lr", "nan"]),
+        ("a granularity", vec!["--granularity", "rows"]),
+        ("a name with a slash", vec!["--name", "../x"]),
+        ("no data", vec!["--data", "missing.txt"]),
+        ("an empty file", vec!["--data", "empty.txt"]),
+        ("blank lines", vec!["--data", "blank.jsonl"]),
+        ("less than a sequence", vec!["--data", "short.txt"]),
+        (
+            "a context longer than the data",
+            vec!["--data", "one-sequence.txt", "--context", "2k", "--tokens-per-step", "32k"],
+        ),
+        ("not UTF-8", vec!["--data", "latin1.txt"]),
+        ("a broken line", vec!["--data", "broken.jsonl"]),
+        ("NaN in the data", vec!["--data", "nan.jsonl"]),
+        ("not zstd", vec!["--data", "broken.txt.zst"]),
+        ("an unknown kind", vec!["--data", "picture.png"]),
+        ("a folder without text", vec!["--data", "none"]),
+        ("no settings", vec!["--config", "missing.toml"]),
+        ("an unknown key", vec!["--config", "bad-key.toml"]),
+        ("a bad value", vec!["--config", "bad-value.toml"]),
+        ("a bad choice", vec!["--config", "bad-type.toml"]),
+        ("a folder that cannot be", vec!["--out", "a-file/runs"]),
+    ];
+    let mut text = String::new();
+    for (name, args) in bad {
+        let error = scratch.fails(&args);
+        let error = error[error.find("error:").unwrap_or(0)..]
+            .replace(&scratch.path().display().to_string(), "SCRATCH");
+        text += &format!("-- {name}\n{}\n", error.trim_end());
+    }
+    let error = scratch.fails(&small(&["--steps", "1", "--name", "taken"]));
+    text += &format!(
+        "-- a name that is taken\n{}\n",
+        error[error.find("error:").expect("an error")..].trim_end()
+    );
+    insta::assert_snapshot!(text);
+    let after: Vec<String> =
+        listing(&scratch).into_iter().filter(|name| !name.starts_with("runs/cache")).collect();
+    let before: Vec<String> = before.into_iter().filter(|name| !name.starts_with("runs/cache")).collect();
+    assert_eq!(before, after, "a run that cannot start leaves nothing");
+}
+
+/// Every file and folder, by name.
+fn listing(scratch: &Scratch) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut folders = vec![scratch.path().to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).expect("a folder").flatten() {
+            if entry.path().is_dir() {
+                folders.push(entry.path());
+            }
+            let path = entry.path();
+            found.push(path.strip_prefix(scratch.path()).expect("inside").display().to_string());
+        }
+    }
+    found.sort();
+    found
+}

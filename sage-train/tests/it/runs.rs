@@ -1,0 +1,157 @@
+//! What runs compute and leave behind.
+
+use crate::support::{Scratch, small};
+
+#[test]
+fn a_run_leaves_everything_and_its_config_makes_it_again() {
+    let scratch = Scratch::new();
+    let table = scratch.ok(&small(&["--steps", "6", "--eval-every", "3"]));
+    assert!(table.contains("val loss") && table.contains("runs/tiny-sagebwd-001"), "{table}");
+    let folder = scratch.path().join("runs/tiny-sagebwd-001");
+    for file in ["config.toml", "metrics.jsonl", "loss.svg", "model.safetensors", "tokenizer.json", "log.txt"]
+    {
+        let size = std::fs::metadata(folder.join(file)).map(|m| m.len()).unwrap_or(0);
+        assert!(size > 0, "{file}");
+    }
+    let first = scratch.metrics("tiny-sagebwd-001");
+    assert_eq!(first.iter().map(|p| p.step).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
+    assert_eq!(first.iter().filter(|p| p.val_loss.is_some()).count(), 2);
+    assert_eq!(first[5].tokens, 6 * 256);
+
+    scratch.ok(&["--config", "runs/tiny-sagebwd-001/config.toml"]);
+    let again = scratch.metrics("tiny-sagebwd-002");
+    let numbers = |points: &[sage_train::train::Point]| -> Vec<(f64, f64, f64, Option<f64>)> {
+        points.iter().map(|p| (p.loss, p.grad_norm, p.lr, p.val_loss)).collect()
+    };
+    assert_eq!(numbers(&first), numbers(&again));
+    let weights = |run: &str| {
+        std::fs::read(scratch.path().join("runs").join(run).join("model.safetensors")).expect("weights")
+    };
+    assert!(weights("tiny-sagebwd-001") == weights("tiny-sagebwd-002"));
+}
+
+#[test]
+fn results_do_not_depend_on_threads_but_on_the_seed() {
+    let scratch = Scratch::new();
+    for attn in ["fpa", "sagebwd"] {
+        for (name, threads, seed) in
+            [("one", "1", "5"), ("two", "2", "5"), ("three", "3", "5"), ("other", "2", "6")]
+        {
+            let name = format!("{attn}-{name}");
+            scratch.ok(&small(&[
+                "--attn",
+                attn,
+                "--steps",
+                "3",
+                "--threads",
+                threads,
+                "--seed",
+                seed,
+                "--name",
+                &name,
+            ]));
+        }
+        let weights = |name: &str| {
+            std::fs::read(scratch.path().join(format!("runs/{attn}-{name}/model.safetensors")))
+                .expect("weights")
+        };
+        assert!(weights("one") == weights("two"), "{attn}: 2 threads");
+        assert!(weights("one") == weights("three"), "{attn}: 3 threads");
+        assert!(weights("one") != weights("other"), "{attn}: the seed does nothing");
+    }
+}
+
+#[test]
+fn accumulation_does_not_change_the_step() {
+    let scratch = Scratch::new();
+    for (name, micro) in [("whole", "8"), ("parts", "2")] {
+        scratch.ok(&small(&["--attn", "fpa", "--steps", "3", "--micro-batch", micro, "--name", name]));
+    }
+    // The same tokens; sums in another order, f32.
+    for (a, b) in scratch.metrics("whole").iter().zip(scratch.metrics("parts")) {
+        assert!((a.loss / b.loss - 1.0).abs() < 1e-5, "{} {}", a.loss, b.loss);
+        assert!((a.grad_norm / b.grad_norm - 1.0).abs() < 1e-4, "{} {}", a.grad_norm, b.grad_norm);
+    }
+}
+
+#[test]
+fn training_learns_and_comparison_prints_both() {
+    let scratch = Scratch::new();
+    let table = scratch.ok(&small(&[
+        "--compare",
+        "fpa,sagebwd,none",
+        "--steps",
+        "60",
+        "--lr",
+        "1e-2",
+        "--name",
+        "c",
+    ]));
+    for name in ["fpa", "sagebwd", "none", "unigram entropy"] {
+        assert!(table.contains(name), "{table}");
+    }
+    let last = |run: &str| scratch.metrics(run).last().and_then(|p| p.val_loss).expect("validated");
+    let first = scratch.metrics("c-fpa")[0].loss;
+    assert!(last("c-fpa") < first - 1.5, "{first} became {}", last("c-fpa"));
+    assert!(
+        (last("c-sagebwd") / last("c-fpa") - 1.0).abs() < 0.02,
+        "{} {}",
+        last("c-sagebwd"),
+        last("c-fpa")
+    );
+    assert!(last("c-none") != last("c-fpa"));
+    assert!(scratch.path().join("runs/c-fpa.compare.svg").exists());
+}
+
+#[test]
+fn every_kind_of_data_gives_the_same_tokens() {
+    let scratch = Scratch::new();
+    let documents: Vec<String> = (0..40)
+        .map(|n| format!("Document {n} speaks of {} things, again and again.\n", n * n).repeat(20))
+        .collect();
+    let lines: String =
+        documents.iter().map(|d| serde_json::json!({"id": 1, "text": d}).to_string() + "\n\n").collect();
+    scratch.file("a.jsonl", &lines);
+    scratch.file("a.jsonl.zst", zstd::encode_all(lines.as_bytes(), 3).expect("zstd"));
+    for (n, document) in documents.iter().enumerate() {
+        let name = format!("folder/{}/{n:03}.txt", if n < 20 { "a" } else { "b" });
+        match n % 2 {
+            0 => scratch.file(&name, document),
+            _ => scratch.file(&(name + ".zst"), zstd::encode_all(document.as_bytes(), 3).expect("zstd")),
+        };
+    }
+    scratch.file("folder/notes.md", "passed over");
+    for (name, data) in [("lines", "a.jsonl"), ("zst", "a.jsonl.zst"), ("folder", "folder")] {
+        scratch.ok(&small(&["--data", data, "--steps", "2", "--name", name]));
+    }
+    let losses = |run: &str| scratch.metrics(run).iter().map(|p| p.loss).collect::<Vec<_>>();
+    assert_eq!(losses("lines"), losses("zst"));
+    assert_eq!(losses("lines"), losses("folder"));
+}
+
+#[test]
+fn a_run_that_diverges_stops_before_the_update_and_says_where() {
+    let scratch = Scratch::new();
+    let text = scratch.fails(&small(&[
+        "--lr",
+        "1e30",
+        "--warmup-steps",
+        "0",
+        "--clip",
+        "0",
+        "--steps",
+        "50",
+        "--name",
+        "boom",
+    ]));
+    let error = &text[text.find("error:").expect("an error")..];
+    assert!(
+        error.contains("stopped before the update") && error.contains("at step") && error.contains("hint:"),
+        "{error}"
+    );
+    // What was measured stays, and every line of it is finite.
+    let points = scratch.metrics("boom");
+    assert!(!points.is_empty() && points.len() < 50);
+    assert!(points.iter().all(|p| p.loss.is_finite() && p.grad_norm.is_finite()));
+    assert!(!scratch.path().join("runs/boom/model.safetensors").exists());
+}

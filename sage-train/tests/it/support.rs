@@ -1,0 +1,92 @@
+//! Running the command in a folder of its own.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+
+/// A scratch folder with runs in it.
+pub(crate) struct Scratch(TempDir);
+
+impl Scratch {
+    pub(crate) fn new() -> Self {
+        Self(tempfile::tempdir().expect("a temporary folder"))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    /// Writes a file and returns its path.
+    pub(crate) fn file(&self, name: &str, contents: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.path().join(name);
+        if let Some(parent) = path.parent() {
+            std::fs::create_dir_all(parent).expect("a folder");
+        }
+        std::fs::write(&path, contents).expect("a file");
+        path
+    }
+
+    /// Runs the command here.
+    pub(crate) fn run(&self, args: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_sage-train"))
+            .args(args)
+            .current_dir(self.path())
+            .env("RUST_BACKTRACE", "0")
+            .output()
+            .expect("the command starts")
+    }
+
+    /// Runs the command, which must succeed, and returns standard output.
+    pub(crate) fn ok(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "{args:?}:\n{out}\n{err}");
+        out.into_owned()
+    }
+
+    /// Runs the command, which must fail without a panic, and returns standard error.
+    pub(crate) fn fails(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        let err = String::from_utf8_lossy(&output.stderr).into_owned();
+        let code = output.status.code();
+        assert!(matches!(code, Some(1 | 2)), "{args:?} ended with {code:?}:\n{err}");
+        assert!(output.stdout.is_empty(), "standard output is for data");
+        err
+    }
+
+    /// The lines of a run's metrics.
+    pub(crate) fn metrics(&self, run: &str) -> Vec<sage_train::train::Point> {
+        let text = std::fs::read_to_string(self.path().join("runs").join(run).join("metrics.jsonl"))
+            .expect("metrics");
+        text.lines().map(|line| serde_json::from_str(line).expect("a point")).collect()
+    }
+}
+
+/// A model that trains in a second.
+pub(crate) const SMALL: [&str; 18] = [
+    "--layers",
+    "1",
+    "--width",
+    "32",
+    "--heads",
+    "2",
+    "--head-dim",
+    "16",
+    "--ffn",
+    "48",
+    "--context",
+    "32",
+    "--vocab-size",
+    "300",
+    "--micro-batch",
+    "4",
+    "--tokens-per-step",
+    "256",
+];
+
+/// [`SMALL`], and more.
+pub(crate) fn small<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    let data = if more.contains(&"--data") { vec![] } else { vec!["--corpus-mb", "1"] };
+    [&SMALL[..], &["--sample-tokens", "0"], data.as_slice(), more].concat()
+}
