@@ -40,7 +40,7 @@ fn peak(run: impl FnOnce() -> Result<()>) -> Result<usize> {
 
 fn main() -> Result<()> {
     let (heads, d) = (2, 64);
-    println!("f32, batch 1, {heads} heads of {d}, causal: peak MiB of forward + backward\n");
+    println!("f32, batch 1, {heads} heads of {d}, peak MiB of forward + backward (ours causal)\n");
     println!("{:>6} {:>14} {:>14} {:>24}", "N", "full precision", "sagebwd", "candle matmul + softmax");
     for len in [1024, 2048, 4096, 8192] {
         let dims = (1, len, heads, d);

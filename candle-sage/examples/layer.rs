@@ -3,9 +3,9 @@
 //!
 //! `cargo run --release -p candle-sage --example layer`
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{AdamW, Embedding, Optimizer, ParamsAdamW, VarBuilder, VarMap, embedding};
-use candle_sage::nn::{Linear, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig, SwiGlu};
+use candle_sage::nn::{FeedForward, Linear, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
 use candle_sage::ops::{CrossEntropy, RopeStyle, cross_entropy};
 use candle_sage::{Attention, SageBwd};
 
@@ -18,7 +18,7 @@ struct Model {
     embedding: Embedding,
     norms: [RmsNorm; 2],
     attention: SelfAttention,
-    mlp: SwiGlu,
+    mlp: FeedForward,
     head: Linear,
     rotary: Rotary,
 }
@@ -37,7 +37,7 @@ impl Model {
             embedding: embedding(VOCAB, WIDTH, vb.pp("embedding"))?,
             norms: [RmsNorm::load(WIDTH, 1e-6, vb.pp("norm1"))?, RmsNorm::load(WIDTH, 1e-6, vb.pp("norm2"))?],
             attention: SelfAttention::load(config, int8, vb.pp("attention"))?,
-            mlp: SwiGlu::load(WIDTH, 128, vb.pp("mlp"))?,
+            mlp: FeedForward::load(WIDTH, 128, vb.pp("mlp"))?,
             head: Linear::load(WIDTH, VOCAB, vb.pp("head"))?,
             rotary: Rotary::new(LEN, 16, 10_000.0, RopeStyle::Halves, vb.device())?,
         })
@@ -45,7 +45,7 @@ impl Model {
 
     /// Logits of the last position.
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        let x = candle_core::Module::forward(&self.embedding, ids)?;
+        let x = self.embedding.forward(ids)?;
         let x = (&x + self.attention.forward(&self.norms[0].forward(&x)?, &self.rotary)?)?;
         let x = (&x + self.mlp.forward(&self.norms[1].forward(&x)?)?)?;
         self.head.forward(&x.narrow(1, LEN - 1, 1)?.squeeze(1)?)

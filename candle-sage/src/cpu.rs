@@ -1,8 +1,8 @@
 //! Attention on the CPU: the algorithms as a kernel would run them, tile for tile, on all threads.
 //!
 //! `forward` and `backward` walk the tiles; what happens inside a tile is a scheme's
-//! [`numerics::Numerics`], in the file of its name. Results depend on the inputs and the shape
-//! alone, never on the number of threads.
+//! [`numerics::Numerics`], in the file of its name. On one machine, results depend on the inputs and
+//! the shape alone, never on the number of threads.
 
 mod backward;
 mod forward;

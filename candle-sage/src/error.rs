@@ -5,6 +5,7 @@ use std::fmt;
 /// Something the caller asked for that cannot be done.
 ///
 /// Printed, it reads as four short lines: the problem, what was given, what is allowed, and a hint.
+/// Through candle's `Result` it arrives as that text.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub struct Error {
     what: String,
@@ -20,6 +21,11 @@ impl Error {
     /// An error about `what`, to be completed by the other methods.
     pub fn new(what: impl Into<String>) -> Self {
         Self { what: what.into(), got: None, allowed: None, hint: None }
+    }
+
+    /// The problem.
+    pub fn what(&self) -> &str {
+        &self.what
     }
 
     /// Says what the caller gave.

@@ -5,7 +5,8 @@
 //! Beside it are the differentiable operators that candle lacks ([`ops`]), modules made of them
 //! ([`nn`]), and exact f64 attention to compare with ([`reference`]).
 //!
-//! Everything runs on the CPU, on all threads, with results that do not depend on their number.
+//! Everything runs on the CPU, on all threads, with results that do not depend on their number. (Another
+//! kind of CPU may round f32 sums otherwise.)
 
 #![deny(missing_docs)]
 

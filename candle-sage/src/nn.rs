@@ -1,14 +1,15 @@
 //! Modules that models import: each holds its parameters and calls an operator of [`crate::ops`].
 //!
-//! They are made from tensors with `new`, or from a `candle_nn::VarBuilder` with `load`, under the
-//! names that Hugging Face's Llama and Qwen3 checkpoints use.
+//! They are made from parts with `new`, or from a `candle_nn::VarBuilder` with `load`, under the names
+//! that Hugging Face's Llama and Qwen3 checkpoints use. Those of one input are candle `Module`s.
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 
+use crate::error::Error;
 use crate::ops::{self, RopeStyle};
 
-/// Root-mean-square normalization over the last dimension: see [`ops::rms_norm`].
+/// Root-mean-square normalization over the last dimension, (.., width): see [`ops::rms_norm`].
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
     weight: Tensor,
@@ -28,17 +29,16 @@ impl RmsNorm {
     pub fn load(width: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
         Ok(Self::new(vb.get_with_hints(width, "weight", Init::Const(1.0))?, eps))
     }
+}
 
-    /// Normalizes `x`, (.., width).
-    ///
-    /// # Errors
-    /// See [`ops::rms_norm`].
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+impl Module for RmsNorm {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
         ops::rms_norm(x, &self.weight, self.eps)
     }
 }
 
-/// A linear map without bias: `y = x W^T`.
+/// A linear map without bias, `y = x W^T`, of the last dimension. All leading dimensions go into one
+/// product, so that the weight's gradient is one product too.
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Tensor,
@@ -58,13 +58,10 @@ impl Linear {
         let init = candle_nn::init::DEFAULT_KAIMING_NORMAL;
         Ok(Self::new(vb.get_with_hints((outputs, inputs), "weight", init)?))
     }
+}
 
-    /// Maps the last dimension of `x`. All leading dimensions go into one product, so that the
-    /// weight's gradient is one product too.
-    ///
-    /// # Errors
-    /// When the last dimension is not `inputs` wide.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+impl Module for Linear {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let mut dims = x.dims().to_vec();
         let inputs = dims.pop().unwrap_or(0);
         let rows: usize = dims.iter().product();
@@ -103,19 +100,27 @@ impl Rotary {
     /// When the sequence runs past the tables.
     pub fn forward(&self, x: &Tensor, position: usize) -> Result<Tensor> {
         let len = x.dim(1)?;
+        let positions = self.cos.dim(0)?;
+        if position + len > positions {
+            return Err(Error::new("the sequence runs past the rotary tables")
+                .got(format!("positions {position} to {}", position + len - 1))
+                .allowed(format!("0 to {}", positions - 1))
+                .hint("make the tables longer: the first argument of Rotary::new")
+                .into());
+        }
         ops::rope(x, &self.cos.narrow(0, position, len)?, &self.sin.narrow(0, position, len)?, self.style)
     }
 }
 
 /// Llama's feed-forward network: `W_down swiglu(W_gate x, W_up x)`.
 #[derive(Debug, Clone)]
-pub struct SwiGlu {
+pub struct FeedForward {
     gate: Linear,
     up: Linear,
     down: Linear,
 }
 
-impl SwiGlu {
+impl FeedForward {
     /// From its three maps.
     pub fn new(gate: Linear, up: Linear, down: Linear) -> Self {
         Self { gate, up, down }
@@ -132,12 +137,10 @@ impl SwiGlu {
             down: Linear::load(hidden, width, vb.pp("down_proj"))?,
         })
     }
+}
 
-    /// Applies the network to the last dimension of `x`.
-    ///
-    /// # Errors
-    /// When the last dimension does not fit.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+impl Module for FeedForward {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.down.forward(&ops::swiglu(&self.gate.forward(x)?, &self.up.forward(x)?)?)
     }
 }
@@ -172,6 +175,17 @@ pub struct SelfAttention {
 }
 
 impl SelfAttention {
+    /// From its maps `[q, k, v, o]` and, with QK-norm, the norms of queries and keys. The config's
+    /// epsilon is not used: the norms have their own.
+    pub fn new(
+        config: SelfAttentionConfig,
+        attention: ops::Attention,
+        [q, k, v, o]: [Linear; 4],
+        qk_norm: Option<(RmsNorm, RmsNorm)>,
+    ) -> Self {
+        Self { q, k, v, o, qk_norm, config, attention }
+    }
+
     /// Loads `q_proj`, `k_proj`, `v_proj`, `o_proj` and, with QK-norm, `q_norm` and `k_norm`.
     ///
     /// `attention` says with which numerics to attend; for a language model make it causal.
@@ -187,15 +201,13 @@ impl SelfAttention {
                 RmsNorm::load(head_dim, eps, vb.pp("k_norm"))?,
             )),
         };
-        Ok(Self {
-            q: Linear::load(width, heads * head_dim, vb.pp("q_proj"))?,
-            k: Linear::load(width, key_heads * head_dim, vb.pp("k_proj"))?,
-            v: Linear::load(width, key_heads * head_dim, vb.pp("v_proj"))?,
-            o: Linear::load(heads * head_dim, width, vb.pp("o_proj"))?,
-            qk_norm,
-            config,
-            attention,
-        })
+        let maps = [
+            Linear::load(width, heads * head_dim, vb.pp("q_proj"))?,
+            Linear::load(width, key_heads * head_dim, vb.pp("k_proj"))?,
+            Linear::load(width, key_heads * head_dim, vb.pp("v_proj"))?,
+            Linear::load(heads * head_dim, width, vb.pp("o_proj"))?,
+        ];
+        Ok(Self::new(config, attention, maps, qk_norm))
     }
 
     /// `x` is (batch, sequence, width), its first token at position 0; so is the output.

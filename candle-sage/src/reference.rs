@@ -37,15 +37,15 @@ struct Row {
     keys: Vec<usize>,
 }
 
-fn rows(shape: &AttentionShape) -> Vec<Row> {
+/// Calls `f` for every query of every head.
+fn each_row(shape: &AttentionShape, mut f: impl FnMut(Row)) {
     let (d, hq, hk) = (shape.head_dim(), shape.query_heads(), shape.key_heads());
-    let mut rows = Vec::new();
     for segment in shape.segments() {
         let b = segment.batch;
         for head in 0..hq {
             for (i, token) in segment.query.clone().enumerate() {
                 let first_key = segment.key.start;
-                rows.push(Row {
+                f(Row {
                     query: ((b * shape.query_len() + token) * hq + head) * d,
                     lse: (b * hq + head) * shape.query_len() + token,
                     keys: (0..segment.visible_keys(i))
@@ -55,7 +55,6 @@ fn rows(shape: &AttentionShape) -> Vec<Row> {
             }
         }
     }
-    rows
 }
 
 fn dot(a: &[f64], b: &[f64]) -> f64 {
@@ -83,7 +82,7 @@ pub fn forward(shape: &AttentionShape, softmax_scale: f64, q: &[f64], k: &[f64],
     assert_eq!(v.len(), k.len(), "value length");
     let mut out = vec![0.0; q.len()];
     let mut lse = vec![f64::NEG_INFINITY; q.len() / d];
-    for row in rows(shape) {
+    each_row(shape, |row| {
         let (p, row_lse) = softmax(&row, d, softmax_scale, q, k);
         lse[row.lse] = row_lse;
         for (p, &at) in p.iter().zip(&row.keys) {
@@ -91,7 +90,7 @@ pub fn forward(shape: &AttentionShape, softmax_scale: f64, q: &[f64], k: &[f64],
                 out[row.query + c] += p * v[at + c];
             }
         }
-    }
+    });
     Forward { out, lse }
 }
 
@@ -112,7 +111,7 @@ pub fn backward(
     assert_eq!(dout.len(), q.len(), "output gradient length");
     let d = shape.head_dim();
     let (mut dq, mut dk, mut dv) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
-    for row in rows(shape) {
+    each_row(shape, |row| {
         let (p, _) = softmax(&row, d, softmax_scale, q, k);
         let grad = &dout[row.query..row.query + d];
         let dp: Vec<f64> = row.keys.iter().map(|&at| dot(grad, &v[at..at + d])).collect();
@@ -125,6 +124,6 @@ pub fn backward(
                 dk[at + c] += ds * q[row.query + c];
             }
         }
-    }
+    });
     Gradients { dq, dk, dv }
 }

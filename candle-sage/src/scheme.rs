@@ -11,6 +11,7 @@ use crate::error::Result;
 
 /// The numerics of an attention call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Scheme {
     /// Every product in floating point, as in FlashAttention-2: the baseline to compare with.
     /// On the CPU all products run in f32, also for 16-bit inputs.
@@ -36,5 +37,14 @@ impl Scheme {
 impl From<SageBwd> for Scheme {
     fn from(settings: SageBwd) -> Self {
         Scheme::SageBwd(settings)
+    }
+}
+
+impl std::fmt::Display for Scheme {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Scheme::FullPrecision => f.write_str("full precision"),
+            Scheme::SageBwd(settings) => settings.fmt(f),
+        }
     }
 }

@@ -8,17 +8,19 @@ use clap::{Parser, Subcommand};
 
 use crate::config::Config;
 use crate::data::corpus::Corpus;
-use crate::during;
+use crate::metrics::Outcome;
 use crate::report::{comparison, loss_plot};
 use crate::settings::{Attn, Settings};
-use crate::train;
+use crate::{during, tell, train, writing};
 
 const EXAMPLES: &str = "Examples:
   sage-train                                         train on the built-in corpus, about a minute
-  sage-train --compare fpa,sagebwd,none              what low-bit attention costs, what attention is worth
+  sage-train --compare fpa,sagebwd,none              what INT8 costs, what attention is worth
   sage-train --data book.txt --preset mini           train on your text
-  sage-train --preset 325m --tokens-per-step 256k --data web.jsonl.zst --dry-run
+  sage-train --preset 325m --data web.jsonl.zst --dry-run
                                                      what the paper's run would take
+  sage-train --preset 325m --data web.jsonl.zst --tokens-per-step 256k --steps 300000
+                                                     the paper's run with small batches
   sage-train --config runs/tiny-sagebwd-001/config.toml --seed 1
                                                      a run again, with another seed";
 
@@ -87,11 +89,22 @@ impl Cli {
 impl Train {
     fn run(self) -> Result<()> {
         let file = self.config.as_deref().map(Config::read_settings).transpose()?.unwrap_or_default();
+        if let (Some(flag), Some(in_file)) = (self.settings.preset, file.preset)
+            && flag != in_file
+        {
+            return Err(Error::new("the preset is given twice")
+                .got(format!("{flag:?} as a flag, {in_file:?} in the file"))
+                .allowed("one preset")
+                .hint(
+                    "a saved config.toml holds every setting of its preset: leave --preset or --config out",
+                ));
+        }
         let config = Config::resolve(self.settings.over(file))?;
         let runs = match self.compare.as_slice() {
             [] => vec![config.clone()],
-            attns => attns.iter().map(|&attn| named(&config, attn)).collect::<Result<Vec<_>>>()?,
+            attns => comparison_runs(&config, attns)?,
         };
+        runs.iter().try_for_each(train::check)?;
         if self.dry_run {
             return print(&runs.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"));
         }
@@ -101,24 +114,54 @@ impl Train {
                 .build_global()
                 .map_err(during("cannot start threads"))?;
         }
-        let outcomes = runs.iter().map(train::run).collect::<Result<Vec<_>>>()?;
-        if outcomes.len() > 1 {
-            let curves: Vec<_> =
-                outcomes.iter().map(|run| (run.attn.to_string(), run.points.as_slice())).collect();
-            let path = outcomes[0].folder.with_extension("compare.svg");
-            let plot = loss_plot(&curves, Some(outcomes[0].unigram_entropy))?;
-            std::fs::write(&path, plot).map_err(during(format!("cannot write {}", path.display())))?;
-            eprintln!("plot: {}", path.display());
+        let mut outcomes = Vec::new();
+        let mut result = Ok(());
+        for run in &runs {
+            match train::run(run) {
+                Ok(outcome) => outcomes.push(outcome),
+                // What is finished is still reported.
+                Err(error) => {
+                    result = Err(error);
+                    break;
+                }
+            }
         }
-        print(&comparison(&outcomes))
+        if outcomes.len() > 1 {
+            let path = plot_together(&outcomes)?;
+            tell(&format!("plot: {}", path.display()));
+        }
+        if !outcomes.is_empty() {
+            print(&comparison(&outcomes))?;
+        }
+        result
     }
 }
 
-/// One run of a comparison; a given name gets the attention behind it.
-fn named(config: &Config, attn: Attn) -> Result<Config> {
-    let mut run = config.with_attn(attn)?;
-    run.name = config.name.as_ref().map(|name| format!("{name}-{attn}"));
-    Ok(run)
+/// All curves in one plot, beside the first run's folder.
+fn plot_together(outcomes: &[Outcome]) -> Result<PathBuf> {
+    let curves: Vec<_> = outcomes.iter().map(|run| (run.attn.to_string(), run.points.as_slice())).collect();
+    let mut name = outcomes[0].folder.clone().into_os_string();
+    name.push(".compare.svg");
+    let path = PathBuf::from(name);
+    let plot = loss_plot(&curves, Some(outcomes[0].unigram_entropy))?;
+    std::fs::write(&path, plot).map_err(writing(&path))?;
+    Ok(path)
+}
+
+/// A run for each attention; a given name gets the attention behind it.
+fn comparison_runs(config: &Config, attns: &[Attn]) -> Result<Vec<Config>> {
+    let mut runs: Vec<Config> = Vec::new();
+    for &attn in attns {
+        if runs.iter().any(|run| run.attn == attn) {
+            return Err(Error::new("an attention is compared with itself")
+                .got(format!("{attn} twice"))
+                .allowed("each of fpa, sagebwd, none once")
+                .hint("runs with another --seed say how much is chance"));
+        }
+        let name = config.name.as_ref().map(|name| format!("{name}-{attn}"));
+        runs.push(Config::resolve(Settings { attn: Some(attn), name, ..config.settings.clone() })?);
+    }
+    Ok(runs)
 }
 
 fn write_corpus(megabytes: u64, seed: u64) -> Result<()> {

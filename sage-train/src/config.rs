@@ -16,7 +16,7 @@ use crate::settings::{Attn, Preset, Settings, Switch};
 /// A resolved run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// The complete settings: written to the run's folder, they make the same run again.
+    /// The complete settings.
     pub settings: Settings,
     /// How to attend.
     pub attn: Attn,
@@ -42,7 +42,7 @@ pub struct Config {
     pub out: PathBuf,
     /// Name of the run's folder, if one was given.
     pub name: Option<String>,
-    /// Steps between validations.
+    /// Steps between validations; 0 for the end only.
     pub eval_every: u64,
     /// Tokens of a validation.
     pub eval_tokens: u64,
@@ -69,6 +69,8 @@ pub struct DataConfig {
     pub context: usize,
     /// Where trained tokenizers are kept.
     pub cache: PathBuf,
+    /// Folder of runs, which is never read as data.
+    pub out: PathBuf,
     /// Seed of the built-in corpus and of the order.
     pub seed: u64,
 }
@@ -80,7 +82,14 @@ impl Config {
     /// When a setting is out of range or two do not fit together.
     pub fn resolve(settings: Settings) -> Result<Self> {
         let preset = settings.preset.unwrap_or(Preset::Tiny);
-        let s = settings.over(preset::defaults(preset));
+        let asked_warmup = settings.warmup_steps;
+        if settings.steps.is_some() && settings.tokens.is_some() {
+            return Err(Error::new("both steps and tokens are given")
+                .got("steps and tokens in one place")
+                .allowed("one of them")
+                .hint("tokens = steps x tokens-per-step"));
+        }
+        let mut s = settings.over(preset::defaults(preset));
         let (attn, qk_norm) = (need(s.attn), need(s.qk_norm) == Switch::On);
         let sage = SageBwd {
             smoothing: Smoothing::from(need(s.smoothing)),
@@ -89,7 +98,7 @@ impl Config {
         };
         let heads = need(s.heads);
         let model = LlamaConfig {
-            vocab: model_vocab(preset, need(s.vocab_size)),
+            vocab: model_vocab(preset, need(s.vocab_size).0 as usize),
             layers: need(s.layers),
             width: need(s.width),
             heads,
@@ -108,20 +117,26 @@ impl Config {
             },
         };
         model.validate()?;
-        let micro_batch = need(s.micro_batch);
-        let tokens_per_step = need(s.tokens_per_step).0;
+        let micro_batch = whole("micro-batch", need(s.micro_batch) as u64, 1, 1 << 20)? as usize;
+        let tokens_per_step = whole("tokens-per-step", need(s.tokens_per_step).0, 1, 1 << 40)?;
         let accumulation = accumulation(tokens_per_step, micro_batch, model.context)?;
         let steps = match (s.steps, s.tokens) {
             (Some(steps), _) => steps.0,
             (None, Some(tokens)) => tokens.0.div_ceil(tokens_per_step),
             (None, None) => unreachable!("presets name steps"),
         };
-        if steps == 0 {
-            return Err(Error::new("nothing to train")
-                .got("0 steps")
-                .allowed("at least 1 step")
-                .hint("--steps 100"));
+        let steps = whole("steps", steps, 1, 1 << 40)?;
+        if steps.checked_mul(tokens_per_step).is_none() {
+            return Err(Error::new("the run is too long to count its tokens")
+                .got(format!("{steps} steps of {tokens_per_step} tokens"))
+                .allowed("fewer than 2^64 tokens")
+                .hint("--steps or --tokens-per-step"));
         }
+        let warmup = match asked_warmup {
+            None => need(s.warmup_steps).0.min(steps / 10),
+            Some(warmup) => whole("warmup-steps", warmup.0, 0, steps - 1)?,
+        };
+        s.warmup_steps = Some(Quantity(warmup));
         let in_part = |name: &str, value: f64| in_range(name, value, 0.0, 1.0);
         let peak = above_zero("lr", need(s.lr))?;
         let out = need(s.out.clone());
@@ -131,9 +146,10 @@ impl Config {
                 path: s.data.clone(),
                 corpus_bytes: need(s.corpus_mb).saturating_mul(1_000_000),
                 val_fraction: in_range("val-fraction", need(s.val_fraction), 0.0001, 0.9)?,
-                vocab_size: need(s.vocab_size),
+                vocab_size: need(s.vocab_size).0 as usize,
                 context: model.context,
                 cache: out.join("cache"),
+                out: out.clone(),
                 seed: need(s.seed),
             },
             model,
@@ -143,7 +159,7 @@ impl Config {
             learning_rate: LearningRate {
                 peak,
                 floor: peak * in_part("min-lr", need(s.min_lr))?,
-                warmup: need(s.warmup_steps).0,
+                warmup,
                 steps,
                 schedule: need(s.schedule),
                 decay_fraction: in_part("decay-fraction", need(s.decay_fraction))?,
@@ -158,8 +174,8 @@ impl Config {
             seed: need(s.seed),
             out,
             name: s.name.clone(),
-            eval_every: need(s.eval_every).0.max(1),
-            eval_tokens: need(s.eval_tokens).0.max(1),
+            eval_every: need(s.eval_every).0,
+            eval_tokens: whole("eval-tokens", need(s.eval_tokens).0, 1, u64::MAX)?,
             sample_tokens: need(s.sample_tokens),
             threads: s.threads,
             peak_flops: s.peak_tflops.map(|t| above_zero("peak-tflops", t).map(|t| t * 1e12)).transpose()?,
@@ -181,6 +197,14 @@ impl Config {
                 .allowed("a name without slashes")
                 .hint("--out says where runs go, --name how this one is called"));
         }
+        for path in [Some(&config.out), config.data.path.as_ref()].into_iter().flatten() {
+            if path.to_str().is_none() {
+                return Err(Error::new("a path is not UTF-8")
+                    .got(path.display())
+                    .allowed("UTF-8: the path is saved in the run's config.toml")
+                    .hint("use a link with another name"));
+            }
+        }
         Ok(config)
     }
 
@@ -199,22 +223,15 @@ impl Config {
         })
     }
 
-    /// The settings as TOML.
+    /// The settings as TOML, without the run's name: run again, they make a folder of their own.
     pub fn to_toml(&self) -> String {
-        toml::to_string(&self.settings).expect("settings are plain values")
+        let settings = Settings { name: None, ..self.settings.clone() };
+        toml::to_string(&settings).expect("settings are plain values")
     }
 
     /// Tokens of an optimizer step.
     pub fn tokens_per_step(&self) -> u64 {
         (self.micro_batch * self.accumulation * self.model.context) as u64
-    }
-
-    /// The same run with another attention.
-    ///
-    /// # Errors
-    /// As [`Config::resolve`].
-    pub fn with_attn(&self, attn: Attn) -> Result<Self> {
-        Self::resolve(Settings { attn: Some(attn), ..self.settings.clone() })
     }
 }
 
@@ -228,13 +245,14 @@ fn model_vocab(preset: Preset, vocab_size: usize) -> usize {
     if preset == Preset::Paper325m { vocab_size.next_multiple_of(128) } else { vocab_size }
 }
 
-fn above_zero(name: &str, value: f64) -> Result<f64> {
-    if value > 0.0 && value.is_finite() {
+/// Checks that a number is above zero, also as the f32 that it becomes.
+pub(crate) fn above_zero(name: &str, value: f64) -> Result<f64> {
+    if value as f32 > 0.0 && (value as f32).is_finite() {
         return Ok(value);
     }
     Err(Error::new(format!("{name} is out of range"))
         .got(value)
-        .allowed("a number above 0")
+        .allowed("a number above 0 that f32 can hold")
         .hint(format!("--{name}")))
 }
 
@@ -248,16 +266,20 @@ fn in_range(name: &str, value: f64, low: f64, high: f64) -> Result<f64> {
         .hint(format!("--{name}")))
 }
 
-/// How many micro-batches make a step.
+fn whole(name: &str, value: u64, low: u64, high: u64) -> Result<u64> {
+    if (low..=high).contains(&value) {
+        return Ok(value);
+    }
+    Err(Error::new(format!("{name} is out of range"))
+        .got(value)
+        .allowed(if high == u64::MAX { format!("{low} and up") } else { format!("{low} to {high}") })
+        .hint(format!("--{name}")))
+}
+
+/// How many micro-batches make a step. Both factors are in range, and so is their product.
 fn accumulation(tokens_per_step: u64, micro_batch: usize, context: usize) -> Result<usize> {
     let micro = (micro_batch * context) as u64;
-    if micro == 0 {
-        return Err(Error::new("an empty micro-batch")
-            .got(format!("micro-batch {micro_batch}, context {context}"))
-            .allowed("at least 1 of each")
-            .hint("--micro-batch 8"));
-    }
-    if tokens_per_step > 0 && tokens_per_step % micro == 0 {
+    if tokens_per_step.is_multiple_of(micro) {
         return Ok((tokens_per_step / micro) as usize);
     }
     let below = tokens_per_step / micro * micro;
@@ -267,8 +289,8 @@ fn accumulation(tokens_per_step: u64, micro_batch: usize, context: usize) -> Res
         .map(|tokens| format!("--tokens-per-step {}", Quantity(tokens)))
         .collect();
     let sequences = tokens_per_step / context as u64;
-    let fits = (tokens_per_step % context as u64 == 0 && sequences > 0)
-        .then(|| (1..=micro_batch as u64).rev().find(|m| sequences % m == 0))
+    let fits = (tokens_per_step.is_multiple_of(context as u64) && sequences > 0)
+        .then(|| (1..=sequences.min(micro_batch as u64)).rev().find(|m| sequences.is_multiple_of(*m)))
         .flatten()
         .map(|m| format!(", or --micro-batch {m}"))
         .unwrap_or_default();

@@ -6,7 +6,7 @@ mod source;
 mod tokenizer;
 
 pub use batches::{Batch, Batches};
-pub use source::documents;
+pub use source::{documents, files};
 pub use tokenizer::Tokenizer;
 
 use candle_sage::{Error, Result};
@@ -21,8 +21,6 @@ pub struct Dataset {
     pub train: Vec<u32>,
     /// Tokens to validate on.
     pub validation: Vec<u32>,
-    /// Bytes of text in a validation token, on average.
-    pub bytes_per_token: f64,
     /// Entropy of single tokens over all the data, in nats: what a model that knows frequencies only
     /// reaches.
     pub unigram_entropy: f64,
@@ -41,13 +39,12 @@ impl Dataset {
     /// When the text cannot be read, or is too short for the context.
     pub fn load(config: &DataConfig, say: &dyn Fn(&str)) -> Result<Self> {
         let documents = source::documents(config)?;
-        let bytes: u64 = documents.iter().map(|d| d.len() as u64).sum();
+        let (bytes, count) = (documents.iter().map(|d| d.len() as u64).sum::<u64>(), documents.len());
         let tokenizer = Tokenizer::trained_on(&documents, config, say)?;
-        let count = documents.len();
-        let (train, validation) = split(documents, config.val_fraction);
         say(&format!("tokenizing {:.1} MB", bytes as f64 / 1e6));
-        let validation_bytes: usize = validation.iter().map(String::len).sum();
-        let (train, validation) = (encode(&tokenizer, &train)?, encode(&tokenizer, &validation)?);
+        let (train_text, validation_text) = split(&documents, config.val_fraction);
+        let encode = |text: &[&str]| encode(&tokenizer, text);
+        let (train, validation) = (encode(&train_text)?, encode(&validation_text)?);
         for (part, tokens) in [("training", &train), ("validation", &validation)] {
             if tokens.len() <= config.context {
                 return Err(Error::new(format!("the {part} text is shorter than one sequence"))
@@ -60,8 +57,8 @@ impl Dataset {
                     .hint("give more text, a shorter --context, or another --val-fraction"));
             }
         }
+        tokenizer.cache(&documents, config)?;
         Ok(Self {
-            bytes_per_token: validation_bytes as f64 / validation.len() as f64,
             unigram_entropy: entropy(train.iter().chain(&validation), tokenizer.vocab_size()),
             train,
             validation,
@@ -72,32 +69,48 @@ impl Dataset {
     }
 }
 
-/// The last documents, up to a part of the bytes, are for validation. A text of one document is cut
-/// in two at a line.
-fn split(mut documents: Vec<String>, fraction: f64) -> (Vec<String>, Vec<String>) {
+/// Cuts the last part of the text off for validation: whole documents where they fit, and where one
+/// is too long, its end.
+fn split(documents: &[String], fraction: f64) -> (Vec<&str>, Vec<&str>) {
     let bytes: usize = documents.iter().map(String::len).sum();
     let wanted = ((bytes as f64 * fraction) as usize).max(1);
-    if let [document] = documents.as_mut_slice() {
-        let mut at = document.len().saturating_sub(wanted);
-        while !document.is_char_boundary(at) {
-            at -= 1;
-        }
-        let at = document[..at].rfind('\n').map_or(at, |line| line + 1);
-        let validation = document.split_off(at);
-        return (documents, vec![validation]);
-    }
+    let mut train: Vec<&str> = documents.iter().map(String::as_str).collect();
+    let mut validation = Vec::new();
     let mut held = 0;
-    let mut first = documents.len();
-    while first > 1 && held < wanted {
-        first -= 1;
-        held += documents[first].len();
+    while let Some(document) = train.pop() {
+        let room = wanted.saturating_sub(held);
+        if room == 0 {
+            train.push(document);
+            break;
+        }
+        // A tenth too much is better than half a document.
+        if train.is_empty() || document.len() > room + wanted / 10 {
+            let (before, after) = document.split_at(cut(document, room));
+            train.push(before);
+            validation.push(after);
+            break;
+        }
+        held += document.len();
+        validation.push(document);
     }
-    let validation = documents.split_off(first);
-    (documents, validation)
+    validation.reverse();
+    (train, validation)
+}
+
+/// Where to cut the last `room` bytes off: behind a line end close by, or else at a character.
+fn cut(document: &str, room: usize) -> usize {
+    let mut at = document.len().saturating_sub(room);
+    while !document.is_char_boundary(at) {
+        at -= 1;
+    }
+    match document[at..].find('\n') {
+        Some(line) if line < room / 10 => at + line + 1,
+        _ => at,
+    }
 }
 
 /// The tokens of all documents, each followed by the end-of-text token.
-fn encode(tokenizer: &Tokenizer, documents: &[String]) -> Result<Vec<u32>> {
+fn encode(tokenizer: &Tokenizer, documents: &[&str]) -> Result<Vec<u32>> {
     let parts: Vec<Vec<u32>> = documents.par_iter().map(|d| tokenizer.encode(d)).collect::<Result<_>>()?;
     let mut tokens = Vec::with_capacity(parts.iter().map(|p| p.len() + 1).sum());
     for part in parts {
@@ -121,16 +134,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_document_is_cut_at_a_line_and_many_between() {
-        let text = "a line of text\n".repeat(100);
-        let (train, validation) = split(vec![text.clone()], 0.1);
-        assert_eq!(train.concat() + &validation.concat(), text);
-        assert!(train[0].ends_with('\n') && (150..180).contains(&validation[0].len()));
-        let (train, validation) = split(vec!["é".repeat(50)], 0.33);
-        assert_eq!(train[0].len() + validation[0].len(), 100);
-        let documents: Vec<String> = (0..10).map(|n| n.to_string().repeat(10)).collect();
-        let (train, validation) = split(documents, 0.15);
-        assert_eq!((train.len(), validation.len()), (8, 2));
+    fn the_asked_part_is_kept_for_validation() {
+        let line = "a line of text\n".repeat(100);
+        let cases: Vec<Vec<String>> = vec![
+            vec![line.clone()],
+            vec!["é".repeat(700)],
+            vec!["title\n".into(), "x".repeat(5000)],
+            vec!["title\n".to_string() + &"x".repeat(5000)],
+            vec!["x".repeat(100), "y".repeat(10_000)],
+            vec!["x".repeat(10_000), "y".repeat(100)],
+            (0..200).map(|n| n.to_string().repeat(10)).collect(),
+        ];
+        for documents in cases {
+            for fraction in [0.05, 0.3] {
+                let (train, validation) = split(&documents, fraction);
+                assert_eq!(train.concat() + &validation.concat(), documents.concat());
+                let (all, kept) = (documents.concat().len() as f64, validation.concat().len() as f64);
+                assert!((0.85..1.15).contains(&(kept / (all * fraction))), "{kept} of {all} at {fraction}");
+            }
+        }
+        let lines = [line];
+        let (train, _) = split(&lines, 0.1);
+        assert!(train[0].ends_with('\n'));
     }
 
     #[test]

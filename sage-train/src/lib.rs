@@ -1,11 +1,12 @@
 //! Pre-training of small Llamas with low-bit attention, and fair comparison with full precision.
 //!
-//! Read it as water: `cli -> config -> data -> model -> candle-sage`, and gradients back through
-//! `optim`; `train` holds the loop. Nothing lower knows anything above it.
+//! `settings` is what may be said, `config` what will run, `data` text to batches, `model` the Llama,
+//! `optim` the update, `train` the loop over them, `report` the pictures, `cli` the command.
 
 pub mod cli;
 pub mod config;
 pub mod data;
+pub mod metrics;
 pub mod model;
 pub mod optim;
 pub mod quantity;
@@ -19,4 +20,18 @@ pub use candle_sage::{Error, Result};
 pub(crate) fn during<E: std::fmt::Display>(what: impl Into<String>) -> impl FnOnce(E) -> Error {
     let what = what.into();
     move |error| Error::new(what).got(error)
+}
+
+/// Turns an error of writing a file into one of ours.
+pub(crate) fn writing<E: std::fmt::Display>(path: &std::path::Path) -> impl FnOnce(E) -> Error {
+    let what = format!("cannot write {}", path.display());
+    move |error| {
+        Error::new(what).got(error).hint("is there room, and may the folder be written? --out names another")
+    }
+}
+
+/// A line on standard error. Nobody reading it is no reason to stop.
+pub(crate) fn tell(text: &str) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stderr(), "{}", text.trim_end());
 }

@@ -1,5 +1,6 @@
 //! The `sage-train` command.
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -13,14 +14,19 @@ fn main() -> ExitCode {
     match worker.map(std::thread::JoinHandle::join) {
         Ok(Ok(Ok(()))) => ExitCode::SUCCESS,
         Ok(Ok(Err(error))) => {
-            eprintln!("error: {error}");
+            tell(&error);
             ExitCode::FAILURE
         }
         // A panic has already been printed.
         Ok(Err(_)) => ExitCode::from(101),
         Err(error) => {
-            eprintln!("error: cannot start a thread: {error}");
+            tell(&format_args!("cannot start a thread: {error}"));
             ExitCode::FAILURE
         }
     }
+}
+
+/// Prints an error. Nobody reading it changes nothing.
+fn tell(error: &dyn std::fmt::Display) {
+    let _ = writeln!(std::io::stderr(), "error: {error}");
 }

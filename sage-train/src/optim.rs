@@ -5,5 +5,5 @@ mod clip;
 mod schedule;
 
 pub use adamw::{AdamW, AdamWConfig};
-pub use clip::{first_non_finite, global_norm};
+pub use clip::{clip_factor, first_non_finite, global_norm};
 pub use schedule::LearningRate;

@@ -145,7 +145,7 @@ pub struct Settings {
     pub val_fraction: Option<f64>,
     /// Entries of the byte-level BPE vocabulary trained on the data
     #[arg(long, value_name = "N", help_heading = "Data")]
-    pub vocab_size: Option<usize>,
+    pub vocab_size: Option<Quantity>,
     /// Tokens in a sequence
     #[arg(long, value_name = "N", help_heading = "Data")]
     pub context: Option<Quantity>,
@@ -169,7 +169,7 @@ pub struct Settings {
     /// Learning rate at the end, as a part of the peak [default: 0.1, ours: the paper does not say]
     #[arg(long, value_name = "PART", help_heading = "Optimizer")]
     pub min_lr: Option<f64>,
-    /// Steps of linear warm-up
+    /// Steps of linear warm-up [default: the preset's, at most a tenth of the steps]
     #[arg(long, value_name = "N", help_heading = "Optimizer")]
     pub warmup_steps: Option<Quantity>,
     /// Course of the learning rate after the warm-up [default: cosine]
@@ -228,7 +228,7 @@ pub struct Settings {
     /// Name of the run's folder [default: made from preset and attention, and numbered]
     #[arg(long, help_heading = "Run")]
     pub name: Option<String>,
-    /// Steps between validations
+    /// Steps between validations; 0 validates at the end only
     #[arg(long, value_name = "N", help_heading = "Run")]
     pub eval_every: Option<Quantity>,
     /// Validation tokens of each validation

@@ -2,127 +2,181 @@
 
 mod evaluate;
 mod gradients;
-mod metrics;
 mod progress;
 mod run_dir;
 mod sample;
 
-use std::path::PathBuf;
 use std::time::Instant;
 
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 use candle_sage::{Error, Result};
 
 use crate::config::Config;
-use crate::data::{Batches, Dataset};
-use crate::during;
+use crate::data::{Batches, Dataset, files};
+use crate::metrics::{Outcome, Point};
 use crate::model::{Llama, Parameters};
-use crate::optim::AdamW;
+use crate::optim::{AdamW, clip_factor, first_non_finite};
+use crate::quantity::grouped;
 use crate::report::loss_plot;
-use crate::settings::Attn;
+use crate::{during, writing};
 
 use evaluate::{Evaluation, evaluate};
 use gradients::Gradients;
-pub use metrics::Point;
 use progress::Progress;
 use run_dir::RunDir;
 
-/// What a run came to.
-#[derive(Debug, Clone)]
-pub struct Outcome {
-    /// The run's folder.
-    pub folder: PathBuf,
-    /// How it attended.
-    pub attn: Attn,
-    /// Validation loss at the end, nats a token.
-    pub val_loss: f64,
-    /// The same in bits per byte of text.
-    pub val_bits_per_byte: f64,
-    /// What frequencies of single tokens reach, nats a token.
-    pub unigram_entropy: f64,
-    /// Training speed without validation.
-    pub tokens_per_second: f64,
-    /// Seconds in all, reading the data included.
-    pub seconds: f64,
-    /// Every step.
-    pub points: Vec<Point>,
+/// Checks what can be checked before anything long begins: that the data exists, and that the run's
+/// folder can.
+///
+/// # Errors
+/// When it does not, or cannot.
+pub fn check(config: &Config) -> Result<()> {
+    if let Some(path) = &config.data.path {
+        files(path, &config.out)?;
+    }
+    let parent = config.out.ancestors().find(|folder| folder.exists());
+    if let Some(parent) = parent.filter(|parent| !parent.is_dir()) {
+        return Err(Error::new(format!("cannot make the folder {}", config.out.display()))
+            .got(format!("{} is a file", parent.display()))
+            .allowed("a folder, or a new name for one")
+            .hint("--out names the folder that runs go to"));
+    }
+    RunDir::check_free(config)
 }
 
 /// Trains as the config says, in a new folder.
 ///
 /// # Errors
-/// When data, folder or settings cannot be used, and when a loss or gradient is not finite: then the
-/// parameters stay as they were before that step, and the folder keeps what was measured until then.
+/// When data, folder or settings cannot be used, and when a loss or gradient is not finite. In that
+/// case nothing is updated any more, and the folder keeps the metrics, their plot, the reason, and as
+/// `last-good.safetensors` the weights that the last finite step left, if they are finite.
 pub fn run(config: &Config) -> Result<Outcome> {
     let device = Device::Cpu;
     let started = Instant::now();
+    check(config)?;
     let mut progress = Progress::new(config.steps);
-    std::fs::create_dir_all(&config.out)
-        .map_err(during::<std::io::Error>(format!("cannot write to {}", config.out.display())))
-        .map_err(|error| error.hint("--out names the folder that runs go to"))?;
     let data = Dataset::load(&config.data, &|line| progress.say(line))?;
     let parameters =
         Parameters::init(&config.model, config.seed, &device).map_err(during("cannot make the model"))?;
-    let mut folder = RunDir::create(config)?;
+    let folder = RunDir::create(config)?;
     progress.log_to(folder.log()?);
     progress.say(&format!("{config}"));
     progress.say(&format!(
-        "{} documents, {:.1} MB, {} training and {} validation tokens, unigram entropy {:.3} nats",
+        "{} documents, {:.1} MB, {} training and {} validation tokens, {:.2} epochs, unigram entropy {:.3} nats",
         data.documents,
         data.bytes as f64 / 1e6,
-        crate::quantity::grouped(data.train.len() as u64),
-        crate::quantity::grouped(data.validation.len() as u64),
+        grouped(data.train.len() as u64),
+        grouped(data.validation.len() as u64),
+        (config.tokens_per_step() * config.steps) as f64 / data.train.len() as f64,
         data.unigram_entropy,
     ));
     folder.write("config.toml", &config.to_toml())?;
     data.tokenizer.save(&folder.path().join("tokenizer.json"))?;
 
-    let mut trainer =
+    let trainer =
         Trainer::new(config, &data, &parameters, &device).map_err(during("cannot make the model"))?;
-    let mut points: Vec<Point> = Vec::new();
-    let mut training_seconds = 0.0;
-    progress.start();
-    for step in 0..config.steps {
-        let clock = Instant::now();
-        let mut point = trainer.step(step)?;
-        training_seconds += clock.elapsed().as_secs_f64();
-        point.tokens_per_second = config.tokens_per_step() as f64 / clock.elapsed().as_secs_f64();
-        point.mfu = config
-            .peak_flops
-            .map(|peak| point.tokens_per_second * config.model.flops_per_token() as f64 / peak);
-        if (step + 1) % config.eval_every == 0 || step + 1 == config.steps {
-            let Evaluation { loss, bits_per_byte } = trainer.evaluate(&data)?;
-            (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
+    let mut run = Run { config, data: &data, folder, progress, trainer, points: Vec::new(), started };
+    match run.train() {
+        Ok(training_seconds) => run.finish(training_seconds),
+        Err(error) => {
+            run.progress.say(&format!("error: {error}"));
+            run.keep_what_is_good()?;
+            Err(error)
         }
-        point.seconds = started.elapsed().as_secs_f64();
-        folder.append_metrics(&point)?;
-        progress.step(&point);
-        points.push(point);
     }
-    progress.finish();
+}
 
-    let weights = folder.path().join("model.safetensors");
-    parameters.save(&weights).map_err(during(format!("cannot write {}", weights.display())))?;
-    folder.write(
-        "loss.svg",
-        &loss_plot(&[(config.attn.to_string(), points.as_slice())], Some(data.unigram_entropy))?,
-    )?;
-    if config.sample_tokens > 0 {
-        let text = sample::sample(&trainer.eval_model, &data.tokenizer, config, &device)?;
-        folder.write("sample.txt", &text)?;
-        progress.say(&format!("sample:\n{text}"));
+/// A run under way.
+struct Run<'a> {
+    config: &'a Config,
+    data: &'a Dataset,
+    folder: RunDir,
+    progress: Progress,
+    trainer: Trainer<'a>,
+    points: Vec<Point>,
+    started: Instant,
+}
+
+impl Run<'_> {
+    /// All steps; returns the seconds that they took, validation not counted.
+    fn train(&mut self) -> Result<f64> {
+        let (config, mut seconds) = (self.config, 0.0);
+        self.progress.start();
+        for step in 0..config.steps {
+            let clock = Instant::now();
+            let mut point = self.trainer.step(step)?;
+            let took = clock.elapsed().as_secs_f64();
+            seconds += took;
+            point.tokens_per_second = config.tokens_per_step() as f64 / took;
+            let flops = point.tokens_per_second * config.model.flops_per_token() as f64;
+            point.mfu = config.peak_flops.map(|peak| flops / peak);
+            let due = config.eval_every > 0 && (step + 1) % config.eval_every == 0;
+            if due || step + 1 == config.steps {
+                let Evaluation { loss, bits_per_byte } = self.trainer.evaluate(self.data)?;
+                if !loss.is_finite() {
+                    return Err(stopped(
+                        format!("the validation loss is {loss} after step {}", step + 1),
+                        step,
+                    ));
+                }
+                (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
+            }
+            point.seconds = self.started.elapsed().as_secs_f64();
+            self.folder.append_metrics(&point)?;
+            self.progress.step(&point);
+            self.points.push(point);
+        }
+        self.progress.finish();
+        Ok(seconds)
     }
-    let last = points.last().expect("at least one step");
-    Ok(Outcome {
-        folder: folder.path().to_owned(),
-        attn: config.attn,
-        val_loss: last.val_loss.expect("the last step is validated"),
-        val_bits_per_byte: last.val_bits_per_byte.expect("the last step is validated"),
-        unigram_entropy: data.unigram_entropy,
-        tokens_per_second: (config.tokens_per_step() * config.steps) as f64 / training_seconds,
-        seconds: started.elapsed().as_secs_f64(),
-        points,
-    })
+
+    /// Writes the results.
+    fn finish(self, training_seconds: f64) -> Result<Outcome> {
+        let config = self.config;
+        self.save("model.safetensors")?;
+        self.plot()?;
+        if config.sample_tokens > 0 {
+            let trainer = &self.trainer;
+            let text = sample::sample(&trainer.eval_model, &self.data.tokenizer, config, trainer.device)?;
+            self.folder.write("sample.txt", &text)?;
+            self.progress.say(&format!("sample:\n{text}"));
+        }
+        let last = self.points.last().expect("at least one step");
+        Ok(Outcome {
+            folder: self.folder.path().to_owned(),
+            attn: config.attn,
+            val_loss: last.val_loss.expect("the last step is validated"),
+            val_bits_per_byte: last.val_bits_per_byte.expect("the last step is validated"),
+            unigram_entropy: self.data.unigram_entropy,
+            tokens_per_second: (config.tokens_per_step() * config.steps) as f64 / training_seconds,
+            seconds: self.started.elapsed().as_secs_f64(),
+            points: self.points,
+        })
+    }
+
+    /// After a stop: the plot, and the weights if they are worth keeping.
+    fn keep_what_is_good(&self) -> Result<()> {
+        if self.points.is_empty() {
+            return Ok(());
+        }
+        self.plot()?;
+        let weights: Vec<Tensor> =
+            self.trainer.parameters.iter().map(|(_, var)| var.as_tensor().clone()).collect();
+        match first_non_finite(&weights).map_err(during("cannot read the weights"))? {
+            None => self.save("last-good.safetensors"),
+            Some(_) => Ok(()),
+        }
+    }
+
+    fn plot(&self) -> Result<()> {
+        let curve = (self.config.attn.to_string(), self.points.as_slice());
+        self.folder.write("loss.svg", &loss_plot(&[curve], Some(self.data.unigram_entropy))?)
+    }
+
+    fn save(&self, name: &str) -> Result<()> {
+        let path = self.folder.path().join(name);
+        self.trainer.parameters.save(&path).map_err(writing(&path))
+    }
 }
 
 /// The state that a step changes.
@@ -181,7 +235,7 @@ impl<'a> Trainer<'a> {
             * gradients
                 .norm(self.parameters)
                 .map_err(|what| stopped(format!("{what} at step {}", step + 1), step))?;
-        let clip = self.config.clip.map_or(1.0, |limit| (limit / norm).min(1.0));
+        let clip = clip_factor(norm, self.config.clip);
         let lr = self.config.learning_rate.at(step);
         gradients.apply(&mut self.adamw, mean * clip, lr).map_err(during(format!("step {}", step + 1)))?;
         Ok(Point {

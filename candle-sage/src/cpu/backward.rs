@@ -37,7 +37,7 @@ const MOST_SPLITS: usize = 8;
 
 fn items<N: Numerics>(numerics: &N, problem: &Problem<'_>) -> Vec<Item> {
     let heads = problem.shape.key_heads();
-    // A function of the shape alone: the order of additions must not depend on the machine.
+    // A function of the shape alone: the order of additions must not depend on the threads.
     let splits = ENOUGH_ITEMS.div_ceil(problem.segments.len() * heads).min(MOST_SPLITS);
     let tile_k = numerics.tile().1;
     let mut items = Vec::new();

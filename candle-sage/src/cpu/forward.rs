@@ -64,11 +64,14 @@ fn run_item<N: Numerics>(
             mask(segment, tile, logits);
             numerics.attend(&keys, tile, logits, &mut softmax);
         }
-        for ((acc, sum), max) in softmax.acc.chunks_exact(d).zip(&softmax.sum).zip(&softmax.max) {
-            // A query that sees no key has a sum of 0 and gives zeros.
-            let inverse = if *sum == 0.0 { 0.0 } else { 1.0 / sum };
+        for (r, acc) in softmax.acc.chunks_exact(d).enumerate() {
+            // Only a query that sees no key gives zeros: a sum that came to 0 otherwise gives NaN.
+            let (inverse, row_lse2) = match segment.visible_keys(row + r) {
+                0 => (0.0, f32::NEG_INFINITY),
+                _ => (1.0 / softmax.sum[r], softmax.max[r] + softmax.sum[r].log2()),
+            };
             out.extend(acc.iter().map(|x| x * inverse));
-            lse2.push(if *sum == 0.0 { f32::NEG_INFINITY } else { max + sum.log2() });
+            lse2.push(row_lse2);
         }
     }
     (out, lse2)

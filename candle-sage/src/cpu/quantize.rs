@@ -18,13 +18,18 @@ impl Scale {
     /// The scale of a group, from the largest [`lanes::abs_bits`] in it.
     ///
     /// An infinity or a NaN in the group makes the dequantized group non-finite: it is passed on,
-    /// not hidden. Groups whose maximum is under 3.8e-37, where `127 / max` overflows, lose
-    /// precision.
+    /// not hidden. Where `127 / max` overflows, under 3.8e-37, the scale stays at `1 / f32::MAX`.
     #[inline(always)]
     pub(super) fn of(max_abs_bits: u32) -> Self {
         let max = f32::from_bits(max_abs_bits);
-        let quant = if max == 0.0 { 0.0 } else { 127.0 / max };
-        Self { dequant: max / 127.0, quant: if quant > f32::MAX { f32::MAX } else { quant } }
+        let quant = 127.0 / max;
+        if max == 0.0 {
+            Self { dequant: 0.0, quant: 0.0 }
+        } else if quant > f32::MAX {
+            Self { dequant: 1.0 / f32::MAX, quant: f32::MAX }
+        } else {
+            Self { dequant: max / 127.0, quant }
+        }
     }
 }
 
@@ -130,6 +135,14 @@ mod tests {
                 }
             }
             x *= 7.3;
+        }
+    }
+
+    #[test]
+    fn the_smallest_groups_keep_their_size() {
+        for max in [3e-37f32, 1e-37, 2e-38] {
+            let (q, s) = codes(&[max, -max]);
+            assert!((f32::from(q[0]) * s[0] / max - 1.0).abs() < 0.1, "{max:e}: {q:?} {s:?}");
         }
     }
 

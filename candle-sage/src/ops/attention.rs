@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 
-use super::support::{cpu_storage, f32_tensor};
+use super::support::{cpu_storage, f32_tensor, on_cpu};
 use crate::cpu::view::{View, to_storage};
 use crate::cpu::{self, Problem};
 use crate::error::Error;
@@ -91,18 +91,20 @@ impl Attention {
                 .into());
         }
         let softmax_scale = self.softmax_scale.unwrap_or_else(|| shape.default_softmax_scale());
-        if !softmax_scale.is_finite() {
-            return Err(Error::new("softmax scale is not a number")
+        let as_f32 = softmax_scale as f32;
+        if !as_f32.is_finite() || (as_f32 == 0.0 && softmax_scale != 0.0) {
+            return Err(Error::new("softmax scale is out of range")
                 .got(softmax_scale)
-                .allowed("any finite number")
+                .allowed("a number that f32 can hold")
                 .hint("leave it out for 1 / sqrt(head_dim)")
                 .into());
         }
+        on_cpu("attention", &[q, k, v])?;
         let tracked = q.track_op() || k.track_op() || v.track_op();
         let op = AttentionOp {
             scheme: self.scheme,
             shape,
-            softmax_scale: softmax_scale as f32,
+            softmax_scale: as_f32,
             saved: tracked.then(OnceLock::new),
         };
         if tracked { q.apply_op3(k, v, op) } else { q.apply_op3_no_bwd(k, v, &op) }

@@ -6,18 +6,19 @@ use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tenso
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::support::{cpu_storage, f32_tensor, f32_values, ids, shape_error, with_f32};
+use super::support::{cpu_storage, f32_tensor, f32_values, ids, on_cpu, shape_error, with_f32};
 use crate::cpu::lanes;
 use crate::cpu::product::{Mat, product_parallel};
 use crate::error::Error;
 
 const NAME: &str = "cross-entropy";
+const LINEAR: &str = "linear-cross-entropy";
 
 /// Settings of a cross-entropy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CrossEntropy {
-    /// Targets with this id do not count. `None`: all count.
-    pub ignore_id: Option<u32>,
+    /// Targets with this id do not count (PyTorch's is -100). `None`: all count.
+    pub ignore_id: Option<i64>,
     /// Rows of logits that [`linear_cross_entropy`] holds at a time. `None`: as many as fit 64 MiB.
     pub chunk_rows: Option<usize>,
 }
@@ -41,6 +42,7 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor, settings: CrossEntropy) 
             "flatten batch and sequence first: `flatten(0, 1)`",
         ));
     }
+    on_cpu(NAME, &[logits, targets])?;
     logits.apply_op2(targets, LogitsOp { settings, lse: OnceLock::new() })
 }
 
@@ -71,8 +73,18 @@ pub fn linear_cross_entropy(
             "flatten batch and sequence first: `flatten(0, 1)`",
         ));
     }
-    let tracked = hidden.track_op() || weight.track_op();
-    let op = LinearOp { settings, gradients: tracked.then(OnceLock::new) };
+    if settings.chunk_rows == Some(0) {
+        return Err(shape_error(
+            "linear_cross_entropy: chunk_rows is out of range",
+            0,
+            "1 and up",
+            "leave it out",
+        ));
+    }
+    on_cpu(LINEAR, &[hidden, weight, targets])?;
+    let wanted = [hidden.track_op(), weight.track_op()];
+    let tracked = wanted.contains(&true);
+    let op = LinearOp { settings, wanted, gradients: OnceLock::new() };
     if tracked {
         hidden.apply_op3(weight, targets, op)
     } else {
@@ -81,18 +93,18 @@ pub fn linear_cross_entropy(
 }
 
 /// The class of each row, `None` where the target does not count, and how many count.
-fn classes(targets: &[usize], classes: usize, settings: CrossEntropy) -> Result<(Vec<Option<usize>>, usize)> {
+fn classes(targets: &[i64], classes: usize, settings: CrossEntropy) -> Result<(Vec<Option<usize>>, usize)> {
     let mut out = Vec::with_capacity(targets.len());
     for &target in targets {
-        let ignored = settings.ignore_id.is_some_and(|id| id as usize == target);
-        if !ignored && target >= classes {
+        let ignored = settings.ignore_id == Some(target);
+        if !ignored && !(0..classes as i64).contains(&target) {
             return Err(Error::new("cross_entropy: a target is not a class")
                 .got(target)
                 .allowed(format!("0 to {}", classes - 1))
                 .hint("set `ignore_id` when some targets should not count")
                 .into());
         }
-        out.push((!ignored).then_some(target));
+        out.push((!ignored).then_some(target as usize));
     }
     let counted = out.iter().flatten().count();
     if counted == 0 {
@@ -190,7 +202,7 @@ impl CustomOp2 for LogitsOp {
     }
 }
 
-/// Gradients for an upstream gradient of one.
+/// Gradients for an upstream gradient of one; empty where none is wanted.
 struct UnitGradients {
     hidden: Vec<f32>,
     weight: Vec<f32>,
@@ -198,20 +210,21 @@ struct UnitGradients {
 
 struct LinearOp {
     settings: CrossEntropy,
-    /// Filled by the forward; `None` when no input is tracked.
-    gradients: Option<OnceLock<UnitGradients>>,
+    /// Whether the hidden states and the weight are tracked. A frozen one costs nothing.
+    wanted: [bool; 2],
+    gradients: OnceLock<UnitGradients>,
 }
 
 impl LinearOp {
     fn chunk_rows(&self, classes: usize) -> usize {
         const FLOATS: usize = 16 << 20;
-        self.settings.chunk_rows.unwrap_or(FLOATS / classes).max(1)
+        self.settings.chunk_rows.unwrap_or((FLOATS / classes).max(1))
     }
 }
 
 impl CustomOp3 for LinearOp {
     fn name(&self) -> &'static str {
-        "linear-cross-entropy"
+        LINEAR
     }
 
     fn cpu_fwd(
@@ -225,14 +238,15 @@ impl CustomOp3 for LinearOp {
     ) -> Result<(CpuStorage, Shape)> {
         let (rows, width) = hidden_layout.shape().dims2()?;
         let (outputs, _) = weight_layout.shape().dims2()?;
-        let hidden = f32_values(NAME, hidden, hidden_layout)?;
-        let weight = f32_values(NAME, weight, weight_layout)?;
-        let (targets, counted) = classes(&ids(NAME, targets, targets_layout)?, outputs, self.settings)?;
+        let hidden = f32_values(LINEAR, hidden, hidden_layout)?;
+        let weight = f32_values(LINEAR, weight, weight_layout)?;
+        let (targets, counted) = classes(&ids(LINEAR, targets, targets_layout)?, outputs, self.settings)?;
         let weight = Mat::new(&weight, outputs, width);
-        let mut gradients = self
-            .gradients
-            .as_ref()
-            .map(|_| UnitGradients { hidden: vec![0.0; rows * width], weight: vec![0.0; outputs * width] });
+        let [hidden_wanted, weight_wanted] = self.wanted;
+        let mut gradients = UnitGradients {
+            hidden: vec![0.0; if hidden_wanted { rows * width } else { 0 }],
+            weight: vec![0.0; if weight_wanted { outputs * width } else { 0 }],
+        };
         let chunk = self.chunk_rows(outputs).min(rows);
         let mut logits = vec![0.0; chunk * outputs];
         let mut losses = vec![0.0; rows];
@@ -250,12 +264,12 @@ impl CustomOp3 for LinearOp {
                 };
                 let lse = log_sum_exp(row);
                 *loss = lse - row[target];
-                if gradients.is_some() {
+                if hidden_wanted || weight_wanted {
                     to_gradient(row, lse, target, factor);
                 }
             });
-            if let Some(gradients) = &mut gradients {
-                let dlogits = Mat::new(logits, end - start, outputs);
+            let dlogits = Mat::new(logits, end - start, outputs);
+            if hidden_wanted {
                 product_parallel(
                     &mut gradients.hidden[start * width..end * width],
                     dlogits,
@@ -263,11 +277,15 @@ impl CustomOp3 for LinearOp {
                     1.0,
                     false,
                 );
+            }
+            if weight_wanted {
                 product_parallel(&mut gradients.weight, dlogits.t(), inputs, 1.0, true);
             }
         }
-        if let (Some(slot), Some(gradients)) = (&self.gradients, gradients) {
-            slot.set(gradients).map_err(|_| Error::new("a cross-entropy op value was run twice"))?;
+        if hidden_wanted || weight_wanted {
+            self.gradients
+                .set(gradients)
+                .map_err(|_| Error::new("a cross-entropy op value was run twice"))?;
         }
         let loss = mean_loss(losses.into_iter(), counted);
         Ok((CpuStorage::F32(vec![loss]), Shape::from(())))
@@ -281,15 +299,17 @@ impl CustomOp3 for LinearOp {
         _loss: &Tensor,
         dloss: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let gradients = self
-            .gradients
-            .as_ref()
-            .and_then(OnceLock::get)
-            .ok_or_else(|| Error::new("cross-entropy has no forward to go back from"))?;
+        let unit =
+            self.gradients.get().ok_or_else(|| Error::new("cross-entropy has no forward to go back from"))?;
         let factor = dloss.to_scalar::<f32>()?;
         let scaled = |unit: &[f32], like: &Tensor| {
             f32_tensor(unit.iter().map(|x| x * factor).collect(), like.shape(), like.dtype())
         };
-        Ok((Some(scaled(&gradients.hidden, hidden)?), Some(scaled(&gradients.weight, weight)?), None))
+        let [hidden_wanted, weight_wanted] = self.wanted;
+        Ok((
+            hidden_wanted.then(|| scaled(&unit.hidden, hidden)).transpose()?,
+            weight_wanted.then(|| scaled(&unit.weight, weight)).transpose()?,
+            None,
+        ))
     }
 }

@@ -4,8 +4,8 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 
-use super::support::{cpu_storage, f32_tensor, f32_values, ids, shape_error, with_f32};
-use crate::cpu::view::to_storage;
+use super::support::{cpu_storage, f32_tensor, ids, on_cpu, shape_error, with_f32};
+use crate::cpu::view::unsupported_dtype;
 use crate::error::Error;
 
 const NAME: &str = "embedding";
@@ -19,9 +19,23 @@ const NAME: &str = "embedding";
 /// # Errors
 /// When an id is not below the number of rows, or the types are not supported.
 pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
-    let (_, width) = table.dims2().map_err(|_| {
-        shape_error("embedding: the table is not a matrix", table.dims(), "(rows, width)", "ids come second")
-    })?;
+    let &[rows, width] = table.dims() else {
+        return Err(shape_error(
+            "embedding: the table is not a matrix",
+            table.dims(),
+            "(rows, width)",
+            "ids come second",
+        ));
+    };
+    if rows == 0 || width == 0 {
+        return Err(shape_error(
+            "embedding: the table is empty",
+            table.dims(),
+            "at least one row and one column",
+            "ids come second",
+        ));
+    }
+    on_cpu(NAME, &[table, ids])?;
     let shape = [ids.dims(), &[width]].concat();
     table.apply_op2(ids, Embedding)?.reshape(shape)
 }
@@ -41,20 +55,28 @@ impl CustomOp2 for Embedding {
         id_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let (rows, width) = table_layout.shape().dims2()?;
-        let (values, ids) = (f32_values(NAME, table, table_layout)?, ids(NAME, id, id_layout)?);
-        let mut out = Vec::with_capacity(ids.len() * width);
-        for &id in &ids {
-            if id >= rows {
-                return Err(Error::new("embedding: an id is not in the table")
-                    .got(id)
-                    .allowed(format!("0 to {}", rows - 1))
-                    .hint("does the tokenizer belong to this model?")
-                    .into());
-            }
-            out.extend_from_slice(&values[id * width..(id + 1) * width]);
+        let ids = ids(NAME, id, id_layout)?;
+        if let Some(id) = ids.iter().find(|id| !(0..rows as i64).contains(*id)) {
+            return Err(Error::new("embedding: an id is not in the table")
+                .got(id)
+                .allowed(format!("0 to {}", rows - 1))
+                .hint("does the tokenizer belong to this model?")
+                .into());
         }
-        let dtype = table.dtype();
-        Ok((to_storage(out, dtype)?, Shape::from((ids.len(), width))))
+        // Rows in the order of the ids, each read where it lies: the table itself is never copied.
+        let picked: Vec<usize> = ids
+            .iter()
+            .map(|&id| table_layout.start_offset() + id as usize * table_layout.stride()[0])
+            .collect();
+        let step = table_layout.stride()[1];
+        let places = picked.iter().flat_map(|start| (0..width).map(move |c| start + c * step));
+        let out = match table {
+            CpuStorage::F32(values) => CpuStorage::F32(places.map(|at| values[at]).collect()),
+            CpuStorage::F16(values) => CpuStorage::F16(places.map(|at| values[at]).collect()),
+            CpuStorage::BF16(values) => CpuStorage::BF16(places.map(|at| values[at]).collect()),
+            other => return Err(unsupported_dtype(NAME, other.dtype()).into()),
+        };
+        Ok((out, Shape::from((ids.len(), width))))
     }
 
     fn bwd(
@@ -70,7 +92,8 @@ impl CustomOp2 for Embedding {
             ids(NAME, cpu_storage(&storage, NAME)?, layout)?
         };
         // Each task owns a span of rows and looks through the places of all of them in order.
-        let mut places: Vec<(usize, usize)> = ids.into_iter().enumerate().map(|(n, id)| (id, n)).collect();
+        let mut places: Vec<(usize, usize)> =
+            ids.into_iter().enumerate().map(|(n, id)| (id as usize, n)).collect();
         places.sort_unstable();
         let grad = with_f32(NAME, [dout], |[dout]| {
             let mut grad = vec![0.0; rows * width];

@@ -5,7 +5,7 @@ use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::support::{f32_tensor, f32_values, shape_error, with_f32};
+use super::support::{f32_tensor, f32_values, on_cpu, shape_error, with_f32};
 use crate::cpu::lanes;
 use crate::cpu::view::to_storage;
 
@@ -30,6 +30,10 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
             "normalization runs over the last dimension",
         ));
     }
+    if !((eps as f32) >= 0.0 && (eps as f32).is_finite()) {
+        return Err(shape_error("rms_norm: eps is out of range", eps, "0 and up", "1e-6 is the usual eps"));
+    }
+    on_cpu(NAME, &[x, weight])?;
     x.apply_op2(weight, RmsNorm { eps: eps as f32, width })
 }
 
@@ -44,7 +48,16 @@ const VECTORS: usize = 256;
 
 #[inline(always)]
 fn inverse_rms(x: &[f32], eps: f32) -> f32 {
-    1.0 / (lanes::dot(x, x) / x.len() as f32 + eps).sqrt()
+    let mean = lanes::dot(x, x) / x.len() as f32;
+    if mean.is_finite() { 1.0 / (mean + eps).sqrt() } else { inverse_rms_of_large(x, eps) }
+}
+
+/// Squares of elements above 1.8e19 overflow: relative to the largest element they do not.
+#[cold]
+fn inverse_rms_of_large(x: &[f32], eps: f32) -> f32 {
+    let max = f32::from_bits(lanes::max_abs_bits(x));
+    let mean = x.iter().map(|x| (x / max) * (x / max)).sum::<f32>() / x.len() as f32;
+    1.0 / max / (mean + eps / max / max).sqrt()
 }
 
 impl CustomOp2 for RmsNorm {

@@ -4,7 +4,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Device, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 
-use super::support::{f32_tensor, f32_values, shape_error, with_f32};
+use super::support::{f32_tensor, f32_values, on_cpu, shape_error, with_f32};
 use crate::cpu::view::to_storage;
 
 const NAME: &str = "rope";
@@ -28,7 +28,7 @@ pub enum RopeStyle {
 /// # Errors
 /// When `head_dim` is odd or zero, or `base` is not above zero.
 pub fn rope_tables(len: usize, head_dim: usize, base: f64, device: &Device) -> Result<(Tensor, Tensor)> {
-    if head_dim == 0 || head_dim % 2 != 0 || base.is_nan() || base <= 0.0 {
+    if head_dim == 0 || !head_dim.is_multiple_of(2) || base.is_nan() || base <= 0.0 {
         return Err(shape_error(
             "rope_tables: head_dim or base is out of range",
             (head_dim, base),
@@ -66,6 +66,15 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<
             "narrow the tables to the sequence with `narrow(0, start, len)`",
         ));
     }
+    if cos.track_op() || sin.track_op() {
+        return Err(shape_error(
+            "rope: the tables have no gradient",
+            "tables that are variables, or made from them",
+            "constant tables",
+            "take them off the graph with `detach()`",
+        ));
+    }
+    on_cpu(NAME, &[x, cos, sin])?;
     x.apply_op3(cos, sin, Rope { style })
 }
 
@@ -79,7 +88,7 @@ impl Rope {
         let (sequence, heads, d) = (dims[1], dims[2], dims[3]);
         let half = d / 2;
         let mut out = vec![0.0; x.len()];
-        let token = heads * d;
+        let token = (heads * d).max(1);
         out.par_chunks_mut(token).zip(x.par_chunks(token)).enumerate().for_each(|(n, (out, x))| {
             let at = n % sequence * half;
             let (cos, sin) = (&cos[at..at + half], &sin[at..at + half]);

@@ -8,15 +8,26 @@ use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Ten
 use crate::cpu::view::unsupported_dtype;
 use crate::error::Error;
 
+/// Checks that all inputs are on the CPU.
+pub(super) fn on_cpu(op: &str, tensors: &[&Tensor]) -> Result<()> {
+    match tensors.iter().find(|tensor| !tensor.device().is_cpu()) {
+        None => Ok(()),
+        Some(tensor) => Err(elsewhere(op, format!("a tensor on {:?}", tensor.device().location())).into()),
+    }
+}
+
+fn elsewhere(op: &str, got: String) -> Error {
+    Error::new(format!("{op} runs on the CPU only"))
+        .got(got)
+        .allowed("tensors on Device::Cpu")
+        .hint("move the inputs with `to_device(&Device::Cpu)`")
+}
+
 /// The CPU storage behind a tensor.
 pub(super) fn cpu_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a CpuStorage> {
     match storage {
         Storage::Cpu(storage) => Ok(storage),
-        _ => Err(Error::new(format!("{op} runs on the CPU only"))
-            .got("a tensor on another device")
-            .allowed("tensors on Device::Cpu")
-            .hint("move the inputs with `to_device(&Device::Cpu)`")
-            .into()),
+        _ => Err(elsewhere(op, "a tensor on another device".into()).into()),
     }
 }
 
@@ -68,23 +79,12 @@ pub(super) fn f32_tensor(values: Vec<f32>, shape: impl Into<Shape>, dtype: DType
 }
 
 /// The ids of an integer tensor in row-major order.
-pub(super) fn ids(op: &str, storage: &CpuStorage, layout: &Layout) -> Result<Vec<usize>> {
+pub(super) fn ids(op: &str, storage: &CpuStorage, layout: &Layout) -> Result<Vec<i64>> {
     let index = offsets(layout);
     match storage {
-        CpuStorage::U8(values) => Ok(index.iter().map(|&i| values[i] as usize).collect()),
-        CpuStorage::U32(values) => Ok(index.iter().map(|&i| values[i] as usize).collect()),
-        CpuStorage::I64(values) => index
-            .iter()
-            .map(|&i| {
-                usize::try_from(values[i]).map_err(|_| {
-                    Error::new(format!("{op} got a negative id"))
-                        .got(values[i])
-                        .allowed("0 and up")
-                        .hint("mark positions without a target with an explicit ignore id")
-                        .into()
-                })
-            })
-            .collect(),
+        CpuStorage::U8(values) => Ok(index.iter().map(|&i| i64::from(values[i])).collect()),
+        CpuStorage::U32(values) => Ok(index.iter().map(|&i| i64::from(values[i])).collect()),
+        CpuStorage::I64(values) => Ok(index.iter().map(|&i| values[i]).collect()),
         other => Err(Error::new(format!("{op} does not take ids of this type"))
             .got(other.dtype().as_str())
             .allowed("u8, u32, i64")
@@ -93,7 +93,7 @@ pub(super) fn ids(op: &str, storage: &CpuStorage, layout: &Layout) -> Result<Vec
     }
 }
 
-/// An error about two shapes that do not fit together.
+/// An error about arguments that do not fit together.
 pub(super) fn shape_error(
     what: &str,
     got: impl std::fmt::Debug,

@@ -5,7 +5,7 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::support::{f32_tensor, f32_values, shape_error, with_f32};
+use super::support::{f32_tensor, f32_values, on_cpu, shape_error, with_f32};
 use crate::cpu::lanes;
 use crate::cpu::view::to_storage;
 
@@ -31,6 +31,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
             "both are projections of the same input",
         ));
     }
+    on_cpu(NAME, &[gate, up])?;
     gate.apply_op2(up, SwiGlu)
 }
 
@@ -38,9 +39,9 @@ struct SwiGlu;
 
 #[inline(always)]
 fn sigmoid(x: f32) -> f32 {
-    // Beyond 2^126 the sigmoid is smaller than any normal f32 times x; NaN passes through.
     let e = -x * std::f32::consts::LOG2_E;
-    1.0 / (1.0 + lanes::exp2(if e > 126.0 { 126.0 } else { e }))
+    // Where 2^e would be infinite the sigmoid is 0, and so is the product with x.
+    if e > 127.0 { 0.0 } else { 1.0 / (1.0 + lanes::exp2(e)) }
 }
 
 #[multiversion(targets = "simd")]

@@ -1,11 +1,9 @@
 //! Settings of SageBwd, INT8 attention for training (arXiv 2603.02170; first described in 2505.11594).
 
-use serde::{Deserialize, Serialize};
-
 use crate::error::{Error, Result};
 
-/// SageBwd: six of the seven attention products on INT8 codes with exact INT32 accumulation,
-/// `dP = dO V^T` in 16 bit.
+/// SageBwd: six of the seven attention products on INT8 codes with exact accumulation (INT32, or f32
+/// below 2^24 on the CPU), `dP = dO V^T` in 16 bit.
 ///
 /// | product | left operand, its scale | right operand, its scale |
 /// |---|---|---|
@@ -37,8 +35,7 @@ impl Default for SageBwd {
 }
 
 /// Which token means are subtracted before quantizing (SageBwd, sections 3 and 6).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Smoothing {
     /// None. Channels with a large mean then waste the codes.
     None,
@@ -74,6 +71,23 @@ impl Granularity {
             Granularity::Group(size) => size.min(extent).max(1),
             Granularity::Tile => extent.max(1),
         }
+    }
+}
+
+impl std::fmt::Display for SageBwd {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { smoothing, granularity, tile_q, tile_k } = self;
+        write!(f, "SageBwd, smoothing {smoothing}, granularity {granularity}, tiles {tile_q}x{tile_k}")
+    }
+}
+
+impl std::fmt::Display for Smoothing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Smoothing::None => "none",
+            Smoothing::K => "k",
+            Smoothing::Qk => "qk",
+        })
     }
 }
 

@@ -75,6 +75,31 @@ fn messages() {
         ("swiglu", ops::swiglu(&zeros(&[2, 3]), &zeros(&[3, 2]))),
         ("rope", ops::rope(&zeros(&good), &zeros(&[3, 8]), &zeros(&[3, 8]), Default::default())),
         ("rope tables", ops::rope_tables(4, 7, 1e4, &Device::Cpu).map(|(cos, _)| cos)),
+        (
+            "tracked rope tables",
+            ops::rope(
+                &zeros(&good),
+                &candle_core::Var::zeros((4, 8), DType::F32, &Device::Cpu).expect("a var"),
+                &zeros(&[4, 8]),
+                Default::default(),
+            ),
+        ),
+        ("an empty table", ops::embedding(&zeros(&[0, 2]), &ids(&[0]))),
+        ("eps", ops::rms_norm(&zeros(&[2, 3]), &zeros(&[3]), f64::NAN)),
+        (
+            "chunk of nothing",
+            ops::linear_cross_entropy(
+                &zeros(&[2, 3]),
+                &zeros(&[5, 3]),
+                &ids(&[1, 1]),
+                CrossEntropy { chunk_rows: Some(0), ..Default::default() },
+            ),
+        ),
+        ("past the rotary tables", {
+            let rotary =
+                candle_sage::nn::Rotary::new(4, 16, 1e4, Default::default(), &Device::Cpu).expect("tables");
+            rotary.forward(&zeros(&[1, 3, 2, 16]), 2)
+        }),
         ("embedding", ops::embedding(&zeros(&[3, 2]), &ids(&[0, 3]))),
         ("negative id", ops::embedding(&zeros(&[3, 2]), &ids(&[-1]))),
         ("float ids", ops::embedding(&zeros(&[3, 2]), &zeros(&[2]))),

@@ -1,8 +1,8 @@
-//! The `nn` modules: every parameter gets a gradient, and settings reach the op.
+//! The `nn` modules: every parameter gets a gradient, and attention sees the past only.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use candle_sage::nn::{Linear, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig, SwiGlu};
+use candle_sage::nn::{FeedForward, Linear, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
 use candle_sage::ops::RopeStyle;
 use candle_sage::{Attention, SageBwd, Scheme};
 
@@ -19,7 +19,7 @@ fn block(scheme: Scheme, qk_norm: bool) -> Result<(VarMap, Tensor)> {
     };
     let attention = SelfAttention::load(config, Attention::new(scheme).causal(true), vb.pp("self_attn"))?;
     let norm = RmsNorm::load(48, 1e-6, vb.pp("norm"))?;
-    let mlp = SwiGlu::load(48, 100, vb.pp("mlp"))?;
+    let mlp = FeedForward::load(48, 100, vb.pp("mlp"))?;
     let head = Linear::load(48, 10, vb.pp("head"))?;
     let rotary = Rotary::new(32, 16, 10000.0, RopeStyle::Halves, &device)?;
     let x = Tensor::randn(0f32, 1., (2, 20, 48), &device)?;
@@ -43,6 +43,26 @@ fn every_parameter_gets_a_finite_gradient() -> Result<()> {
             let size = grad.sqr()?.sum_all()?.to_scalar::<f32>()?;
             assert!(size.is_finite() && size > 0.0, "{name}: {size}");
         }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_later_token_changes_nothing_before_it() -> Result<()> {
+    let device = Device::Cpu;
+    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &device);
+    let config =
+        SelfAttentionConfig { width: 32, heads: 2, key_heads: 1, head_dim: 16, qk_norm_eps: Some(1e-6) };
+    let rotary = Rotary::new(24, 16, 10000.0, RopeStyle::Halves, &device)?;
+    let x = Tensor::randn(0f32, 1., (1, 24, 32), &device)?;
+    let other = Tensor::cat(&[&x.narrow(1, 0, 23)?, &Tensor::randn(0f32, 1., (1, 1, 32), &device)?], 1)?;
+    for causal in [true, false] {
+        let attention = Attention::new(Scheme::FullPrecision).causal(causal);
+        let layer = SelfAttention::load(config, attention, vb.pp(causal))?;
+        let head = |x: &Tensor| -> Result<Vec<f32>> {
+            layer.forward(x, &rotary)?.narrow(1, 0, 23)?.flatten_all()?.to_vec1()
+        };
+        assert_eq!(head(&x)? == head(&other)?, causal);
     }
     Ok(())
 }

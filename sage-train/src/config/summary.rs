@@ -53,7 +53,14 @@ impl fmt::Display for Config {
             ),
             ("optimizer", self.optimizer()),
             ("FLOPs a token", format!("{} forward + backward", grouped(m.flops_per_token()))),
-            ("memory", format!("about {} MiB: {}", grouped(self.memory().total() >> 20), self.memory())),
+            (
+                "memory",
+                format!(
+                    "about {} MiB, and the data: {}",
+                    grouped(self.memory().total() >> 20),
+                    self.memory()
+                ),
+            ),
         ];
         for (label, text) in rows {
             writeln!(f, "{label:<14} {text}")?;
@@ -97,13 +104,7 @@ impl Config {
         let m = &self.model;
         match m.scheme {
             None => "none".into(),
-            Some(candle_sage::Scheme::FullPrecision) => format!("fpa, QK-norm {}", on(m.qk_norm)),
-            Some(candle_sage::Scheme::SageBwd(sage)) => format!(
-                "sagebwd, smoothing {}, granularity {}, QK-norm {}",
-                format!("{:?}", sage.smoothing).to_lowercase(),
-                sage.granularity,
-                on(m.qk_norm)
-            ),
+            Some(scheme) => format!("{scheme}, QK-norm {}", if m.qk_norm { "on" } else { "off" }),
         }
     }
 
@@ -135,8 +136,4 @@ impl Config {
             activations: self.model.activation_bytes(self.micro_batch),
         }
     }
-}
-
-fn on(switch: bool) -> &'static str {
-    if switch { "on" } else { "off" }
 }

@@ -28,7 +28,7 @@ pub fn documents(config: &DataConfig) -> Result<Vec<String>> {
         return Ok(Corpus::new(config.seed).documents(config.corpus_bytes));
     };
     let mut documents = Vec::new();
-    for file in files(path)? {
+    for file in files(path, &config.out)? {
         read(&file, &mut documents)?;
     }
     documents.retain(|document| !document.trim().is_empty());
@@ -41,8 +41,12 @@ pub fn documents(config: &DataConfig) -> Result<Vec<String>> {
     Ok(documents)
 }
 
-/// The file itself, or all files of a known kind below a folder, in the order of their names.
-fn files(path: &Path) -> Result<Vec<PathBuf>> {
+/// The file itself, or all files of a known kind below a folder, in the order of their names. The
+/// folder of runs is left out: its logs and samples are not data.
+///
+/// # Errors
+/// When there is none, or it cannot be listed.
+pub fn files(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
     if !path.exists() {
         return Err(Error::new("the data does not exist")
             .got(path.display())
@@ -63,7 +67,9 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
             let entry = entry.map_err(failed())?;
             // Links to folders are not followed: they may lead round in circles.
             if entry.file_type().map_err(failed())?.is_dir() {
-                folders.push(entry.path());
+                if !same(&entry.path(), out) {
+                    folders.push(entry.path());
+                }
             } else if kind(&entry.path()).is_some() {
                 found.push(entry.path());
             }
@@ -77,6 +83,11 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
     }
     found.sort();
     Ok(found)
+}
+
+/// Whether two paths are one folder.
+fn same(a: &Path, b: &Path) -> bool {
+    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
 
 fn unknown_kind(path: &Path) -> Error {
@@ -108,22 +119,26 @@ fn read(path: &Path, documents: &mut Vec<String>) -> Result<()> {
         let mut bytes = Vec::new();
         reader.read_to_end(&mut bytes).map_err(failed())?;
         documents.push(
-            String::from_utf8(bytes).map_err(|error| not_utf8(path, error.utf8_error().valid_up_to()))?,
+            String::from_utf8(bytes)
+                .map_err(|error| not_utf8(path, format!("byte {}", error.utf8_error().valid_up_to())))?,
         );
         return Ok(());
     }
-    for (number, line) in reader.lines().enumerate() {
+    for (number, line) in reader.split(b'\n').enumerate() {
         let line = line.map_err(failed())?;
-        if !line.trim().is_empty() {
-            documents.push(json_text(path, number + 1, &line)?);
+        let line = std::str::from_utf8(&line)
+            .map_err(|error| not_utf8(path, format!("line {}, byte {}", number + 1, error.valid_up_to())))?;
+        let line = line.trim().trim_start_matches('\u{feff}');
+        if !line.is_empty() {
+            documents.push(json_text(path, number + 1, line)?);
         }
     }
     Ok(())
 }
 
-fn not_utf8(path: &Path, at: usize) -> Error {
+fn not_utf8(path: &Path, at: String) -> Error {
     Error::new("the data is not UTF-8 text")
-        .got(format!("{}, byte {at}", path.display()))
+        .got(format!("{}, {at}", path.display()))
         .allowed("UTF-8")
         .hint("convert it, e.g. with `iconv -f latin1 -t utf-8`")
 }

@@ -10,7 +10,7 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer as Inner};
 
 use crate::config::DataConfig;
-use crate::during;
+use crate::{during, writing};
 
 const END_OF_TEXT: &str = "<|endoftext|>";
 
@@ -25,31 +25,53 @@ const PIECE: usize = 64 << 10;
 pub struct Tokenizer {
     inner: Inner,
     end_of_text: u32,
+    /// Bytes of text that each id stands for.
+    bytes: Vec<u64>,
 }
 
 impl Tokenizer {
     /// A tokenizer trained on the documents, from the cache if the same text was seen before.
     ///
     /// # Errors
-    /// When the cache cannot be written.
+    /// When the library fails.
     pub fn trained_on(documents: &[String], config: &DataConfig, say: &dyn Fn(&str)) -> Result<Self> {
         let path = cached(documents, config);
         if path.exists() {
             match Self::load(&path) {
-                Ok(tokenizer) => return Ok(tokenizer),
+                Ok(tokenizer) if tokenizer.vocab_size() <= config.vocab_size => return Ok(tokenizer),
+                Ok(_) => say("the cached tokenizer is not the one wanted and is trained again"),
                 Err(error) => say(&format!("the cached tokenizer is damaged and is trained again: {error}")),
             }
         }
         say(&format!("training a tokenizer of {} entries", config.vocab_size));
         let tokenizer = Self::train(documents, config.vocab_size)?;
-        std::fs::create_dir_all(&config.cache)
-            .map_err(during::<std::io::Error>(format!("cannot write to {}", config.cache.display())))?;
+        if tokenizer.vocab_size() < config.vocab_size {
+            say(&format!(
+                "the text has only {} entries to give; the rest stay unused",
+                tokenizer.vocab_size()
+            ));
+        }
+        Ok(tokenizer)
+    }
+
+    /// Keeps the tokenizer of these documents for the next run.
+    ///
+    /// # Errors
+    /// When the cache cannot be written.
+    pub fn cache(&self, documents: &[String], config: &DataConfig) -> Result<()> {
+        let path = cached(documents, config);
+        if path.exists() && Self::load(&path).is_ok_and(|kept| kept.vocab_size() == self.vocab_size()) {
+            return Ok(());
+        }
+        std::fs::create_dir_all(&config.cache).map_err(writing(&config.cache))?;
         // Under another name first: a reader never sees half a file.
         let partial = path.with_extension(format!("{}.partial", std::process::id()));
-        tokenizer.save(&partial)?;
-        std::fs::rename(&partial, &path)
-            .map_err(during::<std::io::Error>(format!("cannot write {}", path.display())))?;
-        Ok(tokenizer)
+        let written =
+            self.save(&partial).and_then(|()| std::fs::rename(&partial, &path).map_err(writing(&path)));
+        if written.is_err() {
+            let _ = std::fs::remove_file(&partial);
+        }
+        written
     }
 
     fn train(documents: &[String], vocab_size: usize) -> Result<Self> {
@@ -78,11 +100,17 @@ impl Tokenizer {
         Self::new(Inner::from_file(path).map_err(during(format!("cannot read {}", path.display())))?)
     }
 
-    fn new(inner: Inner) -> Result<Self> {
+    fn new(mut inner: Inner) -> Result<Self> {
+        // A text that happens to spell the end-of-text token is text.
+        inner.set_encode_special_tokens(true);
         let end_of_text = inner.token_to_id(END_OF_TEXT).ok_or_else(|| {
             Error::new("the tokenizer has no end-of-text token").allowed(format!("an entry {END_OF_TEXT}"))
         })?;
-        Ok(Self { inner, end_of_text })
+        // In a byte-level vocabulary every character of an entry stands for one byte.
+        let bytes = |id| inner.id_to_token(id).map_or(0, |entry| entry.chars().count() as u64);
+        let mut bytes: Vec<u64> = (0..inner.get_vocab_size(true) as u32).map(bytes).collect();
+        bytes[end_of_text as usize] = 0;
+        Ok(Self { inner, end_of_text, bytes })
     }
 
     /// Writes `tokenizer.json`.
@@ -90,7 +118,7 @@ impl Tokenizer {
     /// # Errors
     /// When the file cannot be written.
     pub fn save(&self, path: &Path) -> Result<()> {
-        self.inner.save(path, false).map_err(during(format!("cannot write {}", path.display())))
+        self.inner.save(path, false).map_err(writing(path))
     }
 
     /// The ids of a text, without an end-of-text token.
@@ -113,6 +141,11 @@ impl Tokenizer {
         self.inner.decode(ids, true).map_err(during("cannot turn tokens into text"))
     }
 
+    /// Bytes of text that an id stands for; none for the end-of-text token.
+    pub fn bytes(&self, id: u32) -> u64 {
+        self.bytes[id as usize]
+    }
+
     /// Number of entries.
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
@@ -124,6 +157,9 @@ impl Tokenizer {
     }
 }
 
+/// Part of a cached tokenizer's name: to be raised whenever training would give another result.
+const VERSION: u32 = 1;
+
 /// Where the tokenizer of these documents is kept: its name is a hash of what it is made from.
 fn cached(documents: &[String], config: &DataConfig) -> PathBuf {
     // SipHash with fixed keys; its values have not changed since Rust 1.13.
@@ -133,7 +169,7 @@ fn cached(documents: &[String], config: &DataConfig) -> PathBuf {
         hasher.write(document.as_bytes());
         hasher.write_u8(0xff);
     }
-    config.cache.join(format!("bpe-{}-{:016x}.json", config.vocab_size, hasher.finish()))
+    config.cache.join(format!("bpe-v{VERSION}-{}-{:016x}.json", config.vocab_size, hasher.finish()))
 }
 
 /// A text in pieces that end at line ends, or where a line is longer than a piece, at characters.
@@ -174,13 +210,41 @@ mod tests {
         let documents = Corpus::new(0).documents(200_000);
         let tokenizer = Tokenizer::train(&documents, 600)?;
         assert_eq!(tokenizer.vocab_size(), 600);
-        for text in
-            ["", " ", "Amara lived in Dunvale.\n", "日本語 \u{0} \t\r\n ünïcödé 🦀", documents[3].as_str()]
-        {
-            assert_eq!(tokenizer.decode(&tokenizer.encode(text)?)?, text);
+        for text in [
+            "",
+            " ",
+            "Amara lived in Dunvale.\n",
+            "a <|endoftext|> b",
+            "日本語 \u{0} \t\r\n ünïcödé 🦀",
+            documents[3].as_str(),
+        ] {
+            let ids = tokenizer.encode(text)?;
+            assert_eq!(tokenizer.decode(&ids)?, text);
+            assert!(!ids.contains(&tokenizer.end_of_text()));
+            assert_eq!(ids.iter().map(|&id| tokenizer.bytes(id)).sum::<u64>(), text.len() as u64, "{text}");
         }
         let ids = tokenizer.encode(&documents[0])?;
         assert!(ids.len() * 2 < documents[0].len(), "{} tokens for {} bytes", ids.len(), documents[0].len());
+        Ok(())
+    }
+
+    #[test]
+    fn the_cache_is_used_and_survives_damage() -> Result<()> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let documents = Corpus::new(2).documents(100_000);
+        let settings = crate::settings::Settings { out: Some(folder.path().into()), ..Default::default() };
+        let config = DataConfig { vocab_size: 400, ..crate::config::Config::resolve(settings)?.data };
+        let said = std::cell::RefCell::new(Vec::new());
+        let say = |line: &str| said.borrow_mut().push(line.to_owned());
+        let get = || Tokenizer::trained_on(&documents, &config, &say)?.encode(&documents[0]);
+        Tokenizer::trained_on(&documents, &config, &say)?.cache(&documents, &config)?;
+        let (first, told) = (get()?, said.borrow().len());
+        assert_eq!((first.clone(), told), (get()?, 1), "{:?}", said.borrow());
+        std::fs::write(cached(&documents, &config), "{").expect("a file");
+        assert_eq!(first, get()?);
+        assert!(said.borrow().iter().any(|line| line.contains("damaged")), "{:?}", said.borrow());
+        Tokenizer::trained_on(&documents, &config, &say)?.cache(&documents, &config)?;
+        assert!(Tokenizer::load(&cached(&documents, &config)).is_ok());
         Ok(())
     }
 

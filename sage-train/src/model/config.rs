@@ -89,26 +89,20 @@ impl LlamaConfig {
                     .hint(format!("--{name}")));
             }
         }
-        if self.head_dim % 2 != 0 {
+        if !self.head_dim.is_multiple_of(2) {
             return Err(Error::new("head-dim is odd")
                 .got(self.head_dim)
                 .allowed("an even number: the rotary embedding turns pairs of channels")
                 .hint("--head-dim 64"));
         }
-        if self.heads % self.key_heads != 0 {
+        if !self.heads.is_multiple_of(self.key_heads) {
             return Err(Error::new("query heads do not share key heads evenly")
                 .got(format!("{} heads, {} key heads", self.heads, self.key_heads))
                 .allowed("heads = n x key-heads")
                 .hint("--key-heads 1 always fits"));
         }
-        for (name, value) in [("init-std", self.init_std), ("rope-base", self.rope_base)] {
-            if value.is_nan() || value <= 0.0 || value.is_infinite() {
-                return Err(Error::new(format!("{name} is out of range"))
-                    .got(value)
-                    .allowed("a number above 0")
-                    .hint(format!("--{name}")));
-            }
-        }
+        crate::config::above_zero("init-std", self.init_std)?;
+        crate::config::above_zero("rope-base", self.rope_base)?;
         Ok(())
     }
 

@@ -1,8 +1,8 @@
 //! The forward: embedding, blocks, final norm, and the loss through the tied embedding.
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
-use candle_sage::nn::{RmsNorm, Rotary, SelfAttention, SelfAttentionConfig, SwiGlu};
+use candle_sage::nn::{FeedForward, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
 use candle_sage::ops::{CrossEntropy, RopeStyle, embedding, linear_cross_entropy};
 use candle_sage::{Attention, Scheme};
 
@@ -21,7 +21,7 @@ pub struct Llama {
 struct Block {
     attention: Option<(RmsNorm, SelfAttention)>,
     mlp_norm: RmsNorm,
-    mlp: SwiGlu,
+    mlp: FeedForward,
 }
 
 impl Llama {
@@ -92,7 +92,7 @@ impl Block {
         Ok(Self {
             attention,
             mlp_norm: norm("post_attention_layernorm")?,
-            mlp: SwiGlu::load(config.width, config.ffn, vb.pp("mlp"))?,
+            mlp: FeedForward::load(config.width, config.ffn, vb.pp("mlp"))?,
         })
     }
 

@@ -14,6 +14,11 @@ pub fn global_norm(gradients: &[Tensor]) -> Result<f64> {
     Ok(sum.sqrt())
 }
 
+/// The factor that brings a norm down to the limit; 1 for smaller norms and without a limit.
+pub fn clip_factor(norm: f64, limit: Option<f64>) -> f64 {
+    limit.map_or(1.0, |limit| (limit / norm).min(1.0))
+}
+
 /// The first gradient with an element that is not finite.
 ///
 /// # Errors
@@ -51,6 +56,14 @@ fn sum_of_squares(tensor: &Tensor) -> Result<f64> {
 mod tests {
     use super::*;
     use candle_core::Device;
+
+    #[test]
+    fn clips_large_norms_only() {
+        assert_eq!(clip_factor(4.0, Some(1.0)), 0.25);
+        assert_eq!(clip_factor(0.5, Some(1.0)), 1.0);
+        assert_eq!(clip_factor(0.0, Some(1.0)), 1.0);
+        assert_eq!(clip_factor(4.0, None), 1.0);
+    }
 
     #[test]
     fn norm_and_culprit() -> Result<()> {

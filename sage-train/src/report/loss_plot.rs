@@ -3,7 +3,7 @@
 use candle_sage::{Error, Result};
 use plotters::prelude::*;
 
-use crate::train::Point;
+use crate::metrics::Point;
 
 const SIZE: (u32, u32) = (860, 480);
 const COLORS: [RGBColor; 5] = [
@@ -32,7 +32,8 @@ fn draw(
 ) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let all = || runs.iter().flat_map(|(_, points)| points.iter());
     let tokens = all().map(|p| p.tokens as f64).fold(1.0, f64::max);
-    let losses = || all().flat_map(|p| [Some(p.loss), p.val_loss]).flatten().chain(entropy);
+    let finite = |x: &f64| x.is_finite();
+    let losses = || all().flat_map(|p| [Some(p.loss), p.val_loss]).flatten().chain(entropy).filter(finite);
     let (low, high) = losses().fold((f64::INFINITY, 0f64), |(low, high), x| (low.min(x), high.max(x)));
     if !low.is_finite() {
         return Err("no losses".into());
@@ -55,7 +56,7 @@ fn draw(
         .draw()?;
     for (n, (name, points)) in runs.iter().enumerate() {
         let color = COLORS[n % COLORS.len()];
-        let train = points.iter().map(|p| (p.tokens as f64, p.loss));
+        let train = points.iter().map(|p| (p.tokens as f64, p.loss)).filter(|(_, loss)| finite(loss));
         chart.draw_series(LineSeries::new(train, color.mix(0.3)))?;
         let validation: Vec<(f64, f64)> =
             points.iter().filter_map(|p| p.val_loss.map(|loss| (p.tokens as f64, loss))).collect();

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::train::Outcome;
+use crate::metrics::Outcome;
 
 /// One row a run; losses and speeds are compared with the first.
 pub fn comparison(outcomes: &[Outcome]) -> String {

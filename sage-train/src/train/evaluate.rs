@@ -38,5 +38,9 @@ pub(super) fn evaluate(
         first += count;
     }
     let loss = sum / wanted as f64;
-    Ok(Evaluation { loss, bits_per_byte: loss / std::f64::consts::LN_2 / data.bytes_per_token })
+    // The bytes of exactly the tokens that were predicted.
+    let targets = &data.validation[1..=wanted as usize * config.model.context];
+    let bytes: u64 = targets.iter().map(|&id| data.tokenizer.bytes(id)).sum();
+    let bits = loss * targets.len() as f64 / std::f64::consts::LN_2;
+    Ok(Evaluation { loss, bits_per_byte: bits / bytes as f64 })
 }

@@ -46,3 +46,53 @@ impl Gradients {
         adamw.step(&self.0, factor, lr)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+    use crate::config::Config;
+    use crate::settings::Settings;
+
+    fn parameters() -> Parameters {
+        let config = Config::resolve(Settings::default()).expect("defaults");
+        Parameters::init(&config.model, 0, &Device::Cpu).expect("parameters")
+    }
+
+    /// The gradients of a loss that sees all parameters but `left_out`, and one of them times `factor`.
+    fn grads(parameters: &Parameters, left_out: usize, factor: f64) -> GradStore {
+        let mut loss =
+            Var::zeros((), candle_core::DType::F32, &Device::Cpu).expect("zero").as_tensor().clone();
+        for (n, (_, var)) in parameters.iter().enumerate().filter(|(n, _)| *n != left_out) {
+            let sum = var.sum_all().expect("a sum");
+            let term = if n == 3 { (sum * factor).expect("a product") } else { sum };
+            loss = (loss + term).expect("a sum");
+        }
+        loss.backward().expect("gradients")
+    }
+
+    #[test]
+    fn a_missing_gradient_and_a_nan_are_named() {
+        let parameters = parameters();
+        let mut gradients = Gradients::default();
+        let error = gradients.add(&parameters, &grads(&parameters, 5, 1.0)).expect_err("one is missing");
+        assert_eq!(error, "model.layers.0.self_attn.o_proj.weight received no gradient");
+        let mut gradients = Gradients::default();
+        gradients.add(&parameters, &grads(&parameters, usize::MAX, f64::NAN)).expect("all there");
+        let error = gradients.norm(&parameters).expect_err("NaN");
+        assert_eq!(error, "the gradient of model.layers.0.self_attn.k_proj.weight is not finite");
+    }
+
+    #[test]
+    fn micro_batches_add_up() {
+        let parameters = parameters();
+        let mut gradients = Gradients::default();
+        for _ in 0..3 {
+            gradients.add(&parameters, &grads(&parameters, usize::MAX, 1.0)).expect("all there");
+        }
+        let count: u64 = parameters.iter().map(|(spec, _)| spec.len()).sum();
+        let norm = gradients.norm(&parameters).expect("finite");
+        assert!((norm - 3.0 * (count as f64).sqrt()).abs() < 1e-6 * norm);
+    }
+}

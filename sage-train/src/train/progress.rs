@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::metrics::Point;
+use crate::metrics::Point;
+use crate::tell;
 
 /// Seconds between lines when there is no terminal.
 const QUIET: Duration = Duration::from_secs(5);
@@ -40,7 +41,7 @@ impl Progress {
 
     /// Says something above the bar.
     pub(super) fn say(&self, text: &str) {
-        self.bar.suspend(|| eprintln!("{}", text.trim_end()));
+        self.bar.suspend(|| tell(text));
         self.write_log(text.trim_end());
     }
 
@@ -65,8 +66,9 @@ impl Progress {
         self.bar.set_position(point.step);
         if self.bar.is_hidden() && (self.last_line.elapsed() > QUIET || point.val_loss.is_some()) {
             self.last_line = Instant::now();
-            let left = self.started.elapsed().mul_f64((self.steps - point.step) as f64 / point.step as f64);
-            eprintln!("{line}, ETA {}s", left.as_secs());
+            let left =
+                self.started.elapsed().as_secs_f64() * (self.steps - point.step) as f64 / point.step as f64;
+            tell(&format!("{line}, ETA {left:.0}s"));
         }
     }
 

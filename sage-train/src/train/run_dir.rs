@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
 
-use super::metrics::Point;
 use crate::config::Config;
-use crate::during;
+use crate::metrics::Point;
+use crate::writing;
 
 /// The folder of one run, and its open metrics file.
 #[derive(Debug)]
@@ -37,13 +37,18 @@ impl RunDir {
                     return Ok(Self { path, metrics });
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
-                Err(error) => return Err(during(format!("cannot make {}", path.display()))(error)),
+                Err(error) => return Err(writing(&path)(error)),
             }
         }
-        Err(Error::new("the run's folder exists already")
-            .got(config.out.join(config.name.as_deref().unwrap_or("")).display())
-            .allowed("a new name")
-            .hint("leave --name out for a numbered folder; no run is ever overwritten"))
+        Err(taken(&config.out.join(config.name.as_deref().unwrap_or(""))))
+    }
+
+    /// Checks that a named folder is free, before anything long begins.
+    pub(super) fn check_free(config: &Config) -> Result<()> {
+        match config.name.as_ref().map(|name| config.out.join(name)) {
+            Some(path) if path.exists() => Err(taken(&path)),
+            _ => Ok(()),
+        }
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -56,17 +61,23 @@ impl RunDir {
 
     pub(super) fn write(&self, name: &str, text: &str) -> Result<()> {
         let path = self.path.join(name);
-        std::fs::write(&path, text).map_err(during(format!("cannot write {}", path.display())))
+        std::fs::write(&path, text).map_err(writing(&path))
     }
 
     /// Adds a line to `metrics.jsonl`.
     pub(super) fn append_metrics(&mut self, point: &Point) -> Result<()> {
         let line = serde_json::to_string(point).expect("plain numbers");
-        writeln!(self.metrics, "{line}")
-            .map_err(during(format!("cannot write metrics in {}", self.path.display())))
+        writeln!(self.metrics, "{line}").map_err(writing(&self.path.join("metrics.jsonl")))
     }
 }
 
 fn open(path: &Path) -> Result<File> {
-    File::create_new(path).map_err(during(format!("cannot write {}", path.display())))
+    File::create_new(path).map_err(writing(path))
+}
+
+fn taken(path: &Path) -> Error {
+    Error::new("the run's folder exists already")
+        .got(path.display())
+        .allowed("a new name")
+        .hint("leave --name out for a numbered folder; no run is ever overwritten")
 }

@@ -42,7 +42,7 @@ fn flags_win_over_the_file_and_the_file_over_the_preset() {
         "7",
     ]);
     assert!(text.contains("6 layers, width 384"), "{text}");
-    assert!(text.contains("sagebwd, smoothing k, granularity group-8"), "{text}");
+    assert!(text.contains("SageBwd, smoothing k, granularity group-8"), "{text}");
     assert!(text.contains("7 steps of 16,384 (16k)") && text.contains("lr 1e-3"), "{text}");
     let text = scratch.ok(&["--dry-run", "--config", "run.toml"]);
     assert!(text.contains("62 steps of 16,384"), "{text}");
@@ -56,4 +56,13 @@ fn corpus_is_deterministic_and_may_be_cut_off() {
     assert!(text.len() >= 1_000_000 && text.len() < 1_100_000);
     assert_eq!(text, corpus("0"));
     assert_ne!(text, corpus("1"));
+
+    // A reader that has seen enough, as `head` has.
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_sage-train"))
+        .args(["corpus", "--megabytes", "50"])
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("the command starts");
+    drop(child.stdout.take());
+    assert!(child.wait().expect("an end").success());
 }

@@ -5,11 +5,19 @@ use crate::support::{Scratch, small};
 #[test]
 fn a_run_leaves_everything_and_its_config_makes_it_again() {
     let scratch = Scratch::new();
-    let table = scratch.ok(&small(&["--steps", "6", "--eval-every", "3"]));
+    let flags = ["--steps", "6", "--eval-every", "3", "--sample-tokens", "20", "--peak-tflops", "0.5"];
+    let table = scratch.ok(&small(&flags));
     assert!(table.contains("val loss") && table.contains("runs/tiny-sagebwd-001"), "{table}");
     let folder = scratch.path().join("runs/tiny-sagebwd-001");
-    for file in ["config.toml", "metrics.jsonl", "loss.svg", "model.safetensors", "tokenizer.json", "log.txt"]
-    {
+    for file in [
+        "config.toml",
+        "metrics.jsonl",
+        "loss.svg",
+        "model.safetensors",
+        "tokenizer.json",
+        "log.txt",
+        "sample.txt",
+    ] {
         let size = std::fs::metadata(folder.join(file)).map(|m| m.len()).unwrap_or(0);
         assert!(size > 0, "{file}");
     }
@@ -17,10 +25,18 @@ fn a_run_leaves_everything_and_its_config_makes_it_again() {
     assert_eq!(first.iter().map(|p| p.step).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
     assert_eq!(first.iter().filter(|p| p.val_loss.is_some()).count(), 2);
     assert_eq!(first[5].tokens, 6 * 256);
+    for point in &first {
+        let mfu = point.mfu.expect("the peak is given");
+        assert!(mfu > 0.0 && mfu < 1.0, "{mfu}");
+    }
+    // One byte of English text is worth a few bits, whatever the tokens are.
+    let bits = first[5].val_bits_per_byte.expect("validated");
+    let (loss, tokens_a_byte) = (first[5].val_loss.expect("validated"), bits * std::f64::consts::LN_2);
+    assert!((1.0..6.0).contains(&(loss / tokens_a_byte)), "{loss} nats, {bits} bits a byte");
 
     scratch.ok(&["--config", "runs/tiny-sagebwd-001/config.toml"]);
     let again = scratch.metrics("tiny-sagebwd-002");
-    let numbers = |points: &[sage_train::train::Point]| -> Vec<(f64, f64, f64, Option<f64>)> {
+    let numbers = |points: &[sage_train::metrics::Point]| -> Vec<(f64, f64, f64, Option<f64>)> {
         points.iter().map(|p| (p.loss, p.grad_norm, p.lr, p.val_loss)).collect()
     };
     assert_eq!(numbers(&first), numbers(&again));
@@ -33,23 +49,16 @@ fn a_run_leaves_everything_and_its_config_makes_it_again() {
 #[test]
 fn results_do_not_depend_on_threads_but_on_the_seed() {
     let scratch = Scratch::new();
+    // Long enough that the backward splits keys among threads.
+    let long = ["--context", "256", "--tokens-per-step", "1k"];
     for attn in ["fpa", "sagebwd"] {
         for (name, threads, seed) in
             [("one", "1", "5"), ("two", "2", "5"), ("three", "3", "5"), ("other", "2", "6")]
         {
             let name = format!("{attn}-{name}");
-            scratch.ok(&small(&[
-                "--attn",
-                attn,
-                "--steps",
-                "3",
-                "--threads",
-                threads,
-                "--seed",
-                seed,
-                "--name",
-                &name,
-            ]));
+            let flags =
+                ["--attn", attn, "--steps", "3", "--threads", threads, "--seed", seed, "--name", &name];
+            scratch.ok(&small(&[&flags[..], &long].concat()));
         }
         let weights = |name: &str| {
             std::fs::read(scratch.path().join(format!("runs/{attn}-{name}/model.safetensors")))
@@ -99,7 +108,8 @@ fn training_learns_and_comparison_prints_both() {
         last("c-sagebwd"),
         last("c-fpa")
     );
-    assert!(last("c-none") != last("c-fpa"));
+    // What attention is worth shows later than this; that it is gone shows at once.
+    assert_ne!(last("c-none"), last("c-fpa"));
     assert!(scratch.path().join("runs/c-fpa.compare.svg").exists());
 }
 
@@ -149,9 +159,36 @@ fn a_run_that_diverges_stops_before_the_update_and_says_where() {
         error.contains("stopped before the update") && error.contains("at step") && error.contains("hint:"),
         "{error}"
     );
-    // What was measured stays, and every line of it is finite.
+    // What was measured stays, every line of it finite, and the log says why it ended.
     let points = scratch.metrics("boom");
     assert!(!points.is_empty() && points.len() < 50);
     assert!(points.iter().all(|p| p.loss.is_finite() && p.grad_norm.is_finite()));
-    assert!(!scratch.path().join("runs/boom/model.safetensors").exists());
+    let folder = scratch.path().join("runs/boom");
+    assert!(!folder.join("model.safetensors").exists() && folder.join("loss.svg").exists());
+    let log = std::fs::read_to_string(folder.join("log.txt")).expect("a log");
+    assert!(log.contains("stopped before the update"), "{log}");
+}
+
+#[test]
+fn a_last_step_that_diverges_is_not_a_success() {
+    let scratch = Scratch::new();
+    let flags = ["--lr", "1e30", "--warmup-steps", "0", "--clip", "0", "--steps", "1", "--name", "last"];
+    let text = scratch.fails(&small(&flags));
+    assert!(text.contains("after step 1"), "{text}");
+    assert!(!scratch.path().join("runs/last/model.safetensors").exists());
+}
+
+#[test]
+fn nobody_listening_is_no_reason_to_stop() {
+    let scratch = Scratch::new();
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_sage-train"))
+        .args(small(&["--steps", "3", "--name", "alone"]))
+        .current_dir(scratch.path())
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .expect("the command starts");
+    drop((child.stdout.take(), child.stderr.take()));
+    assert!(child.wait().expect("an end").success());
+    assert!(scratch.path().join("runs/alone/model.safetensors").exists());
 }

@@ -56,7 +56,7 @@ impl Scratch {
     }
 
     /// The lines of a run's metrics.
-    pub(crate) fn metrics(&self, run: &str) -> Vec<sage_train::train::Point> {
+    pub(crate) fn metrics(&self, run: &str) -> Vec<sage_train::metrics::Point> {
         let text = std::fs::read_to_string(self.path().join("runs").join(run).join("metrics.jsonl"))
             .expect("metrics");
         text.lines().map(|line| serde_json::from_str(line).expect("a point")).collect()

@@ -1,6 +1,10 @@
-//! What is measured in a step, one JSON object a line.
+//! What is measured: a point for each step (one JSON object a line), an outcome for each run.
+
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+
+use crate::settings::Attn;
 
 /// One optimizer step.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -28,4 +32,25 @@ pub struct Point {
     pub val_bits_per_byte: Option<f64>,
     /// Seconds since the start.
     pub seconds: f64,
+}
+
+/// What a run came to.
+#[derive(Debug, Clone)]
+pub struct Outcome {
+    /// The run's folder.
+    pub folder: PathBuf,
+    /// How it attended.
+    pub attn: Attn,
+    /// Validation loss at the end, nats a token.
+    pub val_loss: f64,
+    /// The same in bits per byte of text.
+    pub val_bits_per_byte: f64,
+    /// What frequencies of single tokens reach, nats a token.
+    pub unigram_entropy: f64,
+    /// Training speed without validation.
+    pub tokens_per_second: f64,
+    /// Seconds in all, reading the data included.
+    pub seconds: f64,
+    /// Every step.
+    pub points: Vec<Point>,
 }
