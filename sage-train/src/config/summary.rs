@@ -111,7 +111,7 @@ impl Config {
     fn optimizer(&self) -> String {
         let (lr, adamw) = (&self.learning_rate, &self.adamw);
         format!(
-            "AdamW, lr {:e} to {:e} ({:?}, {} steps of warm-up), betas {} {}, decay {}, clip {}",
+            "AdamW, lr {:.2e} to {:.2e} ({:?}, {} steps of warm-up), betas {} {}, decay {}, clip {}",
             lr.peak,
             lr.floor,
             lr.schedule,

@@ -43,7 +43,7 @@ fn flags_win_over_the_file_and_the_file_over_the_preset() {
     ]);
     assert!(text.contains("6 layers, width 384"), "{text}");
     assert!(text.contains("SageBwd, smoothing k, granularity group-8"), "{text}");
-    assert!(text.contains("7 steps of 16,384 (16k)") && text.contains("lr 1e-3"), "{text}");
+    assert!(text.contains("7 steps of 16,384 (16k)") && text.contains("lr 1.00e-3"), "{text}");
     let text = scratch.ok(&["--dry-run", "--config", "run.toml"]);
     assert!(text.contains("62 steps of 16,384"), "{text}");
 }
