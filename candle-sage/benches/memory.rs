@@ -1,5 +1,5 @@
 //! Peak heap use of forward + backward as the sequence grows: linear for both schemes, quadratic
-//! for attention written with matmul and softmax.
+//! for attention written with matmul and softmax. And that of the cross-entropy, in chunks and not.
 //!
 //! `cargo bench -p candle-sage --bench memory`
 
@@ -7,6 +7,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use candle_core::{D, Device, Result, Tensor, Var};
+use candle_sage::ops::{CrossEntropy, linear_cross_entropy};
 use candle_sage::{Attention, SageBwd, Scheme};
 
 static HELD: AtomicUsize = AtomicUsize::new(0);
@@ -64,6 +65,32 @@ fn main() -> Result<()> {
             row += &format!(" {:>24.1}", bytes as f64 / 1048576.0);
         }
         println!("{row}");
+    }
+    cross_entropy()
+}
+
+/// The loss of a language model: hidden states and the output matrix to a scalar, and back.
+fn cross_entropy() -> Result<()> {
+    let (width, classes) = (64, 32 * 1024);
+    println!("\ncross-entropy, width {width}, {classes} classes: peak MiB of forward + backward\n");
+    println!(
+        "{:>6} {:>20} {:>14} {:>24}",
+        "rows", "linear_cross_entropy", "all logits", "candle matmul + loss"
+    );
+    let weight = Var::randn(0f32, 0.1, (classes, width), &Device::Cpu)?;
+    for rows in [512, 1024, 2048] {
+        let hidden = Var::randn(0f32, 1., (rows, width), &Device::Cpu)?;
+        let targets = Tensor::arange(0u32, rows as u32, &Device::Cpu)?;
+        let ours = peak(|| {
+            let loss = linear_cross_entropy(&hidden, &weight, &targets, CrossEntropy::default())?;
+            loss.backward().map(drop)
+        })?;
+        let theirs = peak(|| {
+            let logits = hidden.matmul(&weight.t()?)?;
+            candle_nn::loss::cross_entropy(&logits, &targets)?.backward().map(drop)
+        })?;
+        let mib = |bytes: usize| bytes as f64 / 1048576.0;
+        println!("{rows:>6} {:>20.1} {:>14.1} {:>24.1}", mib(ours), mib(4 * rows * classes), mib(theirs));
     }
     Ok(())
 }

@@ -215,6 +215,21 @@ impl SelfAttention {
     /// # Errors
     /// When the shapes do not fit, or the sequence runs past the rotary tables.
     pub fn forward(&self, x: &Tensor, rotary: &Rotary) -> Result<Tensor> {
+        self.forward_with(x, rotary, |q, k, v| self.attention.apply(q, k, v))
+    }
+
+    /// As [`SelfAttention::forward`], with another attention in the place of its own: `attend` gets
+    /// query, key and value as (batch, sequence, heads, head_dim), normalized and rotated. For looking
+    /// at real tensors, or for numerics of your own.
+    ///
+    /// # Errors
+    /// As [`SelfAttention::forward`], and those of `attend`.
+    pub fn forward_with(
+        &self,
+        x: &Tensor,
+        rotary: &Rotary,
+        attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
         let (batch, sequence, _) = x.dims3()?;
         let SelfAttentionConfig { heads, key_heads, head_dim, .. } = self.config;
         let split = |x: Tensor, heads| x.reshape((batch, sequence, heads, head_dim));
@@ -225,7 +240,7 @@ impl SelfAttention {
             (q, k) = (q_norm.forward(&q)?, k_norm.forward(&k)?);
         }
         let (q, k) = (rotary.forward(&q, 0)?, rotary.forward(&k, 0)?);
-        let out = self.attention.apply(&q, &k, &v)?;
+        let out = attend(&q, &k, &v)?;
         self.o.forward(&out.reshape((batch, sequence, heads * head_dim))?)
     }
 }

@@ -3,14 +3,15 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use candle_sage::{Error, Result};
+use candle_sage::{Error, Result, SageBwd, Smoothing};
 use clap::{Parser, Subcommand};
 
 use crate::config::Config;
 use crate::data::corpus::Corpus;
 use crate::metrics::Outcome;
-use crate::report::{comparison, loss_plot};
-use crate::settings::{Attn, Settings};
+use crate::probe::probe;
+use crate::report::{comparison, layer_errors, loss_plot};
+use crate::settings::{Attn, GranularitySetting, Settings, SmoothingSetting};
 use crate::{during, tell, train, writing};
 
 const EXAMPLES: &str = "Examples:
@@ -21,6 +22,7 @@ const EXAMPLES: &str = "Examples:
                                                      what the paper's run would take
   sage-train --preset 325m --data web.jsonl.zst --tokens-per-step 256k --steps 300000
                                                      the paper's run with small batches
+  sage-train probe runs/tiny-sagebwd-001             the error of INT8 on the tensors of a trained model
   sage-train --config runs/tiny-sagebwd-001/config.toml --seed 1
                                                      a run again, with another seed";
 
@@ -49,6 +51,24 @@ enum Verb {
         #[arg(long, default_value_t = 0)]
         seed: u64,
     },
+    /// Measure the error of SageBwd on the real tensors of a trained model, layer by layer
+    Probe(Probe),
+}
+
+/// What to probe.
+#[derive(Debug, clap::Args)]
+struct Probe {
+    /// Folder of a finished run
+    run: PathBuf,
+    /// Validation sequences to look at
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
+    sequences: u16,
+    /// Token means subtracted before quantizing [default: the run's]
+    #[arg(long, value_enum)]
+    smoothing: Option<SmoothingSetting>,
+    /// Vectors that share a scale in the backward [default: the run's]
+    #[arg(long)]
+    granularity: Option<GranularitySetting>,
 }
 
 #[derive(Debug, clap::Args)]
@@ -81,6 +101,7 @@ impl Cli {
     pub fn run(self) -> Result<()> {
         match self.verb {
             Some(Verb::Corpus { megabytes, seed }) => write_corpus(megabytes, seed),
+            Some(Verb::Probe(probe)) => probe.run(),
             None => self.train.run(),
         }
     }
@@ -162,6 +183,22 @@ fn comparison_runs(config: &Config, attns: &[Attn]) -> Result<Vec<Config>> {
         runs.push(Config::resolve(Settings { attn: Some(attn), name, ..config.settings.clone() })?);
     }
     Ok(runs)
+}
+
+impl Probe {
+    fn run(&self) -> Result<()> {
+        let changed = self.smoothing.is_some() || self.granularity.is_some();
+        let default = SageBwd::default();
+        let sage = changed.then(|| SageBwd {
+            smoothing: self.smoothing.map_or(default.smoothing, Smoothing::from),
+            granularity: self.granularity.map_or(default.granularity, |setting| setting.0),
+            ..default
+        });
+        let (scheme, layers) = probe(&self.run, usize::from(self.sequences), sage)?;
+        let title =
+            format!("{} against full precision, {} sequences, {scheme}", self.run.display(), self.sequences);
+        print(&layer_errors(&title, &layers))
+    }
 }
 
 fn write_corpus(megabytes: u64, seed: u64) -> Result<()> {

@@ -1,7 +1,8 @@
 //! Pre-training of small Llamas with low-bit attention, and fair comparison with full precision.
 //!
 //! `settings` is what may be said, `config` what will run, `data` text to batches, `model` the Llama,
-//! `optim` the update, `train` the loop over them, `report` the pictures, `cli` the command.
+//! `optim` the update, `train` the loop over them, `probe` the errors of a trained model, `report` the
+//! pictures, `cli` the command.
 
 pub mod cli;
 pub mod config;
@@ -9,6 +10,7 @@ pub mod data;
 pub mod metrics;
 pub mod model;
 pub mod optim;
+pub mod probe;
 pub mod quantity;
 pub mod report;
 pub mod settings;

@@ -6,4 +6,4 @@ mod llama;
 
 pub use config::{LlamaConfig, ParameterSpec};
 pub use init::Parameters;
-pub use llama::Llama;
+pub use llama::{Attend, Llama};

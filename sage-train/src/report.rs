@@ -4,4 +4,4 @@ mod loss_plot;
 mod table;
 
 pub use loss_plot::loss_plot;
-pub use table::comparison;
+pub use table::{comparison, layer_errors};

@@ -5,11 +5,13 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::VarBuilder;
+use candle_sage::Error;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
 
 use super::config::{LlamaConfig, ParameterSpec};
+use crate::during;
 
 /// The trained tensors of a model, in a fixed order.
 #[derive(Debug)]
@@ -33,6 +35,35 @@ impl Parameters {
                 Ok((spec, var))
             })
             .collect::<Result<_>>()?;
+        Ok(Self { entries })
+    }
+
+    /// Reads every parameter from a safetensors file.
+    ///
+    /// # Errors
+    /// When the file cannot be read, or is of another model.
+    pub fn load(config: &LlamaConfig, path: &Path, device: &Device) -> candle_sage::Result<Self> {
+        let tensors = candle_core::safetensors::load(path, device)
+            .map_err(during(format!("cannot read {}", path.display())))
+            .map_err(|error| error.hint("a finished run leaves model.safetensors"))?;
+        let entries = config
+            .parameter_specs()
+            .into_iter()
+            .map(|spec| {
+                let found = tensors.get(&spec.name);
+                let tensor = found.filter(|tensor| tensor.dims() == spec.dims).ok_or_else(|| {
+                    Error::new(format!("{} is not of this model", path.display()))
+                        .got(match found {
+                            None => format!("no {}", spec.name),
+                            Some(tensor) => format!("{} of shape {:?}", spec.name, tensor.dims()),
+                        })
+                        .allowed(format!("{} of shape {:?}", spec.name, spec.dims))
+                        .hint("weights and config.toml belong to one run")
+                })?;
+                let var = tensor.to_dtype(DType::F32).and_then(|tensor| Var::from_tensor(&tensor));
+                Ok((spec, var.map_err(during("cannot make the model"))?))
+            })
+            .collect::<candle_sage::Result<_>>()?;
         Ok(Self { entries })
     }
 

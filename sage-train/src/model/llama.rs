@@ -8,6 +8,9 @@ use candle_sage::{Attention, Scheme};
 
 use super::config::LlamaConfig;
 
+/// An attention in the place of a block's own: query, key and value to output.
+pub type Attend<'a> = dyn FnMut(&Tensor, &Tensor, &Tensor) -> Result<Tensor> + 'a;
+
 /// A Llama with a tied embedding.
 #[derive(Debug, Clone)]
 pub struct Llama {
@@ -53,9 +56,13 @@ impl Llama {
     /// # Errors
     /// When an id is not in the vocabulary, or the sequence is longer than the context.
     pub fn hidden(&self, ids: &Tensor) -> Result<Tensor> {
+        self.hidden_with(ids, None)
+    }
+
+    fn hidden_with(&self, ids: &Tensor, mut attend: Option<&mut Attend<'_>>) -> Result<Tensor> {
         let mut x = embedding(&self.embedding, ids)?;
         for block in &self.blocks {
-            x = block.forward(x, &self.rotary)?;
+            x = block.forward(x, &self.rotary, attend.as_deref_mut())?;
         }
         self.norm.forward(&x)
     }
@@ -65,7 +72,20 @@ impl Llama {
     /// # Errors
     /// As [`Llama::hidden`].
     pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        let hidden = self.hidden(ids)?.flatten(0, 1)?;
+        self.loss_with(ids, targets, None)
+    }
+
+    /// As [`Llama::loss`], with another attention in every block, first to last.
+    ///
+    /// # Errors
+    /// As [`Llama::hidden`], and those of `attend`.
+    pub fn loss_with(
+        &self,
+        ids: &Tensor,
+        targets: &Tensor,
+        attend: Option<&mut Attend<'_>>,
+    ) -> Result<Tensor> {
+        let hidden = self.hidden_with(ids, attend)?.flatten(0, 1)?;
         linear_cross_entropy(&hidden, &self.embedding, &targets.flatten_all()?, CrossEntropy::default())
     }
 
@@ -96,10 +116,16 @@ impl Block {
         })
     }
 
-    fn forward(&self, x: Tensor, rotary: &Rotary) -> Result<Tensor> {
+    fn forward(&self, x: Tensor, rotary: &Rotary, attend: Option<&mut Attend<'_>>) -> Result<Tensor> {
         let x = match &self.attention {
             None => x,
-            Some((norm, attention)) => (&x + attention.forward(&norm.forward(&x)?, rotary)?)?,
+            Some((norm, attention)) => {
+                let normed = norm.forward(&x)?;
+                (&x + match attend {
+                    None => attention.forward(&normed, rotary)?,
+                    Some(attend) => attention.forward_with(&normed, rotary, attend)?,
+                })?
+            }
         };
         &x + self.mlp.forward(&self.mlp_norm.forward(&x)?)?
     }

@@ -84,6 +84,19 @@ fn messages() {
         "-- a name that is taken\n{}\n",
         error[error.find("error:").expect("an error")..].trim_end()
     );
+    scratch.ok(&small(&["--steps", "1", "--attn", "none", "--name", "plain"]));
+    std::fs::copy(
+        scratch.path().join("runs/plain/model.safetensors"),
+        scratch.path().join("runs/taken/model.safetensors"),
+    )
+    .expect("a copy");
+    for (name, run) in [
+        ("no run to probe", "runs/gone"),
+        ("nothing to probe", "runs/plain"),
+        ("foreign weights", "runs/taken"),
+    ] {
+        text += &format!("-- {name}\n{}\n", scratch.fails(&["probe", run]).trim_end());
+    }
     insta::assert_snapshot!(text);
 }
 

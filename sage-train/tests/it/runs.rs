@@ -179,6 +179,33 @@ fn a_last_step_that_diverges_is_not_a_success() {
 }
 
 #[test]
+fn probe_measures_every_layer_of_a_finished_run() {
+    let scratch = Scratch::new();
+    let flags =
+        ["--attn", "fpa", "--layers", "2", "--context", "128", "--tokens-per-step", "512", "--steps", "4"];
+    scratch.ok(&small(&flags));
+    let errors = |more: &[&str]| -> Vec<Vec<f64>> {
+        let table = scratch.ok(&[&["probe", "runs/tiny-fpa-001", "--sequences", "2"][..], more].concat());
+        let layer = |line: &str| {
+            line.split_whitespace().skip(3).step_by(3).map(|n| n.parse().expect("a number")).collect()
+        };
+        let rows = table.lines().filter(|line| line.starts_with(['0', '1']));
+        rows.map(layer).collect()
+    };
+    let (vector, tile) = (errors(&[]), errors(&["--granularity", "tile"]));
+    assert_eq!((vector.len(), vector[0].len(), tile.len()), (2, 4, 2));
+    for (vector, tile) in vector.iter().zip(&tile) {
+        assert!(vector.iter().all(|e| *e > 0.0 && *e < 0.1), "{vector:?}");
+        // The forward does not know about the backward's scales; every gradient does.
+        assert_eq!(vector[0], tile[0]);
+        assert!(
+            vector[1..].iter().zip(&tile[1..]).all(|(vector, tile)| vector < tile),
+            "{vector:?} {tile:?}"
+        );
+    }
+}
+
+#[test]
 fn nobody_listening_is_no_reason_to_stop() {
     let scratch = Scratch::new();
     let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_sage-train"))
