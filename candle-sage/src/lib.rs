@@ -2,7 +2,7 @@
 //!
 //! [`ops::Attention`] is attention with a forward and a backward of its own, in full precision or
 //! on INT8 codes ([`scheme::SageBwd`]). It joins candle's graph: call `backward()` as always.
-//! Beside it are the differentiable operators that candle lacks ([`ops`]), modules made of them
+//! Beside it are the other operators that training needs ([`ops`]), modules made of them
 //! ([`nn`]), and exact f64 attention to compare with ([`mod@reference`]).
 //!
 //! Everything runs on the CPU, on all threads, with results that do not depend on their number. (Another

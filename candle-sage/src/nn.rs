@@ -104,7 +104,7 @@ impl Rotary {
         if position + len > positions {
             return Err(Error::new("the sequence runs past the rotary tables")
                 .got(format!("positions {position} to {}", position + len - 1))
-                .allowed(format!("0 to {}", positions - 1))
+                .allowed(format!("below {positions}"))
                 .hint("make the tables longer: the first argument of Rotary::new")
                 .into());
         }

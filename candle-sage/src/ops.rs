@@ -1,4 +1,5 @@
-//! Differentiable operators, one file each: what a transformer needs and candle has no gradient for.
+//! Differentiable operators, one file each: what a transformer needs and candle has no gradient for, or
+//! only a slow or large one.
 //!
 //! Each is a candle custom op: it joins candle's graph, and `backward()` reaches its inputs.
 

@@ -3,13 +3,13 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use candle_sage::{Error, Result, SageBwd, Smoothing};
+use candle_sage::{Error, Result};
 use clap::{Parser, Subcommand};
 
 use crate::config::Config;
 use crate::data::corpus::Corpus;
 use crate::metrics::Outcome;
-use crate::probe::probe;
+use crate::probe::{Probed, probe};
 use crate::report::{comparison, layer_errors, loss_plot};
 use crate::settings::{Attn, GranularitySetting, Settings, SmoothingSetting};
 use crate::{during, tell, train, writing};
@@ -58,7 +58,7 @@ enum Verb {
 /// What to probe.
 #[derive(Debug, clap::Args)]
 struct Probe {
-    /// Folder of a finished run
+    /// Folder of a run that has weights: from its first validation on
     run: PathBuf,
     /// Validation sequences to look at
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
@@ -187,16 +187,10 @@ fn comparison_runs(config: &Config, attns: &[Attn]) -> Result<Vec<Config>> {
 
 impl Probe {
     fn run(&self) -> Result<()> {
-        let changed = self.smoothing.is_some() || self.granularity.is_some();
-        let default = SageBwd::default();
-        let sage = changed.then(|| SageBwd {
-            smoothing: self.smoothing.map_or(default.smoothing, Smoothing::from),
-            granularity: self.granularity.map_or(default.granularity, |setting| setting.0),
-            ..default
-        });
-        let (scheme, layers) = probe(&self.run, usize::from(self.sequences), sage)?;
-        let title =
-            format!("{} against full precision, {} sequences, {scheme}", self.run.display(), self.sequences);
+        let settings =
+            Settings { smoothing: self.smoothing, granularity: self.granularity, ..Settings::default() };
+        let Probed { scheme, sequences, layers } = probe(&self.run, usize::from(self.sequences), settings)?;
+        let title = format!("{} against full precision, {sequences} sequences, {scheme}", self.run.display());
         print(&layer_errors(&title, &layers))
     }
 }

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Granularity, Result, SageBwd, Scheme, Smoothing};
 
+use crate::checks::{above_zero, in_range, whole};
 use crate::during;
 use crate::model::LlamaConfig;
 use crate::optim::{AdamWConfig, LearningRate};
@@ -91,11 +92,7 @@ impl Config {
         }
         let mut s = settings.over(preset::defaults(preset));
         let (attn, qk_norm) = (need(s.attn), need(s.qk_norm) == Switch::On);
-        let sage = SageBwd {
-            smoothing: Smoothing::from(need(s.smoothing)),
-            granularity: s.granularity.map_or(Granularity::default(), |g| g.0),
-            ..SageBwd::default()
-        };
+        let sage = sage(&s);
         let heads = need(s.heads);
         let model = LlamaConfig {
             vocab: model_vocab(preset, need(s.vocab_size).0 as usize),
@@ -136,7 +133,8 @@ impl Config {
             None => need(s.warmup_steps).0.min(steps / 10),
             Some(warmup) => whole("warmup-steps", warmup.0, 0, steps - 1)?,
         };
-        s.warmup_steps = Some(Quantity(warmup));
+        // Left open where it was: a longer run from the saved settings warms up longer.
+        s.warmup_steps = asked_warmup;
         let in_part = |name: &str, value: f64| in_range(name, value, 0.0, 1.0);
         let peak = above_zero("lr", need(s.lr))?;
         let out = need(s.out.clone());
@@ -190,11 +188,11 @@ impl Config {
         if let Some(name) = config
             .name
             .as_deref()
-            .filter(|name| name.is_empty() || name.contains(['/', '\\']) || *name == "..")
+            .filter(|name| name.contains(['/', '\\']) || ["", ".", "..", "cache"].contains(name))
         {
             return Err(Error::new("not a name for a folder")
                 .got(format!("`{name}`"))
-                .allowed("a name without slashes")
+                .allowed("a name without slashes; `cache` is taken by the tokenizers")
                 .hint("--out says where runs go, --name how this one is called"));
         }
         for path in [Some(&config.out), config.data.path.as_ref()].into_iter().flatten() {
@@ -229,9 +227,22 @@ impl Config {
         toml::to_string(&settings).expect("settings are plain values")
     }
 
+    /// The settings of SageBwd, also where another attention runs.
+    pub fn sage(&self) -> SageBwd {
+        sage(&self.settings)
+    }
+
     /// Tokens of an optimizer step.
     pub fn tokens_per_step(&self) -> u64 {
         (self.micro_batch * self.accumulation * self.model.context) as u64
+    }
+}
+
+fn sage(settings: &Settings) -> SageBwd {
+    SageBwd {
+        smoothing: Smoothing::from(need(settings.smoothing)),
+        granularity: settings.granularity.map_or(Granularity::default(), |g| g.0),
+        ..SageBwd::default()
     }
 }
 
@@ -243,37 +254,6 @@ fn need<T>(setting: Option<T>) -> T {
 /// Rows of the embedding: the paper's is padded to a multiple of 128 for the sake of GPUs.
 fn model_vocab(preset: Preset, vocab_size: usize) -> usize {
     if preset == Preset::Paper325m { vocab_size.next_multiple_of(128) } else { vocab_size }
-}
-
-/// Checks that a number is above zero, also as the f32 that it becomes.
-pub(crate) fn above_zero(name: &str, value: f64) -> Result<f64> {
-    if value as f32 > 0.0 && (value as f32).is_finite() {
-        return Ok(value);
-    }
-    Err(Error::new(format!("{name} is out of range"))
-        .got(value)
-        .allowed("a number above 0 that f32 can hold")
-        .hint(format!("--{name}")))
-}
-
-fn in_range(name: &str, value: f64, low: f64, high: f64) -> Result<f64> {
-    if (low..=high).contains(&value) {
-        return Ok(value);
-    }
-    Err(Error::new(format!("{name} is out of range"))
-        .got(value)
-        .allowed(format!("{low} to {high}"))
-        .hint(format!("--{name}")))
-}
-
-fn whole(name: &str, value: u64, low: u64, high: u64) -> Result<u64> {
-    if (low..=high).contains(&value) {
-        return Ok(value);
-    }
-    Err(Error::new(format!("{name} is out of range"))
-        .got(value)
-        .allowed(if high == u64::MAX { format!("{low} and up") } else { format!("{low} to {high}") })
-        .hint(format!("--{name}")))
 }
 
 /// How many micro-batches make a step. Both factors are in range, and so is their product.

@@ -4,6 +4,7 @@
 //! `optim` the update, `train` the loop over them, `probe` the errors of a trained model, `report` the
 //! pictures, `cli` the command.
 
+pub mod checks;
 pub mod cli;
 pub mod config;
 pub mod data;

@@ -3,11 +3,12 @@
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, Var};
-use candle_sage::{Attention, Error, Result, SageBwd, Scheme};
+use candle_sage::{Attention, Error, Result, Scheme};
 
 use crate::config::Config;
 use crate::data::{Batches, Dataset};
 use crate::model::{Llama, Parameters};
+use crate::settings::Settings;
 use crate::{during, tell};
 
 /// How far one result of attention is from full precision.
@@ -31,6 +32,17 @@ pub struct LayerErrors {
 /// The names of [`LayerErrors::results`].
 pub const RESULTS: [&str; 4] = ["O", "dQ", "dK", "dV"];
 
+/// What was probed, and the errors found.
+#[derive(Debug, Clone)]
+pub struct Probed {
+    /// The numerics whose error it is.
+    pub scheme: Scheme,
+    /// Validation sequences looked at.
+    pub sequences: usize,
+    /// One for each layer.
+    pub layers: Vec<LayerErrors>,
+}
+
 /// What attention reads in one layer, and the gradient that comes back to it.
 struct Layer {
     inputs: [Tensor; 3],
@@ -39,27 +51,29 @@ struct Layer {
 }
 
 /// Runs validation sequences through the model of a run with full-precision attention, and computes
-/// every layer's attention again with SageBwd on the tensors found there.
+/// every layer's attention again with SageBwd on the tensors found there. `settings` win over the run's.
 ///
 /// # Errors
-/// When the folder is not a finished run, its data is gone, or the model has no attention.
-pub fn probe(folder: &Path, sequences: usize, sage: Option<SageBwd>) -> Result<(Scheme, Vec<LayerErrors>)> {
+/// When the folder is not a run with weights, its data is gone or another, or the model has no attention.
+pub fn probe(folder: &Path, sequences: usize, settings: Settings) -> Result<Probed> {
     let device = Device::Cpu;
-    let config = Config::resolve(Config::read_settings(&folder.join("config.toml"))?)?;
-    let Some(trained) = config.model.scheme else {
+    let saved = Config::read_settings(&folder.join("config.toml"))
+        .map_err(|error| error.hint("probe takes the folder of a run, e.g. runs/tiny-sagebwd-001"))?;
+    let config = Config::resolve(settings.over(saved))?;
+    if config.model.scheme.is_none() {
         return Err(Error::new("the model has no attention to probe")
             .got(folder.display())
             .allowed("a run with --attn fpa or sagebwd")
             .hint("train one: sage-train --attn sagebwd"));
-    };
-    let scheme = match (sage, trained) {
-        (Some(sage), _) => sage.into(),
-        (None, Scheme::SageBwd(_)) => trained,
-        (None, _) => SageBwd::default().into(),
-    };
+    }
+    // A full-precision run has settings for SageBwd too.
+    let scheme = Scheme::SageBwd(config.sage());
     let parameters = Parameters::load(&config.model, &folder.join("model.safetensors"), &device)?;
     let data = Dataset::load(&config.data, &|line| tell(line))?;
-    let layers = trace(&config, &parameters, &data, sequences, &device).map_err(during("probing"))?;
+    data.tokenizer.check_same(&folder.join("tokenizer.json"))?;
+    let batches = Batches::new(&data.validation, config.model.context, config.seed);
+    let sequences = sequences.min(batches.sequences() as usize);
+    let layers = trace(&config, &parameters, &batches, sequences, &device).map_err(during("probing"))?;
     let errors = layers.into_iter().enumerate().map(|(layer, (inputs, dout))| {
         let exact = results(Scheme::FullPrecision, &inputs, &dout)?;
         let quantized = results(scheme, &inputs, &dout)?;
@@ -67,19 +81,18 @@ pub fn probe(folder: &Path, sequences: usize, sage: Option<SageBwd>) -> Result<(
         Ok(LayerErrors { layer, results: [distance(0)?, distance(1)?, distance(2)?, distance(3)?] })
     });
     let errors: candle_core::Result<_> = errors.collect();
-    Ok((scheme, errors.map_err(during("probing"))?))
+    Ok(Probed { scheme, sequences, layers: errors.map_err(during("probing"))? })
 }
 
 /// Query, key, value and output gradient of every layer.
 fn trace(
     config: &Config,
     parameters: &Parameters,
-    data: &Dataset,
+    batches: &Batches<'_>,
     sequences: usize,
     device: &Device,
 ) -> candle_core::Result<Vec<([Tensor; 3], Tensor)>> {
-    let batches = Batches::new(&data.validation, config.model.context, config.seed);
-    let batch = batches.in_order(0, sequences.min(batches.sequences() as usize), device)?;
+    let batch = batches.in_order(0, sequences, device)?;
     let model = Llama::load(&config.model, parameters.tracked(device), device)?;
     let exact = Attention::new(Scheme::FullPrecision).causal(true);
     let mut layers = Vec::new();

@@ -8,14 +8,14 @@ mod sample;
 
 use std::time::Instant;
 
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 use candle_sage::{Error, Result};
 
 use crate::config::Config;
 use crate::data::{Batches, Dataset, files};
 use crate::metrics::{Outcome, Point};
 use crate::model::{Llama, Parameters};
-use crate::optim::{AdamW, clip_factor, first_non_finite};
+use crate::optim::{AdamW, clip_factor};
 use crate::quantity::grouped;
 use crate::report::loss_plot;
 use crate::{during, writing};
@@ -48,8 +48,8 @@ pub fn check(config: &Config) -> Result<()> {
 ///
 /// # Errors
 /// When data, folder or settings cannot be used, and when a loss or gradient is not finite. In that
-/// case nothing is updated any more, and the folder keeps the metrics, their plot, the reason, and as
-/// `last-good.safetensors` the weights that the last finite step left, if they are finite.
+/// case nothing is updated any more, and the folder keeps the metrics, their plot, the reason, and the
+/// weights of the last validation.
 pub fn run(config: &Config) -> Result<Outcome> {
     let device = Device::Cpu;
     let started = Instant::now();
@@ -79,8 +79,11 @@ pub fn run(config: &Config) -> Result<Outcome> {
     match run.train() {
         Ok(training_seconds) => run.finish(training_seconds),
         Err(error) => {
-            run.progress.say(&format!("error: {error}"));
-            run.keep_what_is_good()?;
+            run.progress.note(&format!("error: {error}"));
+            // The reason of the stop is what the caller needs to hear, not a plot that failed as well.
+            if !run.points.is_empty() {
+                let _ = run.plot();
+            }
             Err(error)
         }
     }
@@ -114,26 +117,36 @@ impl Run<'_> {
             if due || step + 1 == config.steps {
                 let Evaluation { loss, bits_per_byte } = self.trainer.evaluate(self.data)?;
                 if !loss.is_finite() {
-                    return Err(stopped(
-                        format!("the validation loss is {loss} after step {}", step + 1),
-                        step,
-                    ));
+                    self.record(point)?;
+                    return Err(Error::new(format!(
+                        "stopped: the validation loss is {loss} after step {}",
+                        step + 1
+                    ))
+                    .got("an update that broke the model")
+                    .allowed("a finite loss")
+                    .hint(STOP_HINT));
                 }
                 (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
+                self.save_weights()?;
             }
-            point.seconds = self.started.elapsed().as_secs_f64();
-            self.folder.append_metrics(&point)?;
-            self.progress.step(&point);
-            self.points.push(point);
+            self.record(point)?;
         }
         self.progress.finish();
         Ok(seconds)
     }
 
+    /// Keeps and shows what a step measured.
+    fn record(&mut self, mut point: Point) -> Result<()> {
+        point.seconds = self.started.elapsed().as_secs_f64();
+        self.folder.append_metrics(&point)?;
+        self.progress.step(&point);
+        self.points.push(point);
+        Ok(())
+    }
+
     /// Writes the results.
     fn finish(self, training_seconds: f64) -> Result<Outcome> {
         let config = self.config;
-        self.save("model.safetensors")?;
         self.plot()?;
         if config.sample_tokens > 0 {
             let trainer = &self.trainer;
@@ -154,28 +167,18 @@ impl Run<'_> {
         })
     }
 
-    /// After a stop: the plot, and the weights if they are worth keeping.
-    fn keep_what_is_good(&self) -> Result<()> {
-        if self.points.is_empty() {
-            return Ok(());
-        }
-        self.plot()?;
-        let weights: Vec<Tensor> =
-            self.trainer.parameters.iter().map(|(_, var)| var.as_tensor().clone()).collect();
-        match first_non_finite(&weights).map_err(during("cannot read the weights"))? {
-            None => self.save("last-good.safetensors"),
-            Some(_) => Ok(()),
-        }
-    }
-
     fn plot(&self) -> Result<()> {
         let curve = (self.config.attn.to_string(), self.points.as_slice());
         self.folder.write("loss.svg", &loss_plot(&[curve], Some(self.data.unigram_entropy))?)
     }
 
-    fn save(&self, name: &str) -> Result<()> {
-        let path = self.folder.path().join(name);
-        self.trainer.parameters.save(&path).map_err(writing(&path))
+    /// Weights with a finite validation loss, in the place of the last ones. Under another name first:
+    /// whenever the run is cut off, the folder has whole weights.
+    fn save_weights(&self) -> Result<()> {
+        let path = self.folder.path().join("model.safetensors");
+        let partial = path.with_extension("partial");
+        self.trainer.parameters.save(&partial).map_err(writing(&partial))?;
+        std::fs::rename(&partial, &path).map_err(writing(&path))
     }
 }
 
@@ -253,10 +256,12 @@ impl<'a> Trainer<'a> {
     }
 }
 
+const STOP_HINT: &str = "a lower --lr, a longer --warmup-steps or --qk-norm on";
+
 /// A run that must not go on.
 fn stopped(what: String, step: u64) -> Error {
     Error::new(format!("stopped before the update: {what}"))
         .got(format!("{step} good steps"))
         .allowed("finite losses and gradients")
-        .hint("a lower --lr, a longer --warmup-steps or --qk-norm on")
+        .hint(STOP_HINT)
 }

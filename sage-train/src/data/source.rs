@@ -56,6 +56,12 @@ pub fn files(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
     if !path.is_dir() {
         return if kind(path).is_some() { Ok(vec![path.to_owned()]) } else { Err(unknown_kind(path)) };
     }
+    if same(path, out) {
+        return Err(Error::new("the data is the folder that runs go to")
+            .got(path.display())
+            .allowed("another folder for one of them")
+            .hint("--out names the folder of runs; their logs and samples are not data"));
+    }
     let mut found = Vec::new();
     let mut folders = vec![path.to_owned()];
     while let Some(folder) = folders.pop() {

@@ -121,6 +121,20 @@ impl Tokenizer {
         self.inner.save(path, false).map_err(writing(path))
     }
 
+    /// Checks that a file holds this tokenizer.
+    ///
+    /// # Errors
+    /// When it holds another, or cannot be read.
+    pub fn check_same(&self, path: &Path) -> Result<()> {
+        if Self::load(path)?.inner.get_vocab(true) == self.inner.get_vocab(true) {
+            return Ok(());
+        }
+        Err(Error::new("the data gives another tokenizer than the run's")
+            .got(path.display())
+            .allowed("the text that the run was trained on")
+            .hint("has a file been added or changed since?"))
+    }
+
     /// The ids of a text, without an end-of-text token.
     ///
     /// # Errors

@@ -101,8 +101,8 @@ impl LlamaConfig {
                 .allowed("heads = n x key-heads")
                 .hint("--key-heads 1 always fits"));
         }
-        crate::config::above_zero("init-std", self.init_std)?;
-        crate::config::above_zero("rope-base", self.rope_base)?;
+        crate::checks::above_zero("init-std", self.init_std)?;
+        crate::checks::above_zero("rope-base", self.rope_base)?;
         Ok(())
     }
 

@@ -45,7 +45,7 @@ impl Parameters {
     pub fn load(config: &LlamaConfig, path: &Path, device: &Device) -> candle_sage::Result<Self> {
         let tensors = candle_core::safetensors::load(path, device)
             .map_err(during(format!("cannot read {}", path.display())))
-            .map_err(|error| error.hint("a finished run leaves model.safetensors"))?;
+            .map_err(|error| error.hint("a run has model.safetensors from its first validation on"))?;
         let entries = config
             .parameter_specs()
             .into_iter()

@@ -42,7 +42,7 @@ impl Progress {
     /// Says something above the bar.
     pub(super) fn say(&self, text: &str) {
         self.bar.suspend(|| tell(text));
-        self.write_log(text.trim_end());
+        self.note(text.trim_end());
     }
 
     /// Starts the clock of the steps.
@@ -61,7 +61,7 @@ impl Progress {
             point.loss, point.grad_norm, point.tokens_per_second
         );
         let line = format!("step {}/{}: {text} lr {:.2e}", point.step, self.steps, point.lr);
-        self.write_log(&line);
+        self.note(&line);
         self.bar.set_message(text);
         self.bar.set_position(point.step);
         if self.bar.is_hidden() && (self.last_line.elapsed() > QUIET || point.val_loss.is_some()) {
@@ -76,8 +76,9 @@ impl Progress {
         self.bar.finish();
     }
 
-    /// A log that cannot be written does not stop a run: the metrics, which matter, do.
-    fn write_log(&self, line: &str) {
+    /// Writes a line to the log only. A log that cannot be written does not stop a run: the metrics,
+    /// which matter, do.
+    pub(super) fn note(&self, line: &str) {
         if let Some(mut file) = self.log.as_ref() {
             let _ = writeln!(file, "{line}");
         }

@@ -60,6 +60,8 @@ fn messages() {
         ("not zstd", vec!["--data", "broken.txt.zst"]),
         ("an unknown kind", vec!["--data", "picture.png"]),
         ("a folder without text", vec!["--data", "none"]),
+        ("the folder of runs", vec!["--data", "none", "--out", "none"]),
+        ("the folder of tokenizers", vec!["--name", "cache"]),
         ("no settings", vec!["--config", "missing.toml"]),
         ("an unknown key", vec!["--config", "bad-key.toml"]),
         ("a bad value", vec!["--config", "bad-value.toml"]),
@@ -90,12 +92,18 @@ fn messages() {
         scratch.path().join("runs/taken/model.safetensors"),
     )
     .expect("a copy");
+    // The data of a run may change behind its back.
+    scratch.file("moving.txt", "What was said then. ".repeat(900));
+    scratch.ok(&small(&["--steps", "1", "--data", "moving.txt", "--name", "moved"]));
+    scratch.file("moving.txt", "Something else stands here now. ".repeat(900));
     for (name, run) in [
+        ("other data than the run's", "runs/moved"),
         ("no run to probe", "runs/gone"),
         ("nothing to probe", "runs/plain"),
         ("foreign weights", "runs/taken"),
     ] {
-        text += &format!("-- {name}\n{}\n", scratch.fails(&["probe", run]).trim_end());
+        let error = scratch.fails(&["probe", run]);
+        text += &format!("-- {name}\n{}\n", error[error.find("error:").expect("an error")..].trim_end());
     }
     insta::assert_snapshot!(text);
 }

@@ -170,11 +170,33 @@ fn a_run_that_diverges_stops_before_the_update_and_says_where() {
 }
 
 #[test]
+fn a_run_that_is_cut_off_has_whole_weights() {
+    let scratch = Scratch::new();
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_sage-train"))
+        .args(small(&["--steps", "100000", "--eval-every", "2", "--eval-tokens", "256", "--name", "cut"]))
+        .current_dir(scratch.path())
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .expect("the command starts");
+    let weights = scratch.path().join("runs/cut/model.safetensors");
+    let patience = std::time::Instant::now();
+    while !weights.exists() && patience.elapsed().as_secs() < 60 {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    child.kill().expect("it runs");
+    child.wait().expect("an end");
+    let table = scratch.ok(&["probe", "runs/cut"]);
+    assert!(table.contains("full precision"), "{table}");
+}
+
+#[test]
 fn a_last_step_that_diverges_is_not_a_success() {
     let scratch = Scratch::new();
     let flags = ["--lr", "1e30", "--warmup-steps", "0", "--clip", "0", "--steps", "1", "--name", "last"];
     let text = scratch.fails(&small(&flags));
     assert!(text.contains("after step 1"), "{text}");
+    let points = scratch.metrics("last");
+    assert!(points.len() == 1 && points[0].loss.is_finite() && points[0].val_loss.is_none());
     assert!(!scratch.path().join("runs/last/model.safetensors").exists());
 }
 
