@@ -23,11 +23,6 @@ impl Error {
         Self { what: what.into(), got: None, allowed: None, hint: None }
     }
 
-    /// The problem.
-    pub fn what(&self) -> &str {
-        &self.what
-    }
-
     /// Says what the caller gave.
     #[must_use]
     pub fn got(mut self, got: impl fmt::Display) -> Self {

@@ -49,8 +49,6 @@ pub struct Outcome {
     pub unigram_entropy: f64,
     /// Training speed without validation.
     pub tokens_per_second: f64,
-    /// Seconds in all, reading the data included.
-    pub seconds: f64,
     /// Every step.
     pub points: Vec<Point>,
 }

@@ -162,7 +162,6 @@ impl Run<'_> {
             val_bits_per_byte: last.val_bits_per_byte.expect("the last step is validated"),
             unigram_entropy: self.data.unigram_entropy,
             tokens_per_second: (config.tokens_per_step() * config.steps) as f64 / training_seconds,
-            seconds: self.started.elapsed().as_secs_f64(),
             points: self.points,
         })
     }
