@@ -20,26 +20,12 @@ pub fn above_zero(name: &str, value: f64) -> Result<f64> {
 ///
 /// # Errors
 /// When it does not.
-pub fn in_range(name: &str, value: f64, low: f64, high: f64) -> Result<f64> {
-    if (low..=high).contains(&value) {
+pub fn in_range<T: PartialOrd + std::fmt::Display>(name: &str, value: T, low: T, high: T) -> Result<T> {
+    if low <= value && value <= high {
         return Ok(value);
     }
     Err(Error::new(format!("{name} is out of range"))
         .got(value)
         .allowed(format!("{low} to {high}"))
-        .hint(format!("--{name}")))
-}
-
-/// Checks that a count lies between two others.
-///
-/// # Errors
-/// When it does not.
-pub fn whole(name: &str, value: u64, low: u64, high: u64) -> Result<u64> {
-    if (low..=high).contains(&value) {
-        return Ok(value);
-    }
-    Err(Error::new(format!("{name} is out of range"))
-        .got(value)
-        .allowed(if high == u64::MAX { format!("{low} and up") } else { format!("{low} to {high}") })
         .hint(format!("--{name}")))
 }

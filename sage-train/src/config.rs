@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Granularity, Result, SageBwd, Scheme, Smoothing};
 
-use crate::checks::{above_zero, in_range, whole};
+use crate::checks::{above_zero, in_range};
 use crate::during;
 use crate::model::LlamaConfig;
 use crate::optim::{AdamWConfig, LearningRate};
@@ -114,15 +114,15 @@ impl Config {
             },
         };
         model.validate()?;
-        let micro_batch = whole("micro-batch", need(s.micro_batch) as u64, 1, 1 << 20)? as usize;
-        let tokens_per_step = whole("tokens-per-step", need(s.tokens_per_step).0, 1, 1 << 40)?;
+        let micro_batch = in_range("micro-batch", need(s.micro_batch) as u64, 1, 1 << 20)? as usize;
+        let tokens_per_step = in_range("tokens-per-step", need(s.tokens_per_step).0, 1, 1 << 40)?;
         let accumulation = accumulation(tokens_per_step, micro_batch, model.context)?;
         let steps = match (s.steps, s.tokens) {
             (Some(steps), _) => steps.0,
             (None, Some(tokens)) => tokens.0.div_ceil(tokens_per_step),
             (None, None) => unreachable!("presets name steps"),
         };
-        let steps = whole("steps", steps, 1, 1 << 40)?;
+        let steps = in_range("steps", steps, 1, 1 << 40)?;
         if steps.checked_mul(tokens_per_step).is_none() {
             return Err(Error::new("the run is too long to count its tokens")
                 .got(format!("{steps} steps of {tokens_per_step} tokens"))
@@ -131,7 +131,7 @@ impl Config {
         }
         let warmup = match asked_warmup {
             None => need(s.warmup_steps).0.min(steps / 10),
-            Some(warmup) => whole("warmup-steps", warmup.0, 0, steps - 1)?,
+            Some(warmup) => in_range("warmup-steps", warmup.0, 0, steps - 1)?,
         };
         // Left open where it was: a longer run from the saved settings warms up longer.
         s.warmup_steps = asked_warmup;
@@ -173,7 +173,7 @@ impl Config {
             out,
             name: s.name.clone(),
             eval_every: need(s.eval_every).0,
-            eval_tokens: whole("eval-tokens", need(s.eval_tokens).0, 1, u64::MAX)?,
+            eval_tokens: in_range("eval-tokens", need(s.eval_tokens).0, 1, 1 << 40)?,
             sample_tokens: need(s.sample_tokens),
             threads: s.threads,
             peak_flops: s.peak_tflops.map(|t| above_zero("peak-tflops", t).map(|t| t * 1e12)).transpose()?,
