@@ -68,12 +68,17 @@ pub struct DataConfig {
     pub vocab_size: usize,
     /// Tokens in a sequence.
     pub context: usize,
-    /// Where trained tokenizers are kept.
-    pub cache: PathBuf,
     /// Folder of runs, which is never read as data.
     pub out: PathBuf,
     /// Seed of the built-in corpus and of the order.
     pub seed: u64,
+}
+
+impl DataConfig {
+    /// Where trained tokenizers are kept.
+    pub fn cache(&self) -> PathBuf {
+        self.out.join("cache")
+    }
 }
 
 impl Config {
@@ -146,7 +151,6 @@ impl Config {
                 val_fraction: in_range("val-fraction", need(s.val_fraction), 0.0001, 0.9)?,
                 vocab_size: need(s.vocab_size).0 as usize,
                 context: model.context,
-                cache: out.join("cache"),
                 out: out.clone(),
                 seed: need(s.seed),
             },

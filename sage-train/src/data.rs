@@ -6,7 +6,7 @@ mod source;
 mod tokenizer;
 
 pub use batches::{Batch, Batches};
-pub use source::{documents, files};
+pub use source::files;
 pub use tokenizer::Tokenizer;
 
 use candle_sage::{Error, Result};
@@ -57,7 +57,7 @@ impl Dataset {
                     .hint("give more text, a shorter --context, or another --val-fraction"));
             }
         }
-        tokenizer.cache(&documents, config)?;
+        tokenizer.cache()?;
         Ok(Self {
             unigram_entropy: entropy(train.iter().chain(&validation), tokenizer.vocab_size()),
             train,

@@ -105,11 +105,11 @@ fn trace(
     };
     let loss = model.loss_with(&batch.ids, &batch.targets, Some(&mut attend))?;
     let grads = loss.backward()?;
-    let dout = |layer: &Layer| match grads.get(&layer.tap) {
-        Some(dout) => Ok(dout.clone()),
+    let with_gradient = |Layer { inputs, tap }| match grads.get(&tap) {
+        Some(dout) => Ok((inputs, dout.clone())),
         None => candle_core::bail!("a layer's output received no gradient"),
     };
-    layers.into_iter().map(|layer| Ok((layer.inputs.clone(), dout(&layer)?))).collect()
+    layers.into_iter().map(with_gradient).collect()
 }
 
 /// Output and gradients with a scheme.

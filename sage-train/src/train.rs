@@ -26,7 +26,7 @@ use progress::Progress;
 use run_dir::RunDir;
 
 /// Checks what can be checked before anything long begins: that the data exists, and that the run's
-/// folder can.
+/// folder can. [`run`] finds the same mistakes, but later.
 ///
 /// # Errors
 /// When it does not, or cannot.
@@ -53,7 +53,6 @@ pub fn check(config: &Config) -> Result<()> {
 pub fn run(config: &Config) -> Result<Outcome> {
     let device = Device::Cpu;
     let started = Instant::now();
-    check(config)?;
     let mut progress = Progress::new(config.steps);
     let data = Dataset::load(&config.data, &|line| progress.say(line))?;
     let parameters =

@@ -91,7 +91,7 @@ impl CustomOp2 for Embedding {
             let (storage, layout) = id.storage_and_layout();
             ids(NAME, cpu_storage(&storage, NAME)?, layout)?
         };
-        // Each task owns a span of rows and looks through the places of all of them in order.
+        // Sorted by row, then by place: each row of the gradient finds its places in order.
         let mut places: Vec<(usize, usize)> =
             ids.into_iter().enumerate().map(|(n, id)| (id as usize, n)).collect();
         places.sort_unstable();

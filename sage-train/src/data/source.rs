@@ -17,7 +17,7 @@ const KINDS: [&str; 4] = [".txt", ".jsonl", ".txt.zst", ".jsonl.zst"];
 ///
 /// # Errors
 /// When a file cannot be read or is not what its name says, or there is no text.
-pub fn documents(config: &DataConfig) -> Result<Vec<String>> {
+pub(super) fn documents(config: &DataConfig) -> Result<Vec<String>> {
     let Some(path) = &config.path else {
         if config.corpus_bytes == 0 {
             return Err(Error::new("an empty corpus")

@@ -27,6 +27,8 @@ pub struct Tokenizer {
     end_of_text: u32,
     /// Bytes of text that each id stands for.
     bytes: Vec<u64>,
+    /// Where to keep it, when it was trained and not read.
+    uncached: Option<PathBuf>,
 }
 
 impl Tokenizer {
@@ -44,7 +46,7 @@ impl Tokenizer {
             }
         }
         say(&format!("training a tokenizer of {} entries", config.vocab_size));
-        let tokenizer = Self::train(documents, config.vocab_size)?;
+        let tokenizer = Self { uncached: Some(path), ..Self::train(documents, config.vocab_size)? };
         if tokenizer.vocab_size() < config.vocab_size {
             say(&format!(
                 "the text has only {} entries to give; the rest stay unused",
@@ -54,20 +56,19 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// Keeps the tokenizer of these documents for the next run.
+    /// Keeps a tokenizer that was trained for the next run.
     ///
     /// # Errors
     /// When the cache cannot be written.
-    pub fn cache(&self, documents: &[String], config: &DataConfig) -> Result<()> {
-        let path = cached(documents, config);
-        if path.exists() && Self::load(&path).is_ok_and(|kept| kept.vocab_size() == self.vocab_size()) {
-            return Ok(());
+    pub fn cache(&self) -> Result<()> {
+        let Some(path) = &self.uncached else { return Ok(()) };
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder).map_err(writing(folder))?;
         }
-        std::fs::create_dir_all(&config.cache).map_err(writing(&config.cache))?;
         // Under another name first: a reader never sees half a file.
         let partial = path.with_extension(format!("{}.partial", std::process::id()));
         let written =
-            self.save(&partial).and_then(|()| std::fs::rename(&partial, &path).map_err(writing(&path)));
+            self.save(&partial).and_then(|()| std::fs::rename(&partial, path).map_err(writing(path)));
         if written.is_err() {
             let _ = std::fs::remove_file(&partial);
         }
@@ -110,7 +111,7 @@ impl Tokenizer {
         let bytes = |id| inner.id_to_token(id).map_or(0, |entry| entry.chars().count() as u64);
         let mut bytes: Vec<u64> = (0..inner.get_vocab_size(true) as u32).map(bytes).collect();
         bytes[end_of_text as usize] = 0;
-        Ok(Self { inner, end_of_text, bytes })
+        Ok(Self { inner, end_of_text, bytes, uncached: None })
     }
 
     /// Writes `tokenizer.json`.
@@ -183,7 +184,7 @@ fn cached(documents: &[String], config: &DataConfig) -> PathBuf {
         hasher.write(document.as_bytes());
         hasher.write_u8(0xff);
     }
-    config.cache.join(format!("bpe-v{VERSION}-{}-{:016x}.json", config.vocab_size, hasher.finish()))
+    config.cache().join(format!("bpe-v{VERSION}-{}-{:016x}.json", config.vocab_size, hasher.finish()))
 }
 
 /// A text in pieces that end at line ends, or where a line is longer than a piece, at characters.
@@ -251,13 +252,13 @@ mod tests {
         let said = std::cell::RefCell::new(Vec::new());
         let say = |line: &str| said.borrow_mut().push(line.to_owned());
         let get = || Tokenizer::trained_on(&documents, &config, &say)?.encode(&documents[0]);
-        Tokenizer::trained_on(&documents, &config, &say)?.cache(&documents, &config)?;
+        Tokenizer::trained_on(&documents, &config, &say)?.cache()?;
         let (first, told) = (get()?, said.borrow().len());
         assert_eq!((first.clone(), told), (get()?, 1), "{:?}", said.borrow());
         std::fs::write(cached(&documents, &config), "{").expect("a file");
         assert_eq!(first, get()?);
         assert!(said.borrow().iter().any(|line| line.contains("damaged")), "{:?}", said.borrow());
-        Tokenizer::trained_on(&documents, &config, &say)?.cache(&documents, &config)?;
+        Tokenizer::trained_on(&documents, &config, &say)?.cache()?;
         assert!(Tokenizer::load(&cached(&documents, &config)).is_ok());
         Ok(())
     }

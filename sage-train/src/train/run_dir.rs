@@ -5,6 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
+use clap::ValueEnum;
 
 use crate::config::Config;
 use crate::metrics::Point;
@@ -20,11 +21,8 @@ pub(super) struct RunDir {
 impl RunDir {
     /// Makes a folder that did not exist: the named one, or the next free number.
     pub(super) fn create(config: &Config) -> Result<Self> {
-        let preset = config
-            .settings
-            .preset
-            .map(|p| format!("{p:?}").to_lowercase().replace("paper", ""))
-            .unwrap_or_default();
+        let preset = config.settings.preset.and_then(|preset| preset.to_possible_value());
+        let preset = preset.as_ref().map_or("", |value| value.get_name());
         let candidates: Box<dyn Iterator<Item = String>> = match &config.name {
             Some(name) => Box::new(std::iter::once(name.clone())),
             None => Box::new((1..10_000).map(|n| format!("{preset}-{}-{n:03}", config.attn))),
