@@ -88,9 +88,9 @@ fn sixteen_bit_tensors_are_rounded_once() -> Result<()> {
 
 /// INT8 error at sigma 1: under 0.05 over a whole tensor by the published simulation of tile scales
 /// (.0487 without a mask), some more for short rows: 0.09. One wrong row in hundreds would hide in
-/// that, so every row is held against the larger of its own and the average norm: with one scale for
-/// up to 64 rows, noise reaches 0.3 of it, and a row with a wrong index, mask, head or scale is off by
-/// its own size.
+/// that, so every row is held against the larger of its own and the average norm. There the worst row
+/// of all these cases measures 0.154 (a dQ); 0.25 leaves room for other roundings, while a row of average
+/// norm with a wrong index, mask, head or scale is off by about 1.
 #[test]
 fn sagebwd_follows_every_shape() -> Result<()> {
     // Over a single key the exact dQ and dK are zero: there is nothing to be relative to.
@@ -104,7 +104,7 @@ fn sagebwd_follows_every_shape() -> Result<()> {
                     let error = relative_l2(got, exact);
                     assert!(error < 0.09, "{}: {error:e}", what());
                     let (row, error) = worst_row(got, exact, case.head_dim);
-                    assert!(error < 0.4, "row {row} of {}: {error:e}", what());
+                    assert!(error < 0.25, "row {row} of {}: {error:e}", what());
                 }
             }
         }
