@@ -11,6 +11,8 @@
 #![deny(missing_docs)]
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod error;
 pub mod nn;
 pub mod ops;

@@ -11,7 +11,7 @@ mod rope;
 mod support;
 mod swiglu;
 
-pub use attention::Attention;
+pub use attention::{Attention, AttentionVjp};
 pub use cross_entropy::{CrossEntropy, cross_entropy, linear_cross_entropy};
 pub use embedding::embedding;
 pub use rms_norm::rms_norm;

@@ -187,6 +187,11 @@ impl AttentionShape {
         self.causal
     }
 
+    /// Whether the tokens are packed documents.
+    pub fn is_packed(&self) -> bool {
+        self.packing.is_some()
+    }
+
     /// How many query heads share a key head.
     pub fn group(&self) -> usize {
         self.query_heads / self.key_heads

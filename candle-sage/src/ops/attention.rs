@@ -2,15 +2,23 @@
 
 use std::sync::OnceLock;
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 
-use super::support::{cpu_storage, f32_tensor, on_cpu};
+use super::support::{cpu_storage, f32_tensor, supported};
+#[cfg(feature = "cuda")]
+use super::support::{cuda_storage, cuda_tensor};
 use crate::cpu::view::{View, to_storage};
 use crate::cpu::{self, Problem};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::Error;
 use crate::scheme::Scheme;
 use crate::shape::{AttentionShape, Dims, Packing};
+
+const NAME: &str = "attention";
 
 /// Attention with a backward: `softmax(softmax_scale Q K^T) V`.
 ///
@@ -37,6 +45,7 @@ pub struct Attention {
     causal: bool,
     softmax_scale: Option<f64>,
     packing: Option<Packing>,
+    deterministic: bool,
 }
 
 impl Attention {
@@ -68,12 +77,41 @@ impl Attention {
         self
     }
 
+    /// Whether gradients are bit-equal over repeats on CUDA as well. By default blocks add to dQ as
+    /// they come, with atomic additions in f32, whose order changes the last bits; with this switch
+    /// each waits for its turn, which takes longer. On the CPU results never vary.
+    #[must_use]
+    pub fn deterministic(mut self, deterministic: bool) -> Self {
+        self.deterministic = deterministic;
+        self
+    }
+
     /// Runs the forward. State for a backward is kept inside the output's graph node, and only
     /// when one of the inputs is tracked; it goes when the graph does.
     ///
     /// # Errors
     /// When shapes, element types or settings are not supported: see [`AttentionShape::new`].
     pub fn apply(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        let tracked = q.track_op() || k.track_op() || v.track_op();
+        let op = self.op(q, k, v, tracked)?;
+        if tracked { q.apply_op3(k, v, op) } else { q.apply_op3_no_bwd(k, v, &op) }
+    }
+
+    /// Runs the forward outside candle's graph, and returns with the output what takes a gradient
+    /// of it back to the inputs (the vector-Jacobian product): for training loops that keep their own
+    /// books, and for measuring the backward alone.
+    ///
+    /// # Errors
+    /// As [`Attention::apply`].
+    pub fn vjp(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, AttentionVjp)> {
+        let op = self.op(q, k, v, true)?;
+        let inputs = [q, k, v].map(Tensor::detach);
+        let out = inputs[0].apply_op3_no_bwd(&inputs[1], &inputs[2], &op)?;
+        Ok((out.clone(), AttentionVjp { op, inputs, out }))
+    }
+
+    /// Checks everything, and makes the op of one call.
+    fn op(&self, q: &Tensor, k: &Tensor, v: &Tensor, keep: bool) -> Result<AttentionOp> {
         self.scheme.validate()?;
         let shape = AttentionShape::new(
             dims4("query", q)?,
@@ -99,15 +137,51 @@ impl Attention {
                 .hint("leave it out for 1 / sqrt(head_dim)")
                 .into());
         }
-        on_cpu("attention", &[q, k, v])?;
-        let tracked = q.track_op() || k.track_op() || v.track_op();
-        let op = AttentionOp {
+        supported(NAME, &[q, k, v])?;
+        Ok(AttentionOp {
             scheme: self.scheme,
             shape,
             softmax_scale: as_f32,
-            saved: tracked.then(OnceLock::new),
-        };
-        if tracked { q.apply_op3(k, v, op) } else { q.apply_op3_no_bwd(k, v, &op) }
+            deterministic: self.deterministic,
+            saved: keep.then(OnceLock::new),
+        })
+    }
+}
+
+/// The way back from one forward: see [`Attention::vjp`]. Holds the inputs, the output and what the
+/// forward kept.
+pub struct AttentionVjp {
+    op: AttentionOp,
+    inputs: [Tensor; 3],
+    out: Tensor,
+}
+
+impl AttentionVjp {
+    /// The gradients of query, key and value for the output's gradient `dout`, which has the output's
+    /// shape and element type.
+    ///
+    /// # Errors
+    /// When `dout` does not fit the output.
+    pub fn apply(&self, dout: &Tensor) -> Result<[Tensor; 3]> {
+        if dout.dims() != self.out.dims() || dout.dtype() != self.out.dtype() {
+            return Err(Error::new("the output's gradient does not fit the output")
+                .got(format!("{:?} {:?}", dout.dims(), dout.dtype()))
+                .allowed(format!("{:?} {:?}", self.out.dims(), self.out.dtype()))
+                .hint("it has the output's shape and element type")
+                .into());
+        }
+        supported(NAME, &[&self.out, dout])?;
+        let [q, k, v] = &self.inputs;
+        match self.op.bwd(q, k, v, &self.out, dout)? {
+            (Some(dq), Some(dk), Some(dv)) => Ok([dq, dk, dv]),
+            _ => unreachable!("attention has three gradients"),
+        }
+    }
+}
+
+impl std::fmt::Debug for AttentionVjp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AttentionVjp").field("out", &self.out.dims()).finish_non_exhaustive()
     }
 }
 
@@ -126,17 +200,86 @@ struct AttentionOp {
     scheme: Scheme,
     shape: AttentionShape,
     softmax_scale: f32,
+    deterministic: bool,
     /// Filled by the forward; `None` when no input is tracked.
-    saved: Option<OnceLock<cpu::Saved>>,
+    saved: Option<OnceLock<Saved>>,
 }
+
+/// What a forward keeps for its backward, where it ran.
+enum Saved {
+    Cpu(cpu::Saved),
+    #[cfg(feature = "cuda")]
+    Cuda(cuda::Saved),
+}
+
+type Gradients = (Option<Tensor>, Option<Tensor>, Option<Tensor>);
 
 fn shape_of((batch, sequence, heads, head_dim): Dims) -> Shape {
     Shape::from((batch, sequence, heads, head_dim))
 }
 
+impl AttentionOp {
+    fn save(&self, saved: Saved) -> Result<()> {
+        match &self.saved {
+            None => Ok(()),
+            Some(slot) => {
+                slot.set(saved).map_err(|_| Error::new("an attention op value was run twice").into())
+            }
+        }
+    }
+
+    fn cpu_bwd(&self, saved: &cpu::Saved, tensors: [&Tensor; 5]) -> Result<Gradients> {
+        let dtype: DType = tensors[0].dtype();
+        let guards = tensors.map(Tensor::storage_and_layout);
+        let mut views = Vec::with_capacity(guards.len());
+        for (storage, layout) in &guards {
+            views.push(View::new(cpu_storage(storage, NAME)?, layout)?);
+        }
+        let &[q, k, v, out, dout] = views.as_slice() else { unreachable!("five tensors, five views") };
+        let problem = Problem::new(&self.shape, self.softmax_scale, [q, k, v]);
+        let gradients = cpu::backward(&self.scheme, &problem, saved, &out, &dout);
+        let tensor = |values, dims| f32_tensor(values, shape_of(dims), dtype).map(Some);
+        Ok((
+            tensor(gradients.dq, self.shape.query_dims())?,
+            tensor(gradients.dk, self.shape.key_dims())?,
+            tensor(gradients.dv, self.shape.key_dims())?,
+        ))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_problem<'a>(&'a self, [q, k, v]: [cuda::Operand<'a>; 3]) -> cuda::Problem<'a> {
+        cuda::Problem {
+            shape: &self.shape,
+            softmax_scale: self.softmax_scale,
+            deterministic: self.deterministic,
+            q,
+            k,
+            v,
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_bwd(&self, saved: &cuda::Saved, tensors: [&Tensor; 5]) -> Result<Gradients> {
+        let guards = tensors.map(Tensor::storage_and_layout);
+        let mut operands = Vec::with_capacity(guards.len());
+        for (storage, layout) in &guards {
+            operands.push((cuda_storage(storage, NAME)?, *layout));
+        }
+        let &[q, k, v, out, dout] = operands.as_slice() else { unreachable!("five tensors, five operands") };
+        let problem = self.cuda_problem([q, k, v]);
+        let [dq, dk, dv] = cuda::backward(&self.scheme, &problem, saved, out, dout)?;
+        let tensor = |storage, dims| Some(cuda_tensor(storage, shape_of(dims)));
+        Ok((
+            tensor(dq, self.shape.query_dims()),
+            tensor(dk, self.shape.key_dims()),
+            tensor(dv, self.shape.key_dims()),
+        ))
+    }
+}
+
 impl CustomOp3 for AttentionOp {
     fn name(&self) -> &'static str {
-        "sage-attention"
+        NAME
     }
 
     fn cpu_fwd(
@@ -151,42 +294,35 @@ impl CustomOp3 for AttentionOp {
         let views = [View::new(q, q_layout)?, View::new(k, k_layout)?, View::new(v, v_layout)?];
         let problem = Problem::new(&self.shape, self.softmax_scale, views);
         let (out, saved) = cpu::forward(&self.scheme, &problem);
-        if let Some(slot) = &self.saved {
-            slot.set(saved).map_err(|_| Error::new("an attention op value was run twice"))?;
-        }
+        self.save(Saved::Cpu(saved))?;
         let dtype = q.dtype();
         Ok((to_storage(out, dtype)?, shape_of(self.shape.query_dims())))
     }
 
-    fn bwd(
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
         &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        out: &Tensor,
-        dout: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let saved = self
-            .saved
-            .as_ref()
-            .and_then(OnceLock::get)
-            .ok_or_else(|| Error::new("attention has no forward to go back from"))?;
-        let tensors = [q, k, v, out, dout].map(Tensor::storage_and_layout);
-        let mut views = Vec::with_capacity(tensors.len());
-        for (storage, layout) in &tensors {
-            views.push(View::new(cpu_storage(storage, self.name())?, layout)?);
+        q: &CudaStorage,
+        q_layout: &Layout,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let problem = self.cuda_problem([(q, q_layout), (k, k_layout), (v, v_layout)]);
+        let (out, saved) = cuda::forward(&self.scheme, &problem, self.saved.is_some())?;
+        if let Some(saved) = saved {
+            self.save(Saved::Cuda(saved))?;
         }
-        let &[q_view, k_view, v_view, out_view, dout_view] = views.as_slice() else {
-            unreachable!("five tensors, five views")
-        };
-        let problem = Problem::new(&self.shape, self.softmax_scale, [q_view, k_view, v_view]);
-        let gradients = cpu::backward(&self.scheme, &problem, saved, &out_view, &dout_view);
-        let dtype: DType = q.dtype();
-        let tensor = |values, dims| f32_tensor(values, shape_of(dims), dtype).map(Some);
-        Ok((
-            tensor(gradients.dq, self.shape.query_dims())?,
-            tensor(gradients.dk, self.shape.key_dims())?,
-            tensor(gradients.dv, self.shape.key_dims())?,
-        ))
+        Ok((out, shape_of(self.shape.query_dims())))
+    }
+
+    fn bwd(&self, q: &Tensor, k: &Tensor, v: &Tensor, out: &Tensor, dout: &Tensor) -> Result<Gradients> {
+        match self.saved.as_ref().and_then(OnceLock::get) {
+            Some(Saved::Cpu(saved)) => self.cpu_bwd(saved, [q, k, v, out, dout]),
+            #[cfg(feature = "cuda")]
+            Some(Saved::Cuda(saved)) => self.cuda_bwd(saved, [q, k, v, out, dout]),
+            None => Err(Error::new("attention has no forward to go back from").into()),
+        }
     }
 }

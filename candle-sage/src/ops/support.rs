@@ -23,6 +23,43 @@ fn elsewhere(op: &str, got: String) -> Error {
         .hint("move the inputs with `to_device(&Device::Cpu)`")
 }
 
+/// Checks that all inputs are on one device, the CPU or an NVIDIA GPU that this build has kernels for.
+pub(super) fn supported(op: &str, tensors: &[&Tensor]) -> Result<()> {
+    let first = tensors[0].device();
+    if let Some(other) = tensors.iter().find(|tensor| !tensor.device().same_device(first)) {
+        return Err(Error::new(format!("{op}: inputs are on different devices"))
+            .got(format!("{:?} and {:?}", first.location(), other.device().location()))
+            .allowed("one device for all")
+            .hint("move them with `to_device`")
+            .into());
+    }
+    match first {
+        Device::Cpu => Ok(()),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => Ok(()),
+        _ => Err(Error::new(format!("{op} does not run on this device"))
+            .got(format!("a tensor on {:?}", first.location()))
+            .allowed(if cfg!(feature = "cuda") { "Device::Cpu, Device::Cuda" } else { "Device::Cpu" })
+            .hint("build candle-sage with feature `cuda` for NVIDIA GPUs")
+            .into()),
+    }
+}
+
+/// The CUDA storage behind a tensor.
+#[cfg(feature = "cuda")]
+pub(super) fn cuda_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a candle_core::CudaStorage> {
+    match storage {
+        Storage::Cuda(storage) => Ok(storage),
+        _ => Err(Error::new(format!("{op}: inputs are on different devices")).into()),
+    }
+}
+
+/// A tensor without gaps out of what a kernel wrote.
+#[cfg(feature = "cuda")]
+pub(super) fn cuda_tensor(storage: candle_core::CudaStorage, shape: impl Into<Shape>) -> Tensor {
+    Tensor::from_storage(Storage::Cuda(storage), shape, candle_core::op::BackpropOp::none(), false)
+}
+
 /// The CPU storage behind a tensor.
 pub(super) fn cpu_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a CpuStorage> {
     match storage {

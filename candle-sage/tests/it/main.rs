@@ -1,6 +1,8 @@
 //! Everything that can be checked from outside, in one test binary.
 
 mod attention;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod messages;
 mod modules;
 mod ops;

@@ -131,17 +131,24 @@ impl Case {
         attention
     }
 
-    /// Runs the op in the given type and returns everything as f64.
+    /// Runs the op on the CPU in the given type and returns everything as f64.
     pub(crate) fn run(&self, scheme: Scheme, dtype: DType) -> Result<Results> {
+        self.run_on(&Device::Cpu, &self.attention(scheme), dtype)
+    }
+
+    /// Runs an op on a device.
+    pub(crate) fn run_on(&self, device: &Device, attention: &Attention, dtype: DType) -> Result<Results> {
         let tensor = |n: usize, query| -> Result<Tensor> {
-            Tensor::from_slice(&self.data[n], self.dims(query).as_slice(), &Device::Cpu)?.to_dtype(dtype)
+            Tensor::from_slice(&self.data[n], self.dims(query).as_slice(), &Device::Cpu)?
+                .to_dtype(dtype)?
+                .to_device(device)
         };
         let (q, k, v) = (
             Var::from_tensor(&tensor(0, true)?)?,
             Var::from_tensor(&tensor(1, false)?)?,
             Var::from_tensor(&tensor(2, false)?)?,
         );
-        let out = self.attention(scheme).apply(&q, &k, &v)?;
+        let out = attention.apply(&q, &k, &v)?;
         let grads = (&out * tensor(3, true)?)?.to_dtype(DType::F32)?.sum_all()?.backward()?;
         let values =
             |t: &Tensor| -> Result<Vec<f64>> { Ok(f64s(&t.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)) };

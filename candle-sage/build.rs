@@ -1,0 +1,137 @@
+//! Under feature `cuda`: compiles `kernels/*.cu` into one fatbin a file, with machine code for every architecture and
+//! PTX for later ones.
+
+#[path = "build/fingerprint.rs"]
+mod fingerprint;
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs};
+
+/// Machine code is built for these, as far as nvcc knows them.
+const ARCHITECTURES: [u32; 6] = [80, 86, 89, 90, 100, 120];
+
+/// PTX is built for this one: it runs on everything later, and its plans fit the least shared memory.
+const PTX: u32 = 89;
+
+/// Restricts the architectures, for quick builds: `CANDLE_SAGE_CUDA_ARCHS=90` or `80,90`.
+const SELECTION: &str = "CANDLE_SAGE_CUDA_ARCHS";
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-changed=build");
+    if env::var_os("CARGO_FEATURE_CUDA").is_none() {
+        return;
+    }
+    for name in ["NVCC", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", SELECTION] {
+        println!("cargo:rerun-if-env-changed={name}");
+    }
+    println!("cargo:rerun-if-changed=kernels");
+    if let Err(message) = build() {
+        // Printed as it is: a panic would wrap it in noise.
+        eprintln!("\n{message}\n");
+        std::process::exit(1);
+    }
+}
+
+fn build() -> Result<(), String> {
+    let root = PathBuf::from("kernels");
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    let nvcc = find_nvcc()?;
+    let version = output(Command::new(&nvcc).arg("--version"))?;
+    let architectures = architectures(&nvcc)?;
+    let mut flags: Vec<String> =
+        ["-fatbin", "-std=c++17", "-O3", "-Xptxas", "-v", "--threads", "0", "-I"].map(String::from).into();
+    flags.push(root.join("include").display().to_string());
+    for arch in &architectures {
+        flags.push(format!("-gencode=arch=compute_{arch},code=sm_{arch}"));
+    }
+    flags.push(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
+
+    let mut headers = fingerprint::files(&root.join("include"), "cuh").map_err(|e| e.to_string())?;
+    headers.sort();
+    let sources = fingerprint::files(&root, "cu").map_err(|e| e.to_string())?;
+    let mut table = String::from("pub(super) static FAMILIES: &[(&str, &[u8])] = &[\n");
+    let mut report = String::new();
+    for source in &sources {
+        let mut inputs = headers.clone();
+        inputs.push(source.clone());
+        let print = fingerprint::of(&inputs, &[&version, &flags.join(" ")]).map_err(|e| e.to_string())?;
+        let name = source.file_stem().and_then(|s| s.to_str()).ok_or("a kernel's name is not UTF-8")?;
+        let fatbin = out.join(format!("{name}-{print:016x}.fatbin"));
+        let resources = fatbin.with_extension("txt");
+        if !(fatbin.exists() && resources.exists()) {
+            compile(&nvcc, &flags, source, &fatbin, &resources)?;
+        }
+        writeln!(table, "    ({name:?}, include_bytes!({:?})),", fatbin).expect("a string takes everything");
+        report.push_str(&fs::read_to_string(&resources).map_err(|e| e.to_string())?);
+    }
+    table.push_str("];\n");
+    writeln!(table, "pub(super) const ARCHITECTURES: &[u32] = &{architectures:?};").expect("a string");
+    writeln!(table, "pub(super) const PTX: u32 = {PTX};").expect("a string");
+    writeln!(table, "#[cfg(test)]\npub(super) const RESOURCES: &str = {report:?};").expect("a string");
+    fs::write(out.join("kernels.rs"), table).map_err(|e| e.to_string())
+}
+
+fn compile(nvcc: &Path, flags: &[String], source: &Path, to: &Path, report: &Path) -> Result<(), String> {
+    let partial = to.with_extension("partial");
+    let result = Command::new(nvcc).args(flags).arg("-o").arg(&partial).arg(source).output();
+    let result = result.map_err(|e| format!("{} did not start: {e}", nvcc.display()))?;
+    let text =
+        String::from_utf8_lossy(&result.stderr).into_owned() + &String::from_utf8_lossy(&result.stdout);
+    if !result.status.success() {
+        return Err(format!("nvcc could not compile {}:\n{text}", source.display()));
+    }
+    // Written under its name when it is whole: an interrupted build leaves nothing to trip over.
+    fs::write(report, text).and_then(|()| fs::rename(&partial, to)).map_err(|e| e.to_string())
+}
+
+/// The architectures to build: those nvcc knows, or the selection.
+fn architectures(nvcc: &Path) -> Result<Vec<u32>, String> {
+    let list = output(Command::new(nvcc).arg("--list-gpu-arch"))?;
+    let known: Vec<u32> =
+        list.lines().filter_map(|l| l.trim().strip_prefix("compute_")?.parse().ok()).collect();
+    let available: Vec<u32> = ARCHITECTURES.into_iter().filter(|arch| known.contains(arch)).collect();
+    let Ok(selection) = env::var(SELECTION) else { return Ok(available) };
+    selection
+        .split(',')
+        .map(|arch| arch.trim().parse().ok().filter(|arch| available.contains(arch)))
+        .collect::<Option<Vec<u32>>>()
+        .filter(|selected| !selected.is_empty())
+        .ok_or_else(|| {
+            format!(
+                "candle-sage: {SELECTION} names an architecture that cannot be built\n  got:     {selection}\n  \
+                 allowed: some of {available:?}, separated by commas\n  hint:    leave it unset for all of them"
+            )
+        })
+}
+
+fn find_nvcc() -> Result<PathBuf, String> {
+    if let Some(path) = env::var_os("NVCC") {
+        return Ok(path.into());
+    }
+    let homes = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"].iter().filter_map(env::var_os).map(PathBuf::from);
+    let homes = homes.map(|home| home.join("bin"));
+    let path = env::var_os("PATH").unwrap_or_default();
+    let usual = ["/usr/local/cuda/bin", "/opt/cuda/bin"].map(PathBuf::from);
+    homes.chain(env::split_paths(&path)).chain(usual).map(|dir| dir.join("nvcc")).find(|nvcc| nvcc.is_file()).ok_or_else(
+        || {
+            "candle-sage: feature `cuda` needs nvcc, the compiler of the CUDA toolkit, and found none\n  \
+             looked in: NVCC, CUDA_HOME/bin, CUDA_PATH/bin, CUDA_ROOT/bin, PATH, /usr/local/cuda/bin, /opt/cuda/bin\n  \
+             allowed:   CUDA 12.0 or later\n  \
+             hint:      install the toolkit (https://developer.nvidia.com/cuda-downloads) and set CUDA_HOME, or build \
+             without the feature; no GPU is needed to build"
+                .to_string()
+        },
+    )
+}
+
+fn output(command: &mut Command) -> Result<String, String> {
+    let result = command.output().map_err(|e| format!("{command:?} did not start: {e}"))?;
+    if result.status.success() {
+        Ok(String::from_utf8_lossy(&result.stdout).into_owned())
+    } else {
+        Err(format!("{command:?} failed:\n{}", String::from_utf8_lossy(&result.stderr)))
+    }
+}

@@ -1,0 +1,38 @@
+//! A number for everything that a compiled kernel depends on: another one means another build.
+
+use std::path::{Path, PathBuf};
+use std::{fs, io};
+
+/// All files under `folder` with the extension, in a fixed order.
+pub(crate) fn files(folder: &Path, extension: &str) -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            found.extend(files(&path, extension)?);
+        } else if path.extension().is_some_and(|e| e == extension) {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// FNV-1a over the names and contents of `files`, and over `texts`.
+pub(crate) fn of(files: &[PathBuf], texts: &[&str]) -> io::Result<u64> {
+    let mut hash = 0xcbf2_9ce4_8422_2325u64;
+    let mut add = |bytes: &[u8]| {
+        // The length separates neighbours: moving a byte from one to the next is a change.
+        for byte in (bytes.len() as u64).to_le_bytes().iter().chain(bytes) {
+            hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+        }
+    };
+    for file in files {
+        add(file.to_string_lossy().as_bytes());
+        add(&fs::read(file)?);
+    }
+    for text in texts {
+        add(text.as_bytes());
+    }
+    Ok(hash)
+}

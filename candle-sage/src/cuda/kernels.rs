@@ -1,0 +1,166 @@
+//! The compiled kernels: loading them, once a device, and launching them.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use candle_core::cuda_backend::WrapErr;
+use candle_core::{CudaDevice, Result};
+use cudarc::driver::sys::CUfunction_attribute;
+use cudarc::driver::{
+    CudaFunction, CudaModule, CudaSlice, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg, ValidAsZeroBits,
+};
+use cudarc::nvrtc::Ptx;
+
+use super::params;
+use super::plan::Architecture;
+
+include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
+
+/// Bytes of shared memory that every kernel may have without asking.
+const SHARED_WITHOUT_ASKING: usize = 48 * 1024;
+
+/// One device, ready for launches.
+#[derive(Debug, Clone)]
+pub(crate) struct Gpu {
+    pub(super) device: CudaDevice,
+    pub(super) stream: Arc<CudaStream>,
+    pub(super) architecture: Architecture,
+}
+
+/// How many blocks of how many threads, and the shared memory of each.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Grid {
+    pub(super) blocks: (u32, u32, u32),
+    pub(super) threads: (u32, u32, u32),
+    pub(super) shared_bytes: usize,
+}
+
+impl Grid {
+    /// Blocks and threads in one dimension, no shared memory beyond the kernel's own.
+    pub(super) fn line(blocks: usize, threads: u32) -> Self {
+        Self { blocks: (blocks as u32, 1, 1), threads: (threads, 1, 1), shared_bytes: 0 }
+    }
+}
+
+impl Gpu {
+    pub(crate) fn new(device: &CudaDevice) -> Result<Self> {
+        let stream = device.cuda_stream();
+        let (major, minor) = stream.context().compute_capability().w()?;
+        let architecture = Architecture::of(major as u32, minor as u32)?;
+        Ok(Self { device: device.clone(), stream, architecture })
+    }
+
+    /// Launches a kernel of a family (a `.cu` file) with one argument.
+    ///
+    /// # Safety
+    /// All addresses in `params` must be those of live allocations on this device, as large as the kernel expects for
+    /// the shape in `params`.
+    unsafe fn launch<P: DeviceRepr>(&self, family: &str, kernel: &str, grid: Grid, params: &P) -> Result<()> {
+        if grid.blocks.0 == 0 || grid.blocks.1 == 0 || grid.blocks.2 == 0 {
+            return Ok(());
+        }
+        let function = self.function(family, kernel, grid.shared_bytes)?;
+        let mut launch = self.stream.launch_builder(&function);
+        launch.arg(params);
+        let config = LaunchConfig {
+            grid_dim: grid.blocks,
+            block_dim: grid.threads,
+            shared_mem_bytes: grid.shared_bytes as u32,
+        };
+        // SAFETY: the caller vouches for the argument; grid and shared memory are those of the kernel's plan.
+        unsafe { launch.launch(config) }
+            .map_err(|e| candle_core::Error::Msg(format!("launching {kernel} with {grid:?} failed: {e}")))?;
+        Ok(())
+    }
+
+    /// Launches a kernel on the parameters of a forward.
+    pub(super) fn launch_forward(
+        &self,
+        family: &str,
+        kernel: &str,
+        grid: Grid,
+        params: &params::Forward,
+    ) -> Result<()> {
+        // SAFETY: params of a forward are made by this module's parent alone, from live allocations.
+        unsafe { self.launch(family, kernel, grid, params) }
+    }
+
+    /// Launches a kernel on the parameters of a backward.
+    pub(super) fn launch_backward(
+        &self,
+        family: &str,
+        kernel: &str,
+        grid: Grid,
+        params: &params::Backward,
+    ) -> Result<()> {
+        // SAFETY: as for the forward.
+        unsafe { self.launch(family, kernel, grid, params) }
+    }
+
+    /// Memory for `len` elements, not initialized. (At least one: an empty allocation has no address.)
+    pub(super) fn alloc<T: DeviceRepr>(&self, len: usize) -> Result<CudaSlice<T>> {
+        // SAFETY: elements are written by a kernel before any is read; none has a destructor.
+        unsafe { self.device.alloc::<T>(len.max(1)) }
+    }
+
+    /// Memory for `len` zeros.
+    pub(super) fn alloc_zeros<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> Result<CudaSlice<T>> {
+        self.device.alloc_zeros(len.max(1))
+    }
+
+    fn function(&self, family: &str, kernel: &str, shared_bytes: usize) -> Result<CudaFunction> {
+        type Key = (usize, String);
+        static LOADED: OnceLock<Mutex<HashMap<Key, Arc<CudaModule>>>> = OnceLock::new();
+        static FUNCTIONS: OnceLock<Mutex<HashMap<Key, CudaFunction>>> = OnceLock::new();
+        // A loaded module keeps its context alive, so that the address stays its own.
+        let context = Arc::as_ptr(self.stream.context()) as usize;
+        let key = (context, kernel.to_string());
+        let mut functions =
+            FUNCTIONS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = functions.get(&key) {
+            return Ok(function.clone());
+        }
+        let mut modules = LOADED.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+        let module = match modules.get(&(context, family.to_string())) {
+            Some(module) => module.clone(),
+            None => {
+                let (_, image) = FAMILIES.iter().find(|(name, _)| *name == family).ok_or_else(|| {
+                    candle_core::Error::Msg(format!("no kernel family {family} in this build"))
+                })?;
+                let module = self.stream.context().load_module(Ptx::from_binary(image.to_vec())).w()?;
+                modules.insert((context, family.to_string()), module.clone());
+                module
+            }
+        };
+        let function = module.load_function(kernel).w()?;
+        if shared_bytes > SHARED_WITHOUT_ASKING {
+            let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            function.set_attribute(attribute, shared_bytes as i32).w()?;
+        }
+        functions.insert(key, function.clone());
+        Ok(function)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::RESOURCES;
+
+    /// What ptxas said: registers that did not fit went to memory.
+    #[test]
+    fn no_kernel_spills_registers() {
+        let mut kernel = "";
+        let mut spilling = Vec::new();
+        for line in RESOURCES.lines() {
+            if line.contains("Compiling entry function") {
+                kernel = line;
+            }
+            if line.contains("spill stores") && !line.contains(" 0 bytes spill stores, 0 bytes spill loads") {
+                spilling.push(format!("{}: {}", kernel.trim(), line.trim()));
+            }
+        }
+        assert!(RESOURCES.contains("spill stores"), "ptxas reported nothing");
+        assert!(spilling.is_empty(), "{spilling:#?}");
+    }
+}

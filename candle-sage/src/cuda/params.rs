@@ -1,0 +1,120 @@
+//! What crosses to the device, byte for byte as in `kernels/include/sage/params/attention.cuh`.
+#![allow(unsafe_code)]
+
+use std::mem::{offset_of, size_of};
+
+use cudarc::driver::DeviceRepr;
+
+/// An address on the device; 0 is null.
+pub(super) type Address = u64;
+
+/// A (batch, token, head, channel) tensor of 16-bit elements; strides in elements.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct View {
+    pub(super) data: Address,
+    pub(super) batch: i64,
+    pub(super) token: i64,
+    pub(super) head: i64,
+    pub(super) channel: i64,
+    /// Whether 16-byte loads of eight channels work.
+    pub(super) vector: i32,
+    pub(super) padding: i32,
+}
+
+/// One packed document.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Segment {
+    pub(super) query_start: i32,
+    pub(super) query_len: i32,
+    pub(super) key_start: i32,
+    pub(super) key_len: i32,
+    pub(super) query_tile: i32,
+    pub(super) key_tile: i32,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Shape {
+    pub(super) segments: Address,
+    pub(super) segment_count: i32,
+    pub(super) query_len: i32,
+    pub(super) key_len: i32,
+    pub(super) query_heads: i32,
+    pub(super) key_heads: i32,
+    pub(super) head_dim: i32,
+    pub(super) causal: i32,
+    pub(super) softmax_scale: f32,
+    pub(super) query_tiles: i32,
+    pub(super) key_tiles: i32,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Codes {
+    pub(super) q: Address,
+    pub(super) k: Address,
+    pub(super) v_transposed: Address,
+    pub(super) q_scale: Address,
+    pub(super) k_scale: Address,
+    pub(super) v_scale: Address,
+    pub(super) q_mean: Address,
+    pub(super) k_mean: Address,
+    pub(super) k_tile_sums: Address,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Forward {
+    pub(super) q: View,
+    pub(super) k: View,
+    pub(super) v: View,
+    pub(super) out: View,
+    pub(super) lse2: Address,
+    pub(super) codes: Codes,
+    pub(super) shape: Shape,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Backward {
+    pub(super) q: View,
+    pub(super) k: View,
+    pub(super) v: View,
+    pub(super) out: View,
+    pub(super) dout: View,
+    pub(super) dq: View,
+    pub(super) dk: View,
+    pub(super) dv: View,
+    pub(super) lse2: Address,
+    pub(super) delta: Address,
+    pub(super) dq_sums: Address,
+    pub(super) q_transposed: Address,
+    pub(super) dout_transposed: Address,
+    pub(super) dout_scale: Address,
+    pub(super) turns: Address,
+    pub(super) codes: Codes,
+    pub(super) shape: Shape,
+    pub(super) group: i32,
+    pub(super) dout_group: i32,
+}
+
+// SAFETY: plain data in C layout, the same on the device: the assertions here have twins in the header.
+unsafe impl DeviceRepr for Forward {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for Backward {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for Segment {}
+
+const _: () = {
+    assert!(size_of::<View>() == 48 && offset_of!(View, vector) == 40);
+    assert!(size_of::<Segment>() == 24);
+    assert!(size_of::<Shape>() == 48 && offset_of!(Shape, softmax_scale) == 36);
+    assert!(size_of::<Codes>() == 72);
+    assert!(size_of::<Forward>() == 320);
+    assert!(offset_of!(Forward, lse2) == 192 && offset_of!(Forward, shape) == 272);
+    assert!(size_of::<Backward>() == 568);
+    assert!(offset_of!(Backward, lse2) == 384 && offset_of!(Backward, codes) == 440);
+    assert!(offset_of!(Backward, shape) == 512 && offset_of!(Backward, group) == 560);
+};

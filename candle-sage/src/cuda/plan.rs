@@ -1,0 +1,177 @@
+//! How a kernel runs: tiles, threads and shared memory, from shape, scheme and architecture. Pure functions: printable,
+//! and testable without a GPU.
+
+use super::kernels::{ARCHITECTURES, PTX};
+use crate::error::{Error, Result};
+use crate::scheme::{Granularity, SageBwd, Scheme, Smoothing};
+use crate::shape::AttentionShape;
+
+/// Tokens that share a scale, and the unit of all padded buffers.
+pub(super) const TILE: usize = 64;
+
+/// The kernels that a device runs: the machine code of its own major version nearest below, else PTX.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Architecture(u32);
+
+impl Architecture {
+    /// For a device of this compute capability.
+    pub(super) fn of(major: u32, minor: u32) -> Result<Self> {
+        let device = major * 10 + minor;
+        let native = ARCHITECTURES.iter().filter(|&&arch| arch / 10 == major && arch <= device).max();
+        match native {
+            Some(&arch) => Ok(Self(arch)),
+            None if device >= PTX => Ok(Self(PTX)),
+            None => Err(Error::new("the GPU is too old, or this build has no kernels for it")
+                .got(format!("compute capability {major}.{minor}"))
+                .allowed(format!("machine code for {ARCHITECTURES:?}, PTX for {PTX} and later"))
+                .hint(
+                    "Ampere (8.0) is the oldest; build without CANDLE_SAGE_CUDA_ARCHS for all architectures",
+                )),
+        }
+    }
+
+    /// Bytes of shared memory that a block may have: `SHARED_KIB` of `kernels/include/sage/params/limits.cuh`.
+    pub(super) fn shared_bytes(self) -> usize {
+        1024 * match self.0 {
+            80 => 163,
+            90 | 100 => 227,
+            _ => 99,
+        }
+    }
+}
+
+/// The width that head_dim is padded to inside the kernels.
+pub(super) fn padded_head_dim(shape: &AttentionShape) -> Result<usize> {
+    match shape.head_dim() {
+        0..=64 => Ok(64),
+        65..=128 => Ok(128),
+        d => Err(Error::new("head_dim is out of range on CUDA")
+            .got(d)
+            .allowed("8 to 128")
+            .hint("the CPU takes up to 256")),
+    }
+}
+
+/// Rejects settings that the kernels do not have.
+pub(super) fn check_settings(settings: &SageBwd) -> Result<()> {
+    if settings.tile_q != TILE || settings.tile_k != TILE {
+        return Err(Error::new("SageBwd on CUDA has tiles of one size")
+            .got(format!("tile_q {}, tile_k {}", settings.tile_q, settings.tile_k))
+            .allowed("64 for both")
+            .hint("other sizes run on the CPU"));
+    }
+    match settings.granularity {
+        Granularity::Group(size) if !size.is_power_of_two() => {
+            Err(Error::new("this scale group does not run on CUDA")
+                .got(settings.granularity)
+                .allowed("vector, group-2, group-4, group-8, group-16, group-32, group-64, tile")
+                .hint("other groups run on the CPU"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// One kernel and how it is launched.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Plan {
+    /// Without the element type.
+    pub(super) name: &'static str,
+    /// Queries of a block in the forward, keys in the backward.
+    pub(super) rows: usize,
+    pub(super) threads: u32,
+    /// Buffers for tiles on their way.
+    pub(super) stages: usize,
+    pub(super) shared_bytes: usize,
+}
+
+fn name(scheme: &Scheme) -> &'static str {
+    match scheme {
+        Scheme::FullPrecision => "full_precision",
+        Scheme::SageBwd(SageBwd { smoothing: Smoothing::Qk, .. }) => "sagebwd_qk",
+        Scheme::SageBwd(_) => "sagebwd",
+    }
+}
+
+/// The forward of `kernels/include/sage/attention/forward.cuh`.
+pub(super) fn forward(scheme: &Scheme, d: usize) -> Plan {
+    let rows = 128;
+    let (name, tile, mean) = match scheme {
+        Scheme::FullPrecision => (name(scheme), 2 * d, 0),
+        Scheme::SageBwd(settings) => {
+            (name(scheme), d, if settings.smoothing == Smoothing::Qk { 2 * TILE * 4 } else { 0 })
+        }
+    };
+    // Queries; two stages of a tile of K and one of V.
+    Plan { name, rows, threads: 128, stages: 2, shared_bytes: rows * tile + 4 * TILE * tile + mean }
+}
+
+/// The backward of `kernels/include/sage/attention/backward.cuh`: the largest plan that fits.
+pub(super) fn backward(scheme: &Scheme, d: usize, architecture: Architecture) -> Plan {
+    let plans = [(128, 2), (128, 1), (64, 1)].map(|(rows, stages)| {
+        let state = 2 * TILE * 4;
+        let ds = rows * TILE * 2;
+        let shared_bytes = match scheme {
+            Scheme::FullPrecision => 2 * rows * 2 * d + stages * (2 * TILE * 2 * d + state) + ds,
+            Scheme::SageBwd(settings) => {
+                let keys = 4 * rows * d;
+                let stage = 5 * TILE * d + state + 4 * d;
+                let warps = rows / 16;
+                let exchange = if rows > TILE { warps * 10 * 32 * 4 } else { 0 };
+                let mean = if settings.smoothing == Smoothing::Qk { rows * 4 } else { 0 };
+                keys + stages * stage + ds + exchange + warps * 4 + mean
+            }
+        };
+        Plan { name: name(scheme), rows, threads: rows as u32 * 2, stages, shared_bytes }
+    });
+    let [.., smallest] = plans.clone();
+    plans.into_iter().find(|plan| plan.shared_bytes <= architecture.shared_bytes()).unwrap_or(smallest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn schemes() -> Vec<Scheme> {
+        let sage = |smoothing| SageBwd { smoothing, ..SageBwd::default() }.into();
+        vec![Scheme::FullPrecision, sage(Smoothing::K), sage(Smoothing::Qk)]
+    }
+
+    #[test]
+    fn every_plan_fits_its_architecture() {
+        for arch in [80, 86, 89, 90, 100, 120].map(Architecture) {
+            for scheme in schemes() {
+                for d in [64, 128] {
+                    for plan in [forward(&scheme, d), backward(&scheme, d, arch)] {
+                        assert!(plan.shared_bytes <= arch.shared_bytes(), "{arch:?}: {plan:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn large_memories_get_two_stages() {
+        for scheme in schemes() {
+            let plan = backward(&scheme, 128, Architecture(90));
+            assert_eq!((plan.rows, plan.stages, plan.threads), (128, 2, 256), "{plan:?}");
+        }
+        let sage = backward(&schemes()[1], 128, Architecture(80));
+        assert_eq!((sage.rows, sage.stages), (128, 1));
+        let sage = backward(&schemes()[1], 128, Architecture(89));
+        assert_eq!((sage.rows, sage.stages), (64, 1));
+    }
+
+    #[test]
+    fn devices_get_the_code_of_their_major_version_or_ptx() {
+        let of = |major, minor| Architecture::of(major, minor).map(|a| a.0);
+        if ARCHITECTURES.len() == 6 {
+            assert_eq!(of(8, 7), Ok(86));
+            assert_eq!(of(9, 0), Ok(90));
+            assert_eq!(of(10, 3), Ok(100));
+            assert_eq!(of(12, 1), Ok(120));
+        }
+        assert_eq!(of(11, 0), Ok(PTX));
+        assert_eq!(of(13, 0), Ok(PTX));
+        assert!(of(7, 5).is_err());
+    }
+}

@@ -1,0 +1,77 @@
+// Attention backward for sm_80 and later: one kernel for each (scheme, element type, head_dim).
+#include <sage/attention/full_precision_backward.cuh>
+#include <sage/attention/sagebwd_backward.cuh>
+#include <sage/params/limits.cuh>
+
+using namespace sage;
+using attention::BackwardPlan;
+
+// The largest plan that fits, as in candle-sage/src/cuda/plan.rs.
+template <template <class> class Numerics>
+constexpr auto choose() {
+  constexpr int LIMIT = params::SHARED_KIB * 1024;
+  if constexpr (Numerics<BackwardPlan<128, 2>>::SHARED_BYTES <= LIMIT)
+    return BackwardPlan<128, 2>{};
+  else if constexpr (Numerics<BackwardPlan<128, 1>>::SHARED_BYTES <= LIMIT)
+    return BackwardPlan<128, 1>{};
+  else
+    return BackwardPlan<64, 1>{};
+}
+
+#define KERNEL(name, ...)                                                                        \
+  namespace name##_ {                                                                            \
+  template <class Plan>                                                                          \
+  using Numerics = attention::__VA_ARGS__;                                                       \
+  using Plan = decltype(choose<Numerics>());                                                     \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(name##_::Plan::THREADS, 1)                        \
+      name(const __grid_constant__ params::Backward p) {                                         \
+    attention::backward<name##_::Numerics<name##_::Plan>>(p);                                    \
+  }                                                                                              \
+  static_assert(name##_::Numerics<name##_::Plan>::SHARED_BYTES <= params::SHARED_KIB * 1024);
+
+#define HEAD_DIMS(type, T)                                                                    \
+  KERNEL(attn_bwd_full_precision_##type##_64, FullPrecisionBackward<T, 64, Plan>)             \
+  KERNEL(attn_bwd_full_precision_##type##_128, FullPrecisionBackward<T, 128, Plan>)           \
+  KERNEL(attn_bwd_sagebwd_##type##_64, SageBwdBackward<T, 64, Plan, false>)                   \
+  KERNEL(attn_bwd_sagebwd_##type##_128, SageBwdBackward<T, 128, Plan, false>)                 \
+  KERNEL(attn_bwd_sagebwd_qk_##type##_64, SageBwdBackward<T, 64, Plan, true>)                 \
+  KERNEL(attn_bwd_sagebwd_qk_##type##_128, SageBwdBackward<T, 128, Plan, true>)
+
+HEAD_DIMS(bf16, __nv_bfloat16)
+HEAD_DIMS(f16, __half)
+
+namespace {
+
+// After the backward: dQ = softmax_scale * sums, out of the order of the fragments. A block is a (head, segment, tile).
+template <class T, int D>
+__device__ void finish(const params::Backward& p) {
+  const params::Shape& shape = p.shape;
+  int index = blockIdx.x, head = index % shape.query_heads;
+  index /= shape.query_heads;
+  attention::Segment segment(shape, index % shape.segment_count);
+  int number = index / shape.segment_count, first = number * attention::TILE;
+  if (first >= segment.query_len) return;
+  attention::Rows<T> dq(p.dq, segment.batch, segment.query_start, head, segment.query_len, shape.head_dim);
+  int64_t tile = int64_t(head) * shape.query_tiles + segment.query_tile + number;
+  const float4* sums = reinterpret_cast<const float4*>(p.dq_sums + tile * attention::TILE * D);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < attention::TILE * D / 4; i += blockDim.x) {
+    float4 x = sums[i];
+    int lane = i % 32, n = i / 32 % (D / 8), strip = i / 32 / (D / 8);
+    int row = first + strip * 16 + lane / 4, column = n * 8 + 2 * (lane & 3);
+    dq.store_2(row, column, x.x * shape.softmax_scale, x.y * shape.softmax_scale);
+    dq.store_2(row + 8, column, x.z * shape.softmax_scale, x.w * shape.softmax_scale);
+  }
+}
+
+}  // namespace
+
+#define FINISH(type, T, D)                                                                                           \
+  extern "C" __global__ void __launch_bounds__(256) finish_dq_##type##_##D(const __grid_constant__ params::Backward p) { \
+    finish<T, D>(p);                                                                                                 \
+  }
+FINISH(bf16, __nv_bfloat16, 64)
+FINISH(bf16, __nv_bfloat16, 128)
+FINISH(f16, __half, 64)
+FINISH(f16, __half, 128)

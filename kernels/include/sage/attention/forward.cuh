@@ -1,0 +1,92 @@
+// The forward walk: a block keeps 128 queries of one head, four warps of 32, and walks the tiles of 64 keys that they
+// see. What happens inside a tile is the numerics' affair: full_precision_forward.cuh, sagebwd_forward.cuh.
+//
+// Numerics has: Type, D, SHARED_BYTES; a constructor; load_queries(); load(tile), asynchronous copies into buffer
+// tile % 2; attend(tile, softmax, segment, first query of the warp, hides).
+#pragma once
+
+#include <sage/attention/rows.cuh>
+#include <sage/attention/segment.cuh>
+#include <sage/attention/softmax.cuh>
+
+namespace sage::attention {
+
+constexpr int FORWARD_QUERIES = 128;
+constexpr int FORWARD_THREADS = 128;
+
+// Where a block of the forward is. Heads and segments run fastest and long rows come first, so that the last blocks to
+// start are short.
+struct ForwardBlock {
+  int head, segment_index, first;  // `first` query, inside the segment
+  Segment segment;
+
+  __device__ __forceinline__ ForwardBlock(const params::Shape& shape, int index)
+      : head(index % shape.query_heads), segment_index(index / shape.query_heads % shape.segment_count),
+        first(((shape.query_len - 1) / FORWARD_QUERIES - index / shape.query_heads / shape.segment_count) *
+              FORWARD_QUERIES),
+        segment(shape, segment_index) {}
+
+  __device__ __forceinline__ int key_head(const params::Shape& shape) const {
+    return head / (shape.query_heads / shape.key_heads);
+  }
+};
+
+// Writes the output and the log-sum-exp. It works out where it is once more, which keeps registers free in the walk.
+template <class T, int D>
+__device__ __forceinline__ void store(const params::Forward& p, Softmax<D>& softmax) {
+  const params::Shape& shape = p.shape;
+  ForwardBlock block(shape, ptx::opaque(blockIdx.x));
+  const Segment& segment = block.segment;
+  Rows<T> out(p.out, segment.batch, segment.query_start, block.head, segment.query_len, shape.head_dim);
+  int64_t padded = (int64_t(block.head) * shape.query_tiles + segment.query_tile) * TILE;
+  int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    int row = block.first + threadIdx.x / 32 * 32 + row_of(r, lane);
+    int visible = segment.visible_keys(row);
+    float sum = quad_sum(softmax.sum[r]);
+    // Only a query that sees no key gives zeros: a sum that came to 0 otherwise gives NaN.
+    float inverse = visible == 0 ? 0.0f : 1.0f / sum;
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n) {
+      float(&acc)[4] = softmax.acc[r >> 1][n];
+      out.store_2(row, n * 8 + 2 * (lane & 3), acc[2 * (r & 1)] * inverse, acc[2 * (r & 1) + 1] * inverse);
+    }
+    if (p.lse2 && lane % 4 == 0 && row < segment.query_tiles() * TILE) {
+      bool real = row < segment.query_len && visible > 0;
+      p.lse2[padded + row] = real ? softmax.reference[r] + log2f(sum) : CUDART_INF_F;
+    }
+  }
+}
+
+template <class Numerics>
+__device__ __forceinline__ void forward(const params::Forward& p) {
+  using T = typename Numerics::Type;
+  constexpr int D = Numerics::D;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  ForwardBlock block(p.shape, blockIdx.x);
+  const Segment& segment = block.segment;
+  if (block.first >= segment.query_len) return;
+  int last = min(block.first + FORWARD_QUERIES, segment.query_len) - 1;
+  int key_tiles = (segment.visible_keys(last) + TILE - 1) / TILE;
+  int warp_first = block.first + threadIdx.x / 32 * 32;
+  int whole_tiles = segment.visible_keys(warp_first) / TILE;  // that all queries of the warp see
+  int warp_tiles = (segment.visible_keys(warp_first + 31) + TILE - 1) / TILE;
+
+  Numerics numerics(p, block, shared);
+  Softmax<D> softmax;
+  numerics.load_queries();
+  if (key_tiles > 0) numerics.load(0);
+  ptx::copy_commit();
+  for (int tile = 0; tile < key_tiles; ++tile) {
+    ptx::copy_wait<0>();
+    // Everyone sees this tile, and is done with the previous one, whose buffer is free now.
+    __syncthreads();
+    if (tile + 1 < key_tiles) numerics.load(tile + 1);
+    ptx::copy_commit();
+    if (Numerics::COOPERATES || tile < warp_tiles) numerics.attend(tile, softmax, segment, warp_first, tile >= whole_tiles);
+  }
+  store<T>(p, softmax);
+}
+
+}  // namespace sage::attention

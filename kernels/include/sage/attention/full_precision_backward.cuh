@@ -1,0 +1,125 @@
+// FullPrecision backward: 16-bit operands, f32 sums (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+#pragma once
+
+#include <sage/attention/backward.cuh>
+
+namespace sage::attention {
+
+template <class T, int HEAD_DIM, class Plan_>
+struct FullPrecisionBackward {
+  using Type = T;
+  using Plan = Plan_;
+  static constexpr int D = HEAD_DIM;
+  static constexpr int ROW = 2 * D;
+  static constexpr int K_BYTES = Plan::KEYS * ROW;
+  static constexpr int Q_BYTES = TILE * ROW;
+  static constexpr int STAGE_BYTES = 2 * Q_BYTES + 2 * TILE * 4;  // Q, dO, log-sum-exp, delta
+  static constexpr int DS_AT = 2 * K_BYTES + Plan::STAGES * STAGE_BYTES;
+  static constexpr int SHARED_BYTES = DS_AT + Plan::KEYS * TILE * 2;
+
+  const params::Backward& p;
+  const BackwardBlock& block;
+  unsigned char* memory;
+  uint32_t shared;
+  int warp;
+  float dk[D / 8][4] = {}, dv[D / 8][4] = {};
+
+  __device__ __forceinline__ FullPrecisionBackward(const params::Backward& p, const BackwardBlock& b,
+                                                   unsigned char* memory)
+      : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32) {}
+
+  static __device__ __forceinline__ int stage_at(int stage) { return 2 * K_BYTES + stage * STAGE_BYTES; }
+
+  __device__ __forceinline__ void load_keys() {
+    const Segment& s = block.segment;
+    Rows<T> k(p.k, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
+    Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
+    copy_rows<Plan::KEYS, D, Plan::THREADS>(shared, k, block.first_key, threadIdx.x);
+    copy_rows<Plan::KEYS, D, Plan::THREADS>(shared + K_BYTES, v, block.first_key, threadIdx.x);
+  }
+  __device__ __forceinline__ void keys_arrived() {}
+
+  __device__ __forceinline__ void load(const QueryTile& tile, int stage) {
+    const Segment& s = block.segment;
+    int thread = ptx::opaque(threadIdx.x);
+    uint32_t at = shared + stage_at(stage);
+    Rows<T> q(p.q, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
+    Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
+    copy_rows<TILE, D, Plan::THREADS>(at, q, tile.tile * TILE, thread);
+    copy_rows<TILE, D, Plan::THREADS>(at + Q_BYTES, dout, tile.tile * TILE, thread);
+    copy_row_state(at + 2 * Q_BYTES, p, tile, thread);
+  }
+
+  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, bool hides, bool seen) {
+    int lane = ptx::opaque(threadIdx.x) % 32;
+    uint32_t q_rows = shared + stage_at(stage), dout_rows = q_rows + Q_BYTES;
+    uint32_t ds_rows = shared + DS_AT + warp * 16 * TILE * 2;
+    const float* lse2 = reinterpret_cast<const float*>(memory + stage_at(stage) + 2 * Q_BYTES);
+    Scores s = {};
+    if (!seen) {
+      store_scores<T>(ds_rows, s, lane);
+      return;
+    }
+    multiply_scores<T, D>(s, shared + warp * 16 * ROW, q_rows, lane);
+    float scale = p.shape.softmax_scale * 1.44269504f;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      float2 l = *reinterpret_cast<const float2*>(lse2 + n * 8 + 2 * (lane & 3));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(s[n][e], scale, e & 1 ? -l.y : -l.x));
+    }
+    if (hides) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
+    add_keys(dv, s, dout_rows, lane);
+    Scores dp;
+    multiply_dp<T, D>(dp, shared + K_BYTES + warp * 16 * ROW, dout_rows, lse2 + TILE, lane);
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
+    store_scores<T>(ds_rows, s, lane);
+    add_keys(dk, s, q_rows, lane);
+  }
+
+  __device__ __forceinline__ void add_dq(const QueryTile& tile, int stage, const DqSums& sums) {
+    constexpr int CHANNELS = D / Plan::PARTS;
+    int lane = ptx::opaque(threadIdx.x) % 32, strip = warp % 4, part = warp / 4;
+    layout::TransposedReaderA<TILE * 2> ds_reader(shared + DS_AT, lane);
+    layout::TransposedReaderB<ROW> k_reader(shared, lane);
+    float dq[CHANNELS / 8][4] = {};
+#pragma unroll
+    for (int step = 0; step < Plan::KEYS / 16; ++step) {
+      uint32_t a[4];
+      ds_reader.load(a, step * 16, strip);
+#pragma unroll
+      for (int n = 0; n < CHANNELS / 8; n += 2) {
+        uint32_t b[4];
+        k_reader.load(b, step * 16, part * (CHANNELS / 16) + n / 2);
+        ptx::mma_16<T>(dq[n], a, b[0], b[1]);
+        ptx::mma_16<T>(dq[n + 1], a, b[2], b[3]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < CHANNELS / 8; ++n) sums.template add<D>(tile.padded, strip, part * (CHANNELS / 8) + n, lane, dq[n]);
+  }
+
+ private:
+  // out += X^T B: X in registers, rounded to 16 bit, and B, 64 rows of queries, in shared memory.
+  __device__ __forceinline__ void add_keys(float (&out)[D / 8][4], const Scores& x, uint32_t rows, int lane) {
+    layout::TransposedReaderB<ROW> reader(rows, lane);
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      uint32_t a[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = ptx::pack_16<T>(x[2 * step + i / 2][2 * (i & 1)], x[2 * step + i / 2][2 * (i & 1) + 1]);
+#pragma unroll
+      for (int n = 0; n < D / 8; n += 2) {
+        uint32_t b[4];
+        reader.load(b, step * 16, n / 2);
+        ptx::mma_16<T>(out[n], a, b[0], b[1]);
+        ptx::mma_16<T>(out[n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+};
+
+}  // namespace sage::attention

@@ -1,0 +1,109 @@
+// FullPrecision forward: 16-bit operands, f32 sums (FlashAttention-2, arXiv 2307.08691).
+#pragma once
+
+#include <sage/attention/forward.cuh>
+#include <sage/layout/fragments.cuh>
+#include <sage/ptx/mma.cuh>
+
+namespace sage::attention {
+
+template <class T, int HEAD_DIM>
+struct FullPrecisionForward {
+  using Type = T;
+  static constexpr int D = HEAD_DIM;
+  static constexpr bool COOPERATES = false;
+  static constexpr int ROW = D * 2;
+  static constexpr int Q_BYTES = FORWARD_QUERIES * ROW;
+  static constexpr int TILE_BYTES = TILE * ROW;
+  static constexpr int SHARED_BYTES = Q_BYTES + 4 * TILE_BYTES;
+
+  uint32_t shared;
+  int warp, first;
+  float scale;
+  Rows<T> q, k, v;
+
+  __device__ __forceinline__ FullPrecisionForward(const params::Forward& p, const ForwardBlock& b, void* memory)
+      : shared(ptx::shared_address(memory)), warp(threadIdx.x / 32), first(b.first),
+        scale(p.shape.softmax_scale * 1.44269504f),
+        q(p.q, b.segment.batch, b.segment.query_start, b.head, b.segment.query_len, p.shape.head_dim),
+        k(p.k, b.segment.batch, b.segment.key_start, b.key_head(p.shape), b.segment.key_len, p.shape.head_dim),
+        v(p.v, b.segment.batch, b.segment.key_start, b.key_head(p.shape), b.segment.key_len, p.shape.head_dim) {}
+
+  __device__ __forceinline__ uint32_t k_tile(int tile) const { return shared + Q_BYTES + (tile & 1) * 2 * TILE_BYTES; }
+
+  __device__ __forceinline__ void load_queries() {
+    copy_rows<FORWARD_QUERIES, D, FORWARD_THREADS>(shared, q, first, threadIdx.x);
+  }
+
+  __device__ __forceinline__ void load(int tile) {
+    // Addresses are worked out anew for each tile: kept, they would cost registers that the products need.
+    int thread = ptx::opaque(threadIdx.x);
+    copy_rows<TILE, D, FORWARD_THREADS>(k_tile(tile), k, tile * TILE, thread);
+    copy_rows<TILE, D, FORWARD_THREADS>(k_tile(tile) + TILE_BYTES, v, tile * TILE, thread);
+  }
+
+  __device__ __forceinline__ void attend(int tile, Softmax<D>& softmax, const Segment& segment, int warp_first,
+                                         bool hides) {
+    int lane = ptx::opaque(threadIdx.x) % 32;
+    float s[2][8][4] = {};
+    layout::ReaderA<ROW> q_reader(shared + warp * 32 * ROW, lane);
+    layout::ReaderB<ROW> k_reader(k_tile(tile), lane);
+#pragma unroll
+    for (int step = 0; step < D / 16; ++step) {
+      uint32_t a[2][4];
+      q_reader.load(a[0], 0, step);
+      q_reader.load(a[1], 16, step);
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        uint32_t b[4];
+        k_reader.load(b, n * 8, step);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          ptx::mma_16<T>(s[m][n], a[m], b[0], b[1]);
+          ptx::mma_16<T>(s[m][n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+    if (hides) mask(s, segment, warp_first, tile * TILE, lane, -CUDART_INF_F);
+
+    float row_max[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      row_max[r] = -CUDART_INF_F;
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+        row_max[r] = fmaxf(row_max[r], fmaxf(s[r >> 1][n][2 * (r & 1)], s[r >> 1][n][2 * (r & 1) + 1]));
+      row_max[r] = quad_max(row_max[r]) * scale;
+    }
+    softmax.follow(row_max);
+    uint32_t p[4][2][4];  // (16 keys, m): an operand of 16 x 16
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      float shift = softmax.shift(r), sum = 0.0f;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        float* x = &s[r >> 1][n][2 * (r & 1)];
+        x[0] = ptx::exp2(fmaf(x[0], scale, -shift));
+        x[1] = ptx::exp2(fmaf(x[1], scale, -shift));
+        sum += x[0] + x[1];
+        p[n >> 1][r >> 1][(r & 1) + 2 * (n & 1)] = ptx::pack_16<T>(x[0], x[1]);
+      }
+      softmax.sum[r] += sum;
+    }
+    layout::TransposedReaderB<ROW> v_reader(k_tile(tile) + TILE_BYTES, lane);
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+#pragma unroll
+      for (int n = 0; n < D / 8; n += 2) {
+        uint32_t b[4];
+        v_reader.load(b, step * 16, n / 2);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          ptx::mma_16<T>(softmax.acc[m][n], p[step][m], b[0], b[1]);
+          ptx::mma_16<T>(softmax.acc[m][n + 1], p[step][m], b[2], b[3]);
+        }
+      }
+  }
+};
+
+}  // namespace sage::attention

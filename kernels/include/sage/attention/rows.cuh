@@ -1,0 +1,92 @@
+// Rows of the caller's tensors: any strides, head_dim up to D, zeros beyond the ends.
+#pragma once
+
+#include <sage/layout/swizzle.cuh>
+#include <sage/params/attention.cuh>
+#include <sage/ptx/math.cuh>
+#include <sage/ptx/memory.cuh>
+
+namespace sage::attention {
+
+// The tokens of one head.
+template <class T>
+struct Rows {
+  T* data;
+  int64_t token, channel;
+  bool vector;
+  int count;     // tokens
+  int head_dim;  // channels
+
+  __device__ __forceinline__ Rows(const params::View& view, int batch, int start, int head, int count, int head_dim)
+      : data(static_cast<T*>(view.data) + batch * view.batch + start * view.token + head * view.head),
+        token(view.token), channel(view.channel), vector(view.vector), count(count), head_dim(head_dim) {}
+
+  __device__ __forceinline__ T* at(int row, int column) const { return data + row * token + column * channel; }
+
+  // Eight channels from `column` on as 16 bytes, zeros beyond the ends.
+  __device__ __forceinline__ uint4 load_8(int row, int column) const {
+    uint4 words = make_uint4(0, 0, 0, 0);
+    if (row >= count || column >= head_dim) return words;
+    if (vector) return *reinterpret_cast<const uint4*>(at(row, column));
+    T* elements = reinterpret_cast<T*>(&words);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (column + i < head_dim) elements[i] = *at(row, column + i);
+    return words;
+  }
+
+  // Two neighbouring channels of an output.
+  __device__ __forceinline__ void store_2(int row, int column, float a, float b) const {
+    if (row >= count) return;
+    if (vector && column < head_dim) {
+      *reinterpret_cast<uint32_t*>(at(row, column)) = ptx::pack_16<T>(a, b);
+    } else {
+      if (column < head_dim) *at(row, column) = ptx::from_float<T>(a);
+      if (column + 1 < head_dim) *at(row, column + 1) = ptx::from_float<T>(b);
+    }
+  }
+};
+
+// Copies ROWS rows of D channels, from row `first` on, into swizzled shared memory. Asynchronous where 16-byte copies
+// work; visible after copy_wait and a barrier either way.
+template <int ROWS, int D, int THREADS, class T>
+__device__ __forceinline__ void copy_rows(uint32_t shared, const Rows<T>& rows, int first, int thread) {
+  constexpr int CHUNKS = D / 8, STEP = THREADS / CHUNKS;
+  static_assert(STEP % 8 == 0, "the swizzle of a thread's rows must be the same");
+  int row = thread / CHUNKS, column = thread % CHUNKS * 8;
+  uint32_t to = shared + layout::swizzled<D * 2>(row, column / 8);
+  if (rows.vector) {
+    const T* from = rows.at(first + row, column);
+    int left = column < rows.head_dim ? rows.count - first - row : 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += STEP, from += STEP * rows.token)
+      ptx::copy_16(to + i * D * 2, i < left ? from : rows.data, i < left);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < ROWS; i += STEP) ptx::store_16(to + i * D * 2, rows.load_8(first + row + i, column));
+  }
+}
+
+// Copies a tile that lies in padded memory as ROWS rows of ROW_BYTES bytes; zeros if it does not exist.
+template <int ROWS, int ROW_BYTES, int THREADS>
+__device__ __forceinline__ void copy_tile(uint32_t shared, const int8_t* tile, int thread, bool exists = true) {
+  constexpr int CHUNKS = ROW_BYTES / 16, STEP = THREADS / CHUNKS;
+  static_assert(STEP % 8 == 0, "the swizzle of a thread's rows must be the same");
+  uint32_t to = shared + layout::swizzled<ROW_BYTES>(thread / CHUNKS, thread % CHUNKS);
+  tile += thread * 16;
+#pragma unroll
+  for (int i = 0; i < ROWS; i += STEP)
+    if (STEP <= ROWS || thread / CHUNKS < ROWS) ptx::copy_16(to + i * ROW_BYTES, tile + i * ROW_BYTES, exists);
+}
+
+// Copies the log-sum-exp of a tile of queries, then its delta.
+template <class Tile>
+__device__ __forceinline__ void copy_row_state(uint32_t shared, const params::Backward& p, const Tile& tile, int thread) {
+  constexpr int CHUNKS = 2 * 64 / 4;
+  if (thread < CHUNKS) {
+    const float* from = thread < CHUNKS / 2 ? p.lse2 : p.delta - 64;
+    ptx::copy_16(shared + thread * 16, from + tile.padded * 64 + thread * 4, true);
+  }
+}
+
+}  // namespace sage::attention

@@ -1,0 +1,47 @@
+// One independent attention problem: a batch entry or a packed document. The same as Segment in
+// candle-sage/src/shape.rs.
+#pragma once
+
+#include <sage/params/attention.cuh>
+
+namespace sage::attention {
+
+// Tokens that share a scale, and the unit of every padded buffer.
+constexpr int TILE = 64;
+
+struct Segment {
+  int batch;
+  int query_start, query_len, key_start, key_len;
+  int query_tile, key_tile;  // its first tile in padded buffers
+  bool causal;
+
+  __device__ __forceinline__ Segment(const params::Shape& shape, int index) {
+    causal = shape.causal;
+    if (shape.segments) {
+      params::Segment s = shape.segments[index];
+      batch = 0;
+      query_start = s.query_start, query_len = s.query_len, key_start = s.key_start, key_len = s.key_len;
+      query_tile = s.query_tile, key_tile = s.key_tile;
+    } else {
+      batch = index;
+      query_start = key_start = 0;
+      query_len = shape.query_len, key_len = shape.key_len;
+      query_tile = index * ((query_len + TILE - 1) / TILE), key_tile = index * ((key_len + TILE - 1) / TILE);
+    }
+  }
+
+  __device__ __forceinline__ int query_tiles() const { return (query_len + TILE - 1) / TILE; }
+  __device__ __forceinline__ int key_tiles() const { return (key_len + TILE - 1) / TILE; }
+
+  // How many keys query `i` attends to: always the first ones. Aligned at the end, as in FlashAttention.
+  __device__ __forceinline__ int visible_keys(int i) const {
+    return causal ? min(max(i + 1 + key_len - query_len, 0), key_len) : key_len;
+  }
+
+  // The first query that attends to key `j`, at most `query_len`.
+  __device__ __forceinline__ int first_query(int j) const {
+    return causal ? min(max(j + query_len - key_len, 0), query_len) : 0;
+  }
+};
+
+}  // namespace sage::attention

@@ -1,0 +1,89 @@
+// The running softmax of a warp's 32 queries, and the mask.
+//
+// A lane holds four of the rows, 16 m + 8 h + g (m, h in 0, 1; g = lane / 4), as number 2m + h, and of each a quarter
+// of the columns.
+#pragma once
+
+#include <math_constants.h>
+#include <sage/attention/segment.cuh>
+#include <sage/ptx/math.cuh>
+
+namespace sage::attention {
+
+// Largest of the four lanes of a row.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ int quad_max(int x) {
+  x = max(x, __shfl_xor_sync(~0u, x, 1));
+  return max(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// The row, 0 to 31, that has number `r` in this lane.
+__device__ __forceinline__ int row_of(int r, int lane) { return (r >> 1) * 16 + (r & 1) * 8 + lane / 4; }
+
+// Writes `hidden` over the keys, `first_key` and on, that a query, `first_query` and on, does not see.
+template <class X>
+__device__ __forceinline__ void mask(X (&x)[2][8][4], const Segment& segment, int first_query, int first_key, int lane,
+                                     X hidden) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    int visible = segment.visible_keys(first_query + row_of(r, lane)) - first_key - 2 * (lane & 3);
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (n * 8 + e >= visible) x[r >> 1][n][2 * (r & 1) + e] = hidden;
+  }
+}
+
+template <int D>
+struct Softmax {
+  float reference[4];  // what exponents are taken relative to: at most SLACK under the largest logit so far
+  float sum[4];        // this lane's part of sum 2^(logit - reference)
+  float acc[2][D / 8][4];  // sum 2^(logit - reference) v
+
+  // The reference follows the maximum only when it falls behind by this much: the accumulator is rescaled rarely, and
+  // 2^8 is far from any overflow.
+  static constexpr float SLACK = 8.0f;
+
+  __device__ __forceinline__ Softmax() {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) reference[r] = -CUDART_INF_F, sum[r] = 0.0f;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.0f;
+  }
+
+  // Lets the reference catch up with the maxima of the next columns.
+  __device__ __forceinline__ void follow(const float (&row_max)[4]) {
+    bool behind = false;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) behind |= row_max[r] > reference[r] + SLACK;
+    if (!__any_sync(~0u, behind)) return;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      float next = fmaxf(reference[r], row_max[r]);
+      float decay = ptx::exp2(reference[r] - (next == -CUDART_INF_F ? 0.0f : next));
+      reference[r] = next;
+      sum[r] *= decay;
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) acc[r >> 1][n][2 * (r & 1) + i] *= decay;
+    }
+  }
+
+  // The reference, or 0 where nothing is visible yet: every term is then 2^-inf, whatever is subtracted.
+  __device__ __forceinline__ float shift(int r) const { return reference[r] == -CUDART_INF_F ? 0.0f : reference[r]; }
+};
+
+}  // namespace sage::attention

@@ -1,0 +1,58 @@
+// Fragments out of swizzled shared memory. A matrix is named by its rows in shared memory and ROW_BYTES.
+//
+// All walks have the same form: `Lane` holds what depends on the lane, and the rest of an address is constant after
+// unrolling: chunks are xor-ed, rows are added.
+#pragma once
+
+#include <sage/layout/swizzle.cuh>
+#include <sage/ptx/memory.cuh>
+
+namespace sage::layout {
+
+// Reads 16 rows x 32 bytes: the four 8 x 16-byte matrices in the order of the registers.
+//   A operand (16 rows of A, 32 bytes of reduction): (rows 0-7, low), (rows 8-15, low), (rows 0-7, high), ...
+//   B operand (two column tiles of 8):               (tile 0, low), (tile 0, high), (tile 1, low), (tile 1, high)
+template <int ROW_BYTES, bool B>
+struct Reader {
+  uint32_t address;  // of this lane's row, in chunk 0 of its half
+  __device__ __forceinline__ Reader(uint32_t base, int lane) {
+    int matrix = lane >> 3;
+    int row = (lane & 7) + ((B ? matrix >> 1 : matrix & 1) << 3);
+    int half = B ? matrix & 1 : matrix >> 1;
+    address = base + swizzled<ROW_BYTES>(row, half);
+  }
+  // `row` is a multiple of 16, `step` counts 32 bytes along the row. `base` must be a multiple of the row size rounded
+  // up to 128 bytes, so that the xor stays inside the row.
+  __device__ __forceinline__ void load(uint32_t (&r)[4], int row, int step) const {
+    ptx::load_matrices(r, (address ^ (step << 5)) + row * ROW_BYTES);
+  }
+};
+
+template <int ROW_BYTES>
+using ReaderA = Reader<ROW_BYTES, false>;
+template <int ROW_BYTES>
+using ReaderB = Reader<ROW_BYTES, true>;
+
+// Reads a 16-bit matrix stored with the reduction along its rows: 16 of the reduction x 16 columns (32 bytes).
+//   A^T stored (rows = reduction, columns = rows of A): (k 0-7, m 0-7), (k 0-7, m 8-15), (k 8-15, m 0-7), ...
+//   B stored (rows = reduction, columns = columns of B): (k 0-7, n 0-7), (k 8-15, n 0-7), (k 0-7, n 8-15), ...
+template <int ROW_BYTES, bool B>
+struct TransposedReader {
+  uint32_t address;
+  __device__ __forceinline__ TransposedReader(uint32_t base, int lane) {
+    int matrix = lane >> 3;
+    int row = (lane & 7) + ((B ? matrix & 1 : matrix >> 1) << 3);
+    int half = B ? matrix >> 1 : matrix & 1;
+    address = base + swizzled<ROW_BYTES>(row, half);
+  }
+  __device__ __forceinline__ void load(uint32_t (&r)[4], int row, int step) const {
+    ptx::load_matrices_transposed(r, (address ^ (step << 5)) + row * ROW_BYTES);
+  }
+};
+
+template <int ROW_BYTES>
+using TransposedReaderA = TransposedReader<ROW_BYTES, false>;
+template <int ROW_BYTES>
+using TransposedReaderB = TransposedReader<ROW_BYTES, true>;
+
+}  // namespace sage::layout

@@ -1,0 +1,99 @@
+// What crosses from the host for attention. Mirrored byte for byte in candle-sage/src/cuda/params.rs: offsets are
+// asserted on both sides.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace sage::params {
+
+// A (batch, token, head, channel) tensor of 16-bit elements; strides in elements.
+struct View {
+  void* data;
+  int64_t batch;
+  int64_t token;
+  int64_t head;
+  int64_t channel;
+  int32_t vector;  // rows start on 16 bytes, channels are neighbours and come in eights: 16-byte loads work
+  int32_t padding;
+};
+
+// One packed document; tokens count from the start of the tensor, tiles from the start of the padded buffers.
+struct Segment {
+  int32_t query_start;
+  int32_t query_len;
+  int32_t key_start;
+  int32_t key_len;
+  int32_t query_tile;
+  int32_t key_tile;
+};
+
+// What the tensors are: candle-sage/src/shape.rs.
+struct Shape {
+  const Segment* segments;  // null: every batch entry is one, of the lengths below
+  int32_t segment_count;
+  int32_t query_len;    // of the longest segment
+  int32_t key_len;      // of the longest segment
+  int32_t query_heads;
+  int32_t key_heads;
+  int32_t head_dim;
+  int32_t causal;
+  float softmax_scale;
+  int32_t query_tiles;  // 64-token tiles of all segments
+  int32_t key_tiles;
+};
+
+// Codes and scales, in padded tiles of 64 tokens: (head, tile, ...). A tile of codes is [64][D], transposed [D][64].
+struct Codes {
+  int8_t* q;
+  int8_t* k;
+  int8_t* v_transposed;
+  float* q_scale;  // dequant_scale, one a tile
+  float* k_scale;
+  float* v_scale;
+  float* q_mean;       // (head, tile, D): what was taken out of Q; null without Q smoothing
+  float* k_mean;       // (head, segment, D): what was taken out of K; null without smoothing
+  float* k_tile_sums;  // (head, tile, D): on the way to the mean
+};
+
+struct Forward {
+  View q;
+  View k;
+  View v;
+  View out;
+  float* lse2;  // (head, padded token): base-2 log-sum-exp, +inf where there is nothing to go back to; null: not wanted
+  Codes codes;
+  Shape shape;
+};
+
+struct Backward {
+  View q;
+  View k;
+  View v;
+  View out;
+  View dout;
+  View dq;
+  View dk;
+  View dv;
+  const float* lse2;
+  float* delta;             // (head, padded token): rowsum(dO o O)
+  float* dq_sums;           // (head, tile, 64 D) f32, in the order of layout/dq_sums.cuh
+  int8_t* q_transposed;     // (head, tile): [D][64], permuted
+  int8_t* dout_transposed;  // the same
+  float* dout_scale;        // (head, tile, D): dequant_scale of each channel
+  int32_t* turns;           // deterministic: (head, tile), how many key tiles have added, then the ticket counter
+  Codes codes;
+  Shape shape;
+  int32_t group;       // keys that share a scale of P and of dS, and queries one of dS: 1, 2, 4, ... 64
+  int32_t dout_group;  // channels that share a scale of dO
+};
+
+static_assert(sizeof(View) == 48 && offsetof(View, vector) == 40);
+static_assert(sizeof(Segment) == 24);
+static_assert(sizeof(Shape) == 48 && offsetof(Shape, softmax_scale) == 36);
+static_assert(sizeof(Codes) == 72);
+static_assert(sizeof(Forward) == 320 && offsetof(Forward, lse2) == 192 && offsetof(Forward, shape) == 272);
+static_assert(sizeof(Backward) == 568 && offsetof(Backward, lse2) == 384 && offsetof(Backward, codes) == 440 &&
+              offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 560);
+
+}  // namespace sage::params

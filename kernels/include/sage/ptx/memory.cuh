@@ -1,0 +1,75 @@
+// Moving data: global to shared memory without registers, shared memory to fragments, sums into global memory.
+#pragma once
+
+#include <stdint.h>
+
+namespace sage::ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies 16 bytes, asynchronously. Without `valid` it writes zeros and reads nothing.
+__device__ __forceinline__ void copy_16(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0));
+}
+
+__device__ __forceinline__ void store_16(uint32_t shared, uint4 words) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(words.x), "r"(words.y), "r"(words.z),
+               "r"(words.w)
+               : "memory");
+}
+
+// Closes the group of copies issued so far by this thread.
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;"); }
+
+// Waits until at most PENDING groups of this thread are under way.
+template <int PENDING>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements. Lanes 8i .. 8i + 8 give the addresses of the rows of matrix i; r[i] of lane
+// (g, t) is bytes 4t .. 4t + 4 of row g. Eight rows of 16 bytes are as good for 8-bit elements.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+// The same, each matrix transposed: r[i] of lane (g, t) is column g of rows 2t and 2t + 1. For 16-bit elements only.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+// Adds four neighbouring floats to global memory, in no particular order among threads. 16-byte aligned.
+__device__ __forceinline__ void add_global(float* at, float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+#else
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(at), "f"(a) : "memory");
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(at + 1), "f"(b) : "memory");
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(at + 2), "f"(c) : "memory");
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(at + 3), "f"(d) : "memory");
+#endif
+}
+
+// A counter that orders blocks: reading it acquires, adding to it releases.
+__device__ __forceinline__ int load_acquire(const int* at) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void add_release(int* at, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+// Waits for THREADS threads, whole warps, that name the same barrier (1 to 15; 0 is __syncthreads).
+__device__ __forceinline__ void barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+}  // namespace sage::ptx

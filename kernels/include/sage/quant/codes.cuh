@@ -1,0 +1,68 @@
+// INT8 codes: code = round(x * quant_scale), x ~ code * dequant_scale. The same as candle-sage/src/cpu/quantize.rs.
+#pragma once
+
+#include <sage/ptx/math.cuh>
+#include <sage/ptx/mma.cuh>
+#include <stdint.h>
+
+namespace sage::quant {
+
+// |x| as an integer: a maximum over these is the largest |x|, and a NaN wins.
+__device__ __forceinline__ uint32_t abs_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+struct Scale {
+  float dequant;  // max|x| / 127
+  float quant;    // 127 / max|x|, 0 for a group of zeros. No additive epsilon: real gradients are about 1e-7.
+};
+
+// Correctly rounded divisions: the CPU gives the same bits. Where 127 / max overflows the scale stays at 1 / FLT_MAX.
+__device__ __forceinline__ Scale scale_of(uint32_t max_abs_bits) {
+  constexpr float LARGEST = 3.402823466e38f;
+  float max = __uint_as_float(max_abs_bits);
+  float quant = __fdiv_rn(127.0f, max);
+  if (max == 0.0f) return {0.0f, 0.0f};
+  if (quant > LARGEST) return {__fdiv_rn(1.0f, LARGEST), LARGEST};
+  return {__fdiv_rn(max, 127.0f), quant};
+}
+
+// The code of a value; ties to even. The product is rounded on its own, as on the CPU.
+__device__ __forceinline__ int code(float x, float quant_scale) { return __float2int_rn(__fmul_rn(x, quant_scale)); }
+
+// 1.5 * 2^23. A float in [2^23, 2^24) is a whole number whose low bits are that number: adding this constant rounds
+// |x| < 2^22 to the nearest whole number, ties to even, and leaves it in the low bits as a two's complement. The other
+// way, an s32 accumulator that starts from the constant's bits reads as the float MAGIC + sum while |sum| < 2^22:
+// products of 127-bounded codes stay under it up to a reduction of 256.
+constexpr float MAGIC = 12582912.0f;
+constexpr int MAGIC_BITS = 0x4b400000;
+
+// A step of a product of codes; the first step starts from MAGIC.
+__device__ __forceinline__ void multiply(int (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool first) {
+  const int magic[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
+  if (first)
+    ptx::mma_s8(sums, a, b0, b1, magic);
+  else
+    ptx::mma_s8(sums, a, b0, b1, sums);
+}
+
+// The low bytes of four words, as one word.
+__device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+// Four codes at once, without the slow float-to-integer conversion.
+__device__ __forceinline__ uint32_t codes(float a, float b, float c, float d, float quant_scale) {
+  return pack_bytes(__float_as_uint(fmaf(a, quant_scale, MAGIC)), __float_as_uint(fmaf(b, quant_scale, MAGIC)),
+                    __float_as_uint(fmaf(c, quant_scale, MAGIC)), __float_as_uint(fmaf(d, quant_scale, MAGIC)));
+}
+
+// A factor with two zero bits at its end, so that MAGIC * factor (MAGIC = 3 * 2^22) is exact and
+// fmaf(MAGIC + sum, factor, -MAGIC * factor) is sum * factor with one rounding.
+__device__ __forceinline__ float short_factor(float x) { return __uint_as_float(__float_as_uint(x) & 0xfffffffcu); }
+
+// The quant_scale of values whose maximum is known, approximately (2 ulp): for codes that never leave the kernel.
+// 0 for zeros; under 127 / FLT_MAX it stays finite, and codes shrink.
+__device__ __forceinline__ float quick_quant_scale(float max) {
+  return max == 0.0f ? 0.0f : fminf(127.0f * ptx::reciprocal(max), 1e38f) + (max - max);
+}
+
+}  // namespace sage::quant

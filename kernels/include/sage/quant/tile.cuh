@@ -1,0 +1,97 @@
+// Quantizing a tile of 64 tokens x D channels that 256 threads hold in registers.
+#pragma once
+
+#include <sage/attention/rows.cuh>
+#include <sage/attention/segment.cuh>
+#include <sage/layout/permutation.cuh>
+#include <sage/quant/codes.cuh>
+
+namespace sage::quant {
+
+using attention::TILE;
+
+constexpr int TILE_THREADS = 256;
+
+// The largest of all threads of the block.
+__device__ __forceinline__ uint32_t block_max(uint32_t x) {
+  __shared__ uint32_t of_warp[TILE_THREADS / 32];
+  x = __reduce_max_sync(~0u, x);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = of_warp[0];
+#pragma unroll
+  for (int i = 1; i < TILE_THREADS / 32; ++i) x = max(x, of_warp[i]);
+  return x;
+}
+
+// Each thread holds eight neighbouring channels of every TILE_THREADS / (D / 8)-th row.
+template <int D>
+struct Tile {
+  static constexpr int CHUNKS = D / 8;
+  static constexpr int STEP = TILE_THREADS / CHUNKS;
+  static constexpr int ROWS = TILE / STEP;
+
+  float x[ROWS][8];
+
+  __device__ __forceinline__ static int row(int i) { return threadIdx.x / CHUNKS + i * STEP; }
+  __device__ __forceinline__ static int column() { return threadIdx.x % CHUNKS * 8; }
+
+  template <class T>
+  __device__ __forceinline__ void load(const attention::Rows<T>& rows, int first) {
+    uint4 words[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) words[i] = rows.load_8(first + row(i), column());
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+      for (int c = 0; c < 8; ++c) x[i][c] = ptx::to_float(reinterpret_cast<const T*>(&words[i])[c]);
+  }
+
+  // Takes `mean`, one a channel, out of the rows that exist; the padding stays zero.
+  __device__ __forceinline__ void subtract(const float* mean, int rows_left) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+      for (int c = 0; c < 8; ++c)
+        if (row(i) < rows_left) x[i][c] = __fsub_rn(x[i][c], mean[column() + c]);
+  }
+
+  __device__ __forceinline__ uint32_t max_abs_bits() const {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+      for (int c = 0; c < 8; ++c) largest = max(largest, abs_bits(x[i][c]));
+    return largest;
+  }
+
+  // The codes of row `i`, eight bytes.
+  __device__ __forceinline__ uint2 codes(int i, float quant_scale) const {
+    int q[8];
+#pragma unroll
+    for (int c = 0; c < 8; ++c) q[c] = code(x[i][c], quant_scale);
+    return make_uint2(pack_bytes(q[0], q[1], q[2], q[3]), pack_bytes(q[4], q[5], q[6], q[7]));
+  }
+};
+
+// Writes a tile of codes in shared memory, row-major with rows of PITCH bytes, transposed and permuted: [D][64].
+template <int D, int PITCH>
+__device__ __forceinline__ void store_transposed(const int8_t* tile, int8_t* out) {
+  for (int i = threadIdx.x; i < D * (TILE / 16); i += blockDim.x) {
+    // Neighbouring threads read neighbouring channels.
+    int channel = i % D, group = i / D;
+    uint32_t words[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      words[w] = 0;
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        int token = group * 16 + layout::token_of_slot(4 * w + b);
+        words[w] |= uint32_t(uint8_t(tile[token * PITCH + channel])) << (8 * b);
+      }
+    }
+    *reinterpret_cast<uint4*>(out + channel * TILE + group * 16) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+}  // namespace sage::quant

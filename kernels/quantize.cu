@@ -1,0 +1,226 @@
+// What SageBwd does before its products: means, codes and scales of Q, K and V (arXiv 2603.02170, section 3), and
+// before its backward: delta and the codes of dO.
+#include <sage/quant/tile.cuh>
+
+using namespace sage;
+using attention::Rows;
+using attention::Segment;
+using attention::TILE;
+
+namespace {
+
+// The segment that owns a tile of the padded buffers, and the tile's number inside it. The difference of neighbours'
+// first tiles orders the search.
+template <bool QUERY>
+__device__ int segment_of_tile(const params::Shape& shape, int tile) {
+  if (!shape.segments) return tile / (((QUERY ? shape.query_len : shape.key_len) + TILE - 1) / TILE);
+  int low = 0, high = shape.segment_count - 1;  // the last segment that starts at or before the tile
+  while (low < high) {
+    int middle = (low + high + 1) / 2;
+    int start = QUERY ? shape.segments[middle].query_tile : shape.segments[middle].key_tile;
+    if (start <= tile) low = middle; else high = middle - 1;
+  }
+  return low;
+}
+
+// Sums of K over each tile, in the order of the tokens: (key head, tile, channel). One thread a channel.
+template <class T, int D>
+__device__ void sum_tiles(const params::Forward& p) {
+  const params::Shape& shape = p.shape;
+  int tile = blockIdx.x * blockDim.y + threadIdx.y, channel = threadIdx.x, head = blockIdx.y;
+  if (tile >= shape.key_tiles) return;
+  Segment segment(shape, segment_of_tile<false>(shape, tile));
+  int first = (tile - segment.key_tile) * TILE;
+  Rows<T> k(p.k, segment.batch, segment.key_start + first, head, segment.key_len - first, shape.head_dim);
+  float sum = 0.0f;
+  if (channel < shape.head_dim) {
+#pragma unroll 16
+    for (int i = 0; i < TILE; ++i)
+      if (i < k.count) sum = __fadd_rn(sum, ptx::to_float(*k.at(i, channel)));
+  }
+  p.codes.k_tile_sums[(int64_t(head) * shape.key_tiles + tile) * D + channel] = sum;
+}
+
+// K's mean: the tiles' sums, in order, over the number of tokens: (key head, segment, channel).
+template <int D>
+__device__ void mean_of_tiles(const params::Forward& p) {
+  const params::Shape& shape = p.shape;
+  Segment segment(shape, blockIdx.x);
+  const float* sums = p.codes.k_tile_sums + (int64_t(blockIdx.y) * shape.key_tiles + segment.key_tile) * D + threadIdx.x;
+  float total = 0.0f;
+  int tiles = segment.key_tiles();
+#pragma unroll 16
+  for (int i = 0; i < tiles; ++i) total = __fadd_rn(total, sums[int64_t(i) * D]);
+  p.codes.k_mean[(int64_t(blockIdx.y) * shape.segment_count + blockIdx.x) * D + threadIdx.x] =
+      __fdiv_rn(total, float(max(segment.key_len, 1)));
+}
+
+template <class T, int D>
+__device__ void quantize_queries(const params::Forward& p, int tile, int head) {
+  const params::Shape& shape = p.shape;
+  Segment segment(shape, segment_of_tile<true>(shape, tile));
+  int first = (tile - segment.query_tile) * TILE, left = segment.query_len - first;
+  Rows<T> q(p.q, segment.batch, segment.query_start, head, segment.query_len, shape.head_dim);
+  int64_t at = int64_t(head) * shape.query_tiles + tile;
+  quant::Tile<D> values;
+  values.load(q, first);
+  if (p.codes.q_mean) {
+    __shared__ float mean[D];
+    if (threadIdx.x < D) {
+      float sum = 0.0f;
+      for (int i = 0; i < min(left, TILE) && threadIdx.x < shape.head_dim; ++i)
+        sum = __fadd_rn(sum, ptx::to_float(*q.at(first + i, threadIdx.x)));
+      mean[threadIdx.x] = __fdiv_rn(sum, float(min(left, TILE)));
+      p.codes.q_mean[at * D + threadIdx.x] = mean[threadIdx.x];
+    }
+    __syncthreads();
+    values.subtract(mean, left);
+  }
+  quant::Scale scale = quant::scale_of(quant::block_max(values.max_abs_bits()));
+  if (threadIdx.x == 0) p.codes.q_scale[at] = scale.dequant;
+#pragma unroll
+  for (int i = 0; i < values.ROWS; ++i)
+    *reinterpret_cast<uint2*>(p.codes.q + at * TILE * D + values.row(i) * D + values.column()) =
+        values.codes(i, scale.quant);
+}
+
+template <class T, int D>
+__device__ void quantize_keys(const params::Forward& p, int tile, int head) {
+  const params::Shape& shape = p.shape;
+  int index = segment_of_tile<false>(shape, tile);
+  Segment segment(shape, index);
+  int first = (tile - segment.key_tile) * TILE;
+  Rows<T> k(p.k, segment.batch, segment.key_start, head, segment.key_len, shape.head_dim);
+  int64_t at = int64_t(head) * shape.key_tiles + tile;
+  quant::Tile<D> values;
+  values.load(k, first);
+  if (p.codes.k_mean)
+    values.subtract(p.codes.k_mean + (int64_t(head) * shape.segment_count + index) * D, segment.key_len - first);
+  quant::Scale scale = quant::scale_of(quant::block_max(values.max_abs_bits()));
+  if (threadIdx.x == 0) p.codes.k_scale[at] = scale.dequant;
+#pragma unroll
+  for (int i = 0; i < values.ROWS; ++i)
+    *reinterpret_cast<uint2*>(p.codes.k + at * TILE * D + values.row(i) * D + values.column()) =
+        values.codes(i, scale.quant);
+}
+
+template <class T, int D>
+__device__ void quantize_values(const params::Forward& p, int tile, int head) {
+  constexpr int PITCH = D + 16;  // rows 16 bytes apart modulo the banks
+  __shared__ __align__(16) int8_t codes[TILE * PITCH];
+  const params::Shape& shape = p.shape;
+  Segment segment(shape, segment_of_tile<false>(shape, tile));
+  Rows<T> v(p.v, segment.batch, segment.key_start, head, segment.key_len, shape.head_dim);
+  int64_t at = int64_t(head) * shape.key_tiles + tile;
+  quant::Tile<D> values;
+  values.load(v, (tile - segment.key_tile) * TILE);
+  quant::Scale scale = quant::scale_of(quant::block_max(values.max_abs_bits()));
+  if (threadIdx.x == 0) p.codes.v_scale[at] = scale.dequant;
+#pragma unroll
+  for (int i = 0; i < values.ROWS; ++i)
+    *reinterpret_cast<uint2*>(codes + values.row(i) * PITCH + values.column()) = values.codes(i, scale.quant);
+  __syncthreads();
+  quant::store_transposed<D, PITCH>(codes, p.codes.v_transposed + at * TILE * D);
+}
+
+// Blocks: the tiles of Q, then of K, then of V, each for all heads.
+template <class T, int D>
+__device__ void quantize(const params::Forward& p) {
+  const params::Shape& shape = p.shape;
+  int index = blockIdx.x, queries = shape.query_tiles * shape.query_heads, keys = shape.key_tiles * shape.key_heads;
+  if (index < queries) {
+    quantize_queries<T, D>(p, index % shape.query_tiles, index / shape.query_tiles);
+  } else if (index < queries + keys) {
+    quantize_keys<T, D>(p, (index - queries) % shape.key_tiles, (index - queries) / shape.key_tiles);
+  } else {
+    index -= queries + keys;
+    quantize_values<T, D>(p, index % shape.key_tiles, index / shape.key_tiles);
+  }
+}
+
+// Before a backward, one block a (query tile, head): D = rowsum(dO o O). With QUANTIZE also dO and Q as the operands of
+// dV and dK: transposed codes, for dO with one scale a channel, or a group of channels, of the tile.
+template <class T, int D, bool QUANTIZE>
+__device__ void prepare(const params::Backward& p) {
+  const params::Shape& shape = p.shape;
+  int tile = blockIdx.x % shape.query_tiles, head = blockIdx.x / shape.query_tiles;
+  Segment segment(shape, segment_of_tile<true>(shape, tile));
+  int first = (tile - segment.query_tile) * TILE;
+  int64_t at = int64_t(head) * shape.query_tiles + tile;
+  Rows<T> out(p.out, segment.batch, segment.query_start, head, segment.query_len, shape.head_dim);
+  Rows<T> dout(p.dout, segment.batch, segment.query_start, head, segment.query_len, shape.head_dim);
+  quant::Tile<D> grads;
+  grads.load(dout, first);
+#pragma unroll
+  for (int i = 0; i < grads.ROWS; ++i) {
+    uint4 words = out.load_8(first + grads.row(i), grads.column());
+    float sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) sum = fmaf(ptx::to_float(reinterpret_cast<const T*>(&words)[c]), grads.x[i][c], sum);
+#pragma unroll
+    for (int lanes = 1; lanes < D / 8; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+    if (threadIdx.x % (D / 8) == 0) p.delta[at * TILE + grads.row(i)] = sum;
+  }
+  if constexpr (QUANTIZE) {
+    constexpr int PITCH = D + 16;
+    __shared__ __align__(16) int8_t codes[TILE * PITCH], queries[TILE * PITCH];
+    __shared__ uint32_t largest[D];
+    __shared__ float quant_scale[D];
+    for (int i = threadIdx.x; i < D; i += blockDim.x) largest[i] = 0;
+    for (int i = threadIdx.x; i < TILE * D / 16; i += blockDim.x)
+      *reinterpret_cast<uint4*>(queries + i / (D / 16) * PITCH + i % (D / 16) * 16) =
+          *reinterpret_cast<const uint4*>(p.codes.q + at * TILE * D + i * 16);
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      uint32_t x = 0;
+#pragma unroll
+      for (int i = 0; i < grads.ROWS; ++i) x = max(x, quant::abs_bits(grads.x[i][c]));
+#pragma unroll
+      for (int lanes = D / 8; lanes < 32; lanes *= 2) x = max(x, __shfl_xor_sync(~0u, x, lanes));
+      if (threadIdx.x % 32 < D / 8) atomicMax(&largest[grads.column() + c], x);
+    }
+    __syncthreads();
+    if (threadIdx.x < D) {
+      uint32_t x = 0;
+      int start = threadIdx.x / p.dout_group * p.dout_group;
+      for (int i = start; i < min(start + p.dout_group, D); ++i) x = max(x, largest[i]);
+      quant::Scale scale = quant::scale_of(x);
+      quant_scale[threadIdx.x] = scale.quant;
+      p.dout_scale[at * D + threadIdx.x] = scale.dequant;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < grads.ROWS; ++i) {
+      int q[8];
+#pragma unroll
+      for (int c = 0; c < 8; ++c) q[c] = quant::code(grads.x[i][c], quant_scale[grads.column() + c]);
+      *reinterpret_cast<uint2*>(codes + grads.row(i) * PITCH + grads.column()) =
+          make_uint2(quant::pack_bytes(q[0], q[1], q[2], q[3]), quant::pack_bytes(q[4], q[5], q[6], q[7]));
+    }
+    __syncthreads();
+    quant::store_transposed<D, PITCH>(codes, p.dout_transposed + at * TILE * D);
+    quant::store_transposed<D, PITCH>(queries, p.q_transposed + at * TILE * D);
+  }
+}
+
+}  // namespace
+
+#define FORWARD(name, threads, ...) \
+  extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ params::Forward p) { __VA_ARGS__(p); }
+#define BACKWARD(name, ...)                                                                                            \
+  extern "C" __global__ void __launch_bounds__(quant::TILE_THREADS) name(const __grid_constant__ params::Backward p) { \
+    __VA_ARGS__(p);                                                                                                    \
+  }
+#define KERNELS(type, T, D)                                                \
+  FORWARD(sum_tiles_##type##_##D, 256, sum_tiles<T, D>)                    \
+  FORWARD(quantize_##type##_##D, quant::TILE_THREADS, quantize<T, D>)      \
+  BACKWARD(prepare_full_precision_##type##_##D, prepare<T, D, false>)      \
+  BACKWARD(prepare_sagebwd_##type##_##D, prepare<T, D, true>)
+
+KERNELS(bf16, __nv_bfloat16, 64)
+KERNELS(bf16, __nv_bfloat16, 128)
+KERNELS(f16, __half, 64)
+KERNELS(f16, __half, 128)
+FORWARD(mean_of_tiles_64, 64, mean_of_tiles<64>)
+FORWARD(mean_of_tiles_128, 128, mean_of_tiles<128>)
