@@ -35,8 +35,8 @@ constexpr auto choose() {
   KERNEL(attn_bwd_full_precision_##type##_128, FullPrecisionBackward<T, 128, Plan>)           \
   KERNEL(attn_bwd_sagebwd_##type##_64, SageBwdBackward<T, 64, Plan, false>)                   \
   KERNEL(attn_bwd_sagebwd_##type##_128, SageBwdBackward<T, 128, Plan, false>)                 \
-  KERNEL(attn_bwd_sagebwd_qk_##type##_64, SageBwdBackward<T, 64, Plan, true>)                 \
-  KERNEL(attn_bwd_sagebwd_qk_##type##_128, SageBwdBackward<T, 128, Plan, true>)
+  KERNEL(attn_bwd_sagebwd_general_##type##_64, SageBwdBackward<T, 64, Plan, true>)                 \
+  KERNEL(attn_bwd_sagebwd_general_##type##_128, SageBwdBackward<T, 128, Plan, true>)
 
 HEAD_DIMS(bf16, __nv_bfloat16)
 HEAD_DIMS(f16, __half)

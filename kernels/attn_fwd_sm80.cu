@@ -5,7 +5,7 @@
 using namespace sage;
 
 #define KERNEL(name, ...)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(attention::FORWARD_THREADS, 2)                                      \
+  extern "C" __global__ void __launch_bounds__(attention::__VA_ARGS__::THREADS, attention::__VA_ARGS__::BLOCKS)     \
       name(const __grid_constant__ params::Forward p) {                                                            \
     attention::forward<attention::__VA_ARGS__>(p);                                                                 \
   }

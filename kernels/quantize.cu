@@ -159,7 +159,7 @@ __device__ void prepare(const params::Backward& p) {
     for (int c = 0; c < 8; ++c) sum = fmaf(ptx::to_float(reinterpret_cast<const T*>(&words)[c]), grads.x[i][c], sum);
 #pragma unroll
     for (int lanes = 1; lanes < D / 8; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-    if (threadIdx.x % (D / 8) == 0) p.delta[at * TILE + grads.row(i)] = sum;
+    if (threadIdx.x % (D / 8) == 0) p.minus_delta[at * TILE + grads.row(i)] = -sum;
   }
   if constexpr (QUANTIZE) {
     constexpr int PITCH = D + 16;

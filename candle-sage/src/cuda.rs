@@ -28,8 +28,8 @@ pub(crate) type Operand<'a> = (&'a CudaStorage, &'a Layout);
 /// What a forward keeps for its backward.
 #[derive(Debug)]
 pub(crate) struct Saved {
-    /// Base-2 log-sum-exp, (query heads, padded query).
-    lse2: CudaSlice<f32>,
+    /// Minus the base-2 log-sum-exp, (query heads, padded query).
+    minus_lse2: CudaSlice<f32>,
     /// Of Q and K; none in full precision.
     codes: Option<Codes>,
 }
@@ -184,13 +184,13 @@ pub(crate) fn forward(
     let call = Call::new(problem)?;
     let plan = plan::forward(scheme, call.d);
     let (out, out_view) = call.output(problem.shape.query_dims())?;
-    let lse2 = keep.then(|| call.gpu.alloc::<f32>(call.query_tiles() * TILE)).transpose()?;
+    let minus_lse2 = keep.then(|| call.gpu.alloc::<f32>(call.query_tiles() * TILE)).transpose()?;
     let mut params = params::Forward {
         q: call.view(problem.q)?,
         k: call.view(problem.k)?,
         v: call.view(problem.v)?,
         out: out_view,
-        lse2: lse2.as_ref().map_or(0, |lse2| address(lse2, &call.gpu)),
+        minus_lse2: minus_lse2.as_ref().map_or(0, |lse2| address(lse2, &call.gpu)),
         codes: params::Codes::default(),
         shape: call.shape,
     };
@@ -205,7 +205,7 @@ pub(crate) fn forward(
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
     let kernel = call.kernel(&format!("attn_fwd_{}", plan.name));
     call.gpu.launch_forward("attn_fwd_sm80", &kernel, grid, &params)?;
-    let saved = lse2.map(|lse2| Saved { lse2, codes: quantized.map(sagebwd::Operands::keep) });
+    let saved = minus_lse2.map(|minus_lse2| Saved { minus_lse2, codes: quantized.map(sagebwd::Operands::keep) });
     Ok((out, saved))
 }
 
@@ -220,7 +220,7 @@ pub(crate) fn backward(
     let call = Call::new(problem)?;
     let gpu = &call.gpu;
     let plan = plan::backward(scheme, call.d, gpu.architecture);
-    let delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
+    let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
     let dq_sums = gpu.alloc_zeros::<f32>(call.query_tiles() * TILE * call.d)?;
     // A counter for each tile of queries, and the tickets.
     let turns = problem.deterministic.then(|| gpu.alloc_zeros::<i32>(call.query_tiles() + 1)).transpose()?;
@@ -234,8 +234,8 @@ pub(crate) fn backward(
         dout: call.view(dout)?,
         dk: dk_view,
         dv: dv_view,
-        lse2: address(&saved.lse2, gpu),
-        delta: address(&delta, gpu),
+        minus_lse2: address(&saved.minus_lse2, gpu),
+        minus_delta: address(&minus_delta, gpu),
         dq_sums: address(&dq_sums, gpu),
         turns: turns.as_ref().map_or(0, |turns| address(turns, gpu)),
         shape: call.shape,

@@ -71,7 +71,7 @@ pub(super) struct Forward {
     pub(super) k: View,
     pub(super) v: View,
     pub(super) out: View,
-    pub(super) lse2: Address,
+    pub(super) minus_lse2: Address,
     pub(super) codes: Codes,
     pub(super) shape: Shape,
 }
@@ -87,8 +87,8 @@ pub(super) struct Backward {
     pub(super) dq: View,
     pub(super) dk: View,
     pub(super) dv: View,
-    pub(super) lse2: Address,
-    pub(super) delta: Address,
+    pub(super) minus_lse2: Address,
+    pub(super) minus_delta: Address,
     pub(super) dq_sums: Address,
     pub(super) q_transposed: Address,
     pub(super) dout_transposed: Address,
@@ -113,8 +113,8 @@ const _: () = {
     assert!(size_of::<Shape>() == 48 && offset_of!(Shape, softmax_scale) == 36);
     assert!(size_of::<Codes>() == 72);
     assert!(size_of::<Forward>() == 320);
-    assert!(offset_of!(Forward, lse2) == 192 && offset_of!(Forward, shape) == 272);
+    assert!(offset_of!(Forward, minus_lse2) == 192 && offset_of!(Forward, shape) == 272);
     assert!(size_of::<Backward>() == 568);
-    assert!(offset_of!(Backward, lse2) == 384 && offset_of!(Backward, codes) == 440);
+    assert!(offset_of!(Backward, minus_lse2) == 384 && offset_of!(Backward, codes) == 440);
     assert!(offset_of!(Backward, shape) == 512 && offset_of!(Backward, group) == 560);
 };

@@ -84,22 +84,13 @@ pub(super) struct Plan {
     pub(super) shared_bytes: usize,
 }
 
-fn name(scheme: &Scheme) -> &'static str {
-    match scheme {
-        Scheme::FullPrecision => "full_precision",
-        Scheme::SageBwd(SageBwd { smoothing: Smoothing::Qk, .. }) => "sagebwd_qk",
-        Scheme::SageBwd(_) => "sagebwd",
-    }
-}
-
 /// The forward of `kernels/include/sage/attention/forward.cuh`.
 pub(super) fn forward(scheme: &Scheme, d: usize) -> Plan {
     let rows = 128;
     let (name, tile, mean) = match scheme {
-        Scheme::FullPrecision => (name(scheme), 2 * d, 0),
-        Scheme::SageBwd(settings) => {
-            (name(scheme), d, if settings.smoothing == Smoothing::Qk { 2 * TILE * 4 } else { 0 })
-        }
+        Scheme::FullPrecision => ("full_precision", 2 * d, 0),
+        Scheme::SageBwd(settings) if settings.smoothing == Smoothing::Qk => ("sagebwd_qk", d, 2 * TILE * 4),
+        Scheme::SageBwd(_) => ("sagebwd", d, 0),
     };
     // Queries; two stages of a tile of K and one of V.
     Plan { name, rows, threads: 128, stages: 2, shared_bytes: rows * tile + 4 * TILE * tile + mean }
@@ -107,21 +98,31 @@ pub(super) fn forward(scheme: &Scheme, d: usize) -> Plan {
 
 /// The backward of `kernels/include/sage/attention/backward.cuh`: the largest plan that fits.
 pub(super) fn backward(scheme: &Scheme, d: usize, architecture: Architecture) -> Plan {
+    let (name, general) = match scheme {
+        Scheme::FullPrecision => ("full_precision", false),
+        Scheme::SageBwd(settings)
+            if settings.smoothing != Smoothing::Qk && settings.granularity == Granularity::Vector =>
+        {
+            ("sagebwd", false)
+        }
+        // The same with the ablations, which cost the usual case some time.
+        Scheme::SageBwd(_) => ("sagebwd_general", true),
+    };
     let plans = [(128, 2), (128, 1), (64, 1)].map(|(rows, stages)| {
         let state = 2 * TILE * 4;
-        let ds = rows * TILE * 2;
+        let ds = 2 * rows * TILE * 2;
         let shared_bytes = match scheme {
             Scheme::FullPrecision => 2 * rows * 2 * d + stages * (2 * TILE * 2 * d + state) + ds,
-            Scheme::SageBwd(settings) => {
+            Scheme::SageBwd(_) => {
                 let keys = 4 * rows * d;
                 let stage = 5 * TILE * d + state + 4 * d;
                 let warps = rows / 16;
-                let exchange = if rows > TILE { warps * 10 * 32 * 4 } else { 0 };
-                let mean = if settings.smoothing == Smoothing::Qk { rows * 4 } else { 0 };
-                keys + stages * stage + ds + exchange + warps * 4 + mean
+                let codes = if rows > TILE { 2 * warps * (1024 + 256) } else { 0 };
+                let mean = if general { rows * 4 } else { 0 };
+                keys + stages * stage + ds + codes + warps * 4 + mean
             }
         };
-        Plan { name: name(scheme), rows, threads: rows as u32 * 2, stages, shared_bytes }
+        Plan { name, rows, threads: rows as u32 * 2, stages, shared_bytes }
     });
     let [.., smallest] = plans.clone();
     plans.into_iter().find(|plan| plan.shared_bytes <= architecture.shared_bytes()).unwrap_or(smallest)

@@ -37,15 +37,21 @@ struct BackwardBlock {
 // A tile of 64 queries of one query head.
 struct QueryTile {
   int head;
-  int tile;       // inside the segment
-  int64_t padded;  // in the padded buffers
+  int tile;    // inside the segment
+  int padded;  // in the padded buffers
 
-  __device__ __forceinline__ QueryTile(const params::Shape& shape, const BackwardBlock& block, int iteration,
-                                       int first_tile, int tiles) {
-    int group = shape.query_heads / shape.key_heads;
-    head = block.key_head * group + iteration / tiles;
-    tile = first_tile + iteration % tiles;
-    padded = int64_t(head) * shape.query_tiles + block.segment.query_tile + tile;
+  __device__ __forceinline__ QueryTile(const params::Shape& shape, const BackwardBlock& block, int first_tile)
+      : head(block.key_head * (shape.query_heads / shape.key_heads)), tile(first_tile),
+        padded(head * shape.query_tiles + block.segment.query_tile + first_tile) {}
+
+  // The next one: of the same head, or the first of the next head.
+  __device__ __forceinline__ void advance(const params::Shape& shape, const BackwardBlock& block, int first_tile) {
+    ++tile, ++padded;
+    if (tile == block.segment.query_tiles()) {
+      ++head;
+      padded += shape.query_tiles - (tile - first_tile);
+      tile = first_tile;
+    }
   }
 };
 
@@ -73,13 +79,13 @@ __device__ __forceinline__ void multiply_scores(Scores& out, uint32_t a_rows, ui
 
 // dP^T - D = V dO^T - D.
 template <class T, int D>
-__device__ __forceinline__ void multiply_dp(Scores& dp, uint32_t v_rows, uint32_t dout_rows, const float* delta,
+__device__ __forceinline__ void multiply_dp(Scores& dp, uint32_t v_rows, uint32_t dout_rows, const float* minus_delta,
                                             int lane) {
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
-    float2 d = *reinterpret_cast<const float2*>(delta + n * 8 + 2 * (lane & 3));
-    dp[n][0] = dp[n][2] = -d.x;
-    dp[n][1] = dp[n][3] = -d.y;
+    float2 d = *reinterpret_cast<const float2*>(minus_delta + n * 8 + 2 * (lane & 3));
+    dp[n][0] = dp[n][2] = d.x;
+    dp[n][1] = dp[n][3] = d.y;
   }
   multiply_scores<T, D>(dp, v_rows, dout_rows, lane);
 }
@@ -99,13 +105,14 @@ __device__ __forceinline__ void mask_scores(Scores& p, const Segment& segment, i
 // Puts dS^T in shared memory: rows of 64 queries in 16 bit.
 template <class T>
 __device__ __forceinline__ void store_scores(uint32_t rows, const Scores& ds, int lane) {
+  layout::ReaderA<TILE * 2> writer(rows, lane);
 #pragma unroll
-  for (int n = 0; n < 8; ++n)
+  for (int step = 0; step < 4; ++step) {
+    uint32_t r[4];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      uint32_t at = rows + layout::swizzled<TILE * 2>(lane / 4 + 8 * h, n) + 4 * (lane & 3);
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(ptx::pack_16<T>(ds[n][2 * h], ds[n][2 * h + 1])) : "memory");
-    }
+    for (int i = 0; i < 4; ++i) r[i] = ptx::pack_16<T>(ds[2 * step + i / 2][2 * (i & 1)], ds[2 * step + i / 2][2 * (i & 1) + 1]);
+    writer.store(r, 0, step, lane);
+  }
 }
 
 // Adds to dQ. Its sums lie in the order of the fragments, ((16 queries, 8 channels), lane, 4 values): a warp adds 512
@@ -115,23 +122,29 @@ struct DqSums {
   int* turns;  // null: any order
   int turn;
 
-  template <int D>
-  __device__ __forceinline__ void add(int64_t padded_tile, int strip, int n, int lane, const float (&x)[4]) const {
-    float* at = sums + padded_tile * (TILE * D) + ((strip * (D / 8) + n) * 32 + lane) * 4;
+  // Adds N tiles of 8 channels, from number `first` on, of 16 queries.
+  template <int D, int N>
+  __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
+    float* at = sums + int64_t(padded_tile) * (TILE * D) + ((strip * (D / 8) + first) * 32 + lane) * 4;
     if (turns) {
-      float4 sum = __ldcg(reinterpret_cast<float4*>(at));
-      __stcg(reinterpret_cast<float4*>(at), make_float4(sum.x + x[0], sum.y + x[1], sum.z + x[2], sum.w + x[3]));
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        float4* own = reinterpret_cast<float4*>(at + n * 128);
+        float4 sum = __ldcg(own);
+        __stcg(own, make_float4(sum.x + x[n][0], sum.y + x[n][1], sum.z + x[n][2], sum.w + x[n][3]));
+      }
     } else {
-      ptx::add_global(at, x[0], x[1], x[2], x[3]);
+#pragma unroll
+      for (int n = 0; n < N; ++n) ptx::add_global(at + n * 128, x[n][0], x[n][1], x[n][2], x[n][3]);
     }
   }
-  __device__ __forceinline__ void wait(int64_t padded_tile) const {
+  __device__ __forceinline__ void wait(int padded_tile) const {
     if (!turns) return;
     if (threadIdx.x == 0)
       while (ptx::load_acquire(turns + padded_tile) != turn) {}
     __syncthreads();
   }
-  __device__ __forceinline__ void pass_on(int64_t padded_tile) const {
+  __device__ __forceinline__ void pass_on(int padded_tile) const {
     if (!turns) return;
     __threadfence();
     __syncthreads();
@@ -139,14 +152,18 @@ struct DqSums {
   }
 };
 
-// Numerics has: Type, D, Plan, SHARED_BYTES; a constructor; load_keys(); load(tile, stage), asynchronous;
-// scores(tile, stage, hides, seen), from the logits to dS^T in shared memory, with dV and dK; add_dq(tile, stage, sums);
-// dk(), dv(): accumulators, and dk_factor().
+// Numerics has: Type, D, Plan, SHARED_BYTES; COOPERATES, whether warps meet inside a tile; a constructor; load_keys(), keys_arrived(); load(tile, stage),
+// asynchronous; scores(tile, stage, slot, hides, seen), from the logits to dS^T in shared memory, with dV and dK;
+// LAG, how many tiles later dQ is added; prepare_dq(slot), what happens in between with LAG = 2; add_dq(tile, slot,
+// sums); settle() at the end; dk and dv, the accumulators.
+//
+// One barrier a tile: what dQ needs lies in one of two slots and is picked up an iteration later. The first half of the
+// warps does dQ before the scores, the other half after them, so that one half's products meet the other's arithmetic.
 template <class Numerics>
 __device__ __forceinline__ void backward(const params::Backward& p) {
   using T = typename Numerics::Type;
   using Plan = typename Numerics::Plan;
-  constexpr int D = Numerics::D;
+  constexpr int D = Numerics::D, LAG = Numerics::LAG;
   extern __shared__ __align__(1024) unsigned char shared[];
   const params::Shape& shape = p.shape;
 
@@ -168,34 +185,53 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
 
   Numerics numerics(p, block, shared);
   numerics.load_keys();
-  if (iterations > 0) numerics.load(QueryTile(shape, block, 0, first_tile, tiles), 0);
+  QueryTile tile(shape, block, first_tile);
+  int past[LAG];  // tiles whose dQ is to come, the last one first
+  if (iterations > 0) numerics.load(tile, 0);
   ptx::copy_commit();
   int warp_key = block.first_key + threadIdx.x / 32 * 16;
-  for (int i = 0; i < iterations; ++i) {
-    QueryTile tile(shape, block, i, first_tile, tiles);
+  bool late = !Numerics::COOPERATES && !p.turns && threadIdx.x >= 128;
+  for (int i = 0; i < iterations + LAG; ++i) {
+    QueryTile next = tile;
+    next.advance(shape, block, first_tile);
     int stage = Plan::STAGES == 2 ? i & 1 : 0;
     ptx::copy_wait<0>();
     // Everyone sees the tile, and is done with the previous one.
     __syncthreads();
-    if (i == 0) numerics.keys_arrived();
+    if (i == 0) {
+      numerics.keys_arrived();
+      __syncthreads();
+    }
     if (Plan::STAGES == 2) {
-      if (i + 1 < iterations) numerics.load(QueryTile(shape, block, i + 1, first_tile, tiles), stage ^ 1);
+      if (i + 1 < iterations) numerics.load(next, stage ^ 1);
       ptx::copy_commit();
     }
-    int first_query = tile.tile * TILE;
-    bool hides = segment.visible_keys(first_query) < warp_key + 16;
-    bool seen = segment.visible_keys(min(first_query + TILE, segment.query_len) - 1) > warp_key;
-    numerics.scores(tile, stage, hides, seen);
-    __syncthreads();
-    sums.wait(tile.padded);
-    numerics.add_dq(tile, stage, sums);
-    sums.pass_on(tile.padded);
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+      if ((turn == 1) == late) {
+        if (i >= LAG) {
+          sums.wait(past[LAG - 1]);
+          numerics.add_dq(past[LAG - 1], i & 1, sums);
+          sums.pass_on(past[LAG - 1]);
+        }
+        if (LAG == 2 && i >= 1 && i <= iterations) numerics.prepare_dq(i & 1 ^ 1);
+      } else if (i < iterations) {
+        int first_query = tile.tile * TILE;
+        bool hides = segment.visible_keys(first_query) < warp_key + 16;
+        bool seen = segment.visible_keys(min(first_query + TILE, segment.query_len) - 1) > warp_key;
+        numerics.scores(tile, stage, i & 1, hides, seen);
+      }
+    }
     if (Plan::STAGES == 1) {
       __syncthreads();
-      if (i + 1 < iterations) numerics.load(QueryTile(shape, block, i + 1, first_tile, tiles), 0);
+      if (i + 1 < iterations) numerics.load(next, 0);
       ptx::copy_commit();
     }
+    if (LAG == 2) past[1] = past[0];
+    past[0] = tile.padded;
+    tile = next;
   }
+  numerics.settle();
 
   int lane = threadIdx.x % 32;
   Rows<T> dk(p.dk, segment.batch, segment.key_start, block.key_head, segment.key_len, shape.head_dim);

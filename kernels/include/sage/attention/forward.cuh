@@ -1,8 +1,10 @@
-// The forward walk: a block keeps 128 queries of one head, four warps of 32, and walks the tiles of 64 keys that they
+// The forward walk: a block keeps 128 queries of one head, a warp 16 M of them, and walks the tiles of 64 keys that they
 // see. What happens inside a tile is the numerics' affair: full_precision_forward.cuh, sagebwd_forward.cuh.
 //
-// Numerics has: Type, D, SHARED_BYTES; a constructor; load_queries(); load(tile), asynchronous copies into buffer
-// tile % 2; attend(tile, softmax, segment, first query of the warp, hides).
+// Numerics has: Type, D, M, THREADS, SHARED_BYTES, Logits; COOPERATES, whether warps meet inside a tile; a constructor;
+// load_queries(), load_keys(tile), load_values(tile), asynchronous copies into buffer tile % 2; multiply(tile, logits);
+// attend<HIDES>(tile, logits, softmax, segment, first query of the warp), HIDES where a query may not see a key;
+// settle(softmax) at the end.
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -12,7 +14,6 @@
 namespace sage::attention {
 
 constexpr int FORWARD_QUERIES = 128;
-constexpr int FORWARD_THREADS = 128;
 
 // Where a block of the forward is. Heads and segments run fastest and long rows come first, so that the last blocks to
 // start are short.
@@ -32,8 +33,8 @@ struct ForwardBlock {
 };
 
 // Writes the output and the log-sum-exp. It works out where it is once more, which keeps registers free in the walk.
-template <class T, int D>
-__device__ __forceinline__ void store(const params::Forward& p, Softmax<D>& softmax) {
+template <class T, int D, int M>
+__device__ __forceinline__ void store(const params::Forward& p, Softmax<D, M>& softmax) {
   const params::Shape& shape = p.shape;
   ForwardBlock block(shape, ptx::opaque(blockIdx.x));
   const Segment& segment = block.segment;
@@ -41,8 +42,8 @@ __device__ __forceinline__ void store(const params::Forward& p, Softmax<D>& soft
   int64_t padded = (int64_t(block.head) * shape.query_tiles + segment.query_tile) * TILE;
   int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    int row = block.first + threadIdx.x / 32 * 32 + row_of(r, lane);
+  for (int r = 0; r < 2 * M; ++r) {
+    int row = block.first + threadIdx.x / 32 * 16 * M + row_of(r, lane);
     int visible = segment.visible_keys(row);
     float sum = quad_sum(softmax.sum[r]);
     // Only a query that sees no key gives zeros: a sum that came to 0 otherwise gives NaN.
@@ -52,11 +53,23 @@ __device__ __forceinline__ void store(const params::Forward& p, Softmax<D>& soft
       float(&acc)[4] = softmax.acc[r >> 1][n];
       out.store_2(row, n * 8 + 2 * (lane & 3), acc[2 * (r & 1)] * inverse, acc[2 * (r & 1) + 1] * inverse);
     }
-    if (p.lse2 && lane % 4 == 0 && row < segment.query_tiles() * TILE) {
+    if (p.minus_lse2 && lane % 4 == 0 && row < segment.query_tiles() * TILE) {
       bool real = row < segment.query_len && visible > 0;
-      p.lse2[padded + row] = real ? softmax.reference[r] + log2f(sum) : CUDART_INF_F;
+      p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum)) : -CUDART_INF_F;
     }
   }
+}
+
+// The tiles that are seen in part. They are few, and work out anew where they are: see `store`.
+template <class Numerics>
+__device__ __forceinline__ void attend_last(const params::Forward& p, Numerics& numerics, int tile,
+                                            Softmax<Numerics::D, Numerics::M>& softmax) {
+  ForwardBlock block(p.shape, ptx::opaque(blockIdx.x));
+  int warp_first = block.first + ptx::opaque(threadIdx.x) / 32 * 16 * Numerics::M;
+  if (!Numerics::COOPERATES && tile * TILE >= block.segment.visible_keys(warp_first + 16 * Numerics::M - 1)) return;
+  typename Numerics::Logits logits;
+  numerics.multiply(tile, logits);
+  numerics.template attend<true>(tile, logits, softmax, block.segment, warp_first);
 }
 
 template <class Numerics>
@@ -69,23 +82,29 @@ __device__ __forceinline__ void forward(const params::Forward& p) {
   if (block.first >= segment.query_len) return;
   int last = min(block.first + FORWARD_QUERIES, segment.query_len) - 1;
   int key_tiles = (segment.visible_keys(last) + TILE - 1) / TILE;
-  int warp_first = block.first + threadIdx.x / 32 * 32;
-  int whole_tiles = segment.visible_keys(warp_first) / TILE;  // that all queries of the warp see
-  int warp_tiles = (segment.visible_keys(warp_first + 31) + TILE - 1) / TILE;
+  // That all queries of the warp see whole.
+  int whole_tiles = segment.visible_keys(block.first + threadIdx.x / 32 * 16 * Numerics::M) / TILE;
 
   Numerics numerics(p, block, shared);
-  Softmax<D> softmax;
+  Softmax<D, Numerics::M> softmax;
   numerics.load_queries();
-  if (key_tiles > 0) numerics.load(0);
+  if (key_tiles > 0) numerics.load_keys(0), numerics.load_values(0);
   ptx::copy_commit();
   for (int tile = 0; tile < key_tiles; ++tile) {
     ptx::copy_wait<0>();
     // Everyone sees this tile, and is done with the previous one, whose buffer is free now.
     __syncthreads();
-    if (tile + 1 < key_tiles) numerics.load(tile + 1);
+    if (tile + 1 < key_tiles) numerics.load_keys(tile + 1), numerics.load_values(tile + 1);
     ptx::copy_commit();
-    if (Numerics::COOPERATES || tile < warp_tiles) numerics.attend(tile, softmax, segment, warp_first, tile >= whole_tiles);
+    typename Numerics::Logits logits;
+    if (tile < whole_tiles) {
+      numerics.multiply(tile, logits);
+      numerics.template attend<false>(tile, logits, softmax, segment, 0);
+    } else {
+      attend_last(p, numerics, tile, softmax);
+    }
   }
+  numerics.settle(softmax);
   store<T>(p, softmax);
 }
 

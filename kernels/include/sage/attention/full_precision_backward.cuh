@@ -15,7 +15,10 @@ struct FullPrecisionBackward {
   static constexpr int Q_BYTES = TILE * ROW;
   static constexpr int STAGE_BYTES = 2 * Q_BYTES + 2 * TILE * 4;  // Q, dO, log-sum-exp, delta
   static constexpr int DS_AT = 2 * K_BYTES + Plan::STAGES * STAGE_BYTES;
-  static constexpr int SHARED_BYTES = DS_AT + Plan::KEYS * TILE * 2;
+  static constexpr int DS_BYTES = Plan::KEYS * TILE * 2;
+  static constexpr int SHARED_BYTES = DS_AT + 2 * DS_BYTES;
+  static constexpr int LAG = 1;
+  static constexpr bool COOPERATES = false;
 
   const params::Backward& p;
   const BackwardBlock& block;
@@ -50,28 +53,28 @@ struct FullPrecisionBackward {
     copy_row_state(at + 2 * Q_BYTES, p, tile, thread);
   }
 
-  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, bool hides, bool seen) {
-    int lane = ptx::opaque(threadIdx.x) % 32;
+  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, bool hides, bool seen) {
+    int lane = threadIdx.x % 32;
     uint32_t q_rows = shared + stage_at(stage), dout_rows = q_rows + Q_BYTES;
-    uint32_t ds_rows = shared + DS_AT + warp * 16 * TILE * 2;
-    const float* lse2 = reinterpret_cast<const float*>(memory + stage_at(stage) + 2 * Q_BYTES);
+    uint32_t ds_rows = shared + DS_AT + slot * DS_BYTES + warp * 16 * TILE * 2;
+    const float* minus_lse2 = reinterpret_cast<const float*>(memory + stage_at(stage) + 2 * Q_BYTES);
     Scores s = {};
     if (!seen) {
       store_scores<T>(ds_rows, s, lane);
       return;
     }
     multiply_scores<T, D>(s, shared + warp * 16 * ROW, q_rows, lane);
+    Scores dp;
+    multiply_dp<T, D>(dp, shared + K_BYTES + warp * 16 * ROW, dout_rows, minus_lse2 + TILE, lane);
     float scale = p.shape.softmax_scale * 1.44269504f;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      float2 l = *reinterpret_cast<const float2*>(lse2 + n * 8 + 2 * (lane & 3));
+      float2 l = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(s[n][e], scale, e & 1 ? -l.y : -l.x));
+      for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(s[n][e], scale, e & 1 ? l.y : l.x));
     }
     if (hides) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
     add_keys(dv, s, dout_rows, lane);
-    Scores dp;
-    multiply_dp<T, D>(dp, shared + K_BYTES + warp * 16 * ROW, dout_rows, lse2 + TILE, lane);
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -80,10 +83,13 @@ struct FullPrecisionBackward {
     add_keys(dk, s, q_rows, lane);
   }
 
-  __device__ __forceinline__ void add_dq(const QueryTile& tile, int stage, const DqSums& sums) {
+  __device__ __forceinline__ void prepare_dq(int) {}
+
+  // For the tile whose dS lies in the other slot.
+  __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {
     constexpr int CHANNELS = D / Plan::PARTS;
-    int lane = ptx::opaque(threadIdx.x) % 32, strip = warp % 4, part = warp / 4;
-    layout::TransposedReaderA<TILE * 2> ds_reader(shared + DS_AT, lane);
+    int lane = threadIdx.x % 32, strip = warp % 4, part = warp / 4;
+    layout::TransposedReaderA<TILE * 2> ds_reader(shared + DS_AT + (slot ^ 1) * DS_BYTES, lane);
     layout::TransposedReaderB<ROW> k_reader(shared, lane);
     float dq[CHANNELS / 8][4] = {};
 #pragma unroll
@@ -98,9 +104,10 @@ struct FullPrecisionBackward {
         ptx::mma_16<T>(dq[n + 1], a, b[2], b[3]);
       }
     }
-#pragma unroll
-    for (int n = 0; n < CHANNELS / 8; ++n) sums.template add<D>(tile.padded, strip, part * (CHANNELS / 8) + n, lane, dq[n]);
+    sums.template add<D>(padded_tile, strip, part * (CHANNELS / 8), lane, dq);
   }
+
+  __device__ __forceinline__ void settle() {}
 
  private:
   // out += X^T B: X in registers, rounded to 16 bit, and B, 64 rows of queries, in shared memory.

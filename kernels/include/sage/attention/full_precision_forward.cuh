@@ -11,7 +11,11 @@ template <class T, int HEAD_DIM>
 struct FullPrecisionForward {
   using Type = T;
   static constexpr int D = HEAD_DIM;
+  static constexpr int M = 2;
+  static constexpr int BLOCKS = 2;  // of a multiprocessor: what the accumulators leave of its registers
+  static constexpr int THREADS = FORWARD_QUERIES / (16 * M) * 32;
   static constexpr bool COOPERATES = false;
+  using Logits = float[M][8][4];
   static constexpr int ROW = D * 2;
   static constexpr int Q_BYTES = FORWARD_QUERIES * ROW;
   static constexpr int TILE_BYTES = TILE * ROW;
@@ -32,43 +36,56 @@ struct FullPrecisionForward {
   __device__ __forceinline__ uint32_t k_tile(int tile) const { return shared + Q_BYTES + (tile & 1) * 2 * TILE_BYTES; }
 
   __device__ __forceinline__ void load_queries() {
-    copy_rows<FORWARD_QUERIES, D, FORWARD_THREADS>(shared, q, first, threadIdx.x);
+    copy_rows<FORWARD_QUERIES, D, THREADS>(shared, q, first, threadIdx.x);
   }
 
-  __device__ __forceinline__ void load(int tile) {
-    // Addresses are worked out anew for each tile: kept, they would cost registers that the products need.
-    int thread = ptx::opaque(threadIdx.x);
-    copy_rows<TILE, D, FORWARD_THREADS>(k_tile(tile), k, tile * TILE, thread);
-    copy_rows<TILE, D, FORWARD_THREADS>(k_tile(tile) + TILE_BYTES, v, tile * TILE, thread);
+  // Addresses are worked out anew for each tile: kept, they would cost registers that the products need.
+  __device__ __forceinline__ void load_keys(int tile) {
+    copy_rows<TILE, D, THREADS>(k_tile(tile), k, tile * TILE, ptx::opaque(threadIdx.x));
   }
 
-  __device__ __forceinline__ void attend(int tile, Softmax<D>& softmax, const Segment& segment, int warp_first,
-                                         bool hides) {
+  __device__ __forceinline__ void load_values(int tile) {
+    copy_rows<TILE, D, THREADS>(k_tile(tile) + TILE_BYTES, v, tile * TILE, ptx::opaque(threadIdx.x));
+  }
+
+  // S = Q K^T.
+  __device__ __forceinline__ void multiply(int tile, Logits& s) {
     int lane = ptx::opaque(threadIdx.x) % 32;
-    float s[2][8][4] = {};
-    layout::ReaderA<ROW> q_reader(shared + warp * 32 * ROW, lane);
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[m][n][e] = 0.0f;
+    layout::ReaderA<ROW> q_reader(shared + warp * 16 * M * ROW, lane);
     layout::ReaderB<ROW> k_reader(k_tile(tile), lane);
 #pragma unroll
     for (int step = 0; step < D / 16; ++step) {
-      uint32_t a[2][4];
-      q_reader.load(a[0], 0, step);
-      q_reader.load(a[1], 16, step);
+      uint32_t a[M][4];
+#pragma unroll
+      for (int m = 0; m < M; ++m) q_reader.load(a[m], m * 16, step);
 #pragma unroll
       for (int n = 0; n < 8; n += 2) {
         uint32_t b[4];
         k_reader.load(b, n * 8, step);
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
+        for (int m = 0; m < M; ++m) {
           ptx::mma_16<T>(s[m][n], a[m], b[0], b[1]);
           ptx::mma_16<T>(s[m][n + 1], a[m], b[2], b[3]);
         }
       }
     }
-    if (hides) mask(s, segment, warp_first, tile * TILE, lane, -CUDART_INF_F);
+  }
 
-    float row_max[4];
+  template <bool HIDES>
+  __device__ __forceinline__ void attend(int tile, Logits& s, Softmax<D, M>& softmax, const Segment& segment,
+                                         int warp_first) {
+    int lane = ptx::opaque(threadIdx.x) % 32;
+    if constexpr (HIDES) mask(s, segment, warp_first, tile * TILE, lane, -CUDART_INF_F);
+
+    float row_max[2 * M];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
+    for (int r = 0; r < 2 * M; ++r) {
       row_max[r] = -CUDART_INF_F;
 #pragma unroll
       for (int n = 0; n < 8; ++n)
@@ -76,9 +93,9 @@ struct FullPrecisionForward {
       row_max[r] = quad_max(row_max[r]) * scale;
     }
     softmax.follow(row_max);
-    uint32_t p[4][2][4];  // (16 keys, m): an operand of 16 x 16
+    uint32_t p[4][M][4];  // (16 keys, m): an operand of 16 x 16
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
+    for (int r = 0; r < 2 * M; ++r) {
       float shift = softmax.shift(r), sum = 0.0f;
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
@@ -98,12 +115,14 @@ struct FullPrecisionForward {
         uint32_t b[4];
         v_reader.load(b, step * 16, n / 2);
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
+        for (int m = 0; m < M; ++m) {
           ptx::mma_16<T>(softmax.acc[m][n], p[step][m], b[0], b[1]);
           ptx::mma_16<T>(softmax.acc[m][n + 1], p[step][m], b[2], b[3]);
         }
       }
   }
+
+  __device__ __forceinline__ void settle(Softmax<D, M>&) {}
 };
 
 }  // namespace sage::attention

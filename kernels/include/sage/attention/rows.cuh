@@ -79,12 +79,12 @@ __device__ __forceinline__ void copy_tile(uint32_t shared, const int8_t* tile, i
     if (STEP <= ROWS || thread / CHUNKS < ROWS) ptx::copy_16(to + i * ROW_BYTES, tile + i * ROW_BYTES, exists);
 }
 
-// Copies the log-sum-exp of a tile of queries, then its delta.
+// Copies minus the log-sum-exp of a tile of queries, then minus its delta.
 template <class Tile>
 __device__ __forceinline__ void copy_row_state(uint32_t shared, const params::Backward& p, const Tile& tile, int thread) {
   constexpr int CHUNKS = 2 * 64 / 4;
   if (thread < CHUNKS) {
-    const float* from = thread < CHUNKS / 2 ? p.lse2 : p.delta - 64;
+    const float* from = thread < CHUNKS / 2 ? p.minus_lse2 : p.minus_delta - 64;
     ptx::copy_16(shared + thread * 16, from + tile.padded * 64 + thread * 4, true);
   }
 }

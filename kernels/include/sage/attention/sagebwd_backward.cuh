@@ -9,25 +9,31 @@
 
 namespace sage::attention {
 
-// QK: whether Q was smoothed, which adds a row to the logits and a rank-one term to dK.
-template <class T, int HEAD_DIM, class Plan_, bool QK>
+// GENERAL: takes the ablations too. Scales may be shared by groups of vectors, and Q may be smoothed, which adds a row
+// to the logits and a rank-one term to dK.
+template <class T, int HEAD_DIM, class Plan_, bool GENERAL>
 struct SageBwdBackward {
   using Type = T;
   using Plan = Plan_;
   static constexpr int D = HEAD_DIM;
   static constexpr int KEYS = Plan::KEYS;
-  // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO; dS^T; what the warps of one
-  // strip of dQ tell each other; the largest of each warp; logits of Q's mean.
+  // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO; slots of dS^T; slots of
+  // its codes; the largest of each warp; logits of Q's mean.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = KEYS * D, V_AT = 2 * KEYS * D, STAGES_AT = 4 * KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
   static constexpr int STAGE_BYTES = DOUT_SCALE_AT + D * 4;
   static constexpr int DS_AT = STAGES_AT + Plan::STAGES * STAGE_BYTES;
-  static constexpr int EXCHANGE_AT = DS_AT + KEYS * TILE * 2;
-  static constexpr int EXCHANGE_WORDS = Plan::PARTS > 1 ? 10 * 32 : 0;  // a warp
-  static constexpr int MAXIMA_AT = EXCHANGE_AT + Plan::WARPS * EXCHANGE_WORDS * 4;
+  static constexpr int DS_BYTES = KEYS * TILE * 2;
+  static constexpr int CODES_AT = DS_AT + 2 * DS_BYTES;
+  // A warp's codes of dS, 16 queries x 64 keys, and their two scales a lane.
+  static constexpr int CODES_BYTES = Plan::PARTS > 1 ? Plan::WARPS * (1024 + 256) : 0;
+  static constexpr int MAXIMA_AT = CODES_AT + 2 * CODES_BYTES;
   static constexpr int MEAN_AT = MAXIMA_AT + Plan::WARPS * 4;
-  static constexpr int SHARED_BYTES = MEAN_AT + (QK ? KEYS * 4 : 0);
+  static constexpr int SHARED_BYTES = MEAN_AT + (GENERAL ? KEYS * 4 : 0);
+  // With one part a warp makes the codes it needs on the spot.
+  static constexpr int LAG = Plan::PARTS;
+  static constexpr bool COOPERATES = GENERAL;
 
   const params::Backward& p;
   const BackwardBlock& block;
@@ -36,6 +42,8 @@ struct SageBwdBackward {
   int warp;
   float k_dequant;  // of the warp's keys
   float dk[D / 8][4] = {}, dv[D / 8][4] = {};
+  float magic_part[2] = {0.0f, 0.0f};  // of dK's rows, in units of MAGIC
+  int magic_tiles = 0;                 // since it was taken out
 
   __device__ __forceinline__ SageBwdBackward(const params::Backward& p, const BackwardBlock& b, unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32) {
@@ -97,21 +105,22 @@ struct SageBwdBackward {
     if (thread < D / 4) ptx::copy_16(at + DOUT_SCALE_AT + thread * 16, p.dout_scale + tile.padded * D + thread * 4, true);
   }
 
-  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, bool hides, bool seen) {
-    int lane = ptx::opaque(threadIdx.x) % 32;
+  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, bool hides, bool seen) {
+    int lane = threadIdx.x % 32;
     uint32_t at = shared + stage_at(stage);
-    const float* lse2 = reinterpret_cast<const float*>(memory + stage_at(stage) + STATE_AT);
-    uint32_t ds_rows = shared + DS_AT + warp * 16 * TILE * 2;
+    const float* minus_lse2 = reinterpret_cast<const float*>(memory + stage_at(stage) + STATE_AT);
+    uint32_t ds_rows = shared + DS_AT + slot * DS_BYTES + warp * 16 * TILE * 2;
     float q_dequant = __ldg(p.codes.q_scale + tile.padded);
     float* mean_logits = reinterpret_cast<float*>(memory + MEAN_AT);
-    if constexpr (QK) {
+    bool smooth_q = GENERAL && p.codes.q_mean;
+    if (smooth_q) {
       query_mean_logits<T, D>(p.k, p.codes, p.shape, block.segment, block.segment_index, block.key_head, tile.padded, 1,
                               block.first_key, KEYS, mean_logits);
       __syncthreads();
     }
     Scores s;
     // Scales shared among warps need all of them.
-    if (!seen && p.group <= 16) {
+    if (!seen && (!GENERAL || p.group <= 16)) {
 #pragma unroll
       for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -121,6 +130,7 @@ struct SageBwdBackward {
     }
 
     // P = 2^(logit - LSE)
+    Scores dp;
     {
       int x[8][4];
       layout::ReaderA<D> k_reader(shared + warp * 16 * D, lane);
@@ -137,15 +147,23 @@ struct SageBwdBackward {
           quant::multiply(x[n + 1], a, b[2], b[3], step == 0);
         }
       }
+      // Asked for early: the matrix units work on it while P is computed.
+      multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
       float factor = q_dequant * k_dequant * (p.shape.softmax_scale * 1.44269504f);
+      // MAGIC and the log-sum-exp in one addend. It is rounded, by at most factor / 2 while it is under 2^24 factor:
+      // half a unit of sums whose own error, from the codes of Q and K, is about a hundred.
+      float magic = -quant::MAGIC * factor;
       float add[2] = {0.0f, 0.0f};
-      if constexpr (QK) add[0] = mean_logits[warp * 16 + lane / 4], add[1] = mean_logits[warp * 16 + lane / 4 + 8];
+      if (smooth_q) add[0] = mean_logits[warp * 16 + lane / 4], add[1] = mean_logits[warp * 16 + lane / 4 + 8];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        float2 l = *reinterpret_cast<const float2*>(lse2 + n * 8 + 2 * (lane & 3));
+        float2 l = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
+        float2 offset = make_float2(magic + l.x, magic + l.y);
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          s[n][e] = ptx::exp2(fmaf(__int_as_float(x[n][e]) - quant::MAGIC, factor, add[e >> 1] - (e & 1 ? l.y : l.x)));
+        for (int e = 0; e < 4; ++e) {
+          float logit = fmaf(__int_as_float(x[n][e]), factor, e & 1 ? offset.y : offset.x);
+          s[n][e] = ptx::exp2(smooth_q ? logit + add[e >> 1] : logit);
+        }
       }
     }
     if (hides) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
@@ -153,7 +171,7 @@ struct SageBwdBackward {
     uint32_t codes[2][4];
     float dequant[2];
     const float* dout_dequant = reinterpret_cast<const float*>(memory + stage_at(stage) + DOUT_SCALE_AT);
-    quantize_scores(s, codes, dequant, lane);
+    quantize_scores<true>(s, codes, dequant, lane);
     multiply_codes(codes, at + 2 * CODES, lane, [&](int n, const int(&y)[4]) {
       float2 d = *reinterpret_cast<const float2*>(dout_dequant + n * 8 + 2 * (lane & 3));
 #pragma unroll
@@ -162,17 +180,13 @@ struct SageBwdBackward {
     });
 
     // dS = P o (dP - D)
-    {
-      Scores dp;
-      multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, lse2 + TILE, lane);
 #pragma unroll
-      for (int n = 0; n < 8; ++n)
+    for (int n = 0; n < 8; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
-    }
+      for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
     // bf16 also for f16 inputs: real dS is about 1e-7, which f16 cannot hold.
     store_scores<__nv_bfloat16>(ds_rows, s, lane);
-    if constexpr (QK) {
+    if (smooth_q) {
       // dK = dS^T (Q - mean) + (dS^T 1) mean: the second term, from unquantized dS.
       float sums[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -186,75 +200,68 @@ struct SageBwdBackward {
         for (int e = 0; e < 4; ++e)
           dk[n][e] = fmaf(sums[e >> 1], __ldg(p.codes.q_mean + tile.padded * D + n * 8 + 2 * (lane & 3) + (e & 1)), dk[n][e]);
     }
-    quantize_scores(s, codes, dequant, lane);
-    dequant[0] = quant::short_factor(dequant[0] * q_dequant), dequant[1] = quant::short_factor(dequant[1] * q_dequant);
+    quantize_scores<false>(s, codes, dequant, lane);
+    dequant[0] *= q_dequant, dequant[1] *= q_dequant;
     multiply_codes(codes, at + CODES, lane, [&](int n, const int(&y)[4]) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) dk[n][e] += scaled(y[e], dequant[e >> 1]);
+      for (int e = 0; e < 4; ++e) dk[n][e] = fmaf(__int_as_float(y[e]), dequant[e >> 1], dk[n][e]);
     });
+    // The sums came as MAGIC + integer; what MAGIC added goes out again before it grows large.
+    magic_part[0] += dequant[0], magic_part[1] += dequant[1];
+    if (++magic_tiles == quant::MAGIC_TILES) settle();
   }
 
-  // dQ += dS K for 16 queries of the tile. The warps of a strip share the work: each makes codes of dS over one tile of
-  // keys, and takes a part of the channels over all of them.
-  __device__ __forceinline__ void add_dq(const QueryTile& tile, int stage, const DqSums& sums) {
+  // Takes out of dK what MAGIC added since the last time.
+  __device__ __forceinline__ void settle() {
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dk[n][e] = fmaf(-quant::MAGIC, magic_part[e >> 1], dk[n][e]);
+    magic_part[0] = magic_part[1] = 0.0f;
+    magic_tiles = 0;
+  }
+
+  // Codes of dS for 16 queries over one tile of keys, out of a slot of dS and into the same slot of codes. The warps of
+  // a strip of queries share the work: each makes the codes over one tile of keys.
+  __device__ __forceinline__ void prepare_dq(int slot) {
+    int lane = threadIdx.x % 32;
+    uint4 codes[2];
+    float2 dequant;
+    quantize_queries(codes, dequant, slot, warp % 4, warp / 4, lane);
+    uint4* words = reinterpret_cast<uint4*>(memory + CODES_AT + slot * CODES_BYTES);  // (warp, 32 keys, lane)
+    float2* scales = reinterpret_cast<float2*>(words + Plan::WARPS * 64);
+    words[warp * 64 + lane] = codes[0];
+    words[warp * 64 + 32 + lane] = codes[1];
+    scales[warp * 32 + lane] = dequant;
+  }
+
+  // dQ += dS K for 16 queries of a tile, and a part of the channels.
+  __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {
     constexpr int CHANNELS = D / Plan::PARTS;
-    int lane = ptx::opaque(threadIdx.x) % 32, strip = warp % 4, part = warp / 4;
-    uint32_t codes[Plan::PARTS][2][4];  // (tile of keys, 32 keys): an operand of 16 queries x 32 keys
-    float dequant[Plan::PARTS][2];
-    {
-      layout::TransposedReaderA<TILE * 2> reader(shared + DS_AT, lane);
-      uint32_t r[4][4];
-      float2 x[4][4];
-      float largest[2] = {0.0f, 0.0f};
+    int lane = threadIdx.x % 32, strip = warp % 4, part = warp / 4;
+    uint4 codes[Plan::PARTS][2];  // (tile of keys, 32 keys): an operand of 16 queries x 32 keys
+    float2 dequant[Plan::PARTS];  // of queries g and g + 8
+    if constexpr (Plan::PARTS == 1) {
+      quantize_queries(codes[0], dequant[0], slot ^ 1, strip, part, lane);
+    } else {
+      const uint4* words = reinterpret_cast<const uint4*>(memory + CODES_AT + slot * CODES_BYTES);
+      const float2* scales = reinterpret_cast<const float2*>(words + Plan::WARPS * 64);
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        reader.load(r[step], part * TILE + step * 16, strip);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          x[step][i] = make_float2(__uint_as_float(r[step][i] << 16), __uint_as_float(r[step][i] & 0xffff0000u));
-          largest[i & 1] = max_abs(largest[i & 1], max_abs(x[step][i].x, x[step][i].y));
-        }
-      }
-      largest[0] = quad_max_abs(largest[0]), largest[1] = quad_max_abs(largest[1]);
-      share_maxima(largest, lane);
-      float scale[2] = {quant::quick_quant_scale(largest[0]), quant::quick_quant_scale(largest[1])};
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          // Registers 0 and 2 of 16 keys are row g, 1 and 3 row g + 8; slots hold tokens as in permutation.cuh.
-          float2 low = x[2 * i + j / 2][j & 1], high = x[2 * i + j / 2][(j & 1) + 2];
-          codes[0][i][j] = quant::codes(low.x, low.y, high.x, high.y, scale[j & 1]);
-        }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) dequant[0][h] = quant::short_factor(largest[h] * (1.0f / 127.0f) * k_dequant);
-    }
-    if constexpr (Plan::PARTS == 2) {
-      uint32_t* exchange = reinterpret_cast<uint32_t*>(memory + EXCHANGE_AT) + lane;
-      uint32_t* mine = exchange + warp * EXCHANGE_WORDS;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) mine[i * 32] = codes[0][i / 4][i % 4];
-      mine[8 * 32] = __float_as_uint(dequant[0][0]), mine[9 * 32] = __float_as_uint(dequant[0][1]);
-      ptx::barrier(1 + strip, 64);
-      const uint32_t* other = exchange + (warp ^ 4) * EXCHANGE_WORDS;
-      // In the order of the keys: sums must not depend on who computes them.
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        uint32_t own = codes[0][i / 4][i % 4], theirs = other[i * 32];
-        codes[0][i / 4][i % 4] = part == 0 ? own : theirs;
-        codes[1][i / 4][i % 4] = part == 0 ? theirs : own;
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float own = dequant[0][h], theirs = __uint_as_float(other[(8 + h) * 32]);
-        dequant[0][h] = part == 0 ? own : theirs;
-        dequant[1][h] = part == 0 ? theirs : own;
+      for (int i = 0; i < Plan::PARTS; ++i) {
+        codes[i][0] = words[(strip + 4 * i) * 64 + lane];
+        codes[i][1] = words[(strip + 4 * i) * 64 + 32 + lane];
+        dequant[i] = scales[(strip + 4 * i) * 32 + lane];
       }
     }
+    float2 magic = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < Plan::PARTS; ++i) magic.x -= quant::MAGIC * dequant[i].x, magic.y -= quant::MAGIC * dequant[i].y;
     layout::ReaderB<KEYS> k_reader(shared + KT_AT, lane);
+    float dq[CHANNELS / 8][4];
 #pragma unroll
     for (int n = 0; n < CHANNELS / 8; n += 2) {
-      float dq[2][4] = {};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) dq[n + i][0] = dq[n + i][1] = magic.x, dq[n + i][2] = dq[n + i][3] = magic.y;
 #pragma unroll
       for (int keys = 0; keys < Plan::PARTS; ++keys) {
         int y[2][4];
@@ -262,28 +269,58 @@ struct SageBwdBackward {
         for (int step = 0; step < 2; ++step) {
           uint32_t b[4];
           k_reader.load(b, part * CHANNELS + n * 8, keys * 2 + step);
-          quant::multiply(y[0], codes[keys][step], b[0], b[1], step == 0);
-          quant::multiply(y[1], codes[keys][step], b[2], b[3], step == 0);
+          const uint32_t a[4] = {codes[keys][step].x, codes[keys][step].y, codes[keys][step].z, codes[keys][step].w};
+          quant::multiply(y[0], a, b[0], b[1], step == 0);
+          quant::multiply(y[1], a, b[2], b[3], step == 0);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) dq[i][e] += scaled(y[i][e], dequant[keys][e >> 1]);
+          for (int e = 0; e < 4; ++e)
+            dq[n + i][e] = fmaf(__int_as_float(y[i][e]), e < 2 ? dequant[keys].x : dequant[keys].y, dq[n + i][e]);
       }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) sums.template add<D>(tile.padded, strip, part * (CHANNELS / 8) + n + i, lane, dq[i]);
     }
+    sums.template add<D>(padded_tile, strip, part * (CHANNELS / 8), lane, dq);
   }
 
  private:
+  // One scale a query or a group of them.
+  __device__ __forceinline__ void quantize_queries(uint4 (&codes)[2], float2& dequant, int slot, int strip, int part,
+                                                   int lane) const {
+    layout::TransposedReaderA<TILE * 2> reader(shared + DS_AT + slot * DS_BYTES, lane);
+    uint32_t r[4][4];  // (16 keys, register): 0 and 2 are query g, 1 and 3 query g + 8, each of two keys in bf16
+    uint32_t largest16[2] = {0, 0};
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      reader.load(r[step], part * TILE + step * 16, strip);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) largest16[i & 1] = __vmaxu2(largest16[i & 1], r[step][i] & 0x7fff7fffu);
+    }
+    float largest[2], scale[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      largest[h] = quad_max_abs(__uint_as_float(max(largest16[h] & 0xffff0000u, largest16[h] << 16)));
+    share_maxima(largest, lane);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) scale[h] = quant::quick_quant_scale(largest[h]);
+    uint32_t words[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        // Four slots are two keys of the low eight and two of the high eight: layout/permutation.cuh.
+        uint32_t low = r[2 * i + j / 2][j & 1], high = r[2 * i + j / 2][(j & 1) + 2];
+        words[i][j] = quant::codes(__uint_as_float(low << 16), __uint_as_float(low & 0xffff0000u),
+                                   __uint_as_float(high << 16), __uint_as_float(high & 0xffff0000u), scale[j & 1]);
+      }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) codes[i] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
+    dequant = make_float2(largest[0] * (1.0f / 127.0f) * k_dequant, largest[1] * (1.0f / 127.0f) * k_dequant);
+  }
+
   // factor * (x - MAGIC) with one rounding; `factor` is short.
   static __device__ __forceinline__ float scaled(int x, float factor) {
     return fmaf(__int_as_float(x), factor, -quant::MAGIC * factor);
-  }
-
-  // |x| of which either is larger; a NaN wins.
-  static __device__ __forceinline__ float max_abs(float a, float b) {
-    return __uint_as_float(max(quant::abs_bits(a), quant::abs_bits(b)));
   }
 
   // Largest of the four lanes of a row; a NaN wins.
@@ -293,31 +330,42 @@ struct SageBwdBackward {
 
   // Makes the maxima of rows g and g + 8 those of their groups.
   __device__ __forceinline__ void share_maxima(float (&largest)[2], int lane) const {
-    if (p.group == 1) return;
+    if (!GENERAL || p.group == 1) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       for (int lanes = 4; lanes < 4 * min(p.group, 8); lanes *= 2)
-        largest[h] = max_abs(largest[h], __shfl_xor_sync(~0u, largest[h], lanes));
+        largest[h] = ptx::max_abs(largest[h], __shfl_xor_sync(~0u, largest[h], lanes));
     if (p.group < 16) return;
-    largest[0] = largest[1] = max_abs(largest[0], largest[1]);
+    largest[0] = largest[1] = ptx::max_abs(largest[0], largest[1]);
     if (p.group == 16) return;
     float* maxima = reinterpret_cast<float*>(memory + MAXIMA_AT);
     __syncthreads();
     if (lane == 0) maxima[warp] = largest[0];
     __syncthreads();
     int warps = p.group / 16;
-    for (int i = 0; i < warps; ++i) largest[0] = max_abs(largest[0], maxima[warp / warps * warps + i]);
+    for (int i = 0; i < warps; ++i) largest[0] = ptx::max_abs(largest[0], maxima[warp / warps * warps + i]);
     largest[1] = largest[0];
   }
 
   // Codes of a warp's scores, one scale a key or a group of them, as left operands of 16 keys x 32 queries.
+  template <bool POSITIVE>
   __device__ __forceinline__ void quantize_scores(const Scores& s, uint32_t (&codes)[2][4], float (&dequant)[2],
                                                   int lane) const {
-    float largest[2] = {0.0f, 0.0f}, scale[2];
+    float largest[2], scale[2];
 #pragma unroll
-    for (int n = 0; n < 8; ++n)
+    for (int h = 0; h < 2; ++h) {
+      if constexpr (POSITIVE) {
+        // The order of positive floats is that of the integers, with NaN on top.
+        int bits = 0;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) largest[e >> 1] = max_abs(largest[e >> 1], s[n][e]);
+        for (int n = 0; n < 8; ++n) bits = max(max(bits, __float_as_int(s[n][2 * h])), __float_as_int(s[n][2 * h + 1]));
+        largest[h] = __int_as_float(bits);
+      } else {
+        largest[h] = ptx::max_abs(s[0][2 * h], s[0][2 * h + 1]);
+#pragma unroll
+        for (int n = 1; n < 8; ++n) largest[h] = ptx::max_abs(ptx::max_abs(largest[h], s[n][2 * h]), s[n][2 * h + 1]);
+      }
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) largest[h] = quad_max_abs(largest[h]);
     share_maxima(largest, lane);

@@ -13,6 +13,10 @@ template <class T, int HEAD_DIM, bool QK>
 struct SageBwdForward {
   using Type = T;
   static constexpr int D = HEAD_DIM;
+  static constexpr int M = 2;
+  using Logits = int[M][8][4];  // as the floats MAGIC + sum
+  static constexpr int BLOCKS = HEAD_DIM == 64 && !QK ? 3 : 2;  // of a multiprocessor: what the accumulators leave of its registers
+  static constexpr int THREADS = FORWARD_QUERIES / (16 * M) * 32;
   static constexpr bool COOPERATES = QK;
   static constexpr int Q_BYTES = FORWARD_QUERIES * D;
   static constexpr int TILE_BYTES = TILE * D;
@@ -26,6 +30,7 @@ struct SageBwdForward {
   int64_t query_tile;   // of the block's first query
   int query_tiles_left;
   float q_factor;       // q dequant_scale * softmax_scale * log2 e
+  float magic_part[2 * M] = {};  // of the accumulator's rows, in units of MAGIC
   const params::Forward& p;
   const ForwardBlock& block;
 
@@ -35,7 +40,7 @@ struct SageBwdForward {
         warp(threadIdx.x / 32), first_key_tile(b.key_head(p.shape) * p.shape.key_tiles + b.segment.key_tile),
         query_tile(int64_t(b.head) * p.shape.query_tiles + b.segment.query_tile + b.first / TILE),
         query_tiles_left(b.segment.query_tiles() - b.first / TILE), p(p), block(b) {
-    int tile = min(warp / 2, query_tiles_left - 1);
+    int tile = min(warp * 16 * M / TILE, query_tiles_left - 1);
     q_factor = p.codes.q_scale[query_tile + tile] * (p.shape.softmax_scale * 1.44269504f);
   }
 
@@ -44,49 +49,56 @@ struct SageBwdForward {
   __device__ __forceinline__ void load_queries() {
     // The second tile may not exist; its rows are then read from the first, and never stored.
     const int8_t* codes = p.codes.q + query_tile * TILE_BYTES;
-    copy_tile<TILE, D, FORWARD_THREADS>(shared, codes, threadIdx.x);
-    copy_tile<TILE, D, FORWARD_THREADS>(shared + TILE_BYTES, codes + (query_tiles_left > 1 ? TILE_BYTES : 0),
+    copy_tile<TILE, D, THREADS>(shared, codes, threadIdx.x);
+    copy_tile<TILE, D, THREADS>(shared + TILE_BYTES, codes + (query_tiles_left > 1 ? TILE_BYTES : 0),
                                         threadIdx.x);
   }
 
-  __device__ __forceinline__ void load(int tile) {
-    // Addresses are worked out anew for each tile: kept, they would cost registers that the products need.
-    int thread = ptx::opaque(threadIdx.x);
-    int64_t at = int64_t(first_key_tile + tile) * TILE_BYTES;
-    copy_tile<TILE, D, FORWARD_THREADS>(k_tile(tile), p.codes.k + at, thread);
-    copy_tile<D, TILE, FORWARD_THREADS>(k_tile(tile) + TILE_BYTES, p.codes.v_transposed + at, thread);
+  // Addresses are worked out anew for each tile: kept, they would cost registers that the products need.
+  __device__ __forceinline__ void load_keys(int tile) {
+    copy_tile<TILE, D, THREADS>(k_tile(tile), p.codes.k + int64_t(first_key_tile + tile) * TILE_BYTES,
+                                ptx::opaque(threadIdx.x));
   }
 
-  __device__ __forceinline__ void attend(int tile, Softmax<D>& softmax, const Segment& segment, int warp_first,
-                                         bool hides) {
-    int lane = ptx::opaque(threadIdx.x) % 32;
-    float k_dequant = __ldg(p.codes.k_scale + first_key_tile + tile);
-    float v_dequant = __ldg(p.codes.v_scale + first_key_tile + tile);
-    if constexpr (QK) {
-      query_mean_logits<T, D>(p.k, p.codes, p.shape, block.segment, block.segment_index, block.key_head(p.shape), query_tile,
-                              min(query_tiles_left, 2), tile * TILE, TILE, mean_logits);
-      __syncthreads();
-    }
+  __device__ __forceinline__ void load_values(int tile) {
+    copy_tile<D, TILE, THREADS>(k_tile(tile) + TILE_BYTES,
+                                p.codes.v_transposed + int64_t(first_key_tile + tile) * TILE_BYTES,
+                                ptx::opaque(threadIdx.x));
+  }
 
-    // Logits as the floats MAGIC + integer.
-    int x[2][8][4];
-    layout::ReaderA<D> q_reader(shared + warp * 32 * D, lane);
+  // S = Q K^T.
+  __device__ __forceinline__ void multiply(int tile, Logits& x) {
+    int lane = ptx::opaque(threadIdx.x) % 32;
+    layout::ReaderA<D> q_reader(shared + warp * 16 * M * D, lane);
     layout::ReaderB<D> k_reader(k_tile(tile), lane);
 #pragma unroll
     for (int step = 0; step < D / 32; ++step) {
-      uint32_t a[2][4];
-      q_reader.load(a[0], 0, step);
-      q_reader.load(a[1], 16, step);
+      uint32_t a[M][4];
+#pragma unroll
+      for (int m = 0; m < M; ++m) q_reader.load(a[m], m * 16, step);
 #pragma unroll
       for (int n = 0; n < 8; n += 2) {
         uint32_t b[4];
         k_reader.load(b, n * 8, step);
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
+        for (int m = 0; m < M; ++m) {
           quant::multiply(x[m][n], a[m], b[0], b[1], step == 0);
           quant::multiply(x[m][n + 1], a[m], b[2], b[3], step == 0);
         }
       }
+    }
+
+  }
+
+  template <bool HIDES>
+  __device__ __forceinline__ void attend(int tile, Logits& x, Softmax<D, M>& softmax, const Segment& segment,
+                                         int warp_first) {
+    int lane = ptx::opaque(threadIdx.x) % 32;
+    float k_dequant = __ldg(p.codes.k_scale + first_key_tile + tile);
+    if constexpr (QK) {
+      query_mean_logits<T, D>(p.k, p.codes, p.shape, block.segment, block.segment_index, block.key_head(p.shape), query_tile,
+                              min(query_tiles_left, 2), tile * TILE, TILE, mean_logits);
+      __syncthreads();
     }
 
     // A tile of zeros has scale 0; any factor then gives logits of 0, and minus infinity stays what it is.
@@ -95,14 +107,14 @@ struct SageBwdForward {
     if constexpr (QK) {
       // Back to integers in f32: the mean's logits are added to them, in their unit, and the maximum is of the sum.
       float unit = 1.0f / factor;
-      const float* row = mean_logits + (warp / 2) * TILE;
+      const float* row = mean_logits + warp * 16 * M / TILE * TILE;
 #pragma unroll
       for (int n = 0; n < 8; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float add = row[n * 8 + 2 * (lane & 3) + e] * unit;
 #pragma unroll
-          for (int m = 0; m < 2; ++m)
+          for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
               int& at = x[m][n][2 * h + e];
@@ -110,12 +122,12 @@ struct SageBwdForward {
             }
         }
     }
-    if (hides) mask(x, segment, warp_first, tile * TILE, lane, __float_as_int(-CUDART_INF_F));
+    if constexpr (HIDES) mask(x, segment, warp_first, tile * TILE, lane, __float_as_int(-CUDART_INF_F));
 
     float exact_offset = QK ? 0.0f : -quant::MAGIC * factor;
-    float row_max[4], offset[4];
+    float row_max[2 * M], offset[2 * M];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
+    for (int r = 0; r < 2 * M; ++r) {
       if constexpr (QK) {
         float largest = -CUDART_INF_F;
 #pragma unroll
@@ -134,15 +146,17 @@ struct SageBwdForward {
       }
       // 2^(x factor + offset) is 127 at the row's largest logit. What the rounding of the offset changes is the same
       // for the whole row, and goes into its dequant_scale below.
-      offset[r] = row_max[r] == -CUDART_INF_F ? 0.0f : exact_offset - (row_max[r] - LOG2_127);
+      offset[r] = exact_offset - (row_max[r] - LOG2_127);
+      if (HIDES && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
     }
-    softmax.follow(row_max);
+    softmax.follow(row_max, magic_part);
 
+    float v_dequant = __ldg(p.codes.v_scale + first_key_tile + tile);
     // Codes of P, one scale a row: an operand of 16 x 32 for each (32 keys, m).
-    uint32_t codes[2][2][4];
-    float dequant[4];
+    uint32_t codes[2][M][4];
+    float dequant[2 * M];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
+    for (int r = 0; r < 2 * M; ++r) {
       float sum = 0.0f;
 #pragma unroll
       for (int n = 0; n < 8; n += 2) {
@@ -150,14 +164,13 @@ struct SageBwdForward {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           e[i] = ptx::exp2(fmaf(__int_as_float(x[r >> 1][n + (i >> 1)][2 * (r & 1) + (i & 1)]), factor, offset[r]));
-          sum += e[i];
-          e[i] += quant::MAGIC;
         }
-        codes[n >> 2][r >> 1][(r & 1) + 2 * ((n >> 1) & 1)] = quant::pack_bytes(
-            __float_as_uint(e[0]), __float_as_uint(e[1]), __float_as_uint(e[2]), __float_as_uint(e[3]));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum += e[i];
+        codes[n >> 2][r >> 1][(r & 1) + 2 * ((n >> 1) & 1)] = quant::codes_up_to_127(e[0], e[1], e[2], e[3]);
       }
-      float p_dequant = row_max[r] == -CUDART_INF_F ? 0.0f
-                                                    : ptx::exp2(exact_offset - offset[r] - softmax.shift(r));
+      float p_dequant = ptx::exp2(exact_offset - offset[r] - softmax.shift(r));
+      if (HIDES && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
       // The sum is of the unquantized probabilities.
       softmax.sum[r] = fmaf(p_dequant, sum, softmax.sum[r]);
       dequant[r] = p_dequant * v_dequant;
@@ -166,26 +179,45 @@ struct SageBwdForward {
     layout::ReaderB<TILE> v_reader(k_tile(tile) + TILE_BYTES, lane);
 #pragma unroll
     for (int n = 0; n < D / 8; n += 2) {
-      int y[2][2][4];
+      int y[M][2][4];
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
         uint32_t b[4];
         v_reader.load(b, n * 8, step);
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
+        for (int m = 0; m < M; ++m) {
           quant::multiply(y[m][0], codes[step][m], b[0], b[1], step == 0);
           quant::multiply(y[m][1], codes[step][m], b[2], b[3], step == 0);
         }
       }
 #pragma unroll
-      for (int m = 0; m < 2; ++m)
+      for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             float& acc = softmax.acc[m][n + i][e];
-            acc = fmaf(__int_as_float(y[m][i][e]) - quant::MAGIC, dequant[2 * m + (e >> 1)], acc);
+            acc = fmaf(__int_as_float(y[m][i][e]), dequant[2 * m + (e >> 1)], acc);
           }
+    }
+    // The sums came as MAGIC + integer; what MAGIC added goes out again before it grows large.
+#pragma unroll
+    for (int r = 0; r < 2 * M; ++r) magic_part[r] += dequant[r];
+    if (tile % quant::MAGIC_TILES == quant::MAGIC_TILES - 1) settle(softmax);
+  }
+
+  // Takes out of the accumulator what MAGIC added since the last time.
+  __device__ __forceinline__ void settle(Softmax<D, M>& softmax) {
+#pragma unroll
+    for (int r = 0; r < 2 * M; ++r) {
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& acc = softmax.acc[r >> 1][n][2 * (r & 1) + e];
+          acc = fmaf(-quant::MAGIC, magic_part[r], acc);
+        }
+      magic_part[r] = 0.0f;
     }
   }
 

@@ -1,6 +1,6 @@
-// The running softmax of a warp's 32 queries, and the mask.
+// The running softmax of a warp's 16 M queries, and the mask.
 //
-// A lane holds four of the rows, 16 m + 8 h + g (m, h in 0, 1; g = lane / 4), as number 2m + h, and of each a quarter
+// A lane holds 2 M of the rows, 16 m + 8 h + g (m < M, h = 0, 1; g = lane / 4), as number 2m + h, and of each a quarter
 // of the columns.
 #pragma once
 
@@ -24,16 +24,18 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The row, 0 to 31, that has number `r` in this lane.
+// The row that has number `r` in this lane.
 __device__ __forceinline__ int row_of(int r, int lane) { return (r >> 1) * 16 + (r & 1) * 8 + lane / 4; }
 
 // Writes `hidden` over the keys, `first_key` and on, that a query, `first_query` and on, does not see.
-template <class X>
-__device__ __forceinline__ void mask(X (&x)[2][8][4], const Segment& segment, int first_query, int first_key, int lane,
+template <int M, class X>
+__device__ __forceinline__ void mask(X (&x)[M][8][4], const Segment& segment, int first_query, int first_key, int lane,
                                      X hidden) {
 #pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    int visible = segment.visible_keys(first_query + row_of(r, lane)) - first_key - 2 * (lane & 3);
+  for (int r = 0; r < 2 * M; ++r) {
+    // Opaque: else all comparisons are made at once, and more of them than there are registers for.
+    int visible =
+        ptx::opaque(segment.visible_keys(first_query + row_of(r, lane)) - first_key - 2 * (lane & 3));
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -42,11 +44,11 @@ __device__ __forceinline__ void mask(X (&x)[2][8][4], const Segment& segment, in
   }
 }
 
-template <int D>
+template <int D, int M>
 struct Softmax {
-  float reference[4];  // what exponents are taken relative to: at most SLACK under the largest logit so far
-  float sum[4];        // this lane's part of sum 2^(logit - reference)
-  float acc[2][D / 8][4];  // sum 2^(logit - reference) v
+  float reference[2 * M];  // what exponents are taken relative to: at most SLACK under the largest logit so far
+  float sum[2 * M];       // this lane's part of sum 2^(logit - reference)
+  float acc[M][D / 8][4];  // sum 2^(logit - reference) v
 
   // The reference follows the maximum only when it falls behind by this much: the accumulator is rescaled rarely, and
   // 2^8 is far from any overflow.
@@ -54,32 +56,38 @@ struct Softmax {
 
   __device__ __forceinline__ Softmax() {
 #pragma unroll
-    for (int r = 0; r < 4; ++r) reference[r] = -CUDART_INF_F, sum[r] = 0.0f;
+    for (int r = 0; r < 2 * M; ++r) reference[r] = -CUDART_INF_F, sum[r] = 0.0f;
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.0f;
   }
 
-  // Lets the reference catch up with the maxima of the next columns.
-  __device__ __forceinline__ void follow(const float (&row_max)[4]) {
+  // Lets the reference catch up with the maxima of the next columns. `too` is rescaled with the rows.
+  __device__ __forceinline__ void follow(const float (&row_max)[2 * M], float (&too)[2 * M]) {
     bool behind = false;
 #pragma unroll
-    for (int r = 0; r < 4; ++r) behind |= row_max[r] > reference[r] + SLACK;
+    for (int r = 0; r < 2 * M; ++r) behind |= row_max[r] > reference[r] + SLACK;
     if (!__any_sync(~0u, behind)) return;
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
+    for (int r = 0; r < 2 * M; ++r) {
       float next = fmaxf(reference[r], row_max[r]);
       float decay = ptx::exp2(reference[r] - (next == -CUDART_INF_F ? 0.0f : next));
       reference[r] = next;
       sum[r] *= decay;
+      too[r] *= decay;
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) acc[r >> 1][n][2 * (r & 1) + i] *= decay;
     }
+  }
+
+  __device__ __forceinline__ void follow(const float (&row_max)[2 * M]) {
+    float nothing[2 * M];
+    follow(row_max, nothing);
   }
 
   // The reference, or 0 where nothing is visible yet: every term is then 2^-inf, whatever is subtracted.

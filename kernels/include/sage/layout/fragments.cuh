@@ -26,6 +26,10 @@ struct Reader {
   __device__ __forceinline__ void load(uint32_t (&r)[4], int row, int step) const {
     ptx::load_matrices(r, (address ^ (step << 5)) + row * ROW_BYTES);
   }
+  // The way back, from registers to shared memory.
+  __device__ __forceinline__ void store(const uint32_t (&r)[4], int row, int step, int lane) const {
+    ptx::store_matrices(r, (address ^ (step << 5)) + row * ROW_BYTES, lane);
+  }
 };
 
 template <int ROW_BYTES>

@@ -61,7 +61,8 @@ struct Forward {
   View k;
   View v;
   View out;
-  float* lse2;  // (head, padded token): base-2 log-sum-exp, +inf where there is nothing to go back to; null: not wanted
+  float* minus_lse2;  // (head, padded token): minus the base-2 log-sum-exp, -inf where there is nothing to go back to;
+                      // null: not wanted
   Codes codes;
   Shape shape;
 };
@@ -75,8 +76,8 @@ struct Backward {
   View dq;
   View dk;
   View dv;
-  const float* lse2;
-  float* delta;             // (head, padded token): rowsum(dO o O)
+  const float* minus_lse2;
+  float* minus_delta;       // (head, padded token): -rowsum(dO o O)
   float* dq_sums;           // (head, tile, 64 D) f32, in the order of layout/dq_sums.cuh
   int8_t* q_transposed;     // (head, tile): [D][64], permuted
   int8_t* dout_transposed;  // the same
@@ -92,8 +93,8 @@ static_assert(sizeof(View) == 48 && offsetof(View, vector) == 40);
 static_assert(sizeof(Segment) == 24);
 static_assert(sizeof(Shape) == 48 && offsetof(Shape, softmax_scale) == 36);
 static_assert(sizeof(Codes) == 72);
-static_assert(sizeof(Forward) == 320 && offsetof(Forward, lse2) == 192 && offsetof(Forward, shape) == 272);
-static_assert(sizeof(Backward) == 568 && offsetof(Backward, lse2) == 384 && offsetof(Backward, codes) == 440 &&
+static_assert(sizeof(Forward) == 320 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 272);
+static_assert(sizeof(Backward) == 568 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
               offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 560);
 
 }  // namespace sage::params

@@ -27,6 +27,13 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
+// The larger of |a| and |b|; a NaN wins.
+__device__ __forceinline__ float max_abs(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return y;
+}
+
 // Two floats rounded to 16 bit, `low` in the low half.
 template <class T>
 __device__ __forceinline__ uint32_t pack_16(float low, float high);

@@ -44,6 +44,21 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
                : "r"(address));
 }
 
+// The way back: r[i] of lane (g, t) goes to bytes 4t .. 4t + 4 of row g of matrix i; addresses as for load_matrices.
+__device__ __forceinline__ void store_matrices(const uint32_t (&r)[4], uint32_t address, int lane) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t row = __shfl_sync(~0u, address, i * 8 + lane / 4);
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + 4 * (lane & 3)), "r"(r[i]) : "memory");
+  }
+#endif
+}
+
 // Adds four neighbouring floats to global memory, in no particular order among threads. 16-byte aligned.
 __device__ __forceinline__ void add_global(float* at, float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 900
