@@ -92,8 +92,10 @@ pub(super) fn forward(scheme: &Scheme, d: usize) -> Plan {
         Scheme::SageBwd(settings) if settings.smoothing == Smoothing::Qk => ("sagebwd_qk", d, 2 * TILE * 4),
         Scheme::SageBwd(_) => ("sagebwd", d, 0),
     };
-    // Queries; two stages of a tile of K and one of V.
-    Plan { name, rows, threads: 128, stages: 2, shared_bytes: rows * tile + 4 * TILE * tile + mean }
+    // Queries; two stages of a tile of K and one of V; 32 bytes of state a thread.
+    let threads = 128;
+    let shared_bytes = rows * tile + 4 * TILE * tile + threads * 32 + mean;
+    Plan { name, rows, threads: threads as u32, stages: 2, shared_bytes }
 }
 
 /// The backward of `kernels/include/sage/attention/backward.cuh`: the largest plan that fits.

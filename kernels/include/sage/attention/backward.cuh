@@ -25,10 +25,12 @@ struct BackwardPlan {
   static constexpr int PARTS = KEYS / TILE;  // warps that share 16 queries of dQ: each takes a part of the channels
 };
 
+// Where a block of the backward is. It lives in shared memory: the products need the registers.
 struct BackwardBlock {
   int segment_index, key_head, first_key;
   Segment segment;
 
+  BackwardBlock() = default;
   __device__ __forceinline__ BackwardBlock(const params::Shape& shape, int index, int keys)
       : segment_index(index / shape.key_heads % shape.segment_count), key_head(index % shape.key_heads),
         first_key(index / shape.key_heads / shape.segment_count * keys), segment(shape, segment_index) {}
@@ -167,15 +169,13 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const params::Shape& shape = p.shape;
 
-  int index = blockIdx.x;
-  if (p.turns) {
-    // Blocks take tickets, so that whoever a block waits for has started before it.
-    __shared__ int ticket;
-    if (threadIdx.x == 0) ticket = atomicAdd(p.turns + int64_t(shape.query_heads) * shape.query_tiles, 1);
-    __syncthreads();
-    index = ticket;
+  __shared__ BackwardBlock block;
+  if (threadIdx.x == 0) {
+    // In turns blocks take tickets, so that whoever a block waits for has started before it.
+    int* tickets = p.turns + int64_t(shape.query_heads) * shape.query_tiles;
+    block = BackwardBlock(shape, p.turns ? atomicAdd(tickets, 1) : blockIdx.x, Plan::KEYS);
   }
-  BackwardBlock block(shape, index, Plan::KEYS);
+  __syncthreads();
   const Segment& segment = block.segment;
   if (block.first_key >= segment.key_len) return;
   int first_tile = segment.first_query(block.first_key) / TILE;
@@ -189,7 +189,6 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
   int past[LAG];  // tiles whose dQ is to come, the last one first
   if (iterations > 0) numerics.load(tile, 0);
   ptx::copy_commit();
-  int warp_key = block.first_key + threadIdx.x / 32 * 16;
   bool late = !Numerics::COOPERATES && !p.turns && threadIdx.x >= 128;
   for (int i = 0; i < iterations + LAG; ++i) {
     QueryTile next = tile;
@@ -216,7 +215,7 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
         }
         if (LAG == 2 && i >= 1 && i <= iterations) numerics.prepare_dq(i & 1 ^ 1);
       } else if (i < iterations) {
-        int first_query = tile.tile * TILE;
+        int first_query = tile.tile * TILE, warp_key = block.first_key + threadIdx.x / 32 * 16;
         bool hides = segment.visible_keys(first_query) < warp_key + 16;
         bool seen = segment.visible_keys(min(first_query + TILE, segment.query_len) - 1) > warp_key;
         numerics.scores(tile, stage, i & 1, hides, seen);
@@ -233,7 +232,7 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
   }
   numerics.settle();
 
-  int lane = threadIdx.x % 32;
+  int lane = threadIdx.x % 32, warp_key = block.first_key + threadIdx.x / 32 * 16;
   Rows<T> dk(p.dk, segment.batch, segment.key_start, block.key_head, segment.key_len, shape.head_dim);
   Rows<T> dv(p.dv, segment.batch, segment.key_start, block.key_head, segment.key_len, shape.head_dim);
 #pragma unroll

@@ -1,7 +1,7 @@
 // The forward walk: a block keeps 128 queries of one head, a warp 16 M of them, and walks the tiles of 64 keys that they
 // see. What happens inside a tile is the numerics' affair: full_precision_forward.cuh, sagebwd_forward.cuh.
 //
-// Numerics has: Type, D, M, THREADS, SHARED_BYTES, Logits; COOPERATES, whether warps meet inside a tile; a constructor;
+// Numerics has: Type, D, M, THREADS, SHARED_BYTES, Rows (its Softmax), STATE_AT (what that keeps there), Logits; COOPERATES, whether warps meet inside a tile; a constructor;
 // load_queries(), load_keys(tile), load_values(tile), asynchronous copies into buffer tile % 2; multiply(tile, logits);
 // attend<HIDES>(tile, logits, softmax, segment, first query of the warp), HIDES where a query may not see a key;
 // settle(softmax) at the end.
@@ -16,11 +16,12 @@ namespace sage::attention {
 constexpr int FORWARD_QUERIES = 128;
 
 // Where a block of the forward is. Heads and segments run fastest and long rows come first, so that the last blocks to
-// start are short.
+// start are short. It lives in shared memory: the products need the registers.
 struct ForwardBlock {
   int head, segment_index, first;  // `first` query, inside the segment
   Segment segment;
 
+  ForwardBlock() = default;
   __device__ __forceinline__ ForwardBlock(const params::Shape& shape, int index)
       : head(index % shape.query_heads), segment_index(index / shape.query_heads % shape.segment_count),
         first(((shape.query_len - 1) / FORWARD_QUERIES - index / shape.query_heads / shape.segment_count) *
@@ -32,11 +33,11 @@ struct ForwardBlock {
   }
 };
 
-// Writes the output and the log-sum-exp. It works out where it is once more, which keeps registers free in the walk.
-template <class T, int D, int M>
-__device__ __forceinline__ void store(const params::Forward& p, Softmax<D, M>& softmax) {
+// Writes the output and the log-sum-exp.
+template <class T, int D, int M, int THREADS, bool SHARED>
+__device__ __forceinline__ void store(const params::Forward& p, const ForwardBlock& block,
+                                      Softmax<D, M, THREADS, SHARED>& softmax) {
   const params::Shape& shape = p.shape;
-  ForwardBlock block(shape, ptx::opaque(blockIdx.x));
   const Segment& segment = block.segment;
   Rows<T> out(p.out, segment.batch, segment.query_start, block.head, segment.query_len, shape.head_dim);
   int64_t padded = (int64_t(block.head) * shape.query_tiles + segment.query_tile) * TILE;
@@ -45,7 +46,7 @@ __device__ __forceinline__ void store(const params::Forward& p, Softmax<D, M>& s
   for (int r = 0; r < 2 * M; ++r) {
     int row = block.first + threadIdx.x / 32 * 16 * M + row_of(r, lane);
     int visible = segment.visible_keys(row);
-    float sum = quad_sum(softmax.sum[r]);
+    float sum = quad_sum(softmax.state(softmax.state.SUM, r));
     // Only a query that sees no key gives zeros: a sum that came to 0 otherwise gives NaN.
     float inverse = visible == 0 ? 0.0f : 1.0f / sum;
 #pragma unroll
@@ -60,24 +61,14 @@ __device__ __forceinline__ void store(const params::Forward& p, Softmax<D, M>& s
   }
 }
 
-// The tiles that are seen in part. They are few, and work out anew where they are: see `store`.
-template <class Numerics>
-__device__ __forceinline__ void attend_last(const params::Forward& p, Numerics& numerics, int tile,
-                                            Softmax<Numerics::D, Numerics::M>& softmax) {
-  ForwardBlock block(p.shape, ptx::opaque(blockIdx.x));
-  int warp_first = block.first + ptx::opaque(threadIdx.x) / 32 * 16 * Numerics::M;
-  if (!Numerics::COOPERATES && tile * TILE >= block.segment.visible_keys(warp_first + 16 * Numerics::M - 1)) return;
-  typename Numerics::Logits logits;
-  numerics.multiply(tile, logits);
-  numerics.template attend<true>(tile, logits, softmax, block.segment, warp_first);
-}
-
 template <class Numerics>
 __device__ __forceinline__ void forward(const params::Forward& p) {
   using T = typename Numerics::Type;
   constexpr int D = Numerics::D;
   extern __shared__ __align__(1024) unsigned char shared[];
-  ForwardBlock block(p.shape, blockIdx.x);
+  __shared__ ForwardBlock block;
+  if (threadIdx.x == 0) block = ForwardBlock(p.shape, blockIdx.x);
+  __syncthreads();
   const Segment& segment = block.segment;
   if (block.first >= segment.query_len) return;
   int last = min(block.first + FORWARD_QUERIES, segment.query_len) - 1;
@@ -86,7 +77,7 @@ __device__ __forceinline__ void forward(const params::Forward& p) {
   int whole_tiles = segment.visible_keys(block.first + threadIdx.x / 32 * 16 * Numerics::M) / TILE;
 
   Numerics numerics(p, block, shared);
-  Softmax<D, Numerics::M> softmax;
+  typename Numerics::Rows softmax(shared + Numerics::STATE_AT);
   numerics.load_queries();
   if (key_tiles > 0) numerics.load_keys(0), numerics.load_values(0);
   ptx::copy_commit();
@@ -97,15 +88,19 @@ __device__ __forceinline__ void forward(const params::Forward& p) {
     if (tile + 1 < key_tiles) numerics.load_keys(tile + 1), numerics.load_values(tile + 1);
     ptx::copy_commit();
     typename Numerics::Logits logits;
-    if (tile < whole_tiles) {
+    if (__builtin_expect(tile < whole_tiles, true)) {
       numerics.multiply(tile, logits);
       numerics.template attend<false>(tile, logits, softmax, segment, 0);
     } else {
-      attend_last(p, numerics, tile, softmax);
+      int warp_first = block.first + threadIdx.x / 32 * 16 * Numerics::M;
+      if (Numerics::COOPERATES || tile * TILE < segment.visible_keys(warp_first + 16 * Numerics::M - 1)) {
+        numerics.multiply(tile, logits);
+        numerics.template attend<true>(tile, logits, softmax, segment, warp_first);
+      }
     }
   }
   numerics.settle(softmax);
-  store<T>(p, softmax);
+  store<T>(p, block, softmax);
 }
 
 }  // namespace sage::attention

@@ -14,17 +14,19 @@ struct FullPrecisionForward {
   static constexpr int M = 2;
   static constexpr int BLOCKS = 2;  // of a multiprocessor: what the accumulators leave of its registers
   static constexpr int THREADS = FORWARD_QUERIES / (16 * M) * 32;
+  using Rows = Softmax<D, M, THREADS, true>;
   static constexpr bool COOPERATES = false;
   using Logits = float[M][8][4];
   static constexpr int ROW = D * 2;
   static constexpr int Q_BYTES = FORWARD_QUERIES * ROW;
   static constexpr int TILE_BYTES = TILE * ROW;
-  static constexpr int SHARED_BYTES = Q_BYTES + 4 * TILE_BYTES;
+  static constexpr int STATE_AT = Q_BYTES + 4 * TILE_BYTES;
+  static constexpr int SHARED_BYTES = STATE_AT + Rows::State::BYTES;
 
   uint32_t shared;
   int warp, first;
   float scale;
-  Rows<T> q, k, v;
+  attention::Rows<T> q, k, v;
 
   __device__ __forceinline__ FullPrecisionForward(const params::Forward& p, const ForwardBlock& b, void* memory)
       : shared(ptx::shared_address(memory)), warp(threadIdx.x / 32), first(b.first),
@@ -78,7 +80,7 @@ struct FullPrecisionForward {
   }
 
   template <bool HIDES>
-  __device__ __forceinline__ void attend(int tile, Logits& s, Softmax<D, M>& softmax, const Segment& segment,
+  __device__ __forceinline__ void attend(int tile, Logits& s, Rows& softmax, const Segment& segment,
                                          int warp_first) {
     int lane = ptx::opaque(threadIdx.x) % 32;
     if constexpr (HIDES) mask(s, segment, warp_first, tile * TILE, lane, -CUDART_INF_F);
@@ -96,7 +98,8 @@ struct FullPrecisionForward {
     uint32_t p[4][M][4];  // (16 keys, m): an operand of 16 x 16
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
-      float shift = softmax.shift(r), sum = 0.0f;
+      float shift = softmax.shift(r);
+      float sum = 0.0f;
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         float* x = &s[r >> 1][n][2 * (r & 1)];
@@ -105,7 +108,7 @@ struct FullPrecisionForward {
         sum += x[0] + x[1];
         p[n >> 1][r >> 1][(r & 1) + 2 * (n & 1)] = ptx::pack_16<T>(x[0], x[1]);
       }
-      softmax.sum[r] += sum;
+      softmax.state(Rows::State::SUM, r) += sum;
     }
     layout::TransposedReaderB<ROW> v_reader(k_tile(tile) + TILE_BYTES, lane);
 #pragma unroll
@@ -122,7 +125,7 @@ struct FullPrecisionForward {
       }
   }
 
-  __device__ __forceinline__ void settle(Softmax<D, M>&) {}
+  __device__ __forceinline__ void settle(Rows&) {}
 };
 
 }  // namespace sage::attention

@@ -147,8 +147,8 @@ struct SageBwdBackward {
           quant::multiply(x[n + 1], a, b[2], b[3], step == 0);
         }
       }
-      // Asked for early: the matrix units work on it while P is computed.
-      multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
+      // Asked for early, where registers allow it: the matrix units work on it while P is computed.
+      if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
       float factor = q_dequant * k_dequant * (p.shape.softmax_scale * 1.44269504f);
       // MAGIC and the log-sum-exp in one addend. It is rounded, by at most factor / 2 while it is under 2^24 factor:
       // half a unit of sums whose own error, from the codes of Q and K, is about a hundred.
@@ -180,6 +180,7 @@ struct SageBwdBackward {
     });
 
     // dS = P o (dP - D)
+    if constexpr (D > 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll

@@ -17,11 +17,14 @@ struct SageBwdForward {
   using Logits = int[M][8][4];  // as the floats MAGIC + sum
   static constexpr int BLOCKS = HEAD_DIM == 64 && !QK ? 3 : 2;  // of a multiprocessor: what the accumulators leave of its registers
   static constexpr int THREADS = FORWARD_QUERIES / (16 * M) * 32;
+  using Rows = Softmax<D, M, THREADS, HEAD_DIM == 64>;
   static constexpr bool COOPERATES = QK;
   static constexpr int Q_BYTES = FORWARD_QUERIES * D;
   static constexpr int TILE_BYTES = TILE * D;
   static constexpr int ROWS_BYTES = QK ? 2 * TILE * 4 : 0;
-  static constexpr int SHARED_BYTES = Q_BYTES + 4 * TILE_BYTES + ROWS_BYTES;
+  static constexpr int STATE_AT = Q_BYTES + 4 * TILE_BYTES;
+  static constexpr int ROWS_AT = STATE_AT + Rows::State::BYTES;
+  static constexpr int SHARED_BYTES = ROWS_AT + ROWS_BYTES;
 
   uint32_t shared;
   float* mean_logits;  // (query tile, key), with Q smoothing
@@ -30,13 +33,12 @@ struct SageBwdForward {
   int64_t query_tile;   // of the block's first query
   int query_tiles_left;
   float q_factor;       // q dequant_scale * softmax_scale * log2 e
-  float magic_part[2 * M] = {};  // of the accumulator's rows, in units of MAGIC
   const params::Forward& p;
   const ForwardBlock& block;
 
   __device__ __forceinline__ SageBwdForward(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
       : shared(ptx::shared_address(memory)),
-        mean_logits(reinterpret_cast<float*>(memory + Q_BYTES + 4 * TILE_BYTES)),
+        mean_logits(reinterpret_cast<float*>(memory + ROWS_AT)),
         warp(threadIdx.x / 32), first_key_tile(b.key_head(p.shape) * p.shape.key_tiles + b.segment.key_tile),
         query_tile(int64_t(b.head) * p.shape.query_tiles + b.segment.query_tile + b.first / TILE),
         query_tiles_left(b.segment.query_tiles() - b.first / TILE), p(p), block(b) {
@@ -91,7 +93,7 @@ struct SageBwdForward {
   }
 
   template <bool HIDES>
-  __device__ __forceinline__ void attend(int tile, Logits& x, Softmax<D, M>& softmax, const Segment& segment,
+  __device__ __forceinline__ void attend(int tile, Logits& x, Rows& softmax, const Segment& segment,
                                          int warp_first) {
     int lane = ptx::opaque(threadIdx.x) % 32;
     float k_dequant = __ldg(p.codes.k_scale + first_key_tile + tile);
@@ -149,7 +151,7 @@ struct SageBwdForward {
       offset[r] = exact_offset - (row_max[r] - LOG2_127);
       if (HIDES && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
     }
-    softmax.follow(row_max, magic_part);
+    softmax.follow(row_max);
 
     float v_dequant = __ldg(p.codes.v_scale + first_key_tile + tile);
     // Codes of P, one scale a row: an operand of 16 x 32 for each (32 keys, m).
@@ -172,7 +174,7 @@ struct SageBwdForward {
       float p_dequant = ptx::exp2(exact_offset - offset[r] - softmax.shift(r));
       if (HIDES && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
       // The sum is of the unquantized probabilities.
-      softmax.sum[r] = fmaf(p_dequant, sum, softmax.sum[r]);
+      softmax.state(Rows::State::SUM, r) += p_dequant * sum;
       dequant[r] = p_dequant * v_dequant;
     }
 
@@ -200,24 +202,26 @@ struct SageBwdForward {
             acc = fmaf(__int_as_float(y[m][i][e]), dequant[2 * m + (e >> 1)], acc);
           }
     }
-    // The sums came as MAGIC + integer; what MAGIC added goes out again before it grows large.
+    // What MAGIC adds to the rows, in units of MAGIC: see settle.
 #pragma unroll
-    for (int r = 0; r < 2 * M; ++r) magic_part[r] += dequant[r];
-    if (tile % quant::MAGIC_TILES == quant::MAGIC_TILES - 1) settle(softmax);
+    for (int r = 0; r < 2 * M; ++r) softmax.state(Rows::State::MAGIC, r) += dequant[r];
+    if (__builtin_expect(tile % quant::MAGIC_TILES == quant::MAGIC_TILES - 1, false)) settle(softmax);
   }
 
-  // Takes out of the accumulator what MAGIC added since the last time.
-  __device__ __forceinline__ void settle(Softmax<D, M>& softmax) {
+  // The sums came as MAGIC + integer. Takes out of the accumulator what MAGIC added since the last time, before it grows
+  // large.
+  __device__ __forceinline__ void settle(Rows& softmax) {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
+      float& part = softmax.state(Rows::State::MAGIC, r);
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& acc = softmax.acc[r >> 1][n][2 * (r & 1) + e];
-          acc = fmaf(-quant::MAGIC, magic_part[r], acc);
+          acc = fmaf(-quant::MAGIC, part, acc);
         }
-      magic_part[r] = 0.0f;
+      part = 0.0f;
     }
   }
 

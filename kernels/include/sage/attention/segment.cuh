@@ -15,6 +15,7 @@ struct Segment {
   int query_tile, key_tile;  // its first tile in padded buffers
   bool causal;
 
+  Segment() = default;
   __device__ __forceinline__ Segment(const params::Shape& shape, int index) {
     causal = shape.causal;
     if (shape.segments) {

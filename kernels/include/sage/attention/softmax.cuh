@@ -44,19 +44,38 @@ __device__ __forceinline__ void mask(X (&x)[M][8][4], const Segment& segment, in
   }
 }
 
-template <int D, int M>
+// Two values for each of a lane's rows. Touched once a tile, they are kept in shared memory where registers are short.
+template <int ROWS, int THREADS, bool SHARED>
+struct RowState {
+  float* memory;  // (value, row, thread)
+  float registers[SHARED ? 1 : 2 * ROWS];
+  static constexpr int BYTES = SHARED ? 2 * ROWS * THREADS * 4 : 0;
+  static constexpr int SUM = 0;    // this lane's part of sum 2^(logit - reference)
+  static constexpr int MAGIC = 1;  // what the numerics keeps besides
+
+  __device__ __forceinline__ explicit RowState(unsigned char* at) : memory(reinterpret_cast<float*>(at) + threadIdx.x) {
+#pragma unroll
+    for (int i = 0; i < 2 * ROWS; ++i) (*this)(0, i) = 0.0f;
+  }
+  __device__ __forceinline__ float& operator()(int value, int row) {
+    return SHARED ? memory[(value * ROWS + row) * THREADS] : registers[SHARED ? 0 : value * ROWS + row];
+  }
+};
+
+template <int D, int M, int THREADS, bool SHARED>
 struct Softmax {
+  using State = RowState<2 * M, THREADS, SHARED>;
   float reference[2 * M];  // what exponents are taken relative to: at most SLACK under the largest logit so far
-  float sum[2 * M];       // this lane's part of sum 2^(logit - reference)
   float acc[M][D / 8][4];  // sum 2^(logit - reference) v
+  State state;
 
   // The reference follows the maximum only when it falls behind by this much: the accumulator is rescaled rarely, and
   // 2^8 is far from any overflow.
   static constexpr float SLACK = 8.0f;
 
-  __device__ __forceinline__ Softmax() {
+  __device__ __forceinline__ explicit Softmax(unsigned char* memory) : state(memory) {
 #pragma unroll
-    for (int r = 0; r < 2 * M; ++r) reference[r] = -CUDART_INF_F, sum[r] = 0.0f;
+    for (int r = 0; r < 2 * M; ++r) reference[r] = -CUDART_INF_F;
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -65,29 +84,24 @@ struct Softmax {
         for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.0f;
   }
 
-  // Lets the reference catch up with the maxima of the next columns. `too` is rescaled with the rows.
-  __device__ __forceinline__ void follow(const float (&row_max)[2 * M], float (&too)[2 * M]) {
+  // Lets the reference catch up with the maxima of the next columns.
+  __device__ __forceinline__ void follow(const float (&row_max)[2 * M]) {
     bool behind = false;
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) behind |= row_max[r] > reference[r] + SLACK;
-    if (!__any_sync(~0u, behind)) return;
+    if (__builtin_expect(!__any_sync(~0u, behind), true)) return;
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
       float next = fmaxf(reference[r], row_max[r]);
       float decay = ptx::exp2(reference[r] - (next == -CUDART_INF_F ? 0.0f : next));
       reference[r] = next;
-      sum[r] *= decay;
-      too[r] *= decay;
+      state(State::SUM, r) *= decay;
+      state(State::MAGIC, r) *= decay;
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) acc[r >> 1][n][2 * (r & 1) + i] *= decay;
     }
-  }
-
-  __device__ __forceinline__ void follow(const float (&row_max)[2 * M]) {
-    float nothing[2 * M];
-    follow(row_max, nothing);
   }
 
   // The reference, or 0 where nothing is visible yet: every term is then 2^-inf, whatever is subtracted.
