@@ -103,7 +103,8 @@ fn rms_norm() -> Result<()> {
     ];
     for (rows, width) in sizes {
         let inputs = [draw(&mut normals, &[rows, width]), draw(&mut normals, &[width])];
-        check(&format!("rms_norm {rows} x {width}"), &inputs, 1.0, &|x| ops::rms_norm(&x[0], &x[1], 1e-6))?;
+        // A large eps: without it the gradient of a single element is the rounding error of a zero.
+        check(&format!("rms_norm {rows} x {width}"), &inputs, 1.0, &|x| ops::rms_norm(&x[0], &x[1], 0.5))?;
     }
     let inputs = [draw(&mut normals, &[64, 3, 5]), draw(&mut normals, &[64])];
     check("rms_norm turned", &inputs, 1.0, &|x| ops::rms_norm(&x[0].permute((2, 1, 0))?, &x[1], 1e-6))?;
@@ -267,7 +268,9 @@ fn embedding() -> Result<()> {
                 for &of_ids in types {
                     let name = format!("embedding {rows} x {width}, {len} ids {of_ids:?}, {pattern}");
                     check(&name, &inputs, 1.0, &|x| {
-                        let ids = Tensor::new(ids.as_slice(), x[0].device())?.to_dtype(of_ids)?;
+                        let ids = Tensor::new(ids.as_slice(), &Device::Cpu)?
+                            .to_dtype(of_ids)?
+                            .to_device(x[0].device())?;
                         ops::embedding(&x[0], &ids)
                     })?;
                 }
@@ -321,9 +324,9 @@ fn cross_entropy() -> Result<()> {
     Ok(())
 }
 
-/// Logits are rounded to the type before the softmax, whose error is then `|logit|` roundings, here about one; their
+/// Logits are rounded to the type before the softmax, whose error is then `|logit|` roundings, here up to three; their
 /// gradients are rounded, and the product; and the product again after its scaling.
-const LINEAR_ROUNDINGS: f64 = 4.0;
+const LINEAR_ROUNDINGS: f64 = 6.0;
 
 #[test]
 #[ignore = "needs a GPU"]
