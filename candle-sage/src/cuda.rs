@@ -4,6 +4,7 @@
 //! of its name. The only place with `unsafe`, besides the CPU's matrix product.
 
 mod kernels;
+pub(crate) mod ops;
 mod params;
 mod plan;
 mod sagebwd;

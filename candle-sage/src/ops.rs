@@ -6,6 +6,7 @@
 mod attention;
 mod cross_entropy;
 mod embedding;
+mod qk_norm_rope;
 mod rms_norm;
 mod rope;
 mod support;
@@ -14,6 +15,7 @@ mod swiglu;
 pub use attention::{Attention, AttentionVjp};
 pub use cross_entropy::{CrossEntropy, cross_entropy, linear_cross_entropy};
 pub use embedding::embedding;
+pub use qk_norm_rope::qk_norm_rope;
 pub use rms_norm::rms_norm;
 pub use rope::{RopeStyle, rope, rope_tables};
 pub use swiglu::swiglu;

@@ -56,7 +56,13 @@ impl Gpu {
     /// # Safety
     /// All addresses in `params` must be those of live allocations on this device, as large as the kernel expects for
     /// the shape in `params`.
-    unsafe fn launch<P: DeviceRepr>(&self, family: &str, kernel: &str, grid: Grid, params: &P) -> Result<()> {
+    pub(super) unsafe fn launch<P: DeviceRepr>(
+        &self,
+        family: &str,
+        kernel: &str,
+        grid: Grid,
+        params: &P,
+    ) -> Result<()> {
         if grid.blocks.0 == 0 || grid.blocks.1 == 0 || grid.blocks.2 == 0 {
             return Ok(());
         }

@@ -2,13 +2,21 @@
 
 use std::sync::OnceLock;
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
+#[cfg(feature = "cuda")]
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::support::{cpu_storage, f32_tensor, f32_values, ids, on_cpu, shape_error, with_f32};
+use super::support::{cpu_storage, f32_tensor, f32_values, ids, shape_error, supported, with_f32};
+#[cfg(feature = "cuda")]
+use super::support::{cuda_tensor, with_cuda};
 use crate::cpu::lanes;
 use crate::cpu::product::{Mat, product_parallel};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::Error;
 
 const NAME: &str = "cross-entropy";
@@ -19,7 +27,8 @@ const LINEAR: &str = "linear-cross-entropy";
 pub struct CrossEntropy {
     /// Targets with this id do not count (PyTorch's is -100). `None`: all count.
     pub ignore_id: Option<i64>,
-    /// Rows of logits that [`linear_cross_entropy`] holds at a time. `None`: as many as fit 64 MiB.
+    /// Rows of logits that [`linear_cross_entropy`] holds at a time. `None`: as many as fit 64 MiB,
+    /// on a GPU 256 MiB.
     pub chunk_rows: Option<usize>,
 }
 
@@ -28,7 +37,7 @@ pub struct CrossEntropy {
 /// `logits` is (rows, classes) in f32, f16 or bf16, `targets` is (rows) in u8, u32 or i64; the
 /// result is an f32 scalar. The logits receive `(softmax - onehot) / targets that count`. The
 /// forward keeps one f32 a row. For a language model prefer [`linear_cross_entropy`], which never
-/// holds all logits.
+/// holds all logits. On a GPU the check of the targets waits for the loss.
 ///
 /// # Errors
 /// When the shapes do not match, a target is not a class, or no target counts.
@@ -42,8 +51,8 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor, settings: CrossEntropy) 
             "flatten batch and sequence first: `flatten(0, 1)`",
         ));
     }
-    on_cpu(NAME, &[logits, targets])?;
-    logits.apply_op2(targets, LogitsOp { settings, lse: OnceLock::new() })
+    supported(NAME, &[logits, targets])?;
+    logits.apply_op2(targets, LogitsOp { settings, saved: OnceLock::new() })
 }
 
 /// [`cross_entropy`] of `hidden weight^T`, without ever holding all logits.
@@ -51,7 +60,9 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor, settings: CrossEntropy) 
 /// `hidden` is (rows, width), `weight` (classes, width) in f32, f16 or bf16, `targets` (rows); the
 /// result is an f32 scalar. Logits are made and consumed [`CrossEntropy::chunk_rows`] at a time.
 /// When an input is tracked the forward also computes both gradients of each chunk while its logits
-/// are at hand, instead of making them twice; the backward multiplies by what comes back.
+/// are at hand, instead of making them twice; the backward multiplies by what comes back. On the CPU all
+/// of it is f32; on a GPU logits and products have the element type of the inputs, which must be one,
+/// and everything else is f32.
 ///
 /// # Errors
 /// As [`cross_entropy`].
@@ -81,10 +92,10 @@ pub fn linear_cross_entropy(
             "leave it out",
         ));
     }
-    on_cpu(LINEAR, &[hidden, weight, targets])?;
+    supported(LINEAR, &[hidden, weight, targets])?;
     let wanted = [hidden.track_op(), weight.track_op()];
     let tracked = wanted.contains(&true);
-    let op = LinearOp { settings, wanted, gradients: OnceLock::new() };
+    let op = LinearOp { settings, wanted, saved: OnceLock::new() };
     if tracked {
         hidden.apply_op3(weight, targets, op)
     } else {
@@ -98,23 +109,47 @@ fn classes(targets: &[i64], classes: usize, settings: CrossEntropy) -> Result<(V
     for &target in targets {
         let ignored = settings.ignore_id == Some(target);
         if !ignored && !(0..classes as i64).contains(&target) {
-            return Err(Error::new("cross_entropy: a target is not a class")
-                .got(target)
-                .allowed(format!("0 to {}", classes - 1))
-                .hint("set `ignore_id` when some targets should not count")
-                .into());
+            return Err(not_a_class(target, classes).into());
         }
         out.push((!ignored).then_some(target as usize));
     }
     let counted = out.iter().flatten().count();
     if counted == 0 {
-        return Err(Error::new("cross_entropy: no target counts")
-            .got(format!("{} targets, all ignored", out.len()))
-            .allowed("at least one target")
-            .hint("skip the batch")
-            .into());
+        return Err(none_counts(out.len()).into());
     }
     Ok((out, counted))
+}
+
+fn not_a_class(target: i64, classes: usize) -> Error {
+    Error::new("cross_entropy: a target is not a class")
+        .got(target)
+        .allowed(format!("0 to {}", classes - 1))
+        .hint("set `ignore_id` when some targets should not count")
+}
+
+fn none_counts(targets: usize) -> Error {
+    Error::new("cross_entropy: no target counts")
+        .got(format!("{targets} targets, all ignored"))
+        .allowed("at least one target")
+        .hint("skip the batch")
+}
+
+/// What a GPU's check of the targets says.
+#[cfg(feature = "cuda")]
+fn verdict(checked: cuda::ops::Checked, targets: usize, classes: usize) -> Result<()> {
+    match checked {
+        cuda::ops::Checked { bad: Some(target), .. } => Err(not_a_class(target, classes).into()),
+        cuda::ops::Checked { counted: 0, .. } => Err(none_counts(targets).into()),
+        _ => Ok(()),
+    }
+}
+
+fn run_twice<T>(_: T) -> Error {
+    Error::new("a cross-entropy op value was run twice")
+}
+
+fn no_forward() -> Error {
+    Error::new("cross-entropy has no forward to go back from")
 }
 
 /// The natural log-sum-exp of a row.
@@ -148,7 +183,15 @@ fn mean_loss(losses: impl Iterator<Item = f32>, counted: usize) -> f32 {
 
 struct LogitsOp {
     settings: CrossEntropy,
-    lse: OnceLock<Vec<f32>>,
+    saved: OnceLock<Saved>,
+}
+
+/// What a forward from logits keeps for its backward, where it ran.
+enum Saved {
+    /// The log-sum-exp of each row.
+    Cpu(Vec<f32>),
+    #[cfg(feature = "cuda")]
+    Cuda(cuda::ops::cross_entropy::Saved),
 }
 
 impl CustomOp2 for LogitsOp {
@@ -169,8 +212,27 @@ impl CustomOp2 for LogitsOp {
         let lse: Vec<f32> = logits.par_chunks(width).map(log_sum_exp).collect();
         let rows = targets.iter().zip(logits.chunks_exact(width)).zip(&lse);
         let loss = mean_loss(rows.filter_map(|((t, row), lse)| t.map(|t| lse - row[t])), counted);
-        self.lse.set(lse).map_err(|_| Error::new("a cross-entropy op value was run twice"))?;
+        self.saved.set(Saved::Cpu(lse)).map_err(run_twice)?;
         Ok((CpuStorage::F32(vec![loss]), Shape::from(())))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        logits: &CudaStorage,
+        logits_layout: &Layout,
+        targets: &CudaStorage,
+        targets_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let (rows, classes) = logits_layout.shape().dims2()?;
+        let (loss, saved, checked) = cuda::ops::cross_entropy::forward(
+            (logits, logits_layout),
+            (targets, targets_layout),
+            self.settings.ignore_id,
+        )?;
+        verdict(checked, rows, classes)?;
+        self.saved.set(Saved::Cuda(saved)).map_err(run_twice)?;
+        Ok((loss, Shape::from(())))
     }
 
     fn bwd(
@@ -180,7 +242,16 @@ impl CustomOp2 for LogitsOp {
         _loss: &Tensor,
         dloss: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let lse = self.lse.get().ok_or_else(|| Error::new("cross-entropy has no forward to go back from"))?;
+        let lse = match self.saved.get().ok_or_else(no_forward)? {
+            Saved::Cpu(lse) => lse,
+            #[cfg(feature = "cuda")]
+            Saved::Cuda(saved) => {
+                let grad = with_cuda(NAME, [logits, dloss], |[logits, dloss]| {
+                    cuda::ops::cross_entropy::backward(saved, logits, dloss)
+                })?;
+                return Ok((Some(cuda_tensor(grad, logits.shape())), None));
+            }
+        };
         let (_, width) = logits.dims2()?;
         let ids = {
             let (storage, layout) = targets.storage_and_layout();
@@ -202,6 +273,13 @@ impl CustomOp2 for LogitsOp {
     }
 }
 
+/// What a linear forward keeps for its backward, where it ran.
+enum LinearSaved {
+    Cpu(UnitGradients),
+    #[cfg(feature = "cuda")]
+    Cuda(cuda::ops::cross_entropy::LinearSaved),
+}
+
 /// Gradients for an upstream gradient of one; empty where none is wanted.
 struct UnitGradients {
     hidden: Vec<f32>,
@@ -212,13 +290,13 @@ struct LinearOp {
     settings: CrossEntropy,
     /// Whether the hidden states and the weight are tracked. A frozen one costs nothing.
     wanted: [bool; 2],
-    gradients: OnceLock<UnitGradients>,
+    saved: OnceLock<LinearSaved>,
 }
 
 impl LinearOp {
-    fn chunk_rows(&self, classes: usize) -> usize {
-        const FLOATS: usize = 16 << 20;
-        self.settings.chunk_rows.unwrap_or((FLOATS / classes).max(1))
+    /// Rows of logits at a time, where those of `bytes` are held at once.
+    fn chunk_rows(&self, classes: usize, element: usize, bytes: usize) -> usize {
+        self.settings.chunk_rows.unwrap_or((bytes / element / classes).max(1))
     }
 }
 
@@ -247,7 +325,7 @@ impl CustomOp3 for LinearOp {
             hidden: vec![0.0; if hidden_wanted { rows * width } else { 0 }],
             weight: vec![0.0; if weight_wanted { outputs * width } else { 0 }],
         };
-        let chunk = self.chunk_rows(outputs).min(rows);
+        let chunk = self.chunk_rows(outputs, size_of::<f32>(), 64 << 20).min(rows);
         let mut logits = vec![0.0; chunk * outputs];
         let mut losses = vec![0.0; rows];
         let factor = 1.0 / counted as f32;
@@ -283,12 +361,39 @@ impl CustomOp3 for LinearOp {
             }
         }
         if hidden_wanted || weight_wanted {
-            self.gradients
-                .set(gradients)
-                .map_err(|_| Error::new("a cross-entropy op value was run twice"))?;
+            self.saved.set(LinearSaved::Cpu(gradients)).map_err(run_twice)?;
         }
         let loss = mean_loss(losses.into_iter(), counted);
         Ok((CpuStorage::F32(vec![loss]), Shape::from(())))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        hidden: &CudaStorage,
+        hidden_layout: &Layout,
+        weight: &CudaStorage,
+        weight_layout: &Layout,
+        targets: &CudaStorage,
+        targets_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let (rows, _) = hidden_layout.shape().dims2()?;
+        let (classes, _) = weight_layout.shape().dims2()?;
+        let (loss, saved, checked) = cuda::ops::cross_entropy::linear_forward(
+            (hidden, hidden_layout),
+            (weight, weight_layout),
+            (targets, targets_layout),
+            cuda::ops::cross_entropy::Linear {
+                ignored: self.settings.ignore_id,
+                chunk_rows: self.chunk_rows(classes, hidden.dtype().size_in_bytes(), 256 << 20),
+                wanted: self.wanted,
+            },
+        )?;
+        verdict(checked, rows, classes)?;
+        if self.wanted.contains(&true) {
+            self.saved.set(LinearSaved::Cuda(saved)).map_err(run_twice)?;
+        }
+        Ok((loss, Shape::from(())))
     }
 
     fn bwd(
@@ -299,8 +404,20 @@ impl CustomOp3 for LinearOp {
         _loss: &Tensor,
         dloss: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let unit =
-            self.gradients.get().ok_or_else(|| Error::new("cross-entropy has no forward to go back from"))?;
+        let unit = match self.saved.get().ok_or_else(no_forward)? {
+            LinearSaved::Cpu(unit) => unit,
+            #[cfg(feature = "cuda")]
+            LinearSaved::Cuda(saved) => {
+                let [dhidden, dweight] = with_cuda(LINEAR, [dloss], |[dloss]| {
+                    cuda::ops::cross_entropy::linear_backward(saved, dloss)
+                })?;
+                return Ok((
+                    dhidden.map(|grad| cuda_tensor(grad, hidden.shape())),
+                    dweight.map(|grad| cuda_tensor(grad, weight.shape())),
+                    None,
+                ));
+            }
+        };
         let factor = dloss.to_scalar::<f32>()?;
         let scaled = |unit: &[f32], like: &Tensor| {
             f32_tensor(unit.iter().map(|x| x * factor).collect(), like.shape(), like.dtype())

@@ -1,11 +1,20 @@
 //! Rows of a table by id, with a deterministic, parallel backward.
 
+#[cfg(feature = "cuda")]
+use std::sync::OnceLock;
+
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 
-use super::support::{cpu_storage, f32_tensor, ids, on_cpu, shape_error, with_f32};
+use super::support::{cpu_storage, f32_tensor, ids, shape_error, supported, with_f32};
+#[cfg(feature = "cuda")]
+use super::support::{cuda_tensor, with_cuda};
 use crate::cpu::view::unsupported_dtype;
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::Error;
 
 const NAME: &str = "embedding";
@@ -14,7 +23,8 @@ const NAME: &str = "embedding";
 ///
 /// `table` is (rows, width) in f32, f16 or bf16, `ids` any shape in u8, u32 or i64; the output is
 /// (ids' shape.., width) in the table's type. The table receives a gradient: each row the sum, in
-/// f32 and in the order of the ids, of what came back for it.
+/// f32 and in an order that the ids alone decide, of what came back for it. On a GPU the check of the
+/// ids waits for them.
 ///
 /// # Errors
 /// When an id is not below the number of rows, or the types are not supported.
@@ -35,12 +45,24 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
             "ids come second",
         ));
     }
-    on_cpu(NAME, &[table, ids])?;
+    supported(NAME, &[table, ids])?;
     let shape = [ids.dims(), &[width]].concat();
-    table.apply_op2(ids, Embedding)?.reshape(shape)
+    table.apply_op2(ids, Embedding::default())?.reshape(shape)
 }
 
-struct Embedding;
+/// One call: on a GPU its checked ids stay for the backward.
+#[derive(Default)]
+struct Embedding {
+    #[cfg(feature = "cuda")]
+    saved: OnceLock<cuda::ops::embedding::Saved>,
+}
+
+fn not_in_the_table(id: i64, rows: usize) -> Error {
+    Error::new("embedding: an id is not in the table")
+        .got(id)
+        .allowed(format!("0 to {}", rows - 1))
+        .hint("does the tokenizer belong to this model?")
+}
 
 impl CustomOp2 for Embedding {
     fn name(&self) -> &'static str {
@@ -57,11 +79,7 @@ impl CustomOp2 for Embedding {
         let (rows, width) = table_layout.shape().dims2()?;
         let ids = ids(NAME, id, id_layout)?;
         if let Some(id) = ids.iter().find(|id| !(0..rows as i64).contains(*id)) {
-            return Err(Error::new("embedding: an id is not in the table")
-                .got(id)
-                .allowed(format!("0 to {}", rows - 1))
-                .hint("does the tokenizer belong to this model?")
-                .into());
+            return Err(not_in_the_table(*id, rows).into());
         }
         // Rows in the order of the ids, each read where it lies: the table itself is never copied.
         let picked: Vec<usize> = ids
@@ -79,6 +97,23 @@ impl CustomOp2 for Embedding {
         Ok((out, Shape::from((ids.len(), width))))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        table: &CudaStorage,
+        table_layout: &Layout,
+        id: &CudaStorage,
+        id_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let (rows, width) = table_layout.shape().dims2()?;
+        let (out, saved, checked) = cuda::ops::embedding::forward((table, table_layout), (id, id_layout))?;
+        if let Some(id) = checked.bad {
+            return Err(not_in_the_table(id, rows).into());
+        }
+        self.saved.set(saved).map_err(|_| Error::new("an embedding op value was run twice"))?;
+        Ok((out, Shape::from((id_layout.shape().elem_count(), width))))
+    }
+
     fn bwd(
         &self,
         table: &Tensor,
@@ -87,6 +122,14 @@ impl CustomOp2 for Embedding {
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (rows, width) = table.dims2()?;
+        #[cfg(feature = "cuda")]
+        if dout.device().is_cuda() {
+            let saved =
+                self.saved.get().ok_or_else(|| Error::new("embedding has no forward to go back from"))?;
+            let grad =
+                with_cuda(NAME, [dout], |[dout]| cuda::ops::embedding::backward(saved, dout, rows, width))?;
+            return Ok((Some(cuda_tensor(grad, (rows, width))), None));
+        }
         let ids = {
             let (storage, layout) = id.storage_and_layout();
             ids(NAME, cpu_storage(&storage, NAME)?, layout)?

@@ -1,13 +1,19 @@
 //! Root-mean-square normalization with a backward.
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::support::{f32_tensor, f32_values, on_cpu, shape_error, with_f32};
+#[cfg(feature = "cuda")]
+use super::support::{cuda_tensor, with_cuda};
+use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
 use crate::cpu::lanes;
 use crate::cpu::view::to_storage;
+#[cfg(feature = "cuda")]
+use crate::cuda;
 
 const NAME: &str = "rms-norm";
 
@@ -30,16 +36,21 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
             "normalization runs over the last dimension",
         ));
     }
-    if !((eps as f32) >= 0.0 && (eps as f32).is_finite()) {
-        return Err(shape_error("rms_norm: eps is out of range", eps, "0 and up", "1e-6 is the usual eps"));
+    let eps = checked_eps("rms_norm", eps)?;
+    supported(NAME, &[x, weight])?;
+    x.apply_op2(weight, RmsNorm { eps })
+}
+
+/// What is added to the mean square.
+pub(super) fn checked_eps(op: &str, eps: f64) -> Result<f32> {
+    if (eps as f32) >= 0.0 && (eps as f32).is_finite() {
+        return Ok(eps as f32);
     }
-    on_cpu(NAME, &[x, weight])?;
-    x.apply_op2(weight, RmsNorm { eps: eps as f32, width })
+    Err(shape_error(&format!("{op}: eps is out of range"), eps, "0 and up", "1e-6 is the usual eps"))
 }
 
 struct RmsNorm {
     eps: f32,
-    width: usize,
 }
 
 /// Vectors that one task takes; also the span of one partial sum of the weight's gradient, which
@@ -73,13 +84,20 @@ impl CustomOp2 for RmsNorm {
         w_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let (values, weight) = (f32_values(NAME, x, x_layout)?, f32_values(NAME, w, w_layout)?);
-        let span = VECTORS * self.width;
-        let mut out = vec![0.0; values.len()];
-        out.par_chunks_mut(span).zip(values.par_chunks(span)).for_each(|(out, x)| {
-            normalize(out, x, &weight, self.eps);
-        });
         let dtype = x.dtype();
-        Ok((to_storage(out, dtype)?, x_layout.shape().clone()))
+        Ok((to_storage(forward(&values, &weight, self.eps), dtype)?, x_layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        w: &CudaStorage,
+        w_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let out = cuda::ops::rms_norm::forward((x, x_layout), (w, w_layout), self.eps)?;
+        Ok((out, x_layout.shape().clone()))
     }
 
     fn bwd(
@@ -89,23 +107,41 @@ impl CustomOp2 for RmsNorm {
         _out: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (dx, dw) = with_f32(NAME, [x, weight, dout], |[xs, w, dy]| {
-            let span = VECTORS * self.width;
-            let mut dx = vec![0.0; xs.len()];
-            let partial: Vec<Vec<f32>> = dx
-                .par_chunks_mut(span)
-                .zip(xs.par_chunks(span).zip(dy.par_chunks(span)))
-                .map(|(dx, (x, dy))| normalize_backward(dx, x, dy, w, self.eps))
-                .collect();
-            let mut dw = vec![0.0; self.width];
-            for part in partial {
-                dw.iter_mut().zip(part).for_each(|(dw, part)| *dw += part);
-            }
-            Ok((dx, dw))
-        })?;
-        let dtype: DType = x.dtype();
-        Ok((Some(f32_tensor(dx, x.shape(), dtype)?), Some(f32_tensor(dw, self.width, weight.dtype())?)))
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            let [dx, dw] = with_cuda(NAME, [x, weight, dout], |[x, w, dy]| {
+                cuda::ops::rms_norm::backward(x, w, dy, self.eps)
+            })?;
+            return Ok((Some(cuda_tensor(dx, x.shape())), Some(cuda_tensor(dw, weight.shape()))));
+        }
+        let (dx, dw) = with_f32(NAME, [x, weight, dout], |[x, w, dy]| Ok(backward(x, w, dy, self.eps)))?;
+        let dx = f32_tensor(dx, x.shape(), x.dtype())?;
+        Ok((Some(dx), Some(f32_tensor(dw, weight.shape(), weight.dtype())?)))
     }
+}
+
+/// Normalizes all vectors of `x`, each as wide as the weight.
+pub(super) fn forward(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
+    let span = VECTORS * weight.len();
+    let mut out = vec![0.0; x.len()];
+    out.par_chunks_mut(span).zip(x.par_chunks(span)).for_each(|(out, x)| normalize(out, x, weight, eps));
+    out
+}
+
+/// Gradients of `x` and the weight.
+pub(super) fn backward(x: &[f32], weight: &[f32], dy: &[f32], eps: f32) -> (Vec<f32>, Vec<f32>) {
+    let span = VECTORS * weight.len();
+    let mut dx = vec![0.0; x.len()];
+    let partial: Vec<Vec<f32>> = dx
+        .par_chunks_mut(span)
+        .zip(x.par_chunks(span).zip(dy.par_chunks(span)))
+        .map(|(dx, (x, dy))| normalize_backward(dx, x, dy, weight, eps))
+        .collect();
+    let mut dw = vec![0.0; weight.len()];
+    for part in partial {
+        dw.iter_mut().zip(part).for_each(|(dw, part)| *dw += part);
+    }
+    (dx, dw)
 }
 
 /// Normalizes each vector of `x`.

@@ -1,11 +1,17 @@
 //! Rotary position embedding with a backward.
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Device, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 
-use super::support::{f32_tensor, f32_values, on_cpu, shape_error, with_f32};
+#[cfg(feature = "cuda")]
+use super::support::{cuda_tensor, with_cuda};
+use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
 use crate::cpu::view::to_storage;
+#[cfg(feature = "cuda")]
+use crate::cuda;
 
 const NAME: &str = "rope";
 
@@ -52,6 +58,13 @@ pub fn rope_tables(len: usize, head_dim: usize, base: f64, device: &Device) -> R
 /// # Errors
 /// When the tables do not match `x`, or the types are not floats.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<Tensor> {
+    check("rope", x, cos, sin)?;
+    supported(NAME, &[x, cos, sin])?;
+    x.apply_op3(cos, sin, Rope { style })
+}
+
+/// Checks that constant tables cover `x`.
+pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
     let fits = match *x.dims() {
         [_, sequence, _, d] => {
             d % 2 == 0 && d > 0 && cos.dims() == [sequence, d / 2] && sin.dims() == cos.dims()
@@ -60,7 +73,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<
     };
     if !fits {
         return Err(shape_error(
-            "rope: the tables do not match the input",
+            &format!("{op}: the tables do not match the input"),
             (x.dims(), cos.dims(), sin.dims()),
             "x (batch, sequence, heads, head_dim), tables (sequence, head_dim / 2)",
             "narrow the tables to the sequence with `narrow(0, start, len)`",
@@ -68,23 +81,29 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<
     }
     if cos.track_op() || sin.track_op() {
         return Err(shape_error(
-            "rope: the tables have no gradient",
+            &format!("{op}: the tables have no gradient"),
             "tables that are variables, or made from them",
             "constant tables",
             "take them off the graph with `detach()`",
         ));
     }
-    on_cpu(NAME, &[x, cos, sin])?;
-    x.apply_op3(cos, sin, Rope { style })
+    Ok(())
 }
 
 struct Rope {
     style: RopeStyle,
 }
 
-impl Rope {
-    /// Rotates by the tables' angles times `direction`.
-    fn rotate(&self, dims: &[usize], x: &[f32], cos: &[f32], sin: &[f32], direction: f32) -> Vec<f32> {
+impl RopeStyle {
+    /// Rotates `x`, of four dimensions, by the tables' angles times `direction`.
+    pub(super) fn rotate(
+        self,
+        dims: &[usize],
+        x: &[f32],
+        cos: &[f32],
+        sin: &[f32],
+        direction: f32,
+    ) -> Vec<f32> {
         let (sequence, heads, d) = (dims[1], dims[2], dims[3]);
         let half = d / 2;
         let mut out = vec![0.0; x.len()];
@@ -94,7 +113,7 @@ impl Rope {
             let (cos, sin) = (&cos[at..at + half], &sin[at..at + half]);
             for (out, x) in out.chunks_exact_mut(d).zip(x.chunks_exact(d)) {
                 for i in 0..half {
-                    let (p, q) = match self.style {
+                    let (p, q) = match self {
                         RopeStyle::Halves => (i, i + half),
                         RopeStyle::Interleaved => (2 * i, 2 * i + 1),
                     };
@@ -105,6 +124,16 @@ impl Rope {
             }
         });
         out
+    }
+
+    /// The angles as the GPU takes them.
+    #[cfg(feature = "cuda")]
+    pub(super) fn rotation<'a>(
+        self,
+        cos: cuda::Operand<'a>,
+        sin: cuda::Operand<'a>,
+    ) -> cuda::ops::rope::Rotation<'a> {
+        cuda::ops::rope::Rotation { cos, sin, interleaved: self == RopeStyle::Interleaved }
     }
 }
 
@@ -124,9 +153,23 @@ impl CustomOp3 for Rope {
     ) -> Result<(CpuStorage, Shape)> {
         let values = f32_values(NAME, x, x_layout)?;
         let (cos, sin) = (f32_values(NAME, cos, cos_layout)?, f32_values(NAME, sin, sin_layout)?);
-        let out = self.rotate(x_layout.dims(), &values, &cos, &sin, 1.0);
+        let out = self.style.rotate(x_layout.dims(), &values, &cos, &sin, 1.0);
         let dtype = x.dtype();
         Ok((to_storage(out, dtype)?, x_layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        cos: &CudaStorage,
+        cos_layout: &Layout,
+        sin: &CudaStorage,
+        sin_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let rotation = self.style.rotation((cos, cos_layout), (sin, sin_layout));
+        Ok((cuda::ops::rope::rotate((x, x_layout), rotation, 1.0)?, x_layout.shape().clone()))
     }
 
     fn bwd(
@@ -137,8 +180,15 @@ impl CustomOp3 for Rope {
         _out: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        #[cfg(feature = "cuda")]
+        if dout.device().is_cuda() {
+            let dx = with_cuda(NAME, [dout, cos, sin], |[dout, cos, sin]| {
+                cuda::ops::rope::rotate(dout, self.style.rotation(cos, sin), -1.0)
+            })?;
+            return Ok((Some(cuda_tensor(dx, x.shape())), None, None));
+        }
         let dx = with_f32(NAME, [dout, cos, sin], |[dout, cos, sin]| {
-            Ok(self.rotate(x.dims(), dout, cos, sin, -1.0))
+            Ok(self.style.rotate(x.dims(), dout, cos, sin, -1.0))
         })?;
         Ok((Some(f32_tensor(dx, x.shape(), x.dtype())?), None, None))
     }

@@ -8,21 +8,6 @@ use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Ten
 use crate::cpu::view::unsupported_dtype;
 use crate::error::Error;
 
-/// Checks that all inputs are on the CPU.
-pub(super) fn on_cpu(op: &str, tensors: &[&Tensor]) -> Result<()> {
-    match tensors.iter().find(|tensor| !tensor.device().is_cpu()) {
-        None => Ok(()),
-        Some(tensor) => Err(elsewhere(op, format!("a tensor on {:?}", tensor.device().location())).into()),
-    }
-}
-
-fn elsewhere(op: &str, got: String) -> Error {
-    Error::new(format!("{op} runs on the CPU only"))
-        .got(got)
-        .allowed("tensors on Device::Cpu")
-        .hint("move the inputs with `to_device(&Device::Cpu)`")
-}
-
 /// Checks that all inputs are on one device, the CPU or an NVIDIA GPU that this build has kernels for.
 pub(super) fn supported(op: &str, tensors: &[&Tensor]) -> Result<()> {
     let first = tensors[0].device();
@@ -64,8 +49,23 @@ pub(super) fn cuda_tensor(storage: candle_core::CudaStorage, shape: impl Into<Sh
 pub(super) fn cpu_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a CpuStorage> {
     match storage {
         Storage::Cpu(storage) => Ok(storage),
-        _ => Err(elsewhere(op, "a tensor on another device".into()).into()),
+        _ => Err(Error::new(format!("{op}: inputs are on different devices")).into()),
     }
+}
+
+/// Runs `f` on the storages of CUDA tensors.
+#[cfg(feature = "cuda")]
+pub(super) fn with_cuda<const N: usize, T>(
+    op: &str,
+    tensors: [&Tensor; N],
+    f: impl FnOnce([crate::cuda::Operand<'_>; N]) -> Result<T>,
+) -> Result<T> {
+    let guards = tensors.map(Tensor::storage_and_layout);
+    let mut operands = Vec::with_capacity(N);
+    for (storage, layout) in &guards {
+        operands.push((cuda_storage(storage, op)?, *layout));
+    }
+    f(std::array::from_fn(|n| operands[n]))
 }
 
 /// Where each element lies, in row-major order.

@@ -1,13 +1,19 @@
 //! The gated unit of Llama's feed-forward network, with a backward.
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::support::{f32_tensor, f32_values, on_cpu, shape_error, with_f32};
+#[cfg(feature = "cuda")]
+use super::support::{cuda_tensor, with_cuda};
+use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
 use crate::cpu::lanes;
 use crate::cpu::view::to_storage;
+#[cfg(feature = "cuda")]
+use crate::cuda;
 
 const NAME: &str = "swiglu";
 
@@ -31,7 +37,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
             "both are projections of the same input",
         ));
     }
-    on_cpu(NAME, &[gate, up])?;
+    supported(NAME, &[gate, up])?;
     gate.apply_op2(up, SwiGlu)
 }
 
@@ -81,6 +87,18 @@ impl CustomOp2 for SwiGlu {
         Ok((to_storage(out, dtype)?, gate_layout.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        gate: &CudaStorage,
+        gate_layout: &Layout,
+        up: &CudaStorage,
+        up_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let out = cuda::ops::swiglu::forward((gate, gate_layout), (up, up_layout))?;
+        Ok((out, gate_layout.shape().clone()))
+    }
+
     fn bwd(
         &self,
         gate: &Tensor,
@@ -88,6 +106,13 @@ impl CustomOp2 for SwiGlu {
         _out: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        #[cfg(feature = "cuda")]
+        if gate.device().is_cuda() {
+            let [dgate, dup] = with_cuda(NAME, [gate, up, dout], |[gate, up, dy]| {
+                cuda::ops::swiglu::backward(gate, up, dy)
+            })?;
+            return Ok((Some(cuda_tensor(dgate, gate.shape())), Some(cuda_tensor(dup, up.shape()))));
+        }
         let (dgate, dup) = with_f32(NAME, [gate, up, dout], |[gate, up, dy]| {
             let (mut dgate, mut dup) = (vec![0.0; gate.len()], vec![0.0; gate.len()]);
             let inputs = gate.par_chunks(SPAN).zip(up.par_chunks(SPAN)).zip(dy.par_chunks(SPAN));

@@ -3,6 +3,8 @@
 mod attention;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "cuda")]
+mod cuda_ops;
 mod messages;
 mod modules;
 mod ops;

@@ -84,6 +84,10 @@ fn messages() {
                 Default::default(),
             ),
         ),
+        ("qk_norm_rope", {
+            let table = zeros(&[4, 8]);
+            ops::qk_norm_rope(&zeros(&good), &zeros(&[8]), &table, &table, 1e-6, Default::default())
+        }),
         ("an empty table", ops::embedding(&zeros(&[0, 2]), &ids(&[0]))),
         ("eps", ops::rms_norm(&zeros(&[2, 3]), &zeros(&[3]), f64::NAN)),
         (

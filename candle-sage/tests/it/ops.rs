@@ -134,6 +134,48 @@ fn rope() -> Result<()> {
 }
 
 #[test]
+fn qk_norm_rope() -> Result<()> {
+    let (sequence, heads) = (4, 3);
+    let mut normals = Normals::new(15);
+    for (d, style) in [(8, RopeStyle::Halves), (8, RopeStyle::Interleaved), (2, RopeStyle::Halves)] {
+        let (cos, sin) = ops::rope_tables(sequence, d, 100.0, &Device::Cpu)?;
+        let exact = |inputs: &[Vec<f64>]| {
+            let (x, w) = (&inputs[0], &inputs[1]);
+            let mut out = x.clone();
+            for (n, (out, x)) in out.chunks_exact_mut(d).zip(x.chunks_exact(d)).enumerate() {
+                let r = 1.0 / (x.iter().map(|x| x * x).sum::<f64>() / d as f64 + 1e-6).sqrt();
+                let y: Vec<f64> = x.iter().zip(w).map(|(x, w)| x * r * w).collect();
+                for i in 0..d / 2 {
+                    let angle = (n / heads % sequence) as f64 * 100f64.powf(-2.0 * i as f64 / d as f64);
+                    let (p, q) = if style == RopeStyle::Halves { (i, i + d / 2) } else { (2 * i, 2 * i + 1) };
+                    out[p] = y[p] * angle.cos() - y[q] * angle.sin();
+                    out[q] = y[p] * angle.sin() + y[q] * angle.cos();
+                }
+            }
+            out
+        };
+        let x = normals.vec(2 * sequence * heads * d, 2.0);
+        let weight = normals.vec(d, 1.0);
+        let dims = vec![2, sequence, heads, d];
+        Checked {
+            inputs: vec![(x.clone(), dims.clone()), (weight.clone(), vec![d])],
+            op: &|vars| ops::qk_norm_rope(&vars[0], &vars[1], &cos, &sin, 1e-6, style),
+            exact: &exact,
+        }
+        .check(&format!("qk_norm_rope of {d} channels, {style:?}"))?;
+
+        // In f32 nothing is lost between the two ops: the same bits.
+        let x = Tensor::from_vec(x, dims, &Device::Cpu)?;
+        let weight = Tensor::from_vec(weight, d, &Device::Cpu)?;
+        let fused = ops::qk_norm_rope(&x, &weight, &cos, &sin, 1e-6, style)?;
+        let apart = ops::rope(&ops::rms_norm(&x, &weight, 1e-6)?, &cos, &sin, style)?;
+        let values = |t: &Tensor| t.flatten_all()?.to_vec1::<f32>();
+        assert_eq!(values(&fused)?, values(&apart)?);
+    }
+    Ok(())
+}
+
+#[test]
 fn embedding_sums_repeated_ids() -> Result<()> {
     let mut normals = Normals::new(4);
     let ids = Tensor::from_slice(&[3u32, 0, 3, 3, 1, 0], (2, 3), &Device::Cpu)?;
@@ -302,8 +344,9 @@ fn sixteen_bit_and_strided_inputs() -> Result<()> {
     let ids = Tensor::new(&[[4u32, 1], [0, 4]], &Device::Cpu)?;
 
     type Op<'a> = &'a dyn Fn(&Tensor, &Tensor) -> Result<Tensor>;
-    let ops: [(&str, Op<'_>); 5] = [
+    let ops: [(&str, Op<'_>); 6] = [
         ("rms_norm", &|x, w| ops::rms_norm(x, w, 1e-6)),
+        ("qk_norm_rope", &|x, w| ops::qk_norm_rope(x, w, &cos, &sin, 1e-6, RopeStyle::Interleaved)),
         ("swiglu", &|x, w| ops::swiglu(x, &x.broadcast_mul(w)?)),
         ("rope", &|x, _| ops::rope(x, &cos, &sin, RopeStyle::Halves)),
         ("embedding", &|x, _| {

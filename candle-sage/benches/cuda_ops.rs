@@ -1,0 +1,152 @@
+//! Time and bandwidth of the ops besides attention on a GPU, forward and backward.
+//!
+//! `cargo bench --features cuda --bench cuda_ops -- [op ...]`; shapes of a Llama of 325 M parameters at 32768 tokens:
+//! width 1024, 16 heads of 64, 3072 hidden channels, 50304 classes, bf16. Bytes are the least there can be: each input
+//! read once, each output written once; the share is of a device-to-device copy measured first. Times are the median of
+//! calls between CUDA events, and include the host where it is slower. candle's share of a backward (a first gradient
+//! of ones, and for each input zeros that the gradient is added to) is measured apart and taken off.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_sage::ops::{self, CrossEntropy, RopeStyle};
+
+const TOKENS: usize = 32 * 1024;
+const SEQUENCE: usize = 4096;
+const WIDTH: usize = 1024;
+const HEADS: usize = 16;
+const HIDDEN: usize = 3072;
+const CLASSES: usize = 50304;
+
+struct Bench {
+    device: Device,
+    repeats: usize,
+    /// Bytes a second, read and written together.
+    copy: f64,
+}
+
+impl Bench {
+    /// The median of calls, in milliseconds.
+    fn time(&self, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
+        let stream = self.device.as_cuda_device()?.cuda_stream();
+        let event = || {
+            stream.record_event(Some(cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT)).expect("an event")
+        };
+        let mut times = Vec::new();
+        for _ in 0..self.repeats + 3 {
+            let start = event();
+            call()?;
+            times.push((start, event()));
+        }
+        self.device.synchronize()?;
+        let mut times: Vec<f32> =
+            times.iter().skip(3).map(|(a, b)| a.elapsed_ms(b).expect("two events")).collect();
+        times.sort_by(f32::total_cmp);
+        Ok(f64::from(times[times.len() / 2]))
+    }
+
+    fn line(&self, name: &str, way: &str, ms: f64, bytes: usize) {
+        let rate = bytes as f64 / ms * 1e3;
+        println!("{name:22} {way:4} {ms:8.3} {:8.0} {:6.1} %", rate / 1e9, 100.0 * rate / self.copy);
+    }
+
+    /// Both ways of an op. `read` and `written` are bytes of the forward and of the backward.
+    fn op(
+        &self,
+        name: &str,
+        inputs: &[&Var],
+        bytes: [usize; 2],
+        op: impl Fn(&[Tensor]) -> Result<Tensor>,
+    ) -> Result<()> {
+        let constants: Vec<Tensor> = inputs.iter().map(|var| var.as_detached_tensor()).collect();
+        let forward = self.time(|| op(&constants).map(drop))?;
+        self.line(name, "fwd", forward, bytes[0]);
+        let leaves: Vec<Tensor> = inputs.iter().map(|var| var.as_tensor().clone()).collect();
+        let out = op(&leaves)?;
+        let grads = out.backward()?;
+        let grads: Vec<&Tensor> = inputs.iter().filter_map(|var| grads.get(var)).collect();
+        let both = self.time(|| out.backward().map(drop))?;
+        let candle = self.time(|| {
+            out.ones_like()?;
+            grads.iter().try_for_each(|grad| grad.zeros_like()?.add(grad).map(drop))
+        })?;
+        self.line(name, "bwd", both - candle, bytes[1]);
+        Ok(())
+    }
+}
+
+fn main() -> Result<()> {
+    let wanted: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
+    let wants = |name: &str| wanted.is_empty() || wanted.iter().any(|w| w == name);
+    let repeats = std::env::var("REPEATS").ok().and_then(|n| n.parse().ok()).unwrap_or(20);
+    let device = Device::new_cuda(0)?;
+    let random = |dims: &[usize]| -> Result<Var> {
+        Var::from_tensor(&Tensor::randn(0f32, 1.0, dims, &device)?.to_dtype(DType::BF16)?)
+    };
+    let mut bench = Bench { device: device.clone(), repeats, copy: 0.0 };
+    let bytes = 512 << 20;
+    let source = Tensor::zeros(bytes, DType::U8, &device)?;
+    let ms = bench.time(|| source.copy().map(drop))?;
+    bench.copy = 2.0 * bytes as f64 / ms * 1e3;
+    drop(source);
+    println!("copy: {:.0} GB/s\nop                     way        ms     GB/s   copy", bench.copy / 1e9);
+
+    let activations = 2 * TOKENS * WIDTH;
+    if wants("rms_norm") {
+        let (x, weight) = (random(&[TOKENS, WIDTH])?, random(&[WIDTH])?);
+        bench.op("rms_norm", &[&x, &weight], [2 * activations, 3 * activations], |x| {
+            ops::rms_norm(&x[0], &x[1], 1e-6)
+        })?;
+    }
+    let heads = [TOKENS / SEQUENCE, SEQUENCE, HEADS, WIDTH / HEADS];
+    let (cos, sin) = ops::rope_tables(SEQUENCE, WIDTH / HEADS, 1e4, &device)?;
+    if wants("rope") {
+        let x = random(&heads)?;
+        bench.op("rope", &[&x], [2 * activations; 2], |x| ops::rope(&x[0], &cos, &sin, RopeStyle::Halves))?;
+    }
+    if wants("qk_norm_rope") {
+        let (x, weight) = (random(&heads)?, random(&heads[3..])?);
+        bench.op("qk_norm_rope", &[&x, &weight], [2 * activations, 3 * activations], |x| {
+            ops::qk_norm_rope(&x[0], &x[1], &cos, &sin, 1e-6, RopeStyle::Halves)
+        })?;
+    }
+    if wants("swiglu") {
+        let (gate, up) = (random(&[TOKENS, HIDDEN])?, random(&[TOKENS, HIDDEN])?);
+        let one = 2 * TOKENS * HIDDEN;
+        bench.op("swiglu", &[&gate, &up], [3 * one, 5 * one], |x| ops::swiglu(&x[0], &x[1]))?;
+    }
+    // Frequencies that fall as those of words do: id n about as often as 1 / (n + 1).
+    let ids: Vec<u32> = (0..TOKENS as u32)
+        .map(|n| {
+            let uniform = f64::from(n.wrapping_mul(2_654_435_761)) / 2f64.powi(32);
+            ((CLASSES as f64).powf(uniform) - 1.0) as u32
+        })
+        .collect();
+    let ids = Tensor::new(ids, &device)?;
+    if wants("embedding") {
+        let table = random(&[CLASSES, WIDTH])?;
+        let bytes = [2 * activations, activations + 2 * CLASSES * WIDTH];
+        bench.op("embedding", &[&table], bytes, |x| ops::embedding(&x[0], &ids))?;
+    }
+    if wants("cross_entropy") {
+        let rows = TOKENS / 8;
+        let logits = random(&[rows, CLASSES])?;
+        let (one, targets) = (2 * rows * CLASSES, ids.narrow(0, 0, rows)?);
+        bench.op("cross_entropy", &[&logits], [one, 2 * one], |x| {
+            ops::cross_entropy(&x[0], &targets, CrossEntropy::default())
+        })?;
+    }
+    if wants("linear_cross_entropy") {
+        let (hidden, weight) = (random(&[TOKENS, WIDTH])?, random(&[CLASSES, WIDTH])?);
+        let weight = Var::from_tensor(&(weight.as_tensor() * 0.03)?)?;
+        let (outputs, flops) = (2 * CLASSES * WIDTH, 2.0 * (TOKENS * WIDTH * CLASSES) as f64);
+        let settings = CrossEntropy::default();
+        let run =
+            |hidden: &Tensor, weight: &Tensor| ops::linear_cross_entropy(hidden, weight, &ids, settings);
+        let bytes = activations + outputs;
+        bench.op("linear_cross_entropy", &[&hidden, &weight], [bytes, 2 * bytes], |x| run(&x[0], &x[1]))?;
+        // Without gradients a forward is one product; with them it is three, and the backward only scales.
+        let forward = bench.time(|| run(&hidden, &weight).map(drop))?;
+        bench.line("  with gradients", "fwd", forward, 2 * bytes);
+        println!("  three products: {:.0} TFLOP/s", 3.0 * flops / forward / 1e9);
+    }
+    Ok(())
+}

@@ -1,0 +1,12 @@
+//! All ops but attention on NVIDIA GPUs: launches of the kernels of the same names, on candle's own stream.
+
+pub(crate) mod cross_entropy;
+pub(crate) mod embedding;
+mod ids;
+mod params;
+pub(crate) mod rms_norm;
+pub(crate) mod rope;
+pub(crate) mod swiglu;
+mod tensor;
+
+pub(crate) use ids::Checked;

@@ -1,0 +1,268 @@
+//! Cross-entropy on the GPU: the products are candle's, the rest is ours.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, Layout, Result};
+use cudarc::driver::CudaSlice;
+
+use super::Checked;
+use super::ids::Ids;
+use super::params::{self, launch};
+use super::tensor::{Dense, Float, Packs, Team, count, elementwise, start_of};
+use crate::cuda::Operand;
+use crate::cuda::kernels::{Gpu, Grid};
+use crate::cuda::params::Address;
+use crate::cuda::tensor::address;
+use crate::error::Error;
+
+const NAME: &str = "cross-entropy";
+const LINEAR: &str = "linear-cross-entropy";
+
+/// Threads of a block at most, and packs that a thread loads at once: as in `kernels/cross_entropy.cu`.
+const MAX_THREADS: usize = 512;
+const BATCH: usize = 4;
+
+/// What the backward of logits needs.
+#[derive(Debug)]
+pub(crate) struct Saved {
+    targets: Ids,
+    lse: CudaSlice<f32>,
+}
+
+/// One launch over rows of logits: `rows` of them, whose targets and losses begin at `first`.
+struct Rows<'a> {
+    gpu: &'a Gpu,
+    float: Float,
+    targets: &'a Ids,
+    first: usize,
+    rows: usize,
+    classes: usize,
+}
+
+impl Rows<'_> {
+    fn launch(&self, what: &str, params: params::CrossEntropy) -> Result<()> {
+        let packs = Packs::of(self.float, &[params.logits, params.gradient], &[self.classes]);
+        let team = Team::of(self.classes / packs.elements(), BATCH, MAX_THREADS);
+        let params = params::CrossEntropy {
+            targets: self.targets.places(self.gpu) + 4 * self.first as Address,
+            status: self.targets.status(self.gpu),
+            rows: count("rows", self.rows)?,
+            classes: count("classes", self.classes)?,
+            lanes: team.lanes as i32,
+            ..params
+        };
+        launch(self.gpu, &packs.kernel(what), team.grid(self.rows, usize::MAX), &params)
+    }
+}
+
+/// The mean of the losses that count: an f32 scalar.
+fn mean(gpu: &Gpu, losses: &CudaSlice<f32>, rows: usize, targets: &Ids) -> Result<CudaStorage> {
+    let out = Float::F32.alloc(gpu, 1)?;
+    let params = params::CrossEntropy {
+        losses: address(losses, gpu),
+        status: targets.status(gpu),
+        gradient: start_of(&out, gpu)?,
+        rows: count("rows", rows)?,
+        ..Default::default()
+    };
+    launch(gpu, "mean_loss", Grid::line(1, MAX_THREADS as u32), &params)?;
+    Ok(out)
+}
+
+/// The loss of logits, and what the check of the targets found.
+pub(crate) fn forward(
+    logits: Operand<'_>,
+    targets: Operand<'_>,
+    ignored: Option<i64>,
+) -> Result<(CudaStorage, Saved, Checked)> {
+    let gpu = Gpu::new(logits.0.device())?;
+    let float = Float::of(NAME, logits.0)?;
+    let (rows, classes) = logits.1.shape().dims2()?;
+    let (logits, ids) = (Dense::new(logits, &gpu)?, Dense::new(targets, &gpu)?);
+    let targets = Ids::new(&gpu, NAME, &ids, classes, ignored)?;
+    let (losses, lse) = (gpu.alloc::<f32>(rows)?, gpu.alloc::<f32>(rows)?);
+    let params = params::CrossEntropy {
+        logits: logits.start(&gpu)?,
+        losses: address(&losses, &gpu),
+        lse: address(&lse, &gpu),
+        ..Default::default()
+    };
+    Rows { gpu: &gpu, float, targets: &targets, first: 0, rows, classes }
+        .launch("cross_entropy_fwd", params)?;
+    let loss = mean(&gpu, &losses, rows, &targets)?;
+    let checked = targets.checked(&gpu, &ids)?;
+    Ok((loss, Saved { targets, lse }, checked))
+}
+
+/// The gradient of the logits.
+pub(crate) fn backward(saved: &Saved, logits: Operand<'_>, dloss: Operand<'_>) -> Result<CudaStorage> {
+    let gpu = Gpu::new(logits.0.device())?;
+    let float = Float::of(NAME, logits.0)?;
+    let (rows, classes) = logits.1.shape().dims2()?;
+    let (logits, dloss) = (Dense::new(logits, &gpu)?, Dense::new(dloss, &gpu)?);
+    let out = float.alloc(&gpu, rows * classes)?;
+    let params = params::CrossEntropy {
+        logits: logits.start(&gpu)?,
+        gradient: start_of(&out, &gpu)?,
+        dloss: dloss.start(&gpu)?,
+        lse: address(&saved.lse, &gpu),
+        ..Default::default()
+    };
+    let rows = Rows { gpu: &gpu, float, targets: &saved.targets, first: 0, rows, classes };
+    rows.launch("cross_entropy_bwd", params)?;
+    Ok(out)
+}
+
+/// Gradients of the sum of losses: they are still to be multiplied by the loss' gradient over the targets that count,
+/// which keeps 16-bit numbers away from the end of their range.
+#[derive(Debug)]
+pub(crate) struct LinearSaved {
+    targets: Ids,
+    float: Float,
+    /// Chunks of rows, each without gaps, with their lengths.
+    hidden: Vec<(CudaStorage, usize)>,
+    /// Summed in f32 over the chunks.
+    weight: Option<CudaSlice<f32>>,
+    weight_len: usize,
+}
+
+/// out = from * dloss / count, or out += from.
+struct Scaling {
+    from: (Float, Address),
+    to: (Float, Address),
+    len: usize,
+    dloss: Address,
+    status: Address,
+    accumulate: bool,
+}
+
+fn scale(gpu: &Gpu, scaling: &Scaling) -> Result<()> {
+    let Scaling { from, to, len, dloss, status, accumulate } = *scaling;
+    let params = params::Scale {
+        from: from.1,
+        out: to.1,
+        dloss,
+        status,
+        len: len as i64,
+        accumulate: accumulate.into(),
+        padding: 0,
+    };
+    let narrow = if from.0 == Float::F32 { to.0 } else { from.0 };
+    let packs = Packs::of(narrow, &[from.1, to.1], &[]);
+    let kind = if packs.elements() == 1 { "single" } else { "vector" };
+    let kernel = format!("scale_{}_to_{}_{kind}", from.0.name(), to.0.name());
+    launch(gpu, &kernel, elementwise(len, packs), &params)
+}
+
+/// What [`linear_forward`] is asked for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Linear {
+    pub(crate) ignored: Option<i64>,
+    /// Rows of logits at a time.
+    pub(crate) chunk_rows: usize,
+    /// Whether the gradients of the hidden states and of the weight are wanted.
+    pub(crate) wanted: [bool; 2],
+}
+
+/// The loss of `hidden weight^T`, the gradients that are wanted, and what the check of the targets found.
+pub(crate) fn linear_forward(
+    hidden: Operand<'_>,
+    weight: Operand<'_>,
+    targets: Operand<'_>,
+    settings: Linear,
+) -> Result<(CudaStorage, LinearSaved, Checked)> {
+    let gpu = &Gpu::new(hidden.0.device())?;
+    let float = Float::of(LINEAR, hidden.0)?;
+    if Float::of(LINEAR, weight.0)? != float {
+        return Err(Error::new("linear_cross_entropy: hidden and weight differ in element type")
+            .got(format!("{}, {}", float.name(), weight.0.dtype().as_str()))
+            .allowed("one type for both on CUDA")
+            .hint("convert with `to_dtype`; the CPU takes any two")
+            .into());
+    }
+    let (rows, width) = hidden.1.shape().dims2()?;
+    let (classes, _) = weight.1.shape().dims2()?;
+    let (hidden, weight, ids) =
+        (Dense::new(hidden, gpu)?, Dense::new(weight, gpu)?, Dense::new(targets, gpu)?);
+    let ((hidden, hidden_layout), (weight, weight_layout)) = (hidden.operand(), weight.operand());
+    let targets = Ids::new(gpu, LINEAR, &ids, classes, settings.ignored)?;
+    let losses = gpu.alloc::<f32>(rows)?;
+    let [hidden_wanted, weight_wanted] = settings.wanted;
+    let mut saved = LinearSaved {
+        targets,
+        float,
+        hidden: Vec::new(),
+        weight: weight_wanted.then(|| gpu.alloc::<f32>(classes * width)).transpose()?,
+        weight_len: classes * width,
+    };
+    let chunk = settings.chunk_rows.min(rows).max(1);
+    for first in (0..rows).step_by(chunk) {
+        let n = chunk.min(rows - first);
+        let inputs = hidden_layout.narrow(0, first, n)?;
+        let logits =
+            hidden.matmul(weight, (1, n, classes, width), &inputs, &weight_layout.transpose(0, 1)?)?;
+        let start = start_of(&logits, gpu)?;
+        let params = params::CrossEntropy {
+            logits: start,
+            gradient: start,
+            losses: address(&losses, gpu) + 4 * first as Address,
+            ..Default::default()
+        };
+        let rows = Rows { gpu, float, targets: &saved.targets, first, rows: n, classes };
+        if !hidden_wanted && !weight_wanted {
+            let lse = gpu.alloc::<f32>(n)?;
+            rows.launch("cross_entropy_fwd", params::CrossEntropy { lse: address(&lse, gpu), ..params })?;
+            continue;
+        }
+        rows.launch("cross_entropy_in_place", params)?;
+        let dlogits = Layout::contiguous((n, classes));
+        if hidden_wanted {
+            let gradient = logits.matmul(weight, (1, n, width, classes), &dlogits, weight_layout)?;
+            saved.hidden.push((gradient, n * width));
+        }
+        if let Some(sum) = &saved.weight {
+            let product =
+                logits.matmul(hidden, (1, classes, width, n), &dlogits.transpose(0, 1)?, &inputs)?;
+            let scaling = Scaling {
+                from: (float, start_of(&product, gpu)?),
+                to: (Float::F32, address(sum, gpu)),
+                len: saved.weight_len,
+                dloss: 0,
+                status: 0,
+                accumulate: first > 0,
+            };
+            scale(gpu, &scaling)?;
+        }
+    }
+    let loss = mean(gpu, &losses, rows, &saved.targets)?;
+    let checked = saved.targets.checked(gpu, &ids)?;
+    Ok((loss, saved, checked))
+}
+
+/// The gradients of the hidden states and of the weight, where wanted.
+pub(crate) fn linear_backward(saved: &LinearSaved, dloss: Operand<'_>) -> Result<[Option<CudaStorage>; 2]> {
+    let gpu = &Gpu::new(dloss.0.device())?;
+    let dloss = Dense::new(dloss, gpu)?;
+    let scaled = |from, to: Address, len| {
+        let to = (saved.float, to);
+        let (dloss, status) = (dloss.start(gpu)?, saved.targets.status(gpu));
+        scale(gpu, &Scaling { from, to, len, dloss, status, accumulate: false })
+    };
+    let total: usize = saved.hidden.iter().map(|(_, len)| len).sum();
+    let hidden = (total > 0).then(|| saved.float.alloc(gpu, total)).transpose()?;
+    if let Some(out) = &hidden {
+        let mut to = start_of(out, gpu)?;
+        for (chunk, len) in &saved.hidden {
+            scaled((saved.float, start_of(chunk, gpu)?), to, *len)?;
+            to += (len * saved.float.bytes()) as Address;
+        }
+    }
+    let weight = match &saved.weight {
+        None => None,
+        Some(sum) => {
+            let out = saved.float.alloc(gpu, saved.weight_len)?;
+            scaled((Float::F32, address(sum, gpu)), start_of(&out, gpu)?, saved.weight_len)?;
+            Some(out)
+        }
+    };
+    Ok([hidden, weight])
+}

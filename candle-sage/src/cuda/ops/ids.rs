@@ -1,0 +1,143 @@
+//! Ids on the GPU: checked against a table, and sorted.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, DType, Result};
+use cudarc::driver::CudaSlice;
+
+use super::params::{self, launch};
+use super::tensor::{Dense, count};
+use crate::cuda::kernels::{Gpu, Grid};
+use crate::cuda::params::Address;
+use crate::cuda::tensor::address;
+use crate::error::Error;
+
+/// What the host learns about ids.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Checked {
+    /// The first that is not in the table, and is not the ignored one.
+    pub(crate) bad: Option<i64>,
+    /// How many are in the table.
+    pub(crate) counted: usize,
+}
+
+/// Ids as places in a table.
+#[derive(Debug)]
+pub(super) struct Ids {
+    places: CudaSlice<u32>,
+    /// See `CheckIds` in `kernels/include/sage/params/ops.cuh`.
+    status: CudaSlice<u32>,
+    len: usize,
+}
+
+const THREADS: usize = 256;
+
+impl Ids {
+    /// Starts the check: ids are below `limit`, or `ignored`. [`Ids::checked`] tells how it went.
+    pub(super) fn new(
+        gpu: &Gpu,
+        op: &str,
+        ids: &Dense<'_>,
+        limit: usize,
+        ignored: Option<i64>,
+    ) -> Result<Self> {
+        let (storage, layout) = ids.operand();
+        let name = match storage.dtype() {
+            DType::U8 => "u8",
+            DType::U32 => "u32",
+            DType::I64 => "i64",
+            other => {
+                return Err(Error::new(format!("{op} does not take ids of this type"))
+                    .got(other.as_str())
+                    .allowed("u8, u32, i64")
+                    .hint("convert with `to_dtype(DType::U32)`")
+                    .into());
+            }
+        };
+        let len = layout.shape().elem_count();
+        let made = Self { places: gpu.alloc(len)?, status: gpu.alloc_zeros(2)?, len };
+        let params = params::CheckIds {
+            ids: ids.start(gpu)?,
+            places: address(&made.places, gpu),
+            status: address(&made.status, gpu),
+            limit: limit as i64,
+            ignored: ignored.unwrap_or_default(),
+            ignores: ignored.is_some().into(),
+            len: count("ids", len)?,
+        };
+        let grid = Grid::line(len.div_ceil(THREADS), THREADS as u32);
+        launch(gpu, &format!("check_ids_{name}"), grid, &params)?;
+        Ok(made)
+    }
+
+    pub(super) fn places(&self, gpu: &Gpu) -> Address {
+        address(&self.places, gpu)
+    }
+
+    pub(super) fn status(&self, gpu: &Gpu) -> Address {
+        address(&self.status, gpu)
+    }
+
+    /// Reads eight bytes back, and so waits for all work before: ask last.
+    pub(super) fn checked(&self, gpu: &Gpu, ids: &Dense<'_>) -> Result<Checked> {
+        let status = gpu.device.clone_dtoh(&self.status)?;
+        let bad = match status[0] as usize {
+            0 => None,
+            from_the_end => Some(one(gpu, ids, self.len - from_the_end)?),
+        };
+        Ok(Checked { bad, counted: status[1] as usize })
+    }
+}
+
+/// One id.
+fn one(gpu: &Gpu, ids: &Dense<'_>, at: usize) -> Result<i64> {
+    fn read<T>(gpu: &Gpu, storage: &CudaStorage, at: usize) -> Result<i64>
+    where
+        T: candle_core::cuda_backend::CudaDType + cudarc::driver::DeviceRepr + Into<i64> + Copy,
+    {
+        Ok(gpu.device.clone_dtoh(&storage.as_cuda_slice::<T>()?.slice(at..=at))?[0].into())
+    }
+    let (storage, layout) = ids.operand();
+    let at = layout.start_offset() + at;
+    match storage.dtype() {
+        DType::U8 => read::<u8>(gpu, storage, at),
+        DType::U32 => read::<u32>(gpu, storage, at),
+        _ => read::<i64>(gpu, storage, at),
+    }
+}
+
+/// Sorted ids, and where each came from.
+#[derive(Debug)]
+pub(super) struct Sorted {
+    pub(super) ids: CudaSlice<u32>,
+    pub(super) order: CudaSlice<u32>,
+}
+
+/// Ids that one block sorts, and values of a digit: TILE and DIGITS of `kernels/ids.cu`.
+const TILE: usize = 2048;
+const DIGIT_BITS: u32 = 8;
+
+/// Sorts ids below `limit`; equal ones stay in order.
+pub(super) fn sort(gpu: &Gpu, ids: &Ids, limit: usize) -> Result<Sorted> {
+    let room = || -> Result<Sorted> { Ok(Sorted { ids: gpu.alloc(ids.len)?, order: gpu.alloc(ids.len)? }) };
+    let tiles = ids.len.div_ceil(TILE);
+    let counts = gpu.alloc::<u32>(tiles << DIGIT_BITS)?;
+    let grid = Grid::line(tiles, THREADS as u32);
+    let bits = usize::BITS - limit.saturating_sub(1).leading_zeros();
+    let mut sorted: Option<Sorted> = None;
+    for pass in 0..bits.div_ceil(DIGIT_BITS).max(1) {
+        let next = room()?;
+        let params = params::SortIds {
+            ids: sorted.as_ref().map_or(ids.places(gpu), |last| address(&last.ids, gpu)),
+            order: sorted.as_ref().map_or(0, |last| address(&last.order, gpu)),
+            sorted_ids: address(&next.ids, gpu),
+            sorted_order: address(&next.order, gpu),
+            counts: address(&counts, gpu),
+            len: ids.len as i32,
+            shift: (pass * DIGIT_BITS) as i32,
+        };
+        launch(gpu, "count_digits", grid, &params)?;
+        launch(gpu, "place_digits", grid, &params)?;
+        sorted = Some(next);
+    }
+    sorted.map_or_else(room, Ok)
+}

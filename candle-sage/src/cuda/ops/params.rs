@@ -1,0 +1,197 @@
+//! What crosses to the device, byte for byte as in `kernels/include/sage/params/ops.cuh`, and the launches that take it.
+#![allow(unsafe_code)]
+
+use std::mem::{offset_of, size_of};
+
+use candle_core::Result;
+use cudarc::driver::DeviceRepr;
+
+use crate::cuda::kernels::{Gpu, Grid};
+use crate::cuda::params::Address;
+
+/// The argument of a kernel.
+pub(super) trait Params: DeviceRepr {
+    /// The `.cu` file of the kernels that take it.
+    const FAMILY: &'static str;
+}
+
+/// Launches a kernel on candle's stream.
+pub(super) fn launch<P: Params>(gpu: &Gpu, kernel: &str, grid: Grid, params: &P) -> Result<()> {
+    // SAFETY: parameters are made by this module's siblings alone: from live allocations of this device, as large as
+    // the sizes beside them say. Work on one stream is in order, so that what is freed after a launch is used before.
+    unsafe { gpu.launch(P::FAMILY, kernel, grid, params) }
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct RmsNorm {
+    pub(super) x: Address,
+    pub(super) weight: Address,
+    pub(super) dy: Address,
+    pub(super) out: Address,
+    pub(super) partials: Address,
+    pub(super) rows: i32,
+    pub(super) width: i32,
+    pub(super) lanes: i32,
+    pub(super) weight_type: i32,
+    pub(super) eps: f32,
+    pub(super) padding: i32,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct PartialSums {
+    pub(super) partials: Address,
+    pub(super) out: Address,
+    pub(super) parts: i32,
+    pub(super) width: i32,
+}
+
+/// A (batch, token, head, channel) tensor whose channels are neighbours; strides in elements.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Heads {
+    pub(super) data: Address,
+    pub(super) batch: i64,
+    pub(super) token: i64,
+    pub(super) head: i64,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Rope {
+    pub(super) x: Heads,
+    pub(super) dy: Heads,
+    pub(super) out: Address,
+    pub(super) cos: Address,
+    pub(super) sin: Address,
+    pub(super) weight: Address,
+    pub(super) partials: Address,
+    pub(super) tokens: i32,
+    pub(super) sequence: i32,
+    pub(super) heads: i32,
+    pub(super) half: i32,
+    pub(super) lanes: i32,
+    pub(super) interleaved: i32,
+    pub(super) weight_type: i32,
+    pub(super) eps: f32,
+    pub(super) direction: f32,
+    pub(super) padding: i32,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct SwiGlu {
+    pub(super) gate: Address,
+    pub(super) up: Address,
+    pub(super) dy: Address,
+    pub(super) out: Address,
+    pub(super) dup: Address,
+    pub(super) len: i64,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct CheckIds {
+    pub(super) ids: Address,
+    pub(super) places: Address,
+    pub(super) status: Address,
+    pub(super) limit: i64,
+    pub(super) ignored: i64,
+    pub(super) ignores: i32,
+    pub(super) len: i32,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct SortIds {
+    pub(super) ids: Address,
+    pub(super) order: Address,
+    pub(super) sorted_ids: Address,
+    pub(super) sorted_order: Address,
+    pub(super) counts: Address,
+    pub(super) len: i32,
+    pub(super) shift: i32,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Embedding {
+    pub(super) from: Address,
+    pub(super) ids: Address,
+    pub(super) order: Address,
+    pub(super) starts: Address,
+    pub(super) pieces: Address,
+    pub(super) out: Address,
+    pub(super) row_stride: i64,
+    pub(super) column_stride: i64,
+    pub(super) len: i32,
+    pub(super) rows: i32,
+    pub(super) width: i32,
+    pub(super) lanes: i32,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct CrossEntropy {
+    pub(super) logits: Address,
+    pub(super) gradient: Address,
+    pub(super) targets: Address,
+    pub(super) status: Address,
+    pub(super) dloss: Address,
+    pub(super) losses: Address,
+    pub(super) lse: Address,
+    pub(super) rows: i32,
+    pub(super) classes: i32,
+    pub(super) lanes: i32,
+    pub(super) padding: i32,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Scale {
+    pub(super) from: Address,
+    pub(super) out: Address,
+    pub(super) dloss: Address,
+    pub(super) status: Address,
+    pub(super) len: i64,
+    pub(super) accumulate: i32,
+    pub(super) padding: i32,
+}
+
+macro_rules! params {
+    ($($type:ty: $family:literal),* $(,)?) => {$(
+        // SAFETY: plain data in C layout, the same on the device: the assertions below have twins in the header.
+        unsafe impl DeviceRepr for $type {}
+        impl Params for $type {
+            const FAMILY: &'static str = $family;
+        }
+    )*};
+}
+
+params! {
+    RmsNorm: "rms_norm",
+    PartialSums: "partial_sums",
+    Rope: "rope",
+    SwiGlu: "swiglu",
+    CheckIds: "ids",
+    SortIds: "ids",
+    Embedding: "embedding",
+    CrossEntropy: "cross_entropy",
+    Scale: "cross_entropy",
+}
+
+const _: () = {
+    assert!(size_of::<RmsNorm>() == 64 && offset_of!(RmsNorm, rows) == 40 && offset_of!(RmsNorm, eps) == 56);
+    assert!(size_of::<PartialSums>() == 24);
+    assert!(size_of::<Heads>() == 32);
+    assert!(size_of::<Rope>() == 144 && offset_of!(Rope, out) == 64);
+    assert!(offset_of!(Rope, tokens) == 104 && offset_of!(Rope, eps) == 132);
+    assert!(size_of::<SwiGlu>() == 48);
+    assert!(size_of::<CheckIds>() == 48 && offset_of!(CheckIds, ignores) == 40);
+    assert!(size_of::<SortIds>() == 48 && offset_of!(SortIds, len) == 40);
+    assert!(size_of::<Embedding>() == 80);
+    assert!(offset_of!(Embedding, row_stride) == 48 && offset_of!(Embedding, len) == 64);
+    assert!(size_of::<CrossEntropy>() == 72 && offset_of!(CrossEntropy, rows) == 56);
+    assert!(size_of::<Scale>() == 48 && offset_of!(Scale, accumulate) == 40);
+};

@@ -1,0 +1,181 @@
+//! Rotary position embedding on the GPU, alone or after an RMSNorm over each head.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, DType, Layout, Result};
+use cudarc::driver::CudaSlice;
+
+use super::params::{self, launch};
+use super::tensor::{Dense, Float, PARTS, Packs, Team, count, partial_sums, start, start_of};
+use crate::cuda::Operand;
+use crate::cuda::kernels::Gpu;
+use crate::cuda::params::Address;
+use crate::cuda::tensor::address;
+use crate::error::Error;
+
+const NAME: &str = "rope";
+
+/// Threads of a block at most: as in `kernels/rope.cu`.
+const MAX_THREADS: usize = 512;
+
+/// Positions' angles, and which channels turn together.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Rotation<'a> {
+    pub(crate) cos: Operand<'a>,
+    pub(crate) sin: Operand<'a>,
+    pub(crate) interleaved: bool,
+}
+
+/// A table of angles as f32, without gaps.
+struct Table<'a> {
+    dense: Dense<'a>,
+    converted: Option<CudaStorage>,
+}
+
+impl<'a> Table<'a> {
+    fn new(table: Operand<'a>, gpu: &Gpu) -> Result<Self> {
+        Float::of(NAME, table.0)?;
+        let converted = match table.0.dtype() {
+            DType::F32 => None,
+            _ => Some(table.0.to_dtype(table.1, DType::F32)?),
+        };
+        Ok(Self { dense: Dense::new(table, gpu)?, converted })
+    }
+
+    fn start(&self, gpu: &Gpu) -> Result<Address> {
+        self.converted.as_ref().map_or_else(|| self.dense.start(gpu), |table| start_of(table, gpu))
+    }
+}
+
+/// A (batch, sequence, heads, head_dim) tensor: as it lies if channels are neighbours, else a copy.
+struct Heads<'a> {
+    given: Operand<'a>,
+    copy: Option<Dense<'a>>,
+}
+
+impl<'a> Heads<'a> {
+    fn new(x: Operand<'a>, gpu: &Gpu) -> Result<Self> {
+        let neighbours = x.1.stride().last() == Some(&1);
+        Ok(Self { given: x, copy: if neighbours { None } else { Some(Dense::new(x, gpu)?) } })
+    }
+
+    fn operand(&self) -> Operand<'_> {
+        self.copy.as_ref().map_or(self.given, Dense::operand)
+    }
+
+    fn strides(&self) -> [usize; 3] {
+        let strides = self.operand().1.stride();
+        [strides[0], strides[1], strides[2]]
+    }
+
+    fn params(&self, gpu: &Gpu) -> Result<params::Heads> {
+        let [batch, token, head] = self.strides().map(|stride| stride as i64);
+        Ok(params::Heads { data: start(self.operand(), gpu)?, batch, token, head })
+    }
+}
+
+/// What surrounds the rotation.
+struct Norm<'a> {
+    weight: &'a Dense<'a>,
+    eps: f32,
+    /// The way back: the output's gradient, and room for the weight's.
+    gradient: Option<(&'a Heads<'a>, &'a CudaSlice<f32>)>,
+}
+
+fn run(
+    gpu: &Gpu,
+    what: &str,
+    x: &Heads<'_>,
+    rotation: Rotation<'_>,
+    direction: f32,
+    norm: Option<Norm<'_>>,
+) -> Result<CudaStorage> {
+    let (storage, layout): (&CudaStorage, &Layout) = x.operand();
+    let float = Float::of(NAME, storage)?;
+    let (batch, sequence, heads, head_dim) = layout.shape().dims4()?;
+    let half = head_dim / 2;
+    let out = float.alloc(gpu, layout.shape().elem_count())?;
+    let (cos, sin) = (Table::new(rotation.cos, gpu)?, Table::new(rotation.sin, gpu)?);
+    let mut params = params::Rope {
+        x: x.params(gpu)?,
+        out: start_of(&out, gpu)?,
+        cos: cos.start(gpu)?,
+        sin: sin.start(gpu)?,
+        tokens: count("tokens", batch * sequence)?,
+        sequence: count("tokens", sequence)?,
+        heads: count("heads", heads)?,
+        half: count("channels", half)?,
+        interleaved: rotation.interleaved.into(),
+        direction,
+        ..Default::default()
+    };
+    // Rows start on 16 bytes when all strides and both halves of a head are multiples of them; so do tables then.
+    let mut strides = vec![half];
+    strides.extend(x.strides());
+    // Heads of a token that a group takes at once: HEADS of the kernels.
+    let mut heads_at_once = 4;
+    let mut most = usize::MAX;
+    if let Some(Norm { weight, eps, gradient }) = norm {
+        params.weight = weight.start(gpu)?;
+        params.weight_type = Float::of(NAME, weight.operand().0)? as i32;
+        params.eps = eps;
+        if let Some((dy, partials)) = gradient {
+            params.dy = dy.params(gpu)?;
+            params.partials = address(partials, gpu);
+            strides.extend(dy.strides());
+            (heads_at_once, most) = (1, PARTS);
+        }
+    }
+    let starts = [params.x.data, params.dy.data, params.cos, params.sin, params.weight];
+    let packs = Packs::of(float, &starts, &strides);
+    let pairs = half / packs.elements();
+    if pairs > MAX_THREADS {
+        return Err(Error::new("head_dim is out of range on CUDA")
+            .got(head_dim)
+            .allowed(format!("up to {}", 2 * MAX_THREADS * packs.elements()))
+            .hint("make the input contiguous, or use the CPU")
+            .into());
+    }
+    let team = Team::of(pairs, 1, MAX_THREADS);
+    params.lanes = team.lanes as i32;
+    let items = batch * sequence * heads.div_ceil(heads_at_once);
+    count("heads of all tokens", items)?;
+    launch(gpu, &packs.kernel(what), team.grid(items, most), &params)?;
+    Ok(out)
+}
+
+/// Rotates by the angles times `direction`.
+pub(crate) fn rotate(x: Operand<'_>, rotation: Rotation<'_>, direction: f32) -> Result<CudaStorage> {
+    let gpu = Gpu::new(x.0.device())?;
+    run(&gpu, "rope", &Heads::new(x, &gpu)?, rotation, direction, None)
+}
+
+/// Normalizes each head, then rotates it.
+pub(crate) fn norm_forward(
+    x: Operand<'_>,
+    weight: Operand<'_>,
+    rotation: Rotation<'_>,
+    eps: f32,
+) -> Result<CudaStorage> {
+    let gpu = Gpu::new(x.0.device())?;
+    let norm = Norm { weight: &Dense::new(weight, &gpu)?, eps, gradient: None };
+    run(&gpu, "qk_norm_rope_fwd", &Heads::new(x, &gpu)?, rotation, 1.0, Some(norm))
+}
+
+/// Gradients of x and weight.
+pub(crate) fn norm_backward(
+    x: Operand<'_>,
+    weight: Operand<'_>,
+    dy: Operand<'_>,
+    rotation: Rotation<'_>,
+    eps: f32,
+) -> Result<[CudaStorage; 2]> {
+    let gpu = Gpu::new(x.0.device())?;
+    let width = weight.1.shape().elem_count();
+    // Zeros: with few heads some blocks are left out.
+    let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
+    let (dense, dy) = (Dense::new(weight, &gpu)?, Heads::new(dy, &gpu)?);
+    let norm = Norm { weight: &dense, eps, gradient: Some((&dy, &partials)) };
+    let dx = run(&gpu, "qk_norm_rope_bwd", &Heads::new(x, &gpu)?, rotation, -1.0, Some(norm))?;
+    let dw = partial_sums(&gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?;
+    Ok([dx, dw])
+}

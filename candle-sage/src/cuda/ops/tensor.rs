@@ -1,0 +1,231 @@
+//! Tensors of any float type on the device, and how their rows are shared out among threads.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, DType, Layout, Result};
+use cudarc::driver::CudaSlice;
+use half::{bf16, f16};
+
+use super::params::{self, launch};
+use crate::cpu::view::unsupported_dtype;
+use crate::cuda::Operand;
+use crate::cuda::kernels::{Gpu, Grid};
+use crate::cuda::params::Address;
+use crate::cuda::tensor::address;
+use crate::error::Error;
+
+/// The element types of tensors that are computed with; the numbers are those of `kernels/include/sage/elements/pack.cuh`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Float {
+    F32 = 0,
+    F16 = 1,
+    BF16 = 2,
+}
+
+impl Float {
+    pub(super) fn of(op: &str, storage: &CudaStorage) -> Result<Self> {
+        match storage.dtype() {
+            DType::F32 => Ok(Self::F32),
+            DType::F16 => Ok(Self::F16),
+            DType::BF16 => Ok(Self::BF16),
+            other => Err(unsupported_dtype(op, other).into()),
+        }
+    }
+
+    /// As it stands in the names of kernels.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::BF16 => "bf16",
+        }
+    }
+
+    pub(super) fn bytes(self) -> usize {
+        if self == Self::F32 { 4 } else { 2 }
+    }
+
+    /// A new tensor of `len` elements, not initialized.
+    pub(super) fn alloc(self, gpu: &Gpu, len: usize) -> Result<CudaStorage> {
+        let device = gpu.device.clone();
+        Ok(match self {
+            Self::F32 => CudaStorage::wrap_cuda_slice(gpu.alloc::<f32>(len)?, device),
+            Self::F16 => CudaStorage::wrap_cuda_slice(gpu.alloc::<f16>(len)?, device),
+            Self::BF16 => CudaStorage::wrap_cuda_slice(gpu.alloc::<bf16>(len)?, device),
+        })
+    }
+}
+
+/// How many elements a thread moves at once: 16 bytes where all rows start on 16 bytes, else one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Packs {
+    float: Float,
+    vector: bool,
+}
+
+impl Packs {
+    /// For rows that start at multiples of `strides` elements from each of `starts`.
+    pub(super) fn of(float: Float, starts: &[Address], strides: &[usize]) -> Self {
+        let aligned = starts.iter().all(|start| start.is_multiple_of(16));
+        Self { float, vector: aligned && strides.iter().all(|n| (n * float.bytes()).is_multiple_of(16)) }
+    }
+
+    /// Single elements, whatever the alignment.
+    pub(super) fn single(float: Float) -> Self {
+        Self { float, vector: false }
+    }
+
+    pub(super) fn elements(self) -> usize {
+        if self.vector { 16 / self.float.bytes() } else { 1 }
+    }
+
+    /// A kernel's full name.
+    pub(super) fn kernel(self, what: &str) -> String {
+        format!("{what}_{}_{}", self.float.name(), if self.vector { "vector" } else { "single" })
+    }
+}
+
+/// The threads of a row, and the rows of a block: a power of two of lanes up to a warp, several rows a block; or one row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Team {
+    pub(super) lanes: usize,
+    pub(super) rows: usize,
+}
+
+impl Team {
+    /// Threads of a block of several rows.
+    const THREADS: usize = 256;
+
+    /// For rows of `packs`, of which a lane of a team beyond a warp takes about `each`; at most `most` lanes.
+    pub(super) fn of(packs: usize, each: usize, most: usize) -> Self {
+        let lanes = if packs <= 32 { packs.max(1) } else { packs.div_ceil(each).max(32) };
+        let lanes = lanes.next_power_of_two().min(most);
+        Self { lanes, rows: if lanes <= 32 { Self::THREADS / lanes } else { 1 } }
+    }
+
+    /// Blocks for all of `rows`, `most` at most.
+    pub(super) fn grid(self, rows: usize, most: usize) -> Grid {
+        Grid::line(rows.div_ceil(self.rows).min(most), (self.lanes * self.rows) as u32)
+    }
+}
+
+/// Blocks of 256 threads, a pack a thread.
+pub(super) fn elementwise(len: usize, packs: Packs) -> Grid {
+    Grid::line(len.div_ceil(packs.elements()).div_ceil(256), 256)
+}
+
+/// A number of things that kernels count in 32 bits, with room to step past the end.
+pub(super) fn count(what: &str, n: usize) -> Result<i32> {
+    i32::try_from(n).ok().filter(|&n| n <= i32::MAX / 2).ok_or_else(|| {
+        Error::new(format!("too many {what} for one launch"))
+            .got(n)
+            .allowed(format!("up to {}", i32::MAX / 2))
+            .hint("split the batch")
+            .into()
+    })
+}
+
+/// Where a tensor starts.
+pub(super) fn start((storage, layout): Operand<'_>, gpu: &Gpu) -> Result<Address> {
+    let base = match storage.dtype() {
+        DType::F32 => address(storage.as_cuda_slice::<f32>()?, gpu),
+        DType::F16 => address(storage.as_cuda_slice::<f16>()?, gpu),
+        DType::BF16 => address(storage.as_cuda_slice::<bf16>()?, gpu),
+        DType::U8 => address(storage.as_cuda_slice::<u8>()?, gpu),
+        DType::U32 => address(storage.as_cuda_slice::<u32>()?, gpu),
+        DType::I64 => address(storage.as_cuda_slice::<i64>()?, gpu),
+        other => return Err(unsupported_dtype("an op on CUDA", other).into()),
+    };
+    Ok(base + (layout.start_offset() * storage.dtype().size_in_bytes()) as u64)
+}
+
+/// Where a new tensor without gaps starts.
+pub(super) fn start_of(storage: &CudaStorage, gpu: &Gpu) -> Result<Address> {
+    start((storage, &Layout::contiguous(())), gpu)
+}
+
+/// A tensor without gaps: the one given, or a copy of it.
+#[derive(Debug)]
+pub(super) struct Dense<'a> {
+    given: &'a CudaStorage,
+    copied: Option<CudaStorage>,
+    layout: Layout,
+}
+
+impl<'a> Dense<'a> {
+    pub(super) fn new((storage, layout): Operand<'a>, gpu: &Gpu) -> Result<Self> {
+        if layout.is_contiguous() {
+            return Ok(Self { given: storage, copied: None, layout: layout.clone() });
+        }
+        fn room<T: candle_core::cuda_backend::CudaDType + cudarc::driver::DeviceRepr>(
+            gpu: &Gpu,
+            len: usize,
+        ) -> Result<CudaStorage> {
+            Ok(CudaStorage::wrap_cuda_slice(gpu.alloc::<T>(len)?, gpu.device.clone()))
+        }
+        let len = layout.shape().elem_count();
+        let mut copy = match storage.dtype() {
+            DType::F32 => room::<f32>(gpu, len)?,
+            DType::F16 => room::<f16>(gpu, len)?,
+            DType::BF16 => room::<bf16>(gpu, len)?,
+            DType::U8 => room::<u8>(gpu, len)?,
+            DType::U32 => room::<u32>(gpu, len)?,
+            DType::I64 => room::<i64>(gpu, len)?,
+            other => return Err(unsupported_dtype("an op on CUDA", other).into()),
+        };
+        storage.copy_strided_src(&mut copy, 0, layout)?;
+        Ok(Self { given: storage, copied: Some(copy), layout: Layout::contiguous(layout.shape()) })
+    }
+
+    pub(super) fn operand(&self) -> Operand<'_> {
+        (self.copied.as_ref().unwrap_or(self.given), &self.layout)
+    }
+
+    pub(super) fn start(&self, gpu: &Gpu) -> Result<Address> {
+        start(self.operand(), gpu)
+    }
+}
+
+/// Blocks that sums over rows are split into at most: a number that no device decides, so that neither does the order of
+/// additions. Four for each multiprocessor of an H100.
+pub(super) const PARTS: usize = 528;
+
+/// Adds up the columns of (parts, width) in a fixed order.
+pub(super) fn partial_sums(
+    gpu: &Gpu,
+    partials: &CudaSlice<f32>,
+    parts: usize,
+    width: usize,
+    float: Float,
+) -> Result<CudaStorage> {
+    const SIDE: usize = 32;
+    let out = float.alloc(gpu, width)?;
+    let params = params::PartialSums {
+        partials: address(partials, gpu),
+        out: start_of(&out, gpu)?,
+        parts: parts as i32,
+        width: width as i32,
+    };
+    let grid = Grid {
+        blocks: (width.div_ceil(SIDE) as u32, 1, 1),
+        threads: (SIDE as u32, SIDE as u32, 1),
+        shared_bytes: 0,
+    };
+    launch(gpu, &format!("partial_sums_{}", float.name()), grid, &params)?;
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn teams_cover_their_rows() {
+        for packs in 0..5000 {
+            let Team { lanes, rows } = Team::of(packs, 4, 512);
+            assert!(lanes.is_power_of_two() && lanes <= 512);
+            assert!((lanes * rows).is_multiple_of(32), "{packs}: whole warps");
+            assert!(lanes > 32 || lanes * 4 >= packs, "{packs}: a warp keeps its row in registers");
+            assert!(lanes == 1 || lanes < packs * 2, "{packs}: {lanes} lanes");
+        }
+    }
+}

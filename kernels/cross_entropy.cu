@@ -1,0 +1,183 @@
+// Cross-entropy of rows of logits. The forward reads a row once; where it also makes the gradient, in the place of the
+// logits, it reads the row again out of the cache.
+#include <sage/elements/group.cuh>
+#include <sage/elements/pack.cuh>
+#include <sage/params/ops.cuh>
+
+using namespace sage;
+using elements::Group;
+using elements::Pack;
+
+namespace {
+
+constexpr int MAX_THREADS = 512;
+constexpr int BATCH = 4;  // loads under way
+constexpr float LOG2_E = 1.44269504088896341f;
+
+// Calls body(packs, at, valid): a lane's packs of a row, BATCH at a time; `at` and `valid` are of each pack.
+template <class T, int V, class Body>
+__device__ __forceinline__ void each_pack(const T* row, int classes, const Group& group, Body body) {
+  int step = group.lanes * V;
+  for (int first = group.lane * V; first < classes; first += BATCH * step) {
+    Pack<T, V> packs[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b)
+      if (b * step < classes - first) packs[b] = Pack<T, V>::load(row + first + b * step);
+    body(packs, [&](int b) { return first + b * step; }, [&](int b) { return b * step < classes - first; });
+  }
+}
+
+// The largest logit so far, and the sum of exponentials relative to it. Nothing is subtracted from a maximum of minus
+// infinity: classes may be masked out.
+struct Sum {
+  float max = -INFINITY, sum = 0.0f;
+
+  static __device__ __forceinline__ float base(float max) { return max == -INFINITY ? 0.0f : max; }
+  __device__ __forceinline__ void raise(float to) {
+    sum *= ptx::exp2((max - base(to)) * LOG2_E);
+    max = to;
+  }
+};
+
+template <class T, int V>
+__device__ __forceinline__ float log_sum_exp(const T* row, int classes, const Group& group) {
+  Sum own;
+  each_pack<T, V>(row, classes, group, [&](const Pack<T, V>(&packs)[BATCH], auto, auto valid) {
+    float x[BATCH][V], max = own.max;
+#pragma unroll
+    for (int i = 0; i < BATCH * V; ++i) {
+      x[i / V][i % V] = valid(i / V) ? packs[i / V][i % V] : -INFINITY;
+      max = fmaxf(max, x[i / V][i % V]);
+    }
+    own.raise(max);
+    float base = Sum::base(max);
+#pragma unroll
+    for (int i = 0; i < BATCH * V; ++i) own.sum += ptx::exp2((x[i / V][i % V] - base) * LOG2_E);
+  });
+  own.raise(group.max(own.max));
+  return own.max + logf(group.sum(own.sum));
+}
+
+// to = factor (softmax(from) - onehot(target)). A lane writes what it alone reads: `to` may be `from`.
+template <class T, int V>
+__device__ __forceinline__ void to_gradient(const T* from, T* to, int classes, float lse, uint32_t target, float factor,
+                                            const Group& group) {
+  each_pack<T, V>(from, classes, group, [&](const Pack<T, V>(&packs)[BATCH], auto at, auto valid) {
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+      if (!valid(b)) break;
+      float x[V];
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        x[i] = factor * ptx::exp2((packs[b][i] - lse) * LOG2_E);
+        if (uint32_t(at(b) + i) == target) x[i] -= factor;
+      }
+      Pack<T, V>::of(x).store(to + at(b));
+    }
+  });
+}
+
+template <class T, int V>
+__device__ __forceinline__ void fill_zeros(T* row, int classes, const Group& group) {
+  const float zeros[V] = {};
+  for (int at = group.lane * V; at < classes; at += group.lanes * V) Pack<T, V>::of(zeros).store(row + at);
+}
+
+// Losses; with GRADIENT their gradients by the logits in the place of the logits, else the log-sum-exp.
+template <class T, int V, bool GRADIENT>
+__device__ void forward(const params::CrossEntropy& p) {
+  Group group(p.lanes);
+  int64_t row = int64_t(blockIdx.x) * group.count + group.index;
+  if (row >= p.rows) return;
+  const T* logits = static_cast<const T*>(p.logits) + row * p.classes;
+  T* gradient = static_cast<T*>(p.gradient) + row * p.classes;
+  uint32_t target = p.targets[row];
+  if (target == params::NO_PLACE) {
+    if (group.lane == 0) p.losses[row] = 0.0f;
+    if constexpr (GRADIENT) fill_zeros<T, V>(gradient, p.classes, group);
+    return;
+  }
+  float picked = ptx::to_float(logits[target]);
+  float lse = log_sum_exp<T, V>(logits, p.classes, group);
+  if (group.lane == 0) p.losses[row] = lse - picked;
+  if constexpr (GRADIENT) {
+    group.sync();
+    to_gradient<T, V>(logits, gradient, p.classes, lse, target, 1.0f, group);
+  } else {
+    if (group.lane == 0) p.lse[row] = lse;
+  }
+}
+
+template <class T, int V>
+__device__ void backward(const params::CrossEntropy& p) {
+  Group group(p.lanes);
+  int64_t row = int64_t(blockIdx.x) * group.count + group.index;
+  if (row >= p.rows) return;
+  T* gradient = static_cast<T*>(p.gradient) + row * p.classes;
+  uint32_t target = p.targets[row];
+  if (target == params::NO_PLACE) {
+    fill_zeros<T, V>(gradient, p.classes, group);
+    return;
+  }
+  const T* logits = static_cast<const T*>(p.logits) + row * p.classes;
+  to_gradient<T, V>(logits, gradient, p.classes, p.lse[row], target, *p.dloss / float(p.status[1]), group);
+}
+
+// One block: the mean of the losses that count, summed in f64 and in a fixed order.
+__device__ void mean(const params::CrossEntropy& p) {
+  __shared__ double sums[MAX_THREADS];
+  double sum = 0.0;
+#pragma unroll 8
+  for (int row = threadIdx.x; row < p.rows; row += MAX_THREADS) sum += double(p.losses[row]);
+  sums[threadIdx.x] = sum;
+  for (int half = MAX_THREADS / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) *static_cast<float*>(p.gradient) = float(sums[0] / double(p.status[1]));
+}
+
+template <class From, class To, int V>
+__device__ void scale(const params::Scale& p) {
+  float factor = p.dloss ? *p.dloss / float(p.status[1]) : 1.0f;
+  elements::each_pack<V>(p.len, [&](int64_t at, auto count) {
+    constexpr int N = decltype(count)::V;
+    float from[N], out[N] = {};
+    elements::load_floats(static_cast<const From*>(p.from) + at, from);
+    if (p.accumulate) elements::load_floats(static_cast<To*>(p.out) + at, out);
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = fmaf(from[i], factor, out[i]);
+    elements::store_floats(static_cast<To*>(p.out) + at, out);
+  });
+}
+
+}  // namespace
+
+#define ROWS(name, T, V)                                                                                          \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                       \
+      cross_entropy_fwd_##name(const __grid_constant__ params::CrossEntropy p) { forward<T, V, false>(p); }       \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                       \
+      cross_entropy_bwd_##name(const __grid_constant__ params::CrossEntropy p) { backward<T, V>(p); }             \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                       \
+      cross_entropy_in_place_##name(const __grid_constant__ params::CrossEntropy p) { forward<T, V, true>(p); }
+
+SAGE_FLOAT_KERNELS(ROWS)
+
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) mean_loss(const __grid_constant__ params::CrossEntropy p) {
+  mean(p);
+}
+
+// From a type to its own, from it to f32 (gradients are added up there), and from f32 back.
+#define SCALE(name, From, To, V)                          \
+  extern "C" __global__ void __launch_bounds__(256)       \
+      scale_##name(const __grid_constant__ params::Scale p) { scale<From, To, V>(p); }
+#define SCALES(type, T)                                     \
+  SCALE(type##_to_##type##_vector, T, T, 16 / sizeof(T))    \
+  SCALE(type##_to_##type##_single, T, T, 1)                 \
+  SCALE(type##_to_f32_vector, T, float, 16 / sizeof(T))     \
+  SCALE(f32_to_##type##_vector, float, T, 16 / sizeof(T))
+
+SCALES(f16, __half)
+SCALES(bf16, __nv_bfloat16)
+SCALE(f32_to_f32_vector, float, float, 4)
+SCALE(f32_to_f32_single, float, float, 1)

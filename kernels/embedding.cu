@@ -1,0 +1,118 @@
+// Rows of a table by id, and the sum of the rows that came back for each. The backward works on ids that were sorted
+// with their order kept: a row of the table owns a run of them. A run is added up by its row, except for what covers
+// whole pieces of the sorted ids: those are summed before, all at once, so that no frequent id makes a long loop.
+#include <sage/elements/pack.cuh>
+#include <sage/params/ops.cuh>
+
+using namespace sage;
+using elements::Pack;
+
+namespace {
+
+constexpr int THREADS = 256;
+constexpr int PIECE = 32;  // of candle-sage/src/cuda/ops/embedding.rs
+constexpr int BATCH = 4;  // loads under way
+
+// Row and first pack of a thread; lanes are a power of two up to the block.
+struct Seat {
+  int64_t row;
+  int lane;
+  __device__ __forceinline__ explicit Seat(int lanes)
+      : row(int64_t(blockIdx.x) * (blockDim.x / lanes) + threadIdx.x / lanes), lane(threadIdx.x % lanes) {}
+};
+
+template <class T, int V>
+__device__ void gather(const params::Embedding& p) {
+  Seat seat(p.lanes);
+  if (seat.row >= p.len) return;
+  uint32_t id = p.ids[seat.row];
+  if (id == params::NO_PLACE) return;  // the host is about to say so
+  const T* from = static_cast<const T*>(p.from) + id * p.row_stride;
+  T* to = static_cast<T*>(p.out) + seat.row * p.width;
+  for (int at = seat.lane * V; at < p.width; at += p.lanes * V)
+    Pack<T, V>::load(from + at * p.column_stride).store(to + at);
+}
+
+// Where each row's run begins: the first sorted id not below it.
+__device__ void find_starts(const params::Embedding& p) {
+  int row = blockIdx.x * THREADS + threadIdx.x;
+  if (row > p.rows) return;
+  int low = 0, high = p.len;
+  while (low < high) {
+    int middle = low + (high - low) / 2;
+    if (p.ids[middle] < uint32_t(row)) low = middle + 1; else high = middle;
+  }
+  p.starts[row] = low;
+}
+
+// Adds the gradients of the sorted ids begin .. end to `sum`.
+template <class T, int V>
+__device__ __forceinline__ void add_rows(const params::Embedding& p, int begin, int end, int column, float (&sum)[V]) {
+  const T* from = static_cast<const T*>(p.from) + column;
+#pragma unroll 1
+  for (int n = begin; n < end; n += BATCH) {
+    Pack<T, V> packs[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b)
+      if (n + b < end) packs[b] = Pack<T, V>::load(from + int64_t(p.order[n + b]) * p.width);
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b)
+      if (n + b < end)
+#pragma unroll
+        for (int i = 0; i < V; ++i) sum[i] += packs[b][i];
+  }
+}
+
+template <class T, int V>
+__device__ void sum_pieces(const params::Embedding& p) {
+  Seat seat(p.lanes);
+  int64_t begin = seat.row * PIECE, end = begin + PIECE;
+  if (end > p.len || p.ids[begin] != p.ids[end - 1]) return;
+  for (int at = seat.lane * V; at < p.width; at += p.lanes * V) {
+    float sum[V] = {};
+    add_rows<T, V>(p, begin, end, at, sum);
+#pragma unroll
+    for (int i = 0; i < V; ++i) p.pieces[seat.row * p.width + at + i] = sum[i];
+  }
+}
+
+template <class T, int V>
+__device__ void sum_rows(const params::Embedding& p) {
+  Seat seat(p.lanes);
+  if (seat.row >= p.rows) return;
+  int begin = p.starts[seat.row], end = p.starts[seat.row + 1];
+  int first = (begin + PIECE - 1) / PIECE, last = end / PIECE;  // the whole pieces
+#pragma unroll 1
+  for (int at = seat.lane * V; at < p.width; at += p.lanes * V) {
+    float sum[V] = {};
+    if (first < last) {
+      add_rows<T, V>(p, begin, first * PIECE, at, sum);
+#pragma unroll 2
+      for (int piece = first; piece < last; ++piece) {
+        float part[V];
+        elements::load_floats(p.pieces + int64_t(piece) * p.width + at, part);
+#pragma unroll
+        for (int i = 0; i < V; ++i) sum[i] += part[i];
+      }
+      begin = last * PIECE;
+    }
+    add_rows<T, V>(p, begin, end, at, sum);
+    Pack<T, V>::of(sum).store(static_cast<T*>(p.out) + seat.row * p.width + at);
+  }
+}
+
+}  // namespace
+
+#define KERNELS(name, T, V)                                                                                     \
+  extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                         \
+      embedding_fwd_##name(const __grid_constant__ params::Embedding p) { gather<T, V>(p); }                    \
+  extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                         \
+      embedding_pieces_##name(const __grid_constant__ params::Embedding p) { sum_pieces<T, V>(p); }             \
+  extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                         \
+      embedding_bwd_##name(const __grid_constant__ params::Embedding p) { sum_rows<T, V>(p); }
+
+SAGE_FLOAT_KERNELS(KERNELS)
+
+extern "C" __global__ void __launch_bounds__(THREADS) embedding_starts(const __grid_constant__ params::Embedding p) {
+  find_starts(p);
+}

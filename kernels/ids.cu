@@ -1,0 +1,121 @@
+// Ids of tokens: checked, and sorted.
+#include <sage/params/ops.cuh>
+
+using namespace sage;
+
+namespace {
+
+constexpr int THREADS = 256;
+
+// Ids to places below the limit; what is wrong is counted, and left to the host to say.
+template <class I>
+__device__ void check(const params::CheckIds& p) {
+  int n = blockIdx.x * THREADS + threadIdx.x;
+  bool counts = false;
+  if (n < p.len) {
+    int64_t id = static_cast<const I*>(p.ids)[n];
+    bool ignored = p.ignores && id == p.ignored;
+    counts = !ignored && id >= 0 && id < p.limit;
+    if (!ignored && !counts) atomicMax(&p.status[0], uint32_t(p.len - n));
+    p.places[n] = counts ? uint32_t(id) : params::NO_PLACE;
+  }
+  int total = __syncthreads_count(counts);
+  if (threadIdx.x == 0 && total > 0) atomicAdd(&p.status[1], uint32_t(total));
+}
+
+constexpr int DIGIT_BITS = 8, DIGITS = 1 << DIGIT_BITS;
+constexpr int WARPS = THREADS / 32;
+constexpr int ROUNDS = 8;
+constexpr int TILE = THREADS * ROUNDS;  // SORT_TILE of candle-sage/src/cuda/ops/embedding.rs
+static_assert(DIGITS == THREADS, "thread d looks after digit d");
+
+__device__ __forceinline__ int digit_of(uint32_t id, int shift) { return id >> shift & (DIGITS - 1); }
+
+// How often each digit occurs in a tile.
+__device__ void count(const params::SortIds& p) {
+  __shared__ uint32_t counts[DIGITS];
+  counts[threadIdx.x] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < ROUNDS; ++i) {
+    int64_t n = int64_t(blockIdx.x) * TILE + i * THREADS + threadIdx.x;
+    if (n < p.len) atomicAdd(&counts[digit_of(p.ids[n], p.shift)], 1u);
+  }
+  __syncthreads();
+  p.counts[int64_t(blockIdx.x) * DIGITS + threadIdx.x] = counts[threadIdx.x];
+}
+
+// Moves a tile's ids to their places. Among equals the order stays: by tile, by warp (each takes neighbours), by round,
+// by lane.
+__device__ void place(const params::SortIds& p) {
+  __shared__ uint32_t starts[WARPS][DIGITS];  // counts of each warp, then where each warp's begin
+  __shared__ uint32_t totals[WARPS];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, digit = threadIdx.x;
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) starts[w][digit] = 0;
+  __syncthreads();
+  uint32_t ids[ROUNDS], ranks[ROUNDS];
+  int64_t first = int64_t(blockIdx.x) * TILE + warp * 32 * ROUNDS + lane;
+#pragma unroll
+  for (int i = 0; i < ROUNDS; ++i) {
+    // What lies past the end counts as the last digit, behind all others.
+    bool valid = first + i * 32 < p.len;
+    ids[i] = valid ? p.ids[first + i * 32] : 0;
+    int own = valid ? digit_of(ids[i], p.shift) : DIGITS - 1;
+    unsigned equals = __match_any_sync(~0u, own);
+    uint32_t before = __popc(equals & ((1u << lane) - 1));
+    ranks[i] = starts[warp][own] + before;
+    __syncwarp();
+    if (before == 0) starts[warp][own] += __popc(equals);
+    __syncwarp();
+  }
+  // All of smaller digits, and this digit in earlier tiles.
+  uint32_t all = 0, earlier = 0;
+#pragma unroll 8
+  for (int tile = 0; tile < int(gridDim.x); ++tile) {
+    uint32_t count = p.counts[int64_t(tile) * DIGITS + digit];
+    all += count;
+    earlier += tile < int(blockIdx.x) ? count : 0;
+  }
+  uint32_t sum = all;
+  for (int step = 1; step < 32; step *= 2) {
+    uint32_t left = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += left;
+  }
+  if (lane == 31) totals[warp] = sum;
+  __syncthreads();
+  uint32_t start = sum - all + earlier;
+  for (int w = 0; w < warp; ++w) start += totals[w];
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) {
+    uint32_t count = starts[w][digit];
+    starts[w][digit] = start;
+    start += count;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < ROUNDS; ++i) {
+    int64_t n = first + i * 32;
+    if (n >= p.len) break;
+    uint32_t to = starts[warp][digit_of(ids[i], p.shift)] + ranks[i];
+    p.sorted_ids[to] = ids[i];
+    p.sorted_order[to] = p.order ? p.order[n] : uint32_t(n);
+  }
+}
+
+}  // namespace
+
+#define CHECK(name, I)                                    \
+  extern "C" __global__ void __launch_bounds__(THREADS)   \
+      check_ids_##name(const __grid_constant__ params::CheckIds p) { check<I>(p); }
+
+CHECK(u8, uint8_t)
+CHECK(u32, uint32_t)
+CHECK(i64, int64_t)
+
+extern "C" __global__ void __launch_bounds__(THREADS) count_digits(const __grid_constant__ params::SortIds p) {
+  count(p);
+}
+extern "C" __global__ void __launch_bounds__(THREADS) place_digits(const __grid_constant__ params::SortIds p) {
+  place(p);
+}

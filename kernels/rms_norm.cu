@@ -1,0 +1,146 @@
+// Root-mean-square normalization: y = x r w, r = 1 / sqrt(mean(x^2) + eps). One read of every row, one write.
+#include <sage/elements/group.cuh>
+#include <sage/elements/pack.cuh>
+#include <sage/params/ops.cuh>
+
+using namespace sage;
+using elements::Group;
+using elements::Pack;
+
+namespace {
+
+// Packs of a row that a thread keeps in registers: KEEP of candle-sage/src/cuda/ops/rms_norm.rs.
+constexpr int KEEP = 4;
+// Threads of a block whose rows take a warp or less.
+constexpr int THREADS = 256;
+constexpr int MAX_THREADS = 512;
+
+// Calls body(k, chunk) for the packs of a lane: k below KEEP for those in registers, KEEP for those of wider rows.
+template <class Body>
+__device__ __forceinline__ void each_chunk(const Group& group, int chunks, Body body) {
+#pragma unroll
+  for (int k = 0; k < KEEP; ++k) {
+    int chunk = k * group.lanes + group.lane;
+    if (chunk < chunks) body(k, chunk);
+  }
+  for (int chunk = KEEP * group.lanes + group.lane; chunk < chunks; chunk += group.lanes) body(KEEP, chunk);
+}
+
+// What a wider row has beyond the registers is read again, out of the cache.
+template <class T, int V>
+struct Row {
+  const T* data;
+  Pack<T, V> kept[KEEP];
+
+  __device__ __forceinline__ Row(const void* rows, int row, const Group& group, int width)
+      : data(static_cast<const T*>(rows) + int64_t(row) * width) {
+#pragma unroll
+    for (int k = 0; k < KEEP; ++k) {
+      int chunk = k * group.lanes + group.lane;
+      if (chunk < width / V) kept[k] = Pack<T, V>::load(data + chunk * V);
+    }
+  }
+
+  __device__ __forceinline__ Pack<T, V> at(int k, int chunk) const {
+    return k < KEEP ? kept[k] : Pack<T, V>::load(data + chunk * V);
+  }
+
+  __device__ __forceinline__ float inverse_rms(const Group& group, const params::RmsNorm& p) const {
+    return elements::inverse_rms(group, p.width, p.eps, [&](auto f) {
+      each_chunk(group, p.width / V, [&](int k, int chunk) {
+        Pack<T, V> x = at(k, chunk);
+#pragma unroll
+        for (int i = 0; i < V; ++i) f(x[i]);
+      });
+    });
+  }
+};
+
+template <class T, int V>
+__device__ void forward(const params::RmsNorm& p) {
+  Group group(p.lanes);
+  for (int row = blockIdx.x * group.count + group.index; row < p.rows; row += gridDim.x * group.count) {
+    Row<T, V> x(p.x, row, group, p.width);
+    float r = x.inverse_rms(group, p);
+    T* y = static_cast<T*>(p.out) + int64_t(row) * p.width;
+    each_chunk(group, p.width / V, [&](int k, int chunk) {
+      Pack<T, V> in = x.at(k, chunk);
+      float w[V], out[V];
+      elements::load_weight(p.weight, p.weight_type, chunk * V, w);
+#pragma unroll
+      for (int i = 0; i < V; ++i) out[i] = in[i] * r * w[i];
+      Pack<T, V>::of(out).store(y + chunk * V);
+    });
+  }
+}
+
+// dx = r (g - x r^2 mean(g o x)) with g = dy o w, and the block's part of dw = sum(dy o x r). Which rows a block takes
+// depends on the shape alone, and so does the order of every sum.
+template <class T, int V>
+__device__ void backward(const params::RmsNorm& p) {
+  Group group(p.lanes);
+  int chunks = p.width / V;
+  float* partial = p.partials + int64_t(blockIdx.x) * p.width;
+  float dw[KEEP][V] = {};
+  for (int row = blockIdx.x * group.count + group.index; row < p.rows; row += gridDim.x * group.count) {
+    Row<T, V> x(p.x, row, group, p.width), dy(p.dy, row, group, p.width);
+    float r = x.inverse_rms(group, p);
+    float dot = 0.0f;
+    each_chunk(group, chunks, [&](int k, int chunk) {
+      Pack<T, V> in = x.at(k, chunk), grad = dy.at(k, chunk);
+      float w[V];
+      elements::load_weight(p.weight, p.weight_type, chunk * V, w);
+#pragma unroll
+      for (int i = 0; i < V; ++i) dot = fmaf(grad[i] * w[i], in[i], dot);
+    });
+    float pull = group.sum(dot) * r * r / p.width;
+    T* dx = static_cast<T*>(p.out) + int64_t(row) * p.width;
+    each_chunk(group, chunks, [&](int k, int chunk) {
+      Pack<T, V> in = x.at(k, chunk), grad = dy.at(k, chunk);
+      float w[V], out[V];
+      elements::load_weight(p.weight, p.weight_type, chunk * V, w);
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        out[i] = r * (grad[i] * w[i] - in[i] * pull);
+        float part = grad[i] * in[i] * r;
+        if (k < KEEP) dw[k][i] += part; else partial[chunk * V + i] += part;  // zero before; this thread's own
+      }
+      Pack<T, V>::of(out).store(dx + chunk * V);
+    });
+  }
+  if (group.count == 1) {
+#pragma unroll
+    for (int k = 0; k < KEEP; ++k) {
+      int chunk = k * group.lanes + group.lane;
+      if (chunk < chunks)
+#pragma unroll
+        for (int i = 0; i < V; ++i) partial[chunk * V + i] = dw[k][i];
+    }
+    return;
+  }
+  // Rows that a warp or less takes fit the registers, and here the groups of the block.
+  __shared__ float sums[THREADS * KEEP * V];
+#pragma unroll
+  for (int k = 0; k < KEEP; ++k) {
+    int chunk = k * group.lanes + group.lane;
+    if (chunk < chunks)
+#pragma unroll
+      for (int i = 0; i < V; ++i) sums[group.index * p.width + chunk * V + i] = dw[k][i];
+  }
+  __syncthreads();
+  for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
+    float sum = 0.0f;
+    for (int other = 0; other < group.count; ++other) sum += sums[other * p.width + column];
+    partial[column] = sum;
+  }
+}
+
+}  // namespace
+
+#define KERNELS(name, T, V)                                                                                   \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                   \
+      rms_norm_fwd_##name(const __grid_constant__ params::RmsNorm p) { forward<T, V>(p); }                    \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                   \
+      rms_norm_bwd_##name(const __grid_constant__ params::RmsNorm p) { backward<T, V>(p); }
+
+SAGE_FLOAT_KERNELS(KERNELS)

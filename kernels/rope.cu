@@ -1,0 +1,244 @@
+// Rotary position embedding, alone or after an RMSNorm over each head. A group of lanes takes a head, V pairs of channels
+// a lane; it goes through several heads of a token with the same angles.
+#include <sage/elements/group.cuh>
+#include <sage/elements/pack.cuh>
+#include <sage/params/ops.cuh>
+
+using namespace sage;
+using elements::Group;
+using elements::Pack;
+
+namespace {
+
+constexpr int THREADS = 256;       // of a block whose heads take a warp or less
+constexpr int MAX_THREADS = 512;
+
+// Where a lane's channels are: two packs, and V angles. In halves a pair is an element of the one and the same of the
+// other; interleaved it is two neighbours, and the packs are neighbours too.
+template <int V>
+struct Place {
+  int channels[2];
+  int angle;
+  bool active;
+  bool interleaved;
+
+  __device__ __forceinline__ Place(const Group& group, const params::Rope& p) : interleaved(p.interleaved) {
+    angle = group.lane * V;
+    active = angle < p.half;
+    channels[0] = interleaved ? 2 * angle : angle;
+    channels[1] = interleaved ? 2 * angle + V : angle + p.half;
+  }
+
+  // The channel of x[i / V][i % V] of `Pairs`.
+  __device__ __forceinline__ int channel(int i) const {
+    return interleaved ? channels[0] + i % V * 2 + i / V : channels[i / V] + i % V;
+  }
+};
+
+// A lane's channels as numbers: pair i is x[0][i], x[1][i].
+template <int V>
+struct Pairs {
+  float x[2][V];
+
+  // From the order of the channels, and back.
+  __device__ __forceinline__ void split(bool interleaved) {
+    if (!interleaved) return;
+    float was[2 * V];
+#pragma unroll
+    for (int i = 0; i < 2 * V; ++i) was[i] = x[i / V][i % V];
+#pragma unroll
+    for (int i = 0; i < 2 * V; ++i) x[i % 2][i / 2] = was[i];
+  }
+  __device__ __forceinline__ void join(bool interleaved) {
+    if (!interleaved) return;
+    float was[2 * V];
+#pragma unroll
+    for (int i = 0; i < 2 * V; ++i) was[i] = x[i % 2][i / 2];
+#pragma unroll
+    for (int i = 0; i < 2 * V; ++i) x[i / V][i % V] = was[i];
+  }
+
+  __device__ __forceinline__ float& operator[](int i) { return x[i / V][i % V]; }
+
+  template <class T>
+  __device__ __forceinline__ void store(T* head, const Place<V>& place) {
+    join(place.interleaved);
+    Pack<T, V>::of(x[0]).store(head + place.channels[0]);
+    Pack<T, V>::of(x[1]).store(head + place.channels[1]);
+  }
+};
+
+// The same as they lie in memory.
+template <class T, int V>
+struct Packs {
+  Pack<T, V> pack[2];
+
+  __device__ __forceinline__ void load(const T* head, const Place<V>& place) {
+    pack[0] = Pack<T, V>::load(head + place.channels[0]);
+    pack[1] = Pack<T, V>::load(head + place.channels[1]);
+  }
+  __device__ __forceinline__ Pairs<V> pairs(const Place<V>& place) const {
+    Pairs<V> pairs;
+#pragma unroll
+    for (int i = 0; i < 2 * V; ++i) pairs[i] = place.active ? pack[i / V][i % V] : 0.0f;
+    pairs.split(place.interleaved);
+    return pairs;
+  }
+};
+
+template <int V>
+__device__ __forceinline__ Pairs<V> load_weights(const params::Rope& p, const Place<V>& place) {
+  Pairs<V> w = {};
+  if (place.active) {
+    elements::load_weight(p.weight, p.weight_type, place.channels[0], w.x[0]);
+    elements::load_weight(p.weight, p.weight_type, place.channels[1], w.x[1]);
+    w.split(place.interleaved);
+  }
+  return w;
+}
+
+template <int V>
+struct Angles {
+  float cos[V], sin[V];
+
+  __device__ __forceinline__ Angles(const params::Rope& p, int position, const Place<V>& place) {
+    if (!place.active) return;
+    int64_t at = int64_t(position) * p.half + place.angle;
+    elements::load_floats(p.cos + at, cos);
+    elements::load_floats(p.sin + at, sin);
+  }
+
+  // By the angles times `direction`.
+  __device__ __forceinline__ void rotate(Pairs<V>& pairs, float direction) const {
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      float a = pairs.x[0][i], b = pairs.x[1][i], s = sin[i] * direction;
+      pairs.x[0][i] = a * cos[i] - b * s;
+      pairs.x[1][i] = a * s + b * cos[i];
+    }
+  }
+};
+
+template <int V>
+__device__ __forceinline__ float inverse_rms(const Group& group, const params::Rope& p, Pairs<V>& pairs) {
+  return elements::inverse_rms(group, 2 * p.half, p.eps, [&](auto f) {
+#pragma unroll
+    for (int i = 0; i < 2 * V; ++i) f(pairs[i]);
+  });
+}
+
+template <class T>
+__device__ __forceinline__ const T* head_of(const params::Heads& x, int batch, int position, int head) {
+  return static_cast<const T*>(x.data) + batch * x.batch + position * x.token + head * x.head;
+}
+
+template <class T>
+__device__ __forceinline__ T* out_head(const params::Rope& p, int token, int head) {
+  return static_cast<T*>(p.out) + (int64_t(token) * p.heads + head) * 2 * p.half;
+}
+
+// Calls body(token, batch, position, first, step): HEADS heads of a token, from `first` on, `step` apart. Neighbouring
+// groups take neighbouring heads. Which items a group takes depends on the shape alone.
+template <int HEADS, class Body>
+__device__ __forceinline__ void each_item(const Group& group, const params::Rope& p, Body body) {
+  int step = (p.heads + HEADS - 1) / HEADS;
+  int items = p.tokens * step;  // the host checks that they can be counted
+  for (int item = blockIdx.x * group.count + group.index; item < items; item += gridDim.x * group.count) {
+    int token = item / step;
+    body(token, token / p.sequence, token % p.sequence, item % step, step);
+  }
+}
+
+// NORM: y = rope(x r w), else y = rope(x), by the opposite angle on the way back.
+template <class T, int V, bool NORM>
+__device__ void forward(const params::Rope& p) {
+  constexpr int HEADS = 4;
+  Group group(p.lanes);
+  Place<V> place(group, p);
+  Pairs<V> w;
+  if constexpr (NORM) w = load_weights(p, place);
+  each_item<HEADS>(group, p, [&](int token, int batch, int position, int first, int step) {
+    Packs<T, V> packs[HEADS];
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h)
+      if (place.active && first + h * step < p.heads)
+        packs[h].load(head_of<T>(p.x, batch, position, first + h * step), place);
+    Angles<V> angles(p, position, place);
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) {
+      int head = first + h * step;
+      if (head >= p.heads) break;
+      Pairs<V> x = packs[h].pairs(place);
+      if constexpr (NORM) {
+        float r = inverse_rms(group, p, x);
+#pragma unroll
+        for (int i = 0; i < 2 * V; ++i) x[i] *= r * w[i];
+      }
+      if (!place.active) continue;
+      angles.rotate(x, NORM ? 1.0f : p.direction);
+      x.store(out_head<T>(p, token, head), place);
+    }
+  });
+}
+
+// Back through both: dn = rope^-1(dy), g = dn o w, dx = r (g - x r^2 mean(g o x)), and the block's part of
+// dw = sum(dn o x r).
+template <class T, int V>
+__device__ void norm_backward(const params::Rope& p) {
+  Group group(p.lanes);
+  Place<V> place(group, p);
+  Pairs<V> dw = {};
+  each_item<1>(group, p, [&](int token, int batch, int position, int head, int) {
+    Packs<T, V> inputs, gradients;
+    if (place.active) {
+      inputs.load(head_of<T>(p.x, batch, position, head), place);
+      gradients.load(head_of<T>(p.dy, batch, position, head), place);
+    }
+    Angles<V> angles(p, position, place);
+    Pairs<V> dn = gradients.pairs(place);
+    if (place.active) angles.rotate(dn, -1.0f);
+    Pairs<V> x = inputs.pairs(place);
+    float r = inverse_rms(group, p, x);
+    Pairs<V> w = load_weights(p, place);  // again for every head: registers are few
+    float dot = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2 * V; ++i) dot = fmaf(dn[i] * w[i], x[i], dot);
+    float pull = group.sum(dot) * r * r / (2 * p.half);
+    if (!place.active) return;
+#pragma unroll
+    for (int i = 0; i < 2 * V; ++i) {
+      dw[i] += dn[i] * x[i] * r;
+      x[i] = r * (dn[i] * w[i] - x[i] * pull);
+    }
+    x.store(out_head<T>(p, token, head), place);
+  });
+  // The block's groups, in order. Where there are several a head takes a warp or less.
+  __shared__ float sums[THREADS * 2 * V];
+  float* partial = p.partials + int64_t(blockIdx.x) * 2 * p.half;
+  if (place.active) {
+#pragma unroll
+    for (int i = 0; i < 2 * V; ++i) {
+      int channel = place.channel(i);
+      if (group.count == 1) partial[channel] = dw[i]; else sums[group.index * 2 * p.half + channel] = dw[i];
+    }
+  }
+  if (group.count == 1) return;
+  __syncthreads();
+  for (int channel = threadIdx.x; channel < 2 * p.half; channel += blockDim.x) {
+    float sum = 0.0f;
+    for (int other = 0; other < group.count; ++other) sum += sums[other * 2 * p.half + channel];
+    partial[channel] = sum;
+  }
+}
+
+}  // namespace
+
+#define KERNELS(name, T, V)                                                                                    \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                    \
+      rope_##name(const __grid_constant__ params::Rope p) { forward<T, V, false>(p); }                         \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                    \
+      qk_norm_rope_fwd_##name(const __grid_constant__ params::Rope p) { forward<T, V, true>(p); }              \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                    \
+      qk_norm_rope_bwd_##name(const __grid_constant__ params::Rope p) { norm_backward<T, V>(p); }
+
+SAGE_FLOAT_KERNELS(KERNELS)
