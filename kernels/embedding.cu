@@ -85,6 +85,7 @@ __device__ void sum_rows(const params::Embedding& p) {
 #pragma unroll 1
   for (int at = seat.lane * V; at < p.width; at += p.lanes * V) {
     float sum[V] = {};
+    int rest = begin;
     if (first < last) {
       add_rows<T, V>(p, begin, first * PIECE, at, sum);
 #pragma unroll 2
@@ -94,9 +95,9 @@ __device__ void sum_rows(const params::Embedding& p) {
 #pragma unroll
         for (int i = 0; i < V; ++i) sum[i] += part[i];
       }
-      begin = last * PIECE;
+      rest = last * PIECE;
     }
-    add_rows<T, V>(p, begin, end, at, sum);
+    add_rows<T, V>(p, rest, end, at, sum);
     Pack<T, V>::of(sum).store(static_cast<T*>(p.out) + seat.row * p.width + at);
   }
 }

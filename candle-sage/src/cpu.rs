@@ -10,7 +10,7 @@ mod full_precision;
 pub(crate) mod lanes;
 mod numerics;
 pub(crate) mod product;
-mod quantize;
+pub(crate) mod quantize;
 mod sagebwd;
 pub(crate) mod view;
 

@@ -3,11 +3,15 @@
 //! As on the CPU, `forward` and `backward` are the same for all schemes, and what a scheme does besides is in the file
 //! of its name. The only place with `unsafe`, besides the CPU's matrix product.
 
+#[cfg(test)]
+mod guard;
 mod kernels;
 pub(crate) mod ops;
 mod params;
 mod plan;
 mod sagebwd;
+#[cfg(test)]
+mod selftest;
 mod tensor;
 
 use candle_core::backend::BackendStorage;
@@ -206,7 +210,10 @@ pub(crate) fn forward(
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
     let kernel = call.kernel(&format!("attn_fwd_{}", plan.name));
     call.gpu.launch_forward("attn_fwd_sm80", &kernel, grid, &params)?;
-    let saved = minus_lse2.map(|minus_lse2| Saved { minus_lse2, codes: quantized.map(sagebwd::Operands::keep) });
+    #[cfg(test)]
+    guard::check(&call.gpu)?;
+    let saved =
+        minus_lse2.map(|minus_lse2| Saved { minus_lse2, codes: quantized.map(sagebwd::Operands::keep) });
     Ok((out, saved))
 }
 
@@ -257,6 +264,8 @@ pub(crate) fn backward(
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
     let kernel = call.kernel(&format!("attn_bwd_{}", plan.name));
     gpu.launch_backward("attn_bwd_sm80", &kernel, grid, &params)?;
+    #[cfg(test)]
+    guard::check(gpu)?;
     // Freed before dQ is made: this is where memory peaks.
     drop(operands);
     let (dq, dq_view) = call.output(problem.shape.query_dims())?;
@@ -264,5 +273,7 @@ pub(crate) fn backward(
     let tiles = (call.shape.query_len as usize).div_ceil(TILE);
     let grid = Grid::line(tiles * problem.shape.query_heads() * call.segment_count(), 256);
     gpu.launch_backward("attn_bwd_sm80", &call.kernel("finish_dq"), grid, &params)?;
+    #[cfg(test)]
+    guard::check(gpu)?;
     Ok([dq, dk, dv])
 }

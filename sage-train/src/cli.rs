@@ -3,9 +3,11 @@
 use std::io::Write;
 use std::path::PathBuf;
 
+use candle_core::Device;
 use candle_sage::{Error, Result};
 use clap::{Parser, Subcommand};
 
+use crate::bench::{self, Row};
 use crate::config::Config;
 use crate::data::corpus::Corpus;
 use crate::metrics::Outcome;
@@ -23,6 +25,7 @@ const EXAMPLES: &str = "Examples:
   sage-train --preset 325m --data web.jsonl.zst --tokens-per-step 256k --steps 300000
                                                      the paper's run with small batches
   sage-train probe runs/tiny-sagebwd-001             the error of INT8 on the tensors of a trained model
+  sage-train bench attention 64:4096:1               how fast attention is here
   sage-train --config runs/tiny-sagebwd-001/config.toml --seed 1
                                                      a run again, with another seed";
 
@@ -51,8 +54,50 @@ enum Verb {
         #[arg(long, default_value_t = 0)]
         seed: u64,
     },
+    /// Measure the speed of attention: full precision and SageBwd, forward and backward
+    Bench {
+        #[command(subcommand)]
+        what: Bench,
+    },
     /// Measure the error of SageBwd on the real tensors of a trained model, layer by layer
     Probe(Probe),
+}
+
+#[derive(Debug, Subcommand)]
+enum Bench {
+    /// Attention on rows of shapes, with random inputs
+    Attention(BenchAttention),
+}
+
+/// What to measure. Every time is the median of calls that take inputs in turn; on a GPU between CUDA events. All
+/// quantization and smoothing is inside.
+#[derive(Debug, clap::Args)]
+struct BenchAttention {
+    /// Shapes: head_dim, tokens, 1 if causal [default: D 64 and 128, N 1024, 8192, 16384, causal]
+    #[arg(value_name = "D:N:CAUSAL")]
+    rows: Vec<Row>,
+    /// Where to measure [default: cuda if this build has it]
+    #[arg(long, value_enum)]
+    device: Option<Place>,
+    /// Tokens of all sequences together; a longer sequence runs alone
+    #[arg(long, value_name = "N", default_value_t = 16384)]
+    total_tokens: usize,
+    /// Width of all heads together: heads = width / D
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    width: usize,
+    /// Timed calls of each kind
+    #[arg(long, value_name = "N", default_value_t = 30, value_parser = clap::value_parser!(u16).range(1..))]
+    repeats: u16,
+    /// Also write the results as comma-separated values
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
+}
+
+/// Where something runs.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum Place {
+    Cpu,
+    Cuda,
 }
 
 /// What to probe.
@@ -101,6 +146,7 @@ impl Cli {
     pub fn run(self) -> Result<()> {
         match self.verb {
             Some(Verb::Corpus { megabytes, seed }) => write_corpus(megabytes, seed),
+            Some(Verb::Bench { what: Bench::Attention(bench) }) => bench.run(),
             Some(Verb::Probe(probe)) => probe.run(),
             None => self.train.run(),
         }
@@ -183,6 +229,41 @@ fn comparison_runs(config: &Config, attns: &[Attn]) -> Result<Vec<Config>> {
         runs.push(Config::resolve(Settings { attn: Some(attn), name, ..config.settings.clone() })?);
     }
     Ok(runs)
+}
+
+impl BenchAttention {
+    fn run(&self) -> Result<()> {
+        let default = if cfg!(feature = "cuda") { Place::Cuda } else { Place::Cpu };
+        let device = match self.device.unwrap_or(default) {
+            Place::Cpu => Device::Cpu,
+            Place::Cuda if !cfg!(feature = "cuda") => {
+                return Err(Error::new("this build has no kernels for GPUs")
+                    .got("--device cuda")
+                    .allowed("--device cpu")
+                    .hint("build with `--features cuda`; it needs nvcc"));
+            }
+            Place::Cuda => Device::new_cuda(0).map_err(during("cannot use the first GPU"))?,
+        };
+        let plan = bench::Plan {
+            device,
+            rows: if self.rows.is_empty() { bench::usual_rows() } else { self.rows.clone() },
+            total_tokens: self.total_tokens,
+            width: self.width,
+            repeats: usize::from(self.repeats),
+        };
+        print(&bench::table_head(&plan))?;
+        let mut all = Vec::new();
+        for &row in &plan.rows {
+            for measured in bench::measure(&plan, row)? {
+                print(&bench::table_line(&measured))?;
+                all.push(measured);
+            }
+        }
+        match &self.csv {
+            Some(path) => std::fs::write(path, bench::csv(&all)).map_err(writing(path)),
+            None => Ok(()),
+        }
+    }
 }
 
 impl Probe {

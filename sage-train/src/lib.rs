@@ -1,9 +1,10 @@
 //! Pre-training of small Llamas with low-bit attention, and fair comparison with full precision.
 //!
 //! `settings` is what may be said, `config` what will run, `data` text to batches, `model` the Llama,
-//! `optim` the update, `train` the loop over them, `probe` the errors of a trained model, `report` the
-//! pictures, `cli` the command.
+//! `optim` the update, `train` the loop over them, `probe` the errors of a trained model, `bench`
+//! the speed of attention, `report` the pictures, `cli` the command.
 
+pub mod bench;
 pub mod checks;
 pub mod cli;
 pub mod config;

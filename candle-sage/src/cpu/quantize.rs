@@ -6,12 +6,12 @@ use super::lanes;
 
 /// The two directions of one scale.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Scale {
+pub(crate) struct Scale {
     /// Turns codes into values: `max|x| / 127`.
-    pub(super) dequant: f32,
+    pub(crate) dequant: f32,
     /// Turns values into codes: `127 / max|x|`, 0 for a group of zeros. No additive epsilon: real
     /// gradients have magnitudes of 1e-7.
-    pub(super) quant: f32,
+    pub(crate) quant: f32,
 }
 
 impl Scale {
@@ -20,7 +20,7 @@ impl Scale {
     /// An infinity or a NaN in the group makes the dequantized group non-finite: it is passed on,
     /// not hidden. Where `127 / max` overflows, under 3.8e-37, the scale stays at `1 / f32::MAX`.
     #[inline(always)]
-    pub(super) fn of(max_abs_bits: u32) -> Self {
+    pub(crate) fn of(max_abs_bits: u32) -> Self {
         let max = f32::from_bits(max_abs_bits);
         let quant = 127.0 / max;
         if max == 0.0 {
@@ -35,21 +35,21 @@ impl Scale {
 
 /// The code of a value, as f32: a whole number in -127..=127, ties to even.
 #[inline(always)]
-pub(super) fn code(x: f32, quant_scale: f32) -> f32 {
+pub(crate) fn code(x: f32, quant_scale: f32) -> f32 {
     (x * quant_scale).round_ties_even()
 }
 
 /// The rows of one head as codes, with one scale a tile of rows.
 #[derive(Debug)]
-pub(super) struct TileCodes {
-    pub(super) codes: Vec<i8>,
+pub(crate) struct TileCodes {
+    pub(crate) codes: Vec<i8>,
     /// One a tile.
-    pub(super) dequant_scale: Vec<f32>,
+    pub(crate) dequant_scale: Vec<f32>,
 }
 
 impl TileCodes {
     /// Quantizes `rows` of width `d`, `tile_rows` rows to a scale.
-    pub(super) fn new(rows: &[f32], d: usize, tile_rows: usize) -> Self {
+    pub(crate) fn new(rows: &[f32], d: usize, tile_rows: usize) -> Self {
         let size = tile_rows * d;
         let mut codes = vec![0; rows.len()];
         let tiles = rows.chunks(size).zip(codes.chunks_mut(size));
@@ -58,7 +58,7 @@ impl TileCodes {
     }
 
     /// The codes of some rows as f32.
-    pub(super) fn rows_f32(&self, rows: std::ops::Range<usize>, d: usize) -> Vec<f32> {
+    pub(crate) fn rows_f32(&self, rows: std::ops::Range<usize>, d: usize) -> Vec<f32> {
         self.codes[rows.start * d..rows.end * d].iter().map(|&c| f32::from(c)).collect()
     }
 }
@@ -75,7 +75,7 @@ fn quantize(values: &[f32], codes: &mut [i8]) -> f32 {
 
 /// The mean of each channel over all rows: tiles of rows are summed first, in order, then the
 /// tiles' sums, in order. Zeros for no rows.
-pub(super) fn channel_mean(rows: &[f32], d: usize, tile_rows: usize) -> Vec<f32> {
+pub(crate) fn channel_mean(rows: &[f32], d: usize, tile_rows: usize) -> Vec<f32> {
     let mut total = vec![0.0; d];
     for tile in rows.chunks(tile_rows * d) {
         let mut sum = vec![0.0; d];
@@ -93,7 +93,7 @@ pub(super) fn channel_mean(rows: &[f32], d: usize, tile_rows: usize) -> Vec<f32>
 }
 
 /// Subtracts `mean` from every row.
-pub(super) fn subtract_mean(rows: &mut [f32], mean: &[f32]) {
+pub(crate) fn subtract_mean(rows: &mut [f32], mean: &[f32]) {
     for row in rows.chunks_exact_mut(mean.len()) {
         for (x, mean) in row.iter_mut().zip(mean) {
             *x -= mean;

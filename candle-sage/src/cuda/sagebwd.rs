@@ -13,19 +13,21 @@ use crate::scheme::{Granularity, SageBwd, Smoothing};
 /// with tiles of 64 tokens.
 #[derive(Debug)]
 pub(super) struct Codes {
-    q: CudaSlice<i8>,
-    k: CudaSlice<i8>,
-    q_scale: CudaSlice<f32>,
-    k_scale: CudaSlice<f32>,
+    pub(super) q: CudaSlice<i8>,
+    pub(super) k: CudaSlice<i8>,
+    pub(super) q_scale: CudaSlice<f32>,
+    pub(super) k_scale: CudaSlice<f32>,
     /// Empty without Q smoothing.
     q_mean: Option<CudaSlice<f32>>,
     k_mean: Option<CudaSlice<f32>>,
 }
 
 /// What the forward needs: V's codes go when it has run.
+#[cfg_attr(not(test), expect(dead_code, reason = "kept alive for the kernels; tests read them"))]
 pub(super) struct Operands {
-    codes: Codes,
-    _v: (CudaSlice<i8>, CudaSlice<f32>),
+    pub(super) codes: Codes,
+    /// Codes and scales.
+    pub(super) v: (CudaSlice<i8>, CudaSlice<f32>),
     _k_tile_sums: Option<CudaSlice<f32>>,
 }
 
@@ -72,7 +74,7 @@ pub(super) fn quantize(
         gpu.launch_forward("quantize", &format!("mean_of_tiles_{d}"), grid, params)?;
     }
     gpu.launch_forward("quantize", &call.kernel("quantize"), Grid::line(queries + 2 * keys, 256), params)?;
-    Ok(Operands { codes, _v: v, _k_tile_sums: sums })
+    Ok(Operands { codes, v, _k_tile_sums: sums })
 }
 
 impl Codes {
@@ -91,10 +93,11 @@ impl Codes {
 }
 
 /// What the backward needs besides the forward's codes.
+#[cfg_attr(not(test), expect(dead_code, reason = "kept alive for the kernels; tests read them"))]
 pub(super) struct Transposed {
-    _q: CudaSlice<i8>,
-    _dout: CudaSlice<i8>,
-    _dout_scale: CudaSlice<f32>,
+    pub(super) q: CudaSlice<i8>,
+    pub(super) dout: CudaSlice<i8>,
+    pub(super) dout_scale: CudaSlice<f32>,
 }
 
 /// Makes the transposed codes of Q and dO, and delta; puts their addresses into `params`.
@@ -119,5 +122,5 @@ pub(super) fn prepare(
         other => other.vectors(d),
     } as i32;
     gpu.launch_backward("quantize", &call.kernel("prepare_sagebwd"), Grid::line(queries, 256), params)?;
-    Ok(Transposed { _q: q, _dout: dout, _dout_scale: dout_scale })
+    Ok(Transposed { q, dout, dout_scale })
 }

@@ -71,8 +71,8 @@ pub(super) fn view(storage: &CudaStorage, layout: &Layout, gpu: &Gpu) -> Result<
     };
     let data = start_address(storage, gpu)? + (layout.start_offset() * ELEMENT_BYTES) as u64;
     let vector = channel == 1
-        && data % 16 == 0
-        && [batch, token, head, head_dim].iter().all(|n| n * ELEMENT_BYTES % 16 == 0);
+        && data.is_multiple_of(16)
+        && [batch, token, head, head_dim].iter().all(|n| (n * ELEMENT_BYTES).is_multiple_of(16));
     Ok(View {
         data,
         batch: batch as i64,

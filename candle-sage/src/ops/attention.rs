@@ -209,7 +209,7 @@ struct AttentionOp {
 enum Saved {
     Cpu(cpu::Saved),
     #[cfg(feature = "cuda")]
-    Cuda(cuda::Saved),
+    Cuda(Box<cuda::Saved>),
 }
 
 type Gradients = (Option<Tensor>, Option<Tensor>, Option<Tensor>);
@@ -312,7 +312,7 @@ impl CustomOp3 for AttentionOp {
         let problem = self.cuda_problem([(q, q_layout), (k, k_layout), (v, v_layout)]);
         let (out, saved) = cuda::forward(&self.scheme, &problem, self.saved.is_some())?;
         if let Some(saved) = saved {
-            self.save(Saved::Cuda(saved))?;
+            self.save(Saved::Cuda(Box::new(saved)))?;
         }
         Ok((out, shape_of(self.shape.query_dims())))
     }

@@ -3,13 +3,9 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::ops::{self, CrossEntropy, RopeStyle};
 
-use crate::support::{Normals, f64s, relative_l2};
+use crate::support::{Normals, f64s, gpu, relative_l2};
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
-
-fn gpu() -> Device {
-    Device::new_cuda(0).expect("a GPU")
-}
 
 /// Half a unit in the last place: what one rounding to the type can cost an element.
 fn rounding(dtype: DType) -> f64 {

@@ -16,6 +16,13 @@ pub(crate) const PUBLISHED: [(f32, [f64; 4]); 5] = [
     (10., [0.1161, 0.6648, 0.6684, 0.1157]),
 ];
 
+/// The GPU, the same for all tests: candle holds two devices made apart for different.
+#[cfg(feature = "cuda")]
+pub(crate) fn gpu() -> Device {
+    static GPU: std::sync::OnceLock<Device> = std::sync::OnceLock::new();
+    GPU.get_or_init(|| Device::new_cuda(0).expect("a GPU")).clone()
+}
+
 /// A source of normal numbers, the same for the same seed.
 pub(crate) struct Normals(ChaCha8Rng);
 

@@ -25,12 +25,11 @@ struct BackwardPlan {
   static constexpr int PARTS = KEYS / TILE;  // warps that share 16 queries of dQ: each takes a part of the channels
 };
 
-// Where a block of the backward is. It lives in shared memory: the products need the registers.
+// Where a block of the backward is.
 struct BackwardBlock {
   int segment_index, key_head, first_key;
   Segment segment;
 
-  BackwardBlock() = default;
   __device__ __forceinline__ BackwardBlock(const params::Shape& shape, int index, int keys)
       : segment_index(index / shape.key_heads % shape.segment_count), key_head(index % shape.key_heads),
         first_key(index / shape.key_heads / shape.segment_count * keys), segment(shape, segment_index) {}
@@ -169,13 +168,15 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const params::Shape& shape = p.shape;
 
-  __shared__ BackwardBlock block;
-  if (threadIdx.x == 0) {
-    // In turns blocks take tickets, so that whoever a block waits for has started before it.
-    int* tickets = p.turns + int64_t(shape.query_heads) * shape.query_tiles;
-    block = BackwardBlock(shape, p.turns ? atomicAdd(tickets, 1) : blockIdx.x, Plan::KEYS);
+  int index = blockIdx.x;
+  if (p.turns) {
+    // Blocks take tickets, so that whoever a block waits for has started before it.
+    __shared__ int ticket;
+    if (threadIdx.x == 0) ticket = atomicAdd(p.turns + int64_t(shape.query_heads) * shape.query_tiles, 1);
+    __syncthreads();
+    index = ticket;
   }
-  __syncthreads();
+  BackwardBlock block(shape, index, Plan::KEYS);
   const Segment& segment = block.segment;
   if (block.first_key >= segment.key_len) return;
   int first_tile = segment.first_query(block.first_key) / TILE;

@@ -14,7 +14,7 @@ struct FullPrecisionForward {
   static constexpr int M = 2;
   static constexpr int BLOCKS = 2;  // of a multiprocessor: what the accumulators leave of its registers
   static constexpr int THREADS = FORWARD_QUERIES / (16 * M) * 32;
-  using Rows = Softmax<D, M, THREADS, true>;
+  using Rows = Softmax<D, M, THREADS, HEAD_DIM == 128>;
   static constexpr bool COOPERATES = false;
   using Logits = float[M][8][4];
   static constexpr int ROW = D * 2;

@@ -150,9 +150,16 @@ struct SageBwdBackward {
       // Asked for early, where registers allow it: the matrix units work on it while P is computed.
       if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
       float factor = q_dequant * k_dequant * (p.shape.softmax_scale * 1.44269504f);
-      // MAGIC and the log-sum-exp in one addend. It is rounded, by at most factor / 2 while it is under 2^24 factor:
-      // half a unit of sums whose own error, from the codes of Q and K, is about a hundred.
+      // MAGIC and the log-sum-exp in one addend. What that rounds off is at most half a unit of sums whose own error, from
+      // the codes of Q and K, is about a hundred.
       float magic = -quant::MAGIC * factor;
+      if (__builtin_expect(factor > quant::MAGIC_FACTOR, false)) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) x[n][e] = __float_as_int(__int_as_float(x[n][e]) - quant::MAGIC);
+        magic = 0.0f;
+      }
       float add[2] = {0.0f, 0.0f};
       if (smooth_q) add[0] = mean_logits[warp * 16 + lane / 4], add[1] = mean_logits[warp * 16 + lane / 4 + 8];
 #pragma unroll

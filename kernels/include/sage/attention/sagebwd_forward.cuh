@@ -126,7 +126,7 @@ struct SageBwdForward {
     }
     if constexpr (HIDES) mask(x, segment, warp_first, tile * TILE, lane, __float_as_int(-CUDART_INF_F));
 
-    float exact_offset = QK ? 0.0f : -quant::MAGIC * factor;
+    const float exact_offset = QK ? 0.0f : -quant::MAGIC * factor;
     float row_max[2 * M], offset[2 * M];
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
@@ -146,9 +146,10 @@ struct SageBwdForward {
           for (int e = 0; e < 2; ++e) largest = max(largest, x[r >> 1][n][2 * (r & 1) + e]);
         row_max[r] = fmaf(__int_as_float(quad_max(largest)), factor, exact_offset);
       }
-      // 2^(x factor + offset) is 127 at the row's largest logit. What the rounding of the offset changes is the same
-      // for the whole row, and goes into its dequant_scale below.
-      offset[r] = exact_offset - (row_max[r] - LOG2_127);
+      // 2^(x factor + offset) is 127 at the row's largest logit, or a little less: rounded down, for 128 is no code.
+      // What the rounding changes, up to 2^-24 of MAGIC * factor, is the same for the whole row and goes into its
+      // dequant_scale below.
+      offset[r] = __fadd_rd(exact_offset, LOG2_127 - row_max[r]);
       if (HIDES && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
     }
     softmax.follow(row_max);

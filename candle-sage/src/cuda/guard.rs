@@ -1,0 +1,49 @@
+//! In this crate's own tests every allocation starts as 0xff, which is NaN in every float type, and ends in bytes that
+//! nobody may touch.
+#![allow(unsafe_code)]
+
+use std::cell::RefCell;
+
+use candle_core::Result;
+use candle_core::cuda_backend::WrapErr;
+use cudarc::driver::result;
+
+use super::kernels::Gpu;
+use super::params::Address;
+
+pub(super) const CANARY_BYTES: usize = 256;
+
+struct Canary {
+    at: Address,
+    byte: u8,
+    /// Of the buffer before it.
+    bytes: usize,
+}
+
+thread_local! {
+    static CANARIES: RefCell<Vec<Canary>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Fills an allocation of `bytes` and its canary behind it, unless it holds zeros already.
+pub(super) fn watch(gpu: &Gpu, at: Address, bytes: usize, zeros: bool) -> Result<()> {
+    if !zeros {
+        // SAFETY: the allocation has `bytes` and the canary.
+        unsafe { result::memset_d8_async(at, 0xff, bytes + CANARY_BYTES, gpu.stream.cu_stream()) }.w()?;
+    }
+    let canary = Canary { at: at + bytes as u64, byte: if zeros { 0 } else { 0xff }, bytes };
+    CANARIES.with_borrow_mut(|all| all.push(canary));
+    Ok(())
+}
+
+/// Checks all canaries of this thread, whose allocations must still live, and forgets them.
+pub(super) fn check(gpu: &Gpu) -> Result<()> {
+    gpu.stream.synchronize().w()?;
+    for canary in CANARIES.take() {
+        let mut bytes = [0u8; CANARY_BYTES];
+        // SAFETY: the caller keeps the allocation alive.
+        unsafe { result::memcpy_dtoh_sync(&mut bytes, canary.at) }.w()?;
+        let touched = bytes.iter().position(|&b| b != canary.byte);
+        assert_eq!(touched, None, "a kernel wrote behind a buffer of {} bytes", canary.bytes);
+    }
+    Ok(())
+}

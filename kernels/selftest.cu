@@ -1,0 +1,134 @@
+// One warp each: the primitives that the attention kernels are made of, on their own. The host compares with plain
+// loops (candle-sage/src/cuda/selftest.rs).
+#include <sage/layout/fragments.cuh>
+#include <sage/layout/permutation.cuh>
+#include <sage/ptx/mma.cuh>
+#include <sage/quant/codes.cuh>
+
+using namespace sage;
+
+namespace {
+
+struct Params {
+  const unsigned char* a;
+  const unsigned char* b;
+  unsigned char* out;
+};
+
+// Row-major global memory to swizzled shared memory.
+template <int ROWS, int ROW_BYTES>
+__device__ uint32_t fill(unsigned char* shared, const unsigned char* from) {
+  for (int i = threadIdx.x; i < ROWS * ROW_BYTES / 16; i += 32) {
+    int row = i / (ROW_BYTES / 16), chunk = i % (ROW_BYTES / 16);
+    *reinterpret_cast<uint4*>(shared + layout::swizzled<ROW_BYTES>(row, chunk)) = reinterpret_cast<const uint4*>(from)[i];
+  }
+  __syncwarp();
+  return ptx::shared_address(shared);
+}
+
+template <class X>
+__device__ void store(const X (&c)[2][4], X* out) {
+  int lane = threadIdx.x;
+  for (int n = 0; n < 2; ++n)
+    for (int e = 0; e < 4; ++e) out[(lane / 4 + 8 * (e >> 1)) * 16 + n * 8 + 2 * (lane & 3) + (e & 1)] = c[n][e];
+}
+
+// out (16, 16) = A (16, BYTES) B (16, BYTES)^T of codes, MAGIC taken off.
+template <int BYTES>
+__device__ void product_codes(const Params& p) {
+  __shared__ __align__(1024) unsigned char a[16 * BYTES], b[16 * BYTES];
+  layout::ReaderA<BYTES> a_reader(fill<16, BYTES>(a, p.a), threadIdx.x);
+  layout::ReaderB<BYTES> b_reader(fill<16, BYTES>(b, p.b), threadIdx.x);
+  int c[2][4];
+  for (int step = 0; step < BYTES / 32; ++step) {
+    uint32_t x[4], y[4];
+    a_reader.load(x, 0, step);
+    b_reader.load(y, 0, step);
+    quant::multiply(c[0], x, y[0], y[1], step == 0);
+    quant::multiply(c[1], x, y[2], y[3], step == 0);
+  }
+  for (int n = 0; n < 2; ++n)
+    for (int e = 0; e < 4; ++e) c[n][e] = int(__int_as_float(c[n][e]) - quant::MAGIC);
+  store(c, reinterpret_cast<int*>(p.out));
+}
+
+// out (16, 16) = A B^T in bf16 over a reduction of 64. A is stored (16, 64) or, transposed, (64, 64) of which columns
+// 16 to 32 are taken; B the same.
+template <bool A_TRANSPOSED, bool B_TRANSPOSED>
+__device__ void product_16(const Params& p) {
+  __shared__ __align__(1024) unsigned char a[64 * 128], b[64 * 128];
+  uint32_t a_rows = fill<A_TRANSPOSED ? 64 : 16, 128>(a, p.a), b_rows = fill<B_TRANSPOSED ? 64 : 16, 128>(b, p.b);
+  float c[2][4] = {};
+  for (int step = 0; step < 4; ++step) {
+    uint32_t x[4], y[4];
+    if constexpr (A_TRANSPOSED) layout::TransposedReaderA<128>(a_rows, threadIdx.x).load(x, step * 16, 1);
+    else layout::ReaderA<128>(a_rows, threadIdx.x).load(x, 0, step);
+    if constexpr (B_TRANSPOSED) layout::TransposedReaderB<128>(b_rows, threadIdx.x).load(y, step * 16, 1);
+    else layout::ReaderB<128>(b_rows, threadIdx.x).load(y, 0, step);
+    ptx::mma_16<__nv_bfloat16>(c[0], x, y[0], y[1]);
+    ptx::mma_16<__nv_bfloat16>(c[1], x, y[2], y[3]);
+  }
+  store(c, reinterpret_cast<float*>(p.out));
+}
+
+// out = A (16, 128 bytes) through registers, to shared memory and back.
+__device__ void round_trip(const Params& p) {
+  __shared__ __align__(1024) unsigned char a[16 * 128], b[16 * 128];
+  layout::ReaderA<128> reader(fill<16, 128>(a, p.a), threadIdx.x), writer(ptx::shared_address(b), threadIdx.x);
+  for (int step = 0; step < 4; ++step) {
+    uint32_t x[4];
+    reader.load(x, 0, step);
+    writer.store(x, 0, step, threadIdx.x);
+  }
+  __syncwarp();
+  for (int i = threadIdx.x; i < 16 * 8; i += 32)
+    reinterpret_cast<uint4*>(p.out)[i] = *reinterpret_cast<uint4*>(b + layout::swizzled<128>(i / 8, i % 8));
+}
+
+// out (16, 16) = S V, where S (16, 32) is first an accumulator of codes and then packed as an operand, and V (16, 32)
+// lies transposed with its tokens permuted: what O = P V and dK = dS^T Q do.
+__device__ void permuted_product(const Params& p) {
+  __shared__ __align__(1024) unsigned char v[16 * 64];
+  layout::ReaderB<64> reader(fill<16, 64>(v, p.b), threadIdx.x);
+  const signed char* s = reinterpret_cast<const signed char*>(p.a);
+  int lane = threadIdx.x;
+  uint32_t x[4], y[4];
+  for (int j = 0; j < 4; ++j) {
+    float e[4];
+    for (int i = 0; i < 4; ++i) {
+      int n = 2 * (j / 2) + i / 2;
+      e[i] = s[(lane / 4 + 8 * (j & 1)) * 32 + n * 8 + 2 * (lane & 3) + (i & 1)];
+    }
+    x[j] = quant::codes(e[0], e[1], e[2], e[3], 1.0f);
+  }
+  reader.load(y, 0, 0);
+  int c[2][4];
+  quant::multiply(c[0], x, y[0], y[1], true);
+  quant::multiply(c[1], x, y[2], y[3], true);
+  for (int n = 0; n < 2; ++n)
+    for (int e = 0; e < 4; ++e) c[n][e] = int(__int_as_float(c[n][e]) - quant::MAGIC);
+  store(c, reinterpret_cast<int*>(p.out));
+}
+
+// Four numbers a lane to bytes: by `codes` with scale 1, then by `codes_up_to_127`.
+__device__ void conversions(const Params& p) {
+  float4 x = reinterpret_cast<const float4*>(p.a)[threadIdx.x];
+  uint32_t* out = reinterpret_cast<uint32_t*>(p.out);
+  out[threadIdx.x] = quant::codes(x.x, x.y, x.z, x.w, 1.0f);
+  out[32 + threadIdx.x] = quant::codes_up_to_127(x.x, x.y, x.z, x.w);
+}
+
+}  // namespace
+
+#define KERNEL(name, ...) \
+  extern "C" __global__ void __launch_bounds__(32) name(const __grid_constant__ Params p) { __VA_ARGS__(p); }
+
+KERNEL(selftest_codes_64, product_codes<64>)
+KERNEL(selftest_codes_128, product_codes<128>)
+KERNEL(selftest_16_nn, product_16<false, false>)
+KERNEL(selftest_16_nt, product_16<false, true>)
+KERNEL(selftest_16_tn, product_16<true, false>)
+KERNEL(selftest_16_tt, product_16<true, true>)
+KERNEL(selftest_round_trip, round_trip)
+KERNEL(selftest_permuted, permuted_product)
+KERNEL(selftest_conversions, conversions)

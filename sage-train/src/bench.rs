@@ -1,0 +1,228 @@
+//! Speed of attention: rows of shapes, forward and forward + backward, all quantization inside.
+
+mod clock;
+
+use std::fmt::Write as _;
+
+use candle_core::{DType, Device, Tensor};
+use candle_sage::{Attention, Error, Result, SageBwd, Scheme};
+use clock::Clock;
+
+use crate::during;
+
+/// Inputs that calls take in turn, so that none finds its own in the cache.
+const ROTATING: usize = 3;
+
+/// A row of the benchmark: `D:N:causal`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Row {
+    /// head_dim.
+    pub head_dim: usize,
+    /// Tokens of a sequence.
+    pub tokens: usize,
+    /// Whether the mask is causal.
+    pub causal: bool,
+}
+
+impl std::str::FromStr for Row {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let parts: Vec<Option<usize>> = text.split(':').map(|part| part.parse().ok()).collect();
+        match parts.as_slice() {
+            &[Some(head_dim @ 8..=256), Some(tokens @ 1..), Some(causal @ 0..=1)] => {
+                Ok(Self { head_dim, tokens, causal: causal == 1 })
+            }
+            _ => Err(Error::new("not a row of the benchmark")
+                .got(format!("`{text}`"))
+                .allowed("D:N:causal, such as 64:8192:1: head_dim 8 to 256, tokens, 0 or 1")
+                .hint("without rows the usual ones run")),
+        }
+    }
+}
+
+/// What is measured.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// Where.
+    pub device: Device,
+    /// Shapes.
+    pub rows: Vec<Row>,
+    /// Tokens of all sequences together; a longer sequence runs alone.
+    pub total_tokens: usize,
+    /// Width of all heads together: heads = width / head_dim.
+    pub width: usize,
+    /// Timed calls of each kind, of which the median counts.
+    pub repeats: usize,
+}
+
+/// One scheme on one row.
+#[derive(Debug, Clone)]
+pub struct Measured {
+    /// The shape.
+    pub row: Row,
+    /// Sequences and heads.
+    pub batch: usize,
+    /// Heads.
+    pub heads: usize,
+    /// The numerics.
+    pub scheme: Scheme,
+    /// Milliseconds of a forward, without anything kept for a backward.
+    pub forward_ms: f64,
+    /// Milliseconds of a forward and its backward.
+    pub both_ms: f64,
+    /// Most memory in use at once during a forward and backward, in bytes, beyond the inputs. Not known on the CPU.
+    pub extra_bytes: Option<usize>,
+}
+
+impl Measured {
+    /// Operations of the forward: 4 B H N^2 D, half of it if causal.
+    fn operations(&self) -> f64 {
+        let all =
+            4.0 * (self.batch * self.heads * self.row.head_dim) as f64 * (self.row.tokens as f64).powi(2);
+        if self.row.causal { all / 2.0 } else { all }
+    }
+
+    /// TFLOP/s of forward, and of forward and backward (3.5 times the operations), in 16-bit-equivalent operations.
+    pub fn tflops(&self) -> (f64, f64) {
+        (self.operations() / self.forward_ms / 1e9, 3.5 * self.operations() / self.both_ms / 1e9)
+    }
+
+    fn name(&self) -> &'static str {
+        match self.scheme {
+            Scheme::FullPrecision => "fpa",
+            _ => "sagebwd",
+        }
+    }
+}
+
+/// The usual rows: short and long, both native head_dims, causal.
+pub fn usual_rows() -> Vec<Row> {
+    [64, 128]
+        .into_iter()
+        .flat_map(|head_dim| [1024, 8192, 16384].map(|tokens| Row { head_dim, tokens, causal: true }))
+        .collect()
+}
+
+/// Measures one row: full precision, then SageBwd.
+///
+/// # Errors
+/// When the device has no kernels for the shape, or runs out of memory.
+pub fn measure(plan: &Plan, row: Row) -> Result<Vec<Measured>> {
+    let heads = (plan.width / row.head_dim).max(1);
+    let batch = (plan.total_tokens / row.tokens).max(1);
+    let dtype = if plan.device.is_cpu() { DType::F32 } else { DType::BF16 };
+    let failed = |e| during(format!("cannot measure {row}"))(e);
+    let new = || {
+        Tensor::randn(0f32, 1., (batch, row.tokens, heads, row.head_dim), &plan.device)
+            .and_then(|t| t.to_dtype(dtype))
+    };
+    let inputs: Vec<[Tensor; 4]> = (0..ROTATING)
+        .map(|_| Ok([new()?, new()?, new()?, new()?]))
+        .collect::<candle_core::Result<_>>()
+        .map_err(failed)?;
+    let clock = Clock::new(&plan.device).map_err(failed)?;
+    [Scheme::FullPrecision, SageBwd::default().into()]
+        .into_iter()
+        .map(|scheme| {
+            let attention = Attention::new(scheme).causal(row.causal);
+            let forward = |n: usize| {
+                let [q, k, v, _] = &inputs[n % ROTATING];
+                attention.apply(q, k, v).map(drop)
+            };
+            let both = |n: usize| {
+                let [q, k, v, dout] = &inputs[n % ROTATING];
+                attention.vjp(q, k, v)?.1.apply(dout).map(drop)
+            };
+            let forward_ms = clock.median(plan.repeats, forward)?;
+            let both_ms = clock.median(plan.repeats, both)?;
+            let extra_bytes = clock.peak_bytes(|| both(0))?;
+            Ok(Measured { row, batch, heads, scheme, forward_ms, both_ms, extra_bytes })
+        })
+        .collect::<candle_core::Result<_>>()
+        .map_err(failed)
+}
+
+impl std::fmt::Display for Row {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}:{}:{}", self.head_dim, self.tokens, u8::from(self.causal))
+    }
+}
+
+/// The head of the table.
+pub fn table_head(plan: &Plan) -> String {
+    let place = if plan.device.is_cpu() { "CPU, f32" } else { "GPU, bf16" };
+    format!(
+        "{place}; TFLOP/s in 16-bit-equivalent operations; memory beyond the inputs\n\n{:>4} {:>7} {:>6} {:>5} {:>5}  {:<8} {:>9} {:>9} {:>8} {:>8} {:>9}\n",
+        "D", "N", "causal", "batch", "heads", "attn", "fwd ms", "f+b ms", "fwd TF", "f+b TF", "MiB"
+    )
+}
+
+/// One line of the table.
+pub fn table_line(m: &Measured) -> String {
+    let (forward, both) = m.tflops();
+    let mib = m.extra_bytes.map_or("-".into(), |bytes| format!("{:.0}", bytes as f64 / (1 << 20) as f64));
+    format!(
+        "{:>4} {:>7} {:>6} {:>5} {:>5}  {:<8} {:>9.3} {:>9.3} {:>8.1} {:>8.1} {mib:>9}\n",
+        m.row.head_dim,
+        m.row.tokens,
+        if m.row.causal { "yes" } else { "no" },
+        m.batch,
+        m.heads,
+        m.name(),
+        m.forward_ms,
+        m.both_ms,
+        forward,
+        both,
+    )
+}
+
+/// All of it as comma-separated values.
+pub fn csv(all: &[Measured]) -> String {
+    let mut out = String::from(
+        "head_dim,tokens,causal,batch,heads,attn,forward_ms,both_ms,forward_tflops,both_tflops,extra_bytes\n",
+    );
+    for m in all {
+        let (forward, both) = m.tflops();
+        let _ = writeln!(
+            out,
+            "{},{},{},{},{},{},{:.4},{:.4},{:.2},{:.2},{}",
+            m.row.head_dim,
+            m.row.tokens,
+            u8::from(m.row.causal),
+            m.batch,
+            m.heads,
+            m.name(),
+            m.forward_ms,
+            m.both_ms,
+            forward,
+            both,
+            m.extra_bytes.map_or(String::new(), |bytes| bytes.to_string()),
+        );
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_print_and_parse() {
+        for row in usual_rows() {
+            assert_eq!(row.to_string().parse(), Ok(row));
+        }
+        for bad in ["", "64", "64:8192", "64:8192:2", "0:8192:1", "64:0:1", "a:b:c"] {
+            assert!(bad.parse::<Row>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn operations_are_those_of_two_products() {
+        let row = Row { head_dim: 64, tokens: 1024, causal: true };
+        let scheme = Scheme::FullPrecision;
+        let m =
+            Measured { row, batch: 2, heads: 3, scheme, forward_ms: 1.0, both_ms: 1.0, extra_bytes: None };
+        assert_eq!(m.operations(), 2.0 * 2.0 * 3.0 * 1024.0 * 1024.0 * 64.0);
+    }
+}

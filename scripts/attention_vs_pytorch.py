@@ -1,0 +1,108 @@
+#!/usr/bin/env python3
+"""Attention of this project beside PyTorch's, on one GPU in one run.
+
+    cargo build --release -p sage-train --features cuda
+    python3 scripts/attention_vs_pytorch.py [--binary target/release/sage-train] [D:N:CAUSAL ...]
+
+PyTorch's scaled_dot_product_attention runs with its FlashAttention-2 backend (mma.sync, the same class of instructions)
+and with cuDNN's. All measure bf16, 16384 tokens, heads = 2048 / D, medians between CUDA events, inputs that rotate,
+forward alone (nothing kept for a backward) and forward + backward. Ratios are PyTorch's time over ours: above 1 is
+faster. Memory is the peak beyond the inputs during forward + backward.
+"""
+import argparse
+import csv
+import os
+import subprocess
+import tempfile
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+USUAL = [f"{d}:{n}:1" for d in (64, 128) for n in (1024, 8192, 16384)]
+
+
+def ours(binary, rows, repeats):
+    """{(D, N, causal, attn): row of the CSV}"""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "bench.csv")
+        command = [binary, "bench", "attention", *rows, "--device", "cuda", "--repeats", str(repeats), "--csv", path]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        with open(path) as file:
+            return {(int(r["head_dim"]), int(r["tokens"]), int(r["causal"]), r["attn"]): r for r in csv.DictReader(file)}
+
+
+def median_ms(call, repeats):
+    for n in range(3):
+        call(n)
+    events = []
+    for n in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call(n)
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(end) for start, end in events)
+    return times[len(times) // 2]
+
+
+def theirs(backend, d, n, causal, repeats):
+    """(forward ms, forward + backward ms, peak extra bytes)"""
+    batch, heads = max(1, 16384 // n), 2048 // d
+    # The layout of both: (batch, sequence, heads, head_dim) in memory.
+    new = lambda grad: torch.randn(batch, n, heads, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_(grad)
+    sets = [([new(True) for _ in range(3)], new(False)) for _ in range(3)]
+    attention = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=bool(causal))
+
+    def forward(i):
+        with torch.no_grad():
+            attention(*sets[i % 3][0])
+
+    def both(i):
+        inputs, dout = sets[i % 3]
+        torch.autograd.grad(attention(*inputs), inputs, dout)
+
+    with sdpa_kernel(backend):
+        times = median_ms(forward, repeats), median_ms(both, repeats)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        both(0)
+        torch.cuda.synchronize()
+        return (*times, torch.cuda.max_memory_allocated() - before)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="D:N:CAUSAL", help="shapes [default: %s]" % " ".join(USUAL))
+    parser.add_argument("--binary", default="target/release/sage-train")
+    parser.add_argument("--repeats", type=int, default=30)
+    args = parser.parse_args()
+    rows = args.rows or USUAL
+    mine = ours(args.binary, rows, args.repeats)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}\n")
+    print(f"{'D':>4} {'N':>7} {'causal':>6}  {'attn':<8} {'fwd ms':>8} {'f+b ms':>8} {'fwd TF':>7} {'f+b TF':>7} {'MiB':>6}"
+          f"  {'fwd/fa2':>8} {'f+b/fa2':>8} {'mem/fa2':>8}")
+    for row in rows:
+        d, n, causal = map(int, row.split(":"))
+        flops = 4 * max(1, 16384 // n) * (2048 // d) * n * n * d / (2 if causal else 1)
+        lines = []
+        for name, backend in (("fa2", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+            try:
+                lines.append((name, *theirs(backend, d, n, causal, args.repeats)))
+            except RuntimeError as error:
+                print(f"{d:>4} {n:>7} {causal:>6}  {name:<8} failed: {str(error)[:80]}")
+            torch.cuda.empty_cache()
+        for name in ("fpa", "sagebwd"):
+            r = mine[d, n, causal, name]
+            lines.append((name, float(r["forward_ms"]), float(r["both_ms"]), int(r["extra_bytes"])))
+        base = lines[0]
+        for name, forward, both, extra in lines:
+            print(f"{d:>4} {n:>7} {causal:>6}  {name:<8} {forward:>8.3f} {both:>8.3f} {flops / forward / 1e9:>7.0f}"
+                  f" {3.5 * flops / both / 1e9:>7.0f} {extra / 2**20:>6.0f}"
+                  f"  {base[1] / forward:>7.2f}x {base[2] / both:>7.2f}x {extra / base[3]:>7.2f}x", flush=True)
+
+
+if __name__ == "__main__":
+    main()
