@@ -8,10 +8,8 @@ use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use cudarc::driver::result;
 
-use super::kernels::Gpu;
+use super::kernels::{CANARY_BYTES, Gpu};
 use super::params::Address;
-
-pub(super) const CANARY_BYTES: usize = 256;
 
 struct Canary {
     at: Address,

@@ -44,11 +44,13 @@ impl Grid {
 }
 
 /// Elements to allocate for `len`: in tests there is a canary behind them.
-fn room<T>(len: usize) -> usize {
-    #[cfg(test)]
-    let len = len + super::guard::CANARY_BYTES.div_ceil(size_of::<T>());
-    len.max(1)
+fn room(len: usize, element_bytes: usize) -> usize {
+    let behind = if cfg!(test) { CANARY_BYTES.div_ceil(element_bytes) } else { 0 };
+    (len + behind).max(1)
 }
+
+/// In this crate's own tests lie behind every allocation, to be left alone.
+pub(super) const CANARY_BYTES: usize = 256;
 
 impl Gpu {
     pub(crate) fn new(device: &CudaDevice) -> Result<Self> {
@@ -114,7 +116,7 @@ impl Gpu {
     /// Memory for `len` elements, not initialized. (At least one: an empty allocation has no address.)
     pub(super) fn alloc<T: DeviceRepr>(&self, len: usize) -> Result<CudaSlice<T>> {
         // SAFETY: elements are written by a kernel before any is read; none has a destructor.
-        let slice = unsafe { self.device.alloc::<T>(room::<T>(len)) }?;
+        let slice = unsafe { self.device.alloc::<T>(room(len, size_of::<T>())) }?;
         #[cfg(test)]
         super::guard::watch(self, super::tensor::address(&slice, self), len * size_of::<T>(), false)?;
         Ok(slice)
@@ -122,7 +124,7 @@ impl Gpu {
 
     /// Memory for `len` zeros.
     pub(super) fn alloc_zeros<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> Result<CudaSlice<T>> {
-        let slice = self.device.alloc_zeros(room::<T>(len))?;
+        let slice = self.device.alloc_zeros(room(len, size_of::<T>()))?;
         #[cfg(test)]
         super::guard::watch(self, super::tensor::address(&slice, self), len * size_of::<T>(), true)?;
         Ok(slice)

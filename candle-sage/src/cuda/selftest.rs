@@ -226,7 +226,10 @@ impl Inputs {
     }
 }
 
-fn cases() -> Vec<((usize, usize), (usize, usize), usize, Option<Packing>)> {
+/// Lengths and heads of query and key, head_dim, packed documents.
+type Case = ((usize, usize), (usize, usize), usize, Option<Packing>);
+
+fn cases() -> Vec<Case> {
     let packing = Packing { cu_seqlens_q: vec![0, 1, 70, 70, 200], cu_seqlens_k: vec![0, 65, 130, 131, 190] };
     vec![
         ((1, 1), (1, 1), 64, None),

@@ -5,6 +5,7 @@ mod attention;
 mod cuda;
 #[cfg(feature = "cuda")]
 mod cuda_ops;
+mod fingerprint;
 mod messages;
 mod modules;
 mod ops;
