@@ -6,7 +6,8 @@
 //! ([`nn`]), and exact f64 attention to compare with ([`mod@reference`]).
 //!
 //! Everything runs on the CPU, on all threads, with results that do not depend on their number. (Another
-//! kind of CPU may round f32 sums otherwise.)
+//! kind of CPU may round f32 sums otherwise.) Under feature `cuda` it also runs on NVIDIA GPUs, Ampere and
+//! later: attention in f16 and bf16, the other operators in f32 too.
 
 #![deny(missing_docs)]
 

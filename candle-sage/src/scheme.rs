@@ -14,7 +14,8 @@ use crate::error::Result;
 #[non_exhaustive]
 pub enum Scheme {
     /// Every product in floating point, as in FlashAttention-2: the baseline to compare with.
-    /// On the CPU all products run in f32, also for 16-bit inputs.
+    /// On the CPU all products run in f32, also for 16-bit inputs; on CUDA operands are in 16 bit and
+    /// sums in f32.
     #[default]
     FullPrecision,
     /// INT8 attention with an INT8 backward (SageBwd, arXiv 2603.02170).

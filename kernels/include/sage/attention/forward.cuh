@@ -88,7 +88,8 @@ __device__ __forceinline__ void forward(const params::Forward& p) {
     if (tile + 1 < key_tiles) numerics.load_keys(tile + 1), numerics.load_values(tile + 1);
     ptx::copy_commit();
     typename Numerics::Logits logits;
-    if (__builtin_expect(tile < whole_tiles, true)) {
+    // Warps that meet inside a tile take the same way through it.
+    if (!Numerics::COOPERATES && __builtin_expect(tile < whole_tiles, true)) {
       numerics.multiply(tile, logits);
       numerics.template attend<false>(tile, logits, softmax, segment, 0);
     } else {
