@@ -242,6 +242,10 @@ impl CustomOp2 for LogitsOp {
         _loss: &Tensor,
         dloss: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        #[cfg_attr(
+            not(feature = "cuda"),
+            expect(clippy::infallible_destructuring_match, reason = "one device")
+        )]
         let lse = match self.saved.get().ok_or_else(no_forward)? {
             Saved::Cpu(lse) => lse,
             #[cfg(feature = "cuda")]
@@ -404,6 +408,10 @@ impl CustomOp3 for LinearOp {
         _loss: &Tensor,
         dloss: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        #[cfg_attr(
+            not(feature = "cuda"),
+            expect(clippy::infallible_destructuring_match, reason = "one device")
+        )]
         let unit = match self.saved.get().ok_or_else(no_forward)? {
             LinearSaved::Cpu(unit) => unit,
             #[cfg(feature = "cuda")]
