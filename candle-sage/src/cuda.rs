@@ -92,11 +92,18 @@ impl<'a> Call<'a> {
                 softmax_scale: problem.softmax_scale,
                 query_tiles: tiles.0 as i32,
                 key_tiles: tiles.1 as i32,
+                ..params::Shape::default()
             },
             gpu,
             problem,
             _segments: segments,
         })
+    }
+
+    /// The shape, for a kernel whose blocks share `bytes` of each of `heads` heads.
+    fn shape_sharing(&self, bytes: usize, heads: usize) -> params::Shape {
+        let at_once = plan::heads_at_once(self.gpu.cache_bytes, bytes, heads * self.segment_count());
+        params::Shape { heads_at_once: at_once as i32, ..self.shape }
     }
 
     fn segment_count(&self) -> usize {
@@ -197,7 +204,8 @@ pub(crate) fn forward(
         out: out_view,
         minus_lse2: minus_lse2.as_ref().map_or(0, |lse2| address(lse2, &call.gpu)),
         codes: params::Codes::default(),
-        shape: call.shape,
+        // All heads side by side: fewer at once kept K and V in the cache and were slower, by how evenly blocks end.
+        shape: call.shape_sharing(0, problem.shape.query_heads()),
     };
     let mut quantized = None;
     if let Scheme::SageBwd(settings) = scheme {
@@ -234,6 +242,8 @@ pub(crate) fn backward(
     let turns = problem.deterministic.then(|| gpu.alloc_zeros::<i32>(call.query_tiles() + 1)).transpose()?;
     let (dk, dk_view) = call.output(problem.shape.key_dims())?;
     let (dv, dv_view) = call.output(problem.shape.key_dims())?;
+    // Sums of dQ in f32, dO and Q in 16 bit (with SageBwd codes of both, as many bytes or more) of all queries of a key head.
+    let shared = call.shape.query_len as usize * problem.shape.group() * call.d * 9;
     let mut params = params::Backward {
         q: call.view(problem.q)?,
         k: call.view(problem.k)?,
@@ -246,7 +256,7 @@ pub(crate) fn backward(
         minus_delta: address(&minus_delta, gpu),
         dq_sums: address(&dq_sums, gpu),
         turns: turns.as_ref().map_or(0, |turns| address(turns, gpu)),
-        shape: call.shape,
+        shape: call.shape_sharing(shared, problem.shape.key_heads()),
         ..params::Backward::default()
     };
     let operands = match (scheme, &saved.codes) {

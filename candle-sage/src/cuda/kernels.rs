@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::{CudaDevice, Result};
-use cudarc::driver::sys::CUfunction_attribute;
+use cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
 use cudarc::driver::{
     CudaFunction, CudaModule, CudaSlice, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg, ValidAsZeroBits,
 };
@@ -26,6 +26,8 @@ pub(crate) struct Gpu {
     pub(super) device: CudaDevice,
     pub(super) stream: Arc<CudaStream>,
     pub(super) architecture: Architecture,
+    /// Of the second-level cache.
+    pub(super) cache_bytes: usize,
 }
 
 /// How many blocks of how many threads, and the shared memory of each.
@@ -57,7 +59,8 @@ impl Gpu {
         let stream = device.cuda_stream();
         let (major, minor) = stream.context().compute_capability().w()?;
         let architecture = Architecture::of(major as u32, minor as u32)?;
-        Ok(Self { device: device.clone(), stream, architecture })
+        let cache = stream.context().attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE).w()?;
+        Ok(Self { device: device.clone(), stream, architecture, cache_bytes: cache.max(0) as usize })
     }
 
     /// Launches a kernel of a family (a `.cu` file) with one argument.

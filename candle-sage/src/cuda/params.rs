@@ -48,6 +48,8 @@ pub(super) struct Shape {
     pub(super) softmax_scale: f32,
     pub(super) query_tiles: i32,
     pub(super) key_tiles: i32,
+    pub(super) heads_at_once: i32,
+    pub(super) padding: i32,
 }
 
 #[repr(C)]
@@ -110,11 +112,11 @@ unsafe impl DeviceRepr for Segment {}
 const _: () = {
     assert!(size_of::<View>() == 48 && offset_of!(View, vector) == 40);
     assert!(size_of::<Segment>() == 24);
-    assert!(size_of::<Shape>() == 48 && offset_of!(Shape, softmax_scale) == 36);
+    assert!(size_of::<Shape>() == 56 && offset_of!(Shape, softmax_scale) == 36);
     assert!(size_of::<Codes>() == 72);
-    assert!(size_of::<Forward>() == 320);
+    assert!(size_of::<Forward>() == 328);
     assert!(offset_of!(Forward, minus_lse2) == 192 && offset_of!(Forward, shape) == 272);
-    assert!(size_of::<Backward>() == 568);
+    assert!(size_of::<Backward>() == 576);
     assert!(offset_of!(Backward, minus_lse2) == 384 && offset_of!(Backward, codes) == 440);
-    assert!(offset_of!(Backward, shape) == 512 && offset_of!(Backward, group) == 560);
+    assert!(offset_of!(Backward, shape) == 512 && offset_of!(Backward, group) == 568);
 };

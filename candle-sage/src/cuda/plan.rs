@@ -130,6 +130,13 @@ pub(super) fn backward(scheme: &Scheme, d: usize, architecture: Architecture) ->
     plans.into_iter().find(|plan| plan.shared_bytes <= architecture.shared_bytes()).unwrap_or(smallest)
 }
 
+/// How many heads run side by side, when blocks of a head share `bytes` and the second-level cache holds `cache_bytes`:
+/// as many as fit in half of it. Fewer would help no more, and the long blocks of each come first, so that many heads at
+/// once end more evenly.
+pub(super) fn heads_at_once(cache_bytes: usize, bytes: usize, heads: usize) -> usize {
+    (cache_bytes / 2 / bytes.max(1)).clamp(1, heads.max(1))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -162,6 +169,13 @@ mod tests {
         assert_eq!((sage.rows, sage.stages), (128, 1));
         let sage = backward(&schemes()[1], 128, Architecture(89));
         assert_eq!((sage.rows, sage.stages), (64, 1));
+    }
+
+    #[test]
+    fn heads_share_half_of_the_cache() {
+        assert_eq!(heads_at_once(50 << 20, 1 << 20, 64), 25);
+        assert_eq!(heads_at_once(50 << 20, 1 << 30, 64), 1);
+        assert_eq!(heads_at_once(50 << 20, 1, 64), 64);
     }
 
     #[test]

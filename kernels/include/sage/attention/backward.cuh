@@ -30,9 +30,11 @@ struct BackwardBlock {
   int segment_index, key_head, first_key;
   Segment segment;
 
-  __device__ __forceinline__ BackwardBlock(const params::Shape& shape, int index, int keys)
-      : segment_index(index / shape.key_heads % shape.segment_count), key_head(index % shape.key_heads),
-        first_key(index / shape.key_heads / shape.segment_count * keys), segment(shape, segment_index) {}
+  __device__ __forceinline__ BackwardBlock(const params::Shape& shape, int index, int keys) {
+    Place place(shape, index, shape.key_heads, (shape.key_len + keys - 1) / keys);
+    key_head = place.head, segment_index = place.segment, first_key = place.tile * keys;
+    segment = Segment(shape, segment_index);
+  }
 };
 
 // A tile of 64 queries of one query head.

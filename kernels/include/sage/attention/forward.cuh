@@ -15,18 +15,19 @@ namespace sage::attention {
 
 constexpr int FORWARD_QUERIES = 128;
 
-// Where a block of the forward is. Heads and segments run fastest and long rows come first, so that the last blocks to
-// start are short. It lives in shared memory: the products need the registers.
+// Where a block of the forward is. Long rows come first, so that the last blocks to start are short. It lives in shared memory: the products need the registers.
 struct ForwardBlock {
   int head, segment_index, first;  // `first` query, inside the segment
   Segment segment;
 
   ForwardBlock() = default;
-  __device__ __forceinline__ ForwardBlock(const params::Shape& shape, int index)
-      : head(index % shape.query_heads), segment_index(index / shape.query_heads % shape.segment_count),
-        first(((shape.query_len - 1) / FORWARD_QUERIES - index / shape.query_heads / shape.segment_count) *
-              FORWARD_QUERIES),
-        segment(shape, segment_index) {}
+  __device__ __forceinline__ ForwardBlock(const params::Shape& shape, int index) {
+    int blocks = (shape.query_len + FORWARD_QUERIES - 1) / FORWARD_QUERIES;
+    Place place(shape, index, shape.query_heads, blocks);
+    head = place.head, segment_index = place.segment;
+    first = (blocks - 1 - place.tile) * FORWARD_QUERIES;
+    segment = Segment(shape, segment_index);
+  }
 
   __device__ __forceinline__ int key_head(const params::Shape& shape) const {
     return head / (shape.query_heads / shape.key_heads);

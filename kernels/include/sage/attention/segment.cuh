@@ -45,4 +45,20 @@ struct Segment {
   }
 };
 
+// Which head of which segment a block works on, and its tile there, number 0 first. Blocks start in the order of their
+// index: `heads_at_once` heads side by side, tile by tile, then the next heads.
+struct Place {
+  int head, segment, tile;
+
+  __device__ __forceinline__ Place(const params::Shape& shape, int index, int heads, int tiles) {
+    int all = heads * shape.segment_count, at_once = shape.heads_at_once;
+    int first = index / (at_once * tiles) * at_once;
+    index -= first * tiles;
+    at_once = min(at_once, all - first);
+    tile = index / at_once;
+    int number = first + index % at_once;
+    head = number % heads, segment = number / heads;
+  }
+};
+
 }  // namespace sage::attention

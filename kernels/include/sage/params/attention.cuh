@@ -41,6 +41,8 @@ struct Shape {
   float softmax_scale;
   int32_t query_tiles;  // 64-token tiles of all segments
   int32_t key_tiles;
+  int32_t heads_at_once;  // whose blocks run side by side: what they share should stay in the cache
+  int32_t padding;
 };
 
 // Codes and scales, in padded tiles of 64 tokens: (head, tile, ...). A tile of codes is [64][D], transposed [D][64].
@@ -91,10 +93,10 @@ struct Backward {
 
 static_assert(sizeof(View) == 48 && offsetof(View, vector) == 40);
 static_assert(sizeof(Segment) == 24);
-static_assert(sizeof(Shape) == 48 && offsetof(Shape, softmax_scale) == 36);
+static_assert(sizeof(Shape) == 56 && offsetof(Shape, softmax_scale) == 36);
 static_assert(sizeof(Codes) == 72);
-static_assert(sizeof(Forward) == 320 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 272);
-static_assert(sizeof(Backward) == 568 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
-              offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 560);
+static_assert(sizeof(Forward) == 328 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 272);
+static_assert(sizeof(Backward) == 576 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
+              offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 568);
 
 }  // namespace sage::params
