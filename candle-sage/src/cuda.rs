@@ -194,7 +194,7 @@ pub(crate) fn forward(
     keep: bool,
 ) -> Result<(CudaStorage, Option<Saved>)> {
     let call = Call::new(problem)?;
-    let plan = plan::forward(scheme, call.d);
+    let plan = plan::forward(scheme, call.d, call.gpu.architecture);
     let (out, out_view) = call.output(problem.shape.query_dims())?;
     let minus_lse2 = keep.then(|| call.gpu.alloc::<f32>(call.query_tiles() * TILE)).transpose()?;
     let mut params = params::Forward {

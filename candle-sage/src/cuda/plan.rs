@@ -85,16 +85,22 @@ pub(super) struct Plan {
 }
 
 /// The forward of `kernels/include/sage/attention/forward.cuh`.
-pub(super) fn forward(scheme: &Scheme, d: usize) -> Plan {
+pub(super) fn forward(scheme: &Scheme, d: usize, architecture: Architecture) -> Plan {
     let rows = 128;
     let (name, tile, mean) = match scheme {
         Scheme::FullPrecision => ("full_precision", 2 * d, 0),
         Scheme::SageBwd(settings) if settings.smoothing == Smoothing::Qk => ("sagebwd_qk", d, 2 * TILE * 4),
         Scheme::SageBwd(_) => ("sagebwd", d, 0),
     };
-    // Queries; two stages of a tile of K and one of V; 32 bytes of state a thread.
     let threads = 128;
-    let shared_bytes = rows * tile + 4 * TILE * tile + threads * 32 + mean;
+    // Two values for each of four rows a thread, where registers are short and there is room.
+    let state_is_shared = match scheme {
+        Scheme::FullPrecision => d == 128 && architecture.shared_bytes() > 99 * 1024,
+        Scheme::SageBwd(_) => d == 64,
+    };
+    let state = if state_is_shared { threads * 32 } else { 0 };
+    // Queries; two stages of a tile of K and one of V.
+    let shared_bytes = rows * tile + 4 * TILE * tile + state + mean;
     Plan { name, rows, threads: threads as u32, stages: 2, shared_bytes }
 }
 
@@ -151,7 +157,7 @@ mod tests {
         for arch in [80, 86, 89, 90, 100, 120].map(Architecture) {
             for scheme in schemes() {
                 for d in [64, 128] {
-                    for plan in [forward(&scheme, d), backward(&scheme, d, arch)] {
+                    for plan in [forward(&scheme, d, arch), backward(&scheme, d, arch)] {
                         assert!(plan.shared_bytes <= arch.shared_bytes(), "{arch:?}: {plan:?}");
                     }
                 }

@@ -3,6 +3,7 @@
 
 #include <sage/attention/forward.cuh>
 #include <sage/layout/fragments.cuh>
+#include <sage/params/limits.cuh>
 #include <sage/ptx/mma.cuh>
 
 namespace sage::attention {
@@ -14,7 +15,7 @@ struct FullPrecisionForward {
   static constexpr int M = 2;
   static constexpr int BLOCKS = 2;  // of a multiprocessor: what the accumulators leave of its registers
   static constexpr int THREADS = FORWARD_QUERIES / (16 * M) * 32;
-  using Rows = Softmax<D, M, THREADS, HEAD_DIM == 128>;
+  using Rows = Softmax<D, M, THREADS, HEAD_DIM == 128 && (params::SHARED_KIB > 99)>;
   static constexpr bool COOPERATES = false;
   using Logits = float[M][8][4];
   static constexpr int ROW = D * 2;
