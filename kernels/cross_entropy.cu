@@ -12,7 +12,7 @@ namespace {
 
 constexpr int MAX_THREADS = 512;
 constexpr int BATCH = 4;  // loads under way
-constexpr float LOG2_E = 1.44269504088896341f;
+using ptx::LOG2_E;
 
 // Calls body(packs, at, valid): a lane's packs of a row, BATCH at a time; `at` and `valid` are of each pack.
 template <class T, int V, class Body>

@@ -9,8 +9,7 @@ using attention::TILE;
 
 namespace {
 
-// The segment that owns a tile of the padded buffers, and the tile's number inside it. The difference of neighbours'
-// first tiles orders the search.
+// The segment that owns a tile of the padded buffers.
 template <bool QUERY>
 __device__ int segment_of_tile(const params::Shape& shape, int tile) {
   if (!shape.segments) return tile / (((QUERY ? shape.query_len : shape.key_len) + TILE - 1) / TILE);
@@ -76,12 +75,7 @@ __device__ void quantize_queries(const params::Forward& p, int tile, int head) {
     __syncthreads();
     values.subtract(mean, left);
   }
-  quant::Scale scale = quant::scale_of(quant::block_max(values.max_abs_bits()));
-  if (threadIdx.x == 0) p.codes.q_scale[at] = scale.dequant;
-#pragma unroll
-  for (int i = 0; i < values.ROWS; ++i)
-    *reinterpret_cast<uint2*>(p.codes.q + at * TILE * D + values.row(i) * D + values.column()) =
-        values.codes(i, scale.quant);
+  quant::quantize_tile<D, D>(values, p.codes.q + at * TILE * D, p.codes.q_scale + at);
 }
 
 template <class T, int D>
@@ -96,12 +90,7 @@ __device__ void quantize_keys(const params::Forward& p, int tile, int head) {
   values.load(k, first);
   if (p.codes.k_mean)
     values.subtract(p.codes.k_mean + (int64_t(head) * shape.segment_count + index) * D, segment.key_len - first);
-  quant::Scale scale = quant::scale_of(quant::block_max(values.max_abs_bits()));
-  if (threadIdx.x == 0) p.codes.k_scale[at] = scale.dequant;
-#pragma unroll
-  for (int i = 0; i < values.ROWS; ++i)
-    *reinterpret_cast<uint2*>(p.codes.k + at * TILE * D + values.row(i) * D + values.column()) =
-        values.codes(i, scale.quant);
+  quant::quantize_tile<D, D>(values, p.codes.k + at * TILE * D, p.codes.k_scale + at);
 }
 
 template <class T, int D>
@@ -114,11 +103,7 @@ __device__ void quantize_values(const params::Forward& p, int tile, int head) {
   int64_t at = int64_t(head) * shape.key_tiles + tile;
   quant::Tile<D> values;
   values.load(v, (tile - segment.key_tile) * TILE);
-  quant::Scale scale = quant::scale_of(quant::block_max(values.max_abs_bits()));
-  if (threadIdx.x == 0) p.codes.v_scale[at] = scale.dequant;
-#pragma unroll
-  for (int i = 0; i < values.ROWS; ++i)
-    *reinterpret_cast<uint2*>(codes + values.row(i) * PITCH + values.column()) = values.codes(i, scale.quant);
+  quant::quantize_tile<D, PITCH>(values, codes, p.codes.v_scale + at);
   __syncthreads();
   quant::store_transposed<D, PITCH>(codes, p.codes.v_transposed + at * TILE * D);
 }

@@ -30,12 +30,12 @@ impl Architecture {
         }
     }
 
-    /// Bytes of shared memory that a block may have: `SHARED_KIB` of `kernels/include/sage/params/limits.cuh`.
+    /// Bytes of shared memory that a plan may ask for: `SHARED_KIB` of `kernels/include/sage/params/limits.cuh`.
     pub(super) fn shared_bytes(self) -> usize {
         1024 * match self.0 {
-            80 => 163,
-            90 | 100 => 227,
-            _ => 99,
+            80 => 162,
+            90 | 100 => 226,
+            _ => 98,
         }
     }
 }
@@ -95,7 +95,7 @@ pub(super) fn forward(scheme: &Scheme, d: usize, architecture: Architecture) -> 
     let threads = 128;
     // Two values for each of four rows a thread, where registers are short and there is room.
     let state_is_shared = match scheme {
-        Scheme::FullPrecision => d == 128 && architecture.shared_bytes() > 99 * 1024,
+        Scheme::FullPrecision => d == 128 && architecture.shared_bytes() > 98 * 1024,
         Scheme::SageBwd(_) => d == 64,
     };
     let state = if state_is_shared { threads * 32 } else { 0 };

@@ -14,8 +14,8 @@
 
 namespace sage::attention {
 
-// How a kernel runs: chosen from the shared memory of a block, which the build gives for each architecture
-// (candle-sage/src/cuda/plan.rs knows the same).
+// How a kernel runs: chosen from the shared memory of a block, params/limits.cuh (candle-sage/src/cuda/plan.rs knows the
+// same).
 template <int KEYS_, int STAGES_>
 struct BackwardPlan {
   static constexpr int KEYS = KEYS_;      // of a block

@@ -66,7 +66,7 @@ struct FullPrecisionBackward {
     multiply_scores<T, D>(s, shared + warp * 16 * ROW, q_rows, lane);
     Scores dp;
     multiply_dp<T, D>(dp, shared + K_BYTES + warp * 16 * ROW, dout_rows, minus_lse2 + TILE, lane);
-    float scale = p.shape.softmax_scale * 1.44269504f;
+    float scale = p.shape.softmax_scale * ptx::LOG2_E;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       float2 l = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));

@@ -15,7 +15,7 @@ struct FullPrecisionForward {
   static constexpr int M = 2;
   static constexpr int BLOCKS = 2;  // of a multiprocessor: what the accumulators leave of its registers
   static constexpr int THREADS = FORWARD_QUERIES / (16 * M) * 32;
-  using Rows = Softmax<D, M, THREADS, HEAD_DIM == 128 && (params::SHARED_KIB > 99)>;
+  using Rows = Softmax<D, M, THREADS, HEAD_DIM == 128 && (params::SHARED_KIB > 98)>;
   static constexpr bool COOPERATES = false;
   using Logits = float[M][8][4];
   static constexpr int ROW = D * 2;
@@ -31,7 +31,7 @@ struct FullPrecisionForward {
 
   __device__ __forceinline__ FullPrecisionForward(const params::Forward& p, const ForwardBlock& b, void* memory)
       : shared(ptx::shared_address(memory)), warp(threadIdx.x / 32), first(b.first),
-        scale(p.shape.softmax_scale * 1.44269504f),
+        scale(p.shape.softmax_scale * ptx::LOG2_E),
         q(p.q, b.segment.batch, b.segment.query_start, b.head, b.segment.query_len, p.shape.head_dim),
         k(p.k, b.segment.batch, b.segment.key_start, b.key_head(p.shape), b.segment.key_len, p.shape.head_dim),
         v(p.v, b.segment.batch, b.segment.key_start, b.key_head(p.shape), b.segment.key_len, p.shape.head_dim) {}

@@ -27,7 +27,7 @@ __device__ __forceinline__ void query_mean_logits(const params::View& view, cons
       for (int j = 0; j < 8; ++j)
         if (c + j < shape.head_dim) sum = fmaf(ptx::to_float(elements[j]) - k_mean[c + j], q_mean[c + j], sum);
     }
-    out[i] = sum * (shape.softmax_scale * 1.44269504f);
+    out[i] = sum * (shape.softmax_scale * ptx::LOG2_E);
   }
 }
 

@@ -85,7 +85,7 @@ __device__ __forceinline__ void copy_row_state(uint32_t shared, const params::Ba
   constexpr int CHUNKS = 2 * 64 / 4;
   if (thread < CHUNKS) {
     const float* from = thread < CHUNKS / 2 ? p.minus_lse2 : p.minus_delta - 64;
-    ptx::copy_16(shared + thread * 16, from + tile.padded * 64 + thread * 4, true);
+    ptx::copy_16(shared + thread * 16, from + int64_t(tile.padded) * 64 + thread * 4, true);
   }
 }
 

@@ -76,18 +76,10 @@ struct SageBwdBackward {
   __device__ __forceinline__ void keys_arrived() {
     for (int i = threadIdx.x; i < D * (KEYS / 16); i += Plan::THREADS) {
       int channel = i % D, group = i / D;
-      uint32_t words[4];
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        words[w] = 0;
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          int key = group * 16 + layout::token_of_slot(4 * w + b);
-          words[w] |= uint32_t(memory[layout::swizzled<D>(key, channel / 16) + channel % 16]) << (8 * b);
-        }
-      }
       *reinterpret_cast<uint4*>(memory + KT_AT + layout::swizzled<KEYS>(channel, group)) =
-          make_uint4(words[0], words[1], words[2], words[3]);
+          layout::gather_tokens([&](int key) {
+            return memory[layout::swizzled<D>(group * 16 + key, channel / 16) + channel % 16];
+          });
     }
   }
 
@@ -95,14 +87,14 @@ struct SageBwdBackward {
     const Segment& s = block.segment;
     int thread = ptx::opaque(threadIdx.x);
     uint32_t at = shared + stage_at(stage);
-    int64_t codes = tile.padded * CODES;
+    int64_t codes = int64_t(tile.padded) * CODES;
     copy_tile<TILE, D, Plan::THREADS>(at, p.codes.q + codes, thread);
     copy_tile<D, TILE, Plan::THREADS>(at + CODES, p.q_transposed + codes, thread);
     copy_tile<D, TILE, Plan::THREADS>(at + 2 * CODES, p.dout_transposed + codes, thread);
     Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
     copy_rows<TILE, D, Plan::THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
     copy_row_state(at + STATE_AT, p, tile, thread);
-    if (thread < D / 4) ptx::copy_16(at + DOUT_SCALE_AT + thread * 16, p.dout_scale + tile.padded * D + thread * 4, true);
+    if (thread < D / 4) ptx::copy_16(at + DOUT_SCALE_AT + thread * 16, p.dout_scale + int64_t(tile.padded) * D + thread * 4, true);
   }
 
   __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, bool hides, bool seen) {
@@ -149,7 +141,7 @@ struct SageBwdBackward {
       }
       // Asked for early, where registers allow it: the matrix units work on it while P is computed.
       if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
-      float factor = q_dequant * k_dequant * (p.shape.softmax_scale * 1.44269504f);
+      float factor = q_dequant * k_dequant * (p.shape.softmax_scale * ptx::LOG2_E);
       // MAGIC and the log-sum-exp in one addend. What that rounds off is at most half a unit of sums whose own error, from
       // the codes of Q and K, is about a hundred.
       float magic = -quant::MAGIC * factor;
@@ -206,7 +198,7 @@ struct SageBwdBackward {
       for (int n = 0; n < D / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          dk[n][e] = fmaf(sums[e >> 1], __ldg(p.codes.q_mean + tile.padded * D + n * 8 + 2 * (lane & 3) + (e & 1)), dk[n][e]);
+          dk[n][e] = fmaf(sums[e >> 1], __ldg(p.codes.q_mean + int64_t(tile.padded) * D + n * 8 + 2 * (lane & 3) + (e & 1)), dk[n][e]);
     }
     quantize_scores<false>(s, codes, dequant, lane);
     dequant[0] *= q_dequant, dequant[1] *= q_dequant;

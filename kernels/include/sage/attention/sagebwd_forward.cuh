@@ -43,7 +43,7 @@ struct SageBwdForward {
         query_tile(int64_t(b.head) * p.shape.query_tiles + b.segment.query_tile + b.first / TILE),
         query_tiles_left(b.segment.query_tiles() - b.first / TILE), p(p), block(b) {
     int tile = min(warp * 16 * M / TILE, query_tiles_left - 1);
-    q_factor = p.codes.q_scale[query_tile + tile] * (p.shape.softmax_scale * 1.44269504f);
+    q_factor = p.codes.q_scale[query_tile + tile] * (p.shape.softmax_scale * ptx::LOG2_E);
   }
 
   __device__ __forceinline__ uint32_t k_tile(int tile) const { return shared + Q_BYTES + (tile & 1) * 2 * TILE_BYTES; }
@@ -89,7 +89,6 @@ struct SageBwdForward {
         }
       }
     }
-
   }
 
   template <bool HIDES>

@@ -5,11 +5,26 @@
 // tokens slot 4t + i holds token 8 (i / 2) + 2t + i % 2: four accumulator registers are one operand register.
 #pragma once
 
+#include <stdint.h>
+
 namespace sage::layout {
 
 // The token in a slot, both 0 to 15.
 __host__ __device__ constexpr int token_of_slot(int slot) {
   return 8 * ((slot >> 1) & 1) + 2 * (slot >> 2) + (slot & 1);
+}
+
+// The bytes of 16 tokens in the order of the slots; `byte_of(token)` reads one, 0 to 15.
+template <class Read>
+__device__ __forceinline__ uint4 gather_tokens(Read byte_of) {
+  uint32_t words[4];
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    words[w] = 0;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) words[w] |= uint32_t(byte_of(token_of_slot(4 * w + b))) << (8 * b);
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 }  // namespace sage::layout

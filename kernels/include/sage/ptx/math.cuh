@@ -14,6 +14,8 @@ __device__ __forceinline__ float exp2(float x) {
   return y;
 }
 
+constexpr float LOG2_E = 1.44269504088896341f;
+
 // x, as something the compiler knows nothing about: it cannot tie it to an earlier computation.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));

@@ -74,23 +74,24 @@ struct Tile {
   }
 };
 
+// Quantizes a tile with one scale. Codes are [TILE][PITCH] bytes.
+template <int D, int PITCH>
+__device__ __forceinline__ void quantize_tile(const Tile<D>& values, int8_t* codes, float* dequant_scale) {
+  Scale scale = scale_of(block_max(values.max_abs_bits()));
+  if (threadIdx.x == 0) *dequant_scale = scale.dequant;
+#pragma unroll
+  for (int i = 0; i < values.ROWS; ++i)
+    *reinterpret_cast<uint2*>(codes + values.row(i) * PITCH + values.column()) = values.codes(i, scale.quant);
+}
+
 // Writes a tile of codes in shared memory, row-major with rows of PITCH bytes, transposed and permuted: [D][64].
 template <int D, int PITCH>
 __device__ __forceinline__ void store_transposed(const int8_t* tile, int8_t* out) {
   for (int i = threadIdx.x; i < D * (TILE / 16); i += blockDim.x) {
     // Neighbouring threads read neighbouring channels.
     int channel = i % D, group = i / D;
-    uint32_t words[4];
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      words[w] = 0;
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        int token = group * 16 + layout::token_of_slot(4 * w + b);
-        words[w] |= uint32_t(uint8_t(tile[token * PITCH + channel])) << (8 * b);
-      }
-    }
-    *reinterpret_cast<uint4*>(out + channel * TILE + group * 16) = make_uint4(words[0], words[1], words[2], words[3]);
+    *reinterpret_cast<uint4*>(out + channel * TILE + group * 16) =
+        layout::gather_tokens([&](int token) { return uint8_t(tile[(group * 16 + token) * PITCH + channel]); });
   }
 }
 
