@@ -1,5 +1,6 @@
 // Cross-entropy of rows of logits. The forward reads a row once; where it also makes the gradient, in the place of the
 // logits, it reads the row again out of the cache.
+#include <math_constants.h>
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
@@ -134,7 +135,9 @@ __device__ void mean(const params::CrossEntropy& p) {
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
-  if (threadIdx.x == 0) *static_cast<float*>(p.gradient) = float(sums[0] / double(p.status[1]));
+  // NaN where a target is no class: who does not wait for the check still learns of it.
+  double bad = p.status[0] ? CUDART_NAN : 0.0;
+  if (threadIdx.x == 0) *static_cast<float*>(p.gradient) = float(sums[0] / double(p.status[1]) + bad);
 }
 
 template <class From, class To, int V>

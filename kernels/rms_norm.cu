@@ -1,4 +1,5 @@
-// Root-mean-square normalization: y = x r w, r = 1 / sqrt(mean(x^2) + eps). One read of every row, one write.
+// Root-mean-square normalization: y = x r w, r = 1 / sqrt(mean(x^2) + eps). One read of every row, one write. With a
+// residual stream the sum before it, and the one that its gradients make, are part of the same pass.
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
@@ -45,6 +46,22 @@ struct Row {
     return k < KEEP ? kept[k] : Pack<T, V>::load(data + chunk * V);
   }
 
+  // Adds a row, rounds the sum, and keeps and stores it.
+  __device__ __forceinline__ void add(const void* rows, void* sums, int row, const Group& group, int width) {
+    const T* other = static_cast<const T*>(rows) + int64_t(row) * width;
+    T* sum = static_cast<T*>(sums) + int64_t(row) * width;
+    each_chunk(group, width / V, [&](int k, int chunk) {
+      Pack<T, V> x = at(k, chunk), y = Pack<T, V>::load(other + chunk * V);
+      float out[V];
+#pragma unroll
+      for (int i = 0; i < V; ++i) out[i] = x[i] + y[i];
+      Pack<T, V> rounded = Pack<T, V>::of(out);
+      rounded.store(sum + chunk * V);
+      if (k < KEEP) kept[k] = rounded;
+    });
+    data = sum;  // what does not fit the registers; each lane reads what it wrote
+  }
+
   __device__ __forceinline__ float inverse_rms(const Group& group, const params::RmsNorm& p) const {
     return elements::inverse_rms(group, p.width, p.eps, [&](auto f) {
       each_chunk(group, p.width / V, [&](int k, int chunk) {
@@ -61,6 +78,7 @@ __device__ void forward(const params::RmsNorm& p) {
   Group group(p.lanes);
   for (int row = blockIdx.x * group.count + group.index; row < p.rows; row += gridDim.x * group.count) {
     Row<T, V> x(p.x, row, group, p.width);
+    if (p.residual) x.add(p.residual, p.sum, row, group, p.width);
     float r = x.inverse_rms(group, p);
     T* y = static_cast<T*>(p.out) + int64_t(row) * p.width;
     each_chunk(group, p.width / V, [&](int k, int chunk) {
@@ -95,13 +113,15 @@ __device__ void backward(const params::RmsNorm& p) {
     });
     float pull = group.sum(dot) * r * r / p.width;
     T* dx = static_cast<T*>(p.out) + int64_t(row) * p.width;
+    const T* residual = p.residual ? static_cast<const T*>(p.residual) + int64_t(row) * p.width : nullptr;
     each_chunk(group, chunks, [&](int k, int chunk) {
       Pack<T, V> in = x.at(k, chunk), grad = dy.at(k, chunk);
-      float w[V], out[V];
+      float w[V], out[V], add[V] = {};
       elements::load_weight(p.weight, p.weight_type, chunk * V, w);
+      if (residual) elements::load_floats(residual + chunk * V, add);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        out[i] = r * (grad[i] * w[i] - in[i] * pull);
+        out[i] = add[i] + r * (grad[i] * w[i] - in[i] * pull);
         float part = grad[i] * in[i] * r;
         if (k < KEEP) dw[k][i] += part; else partial[chunk * V + i] += part;  // zero before; this thread's own
       }

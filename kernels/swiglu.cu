@@ -8,10 +8,9 @@ using elements::Pack;
 namespace {
 
 constexpr int THREADS = 256;
-constexpr float LOG2_E = 1.44269504088896341f;
 
 // 0 where the exponential is infinite, and so is the product with x.
-__device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal(1.0f + ptx::exp2(-x * LOG2_E)); }
+__device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal(1.0f + ptx::exp2(-x * ptx::LOG2_E)); }
 
 template <class T, int V>
 __device__ void forward(const params::SwiGlu& p) {
@@ -33,15 +32,17 @@ __device__ void backward(const params::SwiGlu& p) {
     auto gate = Pack<T, N>::load(static_cast<const T*>(p.gate) + at);
     auto up = Pack<T, N>::load(static_cast<const T*>(p.up) + at);
     auto dy = Pack<T, N>::load(static_cast<const T*>(p.dy) + at);
-    float dgate[N], dup[N];
+    float dgate[N], dup[N], y[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       float g = gate[i], s = sigmoid(g);
       dup[i] = dy[i] * g * s;
+      y[i] = g * s * up[i];
       dgate[i] = dy[i] * up[i] * s * (1.0f + g * (1.0f - s));
     }
     Pack<T, N>::of(dgate).store(static_cast<T*>(p.out) + at);
     Pack<T, N>::of(dup).store(static_cast<T*>(p.dup) + at);
+    if (p.y) Pack<T, N>::of(y).store(static_cast<T*>(p.y) + at);
   });
 }
 

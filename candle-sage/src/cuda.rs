@@ -3,6 +3,7 @@
 //! As on the CPU, `forward` and `backward` are the same for all schemes, and what a scheme does besides is in the file
 //! of its name. The only place with `unsafe`, besides the CPU's matrix product.
 
+pub(crate) mod gemm;
 #[cfg(test)]
 mod guard;
 mod kernels;

@@ -1,8 +1,12 @@
 //! Differentiable operators, one file each: what a transformer needs and candle has no gradient for, or
 //! only a slow or large one.
 //!
-//! Each is a candle custom op: it joins candle's graph, and `backward()` reaches its inputs.
+//! Each is a candle custom op: it joins candle's graph, and `backward()` reaches its inputs. For training loops that keep
+//! their own books instead of a graph, each also has its way back as a plain function (`.._backward`, `.._into`,
+//! [`Attention::vjp`]), and there is the rest of a step: sums in place ([`add_into`], [`product_into`]) and [`AdamW`].
 
+mod accumulate;
+mod adamw;
 mod attention;
 mod cross_entropy;
 mod embedding;
@@ -12,10 +16,12 @@ mod rope;
 mod support;
 mod swiglu;
 
+pub use accumulate::{add_into, product_into};
+pub use adamw::{AdamW, sum_of_squares};
 pub use attention::{Attention, AttentionVjp};
-pub use cross_entropy::{CrossEntropy, cross_entropy, linear_cross_entropy};
-pub use embedding::embedding;
-pub use qk_norm_rope::qk_norm_rope;
-pub use rms_norm::rms_norm;
-pub use rope::{RopeStyle, rope, rope_tables};
-pub use swiglu::swiglu;
+pub use cross_entropy::{CrossEntropy, cross_entropy, linear_cross_entropy, linear_cross_entropy_into};
+pub use embedding::{embedding, embedding_backward};
+pub use qk_norm_rope::{qk_norm_rope, qk_norm_rope_backward};
+pub use rms_norm::{residual_rms_norm, rms_norm, rms_norm_backward};
+pub use rope::{RopeStyle, rope, rope_backward, rope_tables};
+pub use swiglu::{swiglu, swiglu_backward};

@@ -1,5 +1,6 @@
 //! All ops but attention on NVIDIA GPUs: launches of the kernels of the same names, on candle's own stream.
 
+pub(crate) mod adamw;
 pub(crate) mod cross_entropy;
 pub(crate) mod embedding;
 mod ids;
@@ -7,6 +8,6 @@ mod params;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod swiglu;
-mod tensor;
+pub(crate) mod tensor;
 
 pub(crate) use ids::Checked;

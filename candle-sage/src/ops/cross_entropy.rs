@@ -4,13 +4,14 @@ use std::sync::OnceLock;
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
-#[cfg(feature = "cuda")]
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, InplaceOp3, Layout, Result, Shape, Tensor};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::support::{cpu_storage, f32_tensor, f32_values, ids, shape_error, supported, with_f32};
+use super::support::{
+    cpu_storage, f32_tensor, f32_values, f32_values_mut, ids, shape_error, supported, with_f32,
+};
 #[cfg(feature = "cuda")]
 use super::support::{cuda_tensor, with_cuda};
 use crate::cpu::lanes;
@@ -72,6 +73,50 @@ pub fn linear_cross_entropy(
     targets: &Tensor,
     settings: CrossEntropy,
 ) -> Result<Tensor> {
+    check_linear(hidden, weight, targets, settings)?;
+    let wanted = [hidden.track_op(), weight.track_op()];
+    let tracked = wanted.contains(&true);
+    let op = LinearOp { settings, wanted, saved: OnceLock::new() };
+    if tracked {
+        hidden.apply_op3(weight, targets, op)
+    } else {
+        hidden.apply_op3_no_bwd(weight, targets, &op)
+    }
+}
+
+/// The loss of [`linear_cross_entropy`] and both gradients at once, outside candle's graph, for training loops that keep
+/// their own books: returns the loss, an f32 scalar, and the gradient of `factor * loss` for the hidden states, in their
+/// type; the weight's is added to `dweight`, (classes, width) in f32 without gaps.
+///
+/// All targets count. On a GPU nothing is waited for: a target that is no class makes the loss NaN.
+///
+/// # Errors
+/// As [`linear_cross_entropy`], and when `dweight` does not fit or some targets may not count.
+pub fn linear_cross_entropy_into(
+    dweight: &Tensor,
+    hidden: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    settings: CrossEntropy,
+    factor: f64,
+) -> Result<(Tensor, Tensor)> {
+    check_linear(hidden, weight, targets, settings)?;
+    super::support::check_sum("linear_cross_entropy_into", dweight, weight.dims())?;
+    if settings.ignore_id.is_some() {
+        return Err(shape_error(
+            "linear_cross_entropy_into: all targets count",
+            settings.ignore_id,
+            "no ignore_id",
+            "linear_cross_entropy takes one",
+        ));
+    }
+    supported(LINEAR, &[dweight, hidden, weight])?;
+    let op = LinearInto { targets: targets.clone(), settings, factor: factor as f32, made: OnceLock::new() };
+    dweight.inplace_op3(&hidden.detach(), &weight.detach(), &op)?;
+    op.made.into_inner().ok_or_else(|| no_forward().into())
+}
+
+fn check_linear(hidden: &Tensor, weight: &Tensor, targets: &Tensor, settings: CrossEntropy) -> Result<()> {
     let fits = match (hidden.dims(), weight.dims()) {
         (&[n, width], &[classes, w]) => width == w && classes > 0 && targets.dims() == [n],
         _ => false,
@@ -92,15 +137,7 @@ pub fn linear_cross_entropy(
             "leave it out",
         ));
     }
-    supported(LINEAR, &[hidden, weight, targets])?;
-    let wanted = [hidden.track_op(), weight.track_op()];
-    let tracked = wanted.contains(&true);
-    let op = LinearOp { settings, wanted, saved: OnceLock::new() };
-    if tracked {
-        hidden.apply_op3(weight, targets, op)
-    } else {
-        hidden.apply_op3_no_bwd(weight, targets, &op)
-    }
+    supported(LINEAR, &[hidden, weight, targets])
 }
 
 /// The class of each row, `None` where the target does not count, and how many count.
@@ -297,11 +334,62 @@ struct LinearOp {
     saved: OnceLock<LinearSaved>,
 }
 
-impl LinearOp {
+/// Bytes of logits that are held at once.
+const CPU_BYTES: usize = 64 << 20;
+#[cfg(feature = "cuda")]
+const GPU_BYTES: usize = 256 << 20;
+
+impl CrossEntropy {
     /// Rows of logits at a time, where those of `bytes` are held at once.
-    fn chunk_rows(&self, classes: usize, element: usize, bytes: usize) -> usize {
-        self.settings.chunk_rows.unwrap_or((bytes / element / classes).max(1))
+    fn rows_at_once(self, classes: usize, element: usize, bytes: usize) -> usize {
+        self.chunk_rows.unwrap_or((bytes / element / classes).max(1))
     }
+}
+
+/// A pass over the chunks of logits on the CPU: the mean loss, and its gradients times `factor`, where they are wanted (the
+/// slices are not empty). The weight's are added to what is there.
+fn linear_pass(
+    hidden: &[f32],
+    weight: Mat<'_>,
+    [outputs, width]: [usize; 2],
+    targets: &[i64],
+    settings: CrossEntropy,
+    factor: f32,
+    [dhidden, dweight]: [&mut [f32]; 2],
+) -> Result<f32> {
+    let rows = targets.len();
+    let (targets, counted) = classes(targets, outputs, settings)?;
+    let chunk = settings.rows_at_once(outputs, size_of::<f32>(), CPU_BYTES).min(rows);
+    let mut logits = vec![0.0; chunk * outputs];
+    let mut losses = vec![0.0; rows];
+    let wanted = !dhidden.is_empty() || !dweight.is_empty();
+    let factor = factor / counted as f32;
+    for start in (0..rows).step_by(chunk) {
+        let end = (start + chunk).min(rows);
+        let inputs = Mat::new(&hidden[start * width..end * width], end - start, width);
+        let logits = &mut logits[..(end - start) * outputs];
+        product_parallel(logits, inputs, weight.t(), 1.0, false);
+        let rows = logits.par_chunks_mut(outputs).zip(&mut losses[start..end]).zip(&targets[start..end]);
+        rows.for_each(|((row, loss), target)| {
+            let Some(target) = *target else {
+                row.fill(0.0);
+                return;
+            };
+            let lse = log_sum_exp(row);
+            *loss = lse - row[target];
+            if wanted {
+                to_gradient(row, lse, target, factor);
+            }
+        });
+        let dlogits = Mat::new(logits, end - start, outputs);
+        if !dhidden.is_empty() {
+            product_parallel(&mut dhidden[start * width..end * width], dlogits, weight, 1.0, false);
+        }
+        if !dweight.is_empty() {
+            product_parallel(dweight, dlogits.t(), inputs, 1.0, true);
+        }
+    }
+    Ok(mean_loss(losses.into_iter(), counted))
 }
 
 impl CustomOp3 for LinearOp {
@@ -322,52 +410,18 @@ impl CustomOp3 for LinearOp {
         let (outputs, _) = weight_layout.shape().dims2()?;
         let hidden = f32_values(LINEAR, hidden, hidden_layout)?;
         let weight = f32_values(LINEAR, weight, weight_layout)?;
-        let (targets, counted) = classes(&ids(LINEAR, targets, targets_layout)?, outputs, self.settings)?;
+        let targets = ids(LINEAR, targets, targets_layout)?;
         let weight = Mat::new(&weight, outputs, width);
         let [hidden_wanted, weight_wanted] = self.wanted;
         let mut gradients = UnitGradients {
             hidden: vec![0.0; if hidden_wanted { rows * width } else { 0 }],
             weight: vec![0.0; if weight_wanted { outputs * width } else { 0 }],
         };
-        let chunk = self.chunk_rows(outputs, size_of::<f32>(), 64 << 20).min(rows);
-        let mut logits = vec![0.0; chunk * outputs];
-        let mut losses = vec![0.0; rows];
-        let factor = 1.0 / counted as f32;
-        for start in (0..rows).step_by(chunk) {
-            let end = (start + chunk).min(rows);
-            let inputs = Mat::new(&hidden[start * width..end * width], end - start, width);
-            let logits = &mut logits[..(end - start) * outputs];
-            product_parallel(logits, inputs, weight.t(), 1.0, false);
-            let rows = logits.par_chunks_mut(outputs).zip(&mut losses[start..end]).zip(&targets[start..end]);
-            rows.for_each(|((row, loss), target)| {
-                let Some(target) = *target else {
-                    row.fill(0.0);
-                    return;
-                };
-                let lse = log_sum_exp(row);
-                *loss = lse - row[target];
-                if hidden_wanted || weight_wanted {
-                    to_gradient(row, lse, target, factor);
-                }
-            });
-            let dlogits = Mat::new(logits, end - start, outputs);
-            if hidden_wanted {
-                product_parallel(
-                    &mut gradients.hidden[start * width..end * width],
-                    dlogits,
-                    weight,
-                    1.0,
-                    false,
-                );
-            }
-            if weight_wanted {
-                product_parallel(&mut gradients.weight, dlogits.t(), inputs, 1.0, true);
-            }
-        }
+        let into = [&mut *gradients.hidden, &mut *gradients.weight];
+        let loss = linear_pass(&hidden, weight, [outputs, width], &targets, self.settings, 1.0, into)?;
         if hidden_wanted || weight_wanted {
             self.saved.set(LinearSaved::Cpu(gradients)).map_err(run_twice)?;
         }
-        let loss = mean_loss(losses.into_iter(), counted);
         Ok((CpuStorage::F32(vec![loss]), Shape::from(())))
     }
 
@@ -389,9 +443,9 @@ impl CustomOp3 for LinearOp {
             (targets, targets_layout),
             cuda::ops::cross_entropy::Linear {
                 ignored: self.settings.ignore_id,
-                chunk_rows: self.chunk_rows(classes, hidden.dtype().size_in_bytes(), 256 << 20),
-                wanted: self.wanted,
+                chunk_rows: self.settings.rows_at_once(classes, hidden.dtype().size_in_bytes(), GPU_BYTES),
             },
+            self.wanted,
         )?;
         verdict(checked, rows, classes)?;
         if self.wanted.contains(&true) {
@@ -436,5 +490,73 @@ impl CustomOp3 for LinearOp {
             weight_wanted.then(|| scaled(&unit.weight, weight)).transpose()?,
             None,
         ))
+    }
+}
+
+/// Adds the weight's gradient in place, and leaves here what else it makes: the loss and the gradient of the hidden states.
+struct LinearInto {
+    targets: Tensor,
+    settings: CrossEntropy,
+    factor: f32,
+    made: OnceLock<(Tensor, Tensor)>,
+}
+
+impl InplaceOp3 for LinearInto {
+    fn name(&self) -> &'static str {
+        LINEAR
+    }
+
+    fn cpu_fwd(
+        &self,
+        dweight: &mut CpuStorage,
+        dweight_layout: &Layout,
+        hidden: &CpuStorage,
+        hidden_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> Result<()> {
+        let (outputs, width) = weight_layout.shape().dims2()?;
+        let dtype = hidden.dtype();
+        let hidden = f32_values(LINEAR, hidden, hidden_layout)?;
+        let weight = f32_values(LINEAR, weight, weight_layout)?;
+        let targets = {
+            let (storage, layout) = self.targets.storage_and_layout();
+            ids(LINEAR, cpu_storage(&storage, LINEAR)?, layout)?
+        };
+        let mut dhidden = vec![0.0; hidden.len()];
+        let dweight = f32_values_mut(LINEAR, dweight, dweight_layout)?;
+        let matrix = Mat::new(&weight, outputs, width);
+        let into = [&mut *dhidden, dweight];
+        let size = [outputs, width];
+        let loss = linear_pass(&hidden, matrix, size, &targets, self.settings, self.factor, into)?;
+        let loss = Tensor::new(loss, &candle_core::Device::Cpu)?;
+        let dhidden = f32_tensor(dhidden, hidden_layout.shape(), dtype)?;
+        self.made.set((loss, dhidden)).map_err(|made| run_twice(made).into())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        dweight: &mut CudaStorage,
+        dweight_layout: &Layout,
+        hidden: &CudaStorage,
+        hidden_layout: &Layout,
+        weight: &CudaStorage,
+        weight_layout: &Layout,
+    ) -> Result<()> {
+        let (classes, _) = weight_layout.shape().dims2()?;
+        let rows = self.settings.rows_at_once(classes, hidden.dtype().size_in_bytes(), GPU_BYTES);
+        let [loss, dhidden] = with_cuda(LINEAR, [&self.targets], |[targets]| {
+            cuda::ops::cross_entropy::linear_into(
+                (dweight, dweight_layout),
+                (hidden, hidden_layout),
+                (weight, weight_layout),
+                targets,
+                rows,
+                self.factor,
+            )
+        })?;
+        let made = (cuda_tensor(loss, ()), cuda_tensor(dhidden, hidden_layout.shape()));
+        self.made.set(made).map_err(|made| run_twice(made).into())
     }
 }

@@ -130,24 +130,55 @@ impl CustomOp2 for Embedding {
                 with_cuda(NAME, [dout], |[dout]| cuda::ops::embedding::backward(saved, dout, rows, width))?;
             return Ok((Some(cuda_tensor(grad, (rows, width))), None));
         }
-        let ids = {
-            let (storage, layout) = id.storage_and_layout();
-            ids(NAME, cpu_storage(&storage, NAME)?, layout)?
-        };
-        // Sorted by row, then by place: each row of the gradient finds its places in order.
-        let mut places: Vec<(usize, usize)> =
-            ids.into_iter().enumerate().map(|(n, id)| (id as usize, n)).collect();
-        places.sort_unstable();
-        let grad = with_f32(NAME, [dout], |[dout]| {
-            let mut grad = vec![0.0; rows * width];
-            grad.par_chunks_mut(width).enumerate().with_min_len(64).for_each(|(row, grad)| {
-                let first = places.partition_point(|&(id, _)| id < row);
-                for &(_, n) in places[first..].iter().take_while(|&&(id, _)| id == row) {
-                    grad.iter_mut().zip(&dout[n * width..(n + 1) * width]).for_each(|(g, x)| *g += x);
-                }
-            });
-            Ok(grad)
-        })?;
+        let grad = cpu_backward(id, dout, rows, width)?;
         Ok((Some(f32_tensor(grad, (rows, width), table.dtype())?), None))
     }
+}
+
+/// The gradient of a table of `rows`, for the gradient `dout` of its [`embedding`]: (rows, width), in the type of `dout`.
+/// For training loops that keep their own books. Ids that are not in the table are left out.
+///
+/// # Errors
+/// When `dout` does not have the shape of the output.
+pub fn embedding_backward(ids: &Tensor, dout: &Tensor, rows: usize) -> Result<Tensor> {
+    let width = dout.dims().last().copied().unwrap_or(0);
+    if width == 0 || dout.dims()[..dout.rank() - 1] != *ids.dims() {
+        return Err(shape_error(
+            "embedding: the output's gradient does not match the ids",
+            (dout.dims(), ids.dims()),
+            "(ids' shape.., width)",
+            "it has the output's shape",
+        ));
+    }
+    supported(NAME, &[dout, ids])?;
+    #[cfg(feature = "cuda")]
+    if dout.device().is_cuda() {
+        let grad = with_cuda(NAME, [ids, dout], |[ids, dout]| {
+            let saved = cuda::ops::embedding::Saved::new(ids, rows)?;
+            cuda::ops::embedding::backward(&saved, dout, rows, width)
+        })?;
+        return Ok(cuda_tensor(grad, (rows, width)));
+    }
+    f32_tensor(cpu_backward(ids, dout, rows, width)?, (rows, width), dout.dtype())
+}
+
+fn cpu_backward(id: &Tensor, dout: &Tensor, rows: usize, width: usize) -> Result<Vec<f32>> {
+    let ids = {
+        let (storage, layout) = id.storage_and_layout();
+        ids(NAME, cpu_storage(&storage, NAME)?, layout)?
+    };
+    // Sorted by row, then by place: each row of the gradient finds its places in order.
+    let mut places: Vec<(usize, usize)> =
+        ids.into_iter().enumerate().map(|(n, id)| (id as usize, n)).collect();
+    places.sort_unstable();
+    with_f32(NAME, [dout], |[dout]| {
+        let mut grad = vec![0.0; rows * width];
+        grad.par_chunks_mut(width).enumerate().with_min_len(64).for_each(|(row, grad)| {
+            let first = places.partition_point(|&(id, _)| id < row);
+            for &(_, n) in places[first..].iter().take_while(|&&(id, _)| id == row) {
+                grad.iter_mut().zip(&dout[n * width..(n + 1) * width]).for_each(|(g, x)| *g += x);
+            }
+        });
+        Ok(grad)
+    })
 }

@@ -34,18 +34,37 @@ pub fn qk_norm_rope(
     eps: f64,
     style: RopeStyle,
 ) -> Result<Tensor> {
-    check("qk_norm_rope", x, cos, sin)?;
-    if weight.dims() != &x.dims()[3..] {
+    let op = QkNormRope::new(x, weight, [cos, sin], eps, style)?;
+    x.apply_op2(weight, op)
+}
+
+/// The gradients of `x` and the weight of [`qk_norm_rope`] for the output's gradient `dout`: for training loops that keep
+/// their own books.
+///
+/// # Errors
+/// As [`qk_norm_rope`], and when `dout` does not have the shape and type of `x`.
+pub fn qk_norm_rope_backward(
+    x: &Tensor,
+    weight: &Tensor,
+    [cos, sin]: [&Tensor; 2],
+    dout: &Tensor,
+    eps: f64,
+    style: RopeStyle,
+) -> Result<[Tensor; 2]> {
+    let op = QkNormRope::new(x, weight, [cos, sin], eps, style)?;
+    if dout.dims() != x.dims() || dout.dtype() != x.dtype() {
         return Err(shape_error(
-            "qk_norm_rope: the weight does not match the input",
-            (x.dims(), weight.dims()),
-            "x (batch, sequence, heads, head_dim) and weight (head_dim)",
-            "normalization runs over each head",
+            "qk_norm_rope: the output's gradient does not match the input",
+            ((x.dims(), x.dtype()), (dout.dims(), dout.dtype())),
+            "one shape and one element type",
+            "convert with `to_dtype`",
         ));
     }
-    let eps = checked_eps("qk_norm_rope", eps)?;
-    supported(NAME, &[x, weight, cos, sin])?;
-    x.apply_op2(weight, QkNormRope { cos: cos.clone(), sin: sin.clone(), eps, style })
+    supported(NAME, &[x, dout])?;
+    match op.bwd(x, weight, x, dout)? {
+        (Some(dx), Some(dweight)) => Ok([dx, dweight]),
+        _ => unreachable!("both have a gradient"),
+    }
 }
 
 /// Holds the tables: they have no gradients, and candle's ops have three inputs at most.
@@ -54,6 +73,29 @@ struct QkNormRope {
     sin: Tensor,
     eps: f32,
     style: RopeStyle,
+}
+
+impl QkNormRope {
+    fn new(
+        x: &Tensor,
+        weight: &Tensor,
+        [cos, sin]: [&Tensor; 2],
+        eps: f64,
+        style: RopeStyle,
+    ) -> Result<Self> {
+        check("qk_norm_rope", x, cos, sin)?;
+        if weight.dims() != &x.dims()[3..] {
+            return Err(shape_error(
+                "qk_norm_rope: the weight does not match the input",
+                (x.dims(), weight.dims()),
+                "x (batch, sequence, heads, head_dim) and weight (head_dim)",
+                "normalization runs over each head",
+            ));
+        }
+        let eps = checked_eps("qk_norm_rope", eps)?;
+        supported(NAME, &[x, weight, cos, sin])?;
+        Ok(Self { cos: cos.clone(), sin: sin.clone(), eps, style })
+    }
 }
 
 impl CustomOp2 for QkNormRope {

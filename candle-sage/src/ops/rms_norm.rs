@@ -27,18 +27,88 @@ const NAME: &str = "rms-norm";
 /// # Errors
 /// When the weight does not match the last dimension, or the types are not floats.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
-    let width = x.dims().last().copied().unwrap_or(0);
-    if width == 0 || weight.dims() != [width] {
-        return Err(shape_error(
-            "rms_norm: the weight does not match the input",
-            (x.dims(), weight.dims()),
-            "x (.., width) and weight (width), width at least 1",
-            "normalization runs over the last dimension",
-        ));
-    }
-    let eps = checked_eps("rms_norm", eps)?;
+    let op = RmsNorm::new(x, weight, eps)?;
     supported(NAME, &[x, weight])?;
-    x.apply_op2(weight, RmsNorm { eps })
+    x.apply_op2(weight, op)
+}
+
+/// `sum = x + residual` and `y = rms_norm(sum, weight)` in one pass, outside candle's graph: `(sum, y)`.
+///
+/// Both inputs have one shape and type, which are the outputs'; the norm is of the rounded sum. For
+/// training loops that keep their own books; [`rms_norm_backward`] is the way back.
+///
+/// # Errors
+/// As [`rms_norm`], and when the inputs differ in shape or type.
+pub fn residual_rms_norm(
+    x: &Tensor,
+    residual: &Tensor,
+    weight: &Tensor,
+    eps: f64,
+) -> Result<(Tensor, Tensor)> {
+    let op = RmsNorm::new(x, weight, eps)?;
+    same_shape("the residual", x, residual)?;
+    supported(NAME, &[x, residual, weight])?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        let [sum, y] = with_cuda(NAME, [x, residual, weight], |[x, residual, weight]| {
+            cuda::ops::rms_norm::residual_forward(x, residual, weight, op.eps)
+        })?;
+        return Ok((cuda_tensor(sum, x.shape()), cuda_tensor(y, x.shape())));
+    }
+    let sum = (x.detach() + residual.detach())?;
+    let y = sum.apply_op2_no_bwd(&weight.detach(), &op)?;
+    Ok((sum, y))
+}
+
+/// The gradients of `x` and the weight of [`rms_norm`] for the output's gradient `dout`. The gradient that reaches
+/// `x` past the norm, `residual`, is added to its own in the same pass, before it is rounded.
+///
+/// # Errors
+/// As [`rms_norm`], and when a gradient does not have the shape and type of `x`.
+pub fn rms_norm_backward(
+    x: &Tensor,
+    weight: &Tensor,
+    dout: &Tensor,
+    residual: Option<&Tensor>,
+    eps: f64,
+) -> Result<[Tensor; 2]> {
+    let op = RmsNorm::new(x, weight, eps)?;
+    same_shape("the output's gradient", x, dout)?;
+    if let Some(residual) = residual {
+        same_shape("the residual's gradient", x, residual)?;
+    }
+    supported(NAME, &[x, weight, dout, residual.unwrap_or(x)])?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        let [dx, dw] =
+            with_cuda(NAME, [x, weight, dout, residual.unwrap_or(x)], |[x, weight, dout, other]| {
+                let residual = residual.is_some().then_some(other);
+                cuda::ops::rms_norm::backward(x, weight, dout, residual, op.eps)
+            })?;
+        return Ok([cuda_tensor(dx, x.shape()), cuda_tensor(dw, weight.shape())]);
+    }
+    let (dx, dw) = with_f32(NAME, [x, weight, dout, residual.unwrap_or(x)], |[x, w, dy, other]| {
+        let (mut dx, dw) = backward(x, w, dy, op.eps);
+        if residual.is_some() {
+            dx.par_chunks_mut(VECTORS).zip(other.par_chunks(VECTORS)).for_each(|(dx, other)| {
+                dx.iter_mut().zip(other).for_each(|(dx, other)| *dx += other);
+            });
+        }
+        Ok((dx, dw))
+    })?;
+    Ok([f32_tensor(dx, x.shape(), x.dtype())?, f32_tensor(dw, weight.shape(), weight.dtype())?])
+}
+
+fn same_shape(what: &str, x: &Tensor, other: &Tensor) -> Result<()> {
+    if x.dims() == other.dims() && x.dtype() == other.dtype() {
+        return Ok(());
+    }
+    Err(shape_error(
+        &format!("rms_norm: {what} does not match the input"),
+        ((x.dims(), x.dtype()), (other.dims(), other.dtype())),
+        "one shape and one element type",
+        "convert with `to_dtype`",
+    ))
 }
 
 /// What is added to the mean square.
@@ -51,6 +121,21 @@ pub(super) fn checked_eps(op: &str, eps: f64) -> Result<f32> {
 
 struct RmsNorm {
     eps: f32,
+}
+
+impl RmsNorm {
+    fn new(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Self> {
+        let width = x.dims().last().copied().unwrap_or(0);
+        if width == 0 || weight.dims() != [width] {
+            return Err(shape_error(
+                "rms_norm: the weight does not match the input",
+                (x.dims(), weight.dims()),
+                "x (.., width) and weight (width), width at least 1",
+                "normalization runs over the last dimension",
+            ));
+        }
+        Ok(Self { eps: checked_eps("rms_norm", eps)? })
+    }
 }
 
 /// Vectors that one task takes; also the span of one partial sum of the weight's gradient, which
@@ -107,16 +192,8 @@ impl CustomOp2 for RmsNorm {
         _out: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        #[cfg(feature = "cuda")]
-        if x.device().is_cuda() {
-            let [dx, dw] = with_cuda(NAME, [x, weight, dout], |[x, w, dy]| {
-                cuda::ops::rms_norm::backward(x, w, dy, self.eps)
-            })?;
-            return Ok((Some(cuda_tensor(dx, x.shape())), Some(cuda_tensor(dw, weight.shape()))));
-        }
-        let (dx, dw) = with_f32(NAME, [x, weight, dout], |[x, w, dy]| Ok(backward(x, w, dy, self.eps)))?;
-        let dx = f32_tensor(dx, x.shape(), x.dtype())?;
-        Ok((Some(dx), Some(f32_tensor(dw, weight.shape(), weight.dtype())?)))
+        let [dx, dw] = rms_norm_backward(x, weight, dout, None, f64::from(self.eps))?;
+        Ok((Some(dx), Some(dw)))
     }
 }
 

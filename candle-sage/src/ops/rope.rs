@@ -63,6 +63,20 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<
     x.apply_op3(cos, sin, Rope { style })
 }
 
+/// The gradient of the input of [`rope`] for the output's gradient `dout`: rotated by the opposite angles. For training
+/// loops that keep their own books.
+///
+/// # Errors
+/// As [`rope`].
+pub fn rope_backward(dout: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<Tensor> {
+    check("rope", dout, cos, sin)?;
+    supported(NAME, &[dout, cos, sin])?;
+    match (Rope { style }).bwd(dout, cos, sin, dout, dout)? {
+        (Some(dx), ..) => Ok(dx),
+        _ => unreachable!("rope has a gradient"),
+    }
+}
+
 /// Checks that constant tables cover `x`.
 pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
     let fits = match *x.dims() {

@@ -96,6 +96,41 @@ pub(super) fn f32_values<'a>(op: &str, storage: &'a CpuStorage, layout: &Layout)
     })
 }
 
+/// The elements of an f32 tensor without gaps, to be changed.
+pub(super) fn f32_values_mut<'a>(
+    op: &str,
+    storage: &'a mut CpuStorage,
+    layout: &Layout,
+) -> Result<&'a mut [f32]> {
+    match (storage, layout.contiguous_offsets()) {
+        (CpuStorage::F32(values), Some((start, end))) => Ok(&mut values[start..end]),
+        (storage, _) => Err(not_a_sum(op, storage.dtype(), layout.is_contiguous()).into()),
+    }
+}
+
+fn not_a_sum(op: &str, dtype: DType, dense: bool) -> Error {
+    Error::new(format!("{op}: sums are kept in f32"))
+        .got(format!("{}{}", dtype.as_str(), if dense { "" } else { " with gaps" }))
+        .allowed("f32 without gaps")
+        .hint("`Tensor::zeros(dims, DType::F32, device)`")
+}
+
+/// Checks a tensor that something is added to.
+pub(super) fn check_sum(op: &str, sum: &Tensor, dims: &[usize]) -> Result<()> {
+    if sum.dims() != dims {
+        return Err(shape_error(
+            &format!("{op}: the sum does not fit"),
+            sum.dims(),
+            &format!("{dims:?}"),
+            "it has the shape of what is added to it",
+        ));
+    }
+    if sum.dtype() != DType::F32 || !sum.is_contiguous() {
+        return Err(not_a_sum(op, sum.dtype(), sum.is_contiguous()).into());
+    }
+    Ok(())
+}
+
 /// Runs `f` on the f32 elements of CPU tensors.
 pub(super) fn with_f32<const N: usize, T>(
     op: &str,

@@ -29,16 +29,21 @@ const SPAN: usize = 16 * 1024;
 /// # Errors
 /// When the shapes or types differ, or the types are not floats.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    if gate.dims() != up.dims() || gate.dtype() != up.dtype() {
-        return Err(shape_error(
-            "swiglu: gate and up differ",
-            ((gate.dims(), gate.dtype()), (up.dims(), up.dtype())),
-            "two tensors of one shape and one element type",
-            "both are projections of the same input",
-        ));
-    }
+    check(gate, up)?;
     supported(NAME, &[gate, up])?;
     gate.apply_op2(up, SwiGlu)
+}
+
+fn check(gate: &Tensor, other: &Tensor) -> Result<()> {
+    if gate.dims() == other.dims() && gate.dtype() == other.dtype() {
+        return Ok(());
+    }
+    Err(shape_error(
+        "swiglu: gate and up differ",
+        ((gate.dims(), gate.dtype()), (other.dims(), other.dtype())),
+        "tensors of one shape and one element type",
+        "both are projections of the same input",
+    ))
 }
 
 struct SwiGlu;
@@ -64,6 +69,30 @@ fn gated_backward(dgate: &mut [f32], dup: &mut [f32], gate: &[f32], up: &[f32], 
         let s = sigmoid(gate);
         *dup = dy * gate * s;
         *dgate = dy * up * s * (1.0 + gate * (1.0 - s));
+    }
+}
+
+/// The gradients of gate and up for the output's gradient `dout`, and the output once more: for training loops that keep
+/// their own books, and did not keep the output. See [`swiglu`].
+///
+/// # Errors
+/// As [`swiglu`], and when `dout` does not fit.
+pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dout: &Tensor) -> Result<[Tensor; 3]> {
+    check(gate, up)?;
+    check(gate, dout)?;
+    supported(NAME, &[gate, up, dout])?;
+    #[cfg(feature = "cuda")]
+    if gate.device().is_cuda() {
+        let ([dgate, dup], y) = with_cuda(NAME, [gate, up, dout], |[gate, up, dy]| {
+            cuda::ops::swiglu::backward(gate, up, dy, true)
+        })?;
+        let y = y.expect("asked for");
+        return Ok([dgate, dup, y].map(|storage| cuda_tensor(storage, gate.shape())));
+    }
+    let out = swiglu(&gate.detach(), &up.detach())?;
+    match SwiGlu.bwd(gate, up, &out, dout)? {
+        (Some(dgate), Some(dup)) => Ok([dgate, dup, out]),
+        _ => unreachable!("both have a gradient"),
     }
 }
 
@@ -108,8 +137,8 @@ impl CustomOp2 for SwiGlu {
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         #[cfg(feature = "cuda")]
         if gate.device().is_cuda() {
-            let [dgate, dup] = with_cuda(NAME, [gate, up, dout], |[gate, up, dy]| {
-                cuda::ops::swiglu::backward(gate, up, dy)
+            let ([dgate, dup], _) = with_cuda(NAME, [gate, up, dout], |[gate, up, dy]| {
+                cuda::ops::swiglu::backward(gate, up, dy, false)
             })?;
             return Ok((Some(cuda_tensor(dgate, gate.shape())), Some(cuda_tensor(dup, up.shape()))));
         }

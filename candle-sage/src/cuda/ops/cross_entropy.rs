@@ -1,4 +1,4 @@
-//! Cross-entropy on the GPU: the products are candle's, the rest is ours.
+//! Cross-entropy on the GPU: the products are cuBLAS', the rest is ours.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Layout, Result};
@@ -7,8 +7,9 @@ use cudarc::driver::CudaSlice;
 use super::Checked;
 use super::ids::Ids;
 use super::params::{self, launch};
-use super::tensor::{Dense, Float, Packs, Team, count, elementwise, start_of};
+use super::tensor::{Dense, Float, Packs, Team, count, elementwise, start, start_of};
 use crate::cuda::Operand;
+use crate::cuda::gemm::{Out, gemm};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::Address;
 use crate::cuda::tensor::address;
@@ -118,9 +119,8 @@ pub(crate) fn backward(saved: &Saved, logits: Operand<'_>, dloss: Operand<'_>) -
 pub(crate) struct LinearSaved {
     targets: Ids,
     float: Float,
-    /// Chunks of rows, each without gaps, with their lengths.
-    hidden: Vec<(CudaStorage, usize)>,
-    /// Summed in f32 over the chunks.
+    hidden: Option<CudaStorage>,
+    hidden_len: usize,
     weight: Option<CudaSlice<f32>>,
     weight_len: usize,
 }
@@ -133,6 +133,21 @@ struct Scaling {
     dloss: Address,
     status: Address,
     accumulate: bool,
+}
+
+/// `to += from`, without gaps; `to` is f32.
+pub(crate) fn add(to: Operand<'_>, from: Operand<'_>) -> Result<()> {
+    let gpu = &Gpu::new(to.0.device())?;
+    let from = Dense::new(from, gpu)?;
+    let scaling = Scaling {
+        from: (Float::of("add_into", from.operand().0)?, from.start(gpu)?),
+        to: (Float::F32, start(to, gpu)?),
+        len: to.1.shape().elem_count(),
+        dloss: 0,
+        status: 0,
+        accumulate: true,
+    };
+    scale(gpu, &scaling)
 }
 
 fn scale(gpu: &Gpu, scaling: &Scaling) -> Result<()> {
@@ -153,25 +168,33 @@ fn scale(gpu: &Gpu, scaling: &Scaling) -> Result<()> {
     launch(gpu, &kernel, elementwise(len, packs), &params)
 }
 
-/// What [`linear_forward`] is asked for.
+/// What a pass over the chunks of logits is asked for.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Linear {
     pub(crate) ignored: Option<i64>,
     /// Rows of logits at a time.
     pub(crate) chunk_rows: usize,
-    /// Whether the gradients of the hidden states and of the weight are wanted.
-    pub(crate) wanted: [bool; 2],
 }
 
-/// The loss of `hidden weight^T`, the gradients that are wanted, and what the check of the targets found.
-pub(crate) fn linear_forward(
-    hidden: Operand<'_>,
-    weight: Operand<'_>,
-    targets: Operand<'_>,
+/// Where a pass puts gradients of the sum of losses times `factor`.
+#[derive(Default)]
+struct Into {
+    hidden: Option<Address>,
+    /// In f32; whether to add to what is there.
+    weight: Option<(Address, bool)>,
+    factor: f32,
+}
+
+/// The loss of `hidden weight^T`, whose gradients go where asked; and the checked targets.
+fn pass(
+    gpu: &Gpu,
+    [hidden, weight]: [&Dense<'_>; 2],
+    ids: &Dense<'_>,
     settings: Linear,
-) -> Result<(CudaStorage, LinearSaved, Checked)> {
-    let gpu = &Gpu::new(hidden.0.device())?;
-    let float = Float::of(LINEAR, hidden.0)?;
+    into: &Into,
+) -> Result<(CudaStorage, Ids)> {
+    let ((hidden, hidden_layout), weight) = (hidden.operand(), weight.operand());
+    let float = Float::of(LINEAR, hidden)?;
     if Float::of(LINEAR, weight.0)? != float {
         return Err(Error::new("linear_cross_entropy: hidden and weight differ in element type")
             .got(format!("{}, {}", float.name(), weight.0.dtype().as_str()))
@@ -179,90 +202,110 @@ pub(crate) fn linear_forward(
             .hint("convert with `to_dtype`; the CPU takes any two")
             .into());
     }
-    let (rows, width) = hidden.1.shape().dims2()?;
+    let (rows, width) = hidden_layout.shape().dims2()?;
     let (classes, _) = weight.1.shape().dims2()?;
-    let (hidden, weight, ids) =
-        (Dense::new(hidden, gpu)?, Dense::new(weight, gpu)?, Dense::new(targets, gpu)?);
-    let ((hidden, hidden_layout), (weight, weight_layout)) = (hidden.operand(), weight.operand());
-    let targets = Ids::new(gpu, LINEAR, &ids, classes, settings.ignored)?;
+    let targets = Ids::new(gpu, LINEAR, ids, classes, settings.ignored)?;
     let losses = gpu.alloc::<f32>(rows)?;
-    let [hidden_wanted, weight_wanted] = settings.wanted;
-    let mut saved = LinearSaved {
-        targets,
-        float,
-        hidden: Vec::new(),
-        weight: weight_wanted.then(|| gpu.alloc::<f32>(classes * width)).transpose()?,
-        weight_len: classes * width,
-    };
     let chunk = settings.chunk_rows.min(rows).max(1);
+    let logits = float.alloc(gpu, chunk * classes)?;
+    let start = start_of(&logits, gpu)?;
     for first in (0..rows).step_by(chunk) {
         let n = chunk.min(rows - first);
-        let inputs = hidden_layout.narrow(0, first, n)?;
-        let logits =
-            hidden.matmul(weight, (1, n, classes, width), &inputs, &weight_layout.transpose(0, 1)?)?;
-        let start = start_of(&logits, gpu)?;
+        let inputs = (hidden, &hidden_layout.narrow(0, first, n)?);
+        let transposed = weight.1.transpose(0, 1)?;
+        gemm(gpu, Out { at: start, float }, inputs, (weight.0, &transposed), [1.0, 0.0])?;
         let params = params::CrossEntropy {
             logits: start,
             gradient: start,
             losses: address(&losses, gpu) + 4 * first as Address,
             ..Default::default()
         };
-        let rows = Rows { gpu, float, targets: &saved.targets, first, rows: n, classes };
-        if !hidden_wanted && !weight_wanted {
+        let rows = Rows { gpu, float, targets: &targets, first, rows: n, classes };
+        if into.hidden.is_none() && into.weight.is_none() {
             let lse = gpu.alloc::<f32>(n)?;
             rows.launch("cross_entropy_fwd", params::CrossEntropy { lse: address(&lse, gpu), ..params })?;
             continue;
         }
         rows.launch("cross_entropy_in_place", params)?;
         let dlogits = Layout::contiguous((n, classes));
-        if hidden_wanted {
-            let gradient = logits.matmul(weight, (1, n, width, classes), &dlogits, weight_layout)?;
-            saved.hidden.push((gradient, n * width));
+        if let Some(at) = into.hidden {
+            let at = at + (first * width * float.bytes()) as Address;
+            gemm(gpu, Out { at, float }, (&logits, &dlogits), weight, [into.factor, 0.0])?;
         }
-        if let Some(sum) = &saved.weight {
-            let product =
-                logits.matmul(hidden, (1, classes, width, n), &dlogits.transpose(0, 1)?, &inputs)?;
-            let scaling = Scaling {
-                from: (float, start_of(&product, gpu)?),
-                to: (Float::F32, address(sum, gpu)),
-                len: saved.weight_len,
-                dloss: 0,
-                status: 0,
-                accumulate: first > 0,
-            };
-            scale(gpu, &scaling)?;
+        if let Some((at, add)) = into.weight {
+            let beta = if add || first > 0 { 1.0 } else { 0.0 };
+            let dlogits = (&logits, &dlogits.transpose(0, 1)?);
+            gemm(gpu, Out { at, float: Float::F32 }, dlogits, inputs, [into.factor, beta])?;
         }
     }
-    let loss = mean(gpu, &losses, rows, &saved.targets)?;
-    let checked = saved.targets.checked(gpu, &ids)?;
+    Ok((mean(gpu, &losses, rows, &targets)?, targets))
+}
+
+/// The loss of `hidden weight^T`, the gradients that are `wanted` of hidden states and weight, and what the check of the
+/// targets found.
+pub(crate) fn linear_forward(
+    hidden: Operand<'_>,
+    weight: Operand<'_>,
+    targets: Operand<'_>,
+    settings: Linear,
+    [hidden_wanted, weight_wanted]: [bool; 2],
+) -> Result<(CudaStorage, LinearSaved, Checked)> {
+    let gpu = &Gpu::new(hidden.0.device())?;
+    let float = Float::of(LINEAR, hidden.0)?;
+    let (hidden_len, weight_len) = (hidden.1.shape().elem_count(), weight.1.shape().elem_count());
+    let (hidden, weight, ids) =
+        (Dense::new(hidden, gpu)?, Dense::new(weight, gpu)?, Dense::new(targets, gpu)?);
+    let dhidden = hidden_wanted.then(|| float.alloc(gpu, hidden_len)).transpose()?;
+    let dweight = weight_wanted.then(|| gpu.alloc::<f32>(weight_len)).transpose()?;
+    let into = Into {
+        hidden: dhidden.as_ref().map(|dhidden| start_of(dhidden, gpu)).transpose()?,
+        weight: dweight.as_ref().map(|dweight| (address(dweight, gpu), false)),
+        factor: 1.0,
+    };
+    let (loss, targets) = pass(gpu, [&hidden, &weight], &ids, settings, &into)?;
+    let checked = targets.checked(gpu, &ids)?;
+    let saved = LinearSaved { targets, float, hidden: dhidden, hidden_len, weight: dweight, weight_len };
     Ok((loss, saved, checked))
+}
+
+/// The loss of `hidden weight^T`, its gradient times `factor` for the hidden states, and the same added to `dweight`. All
+/// targets count. The check of the targets is not waited for: a bad one makes the loss NaN.
+pub(crate) fn linear_into(
+    dweight: Operand<'_>,
+    hidden: Operand<'_>,
+    weight: Operand<'_>,
+    targets: Operand<'_>,
+    chunk_rows: usize,
+    factor: f32,
+) -> Result<[CudaStorage; 2]> {
+    let gpu = &Gpu::new(hidden.0.device())?;
+    let rows = targets.1.shape().elem_count();
+    let dhidden = Float::of(LINEAR, hidden.0)?.alloc(gpu, hidden.1.shape().elem_count())?;
+    let (hidden, weight, ids) =
+        (Dense::new(hidden, gpu)?, Dense::new(weight, gpu)?, Dense::new(targets, gpu)?);
+    let into = Into {
+        hidden: Some(start_of(&dhidden, gpu)?),
+        weight: Some((start(dweight, gpu)?, true)),
+        factor: factor / rows as f32,
+    };
+    let settings = Linear { ignored: None, chunk_rows };
+    let (loss, _) = pass(gpu, [&hidden, &weight], &ids, settings, &into)?;
+    Ok([loss, dhidden])
 }
 
 /// The gradients of the hidden states and of the weight, where wanted.
 pub(crate) fn linear_backward(saved: &LinearSaved, dloss: Operand<'_>) -> Result<[Option<CudaStorage>; 2]> {
     let gpu = &Gpu::new(dloss.0.device())?;
     let dloss = Dense::new(dloss, gpu)?;
-    let scaled = |from, to: Address, len| {
-        let to = (saved.float, to);
+    let scaled = |from: Option<(Float, Address)>, len| -> Result<Option<CudaStorage>> {
+        let Some(from) = from else { return Ok(None) };
+        let out = saved.float.alloc(gpu, len)?;
+        let to = (saved.float, start_of(&out, gpu)?);
         let (dloss, status) = (dloss.start(gpu)?, saved.targets.status(gpu));
-        scale(gpu, &Scaling { from, to, len, dloss, status, accumulate: false })
+        scale(gpu, &Scaling { from, to, len, dloss, status, accumulate: false })?;
+        Ok(Some(out))
     };
-    let total: usize = saved.hidden.iter().map(|(_, len)| len).sum();
-    let hidden = (total > 0).then(|| saved.float.alloc(gpu, total)).transpose()?;
-    if let Some(out) = &hidden {
-        let mut to = start_of(out, gpu)?;
-        for (chunk, len) in &saved.hidden {
-            scaled((saved.float, start_of(chunk, gpu)?), to, *len)?;
-            to += (len * saved.float.bytes()) as Address;
-        }
-    }
-    let weight = match &saved.weight {
-        None => None,
-        Some(sum) => {
-            let out = saved.float.alloc(gpu, saved.weight_len)?;
-            scaled((Float::F32, address(sum, gpu)), start_of(&out, gpu)?, saved.weight_len)?;
-            Some(out)
-        }
-    };
-    Ok([hidden, weight])
+    let hidden = saved.hidden.as_ref().map(|sum| start_of(sum, gpu)).transpose()?;
+    let weight = saved.weight.as_ref().map(|sum| (Float::F32, address(sum, gpu)));
+    Ok([scaled(hidden.map(|at| (saved.float, at)), saved.hidden_len)?, scaled(weight, saved.weight_len)?])
 }

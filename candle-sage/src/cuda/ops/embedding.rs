@@ -21,6 +21,14 @@ const PIECE: usize = 32;
 #[derive(Debug)]
 pub(crate) struct Saved(Ids);
 
+impl Saved {
+    /// For a backward alone: the check is not waited for.
+    pub(crate) fn new(ids: Operand<'_>, rows: usize) -> Result<Self> {
+        let gpu = Gpu::new(ids.0.device())?;
+        Ok(Self(Ids::new(&gpu, NAME, &Dense::new(ids, &gpu)?, rows, None)?))
+    }
+}
+
 /// The rows, (ids, width), and what the check of the ids found. The table is read where it lies.
 pub(crate) fn forward(table: Operand<'_>, ids: Operand<'_>) -> Result<(CudaStorage, Saved, Checked)> {
     let gpu = Gpu::new(table.0.device())?;

@@ -28,6 +28,8 @@ pub(super) struct RmsNorm {
     pub(super) x: Address,
     pub(super) weight: Address,
     pub(super) dy: Address,
+    pub(super) residual: Address,
+    pub(super) sum: Address,
     pub(super) out: Address,
     pub(super) partials: Address,
     pub(super) rows: i32,
@@ -87,6 +89,7 @@ pub(super) struct SwiGlu {
     pub(super) dy: Address,
     pub(super) out: Address,
     pub(super) dup: Address,
+    pub(super) y: Address,
     pub(super) len: i64,
 }
 
@@ -159,6 +162,40 @@ pub(super) struct Scale {
     pub(super) padding: i32,
 }
 
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct SumOfSquares {
+    pub(super) x: Address,
+    pub(super) partials: Address,
+    pub(super) out: Address,
+    pub(super) len: i64,
+    pub(super) parts: i32,
+    pub(super) vector: i32,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct AdamW {
+    pub(super) weights: Address,
+    pub(super) mean: Address,
+    pub(super) square: Address,
+    pub(super) gradient: Address,
+    pub(super) sum_of_squares: Address,
+    pub(super) copy: Address,
+    pub(super) len: i64,
+    pub(super) decayed: i64,
+    pub(super) factor: f32,
+    pub(super) clip: f32,
+    pub(super) beta1: f32,
+    pub(super) beta2: f32,
+    pub(super) rate: f32,
+    pub(super) root: f32,
+    pub(super) eps: f32,
+    pub(super) keep: f32,
+    pub(super) copy_type: i32,
+    pub(super) padding: i32,
+}
+
 macro_rules! params {
     ($($type:ty: $family:literal),* $(,)?) => {$(
         // SAFETY: plain data in C layout, the same on the device: the assertions below have twins in the header.
@@ -179,19 +216,24 @@ params! {
     Embedding: "embedding",
     CrossEntropy: "cross_entropy",
     Scale: "cross_entropy",
+    SumOfSquares: "adamw",
+    AdamW: "adamw",
 }
 
 const _: () = {
-    assert!(size_of::<RmsNorm>() == 64 && offset_of!(RmsNorm, rows) == 40 && offset_of!(RmsNorm, eps) == 56);
+    assert!(size_of::<RmsNorm>() == 80 && offset_of!(RmsNorm, rows) == 56 && offset_of!(RmsNorm, eps) == 72);
     assert!(size_of::<PartialSums>() == 24);
     assert!(size_of::<Heads>() == 32);
     assert!(size_of::<Rope>() == 144 && offset_of!(Rope, out) == 64);
     assert!(offset_of!(Rope, tokens) == 104 && offset_of!(Rope, eps) == 132);
-    assert!(size_of::<SwiGlu>() == 48);
+    assert!(size_of::<SwiGlu>() == 56);
     assert!(size_of::<CheckIds>() == 48 && offset_of!(CheckIds, ignores) == 40);
     assert!(size_of::<SortIds>() == 48 && offset_of!(SortIds, len) == 40);
     assert!(size_of::<Embedding>() == 80);
     assert!(offset_of!(Embedding, row_stride) == 48 && offset_of!(Embedding, len) == 64);
     assert!(size_of::<CrossEntropy>() == 72 && offset_of!(CrossEntropy, rows) == 56);
+    assert!(size_of::<SumOfSquares>() == 40 && offset_of!(SumOfSquares, parts) == 32);
+    assert!(size_of::<AdamW>() == 104 && offset_of!(AdamW, len) == 48 && offset_of!(AdamW, factor) == 64);
+    assert!(offset_of!(AdamW, copy_type) == 96);
     assert!(size_of::<Scale>() == 48 && offset_of!(Scale, accumulate) == 40);
 };

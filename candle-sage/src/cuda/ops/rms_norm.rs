@@ -2,12 +2,12 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
-use cudarc::driver::CudaSlice;
 
 use super::params::{self, launch};
 use super::tensor::{Dense, Float, PARTS, Packs, Team, count, partial_sums, start_of};
 use crate::cuda::Operand;
 use crate::cuda::kernels::Gpu;
+use crate::cuda::params::Address;
 use crate::cuda::tensor::address;
 
 const NAME: &str = "rms-norm";
@@ -16,6 +16,15 @@ const NAME: &str = "rms-norm";
 const KEEP: usize = 4;
 const MAX_THREADS: usize = 512;
 
+/// Addresses that not every launch has.
+#[derive(Default)]
+struct Extras {
+    residual: Address,
+    sum: Address,
+    dy: Address,
+    partials: Address,
+}
+
 /// Normalizes the last dimension of `x`; `dy` and `partials` make it the way back. Returns y or dx.
 fn run(
     gpu: &Gpu,
@@ -23,7 +32,7 @@ fn run(
     x: &Dense<'_>,
     weight: &Dense<'_>,
     eps: f32,
-    gradient: Option<(&Dense<'_>, &CudaSlice<f32>)>,
+    extras: &Extras,
 ) -> Result<CudaStorage> {
     let (storage, layout) = x.operand();
     let float = Float::of(NAME, storage)?;
@@ -33,34 +42,52 @@ fn run(
         x: x.start(gpu)?,
         weight: weight.start(gpu)?,
         out: start_of(&out, gpu)?,
+        residual: extras.residual,
+        sum: extras.sum,
+        dy: extras.dy,
+        partials: extras.partials,
         rows: count("rows", len / width)?,
         width: count("channels", width)?,
         weight_type: Float::of(NAME, weight.operand().0)? as i32,
         eps,
         ..Default::default()
     };
-    if let Some((dy, partials)) = gradient {
-        params.dy = dy.start(gpu)?;
-        params.partials = address(partials, gpu);
-    }
-    let packs = Packs::of(float, &[params.x, params.weight, params.dy], &[width]);
+    let packs = Packs::of(float, &[params.x, params.weight, params.dy, params.residual], &[width]);
     let team = Team::of(width / packs.elements(), KEEP, MAX_THREADS);
     params.lanes = team.lanes as i32;
-    let most = if gradient.is_some() { PARTS } else { usize::MAX };
+    let most = if extras.partials == 0 { usize::MAX } else { PARTS };
     launch(gpu, &packs.kernel(what), team.grid(len / width, most), &params)?;
     Ok(out)
 }
 
 pub(crate) fn forward(x: Operand<'_>, weight: Operand<'_>, eps: f32) -> Result<CudaStorage> {
     let gpu = Gpu::new(x.0.device())?;
-    run(&gpu, "rms_norm_fwd", &Dense::new(x, &gpu)?, &Dense::new(weight, &gpu)?, eps, None)
+    run(&gpu, "rms_norm_fwd", &Dense::new(x, &gpu)?, &Dense::new(weight, &gpu)?, eps, &Extras::default())
 }
 
-/// Gradients of x and weight.
+/// `x + residual`, and that normalized.
+pub(crate) fn residual_forward(
+    x: Operand<'_>,
+    residual: Operand<'_>,
+    weight: Operand<'_>,
+    eps: f32,
+) -> Result<[CudaStorage; 2]> {
+    let gpu = Gpu::new(x.0.device())?;
+    let [x, residual, weight] =
+        [Dense::new(x, &gpu)?, Dense::new(residual, &gpu)?, Dense::new(weight, &gpu)?];
+    let (storage, layout) = x.operand();
+    let sum = Float::of(NAME, storage)?.alloc(&gpu, layout.shape().elem_count())?;
+    let extras = Extras { residual: residual.start(&gpu)?, sum: start_of(&sum, &gpu)?, ..Extras::default() };
+    let out = run(&gpu, "rms_norm_fwd", &x, &weight, eps, &extras)?;
+    Ok([sum, out])
+}
+
+/// Gradients of x, to which `residual` is added, and of the weight.
 pub(crate) fn backward(
     x: Operand<'_>,
     weight: Operand<'_>,
     dy: Operand<'_>,
+    residual: Option<Operand<'_>>,
     eps: f32,
 ) -> Result<[CudaStorage; 2]> {
     let gpu = Gpu::new(x.0.device())?;
@@ -68,7 +95,14 @@ pub(crate) fn backward(
     // Zeros: blocks without rows write nothing, and rows too wide for the registers are added up here.
     let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
     let [x, dy] = [Dense::new(x, &gpu)?, Dense::new(dy, &gpu)?];
-    let dx = run(&gpu, "rms_norm_bwd", &x, &Dense::new(weight, &gpu)?, eps, Some((&dy, &partials)))?;
+    let residual = residual.map(|residual| Dense::new(residual, &gpu)).transpose()?;
+    let extras = Extras {
+        residual: residual.as_ref().map_or(Ok(0), |residual| residual.start(&gpu))?,
+        dy: dy.start(&gpu)?,
+        partials: address(&partials, &gpu),
+        ..Extras::default()
+    };
+    let dx = run(&gpu, "rms_norm_bwd", &x, &Dense::new(weight, &gpu)?, eps, &extras)?;
     let dw = partial_sums(&gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?;
     Ok([dx, dw])
 }

@@ -28,22 +28,29 @@ pub(crate) fn forward(gate: Operand<'_>, up: Operand<'_>) -> Result<CudaStorage>
     Ok(out)
 }
 
-/// Gradients of gate and up.
-pub(crate) fn backward(gate: Operand<'_>, up: Operand<'_>, dy: Operand<'_>) -> Result<[CudaStorage; 2]> {
+/// Gradients of gate and up, and where `again` is true the output once more.
+pub(crate) fn backward(
+    gate: Operand<'_>,
+    up: Operand<'_>,
+    dy: Operand<'_>,
+    again: bool,
+) -> Result<([CudaStorage; 2], Option<CudaStorage>)> {
     let gpu = Gpu::new(gate.0.device())?;
     let float = Float::of(NAME, gate.0)?;
     let len = gate.1.shape().elem_count();
     let (gate, up, dy) = (Dense::new(gate, &gpu)?, Dense::new(up, &gpu)?, Dense::new(dy, &gpu)?);
     let (dgate, dup) = (float.alloc(&gpu, len)?, float.alloc(&gpu, len)?);
+    let y = again.then(|| float.alloc(&gpu, len)).transpose()?;
     let params = params::SwiGlu {
         gate: gate.start(&gpu)?,
         up: up.start(&gpu)?,
         dy: dy.start(&gpu)?,
         out: start_of(&dgate, &gpu)?,
         dup: start_of(&dup, &gpu)?,
+        y: y.as_ref().map_or(Ok(0), |y| start_of(y, &gpu))?,
         len: len as i64,
     };
     let packs = Packs::of(float, &[params.gate, params.up, params.dy], &[]);
     launch(&gpu, &packs.kernel("swiglu_bwd"), elementwise(len, packs), &params)?;
-    Ok([dgate, dup])
+    Ok(([dgate, dup], y))
 }

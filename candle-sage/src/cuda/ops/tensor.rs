@@ -15,14 +15,14 @@ use crate::error::Error;
 
 /// The element types of tensors that are computed with; the numbers are those of `kernels/include/sage/elements/pack.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Float {
+pub(crate) enum Float {
     F32 = 0,
     F16 = 1,
     BF16 = 2,
 }
 
 impl Float {
-    pub(super) fn of(op: &str, storage: &CudaStorage) -> Result<Self> {
+    pub(crate) fn of(op: &str, storage: &CudaStorage) -> Result<Self> {
         match storage.dtype() {
             DType::F32 => Ok(Self::F32),
             DType::F16 => Ok(Self::F16),
@@ -110,11 +110,16 @@ impl Team {
 
 /// Blocks of 256 threads, a pack a thread.
 pub(super) fn elementwise(len: usize, packs: Packs) -> Grid {
-    Grid::line(len.div_ceil(packs.elements()).div_ceil(256), 256)
+    elementwise_of(len, packs.elements())
+}
+
+/// Blocks of 256 threads, so many elements a thread.
+pub(super) fn elementwise_of(len: usize, each: usize) -> Grid {
+    Grid::line(len.div_ceil(each).div_ceil(256), 256)
 }
 
 /// A number of things that kernels count in 32 bits, with room to step past the end.
-pub(super) fn count(what: &str, n: usize) -> Result<i32> {
+pub(crate) fn count(what: &str, n: usize) -> Result<i32> {
     i32::try_from(n).ok().filter(|&n| n <= i32::MAX / 2).ok_or_else(|| {
         Error::new(format!("too many {what} for one launch"))
             .got(n)
@@ -125,9 +130,10 @@ pub(super) fn count(what: &str, n: usize) -> Result<i32> {
 }
 
 /// Where a tensor starts.
-pub(super) fn start((storage, layout): Operand<'_>, gpu: &Gpu) -> Result<Address> {
+pub(crate) fn start((storage, layout): Operand<'_>, gpu: &Gpu) -> Result<Address> {
     let base = match storage.dtype() {
         DType::F32 => address(storage.as_cuda_slice::<f32>()?, gpu),
+        DType::F64 => address(storage.as_cuda_slice::<f64>()?, gpu),
         DType::F16 => address(storage.as_cuda_slice::<f16>()?, gpu),
         DType::BF16 => address(storage.as_cuda_slice::<bf16>()?, gpu),
         DType::U8 => address(storage.as_cuda_slice::<u8>()?, gpu),
@@ -139,7 +145,7 @@ pub(super) fn start((storage, layout): Operand<'_>, gpu: &Gpu) -> Result<Address
 }
 
 /// Where a new tensor without gaps starts.
-pub(super) fn start_of(storage: &CudaStorage, gpu: &Gpu) -> Result<Address> {
+pub(crate) fn start_of(storage: &CudaStorage, gpu: &Gpu) -> Result<Address> {
     start((storage, &Layout::contiguous(())), gpu)
 }
 

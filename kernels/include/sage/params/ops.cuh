@@ -12,6 +12,8 @@ struct RmsNorm {
   const void* x;
   const void* weight;
   const void* dy;    // backward only
+  const void* residual;  // null, or what is added: to x before the norm, or to dx
+  void* sum;         // forward with a residual: x + residual
   void* out;         // y, or dx
   float* partials;   // (blocks, width): each block's part of the weight's gradient; backward only
   int32_t rows;
@@ -64,6 +66,7 @@ struct SwiGlu {
   const void* dy;  // backward only
   void* out;       // y, or dgate
   void* dup;       // backward only
+  void* y;         // backward only: null, or where y is wanted once more
   int64_t len;
 };
 
@@ -131,16 +134,50 @@ struct Scale {
   int32_t padding;
 };
 
-static_assert(sizeof(RmsNorm) == 64 && offsetof(RmsNorm, rows) == 40 && offsetof(RmsNorm, eps) == 56);
+// partials: of each block; out: their sum.
+struct SumOfSquares {
+  const float* x;
+  double* partials;
+  double* out;
+  int64_t len;
+  int32_t parts;
+  int32_t vector;  // whether x starts on 16 bytes
+};
+
+struct AdamW {
+  float* weights;
+  float* mean;
+  float* square;
+  const float* gradient;
+  const double* sum_of_squares;  // of the gradient
+  void* copy;      // null, or the weights in 16 bits
+  int64_t len;
+  int64_t decayed;  // the first so many weights decay
+  float factor;    // of the gradient
+  float clip;      // the largest norm of the gradient times factor; infinity: any
+  float beta1;
+  float beta2;
+  float rate;      // lr / (1 - beta1^step)
+  float root;      // 1 / (1 - beta2^step)
+  float eps;
+  float keep;      // 1 - lr decay
+  int32_t copy_type;
+  int32_t padding;
+};
+
+static_assert(sizeof(RmsNorm) == 80 && offsetof(RmsNorm, rows) == 56 && offsetof(RmsNorm, eps) == 72);
 static_assert(sizeof(PartialSums) == 24);
 static_assert(sizeof(Heads) == 32);
 static_assert(sizeof(Rope) == 144 && offsetof(Rope, out) == 64 && offsetof(Rope, tokens) == 104 &&
               offsetof(Rope, eps) == 132);
-static_assert(sizeof(SwiGlu) == 48);
+static_assert(sizeof(SwiGlu) == 56);
 static_assert(sizeof(CheckIds) == 48 && offsetof(CheckIds, ignores) == 40);
 static_assert(sizeof(SortIds) == 48 && offsetof(SortIds, len) == 40);
 static_assert(sizeof(Embedding) == 80 && offsetof(Embedding, row_stride) == 48 && offsetof(Embedding, len) == 64);
 static_assert(sizeof(CrossEntropy) == 72 && offsetof(CrossEntropy, rows) == 56);
+static_assert(sizeof(SumOfSquares) == 40 && offsetof(SumOfSquares, parts) == 32);
+static_assert(sizeof(AdamW) == 104 && offsetof(AdamW, len) == 48 && offsetof(AdamW, factor) == 64 &&
+              offsetof(AdamW, copy_type) == 96);
 static_assert(sizeof(Scale) == 48 && offsetof(Scale, accumulate) == 40);
 
 }  // namespace sage::params

@@ -1,0 +1,110 @@
+//! Matrix products that add to what is there, by cuBLAS on candle's own stream.
+#![allow(unsafe_code)]
+
+use candle_core::backend::BackendStorage;
+use candle_core::{Layout, Result};
+use cudarc::cublas::{result, sys};
+
+use super::Operand;
+use super::kernels::Gpu;
+use super::ops::tensor::{Float, start};
+use super::params::Address;
+use crate::error::Error;
+
+/// Where a product goes, (rows, columns) without gaps.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Out {
+    pub(crate) at: Address,
+    pub(crate) float: Float,
+}
+
+/// How cuBLAS is told of a matrix: rows without gaps, or columns without gaps, and the distance from one to the next.
+fn leading(layout: &Layout) -> Result<(sys::cublasOperation_t, i32)> {
+    let (rows, cols) = layout.shape().dims2()?;
+    let &[row, col] = layout.stride() else { unreachable!("two dimensions") };
+    let (operation, distance, least) = if col == 1 || cols == 1 {
+        (sys::cublasOperation_t::CUBLAS_OP_N, if rows == 1 { cols } else { row }, cols)
+    } else if row == 1 || rows == 1 {
+        (sys::cublasOperation_t::CUBLAS_OP_T, if cols == 1 { rows } else { col }, rows)
+    } else {
+        (sys::cublasOperation_t::CUBLAS_OP_N, 0, 1)
+    };
+    if distance < least || i32::try_from(distance).is_err() {
+        return Err(Error::new("a matrix product does not take these strides")
+            .got(format!("{:?} with strides {:?}", layout.dims(), layout.stride()))
+            .allowed("neighbours in a row or in a column, no overlap")
+            .hint("make it `contiguous()`")
+            .into());
+    }
+    Ok((operation, distance as i32))
+}
+
+/// `out = alpha a b + beta out`; a is (rows, inner), b (inner, columns), both of one type; sums in f32.
+pub(crate) fn gemm(
+    gpu: &Gpu,
+    out: Out,
+    a: Operand<'_>,
+    b: Operand<'_>,
+    [alpha, beta]: [f32; 2],
+) -> Result<()> {
+    let ((rows, inner), (b_inner, cols)) = (a.1.shape().dims2()?, b.1.shape().dims2()?);
+    let float = Float::of("a matrix product", a.0)?;
+    if inner != b_inner
+        || Float::of("a matrix product", b.0)? != float
+        || ![float, Float::F32].contains(&out.float)
+    {
+        return Err(Error::new("matrices do not fit together")
+            .got(format!(
+                "{:?} {:?} and {:?} {:?} to {:?}",
+                a.1.dims(),
+                float,
+                b.1.dims(),
+                b.0.dtype(),
+                out.float
+            ))
+            .allowed("(rows, inner) and (inner, columns) of one type, to that type or f32")
+            .hint("transpose one, or convert it with `to_dtype`")
+            .into());
+    }
+    let [(op_a, lda), (op_b, ldb)] = [leading(a.1)?, leading(b.1)?];
+    let of = |float| match float {
+        Float::F32 => sys::cudaDataType_t::CUDA_R_32F,
+        Float::F16 => sys::cudaDataType_t::CUDA_R_16F,
+        Float::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
+    };
+    let int = |n: usize| super::ops::tensor::count("rows, columns or terms", n);
+    let (at_a, at_b) = (start(a, gpu)?, start(b, gpu)?);
+    // SAFETY: all addresses are those of live allocations on this device, as large as their layouts say, which the
+    // caller vouches for in the case of `out`. cuBLAS thinks in columns: it computes the transposed product.
+    let status = unsafe {
+        result::gemm_ex(
+            *gpu.device.cublas_handle().handle(),
+            op_b,
+            op_a,
+            int(cols)?,
+            int(rows)?,
+            int(inner)?,
+            (&raw const alpha).cast(),
+            at_b as *const _,
+            of(float),
+            ldb,
+            at_a as *const _,
+            of(float),
+            lda,
+            (&raw const beta).cast(),
+            out.at as *mut _,
+            of(out.float),
+            int(cols)?,
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+        )
+    };
+    status.map_err(|e| candle_core::Error::Msg(format!("a product of {rows} x {inner} x {cols} failed: {e}")))
+}
+
+/// `out += factor a b`.
+pub(crate) fn add_product(out: Operand<'_>, a: Operand<'_>, b: Operand<'_>, factor: f32) -> Result<()> {
+    let gpu = &Gpu::new(out.0.device())?;
+    let to = Out { at: start(out, gpu)?, float: Float::of("a matrix product", out.0)? };
+    gemm(gpu, to, a, b, [factor, 1.0])
+}

@@ -1,0 +1,85 @@
+//! The optimizer's pass on the GPU.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, Result};
+
+use super::params::{self, launch};
+use super::tensor::{Dense, Float, PARTS, elementwise_of, start};
+use crate::cuda::Operand;
+use crate::cuda::kernels::{Gpu, Grid};
+use crate::cuda::tensor::address;
+use crate::error::Error;
+use crate::ops::AdamW;
+
+/// Threads of a block, and elements that each takes at once: as in `kernels/adamw.cu`.
+const THREADS: u32 = 256;
+const V: usize = 4;
+
+/// An f64 scalar.
+pub(crate) fn sum_of_squares(x: Operand<'_>) -> Result<CudaStorage> {
+    let gpu = Gpu::new(x.0.device())?;
+    let len = x.1.shape().elem_count();
+    let x = Dense::new(x, &gpu)?;
+    x.operand().0.as_cuda_slice::<f32>()?;
+    let (partials, out) = (gpu.alloc::<f64>(PARTS)?, gpu.alloc::<f64>(1)?);
+    let parts = len.div_ceil(THREADS as usize * V).clamp(1, PARTS);
+    let at = x.start(&gpu)?;
+    let params = params::SumOfSquares {
+        x: at,
+        partials: address(&partials, &gpu),
+        out: address(&out, &gpu),
+        len: len as i64,
+        parts: parts as i32,
+        vector: at.is_multiple_of(16).into(),
+    };
+    launch(&gpu, "sum_of_squares", Grid::line(parts, THREADS), &params)?;
+    launch(&gpu, "sum_of_squares_end", Grid::line(1, THREADS), &params)?;
+    Ok(CudaStorage::wrap_cuda_slice(out, gpu.device.clone()))
+}
+
+/// Updates weights and moments, (3, parameters), and the weights' copy in 16 bits.
+pub(crate) fn update(
+    state: Operand<'_>,
+    gradient: Operand<'_>,
+    sum_of_squares: Operand<'_>,
+    copy: Option<Operand<'_>>,
+    settings: &AdamW,
+) -> Result<()> {
+    let gpu = Gpu::new(state.0.device())?;
+    let (_, len) = state.1.shape().dims2()?;
+    let weights = start(state, &gpu)?;
+    let (gradient, sum) = (start(gradient, &gpu)?, address(sum_of_squares.0.as_cuda_slice::<f64>()?, &gpu));
+    let (copy, copy_type) = match copy {
+        None => (0, Float::F32),
+        Some(copy) => (start(copy, &gpu)?, Float::of("adamw", copy.0)?),
+    };
+    if [weights, gradient, copy].iter().any(|at| !at.is_multiple_of(16)) || !len.is_multiple_of(V) {
+        return Err(Error::new("adamw on CUDA moves 16 bytes at a time")
+            .got(format!("{len} parameters"))
+            .allowed("tensors that start on 16 bytes, a multiple of 4 parameters")
+            .hint("put zeros behind them")
+            .into());
+    }
+    let factors = settings.factors();
+    let params = params::AdamW {
+        weights,
+        mean: weights + 4 * len as u64,
+        square: weights + 8 * len as u64,
+        gradient,
+        sum_of_squares: sum,
+        copy,
+        len: len as i64,
+        decayed: settings.decayed as i64,
+        factor: settings.gradient_factor as f32,
+        clip: settings.clip.map_or(f32::INFINITY, |clip| clip as f32),
+        beta1: settings.beta1 as f32,
+        beta2: settings.beta2 as f32,
+        rate: factors.rate,
+        root: factors.root,
+        eps: settings.eps as f32,
+        keep: factors.keep,
+        copy_type: copy_type as i32,
+        padding: 0,
+    };
+    launch(&gpu, "adamw", elementwise_of(len, V), &params)
+}

@@ -1,0 +1,141 @@
+//! What is added to a tensor in place: the gradients of a training loop that keeps its own books.
+
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
+use candle_core::{CpuStorage, DType, InplaceOp2, InplaceOp3, Layout, Result, Tensor};
+use rayon::prelude::*;
+
+use super::support::{check_sum, f32_values, f32_values_mut, shape_error, supported};
+use crate::cpu::product::{Mat, product_parallel};
+#[cfg(feature = "cuda")]
+use crate::cuda;
+
+const ADD: &str = "add-into";
+const PRODUCT: &str = "product-into";
+
+/// Elements that one task takes.
+const SPAN: usize = 16 * 1024;
+
+/// `sum += x`.
+///
+/// `sum` is f32 without gaps, `x` of the same shape in f32, f16 or bf16.
+///
+/// # Errors
+/// When they do not fit together.
+pub fn add_into(sum: &Tensor, x: &Tensor) -> Result<()> {
+    check_sum("add_into", sum, x.dims())?;
+    supported(ADD, &[sum, x])?;
+    sum.inplace_op2(&x.detach(), &AddInto)
+}
+
+struct AddInto;
+
+impl InplaceOp2 for AddInto {
+    fn name(&self) -> &'static str {
+        ADD
+    }
+
+    fn cpu_fwd(
+        &self,
+        sum: &mut CpuStorage,
+        layout: &Layout,
+        x: &CpuStorage,
+        x_layout: &Layout,
+    ) -> Result<()> {
+        let x = f32_values(ADD, x, x_layout)?;
+        let sum = f32_values_mut(ADD, sum, layout)?;
+        sum.par_chunks_mut(SPAN).zip(x.par_chunks(SPAN)).for_each(|(sum, x)| {
+            sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
+        });
+        Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        sum: &mut CudaStorage,
+        layout: &Layout,
+        x: &CudaStorage,
+        x_layout: &Layout,
+    ) -> Result<()> {
+        cuda::ops::cross_entropy::add((sum, layout), (x, x_layout))
+    }
+}
+
+/// `out += factor * a b`, sums in f32.
+///
+/// `a` is (rows, inner), `b` (inner, columns), both of one type and with neighbours in a row or a column (a transpose needs
+/// no copy); `out` is (rows, columns) without gaps, in f32 or, on a GPU, in that type. For a linear map `y = x W^T` the
+/// gradients are `product_into(dw, dy.t(), x, 1.0)` and `product_into(dx, dy, w, 1.0)`.
+///
+/// # Errors
+/// When shapes, types or strides do not fit.
+pub fn product_into(out: &Tensor, a: &Tensor, b: &Tensor, factor: f64) -> Result<()> {
+    let fits = match (a.dims(), b.dims()) {
+        (&[rows, inner], &[b_inner, cols]) => inner == b_inner && out.dims() == [rows, cols],
+        _ => false,
+    };
+    if !fits || a.dtype() != b.dtype() {
+        return Err(shape_error(
+            "product_into: matrices do not fit together",
+            ((a.dims(), a.dtype()), (b.dims(), b.dtype()), (out.dims(), out.dtype())),
+            "(rows, inner) and (inner, columns) of one type, to (rows, columns)",
+            "transpose one with `t()`, or convert it with `to_dtype`",
+        ));
+    }
+    if out.dtype() == DType::F32 || out.device().is_cpu() || out.dtype() != a.dtype() {
+        check_sum("product_into", out, out.dims())?;
+    }
+    supported(PRODUCT, &[out, a, b])?;
+    out.inplace_op3(&a.detach(), &b.detach(), &ProductInto { factor: factor as f32 })
+}
+
+struct ProductInto {
+    factor: f32,
+}
+
+impl InplaceOp3 for ProductInto {
+    fn name(&self) -> &'static str {
+        PRODUCT
+    }
+
+    fn cpu_fwd(
+        &self,
+        out: &mut CpuStorage,
+        layout: &Layout,
+        a: &CpuStorage,
+        a_layout: &Layout,
+        b: &CpuStorage,
+        b_layout: &Layout,
+    ) -> Result<()> {
+        let (at, bt) = (transposed(a_layout)?, transposed(b_layout)?);
+        let a = (f32_values(PRODUCT, a, at.as_ref().unwrap_or(a_layout))?, a_layout.shape().dims2()?);
+        let b = (f32_values(PRODUCT, b, bt.as_ref().unwrap_or(b_layout))?, b_layout.shape().dims2()?);
+        let matrix = |(values, (rows, cols)), transposed: bool| match transposed {
+            true => Mat::new(values, cols, rows).t(),
+            false => Mat::new(values, rows, cols),
+        };
+        let (a, b) = (matrix((&*a.0, a.1), at.is_some()), matrix((&*b.0, b.1), bt.is_some()));
+        product_parallel(f32_values_mut(PRODUCT, out, layout)?, a, b, self.factor, true);
+        Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        out: &mut CudaStorage,
+        layout: &Layout,
+        a: &CudaStorage,
+        a_layout: &Layout,
+        b: &CudaStorage,
+        b_layout: &Layout,
+    ) -> Result<()> {
+        cuda::gemm::add_product((out, layout), (a, a_layout), (b, b_layout), self.factor)
+    }
+}
+
+/// The layout of the transpose, where that has no gaps.
+fn transposed(layout: &Layout) -> Result<Option<Layout>> {
+    let turned = layout.transpose(0, 1)?;
+    Ok((!layout.is_contiguous() && turned.is_contiguous()).then_some(turned))
+}

@@ -1,0 +1,301 @@
+//! AdamW over all parameters at once, and the norm of their gradients.
+
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
+use candle_core::{CpuStorage, CustomOp1, DType, InplaceOp3, Layout, Result, Shape, Tensor};
+use rayon::prelude::*;
+
+#[cfg(feature = "cuda")]
+use super::support::with_cuda;
+use super::support::{f32_values, f32_values_mut, shape_error, supported};
+#[cfg(feature = "cuda")]
+use crate::cuda;
+
+const NAME: &str = "adamw";
+const SQUARES: &str = "sum-of-squares";
+
+/// Elements that one task takes; also the span of one partial sum, which makes the order of additions independent of the
+/// number of threads.
+const SPAN: usize = 32 * 1024;
+
+/// The sum of squares of all elements of an f32 tensor: an f64 scalar, summed in f64 and in an order of its own, so that it
+/// is finite where all elements are.
+///
+/// # Errors
+/// When `x` is not f32.
+pub fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
+    if x.dtype() != DType::F32 {
+        return Err(shape_error("sum_of_squares takes f32", x.dtype(), "f32", "convert with `to_dtype`"));
+    }
+    supported(SQUARES, &[x])?;
+    x.detach().apply_op1_no_bwd(&SumOfSquares)
+}
+
+struct SumOfSquares;
+
+impl CustomOp1 for SumOfSquares {
+    fn name(&self) -> &'static str {
+        SQUARES
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let values = f32_values(SQUARES, x, layout)?;
+        let parts: Vec<f64> = values
+            .par_chunks(SPAN)
+            .map(|span| {
+                // Independent lanes, so that the additions do not wait for each other.
+                let mut lanes = [0f64; 8];
+                for chunk in span.chunks(8) {
+                    for (lane, &x) in lanes.iter_mut().zip(chunk) {
+                        *lane += f64::from(x) * f64::from(x);
+                    }
+                }
+                lanes.iter().sum::<f64>()
+            })
+            .collect();
+        Ok((CpuStorage::F64(vec![parts.iter().sum()]), Shape::from(())))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        Ok((cuda::ops::adamw::sum_of_squares((x, layout))?, Shape::from(())))
+    }
+}
+
+/// One step of AdamW (Adam with decoupled weight decay, arXiv 1711.05101), with clipping by the global norm.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamW {
+    /// Learning rate of this step.
+    pub lr: f64,
+    /// Decay of the mean of gradients.
+    pub beta1: f64,
+    /// Decay of the mean of squared gradients.
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// Decoupled weight decay.
+    pub weight_decay: f64,
+    /// The first so many parameters decay.
+    pub decayed: usize,
+    /// The step's number, from 1.
+    pub step: u64,
+    /// Factor of the gradient: one over the number of micro-batches that were added up.
+    pub gradient_factor: f64,
+    /// Largest norm of the gradient times that factor; larger ones are scaled down to it.
+    pub clip: Option<f64>,
+}
+
+/// What the step's number makes of the settings.
+pub(crate) struct Factors {
+    pub(crate) rate: f32,
+    pub(crate) root: f32,
+    pub(crate) keep: f32,
+}
+
+impl AdamW {
+    pub(crate) fn factors(&self) -> Factors {
+        let corrected = |beta: f64| 1.0 - beta.powf(self.step as f64);
+        Factors {
+            rate: (self.lr / corrected(self.beta1)) as f32,
+            root: (1.0 / corrected(self.beta2)) as f32,
+            keep: (1.0 - self.lr * self.weight_decay) as f32,
+        }
+    }
+
+    /// Updates all parameters in one pass, in place and without waiting for anything:
+    /// `g = gradient * gradient_factor`, clipped; `m = beta1 m + (1 - beta1) g`; `v = beta2 v + (1 - beta2) g^2`;
+    /// `w = (1 - lr weight_decay) w - lr m' / (sqrt(v') + eps)` with `m' = m / (1 - beta1^step)` and
+    /// `v' = v / (1 - beta2^step)`.
+    ///
+    /// `state` is (3, parameters) in f32 without gaps: weights, m, v. `gradient` is (parameters) in f32,
+    /// `sum_of_squares` what [`sum_of_squares`] says of it. `copy`, on a GPU, receives the new weights in f16 or bf16:
+    /// what models compute with. When the norm is not finite nothing changes.
+    ///
+    /// # Errors
+    /// When the tensors do not fit together.
+    pub fn step(
+        &self,
+        state: &Tensor,
+        gradient: &Tensor,
+        sum_of_squares: &Tensor,
+        copy: Option<&Tensor>,
+    ) -> Result<()> {
+        let len = gradient.elem_count();
+        let dense =
+            state.is_contiguous() && gradient.is_contiguous() && copy.is_none_or(Tensor::is_contiguous);
+        let copy_fits = copy.is_none_or(|copy| {
+            copy.device().is_cuda()
+                && copy.dims() == [len]
+                && [DType::F16, DType::BF16].contains(&copy.dtype())
+        });
+        if state.dims() != [3, len]
+            || gradient.rank() != 1
+            || sum_of_squares.rank() != 0
+            || (state.dtype(), gradient.dtype(), sum_of_squares.dtype())
+                != (DType::F32, DType::F32, DType::F64)
+            || !dense
+            || !copy_fits
+        {
+            return Err(shape_error(
+                "adamw: the tensors do not fit together",
+                (state, gradient, sum_of_squares, copy).describe(),
+                "state (3, parameters) and gradient (parameters) in f32, the sum an f64 scalar; a copy (parameters) in \
+                 f16 or bf16 on a GPU; no gaps",
+                "one tensor holds all parameters, one after the other",
+            ));
+        }
+        supported(NAME, &[state, gradient, sum_of_squares, copy.unwrap_or(state)])?;
+        state.inplace_op3(gradient, sum_of_squares, &Step { settings: self, copy })
+    }
+}
+
+/// Shapes and types for a message.
+trait Describe {
+    fn describe(&self) -> Vec<(Vec<usize>, DType)>;
+}
+
+impl Describe for (&Tensor, &Tensor, &Tensor, Option<&Tensor>) {
+    fn describe(&self) -> Vec<(Vec<usize>, DType)> {
+        let all = [Some(self.0), Some(self.1), Some(self.2), self.3];
+        all.into_iter().flatten().map(|t| (t.dims().to_vec(), t.dtype())).collect()
+    }
+}
+
+struct Step<'a> {
+    settings: &'a AdamW,
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "on the CPU there is none"))]
+    copy: Option<&'a Tensor>,
+}
+
+impl InplaceOp3 for Step<'_> {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        state: &mut CpuStorage,
+        layout: &Layout,
+        gradient: &CpuStorage,
+        gradient_layout: &Layout,
+        sum_of_squares: &CpuStorage,
+        sum_layout: &Layout,
+    ) -> Result<()> {
+        let AdamW { beta1, beta2, eps, decayed, gradient_factor, clip, .. } = *self.settings;
+        let norm = gradient_factor * sum_of_squares.as_slice::<f64>()?[sum_layout.start_offset()].sqrt();
+        if !norm.is_finite() {
+            return Ok(());
+        }
+        let clipped = clip.map_or(1.0, |clip| if norm > clip { clip / norm } else { 1.0 });
+        let factor = (gradient_factor * clipped) as f32;
+        let (beta1, beta2, eps) = (beta1 as f32, beta2 as f32, eps as f32);
+        let Factors { rate, root, keep } = self.settings.factors();
+        let gradient = f32_values(NAME, gradient, gradient_layout)?;
+        let (weights, moments) = f32_values_mut(NAME, state, layout)?.split_at_mut(gradient.len());
+        let (mean, square) = moments.split_at_mut(gradient.len());
+        let spans =
+            weights.par_chunks_mut(SPAN).zip(mean.par_chunks_mut(SPAN).zip(square.par_chunks_mut(SPAN)));
+        spans.zip(gradient.par_chunks(SPAN)).enumerate().for_each(|(n, ((w, (m, v)), g))| {
+            for (i, (((w, m), v), g)) in w.iter_mut().zip(m).zip(v).zip(g).enumerate() {
+                let g = g * factor;
+                *m = beta1 * *m + (1.0 - beta1) * g;
+                *v = beta2 * *v + (1.0 - beta2) * (g * g);
+                let keep = if n * SPAN + i < decayed { keep } else { 1.0 };
+                *w = keep * *w - rate * *m / ((root * *v).sqrt() + eps);
+            }
+        });
+        Ok(())
+    }
+
+    /// The copy is written where it lies: candle lends one tensor at a time for writing.
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        state: &mut CudaStorage,
+        layout: &Layout,
+        gradient: &CudaStorage,
+        gradient_layout: &Layout,
+        sum_of_squares: &CudaStorage,
+        sum_layout: &Layout,
+    ) -> Result<()> {
+        let (state, gradient) = ((&*state, layout), (gradient, gradient_layout));
+        let sum = (sum_of_squares, sum_layout);
+        match self.copy {
+            None => cuda::ops::adamw::update(state, gradient, sum, None, self.settings),
+            Some(copy) => with_cuda(NAME, [copy], |[copy]| {
+                cuda::ops::adamw::update(state, gradient, sum, Some(copy), self.settings)
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    const SETTINGS: AdamW = AdamW {
+        lr: 0.01,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        decayed: 3,
+        step: 1,
+        gradient_factor: 0.5,
+        clip: None,
+    };
+
+    /// Five steps against the published recurrence in f64; f32 keeps 1e-6. The first three parameters decay.
+    #[test]
+    fn follows_the_recurrence() -> Result<()> {
+        let start = [0.5f32, -1.0, 2.0, 0.5, -1.0, 2.0];
+        for clip in [None, Some(0.7)] {
+            let state = Tensor::from_vec([&start[..], &[0.0; 12]].concat(), (3, 6), &Device::Cpu)?;
+            let mut expected = start.map(f64::from);
+            let mut moments = [[0f64; 2]; 6];
+            for step in 1..=5 {
+                let gradient = [0.1f32, -20.0, 1e-3, 0.1, -20.0, 1e-3].map(|g| g * step as f32);
+                let tensor = Tensor::new(&gradient, &Device::Cpu)?;
+                let sum = sum_of_squares(&tensor)?;
+                AdamW { step, clip, ..SETTINGS }.step(&state, &tensor, &sum, None)?;
+                let norm = 0.5 * gradient.iter().map(|&g| f64::from(g).powi(2)).sum::<f64>().sqrt();
+                let clipped = clip.map_or(1.0, |clip| (clip / norm).min(1.0));
+                for c in 0..6 {
+                    let g = 0.5 * f64::from(gradient[c]) * clipped;
+                    let [m, v] = &mut moments[c];
+                    *m = 0.9 * *m + 0.1 * g;
+                    *v = 0.95 * *v + 0.05 * g * g;
+                    let (m, v) =
+                        (*m / (1.0 - 0.9f64.powi(step as i32)), *v / (1.0 - 0.95f64.powi(step as i32)));
+                    let decay = if c < 3 { 1.0 - 0.01 * 0.1 } else { 1.0 };
+                    expected[c] = decay * expected[c] - 0.01 * m / (v.sqrt() + 1e-8);
+                }
+            }
+            for (got, expected) in state.get(0)?.to_vec1::<f32>()?.iter().zip(expected) {
+                assert!((f64::from(*got) - expected).abs() < 1e-6, "{got} {expected}");
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_gradient_that_is_not_finite_changes_nothing() -> Result<()> {
+        let state = Tensor::arange(0f32, 6., &Device::Cpu)?.reshape((3, 2))?;
+        let before = state.to_vec2::<f32>()?;
+        for bad in [f32::NAN, f32::INFINITY] {
+            let gradient = Tensor::new(&[1f32, bad], &Device::Cpu)?;
+            AdamW { decayed: 0, ..SETTINGS }.step(&state, &gradient, &sum_of_squares(&gradient)?, None)?;
+            assert_eq!(state.to_vec2::<f32>()?, before);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn squares_of_large_numbers_add_up() -> Result<()> {
+        let x = Tensor::new(&[3e30f32, 4e30], &Device::Cpu)?;
+        let norm = sum_of_squares(&x)?.to_scalar::<f64>()?.sqrt();
+        assert!((norm / 5e30 - 1.0).abs() < 1e-6);
+        Ok(())
+    }
+}

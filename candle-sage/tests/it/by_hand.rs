@@ -1,0 +1,312 @@
+//! What a training loop without candle's graph calls, against that graph; on the CPU, and on a GPU in 16 bits too.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_sage::ops::{self, CrossEntropy, RopeStyle};
+
+use crate::support::{Normals, f64s, relative_l2};
+
+/// A device and an element type.
+#[derive(Clone)]
+struct Place {
+    device: Device,
+    dtype: DType,
+}
+
+const CPU: Place = Place { device: Device::Cpu, dtype: DType::F32 };
+
+#[cfg(feature = "cuda")]
+fn on_gpu(check: impl Fn(&Place) -> Result<()>) -> Result<()> {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        check(&Place { device: crate::support::gpu(), dtype })?;
+    }
+    Ok(())
+}
+
+impl Place {
+    fn draw(&self, normals: &mut Normals, dims: &[usize]) -> Result<Var> {
+        let values = normals.vec(dims.iter().product(), 1.0);
+        Var::from_tensor(&Tensor::from_vec(values, dims, &self.device)?.to_dtype(self.dtype)?)
+    }
+
+    /// Half a unit in the last place, relative.
+    fn rounding(&self) -> f64 {
+        match self.dtype {
+            DType::F16 => 2f64.powi(-11),
+            DType::BF16 => 2f64.powi(-8),
+            _ => 2f64.powi(-24),
+        }
+    }
+}
+
+fn values(t: &Tensor) -> Result<Vec<f64>> {
+    Ok(f64s(&t.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?))
+}
+
+/// The gradients that candle's graph finds for `vars`, and `dout` reaching `out`.
+fn graph(out: &Tensor, dout: &Tensor, vars: &[&Var]) -> Result<Vec<Tensor>> {
+    let grads = (out * dout)?.to_dtype(DType::F32)?.sum_all()?.backward()?;
+    Ok(vars.iter().map(|var| grads.get(var).expect("a gradient").clone()).collect())
+}
+
+#[track_caller]
+fn same(name: &str, got: &Tensor, expected: &Tensor) -> Result<()> {
+    assert_eq!((got.dims(), got.dtype()), (expected.dims(), expected.dtype()), "{name}");
+    assert!(values(got)? == values(expected)?, "{name}: other bits");
+    Ok(())
+}
+
+#[track_caller]
+fn close(name: &str, got: &Tensor, expected: &Tensor, limit: f64) -> Result<()> {
+    assert_eq!(got.dims(), expected.dims(), "{name}");
+    let error = relative_l2(&values(got)?, &values(expected)?);
+    assert!(error <= limit, "{name}: {error:.1e}, limit {limit:.1e}");
+    Ok(())
+}
+
+/// The functions call what the graph calls: to the bit.
+fn backwards(place: &Place) -> Result<()> {
+    let mut normals = Normals::new(1);
+    let mut draw = |dims: &[usize]| place.draw(&mut normals, dims);
+    let (gate, up, dout) = (draw(&[30, 40])?, draw(&[30, 40])?, draw(&[30, 40])?);
+    let out = ops::swiglu(&gate, &up)?;
+    let [dgate, dup, again] = ops::swiglu_backward(&gate, &up, &dout)?;
+    same("swiglu", &again, &out)?;
+    for (got, expected) in [dgate, dup].iter().zip(graph(&out, &dout, &[&gate, &up])?) {
+        same("swiglu's gradients", got, &expected)?;
+    }
+
+    let (x, weight, dout) = (draw(&[2, 15, 3, 64])?, draw(&[64])?, draw(&[2, 15, 3, 64])?);
+    let (cos, sin) = ops::rope_tables(15, 64, 100.0, &place.device)?;
+    for style in [RopeStyle::Halves, RopeStyle::Interleaved] {
+        let out = ops::qk_norm_rope(&x, &weight, &cos, &sin, 1e-6, style)?;
+        let got = ops::qk_norm_rope_backward(&x, &weight, [&cos, &sin], &dout, 1e-6, style)?;
+        for (got, expected) in got.iter().zip(graph(&out, &dout, &[&x, &weight])?) {
+            same("qk_norm_rope", got, &expected)?;
+        }
+        let out = ops::rope(&x, &cos, &sin, style)?;
+        let got = ops::rope_backward(&dout, &cos, &sin, style)?;
+        same("rope", &got, &graph(&out, &dout, &[&x])?[0])?;
+    }
+
+    let (table, dout) = (draw(&[50, 16])?, draw(&[4, 25, 16])?);
+    let ids: Vec<u32> = (0..100).map(|n| n * n % 47).collect();
+    let ids = Tensor::from_vec(ids, (4, 25), &place.device)?;
+    let out = ops::embedding(&table, &ids)?;
+    same("embedding", &ops::embedding_backward(&ids, &dout, 50)?, &graph(&out, &dout, &[&table])?[0])
+}
+
+/// With a residual stream: rows that fit the registers of a GPU, and rows that do not.
+fn norms(place: &Place) -> Result<()> {
+    let mut normals = Normals::new(2);
+    for dims in [[700, 64], [5, 7], [9, 1024], [3, 20_000]] {
+        let mut draw = |dims: &[usize]| place.draw(&mut normals, dims);
+        let (x, other, weight) = (draw(&dims)?, draw(&dims)?, draw(&dims[1..])?);
+        let (sum, y) = ops::residual_rms_norm(&x, &other, &weight, 1e-6)?;
+        same("the sum", &sum, &(x.as_tensor() + other.as_tensor())?.detach())?;
+        same("its norm", &y, &ops::rms_norm(&sum, &weight, 1e-6)?.detach())?;
+
+        let dout = draw(&dims)?;
+        let expected = graph(&ops::rms_norm(&x, &weight, 1e-6)?, &dout, &[&x, &weight])?;
+        let [dx, dweight] = ops::rms_norm_backward(&x, &weight, &dout, None, 1e-6)?;
+        same("dx", &dx, &expected[0])?;
+        same("dweight", &dweight, &expected[1])?;
+        let [dx, dweight] = ops::rms_norm_backward(&x, &weight, &dout, Some(&other), 1e-6)?;
+        // The graph rounds once more.
+        let sum = (&expected[0] + other.as_tensor())?;
+        close("dx past the norm", &dx, &sum, 2.0 * place.rounding())?;
+        same("dweight", &dweight, &expected[1])?;
+    }
+    Ok(())
+}
+
+/// Products against f64: terms are rounded numbers already, and sums of 70 in f32 err by at most 70 2^-24 of their
+/// absolute terms, which are sqrt(70) times the result here; then the result is rounded to its type.
+fn products(place: &Place) -> Result<()> {
+    let mut normals = Normals::new(3);
+    let (rows, inner, cols) = (33, 70, 24);
+    let product = |a: &[f64], b: &[f64]| -> Vec<f64> {
+        (0..rows * cols)
+            .map(|n| (0..inner).map(|k| a[n / cols * inner + k] * b[k * cols + n % cols]).sum())
+            .collect()
+    };
+    let (a, b) = (place.draw(&mut normals, &[rows, inner])?, place.draw(&mut normals, &[inner, cols])?);
+    let expected = product(&values(&a)?, &values(&b)?);
+    let turned = |t: &Tensor| t.t()?.contiguous()?.t();
+    for a in [a.as_tensor().clone(), turned(&a)?] {
+        for b in [b.as_tensor().clone(), turned(&b)?] {
+            // A place inside a longer tensor, as gradients have.
+            for dtype in [DType::F32, place.dtype] {
+                let all = Tensor::ones(rows * cols + 16, dtype, &place.device)?;
+                let out = all.narrow(0, 8, rows * cols)?.reshape((rows, cols))?;
+                ops::product_into(&out, &a, &b, 2.0)?;
+                ops::product_into(&out, &a, &b, -0.5)?;
+                let expected: Vec<f64> = expected.iter().map(|x| 1.0 + 1.5 * x).collect();
+                let rounding = if dtype == DType::F32 { 0.0 } else { 2.5 * place.rounding() };
+                let error = relative_l2(&values(&out)?, &expected);
+                let limit = 3.0 * 70.0 * 8.4 * 2f64.powi(-24) + rounding;
+                assert!(error < limit, "{dtype:?}: {error:.1e}, limit {limit:.1e}");
+                let edges = values(&all)?;
+                assert!(edges[..8].iter().chain(&edges[rows * cols + 8..]).all(|&x| x == 1.0));
+            }
+        }
+    }
+    let sum = Tensor::ones((rows, inner), DType::F32, &place.device)?;
+    ops::add_into(&sum, &a)?;
+    same("a sum", &sum, &(a.to_dtype(DType::F32)? + 1.0)?.detach())
+}
+
+/// One pass for the loss and both gradients, against the graph's. Between them lie the rounding of the weight's gradient
+/// and of the scaled one of the hidden states.
+fn loss(place: &Place) -> Result<()> {
+    let mut normals = Normals::new(4);
+    let (rows, width, classes) = (40, 32, 50);
+    let (hidden, weight) =
+        (place.draw(&mut normals, &[rows, width])?, place.draw(&mut normals, &[classes, width])?);
+    let targets: Vec<u32> = (0..rows as u32).map(|n| n * 7 % classes as u32).collect();
+    let targets = Tensor::from_vec(targets, rows, &place.device)?;
+    for chunk_rows in [None, Some(7)] {
+        let settings = CrossEntropy { chunk_rows, ..CrossEntropy::default() };
+        let expected = ops::linear_cross_entropy(&hidden, &weight, &targets, settings)?;
+        let grads = expected.backward()?;
+        let grad = |var: &Var| grads.get(var).expect("a gradient").to_dtype(DType::F32);
+        // Something small is there already: what adding to it rounds off is 2^-25 of it.
+        let dweight = (Tensor::ones((classes, width), DType::F32, &place.device)? * 0.01)?;
+        let (loss, dhidden) =
+            ops::linear_cross_entropy_into(&dweight, &hidden, &weight, &targets, settings, 0.5)?;
+        assert_eq!(loss.to_scalar::<f32>()?, expected.to_scalar::<f32>()?);
+        assert_eq!(dhidden.dtype(), place.dtype);
+        let limit = 2.0 * place.rounding() + 1e-6;
+        close("dhidden", &dhidden.to_dtype(DType::F32)?, &(grad(&hidden)? * 0.5)?, limit)?;
+        close("dweight", &(dweight - 0.01)?, &(grad(&weight)? * 0.5)?, limit + 1e-6)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn backwards_are_those_of_the_graph() -> Result<()> {
+    backwards(&CPU)?;
+    norms(&CPU)
+}
+
+#[test]
+fn sums_in_place() -> Result<()> {
+    products(&CPU)?;
+    loss(&CPU)
+}
+
+#[test]
+fn messages() {
+    let zeros = |dims: &[usize], dtype| Tensor::zeros(dims, dtype, &Device::Cpu).expect("zeros");
+    let (a, b) = (zeros(&[2, 3], DType::F32), zeros(&[3, 4], DType::F32));
+    for (wrong, expected) in [
+        (ops::product_into(&zeros(&[2, 3], DType::F32), &a, &b, 1.0), "matrices do not fit together"),
+        (ops::product_into(&zeros(&[2, 4], DType::BF16), &a, &b, 1.0), "sums are kept in f32"),
+        (ops::add_into(&zeros(&[3, 2], DType::F32), &a), "the sum does not fit"),
+        (ops::sum_of_squares(&zeros(&[3], DType::BF16)).map(drop), "takes f32"),
+        (ops::embedding_backward(&zeros(&[3], DType::U32), &a, 5).map(drop), "does not match the ids"),
+        (
+            ops::residual_rms_norm(&a, &b, &zeros(&[3], DType::F32), 1e-6).map(drop),
+            "the residual does not match",
+        ),
+        (ops::swiglu_backward(&a, &a, &b).map(drop), "gate and up differ"),
+    ] {
+        let message = wrong.expect_err("a mistake").to_string();
+        assert!(message.contains(expected) && message.contains("hint:"), "{message}");
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use candle_sage::ops::AdamW;
+
+    use super::*;
+    use crate::support::gpu;
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn backwards_are_those_of_the_graph() -> Result<()> {
+        on_gpu(backwards)?;
+        on_gpu(norms)
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn sums_in_place() -> Result<()> {
+        on_gpu(products)?;
+        on_gpu(loss)
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn a_target_that_is_no_class_makes_the_loss_nan() -> Result<()> {
+        let (hidden, weight) =
+            (Tensor::ones((3, 8), DType::F32, &gpu())?, Tensor::ones((5, 8), DType::F32, &gpu())?);
+        let targets = Tensor::new(&[1u32, 5, 2], &gpu())?;
+        let sum = weight.zeros_like()?;
+        let (loss, _) =
+            ops::linear_cross_entropy_into(&sum, &hidden, &weight, &targets, CrossEntropy::default(), 1.0)?;
+        assert!(loss.to_scalar::<f32>()?.is_nan());
+        Ok(())
+    }
+
+    /// The same recurrence on both sides; a step moves a weight by lr at most, and the two differ by roundings of that.
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn adamw_is_that_of_the_cpu() -> Result<()> {
+        let mut normals = Normals::new(5);
+        let len = 100_004;
+        let start = normals
+            .vec(3 * len, 1.0)
+            .iter()
+            .enumerate()
+            .map(|(n, x)| if n < len { *x } else { x * x })
+            .collect();
+        let start = Tensor::from_vec::<_, f32>(start, (3, len), &Device::Cpu)?;
+        let gradient = Tensor::from_vec(normals.vec(len, 3.0), len, &Device::Cpu)?;
+        for (clip, copy) in [(None, None), (Some(1.0), Some(DType::BF16)), (Some(1e9), Some(DType::F16))] {
+            let run = |device: &Device| -> Result<(Tensor, f64, Option<Tensor>)> {
+                let state = start.to_device(device)?.copy()?;
+                let gradient = gradient.to_device(device)?;
+                let sum = ops::sum_of_squares(&gradient)?;
+                let copy = copy.filter(|_| device.is_cuda());
+                let copy = copy.map(|dtype| Tensor::zeros(len, dtype, device)).transpose()?;
+                let adamw = AdamW {
+                    lr: 0.1,
+                    beta1: 0.9,
+                    beta2: 0.95,
+                    eps: 1e-8,
+                    weight_decay: 0.1,
+                    decayed: 50_001,
+                    step: 3,
+                    gradient_factor: 0.25,
+                    clip,
+                };
+                adamw.step(&state, &gradient, &sum, copy.as_ref())?;
+                Ok((state.to_device(&Device::Cpu)?, sum.to_scalar::<f64>()?, copy))
+            };
+            let ((got, sum, copy), (expected, exact, _)) = (run(&gpu())?, run(&Device::Cpu)?);
+            assert!((sum / exact - 1.0).abs() < 1e-12, "{sum} {exact}");
+            close("weights and moments", &got, &expected, 4.0 * 2f64.powi(-24))?;
+            if let Some(copy) = copy {
+                same("the copy", &copy.to_device(&Device::Cpu)?, &got.get(0)?.to_dtype(copy.dtype())?)?;
+            }
+            // A norm that is not finite leaves everything as it was.
+            let state = start.to_device(&gpu())?.copy()?;
+            let bad = Tensor::new(f64::INFINITY, &gpu())?;
+            let adamw = AdamW {
+                lr: 0.1,
+                beta1: 0.9,
+                beta2: 0.95,
+                eps: 1e-8,
+                weight_decay: 0.1,
+                decayed: 0,
+                step: 1,
+                gradient_factor: 1.0,
+                clip,
+            };
+            adamw.step(&state, &gradient.to_device(&gpu())?, &bad, None)?;
+            same("nothing", &state.to_device(&Device::Cpu)?, &start)?;
+        }
+        Ok(())
+    }
+}
