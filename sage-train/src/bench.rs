@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 
 use candle_core::{DType, Device, Tensor};
 use candle_sage::{Attention, Error, Result, SageBwd, Scheme};
-use clock::Clock;
+use clock::{Clock, peak_bytes};
 
 use crate::during;
 
@@ -72,7 +72,7 @@ pub struct Measured {
     /// Milliseconds of a forward and its backward.
     pub both_ms: f64,
     /// Most memory in use at once during a forward and backward, in bytes, beyond the inputs. Not known on the CPU.
-    pub extra_bytes: Option<usize>,
+    pub extra_bytes: Option<u64>,
 }
 
 impl Measured {
@@ -136,7 +136,7 @@ pub fn measure(plan: &Plan, row: Row) -> Result<Vec<Measured>> {
             };
             let forward_ms = clock.median(plan.repeats, forward)?;
             let both_ms = clock.median(plan.repeats, both)?;
-            let extra_bytes = clock.peak_bytes(|| both(0))?;
+            let extra_bytes = peak_bytes(&plan.device, || both(0))?;
             Ok(Measured { row, batch, heads, scheme, forward_ms, both_ms, extra_bytes })
         })
         .collect::<candle_core::Result<_>>()

@@ -3,13 +3,13 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use candle_core::Device;
 use candle_sage::{Error, Result};
 use clap::{Parser, Subcommand};
 
 use crate::bench::{self, Row};
 use crate::config::Config;
 use crate::data::corpus::Corpus;
+use crate::device::Place;
 use crate::metrics::Outcome;
 use crate::probe::{Probed, probe};
 use crate::report::{comparison, layer_errors, loss_plot};
@@ -91,13 +91,6 @@ struct BenchAttention {
     /// Also write the results as comma-separated values
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
-}
-
-/// Where something runs.
-#[derive(Debug, Clone, Copy, clap::ValueEnum)]
-enum Place {
-    Cpu,
-    Cuda,
 }
 
 /// What to probe.
@@ -233,17 +226,7 @@ fn comparison_runs(config: &Config, attns: &[Attn]) -> Result<Vec<Config>> {
 
 impl BenchAttention {
     fn run(&self) -> Result<()> {
-        let default = if cfg!(feature = "cuda") { Place::Cuda } else { Place::Cpu };
-        let device = match self.device.unwrap_or(default) {
-            Place::Cpu => Device::Cpu,
-            Place::Cuda if !cfg!(feature = "cuda") => {
-                return Err(Error::new("this build has no kernels for GPUs")
-                    .got("--device cuda")
-                    .allowed("--device cpu")
-                    .hint("build with `--features cuda`; it needs nvcc"));
-            }
-            Place::Cuda => Device::new_cuda(0).map_err(during("cannot use the first GPU"))?,
-        };
+        let device = self.device.unwrap_or_default().open()?;
         let plan = bench::Plan {
             device,
             rows: if self.rows.is_empty() { bench::usual_rows() } else { self.rows.clone() },

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use candle_sage::{Error, Granularity, Result, SageBwd, Scheme, Smoothing};
 
 use crate::checks::{above_zero, in_range};
+use crate::device::Place;
 use crate::during;
 use crate::model::LlamaConfig;
 use crate::optim::{AdamWConfig, LearningRate};
@@ -35,8 +36,8 @@ pub struct Config {
     pub learning_rate: LearningRate,
     /// AdamW.
     pub adamw: AdamWConfig,
-    /// Largest gradient norm; `None` does not clip.
-    pub clip: Option<f64>,
+    /// Where it trains.
+    pub device: Place,
     /// Seed of everything random.
     pub seed: u64,
     /// Folder of runs.
@@ -117,8 +118,11 @@ impl Config {
                 Attn::Sagebwd => Some(Scheme::SageBwd(sage)),
                 Attn::None => None,
             },
+            recompute: need(s.recompute),
+            deterministic: need(s.deterministic) == Switch::On,
         };
         model.validate()?;
+        need(s.device).check()?;
         let micro_batch = in_range("micro-batch", need(s.micro_batch) as u64, 1, 1 << 20)? as usize;
         let tokens_per_step = in_range("tokens-per-step", need(s.tokens_per_step).0, 1, 1 << 40)?;
         let accumulation = accumulation(tokens_per_step, micro_batch, model.context)?;
@@ -171,8 +175,9 @@ impl Config {
                 beta2: in_range("beta2", need(s.beta2), 0.0, 0.999_999)?,
                 eps: above_zero("adam-eps", need(s.adam_eps))?,
                 weight_decay: in_part("weight-decay", need(s.weight_decay))?,
+                clip: Some(in_range("clip", need(s.clip), 0.0, 1e9)?).filter(|norm| *norm > 0.0),
             },
-            clip: Some(in_range("clip", need(s.clip), 0.0, 1e9)?).filter(|norm| *norm > 0.0),
+            device: need(s.device),
             seed: need(s.seed),
             out,
             name: s.name.clone(),

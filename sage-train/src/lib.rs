@@ -1,6 +1,6 @@
 //! Pre-training of small Llamas with low-bit attention, and fair comparison with full precision.
 //!
-//! `settings` is what may be said, `config` what will run, `data` text to batches, `model` the Llama,
+//! `settings` is what may be said, `config` what will run, `device` where, `data` text to batches, `model` the Llama,
 //! `optim` the update, `train` the loop over them, `probe` the errors of a trained model, `bench`
 //! the speed of attention, `report` the pictures, `cli` the command.
 
@@ -9,6 +9,7 @@ pub mod checks;
 pub mod cli;
 pub mod config;
 pub mod data;
+pub mod device;
 pub mod metrics;
 pub mod model;
 pub mod optim;

@@ -1,9 +1,13 @@
-//! The Llama: its shape, its parameters, its forward.
+//! The Llama: its shape, its parameters, its forward and backward.
 
+mod attention;
+mod block;
 mod config;
-mod init;
+mod layers;
 mod llama;
+mod parameters;
 
-pub use config::{LlamaConfig, ParameterSpec};
-pub use init::Parameters;
-pub use llama::{Attend, Llama};
+pub use attention::Observe;
+pub use config::{LlamaConfig, ParameterSpec, Recompute};
+pub use llama::Llama;
+pub use parameters::{Parameters, Weight};

@@ -1,9 +1,7 @@
-//! AdamW, gradient norms and learning rates.
+//! Settings of AdamW, and learning rates.
 
 mod adamw;
-mod clip;
 mod schedule;
 
-pub use adamw::{AdamW, AdamWConfig};
-pub use clip::{clip_factor, first_non_finite, global_norm};
+pub use adamw::AdamWConfig;
 pub use schedule::LearningRate;

@@ -7,7 +7,8 @@ use candle_sage::{Attention, Error, Result, Scheme};
 
 use crate::config::Config;
 use crate::data::{Batches, Dataset};
-use crate::model::{Llama, Parameters};
+use crate::device::Place;
+use crate::model::{Llama, LlamaConfig, Parameters};
 use crate::settings::Settings;
 use crate::{during, tell};
 
@@ -43,13 +44,6 @@ pub struct Probed {
     pub layers: Vec<LayerErrors>,
 }
 
-/// What attention reads in one layer, and the gradient that comes back to it.
-struct Layer {
-    inputs: [Tensor; 3],
-    /// Zero, added to the output: its gradient is the output's.
-    tap: Var,
-}
-
 /// Runs validation sequences through the model of a run with full-precision attention, and computes
 /// every layer's attention again with SageBwd on the tensors found there. `settings` win over the run's.
 ///
@@ -59,6 +53,8 @@ pub fn probe(folder: &Path, sequences: usize, settings: Settings) -> Result<Prob
     let device = Device::Cpu;
     let saved = Config::read_settings(&folder.join("config.toml"))
         .map_err(|error| error.hint("probe takes the folder of a run, e.g. runs/tiny-sagebwd-001"))?;
+    // In f32, wherever it was trained.
+    let settings = Settings { device: Some(Place::Cpu), ..settings };
     let config = Config::resolve(settings.over(saved))?;
     if config.model.scheme.is_none() {
         return Err(Error::new("the model has no attention to probe")
@@ -68,12 +64,14 @@ pub fn probe(folder: &Path, sequences: usize, settings: Settings) -> Result<Prob
     }
     // A full-precision run has settings for SageBwd too.
     let scheme = Scheme::SageBwd(config.sage());
-    let parameters = Parameters::load(&config.model, &folder.join("model.safetensors"), &device)?;
+    let weights = folder.join("model.safetensors");
+    let parameters = Parameters::load(&config.model, &weights, &device, DType::F32, true)?;
     let data = Dataset::load(&config.data, &|line| tell(line))?;
     data.tokenizer.check_same(&folder.join("tokenizer.json"))?;
     let batches = Batches::new(&data.validation, config.model.context, config.seed);
     let sequences = sequences.min(batches.sequences() as usize);
-    let layers = trace(&config, &parameters, &batches, sequences, &device).map_err(during("probing"))?;
+    let layers =
+        trace(&config.model, &parameters, &batches, sequences, &device).map_err(during("probing"))?;
     let errors = layers.into_iter().enumerate().map(|(layer, (inputs, dout))| {
         let exact = results(Scheme::FullPrecision, &inputs, &dout)?;
         let quantized = results(scheme, &inputs, &dout)?;
@@ -84,32 +82,24 @@ pub fn probe(folder: &Path, sequences: usize, settings: Settings) -> Result<Prob
     Ok(Probed { scheme, sequences, layers: errors.map_err(during("probing"))? })
 }
 
-/// Query, key, value and output gradient of every layer.
+/// Query, key, value and output gradient of every layer, with full-precision attention.
 fn trace(
-    config: &Config,
+    model: &LlamaConfig,
     parameters: &Parameters,
     batches: &Batches<'_>,
     sequences: usize,
     device: &Device,
 ) -> candle_core::Result<Vec<([Tensor; 3], Tensor)>> {
     let batch = batches.in_order(0, sequences, device)?;
-    let model = Llama::load(&config.model, parameters.tracked(device), device)?;
-    let exact = Attention::new(Scheme::FullPrecision).causal(true);
+    let exact = LlamaConfig { scheme: Some(Scheme::FullPrecision), ..model.clone() };
     let mut layers = Vec::new();
-    let mut attend = |q: &Tensor, k: &Tensor, v: &Tensor| {
-        let out = exact.apply(q, k, v)?;
-        let tap = Var::zeros(out.dims(), DType::F32, device)?;
-        let out = (out + tap.as_tensor())?;
-        layers.push(Layer { inputs: [q.detach(), k.detach(), v.detach()], tap });
-        Ok(out)
+    let mut observe = |inputs: [&Tensor; 3], dout: &Tensor| {
+        layers.push((inputs.map(Tensor::clone), dout.clone()));
+        Ok(())
     };
-    let loss = model.loss_with(&batch.ids, &batch.targets, Some(&mut attend))?;
-    let grads = loss.backward()?;
-    let with_gradient = |Layer { inputs, tap }| match grads.get(&tap) {
-        Some(dout) => Ok((inputs, dout.clone())),
-        None => candle_core::bail!("a layer's output received no gradient"),
-    };
-    layers.into_iter().map(with_gradient).collect()
+    Llama::new(&exact, parameters, device)?.train_observed(&batch.ids, &batch.targets, Some(&mut observe))?;
+    layers.reverse();
+    Ok(layers)
 }
 
 /// Output and gradients with a scheme.

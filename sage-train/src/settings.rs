@@ -7,6 +7,8 @@ use candle_sage::{Granularity, Smoothing};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use crate::device::Place;
+use crate::model::Recompute;
 use crate::quantity::Quantity;
 
 /// How to attend.
@@ -219,6 +221,15 @@ pub struct Settings {
     #[arg(long, value_name = "BASE", help_heading = "Model")]
     pub rope_base: Option<f64>,
 
+    /// Where to train [default: cuda if this build has it]
+    #[arg(long, value_enum, help_heading = "Run")]
+    pub device: Option<Place>,
+    /// What the backward makes again instead of keeping it [default: none]
+    #[arg(long, value_enum, help_heading = "Run")]
+    pub recompute: Option<Recompute>,
+    /// Results repeat to the bit on a GPU too; attention's backward takes longer [default: off]
+    #[arg(long, value_enum, help_heading = "Run")]
+    pub deterministic: Option<Switch>,
     /// Seed of weights, batches, built-in corpus and sample [default: 0]
     #[arg(long, value_name = "N", help_heading = "Run")]
     pub seed: Option<u64>,
@@ -289,6 +300,9 @@ impl Settings {
             ffn,
             init_std,
             rope_base,
+            device,
+            recompute,
+            deterministic,
             seed,
             out,
             name,

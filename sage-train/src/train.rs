@@ -1,27 +1,24 @@
 //! The training loop.
 
 mod evaluate;
-mod gradients;
 mod progress;
 mod run_dir;
 mod sample;
 
 use std::time::Instant;
 
-use candle_core::Device;
-use candle_sage::{Error, Result};
+use candle_core::{DType, Device, Tensor};
+use candle_sage::{Error, Result, ops};
 
 use crate::config::Config;
 use crate::data::{Batches, Dataset, files};
 use crate::metrics::{Outcome, Point};
 use crate::model::{Llama, Parameters};
-use crate::optim::{AdamW, clip_factor};
 use crate::quantity::grouped;
 use crate::report::loss_plot;
 use crate::{during, writing};
 
 use evaluate::{Evaluation, evaluate};
-use gradients::Gradients;
 use progress::Progress;
 use run_dir::RunDir;
 
@@ -51,12 +48,12 @@ pub fn check(config: &Config) -> Result<()> {
 /// case nothing is updated any more, and the folder keeps the metrics, their plot, the reason, and the
 /// weights of the last validation.
 pub fn run(config: &Config) -> Result<Outcome> {
-    let device = Device::Cpu;
+    let device = config.device.open()?;
     let started = Instant::now();
     let mut progress = Progress::new(config.steps);
     let data = Dataset::load(&config.data, &|line| progress.say(line))?;
-    let parameters =
-        Parameters::init(&config.model, config.seed, &device).map_err(during("cannot make the model"))?;
+    let parameters = Parameters::init(&config.model, config.seed, &device, config.device.dtype())
+        .map_err(during("cannot make the model"))?;
     let folder = RunDir::create(config)?;
     progress.log_to(folder.log()?);
     progress.say(&format!("{config}"));
@@ -149,7 +146,7 @@ impl Run<'_> {
         self.plot()?;
         if config.sample_tokens > 0 {
             let trainer = &self.trainer;
-            let text = sample::sample(&trainer.eval_model, &self.data.tokenizer, config, trainer.device)?;
+            let text = sample::sample(&trainer.model, &self.data.tokenizer, config, trainer.device)?;
             self.folder.write("sample.txt", &text)?;
             self.progress.say(&format!("sample:\n{text}"));
         }
@@ -186,9 +183,6 @@ struct Trainer<'a> {
     device: &'a Device,
     parameters: &'a Parameters,
     model: Llama,
-    /// The same weights without a graph.
-    eval_model: Llama,
-    adamw: AdamW,
     batches: Batches<'a>,
 }
 
@@ -199,59 +193,81 @@ impl<'a> Trainer<'a> {
         parameters: &'a Parameters,
         device: &'a Device,
     ) -> candle_core::Result<Self> {
-        let decayed = parameters.iter().map(|(spec, var)| (var.clone(), spec.decays()));
         Ok(Self {
             config,
             device,
             parameters,
-            model: Llama::load(&config.model, parameters.tracked(device), device)?,
-            eval_model: Llama::load(&config.model, parameters.untracked(device), device)?,
-            adamw: AdamW::new(config.adamw, decayed)?,
+            model: Llama::new(&config.model, parameters, device)?,
             batches: Batches::new(&data.train, config.model.context, config.seed),
         })
     }
 
-    /// One optimizer step.
+    /// One optimizer step. Nothing is waited for but its end: whether loss and gradients are finite is decided where
+    /// they are, and if not nothing is updated.
     fn step(&mut self, step: u64) -> Result<Point> {
-        let Config { accumulation, micro_batch, .. } = *self.config;
-        let mut gradients = Gradients::default();
-        let mut total_loss = 0.0;
-        for micro in 0..accumulation {
-            let at = || format!("step {}, micro-batch {} of {accumulation}", step + 1, micro + 1);
-            let first = (step * accumulation as u64 + micro as u64) * micro_batch as u64;
-            let batch = self.batches.shuffled(first, micro_batch, self.device).map_err(during(at()))?;
-            let loss = self.model.loss(&batch.ids, &batch.targets).map_err(during(at()))?;
-            let value = f64::from(loss.to_scalar::<f32>().map_err(during(at()))?);
-            if !value.is_finite() {
-                return Err(stopped(format!("the loss is {value} at {}", at()), step));
-            }
-            total_loss += value;
-            let grads = loss.backward().map_err(during(at()))?;
-            gradients
-                .add(self.parameters, &grads)
-                .map_err(|what| stopped(format!("{what} at {}", at()), step))?;
-        }
-        let mean = 1.0 / accumulation as f64;
-        let norm = mean
-            * gradients
-                .norm(self.parameters)
-                .map_err(|what| stopped(format!("{what} at step {}", step + 1), step))?;
-        let clip = clip_factor(norm, self.config.clip);
+        let accumulation = self.config.accumulation;
         let lr = self.config.learning_rate.at(step);
-        gradients.apply(&mut self.adamw, mean * clip, lr).map_err(during(format!("step {}", step + 1)))?;
+        let failed = |error| failed(error, &format!("step {}", step + 1));
+        self.parameters.clear_gradients().map_err(failed)?;
+        let losses = (0..accumulation)
+            .map(|micro| self.micro_batch(step, micro))
+            .collect::<candle_core::Result<Vec<Tensor>>>()
+            .map_err(failed)?;
+        let update = || -> candle_core::Result<(Vec<f32>, f64)> {
+            let losses = Tensor::stack(&losses, 0)?;
+            // 0, or NaN where a loss is not finite, which stops the update.
+            let stop = (losses.sum_all()? * 0.0)?.to_dtype(DType::F64)?;
+            let squares = ops::sum_of_squares(self.parameters.gradients()?)?;
+            let adamw = self.config.adamw.step(step + 1, lr, accumulation);
+            self.parameters.update(adamw, &(&squares + stop)?)?;
+            Ok((losses.to_vec1()?, squares.to_scalar::<f64>()?))
+        };
+        let (losses, squares) = update().map_err(failed)?;
+        for (micro, loss) in losses.iter().enumerate().filter(|(_, loss)| !loss.is_finite()) {
+            let at = format!("step {}, micro-batch {} of {accumulation}", step + 1, micro + 1);
+            return Err(stopped(format!("the loss is {loss} at {at}"), step));
+        }
+        if !squares.is_finite() {
+            let culprit = self.parameters.first_non_finite().map_err(failed)?.unwrap_or("a parameter");
+            return Err(stopped(
+                format!("the gradient of {culprit} is not finite at step {}", step + 1),
+                step,
+            ));
+        }
         Ok(Point {
             step: step + 1,
             tokens: (step + 1) * self.config.tokens_per_step(),
-            loss: total_loss * mean,
-            grad_norm: norm,
+            loss: losses.iter().map(|&loss| f64::from(loss)).sum::<f64>() / accumulation as f64,
+            grad_norm: squares.sqrt() / accumulation as f64,
             lr,
             ..Point::default()
         })
     }
 
-    fn evaluate(&self, data: &Dataset) -> Result<Evaluation> {
-        evaluate(&self.eval_model, data, self.config, self.device)
+    /// Adds the gradients of a micro-batch; returns its loss.
+    fn micro_batch(&mut self, step: u64, micro: usize) -> candle_core::Result<Tensor> {
+        let Config { accumulation, micro_batch, .. } = *self.config;
+        let first = (step * accumulation as u64 + micro as u64) * micro_batch as u64;
+        let batch = self.batches.shuffled(first, micro_batch, self.device)?;
+        self.model.train(&batch.ids, &batch.targets)
     }
+
+    fn evaluate(&self, data: &Dataset) -> Result<Evaluation> {
+        evaluate(&self.model, data, self.config, self.device)
+    }
+}
+
+/// An error of the device.
+fn failed(error: candle_core::Error, at: &str) -> Error {
+    let memory = error.to_string().contains("OUT_OF_MEMORY");
+    let error = during(at)(error);
+    if memory {
+        return error.hint(
+            "the GPU's memory is full: halve --micro-batch, or --recompute attention, or --recompute block; --dry-run \
+             estimates",
+        );
+    }
+    error
 }
 
 const STOP_HINT: &str = "a lower --lr, a longer --warmup-steps or --qk-norm on";

@@ -6,6 +6,8 @@ use std::time::Instant;
 
 use candle_core::{Device, Result};
 
+use crate::device::{memory, reset_peak};
+
 /// Calls before the clock starts: modules are loaded, memory pools grow.
 const WARM_UP: usize = 3;
 
@@ -43,18 +45,16 @@ impl Clock {
         times.sort_by(f64::total_cmp);
         Ok(times[times.len() / 2])
     }
+}
 
-    /// The most memory in use at once during a call, beyond what was in use before.
-    pub(super) fn peak_bytes(&self, call: impl FnOnce() -> Result<()>) -> Result<Option<usize>> {
-        match self {
-            Self::Wall => {
-                drop(call);
-                Ok(None)
-            }
-            #[cfg(feature = "cuda")]
-            Self::Events(stream) => pool::peak(stream, call),
-        }
-    }
+/// The most memory in use at once during a call, beyond what was in use before. Not known on the CPU.
+pub(super) fn peak_bytes(device: &Device, call: impl FnOnce() -> Result<()>) -> Result<Option<u64>> {
+    device.synchronize()?;
+    reset_peak(device)?;
+    let before = memory(device)?;
+    call()?;
+    device.synchronize()?;
+    Ok(memory(device)?.zip(before).map(|(after, before)| after.peak.saturating_sub(before.used)))
 }
 
 /// Calls follow each other without a wait, as in training: between two events lies the time of the device.
@@ -74,36 +74,4 @@ fn on_events(
     }
     stream.synchronize().w()?;
     pairs.iter().map(|(start, end)| Ok(f64::from(start.elapsed_ms(end).w()?))).collect()
-}
-
-/// The device's memory pool, which every allocation comes from, keeps its own high-water mark.
-#[cfg(feature = "cuda")]
-#[allow(unsafe_code)]
-mod pool {
-    use candle_core::Result;
-    use candle_core::cuda_backend::WrapErr;
-    use cudarc::driver::{CudaStream, sys};
-
-    const USED: sys::CUmemPool_attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT;
-    const HIGH: sys::CUmemPool_attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
-
-    pub(super) fn peak(stream: &CudaStream, call: impl FnOnce() -> Result<()>) -> Result<Option<usize>> {
-        let mut pool = std::ptr::null_mut();
-        // SAFETY: plain queries of the driver; `pool` and the values outlive the calls.
-        unsafe {
-            sys::cuDeviceGetDefaultMemPool(&mut pool, stream.context().cu_device()).result().w()?;
-            stream.synchronize().w()?;
-            let mut zero = 0u64;
-            sys::cuMemPoolSetAttribute(pool, HIGH, (&raw mut zero).cast()).result().w()?;
-            let get = |attribute| {
-                let mut value = 0u64;
-                sys::cuMemPoolGetAttribute(pool, attribute, (&raw mut value).cast()).result().w()?;
-                candle_core::Result::Ok(value as usize)
-            };
-            let before = get(USED)?;
-            call()?;
-            stream.synchronize().w()?;
-            Ok(Some(get(HIGH)?.saturating_sub(before)))
-        }
-    }
 }

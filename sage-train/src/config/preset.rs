@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::device::Place;
+use crate::model::Recompute;
 use crate::quantity::Quantity;
 use crate::settings::{Attn, Preset, Schedule, Settings, SmoothingSetting, Switch};
 
@@ -118,6 +120,9 @@ pub(super) fn defaults(preset: Preset) -> Settings {
         ffn: Some(size.ffn),
         init_std: Some(size.init_std),
         rope_base: Some(10_000.0),
+        device: Some(Place::default()),
+        recompute: Some(Recompute::None),
+        deterministic: Some(Switch::Off),
         seed: Some(0),
         out: Some(PathBuf::from("runs")),
         name: None,

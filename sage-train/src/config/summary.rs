@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::Config;
+use crate::model::Recompute;
 use crate::quantity::{Quantity, grouped};
 
 impl fmt::Display for Config {
@@ -33,6 +34,7 @@ impl fmt::Display for Config {
                 ),
             ),
             ("attention", self.attention()),
+            ("device", self.device()),
             ("data", source),
             (
                 "tokens",
@@ -108,6 +110,16 @@ impl Config {
         }
     }
 
+    fn device(&self) -> String {
+        let recompute = match self.model.recompute {
+            Recompute::None => String::new(),
+            Recompute::Attention => ", attention recomputed".into(),
+            Recompute::Block => ", blocks recomputed".into(),
+        };
+        let deterministic = if self.model.deterministic { ", deterministic" } else { "" };
+        format!("{} in {}{recompute}{deterministic}", self.device, self.device.dtype().as_str())
+    }
+
     fn optimizer(&self) -> String {
         let (lr, adamw) = (&self.learning_rate, &self.adamw);
         format!(
@@ -119,7 +131,7 @@ impl Config {
             adamw.beta1,
             adamw.beta2,
             adamw.weight_decay,
-            self.clip.map_or("off".into(), |norm| norm.to_string())
+            adamw.clip.map_or("off".into(), |norm| norm.to_string())
         )
         .to_lowercase()
         .replacen("adamw", "AdamW", 1)
@@ -127,13 +139,13 @@ impl Config {
 
     /// Peak memory of training, from the shapes.
     pub fn memory(&self) -> Memory {
-        let weights = 4 * self.model.parameters();
+        let (parameters, element) = (self.model.parameters(), self.device.dtype().size_in_bytes() as u64);
         Memory {
-            weights,
-            optimizer: 2 * weights,
-            // The sum so far, and those of the micro-batch at hand.
-            gradients: 2 * weights,
-            activations: self.model.activation_bytes(self.micro_batch),
+            // In f32, and a copy where the model computes in 16 bits.
+            weights: parameters * if element == 4 { 4 } else { 4 + element },
+            optimizer: 8 * parameters,
+            gradients: 4 * parameters,
+            activations: self.model.activation_bytes(self.micro_batch, element),
         }
     }
 }

@@ -1,6 +1,8 @@
 //! The shape of a Llama, and what follows from it: parameters, FLOPs, memory.
 
 use candle_sage::{Error, Result, Scheme};
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
 
 /// The shape of a decoder-only transformer in Llama's style, with a tied embedding.
 #[derive(Debug, Clone, PartialEq)]
@@ -31,6 +33,22 @@ pub struct LlamaConfig {
     pub init_std: f64,
     /// Numerics of attention; `None` leaves attention out.
     pub scheme: Option<Scheme>,
+    /// What the backward makes again instead of keeping it.
+    pub recompute: Recompute,
+    /// Whether attention's gradients repeat to the bit on a GPU.
+    pub deterministic: bool,
+}
+
+/// What the backward makes again, to save memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Recompute {
+    /// Only what costs next to nothing: the product inside SwiGLU
+    None,
+    /// QK-norm, rotary embedding and attention as well
+    Attention,
+    /// Whole blocks, from their input
+    Block,
 }
 
 /// A parameter before it exists.
@@ -160,25 +178,36 @@ impl LlamaConfig {
         6 * (self.parameters() + attention as u64)
     }
 
-    /// Estimated bytes that a forward keeps for its backward, with a batch of sequences.
-    pub fn activation_bytes(&self, batch: usize) -> u64 {
+    /// Estimated bytes at the peak of a backward, with a batch of sequences and elements of so many bytes.
+    pub fn activation_bytes(&self, batch: usize, element: u64) -> u64 {
         let tokens = (batch * self.context) as u64;
         let (width, ffn) = (self.width as u64, self.ffn as u64);
         let (queries, keys) = ((self.heads * self.head_dim) as u64, (self.key_heads * self.head_dim) as u64);
-        // Counted from the graph: the norm's output and the two residual sums; q, k, v, twice more
-        // with norm and rotation, attention's output, and INT8 codes; gate, up and their product.
-        let attention = match self.scheme {
-            None => 0,
+        // The stream and that normalized, query, key and value as projected; then norm and rotation, the output, and
+        // INT8 codes of query and key, twice where a transposed copy is kept.
+        let (projected, core) = match self.scheme {
+            None => (0, 0),
             Some(scheme) => {
-                let rotated = if self.qk_norm { 3 } else { 2 };
-                let codes = if matches!(scheme, Scheme::SageBwd(_)) { (queries + keys) / 4 } else { 0 };
-                2 * width + rotated * (queries + keys) + keys + queries + codes
+                let codes = if matches!(scheme, Scheme::SageBwd(_)) { queries + keys } else { 0 };
+                (element * (2 * width + queries + 2 * keys), element * (2 * queries + keys) + codes)
             }
         };
-        let block = attention + 3 * width + 3 * ffn;
-        let head = 3 * width;
-        let logits = (self.vocab as u64).saturating_mul(tokens).min(16 << 20);
-        4 * (tokens * (self.layers as u64 * block + head) + logits)
+        let mlp = element * (2 * width + 2 * ffn);
+        let kept = match self.recompute {
+            Recompute::None => projected + core + mlp,
+            Recompute::Attention => projected + mlp,
+            Recompute::Block => element * width,
+        };
+        // Of the block at hand: what was made again, and the gradients of the widest part.
+        let again = if self.recompute == Recompute::Block { projected + core + mlp } else { core };
+        let at_hand = again + element * (2 * width + 4 * ffn);
+        // Chunks of logits: see `CrossEntropy::chunk_rows`.
+        let logits = (self.vocab as u64).saturating_mul(tokens * element).min(if element == 4 {
+            64 << 20
+        } else {
+            256 << 20
+        });
+        tokens * (self.layers as u64 * kept + at_hand) + logits
     }
 }
 

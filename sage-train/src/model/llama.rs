@@ -1,92 +1,108 @@
-//! The forward: embedding, blocks, final norm, and the loss through the tied embedding.
+//! The whole model: embedding, blocks, final norm, and the loss through the tied embedding. Its backward is written out:
+//! activations go as soon as they are used, and gradients are added where they are kept.
 
-use candle_core::{Device, Module, Result, Tensor};
-use candle_nn::VarBuilder;
-use candle_sage::nn::{FeedForward, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
-use candle_sage::ops::{CrossEntropy, RopeStyle, embedding, linear_cross_entropy};
-use candle_sage::{Attention, Scheme};
+use candle_core::{Device, Result, Tensor};
+use candle_sage::ops::{self, CrossEntropy};
 
+use super::attention::{Observe, Rotary};
+use super::block::Block;
 use super::config::LlamaConfig;
+use super::layers::{Norm, Stream};
+use super::parameters::{Parameters, Weight};
 
-/// An attention in the place of a block's own: query, key and value to output.
-pub type Attend<'a> = dyn FnMut(&Tensor, &Tensor, &Tensor) -> Result<Tensor> + 'a;
-
-/// A Llama with a tied embedding.
+/// A Llama with a tied embedding, on views of [`Parameters`].
 #[derive(Debug, Clone)]
 pub struct Llama {
-    embedding: Tensor,
+    embedding: Weight,
     blocks: Vec<Block>,
-    norm: RmsNorm,
+    norm: Norm,
     rotary: Rotary,
 }
 
-#[derive(Debug, Clone)]
-struct Block {
-    attention: Option<(RmsNorm, SelfAttention)>,
-    mlp_norm: RmsNorm,
-    mlp: FeedForward,
-}
-
 impl Llama {
-    /// Loads the parameters that [`LlamaConfig::parameter_specs`] names.
+    /// Takes the parameters that [`LlamaConfig::parameter_specs`] names.
     ///
     /// # Errors
-    /// When a parameter is missing or has another shape.
-    pub fn load(config: &LlamaConfig, vb: VarBuilder<'_>, device: &Device) -> Result<Self> {
-        let vb = vb.pp("model");
-        let blocks = (0..config.layers)
-            .map(|layer| Block::load(config, vb.pp("layers").pp(layer)))
-            .collect::<Result<_>>()?;
+    /// When a parameter is missing.
+    pub fn new(config: &LlamaConfig, parameters: &Parameters, device: &Device) -> Result<Self> {
+        let blocks =
+            (0..config.layers).map(|layer| Block::new(config, parameters, layer)).collect::<Result<_>>()?;
         Ok(Self {
-            embedding: vb.get((config.vocab, config.width), "embed_tokens.weight")?,
+            embedding: parameters.weight("model.embed_tokens.weight")?,
             blocks,
-            norm: RmsNorm::load(config.width, config.norm_eps, vb.pp("norm"))?,
-            rotary: Rotary::new(
-                config.context,
-                config.head_dim,
-                config.rope_base,
-                RopeStyle::Halves,
-                device,
-            )?,
+            norm: Norm::new(parameters, "model.norm.weight", config.norm_eps)?,
+            rotary: Rotary::new(config, device)?,
         })
     }
 
-    /// The normalized hidden states of `ids`, (batch, sequence) -> (batch, sequence, width).
+    /// The residual stream before the first block, and the angles for sequences of this length.
+    fn enter(&self, ids: &Tensor) -> Result<(Stream, Rotary)> {
+        let (_, sequence) = ids.dims2()?;
+        let sum = ops::embedding(&self.embedding.value, ids)?.flatten(0, 1)?;
+        Ok((Stream { sum, last: None }, self.rotary.narrow(sequence)?))
+    }
+
+    /// The normalized hidden states of `ids`, (batch, sequence) -> (batch sequence, width).
     ///
     /// # Errors
     /// When an id is not in the vocabulary, or the sequence is longer than the context.
     pub fn hidden(&self, ids: &Tensor) -> Result<Tensor> {
-        self.hidden_with(ids, None)
-    }
-
-    fn hidden_with(&self, ids: &Tensor, mut attend: Option<&mut Attend<'_>>) -> Result<Tensor> {
-        let mut x = embedding(&self.embedding, ids)?;
+        let (mut stream, rotary) = self.enter(ids)?;
         for block in &self.blocks {
-            x = block.forward(x, &self.rotary, attend.as_deref_mut())?;
+            stream = block.forward(stream, &rotary)?;
         }
-        self.norm.forward(&x)
+        Ok(self.norm.enter(&stream)?.1)
     }
 
-    /// Mean cross-entropy of `targets`, the ids one position later.
+    /// Mean cross-entropy of `targets`, the ids one position later: an f32 scalar.
     ///
     /// # Errors
     /// As [`Llama::hidden`].
     pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        self.loss_with(ids, targets, None)
+        let (hidden, targets) = (self.hidden(ids)?, targets.flatten_all()?);
+        ops::linear_cross_entropy(&hidden, &self.embedding.value, &targets, CrossEntropy::default())
     }
 
-    /// As [`Llama::loss`], with another attention in every block, first to last.
+    /// The loss, whose gradients are added to those of the parameters.
     ///
     /// # Errors
-    /// As [`Llama::hidden`], and those of `attend`.
-    pub fn loss_with(
+    /// As [`Llama::hidden`], and when the parameters are not trained.
+    pub fn train(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        self.train_observed(ids, targets, None)
+    }
+
+    /// As [`Llama::train`]; `observe` sees what attention reads and what comes back to it, last layer first.
+    ///
+    /// # Errors
+    /// As [`Llama::train`], and those of `observe`.
+    pub fn train_observed(
         &self,
         ids: &Tensor,
         targets: &Tensor,
-        attend: Option<&mut Attend<'_>>,
+        mut observe: Option<&mut Observe<'_>>,
     ) -> Result<Tensor> {
-        let hidden = self.hidden_with(ids, attend)?.flatten(0, 1)?;
-        linear_cross_entropy(&hidden, &self.embedding, &targets.flatten_all()?, CrossEntropy::default())
+        let (mut stream, rotary) = self.enter(ids)?;
+        let mut kept = Vec::with_capacity(self.blocks.len());
+        for block in &self.blocks {
+            let (next, of_block) = block.train(stream, &rotary)?;
+            stream = next;
+            kept.push(of_block);
+        }
+        let (sum, hidden) = self.norm.enter(&stream)?;
+        drop(stream);
+        let (table, dtable) = (&self.embedding.value, self.embedding.gradient()?);
+        let settings = CrossEntropy::default();
+        let (loss, dhidden) =
+            ops::linear_cross_entropy_into(dtable, &hidden, table, &targets.flatten_all()?, settings, 1.0)?;
+        drop(hidden);
+        let mut dstream = self.norm.backward(&sum, &dhidden, None)?;
+        drop((sum, dhidden));
+        for (block, kept) in self.blocks.iter().zip(kept).rev() {
+            dstream = block.backward(kept, dstream, &rotary, observe.as_deref_mut())?;
+        }
+        let dstream = dstream.reshape((ids.dim(0)?, ids.dim(1)?, ()))?;
+        ops::add_into(dtable, &ops::embedding_backward(ids, &dstream, table.dim(0)?)?)?;
+        Ok(loss)
     }
 
     /// Logits of the token after the last one, (batch, vocab).
@@ -94,50 +110,8 @@ impl Llama {
     /// # Errors
     /// As [`Llama::hidden`].
     pub fn next_logits(&self, ids: &Tensor) -> Result<Tensor> {
-        let last = ids.dim(1)? - 1;
-        let hidden = self.hidden(ids)?.narrow(1, last, 1)?.squeeze(1)?;
-        hidden.contiguous()?.matmul(&self.embedding.t()?)
+        let (batch, sequence) = ids.dims2()?;
+        let hidden = self.hidden(ids)?.reshape((batch, sequence, ()))?.narrow(1, sequence - 1, 1)?;
+        hidden.squeeze(1)?.contiguous()?.matmul(&self.embedding.value.t()?)
     }
-}
-
-impl Block {
-    fn load(config: &LlamaConfig, vb: VarBuilder<'_>) -> Result<Self> {
-        let norm = |name| RmsNorm::load(config.width, config.norm_eps, vb.pp(name));
-        let attention = match config.scheme {
-            None => None,
-            Some(scheme) => {
-                Some((norm("input_layernorm")?, self_attention(config, scheme, vb.pp("self_attn"))?))
-            }
-        };
-        Ok(Self {
-            attention,
-            mlp_norm: norm("post_attention_layernorm")?,
-            mlp: FeedForward::load(config.width, config.ffn, vb.pp("mlp"))?,
-        })
-    }
-
-    fn forward(&self, x: Tensor, rotary: &Rotary, attend: Option<&mut Attend<'_>>) -> Result<Tensor> {
-        let x = match &self.attention {
-            None => x,
-            Some((norm, attention)) => {
-                let normed = norm.forward(&x)?;
-                (&x + match attend {
-                    None => attention.forward(&normed, rotary)?,
-                    Some(attend) => attention.forward_with(&normed, rotary, attend)?,
-                })?
-            }
-        };
-        &x + self.mlp.forward(&self.mlp_norm.forward(&x)?)?
-    }
-}
-
-fn self_attention(config: &LlamaConfig, scheme: Scheme, vb: VarBuilder<'_>) -> Result<SelfAttention> {
-    let shape = SelfAttentionConfig {
-        width: config.width,
-        heads: config.heads,
-        key_heads: config.key_heads,
-        head_dim: config.head_dim,
-        qk_norm_eps: config.qk_norm.then_some(config.norm_eps),
-    };
-    SelfAttention::load(shape, Attention::new(scheme).causal(true), vb)
 }

@@ -1,6 +1,6 @@
 //! Text from a trained model.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_sage::Result;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -25,7 +25,11 @@ pub(super) fn sample(
     for _ in 0..config.sample_tokens {
         let window = &ids[ids.len().saturating_sub(config.model.context)..];
         let logits = || -> candle_core::Result<Vec<f32>> {
-            model.next_logits(&Tensor::new(window, device)?.unsqueeze(0)?)?.squeeze(0)?.to_vec1()
+            model
+                .next_logits(&Tensor::new(window, device)?.unsqueeze(0)?)?
+                .squeeze(0)?
+                .to_dtype(DType::F32)?
+                .to_vec1()
         };
         let mut logits = logits().map_err(during("sampling"))?;
         // The embedding may have more rows than the tokenizer has entries.

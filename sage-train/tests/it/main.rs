@@ -2,5 +2,6 @@
 
 mod command;
 mod messages;
+mod model;
 mod runs;
 mod support;

@@ -1,0 +1,136 @@
+//! A block: attention and feed-forward network, each behind a norm and beside the residual stream.
+
+use candle_core::{Result, Tensor};
+use candle_sage::ops;
+
+use super::attention::{Kept as AttentionKept, Observe, Rotary, SelfAttention};
+use super::config::{LlamaConfig, Recompute};
+use super::layers::{Linear, Norm, Stream};
+use super::parameters::Parameters;
+
+#[derive(Debug, Clone)]
+pub(super) struct Block {
+    attention: Option<(Norm, SelfAttention)>,
+    mlp_norm: Norm,
+    mlp: FeedForward,
+    recompute: Recompute,
+}
+
+/// Llama's feed-forward network: `W_down swiglu(W_gate x, W_up x)`.
+#[derive(Debug, Clone)]
+struct FeedForward {
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+/// What the way back needs.
+pub(super) enum Kept {
+    Everything(Inner),
+    /// The stream before; the rest is made again.
+    Input(Stream),
+}
+
+pub(super) struct Inner {
+    /// The stream, that normalized, and what attention keeps.
+    attention: Option<(Tensor, Tensor, AttentionKept)>,
+    /// The stream in the middle, and that normalized.
+    middle: (Tensor, Tensor),
+    gate: Tensor,
+    up: Tensor,
+}
+
+impl Block {
+    pub(super) fn new(config: &LlamaConfig, parameters: &Parameters, layer: usize) -> Result<Self> {
+        let at = |name: &str| format!("model.layers.{layer}.{name}");
+        let norm = |name| Norm::new(parameters, &format!("{}.weight", at(name)), config.norm_eps);
+        let linear = |name| Linear::new(parameters, &format!("{}.weight", at(name)));
+        let attention = match config.scheme {
+            None => None,
+            Some(scheme) => Some((
+                norm("input_layernorm")?,
+                SelfAttention::new(config, scheme, parameters, &at("self_attn"))?,
+            )),
+        };
+        Ok(Self {
+            attention,
+            mlp_norm: norm("post_attention_layernorm")?,
+            mlp: FeedForward {
+                gate: linear("mlp.gate_proj")?,
+                up: linear("mlp.up_proj")?,
+                down: linear("mlp.down_proj")?,
+            },
+            recompute: config.recompute,
+        })
+    }
+
+    /// Forward only.
+    pub(super) fn forward(&self, mut stream: Stream, rotary: &Rotary) -> Result<Stream> {
+        if let Some((norm, attention)) = &self.attention {
+            let (sum, normed) = norm.enter(&stream)?;
+            stream = Stream { sum, last: Some(attention.forward(&normed, rotary)?) };
+        }
+        let (sum, normed) = self.mlp_norm.enter(&stream)?;
+        let FeedForward { gate, up, down } = &self.mlp;
+        let hidden = ops::swiglu(&gate.forward(&normed)?, &up.forward(&normed)?)?;
+        Ok(Stream { sum, last: Some(down.forward(&hidden)?) })
+    }
+
+    /// Forward for training.
+    pub(super) fn train(&self, stream: Stream, rotary: &Rotary) -> Result<(Stream, Kept)> {
+        let (stream, inner) = self.inner(stream, rotary, self.recompute == Recompute::None)?;
+        let kept = match self.recompute {
+            Recompute::None | Recompute::Attention => Kept::Everything(inner),
+            Recompute::Block => {
+                let sum = inner.attention.map_or(inner.middle.0, |(sum, ..)| sum);
+                Kept::Input(Stream { sum, last: None })
+            }
+        };
+        Ok((stream, kept))
+    }
+
+    fn inner(&self, mut stream: Stream, rotary: &Rotary, keep_core: bool) -> Result<(Stream, Inner)> {
+        let mut kept_attention = None;
+        if let Some((norm, attention)) = &self.attention {
+            let (sum, normed) = norm.enter(&stream)?;
+            let (out, kept) = attention.train(&normed, rotary, keep_core)?;
+            kept_attention = Some((sum.clone(), normed, kept));
+            stream = Stream { sum, last: Some(out) };
+        }
+        let middle = self.mlp_norm.enter(&stream)?;
+        let FeedForward { gate, up, down } = &self.mlp;
+        let (gate, up) = (gate.forward(&middle.1)?, up.forward(&middle.1)?);
+        let last = Some(down.forward(&ops::swiglu(&gate, &up)?)?);
+        let stream = Stream { sum: middle.0.clone(), last };
+        Ok((stream, Inner { attention: kept_attention, middle, gate, up }))
+    }
+
+    /// Adds the gradients of the weights; returns that of the stream before, from that of the stream after.
+    pub(super) fn backward(
+        &self,
+        kept: Kept,
+        dstream: Tensor,
+        rotary: &Rotary,
+        observe: Option<&mut Observe<'_>>,
+    ) -> Result<Tensor> {
+        let Inner { attention: kept_attention, middle: (sum, normed), gate, up } = match kept {
+            Kept::Everything(inner) => inner,
+            Kept::Input(stream) => self.inner(stream, rotary, true)?.1,
+        };
+        let mlp = &self.mlp;
+        let dhidden = mlp.down.backward_input(&dstream)?;
+        let [dgate, dup, hidden] = ops::swiglu_backward(&gate, &up, &dhidden)?;
+        drop((gate, up, dhidden));
+        mlp.down.backward_weight(&hidden, &dstream)?;
+        drop(hidden);
+        let dnormed = mlp.gate.backward(&normed, &dgate)?;
+        mlp.up.backward_into(&dnormed, &normed, &dup)?;
+        drop((dgate, dup, normed));
+        let dstream = self.mlp_norm.backward(&sum, &dnormed, Some(&dstream))?;
+        let (Some((norm, attention)), Some((sum, normed, kept))) = (&self.attention, kept_attention) else {
+            return Ok(dstream);
+        };
+        let dnormed = attention.backward(kept, &normed, &dstream, rotary, observe)?;
+        norm.backward(&sum, &dnormed, Some(&dstream))
+    }
+}

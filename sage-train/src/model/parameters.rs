@@ -1,0 +1,239 @@
+//! All parameters of a model in one piece of memory, with their moments, gradients and 16-bit copy: an optimizer's step is
+//! one pass over it, and a parameter is a view of it.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_sage::{Error, ops};
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use rand_distr::{Distribution, Normal};
+
+use super::config::{LlamaConfig, ParameterSpec};
+use crate::during;
+
+/// Parameters start at multiples of this many elements: 16 bytes are aligned in every element type.
+const ALIGNMENT: usize = 64;
+
+/// The trained tensors of a model. What computes with them holds views: updates show at once.
+#[derive(Debug)]
+pub struct Parameters {
+    specs: Vec<ParameterSpec>,
+    /// By name: which one, and its first element.
+    places: HashMap<String, (usize, usize)>,
+    /// Elements of all, gaps included; those that decay come first.
+    len: usize,
+    decayed: usize,
+    /// Weights and moments, (3, len), or (1, len) where nothing is trained.
+    state: Tensor,
+    /// (len), where something is trained.
+    gradients: Option<Tensor>,
+    /// The weights in the type that the model computes in, where that is not f32.
+    copy: Option<Tensor>,
+}
+
+/// A parameter of a model: its value, and the place for its gradient where it is trained.
+#[derive(Debug, Clone)]
+pub struct Weight {
+    /// In the type that the model computes in; vectors in f32.
+    pub value: Tensor,
+    /// In f32.
+    pub gradient: Option<Tensor>,
+}
+
+impl Weight {
+    /// The place for the gradient.
+    ///
+    /// # Errors
+    /// When the model was not made for training.
+    pub fn gradient(&self) -> Result<&Tensor> {
+        match &self.gradient {
+            Some(gradient) => Ok(gradient),
+            None => candle_core::bail!("the model was not made for training"),
+        }
+    }
+}
+
+impl Parameters {
+    /// Draws every parameter, for training. Each has a stream of its own, so that two models that differ in one part
+    /// agree in the others. `dtype` is what the model computes in.
+    ///
+    /// # Errors
+    /// When a tensor cannot be allocated.
+    pub fn init(config: &LlamaConfig, seed: u64, device: &Device, dtype: DType) -> Result<Self> {
+        let specs = config.parameter_specs();
+        let values = specs.iter().map(|spec| draw(spec, seed)).collect();
+        Self::new(specs, values, device, dtype, true)
+    }
+
+    /// Reads every parameter from a safetensors file. `trained`: whether there will be gradients.
+    ///
+    /// # Errors
+    /// When the file cannot be read, or is of another model.
+    pub fn load(
+        config: &LlamaConfig,
+        path: &Path,
+        device: &Device,
+        dtype: DType,
+        trained: bool,
+    ) -> candle_sage::Result<Self> {
+        let tensors = candle_core::safetensors::load(path, &Device::Cpu)
+            .map_err(during(format!("cannot read {}", path.display())))
+            .map_err(|error| error.hint("a run has model.safetensors from its first validation on"))?;
+        let specs = config.parameter_specs();
+        let mut values = Vec::with_capacity(specs.len());
+        for spec in &specs {
+            let found = tensors.get(&spec.name);
+            let tensor = found.filter(|tensor| tensor.dims() == spec.dims).ok_or_else(|| {
+                Error::new(format!("{} is not of this model", path.display()))
+                    .got(match found {
+                        None => format!("no {}", spec.name),
+                        Some(tensor) => format!("{} of shape {:?}", spec.name, tensor.dims()),
+                    })
+                    .allowed(format!("{} of shape {:?}", spec.name, spec.dims))
+                    .hint("weights and config.toml belong to one run")
+            })?;
+            let list = || tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+            values.push(list().map_err(during("cannot make the model"))?);
+        }
+        Self::new(specs, values, device, dtype, trained).map_err(during("cannot make the model"))
+    }
+
+    fn new(
+        specs: Vec<ParameterSpec>,
+        values: Vec<Vec<f32>>,
+        device: &Device,
+        dtype: DType,
+        trained: bool,
+    ) -> Result<Self> {
+        let (mut places, mut len, mut decayed) = (HashMap::new(), 0, 0);
+        // What decays comes first, each kind in the order of the specs.
+        for decays in [true, false] {
+            for (n, spec) in specs.iter().enumerate().filter(|(_, spec)| spec.decays() == decays) {
+                places.insert(spec.name.clone(), (n, len));
+                len += (spec.len() as usize).next_multiple_of(ALIGNMENT);
+            }
+            if decays {
+                decayed = len;
+            }
+        }
+        let rows = if trained { 3 } else { 1 };
+        let mut all = vec![0.0f32; rows * len];
+        for (spec, values) in specs.iter().zip(values) {
+            let at = places[&spec.name].1;
+            all[at..at + values.len()].copy_from_slice(&values);
+        }
+        let state = Tensor::from_vec(all, (rows, len), device)?;
+        let copy = (dtype != DType::F32).then(|| state.get(0)?.to_dtype(dtype)).transpose()?;
+        let gradients = trained.then(|| Tensor::zeros(len, DType::F32, device)).transpose()?;
+        Ok(Self { specs, places, len, decayed, state, gradients, copy })
+    }
+
+    /// A parameter as the model takes it.
+    ///
+    /// # Errors
+    /// When there is none of this name.
+    pub fn weight(&self, name: &str) -> Result<Weight> {
+        let (spec, _) = self.place(name)?;
+        let values = match &self.copy {
+            Some(copy) if spec.dims.len() > 1 => copy.clone(),
+            _ => self.state.get(0)?,
+        };
+        let gradient = self.gradients.as_ref().map(|all| self.view(all, name)).transpose()?;
+        Ok(Weight { value: self.view(&values, name)?, gradient })
+    }
+
+    fn place(&self, name: &str) -> Result<(&ParameterSpec, usize)> {
+        match self.places.get(name) {
+            Some(&(n, at)) => Ok((&self.specs[n], at)),
+            None => candle_core::bail!("the model has no parameter {name}"),
+        }
+    }
+
+    fn view(&self, all: &Tensor, name: &str) -> Result<Tensor> {
+        let (spec, at) = self.place(name)?;
+        all.narrow(0, at, spec.len() as usize)?.reshape(spec.dims.as_slice())
+    }
+
+    /// What the parameters are, in the order of [`LlamaConfig::parameter_specs`].
+    pub fn specs(&self) -> &[ParameterSpec] {
+        &self.specs
+    }
+
+    /// The sum of gradients since [`Parameters::clear_gradients`].
+    ///
+    /// # Errors
+    /// When nothing is trained.
+    pub fn gradients(&self) -> Result<&Tensor> {
+        match &self.gradients {
+            Some(gradients) => Ok(gradients),
+            None => candle_core::bail!("the model was not made for training"),
+        }
+    }
+
+    /// Sets all gradients to zero.
+    ///
+    /// # Errors
+    /// When nothing is trained.
+    pub fn clear_gradients(&self) -> Result<()> {
+        self.gradients()?.zero_set()
+    }
+
+    /// The first parameter whose gradient is not finite.
+    ///
+    /// # Errors
+    /// When nothing is trained.
+    pub fn first_non_finite(&self) -> Result<Option<&str>> {
+        for spec in &self.specs {
+            let sum = ops::sum_of_squares(&self.view(self.gradients()?, &spec.name)?)?;
+            if !sum.to_scalar::<f64>()?.is_finite() {
+                return Ok(Some(&spec.name));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Updates all parameters with their gradients, whose sum of squares is `squares`. How many decay is known here.
+    ///
+    /// # Errors
+    /// When nothing is trained.
+    pub fn update(&self, adamw: ops::AdamW, squares: &Tensor) -> Result<()> {
+        let adamw = ops::AdamW { decayed: self.decayed, ..adamw };
+        adamw.step(&self.state, self.gradients()?, squares, self.copy.as_ref())
+    }
+
+    /// Elements of all parameters, with what lies between them.
+    pub fn elements(&self) -> usize {
+        self.len
+    }
+
+    /// Writes all weights as safetensors, in f32.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        let weights = self.state.get(0)?.to_device(&Device::Cpu)?;
+        let tensors = self
+            .specs
+            .iter()
+            .map(|spec| Ok((spec.name.clone(), self.view(&weights, &spec.name)?)))
+            .collect::<Result<HashMap<String, Tensor>>>()?;
+        candle_core::safetensors::save(&tensors, path)
+    }
+}
+
+fn draw(spec: &ParameterSpec, seed: u64) -> Vec<f32> {
+    let len = spec.len() as usize;
+    let Some(std) = spec.std else { return vec![1.0; len] };
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    rng.set_stream(fnv1a(&spec.name));
+    let normal = Normal::new(0.0, std as f32).expect("a checked standard deviation");
+    (0..len).map(|_| normal.sample(&mut rng)).collect()
+}
+
+/// The 64-bit FNV-1a hash: a stream number for each name.
+fn fnv1a(name: &str) -> u64 {
+    name.bytes()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+}
