@@ -45,7 +45,9 @@ fn build() -> Result<(), String> {
         ["-fatbin", "-std=c++17", "-O3", "-Xptxas", "-v", "--threads", "0", "-I"].map(String::from).into();
     flags.push(root.join("include").display().to_string());
     for arch in &architectures {
-        flags.push(format!("-gencode=arch=compute_{arch},code=sm_{arch}"));
+        // Hopper's own matrix instructions are not promised to any later architecture.
+        let own = if *arch == 90 { "a" } else { "" };
+        flags.push(format!("-gencode=arch=compute_{arch}{own},code=sm_{arch}{own}"));
     }
     flags.push(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
 

@@ -123,7 +123,7 @@ pub(super) fn backward(scheme: &Scheme, d: usize, architecture: Architecture) ->
             Scheme::FullPrecision => 2 * rows * 2 * d + stages * (2 * TILE * 2 * d + state) + ds,
             Scheme::SageBwd(_) => {
                 let keys = 4 * rows * d;
-                let stage = 5 * TILE * d + state + 4 * d;
+                let stage = (5 * TILE * d + state + 4 * d).next_multiple_of(1024);
                 let warps = rows / 16;
                 let codes = if rows > TILE { 2 * warps * (1024 + 256) } else { 0 };
                 let mean = if general { rows * 4 } else { 0 };

@@ -11,6 +11,7 @@
 #include <sage/attention/segment.cuh>
 #include <sage/layout/fragments.cuh>
 #include <sage/ptx/mma.cuh>
+#include <sage/ptx/wgmma.cuh>
 
 namespace sage::attention {
 
@@ -80,16 +81,21 @@ __device__ __forceinline__ void multiply_scores(Scores& out, uint32_t a_rows, ui
   }
 }
 
+// The same value for all keys of a query.
+__device__ __forceinline__ void set_columns(Scores& x, const float* of_query, int lane) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    float2 d = *reinterpret_cast<const float2*>(of_query + n * 8 + 2 * (lane & 3));
+    x[n][0] = x[n][2] = d.x;
+    x[n][1] = x[n][3] = d.y;
+  }
+}
+
 // dP^T - D = V dO^T - D.
 template <class T, int D>
 __device__ __forceinline__ void multiply_dp(Scores& dp, uint32_t v_rows, uint32_t dout_rows, const float* minus_delta,
                                             int lane) {
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    float2 d = *reinterpret_cast<const float2*>(minus_delta + n * 8 + 2 * (lane & 3));
-    dp[n][0] = dp[n][2] = d.x;
-    dp[n][1] = dp[n][3] = d.y;
-  }
+  set_columns(dp, minus_delta, lane);
   multiply_scores<T, D>(dp, v_rows, dout_rows, lane);
 }
 
@@ -157,6 +163,7 @@ struct DqSums {
 
 // Numerics has: Type, D, Plan, SHARED_BYTES; COOPERATES, whether warps meet inside a tile; a constructor; load_keys(), keys_arrived(); load(tile, stage),
 // asynchronous; scores(tile, stage, slot, hides, seen), from the logits to dS^T in shared memory, with dV and dK;
+// UNIT, how many keys go through the scores together: those of a warp or of a warpgroup;
 // LAG, how many tiles later dQ is added; prepare_dq(slot), what happens in between with LAG = 2; add_dq(tile, slot,
 // sums); settle() at the end; dk and dv, the accumulators.
 //
@@ -198,10 +205,12 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
     next.advance(shape, block, first_tile);
     int stage = Plan::STAGES == 2 ? i & 1 : 0;
     ptx::copy_wait<0>();
+    if (Numerics::UNIT > 16) ptx::wgmma_publish();
     // Everyone sees the tile, and is done with the previous one.
     __syncthreads();
     if (i == 0) {
       numerics.keys_arrived();
+      if (Numerics::UNIT > 16) ptx::wgmma_publish();
       __syncthreads();
     }
     if (Plan::STAGES == 2) {
@@ -218,9 +227,10 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
         }
         if (LAG == 2 && i >= 1 && i <= iterations) numerics.prepare_dq(i & 1 ^ 1);
       } else if (i < iterations) {
-        int first_query = tile.tile * TILE, warp_key = block.first_key + threadIdx.x / 32 * 16;
-        bool hides = segment.visible_keys(first_query) < warp_key + 16;
-        bool seen = segment.visible_keys(min(first_query + TILE, segment.query_len) - 1) > warp_key;
+        int first_query = tile.tile * TILE;
+        int first_key = block.first_key + threadIdx.x / (2 * Numerics::UNIT) * Numerics::UNIT;
+        bool hides = segment.visible_keys(first_query) < first_key + Numerics::UNIT;
+        bool seen = segment.visible_keys(min(first_query + TILE, segment.query_len) - 1) > first_key;
         numerics.scores(tile, stage, i & 1, hides, seen);
       }
     }

@@ -23,6 +23,9 @@ struct Rows {
 
   __device__ __forceinline__ T* at(int row, int column) const { return data + row * token + column * channel; }
 
+  // Starts later.
+  __device__ __forceinline__ void skip_channels(int channels) { data += channels * channel, head_dim -= channels; }
+
   // Eight channels from `column` on as 16 bytes, zeros beyond the ends.
   __device__ __forceinline__ uint4 load_8(int row, int column) const {
     uint4 words = make_uint4(0, 0, 0, 0);

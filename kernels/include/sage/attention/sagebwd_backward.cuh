@@ -17,12 +17,17 @@ struct SageBwdBackward {
   using Plan = Plan_;
   static constexpr int D = HEAD_DIM;
   static constexpr int KEYS = Plan::KEYS;
+  // Hopper's products, where there are: a warpgroup's 64 keys at once.
+  static constexpr bool WGMMA = ptx::HAS_WGMMA && !GENERAL && Plan::KEYS == 128;
+  static constexpr int UNIT = WGMMA ? 64 : 16;
+  // 16-bit rows lie in panels of 64 channels: what one swizzled line holds.
+  static constexpr int PANELS = WGMMA ? D / 64 : 1;
   // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO; slots of dS^T; slots of
   // its codes; the largest of each warp; logits of Q's mean.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = KEYS * D, V_AT = 2 * KEYS * D, STAGES_AT = 4 * KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
-  static constexpr int STAGE_BYTES = DOUT_SCALE_AT + D * 4;
+  static constexpr int STAGE_BYTES = (DOUT_SCALE_AT + D * 4 + 1023) / 1024 * 1024;
   static constexpr int DS_AT = STAGES_AT + Plan::STAGES * STAGE_BYTES;
   static constexpr int DS_BYTES = KEYS * TILE * 2;
   static constexpr int CODES_AT = DS_AT + 2 * DS_BYTES;
@@ -63,7 +68,7 @@ struct SageBwdBackward {
   __device__ __forceinline__ void load_keys() {
     const Segment& s = block.segment;
     Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
-    copy_rows<KEYS, D, Plan::THREADS>(shared + V_AT, v, block.first_key, threadIdx.x);
+    copy_panels<KEYS>(shared + V_AT, v, block.first_key, threadIdx.x);
 #pragma unroll
     for (int part = 0; part < Plan::PARTS; ++part) {
       bool exists = key_tile_exists(part);
@@ -92,7 +97,7 @@ struct SageBwdBackward {
     copy_tile<D, TILE, Plan::THREADS>(at + CODES, p.q_transposed + codes, thread);
     copy_tile<D, TILE, Plan::THREADS>(at + 2 * CODES, p.dout_transposed + codes, thread);
     Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
-    copy_rows<TILE, D, Plan::THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
+    copy_panels<TILE>(at + DOUT_AT, dout, tile.tile * TILE, thread);
     copy_row_state(at + STATE_AT, p, tile, thread);
     if (thread < D / 4) ptx::copy_16(at + DOUT_SCALE_AT + thread * 16, p.dout_scale + int64_t(tile.padded) * D + thread * 4, true);
   }
@@ -125,22 +130,15 @@ struct SageBwdBackward {
     Scores dp;
     {
       int x[8][4];
-      layout::ReaderA<D> k_reader(shared + warp * 16 * D, lane);
-      layout::ReaderB<D> q_reader(at, lane);
-#pragma unroll
-      for (int step = 0; step < D / 32; ++step) {
-        uint32_t a[4];
-        k_reader.load(a, 0, step);
-#pragma unroll
-        for (int n = 0; n < 8; n += 2) {
-          uint32_t b[4];
-          q_reader.load(b, n * 8, step);
-          quant::multiply(x[n], a, b[0], b[1], step == 0);
-          quant::multiply(x[n + 1], a, b[2], b[3], step == 0);
-        }
+      if constexpr (WGMMA) {
+        start_scores(x, at);
+        start_dp(dp, at + DOUT_AT, minus_lse2 + TILE, lane);
+        ptx::wgmma_wait<1>(x);
+      } else {
+        multiply_scores(x, at, lane);
+        // Asked for early, where registers allow it: the matrix units work on it while P is computed.
+        if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
       }
-      // Asked for early, where registers allow it: the matrix units work on it while P is computed.
-      if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
       float factor = q_dequant * k_dequant * (p.shape.softmax_scale * ptx::LOG2_E);
       // MAGIC and the log-sum-exp in one addend. What that rounds off is at most half a unit of sums whose own error, from
       // the codes of Q and K, is about a hundred.
@@ -171,15 +169,22 @@ struct SageBwdBackward {
     float dequant[2];
     const float* dout_dequant = reinterpret_cast<const float*>(memory + stage_at(stage) + DOUT_SCALE_AT);
     quantize_scores<true>(s, codes, dequant, lane);
-    multiply_codes(codes, at + 2 * CODES, lane, [&](int n, const int(&y)[4]) {
+    auto add_dv = [&](int n, const int(&y)[4]) {
       float2 d = *reinterpret_cast<const float2*>(dout_dequant + n * 8 + 2 * (lane & 3));
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         dv[n][e] = fmaf(scaled(y[e], dequant[e >> 1]), e & 1 ? d.y : d.x, dv[n][e]);
-    });
+    };
+    int y[8][4];  // Hopper: a product under way, of 64 channels
+    if constexpr (WGMMA) {
+      start_codes(y, codes, at + 2 * CODES, 0);
+      ptx::wgmma_wait<1>(dp);
+    } else {
+      multiply_codes(codes, at + 2 * CODES, lane, add_dv);
+    }
 
     // dS = P o (dP - D)
-    if constexpr (D > 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
+    if constexpr (!WGMMA && D > 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -200,14 +205,34 @@ struct SageBwdBackward {
         for (int e = 0; e < 4; ++e)
           dk[n][e] = fmaf(sums[e >> 1], __ldg(p.codes.q_mean + int64_t(tile.padded) * D + n * 8 + 2 * (lane & 3) + (e & 1)), dk[n][e]);
     }
-    quantize_scores<false>(s, codes, dequant, lane);
-    dequant[0] *= q_dequant, dequant[1] *= q_dequant;
-    multiply_codes(codes, at + CODES, lane, [&](int n, const int(&y)[4]) {
+    uint32_t ds_codes[2][4];
+    float ds_dequant[2];
+    quantize_scores<false>(s, ds_codes, ds_dequant, lane);
+    ds_dequant[0] *= q_dequant, ds_dequant[1] *= q_dequant;
+    auto add_dk = [&](int n, const int(&y)[4]) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) dk[n][e] = fmaf(__int_as_float(y[e]), dequant[e >> 1], dk[n][e]);
-    });
+      for (int e = 0; e < 4; ++e) dk[n][e] = fmaf(__int_as_float(y[e]), ds_dequant[e >> 1], dk[n][e]);
+    };
+    if constexpr (WGMMA) {
+#pragma unroll
+      for (int panel = 0; panel < D / 64; ++panel) {
+        if (panel > 0) start_codes(y, codes, at + 2 * CODES, panel);
+        ptx::wgmma_wait<0>(y);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) add_dv(panel * 8 + n, y[n]);
+      }
+#pragma unroll
+      for (int panel = 0; panel < D / 64; ++panel) {
+        start_codes(y, ds_codes, at + CODES, panel);
+        ptx::wgmma_wait<0>(y);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) add_dk(panel * 8 + n, y[n]);
+      }
+    } else {
+      multiply_codes(ds_codes, at + CODES, lane, add_dk);
+    }
     // The sums came as MAGIC + integer; what MAGIC added goes out again before it grows large.
-    magic_part[0] += dequant[0], magic_part[1] += dequant[1];
+    magic_part[0] += ds_dequant[0], magic_part[1] += ds_dequant[1];
     if (++magic_tiles == quant::MAGIC_TILES) settle();
   }
 
@@ -256,34 +281,131 @@ struct SageBwdBackward {
     float2 magic = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < Plan::PARTS; ++i) magic.x -= quant::MAGIC * dequant[i].x, magic.y -= quant::MAGIC * dequant[i].y;
-    layout::ReaderB<KEYS> k_reader(shared + KT_AT, lane);
     float dq[CHANNELS / 8][4];
 #pragma unroll
-    for (int n = 0; n < CHANNELS / 8; n += 2) {
+    for (int n = 0; n < CHANNELS / 8; ++n) dq[n][0] = dq[n][1] = magic.x, dq[n][2] = dq[n][3] = magic.y;
+    if constexpr (WGMMA) {
+      int y[Plan::PARTS][CHANNELS / 8][4];
+      set_magic(y[0]), set_magic(y[1]);
+      ptx::hold(y[0]), ptx::hold(y[1]);
+      uint64_t keys_t = ptx::row_descriptor<KEYS>(shared + KT_AT + part * CHANNELS * KEYS);
+      ptx::wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 2; ++i) dq[n + i][0] = dq[n + i][1] = magic.x, dq[n + i][2] = dq[n + i][3] = magic.y;
-#pragma unroll
-      for (int keys = 0; keys < Plan::PARTS; ++keys) {
-        int y[2][4];
+      for (int keys = 0; keys < Plan::PARTS; ++keys)
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
-          uint32_t b[4];
-          k_reader.load(b, part * CHANNELS + n * 8, keys * 2 + step);
           const uint32_t a[4] = {codes[keys][step].x, codes[keys][step].y, codes[keys][step].z, codes[keys][step].w};
-          quant::multiply(y[0], a, b[0], b[1], step == 0);
-          quant::multiply(y[1], a, b[2], b[3], step == 0);
+          ptx::wgmma_s8(y[keys], a, keys_t + 2 * (keys * 2 + step));
         }
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>(y[0]);
+      ptx::hold(y[1]);
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
+      for (int keys = 0; keys < Plan::PARTS; ++keys)
+#pragma unroll
+        for (int n = 0; n < CHANNELS / 8; ++n)
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            dq[n + i][e] = fmaf(__int_as_float(y[i][e]), e < 2 ? dequant[keys].x : dequant[keys].y, dq[n + i][e]);
+            dq[n][e] = fmaf(__int_as_float(y[keys][n][e]), e < 2 ? dequant[keys].x : dequant[keys].y, dq[n][e]);
+    } else {
+      layout::ReaderB<KEYS> k_reader(shared + KT_AT, lane);
+#pragma unroll
+      for (int n = 0; n < CHANNELS / 8; n += 2) {
+#pragma unroll
+        for (int keys = 0; keys < Plan::PARTS; ++keys) {
+          int y[2][4];
+#pragma unroll
+          for (int step = 0; step < 2; ++step) {
+            uint32_t b[4];
+            k_reader.load(b, part * CHANNELS + n * 8, keys * 2 + step);
+            const uint32_t a[4] = {codes[keys][step].x, codes[keys][step].y, codes[keys][step].z, codes[keys][step].w};
+            quant::multiply(y[0], a, b[0], b[1], step == 0);
+            quant::multiply(y[1], a, b[2], b[3], step == 0);
+          }
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+              dq[n + i][e] = fmaf(__int_as_float(y[i][e]), e < 2 ? dequant[keys].x : dequant[keys].y, dq[n + i][e]);
+        }
       }
     }
     sums.template add<D>(padded_tile, strip, part * (CHANNELS / 8), lane, dq);
   }
 
  private:
+  template <int ROWS>
+  static __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first, int thread) {
+#pragma unroll
+    for (int panel = 0; panel < PANELS; ++panel) {
+      copy_rows<ROWS, D / PANELS, Plan::THREADS>(to + panel * ROWS * 128, rows, first, thread);
+      rows.skip_channels(64);
+    }
+  }
+
+  // S^T = K Q^T, codes of 16 keys a warp.
+  __device__ __forceinline__ void multiply_scores(int (&x)[8][4], uint32_t q_rows, int lane) const {
+    layout::ReaderA<D> k_reader(shared + warp * 16 * D, lane);
+    layout::ReaderB<D> q_reader(q_rows, lane);
+#pragma unroll
+    for (int step = 0; step < D / 32; ++step) {
+      uint32_t a[4];
+      k_reader.load(a, 0, step);
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        uint32_t b[4];
+        q_reader.load(b, n * 8, step);
+        quant::multiply(x[n], a, b[0], b[1], step == 0);
+        quant::multiply(x[n + 1], a, b[2], b[3], step == 0);
+      }
+    }
+  }
+
+  template <int N>
+  static __device__ __forceinline__ void set_magic(int (&x)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[n][e] = quant::MAGIC_BITS;
+  }
+
+  // The same for a warpgroup's 64 keys, on Hopper; its end is to be waited for.
+  __device__ __forceinline__ void start_scores(int (&x)[8][4], uint32_t q_rows) const {
+    uint64_t keys = ptx::row_descriptor<D>(shared + warp / 4 * 64 * D), queries = ptx::row_descriptor<D>(q_rows);
+    set_magic(x);
+    ptx::hold(x);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < D / 32; ++step) ptx::wgmma_s8(x, keys + 2 * step, queries + 2 * step);
+    ptx::wgmma_commit();
+  }
+
+  // dP^T - D = V dO^T - D.
+  __device__ __forceinline__ void start_dp(Scores& dp, uint32_t dout_rows, const float* minus_delta, int lane) const {
+    set_columns(dp, minus_delta, lane);
+    ptx::hold(dp);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int panel = 0; panel < D / 64; ++panel) {
+      uint64_t values = ptx::row_descriptor<128>(shared + V_AT + panel * KEYS * 128 + warp / 4 * 64 * 128);
+      uint64_t douts = ptx::row_descriptor<128>(dout_rows + panel * TILE * 128);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) ptx::wgmma_16<T>(dp, values + 2 * step, douts + 2 * step);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Codes times 64 transposed queries, for 64 of the channels.
+  static __device__ __forceinline__ void start_codes(int (&y)[8][4], const uint32_t (&codes)[2][4], uint32_t rows, int panel) {
+    uint64_t channels = ptx::row_descriptor<TILE>(rows + panel * 64 * TILE);
+    set_magic(y);
+    ptx::hold(y);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 2; ++step) ptx::wgmma_s8(y, codes[step], channels + 2 * step);
+    ptx::wgmma_commit();
+  }
+
   // One scale a query or a group of them.
   __device__ __forceinline__ void quantize_queries(uint4 (&codes)[2], float2& dequant, int slot, int strip, int part,
                                                    int lane) const {
