@@ -1,4 +1,5 @@
 // Attention backward for sm_80 and later: one kernel for each (scheme, element type, head_dim).
+#include <sage/attention/backward_roles.cuh>
 #include <sage/attention/full_precision_backward.cuh>
 #include <sage/attention/sagebwd_backward.cuh>
 #include <sage/params/limits.cuh>
@@ -18,15 +19,23 @@ constexpr auto choose() {
     return BackwardPlan<64, 1>{};
 }
 
+template <class Numerics>
+constexpr int threads() {
+  return Numerics::ROLES ? attention::ROLES_THREADS : Numerics::Plan::THREADS;
+}
+
 #define KERNEL(name, ...)                                                                        \
   namespace name##_ {                                                                            \
   template <class Plan>                                                                          \
   using Numerics = attention::__VA_ARGS__;                                                       \
   using Plan = decltype(choose<Numerics>());                                                     \
   }                                                                                              \
-  extern "C" __global__ void __launch_bounds__(name##_::Plan::THREADS, 1)                        \
+  extern "C" __global__ void __launch_bounds__(threads<name##_::Numerics<name##_::Plan>>(), 1)   \
       name(const __grid_constant__ params::Backward p) {                                         \
-    attention::backward<name##_::Numerics<name##_::Plan>>(p);                                    \
+    if constexpr (name##_::Numerics<name##_::Plan>::ROLES)                                       \
+      attention::backward_with_roles<name##_::Numerics<name##_::Plan>>(p);                       \
+    else                                                                                         \
+      attention::backward<name##_::Numerics<name##_::Plan>>(p);                                  \
   }                                                                                              \
   static_assert(name##_::Numerics<name##_::Plan>::SHARED_BYTES <= params::SHARED_KIB * 1024);
 

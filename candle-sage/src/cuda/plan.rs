@@ -119,18 +119,20 @@ pub(super) fn backward(scheme: &Scheme, d: usize, architecture: Architecture) ->
     let plans = [(128, 2), (128, 1), (64, 1)].map(|(rows, stages)| {
         let state = 2 * TILE * 4;
         let ds = 2 * rows * TILE * 2;
+        // Hopper's third warpgroup, which makes the codes of dS that it needs: backward_roles.cuh.
+        let roles = architecture.0 == 90 && name == "sagebwd" && d == 64 && rows == 128;
         let shared_bytes = match scheme {
             Scheme::FullPrecision => 2 * rows * 2 * d + stages * (2 * TILE * 2 * d + state) + ds,
             Scheme::SageBwd(_) => {
                 let keys = 4 * rows * d;
                 let stage = (5 * TILE * d + state + 4 * d).next_multiple_of(1024);
                 let warps = rows / 16;
-                let codes = if rows > TILE { 2 * warps * (1024 + 256) } else { 0 };
+                let codes = if rows > TILE && !roles { 2 * warps * (1024 + 256) } else { 0 };
                 let mean = if general { rows * 4 } else { 0 };
                 keys + stages * stage + ds + codes + warps * 4 + mean
             }
         };
-        Plan { name, rows, threads: rows as u32 * 2, stages, shared_bytes }
+        Plan { name, rows, threads: if roles { 384 } else { rows as u32 * 2 }, stages, shared_bytes }
     });
     let [.., smallest] = plans.clone();
     plans.into_iter().find(|plan| plan.shared_bytes <= architecture.shared_bytes()).unwrap_or(smallest)

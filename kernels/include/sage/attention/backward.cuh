@@ -130,6 +130,8 @@ struct DqSums {
   float* sums;
   int* turns;  // null: any order
   int turn;
+  // Who adds: threads from `first` on, and the barrier where they meet.
+  int first, threads, barrier;
 
   // Adds N tiles of 8 channels, from number `first` on, of 16 queries.
   template <int D, int N>
@@ -149,17 +151,66 @@ struct DqSums {
   }
   __device__ __forceinline__ void wait(int padded_tile) const {
     if (!turns) return;
-    if (threadIdx.x == 0)
+    if (threadIdx.x == first)
       while (ptx::load_acquire(turns + padded_tile) != turn) {}
-    __syncthreads();
+    ptx::barrier(barrier, threads);
   }
   __device__ __forceinline__ void pass_on(int padded_tile) const {
     if (!turns) return;
     __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) ptx::add_release(turns + padded_tile, 1);
+    ptx::barrier(barrier, threads);
+    if (threadIdx.x == first) ptx::add_release(turns + padded_tile, 1);
   }
 };
+
+// Which block this is. Where dQ is added in turns, blocks take tickets, so that whoever a block waits for has started
+// before it.
+__device__ __forceinline__ int backward_index(const params::Backward& p) {
+  if (!p.turns) return blockIdx.x;
+  __shared__ int ticket;
+  if (threadIdx.x == 0) ticket = atomicAdd(p.turns + int64_t(p.shape.query_heads) * p.shape.query_tiles, 1);
+  __syncthreads();
+  return ticket;
+}
+
+// The first tile of queries that sees the block's keys, and how many there are, of all heads.
+__device__ __forceinline__ int count_tiles(const params::Shape& shape, const BackwardBlock& block, int& first_tile) {
+  int first_query = block.segment.first_query(block.first_key);
+  first_tile = first_query / TILE;
+  int tiles = block.segment.query_len > first_query ? block.segment.query_tiles() - first_tile : 0;
+  return tiles * (shape.query_heads / shape.key_heads);
+}
+
+template <class Numerics>
+__device__ __forceinline__ void walk_scores(Numerics& numerics, const BackwardBlock& block, const QueryTile& tile, int stage,
+                                            int slot) {
+  const Segment& segment = block.segment;
+  int first_query = tile.tile * TILE;
+  int first_key = block.first_key + threadIdx.x / (2 * Numerics::UNIT) * Numerics::UNIT;
+  bool hides = segment.visible_keys(first_query) < first_key + Numerics::UNIT;
+  bool seen = segment.visible_keys(min(first_query + TILE, segment.query_len) - 1) > first_key;
+  numerics.scores(tile, stage, slot, hides, seen);
+}
+
+// Writes dK and dV of a warp's keys.
+template <class Numerics>
+__device__ __forceinline__ void store_keys(Numerics& numerics, const params::Backward& p, const BackwardBlock& block) {
+  using T = typename Numerics::Type;
+  const Segment& segment = block.segment;
+  const params::Shape& shape = p.shape;
+  numerics.settle();
+  int lane = threadIdx.x % 32, warp_key = block.first_key + threadIdx.x / 32 * 16;
+  Rows<T> dk(p.dk, segment.batch, segment.key_start, block.key_head, segment.key_len, shape.head_dim);
+  Rows<T> dv(p.dv, segment.batch, segment.key_start, block.key_head, segment.key_len, shape.head_dim);
+#pragma unroll
+  for (int n = 0; n < Numerics::D / 8; ++n)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int row = warp_key + lane / 4 + 8 * h, column = n * 8 + 2 * (lane & 3);
+      dk.store_2(row, column, numerics.dk[n][2 * h] * shape.softmax_scale, numerics.dk[n][2 * h + 1] * shape.softmax_scale);
+      dv.store_2(row, column, numerics.dv[n][2 * h], numerics.dv[n][2 * h + 1]);
+    }
+}
 
 // Numerics has: Type, D, Plan, SHARED_BYTES; COOPERATES, whether warps meet inside a tile; a constructor; load_keys(), keys_arrived(); load(tile, stage),
 // asynchronous; scores(tile, stage, slot, hides, seen), from the logits to dS^T in shared memory, with dV and dK;
@@ -171,27 +222,16 @@ struct DqSums {
 // warps does dQ before the scores, the other half after them, so that one half's products meet the other's arithmetic.
 template <class Numerics>
 __device__ __forceinline__ void backward(const params::Backward& p) {
-  using T = typename Numerics::Type;
   using Plan = typename Numerics::Plan;
-  constexpr int D = Numerics::D, LAG = Numerics::LAG;
+  constexpr int LAG = Numerics::LAG;
   extern __shared__ __align__(1024) unsigned char shared[];
   const params::Shape& shape = p.shape;
 
-  int index = blockIdx.x;
-  if (p.turns) {
-    // Blocks take tickets, so that whoever a block waits for has started before it.
-    __shared__ int ticket;
-    if (threadIdx.x == 0) ticket = atomicAdd(p.turns + int64_t(shape.query_heads) * shape.query_tiles, 1);
-    __syncthreads();
-    index = ticket;
-  }
-  BackwardBlock block(shape, index, Plan::KEYS);
+  BackwardBlock block(shape, backward_index(p), Plan::KEYS);
   const Segment& segment = block.segment;
   if (block.first_key >= segment.key_len) return;
-  int first_tile = segment.first_query(block.first_key) / TILE;
-  int tiles = segment.query_len > segment.first_query(block.first_key) ? segment.query_tiles() - first_tile : 0;
-  int iterations = tiles * (shape.query_heads / shape.key_heads);
-  DqSums sums{p.dq_sums, p.turns, block.first_key / Plan::KEYS};
+  int first_tile, iterations = count_tiles(shape, block, first_tile);
+  DqSums sums{p.dq_sums, p.turns, block.first_key / Plan::KEYS, 0, Plan::THREADS, 0};
 
   Numerics numerics(p, block, shared);
   numerics.load_keys();
@@ -227,11 +267,7 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
         }
         if (LAG == 2 && i >= 1 && i <= iterations) numerics.prepare_dq(i & 1 ^ 1);
       } else if (i < iterations) {
-        int first_query = tile.tile * TILE;
-        int first_key = block.first_key + threadIdx.x / (2 * Numerics::UNIT) * Numerics::UNIT;
-        bool hides = segment.visible_keys(first_query) < first_key + Numerics::UNIT;
-        bool seen = segment.visible_keys(min(first_query + TILE, segment.query_len) - 1) > first_key;
-        numerics.scores(tile, stage, i & 1, hides, seen);
+        walk_scores(numerics, block, tile, stage, i & 1);
       }
     }
     if (Plan::STAGES == 1) {
@@ -243,19 +279,7 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
     past[0] = tile.padded;
     tile = next;
   }
-  numerics.settle();
-
-  int lane = threadIdx.x % 32, warp_key = block.first_key + threadIdx.x / 32 * 16;
-  Rows<T> dk(p.dk, segment.batch, segment.key_start, block.key_head, segment.key_len, shape.head_dim);
-  Rows<T> dv(p.dv, segment.batch, segment.key_start, block.key_head, segment.key_len, shape.head_dim);
-#pragma unroll
-  for (int n = 0; n < D / 8; ++n)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      int row = warp_key + lane / 4 + 8 * h, column = n * 8 + 2 * (lane & 3);
-      dk.store_2(row, column, numerics.dk[n][2 * h] * shape.softmax_scale, numerics.dk[n][2 * h + 1] * shape.softmax_scale);
-      dv.store_2(row, column, numerics.dv[n][2 * h], numerics.dv[n][2 * h + 1]);
-    }
+  store_keys(numerics, p, block);
 }
 
 }  // namespace sage::attention

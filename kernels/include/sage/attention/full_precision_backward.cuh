@@ -17,6 +17,7 @@ struct FullPrecisionBackward {
   static constexpr int DS_AT = 2 * K_BYTES + Plan::STAGES * STAGE_BYTES;
   static constexpr int DS_BYTES = Plan::KEYS * TILE * 2;
   static constexpr int SHARED_BYTES = DS_AT + 2 * DS_BYTES;
+  static constexpr bool ROLES = false;
   static constexpr int UNIT = 16;
   static constexpr int LAG = 1;
   static constexpr bool COOPERATES = false;

@@ -22,6 +22,9 @@ struct SageBwdBackward {
   static constexpr int UNIT = WGMMA ? 64 : 16;
   // 16-bit rows lie in panels of 64 channels: what one swizzled line holds.
   static constexpr int PANELS = WGMMA ? D / 64 : 1;
+  // A part for each warpgroup, where the registers allow it: see backward_roles.cuh.
+  static constexpr bool ROLES = WGMMA && D == 64;
+  static constexpr int LOADERS = ROLES ? 128 : Plan::THREADS;
   // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO; slots of dS^T; slots of
   // its codes; the largest of each warp; logits of Q's mean.
   static constexpr int CODES = TILE * D;
@@ -32,7 +35,7 @@ struct SageBwdBackward {
   static constexpr int DS_BYTES = KEYS * TILE * 2;
   static constexpr int CODES_AT = DS_AT + 2 * DS_BYTES;
   // A warp's codes of dS, 16 queries x 64 keys, and their two scales a lane.
-  static constexpr int CODES_BYTES = Plan::PARTS > 1 ? Plan::WARPS * (1024 + 256) : 0;
+  static constexpr int CODES_BYTES = Plan::PARTS > 1 && !ROLES ? Plan::WARPS * (1024 + 256) : 0;
   static constexpr int MAXIMA_AT = CODES_AT + 2 * CODES_BYTES;
   static constexpr int MEAN_AT = MAXIMA_AT + Plan::WARPS * 4;
   static constexpr int SHARED_BYTES = MEAN_AT + (GENERAL ? KEYS * 4 : 0);
@@ -52,7 +55,11 @@ struct SageBwdBackward {
 
   __device__ __forceinline__ SageBwdBackward(const params::Backward& p, const BackwardBlock& b, unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32) {
-    k_dequant = key_tile_exists(warp / 4) ? p.codes.k_scale[key_tile() + warp / 4] : 0.0f;
+    k_dequant = k_dequant_of(warp / 4);
+  }
+
+  __device__ __forceinline__ float k_dequant_of(int part) const {
+    return part < Plan::PARTS && key_tile_exists(part) ? __ldg(p.codes.k_scale + key_tile() + part) : 0.0f;
   }
 
   static __device__ __forceinline__ int stage_at(int stage) { return STAGES_AT + stage * STAGE_BYTES; }
@@ -68,7 +75,7 @@ struct SageBwdBackward {
   __device__ __forceinline__ void load_keys() {
     const Segment& s = block.segment;
     Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
-    copy_panels<KEYS>(shared + V_AT, v, block.first_key, threadIdx.x);
+    copy_panels<KEYS, Plan::THREADS>(shared + V_AT, v, block.first_key, threadIdx.x);
 #pragma unroll
     for (int part = 0; part < Plan::PARTS; ++part) {
       bool exists = key_tile_exists(part);
@@ -88,16 +95,16 @@ struct SageBwdBackward {
     }
   }
 
-  __device__ __forceinline__ void load(const QueryTile& tile, int stage) {
+  __device__ __forceinline__ void load(const QueryTile& tile, int stage) { load(tile, stage, ptx::opaque(threadIdx.x)); }
+  __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread) {
     const Segment& s = block.segment;
-    int thread = ptx::opaque(threadIdx.x);
     uint32_t at = shared + stage_at(stage);
     int64_t codes = int64_t(tile.padded) * CODES;
-    copy_tile<TILE, D, Plan::THREADS>(at, p.codes.q + codes, thread);
-    copy_tile<D, TILE, Plan::THREADS>(at + CODES, p.q_transposed + codes, thread);
-    copy_tile<D, TILE, Plan::THREADS>(at + 2 * CODES, p.dout_transposed + codes, thread);
+    copy_tile<TILE, D, LOADERS>(at, p.codes.q + codes, thread);
+    copy_tile<D, TILE, LOADERS>(at + CODES, p.q_transposed + codes, thread);
+    copy_tile<D, TILE, LOADERS>(at + 2 * CODES, p.dout_transposed + codes, thread);
     Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
-    copy_panels<TILE>(at + DOUT_AT, dout, tile.tile * TILE, thread);
+    copy_panels<TILE, LOADERS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
     copy_row_state(at + STATE_AT, p, tile, thread);
     if (thread < D / 4) ptx::copy_16(at + DOUT_SCALE_AT + thread * 16, p.dout_scale + int64_t(tile.padded) * D + thread * 4, true);
   }
@@ -252,7 +259,7 @@ struct SageBwdBackward {
     int lane = threadIdx.x % 32;
     uint4 codes[2];
     float2 dequant;
-    quantize_queries(codes, dequant, slot, warp % 4, warp / 4, lane);
+    quantize_queries(codes, dequant, k_dequant, slot, warp % 4, warp / 4, lane);
     uint4* words = reinterpret_cast<uint4*>(memory + CODES_AT + slot * CODES_BYTES);  // (warp, 32 keys, lane)
     float2* scales = reinterpret_cast<float2*>(words + Plan::WARPS * 64);
     words[warp * 64 + lane] = codes[0];
@@ -267,7 +274,7 @@ struct SageBwdBackward {
     uint4 codes[Plan::PARTS][2];  // (tile of keys, 32 keys): an operand of 16 queries x 32 keys
     float2 dequant[Plan::PARTS];  // of queries g and g + 8
     if constexpr (Plan::PARTS == 1) {
-      quantize_queries(codes[0], dequant[0], slot ^ 1, strip, part, lane);
+      quantize_queries(codes[0], dequant[0], k_dequant, slot ^ 1, strip, part, lane);
     } else {
       const uint4* words = reinterpret_cast<const uint4*>(memory + CODES_AT + slot * CODES_BYTES);
       const float2* scales = reinterpret_cast<const float2*>(words + Plan::WARPS * 64);
@@ -333,12 +340,50 @@ struct SageBwdBackward {
     sums.template add<D>(padded_tile, strip, part * (CHANNELS / 8), lane, dq);
   }
 
+  // The same by one warpgroup, all channels, straight out of dS.
+  __device__ __forceinline__ void add_dq_alone(int padded_tile, int slot, const DqSums& sums) {
+    static_assert(D == 64, "one product");
+    int lane = threadIdx.x % 32, strip = warp % 4;
+    uint64_t keys_t = ptx::row_descriptor<KEYS>(shared + KT_AT);
+    float dq[8][4];
+    int y[8][4];
+#pragma unroll
+    for (int part = 0; part < Plan::PARTS; ++part) {
+      uint4 codes[2];
+      float2 dequant;
+      quantize_queries(codes, dequant, k_dequant_of(part), slot, strip, part, lane);
+      float2 magic = make_float2(-quant::MAGIC * dequant.x, -quant::MAGIC * dequant.y);
+      set_magic(y);
+      ptx::hold(y);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        const uint32_t a[4] = {codes[step].x, codes[step].y, codes[step].z, codes[step].w};
+        ptx::wgmma_s8(y, a, keys_t + 2 * (part * 2 + step));
+      }
+      ptx::wgmma_commit();
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float add = e < 2 ? magic.x : magic.y;
+          dq[n][e] = part == 0 ? add : dq[n][e] + add;
+        }
+      ptx::wgmma_wait<0>(y);
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dq[n][e] = fmaf(__int_as_float(y[n][e]), e < 2 ? dequant.x : dequant.y, dq[n][e]);
+    }
+    sums.template add<D>(padded_tile, strip, 0, lane, dq);
+  }
+
  private:
-  template <int ROWS>
+  template <int ROWS, int THREADS>
   static __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first, int thread) {
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel) {
-      copy_rows<ROWS, D / PANELS, Plan::THREADS>(to + panel * ROWS * 128, rows, first, thread);
+      copy_rows<ROWS, D / PANELS, THREADS>(to + panel * ROWS * 128, rows, first, thread);
       rows.skip_channels(64);
     }
   }
@@ -407,8 +452,8 @@ struct SageBwdBackward {
   }
 
   // One scale a query or a group of them.
-  __device__ __forceinline__ void quantize_queries(uint4 (&codes)[2], float2& dequant, int slot, int strip, int part,
-                                                   int lane) const {
+  __device__ __forceinline__ void quantize_queries(uint4 (&codes)[2], float2& dequant, float k_dequant, int slot,
+                                                   int strip, int part, int lane) const {
     layout::TransposedReaderA<TILE * 2> reader(shared + DS_AT + slot * DS_BYTES, lane);
     uint32_t r[4][4];  // (16 keys, register): 0 and 2 are query g, 1 and 3 query g + 8, each of two keys in bf16
     uint32_t largest16[2] = {0, 0};

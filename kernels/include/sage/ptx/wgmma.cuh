@@ -37,6 +37,20 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 // What ordinary stores and copies wrote to shared memory can be read by products, once all have come to a barrier.
 __device__ __forceinline__ void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Warpgroups of a block may have different numbers of registers: each asks for its own, a multiple of 8.
+template <int REGISTERS>
+__device__ __forceinline__ void fewer_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+}
+template <int REGISTERS>
+__device__ __forceinline__ void more_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+}
+
 // Nothing before touches these registers after, nor the other way round.
 template <int N>
 __device__ __forceinline__ void hold(int (&d)[N][4]) {
