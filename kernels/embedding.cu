@@ -1,6 +1,7 @@
 // Rows of a table by id, and the sum of the rows that came back for each. The backward works on ids that were sorted
 // with their order kept: a row of the table owns a run of them. A run is added up by its row, except for what covers
 // whole pieces of the sorted ids: those are summed before, all at once, so that no frequent id makes a long loop.
+#include <math_constants.h>
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 
@@ -26,9 +27,13 @@ __device__ void gather(const params::Embedding& p) {
   Seat seat(p.lanes);
   if (seat.row >= p.len) return;
   uint32_t id = p.ids[seat.row];
-  if (id == params::NO_PLACE) return;  // the host is about to say so
-  const T* from = static_cast<const T*>(p.from) + id * p.row_stride;
   T* to = static_cast<T*>(p.out) + seat.row * p.width;
+  if (id == params::NO_PLACE) {
+    // Who waits for the check is about to say so; who does not finds NaN in the loss.
+    for (int at = seat.lane; at < p.width; at += p.lanes) to[at] = ptx::from_float<T>(CUDART_NAN_F);
+    return;
+  }
+  const T* from = static_cast<const T*>(p.from) + id * p.row_stride;
   for (int at = seat.lane * V; at < p.width; at += p.lanes * V)
     Pack<T, V>::load(from + at * p.column_stride).store(to + at);
 }

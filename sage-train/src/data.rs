@@ -1,11 +1,14 @@
-//! Text to batches: `source` reads documents, `tokenizer` makes ids of them, `batches` orders them.
+//! Text to batches: `source` reads documents, `tokenizer` makes ids of them, `batches` orders them, `feed` has
+//! them ready.
 
 mod batches;
 pub mod corpus;
+mod feed;
 mod source;
 mod tokenizer;
 
-pub use batches::{Batch, Batches};
+pub use batches::{Batch, Batches, Sequences};
+pub use feed::Feed;
 pub use source::files;
 pub use tokenizer::Tokenizer;
 

@@ -90,7 +90,7 @@ fn trace(
     sequences: usize,
     device: &Device,
 ) -> candle_core::Result<Vec<([Tensor; 3], Tensor)>> {
-    let batch = batches.in_order(0, sequences, device)?;
+    let batch = batches.in_order(0, sequences).to_device(device)?;
     let exact = LlamaConfig { scheme: Some(Scheme::FullPrecision), ..model.clone() };
     let mut layers = Vec::new();
     let mut observe = |inputs: [&Tensor; 3], dout: &Tensor| {

@@ -4,16 +4,17 @@ mod evaluate;
 mod progress;
 mod run_dir;
 mod sample;
+mod trainer;
 
+use std::cell::Cell;
 use std::time::Instant;
 
-use candle_core::{DType, Device, Tensor};
-use candle_sage::{Error, Result, ops};
+use candle_sage::{Error, Result};
 
 use crate::config::Config;
-use crate::data::{Batches, Dataset, files};
+use crate::data::{Dataset, Feed, files};
 use crate::metrics::{Outcome, Point};
-use crate::model::{Llama, Parameters};
+use crate::model::Parameters;
 use crate::quantity::grouped;
 use crate::report::loss_plot;
 use crate::{during, writing};
@@ -21,6 +22,7 @@ use crate::{during, writing};
 use evaluate::{Evaluation, evaluate};
 use progress::Progress;
 use run_dir::RunDir;
+use trainer::{STOP_HINT, Trainer};
 
 /// Checks what can be checked before anything long begins: that the data exists, and that the run's
 /// folder can. [`run`] finds the same mistakes, but later.
@@ -70,7 +72,7 @@ pub fn run(config: &Config) -> Result<Outcome> {
     data.tokenizer.save(&folder.path().join("tokenizer.json"))?;
 
     let trainer =
-        Trainer::new(config, &data, &parameters, &device).map_err(during("cannot make the model"))?;
+        Trainer::new(config, &data.train, &parameters, &device).map_err(during("cannot make the model"))?;
     let mut run = Run { config, data: &data, folder, progress, trainer, points: Vec::new(), started };
     match run.train() {
         Ok(training_seconds) => run.finish(training_seconds),
@@ -99,36 +101,64 @@ struct Run<'a> {
 impl Run<'_> {
     /// All steps; returns the seconds that they took, validation not counted.
     fn train(&mut self) -> Result<f64> {
-        let (config, mut seconds) = (self.config, 0.0);
         self.progress.start();
-        for step in 0..config.steps {
-            let clock = Instant::now();
-            let mut point = self.trainer.step(step)?;
-            let took = clock.elapsed().as_secs_f64();
+        let batches = self.trainer.batches();
+        let seconds =
+            std::thread::scope(|scope| self.steps(&Feed::start(scope, batches, self.config.micro_batch)))?;
+        self.progress.finish();
+        Ok(seconds)
+    }
+
+    fn steps(&mut self, feed: &Feed) -> Result<f64> {
+        let config = self.config;
+        // A GPU gets its next step before the results of the last one are looked at.
+        let ahead = self.trainer.runs_ahead();
+        let (mut seconds, mut under_way) = (0.0, None);
+        let clock = Cell::new(Instant::now());
+        let mut lap = |point: &mut Point| {
+            let took = clock.replace(Instant::now()).elapsed().as_secs_f64();
             seconds += took;
             point.tokens_per_second = config.tokens_per_step() as f64 / took;
             let flops = point.tokens_per_second * config.model.flops_per_token() as f64;
             point.mfu = config.peak_flops.map(|peak| flops / peak);
+        };
+        for step in 0..config.steps {
+            let last = under_way.replace(self.trainer.launch(step, feed)?);
+            if let Some(last) = last {
+                let mut point = self.trainer.collect(last)?;
+                lap(&mut point);
+                self.record(point)?;
+            }
             let due = config.eval_every > 0 && (step + 1) % config.eval_every == 0;
-            if due || step + 1 == config.steps {
-                let Evaluation { loss, bits_per_byte } = self.trainer.evaluate(self.data)?;
-                if !loss.is_finite() {
-                    self.record(point)?;
-                    return Err(Error::new(format!(
-                        "stopped: the validation loss is {loss} after step {}",
-                        step + 1
-                    ))
-                    .got("an update that broke the model")
-                    .allowed("a finite loss")
-                    .hint(STOP_HINT));
-                }
-                (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
-                self.save_weights()?;
+            let validates = due || step + 1 == config.steps;
+            let Some(launched) = under_way.take_if(|_| validates || !ahead) else { continue };
+            let mut point = self.trainer.collect(launched)?;
+            lap(&mut point);
+            if validates {
+                self.validate(&mut point)?;
             }
             self.record(point)?;
+            clock.set(Instant::now());
         }
-        self.progress.finish();
         Ok(seconds)
+    }
+
+    /// Validates, and keeps the weights.
+    fn validate(&mut self, point: &mut Point) -> Result<()> {
+        let Evaluation { loss, bits_per_byte } =
+            evaluate(&self.trainer.model, self.data, self.config, self.trainer.device())?;
+        if !loss.is_finite() {
+            self.record(point.clone())?;
+            return Err(Error::new(format!(
+                "stopped: the validation loss is {loss} after step {}",
+                point.step
+            ))
+            .got("an update that broke the model")
+            .allowed("a finite loss")
+            .hint(STOP_HINT));
+        }
+        (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
+        self.save_weights()
     }
 
     /// Keeps and shows what a step measured.
@@ -146,7 +176,7 @@ impl Run<'_> {
         self.plot()?;
         if config.sample_tokens > 0 {
             let trainer = &self.trainer;
-            let text = sample::sample(&trainer.model, &self.data.tokenizer, config, trainer.device)?;
+            let text = sample::sample(&trainer.model, &self.data.tokenizer, config, trainer.device())?;
             self.folder.write("sample.txt", &text)?;
             self.progress.say(&format!("sample:\n{text}"));
         }
@@ -172,110 +202,7 @@ impl Run<'_> {
     fn save_weights(&self) -> Result<()> {
         let path = self.folder.path().join("model.safetensors");
         let partial = path.with_extension("partial");
-        self.trainer.parameters.save(&partial).map_err(writing(&partial))?;
+        self.trainer.save(&partial).map_err(writing(&partial))?;
         std::fs::rename(&partial, &path).map_err(writing(&path))
     }
-}
-
-/// The state that a step changes.
-struct Trainer<'a> {
-    config: &'a Config,
-    device: &'a Device,
-    parameters: &'a Parameters,
-    model: Llama,
-    batches: Batches<'a>,
-}
-
-impl<'a> Trainer<'a> {
-    fn new(
-        config: &'a Config,
-        data: &'a Dataset,
-        parameters: &'a Parameters,
-        device: &'a Device,
-    ) -> candle_core::Result<Self> {
-        Ok(Self {
-            config,
-            device,
-            parameters,
-            model: Llama::new(&config.model, parameters, device)?,
-            batches: Batches::new(&data.train, config.model.context, config.seed),
-        })
-    }
-
-    /// One optimizer step. Nothing is waited for but its end: whether loss and gradients are finite is decided where
-    /// they are, and if not nothing is updated.
-    fn step(&mut self, step: u64) -> Result<Point> {
-        let accumulation = self.config.accumulation;
-        let lr = self.config.learning_rate.at(step);
-        let failed = |error| failed(error, &format!("step {}", step + 1));
-        self.parameters.clear_gradients().map_err(failed)?;
-        let losses = (0..accumulation)
-            .map(|micro| self.micro_batch(step, micro))
-            .collect::<candle_core::Result<Vec<Tensor>>>()
-            .map_err(failed)?;
-        let update = || -> candle_core::Result<(Vec<f32>, f64)> {
-            let losses = Tensor::stack(&losses, 0)?;
-            // 0, or NaN where a loss is not finite, which stops the update.
-            let stop = (losses.sum_all()? * 0.0)?.to_dtype(DType::F64)?;
-            let squares = ops::sum_of_squares(self.parameters.gradients()?)?;
-            let adamw = self.config.adamw.step(step + 1, lr, accumulation);
-            self.parameters.update(adamw, &(&squares + stop)?)?;
-            Ok((losses.to_vec1()?, squares.to_scalar::<f64>()?))
-        };
-        let (losses, squares) = update().map_err(failed)?;
-        for (micro, loss) in losses.iter().enumerate().filter(|(_, loss)| !loss.is_finite()) {
-            let at = format!("step {}, micro-batch {} of {accumulation}", step + 1, micro + 1);
-            return Err(stopped(format!("the loss is {loss} at {at}"), step));
-        }
-        if !squares.is_finite() {
-            let culprit = self.parameters.first_non_finite().map_err(failed)?.unwrap_or("a parameter");
-            return Err(stopped(
-                format!("the gradient of {culprit} is not finite at step {}", step + 1),
-                step,
-            ));
-        }
-        Ok(Point {
-            step: step + 1,
-            tokens: (step + 1) * self.config.tokens_per_step(),
-            loss: losses.iter().map(|&loss| f64::from(loss)).sum::<f64>() / accumulation as f64,
-            grad_norm: squares.sqrt() / accumulation as f64,
-            lr,
-            ..Point::default()
-        })
-    }
-
-    /// Adds the gradients of a micro-batch; returns its loss.
-    fn micro_batch(&mut self, step: u64, micro: usize) -> candle_core::Result<Tensor> {
-        let Config { accumulation, micro_batch, .. } = *self.config;
-        let first = (step * accumulation as u64 + micro as u64) * micro_batch as u64;
-        let batch = self.batches.shuffled(first, micro_batch, self.device)?;
-        self.model.train(&batch.ids, &batch.targets)
-    }
-
-    fn evaluate(&self, data: &Dataset) -> Result<Evaluation> {
-        evaluate(&self.model, data, self.config, self.device)
-    }
-}
-
-/// An error of the device.
-fn failed(error: candle_core::Error, at: &str) -> Error {
-    let memory = error.to_string().contains("OUT_OF_MEMORY");
-    let error = during(at)(error);
-    if memory {
-        return error.hint(
-            "the GPU's memory is full: halve --micro-batch, or --recompute attention, or --recompute block; --dry-run \
-             estimates",
-        );
-    }
-    error
-}
-
-const STOP_HINT: &str = "a lower --lr, a longer --warmup-steps or --qk-norm on";
-
-/// A run that must not go on.
-fn stopped(what: String, step: u64) -> Error {
-    Error::new(format!("stopped before the update: {what}"))
-        .got(format!("{step} good steps"))
-        .allowed("finite losses and gradients")
-        .hint(STOP_HINT)
 }

@@ -29,6 +29,27 @@ const NAME: &str = "embedding";
 /// # Errors
 /// When an id is not below the number of rows, or the types are not supported.
 pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
+    let shape = check(table, ids)?;
+    table.apply_op2(ids, Embedding::default())?.reshape(shape)
+}
+
+/// [`embedding`] outside candle's graph. On a GPU nothing is waited for: the row of an id that is not in the table is
+/// NaN. For training loops that keep their own books.
+///
+/// # Errors
+/// As [`embedding`].
+pub fn embedding_forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
+    let shape = check(table, ids)?;
+    #[cfg(feature = "cuda")]
+    if table.device().is_cuda() {
+        let out = with_cuda(NAME, [table, ids], |[table, ids]| cuda::ops::embedding::rows(table, ids))?;
+        return Ok(cuda_tensor(out, shape));
+    }
+    table.apply_op2_no_bwd(ids, &Embedding::default())?.reshape(shape)
+}
+
+/// Checks the arguments; the shape of the output.
+fn check(table: &Tensor, ids: &Tensor) -> Result<Vec<usize>> {
     let &[rows, width] = table.dims() else {
         return Err(shape_error(
             "embedding: the table is not a matrix",
@@ -46,8 +67,7 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
         ));
     }
     supported(NAME, &[table, ids])?;
-    let shape = [ids.dims(), &[width]].concat();
-    table.apply_op2(ids, Embedding::default())?.reshape(shape)
+    Ok([ids.dims(), &[width]].concat())
 }
 
 /// One call: on a GPU its checked ids stay for the backward.

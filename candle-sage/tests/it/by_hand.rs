@@ -92,6 +92,7 @@ fn backwards(place: &Place) -> Result<()> {
     let ids: Vec<u32> = (0..100).map(|n| n * n % 47).collect();
     let ids = Tensor::from_vec(ids, (4, 25), &place.device)?;
     let out = ops::embedding(&table, &ids)?;
+    same("embedding", &ops::embedding_forward(&table, &ids)?, &out)?;
     same("embedding", &ops::embedding_backward(&ids, &dout, 50)?, &graph(&out, &dout, &[&table])?[0])
 }
 
@@ -246,6 +247,19 @@ mod cuda {
         let (loss, _) =
             ops::linear_cross_entropy_into(&sum, &hidden, &weight, &targets, CrossEntropy::default(), 1.0)?;
         assert!(loss.to_scalar::<f32>()?.is_nan());
+        Ok(())
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn an_id_that_is_not_in_the_table_makes_its_row_nan() -> Result<()> {
+        for dtype in [DType::F32, DType::BF16] {
+            let table = Tensor::ones((5, 8), dtype, &gpu())?;
+            let rows = ops::embedding_forward(&table, &Tensor::new(&[4u32, 5, 0], &gpu())?)?;
+            let rows = values(&rows)?;
+            assert!(rows[..8].iter().chain(&rows[16..]).all(|&x| x == 1.0));
+            assert!(rows[8..16].iter().all(|x| x.is_nan()));
+        }
         Ok(())
     }
 

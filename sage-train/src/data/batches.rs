@@ -14,6 +14,26 @@ pub struct Batch {
     pub targets: Tensor,
 }
 
+/// The same on the host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sequences {
+    ids: Vec<u32>,
+    targets: Vec<u32>,
+    context: usize,
+}
+
+impl Sequences {
+    /// Where the model computes.
+    ///
+    /// # Errors
+    /// When tensors cannot be allocated.
+    pub fn to_device(&self, device: &Device) -> Result<Batch> {
+        let dims = (self.ids.len() / self.context, self.context);
+        let tensor = |ids: &[u32]| Tensor::from_slice(ids, dims, device);
+        Ok(Batch { ids: tensor(&self.ids)?, targets: tensor(&self.targets)? })
+    }
+}
+
 /// Sequences of `context` tokens, back to back. Every epoch visits each once, in an order of its
 /// own.
 #[derive(Debug)]
@@ -38,21 +58,15 @@ impl<'a> Batches<'a> {
     }
 
     /// Sequences `first..first + count` of all that are ever visited.
-    ///
-    /// # Errors
-    /// When tensors cannot be allocated.
-    pub fn shuffled(&mut self, first: u64, count: usize, device: &Device) -> Result<Batch> {
+    pub fn shuffled(&mut self, first: u64, count: usize) -> Sequences {
         let starts: Vec<usize> = (first..first + count as u64).map(|n| self.place(n)).collect();
-        self.batch(&starts, device)
+        self.sequences_at(&starts)
     }
 
     /// Sequences `first..first + count` of an epoch in the order of the text.
-    ///
-    /// # Errors
-    /// When tensors cannot be allocated.
-    pub fn in_order(&self, first: u64, count: usize, device: &Device) -> Result<Batch> {
+    pub fn in_order(&self, first: u64, count: usize) -> Sequences {
         let starts: Vec<usize> = (first..first + count as u64).map(|n| n as usize * self.context).collect();
-        self.batch(&starts, device)
+        self.sequences_at(&starts)
     }
 
     /// The first token of sequence `n`.
@@ -68,16 +82,11 @@ impl<'a> Batches<'a> {
         self.order[at as usize] as usize * self.context
     }
 
-    fn batch(&self, starts: &[usize], device: &Device) -> Result<Batch> {
+    fn sequences_at(&self, starts: &[usize]) -> Sequences {
         let gather = |shift: usize| {
-            let ids: Vec<u32> = starts
-                .iter()
-                .flat_map(|s| &self.tokens[s + shift..s + shift + self.context])
-                .copied()
-                .collect();
-            Tensor::from_vec(ids, (starts.len(), self.context), device)
+            starts.iter().flat_map(|s| &self.tokens[s + shift..s + shift + self.context]).copied().collect()
         };
-        Ok(Batch { ids: gather(0)?, targets: gather(1)? })
+        Sequences { ids: gather(0), targets: gather(1), context: self.context }
     }
 }
 
@@ -88,25 +97,22 @@ mod tests {
     #[test]
     fn an_epoch_visits_every_sequence_once_and_order_depends_on_seed_and_place_alone() -> Result<()> {
         let tokens: Vec<u32> = (0..103).collect();
-        let firsts = |batches: &mut Batches<'_>, range: std::ops::Range<u64>| -> Result<Vec<u32>> {
-            range
-                .map(|n| {
-                    batches.shuffled(n, 1, &Device::Cpu)?.ids.flatten_all()?.to_vec1::<u32>().map(|v| v[0])
-                })
-                .collect()
+        let firsts = |batches: &mut Batches<'_>, range: std::ops::Range<u64>| -> Vec<u32> {
+            range.map(|n| batches.shuffled(n, 1).ids[0]).collect()
         };
         let mut batches = Batches::new(&tokens, 10, 4);
         assert_eq!(batches.sequences(), 10);
-        let first = firsts(&mut batches, 0..10)?;
-        let second = firsts(&mut batches, 10..20)?;
+        let first = firsts(&mut batches, 0..10);
+        let second = firsts(&mut batches, 10..20);
         let mut sorted = first.clone();
         sorted.sort_unstable();
         assert_eq!(sorted, (0..10).map(|n| n * 10).collect::<Vec<_>>());
         assert_ne!(first, second);
         // Looking back gives the same again.
-        assert_eq!(firsts(&mut batches, 3..7)?, first[3..7]);
-        assert_ne!(firsts(&mut Batches::new(&tokens, 10, 5), 0..10)?, first);
-        let batch = batches.shuffled(8, 4, &Device::Cpu)?;
+        assert_eq!(firsts(&mut batches, 3..7), first[3..7]);
+        assert_ne!(firsts(&mut Batches::new(&tokens, 10, 5), 0..10), first);
+        let batch = batches.shuffled(8, 4).to_device(&Device::Cpu)?;
+        assert_eq!(batch.ids.dims(), [4, 10]);
         assert_eq!(batch.ids.affine(1., 1.)?.to_vec2::<u32>()?, batch.targets.to_vec2::<u32>()?);
         Ok(())
     }

@@ -38,7 +38,7 @@ impl Llama {
     /// The residual stream before the first block, and the angles for sequences of this length.
     fn enter(&self, ids: &Tensor) -> Result<(Stream, Rotary)> {
         let (_, sequence) = ids.dims2()?;
-        let sum = ops::embedding(&self.embedding.value, ids)?.flatten(0, 1)?;
+        let sum = ops::embedding_forward(&self.embedding.value, ids)?.flatten(0, 1)?;
         Ok((Stream { sum, last: None }, self.rotary.narrow(sequence)?))
     }
 

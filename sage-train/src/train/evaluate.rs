@@ -31,7 +31,7 @@ pub(super) fn evaluate(
     while first < wanted {
         let count = (config.micro_batch as u64).min(wanted - first);
         let loss = || -> candle_core::Result<f32> {
-            let batch = batches.in_order(first, count as usize, device)?;
+            let batch = batches.in_order(first, count as usize).to_device(device)?;
             model.loss(&batch.ids, &batch.targets)?.to_scalar::<f32>()
         };
         sum += f64::from(loss().map_err(during("validation"))?) * count as f64;

@@ -17,6 +17,11 @@ const NAME: &str = "embedding";
 const THREADS: usize = 256;
 const PIECE: usize = 32;
 
+/// [`forward`] for those who do not wait for the check.
+pub(crate) fn rows(table: Operand<'_>, ids: Operand<'_>) -> Result<CudaStorage> {
+    Ok(gather(table, ids)?.0)
+}
+
 /// Checked ids, for the backward.
 #[derive(Debug)]
 pub(crate) struct Saved(Ids);
@@ -29,8 +34,16 @@ impl Saved {
     }
 }
 
-/// The rows, (ids, width), and what the check of the ids found. The table is read where it lies.
+/// The rows, (ids, width), and what the check of the ids found.
 pub(crate) fn forward(table: Operand<'_>, ids: Operand<'_>) -> Result<(CudaStorage, Saved, Checked)> {
+    let gpu = Gpu::new(table.0.device())?;
+    let (out, places) = gather(table, ids)?;
+    let checked = places.checked(&gpu, &Dense::new(ids, &gpu)?)?;
+    Ok((out, Saved(places), checked))
+}
+
+/// The rows; NaN for ids that are not in the table. The table is read where it lies.
+fn gather(table: Operand<'_>, ids: Operand<'_>) -> Result<(CudaStorage, Ids)> {
     let gpu = Gpu::new(table.0.device())?;
     let float = Float::of(NAME, table.0)?;
     let (rows, width) = table.1.shape().dims2()?;
@@ -57,8 +70,7 @@ pub(crate) fn forward(table: Operand<'_>, ids: Operand<'_>) -> Result<(CudaStora
         ..Default::default()
     };
     launch(&gpu, &packs.kernel("embedding_fwd"), team.grid(len, usize::MAX), &params)?;
-    let checked = places.checked(&gpu, &ids)?;
-    Ok((out, Saved(places), checked))
+    Ok((out, places))
 }
 
 /// The gradient of the table, (rows, width): sums in an order that the ids alone decide.
