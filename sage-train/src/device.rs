@@ -1,6 +1,6 @@
 //! Where a run computes, and how much memory that has.
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use candle_sage::{Error, Result};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -77,6 +77,58 @@ impl Place {
     }
 }
 
+/// Where numbers come from the device while that works on.
+#[derive(Debug)]
+pub enum Mailbox {
+    /// On the CPU they are there at once.
+    Here(Vec<f64>),
+    /// A GPU writes them to page-locked memory. (To allocate that is to wait for everything: it is done once.)
+    #[cfg(feature = "cuda")]
+    PageLocked(cudarc::driver::PinnedHostSlice<f64>),
+}
+
+impl Mailbox {
+    /// For so many numbers.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn new(device: &Device, len: usize) -> candle_core::Result<Self> {
+        match device {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => Ok(Self::PageLocked(memory::page_locked(device, len)?)),
+            _ => Ok(Self::Here(vec![0.0; len])),
+        }
+    }
+
+    /// Sends for an f64 tensor of one dimension, as long as the box.
+    ///
+    /// # Errors
+    /// When it is something else.
+    pub fn send(&mut self, numbers: &Tensor) -> candle_core::Result<()> {
+        match self {
+            Self::Here(here) => *here = numbers.to_vec1()?,
+            #[cfg(feature = "cuda")]
+            Self::PageLocked(host) => memory::fetch(&numbers.contiguous()?, host)?,
+        }
+        Ok(())
+    }
+
+    /// Waits for what was sent for, and for nothing that was launched later.
+    ///
+    /// # Errors
+    /// When something went wrong on the way.
+    pub fn open(&self) -> candle_core::Result<Vec<f64>> {
+        match self {
+            Self::Here(numbers) => Ok(numbers.clone()),
+            #[cfg(feature = "cuda")]
+            Self::PageLocked(host) => {
+                use candle_core::cuda_backend::WrapErr;
+                Ok(host.as_slice().w()?.to_vec())
+            }
+        }
+    }
+}
+
 /// Bytes of a GPU's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
@@ -114,9 +166,24 @@ pub fn reset_peak(device: &Device) -> candle_core::Result<()> {
 #[cfg(feature = "cuda")]
 #[allow(unsafe_code)]
 mod memory {
+    use candle_core::backend::BackendStorage;
     use candle_core::cuda_backend::WrapErr;
-    use candle_core::{CudaDevice, Device, Result};
+    use candle_core::{CudaDevice, Device, Result, Storage, Tensor};
+    use cudarc::driver::PinnedHostSlice;
     use cudarc::driver::sys::{self, CUmemPool_attribute as Attribute};
+
+    pub(super) fn page_locked(device: &CudaDevice, len: usize) -> Result<PinnedHostSlice<f64>> {
+        // SAFETY: any bits are an f64.
+        unsafe { device.cuda_stream().context().alloc_pinned_with_flags(len, 0) }.w()
+    }
+
+    pub(super) fn fetch(numbers: &Tensor, host: &mut PinnedHostSlice<f64>) -> Result<()> {
+        let (storage, layout) = numbers.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else { candle_core::bail!("numbers of another device") };
+        let at = layout.start_offset();
+        let from = storage.as_cuda_slice::<f64>()?.slice(at..at + numbers.elem_count());
+        storage.device().cuda_stream().memcpy_dtoh(&from, host).w()
+    }
 
     fn pool(device: &CudaDevice) -> Result<sys::CUmemoryPool> {
         let mut pool = std::ptr::null_mut();

@@ -13,6 +13,7 @@ use candle_sage::{Error, Result};
 
 use crate::config::Config;
 use crate::data::{Dataset, Feed, files};
+use crate::device::{memory, reset_peak};
 use crate::metrics::{Outcome, Point};
 use crate::model::Parameters;
 use crate::quantity::grouped;
@@ -103,9 +104,15 @@ impl Run<'_> {
     fn train(&mut self) -> Result<f64> {
         self.progress.start();
         let batches = self.trainer.batches();
+        let unknown = "cannot measure memory";
+        reset_peak(self.trainer.device()).map_err(during(unknown))?;
         let seconds =
             std::thread::scope(|scope| self.steps(&Feed::start(scope, batches, self.config.micro_batch)))?;
         self.progress.finish();
+        if let Some(memory) = memory(self.trainer.device()).map_err(during(unknown))? {
+            let gib = memory.peak as f64 / f64::from(1 << 30);
+            self.progress.say(&format!("most GPU memory in use at once: {gib:.1} GiB"));
+        }
         Ok(seconds)
     }
 

@@ -102,9 +102,14 @@ pub(crate) fn gemm(
     status.map_err(|e| candle_core::Error::Msg(format!("a product of {rows} x {inner} x {cols} failed: {e}")))
 }
 
-/// `out += factor a b`.
-pub(crate) fn add_product(out: Operand<'_>, a: Operand<'_>, b: Operand<'_>, factor: f32) -> Result<()> {
+/// [`gemm`] to a tensor without gaps.
+pub(crate) fn product_into(
+    out: Operand<'_>,
+    a: Operand<'_>,
+    b: Operand<'_>,
+    factors: [f32; 2],
+) -> Result<()> {
     let gpu = &Gpu::new(out.0.device())?;
     let to = Out { at: start(out, gpu)?, float: Float::of("a matrix product", out.0)? };
-    gemm(gpu, to, a, b, [factor, 1.0])
+    gemm(gpu, to, a, b, factors)
 }

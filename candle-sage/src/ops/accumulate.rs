@@ -62,15 +62,15 @@ impl InplaceOp2 for AddInto {
     }
 }
 
-/// `out += factor * a b`, sums in f32.
+/// `out += factor * a b`, or `out = factor * a b` where not to `add`; sums in f32.
 ///
 /// `a` is (rows, inner), `b` (inner, columns), both of one type and with neighbours in a row or a column (a transpose needs
 /// no copy); `out` is (rows, columns) without gaps, in f32 or, on a GPU, in that type. For a linear map `y = x W^T` the
-/// gradients are `product_into(dw, dy.t(), x, 1.0)` and `product_into(dx, dy, w, 1.0)`.
+/// gradients are `product_into(dw, dy.t(), x, 1.0, true)` and `product_into(dx, dy, w, 1.0, true)`.
 ///
 /// # Errors
 /// When shapes, types or strides do not fit.
-pub fn product_into(out: &Tensor, a: &Tensor, b: &Tensor, factor: f64) -> Result<()> {
+pub fn product_into(out: &Tensor, a: &Tensor, b: &Tensor, factor: f64, add: bool) -> Result<()> {
     let fits = match (a.dims(), b.dims()) {
         (&[rows, inner], &[b_inner, cols]) => inner == b_inner && out.dims() == [rows, cols],
         _ => false,
@@ -87,11 +87,12 @@ pub fn product_into(out: &Tensor, a: &Tensor, b: &Tensor, factor: f64) -> Result
         check_sum("product_into", out, out.dims())?;
     }
     supported(PRODUCT, &[out, a, b])?;
-    out.inplace_op3(&a.detach(), &b.detach(), &ProductInto { factor: factor as f32 })
+    out.inplace_op3(&a.detach(), &b.detach(), &ProductInto { factor: factor as f32, add })
 }
 
 struct ProductInto {
     factor: f32,
+    add: bool,
 }
 
 impl InplaceOp3 for ProductInto {
@@ -116,7 +117,7 @@ impl InplaceOp3 for ProductInto {
             false => Mat::new(values, rows, cols),
         };
         let (a, b) = (matrix((&*a.0, a.1), at.is_some()), matrix((&*b.0, b.1), bt.is_some()));
-        product_parallel(f32_values_mut(PRODUCT, out, layout)?, a, b, self.factor, true);
+        product_parallel(f32_values_mut(PRODUCT, out, layout)?, a, b, self.factor, self.add);
         Ok(())
     }
 
@@ -130,7 +131,8 @@ impl InplaceOp3 for ProductInto {
         b: &CudaStorage,
         b_layout: &Layout,
     ) -> Result<()> {
-        cuda::gemm::add_product((out, layout), (a, a_layout), (b, b_layout), self.factor)
+        let beta = if self.add { 1.0 } else { 0.0 };
+        cuda::gemm::product_into((out, layout), (a, a_layout), (b, b_layout), [self.factor, beta])
     }
 }
 

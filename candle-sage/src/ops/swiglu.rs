@@ -72,26 +72,31 @@ fn gated_backward(dgate: &mut [f32], dup: &mut [f32], gate: &[f32], up: &[f32], 
     }
 }
 
-/// The gradients of gate and up for the output's gradient `dout`, and the output once more: for training loops that keep
-/// their own books, and did not keep the output. See [`swiglu`].
+/// The gradients of gate and up for the output's gradient `dout`, and the output once more where it is wanted `again`: for
+/// training loops that keep their own books, and may not have kept the output. See [`swiglu`].
 ///
 /// # Errors
 /// As [`swiglu`], and when `dout` does not fit.
-pub fn swiglu_backward(gate: &Tensor, up: &Tensor, dout: &Tensor) -> Result<[Tensor; 3]> {
+pub fn swiglu_backward(
+    gate: &Tensor,
+    up: &Tensor,
+    dout: &Tensor,
+    again: bool,
+) -> Result<([Tensor; 2], Option<Tensor>)> {
     check(gate, up)?;
     check(gate, dout)?;
     supported(NAME, &[gate, up, dout])?;
     #[cfg(feature = "cuda")]
     if gate.device().is_cuda() {
-        let ([dgate, dup], y) = with_cuda(NAME, [gate, up, dout], |[gate, up, dy]| {
-            cuda::ops::swiglu::backward(gate, up, dy, true)
+        let (gradients, y) = with_cuda(NAME, [gate, up, dout], |[gate, up, dy]| {
+            cuda::ops::swiglu::backward(gate, up, dy, again)
         })?;
-        let y = y.expect("asked for");
-        return Ok([dgate, dup, y].map(|storage| cuda_tensor(storage, gate.shape())));
+        let tensor = |storage| cuda_tensor(storage, gate.shape());
+        return Ok((gradients.map(tensor), y.map(tensor)));
     }
-    let out = swiglu(&gate.detach(), &up.detach())?;
-    match SwiGlu.bwd(gate, up, &out, dout)? {
-        (Some(dgate), Some(dup)) => Ok([dgate, dup, out]),
+    let y = again.then(|| swiglu(&gate.detach(), &up.detach())).transpose()?;
+    match SwiGlu.bwd(gate, up, gate, dout)? {
+        (Some(dgate), Some(dup)) => Ok(([dgate, dup], y)),
         _ => unreachable!("both have a gradient"),
     }
 }

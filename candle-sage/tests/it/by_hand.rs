@@ -69,8 +69,9 @@ fn backwards(place: &Place) -> Result<()> {
     let mut draw = |dims: &[usize]| place.draw(&mut normals, dims);
     let (gate, up, dout) = (draw(&[30, 40])?, draw(&[30, 40])?, draw(&[30, 40])?);
     let out = ops::swiglu(&gate, &up)?;
-    let [dgate, dup, again] = ops::swiglu_backward(&gate, &up, &dout)?;
-    same("swiglu", &again, &out)?;
+    let ([dgate, dup], again) = ops::swiglu_backward(&gate, &up, &dout, true)?;
+    same("swiglu", &again.expect("asked for"), &out)?;
+    assert!(ops::swiglu_backward(&gate, &up, &dout, false)?.1.is_none());
     for (got, expected) in [dgate, dup].iter().zip(graph(&out, &dout, &[&gate, &up])?) {
         same("swiglu's gradients", got, &expected)?;
     }
@@ -139,9 +140,10 @@ fn products(place: &Place) -> Result<()> {
             for dtype in [DType::F32, place.dtype] {
                 let all = Tensor::ones(rows * cols + 16, dtype, &place.device)?;
                 let out = all.narrow(0, 8, rows * cols)?.reshape((rows, cols))?;
-                ops::product_into(&out, &a, &b, 2.0)?;
-                ops::product_into(&out, &a, &b, -0.5)?;
-                let expected: Vec<f64> = expected.iter().map(|x| 1.0 + 1.5 * x).collect();
+                ops::product_into(&out, &a, &b, 7.0, true)?;
+                ops::product_into(&out, &a, &b, 2.0, false)?;
+                ops::product_into(&out, &a, &b, -0.5, true)?;
+                let expected: Vec<f64> = expected.iter().map(|x| 1.5 * x).collect();
                 let rounding = if dtype == DType::F32 { 0.0 } else { 2.5 * place.rounding() };
                 let error = relative_l2(&values(&out)?, &expected);
                 let limit = 3.0 * 70.0 * 8.4 * 2f64.powi(-24) + rounding;
@@ -200,8 +202,8 @@ fn messages() {
     let zeros = |dims: &[usize], dtype| Tensor::zeros(dims, dtype, &Device::Cpu).expect("zeros");
     let (a, b) = (zeros(&[2, 3], DType::F32), zeros(&[3, 4], DType::F32));
     for (wrong, expected) in [
-        (ops::product_into(&zeros(&[2, 3], DType::F32), &a, &b, 1.0), "matrices do not fit together"),
-        (ops::product_into(&zeros(&[2, 4], DType::BF16), &a, &b, 1.0), "sums are kept in f32"),
+        (ops::product_into(&zeros(&[2, 3], DType::F32), &a, &b, 1.0, true), "matrices do not fit together"),
+        (ops::product_into(&zeros(&[2, 4], DType::BF16), &a, &b, 1.0, true), "sums are kept in f32"),
         (ops::add_into(&zeros(&[3, 2], DType::F32), &a), "the sum does not fit"),
         (ops::sum_of_squares(&zeros(&[3], DType::BF16)).map(drop), "takes f32"),
         (ops::embedding_backward(&zeros(&[3], DType::U32), &a, 5).map(drop), "does not match the ids"),
@@ -209,7 +211,7 @@ fn messages() {
             ops::residual_rms_norm(&a, &b, &zeros(&[3], DType::F32), 1e-6).map(drop),
             "the residual does not match",
         ),
-        (ops::swiglu_backward(&a, &a, &b).map(drop), "gate and up differ"),
+        (ops::swiglu_backward(&a, &a, &b, false).map(drop), "gate and up differ"),
     ] {
         let message = wrong.expect_err("a mistake").to_string();
         assert!(message.contains(expected) && message.contains("hint:"), "{message}");

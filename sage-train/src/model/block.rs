@@ -38,6 +38,8 @@ pub(super) struct Inner {
     middle: (Tensor, Tensor),
     gate: Tensor,
     up: Tensor,
+    /// Their product; made again where it is not kept.
+    hidden: Option<Tensor>,
 }
 
 impl Block {
@@ -89,20 +91,21 @@ impl Block {
         Ok((stream, kept))
     }
 
-    fn inner(&self, mut stream: Stream, rotary: &Rotary, keep_core: bool) -> Result<(Stream, Inner)> {
+    fn inner(&self, mut stream: Stream, rotary: &Rotary, keep: bool) -> Result<(Stream, Inner)> {
         let mut kept_attention = None;
         if let Some((norm, attention)) = &self.attention {
             let (sum, normed) = norm.enter(&stream)?;
-            let (out, kept) = attention.train(&normed, rotary, keep_core)?;
+            let (out, kept) = attention.train(&normed, rotary, keep)?;
             kept_attention = Some((sum.clone(), normed, kept));
             stream = Stream { sum, last: Some(out) };
         }
         let middle = self.mlp_norm.enter(&stream)?;
         let FeedForward { gate, up, down } = &self.mlp;
         let (gate, up) = (gate.forward(&middle.1)?, up.forward(&middle.1)?);
-        let last = Some(down.forward(&ops::swiglu(&gate, &up)?)?);
-        let stream = Stream { sum: middle.0.clone(), last };
-        Ok((stream, Inner { attention: kept_attention, middle, gate, up }))
+        let hidden = ops::swiglu(&gate, &up)?;
+        let stream = Stream { sum: middle.0.clone(), last: Some(down.forward(&hidden)?) };
+        let hidden = keep.then_some(hidden);
+        Ok((stream, Inner { attention: kept_attention, middle, gate, up, hidden }))
     }
 
     /// Adds the gradients of the weights; returns that of the stream before, from that of the stream after.
@@ -113,16 +116,17 @@ impl Block {
         rotary: &Rotary,
         observe: Option<&mut Observe<'_>>,
     ) -> Result<Tensor> {
-        let Inner { attention: kept_attention, middle: (sum, normed), gate, up } = match kept {
+        let Inner { attention: kept_attention, middle: (sum, normed), gate, up, hidden } = match kept {
             Kept::Everything(inner) => inner,
             Kept::Input(stream) => self.inner(stream, rotary, true)?.1,
         };
         let mlp = &self.mlp;
         let dhidden = mlp.down.backward_input(&dstream)?;
-        let [dgate, dup, hidden] = ops::swiglu_backward(&gate, &up, &dhidden)?;
+        let ([dgate, dup], again) = ops::swiglu_backward(&gate, &up, &dhidden, hidden.is_none())?;
         drop((gate, up, dhidden));
-        mlp.down.backward_weight(&hidden, &dstream)?;
-        drop(hidden);
+        if let Some(hidden) = hidden.or(again) {
+            mlp.down.backward_weight(&hidden, &dstream)?;
+        }
         let dnormed = mlp.gate.backward(&normed, &dgate)?;
         mlp.up.backward_into(&dnormed, &normed, &dup)?;
         drop((dgate, dup, normed));

@@ -43,9 +43,9 @@ pub struct LlamaConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Recompute {
-    /// Only what costs next to nothing: the product inside SwiGLU
+    /// Nothing
     None,
-    /// QK-norm, rotary embedding and attention as well
+    /// QK-norm, rotary embedding, attention, and the product inside SwiGLU
     Attention,
     /// Whole blocks, from their input
     Block,
@@ -194,13 +194,17 @@ impl LlamaConfig {
         };
         let mlp = element * (2 * width + 2 * ffn);
         let kept = match self.recompute {
-            Recompute::None => projected + core + mlp,
+            Recompute::None => projected + core + mlp + element * ffn,
             Recompute::Attention => projected + mlp,
             Recompute::Block => element * width,
         };
         // Of the block at hand: what was made again, and the gradients of the widest part.
-        let again = if self.recompute == Recompute::Block { projected + core + mlp } else { core };
-        let at_hand = again + element * (2 * width + 4 * ffn);
+        let again = match self.recompute {
+            Recompute::None => 0,
+            Recompute::Attention => core,
+            Recompute::Block => projected + core + mlp,
+        };
+        let at_hand = again + element * (2 * width + 3 * ffn);
         // Chunks of logits: see `CrossEntropy::chunk_rows`.
         let logits = (self.vocab as u64).saturating_mul(tokens * element).min(if element == 4 {
             64 << 20

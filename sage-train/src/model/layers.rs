@@ -28,7 +28,7 @@ impl Linear {
     /// As [`Linear::backward`], but adds the input's gradient to `dx`.
     pub(super) fn backward_into(&self, dx: &Tensor, x: &Tensor, dy: &Tensor) -> Result<()> {
         self.backward_weight(x, dy)?;
-        ops::product_into(dx, dy, &self.0.value, 1.0)
+        ops::product_into(dx, dy, &self.0.value, 1.0, true)
     }
 
     /// The input's gradient alone.
@@ -38,7 +38,8 @@ impl Linear {
 
     /// Adds the weight's gradient alone.
     pub(super) fn backward_weight(&self, x: &Tensor, dy: &Tensor) -> Result<()> {
-        ops::product_into(self.0.gradient()?, &dy.t()?, x, 1.0)
+        let add = self.0.take_turn();
+        ops::product_into(self.0.gradient()?, &dy.t()?, x, 1.0, add)
     }
 }
 

@@ -8,7 +8,7 @@ use super::attention::{Observe, Rotary};
 use super::block::Block;
 use super::config::LlamaConfig;
 use super::layers::{Norm, Stream};
-use super::parameters::{Parameters, Weight};
+use super::parameters::{EMBEDDING, Parameters, Weight};
 
 /// A Llama with a tied embedding, on views of [`Parameters`].
 #[derive(Debug, Clone)]
@@ -28,7 +28,7 @@ impl Llama {
         let blocks =
             (0..config.layers).map(|layer| Block::new(config, parameters, layer)).collect::<Result<_>>()?;
         Ok(Self {
-            embedding: parameters.weight("model.embed_tokens.weight")?,
+            embedding: parameters.weight(EMBEDDING)?,
             blocks,
             norm: Norm::new(parameters, "model.norm.weight", config.norm_eps)?,
             rotary: Rotary::new(config, device)?,

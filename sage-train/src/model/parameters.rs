@@ -3,6 +3,8 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::{Error, ops};
@@ -12,6 +14,9 @@ use rand_distr::{Distribution, Normal};
 
 use super::config::{LlamaConfig, ParameterSpec};
 use crate::during;
+
+/// The table of the embedding, and of the output.
+pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 
 /// Parameters start at multiples of this many elements: 16 bytes are aligned in every element type.
 const ALIGNMENT: usize = 64;
@@ -29,6 +34,8 @@ pub struct Parameters {
     state: Tensor,
     /// (len), where something is trained.
     gradients: Option<Tensor>,
+    /// Of each parameter: see [`Weight`].
+    filled: Vec<Arc<AtomicBool>>,
     /// The weights in the type that the model computes in, where that is not f32.
     copy: Option<Tensor>,
 }
@@ -40,6 +47,8 @@ pub struct Weight {
     pub value: Tensor,
     /// In f32.
     pub gradient: Option<Tensor>,
+    /// Whether something is in there since it was cleared.
+    filled: Arc<AtomicBool>,
 }
 
 impl Weight {
@@ -52,6 +61,12 @@ impl Weight {
             Some(gradient) => Ok(gradient),
             None => candle_core::bail!("the model was not made for training"),
         }
+    }
+
+    /// For products that fill the whole gradient: whether this one is to be added to what is there, or is the first since
+    /// [`Parameters::clear_gradients`].
+    pub(super) fn take_turn(&self) -> bool {
+        self.filled.swap(true, Ordering::Relaxed)
     }
 }
 
@@ -127,7 +142,8 @@ impl Parameters {
         let state = Tensor::from_vec(all, (rows, len), device)?;
         let copy = (dtype != DType::F32).then(|| state.get(0)?.to_dtype(dtype)).transpose()?;
         let gradients = trained.then(|| Tensor::zeros(len, DType::F32, device)).transpose()?;
-        Ok(Self { specs, places, len, decayed, state, gradients, copy })
+        let filled = specs.iter().map(|_| Arc::default()).collect();
+        Ok(Self { specs, places, len, decayed, state, gradients, filled, copy })
     }
 
     /// A parameter as the model takes it.
@@ -135,24 +151,26 @@ impl Parameters {
     /// # Errors
     /// When there is none of this name.
     pub fn weight(&self, name: &str) -> Result<Weight> {
-        let (spec, _) = self.place(name)?;
+        let (number, _) = self.place(name)?;
+        let spec = &self.specs[number];
         let values = match &self.copy {
             Some(copy) if spec.dims.len() > 1 => copy.clone(),
             _ => self.state.get(0)?,
         };
         let gradient = self.gradients.as_ref().map(|all| self.view(all, name)).transpose()?;
-        Ok(Weight { value: self.view(&values, name)?, gradient })
+        Ok(Weight { value: self.view(&values, name)?, gradient, filled: self.filled[number].clone() })
     }
 
-    fn place(&self, name: &str) -> Result<(&ParameterSpec, usize)> {
+    fn place(&self, name: &str) -> Result<(usize, usize)> {
         match self.places.get(name) {
-            Some(&(n, at)) => Ok((&self.specs[n], at)),
+            Some(&place) => Ok(place),
             None => candle_core::bail!("the model has no parameter {name}"),
         }
     }
 
     fn view(&self, all: &Tensor, name: &str) -> Result<Tensor> {
-        let (spec, at) = self.place(name)?;
+        let (number, at) = self.place(name)?;
+        let spec = &self.specs[number];
         all.narrow(0, at, spec.len() as usize)?.reshape(spec.dims.as_slice())
     }
 
@@ -172,12 +190,16 @@ impl Parameters {
         }
     }
 
-    /// Sets all gradients to zero.
+    /// Begins new sums of gradients. What the next backward fills whole is left as it is: a pass over the memory less.
     ///
     /// # Errors
     /// When nothing is trained.
     pub fn clear_gradients(&self) -> Result<()> {
-        self.gradients()?.zero_set()
+        self.filled.iter().for_each(|filled| filled.store(false, Ordering::Relaxed));
+        let gradients = self.gradients()?;
+        gradients.narrow(0, self.decayed, self.len - self.decayed)?.zero_set()?;
+        // The embedding, which two sides add to.
+        self.view(gradients, EMBEDDING)?.zero_set()
     }
 
     /// The first parameter whose gradient is not finite.

@@ -8,6 +8,7 @@ use candle_sage::{Error, Result, ops};
 
 use crate::config::Config;
 use crate::data::{Batches, Feed, Sequences};
+use crate::device::Mailbox;
 use crate::during;
 use crate::metrics::Point;
 use crate::model::{Llama, Parameters};
@@ -21,15 +22,17 @@ pub(super) struct Trainer<'a> {
     pub(super) model: Llama,
     /// 0, and NaN from the first step on whose loss or gradient is not finite: no update comes after.
     stop: Tensor,
+    /// For the results of the steps under way, two at most: the loss of each micro-batch, then the sum of squares of the
+    /// gradient.
+    mailboxes: [Mailbox; 2],
 }
 
 /// A step under way: where its results will be.
 pub(super) struct Launched {
     step: u64,
     lr: f64,
-    /// Of each micro-batch.
-    losses: Tensor,
-    squares: Tensor,
+    /// The place of its results.
+    mailbox: usize,
 }
 
 impl<'a> Trainer<'a> {
@@ -46,6 +49,10 @@ impl<'a> Trainer<'a> {
             tokens,
             model: Llama::new(&config.model, parameters, device)?,
             stop: Tensor::zeros((), DType::F64, device)?,
+            mailboxes: [
+                Mailbox::new(device, config.accumulation + 1)?,
+                Mailbox::new(device, config.accumulation + 1)?,
+            ],
         })
     }
 
@@ -89,7 +96,10 @@ impl<'a> Trainer<'a> {
         self.stop = (&self.stop + ((&squares + loss)? * 0.0)?)?;
         let adamw = self.config.adamw.step(step + 1, lr, self.config.accumulation);
         self.parameters.update(adamw, &(&squares + &self.stop)?)?;
-        Ok(Launched { step, lr, losses, squares })
+        let results = Tensor::cat(&[losses.to_dtype(DType::F64)?, squares.unsqueeze(0)?], 0)?;
+        let mailbox = (step % 2) as usize;
+        self.mailboxes[mailbox].send(&results)?;
+        Ok(Launched { step, lr, mailbox })
     }
 
     /// The gradients of a step, and the losses of its micro-batches.
@@ -106,11 +116,11 @@ impl<'a> Trainer<'a> {
 
     /// Waits for a step, and says how it went.
     pub(super) fn collect(&self, launched: Launched) -> Result<Point> {
-        let Launched { step, lr, losses, squares } = launched;
+        let Launched { step, lr, mailbox } = launched;
         let accumulation = self.config.accumulation;
         let failed = |error| failed(error, &format!("step {}", step + 1));
-        let losses = losses.to_vec1::<f32>().map_err(failed)?;
-        let squares = squares.to_scalar::<f64>().map_err(failed)?;
+        let results = self.mailboxes[mailbox].open().map_err(failed)?;
+        let (losses, squares) = (&results[..accumulation], results[accumulation]);
         for (micro, loss) in losses.iter().enumerate().filter(|(_, loss)| !loss.is_finite()) {
             let at = format!("step {}, micro-batch {} of {accumulation}", step + 1, micro + 1);
             return Err(stopped(format!("the loss is {loss} at {at}"), step));
@@ -134,7 +144,7 @@ impl<'a> Trainer<'a> {
         Ok(Point {
             step: step + 1,
             tokens: (step + 1) * self.config.tokens_per_step(),
-            loss: losses.iter().map(|&loss| f64::from(loss)).sum::<f64>() / accumulation as f64,
+            loss: losses.iter().sum::<f64>() / accumulation as f64,
             grad_norm: squares.sqrt() / accumulation as f64,
             lr,
             ..Point::default()
