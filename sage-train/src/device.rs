@@ -84,7 +84,7 @@ pub enum Mailbox {
     Here(Vec<f64>),
     /// A GPU writes them to page-locked memory. (To allocate that is to wait for everything: it is done once.)
     #[cfg(feature = "cuda")]
-    PageLocked(cudarc::driver::PinnedHostSlice<f64>),
+    PageLocked(memory::Letter),
 }
 
 impl Mailbox {
@@ -95,7 +95,7 @@ impl Mailbox {
     pub fn new(device: &Device, len: usize) -> candle_core::Result<Self> {
         match device {
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => Ok(Self::PageLocked(memory::page_locked(device, len)?)),
+            Device::Cuda(device) => Ok(Self::PageLocked(memory::Letter::new(device, len)?)),
             _ => Ok(Self::Here(vec![0.0; len])),
         }
     }
@@ -108,7 +108,7 @@ impl Mailbox {
         match self {
             Self::Here(here) => *here = numbers.to_vec1()?,
             #[cfg(feature = "cuda")]
-            Self::PageLocked(host) => memory::fetch(&numbers.contiguous()?, host)?,
+            Self::PageLocked(letter) => letter.send(&numbers.contiguous()?)?,
         }
         Ok(())
     }
@@ -121,10 +121,7 @@ impl Mailbox {
         match self {
             Self::Here(numbers) => Ok(numbers.clone()),
             #[cfg(feature = "cuda")]
-            Self::PageLocked(host) => {
-                use candle_core::cuda_backend::WrapErr;
-                Ok(host.as_slice().w()?.to_vec())
-            }
+            Self::PageLocked(letter) => letter.open(),
         }
     }
 }
@@ -169,20 +166,40 @@ mod memory {
     use candle_core::backend::BackendStorage;
     use candle_core::cuda_backend::WrapErr;
     use candle_core::{CudaDevice, Device, Result, Storage, Tensor};
-    use cudarc::driver::PinnedHostSlice;
     use cudarc::driver::sys::{self, CUmemPool_attribute as Attribute};
+    use cudarc::driver::{CudaEvent, PinnedHostSlice};
 
-    pub(super) fn page_locked(device: &CudaDevice, len: usize) -> Result<PinnedHostSlice<f64>> {
-        // SAFETY: any bits are an f64.
-        unsafe { device.cuda_stream().context().alloc_pinned_with_flags(len, 0) }.w()
+    /// Numbers in page-locked memory, and what says that they have come. (cudarc's own event is not recorded while a
+    /// context has one stream.)
+    #[derive(Debug)]
+    pub struct Letter {
+        host: PinnedHostSlice<f64>,
+        came: Option<CudaEvent>,
     }
 
-    pub(super) fn fetch(numbers: &Tensor, host: &mut PinnedHostSlice<f64>) -> Result<()> {
-        let (storage, layout) = numbers.storage_and_layout();
-        let Storage::Cuda(storage) = &*storage else { candle_core::bail!("numbers of another device") };
-        let at = layout.start_offset();
-        let from = storage.as_cuda_slice::<f64>()?.slice(at..at + numbers.elem_count());
-        storage.device().cuda_stream().memcpy_dtoh(&from, host).w()
+    impl Letter {
+        pub(super) fn new(device: &CudaDevice, len: usize) -> Result<Self> {
+            // SAFETY: any bits are an f64, and `open` waits for the copy into them.
+            let host = unsafe { device.cuda_stream().context().alloc_pinned_with_flags(len, 0) }.w()?;
+            Ok(Self { host, came: None })
+        }
+
+        pub(super) fn send(&mut self, numbers: &Tensor) -> Result<()> {
+            let (storage, layout) = numbers.storage_and_layout();
+            let Storage::Cuda(storage) = &*storage else { candle_core::bail!("numbers of another device") };
+            let at = layout.start_offset();
+            let from = storage.as_cuda_slice::<f64>()?.slice(at..at + numbers.elem_count());
+            let stream = storage.device().cuda_stream();
+            stream.memcpy_dtoh(&from, &mut self.host).w()?;
+            self.came = Some(stream.record_event(None).w()?);
+            Ok(())
+        }
+
+        pub(super) fn open(&self) -> Result<Vec<f64>> {
+            let Some(came) = &self.came else { candle_core::bail!("nothing was sent for") };
+            came.synchronize().w()?;
+            Ok(self.host.as_slice().w()?.to_vec())
+        }
     }
 
     fn pool(device: &CudaDevice) -> Result<sys::CUmemoryPool> {

@@ -318,7 +318,7 @@ impl CustomOp2 for LogitsOp {
 enum LinearSaved {
     Cpu(UnitGradients),
     #[cfg(feature = "cuda")]
-    Cuda(cuda::ops::cross_entropy::LinearSaved),
+    Cuda(Box<cuda::ops::cross_entropy::LinearSaved>),
 }
 
 /// Gradients for an upstream gradient of one; empty where none is wanted.
@@ -449,7 +449,7 @@ impl CustomOp3 for LinearOp {
         )?;
         verdict(checked, rows, classes)?;
         if self.wanted.contains(&true) {
-            self.saved.set(LinearSaved::Cuda(saved)).map_err(run_twice)?;
+            self.saved.set(LinearSaved::Cuda(Box::new(saved))).map_err(run_twice)?;
         }
         Ok((loss, Shape::from(())))
     }

@@ -26,7 +26,7 @@ struct FeedForward {
 
 /// What the way back needs.
 pub(super) enum Kept {
-    Everything(Inner),
+    Everything(Box<Inner>),
     /// The stream before; the rest is made again.
     Input(Stream),
 }
@@ -82,7 +82,7 @@ impl Block {
     pub(super) fn train(&self, stream: Stream, rotary: &Rotary) -> Result<(Stream, Kept)> {
         let (stream, inner) = self.inner(stream, rotary, self.recompute == Recompute::None)?;
         let kept = match self.recompute {
-            Recompute::None | Recompute::Attention => Kept::Everything(inner),
+            Recompute::None | Recompute::Attention => Kept::Everything(Box::new(inner)),
             Recompute::Block => {
                 let sum = inner.attention.map_or(inner.middle.0, |(sum, ..)| sum);
                 Kept::Input(Stream { sum, last: None })
@@ -117,7 +117,7 @@ impl Block {
         observe: Option<&mut Observe<'_>>,
     ) -> Result<Tensor> {
         let Inner { attention: kept_attention, middle: (sum, normed), gate, up, hidden } = match kept {
-            Kept::Everything(inner) => inner,
+            Kept::Everything(inner) => *inner,
             Kept::Input(stream) => self.inner(stream, rotary, true)?.1,
         };
         let mlp = &self.mlp;

@@ -91,19 +91,23 @@ impl<'a> Trainer<'a> {
     ) -> candle_core::Result<Launched> {
         let losses = self.gradients(next)?;
         let squares = ops::sum_of_squares(self.parameters.gradients()?)?;
-        // A loss that is not finite, without such a gradient, stops as well.
-        let loss = losses.sum_all()?.to_dtype(DType::F64)?;
-        self.stop = (&self.stop + ((&squares + loss)? * 0.0)?)?;
+        // A loss that is not finite, without such a gradient, stops as well. (One after the other: a reduction of candle's
+        // sends its shape to the device, and waits for everything before.)
+        for loss in &losses {
+            self.stop = (&self.stop + (loss.to_dtype(DType::F64)? * 0.0)?)?;
+        }
+        self.stop = (&self.stop + (&squares * 0.0)?)?;
         let adamw = self.config.adamw.step(step + 1, lr, self.config.accumulation);
         self.parameters.update(adamw, &(&squares + &self.stop)?)?;
-        let results = Tensor::cat(&[losses.to_dtype(DType::F64)?, squares.unsqueeze(0)?], 0)?;
+        let losses = Tensor::stack(&losses, 0)?.to_dtype(DType::F64)?;
+        let results = Tensor::cat(&[losses, squares.unsqueeze(0)?], 0)?;
         let mailbox = (step % 2) as usize;
         self.mailboxes[mailbox].send(&results)?;
         Ok(Launched { step, lr, mailbox })
     }
 
     /// The gradients of a step, and the losses of its micro-batches.
-    fn gradients(&self, mut next: impl FnMut() -> Option<Sequences>) -> candle_core::Result<Tensor> {
+    fn gradients(&self, mut next: impl FnMut() -> Option<Sequences>) -> candle_core::Result<Vec<Tensor>> {
         self.parameters.clear_gradients()?;
         let mut losses = Vec::with_capacity(self.config.accumulation);
         for _ in 0..self.config.accumulation {
@@ -111,7 +115,7 @@ impl<'a> Trainer<'a> {
             let batch = sequences.to_device(self.device)?;
             losses.push(self.model.train(&batch.ids, &batch.targets)?);
         }
-        Tensor::stack(&losses, 0)
+        Ok(losses)
     }
 
     /// Waits for a step, and says how it went.
@@ -121,7 +125,7 @@ impl<'a> Trainer<'a> {
         let failed = |error| failed(error, &format!("step {}", step + 1));
         let results = self.mailboxes[mailbox].open().map_err(failed)?;
         let (losses, squares) = (&results[..accumulation], results[accumulation]);
-        for (micro, loss) in losses.iter().enumerate().filter(|(_, loss)| !loss.is_finite()) {
+        if let Some((micro, loss)) = losses.iter().enumerate().find(|(_, loss)| !loss.is_finite()) {
             let at = format!("step {}, micro-batch {} of {accumulation}", step + 1, micro + 1);
             return Err(stopped(format!("the loss is {loss} at {at}"), step));
         }
