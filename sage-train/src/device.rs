@@ -1,5 +1,7 @@
 //! Where a run computes, and how much memory that has.
 
+use std::time::Instant;
+
 use candle_core::{DType, Device, Tensor};
 use candle_sage::{Error, Result};
 use clap::ValueEnum;
@@ -77,11 +79,18 @@ impl Place {
     }
 }
 
-/// Where numbers come from the device while that works on.
+/// Where the numbers of a piece of work come to while the device works on, and how long it took there.
 #[derive(Debug)]
 pub enum Mailbox {
     /// On the CPU they are there at once.
-    Here(Vec<f64>),
+    Here {
+        /// The numbers.
+        numbers: Vec<f64>,
+        /// When the work began.
+        began: Instant,
+        /// How long it took.
+        seconds: f64,
+    },
     /// A GPU writes them to page-locked memory. (To allocate that is to wait for everything: it is done once.)
     #[cfg(feature = "cuda")]
     PageLocked(memory::Letter),
@@ -96,30 +105,46 @@ impl Mailbox {
         match device {
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => Ok(Self::PageLocked(memory::Letter::new(device, len)?)),
-            _ => Ok(Self::Here(vec![0.0; len])),
+            _ => Ok(Self::Here { numbers: vec![0.0; len], began: Instant::now(), seconds: 0.0 }),
         }
     }
 
-    /// Sends for an f64 tensor of one dimension, as long as the box.
+    /// Starts the clock, where the device is by then.
     ///
     /// # Errors
-    /// When it is something else.
-    pub fn send(&mut self, numbers: &Tensor) -> candle_core::Result<()> {
+    /// When the device does not take it.
+    pub fn begin(&mut self) -> candle_core::Result<()> {
         match self {
-            Self::Here(here) => *here = numbers.to_vec1()?,
+            Self::Here { began, .. } => *began = Instant::now(),
             #[cfg(feature = "cuda")]
-            Self::PageLocked(letter) => letter.send(&numbers.contiguous()?)?,
+            Self::PageLocked(letter) => letter.begin()?,
         }
         Ok(())
     }
 
-    /// Waits for what was sent for, and for nothing that was launched later.
+    /// Sends for an f64 tensor of one dimension, as long as the box, and stops the clock when it has come.
+    ///
+    /// # Errors
+    /// When it is something else.
+    pub fn send(&mut self, tensor: &Tensor) -> candle_core::Result<()> {
+        match self {
+            Self::Here { numbers, began, seconds } => {
+                *numbers = tensor.to_vec1()?;
+                *seconds = began.elapsed().as_secs_f64();
+            }
+            #[cfg(feature = "cuda")]
+            Self::PageLocked(letter) => letter.send(&tensor.contiguous()?)?,
+        }
+        Ok(())
+    }
+
+    /// Waits for what was sent for, and for nothing that was launched later: the numbers, and the seconds.
     ///
     /// # Errors
     /// When something went wrong on the way.
-    pub fn open(&self) -> candle_core::Result<Vec<f64>> {
+    pub fn open(&self) -> candle_core::Result<(Vec<f64>, f64)> {
         match self {
-            Self::Here(numbers) => Ok(numbers.clone()),
+            Self::Here { numbers, seconds, .. } => Ok((numbers.clone(), *seconds)),
             #[cfg(feature = "cuda")]
             Self::PageLocked(letter) => letter.open(),
         }
@@ -163,25 +188,36 @@ pub fn reset_peak(device: &Device) -> candle_core::Result<()> {
 #[cfg(feature = "cuda")]
 #[allow(unsafe_code)]
 mod memory {
-    use candle_core::backend::BackendStorage;
+    use std::sync::Arc;
+
     use candle_core::cuda_backend::WrapErr;
     use candle_core::{CudaDevice, Device, Result, Storage, Tensor};
     use cudarc::driver::sys::{self, CUmemPool_attribute as Attribute};
-    use cudarc::driver::{CudaEvent, PinnedHostSlice};
+    use cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice};
 
-    /// Numbers in page-locked memory, and what says that they have come. (cudarc's own event is not recorded while a
-    /// context has one stream.)
+    /// Numbers in page-locked memory, and events on both sides of the work that they come from. (cudarc's own event is
+    /// not recorded while a context has one stream.)
     #[derive(Debug)]
     pub struct Letter {
+        stream: Arc<CudaStream>,
         host: PinnedHostSlice<f64>,
+        began: CudaEvent,
         came: Option<CudaEvent>,
     }
 
     impl Letter {
         pub(super) fn new(device: &CudaDevice, len: usize) -> Result<Self> {
+            let stream = device.cuda_stream();
             // SAFETY: any bits are an f64, and `open` waits for the copy into them.
-            let host = unsafe { device.cuda_stream().context().alloc_pinned_with_flags(len, 0) }.w()?;
-            Ok(Self { host, came: None })
+            let host = unsafe { stream.context().alloc_pinned_with_flags(len, 0) }.w()?;
+            let began = stream.record_event(TIMED).w()?;
+            Ok(Self { stream, host, began, came: None })
+        }
+
+        pub(super) fn begin(&mut self) -> Result<()> {
+            self.came = None;
+            self.began = self.stream.record_event(TIMED).w()?;
+            Ok(())
         }
 
         pub(super) fn send(&mut self, numbers: &Tensor) -> Result<()> {
@@ -189,18 +225,20 @@ mod memory {
             let Storage::Cuda(storage) = &*storage else { candle_core::bail!("numbers of another device") };
             let at = layout.start_offset();
             let from = storage.as_cuda_slice::<f64>()?.slice(at..at + numbers.elem_count());
-            let stream = storage.device().cuda_stream();
-            stream.memcpy_dtoh(&from, &mut self.host).w()?;
-            self.came = Some(stream.record_event(None).w()?);
+            self.stream.memcpy_dtoh(&from, &mut self.host).w()?;
+            self.came = Some(self.stream.record_event(TIMED).w()?);
             Ok(())
         }
 
-        pub(super) fn open(&self) -> Result<Vec<f64>> {
+        pub(super) fn open(&self) -> Result<(Vec<f64>, f64)> {
             let Some(came) = &self.came else { candle_core::bail!("nothing was sent for") };
             came.synchronize().w()?;
-            Ok(self.host.as_slice().w()?.to_vec())
+            let seconds = f64::from(self.began.elapsed_ms(came).w()?) / 1e3;
+            Ok((self.host.as_slice().w()?.to_vec(), seconds))
         }
     }
+
+    const TIMED: Option<sys::CUevent_flags> = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
 
     fn pool(device: &CudaDevice) -> Result<sys::CUmemoryPool> {
         let mut pool = std::ptr::null_mut();

@@ -123,9 +123,7 @@ impl Run<'_> {
         let (mut seconds, mut under_way) = (0.0, None);
         let clock = Cell::new(Instant::now());
         let mut lap = |point: &mut Point| {
-            let took = clock.replace(Instant::now()).elapsed().as_secs_f64();
-            seconds += took;
-            point.tokens_per_second = config.tokens_per_step() as f64 / took;
+            seconds += clock.replace(Instant::now()).elapsed().as_secs_f64();
             let flops = point.tokens_per_second * config.model.flops_per_token() as f64;
             point.mfu = config.peak_flops.map(|peak| flops / peak);
         };

@@ -89,6 +89,8 @@ impl<'a> Trainer<'a> {
         lr: f64,
         next: impl FnMut() -> Option<Sequences>,
     ) -> candle_core::Result<Launched> {
+        let mailbox = (step % 2) as usize;
+        self.mailboxes[mailbox].begin()?;
         let losses = self.gradients(next)?;
         let squares = ops::sum_of_squares(self.parameters.gradients()?)?;
         // A loss that is not finite, without such a gradient, stops as well. (One after the other: a reduction of candle's
@@ -101,7 +103,6 @@ impl<'a> Trainer<'a> {
         self.parameters.update(adamw, &(&squares + &self.stop)?)?;
         let losses = Tensor::stack(&losses, 0)?.to_dtype(DType::F64)?;
         let results = Tensor::cat(&[losses, squares.unsqueeze(0)?], 0)?;
-        let mailbox = (step % 2) as usize;
         self.mailboxes[mailbox].send(&results)?;
         Ok(Launched { step, lr, mailbox })
     }
@@ -123,7 +124,7 @@ impl<'a> Trainer<'a> {
         let Launched { step, lr, mailbox } = launched;
         let accumulation = self.config.accumulation;
         let failed = |error| failed(error, &format!("step {}", step + 1));
-        let results = self.mailboxes[mailbox].open().map_err(failed)?;
+        let (results, seconds) = self.mailboxes[mailbox].open().map_err(failed)?;
         let (losses, squares) = (&results[..accumulation], results[accumulation]);
         if let Some((micro, loss)) = losses.iter().enumerate().find(|(_, loss)| !loss.is_finite()) {
             let at = format!("step {}, micro-batch {} of {accumulation}", step + 1, micro + 1);
@@ -151,6 +152,7 @@ impl<'a> Trainer<'a> {
             loss: losses.iter().sum::<f64>() / accumulation as f64,
             grad_norm: squares.sqrt() / accumulation as f64,
             lr,
+            tokens_per_second: self.config.tokens_per_step() as f64 / seconds,
             ..Point::default()
         })
     }
