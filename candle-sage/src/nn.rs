@@ -99,6 +99,21 @@ impl Rotary {
     /// # Errors
     /// When the sequence runs past the tables.
     pub fn forward(&self, x: &Tensor, position: usize) -> Result<Tensor> {
+        let (cos, sin) = self.tables(x, position)?;
+        ops::rope(x, &cos, &sin, self.style)
+    }
+
+    /// Normalizes each head of `x`, then rotates it, in one op: see [`ops::qk_norm_rope`].
+    ///
+    /// # Errors
+    /// As [`Rotary::forward`], and when the norm's weight is not as wide as a head.
+    pub fn forward_normalized(&self, x: &Tensor, norm: &RmsNorm, position: usize) -> Result<Tensor> {
+        let (cos, sin) = self.tables(x, position)?;
+        ops::qk_norm_rope(x, &norm.weight, &cos, &sin, norm.eps, self.style)
+    }
+
+    /// The tables from `position` on, as long as the sequence.
+    fn tables(&self, x: &Tensor, position: usize) -> Result<(Tensor, Tensor)> {
         let len = x.dim(1)?;
         let positions = self.cos.dim(0)?;
         if position + len > positions {
@@ -108,7 +123,7 @@ impl Rotary {
                 .hint("make the tables longer: the first argument of Rotary::new")
                 .into());
         }
-        ops::rope(x, &self.cos.narrow(0, position, len)?, &self.sin.narrow(0, position, len)?, self.style)
+        Ok((self.cos.narrow(0, position, len)?, self.sin.narrow(0, position, len)?))
     }
 }
 
@@ -233,13 +248,15 @@ impl SelfAttention {
         let (batch, sequence, _) = x.dims3()?;
         let SelfAttentionConfig { heads, key_heads, head_dim, .. } = self.config;
         let split = |x: Tensor, heads| x.reshape((batch, sequence, heads, head_dim));
-        let mut q = split(self.q.forward(x)?, heads)?;
-        let mut k = split(self.k.forward(x)?, key_heads)?;
+        let q = split(self.q.forward(x)?, heads)?;
+        let k = split(self.k.forward(x)?, key_heads)?;
         let v = split(self.v.forward(x)?, key_heads)?;
-        if let Some((q_norm, k_norm)) = &self.qk_norm {
-            (q, k) = (q_norm.forward(&q)?, k_norm.forward(&k)?);
-        }
-        let (q, k) = (rotary.forward(&q, 0)?, rotary.forward(&k, 0)?);
+        let (q, k) = match &self.qk_norm {
+            Some((q_norm, k_norm)) => {
+                (rotary.forward_normalized(&q, q_norm, 0)?, rotary.forward_normalized(&k, k_norm, 0)?)
+            }
+            None => (rotary.forward(&q, 0)?, rotary.forward(&k, 0)?),
+        };
         let out = attend(&q, &k, &v)?;
         self.o.forward(&out.reshape((batch, sequence, heads * head_dim))?)
     }

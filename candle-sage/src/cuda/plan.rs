@@ -180,6 +180,16 @@ mod tests {
     }
 
     #[test]
+    fn hopper_has_a_third_warpgroup_where_registers_allow_it() {
+        let [_, sage, general] = <[Scheme; 3]>::try_from(schemes()).expect("three");
+        let threads = |scheme, d, arch| backward(scheme, d, Architecture(arch)).threads;
+        assert_eq!(threads(&sage, 64, 90), 384);
+        for (scheme, d, arch) in [(&sage, 128, 90), (&general, 64, 90), (&sage, 64, 80), (&sage, 64, 100)] {
+            assert_eq!(threads(scheme, d, arch), 256, "{scheme} {d} {arch}");
+        }
+    }
+
+    #[test]
     fn heads_share_half_of_the_cache() {
         assert_eq!(heads_at_once(50 << 20, 1 << 20, 64), 25);
         assert_eq!(heads_at_once(50 << 20, 1 << 30, 64), 1);
