@@ -178,6 +178,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) mean_loss(const __g
   SCALE(type##_to_##type##_vector, T, T, 16 / sizeof(T))    \
   SCALE(type##_to_##type##_single, T, T, 1)                 \
   SCALE(type##_to_f32_vector, T, float, 16 / sizeof(T))     \
+  SCALE(type##_to_f32_single, T, float, 1)                  \
   SCALE(f32_to_##type##_vector, float, T, 16 / sizeof(T))
 
 SCALES(f16, __half)

@@ -208,7 +208,7 @@ mod memory {
     impl Letter {
         pub(super) fn new(device: &CudaDevice, len: usize) -> Result<Self> {
             let stream = device.cuda_stream();
-            // SAFETY: any bits are an f64, and `open` waits for the copy into them.
+            // SAFETY: any bits are an f64; `open` waits for the copy into them, and `drop` before they go.
             let host = unsafe { stream.context().alloc_pinned_with_flags(len, 0) }.w()?;
             let began = stream.record_event(TIMED).w()?;
             Ok(Self { stream, host, began, came: None })
@@ -235,6 +235,13 @@ mod memory {
             came.synchronize().w()?;
             let seconds = f64::from(self.began.elapsed_ms(came).w()?) / 1e3;
             Ok((self.host.as_slice().w()?.to_vec(), seconds))
+        }
+    }
+
+    impl Drop for Letter {
+        /// A copy may be under way.
+        fn drop(&mut self) {
+            let _ = self.stream.synchronize();
         }
     }
 

@@ -128,12 +128,14 @@ impl Run<'_> {
             point.mfu = config.peak_flops.map(|peak| flops / peak);
         };
         for step in 0..config.steps {
-            let last = under_way.replace(self.trainer.launch(step, feed)?);
-            if let Some(last) = last {
+            let launched = self.trainer.launch(step, feed);
+            // What the last step came to is kept, whatever became of this one.
+            if let Some(last) = under_way.take() {
                 let mut point = self.trainer.collect(last)?;
                 lap(&mut point);
                 self.record(point)?;
             }
+            under_way = Some(launched?);
             let due = config.eval_every > 0 && (step + 1) % config.eval_every == 0;
             let validates = due || step + 1 == config.steps;
             let Some(launched) = under_way.take_if(|_| validates || !ahead) else { continue };

@@ -36,7 +36,7 @@ fn leading(layout: &Layout) -> Result<(sys::cublasOperation_t, i32)> {
             .hint("make it `contiguous()`")
             .into());
     }
-    Ok((operation, distance as i32))
+    Ok((operation, distance.max(1) as i32))
 }
 
 /// `out = alpha a b + beta out`; a is (rows, inner), b (inner, columns), both of one type; sums in f32.
@@ -65,6 +65,9 @@ pub(crate) fn gemm(
             .allowed("(rows, inner) and (inner, columns) of one type, to that type or f32")
             .hint("transpose one, or convert it with `to_dtype`")
             .into());
+    }
+    if rows == 0 || cols == 0 {
+        return Ok(());
     }
     let [(op_a, lda), (op_b, ldb)] = [leading(a.1)?, leading(b.1)?];
     let of = |float| match float {

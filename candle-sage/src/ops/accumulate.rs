@@ -86,6 +86,14 @@ pub fn product_into(out: &Tensor, a: &Tensor, b: &Tensor, factor: f64, add: bool
     if out.dtype() == DType::F32 || out.device().is_cpu() || out.dtype() != a.dtype() {
         check_sum("product_into", out, out.dims())?;
     }
+    if !out.is_contiguous() {
+        return Err(shape_error(
+            "product_into: the result has gaps",
+            (out.dims(), out.stride()),
+            "rows without gaps",
+            "multiply into a tensor of its own, and copy",
+        ));
+    }
     supported(PRODUCT, &[out, a, b])?;
     out.inplace_op3(&a.detach(), &b.detach(), &ProductInto { factor: factor as f32, add })
 }

@@ -153,6 +153,13 @@ fn products(place: &Place) -> Result<()> {
             }
         }
     }
+    let turned_out = Tensor::zeros((cols, rows), place.dtype, &place.device)?.t()?;
+    let error = ops::product_into(&turned_out, &a, &b, 1.0, true).expect_err("gaps").to_string();
+    assert!(error.contains("gaps"), "{error}");
+    // One element in: it does not start on 16 bytes.
+    let shifted = Tensor::ones(rows * inner + 1, DType::F32, &place.device)?.narrow(0, 1, rows * inner)?;
+    ops::add_into(&shifted, &a.flatten_all()?)?;
+    same("a sum", &shifted, &(a.flatten_all()?.to_dtype(DType::F32)? + 1.0)?.detach())?;
     let sum = Tensor::ones((rows, inner), DType::F32, &place.device)?;
     ops::add_into(&sum, &a)?;
     same("a sum", &sum, &(a.to_dtype(DType::F32)? + 1.0)?.detach())
@@ -262,6 +269,18 @@ mod cuda {
             assert!(rows[..8].iter().chain(&rows[16..]).all(|&x| x == 1.0));
             assert!(rows[8..16].iter().all(|x| x.is_nan()));
         }
+        Ok(())
+    }
+
+    /// 256 rows: the sort's bits have no room for an id that is not in the table.
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn ids_that_are_not_in_the_table_get_no_gradient() -> Result<()> {
+        let ids = Tensor::new(&[255i64, -1, 255, 300, 7], &gpu())?;
+        let dout = Tensor::ones((5, 4), DType::F32, &gpu())?;
+        let sums = values(&ops::embedding_backward(&ids, &dout, 256)?.sum(1)?)?;
+        assert_eq!((sums[255], sums[7]), (8.0, 4.0));
+        assert_eq!(sums.iter().sum::<f64>(), 12.0);
         Ok(())
     }
 

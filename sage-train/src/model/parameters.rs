@@ -219,8 +219,13 @@ impl Parameters {
     /// Updates all parameters with their gradients, whose sum of squares is `squares`. How many decay is known here.
     ///
     /// # Errors
-    /// When nothing is trained.
+    /// When nothing is trained, or a matrix received no gradient.
     pub fn update(&self, adamw: ops::AdamW, squares: &Tensor) -> Result<()> {
+        for (spec, filled) in self.specs.iter().zip(&self.filled) {
+            if spec.decays() && spec.name != EMBEDDING && !filled.load(Ordering::Relaxed) {
+                candle_core::bail!("{} received no gradient", spec.name);
+            }
+        }
         let adamw = ops::AdamW { decayed: self.decayed, ..adamw };
         adamw.step(&self.state, self.gradients()?, squares, self.copy.as_ref())
     }

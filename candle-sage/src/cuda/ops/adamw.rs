@@ -48,7 +48,7 @@ pub(crate) fn update(
     let gpu = Gpu::new(state.0.device())?;
     let (_, len) = state.1.shape().dims2()?;
     let weights = start(state, &gpu)?;
-    let (gradient, sum) = (start(gradient, &gpu)?, address(sum_of_squares.0.as_cuda_slice::<f64>()?, &gpu));
+    let (gradient, sum) = (start(gradient, &gpu)?, start(sum_of_squares, &gpu)?);
     let (copy, copy_type) = match copy {
         None => (0, Float::F32),
         Some(copy) => (start(copy, &gpu)?, Float::of("adamw", copy.0)?),

@@ -122,7 +122,8 @@ pub(super) fn sort(gpu: &Gpu, ids: &Ids, limit: usize) -> Result<Sorted> {
     let tiles = ids.len.div_ceil(TILE);
     let counts = gpu.alloc::<u32>(tiles << DIGIT_BITS)?;
     let grid = Grid::line(tiles, THREADS as u32);
-    let bits = usize::BITS - limit.saturating_sub(1).leading_zeros();
+    // One value more than there are ids: NO_PLACE, cut to these bits, still comes last.
+    let bits = usize::BITS - limit.leading_zeros();
     let mut sorted: Option<Sorted> = None;
     for pass in 0..bits.div_ceil(DIGIT_BITS).max(1) {
         let next = room()?;

@@ -80,7 +80,7 @@ struct Backward {
   View dv;
   const float* minus_lse2;
   float* minus_delta;       // (head, padded token): -rowsum(dO o O)
-  float* dq_sums;           // (head, tile, 64 D) f32, in the order of layout/dq_sums.cuh
+  float* dq_sums;           // (head, tile, 64 D) f32, in the order of DqSums of attention/backward.cuh
   int8_t* q_transposed;     // (head, tile): [D][64], permuted
   int8_t* dout_transposed;  // the same
   float* dout_scale;        // (head, tile, D): dequant_scale of each channel
