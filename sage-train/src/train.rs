@@ -6,8 +6,7 @@ mod run_dir;
 mod sample;
 mod trainer;
 
-use std::cell::Cell;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use candle_sage::{Error, Result};
 
@@ -120,19 +119,13 @@ impl Run<'_> {
         let config = self.config;
         // A GPU gets its next step before the results of the last one are looked at.
         let ahead = self.trainer.runs_ahead();
-        let (mut seconds, mut under_way) = (0.0, None);
-        let clock = Cell::new(Instant::now());
-        let mut lap = |point: &mut Point| {
-            seconds += clock.replace(Instant::now()).elapsed().as_secs_f64();
-            let flops = point.tokens_per_second * config.model.flops_per_token() as f64;
-            point.mfu = config.peak_flops.map(|peak| flops / peak);
-        };
+        let (mut aside, mut under_way) = (Duration::ZERO, None);
+        let started = Instant::now();
         for step in 0..config.steps {
             let launched = self.trainer.launch(step, feed);
             // What the last step came to is kept, whatever became of this one.
             if let Some(last) = under_way.take() {
-                let mut point = self.trainer.collect(last)?;
-                lap(&mut point);
+                let point = self.trainer.collect(last)?;
                 self.record(point)?;
             }
             under_way = Some(launched?);
@@ -140,14 +133,14 @@ impl Run<'_> {
             let validates = due || step + 1 == config.steps;
             let Some(launched) = under_way.take_if(|_| validates || !ahead) else { continue };
             let mut point = self.trainer.collect(launched)?;
-            lap(&mut point);
+            let collected = Instant::now();
             if validates {
                 self.validate(&mut point)?;
             }
             self.record(point)?;
-            clock.set(Instant::now());
+            aside += collected.elapsed();
         }
-        Ok(seconds)
+        Ok((started.elapsed() - aside).as_secs_f64())
     }
 
     /// Validates, and keeps the weights.

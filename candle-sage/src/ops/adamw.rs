@@ -136,9 +136,10 @@ impl AdamW {
             || !dense
             || !copy_fits
         {
+            let all = [Some(state), Some(gradient), Some(sum_of_squares), copy];
             return Err(shape_error(
                 "adamw: the tensors do not fit together",
-                (state, gradient, sum_of_squares, copy).describe(),
+                all.into_iter().flatten().map(|t| (t.dims().to_vec(), t.dtype())).collect::<Vec<_>>(),
                 "state (3, parameters) and gradient (parameters) in f32, the sum an f64 scalar; a copy (parameters) in \
                  f16 or bf16 on a GPU; no gaps",
                 "one tensor holds all parameters, one after the other",
@@ -146,18 +147,6 @@ impl AdamW {
         }
         supported(NAME, &[state, gradient, sum_of_squares, copy.unwrap_or(state)])?;
         state.inplace_op3(gradient, sum_of_squares, &Step { settings: self, copy })
-    }
-}
-
-/// Shapes and types for a message.
-trait Describe {
-    fn describe(&self) -> Vec<(Vec<usize>, DType)>;
-}
-
-impl Describe for (&Tensor, &Tensor, &Tensor, Option<&Tensor>) {
-    fn describe(&self) -> Vec<(Vec<usize>, DType)> {
-        let all = [Some(self.0), Some(self.1), Some(self.2), self.3];
-        all.into_iter().flatten().map(|t| (t.dims().to_vec(), t.dtype())).collect()
     }
 }
 

@@ -5,7 +5,7 @@ use candle_sage::ops::{self, AttentionVjp, RopeStyle};
 use candle_sage::{Attention, Scheme};
 
 use super::config::LlamaConfig;
-use super::layers::{HeadNorm, Linear};
+use super::layers::{Linear, Norm};
 use super::parameters::Parameters;
 
 /// Sees each layer's query, key and value, and the gradient of its output, last layer first.
@@ -29,7 +29,7 @@ impl Rotary {
         Ok(Self { cos: self.cos.narrow(0, 0, len)?, sin: self.sin.narrow(0, 0, len)? })
     }
 
-    fn forward(&self, x: &Tensor, norm: Option<&HeadNorm>) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, norm: Option<&Norm>) -> Result<Tensor> {
         let (cos, sin) = (&self.cos, &self.sin);
         match norm {
             Some(norm) => ops::qk_norm_rope(x, &norm.weight.value, cos, sin, norm.eps, RopeStyle::Halves),
@@ -37,9 +37,9 @@ impl Rotary {
         }
     }
 
-    fn backward(&self, x: &Tensor, norm: Option<&HeadNorm>, dy: &Tensor) -> Result<Tensor> {
+    fn backward(&self, x: &Tensor, norm: Option<&Norm>, dy: &Tensor) -> Result<Tensor> {
         let (cos, sin) = (&self.cos, &self.sin);
-        let Some(HeadNorm { weight, eps }) = norm else {
+        let Some(Norm { weight, eps }) = norm else {
             return ops::rope_backward(dy, cos, sin, RopeStyle::Halves);
         };
         let [dx, dweight] =
@@ -56,7 +56,7 @@ pub(super) struct SelfAttention {
     /// Of query, key, value.
     projections: [Linear; 3],
     output: Linear,
-    norms: Option<[HeadNorm; 2]>,
+    norms: Option<[Norm; 2]>,
     heads: [usize; 3],
     head_dim: usize,
     attention: Attention,
@@ -85,7 +85,7 @@ impl SelfAttention {
         at: &str,
     ) -> Result<Self> {
         let linear = |name: &str| Linear::new(parameters, &format!("{at}.{name}.weight"));
-        let norm = |name: &str| HeadNorm::new(parameters, &format!("{at}.{name}.weight"), config.norm_eps);
+        let norm = |name: &str| Norm::new(parameters, &format!("{at}.{name}.weight"), config.norm_eps);
         Ok(Self {
             projections: [linear("q_proj")?, linear("k_proj")?, linear("v_proj")?],
             output: linear("o_proj")?,
@@ -96,7 +96,7 @@ impl SelfAttention {
         })
     }
 
-    fn norm(&self, n: usize) -> Option<&HeadNorm> {
+    fn norm(&self, n: usize) -> Option<&Norm> {
         self.norms.as_ref().map(|norms| &norms[n])
     }
 

@@ -43,11 +43,11 @@ impl Linear {
     }
 }
 
-/// RMSNorm of the residual stream, at the door of a layer.
+/// RMSNorm: of the residual stream, at the door of a layer, or of each head of queries or keys.
 #[derive(Debug, Clone)]
 pub(super) struct Norm {
-    weight: Weight,
-    eps: f64,
+    pub(super) weight: Weight,
+    pub(super) eps: f64,
 }
 
 /// The residual stream, (rows, width): a sum, and what the last layer adds to it. The next norm adds the two up.
@@ -82,18 +82,5 @@ impl Norm {
         let [dx, dweight] = ops::rms_norm_backward(sum, &self.weight.value, dnormed, dstream, self.eps)?;
         ops::add_into(self.weight.gradient()?, &dweight)?;
         Ok(dx)
-    }
-}
-
-/// RMSNorm of each head of queries or keys.
-#[derive(Debug, Clone)]
-pub(super) struct HeadNorm {
-    pub(super) weight: Weight,
-    pub(super) eps: f64,
-}
-
-impl HeadNorm {
-    pub(super) fn new(parameters: &Parameters, name: &str, eps: f64) -> Result<Self> {
-        Ok(Self { weight: parameters.weight(name)?, eps })
     }
 }

@@ -79,19 +79,14 @@ impl<'a> Trainer<'a> {
     /// updated, now or later.
     pub(super) fn launch(&mut self, step: u64, feed: &Feed) -> Result<Launched> {
         let lr = self.config.learning_rate.at(step);
-        let launched = self.launch_on(step, lr, || feed.next());
+        let launched = self.launch_at(step, lr, feed);
         launched.map_err(|error| failed(error, &format!("step {}", step + 1)))
     }
 
-    fn launch_on(
-        &mut self,
-        step: u64,
-        lr: f64,
-        next: impl FnMut() -> Option<Sequences>,
-    ) -> candle_core::Result<Launched> {
+    fn launch_at(&mut self, step: u64, lr: f64, feed: &Feed) -> candle_core::Result<Launched> {
         let mailbox = (step % 2) as usize;
         self.mailboxes[mailbox].begin()?;
-        let losses = self.gradients(next)?;
+        let losses = self.gradients(|| feed.next())?;
         let squares = ops::sum_of_squares(self.parameters.gradients()?)?;
         // A loss that is not finite, without such a gradient, stops as well. (One after the other: a reduction of candle's
         // sends its shape to the device, and waits for everything before.)
@@ -146,13 +141,16 @@ impl<'a> Trainer<'a> {
                 step,
             ));
         }
+        let tokens_per_second = self.config.tokens_per_step() as f64 / seconds;
+        let flops = tokens_per_second * self.config.model.flops_per_token() as f64;
         Ok(Point {
             step: step + 1,
             tokens: (step + 1) * self.config.tokens_per_step(),
             loss: losses.iter().sum::<f64>() / accumulation as f64,
             grad_norm: squares.sqrt() / accumulation as f64,
             lr,
-            tokens_per_second: self.config.tokens_per_step() as f64 / seconds,
+            tokens_per_second,
+            mfu: self.config.peak_flops.map(|peak| flops / peak),
             ..Point::default()
         })
     }

@@ -2,9 +2,8 @@
 // asynchronously.
 //
 // Warp w of the group holds rows 16w .. 16w + 16 of D, and of A where that is in registers, as `mma.cuh` has them for
-// one
-// warp. Operands in shared memory are told of by a descriptor. Nothing that a product reads or writes may be touched
-// until it has been waited for.
+// one warp. Operands in shared memory are told of by a descriptor. Nothing that a product reads or writes may be
+// touched until it has been waited for.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,8 +19,7 @@ constexpr bool HAS_WGMMA = false;
 #endif
 
 // Rows of ROW_BYTES = 64 or 128 with the reduction along them, as layout/swizzle.cuh lays them out, from a row that
-// is a
-// multiple of 8 on; memory on 1024 bytes. 32 bytes further along the rows is a descriptor larger by 2.
+// is a multiple of 8 on; memory on 1024 bytes. 32 bytes further along the rows is a descriptor larger by 2.
 template <int ROW_BYTES>
 __device__ __forceinline__ uint64_t row_descriptor(uint32_t shared) {
   static_assert(ROW_BYTES == 64 || ROW_BYTES == 128, "one swizzled line");
