@@ -1,20 +1,28 @@
 //! What was typed.
 
+mod bench;
+mod data;
+mod model;
+mod resume;
+
 use std::io::Write;
 use std::path::PathBuf;
 
 use candle_sage::{Error, Result};
 use clap::{Parser, Subcommand};
 
-use crate::bench::{self, Row};
 use crate::config::Config;
-use crate::data::corpus::Corpus;
-use crate::device::Place;
+use crate::data::known_tokenizer;
 use crate::metrics::Outcome;
-use crate::probe::{Probed, probe};
-use crate::report::{comparison, layer_errors, loss_plot};
-use crate::settings::{Attn, GranularitySetting, Settings, SmoothingSetting};
-use crate::{during, tell, train, writing};
+use crate::quantity::Quantity;
+use crate::report::{comparison, loss_plot};
+use crate::settings::{Attn, Settings};
+use crate::{during, hf, tell, train, writing};
+
+use bench::Bench;
+use data::{Data, write_corpus};
+use model::{Eval, Export, Probe, Sample};
+use resume::Resumed;
 
 const EXAMPLES: &str = "Examples:
   sage-train                                         train on the built-in corpus, about a minute
@@ -24,6 +32,11 @@ const EXAMPLES: &str = "Examples:
                                                      what the paper's run would take
   sage-train --preset 325m --data web.jsonl.zst --tokens-per-step 256k --steps 300000
                                                      the paper's run with small batches
+  sage-train data prepare tinystories --tokenizer gpt2 --to stories
+  sage-train --preset 325m --data stories            text to shards, once; then train on them
+  sage-train --resume runs/tiny-sagebwd-001          go on where a run was interrupted
+  sage-train sample runs/tiny-sagebwd-001 'Once'     let the model write
+  sage-train export runs/tiny-sagebwd-001 --to hf    for transformers
   sage-train probe runs/tiny-sagebwd-001             the error of INT8 on the tensors of a trained model
   sage-train bench attention 64:4096:1               how fast attention is here
   sage-train --config runs/tiny-sagebwd-001/config.toml --seed 1
@@ -59,54 +72,19 @@ enum Verb {
         #[command(subcommand)]
         what: Bench,
     },
+    /// Prepare data: text to shards of tokens, tokenizers
+    Data {
+        #[command(subcommand)]
+        what: Data,
+    },
+    /// Let a trained model write
+    Sample(Sample),
+    /// Loss, perplexity and bits a byte of a trained model, or its score on HellaSwag
+    Eval(Eval),
+    /// Write a trained model as transformers loads it
+    Export(Export),
     /// Measure the error of SageBwd on the real tensors of a trained model, layer by layer
     Probe(Probe),
-}
-
-#[derive(Debug, Subcommand)]
-enum Bench {
-    /// Attention on rows of shapes, with random inputs
-    Attention(BenchAttention),
-}
-
-/// What to measure. Every time is the median of calls that take inputs in turn; on a GPU between CUDA events. All
-/// quantization and smoothing is inside.
-#[derive(Debug, clap::Args)]
-struct BenchAttention {
-    /// Shapes: head_dim, tokens, 1 if causal [default: D 64 and 128, N 1024, 8192, 16384, causal]
-    #[arg(value_name = "D:N:CAUSAL")]
-    rows: Vec<Row>,
-    /// Where to measure [default: cuda if this build has it]
-    #[arg(long, value_enum)]
-    device: Option<Place>,
-    /// Tokens of all sequences together; a longer sequence runs alone
-    #[arg(long, value_name = "N", default_value_t = 16384)]
-    total_tokens: usize,
-    /// Width of all heads together: heads = width / D
-    #[arg(long, value_name = "N", default_value_t = 2048)]
-    width: usize,
-    /// Timed calls of each kind
-    #[arg(long, value_name = "N", default_value_t = 30, value_parser = clap::value_parser!(u16).range(1..))]
-    repeats: u16,
-    /// Also write the results as comma-separated values
-    #[arg(long, value_name = "FILE")]
-    csv: Option<PathBuf>,
-}
-
-/// What to probe.
-#[derive(Debug, clap::Args)]
-struct Probe {
-    /// Folder of a run that has weights: from its first validation on
-    run: PathBuf,
-    /// Validation sequences to look at
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
-    sequences: u16,
-    /// Token means subtracted before quantizing [default: the run's]
-    #[arg(long, value_enum)]
-    smoothing: Option<SmoothingSetting>,
-    /// Vectors that share a scale in the backward [default: the run's]
-    #[arg(long)]
-    granularity: Option<GranularitySetting>,
 }
 
 #[derive(Debug, clap::Args)]
@@ -114,6 +92,10 @@ struct Train {
     /// Settings from a TOML file; flags win over it
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     config: Option<PathBuf>,
+    /// Go on with a run from its newest checkpoint, or from the one that is named; flags may change how long it goes and
+    /// how it is watched, not what it is
+    #[arg(long, value_name = "RUN", help_heading = "Run", conflicts_with_all = ["config", "compare"])]
+    resume: Option<PathBuf>,
     /// Print what would run, and stop
     #[arg(long, help_heading = "Run")]
     dry_run: bool,
@@ -139,7 +121,11 @@ impl Cli {
     pub fn run(self) -> Result<()> {
         match self.verb {
             Some(Verb::Corpus { megabytes, seed }) => write_corpus(megabytes, seed),
-            Some(Verb::Bench { what: Bench::Attention(bench) }) => bench.run(),
+            Some(Verb::Bench { what }) => what.run(),
+            Some(Verb::Data { what }) => what.run(),
+            Some(Verb::Sample(sample)) => sample.run(),
+            Some(Verb::Eval(eval)) => eval.run(),
+            Some(Verb::Export(export)) => export.run(),
             Some(Verb::Probe(probe)) => probe.run(),
             None => self.train.run(),
         }
@@ -159,12 +145,20 @@ impl Train {
                     "a saved config.toml holds every setting of its preset: leave --preset or --config out",
                 ));
         }
-        let config = Config::resolve(self.settings.over(file))?;
+        let (config, found) = match &self.resume {
+            Some(path) => {
+                let Resumed { config, found } = Resumed::open(path, self.settings)?;
+                (config, Some(found))
+            }
+            None => (Config::resolve(settle(self.settings.over(file))?)?, None),
+        };
         let runs = match self.compare.as_slice() {
             [] => vec![config.clone()],
             attns => comparison_runs(&config, attns)?,
         };
-        runs.iter().try_for_each(train::check)?;
+        if found.is_none() {
+            runs.iter().try_for_each(train::check)?;
+        }
         if self.dry_run {
             return print(&runs.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"));
         }
@@ -177,7 +171,7 @@ impl Train {
         let mut outcomes = Vec::new();
         let mut result = Ok(());
         for run in &runs {
-            match train::run(run) {
+            match train::run(run, found.as_ref()) {
                 Ok(outcome) => outcomes.push(outcome),
                 // What is finished is still reported.
                 Err(error) => {
@@ -195,6 +189,19 @@ impl Train {
         }
         result
     }
+}
+
+/// Fills in what files say: the shape of a model to begin with, and the size of a vocabulary that exists.
+fn settle(mut settings: Settings) -> Result<Settings> {
+    if let Some(folder) = settings.init_from.clone() {
+        settings = settings.over(hf::settings(&folder)?);
+    }
+    if settings.vocab_size.is_none()
+        && let Some(tokenizer) = known_tokenizer(&settings)?
+    {
+        settings.vocab_size = Some(Quantity(tokenizer.vocab_size() as u64));
+    }
+    Ok(settings)
 }
 
 /// All curves in one plot, beside the first run's folder.
@@ -222,60 +229,6 @@ fn comparison_runs(config: &Config, attns: &[Attn]) -> Result<Vec<Config>> {
         runs.push(Config::resolve(Settings { attn: Some(attn), name, ..config.settings.clone() })?);
     }
     Ok(runs)
-}
-
-impl BenchAttention {
-    fn run(&self) -> Result<()> {
-        let device = self.device.unwrap_or_default().open()?;
-        let plan = bench::Plan {
-            device,
-            rows: if self.rows.is_empty() { bench::usual_rows() } else { self.rows.clone() },
-            total_tokens: self.total_tokens,
-            width: self.width,
-            repeats: usize::from(self.repeats),
-        };
-        print(&bench::table_head(&plan))?;
-        let mut all = Vec::new();
-        for &row in &plan.rows {
-            for measured in bench::measure(&plan, row)? {
-                print(&bench::table_line(&measured))?;
-                all.push(measured);
-            }
-        }
-        match &self.csv {
-            Some(path) => std::fs::write(path, bench::csv(&all)).map_err(writing(path)),
-            None => Ok(()),
-        }
-    }
-}
-
-impl Probe {
-    fn run(&self) -> Result<()> {
-        let settings =
-            Settings { smoothing: self.smoothing, granularity: self.granularity, ..Settings::default() };
-        let Probed { scheme, sequences, layers } = probe(&self.run, usize::from(self.sequences), settings)?;
-        let title = format!("{} against full precision, {sequences} sequences, {scheme}", self.run.display());
-        print(&layer_errors(&title, &layers))
-    }
-}
-
-fn write_corpus(megabytes: u64, seed: u64) -> Result<()> {
-    let corpus = Corpus::new(seed);
-    let mut out = std::io::stdout().lock();
-    let (mut held, wanted) = (0, megabytes.saturating_mul(1_000_000));
-    for number in 0.. {
-        if held >= wanted {
-            break;
-        }
-        let document = corpus.document(number);
-        held += document.len() as u64;
-        match writeln!(out, "{document}") {
-            // The reader has seen enough.
-            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => return Ok(()),
-            result => result.map_err(during("cannot write the corpus"))?,
-        }
-    }
-    Ok(())
 }
 
 /// Prints to standard output; a closed pipe is not an error.

@@ -8,12 +8,13 @@ use std::path::{Path, PathBuf};
 use candle_sage::{Error, Granularity, Result, SageBwd, Scheme, Smoothing};
 
 use crate::checks::{above_zero, in_range};
+use crate::data::Cut;
 use crate::device::Place;
 use crate::during;
 use crate::model::LlamaConfig;
 use crate::optim::{AdamWConfig, LearningRate};
 use crate::quantity::{Quantity, grouped};
-use crate::settings::{Attn, Preset, Settings, Switch};
+use crate::settings::{Attn, Preset, Settings, SourceSetting, Switch};
 
 /// A resolved run.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,6 +27,8 @@ pub struct Config {
     pub model: LlamaConfig,
     /// Where the text comes from.
     pub data: DataConfig,
+    /// A Hugging Face folder to begin with.
+    pub init_from: Option<PathBuf>,
     /// Sequences in a micro-batch.
     pub micro_batch: usize,
     /// Micro-batches in a step.
@@ -36,6 +39,8 @@ pub struct Config {
     pub learning_rate: LearningRate,
     /// AdamW.
     pub adamw: AdamWConfig,
+    /// Standard deviations above the mean from which on an update is skipped.
+    pub skip_spikes: Option<f64>,
     /// Where it trains.
     pub device: Place,
     /// Seed of everything random.
@@ -48,6 +53,8 @@ pub struct Config {
     pub eval_every: u64,
     /// Tokens of a validation.
     pub eval_tokens: u64,
+    /// Which checkpoints are written and kept.
+    pub checkpoints: CheckpointConfig,
     /// Tokens of sample text.
     pub sample_tokens: usize,
     /// Threads, if not all.
@@ -56,16 +63,33 @@ pub struct Config {
     pub peak_flops: Option<f64>,
 }
 
+/// Which checkpoints are written and kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CheckpointConfig {
+    /// Steps between them; 0 for the end only.
+    pub every: u64,
+    /// How many are kept.
+    pub keep_last: usize,
+    /// Those of every so many steps are kept as well; 0 for none.
+    pub keep_every: u64,
+}
+
 /// Where the text comes from and how it is cut.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DataConfig {
-    /// A file or folder; `None` for the built-in corpus.
-    pub path: Option<PathBuf>,
+    /// Files, folders and patterns, with weights; none for the built-in corpus.
+    pub sources: Vec<SourceSetting>,
+    /// The key or column of text.
+    pub text_field: String,
+    /// A file or a name, where it is not found by itself.
+    pub tokenizer: Option<String>,
+    /// Whether attention stays inside documents.
+    pub document_mask: bool,
     /// Bytes of built-in corpus.
     pub corpus_bytes: u64,
     /// Part kept for validation.
     pub val_fraction: f64,
-    /// Entries of the trained vocabulary.
+    /// Entries of the vocabulary, at most.
     pub vocab_size: usize,
     /// Tokens in a sequence.
     pub context: usize,
@@ -76,6 +100,17 @@ pub struct DataConfig {
 }
 
 impl DataConfig {
+    /// The weight of each source, the built-in corpus among them.
+    pub fn weights(&self) -> Vec<f64> {
+        if self.sources.is_empty() { vec![1.0] } else { self.sources.iter().map(|s| s.weight).collect() }
+    }
+
+    /// How tokens become sequences.
+    pub fn cut(&self, end_of_text: u32) -> Cut {
+        let end_of_document = self.document_mask.then_some(end_of_text);
+        Cut { context: self.context, seed: self.seed, end_of_document }
+    }
+
     /// Where trained tokenizers are kept.
     pub fn cache(&self) -> PathBuf {
         self.out.join("cache")
@@ -110,7 +145,7 @@ impl Config {
             ffn: need(s.ffn),
             context: need(s.context).0 as usize,
             rope_base: need(s.rope_base),
-            norm_eps: 1e-6,
+            norm_eps: above_zero("norm-eps", need(s.norm_eps))?,
             qk_norm,
             init_std: need(s.init_std),
             scheme: match attn {
@@ -150,7 +185,10 @@ impl Config {
         let config = Self {
             attn,
             data: DataConfig {
-                path: s.data.clone(),
+                sources: s.data.clone().unwrap_or_default(),
+                text_field: need(s.text_field.clone()),
+                tokenizer: s.tokenizer.clone(),
+                document_mask: need(s.document_mask) == Switch::On,
                 corpus_bytes: need(s.corpus_mb).saturating_mul(1_000_000),
                 val_fraction: in_range("val-fraction", need(s.val_fraction), 0.0001, 0.9)?,
                 vocab_size: need(s.vocab_size).0 as usize,
@@ -177,12 +215,19 @@ impl Config {
                 weight_decay: in_part("weight-decay", need(s.weight_decay))?,
                 clip: Some(in_range("clip", need(s.clip), 0.0, 1e9)?).filter(|norm| *norm > 0.0),
             },
+            init_from: s.init_from.clone(),
+            skip_spikes: Some(in_range("skip-spikes", need(s.skip_spikes), 0.0, 1e6)?).filter(|z| *z > 0.0),
             device: need(s.device),
             seed: need(s.seed),
             out,
             name: s.name.clone(),
             eval_every: need(s.eval_every).0,
             eval_tokens: in_range("eval-tokens", need(s.eval_tokens).0, 1, 1 << 40)?,
+            checkpoints: CheckpointConfig {
+                every: s.checkpoint_every.unwrap_or(need(s.eval_every)).0,
+                keep_last: in_range("keep-last", need(s.keep_last) as u64, 1, 1 << 20)? as usize,
+                keep_every: need(s.keep_every).0,
+            },
             sample_tokens: need(s.sample_tokens),
             threads: s.threads,
             peak_flops: s.peak_tflops.map(|t| above_zero("peak-tflops", t).map(|t| t * 1e12)).transpose()?,
@@ -204,7 +249,8 @@ impl Config {
                 .allowed("a name without slashes; `cache` is taken by the tokenizers")
                 .hint("--out says where runs go, --name how this one is called"));
         }
-        for path in [Some(&config.out), config.data.path.as_ref()].into_iter().flatten() {
+        let sources = config.data.sources.iter().map(|source| &source.path);
+        for path in sources.chain([&config.out]).chain(&config.init_from) {
             if path.to_str().is_none() {
                 return Err(Error::new("a path is not UTF-8")
                     .got(path.display())

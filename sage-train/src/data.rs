@@ -1,75 +1,248 @@
-//! Text to batches: `source` reads documents, `tokenizer` makes ids of them, `batches` orders them, `feed` has
-//! them ready.
+//! Text to batches. `source` finds files, `reader` makes documents of them, `tokenizer` ids, `shard` keeps ids in
+//! files, `tokens` are a list of them, `mixture` several lists, `batches` the order, `feed` has them ready. `prepare`
+//! is the way from text to shards, `hub` from a name to files.
 
 mod batches;
 pub mod corpus;
 mod feed;
-mod source;
+pub mod hub;
+mod mixture;
+pub mod prepare;
+pub mod reader;
+pub mod shard;
+pub mod source;
 mod tokenizer;
+mod tokens;
 
-pub use batches::{Batch, Batches, Sequences};
+pub use batches::{Batch, Batches, Cut, Sequences};
 pub use feed::Feed;
-pub use source::files;
+pub use mixture::Mixture;
 pub use tokenizer::Tokenizer;
+pub use tokens::Tokens;
 
 use candle_sage::{Error, Result};
 use rayon::prelude::*;
+use sha2::{Digest, Sha256};
 
 use crate::config::DataConfig;
+use crate::settings::{Settings, SourceSetting};
+use corpus::Corpus;
+use shard::Shard;
+use source::{ShardFiles, Source};
 
 /// Everything a run reads: tokens to train on, tokens to validate on, and their tokenizer.
 #[derive(Debug)]
 pub struct Dataset {
     /// Tokens to train on.
-    pub train: Vec<u32>,
+    pub train: Mixture,
     /// Tokens to validate on.
-    pub validation: Vec<u32>,
-    /// Entropy of single tokens over all the data, in nats: what a model that knows frequencies only
-    /// reaches.
+    pub validation: Mixture,
+    /// Entropy of single tokens over the data, in nats: what a model that knows frequencies only reaches. Of long data
+    /// the first [`COUNTED`] tokens of each source count.
     pub unigram_entropy: f64,
-    /// Bytes of text in all.
-    pub bytes: u64,
-    /// Documents in all.
-    pub documents: usize,
+    /// What it was made of, for people.
+    pub summary: String,
     /// The tokenizer.
     pub tokenizer: Tokenizer,
 }
 
+/// Tokens of a source that are counted.
+pub const COUNTED: u64 = 1 << 24;
+
+/// The documents of a source, or its shards.
+enum Opened {
+    Documents(Vec<String>),
+    Shards(ShardFiles),
+}
+
 impl Dataset {
-    /// Reads, splits and tokenizes the text.
+    /// Finds, reads, splits and tokenizes the data; shards are opened and checked.
     ///
     /// # Errors
-    /// When the text cannot be read, or is too short for the context.
+    /// When the data cannot be read, or is too short for the context.
     pub fn load(config: &DataConfig, say: &dyn Fn(&str)) -> Result<Self> {
-        let documents = source::documents(config)?;
-        let (bytes, count) = (documents.iter().map(|d| d.len() as u64).sum::<u64>(), documents.len());
-        let tokenizer = Tokenizer::trained_on(&documents, config, say)?;
-        say(&format!("tokenizing {:.1} MB", bytes as f64 / 1e6));
-        let (train_text, validation_text) = split(&documents, config.val_fraction);
-        let encode = |text: &[&str]| encode(&tokenizer, text);
-        let (train, validation) = (encode(&train_text)?, encode(&validation_text)?);
-        for (part, tokens) in [("training", &train), ("validation", &validation)] {
-            if tokens.len() <= config.context {
-                return Err(Error::new(format!("the {part} text is shorter than one sequence"))
-                    .got(format!("{} tokens of {part} text", tokens.len()))
-                    .allowed(format!(
-                        "at least {} (context {} and the token after it)",
-                        config.context + 1,
-                        config.context
-                    ))
-                    .hint("give more text, a shorter --context, or another --val-fraction"));
-            }
+        let opened = open(config)?;
+        let tokenizer = tokenizer(&opened, config, say)?;
+        if tokenizer.vocab_size() > config.vocab_size {
+            return Err(Error::new("the tokenizer has more entries than the model")
+                .got(format!("{} entries", tokenizer.vocab_size()))
+                .allowed(format!("up to {}", config.vocab_size))
+                .hint(format!("--vocab-size {}", tokenizer.vocab_size())));
+        }
+        let (mut train, mut validation) = (Vec::new(), Vec::new());
+        let (mut bytes, mut documents) = (0, 0);
+        for (source, weight) in opened.iter().zip(config.weights()) {
+            let (of_train, of_validation) = match source {
+                Opened::Documents(text) => {
+                    let held = text.iter().map(|d| d.len() as u64).sum::<u64>();
+                    say(&format!("tokenizing {:.1} MB", held as f64 / 1e6));
+                    (bytes, documents) = (bytes + held, documents + text.len() as u64);
+                    let (train, validation) = split(text, config.val_fraction);
+                    (encode(&tokenizer, &train)?.into(), encode(&tokenizer, &validation)?.into())
+                }
+                Opened::Shards(files) => {
+                    let (train, validation) =
+                        (shards(&files.train, &tokenizer)?, shards(&files.validation, &tokenizer)?);
+                    for sidecar in train.iter().chain(&validation).filter_map(|shard| shard.sidecar.as_ref())
+                    {
+                        bytes += sidecar.text_bytes;
+                        documents += sidecar.document_tokens.len() as u64 - u64::from(sidecar.continues);
+                    }
+                    split_tokens(train.into(), validation.into(), config.val_fraction)
+                }
+            };
+            batches::check("training", of_train.len(), config.context)?;
+            batches::check("validation", of_validation.len(), config.context)?;
+            train.push((of_train, weight));
+            validation.push((of_validation, weight));
         }
         tokenizer.cache()?;
+        let (train, validation) = (Mixture::new(train), Mixture::new(validation));
+        let known = |n: u64, what: String| if n > 0 { what } else { String::new() };
         Ok(Self {
-            unigram_entropy: entropy(train.iter().chain(&validation), tokenizer.vocab_size()),
+            unigram_entropy: entropy(train.sources().chain(validation.sources()), &tokenizer)?,
+            summary: format!(
+                "{}{}{} training and {} validation tokens",
+                known(documents, format!("{documents} documents, ")),
+                known(bytes, format!("{:.1} MB, ", bytes as f64 / 1e6)),
+                crate::quantity::grouped(train.len()),
+                crate::quantity::grouped(validation.len()),
+            ),
             train,
             validation,
-            bytes,
-            documents: count,
             tokenizer,
         })
     }
+
+    /// A hash by which other data is told from this: of the tokenizer, the number of tokens, and the first and last of
+    /// each source.
+    ///
+    /// # Errors
+    /// When a shard cannot be read.
+    pub fn fingerprint(&self) -> Result<String> {
+        const ENDS: u64 = 4096;
+        let mut hash = Sha256::new();
+        hash.update(self.tokenizer.hash());
+        for tokens in self.train.sources().chain(self.validation.sources()) {
+            hash.update(tokens.len().to_le_bytes());
+            for part in [0..ENDS.min(tokens.len()), tokens.len().saturating_sub(ENDS)..tokens.len()] {
+                tokens.slice(part).to_vec()?.iter().for_each(|token| hash.update(token.to_le_bytes()));
+            }
+        }
+        Ok(shard::hex(&hash.finalize()))
+    }
+}
+
+/// Finds what each source is, and reads what is text.
+fn open(config: &DataConfig) -> Result<Vec<Opened>> {
+    if config.sources.is_empty() {
+        if config.corpus_bytes == 0 {
+            return Err(Error::new("an empty corpus")
+                .got("--corpus-mb 0")
+                .allowed("1 and up")
+                .hint("--corpus-mb 8"));
+        }
+        return Ok(vec![Opened::Documents(Corpus::new(config.seed).documents(config.corpus_bytes))]);
+    }
+    let open = |source: &SourceSetting| {
+        let files = match source::find(&source.path, &config.out)? {
+            Source::Shards(files) => return Ok(Opened::Shards(files)),
+            Source::Text(files) => files,
+        };
+        let (mut documents, mut open) = (Vec::new(), String::new());
+        for file in files {
+            reader::read(&file, &config.text_field, &mut |piece| {
+                open.push_str(&piece.text);
+                if piece.ends {
+                    documents.push(std::mem::take(&mut open));
+                }
+                Ok(())
+            })?;
+        }
+        documents.retain(|document| !document.trim().is_empty());
+        if documents.is_empty() {
+            return Err(Error::new("there is no text to train on")
+                .got(format!("{} holds no text", source.path.display()))
+                .allowed(format!("text in {}", reader::KINDS))
+                .hint("leave --data out to train on the built-in corpus"));
+        }
+        Ok(Opened::Documents(documents))
+    };
+    config.sources.iter().map(open).collect()
+}
+
+/// The tokenizer that was named, or that stands beside the shards, or one trained on the documents.
+fn tokenizer(opened: &[Opened], config: &DataConfig, say: &dyn Fn(&str)) -> Result<Tokenizer> {
+    if let Some(name) = &config.tokenizer {
+        return Tokenizer::named(name);
+    }
+    let mut beside = opened.iter().filter_map(|source| match source {
+        Opened::Shards(files) => Some(files),
+        Opened::Documents(_) => None,
+    });
+    if let Some(files) = beside.next() {
+        let path = files.tokenizer.as_ref().ok_or_else(|| {
+            Error::new("shards of tokens without their tokenizer")
+                .got(format!("{:?}", files.train.first().or(files.validation.first())))
+                .allowed("a tokenizer.json beside them")
+                .hint("--tokenizer FILE; llm.c's and nanoGPT's are GPT-2's: --tokenizer gpt2")
+        })?;
+        return Tokenizer::load(path);
+    }
+    let documents: Vec<&String> = opened
+        .iter()
+        .flat_map(|source| match source {
+            Opened::Documents(documents) => documents.as_slice(),
+            Opened::Shards(_) => &[],
+        })
+        .collect();
+    Tokenizer::trained_on(&documents, config, say)
+}
+
+/// The tokenizer that settings name, or that stands beside their shards, before anything is read; `None` where one would
+/// be trained.
+///
+/// # Errors
+/// When it is named and cannot be used.
+pub fn known_tokenizer(settings: &Settings) -> Result<Option<Tokenizer>> {
+    if let Some(name) = &settings.tokenizer {
+        return Tokenizer::named(name).map(Some);
+    }
+    let out = settings.out.as_deref().unwrap_or(std::path::Path::new("runs"));
+    for source in settings.data.iter().flatten() {
+        // A path that leads nowhere is reported when the data is opened.
+        if let Ok(Source::Shards(ShardFiles { tokenizer: Some(path), .. })) = source::find(&source.path, out)
+        {
+            return Tokenizer::load(&path).map(Some);
+        }
+    }
+    Ok(None)
+}
+
+/// Opens shards that a tokenizer made.
+fn shards(files: &[std::path::PathBuf], tokenizer: &Tokenizer) -> Result<Vec<Shard>> {
+    let open = |path: &std::path::PathBuf| {
+        let shard = Shard::open(path)?;
+        match &shard.sidecar {
+            Some(sidecar) if sidecar.tokenizer != tokenizer.hash() => {
+                Err(Error::new("a shard was made with another tokenizer")
+                    .got(format!("{}: tokenizer {:.12}", path.display(), sidecar.tokenizer))
+                    .allowed(format!("{:.12}", tokenizer.hash()))
+                    .hint("--tokenizer names the one to use; sources that are mixed need the same one"))
+            }
+            _ => Ok(shard),
+        }
+    };
+    files.iter().map(open).collect()
+}
+
+/// Where no shard is for validation, the end of the others is.
+fn split_tokens(train: Tokens, validation: Tokens, fraction: f64) -> (Tokens, Tokens) {
+    if !validation.is_empty() {
+        return (train, validation);
+    }
+    let cut = train.len() - (train.len() as f64 * fraction) as u64;
+    (train.slice(0..cut), train.slice(cut..train.len()))
 }
 
 /// Cuts the last part of the text off for validation: whole documents where they fit, and where one
@@ -123,11 +296,30 @@ fn encode(tokenizer: &Tokenizer, documents: &[&str]) -> Result<Vec<u32>> {
     Ok(tokens)
 }
 
-fn entropy<'a>(tokens: impl Iterator<Item = &'a u32>, vocab: usize) -> f64 {
-    let mut counts = vec![0u64; vocab];
-    for &token in tokens {
-        counts[token as usize] += 1;
+/// Of the first tokens of each list; and the check that every one of them is in the vocabulary.
+fn entropy<'a>(lists: impl Iterator<Item = &'a Tokens>, tokenizer: &Tokenizer) -> Result<f64> {
+    let mut counts = vec![0u64; tokenizer.vocab_size()];
+    let mut tokens = Vec::new();
+    for list in lists {
+        let counted = list.len().min(COUNTED);
+        for start in (0..counted).step_by(1 << 20) {
+            tokens.clear();
+            list.read(start, (counted - start).min(1 << 20) as usize, &mut tokens)?;
+            for &token in &tokens {
+                let Some(count) = counts.get_mut(token as usize) else {
+                    return Err(Error::new("a token is not in the vocabulary")
+                        .got(format!("id {token}"))
+                        .allowed(format!("ids below {}", tokenizer.vocab_size()))
+                        .hint("--tokenizer names the tokenizer that made the shards"));
+                };
+                *count += 1;
+            }
+        }
     }
+    Ok(entropy_of(&counts))
+}
+
+fn entropy_of(counts: &[u64]) -> f64 {
     let total = counts.iter().sum::<u64>() as f64;
     counts.iter().filter(|&&c| c > 0).map(|&c| c as f64 / total).map(|p| -p * p.ln()).sum()
 }
@@ -163,6 +355,6 @@ mod tests {
 
     #[test]
     fn entropy_of_a_fair_coin() {
-        assert!((entropy([0, 1, 0, 1].iter(), 3) - 2f64.ln()).abs() < 1e-12);
+        assert!((entropy_of(&[2, 2, 0]) - 2f64.ln()).abs() < 1e-12);
     }
 }

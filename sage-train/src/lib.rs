@@ -1,8 +1,9 @@
 //! Pre-training of small Llamas with low-bit attention, and fair comparison with full precision.
 //!
 //! `settings` is what may be said, `config` what will run, `device` where, `data` text to batches, `model` the Llama,
-//! `optim` the update, `train` the loop over them, `probe` the errors of a trained model, `bench`
-//! the speed of attention, `report` the pictures, `cli` the command.
+//! `optim` the update, `train` the loop over them and its checkpoints, `evaluate` and `sample` what a model can, `hf` the
+//! way to Hugging Face's format and back, `probe` the errors of a trained model, `bench` the speed of attention, `report`
+//! the pictures, `signals` how a run is asked to stop, `cli` the command.
 
 pub mod bench;
 pub mod checks;
@@ -10,14 +11,19 @@ pub mod cli;
 pub mod config;
 pub mod data;
 pub mod device;
+pub mod evaluate;
+pub mod hf;
 pub mod metrics;
 pub mod model;
 pub mod optim;
 pub mod probe;
 pub mod quantity;
 pub mod report;
+pub mod sample;
 pub mod settings;
+pub mod signals;
 pub mod train;
+pub mod trained;
 
 pub use candle_sage::{Error, Result};
 
@@ -39,4 +45,12 @@ pub(crate) fn writing<E: std::fmt::Display>(path: &std::path::Path) -> impl FnOn
 pub(crate) fn tell(text: &str) {
     use std::io::Write;
     let _ = writeln!(std::io::stderr(), "{}", text.trim_end());
+}
+
+/// Runs code of a library that may panic over a broken file: a panic becomes an error.
+pub(crate) fn unpanicked<T>(
+    work: impl FnOnce() -> std::result::Result<T, String>,
+) -> std::result::Result<T, String> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(work))
+        .unwrap_or_else(|_| Err("the file is damaged".into()))
 }

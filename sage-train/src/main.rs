@@ -11,7 +11,8 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tell(&error);
-            ExitCode::FAILURE
+            // As a shell says it of a program that a signal ended.
+            sage_train::signals::received().map_or(ExitCode::FAILURE, |signal| ExitCode::from(128 + signal))
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What is measured: a point for each step (one JSON object a line), an outcome for each run.
+//! What is measured: a point for each step, an outcome for each run.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::settings::Attn;
 
-/// One optimizer step.
+/// One optimizer step: a line of `metrics.jsonl` and of `metrics.csv`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Point {
     /// The step, from 1.
@@ -21,6 +21,15 @@ pub struct Point {
     pub lr: f64,
     /// Speed of this step.
     pub tokens_per_second: f64,
+    /// Standard deviations of the loss above its mean over the steps before: see [`crate::train::guard`].
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub loss_z: Option<f64>,
+    /// The same of the gradient's norm.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub grad_norm_z: Option<f64>,
+    /// Whether the update was left out because of a spike.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub skipped: bool,
     /// Share of the machine's peak FLOP/s, where the peak is known.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub mfu: Option<f64>,
@@ -32,6 +41,37 @@ pub struct Point {
     pub val_bits_per_byte: Option<f64>,
     /// Seconds since the start.
     pub seconds: f64,
+}
+
+impl Point {
+    /// Every number by its name, those that are not there as `None`.
+    pub fn numbers(&self) -> [(&'static str, Option<f64>); 13] {
+        [
+            ("step", Some(self.step as f64)),
+            ("tokens", Some(self.tokens as f64)),
+            ("loss", Some(self.loss)),
+            ("grad_norm", Some(self.grad_norm)),
+            ("lr", Some(self.lr)),
+            ("tokens_per_second", Some(self.tokens_per_second)),
+            ("loss_z", self.loss_z),
+            ("grad_norm_z", self.grad_norm_z),
+            ("skipped", Some(f64::from(u8::from(self.skipped)))),
+            ("mfu", self.mfu),
+            ("val_loss", self.val_loss),
+            ("val_bits_per_byte", self.val_bits_per_byte),
+            ("seconds", Some(self.seconds)),
+        ]
+    }
+
+    /// The names of [`Point::numbers`], separated by commas.
+    pub fn csv_head() -> String {
+        Self::default().numbers().map(|(name, _)| name).join(",")
+    }
+
+    /// A line of such numbers; what is not there stays empty.
+    pub fn csv(&self) -> String {
+        self.numbers().map(|(_, number)| number.map_or(String::new(), |n| n.to_string())).join(",")
+    }
 }
 
 /// What a run came to.

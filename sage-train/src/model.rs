@@ -9,5 +9,5 @@ mod parameters;
 
 pub use attention::Observe;
 pub use config::{LlamaConfig, ParameterSpec, Recompute};
-pub use llama::Llama;
-pub use parameters::{Parameters, Weight};
+pub use llama::{Input, Llama};
+pub use parameters::{Parameters, Snapshot, StateFile, Weight};

@@ -3,13 +3,13 @@
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, Var};
-use candle_sage::{Attention, Error, Result, Scheme};
+use candle_sage::{Attention, Result, Scheme};
 
-use crate::config::Config;
-use crate::data::{Batches, Dataset};
+use crate::data::{Batches, Cut, Dataset};
 use crate::device::Place;
 use crate::model::{Llama, LlamaConfig, Parameters};
 use crate::settings::Settings;
+use crate::trained::Trained;
 use crate::{during, tell};
 
 /// How far one result of attention is from full precision.
@@ -50,28 +50,18 @@ pub struct Probed {
 /// # Errors
 /// When the folder is not a run with weights, its data is gone or another, or the model has no attention.
 pub fn probe(folder: &Path, sequences: usize, settings: Settings) -> Result<Probed> {
-    let device = Device::Cpu;
-    let saved = Config::read_settings(&folder.join("config.toml"))
-        .map_err(|error| error.hint("probe takes the folder of a run, e.g. runs/tiny-sagebwd-001"))?;
     // In f32, wherever it was trained.
-    let settings = Settings { device: Some(Place::Cpu), ..settings };
-    let config = Config::resolve(settings.over(saved))?;
-    if config.model.scheme.is_none() {
-        return Err(Error::new("the model has no attention to probe")
-            .got(folder.display())
-            .allowed("a run with --attn fpa or sagebwd")
-            .hint("train one: sage-train --attn sagebwd"));
-    }
+    let trained = Trained::open(folder, Place::Cpu, settings, true)?;
+    trained.check_attention(folder, "probe")?;
+    let Trained { config, parameters, device, .. } = &trained;
     // A full-precision run has settings for SageBwd too.
     let scheme = Scheme::SageBwd(config.sage());
-    let weights = folder.join("model.safetensors");
-    let parameters = Parameters::load(&config.model, &weights, &device, DType::F32, true)?;
     let data = Dataset::load(&config.data, &|line| tell(line))?;
     data.tokenizer.check_same(&folder.join("tokenizer.json"))?;
-    let batches = Batches::new(&data.validation, config.model.context, config.seed);
+    let cut = Cut { end_of_document: None, ..config.data.cut(data.tokenizer.end_of_text()) };
+    let batches = Batches::new(&data.validation, cut);
     let sequences = sequences.min(batches.sequences() as usize);
-    let layers =
-        trace(&config.model, &parameters, &batches, sequences, &device).map_err(during("probing"))?;
+    let layers = trace(&config.model, parameters, &batches, sequences, device)?;
     let errors = layers.into_iter().enumerate().map(|(layer, (inputs, dout))| {
         let exact = results(Scheme::FullPrecision, &inputs, &dout)?;
         let quantized = results(scheme, &inputs, &dout)?;
@@ -89,15 +79,18 @@ fn trace(
     batches: &Batches<'_>,
     sequences: usize,
     device: &Device,
-) -> candle_core::Result<Vec<([Tensor; 3], Tensor)>> {
-    let batch = batches.in_order(0, sequences).to_device(device)?;
+) -> Result<Vec<([Tensor; 3], Tensor)>> {
+    let sequences = batches.in_order(0, sequences)?;
+    let batch = sequences.to_device(device).map_err(during("probing"))?;
     let exact = LlamaConfig { scheme: Some(Scheme::FullPrecision), ..model.clone() };
     let mut layers = Vec::new();
     let mut observe = |inputs: [&Tensor; 3], dout: &Tensor| {
         layers.push((inputs.map(Tensor::clone), dout.clone()));
         Ok(())
     };
-    Llama::new(&exact, parameters, device)?.train_observed(&batch.ids, &batch.targets, Some(&mut observe))?;
+    Llama::new(&exact, parameters, device)
+        .and_then(|model| model.train_observed(&batch.ids, &batch.targets, Some(&mut observe)))
+        .map_err(during("probing"))?;
     layers.reverse();
     Ok(layers)
 }

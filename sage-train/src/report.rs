@@ -1,7 +1,9 @@
-//! Pictures and tables of results.
+//! Pictures, tables and event files of results.
 
 mod loss_plot;
 mod table;
+mod tensorboard;
 
 pub use loss_plot::loss_plot;
 pub use table::{comparison, layer_errors};
+pub use tensorboard::EventFile;

@@ -114,6 +114,62 @@ impl<'de> Deserialize<'de> for GranularitySetting {
     }
 }
 
+/// A path to train on, and how much of each step comes from it: `PATH` or `PATH=WEIGHT`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SourceSetting {
+    /// A file, a folder or a pattern.
+    pub path: PathBuf,
+    /// In proportion to those of the other sources.
+    pub weight: f64,
+}
+
+impl std::str::FromStr for SourceSetting {
+    type Err = candle_sage::Error;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let weighted =
+            text.rsplit_once('=').and_then(|(path, weight)| Some((path, weight.parse::<f64>().ok()?)));
+        let (path, weight) = weighted.unwrap_or((text, 1.0));
+        if path.is_empty() || !(weight > 0.0 && weight.is_finite()) {
+            return Err(candle_sage::Error::new("not a source of data")
+                .got(format!("`{text}`"))
+                .allowed("PATH or PATH=WEIGHT, with a weight above 0")
+                .hint("--data web.bin=0.7 --data books.txt=0.3"));
+        }
+        Ok(Self { path: path.into(), weight })
+    }
+}
+
+impl std::fmt::Display for SourceSetting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.weight {
+            1.0 => write!(f, "{}", self.path.display()),
+            weight => write!(f, "{}={weight}", self.path.display()),
+        }
+    }
+}
+
+impl Serialize for SourceSetting {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// One source, or a list of them.
+fn sources<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Vec<SourceSetting>>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Sources {
+        One(String),
+        Many(Vec<String>),
+    }
+    let list = match Sources::deserialize(deserializer)? {
+        Sources::One(source) => vec![source],
+        Sources::Many(sources) => sources,
+    };
+    list.iter().map(|text| text.parse().map_err(serde::de::Error::custom)).collect::<Result<_, _>>().map(Some)
+}
+
 /// The settings of a run. The doc comment of a field is its help text and its TOML key its name.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
@@ -135,17 +191,29 @@ pub struct Settings {
     #[arg(long, help_heading = "Attention")]
     pub granularity: Option<GranularitySetting>,
 
-    /// Text to train on: .txt or .jsonl (field `text`), also .zst, or a folder of them
-    /// [default: the built-in corpus]
-    #[arg(long, value_name = "PATH", help_heading = "Data")]
-    pub data: Option<PathBuf>,
+    /// What to train on: .txt, .jsonl (each also .gz, .zst), .parquet, or .bin shards of tokens; a folder or a
+    /// 'pattern*' of them; given again, with weights, a mixture [default: the built-in corpus]
+    #[arg(long, value_name = "PATH[=WEIGHT]", help_heading = "Data")]
+    #[serde(deserialize_with = "sources")]
+    pub data: Option<Vec<SourceSetting>>,
+    /// Key of JSON lines, or column of parquet, that holds the text [default: text]
+    #[arg(long, value_name = "NAME", help_heading = "Data")]
+    pub text_field: Option<String>,
+    /// A tokenizer.json, or a model on the Hugging Face Hub that has one, e.g. gpt2
+    /// [default: the one beside the shards; for text, trained on it]
+    #[arg(long, value_name = "FILE", help_heading = "Data")]
+    pub tokenizer: Option<String>,
+    /// Keep attention inside each document of a sequence [default: off]
+    #[arg(long, value_enum, help_heading = "Data")]
+    pub document_mask: Option<Switch>,
     /// Megabytes of built-in corpus [default: 8]
     #[arg(long, value_name = "MB", help_heading = "Data")]
     pub corpus_mb: Option<u64>,
     /// Part of the data kept for validation [default: 0.05]
     #[arg(long, value_name = "PART", help_heading = "Data")]
     pub val_fraction: Option<f64>,
-    /// Entries of the byte-level BPE vocabulary trained on the data
+    /// Entries of the model's vocabulary, and of the byte-level BPE trained on the data [default: the tokenizer's,
+    /// where there is one]
     #[arg(long, value_name = "N", help_heading = "Data")]
     pub vocab_size: Option<Quantity>,
     /// Tokens in a sequence
@@ -196,6 +264,14 @@ pub struct Settings {
     #[arg(long, value_name = "NORM", help_heading = "Optimizer")]
     pub clip: Option<f64>,
 
+    /// Skip updates whose loss or gradient norm lies so many standard deviations above the mean of the last 128
+    /// steps; 0 skips none [default: 0]
+    #[arg(long, value_name = "Z", help_heading = "Optimizer")]
+    pub skip_spikes: Option<f64>,
+
+    /// Begin with the weights, the shape and the tokenizer of a Hugging Face folder: a Llama, or a Qwen3 with QK-norm
+    #[arg(long, value_name = "DIR", help_heading = "Model")]
+    pub init_from: Option<PathBuf>,
     /// Transformer blocks
     #[arg(long, value_name = "N", help_heading = "Model")]
     pub layers: Option<usize>,
@@ -220,6 +296,9 @@ pub struct Settings {
     /// Base of the rotary embedding [default: 10000]
     #[arg(long, value_name = "BASE", help_heading = "Model")]
     pub rope_base: Option<f64>,
+    /// Epsilon of every RMSNorm [default: 1e-6]
+    #[arg(long, value_name = "EPS", help_heading = "Model")]
+    pub norm_eps: Option<f64>,
 
     /// Where to train [default: cuda if this build has it]
     #[arg(long, value_enum, help_heading = "Run")]
@@ -245,6 +324,15 @@ pub struct Settings {
     /// Validation tokens of each validation
     #[arg(long, value_name = "N", help_heading = "Run")]
     pub eval_tokens: Option<Quantity>,
+    /// Steps between checkpoints; 0 saves at the end only [default: as eval-every]
+    #[arg(long, value_name = "N", help_heading = "Run")]
+    pub checkpoint_every: Option<Quantity>,
+    /// Checkpoints that are kept, the last ones [default: 2]
+    #[arg(long, value_name = "N", help_heading = "Run")]
+    pub keep_last: Option<usize>,
+    /// Also keep the checkpoint of every so many steps; 0 for none [default: 0]
+    #[arg(long, value_name = "N", help_heading = "Run")]
+    pub keep_every: Option<Quantity>,
     /// Tokens of sample text at the end; 0 for none [default: 160]
     #[arg(long, value_name = "N", help_heading = "Run")]
     pub sample_tokens: Option<usize>,
@@ -274,6 +362,9 @@ impl Settings {
             smoothing,
             granularity,
             data,
+            text_field,
+            tokenizer,
+            document_mask,
             corpus_mb,
             val_fraction,
             vocab_size,
@@ -292,6 +383,8 @@ impl Settings {
             adam_eps,
             weight_decay,
             clip,
+            skip_spikes,
+            init_from,
             layers,
             width,
             heads,
@@ -300,6 +393,7 @@ impl Settings {
             ffn,
             init_std,
             rope_base,
+            norm_eps,
             device,
             recompute,
             deterministic,
@@ -308,6 +402,9 @@ impl Settings {
             name,
             eval_every,
             eval_tokens,
+            checkpoint_every,
+            keep_last,
+            keep_every,
             sample_tokens,
             threads,
             peak_tflops,

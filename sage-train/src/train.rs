@@ -1,25 +1,29 @@
 //! The training loop.
 
-mod evaluate;
+pub mod checkpoint;
+pub mod guard;
 mod progress;
 mod run_dir;
-mod sample;
 mod trainer;
 
 use std::time::{Duration, Instant};
 
+use candle_core::Device;
 use candle_sage::{Error, Result};
 
 use crate::config::Config;
-use crate::data::{Dataset, Feed, files};
+use crate::data::{Dataset, Feed, source};
 use crate::device::{memory, reset_peak};
+use crate::evaluate::{Evaluation, evaluate};
+use crate::hf;
 use crate::metrics::{Outcome, Point};
 use crate::model::Parameters;
-use crate::quantity::grouped;
 use crate::report::loss_plot;
-use crate::{during, writing};
+use crate::sample::{Sampling, sample};
+use crate::{during, signals, writing};
 
-use evaluate::{Evaluation, evaluate};
+use checkpoint::{Checkpoints, Found};
+use guard::Recent;
 use progress::Progress;
 use run_dir::RunDir;
 use trainer::{STOP_HINT, Trainer};
@@ -30,8 +34,8 @@ use trainer::{STOP_HINT, Trainer};
 /// # Errors
 /// When it does not, or cannot.
 pub fn check(config: &Config) -> Result<()> {
-    if let Some(path) = &config.data.path {
-        files(path, &config.out)?;
+    for source in &config.data.sources {
+        source::find(&source.path, &config.out)?;
     }
     let parent = config.out.ancestors().find(|folder| folder.exists());
     if let Some(parent) = parent.filter(|parent| !parent.is_dir()) {
@@ -43,37 +47,64 @@ pub fn check(config: &Config) -> Result<()> {
     RunDir::check_free(config)
 }
 
-/// Trains as the config says, in a new folder.
+/// Trains as the config says: in a new folder, or on from a checkpoint in the folder of its run.
 ///
 /// # Errors
 /// When data, folder or settings cannot be used, and when a loss or gradient is not finite. In that
 /// case nothing is updated any more, and the folder keeps the metrics, their plot, the reason, and the
-/// weights of the last validation.
-pub fn run(config: &Config) -> Result<Outcome> {
+/// weights of the last validation. When the run is interrupted by a signal: it is saved then.
+pub fn run(config: &Config, resumed: Option<&Found>) -> Result<Outcome> {
+    signals::watch()?;
     let device = config.device.open()?;
     let started = Instant::now();
     let mut progress = Progress::new(config.steps);
     let data = Dataset::load(&config.data, &|line| progress.say(line))?;
-    let parameters = Parameters::init(&config.model, config.seed, &device, config.device.dtype())
-        .map_err(during("cannot make the model"))?;
-    let folder = RunDir::create(config)?;
+    let fingerprint = data.fingerprint()?;
+    let first = resumed.map_or(0, |found| found.about.step);
+    if let Some(found) = resumed {
+        found.check_newest()?;
+        if found.about.data != fingerprint {
+            return Err(Error::new("the data is not what the run was trained on")
+                .got(format!("data {fingerprint:.12}"))
+                .allowed(format!("{:.12}, as in the checkpoint", found.about.data))
+                .hint("has a file been added or changed since? A new run on other data: --init-from"));
+        }
+        if first > config.steps {
+            return Err(Error::new("the run is longer already")
+                .got(format!("a checkpoint after step {first}, --steps {}", config.steps))
+                .allowed(format!("at least {first} steps"))
+                .hint(format!("--resume {} --steps {}", found.run.display(), 2 * first)));
+        }
+    }
+    let parameters = parameters(config, resumed, &device)?;
+    let (folder, points) = match resumed {
+        Some(found) => RunDir::reopen(&found.run, first)?,
+        None => (RunDir::create(config)?, Vec::new()),
+    };
     progress.log_to(folder.log()?);
+    if first > 0 {
+        progress.say(&match first == config.steps {
+            true => format!("all {first} steps are done; --steps makes the run longer"),
+            false => format!("resumed after step {first}"),
+        });
+    }
     progress.say(&format!("{config}"));
     progress.say(&format!(
-        "{} documents, {:.1} MB, {} training and {} validation tokens, {:.2} epochs, unigram entropy {:.3} nats",
-        data.documents,
-        data.bytes as f64 / 1e6,
-        grouped(data.train.len() as u64),
-        grouped(data.validation.len() as u64),
+        "{}, {:.2} epochs, unigram entropy {:.3} nats",
+        data.summary,
         (config.tokens_per_step() * config.steps) as f64 / data.train.len() as f64,
         data.unigram_entropy,
     ));
     folder.write("config.toml", &config.to_toml())?;
     data.tokenizer.save(&folder.path().join("tokenizer.json"))?;
+    let checkpoints = Checkpoints::new(folder.path(), fingerprint, config.checkpoints)?;
 
     let trainer =
-        Trainer::new(config, &data.train, &parameters, &device).map_err(during("cannot make the model"))?;
-    let mut run = Run { config, data: &data, folder, progress, trainer, points: Vec::new(), started };
+        Trainer::new(config, &data, &parameters, &device).map_err(during("cannot make the model"))?;
+    // Time goes on where it stopped.
+    let before = Duration::from_secs_f64(points.last().map_or(0.0, |point: &Point| point.seconds.max(0.0)));
+    let mut run =
+        Run { config, data: &data, folder, progress, trainer, points, checkpoints, first, started, before };
     match run.train() {
         Ok(training_seconds) => run.finish(training_seconds),
         Err(error) => {
@@ -87,6 +118,17 @@ pub fn run(config: &Config) -> Result<Outcome> {
     }
 }
 
+/// From a checkpoint, from another's folder, or drawn.
+fn parameters(config: &Config, resumed: Option<&Found>, device: &Device) -> Result<Parameters> {
+    let dtype = config.device.dtype();
+    match (resumed, &config.init_from) {
+        (Some(found), _) => found.restore(config, device, dtype),
+        (None, Some(folder)) => hf::load(folder, &config.model, device, dtype, true),
+        (None, None) => Parameters::init(&config.model, config.seed, device, dtype)
+            .map_err(during("cannot make the model")),
+    }
+}
+
 /// A run under way.
 struct Run<'a> {
     config: &'a Config,
@@ -95,18 +137,25 @@ struct Run<'a> {
     progress: Progress,
     trainer: Trainer<'a>,
     points: Vec<Point>,
+    checkpoints: Checkpoints,
+    /// The step that it begins with, from 0.
+    first: u64,
     started: Instant,
+    /// What it took up to there.
+    before: Duration,
 }
 
 impl Run<'_> {
     /// All steps; returns the seconds that they took, validation not counted.
     fn train(&mut self) -> Result<f64> {
-        self.progress.start();
+        self.progress.start(self.first);
         let batches = self.trainer.batches();
         let unknown = "cannot measure memory";
         reset_peak(self.trainer.device()).map_err(during(unknown))?;
-        let seconds =
-            std::thread::scope(|scope| self.steps(&Feed::start(scope, batches, self.config.micro_batch)))?;
+        let sequences = self.first * (self.config.accumulation * self.config.micro_batch) as u64;
+        let seconds = std::thread::scope(|scope| {
+            self.steps(&Feed::start(scope, batches, sequences, self.config.micro_batch))
+        })?;
         self.progress.finish();
         if let Some(memory) = memory(self.trainer.device()).map_err(during(unknown))? {
             let gib = memory.peak as f64 / f64::from(1 << 30);
@@ -121,32 +170,66 @@ impl Run<'_> {
         let ahead = self.trainer.runs_ahead();
         let (mut aside, mut under_way) = (Duration::ZERO, None);
         let started = Instant::now();
-        for step in 0..config.steps {
-            let launched = self.trainer.launch(step, feed);
+        for step in self.first..config.steps {
+            let limits = config.skip_spikes.and_then(|z| Some(Recent::before(step, &self.points)?.limits(z)));
+            let launched = self.trainer.launch(step, limits, feed);
             // What the last step came to is kept, whatever became of this one.
             if let Some(last) = under_way.take() {
                 let point = self.trainer.collect(last)?;
                 self.record(point)?;
             }
             under_way = Some(launched?);
-            let due = config.eval_every > 0 && (step + 1) % config.eval_every == 0;
-            let validates = due || step + 1 == config.steps;
-            let Some(launched) = under_way.take_if(|_| validates || !ahead) else { continue };
+            let last = step + 1 == config.steps;
+            let due = |every: u64| last || (every > 0 && (step + 1).is_multiple_of(every));
+            let (validates, signal) = (due(config.eval_every), signals::received());
+            let saves = due(config.checkpoints.every) || signal.is_some();
+            let Some(launched) = under_way.take_if(|_| validates || saves || !ahead) else { continue };
             let mut point = self.trainer.collect(launched)?;
             let collected = Instant::now();
             if validates {
                 self.validate(&mut point)?;
             }
             self.record(point)?;
+            if saves {
+                self.checkpoint(step + 1);
+            }
+            if let Some(signal) = signal.filter(|_| !last) {
+                return self.interrupted(signal, step + 1);
+            }
             aside += collected.elapsed();
         }
         Ok((started.elapsed() - aside).as_secs_f64())
     }
 
+    /// Starts to write a checkpoint. One that fails does not end a run that may yet write the next.
+    fn checkpoint(&mut self, step: u64) {
+        let trainer = &self.trainer;
+        let saved =
+            self.checkpoints.save(step, || trainer.snapshot(true).map_err(during("cannot copy the weights")));
+        if let Err(error) = saved {
+            self.progress.say(&format!("warning: {error}"));
+        }
+    }
+
+    fn interrupted(&mut self, signal: u8, step: u64) -> Result<f64> {
+        self.checkpoints.wait()?;
+        Err(Error::new(format!("interrupted, and saved after step {step} of {}", self.config.steps))
+            .got(format!("signal {signal}"))
+            .hint(format!("go on: sage-train --resume {}", self.folder.path().display())))
+    }
+
     /// Validates, and keeps the weights.
     fn validate(&mut self, point: &mut Point) -> Result<()> {
-        let Evaluation { loss, bits_per_byte } =
-            evaluate(&self.trainer.model, self.data, self.config, self.trainer.device())?;
+        let (config, data) = (self.config, self.data);
+        let Evaluation { loss, bits_per_byte, .. } = evaluate(
+            &self.trainer.model,
+            &data.validation,
+            config.data.cut(data.tokenizer.end_of_text()),
+            &data.tokenizer,
+            config.eval_tokens,
+            config.micro_batch,
+            self.trainer.device(),
+        )?;
         if !loss.is_finite() {
             self.record(point.clone())?;
             return Err(Error::new(format!(
@@ -163,7 +246,17 @@ impl Run<'_> {
 
     /// Keeps and shows what a step measured.
     fn record(&mut self, mut point: Point) -> Result<()> {
-        point.seconds = self.started.elapsed().as_secs_f64();
+        point.seconds = (self.before + self.started.elapsed()).as_secs_f64();
+        if let Some(recent) = Recent::before(point.step - 1, &self.points) {
+            let (loss, grad_norm) = recent.scores(point.loss, point.grad_norm);
+            (point.loss_z, point.grad_norm_z) = (Some(loss), Some(grad_norm));
+        }
+        if point.skipped {
+            self.progress.say(&format!(
+                "step {}: a spike, the update is skipped (loss {:.3}, norm {:.2})",
+                point.step, point.loss, point.grad_norm
+            ));
+        }
         self.folder.append_metrics(&point)?;
         self.progress.step(&point);
         self.points.push(point);
@@ -171,24 +264,33 @@ impl Run<'_> {
     }
 
     /// Writes the results.
-    fn finish(self, training_seconds: f64) -> Result<Outcome> {
+    fn finish(mut self, training_seconds: f64) -> Result<Outcome> {
         let config = self.config;
         self.plot()?;
         if config.sample_tokens > 0 {
-            let trainer = &self.trainer;
-            let text = sample::sample(&trainer.model, &self.data.tokenizer, config, trainer.device())?;
+            let (trainer, tokenizer) = (&self.trainer, &self.data.tokenizer);
+            let sampling = Sampling { seed: config.seed, ..Sampling::default() };
+            let (context, tokens) = (config.model.context, config.sample_tokens);
+            let text = sample(&trainer.model, tokenizer, context, "", tokens, &sampling, trainer.device())?;
             self.folder.write("sample.txt", &text)?;
             self.progress.say(&format!("sample:\n{text}"));
         }
+        self.checkpoints.wait()?;
         let last = self.points.last().expect("at least one step");
+        let steps = config.steps - self.first;
+        let tokens_per_second = match steps {
+            // Nothing was left to do.
+            0 => last.tokens_per_second,
+            _ => (config.tokens_per_step() * steps) as f64 / training_seconds,
+        };
         Ok(Outcome {
             folder: self.folder.path().to_owned(),
             attn: config.attn,
             val_loss: last.val_loss.expect("the last step is validated"),
             val_bits_per_byte: last.val_bits_per_byte.expect("the last step is validated"),
             unigram_entropy: self.data.unigram_entropy,
-            tokens_per_second: (config.tokens_per_step() * config.steps) as f64 / training_seconds,
-            points: self.points,
+            tokens_per_second,
+            points: std::mem::take(&mut self.points),
         })
     }
 
@@ -202,7 +304,8 @@ impl Run<'_> {
     fn save_weights(&self) -> Result<()> {
         let path = self.folder.path().join("model.safetensors");
         let partial = path.with_extension("partial");
-        self.trainer.save(&partial).map_err(writing(&partial))?;
+        let weights = self.trainer.snapshot(false).and_then(|snapshot| snapshot.save(&partial));
+        weights.map_err(writing(&partial))?;
         std::fs::rename(&partial, &path).map_err(writing(&path))
     }
 }

@@ -10,12 +10,6 @@ impl fmt::Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let m = &self.model;
         let tokens = self.tokens_per_step() * self.steps;
-        let source = match &self.data.path {
-            Some(path) => path.display().to_string(),
-            None => {
-                format!("built-in corpus, {} MB, seed {}", self.data.corpus_bytes / 1_000_000, self.data.seed)
-            }
-        };
         let rows = [
             (
                 "model",
@@ -35,7 +29,7 @@ impl fmt::Display for Config {
             ),
             ("attention", self.attention()),
             ("device", self.device()),
-            ("data", source),
+            ("data", self.sources()),
             (
                 "tokens",
                 format!(
@@ -108,6 +102,15 @@ impl Config {
             None => "none".into(),
             Some(scheme) => format!("{scheme}, QK-norm {}", if m.qk_norm { "on" } else { "off" }),
         }
+    }
+
+    fn sources(&self) -> String {
+        let data = &self.data;
+        let mut text = data.sources.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        if data.sources.is_empty() {
+            text = format!("built-in corpus, {} MB, seed {}", data.corpus_bytes / 1_000_000, data.seed);
+        }
+        text + if data.document_mask { ", attention inside documents" } else { "" }
     }
 
     fn device(&self) -> String {

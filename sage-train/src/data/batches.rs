@@ -1,9 +1,13 @@
 //! Which sequences make up a step: a pure function of (seed, step).
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Tensor};
+use candle_sage::shape::Packing;
+use candle_sage::{Error, Result};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
+
+use super::Mixture;
 
 /// Ids and the ids one position later, both (sequences, context).
 #[derive(Debug)]
@@ -12,6 +16,8 @@ pub struct Batch {
     pub ids: Tensor,
     /// What it should say.
     pub targets: Tensor,
+    /// The documents, where attention stays inside of them.
+    pub documents: Option<Packing>,
 }
 
 /// The same on the host.
@@ -20,6 +26,7 @@ pub struct Sequences {
     ids: Vec<u32>,
     targets: Vec<u32>,
     context: usize,
+    documents: Option<Packing>,
 }
 
 impl Sequences {
@@ -27,80 +34,160 @@ impl Sequences {
     ///
     /// # Errors
     /// When tensors cannot be allocated.
-    pub fn to_device(&self, device: &Device) -> Result<Batch> {
+    pub fn to_device(&self, device: &Device) -> candle_core::Result<Batch> {
         let dims = (self.ids.len() / self.context, self.context);
         let tensor = |ids: &[u32]| Tensor::from_slice(ids, dims, device);
-        Ok(Batch { ids: tensor(&self.ids)?, targets: tensor(&self.targets)? })
+        Ok(Batch {
+            ids: tensor(&self.ids)?,
+            targets: tensor(&self.targets)?,
+            documents: self.documents.clone(),
+        })
+    }
+
+    /// What the model should say.
+    pub fn targets(&self) -> &[u32] {
+        &self.targets
     }
 }
 
-/// Sequences of `context` tokens, back to back. Every epoch visits each once, in an order of its
-/// own.
+/// How tokens are cut into sequences.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cut {
+    /// Tokens in a sequence.
+    pub context: usize,
+    /// Seed of the order.
+    pub seed: u64,
+    /// The token that ends a document, where attention stays inside documents.
+    pub end_of_document: Option<u32>,
+}
+
+/// Sequences of `context` tokens, back to back in each source. Every epoch of a source visits each once, in an order of
+/// its own.
 #[derive(Debug)]
 pub struct Batches<'a> {
-    tokens: &'a [u32],
-    context: usize,
-    seed: u64,
-    /// The order of the epoch at hand.
-    order: Vec<u32>,
-    epoch: Option<u64>,
+    mixture: &'a Mixture,
+    cut: Cut,
+    /// Of each source: the epoch at hand, and its order.
+    orders: Vec<Option<(u64, Vec<u32>)>>,
 }
 
 impl<'a> Batches<'a> {
-    /// Sequences of a list of tokens that is longer than the context.
-    pub fn new(tokens: &'a [u32], context: usize, seed: u64) -> Self {
-        Self { tokens, context, seed, order: Vec::new(), epoch: None }
+    /// Sequences of sources that are each longer than the context.
+    pub fn new(mixture: &'a Mixture, cut: Cut) -> Self {
+        Self { mixture, cut, orders: mixture.sources().map(|_| None).collect() }
     }
 
-    /// Sequences in an epoch.
+    /// Sequences of all sources.
     pub fn sequences(&self) -> u64 {
-        ((self.tokens.len() - 1) / self.context) as u64
+        (0..self.orders.len()).map(|source| self.sequences_of(source)).sum()
+    }
+
+    fn sequences_of(&self, source: usize) -> u64 {
+        let tokens = self.mixture.sources().nth(source).map_or(0, |tokens| tokens.len());
+        tokens.saturating_sub(1) / self.cut.context as u64
     }
 
     /// Sequences `first..first + count` of all that are ever visited.
-    pub fn shuffled(&mut self, first: u64, count: usize) -> Sequences {
-        let starts: Vec<usize> = (first..first + count as u64).map(|n| self.place(n)).collect();
-        self.sequences_at(&starts)
+    ///
+    /// # Errors
+    /// When a shard cannot be read.
+    pub fn shuffled(&mut self, first: u64, count: usize) -> Result<Sequences> {
+        let places: Vec<_> = (first..first + count as u64).map(|n| self.place(n)).collect();
+        self.sequences_at(&places)
     }
 
-    /// Sequences `first..first + count` of an epoch in the order of the text.
-    pub fn in_order(&self, first: u64, count: usize) -> Sequences {
-        let starts: Vec<usize> = (first..first + count as u64).map(|n| n as usize * self.context).collect();
-        self.sequences_at(&starts)
-    }
-
-    /// The first token of sequence `n`.
-    fn place(&mut self, n: u64) -> usize {
-        let (epoch, at) = (n / self.sequences(), n % self.sequences());
-        if self.epoch != Some(epoch) {
-            let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
-            rng.set_stream(epoch);
-            self.order = (0..self.sequences() as u32).collect();
-            self.order.shuffle(&mut rng);
-            self.epoch = Some(epoch);
-        }
-        self.order[at as usize] as usize * self.context
-    }
-
-    fn sequences_at(&self, starts: &[usize]) -> Sequences {
-        let gather = |shift: usize| {
-            starts.iter().flat_map(|s| &self.tokens[s + shift..s + shift + self.context]).copied().collect()
+    /// Sequences `first..first + count` in the order of the text.
+    ///
+    /// # Errors
+    /// When a shard cannot be read.
+    pub fn in_order(&self, first: u64, count: usize) -> Result<Sequences> {
+        let place = |n| {
+            let (source, index) = self.mixture.draw(n);
+            (source, index % self.sequences_of(source) * self.cut.context as u64)
         };
-        Sequences { ids: gather(0), targets: gather(1), context: self.context }
+        self.sequences_at(&(first..first + count as u64).map(place).collect::<Vec<_>>())
     }
+
+    /// The source of sequence `n`, and its first token there.
+    fn place(&mut self, n: u64) -> (usize, u64) {
+        let (source, index) = self.mixture.draw(n);
+        let sequences = self.sequences_of(source);
+        let (epoch, at) = (index / sequences, index % sequences);
+        let order = &mut self.orders[source];
+        if order.as_ref().is_none_or(|(of, _)| *of != epoch) {
+            let mut rng = ChaCha8Rng::seed_from_u64(self.cut.seed);
+            rng.set_stream(epoch | (source as u64) << 48);
+            let mut fresh: Vec<u32> = (0..sequences as u32).collect();
+            fresh.shuffle(&mut rng);
+            *order = Some((epoch, fresh));
+        }
+        let order = &order.as_ref().expect("just made").1;
+        (source, u64::from(order[at as usize]) * self.cut.context as u64)
+    }
+
+    fn sequences_at(&self, places: &[(usize, u64)]) -> Result<Sequences> {
+        let context = self.cut.context;
+        let (mut ids, mut targets) = (Vec::new(), Vec::new());
+        let mut window = Vec::new();
+        for &(source, start) in places {
+            window.clear();
+            let tokens = self.mixture.sources().nth(source).expect("a source of the mixture");
+            tokens.read(start, context + 1, &mut window)?;
+            ids.extend_from_slice(&window[..context]);
+            targets.extend_from_slice(&window[1..]);
+        }
+        let documents = self.cut.end_of_document.map(|end| documents(&ids, context, end));
+        Ok(Sequences { ids, targets, context, documents })
+    }
+}
+
+/// Where documents begin: with a sequence, and behind the token that ends one.
+fn documents(ids: &[u32], context: usize, end: u32) -> Packing {
+    let begins = |&at: &usize| at.is_multiple_of(context) || ids[at - 1] == end;
+    let bounds = (0..ids.len()).filter(begins).chain([ids.len()]);
+    Packing::self_attention(bounds.collect())
+}
+
+/// The most sequences of a source: their order is held in 32 bits each.
+const MOST_SEQUENCES: u64 = u32::MAX as u64;
+
+/// Checks that a list of tokens can be cut.
+///
+/// # Errors
+/// When it is shorter than one sequence, or too long.
+pub(super) fn check(what: &str, tokens: u64, context: usize) -> Result<()> {
+    if tokens <= context as u64 {
+        return Err(Error::new(format!("the {what} text is shorter than one sequence"))
+            .got(format!("{tokens} tokens of {what} text"))
+            .allowed(format!("at least {} (context {context} and the token after it)", context + 1))
+            .hint("give more text, a shorter --context, or another --val-fraction"));
+    }
+    if tokens / context as u64 > MOST_SEQUENCES {
+        return Err(Error::new(format!("the {what} text has too many sequences"))
+            .got(tokens / context as u64)
+            .allowed(format!("up to {MOST_SEQUENCES} in each source"))
+            .hint("give it as several --data, or a longer --context"));
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::Tokens;
     use super::*;
+
+    fn cut(seed: u64) -> Cut {
+        Cut { context: 10, seed, end_of_document: None }
+    }
+
+    fn firsts(batches: &mut Batches<'_>, range: std::ops::Range<u64>) -> Vec<u32> {
+        range.map(|n| batches.shuffled(n, 1).expect("in memory").ids[0]).collect()
+    }
 
     #[test]
     fn an_epoch_visits_every_sequence_once_and_order_depends_on_seed_and_place_alone() -> Result<()> {
-        let tokens: Vec<u32> = (0..103).collect();
-        let firsts = |batches: &mut Batches<'_>, range: std::ops::Range<u64>| -> Vec<u32> {
-            range.map(|n| batches.shuffled(n, 1).ids[0]).collect()
-        };
-        let mut batches = Batches::new(&tokens, 10, 4);
+        let tokens = Mixture::new(vec![(Tokens::from((0..103).collect::<Vec<u32>>()), 1.0)]);
+        let mut batches = Batches::new(&tokens, cut(4));
         assert_eq!(batches.sequences(), 10);
         let first = firsts(&mut batches, 0..10);
         let second = firsts(&mut batches, 10..20);
@@ -110,10 +197,30 @@ mod tests {
         assert_ne!(first, second);
         // Looking back gives the same again.
         assert_eq!(firsts(&mut batches, 3..7), first[3..7]);
-        assert_ne!(firsts(&mut Batches::new(&tokens, 10, 5), 0..10), first);
-        let batch = batches.shuffled(8, 4).to_device(&Device::Cpu)?;
+        assert_ne!(firsts(&mut Batches::new(&tokens, cut(5)), 0..10), first);
+        let batch = batches.shuffled(8, 4)?.to_device(&Device::Cpu).expect("tensors");
         assert_eq!(batch.ids.dims(), [4, 10]);
-        assert_eq!(batch.ids.affine(1., 1.)?.to_vec2::<u32>()?, batch.targets.to_vec2::<u32>()?);
+        let next = batch.ids.affine(1., 1.).and_then(|ids| ids.to_vec2::<u32>()).expect("numbers");
+        assert_eq!(next, batch.targets.to_vec2::<u32>().expect("numbers"));
         Ok(())
+    }
+
+    #[test]
+    fn every_source_is_visited_by_its_weight_and_whole() {
+        let source = |from: u32| Tokens::from((from..from + 101).collect::<Vec<u32>>());
+        let mixture = Mixture::new(vec![(source(0), 3.0), (source(1000), 1.0)]);
+        let mut batches = Batches::new(&mixture, cut(0));
+        let mut seen = firsts(&mut batches, 0..40);
+        // Three epochs of the first, one of the second.
+        seen.sort_unstable();
+        let first = (0..30).map(|n| n / 3 * 10);
+        assert_eq!(seen, first.chain((0..10).map(|n| 1000 + n * 10)).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn documents_begin_with_sequences_and_behind_ends() {
+        let ids = [1, 2, 9, 3, 4, 9, 9, 5];
+        assert_eq!(documents(&ids, 4, 9), Packing::self_attention(vec![0, 3, 4, 6, 7, 8]));
+        assert_eq!(documents(&ids, 8, 7), Packing::self_attention(vec![0, 8]));
     }
 }

@@ -3,25 +3,28 @@
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::Scope;
 
+use candle_sage::{Error, Result};
+
 use super::{Batches, Sequences};
 
 /// Micro-batches that are kept ready.
 const AHEAD: usize = 4;
 
-/// All micro-batches of a run in their order, from the first on.
+/// All micro-batches of a run in their order.
 #[derive(Debug)]
-pub struct Feed(Receiver<Sequences>);
+pub struct Feed(Receiver<Result<Sequences>>);
 
 impl Feed {
-    /// Starts the thread, which ends when the feed is dropped.
+    /// Starts the thread with sequence `first`; it ends when the feed is dropped.
     pub fn start<'scope>(
         scope: &'scope Scope<'scope, '_>,
         mut batches: Batches<'scope>,
+        first: u64,
         micro_batch: usize,
     ) -> Self {
         let (sender, receiver) = sync_channel(AHEAD);
         scope.spawn(move || {
-            for first in (0..).step_by(micro_batch) {
+            for first in (first..).step_by(micro_batch) {
                 if sender.send(batches.shuffled(first, micro_batch)).is_err() {
                     return;
                 }
@@ -30,24 +33,31 @@ impl Feed {
         Self(receiver)
     }
 
-    /// The next one; `None` when the thread is gone.
-    pub fn next(&self) -> Option<Sequences> {
-        self.0.recv().ok()
+    /// The next one.
+    ///
+    /// # Errors
+    /// When a shard cannot be read.
+    pub fn next(&self) -> Result<Sequences> {
+        self.0.recv().unwrap_or_else(|_| Err(Error::new("no more batches come")))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::{Cut, Mixture, Tokens};
     use super::*;
 
     #[test]
-    fn batches_come_in_order_and_the_thread_ends() {
-        let tokens: Vec<u32> = (0..103).collect();
+    fn batches_come_in_order_from_anywhere_and_the_thread_ends() {
+        let tokens = Mixture::new(vec![(Tokens::from((0..103).collect::<Vec<u32>>()), 1.0)]);
+        let cut = Cut { context: 10, seed: 4, end_of_document: None };
         std::thread::scope(|scope| {
-            let feed = Feed::start(scope, Batches::new(&tokens, 10, 4), 3);
-            let mut batches = Batches::new(&tokens, 10, 4);
-            for n in 0..20 {
-                assert_eq!(feed.next(), Some(batches.shuffled(3 * n, 3)));
+            for start in [0, 21] {
+                let feed = Feed::start(scope, Batches::new(&tokens, cut), start, 3);
+                let mut batches = Batches::new(&tokens, cut);
+                for n in 0..20 {
+                    assert_eq!(feed.next(), batches.shuffled(start + 3 * n, 3));
+                }
             }
         });
     }

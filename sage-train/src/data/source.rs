@@ -1,61 +1,100 @@
-//! Documents from text files, JSON lines and folders, also compressed, or from the built-in corpus.
+//! What a path stands for: files of text, or shards of tokens.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
-use serde::Deserialize;
 
-use super::corpus::Corpus;
-use crate::config::DataConfig;
+use super::reader::{self, KINDS};
 use crate::during;
 
-const KINDS: [&str; 4] = [".txt", ".jsonl", ".txt.zst", ".jsonl.zst"];
-
-/// The documents of a run: at least one, none empty.
-///
-/// # Errors
-/// When a file cannot be read or is not what its name says, or there is no text.
-pub(super) fn documents(config: &DataConfig) -> Result<Vec<String>> {
-    let Some(path) = &config.path else {
-        if config.corpus_bytes == 0 {
-            return Err(Error::new("an empty corpus")
-                .got("--corpus-mb 0")
-                .allowed("1 and up")
-                .hint("--corpus-mb 8"));
-        }
-        return Ok(Corpus::new(config.seed).documents(config.corpus_bytes));
-    };
-    let mut documents = Vec::new();
-    for file in files(path, &config.out)? {
-        read(&file, &mut documents)?;
-    }
-    documents.retain(|document| !document.trim().is_empty());
-    if documents.is_empty() {
-        return Err(Error::new("there is no text to train on")
-            .got(format!("{} holds no text", path.display()))
-            .allowed(format!("text in {}", KINDS.join(", ")))
-            .hint("leave --data out to train on the built-in corpus"));
-    }
-    Ok(documents)
+/// The files of one source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// Text to tokenize.
+    Text(Vec<PathBuf>),
+    /// Tokens.
+    Shards(ShardFiles),
 }
 
-/// The file itself, or all files of a known kind below a folder, in the order of their names. The
-/// folder of runs is left out: its logs and samples are not data.
+/// Shards of one source, in the order of their names.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ShardFiles {
+    /// To train on.
+    pub train: Vec<PathBuf>,
+    /// Those with `val` in their name.
+    pub validation: Vec<PathBuf>,
+    /// The `tokenizer.json` beside them.
+    pub tokenizer: Option<PathBuf>,
+}
+
+/// What every message about kinds allows.
+fn allowed() -> String {
+    format!("{KINDS}; .bin for shards of tokens; folders and patterns (*) of them")
+}
+
+/// Finds the files of a path: itself, those below a folder, or those that match a pattern. `out`, the folder of runs, is
+/// left out: its logs and samples are not data.
 ///
 /// # Errors
 /// When there is none, or it cannot be listed.
-pub fn files(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
-    if !path.exists() {
-        return Err(Error::new("the data does not exist")
+pub fn find(path: &Path, out: &Path) -> Result<Source> {
+    let files = files(path, out)?;
+    let (shards, text): (Vec<PathBuf>, Vec<PathBuf>) = files.into_iter().partition(|file| is_shard(file));
+    match (text.is_empty(), shards.is_empty()) {
+        (false, true) => Ok(Source::Text(text)),
+        (true, false) => Ok(Source::Shards(shard_files(shards))),
+        (false, false) => Err(Error::new("the data is both text and shards of tokens")
+            .got(format!("{} and {}", text[0].display(), shards[0].display()))
+            .allowed("one kind in a source")
+            .hint("give them as two --data, each with its weight: --data A=1 --data B=2")),
+        (true, true) => Err(Error::new("the folder has no file to train on")
             .got(path.display())
-            .allowed(format!("a file or folder: {}", KINDS.join(", ")))
-            .hint("leave --data out to train on the built-in corpus"));
+            .allowed(allowed())
+            .hint("files of other kinds are passed over")),
     }
-    if !path.is_dir() {
-        return if kind(path).is_some() { Ok(vec![path.to_owned()]) } else { Err(unknown_kind(path)) };
+}
+
+fn is_shard(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("bin"))
+}
+
+fn is_data(path: &Path) -> bool {
+    reader::is_known(path) || is_shard(path)
+}
+
+fn shard_files(files: Vec<PathBuf>) -> ShardFiles {
+    let of_validation = |path: &PathBuf| {
+        let name = path.file_stem().map(|name| name.to_string_lossy().to_ascii_lowercase());
+        name.is_some_and(|name| name.split(['_', '-', '.']).any(|part| matches!(part, "val" | "validation")))
+    };
+    let beside = files.first().map(|file| file.with_file_name("tokenizer.json"));
+    let (validation, train) = files.into_iter().partition(of_validation);
+    ShardFiles { train, validation, tokenizer: beside.filter(|path| path.exists()) }
+}
+
+/// All files of known kinds.
+fn files(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
+    if path.is_dir() {
+        return below(path, out);
     }
+    if path.exists() {
+        return if is_data(path) { Ok(vec![path.to_owned()]) } else { Err(reader::unknown_kind(path)) };
+    }
+    let missing = || {
+        Error::new("the data does not exist")
+            .got(path.display())
+            .allowed(allowed())
+            .hint("leave --data out to train on the built-in corpus")
+    };
+    let pattern = path.to_str().filter(|text| text.contains(['*', '?', '['])).ok_or_else(missing)?;
+    let matches = glob::glob(pattern).map_err(during(format!("not a pattern: {pattern}")))?;
+    let mut found: Vec<PathBuf> =
+        matches.filter_map(std::result::Result::ok).filter(|p| is_data(p)).collect();
+    found.sort();
+    if found.is_empty() { Err(missing()) } else { Ok(found) }
+}
+
+fn below(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
     if same(path, out) {
         return Err(Error::new("the data is the folder that runs go to")
             .got(path.display())
@@ -76,16 +115,10 @@ pub fn files(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
                 if !same(&entry.path(), out) {
                     folders.push(entry.path());
                 }
-            } else if kind(&entry.path()).is_some() {
+            } else if is_data(&entry.path()) {
                 found.push(entry.path());
             }
         }
-    }
-    if found.is_empty() {
-        return Err(Error::new("the folder has no file to train on")
-            .got(path.display())
-            .allowed(KINDS.join(", "))
-            .hint("files of other kinds are passed over"));
     }
     found.sort();
     Ok(found)
@@ -96,68 +129,32 @@ fn same(a: &Path, b: &Path) -> bool {
     matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
 
-fn unknown_kind(path: &Path) -> Error {
-    Error::new("the data is of an unknown kind")
-        .got(path.display())
-        .allowed(KINDS.join(", "))
-        .hint("the name's ending says what a file is")
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-fn kind(path: &Path) -> Option<&'static str> {
-    let name = path.file_name()?.to_str()?.to_ascii_lowercase();
-    KINDS.into_iter().find(|ending| name.ends_with(ending))
-}
-
-fn read(path: &Path, documents: &mut Vec<String>) -> Result<()> {
-    let kind = kind(path).ok_or_else(|| unknown_kind(path))?;
-    let failed = || {
-        let error = during::<std::io::Error>(format!("cannot read {}", path.display()));
-        move |cause| error(cause).hint("is the file whole, readable, and what its name says?")
-    };
-    let file = File::open(path).map_err(failed())?;
-    let reader: Box<dyn Read> = if kind.ends_with(".zst") {
-        Box::new(zstd::Decoder::new(file).map_err(failed())?)
-    } else {
-        Box::new(file)
-    };
-    let mut reader = BufReader::with_capacity(1 << 20, reader);
-    if kind.contains(".txt") {
-        let mut bytes = Vec::new();
-        reader.read_to_end(&mut bytes).map_err(failed())?;
-        documents.push(
-            String::from_utf8(bytes)
-                .map_err(|error| not_utf8(path, format!("byte {}", error.utf8_error().valid_up_to())))?,
-        );
-        return Ok(());
-    }
-    for (number, line) in reader.split(b'\n').enumerate() {
-        let line = line.map_err(failed())?;
-        let line = std::str::from_utf8(&line)
-            .map_err(|error| not_utf8(path, format!("line {}, byte {}", number + 1, error.valid_up_to())))?;
-        let line = line.trim().trim_start_matches('\u{feff}');
-        if !line.is_empty() {
-            documents.push(json_text(path, number + 1, line)?);
+    #[test]
+    fn shards_are_sorted_into_training_and_validation_by_name() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        for name in
+            ["fw_train_000002.bin", "fw_train_000001.bin", "fw_val_000000.bin", "tokenizer.json", "x.md"]
+        {
+            std::fs::write(at(name), "").expect("a file");
         }
+        let found = Source::Shards(ShardFiles {
+            train: vec![at("fw_train_000001.bin"), at("fw_train_000002.bin")],
+            validation: vec![at("fw_val_000000.bin")],
+            tokenizer: Some(at("tokenizer.json")),
+        });
+        let out = Path::new("runs");
+        assert_eq!(find(folder.path(), out), Ok(found.clone()));
+        assert_eq!(find(&at("*.bin"), out), Ok(found));
+        assert!(
+            matches!(find(&at("fw_train_*.bin"), out), Ok(Source::Shards(files)) if files.validation.is_empty())
+        );
+        std::fs::write(at("a.txt"), "").expect("a file");
+        assert!(find(folder.path(), out).is_err());
+        assert!(find(&at("*.md"), out).is_err());
     }
-    Ok(())
-}
-
-fn not_utf8(path: &Path, at: String) -> Error {
-    Error::new("the data is not UTF-8 text")
-        .got(format!("{}, {at}", path.display()))
-        .allowed("UTF-8")
-        .hint("convert it, e.g. with `iconv -f latin1 -t utf-8`")
-}
-
-fn json_text(path: &Path, number: usize, line: &str) -> Result<String> {
-    #[derive(Deserialize)]
-    struct Line {
-        text: String,
-    }
-    serde_json::from_str::<Line>(line).map(|line| line.text).map_err(|error| {
-        Error::new("a line is not a JSON object with text")
-            .got(format!("{}, line {number}: {error}", path.display()))
-            .allowed("{\"text\": \"...\"}; other fields are passed over")
-            .hint("every line is one document")
-    })
 }

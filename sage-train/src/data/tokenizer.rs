@@ -4,27 +4,36 @@ use std::hash::Hasher;
 use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
+use sha2::{Digest, Sha256};
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer as Inner};
 
+use super::hub::Hub;
+use super::shard::hex;
 use crate::config::DataConfig;
-use crate::{during, writing};
+use crate::{during, unpanicked, writing};
 
+/// What ends a document in the tokenizers that are trained here.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
+/// And in others: GPT-2's and Qwen's, Llama 3's, Llama 2's, Gemma's.
+const ENDS: [&str; 5] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>"];
+
 /// Bytes that merges are learned from; more of the same text changes little.
-const TRAINING_BYTES: usize = 16 << 20;
+pub(super) const TRAINING_BYTES: usize = 16 << 20;
 
 /// Text is encoded in pieces of about this size, cut at line ends.
-const PIECE: usize = 64 << 10;
+pub(super) const PIECE: usize = 64 << 10;
 
 /// Text to ids and back. Every byte has an id of its own, so that any text can be encoded.
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: Inner,
     end_of_text: u32,
+    /// SHA-256 of its JSON.
+    hash: String,
     /// Bytes of text that each id stands for.
     bytes: Vec<u64>,
     /// Where to keep it, when it was trained and not read.
@@ -36,7 +45,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// When the library fails.
-    pub fn trained_on(documents: &[String], config: &DataConfig, say: &dyn Fn(&str)) -> Result<Self> {
+    pub fn trained_on(documents: &[&String], config: &DataConfig, say: &dyn Fn(&str)) -> Result<Self> {
         let path = cached(documents, config);
         if path.exists() {
             match Self::load(&path) {
@@ -46,7 +55,10 @@ impl Tokenizer {
             }
         }
         say(&format!("training a tokenizer of {} entries", config.vocab_size));
-        let tokenizer = Self { uncached: Some(path), ..Self::train(documents, config.vocab_size)? };
+        let tokenizer = Self {
+            uncached: Some(path),
+            ..Self::train(documents.iter().map(|d| d.as_str()), config.vocab_size)?
+        };
         if tokenizer.vocab_size() < config.vocab_size {
             say(&format!(
                 "the text has only {} entries to give; the rest stay unused",
@@ -75,7 +87,11 @@ impl Tokenizer {
         written
     }
 
-    fn train(documents: &[String], vocab_size: usize) -> Result<Self> {
+    /// Trains a byte-level BPE on the first 16 MiB of some documents.
+    ///
+    /// # Errors
+    /// When the library fails.
+    pub fn train<'a>(documents: impl Iterator<Item = &'a str> + Send, vocab_size: usize) -> Result<Self> {
         let mut inner = Inner::new(BPE::default());
         inner.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
         inner.with_decoder(Some(ByteLevel::default()));
@@ -89,29 +105,72 @@ impl Tokenizer {
                 .build(),
         );
         let mut held = 0;
-        let sample = documents.iter().flat_map(|d| pieces(d)).take_while(|piece| {
+        let sample = documents.flat_map(pieces).take_while(|piece| {
             held += piece.len();
             held <= TRAINING_BYTES + piece.len()
         });
         inner.train(&mut trainer, sample).map_err(during("cannot train a tokenizer"))?;
-        Self::new(inner)
+        Self::new(inner).map_err(during("cannot train a tokenizer"))
     }
 
-    fn load(path: &Path) -> Result<Self> {
-        Self::new(Inner::from_file(path).map_err(during(format!("cannot read {}", path.display())))?)
+    /// Reads a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// When it cannot be read, or says nowhere how a document ends.
+    pub fn load(path: &Path) -> Result<Self> {
+        let what = || during::<String>(format!("cannot use the tokenizer {}", path.display()));
+        let hint = "a tokenizer is a tokenizer.json, as `tokenizers` writes them";
+        let bytes = std::fs::read(path).map_err(|e| what()(e.to_string()).hint(hint))?;
+        // The library panics over some files that are no tokenizers.
+        let inner = unpanicked(|| Inner::from_bytes(&bytes).map_err(|error| error.to_string()));
+        inner.and_then(Self::new).map_err(|error| what()(error).hint(hint))
     }
 
-    fn new(mut inner: Inner) -> Result<Self> {
+    /// A tokenizer by the name of a file, or of a model on the Hugging Face Hub.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn named(name: &str) -> Result<Self> {
+        let path = Path::new(name);
+        if path.exists() {
+            return Self::load(path);
+        }
+        if path.extension().is_some_and(|extension| extension == "json") {
+            return Err(Error::new("the tokenizer does not exist")
+                .got(name)
+                .allowed("a tokenizer.json, or the name of a model on the Hugging Face Hub")
+                .hint("--tokenizer gpt2 fetches GPT-2's; without it one is trained on the data"));
+        }
+        Self::load(&Hub::open()?.tokenizer(name)?)
+    }
+
+    fn new(mut inner: Inner) -> std::result::Result<Self, String> {
         // A text that happens to spell the end-of-text token is text.
         inner.set_encode_special_tokens(true);
-        let end_of_text = inner.token_to_id(END_OF_TEXT).ok_or_else(|| {
-            Error::new("the tokenizer has no end-of-text token").allowed(format!("an entry {END_OF_TEXT}"))
-        })?;
-        // In a byte-level vocabulary every character of an entry stands for one byte.
-        let bytes = |id| inner.id_to_token(id).map_or(0, |entry| entry.chars().count() as u64);
-        let mut bytes: Vec<u64> = (0..inner.get_vocab_size(true) as u32).map(bytes).collect();
+        let entries = inner.get_vocab_size(true);
+        let end_of_text = ENDS.iter().find_map(|end| inner.token_to_id(end));
+        let end_of_text = end_of_text.ok_or(format!("no token that ends a text: {}", ENDS.join(", ")))?;
+        let most = inner.get_vocab(true).into_values().max().unwrap_or(0) as usize;
+        if most >= entries {
+            return Err(format!("{entries} entries, but an id {most}"));
+        }
+        let json = inner.to_string(false).map_err(|error| error.to_string())?;
+        let byte_level = json.contains("\"ByteLevel\"");
+        let special = inner.get_added_tokens_decoder();
+        let bytes = |id| match (special.get(&id), inner.id_to_token(id)) {
+            (Some(token), _) if token.special => 0,
+            (Some(token), _) => token.content.len() as u64,
+            (None, entry) => entry.map_or(0, |entry| text_bytes(&entry, byte_level)),
+        };
+        let mut bytes: Vec<u64> = (0..entries as u32).map(bytes).collect();
         bytes[end_of_text as usize] = 0;
-        Ok(Self { inner, end_of_text, bytes, uncached: None })
+        let hash = hex(&Sha256::digest(json));
+        Ok(Self { inner, end_of_text, hash, bytes, uncached: None })
+    }
+
+    /// SHA-256 of what `tokenizer.json` holds, however it is laid out.
+    pub fn hash(&self) -> &str {
+        &self.hash
     }
 
     /// Writes `tokenizer.json`.
@@ -127,7 +186,7 @@ impl Tokenizer {
     /// # Errors
     /// When it holds another, or cannot be read.
     pub fn check_same(&self, path: &Path) -> Result<()> {
-        if Self::load(path)?.inner.get_vocab(true) == self.inner.get_vocab(true) {
+        if Self::load(path)?.hash == self.hash {
             return Ok(());
         }
         Err(Error::new("the data gives another tokenizer than the run's")
@@ -166,9 +225,29 @@ impl Tokenizer {
         self.inner.get_vocab_size(true)
     }
 
+    /// How an id is written in the vocabulary.
+    ///
+    /// # Errors
+    /// When it is not in there.
+    pub fn entry(&self, id: u32) -> Result<String> {
+        self.inner.id_to_token(id).ok_or_else(|| Error::new("the tokenizer has no such id").got(id))
+    }
+
     /// The token between documents.
     pub fn end_of_text(&self) -> u32 {
         self.end_of_text
+    }
+}
+
+/// Bytes of text that an entry stands for. In a byte-level vocabulary each character is one byte; in SentencePiece's
+/// `▁` is a space, and `<0xAB>` a byte.
+fn text_bytes(entry: &str, byte_level: bool) -> u64 {
+    if byte_level {
+        entry.chars().count() as u64
+    } else if entry.len() == 6 && entry.starts_with("<0x") && entry.ends_with('>') {
+        1
+    } else {
+        entry.replace('▁', " ").len() as u64
     }
 }
 
@@ -176,7 +255,7 @@ impl Tokenizer {
 const VERSION: u32 = 1;
 
 /// Where the tokenizer of these documents is kept: its name is a hash of what it is made from.
-fn cached(documents: &[String], config: &DataConfig) -> PathBuf {
+fn cached(documents: &[&String], config: &DataConfig) -> PathBuf {
     // SipHash with fixed keys; its values have not changed since Rust 1.13.
     #[allow(deprecated)]
     let mut hasher = std::hash::SipHasher::new();
@@ -188,23 +267,22 @@ fn cached(documents: &[String], config: &DataConfig) -> PathBuf {
 }
 
 /// A text in pieces that end at line ends, or where a line is longer than a piece, at characters.
-fn pieces(text: &str) -> impl Iterator<Item = &str> {
+pub(super) fn pieces(text: &str) -> impl Iterator<Item = &str> {
     let mut rest = text;
     std::iter::from_fn(move || {
-        if rest.is_empty() {
-            return None;
-        }
-        let mut end = rest.len().min(PIECE);
-        while !rest.is_char_boundary(end) {
-            end -= 1;
-        }
-        if end < rest.len() {
-            end = rest[..end].rfind('\n').map_or(end, |line| line + 1);
-        }
-        let (piece, after) = rest.split_at(end);
+        let (piece, after) = rest.split_at(piece_end(rest));
         rest = after;
-        Some(piece)
+        (!piece.is_empty()).then_some(piece)
     })
+}
+
+/// Where the first piece of a text ends: it depends on the first [`PIECE`] bytes, and on whether there are more.
+pub(super) fn piece_end(text: &str) -> usize {
+    if text.len() <= PIECE {
+        return text.len();
+    }
+    let end = (0..=PIECE).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(text.len());
+    text[..end].rfind('\n').map_or(end, |line| line + 1)
 }
 
 #[cfg(test)]
@@ -223,7 +301,7 @@ mod tests {
     #[test]
     fn encodes_any_text_and_back() -> Result<()> {
         let documents = Corpus::new(0).documents(200_000);
-        let tokenizer = Tokenizer::train(&documents, 600)?;
+        let tokenizer = Tokenizer::train(documents.iter().map(String::as_str), 600)?;
         assert_eq!(tokenizer.vocab_size(), 600);
         for text in [
             "",
@@ -247,11 +325,12 @@ mod tests {
     fn the_cache_is_used_and_survives_damage() -> Result<()> {
         let folder = tempfile::tempdir().expect("a folder");
         let documents = Corpus::new(2).documents(100_000);
+        let documents: Vec<&String> = documents.iter().collect();
         let settings = crate::settings::Settings { out: Some(folder.path().into()), ..Default::default() };
         let config = DataConfig { vocab_size: 400, ..crate::config::Config::resolve(settings)?.data };
         let said = std::cell::RefCell::new(Vec::new());
         let say = |line: &str| said.borrow_mut().push(line.to_owned());
-        let get = || Tokenizer::trained_on(&documents, &config, &say)?.encode(&documents[0]);
+        let get = || Tokenizer::trained_on(&documents, &config, &say)?.encode(documents[0]);
         Tokenizer::trained_on(&documents, &config, &say)?.cache()?;
         let (first, told) = (get()?, said.borrow().len());
         assert_eq!((first.clone(), told), (get()?, 1), "{:?}", said.borrow());
@@ -266,7 +345,7 @@ mod tests {
     #[test]
     fn training_is_deterministic() -> Result<()> {
         let documents = Corpus::new(1).documents(300_000);
-        let encode = || Tokenizer::train(&documents, 700)?.encode(&documents[0]);
+        let encode = || Tokenizer::train(documents.iter().map(String::as_str), 700)?.encode(&documents[0]);
         assert_eq!(encode()?, encode()?);
         Ok(())
     }

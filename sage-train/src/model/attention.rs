@@ -2,6 +2,7 @@
 
 use candle_core::{Device, Result, Tensor};
 use candle_sage::ops::{self, AttentionVjp, RopeStyle};
+use candle_sage::shape::Packing;
 use candle_sage::{Attention, Scheme};
 
 use super::config::LlamaConfig;
@@ -11,22 +12,24 @@ use super::parameters::Parameters;
 /// Sees each layer's query, key and value, and the gradient of its output, last layer first.
 pub type Observe<'a> = dyn FnMut([&Tensor; 3], &Tensor) -> Result<()> + 'a;
 
-/// Angles of the rotary embedding for a sequence.
+/// Where tokens are: angles of the rotary embedding for a sequence, and the documents that attention stays inside of.
 #[derive(Debug, Clone)]
 pub(super) struct Rotary {
     cos: Tensor,
     sin: Tensor,
+    documents: Option<Packing>,
 }
 
 impl Rotary {
     pub(super) fn new(config: &LlamaConfig, device: &Device) -> Result<Self> {
         let (cos, sin) = ops::rope_tables(config.context, config.head_dim, config.rope_base, device)?;
-        Ok(Self { cos, sin })
+        Ok(Self { cos, sin, documents: None })
     }
 
-    /// For sequences of `len` tokens.
-    pub(super) fn narrow(&self, len: usize) -> Result<Self> {
-        Ok(Self { cos: self.cos.narrow(0, 0, len)?, sin: self.sin.narrow(0, 0, len)? })
+    /// For sequences of `len` tokens. (Angles do not begin again with a document: attention sees differences alone.)
+    pub(super) fn narrow(&self, len: usize, documents: Option<&Packing>) -> Result<Self> {
+        let (cos, sin) = (self.cos.narrow(0, 0, len)?, self.sin.narrow(0, 0, len)?);
+        Ok(Self { cos, sin, documents: documents.cloned() })
     }
 
     fn forward(&self, x: &Tensor, norm: Option<&Norm>) -> Result<Tensor> {
@@ -113,12 +116,25 @@ impl SelfAttention {
     pub(super) fn forward(&self, x: &Tensor, rotary: &Rotary) -> Result<Tensor> {
         let [query, key, value] = self.project(x, rotary)?;
         let (query, key) = (rotary.forward(&query, self.norm(0))?, rotary.forward(&key, self.norm(1))?);
-        self.output.forward(&self.attention.apply(&query, &key, &value)?.reshape((x.dim(0)?, ()))?)
+        let (attention, [query, key, value]) = self.within(rotary, [&query, &key, &value])?;
+        self.output.forward(&attention.apply(&query, &key, &value)?.reshape((x.dim(0)?, ()))?)
+    }
+
+    /// Attention over each sequence, or over all documents as one batch.
+    fn within(&self, rotary: &Rotary, inputs: [&Tensor; 3]) -> Result<(Attention, [Tensor; 3])> {
+        let [query, key, value] = inputs;
+        let Some(documents) = &rotary.documents else {
+            return Ok((self.attention.clone(), inputs.map(Tensor::clone)));
+        };
+        let joined = |x: &Tensor| x.flatten(0, 1)?.unsqueeze(0);
+        let attention = self.attention.clone().packing(documents.clone());
+        Ok((attention, [joined(query)?, joined(key)?, joined(value)?]))
     }
 
     fn core(&self, [query, key, value]: &[Tensor; 3], rotary: &Rotary) -> Result<Core> {
         let (query, key) = (rotary.forward(query, self.norm(0))?, rotary.forward(key, self.norm(1))?);
-        let (out, vjp) = self.attention.vjp(&query, &key, value)?;
+        let (attention, [query, key, value]) = self.within(rotary, [&query, &key, value])?;
+        let (out, vjp) = attention.vjp(&query, &key, &value)?;
         Ok(Core { query, key, out, vjp })
     }
 
@@ -151,8 +167,11 @@ impl SelfAttention {
         }
         let [dquery, dkey, dvalue] = core.vjp.apply(&dout)?;
         drop(core);
-        let dquery = rotary.backward(&projected[0], self.norm(0), &dquery)?.reshape((rows, ()))?;
-        let dkey = rotary.backward(&projected[1], self.norm(1), &dkey)?.reshape((rows, ()))?;
+        let back = |n: usize, dy: Tensor| {
+            let dy = dy.reshape(projected[n].dims())?;
+            rotary.backward(&projected[n], self.norm(n), &dy)?.reshape((rows, ()))
+        };
+        let (dquery, dkey) = (back(0, dquery)?, back(1, dkey)?);
         let [query, key, value] = &self.projections;
         let dx = query.backward(x, &dquery)?;
         key.backward_into(&dx, x, &dkey)?;

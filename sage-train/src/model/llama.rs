@@ -3,12 +3,29 @@
 
 use candle_core::{Device, Result, Tensor};
 use candle_sage::ops::{self, CrossEntropy};
+use candle_sage::shape::Packing;
 
 use super::attention::{Observe, Rotary};
 use super::block::Block;
 use super::config::LlamaConfig;
 use super::layers::{Norm, Stream};
 use super::parameters::{EMBEDDING, Parameters, Weight};
+
+/// What the model reads: ids, (batch, sequence), and where documents begin in all of them, one behind the other, if
+/// attention is to stay inside.
+#[derive(Debug, Clone, Copy)]
+pub struct Input<'a> {
+    /// The ids.
+    pub ids: &'a Tensor,
+    /// The documents.
+    pub documents: Option<&'a Packing>,
+}
+
+impl<'a> From<&'a Tensor> for Input<'a> {
+    fn from(ids: &'a Tensor) -> Self {
+        Self { ids, documents: None }
+    }
+}
 
 /// A Llama with a tied embedding, on views of [`Parameters`].
 #[derive(Debug, Clone)]
@@ -36,18 +53,18 @@ impl Llama {
     }
 
     /// The residual stream before the first block, and the angles for sequences of this length.
-    fn enter(&self, ids: &Tensor) -> Result<(Stream, Rotary)> {
+    fn enter(&self, Input { ids, documents }: Input<'_>) -> Result<(Stream, Rotary)> {
         let (_, sequence) = ids.dims2()?;
         let sum = ops::embedding_forward(&self.embedding.value, ids)?.flatten(0, 1)?;
-        Ok((Stream { sum, last: None }, self.rotary.narrow(sequence)?))
+        Ok((Stream { sum, last: None }, self.rotary.narrow(sequence, documents)?))
     }
 
     /// The normalized hidden states of `ids`, (batch, sequence) -> (batch sequence, width).
     ///
     /// # Errors
     /// When an id is not in the vocabulary, or the sequence is longer than the context.
-    pub fn hidden(&self, ids: &Tensor) -> Result<Tensor> {
-        let (mut stream, rotary) = self.enter(ids)?;
+    pub fn hidden<'a>(&self, input: impl Into<Input<'a>>) -> Result<Tensor> {
+        let (mut stream, rotary) = self.enter(input.into())?;
         for block in &self.blocks {
             stream = block.forward(stream, &rotary)?;
         }
@@ -58,8 +75,8 @@ impl Llama {
     ///
     /// # Errors
     /// As [`Llama::hidden`].
-    pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        let (hidden, targets) = (self.hidden(ids)?, targets.flatten_all()?);
+    pub fn loss<'a>(&self, input: impl Into<Input<'a>>, targets: &Tensor) -> Result<Tensor> {
+        let (hidden, targets) = (self.hidden(input)?, targets.flatten_all()?);
         ops::linear_cross_entropy(&hidden, &self.embedding.value, &targets, CrossEntropy::default())
     }
 
@@ -67,21 +84,23 @@ impl Llama {
     ///
     /// # Errors
     /// As [`Llama::hidden`], and when the parameters are not trained.
-    pub fn train(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        self.train_observed(ids, targets, None)
+    pub fn train<'a>(&self, input: impl Into<Input<'a>>, targets: &Tensor) -> Result<Tensor> {
+        self.train_observed(input, targets, None)
     }
 
     /// As [`Llama::train`]; `observe` sees what attention reads and what comes back to it, last layer first.
     ///
     /// # Errors
     /// As [`Llama::train`], and those of `observe`.
-    pub fn train_observed(
+    pub fn train_observed<'a>(
         &self,
-        ids: &Tensor,
+        input: impl Into<Input<'a>>,
         targets: &Tensor,
         mut observe: Option<&mut Observe<'_>>,
     ) -> Result<Tensor> {
-        let (mut stream, rotary) = self.enter(ids)?;
+        let input = input.into();
+        let ids = input.ids;
+        let (mut stream, rotary) = self.enter(input)?;
         let mut kept = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
             let (next, of_block) = block.train(stream, &rotary)?;
@@ -103,6 +122,17 @@ impl Llama {
         let dstream = dstream.reshape((ids.dim(0)?, ids.dim(1)?, ()))?;
         ops::add_into(dtable, &ops::embedding_backward(ids, &dstream, table.dim(0)?)?)?;
         Ok(loss)
+    }
+
+    /// Mean cross-entropy of the last tokens alone: `targets`, of one dimension, follow the last `targets` ids of a
+    /// sequence, (1, sequence).
+    ///
+    /// # Errors
+    /// As [`Llama::hidden`].
+    pub fn loss_of_last(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        let (hidden, count) = (self.hidden(ids)?, targets.dim(0)?);
+        let last = hidden.narrow(0, hidden.dim(0)? - count, count)?;
+        ops::linear_cross_entropy(&last, &self.embedding.value, targets, CrossEntropy::default())
     }
 
     /// Logits of the token after the last one, (batch, vocab).

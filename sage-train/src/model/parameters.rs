@@ -2,7 +2,7 @@
 //! one pass over it, and a parameter is a view of it.
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -13,7 +13,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
 
 use super::config::{LlamaConfig, ParameterSpec};
-use crate::during;
+use crate::{during, unpanicked};
 
 /// The table of the embedding, and of the output.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -21,12 +21,17 @@ pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 /// Parameters start at multiples of this many elements: 16 bytes are aligned in every element type.
 const ALIGNMENT: usize = 64;
 
+/// By name: which parameter, and its first element.
+type Places = HashMap<String, (usize, usize)>;
+
+/// What the rows of the state are called in a checkpoint, before the parameter's name.
+const ROWS: [&str; 3] = ["", "adamw.mean/", "adamw.square/"];
+
 /// The trained tensors of a model. What computes with them holds views: updates show at once.
 #[derive(Debug)]
 pub struct Parameters {
     specs: Vec<ParameterSpec>,
-    /// By name: which one, and its first element.
-    places: HashMap<String, (usize, usize)>,
+    places: Places,
     /// Elements of all, gaps included; those that decay come first.
     len: usize,
     decayed: usize,
@@ -79,7 +84,7 @@ impl Parameters {
     pub fn init(config: &LlamaConfig, seed: u64, device: &Device, dtype: DType) -> Result<Self> {
         let specs = config.parameter_specs();
         let values = specs.iter().map(|spec| draw(spec, seed)).collect();
-        Self::new(specs, values, device, dtype, true)
+        Self::new(specs, vec![values], device, dtype, true)
     }
 
     /// Reads every parameter from a safetensors file. `trained`: whether there will be gradients.
@@ -93,36 +98,53 @@ impl Parameters {
         dtype: DType,
         trained: bool,
     ) -> candle_sage::Result<Self> {
-        let tensors = candle_core::safetensors::load(path, &Device::Cpu)
-            .map_err(during(format!("cannot read {}", path.display())))
+        let file = StateFile::open(path)
             .map_err(|error| error.hint("a run has model.safetensors from its first validation on"))?;
-        let specs = config.parameter_specs();
-        let mut values = Vec::with_capacity(specs.len());
-        for spec in &specs {
-            let found = tensors.get(&spec.name);
-            let tensor = found.filter(|tensor| tensor.dims() == spec.dims).ok_or_else(|| {
-                Error::new(format!("{} is not of this model", path.display()))
-                    .got(match found {
-                        None => format!("no {}", spec.name),
-                        Some(tensor) => format!("{} of shape {:?}", spec.name, tensor.dims()),
-                    })
-                    .allowed(format!("{} of shape {:?}", spec.name, spec.dims))
-                    .hint("weights and config.toml belong to one run")
-            })?;
-            let list = || tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
-            values.push(list().map_err(during("cannot make the model"))?);
-        }
-        Self::new(specs, values, device, dtype, trained).map_err(during("cannot make the model"))
+        Self::from_values(config, &|spec| file.values(spec, ""), device, dtype, trained)
     }
 
+    /// Weights for training, whose values `values` gives.
+    ///
+    /// # Errors
+    /// When it gives an error, or memory is short.
+    pub fn from_values(
+        config: &LlamaConfig,
+        values: &dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>>,
+        device: &Device,
+        dtype: DType,
+        trained: bool,
+    ) -> candle_sage::Result<Self> {
+        let specs = config.parameter_specs();
+        let values = specs.iter().map(values).collect::<candle_sage::Result<_>>()?;
+        Self::new(specs, vec![values], device, dtype, trained).map_err(during("cannot make the model"))
+    }
+
+    /// Reads weights and moments that [`Snapshot::save`] wrote.
+    ///
+    /// # Errors
+    /// When the file cannot be read, or is of another model.
+    pub fn restore(
+        config: &LlamaConfig,
+        path: &Path,
+        device: &Device,
+        dtype: DType,
+    ) -> candle_sage::Result<Self> {
+        let (file, specs) = (StateFile::open(path)?, config.parameter_specs());
+        let rows = ROWS
+            .map(|row| specs.iter().map(|spec| file.values(spec, row)).collect::<candle_sage::Result<_>>());
+        let rows = rows.into_iter().collect::<candle_sage::Result<_>>()?;
+        Self::new(specs, rows, device, dtype, true).map_err(during("cannot make the model"))
+    }
+
+    /// `values` are those of each parameter: of the weights, and of the moments where they are not zero.
     fn new(
         specs: Vec<ParameterSpec>,
-        values: Vec<Vec<f32>>,
+        values: Vec<Vec<Vec<f32>>>,
         device: &Device,
         dtype: DType,
         trained: bool,
     ) -> Result<Self> {
-        let (mut places, mut len, mut decayed) = (HashMap::new(), 0, 0);
+        let (mut places, mut len, mut decayed): (Places, usize, usize) = (HashMap::new(), 0, 0);
         // What decays comes first, each kind in the order of the specs.
         for decays in [true, false] {
             for (n, spec) in specs.iter().enumerate().filter(|(_, spec)| spec.decays() == decays) {
@@ -135,9 +157,11 @@ impl Parameters {
         }
         let rows = if trained { 3 } else { 1 };
         let mut all = vec![0.0f32; rows * len];
-        for (spec, values) in specs.iter().zip(values) {
-            let at = places[&spec.name].1;
-            all[at..at + values.len()].copy_from_slice(&values);
+        for (row, values) in values.into_iter().enumerate() {
+            for (spec, values) in specs.iter().zip(values) {
+                let at = row * len + places[&spec.name].1;
+                all[at..at + values.len()].copy_from_slice(&values);
+            }
         }
         let state = Tensor::from_vec(all, (rows, len), device)?;
         let copy = (dtype != DType::F32).then(|| state.get(0)?.to_dtype(dtype)).transpose()?;
@@ -235,18 +259,93 @@ impl Parameters {
         self.len
     }
 
-    /// Writes all weights as safetensors, in f32.
+    /// A copy of the weights, and of the moments, on the host: it stays as it is while training goes on.
+    ///
+    /// # Errors
+    /// When there is no memory for it.
+    pub fn snapshot(&self, moments: bool) -> Result<Snapshot> {
+        let state = if moments { self.state.clone() } else { self.state.narrow(0, 0, 1)? };
+        let state = if state.device().is_cpu() { state.copy()? } else { state.to_device(&Device::Cpu)? };
+        Ok(Snapshot { specs: self.specs.clone(), places: self.places.clone(), state })
+    }
+}
+
+/// Weights, and moments if they were asked for, at one moment.
+#[derive(Debug)]
+pub struct Snapshot {
+    specs: Vec<ParameterSpec>,
+    places: Places,
+    state: Tensor,
+}
+
+impl Snapshot {
+    /// Writes all of it as safetensors, in f32: the weights under their own names.
     ///
     /// # Errors
     /// When the file cannot be written.
     pub fn save(&self, path: &Path) -> Result<()> {
-        let weights = self.state.get(0)?.to_device(&Device::Cpu)?;
-        let tensors = self
-            .specs
-            .iter()
-            .map(|spec| Ok((spec.name.clone(), self.view(&weights, &spec.name)?)))
-            .collect::<Result<HashMap<String, Tensor>>>()?;
+        self.save_as(path, DType::F32)
+    }
+
+    /// As [`Snapshot::save`], in another type.
+    ///
+    /// # Errors
+    /// As [`Snapshot::save`].
+    pub fn save_as(&self, path: &Path, dtype: DType) -> Result<()> {
+        let mut tensors = HashMap::new();
+        for (row, prefix) in ROWS.iter().enumerate().take(self.state.dim(0)?) {
+            let values = self.state.get(row)?;
+            for spec in &self.specs {
+                let tensor = values.narrow(0, self.places[&spec.name].1, spec.len() as usize)?;
+                let tensor = tensor.reshape(spec.dims.as_slice())?.to_dtype(dtype)?;
+                tensors.insert(format!("{prefix}{}", spec.name), tensor);
+            }
+        }
         candle_core::safetensors::save(&tensors, path)
+    }
+}
+
+/// A safetensors file, to take parameters from.
+#[derive(Debug)]
+pub struct StateFile {
+    path: PathBuf,
+    tensors: HashMap<String, Tensor>,
+}
+
+impl StateFile {
+    /// Reads the file.
+    ///
+    /// # Errors
+    /// When it is none.
+    pub fn open(path: &Path) -> candle_sage::Result<Self> {
+        let load = || candle_core::safetensors::load(path, &Device::Cpu).map_err(|error| error.to_string());
+        let tensors = unpanicked(load).map_err(during(format!("cannot read {}", path.display())))?;
+        Ok(Self { path: path.to_owned(), tensors })
+    }
+
+    /// Whether a tensor of this name is in it.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// The values of a parameter, under its name behind `prefix`.
+    ///
+    /// # Errors
+    /// When they are not there, or of another shape.
+    pub fn values(&self, spec: &ParameterSpec, prefix: &str) -> candle_sage::Result<Vec<f32>> {
+        let name = format!("{prefix}{}", spec.name);
+        let found = self.tensors.get(&name);
+        let tensor = found.filter(|tensor| tensor.dims() == spec.dims).ok_or_else(|| {
+            Error::new(format!("{} is not of this model", self.path.display()))
+                .got(match found {
+                    None => format!("no {name}"),
+                    Some(tensor) => format!("{name} of shape {:?}", tensor.dims()),
+                })
+                .allowed(format!("{name} of shape {:?}", spec.dims))
+                .hint("weights and settings belong to one run")
+        })?;
+        let list = || tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+        list().map_err(during("cannot make the model"))
     }
 }
 

@@ -18,6 +18,8 @@ pub(super) struct Progress {
     bar: ProgressBar,
     steps: u64,
     log: Option<File>,
+    /// The step that the clock started at.
+    first: u64,
     started: Instant,
     last_line: Instant,
     /// The last validation, shown until the next.
@@ -31,7 +33,7 @@ impl Progress {
                 .unwrap_or_else(|_| ProgressStyle::default_bar());
         let bar = ProgressBar::new(steps).with_style(style);
         let now = Instant::now();
-        Self { bar, steps, log: None, started: now, last_line: now, validation: None }
+        Self { bar, steps, log: None, first: 0, started: now, last_line: now, validation: None }
     }
 
     /// Also writes everything to a file from now on.
@@ -46,8 +48,9 @@ impl Progress {
     }
 
     /// Starts the clock of the steps.
-    pub(super) fn start(&mut self) {
-        self.started = Instant::now();
+    pub(super) fn start(&mut self, first: u64) {
+        (self.first, self.started) = (first, Instant::now());
+        self.bar.set_position(first);
         self.bar.reset_eta();
     }
 
@@ -66,8 +69,8 @@ impl Progress {
         self.bar.set_position(point.step);
         if self.bar.is_hidden() && (self.last_line.elapsed() > QUIET || point.val_loss.is_some()) {
             self.last_line = Instant::now();
-            let left =
-                self.started.elapsed().as_secs_f64() * (self.steps - point.step) as f64 / point.step as f64;
+            let rate = self.started.elapsed().as_secs_f64() / (point.step - self.first) as f64;
+            let left = rate * (self.steps - point.step) as f64;
             tell(&format!("{line}, ETA {left:.0}s"));
         }
     }

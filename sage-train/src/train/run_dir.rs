@@ -8,14 +8,24 @@ use candle_sage::{Error, Result};
 use clap::ValueEnum;
 
 use crate::config::Config;
+use crate::during;
 use crate::metrics::Point;
+use crate::report::EventFile;
 use crate::writing;
 
-/// The folder of one run, and its open metrics file.
+const METRICS: &str = "metrics.jsonl";
+const CSV: &str = "metrics.csv";
+const LOCK: &str = ".lock";
+
+/// The folder of one run, and its open metrics.
 #[derive(Debug)]
 pub(super) struct RunDir {
     path: PathBuf,
     metrics: File,
+    csv: File,
+    events: EventFile,
+    /// Held as long as the run goes on.
+    _lock: File,
 }
 
 impl RunDir {
@@ -27,18 +37,56 @@ impl RunDir {
             Some(name) => Box::new(std::iter::once(name.clone())),
             None => Box::new((1..10_000).map(|n| format!("{preset}-{}-{n:03}", config.attn))),
         };
+        std::fs::create_dir_all(&config.out).map_err(writing(&config.out))?;
         for name in candidates {
             let path = config.out.join(&name);
             match std::fs::create_dir(&path) {
                 Ok(()) => {
-                    let metrics = open(&path.join("metrics.jsonl"))?;
-                    return Ok(Self { path, metrics });
+                    let lock = lock(&path)?;
+                    return Self::open(path, lock, &[]);
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(writing(&path)(error)),
             }
         }
         Err(taken(&config.out.join(config.name.as_deref().unwrap_or(""))))
+    }
+
+    /// Opens the folder of a run again, and takes its metrics back to `step`; returns them.
+    pub(super) fn reopen(path: &Path, step: u64) -> Result<(Self, Vec<Point>)> {
+        let lock = lock(path)?;
+        let file = path.join(METRICS);
+        let text = std::fs::read(&file).map_err(during(format!("cannot read {}", file.display())))?;
+        let mut points = Vec::new();
+        for line in text.split(|&byte| byte == b'\n') {
+            match serde_json::from_slice::<Point>(line) {
+                Ok(point) if point.step == points.len() as u64 + 1 && point.step <= step => {
+                    points.push(point)
+                }
+                // What a run that was cut off did not finish to write.
+                _ => break,
+            }
+        }
+        if points.len() as u64 != step {
+            return Err(Error::new("the run's metrics end before its checkpoint")
+                .got(format!("{}: {} whole steps from the first on", file.display(), points.len()))
+                .allowed(format!("at least {step}"))
+                .hint("is the file damaged? Steps that are lost cannot be plotted: the run does not go on without them"));
+        }
+        Ok((Self::open(path.to_owned(), lock, &points)?, points))
+    }
+
+    fn open(path: PathBuf, lock: File, points: &[Point]) -> Result<Self> {
+        let lines = |head: Option<String>, line: fn(&Point) -> String| {
+            head.into_iter().chain(points.iter().map(line)).map(|line| line + "\n").collect::<String>()
+        };
+        Ok(Self {
+            metrics: begin(&path.join(METRICS), &lines(None, json))?,
+            csv: begin(&path.join(CSV), &lines(Some(Point::csv_head()), Point::csv))?,
+            events: EventFile::create(&path, points.len() as u64 + 1)?,
+            path,
+            _lock: lock,
+        })
     }
 
     /// Checks that a named folder is free, before anything long begins.
@@ -54,28 +102,56 @@ impl RunDir {
     }
 
     pub(super) fn log(&self) -> Result<File> {
-        open(&self.path.join("log.txt"))
+        let path = self.path.join("log.txt");
+        File::options().create(true).append(true).open(&path).map_err(writing(&path))
     }
 
+    /// Writes a file whole or not at all.
     pub(super) fn write(&self, name: &str, text: &str) -> Result<()> {
-        let path = self.path.join(name);
-        std::fs::write(&path, text).map_err(writing(&path))
+        begin(&self.path.join(name), text).map(|_| ())
     }
 
-    /// Adds a line to `metrics.jsonl`.
+    /// Adds a step to the metrics.
     pub(super) fn append_metrics(&mut self, point: &Point) -> Result<()> {
-        let line = serde_json::to_string(point).expect("plain numbers");
-        writeln!(self.metrics, "{line}").map_err(writing(&self.path.join("metrics.jsonl")))
+        writeln!(self.metrics, "{}", json(point)).map_err(writing(&self.path.join(METRICS)))?;
+        writeln!(self.csv, "{}", point.csv()).map_err(writing(&self.path.join(CSV)))?;
+        let numbers = point.numbers();
+        let scalars: Vec<(&str, f64)> =
+            numbers[1..].iter().filter_map(|&(name, n)| Some((name, n?))).collect();
+        self.events.scalars(point.step, &scalars)
     }
 }
 
-fn open(path: &Path) -> Result<File> {
-    File::create_new(path).map_err(writing(path))
+fn json(point: &Point) -> String {
+    serde_json::to_string(point).expect("plain numbers")
+}
+
+/// A file with these contents, open to add to it. Under another name first: it is whole whenever it is there.
+fn begin(path: &Path, text: &str) -> Result<File> {
+    let partial = path.with_extension("partial");
+    let mut file = File::create(&partial).map_err(writing(&partial))?;
+    file.write_all(text.as_bytes()).map_err(writing(&partial))?;
+    std::fs::rename(&partial, path).map_err(writing(path))?;
+    Ok(file)
+}
+
+/// One process at a time works in a folder.
+fn lock(folder: &Path) -> Result<File> {
+    let path = folder.join(LOCK);
+    let file = File::create(&path).map_err(writing(&path))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(std::fs::TryLockError::WouldBlock) => Err(Error::new("the run is under way")
+            .got(format!("another process works in {}", folder.display()))
+            .allowed("one process for each run")
+            .hint("wait for it, or stop it: it saves a checkpoint when it is interrupted")),
+        Err(std::fs::TryLockError::Error(error)) => Err(writing(&path)(error)),
+    }
 }
 
 fn taken(path: &Path) -> Error {
     Error::new("the run's folder exists already")
         .got(path.display())
-        .allowed("a new name")
+        .allowed("a new name, or --resume to go on with a run")
         .hint("leave --name out for a numbered folder; no run is ever overwritten")
 }

@@ -1,29 +1,28 @@
 //! One optimizer step after the other. A step is launched without waiting for anything, and its results are collected
 //! later: on a GPU, when the next one is under way.
 
-use std::path::Path;
-
 use candle_core::{DType, Device, Tensor};
 use candle_sage::{Error, Result, ops};
 
 use crate::config::Config;
-use crate::data::{Batches, Feed, Sequences};
+use crate::data::{Batches, Dataset, Feed, Sequences};
 use crate::device::Mailbox;
 use crate::during;
 use crate::metrics::Point;
-use crate::model::{Llama, Parameters};
+use crate::model::{Input, Llama, Parameters, Snapshot};
+use crate::train::guard::Limits;
 
 /// The state that a step changes.
 pub(super) struct Trainer<'a> {
     config: &'a Config,
     device: &'a Device,
     parameters: &'a Parameters,
-    tokens: &'a [u32],
+    data: &'a Dataset,
     pub(super) model: Llama,
     /// 0, and NaN from the first step on whose loss or gradient is not finite: no update comes after.
     stop: Tensor,
-    /// For the results of the steps under way, two at most: the loss of each micro-batch, then the sum of squares of the
-    /// gradient.
+    /// For the results of the steps under way, two at most: the loss of each micro-batch, the sum of squares of the
+    /// gradient, and 0, or NaN where the update was skipped.
     mailboxes: [Mailbox; 2],
 }
 
@@ -38,7 +37,7 @@ pub(super) struct Launched {
 impl<'a> Trainer<'a> {
     pub(super) fn new(
         config: &'a Config,
-        tokens: &'a [u32],
+        data: &'a Dataset,
         parameters: &'a Parameters,
         device: &'a Device,
     ) -> candle_core::Result<Self> {
@@ -46,12 +45,12 @@ impl<'a> Trainer<'a> {
             config,
             device,
             parameters,
-            tokens,
+            data,
             model: Llama::new(&config.model, parameters, device)?,
             stop: Tensor::zeros((), DType::F64, device)?,
             mailboxes: [
-                Mailbox::new(device, config.accumulation + 1)?,
-                Mailbox::new(device, config.accumulation + 1)?,
+                Mailbox::new(device, config.accumulation + 2)?,
+                Mailbox::new(device, config.accumulation + 2)?,
             ],
         })
     }
@@ -65,28 +64,37 @@ impl<'a> Trainer<'a> {
         self.device.is_cuda()
     }
 
-    /// Writes the weights as they are after the steps that were launched.
-    pub(super) fn save(&self, path: &Path) -> candle_core::Result<()> {
-        self.parameters.save(path)
+    /// The weights, and the moments, as they are after the steps that were launched.
+    pub(super) fn snapshot(&self, moments: bool) -> candle_core::Result<Snapshot> {
+        self.parameters.snapshot(moments)
     }
 
     /// Batches of the run.
     pub(super) fn batches(&self) -> Batches<'a> {
-        Batches::new(self.tokens, self.config.model.context, self.config.seed)
+        Batches::new(&self.data.train, self.config.data.cut(self.data.tokenizer.end_of_text()))
     }
 
     /// Launches an optimizer step. Whether loss and gradients are finite is decided where they are: if not nothing is
-    /// updated, now or later.
-    pub(super) fn launch(&mut self, step: u64, feed: &Feed) -> Result<Launched> {
+    /// updated, now or later. Beyond the limits this step alone updates nothing.
+    pub(super) fn launch(&mut self, step: u64, limits: Option<Limits>, feed: &Feed) -> Result<Launched> {
         let lr = self.config.learning_rate.at(step);
-        let launched = self.launch_at(step, lr, feed);
+        // Their thread has them ready: an error of theirs is told from one of the device here.
+        let batches: Vec<Sequences> =
+            (0..self.config.accumulation).map(|_| feed.next()).collect::<Result<_>>()?;
+        let launched = self.launch_at(step, lr, limits, &batches);
         launched.map_err(|error| failed(error, &format!("step {}", step + 1)))
     }
 
-    fn launch_at(&mut self, step: u64, lr: f64, feed: &Feed) -> candle_core::Result<Launched> {
+    fn launch_at(
+        &mut self,
+        step: u64,
+        lr: f64,
+        limits: Option<Limits>,
+        batches: &[Sequences],
+    ) -> candle_core::Result<Launched> {
         let mailbox = (step % 2) as usize;
         self.mailboxes[mailbox].begin()?;
-        let losses = self.gradients(|| feed.next())?;
+        let losses = self.gradients(batches)?;
         let squares = ops::sum_of_squares(self.parameters.gradients()?)?;
         // A loss that is not finite, without such a gradient, stops as well. (One after the other: a reduction of candle's
         // sends its shape to the device, and waits for everything before.)
@@ -95,21 +103,42 @@ impl<'a> Trainer<'a> {
         }
         self.stop = (&self.stop + (&squares * 0.0)?)?;
         let adamw = self.config.adamw.step(step + 1, lr, self.config.accumulation);
-        self.parameters.update(adamw, &(&squares + &self.stop)?)?;
+        let skip = self.skip(&losses, &squares, limits)?;
+        self.parameters.update(adamw, &((&squares + &self.stop)? + &skip)?)?;
         let losses = Tensor::stack(&losses, 0)?.to_dtype(DType::F64)?;
-        let results = Tensor::cat(&[losses, squares.unsqueeze(0)?], 0)?;
+        let results = Tensor::cat(&[losses, squares.unsqueeze(0)?, skip.unsqueeze(0)?], 0)?;
         self.mailboxes[mailbox].send(&results)?;
         Ok(Launched { step, lr, mailbox })
     }
 
+    /// 0, or NaN beyond a limit: what lies above becomes 0, whose inverse is infinite. (No comparison of candle's, which
+    /// would send its bound to the device, and wait.)
+    fn skip(
+        &self,
+        losses: &[Tensor],
+        squares: &Tensor,
+        limits: Option<Limits>,
+    ) -> candle_core::Result<Tensor> {
+        let none = (&self.stop * 0.0)?;
+        let Some(limits) = limits else { return Ok(none) };
+        let micro_batches = losses.len() as f64;
+        let mut sum = none;
+        for loss in losses {
+            sum = (sum + loss.to_dtype(DType::F64)?)?;
+        }
+        let below = |value: &Tensor, limit: f64| value.affine(-1.0, limit)?.relu()?.recip()? * 0.0;
+        let most = limits.grad_norm * micro_batches;
+        below(&sum, limits.loss * micro_batches)? + below(squares, most * most)?
+    }
+
     /// The gradients of a step, and the losses of its micro-batches.
-    fn gradients(&self, mut next: impl FnMut() -> Option<Sequences>) -> candle_core::Result<Vec<Tensor>> {
+    fn gradients(&self, batches: &[Sequences]) -> candle_core::Result<Vec<Tensor>> {
         self.parameters.clear_gradients()?;
-        let mut losses = Vec::with_capacity(self.config.accumulation);
-        for _ in 0..self.config.accumulation {
-            let Some(sequences) = next() else { candle_core::bail!("no more batches come") };
+        let mut losses = Vec::with_capacity(batches.len());
+        for sequences in batches {
             let batch = sequences.to_device(self.device)?;
-            losses.push(self.model.train(&batch.ids, &batch.targets)?);
+            let input = Input { ids: &batch.ids, documents: batch.documents.as_ref() };
+            losses.push(self.model.train(input, &batch.targets)?);
         }
         Ok(losses)
     }
@@ -128,13 +157,12 @@ impl<'a> Trainer<'a> {
         if !squares.is_finite() {
             // The next step may be under way, but it changed no weight: these are the gradients again.
             let mut batches = self.batches();
-            let mut first = step * (accumulation * self.config.micro_batch) as u64;
-            let again = || {
-                let sequences = batches.shuffled(first, self.config.micro_batch);
-                first += self.config.micro_batch as u64;
-                Some(sequences)
-            };
-            self.gradients(again).map_err(failed)?;
+            let micro_batch = self.config.micro_batch;
+            let firsts =
+                (0..accumulation as u64).map(|n| (step * accumulation as u64 + n) * micro_batch as u64);
+            let again: Vec<Sequences> =
+                firsts.map(|first| batches.shuffled(first, micro_batch)).collect::<Result<_>>()?;
+            self.gradients(&again).map_err(failed)?;
             let culprit = self.parameters.first_non_finite().map_err(failed)?.unwrap_or("a parameter");
             return Err(stopped(
                 format!("the gradient of {culprit} is not finite at step {}", step + 1),
@@ -150,6 +178,7 @@ impl<'a> Trainer<'a> {
             grad_norm: squares.sqrt() / accumulation as f64,
             lr,
             tokens_per_second,
+            skipped: results[accumulation + 1].is_nan(),
             mfu: self.config.peak_flops.map(|peak| flops / peak),
             ..Point::default()
         })

@@ -1,5 +1,6 @@
 //! The command from outside, in one test binary.
 
+mod checkpoints;
 mod command;
 mod messages;
 mod model;

@@ -1,0 +1,188 @@
+//! The verbs around data.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use candle_sage::{Error, Result};
+use clap::Subcommand;
+
+use super::print;
+use crate::checks::in_range;
+use crate::data::corpus::Corpus;
+use crate::data::hub::recipes;
+use crate::data::prepare::{Part, Plan, check, prepare, train_tokenizer};
+use crate::data::shard::Format;
+use crate::during;
+use crate::quantity::{Quantity, grouped};
+
+const INPUTS: &str = "Files, folders, 'patterns*', names on the Hugging Face Hub (hf:OWNER/NAME, hf:OWNER/NAME:PATTERN), \
+                      or recipes (tinystories, openwebtext, fineweb-edu)";
+
+/// What can be done with data.
+#[derive(Debug, Subcommand)]
+pub(super) enum Data {
+    /// Tokenize text into shards that any later run reads at once, with as little memory as you like
+    Prepare(Prepare),
+    /// Train a byte-level BPE on text
+    Tokenizer(TrainTokenizer),
+    /// Compare every shard of a folder with its sidecar and tokenizer
+    Check {
+        /// Folder of shards
+        folder: PathBuf,
+    },
+    /// List the data sets that are known by a short name
+    Recipes,
+}
+
+/// What to prepare.
+#[derive(Debug, clap::Args)]
+pub(super) struct Prepare {
+    #[arg(value_name = "DATA", required = true, help = INPUTS)]
+    inputs: Vec<String>,
+    /// Folder to make: train_*.bin, val_*.bin, their sidecars, tokenizer.json and dataset.json
+    #[arg(long, value_name = "DIR")]
+    to: PathBuf,
+    /// A tokenizer.json, or a model on the hub that has one, e.g. gpt2 [default: one trained on the text]
+    #[arg(long, value_name = "FILE")]
+    tokenizer: Option<String>,
+    /// Entries of a tokenizer that is trained
+    #[arg(long, value_name = "N", default_value = "32k")]
+    vocab_size: Quantity,
+    /// Format of the shards [default: llmc-u16, or llmc-u32 for more than 65,536 entries]
+    #[arg(long, value_enum)]
+    format: Option<Format>,
+    /// Tokens of a shard, at most
+    #[arg(long, value_name = "N", default_value = "100_000_000")]
+    shard_tokens: Quantity,
+    /// Part of the documents kept for validation
+    #[arg(long, value_name = "PART", default_value_t = 0.005)]
+    val_fraction: f64,
+    /// Seed that says which documents these are
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Key of JSON lines, or column of parquet, that holds the text [default: text, or the recipe's]
+    #[arg(long, value_name = "NAME")]
+    text_field: Option<String>,
+}
+
+/// What to train on.
+#[derive(Debug, clap::Args)]
+pub(super) struct TrainTokenizer {
+    #[arg(value_name = "DATA", required = true, help = INPUTS)]
+    inputs: Vec<String>,
+    /// File to make
+    #[arg(long, value_name = "FILE")]
+    to: PathBuf,
+    /// Entries
+    #[arg(long, value_name = "N", default_value = "32k")]
+    vocab_size: Quantity,
+    /// Key of JSON lines, or column of parquet, that holds the text [default: text, or the recipe's]
+    #[arg(long, value_name = "NAME")]
+    text_field: Option<String>,
+}
+
+impl Data {
+    pub(super) fn run(self) -> Result<()> {
+        match self {
+            Self::Prepare(arguments) => arguments.run(),
+            Self::Tokenizer(arguments) => arguments.run(),
+            Self::Check { folder } => {
+                let shards = check(&folder)?;
+                print(&format!("{}: {shards} shards, each whole and as its sidecar says\n", folder.display()))
+            }
+            Self::Recipes => print(
+                &recipes()
+                    .map(|(name, recipe)| {
+                        format!(
+                            "{name}\n  {}\n  hf:{}:{}\n  {}; {}\n\n",
+                            recipe.about, recipe.dataset, recipe.files, recipe.size, recipe.licence
+                        )
+                    })
+                    .collect::<String>(),
+            ),
+        }
+    }
+}
+
+fn vocab_size(entries: Quantity) -> Result<usize> {
+    Ok(in_range("vocab-size", entries.0, 258, 1 << 24)? as usize)
+}
+
+impl Prepare {
+    fn run(self) -> Result<()> {
+        let plan = Plan {
+            inputs: self.inputs,
+            out: self.to,
+            tokenizer: self.tokenizer,
+            vocab_size: vocab_size(self.vocab_size)?,
+            format: self.format,
+            shard_tokens: in_range("shard-tokens", self.shard_tokens.0, 1024, u64::from(u32::MAX))?,
+            val_fraction: in_range("val-fraction", self.val_fraction, 0.0, 0.9)?,
+            seed: self.seed,
+            text_field: self.text_field,
+        };
+        let started = std::time::Instant::now();
+        let prepared = prepare(&plan)?;
+        let seconds = started.elapsed().as_secs_f64();
+        let row = |name: &str, part: &Part| {
+            format!(
+                "{name:<12} {:>15} {:>12} {:>9.1} {:>7}\n",
+                grouped(part.tokens),
+                grouped(part.documents),
+                part.text_bytes as f64 / 1e6,
+                part.shards.len()
+            )
+        };
+        let bytes = prepared.train.text_bytes + prepared.validation.text_bytes;
+        print(&format!(
+            "{:<12} {:>15} {:>12} {:>9} {:>7}\n{}{}\n{} in {}, {} entries, {seconds:.1} s, {:.1} MB/s\n\
+             train on it: sage-train --data {}\n",
+            "part",
+            "tokens",
+            "documents",
+            "MB",
+            "shards",
+            row("training", &prepared.train),
+            row("validation", &prepared.validation),
+            plan.out.display(),
+            prepared.format,
+            grouped(prepared.vocab_size as u64),
+            bytes as f64 / 1e6 / seconds,
+            plan.out.display(),
+        ))
+    }
+}
+
+impl TrainTokenizer {
+    fn run(self) -> Result<()> {
+        if self.to.exists() {
+            return Err(Error::new("the tokenizer exists already")
+                .got(self.to.display())
+                .allowed("a new file")
+                .hint("--to names another; nothing is ever overwritten"));
+        }
+        let entries = vocab_size(self.vocab_size)?;
+        let tokenizer = train_tokenizer(&self.inputs, self.text_field.as_deref(), entries)?;
+        tokenizer.save(&self.to)?;
+        print(&format!("{}: {} entries\n", self.to.display(), grouped(tokenizer.vocab_size() as u64)))
+    }
+}
+
+pub(super) fn write_corpus(megabytes: u64, seed: u64) -> Result<()> {
+    let corpus = Corpus::new(seed);
+    let mut out = std::io::stdout().lock();
+    let (mut held, wanted) = (0, megabytes.saturating_mul(1_000_000));
+    for number in 0.. {
+        if held >= wanted {
+            break;
+        }
+        let document = corpus.document(number);
+        held += document.len() as u64;
+        match writeln!(out, "{document}") {
+            // The reader has seen enough.
+            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => return Ok(()),
+            result => result.map_err(during("cannot write the corpus"))?,
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,201 @@
+//! The verbs that take a trained model.
+
+use std::path::PathBuf;
+
+use candle_core::DType;
+use candle_sage::{Error, Result};
+use clap::ValueEnum;
+
+use super::print;
+use crate::checks::in_range;
+use crate::data::Dataset;
+use crate::device::Place;
+use crate::evaluate::{Choices, choose, evaluate, read_examples};
+use crate::probe::{Probed, probe};
+use crate::quantity::Quantity;
+use crate::report::layer_errors;
+use crate::sample::{Sampling, sample};
+use crate::settings::{GranularitySetting, Settings, SmoothingSetting, SourceSetting};
+use crate::trained::Trained;
+use crate::{hf, tell};
+
+/// What to probe.
+#[derive(Debug, clap::Args)]
+pub(super) struct Probe {
+    /// Folder of a run that has weights: from its first validation on
+    run: PathBuf,
+    /// Validation sequences to look at
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
+    sequences: u16,
+    /// Token means subtracted before quantizing [default: the run's]
+    #[arg(long, value_enum)]
+    smoothing: Option<SmoothingSetting>,
+    /// Vectors that share a scale in the backward [default: the run's]
+    #[arg(long)]
+    granularity: Option<GranularitySetting>,
+}
+
+impl Probe {
+    pub(super) fn run(&self) -> Result<()> {
+        let settings =
+            Settings { smoothing: self.smoothing, granularity: self.granularity, ..Settings::default() };
+        let Probed { scheme, sequences, layers } = probe(&self.run, usize::from(self.sequences), settings)?;
+        let title = format!("{} against full precision, {sequences} sequences, {scheme}", self.run.display());
+        print(&layer_errors(&title, &layers))
+    }
+}
+
+/// What to write.
+#[derive(Debug, clap::Args)]
+pub(super) struct Sample {
+    /// Folder of a run, or of a model in Hugging Face's format
+    run: PathBuf,
+    /// Text to go on with; without it a document is begun
+    #[arg(default_value = "")]
+    prompt: String,
+    /// Tokens, at most
+    #[arg(long, value_name = "N", default_value_t = 160)]
+    tokens: usize,
+    /// Divides the logits; 0 always takes the likeliest token
+    #[arg(long, value_name = "T", default_value_t = Sampling::default().temperature)]
+    temperature: f64,
+    /// Draw among so many of the likeliest tokens; 0 for all
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    top_k: usize,
+    /// Draw among the likeliest tokens that together have this probability
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    top_p: f64,
+    /// Seed of the draws
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Where to compute [default: cuda if this build has it]
+    #[arg(long, value_enum)]
+    device: Option<Place>,
+}
+
+impl Sample {
+    pub(super) fn run(&self) -> Result<()> {
+        let sampling = Sampling {
+            temperature: in_range("temperature", self.temperature, 0.0, 1e3)?,
+            top_k: self.top_k,
+            top_p: in_range("top-p", self.top_p, 0.0, 1.0)?,
+            seed: self.seed,
+        };
+        let place = self.device.unwrap_or_default();
+        let trained = Trained::open(&self.run, place, Settings::default(), false)?;
+        let Trained { config, tokenizer, device, .. } = &trained;
+        let (model, context) = (trained.model()?, config.model.context);
+        let text = sample(&model, tokenizer, context, &self.prompt, self.tokens, &sampling, device)?;
+        print(&format!("{}{text}\n", self.prompt))
+    }
+}
+
+/// What to evaluate on.
+#[derive(Debug, clap::Args)]
+pub(super) struct Eval {
+    /// Folder of a run, or of a model in Hugging Face's format
+    run: PathBuf,
+    /// Text or shards, whose validation part is taken [default: the run's own]
+    #[arg(long, value_name = "PATH")]
+    data: Option<SourceSetting>,
+    /// Tokens of it, at most
+    #[arg(long, value_name = "N", default_value = "1m")]
+    tokens: Quantity,
+    /// Sequences that go through the model at once
+    #[arg(long, value_name = "N")]
+    micro_batch: Option<usize>,
+    /// Tokens in a sequence [default: the run's]
+    #[arg(long, value_name = "N")]
+    context: Option<Quantity>,
+    /// HellaSwag in llm.c's format: hellaswag_val.bin
+    #[arg(long, value_name = "FILE")]
+    hellaswag: Option<PathBuf>,
+    /// Where to compute [default: cuda if this build has it]
+    #[arg(long, value_enum)]
+    device: Option<Place>,
+}
+
+impl Eval {
+    pub(super) fn run(&self) -> Result<()> {
+        // Tokens of the data are the model's.
+        let tokenizer = self.run.join("tokenizer.json").display().to_string();
+        let settings = Settings {
+            data: self.data.clone().map(|data| vec![data]),
+            tokenizer: Some(tokenizer),
+            micro_batch: self.micro_batch,
+            context: self.context,
+            ..Settings::default()
+        };
+        let trained = Trained::open(&self.run, self.device.unwrap_or_default(), settings, false)?;
+        let Trained { config, tokenizer, device, .. } = &trained;
+        let model = trained.model()?;
+        if let Some(file) = &self.hellaswag {
+            let examples = read_examples(file)?;
+            let bar = indicatif::ProgressBar::new(examples.len() as u64);
+            let Choices { right, examples } =
+                choose(&model, &examples, config.model.context, device, &mut |choices| {
+                    bar.set_position(choices.examples as u64);
+                })?;
+            bar.finish_and_clear();
+            let part = right as f64 / examples as f64;
+            let deviation = (part * (1.0 - part) / examples as f64).sqrt();
+            return print(&format!(
+                "HellaSwag      {right} of {examples} = {:.2} % +- {:.2} (chance 25 %)\n",
+                100.0 * part,
+                100.0 * deviation
+            ));
+        }
+        let data = Dataset::load(&config.data, &|line| tell(line))?;
+        let cut = config.data.cut(tokenizer.end_of_text());
+        let result =
+            evaluate(&model, &data.validation, cut, tokenizer, self.tokens.0, config.micro_batch, device)?;
+        print(&format!(
+            "tokens         {}\nloss           {:.4} nats a token\nperplexity     {:.3}\nbits a byte    {:.4}\n",
+            crate::quantity::grouped(result.tokens),
+            result.loss,
+            result.loss.exp(),
+            result.bits_per_byte
+        ))
+    }
+}
+
+/// Types of exported weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Exported {
+    /// Half the size, as published models come
+    Bf16,
+    /// As they were trained
+    F32,
+}
+
+/// What to export.
+#[derive(Debug, clap::Args)]
+pub(super) struct Export {
+    /// Folder of a run that has weights: from its first validation on
+    run: PathBuf,
+    /// Folder to make
+    #[arg(long, value_name = "DIR")]
+    to: PathBuf,
+    /// Type of the weights
+    #[arg(long, value_enum, default_value_t = Exported::F32)]
+    dtype: Exported,
+}
+
+impl Export {
+    pub(super) fn run(&self) -> Result<()> {
+        if !self.run.join("config.toml").exists() {
+            return Err(Error::new("there is no run to export")
+                .got(self.run.display())
+                .allowed("the folder of a run")
+                .hint("e.g. runs/tiny-sagebwd-001"));
+        }
+        let trained = Trained::open(&self.run, Place::Cpu, Settings::default(), false)?;
+        let dtype = if self.dtype == Exported::Bf16 { DType::BF16 } else { DType::F32 };
+        hf::export(&trained, &self.to, dtype)?;
+        print(&format!(
+            "{}: {} for transformers\n",
+            self.to.display(),
+            if trained.config.model.qk_norm { "Qwen3" } else { "Llama" }
+        ))
+    }
+}

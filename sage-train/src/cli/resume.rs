@@ -1,0 +1,87 @@
+//! Going on with a run.
+
+use std::path::Path;
+
+use candle_sage::{Error, Result};
+use toml::{Table, Value};
+
+use crate::config::Config;
+use crate::settings::Settings;
+use crate::train::checkpoint::Found;
+
+/// What may change under way: how long, how fast and how closely watched; not the model, its data or its batches.
+const MAY_CHANGE: [&str; 21] = [
+    "steps",
+    "tokens",
+    "lr",
+    "min-lr",
+    "warmup-steps",
+    "schedule",
+    "decay-fraction",
+    "weight-decay",
+    "clip",
+    "skip-spikes",
+    "device",
+    "recompute",
+    "deterministic",
+    "eval-every",
+    "eval-tokens",
+    "checkpoint-every",
+    "keep-last",
+    "keep-every",
+    "sample-tokens",
+    "threads",
+    "peak-tflops",
+];
+
+/// A run to go on with.
+#[derive(Debug)]
+pub(super) struct Resumed {
+    pub(super) config: Config,
+    pub(super) found: Found,
+}
+
+impl Resumed {
+    /// Finds the checkpoint, and the settings of its run with what was typed over them.
+    pub(super) fn open(path: &Path, typed: Settings) -> Result<Self> {
+        let found = Found::at(path)?;
+        let saved = Config::read_settings(&found.run.join("config.toml"))?;
+        let merged = typed.over(saved.clone());
+        let (before, after) = (table(&saved), table(&merged));
+        if let Some(key) = changed(&before, &after).find(|key| !MAY_CHANGE.contains(key)) {
+            let show = |table: &Table| table.get(key).map_or("not set".into(), Value::to_string);
+            return Err(Error::new(format!("--{key} cannot change under way"))
+                .got(format!("{} now, {} in the run", show(&after), show(&before)))
+                .allowed(MAY_CHANGE.join(", "))
+                .hint("for another model or other data begin a new run: --init-from takes an exported one"));
+        }
+        Ok(Self { config: Config::resolve(merged)?, found })
+    }
+}
+
+fn table(settings: &Settings) -> Table {
+    Table::try_from(settings).expect("settings are plain values")
+}
+
+/// Keys that are not the same in both.
+fn changed<'a>(before: &'a Table, after: &'a Table) -> impl Iterator<Item = &'a str> {
+    let of_either = before.keys().chain(after.keys().filter(|key| !before.contains_key(*key)));
+    of_either.filter(|key| before.get(*key) != after.get(*key)).map(String::as_str)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::Preset;
+
+    #[test]
+    fn what_may_change_are_settings() {
+        let config = Config::resolve(Settings { preset: Some(Preset::Tiny), ..Settings::default() })
+            .expect("a preset");
+        let known = table(&config.settings);
+        let unset = ["tokens", "checkpoint-every", "threads", "peak-tflops", "warmup-steps"];
+        for key in MAY_CHANGE {
+            assert!(known.contains_key(key) || unset.contains(&key), "{key}");
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! Files of the Hugging Face Hub, kept in its own cache (`HF_HOME`), so that nothing is fetched twice. `HF_ENDPOINT`
+//! names another server, `HF_TOKEN` or a login whose data may be read.
+
+use std::path::{Component, Path, PathBuf};
+
+use candle_sage::{Error, Result};
+use hf_hub::api::sync::{Api, ApiBuilder, ApiRepo};
+use hf_hub::{Cache, Repo};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Deserialize;
+
+use crate::unpanicked;
+
+/// Times that a download is taken up again where it broke off.
+const RETRIES: usize = 3;
+
+const RECIPES: [(&str, &str); 3] = [
+    ("tinystories", include_str!("../../../data/recipes/tinystories.toml")),
+    ("openwebtext", include_str!("../../../data/recipes/openwebtext.toml")),
+    ("fineweb-edu", include_str!("../../../data/recipes/fineweb-edu.toml")),
+];
+
+/// A data set that is known by a short name.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Recipe {
+    /// What it is.
+    pub about: String,
+    /// Its name on the hub.
+    pub dataset: String,
+    /// Which of its files.
+    pub files: String,
+    /// The column of the text.
+    pub text_field: String,
+    /// How much that is.
+    pub size: String,
+    /// Under which terms.
+    pub licence: String,
+}
+
+/// All recipes with their names.
+pub fn recipes() -> impl Iterator<Item = (&'static str, Recipe)> {
+    RECIPES.into_iter().map(|(name, text)| (name, toml::from_str(text).expect("recipes are tested")))
+}
+
+/// What `hf:OWNER/NAME`, `hf:OWNER/NAME:PATTERN` or the name of a recipe stands for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Named {
+    /// The data set.
+    pub dataset: String,
+    /// Which of its files.
+    pub pattern: String,
+    /// The column of the text, if it is known.
+    pub text_field: Option<String>,
+}
+
+impl Named {
+    /// Reads a name; `None` where it is a path.
+    ///
+    /// # Errors
+    /// When it begins as a name and does not go on as one.
+    pub fn parse(text: &str) -> Result<Option<Self>> {
+        if let Some((_, recipe)) = recipes().find(|(name, _)| *name == text) {
+            let Recipe { dataset, files, text_field, .. } = recipe;
+            return Ok(Some(Self { dataset, pattern: files, text_field: Some(text_field) }));
+        }
+        let Some(rest) = text.strip_prefix("hf:") else { return Ok(None) };
+        let (dataset, pattern) = rest.split_once(':').unwrap_or((rest, "**/*.parquet"));
+        check_name(dataset)?;
+        Ok(Some(Self { dataset: dataset.into(), pattern: pattern.into(), text_field: None }))
+    }
+}
+
+/// A name becomes a part of paths: nothing else than a name may be in there.
+fn check_name(name: &str) -> Result<()> {
+    let part = |part: &str| {
+        !part.is_empty()
+            && !part.starts_with('.')
+            && part.chars().all(|c| c.is_ascii_alphanumeric() || ['-', '_', '.'].contains(&c))
+    };
+    let parts: Vec<&str> = name.split('/').collect();
+    if parts.len() == 2 && parts.into_iter().all(part) && !name.contains("..") {
+        return Ok(());
+    }
+    Err(Error::new("not a name on the Hugging Face Hub")
+        .got(format!("`{name}`"))
+        .allowed("OWNER/NAME of letters, digits, `-`, `_` and `.`")
+        .hint("hf:roneneldan/TinyStories; `sage-train data recipes` lists short names"))
+}
+
+/// The same of files: nothing that leaves the folder.
+fn check_file(file: &str) -> Result<()> {
+    let normal = |path: &Path| path.components().all(|part| matches!(part, Component::Normal(_)));
+    if !file.is_empty() && !file.contains(['\\', '\0', '?', '#']) && normal(Path::new(file)) {
+        return Ok(());
+    }
+    Err(Error::new("the hub names a file that leaves its folder")
+        .got(format!("`{file}`"))
+        .allowed("paths below the data set's folder")
+        .hint("do not use this data set, and tell the hub"))
+}
+
+/// The hub, with the settings of the environment.
+#[derive(Debug)]
+pub struct Hub {
+    api: Api,
+    cache: Cache,
+}
+
+impl Hub {
+    /// With cache, server and token from the environment.
+    ///
+    /// # Errors
+    /// When the library cannot start.
+    pub fn open() -> Result<Self> {
+        let builder = || ApiBuilder::from_env().with_retries(RETRIES).with_progress(false).build();
+        let api = unpanicked(|| builder().map_err(|e| e.to_string())).map_err(failed("the hub"))?;
+        Ok(Self { api, cache: Cache::from_env() })
+    }
+
+    /// The `tokenizer.json` of a model. `gpt2` is `openai-community/gpt2`.
+    ///
+    /// # Errors
+    /// When there is none, or it cannot be fetched.
+    pub fn tokenizer(&self, model: &str) -> Result<PathBuf> {
+        let model = if model == "gpt2" { "openai-community/gpt2" } else { model };
+        check_name(model)?;
+        self.get(&Repo::model(model.into()), "tokenizer.json")
+    }
+
+    /// The names of a data set's files that match a pattern, in order.
+    ///
+    /// # Errors
+    /// When the hub does not know the data set, or no file matches.
+    pub fn files(&self, named: &Named) -> Result<Vec<String>> {
+        check_name(&named.dataset)?;
+        let pattern = glob::Pattern::new(&named.pattern).map_err(|error| {
+            Error::new("not a pattern")
+                .got(format!("`{}`: {error}", named.pattern))
+                .hint("hf:OWNER/NAME:data/*.parquet")
+        })?;
+        let repo = self.api.repo(Repo::dataset(named.dataset.clone()));
+        let info = unpanicked(|| repo.info().map_err(|e| e.to_string())).map_err(failed(&named.dataset))?;
+        let all: Vec<String> = info.siblings.into_iter().map(|file| file.rfilename).collect();
+        let mut found: Vec<String> = all.iter().filter(|name| pattern.matches(name)).cloned().collect();
+        if found.is_empty() {
+            return Err(Error::new("no file of the data set matches")
+                .got(format!("`{}` among {} files of {}", named.pattern, all.len(), named.dataset))
+                .allowed(all.iter().take(5).cloned().collect::<Vec<_>>().join(", "))
+                .hint("hf:OWNER/NAME:PATTERN, e.g. hf:roneneldan/TinyStories:data/train-*.parquet"));
+        }
+        found.iter().try_for_each(|file| check_file(file))?;
+        found.sort();
+        Ok(found)
+    }
+
+    /// A file of a data set, from the cache or fetched.
+    ///
+    /// # Errors
+    /// When it cannot be fetched whole.
+    pub fn dataset_file(&self, dataset: &str, file: &str) -> Result<PathBuf> {
+        check_name(dataset)?;
+        check_file(file)?;
+        self.get(&Repo::dataset(dataset.into()), file)
+    }
+
+    fn get(&self, repo: &Repo, file: &str) -> Result<PathBuf> {
+        let cached = self.cache.repo(repo.clone());
+        if let Some(path) = cached.get(file) {
+            return Ok(path);
+        }
+        let remote = self.api.repo(repo.clone());
+        let what = format!("{} of {}", file, repo.url());
+        let metadata = unpanicked(|| self.api.metadata(&remote.url(file)).map_err(|e| e.to_string()));
+        let metadata = metadata.map_err(failed(&what))?;
+        // Both become parts of paths.
+        for part in [metadata.etag(), metadata.commit_hash()] {
+            if part.is_empty() || !part.chars().all(|c| c.is_ascii_alphanumeric() || "-_\":".contains(c)) {
+                return Err(failed(&what)(format!("the server calls it `{part}`")));
+            }
+        }
+        // What an earlier try left, if it is too long to be the beginning of the file.
+        let partial = cached.blob_path(metadata.etag()).with_extension("part");
+        if partial.metadata().is_ok_and(|held| held.len() >= metadata.size() as u64) {
+            let _ = std::fs::remove_file(&partial);
+        }
+        let path = unpanicked(|| download(&remote, file)).map_err(failed(&what))?;
+        let held = path.metadata().map(|held| held.len()).map_err(|e| failed(&what)(e.to_string()))?;
+        if held != metadata.size() as u64 {
+            // The cache must not hand it out again.
+            let _ = path.canonicalize().and_then(std::fs::remove_file);
+            let _ = std::fs::remove_file(&path);
+            return Err(failed(&what)(format!("{held} bytes of {}", metadata.size())));
+        }
+        Ok(path)
+    }
+}
+
+fn download(repo: &ApiRepo, file: &str) -> std::result::Result<PathBuf, String> {
+    let style = ProgressStyle::with_template(
+        "{msg} {bar:30.cyan/blue} {bytes}/{total_bytes} {bytes_per_sec}, ETA {eta}",
+    );
+    let bar = ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    repo.download_with_progress(file, bar).map_err(|error| error.to_string())
+}
+
+fn failed(what: &str) -> impl FnOnce(String) -> Error {
+    let what = format!("cannot fetch {what}");
+    move |error| {
+        Error::new(what)
+            .got(error)
+            .hint("is the name right, and the network there? Run again: what was fetched is kept. HF_TOKEN opens gated data")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_names() -> Result<()> {
+        assert_eq!(Named::parse("books/*.txt")?, None);
+        let stories = Named::parse("tinystories")?.expect("a recipe");
+        assert_eq!(stories.dataset, "roneneldan/TinyStories");
+        let named = Named::parse("hf:a-b/c.d:x/*.jsonl.gz")?.expect("a name");
+        assert_eq!((named.dataset.as_str(), named.pattern.as_str()), ("a-b/c.d", "x/*.jsonl.gz"));
+        for bad in ["hf:", "hf:a", "hf:a/b/c", "hf:../x", "hf:a/..", "hf:a/b?x", "hf:/etc/passwd", "hf:a/.b"]
+        {
+            assert!(Named::parse(bad).is_err(), "{bad}");
+        }
+        for bad in ["", "../x", "/x", "a/../b", "a\\b", "a\0", "a?b"] {
+            assert!(check_file(bad).is_err(), "{bad}");
+        }
+        check_file("data/train-00000-of-00004.parquet")
+    }
+
+    #[test]
+    fn recipes_are_whole() -> Result<()> {
+        for (name, recipe) in recipes() {
+            check_name(&recipe.dataset)?;
+            assert!(glob::Pattern::new(&recipe.files).is_ok(), "{name}");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,71 @@
+//! Several lists of tokens, drawn from in proportion.
+
+use super::Tokens;
+
+/// Lists of tokens with weights.
+#[derive(Debug, Clone)]
+pub struct Mixture {
+    sources: Vec<(Tokens, f64)>,
+}
+
+impl Mixture {
+    /// Sources with weights above zero; only their ratios count.
+    pub fn new(sources: Vec<(Tokens, f64)>) -> Self {
+        Self { sources }
+    }
+
+    /// The lists.
+    pub fn sources(&self) -> impl Iterator<Item = &Tokens> {
+        self.sources.iter().map(|(tokens, _)| tokens)
+    }
+
+    /// Tokens of all lists.
+    pub fn len(&self) -> u64 {
+        self.sources().map(Tokens::len).sum()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The list that draw `n` takes from, and how many draws before took from it: a pure function, exact after any
+    /// number of draws. Each source takes its share of what the ones before it left.
+    pub fn draw(&self, mut n: u64) -> (usize, u64) {
+        let mut left: f64 = self.sources.iter().map(|(_, weight)| weight).sum();
+        let last = self.sources.len() - 1;
+        for (source, (_, weight)) in self.sources[..last].iter().enumerate() {
+            let share = (weight / left).min(1.0);
+            let taken = |draws: u64| (draws as f64 * share).floor() as u64;
+            if taken(n + 1) > taken(n) {
+                return (source, taken(n));
+            }
+            n -= taken(n);
+            left -= weight;
+        }
+        (last, n)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn draws_follow_the_weights_and_count_themselves() {
+        for weights in [&[1.0][..], &[0.7, 0.3], &[1.0, 2.0, 3.0], &[0.001, 5.0], &[1.0, 1.0, 1e-9]] {
+            let mixture = Mixture::new(weights.iter().map(|&w| (Tokens::default(), w)).collect());
+            let mut counts = vec![0u64; weights.len()];
+            for n in 0..20_000 {
+                let (source, index) = mixture.draw(n);
+                assert_eq!(index, counts[source], "draw {n} of {weights:?}");
+                counts[source] += 1;
+            }
+            let total: f64 = weights.iter().sum();
+            for (count, weight) in counts.iter().zip(weights) {
+                let wanted = 20_000.0 * weight / total;
+                assert!((*count as f64 - wanted).abs() < weights.len() as f64, "{counts:?} of {weights:?}");
+            }
+        }
+    }
+}

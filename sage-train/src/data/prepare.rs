@@ -1,0 +1,489 @@
+//! From text to shards: one thread reads, all tokenize, and what is written counts when all of it is.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+use candle_sage::{Error, Result};
+use indicatif::{ProgressBar, ProgressStyle};
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::hub::{Hub, Named};
+use super::reader::{self, Piece, is_known};
+use super::shard::{Format, Shard, ShardWriter};
+use super::source::{self, Source};
+use super::tokenizer::{TRAINING_BYTES, Tokenizer};
+use crate::{during, tell, writing};
+
+/// Bytes of text that are tokenized at once, and how many such chunks wait.
+const CHUNK: usize = 4 << 20;
+const WAITING: usize = 2;
+
+/// What a folder of unfinished shards is called, and the file by which it is known.
+const PARTIAL: &str = "partial";
+const MARK: &str = "unfinished-by-sage-train";
+
+/// What to prepare, and how.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// Files, folders, patterns, `hf:OWNER/NAME[:PATTERN]`, recipes.
+    pub inputs: Vec<String>,
+    /// The folder to make.
+    pub out: PathBuf,
+    /// A `tokenizer.json` or a model's name; `None` trains one.
+    pub tokenizer: Option<String>,
+    /// Entries of a tokenizer that is trained.
+    pub vocab_size: usize,
+    /// `None` takes the smallest that fits.
+    pub format: Option<Format>,
+    /// Tokens of a shard, at most.
+    pub shard_tokens: u64,
+    /// Part of the documents for validation.
+    pub val_fraction: f64,
+    /// Which ones these are.
+    pub seed: u64,
+    /// Key or column of the text; `None` is the recipe's, or `text`.
+    pub text_field: Option<String>,
+}
+
+/// Part of the data: what it holds.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Part {
+    /// Names of the shards.
+    pub shards: Vec<String>,
+    /// Tokens, end-of-text tokens included.
+    pub tokens: u64,
+    /// Documents.
+    pub documents: u64,
+    /// Bytes of text.
+    pub text_bytes: u64,
+}
+
+/// What was prepared: also `dataset.json` beside the shards.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Prepared {
+    /// What was typed.
+    pub inputs: Vec<String>,
+    /// [`Tokenizer::hash`].
+    pub tokenizer: String,
+    /// Its entries.
+    pub vocab_size: usize,
+    /// The token behind each document.
+    pub end_of_text: u32,
+    /// Of the shards.
+    pub format: Format,
+    /// To train on.
+    pub train: Part,
+    /// To validate on.
+    pub validation: Part,
+}
+
+/// Files of one input, and where their text is.
+struct Input {
+    files: Vec<PathBuf>,
+    field: String,
+}
+
+/// Finds every file of text that was named; those of the hub are fetched.
+fn inputs(names: &[String], field: Option<&str>) -> Result<Vec<Input>> {
+    let mut found = Vec::new();
+    for name in names {
+        let (files, recipes_field) = match Named::parse(name)? {
+            // A file of that name is meant where there is one.
+            Some(named) if !Path::new(name).exists() => {
+                let hub = Hub::open()?;
+                let files = hub.files(&named)?;
+                tell(&format!("{}: {} files", named.dataset, files.len()));
+                let fetch = |file: &String| hub.dataset_file(&named.dataset, file);
+                (files.iter().map(fetch).collect::<Result<Vec<_>>>()?, named.text_field)
+            }
+            _ => match source::find(Path::new(name), Path::new(""))? {
+                Source::Text(files) => (files, None),
+                Source::Shards(files) => {
+                    return Err(Error::new("the data is tokenized already")
+                        .got(format!("{:?}", files.train.first().or(files.validation.first())))
+                        .allowed(reader::KINDS)
+                        .hint("train on it: sage-train --data PATH"));
+                }
+            },
+        };
+        if let Some(file) = files.iter().find(|file| !is_known(file)) {
+            return Err(reader::unknown_kind(file));
+        }
+        let field = field.map(str::to_owned).or(recipes_field).unwrap_or_else(|| "text".into());
+        found.push(Input { files, field });
+    }
+    Ok(found)
+}
+
+/// Reads all pieces, in order.
+fn read_all(inputs: &[Input], done: &AtomicU64, each: &mut reader::Each<'_>) -> Result<()> {
+    inputs.iter().try_for_each(|input| {
+        input.files.iter().try_for_each(|file| reader::read_counted(file, &input.field, done, each))
+    })
+}
+
+/// A tokenizer trained on the first text of files.
+///
+/// # Errors
+/// When they cannot be read, or hold no text.
+pub fn train_tokenizer(names: &[String], field: Option<&str>, vocab_size: usize) -> Result<Tokenizer> {
+    trained(&inputs(names, field)?, vocab_size)
+}
+
+fn trained(inputs: &[Input], vocab_size: usize) -> Result<Tokenizer> {
+    let (mut documents, mut held, mut enough) = (Vec::new(), 0, false);
+    let read = read_all(inputs, &AtomicU64::new(0), &mut |piece| {
+        held += piece.text.len();
+        documents.push(piece.text);
+        enough = held >= TRAINING_BYTES;
+        if enough { Err(Error::new("enough")) } else { Ok(()) }
+    });
+    if !enough {
+        read?;
+    }
+    if documents.iter().all(|document| document.trim().is_empty()) {
+        return Err(no_text());
+    }
+    tell(&format!("training a tokenizer of {vocab_size} entries on {:.1} MB", held as f64 / 1e6));
+    Tokenizer::train(documents.iter().map(String::as_str), vocab_size)
+}
+
+fn no_text() -> Error {
+    Error::new("there is no text")
+        .got("no document that is not empty")
+        .allowed(reader::KINDS)
+        .hint("--text-field names the key or column of the text")
+}
+
+/// Prepares a folder of shards that did not exist.
+///
+/// # Errors
+/// When something cannot be read or written, or holds no text. In that case there is no such folder.
+pub fn prepare(plan: &Plan) -> Result<Prepared> {
+    if plan.out.exists() {
+        return Err(Error::new("the folder of shards exists already")
+            .got(plan.out.display())
+            .allowed("a new folder")
+            .hint("--to names another; nothing is ever overwritten"));
+    }
+    let inputs = inputs(&plan.inputs, plan.text_field.as_deref())?;
+    let tokenizer = match &plan.tokenizer {
+        Some(name) => Tokenizer::named(name)?,
+        None => trained(&inputs, plan.vocab_size)?,
+    };
+    let format = plan.format.unwrap_or(Format::for_vocab(tokenizer.vocab_size()));
+    let partial = begin(&plan.out)?;
+    let written = write(plan, &inputs, &tokenizer, format, &partial);
+    let prepared = match written {
+        Ok(prepared) => prepared,
+        Err(error) => {
+            let _ = std::fs::remove_dir_all(&partial);
+            return Err(error);
+        }
+    };
+    std::fs::remove_file(partial.join(MARK)).map_err(writing(&partial))?;
+    std::fs::rename(&partial, &plan.out).map_err(writing(&plan.out))?;
+    Ok(prepared)
+}
+
+/// The folder that becomes the real one. What an earlier try left there goes.
+fn begin(out: &Path) -> Result<PathBuf> {
+    let mut name = out.file_name().unwrap_or_default().to_owned();
+    name.push(format!(".{PARTIAL}"));
+    let partial = out.with_file_name(name);
+    if partial.join(MARK).exists() {
+        std::fs::remove_dir_all(&partial).map_err(writing(&partial))?;
+    }
+    if let Some(parent) = partial.parent() {
+        std::fs::create_dir_all(parent).map_err(writing(parent))?;
+    }
+    std::fs::create_dir(&partial).map_err(writing(&partial))?;
+    std::fs::write(partial.join(MARK), "").map_err(writing(&partial))?;
+    Ok(partial)
+}
+
+fn write(
+    plan: &Plan,
+    inputs: &[Input],
+    tokenizer: &Tokenizer,
+    format: Format,
+    folder: &Path,
+) -> Result<Prepared> {
+    let size = |file: &PathBuf| file.metadata().map_or(0, |metadata| metadata.len());
+    let bar = bar(inputs.iter().flat_map(|input| &input.files).map(size).sum());
+    let done = AtomicU64::new(0);
+    let writer = |name| SplitWriter::new(folder, name, format, plan.shard_tokens, tokenizer);
+    let mut parts = [writer("train"), writer("val")];
+    let (sender, receiver) = sync_channel(WAITING);
+    let read = std::thread::scope(|scope| {
+        let reading = scope.spawn(|| {
+            let mut chunks = Chunks { sender, pieces: Vec::new(), held: 0 };
+            read_all(inputs, &done, &mut |piece| chunks.push(piece))?;
+            chunks.send()
+        });
+        let tokenized = tokenize(plan, tokenizer, receiver, &mut parts, &|| {
+            bar.set_position(done.load(Ordering::Relaxed))
+        });
+        // The reader's error is the cause of a stream that ends early, and a writer's of a reader without listeners.
+        let read = reading.join().unwrap_or_else(|_| Err(Error::new("the reading thread died")));
+        tokenized.and(read)
+    });
+    bar.finish_and_clear();
+    read?;
+    let [train, validation] = parts;
+    let (train, validation) = (train.finish()?, validation.finish()?);
+    if train.tokens == 0 {
+        return Err(no_text());
+    }
+    tokenizer.save(&folder.join("tokenizer.json"))?;
+    let prepared = Prepared {
+        inputs: plan.inputs.clone(),
+        tokenizer: tokenizer.hash().into(),
+        vocab_size: tokenizer.vocab_size(),
+        end_of_text: tokenizer.end_of_text(),
+        format,
+        train,
+        validation,
+    };
+    let path = folder.join("dataset.json");
+    std::fs::write(&path, serde_json::to_string_pretty(&prepared).expect("plain values"))
+        .map_err(writing(&path))?;
+    Ok(prepared)
+}
+
+fn bar(bytes: u64) -> ProgressBar {
+    let style = ProgressStyle::with_template(
+        "{bar:30.cyan/blue} {bytes}/{total_bytes} {bytes_per_sec} {msg}, ETA {eta}",
+    );
+    ProgressBar::new(bytes).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+/// Pieces on their way to be tokenized.
+struct Chunks {
+    sender: SyncSender<Vec<Piece>>,
+    pieces: Vec<Piece>,
+    held: usize,
+}
+
+impl Chunks {
+    fn push(&mut self, piece: Piece) -> Result<()> {
+        self.held += piece.text.len();
+        self.pieces.push(piece);
+        if self.held >= CHUNK { self.send() } else { Ok(()) }
+    }
+
+    fn send(&mut self) -> Result<()> {
+        self.held = 0;
+        self.sender.send(std::mem::take(&mut self.pieces)).map_err(|_| Error::new("nobody takes the text"))
+    }
+}
+
+/// Takes chunks until they end, and writes their tokens.
+fn tokenize(
+    plan: &Plan,
+    tokenizer: &Tokenizer,
+    chunks: Receiver<Vec<Piece>>,
+    [train, validation]: &mut [SplitWriter<'_>; 2],
+    show: &dyn Fn(),
+) -> Result<()> {
+    let (mut number, mut continued) = (0, false);
+    let mut quiet = Quiet(Instant::now());
+    for chunk in chunks {
+        let ids: Vec<Vec<u32>> =
+            chunk.par_iter().map(|piece| tokenizer.encode(&piece.text)).collect::<Result<_>>()?;
+        for (piece, mut ids) in chunk.into_iter().zip(ids) {
+            // A document of spaces is none.
+            if !continued && piece.ends && piece.text.trim().is_empty() {
+                continue;
+            }
+            if piece.ends {
+                ids.push(tokenizer.end_of_text());
+            }
+            let part = if for_validation(plan.seed, number, plan.val_fraction) {
+                &mut *validation
+            } else {
+                &mut *train
+            };
+            part.write(&ids, piece.ends)?;
+            number += u64::from(piece.ends);
+            continued = !piece.ends;
+        }
+        show();
+        quiet.say(|| {
+            format!(
+                "{number} documents, {} tokens",
+                crate::quantity::grouped(train.part.tokens + validation.part.tokens)
+            )
+        });
+    }
+    Ok(())
+}
+
+/// Whether a document is kept for validation: a pure function, that knows nothing of how many there are. The first
+/// never is.
+fn for_validation(seed: u64, document: u64, fraction: f64) -> bool {
+    // SplitMix64.
+    let mut bits = seed ^ document.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    for factor in [0xbf58_476d_1ce4_e5b9_u64, 0x94d0_49bb_1331_11eb] {
+        bits = (bits ^ (bits >> 30)).wrapping_mul(factor);
+    }
+    document > 0 && ((bits ^ (bits >> 31)) as f64) < fraction * 2f64.powi(64)
+}
+
+/// Lines now and then, where there is no terminal for a bar.
+struct Quiet(Instant);
+
+impl Quiet {
+    fn say(&mut self, line: impl FnOnce() -> String) {
+        if self.0.elapsed() > Duration::from_secs(10) && !console() {
+            self.0 = Instant::now();
+            tell(&line());
+        }
+    }
+}
+
+fn console() -> bool {
+    std::io::IsTerminal::is_terminal(&std::io::stderr())
+}
+
+/// The shards of one part, one after the other.
+struct SplitWriter<'a> {
+    folder: &'a Path,
+    name: &'a str,
+    format: Format,
+    shard_tokens: u64,
+    tokenizer: &'a Tokenizer,
+    open: Option<ShardWriter>,
+    part: Part,
+}
+
+impl<'a> SplitWriter<'a> {
+    fn new(
+        folder: &'a Path,
+        name: &'a str,
+        format: Format,
+        shard_tokens: u64,
+        tokenizer: &'a Tokenizer,
+    ) -> Self {
+        // nanoGPT reads one file a part.
+        let shard_tokens = if format == Format::NanoGpt { u64::MAX } else { shard_tokens };
+        Self { folder, name, format, shard_tokens, tokenizer, open: None, part: Part::default() }
+    }
+
+    /// Adds tokens of a document, and whether it ends with them. A shard that is full is cut wherever that is.
+    fn write(&mut self, mut tokens: &[u32], ends: bool) -> Result<()> {
+        while !tokens.is_empty() {
+            let shard = match &mut self.open {
+                Some(shard) => shard,
+                None => {
+                    let number = self.part.shards.len() + 1;
+                    let name = match self.format {
+                        Format::NanoGpt => format!("{}.bin", self.name),
+                        _ => format!("{}_{number:06}.bin", self.name),
+                    };
+                    let path = self.folder.join(&name);
+                    self.part.shards.push(name);
+                    let (hash, entries) = (self.tokenizer.hash(), self.tokenizer.vocab_size());
+                    self.open.insert(ShardWriter::create(&path, self.format, hash, entries)?)
+                }
+            };
+            let room = (self.shard_tokens - shard.tokens()).min(tokens.len() as u64) as usize;
+            let (now, later) = tokens.split_at(room);
+            let text_bytes = now.iter().map(|&id| self.tokenizer.bytes(id)).sum();
+            shard.write(now, text_bytes)?;
+            self.part.tokens += now.len() as u64;
+            self.part.text_bytes += text_bytes;
+            tokens = later;
+            if tokens.is_empty() && ends {
+                shard.end_document();
+                self.part.documents += 1;
+            }
+            if shard.tokens() == self.shard_tokens {
+                self.close()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn close(&mut self) -> Result<()> {
+        self.open.take().map_or(Ok(()), |shard| shard.finish().map(|_| ()))
+    }
+
+    fn finish(mut self) -> Result<Part> {
+        self.close()?;
+        Ok(self.part)
+    }
+}
+
+/// Reads every shard of a folder and compares it with its sidecar and the tokenizer; returns how many.
+///
+/// # Errors
+/// When one is not what its sidecar says, or holds an id that is not in the vocabulary.
+pub fn check(folder: &Path) -> Result<usize> {
+    let Source::Shards(files) = source::find(folder, Path::new(""))? else {
+        return Err(Error::new("no shards of tokens")
+            .got(folder.display())
+            .allowed("a folder of .bin files")
+            .hint("`sage-train data prepare TEXT --to FOLDER` makes one"));
+    };
+    let tokenizer = files.tokenizer.as_deref().map(Tokenizer::load).transpose()?;
+    let all: Vec<&PathBuf> = files.train.iter().chain(&files.validation).collect();
+    all.par_iter().try_for_each(|path| {
+        let shard = Shard::open(path)?;
+        shard.check()?;
+        let vocab = match (&tokenizer, &shard.sidecar) {
+            (Some(tokenizer), Some(sidecar)) if tokenizer.hash() != sidecar.tokenizer => {
+                return Err(Error::new("a shard was made with another tokenizer")
+                    .got(path.display())
+                    .allowed("the tokenizer.json beside it")
+                    .hint("prepare it again"));
+            }
+            (Some(tokenizer), _) => tokenizer.vocab_size(),
+            (None, Some(sidecar)) => sidecar.vocab_size,
+            (None, None) => return Ok(()),
+        };
+        let mut tokens = Vec::new();
+        for start in (0..shard.len()).step_by(1 << 20) {
+            tokens.clear();
+            shard.read(start, (shard.len() - start).min(1 << 20) as usize, &mut tokens)?;
+            if let Some(at) = tokens.iter().position(|&token| token as usize >= vocab) {
+                return Err(Error::new("a token is not in the vocabulary")
+                    .got(format!("{}: id {} at {}", path.display(), tokens[at], start + at as u64))
+                    .allowed(format!("ids below {vocab}"))
+                    .hint("is this the tokenizer that made the shard?"));
+            }
+        }
+        Ok(())
+    })?;
+    Ok(all.len())
+}
+
+impl Prepared {
+    /// Reads `dataset.json`.
+    ///
+    /// # Errors
+    /// When it is something else.
+    pub fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join("dataset.json");
+        let what = || format!("cannot read {}", path.display());
+        serde_json::from_slice(&std::fs::read(&path).map_err(during(what()))?).map_err(during(what()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_asked_part_is_for_validation() {
+        for fraction in [0.0, 0.005, 0.3] {
+            let kept = (0..100_000).filter(|&n| for_validation(7, n, fraction)).count() as f64;
+            let spread = (100_000.0 * fraction * (1.0 - fraction)).sqrt();
+            assert!((kept - 100_000.0 * fraction).abs() <= 4.0 * spread, "{kept} at {fraction}");
+        }
+        assert!(!for_validation(0, 0, 0.9));
+    }
+}

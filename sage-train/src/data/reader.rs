@@ -1,0 +1,393 @@
+//! A file to documents, a piece at a time: text, JSON lines and parquet, also compressed.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use candle_sage::{Error, Result};
+use flate2::bufread::MultiGzDecoder;
+use parquet::column::reader::ColumnReader;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+
+use super::tokenizer::{PIECE, piece_end};
+use crate::{during, unpanicked};
+
+/// What can be read, by the end of a file's name.
+pub const KINDS: &str = ".txt, .jsonl (each also .gz, .zst), .parquet";
+
+/// The longest document of a file that has many.
+const LONGEST: u64 = 256 << 20;
+
+/// Rows of a parquet file that are decoded at once.
+const ROWS: usize = 64;
+
+/// A document, or a part of a long one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Piece {
+    /// The text.
+    pub text: String,
+    /// Whether the document ends here.
+    pub ends: bool,
+}
+
+/// Takes pieces as they come.
+pub type Each<'a> = dyn FnMut(Piece) -> Result<()> + 'a;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Text,
+    Jsonl,
+    Parquet,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Packed {
+    Plain,
+    Gzip,
+    Zstd,
+}
+
+fn kind(path: &Path) -> Option<(Kind, Packed)> {
+    let name = path.file_name()?.to_str()?.to_ascii_lowercase();
+    let (name, packed) = match name.rsplit_once('.') {
+        Some((name, "gz")) => (name, Packed::Gzip),
+        Some((name, "zst")) => (name, Packed::Zstd),
+        _ => (name.as_str(), Packed::Plain),
+    };
+    match (name.rsplit_once('.')?.1, packed) {
+        ("txt", _) => Some((Kind::Text, packed)),
+        ("jsonl", _) => Some((Kind::Jsonl, packed)),
+        ("parquet", Packed::Plain) => Some((Kind::Parquet, packed)),
+        _ => None,
+    }
+}
+
+/// Whether a file's name says that it can be read.
+pub fn is_known(path: &Path) -> bool {
+    kind(path).is_some()
+}
+
+/// The error of a name that says nothing.
+pub(super) fn unknown_kind(path: &Path) -> Error {
+    Error::new("the data is of an unknown kind")
+        .got(path.display())
+        .allowed(KINDS)
+        .hint("the name's ending says what a file is; parquet is compressed inside")
+}
+
+/// Reads the documents of a file. `field` is the key or column that holds the text. A long text file comes in pieces,
+/// cut as [`super::Tokenizer::encode`] cuts; everything else whole.
+///
+/// # Errors
+/// When the file cannot be read or is not what its name says, and those of `each`.
+pub fn read(path: &Path, field: &str, each: &mut Each<'_>) -> Result<()> {
+    read_counted(path, field, &AtomicU64::new(0), each)
+}
+
+/// As [`read`]; adds the bytes of the file that have been read to `done`, as far as it is known.
+pub(super) fn read_counted(path: &Path, field: &str, done: &AtomicU64, each: &mut Each<'_>) -> Result<()> {
+    let (kind, packed) = kind(path).ok_or_else(|| unknown_kind(path))?;
+    let file = File::open(path).map_err(unreadable(path))?;
+    if kind == Kind::Parquet {
+        return parquet(path, file, field, done, each);
+    }
+    let file = BufReader::with_capacity(1 << 18, Counted { file, done });
+    let reader: Box<dyn Read + '_> = match packed {
+        Packed::Plain => Box::new(file),
+        Packed::Gzip => Box::new(MultiGzDecoder::new(file)),
+        Packed::Zstd => Box::new(zstd::Decoder::with_buffer(file).map_err(unreadable(path))?),
+    };
+    match kind {
+        Kind::Text => text(path, reader, each),
+        _ => json_lines(path, BufReader::with_capacity(1 << 20, reader), field, each),
+    }
+}
+
+/// Counts what is read of a file.
+struct Counted<'a> {
+    file: File,
+    done: &'a AtomicU64,
+}
+
+impl Read for Counted<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<usize> {
+        let read = self.file.read(bytes)?;
+        self.done.fetch_add(read as u64, Ordering::Relaxed);
+        Ok(read)
+    }
+}
+
+fn unreadable<E: std::fmt::Display>(path: &Path) -> impl FnOnce(E) -> Error {
+    let error = during(format!("cannot read {}", path.display()));
+    move |cause| error(cause).hint("is the file whole, readable, and what its name says?")
+}
+
+fn not_utf8(path: &Path, at: String) -> Error {
+    Error::new("the data is not UTF-8 text")
+        .got(format!("{}, {at}", path.display()))
+        .allowed("UTF-8")
+        .hint("convert it, e.g. with `iconv -f latin1 -t utf-8`")
+}
+
+/// One document, however long.
+fn text(path: &Path, mut reader: Box<dyn Read + '_>, each: &mut Each<'_>) -> Result<()> {
+    let (mut held, mut before) = (Vec::new(), 0);
+    loop {
+        // More than a piece, so that a cut does not depend on how the bytes came.
+        let wanted = (2 * PIECE).saturating_sub(held.len()) as u64;
+        let read = reader.by_ref().take(wanted).read_to_end(&mut held).map_err(unreadable(path))?;
+        let last = (read as u64) < wanted;
+        let valid = match std::str::from_utf8(&held) {
+            Ok(valid) => valid,
+            // A character may be cut in two where the bytes end, unless they end for good.
+            Err(error) if !last && error.error_len().is_none() => {
+                std::str::from_utf8(&held[..error.valid_up_to()]).expect("checked so far")
+            }
+            Err(error) => return Err(not_utf8(path, format!("byte {}", before + error.valid_up_to()))),
+        };
+        if last {
+            let text = valid.to_owned();
+            return each(Piece { text, ends: true });
+        }
+        let end = piece_end(valid);
+        each(Piece { text: valid[..end].to_owned(), ends: false })?;
+        held.drain(..end);
+        before += end;
+    }
+}
+
+/// A document a line.
+fn json_lines(path: &Path, mut reader: impl BufRead, field: &str, each: &mut Each<'_>) -> Result<()> {
+    let mut line = Vec::new();
+    for number in 1.. {
+        line.clear();
+        let read =
+            reader.by_ref().take(LONGEST + 1).read_until(b'\n', &mut line).map_err(unreadable(path))?;
+        if read == 0 {
+            break;
+        }
+        if read as u64 > LONGEST {
+            return Err(Error::new("a line is too long")
+                .got(format!("{}, line {number}", path.display()))
+                .allowed(format!("up to {} MiB", LONGEST >> 20))
+                .hint("every line is one document"));
+        }
+        let text = std::str::from_utf8(&line)
+            .map_err(|error| not_utf8(path, format!("line {number}, byte {}", error.valid_up_to())))?;
+        let text = text.trim().trim_start_matches('\u{feff}');
+        if text.is_empty() {
+            continue;
+        }
+        let mut json = serde_json::Deserializer::from_str(text);
+        let text = Field(field).deserialize(&mut json).and_then(|text| json.end().map(|()| text));
+        let text = text.map_err(|error| {
+            Error::new("a line is not a JSON object with text")
+                .got(format!("{}, line {number}: {error}", path.display()))
+                .allowed(format!("{{\"{field}\": \"...\"}}; other fields are passed over"))
+                .hint("every line is one document; --text-field names the field")
+        })?;
+        each(Piece { text, ends: true })?;
+    }
+    Ok(())
+}
+
+/// Picks one field of a JSON object.
+struct Field<'a>(&'a str);
+
+impl<'de> DeserializeSeed<'de> for Field<'_> {
+    type Value = String;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> std::result::Result<String, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Field<'_> {
+    type Value = String;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<String, A::Error> {
+        let mut text = None;
+        while let Some(key) = map.next_key::<std::borrow::Cow<'_, str>>()? {
+            if key == self.0 {
+                text = Some(map.next_value()?);
+            } else {
+                map.next_value::<IgnoredAny>()?;
+            }
+        }
+        text.ok_or_else(|| serde::de::Error::custom(format!("missing field `{}`", self.0)))
+    }
+}
+
+/// A document a row of one column.
+fn parquet(path: &Path, file: File, field: &str, done: &AtomicU64, each: &mut Each<'_>) -> Result<()> {
+    let size = file.metadata().map_err(unreadable(path))?.len();
+    let guarded = |work: &mut dyn FnMut() -> parquet::errors::Result<()>| {
+        unpanicked(|| work().map_err(|error| error.to_string())).map_err(unreadable(path))
+    };
+    let mut opened = None;
+    let mut file = Some(file);
+    guarded(&mut || {
+        opened = file.take().map(SerializedFileReader::new).transpose()?;
+        Ok(())
+    })?;
+    let reader = opened.expect("opened, or an error");
+    let schema = reader.metadata().file_metadata().schema_descr();
+    let names: Vec<String> = schema.columns().iter().map(|column| column.path().string()).collect();
+    let fits = |n: &usize| {
+        schema.column(*n).physical_type() == parquet::basic::Type::BYTE_ARRAY
+            && schema.column(*n).max_rep_level() == 0
+    };
+    let Some(column) = names.iter().position(|name| name == field).filter(fits) else {
+        return Err(Error::new("the parquet file has no such column of text")
+            .got(format!("{}: columns {}", path.display(), names.join(", ")))
+            .allowed(format!("a column `{field}` of strings"))
+            .hint("--text-field names the column"));
+    };
+    for group in 0..reader.num_row_groups() {
+        let mut rows = None;
+        guarded(&mut || {
+            rows = Some(reader.get_row_group(group)?.get_column_reader(column)?);
+            Ok(())
+        })?;
+        let Some(ColumnReader::ByteArrayColumnReader(mut rows)) = rows else {
+            return Err(unreadable(path)("a column that changes its type"));
+        };
+        loop {
+            let (mut levels, mut values, mut read) = (Vec::new(), Vec::new(), 0);
+            guarded(&mut || {
+                read = rows.read_records(ROWS, Some(&mut levels), None, &mut values)?.0;
+                Ok(())
+            })?;
+            if read == 0 {
+                break;
+            }
+            for value in &values {
+                let text = std::str::from_utf8(value.data())
+                    .map_err(|error| not_utf8(path, format!("a row, byte {}", error.valid_up_to())))?;
+                each(Piece { text: text.to_owned(), ends: true })?;
+            }
+        }
+        done.fetch_add(size / reader.num_row_groups() as u64, Ordering::Relaxed);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::sync::Arc;
+
+    use parquet::basic::{Compression, ZstdLevel};
+    use parquet::data_type::{ByteArray, ByteArrayType};
+    use parquet::file::properties::WriterProperties;
+    use parquet::file::writer::SerializedFileWriter;
+    use parquet::schema::parser::parse_message_type;
+
+    use super::*;
+
+    /// A parquet file with an optional column of text beside another; `None` is null.
+    pub(crate) fn write_parquet(path: &Path, rows: &[Option<&str>], compression: Compression) {
+        let schema = "message m { required binary id (UTF8); optional binary text (UTF8); }";
+        let schema = Arc::new(parse_message_type(schema).expect("a schema"));
+        let properties = WriterProperties::builder().set_compression(compression).build();
+        let file = File::create(path).expect("a file");
+        let mut writer = SerializedFileWriter::new(file, schema, properties.into()).expect("a writer");
+        for rows in rows.chunks(7) {
+            let mut group = writer.next_row_group().expect("a group");
+            let ids: Vec<ByteArray> = rows.iter().map(|_| "id".into()).collect();
+            let levels: Vec<i16> = rows.iter().map(|row| i16::from(row.is_some())).collect();
+            let texts: Vec<ByteArray> = rows.iter().flatten().map(|&text| text.into()).collect();
+            for (values, levels) in [(ids, None), (texts, Some(levels))] {
+                let mut column = group.next_column().expect("next").expect("a column");
+                column.typed::<ByteArrayType>().write_batch(&values, levels.as_deref(), None).expect("rows");
+                column.close().expect("closed");
+            }
+            group.close().expect("closed");
+        }
+        writer.close().expect("closed");
+    }
+
+    fn documents(path: &Path) -> Result<Vec<String>> {
+        let (mut documents, mut open) = (vec![], String::new());
+        read(path, "text", &mut |piece| {
+            open += &piece.text;
+            if piece.ends {
+                documents.push(std::mem::take(&mut open));
+            }
+            Ok(())
+        })?;
+        Ok(documents)
+    }
+
+    #[test]
+    fn every_kind_gives_the_same_documents() -> Result<()> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let wanted: Vec<String> = (0..20).map(|n| format!("Document {n}: é🦀\n").repeat(1 + n * n)).collect();
+        let lines: String = wanted
+            .iter()
+            .map(|d| serde_json::json!({"a": [{"text": 1}], "text": d, "z": null}).to_string() + "\r\n\n")
+            .collect();
+        let gzip = |bytes: &[u8]| {
+            let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+            std::io::Write::write_all(&mut encoder, bytes).expect("gzip");
+            encoder.finish().expect("gzip")
+        };
+        let at = |name: &str| folder.path().join(name);
+        for (name, bytes) in [
+            ("a.jsonl", lines.clone().into_bytes()),
+            ("a.JSONL.gz", gzip(lines.as_bytes())),
+            ("a.jsonl.zst", zstd::encode_all(lines.as_bytes(), 3).expect("zstd")),
+        ] {
+            std::fs::write(at(name), bytes).expect("a file");
+            assert_eq!(documents(&at(name))?, wanted, "{name}");
+        }
+        let mut rows: Vec<Option<&str>> = wanted.iter().map(|d| Some(d.as_str())).collect();
+        rows.insert(3, None);
+        for (name, compression) in [
+            ("plain", Compression::UNCOMPRESSED),
+            ("snappy", Compression::SNAPPY),
+            ("gzip", Compression::GZIP(Default::default())),
+            ("zstd", Compression::ZSTD(ZstdLevel::default())),
+            ("lz4", Compression::LZ4_RAW),
+            ("brotli", Compression::BROTLI(Default::default())),
+        ] {
+            let path = at(&format!("{name}.parquet"));
+            write_parquet(&path, &rows, compression);
+            assert_eq!(documents(&path)?, wanted, "{name}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_long_text_comes_in_the_pieces_that_the_tokenizer_would_cut() -> Result<()> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("long.txt");
+        for text in ["", "short", &"a line of é\n".repeat(50_000), &"🦀".repeat(100_000)] {
+            std::fs::write(&path, text).expect("a file");
+            let mut pieces = Vec::new();
+            read(&path, "text", &mut |piece| {
+                pieces.push(piece);
+                Ok(())
+            })?;
+            assert_eq!(pieces.iter().map(|piece| piece.text.as_str()).collect::<String>(), text);
+            assert!(pieces.last().expect("one").ends && pieces[..pieces.len() - 1].iter().all(|p| !p.ends));
+            let cut: Vec<&str> =
+                pieces.iter().flat_map(|piece| super::super::tokenizer::pieces(&piece.text)).collect();
+            assert_eq!(cut, super::super::tokenizer::pieces(text).collect::<Vec<_>>());
+        }
+        for (bytes, at) in [(&b"abc\xff"[..], "byte 3"), (b"abc\xe2\x82", "byte 3")] {
+            std::fs::write(&path, bytes).expect("a file");
+            let error = documents(&path).expect_err("not UTF-8").to_string();
+            assert!(error.contains(at), "{error}");
+        }
+        let long = [&"x".repeat(300_000).into_bytes()[..], &[0xff], &b"y".repeat(300_000)].concat();
+        std::fs::write(&path, long).expect("a file");
+        assert!(documents(&path).expect_err("not UTF-8").to_string().contains("byte 300000"));
+        Ok(())
+    }
+}

@@ -1,0 +1,455 @@
+//! Files of tokens: the headered `.bin` of llm.c and modded-nanogpt, and nanoGPT's headerless one. Each that is written
+//! here has a sidecar, `NAME.bin.json`, that says what made it and where its documents end.
+
+use std::fs::File;
+use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use candle_sage::{Error, Result};
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::{during, writing};
+
+/// Bytes of llm.c's header: 256 numbers of 32 bits.
+const HEADER: u64 = 1024;
+
+/// What tells a format, and how wide its tokens are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Format {
+    /// llm.c and modded-nanogpt: header (magic 20240520, version 1), then 16 bits a token
+    #[value(name = "llmc-u16")]
+    #[serde(rename = "llmc-u16")]
+    LlmcU16,
+    /// llm.c for large vocabularies: header (magic 20240801, version 7), then 32 bits a token
+    #[value(name = "llmc-u32")]
+    #[serde(rename = "llmc-u32")]
+    LlmcU32,
+    /// nanoGPT: no header, 16 bits a token
+    #[value(name = "nanogpt")]
+    NanoGpt,
+}
+
+impl std::fmt::Display for Format {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.to_possible_value().expect("no variant is skipped").get_name())
+    }
+}
+
+impl Format {
+    /// The smallest headered format that holds every id of a vocabulary.
+    pub fn for_vocab(vocab: usize) -> Self {
+        if vocab <= 1 << 16 { Self::LlmcU16 } else { Self::LlmcU32 }
+    }
+
+    /// Bytes of a token.
+    fn width(self) -> u64 {
+        if self == Self::LlmcU32 { 4 } else { 2 }
+    }
+
+    /// Magic number and version, where there is a header.
+    fn magic(self) -> Option<(i32, i32)> {
+        match self {
+            Self::LlmcU16 => Some((20_240_520, 1)),
+            Self::LlmcU32 => Some((20_240_801, 7)),
+            Self::NanoGpt => None,
+        }
+    }
+
+    fn header(self) -> u64 {
+        if self.magic().is_some() { HEADER } else { 0 }
+    }
+
+    /// What the first bytes of a file say. Whatever has no known magic number is taken for nanoGPT's.
+    fn of(start: &[u8]) -> Self {
+        let magic = start.first_chunk().map(|&bytes| i32::from_le_bytes(bytes));
+        [Self::LlmcU16, Self::LlmcU32]
+            .into_iter()
+            .find(|format| format.magic().map(|(number, _)| number) == magic)
+            .unwrap_or(Self::NanoGpt)
+    }
+
+    /// The bytes of tokens that fit the format.
+    fn encode(self, tokens: &[u32], bytes: &mut Vec<u8>) {
+        match self.width() {
+            2 => bytes.extend(tokens.iter().flat_map(|&token| (token as u16).to_le_bytes())),
+            _ => bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes())),
+        }
+    }
+
+    fn decode(self, bytes: &[u8], tokens: &mut Vec<u32>) {
+        match self.width() {
+            2 => tokens.extend(bytes.as_chunks().0.iter().map(|&b| u32::from(u16::from_le_bytes(b)))),
+            _ => tokens.extend(bytes.as_chunks().0.iter().map(|&b| u32::from_le_bytes(b))),
+        }
+    }
+}
+
+/// What stands beside a shard: `NAME.bin.json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sidecar {
+    /// The format of the shard.
+    pub format: Format,
+    /// Tokens in it.
+    pub tokens: u64,
+    /// SHA-256 of the whole shard.
+    pub sha256: String,
+    /// [`super::Tokenizer::hash`] of the tokenizer that made it.
+    pub tokenizer: String,
+    /// Entries of that tokenizer.
+    pub vocab_size: usize,
+    /// Bytes of text that the tokens stand for.
+    pub text_bytes: u64,
+    /// Tokens of each document, its end-of-text token included, in order: they add up to `tokens`.
+    pub document_tokens: Vec<u64>,
+    /// Whether the last document goes on in the next shard.
+    pub continues: bool,
+}
+
+impl Sidecar {
+    /// The place of a shard's sidecar.
+    pub fn path(shard: &Path) -> PathBuf {
+        let mut name = shard.as_os_str().to_owned();
+        name.push(".json");
+        name.into()
+    }
+
+    /// Reads a shard's sidecar; `None` where there is none.
+    ///
+    /// # Errors
+    /// When it cannot be read, or contradicts itself.
+    pub fn read(shard: &Path) -> Result<Option<Self>> {
+        let path = Self::path(shard);
+        if !path.exists() {
+            return Ok(None);
+        }
+        let failed = || format!("cannot use the sidecar {}", path.display());
+        let hint = "`sage-train data prepare` writes shard and sidecar together; without a sidecar a shard is read as it is";
+        let text = std::fs::read(&path).map_err(during(failed())).map_err(|error| error.hint(hint))?;
+        let sidecar: Self =
+            serde_json::from_slice(&text).map_err(during(failed())).map_err(|error| error.hint(hint))?;
+        let sum = sidecar.document_tokens.iter().try_fold(0u64, |sum, &n| sum.checked_add(n));
+        if sum != Some(sidecar.tokens) {
+            return Err(Error::new(failed())
+                .got(format!("documents of {sum:?} tokens, {} tokens in all", sidecar.tokens))
+                .allowed("documents that add up")
+                .hint(hint));
+        }
+        Ok(Some(sidecar))
+    }
+}
+
+/// A shard that is open for reading: its size is checked, its tokens stay in the file.
+#[derive(Debug)]
+pub struct Shard {
+    path: PathBuf,
+    file: File,
+    format: Format,
+    tokens: u64,
+    /// What stands beside it.
+    pub sidecar: Option<Sidecar>,
+}
+
+impl Shard {
+    /// Opens a shard and checks its header, its length and its sidecar against each other.
+    ///
+    /// # Errors
+    /// When it cannot be read, is cut off or longer than it says, or its sidecar is of another file.
+    pub fn open(path: &Path) -> Result<Self> {
+        let failed = || during::<std::io::Error>(format!("cannot read the shard {}", path.display()));
+        let file = File::open(path).map_err(failed())?;
+        let size = file.metadata().map_err(failed())?.len();
+        let mut start = Vec::new();
+        (&file).take(HEADER).read_to_end(&mut start).map_err(failed())?;
+        let format = Format::of(&start);
+        let refuse = |got: String, allowed: String| {
+            Err(Error::new(format!("{} is not a whole shard", path.display()))
+                .got(got)
+                .allowed(allowed)
+                .hint(
+                    "copy or prepare it again; `sage-train data check` compares every shard with its sidecar",
+                ))
+        };
+        let payload = size.saturating_sub(format.header());
+        let tokens = match format.magic() {
+            None => payload / format.width(),
+            Some((_, version)) => {
+                let number = |n: usize| start.get(4 * n..4 * n + 4).and_then(|b| b.first_chunk()).copied();
+                let (Some(got), Some(count)) = (number(1), number(2)) else {
+                    return refuse(format!("{size} bytes"), format!("a header of {HEADER} bytes"));
+                };
+                if i32::from_le_bytes(got) != version {
+                    return refuse(
+                        format!("version {} of format {format}", i32::from_le_bytes(got)),
+                        format!("version {version}"),
+                    );
+                }
+                u64::from(u32::from_le_bytes(count))
+            }
+        };
+        // A count from the file is compared with the file's length before anything is done with it.
+        if size < format.header() || payload != tokens * format.width() {
+            return refuse(
+                format!("{size} bytes"),
+                format!("{} bytes: {tokens} tokens in {format}", format.header() + tokens * format.width()),
+            );
+        }
+        let sidecar = Sidecar::read(path)?;
+        if let Some(sidecar) = sidecar.as_ref().filter(|s| (s.format, s.tokens) != (format, tokens)) {
+            return refuse(
+                format!("{tokens} tokens in {format}"),
+                format!("{} in {}, as its sidecar says", sidecar.tokens, sidecar.format),
+            );
+        }
+        Ok(Self { path: path.to_owned(), file, format, tokens, sidecar })
+    }
+
+    /// Tokens in it.
+    pub fn len(&self) -> u64 {
+        self.tokens
+    }
+
+    /// Whether it holds no tokens.
+    pub fn is_empty(&self) -> bool {
+        self.tokens == 0
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Appends tokens `start..start + count`, which must be there.
+    ///
+    /// # Errors
+    /// When the file cannot be read, or has become shorter.
+    pub fn read(&self, start: u64, count: usize, tokens: &mut Vec<u32>) -> Result<()> {
+        assert!(start + count as u64 <= self.tokens, "tokens of the shard");
+        let mut bytes = vec![0; count * self.format.width() as usize];
+        let at = self.format.header() + start * self.format.width();
+        read_exact_at(&self.file, &mut bytes, at)
+            .map_err(during(format!("cannot read the shard {}", self.path.display())))
+            .map_err(|error| error.hint("has it been changed since the run began?"))?;
+        self.format.decode(&bytes, tokens);
+        Ok(())
+    }
+
+    /// Reads all of it and compares it with its sidecar.
+    ///
+    /// # Errors
+    /// When a token is not in the vocabulary or the bytes are not the sidecar's.
+    pub fn check(&self) -> Result<()> {
+        let Some(sidecar) = &self.sidecar else { return Ok(()) };
+        let mut file = File::open(&self.path).map_err(during(self.path.display().to_string()))?;
+        let mut hash = Sha256::new();
+        std::io::copy(&mut file, &mut hash).map_err(during(self.path.display().to_string()))?;
+        let got = hex(&hash.finalize());
+        if got != sidecar.sha256 {
+            return Err(Error::new(format!("{} is not what its sidecar describes", self.path.display()))
+                .got(format!("SHA-256 {got}"))
+                .allowed(&sidecar.sha256)
+                .hint("copy or prepare it again"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(unix)]
+fn read_exact_at(file: &File, bytes: &mut [u8], at: u64) -> std::io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, bytes, at)
+}
+
+#[cfg(windows)]
+fn read_exact_at(file: &File, mut bytes: &mut [u8], mut at: u64) -> std::io::Result<()> {
+    while !bytes.is_empty() {
+        let read = std::os::windows::fs::FileExt::seek_read(file, bytes, at)?;
+        if read == 0 {
+            return Err(std::io::ErrorKind::UnexpectedEof.into());
+        }
+        (bytes, at) = (&mut bytes[read..], at + read as u64);
+    }
+    Ok(())
+}
+
+/// Writes one shard. Nothing counts until [`ShardWriter::finish`].
+#[derive(Debug)]
+pub struct ShardWriter {
+    path: PathBuf,
+    file: BufWriter<File>,
+    sidecar: Sidecar,
+    /// Tokens of the document at hand.
+    document: u64,
+    buffer: Vec<u8>,
+}
+
+impl ShardWriter {
+    /// Begins a shard that does not exist.
+    ///
+    /// # Errors
+    /// When the file cannot be made.
+    pub fn create(path: &Path, format: Format, tokenizer: &str, vocab_size: usize) -> Result<Self> {
+        let mut file = BufWriter::with_capacity(1 << 20, File::create_new(path).map_err(writing(path))?);
+        file.write_all(&vec![0; format.header() as usize]).map_err(writing(path))?;
+        let sidecar = Sidecar {
+            format,
+            tokens: 0,
+            sha256: String::new(),
+            tokenizer: tokenizer.into(),
+            vocab_size,
+            text_bytes: 0,
+            document_tokens: Vec::new(),
+            continues: false,
+        };
+        Ok(Self { path: path.to_owned(), file, sidecar, document: 0, buffer: Vec::new() })
+    }
+
+    /// Tokens written so far.
+    pub fn tokens(&self) -> u64 {
+        self.sidecar.tokens
+    }
+
+    /// Adds tokens, and the text that they stand for.
+    ///
+    /// # Errors
+    /// When the file cannot be written, or an id does not fit the format.
+    pub fn write(&mut self, tokens: &[u32], text_bytes: u64) -> Result<()> {
+        if let Some(token) = tokens.iter().find(|&&t| self.sidecar.format.width() == 2 && t > 0xffff) {
+            return Err(Error::new("a token does not fit the format")
+                .got(format!("id {token} in {}", self.sidecar.format))
+                .allowed("ids up to 65535")
+                .hint("--format llmc-u32"));
+        }
+        self.buffer.clear();
+        self.sidecar.format.encode(tokens, &mut self.buffer);
+        self.file.write_all(&self.buffer).map_err(writing(&self.path))?;
+        self.sidecar.tokens += tokens.len() as u64;
+        self.document += tokens.len() as u64;
+        self.sidecar.text_bytes += text_bytes;
+        Ok(())
+    }
+
+    /// Ends the document at hand.
+    pub fn end_document(&mut self) {
+        self.sidecar.document_tokens.push(std::mem::take(&mut self.document));
+    }
+
+    /// Completes the shard on the disk, and writes its sidecar.
+    ///
+    /// # Errors
+    /// When a file cannot be written.
+    pub fn finish(mut self) -> Result<Sidecar> {
+        self.sidecar.continues = self.document > 0;
+        if self.sidecar.continues {
+            self.end_document();
+        }
+        let path = self.path;
+        let failed = || writing(&path);
+        let mut file = self.file.into_inner().map_err(|error| failed()(error.into_error()))?;
+        if let Some((magic, version)) = self.sidecar.format.magic() {
+            let count = u32::try_from(self.sidecar.tokens).map_err(|_| {
+                Error::new("a shard has too many tokens for its header")
+                    .got(self.sidecar.tokens)
+                    .allowed("up to 4,294,967,295")
+                    .hint("--shard-tokens 100m")
+            })?;
+            file.seek(SeekFrom::Start(0)).map_err(failed())?;
+            let numbers = [magic.to_le_bytes(), version.to_le_bytes(), count.to_le_bytes()];
+            file.write_all(numbers.as_flattened()).map_err(failed())?;
+        }
+        file.sync_all().map_err(failed())?;
+        drop(file);
+        let mut hash = Sha256::new();
+        std::io::copy(&mut File::open(&path).map_err(failed())?, &mut hash).map_err(failed())?;
+        self.sidecar.sha256 = hex(&hash.finalize());
+        let beside = Sidecar::path(&path);
+        let text = serde_json::to_vec(&self.sidecar).expect("plain values");
+        std::fs::write(&beside, text).map_err(writing(&beside))?;
+        Ok(self.sidecar)
+    }
+}
+
+/// Bytes as hexadecimal digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FORMATS: [Format; 3] = [Format::LlmcU16, Format::LlmcU32, Format::NanoGpt];
+
+    fn shard(folder: &Path, format: Format) -> PathBuf {
+        let path = folder.join(format!("{format}.bin"));
+        let mut writer = ShardWriter::create(&path, format, "t", 70_000).expect("a shard");
+        for document in 0..5u32 {
+            let tokens: Vec<u32> = (0..100 + document).map(|n| n * 300 + document).collect();
+            writer.write(&tokens[..50], 70).expect("tokens");
+            writer.write(&tokens[50..], 71).expect("tokens");
+            if document < 4 {
+                writer.end_document();
+            }
+        }
+        let sidecar = writer.finish().expect("whole");
+        assert_eq!(sidecar.document_tokens, [100, 101, 102, 103, 104]);
+        assert!(sidecar.continues && sidecar.tokens == 510 && sidecar.text_bytes == 705);
+        path
+    }
+
+    #[test]
+    fn every_format_reads_what_it_wrote() -> Result<()> {
+        let folder = tempfile::tempdir().expect("a folder");
+        for format in FORMATS {
+            let path = shard(folder.path(), format);
+            let shard = Shard::open(&path)?;
+            assert_eq!(shard.len(), 510);
+            shard.check()?;
+            let mut tokens = Vec::new();
+            shard.read(98, 5, &mut tokens)?;
+            assert_eq!(tokens, [98 * 300, 99 * 300, 1, 301, 601]);
+            // Without its sidecar it is read all the same.
+            std::fs::remove_file(Sidecar::path(&path)).expect("removed");
+            assert_eq!(Shard::open(&path)?.len(), 510);
+        }
+        Ok(())
+    }
+
+    /// The layout that llm.c's `dataloader.h` and modded-nanogpt read, byte for byte.
+    #[test]
+    fn the_headered_format_is_llm_cs() -> Result<()> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("a.bin");
+        let mut writer = ShardWriter::create(&path, Format::LlmcU16, "t", 50_257)?;
+        writer.write(&[50_256, 1], 0)?;
+        writer.finish()?;
+        let bytes = std::fs::read(&path).expect("a file");
+        assert_eq!(bytes.len(), 1024 + 4);
+        assert_eq!(bytes[..12], [0x88, 0xd8, 0x34, 0x01, 1, 0, 0, 0, 2, 0, 0, 0]);
+        assert!(bytes[12..1024].iter().all(|&b| b == 0));
+        assert_eq!(bytes[1024..], [0x50, 0xc4, 1, 0]);
+        Ok(())
+    }
+
+    #[test]
+    fn what_is_not_whole_is_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        for format in FORMATS {
+            let path = shard(folder.path(), format);
+            let whole = std::fs::read(&path).expect("a file");
+            for bytes in [&whole[..whole.len() - 1], &whole[..whole.len() - 4], &whole[..10], &[]] {
+                std::fs::write(&path, bytes).expect("a file");
+                assert!(Shard::open(&path).is_err(), "{format}, {} bytes", bytes.len());
+            }
+            let mut changed = whole.clone();
+            *changed.last_mut().expect("bytes") ^= 1;
+            std::fs::write(&path, changed).expect("a file");
+            assert!(Shard::open(&path).expect("whole").check().is_err(), "{format}");
+        }
+        let mut writer =
+            ShardWriter::create(&folder.path().join("b.bin"), Format::NanoGpt, "t", 70_000).expect("a shard");
+        assert!(writer.write(&[65_536], 0).is_err());
+    }
+}

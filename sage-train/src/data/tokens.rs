@@ -1,0 +1,146 @@
+//! One long list of tokens, in memory or in shards.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_sage::Result;
+
+use super::shard::Shard;
+
+/// A list of tokens. What is in files stays there until it is read.
+#[derive(Debug, Clone, Default)]
+pub struct Tokens {
+    parts: Vec<Part>,
+    len: u64,
+}
+
+/// A piece of memory or of a shard, and the place of its first token in the list.
+#[derive(Debug, Clone)]
+struct Part {
+    from: From,
+    range: Range<u64>,
+    at: u64,
+}
+
+#[derive(Debug, Clone)]
+enum From {
+    Memory(Arc<Vec<u32>>),
+    Shard(Arc<Shard>),
+}
+
+impl std::convert::From<Vec<u32>> for Tokens {
+    fn from(tokens: Vec<u32>) -> Self {
+        let len = tokens.len() as u64;
+        Self { parts: vec![Part { from: From::Memory(Arc::new(tokens)), range: 0..len, at: 0 }], len }
+    }
+}
+
+impl std::convert::From<Vec<Shard>> for Tokens {
+    /// The shards one behind the other.
+    fn from(shards: Vec<Shard>) -> Self {
+        let mut all = Self::default();
+        for shard in shards {
+            let range = 0..shard.len();
+            all.parts.push(Part { from: From::Shard(Arc::new(shard)), range: range.clone(), at: all.len });
+            all.len += range.end;
+        }
+        all
+    }
+}
+
+impl Tokens {
+    /// Tokens in all.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// A part of the list.
+    #[must_use]
+    pub fn slice(&self, range: Range<u64>) -> Self {
+        let mut all = Self::default();
+        for part in &self.parts {
+            let (first, last) = (range.start.max(part.at), range.end.min(part.at + span(&part.range)));
+            if first < last {
+                let start = part.range.start + first - part.at;
+                all.parts.push(Part { range: start..start + last - first, at: all.len, ..part.clone() });
+                all.len += last - first;
+            }
+        }
+        all
+    }
+
+    /// Appends tokens `start..start + count`, which must be there, to a list.
+    ///
+    /// # Errors
+    /// When a shard cannot be read.
+    pub fn read(&self, start: u64, count: usize, out: &mut Vec<u32>) -> Result<()> {
+        let (mut at, end) = (start, start + count as u64);
+        assert!(end <= self.len, "tokens of the list");
+        let first = self.parts.partition_point(|part| part.at + span(&part.range) <= start);
+        for part in &self.parts[first..] {
+            if at == end {
+                break;
+            }
+            let from = part.range.start + at - part.at;
+            let count = (end - at).min(part.range.end - from);
+            match &part.from {
+                From::Memory(tokens) => {
+                    out.extend_from_slice(&tokens[from as usize..(from + count) as usize])
+                }
+                From::Shard(shard) => shard.read(from, count as usize, out)?,
+            }
+            at += count;
+        }
+        Ok(())
+    }
+
+    /// The tokens themselves, for small lists.
+    ///
+    /// # Errors
+    /// As [`Tokens::read`].
+    pub fn to_vec(&self) -> Result<Vec<u32>> {
+        let mut tokens = Vec::new();
+        self.read(0, self.len as usize, &mut tokens)?;
+        Ok(tokens)
+    }
+}
+
+fn span(range: &Range<u64>) -> u64 {
+    range.end - range.start
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::shard::{Format, ShardWriter};
+    use super::*;
+
+    #[test]
+    fn any_part_of_memory_and_shards_is_what_it_should_be() -> Result<()> {
+        let all: Vec<u32> = (0..1000).map(|n| n * 7).collect();
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut shards = Vec::new();
+        for (n, range) in [0..300, 300..300, 300..301, 301..1000].into_iter().enumerate() {
+            let path = folder.path().join(format!("{n}.bin"));
+            let mut writer = ShardWriter::create(&path, Format::LlmcU16, "t", 7000)?;
+            writer.write(&all[range], 0)?;
+            writer.finish()?;
+            shards.push(Shard::open(&path)?);
+        }
+        for tokens in [Tokens::from(all.clone()), Tokens::from(shards)] {
+            assert_eq!(tokens.to_vec()?, all);
+            for (start, end) in [(0, 1000), (0, 0), (299, 302), (300, 301), (999, 1000), (10, 290)] {
+                let part = tokens.slice(start..end);
+                assert_eq!(part.to_vec()?, all[start as usize..end as usize]);
+                let inner = part.slice(part.len() / 3..part.len());
+                let offset = start + (end - start) / 3;
+                assert_eq!(inner.to_vec()?, all[offset as usize..end as usize]);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,233 @@
+//! Loss on text that is not trained on, and HellaSwag.
+
+use std::path::Path;
+
+use candle_core::{Device, Tensor};
+use candle_sage::{Error, Result};
+
+use crate::data::{Batches, Cut, Mixture, Tokenizer};
+use crate::during;
+use crate::model::{Input, Llama};
+
+/// The result of a validation.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Evaluation {
+    /// Nats a token.
+    pub loss: f64,
+    /// Bits a byte of text: comparable between tokenizers.
+    pub bits_per_byte: f64,
+    /// Tokens that were predicted.
+    pub tokens: u64,
+}
+
+/// Mean loss over the first `tokens` tokens in whole sequences, always the same ones, `batch` sequences at a time.
+///
+/// # Errors
+/// When the data cannot be read, or the device fails.
+pub fn evaluate(
+    model: &Llama,
+    data: &Mixture,
+    cut: Cut,
+    tokenizer: &Tokenizer,
+    tokens: u64,
+    batch: usize,
+    device: &Device,
+) -> Result<Evaluation> {
+    let batches = Batches::new(data, cut);
+    let wanted = tokens.div_ceil(cut.context as u64).min(batches.sequences());
+    let (mut sum, mut bytes, mut first) = (0.0, 0, 0);
+    while first < wanted {
+        let count = (batch as u64).min(wanted - first);
+        let sequences = batches.in_order(first, count as usize)?;
+        // The bytes of exactly the tokens that were predicted.
+        bytes += sequences.targets().iter().map(|&id| tokenizer.bytes(id)).sum::<u64>();
+        let loss = || -> candle_core::Result<f32> {
+            let batch = sequences.to_device(device)?;
+            let input = Input { ids: &batch.ids, documents: batch.documents.as_ref() };
+            model.loss(input, &batch.targets)?.to_scalar::<f32>()
+        };
+        sum += f64::from(loss().map_err(during("validation"))?) * count as f64;
+        first += count;
+    }
+    let loss = sum / wanted as f64;
+    let tokens = wanted * cut.context as u64;
+    let bits = loss * tokens as f64 / std::f64::consts::LN_2;
+    Ok(Evaluation { loss, bits_per_byte: bits / bytes as f64, tokens })
+}
+
+/// A beginning, and endings to choose from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Example {
+    /// Tokens of the beginning.
+    pub context: Vec<u32>,
+    /// Tokens of each ending.
+    pub endings: Vec<Vec<u32>>,
+    /// The right one.
+    pub label: usize,
+}
+
+/// Magic number and version of llm.c's multiple-choice files (`dev/data/data_common.py`, `write_evalfile`).
+const MAGIC: [i32; 2] = [20_240_522, 1];
+const HEADER: usize = 1024;
+const BEGIN: u16 = u16::MAX;
+
+/// Reads HellaSwag as llm.c's `hellaswag_val.bin` has it: a header of 256 numbers of 32 bits, then for each example in 16
+/// bits a number: 65535, its bytes, its index, the label, the number of endings, then length and tokens of the context
+/// and of each ending.
+///
+/// # Errors
+/// When the file is something else.
+pub fn read_examples(path: &Path) -> Result<Vec<Example>> {
+    let failed = |got: String| {
+        Error::new(format!("{} is not a file of examples", path.display()))
+            .got(got)
+            .allowed("llm.c's multiple-choice .bin: magic 20240522, version 1")
+            .hint("llm.c's dev/data/hellaswag.py writes hellaswag_val.bin")
+    };
+    let bytes = std::fs::read(path).map_err(|error| failed(error.to_string()))?;
+    let Some((header, rest)) = bytes.split_at_checked(HEADER) else {
+        return Err(failed(format!("{} bytes", bytes.len())));
+    };
+    let number = |n: usize| header[4 * n..].first_chunk().map_or(0, |&b| i32::from_le_bytes(b));
+    if [number(0), number(1)] != MAGIC {
+        return Err(failed(format!("magic {}, version {}", number(0), number(1))));
+    }
+    let words: Vec<u16> = rest.as_chunks().0.iter().map(|&b| u16::from_le_bytes(b)).collect();
+    let mut words = Words { rest: &words };
+    let mut examples = Vec::new();
+    while !words.rest.is_empty() {
+        let example =
+            words.example().ok_or_else(|| failed(format!("example {} is broken", examples.len())))?;
+        examples.push(example);
+    }
+    if examples.is_empty() || examples.len() as i64 != i64::from(number(2)) {
+        return Err(failed(format!("{} examples of {}", examples.len(), number(2))));
+    }
+    Ok(examples)
+}
+
+struct Words<'a> {
+    rest: &'a [u16],
+}
+
+impl Words<'_> {
+    fn one(&mut self) -> Option<u16> {
+        let (&first, rest) = self.rest.split_first()?;
+        self.rest = rest;
+        Some(first)
+    }
+
+    fn list(&mut self) -> Option<Vec<u32>> {
+        let len = usize::from(self.one()?);
+        let (list, rest) = self.rest.split_at_checked(len)?;
+        self.rest = rest;
+        (len > 0).then(|| list.iter().map(|&token| u32::from(token)).collect())
+    }
+
+    fn example(&mut self) -> Option<Example> {
+        let before = self.rest.len();
+        let (begin, bytes, _index) = (self.one()?, self.one()?, self.one()?);
+        let (label, endings) = (usize::from(self.one()?), usize::from(self.one()?));
+        let context = self.list()?;
+        let endings: Vec<Vec<u32>> = (0..endings).map(|_| self.list()).collect::<Option<_>>()?;
+        let whole = 2 * (before - self.rest.len()) == usize::from(bytes);
+        (begin == BEGIN && whole && label < endings.len()).then_some(Example { context, endings, label })
+    }
+}
+
+/// How many examples the model gets right: the ending with the lowest mean loss of its tokens counts as its choice
+/// (llm.c's and lm-eval's `acc_norm`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Choices {
+    /// Right ones.
+    pub right: usize,
+    /// Of so many.
+    pub examples: usize,
+}
+
+/// Lets a model choose. A beginning that does not fit the context loses its first tokens.
+///
+/// # Errors
+/// When an id is not in the vocabulary, or the device fails.
+pub fn choose(
+    model: &Llama,
+    examples: &[Example],
+    context: usize,
+    device: &Device,
+    each: &mut dyn FnMut(Choices),
+) -> Result<Choices> {
+    let mut choices = Choices { right: 0, examples: 0 };
+    for example in examples {
+        let losses = losses(model, example, context, device).map_err(during("choosing an ending"))?;
+        let choice = (0..losses.len()).min_by(|&a, &b| losses[a].total_cmp(&losses[b]));
+        choices.right += usize::from(choice == Some(example.label));
+        choices.examples += 1;
+        each(choices);
+    }
+    Ok(choices)
+}
+
+/// Mean loss of each ending.
+fn losses(
+    model: &Llama,
+    example: &Example,
+    context: usize,
+    device: &Device,
+) -> candle_core::Result<Vec<f32>> {
+    let loss = |ending: &Vec<u32>| {
+        let ending = &ending[..ending.len().min(context - 1)];
+        let keep = example.context.len().min(context - ending.len());
+        let start = example.context.len() - keep;
+        let all = [&example.context[start..], ending].concat();
+        let (ids, targets) = (&all[..all.len() - 1], &all[keep..]);
+        let ids = Tensor::new(ids, device)?.unsqueeze(0)?;
+        model.loss_of_last(&ids, &Tensor::new(targets, device)?)?.to_scalar::<f32>()
+    };
+    example.endings.iter().map(loss).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As `write_evalfile` lays it out.
+    fn file(examples: &[Example]) -> Vec<u8> {
+        let mut out = Vec::new();
+        let header = [20_240_522, 1, examples.len() as i32, 0];
+        header.iter().for_each(|n| out.extend(n.to_le_bytes()));
+        out.resize(HEADER, 0);
+        for (index, example) in examples.iter().enumerate() {
+            let mut words = vec![BEGIN, 0, index as u16, example.label as u16, example.endings.len() as u16];
+            for list in std::iter::once(&example.context).chain(&example.endings) {
+                words.push(list.len() as u16);
+                words.extend(list.iter().map(|&token| token as u16));
+            }
+            words[1] = 2 * words.len() as u16;
+            words.iter().for_each(|word| out.extend(word.to_le_bytes()));
+        }
+        out
+    }
+
+    #[test]
+    fn examples_are_read_and_broken_ones_refused() -> Result<()> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("hellaswag.bin");
+        let example = |n: u32| Example {
+            context: vec![n, n + 1],
+            endings: (0..4).map(|ending| (0..=ending).map(|token| n + token).collect()).collect(),
+            label: n as usize % 4,
+        };
+        let examples: Vec<Example> = (0..9).map(example).collect();
+        let whole = file(&examples);
+        std::fs::write(&path, &whole).expect("a file");
+        assert_eq!(read_examples(&path)?, examples);
+        for at in 0..whole.len() {
+            if (16..HEADER).contains(&at) {
+                continue;
+            }
+            std::fs::write(&path, &whole[..at]).expect("a file");
+            assert!(read_examples(&path).is_err(), "{at} bytes");
+        }
+        Ok(())
+    }
+}

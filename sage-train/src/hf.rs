@@ -1,0 +1,281 @@
+//! Hugging Face's format, both ways: a Llama where QK-norm is off, a Qwen3 where it is on. `config.json` is the shape,
+//! `model.safetensors` (or several, with an index) the weights, under the names that a run's own have.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Component, Path};
+
+use candle_core::{DType, Device};
+use candle_sage::{Error, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::data::Tokenizer;
+use crate::model::{LlamaConfig, ParameterSpec, Parameters, StateFile};
+use crate::quantity::Quantity;
+use crate::settings::{Settings, Switch};
+use crate::trained::Trained;
+use crate::{during, writing};
+
+const CONFIG: &str = "config.json";
+const WEIGHTS: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+const HINT: &str = "Llama (SmolLM, Llama 3.2) and Qwen3 with a tied embedding can be continued";
+
+/// What of a `config.json` matters here; what would change the computation is checked.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+struct HfConfig {
+    model_type: String,
+    vocab_size: usize,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: Option<usize>,
+    head_dim: Option<usize>,
+    rms_norm_eps: f64,
+    max_position_embeddings: usize,
+    #[serde(default)]
+    tie_word_embeddings: bool,
+    #[serde(default)]
+    attention_bias: bool,
+    #[serde(default)]
+    mlp_bias: bool,
+    #[serde(default)]
+    use_sliding_window: bool,
+    hidden_act: Option<String>,
+    rope_theta: Option<f64>,
+    rope_scaling: Option<Rope>,
+    /// Of transformers 5, in the place of the two before.
+    rope_parameters: Option<Rope>,
+}
+
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+struct Rope {
+    #[serde(alias = "type")]
+    rope_type: Option<String>,
+    rope_theta: Option<f64>,
+}
+
+fn unusable(folder: &Path, got: String, allowed: &str) -> Error {
+    Error::new(format!("the model in {} cannot be continued", folder.display()))
+        .got(got)
+        .allowed(allowed)
+        .hint(HINT)
+}
+
+impl HfConfig {
+    fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join(CONFIG);
+        let failed = || format!("cannot use {}", path.display());
+        let text = std::fs::read(&path).map_err(during(failed())).map_err(|error| {
+            error.hint("--init-from takes a folder with config.json, model.safetensors, tokenizer.json")
+        })?;
+        let config: Self =
+            serde_json::from_slice(&text).map_err(during(failed())).map_err(|error| error.hint(HINT))?;
+        config.check(folder)?;
+        Ok(config)
+    }
+
+    fn check(&self, folder: &Path) -> Result<()> {
+        let scaled = [&self.rope_scaling, &self.rope_parameters]
+            .into_iter()
+            .flatten()
+            .find_map(|rope| rope.rope_type.clone().filter(|kind| kind != "default"));
+        let refused = [
+            (
+                !["llama", "qwen3"].contains(&self.model_type.as_str()),
+                format!("model_type {}", self.model_type),
+                "llama, qwen3",
+            ),
+            (!self.tie_word_embeddings, "an output matrix of its own".into(), "tie_word_embeddings: true"),
+            (self.attention_bias || self.mlp_bias, "biases".into(), "attention_bias and mlp_bias: false"),
+            (self.use_sliding_window, "a sliding window".into(), "use_sliding_window: false"),
+            (
+                self.hidden_act.as_deref().is_some_and(|act| act != "silu"),
+                format!("{:?}", self.hidden_act),
+                "hidden_act: silu",
+            ),
+            (
+                scaled.is_some(),
+                format!("rotary scaling {}", scaled.unwrap_or_default()),
+                "rope_type: default",
+            ),
+            (self.num_attention_heads == 0, "no heads".into(), "1 and up"),
+        ];
+        match refused.into_iter().find(|(refused, ..)| *refused) {
+            Some((_, got, allowed)) => Err(unusable(folder, got, allowed)),
+            None => Ok(()),
+        }
+    }
+
+    fn rope_theta(&self) -> f64 {
+        self.rope_parameters.as_ref().and_then(|rope| rope.rope_theta).or(self.rope_theta).unwrap_or(10_000.0)
+    }
+}
+
+/// The settings that a folder's `config.json` stands for. The context stays open: any up to the model's will do.
+///
+/// # Errors
+/// When it is a model of another kind.
+pub fn settings(folder: &Path) -> Result<Settings> {
+    let config = HfConfig::read(folder)?;
+    let tokenizer = folder.join("tokenizer.json");
+    Ok(Settings {
+        vocab_size: Some(Quantity(config.vocab_size as u64)),
+        layers: Some(config.num_hidden_layers),
+        width: Some(config.hidden_size),
+        heads: Some(config.num_attention_heads),
+        key_heads: config.num_key_value_heads,
+        head_dim: Some(config.head_dim.unwrap_or(config.hidden_size / config.num_attention_heads)),
+        ffn: Some(config.intermediate_size),
+        norm_eps: Some(config.rms_norm_eps),
+        rope_base: Some(config.rope_theta()),
+        qk_norm: Some(if config.model_type == "qwen3" { Switch::On } else { Switch::Off }),
+        tokenizer: tokenizer.exists().then(|| tokenizer.display().to_string()),
+        ..Settings::default()
+    })
+}
+
+/// Its longest sequence.
+///
+/// # Errors
+/// As [`settings`].
+pub fn longest(folder: &Path) -> Result<usize> {
+    Ok(HfConfig::read(folder)?.max_position_embeddings)
+}
+
+/// The weights of a folder. Rows that the embedding has beyond the file's are not invented: the shape must be the same.
+///
+/// # Errors
+/// When a file is missing, damaged, or of another shape.
+pub fn load(
+    folder: &Path,
+    config: &LlamaConfig,
+    device: &Device,
+    dtype: DType,
+    trained: bool,
+) -> Result<Parameters> {
+    HfConfig::read(folder)?;
+    let files = weight_files(folder)?;
+    let opened = files.iter().map(|name| StateFile::open(&folder.join(name))).collect::<Result<Vec<_>>>()?;
+    let values = |spec: &ParameterSpec| {
+        let holder = opened.iter().find(|file| file.contains(&spec.name)).unwrap_or(&opened[0]);
+        holder.values(spec, "")
+    };
+    Parameters::from_values(config, &values, device, dtype, trained)
+}
+
+/// One file, or those that the index names.
+fn weight_files(folder: &Path) -> Result<BTreeSet<String>> {
+    let index = folder.join(INDEX);
+    if folder.join(WEIGHTS).exists() || !index.exists() {
+        return Ok([WEIGHTS.to_owned()].into());
+    }
+    #[derive(Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let failed = || format!("cannot use {}", index.display());
+    let text = std::fs::read(&index).map_err(during(failed()))?;
+    let Index { weight_map } = serde_json::from_slice(&text).map_err(during(failed()))?;
+    let files: BTreeSet<String> = weight_map.into_values().collect();
+    let plain = |name: &String| {
+        let mut parts = Path::new(name).components();
+        matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None)) && !name.contains('\\')
+    };
+    match files.iter().find(|name| !plain(name)) {
+        Some(name) => Err(unusable(folder, format!("{INDEX} names `{name}`"), "files of the same folder")),
+        None if files.is_empty() => Err(unusable(folder, format!("{INDEX} names no file"), "at least one")),
+        None => Ok(files),
+    }
+}
+
+/// A model's `config.json`.
+fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Value {
+    let (kind, class) =
+        if config.qk_norm { ("qwen3", "Qwen3ForCausalLM") } else { ("llama", "LlamaForCausalLM") };
+    json!({
+        "architectures": [class],
+        "model_type": kind,
+        "vocab_size": config.vocab,
+        "hidden_size": config.width,
+        "intermediate_size": config.ffn,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.key_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_base,
+        "rope_parameters": { "rope_type": "default", "rope_theta": config.rope_base },
+        "initializer_range": config.init_std,
+        "tie_word_embeddings": true,
+        "attention_bias": false,
+        "attention_dropout": 0.0,
+        "mlp_bias": false,
+        "use_sliding_window": false,
+        "use_cache": true,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "torch_dtype": if dtype == DType::BF16 { "bfloat16" } else { "float32" },
+    })
+}
+
+/// Writes the model of a run into a new folder, as `transformers` loads it.
+///
+/// # Errors
+/// When the folder exists or cannot be written, or the model has no attention.
+pub fn export(run: &Trained, to: &Path, dtype: DType) -> Result<()> {
+    if run.config.model.scheme.is_none() {
+        return Err(Error::new("a model without attention has no name in transformers")
+            .got("--attn none")
+            .allowed("a run with --attn fpa or sagebwd")
+            .hint("its weights are in model.safetensors, under the same names"));
+    }
+    if to.exists() {
+        return Err(Error::new("the folder exists already")
+            .got(to.display())
+            .allowed("a new folder")
+            .hint("--to names another; nothing is ever overwritten"));
+    }
+    let mut partial = to.as_os_str().to_owned();
+    partial.push(".partial");
+    let partial = Path::new(&partial);
+    std::fs::create_dir_all(partial).map_err(writing(partial))?;
+    let written =
+        export_into(run, partial, dtype).and_then(|()| std::fs::rename(partial, to).map_err(writing(to)));
+    if written.is_err() {
+        let _ = std::fs::remove_dir_all(partial);
+    }
+    written
+}
+
+fn export_into(run: &Trained, to: &Path, dtype: DType) -> Result<()> {
+    let write = |name: &str, value: &Value| {
+        let path = to.join(name);
+        std::fs::write(&path, serde_json::to_string_pretty(value).expect("plain values"))
+            .map_err(writing(&path))
+    };
+    let end = run.tokenizer.end_of_text();
+    write(CONFIG, &config_json(&run.config.model, end, dtype))?;
+    write("generation_config.json", &json!({ "bos_token_id": end, "eos_token_id": end }))?;
+    write("tokenizer_config.json", &tokenizer_config(&run.tokenizer, run.config.model.context)?)?;
+    run.tokenizer.save(&to.join("tokenizer.json"))?;
+    let weights = to.join(WEIGHTS);
+    run.parameters
+        .snapshot(false)
+        .and_then(|snapshot| snapshot.save_as(&weights, dtype))
+        .map_err(writing(&weights))
+}
+
+fn tokenizer_config(tokenizer: &Tokenizer, context: usize) -> Result<Value> {
+    let end = tokenizer.entry(tokenizer.end_of_text())?;
+    Ok(json!({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "bos_token": end,
+        "eos_token": end,
+        "clean_up_tokenization_spaces": false,
+    }))
+}

@@ -1,0 +1,80 @@
+//! A trained model with all that it takes to use it: from the folder of a run, or one in Hugging Face's format.
+
+use std::path::Path;
+
+use candle_core::Device;
+use candle_sage::{Error, Result};
+
+use crate::config::Config;
+use crate::data::Tokenizer;
+use crate::device::Place;
+use crate::during;
+use crate::hf;
+use crate::model::{Llama, Parameters};
+use crate::quantity::Quantity;
+use crate::settings::Settings;
+
+/// A model, its settings and its tokenizer.
+#[derive(Debug)]
+pub struct Trained {
+    /// The run's settings; of a folder in Hugging Face's format what can be known.
+    pub config: Config,
+    /// The weights.
+    pub parameters: Parameters,
+    /// The tokenizer.
+    pub tokenizer: Tokenizer,
+    /// Where it computes.
+    pub device: Device,
+}
+
+impl Trained {
+    /// Opens a folder. `settings` win over the run's. `trained`: whether there will be gradients.
+    ///
+    /// # Errors
+    /// When it is no such folder, or a file of it is missing or damaged.
+    pub fn open(folder: &Path, place: Place, settings: Settings, trained: bool) -> Result<Self> {
+        let settings = Settings { device: Some(place), ..settings };
+        let device = place.open()?;
+        let tokenizer = || Tokenizer::load(&folder.join("tokenizer.json"));
+        let saved = folder.join("config.toml");
+        if !saved.exists() && folder.join("config.json").exists() {
+            let context = settings.context.unwrap_or(Quantity(hf::longest(folder)?.min(4096) as u64));
+            let settings = Settings { context: Some(context), ..settings.over(hf::settings(folder)?) };
+            let config = Config::resolve(settings)?;
+            let parameters = hf::load(folder, &config.model, &device, place.dtype(), trained)?;
+            return Ok(Self { config, parameters, tokenizer: tokenizer()?, device });
+        }
+        let saved = Config::read_settings(&saved).map_err(|error| {
+            error.hint(
+                "this takes the folder of a run, e.g. runs/tiny-sagebwd-001, or one in Hugging Face's format",
+            )
+        })?;
+        let config = Config::resolve(settings.over(saved))?;
+        let weights = folder.join("model.safetensors");
+        let parameters = Parameters::load(&config.model, &weights, &device, place.dtype(), trained)?;
+        Ok(Self { config, parameters, tokenizer: tokenizer()?, device })
+    }
+
+    /// The model.
+    ///
+    /// # Errors
+    /// When there is no memory for its tables.
+    pub fn model(&self) -> Result<Llama> {
+        Llama::new(&self.config.model, &self.parameters, &self.device)
+            .map_err(during("cannot make the model"))
+    }
+
+    /// Checks that it attends to something.
+    ///
+    /// # Errors
+    /// When it does not.
+    pub fn check_attention(&self, folder: &Path, what: &str) -> Result<()> {
+        if self.config.model.scheme.is_some() {
+            return Ok(());
+        }
+        Err(Error::new(format!("the model has no attention to {what}"))
+            .got(folder.display())
+            .allowed("a run with --attn fpa or sagebwd")
+            .hint("train one: sage-train --attn sagebwd"))
+    }
+}

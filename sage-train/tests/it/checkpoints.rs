@@ -1,0 +1,356 @@
+//! Checkpoints: a run that is cut off anywhere goes on to the bit.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use sage_train::metrics::Point;
+
+use crate::support::{Scratch, small};
+
+/// Runs that start in milliseconds: their data is prepared.
+fn prepared() -> Scratch {
+    let scratch = Scratch::new();
+    let text = scratch.ok(&["corpus", "--megabytes", "1"]);
+    scratch.file("corpus.txt", text);
+    scratch.ok(&["data", "prepare", "corpus.txt", "--to", "shards", "--vocab-size", "300"]);
+    scratch
+}
+
+fn flags<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    small(
+        &[&["--data", "shards", "--attn", "sagebwd", "--threads", "1", "--eval-tokens", "256"], more]
+            .concat(),
+    )
+}
+
+fn spawn(scratch: &Scratch, args: &[&str]) -> Child {
+    Command::new(env!("CARGO_BIN_EXE_sage-train"))
+        .args(args)
+        .current_dir(scratch.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command starts")
+}
+
+fn run_of(scratch: &Scratch, name: &str) -> PathBuf {
+    scratch.path().join("runs").join(name)
+}
+
+/// What is computed: everything but times.
+fn numbers(points: &[Point]) -> Vec<Point> {
+    points.iter().map(|point| Point { seconds: 0.0, tokens_per_second: 0.0, ..point.clone() }).collect()
+}
+
+fn state(run: &Path, step: u64) -> Vec<u8> {
+    std::fs::read(run.join(format!("checkpoints/step-{step:08}/state.safetensors"))).expect("a checkpoint")
+}
+
+/// Names of the folders of checkpoints.
+fn checkpoints(run: &Path) -> Vec<String> {
+    let Ok(entries) = std::fs::read_dir(run.join("checkpoints")) else { return Vec::new() };
+    let mut names: Vec<String> =
+        entries.flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+fn assert_same(scratch: &Scratch, got: &str, wanted: &str, steps: u64) {
+    let (a, b) = (numbers(&scratch.metrics(got)), numbers(&scratch.metrics(wanted)));
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(&b).for_each(|(a, b)| assert_eq!(a, b));
+    let (got, wanted) = (run_of(scratch, got), run_of(scratch, wanted));
+    assert!(state(&got, steps) == state(&wanted, steps), "weights or moments differ");
+    for file in ["model.safetensors", "config.toml"] {
+        let read = |run: &Path| std::fs::read(run.join(file)).expect("a file");
+        assert!(read(&got) == read(&wanted), "{file}");
+    }
+    let csv = std::fs::read_to_string(got.join("metrics.csv")).expect("csv");
+    assert_eq!(csv.lines().count() as u64, 1 + steps);
+}
+
+#[test]
+fn a_hundred_kills_change_nothing() {
+    const STEPS: u64 = 120;
+    let scratch = prepared();
+    let run = ["--steps", "120", "--checkpoint-every", "2", "--eval-every", "40"];
+    scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
+    let mut rng = ChaCha8Rng::seed_from_u64(3);
+    let (mut kills, mut in_a_write, mut resumed, mut finished) = (0, 0, 0, 0);
+    while kills < 100 || finished == 0 {
+        let name = format!("cut-{finished}");
+        let folder = run_of(&scratch, &name);
+        let whole = checkpoints(&folder).iter().any(|name| !name.ends_with(".partial"));
+        let path = format!("runs/{name}");
+        let mut child = if whole {
+            resumed += 1;
+            spawn(&scratch, &["--resume", &path])
+        } else {
+            // Cut off before its first checkpoint: there is nothing to lose.
+            let _ = std::fs::remove_dir_all(&folder);
+            spawn(&scratch, &flags(&[&run[..], &["--name", &name]].concat()))
+        };
+        // The last runs are left alone, so that one comes to its end.
+        let patience = if kills < 100 { rng.random_range(5..150) } else { 120_000 };
+        let deadline = Instant::now() + Duration::from_millis(patience);
+        let status = loop {
+            match child.try_wait().expect("a child") {
+                Some(status) => break Some(status),
+                None if Instant::now() > deadline => break None,
+                None => std::thread::sleep(Duration::from_micros(500)),
+            }
+        };
+        match status {
+            None => {
+                child.kill().expect("it runs");
+                child.wait().expect("an end");
+                kills += 1;
+                in_a_write += usize::from(checkpoints(&folder).iter().any(|name| name.ends_with(".partial")));
+            }
+            Some(status) => {
+                let mut text = String::new();
+                std::io::Read::read_to_string(&mut child.stderr.take().expect("piped"), &mut text)
+                    .expect("text");
+                assert!(status.success(), "after {kills} kills: {text}");
+                assert_same(&scratch, &name, "whole", STEPS);
+                finished += 1;
+            }
+        }
+    }
+    assert!(
+        resumed > 20 && in_a_write > 0,
+        "{kills} kills, {in_a_write} in a write, {resumed} resumed, {finished} ended"
+    );
+}
+
+#[cfg(unix)]
+fn signal(child: &Child, signal: &str) {
+    let sent = Command::new("kill").args([signal, &child.id().to_string()]).status().expect("kill");
+    assert!(sent.success());
+}
+
+#[cfg(unix)]
+#[test]
+fn a_signal_saves_and_leaves_and_the_run_goes_on() {
+    let scratch = prepared();
+    let run = ["--steps", "150", "--checkpoint-every", "0", "--eval-every", "0"];
+    scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
+    for (flag, code) in [("-TERM", 143), ("-INT", 130)] {
+        let name = format!("run{flag}");
+        let mut child = spawn(&scratch, &flags(&[&run[..], &["--name", &name]].concat()));
+        let metrics = run_of(&scratch, &name).join("metrics.jsonl");
+        let patience = Instant::now();
+        while metrics.metadata().map_or(0, |m| m.len()) == 0 && patience.elapsed().as_secs() < 60 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        signal(&child, flag);
+        let mut text = String::new();
+        std::io::Read::read_to_string(&mut child.stderr.take().expect("piped"), &mut text).expect("text");
+        assert_eq!(child.wait().expect("an end").code(), Some(code), "{text}");
+        assert!(
+            text.contains("interrupted, and saved after step") && text.contains("--resume runs/run-"),
+            "{text}"
+        );
+        assert_eq!(checkpoints(&run_of(&scratch, &name)).len(), 1);
+        scratch.ok(&["--resume", &format!("runs/{name}")]);
+        assert_same(&scratch, &name, "whole", 150);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_second_signal_leaves_at_once() {
+    let scratch = prepared();
+    // A step of seconds.
+    let slow = ["--tokens-per-step", "1m", "--micro-batch", "64", "--steps", "3", "--name", "slow"];
+    let mut child = spawn(&scratch, &flags(&slow));
+    let log = run_of(&scratch, "slow").join("log.txt");
+    let patience = Instant::now();
+    while !log.exists() && patience.elapsed().as_secs() < 60 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    signal(&child, "-INT");
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(child.try_wait().expect("a child").is_none(), "the first waits for the step");
+    signal(&child, "-INT");
+    let sent = Instant::now();
+    assert_eq!(child.wait().expect("an end").code(), Some(130));
+    assert!(sent.elapsed() < Duration::from_millis(500), "{:?}", sent.elapsed());
+    assert!(checkpoints(&run_of(&scratch, "slow")).is_empty());
+}
+
+/// A limit on the size of files stands for a disk that is full: the state does not fit, the metrics do.
+#[cfg(unix)]
+#[test]
+fn a_full_disk_loses_no_earlier_checkpoint() {
+    let scratch = prepared();
+    let run = ["--eval-every", "0", "--checkpoint-every", "5"];
+    let whole = ["--steps", "30", "--name", "whole"];
+    scratch.ok(&flags(&[&run[..], &whole].concat()));
+    // The same run as far as step 10, by a signal's grace: resumed runs keep their settings.
+    let mut child = spawn(
+        &scratch,
+        &flags(&[&run[..], &["--steps", "30", "--name", "full", "--eval-every", "0"]].concat()),
+    );
+    let first = run_of(&scratch, "full").join("checkpoints/step-00000005");
+    let patience = Instant::now();
+    while !first.exists() && patience.elapsed().as_secs() < 60 {
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    child.kill().expect("it runs, or ended just now");
+    child.wait().expect("an end");
+    let folder = run_of(&scratch, "full");
+    let newest = checkpoints(&folder).into_iter().rfind(|name| !name.ends_with(".partial")).expect("one");
+    if newest == "step-00000030" {
+        // It was faster than the signal.
+        return;
+    }
+    let before =
+        std::fs::read(folder.join("checkpoints").join(&newest).join("state.safetensors")).expect("a state");
+    let limit = before.len() / 1024 - 20;
+    let command = format!("trap '' XFSZ; ulimit -f {limit}; exec \"$0\" --resume runs/full");
+    let output = Command::new("bash")
+        .args(["-c", &command, env!("CARGO_BIN_EXE_sage-train")])
+        .current_dir(scratch.path())
+        .output()
+        .expect("bash");
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("warning: cannot write the checkpoint") && text.contains("make room"), "{text}");
+    let after = std::fs::read(folder.join("checkpoints").join(&newest).join("state.safetensors"));
+    assert!(after.is_ok_and(|after| after == before), "the earlier checkpoint is untouched");
+    scratch.ok(&["--resume", "runs/full"]);
+    assert_same(&scratch, "full", "whole", 30);
+}
+
+#[test]
+fn the_last_ones_are_kept_and_some_of_the_others() {
+    let scratch = prepared();
+    let flags = flags(&[
+        "--steps",
+        "20",
+        "--checkpoint-every",
+        "2",
+        "--keep-last",
+        "3",
+        "--keep-every",
+        "8",
+        "--name",
+        "k",
+    ]);
+    scratch.ok(&flags);
+    let wanted = [8, 16, 18, 20].map(|step| format!("step-{step:08}"));
+    assert_eq!(checkpoints(&run_of(&scratch, "k")), wanted);
+    // A longer run goes on from the end.
+    scratch.ok(&["--resume", "runs/k", "--steps", "22"]);
+    assert_eq!(scratch.metrics("k").len(), 22);
+}
+
+#[test]
+fn what_is_not_a_whole_checkpoint_of_this_run_is_refused() {
+    let scratch = prepared();
+    scratch.ok(&flags(&["--steps", "4", "--checkpoint-every", "2", "--name", "r"]));
+    scratch.ok(&flags(&["--steps", "4", "--width", "48", "--name", "other"]));
+    let step = run_of(&scratch, "r").join("checkpoints/step-00000004");
+    let mut text = String::new();
+    let mut refused = |name: &str, args: &[&str]| {
+        let error = scratch.fails(args);
+        let error = &error[error.find("error:").expect("an error")..];
+        // Hashes are of this build.
+        let plain: Vec<String> = error
+            .split(' ')
+            .map(|word| {
+                let hash = word.trim();
+                let is_hash = hash.len() >= 12 && hash.bytes().all(|b| b.is_ascii_hexdigit());
+                if is_hash { word.replace(hash, "HASH") } else { word.into() }
+            })
+            .collect();
+        text += &format!("-- {name}\n{}\n", plain.join(" ").trim_end());
+    };
+    let longer = ["--resume", "runs/r", "--steps", "8"];
+    refused("shorter than it is", &["--resume", "runs/r", "--steps", "3"]);
+    refused("no run", &["--resume", "runs/none"]);
+    refused("another setting", &[&longer[..], &["--width", "48"]].concat());
+    refused("an older one", &["--resume", "runs/r/checkpoints/step-00000002", "--steps", "8"]);
+    let file = |name: &str| step.join(name);
+    let (state, about, marker) = (file("state.safetensors"), file("checkpoint.json"), file("COMPLETE"));
+    let whole = [&state, &about, &marker].map(|path| std::fs::read(path).expect("a file"));
+    let restore = || {
+        for (path, bytes) in [&state, &about, &marker].iter().zip(&whole) {
+            std::fs::write(path, bytes).expect("a file");
+        }
+    };
+    let mut flipped = whole[0].clone();
+    flipped[1000] ^= 1;
+    for (name, path, bytes) in [
+        ("a flipped bit", &state, Some(flipped.as_slice())),
+        ("cut off", &state, Some(&whole[0][..1000])),
+        ("another step", &about, Some(&br#"{"version":1,"step":3}"#[..])),
+        ("without its marker", &marker, None),
+        ("without its state", &state, None),
+    ] {
+        match bytes {
+            Some(bytes) => std::fs::write(path, bytes).expect("a file"),
+            None => std::fs::remove_file(path).expect("a file"),
+        }
+        refused(name, &longer);
+        restore();
+    }
+    let foreign = run_of(&scratch, "other").join("checkpoints/step-00000004");
+    for name in ["state.safetensors", "checkpoint.json", "COMPLETE"] {
+        std::fs::copy(foreign.join(name), file(name)).expect("a copy");
+    }
+    refused("of another model", &["--resume", "runs/r/checkpoints/step-00000004", "--steps", "8"]);
+    restore();
+    std::fs::write(run_of(&scratch, "r").join("metrics.jsonl"), "").expect("a file");
+    refused("metrics that are gone", &longer);
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn two_processes_do_not_work_on_one_run() {
+    let scratch = prepared();
+    let mut child =
+        spawn(&scratch, &flags(&["--steps", "100000", "--checkpoint-every", "1", "--name", "busy"]));
+    let patience = Instant::now();
+    let whole = || checkpoints(&run_of(&scratch, "busy")).iter().any(|name| !name.ends_with(".partial"));
+    while !whole() && patience.elapsed().as_secs() < 60 {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let error = scratch.fails(&["--resume", "runs/busy"]);
+    child.kill().expect("it runs");
+    child.wait().expect("an end");
+    // Where the checkpoint that was found is pruned under its hands, that is what is said.
+    assert!(error.contains("the run is under way") || error.contains("cannot be used"), "{error}");
+}
+
+#[test]
+fn spikes_are_skipped_and_nothing_else_changes_them() {
+    let scratch = prepared();
+    // A limit that every other step crosses.
+    let run = ["--steps", "60", "--checkpoint-every", "25", "--eval-every", "0", "--skip-spikes", "0.5"];
+    scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
+    let points = scratch.metrics("whole");
+    let skipped = points.iter().filter(|point| point.skipped).count();
+    assert!((1..45).contains(&skipped), "{skipped} skipped");
+    for point in &points {
+        let over = |z: Option<f64>| z.is_some_and(|z| z > 0.5);
+        let spike = over(point.loss_z) || over(point.grad_norm_z);
+        assert_eq!(point.skipped, spike, "step {}", point.step);
+    }
+    scratch.ok(&flags(&[&run[..], &["--steps", "60", "--name", "none", "--skip-spikes", "0"]].concat()));
+    let plain = scratch.metrics("none");
+    assert!(plain.iter().all(|point| !point.skipped) && plain[20].loss_z.is_some());
+    // Up to the first spike both are one run.
+    let first = points.iter().position(|point| point.skipped).expect("a spike");
+    assert_eq!(numbers(&points[..first]), numbers(&plain[..first]));
+    // A resumed run decides as the whole one did.
+    std::fs::remove_dir_all(run_of(&scratch, "whole").join("checkpoints/step-00000060")).expect("gone");
+    std::fs::rename(run_of(&scratch, "whole"), run_of(&scratch, "again")).expect("moved");
+    scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
+    scratch.ok(&["--resume", "runs/again"]);
+    assert_same(&scratch, "again", "whole", 60);
+}
