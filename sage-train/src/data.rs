@@ -61,6 +61,28 @@ impl Dataset {
     /// # Errors
     /// When the data cannot be read, or is too short for the context.
     pub fn load(config: &DataConfig, say: &dyn Fn(&str)) -> Result<Self> {
+        let data = Self::unchecked(config, say)?;
+        let check = |tokens: &Tokens| batches::check("training", tokens.len(), config.context);
+        data.train.sources().try_for_each(check)?;
+        data.for_validation(config)
+    }
+
+    /// As [`Dataset::load`]; there may be nothing to train on.
+    ///
+    /// # Errors
+    /// As [`Dataset::load`].
+    pub fn load_to_validate(config: &DataConfig, say: &dyn Fn(&str)) -> Result<Self> {
+        Self::unchecked(config, say)?.for_validation(config)
+    }
+
+    fn for_validation(self, config: &DataConfig) -> Result<Self> {
+        let check = |tokens: &Tokens| batches::check("validation", tokens.len(), config.context);
+        self.validation.sources().try_for_each(check)?;
+        self.tokenizer.cache()?;
+        Ok(self)
+    }
+
+    fn unchecked(config: &DataConfig, say: &dyn Fn(&str)) -> Result<Self> {
         let opened = open(config)?;
         let tokenizer = tokenizer(&opened, config, say)?;
         if tokenizer.vocab_size() > config.vocab_size {
@@ -91,12 +113,9 @@ impl Dataset {
                     split_tokens(train.into(), validation.into(), config.val_fraction)
                 }
             };
-            batches::check("training", of_train.len(), config.context)?;
-            batches::check("validation", of_validation.len(), config.context)?;
             train.push((of_train, weight));
             validation.push((of_validation, weight));
         }
-        tokenizer.cache()?;
         let (train, validation) = (Mixture::new(train), Mixture::new(validation));
         let known = |n: u64, what: String| if n > 0 { what } else { String::new() };
         Ok(Self {
@@ -183,7 +202,7 @@ fn tokenizer(opened: &[Opened], config: &DataConfig, say: &dyn Fn(&str)) -> Resu
     if let Some(files) = beside.next() {
         let path = files.tokenizer.as_ref().ok_or_else(|| {
             Error::new("shards of tokens without their tokenizer")
-                .got(format!("{:?}", files.train.first().or(files.validation.first())))
+                .got(files.first().display())
                 .allowed("a tokenizer.json beside them")
                 .hint("--tokenizer FILE; llm.c's and nanoGPT's are GPT-2's: --tokenizer gpt2")
         })?;

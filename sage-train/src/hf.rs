@@ -19,7 +19,7 @@ use crate::{during, writing};
 const CONFIG: &str = "config.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
-const HINT: &str = "Llama (SmolLM, Llama 3.2) and Qwen3 with a tied embedding can be continued";
+const HINT: &str = "models like SmolLM and Qwen3-0.6B can be: Llama or Qwen3, a tied embedding, plain angles";
 
 /// What of a `config.json` matters here; what would change the computation is checked.
 #[derive(Debug, Clone, PartialEq, Deserialize)]

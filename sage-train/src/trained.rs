@@ -12,7 +12,7 @@ use crate::during;
 use crate::hf;
 use crate::model::{Llama, Parameters};
 use crate::quantity::Quantity;
-use crate::settings::Settings;
+use crate::settings::{Attn, Settings};
 
 /// A model, its settings and its tokenizer.
 #[derive(Debug)]
@@ -39,8 +39,10 @@ impl Trained {
         let saved = folder.join("config.toml");
         if !saved.exists() && folder.join("config.json").exists() {
             let context = settings.context.unwrap_or(Quantity(hf::longest(folder)?.min(4096) as u64));
-            let settings = Settings { context: Some(context), ..settings.over(hf::settings(folder)?) };
-            let config = Config::resolve(settings)?;
+            let settings = settings.over(hf::settings(folder)?);
+            // As it was published: in full precision, where nothing else is asked for.
+            let attn = settings.attn.or(Some(Attn::Fpa));
+            let config = Config::resolve(Settings { context: Some(context), attn, ..settings })?;
             let parameters = hf::load(folder, &config.model, &device, place.dtype(), trained)?;
             return Ok(Self { config, parameters, tokenizer: tokenizer()?, device });
         }

@@ -145,7 +145,7 @@ impl Eval {
                 100.0 * deviation
             ));
         }
-        let data = Dataset::load(&config.data, &|line| tell(line))?;
+        let data = Dataset::load_to_validate(&config.data, &|line| tell(line))?;
         let cut = config.data.cut(tokenizer.end_of_text());
         let result =
             evaluate(&model, &data.validation, cut, tokenizer, self.tokens.0, config.micro_batch, device)?;

@@ -103,7 +103,7 @@ fn inputs(names: &[String], field: Option<&str>) -> Result<Vec<Input>> {
                 Source::Text(files) => (files, None),
                 Source::Shards(files) => {
                     return Err(Error::new("the data is tokenized already")
-                        .got(format!("{:?}", files.train.first().or(files.validation.first())))
+                        .got(files.first().display())
                         .allowed(reader::KINDS)
                         .hint("train on it: sage-train --data PATH"));
                 }

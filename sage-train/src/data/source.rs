@@ -27,6 +27,13 @@ pub struct ShardFiles {
     pub tokenizer: Option<PathBuf>,
 }
 
+impl ShardFiles {
+    /// One of them, for messages.
+    pub fn first(&self) -> &Path {
+        self.train.first().or(self.validation.first()).map_or(Path::new(""), PathBuf::as_path)
+    }
+}
+
 /// What every message about kinds allows.
 fn allowed() -> String {
     format!("{KINDS}; .bin for shards of tokens; folders and patterns (*) of them")

@@ -2,6 +2,10 @@
 
 mod checkpoints;
 mod command;
+mod data;
+mod hf;
+mod hostile;
+mod hub;
 mod messages;
 mod model;
 mod runs;

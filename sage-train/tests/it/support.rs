@@ -29,10 +29,16 @@ impl Scratch {
 
     /// Runs the command here.
     pub(crate) fn run(&self, args: &[&str]) -> Output {
+        self.run_with(args, &[])
+    }
+
+    /// Runs the command here, with variables of the environment.
+    pub(crate) fn run_with(&self, args: &[&str], variables: &[(&str, &str)]) -> Output {
         Command::new(env!("CARGO_BIN_EXE_sage-train"))
             .args(args)
             .current_dir(self.path())
             .env("RUST_BACKTRACE", "0")
+            .envs(variables.iter().copied())
             .output()
             .expect("the command starts")
     }
@@ -61,6 +67,12 @@ impl Scratch {
             .expect("metrics");
         text.lines().map(|line| serde_json::from_str(line).expect("a point")).collect()
     }
+}
+
+/// Documents of the built-in corpus as JSON lines.
+pub(crate) fn json_lines(bytes: u64) -> String {
+    let documents = sage_train::data::corpus::Corpus::new(5).documents(bytes);
+    documents.iter().map(|d| serde_json::json!({ "text": d }).to_string() + "\n").collect()
 }
 
 /// A model that trains in a second.

@@ -1,0 +1,199 @@
+//! Hugging Face's format: golden models of transformers, made by scripts/hf_golden.py, and the way back.
+
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Result, Tensor};
+use sage_train::device::Place;
+use sage_train::hf;
+use sage_train::settings::Settings;
+use sage_train::trained::Trained;
+
+use crate::support::{Scratch, json_lines, small};
+
+const KINDS: [&str; 2] = ["llama", "qwen3"];
+
+fn golden(kind: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(kind)
+}
+
+fn open(folder: &Path, place: Place) -> Trained {
+    Trained::open(folder, place, Settings::default(), false).expect("a model")
+}
+
+/// The largest difference between our logits and those of transformers, over the largest logit.
+fn distance(folder: &Path, kind: &str) -> Result<f64> {
+    let trained = open(folder, Place::Cpu);
+    let golden = candle_core::safetensors::load(golden(kind).join("logits.safetensors"), &Device::Cpu)?;
+    let hidden = trained.model().expect("a model").hidden(&golden["ids"].to_dtype(DType::U32)?)?;
+    let table = trained.parameters.weight("model.embed_tokens.weight")?.value;
+    let logits = hidden.matmul(&table.t()?)?.reshape(golden["logits"].dims())?;
+    let largest = |x: &Tensor| x.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
+    let difference = largest(&(&logits - &golden["logits"])?)?;
+    // Rounding of f32 in sums of at most 64 terms and two blocks: some tens of 2^-24.
+    Ok(f64::from(difference / largest(&golden["logits"])?))
+}
+
+#[test]
+fn logits_are_those_of_transformers() -> Result<()> {
+    for kind in KINDS {
+        let distance = distance(&golden(kind), kind)?;
+        assert!(distance < 5e-6, "{kind}: {distance:e}");
+    }
+    Ok(())
+}
+
+/// A published model, trained for no step, is exported as it was; with a step it is another.
+#[test]
+fn a_model_comes_in_goes_on_and_out_again() -> Result<()> {
+    for kind in KINDS {
+        let scratch = Scratch::new();
+        scratch.file("a.jsonl", json_lines(300_000));
+        let folder = golden(kind).display().to_string();
+        let flags =
+            ["--init-from", &folder, "--data", "a.jsonl", "--context", "64", "--tokens-per-step", "1k"];
+        let flags = [&flags[..], &["--steps", "3", "--sample-tokens", "0", "--attn", "fpa"]].concat();
+        scratch.ok(&[&flags[..], &["--lr", "1e-30", "--weight-decay", "0", "--name", "still"]].concat());
+        scratch.ok(&[&flags[..], &["--lr", "1e-2", "--name", "moved"]].concat());
+        let bf16 = |name: &str| match name {
+            "half" => vec!["--dtype", "bf16"],
+            _ => vec![],
+        };
+        for (run, to) in [("still", "same"), ("still", "half"), ("moved", "other")] {
+            let run = format!("runs/{run}");
+            scratch.ok(&[&["export", &run, "--to", to][..], &bf16(to)].concat());
+        }
+        let at = |name: &str| scratch.path().join(name);
+        assert!(distance(&at("same"), kind)? < 5e-6);
+        assert!(distance(&at("other"), kind)? > 1e-2);
+        // The weights are bit for bit those that came in, and so is the tokenizer's vocabulary.
+        let load = |path: PathBuf| candle_core::safetensors::load(path, &Device::Cpu);
+        let (before, after) =
+            (load(golden(kind).join("model.safetensors"))?, load(at("same/model.safetensors"))?);
+        let half = load(at("half/model.safetensors"))?;
+        assert_eq!((before.len(), before.len()), (after.len(), half.len()));
+        for (name, tensor) in &before {
+            let bits = |t: &Tensor| t.flatten_all()?.to_vec1::<f32>();
+            assert_eq!(bits(tensor)?, bits(&after[name])?, "{name}");
+            assert_eq!(half[name].dtype(), DType::BF16);
+            assert_eq!(
+                bits(&tensor.to_dtype(DType::BF16)?.to_dtype(DType::F32)?)?,
+                bits(&half[name].to_dtype(DType::F32)?)?
+            );
+        }
+        assert!(scratch.fails(&["export", "runs/still", "--to", "same"]).contains("exists already"));
+    }
+    Ok(())
+}
+
+#[test]
+fn what_is_another_computation_is_refused() {
+    let scratch = Scratch::new();
+    let good = std::fs::read_to_string(golden("llama").join("config.json")).expect("a file");
+    let mut text = String::new();
+    for (name, from, to) in [
+        ("another architecture", "\"model_type\": \"llama\"", "\"model_type\": \"mixtral\""),
+        ("an output matrix", "\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false"),
+        ("biases", "\"attention_bias\": false", "\"attention_bias\": true"),
+        ("scaled angles", "\"rope_type\": \"default\"", "\"rope_type\": \"llama3\""),
+        ("another activation", "\"hidden_act\": \"silu\"", "\"hidden_act\": \"gelu\""),
+        ("no heads", "\"num_attention_heads\": 4", "\"num_attention_heads\": 0"),
+        ("another shape", "\"hidden_size\": 32", "\"hidden_size\": 48"),
+        ("not JSON", "{", "["),
+    ] {
+        let folder = name.replace(' ', "-");
+        for file in ["model.safetensors", "tokenizer.json"] {
+            scratch.file(
+                &format!("{folder}/{file}"),
+                std::fs::read(golden("llama").join(file)).expect("a file"),
+            );
+        }
+        assert!(good.contains(from), "{from}");
+        scratch.file(&format!("{folder}/config.json"), good.replacen(from, to, 1));
+        let error = scratch.fails(&["sample", &folder]);
+        text += &format!("-- {name}\n{}\n", error.trim_end());
+    }
+    let folder = scratch.path().join("index");
+    for file in ["config.json", "tokenizer.json"] {
+        scratch.file(&format!("index/{file}"), std::fs::read(golden("llama").join(file)).expect("a file"));
+    }
+    for (name, index) in [
+        ("a way out", r#"{"weight_map": {"a": "../another-shape/model.safetensors"}}"#),
+        ("no weights", r#"{"weight_map": {}}"#),
+    ] {
+        std::fs::write(folder.join("model.safetensors.index.json"), index).expect("a file");
+        text += &format!("-- {name}\n{}\n", scratch.fails(&["sample", "index"]).trim_end());
+    }
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn weights_may_be_in_several_files() -> Result<()> {
+    let scratch = Scratch::new();
+    for file in ["config.json", "tokenizer.json"] {
+        scratch.file(&format!("m/{file}"), std::fs::read(golden("qwen3").join(file)).expect("a file"));
+    }
+    let all = candle_core::safetensors::load(golden("qwen3").join("model.safetensors"), &Device::Cpu)?;
+    let mut map = serde_json::Map::new();
+    for part in 0..2 {
+        let file = format!("model-{part}.safetensors");
+        let of_part = |name: &&String| name.len() % 2 == part;
+        let some: std::collections::HashMap<&String, Tensor> =
+            all.keys().filter(of_part).map(|name| (name, all[name].clone())).collect();
+        some.keys().for_each(|name| drop(map.insert(name.to_string(), file.clone().into())));
+        candle_core::safetensors::save(&some, scratch.path().join("m").join(file))?;
+    }
+    scratch.file("m/model.safetensors.index.json", serde_json::json!({ "weight_map": map }).to_string());
+    assert!(distance(&scratch.path().join("m"), "qwen3")? < 5e-6);
+    Ok(())
+}
+
+/// The real thing: transformers computes the loss of an exported model over the same tokens.
+#[test]
+#[ignore = "needs python3 with torch and transformers"]
+fn transformers_computes_the_same_loss() {
+    let scratch = Scratch::new();
+    scratch.file("a.jsonl", json_lines(300_000));
+    scratch.ok(&[
+        "data",
+        "prepare",
+        "a.jsonl",
+        "--to",
+        "shards",
+        "--vocab-size",
+        "512",
+        "--val-fraction",
+        "0.2",
+    ]);
+    for qk_norm in ["on", "off"] {
+        let train =
+            ["--data", "shards", "--attn", "fpa", "--steps", "20", "--qk-norm", qk_norm, "--name", qk_norm];
+        scratch.ok(&small(
+            &[&train[..], &["--vocab-size", "512", "--layers", "2", "--key-heads", "1"]].concat(),
+        ));
+        scratch.ok(&["export", &format!("runs/{qk_norm}"), "--to", qk_norm]);
+        let ours = scratch.ok(&["eval", qk_norm, "--data", "shards", "--context", "32", "--tokens", "2k"]);
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/check_export.py");
+        let output = std::process::Command::new("python3")
+            .arg(script)
+            .args([qk_norm, "shards/val_000001.bin", "32", "64"])
+            .current_dir(scratch.path())
+            .output()
+            .expect("python3");
+        let theirs = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let number = |text: &str| -> f64 {
+            let rest = &text[text.find("loss").expect("a loss") + 4..];
+            rest.split_whitespace().next().expect("a number").parse().expect("a number")
+        };
+        // Four digits are printed.
+        assert!((number(&ours) - number(&theirs)).abs() < 1e-4, "{ours}{theirs}");
+    }
+}
+
+#[test]
+fn settings_come_from_the_folder() {
+    let settings = hf::settings(&golden("qwen3")).expect("a model");
+    assert_eq!((settings.layers, settings.key_heads, settings.head_dim), (Some(2), Some(2), Some(16)));
+    assert_eq!((settings.rope_base, settings.norm_eps), (Some(1e6), Some(1e-5)));
+    assert_eq!(hf::longest(&golden("qwen3")).expect("a model"), 64);
+}

@@ -1,0 +1,241 @@
+//! Readers of files, on files that are broken in random ways: no panic, and no memory because a file says so.
+//!
+//! `HOSTILE_CASES` says how many variants of each file are tried (default 300).
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::path::{Path, PathBuf};
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use sage_train::config::Config;
+use sage_train::data::shard::{Format, Shard, ShardWriter};
+use sage_train::data::{Tokenizer, reader};
+use sage_train::evaluate::read_examples;
+use sage_train::hf;
+use sage_train::model::Parameters;
+use sage_train::train::checkpoint::Found;
+
+use crate::support::{Scratch, json_lines, small};
+
+/// The system's allocator, which notes the largest single request of each thread.
+struct Noting;
+
+thread_local! {
+    static LARGEST: Cell<usize> = const { Cell::new(0) };
+}
+
+fn note(bytes: usize) {
+    let _ = LARGEST.try_with(|largest| largest.set(largest.get().max(bytes)));
+}
+
+// SAFETY: every call goes to the system's allocator as it came.
+#[allow(unsafe_code)]
+unsafe impl GlobalAlloc for Noting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        note(layout.size());
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        note(layout.size());
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        note(size);
+        unsafe { System.realloc(at, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Noting = Noting;
+
+fn cases() -> usize {
+    std::env::var("HOSTILE_CASES").map_or(300, |n| n.parse().expect("HOSTILE_CASES is a number"))
+}
+
+/// One to four changes: bits, bytes, numbers that are often lengths, cuts, and pieces that are there twice.
+fn broken(whole: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
+    let mut bytes = whole.to_vec();
+    for _ in 0..rng.random_range(1..=4) {
+        if bytes.is_empty() {
+            return bytes;
+        }
+        // Headers matter more than what follows.
+        let end = if rng.random_bool(0.5) { bytes.len().min(256) } else { bytes.len() };
+        let at = rng.random_range(0..end);
+        match rng.random_range(0..6) {
+            0 => bytes[at] ^= 1 << rng.random_range(0..8),
+            1 => bytes[at] = rng.random(),
+            2 => {
+                let number: u64 =
+                    [0, 1, 0x7f, 0xffff, i32::MAX as u64, u32::MAX.into(), u64::MAX][rng.random_range(0..7)];
+                let width = 1 << rng.random_range(0..4);
+                for (byte, new) in bytes[at..].iter_mut().zip(&number.to_le_bytes()[..width]) {
+                    *byte = *new;
+                }
+            }
+            3 => bytes.truncate(at),
+            4 => {
+                let piece: Vec<u8> = bytes[at..].iter().take(rng.random_range(1..64)).copied().collect();
+                bytes.splice(at..at, piece);
+            }
+            _ => {
+                // A number written out.
+                if let Some(digit) = bytes[at..].iter().position(u8::is_ascii_digit) {
+                    bytes.splice(at + digit..=at + digit, *b"99999999999");
+                }
+            }
+        }
+    }
+    bytes
+}
+
+/// Tries broken variants of a file. A reader that panics ends the test; one that succeeds may.
+fn try_all(what: &str, path: &Path, limit: usize, read: &dyn Fn(&Path) -> bool) {
+    let whole = std::fs::read(path).expect("a file");
+    assert!(read(path), "{what} is read while it is whole");
+    let mut rng = ChaCha8Rng::seed_from_u64(11);
+    let mut accepted = 0;
+    for case in 0..cases() {
+        let bytes = broken(&whole, &mut rng);
+        std::fs::write(path, &bytes).expect("a file");
+        LARGEST.set(0);
+        accepted += usize::from(read(path));
+        let largest = LARGEST.get();
+        assert!(largest <= limit.max(64 * whole.len()), "{what}, case {case}: {largest} bytes at once");
+    }
+    std::fs::write(path, whole).expect("a file");
+    println!("{what}: {} variants, {accepted} of them accepted", cases());
+}
+
+/// What one allocation may take of a file of some kilobytes.
+const LIMIT: usize = 16 << 20;
+
+#[test]
+fn shards_and_their_sidecars() {
+    let scratch = Scratch::new();
+    for format in [Format::LlmcU16, Format::LlmcU32, Format::NanoGpt] {
+        let path = scratch.path().join(format!("{format}.bin"));
+        let mut writer = ShardWriter::create(&path, format, "t", 300).expect("a shard");
+        for _ in 0..20 {
+            writer.write(&[1, 2, 3, 299], 9).expect("tokens");
+            writer.end_document();
+        }
+        writer.finish().expect("whole");
+        let read = |_: &Path| {
+            let Ok(shard) = Shard::open(&path) else { return false };
+            let mut tokens = Vec::new();
+            shard.read(0, shard.len() as usize, &mut tokens).is_ok() && shard.check().is_ok()
+        };
+        try_all(&format!("{format} shard"), &path, LIMIT, &read);
+        let sidecar = path.with_extension("bin.json");
+        try_all(&format!("{format} sidecar"), &sidecar, LIMIT, &read);
+    }
+}
+
+#[test]
+fn text_json_lines_and_parquet() {
+    let scratch = Scratch::new();
+    let lines = json_lines(20_000);
+    let gzip = |bytes: &[u8]| {
+        let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        std::io::Write::write_all(&mut encoder, bytes).expect("gzip");
+        encoder.finish().expect("gzip")
+    };
+    let files = [
+        ("a.txt", lines.clone().into_bytes()),
+        ("a.txt.gz", gzip(lines.as_bytes())),
+        ("a.jsonl", lines.clone().into_bytes()),
+        ("a.jsonl.gz", gzip(lines.as_bytes())),
+        ("a.jsonl.zst", zstd::encode_all(lines.as_bytes(), 3).expect("zstd")),
+        ("a.parquet", parquet(&lines)),
+    ];
+    for (name, bytes) in files {
+        let path = scratch.file(name, bytes);
+        // Decoders reserve windows and pages: zstd up to 128 MiB where a header asks for it, parquet a page as long as
+        // a number of 32 bits says.
+        let limit = match name {
+            "a.jsonl.zst" => 130 << 20,
+            "a.parquet" => (2 << 30) + 64,
+            _ => LIMIT,
+        };
+        try_all(name, &path, limit, &|path| reader::read(path, "text", &mut |_| Ok(())).is_ok());
+    }
+}
+
+/// Rows of text as a parquet file.
+fn parquet(lines: &str) -> Vec<u8> {
+    use parquet::data_type::{ByteArray, ByteArrayType};
+    let schema = parquet::schema::parser::parse_message_type("message m { required binary text (UTF8); }");
+    let properties = parquet::file::properties::WriterProperties::builder()
+        .set_compression(parquet::basic::Compression::SNAPPY)
+        .build();
+    let mut bytes = Vec::new();
+    let schema = std::sync::Arc::new(schema.expect("a schema"));
+    let mut writer = parquet::file::writer::SerializedFileWriter::new(&mut bytes, schema, properties.into())
+        .expect("a writer");
+    let rows: Vec<ByteArray> = lines.lines().map(ByteArray::from).collect();
+    let mut group = writer.next_row_group().expect("a group");
+    let mut column = group.next_column().expect("next").expect("a column");
+    column.typed::<ByteArrayType>().write_batch(&rows, None, None).expect("rows");
+    column.close().expect("closed");
+    group.close().expect("closed");
+    writer.close().expect("closed");
+    bytes
+}
+
+#[test]
+fn checkpoints() {
+    let scratch = Scratch::new();
+    scratch.ok(&small(&["--steps", "2", "--name", "r"]));
+    let run = scratch.path().join("runs/r");
+    let step = run.join("checkpoints/step-00000002");
+    let found = |_: &Path| Found::at(&run).is_ok();
+    for file in ["checkpoint.json", "COMPLETE", "state.safetensors"] {
+        try_all(file, &step.join(file), LIMIT, &found);
+    }
+    // Past the hash, what reads the tensors themselves.
+    let config =
+        Config::resolve(Config::read_settings(&run.join("config.toml")).expect("settings")).expect("a run");
+    let restore = |path: &Path| {
+        Parameters::restore(&config.model, path, &candle_core::Device::Cpu, candle_core::DType::F32).is_ok()
+    };
+    try_all("tensors of a state", &step.join("state.safetensors"), LIMIT, &restore);
+    let resolve = |path: &Path| Config::read_settings(path).and_then(Config::resolve).is_ok();
+    try_all("config.toml", &run.join("config.toml"), LIMIT, &resolve);
+    try_all("tokenizer.json", &run.join("tokenizer.json"), LIMIT, &|path| Tokenizer::load(path).is_ok());
+}
+
+#[test]
+fn models_and_examples() {
+    let scratch = Scratch::new();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen3");
+    let copy = |name: &str| -> PathBuf {
+        scratch.file(&format!("m/{name}"), std::fs::read(golden.join(name)).expect("a file"))
+    };
+    let (config, weights) = (copy("config.json"), copy("model.safetensors"));
+    let folder = scratch.path().join("m");
+    let settings = hf::settings(&folder).expect("a model");
+    let model = Config::resolve(settings).expect("a model").model;
+    let load = |_: &Path| {
+        let settings = hf::settings(&folder).and_then(Config::resolve);
+        let device = candle_core::Device::Cpu;
+        settings.is_ok() && hf::load(&folder, &model, &device, candle_core::DType::F32, false).is_ok()
+    };
+    try_all("config.json", &config, LIMIT, &load);
+    try_all("model.safetensors", &weights, LIMIT, &load);
+    let mut words = vec![0u16; 512];
+    (words[0], words[1], words[2], words[4]) = (20_240_522u32 as u16, (20_240_522u32 >> 16) as u16, 1, 2);
+    for index in 0..2u16 {
+        words.extend([u16::MAX, 2 * 17, index, 1, 4, 3, 5, 6, 7, 1, 9, 1, 10, 1, 11, 1, 12]);
+    }
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    let examples = scratch.file("hellaswag.bin", bytes);
+    try_all("hellaswag.bin", &examples, LIMIT, &|path| read_examples(path).is_ok());
+}
