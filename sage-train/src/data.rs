@@ -21,7 +21,6 @@ pub use tokenizer::Tokenizer;
 pub use tokens::Tokens;
 
 use candle_sage::{Error, Result};
-use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 use crate::config::DataConfig;
@@ -306,7 +305,7 @@ fn cut(document: &str, room: usize) -> usize {
 
 /// The tokens of all documents, each followed by the end-of-text token.
 fn encode(tokenizer: &Tokenizer, documents: &[&str]) -> Result<Vec<u32>> {
-    let parts: Vec<Vec<u32>> = documents.par_iter().map(|d| tokenizer.encode(d)).collect::<Result<_>>()?;
+    let parts = tokenizer.encode_all(documents.to_vec())?;
     let mut tokens = Vec::with_capacity(parts.iter().map(|p| p.len() + 1).sum());
     for part in parts {
         tokens.extend(part);

@@ -292,8 +292,7 @@ fn tokenize(
     let (mut number, mut continued) = (0, false);
     let mut quiet = Quiet(Instant::now());
     for chunk in chunks {
-        let ids: Vec<Vec<u32>> =
-            chunk.par_iter().map(|piece| tokenizer.encode(&piece.text)).collect::<Result<_>>()?;
+        let ids = tokenizer.encode_all(chunk.iter().map(|piece| piece.text.as_str()).collect())?;
         for (piece, mut ids) in chunk.into_iter().zip(ids) {
             // A document of spaces is none.
             if !continued && piece.ends && piece.text.trim().is_empty() {

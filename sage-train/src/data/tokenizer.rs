@@ -4,6 +4,7 @@ use std::hash::Hasher;
 use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
+use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
@@ -205,6 +206,24 @@ impl Tokenizer {
             ids.extend(self.inner.encode_fast(piece, false).map_err(during("cannot tokenize"))?.get_ids());
         }
         Ok(ids)
+    }
+
+    /// The ids of several texts, on all threads; a long text is not left to one alone.
+    ///
+    /// # Errors
+    /// When the library fails.
+    pub fn encode_all(&self, texts: Vec<&str>) -> Result<Vec<Vec<u32>>> {
+        let cut: Vec<(usize, &str)> = texts
+            .iter()
+            .enumerate()
+            .flat_map(|(n, text)| pieces(text).map(move |piece| (n, piece)))
+            .collect();
+        let ids = cut.par_iter().map(|(_, piece)| self.encode(piece)).collect::<Result<Vec<_>>>()?;
+        let mut all = vec![Vec::new(); texts.len()];
+        for ((n, _), ids) in cut.into_iter().zip(ids) {
+            all[n].extend(ids);
+        }
+        Ok(all)
     }
 
     /// The text of ids.
