@@ -59,10 +59,11 @@ __device__ __forceinline__ float log_sum_exp(const T* row, int classes, const Gr
   return own.max + logf(group.sum(own.sum));
 }
 
-// to = factor (softmax(from) - onehot(target)). A lane writes what it alone reads: `to` may be `from`.
+// to = factor (raise softmax(from) - onehot(target)), where the z-loss raises: 1 + 2 z lse. A lane writes what it alone reads: `to` may be `from`.
 template <class T, int V>
 __device__ __forceinline__ void to_gradient(const T* from, T* to, int classes, float lse, uint32_t target, float factor,
-                                            const Group& group) {
+                                            float z_loss, const Group& group) {
+  float raised = factor * fmaf(2.0f * z_loss, lse, 1.0f);
   each_pack<T, V>(from, classes, group, [&](const Pack<T, V>(&packs)[BATCH], auto at, auto valid) {
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
@@ -70,7 +71,7 @@ __device__ __forceinline__ void to_gradient(const T* from, T* to, int classes, f
       float x[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        x[i] = factor * ptx::exp2((packs[b][i] - lse) * LOG2_E);
+        x[i] = raised * ptx::exp2((packs[b][i] - lse) * LOG2_E);
         if (uint32_t(at(b) + i) == target) x[i] -= factor;
       }
       Pack<T, V>::of(x).store(to + at(b));
@@ -100,10 +101,10 @@ __device__ void forward(const params::CrossEntropy& p) {
   }
   float picked = ptx::to_float(logits[target]);
   float lse = log_sum_exp<T, V>(logits, p.classes, group);
-  if (group.lane == 0) p.losses[row] = lse - picked;
+  if (group.lane == 0) p.losses[row] = lse - picked + p.z_loss * lse * lse;
   if constexpr (GRADIENT) {
     group.sync();
-    to_gradient<T, V>(logits, gradient, p.classes, lse, target, 1.0f, group);
+    to_gradient<T, V>(logits, gradient, p.classes, lse, target, 1.0f, p.z_loss, group);
   } else {
     if (group.lane == 0) p.lse[row] = lse;
   }
@@ -121,7 +122,8 @@ __device__ void backward(const params::CrossEntropy& p) {
     return;
   }
   const T* logits = static_cast<const T*>(p.logits) + row * p.classes;
-  to_gradient<T, V>(logits, gradient, p.classes, p.lse[row], target, *p.dloss / float(p.status[1]), group);
+  to_gradient<T, V>(logits, gradient, p.classes, p.lse[row], target, *p.dloss / float(p.status[1]),
+                    p.z_loss, group);
 }
 
 // One block: the mean of the losses that count, summed in f64 and in a fixed order.

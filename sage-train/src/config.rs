@@ -153,6 +153,7 @@ impl Config {
                 Attn::Sagebwd => Some(Scheme::SageBwd(sage)),
                 Attn::None => None,
             },
+            z_loss: in_range("z-loss", need(s.z_loss), 0.0, 1.0)?,
             recompute: need(s.recompute),
             deterministic: need(s.deterministic) == Switch::On,
         };

@@ -1,5 +1,9 @@
 //! Where a run computes, and how much memory that has.
 
+mod monitor;
+
+pub use monitor::{Monitor, Reading};
+
 use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};

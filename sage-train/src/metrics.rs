@@ -33,6 +33,15 @@ pub struct Point {
     /// Share of the machine's peak FLOP/s, where the peak is known.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub mfu: Option<f64>,
+    /// What the GPU drew when the step was done, watts.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub gpu_watts: Option<f64>,
+    /// Its clock then, MHz.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub gpu_mhz: Option<f64>,
+    /// Its memory in use then, GiB.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub gpu_gib: Option<f64>,
     /// Validation loss after the step, nats a token.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub val_loss: Option<f64>,
@@ -45,7 +54,7 @@ pub struct Point {
 
 impl Point {
     /// Every number by its name, those that are not there as `None`.
-    pub fn numbers(&self) -> [(&'static str, Option<f64>); 13] {
+    pub fn numbers(&self) -> [(&'static str, Option<f64>); 16] {
         [
             ("step", Some(self.step as f64)),
             ("tokens", Some(self.tokens as f64)),
@@ -57,6 +66,9 @@ impl Point {
             ("grad_norm_z", self.grad_norm_z),
             ("skipped", Some(f64::from(u8::from(self.skipped)))),
             ("mfu", self.mfu),
+            ("gpu_watts", self.gpu_watts),
+            ("gpu_mhz", self.gpu_mhz),
+            ("gpu_gib", self.gpu_gib),
             ("val_loss", self.val_loss),
             ("val_bits_per_byte", self.val_bits_per_byte),
             ("seconds", Some(self.seconds)),

@@ -264,6 +264,10 @@ pub struct Settings {
     #[arg(long, value_name = "NORM", help_heading = "Optimizer")]
     pub clip: Option<f64>,
 
+    /// Factor of the z-loss, which keeps logits from drifting (PaLM: 1e-4); part of the training loss, not of the
+    /// validation's [default: 0]
+    #[arg(long, value_name = "Z", help_heading = "Optimizer")]
+    pub z_loss: Option<f64>,
     /// Skip updates whose loss or gradient norm lies so many standard deviations above the mean of the last 128
     /// steps; 0 skips none [default: 0]
     #[arg(long, value_name = "Z", help_heading = "Optimizer")]
@@ -383,6 +387,7 @@ impl Settings {
             adam_eps,
             weight_decay,
             clip,
+            z_loss,
             skip_spikes,
             init_from,
             layers,

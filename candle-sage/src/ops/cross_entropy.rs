@@ -24,19 +24,22 @@ const NAME: &str = "cross-entropy";
 const LINEAR: &str = "linear-cross-entropy";
 
 /// Settings of a cross-entropy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct CrossEntropy {
     /// Targets with this id do not count (PyTorch's is -100). `None`: all count.
     pub ignore_id: Option<i64>,
     /// Rows of logits that [`linear_cross_entropy`] holds at a time. `None`: as many as fit 64 MiB,
     /// on a GPU 256 MiB.
     pub chunk_rows: Option<usize>,
+    /// The z-loss: `z_loss * logsumexp(logits[n])^2` is added to the loss of each target, which keeps logits from drifting
+    /// (PaLM, arXiv 2204.02311, section 5, with 1e-4). 0 adds nothing.
+    pub z_loss: f32,
 }
 
-/// Mean over the targets of `logsumexp(logits[n]) - logits[n][target[n]]`, in nats.
+/// Mean over the targets of `logsumexp(logits[n]) - logits[n][target[n]]`, in nats, and of the z-loss.
 ///
 /// `logits` is (rows, classes) in f32, f16 or bf16, `targets` is (rows) in u8, u32 or i64; the
-/// result is an f32 scalar. The logits receive `(softmax - onehot) / targets that count`. The
+/// result is an f32 scalar. The logits receive `((1 + 2 z_loss logsumexp) softmax - onehot) / targets that count`. The
 /// forward keeps one f32 a row. For a language model prefer [`linear_cross_entropy`], which never
 /// holds all logits. On a GPU the check of the targets waits for the loss.
 ///
@@ -204,13 +207,19 @@ fn log_sum_exp(row: &[f32]) -> f32 {
     max + sum.ln()
 }
 
-/// Turns a row of logits into `factor * (softmax(row) - onehot(target))`.
+/// Turns a row of logits into `factor * ((1 + 2 z_loss lse) softmax(row) - onehot(target))`.
 #[multiversion(targets = "simd")]
-fn to_gradient(row: &mut [f32], lse: f32, target: usize, factor: f32) {
+fn to_gradient(row: &mut [f32], lse: f32, target: usize, factor: f32, z_loss: f32) {
+    let raised = factor * (1.0 + 2.0 * z_loss * lse);
     for x in row.iter_mut() {
-        *x = factor * lanes::exp2((*x - lse) * std::f32::consts::LOG2_E);
+        *x = raised * lanes::exp2((*x - lse) * std::f32::consts::LOG2_E);
     }
     row[target] -= factor;
+}
+
+/// The loss of a row, from its log-sum-exp and the logit of its target.
+fn row_loss(lse: f32, picked: f32, settings: CrossEntropy) -> f32 {
+    lse - picked + settings.z_loss * lse * lse
 }
 
 /// Sums losses in row order, in f64.
@@ -248,7 +257,10 @@ impl CustomOp2 for LogitsOp {
         let (targets, counted) = classes(&ids(NAME, targets, targets_layout)?, width, self.settings)?;
         let lse: Vec<f32> = logits.par_chunks(width).map(log_sum_exp).collect();
         let rows = targets.iter().zip(logits.chunks_exact(width)).zip(&lse);
-        let loss = mean_loss(rows.filter_map(|((t, row), lse)| t.map(|t| lse - row[t])), counted);
+        let loss = mean_loss(
+            rows.filter_map(|((t, row), &lse)| t.map(|t| row_loss(lse, row[t], self.settings))),
+            counted,
+        );
         self.saved.set(Saved::Cpu(lse)).map_err(run_twice)?;
         Ok((CpuStorage::F32(vec![loss]), Shape::from(())))
     }
@@ -266,6 +278,7 @@ impl CustomOp2 for LogitsOp {
             (logits, logits_layout),
             (targets, targets_layout),
             self.settings.ignore_id,
+            self.settings.z_loss,
         )?;
         verdict(checked, rows, classes)?;
         self.saved.set(Saved::Cuda(saved)).map_err(run_twice)?;
@@ -300,11 +313,12 @@ impl CustomOp2 for LogitsOp {
         };
         let (targets, counted) = classes(&ids, width, self.settings)?;
         let factor = dloss.to_scalar::<f32>()? / counted as f32;
+        let z_loss = self.settings.z_loss;
         let grad = with_f32(NAME, [logits], |[logits]| {
             let mut grad = logits.to_vec();
             grad.par_chunks_mut(width).zip(lse).zip(&targets).for_each(
                 |((row, &lse), target)| match *target {
-                    Some(target) => to_gradient(row, lse, target, factor),
+                    Some(target) => to_gradient(row, lse, target, factor, z_loss),
                     None => row.fill(0.0),
                 },
             );
@@ -346,6 +360,17 @@ impl CrossEntropy {
     }
 }
 
+#[cfg(feature = "cuda")]
+impl CrossEntropy {
+    fn on_gpu(self, classes: usize, element: usize) -> cuda::ops::cross_entropy::Linear {
+        cuda::ops::cross_entropy::Linear {
+            ignored: self.ignore_id,
+            chunk_rows: self.rows_at_once(classes, element, GPU_BYTES),
+            z_loss: self.z_loss,
+        }
+    }
+}
+
 /// A pass over the chunks of logits on the CPU: the mean loss, and its gradients times `factor`, where they are wanted (the
 /// slices are not empty). The weight's are added to what is there.
 fn linear_pass(
@@ -376,9 +401,9 @@ fn linear_pass(
                 return;
             };
             let lse = log_sum_exp(row);
-            *loss = lse - row[target];
+            *loss = row_loss(lse, row[target], settings);
             if wanted {
-                to_gradient(row, lse, target, factor);
+                to_gradient(row, lse, target, factor, settings.z_loss);
             }
         });
         let dlogits = Mat::new(logits, end - start, outputs);
@@ -441,10 +466,7 @@ impl CustomOp3 for LinearOp {
             (hidden, hidden_layout),
             (weight, weight_layout),
             (targets, targets_layout),
-            cuda::ops::cross_entropy::Linear {
-                ignored: self.settings.ignore_id,
-                chunk_rows: self.settings.rows_at_once(classes, hidden.dtype().size_in_bytes(), GPU_BYTES),
-            },
+            self.settings.on_gpu(classes, hidden.dtype().size_in_bytes()),
             self.wanted,
         )?;
         verdict(checked, rows, classes)?;
@@ -545,14 +567,14 @@ impl InplaceOp3 for LinearInto {
         weight_layout: &Layout,
     ) -> Result<()> {
         let (classes, _) = weight_layout.shape().dims2()?;
-        let rows = self.settings.rows_at_once(classes, hidden.dtype().size_in_bytes(), GPU_BYTES);
+        let settings = self.settings.on_gpu(classes, hidden.dtype().size_in_bytes());
         let [loss, dhidden] = with_cuda(LINEAR, [&self.targets], |[targets]| {
             cuda::ops::cross_entropy::linear_into(
                 (dweight, dweight_layout),
                 (hidden, hidden_layout),
                 (weight, weight_layout),
                 targets,
-                rows,
+                settings,
                 self.factor,
             )
         })?;

@@ -174,8 +174,8 @@ fn loss(place: &Place) -> Result<()> {
         (place.draw(&mut normals, &[rows, width])?, place.draw(&mut normals, &[classes, width])?);
     let targets: Vec<u32> = (0..rows as u32).map(|n| n * 7 % classes as u32).collect();
     let targets = Tensor::from_vec(targets, rows, &place.device)?;
-    for chunk_rows in [None, Some(7)] {
-        let settings = CrossEntropy { chunk_rows, ..CrossEntropy::default() };
+    for (chunk_rows, z_loss) in [(None, 0.0), (Some(7), 0.0), (Some(7), 0.01)] {
+        let settings = CrossEntropy { chunk_rows, z_loss, ..CrossEntropy::default() };
         let expected = ops::linear_cross_entropy(&hidden, &weight, &targets, settings)?;
         let grads = expected.backward()?;
         let grad = |var: &Var| grads.get(var).expect("a gradient").to_dtype(DType::F32);

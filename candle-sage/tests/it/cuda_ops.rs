@@ -296,7 +296,8 @@ fn cross_entropy() -> Result<()> {
             if ignored == rows {
                 continue;
             }
-            let settings = CrossEntropy { ignore_id, ..Default::default() };
+            let z_loss = if ignore_id == Some(0) { 0.01 } else { 0.0 };
+            let settings = CrossEntropy { ignore_id, z_loss, ..Default::default() };
             let inputs = [draw(&mut normals, &[rows, classes])];
             check(&format!("cross_entropy {rows} x {classes}, {ignore_id:?}"), &inputs, 1.0, &|x| {
                 let targets = Tensor::new(targets.as_slice(), x[0].device())?;
@@ -338,7 +339,8 @@ fn linear_cross_entropy() -> Result<()> {
                         if n % 4 == 2 { ignore_id.unwrap_or(1) } else { (n * 31 + 3) as i64 % classes as i64 }
                     })
                     .collect();
-            let settings = CrossEntropy { ignore_id, chunk_rows };
+            let z_loss = if ignore_id == Some(2) { 0.01 } else { 0.0 };
+            let settings = CrossEntropy { ignore_id, chunk_rows, z_loss };
             let (hidden, mut weight) =
                 (draw(&mut normals, &[rows, width]), draw(&mut normals, &[classes, width]));
             weight.0.iter_mut().for_each(|w| *w /= (width as f32).sqrt());

@@ -189,10 +189,10 @@ fn embedding_sums_repeated_ids() -> Result<()> {
     .check("embedding")
 }
 
-fn exact_cross_entropy(logits: &[f64], classes: usize, targets: &[Option<usize>]) -> Vec<f64> {
+fn exact_cross_entropy(logits: &[f64], classes: usize, targets: &[Option<usize>], z_loss: f32) -> Vec<f64> {
     let losses = logits.chunks_exact(classes).zip(targets).filter_map(|(row, target)| {
         let lse = row.iter().map(|x| x.exp()).sum::<f64>().ln();
-        target.map(|t| lse - row[t])
+        target.map(|t| lse - row[t] + f64::from(z_loss) * lse * lse)
     });
     vec![losses.sum::<f64>() / targets.iter().flatten().count() as f64]
 }
@@ -201,14 +201,16 @@ fn exact_cross_entropy(logits: &[f64], classes: usize, targets: &[Option<usize>]
 fn cross_entropy() -> Result<()> {
     let targets = Tensor::from_slice(&[4u32, 18, 7, 0, 7], 5, &Device::Cpu)?;
     // 300 classes do not fit one block of the log-sum-exp.
-    for (classes, ignore_id) in [(19, None), (19, Some(7)), (300, None)] {
-        let settings = CrossEntropy { ignore_id, ..Default::default() };
+    for (classes, ignore_id, z_loss) in
+        [(19, None, 0.0), (19, Some(7), 0.0), (300, None, 0.0), (19, None, 0.1), (300, Some(7), 0.01)]
+    {
+        let settings = CrossEntropy { ignore_id, z_loss, ..Default::default() };
         let counted: Vec<Option<usize>> =
             [4, 18, 7, 0, 7].into_iter().map(|t| (ignore_id != Some(t as i64)).then_some(t)).collect();
         Checked {
             inputs: vec![(Normals::new(5).vec(5 * classes, 2.0), vec![5, classes])],
             op: &|vars| ops::cross_entropy(&vars[0], &targets, settings),
-            exact: &|inputs| exact_cross_entropy(&inputs[0], classes, &counted),
+            exact: &|inputs| exact_cross_entropy(&inputs[0], classes, &counted, z_loss),
         }
         .check("cross_entropy")?;
     }
@@ -220,8 +222,15 @@ fn linear_cross_entropy_in_any_chunks() -> Result<()> {
     let (rows, width, classes) = (7, 6, 11);
     let ids = [4usize, 10, 7, 0, 7, 2, 2];
     let targets = Tensor::from_slice(&ids.map(|id| id as i64), rows, &Device::Cpu)?;
-    for (chunk_rows, ignore_id) in [(None, None), (Some(1), None), (Some(3), Some(2)), (Some(100), None)] {
-        let settings = CrossEntropy { ignore_id, chunk_rows };
+    for (chunk_rows, ignore_id, z_loss) in [
+        (None, None, 0.0),
+        (Some(1), None, 0.0),
+        (Some(3), Some(2), 0.0),
+        (Some(100), None, 0.0),
+        (None, None, 0.1),
+        (Some(3), Some(2), 0.01),
+    ] {
+        let settings = CrossEntropy { ignore_id, chunk_rows, z_loss };
         let counted: Vec<Option<usize>> =
             ids.into_iter().map(|t| (ignore_id != Some(t as i64)).then_some(t)).collect();
         let mut normals = Normals::new(6);
@@ -240,7 +249,7 @@ fn linear_cross_entropy_in_any_chunks() -> Result<()> {
                             .map(|w| h.iter().zip(w).map(|(a, b)| a * b).sum::<f64>())
                     })
                     .collect();
-                exact_cross_entropy(&logits, classes, &counted)
+                exact_cross_entropy(&logits, classes, &counted, z_loss)
             },
         }
         .check(&format!("linear_cross_entropy in chunks of {chunk_rows:?}"))?;

@@ -10,7 +10,7 @@ use crate::settings::Settings;
 use crate::train::checkpoint::Found;
 
 /// What may change under way: how long, how fast and how closely watched; not the model, its data or its batches.
-const MAY_CHANGE: [&str; 21] = [
+const MAY_CHANGE: [&str; 22] = [
     "steps",
     "tokens",
     "lr",
@@ -20,6 +20,7 @@ const MAY_CHANGE: [&str; 21] = [
     "decay-fraction",
     "weight-decay",
     "clip",
+    "z-loss",
     "skip-spikes",
     "device",
     "recompute",

@@ -115,6 +115,7 @@ pub(super) fn defaults(preset: Preset) -> Settings {
         adam_eps: Some(1e-8),
         weight_decay: Some(0.1),
         clip: Some(1.0),
+        z_loss: Some(0.0),
         skip_spikes: Some(0.0),
         init_from: None,
         layers: Some(size.layers),

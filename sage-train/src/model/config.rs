@@ -33,6 +33,8 @@ pub struct LlamaConfig {
     pub init_std: f64,
     /// Numerics of attention; `None` leaves attention out.
     pub scheme: Option<Scheme>,
+    /// Factor of the z-loss in training.
+    pub z_loss: f64,
     /// What the backward makes again instead of keeping it.
     pub recompute: Recompute,
     /// Whether attention's gradients repeat to the bit on a GPU.

@@ -34,6 +34,7 @@ pub struct Llama {
     blocks: Vec<Block>,
     norm: Norm,
     rotary: Rotary,
+    z_loss: f32,
 }
 
 impl Llama {
@@ -49,6 +50,7 @@ impl Llama {
             blocks,
             norm: Norm::new(parameters, "model.norm.weight", config.norm_eps)?,
             rotary: Rotary::new(config, device)?,
+            z_loss: config.z_loss as f32,
         })
     }
 
@@ -80,7 +82,7 @@ impl Llama {
         ops::linear_cross_entropy(&hidden, &self.embedding.value, &targets, CrossEntropy::default())
     }
 
-    /// The loss, whose gradients are added to those of the parameters.
+    /// The loss, with the z-loss if there is one, whose gradients are added to those of the parameters.
     ///
     /// # Errors
     /// As [`Llama::hidden`], and when the parameters are not trained.
@@ -110,7 +112,7 @@ impl Llama {
         let (sum, hidden) = self.norm.enter(&stream)?;
         drop(stream);
         let (table, dtable) = (&self.embedding.value, self.embedding.gradient()?);
-        let settings = CrossEntropy::default();
+        let settings = CrossEntropy { z_loss: self.z_loss, ..CrossEntropy::default() };
         let (loss, dhidden) =
             ops::linear_cross_entropy_into(dtable, &hidden, table, &targets.flatten_all()?, settings, 1.0)?;
         drop(hidden);

@@ -63,7 +63,11 @@ impl Progress {
             "loss {:.3}{validation} norm {:.2} {:.0} tok/s{mfu}",
             point.loss, point.grad_norm, point.tokens_per_second
         );
-        let line = format!("step {}/{}: {text} lr {:.2e}", point.step, self.steps, point.lr);
+        let gpu = match (point.gpu_watts, point.gpu_mhz, point.gpu_gib) {
+            (Some(watts), Some(mhz), Some(gib)) => format!(" {watts:.0} W {mhz:.0} MHz {gib:.1} GiB"),
+            _ => String::new(),
+        };
+        let line = format!("step {}/{}: {text} lr {:.2e}{gpu}", point.step, self.steps, point.lr);
         self.note(&line);
         self.bar.set_message(text);
         self.bar.set_position(point.step);

@@ -6,7 +6,7 @@ use candle_sage::{Error, Result, ops};
 
 use crate::config::Config;
 use crate::data::{Batches, Dataset, Feed, Sequences};
-use crate::device::Mailbox;
+use crate::device::{Mailbox, Monitor};
 use crate::during;
 use crate::metrics::Point;
 use crate::model::{Input, Llama, Parameters, Snapshot};
@@ -18,6 +18,7 @@ pub(super) struct Trainer<'a> {
     device: &'a Device,
     parameters: &'a Parameters,
     data: &'a Dataset,
+    monitor: Monitor,
     pub(super) model: Llama,
     /// 0, and NaN from the first step on whose loss or gradient is not finite: no update comes after.
     stop: Tensor,
@@ -46,6 +47,7 @@ impl<'a> Trainer<'a> {
             device,
             parameters,
             data,
+            monitor: Monitor::new(device),
             model: Llama::new(&config.model, parameters, device)?,
             stop: Tensor::zeros((), DType::F64, device)?,
             mailboxes: [
@@ -170,6 +172,7 @@ impl<'a> Trainer<'a> {
             ));
         }
         let tokens_per_second = self.config.tokens_per_step() as f64 / seconds;
+        let gpu = self.monitor.read();
         let flops = tokens_per_second * self.config.model.flops_per_token() as f64;
         Ok(Point {
             step: step + 1,
@@ -179,6 +182,9 @@ impl<'a> Trainer<'a> {
             lr,
             tokens_per_second,
             skipped: results[accumulation + 1].is_nan(),
+            gpu_watts: gpu.map(|gpu| gpu.power),
+            gpu_mhz: gpu.map(|gpu| gpu.clock),
+            gpu_gib: gpu.map(|gpu| gpu.memory),
             mfu: self.config.peak_flops.map(|peak| flops / peak),
             ..Point::default()
         })

@@ -6,7 +6,13 @@ use std::time::{Duration, Instant};
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use sage_train::config::Config;
+use sage_train::device::Place;
 use sage_train::metrics::Point;
+use sage_train::quantity::Quantity;
+use sage_train::settings::{Schedule, Settings, Switch};
+use sage_train::train;
+use sage_train::train::checkpoint::Found;
 
 use crate::support::{Scratch, small};
 
@@ -353,4 +359,50 @@ fn spikes_are_skipped_and_nothing_else_changes_them() {
     scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
     scratch.ok(&["--resume", "runs/again"]);
     assert_same(&scratch, "again", "whole", 60);
+}
+
+/// With the deterministic switch a GPU goes on to the bit too: twenty steps are ten and ten more.
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_runs_go_on_to_the_bit() {
+    let scratch = Scratch::new();
+    let settings = |name: &str, steps: u64| Settings {
+        name: Some(name.into()),
+        out: Some(scratch.path().into()),
+        device: Some(Place::Cuda),
+        deterministic: Some(Switch::On),
+        document_mask: Some(Switch::On),
+        skip_spikes: Some(2.0),
+        schedule: Some(Schedule::Constant),
+        warmup_steps: Some(Quantity(0)),
+        steps: Some(Quantity(steps)),
+        tokens_per_step: Some(Quantity(8 << 10)),
+        corpus_mb: Some(1),
+        sample_tokens: Some(0),
+        ..Settings::default()
+    };
+    let config = |name, steps| Config::resolve(settings(name, steps)).expect("settings");
+    let whole = train::run(&config("whole", 40), None).expect("a run");
+    train::run(&config("parts", 23), None).expect("a run");
+    let found = Found::at(&scratch.path().join("parts")).expect("a checkpoint");
+    let parts = train::run(&config("parts", 40), Some(&found)).expect("the rest");
+    let plain = |points: &[Point]| -> Vec<Point> {
+        let bare = |point: &Point| Point {
+            gpu_watts: None,
+            gpu_mhz: None,
+            gpu_gib: None,
+            val_loss: None,
+            val_bits_per_byte: None,
+            ..point.clone()
+        };
+        numbers(&points.iter().map(bare).collect::<Vec<_>>())
+    };
+    plain(&whole.points).iter().zip(plain(&parts.points)).for_each(|(a, b)| assert_eq!(*a, b));
+    assert_eq!(whole.val_loss, parts.val_loss);
+    let state = |name: &str| state(&scratch.path().join(name), 40);
+    assert!(state("whole") == state("parts"), "weights or moments differ");
+    assert!(
+        whole.points.iter().all(|point| point.gpu_watts.is_some_and(|watts| watts > 10.0)),
+        "NVML says nothing"
+    );
 }

@@ -27,6 +27,7 @@ const BATCH: usize = 4;
 pub(crate) struct Saved {
     targets: Ids,
     lse: CudaSlice<f32>,
+    z_loss: f32,
 }
 
 /// One launch over rows of logits: `rows` of them, whose targets and losses begin at `first`.
@@ -74,6 +75,7 @@ pub(crate) fn forward(
     logits: Operand<'_>,
     targets: Operand<'_>,
     ignored: Option<i64>,
+    z_loss: f32,
 ) -> Result<(CudaStorage, Saved, Checked)> {
     let gpu = Gpu::new(logits.0.device())?;
     let float = Float::of(NAME, logits.0)?;
@@ -85,13 +87,14 @@ pub(crate) fn forward(
         logits: logits.start(&gpu)?,
         losses: address(&losses, &gpu),
         lse: address(&lse, &gpu),
+        z_loss,
         ..Default::default()
     };
     Rows { gpu: &gpu, float, targets: &targets, first: 0, rows, classes }
         .launch("cross_entropy_fwd", params)?;
     let loss = mean(&gpu, &losses, rows, &targets)?;
     let checked = targets.checked(&gpu, &ids)?;
-    Ok((loss, Saved { targets, lse }, checked))
+    Ok((loss, Saved { targets, lse, z_loss }, checked))
 }
 
 /// The gradient of the logits.
@@ -106,6 +109,7 @@ pub(crate) fn backward(saved: &Saved, logits: Operand<'_>, dloss: Operand<'_>) -
         gradient: start_of(&out, &gpu)?,
         dloss: dloss.start(&gpu)?,
         lse: address(&saved.lse, &gpu),
+        z_loss: saved.z_loss,
         ..Default::default()
     };
     let rows = Rows { gpu: &gpu, float, targets: &saved.targets, first: 0, rows, classes };
@@ -174,6 +178,7 @@ pub(crate) struct Linear {
     pub(crate) ignored: Option<i64>,
     /// Rows of logits at a time.
     pub(crate) chunk_rows: usize,
+    pub(crate) z_loss: f32,
 }
 
 /// Where a pass puts gradients of the sum of losses times `factor`.
@@ -218,6 +223,7 @@ fn pass(
             logits: start,
             gradient: start,
             losses: address(&losses, gpu) + 4 * first as Address,
+            z_loss: settings.z_loss,
             ..Default::default()
         };
         let rows = Rows { gpu, float, targets: &targets, first, rows: n, classes };
@@ -269,13 +275,13 @@ pub(crate) fn linear_forward(
 }
 
 /// The loss of `hidden weight^T`, its gradient times `factor` for the hidden states, and the same added to `dweight`. All
-/// targets count. The check of the targets is not waited for: a bad one makes the loss NaN.
+/// targets count, whatever the settings say. The check of the targets is not waited for: a bad one makes the loss NaN.
 pub(crate) fn linear_into(
     dweight: Operand<'_>,
     hidden: Operand<'_>,
     weight: Operand<'_>,
     targets: Operand<'_>,
-    chunk_rows: usize,
+    settings: Linear,
     factor: f32,
 ) -> Result<[CudaStorage; 2]> {
     let gpu = &Gpu::new(hidden.0.device())?;
@@ -288,7 +294,6 @@ pub(crate) fn linear_into(
         weight: Some((start(dweight, gpu)?, true)),
         factor: factor / rows as f32,
     };
-    let settings = Linear { ignored: None, chunk_rows };
     let (loss, _) = pass(gpu, [&hidden, &weight], &ids, settings, &into)?;
     Ok([loss, dhidden])
 }

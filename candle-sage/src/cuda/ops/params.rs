@@ -147,7 +147,7 @@ pub(super) struct CrossEntropy {
     pub(super) rows: i32,
     pub(super) classes: i32,
     pub(super) lanes: i32,
-    pub(super) padding: i32,
+    pub(super) z_loss: f32,
 }
 
 #[repr(C)]
@@ -231,7 +231,11 @@ const _: () = {
     assert!(size_of::<SortIds>() == 48 && offset_of!(SortIds, len) == 40);
     assert!(size_of::<Embedding>() == 80);
     assert!(offset_of!(Embedding, row_stride) == 48 && offset_of!(Embedding, len) == 64);
-    assert!(size_of::<CrossEntropy>() == 72 && offset_of!(CrossEntropy, rows) == 56);
+    assert!(
+        size_of::<CrossEntropy>() == 72
+            && offset_of!(CrossEntropy, rows) == 56
+            && offset_of!(CrossEntropy, z_loss) == 68
+    );
     assert!(size_of::<SumOfSquares>() == 40 && offset_of!(SumOfSquares, parts) == 32);
     assert!(size_of::<AdamW>() == 104 && offset_of!(AdamW, len) == 48 && offset_of!(AdamW, factor) == 64);
     assert!(offset_of!(AdamW, copy_type) == 96);

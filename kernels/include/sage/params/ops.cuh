@@ -120,7 +120,7 @@ struct CrossEntropy {
   int32_t rows;
   int32_t classes;
   int32_t lanes;
-  int32_t padding;
+  float z_loss;  // z: each row's loss has z lse^2 more
 };
 
 // out = (or, to accumulate, +=) from * factor; the factor is dloss / ids that count, or 1 where dloss is null.
@@ -174,7 +174,7 @@ static_assert(sizeof(SwiGlu) == 56);
 static_assert(sizeof(CheckIds) == 48 && offsetof(CheckIds, ignores) == 40);
 static_assert(sizeof(SortIds) == 48 && offsetof(SortIds, len) == 40);
 static_assert(sizeof(Embedding) == 80 && offsetof(Embedding, row_stride) == 48 && offsetof(Embedding, len) == 64);
-static_assert(sizeof(CrossEntropy) == 72 && offsetof(CrossEntropy, rows) == 56);
+static_assert(sizeof(CrossEntropy) == 72 && offsetof(CrossEntropy, rows) == 56 && offsetof(CrossEntropy, z_loss) == 68);
 static_assert(sizeof(SumOfSquares) == 40 && offsetof(SumOfSquares, parts) == 32);
 static_assert(sizeof(AdamW) == 104 && offsetof(AdamW, len) == 48 && offsetof(AdamW, factor) == 64 &&
               offsetof(AdamW, copy_type) == 96);
