@@ -6,13 +6,13 @@ mod model;
 mod resume;
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
 use clap::{Parser, Subcommand};
 
 use crate::config::Config;
-use crate::data::known_tokenizer;
+use crate::data::{Batches, Dataset, known_tokenizer};
 use crate::metrics::Outcome;
 use crate::quantity::Quantity;
 use crate::report::{comparison, loss_plot};
@@ -99,6 +99,10 @@ struct Train {
     /// Print what would run, and stop
     #[arg(long, help_heading = "Run")]
     dry_run: bool,
+    /// Write the sequences that the run would be taught, in their order, as a shard of documents, and stop: another
+    /// program can be taught the same
+    #[arg(long, value_name = "FILE", help_heading = "Run", conflicts_with_all = ["resume", "compare", "dry_run"])]
+    write_batches: Option<PathBuf>,
     /// Train once with each attention, and compare with the first
     #[arg(
         long,
@@ -162,6 +166,9 @@ impl Train {
         if self.dry_run {
             return print(&runs.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"));
         }
+        if let Some(path) = &self.write_batches {
+            return write_batches(&config, path);
+        }
         if let Some(threads) = config.threads {
             rayon::ThreadPoolBuilder::new()
                 .num_threads(threads)
@@ -189,6 +196,13 @@ impl Train {
         }
         result
     }
+}
+
+fn write_batches(config: &Config, path: &Path) -> Result<()> {
+    let data = Dataset::load(&config.data, &|line| tell(line))?;
+    let cut = config.data.cut(data.tokenizer.end_of_text());
+    let sequences = config.steps * (config.accumulation * config.micro_batch) as u64;
+    Batches::new(&data.train, cut).write(sequences, &data.tokenizer, path)
 }
 
 /// Fills in what files say: the shape of a model to begin with, and the size of a vocabulary that exists.

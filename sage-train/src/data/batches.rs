@@ -1,5 +1,7 @@
 //! Which sequences make up a step: a pure function of (seed, step).
 
+use std::path::Path;
+
 use candle_core::{Device, Tensor};
 use candle_sage::shape::Packing;
 use candle_sage::{Error, Result};
@@ -7,7 +9,8 @@ use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
-use super::Mixture;
+use super::shard::{Format, ShardWriter};
+use super::{Mixture, Tokenizer};
 
 /// Ids and the ids one position later, both (sequences, context).
 #[derive(Debug)]
@@ -106,6 +109,23 @@ impl<'a> Batches<'a> {
             (source, index % self.sequences_of(source) * self.cut.context as u64)
         };
         self.sequences_at(&(first..first + count as u64).map(place).collect::<Vec<_>>())
+    }
+
+    /// Writes the first `count` sequences that are visited, one behind the other with the token after each, as a shard: what
+    /// it takes to teach another program the same.
+    ///
+    /// # Errors
+    /// When a shard cannot be read, or the file not written.
+    pub fn write(&mut self, count: u64, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
+        let format = Format::for_vocab(tokenizer.vocab_size());
+        let mut writer = ShardWriter::create(path, format, tokenizer.hash(), tokenizer.vocab_size())?;
+        for n in 0..count {
+            let Sequences { mut ids, targets, .. } = self.shuffled(n, 1)?;
+            ids.extend(targets.last());
+            writer.write(&ids, ids.iter().map(|&id| tokenizer.bytes(id)).sum())?;
+            writer.end_document();
+        }
+        writer.finish().map(|_| ())
     }
 
     /// The source of sequence `n`, and its first token there.

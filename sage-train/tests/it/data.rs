@@ -162,6 +162,30 @@ fn attention_stays_inside_documents_where_it_is_told_to() {
 }
 
 #[test]
+fn the_sequences_of_a_run_can_be_written_out() {
+    let scratch = Scratch::new();
+    scratch.file("a.jsonl", json_lines(200_000));
+    scratch.ok(&["data", "prepare", "a.jsonl", "--to", "shards", "--vocab-size", "300"]);
+    let of = |steps: &str, to: &str| {
+        scratch.ok(&small(&["--data", "shards", "--steps", steps, "--write-batches", to]));
+        let shard = sage_train::data::shard::Shard::open(&scratch.path().join(to)).expect("a shard");
+        let mut tokens = Vec::new();
+        shard.read(0, shard.len() as usize, &mut tokens).expect("tokens");
+        tokens
+    };
+    let (two, three) = (of("2", "two.bin"), of("3", "three.bin"));
+    // 256 tokens a step are eight sequences of 32, and each has the token after it.
+    assert_eq!((two.len(), three.len()), (2 * 8 * 33, 3 * 8 * 33));
+    assert!(two == three[..two.len()]);
+    let all = tokens(&scratch.path().join("shards"), "train");
+    for sequence in two.chunks(33) {
+        let places = (0..all.len() - 32).step_by(32);
+        assert_eq!(places.filter(|&at| all[at..at + 33] == *sequence).count(), 1);
+    }
+    assert!(!scratch.path().join("runs").exists());
+}
+
+#[test]
 fn messages_about_data() {
     let scratch = Scratch::new();
     scratch.file("a.jsonl", json_lines(200_000));
