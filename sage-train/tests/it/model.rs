@@ -281,7 +281,7 @@ fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {
                 name: Some(format!("{attn}-{name}")),
                 ..Settings::default()
             })?;
-            sage_train::train::run(&config)
+            sage_train::train::run(&config, None)
         };
         let numbers = |outcome: &sage_train::metrics::Outcome| -> Vec<(f64, f64)> {
             outcome.points.iter().map(|p| (p.loss, p.grad_norm)).collect()
@@ -317,6 +317,6 @@ fn cuda_runs_that_diverge_stop() {
         ..Settings::default()
     });
     let error =
-        config.and_then(|config| sage_train::train::run(&config)).expect_err("it diverges").to_string();
+        config.and_then(|config| sage_train::train::run(&config, None)).expect_err("it diverges").to_string();
     assert!(error.contains("stopped before the update") && error.contains("good steps"), "{error}");
 }
