@@ -13,7 +13,6 @@ use crate::data::Tokenizer;
 use crate::model::{LlamaConfig, ParameterSpec, Parameters, StateFile};
 use crate::quantity::Quantity;
 use crate::settings::{Settings, Switch};
-use crate::trained::Trained;
 use crate::{during, writing};
 
 const CONFIG: &str = "config.json";
@@ -222,12 +221,23 @@ fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Value {
     })
 }
 
-/// Writes the model of a run into a new folder, as `transformers` loads it.
+/// A model to be written.
+#[derive(Debug, Clone, Copy)]
+pub struct Model<'a> {
+    /// Its shape.
+    pub config: &'a LlamaConfig,
+    /// Its weights.
+    pub parameters: &'a Parameters,
+    /// Its tokenizer.
+    pub tokenizer: &'a Tokenizer,
+}
+
+/// Writes a model into a new folder, as `transformers` loads it.
 ///
 /// # Errors
 /// When the folder exists or cannot be written, or the model has no attention.
-pub fn export(run: &Trained, to: &Path, dtype: DType) -> Result<()> {
-    if run.config.model.scheme.is_none() {
+pub fn export(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
+    if model.config.scheme.is_none() {
         return Err(Error::new("a model without attention has no name in transformers")
             .got("--attn none")
             .allowed("a run with --attn fpa or sagebwd")
@@ -244,26 +254,27 @@ pub fn export(run: &Trained, to: &Path, dtype: DType) -> Result<()> {
     let partial = Path::new(&partial);
     std::fs::create_dir_all(partial).map_err(writing(partial))?;
     let written =
-        export_into(run, partial, dtype).and_then(|()| std::fs::rename(partial, to).map_err(writing(to)));
+        export_into(model, partial, dtype).and_then(|()| std::fs::rename(partial, to).map_err(writing(to)));
     if written.is_err() {
         let _ = std::fs::remove_dir_all(partial);
     }
     written
 }
 
-fn export_into(run: &Trained, to: &Path, dtype: DType) -> Result<()> {
+fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
     let write = |name: &str, value: &Value| {
         let path = to.join(name);
         std::fs::write(&path, serde_json::to_string_pretty(value).expect("plain values"))
             .map_err(writing(&path))
     };
-    let end = run.tokenizer.end_of_text();
-    write(CONFIG, &config_json(&run.config.model, end, dtype))?;
+    let Model { config, parameters, tokenizer } = model;
+    let end = tokenizer.end_of_text();
+    write(CONFIG, &config_json(config, end, dtype))?;
     write("generation_config.json", &json!({ "bos_token_id": end, "eos_token_id": end }))?;
-    write("tokenizer_config.json", &tokenizer_config(&run.tokenizer, run.config.model.context)?)?;
-    run.tokenizer.save(&to.join("tokenizer.json"))?;
+    write("tokenizer_config.json", &tokenizer_config(tokenizer, config.context)?)?;
+    tokenizer.save(&to.join("tokenizer.json"))?;
     let weights = to.join(WEIGHTS);
-    run.parameters
+    parameters
         .snapshot(false)
         .and_then(|snapshot| snapshot.save_as(&weights, dtype))
         .map_err(writing(&weights))

@@ -191,7 +191,8 @@ impl Export {
         }
         let trained = Trained::open(&self.run, Place::Cpu, Settings::default(), false)?;
         let dtype = if self.dtype == Exported::Bf16 { DType::BF16 } else { DType::F32 };
-        hf::export(&trained, &self.to, dtype)?;
+        let Trained { config, parameters, tokenizer, .. } = &trained;
+        hf::export(hf::Model { config: &config.model, parameters, tokenizer }, &self.to, dtype)?;
         print(&format!(
             "{}: {} for transformers\n",
             self.to.display(),

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Result, Tensor};
 use sage_train::device::Place;
+use sage_train::evaluate::{Choices, Example, choose};
 use sage_train::hf;
 use sage_train::settings::Settings;
 use sage_train::trained::Trained;
@@ -81,6 +82,40 @@ fn a_model_comes_in_goes_on_and_out_again() -> Result<()> {
             );
         }
         assert!(scratch.fails(&["export", "runs/still", "--to", "same"]).contains("exists already"));
+    }
+    Ok(())
+}
+
+/// The mean loss of each ending, from the logits of transformers themselves.
+#[test]
+fn the_ending_with_the_lowest_mean_loss_is_chosen() -> Result<()> {
+    let trained = open(&golden("qwen3"), Place::Cpu);
+    let golden = candle_core::safetensors::load(golden("qwen3").join("logits.safetensors"), &Device::Cpu)?;
+    let ids: Vec<Vec<u32>> = golden["ids"].to_dtype(DType::U32)?.to_vec2()?;
+    let losses = candle_nn::ops::log_softmax(&golden["logits"], 2)?.to_vec3::<f32>()?;
+    // Endings that are what follows in the golden sequences: their losses are known for one context each.
+    let known = |row: usize, at: usize, len: usize| -> f32 {
+        (at..at + len).map(|n| -losses[row][n - 1][ids[row][n] as usize]).sum::<f32>() / len as f32
+    };
+    let (mut right, mut wrong) = (Vec::new(), Vec::new());
+    for (at, likeliest) in [(5, true), (12, false), (30, true), (20, false)] {
+        // Beside it an ending of one token, whose loss can be read off the same row: sometimes it is better than the mean
+        // of the six, sometimes worse.
+        let row = &losses[0][at - 1];
+        let mut order: Vec<u32> = (0..300).collect();
+        order.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
+        let other = order[if likeliest { 0 } else { 299 }];
+        let (long, short) = (known(0, at, 6), -row[other as usize]);
+        assert_eq!(short < long, likeliest);
+        let endings = vec![ids[0][at..at + 6].to_vec(), vec![other]];
+        let example = |label| Example { context: ids[0][..at].to_vec(), endings: endings.clone(), label };
+        right.push(example(usize::from(likeliest)));
+        wrong.push(example(usize::from(!likeliest)));
+    }
+    let model = trained.model().expect("a model");
+    for (examples, expected) in [(right, 4), (wrong, 0)] {
+        let choices = choose(&model, &examples, 64, &Device::Cpu, &mut |_| ()).expect("choices");
+        assert_eq!(choices, Choices { right: expected, examples: 4 });
     }
     Ok(())
 }
