@@ -1,8 +1,9 @@
-// One warp each: the primitives that the attention kernels are made of, on their own. The host compares with plain
+// One warp each, or one warpgroup: the primitives that the attention kernels are made of, on their own. The host compares with plain
 // loops (candle-sage/src/cuda/selftest.rs).
 #include <sage/layout/fragments.cuh>
 #include <sage/layout/permutation.cuh>
 #include <sage/ptx/mma.cuh>
+#include <sage/ptx/wgmma.cuh>
 #include <sage/quant/codes.cuh>
 
 using namespace sage;
@@ -18,7 +19,7 @@ struct Params {
 // Row-major global memory to swizzled shared memory.
 template <int ROWS, int ROW_BYTES>
 __device__ uint32_t fill(unsigned char* shared, const unsigned char* from) {
-  for (int i = threadIdx.x; i < ROWS * ROW_BYTES / 16; i += 32) {
+  for (int i = threadIdx.x; i < ROWS * ROW_BYTES / 16; i += blockDim.x) {
     int row = i / (ROW_BYTES / 16), chunk = i % (ROW_BYTES / 16);
     *reinterpret_cast<uint4*>(shared + layout::swizzled<ROW_BYTES>(row, chunk)) = reinterpret_cast<const uint4*>(from)[i];
   }
@@ -110,6 +111,59 @@ __device__ void permuted_product(const Params& p) {
   store(c, reinterpret_cast<int*>(p.out));
 }
 
+// The columns of D, eight times N of them, that a warpgroup holds.
+template <int N, class X>
+__device__ void store_group(const X (&d)[N][4], X* out) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int n = 0; n < N; ++n)
+    for (int e = 0; e < 4; ++e)
+      out[(warp * 16 + lane / 4 + 8 * (e >> 1)) * 8 * N + n * 8 + 2 * (lane & 3) + (e & 1)] = d[n][e];
+}
+
+// out (64, 8 N) = A (64, BYTES) B (8 N, BYTES)^T of codes; A from registers or by a descriptor.
+template <int BYTES, int N, bool REGISTERS>
+__device__ void group_codes(const Params& p) {
+  if constexpr (ptx::HAS_WGMMA) {
+    __shared__ __align__(1024) unsigned char a[64 * BYTES], b[8 * N * BYTES];
+    uint32_t a_rows = fill<64, BYTES>(a, p.a), b_rows = fill<8 * N, BYTES>(b, p.b);
+    ptx::wgmma_publish();
+    __syncthreads();
+    int d[N][4] = {};
+    uint32_t x[BYTES / 32][4];
+    layout::ReaderA<BYTES> reader(a_rows, threadIdx.x % 32);
+    for (int step = 0; step < BYTES / 32; ++step) reader.load(x[step], threadIdx.x / 32 * 16, step);
+    ptx::hold(d);
+    ptx::wgmma_fence();
+    for (int step = 0; step < BYTES / 32; ++step) {
+      uint64_t columns = ptx::row_descriptor<BYTES>(b_rows) + 2 * step;
+      if constexpr (REGISTERS) ptx::wgmma_s8(d, x[step], columns);
+      else ptx::wgmma_s8(d, ptx::row_descriptor<BYTES>(a_rows) + 2 * step, columns);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>(d);
+    store_group(d, reinterpret_cast<int*>(p.out));
+  }
+}
+
+// out (64, 64) = A B^T of 16 bits over a reduction of 64.
+template <class T>
+__device__ void group_16(const Params& p) {
+  if constexpr (ptx::HAS_WGMMA) {
+    __shared__ __align__(1024) unsigned char a[64 * 128], b[64 * 128];
+    uint32_t a_rows = fill<64, 128>(a, p.a), b_rows = fill<64, 128>(b, p.b);
+    ptx::wgmma_publish();
+    __syncthreads();
+    float d[8][4] = {};
+    ptx::hold(d);
+    ptx::wgmma_fence();
+    for (int step = 0; step < 4; ++step)
+      ptx::wgmma_16<T>(d, ptx::row_descriptor<128>(a_rows) + 2 * step, ptx::row_descriptor<128>(b_rows) + 2 * step);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>(d);
+    store_group(d, reinterpret_cast<float*>(p.out));
+  }
+}
+
 // Four numbers a lane to bytes: by `codes` with scale 1, then by `codes_up_to_127`.
 __device__ void conversions(const Params& p) {
   float4 x = reinterpret_cast<const float4*>(p.a)[threadIdx.x];
@@ -120,8 +174,11 @@ __device__ void conversions(const Params& p) {
 
 }  // namespace
 
-#define KERNEL(name, ...) \
-  extern "C" __global__ void __launch_bounds__(32) name(const __grid_constant__ Params p) { __VA_ARGS__(p); }
+#define KERNEL_OF(threads, name, ...) \
+  extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Params p) { __VA_ARGS__(p); }
+#define KERNEL(name, ...) KERNEL_OF(32, name, __VA_ARGS__)
+// Without Hopper's instructions these compute nothing.
+#define GROUP_KERNEL(name, ...) KERNEL_OF(128, name, __VA_ARGS__)
 
 KERNEL(selftest_codes_64, product_codes<64>)
 KERNEL(selftest_codes_128, product_codes<128>)
@@ -132,3 +189,12 @@ KERNEL(selftest_16_tt, product_16<true, true>)
 KERNEL(selftest_round_trip, round_trip)
 KERNEL(selftest_permuted, permuted_product)
 KERNEL(selftest_conversions, conversions)
+
+GROUP_KERNEL(selftest_group_64_shared, group_codes<64, 8, false>)
+GROUP_KERNEL(selftest_group_128_shared, group_codes<128, 8, false>)
+GROUP_KERNEL(selftest_group_64_registers, group_codes<64, 8, true>)
+GROUP_KERNEL(selftest_group_128_registers, group_codes<128, 8, true>)
+GROUP_KERNEL(selftest_group_64_narrow, group_codes<64, 4, true>)
+GROUP_KERNEL(selftest_group_128_narrow, group_codes<128, 4, true>)
+GROUP_KERNEL(selftest_group_bf16, group_16<__nv_bfloat16>)
+GROUP_KERNEL(selftest_group_f16, group_16<__half>)

@@ -2,6 +2,7 @@
 
 pub mod checkpoint;
 pub mod guard;
+mod lock;
 mod progress;
 mod run_dir;
 mod trainer;

@@ -62,12 +62,22 @@ fn run<A: DeviceRepr + Copy + 'static, X: DeviceRepr + Copy>(
     b: &[A],
     len: usize,
 ) -> Result<Vec<X>> {
+    run_threads(32, kernel, a, b, len)
+}
+
+fn run_threads<A: DeviceRepr + Copy + 'static, X: DeviceRepr + Copy>(
+    threads: u32,
+    kernel: &str,
+    a: &[A],
+    b: &[A],
+    len: usize,
+) -> Result<Vec<X>> {
     let gpu = gpu();
     let (a, b) = (gpu.device.clone_htod(a)?, gpu.device.clone_htod(b)?);
     let out = gpu.alloc::<X>(len)?;
     let params = Params { a: address(&a, &gpu), b: address(&b, &gpu), out: address(&out, &gpu) };
-    // SAFETY: the kernels read 16 or 64 rows, and write `len` elements.
-    unsafe { gpu.launch("selftest", kernel, Grid::line(1, 32), &params)? };
+    // SAFETY: the kernels read 16 to 64 rows, and write `len` elements.
+    unsafe { gpu.launch("selftest", kernel, Grid::line(1, threads), &params)? };
     super::guard::check(&gpu)?;
     Ok(gpu.device.clone_dtoh(&out)?[..len].to_vec())
 }
@@ -88,6 +98,39 @@ fn products_of_codes_are_exact() -> Result<()> {
                 let sum: i32 = row.iter().zip(column).map(|(&x, &y)| i32::from(x) * i32::from(y)).sum();
                 assert_eq!(got[i * 16 + j], sum, "{kernel} ({i}, {j})");
             }
+        }
+    }
+    Ok(())
+}
+
+/// `wgmma`, its descriptors of swizzled rows, and its fragments, in every form that the kernels use.
+#[test]
+#[ignore = "needs a Hopper GPU"]
+fn products_of_a_warpgroup_are_exact() -> Result<()> {
+    for width in [64, 128] {
+        for (form, columns) in [("shared", 64), ("registers", 64), ("narrow", 32)] {
+            let (mut a, mut b) = (codes(5, 64 * width), codes(6, columns * width));
+            a[..width].fill(127);
+            b[..width].fill(127);
+            b[width..2 * width].fill(-127);
+            let kernel = format!("selftest_group_{width}_{form}");
+            let got: Vec<i32> = run_threads(128, &kernel, &a, &b, 64 * columns)?;
+            for (i, row) in a.chunks(width).enumerate() {
+                for (j, column) in b.chunks(width).enumerate() {
+                    let sum: i32 = row.iter().zip(column).map(|(&x, &y)| i32::from(x) * i32::from(y)).sum();
+                    assert_eq!(got[i * columns + j], sum, "{kernel} ({i}, {j})");
+                }
+            }
+        }
+    }
+    let (a, b) = (small(7, 64 * 64), small(8, 64 * 64));
+    let halves = |m: &[half::bf16]| m.iter().map(|x| half::f16::from_f32(x.to_f32())).collect::<Vec<_>>();
+    let bf16: Vec<f32> = run_threads(128, "selftest_group_bf16", &a, &b, 64 * 64)?;
+    let f16: Vec<f32> = run_threads(128, "selftest_group_f16", &halves(&a), &halves(&b), 64 * 64)?;
+    for (i, row) in a.chunks(64).enumerate() {
+        for (j, column) in b.chunks(64).enumerate() {
+            let sum: f32 = row.iter().zip(column).map(|(x, y)| x.to_f32() * y.to_f32()).sum();
+            assert_eq!((bf16[i * 64 + j], f16[i * 64 + j]), (sum, sum), "({i}, {j})");
         }
     }
     Ok(())

@@ -16,6 +16,7 @@ use sha2::{Digest, Sha256};
 use crate::config::{CheckpointConfig, Config};
 use crate::data::shard::hex;
 use crate::model::{Parameters, Snapshot};
+use crate::train::lock::Lock;
 use crate::writing;
 
 const FOLDER: &str = "checkpoints";
@@ -171,13 +172,15 @@ pub struct Found {
     /// What it says of itself.
     pub about: About,
     path: PathBuf,
+    /// Nobody else adds to the run, or prunes what was found.
+    _lock: Lock,
 }
 
 impl Found {
-    /// The newest checkpoint of a run's folder, or the one that is named.
+    /// The newest checkpoint of a run's folder, or the one that is named. The run is taken as long as this lives.
     ///
     /// # Errors
-    /// When there is none, or it is damaged, cut off, or from a later version.
+    /// When there is none, or it is damaged, cut off, or from a later version, and when another process has the run.
     pub fn at(path: &Path) -> Result<Self> {
         if path.join(ABOUT).exists() || path.join(STATE).exists() {
             let run = path.parent().and_then(Path::parent);
@@ -187,19 +190,21 @@ impl Found {
                     .allowed(format!("RUN/{FOLDER}/{}", name(250)))
                     .hint("its settings are in RUN/config.toml: copy the run as a whole")
             })?;
-            return Self::checked(run.to_owned(), path.to_owned());
+            return Self::checked(Lock::take(run)?, run.to_owned(), path.to_owned());
         }
         let folder = path.join(FOLDER);
-        let step = steps(&folder).pop().ok_or_else(|| {
+        let lock = if folder.is_dir() { Some(Lock::take(path)?) } else { None };
+        let found = lock.and_then(|lock| Some((lock, steps(&folder).pop()?)));
+        let (lock, step) = found.ok_or_else(|| {
             Error::new("there is no checkpoint to resume from")
                 .got(path.display())
                 .allowed(format!("the folder of a run with {FOLDER} in it, or one of these"))
                 .hint("a run writes them every --checkpoint-every steps, at its end, and when it is interrupted")
         })?;
-        Self::checked(path.to_owned(), folder.join(name(step)))
+        Self::checked(lock, path.to_owned(), folder.join(name(step)))
     }
 
-    fn checked(run: PathBuf, path: PathBuf) -> Result<Self> {
+    fn checked(lock: Lock, run: PathBuf, path: PathBuf) -> Result<Self> {
         let refuse = |file: &str, got: String, allowed: &str| {
             let others: Vec<String> = steps(&run.join(FOLDER))
                 .into_iter()
@@ -250,7 +255,7 @@ impl Found {
             let allowed = format!("{} bytes with SHA-256 {:.12}", about.state_bytes, about.state_sha256);
             return refuse(STATE, got, &allowed);
         }
-        Ok(Self { run, about, path })
+        Ok(Self { run, about, path, _lock: lock })
     }
 
     /// Checks that nothing newer would be in the way.

@@ -11,11 +11,11 @@ use crate::config::Config;
 use crate::during;
 use crate::metrics::Point;
 use crate::report::EventFile;
+use crate::train::lock::Lock;
 use crate::writing;
 
 const METRICS: &str = "metrics.jsonl";
 const CSV: &str = "metrics.csv";
-const LOCK: &str = ".lock";
 
 /// The folder of one run, and its open metrics.
 #[derive(Debug)]
@@ -24,8 +24,8 @@ pub(super) struct RunDir {
     metrics: File,
     csv: File,
     events: EventFile,
-    /// Held as long as the run goes on.
-    _lock: File,
+    /// Of a new run; that of a resumed one came with its checkpoint.
+    _lock: Option<Lock>,
 }
 
 impl RunDir {
@@ -42,8 +42,8 @@ impl RunDir {
             let path = config.out.join(&name);
             match std::fs::create_dir(&path) {
                 Ok(()) => {
-                    let lock = lock(&path)?;
-                    return Self::open(path, lock, &[]);
+                    let lock = Lock::take(&path)?;
+                    return Self::open(path, Some(lock), &[]);
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(writing(&path)(error)),
@@ -54,7 +54,6 @@ impl RunDir {
 
     /// Opens the folder of a run again, and takes its metrics back to `step`; returns them.
     pub(super) fn reopen(path: &Path, step: u64) -> Result<(Self, Vec<Point>)> {
-        let lock = lock(path)?;
         let file = path.join(METRICS);
         let text = std::fs::read(&file).map_err(during(format!("cannot read {}", file.display())))?;
         let mut points = Vec::new();
@@ -73,10 +72,10 @@ impl RunDir {
                 .allowed(format!("at least {step}"))
                 .hint("is the file damaged? Steps that are lost cannot be plotted: the run does not go on without them"));
         }
-        Ok((Self::open(path.to_owned(), lock, &points)?, points))
+        Ok((Self::open(path.to_owned(), None, &points)?, points))
     }
 
-    fn open(path: PathBuf, lock: File, points: &[Point]) -> Result<Self> {
+    fn open(path: PathBuf, lock: Option<Lock>, points: &[Point]) -> Result<Self> {
         let lines = |head: Option<String>, line: fn(&Point) -> String| {
             head.into_iter().chain(points.iter().map(line)).map(|line| line + "\n").collect::<String>()
         };
@@ -133,20 +132,6 @@ fn begin(path: &Path, text: &str) -> Result<File> {
     file.write_all(text.as_bytes()).map_err(writing(&partial))?;
     std::fs::rename(&partial, path).map_err(writing(path))?;
     Ok(file)
-}
-
-/// One process at a time works in a folder.
-fn lock(folder: &Path) -> Result<File> {
-    let path = folder.join(LOCK);
-    let file = File::create(&path).map_err(writing(&path))?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(std::fs::TryLockError::WouldBlock) => Err(Error::new("the run is under way")
-            .got(format!("another process works in {}", folder.display()))
-            .allowed("one process for each run")
-            .hint("wait for it, or stop it: it saves a checkpoint when it is interrupted")),
-        Err(std::fs::TryLockError::Error(error)) => Err(writing(&path)(error)),
-    }
 }
 
 fn taken(path: &Path) -> Error {

@@ -72,47 +72,41 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
   hold(d);
 }
 
+// The registers of D as operands 0, 1, ..: ROWS times four, each by `BIND`, and their places in the text.
+#define SAGE_INT(x) "+r"(x)
+#define SAGE_FLOAT(x) "+f"(x)
+#define SAGE_FOUR(BIND, n) BIND(d[n][0]), BIND(d[n][1]), BIND(d[n][2]), BIND(d[n][3])
+#define SAGE_16(BIND) SAGE_FOUR(BIND, 0), SAGE_FOUR(BIND, 1), SAGE_FOUR(BIND, 2), SAGE_FOUR(BIND, 3)
+#define SAGE_32(BIND) \
+  SAGE_16(BIND), SAGE_FOUR(BIND, 4), SAGE_FOUR(BIND, 5), SAGE_FOUR(BIND, 6), SAGE_FOUR(BIND, 7)
+#define SAGE_PLACES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define SAGE_PLACES_32 \
+  SAGE_PLACES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SAGE_A_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+#define SAGE_WGMMA(shape) "wgmma.mma_async.sync.aligned." shape " "
+
 // d += A B^T of s8, reduction 32: columns of D are 8 times its length.
 __device__ __forceinline__ void wgmma_s8(int (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
-      "%13, %14, %15}, "
-      "{%16, %17, %18, %19}, %20, 1;"
-      : "+r"(d[0][0]), "+r"(d[0][1]), "+r"(d[0][2]), "+r"(d[0][3]), "+r"(d[1][0]), "+r"(d[1][1]), "+r"(d[1][2]),
-        "+r"(d[1][3]), "+r"(d[2][0]), "+r"(d[2][1]), "+r"(d[2][2]), "+r"(d[2][3]), "+r"(d[3][0]), "+r"(d[3][1]),
-        "+r"(d[3][2]), "+r"(d[3][3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  asm volatile(SAGE_WGMMA("m64n32k32.s32.s8.s8") "{" SAGE_PLACES_16 "}, {%16, %17, %18, %19}, %20, 1;"
+               : SAGE_16(SAGE_INT)
+               : SAGE_A_REGISTERS, "l"(b));
 #endif
 }
 
 __device__ __forceinline__ void wgmma_s8(int (&d)[8][4], uint64_t a, uint64_t b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
-      "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%32, %33, 1;"
-      : "+r"(d[0][0]), "+r"(d[0][1]), "+r"(d[0][2]), "+r"(d[0][3]), "+r"(d[1][0]), "+r"(d[1][1]), "+r"(d[1][2]),
-        "+r"(d[1][3]), "+r"(d[2][0]), "+r"(d[2][1]), "+r"(d[2][2]), "+r"(d[2][3]), "+r"(d[3][0]), "+r"(d[3][1]),
-        "+r"(d[3][2]), "+r"(d[3][3]), "+r"(d[4][0]), "+r"(d[4][1]), "+r"(d[4][2]), "+r"(d[4][3]), "+r"(d[5][0]),
-        "+r"(d[5][1]), "+r"(d[5][2]), "+r"(d[5][3]), "+r"(d[6][0]), "+r"(d[6][1]), "+r"(d[6][2]), "+r"(d[6][3]),
-        "+r"(d[7][0]), "+r"(d[7][1]), "+r"(d[7][2]), "+r"(d[7][3])
-      : "l"(a), "l"(b));
+  asm volatile(SAGE_WGMMA("m64n64k32.s32.s8.s8") "{" SAGE_PLACES_32 "}, %32, %33, 1;"
+               : SAGE_32(SAGE_INT)
+               : "l"(a), "l"(b));
 #endif
 }
 
 __device__ __forceinline__ void wgmma_s8(int (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
-      "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, 1;"
-      : "+r"(d[0][0]), "+r"(d[0][1]), "+r"(d[0][2]), "+r"(d[0][3]), "+r"(d[1][0]), "+r"(d[1][1]), "+r"(d[1][2]),
-        "+r"(d[1][3]), "+r"(d[2][0]), "+r"(d[2][1]), "+r"(d[2][2]), "+r"(d[2][3]), "+r"(d[3][0]), "+r"(d[3][1]),
-        "+r"(d[3][2]), "+r"(d[3][3]), "+r"(d[4][0]), "+r"(d[4][1]), "+r"(d[4][2]), "+r"(d[4][3]), "+r"(d[5][0]),
-        "+r"(d[5][1]), "+r"(d[5][2]), "+r"(d[5][3]), "+r"(d[6][0]), "+r"(d[6][1]), "+r"(d[6][2]), "+r"(d[6][3]),
-        "+r"(d[7][0]), "+r"(d[7][1]), "+r"(d[7][2]), "+r"(d[7][3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  asm volatile(SAGE_WGMMA("m64n64k32.s32.s8.s8") "{" SAGE_PLACES_32 "}, {%32, %33, %34, %35}, %36, 1;"
+               : SAGE_32(SAGE_INT)
+               : SAGE_A_REGISTERS, "l"(b));
 #endif
 }
 
@@ -123,33 +117,29 @@ __device__ __forceinline__ void wgmma_16(float (&d)[8][4], uint64_t a, uint64_t 
 template <>
 __device__ __forceinline__ void wgmma_16<__nv_bfloat16>(float (&d)[8][4], uint64_t a, uint64_t b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
-      "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%32, %33, 1, 1, 1, 0, 0;"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]),
-        "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]),
-        "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]),
-        "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-      : "l"(a), "l"(b));
+  asm volatile(SAGE_WGMMA("m64n64k16.f32.bf16.bf16") "{" SAGE_PLACES_32 "}, %32, %33, 1, 1, 1, 0, 0;"
+               : SAGE_32(SAGE_FLOAT)
+               : "l"(a), "l"(b));
 #endif
 }
 
 template <>
 __device__ __forceinline__ void wgmma_16<__half>(float (&d)[8][4], uint64_t a, uint64_t b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
-      "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%32, %33, 1, 1, 1, 0, 0;"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]),
-        "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]),
-        "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]),
-        "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-        "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-      : "l"(a), "l"(b));
+  asm volatile(SAGE_WGMMA("m64n64k16.f32.f16.f16") "{" SAGE_PLACES_32 "}, %32, %33, 1, 1, 1, 0, 0;"
+               : SAGE_32(SAGE_FLOAT)
+               : "l"(a), "l"(b));
 #endif
 }
+
+#undef SAGE_INT
+#undef SAGE_FLOAT
+#undef SAGE_FOUR
+#undef SAGE_16
+#undef SAGE_32
+#undef SAGE_PLACES_16
+#undef SAGE_PLACES_32
+#undef SAGE_A_REGISTERS
+#undef SAGE_WGMMA
 
 }  // namespace sage::ptx
