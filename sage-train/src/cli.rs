@@ -200,8 +200,14 @@ impl Train {
 
 fn write_batches(config: &Config, path: &Path) -> Result<()> {
     let data = Dataset::load(&config.data, &|line| tell(line))?;
-    let cut = config.data.cut(data.tokenizer.end_of_text());
+    let cut = config.data.cut(&data.tokenizer);
     let sequences = config.steps * (config.accumulation * config.micro_batch) as u64;
+    if path.exists() {
+        return Err(Error::new("the file exists already")
+            .got(path.display())
+            .allowed("a new file")
+            .hint("nothing is ever overwritten"));
+    }
     Batches::new(&data.train, cut).write(sequences, &data.tokenizer, path)
 }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use candle_sage::{Error, Granularity, Result, SageBwd, Scheme, Smoothing};
 
 use crate::checks::{above_zero, in_range};
-use crate::data::Cut;
+use crate::data::{Cut, Tokenizer};
 use crate::device::Place;
 use crate::during;
 use crate::model::LlamaConfig;
@@ -106,9 +106,13 @@ impl DataConfig {
     }
 
     /// How tokens become sequences.
-    pub fn cut(&self, end_of_text: u32) -> Cut {
-        let end_of_document = self.document_mask.then_some(end_of_text);
-        Cut { context: self.context, seed: self.seed, end_of_document }
+    pub fn cut(&self, tokenizer: &Tokenizer) -> Cut {
+        Cut {
+            context: self.context,
+            seed: self.seed,
+            vocab: tokenizer.vocab_size(),
+            end_of_document: self.document_mask.then_some(tokenizer.end_of_text()),
+        }
     }
 
     /// Where trained tokenizers are kept.
@@ -183,6 +187,9 @@ impl Config {
         let in_part = |name: &str, value: f64| in_range(name, value, 0.0, 1.0);
         let peak = above_zero("lr", need(s.lr))?;
         let out = need(s.out.clone());
+        // TOML, which keeps the settings, has no larger numbers.
+        let seed = in_range("seed", need(s.seed), 0, i64::MAX as u64)?;
+        let corpus_mb = in_range("corpus-mb", need(s.corpus_mb), 0, 1 << 40)?;
         let config = Self {
             attn,
             data: DataConfig {
@@ -190,12 +197,12 @@ impl Config {
                 text_field: need(s.text_field.clone()),
                 tokenizer: s.tokenizer.clone(),
                 document_mask: need(s.document_mask) == Switch::On,
-                corpus_bytes: need(s.corpus_mb).saturating_mul(1_000_000),
+                corpus_bytes: corpus_mb.saturating_mul(1_000_000),
                 val_fraction: in_range("val-fraction", need(s.val_fraction), 0.0001, 0.9)?,
                 vocab_size: need(s.vocab_size).0 as usize,
                 context: model.context,
                 out: out.clone(),
-                seed: need(s.seed),
+                seed,
             },
             model,
             micro_batch,
@@ -219,7 +226,7 @@ impl Config {
             init_from: s.init_from.clone(),
             skip_spikes: Some(in_range("skip-spikes", need(s.skip_spikes), 0.0, 1e6)?).filter(|z| *z > 0.0),
             device: need(s.device),
-            seed: need(s.seed),
+            seed,
             out,
             name: s.name.clone(),
             eval_every: need(s.eval_every).0,

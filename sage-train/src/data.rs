@@ -102,12 +102,15 @@ impl Dataset {
                     (encode(&tokenizer, &train)?.into(), encode(&tokenizer, &validation)?.into())
                 }
                 Opened::Shards(files) => {
-                    let (train, validation) =
-                        (shards(&files.train, &tokenizer)?, shards(&files.validation, &tokenizer)?);
-                    for sidecar in train.iter().chain(&validation).filter_map(|shard| shard.sidecar.as_ref())
+                    let mut train = shards(&files.train, &tokenizer)?;
+                    let mut validation = shards(&files.validation, &tokenizer)?;
+                    for sidecar in train.iter_mut().chain(&mut validation).filter_map(|s| s.sidecar.as_mut())
                     {
-                        bytes += sidecar.text_bytes;
-                        documents += sidecar.document_tokens.len() as u64 - u64::from(sidecar.continues);
+                        let ended = sidecar.document_tokens.len() as u64 - u64::from(sidecar.continues);
+                        bytes = bytes.saturating_add(sidecar.text_bytes);
+                        documents = documents.saturating_add(ended);
+                        // It was checked and counted, and may be long.
+                        sidecar.document_tokens = Vec::new();
                     }
                     split_tokens(train.into(), validation.into(), config.val_fraction)
                 }
@@ -132,20 +135,17 @@ impl Dataset {
         })
     }
 
-    /// A hash by which other data is told from this: of the tokenizer, the number of tokens, and the first and last of
-    /// each source.
+    /// A hash by which other data is told from this: of the tokenizer, of all tokens in memory, and of each shard what
+    /// [`Shard::fingerprint`] gives.
     ///
     /// # Errors
     /// When a shard cannot be read.
     pub fn fingerprint(&self) -> Result<String> {
-        const ENDS: u64 = 4096;
         let mut hash = Sha256::new();
         hash.update(self.tokenizer.hash());
         for tokens in self.train.sources().chain(self.validation.sources()) {
             hash.update(tokens.len().to_le_bytes());
-            for part in [0..ENDS.min(tokens.len()), tokens.len().saturating_sub(ENDS)..tokens.len()] {
-                tokens.slice(part).to_vec()?.iter().for_each(|token| hash.update(token.to_le_bytes()));
-            }
+            tokens.fingerprint(&mut hash)?;
         }
         Ok(shard::hex(&hash.finalize()))
     }

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use crate::data::Tokenizer;
 use crate::model::{LlamaConfig, ParameterSpec, Parameters, StateFile};
+use crate::partial::Folder;
 use crate::quantity::Quantity;
 use crate::settings::{Settings, Switch};
 use crate::{during, writing};
@@ -243,22 +244,9 @@ pub fn export(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
             .allowed("a run with --attn fpa or sagebwd")
             .hint("its weights are in model.safetensors, under the same names"));
     }
-    if to.exists() {
-        return Err(Error::new("the folder exists already")
-            .got(to.display())
-            .allowed("a new folder")
-            .hint("--to names another; nothing is ever overwritten"));
-    }
-    let mut partial = to.as_os_str().to_owned();
-    partial.push(".partial");
-    let partial = Path::new(&partial);
-    std::fs::create_dir_all(partial).map_err(writing(partial))?;
-    let written =
-        export_into(model, partial, dtype).and_then(|()| std::fs::rename(partial, to).map_err(writing(to)));
-    if written.is_err() {
-        let _ = std::fs::remove_dir_all(partial);
-    }
-    written
+    let folder = Folder::begin(to)?;
+    export_into(model, folder.path(), dtype)?;
+    folder.finish()
 }
 
 fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {

@@ -3,7 +3,7 @@
 //! `settings` is what may be said, `config` what will run, `device` where, `data` text to batches, `model` the Llama,
 //! `optim` the update, `train` the loop over them and its checkpoints, `evaluate` and `sample` what a model can, `hf` the
 //! way to Hugging Face's format and back, `probe` the errors of a trained model, `bench` the speed of attention, `report`
-//! the pictures, `signals` how a run is asked to stop, `cli` the command.
+//! the pictures, `partial` and `lock` what keeps files whole, `signals` how a run is asked to stop, `cli` the command.
 
 pub mod bench;
 pub mod checks;
@@ -13,9 +13,11 @@ pub mod data;
 pub mod device;
 pub mod evaluate;
 pub mod hf;
+pub mod lock;
 pub mod metrics;
 pub mod model;
 pub mod optim;
+pub mod partial;
 pub mod probe;
 pub mod quantity;
 pub mod report;

@@ -58,7 +58,7 @@ pub fn probe(folder: &Path, sequences: usize, settings: Settings) -> Result<Prob
     let scheme = Scheme::SageBwd(config.sage());
     let data = Dataset::load(&config.data, &|line| tell(line))?;
     data.tokenizer.check_same(&folder.join("tokenizer.json"))?;
-    let cut = Cut { end_of_document: None, ..config.data.cut(data.tokenizer.end_of_text()) };
+    let cut = Cut { end_of_document: None, ..config.data.cut(&data.tokenizer) };
     let batches = Batches::new(&data.validation, cut);
     let sequences = sequences.min(batches.sequences() as usize);
     let layers = trace(&config.model, parameters, &batches, sequences, device)?;

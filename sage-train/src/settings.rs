@@ -127,6 +127,10 @@ impl std::str::FromStr for SourceSetting {
     type Err = candle_sage::Error;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
+        // A path that is there may have anything in its name.
+        if std::path::Path::new(text).exists() {
+            return Ok(Self { path: text.into(), weight: 1.0 });
+        }
         let weighted =
             text.rsplit_once('=').and_then(|(path, weight)| Some((path, weight.parse::<f64>().ok()?)));
         let (path, weight) = weighted.unwrap_or((text, 1.0));
@@ -142,9 +146,10 @@ impl std::str::FromStr for SourceSetting {
 
 impl std::fmt::Display for SourceSetting {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.weight {
-            1.0 => write!(f, "{}", self.path.display()),
-            weight => write!(f, "{}={weight}", self.path.display()),
+        let plain = self.weight == 1.0 && !self.path.to_string_lossy().contains('=');
+        match plain {
+            true => write!(f, "{}", self.path.display()),
+            false => write!(f, "{}={}", self.path.display(), self.weight),
         }
     }
 }
@@ -414,5 +419,27 @@ impl Settings {
             threads,
             peak_tflops,
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sources_read_back_as_they_were_written() {
+        for (text, path, weight) in [
+            ("a.bin", "a.bin", 1.0),
+            ("a.bin=0.25", "a.bin", 0.25),
+            ("crawl/year=2024=1", "crawl/year=2024", 1.0),
+        ] {
+            let source: SourceSetting = text.parse().expect("a source");
+            assert_eq!(source, SourceSetting { path: path.into(), weight });
+            assert_eq!(source.to_string().parse(), Ok(source), "{text}");
+        }
+        assert_eq!("crawl/year=x".parse::<SourceSetting>().expect("a path").weight, 1.0);
+        for bad in ["", "a=0", "a=-1", "a=inf", "=1"] {
+            assert!(bad.parse::<SourceSetting>().is_err(), "{bad}");
+        }
     }
 }

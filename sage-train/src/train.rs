@@ -2,7 +2,6 @@
 
 pub mod checkpoint;
 pub mod guard;
-mod lock;
 mod progress;
 mod run_dir;
 mod trainer;
@@ -21,7 +20,7 @@ use crate::metrics::{Outcome, Point};
 use crate::model::Parameters;
 use crate::report::loss_plot;
 use crate::sample::{Sampling, sample};
-use crate::{during, signals, writing};
+use crate::{during, partial, signals, writing};
 
 use checkpoint::{Checkpoints, Found};
 use guard::Recent;
@@ -60,6 +59,9 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> Result<Outcome> {
     let started = Instant::now();
     let mut progress = Progress::new(config.steps);
     let data = Dataset::load(&config.data, &|line| progress.say(line))?;
+    if let Some(signal) = signals::received() {
+        return Err(Error::new("interrupted before the first step").got(format!("signal {signal}")));
+    }
     let fingerprint = data.fingerprint()?;
     let first = resumed.map_or(0, |found| found.about.step);
     if let Some(found) = resumed {
@@ -104,12 +106,27 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> Result<Outcome> {
         Trainer::new(config, &data, &parameters, &device).map_err(during("cannot make the model"))?;
     // Time goes on where it stopped.
     let before = Duration::from_secs_f64(points.last().map_or(0.0, |point: &Point| point.seconds.max(0.0)));
-    let mut run =
-        Run { config, data: &data, folder, progress, trainer, points, checkpoints, first, started, before };
+    let mut run = Run {
+        config,
+        data: &data,
+        folder,
+        progress,
+        trainer,
+        points,
+        checkpoints,
+        first,
+        unsaved: None,
+        started,
+        before,
+    };
     match run.train() {
         Ok(training_seconds) => run.finish(training_seconds),
         Err(error) => {
             run.progress.note(&format!("error: {error}"));
+            // A checkpoint may be under way.
+            if let Err(unsaved) = run.checkpoints.wait() {
+                run.progress.say(&format!("warning: {unsaved}"));
+            }
             // The reason of the stop is what the caller needs to hear, not a plot that failed as well.
             if !run.points.is_empty() {
                 let _ = run.plot();
@@ -130,6 +147,9 @@ fn parameters(config: &Config, resumed: Option<&Found>, device: &Device) -> Resu
     }
 }
 
+/// Updates in a row that may be skipped: what lasts longer is no spike, and nothing would be learned any more.
+const MOST_SKIPPED: usize = 64;
+
 /// A run under way.
 struct Run<'a> {
     config: &'a Config,
@@ -141,6 +161,8 @@ struct Run<'a> {
     checkpoints: Checkpoints,
     /// The step that it begins with, from 0.
     first: u64,
+    /// Why the last step's checkpoint could not be begun.
+    unsaved: Option<Error>,
     started: Instant,
     /// What it took up to there.
     before: Duration,
@@ -191,32 +213,34 @@ impl Run<'_> {
                 self.validate(&mut point)?;
             }
             self.record(point)?;
-            if saves {
-                self.checkpoint(step + 1);
-            }
-            if let Some(signal) = signal.filter(|_| !last) {
-                return self.interrupted(signal, step + 1);
+            let saved = if saves { self.checkpoint(step + 1) } else { Ok(()) };
+            match (saved, signal) {
+                (saved, Some(signal)) if !last => {
+                    saved.and_then(|()| self.checkpoints.wait())?;
+                    return Err(self.interrupted(signal, step + 1));
+                }
+                (Err(error), _) if last => self.unsaved = Some(error),
+                // One that fails does not end a run that may yet write the next.
+                (Err(error), _) => self.progress.say(&format!("warning: {error}")),
+                _ => {}
             }
             aside += collected.elapsed();
         }
         Ok((started.elapsed() - aside).as_secs_f64())
     }
 
-    /// Starts to write a checkpoint. One that fails does not end a run that may yet write the next.
-    fn checkpoint(&mut self, step: u64) {
+    /// Starts to write a checkpoint; also says whether the one before was written.
+    fn checkpoint(&mut self, step: u64) -> Result<()> {
+        self.folder.sync()?;
         let trainer = &self.trainer;
-        let saved =
-            self.checkpoints.save(step, || trainer.snapshot(true).map_err(during("cannot copy the weights")));
-        if let Err(error) = saved {
-            self.progress.say(&format!("warning: {error}"));
-        }
+        let snapshot = || trainer.snapshot(true).map_err(during("cannot copy the weights"));
+        self.checkpoints.save(step, snapshot)
     }
 
-    fn interrupted(&mut self, signal: u8, step: u64) -> Result<f64> {
-        self.checkpoints.wait()?;
-        Err(Error::new(format!("interrupted, and saved after step {step} of {}", self.config.steps))
+    fn interrupted(&self, signal: u8, step: u64) -> Error {
+        Error::new(format!("interrupted, and saved after step {step} of {}", self.config.steps))
             .got(format!("signal {signal}"))
-            .hint(format!("go on: sage-train --resume {}", self.folder.path().display())))
+            .hint(format!("go on: sage-train --resume {}", self.folder.path().display()))
     }
 
     /// Validates, and keeps the weights.
@@ -225,7 +249,7 @@ impl Run<'_> {
         let Evaluation { loss, bits_per_byte, .. } = evaluate(
             &self.trainer.model,
             &data.validation,
-            config.data.cut(data.tokenizer.end_of_text()),
+            config.data.cut(&data.tokenizer),
             &data.tokenizer,
             config.eval_tokens,
             config.micro_batch,
@@ -242,7 +266,11 @@ impl Run<'_> {
             .hint(STOP_HINT));
         }
         (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
-        self.save_weights()
+        // Room for them may come back; checkpoints have them too.
+        if let Err(error) = self.save_weights() {
+            self.progress.say(&format!("warning: {error}"));
+        }
+        Ok(())
     }
 
     /// Keeps and shows what a step measured.
@@ -259,6 +287,13 @@ impl Run<'_> {
             ));
         }
         self.folder.append_metrics(&point)?;
+        let skipped = self.points.iter().rev().take_while(|point| point.skipped).count();
+        if point.skipped && skipped >= MOST_SKIPPED {
+            return Err(Error::new(format!("stopped: {} updates in a row were skipped as spikes", skipped + 1))
+                .got(format!("loss {:.3}, norm {:.2} at step {}", point.loss, point.grad_norm, point.step))
+                .allowed(format!("at most {MOST_SKIPPED} in a row"))
+                .hint("what stays up is no spike: a higher --skip-spikes, or a lower --lr from an earlier checkpoint"));
+        }
         self.progress.step(&point);
         self.points.push(point);
         Ok(())
@@ -276,8 +311,15 @@ impl Run<'_> {
             self.folder.write("sample.txt", &text)?;
             self.progress.say(&format!("sample:\n{text}"));
         }
+        if let Some(error) = self.unsaved.take() {
+            return Err(error);
+        }
         self.checkpoints.wait()?;
-        let last = self.points.last().expect("at least one step");
+        let mut last = self.points.last().expect("at least one step").clone();
+        if last.val_loss.is_none() {
+            // Nothing was left to do but this: the run was interrupted right at its end.
+            self.validate(&mut last)?;
+        }
         let steps = config.steps - self.first;
         let tokens_per_second = match steps {
             // Nothing was left to do.
@@ -300,13 +342,12 @@ impl Run<'_> {
         self.folder.write("loss.svg", &loss_plot(&[curve], Some(self.data.unigram_entropy))?)
     }
 
-    /// Weights with a finite validation loss, in the place of the last ones. Under another name first:
-    /// whenever the run is cut off, the folder has whole weights.
+    /// Weights with a finite validation loss, in the place of the last ones: whenever the run is cut off, the folder has
+    /// whole weights.
     fn save_weights(&self) -> Result<()> {
-        let path = self.folder.path().join("model.safetensors");
-        let partial = path.with_extension("partial");
-        let weights = self.trainer.snapshot(false).and_then(|snapshot| snapshot.save(&partial));
-        weights.map_err(writing(&partial))?;
-        std::fs::rename(&partial, &path).map_err(writing(&path))
+        partial::file(&self.folder.path().join("model.safetensors"), |partial| {
+            let weights = self.trainer.snapshot(false).and_then(|snapshot| snapshot.save(partial));
+            weights.map_err(writing(partial))
+        })
     }
 }

@@ -14,6 +14,17 @@ use crate::model::{Llama, Parameters};
 use crate::quantity::Quantity;
 use crate::settings::{Attn, Settings};
 
+/// Nothing is trained in steps: one fits whatever context and micro-batch were asked for.
+fn one_micro_batch(settings: Settings) -> Settings {
+    let micro_batch = settings.micro_batch.unwrap_or(8);
+    let tokens = settings.context.map(|context| Quantity(context.0.saturating_mul(micro_batch as u64)));
+    Settings {
+        micro_batch: Some(micro_batch),
+        tokens_per_step: tokens.or(settings.tokens_per_step),
+        ..settings
+    }
+}
+
 /// A model, its settings and its tokenizer.
 #[derive(Debug)]
 pub struct Trained {
@@ -42,7 +53,8 @@ impl Trained {
             let settings = settings.over(hf::settings(folder)?);
             // As it was published: in full precision, where nothing else is asked for.
             let attn = settings.attn.or(Some(Attn::Fpa));
-            let config = Config::resolve(Settings { context: Some(context), attn, ..settings })?;
+            let config =
+                Config::resolve(one_micro_batch(Settings { context: Some(context), attn, ..settings }))?;
             let parameters = hf::load(folder, &config.model, &device, place.dtype(), trained)?;
             return Ok(Self { config, parameters, tokenizer: tokenizer()?, device });
         }
@@ -51,7 +63,7 @@ impl Trained {
                 "this takes the folder of a run, e.g. runs/tiny-sagebwd-001, or one in Hugging Face's format",
             )
         })?;
-        let config = Config::resolve(settings.over(saved))?;
+        let config = Config::resolve(one_micro_batch(settings.over(saved)))?;
         let weights = folder.join("model.safetensors");
         let parameters = Parameters::load(&config.model, &weights, &device, place.dtype(), trained)?;
         Ok(Self { config, parameters, tokenizer: tokenizer()?, device })

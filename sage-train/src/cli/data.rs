@@ -10,7 +10,7 @@ use super::print;
 use crate::checks::in_range;
 use crate::data::corpus::Corpus;
 use crate::data::hub::recipes;
-use crate::data::prepare::{Part, Plan, check, prepare, train_tokenizer};
+use crate::data::prepare::{Checked, Part, Plan, check, prepare, train_tokenizer};
 use crate::data::shard::Format;
 use crate::during;
 use crate::quantity::{Quantity, grouped};
@@ -87,8 +87,14 @@ impl Data {
             Self::Prepare(arguments) => arguments.run(),
             Self::Tokenizer(arguments) => arguments.run(),
             Self::Check { folder } => {
-                let shards = check(&folder)?;
-                print(&format!("{}: {shards} shards, each whole and as its sidecar says\n", folder.display()))
+                let Checked { shards, without_sidecar } = check(&folder)?;
+                let bare = match without_sidecar {
+                    0 => "each whole and as its sidecar says".into(),
+                    n => {
+                        format!("each as long as it should be, {n} of them without a sidecar to compare with")
+                    }
+                };
+                print(&format!("{}: {shards} shards, {bare}\n", folder.display()))
             }
             Self::Recipes => print(
                 &recipes()

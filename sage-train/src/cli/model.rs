@@ -119,6 +119,13 @@ impl Eval {
     pub(super) fn run(&self) -> Result<()> {
         // Tokens of the data are the model's.
         let tokenizer = self.run.join("tokenizer.json").display().to_string();
+        let tokens = in_range("tokens", self.tokens.0, 1, 1 << 40)?;
+        if self.data.is_none() && self.hellaswag.is_none() && self.run.join("config.json").exists() {
+            return Err(Error::new("there is nothing to evaluate on")
+                .got(format!("{} is not a run, which would know its data", self.run.display()))
+                .allowed("--data PATH, or --hellaswag FILE")
+                .hint("--data takes text or shards of tokens"));
+        }
         let settings = Settings {
             data: self.data.clone().map(|data| vec![data]),
             tokenizer: Some(tokenizer),
@@ -130,6 +137,17 @@ impl Eval {
         let Trained { config, tokenizer, device, .. } = &trained;
         let model = trained.model()?;
         if let Some(file) = &self.hellaswag {
+            // The file has GPT-2's ids, and does not say so.
+            if (tokenizer.vocab_size(), tokenizer.end_of_text()) != (50_257, 50_256) {
+                return Err(Error::new("HellaSwag's file is in GPT-2's tokens, and the model is not")
+                    .got(format!(
+                        "{} entries, end of text {}",
+                        tokenizer.vocab_size(),
+                        tokenizer.end_of_text()
+                    ))
+                    .allowed("GPT-2's tokenizer: 50257 entries, end of text 50256")
+                    .hint("train with --tokenizer gpt2"));
+            }
             let examples = read_examples(file)?;
             let bar = indicatif::ProgressBar::new(examples.len() as u64);
             let Choices { right, examples } =
@@ -146,9 +164,8 @@ impl Eval {
             ));
         }
         let data = Dataset::load_to_validate(&config.data, &|line| tell(line))?;
-        let cut = config.data.cut(tokenizer.end_of_text());
-        let result =
-            evaluate(&model, &data.validation, cut, tokenizer, self.tokens.0, config.micro_batch, device)?;
+        let cut = config.data.cut(tokenizer);
+        let result = evaluate(&model, &data.validation, cut, tokenizer, tokens, config.micro_batch, device)?;
         print(&format!(
             "tokens         {}\nloss           {:.4} nats a token\nperplexity     {:.3}\nbits a byte    {:.4}\n",
             crate::quantity::grouped(result.tokens),

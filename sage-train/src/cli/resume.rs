@@ -6,6 +6,7 @@ use candle_sage::{Error, Result};
 use toml::{Table, Value};
 
 use crate::config::Config;
+use crate::during;
 use crate::settings::Settings;
 use crate::train::checkpoint::Found;
 
@@ -48,7 +49,7 @@ impl Resumed {
         let found = Found::at(path)?;
         let saved = Config::read_settings(&found.run.join("config.toml"))?;
         let merged = typed.over(saved.clone());
-        let (before, after) = (table(&saved), table(&merged));
+        let (before, after) = (table(&saved)?, table(&merged)?);
         if let Some(key) = changed(&before, &after).find(|key| !MAY_CHANGE.contains(key)) {
             let show = |table: &Table| table.get(key).map_or("not set".into(), Value::to_string);
             return Err(Error::new(format!("--{key} cannot change under way"))
@@ -60,8 +61,8 @@ impl Resumed {
     }
 }
 
-fn table(settings: &Settings) -> Table {
-    Table::try_from(settings).expect("settings are plain values")
+fn table(settings: &Settings) -> Result<Table> {
+    Table::try_from(settings).map_err(during("cannot compare the settings"))
 }
 
 /// Keys that are not the same in both.
@@ -79,7 +80,7 @@ mod tests {
     fn what_may_change_are_settings() {
         let config = Config::resolve(Settings { preset: Some(Preset::Tiny), ..Settings::default() })
             .expect("a preset");
-        let known = table(&config.settings);
+        let known = table(&config.settings).expect("plain values");
         let unset = ["tokens", "checkpoint-every", "threads", "peak-tflops", "warmup-steps"];
         for key in MAY_CHANGE {
             assert!(known.contains_key(key) || unset.contains(&key), "{key}");

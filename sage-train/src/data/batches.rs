@@ -60,6 +60,8 @@ pub struct Cut {
     pub context: usize,
     /// Seed of the order.
     pub seed: u64,
+    /// Entries of the vocabulary: every id is below.
+    pub vocab: usize,
     /// The token that ends a document, where attention stays inside documents.
     pub end_of_document: Option<u32>,
 }
@@ -117,6 +119,13 @@ impl<'a> Batches<'a> {
     /// # Errors
     /// When a shard cannot be read, or the file not written.
     pub fn write(&mut self, count: u64, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
+        let tokens = count.saturating_mul(self.cut.context as u64 + 1);
+        if tokens > u64::from(u32::MAX) {
+            return Err(Error::new("too many sequences for one shard")
+                .got(format!("{tokens} tokens"))
+                .allowed(format!("up to {}", u32::MAX))
+                .hint("fewer --steps"));
+        }
         let format = Format::for_vocab(tokenizer.vocab_size());
         let mut writer = ShardWriter::create(path, format, tokenizer.hash(), tokenizer.vocab_size())?;
         for n in 0..count {
@@ -153,6 +162,12 @@ impl<'a> Batches<'a> {
             window.clear();
             let tokens = self.mixture.sources().nth(source).expect("a source of the mixture");
             tokens.read(start, context + 1, &mut window)?;
+            if let Some(id) = window.iter().find(|&&id| id as usize >= self.cut.vocab) {
+                return Err(Error::new("a token is not in the vocabulary")
+                    .got(format!("id {id} behind token {start} of source {}", source + 1))
+                    .allowed(format!("ids below {}", self.cut.vocab))
+                    .hint("--tokenizer names the tokenizer that made the shards"));
+            }
             ids.extend_from_slice(&window[..context]);
             targets.extend_from_slice(&window[1..]);
         }
@@ -180,7 +195,7 @@ pub(super) fn check(what: &str, tokens: u64, context: usize) -> Result<()> {
         return Err(Error::new(format!("the {what} text is shorter than one sequence"))
             .got(format!("{tokens} tokens of {what} text"))
             .allowed(format!("at least {} (context {context} and the token after it)", context + 1))
-            .hint("give more text, a shorter --context, or another --val-fraction"));
+            .hint("give more text, or a shorter --context; of what is not split yet --val-fraction says how much"));
     }
     if tokens / context as u64 > MOST_SEQUENCES {
         return Err(Error::new(format!("the {what} text has too many sequences"))
@@ -197,7 +212,7 @@ mod tests {
     use super::*;
 
     fn cut(seed: u64) -> Cut {
-        Cut { context: 10, seed, end_of_document: None }
+        Cut { context: 10, seed, vocab: 2000, end_of_document: None }
     }
 
     fn firsts(batches: &mut Batches<'_>, range: std::ops::Range<u64>) -> Vec<u32> {

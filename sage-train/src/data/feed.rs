@@ -50,7 +50,7 @@ mod tests {
     #[test]
     fn batches_come_in_order_from_anywhere_and_the_thread_ends() {
         let tokens = Mixture::new(vec![(Tokens::from((0..103).collect::<Vec<u32>>()), 1.0)]);
-        let cut = Cut { context: 10, seed: 4, end_of_document: None };
+        let cut = Cut { context: 10, seed: 4, vocab: 2000, end_of_document: None };
         std::thread::scope(|scope| {
             for start in [0, 21] {
                 let feed = Feed::start(scope, Batches::new(&tokens, cut), start, 3);

@@ -185,6 +185,14 @@ impl Hub {
             let _ = std::fs::remove_file(&partial);
         }
         let path = unpanicked(|| download(&remote, file)).map_err(failed(&what))?;
+        // The library asked once more for the names: what came must lie where the cache is.
+        let inside = match (path.canonicalize(), self.cache.path().canonicalize()) {
+            (Ok(path), Ok(cache)) => path.starts_with(cache),
+            _ => false,
+        };
+        if !inside {
+            return Err(failed(&what)(format!("the server put it at {}", path.display())));
+        }
         let held = path.metadata().map(|held| held.len()).map_err(|e| failed(&what)(e.to_string()))?;
         if held != metadata.size() as u64 {
             // The cache must not hand it out again.

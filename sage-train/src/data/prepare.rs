@@ -1,7 +1,7 @@
 //! From text to shards: one thread reads, all tokenize, and what is written counts when all of it is.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
@@ -15,15 +15,12 @@ use super::reader::{self, Piece, is_known};
 use super::shard::{Format, Shard, ShardWriter};
 use super::source::{self, Source};
 use super::tokenizer::{TRAINING_BYTES, Tokenizer};
+use crate::partial::Folder;
 use crate::{during, tell, writing};
 
 /// Bytes of text that are tokenized at once, and how many such chunks wait.
 const CHUNK: usize = 4 << 20;
 const WAITING: usize = 2;
-
-/// What a folder of unfinished shards is called, and the file by which it is known.
-const PARTIAL: &str = "partial";
-const MARK: &str = "unfinished-by-sage-train";
 
 /// What to prepare, and how.
 #[derive(Debug, Clone)]
@@ -95,6 +92,9 @@ fn inputs(names: &[String], field: Option<&str>) -> Result<Vec<Input>> {
             Some(named) if !Path::new(name).exists() => {
                 let hub = Hub::open()?;
                 let files = hub.files(&named)?;
+                if let Some(file) = files.iter().map(Path::new).find(|file| !is_known(file)) {
+                    return Err(reader::unknown_kind(file));
+                }
                 tell(&format!("{}: {} files", named.dataset, files.len()));
                 let fetch = |file: &String| hub.dataset_file(&named.dataset, file);
                 (files.iter().map(fetch).collect::<Result<Vec<_>>>()?, named.text_field)
@@ -109,9 +109,6 @@ fn inputs(names: &[String], field: Option<&str>) -> Result<Vec<Input>> {
                 }
             },
         };
-        if let Some(file) = files.iter().find(|file| !is_known(file)) {
-            return Err(reader::unknown_kind(file));
-        }
         let field = field.map(str::to_owned).or(recipes_field).unwrap_or_else(|| "text".into());
         found.push(Input { files, field });
     }
@@ -163,46 +160,18 @@ fn no_text() -> Error {
 /// # Errors
 /// When something cannot be read or written, or holds no text. In that case there is no such folder.
 pub fn prepare(plan: &Plan) -> Result<Prepared> {
-    if plan.out.exists() {
-        return Err(Error::new("the folder of shards exists already")
-            .got(plan.out.display())
-            .allowed("a new folder")
-            .hint("--to names another; nothing is ever overwritten"));
-    }
+    let folder = Folder::begin(&plan.out)?;
+    let named = plan.tokenizer.as_deref().map(Tokenizer::named).transpose()?;
     let inputs = inputs(&plan.inputs, plan.text_field.as_deref())?;
-    let tokenizer = match &plan.tokenizer {
-        Some(name) => Tokenizer::named(name)?,
+    let tokenizer = match named {
+        Some(tokenizer) => tokenizer,
         None => trained(&inputs, plan.vocab_size)?,
     };
     let format = plan.format.unwrap_or(Format::for_vocab(tokenizer.vocab_size()));
-    let partial = begin(&plan.out)?;
-    let written = write(plan, &inputs, &tokenizer, format, &partial);
-    let prepared = match written {
-        Ok(prepared) => prepared,
-        Err(error) => {
-            let _ = std::fs::remove_dir_all(&partial);
-            return Err(error);
-        }
-    };
-    std::fs::remove_file(partial.join(MARK)).map_err(writing(&partial))?;
-    std::fs::rename(&partial, &plan.out).map_err(writing(&plan.out))?;
+    format.check_vocab(tokenizer.vocab_size())?;
+    let prepared = write(plan, &inputs, &tokenizer, format, folder.path())?;
+    folder.finish()?;
     Ok(prepared)
-}
-
-/// The folder that becomes the real one. What an earlier try left there goes.
-fn begin(out: &Path) -> Result<PathBuf> {
-    let mut name = out.file_name().unwrap_or_default().to_owned();
-    name.push(format!(".{PARTIAL}"));
-    let partial = out.with_file_name(name);
-    if partial.join(MARK).exists() {
-        std::fs::remove_dir_all(&partial).map_err(writing(&partial))?;
-    }
-    if let Some(parent) = partial.parent() {
-        std::fs::create_dir_all(parent).map_err(writing(parent))?;
-    }
-    std::fs::create_dir(&partial).map_err(writing(&partial))?;
-    std::fs::write(partial.join(MARK), "").map_err(writing(&partial))?;
-    Ok(partial)
 }
 
 fn write(
@@ -417,22 +386,44 @@ impl<'a> SplitWriter<'a> {
     }
 }
 
-/// Reads every shard of a folder and compares it with its sidecar and the tokenizer; returns how many.
+/// What [`check`] looked at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Checked {
+    /// Shards.
+    pub shards: usize,
+    /// Those without a sidecar, of which less is known.
+    pub without_sidecar: usize,
+}
+
+/// Reads every shard of a folder and compares it with its sidecar, the tokenizer, and the list in `dataset.json`.
 ///
 /// # Errors
-/// When one is not what its sidecar says, or holds an id that is not in the vocabulary.
-pub fn check(folder: &Path) -> Result<usize> {
+/// When one is missing, is not what its sidecar says, or holds an id that is not in the vocabulary.
+pub fn check(folder: &Path) -> Result<Checked> {
     let Source::Shards(files) = source::find(folder, Path::new(""))? else {
         return Err(Error::new("no shards of tokens")
             .got(folder.display())
             .allowed("a folder of .bin files")
             .hint("`sage-train data prepare TEXT --to FOLDER` makes one"));
     };
+    if folder.join("dataset.json").exists() {
+        let Prepared { train, validation, .. } = Prepared::read(folder)?;
+        if let Some(name) =
+            train.shards.iter().chain(&validation.shards).find(|name| !folder.join(name).exists())
+        {
+            return Err(Error::new("a shard is missing")
+                .got(format!("no {name} in {}", folder.display()))
+                .allowed("every shard that dataset.json lists")
+                .hint("copy or prepare it again"));
+        }
+    }
     let tokenizer = files.tokenizer.as_deref().map(Tokenizer::load).transpose()?;
     let all: Vec<&PathBuf> = files.train.iter().chain(&files.validation).collect();
+    let bare = AtomicUsize::new(0);
     all.par_iter().try_for_each(|path| {
         let shard = Shard::open(path)?;
         shard.check()?;
+        bare.fetch_add(usize::from(shard.sidecar.is_none()), Ordering::Relaxed);
         let vocab = match (&tokenizer, &shard.sidecar) {
             (Some(tokenizer), Some(sidecar)) if tokenizer.hash() != sidecar.tokenizer => {
                 return Err(Error::new("a shard was made with another tokenizer")
@@ -457,7 +448,7 @@ pub fn check(folder: &Path) -> Result<usize> {
         }
         Ok(())
     })?;
-    Ok(all.len())
+    Ok(Checked { shards: all.len(), without_sidecar: bare.into_inner() })
 }
 
 impl Prepared {

@@ -44,6 +44,20 @@ impl Format {
         if vocab <= 1 << 16 { Self::LlmcU16 } else { Self::LlmcU32 }
     }
 
+    /// Checks that it holds every id of a vocabulary.
+    ///
+    /// # Errors
+    /// When it does not.
+    pub fn check_vocab(self, vocab: usize) -> Result<()> {
+        if self.width() == 4 || vocab <= 1 << 16 {
+            return Ok(());
+        }
+        Err(Error::new("the vocabulary does not fit the format")
+            .got(format!("{vocab} entries, 16 bits a token in {self}"))
+            .allowed("up to 65536 entries")
+            .hint("--format llmc-u32"))
+    }
+
     /// Bytes of a token.
     fn width(self) -> u64 {
         if self == Self::LlmcU32 { 4 } else { 2 }
@@ -132,7 +146,7 @@ impl Sidecar {
         let sidecar: Self =
             serde_json::from_slice(&text).map_err(during(failed())).map_err(|error| error.hint(hint))?;
         let sum = sidecar.document_tokens.iter().try_fold(0u64, |sum, &n| sum.checked_add(n));
-        if sum != Some(sidecar.tokens) {
+        if sum != Some(sidecar.tokens) || sidecar.continues && sidecar.document_tokens.is_empty() {
             return Err(Error::new(failed())
                 .got(format!("documents of {sum:?} tokens, {} tokens in all", sidecar.tokens))
                 .allowed("documents that add up")
@@ -237,6 +251,25 @@ impl Shard {
         Ok(())
     }
 
+    /// Adds what tells it from others to a hash: its sidecar's hash of all of it, or else its first and last tokens.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn fingerprint(&self, hash: &mut Sha256) -> Result<()> {
+        const ENDS: u64 = 4096;
+        if let Some(sidecar) = &self.sidecar {
+            hash.update(&sidecar.sha256);
+            return Ok(());
+        }
+        let mut tokens = Vec::new();
+        let count = ENDS.min(self.tokens);
+        for start in [0, self.tokens - count] {
+            self.read(start, count as usize, &mut tokens)?;
+        }
+        tokens.iter().for_each(|token| hash.update(token.to_le_bytes()));
+        Ok(())
+    }
+
     /// Reads all of it and compares it with its sidecar.
     ///
     /// # Errors
@@ -292,7 +325,12 @@ impl ShardWriter {
     /// When the file cannot be made.
     pub fn create(path: &Path, format: Format, tokenizer: &str, vocab_size: usize) -> Result<Self> {
         let mut file = BufWriter::with_capacity(1 << 20, File::create_new(path).map_err(writing(path))?);
-        file.write_all(&vec![0; format.header() as usize]).map_err(writing(path))?;
+        let mut header = vec![0; format.header() as usize];
+        if let Some((magic, version)) = format.magic() {
+            // A count of 0 until all is there: who finds it before knows that it is not whole.
+            header[..8].copy_from_slice([magic.to_le_bytes(), version.to_le_bytes()].as_flattened());
+        }
+        file.write_all(&header).map_err(writing(path))?;
         let sidecar = Sidecar {
             format,
             tokens: 0,
@@ -348,16 +386,15 @@ impl ShardWriter {
         let path = self.path;
         let failed = || writing(&path);
         let mut file = self.file.into_inner().map_err(|error| failed()(error.into_error()))?;
-        if let Some((magic, version)) = self.sidecar.format.magic() {
+        if self.sidecar.format.magic().is_some() {
             let count = u32::try_from(self.sidecar.tokens).map_err(|_| {
                 Error::new("a shard has too many tokens for its header")
                     .got(self.sidecar.tokens)
                     .allowed("up to 4,294,967,295")
                     .hint("--shard-tokens 100m")
             })?;
-            file.seek(SeekFrom::Start(0)).map_err(failed())?;
-            let numbers = [magic.to_le_bytes(), version.to_le_bytes(), count.to_le_bytes()];
-            file.write_all(numbers.as_flattened()).map_err(failed())?;
+            file.seek(SeekFrom::Start(8)).map_err(failed())?;
+            file.write_all(&count.to_le_bytes()).map_err(failed())?;
         }
         file.sync_all().map_err(failed())?;
         drop(file);
@@ -436,6 +473,23 @@ mod tests {
     #[test]
     fn what_is_not_whole_is_refused() {
         let folder = tempfile::tempdir().expect("a folder");
+        for format in [Format::LlmcU16, Format::LlmcU32] {
+            let path = folder.path().join("begun.bin");
+            let mut writer = ShardWriter::create(&path, format, "t", 300).expect("a shard");
+            writer.write(&[1; 1 << 20], 0).expect("tokens");
+            assert!(Shard::open(&path).is_err(), "{format} in the making");
+            drop(writer);
+            std::fs::remove_file(&path).expect("gone");
+        }
+        let path = shard(folder.path(), Format::NanoGpt);
+        let sidecar = Sidecar {
+            tokens: 0,
+            document_tokens: vec![],
+            ..Sidecar::read(&path).expect("read").expect("one")
+        };
+        std::fs::write(Sidecar::path(&path), serde_json::to_vec(&sidecar).expect("json")).expect("a file");
+        assert!(Sidecar::read(&path).is_err(), "a document of nothing goes on");
+        std::fs::remove_file(&path).expect("gone");
         for format in FORMATS {
             let path = shard(folder.path(), format);
             let whole = std::fs::read(&path).expect("a file");

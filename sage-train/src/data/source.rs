@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use candle_sage::{Error, Result};
 
 use super::reader::{self, KINDS};
-use crate::during;
+use crate::{during, partial};
 
 /// The files of one source.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,8 +95,10 @@ fn files(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
     };
     let pattern = path.to_str().filter(|text| text.contains(['*', '?', '['])).ok_or_else(missing)?;
     let matches = glob::glob(pattern).map_err(during(format!("not a pattern: {pattern}")))?;
-    let mut found: Vec<PathBuf> =
-        matches.filter_map(std::result::Result::ok).filter(|p| is_data(p)).collect();
+    let matches =
+        matches.collect::<std::result::Result<Vec<_>, _>>().map_err(during("cannot list the data"))?;
+    let inside = |path: &PathBuf| path.ancestors().skip(1).any(|folder| same(folder, out));
+    let mut found: Vec<PathBuf> = matches.into_iter().filter(|p| is_data(p) && !inside(p)).collect();
     found.sort();
     if found.is_empty() { Err(missing()) } else { Ok(found) }
 }
@@ -119,7 +121,7 @@ fn below(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
             let entry = entry.map_err(failed())?;
             // Links to folders are not followed: they may lead round in circles.
             if entry.file_type().map_err(failed())?.is_dir() {
-                if !same(&entry.path(), out) {
+                if !same(&entry.path(), out) && !partial::is_unfinished(&entry.path()) {
                     folders.push(entry.path());
                 }
             } else if is_data(&entry.path()) {

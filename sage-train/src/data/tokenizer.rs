@@ -14,7 +14,7 @@ use tokenizers::{AddedToken, Tokenizer as Inner};
 use super::hub::Hub;
 use super::shard::hex;
 use crate::config::DataConfig;
-use crate::{during, unpanicked, writing};
+use crate::{during, partial, unpanicked, writing};
 
 /// What ends a document in the tokenizers that are trained here.
 const END_OF_TEXT: &str = "<|endoftext|>";
@@ -78,14 +78,7 @@ impl Tokenizer {
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder).map_err(writing(folder))?;
         }
-        // Under another name first: a reader never sees half a file.
-        let partial = path.with_extension(format!("{}.partial", std::process::id()));
-        let written =
-            self.save(&partial).and_then(|()| std::fs::rename(&partial, path).map_err(writing(path)));
-        if written.is_err() {
-            let _ = std::fs::remove_file(&partial);
-        }
-        written
+        partial::file(path, |partial| self.save(partial))
     }
 
     /// Trains a byte-level BPE on the first 16 MiB of some documents.
@@ -148,6 +141,9 @@ impl Tokenizer {
     fn new(mut inner: Inner) -> std::result::Result<Self, String> {
         // A text that happens to spell the end-of-text token is text.
         inner.set_encode_special_tokens(true);
+        // Some files ask for texts of one length: here nothing is cut off or filled up.
+        inner.with_truncation(None).map_err(|error| error.to_string())?;
+        inner.with_padding(None);
         let entries = inner.get_vocab_size(true);
         let end_of_text = ENDS.iter().find_map(|end| inner.token_to_id(end));
         let end_of_text = end_of_text.ok_or(format!("no token that ends a text: {}", ENDS.join(", ")))?;
@@ -337,6 +333,20 @@ mod tests {
         }
         let ids = tokenizer.encode(&documents[0])?;
         assert!(ids.len() * 2 < documents[0].len(), "{} tokens for {} bytes", ids.len(), documents[0].len());
+        Ok(())
+    }
+
+    #[test]
+    fn nothing_is_cut_off_or_filled_up() -> Result<()> {
+        let documents = Corpus::new(0).documents(100_000);
+        let tokenizer = Tokenizer::train(documents.iter().map(String::as_str), 300)?;
+        let mut inner = tokenizer.inner.clone();
+        let truncation = tokenizers::TruncationParams { max_length: 16, ..Default::default() };
+        inner.with_truncation(Some(truncation)).expect("a length");
+        let padding = tokenizers::PaddingStrategy::Fixed(5000);
+        inner.with_padding(Some(tokenizers::PaddingParams { strategy: padding, ..Default::default() }));
+        let cutting = Tokenizer::new(inner).expect("a tokenizer");
+        assert_eq!(cutting.encode(&documents[0])?, tokenizer.encode(&documents[0])?);
         Ok(())
     }
 

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_sage::Result;
+use sha2::{Digest, Sha256};
 
 use super::shard::Shard;
 
@@ -95,6 +96,25 @@ impl Tokens {
                 From::Shard(shard) => shard.read(from, count as usize, out)?,
             }
             at += count;
+        }
+        Ok(())
+    }
+
+    /// Adds what tells this list from others to a hash: all tokens in memory, and of a shard what it says of itself.
+    ///
+    /// # Errors
+    /// As [`Tokens::read`].
+    pub fn fingerprint(&self, hash: &mut Sha256) -> Result<()> {
+        for part in &self.parts {
+            hash.update(part.range.start.to_le_bytes());
+            hash.update(part.range.end.to_le_bytes());
+            match &part.from {
+                From::Memory(tokens) => {
+                    let tokens = &tokens[part.range.start as usize..part.range.end as usize];
+                    tokens.iter().for_each(|token| hash.update(token.to_le_bytes()));
+                }
+                From::Shard(shard) => shard.fingerprint(hash)?,
+            }
         }
         Ok(())
     }

@@ -15,15 +15,15 @@ use sha2::{Digest, Sha256};
 
 use crate::config::{CheckpointConfig, Config};
 use crate::data::shard::hex;
+use crate::lock::Lock;
 use crate::model::{Parameters, Snapshot};
-use crate::train::lock::Lock;
+use crate::partial::{PARTIAL, sync};
 use crate::writing;
 
 const FOLDER: &str = "checkpoints";
 const STATE: &str = "state.safetensors";
 const ABOUT: &str = "checkpoint.json";
 const MARKER: &str = "COMPLETE";
-const PARTIAL: &str = ".partial";
 const VERSION: u32 = 1;
 
 /// What a checkpoint is of.
@@ -64,7 +64,10 @@ impl Checkpoints {
     /// Starts to write a checkpoint, when the one before is done. If that failed, it is said now.
     pub(super) fn save(&mut self, step: u64, snapshot: impl FnOnce() -> Result<Snapshot>) -> Result<()> {
         let before = self.wait();
-        let snapshot = snapshot()?;
+        let snapshot = match snapshot() {
+            Ok(snapshot) => snapshot,
+            Err(error) => return Err(before.err().unwrap_or(error)),
+        };
         let (folder, data, config) = (self.folder.clone(), self.data.clone(), self.config);
         self.writing = Some(std::thread::spawn(move || {
             write(&folder, step, data, &snapshot)?;
@@ -125,14 +128,6 @@ fn write_into(partial: &Path, step: u64, data: String, snapshot: &Snapshot) -> R
     sync(partial)
 }
 
-/// Waits until a file, or the names in a folder, are on the disk.
-fn sync(path: &Path) -> Result<()> {
-    if cfg!(windows) && path.is_dir() {
-        return Ok(());
-    }
-    File::open(path).and_then(|file| file.sync_all()).map_err(writing(path))
-}
-
 /// Length and SHA-256 of a file.
 fn digest(path: &Path) -> std::io::Result<(u64, String)> {
     let mut hash = Sha256::new();
@@ -190,10 +185,10 @@ impl Found {
                     .allowed(format!("RUN/{FOLDER}/{}", name(250)))
                     .hint("its settings are in RUN/config.toml: copy the run as a whole")
             })?;
-            return Self::checked(Lock::take(run)?, run.to_owned(), path.to_owned());
+            return Self::checked(Lock::run(run)?, run.to_owned(), path.to_owned());
         }
         let folder = path.join(FOLDER);
-        let lock = if folder.is_dir() { Some(Lock::take(path)?) } else { None };
+        let lock = if folder.is_dir() { Some(Lock::run(path)?) } else { None };
         let found = lock.and_then(|lock| Some((lock, steps(&folder).pop()?)));
         let (lock, step) = found.ok_or_else(|| {
             Error::new("there is no checkpoint to resume from")

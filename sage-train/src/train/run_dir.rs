@@ -8,11 +8,10 @@ use candle_sage::{Error, Result};
 use clap::ValueEnum;
 
 use crate::config::Config;
-use crate::during;
+use crate::lock::Lock;
 use crate::metrics::Point;
 use crate::report::EventFile;
-use crate::train::lock::Lock;
-use crate::writing;
+use crate::{during, partial, writing};
 
 const METRICS: &str = "metrics.jsonl";
 const CSV: &str = "metrics.csv";
@@ -42,7 +41,7 @@ impl RunDir {
             let path = config.out.join(&name);
             match std::fs::create_dir(&path) {
                 Ok(()) => {
-                    let lock = Lock::take(&path)?;
+                    let lock = Lock::run(&path)?;
                     return Self::open(path, Some(lock), &[]);
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
@@ -107,7 +106,13 @@ impl RunDir {
 
     /// Writes a file whole or not at all.
     pub(super) fn write(&self, name: &str, text: &str) -> Result<()> {
-        begin(&self.path.join(name), text).map(|_| ())
+        let write = |partial: &Path| std::fs::write(partial, text).map_err(writing(partial));
+        partial::file(&self.path.join(name), write)
+    }
+
+    /// Waits until the metrics are on the disk: a checkpoint is worth nothing without them.
+    pub(super) fn sync(&self) -> Result<()> {
+        self.metrics.sync_data().map_err(writing(&self.path.join(METRICS)))
     }
 
     /// Adds a step to the metrics.
@@ -125,13 +130,10 @@ fn json(point: &Point) -> String {
     serde_json::to_string(point).expect("plain numbers")
 }
 
-/// A file with these contents, open to add to it. Under another name first: it is whole whenever it is there.
+/// A file with these contents, open to add to it.
 fn begin(path: &Path, text: &str) -> Result<File> {
-    let partial = path.with_extension("partial");
-    let mut file = File::create(&partial).map_err(writing(&partial))?;
-    file.write_all(text.as_bytes()).map_err(writing(&partial))?;
-    std::fs::rename(&partial, path).map_err(writing(path))?;
-    Ok(file)
+    partial::file(path, |partial| std::fs::write(partial, text).map_err(writing(partial)))?;
+    File::options().append(true).open(path).map_err(writing(path))
 }
 
 fn taken(path: &Path) -> Error {

@@ -73,7 +73,7 @@ impl<'a> Trainer<'a> {
 
     /// Batches of the run.
     pub(super) fn batches(&self) -> Batches<'a> {
-        Batches::new(&self.data.train, self.config.data.cut(self.data.tokenizer.end_of_text()))
+        Batches::new(&self.data.train, self.config.data.cut(&self.data.tokenizer))
     }
 
     /// Launches an optimizer step. Whether loss and gradients are finite is decided where they are: if not nothing is

@@ -188,36 +188,27 @@ fn a_second_signal_leaves_at_once() {
     assert!(checkpoints(&run_of(&scratch, "slow")).is_empty());
 }
 
-/// A limit on the size of files stands for a disk that is full: the state does not fit, the metrics do.
+/// A limit on the size of files stands for a disk that is full: neither state nor weights fit, only the metrics do.
 #[cfg(unix)]
 #[test]
 fn a_full_disk_loses_no_earlier_checkpoint() {
     let scratch = prepared();
-    let run = ["--eval-every", "0", "--checkpoint-every", "5"];
-    let whole = ["--steps", "30", "--name", "whole"];
-    scratch.ok(&flags(&[&run[..], &whole].concat()));
-    // The same run as far as step 10, by a signal's grace: resumed runs keep their settings.
-    let mut child = spawn(
-        &scratch,
-        &flags(&[&run[..], &["--steps", "30", "--name", "full", "--eval-every", "0"]].concat()),
-    );
-    let first = run_of(&scratch, "full").join("checkpoints/step-00000005");
+    let run = ["--steps", "300", "--eval-every", "50", "--checkpoint-every", "10"];
+    scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
+    let mut child = spawn(&scratch, &flags(&[&run[..], &["--name", "full"]].concat()));
+    let folder = run_of(&scratch, "full");
     let patience = Instant::now();
-    while !first.exists() && patience.elapsed().as_secs() < 60 {
+    while checkpoints(&folder).is_empty() && patience.elapsed().as_secs() < 60 {
         std::thread::sleep(Duration::from_micros(200));
     }
-    child.kill().expect("it runs, or ended just now");
-    child.wait().expect("an end");
-    let folder = run_of(&scratch, "full");
-    let newest = checkpoints(&folder).into_iter().rfind(|name| !name.ends_with(".partial")).expect("one");
-    if newest == "step-00000030" {
-        // It was faster than the signal.
-        return;
-    }
-    let before =
-        std::fs::read(folder.join("checkpoints").join(&newest).join("state.safetensors")).expect("a state");
-    let limit = before.len() / 1024 - 20;
-    let command = format!("trap '' XFSZ; ulimit -f {limit}; exec \"$0\" --resume runs/full");
+    signal(&child, "-TERM");
+    assert_eq!(child.wait().expect("an end").code(), Some(143));
+    let newest = checkpoints(&folder).pop().expect("one");
+    let path = folder.join("checkpoints").join(&newest).join("state.safetensors");
+    let before = std::fs::read(&path).expect("a state");
+    // In units of 1024 bytes. Metrics and plot of 300 steps take less.
+    let weights = before.len() / 3 / 1024;
+    let command = format!("trap '' XFSZ; ulimit -f {}; exec \"$0\" --resume runs/full", weights - 5);
     let output = Command::new("bash")
         .args(["-c", &command, env!("CARGO_BIN_EXE_sage-train")])
         .current_dir(scratch.path())
@@ -225,11 +216,40 @@ fn a_full_disk_loses_no_earlier_checkpoint() {
         .expect("bash");
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{text}");
-    assert!(text.contains("warning: cannot write the checkpoint") && text.contains("make room"), "{text}");
-    let after = std::fs::read(folder.join("checkpoints").join(&newest).join("state.safetensors"));
-    assert!(after.is_ok_and(|after| after == before), "the earlier checkpoint is untouched");
+    for part in ["warning: cannot write the checkpoint", "make room", "warning: cannot write runs/full/model"]
+    {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert!(std::fs::read(&path).is_ok_and(|after| after == before), "the earlier checkpoint is untouched");
+    let left = |name: &str| name.ends_with(".partial");
+    assert!(
+        !checkpoints(&folder).iter().any(|name| left(name))
+            && !folder.join("model.safetensors.partial").exists()
+    );
     scratch.ok(&["--resume", "runs/full"]);
-    assert_same(&scratch, "full", "whole", 30);
+    assert_same(&scratch, "full", "whole", 300);
+}
+
+#[test]
+fn a_run_that_was_interrupted_at_its_very_end_is_validated() {
+    let scratch = prepared();
+    let run =
+        ["--steps", "8", "--checkpoint-every", "5", "--eval-every", "0", "--seed", "9223372036854775807"];
+    scratch.ok(&flags(&[&run[..], &["--name", "r"]].concat()));
+    std::fs::remove_dir_all(run_of(&scratch, "r").join("checkpoints/step-00000008")).expect("gone");
+    let table = scratch.ok(&["--resume", "runs/r", "--steps", "5"]);
+    assert!(table.contains("val loss"), "{table}");
+}
+
+#[test]
+fn a_level_that_stays_up_is_no_spike() {
+    let scratch = prepared();
+    let run = ["--checkpoint-every", "30", "--eval-every", "0", "--name", "r"];
+    scratch.ok(&flags(&[&run[..], &["--steps", "30"]].concat()));
+    let raised = ["--resume", "runs/r", "--steps", "200", "--z-loss", "1", "--skip-spikes", "5"];
+    let error = scratch.fails(&raised);
+    assert!(error.contains("65 updates in a row were skipped"), "{error}");
+    assert_eq!(scratch.metrics("r").len(), 95);
 }
 
 #[test]
@@ -329,7 +349,7 @@ fn two_processes_do_not_work_on_one_run() {
     let error = scratch.fails(&["--resume", "runs/busy"]);
     child.kill().expect("it runs");
     child.wait().expect("an end");
-    assert!(error.contains("the run is under way"), "{error}");
+    assert!(error.contains("is in use"), "{error}");
 }
 
 #[test]

@@ -89,9 +89,8 @@ fn formats_and_sizes_of_shards_hold_the_same_tokens() {
 }
 
 #[test]
-fn text_and_shards_of_it_are_one_data_set() {
+fn shards_of_a_text_are_its_tokens() {
     let scratch = Scratch::new();
-    // One document: text and shards are cut for validation at nearly the same place, and training begins alike.
     let text = sage_train::data::corpus::Corpus::new(1).documents(600_000).concat();
     scratch.file("a.txt", &text);
     scratch.ok(&["data", "prepare", "a.txt", "--to", "shards", "--vocab-size", "400"]);

@@ -225,6 +225,33 @@ fn transformers_computes_the_same_loss() {
     }
 }
 
+/// Contexts that no preset's step is a multiple of, and no data of its own.
+#[test]
+fn a_folder_is_used_whatever_its_context() {
+    let scratch = Scratch::new();
+    for file in ["model.safetensors", "tokenizer.json"] {
+        scratch.file(&format!("m/{file}"), std::fs::read(golden("llama").join(file)).expect("a file"));
+    }
+    let config = std::fs::read_to_string(golden("llama").join("config.json")).expect("a file");
+    scratch.file(
+        "m/config.json",
+        config.replace("\"max_position_embeddings\": 64", "\"max_position_embeddings\": 2048"),
+    );
+    scratch.file("a.jsonl", json_lines(300_000));
+    let text = scratch.ok(&["sample", "m", "the quick", "--tokens", "5", "--seed", "3"]);
+    assert!(text.starts_with("the quick"));
+    let flags = ["--data", "a.jsonl", "--context", "48", "--micro-batch", "5", "--tokens", "500"];
+    assert!(scratch.ok(&[&["eval", "m"][..], &flags].concat()).contains("perplexity"));
+    let refused = [
+        scratch.fails(&["eval", "m"]),
+        scratch.fails(&["eval", "m", "--data", "a.jsonl", "--tokens", "0"]),
+        scratch.fails(&["eval", "m", "--hellaswag", "a.jsonl"]),
+    ];
+    for (error, part) in refused.iter().zip(["nothing to evaluate on", "out of range", "GPT-2's tokens"]) {
+        assert!(error.contains(part), "{error}");
+    }
+}
+
 #[test]
 fn settings_come_from_the_folder() {
     let settings = hf::settings(&golden("qwen3")).expect("a model");

@@ -1,0 +1,149 @@
+//! What is there is whole: files and folders are made under another name, and renamed when they are on the disk.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use candle_sage::{Error, Result};
+
+use crate::lock::Lock;
+use crate::writing;
+
+/// The end of the other name.
+pub const PARTIAL: &str = ".partial";
+
+/// By this file the folder of an unfinished work is known, and locked.
+const MARK: &str = "unfinished-by-sage-train";
+
+fn other_name(path: &Path) -> PathBuf {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(PARTIAL);
+    path.with_file_name(name)
+}
+
+/// Waits until a file, or the names in a folder, are on the disk.
+pub fn sync(path: &Path) -> Result<()> {
+    if cfg!(windows) && path.is_dir() {
+        return Ok(());
+    }
+    File::open(path).and_then(|file| file.sync_all()).map_err(writing(path))
+}
+
+/// Makes a file, or puts it in the place of one: `write` gets the other name. When it fails nothing is left.
+///
+/// # Errors
+/// Those of `write`, and when the file cannot be renamed.
+pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let partial = other_name(path);
+    let written = write(&partial)
+        .and_then(|()| sync(&partial))
+        .and_then(|()| std::fs::rename(&partial, path).map_err(writing(path)));
+    if written.is_err() {
+        let _ = std::fs::remove_file(&partial);
+    }
+    written
+}
+
+/// Whether a folder is one of [`Folder`].
+pub fn is_unfinished(folder: &Path) -> bool {
+    folder.join(MARK).exists()
+}
+
+/// A folder in the making, that goes when it is dropped before it is finished.
+#[derive(Debug)]
+pub struct Folder {
+    target: PathBuf,
+    partial: PathBuf,
+    lock: Option<Lock>,
+}
+
+impl Folder {
+    /// Begins a folder that does not exist. What an earlier try left is removed; what somebody else made is not.
+    ///
+    /// # Errors
+    /// When it exists, or another process makes it.
+    pub fn begin(target: &Path) -> Result<Self> {
+        // Without a slash at the end.
+        let target: PathBuf = target.components().collect();
+        if target.exists() {
+            return Err(Error::new("the folder exists already")
+                .got(target.display())
+                .allowed("a new folder")
+                .hint("--to names another; nothing is ever overwritten"));
+        }
+        let partial = other_name(&target);
+        if is_unfinished(&partial) {
+            let abandoned = Lock::take(&partial.join(MARK))?;
+            std::fs::remove_dir_all(&partial).map_err(writing(&partial))?;
+            drop(abandoned);
+        }
+        if let Some(parent) = partial.parent() {
+            std::fs::create_dir_all(parent).map_err(writing(parent))?;
+        }
+        std::fs::create_dir(&partial).map_err(writing(&partial))?;
+        let lock = Some(Lock::take(&partial.join(MARK))?);
+        Ok(Self { target, partial, lock })
+    }
+
+    /// Where to write.
+    pub fn path(&self) -> &Path {
+        &self.partial
+    }
+
+    /// Gives it its name.
+    ///
+    /// # Errors
+    /// When it cannot be renamed.
+    pub fn finish(mut self) -> Result<()> {
+        let mark = self.partial.join(MARK);
+        std::fs::remove_file(&mark).map_err(writing(&mark))?;
+        sync(&self.partial)?;
+        std::fs::rename(&self.partial, &self.target).map_err(writing(&self.target))?;
+        self.lock = None;
+        Ok(())
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        if self.lock.is_some() {
+            let _ = std::fs::remove_dir_all(&self.partial);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_is_there_whole_or_not_at_all() {
+        let scratch = tempfile::tempdir().expect("a folder");
+        let target = scratch.path().join("new/");
+        let folder = Folder::begin(&target).expect("a beginning");
+        std::fs::write(folder.path().join("a"), "1").expect("a file");
+        assert!(Folder::begin(&target).is_err_and(|error| error.to_string().contains("in use")));
+        drop(folder);
+        assert_eq!(std::fs::read_dir(scratch.path()).expect("a folder").count(), 0);
+        let folder = Folder::begin(&target).expect("a beginning");
+        std::fs::write(folder.path().join("a"), "1").expect("a file");
+        folder.finish().expect("an end");
+        assert_eq!(std::fs::read_dir(&target).expect("a folder").count(), 1);
+        assert!(Folder::begin(&target).is_err());
+        // Of somebody else.
+        std::fs::create_dir(scratch.path().join("b.partial")).expect("a folder");
+        assert!(Folder::begin(&scratch.path().join("b")).is_err());
+        assert!(scratch.path().join("b.partial").exists());
+    }
+
+    #[test]
+    fn a_file_that_fails_leaves_the_one_before() {
+        let scratch = tempfile::tempdir().expect("a folder");
+        let path = scratch.path().join("a.txt");
+        let write = |text: &'static str| move |to: &Path| std::fs::write(to, text).map_err(writing(to));
+        file(&path, write("one")).expect("written");
+        let failed = file(&path, |to| write("two")(to).and(Err(Error::new("no"))));
+        assert!(failed.is_err());
+        assert_eq!(std::fs::read_to_string(&path).expect("a file"), "one");
+        assert_eq!(std::fs::read_dir(scratch.path()).expect("a folder").count(), 1);
+    }
+}
