@@ -218,7 +218,7 @@ pub struct Settings {
     #[arg(long, value_name = "PART", help_heading = "Data")]
     pub val_fraction: Option<f64>,
     /// Entries of the model's vocabulary, and of the byte-level BPE trained on the data [default: the tokenizer's,
-    /// where there is one]
+    /// where there is one, up to a multiple of 64]
     #[arg(long, value_name = "N", help_heading = "Data")]
     pub vocab_size: Option<Quantity>,
     /// Tokens in a sequence

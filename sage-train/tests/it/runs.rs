@@ -227,6 +227,25 @@ fn probe_measures_every_layer_of_a_finished_run() {
     }
 }
 
+/// The real thing: TensorBoard reads what runs leave, also one that was resumed, and finds the metrics in it.
+#[test]
+#[ignore = "needs python3 with tensorboard"]
+fn tensorboard_reads_the_metrics() {
+    let scratch = Scratch::new();
+    scratch.ok(&small(&["--steps", "20", "--eval-every", "7", "--checkpoint-every", "6", "--name", "r"]));
+    std::fs::remove_dir_all(scratch.path().join("runs/r/checkpoints/step-00000020")).expect("gone");
+    // The event files of the steps that are taken again are void from there on.
+    std::thread::sleep(std::time::Duration::from_millis(1100));
+    scratch.ok(&["--resume", "runs/r"]);
+    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/check_tensorboard.py");
+    let output =
+        std::process::Command::new("python3").arg(script).arg("runs/r").current_dir(scratch.path()).output();
+    let output = output.expect("python3");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(text.contains("are those of metrics.jsonl"), "{text}");
+}
+
 #[test]
 fn nobody_listening_is_no_reason_to_stop() {
     let scratch = Scratch::new();
