@@ -208,7 +208,11 @@ fn write_batches(config: &Config, path: &Path) -> Result<()> {
             .allowed("a new file")
             .hint("nothing is ever overwritten"));
     }
-    Batches::new(&data.train, cut).write(sequences, &data.tokenizer, path)
+    let written = Batches::new(&data.train, cut).write(sequences, &data.tokenizer, path);
+    if written.is_err() {
+        let _ = std::fs::remove_file(path);
+    }
+    written
 }
 
 /// Fills in what files say: the shape of a model to begin with, and the size of a vocabulary that exists.

@@ -236,7 +236,7 @@ impl Config {
                 keep_last: in_range("keep-last", need(s.keep_last) as u64, 1, 1 << 20)? as usize,
                 keep_every: need(s.keep_every).0,
             },
-            sample_tokens: need(s.sample_tokens),
+            sample_tokens: in_range("sample-tokens", need(s.sample_tokens), 0, 1 << 40)?,
             threads: s.threads,
             peak_flops: s.peak_tflops.map(|t| above_zero("peak-tflops", t).map(|t| t * 1e12)).transpose()?,
             settings: s,

@@ -17,14 +17,22 @@ impl Lock {
     /// # Errors
     /// When another process has it.
     pub fn take(path: &Path) -> Result<Self> {
-        let file = File::create(path).map_err(writing(path))?;
-        let folder = path.parent().unwrap_or(Path::new("."));
+        Self::lock(File::create(path).map_err(writing(path))?, path)
+    }
+
+    /// Takes a file that was left. One that is gone by now is in somebody's hands.
+    ///
+    /// # Errors
+    /// When another process has it.
+    pub fn take_existing(path: &Path) -> Result<Self> {
+        let file = File::options().write(true).open(path).map_err(|_| in_use(path))?;
+        Self::lock(file, path)
+    }
+
+    fn lock(file: File, path: &Path) -> Result<Self> {
         match file.try_lock() {
             Ok(()) => Ok(Self(file)),
-            Err(TryLockError::WouldBlock) => Err(Error::new(format!("{} is in use", folder.display()))
-                .got("another process works in it")
-                .allowed("one process at a time")
-                .hint("wait for it, or stop it: a run saves a checkpoint when it is interrupted")),
+            Err(TryLockError::WouldBlock) => Err(in_use(path)),
             Err(TryLockError::Error(error)) => Err(writing(path)(error)),
         }
     }
@@ -36,4 +44,12 @@ impl Lock {
     pub fn run(folder: &Path) -> Result<Self> {
         Self::take(&folder.join(".lock"))
     }
+}
+
+fn in_use(path: &Path) -> Error {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    Error::new(format!("{} is in use", folder.display()))
+        .got("another process works in it")
+        .allowed("one process at a time")
+        .hint("wait for it, or stop it: a run saves a checkpoint when it is interrupted")
 }

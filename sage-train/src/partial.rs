@@ -28,12 +28,15 @@ pub fn sync(path: &Path) -> Result<()> {
     File::open(path).and_then(|file| file.sync_all()).map_err(writing(path))
 }
 
-/// Makes a file, or puts it in the place of one: `write` gets the other name. When it fails nothing is left.
+/// Makes a file, or puts it in the place of one: `write` gets the other name, which is this process' own. When it fails
+/// nothing is left.
 ///
 /// # Errors
 /// Those of `write`, and when the file cannot be renamed.
 pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
-    let partial = other_name(path);
+    let mut own = path.as_os_str().to_owned();
+    own.push(format!(".{}", std::process::id()));
+    let partial = other_name(Path::new(&own));
     let written = write(&partial)
         .and_then(|()| sync(&partial))
         .and_then(|()| std::fs::rename(&partial, path).map_err(writing(path)));
@@ -72,9 +75,14 @@ impl Folder {
         }
         let partial = other_name(&target);
         if is_unfinished(&partial) {
-            let abandoned = Lock::take(&partial.join(MARK))?;
+            let abandoned = Lock::take_existing(&partial.join(MARK))?;
             std::fs::remove_dir_all(&partial).map_err(writing(&partial))?;
             drop(abandoned);
+        } else if partial.exists() {
+            return Err(Error::new("something is in the way")
+                .got(partial.display())
+                .allowed("no such folder, or one that an unfinished work left")
+                .hint("it is whole, or somebody else's: rename or remove it"));
         }
         if let Some(parent) = partial.parent() {
             std::fs::create_dir_all(parent).map_err(writing(parent))?;
@@ -94,12 +102,20 @@ impl Folder {
     /// # Errors
     /// When it cannot be renamed.
     pub fn finish(mut self) -> Result<()> {
+        // Whatever fails from here on, the work is done and stays.
+        let lock = self.lock.take();
+        for entry in std::fs::read_dir(&self.partial).map_err(writing(&self.partial))? {
+            sync(&entry.map_err(writing(&self.partial))?.path())?;
+        }
         let mark = self.partial.join(MARK);
         std::fs::remove_file(&mark).map_err(writing(&mark))?;
         sync(&self.partial)?;
         std::fs::rename(&self.partial, &self.target).map_err(writing(&self.target))?;
-        self.lock = None;
-        Ok(())
+        drop(lock);
+        match self.target.parent() {
+            Some(parent) if parent != Path::new("") => sync(parent),
+            _ => sync(Path::new(".")),
+        }
     }
 }
 

@@ -99,7 +99,7 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> Result<Outcome> {
         data.unigram_entropy,
     ));
     folder.write("config.toml", &config.to_toml())?;
-    data.tokenizer.save(&folder.path().join("tokenizer.json"))?;
+    partial::file(&folder.path().join("tokenizer.json"), |partial| data.tokenizer.save(partial))?;
     let checkpoints = Checkpoints::new(folder.path(), fingerprint, config.checkpoints)?;
 
     let trainer =
@@ -154,14 +154,15 @@ const MOST_SKIPPED: usize = 64;
 struct Run<'a> {
     config: &'a Config,
     data: &'a Dataset,
+    /// Before the folder, whose lock it needs to the end.
+    checkpoints: Checkpoints,
     folder: RunDir,
     progress: Progress,
     trainer: Trainer<'a>,
     points: Vec<Point>,
-    checkpoints: Checkpoints,
     /// The step that it begins with, from 0.
     first: u64,
-    /// Why the last step's checkpoint could not be begun.
+    /// Why the last step's checkpoint could not be begun, or the last validation's weights not be written.
     unsaved: Option<Error>,
     started: Instant,
     /// What it took up to there.
@@ -229,8 +230,11 @@ impl Run<'_> {
         Ok((started.elapsed() - aside).as_secs_f64())
     }
 
-    /// Starts to write a checkpoint; also says whether the one before was written.
+    /// Starts to write a checkpoint. That the one before was not written is no reason to stop.
     fn checkpoint(&mut self, step: u64) -> Result<()> {
+        if let Err(error) = self.checkpoints.wait() {
+            self.progress.say(&format!("warning: {error}"));
+        }
         self.folder.sync()?;
         let trainer = &self.trainer;
         let snapshot = || trainer.snapshot(true).map_err(during("cannot copy the weights"));
@@ -266,8 +270,9 @@ impl Run<'_> {
             .hint(STOP_HINT));
         }
         (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
-        // Room for them may come back; checkpoints have them too.
-        if let Err(error) = self.save_weights() {
+        // Room for them may come back before the end; then they must be there.
+        self.unsaved = self.save_weights().err();
+        if let Some(error) = &self.unsaved {
             self.progress.say(&format!("warning: {error}"));
         }
         Ok(())
@@ -287,12 +292,13 @@ impl Run<'_> {
             ));
         }
         self.folder.append_metrics(&point)?;
-        let skipped = self.points.iter().rev().take_while(|point| point.skipped).count();
+        let here = self.points.iter().rev().take_while(|point| point.step > self.first);
+        let skipped = here.take_while(|point| point.skipped).count();
         if point.skipped && skipped >= MOST_SKIPPED {
             return Err(Error::new(format!("stopped: {} updates in a row were skipped as spikes", skipped + 1))
                 .got(format!("loss {:.3}, norm {:.2} at step {}", point.loss, point.grad_norm, point.step))
                 .allowed(format!("at most {MOST_SKIPPED} in a row"))
-                .hint("what stays up is no spike: a higher --skip-spikes, or a lower --lr from an earlier checkpoint"));
+                .hint("what stays up is no spike: --resume with a higher --skip-spikes; or, where one was kept, go on from an earlier checkpoint with a lower --lr"));
         }
         self.progress.step(&point);
         self.points.push(point);
@@ -311,14 +317,16 @@ impl Run<'_> {
             self.folder.write("sample.txt", &text)?;
             self.progress.say(&format!("sample:\n{text}"));
         }
-        if let Some(error) = self.unsaved.take() {
-            return Err(error);
-        }
-        self.checkpoints.wait()?;
+        let saved = self.checkpoints.wait();
+        self.unsaved.take().map_or(saved, Err)?;
         let mut last = self.points.last().expect("at least one step").clone();
         if last.val_loss.is_none() {
             // Nothing was left to do but this: the run was interrupted right at its end.
             self.validate(&mut last)?;
+            self.unsaved.take().map_or(Ok(()), Err)?;
+        } else if self.first == config.steps {
+            // The weights that are there may be those of another end.
+            self.save_weights()?;
         }
         let steps = config.steps - self.first;
         let tokens_per_second = match steps {

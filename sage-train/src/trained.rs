@@ -21,6 +21,9 @@ fn one_micro_batch(settings: Settings) -> Settings {
     Settings {
         micro_batch: Some(micro_batch),
         tokens_per_step: tokens.or(settings.tokens_per_step),
+        steps: Some(Quantity(1)),
+        tokens: None,
+        warmup_steps: None,
         ..settings
     }
 }

@@ -204,6 +204,9 @@ impl Shard {
                 u64::from(u32::from_le_bytes(count))
             }
         };
+        if size == 0 {
+            return refuse("0 bytes".into(), "a header, or tokens".into());
+        }
         // A count from the file is compared with the file's length before anything is done with it.
         if size < format.header() || payload != tokens * format.width() {
             return refuse(
@@ -251,7 +254,8 @@ impl Shard {
         Ok(())
     }
 
-    /// Adds what tells it from others to a hash: its sidecar's hash of all of it, or else its first and last tokens.
+    /// Adds what tells it from others to a hash: its sidecar's hash of all of it, where it has one, and its first
+    /// and last tokens.
     ///
     /// # Errors
     /// When it cannot be read.
@@ -259,7 +263,6 @@ impl Shard {
         const ENDS: u64 = 4096;
         if let Some(sidecar) = &self.sidecar {
             hash.update(&sidecar.sha256);
-            return Ok(());
         }
         let mut tokens = Vec::new();
         let count = ENDS.min(self.tokens);
@@ -327,10 +330,11 @@ impl ShardWriter {
         let mut file = BufWriter::with_capacity(1 << 20, File::create_new(path).map_err(writing(path))?);
         let mut header = vec![0; format.header() as usize];
         if let Some((magic, version)) = format.magic() {
-            // A count of 0 until all is there: who finds it before knows that it is not whole.
-            header[..8].copy_from_slice([magic.to_le_bytes(), version.to_le_bytes()].as_flattened());
+            // The largest count until all is there: who finds it before knows that it is not whole.
+            let numbers = [magic.to_le_bytes(), version.to_le_bytes(), [0xff; 4]];
+            header[..12].copy_from_slice(numbers.as_flattened());
         }
-        file.write_all(&header).map_err(writing(path))?;
+        file.write_all(&header).and_then(|()| file.flush()).map_err(writing(path))?;
         let sidecar = Sidecar {
             format,
             tokens: 0,
@@ -476,6 +480,7 @@ mod tests {
         for format in [Format::LlmcU16, Format::LlmcU32] {
             let path = folder.path().join("begun.bin");
             let mut writer = ShardWriter::create(&path, format, "t", 300).expect("a shard");
+            assert!(Shard::open(&path).is_err(), "{format} begun");
             writer.write(&[1; 1 << 20], 0).expect("tokens");
             assert!(Shard::open(&path).is_err(), "{format} in the making");
             drop(writer);

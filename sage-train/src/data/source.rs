@@ -82,6 +82,12 @@ fn shard_files(files: Vec<PathBuf>) -> ShardFiles {
 /// All files of known kinds.
 fn files(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
     if path.is_dir() {
+        if partial::is_unfinished(path) {
+            return Err(Error::new("the data is not finished")
+                .got(path.display())
+                .allowed("a folder that `data prepare` has given its name")
+                .hint("wait for it, or prepare it again"));
+        }
         return below(path, out);
     }
     if path.exists() {
@@ -97,7 +103,13 @@ fn files(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
     let matches = glob::glob(pattern).map_err(during(format!("not a pattern: {pattern}")))?;
     let matches =
         matches.collect::<std::result::Result<Vec<_>, _>>().map_err(during("cannot list the data"))?;
-    let inside = |path: &PathBuf| path.ancestors().skip(1).any(|folder| same(folder, out));
+    // Folders that the pattern itself names were asked for.
+    let literal = pattern.split(['*', '?', '[']).next().and_then(|text| text.rsplit_once('/'));
+    let depth = literal.map_or(0, |(folder, _)| Path::new(folder).components().count());
+    let inside = |path: &PathBuf| {
+        let mut found = path.ancestors().skip(1).take_while(|folder| folder.components().count() > depth);
+        found.any(|folder| same(folder, out) || partial::is_unfinished(folder))
+    };
     let mut found: Vec<PathBuf> = matches.into_iter().filter(|p| is_data(p) && !inside(p)).collect();
     found.sort();
     if found.is_empty() { Err(missing()) } else { Ok(found) }
@@ -162,6 +174,13 @@ mod tests {
         assert!(
             matches!(find(&at("fw_train_*.bin"), out), Ok(Source::Shards(files)) if files.validation.is_empty())
         );
+        // The folder of runs is passed over where a pattern meets it, and not where it is named.
+        std::fs::create_dir(at("runs")).expect("a folder");
+        std::fs::write(at("runs/log.txt"), "").expect("a file");
+        assert!(find(&at("*/*.txt"), &at("runs")).is_err());
+        assert_eq!(find(&at("runs/*.txt"), &at("runs")), Ok(Source::Text(vec![at("runs/log.txt")])));
+        assert!(find(&at("*_val_*.bin"), folder.path()).is_ok());
+        std::fs::remove_dir_all(at("runs")).expect("gone");
         std::fs::write(at("a.txt"), "").expect("a file");
         assert!(find(folder.path(), out).is_err());
         assert!(find(&at("*.md"), out).is_err());

@@ -61,19 +61,15 @@ impl Checkpoints {
         Ok(Self { folder, data, config, writing: None })
     }
 
-    /// Starts to write a checkpoint, when the one before is done. If that failed, it is said now.
+    /// Starts to write a checkpoint. The one before must have been waited for.
     pub(super) fn save(&mut self, step: u64, snapshot: impl FnOnce() -> Result<Snapshot>) -> Result<()> {
-        let before = self.wait();
-        let snapshot = match snapshot() {
-            Ok(snapshot) => snapshot,
-            Err(error) => return Err(before.err().unwrap_or(error)),
-        };
+        let snapshot = snapshot()?;
         let (folder, data, config) = (self.folder.clone(), self.data.clone(), self.config);
         self.writing = Some(std::thread::spawn(move || {
             write(&folder, step, data, &snapshot)?;
             prune(&folder, config)
         }));
-        before
+        Ok(())
     }
 
     /// Waits until what was started is on the disk.

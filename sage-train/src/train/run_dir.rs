@@ -53,6 +53,12 @@ impl RunDir {
 
     /// Opens the folder of a run again, and takes its metrics back to `step`; returns them.
     pub(super) fn reopen(path: &Path, step: u64) -> Result<(Self, Vec<Point>)> {
+        // What a process that was killed did not finish: the run is ours alone.
+        for entry in std::fs::read_dir(path).map_err(writing(path))?.flatten() {
+            if entry.path().is_file() && entry.file_name().to_string_lossy().ends_with(partial::PARTIAL) {
+                std::fs::remove_file(entry.path()).map_err(writing(&entry.path()))?;
+            }
+        }
         let file = path.join(METRICS);
         let text = std::fs::read(&file).map_err(during(format!("cannot read {}", file.display())))?;
         let mut points = Vec::new();
