@@ -17,7 +17,7 @@ impl Lock {
     /// # Errors
     /// When another process has it.
     pub fn take(path: &Path) -> Result<Self> {
-        Self::lock(File::create(path).map_err(writing(path))?, path)
+        Self::hold(File::create(path).map_err(writing(path))?, path)
     }
 
     /// Takes a file that was left. One that is gone by now is in somebody's hands.
@@ -26,10 +26,10 @@ impl Lock {
     /// When another process has it.
     pub fn take_existing(path: &Path) -> Result<Self> {
         let file = File::options().write(true).open(path).map_err(|_| in_use(path))?;
-        Self::lock(file, path)
+        Self::hold(file, path)
     }
 
-    fn lock(file: File, path: &Path) -> Result<Self> {
+    fn hold(file: File, path: &Path) -> Result<Self> {
         match file.try_lock() {
             Ok(()) => Ok(Self(file)),
             Err(TryLockError::WouldBlock) => Err(in_use(path)),
