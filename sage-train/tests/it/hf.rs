@@ -86,6 +86,21 @@ fn a_model_comes_in_goes_on_and_out_again() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn a_continued_run_needs_the_folder_no_more() {
+    let scratch = Scratch::new();
+    scratch.file("a.jsonl", json_lines(300_000));
+    for file in ["config.json", "model.safetensors", "tokenizer.json"] {
+        scratch.file(&format!("m/{file}"), std::fs::read(golden("llama").join(file)).expect("a file"));
+    }
+    let flags = ["--init-from", "m", "--data", "a.jsonl", "--context", "64", "--tokens-per-step", "1k"];
+    scratch.ok(&[&flags[..], &["--steps", "2", "--sample-tokens", "0", "--name", "r"]].concat());
+    std::fs::remove_dir_all(scratch.path().join("m")).expect("gone");
+    scratch.ok(&["--resume", "runs/r", "--steps", "4"]);
+    scratch.ok(&["--resume", "runs/r", "--steps", "5"]);
+    assert_eq!(scratch.metrics("r").len(), 5);
+}
+
 /// The mean loss of each ending, from the logits of transformers themselves.
 #[test]
 fn the_ending_with_the_lowest_mean_loss_is_chosen() -> Result<()> {
