@@ -17,7 +17,7 @@ use crate::metrics::Outcome;
 use crate::quantity::Quantity;
 use crate::report::{comparison, loss_plot};
 use crate::settings::{Attn, Settings};
-use crate::{during, hf, tell, train, writing};
+use crate::{during, hf, partial, tell, train, writing};
 
 use bench::Bench;
 use data::{Data, write_corpus};
@@ -199,15 +199,10 @@ impl Train {
 }
 
 fn write_batches(config: &Config, path: &Path) -> Result<()> {
+    partial::check_free(path, "file", "--write-batches")?;
     let data = Dataset::load(&config.data, &|line| tell(line))?;
     let cut = config.data.cut(&data.tokenizer);
     let sequences = config.steps * (config.accumulation * config.micro_batch) as u64;
-    if path.exists() {
-        return Err(Error::new("the file exists already")
-            .got(path.display())
-            .allowed("a new file")
-            .hint("nothing is ever overwritten"));
-    }
     let written = Batches::new(&data.train, cut).write(sequences, &data.tokenizer, path);
     if written.is_err() {
         let _ = std::fs::remove_file(path);

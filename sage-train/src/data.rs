@@ -28,6 +28,7 @@ use crate::settings::{Settings, SourceSetting};
 use corpus::Corpus;
 use shard::Shard;
 use source::{ShardFiles, Source};
+use tokens::check_ids;
 
 /// Everything a run reads: tokens to train on, tokens to validate on, and their tokenizer.
 #[derive(Debug)]
@@ -241,15 +242,8 @@ pub fn known_tokenizer(settings: &Settings) -> Result<Option<Tokenizer>> {
 fn shards(files: &[std::path::PathBuf], tokenizer: &Tokenizer) -> Result<Vec<Shard>> {
     let open = |path: &std::path::PathBuf| {
         let shard = Shard::open(path)?;
-        match &shard.sidecar {
-            Some(sidecar) if sidecar.tokenizer != tokenizer.hash() => {
-                Err(Error::new("a shard was made with another tokenizer")
-                    .got(format!("{}: tokenizer {:.12}", path.display(), sidecar.tokenizer))
-                    .allowed(format!("{:.12}", tokenizer.hash()))
-                    .hint("--tokenizer names the one to use; sources that are mixed need the same one"))
-            }
-            _ => Ok(shard),
-        }
+        shard.check_tokenizer(tokenizer)?;
+        Ok(shard)
     };
     files.iter().map(open).collect()
 }
@@ -316,23 +310,14 @@ fn encode(tokenizer: &Tokenizer, documents: &[&str]) -> Result<Vec<u32>> {
 
 /// Of the first tokens of each list; and the check that every one of them is in the vocabulary.
 fn entropy<'a>(lists: impl Iterator<Item = &'a Tokens>, tokenizer: &Tokenizer) -> Result<f64> {
-    let mut counts = vec![0u64; tokenizer.vocab_size()];
-    let mut tokens = Vec::new();
+    let vocab = tokenizer.vocab_size();
+    let mut counts = vec![0u64; vocab];
     for list in lists {
-        let counted = list.len().min(COUNTED);
-        for start in (0..counted).step_by(1 << 20) {
-            tokens.clear();
-            list.read(start, (counted - start).min(1 << 20) as usize, &mut tokens)?;
-            for &token in &tokens {
-                let Some(count) = counts.get_mut(token as usize) else {
-                    return Err(Error::new("a token is not in the vocabulary")
-                        .got(format!("id {token}"))
-                        .allowed(format!("ids below {}", tokenizer.vocab_size()))
-                        .hint("--tokenizer names the tokenizer that made the shards"));
-                };
-                *count += 1;
-            }
-        }
+        list.each_chunk(list.len().min(COUNTED), &mut |start, tokens| {
+            check_ids(tokens, vocab, "a source", start)?;
+            tokens.iter().for_each(|&token| counts[token as usize] += 1);
+            Ok(())
+        })?;
     }
     Ok(entropy_of(&counts))
 }

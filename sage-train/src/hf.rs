@@ -6,7 +6,7 @@ use std::path::{Component, Path};
 
 use candle_core::{DType, Device};
 use candle_sage::{Error, Result};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::data::Tokenizer;
@@ -49,7 +49,7 @@ struct HfConfig {
     rope_parameters: Option<Rope>,
 }
 
-#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[derive(Debug, Clone, PartialEq, Deserialize)]
 struct Rope {
     #[serde(alias = "type")]
     rope_type: Option<String>,

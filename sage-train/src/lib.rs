@@ -43,6 +43,13 @@ pub(crate) fn writing<E: std::fmt::Display>(path: &std::path::Path) -> impl FnOn
     }
 }
 
+/// A progress bar on standard error; hidden where that is no terminal.
+pub(crate) fn bar(len: u64, template: &str) -> indicatif::ProgressBar {
+    let style = indicatif::ProgressStyle::with_template(template);
+    indicatif::ProgressBar::new(len)
+        .with_style(style.unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()))
+}
+
 /// A line on standard error. Nobody reading it is no reason to stop.
 pub(crate) fn tell(text: &str) {
     use std::io::Write;

@@ -46,6 +46,20 @@ pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> 
     written
 }
 
+/// Checks that nothing of this name is there. `what` it is to be, and the `flag` that names it, are for the message.
+///
+/// # Errors
+/// When there is something.
+pub fn check_free(path: &Path, what: &str, flag: &str) -> Result<()> {
+    if !path.exists() {
+        return Ok(());
+    }
+    Err(Error::new(format!("the {what} exists already"))
+        .got(path.display())
+        .allowed(format!("a new {}", if what == "folder" { "folder" } else { "file" }))
+        .hint(format!("{flag} names another; nothing is ever overwritten")))
+}
+
 /// Whether a folder is one of [`Folder`].
 pub fn is_unfinished(folder: &Path) -> bool {
     folder.join(MARK).exists()
@@ -67,12 +81,7 @@ impl Folder {
     pub fn begin(target: &Path) -> Result<Self> {
         // Without a slash at the end.
         let target: PathBuf = target.components().collect();
-        if target.exists() {
-            return Err(Error::new("the folder exists already")
-                .got(target.display())
-                .allowed("a new folder")
-                .hint("--to names another; nothing is ever overwritten"));
-        }
+        check_free(&target, "folder", "--to")?;
         let partial = other_name(&target);
         if is_unfinished(&partial) {
             let abandoned = Lock::take_existing(&partial.join(MARK))?;

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use candle_sage::{Error, Result};
+use candle_sage::Result;
 use clap::Subcommand;
 
 use super::print;
@@ -13,6 +13,7 @@ use crate::data::hub::recipes;
 use crate::data::prepare::{Checked, Part, Plan, check, prepare, train_tokenizer};
 use crate::data::shard::Format;
 use crate::during;
+use crate::partial;
 use crate::quantity::{Quantity, grouped};
 
 const INPUTS: &str = "Files, folders, 'patterns*', names on the Hugging Face Hub (hf:OWNER/NAME, hf:OWNER/NAME:PATTERN), \
@@ -161,15 +162,10 @@ impl Prepare {
 
 impl TrainTokenizer {
     fn run(self) -> Result<()> {
-        if self.to.exists() {
-            return Err(Error::new("the tokenizer exists already")
-                .got(self.to.display())
-                .allowed("a new file")
-                .hint("--to names another; nothing is ever overwritten"));
-        }
+        partial::check_free(&self.to, "tokenizer", "--to")?;
         let entries = vocab_size(self.vocab_size)?;
         let tokenizer = train_tokenizer(&self.inputs, self.text_field.as_deref(), entries)?;
-        tokenizer.save(&self.to)?;
+        partial::file(&self.to, |partial| tokenizer.save(partial))?;
         print(&format!("{}: {} entries\n", self.to.display(), grouped(tokenizer.vocab_size() as u64)))
     }
 }

@@ -10,6 +10,7 @@ use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
 use super::shard::{Format, ShardWriter};
+use super::tokens::check_ids;
 use super::{Mixture, Tokenizer};
 
 /// Ids and the ids one position later, both (sequences, context).
@@ -88,8 +89,7 @@ impl<'a> Batches<'a> {
     }
 
     fn sequences_of(&self, source: usize) -> u64 {
-        let tokens = self.mixture.sources().nth(source).map_or(0, |tokens| tokens.len());
-        tokens.saturating_sub(1) / self.cut.context as u64
+        self.mixture.source(source).len().saturating_sub(1) / self.cut.context as u64
     }
 
     /// Sequences `first..first + count` of all that are ever visited.
@@ -160,14 +160,8 @@ impl<'a> Batches<'a> {
         let mut window = Vec::new();
         for &(source, start) in places {
             window.clear();
-            let tokens = self.mixture.sources().nth(source).expect("a source of the mixture");
-            tokens.read(start, context + 1, &mut window)?;
-            if let Some(id) = window.iter().find(|&&id| id as usize >= self.cut.vocab) {
-                return Err(Error::new("a token is not in the vocabulary")
-                    .got(format!("id {id} behind token {start} of source {}", source + 1))
-                    .allowed(format!("ids below {}", self.cut.vocab))
-                    .hint("--tokenizer names the tokenizer that made the shards"));
-            }
+            self.mixture.source(source).read(start, context + 1, &mut window)?;
+            check_ids(&window, self.cut.vocab, format_args!("source {}", source + 1), start)?;
             ids.extend_from_slice(&window[..context]);
             targets.extend_from_slice(&window[1..]);
         }

@@ -6,10 +6,9 @@ use std::path::{Component, Path, PathBuf};
 use candle_sage::{Error, Result};
 use hf_hub::api::sync::{Api, ApiBuilder, ApiRepo};
 use hf_hub::{Cache, Repo};
-use indicatif::{ProgressBar, ProgressStyle};
 use serde::Deserialize;
 
-use crate::unpanicked;
+use crate::{bar, unpanicked};
 
 /// Times that a download is taken up again where it broke off.
 const RETRIES: usize = 3;
@@ -205,10 +204,7 @@ impl Hub {
 }
 
 fn download(repo: &ApiRepo, file: &str) -> std::result::Result<PathBuf, String> {
-    let style = ProgressStyle::with_template(
-        "{msg} {bar:30.cyan/blue} {bytes}/{total_bytes} {bytes_per_sec}, ETA {eta}",
-    );
-    let bar = ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    let bar = bar(0, "{msg} {bar:30.cyan/blue} {bytes}/{total_bytes} {bytes_per_sec}, ETA {eta}");
     repo.download_with_progress(file, bar).map_err(|error| error.to_string())
 }
 

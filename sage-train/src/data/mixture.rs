@@ -19,6 +19,11 @@ impl Mixture {
         self.sources.iter().map(|(tokens, _)| tokens)
     }
 
+    /// One of the lists.
+    pub fn source(&self, n: usize) -> &Tokens {
+        &self.sources[n].0
+    }
+
     /// Tokens of all lists.
     pub fn len(&self) -> u64 {
         self.sources().map(Tokens::len).sum()

@@ -6,7 +6,6 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use candle_sage::{Error, Result};
-use indicatif::{ProgressBar, ProgressStyle};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -15,12 +14,17 @@ use super::reader::{self, Piece, is_known};
 use super::shard::{Format, Shard, ShardWriter};
 use super::source::{self, Source};
 use super::tokenizer::{TRAINING_BYTES, Tokenizer};
+use super::tokens::{Tokens, check_ids};
 use crate::partial::Folder;
-use crate::{during, tell, writing};
+use crate::quantity::grouped;
+use crate::{bar, during, tell, writing};
 
 /// Bytes of text that are tokenized at once, and how many such chunks wait.
 const CHUNK: usize = 4 << 20;
 const WAITING: usize = 2;
+
+/// Between lines when there is no terminal.
+const QUIET: Duration = Duration::from_secs(10);
 
 /// What to prepare, and how.
 #[derive(Debug, Clone)]
@@ -182,7 +186,8 @@ fn write(
     folder: &Path,
 ) -> Result<Prepared> {
     let size = |file: &PathBuf| file.metadata().map_or(0, |metadata| metadata.len());
-    let bar = bar(inputs.iter().flat_map(|input| &input.files).map(size).sum());
+    let bytes = inputs.iter().flat_map(|input| &input.files).map(size).sum();
+    let bar = bar(bytes, "{bar:30.cyan/blue} {bytes}/{total_bytes} {bytes_per_sec} {msg}, ETA {eta}");
     let done = AtomicU64::new(0);
     let writer = |name| SplitWriter::new(folder, name, format, plan.shard_tokens, tokenizer);
     let mut parts = [writer("train"), writer("val")];
@@ -193,8 +198,15 @@ fn write(
             read_all(inputs, &done, &mut |piece| chunks.push(piece))?;
             chunks.send()
         });
-        let tokenized = tokenize(plan, tokenizer, receiver, &mut parts, &|| {
-            bar.set_position(done.load(Ordering::Relaxed))
+        let mut shown = Instant::now();
+        let tokenized = tokenize(plan, tokenizer, receiver, &mut parts, &mut |held| {
+            bar.set_position(done.load(Ordering::Relaxed));
+            // Where there is no bar, a line now and then.
+            if bar.is_hidden() && shown.elapsed() > QUIET {
+                shown = Instant::now();
+                tell(&held);
+            }
+            bar.set_message(held);
         });
         // The reader's error is the cause of a stream that ends early, and a writer's of a reader without listeners.
         let read = reading.join().unwrap_or_else(|_| Err(Error::new("the reading thread died")));
@@ -223,13 +235,6 @@ fn write(
     Ok(prepared)
 }
 
-fn bar(bytes: u64) -> ProgressBar {
-    let style = ProgressStyle::with_template(
-        "{bar:30.cyan/blue} {bytes}/{total_bytes} {bytes_per_sec} {msg}, ETA {eta}",
-    );
-    ProgressBar::new(bytes).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
-}
-
 /// Pieces on their way to be tokenized.
 struct Chunks {
     sender: SyncSender<Vec<Piece>>,
@@ -256,10 +261,9 @@ fn tokenize(
     tokenizer: &Tokenizer,
     chunks: Receiver<Vec<Piece>>,
     [train, validation]: &mut [SplitWriter<'_>; 2],
-    show: &dyn Fn(),
+    show: &mut dyn FnMut(String),
 ) -> Result<()> {
     let (mut number, mut continued) = (0, false);
-    let mut quiet = Quiet(Instant::now());
     for chunk in chunks {
         let ids = tokenizer.encode_all(chunk.iter().map(|piece| piece.text.as_str()).collect())?;
         for (piece, mut ids) in chunk.into_iter().zip(ids) {
@@ -279,13 +283,8 @@ fn tokenize(
             number += u64::from(piece.ends);
             continued = !piece.ends;
         }
-        show();
-        quiet.say(|| {
-            format!(
-                "{number} documents, {} tokens",
-                crate::quantity::grouped(train.part.tokens + validation.part.tokens)
-            )
-        });
+        let tokens = train.part.tokens + validation.part.tokens;
+        show(format!("{number} documents, {} tokens", grouped(tokens)));
     }
     Ok(())
 }
@@ -299,22 +298,6 @@ fn for_validation(seed: u64, document: u64, fraction: f64) -> bool {
         bits = (bits ^ (bits >> 30)).wrapping_mul(factor);
     }
     document > 0 && ((bits ^ (bits >> 31)) as f64) < fraction * 2f64.powi(64)
-}
-
-/// Lines now and then, where there is no terminal for a bar.
-struct Quiet(Instant);
-
-impl Quiet {
-    fn say(&mut self, line: impl FnOnce() -> String) {
-        if self.0.elapsed() > Duration::from_secs(10) && !console() {
-            self.0 = Instant::now();
-            tell(&line());
-        }
-    }
-}
-
-fn console() -> bool {
-    std::io::IsTerminal::is_terminal(&std::io::stderr())
 }
 
 /// The shards of one part, one after the other.
@@ -425,28 +408,16 @@ pub fn check(folder: &Path) -> Result<Checked> {
         shard.check()?;
         bare.fetch_add(usize::from(shard.sidecar.is_none()), Ordering::Relaxed);
         let vocab = match (&tokenizer, &shard.sidecar) {
-            (Some(tokenizer), Some(sidecar)) if tokenizer.hash() != sidecar.tokenizer => {
-                return Err(Error::new("a shard was made with another tokenizer")
-                    .got(path.display())
-                    .allowed("the tokenizer.json beside it")
-                    .hint("prepare it again"));
+            (Some(tokenizer), _) => {
+                shard.check_tokenizer(tokenizer)?;
+                tokenizer.vocab_size()
             }
-            (Some(tokenizer), _) => tokenizer.vocab_size(),
             (None, Some(sidecar)) => sidecar.vocab_size,
             (None, None) => return Ok(()),
         };
-        let mut tokens = Vec::new();
-        for start in (0..shard.len()).step_by(1 << 20) {
-            tokens.clear();
-            shard.read(start, (shard.len() - start).min(1 << 20) as usize, &mut tokens)?;
-            if let Some(at) = tokens.iter().position(|&token| token as usize >= vocab) {
-                return Err(Error::new("a token is not in the vocabulary")
-                    .got(format!("{}: id {} at {}", path.display(), tokens[at], start + at as u64))
-                    .allowed(format!("ids below {vocab}"))
-                    .hint("is this the tokenizer that made the shard?"));
-            }
-        }
-        Ok(())
+        let len = shard.len();
+        Tokens::from(vec![shard])
+            .each_chunk(len, &mut |start, tokens| check_ids(tokens, vocab, path.display(), start))
     })?;
     Ok(Checked { shards: all.len(), without_sidecar: bare.into_inner() })
 }

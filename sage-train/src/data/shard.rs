@@ -10,6 +10,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::Tokenizer;
 use crate::{during, writing};
 
 /// Bytes of llm.c's header: 256 numbers of 32 bits.
@@ -234,9 +235,20 @@ impl Shard {
         self.tokens == 0
     }
 
-    /// Where it is.
-    pub fn path(&self) -> &Path {
-        &self.path
+    /// Checks that its sidecar, if there is one, names this tokenizer.
+    ///
+    /// # Errors
+    /// When it names another.
+    pub fn check_tokenizer(&self, tokenizer: &Tokenizer) -> Result<()> {
+        match &self.sidecar {
+            Some(sidecar) if sidecar.tokenizer != tokenizer.hash() => {
+                Err(Error::new("a shard was made with another tokenizer")
+                    .got(format!("{}: tokenizer {:.12}", self.path.display(), sidecar.tokenizer))
+                    .allowed(format!("{:.12}", tokenizer.hash()))
+                    .hint("--tokenizer names the one to use; sources that are mixed need the same one"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Appends tokens `start..start + count`, which must be there.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_sage::Result;
+use candle_sage::{Error, Result};
 use sha2::{Digest, Sha256};
 
 use super::shard::Shard;
@@ -119,15 +119,34 @@ impl Tokens {
         Ok(())
     }
 
-    /// The tokens themselves, for small lists.
+    /// Hands out the first `count` tokens a million at a time, each with the place of the first of them.
     ///
     /// # Errors
-    /// As [`Tokens::read`].
-    pub fn to_vec(&self) -> Result<Vec<u32>> {
+    /// As [`Tokens::read`], and those of `each`.
+    pub fn each_chunk(&self, count: u64, each: &mut dyn FnMut(u64, &[u32]) -> Result<()>) -> Result<()> {
         let mut tokens = Vec::new();
-        self.read(0, self.len as usize, &mut tokens)?;
-        Ok(tokens)
+        for start in (0..count).step_by(CHUNK) {
+            tokens.clear();
+            self.read(start, (count - start).min(CHUNK as u64) as usize, &mut tokens)?;
+            each(start, &tokens)?;
+        }
+        Ok(())
     }
+}
+
+/// Tokens that are held at once.
+const CHUNK: usize = 1 << 20;
+
+/// Checks that ids, the first of them behind `start` others of a place, are in the vocabulary.
+///
+/// # Errors
+/// When one is not.
+pub(super) fn check_ids(ids: &[u32], vocab: usize, place: impl std::fmt::Display, start: u64) -> Result<()> {
+    let Some(at) = ids.iter().position(|&id| id as usize >= vocab) else { return Ok(()) };
+    Err(Error::new("a token is not in the vocabulary")
+        .got(format!("id {} at {} of {place}", ids[at], start + at as u64))
+        .allowed(format!("ids below {vocab}"))
+        .hint("--tokenizer names the tokenizer that made the shards"))
 }
 
 fn span(range: &Range<u64>) -> u64 {
@@ -138,6 +157,16 @@ fn span(range: &Range<u64>) -> u64 {
 mod tests {
     use super::super::shard::{Format, ShardWriter};
     use super::*;
+
+    fn all_of(tokens: &Tokens) -> Result<Vec<u32>> {
+        let mut all = Vec::new();
+        tokens.each_chunk(tokens.len(), &mut |start, part| {
+            assert_eq!(start, all.len() as u64);
+            all.extend_from_slice(part);
+            Ok(())
+        })?;
+        Ok(all)
+    }
 
     #[test]
     fn any_part_of_memory_and_shards_is_what_it_should_be() -> Result<()> {
@@ -152,13 +181,13 @@ mod tests {
             shards.push(Shard::open(&path)?);
         }
         for tokens in [Tokens::from(all.clone()), Tokens::from(shards)] {
-            assert_eq!(tokens.to_vec()?, all);
+            assert_eq!(all_of(&tokens)?, all);
             for (start, end) in [(0, 1000), (0, 0), (299, 302), (300, 301), (999, 1000), (10, 290)] {
                 let part = tokens.slice(start..end);
-                assert_eq!(part.to_vec()?, all[start as usize..end as usize]);
+                assert_eq!(all_of(&part)?, all[start as usize..end as usize]);
                 let inner = part.slice(part.len() / 3..part.len());
                 let offset = start + (end - start) / 3;
-                assert_eq!(inner.to_vec()?, all[offset as usize..end as usize]);
+                assert_eq!(all_of(&inner)?, all[offset as usize..end as usize]);
             }
         }
         Ok(())

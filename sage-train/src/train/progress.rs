@@ -4,10 +4,10 @@ use std::fs::File;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 
 use crate::metrics::Point;
-use crate::tell;
+use crate::{bar, tell};
 
 /// Seconds between lines when there is no terminal.
 const QUIET: Duration = Duration::from_secs(5);
@@ -28,10 +28,7 @@ pub(super) struct Progress {
 
 impl Progress {
     pub(super) fn new(steps: u64) -> Self {
-        let style =
-            ProgressStyle::with_template("{bar:30.cyan/blue} {pos}/{len} {msg} [{elapsed}, ETA {eta}]")
-                .unwrap_or_else(|_| ProgressStyle::default_bar());
-        let bar = ProgressBar::new(steps).with_style(style);
+        let bar = bar(steps, "{bar:30.cyan/blue} {pos}/{len} {msg} [{elapsed}, ETA {eta}]");
         let now = Instant::now();
         Self { bar, steps, log: None, first: 0, started: now, last_line: now, validation: None }
     }

@@ -14,7 +14,7 @@ use sage_train::settings::{Schedule, Settings, Switch};
 use sage_train::train;
 use sage_train::train::checkpoint::Found;
 
-use crate::support::{Scratch, small};
+use crate::support::{Scratch, small, wait_until};
 
 /// Runs that start in milliseconds: their data is prepared.
 fn prepared() -> Scratch {
@@ -148,10 +148,7 @@ fn a_signal_saves_and_leaves_and_the_run_goes_on() {
         let name = format!("run{flag}");
         let mut child = spawn(&scratch, &flags(&[&run[..], &["--name", &name]].concat()));
         let metrics = run_of(&scratch, &name).join("metrics.jsonl");
-        let patience = Instant::now();
-        while metrics.metadata().map_or(0, |m| m.len()) == 0 && patience.elapsed().as_secs() < 60 {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait_until(|| metrics.metadata().map_or(0, |m| m.len()) > 0);
         signal(&child, flag);
         let mut text = String::new();
         std::io::Read::read_to_string(&mut child.stderr.take().expect("piped"), &mut text).expect("text");
@@ -174,10 +171,7 @@ fn a_second_signal_leaves_at_once() {
     let slow = ["--tokens-per-step", "1m", "--micro-batch", "64", "--steps", "3", "--name", "slow"];
     let mut child = spawn(&scratch, &flags(&slow));
     let log = run_of(&scratch, "slow").join("log.txt");
-    let patience = Instant::now();
-    while !log.exists() && patience.elapsed().as_secs() < 60 {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_until(|| log.exists());
     signal(&child, "-INT");
     std::thread::sleep(Duration::from_millis(100));
     assert!(child.try_wait().expect("a child").is_none(), "the first waits for the step");
@@ -197,10 +191,7 @@ fn a_full_disk_loses_no_earlier_checkpoint() {
     scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
     let mut child = spawn(&scratch, &flags(&[&run[..], &["--name", "full"]].concat()));
     let folder = run_of(&scratch, "full");
-    let patience = Instant::now();
-    while checkpoints(&folder).is_empty() && patience.elapsed().as_secs() < 60 {
-        std::thread::sleep(Duration::from_micros(200));
-    }
+    wait_until(|| !checkpoints(&folder).is_empty());
     signal(&child, "-TERM");
     assert_eq!(child.wait().expect("an end").code(), Some(143));
     let newest = checkpoints(&folder).pop().expect("one");
@@ -340,11 +331,8 @@ fn two_processes_do_not_work_on_one_run() {
     let scratch = prepared();
     let mut child =
         spawn(&scratch, &flags(&["--steps", "100000", "--checkpoint-every", "1", "--name", "busy"]));
-    let patience = Instant::now();
     let whole = || checkpoints(&run_of(&scratch, "busy")).iter().any(|name| !name.ends_with(".partial"));
-    while !whole() && patience.elapsed().as_secs() < 60 {
-        std::thread::sleep(Duration::from_millis(2));
-    }
+    wait_until(whole);
     let error = scratch.fails(&["--resume", "runs/busy"]);
     child.kill().expect("it runs");
     child.wait().expect("an end");

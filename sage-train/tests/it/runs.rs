@@ -1,6 +1,6 @@
 //! What runs compute and leave behind.
 
-use crate::support::{Scratch, small};
+use crate::support::{Scratch, small, wait_until};
 
 #[test]
 fn a_run_leaves_everything_and_its_config_makes_it_again() {
@@ -179,10 +179,7 @@ fn a_run_that_is_cut_off_has_whole_weights() {
         .spawn()
         .expect("the command starts");
     let weights = scratch.path().join("runs/cut/model.safetensors");
-    let patience = std::time::Instant::now();
-    while !weights.exists() && patience.elapsed().as_secs() < 60 {
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
+    wait_until(|| weights.exists());
     child.kill().expect("it runs");
     child.wait().expect("an end");
     let table = scratch.ok(&["probe", "runs/cut"]);

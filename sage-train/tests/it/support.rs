@@ -69,6 +69,15 @@ impl Scratch {
     }
 }
 
+/// Waits for what a command that runs beside is about to do.
+pub(crate) fn wait_until(done: impl Fn() -> bool) {
+    let began = std::time::Instant::now();
+    while !done() {
+        assert!(began.elapsed().as_secs() < 60, "it never came");
+        std::thread::sleep(std::time::Duration::from_micros(200));
+    }
+}
+
 /// Documents of the built-in corpus as JSON lines.
 pub(crate) fn json_lines(bytes: u64) -> String {
     let documents = sage_train::data::corpus::Corpus::new(5).documents(bytes);
