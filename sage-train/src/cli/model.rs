@@ -48,7 +48,8 @@ impl Probe {
 /// What to write.
 #[derive(Debug, clap::Args)]
 pub(super) struct Sample {
-    /// Folder of a run, or of a model in Hugging Face's format
+    /// Folder of a run, or of a model in Hugging Face's format (which is computed with full-precision attention, over 4096
+    /// tokens at most where nothing else is said)
     run: PathBuf,
     /// Text to go on with; without it a document is begun
     #[arg(default_value = "")]
@@ -93,7 +94,8 @@ impl Sample {
 /// What to evaluate on.
 #[derive(Debug, clap::Args)]
 pub(super) struct Eval {
-    /// Folder of a run, or of a model in Hugging Face's format
+    /// Folder of a run, or of a model in Hugging Face's format (which is computed with full-precision attention, over 4096
+    /// tokens at most where nothing else is said)
     run: PathBuf,
     /// Text or shards, whose validation part is taken [default: the run's own]
     #[arg(long, value_name = "PATH")]
