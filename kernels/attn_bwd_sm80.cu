@@ -1,7 +1,10 @@
-// Attention backward for sm_80 and later: one kernel for each (scheme, element type, head_dim).
+// Attention backward for sm_80 and later: one kernel for each (scheme, element type, head_dim). On Hopper another walk
+// and its numerics, except for the ablations.
 #include <sage/attention/backward_roles.cuh>
 #include <sage/attention/full_precision_backward.cuh>
+#include <sage/attention/full_precision_backward_roles.cuh>
 #include <sage/attention/sagebwd_backward.cuh>
+#include <sage/attention/sagebwd_backward_roles.cuh>
 #include <sage/params/limits.cuh>
 
 using namespace sage;
@@ -19,33 +22,38 @@ constexpr auto choose() {
     return BackwardPlan<64, 1>{};
 }
 
-template <class Numerics>
-constexpr int threads() {
-  return Numerics::ROLES ? attention::ROLES_THREADS : Numerics::Plan::THREADS;
-}
+#define PORTABLE(name, ...)                                                                                      \
+  namespace name##_ {                                                                                            \
+  template <class Plan>                                                                                          \
+  using Numerics = attention::__VA_ARGS__;                                                                       \
+  using Chosen = Numerics<decltype(choose<Numerics>())>;                                                         \
+  static_assert(Chosen::SHARED_BYTES <= params::SHARED_KIB * 1024);                                              \
+  }                                                                                                              \
+  extern "C" __global__ void __launch_bounds__(name##_::Chosen::Plan::THREADS, 1)                                \
+      name(const __grid_constant__ params::Backward p) {                                                         \
+    attention::backward<name##_::Chosen>(p);                                                                     \
+  }
 
-#define KERNEL(name, ...)                                                                        \
-  namespace name##_ {                                                                            \
-  template <class Plan>                                                                          \
-  using Numerics = attention::__VA_ARGS__;                                                       \
-  using Plan = decltype(choose<Numerics>());                                                     \
-  }                                                                                              \
-  extern "C" __global__ void __launch_bounds__(threads<name##_::Numerics<name##_::Plan>>(), 1)   \
-      name(const __grid_constant__ params::Backward p) {                                         \
-    if constexpr (name##_::Numerics<name##_::Plan>::ROLES)                                       \
-      attention::backward_with_roles<name##_::Numerics<name##_::Plan>>(p);                       \
-    else                                                                                         \
-      attention::backward<name##_::Numerics<name##_::Plan>>(p);                                  \
-  }                                                                                              \
-  static_assert(name##_::Numerics<name##_::Plan>::SHARED_BYTES <= params::SHARED_KIB * 1024);
+#define WITH_ROLES(name, ...)                                                                                    \
+  static_assert(attention::__VA_ARGS__::SHARED_BYTES <= params::SHARED_KIB * 1024);                              \
+  extern "C" __global__ void __launch_bounds__(attention::ROLES_THREADS, 1)                                      \
+      name(const __grid_constant__ params::Backward p) {                                                         \
+    attention::backward_with_roles<attention::__VA_ARGS__>(p);                                                   \
+  }
 
-#define HEAD_DIMS(type, T)                                                                    \
-  KERNEL(attn_bwd_full_precision_##type##_64, FullPrecisionBackward<T, 64, Plan>)             \
-  KERNEL(attn_bwd_full_precision_##type##_128, FullPrecisionBackward<T, 128, Plan>)           \
-  KERNEL(attn_bwd_sagebwd_##type##_64, SageBwdBackward<T, 64, Plan, false>)                   \
-  KERNEL(attn_bwd_sagebwd_##type##_128, SageBwdBackward<T, 128, Plan, false>)                 \
-  KERNEL(attn_bwd_sagebwd_general_##type##_64, SageBwdBackward<T, 64, Plan, true>)                 \
-  KERNEL(attn_bwd_sagebwd_general_##type##_128, SageBwdBackward<T, 128, Plan, true>)
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define BACKWARD(name, Numerics, T, D, ...) WITH_ROLES(name, Numerics##Roles<T, D>)
+#else
+#define BACKWARD(name, Numerics, T, D, ...) PORTABLE(name, Numerics<T, D, Plan __VA_OPT__(, ) __VA_ARGS__>)
+#endif
+
+#define HEAD_DIMS(type, T)                                                                      \
+  BACKWARD(attn_bwd_full_precision_##type##_64, FullPrecisionBackward, T, 64)                   \
+  BACKWARD(attn_bwd_full_precision_##type##_128, FullPrecisionBackward, T, 128)                 \
+  BACKWARD(attn_bwd_sagebwd_##type##_64, SageBwdBackward, T, 64, false)                         \
+  BACKWARD(attn_bwd_sagebwd_##type##_128, SageBwdBackward, T, 128, false)                       \
+  PORTABLE(attn_bwd_sagebwd_general_##type##_64, SageBwdBackward<T, 64, Plan, true>)            \
+  PORTABLE(attn_bwd_sagebwd_general_##type##_128, SageBwdBackward<T, 128, Plan, true>)
 
 HEAD_DIMS(bf16, __nv_bfloat16)
 HEAD_DIMS(f16, __half)

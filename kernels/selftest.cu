@@ -128,7 +128,7 @@ __device__ void group_codes(const Params& p) {
     uint32_t a_rows = fill<64, BYTES>(a, p.a), b_rows = fill<8 * N, BYTES>(b, p.b);
     ptx::wgmma_publish();
     __syncthreads();
-    int d[N][4] = {};
+    int d[N][4];  // not set: the first step does not add
     uint32_t x[BYTES / 32][4];
     layout::ReaderA<BYTES> reader(a_rows, threadIdx.x % 32);
     for (int step = 0; step < BYTES / 32; ++step) reader.load(x[step], threadIdx.x / 32 * 16, step);
@@ -136,8 +136,8 @@ __device__ void group_codes(const Params& p) {
     ptx::wgmma_fence();
     for (int step = 0; step < BYTES / 32; ++step) {
       uint64_t columns = ptx::row_descriptor<BYTES>(b_rows) + 2 * step;
-      if constexpr (REGISTERS) ptx::wgmma_s8(d, x[step], columns);
-      else ptx::wgmma_s8(d, ptx::row_descriptor<BYTES>(a_rows) + 2 * step, columns);
+      if constexpr (REGISTERS) ptx::wgmma_s8(d, x[step], columns, step > 0);
+      else ptx::wgmma_s8(d, ptx::row_descriptor<BYTES>(a_rows) + 2 * step, columns, step > 0);
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>(d);
@@ -145,19 +145,44 @@ __device__ void group_codes(const Params& p) {
   }
 }
 
-// out (64, 64) = A B^T of 16 bits over a reduction of 64.
-template <class T>
+// out (64, 8 N) = A B^T of 16 bits over a reduction of 64; TURNED matrices lie with the reduction along their columns.
+template <class T, int N, bool A_TURNED, bool B_TURNED>
 __device__ void group_16(const Params& p) {
   if constexpr (ptx::HAS_WGMMA) {
     __shared__ __align__(1024) unsigned char a[64 * 128], b[64 * 128];
     uint32_t a_rows = fill<64, 128>(a, p.a), b_rows = fill<64, 128>(b, p.b);
     ptx::wgmma_publish();
     __syncthreads();
+    float d[N][4];
+    ptx::hold(d);
+    ptx::wgmma_fence();
+    uint64_t a_at = ptx::row_descriptor<128>(a_rows), b_at = ptx::row_descriptor<128>(b_rows);
+    constexpr uint64_t A_STEP = A_TURNED ? ptx::COLUMN_STEP : 2, B_STEP = B_TURNED ? ptx::COLUMN_STEP : 2;
+    ptx::wgmma_16<T, false, A_TURNED, B_TURNED>(d, a_at, b_at);
+    for (int step = 1; step < 4; ++step)
+      ptx::wgmma_16<T, true, A_TURNED, B_TURNED>(d, a_at + step * A_STEP, b_at + step * B_STEP);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>(d);
+    store_group(d, reinterpret_cast<float*>(p.out));
+  }
+}
+
+// out (64, 64) = A B of 16 bits, A out of registers.
+template <class T>
+__device__ void group_16_registers(const Params& p) {
+  if constexpr (ptx::HAS_WGMMA) {
+    __shared__ __align__(1024) unsigned char a[64 * 128], b[64 * 128];
+    uint32_t a_rows = fill<64, 128>(a, p.a), b_rows = fill<64, 128>(b, p.b);
+    ptx::wgmma_publish();
+    __syncthreads();
+    layout::ReaderA<128> reader(a_rows, threadIdx.x % 32);
+    uint32_t x[4][4];
+    for (int step = 0; step < 4; ++step) reader.load(x[step], threadIdx.x / 32 * 16, step);
     float d[8][4] = {};
     ptx::hold(d);
     ptx::wgmma_fence();
     for (int step = 0; step < 4; ++step)
-      ptx::wgmma_16<T>(d, ptx::row_descriptor<128>(a_rows) + 2 * step, ptx::row_descriptor<128>(b_rows) + 2 * step);
+      ptx::wgmma_16<T>(d, x[step], ptx::column_descriptor(b_rows) + step * ptx::COLUMN_STEP);
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>(d);
     store_group(d, reinterpret_cast<float*>(p.out));
@@ -190,11 +215,18 @@ KERNEL(selftest_round_trip, round_trip)
 KERNEL(selftest_permuted, permuted_product)
 KERNEL(selftest_conversions, conversions)
 
-GROUP_KERNEL(selftest_group_64_shared, group_codes<64, 8, false>)
-GROUP_KERNEL(selftest_group_128_shared, group_codes<128, 8, false>)
-GROUP_KERNEL(selftest_group_64_registers, group_codes<64, 8, true>)
-GROUP_KERNEL(selftest_group_128_registers, group_codes<128, 8, true>)
-GROUP_KERNEL(selftest_group_64_narrow, group_codes<64, 4, true>)
-GROUP_KERNEL(selftest_group_128_narrow, group_codes<128, 4, true>)
-GROUP_KERNEL(selftest_group_bf16, group_16<__nv_bfloat16>)
-GROUP_KERNEL(selftest_group_f16, group_16<__half>)
+#define GROUP_CODES(bytes)                                                            \
+  GROUP_KERNEL(selftest_group_##bytes##_shared_64, group_codes<bytes, 8, false>)      \
+  GROUP_KERNEL(selftest_group_##bytes##_registers_64, group_codes<bytes, 8, true>)    \
+  GROUP_KERNEL(selftest_group_##bytes##_shared_32, group_codes<bytes, 4, false>)      \
+  GROUP_KERNEL(selftest_group_##bytes##_registers_32, group_codes<bytes, 4, true>)
+GROUP_CODES(64)
+GROUP_CODES(128)
+
+#define GROUP_16(type, T)                                                              \
+  GROUP_KERNEL(selftest_group_##type##_nn_64, group_16<T, 8, false, false>)            \
+  GROUP_KERNEL(selftest_group_##type##_nt_64, group_16<T, 8, false, true>)             \
+  GROUP_KERNEL(selftest_group_##type##_tt_32, group_16<T, 4, true, true>)              \
+  GROUP_KERNEL(selftest_group_##type##_registers_64, group_16_registers<T>)
+GROUP_16(bf16, __nv_bfloat16)
+GROUP_16(f16, __half)

@@ -30,6 +30,11 @@ impl Architecture {
         }
     }
 
+    /// Whether the backward runs with a part for each warpgroup: on Hopper.
+    fn has_roles(self) -> bool {
+        self.0 == 90
+    }
+
     /// Bytes of shared memory that a plan may ask for: `SHARED_KIB` of `kernels/include/sage/params/limits.cuh`.
     pub(super) fn shared_bytes(self) -> usize {
         1024 * match self.0 {
@@ -116,26 +121,42 @@ pub(super) fn backward(scheme: &Scheme, d: usize, architecture: Architecture) ->
         // The same with the ablations, which cost the usual case some time.
         Scheme::SageBwd(_) => ("sagebwd_general", true),
     };
+    if architecture.has_roles() && !general {
+        return with_roles(scheme, name, d);
+    }
     let plans = [(128, 2), (128, 1), (64, 1)].map(|(rows, stages)| {
         let state = 2 * TILE * 4;
         let ds = 2 * rows * TILE * 2;
-        // Hopper's third warpgroup, which makes the codes of dS that it needs: backward_roles.cuh.
-        let roles = architecture.0 == 90 && name == "sagebwd" && d == 64 && rows == 128;
         let shared_bytes = match scheme {
             Scheme::FullPrecision => 2 * rows * 2 * d + stages * (2 * TILE * 2 * d + state) + ds,
             Scheme::SageBwd(_) => {
                 let keys = 4 * rows * d;
                 let stage = (5 * TILE * d + state + 4 * d).next_multiple_of(1024);
                 let warps = rows / 16;
-                let codes = if rows > TILE && !roles { 2 * warps * (1024 + 256) } else { 0 };
+                let codes = if rows > TILE { 2 * warps * (1024 + 256) } else { 0 };
                 let mean = if general { rows * 4 } else { 0 };
                 keys + stages * stage + ds + codes + warps * 4 + mean
             }
         };
-        Plan { name, rows, threads: if roles { 384 } else { rows as u32 * 2 }, stages, shared_bytes }
+        Plan { name, rows, threads: rows as u32 * 2, stages, shared_bytes }
     });
     let [.., smallest] = plans.clone();
     plans.into_iter().find(|plan| plan.shared_bytes <= architecture.shared_bytes()).unwrap_or(smallest)
+}
+
+/// The backward of `kernels/include/sage/attention/backward_roles.cuh`: two warpgroups for 128 keys, one for the sums.
+fn with_roles(scheme: &Scheme, name: &'static str, d: usize) -> Plan {
+    let (rows, stages) = (128, 2);
+    let ds = rows * TILE * 2;
+    let shared_bytes = match scheme {
+        Scheme::FullPrecision => 2 * rows * 2 * d + stages * (2 * TILE * 2 * d + 1024 + ds),
+        Scheme::SageBwd(_) => {
+            let stage = (5 * TILE * d + 2 * TILE * 4 + 4 * d).next_multiple_of(1024);
+            let codes_of_ds = rows * TILE + 1024;
+            4 * rows * d + stages * (stage + ds + codes_of_ds)
+        }
+    };
+    Plan { name, rows, threads: 384, stages, shared_bytes }
 }
 
 /// How many heads run side by side, when blocks of a head share `bytes` and the second-level cache holds `cache_bytes`:
@@ -170,8 +191,10 @@ mod tests {
     #[test]
     fn large_memories_get_two_stages() {
         for scheme in schemes() {
-            let plan = backward(&scheme, 128, Architecture(90));
-            assert_eq!((plan.rows, plan.stages, plan.threads), (128, 2, 256), "{plan:?}");
+            for arch in [90, 100] {
+                let plan = backward(&scheme, 128, Architecture(arch));
+                assert_eq!((plan.rows, plan.stages), (128, 2), "{plan:?}");
+            }
         }
         let sage = backward(&schemes()[1], 128, Architecture(80));
         assert_eq!((sage.rows, sage.stages), (128, 1));
@@ -180,12 +203,14 @@ mod tests {
     }
 
     #[test]
-    fn hopper_has_a_third_warpgroup_where_registers_allow_it() {
-        let [_, sage, general] = <[Scheme; 3]>::try_from(schemes()).expect("three");
+    fn hopper_has_a_third_warpgroup() {
+        let [full, sage, general] = <[Scheme; 3]>::try_from(schemes()).expect("three");
         let threads = |scheme, d, arch| backward(scheme, d, Architecture(arch)).threads;
-        assert_eq!(threads(&sage, 64, 90), 384);
-        for (scheme, d, arch) in [(&sage, 128, 90), (&general, 64, 90), (&sage, 64, 80), (&sage, 64, 100)] {
-            assert_eq!(threads(scheme, d, arch), 256, "{scheme} {d} {arch}");
+        for d in [64, 128] {
+            assert_eq!((threads(&full, d, 90), threads(&sage, d, 90)), (384, 384), "{d}");
+            for (scheme, arch) in [(&general, 90), (&full, 80), (&sage, 80), (&sage, 100)] {
+                assert_eq!(threads(scheme, d, arch), 256, "{scheme} {d} {arch}");
+            }
         }
     }
 

@@ -76,7 +76,7 @@ fn run_threads<A: DeviceRepr + Copy + 'static, X: DeviceRepr + Copy>(
     let (a, b) = (gpu.device.clone_htod(a)?, gpu.device.clone_htod(b)?);
     let out = gpu.alloc::<X>(len)?;
     let params = Params { a: address(&a, &gpu), b: address(&b, &gpu), out: address(&out, &gpu) };
-    // SAFETY: the kernels read 16 to 64 rows, and write `len` elements.
+    // SAFETY: the kernels read up to 64 rows, and write `len` elements.
     unsafe { gpu.launch("selftest", kernel, Grid::line(1, threads), &params)? };
     super::guard::check(&gpu)?;
     Ok(gpu.device.clone_dtoh(&out)?[..len].to_vec())
@@ -108,12 +108,12 @@ fn products_of_codes_are_exact() -> Result<()> {
 #[ignore = "needs a Hopper GPU"]
 fn products_of_a_warpgroup_are_exact() -> Result<()> {
     for width in [64, 128] {
-        for (form, columns) in [("shared", 64), ("registers", 64), ("narrow", 32)] {
+        for (form, columns) in [("shared", 64), ("registers", 64), ("shared", 32), ("registers", 32)] {
             let (mut a, mut b) = (codes(5, 64 * width), codes(6, columns * width));
             a[..width].fill(127);
             b[..width].fill(127);
             b[width..2 * width].fill(-127);
-            let kernel = format!("selftest_group_{width}_{form}");
+            let kernel = format!("selftest_group_{width}_{form}_{columns}");
             let got: Vec<i32> = run_threads(128, &kernel, &a, &b, 64 * columns)?;
             for (i, row) in a.chunks(width).enumerate() {
                 for (j, column) in b.chunks(width).enumerate() {
@@ -125,12 +125,24 @@ fn products_of_a_warpgroup_are_exact() -> Result<()> {
     }
     let (a, b) = (small(7, 64 * 64), small(8, 64 * 64));
     let halves = |m: &[half::bf16]| m.iter().map(|x| half::f16::from_f32(x.to_f32())).collect::<Vec<_>>();
-    let bf16: Vec<f32> = run_threads(128, "selftest_group_bf16", &a, &b, 64 * 64)?;
-    let f16: Vec<f32> = run_threads(128, "selftest_group_f16", &halves(&a), &halves(&b), 64 * 64)?;
-    for (i, row) in a.chunks(64).enumerate() {
-        for (j, column) in b.chunks(64).enumerate() {
-            let sum: f32 = row.iter().zip(column).map(|(x, y)| x.to_f32() * y.to_f32()).sum();
-            assert_eq!((bf16[i * 64 + j], f16[i * 64 + j]), (sum, sum), "({i}, {j})");
+    let at = |m: &[half::bf16], turned: bool, i: usize, k: usize| {
+        m[if turned { k * 64 + i } else { i * 64 + k }].to_f32()
+    };
+    for (form, columns, a_turned, b_turned) in [
+        ("nn", 64, false, false),
+        ("nt", 64, false, true),
+        ("tt", 32, true, true),
+        ("registers", 64, false, true),
+    ] {
+        let name = |dtype: &str| format!("selftest_group_{dtype}_{form}_{columns}");
+        let bf16: Vec<f32> = run_threads(128, &name("bf16"), &a, &b, 64 * columns)?;
+        let f16: Vec<f32> = run_threads(128, &name("f16"), &halves(&a), &halves(&b), 64 * columns)?;
+        for i in 0..64 {
+            for j in 0..columns {
+                let sum: f32 = (0..64).map(|k| at(&a, a_turned, i, k) * at(&b, b_turned, j, k)).sum();
+                let got = (bf16[i * columns + j], f16[i * columns + j]);
+                assert_eq!(got, (sum, sum), "{form} ({i}, {j})");
+            }
         }
     }
     Ok(())

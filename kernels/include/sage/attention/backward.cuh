@@ -11,7 +11,6 @@
 #include <sage/attention/segment.cuh>
 #include <sage/layout/fragments.cuh>
 #include <sage/ptx/mma.cuh>
-#include <sage/ptx/wgmma.cuh>
 
 namespace sage::attention {
 
@@ -31,6 +30,7 @@ struct BackwardBlock {
   int segment_index, key_head, first_key;
   Segment segment;
 
+  BackwardBlock() = default;
   __device__ __forceinline__ BackwardBlock(const params::Shape& shape, int index, int keys) {
     Place place(shape, index, shape.key_heads, (shape.key_len + keys - 1) / keys);
     key_head = place.head, segment_index = place.segment, first_key = place.tile * keys;
@@ -124,6 +124,12 @@ __device__ __forceinline__ void store_scores(uint32_t rows, const Scores& ds, in
   }
 }
 
+// The same of a tile that sees none of the keys.
+__device__ __forceinline__ void store_zeros(uint32_t rows, int lane) {
+  Scores zeros = {};
+  store_scores<__nv_bfloat16>(rows, zeros, lane);
+}
+
 // Adds to dQ. Its sums lie in the order of the fragments, ((16 queries, 8 channels), lane, 4 values): a warp adds 512
 // neighbouring bytes at once. Either in any order, or each key tile in its turn.
 struct DqSums {
@@ -181,40 +187,34 @@ __device__ __forceinline__ int count_tiles(const params::Shape& shape, const Bac
   return tiles * (shape.query_heads / shape.key_heads);
 }
 
-template <class Numerics>
-__device__ __forceinline__ void walk_scores(Numerics& numerics, const BackwardBlock& block, const QueryTile& tile, int stage,
-                                            int slot) {
-  const Segment& segment = block.segment;
-  int first_query = tile.tile * TILE;
-  int first_key = block.first_key + threadIdx.x / (2 * Numerics::UNIT) * Numerics::UNIT;
-  bool hides = segment.visible_keys(first_query) < first_key + Numerics::UNIT;
-  bool seen = segment.visible_keys(min(first_query + TILE, segment.query_len) - 1) > first_key;
-  numerics.scores(tile, stage, slot, hides, seen);
-}
+// Which of KEYS keys, from `first_key` on, a tile of queries sees.
+struct Sight {
+  bool hides;  // not all of them
+  bool seen;   // any of them
 
-// Writes dK and dV of a warp's keys.
-template <class Numerics>
-__device__ __forceinline__ void store_keys(Numerics& numerics, const params::Backward& p, const BackwardBlock& block) {
-  using T = typename Numerics::Type;
+  __device__ __forceinline__ Sight(const Segment& segment, const QueryTile& tile, int first_key, int keys) {
+    int first_query = tile.tile * TILE;
+    hides = segment.visible_keys(first_query) < first_key + keys;
+    seen = segment.visible_keys(min(first_query + TILE, segment.query_len) - 1) > first_key;
+  }
+};
+
+// Writes the gradient of a warp's 16 keys, `first_key` and on.
+template <class T, int N>
+__device__ __forceinline__ void store_gradient(const params::View& view, const params::Backward& p, const BackwardBlock& block,
+                                               int first_key, const float (&x)[N][4], float scale) {
   const Segment& segment = block.segment;
-  const params::Shape& shape = p.shape;
-  numerics.settle();
-  int lane = threadIdx.x % 32, warp_key = block.first_key + threadIdx.x / 32 * 16;
-  Rows<T> dk(p.dk, segment.batch, segment.key_start, block.key_head, segment.key_len, shape.head_dim);
-  Rows<T> dv(p.dv, segment.batch, segment.key_start, block.key_head, segment.key_len, shape.head_dim);
+  Rows<T> rows(view, segment.batch, segment.key_start, block.key_head, segment.key_len, p.shape.head_dim);
+  int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int n = 0; n < Numerics::D / 8; ++n)
+  for (int n = 0; n < N; ++n)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      int row = warp_key + lane / 4 + 8 * h, column = n * 8 + 2 * (lane & 3);
-      dk.store_2(row, column, numerics.dk[n][2 * h] * shape.softmax_scale, numerics.dk[n][2 * h + 1] * shape.softmax_scale);
-      dv.store_2(row, column, numerics.dv[n][2 * h], numerics.dv[n][2 * h + 1]);
-    }
+    for (int h = 0; h < 2; ++h)
+      rows.store_2(first_key + lane / 4 + 8 * h, n * 8 + 2 * (lane & 3), x[n][2 * h] * scale, x[n][2 * h + 1] * scale);
 }
 
 // Numerics has: Type, D, Plan, SHARED_BYTES; COOPERATES, whether warps meet inside a tile; a constructor; load_keys(), keys_arrived(); load(tile, stage),
-// asynchronous; scores(tile, stage, slot, hides, seen), from the logits to dS^T in shared memory, with dV and dK;
-// UNIT, how many keys go through the scores together: those of a warp or of a warpgroup;
+// asynchronous; scores(tile, stage, slot, sight), from the logits to dS^T in shared memory, with dV and dK;
 // LAG, how many tiles later dQ is added; prepare_dq(slot), what happens in between with LAG = 2; add_dq(tile, slot,
 // sums); settle() at the end; dk and dv, the accumulators.
 //
@@ -222,6 +222,7 @@ __device__ __forceinline__ void store_keys(Numerics& numerics, const params::Bac
 // warps does dQ before the scores, the other half after them, so that one half's products meet the other's arithmetic.
 template <class Numerics>
 __device__ __forceinline__ void backward(const params::Backward& p) {
+  using T = typename Numerics::Type;
   using Plan = typename Numerics::Plan;
   constexpr int LAG = Numerics::LAG;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -230,6 +231,7 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
   BackwardBlock block(shape, backward_index(p), Plan::KEYS);
   const Segment& segment = block.segment;
   if (block.first_key >= segment.key_len) return;
+  int warp_key = block.first_key + threadIdx.x / 32 * 16;
   int first_tile, iterations = count_tiles(shape, block, first_tile);
   DqSums sums{p.dq_sums, p.turns, block.first_key / Plan::KEYS, 0, Plan::THREADS, 0};
 
@@ -245,13 +247,11 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
     next.advance(shape, block, first_tile);
     int stage = Plan::STAGES == 2 ? i & 1 : 0;
     ptx::copy_wait<0>();
-    if (Numerics::UNIT > 16) ptx::wgmma_publish();
     // Everyone sees the tile, and is done with the previous one.
     __syncthreads();
     if (i == 0) {
       numerics.keys_arrived();
-      if (Numerics::UNIT > 16) ptx::wgmma_publish();
-      __syncthreads();
+        __syncthreads();
     }
     if (Plan::STAGES == 2) {
       if (i + 1 < iterations) numerics.load(next, stage ^ 1);
@@ -267,7 +267,7 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
         }
         if (LAG == 2 && i >= 1 && i <= iterations) numerics.prepare_dq(i & 1 ^ 1);
       } else if (i < iterations) {
-        walk_scores(numerics, block, tile, stage, i & 1);
+        numerics.scores(tile, stage, i & 1, Sight(segment, tile, warp_key, 16));
       }
     }
     if (Plan::STAGES == 1) {
@@ -279,7 +279,9 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
     past[0] = tile.padded;
     tile = next;
   }
-  store_keys(numerics, p, block);
+  numerics.settle();
+  store_gradient<T>(p.dk, p, block, warp_key, numerics.dk, shape.softmax_scale);
+  store_gradient<T>(p.dv, p, block, warp_key, numerics.dv, 1.0f);
 }
 
 }  // namespace sage::attention

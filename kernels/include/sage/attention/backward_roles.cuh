@@ -1,82 +1,151 @@
-// The backward walk on Hopper: the same as backward.cuh, with a part for each warpgroup. Two have 64 keys each, and do
-// nothing but scores, dV and dK; the third fetches tiles of queries, and adds what they give to dQ. Nobody waits for all:
-// a keys' group meets the third at two barriers a tile, one where the tile has come (and the slot of dS that it will be
-// written to is free), one where its scores are done. Registers go to those who need them.
+// The backward walk on Hopper: the same as backward.cuh, with a part for each warpgroup. Two, the keys' groups, have 64
+// keys each, and do nothing but scores and dV; the third, the sums' group, fetches tiles of queries and adds what the
+// others made of them, dS, to dK and dQ. Nobody waits for all: groups meet two at a time, at the barriers below, and
+// registers go to those who need them.
 #pragma once
 
 #include <sage/attention/backward.cuh>
+#include <sage/ptx/wgmma.cuh>
 
 namespace sage::attention {
 
 constexpr int ROLES_THREADS = 384;
+constexpr int ROLES_KEYS = 128;   // of a block
+constexpr int GROUP_KEYS = 64;    // of a keys' group
+constexpr int GROUPS = ROLES_KEYS / GROUP_KEYS;
+constexpr int GROUP_THREADS = 128;
+constexpr int KEYS_THREADS = GROUPS * GROUP_THREADS;
 
-// Barriers for each parity of tiles and each of the two groups; 0 is __syncthreads.
-enum Meeting : int { READY = 1, DONE = 5, KEYS_CAME = 9, ADDERS = 10 };
-__device__ __forceinline__ int meeting(Meeting kind, int tile, int group) { return kind + (tile & 1) * 2 + group; }
+// Barriers; 0 is __syncthreads. Those of a tile exist for each parity of tiles, because one can be ahead by a tile.
+enum Meeting : int {
+  READY = 1,       // a tile has come, and its slot of dS is free: for each group
+  DONE = 5,        // a group's part of dS is in the slot: for each group
+  FREE = 9,        // both groups are done with the tile
+  KEYS_CAME = 11,  // among the keys' groups
+  ADDERS = 12,     // inside the sums' group
+};
+__device__ __forceinline__ int meeting(Meeting kind, int tile, int group) { return kind + (tile & 1) * GROUPS + group; }
+__device__ __forceinline__ int meeting(Meeting kind, int tile) { return kind + (tile & 1); }
 
-// Numerics has, besides what backward.cuh says: add_dq_alone(tile, slot, sums), by one warpgroup; it loads with 128 threads.
+// Numerics is the block's shared memory, and has: Type, D, SHARED_BYTES; load_keys() and keys_arrived(), by the keys'
+// groups; load(tile, stage, thread), asynchronous, by the sums' group; and what each part keeps in its registers:
+//   KeysPart: scores(tile, stage, slot, sight, done), from the logits to dS^T in the slot, which it tells by done(), and
+//     dV; dv.
+//   SumsPart: add_keys(group, stage, slot), dK of a group's keys; keys_added(), when the tile's memory is no longer
+//     read; add_dq(padded tile, slot, sums); dk of each group.
 template <class Numerics>
 __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
-  using Plan = typename Numerics::Plan;
+  using T = typename Numerics::Type;
   extern __shared__ __align__(1024) unsigned char shared[];
   const params::Shape& shape = p.shape;
-  BackwardBlock block(shape, backward_index(p), Plan::KEYS);
+  // In shared memory: registers are for products.
+  __shared__ BackwardBlock block;
+  int index = backward_index(p);
+  if (threadIdx.x == 0) block = BackwardBlock(shape, index, ROLES_KEYS);
+  __syncthreads();
   if (block.first_key >= block.segment.key_len) return;
   int first_tile, iterations = count_tiles(shape, block, first_tile);
   QueryTile tile(shape, block, first_tile);
   Numerics numerics(p, block, shared);
-  int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  // What the compiler knows to be the same for a whole warp needs no registers.
+  int group = __shfl_sync(~0u, threadIdx.x / GROUP_THREADS, 0);
+  int warp_key = block.first_key + threadIdx.x / 32 % 4 * 16;
 
-  if (group == 2) {
-    ptx::fewer_registers<120>();
-    DqSums sums{p.dq_sums, p.turns, block.first_key / Plan::KEYS, 256, 128, ADDERS};
+  if (group == GROUPS) {
+    ptx::more_registers<184>();
+    DqSums sums{p.dq_sums, p.turns, block.first_key / ROLES_KEYS, KEYS_THREADS, GROUP_THREADS, ADDERS};
     QueryTile next = tile;  // to be fetched
-    int thread = threadIdx.x - 256;
     auto fetch = [&](int number) {
-      if (number < iterations) numerics.load(next, number & 1, thread);
+      // Opaque: addresses are worked out anew for each tile. Kept, they would cost registers that the products need.
+      if (number < iterations) numerics.load(next, number & 1, ptx::opaque(threadIdx.x) - KEYS_THREADS);
       ptx::copy_commit();
       next.advance(shape, block, first_tile);
     };
     fetch(0);
+    typename Numerics::SumsPart part(numerics);
     __syncthreads();  // the keys
     int past = 0;
     for (int i = 0; i <= iterations; ++i) {
       if (i < iterations) {
         ptx::copy_wait<0>();
         ptx::wgmma_publish();
-        ptx::arrive(meeting(READY, i, 0), 256);
-        ptx::arrive(meeting(READY, i, 1), 256);
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) ptx::arrive(meeting(READY, i, g), 2 * GROUP_THREADS);
       }
+      int buffer = i - 1 & 1;
       if (i > 0) {
-        ptx::barrier(meeting(DONE, i - 1, 0), 256);
-        ptx::barrier(meeting(DONE, i - 1, 1), 256);
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+          ptx::barrier(meeting(DONE, i - 1, g), 2 * GROUP_THREADS);
+          part.add_keys(g, buffer, buffer);
+        }
+        part.keys_added();
+        ptx::barrier(meeting(FREE, i - 1), ROLES_THREADS);
       }
       fetch(i + 1);
       if (i > 0) {
         sums.wait(past);
-        numerics.add_dq_alone(past, i - 1 & 1, sums);
+        part.add_dq(past, buffer, sums);
         sums.pass_on(past);
       }
       past = tile.padded;
       tile.advance(shape, block, first_tile);
     }
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g)
+      store_gradient<T>(p.dk, p, block, warp_key + g * GROUP_KEYS, part.dk[g], shape.softmax_scale);
   } else {
-    ptx::more_registers<192>();
+    ptx::fewer_registers<160>();
     numerics.load_keys();
     ptx::copy_commit();
     ptx::copy_wait<0>();
-    ptx::barrier(KEYS_CAME, 256);
+    ptx::barrier(KEYS_CAME, KEYS_THREADS);
     numerics.keys_arrived();
     ptx::wgmma_publish();
     __syncthreads();
+    typename Numerics::KeysPart part(numerics, group);
+    int first_key = block.first_key + group * GROUP_KEYS;
     for (int i = 0; i < iterations; ++i) {
-      ptx::barrier(meeting(READY, i, group), 256);
-      walk_scores(numerics, block, tile, i & 1, i & 1);
-      ptx::arrive(meeting(DONE, i, group), 256);
+      ptx::barrier(meeting(READY, i, group), 2 * GROUP_THREADS);
+      part.scores(tile, i & 1, i & 1, Sight(block.segment, tile, first_key, GROUP_KEYS), [&] {
+        ptx::wgmma_publish();
+        ptx::arrive(meeting(DONE, i, group), 2 * GROUP_THREADS);
+      });
+      ptx::arrive(meeting(FREE, i), ROLES_THREADS);
       tile.advance(shape, block, first_tile);
     }
-    store_keys(numerics, p, block);
+    store_gradient<T>(p.dv, p, block, warp_key + group * GROUP_KEYS, part.dv, 1.0f);
   }
+}
+
+// A tile of queries or the block's keys, ROWS rows of D channels in 16 bit, as products read them: panels of 64
+// channels, what one swizzled line holds.
+template <int ROWS, int D, int THREADS, class T>
+__device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first, int thread) {
+#pragma unroll
+  for (int panel = 0; panel < D / 64; ++panel) {
+    copy_rows<ROWS, 64, THREADS>(to + panel * ROWS * 128, rows, first, thread);
+    rows.skip_channels(64);
+  }
+}
+
+// out += A B^T for a group's 64 keys and 64 queries, both in panels: `a` starts at the group's rows. Its end is to be
+// waited for.
+template <class T, int D, bool ADD>
+__device__ __forceinline__ void start_16(Scores& out, uint32_t a, uint32_t b) {
+  ptx::hold(out);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int panel = 0; panel < D / 64; ++panel) {
+    uint64_t a_rows = ptx::row_descriptor<128>(a + panel * ROLES_KEYS * 128);
+    uint64_t b_rows = ptx::row_descriptor<128>(b + panel * TILE * 128);
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      if (ADD || panel > 0 || step > 0) ptx::wgmma_16<T>(out, a_rows + 2 * step, b_rows + 2 * step);
+      else ptx::wgmma_16<T, false>(out, a_rows, b_rows);
+    }
+  }
+  ptx::wgmma_commit();
 }
 
 }  // namespace sage::attention

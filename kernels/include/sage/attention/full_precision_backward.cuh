@@ -17,8 +17,6 @@ struct FullPrecisionBackward {
   static constexpr int DS_AT = 2 * K_BYTES + Plan::STAGES * STAGE_BYTES;
   static constexpr int DS_BYTES = Plan::KEYS * TILE * 2;
   static constexpr int SHARED_BYTES = DS_AT + 2 * DS_BYTES;
-  static constexpr bool ROLES = false;
-  static constexpr int UNIT = 16;
   static constexpr int LAG = 1;
   static constexpr bool COOPERATES = false;
 
@@ -55,16 +53,16 @@ struct FullPrecisionBackward {
     copy_row_state(at + 2 * Q_BYTES, p, tile, thread);
   }
 
-  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, bool hides, bool seen) {
+  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, Sight sight) {
     int lane = threadIdx.x % 32;
     uint32_t q_rows = shared + stage_at(stage), dout_rows = q_rows + Q_BYTES;
     uint32_t ds_rows = shared + DS_AT + slot * DS_BYTES + warp * 16 * TILE * 2;
     const float* minus_lse2 = reinterpret_cast<const float*>(memory + stage_at(stage) + 2 * Q_BYTES);
-    Scores s = {};
-    if (!seen) {
-      store_scores<T>(ds_rows, s, lane);
+    if (!sight.seen) {
+      store_zeros(ds_rows, lane);
       return;
     }
+    Scores s = {};
     multiply_scores<T, D>(s, shared + warp * 16 * ROW, q_rows, lane);
     Scores dp;
     multiply_dp<T, D>(dp, shared + K_BYTES + warp * 16 * ROW, dout_rows, minus_lse2 + TILE, lane);
@@ -75,7 +73,7 @@ struct FullPrecisionBackward {
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(s[n][e], scale, e & 1 ? l.y : l.x));
     }
-    if (hides) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
+    if (sight.hides) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
     add_keys(dv, s, dout_rows, lane);
 #pragma unroll
     for (int n = 0; n < 8; ++n)

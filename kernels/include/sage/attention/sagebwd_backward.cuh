@@ -1,11 +1,8 @@
 // SageBwd backward on INT8 codes (arXiv 2603.02170, algorithm 2): S, dV, dQ and dK as s8 x s8 -> s32, dP in 16 bit.
 #pragma once
 
-#include <sage/attention/backward.cuh>
 #include <sage/attention/query_mean.cuh>
-#include <sage/attention/softmax.cuh>
-#include <sage/layout/permutation.cuh>
-#include <sage/quant/codes.cuh>
+#include <sage/attention/score_codes.cuh>
 
 namespace sage::attention {
 
@@ -17,14 +14,6 @@ struct SageBwdBackward {
   using Plan = Plan_;
   static constexpr int D = HEAD_DIM;
   static constexpr int KEYS = Plan::KEYS;
-  // Hopper's products, where there are: a warpgroup's 64 keys at once.
-  static constexpr bool WGMMA = ptx::HAS_WGMMA && !GENERAL && Plan::KEYS == 128;
-  static constexpr int UNIT = WGMMA ? 64 : 16;
-  // 16-bit rows lie in panels of 64 channels: what one swizzled line holds.
-  static constexpr int PANELS = WGMMA ? D / 64 : 1;
-  // A part for each warpgroup, where the registers allow it: see backward_roles.cuh.
-  static constexpr bool ROLES = WGMMA && D == 64;
-  static constexpr int LOADERS = ROLES ? 128 : Plan::THREADS;
   // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO; slots of dS^T; slots of
   // its codes; the largest of each warp; logits of Q's mean.
   static constexpr int CODES = TILE * D;
@@ -35,7 +24,7 @@ struct SageBwdBackward {
   static constexpr int DS_BYTES = KEYS * TILE * 2;
   static constexpr int CODES_AT = DS_AT + 2 * DS_BYTES;
   // A warp's codes of dS, 16 queries x 64 keys, and their two scales a lane.
-  static constexpr int CODES_BYTES = Plan::PARTS > 1 && !ROLES ? Plan::WARPS * (1024 + 256) : 0;
+  static constexpr int CODES_BYTES = Plan::PARTS > 1 ? Plan::WARPS * (1024 + 256) : 0;
   static constexpr int MAXIMA_AT = CODES_AT + 2 * CODES_BYTES;
   static constexpr int MEAN_AT = MAXIMA_AT + Plan::WARPS * 4;
   static constexpr int SHARED_BYTES = MEAN_AT + (GENERAL ? KEYS * 4 : 0);
@@ -55,61 +44,35 @@ struct SageBwdBackward {
 
   __device__ __forceinline__ SageBwdBackward(const params::Backward& p, const BackwardBlock& b, unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32) {
-    k_dequant = k_dequant_of(warp / 4);
-  }
-
-  __device__ __forceinline__ float k_dequant_of(int part) const {
-    return part < Plan::PARTS && key_tile_exists(part) ? __ldg(p.codes.k_scale + key_tile() + part) : 0.0f;
+    k_dequant = k_dequant_of(p, block, warp / 4);
   }
 
   static __device__ __forceinline__ int stage_at(int stage) { return STAGES_AT + stage * STAGE_BYTES; }
 
-  // The block's first tile in the padded buffers.
-  __device__ __forceinline__ int64_t key_tile() const {
-    return int64_t(block.key_head) * p.shape.key_tiles + block.segment.key_tile + block.first_key / TILE;
-  }
-  __device__ __forceinline__ bool key_tile_exists(int part) const {
-    return block.first_key + part * TILE < block.segment.key_len;
-  }
-
   __device__ __forceinline__ void load_keys() {
     const Segment& s = block.segment;
     Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
-    copy_panels<KEYS, Plan::THREADS>(shared + V_AT, v, block.first_key, threadIdx.x);
-#pragma unroll
-    for (int part = 0; part < Plan::PARTS; ++part) {
-      bool exists = key_tile_exists(part);
-      copy_tile<TILE, D, Plan::THREADS>(shared + part * CODES, p.codes.k + (key_tile() + (exists ? part : 0)) * CODES,
-                                        threadIdx.x, exists);
-    }
+    copy_rows<KEYS, D, Plan::THREADS>(shared + V_AT, v, block.first_key, threadIdx.x);
+    copy_key_tiles<Plan::PARTS, D, Plan::THREADS>(shared, p, block);
   }
 
-  // K^T, [D][KEYS] with permuted keys, out of K.
-  __device__ __forceinline__ void keys_arrived() {
-    for (int i = threadIdx.x; i < D * (KEYS / 16); i += Plan::THREADS) {
-      int channel = i % D, group = i / D;
-      *reinterpret_cast<uint4*>(memory + KT_AT + layout::swizzled<KEYS>(channel, group)) =
-          layout::gather_tokens([&](int key) {
-            return memory[layout::swizzled<D>(group * 16 + key, channel / 16) + channel % 16];
-          });
-    }
-  }
+  __device__ __forceinline__ void keys_arrived() { transpose_keys<KEYS, D, Plan::THREADS>(memory + KT_AT, memory); }
 
-  __device__ __forceinline__ void load(const QueryTile& tile, int stage) { load(tile, stage, ptx::opaque(threadIdx.x)); }
-  __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread) {
+  __device__ __forceinline__ void load(const QueryTile& tile, int stage) {
     const Segment& s = block.segment;
+    int thread = ptx::opaque(threadIdx.x);
     uint32_t at = shared + stage_at(stage);
     int64_t codes = int64_t(tile.padded) * CODES;
-    copy_tile<TILE, D, LOADERS>(at, p.codes.q + codes, thread);
-    copy_tile<D, TILE, LOADERS>(at + CODES, p.q_transposed + codes, thread);
-    copy_tile<D, TILE, LOADERS>(at + 2 * CODES, p.dout_transposed + codes, thread);
+    copy_tile<TILE, D, Plan::THREADS>(at, p.codes.q + codes, thread);
+    copy_tile<D, TILE, Plan::THREADS>(at + CODES, p.q_transposed + codes, thread);
+    copy_tile<D, TILE, Plan::THREADS>(at + 2 * CODES, p.dout_transposed + codes, thread);
     Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
-    copy_panels<TILE, LOADERS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
+    copy_rows<TILE, D, Plan::THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
     copy_row_state(at + STATE_AT, p, tile, thread);
     if (thread < D / 4) ptx::copy_16(at + DOUT_SCALE_AT + thread * 16, p.dout_scale + int64_t(tile.padded) * D + thread * 4, true);
   }
 
-  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, bool hides, bool seen) {
+  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, Sight sight) {
     int lane = threadIdx.x % 32;
     uint32_t at = shared + stage_at(stage);
     const float* minus_lse2 = reinterpret_cast<const float*>(memory + stage_at(stage) + STATE_AT);
@@ -122,30 +85,19 @@ struct SageBwdBackward {
                               block.first_key, KEYS, mean_logits);
       __syncthreads();
     }
-    Scores s;
     // Scales shared among warps need all of them.
-    if (!seen && (!GENERAL || p.group <= 16)) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[n][e] = 0.0f;
-      store_scores<T>(ds_rows, s, lane);
+    if (!sight.seen && (!GENERAL || p.group <= 16)) {
+      store_zeros(ds_rows, lane);
       return;
     }
 
-    // P = 2^(logit - LSE)
+    Scores s;
     Scores dp;
     {
       int x[8][4];
-      if constexpr (WGMMA) {
-        start_scores(x, at);
-        start_dp(dp, at + DOUT_AT, minus_lse2 + TILE, lane);
-        ptx::wgmma_wait<1>(x);
-      } else {
-        multiply_scores(x, at, lane);
-        // Asked for early, where registers allow it: the matrix units work on it while P is computed.
-        if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
-      }
+      multiply_scores(x, at, lane);
+      // Asked for early, where registers allow it: the matrix units work on it while P is computed.
+      if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
       float factor = q_dequant * k_dequant * (p.shape.softmax_scale * ptx::LOG2_E);
       // MAGIC and the log-sum-exp in one addend. What that rounds off is at most half a unit of sums whose own error, from
       // the codes of Q and K, is about a hundred.
@@ -170,28 +122,23 @@ struct SageBwdBackward {
         }
       }
     }
-    if (hides) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
+    if (sight.hides) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
 
-    uint32_t codes[2][4];
+    auto share = [&](float(&largest)[2]) { share_maxima(largest, lane); };
+    ScoreCodes codes;
     float dequant[2];
     const float* dout_dequant = reinterpret_cast<const float*>(memory + stage_at(stage) + DOUT_SCALE_AT);
-    quantize_scores<true>(s, codes, dequant, lane);
+    quantize_scores<true>(s, codes, dequant, share);
     auto add_dv = [&](int n, const int(&y)[4]) {
       float2 d = *reinterpret_cast<const float2*>(dout_dequant + n * 8 + 2 * (lane & 3));
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         dv[n][e] = fmaf(scaled(y[e], dequant[e >> 1]), e & 1 ? d.y : d.x, dv[n][e]);
     };
-    int y[8][4];  // Hopper: a product under way, of 64 channels
-    if constexpr (WGMMA) {
-      start_codes(y, codes, at + 2 * CODES, 0);
-      ptx::wgmma_wait<1>(dp);
-    } else {
-      multiply_codes(codes, at + 2 * CODES, lane, add_dv);
-    }
+    multiply_codes(codes, at + 2 * CODES, lane, add_dv);
 
     // dS = P o (dP - D)
-    if constexpr (!WGMMA && D > 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
+    if constexpr (D > 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -212,32 +159,15 @@ struct SageBwdBackward {
         for (int e = 0; e < 4; ++e)
           dk[n][e] = fmaf(sums[e >> 1], __ldg(p.codes.q_mean + int64_t(tile.padded) * D + n * 8 + 2 * (lane & 3) + (e & 1)), dk[n][e]);
     }
-    uint32_t ds_codes[2][4];
+    ScoreCodes ds_codes;
     float ds_dequant[2];
-    quantize_scores<false>(s, ds_codes, ds_dequant, lane);
+    quantize_scores<false>(s, ds_codes, ds_dequant, share);
     ds_dequant[0] *= q_dequant, ds_dequant[1] *= q_dequant;
     auto add_dk = [&](int n, const int(&y)[4]) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) dk[n][e] = fmaf(__int_as_float(y[e]), ds_dequant[e >> 1], dk[n][e]);
     };
-    if constexpr (WGMMA) {
-#pragma unroll
-      for (int panel = 0; panel < D / 64; ++panel) {
-        if (panel > 0) start_codes(y, codes, at + 2 * CODES, panel);
-        ptx::wgmma_wait<0>(y);
-#pragma unroll
-        for (int n = 0; n < 8; ++n) add_dv(panel * 8 + n, y[n]);
-      }
-#pragma unroll
-      for (int panel = 0; panel < D / 64; ++panel) {
-        start_codes(y, ds_codes, at + CODES, panel);
-        ptx::wgmma_wait<0>(y);
-#pragma unroll
-        for (int n = 0; n < 8; ++n) add_dk(panel * 8 + n, y[n]);
-      }
-    } else {
-      multiply_codes(ds_codes, at + CODES, lane, add_dk);
-    }
+    multiply_codes(ds_codes, at + CODES, lane, add_dk);
     // The sums came as MAGIC + integer; what MAGIC added goes out again before it grows large.
     magic_part[0] += ds_dequant[0], magic_part[1] += ds_dequant[1];
     if (++magic_tiles == quant::MAGIC_TILES) settle();
@@ -257,13 +187,15 @@ struct SageBwdBackward {
   // a strip of queries share the work: each makes the codes over one tile of keys.
   __device__ __forceinline__ void prepare_dq(int slot) {
     int lane = threadIdx.x % 32;
-    uint4 codes[2];
+    ScoreCodes codes;
     float2 dequant;
-    quantize_queries(codes, dequant, k_dequant, slot, warp % 4, warp / 4, lane);
+    quantize_queries(codes, dequant, k_dequant, ds_rows_of(slot, warp / 4), warp % 4, lane,
+                     [&](float(&largest)[2]) { share_maxima(largest, lane); });
     uint4* words = reinterpret_cast<uint4*>(memory + CODES_AT + slot * CODES_BYTES);  // (warp, 32 keys, lane)
     float2* scales = reinterpret_cast<float2*>(words + Plan::WARPS * 64);
-    words[warp * 64 + lane] = codes[0];
-    words[warp * 64 + 32 + lane] = codes[1];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      words[warp * 64 + i * 32 + lane] = make_uint4(codes[i][0], codes[i][1], codes[i][2], codes[i][3]);
     scales[warp * 32 + lane] = dequant;
   }
 
@@ -271,17 +203,21 @@ struct SageBwdBackward {
   __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {
     constexpr int CHANNELS = D / Plan::PARTS;
     int lane = threadIdx.x % 32, strip = warp % 4, part = warp / 4;
-    uint4 codes[Plan::PARTS][2];  // (tile of keys, 32 keys): an operand of 16 queries x 32 keys
-    float2 dequant[Plan::PARTS];  // of queries g and g + 8
+    ScoreCodes codes[Plan::PARTS];  // of a tile of keys
+    float2 dequant[Plan::PARTS];    // of queries g and g + 8
     if constexpr (Plan::PARTS == 1) {
-      quantize_queries(codes[0], dequant[0], k_dequant, slot ^ 1, strip, part, lane);
+      quantize_queries(codes[0], dequant[0], k_dequant, ds_rows_of(slot ^ 1, part), strip, lane,
+                       [&](float(&largest)[2]) { share_maxima(largest, lane); });
     } else {
       const uint4* words = reinterpret_cast<const uint4*>(memory + CODES_AT + slot * CODES_BYTES);
       const float2* scales = reinterpret_cast<const float2*>(words + Plan::WARPS * 64);
 #pragma unroll
       for (int i = 0; i < Plan::PARTS; ++i) {
-        codes[i][0] = words[(strip + 4 * i) * 64 + lane];
-        codes[i][1] = words[(strip + 4 * i) * 64 + 32 + lane];
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          uint4 word = words[(strip + 4 * i) * 64 + step * 32 + lane];
+          codes[i][step][0] = word.x, codes[i][step][1] = word.y, codes[i][step][2] = word.z, codes[i][step][3] = word.w;
+        }
         dequant[i] = scales[(strip + 4 * i) * 32 + lane];
       }
     }
@@ -291,101 +227,38 @@ struct SageBwdBackward {
     float dq[CHANNELS / 8][4];
 #pragma unroll
     for (int n = 0; n < CHANNELS / 8; ++n) dq[n][0] = dq[n][1] = magic.x, dq[n][2] = dq[n][3] = magic.y;
-    if constexpr (WGMMA) {
-      int y[Plan::PARTS][CHANNELS / 8][4];
-      set_magic(y[0]), set_magic(y[1]);
-      ptx::hold(y[0]), ptx::hold(y[1]);
-      uint64_t keys_t = ptx::row_descriptor<KEYS>(shared + KT_AT + part * CHANNELS * KEYS);
-      ptx::wgmma_fence();
+    layout::ReaderB<KEYS> k_reader(shared + KT_AT, lane);
 #pragma unroll
-      for (int keys = 0; keys < Plan::PARTS; ++keys)
+    for (int n = 0; n < CHANNELS / 8; n += 2) {
+#pragma unroll
+      for (int keys = 0; keys < Plan::PARTS; ++keys) {
+        int y[2][4];
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
-          const uint32_t a[4] = {codes[keys][step].x, codes[keys][step].y, codes[keys][step].z, codes[keys][step].w};
-          ptx::wgmma_s8(y[keys], a, keys_t + 2 * (keys * 2 + step));
+          uint32_t b[4];
+          k_reader.load(b, part * CHANNELS + n * 8, keys * 2 + step);
+          quant::multiply(y[0], codes[keys][step], b[0], b[1], step == 0);
+          quant::multiply(y[1], codes[keys][step], b[2], b[3], step == 0);
         }
-      ptx::wgmma_commit();
-      ptx::wgmma_wait<0>(y[0]);
-      ptx::hold(y[1]);
 #pragma unroll
-      for (int keys = 0; keys < Plan::PARTS; ++keys)
-#pragma unroll
-        for (int n = 0; n < CHANNELS / 8; ++n)
+        for (int i = 0; i < 2; ++i)
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            dq[n][e] = fmaf(__int_as_float(y[keys][n][e]), e < 2 ? dequant[keys].x : dequant[keys].y, dq[n][e]);
-    } else {
-      layout::ReaderB<KEYS> k_reader(shared + KT_AT, lane);
-#pragma unroll
-      for (int n = 0; n < CHANNELS / 8; n += 2) {
-#pragma unroll
-        for (int keys = 0; keys < Plan::PARTS; ++keys) {
-          int y[2][4];
-#pragma unroll
-          for (int step = 0; step < 2; ++step) {
-            uint32_t b[4];
-            k_reader.load(b, part * CHANNELS + n * 8, keys * 2 + step);
-            const uint32_t a[4] = {codes[keys][step].x, codes[keys][step].y, codes[keys][step].z, codes[keys][step].w};
-            quant::multiply(y[0], a, b[0], b[1], step == 0);
-            quant::multiply(y[1], a, b[2], b[3], step == 0);
-          }
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-              dq[n + i][e] = fmaf(__int_as_float(y[i][e]), e < 2 ? dequant[keys].x : dequant[keys].y, dq[n + i][e]);
-        }
+            dq[n + i][e] = fmaf(__int_as_float(y[i][e]), e < 2 ? dequant[keys].x : dequant[keys].y, dq[n + i][e]);
       }
     }
     sums.template add<D>(padded_tile, strip, part * (CHANNELS / 8), lane, dq);
   }
 
-  // The same by one warpgroup, all channels, straight out of dS.
-  __device__ __forceinline__ void add_dq_alone(int padded_tile, int slot, const DqSums& sums) {
-    static_assert(D == 64, "one product");
-    int lane = threadIdx.x % 32, strip = warp % 4;
-    uint64_t keys_t = ptx::row_descriptor<KEYS>(shared + KT_AT);
-    float dq[8][4];
-    int y[8][4];
-#pragma unroll
-    for (int part = 0; part < Plan::PARTS; ++part) {
-      uint4 codes[2];
-      float2 dequant;
-      quantize_queries(codes, dequant, k_dequant_of(part), slot, strip, part, lane);
-      float2 magic = make_float2(-quant::MAGIC * dequant.x, -quant::MAGIC * dequant.y);
-      set_magic(y);
-      ptx::hold(y);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        const uint32_t a[4] = {codes[step].x, codes[step].y, codes[step].z, codes[step].w};
-        ptx::wgmma_s8(y, a, keys_t + 2 * (part * 2 + step));
-      }
-      ptx::wgmma_commit();
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float add = e < 2 ? magic.x : magic.y;
-          dq[n][e] = part == 0 ? add : dq[n][e] + add;
-        }
-      ptx::wgmma_wait<0>(y);
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) dq[n][e] = fmaf(__int_as_float(y[n][e]), e < 2 ? dequant.x : dequant.y, dq[n][e]);
-    }
-    sums.template add<D>(padded_tile, strip, 0, lane, dq);
+ private:
+  // factor * (x - MAGIC) with one rounding; `factor` is short.
+  static __device__ __forceinline__ float scaled(int x, float factor) {
+    return fmaf(__int_as_float(x), factor, -quant::MAGIC * factor);
   }
 
- private:
-  template <int ROWS, int THREADS>
-  static __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first, int thread) {
-#pragma unroll
-    for (int panel = 0; panel < PANELS; ++panel) {
-      copy_rows<ROWS, D / PANELS, THREADS>(to + panel * ROWS * 128, rows, first, thread);
-      rows.skip_channels(64);
-    }
+  // dS^T over a part of the keys.
+  __device__ __forceinline__ uint32_t ds_rows_of(int slot, int part) const {
+    return shared + DS_AT + slot * DS_BYTES + part * TILE * TILE * 2;
   }
 
   // S^T = K Q^T, codes of 16 keys a warp.
@@ -404,95 +277,6 @@ struct SageBwdBackward {
         quant::multiply(x[n + 1], a, b[2], b[3], step == 0);
       }
     }
-  }
-
-  template <int N>
-  static __device__ __forceinline__ void set_magic(int (&x)[N][4]) {
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[n][e] = quant::MAGIC_BITS;
-  }
-
-  // The same for a warpgroup's 64 keys, on Hopper; its end is to be waited for.
-  __device__ __forceinline__ void start_scores(int (&x)[8][4], uint32_t q_rows) const {
-    uint64_t keys = ptx::row_descriptor<D>(shared + warp / 4 * 64 * D), queries = ptx::row_descriptor<D>(q_rows);
-    set_magic(x);
-    ptx::hold(x);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < D / 32; ++step) ptx::wgmma_s8(x, keys + 2 * step, queries + 2 * step);
-    ptx::wgmma_commit();
-  }
-
-  // dP^T - D = V dO^T - D.
-  __device__ __forceinline__ void start_dp(Scores& dp, uint32_t dout_rows, const float* minus_delta, int lane) const {
-    set_columns(dp, minus_delta, lane);
-    ptx::hold(dp);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int panel = 0; panel < D / 64; ++panel) {
-      uint64_t values = ptx::row_descriptor<128>(shared + V_AT + panel * KEYS * 128 + warp / 4 * 64 * 128);
-      uint64_t douts = ptx::row_descriptor<128>(dout_rows + panel * TILE * 128);
-#pragma unroll
-      for (int step = 0; step < 4; ++step) ptx::wgmma_16<T>(dp, values + 2 * step, douts + 2 * step);
-    }
-    ptx::wgmma_commit();
-  }
-
-  // Codes times 64 transposed queries, for 64 of the channels.
-  static __device__ __forceinline__ void start_codes(int (&y)[8][4], const uint32_t (&codes)[2][4], uint32_t rows, int panel) {
-    uint64_t channels = ptx::row_descriptor<TILE>(rows + panel * 64 * TILE);
-    set_magic(y);
-    ptx::hold(y);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 2; ++step) ptx::wgmma_s8(y, codes[step], channels + 2 * step);
-    ptx::wgmma_commit();
-  }
-
-  // One scale a query or a group of them.
-  __device__ __forceinline__ void quantize_queries(uint4 (&codes)[2], float2& dequant, float k_dequant, int slot,
-                                                   int strip, int part, int lane) const {
-    layout::TransposedReaderA<TILE * 2> reader(shared + DS_AT + slot * DS_BYTES, lane);
-    uint32_t r[4][4];  // (16 keys, register): 0 and 2 are query g, 1 and 3 query g + 8, each of two keys in bf16
-    uint32_t largest16[2] = {0, 0};
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      reader.load(r[step], part * TILE + step * 16, strip);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) largest16[i & 1] = __vmaxu2(largest16[i & 1], r[step][i] & 0x7fff7fffu);
-    }
-    float largest[2], scale[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      largest[h] = quad_max_abs(__uint_as_float(max(largest16[h] & 0xffff0000u, largest16[h] << 16)));
-    share_maxima(largest, lane);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) scale[h] = quant::quick_quant_scale(largest[h]);
-    uint32_t words[2][4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        // Four slots are two keys of the low eight and two of the high eight: layout/permutation.cuh.
-        uint32_t low = r[2 * i + j / 2][j & 1], high = r[2 * i + j / 2][(j & 1) + 2];
-        words[i][j] = quant::codes(__uint_as_float(low << 16), __uint_as_float(low & 0xffff0000u),
-                                   __uint_as_float(high << 16), __uint_as_float(high & 0xffff0000u), scale[j & 1]);
-      }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) codes[i] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
-    dequant = make_float2(largest[0] * (1.0f / 127.0f) * k_dequant, largest[1] * (1.0f / 127.0f) * k_dequant);
-  }
-
-  // factor * (x - MAGIC) with one rounding; `factor` is short.
-  static __device__ __forceinline__ float scaled(int x, float factor) {
-    return fmaf(__int_as_float(x), factor, -quant::MAGIC * factor);
-  }
-
-  // Largest of the four lanes of a row; a NaN wins.
-  static __device__ __forceinline__ float quad_max_abs(float x) {
-    return __int_as_float(quad_max(__float_as_int(x)));
   }
 
   // Makes the maxima of rows g and g + 8 those of their groups.
@@ -514,45 +298,9 @@ struct SageBwdBackward {
     largest[1] = largest[0];
   }
 
-  // Codes of a warp's scores, one scale a key or a group of them, as left operands of 16 keys x 32 queries.
-  template <bool POSITIVE>
-  __device__ __forceinline__ void quantize_scores(const Scores& s, uint32_t (&codes)[2][4], float (&dequant)[2],
-                                                  int lane) const {
-    float largest[2], scale[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if constexpr (POSITIVE) {
-        // The order of positive floats is that of the integers, with NaN on top.
-        int bits = 0;
-#pragma unroll
-        for (int n = 0; n < 8; ++n) bits = max(max(bits, __float_as_int(s[n][2 * h])), __float_as_int(s[n][2 * h + 1]));
-        largest[h] = __int_as_float(bits);
-      } else {
-        largest[h] = ptx::max_abs(s[0][2 * h], s[0][2 * h + 1]);
-#pragma unroll
-        for (int n = 1; n < 8; ++n) largest[h] = ptx::max_abs(ptx::max_abs(largest[h], s[n][2 * h]), s[n][2 * h + 1]);
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) largest[h] = quad_max_abs(largest[h]);
-    share_maxima(largest, lane);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      scale[h] = quant::quick_quant_scale(largest[h]);
-      dequant[h] = quant::short_factor(largest[h] * (1.0f / 127.0f));
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        int n = 4 * i + 2 * (j / 2), h = 2 * (j & 1);
-        codes[i][j] = quant::codes(s[n][h], s[n][h + 1], s[n + 1][h], s[n + 1][h + 1], scale[j & 1]);
-      }
-  }
-
   // Codes times 64 transposed queries, [D][64]; hands on the sums, MAGIC and all, eight channels at a time.
   template <class Use>
-  __device__ __forceinline__ void multiply_codes(const uint32_t (&codes)[2][4], uint32_t rows, int lane, Use use) const {
+  __device__ __forceinline__ void multiply_codes(const ScoreCodes& codes, uint32_t rows, int lane, Use use) const {
     layout::ReaderB<TILE> reader(rows, lane);
 #pragma unroll
     for (int n = 0; n < D / 8; n += 2) {

@@ -10,6 +10,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 namespace sage::ptx {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -27,6 +29,11 @@ __device__ __forceinline__ uint64_t row_descriptor(uint32_t shared) {
   constexpr uint64_t EIGHT_ROWS = 8 * ROW_BYTES / 16;
   return SWIZZLE << 62 | EIGHT_ROWS << 32 | uint64_t(1) << 16 | (shared & 0x3ffff) >> 4;
 }
+
+// 16-bit elements that lie the other way round: rows of 64 (128 bytes, swizzled) follow the reduction. COLUMN_STEP is
+// 16 of the reduction.
+__device__ __forceinline__ uint64_t column_descriptor(uint32_t shared) { return row_descriptor<128>(shared); }
+constexpr uint64_t COLUMN_STEP = 16 * 128 / 16;
 
 // Registers are ready for what comes: before the first product of a group.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -65,6 +72,20 @@ __device__ __forceinline__ void hold(float (&d)[N][4]) {
     for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(d[n][e])::"memory");
 }
 
+// M of N tiles of eight columns: what one product makes.
+template <int M, int N>
+__device__ __forceinline__ float (&part(float (&d)[N][4], int first))[M][4] {
+  return *reinterpret_cast<float(*)[M][4]>(&d[first]);
+}
+
+template <int N>
+__device__ __forceinline__ void hold(uint32_t (&x)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("" : "+r"(x[n][e])::"memory");
+}
+
 // Waits until at most PENDING groups are under way; `d` is the result of one that is not.
 template <int PENDING, class D>
 __device__ __forceinline__ void wgmma_wait(D& d) {
@@ -85,52 +106,74 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 #define SAGE_A_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define SAGE_WGMMA(shape) "wgmma.mma_async.sync.aligned." shape " "
 
-// d += A B^T of s8, reduction 32: columns of D are 8 times its length.
-__device__ __forceinline__ void wgmma_s8(int (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
+// d += A B^T of s8, reduction 32; d = A B^T unless `add`, a constant after unrolling. Columns of D are 8 times its length.
+#define SAGE_WGMMA_S8(columns, places, binds, a_text, b_at, add_at, ...)                                             \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " add_at ", 0;" SAGE_WGMMA("m64n" columns "k32.s32.s8.s8") "{" places \
+               "}, " a_text ", " b_at ", p;}"                                                                        \
+               : binds(SAGE_INT)                                                                                     \
+               : __VA_ARGS__, "l"(b), "r"(int(add)))
+
+__device__ __forceinline__ void wgmma_s8(int (&d)[4][4], uint64_t a, uint64_t b, bool add) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile(SAGE_WGMMA("m64n32k32.s32.s8.s8") "{" SAGE_PLACES_16 "}, {%16, %17, %18, %19}, %20, 1;"
-               : SAGE_16(SAGE_INT)
-               : SAGE_A_REGISTERS, "l"(b));
+  SAGE_WGMMA_S8("32", SAGE_PLACES_16, SAGE_16, "%16", "%17", "%18", "l"(a));
+#endif
+}
+__device__ __forceinline__ void wgmma_s8(int (&d)[4][4], const uint32_t (&a)[4], uint64_t b, bool add) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  SAGE_WGMMA_S8("32", SAGE_PLACES_16, SAGE_16, "{%16, %17, %18, %19}", "%20", "%21", SAGE_A_REGISTERS);
+#endif
+}
+__device__ __forceinline__ void wgmma_s8(int (&d)[8][4], uint64_t a, uint64_t b, bool add) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  SAGE_WGMMA_S8("64", SAGE_PLACES_32, SAGE_32, "%32", "%33", "%34", "l"(a));
+#endif
+}
+__device__ __forceinline__ void wgmma_s8(int (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool add) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  SAGE_WGMMA_S8("64", SAGE_PLACES_32, SAGE_32, "{%32, %33, %34, %35}", "%36", "%37", SAGE_A_REGISTERS);
 #endif
 }
 
-__device__ __forceinline__ void wgmma_s8(int (&d)[8][4], uint64_t a, uint64_t b) {
+// d += A B^T of 16 bits, reduction 16; d = A B^T without ADD. TURNED operands lie with the reduction along their
+// columns: see column_descriptor.
+#define SAGE_WGMMA_16(columns, type, places, binds, a_at, b_at, add_at, a_turned_at, b_turned_at)                 \
+  asm volatile(SAGE_WGMMA("m64n" columns "k16.f32." type "." type) "{" places "}, " a_at ", " b_at ", " add_at    \
+                                                                  ", 1, 1, " a_turned_at ", " b_turned_at ";"    \
+               : binds(SAGE_FLOAT)                                                                               \
+               : "l"(a), "l"(b), "n"(int(ADD)), "n"(int(A_TURNED)), "n"(int(B_TURNED)))
+template <class T, bool ADD = true, bool A_TURNED = false, bool B_TURNED = false>
+__device__ __forceinline__ void wgmma_16(float (&d)[4][4], uint64_t a, uint64_t b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile(SAGE_WGMMA("m64n64k32.s32.s8.s8") "{" SAGE_PLACES_32 "}, %32, %33, 1;"
-               : SAGE_32(SAGE_INT)
-               : "l"(a), "l"(b));
+  if constexpr (std::is_same_v<T, __half>)
+    SAGE_WGMMA_16("32", "f16", SAGE_PLACES_16, SAGE_16, "%16", "%17", "%18", "%19", "%20");
+  else
+    SAGE_WGMMA_16("32", "bf16", SAGE_PLACES_16, SAGE_16, "%16", "%17", "%18", "%19", "%20");
 #endif
 }
-
-__device__ __forceinline__ void wgmma_s8(int (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
+template <class T, bool ADD = true, bool A_TURNED = false, bool B_TURNED = false>
+__device__ __forceinline__ void wgmma_16(float (&d)[8][4], uint64_t a, uint64_t b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile(SAGE_WGMMA("m64n64k32.s32.s8.s8") "{" SAGE_PLACES_32 "}, {%32, %33, %34, %35}, %36, 1;"
-               : SAGE_32(SAGE_INT)
-               : SAGE_A_REGISTERS, "l"(b));
+  if constexpr (std::is_same_v<T, __half>)
+    SAGE_WGMMA_16("64", "f16", SAGE_PLACES_32, SAGE_32, "%32", "%33", "%34", "%35", "%36");
+  else
+    SAGE_WGMMA_16("64", "bf16", SAGE_PLACES_32, SAGE_32, "%32", "%33", "%34", "%35", "%36");
 #endif
 }
+#undef SAGE_WGMMA_16
 
-// d += A B^T of 16 bits, reduction 16.
+// d += A B of 16 bits, reduction 16, A in registers.
+#define SAGE_WGMMA_16(type)                                                                                          \
+  asm volatile(SAGE_WGMMA("m64n64k16.f32." type "." type) "{" SAGE_PLACES_32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;" \
+               : SAGE_32(SAGE_FLOAT)                                                                                 \
+               : SAGE_A_REGISTERS, "l"(b))
 template <class T>
-__device__ __forceinline__ void wgmma_16(float (&d)[8][4], uint64_t a, uint64_t b);
-
-template <>
-__device__ __forceinline__ void wgmma_16<__nv_bfloat16>(float (&d)[8][4], uint64_t a, uint64_t b) {
+__device__ __forceinline__ void wgmma_16(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile(SAGE_WGMMA("m64n64k16.f32.bf16.bf16") "{" SAGE_PLACES_32 "}, %32, %33, 1, 1, 1, 0, 0;"
-               : SAGE_32(SAGE_FLOAT)
-               : "l"(a), "l"(b));
+  if constexpr (std::is_same_v<T, __half>) SAGE_WGMMA_16("f16");
+  else SAGE_WGMMA_16("bf16");
 #endif
 }
-
-template <>
-__device__ __forceinline__ void wgmma_16<__half>(float (&d)[8][4], uint64_t a, uint64_t b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile(SAGE_WGMMA("m64n64k16.f32.f16.f16") "{" SAGE_PLACES_32 "}, %32, %33, 1, 1, 1, 0, 0;"
-               : SAGE_32(SAGE_FLOAT)
-               : "l"(a), "l"(b));
-#endif
-}
+#undef SAGE_WGMMA_16
 
 #undef SAGE_INT
 #undef SAGE_FLOAT
@@ -141,5 +184,6 @@ __device__ __forceinline__ void wgmma_16<__half>(float (&d)[8][4], uint64_t a, u
 #undef SAGE_PLACES_32
 #undef SAGE_A_REGISTERS
 #undef SAGE_WGMMA
+#undef SAGE_WGMMA_S8
 
 }  // namespace sage::ptx

@@ -1,0 +1,160 @@
+// FullPrecision backward on Hopper: 16-bit operands, f32 sums. All products read shared memory as it is: of K, Q, dO and
+// dS^T each lies there once, and those who need it the other way round ask for it transposed.
+#pragma once
+
+#include <sage/attention/backward_roles.cuh>
+
+namespace sage::attention {
+
+template <class T, int HEAD_DIM>
+struct FullPrecisionBackwardRoles {
+  using Type = T;
+  static constexpr int D = HEAD_DIM;
+  static constexpr int PANELS = D / 64;
+  // Shared memory: K, V; stages of Q, dO, log-sum-exp, delta; slots of dS^T.
+  static constexpr int K_BYTES = ROLES_KEYS * D * 2, Q_BYTES = TILE * D * 2;
+  static constexpr int STATE_AT = 2 * Q_BYTES;
+  static constexpr int STAGE_BYTES = 2 * Q_BYTES + 1024;
+  static constexpr int DS_AT = 2 * K_BYTES + 2 * STAGE_BYTES;
+  static constexpr int DS_BYTES = ROLES_KEYS * TILE * 2;
+  static constexpr int SHARED_BYTES = DS_AT + 2 * DS_BYTES;
+
+  const params::Backward& p;
+  const BackwardBlock& block;
+  unsigned char* memory;
+  uint32_t shared;
+
+  __device__ __forceinline__ FullPrecisionBackwardRoles(const params::Backward& p, const BackwardBlock& b,
+                                                        unsigned char* memory)
+      : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)) {}
+
+  static __device__ __forceinline__ int stage_at(int stage) { return 2 * K_BYTES + stage * STAGE_BYTES; }
+  __device__ __forceinline__ uint32_t ds_rows(int slot, int group) const {
+    return shared + DS_AT + slot * DS_BYTES + group * GROUP_KEYS * TILE * 2;
+  }
+
+  __device__ __forceinline__ void load_keys() {
+    const Segment& s = block.segment;
+    Rows<T> k(p.k, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
+    Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
+    copy_panels<ROLES_KEYS, D, KEYS_THREADS>(shared, k, block.first_key, threadIdx.x);
+    copy_panels<ROLES_KEYS, D, KEYS_THREADS>(shared + K_BYTES, v, block.first_key, threadIdx.x);
+  }
+  __device__ __forceinline__ void keys_arrived() {}
+
+  __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread) {
+    const Segment& s = block.segment;
+    uint32_t at = shared + stage_at(stage);
+    Rows<T> q(p.q, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
+    Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
+    copy_panels<TILE, D, GROUP_THREADS>(at, q, tile.tile * TILE, thread);
+    copy_panels<TILE, D, GROUP_THREADS>(at + Q_BYTES, dout, tile.tile * TILE, thread);
+    copy_row_state(at + STATE_AT, p, tile, thread);
+  }
+
+  struct KeysPart {
+    const FullPrecisionBackwardRoles& of;
+    int group;
+    float dv[D / 8][4] = {};
+
+    __device__ __forceinline__ KeysPart(const FullPrecisionBackwardRoles& numerics, int group) : of(numerics), group(group) {}
+
+    template <class Done>
+    __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, Sight sight, Done done) {
+      int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16;
+      uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(slot, group) + row * TILE * 2;
+      const float* minus_lse2 = reinterpret_cast<const float*>(of.memory + stage_at(stage) + STATE_AT);
+      Scores s, dp;
+      if (!sight.seen) {
+        store_zeros(ds, lane);
+        done();
+        return;
+      }
+      start_16<T, D, false>(s, of.shared + group * GROUP_KEYS * 128, at);
+      set_columns(dp, minus_lse2 + TILE, lane);
+      start_16<T, D, true>(dp, of.shared + K_BYTES + group * GROUP_KEYS * 128, at + Q_BYTES);
+      ptx::wgmma_wait<1>(s);
+      float scale = of.p.shape.softmax_scale * ptx::LOG2_E;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        float2 l = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(s[n][e], scale, e & 1 ? l.y : l.x));
+      }
+      if (sight.hides)
+        mask_scores(s, of.block.segment, tile.tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane);
+      // dS = P o (dP - D)
+      ptx::wgmma_wait<0>(dp);
+      uint32_t probabilities[4][4];
+#pragma unroll
+      for (int step = 0; step < 4; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          probabilities[step][i] = ptx::pack_16<T>(s[2 * step + i / 2][2 * (i & 1)], s[2 * step + i / 2][2 * (i & 1) + 1]);
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
+      // dV += P^T dO
+      ptx::hold(dv);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int panel = 0; panel < PANELS; ++panel)
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+          ptx::wgmma_16<T>(ptx::part<8>(dv, panel * 8), probabilities[step],
+                           ptx::column_descriptor(at + Q_BYTES + panel * TILE * 128) + step * ptx::COLUMN_STEP);
+      ptx::wgmma_commit();
+      store_scores<T>(ds, s, lane);
+      done();
+      ptx::wgmma_wait<0>(dv);
+    }
+  };
+
+  struct SumsPart {
+    const FullPrecisionBackwardRoles& of;
+    float dk[GROUPS][D / 8][4] = {};
+
+    __device__ __forceinline__ explicit SumsPart(const FullPrecisionBackwardRoles& numerics) : of(numerics) {}
+
+    // dK += dS^T Q
+    __device__ __forceinline__ void add_keys(int group, int stage, int slot) {
+      ptx::hold(dk[group]);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int panel = 0; panel < PANELS; ++panel)
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+          ptx::wgmma_16<T, true, false, true>(
+              ptx::part<8>(dk[group], panel * 8), ptx::row_descriptor<128>(of.ds_rows(slot, group)) + 2 * step,
+              ptx::column_descriptor(of.shared + stage_at(stage) + panel * TILE * 128) + step * ptx::COLUMN_STEP);
+      ptx::wgmma_commit();
+    }
+    __device__ __forceinline__ void keys_added() {
+      ptx::wgmma_wait<0>(dk[0]);
+      ptx::hold(dk[1]);
+    }
+
+    // dQ += dS K
+    __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {
+      int lane = threadIdx.x % 32, strip = threadIdx.x / 32 % 4;
+#pragma unroll
+      for (int chunk = 0; chunk < D / 32; ++chunk) {
+        float dq[4][4];
+        ptx::hold(dq);
+        ptx::wgmma_fence();
+        uint64_t ds = ptx::column_descriptor(of.ds_rows(slot, 0));
+        uint64_t keys = ptx::column_descriptor(of.shared + chunk / 2 * ROLES_KEYS * 128) + chunk % 2 * (32 * 2 / 16);
+        ptx::wgmma_16<T, false, true, true>(dq, ds, keys);
+#pragma unroll
+        for (int step = 1; step < ROLES_KEYS / 16; ++step)
+          ptx::wgmma_16<T, true, true, true>(dq, ds + step * ptx::COLUMN_STEP, keys + step * ptx::COLUMN_STEP);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>(dq);
+        sums.template add<D>(padded_tile, strip, chunk * 4, lane, dq);
+      }
+    }
+  };
+};
+
+}  // namespace sage::attention

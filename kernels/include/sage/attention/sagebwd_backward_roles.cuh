@@ -1,0 +1,246 @@
+// SageBwd backward on Hopper: what sagebwd_backward.cuh computes, one scale a vector, by a part for each warpgroup.
+#pragma once
+
+#include <sage/attention/backward_roles.cuh>
+#include <sage/attention/score_codes.cuh>
+
+namespace sage::attention {
+
+template <class T, int HEAD_DIM>
+struct SageBwdBackwardRoles {
+  using Type = T;
+  static constexpr int D = HEAD_DIM;
+  static constexpr int CHUNKS = D / 32;  // of channels: so many products follow one another
+  // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO; slots of dS^T, of its codes
+  // and of their scales.
+  static constexpr int CODES = TILE * D;
+  static constexpr int KT_AT = ROLES_KEYS * D, V_AT = 2 * ROLES_KEYS * D, STAGES_AT = 4 * ROLES_KEYS * D;
+  static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
+  static constexpr int STAGE_BYTES = (DOUT_SCALE_AT + D * 4 + 1023) / 1024 * 1024;
+  static constexpr int DS_AT = STAGES_AT + 2 * STAGE_BYTES;
+  static constexpr int DS_BYTES = ROLES_KEYS * TILE * 2, DS_CODES_BYTES = ROLES_KEYS * TILE;
+  static constexpr int SLOT_BYTES = DS_BYTES + DS_CODES_BYTES + 1024;
+  static constexpr int SHARED_BYTES = DS_AT + 2 * SLOT_BYTES;
+
+  const params::Backward& p;
+  const BackwardBlock& block;
+  unsigned char* memory;
+  uint32_t shared;
+
+  __device__ __forceinline__ SageBwdBackwardRoles(const params::Backward& p, const BackwardBlock& b, unsigned char* memory)
+      : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)) {}
+
+  static __device__ __forceinline__ int stage_at(int stage) { return STAGES_AT + stage * STAGE_BYTES; }
+  static __device__ __forceinline__ int slot_at(int slot) { return DS_AT + slot * SLOT_BYTES; }
+  __device__ __forceinline__ uint32_t ds_rows(int slot, int group) const {
+    return shared + slot_at(slot) + group * GROUP_KEYS * TILE * 2;
+  }
+  __device__ __forceinline__ uint32_t ds_codes(int slot, int group) const {
+    return shared + slot_at(slot) + DS_BYTES + group * GROUP_KEYS * TILE;
+  }
+  // Of each key's codes of dS, times that of Q.
+  __device__ __forceinline__ float* ds_dequant(int slot) const {
+    return reinterpret_cast<float*>(memory + slot_at(slot) + DS_BYTES + DS_CODES_BYTES);
+  }
+
+  __device__ __forceinline__ void load_keys() {
+    const Segment& s = block.segment;
+    Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
+    copy_panels<ROLES_KEYS, D, KEYS_THREADS>(shared + V_AT, v, block.first_key, threadIdx.x);
+    copy_key_tiles<GROUPS, D, KEYS_THREADS>(shared, p, block);
+  }
+  __device__ __forceinline__ void keys_arrived() { transpose_keys<ROLES_KEYS, D, KEYS_THREADS>(memory + KT_AT, memory); }
+
+  __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread) {
+    const Segment& s = block.segment;
+    uint32_t at = shared + stage_at(stage);
+    int64_t codes = int64_t(tile.padded) * CODES;
+    copy_tile<TILE, D, GROUP_THREADS>(at, p.codes.q + codes, thread);
+    copy_tile<D, TILE, GROUP_THREADS>(at + CODES, p.q_transposed + codes, thread);
+    copy_tile<D, TILE, GROUP_THREADS>(at + 2 * CODES, p.dout_transposed + codes, thread);
+    Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
+    copy_panels<TILE, D, GROUP_THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
+    copy_row_state(at + STATE_AT, p, tile, thread);
+    if (thread < D / 4) ptx::copy_16(at + DOUT_SCALE_AT + thread * 16, p.dout_scale + int64_t(tile.padded) * D + thread * 4, true);
+  }
+
+  // The product of codes over 32 TIMES of the reduction; its end is to be waited for, the last of a row of them by
+  // `commit`. Sums are plain integers: here their conversion costs what starting from MAGIC would (quant/codes.cuh), for
+  // accumulators under way cannot share the registers that hold it.
+  template <int TIMES, int N, class A>
+  static __device__ __forceinline__ void start(int (&y)[N][4], const A& a, uint64_t b) {
+    ptx::hold(y);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < TIMES; ++step) {
+      if constexpr (std::is_same_v<A, uint64_t>) ptx::wgmma_s8(y, a + 2 * step, b + 2 * step, step > 0);
+      else ptx::wgmma_s8(y, a[step], b + 2 * step, step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  struct KeysPart {
+    const SageBwdBackwardRoles& of;
+    int group;
+    float k_dequant;
+    float dv[D / 8][4] = {};
+
+    __device__ __forceinline__ KeysPart(const SageBwdBackwardRoles& numerics, int group)
+        : of(numerics), group(group), k_dequant(k_dequant_of(numerics.p, numerics.block, group)) {}
+
+    template <class Done>
+    __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, Sight sight, Done done) {
+      int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16;
+      uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(slot, group) + row * TILE * 2;
+      const float* minus_lse2 = reinterpret_cast<const float*>(of.memory + stage_at(stage) + STATE_AT);
+      auto share = [](float(&)[2]) {};
+      if (!sight.seen) {
+        ScoreCodes zeros = {};
+        float none[2] = {0.0f, 0.0f};
+        store_zeros(ds, lane);
+        store_codes(slot, row, lane, zeros, none);
+        done();
+        return;
+      }
+      float q_dequant = __ldg(of.p.codes.q_scale + tile.padded);
+
+      // P = 2^(logit - LSE)
+      Scores s, dp;
+      {
+        int x[8][4];
+        start<D / 32>(x, ptx::row_descriptor<D>(of.shared + group * GROUP_KEYS * D), ptx::row_descriptor<D>(at));
+        set_columns(dp, minus_lse2 + TILE, lane);
+        start_16<T, D, true>(dp, of.shared + V_AT + group * GROUP_KEYS * 128, at + DOUT_AT);
+        ptx::wgmma_wait<1>(x);
+        float factor = q_dequant * k_dequant * (of.p.shape.softmax_scale * ptx::LOG2_E);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          float2 l = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(float(x[n][e]), factor, e & 1 ? l.y : l.x));
+        }
+      }
+      if (sight.hides)
+        mask_scores(s, of.block.segment, tile.tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane);
+      ScoreCodes codes;
+      float dequant[2];
+      quantize_scores<true>(s, codes, dequant, share);
+
+      // dS = P o (dP - D)
+      int y[2][4][4];  // products under way, for 32 of the channels each
+      start_values(y[0], codes, at, 0);
+      ptx::wgmma_wait<1>(dp);
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
+      // bf16 also for f16 inputs: real dS is about 1e-7, which f16 cannot hold.
+      store_scores<__nv_bfloat16>(ds, s, lane);
+      ScoreCodes ds_codes;
+      float ds_dequant[2];
+      quantize_scores<false>(s, ds_codes, ds_dequant, share);
+      ds_dequant[0] *= q_dequant, ds_dequant[1] *= q_dequant;
+      store_codes(slot, row, lane, ds_codes, ds_dequant);
+      done();
+
+      const float* dout_dequant = reinterpret_cast<const float*>(of.memory + stage_at(stage) + DOUT_SCALE_AT);
+#pragma unroll
+      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        if (chunk + 1 < CHUNKS) {
+          start_values(y[chunk + 1 & 1], codes, at, chunk + 1);
+          ptx::wgmma_wait<1>(y[chunk & 1]);
+        } else {
+          ptx::wgmma_wait<0>(y[chunk & 1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          int n = chunk * 4 + i;
+          float2 d = *reinterpret_cast<const float2*>(dout_dequant + n * 8 + 2 * (lane & 3));
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            dv[n][e] = fmaf(float(y[chunk & 1][i][e]) * dequant[e >> 1], e & 1 ? d.y : d.x, dv[n][e]);
+        }
+      }
+    }
+
+   private:
+    // P^T dO for 32 of the channels.
+    static __device__ __forceinline__ void start_values(int (&y)[4][4], const ScoreCodes& codes, uint32_t stage, int chunk) {
+      start<2>(y, codes, ptx::row_descriptor<TILE>(stage + 2 * CODES + chunk * 32 * TILE));
+    }
+
+    __device__ __forceinline__ void store_codes(int slot, int row, int lane, const ScoreCodes& words, const float (&dequant)[2]) {
+      layout::ReaderA<TILE> writer(of.ds_codes(slot, group) + row * TILE, lane);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) writer.store(words[step], 0, step, lane);
+      if (lane % 4 == 0) {
+        float* to = of.ds_dequant(slot) + group * GROUP_KEYS + row + lane / 4;
+        to[0] = dequant[0], to[8] = dequant[1];
+      }
+    }
+  };
+
+  struct SumsPart {
+    const SageBwdBackwardRoles& of;
+    float k_dequant[GROUPS];
+    float dk[GROUPS][D / 8][4] = {};
+
+    __device__ __forceinline__ explicit SumsPart(const SageBwdBackwardRoles& numerics) : of(numerics) {
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) k_dequant[g] = k_dequant_of(numerics.p, numerics.block, g);
+    }
+
+    // dK += dS^T Q: 32 channels at a time, the next product under the addition of the last.
+    __device__ __forceinline__ void add_keys(int group, int stage, int slot) {
+      const float* scales = of.ds_dequant(slot) + group * GROUP_KEYS + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+      float dequant[2] = {scales[0], scales[8]};
+      uint64_t codes = ptx::row_descriptor<TILE>(of.ds_codes(slot, group));
+      uint64_t channels = ptx::row_descriptor<TILE>(of.shared + stage_at(stage) + CODES);
+#pragma unroll
+      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        int y[4][4];
+        start<2>(y, codes, channels + chunk * (32 * TILE / 16));
+        ptx::wgmma_wait<0>(y);
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& sum = dk[group][chunk * 4 + n][e];
+            sum = fmaf(float(y[n][e]), dequant[e >> 1], sum);
+          }
+      }
+    }
+    __device__ __forceinline__ void keys_added() {}
+
+    // dQ += dS K: codes of each group's keys on their own, 32 channels at a time.
+    __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {
+      int lane = threadIdx.x % 32, strip = threadIdx.x / 32 % 4;
+      ScoreCodes codes[GROUPS];
+      float2 dequant[GROUPS];  // of queries g and g + 8
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) {
+        quantize_queries(codes[g], dequant[g], k_dequant[g], of.ds_rows(slot, g), strip, lane, [](float(&)[2]) {});
+        ptx::hold(codes[g]);  // one after the other: both at once would take more registers
+      }
+#pragma unroll
+      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        int y[GROUPS][4][4];
+        uint64_t channels = ptx::row_descriptor<ROLES_KEYS>(of.shared + KT_AT + chunk * 32 * ROLES_KEYS);
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) start<2>(y[g], codes[g], channels + 4 * g);
+        ptx::wgmma_wait<0>(y[0]);
+        ptx::hold(y[1]);
+        float dq[4][4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            dq[n][e] = fmaf(float(y[0][n][e]), e < 2 ? dequant[0].x : dequant[0].y,
+                            float(y[1][n][e]) * (e < 2 ? dequant[1].x : dequant[1].y));
+        sums.template add<D>(padded_tile, strip, chunk * 4, lane, dq);
+      }
+    }
+  };
+};
+
+}  // namespace sage::attention

@@ -1,0 +1,120 @@
+// What SageBwd's backward does to a warp's scores: codes of P and dS.
+#pragma once
+
+#include <sage/attention/backward.cuh>
+#include <sage/attention/softmax.cuh>
+#include <sage/layout/permutation.cuh>
+#include <sage/quant/codes.cuh>
+
+namespace sage::attention {
+
+// Codes of a warp's scores as left operands: 16 rows x 32 of the reduction, twice.
+using ScoreCodes = uint32_t[2][4];
+
+// Largest of the four lanes of a row; a NaN wins.
+__device__ __forceinline__ float quad_max_abs(float x) { return __int_as_float(quad_max(__float_as_int(x))); }
+
+// Codes of a warp's scores, one scale a key or a group of them: `share` makes the maxima of rows g and g + 8 those of
+// their groups.
+template <bool POSITIVE, class Share>
+__device__ __forceinline__ void quantize_scores(const Scores& s, ScoreCodes& codes, float (&dequant)[2], Share share) {
+  float largest[2], scale[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if constexpr (POSITIVE) {
+      // The order of positive floats is that of the integers, with NaN on top.
+      int bits = 0;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) bits = max(max(bits, __float_as_int(s[n][2 * h])), __float_as_int(s[n][2 * h + 1]));
+      largest[h] = __int_as_float(bits);
+    } else {
+      largest[h] = ptx::max_abs(s[0][2 * h], s[0][2 * h + 1]);
+#pragma unroll
+      for (int n = 1; n < 8; ++n) largest[h] = ptx::max_abs(ptx::max_abs(largest[h], s[n][2 * h]), s[n][2 * h + 1]);
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) largest[h] = quad_max_abs(largest[h]);
+  share(largest);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    scale[h] = quant::quick_quant_scale(largest[h]);
+    dequant[h] = quant::short_factor(largest[h] * (1.0f / 127.0f));
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      int n = 4 * i + 2 * (j / 2), h = 2 * (j & 1);
+      codes[i][j] = quant::codes(s[n][h], s[n][h + 1], s[n + 1][h], s[n + 1][h + 1], scale[j & 1]);
+    }
+}
+
+// Codes of dS for 16 queries, number `strip`, over a tile of keys whose dS^T lies in `rows`, in bf16: one scale a query
+// or a group of them, in which `dequant` includes that of the keys.
+template <class Share>
+__device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequant, float k_dequant, uint32_t rows,
+                                                 int strip, int lane, Share share) {
+  layout::TransposedReaderA<TILE * 2> reader(rows, lane);
+  uint32_t r[4][4];  // (16 keys, register): 0 and 2 are query g, 1 and 3 query g + 8, each of two keys in bf16
+  uint32_t largest16[2] = {0, 0};
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    reader.load(r[step], step * 16, strip);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest16[i & 1] = __vmaxu2(largest16[i & 1], r[step][i] & 0x7fff7fffu);
+  }
+  float largest[2], scale[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    largest[h] = quad_max_abs(__uint_as_float(max(largest16[h] & 0xffff0000u, largest16[h] << 16)));
+  share(largest);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) scale[h] = quant::quick_quant_scale(largest[h]);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      // Four slots are two keys of the low eight and two of the high eight: layout/permutation.cuh.
+      uint32_t low = r[2 * i + j / 2][j & 1], high = r[2 * i + j / 2][(j & 1) + 2];
+      codes[i][j] = quant::codes(__uint_as_float(low << 16), __uint_as_float(low & 0xffff0000u),
+                                 __uint_as_float(high << 16), __uint_as_float(high & 0xffff0000u), scale[j & 1]);
+    }
+  dequant = make_float2(largest[0] * (1.0f / 127.0f) * k_dequant, largest[1] * (1.0f / 127.0f) * k_dequant);
+}
+
+// K^T, [D][KEYS] with permuted keys, out of K, [KEYS][D]; both swizzled in shared memory. By THREADS threads.
+template <int KEYS, int D, int THREADS>
+__device__ __forceinline__ void transpose_keys(unsigned char* k_transposed, const unsigned char* k) {
+  for (int i = threadIdx.x; i < D * (KEYS / 16); i += THREADS) {
+    int channel = i % D, group = i / D;
+    *reinterpret_cast<uint4*>(k_transposed + layout::swizzled<KEYS>(channel, group)) = layout::gather_tokens(
+        [&](int key) { return k[layout::swizzled<D>(group * 16 + key, channel / 16) + channel % 16]; });
+  }
+}
+
+// The block's first tile of keys in the padded buffers, and whether it has a second.
+__device__ __forceinline__ int64_t first_key_tile(const params::Backward& p, const BackwardBlock& block) {
+  return int64_t(block.key_head) * p.shape.key_tiles + block.segment.key_tile + block.first_key / TILE;
+}
+__device__ __forceinline__ bool key_tile_exists(const BackwardBlock& block, int part) {
+  return block.first_key + part * TILE < block.segment.key_len;
+}
+
+// Copies the codes of a block's keys, PARTS tiles: rows of D bytes.
+template <int PARTS, int D, int THREADS>
+__device__ __forceinline__ void copy_key_tiles(uint32_t shared, const params::Backward& p, const BackwardBlock& block) {
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+    bool exists = key_tile_exists(block, part);
+    copy_tile<TILE, D, THREADS>(shared + part * TILE * D,
+                                p.codes.k + (first_key_tile(p, block) + (exists ? part : 0)) * (TILE * D), threadIdx.x, exists);
+  }
+}
+
+// K's dequant_scale of a part of the block's keys.
+__device__ __forceinline__ float k_dequant_of(const params::Backward& p, const BackwardBlock& block, int part) {
+  return key_tile_exists(block, part) ? __ldg(p.codes.k_scale + first_key_tile(p, block) + part) : 0.0f;
+}
+
+}  // namespace sage::attention
