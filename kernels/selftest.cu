@@ -128,11 +128,11 @@ __device__ void group_codes(const Params& p) {
     uint32_t a_rows = fill<64, BYTES>(a, p.a), b_rows = fill<8 * N, BYTES>(b, p.b);
     ptx::wgmma_publish();
     __syncthreads();
-    int d[N][4];  // not set: the first step does not add
+    int d[N][4];
     uint32_t x[BYTES / 32][4];
     layout::ReaderA<BYTES> reader(a_rows, threadIdx.x % 32);
     for (int step = 0; step < BYTES / 32; ++step) reader.load(x[step], threadIdx.x / 32 * 16, step);
-    ptx::hold(d);
+    ptx::forget(d);  // the first step does not add
     ptx::wgmma_fence();
     for (int step = 0; step < BYTES / 32; ++step) {
       uint64_t columns = ptx::row_descriptor<BYTES>(b_rows) + 2 * step;
@@ -154,7 +154,7 @@ __device__ void group_16(const Params& p) {
     ptx::wgmma_publish();
     __syncthreads();
     float d[N][4];
-    ptx::hold(d);
+    ptx::forget(d);
     ptx::wgmma_fence();
     uint64_t a_at = ptx::row_descriptor<128>(a_rows), b_at = ptx::row_descriptor<128>(b_rows);
     constexpr uint64_t A_STEP = A_TURNED ? ptx::COLUMN_STEP : 2, B_STEP = B_TURNED ? ptx::COLUMN_STEP : 2;

@@ -207,10 +207,13 @@ __device__ __forceinline__ void store_gradient(const params::View& view, const p
   Rows<T> rows(view, segment.batch, segment.key_start, block.key_head, segment.key_len, p.shape.head_dim);
   int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int n = 0; n < N; ++n)
+  for (int n = 0; n < N; ++n) {
+    // Opaque: else all addresses are worked out at once, and there are more of them than registers.
+    int column = ptx::opaque(n * 8 + 2 * (lane & 3));
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      rows.store_2(first_key + lane / 4 + 8 * h, n * 8 + 2 * (lane & 3), x[n][2 * h] * scale, x[n][2 * h + 1] * scale);
+      rows.store_2(first_key + lane / 4 + 8 * h, column, x[n][2 * h] * scale, x[n][2 * h + 1] * scale);
+  }
 }
 
 // Numerics has: Type, D, Plan, SHARED_BYTES; COOPERATES, whether warps meet inside a tile; a constructor; load_keys(), keys_arrived(); load(tile, stage),

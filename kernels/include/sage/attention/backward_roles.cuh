@@ -4,6 +4,7 @@
 // registers go to those who need them.
 #pragma once
 
+#include <limits.h>
 #include <sage/attention/backward.cuh>
 #include <sage/ptx/wgmma.cuh>
 
@@ -27,10 +28,17 @@ enum Meeting : int {
 __device__ __forceinline__ int meeting(Meeting kind, int tile, int group) { return kind + (tile & 1) * GROUPS + group; }
 __device__ __forceinline__ int meeting(Meeting kind, int tile) { return kind + (tile & 1); }
 
+// The first tiles of queries do not see all of GROUP_KEYS keys: how many tiles these are.
+__device__ __forceinline__ int hiding_tiles(const Segment& segment, int first_key) {
+  if (first_key + GROUP_KEYS > segment.key_len) return INT_MAX;
+  return (segment.first_query(first_key + GROUP_KEYS - 1) + TILE - 1) / TILE;
+}
+
 // Numerics is the block's shared memory, and has: Type, D, SHARED_BYTES; load_keys() and keys_arrived(), by the keys'
 // groups; load(tile, stage, thread), asynchronous, by the sums' group; and what each part keeps in its registers:
-//   KeysPart: scores(tile, stage, slot, sight, done), from the logits to dS^T in the slot, which it tells by done(), and
-//     dV; dv.
+//   KeysPart: start(stage), S^T of a tile that has come; scores(tile's number, stage, hides, done, next), from there to dS^T in
+//     the slot, then done(); next() as soon as registers allow it, which starts the next tile; and dV; end() at the end;
+//     dv.
 //   SumsPart: add_keys(group, stage, slot), dK of a group's keys; keys_added(), when the tile's memory is no longer
 //     read; add_dq(padded tile, slot, sums); dk of each group.
 template <class Numerics>
@@ -41,7 +49,11 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   // In shared memory: registers are for products.
   __shared__ BackwardBlock block;
   int index = backward_index(p);
-  if (threadIdx.x == 0) block = BackwardBlock(shape, index, ROLES_KEYS);
+  __shared__ int hides_until[GROUPS];
+  if (threadIdx.x == 0) {
+    block = BackwardBlock(shape, index, ROLES_KEYS);
+    for (int g = 0; g < GROUPS; ++g) hides_until[g] = hiding_tiles(block.segment, block.first_key + g * GROUP_KEYS);
+  }
   __syncthreads();
   if (block.first_key >= block.segment.key_len) return;
   int first_tile, iterations = count_tiles(shape, block, first_tile);
@@ -104,16 +116,24 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
     ptx::wgmma_publish();
     __syncthreads();
     typename Numerics::KeysPart part(numerics, group);
-    int first_key = block.first_key + group * GROUP_KEYS;
+    if (iterations > 0) ptx::barrier(meeting(READY, 0, group), 2 * GROUP_THREADS);
+    part.start(0);
+    int number = first_tile;  // of the tile, inside the segment
     for (int i = 0; i < iterations; ++i) {
-      ptx::barrier(meeting(READY, i, group), 2 * GROUP_THREADS);
-      part.scores(tile, i & 1, i & 1, Sight(block.segment, tile, first_key, GROUP_KEYS), [&] {
+      auto done = [&] {
         ptx::wgmma_publish();
         ptx::arrive(meeting(DONE, i, group), 2 * GROUP_THREADS);
-      });
+      };
+      auto next = [&] {
+        // After the last tile too, on what lies there: products that are only sometimes under way cannot overlap.
+        if (i + 1 < iterations) ptx::barrier(meeting(READY, i + 1, group), 2 * GROUP_THREADS);
+        part.start(i + 1 & 1);
+      };
+      part.scores(number, i & 1, number < hides_until[group], done, next);
       ptx::arrive(meeting(FREE, i), ROLES_THREADS);
-      tile.advance(shape, block, first_tile);
+      if (++number == block.segment.query_tiles()) number = first_tile;
     }
+    part.end();
     store_gradient<T>(p.dv, p, block, warp_key + group * GROUP_KEYS, part.dv, 1.0f);
   }
 }
@@ -133,7 +153,8 @@ __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first
 // waited for.
 template <class T, int D, bool ADD>
 __device__ __forceinline__ void start_16(Scores& out, uint32_t a, uint32_t b) {
-  ptx::hold(out);
+  if constexpr (ADD) ptx::hold(out);
+  else ptx::forget(out);
   ptx::wgmma_fence();
 #pragma unroll
   for (int panel = 0; panel < D / 64; ++panel) {

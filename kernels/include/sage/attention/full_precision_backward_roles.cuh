@@ -56,21 +56,30 @@ struct FullPrecisionBackwardRoles {
     const FullPrecisionBackwardRoles& of;
     int group;
     float dv[D / 8][4] = {};
+    Scores s;  // S^T, then P
 
     __device__ __forceinline__ KeysPart(const FullPrecisionBackwardRoles& numerics, int group) : of(numerics), group(group) {}
 
-    template <class Done>
-    __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, Sight sight, Done done) {
-      int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16;
-      uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(slot, group) + row * TILE * 2;
+    // Registers do not allow S^T of the next tile beside P under way.
+    static constexpr bool AHEAD = D == 64;
+
+    __device__ __forceinline__ void start(int stage) {
+      if constexpr (AHEAD) multiply(stage);
+    }
+    __device__ __forceinline__ void multiply(int stage) {
+      start_16<T, D, false>(s, of.shared + group * GROUP_KEYS * 128, of.shared + stage_at(stage));
+    }
+    __device__ __forceinline__ void end() {
+      if constexpr (AHEAD) ptx::wgmma_wait<0>(s);
+    }
+
+    template <class Done, class Next>
+    __device__ __forceinline__ void scores(int tile, int stage, bool hides, Done done, Next next) {
+      int thread = ptx::opaque(threadIdx.x), lane = thread % 32, row = thread / 32 % 4 * 16;
+      uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(stage, group) + row * TILE * 2;
       const float* minus_lse2 = reinterpret_cast<const float*>(of.memory + stage_at(stage) + STATE_AT);
-      Scores s, dp;
-      if (!sight.seen) {
-        store_zeros(ds, lane);
-        done();
-        return;
-      }
-      start_16<T, D, false>(s, of.shared + group * GROUP_KEYS * 128, at);
+      if constexpr (!AHEAD) multiply(stage);
+      Scores dp;
       set_columns(dp, minus_lse2 + TILE, lane);
       start_16<T, D, true>(dp, of.shared + K_BYTES + group * GROUP_KEYS * 128, at + Q_BYTES);
       ptx::wgmma_wait<1>(s);
@@ -81,8 +90,8 @@ struct FullPrecisionBackwardRoles {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(s[n][e], scale, e & 1 ? l.y : l.x));
       }
-      if (sight.hides)
-        mask_scores(s, of.block.segment, tile.tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane);
+      if (hides)
+        mask_scores(s, of.block.segment, tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane);
       // dS = P o (dP - D)
       ptx::wgmma_wait<0>(dp);
       uint32_t probabilities[4][4];
@@ -107,7 +116,13 @@ struct FullPrecisionBackwardRoles {
       ptx::wgmma_commit();
       store_scores<T>(ds, s, lane);
       done();
-      ptx::wgmma_wait<0>(dv);
+      if constexpr (AHEAD) {
+        next();
+        ptx::wgmma_wait<1>(dv);
+      } else {
+        ptx::wgmma_wait<0>(dv);
+        next();
+      }
     }
   };
 
@@ -141,7 +156,7 @@ struct FullPrecisionBackwardRoles {
 #pragma unroll
       for (int chunk = 0; chunk < D / 32; ++chunk) {
         float dq[4][4];
-        ptx::hold(dq);
+        ptx::forget(dq);
         ptx::wgmma_fence();
         uint64_t ds = ptx::column_descriptor(of.ds_rows(slot, 0));
         uint64_t keys = ptx::column_descriptor(of.shared + chunk / 2 * ROLES_KEYS * 128) + chunk % 2 * (32 * 2 / 16);

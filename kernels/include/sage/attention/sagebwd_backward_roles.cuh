@@ -11,12 +11,13 @@ struct SageBwdBackwardRoles {
   using Type = T;
   static constexpr int D = HEAD_DIM;
   static constexpr int CHUNKS = D / 32;  // of channels: so many products follow one another
-  // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO; slots of dS^T, of its codes
+  // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO and Q; slots of dS^T, of its codes
   // and of their scales.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = ROLES_KEYS * D, V_AT = 2 * ROLES_KEYS * D, STAGES_AT = 4 * ROLES_KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
-  static constexpr int STAGE_BYTES = (DOUT_SCALE_AT + D * 4 + 1023) / 1024 * 1024;
+  static constexpr int Q_SCALE_AT = DOUT_SCALE_AT + D * 4;
+  static constexpr int STAGE_BYTES = (Q_SCALE_AT + 4 + 1023) / 1024 * 1024;
   static constexpr int DS_AT = STAGES_AT + 2 * STAGE_BYTES;
   static constexpr int DS_BYTES = ROLES_KEYS * TILE * 2, DS_CODES_BYTES = ROLES_KEYS * TILE;
   static constexpr int SLOT_BYTES = DS_BYTES + DS_CODES_BYTES + 1024;
@@ -62,14 +63,15 @@ struct SageBwdBackwardRoles {
     copy_panels<TILE, D, GROUP_THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
     copy_row_state(at + STATE_AT, p, tile, thread);
     if (thread < D / 4) ptx::copy_16(at + DOUT_SCALE_AT + thread * 16, p.dout_scale + int64_t(tile.padded) * D + thread * 4, true);
+    if (thread == 0) ptx::copy_4(at + Q_SCALE_AT, p.codes.q_scale + tile.padded);
   }
 
   // The product of codes over 32 TIMES of the reduction; its end is to be waited for, the last of a row of them by
   // `commit`. Sums are plain integers: here their conversion costs what starting from MAGIC would (quant/codes.cuh), for
   // accumulators under way cannot share the registers that hold it.
   template <int TIMES, int N, class A>
-  static __device__ __forceinline__ void start(int (&y)[N][4], const A& a, uint64_t b) {
-    ptx::hold(y);
+  static __device__ __forceinline__ void multiply_codes(int (&y)[N][4], const A& a, uint64_t b) {
+    ptx::forget(y);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TIMES; ++step) {
@@ -84,44 +86,49 @@ struct SageBwdBackwardRoles {
     int group;
     float k_dequant;
     float dv[D / 8][4] = {};
+    int x[8][4];  // S^T
 
     __device__ __forceinline__ KeysPart(const SageBwdBackwardRoles& numerics, int group)
         : of(numerics), group(group), k_dequant(k_dequant_of(numerics.p, numerics.block, group)) {}
 
-    template <class Done>
-    __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, Sight sight, Done done) {
-      int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16;
-      uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(slot, group) + row * TILE * 2;
+    // Registers do not allow S^T of the next tile beside the product of this one.
+    static constexpr bool AHEAD = D == 64;
+
+    __device__ __forceinline__ void start(int stage) {
+      if constexpr (AHEAD) multiply(stage);
+    }
+    __device__ __forceinline__ void multiply(int stage) {
+      multiply_codes<D / 32>(x, ptx::row_descriptor<D>(of.shared + group * GROUP_KEYS * D),
+                       ptx::row_descriptor<D>(of.shared + stage_at(stage)));
+    }
+    __device__ __forceinline__ void end() {
+      if constexpr (AHEAD) ptx::wgmma_wait<0>(x);
+    }
+
+    template <class Done, class Next>
+    __device__ __forceinline__ void scores(int tile, int stage, bool hides, Done done, Next next) {
+      int thread = ptx::opaque(threadIdx.x), lane = thread % 32, row = thread / 32 % 4 * 16;
+      uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(stage, group) + row * TILE * 2;
       const float* minus_lse2 = reinterpret_cast<const float*>(of.memory + stage_at(stage) + STATE_AT);
+      const float* dout_dequant = reinterpret_cast<const float*>(of.memory + stage_at(stage) + DOUT_SCALE_AT);
+      float q_dequant = *reinterpret_cast<const float*>(of.memory + stage_at(stage) + Q_SCALE_AT);
       auto share = [](float(&)[2]) {};
-      if (!sight.seen) {
-        ScoreCodes zeros = {};
-        float none[2] = {0.0f, 0.0f};
-        store_zeros(ds, lane);
-        store_codes(slot, row, lane, zeros, none);
-        done();
-        return;
-      }
-      float q_dequant = __ldg(of.p.codes.q_scale + tile.padded);
 
       // P = 2^(logit - LSE)
+      if constexpr (!AHEAD) multiply(stage);
       Scores s, dp;
-      {
-        int x[8][4];
-        start<D / 32>(x, ptx::row_descriptor<D>(of.shared + group * GROUP_KEYS * D), ptx::row_descriptor<D>(at));
-        set_columns(dp, minus_lse2 + TILE, lane);
-        start_16<T, D, true>(dp, of.shared + V_AT + group * GROUP_KEYS * 128, at + DOUT_AT);
-        ptx::wgmma_wait<1>(x);
-        float factor = q_dequant * k_dequant * (of.p.shape.softmax_scale * ptx::LOG2_E);
+      set_columns(dp, minus_lse2 + TILE, lane);
+      start_16<T, D, true>(dp, of.shared + V_AT + group * GROUP_KEYS * 128, at + DOUT_AT);
+      ptx::wgmma_wait<1>(x);
+      float factor = q_dequant * k_dequant * (of.p.shape.softmax_scale * ptx::LOG2_E);
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          float2 l = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
+      for (int n = 0; n < 8; ++n) {
+        float2 l = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
 #pragma unroll
-          for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(float(x[n][e]), factor, e & 1 ? l.y : l.x));
-        }
+        for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(float(x[n][e]), factor, e & 1 ? l.y : l.x));
       }
-      if (sight.hides)
-        mask_scores(s, of.block.segment, tile.tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane);
+      if (hides)
+        mask_scores(s, of.block.segment, tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane);
       ScoreCodes codes;
       float dequant[2];
       quantize_scores<true>(s, codes, dequant, share);
@@ -140,15 +147,15 @@ struct SageBwdBackwardRoles {
       float ds_dequant[2];
       quantize_scores<false>(s, ds_codes, ds_dequant, share);
       ds_dequant[0] *= q_dequant, ds_dequant[1] *= q_dequant;
-      store_codes(slot, row, lane, ds_codes, ds_dequant);
+      store_codes(stage, row, lane, ds_codes, ds_dequant);
       done();
-
-      const float* dout_dequant = reinterpret_cast<const float*>(of.memory + stage_at(stage) + DOUT_SCALE_AT);
+      if constexpr (AHEAD) next();
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         if (chunk + 1 < CHUNKS) {
           start_values(y[chunk + 1 & 1], codes, at, chunk + 1);
-          ptx::wgmma_wait<1>(y[chunk & 1]);
+          if (AHEAD && chunk == 0) ptx::wgmma_wait<2>(y[0]);  // S^T of the next tile is between the two
+          else ptx::wgmma_wait<1>(y[chunk & 1]);
         } else {
           ptx::wgmma_wait<0>(y[chunk & 1]);
         }
@@ -161,12 +168,13 @@ struct SageBwdBackwardRoles {
             dv[n][e] = fmaf(float(y[chunk & 1][i][e]) * dequant[e >> 1], e & 1 ? d.y : d.x, dv[n][e]);
         }
       }
+      if constexpr (!AHEAD) next();
     }
 
    private:
     // P^T dO for 32 of the channels.
     static __device__ __forceinline__ void start_values(int (&y)[4][4], const ScoreCodes& codes, uint32_t stage, int chunk) {
-      start<2>(y, codes, ptx::row_descriptor<TILE>(stage + 2 * CODES + chunk * 32 * TILE));
+      multiply_codes<2>(y, codes, ptx::row_descriptor<TILE>(stage + 2 * CODES + chunk * 32 * TILE));
     }
 
     __device__ __forceinline__ void store_codes(int slot, int row, int lane, const ScoreCodes& words, const float (&dequant)[2]) {
@@ -192,14 +200,15 @@ struct SageBwdBackwardRoles {
 
     // dK += dS^T Q: 32 channels at a time, the next product under the addition of the last.
     __device__ __forceinline__ void add_keys(int group, int stage, int slot) {
-      const float* scales = of.ds_dequant(slot) + group * GROUP_KEYS + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+      int thread = ptx::opaque(threadIdx.x);
+      const float* scales = of.ds_dequant(slot) + group * GROUP_KEYS + thread / 32 % 4 * 16 + thread % 32 / 4;
       float dequant[2] = {scales[0], scales[8]};
       uint64_t codes = ptx::row_descriptor<TILE>(of.ds_codes(slot, group));
       uint64_t channels = ptx::row_descriptor<TILE>(of.shared + stage_at(stage) + CODES);
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         int y[4][4];
-        start<2>(y, codes, channels + chunk * (32 * TILE / 16));
+        multiply_codes<2>(y, codes, channels + chunk * (32 * TILE / 16));
         ptx::wgmma_wait<0>(y);
 #pragma unroll
         for (int n = 0; n < 4; ++n)
@@ -214,7 +223,7 @@ struct SageBwdBackwardRoles {
 
     // dQ += dS K: codes of each group's keys on their own, 32 channels at a time.
     __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {
-      int lane = threadIdx.x % 32, strip = threadIdx.x / 32 % 4;
+      int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
       ScoreCodes codes[GROUPS];
       float2 dequant[GROUPS];  // of queries g and g + 8
 #pragma unroll
@@ -227,7 +236,7 @@ struct SageBwdBackwardRoles {
         int y[GROUPS][4][4];
         uint64_t channels = ptx::row_descriptor<ROLES_KEYS>(of.shared + KT_AT + chunk * 32 * ROLES_KEYS);
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) start<2>(y[g], codes[g], channels + 4 * g);
+        for (int g = 0; g < GROUPS; ++g) multiply_codes<2>(y[g], codes[g], channels + 4 * g);
         ptx::wgmma_wait<0>(y[0]);
         ptx::hold(y[1]);
         float dq[4][4];

@@ -14,6 +14,11 @@ __device__ __forceinline__ void copy_16(uint32_t shared, const void* global, boo
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0));
 }
 
+// Copies 4 bytes, asynchronously.
+__device__ __forceinline__ void copy_4(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global));
+}
+
 __device__ __forceinline__ void store_16(uint32_t shared, uint4 words) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(words.x), "r"(words.y), "r"(words.z),
                "r"(words.w)

@@ -27,7 +27,7 @@ __device__ __forceinline__ uint64_t row_descriptor(uint32_t shared) {
   static_assert(ROW_BYTES == 64 || ROW_BYTES == 128, "one swizzled line");
   constexpr uint64_t SWIZZLE = ROW_BYTES == 128 ? 1 : 2;
   constexpr uint64_t EIGHT_ROWS = 8 * ROW_BYTES / 16;
-  return SWIZZLE << 62 | EIGHT_ROWS << 32 | uint64_t(1) << 16 | (shared & 0x3ffff) >> 4;
+  return SWIZZLE << 62 | EIGHT_ROWS << 32 | (1 << 16 | shared >> 4);  // shared memory ends before 2^18
 }
 
 // 16-bit elements that lie the other way round: rows of 64 (128 bytes, swizzled) follow the reduction. COLUMN_STEP is
@@ -70,6 +70,22 @@ __device__ __forceinline__ void hold(float (&d)[N][4]) {
   for (int n = 0; n < N; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(d[n][e])::"memory");
+}
+
+// What these registers held is of no use any more: for products that do not add, which would seem to read them.
+template <int N>
+__device__ __forceinline__ void forget(int (&d)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("" : "=r"(d[n][e])::"memory");
+}
+template <int N>
+__device__ __forceinline__ void forget(float (&d)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("" : "=f"(d[n][e])::"memory");
 }
 
 // M of N tiles of eight columns: what one product makes.
