@@ -75,7 +75,9 @@ __device__ void quantize_queries(const params::Forward& p, int tile, int head) {
     __syncthreads();
     values.subtract(mean, left);
   }
-  quant::quantize_tile<D, D>(values, p.codes.q + at * TILE * D, p.codes.q_scale + at);
+  quant::quantize_tile(values, p.codes.q_scale + at, [&](int row, int channel) {
+    return quant::at_swizzled<D>(p.codes.q + at * TILE * D, row, channel);
+  });
 }
 
 template <class T, int D>
@@ -90,7 +92,9 @@ __device__ void quantize_keys(const params::Forward& p, int tile, int head) {
   values.load(k, first);
   if (p.codes.k_mean)
     values.subtract(p.codes.k_mean + (int64_t(head) * shape.segment_count + index) * D, segment.key_len - first);
-  quant::quantize_tile<D, D>(values, p.codes.k + at * TILE * D, p.codes.k_scale + at);
+  quant::quantize_tile(values, p.codes.k_scale + at, [&](int row, int channel) {
+    return quant::at_swizzled<D>(p.codes.k + at * TILE * D, row, channel);
+  });
 }
 
 template <class T, int D>
@@ -103,7 +107,7 @@ __device__ void quantize_values(const params::Forward& p, int tile, int head) {
   int64_t at = int64_t(head) * shape.key_tiles + tile;
   quant::Tile<D> values;
   values.load(v, (tile - segment.key_tile) * TILE);
-  quant::quantize_tile<D, PITCH>(values, codes, p.codes.v_scale + at);
+  quant::quantize_tile(values, p.codes.v_scale + at, [&](int row, int channel) { return codes + row * PITCH + channel; });
   __syncthreads();
   quant::store_transposed<D, PITCH>(codes, p.codes.v_transposed + at * TILE * D);
 }
@@ -154,7 +158,7 @@ __device__ void prepare(const params::Backward& p) {
     for (int i = threadIdx.x; i < D; i += blockDim.x) largest[i] = 0;
     for (int i = threadIdx.x; i < TILE * D / 16; i += blockDim.x)
       *reinterpret_cast<uint4*>(queries + i / (D / 16) * PITCH + i % (D / 16) * 16) =
-          *reinterpret_cast<const uint4*>(p.codes.q + at * TILE * D + i * 16);
+          *reinterpret_cast<const uint4*>(quant::at_swizzled<D>(p.codes.q + at * TILE * D, i / (D / 16), i % (D / 16) * 16));
     __syncthreads();
 #pragma unroll
     for (int c = 0; c < 8; ++c) {

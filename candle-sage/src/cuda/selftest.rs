@@ -352,13 +352,17 @@ fn compare_codes(
     let (q_turned, dout_turned) = (bytes(&made.q)?, bytes(&made.dout)?);
     let dout_scale = floats(&made.dout_scale)?;
 
-    // Codes of a tile, rows of `d`, as they lie: row-major, or transposed with tokens permuted; padding is zero.
+    // Codes of a tile, rows of `d`, as they lie: row-major, or transposed with tokens permuted; 16-byte chunks of a row
+    // swizzled as in layout/swizzle.cuh; padding is zero.
     let lies = |codes: &[i8], turned: bool| -> Vec<i8> {
+        let width = if turned { TILE } else { padded };
         let mut out = vec![0; TILE * padded];
         for (t, row) in codes.chunks(d).enumerate() {
             for (c, &code) in row.iter().enumerate() {
                 let slot = (0..16).find(|&s| token_of_slot(s) == t % 16).expect("a slot");
-                out[if turned { c * TILE + t / 16 * 16 + slot } else { t * padded + c }] = code;
+                let (row, column) = if turned { (c, t / 16 * 16 + slot) } else { (t, c) };
+                let mask = if width == 64 { row / 2 % 4 } else { row % 8 };
+                out[row * width + (column / 16 ^ mask) * 16 + column % 16] = code;
             }
         }
         out

@@ -111,17 +111,27 @@ __device__ __forceinline__ void mask_scores(Scores& p, const Segment& segment, i
     }
 }
 
-// Puts dS^T in shared memory: rows of 64 queries in 16 bit.
+// Scores in 16 bit, as left operands of 16 keys x 16 queries.
 template <class T>
-__device__ __forceinline__ void store_scores(uint32_t rows, const Scores& ds, int lane) {
+__device__ __forceinline__ void pack_scores(uint32_t (&x)[4][4], const Scores& s) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      x[step][i] = ptx::pack_16<T>(s[2 * step + i / 2][2 * (i & 1)], s[2 * step + i / 2][2 * (i & 1) + 1]);
+}
+
+// Puts dS^T in shared memory: rows of 64 queries in 16 bit.
+__device__ __forceinline__ void store_packed(uint32_t rows, const uint32_t (&x)[4][4], int lane) {
   layout::ReaderA<TILE * 2> writer(rows, lane);
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
-    uint32_t r[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) r[i] = ptx::pack_16<T>(ds[2 * step + i / 2][2 * (i & 1)], ds[2 * step + i / 2][2 * (i & 1) + 1]);
-    writer.store(r, 0, step, lane);
-  }
+  for (int step = 0; step < 4; ++step) writer.store(x[step], 0, step, lane);
+}
+template <class T>
+__device__ __forceinline__ void store_scores(uint32_t rows, const Scores& ds, int lane) {
+  uint32_t x[4][4];
+  pack_scores<T>(x, ds);
+  store_packed(rows, x, lane);
 }
 
 // The same of a tile that sees none of the keys.

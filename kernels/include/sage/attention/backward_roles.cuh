@@ -1,7 +1,8 @@
 // The backward walk on Hopper: the same as backward.cuh, with a part for each warpgroup. Two, the keys' groups, have 64
 // keys each, and do nothing but scores and dV; the third, the sums' group, fetches tiles of queries and adds what the
-// others made of them, dS, to dK and dQ. Nobody waits for all: groups meet two at a time, at the barriers below, and
-// registers go to those who need them.
+// others made of them, dS, to dQ. Where the keys' groups have the registers they add to dK too (KEYS_ADD), else the sums'
+// group does. Nobody waits for all: groups meet two at a time, at the barriers below, and registers go to those who need
+// them.
 #pragma once
 
 #include <limits.h>
@@ -34,13 +35,18 @@ __device__ __forceinline__ int hiding_tiles(const Segment& segment, int first_ke
   return (segment.first_query(first_key + GROUP_KEYS - 1) + TILE - 1) / TILE;
 }
 
+// Whether the keys' groups have registers for dK beside dV.
+template <int D>
+constexpr bool KEYS_ADD = D == 64;
+
 // Numerics is the block's shared memory, and has: Type, D, SHARED_BYTES; load_keys() and keys_arrived(), by the keys'
-// groups; load(tile, stage, thread), asynchronous, by the sums' group; and what each part keeps in its registers:
-//   KeysPart: start(stage), S^T of a tile that has come; scores(tile's number, stage, hides, done, next), from there to dS^T in
-//     the slot, then done(); next() as soon as registers allow it, which starts the next tile; and dV; end() at the end;
-//     dv.
-//   SumsPart: add_keys(group, stage, slot), dK of a group's keys; keys_added(), when the tile's memory is no longer
-//     read; add_dq(padded tile, slot, sums); dk of each group.
+// groups; prepare_landing(), by one thread, load(tile, stage, thread), asynchronous, and wait_for(number), by the sums'
+// group; and what each part keeps in its registers:
+//   KeysPart: start(stage), S^T of a tile that has come; scores(tile's number, stage, hides, done, next), from there to
+//     dS^T in the slot, then done(); next() as soon as registers allow it, which starts the next tile; and dV and perhaps
+//     dK; end() at the end; dv, perhaps dk.
+//   SumsPart: add_keys(group, slot), dK of a group's keys, where keys' groups do not add it, and added(), when the tile's
+//     memory is no longer read; add_dq(padded tile, slot, sums); perhaps dk of each group.
 template <class Numerics>
 __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   using T = typename Numerics::Type;
@@ -59,12 +65,13 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   int first_tile, iterations = count_tiles(shape, block, first_tile);
   QueryTile tile(shape, block, first_tile);
   Numerics numerics(p, block, shared);
+  if (threadIdx.x == KEYS_THREADS) numerics.prepare_landing();
   // What the compiler knows to be the same for a whole warp needs no registers.
   int group = __shfl_sync(~0u, threadIdx.x / GROUP_THREADS, 0);
   int warp_key = block.first_key + threadIdx.x / 32 % 4 * 16;
 
   if (group == GROUPS) {
-    ptx::more_registers<184>();
+    ptx::set_registers<KEYS_ADD<Numerics::D> ? 120 : 184, ROLES_THREADS>();
     DqSums sums{p.dq_sums, p.turns, block.first_key / ROLES_KEYS, KEYS_THREADS, GROUP_THREADS, ADDERS};
     QueryTile next = tile;  // to be fetched
     auto fetch = [&](int number) {
@@ -79,7 +86,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
     int past = 0;
     for (int i = 0; i <= iterations; ++i) {
       if (i < iterations) {
-        ptx::copy_wait<0>();
+        numerics.wait_for(i);
         ptx::wgmma_publish();
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) ptx::arrive(meeting(READY, i, g), 2 * GROUP_THREADS);
@@ -89,9 +96,9 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
           ptx::barrier(meeting(DONE, i - 1, g), 2 * GROUP_THREADS);
-          part.add_keys(g, buffer, buffer);
+          if constexpr (!KEYS_ADD<Numerics::D>) part.add_keys(g, buffer);
         }
-        part.keys_added();
+        if constexpr (!KEYS_ADD<Numerics::D>) part.added();
         ptx::barrier(meeting(FREE, i - 1), ROLES_THREADS);
       }
       fetch(i + 1);
@@ -103,11 +110,12 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
       past = tile.padded;
       tile.advance(shape, block, first_tile);
     }
+    if constexpr (!KEYS_ADD<Numerics::D>)
 #pragma unroll
-    for (int g = 0; g < GROUPS; ++g)
+      for (int g = 0; g < GROUPS; ++g)
       store_gradient<T>(p.dk, p, block, warp_key + g * GROUP_KEYS, part.dk[g], shape.softmax_scale);
   } else {
-    ptx::fewer_registers<160>();
+    ptx::set_registers<KEYS_ADD<Numerics::D> ? 192 : 160, ROLES_THREADS>();
     numerics.load_keys();
     ptx::copy_commit();
     ptx::copy_wait<0>();
@@ -135,6 +143,8 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
     }
     part.end();
     store_gradient<T>(p.dv, p, block, warp_key + group * GROUP_KEYS, part.dv, 1.0f);
+    if constexpr (KEYS_ADD<Numerics::D>)
+      store_gradient<T>(p.dk, p, block, warp_key + group * GROUP_KEYS, part.dk, shape.softmax_scale);
   }
 }
 

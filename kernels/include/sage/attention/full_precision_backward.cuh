@@ -113,17 +113,16 @@ struct FullPrecisionBackward {
   // out += X^T B: X in registers, rounded to 16 bit, and B, 64 rows of queries, in shared memory.
   __device__ __forceinline__ void add_keys(float (&out)[D / 8][4], const Scores& x, uint32_t rows, int lane) {
     layout::TransposedReaderB<ROW> reader(rows, lane);
+    uint32_t a[4][4];
+    pack_scores<T>(a, x);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      uint32_t a[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = ptx::pack_16<T>(x[2 * step + i / 2][2 * (i & 1)], x[2 * step + i / 2][2 * (i & 1) + 1]);
 #pragma unroll
       for (int n = 0; n < D / 8; n += 2) {
         uint32_t b[4];
         reader.load(b, step * 16, n / 2);
-        ptx::mma_16<T>(out[n], a, b[0], b[1]);
-        ptx::mma_16<T>(out[n + 1], a, b[2], b[3]);
+        ptx::mma_16<T>(out[n], a[step], b[0], b[1]);
+        ptx::mma_16<T>(out[n + 1], a[step], b[2], b[3]);
       }
     }
   }

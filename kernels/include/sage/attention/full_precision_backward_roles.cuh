@@ -51,12 +51,14 @@ struct FullPrecisionBackwardRoles {
     copy_panels<TILE, D, GROUP_THREADS>(at + Q_BYTES, dout, tile.tile * TILE, thread);
     copy_row_state(at + STATE_AT, p, tile, thread);
   }
+  __device__ __forceinline__ void prepare_landing() const {}
+  __device__ __forceinline__ void wait_for(int) const { ptx::copy_wait<0>(); }
 
   struct KeysPart {
     const FullPrecisionBackwardRoles& of;
     int group;
-    float dv[D / 8][4] = {};
-    Scores s;  // S^T, then P
+    float dv[D / 8][4] = {}, dk[KEYS_ADD<D> ? D / 8 : 1][4] = {};
+    Scores s;  // S^T, then P, then dS^T
 
     __device__ __forceinline__ KeysPart(const FullPrecisionBackwardRoles& numerics, int group) : of(numerics), group(group) {}
 
@@ -76,7 +78,7 @@ struct FullPrecisionBackwardRoles {
     template <class Done, class Next>
     __device__ __forceinline__ void scores(int tile, int stage, bool hides, Done done, Next next) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, row = thread / 32 % 4 * 16;
-      uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(stage, group) + row * TILE * 2;
+      uint32_t at = of.shared + stage_at(stage), ds_rows = of.ds_rows(stage, group) + row * TILE * 2;
       const float* minus_lse2 = reinterpret_cast<const float*>(of.memory + stage_at(stage) + STATE_AT);
       if constexpr (!AHEAD) multiply(stage);
       Scores dp;
@@ -95,45 +97,52 @@ struct FullPrecisionBackwardRoles {
       // dS = P o (dP - D)
       ptx::wgmma_wait<0>(dp);
       uint32_t probabilities[4][4];
-#pragma unroll
-      for (int step = 0; step < 4; ++step)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          probabilities[step][i] = ptx::pack_16<T>(s[2 * step + i / 2][2 * (i & 1)], s[2 * step + i / 2][2 * (i & 1) + 1]);
+      pack_scores<T>(probabilities, s);
 #pragma unroll
       for (int n = 0; n < 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
       // dV += P^T dO
-      ptx::hold(dv);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int panel = 0; panel < PANELS; ++panel)
-#pragma unroll
-        for (int step = 0; step < 4; ++step)
-          ptx::wgmma_16<T>(ptx::part<8>(dv, panel * 8), probabilities[step],
-                           ptx::column_descriptor(at + Q_BYTES + panel * TILE * 128) + step * ptx::COLUMN_STEP);
-      ptx::wgmma_commit();
-      store_scores<T>(ds, s, lane);
+      add(dv, probabilities, at + Q_BYTES);
+      uint32_t ds[4][4];
+      pack_scores<T>(ds, s);
+      store_packed(ds_rows, ds, lane);
       done();
+      // dK += dS^T Q
+      if constexpr (KEYS_ADD<D>) add(dk, ds, at);
       if constexpr (AHEAD) {
         next();
         ptx::wgmma_wait<1>(dv);
+        ptx::hold(dk);
       } else {
         ptx::wgmma_wait<0>(dv);
         next();
       }
     }
+
+   private:
+    // out += X B: X in registers, B a tile of queries in panels.
+    static __device__ __forceinline__ void add(float (&out)[D / 8][4], const uint32_t (&x)[4][4], uint32_t b) {
+      ptx::hold(out);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int panel = 0; panel < PANELS; ++panel)
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+          ptx::wgmma_16<T>(ptx::part<8>(out, panel * 8), x[step],
+                           ptx::column_descriptor(b + panel * TILE * 128) + step * ptx::COLUMN_STEP);
+      ptx::wgmma_commit();
+    }
   };
 
   struct SumsPart {
     const FullPrecisionBackwardRoles& of;
-    float dk[GROUPS][D / 8][4] = {};
+    float dk[KEYS_ADD<D> ? 1 : GROUPS][D / 8][4] = {};
 
     __device__ __forceinline__ explicit SumsPart(const FullPrecisionBackwardRoles& numerics) : of(numerics) {}
 
     // dK += dS^T Q
-    __device__ __forceinline__ void add_keys(int group, int stage, int slot) {
+    __device__ __forceinline__ void add_keys(int group, int slot) {
       ptx::hold(dk[group]);
       ptx::wgmma_fence();
 #pragma unroll
@@ -142,31 +151,33 @@ struct FullPrecisionBackwardRoles {
         for (int step = 0; step < 4; ++step)
           ptx::wgmma_16<T, true, false, true>(
               ptx::part<8>(dk[group], panel * 8), ptx::row_descriptor<128>(of.ds_rows(slot, group)) + 2 * step,
-              ptx::column_descriptor(of.shared + stage_at(stage) + panel * TILE * 128) + step * ptx::COLUMN_STEP);
+              ptx::column_descriptor(of.shared + stage_at(slot) + panel * TILE * 128) + step * ptx::COLUMN_STEP);
       ptx::wgmma_commit();
     }
-    __device__ __forceinline__ void keys_added() {
+    __device__ __forceinline__ void added() {
       ptx::wgmma_wait<0>(dk[0]);
       ptx::hold(dk[1]);
     }
 
     // dQ += dS K
     __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {
+      constexpr int CHANNELS = KEYS_ADD<D> ? 64 : 32;  // at a time: what registers allow
       int lane = threadIdx.x % 32, strip = threadIdx.x / 32 % 4;
 #pragma unroll
-      for (int chunk = 0; chunk < D / 32; ++chunk) {
-        float dq[4][4];
+      for (int chunk = 0; chunk < D / CHANNELS; ++chunk) {
+        float dq[CHANNELS / 8][4];
         ptx::forget(dq);
         ptx::wgmma_fence();
         uint64_t ds = ptx::column_descriptor(of.ds_rows(slot, 0));
-        uint64_t keys = ptx::column_descriptor(of.shared + chunk / 2 * ROLES_KEYS * 128) + chunk % 2 * (32 * 2 / 16);
+        uint64_t keys = ptx::column_descriptor(of.shared + chunk * CHANNELS / 64 * ROLES_KEYS * 128) +
+                        chunk * CHANNELS % 64 * 2 / 16;
         ptx::wgmma_16<T, false, true, true>(dq, ds, keys);
 #pragma unroll
         for (int step = 1; step < ROLES_KEYS / 16; ++step)
           ptx::wgmma_16<T, true, true, true>(dq, ds + step * ptx::COLUMN_STEP, keys + step * ptx::COLUMN_STEP);
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>(dq);
-        sums.template add<D>(padded_tile, strip, chunk * 4, lane, dq);
+        sums.template add<D>(padded_tile, strip, chunk * CHANNELS / 8, lane, dq);
       }
     }
   };

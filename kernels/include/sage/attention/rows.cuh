@@ -70,16 +70,13 @@ __device__ __forceinline__ void copy_rows(uint32_t shared, const Rows<T>& rows, 
   }
 }
 
-// Copies a tile that lies in padded memory as ROWS rows of ROW_BYTES bytes; zeros if it does not exist.
-template <int ROWS, int ROW_BYTES, int THREADS>
+// Copies a tile of codes, BYTES of them, which lie in memory as they do in shared memory; zeros if it does not exist.
+template <int BYTES, int THREADS>
 __device__ __forceinline__ void copy_tile(uint32_t shared, const int8_t* tile, int thread, bool exists = true) {
-  constexpr int CHUNKS = ROW_BYTES / 16, STEP = THREADS / CHUNKS;
-  static_assert(STEP % 8 == 0, "the swizzle of a thread's rows must be the same");
-  uint32_t to = shared + layout::swizzled<ROW_BYTES>(thread / CHUNKS, thread % CHUNKS);
-  tile += thread * 16;
+  shared += thread * 16, tile += thread * 16;
 #pragma unroll
-  for (int i = 0; i < ROWS; i += STEP)
-    if (STEP <= ROWS || thread / CHUNKS < ROWS) ptx::copy_16(to + i * ROW_BYTES, tile + i * ROW_BYTES, exists);
+  for (int i = 0; i < BYTES; i += THREADS * 16)
+    if (i + THREADS * 16 <= BYTES || i + thread * 16 < BYTES) ptx::copy_16(shared + i, tile + i, exists);
 }
 
 // Copies minus the log-sum-exp of a tile of queries, then minus its delta.

@@ -63,9 +63,9 @@ struct SageBwdBackward {
     int thread = ptx::opaque(threadIdx.x);
     uint32_t at = shared + stage_at(stage);
     int64_t codes = int64_t(tile.padded) * CODES;
-    copy_tile<TILE, D, Plan::THREADS>(at, p.codes.q + codes, thread);
-    copy_tile<D, TILE, Plan::THREADS>(at + CODES, p.q_transposed + codes, thread);
-    copy_tile<D, TILE, Plan::THREADS>(at + 2 * CODES, p.dout_transposed + codes, thread);
+    copy_tile<TILE * D, Plan::THREADS>(at, p.codes.q + codes, thread);
+    copy_tile<TILE * D, Plan::THREADS>(at + CODES, p.q_transposed + codes, thread);
+    copy_tile<TILE * D, Plan::THREADS>(at + 2 * CODES, p.dout_transposed + codes, thread);
     Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
     copy_rows<TILE, D, Plan::THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
     copy_row_state(at + STATE_AT, p, tile, thread);

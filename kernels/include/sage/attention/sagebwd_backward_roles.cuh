@@ -21,7 +21,8 @@ struct SageBwdBackwardRoles {
   static constexpr int DS_AT = STAGES_AT + 2 * STAGE_BYTES;
   static constexpr int DS_BYTES = ROLES_KEYS * TILE * 2, DS_CODES_BYTES = ROLES_KEYS * TILE;
   static constexpr int SLOT_BYTES = DS_BYTES + DS_CODES_BYTES + 1024;
-  static constexpr int SHARED_BYTES = DS_AT + 2 * SLOT_BYTES;
+  static constexpr int LANDING_AT = DS_AT + 2 * SLOT_BYTES;
+  static constexpr int SHARED_BYTES = LANDING_AT + 16;
 
   const params::Backward& p;
   const BackwardBlock& block;
@@ -52,18 +53,34 @@ struct SageBwdBackwardRoles {
   }
   __device__ __forceinline__ void keys_arrived() { transpose_keys<ROLES_KEYS, D, KEYS_THREADS>(memory + KT_AT, memory); }
 
+  __device__ __forceinline__ uint32_t landing(int stage) const { return shared + LANDING_AT + stage * 8; }
+  __device__ __forceinline__ void prepare_landing() const {
+    for (int stage = 0; stage < 2; ++stage) ptx::bulk_init(landing(stage));
+  }
+
+  // Codes and what belongs to them by one thread, dO by all.
   __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread) {
     const Segment& s = block.segment;
     uint32_t at = shared + stage_at(stage);
-    int64_t codes = int64_t(tile.padded) * CODES;
-    copy_tile<TILE, D, GROUP_THREADS>(at, p.codes.q + codes, thread);
-    copy_tile<D, TILE, GROUP_THREADS>(at + CODES, p.q_transposed + codes, thread);
-    copy_tile<D, TILE, GROUP_THREADS>(at + 2 * CODES, p.dout_transposed + codes, thread);
+    if (thread == 0) {
+      int64_t codes = int64_t(tile.padded) * CODES, rows = int64_t(tile.padded) * TILE;
+      uint32_t landing = this->landing(stage);
+      ptx::bulk_expect(landing, 3 * CODES + 2 * TILE * 4 + D * 4);
+      ptx::bulk_copy(at, p.codes.q + codes, CODES, landing);
+      ptx::bulk_copy(at + CODES, p.q_transposed + codes, CODES, landing);
+      ptx::bulk_copy(at + 2 * CODES, p.dout_transposed + codes, CODES, landing);
+      ptx::bulk_copy(at + STATE_AT, p.minus_lse2 + rows, TILE * 4, landing);
+      ptx::bulk_copy(at + STATE_AT + TILE * 4, p.minus_delta + rows, TILE * 4, landing);
+      ptx::bulk_copy(at + DOUT_SCALE_AT, p.dout_scale + int64_t(tile.padded) * D, D * 4, landing);
+      ptx::copy_4(at + Q_SCALE_AT, p.codes.q_scale + tile.padded);
+    }
     Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
     copy_panels<TILE, D, GROUP_THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
-    copy_row_state(at + STATE_AT, p, tile, thread);
-    if (thread < D / 4) ptx::copy_16(at + DOUT_SCALE_AT + thread * 16, p.dout_scale + int64_t(tile.padded) * D + thread * 4, true);
-    if (thread == 0) ptx::copy_4(at + Q_SCALE_AT, p.codes.q_scale + tile.padded);
+  }
+  // Tile number `i` of the walk, whose copies this thread began, has come.
+  __device__ __forceinline__ void wait_for(int i) const {
+    ptx::copy_wait<0>();
+    ptx::bulk_wait(landing(i & 1), i >> 1);
   }
 
   // The product of codes over 32 TIMES of the reduction; its end is to be waited for, the last of a row of them by
@@ -85,7 +102,7 @@ struct SageBwdBackwardRoles {
     const SageBwdBackwardRoles& of;
     int group;
     float k_dequant;
-    float dv[D / 8][4] = {};
+    float dv[D / 8][4] = {}, dk[KEYS_ADD<D> ? D / 8 : 1][4] = {};
     int x[8][4];  // S^T
 
     __device__ __forceinline__ KeysPart(const SageBwdBackwardRoles& numerics, int group)
@@ -147,25 +164,32 @@ struct SageBwdBackwardRoles {
       float ds_dequant[2];
       quantize_scores<false>(s, ds_codes, ds_dequant, share);
       ds_dequant[0] *= q_dequant, ds_dequant[1] *= q_dequant;
-      store_codes(stage, row, lane, ds_codes, ds_dequant);
+      if constexpr (!KEYS_ADD<D>) store_codes(stage, row, lane, ds_codes, ds_dequant);
       done();
       if constexpr (AHEAD) next();
+
+      // The products that follow one another: dV's, then dK's, 32 channels each.
+      constexpr int PRODUCTS = KEYS_ADD<D> ? 2 * CHUNKS : CHUNKS;
 #pragma unroll
-      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        if (chunk + 1 < CHUNKS) {
-          start_values(y[chunk + 1 & 1], codes, at, chunk + 1);
-          if (AHEAD && chunk == 0) ptx::wgmma_wait<2>(y[0]);  // S^T of the next tile is between the two
-          else ptx::wgmma_wait<1>(y[chunk & 1]);
+      for (int i = 0; i < PRODUCTS; ++i) {
+        if (i + 1 < PRODUCTS) {
+          if (i + 1 < CHUNKS) start_values(y[i + 1 & 1], codes, at, i + 1);
+          else multiply_codes<2>(y[i + 1 & 1], ds_codes, ptx::row_descriptor<TILE>(at + CODES + (i + 1 - CHUNKS) * 32 * TILE));
+          if (AHEAD && i == 0) ptx::wgmma_wait<2>(y[0]);  // S^T of the next tile is between the two
+          else ptx::wgmma_wait<1>(y[i & 1]);
         } else {
-          ptx::wgmma_wait<0>(y[chunk & 1]);
+          ptx::wgmma_wait<0>(y[i & 1]);
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          int n = chunk * 4 + i;
+        for (int j = 0; j < 4; ++j) {
+          int n = i % CHUNKS * 4 + j;
           float2 d = *reinterpret_cast<const float2*>(dout_dequant + n * 8 + 2 * (lane & 3));
 #pragma unroll
-          for (int e = 0; e < 4; ++e)
-            dv[n][e] = fmaf(float(y[chunk & 1][i][e]) * dequant[e >> 1], e & 1 ? d.y : d.x, dv[n][e]);
+          for (int e = 0; e < 4; ++e) {
+            float sum = float(y[i & 1][j][e]);
+            if (i < CHUNKS) dv[n][e] = fmaf(sum * dequant[e >> 1], e & 1 ? d.y : d.x, dv[n][e]);
+            else dk[n][e] = fmaf(sum, ds_dequant[e >> 1], dk[n][e]);
+          }
         }
       }
       if constexpr (!AHEAD) next();
@@ -191,7 +215,7 @@ struct SageBwdBackwardRoles {
   struct SumsPart {
     const SageBwdBackwardRoles& of;
     float k_dequant[GROUPS];
-    float dk[GROUPS][D / 8][4] = {};
+    float dk[KEYS_ADD<D> ? 1 : GROUPS][D / 8][4] = {};
 
     __device__ __forceinline__ explicit SumsPart(const SageBwdBackwardRoles& numerics) : of(numerics) {
 #pragma unroll
@@ -199,12 +223,12 @@ struct SageBwdBackwardRoles {
     }
 
     // dK += dS^T Q: 32 channels at a time, the next product under the addition of the last.
-    __device__ __forceinline__ void add_keys(int group, int stage, int slot) {
+    __device__ __forceinline__ void add_keys(int group, int slot) {
       int thread = ptx::opaque(threadIdx.x);
       const float* scales = of.ds_dequant(slot) + group * GROUP_KEYS + thread / 32 % 4 * 16 + thread % 32 / 4;
       float dequant[2] = {scales[0], scales[8]};
       uint64_t codes = ptx::row_descriptor<TILE>(of.ds_codes(slot, group));
-      uint64_t channels = ptx::row_descriptor<TILE>(of.shared + stage_at(stage) + CODES);
+      uint64_t channels = ptx::row_descriptor<TILE>(of.shared + stage_at(slot) + CODES);
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         int y[4][4];
@@ -219,7 +243,7 @@ struct SageBwdBackwardRoles {
           }
       }
     }
-    __device__ __forceinline__ void keys_added() {}
+    __device__ __forceinline__ void added() {}
 
     // dQ += dS K: codes of each group's keys on their own, 32 channels at a time.
     __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {

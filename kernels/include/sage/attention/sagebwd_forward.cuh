@@ -51,19 +51,19 @@ struct SageBwdForward {
   __device__ __forceinline__ void load_queries() {
     // The second tile may not exist; its rows are then read from the first, and never stored.
     const int8_t* codes = p.codes.q + query_tile * TILE_BYTES;
-    copy_tile<TILE, D, THREADS>(shared, codes, threadIdx.x);
-    copy_tile<TILE, D, THREADS>(shared + TILE_BYTES, codes + (query_tiles_left > 1 ? TILE_BYTES : 0),
+    copy_tile<TILE * D, THREADS>(shared, codes, threadIdx.x);
+    copy_tile<TILE * D, THREADS>(shared + TILE_BYTES, codes + (query_tiles_left > 1 ? TILE_BYTES : 0),
                                         threadIdx.x);
   }
 
   // Addresses are worked out anew for each tile: kept, they would cost registers that the products need.
   __device__ __forceinline__ void load_keys(int tile) {
-    copy_tile<TILE, D, THREADS>(k_tile(tile), p.codes.k + int64_t(first_key_tile + tile) * TILE_BYTES,
+    copy_tile<TILE * D, THREADS>(k_tile(tile), p.codes.k + int64_t(first_key_tile + tile) * TILE_BYTES,
                                 ptx::opaque(threadIdx.x));
   }
 
   __device__ __forceinline__ void load_values(int tile) {
-    copy_tile<D, TILE, THREADS>(k_tile(tile) + TILE_BYTES,
+    copy_tile<TILE * D, THREADS>(k_tile(tile) + TILE_BYTES,
                                 p.codes.v_transposed + int64_t(first_key_tile + tile) * TILE_BYTES,
                                 ptx::opaque(threadIdx.x));
   }

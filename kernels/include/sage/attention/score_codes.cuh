@@ -107,7 +107,7 @@ __device__ __forceinline__ void copy_key_tiles(uint32_t shared, const params::Ba
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) {
     bool exists = key_tile_exists(block, part);
-    copy_tile<TILE, D, THREADS>(shared + part * TILE * D,
+    copy_tile<TILE * D, THREADS>(shared + part * TILE * D,
                                 p.codes.k + (first_key_tile(p, block) + (exists ? part : 0)) * (TILE * D), threadIdx.x, exists);
   }
 }

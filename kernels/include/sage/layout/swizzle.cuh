@@ -1,5 +1,5 @@
 // Where a 16-byte chunk of a row lies in shared memory, so that eight rows of one column of chunks lie in different
-// banks: what `ldmatrix` reads at once never collides.
+// banks: what `ldmatrix` reads at once never collides. Codes lie like this in memory too, tile by tile.
 #pragma once
 
 #include <stdint.h>

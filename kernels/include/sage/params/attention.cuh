@@ -45,7 +45,8 @@ struct Shape {
   int32_t padding;
 };
 
-// Codes and scales, in padded tiles of 64 tokens: (head, tile, ...). A tile of codes is [64][D], transposed [D][64].
+// Codes and scales, in padded tiles of 64 tokens: (head, tile, ...). A tile of codes is [64][D], transposed [D][64],
+// swizzled as in shared memory (layout/swizzle.cuh).
 struct Codes {
   int8_t* q;
   int8_t* k;

@@ -34,6 +34,36 @@ __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// From Hopper on one thread copies any number of bytes, a multiple of 16, and a barrier in shared memory (8 bytes) counts
+// them: it is open in phase n, 0 and on, once the bytes expected in that phase have come.
+__device__ __forceinline__ void bulk_init(uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
+#endif
+}
+__device__ __forceinline__ void bulk_expect(uint32_t barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+}
+__device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void bulk_wait(uint32_t barrier, int phase) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{.reg .pred open;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 open, [%0], %1;\n"
+      "@!open bra again;}" ::"r"(barrier),
+      "r"(phase & 1)
+      : "memory");
+#endif
+}
+
 // Four 8 x 8 matrices of 16-bit elements. Lanes 8i .. 8i + 8 give the addresses of the rows of matrix i; r[i] of lane
 // (g, t) is bytes 4t .. 4t + 4 of row g. Eight rows of 16 bytes are as good for 8-bit elements.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {

@@ -42,17 +42,14 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 // What ordinary stores and copies wrote to shared memory can be read by products, once all have come to a barrier.
 __device__ __forceinline__ void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Warpgroups of a block may have different numbers of registers: each asks for its own, a multiple of 8.
-template <int REGISTERS>
-__device__ __forceinline__ void fewer_registers() {
+// Warpgroups of a block of THREADS may have different numbers of registers: each asks for its own, a multiple of 8. All
+// start with the same, what the compiler gives to each thread of such a block.
+template <int REGISTERS, int THREADS>
+__device__ __forceinline__ void set_registers() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-#endif
-}
-template <int REGISTERS>
-__device__ __forceinline__ void more_registers() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+  constexpr int START = 65536 / THREADS / 8 * 8;
+  if constexpr (REGISTERS > START) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+  if constexpr (REGISTERS < START) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
 }
 

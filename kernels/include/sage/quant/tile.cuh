@@ -74,23 +74,29 @@ struct Tile {
   }
 };
 
-// Quantizes a tile with one scale. Codes are [TILE][PITCH] bytes.
-template <int D, int PITCH>
-__device__ __forceinline__ void quantize_tile(const Tile<D>& values, int8_t* codes, float* dequant_scale) {
+// Quantizes a tile with one scale. `at(row, channel)` is where eight codes go.
+template <int D, class At>
+__device__ __forceinline__ void quantize_tile(const Tile<D>& values, float* dequant_scale, At at) {
   Scale scale = scale_of(block_max(values.max_abs_bits()));
   if (threadIdx.x == 0) *dequant_scale = scale.dequant;
 #pragma unroll
   for (int i = 0; i < values.ROWS; ++i)
-    *reinterpret_cast<uint2*>(codes + values.row(i) * PITCH + values.column()) = values.codes(i, scale.quant);
+    *reinterpret_cast<uint2*>(at(values.row(i), values.column())) = values.codes(i, scale.quant);
 }
 
-// Writes a tile of codes in shared memory, row-major with rows of PITCH bytes, transposed and permuted: [D][64].
+// Where codes of a tile lie in memory: [64][D], swizzled as shared memory needs it, so that a tile is copied in one piece.
+template <int D>
+__device__ __forceinline__ int8_t* at_swizzled(int8_t* tile, int row, int channel) {
+  return tile + layout::swizzled<D>(row, channel / 16) + channel % 16;
+}
+
+// Writes a tile of codes in shared memory, row-major with rows of PITCH bytes, transposed and permuted: [D][64], swizzled.
 template <int D, int PITCH>
 __device__ __forceinline__ void store_transposed(const int8_t* tile, int8_t* out) {
   for (int i = threadIdx.x; i < D * (TILE / 16); i += blockDim.x) {
     // Neighbouring threads read neighbouring channels.
     int channel = i % D, group = i / D;
-    *reinterpret_cast<uint4*>(out + channel * TILE + group * 16) =
+    *reinterpret_cast<uint4*>(out + layout::swizzled<TILE>(channel, group)) =
         layout::gather_tokens([&](int token) { return uint8_t(tile[(group * 16 + token) * PITCH + channel]); });
   }
 }
