@@ -153,7 +153,7 @@ fn with_roles(scheme: &Scheme, name: &'static str, d: usize) -> Plan {
         Scheme::SageBwd(_) => {
             let stage = (5 * TILE * d + 2 * TILE * 4 + 4 * d + 4).next_multiple_of(1024);
             let codes_of_ds = rows * TILE + 1024;
-            4 * rows * d + stages * (stage + ds + codes_of_ds + 8)
+            4 * rows * d + stages * (stage + ds + codes_of_ds)
         }
     };
     Plan { name, rows, threads: 384, stages, shared_bytes }

@@ -20,9 +20,9 @@ constexpr int KEYS_THREADS = GROUPS * GROUP_THREADS;
 
 // Barriers; 0 is __syncthreads. Those of a tile exist for each parity of tiles, because one can be ahead by a tile.
 enum Meeting : int {
-  READY = 1,       // a tile has come, and its slot of dS is free: for each group
-  DONE = 5,        // a group's part of dS is in the slot: for each group
-  FREE = 9,        // both groups are done with the tile
+  SLOT = 1,        // for each group: the slot of dS is free
+  DONE = 5,        // for each group: its part of dS is in the slot
+  FREE = 9,        // both groups are done with the tile of queries
   KEYS_CAME = 11,  // among the keys' groups
   ADDERS = 12,     // inside the sums' group
 };
@@ -39,14 +39,30 @@ __device__ __forceinline__ int hiding_tiles(const Segment& segment, int first_ke
 template <int D>
 constexpr bool KEYS_ADD = D == 64;
 
+// Tiles of queries on their way: each of the two stages has a barrier in shared memory that opens when its tile has come.
+struct Landing {
+  uint32_t barriers;
+
+  // By one thread. `bulk`: whether one thread also announces bulk copies.
+  __device__ __forceinline__ void prepare(bool bulk) const {
+    for (int stage = 0; stage < 2; ++stage) ptx::landing_init(at(stage), GROUP_THREADS + bulk);
+  }
+  __device__ __forceinline__ uint32_t at(int stage) const { return barriers + stage * 8; }
+  // Waits for tile number `i` of the walk, for products and others.
+  __device__ __forceinline__ void wait(int i) const {
+    ptx::landing_wait(at(i & 1), i >> 1);
+    ptx::wgmma_publish();
+  }
+};
+
 // Numerics is the block's shared memory, and has: Type, D, SHARED_BYTES; load_keys() and keys_arrived(), by the keys'
-// groups; prepare_landing(), by one thread, load(tile, stage, thread), asynchronous, and wait_for(number), by the sums'
-// group; and what each part keeps in its registers:
-//   KeysPart: start(stage), S^T of a tile that has come; scores(tile's number, stage, hides, done, next), from there to
-//     dS^T in the slot, then done(); next() as soon as registers allow it, which starts the next tile; and dV and perhaps
-//     dK; end() at the end; dv, perhaps dk.
-//   SumsPart: add_keys(group, slot), dK of a group's keys, where keys' groups do not add it, and added(), when the tile's
-//     memory is no longer read; add_dq(padded tile, slot, sums); perhaps dk of each group.
+// groups; load(tile, stage, thread, landing), asynchronous, by the sums' group, with bulk copies if BULK; and what each
+// part keeps in its registers:
+//   KeysPart: start(stage), S^T of a tile that has come; scores(tile's number, stage, hides, slot, done, next), from there
+//     to dS^T, in its slot after slot(), then done(); next() as soon as registers allow it, which starts the next tile;
+//     and dV and perhaps dK; end() at the end; dv, perhaps dk.
+//   SumsPart: add_keys(group, slot), dK of a group's keys where keys' groups do not add it, and what dQ needs of them;
+//     added(), when the tile's memory is no longer read; add_dq(padded tile, slot, sums); end() at the end; perhaps dk of each group.
 template <class Numerics>
 __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   using T = typename Numerics::Type;
@@ -56,7 +72,10 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   __shared__ BackwardBlock block;
   int index = backward_index(p);
   __shared__ int hides_until[GROUPS];
+  __shared__ uint64_t landing_barriers[2];
+  Landing landing{ptx::shared_address(landing_barriers)};
   if (threadIdx.x == 0) {
+    landing.prepare(Numerics::BULK);
     block = BackwardBlock(shape, index, ROLES_KEYS);
     for (int g = 0; g < GROUPS; ++g) hides_until[g] = hiding_tiles(block.segment, block.first_key + g * GROUP_KEYS);
   }
@@ -65,7 +84,6 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   int first_tile, iterations = count_tiles(shape, block, first_tile);
   QueryTile tile(shape, block, first_tile);
   Numerics numerics(p, block, shared);
-  if (threadIdx.x == KEYS_THREADS) numerics.prepare_landing();
   // What the compiler knows to be the same for a whole warp needs no registers.
   int group = __shfl_sync(~0u, threadIdx.x / GROUP_THREADS, 0);
   int warp_key = block.first_key + threadIdx.x / 32 % 4 * 16;
@@ -76,44 +94,39 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
     QueryTile next = tile;  // to be fetched
     auto fetch = [&](int number) {
       // Opaque: addresses are worked out anew for each tile. Kept, they would cost registers that the products need.
-      if (number < iterations) numerics.load(next, number & 1, ptx::opaque(threadIdx.x) - KEYS_THREADS);
-      ptx::copy_commit();
+      if (number < iterations)
+        numerics.load(next, number & 1, ptx::opaque(threadIdx.x) - KEYS_THREADS, landing.at(number & 1));
       next.advance(shape, block, first_tile);
     };
-    fetch(0);
+    auto free_slot = [&](int number) {
+      if (number < iterations)
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) ptx::arrive(meeting(SLOT, number, g), 2 * GROUP_THREADS);
+    };
+    fetch(0), fetch(1);
+    free_slot(0), free_slot(1);
     typename Numerics::SumsPart part(numerics);
     __syncthreads();  // the keys
-    int past = 0;
-    for (int i = 0; i <= iterations; ++i) {
-      if (i < iterations) {
-        numerics.wait_for(i);
-        ptx::wgmma_publish();
+    for (int i = 0; i < iterations; ++i) {
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) ptx::arrive(meeting(READY, i, g), 2 * GROUP_THREADS);
+      for (int g = 0; g < GROUPS; ++g) {
+        ptx::barrier(meeting(DONE, i, g), 2 * GROUP_THREADS);
+        part.add_keys(g, i & 1);
       }
-      int buffer = i - 1 & 1;
-      if (i > 0) {
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-          ptx::barrier(meeting(DONE, i - 1, g), 2 * GROUP_THREADS);
-          if constexpr (!KEYS_ADD<Numerics::D>) part.add_keys(g, buffer);
-        }
-        if constexpr (!KEYS_ADD<Numerics::D>) part.added();
-        ptx::barrier(meeting(FREE, i - 1), ROLES_THREADS);
-      }
-      fetch(i + 1);
-      if (i > 0) {
-        sums.wait(past);
-        part.add_dq(past, buffer, sums);
-        sums.pass_on(past);
-      }
-      past = tile.padded;
+      part.added();
+      ptx::barrier(meeting(FREE, i), ROLES_THREADS);
+      fetch(i + 2);
+      sums.wait(tile.padded);
+      part.add_dq(tile.padded, i & 1, sums);
+      sums.pass_on(tile.padded);
+      free_slot(i + 2);
       tile.advance(shape, block, first_tile);
     }
+    part.end();
     if constexpr (!KEYS_ADD<Numerics::D>)
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g)
-      store_gradient<T>(p.dk, p, block, warp_key + g * GROUP_KEYS, part.dk[g], shape.softmax_scale);
+        store_gradient<T>(p.dk, p, block, warp_key + g * GROUP_KEYS, part.dk[g], shape.softmax_scale);
   } else {
     ptx::set_registers<KEYS_ADD<Numerics::D> ? 192 : 160, ROLES_THREADS>();
     numerics.load_keys();
@@ -124,20 +137,21 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
     ptx::wgmma_publish();
     __syncthreads();
     typename Numerics::KeysPart part(numerics, group);
-    if (iterations > 0) ptx::barrier(meeting(READY, 0, group), 2 * GROUP_THREADS);
+    if (iterations > 0) landing.wait(0);
     part.start(0);
     int number = first_tile;  // of the tile, inside the segment
     for (int i = 0; i < iterations; ++i) {
+      auto slot = [&] { ptx::barrier(meeting(SLOT, i, group), 2 * GROUP_THREADS); };
       auto done = [&] {
         ptx::wgmma_publish();
         ptx::arrive(meeting(DONE, i, group), 2 * GROUP_THREADS);
       };
       auto next = [&] {
         // After the last tile too, on what lies there: products that are only sometimes under way cannot overlap.
-        if (i + 1 < iterations) ptx::barrier(meeting(READY, i + 1, group), 2 * GROUP_THREADS);
+        if (i + 1 < iterations) landing.wait(i + 1);
         part.start(i + 1 & 1);
       };
-      part.scores(number, i & 1, number < hides_until[group], done, next);
+      part.scores(number, i & 1, number < hides_until[group], slot, done, next);
       ptx::arrive(meeting(FREE, i), ROLES_THREADS);
       if (++number == block.segment.query_tiles()) number = first_tile;
     }

@@ -9,6 +9,7 @@ namespace sage::attention {
 template <class T, int HEAD_DIM>
 struct FullPrecisionBackwardRoles {
   using Type = T;
+  static constexpr bool BULK = false;
   static constexpr int D = HEAD_DIM;
   static constexpr int PANELS = D / 64;
   // Shared memory: K, V; stages of Q, dO, log-sum-exp, delta; slots of dS^T.
@@ -42,7 +43,7 @@ struct FullPrecisionBackwardRoles {
   }
   __device__ __forceinline__ void keys_arrived() {}
 
-  __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread) {
+  __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread, uint32_t landing) {
     const Segment& s = block.segment;
     uint32_t at = shared + stage_at(stage);
     Rows<T> q(p.q, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
@@ -50,9 +51,8 @@ struct FullPrecisionBackwardRoles {
     copy_panels<TILE, D, GROUP_THREADS>(at, q, tile.tile * TILE, thread);
     copy_panels<TILE, D, GROUP_THREADS>(at + Q_BYTES, dout, tile.tile * TILE, thread);
     copy_row_state(at + STATE_AT, p, tile, thread);
+    ptx::landing_copies(landing, q.vector && dout.vector);
   }
-  __device__ __forceinline__ void prepare_landing() const {}
-  __device__ __forceinline__ void wait_for(int) const { ptx::copy_wait<0>(); }
 
   struct KeysPart {
     const FullPrecisionBackwardRoles& of;
@@ -75,8 +75,8 @@ struct FullPrecisionBackwardRoles {
       if constexpr (AHEAD) ptx::wgmma_wait<0>(s);
     }
 
-    template <class Done, class Next>
-    __device__ __forceinline__ void scores(int tile, int stage, bool hides, Done done, Next next) {
+    template <class Slot, class Done, class Next>
+    __device__ __forceinline__ void scores(int tile, int stage, bool hides, Slot slot, Done done, Next next) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, row = thread / 32 % 4 * 16;
       uint32_t at = of.shared + stage_at(stage), ds_rows = of.ds_rows(stage, group) + row * TILE * 2;
       const float* minus_lse2 = reinterpret_cast<const float*>(of.memory + stage_at(stage) + STATE_AT);
@@ -106,6 +106,7 @@ struct FullPrecisionBackwardRoles {
       add(dv, probabilities, at + Q_BYTES);
       uint32_t ds[4][4];
       pack_scores<T>(ds, s);
+      slot();
       store_packed(ds_rows, ds, lane);
       done();
       // dK += dS^T Q
@@ -143,6 +144,7 @@ struct FullPrecisionBackwardRoles {
 
     // dK += dS^T Q
     __device__ __forceinline__ void add_keys(int group, int slot) {
+      if constexpr (KEYS_ADD<D>) return;
       ptx::hold(dk[group]);
       ptx::wgmma_fence();
 #pragma unroll
@@ -155,9 +157,12 @@ struct FullPrecisionBackwardRoles {
       ptx::wgmma_commit();
     }
     __device__ __forceinline__ void added() {
+      if constexpr (KEYS_ADD<D>) return;
       ptx::wgmma_wait<0>(dk[0]);
       ptx::hold(dk[1]);
     }
+
+    __device__ __forceinline__ void end() {}
 
     // dQ += dS K
     __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {

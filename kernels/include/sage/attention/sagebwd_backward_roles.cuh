@@ -9,8 +9,10 @@ namespace sage::attention {
 template <class T, int HEAD_DIM>
 struct SageBwdBackwardRoles {
   using Type = T;
+  static constexpr bool BULK = true;
   static constexpr int D = HEAD_DIM;
-  static constexpr int CHUNKS = D / 32;  // of channels: so many products follow one another
+  // Channels go through a product a chunk at a time: as many as registers allow.
+  static constexpr int CHUNK = KEYS_ADD<D> ? 64 : 32, CHUNKS = D / CHUNK;
   // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO and Q; slots of dS^T, of its codes
   // and of their scales.
   static constexpr int CODES = TILE * D;
@@ -21,8 +23,7 @@ struct SageBwdBackwardRoles {
   static constexpr int DS_AT = STAGES_AT + 2 * STAGE_BYTES;
   static constexpr int DS_BYTES = ROLES_KEYS * TILE * 2, DS_CODES_BYTES = ROLES_KEYS * TILE;
   static constexpr int SLOT_BYTES = DS_BYTES + DS_CODES_BYTES + 1024;
-  static constexpr int LANDING_AT = DS_AT + 2 * SLOT_BYTES;
-  static constexpr int SHARED_BYTES = LANDING_AT + 16;
+  static constexpr int SHARED_BYTES = DS_AT + 2 * SLOT_BYTES;
 
   const params::Backward& p;
   const BackwardBlock& block;
@@ -53,19 +54,13 @@ struct SageBwdBackwardRoles {
   }
   __device__ __forceinline__ void keys_arrived() { transpose_keys<ROLES_KEYS, D, KEYS_THREADS>(memory + KT_AT, memory); }
 
-  __device__ __forceinline__ uint32_t landing(int stage) const { return shared + LANDING_AT + stage * 8; }
-  __device__ __forceinline__ void prepare_landing() const {
-    for (int stage = 0; stage < 2; ++stage) ptx::bulk_init(landing(stage));
-  }
-
   // Codes and what belongs to them by one thread, dO by all.
-  __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread) {
+  __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread, uint32_t landing) {
     const Segment& s = block.segment;
     uint32_t at = shared + stage_at(stage);
     if (thread == 0) {
       int64_t codes = int64_t(tile.padded) * CODES, rows = int64_t(tile.padded) * TILE;
-      uint32_t landing = this->landing(stage);
-      ptx::bulk_expect(landing, 3 * CODES + 2 * TILE * 4 + D * 4);
+      ptx::landing_expect(landing, 3 * CODES + 2 * TILE * 4 + D * 4);
       ptx::bulk_copy(at, p.codes.q + codes, CODES, landing);
       ptx::bulk_copy(at + CODES, p.q_transposed + codes, CODES, landing);
       ptx::bulk_copy(at + 2 * CODES, p.dout_transposed + codes, CODES, landing);
@@ -76,13 +71,8 @@ struct SageBwdBackwardRoles {
     }
     Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
     copy_panels<TILE, D, GROUP_THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
+    ptx::landing_copies(landing, dout.vector);
   }
-  // Tile number `i` of the walk, whose copies this thread began, has come.
-  __device__ __forceinline__ void wait_for(int i) const {
-    ptx::copy_wait<0>();
-    ptx::bulk_wait(landing(i & 1), i >> 1);
-  }
-
   // The product of codes over 32 TIMES of the reduction; its end is to be waited for, the last of a row of them by
   // `commit`. Sums are plain integers: here their conversion costs what starting from MAGIC would (quant/codes.cuh), for
   // accumulators under way cannot share the registers that hold it.
@@ -122,8 +112,8 @@ struct SageBwdBackwardRoles {
       if constexpr (AHEAD) ptx::wgmma_wait<0>(x);
     }
 
-    template <class Done, class Next>
-    __device__ __forceinline__ void scores(int tile, int stage, bool hides, Done done, Next next) {
+    template <class Slot, class Done, class Next>
+    __device__ __forceinline__ void scores(int tile, int stage, bool hides, Slot slot, Done done, Next next) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, row = thread / 32 % 4 * 16;
       uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(stage, group) + row * TILE * 2;
       const float* minus_lse2 = reinterpret_cast<const float*>(of.memory + stage_at(stage) + STATE_AT);
@@ -151,13 +141,14 @@ struct SageBwdBackwardRoles {
       quantize_scores<true>(s, codes, dequant, share);
 
       // dS = P o (dP - D)
-      int y[2][4][4];  // products under way, for 32 of the channels each
+      int y[2][CHUNK / 8][4];  // products under way, for a chunk each
       start_values(y[0], codes, at, 0);
       ptx::wgmma_wait<1>(dp);
 #pragma unroll
       for (int n = 0; n < 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
+      slot();
       // bf16 also for f16 inputs: real dS is about 1e-7, which f16 cannot hold.
       store_scores<__nv_bfloat16>(ds, s, lane);
       ScoreCodes ds_codes;
@@ -168,21 +159,21 @@ struct SageBwdBackwardRoles {
       done();
       if constexpr (AHEAD) next();
 
-      // The products that follow one another: dV's, then dK's, 32 channels each.
+      // The products that follow one another: dV's, then dK's.
       constexpr int PRODUCTS = KEYS_ADD<D> ? 2 * CHUNKS : CHUNKS;
 #pragma unroll
       for (int i = 0; i < PRODUCTS; ++i) {
         if (i + 1 < PRODUCTS) {
           if (i + 1 < CHUNKS) start_values(y[i + 1 & 1], codes, at, i + 1);
-          else multiply_codes<2>(y[i + 1 & 1], ds_codes, ptx::row_descriptor<TILE>(at + CODES + (i + 1 - CHUNKS) * 32 * TILE));
+          else multiply_codes<2>(y[i + 1 & 1], ds_codes, ptx::row_descriptor<TILE>(at + CODES + (i + 1 - CHUNKS) * CHUNK * TILE));
           if (AHEAD && i == 0) ptx::wgmma_wait<2>(y[0]);  // S^T of the next tile is between the two
           else ptx::wgmma_wait<1>(y[i & 1]);
         } else {
           ptx::wgmma_wait<0>(y[i & 1]);
         }
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          int n = i % CHUNKS * 4 + j;
+        for (int j = 0; j < CHUNK / 8; ++j) {
+          int n = i % CHUNKS * (CHUNK / 8) + j;
           float2 d = *reinterpret_cast<const float2*>(dout_dequant + n * 8 + 2 * (lane & 3));
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
@@ -196,9 +187,9 @@ struct SageBwdBackwardRoles {
     }
 
    private:
-    // P^T dO for 32 of the channels.
-    static __device__ __forceinline__ void start_values(int (&y)[4][4], const ScoreCodes& codes, uint32_t stage, int chunk) {
-      multiply_codes<2>(y, codes, ptx::row_descriptor<TILE>(stage + 2 * CODES + chunk * 32 * TILE));
+    // P^T dO for a chunk of the channels.
+    static __device__ __forceinline__ void start_values(int (&y)[CHUNK / 8][4], const ScoreCodes& codes, uint32_t stage, int chunk) {
+      multiply_codes<2>(y, codes, ptx::row_descriptor<TILE>(stage + 2 * CODES + chunk * CHUNK * TILE));
     }
 
     __device__ __forceinline__ void store_codes(int slot, int row, int lane, const ScoreCodes& words, const float (&dequant)[2]) {
@@ -215,6 +206,8 @@ struct SageBwdBackwardRoles {
   struct SumsPart {
     const SageBwdBackwardRoles& of;
     float k_dequant[GROUPS];
+    ScoreCodes codes[GROUPS];  // of dS, for dQ
+    float2 dequant[GROUPS];    // of queries g and g + 8
     float dk[KEYS_ADD<D> ? 1 : GROUPS][D / 8][4] = {};
 
     __device__ __forceinline__ explicit SumsPart(const SageBwdBackwardRoles& numerics) : of(numerics) {
@@ -222,55 +215,55 @@ struct SageBwdBackwardRoles {
       for (int g = 0; g < GROUPS; ++g) k_dequant[g] = k_dequant_of(numerics.p, numerics.block, g);
     }
 
-    // dK += dS^T Q: 32 channels at a time, the next product under the addition of the last.
+    // A group's dS as the codes that dQ needs; and dK += dS^T Q, the first chunk under way meanwhile.
     __device__ __forceinline__ void add_keys(int group, int slot) {
-      int thread = ptx::opaque(threadIdx.x);
-      const float* scales = of.ds_dequant(slot) + group * GROUP_KEYS + thread / 32 % 4 * 16 + thread % 32 / 4;
-      float dequant[2] = {scales[0], scales[8]};
-      uint64_t codes = ptx::row_descriptor<TILE>(of.ds_codes(slot, group));
-      uint64_t channels = ptx::row_descriptor<TILE>(of.shared + stage_at(slot) + CODES);
+      int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
+      int y[CHUNK / 8][4];
+      auto multiply = [&](int chunk) {
+        multiply_codes<2>(y, ptx::row_descriptor<TILE>(of.ds_codes(slot, group)),
+                          ptx::row_descriptor<TILE>(of.shared + stage_at(slot) + CODES + chunk * CHUNK * TILE));
+      };
+      if constexpr (!KEYS_ADD<D>) multiply(0);
+      quantize_queries(codes[group], dequant[group], k_dequant[group], of.ds_rows(slot, group), strip, lane, [](float(&)[2]) {});
+      if constexpr (!KEYS_ADD<D>) {
+        const float* scales = of.ds_dequant(slot) + group * GROUP_KEYS + strip * 16 + lane / 4;
+        float of_keys[2] = {scales[0], scales[8]};
 #pragma unroll
-      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        int y[4][4];
-        multiply_codes<2>(y, codes, channels + chunk * (32 * TILE / 16));
-        ptx::wgmma_wait<0>(y);
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+          if (chunk > 0) multiply(chunk);
+          ptx::wgmma_wait<0>(y);
 #pragma unroll
-        for (int n = 0; n < 4; ++n)
+          for (int n = 0; n < CHUNK / 8; ++n)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            float& sum = dk[group][chunk * 4 + n][e];
-            sum = fmaf(float(y[n][e]), dequant[e >> 1], sum);
-          }
+            for (int e = 0; e < 4; ++e) {
+              float& sum = dk[group][chunk * (CHUNK / 8) + n][e];
+              sum = fmaf(float(y[n][e]), of_keys[e >> 1], sum);
+            }
+        }
       }
     }
     __device__ __forceinline__ void added() {}
+    __device__ __forceinline__ void end() {}
 
-    // dQ += dS K: codes of each group's keys on their own, 32 channels at a time.
+    // dQ += dS K: codes of each group's keys on their own.
     __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
-      ScoreCodes codes[GROUPS];
-      float2 dequant[GROUPS];  // of queries g and g + 8
-#pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
-        quantize_queries(codes[g], dequant[g], k_dequant[g], of.ds_rows(slot, g), strip, lane, [](float(&)[2]) {});
-        ptx::hold(codes[g]);  // one after the other: both at once would take more registers
-      }
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        int y[GROUPS][4][4];
-        uint64_t channels = ptx::row_descriptor<ROLES_KEYS>(of.shared + KT_AT + chunk * 32 * ROLES_KEYS);
+        int y[GROUPS][CHUNK / 8][4];
+        uint64_t channels = ptx::row_descriptor<ROLES_KEYS>(of.shared + KT_AT + chunk * CHUNK * ROLES_KEYS);
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) multiply_codes<2>(y[g], codes[g], channels + 4 * g);
         ptx::wgmma_wait<0>(y[0]);
         ptx::hold(y[1]);
-        float dq[4][4];
+        float dq[CHUNK / 8][4];
 #pragma unroll
-        for (int n = 0; n < 4; ++n)
+        for (int n = 0; n < CHUNK / 8; ++n)
 #pragma unroll
           for (int e = 0; e < 4; ++e)
             dq[n][e] = fmaf(float(y[0][n][e]), e < 2 ? dequant[0].x : dequant[0].y,
                             float(y[1][n][e]) * (e < 2 ? dequant[1].x : dequant[1].y));
-        sums.template add<D>(padded_tile, strip, chunk * 4, lane, dq);
+        sums.template add<D>(padded_tile, strip, chunk * (CHUNK / 8), lane, dq);
       }
     }
   };

@@ -34,18 +34,21 @@ __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// From Hopper on one thread copies any number of bytes, a multiple of 16, and a barrier in shared memory (8 bytes) counts
-// them: it is open in phase n, 0 and on, once the bytes expected in that phase have come.
-__device__ __forceinline__ void bulk_init(uint32_t barrier) {
+// From Hopper on, a barrier in shared memory (8 bytes) that counts what is on its way: phase n, 0 and on, ends when all of
+// `arrivals` have arrived and the bytes that they announced have come.
+__device__ __forceinline__ void landing_init(uint32_t barrier, int arrivals) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1; fence.mbarrier_init.release.cluster;" ::"r"(barrier), "r"(arrivals)
+               : "memory");
 #endif
 }
-__device__ __forceinline__ void bulk_expect(uint32_t barrier, int bytes) {
+// Arrives, and announces bytes that bulk copies bring.
+__device__ __forceinline__ void landing_expect(uint32_t barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 #endif
 }
+// One thread copies any number of bytes, a multiple of 16.
 __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
@@ -53,7 +56,18 @@ __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, i
                : "memory");
 #endif
 }
-__device__ __forceinline__ void bulk_wait(uint32_t barrier, int phase) {
+// Arrives when this thread's copies so far have come. Where there were ordinary stores among them, waits for that.
+__device__ __forceinline__ void landing_copies(uint32_t barrier, bool asynchronous) {
+#if __CUDA_ARCH__ >= 900
+  if (asynchronous) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+  } else {
+    asm volatile("cp.async.wait_all; fence.proxy.async.shared::cta; mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier)
+                 : "memory");
+  }
+#endif
+}
+__device__ __forceinline__ void landing_wait(uint32_t barrier, int phase) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "{.reg .pred open;\n"
