@@ -97,6 +97,9 @@ pub(super) fn forward(scheme: &Scheme, d: usize, architecture: Architecture) -> 
         Scheme::SageBwd(settings) if settings.smoothing == Smoothing::Qk => ("sagebwd_qk", d, 2 * TILE * 4),
         Scheme::SageBwd(_) => ("sagebwd", d, 0),
     };
+    if architecture.has_roles() && mean == 0 {
+        return forward_with_roles(name, d, tile);
+    }
     let threads = 128;
     // Two values for each of four rows a thread, where registers are short and there is room.
     let state_is_shared = match scheme {
@@ -107,6 +110,16 @@ pub(super) fn forward(scheme: &Scheme, d: usize, architecture: Architecture) -> 
     // Queries; two stages of a tile of K and one of V.
     let shared_bytes = rows * tile + 4 * TILE * tile + state + mean;
     Plan { name, rows, threads: threads as u32, stages: 2, shared_bytes }
+}
+
+/// The forward of `kernels/include/sage/attention/forward_roles.cuh`: warpgroups with 64 queries each, of `row` bytes, and
+/// one that fetches.
+fn forward_with_roles(name: &'static str, d: usize, row: usize) -> Plan {
+    let (groups, stages) = if d == 64 { (3, 4) } else { (2, 3) };
+    let rows = groups * 64;
+    let scales = if row == d { stages * 8 } else { 0 };
+    let shared_bytes = rows * row + stages * 2 * TILE * row + scales;
+    Plan { name, rows, threads: (groups as u32 + 1) * 128, stages, shared_bytes }
 }
 
 /// The backward of `kernels/include/sage/attention/backward.cuh`: the largest plan that fits.
@@ -203,13 +216,16 @@ mod tests {
     }
 
     #[test]
-    fn hopper_has_a_third_warpgroup() {
+    fn hopper_has_warpgroups_with_parts() {
         let [full, sage, general] = <[Scheme; 3]>::try_from(schemes()).expect("three");
         let threads = |scheme, d, arch| backward(scheme, d, Architecture(arch)).threads;
         for d in [64, 128] {
             assert_eq!((threads(&full, d, 90), threads(&sage, d, 90)), (384, 384), "{d}");
             for (scheme, arch) in [(&general, 90), (&full, 80), (&sage, 80), (&sage, 100)] {
                 assert_eq!(threads(scheme, d, arch), 256, "{scheme} {d} {arch}");
+            }
+            for (arch, rows) in [(80, 128), (90, if d == 64 { 192 } else { 128 }), (120, 128)] {
+                assert_eq!(forward(&sage, d, Architecture(arch)).rows, rows, "{d} {arch}");
             }
         }
     }

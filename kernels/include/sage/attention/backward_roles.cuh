@@ -7,7 +7,7 @@
 
 #include <limits.h>
 #include <sage/attention/backward.cuh>
-#include <sage/ptx/wgmma.cuh>
+#include <sage/attention/panels.cuh>
 
 namespace sage::attention {
 
@@ -15,7 +15,6 @@ constexpr int ROLES_THREADS = 384;
 constexpr int ROLES_KEYS = 128;   // of a block
 constexpr int GROUP_KEYS = 64;    // of a keys' group
 constexpr int GROUPS = ROLES_KEYS / GROUP_KEYS;
-constexpr int GROUP_THREADS = 128;
 constexpr int KEYS_THREADS = GROUPS * GROUP_THREADS;
 
 // Barriers; 0 is __syncthreads. Those of a tile exist for each parity of tiles, because one can be ahead by a tile.
@@ -160,37 +159,6 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
     if constexpr (KEYS_ADD<Numerics::D>)
       store_gradient<T>(p.dk, p, block, warp_key + group * GROUP_KEYS, part.dk, shape.softmax_scale);
   }
-}
-
-// A tile of queries or the block's keys, ROWS rows of D channels in 16 bit, as products read them: panels of 64
-// channels, what one swizzled line holds.
-template <int ROWS, int D, int THREADS, class T>
-__device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first, int thread) {
-#pragma unroll
-  for (int panel = 0; panel < D / 64; ++panel) {
-    copy_rows<ROWS, 64, THREADS>(to + panel * ROWS * 128, rows, first, thread);
-    rows.skip_channels(64);
-  }
-}
-
-// out += A B^T for a group's 64 keys and 64 queries, both in panels: `a` starts at the group's rows. Its end is to be
-// waited for.
-template <class T, int D, bool ADD>
-__device__ __forceinline__ void start_16(Scores& out, uint32_t a, uint32_t b) {
-  if constexpr (ADD) ptx::hold(out);
-  else ptx::forget(out);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int panel = 0; panel < D / 64; ++panel) {
-    uint64_t a_rows = ptx::row_descriptor<128>(a + panel * ROLES_KEYS * 128);
-    uint64_t b_rows = ptx::row_descriptor<128>(b + panel * TILE * 128);
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      if (ADD || panel > 0 || step > 0) ptx::wgmma_16<T>(out, a_rows + 2 * step, b_rows + 2 * step);
-      else ptx::wgmma_16<T, false>(out, a_rows, b_rows);
-    }
-  }
-  ptx::wgmma_commit();
 }
 
 }  // namespace sage::attention

@@ -21,11 +21,11 @@ struct ForwardBlock {
   Segment segment;
 
   ForwardBlock() = default;
-  __device__ __forceinline__ ForwardBlock(const params::Shape& shape, int index) {
-    int blocks = (shape.query_len + FORWARD_QUERIES - 1) / FORWARD_QUERIES;
+  __device__ __forceinline__ ForwardBlock(const params::Shape& shape, int index, int queries) {
+    int blocks = (shape.query_len + queries - 1) / queries;
     Place place(shape, index, shape.query_heads, blocks);
     head = place.head, segment_index = place.segment;
-    first = (blocks - 1 - place.tile) * FORWARD_QUERIES;
+    first = (blocks - 1 - place.tile) * queries;
     segment = Segment(shape, segment_index);
   }
 
@@ -65,10 +65,9 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
 template <class Numerics>
 __device__ __forceinline__ void forward(const params::Forward& p) {
   using T = typename Numerics::Type;
-  constexpr int D = Numerics::D;
   extern __shared__ __align__(1024) unsigned char shared[];
   __shared__ ForwardBlock block;
-  if (threadIdx.x == 0) block = ForwardBlock(p.shape, blockIdx.x);
+  if (threadIdx.x == 0) block = ForwardBlock(p.shape, blockIdx.x, FORWARD_QUERIES);
   __syncthreads();
   const Segment& segment = block.segment;
   if (block.first >= segment.query_len) return;

@@ -69,7 +69,7 @@ struct FullPrecisionBackwardRoles {
       if constexpr (AHEAD) multiply(stage);
     }
     __device__ __forceinline__ void multiply(int stage) {
-      start_16<T, D, false>(s, of.shared + group * GROUP_KEYS * 128, of.shared + stage_at(stage));
+      multiply_rows<T, D, ROLES_KEYS, false>(s, of.shared + group * GROUP_KEYS * 128, of.shared + stage_at(stage));
     }
     __device__ __forceinline__ void end() {
       if constexpr (AHEAD) ptx::wgmma_wait<0>(s);
@@ -83,7 +83,7 @@ struct FullPrecisionBackwardRoles {
       if constexpr (!AHEAD) multiply(stage);
       Scores dp;
       set_columns(dp, minus_lse2 + TILE, lane);
-      start_16<T, D, true>(dp, of.shared + K_BYTES + group * GROUP_KEYS * 128, at + Q_BYTES);
+      multiply_rows<T, D, ROLES_KEYS, true>(dp, of.shared + K_BYTES + group * GROUP_KEYS * 128, at + Q_BYTES);
       ptx::wgmma_wait<1>(s);
       float scale = of.p.shape.softmax_scale * ptx::LOG2_E;
 #pragma unroll
@@ -103,14 +103,14 @@ struct FullPrecisionBackwardRoles {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
       // dV += P^T dO
-      add(dv, probabilities, at + Q_BYTES);
+      add_product<T, D>(dv, probabilities, at + Q_BYTES);
       uint32_t ds[4][4];
       pack_scores<T>(ds, s);
       slot();
       store_packed(ds_rows, ds, lane);
       done();
       // dK += dS^T Q
-      if constexpr (KEYS_ADD<D>) add(dk, ds, at);
+      if constexpr (KEYS_ADD<D>) add_product<T, D>(dk, ds, at);
       if constexpr (AHEAD) {
         next();
         ptx::wgmma_wait<1>(dv);
@@ -119,20 +119,6 @@ struct FullPrecisionBackwardRoles {
         ptx::wgmma_wait<0>(dv);
         next();
       }
-    }
-
-   private:
-    // out += X B: X in registers, B a tile of queries in panels.
-    static __device__ __forceinline__ void add(float (&out)[D / 8][4], const uint32_t (&x)[4][4], uint32_t b) {
-      ptx::hold(out);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int panel = 0; panel < PANELS; ++panel)
-#pragma unroll
-        for (int step = 0; step < 4; ++step)
-          ptx::wgmma_16<T>(ptx::part<8>(out, panel * 8), x[step],
-                           ptx::column_descriptor(b + panel * TILE * 128) + step * ptx::COLUMN_STEP);
-      ptx::wgmma_commit();
     }
   };
 

@@ -73,21 +73,6 @@ struct SageBwdBackwardRoles {
     copy_panels<TILE, D, GROUP_THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
     ptx::landing_copies(landing, dout.vector);
   }
-  // The product of codes over 32 TIMES of the reduction; its end is to be waited for, the last of a row of them by
-  // `commit`. Sums are plain integers: here their conversion costs what starting from MAGIC would (quant/codes.cuh), for
-  // accumulators under way cannot share the registers that hold it.
-  template <int TIMES, int N, class A>
-  static __device__ __forceinline__ void multiply_codes(int (&y)[N][4], const A& a, uint64_t b) {
-    ptx::forget(y);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < TIMES; ++step) {
-      if constexpr (std::is_same_v<A, uint64_t>) ptx::wgmma_s8(y, a + 2 * step, b + 2 * step, step > 0);
-      else ptx::wgmma_s8(y, a[step], b + 2 * step, step > 0);
-    }
-    ptx::wgmma_commit();
-  }
-
   struct KeysPart {
     const SageBwdBackwardRoles& of;
     int group;
@@ -125,7 +110,7 @@ struct SageBwdBackwardRoles {
       if constexpr (!AHEAD) multiply(stage);
       Scores s, dp;
       set_columns(dp, minus_lse2 + TILE, lane);
-      start_16<T, D, true>(dp, of.shared + V_AT + group * GROUP_KEYS * 128, at + DOUT_AT);
+      multiply_rows<T, D, ROLES_KEYS, true>(dp, of.shared + V_AT + group * GROUP_KEYS * 128, at + DOUT_AT);
       ptx::wgmma_wait<1>(x);
       float factor = q_dequant * k_dequant * (of.p.shape.softmax_scale * ptx::LOG2_E);
 #pragma unroll

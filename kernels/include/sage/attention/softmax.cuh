@@ -86,22 +86,33 @@ struct Softmax {
 
   // Lets the reference catch up with the maxima of the next columns.
   __device__ __forceinline__ void follow(const float (&row_max)[2 * M]) {
+    float decay[2 * M];
+    if (__builtin_expect(catch_up(row_max, decay), false)) rescale(decay);
+  }
+
+  // The same in two steps, for an accumulator under way: whether it is to be rescaled, and that.
+  __device__ __forceinline__ bool catch_up(const float (&row_max)[2 * M], float (&decay)[2 * M]) {
     bool behind = false;
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) behind |= row_max[r] > reference[r] + SLACK;
-    if (__builtin_expect(!__any_sync(~0u, behind), true)) return;
+    if (__builtin_expect(!__any_sync(~0u, behind), true)) return false;
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
       float next = fmaxf(reference[r], row_max[r]);
-      float decay = ptx::exp2(reference[r] - (next == -CUDART_INF_F ? 0.0f : next));
+      decay[r] = ptx::exp2(reference[r] - (next == -CUDART_INF_F ? 0.0f : next));
       reference[r] = next;
-      state(State::SUM, r) *= decay;
-      state(State::MAGIC, r) *= decay;
+      state(State::SUM, r) *= decay[r];
+      state(State::MAGIC, r) *= decay[r];
+    }
+    return true;
+  }
+  __device__ __forceinline__ void rescale(const float (&decay)[2 * M]) {
+#pragma unroll
+    for (int r = 0; r < 2 * M; ++r)
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) acc[r >> 1][n][2 * (r & 1) + i] *= decay;
-    }
+        for (int i = 0; i < 2; ++i) acc[r >> 1][n][2 * (r & 1) + i] *= decay[r];
   }
 
   // The reference, or 0 where nothing is visible yet: every term is then 2^-inf, whatever is subtracted.

@@ -34,6 +34,9 @@ __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Waits for all copies of this thread.
+__device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // From Hopper on, a barrier in shared memory (8 bytes) that counts what is on its way: phase n, 0 and on, ends when all of
 // `arrivals` have arrived and the bytes that they announced have come.
 __device__ __forceinline__ void landing_init(uint32_t barrier, int arrivals) {
@@ -65,6 +68,11 @@ __device__ __forceinline__ void landing_copies(uint32_t barrier, bool asynchrono
     asm volatile("cp.async.wait_all; fence.proxy.async.shared::cta; mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier)
                  : "memory");
   }
+#endif
+}
+__device__ __forceinline__ void landing_arrive(uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 #endif
 }
 __device__ __forceinline__ void landing_wait(uint32_t barrier, int phase) {

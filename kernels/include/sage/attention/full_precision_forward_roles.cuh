@@ -1,0 +1,110 @@
+// FullPrecision forward on Hopper: 16-bit operands, f32 sums.
+#pragma once
+
+#include <sage/attention/forward_roles.cuh>
+
+namespace sage::attention {
+
+template <class T, int HEAD_DIM>
+struct FullPrecisionForwardRoles {
+  using Type = T;
+  static constexpr int D = HEAD_DIM;
+  using Roles = ForwardRoles<D>;
+  static constexpr int ARRIVALS = GROUP_THREADS;
+  static constexpr int ADDS = 1;  // products of an add
+  // Shared memory: Q; stages of K and V.
+  static constexpr int Q_BYTES = Roles::QUERIES * D * 2, TILE_BYTES = TILE * D * 2;
+  static constexpr int SHARED_BYTES = Q_BYTES + Roles::STAGES * 2 * TILE_BYTES;
+
+  const params::Forward& p;
+  const ForwardBlock& block;
+  uint32_t shared;
+
+  __device__ __forceinline__ FullPrecisionForwardRoles(const params::Forward& p, const ForwardBlock& b, void* memory)
+      : p(p), block(b), shared(ptx::shared_address(memory)) {}
+
+  __device__ __forceinline__ uint32_t k_tile(int stage) const { return shared + Q_BYTES + stage * 2 * TILE_BYTES; }
+  // Each group's queries in panels of their own.
+  __device__ __forceinline__ uint32_t q_rows(int group) const { return shared + group * 64 * D * 2; }
+
+  __device__ __forceinline__ void load_queries(int group, int thread) {
+    const Segment& s = block.segment;
+    Rows<T> q(p.q, s.batch, s.query_start, block.head, s.query_len, p.shape.head_dim);
+    copy_panels<64, D, GROUP_THREADS>(q_rows(group), q, block.first + group * 64, thread);
+  }
+
+  __device__ __forceinline__ void load(int tile, int stage, int thread, uint32_t landing) {
+    const Segment& s = block.segment;
+    int head = block.key_head(p.shape);
+    Rows<T> k(p.k, s.batch, s.key_start, head, s.key_len, p.shape.head_dim);
+    Rows<T> v(p.v, s.batch, s.key_start, head, s.key_len, p.shape.head_dim);
+    copy_panels<TILE, D, GROUP_THREADS>(k_tile(stage), k, tile * TILE, thread);
+    copy_panels<TILE, D, GROUP_THREADS>(k_tile(stage) + TILE_BYTES, v, tile * TILE, thread);
+    ptx::landing_copies(landing, k.vector && v.vector);
+  }
+
+  struct Part {
+    const FullPrecisionForwardRoles& of;
+    int group;
+    Softmax<D, 1, GROUP_THREADS, false> rows;
+    float s[1][8][4];  // S, then P
+    uint32_t probabilities[4][4];
+    bool behind;
+    float decay[2];
+
+    __device__ __forceinline__ Part(const FullPrecisionForwardRoles& numerics, int group)
+        : of(numerics), group(group), rows(nullptr) {}
+
+    __device__ __forceinline__ void start(int stage) {
+      multiply_rows<T, D, 64, false>(s[0], of.q_rows(group), of.k_tile(stage));
+    }
+
+    template <bool HIDES, int PENDING>
+    __device__ __forceinline__ void softmax(int tile, int, const Segment& segment, int first) {
+      int lane = threadIdx.x % 32;
+      ptx::wgmma_wait<PENDING>(s[0]);
+      if constexpr (HIDES) mask(s, segment, first + threadIdx.x / 32 % 4 * 16, tile * TILE, lane, -CUDART_INF_F);
+      float scale = of.p.shape.softmax_scale * ptx::LOG2_E;
+      float row_max[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        row_max[r] = -CUDART_INF_F;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) row_max[r] = fmaxf(row_max[r], fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
+        row_max[r] = quad_max(row_max[r]) * scale;
+      }
+      behind = rows.catch_up(row_max, decay);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float shift = rows.shift(r), sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[0][n][2 * r + e];
+            x = ptx::exp2(fmaf(x, scale, -shift));
+            sum += x;
+          }
+        rows.state(rows.state.SUM, r) += sum;
+      }
+    }
+
+    __device__ __forceinline__ void add(int stage) {
+      add_product<T, D>(rows.acc[0], probabilities, of.k_tile(stage) + TILE_BYTES);
+    }
+    __device__ __forceinline__ void added() { ptx::wgmma_wait<0>(rows.acc[0]); }
+
+    __device__ __forceinline__ void take() {
+      if (__builtin_expect(behind, false)) rows.rescale(decay);
+#pragma unroll
+      for (int step = 0; step < 4; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* x = &s[0][2 * step + i / 2][2 * (i & 1)];
+          probabilities[step][i] = ptx::pack_16<T>(x[0], x[1]);
+        }
+    }
+  };
+};
+
+}  // namespace sage::attention
