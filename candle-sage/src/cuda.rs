@@ -198,6 +198,9 @@ pub(crate) fn forward(
     let plan = plan::forward(scheme, call.d, call.gpu.architecture);
     let (out, out_view) = call.output(problem.shape.query_dims())?;
     let minus_lse2 = keep.then(|| call.gpu.alloc::<f32>(call.query_tiles() * TILE)).transpose()?;
+    // K and V of a query head, as codes or in 16 bit.
+    let element = if matches!(scheme, Scheme::FullPrecision) { 2 } else { 1 };
+    let keys = 2 * call.shape.key_len as usize * call.d * element / problem.shape.group();
     let mut params = params::Forward {
         q: call.view(problem.q)?,
         k: call.view(problem.k)?,
@@ -205,8 +208,7 @@ pub(crate) fn forward(
         out: out_view,
         minus_lse2: minus_lse2.as_ref().map_or(0, |lse2| address(lse2, &call.gpu)),
         codes: params::Codes::default(),
-        // All heads side by side: fewer at once kept K and V in the cache and were slower, by how evenly blocks end.
-        shape: call.shape_sharing(0, problem.shape.query_heads()),
+        shape: call.shape_sharing(keys, problem.shape.query_heads()),
     };
     let mut quantized = None;
     if let Scheme::SageBwd(settings) = scheme {

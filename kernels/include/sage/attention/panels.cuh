@@ -10,13 +10,27 @@ namespace sage::attention {
 constexpr int GROUP_THREADS = 128;
 
 // ROWS rows of D channels in 16 bit, from row `first` on, as products read them: panels of 64 channels, what one swizzled
-// line holds.
+// line holds. As copy_rows is: asynchronous where 16-byte copies work, zeros beyond the ends.
 template <int ROWS, int D, int THREADS, class T>
 __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first, int thread) {
+  constexpr int STEP = THREADS / 8;
+  static_assert(STEP % 8 == 0, "the swizzle of a thread's rows must be the same");
+  int row = thread / 8, column = thread % 8 * 8;
+  if (rows.vector) {
+    to += layout::swizzled<128>(row, column / 8);
+    const T* from = rows.at(first + row, column);
+    int left = rows.count - first - row;
 #pragma unroll
-  for (int panel = 0; panel < D / 64; ++panel) {
-    copy_rows<ROWS, 64, THREADS>(to + panel * ROWS * 128, rows, first, thread);
-    rows.skip_channels(64);
+    for (int i = 0; i < ROWS; i += STEP, from += STEP * rows.token)
+#pragma unroll
+      for (int panel = 0; panel < D / 64; ++panel)  // where nothing is read it does not matter where from
+        ptx::copy_16(to + panel * ROWS * 128 + i * 128, from + panel * 64, i < left && column + panel * 64 < rows.head_dim);
+  } else {
+#pragma unroll 1
+    for (int panel = 0; panel < D / 64; ++panel) {
+      copy_rows<ROWS, 64, THREADS>(to + panel * ROWS * 128, rows, first, thread);
+      rows.skip_channels(64);
+    }
   }
 }
 
