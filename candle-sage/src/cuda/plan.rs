@@ -165,7 +165,8 @@ fn with_roles(scheme: &Scheme, name: &'static str, d: usize) -> Plan {
         Scheme::FullPrecision => 2 * rows * 2 * d + stages * (2 * TILE * 2 * d + 1024 + ds),
         Scheme::SageBwd(_) => {
             let stage = (5 * TILE * d + 2 * TILE * 4 + 4 * d + 4).next_multiple_of(1024);
-            let codes_of_ds = rows * TILE + 1024;
+            // For dK; at head_dim 128 for dQ as well.
+            let codes_of_ds = rows * TILE * (d / 64) + 1024;
             4 * rows * d + stages * (stage + ds + codes_of_ds)
         }
     };

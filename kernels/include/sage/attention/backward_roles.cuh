@@ -24,6 +24,7 @@ enum Meeting : int {
   FREE = 9,        // both groups are done with the tile of queries
   KEYS_CAME = 11,  // among the keys' groups
   ADDERS = 12,     // inside the sums' group
+  OWN = 13,        // inside each keys' group
 };
 __device__ __forceinline__ int meeting(Meeting kind, int tile, int group) { return kind + (tile & 1) * GROUPS + group; }
 __device__ __forceinline__ int meeting(Meeting kind, int tile) { return kind + (tile & 1); }
@@ -61,7 +62,7 @@ struct Landing {
 //     to dS^T, in its slot after slot(), then done(); next() as soon as registers allow it, which starts the next tile;
 //     and dV and perhaps dK; end() at the end; dv, perhaps dk.
 //   SumsPart: add_keys(group, slot), dK of a group's keys where keys' groups do not add it, and what dQ needs of them;
-//     added(), when the tile's memory is no longer read; add_dq(padded tile, slot, sums); end() at the end; perhaps dk of each group.
+//     added(), when the tile's memory is no longer read; add_dq(padded tile, slot, sums); perhaps dk of each group.
 template <class Numerics>
 __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   using T = typename Numerics::Type;
@@ -98,9 +99,9 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
       next.advance(shape, block, first_tile);
     };
     auto free_slot = [&](int number) {
-      if (number < iterations)
+      if (number >= iterations) return;
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) ptx::arrive(meeting(SLOT, number, g), 2 * GROUP_THREADS);
+      for (int g = 0; g < GROUPS; ++g) ptx::arrive(meeting(SLOT, number, g), 2 * GROUP_THREADS);
     };
     fetch(0), fetch(1);
     free_slot(0), free_slot(1);
@@ -121,11 +122,11 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
       free_slot(i + 2);
       tile.advance(shape, block, first_tile);
     }
-    part.end();
-    if constexpr (!KEYS_ADD<Numerics::D>)
+    if constexpr (!KEYS_ADD<Numerics::D>) {
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g)
         store_gradient<T>(p.dk, p, block, warp_key + g * GROUP_KEYS, part.dk[g], shape.softmax_scale);
+    }
   } else {
     ptx::set_registers<KEYS_ADD<Numerics::D> ? 192 : 160, ROLES_THREADS>();
     numerics.load_keys();

@@ -148,8 +148,6 @@ struct FullPrecisionBackwardRoles {
       ptx::hold(dk[1]);
     }
 
-    __device__ __forceinline__ void end() {}
-
     // dQ += dS K
     __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {
       constexpr int CHANNELS = KEYS_ADD<D> ? 64 : 32;  // at a time: what registers allow

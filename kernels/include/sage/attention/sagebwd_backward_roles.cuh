@@ -14,7 +14,7 @@ struct SageBwdBackwardRoles {
   // Channels go through a product a chunk at a time: as many as registers allow.
   static constexpr int CHUNK = KEYS_ADD<D> ? 64 : 32, CHUNKS = D / CHUNK;
   // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO and Q; slots of dS^T, of its codes
-  // and of their scales.
+  // for dK and for dQ and of their scales.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = ROLES_KEYS * D, V_AT = 2 * ROLES_KEYS * D, STAGES_AT = 4 * ROLES_KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
@@ -22,7 +22,10 @@ struct SageBwdBackwardRoles {
   static constexpr int STAGE_BYTES = (Q_SCALE_AT + 4 + 1023) / 1024 * 1024;
   static constexpr int DS_AT = STAGES_AT + 2 * STAGE_BYTES;
   static constexpr int DS_BYTES = ROLES_KEYS * TILE * 2, DS_CODES_BYTES = ROLES_KEYS * TILE;
-  static constexpr int SLOT_BYTES = DS_BYTES + DS_CODES_BYTES + 1024;
+  // Where the keys' groups have no dK to add they make the codes for dQ too.
+  static constexpr int DQ_CODES_AT = DS_BYTES + DS_CODES_BYTES, DQ_CODES_BYTES = KEYS_ADD<D> ? 0 : ROLES_KEYS * TILE;
+  static constexpr int SCALES_AT = DQ_CODES_AT + DQ_CODES_BYTES;
+  static constexpr int SLOT_BYTES = SCALES_AT + 1024;
   static constexpr int SHARED_BYTES = DS_AT + 2 * SLOT_BYTES;
 
   const params::Backward& p;
@@ -41,9 +44,24 @@ struct SageBwdBackwardRoles {
   __device__ __forceinline__ uint32_t ds_codes(int slot, int group) const {
     return shared + slot_at(slot) + DS_BYTES + group * GROUP_KEYS * TILE;
   }
+  __device__ __forceinline__ uint32_t dq_codes(int slot, int group) const {
+    return shared + slot_at(slot) + DQ_CODES_AT + group * GROUP_KEYS * TILE;
+  }
   // Of each key's codes of dS, times that of Q.
-  __device__ __forceinline__ float* ds_dequant(int slot) const {
-    return reinterpret_cast<float*>(memory + slot_at(slot) + DS_BYTES + DS_CODES_BYTES);
+  __device__ __forceinline__ float* ds_dequant(int slot, int group) const {
+    return reinterpret_cast<float*>(memory + slot_at(slot) + SCALES_AT) + group * GROUP_KEYS;
+  }
+  // Of each query's over a group's keys, times that of K.
+  __device__ __forceinline__ float* dq_dequant(int slot, int group) const {
+    return reinterpret_cast<float*>(memory + slot_at(slot) + SCALES_AT) + ROLES_KEYS + group * TILE;
+  }
+  // Codes of 16 rows, number `row` and on, each 64 of the reduction, and the scales of rows g and g + 8.
+  static __device__ __forceinline__ void store_codes(uint32_t rows, float* scales, int row, int lane, const ScoreCodes& codes,
+                                                     float low, float high) {
+    layout::ReaderA<TILE> writer(rows + row * TILE, lane);
+#pragma unroll
+    for (int step = 0; step < 2; ++step) writer.store(codes[step], 0, step, lane);
+    if (lane % 4 == 0) scales[row + lane / 4] = low, scales[row + lane / 4 + 8] = high;
   }
 
   __device__ __forceinline__ void load_keys() {
@@ -140,8 +158,18 @@ struct SageBwdBackwardRoles {
       float ds_dequant[2];
       quantize_scores<false>(s, ds_codes, ds_dequant, share);
       ds_dequant[0] *= q_dequant, ds_dequant[1] *= q_dequant;
-      if constexpr (!KEYS_ADD<D>) store_codes(stage, row, lane, ds_codes, ds_dequant);
+      if constexpr (!KEYS_ADD<D>)
+        store_codes(of.ds_codes(stage, group), of.ds_dequant(stage, group), row, lane, ds_codes, ds_dequant[0], ds_dequant[1]);
       done();
+      if constexpr (!KEYS_ADD<D>) {
+        // What dQ needs, of 16 queries: from the dS of all warps of the group.
+        ptx::barrier(meeting(OWN, group), GROUP_THREADS);
+        ScoreCodes dq_codes;
+        float2 dq_dequant;
+        quantize_queries(dq_codes, dq_dequant, k_dequant, of.ds_rows(stage, group), row / 16, lane, share);
+        store_codes(of.dq_codes(stage, group), of.dq_dequant(stage, group), row, lane, dq_codes, dq_dequant.x, dq_dequant.y);
+        ptx::wgmma_publish();
+      }
       if constexpr (AHEAD) next();
 
       // The products that follow one another: dV's, then dK's.
@@ -176,23 +204,14 @@ struct SageBwdBackwardRoles {
     static __device__ __forceinline__ void start_values(int (&y)[CHUNK / 8][4], const ScoreCodes& codes, uint32_t stage, int chunk) {
       multiply_codes<2>(y, codes, ptx::row_descriptor<TILE>(stage + 2 * CODES + chunk * CHUNK * TILE));
     }
-
-    __device__ __forceinline__ void store_codes(int slot, int row, int lane, const ScoreCodes& words, const float (&dequant)[2]) {
-      layout::ReaderA<TILE> writer(of.ds_codes(slot, group) + row * TILE, lane);
-#pragma unroll
-      for (int step = 0; step < 2; ++step) writer.store(words[step], 0, step, lane);
-      if (lane % 4 == 0) {
-        float* to = of.ds_dequant(slot) + group * GROUP_KEYS + row + lane / 4;
-        to[0] = dequant[0], to[8] = dequant[1];
-      }
-    }
   };
 
   struct SumsPart {
     const SageBwdBackwardRoles& of;
+    // Of dS for dQ, where this part makes them.
     float k_dequant[GROUPS];
-    ScoreCodes codes[GROUPS];  // of dS, for dQ
-    float2 dequant[GROUPS];    // of queries g and g + 8
+    ScoreCodes codes[GROUPS];
+    float2 dequant[GROUPS];  // of queries g and g + 8
     float dk[KEYS_ADD<D> ? 1 : GROUPS][D / 8][4] = {};
 
     __device__ __forceinline__ explicit SumsPart(const SageBwdBackwardRoles& numerics) : of(numerics) {
@@ -200,45 +219,59 @@ struct SageBwdBackwardRoles {
       for (int g = 0; g < GROUPS; ++g) k_dequant[g] = k_dequant_of(numerics.p, numerics.block, g);
     }
 
-    // A group's dS as the codes that dQ needs; and dK += dS^T Q, the first chunk under way meanwhile.
     __device__ __forceinline__ void add_keys(int group, int slot) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
-      int y[CHUNK / 8][4];
-      auto multiply = [&](int chunk) {
-        multiply_codes<2>(y, ptx::row_descriptor<TILE>(of.ds_codes(slot, group)),
-                          ptx::row_descriptor<TILE>(of.shared + stage_at(slot) + CODES + chunk * CHUNK * TILE));
-      };
-      if constexpr (!KEYS_ADD<D>) multiply(0);
-      quantize_queries(codes[group], dequant[group], k_dequant[group], of.ds_rows(slot, group), strip, lane, [](float(&)[2]) {});
-      if constexpr (!KEYS_ADD<D>) {
-        const float* scales = of.ds_dequant(slot) + group * GROUP_KEYS + strip * 16 + lane / 4;
+      if constexpr (KEYS_ADD<D>) {
+        quantize_queries(codes[group], dequant[group], k_dequant[group], of.ds_rows(slot, group), strip, lane, [](float(&)[2]) {});
+      } else {
+        // dK += dS^T Q: the next product under the addition of the last.
+        const float* scales = of.ds_dequant(slot, group) + strip * 16 + lane / 4;
         float of_keys[2] = {scales[0], scales[8]};
+        int y[2][CHUNK / 8][4];
+        auto multiply = [&](int chunk) {
+          multiply_codes<2>(y[chunk & 1], ptx::row_descriptor<TILE>(of.ds_codes(slot, group)),
+                            ptx::row_descriptor<TILE>(of.shared + stage_at(slot) + CODES + chunk * CHUNK * TILE));
+        };
+        multiply(0);
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-          if (chunk > 0) multiply(chunk);
-          ptx::wgmma_wait<0>(y);
+          if (chunk + 1 < CHUNKS) {
+            multiply(chunk + 1);
+            ptx::wgmma_wait<1>(y[chunk & 1]);
+          } else {
+            ptx::wgmma_wait<0>(y[chunk & 1]);
+          }
 #pragma unroll
           for (int n = 0; n < CHUNK / 8; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               float& sum = dk[group][chunk * (CHUNK / 8) + n][e];
-              sum = fmaf(float(y[n][e]), of_keys[e >> 1], sum);
+              sum = fmaf(float(y[chunk & 1][n][e]), of_keys[e >> 1], sum);
             }
         }
       }
     }
     __device__ __forceinline__ void added() {}
-    __device__ __forceinline__ void end() {}
 
     // dQ += dS K: codes of each group's keys on their own.
     __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
+      if constexpr (!KEYS_ADD<D>) {
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+          const float* scales = of.dq_dequant(slot, g) + strip * 16 + lane / 4;
+          dequant[g] = make_float2(scales[0], scales[8]);
+        }
+      }
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         int y[GROUPS][CHUNK / 8][4];
         uint64_t channels = ptx::row_descriptor<ROLES_KEYS>(of.shared + KT_AT + chunk * CHUNK * ROLES_KEYS);
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) multiply_codes<2>(y[g], codes[g], channels + 4 * g);
+        for (int g = 0; g < GROUPS; ++g) {
+          if constexpr (KEYS_ADD<D>) multiply_codes<2>(y[g], codes[g], channels + 4 * g);
+          else multiply_codes<2>(y[g], ptx::row_descriptor<TILE>(of.dq_codes(slot, g)), channels + 4 * g);
+        }
         ptx::wgmma_wait<0>(y[0]);
         ptx::hold(y[1]);
         float dq[CHUNK / 8][4];
