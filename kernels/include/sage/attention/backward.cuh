@@ -217,12 +217,18 @@ __device__ __forceinline__ void store_gradient(const params::View& view, const p
   Rows<T> rows(view, segment.batch, segment.key_start, block.key_head, segment.key_len, p.shape.head_dim);
   int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-    // Opaque: else all addresses are worked out at once, and there are more of them than registers.
-    int column = ptx::opaque(n * 8 + 2 * (lane & 3));
+  for (int h = 0; h < 2; ++h) {
+    int row = first_key + lane / 4 + 8 * h, column = 2 * (lane & 3);
+    if (rows.vector) {
+      // One address a row: there are few registers beside the accumulators.
+      uint32_t* at = reinterpret_cast<uint32_t*>(rows.at(row, column));
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      rows.store_2(first_key + lane / 4 + 8 * h, column, x[n][2 * h] * scale, x[n][2 * h + 1] * scale);
+      for (int n = 0; n < N; ++n)
+        if (row < rows.count && n * 8 < rows.head_dim) at[n * 4] = ptx::pack_16<T>(x[n][2 * h] * scale, x[n][2 * h + 1] * scale);
+    } else {
+#pragma unroll
+      for (int n = 0; n < N; ++n) rows.store_2(row, n * 8 + column, x[n][2 * h] * scale, x[n][2 * h + 1] * scale);
+    }
   }
 }
 

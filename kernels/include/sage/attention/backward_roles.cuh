@@ -25,6 +25,7 @@ enum Meeting : int {
   KEYS_CAME = 11,  // among the keys' groups
   ADDERS = 12,     // inside the sums' group
   OWN = 13,        // inside each keys' group
+  ALL = 15,        // once: the keys have come
 };
 __device__ __forceinline__ int meeting(Meeting kind, int tile, int group) { return kind + (tile & 1) * GROUPS + group; }
 __device__ __forceinline__ int meeting(Meeting kind, int tile) { return kind + (tile & 1); }
@@ -106,7 +107,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
     fetch(0), fetch(1);
     free_slot(0), free_slot(1);
     typename Numerics::SumsPart part(numerics);
-    __syncthreads();  // the keys
+    ptx::barrier(ALL, ROLES_THREADS);
     for (int i = 0; i < iterations; ++i) {
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g) {
@@ -135,7 +136,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
     ptx::barrier(KEYS_CAME, KEYS_THREADS);
     numerics.keys_arrived();
     ptx::wgmma_publish();
-    __syncthreads();
+    ptx::barrier(ALL, ROLES_THREADS);
     typename Numerics::KeysPart part(numerics, group);
     if (iterations > 0) landing.wait(0);
     part.start(0);

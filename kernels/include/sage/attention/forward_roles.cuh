@@ -81,6 +81,7 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
       if (Numerics::ARRIVALS == GROUP_THREADS) ptx::wgmma_publish();
     };
     auto release = [&](const Ring& at) {
+      __syncwarp();
       if (threadIdx.x % 32 == 0) ptx::landing_arrive(empty + at.stage * 8);
     };
     if (tiles > 0) {
