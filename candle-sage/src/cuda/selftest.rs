@@ -362,7 +362,7 @@ fn compare_codes(
                 let slot = (0..16).find(|&s| token_of_slot(s) == t % 16).expect("a slot");
                 let (row, column) = if turned { (c, t / 16 * 16 + slot) } else { (t, c) };
                 let mask = if width == 64 { row / 2 % 4 } else { row % 8 };
-                out[row * width + (column / 16 ^ mask) * 16 + column % 16] = code;
+                out[row * width + ((column / 16) ^ mask) * 16 + column % 16] = code;
             }
         }
         out
