@@ -1,8 +1,8 @@
 // The backward walk on Hopper: the same as backward.cuh, with a part for each warpgroup. Two, the keys' groups, have 64
 // keys each, and do nothing but scores and dV; the third, the sums' group, fetches tiles of queries and adds what the
 // others made of them, dS, to dQ. Where the keys' groups have the registers they add to dK too (KEYS_ADD), else the sums'
-// group does. Nobody waits for all: groups meet two at a time, at the barriers below, and registers go to those who need
-// them.
+// group does. After the start nobody waits for all: groups meet at the barriers below, a tile or more apart, and
+// registers go to those who need them.
 #pragma once
 
 #include <limits.h>

@@ -91,6 +91,7 @@ struct SageBwdBackwardRoles {
     copy_panels<TILE, D, GROUP_THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
     ptx::landing_copies(landing, dout.vector);
   }
+
   struct KeysPart {
     const SageBwdBackwardRoles& of;
     int group;
@@ -109,7 +110,7 @@ struct SageBwdBackwardRoles {
     }
     __device__ __forceinline__ void multiply(int stage) {
       multiply_codes<D / 32>(x, ptx::row_descriptor<D>(of.shared + group * GROUP_KEYS * D),
-                       ptx::row_descriptor<D>(of.shared + stage_at(stage)));
+                             ptx::row_descriptor<D>(of.shared + stage_at(stage)));
     }
     __device__ __forceinline__ void end() {
       if constexpr (AHEAD) ptx::wgmma_wait<0>(x);
@@ -178,7 +179,9 @@ struct SageBwdBackwardRoles {
       for (int i = 0; i < PRODUCTS; ++i) {
         if (i + 1 < PRODUCTS) {
           if (i + 1 < CHUNKS) start_values(y[i + 1 & 1], codes, at, i + 1);
-          else multiply_codes<2>(y[i + 1 & 1], ds_codes, ptx::row_descriptor<TILE>(at + CODES + (i + 1 - CHUNKS) * CHUNK * TILE));
+          else
+            multiply_codes<2>(y[i + 1 & 1], ds_codes,
+                              ptx::row_descriptor<TILE>(at + CODES + (i + 1 - CHUNKS) * CHUNK * TILE));
           if (AHEAD && i == 0) ptx::wgmma_wait<2>(y[0]);  // S^T of the next tile is between the two
           else ptx::wgmma_wait<1>(y[i & 1]);
         } else {
