@@ -195,6 +195,14 @@ mod tests {
         }
     }
 
+    /// ptxas runs the asynchronous products of a whole kernel one after the other when it cannot follow one accumulator,
+    /// and only says so (C7510 to C7517).
+    #[test]
+    fn products_of_a_warpgroup_stay_asynchronous() {
+        let lost: Vec<&str> = RESOURCES.lines().filter(|line| line.contains("are serialized")).collect();
+        assert!(lost.is_empty(), "{}", lost.join("\n"));
+    }
+
     /// Plans leave a KiB of a block's shared memory for it.
     #[test]
     fn what_attention_kernels_declare_fits_beside_their_plans() {
