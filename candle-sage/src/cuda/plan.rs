@@ -30,7 +30,7 @@ impl Architecture {
         }
     }
 
-    /// Whether the backward runs with a part for each warpgroup: on Hopper.
+    /// Whether kernels run with a part for each warpgroup: on Hopper.
     fn has_roles(self) -> bool {
         self.0 == 90
     }
@@ -165,7 +165,7 @@ fn with_roles(scheme: &Scheme, name: &'static str, d: usize) -> Plan {
         Scheme::FullPrecision => 2 * rows * 2 * d + stages * (2 * TILE * 2 * d + 1024 + ds),
         Scheme::SageBwd(_) => {
             let stage = (5 * TILE * d + 2 * TILE * 4 + 4 * d + 4).next_multiple_of(1024);
-            // For dK; at head_dim 128 for dQ as well.
+            // For dK, and at head_dim 128 for dQ as well: used there only, at 64 codes stay in registers.
             let codes_of_ds = rows * TILE * (d / 64) + 1024;
             4 * rows * d + stages * (stage + ds + codes_of_ds)
         }

@@ -1,5 +1,5 @@
 // The backward walk on Hopper: the same as backward.cuh, with a part for each warpgroup. Two, the keys' groups, have 64
-// keys each, and do nothing but scores and dV; the third, the sums' group, fetches tiles of queries and adds what the
+// keys each, and do scores and dV; the third, the sums' group, fetches tiles of queries and adds what the
 // others made of them, dS, to dQ. Where the keys' groups have the registers they add to dK too (KEYS_ADD), else the sums'
 // group does. After the start nobody waits for all: groups meet at the barriers below, a tile or more apart, and
 // registers go to those who need them.
@@ -21,7 +21,7 @@ constexpr int KEYS_THREADS = GROUPS * GROUP_THREADS;
 enum Meeting : int {
   SLOT = 1,        // for each group: the slot of dS is free
   DONE = 5,        // for each group: its part of dS is in the slot
-  FREE = 9,        // both groups are done with the tile of queries
+  FREE = 9,        // both groups are done with the tile of queries, and with all they make for dQ
   KEYS_CAME = 11,  // among the keys' groups
   ADDERS = 12,     // inside the sums' group
   OWN = 13,        // inside each keys' group

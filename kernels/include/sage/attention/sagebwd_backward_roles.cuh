@@ -13,8 +13,8 @@ struct SageBwdBackwardRoles {
   static constexpr int D = HEAD_DIM;
   // Channels go through a product a chunk at a time: as many as registers allow.
   static constexpr int CHUNK = KEYS_ADD<D> ? 64 : 32, CHUNKS = D / CHUNK;
-  // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO and Q; slots of dS^T, of its codes
-  // for dK and for dQ and of their scales.
+  // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO and Q; slots of dS^T and, where
+  // they leave the keys' groups, of its codes for dK and for dQ and of their scales.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = ROLES_KEYS * D, V_AT = 2 * ROLES_KEYS * D, STAGES_AT = 4 * ROLES_KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;

@@ -91,14 +91,6 @@ __device__ __forceinline__ float (&part(float (&d)[N][4], int first))[M][4] {
   return *reinterpret_cast<float(*)[M][4]>(&d[first]);
 }
 
-template <int N>
-__device__ __forceinline__ void hold(uint32_t (&x)[N][4]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) asm volatile("" : "+r"(x[n][e])::"memory");
-}
-
 // Waits until at most PENDING groups are under way; `d` is the result of one that is not.
 template <int PENDING, class D>
 __device__ __forceinline__ void wgmma_wait(D& d) {
