@@ -185,12 +185,21 @@ mod tests {
 
     /// The attention kernels use all the registers there are, and ptxas leaves a few values of some in memory around a
     /// tile: up to 140 bytes a thread, by version and architecture, in the first-level cache. An accumulator in memory
-    /// (512 bytes) would cost more than it is worth, and no other kernel has a reason to spill.
+    /// (512 bytes) would cost more than it is worth, and no other kernel has a reason to spill. Most comes from SageBwd's
+    /// backward for head_dim 128 on Hopper, where dK and products under way leave few registers to the rest.
     #[test]
     fn no_kernel_keeps_its_accumulators_in_memory() {
-        const SOME_VALUES: u32 = 160;
+        const SOME_VALUES: u32 = 128;
+        const AND_PRODUCTS_UNDER_WAY: u32 = 160;
         for (kernel, bytes) in reported("bytes spill stores") {
-            let allowed = if kernel.contains("attn_") { SOME_VALUES } else { 0 };
+            let under_way = ["'attn_bwd_sagebwd_f16_128'", "'attn_bwd_sagebwd_bf16_128'"];
+            let allowed = if kernel.contains("sm_90a") && under_way.iter().any(|name| kernel.contains(name)) {
+                AND_PRODUCTS_UNDER_WAY
+            } else if kernel.contains("attn_") {
+                SOME_VALUES
+            } else {
+                0
+            };
             assert!(bytes <= allowed, "{kernel}: {bytes}");
         }
     }

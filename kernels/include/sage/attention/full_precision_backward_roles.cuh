@@ -11,7 +11,6 @@ struct FullPrecisionBackwardRoles {
   using Type = T;
   static constexpr bool BULK = false;
   static constexpr int D = HEAD_DIM;
-  static constexpr int PANELS = D / 64;
   // Shared memory: K, V; stages of Q, dO, log-sum-exp, delta; slots of dS^T.
   static constexpr int K_BYTES = ROLES_KEYS * D * 2, Q_BYTES = TILE * D * 2;
   static constexpr int STATE_AT = 2 * Q_BYTES;
@@ -131,16 +130,7 @@ struct FullPrecisionBackwardRoles {
     // dK += dS^T Q
     __device__ __forceinline__ void add_keys(int group, int slot) {
       if constexpr (KEYS_ADD<D>) return;
-      ptx::hold(dk[group]);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int panel = 0; panel < PANELS; ++panel)
-#pragma unroll
-        for (int step = 0; step < 4; ++step)
-          ptx::wgmma_16<T, true, false, true>(
-              ptx::part<8>(dk[group], panel * 8), ptx::row_descriptor<128>(of.ds_rows(slot, group)) + 2 * step,
-              ptx::column_descriptor(of.shared + stage_at(slot) + panel * TILE * 128) + step * ptx::COLUMN_STEP);
-      ptx::wgmma_commit();
+      add_product<T, D>(dk[group], ptx::row_descriptor<128>(of.ds_rows(slot, group)), of.shared + stage_at(slot));
     }
     __device__ __forceinline__ void added() {
       if constexpr (KEYS_ADD<D>) return;

@@ -54,17 +54,22 @@ __device__ __forceinline__ void multiply_rows(float (&out)[8][4], uint32_t a, ui
   ptx::wgmma_commit();
 }
 
-// out += X B: 64 rows of X in registers, B a tile of 64 rows in panels.
-template <class T, int D>
-__device__ __forceinline__ void add_product(float (&out)[D / 8][4], const uint32_t (&x)[4][4], uint32_t b) {
+// out += X B: 64 rows of X, in registers or in shared memory, and B a tile of 64 rows in panels. Its end is to be waited
+// for.
+template <class T, int D, class X>
+__device__ __forceinline__ void add_product(float (&out)[D / 8][4], const X& x, uint32_t b) {
   ptx::hold(out);
   ptx::wgmma_fence();
 #pragma unroll
   for (int panel = 0; panel < D / 64; ++panel)
 #pragma unroll
-    for (int step = 0; step < 4; ++step)
-      ptx::wgmma_16<T>(ptx::part<8>(out, panel * 8), x[step],
-                       ptx::column_descriptor(b + panel * TILE * 128) + step * ptx::COLUMN_STEP);
+    for (int step = 0; step < 4; ++step) {
+      uint64_t rows = ptx::column_descriptor(b + panel * TILE * 128) + step * ptx::COLUMN_STEP;
+      if constexpr (std::is_same_v<X, uint64_t>)
+        ptx::wgmma_16<T, true, false, true>(ptx::part<8>(out, panel * 8), x + 2 * step, rows);
+      else
+        ptx::wgmma_16<T>(ptx::part<8>(out, panel * 8), x[step], rows);
+    }
   ptx::wgmma_commit();
 }
 

@@ -148,7 +148,7 @@ struct SageBwdForward {
       // 2^(x factor + offset) is 127 at the row's largest logit, or a little less: rounded down, for 128 is no code.
       // What the rounding changes, up to 2^-24 of MAGIC * factor, is the same for the whole row and goes into its
       // dequant_scale below.
-      offset[r] = __fadd_rd(exact_offset, LOG2_127 - row_max[r]);
+      offset[r] = __fadd_rd(exact_offset, quant::LOG2_127 - row_max[r]);
       if (HIDES && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
     }
     softmax.follow(row_max);
@@ -224,9 +224,6 @@ struct SageBwdForward {
       part = 0.0f;
     }
   }
-
- private:
-  static constexpr float LOG2_127 = 6.98868468677217f;
 };
 
 }  // namespace sage::attention

@@ -98,7 +98,7 @@ struct SageBwdForwardRoles {
           row_max[r] = float(quad_max(largest)) * factor;
         }
         // 2^(x factor + offset) is 127 at the row's largest logit.
-        offset[r] = HIDES && row_max[r] == -CUDART_INF_F ? 0.0f : LOG2_127 - row_max[r];
+        offset[r] = HIDES && row_max[r] == -CUDART_INF_F ? 0.0f : quant::LOG2_127 - row_max[r];
       }
       behind = rows.catch_up(row_max, decay);
 #pragma unroll
@@ -152,9 +152,6 @@ struct SageBwdForwardRoles {
         }
     }
   };
-
- private:
-  static constexpr float LOG2_127 = 6.98868468677217f;
 };
 
 }  // namespace sage::attention

@@ -63,6 +63,9 @@ __device__ __forceinline__ uint32_t codes(float a, float b, float c, float d, fl
 // error of 0.3 with codes of 40.
 constexpr int MAGIC_TILES = 8;
 
+// The exponent of the largest code.
+constexpr float LOG2_127 = 6.98868468677217f;
+
 // Codes of four values in [0, 127] that are in units of the scale already. Through f16: 11 bits are more than the codes
 // have, in [1024, 2048) its last bit is 1, and both conversions do two values at once.
 __device__ __forceinline__ uint32_t codes_up_to_127(float a, float b, float c, float d) {
