@@ -159,15 +159,19 @@ pub(super) fn backward(scheme: &Scheme, d: usize, architecture: Architecture) ->
 
 /// The backward of `kernels/include/sage/attention/backward_roles.cuh`: two warpgroups for 128 keys, one for the sums.
 fn backward_with_roles(scheme: &Scheme, name: &'static str, d: usize) -> Plan {
-    let (rows, stages) = (128, 2);
+    let rows = 128;
     let ds = rows * TILE * 2;
-    let shared_bytes = match scheme {
-        Scheme::FullPrecision => 2 * rows * 2 * d + stages * (2 * TILE * 2 * d + 1024 + ds),
+    // dQ on its way.
+    let staging = if d == 64 { TILE * d * 4 } else { 0 };
+    let (stages, shared_bytes) = match scheme {
+        Scheme::FullPrecision => (3, 2 * rows * 2 * d + 3 * (2 * TILE * 2 * d + 1024) + 2 * ds + staging),
         Scheme::SageBwd(_) => {
             let stage = (5 * TILE * d + 2 * TILE * 4 + 4 * d + 4).next_multiple_of(1024);
-            // For dK, and at head_dim 128 for dQ as well: used there only, at 64 codes stay in registers.
-            let codes_of_ds = rows * TILE * (d / 64) + 1024;
-            4 * rows * d + stages * (stage + ds + codes_of_ds)
+            // At head_dim 64 dS^T in two slots; at 128 once, its codes in two, and less room for tiles.
+            let (stages, scores) =
+                if d == 64 { (3, 2 * ds) } else { (2, ds + 2 * (2 * rows * TILE + 1024)) };
+            let units = 2 * rows / 16 * 4;
+            (stages, 4 * rows * d + stages * stage + scores + staging + units)
         }
     };
     Plan { name, rows, threads: 384, stages, shared_bytes }
@@ -206,7 +210,8 @@ mod tests {
     fn large_memories_get_two_stages() {
         for scheme in schemes() {
             let plan = backward(&scheme, 128, Architecture(90));
-            assert_eq!((plan.rows, plan.stages), (128, 2), "{plan:?}");
+            let stages = if scheme == Scheme::FullPrecision { 3 } else { 2 };
+            assert_eq!((plan.rows, plan.stages), (128, stages), "{plan:?}");
             let plan = backward(&scheme, 128, Architecture(100));
             assert_eq!((plan.rows, plan.stages, plan.threads), (128, 2, 256), "{plan:?}");
         }

@@ -43,15 +43,14 @@ struct QueryTile {
   int head;
   int tile;    // inside the segment
   int padded;  // in the padded buffers
-
   __device__ __forceinline__ QueryTile(const params::Shape& shape, const BackwardBlock& block, int first_tile)
       : head(block.key_head * (shape.query_heads / shape.key_heads)), tile(first_tile),
         padded(head * shape.query_tiles + block.segment.query_tile + first_tile) {}
 
-  // The next one: of the same head, or the first of the next head.
-  __device__ __forceinline__ void advance(const params::Shape& shape, const BackwardBlock& block, int first_tile) {
+  // The next one: of the same head, which has `tiles` of them, or the first of the next head.
+  __device__ __forceinline__ void advance(const params::Shape& shape, int first_tile, int tiles) {
     ++tile, ++padded;
-    if (tile == block.segment.query_tiles()) {
+    if (tile == tiles) {
       ++head;
       padded += shape.query_tiles - (tile - first_tile);
       tile = first_tile;
@@ -149,21 +148,17 @@ struct DqSums {
   // Who adds: threads from `first` on, and the barrier where they meet.
   int first, threads, barrier;
 
+  // Where a strip's sums begin, from tile `first` of 8 channels on.
+  template <int D>
+  __device__ __forceinline__ float* at(int padded_tile, int strip, int first) const {
+    return sums + int64_t(padded_tile) * (TILE * D) + (strip * (D / 8) + first) * 128;
+  }
   // Adds N tiles of 8 channels, from number `first` on, of 16 queries.
   template <int D, int N>
   __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
-    float* at = sums + int64_t(padded_tile) * (TILE * D) + ((strip * (D / 8) + first) * 32 + lane) * 4;
-    if (turns) {
+    float* at = this->at<D>(padded_tile, strip, first) + lane * 4;
 #pragma unroll
-      for (int n = 0; n < N; ++n) {
-        float4* own = reinterpret_cast<float4*>(at + n * 128);
-        float4 sum = __ldcg(own);
-        __stcg(own, make_float4(sum.x + x[n][0], sum.y + x[n][1], sum.z + x[n][2], sum.w + x[n][3]));
-      }
-    } else {
-#pragma unroll
-      for (int n = 0; n < N; ++n) ptx::add_global(at + n * 128, x[n][0], x[n][1], x[n][2], x[n][3]);
-    }
+    for (int n = 0; n < N; ++n) ptx::add_global(at + n * 128, x[n][0], x[n][1], x[n][2], x[n][3]);
   }
   __device__ __forceinline__ void wait(int padded_tile) const {
     if (!turns) return;
@@ -177,6 +172,7 @@ struct DqSums {
     ptx::barrier(barrier, threads);
     if (threadIdx.x == first) ptx::add_release(turns + padded_tile, 1);
   }
+  __device__ __forceinline__ void end() const {}
 };
 
 // Which block this is. Where dQ is added in turns, blocks take tickets, so that whoever a block waits for has started
@@ -263,7 +259,7 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
   bool late = !Numerics::COOPERATES && !p.turns && threadIdx.x >= 128;
   for (int i = 0; i < iterations + LAG; ++i) {
     QueryTile next = tile;
-    next.advance(shape, block, first_tile);
+    next.advance(shape, first_tile, segment.query_tiles());
     int stage = Plan::STAGES == 2 ? i & 1 : 0;
     ptx::copy_wait<0>();
     // Everyone sees the tile, and is done with the previous one.

@@ -8,6 +8,7 @@
 #include <limits.h>
 #include <sage/attention/backward.cuh>
 #include <sage/attention/panels.cuh>
+#include <sage/attention/ring.cuh>
 
 namespace sage::attention {
 
@@ -21,11 +22,10 @@ constexpr int KEYS_THREADS = GROUPS * GROUP_THREADS;
 enum Meeting : int {
   SLOT = 1,        // for each group: the slot of dS is free
   DONE = 5,        // for each group: its part of dS is in the slot
-  FREE = 9,        // both groups are done with the tile of queries, and with all they make for dQ
-  KEYS_CAME = 11,  // among the keys' groups
-  ADDERS = 12,     // inside the sums' group
-  OWN = 13,        // inside each keys' group
-  ALL = 15,        // once: the keys have come
+  KEYS_CAME = 9,   // among the keys' groups
+  ADDERS = 10,     // inside the sums' group
+  OWN = 11,        // inside each keys' group
+  CODED = 13,      // both groups are done with all that they make for dQ beyond dS
 };
 __device__ __forceinline__ int meeting(Meeting kind, int tile, int group) { return kind + (tile & 1) * GROUPS + group; }
 __device__ __forceinline__ int meeting(Meeting kind, int tile) { return kind + (tile & 1); }
@@ -40,126 +40,159 @@ __device__ __forceinline__ int hiding_tiles(const Segment& segment, int first_ke
 template <int D>
 constexpr bool KEYS_ADD = D == 64;
 
-// Tiles of queries on their way: each of the two stages has a barrier in shared memory that opens when its tile has come.
-struct Landing {
-  uint32_t barriers;
+// Adds to dQ from shared memory, 64 channels: each warp of the sums' group leaves what it adds there, and one operation adds
+// it while the warp goes on. (Several a tile would wait for each other; larger heads add from registers.)
+struct StagedDqSums : DqSums {
+  static constexpr int WARP_BYTES = 64 / 8 * 512, BYTES = GROUP_THREADS / 32 * WARP_BYTES;
+  uint32_t staging;
 
-  // By one thread. `bulk`: whether one thread also announces bulk copies.
-  __device__ __forceinline__ void prepare(bool bulk) const {
-    for (int stage = 0; stage < 2; ++stage) ptx::landing_init(at(stage), GROUP_THREADS + bulk);
-  }
-  __device__ __forceinline__ uint32_t at(int stage) const { return barriers + stage * 8; }
-  // Waits for tile number `i` of the walk, for products and others.
-  __device__ __forceinline__ void wait(int i) const {
-    ptx::landing_wait(at(i & 1), i >> 1);
+  template <int D, int N>
+  __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
+    static_assert(N * 512 == WARP_BYTES);
+    uint32_t at = staging + strip * WARP_BYTES;
+    if (lane == 0) ptx::bulk_wait_read();
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < N; ++n) ptx::store_16(at + n * 512 + lane * 16, make_float4(x[n][0], x[n][1], x[n][2], x[n][3]));
     ptx::wgmma_publish();
+    __syncwarp();
+    if (lane == 0) ptx::bulk_add(this->at<D>(padded_tile, strip, first), at, WARP_BYTES);
   }
+  __device__ __forceinline__ void pass_on(int padded_tile) const {
+    if (!turns) return;
+    if (threadIdx.x % 32 == 0) ptx::bulk_wait();
+    DqSums::pass_on(padded_tile);
+  }
+  // Before the memory goes.
+  __device__ __forceinline__ void end() const { ptx::bulk_wait_read(); }
 };
 
-// Numerics is the block's shared memory, and has: Type, D, SHARED_BYTES; load_keys() and keys_arrived(), by the keys'
-// groups; load(tile, stage, thread, landing), asynchronous, by the sums' group, with bulk copies if BULK; and what each
-// part keeps in its registers:
-//   KeysPart: start(stage), S^T of a tile that has come; scores(tile's number, stage, hides, slot, done, next), from there
-//     to dS^T, in its slot after slot(), then done(); next() as soon as registers allow it, which starts the next tile;
-//     and dV and perhaps dK; end() at the end; dv, perhaps dk.
-//   SumsPart: add_keys(group, slot), dK of a group's keys where keys' groups do not add it, and what dQ needs of them;
-//     added(), when the tile's memory is no longer read; add_dq(padded tile, slot, sums); perhaps dk of each group.
+template <int D>
+constexpr int STAGING_BYTES = D == 64 ? StagedDqSums::BYTES : 0;
+template <int D>
+__device__ __forceinline__ auto choose_sums(const DqSums& direct, uint32_t staging) {
+  if constexpr (STAGING_BYTES<D> > 0) return StagedDqSums{direct, staging};
+  else return direct;
+}
+
+// Numerics is the block's shared memory, and has: Type, D, STAGES, SHARED_BYTES; STAGING_AT, for StagedDqSums at head_dim 64; load_keys()
+// and keys_arrived(), by the keys' groups; load(tile, stage, thread, landing), asynchronous, by the sums' group, with bulk
+// copies if BULK; and what each part keeps in its registers:
+//   KeysPart: start(stage), S^T of a tile that has come; scores(tile's number, stage, slot, hides, free, done, coded, next),
+//     from there to dS^T, in its slot after free(), then done(); coded() when all is there that dQ needs; next() as soon as
+//     registers allow it, which starts the next tile; and dV and perhaps dK; end() at the end; dv, perhaps dk.
+//   SumsPart: add_keys(group, stage, slot), dK of a group's keys where keys' groups do not add it, and what dQ needs of
+//     them; SLOT_ENDS, whether the slot is then free; added(), when the tile's memory is no longer read; start(slot),
+//     perhaps dQ's first product; add_dq(padded tile, slot, sums); perhaps dk of each group.
 template <class Numerics>
 __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   using T = typename Numerics::Type;
+  using Tiles = Ring<Numerics::STAGES>;
+  constexpr bool ADD = KEYS_ADD<Numerics::D>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const params::Shape& shape = p.shape;
   // In shared memory: registers are for products.
   __shared__ BackwardBlock block;
   int index = backward_index(p);
   __shared__ int hides_until[GROUPS];
-  __shared__ uint64_t landing_barriers[2];
-  Landing landing{ptx::shared_address(landing_barriers)};
+  __shared__ typename Tiles::Barriers barriers;
+  Tiles ring(barriers);
   if (threadIdx.x == 0) {
-    landing.prepare(Numerics::BULK);
+    ring.prepare(GROUP_THREADS + Numerics::BULK, (KEYS_THREADS + (ADD ? 0 : GROUP_THREADS)) / 32);
     block = BackwardBlock(shape, index, ROLES_KEYS);
     for (int g = 0; g < GROUPS; ++g) hides_until[g] = hiding_tiles(block.segment, block.first_key + g * GROUP_KEYS);
   }
   __syncthreads();
   if (block.first_key >= block.segment.key_len) return;
   int first_tile, iterations = count_tiles(shape, block, first_tile);
+  int tiles = block.segment.query_tiles();
   QueryTile tile(shape, block, first_tile);
   Numerics numerics(p, block, shared);
-  // What the compiler knows to be the same for a whole warp needs no registers.
-  int group = __shfl_sync(~0u, threadIdx.x / GROUP_THREADS, 0);
+  int group = ptx::uniform(threadIdx.x / GROUP_THREADS);
   int warp_key = block.first_key + threadIdx.x / 32 % 4 * 16;
 
   if (group == GROUPS) {
-    ptx::set_registers<KEYS_ADD<Numerics::D> ? 120 : 184, ROLES_THREADS>();
-    DqSums sums{p.dq_sums, p.turns, block.first_key / ROLES_KEYS, KEYS_THREADS, GROUP_THREADS, ADDERS};
-    QueryTile next = tile;  // to be fetched
+    ptx::set_registers<ADD ? 136 : 184, ROLES_THREADS>();
+    DqSums direct{p.dq_sums, p.turns, block.first_key / ROLES_KEYS, KEYS_THREADS, GROUP_THREADS, ADDERS};
+    auto sums = choose_sums<Numerics::D>(direct, ptx::shared_address(shared) + Numerics::STAGING_AT);
+    // To be fetched: two tiles ahead. With a third stage nobody waits for one to be emptied.
+    QueryTile next = tile;
     auto fetch = [&](int number) {
-      // Opaque: addresses are worked out anew for each tile. Kept, they would cost registers that the products need.
-      if (number < iterations)
-        numerics.load(next, number & 1, ptx::opaque(threadIdx.x) - KEYS_THREADS, landing.at(number & 1));
-      next.advance(shape, block, first_tile);
+      if (number < iterations) {
+        ring.wait_empty(number);
+        // Opaque: addresses are worked out anew for each tile. Kept, they would cost registers that the products need.
+        numerics.load(next, ring.stage(number), ptx::opaque(threadIdx.x) - KEYS_THREADS, ring.full(number));
+      }
+      next.advance(shape, first_tile, tiles);
     };
-    auto free_slot = [&](int number) {
-      if (number >= iterations) return;
-#pragma unroll
-      for (int g = 0; g < GROUPS; ++g) ptx::arrive(meeting(SLOT, number, g), 2 * GROUP_THREADS);
+    auto free_slot = [&](int number, int g) {
+      if (number < iterations) ptx::arrive(meeting(SLOT, number, g), 2 * GROUP_THREADS);
     };
     fetch(0), fetch(1);
-    free_slot(0), free_slot(1);
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) free_slot(0, g), free_slot(1, g);
     typename Numerics::SumsPart part(numerics);
-    ptx::barrier(ALL, ROLES_THREADS);
     for (int i = 0; i < iterations; ++i) {
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g) {
         ptx::barrier(meeting(DONE, i, g), 2 * GROUP_THREADS);
-        part.add_keys(g, i & 1);
+        part.add_keys(g, ring.stage(i), i & 1);
+        if (part.SLOT_ENDS) free_slot(i + 2, g);
       }
       part.added();
-      ptx::barrier(meeting(FREE, i), ROLES_THREADS);
+      if (!ADD) ring.release(i);
+      if (!ADD) ptx::barrier(meeting(CODED, i), ROLES_THREADS);
+      part.start(i & 1);
       fetch(i + 2);
       sums.wait(tile.padded);
       part.add_dq(tile.padded, i & 1, sums);
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g)
+        if (!part.SLOT_ENDS) free_slot(i + 2, g);
       sums.pass_on(tile.padded);
-      free_slot(i + 2);
-      tile.advance(shape, block, first_tile);
+      tile.advance(shape, first_tile, tiles);
     }
-    if constexpr (!KEYS_ADD<Numerics::D>) {
+    sums.end();
+    if constexpr (!ADD) {
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g)
         store_gradient<T>(p.dk, p, block, warp_key + g * GROUP_KEYS, part.dk[g], shape.softmax_scale);
     }
   } else {
-    ptx::set_registers<KEYS_ADD<Numerics::D> ? 192 : 160, ROLES_THREADS>();
+    ptx::set_registers<ADD ? 184 : 160, ROLES_THREADS>();
     numerics.load_keys();
     ptx::copy_commit();
     ptx::copy_wait<0>();
     ptx::barrier(KEYS_CAME, KEYS_THREADS);
     numerics.keys_arrived();
     ptx::wgmma_publish();
-    ptx::barrier(ALL, ROLES_THREADS);
+    ptx::barrier(KEYS_CAME, KEYS_THREADS);
     typename Numerics::KeysPart part(numerics, group);
-    if (iterations > 0) landing.wait(0);
+    auto come = [&](int number) {
+      ring.wait(number);
+      ptx::wgmma_publish();
+    };
+    if (iterations > 0) come(0);
     part.start(0);
     int number = first_tile;  // of the tile, inside the segment
     for (int i = 0; i < iterations; ++i) {
-      auto slot = [&] { ptx::barrier(meeting(SLOT, i, group), 2 * GROUP_THREADS); };
-      auto done = [&] {
-        ptx::wgmma_publish();
-        ptx::arrive(meeting(DONE, i, group), 2 * GROUP_THREADS);
+      auto free = [&] { ptx::barrier(meeting(SLOT, i, group), 2 * GROUP_THREADS); };
+      auto done = [&] { ptx::arrive(meeting(DONE, i, group), 2 * GROUP_THREADS); };
+      auto coded = [&] {
+        if (!ADD) ptx::arrive(meeting(CODED, i), ROLES_THREADS);
       };
       auto next = [&] {
         // After the last tile too, on what lies there: products that are only sometimes under way cannot overlap.
-        if (i + 1 < iterations) landing.wait(i + 1);
-        part.start(i + 1 & 1);
+        if (i + 1 < iterations) come(i + 1);
+        part.start(ring.stage(i + 1));
       };
-      part.scores(number, i & 1, number < hides_until[group], slot, done, next);
-      ptx::arrive(meeting(FREE, i), ROLES_THREADS);
-      if (++number == block.segment.query_tiles()) number = first_tile;
+      part.scores(number, ring.stage(i), i & 1, number < hides_until[group], free, done, coded, next);
+      ring.release(i);
+      if (++number == tiles) number = first_tile;
     }
     part.end();
     store_gradient<T>(p.dv, p, block, warp_key + group * GROUP_KEYS, part.dv, 1.0f);
-    if constexpr (KEYS_ADD<Numerics::D>)
-      store_gradient<T>(p.dk, p, block, warp_key + group * GROUP_KEYS, part.dk, shape.softmax_scale);
+    if constexpr (ADD) store_gradient<T>(p.dk, p, block, warp_key + group * GROUP_KEYS, part.dk, shape.softmax_scale);
   }
 }
 

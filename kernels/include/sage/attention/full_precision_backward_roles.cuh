@@ -10,14 +10,15 @@ template <class T, int HEAD_DIM>
 struct FullPrecisionBackwardRoles {
   using Type = T;
   static constexpr bool BULK = false;
-  static constexpr int D = HEAD_DIM;
-  // Shared memory: K, V; stages of Q, dO, log-sum-exp, delta; slots of dS^T.
+  static constexpr int D = HEAD_DIM, STAGES = 3;
+  // Shared memory: K, V; stages of Q, dO, log-sum-exp, delta; slots of dS^T; dQ on its way.
   static constexpr int K_BYTES = ROLES_KEYS * D * 2, Q_BYTES = TILE * D * 2;
   static constexpr int STATE_AT = 2 * Q_BYTES;
   static constexpr int STAGE_BYTES = 2 * Q_BYTES + 1024;
-  static constexpr int DS_AT = 2 * K_BYTES + 2 * STAGE_BYTES;
+  static constexpr int DS_AT = 2 * K_BYTES + STAGES * STAGE_BYTES;
   static constexpr int DS_BYTES = ROLES_KEYS * TILE * 2;
-  static constexpr int SHARED_BYTES = DS_AT + 2 * DS_BYTES;
+  static constexpr int STAGING_AT = DS_AT + 2 * DS_BYTES;
+  static constexpr int SHARED_BYTES = STAGING_AT + STAGING_BYTES<D>;
 
   const params::Backward& p;
   const BackwardBlock& block;
@@ -74,10 +75,11 @@ struct FullPrecisionBackwardRoles {
       if constexpr (AHEAD) ptx::wgmma_wait<0>(s);
     }
 
-    template <class Slot, class Done, class Next>
-    __device__ __forceinline__ void scores(int tile, int stage, bool hides, Slot slot, Done done, Next next) {
+    template <class Free, class Done, class Coded, class Next>
+    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool hides, Free free, Done done, Coded coded,
+                                           Next next) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, row = thread / 32 % 4 * 16;
-      uint32_t at = of.shared + stage_at(stage), ds_rows = of.ds_rows(stage, group) + row * TILE * 2;
+      uint32_t at = of.shared + stage_at(stage), ds_rows = of.ds_rows(slot, group) + row * TILE * 2;
       const float* minus_lse2 = reinterpret_cast<const float*>(of.memory + stage_at(stage) + STATE_AT);
       if constexpr (!AHEAD) multiply(stage);
       Scores dp;
@@ -105,9 +107,11 @@ struct FullPrecisionBackwardRoles {
       add_product<T, D>(dv, probabilities, at + Q_BYTES);
       uint32_t ds[4][4];
       pack_scores<T>(ds, s);
-      slot();
+      free();
       store_packed(ds_rows, ds, lane);
+      ptx::wgmma_publish();
       done();
+      coded();
       // dK += dS^T Q
       if constexpr (KEYS_ADD<D>) add_product<T, D>(dk, ds, at);
       if constexpr (AHEAD) {
@@ -127,10 +131,11 @@ struct FullPrecisionBackwardRoles {
 
     __device__ __forceinline__ explicit SumsPart(const FullPrecisionBackwardRoles& numerics) : of(numerics) {}
 
+    static constexpr bool SLOT_ENDS = false;
     // dK += dS^T Q
-    __device__ __forceinline__ void add_keys(int group, int slot) {
+    __device__ __forceinline__ void add_keys(int group, int stage, int slot) {
       if constexpr (KEYS_ADD<D>) return;
-      add_product<T, D>(dk[group], ptx::row_descriptor<128>(of.ds_rows(slot, group)), of.shared + stage_at(slot));
+      add_product<T, D>(dk[group], ptx::row_descriptor<128>(of.ds_rows(slot, group)), of.shared + stage_at(stage));
     }
     __device__ __forceinline__ void added() {
       if constexpr (KEYS_ADD<D>) return;
@@ -138,25 +143,29 @@ struct FullPrecisionBackwardRoles {
       ptx::hold(dk[1]);
     }
 
-    // dQ += dS K
-    __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {
-      constexpr int CHANNELS = KEYS_ADD<D> ? 64 : 32;  // at a time: what registers allow
+    // dQ += dS K, channels a chunk at a time: what registers allow.
+    static constexpr int CHUNK = KEYS_ADD<D> ? 64 : 32;
+    float y[CHUNK / 8][4];
+    __device__ __forceinline__ void start(int slot, int chunk = 0) {
+      ptx::forget(y);
+      ptx::wgmma_fence();
+      uint64_t ds = ptx::column_descriptor(of.ds_rows(slot, 0));
+      uint64_t keys = ptx::column_descriptor(of.shared + chunk * CHUNK / 64 * ROLES_KEYS * 128) + chunk * CHUNK % 64 * 2 / 16;
+      ptx::wgmma_16<T, false, true, true>(y, ds, keys);
+#pragma unroll
+      for (int step = 1; step < ROLES_KEYS / 16; ++step)
+        ptx::wgmma_16<T, true, true, true>(y, ds + step * ptx::COLUMN_STEP, keys + step * ptx::COLUMN_STEP);
+      ptx::wgmma_commit();
+    }
+    template <class Sums>
+    __device__ __forceinline__ void add_dq(int padded_tile, int slot, const Sums& sums) {
       int lane = threadIdx.x % 32, strip = threadIdx.x / 32 % 4;
-#pragma unroll
-      for (int chunk = 0; chunk < D / CHANNELS; ++chunk) {
-        float dq[CHANNELS / 8][4];
-        ptx::forget(dq);
-        ptx::wgmma_fence();
-        uint64_t ds = ptx::column_descriptor(of.ds_rows(slot, 0));
-        uint64_t keys = ptx::column_descriptor(of.shared + chunk * CHANNELS / 64 * ROLES_KEYS * 128) +
-                        chunk * CHANNELS % 64 * 2 / 16;
-        ptx::wgmma_16<T, false, true, true>(dq, ds, keys);
-#pragma unroll
-        for (int step = 1; step < ROLES_KEYS / 16; ++step)
-          ptx::wgmma_16<T, true, true, true>(dq, ds + step * ptx::COLUMN_STEP, keys + step * ptx::COLUMN_STEP);
-        ptx::wgmma_commit();
-        ptx::wgmma_wait<0>(dq);
-        sums.template add<D>(padded_tile, strip, chunk * CHANNELS / 8, lane, dq);
+      // Not unrolled: chunks side by side would need more registers than there are.
+#pragma unroll 1
+      for (int chunk = 0; chunk < D / CHUNK; ++chunk) {
+        if (chunk > 0) start(slot, chunk);
+        ptx::wgmma_wait<0>(y);
+        sums.template add<D>(padded_tile, strip, chunk * (CHUNK / 8), lane, y);
       }
     }
   };

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <sage/attention/backward_roles.cuh>
-#include <sage/attention/score_codes.cuh>
+#include <sage/attention/packed_scores.cuh>
 
 namespace sage::attention {
 
@@ -10,23 +10,24 @@ template <class T, int HEAD_DIM>
 struct SageBwdBackwardRoles {
   using Type = T;
   static constexpr bool BULK = true;
-  static constexpr int D = HEAD_DIM;
+  static constexpr int D = HEAD_DIM, STAGES = KEYS_ADD<D> ? 3 : 2;
   // Channels go through a product a chunk at a time: as many as registers allow.
   static constexpr int CHUNK = KEYS_ADD<D> ? 64 : 32, CHUNKS = D / CHUNK;
-  // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO and Q; slots of dS^T and, where
-  // they leave the keys' groups, of its codes for dK and for dQ and of their scales.
+  // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO and Q; dS^T; where the sums'
+  // group adds dK, slots of its codes for dK and for dQ and of their scales; dQ on its way; units of dS.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = ROLES_KEYS * D, V_AT = 2 * ROLES_KEYS * D, STAGES_AT = 4 * ROLES_KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
   static constexpr int Q_SCALE_AT = DOUT_SCALE_AT + D * 4;
   static constexpr int STAGE_BYTES = (Q_SCALE_AT + 4 + 1023) / 1024 * 1024;
-  static constexpr int DS_AT = STAGES_AT + 2 * STAGE_BYTES;
-  static constexpr int DS_BYTES = ROLES_KEYS * TILE * 2, DS_CODES_BYTES = ROLES_KEYS * TILE;
-  // Where the keys' groups have no dK to add they make the codes for dQ too.
-  static constexpr int DQ_CODES_AT = DS_BYTES + DS_CODES_BYTES, DQ_CODES_BYTES = KEYS_ADD<D> ? 0 : ROLES_KEYS * TILE;
-  static constexpr int SCALES_AT = DQ_CODES_AT + DQ_CODES_BYTES;
-  static constexpr int SLOT_BYTES = SCALES_AT + 1024;
-  static constexpr int SHARED_BYTES = DS_AT + 2 * SLOT_BYTES;
+  static constexpr int DS_AT = STAGES_AT + STAGES * STAGE_BYTES, DS_BYTES = ROLES_KEYS * TILE * 2;
+  // A keys' group that makes the codes itself needs dS^T between two barriers of its own only.
+  static constexpr int DS_SLOTS = KEYS_ADD<D> ? 2 : 1;
+  static constexpr int SLOTS_AT = DS_AT + DS_SLOTS * DS_BYTES, DS_CODES_BYTES = ROLES_KEYS * TILE;
+  static constexpr int SLOT_BYTES = KEYS_ADD<D> ? 0 : 2 * DS_CODES_BYTES + 1024;
+  static constexpr int STAGING_AT = SLOTS_AT + 2 * SLOT_BYTES;
+  static constexpr int UNITS_AT = STAGING_AT + STAGING_BYTES<D>;
+  static constexpr int SHARED_BYTES = UNITS_AT + 2 * GROUPS * 4 * 4;
 
   const params::Backward& p;
   const BackwardBlock& block;
@@ -37,24 +38,24 @@ struct SageBwdBackwardRoles {
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)) {}
 
   static __device__ __forceinline__ int stage_at(int stage) { return STAGES_AT + stage * STAGE_BYTES; }
-  static __device__ __forceinline__ int slot_at(int slot) { return DS_AT + slot * SLOT_BYTES; }
   __device__ __forceinline__ uint32_t ds_rows(int slot, int group) const {
-    return shared + slot_at(slot) + group * GROUP_KEYS * TILE * 2;
+    return shared + DS_AT + slot % DS_SLOTS * DS_BYTES + group * GROUP_KEYS * TILE * 2;
   }
+  // Of dS^T, for each warp.
+  __device__ __forceinline__ float* units(int slot, int group) const {
+    return reinterpret_cast<float*>(memory + UNITS_AT) + (slot * GROUPS + group) * 4;
+  }
+  static __device__ __forceinline__ int slot_at(int slot) { return SLOTS_AT + slot * SLOT_BYTES; }
   __device__ __forceinline__ uint32_t ds_codes(int slot, int group) const {
-    return shared + slot_at(slot) + DS_BYTES + group * GROUP_KEYS * TILE;
+    return shared + slot_at(slot) + group * GROUP_KEYS * TILE;
   }
-  __device__ __forceinline__ uint32_t dq_codes(int slot, int group) const {
-    return shared + slot_at(slot) + DQ_CODES_AT + group * GROUP_KEYS * TILE;
-  }
+  __device__ __forceinline__ uint32_t dq_codes(int slot, int group) const { return ds_codes(slot, group) + DS_CODES_BYTES; }
   // Of each key's codes of dS, times that of Q.
   __device__ __forceinline__ float* ds_dequant(int slot, int group) const {
-    return reinterpret_cast<float*>(memory + slot_at(slot) + SCALES_AT) + group * GROUP_KEYS;
+    return reinterpret_cast<float*>(memory + slot_at(slot) + 2 * DS_CODES_BYTES) + group * GROUP_KEYS;
   }
   // Of each query's over a group's keys, times that of K.
-  __device__ __forceinline__ float* dq_dequant(int slot, int group) const {
-    return reinterpret_cast<float*>(memory + slot_at(slot) + SCALES_AT) + ROLES_KEYS + group * TILE;
-  }
+  __device__ __forceinline__ float* dq_dequant(int slot, int group) const { return ds_dequant(slot, group) + ROLES_KEYS; }
   // Codes of 16 rows, number `row` and on, each 64 of the reduction, and the scales of rows g and g + 8.
   static __device__ __forceinline__ void store_codes(uint32_t rows, float* scales, int row, int lane, const ScoreCodes& codes,
                                                      float low, float high) {
@@ -98,6 +99,7 @@ struct SageBwdBackwardRoles {
     float k_dequant;
     float dv[D / 8][4] = {}, dk[KEYS_ADD<D> ? D / 8 : 1][4] = {};
     int x[8][4];  // S^T
+    DsUnit ds_unit;
 
     __device__ __forceinline__ KeysPart(const SageBwdBackwardRoles& numerics, int group)
         : of(numerics), group(group), k_dequant(k_dequant_of(numerics.p, numerics.block, group)) {}
@@ -116,33 +118,38 @@ struct SageBwdBackwardRoles {
       if constexpr (AHEAD) ptx::wgmma_wait<0>(x);
     }
 
-    template <class Slot, class Done, class Next>
-    __device__ __forceinline__ void scores(int tile, int stage, bool hides, Slot slot, Done done, Next next) {
+    template <class Free, class Done, class Coded, class Next>
+    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool hides, Free free, Done done, Coded coded,
+                                           Next next) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, row = thread / 32 % 4 * 16;
-      uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(stage, group) + row * TILE * 2;
+      uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(slot, group) + row * TILE * 2;
       const float* minus_lse2 = reinterpret_cast<const float*>(of.memory + stage_at(stage) + STATE_AT);
       const float* dout_dequant = reinterpret_cast<const float*>(of.memory + stage_at(stage) + DOUT_SCALE_AT);
       float q_dequant = *reinterpret_cast<const float*>(of.memory + stage_at(stage) + Q_SCALE_AT);
-      auto share = [](float(&)[2]) {};
 
-      // P = 2^(logit - LSE)
+      // P = 2^(logit - LSE), in the reverse of dS's unit
       if constexpr (!AHEAD) multiply(stage);
+      float2 lse[8];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        lse[n] = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
+        lse[n].x += ds_unit.exponent, lse[n].y += ds_unit.exponent;
+      }
       Scores s, dp;
       set_columns(dp, minus_lse2 + TILE, lane);
       multiply_rows<T, D, ROLES_KEYS, true>(dp, of.shared + V_AT + group * GROUP_KEYS * 128, at + DOUT_AT);
       ptx::wgmma_wait<1>(x);
       float factor = q_dequant * k_dequant * (of.p.shape.softmax_scale * ptx::LOG2_E);
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        float2 l = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
+      for (int n = 0; n < 8; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(float(x[n][e]), factor, e & 1 ? l.y : l.x));
-      }
+        for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(float(x[n][e]), factor, e & 1 ? lse[n].y : lse[n].x));
       if (hides)
         mask_scores(s, of.block.segment, tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane);
       ScoreCodes codes;
       float dequant[2];
-      quantize_scores<true>(s, codes, dequant, share);
+      quantize_probabilities(s, codes, dequant);
+      dequant[0] *= ds_unit.unit, dequant[1] *= ds_unit.unit;
 
       // dS = P o (dP - D)
       int y[2][CHUNK / 8][4];  // products under way, for a chunk each
@@ -152,24 +159,30 @@ struct SageBwdBackwardRoles {
       for (int n = 0; n < 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
-      slot();
-      // bf16 also for f16 inputs: real dS is about 1e-7, which f16 cannot hold.
-      store_scores<__nv_bfloat16>(ds, s, lane);
+      PackedScores w;
+      uint32_t largest = ds_unit.pack(w, s);
+      free();
+      store(ds, w, lane);
+      if (lane == 0) of.units(slot, group)[row / 16] = ds_unit.unit;
       ScoreCodes ds_codes;
       float ds_dequant[2];
-      quantize_scores<false>(s, ds_codes, ds_dequant, share);
-      ds_dequant[0] *= q_dequant, ds_dequant[1] *= q_dequant;
+      quantize_keys(w, largest, ds_codes, ds_dequant);
+      ds_dequant[0] *= q_dequant * ds_unit.unit, ds_dequant[1] *= q_dequant * ds_unit.unit;
       if constexpr (!KEYS_ADD<D>)
-        store_codes(of.ds_codes(stage, group), of.ds_dequant(stage, group), row, lane, ds_codes, ds_dequant[0], ds_dequant[1]);
+        store_codes(of.ds_codes(slot, group), of.ds_dequant(slot, group), row, lane, ds_codes, ds_dequant[0], ds_dequant[1]);
+      if constexpr (!KEYS_ADD<D>) ptx::wgmma_publish();
       done();
       if constexpr (!KEYS_ADD<D>) {
         // What dQ needs, of 16 queries: from the dS of all warps of the group.
-        ptx::barrier(meeting(OWN, group), GROUP_THREADS);
+        ptx::barrier(OWN + group, GROUP_THREADS);
         ScoreCodes dq_codes;
         float2 dq_dequant;
-        quantize_queries(dq_codes, dq_dequant, k_dequant, of.ds_rows(stage, group), row / 16, lane, share);
-        store_codes(of.dq_codes(stage, group), of.dq_dequant(stage, group), row, lane, dq_codes, dq_dequant.x, dq_dequant.y);
+        float4 units = *reinterpret_cast<const float4*>(of.units(slot, group));
+        quantize_queries(dq_codes, dq_dequant, of.ds_rows(slot, group), units, row / 16, lane);
+        store_codes(of.dq_codes(slot, group), of.dq_dequant(slot, group), row, lane, dq_codes, dq_dequant.x * k_dequant,
+                    dq_dequant.y * k_dequant);
         ptx::wgmma_publish();
+        coded();
       }
       if constexpr (AHEAD) next();
 
@@ -222,10 +235,14 @@ struct SageBwdBackwardRoles {
       for (int g = 0; g < GROUPS; ++g) k_dequant[g] = k_dequant_of(numerics.p, numerics.block, g);
     }
 
-    __device__ __forceinline__ void add_keys(int group, int slot) {
+    static constexpr bool SLOT_ENDS = KEYS_ADD<D>;
+    __device__ __forceinline__ void add_keys(int group, int stage, int slot) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
       if constexpr (KEYS_ADD<D>) {
-        quantize_queries(codes[group], dequant[group], k_dequant[group], of.ds_rows(slot, group), strip, lane, [](float(&)[2]) {});
+        float4 units = *reinterpret_cast<const float4*>(of.units(slot, group));
+        quantize_queries(codes[group], dequant[group], of.ds_rows(slot, group), units, strip, lane);
+        dequant[group].x *= k_dequant[group], dequant[group].y *= k_dequant[group];
+        start_group(group, slot, 0);
       } else {
         // dK += dS^T Q: the next product under the addition of the last.
         const float* scales = of.ds_dequant(slot, group) + strip * 16 + lane / 4;
@@ -233,7 +250,7 @@ struct SageBwdBackwardRoles {
         int y[2][CHUNK / 8][4];
         auto multiply = [&](int chunk) {
           multiply_codes<2>(y[chunk & 1], ptx::row_descriptor<TILE>(of.ds_codes(slot, group)),
-                            ptx::row_descriptor<TILE>(of.shared + stage_at(slot) + CODES + chunk * CHUNK * TILE));
+                            ptx::row_descriptor<TILE>(of.shared + stage_at(stage) + CODES + chunk * CHUNK * TILE));
         };
         multiply(0);
 #pragma unroll
@@ -257,7 +274,15 @@ struct SageBwdBackwardRoles {
     __device__ __forceinline__ void added() {}
 
     // dQ += dS K: codes of each group's keys on their own.
-    __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {
+    int y[GROUPS][CHUNK / 8][4];
+    __device__ __forceinline__ void start_group(int group, int slot, int chunk) {
+      uint64_t channels = ptx::row_descriptor<ROLES_KEYS>(of.shared + KT_AT + chunk * CHUNK * ROLES_KEYS) + 4 * group;
+      if constexpr (KEYS_ADD<D>) multiply_codes<2>(y[group], codes[group], channels);
+      else multiply_codes<2>(y[group], ptx::row_descriptor<TILE>(of.dq_codes(slot, group)), channels);
+    }
+    __device__ __forceinline__ void start(int) {}
+    template <class Sums>
+    __device__ __forceinline__ void add_dq(int padded_tile, int slot, const Sums& sums) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
       if constexpr (!KEYS_ADD<D>) {
 #pragma unroll
@@ -266,14 +291,12 @@ struct SageBwdBackwardRoles {
           dequant[g] = make_float2(scales[0], scales[8]);
         }
       }
-#pragma unroll
+      // Not unrolled: chunks side by side would need more registers than there are.
+#pragma unroll 1
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        int y[GROUPS][CHUNK / 8][4];
-        uint64_t channels = ptx::row_descriptor<ROLES_KEYS>(of.shared + KT_AT + chunk * CHUNK * ROLES_KEYS);
+        if constexpr (!KEYS_ADD<D>) {  // else as soon as there were codes
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-          if constexpr (KEYS_ADD<D>) multiply_codes<2>(y[g], codes[g], channels + 4 * g);
-          else multiply_codes<2>(y[g], ptx::row_descriptor<TILE>(of.dq_codes(slot, g)), channels + 4 * g);
+          for (int g = 0; g < GROUPS; ++g) start_group(g, slot, chunk);
         }
         ptx::wgmma_wait<0>(y[0]);
         ptx::hold(y[1]);

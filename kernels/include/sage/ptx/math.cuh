@@ -5,6 +5,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 namespace sage::ptx {
 
 // 2^x within 2 ulp; 2^-inf is 0.
@@ -21,6 +23,9 @@ __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+
+// x, which all lanes of the warp have: the compiler then knows it, and spends no register of each thread on it.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 // 1 / x within 1 ulp.
 __device__ __forceinline__ float reciprocal(float x) {
@@ -52,6 +57,26 @@ __device__ __forceinline__ uint32_t pack_16<__half>(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+// a * b + c of two values at once, each rounded once.
+template <class T>
+__device__ __forceinline__ uint32_t fma_2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  if constexpr (std::is_same_v<T, __half>)
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+// The larger of |a| and |b|, of two f16 at once, with any sign; a NaN wins.
+__device__ __forceinline__ uint32_t max_abs_2(uint32_t a, uint32_t b) {
+  uint32_t d = 0;
+#if __CUDA_ARCH__ >= 860
+  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+#endif
+  return d;
 }
 
 template <class T>

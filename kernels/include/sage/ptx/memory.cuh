@@ -19,6 +19,10 @@ __device__ __forceinline__ void copy_4(uint32_t shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global));
 }
 
+__device__ __forceinline__ void store_16(uint32_t shared, float4 x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(shared), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+
 __device__ __forceinline__ void store_16(uint32_t shared, uint4 words) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(words.x), "r"(words.y), "r"(words.z),
                "r"(words.w)
@@ -57,6 +61,28 @@ __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, i
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
+#endif
+}
+// One thread adds floats, a multiple of 16 bytes, from shared to global memory, asynchronously and in no particular order
+// among blocks; what other threads wrote must have been published (`wgmma_publish`) before.
+__device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(global),
+      "r"(shared), "r"(bytes)
+      : "memory");
+#endif
+}
+// Waits until this thread's additions have read their shared memory; or until they are done.
+__device__ __forceinline__ void bulk_wait_read() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void bulk_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 #endif
 }
 // Arrives when this thread's copies so far have come. Where there were ordinary stores among them, waits for that.

@@ -1,0 +1,184 @@
+// Codes of P and dS on Hopper, two values an instruction: P in bf16, dS in f16 in units of a power of two that each warp
+// keeps near its largest.
+#pragma once
+
+#include <sage/attention/score_codes.cuh>
+
+namespace sage::attention {
+
+// A warp's scores in 16 bit: w[n][h] is columns 8n + 2t and 8n + 2t + 1 of row 8h + g.
+using PackedScores = uint32_t[8][2];
+
+template <class T>
+__device__ __forceinline__ void pack(PackedScores& w, const Scores& s) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) w[n][h] = ptx::pack_16<T>(s[n][2 * h], s[n][2 * h + 1]);
+}
+
+// As left operands of 16 keys x 16 queries, which is how they are stored.
+__device__ __forceinline__ void store(uint32_t rows, const PackedScores& w, int lane) {
+  layout::ReaderA<TILE * 2> writer(rows, lane);
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+    writer.store({w[2 * step][0], w[2 * step][1], w[2 * step + 1][0], w[2 * step + 1][1]}, 0, step, lane);
+}
+
+// The largest of two rows, each over the two halves of a word and the four lanes of the row, as the halves of one word.
+template <class Max>
+__device__ __forceinline__ uint32_t join_rows(uint32_t first, uint32_t second, Max max) {
+  uint32_t both = max(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
+  both = max(both, __shfl_xor_sync(~0u, both, 1));
+  return max(both, __shfl_xor_sync(~0u, both, 2));
+}
+
+// Codes of P, one scale a key. To bf16 first: its 8 bits are more than codes of 7 have, and in [128, 256) its last bit is
+// 1, so that adding 128 rounds to a code.
+__device__ __forceinline__ void quantize_probabilities(const Scores& s, ScoreCodes& codes, float (&dequant)[2]) {
+  constexpr uint32_t MAGIC = 0x43004300;  // 128, twice
+  PackedScores w;
+  pack<__nv_bfloat16>(w, s);
+  // The order of positive numbers is that of the integers, with NaN on top.
+  auto max = [](uint32_t a, uint32_t b) { return __vmaxu2(a, b); };
+  uint32_t largest[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    largest[h] = w[0][h];
+#pragma unroll
+    for (int n = 1; n < 8; ++n) largest[h] = max(largest[h], w[n][h]);
+  }
+  uint32_t both = join_rows(largest[0], largest[1], max), scale[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float x = __uint_as_float(h == 0 ? both << 16 : both & 0xffff0000u);
+    // Infinite for zeros, whose codes are then anything, and their dequant_scale zero.
+    float quant = 127.0f * ptx::reciprocal(x);
+    scale[h] = ptx::pack_16<__nv_bfloat16>(quant, quant);
+    dequant[h] = ptx::reciprocal(__uint_as_float(scale[h] & 0xffff0000u));
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      int n = 4 * i + 2 * (j / 2), h = j & 1;
+      codes[i][j] = __byte_perm(ptx::fma_2<__nv_bfloat16>(w[n][h], scale[h], MAGIC),
+                                ptx::fma_2<__nv_bfloat16>(w[n + 1][h], scale[h], MAGIC), 0x6420);
+    }
+}
+
+// Scales of two rows in f16, out of their largest, two halves. Where 127 / max overflows the scale stays at the largest f16.
+struct HalfScales {
+  uint32_t quant[2];
+  float dequant[2];
+
+  __device__ __forceinline__ explicit HalfScales(uint32_t largest) {
+    constexpr float LARGEST = 65504.0f;
+    float2 x = __half22float2(reinterpret_cast<const __half2&>(largest));
+    float scale[2] = {fminf(127.0f * ptx::reciprocal(x.x), LARGEST), fminf(127.0f * ptx::reciprocal(x.y), LARGEST)};
+    quant[0] = ptx::pack_16<__half>(scale[0], scale[0]), quant[1] = ptx::pack_16<__half>(scale[1], scale[1]);
+    dequant[0] = ptx::max_abs(x.x * (1.0f / 127.0f), 1.0f / LARGEST);
+    dequant[1] = ptx::max_abs(x.y * (1.0f / 127.0f), 1.0f / LARGEST);
+  }
+  // Codes of row `h`, four values. In [1024, 2048) the last bit of f16 is 1.
+  __device__ __forceinline__ uint32_t codes(int h, uint32_t a, uint32_t b) const {
+    constexpr uint32_t MAGIC = 0x66006600;  // 1536, twice
+    return __byte_perm(ptx::fma_2<__half>(a, quant[h], MAGIC), ptx::fma_2<__half>(b, quant[h], MAGIC), 0x6420);
+  }
+};
+
+// The power of two that a warp multiplies dS with, so that its largest is somewhere in [LOW, HIGH] in f16: real dS is about
+// 1e-7, which f16 cannot hold. It follows dS when that leaves the window. What is smaller than the largest of a tile by
+// 2^24 or more loses bits.
+struct DsUnit {
+  static constexpr uint32_t LOW = 0x4400, HIGH = 0x7400;  // 4, 2^14 in f16
+  static constexpr int TARGET = 10, LIMIT = 120;
+  float exponent = 20.0f, unit = 9.5367431640625e-7f;  // 2^-exponent
+
+  // dS, in units of this, in f16, and the largest of rows g and g + 8. Multiplies `s` when the unit must change.
+  __device__ __forceinline__ uint32_t pack(PackedScores& w, Scores& s) {
+    uint32_t largest = largest_of(w, s);
+    uint32_t top = max(largest & 0xffffu, largest >> 16);
+    if (__builtin_expect(__all_sync(~0u, top - LOW <= HIGH - LOW), true)) return largest;
+    if (__any_sync(~0u, top > HIGH) || !__any_sync(~0u, top >= LOW)) {
+      uint32_t bits = 0;
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) bits = max(bits, quant::abs_bits(s[n][e]));
+      int power = int(__reduce_max_sync(~0u, bits) >> 23) - 127;
+      // Zeros, and what is not finite, say nothing of what comes.
+      if (power > -127 && power < 128) {
+        float next = fminf(fmaxf(exponent + float(TARGET - power), -LIMIT), LIMIT), change = ptx::exp2(next - exponent);
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[n][e] *= change;
+        exponent = next, unit = ptx::exp2(-next);
+        largest = largest_of(w, s);
+      }
+    }
+    return largest;
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t largest_of(PackedScores& w, const Scores& s) {
+    attention::pack<__half>(w, s);
+    uint32_t largest[2] = {};
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) largest[h] = ptx::max_abs_2(largest[h], w[n][h]);
+    return join_rows(largest[0], largest[1], [](uint32_t a, uint32_t b) { return ptx::max_abs_2(a, b); }) & 0x7fff7fffu;
+  }
+};
+
+// Codes of dS, one scale a key; `largest` as DsUnit::pack has it.
+__device__ __forceinline__ void quantize_keys(const PackedScores& w, uint32_t largest, ScoreCodes& codes, float (&dequant)[2]) {
+  HalfScales scales(largest);
+  dequant[0] = scales.dequant[0], dequant[1] = scales.dequant[1];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      int n = 4 * i + 2 * (j / 2), h = j & 1;
+      codes[i][j] = scales.codes(h, w[n][h], w[n + 1][h]);
+    }
+}
+
+// Codes of dS for 16 queries, number `strip`, over a tile of keys whose dS^T lies in `rows`, each 16 keys in units of their
+// own: one scale a query.
+__device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequant, uint32_t rows, float4 units, int strip,
+                                                 int lane) {
+  layout::TransposedReaderA<TILE * 2> reader(rows, lane);
+  uint32_t r[4][4];  // (16 keys, register): 0 and 2 are query g, 1 and 3 query g + 8, each of two keys
+#pragma unroll
+  for (int step = 0; step < 4; ++step) reader.load(r[step], step * 16, strip);
+  float unit = fmaxf(fmaxf(units.x, units.y), fmaxf(units.z, units.w));
+  // All in the largest unit.
+  if (__builtin_expect(fminf(fminf(units.x, units.y), fminf(units.z, units.w)) != unit, false)) {
+    float of_step[4] = {units.x, units.y, units.z, units.w};
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      float change = of_step[step] * ptx::reciprocal(unit);
+      uint32_t factor = ptx::pack_16<__half>(change, change);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) r[step][i] = ptx::fma_2<__half>(r[step][i], factor, 0x80008000);
+    }
+  }
+  uint32_t largest[2] = {};
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest[i & 1] = ptx::max_abs_2(largest[i & 1], r[step][i]);
+  HalfScales scales(join_rows(largest[0], largest[1], [](uint32_t a, uint32_t b) { return ptx::max_abs_2(a, b); }) & 0x7fff7fffu);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      // Four slots are two keys of the low eight and two of the high eight: layout/permutation.cuh.
+      codes[i][j] = scales.codes(j & 1, r[2 * i + j / 2][j & 1], r[2 * i + j / 2][(j & 1) + 2]);
+  dequant = make_float2(scales.dequant[0] * unit, scales.dequant[1] * unit);
+}
+
+}  // namespace sage::attention
