@@ -22,7 +22,7 @@ pub(crate) use kernels::Gpu;
 use kernels::Grid;
 use plan::TILE;
 use sagebwd::Codes;
-use tensor::{Element, address, view};
+use tensor::{Element, address, tensor_map, view};
 
 use crate::error::Error;
 use crate::scheme::Scheme;
@@ -262,6 +262,13 @@ pub(crate) fn backward(
         shape: call.shape_sharing(shared, problem.shape.key_heads()),
         ..params::Backward::default()
     };
+    if plan.mapped && !problem.shape.is_packed() {
+        let map = |view: &params::View, (_, layout): Operand<'_>| tensor_map(view, layout, call.element);
+        if let (Some(q), Some(dout)) = (map(&params.q, problem.q)?, map(&params.dout, dout)?) {
+            (params.q.mapped, params.dout.mapped) = (1, 1);
+            (params.q_map, params.dout_map) = (q, dout);
+        }
+    }
     let operands = match (scheme, &saved.codes) {
         (Scheme::SageBwd(settings), Some(codes)) => {
             Some(sagebwd::prepare(&call, settings, codes, &mut params)?)

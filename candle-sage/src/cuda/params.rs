@@ -19,7 +19,15 @@ pub(super) struct View {
     pub(super) channel: i64,
     /// Whether 16-byte loads of eight channels work.
     pub(super) vector: i32,
-    pub(super) padding: i32,
+    /// Whether a [`TensorMap`] of it goes along.
+    pub(super) mapped: i32,
+}
+
+/// How a tensor is copied a tile at a time, by Hopper's copy engine.
+#[repr(C, align(64))]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct TensorMap {
+    pub(super) opaque: [u64; 16],
 }
 
 /// One packed document.
@@ -100,6 +108,8 @@ pub(super) struct Backward {
     pub(super) shape: Shape,
     pub(super) group: i32,
     pub(super) dout_group: i32,
+    pub(super) q_map: TensorMap,
+    pub(super) dout_map: TensorMap,
 }
 
 // SAFETY: plain data in C layout, the same on the device: the assertions here have twins in the header.
@@ -116,7 +126,7 @@ const _: () = {
     assert!(size_of::<Codes>() == 72);
     assert!(size_of::<Forward>() == 328);
     assert!(offset_of!(Forward, minus_lse2) == 192 && offset_of!(Forward, shape) == 272);
-    assert!(size_of::<Backward>() == 576);
+    assert!(size_of::<Backward>() == 832 && offset_of!(Backward, q_map) == 576);
     assert!(offset_of!(Backward, minus_lse2) == 384 && offset_of!(Backward, codes) == 440);
     assert!(offset_of!(Backward, shape) == 512 && offset_of!(Backward, group) == 568);
 };

@@ -87,6 +87,8 @@ pub(super) struct Plan {
     /// Buffers for tiles on their way.
     pub(super) stages: usize,
     pub(super) shared_bytes: usize,
+    /// Whether it takes tensor maps.
+    pub(super) mapped: bool,
 }
 
 /// The forward of `kernels/include/sage/attention/forward.cuh`.
@@ -109,7 +111,7 @@ pub(super) fn forward(scheme: &Scheme, d: usize, architecture: Architecture) -> 
     let state = if state_is_shared { threads * 32 } else { 0 };
     // Queries; two stages of a tile of K and one of V.
     let shared_bytes = rows * tile + 4 * TILE * tile + state + mean;
-    Plan { name, rows, threads: threads as u32, stages: 2, shared_bytes }
+    Plan { name, rows, threads: threads as u32, stages: 2, shared_bytes, mapped: false }
 }
 
 /// The forward of `kernels/include/sage/attention/forward_roles.cuh`: warpgroups with 64 queries each, of `row` bytes, and
@@ -119,7 +121,7 @@ fn forward_with_roles(name: &'static str, d: usize, row: usize) -> Plan {
     let rows = groups * 64;
     let scales = if row == d { stages * 8 } else { 0 };
     let shared_bytes = rows * row + stages * 2 * TILE * row + scales;
-    Plan { name, rows, threads: (groups as u32 + 1) * 128, stages, shared_bytes }
+    Plan { name, rows, threads: (groups as u32 + 1) * 128, stages, shared_bytes, mapped: false }
 }
 
 /// The backward of `kernels/include/sage/attention/backward.cuh`: the largest plan that fits.
@@ -151,7 +153,7 @@ pub(super) fn backward(scheme: &Scheme, d: usize, architecture: Architecture) ->
                 keys + stages * stage + ds + codes + warps * 4 + mean
             }
         };
-        Plan { name, rows, threads: rows as u32 * 2, stages, shared_bytes }
+        Plan { name, rows, threads: rows as u32 * 2, stages, shared_bytes, mapped: false }
     });
     let [.., smallest] = plans.clone();
     plans.into_iter().find(|plan| plan.shared_bytes <= architecture.shared_bytes()).unwrap_or(smallest)
@@ -164,17 +166,19 @@ fn backward_with_roles(scheme: &Scheme, name: &'static str, d: usize) -> Plan {
     // dQ on its way.
     let staging = if d == 64 { TILE * d * 4 } else { 0 };
     let (stages, shared_bytes) = match scheme {
-        Scheme::FullPrecision => (3, 2 * rows * 2 * d + 3 * (2 * TILE * 2 * d + 1024) + 2 * ds + staging),
+        Scheme::FullPrecision => {
+            let stages = if d == 64 { 5 } else { 3 };
+            (stages, 2 * rows * 2 * d + stages * (2 * TILE * 2 * d + 1024) + 2 * ds + staging)
+        }
         Scheme::SageBwd(_) => {
             let stage = (5 * TILE * d + 2 * TILE * 4 + 4 * d + 4).next_multiple_of(1024);
             // At head_dim 64 dS^T in two slots; at 128 once, its codes in two, and less room for tiles.
-            let (stages, scores) =
-                if d == 64 { (3, 2 * ds) } else { (2, ds + 2 * (2 * rows * TILE + 1024)) };
+            let (stages, scores) = if d == 64 { (5, 2 * ds) } else { (2, ds + 2 * (2 * rows * TILE + 1024)) };
             let units = 2 * rows / 16 * 4;
             (stages, 4 * rows * d + stages * stage + scores + staging + units)
         }
     };
-    Plan { name, rows, threads: 384, stages, shared_bytes }
+    Plan { name, rows, threads: 384, stages, shared_bytes, mapped: true }
 }
 
 /// How many heads run side by side, when blocks of a head share `bytes` and the second-level cache holds `cache_bytes`:

@@ -1,12 +1,14 @@
 //! Tensors on the device: their addresses, element types and layouts.
+#![allow(unsafe_code)]
 
 use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::WrapErr;
 use candle_core::{CudaStorage, DType, Layout, Result};
-use cudarc::driver::{CudaSlice, DevicePtr};
+use cudarc::driver::{CudaSlice, DevicePtr, sys};
 use half::{bf16, f16};
 
 use super::kernels::Gpu;
-use super::params::{Address, View};
+use super::params::{Address, TensorMap, View};
 use crate::error::Error;
 
 /// The 16-bit types that the matrix instructions take.
@@ -80,6 +82,52 @@ pub(super) fn view(storage: &CudaStorage, layout: &Layout, gpu: &Gpu) -> Result<
         head: head as i64,
         channel: channel as i64,
         vector: vector.into(),
-        padding: 0,
+        mapped: 0,
     })
+}
+
+/// How Hopper's copy engine takes tiles of 64 tokens and 64 channels out of a (batch, token, head, channel) tensor, swizzled
+/// as `kernels/include/sage/layout/swizzle.cuh` has it. None where it cannot: for strides that are no multiples of 16 bytes,
+/// or tensors that repeat themselves.
+pub(super) fn tensor_map(view: &View, layout: &Layout, element: Element) -> Result<Option<TensorMap>> {
+    let &[batch, tokens, heads, head_dim] = layout.dims() else { return Ok(None) };
+    // From the innermost on; where there is one only its stride does not matter.
+    let extents = [head_dim, tokens, heads, batch];
+    let strides = [view.token, view.head, view.batch]
+        .iter()
+        .zip(&extents[1..])
+        .map(|(&stride, &extent)| if extent == 1 { 16 } else { stride * ELEMENT_BYTES as i64 })
+        .collect::<Vec<_>>();
+    let fits = strides.iter().all(|&stride| (1..1 << 40).contains(&stride))
+        && extents.iter().all(|&n| (1..=u32::MAX as usize).contains(&n));
+    if view.vector == 0 || !fits {
+        return Ok(None);
+    }
+    let (extents, strides) =
+        (extents.map(|n| n as u64), strides.iter().map(|&n| n as u64).collect::<Vec<_>>());
+    let mut map = TensorMap::default();
+    // SAFETY: the map has the size and alignment of a CUtensorMap; dims, strides (one less), box and steps are as many as the
+    // rank says. Nothing is read from `data` here.
+    unsafe {
+        sys::cuTensorMapEncodeTiled(
+            (&raw mut map).cast(),
+            match element {
+                Element::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                Element::BF16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            },
+            4,
+            view.data as *mut _,
+            extents.as_ptr(),
+            strides.as_ptr(),
+            [64, 64, 1, 1].as_ptr(),
+            [1; 4].as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    }
+    .result()
+    .w()?;
+    Ok(Some(map))
 }

@@ -75,9 +75,10 @@ __device__ __forceinline__ auto choose_sums(const DqSums& direct, uint32_t stagi
   else return direct;
 }
 
-// Numerics is the block's shared memory, and has: Type, D, STAGES, SHARED_BYTES; STAGING_AT, for StagedDqSums at head_dim 64; load_keys()
-// and keys_arrived(), by the keys' groups; load(tile, stage, thread, landing), asynchronous, by the sums' group, with bulk
-// copies if BULK; and what each part keeps in its registers:
+// Numerics is the block's shared memory, and has: Type, D, STAGES, SHARED_BYTES; STAGING_AT, for StagedDqSums at head_dim 64;
+// load_keys() and keys_arrived(), by the keys' groups; load(tile, stage, thread, landing), asynchronous, by the first thread
+// of the sums' group where the tensors have maps (params: dout.mapped), else by all of it; fetching(params), how many threads
+// tell of a tile's copies; and what each part keeps in its registers:
 //   KeysPart: start(stage), S^T of a tile that has come; scores(tile's number, stage, slot, hides, free, done, coded, next),
 //     from there to dS^T, in its slot after free(), then done(); coded() when all is there that dQ needs; next() as soon as
 //     registers allow it, which starts the next tile; and dV and perhaps dK; end() at the end; dv, perhaps dk.
@@ -98,7 +99,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   __shared__ typename Tiles::Barriers barriers;
   Tiles ring(barriers);
   if (threadIdx.x == 0) {
-    ring.prepare(GROUP_THREADS + Numerics::BULK, (KEYS_THREADS + (ADD ? 0 : GROUP_THREADS)) / 32);
+    ring.prepare(Numerics::fetching(p), (KEYS_THREADS + (ADD ? 0 : GROUP_THREADS)) / 32);
     block = BackwardBlock(shape, index, ROLES_KEYS);
     for (int g = 0; g < GROUPS; ++g) hides_until[g] = hiding_tiles(block.segment, block.first_key + g * GROUP_KEYS);
   }
@@ -115,20 +116,23 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
     ptx::set_registers<ADD ? 136 : 184, ROLES_THREADS>();
     DqSums direct{p.dq_sums, p.turns, block.first_key / ROLES_KEYS, KEYS_THREADS, GROUP_THREADS, ADDERS};
     auto sums = choose_sums<Numerics::D>(direct, ptx::shared_address(shared) + Numerics::STAGING_AT);
-    // To be fetched: two tiles ahead. With a third stage nobody waits for one to be emptied.
+    // To be fetched. With three stages and more nobody waits for one to be emptied.
+    constexpr int AHEAD = Numerics::STAGES == 2 ? 2 : Numerics::STAGES - 1;
     QueryTile next = tile;
     auto fetch = [&](int number) {
-      if (number < iterations) {
+      // Opaque: addresses are worked out anew for each tile. Kept, they would cost registers that the products need.
+      int thread = ptx::opaque(threadIdx.x) - KEYS_THREADS;
+      if (number < iterations && (!p.dout.mapped || thread == 0)) {
         ring.wait_empty(number);
-        // Opaque: addresses are worked out anew for each tile. Kept, they would cost registers that the products need.
-        numerics.load(next, ring.stage(number), ptx::opaque(threadIdx.x) - KEYS_THREADS, ring.full(number));
+        numerics.load(next, ring.stage(number), thread, ring.full(number));
       }
       next.advance(shape, first_tile, tiles);
     };
     auto free_slot = [&](int number, int g) {
       if (number < iterations) ptx::arrive(meeting(SLOT, number, g), 2 * GROUP_THREADS);
     };
-    fetch(0), fetch(1);
+#pragma unroll 1
+    for (int n = 0; n < AHEAD; ++n) fetch(n);
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) free_slot(0, g), free_slot(1, g);
     typename Numerics::SumsPart part(numerics);
@@ -141,9 +145,9 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
       }
       part.added();
       if (!ADD) ring.release(i);
+      fetch(i + AHEAD);
       if (!ADD) ptx::barrier(meeting(CODED, i), ROLES_THREADS);
       part.start(i & 1);
-      fetch(i + 2);
       sums.wait(tile.padded);
       part.add_dq(tile.padded, i & 1, sums);
 #pragma unroll
@@ -170,7 +174,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
     typename Numerics::KeysPart part(numerics, group);
     auto come = [&](int number) {
       ring.wait(number);
-      ptx::wgmma_publish();
+      if (!p.dout.mapped) ptx::wgmma_publish();
     };
     if (iterations > 0) come(0);
     part.start(0);

@@ -9,8 +9,7 @@ namespace sage::attention {
 template <class T, int HEAD_DIM>
 struct FullPrecisionBackwardRoles {
   using Type = T;
-  static constexpr bool BULK = false;
-  static constexpr int D = HEAD_DIM, STAGES = 3;
+  static constexpr int D = HEAD_DIM, STAGES = D == 64 ? 5 : 3;
   // Shared memory: K, V; stages of Q, dO, log-sum-exp, delta; slots of dS^T; dQ on its way.
   static constexpr int K_BYTES = ROLES_KEYS * D * 2, Q_BYTES = TILE * D * 2;
   static constexpr int STATE_AT = 2 * Q_BYTES;
@@ -43,15 +42,27 @@ struct FullPrecisionBackwardRoles {
   }
   __device__ __forceinline__ void keys_arrived() {}
 
+  // All by one thread, or by all.
+  static __device__ __forceinline__ int fetching(const params::Backward& p) { return p.dout.mapped ? 1 : GROUP_THREADS; }
   __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread, uint32_t landing) {
     const Segment& s = block.segment;
     uint32_t at = shared + stage_at(stage);
-    Rows<T> q(p.q, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
-    Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
-    copy_panels<TILE, D, GROUP_THREADS>(at, q, tile.tile * TILE, thread);
-    copy_panels<TILE, D, GROUP_THREADS>(at + Q_BYTES, dout, tile.tile * TILE, thread);
-    copy_row_state(at + STATE_AT, p, tile, thread);
-    ptx::landing_copies(landing, q.vector && dout.vector);
+    int first = tile.tile * TILE;
+    if (p.dout.mapped) {
+      int64_t rows = int64_t(tile.padded) * TILE;
+      ptx::landing_expect(landing, 2 * Q_BYTES + 2 * TILE * 4);
+      copy_tile_panels<D>(at, p.q_map, s.batch, tile.head, first, landing);
+      copy_tile_panels<D>(at + Q_BYTES, p.dout_map, s.batch, tile.head, first, landing);
+      ptx::bulk_copy(at + STATE_AT, p.minus_lse2 + rows, TILE * 4, landing);
+      ptx::bulk_copy(at + STATE_AT + TILE * 4, p.minus_delta + rows, TILE * 4, landing);
+    } else {
+      Rows<T> q(p.q, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
+      Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
+      copy_panels<TILE, D, GROUP_THREADS>(at, q, first, thread);
+      copy_panels<TILE, D, GROUP_THREADS>(at + Q_BYTES, dout, first, thread);
+      copy_row_state(at + STATE_AT, p, tile, thread);
+      ptx::landing_copies(landing, q.vector && dout.vector);
+    }
   }
 
   struct KeysPart {

@@ -34,6 +34,15 @@ __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first
   }
 }
 
+// The same of a tile of 64 rows by one thread, out of a tensor that has a map: its bytes are to be announced.
+template <int D>
+__device__ __forceinline__ void copy_tile_panels(uint32_t to, const params::TensorMap& map, int batch, int head, int first,
+                                                 uint32_t landing) {
+#pragma unroll
+  for (int panel = 0; panel < D / 64; ++panel)
+    ptx::tensor_copy(to + panel * TILE * 128, &map, panel * 64, first, head, batch, landing);
+}
+
 // out = A B^T, or out += A B^T with ADD: 64 rows of A, whose panels have A_ROWS, and a tile of 64 rows, in 16 bit. Its end
 // is to be waited for.
 template <class T, int D, int A_ROWS, bool ADD>

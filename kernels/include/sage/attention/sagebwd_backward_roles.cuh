@@ -9,8 +9,7 @@ namespace sage::attention {
 template <class T, int HEAD_DIM>
 struct SageBwdBackwardRoles {
   using Type = T;
-  static constexpr bool BULK = true;
-  static constexpr int D = HEAD_DIM, STAGES = KEYS_ADD<D> ? 3 : 2;
+  static constexpr int D = HEAD_DIM, STAGES = KEYS_ADD<D> ? 5 : 2;
   // Channels go through a product a chunk at a time: as many as registers allow.
   static constexpr int CHUNK = KEYS_ADD<D> ? 64 : 32, CHUNKS = D / CHUNK;
   // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO and Q; dS^T; where the sums'
@@ -73,13 +72,14 @@ struct SageBwdBackwardRoles {
   }
   __device__ __forceinline__ void keys_arrived() { transpose_keys<ROLES_KEYS, D, KEYS_THREADS>(memory + KT_AT, memory); }
 
-  // Codes and what belongs to them by one thread, dO by all.
+  // Codes and what belongs to them by one thread, dO by it too or by all.
+  static __device__ __forceinline__ int fetching(const params::Backward& p) { return p.dout.mapped ? 2 : GROUP_THREADS + 1; }
   __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread, uint32_t landing) {
     const Segment& s = block.segment;
     uint32_t at = shared + stage_at(stage);
     if (thread == 0) {
       int64_t codes = int64_t(tile.padded) * CODES, rows = int64_t(tile.padded) * TILE;
-      ptx::landing_expect(landing, 3 * CODES + 2 * TILE * 4 + D * 4);
+      ptx::landing_expect(landing, 3 * CODES + 2 * TILE * 4 + D * 4 + (p.dout.mapped ? 2 * CODES : 0));
       ptx::bulk_copy(at, p.codes.q + codes, CODES, landing);
       ptx::bulk_copy(at + CODES, p.q_transposed + codes, CODES, landing);
       ptx::bulk_copy(at + 2 * CODES, p.dout_transposed + codes, CODES, landing);
@@ -88,9 +88,14 @@ struct SageBwdBackwardRoles {
       ptx::bulk_copy(at + DOUT_SCALE_AT, p.dout_scale + int64_t(tile.padded) * D, D * 4, landing);
       ptx::copy_4(at + Q_SCALE_AT, p.codes.q_scale + tile.padded);
     }
-    Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
-    copy_panels<TILE, D, GROUP_THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
-    ptx::landing_copies(landing, dout.vector);
+    if (p.dout.mapped) {
+      copy_tile_panels<D>(at + DOUT_AT, p.dout_map, s.batch, tile.head, tile.tile * TILE, landing);
+      ptx::landing_copies(landing, true);
+    } else {
+      Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
+      copy_panels<TILE, D, GROUP_THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
+      ptx::landing_copies(landing, dout.vector);
+    }
   }
 
   struct KeysPart {

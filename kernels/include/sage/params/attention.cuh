@@ -15,7 +15,13 @@ struct View {
   int64_t head;
   int64_t channel;
   int32_t vector;  // rows start on 16 bytes, channels are neighbours and come in eights: 16-byte loads work
-  int32_t padding;
+  int32_t mapped;  // a TensorMap of it goes along
+};
+
+// How a (batch, token, head, channel) tensor is copied a tile at a time, 64 tokens x 64 channels of one head, zeros beyond
+// its ends: what cuTensorMapEncodeTiled makes, for Hopper.
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
 };
 
 // One packed document; tokens count from the start of the tensor, tiles from the start of the padded buffers.
@@ -90,6 +96,8 @@ struct Backward {
   Shape shape;
   int32_t group;       // keys that share a scale of P and of dS, and queries one of dS: 1, 2, 4, ... 64
   int32_t dout_group;  // channels that share a scale of dO
+  TensorMap q_map;
+  TensorMap dout_map;
 };
 
 static_assert(sizeof(View) == 48 && offsetof(View, vector) == 40);
@@ -97,7 +105,7 @@ static_assert(sizeof(Segment) == 24);
 static_assert(sizeof(Shape) == 56 && offsetof(Shape, softmax_scale) == 36);
 static_assert(sizeof(Codes) == 72);
 static_assert(sizeof(Forward) == 328 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 272);
-static_assert(sizeof(Backward) == 576 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
+static_assert(sizeof(Backward) == 832 && offsetof(Backward, q_map) == 576 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
               offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 568);
 
 }  // namespace sage::params

@@ -63,6 +63,18 @@ __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, i
                : "memory");
 #endif
 }
+// One thread copies a tile of a tensor that a params::TensorMap (in the kernel's parameters) tells of, from a channel, token,
+// head and batch entry on, into swizzled rows of 128 bytes.
+__device__ __forceinline__ void tensor_copy(uint32_t shared, const void* map, int channel, int token, int head, int batch,
+                                            uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
+          shared),
+      "l"(map), "r"(channel), "r"(token), "r"(head), "r"(batch), "r"(barrier)
+      : "memory");
+#endif
+}
 // One thread adds floats, a multiple of 16 bytes, from shared to global memory, asynchronously and in no particular order
 // among blocks; what other threads wrote must have been published (`wgmma_publish`) before.
 __device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int bytes) {
