@@ -172,9 +172,10 @@ fn backward_with_roles(scheme: &Scheme, name: &'static str, d: usize) -> Plan {
         }
         Scheme::SageBwd(_) => {
             let stage = (5 * TILE * d + 2 * TILE * 4 + 4 * d + 4).next_multiple_of(1024);
-            // At head_dim 64 dS^T in two slots; at 128 once, its codes in two, and less room for tiles.
-            let (stages, scores) = if d == 64 { (5, 2 * ds) } else { (2, ds + 2 * (2 * rows * TILE + 1024)) };
-            let units = 2 * rows / 16 * 4;
+            // At head_dim 128 codes for dK too, and less room for tiles.
+            let (stages, codes) = if d == 64 { (5, rows * TILE) } else { (2, 2 * rows * TILE) };
+            let scores = ds + 2 * (codes + 1024);
+            let units = rows / 16 * 4;
             (stages, 4 * rows * d + stages * stage + scores + staging + units)
         }
     };

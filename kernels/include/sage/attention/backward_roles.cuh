@@ -20,12 +20,12 @@ constexpr int KEYS_THREADS = GROUPS * GROUP_THREADS;
 
 // Barriers; 0 is __syncthreads. Those of a tile exist for each parity of tiles, because one can be ahead by a tile.
 enum Meeting : int {
-  SLOT = 1,        // for each group: the slot of dS is free
-  DONE = 5,        // for each group: its part of dS is in the slot
-  KEYS_CAME = 9,   // among the keys' groups
-  ADDERS = 10,     // inside the sums' group
-  OWN = 11,        // inside each keys' group
-  CODED = 13,      // both groups are done with all that they make for dQ beyond dS
+  SLOT = 1,       // for each group: the slot of what it makes of a tile is free
+  DONE = 5,       // for each group: what dK needs is in the slot, where the sums' group adds it
+  READY = 9,      // what dQ needs is in the slot, of both groups
+  KEYS_CAME = 11, // among the keys' groups
+  ADDERS = 12,    // inside the sums' group
+  OWN = 13,       // inside each keys' group
 };
 __device__ __forceinline__ int meeting(Meeting kind, int tile, int group) { return kind + (tile & 1) * GROUPS + group; }
 __device__ __forceinline__ int meeting(Meeting kind, int tile) { return kind + (tile & 1); }
@@ -79,12 +79,12 @@ __device__ __forceinline__ auto choose_sums(const DqSums& direct, uint32_t stagi
 // load_keys() and keys_arrived(), by the keys' groups; load(tile, stage, thread, landing), asynchronous, by the first thread
 // of the sums' group where the tensors have maps (params: dout.mapped), else by all of it; fetching(params), how many threads
 // tell of a tile's copies; and what each part keeps in its registers:
-//   KeysPart: start(stage), S^T of a tile that has come; scores(tile's number, stage, slot, hides, free, done, coded, next),
-//     from there to dS^T, in its slot after free(), then done(); coded() when all is there that dQ needs; next() as soon as
-//     registers allow it, which starts the next tile; and dV and perhaps dK; end() at the end; dv, perhaps dk.
-//   SumsPart: add_keys(group, stage, slot), dK of a group's keys where keys' groups do not add it, and what dQ needs of
-//     them; SLOT_ENDS, whether the slot is then free; added(), when the tile's memory is no longer read; start(slot),
-//     perhaps dQ's first product; add_dq(padded tile, slot, sums); perhaps dk of each group.
+//   KeysPart: start(stage), S^T of a tile that has come; scores(tile's number, stage, slot, hides, free, done, ready, next),
+//     from there to what the slot gets after free(): done() when what dK needs is there, ready() when what dQ needs is;
+//     next() as soon as registers allow it, which starts the next tile; and dV and perhaps dK; end() at the end; dv, perhaps
+//     dk.
+//   SumsPart: add_keys(group, stage, slot), dK of a group's keys where keys' groups do not add it; added(), when the tile's
+//     memory is no longer read; start(slot), dQ's first product; add_dq(padded tile, slot, sums); perhaps dk of each group.
 template <class Numerics>
 __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   using T = typename Numerics::Type;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   int warp_key = block.first_key + threadIdx.x / 32 % 4 * 16;
 
   if (group == GROUPS) {
-    ptx::set_registers<ADD ? 136 : 184, ROLES_THREADS>();
+    ptx::set_registers<ADD ? 120 : 184, ROLES_THREADS>();
     DqSums direct{p.dq_sums, p.turns, block.first_key / ROLES_KEYS, KEYS_THREADS, GROUP_THREADS, ADDERS};
     auto sums = choose_sums<Numerics::D>(direct, ptx::shared_address(shared) + Numerics::STAGING_AT);
     // To be fetched. With three stages and more nobody waits for one to be emptied.
@@ -137,22 +137,22 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
     for (int g = 0; g < GROUPS; ++g) free_slot(0, g), free_slot(1, g);
     typename Numerics::SumsPart part(numerics);
     for (int i = 0; i < iterations; ++i) {
+if constexpr (!ADD) {
 #pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
-        ptx::barrier(meeting(DONE, i, g), 2 * GROUP_THREADS);
-        part.add_keys(g, ring.stage(i), i & 1);
-        if (part.SLOT_ENDS) free_slot(i + 2, g);
+        for (int g = 0; g < GROUPS; ++g) {
+          ptx::barrier(meeting(DONE, i, g), 2 * GROUP_THREADS);
+          part.add_keys(g, ring.stage(i), i & 1);
+        }
+        part.added();
+        ring.release(i);
       }
-      part.added();
-      if (!ADD) ring.release(i);
       fetch(i + AHEAD);
-      if (!ADD) ptx::barrier(meeting(CODED, i), ROLES_THREADS);
+      ptx::barrier(meeting(READY, i), ROLES_THREADS);
       part.start(i & 1);
       sums.wait(tile.padded);
       part.add_dq(tile.padded, i & 1, sums);
 #pragma unroll
-      for (int g = 0; g < GROUPS; ++g)
-        if (!part.SLOT_ENDS) free_slot(i + 2, g);
+      for (int g = 0; g < GROUPS; ++g) free_slot(i + 2, g);
       sums.pass_on(tile.padded);
       tile.advance(shape, first_tile, tiles);
     }
@@ -163,7 +163,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
         store_gradient<T>(p.dk, p, block, warp_key + g * GROUP_KEYS, part.dk[g], shape.softmax_scale);
     }
   } else {
-    ptx::set_registers<ADD ? 184 : 160, ROLES_THREADS>();
+    ptx::set_registers<ADD ? 192 : 160, ROLES_THREADS>();
     numerics.load_keys();
     ptx::copy_commit();
     ptx::copy_wait<0>();
@@ -181,16 +181,16 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
     int number = first_tile;  // of the tile, inside the segment
     for (int i = 0; i < iterations; ++i) {
       auto free = [&] { ptx::barrier(meeting(SLOT, i, group), 2 * GROUP_THREADS); };
-      auto done = [&] { ptx::arrive(meeting(DONE, i, group), 2 * GROUP_THREADS); };
-      auto coded = [&] {
-        if (!ADD) ptx::arrive(meeting(CODED, i), ROLES_THREADS);
+      auto done = [&] {
+        if (!ADD) ptx::arrive(meeting(DONE, i, group), 2 * GROUP_THREADS);
       };
+      auto ready = [&] { ptx::arrive(meeting(READY, i), ROLES_THREADS); };
       auto next = [&] {
         // After the last tile too, on what lies there: products that are only sometimes under way cannot overlap.
         if (i + 1 < iterations) come(i + 1);
         part.start(ring.stage(i + 1));
       };
-      part.scores(number, ring.stage(i), i & 1, number < hides_until[group], free, done, coded, next);
+      part.scores(number, ring.stage(i), i & 1, number < hides_until[group], free, done, ready, next);
       ring.release(i);
       if (++number == tiles) number = first_tile;
     }

@@ -86,10 +86,10 @@ struct FullPrecisionBackwardRoles {
       if constexpr (AHEAD) ptx::wgmma_wait<0>(s);
     }
 
-    template <class Free, class Done, class Coded, class Next>
-    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool hides, Free free, Done done, Coded coded,
+    template <class Free, class Done, class Ready, class Next>
+    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool hides, Free free, Done done, Ready ready,
                                            Next next) {
-      int thread = ptx::opaque(threadIdx.x), lane = thread % 32, row = thread / 32 % 4 * 16;
+      int thread = threadIdx.x, lane = thread % 32, row = thread / 32 % 4 * 16;
       uint32_t at = of.shared + stage_at(stage), ds_rows = of.ds_rows(slot, group) + row * TILE * 2;
       const float* minus_lse2 = reinterpret_cast<const float*>(of.memory + stage_at(stage) + STATE_AT);
       if constexpr (!AHEAD) multiply(stage);
@@ -122,7 +122,7 @@ struct FullPrecisionBackwardRoles {
       store_packed(ds_rows, ds, lane);
       ptx::wgmma_publish();
       done();
-      coded();
+      ready();
       // dK += dS^T Q
       if constexpr (KEYS_ADD<D>) add_product<T, D>(dk, ds, at);
       if constexpr (AHEAD) {
@@ -142,14 +142,11 @@ struct FullPrecisionBackwardRoles {
 
     __device__ __forceinline__ explicit SumsPart(const FullPrecisionBackwardRoles& numerics) : of(numerics) {}
 
-    static constexpr bool SLOT_ENDS = false;
     // dK += dS^T Q
     __device__ __forceinline__ void add_keys(int group, int stage, int slot) {
-      if constexpr (KEYS_ADD<D>) return;
       add_product<T, D>(dk[group], ptx::row_descriptor<128>(of.ds_rows(slot, group)), of.shared + stage_at(stage));
     }
     __device__ __forceinline__ void added() {
-      if constexpr (KEYS_ADD<D>) return;
       ptx::wgmma_wait<0>(dk[0]);
       ptx::hold(dk[1]);
     }

@@ -25,33 +25,46 @@ __device__ __forceinline__ void store(uint32_t rows, const PackedScores& w, int 
     writer.store({w[2 * step][0], w[2 * step][1], w[2 * step + 1][0], w[2 * step + 1][1]}, 0, step, lane);
 }
 
-// The largest of two rows, each over the two halves of a word and the four lanes of the row, as the halves of one word.
+// The largest of two rows, each over the two halves of a word, as the halves of one word.
 template <class Max>
-__device__ __forceinline__ uint32_t join_rows(uint32_t first, uint32_t second, Max max) {
-  uint32_t both = max(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
-  both = max(both, __shfl_xor_sync(~0u, both, 1));
-  return max(both, __shfl_xor_sync(~0u, both, 2));
+__device__ __forceinline__ uint32_t join_rows(const uint32_t (&rows)[2], Max max) {
+  return max(__byte_perm(rows[0], rows[1], 0x5410), __byte_perm(rows[0], rows[1], 0x7632));
+}
+// Over the four lanes of a row.
+template <class Max>
+__device__ __forceinline__ uint32_t join_lanes(uint32_t x, Max max) {
+  x = max(x, __shfl_xor_sync(~0u, x, 1));
+  return max(x, __shfl_xor_sync(~0u, x, 2));
+}
+// Largest |x| of f16, with any sign.
+struct MaxAbs {
+  __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return ptx::max_abs_2(a, b); }
+};
+// Of bf16 that are not negative: their order is that of the integers, with NaN on top.
+struct MaxPositive {
+  __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return __vmaxu2(a, b); }
+};
+
+// Largest of this lane's part of rows g and g + 8, as two halves.
+template <class Max>
+__device__ __forceinline__ uint32_t largest_of(const PackedScores& w, Max max) {
+  uint32_t largest[2] = {w[0][0], w[0][1]};
+#pragma unroll
+  for (int n = 1; n < 8; ++n)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) largest[h] = max(largest[h], w[n][h]);
+  return join_rows(largest, max);
 }
 
-// Codes of P, one scale a key. To bf16 first: its 8 bits are more than codes of 7 have, and in [128, 256) its last bit is
-// 1, so that adding 128 rounds to a code.
-__device__ __forceinline__ void quantize_probabilities(const Scores& s, ScoreCodes& codes, float (&dequant)[2]) {
+// Codes of P, one scale a key, in bf16: its 8 bits are more than codes of 7 have, and in [128, 256) its last bit is 1, so
+// that adding 128 rounds to a code. `largest`: of rows g and g + 8.
+__device__ __forceinline__ void quantize_probabilities(const PackedScores& w, uint32_t largest, ScoreCodes& codes,
+                                                       float (&dequant)[2]) {
   constexpr uint32_t MAGIC = 0x43004300;  // 128, twice
-  PackedScores w;
-  pack<__nv_bfloat16>(w, s);
-  // The order of positive numbers is that of the integers, with NaN on top.
-  auto max = [](uint32_t a, uint32_t b) { return __vmaxu2(a, b); };
-  uint32_t largest[2];
+  uint32_t scale[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    largest[h] = w[0][h];
-#pragma unroll
-    for (int n = 1; n < 8; ++n) largest[h] = max(largest[h], w[n][h]);
-  }
-  uint32_t both = join_rows(largest[0], largest[1], max), scale[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float x = __uint_as_float(h == 0 ? both << 16 : both & 0xffff0000u);
+    float x = __uint_as_float(h == 0 ? largest << 16 : largest & 0xffff0000u);
     // Infinite for zeros, whose codes are then anything, and their dequant_scale zero.
     float quant = 127.0f * ptx::reciprocal(x);
     scale[h] = ptx::pack_16<__nv_bfloat16>(quant, quant);
@@ -73,6 +86,7 @@ struct HalfScales {
   float dequant[2];
 
   __device__ __forceinline__ explicit HalfScales(uint32_t largest) {
+    largest &= 0x7fff7fffu;  // of any sign
     constexpr float LARGEST = 65504.0f;
     float2 x = __half22float2(reinterpret_cast<const __half2&>(largest));
     float scale[2] = {fminf(127.0f * ptx::reciprocal(x.x), LARGEST), fminf(127.0f * ptx::reciprocal(x.y), LARGEST)};
@@ -95,45 +109,31 @@ struct DsUnit {
   static constexpr int TARGET = 10, LIMIT = 120;
   float exponent = 20.0f, unit = 9.5367431640625e-7f;  // 2^-exponent
 
-  // dS, in units of this, in f16, and the largest of rows g and g + 8. Multiplies `s` when the unit must change.
-  __device__ __forceinline__ uint32_t pack(PackedScores& w, Scores& s) {
-    uint32_t largest = largest_of(w, s);
-    uint32_t top = max(largest & 0xffffu, largest >> 16);
-    if (__builtin_expect(__all_sync(~0u, top - LOW <= HIGH - LOW), true)) return largest;
-    if (__any_sync(~0u, top > HIGH) || !__any_sync(~0u, top >= LOW)) {
-      uint32_t bits = 0;
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) bits = max(bits, quant::abs_bits(s[n][e]));
-      int power = int(__reduce_max_sync(~0u, bits) >> 23) - 127;
-      // Zeros, and what is not finite, say nothing of what comes.
-      if (power > -127 && power < 128) {
-        float next = fminf(fmaxf(exponent + float(TARGET - power), -LIMIT), LIMIT), change = ptx::exp2(next - exponent);
-#pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) s[n][e] *= change;
-        exponent = next, unit = ptx::exp2(-next);
-        largest = largest_of(w, s);
-      }
-    }
-    return largest;
-  }
-
- private:
-  static __device__ __forceinline__ uint32_t largest_of(PackedScores& w, const Scores& s) {
-    attention::pack<__half>(w, s);
-    uint32_t largest[2] = {};
+  // `w` is dS in units of this, packed out of `s`, and `largest` that of rows g and g + 8: all change when the unit must.
+  __device__ __forceinline__ void keep(PackedScores& w, uint32_t& largest, Scores& s) {
+    uint32_t top = max(largest & 0x7fffu, largest >> 16 & 0x7fffu);
+    if (__builtin_expect(__all_sync(~0u, top - LOW <= HIGH - LOW), true)) return;
+    if (!__any_sync(~0u, top > HIGH) && __any_sync(~0u, top >= LOW)) return;
+    uint32_t bits = 0;
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) largest[h] = ptx::max_abs_2(largest[h], w[n][h]);
-    return join_rows(largest[0], largest[1], [](uint32_t a, uint32_t b) { return ptx::max_abs_2(a, b); }) & 0x7fff7fffu;
+      for (int e = 0; e < 4; ++e) bits = max(bits, quant::abs_bits(s[n][e]));
+    int power = int(__reduce_max_sync(~0u, bits) >> 23) - 127;
+    // Zeros, and what is not finite, say nothing of what comes.
+    if (power <= -127 || power >= 128) return;
+    float next = fminf(fmaxf(exponent + float(TARGET - power), -LIMIT), LIMIT), change = ptx::exp2(next - exponent);
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] *= change;
+    exponent = next, unit = ptx::exp2(-next);
+    pack<__half>(w, s);
+    largest = join_lanes(largest_of(w, MaxAbs()), MaxAbs());
   }
 };
 
-// Codes of dS, one scale a key; `largest` as DsUnit::pack has it.
+// Codes of dS, one scale a key; `largest` of rows g and g + 8.
 __device__ __forceinline__ void quantize_keys(const PackedScores& w, uint32_t largest, ScoreCodes& codes, float (&dequant)[2]) {
   HalfScales scales(largest);
   dequant[0] = scales.dequant[0], dequant[1] = scales.dequant[1];
@@ -171,7 +171,7 @@ __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequ
   for (int step = 0; step < 4; ++step)
 #pragma unroll
     for (int i = 0; i < 4; ++i) largest[i & 1] = ptx::max_abs_2(largest[i & 1], r[step][i]);
-  HalfScales scales(join_rows(largest[0], largest[1], [](uint32_t a, uint32_t b) { return ptx::max_abs_2(a, b); }) & 0x7fff7fffu);
+  HalfScales scales(join_lanes(join_rows(largest, MaxAbs()), MaxAbs()));
 #pragma unroll
   for (int i = 0; i < 2; ++i)
 #pragma unroll

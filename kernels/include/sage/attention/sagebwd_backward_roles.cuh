@@ -12,21 +12,21 @@ struct SageBwdBackwardRoles {
   static constexpr int D = HEAD_DIM, STAGES = KEYS_ADD<D> ? 5 : 2;
   // Channels go through a product a chunk at a time: as many as registers allow.
   static constexpr int CHUNK = KEYS_ADD<D> ? 64 : 32, CHUNKS = D / CHUNK;
-  // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO and Q; dS^T; where the sums'
-  // group adds dK, slots of its codes for dK and for dQ and of their scales; dQ on its way; units of dS.
+  // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO and Q; dS^T; slots of its codes for
+  // dQ and, where the sums' group adds dK, for that, and of their scales; dQ on its way; units of dS.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = ROLES_KEYS * D, V_AT = 2 * ROLES_KEYS * D, STAGES_AT = 4 * ROLES_KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
   static constexpr int Q_SCALE_AT = DOUT_SCALE_AT + D * 4;
   static constexpr int STAGE_BYTES = (Q_SCALE_AT + 4 + 1023) / 1024 * 1024;
   static constexpr int DS_AT = STAGES_AT + STAGES * STAGE_BYTES, DS_BYTES = ROLES_KEYS * TILE * 2;
-  // A keys' group that makes the codes itself needs dS^T between two barriers of its own only.
-  static constexpr int DS_SLOTS = KEYS_ADD<D> ? 2 : 1;
-  static constexpr int SLOTS_AT = DS_AT + DS_SLOTS * DS_BYTES, DS_CODES_BYTES = ROLES_KEYS * TILE;
-  static constexpr int SLOT_BYTES = KEYS_ADD<D> ? 0 : 2 * DS_CODES_BYTES + 1024;
+  static constexpr int SLOTS_AT = DS_AT + DS_BYTES, DS_CODES_BYTES = ROLES_KEYS * TILE;
+  static constexpr int DK_CODES_AT = DS_CODES_BYTES, DK_CODES_BYTES = KEYS_ADD<D> ? 0 : DS_CODES_BYTES;
+  static constexpr int SCALES_AT = DK_CODES_AT + DK_CODES_BYTES;
+  static constexpr int SLOT_BYTES = SCALES_AT + 1024;
   static constexpr int STAGING_AT = SLOTS_AT + 2 * SLOT_BYTES;
   static constexpr int UNITS_AT = STAGING_AT + STAGING_BYTES<D>;
-  static constexpr int SHARED_BYTES = UNITS_AT + 2 * GROUPS * 4 * 4;
+  static constexpr int SHARED_BYTES = UNITS_AT + GROUPS * 4 * 4;
 
   const params::Backward& p;
   const BackwardBlock& block;
@@ -37,24 +37,21 @@ struct SageBwdBackwardRoles {
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)) {}
 
   static __device__ __forceinline__ int stage_at(int stage) { return STAGES_AT + stage * STAGE_BYTES; }
-  __device__ __forceinline__ uint32_t ds_rows(int slot, int group) const {
-    return shared + DS_AT + slot % DS_SLOTS * DS_BYTES + group * GROUP_KEYS * TILE * 2;
-  }
+  // Between two barriers of a keys' group only.
+  __device__ __forceinline__ uint32_t ds_rows(int group) const { return shared + DS_AT + group * GROUP_KEYS * TILE * 2; }
   // Of dS^T, for each warp.
-  __device__ __forceinline__ float* units(int slot, int group) const {
-    return reinterpret_cast<float*>(memory + UNITS_AT) + (slot * GROUPS + group) * 4;
-  }
+  __device__ __forceinline__ float* units(int group) const { return reinterpret_cast<float*>(memory + UNITS_AT) + group * 4; }
   static __device__ __forceinline__ int slot_at(int slot) { return SLOTS_AT + slot * SLOT_BYTES; }
-  __device__ __forceinline__ uint32_t ds_codes(int slot, int group) const {
+  __device__ __forceinline__ uint32_t dq_codes(int slot, int group) const {
     return shared + slot_at(slot) + group * GROUP_KEYS * TILE;
   }
-  __device__ __forceinline__ uint32_t dq_codes(int slot, int group) const { return ds_codes(slot, group) + DS_CODES_BYTES; }
-  // Of each key's codes of dS, times that of Q.
-  __device__ __forceinline__ float* ds_dequant(int slot, int group) const {
-    return reinterpret_cast<float*>(memory + slot_at(slot) + 2 * DS_CODES_BYTES) + group * GROUP_KEYS;
+  __device__ __forceinline__ uint32_t dk_codes(int slot, int group) const { return dq_codes(slot, group) + DK_CODES_AT; }
+  // Of each query's codes over a group's keys, times that of K.
+  __device__ __forceinline__ float* dq_dequant(int slot, int group) const {
+    return reinterpret_cast<float*>(memory + slot_at(slot) + SCALES_AT) + group * TILE;
   }
-  // Of each query's over a group's keys, times that of K.
-  __device__ __forceinline__ float* dq_dequant(int slot, int group) const { return ds_dequant(slot, group) + ROLES_KEYS; }
+  // Of each key's, times that of Q.
+  __device__ __forceinline__ float* dk_dequant(int slot, int group) const { return dq_dequant(slot, group) + GROUPS * TILE; }
   // Codes of 16 rows, number `row` and on, each 64 of the reduction, and the scales of rows g and g + 8.
   static __device__ __forceinline__ void store_codes(uint32_t rows, float* scales, int row, int lane, const ScoreCodes& codes,
                                                      float low, float high) {
@@ -123,11 +120,11 @@ struct SageBwdBackwardRoles {
       if constexpr (AHEAD) ptx::wgmma_wait<0>(x);
     }
 
-    template <class Free, class Done, class Coded, class Next>
-    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool hides, Free free, Done done, Coded coded,
+    template <class Free, class Done, class Ready, class Next>
+    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool hides, Free free, Done done, Ready ready,
                                            Next next) {
-      int thread = ptx::opaque(threadIdx.x), lane = thread % 32, row = thread / 32 % 4 * 16;
-      uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(slot, group) + row * TILE * 2;
+      int thread = threadIdx.x, lane = thread % 32, row = thread / 32 % 4 * 16;
+      uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(group) + row * TILE * 2;
       const float* minus_lse2 = reinterpret_cast<const float*>(of.memory + stage_at(stage) + STATE_AT);
       const float* dout_dequant = reinterpret_cast<const float*>(of.memory + stage_at(stage) + DOUT_SCALE_AT);
       float q_dequant = *reinterpret_cast<const float*>(of.memory + stage_at(stage) + Q_SCALE_AT);
@@ -151,44 +148,50 @@ struct SageBwdBackwardRoles {
         for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(float(x[n][e]), factor, e & 1 ? lse[n].y : lse[n].x));
       if (hides)
         mask_scores(s, of.block.segment, tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane);
-      ScoreCodes codes;
-      float dequant[2];
-      quantize_probabilities(s, codes, dequant);
-      dequant[0] *= ds_unit.unit, dequant[1] *= ds_unit.unit;
-
-      // dS = P o (dP - D)
-      int y[2][CHUNK / 8][4];  // products under way, for a chunk each
-      start_values(y[0], codes, at, 0);
-      ptx::wgmma_wait<1>(dp);
+      // dS = P o (dP - D), side by side with the codes of P: each waits for its maxima.
+      ptx::wgmma_wait<0>(dp);
+      PackedScores p, w;
+      pack<__nv_bfloat16>(p, s);
 #pragma unroll
       for (int n = 0; n < 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
-      PackedScores w;
-      uint32_t largest = ds_unit.pack(w, s);
+      pack<__half>(w, s);
+      uint32_t p_largest = largest_of(p, MaxPositive()), largest = largest_of(w, MaxAbs());
+#pragma unroll
+      for (int distance = 1; distance <= 2; distance *= 2) {
+        p_largest = MaxPositive()(p_largest, __shfl_xor_sync(~0u, p_largest, distance));
+        largest = MaxAbs()(largest, __shfl_xor_sync(~0u, largest, distance));
+      }
+      ScoreCodes codes;
+      float dequant[2];
+      quantize_probabilities(p, p_largest, codes, dequant);
+      dequant[0] *= ds_unit.unit, dequant[1] *= ds_unit.unit;
+      int y[2][CHUNK / 8][4];  // products under way, for a chunk each
+      start_values(y[0], codes, at, 0);
+      ds_unit.keep(w, largest, s);
       free();
       store(ds, w, lane);
-      if (lane == 0) of.units(slot, group)[row / 16] = ds_unit.unit;
+      if (lane == 0) of.units(group)[row / 16] = ds_unit.unit;
       ScoreCodes ds_codes;
       float ds_dequant[2];
       quantize_keys(w, largest, ds_codes, ds_dequant);
       ds_dequant[0] *= q_dequant * ds_unit.unit, ds_dequant[1] *= q_dequant * ds_unit.unit;
-      if constexpr (!KEYS_ADD<D>)
-        store_codes(of.ds_codes(slot, group), of.ds_dequant(slot, group), row, lane, ds_codes, ds_dequant[0], ds_dequant[1]);
-      if constexpr (!KEYS_ADD<D>) ptx::wgmma_publish();
-      done();
       if constexpr (!KEYS_ADD<D>) {
-        // What dQ needs, of 16 queries: from the dS of all warps of the group.
-        ptx::barrier(OWN + group, GROUP_THREADS);
-        ScoreCodes dq_codes;
-        float2 dq_dequant;
-        float4 units = *reinterpret_cast<const float4*>(of.units(slot, group));
-        quantize_queries(dq_codes, dq_dequant, of.ds_rows(slot, group), units, row / 16, lane);
-        store_codes(of.dq_codes(slot, group), of.dq_dequant(slot, group), row, lane, dq_codes, dq_dequant.x * k_dequant,
-                    dq_dequant.y * k_dequant);
+        store_codes(of.dk_codes(slot, group), of.dk_dequant(slot, group), row, lane, ds_codes, ds_dequant[0], ds_dequant[1]);
         ptx::wgmma_publish();
-        coded();
+        done();
       }
+      // What dQ needs, of 16 queries: from the dS of all warps of the group.
+      ptx::barrier(OWN + group, GROUP_THREADS);
+      ScoreCodes dq_codes;
+      float2 dq_dequant;
+      float4 units = *reinterpret_cast<const float4*>(of.units(group));
+      quantize_queries(dq_codes, dq_dequant, of.ds_rows(group), units, row / 16, lane);
+      store_codes(of.dq_codes(slot, group), of.dq_dequant(slot, group), row, lane, dq_codes, dq_dequant.x * k_dequant,
+                  dq_dequant.y * k_dequant);
+      ptx::wgmma_publish();
+      ready();
       if constexpr (AHEAD) next();
 
       // The products that follow one another: dV's, then dK's.
@@ -229,80 +232,58 @@ struct SageBwdBackwardRoles {
 
   struct SumsPart {
     const SageBwdBackwardRoles& of;
-    // Of dS for dQ, where this part makes them.
-    float k_dequant[GROUPS];
-    ScoreCodes codes[GROUPS];
-    float2 dequant[GROUPS];  // of queries g and g + 8
     float dk[KEYS_ADD<D> ? 1 : GROUPS][D / 8][4] = {};
 
-    __device__ __forceinline__ explicit SumsPart(const SageBwdBackwardRoles& numerics) : of(numerics) {
-#pragma unroll
-      for (int g = 0; g < GROUPS; ++g) k_dequant[g] = k_dequant_of(numerics.p, numerics.block, g);
-    }
+    __device__ __forceinline__ explicit SumsPart(const SageBwdBackwardRoles& numerics) : of(numerics) {}
 
-    static constexpr bool SLOT_ENDS = KEYS_ADD<D>;
+    // dK += dS^T Q: the next product under the addition of the last.
     __device__ __forceinline__ void add_keys(int group, int stage, int slot) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
-      if constexpr (KEYS_ADD<D>) {
-        float4 units = *reinterpret_cast<const float4*>(of.units(slot, group));
-        quantize_queries(codes[group], dequant[group], of.ds_rows(slot, group), units, strip, lane);
-        dequant[group].x *= k_dequant[group], dequant[group].y *= k_dequant[group];
-        start_group(group, slot, 0);
-      } else {
-        // dK += dS^T Q: the next product under the addition of the last.
-        const float* scales = of.ds_dequant(slot, group) + strip * 16 + lane / 4;
-        float of_keys[2] = {scales[0], scales[8]};
-        int y[2][CHUNK / 8][4];
-        auto multiply = [&](int chunk) {
-          multiply_codes<2>(y[chunk & 1], ptx::row_descriptor<TILE>(of.ds_codes(slot, group)),
-                            ptx::row_descriptor<TILE>(of.shared + stage_at(stage) + CODES + chunk * CHUNK * TILE));
-        };
-        multiply(0);
+      const float* scales = of.dk_dequant(slot, group) + strip * 16 + lane / 4;
+      float of_keys[2] = {scales[0], scales[8]};
+      int y[2][CHUNK / 8][4];
+      auto multiply = [&](int chunk) {
+        multiply_codes<2>(y[chunk & 1], ptx::row_descriptor<TILE>(of.dk_codes(slot, group)),
+                          ptx::row_descriptor<TILE>(of.shared + stage_at(stage) + CODES + chunk * CHUNK * TILE));
+      };
+      multiply(0);
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-          if (chunk + 1 < CHUNKS) {
-            multiply(chunk + 1);
-            ptx::wgmma_wait<1>(y[chunk & 1]);
-          } else {
-            ptx::wgmma_wait<0>(y[chunk & 1]);
-          }
-#pragma unroll
-          for (int n = 0; n < CHUNK / 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              float& sum = dk[group][chunk * (CHUNK / 8) + n][e];
-              sum = fmaf(float(y[chunk & 1][n][e]), of_keys[e >> 1], sum);
-            }
+      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        if (chunk + 1 < CHUNKS) {
+          multiply(chunk + 1);
+          ptx::wgmma_wait<1>(y[chunk & 1]);
+        } else {
+          ptx::wgmma_wait<0>(y[chunk & 1]);
         }
+#pragma unroll
+        for (int n = 0; n < CHUNK / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& sum = dk[group][chunk * (CHUNK / 8) + n][e];
+            sum = fmaf(float(y[chunk & 1][n][e]), of_keys[e >> 1], sum);
+          }
       }
     }
     __device__ __forceinline__ void added() {}
 
-    // dQ += dS K: codes of each group's keys on their own.
-    int y[GROUPS][CHUNK / 8][4];
-    __device__ __forceinline__ void start_group(int group, int slot, int chunk) {
-      uint64_t channels = ptx::row_descriptor<ROLES_KEYS>(of.shared + KT_AT + chunk * CHUNK * ROLES_KEYS) + 4 * group;
-      if constexpr (KEYS_ADD<D>) multiply_codes<2>(y[group], codes[group], channels);
-      else multiply_codes<2>(y[group], ptx::row_descriptor<TILE>(of.dq_codes(slot, group)), channels);
-    }
+    // dQ += dS K: codes of each group's keys on their own. Not started early: registers are short.
     __device__ __forceinline__ void start(int) {}
     template <class Sums>
     __device__ __forceinline__ void add_dq(int padded_tile, int slot, const Sums& sums) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
-      if constexpr (!KEYS_ADD<D>) {
+      float2 dequant[GROUPS];  // of queries g and g + 8
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-          const float* scales = of.dq_dequant(slot, g) + strip * 16 + lane / 4;
-          dequant[g] = make_float2(scales[0], scales[8]);
-        }
+      for (int g = 0; g < GROUPS; ++g) {
+        const float* scales = of.dq_dequant(slot, g) + strip * 16 + lane / 4;
+        dequant[g] = make_float2(scales[0], scales[8]);
       }
       // Not unrolled: chunks side by side would need more registers than there are.
 #pragma unroll 1
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        if constexpr (!KEYS_ADD<D>) {  // else as soon as there were codes
+        int y[GROUPS][CHUNK / 8][4];
+        uint64_t channels = ptx::row_descriptor<ROLES_KEYS>(of.shared + KT_AT + chunk * CHUNK * ROLES_KEYS);
 #pragma unroll
-          for (int g = 0; g < GROUPS; ++g) start_group(g, slot, chunk);
-        }
+        for (int g = 0; g < GROUPS; ++g) multiply_codes<2>(y[g], ptx::row_descriptor<TILE>(of.dq_codes(slot, g)), channels + 4 * g);
         ptx::wgmma_wait<0>(y[0]);
         ptx::hold(y[1]);
         float dq[CHUNK / 8][4];
