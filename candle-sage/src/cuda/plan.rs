@@ -173,8 +173,8 @@ fn backward_with_roles(scheme: &Scheme, name: &'static str, d: usize) -> Plan {
         Scheme::SageBwd(_) => {
             let stage = (5 * TILE * d + 2 * TILE * 4 + 4 * d + 4).next_multiple_of(1024);
             // At head_dim 128 codes for dK too, and less room for tiles.
-            let (stages, codes) = if d == 64 { (5, rows * TILE) } else { (2, 2 * rows * TILE) };
-            let scores = ds + 2 * (codes + 1024);
+            let (stages, codes) = if d == 64 { (5, 1) } else { (2, 2) };
+            let scores = ds + 2 * (codes * rows * TILE + 1024);
             let units = rows / 16 * 4;
             (stages, 4 * rows * d + stages * stage + scores + staging + units)
         }

@@ -106,6 +106,46 @@ fn head_dims_are_padded_inside() -> Result<()> {
     Ok(())
 }
 
+/// Gradients of 1e-18 and of 1e12 are as good as those of 1, and so are those of queries 2^9 smaller than their neighbours:
+/// dS is kept in 16 bit in units that follow its size (`attention/packed_scores.cuh`).
+#[test]
+#[ignore = "needs a GPU"]
+fn gradients_of_any_size() -> Result<()> {
+    let device = gpu();
+    for d in [64, 128] {
+        for scheme in both() {
+            let mut case = Case::new(1, (400, 400), (2, 2), d, true);
+            for (name, size) in [("1e-18", 2f32.powi(-60)), ("1e12", 2f32.powi(40))] {
+                case.draw(1.0, 7);
+                case.data[3].iter_mut().for_each(|x| *x *= size);
+                case.round_to(DType::BF16)?;
+                let got = case.run_on(&device, &case.attention(scheme), DType::BF16)?;
+                check(&format!("dO of {name}, d {d}, {scheme}"), &case, scheme, DType::BF16, &got)?;
+            }
+            // Sizes that change from query to query, and from tile to tile.
+            case.draw(1.0, 8);
+            let row = 2 * d;
+            let size = |token: usize| 2f32.powi(-((token % 10) as i32) - 7 * (token / 64) as i32);
+            for (token, values) in case.data[3].chunks_mut(row).enumerate() {
+                values.iter_mut().for_each(|x| *x *= size(token));
+            }
+            case.round_to(DType::BF16)?;
+            let got = case.run_on(&device, &case.attention(scheme), DType::BF16)?;
+            let (exact, plain) = (case.exact(), case.run(scheme, DType::BF16)?);
+            let smallest = |dq: &[f64]| {
+                let rows = dq.chunks(row).enumerate().filter(|(token, _)| token % 10 == 9);
+                rows.flat_map(|(token, values)| values.iter().map(move |x| x / f64::from(size(token))))
+                    .collect::<Vec<_>>()
+            };
+            let [got, exact, plain] = [&got, &exact, &plain].map(|results| smallest(&results[1]));
+            let (error, limit) =
+                (relative_l2(&got, &exact), 1.25 * relative_l2(&plain, &exact) + 2f64.powi(-7));
+            assert!(error <= limit, "dQ of small dO, d {d}, {scheme}: {error:.2e}, limit {limit:.2e}");
+        }
+    }
+    Ok(())
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn packed_documents() -> Result<()> {

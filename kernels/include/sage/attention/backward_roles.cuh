@@ -84,7 +84,8 @@ __device__ __forceinline__ auto choose_sums(const DqSums& direct, uint32_t stagi
 //     next() as soon as registers allow it, which starts the next tile; and dV and perhaps dK; end() at the end; dv, perhaps
 //     dk.
 //   SumsPart: add_keys(group, stage, slot), dK of a group's keys where keys' groups do not add it; added(), when the tile's
-//     memory is no longer read; start(slot), dQ's first product; add_dq(padded tile, slot, sums); perhaps dk of each group.
+//     memory is no longer read; start(slot), dQ's first product; add_dq(padded tile, slot, sums,
+//     read), with read() when the slot is no longer read; perhaps dk of each group.
 template <class Numerics>
 __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   using T = typename Numerics::Type;
@@ -128,13 +129,14 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
       }
       next.advance(shape, first_tile, tiles);
     };
-    auto free_slot = [&](int number, int g) {
-      if (number < iterations) ptx::arrive(meeting(SLOT, number, g), 2 * GROUP_THREADS);
+    auto free_slot = [&](int number) {
+      if (number >= iterations) return;
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) ptx::arrive(meeting(SLOT, number, g), 2 * GROUP_THREADS);
     };
 #pragma unroll 1
     for (int n = 0; n < AHEAD; ++n) fetch(n);
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) free_slot(0, g), free_slot(1, g);
+    free_slot(0), free_slot(1);
     typename Numerics::SumsPart part(numerics);
     for (int i = 0; i < iterations; ++i) {
 if constexpr (!ADD) {
@@ -150,9 +152,7 @@ if constexpr (!ADD) {
       ptx::barrier(meeting(READY, i), ROLES_THREADS);
       part.start(i & 1);
       sums.wait(tile.padded);
-      part.add_dq(tile.padded, i & 1, sums);
-#pragma unroll
-      for (int g = 0; g < GROUPS; ++g) free_slot(i + 2, g);
+      part.add_dq(tile.padded, i & 1, sums, [&] { free_slot(i + 2); });
       sums.pass_on(tile.padded);
       tile.advance(shape, first_tile, tiles);
     }

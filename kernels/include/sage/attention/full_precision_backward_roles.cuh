@@ -165,8 +165,8 @@ struct FullPrecisionBackwardRoles {
         ptx::wgmma_16<T, true, true, true>(y, ds + step * ptx::COLUMN_STEP, keys + step * ptx::COLUMN_STEP);
       ptx::wgmma_commit();
     }
-    template <class Sums>
-    __device__ __forceinline__ void add_dq(int padded_tile, int slot, const Sums& sums) {
+    template <class Sums, class Read>
+    __device__ __forceinline__ void add_dq(int padded_tile, int slot, const Sums& sums, Read read) {
       int lane = threadIdx.x % 32, strip = threadIdx.x / 32 % 4;
       // Not unrolled: chunks side by side would need more registers than there are.
 #pragma unroll 1
@@ -175,6 +175,7 @@ struct FullPrecisionBackwardRoles {
         ptx::wgmma_wait<0>(y);
         sums.template add<D>(padded_tile, strip, chunk * (CHUNK / 8), lane, y);
       }
+      read();
     }
   };
 };

@@ -102,13 +102,17 @@ struct HalfScales {
 };
 
 // The power of two that a warp multiplies dS with, so that its largest is somewhere in [LOW, HIGH] in f16: real dS is about
-// 1e-7, which f16 cannot hold. It follows dS when that leaves the window. What is smaller than the largest of a tile by
-// 2^24 or more loses bits.
+// 1e-7, which f16 cannot hold. It follows dS when that leaves the window. A row whose largest is under 2^-9, at least 2^9
+// below the largest of the 16 keys, gets coarser codes: HalfScales. dS over 2^75 becomes infinite.
 struct DsUnit {
-  static constexpr uint32_t LOW = 0x4400, HIGH = 0x7400;  // 4, 2^14 in f16
-  static constexpr int TARGET = 10, LIMIT = 120;
-  float exponent = 20.0f, unit = 9.5367431640625e-7f;  // 2^-exponent
+  static constexpr uint32_t LOW = 0x3c00, HIGH = 0x7800;  // 1, 2^15 in f16
+  static constexpr int TARGET = 12, LEAST = -60, MOST = 120, STEP = 100;
+  float exponent = 20.0f, unit = 1.0f / (1 << 20);  // 2^-exponent
 
+  // Takes the unit of others, so that all have the same.
+  __device__ __forceinline__ void follow(float other) {
+    unit = other, exponent = float(127 - int(__float_as_uint(other) >> 23));
+  }
   // `w` is dS in units of this, packed out of `s`, and `largest` that of rows g and g + 8: all change when the unit must.
   __device__ __forceinline__ void keep(PackedScores& w, uint32_t& largest, Scores& s) {
     uint32_t top = max(largest & 0x7fffu, largest >> 16 & 0x7fffu);
@@ -122,12 +126,13 @@ struct DsUnit {
     int power = int(__reduce_max_sync(~0u, bits) >> 23) - 127;
     // Zeros, and what is not finite, say nothing of what comes.
     if (power <= -127 || power >= 128) return;
-    float next = fminf(fmaxf(exponent + float(TARGET - power), -LIMIT), LIMIT), change = ptx::exp2(next - exponent);
+    int now = int(exponent), next = min(max(now + min(max(TARGET - power, -STEP), STEP), LEAST), MOST);
+    float change = __int_as_float(127 + next - now << 23);
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] *= change;
-    exponent = next, unit = ptx::exp2(-next);
+    exponent = float(next), unit = __int_as_float(127 - next << 23);
     pack<__half>(w, s);
     largest = join_lanes(largest_of(w, MaxAbs()), MaxAbs());
   }
@@ -146,16 +151,17 @@ __device__ __forceinline__ void quantize_keys(const PackedScores& w, uint32_t la
     }
 }
 
-// Codes of dS for 16 queries, number `strip`, over a tile of keys whose dS^T lies in `rows`, each 16 keys in units of their
-// own: one scale a query.
-__device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequant, uint32_t rows, float4 units, int strip,
-                                                 int lane) {
+// Codes of dS for 16 queries, number `strip`, over a tile of keys whose dS^T lies in `rows`, each 16 keys in one of `units`:
+// one scale a query. Returns the largest unit.
+__device__ __forceinline__ float quantize_queries(ScoreCodes& codes, float2& dequant, uint32_t rows, const float4* units_at,
+                                                  int strip, int lane) {
+  float4 units = *units_at;
+  float unit = fmaxf(fmaxf(units.x, units.y), fmaxf(units.z, units.w));
   layout::TransposedReaderA<TILE * 2> reader(rows, lane);
   uint32_t r[4][4];  // (16 keys, register): 0 and 2 are query g, 1 and 3 query g + 8, each of two keys
 #pragma unroll
   for (int step = 0; step < 4; ++step) reader.load(r[step], step * 16, strip);
-  float unit = fmaxf(fmaxf(units.x, units.y), fmaxf(units.z, units.w));
-  // All in the largest unit.
+  // Where they differ, all in the largest.
   if (__builtin_expect(fminf(fminf(units.x, units.y), fminf(units.z, units.w)) != unit, false)) {
     float of_step[4] = {units.x, units.y, units.z, units.w};
 #pragma unroll
@@ -179,6 +185,7 @@ __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequ
       // Four slots are two keys of the low eight and two of the high eight: layout/permutation.cuh.
       codes[i][j] = scales.codes(j & 1, r[2 * i + j / 2][j & 1], r[2 * i + j / 2][(j & 1) + 2]);
   dequant = make_float2(scales.dequant[0] * unit, scales.dequant[1] * unit);
+  return unit;
 }
 
 }  // namespace sage::attention

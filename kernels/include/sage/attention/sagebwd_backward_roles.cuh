@@ -37,10 +37,10 @@ struct SageBwdBackwardRoles {
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)) {}
 
   static __device__ __forceinline__ int stage_at(int stage) { return STAGES_AT + stage * STAGE_BYTES; }
-  // Between two barriers of a keys' group only.
+  // Of a keys' group alone, from SLOT until its next OWN.
   __device__ __forceinline__ uint32_t ds_rows(int group) const { return shared + DS_AT + group * GROUP_KEYS * TILE * 2; }
   // Of dS^T, for each warp.
-  __device__ __forceinline__ float* units(int group) const { return reinterpret_cast<float*>(memory + UNITS_AT) + group * 4; }
+  __device__ __forceinline__ float4* units(int group) const { return reinterpret_cast<float4*>(memory + UNITS_AT) + group; }
   static __device__ __forceinline__ int slot_at(int slot) { return SLOTS_AT + slot * SLOT_BYTES; }
   __device__ __forceinline__ uint32_t dq_codes(int slot, int group) const {
     return shared + slot_at(slot) + group * GROUP_KEYS * TILE;
@@ -123,7 +123,9 @@ struct SageBwdBackwardRoles {
     template <class Free, class Done, class Ready, class Next>
     __device__ __forceinline__ void scores(int tile, int stage, int slot, bool hides, Free free, Done done, Ready ready,
                                            Next next) {
-      int thread = threadIdx.x, lane = thread % 32, row = thread / 32 % 4 * 16;
+      // Opaque where what follows from it would cost registers that the products need.
+      int thread = KEYS_ADD<D> ? int(threadIdx.x) : ptx::opaque(threadIdx.x);
+      int lane = thread % 32, row = thread / 32 % 4 * 16;
       uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(group) + row * TILE * 2;
       const float* minus_lse2 = reinterpret_cast<const float*>(of.memory + stage_at(stage) + STATE_AT);
       const float* dout_dequant = reinterpret_cast<const float*>(of.memory + stage_at(stage) + DOUT_SCALE_AT);
@@ -172,7 +174,7 @@ struct SageBwdBackwardRoles {
       ds_unit.keep(w, largest, s);
       free();
       store(ds, w, lane);
-      if (lane == 0) of.units(group)[row / 16] = ds_unit.unit;
+      if (lane == 0) reinterpret_cast<float*>(of.units(group))[row / 16] = ds_unit.unit;
       ScoreCodes ds_codes;
       float ds_dequant[2];
       quantize_keys(w, largest, ds_codes, ds_dequant);
@@ -186,8 +188,8 @@ struct SageBwdBackwardRoles {
       ptx::barrier(OWN + group, GROUP_THREADS);
       ScoreCodes dq_codes;
       float2 dq_dequant;
-      float4 units = *reinterpret_cast<const float4*>(of.units(group));
-      quantize_queries(dq_codes, dq_dequant, of.ds_rows(group), units, row / 16, lane);
+      ds_unit.follow(
+          quantize_queries(dq_codes, dq_dequant, of.ds_rows(group), of.units(group), row / 16, lane));
       store_codes(of.dq_codes(slot, group), of.dq_dequant(slot, group), row, lane, dq_codes, dq_dequant.x * k_dequant,
                   dq_dequant.y * k_dequant);
       ptx::wgmma_publish();
@@ -268,8 +270,8 @@ struct SageBwdBackwardRoles {
 
     // dQ += dS K: codes of each group's keys on their own. Not started early: registers are short.
     __device__ __forceinline__ void start(int) {}
-    template <class Sums>
-    __device__ __forceinline__ void add_dq(int padded_tile, int slot, const Sums& sums) {
+    template <class Sums, class Read>
+    __device__ __forceinline__ void add_dq(int padded_tile, int slot, const Sums& sums, Read read) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
       float2 dequant[GROUPS];  // of queries g and g + 8
 #pragma unroll
@@ -283,9 +285,11 @@ struct SageBwdBackwardRoles {
         int y[GROUPS][CHUNK / 8][4];
         uint64_t channels = ptx::row_descriptor<ROLES_KEYS>(of.shared + KT_AT + chunk * CHUNK * ROLES_KEYS);
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) multiply_codes<2>(y[g], ptx::row_descriptor<TILE>(of.dq_codes(slot, g)), channels + 4 * g);
+        for (int g = 0; g < GROUPS; ++g)
+          multiply_codes<2>(y[g], ptx::row_descriptor<TILE>(of.dq_codes(slot, g)), channels + 4 * g);
         ptx::wgmma_wait<0>(y[0]);
         ptx::hold(y[1]);
+        if (chunk + 1 == CHUNKS) read();
         float dq[CHUNK / 8][4];
 #pragma unroll
         for (int n = 0; n < CHUNK / 8; ++n)
