@@ -264,8 +264,13 @@ pub(crate) fn backward(
     };
     if plan.mapped && !problem.shape.is_packed() {
         let map = |view: &params::View, (_, layout): Operand<'_>| tensor_map(view, layout, call.element);
-        if let (Some(q), Some(dout)) = (map(&params.q, problem.q)?, map(&params.dout, dout)?) {
-            (params.q.mapped, params.dout.mapped) = (1, 1);
+        // SageBwd has codes of Q, in memory of its own.
+        let q = match scheme {
+            Scheme::FullPrecision => map(&params.q, problem.q)?,
+            Scheme::SageBwd(_) => Some(params::TensorMap::default()),
+        };
+        if let (Some(q), Some(dout)) = (q, map(&params.dout, dout)?) {
+            params.dout.mapped = 1;
             (params.q_map, params.dout_map) = (q, dout);
         }
     }

@@ -19,7 +19,7 @@ pub(super) struct View {
     pub(super) channel: i64,
     /// Whether 16-byte loads of eight channels work.
     pub(super) vector: i32,
-    /// Whether a [`TensorMap`] of it goes along.
+    /// Of dO: whether [`TensorMap`]s of all that is read a tile at a time go along.
     pub(super) mapped: i32,
 }
 

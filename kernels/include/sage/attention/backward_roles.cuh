@@ -56,7 +56,7 @@ struct StagedDqSums : DqSums {
     for (int n = 0; n < N; ++n) ptx::store_16(at + n * 512 + lane * 16, make_float4(x[n][0], x[n][1], x[n][2], x[n][3]));
     ptx::wgmma_publish();
     __syncwarp();
-    if (lane == 0) ptx::bulk_add(this->at<D>(padded_tile, strip, first), at, WARP_BYTES);
+    if (lane == 0) ptx::bulk_add(this->at<D>(padded_tile, strip, first, 0), at, WARP_BYTES);
   }
   __device__ __forceinline__ void pass_on(int padded_tile) const {
     if (!turns) return;
@@ -67,12 +67,21 @@ struct StagedDqSums : DqSums {
   __device__ __forceinline__ void end() const { ptx::bulk_wait_read(); }
 };
 
+// Adds from registers, without a second way for turns: registers are short.
+struct DirectDqSums : DqSums {
+  template <int D, int N>
+  __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
+    add_at_once(at<D>(padded_tile, strip, first, 0) + lane * 4, x);
+  }
+  __device__ __forceinline__ void end() const {}
+};
+
 template <int D>
 constexpr int STAGING_BYTES = D == 64 ? StagedDqSums::BYTES : 0;
 template <int D>
-__device__ __forceinline__ auto choose_sums(const DqSums& direct, uint32_t staging) {
-  if constexpr (STAGING_BYTES<D> > 0) return StagedDqSums{direct, staging};
-  else return direct;
+__device__ __forceinline__ auto choose_sums(const DqSums& sums, uint32_t staging) {
+  if constexpr (STAGING_BYTES<D> > 0) return StagedDqSums{sums, staging};
+  else return DirectDqSums{sums};
 }
 
 // Numerics is the block's shared memory, and has: Type, D, STAGES, SHARED_BYTES; STAGING_AT, for StagedDqSums at head_dim 64;
@@ -117,7 +126,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
     ptx::set_registers<ADD ? 120 : 184, ROLES_THREADS>();
     DqSums direct{p.dq_sums, p.turns, block.first_key / ROLES_KEYS, KEYS_THREADS, GROUP_THREADS, ADDERS};
     auto sums = choose_sums<Numerics::D>(direct, ptx::shared_address(shared) + Numerics::STAGING_AT);
-    // To be fetched. With three stages and more nobody waits for one to be emptied.
+    // To be fetched, AHEAD of the tile that is worked on: with more than two stages, into that of the tile before it.
     constexpr int AHEAD = Numerics::STAGES == 2 ? 2 : Numerics::STAGES - 1;
     QueryTile next = tile;
     auto fetch = [&](int number) {

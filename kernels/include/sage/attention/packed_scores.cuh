@@ -103,21 +103,24 @@ struct HalfScales {
 
 // The power of two that a warp multiplies dS with, so that its largest is somewhere in [LOW, HIGH] in f16: real dS is about
 // 1e-7, which f16 cannot hold. It follows dS when that leaves the window. A row whose largest is under 2^-9, at least 2^9
-// below the largest of the 16 keys, gets coarser codes: HalfScales. dS over 2^75 becomes infinite.
+// below the largest of the 16 keys, gets coarser codes: HalfScales. dS beyond 2^75, or beyond 2^38 right after tiles of next
+// to nothing, becomes infinite.
 struct DsUnit {
   static constexpr uint32_t LOW = 0x3c00, HIGH = 0x7800;  // 1, 2^15 in f16
-  static constexpr int TARGET = 12, LEAST = -60, MOST = 120, STEP = 100;
+  static constexpr int TARGET = 12, LEAST = -60, MOST = 90, STEP = 100;
   float exponent = 20.0f, unit = 1.0f / (1 << 20);  // 2^-exponent
 
-  // Takes the unit of others, so that all have the same.
+  // Takes the unit of others, if they have one, so that all have the same.
   __device__ __forceinline__ void follow(float other) {
+    if (other == 0.0f) return;
     unit = other, exponent = float(127 - int(__float_as_uint(other) >> 23));
   }
   // `w` is dS in units of this, packed out of `s`, and `largest` that of rows g and g + 8: all change when the unit must.
-  __device__ __forceinline__ void keep(PackedScores& w, uint32_t& largest, Scores& s) {
+  // Returns the unit that others are to reckon with: 0 where all is zero, which every unit holds.
+  __device__ __forceinline__ float keep(PackedScores& w, uint32_t& largest, Scores& s) {
     uint32_t top = max(largest & 0x7fffu, largest >> 16 & 0x7fffu);
-    if (__builtin_expect(__all_sync(~0u, top - LOW <= HIGH - LOW), true)) return;
-    if (!__any_sync(~0u, top > HIGH) && __any_sync(~0u, top >= LOW)) return;
+    if (__builtin_expect(__all_sync(~0u, top - LOW <= HIGH - LOW), true)) return unit;
+    if (!__any_sync(~0u, top > HIGH) && __any_sync(~0u, top >= LOW)) return unit;
     uint32_t bits = 0;
 #pragma unroll
     for (int n = 0; n < 8; ++n)
@@ -125,7 +128,8 @@ struct DsUnit {
       for (int e = 0; e < 4; ++e) bits = max(bits, quant::abs_bits(s[n][e]));
     int power = int(__reduce_max_sync(~0u, bits) >> 23) - 127;
     // Zeros, and what is not finite, say nothing of what comes.
-    if (power <= -127 || power >= 128) return;
+    if (power <= -127) return 0.0f;
+    if (power >= 128) return unit;
     int now = int(exponent), next = min(max(now + min(max(TARGET - power, -STEP), STEP), LEAST), MOST);
     float change = __int_as_float(127 + next - now << 23);
 #pragma unroll
@@ -135,6 +139,7 @@ struct DsUnit {
     exponent = float(next), unit = __int_as_float(127 - next << 23);
     pack<__half>(w, s);
     largest = join_lanes(largest_of(w, MaxAbs()), MaxAbs());
+    return unit;
   }
 };
 
@@ -152,7 +157,7 @@ __device__ __forceinline__ void quantize_keys(const PackedScores& w, uint32_t la
 }
 
 // Codes of dS for 16 queries, number `strip`, over a tile of keys whose dS^T lies in `rows`, each 16 keys in one of `units`:
-// one scale a query. Returns the largest unit.
+// one scale a query. Returns the largest unit, 0 if all is zero.
 __device__ __forceinline__ float quantize_queries(ScoreCodes& codes, float2& dequant, uint32_t rows, const float4* units_at,
                                                   int strip, int lane) {
   float4 units = *units_at;

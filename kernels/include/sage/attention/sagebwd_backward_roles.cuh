@@ -37,7 +37,8 @@ struct SageBwdBackwardRoles {
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)) {}
 
   static __device__ __forceinline__ int stage_at(int stage) { return STAGES_AT + stage * STAGE_BYTES; }
-  // Of a keys' group alone, from SLOT until its next OWN.
+  // Of a keys' group alone: written between SLOT and OWN, read by all its warps from OWN until the next SLOT, where all of
+  // them meet. So are the units.
   __device__ __forceinline__ uint32_t ds_rows(int group) const { return shared + DS_AT + group * GROUP_KEYS * TILE * 2; }
   // Of dS^T, for each warp.
   __device__ __forceinline__ float4* units(int group) const { return reinterpret_cast<float4*>(memory + UNITS_AT) + group; }
@@ -171,10 +172,10 @@ struct SageBwdBackwardRoles {
       dequant[0] *= ds_unit.unit, dequant[1] *= ds_unit.unit;
       int y[2][CHUNK / 8][4];  // products under way, for a chunk each
       start_values(y[0], codes, at, 0);
-      ds_unit.keep(w, largest, s);
+      float unit = ds_unit.keep(w, largest, s);
       free();
       store(ds, w, lane);
-      if (lane == 0) reinterpret_cast<float*>(of.units(group))[row / 16] = ds_unit.unit;
+      if (lane == 0) reinterpret_cast<float*>(of.units(group))[row / 16] = unit;
       ScoreCodes ds_codes;
       float ds_dequant[2];
       quantize_keys(w, largest, ds_codes, ds_dequant);

@@ -15,7 +15,7 @@ struct View {
   int64_t head;
   int64_t channel;
   int32_t vector;  // rows start on 16 bytes, channels are neighbours and come in eights: 16-byte loads work
-  int32_t mapped;  // a TensorMap of it goes along
+  int32_t mapped;  // of dout: TensorMaps of all that is read a tile at a time go along
 };
 
 // How a (batch, token, head, channel) tensor is copied a tile at a time, 64 tokens x 64 channels of one head, zeros beyond
@@ -105,7 +105,7 @@ static_assert(sizeof(Segment) == 24);
 static_assert(sizeof(Shape) == 56 && offsetof(Shape, softmax_scale) == 36);
 static_assert(sizeof(Codes) == 72);
 static_assert(sizeof(Forward) == 328 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 272);
-static_assert(sizeof(Backward) == 832 && offsetof(Backward, q_map) == 576 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
-              offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 568);
+static_assert(sizeof(Backward) == 832 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
+              offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 568 && offsetof(Backward, q_map) == 576);
 
 }  // namespace sage::params
