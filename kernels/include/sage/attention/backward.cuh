@@ -148,15 +148,16 @@ struct DqSums {
   // Who adds: threads from `first` on, and the barrier where they meet.
   int first, threads, barrier;
 
-  // Where a lane's sums lie, from tile `first` of 8 channels on.
+  // Where a strip's sums begin, from tile `first` of 8 channels on.
   template <int D>
-  __device__ __forceinline__ float* at(int padded_tile, int strip, int first, int lane) const {
-    return sums + int64_t(padded_tile) * (TILE * D) + ((strip * (D / 8) + first) * 32 + lane) * 4;
+  __device__ __forceinline__ float* at(int padded_tile, int strip, int first) const {
+    return sums + int64_t(padded_tile) * (TILE * D) + (strip * (D / 8) + first) * 128;
   }
   // Adds N tiles of 8 channels, from number `first` on, of 16 queries.
   template <int D, int N>
   __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
-    float* to = at<D>(padded_tile, strip, first, lane);
+    // Not `at`: ptxas would spill ten times as much for sm_86.
+    float* to = sums + int64_t(padded_tile) * (TILE * D) + ((strip * (D / 8) + first) * 32 + lane) * 4;
     if (turns) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
@@ -165,14 +166,9 @@ struct DqSums {
         __stcg(own, make_float4(sum.x + x[n][0], sum.y + x[n][1], sum.z + x[n][2], sum.w + x[n][3]));
       }
     } else {
-      add_at_once(to, x);
-    }
-  }
-  // The same in one instruction for several values, which the memory does: in turns too, if those are kept.
-  template <int N>
-  static __device__ __forceinline__ void add_at_once(float* to, const float (&x)[N][4]) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) ptx::add_global(to + n * 128, x[n][0], x[n][1], x[n][2], x[n][3]);
+      for (int n = 0; n < N; ++n) ptx::add_global(to + n * 128, x[n][0], x[n][1], x[n][2], x[n][3]);
+    }
   }
   __device__ __forceinline__ void wait(int padded_tile) const {
     if (!turns) return;

@@ -56,7 +56,7 @@ struct StagedDqSums : DqSums {
     for (int n = 0; n < N; ++n) ptx::store_16(at + n * 512 + lane * 16, make_float4(x[n][0], x[n][1], x[n][2], x[n][3]));
     ptx::wgmma_publish();
     __syncwarp();
-    if (lane == 0) ptx::bulk_add(this->at<D>(padded_tile, strip, first, 0), at, WARP_BYTES);
+    if (lane == 0) ptx::bulk_add(this->at<D>(padded_tile, strip, first), at, WARP_BYTES);
   }
   __device__ __forceinline__ void pass_on(int padded_tile) const {
     if (!turns) return;
@@ -67,11 +67,13 @@ struct StagedDqSums : DqSums {
   __device__ __forceinline__ void end() const { ptx::bulk_wait_read(); }
 };
 
-// Adds from registers, without a second way for turns: registers are short.
+// Adds from registers, in one way, which is right in turns too: registers are short.
 struct DirectDqSums : DqSums {
   template <int D, int N>
   __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
-    add_at_once(at<D>(padded_tile, strip, first, 0) + lane * 4, x);
+    float* to = at<D>(padded_tile, strip, first) + lane * 4;
+#pragma unroll
+    for (int n = 0; n < N; ++n) ptx::add_global(to + n * 128, x[n][0], x[n][1], x[n][2], x[n][3]);
   }
   __device__ __forceinline__ void end() const {}
 };
