@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn large_memories_get_two_stages() {
+    fn large_memories_get_more_stages() {
         for scheme in schemes() {
             let plan = backward(&scheme, 128, Architecture(90));
             let stages = if scheme == Scheme::FullPrecision { 3 } else { 2 };

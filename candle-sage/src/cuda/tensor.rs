@@ -91,20 +91,16 @@ pub(super) fn view(storage: &CudaStorage, layout: &Layout, gpu: &Gpu) -> Result<
 /// or tensors that repeat themselves.
 pub(super) fn tensor_map(view: &View, layout: &Layout, element: Element) -> Result<Option<TensorMap>> {
     let &[batch, tokens, heads, head_dim] = layout.dims() else { return Ok(None) };
-    // From the innermost on; where there is one only its stride does not matter.
-    let extents = [head_dim, tokens, heads, batch];
-    let strides = [view.token, view.head, view.batch]
-        .iter()
-        .zip(&extents[1..])
-        .map(|(&stride, &extent)| if extent == 1 { 16 } else { stride * ELEMENT_BYTES as i64 })
-        .collect::<Vec<_>>();
-    let fits = strides.iter().all(|&stride| (1..1 << 40).contains(&stride))
-        && extents.iter().all(|&n| (1..=u32::MAX as usize).contains(&n));
+    // From the innermost on, whose stride is one element; where there is one only its stride does not matter.
+    let extents = [head_dim, tokens, heads, batch].map(|n| n as u64);
+    let strides = [(view.token, tokens), (view.head, heads), (view.batch, batch)]
+        .map(|(stride, extent)| if extent == 1 { 16 } else { stride * ELEMENT_BYTES as i64 });
+    let fits = strides.iter().all(|stride| (1..1 << 40).contains(stride))
+        && extents.iter().all(|n| (1..=u64::from(u32::MAX)).contains(n));
     if view.vector == 0 || !fits {
         return Ok(None);
     }
-    let (extents, strides) =
-        (extents.map(|n| n as u64), strides.iter().map(|&n| n as u64).collect::<Vec<_>>());
+    let strides = strides.map(|n| n as u64);
     let mut map = TensorMap::default();
     // SAFETY: the map has the size and alignment of a CUtensorMap; dims, strides (one less), box and steps are as many as the
     // rank says. Nothing is read from `data` here.

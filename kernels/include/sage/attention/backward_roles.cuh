@@ -53,7 +53,9 @@ struct StagedDqSums : DqSums {
     if (lane == 0) ptx::bulk_wait_read();
     __syncwarp();
 #pragma unroll
-    for (int n = 0; n < N; ++n) ptx::store_16(at + n * 512 + lane * 16, make_float4(x[n][0], x[n][1], x[n][2], x[n][3]));
+    for (int n = 0; n < N; ++n)
+      ptx::store_16(at + n * 512 + lane * 16, make_uint4(__float_as_uint(x[n][0]), __float_as_uint(x[n][1]),
+                                                        __float_as_uint(x[n][2]), __float_as_uint(x[n][3])));
     ptx::wgmma_publish();
     __syncwarp();
     if (lane == 0) ptx::bulk_add(this->at<D>(padded_tile, strip, first), at, WARP_BYTES);
@@ -95,8 +97,8 @@ __device__ __forceinline__ auto choose_sums(const DqSums& sums, uint32_t staging
 //     next() as soon as registers allow it, which starts the next tile; and dV and perhaps dK; end() at the end; dv, perhaps
 //     dk.
 //   SumsPart: add_keys(group, stage, slot), dK of a group's keys where keys' groups do not add it; added(), when the tile's
-//     memory is no longer read; start(slot), dQ's first product; add_dq(padded tile, slot, sums,
-//     read), with read() when the slot is no longer read; perhaps dk of each group.
+//     memory is no longer read; start(slot), dQ's first product; add_dq(padded tile, slot, sums, read),
+//     with read() when the slot is no longer read; perhaps dk of each group.
 template <class Numerics>
 __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   using T = typename Numerics::Type;
@@ -126,8 +128,8 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
 
   if (group == GROUPS) {
     ptx::set_registers<ADD ? 120 : 184, ROLES_THREADS>();
-    DqSums direct{p.dq_sums, p.turns, block.first_key / ROLES_KEYS, KEYS_THREADS, GROUP_THREADS, ADDERS};
-    auto sums = choose_sums<Numerics::D>(direct, ptx::shared_address(shared) + Numerics::STAGING_AT);
+    auto sums = choose_sums<Numerics::D>({p.dq_sums, p.turns, block.first_key / ROLES_KEYS, KEYS_THREADS, GROUP_THREADS, ADDERS},
+                                         ptx::shared_address(shared) + Numerics::STAGING_AT);
     // To be fetched, AHEAD of the tile that is worked on: with more than two stages, into that of the tile before it.
     constexpr int AHEAD = Numerics::STAGES == 2 ? 2 : Numerics::STAGES - 1;
     QueryTile next = tile;
@@ -150,7 +152,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
     free_slot(0), free_slot(1);
     typename Numerics::SumsPart part(numerics);
     for (int i = 0; i < iterations; ++i) {
-if constexpr (!ADD) {
+      if constexpr (!ADD) {
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
           ptx::barrier(meeting(DONE, i, g), 2 * GROUP_THREADS);

@@ -189,8 +189,7 @@ struct SageBwdBackwardRoles {
       ptx::barrier(OWN + group, GROUP_THREADS);
       ScoreCodes dq_codes;
       float2 dq_dequant;
-      ds_unit.follow(
-          quantize_queries(dq_codes, dq_dequant, of.ds_rows(group), of.units(group), row / 16, lane));
+      ds_unit.follow(quantize_queries(dq_codes, dq_dequant, of.ds_rows(group), of.units(group), row / 16, lane));
       store_codes(of.dq_codes(slot, group), of.dq_dequant(slot, group), row, lane, dq_codes, dq_dequant.x * k_dequant,
                   dq_dequant.y * k_dequant);
       ptx::wgmma_publish();

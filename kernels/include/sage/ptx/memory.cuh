@@ -19,10 +19,6 @@ __device__ __forceinline__ void copy_4(uint32_t shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global));
 }
 
-__device__ __forceinline__ void store_16(uint32_t shared, float4 x) {
-  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(shared), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
-}
-
 __device__ __forceinline__ void store_16(uint32_t shared, uint4 words) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(words.x), "r"(words.y), "r"(words.z),
                "r"(words.w)
