@@ -120,8 +120,9 @@ __device__ void store_group(const X (&d)[N][4], X* out) {
       out[(warp * 16 + lane / 4 + 8 * (e >> 1)) * 8 * N + n * 8 + 2 * (lane & 3) + (e & 1)] = d[n][e];
 }
 
-// out (64, 8 N) = A (64, BYTES) B (8 N, BYTES)^T of codes; A from registers or by a descriptor.
-template <int BYTES, int N, bool REGISTERS>
+// out (64, 8 N) = A (64, BYTES) B (8 N, BYTES)^T of codes; A by a descriptor or from registers, there s8 or u8.
+enum From { SHARED, REGISTERS, UNSIGNED_REGISTERS };
+template <int BYTES, int N, From FROM>
 __device__ void group_codes(const Params& p) {
   if constexpr (ptx::HAS_WGMMA) {
     __shared__ __align__(1024) unsigned char a[64 * BYTES], b[8 * N * BYTES];
@@ -136,7 +137,8 @@ __device__ void group_codes(const Params& p) {
     ptx::wgmma_fence();
     for (int step = 0; step < BYTES / 32; ++step) {
       uint64_t columns = ptx::row_descriptor<BYTES>(b_rows) + 2 * step;
-      if constexpr (REGISTERS) ptx::wgmma_s8(d, x[step], columns, step > 0);
+      if constexpr (FROM == REGISTERS) ptx::wgmma_s8(d, x[step], columns, step > 0);
+      else if constexpr (FROM == UNSIGNED_REGISTERS) ptx::wgmma_u8(d, x[step], columns, step > 0);
       else ptx::wgmma_s8(d, ptx::row_descriptor<BYTES>(a_rows) + 2 * step, columns, step > 0);
     }
     ptx::wgmma_commit();
@@ -189,12 +191,12 @@ __device__ void group_16_registers(const Params& p) {
   }
 }
 
-// Four numbers a lane to bytes: by `codes` with scale 1, then by `codes_up_to_127`.
+// Four numbers a lane to bytes: by `codes` with scale 1, then by `codes_of_positive`.
 __device__ void conversions(const Params& p) {
   float4 x = reinterpret_cast<const float4*>(p.a)[threadIdx.x];
   uint32_t* out = reinterpret_cast<uint32_t*>(p.out);
   out[threadIdx.x] = quant::codes(x.x, x.y, x.z, x.w, 1.0f);
-  out[32 + threadIdx.x] = quant::codes_up_to_127(x.x, x.y, x.z, x.w);
+  out[32 + threadIdx.x] = quant::codes_of_positive(x.x, x.y, x.z, x.w);
 }
 
 }  // namespace
@@ -215,11 +217,14 @@ KERNEL(selftest_round_trip, round_trip)
 KERNEL(selftest_permuted, permuted_product)
 KERNEL(selftest_conversions, conversions)
 
-#define GROUP_CODES(bytes)                                                            \
-  GROUP_KERNEL(selftest_group_##bytes##_shared_64, group_codes<bytes, 8, false>)      \
-  GROUP_KERNEL(selftest_group_##bytes##_registers_64, group_codes<bytes, 8, true>)    \
-  GROUP_KERNEL(selftest_group_##bytes##_shared_32, group_codes<bytes, 4, false>)      \
-  GROUP_KERNEL(selftest_group_##bytes##_registers_32, group_codes<bytes, 4, true>)
+#define GROUP_CODES(bytes)                                                                          \
+  GROUP_KERNEL(selftest_group_##bytes##_shared_32, group_codes<bytes, 4, SHARED>)                   \
+  GROUP_KERNEL(selftest_group_##bytes##_shared_64, group_codes<bytes, 8, SHARED>)                   \
+  GROUP_KERNEL(selftest_group_##bytes##_shared_128, group_codes<bytes, 16, SHARED>)                 \
+  GROUP_KERNEL(selftest_group_##bytes##_registers_32, group_codes<bytes, 4, REGISTERS>)             \
+  GROUP_KERNEL(selftest_group_##bytes##_registers_64, group_codes<bytes, 8, REGISTERS>)             \
+  GROUP_KERNEL(selftest_group_##bytes##_unsigned_64, group_codes<bytes, 8, UNSIGNED_REGISTERS>)     \
+  GROUP_KERNEL(selftest_group_##bytes##_unsigned_128, group_codes<bytes, 16, UNSIGNED_REGISTERS>)
 GROUP_CODES(64)
 GROUP_CODES(128)
 

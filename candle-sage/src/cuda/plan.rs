@@ -115,12 +115,12 @@ pub(super) fn forward(scheme: &Scheme, d: usize, architecture: Architecture) -> 
 }
 
 /// The forward of `kernels/include/sage/attention/forward_roles.cuh`: warpgroups with 64 queries each, of `row` bytes, and
-/// one that fetches.
+/// one that fetches: a tile of keys a stage, or two of codes with their scales.
 fn forward_with_roles(name: &'static str, d: usize, row: usize) -> Plan {
     let (groups, stages) = if d == 64 { (3, 4) } else { (2, 3) };
     let rows = groups * 64;
-    let scales = if row == d { stages * 8 } else { 0 };
-    let shared_bytes = rows * row + stages * 2 * TILE * row + scales;
+    let stage = if row == d { 4 * TILE * row + 32 } else { 2 * TILE * row };
+    let shared_bytes = rows * row + stages * stage;
     Plan { name, rows, threads: (groups as u32 + 1) * 128, stages, shared_bytes, mapped: false }
 }
 

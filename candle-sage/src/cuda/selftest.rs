@@ -108,16 +108,27 @@ fn products_of_codes_are_exact() -> Result<()> {
 #[ignore = "needs a Hopper GPU"]
 fn products_of_a_warpgroup_are_exact() -> Result<()> {
     for width in [64, 128] {
-        for (form, columns) in [("shared", 64), ("registers", 64), ("shared", 32), ("registers", 32)] {
+        for (form, columns) in [
+            ("shared", 32),
+            ("shared", 64),
+            ("shared", 128),
+            ("registers", 32),
+            ("registers", 64),
+            ("unsigned", 64),
+            ("unsigned", 128),
+        ] {
             let (mut a, mut b) = (codes(5, 64 * width), codes(6, columns * width));
-            a[..width].fill(127);
+            // -1 is 255 where codes have no sign.
+            let (most, value): (i8, fn(i8) -> i32) =
+                if form == "unsigned" { (-1, |x| i32::from(x as u8)) } else { (127, i32::from) };
+            a[..width].fill(most);
             b[..width].fill(127);
             b[width..2 * width].fill(-127);
             let kernel = format!("selftest_group_{width}_{form}_{columns}");
             let got: Vec<i32> = run_threads(128, &kernel, &a, &b, 64 * columns)?;
             for (i, row) in a.chunks(width).enumerate() {
                 for (j, column) in b.chunks(width).enumerate() {
-                    let sum: i32 = row.iter().zip(column).map(|(&x, &y)| i32::from(x) * i32::from(y)).sum();
+                    let sum: i32 = row.iter().zip(column).map(|(&x, &y)| value(x) * i32::from(y)).sum();
                     assert_eq!(got[i * columns + j], sum, "{kernel} ({i}, {j})");
                 }
             }

@@ -9,9 +9,9 @@ template <class T, int HEAD_DIM>
 struct FullPrecisionForwardRoles {
   using Type = T;
   static constexpr int D = HEAD_DIM;
-  using Roles = ForwardRoles<D>;
+  using Roles = ForwardRoles<D, 1, 56>;
   static constexpr int ARRIVALS = GROUP_THREADS;
-  static constexpr int ADDS = 1;  // products of an add
+  static constexpr bool VALUES_FIRST = false;
   // Shared memory: Q; stages of K and V.
   static constexpr int Q_BYTES = Roles::QUERIES * D * 2, TILE_BYTES = TILE * D * 2;
   static constexpr int SHARED_BYTES = Q_BYTES + Roles::STAGES * 2 * TILE_BYTES;
@@ -92,7 +92,10 @@ struct FullPrecisionForwardRoles {
     __device__ __forceinline__ void add(int stage) {
       add_product<T, D>(rows.acc[0], probabilities, of.k_tile(stage) + TILE_BYTES);
     }
-    __device__ __forceinline__ void added() { ptx::wgmma_wait<0>(rows.acc[0]); }
+    template <int PENDING>
+    __device__ __forceinline__ void added() {
+      ptx::wgmma_wait<PENDING>(rows.acc[0]);
+    }
 
     __device__ __forceinline__ void take() {
       if (__builtin_expect(behind, false)) rows.rescale(decay);

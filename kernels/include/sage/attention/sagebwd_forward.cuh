@@ -169,7 +169,7 @@ struct SageBwdForward {
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum += e[i];
-        codes[n >> 2][r >> 1][(r & 1) + 2 * ((n >> 1) & 1)] = quant::codes_up_to_127(e[0], e[1], e[2], e[3]);
+        codes[n >> 2][r >> 1][(r & 1) + 2 * ((n >> 1) & 1)] = quant::codes_of_positive(e[0], e[1], e[2], e[3]);
       }
       float p_dequant = ptx::exp2(exact_offset - offset[r] - softmax.shift(r));
       if (HIDES && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;

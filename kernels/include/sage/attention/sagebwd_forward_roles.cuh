@@ -1,4 +1,7 @@
-// SageBwd forward on Hopper: what sagebwd_forward.cuh computes, without Q smoothing.
+// SageBwd forward on Hopper: what sagebwd_forward.cuh computes, without Q smoothing, in steps of two tiles of keys.
+//
+// A query has one scale of P for the 128 keys of a step. Their values have two, one a tile, and so the ratio of these
+// goes into P before it is quantized: P V is then one sum of integers. P's codes are u8, 0 to 254: twice as fine as s8.
 #pragma once
 
 #include <sage/attention/forward_roles.cuh>
@@ -6,17 +9,38 @@
 
 namespace sage::attention {
 
+// Scales of a step's two tiles.
+struct __align__(16) StepScales {
+  float k[2];          // dequant_scale of K
+  float log2_v[2];     // log2 of V's over the larger of the two: 0 or less
+  float inverse_v[2];  // 2^-log2_v
+  float v;             // the larger of V's two
+
+  // Below 2^-20 of the other tile's, values add less to the output than the rounding of P: there the ratio stays, so that
+  // its inverse does.
+  static constexpr float LEAST = -20.0f;
+
+  __device__ __forceinline__ StepScales(float k0, float k1, float v0, float v1) : k{k0, k1}, v(ptx::max_abs(v0, v1)) {
+    float tile[2] = {v0, v1};
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      log2_v[t] = v == 0.0f ? 0.0f : fminf(fmaxf(log2f(tile[t] / v), LEAST), 0.0f);
+      inverse_v[t] = ptx::exp2(-log2_v[t]);
+    }
+  }
+};
+
 template <class T, int HEAD_DIM>
 struct SageBwdForwardRoles {
   using Type = T;
   static constexpr int D = HEAD_DIM;
-  using Roles = ForwardRoles<D>;
+  using Roles = ForwardRoles<D, 2, 24>;
   static constexpr int ARRIVALS = 2;  // of one thread: bulk copies, and scales
-  static constexpr int ADDS = D / 64;
-  // Shared memory: Q; stages of K, V^T; scales of each stage.
+  static constexpr bool VALUES_FIRST = true;
+  // Shared memory: Q; stages of K, V^T of two tiles; scales of each stage.
   static constexpr int TILE_BYTES = TILE * D, Q_BYTES = Roles::QUERIES * D;
-  static constexpr int SCALES_AT = Q_BYTES + Roles::STAGES * 2 * TILE_BYTES;
-  static constexpr int SHARED_BYTES = SCALES_AT + Roles::STAGES * 8;
+  static constexpr int SCALES_AT = Q_BYTES + Roles::STAGES * 4 * TILE_BYTES;
+  static constexpr int SHARED_BYTES = SCALES_AT + Roles::STAGES * int(sizeof(StepScales));
 
   const params::Forward& p;
   const ForwardBlock& block;
@@ -26,7 +50,11 @@ struct SageBwdForwardRoles {
   __device__ __forceinline__ SageBwdForwardRoles(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)) {}
 
-  __device__ __forceinline__ uint32_t k_tile(int stage) const { return shared + Q_BYTES + stage * 2 * TILE_BYTES; }
+  __device__ __forceinline__ uint32_t keys(int stage) const { return shared + Q_BYTES + stage * 4 * TILE_BYTES; }
+  __device__ __forceinline__ uint32_t values(int stage) const { return keys(stage) + 2 * TILE_BYTES; }
+  __device__ __forceinline__ StepScales& scales(int stage) const {
+    return reinterpret_cast<StepScales*>(memory + SCALES_AT)[stage];
+  }
 
   // In the padded buffers; that of a group beyond the end is read from the last tile, and never stored.
   __device__ __forceinline__ int64_t query_tile(int group) const {
@@ -38,15 +66,20 @@ struct SageBwdForwardRoles {
     copy_tile<TILE_BYTES, GROUP_THREADS>(shared + group * TILE_BYTES, p.codes.q + query_tile(group) * TILE_BYTES, thread);
   }
 
-  __device__ __forceinline__ void load(int tile, int stage, int thread, uint32_t landing) {
+  // A second tile beyond the end is the last one again; its keys are hidden.
+  __device__ __forceinline__ void load(int step, int stage, int thread, uint32_t landing) {
     if (thread != 0) return;
-    int64_t at = int64_t(block.key_head(p.shape)) * p.shape.key_tiles + block.segment.key_tile + tile;
-    ptx::landing_expect(landing, 2 * TILE_BYTES);
-    ptx::bulk_copy(k_tile(stage), p.codes.k + at * TILE_BYTES, TILE_BYTES, landing);
-    ptx::bulk_copy(k_tile(stage) + TILE_BYTES, p.codes.v_transposed + at * TILE_BYTES, TILE_BYTES, landing);
-    ptx::copy_4(shared + SCALES_AT + stage * 8, p.codes.k_scale + at);
-    ptx::copy_4(shared + SCALES_AT + stage * 8 + 4, p.codes.v_scale + at);
-    ptx::landing_copies(landing, true);
+    int64_t start = int64_t(block.key_head(p.shape)) * p.shape.key_tiles + block.segment.key_tile;
+    int64_t at[2] = {start + 2 * step, start + min(2 * step + 1, block.segment.key_tiles() - 1)};
+    ptx::landing_expect(landing, 4 * TILE_BYTES);
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      ptx::bulk_copy(keys(stage) + t * TILE_BYTES, p.codes.k + at[t] * TILE_BYTES, TILE_BYTES, landing);
+      ptx::bulk_copy(values(stage) + t * TILE_BYTES, p.codes.v_transposed + at[t] * TILE_BYTES, TILE_BYTES, landing);
+    }
+    const float *k = p.codes.k_scale, *v = p.codes.v_scale;
+    scales(stage) = StepScales(__ldg(k + at[0]), __ldg(k + at[1]), __ldg(v + at[0]), __ldg(v + at[1]));
+    ptx::landing_arrive(landing);
   }
 
   struct Part {
@@ -54,11 +87,11 @@ struct SageBwdForwardRoles {
     int group;
     float q_factor;  // q dequant_scale * softmax_scale * log2 e
     Softmax<D, 1, GROUP_THREADS, false> rows;
-    int x[8][4];           // S
-    float s[1][8][4];      // P, in units of its codes
-    uint32_t codes[2][4];  // of P under way, one scale a row
-    float dequant[2], next_dequant[2];
-    int y[D / 64][8][4];  // P V under way
+    int x[16][4];          // S of both tiles
+    float s[2][1][8][4];   // P of each tile, in units of its codes
+    uint32_t codes[4][4];  // of P under way, 32 keys each
+    float dequant[2];      // one a row
+    int y[D / 8][4];       // P V under way
     bool behind;
     float decay[2];
 
@@ -67,89 +100,105 @@ struct SageBwdForwardRoles {
           q_factor(of.p.codes.q_scale[of.query_tile(group)] * (of.p.shape.softmax_scale * ptx::LOG2_E)), rows(nullptr) {}
 
     __device__ __forceinline__ void start(int stage) {
-      multiply_codes<D / 32>(x, ptx::row_descriptor<D>(of.shared + group * TILE_BYTES), ptx::row_descriptor<D>(of.k_tile(stage)));
+      multiply_codes<D / 32>(x, ptx::row_descriptor<D>(of.shared + group * TILE_BYTES), ptx::row_descriptor<D>(of.keys(stage)));
     }
 
     template <bool HIDES, int PENDING>
-    __device__ __forceinline__ void softmax(int tile, int stage, const Segment& segment, int first) {
+    __device__ __forceinline__ void softmax(int step, int stage, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;
-      float2 scales = *reinterpret_cast<const float2*>(of.memory + SCALES_AT + stage * 8);
-      // A tile of zeros has scale 0; any factor then gives logits of 0, and minus infinity stays what it is.
-      float factor = q_factor * scales.x;
-      if (factor == 0.0f) factor = 1e-30f;
+      const StepScales scales = of.scales(stage);
+      float factor[2];
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        // A tile of zeros has scale 0; any factor then gives logits of 0, and minus infinity stays what it is.
+        factor[t] = q_factor * scales.k[t];
+        if (factor[t] == 0.0f) factor[t] = 1e-30f;
+      }
       ptx::wgmma_wait<PENDING>(x);
 #pragma unroll
-      for (int n = 0; n < 8; ++n)
+      for (int t = 0; t < 2; ++t) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[0][n][e] = float(x[n][e]);
-      if constexpr (HIDES) mask(s, segment, first + threadIdx.x / 32 % 4 * 16, tile * TILE, lane, -CUDART_INF_F);
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[t][0][n][e] = float(x[t * 8 + n][e]);
+        if constexpr (HIDES)
+          mask(s[t], segment, first + threadIdx.x / 32 % 4 * 16, (2 * step + t) * TILE, lane, -CUDART_INF_F);
+      }
+      // The largest logit of each row, where those of the tile with the smaller values count for less.
       float row_max[2], offset[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if constexpr (HIDES) {
-          float largest = -CUDART_INF_F;
+        float of_tile[2];
 #pragma unroll
-          for (int n = 0; n < 8; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
-          row_max[r] = quad_max(largest) * factor;
-        } else {
-          int largest = x[0][2 * r];
+        for (int t = 0; t < 2; ++t) {
+          if constexpr (HIDES) {
+            of_tile[t] = -CUDART_INF_F;
 #pragma unroll
-          for (int n = 0; n < 8; ++n) largest = max(max(largest, x[n][2 * r]), x[n][2 * r + 1]);
-          row_max[r] = float(quad_max(largest)) * factor;
+            for (int n = 0; n < 8; ++n) of_tile[t] = fmaxf(of_tile[t], fmaxf(s[t][0][n][2 * r], s[t][0][n][2 * r + 1]));
+          } else {
+            int largest = x[t * 8][2 * r];
+#pragma unroll
+            for (int n = 0; n < 8; ++n) largest = max(max(largest, x[t * 8 + n][2 * r]), x[t * 8 + n][2 * r + 1]);
+            of_tile[t] = float(largest);
+          }
+          of_tile[t] = fmaf(of_tile[t], factor[t], scales.log2_v[t]);
         }
-        // 2^(x factor + offset) is 127 at the row's largest logit.
-        offset[r] = HIDES && row_max[r] == -CUDART_INF_F ? 0.0f : quant::LOG2_127 - row_max[r];
+        row_max[r] = quad_max(fmaxf(of_tile[0], of_tile[1]));
+        // 2^(x factor + log2_v + offset) is 254 at that logit. All that is rounded on the way is less than 2^-21 of it.
+        offset[r] = fmaf(fabsf(row_max[r]), -0x1p-21f, quant::LOG2_254 - row_max[r]);
+        if (HIDES && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
       }
       behind = rows.catch_up(row_max, decay);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& p = s[0][n][2 * r + e];
-            p = ptx::exp2(fmaf(p, factor, offset[r]));
-            sum += p;
-          }
         float p_dequant = ptx::exp2(-offset[r] - rows.shift(r));
         if (HIDES && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
-        // The sum is of the unquantized probabilities.
-        rows.state(rows.state.SUM, r) += p_dequant * sum;
-        next_dequant[r] = p_dequant * scales.y;
-      }
-    }
-
-    __device__ __forceinline__ void add(int stage) {
+        dequant[r] = p_dequant * scales.v;
 #pragma unroll
-      for (int panel = 0; panel < D / 64; ++panel)
-        multiply_codes<2>(y[panel], codes, ptx::row_descriptor<TILE>(of.k_tile(stage) + TILE_BYTES + panel * 64 * TILE));
-    }
-    __device__ __forceinline__ void added() {
-      ptx::wgmma_wait<0>(y[0]);
+        for (int t = 0; t < 2; ++t) {
+          float sum = 0.0f, start = offset[r] + scales.log2_v[t];
 #pragma unroll
-      for (int panel = 0; panel < D / 64; ++panel) {
-        if (panel > 0) ptx::hold(y[panel]);
+          for (int n = 0; n < 8; ++n)
 #pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            float& sum = rows.acc[0][panel * 8 + n][e];
-            sum = fmaf(float(y[panel][n][e]), dequant[e >> 1], sum);
-          }
+            for (int e = 0; e < 2; ++e) {
+              float& p = s[t][0][n][2 * r + e];
+              p = ptx::exp2(fmaf(p, factor[t], start));
+              sum += p;
+            }
+          // The sum is of the unquantized probabilities.
+          rows.state(rows.state.SUM, r) += p_dequant * scales.inverse_v[t] * sum;
+        }
       }
     }
 
     __device__ __forceinline__ void take() {
       if (__builtin_expect(behind, false)) rows.rescale(decay);
-      dequant[0] = next_dequant[0], dequant[1] = next_dequant[1];
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
+      for (int t = 0; t < 2; ++t)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          int n = 4 * i + 2 * (j / 2), h = 2 * (j & 1);
-          codes[i][j] = quant::codes_up_to_127(s[0][n][h], s[0][n][h + 1], s[0][n + 1][h], s[0][n + 1][h + 1]);
-        }
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float *low = &s[t][0][4 * i + 2 * (j / 2)][2 * (j & 1)], *high = low + 4;
+            codes[2 * t + i][j] = quant::codes_of_positive(low[0], low[1], high[0], high[1]);
+          }
+    }
+
+    __device__ __forceinline__ void add(int stage) {
+      ptx::forget(y);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        ptx::wgmma_u8(y, codes[i], ptx::row_descriptor<TILE>(of.values(stage) + i / 2 * TILE_BYTES) + 2 * (i % 2), i > 0);
+      ptx::wgmma_commit();
+    }
+    template <int PENDING>
+    __device__ __forceinline__ void added() {
+      ptx::wgmma_wait<PENDING>(y);
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) rows.acc[0][n][e] = fmaf(float(y[n][e]), dequant[e >> 1], rows.acc[0][n][e]);
     }
   };
 };

@@ -42,12 +42,16 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 // What ordinary stores and copies wrote to shared memory can be read by products, once all have come to a barrier.
 __device__ __forceinline__ void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// What the compiler gives to each thread of a block that has a multiprocessor to itself.
+template <int THREADS>
+constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
+
 // Warpgroups of a block of THREADS may have different numbers of registers: each asks for its own, a multiple of 8. All
-// start with the same, what the compiler gives to each thread of such a block.
+// start with the same, and who asks for more waits until others have given it back: together they must not exceed that.
 template <int REGISTERS, int THREADS>
 __device__ __forceinline__ void set_registers() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr int START = 65536 / THREADS / 8 * 8;
+  constexpr int START = START_REGISTERS<THREADS>;
   if constexpr (REGISTERS > START) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
   if constexpr (REGISTERS < START) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
@@ -105,37 +109,59 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 #define SAGE_16(BIND) SAGE_FOUR(BIND, 0), SAGE_FOUR(BIND, 1), SAGE_FOUR(BIND, 2), SAGE_FOUR(BIND, 3)
 #define SAGE_32(BIND) \
   SAGE_16(BIND), SAGE_FOUR(BIND, 4), SAGE_FOUR(BIND, 5), SAGE_FOUR(BIND, 6), SAGE_FOUR(BIND, 7)
+#define SAGE_64(BIND)                                                                                         \
+  SAGE_32(BIND), SAGE_FOUR(BIND, 8), SAGE_FOUR(BIND, 9), SAGE_FOUR(BIND, 10), SAGE_FOUR(BIND, 11),             \
+      SAGE_FOUR(BIND, 12), SAGE_FOUR(BIND, 13), SAGE_FOUR(BIND, 14), SAGE_FOUR(BIND, 15)
 #define SAGE_PLACES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define SAGE_PLACES_32 \
   SAGE_PLACES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SAGE_PLACES_64                                                                                             \
+  SAGE_PLACES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
+                 "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define SAGE_A_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define SAGE_WGMMA(shape) "wgmma.mma_async.sync.aligned." shape " "
 
-// d += A B^T of s8, reduction 32; d = A B^T unless `add`, a constant after unrolling. Columns of D are 8 times its length.
-#define SAGE_WGMMA_S8(columns, places, binds, a_text, b_at, add_at, ...)                                             \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, " add_at ", 0;" SAGE_WGMMA("m64n" columns "k32.s32.s8.s8") "{" places \
-               "}, " a_text ", " b_at ", p;}"                                                                        \
-               : binds(SAGE_INT)                                                                                     \
+// d += A B^T of codes, reduction 32; d = A B^T unless `add`, a constant after unrolling. Columns of D are 8 times its
+// length. B is s8; A is s8 in shared memory, and in registers s8 or u8.
+#define SAGE_WGMMA_CODES(columns, type, places, binds, a_text, b_at, add_at, ...)                                       \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " add_at ", 0;" SAGE_WGMMA("m64n" columns "k32.s32." type ".s8") "{" places \
+               "}, " a_text ", " b_at ", p;}"                                                                           \
+               : binds(SAGE_INT)                                                                                        \
                : __VA_ARGS__, "l"(b), "r"(int(add)))
 
 __device__ __forceinline__ void wgmma_s8(int (&d)[4][4], uint64_t a, uint64_t b, bool add) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  SAGE_WGMMA_S8("32", SAGE_PLACES_16, SAGE_16, "%16", "%17", "%18", "l"(a));
+  SAGE_WGMMA_CODES("32", "s8", SAGE_PLACES_16, SAGE_16, "%16", "%17", "%18", "l"(a));
 #endif
 }
 __device__ __forceinline__ void wgmma_s8(int (&d)[4][4], const uint32_t (&a)[4], uint64_t b, bool add) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  SAGE_WGMMA_S8("32", SAGE_PLACES_16, SAGE_16, "{%16, %17, %18, %19}", "%20", "%21", SAGE_A_REGISTERS);
+  SAGE_WGMMA_CODES("32", "s8", SAGE_PLACES_16, SAGE_16, "{%16, %17, %18, %19}", "%20", "%21", SAGE_A_REGISTERS);
 #endif
 }
 __device__ __forceinline__ void wgmma_s8(int (&d)[8][4], uint64_t a, uint64_t b, bool add) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  SAGE_WGMMA_S8("64", SAGE_PLACES_32, SAGE_32, "%32", "%33", "%34", "l"(a));
+  SAGE_WGMMA_CODES("64", "s8", SAGE_PLACES_32, SAGE_32, "%32", "%33", "%34", "l"(a));
 #endif
 }
 __device__ __forceinline__ void wgmma_s8(int (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool add) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  SAGE_WGMMA_S8("64", SAGE_PLACES_32, SAGE_32, "{%32, %33, %34, %35}", "%36", "%37", SAGE_A_REGISTERS);
+  SAGE_WGMMA_CODES("64", "s8", SAGE_PLACES_32, SAGE_32, "{%32, %33, %34, %35}", "%36", "%37", SAGE_A_REGISTERS);
+#endif
+}
+__device__ __forceinline__ void wgmma_s8(int (&d)[16][4], uint64_t a, uint64_t b, bool add) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  SAGE_WGMMA_CODES("128", "s8", SAGE_PLACES_64, SAGE_64, "%64", "%65", "%66", "l"(a));
+#endif
+}
+__device__ __forceinline__ void wgmma_u8(int (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool add) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  SAGE_WGMMA_CODES("64", "u8", SAGE_PLACES_32, SAGE_32, "{%32, %33, %34, %35}", "%36", "%37", SAGE_A_REGISTERS);
+#endif
+}
+__device__ __forceinline__ void wgmma_u8(int (&d)[16][4], const uint32_t (&a)[4], uint64_t b, bool add) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  SAGE_WGMMA_CODES("128", "u8", SAGE_PLACES_64, SAGE_64, "{%64, %65, %66, %67}", "%68", "%69", SAGE_A_REGISTERS);
 #endif
 }
 
@@ -185,10 +211,12 @@ __device__ __forceinline__ void wgmma_16(float (&d)[8][4], const uint32_t (&a)[4
 #undef SAGE_FOUR
 #undef SAGE_16
 #undef SAGE_32
+#undef SAGE_64
 #undef SAGE_PLACES_16
 #undef SAGE_PLACES_32
+#undef SAGE_PLACES_64
 #undef SAGE_A_REGISTERS
 #undef SAGE_WGMMA
-#undef SAGE_WGMMA_S8
+#undef SAGE_WGMMA_CODES
 
 }  // namespace sage::ptx

@@ -63,12 +63,13 @@ __device__ __forceinline__ uint32_t codes(float a, float b, float c, float d, fl
 // error of 0.3 with codes of 40.
 constexpr int MAGIC_TILES = 8;
 
-// The exponent of the largest code.
+// The exponents of the largest codes, s8 and u8.
 constexpr float LOG2_127 = 6.98868468677217f;
+constexpr float LOG2_254 = 7.98868468677217f;
 
-// Codes of four values in [0, 127] that are in units of the scale already. Through f16: 11 bits are more than the codes
+// Codes of four values in [0, 255] that are in units of the scale already. Through f16: 11 bits are more than the codes
 // have, in [1024, 2048) its last bit is 1, and both conversions do two values at once.
-__device__ __forceinline__ uint32_t codes_up_to_127(float a, float b, float c, float d) {
+__device__ __forceinline__ uint32_t codes_of_positive(float a, float b, float c, float d) {
   const __half2 magic = __half2half2(__ushort_as_half(0x6400));  // 1024
   uint32_t low = ptx::pack_16<__half>(a, b), high = ptx::pack_16<__half>(c, d);
   __half2 x = __hadd2(reinterpret_cast<__half2&>(low), magic), y = __hadd2(reinterpret_cast<__half2&>(high), magic);
