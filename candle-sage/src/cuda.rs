@@ -207,17 +207,22 @@ pub(crate) fn forward(
         v: call.view(problem.v)?,
         out: out_view,
         minus_lse2: minus_lse2.as_ref().map_or(0, |lse2| address(lse2, &call.gpu)),
-        codes: params::Codes::default(),
         shape: call.shape_sharing(keys, problem.shape.query_heads()),
+        ..params::Forward::default()
     };
     let mut quantized = None;
     if let Scheme::SageBwd(settings) = scheme {
         let operands = sagebwd::quantize(&call, settings, &mut params)?;
         quantized = Some(operands);
     }
-    let blocks = call.segment_count()
+    let mut blocks = call.segment_count()
         * problem.shape.query_heads()
         * (call.shape.query_len as usize).div_ceil(plan.rows);
+    let tickets = plan.takes_tickets.then(|| call.gpu.alloc_zeros::<i32>(1)).transpose()?;
+    if let Some(tickets) = &tickets {
+        params.tickets = address(tickets, &call.gpu);
+        blocks = blocks.min(call.gpu.multiprocessors);
+    }
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
     let kernel = call.kernel(&format!("attn_fwd_{}", plan.name));
     call.gpu.launch_forward("attn_fwd_sm80", &kernel, grid, &params)?;

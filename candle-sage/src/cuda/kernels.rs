@@ -25,6 +25,7 @@ pub(crate) struct Gpu {
     pub(super) architecture: Architecture,
     /// Of the second-level cache.
     pub(super) cache_bytes: usize,
+    pub(super) multiprocessors: usize,
 }
 
 /// How many blocks of how many threads, and the shared memory of each.
@@ -56,8 +57,10 @@ impl Gpu {
         let stream = device.cuda_stream();
         let (major, minor) = stream.context().compute_capability().w()?;
         let architecture = Architecture::of(major as u32, minor as u32)?;
-        let cache = stream.context().attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE).w()?;
-        Ok(Self { device: device.clone(), stream, architecture, cache_bytes: cache.max(0) as usize })
+        let attribute = |name| stream.context().attribute(name).map(|value| value.max(0) as usize).w();
+        let cache_bytes = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?;
+        let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        Ok(Self { device: device.clone(), stream, architecture, cache_bytes, multiprocessors })
     }
 
     /// Launches a kernel of a family (a `.cu` file) with one argument.

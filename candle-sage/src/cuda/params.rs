@@ -82,6 +82,7 @@ pub(super) struct Forward {
     pub(super) v: View,
     pub(super) out: View,
     pub(super) minus_lse2: Address,
+    pub(super) tickets: Address,
     pub(super) codes: Codes,
     pub(super) shape: Shape,
 }
@@ -124,8 +125,8 @@ const _: () = {
     assert!(size_of::<Segment>() == 24);
     assert!(size_of::<Shape>() == 56 && offset_of!(Shape, softmax_scale) == 36);
     assert!(size_of::<Codes>() == 72);
-    assert!(size_of::<Forward>() == 328);
-    assert!(offset_of!(Forward, minus_lse2) == 192 && offset_of!(Forward, shape) == 272);
+    assert!(size_of::<Forward>() == 336);
+    assert!(offset_of!(Forward, minus_lse2) == 192 && offset_of!(Forward, shape) == 280);
     assert!(size_of::<Backward>() == 832 && offset_of!(Backward, q_map) == 576);
     assert!(offset_of!(Backward, minus_lse2) == 384 && offset_of!(Backward, codes) == 440);
     assert!(offset_of!(Backward, shape) == 512 && offset_of!(Backward, group) == 568);

@@ -1,5 +1,6 @@
 // The forward walk on Hopper: the same as forward.cuh, with a part for each warpgroup. Query groups keep 64 queries each;
-// one more group fetches keys and values into a ring of stages, TILES tiles a step.
+// one more group fetches keys and values into a ring of stages, TILES tiles a step. There is a block for each
+// multiprocessor, which takes one piece of work after the other: keys of the next come while the last is being written.
 #pragma once
 
 #include <sage/attention/forward.cuh>
@@ -19,97 +20,142 @@ struct ForwardRoles {
   static constexpr int QUERIES_REGISTERS = (ALL_REGISTERS - FETCH_REGISTERS) / GROUPS / 8 * 8;
 };
 
-// Numerics is the block's shared memory, and has: Type, D, Roles, SHARED_BYTES; ARRIVALS, how many times threads tell of a
-// step's copies; load_queries(group, thread); load(step, stage, thread, landing), asynchronous; and Part, what a query
-// group keeps in its registers: start(stage), S of a step whose keys have come; softmax<HIDES, PENDING>(step, stage,
-// segment, first query), from there to P, with PENDING later products under way; take(), that P for the next add;
-// add(stage), P V under way; added<PENDING>(), the end of that. rows, the softmax of its queries.
+// Numerics is a block's shared memory, and has: Type, D, Roles, SHARED_BYTES; FETCH_THREADS, who fetches; ARRIVALS, how many
+// times these tell of a step's copies; load_queries(group, thread); load(step, stage, thread, landing), asynchronous; and
+// Part, what a query group keeps in its registers: start(stage), S of a step whose keys have come; softmax<HIDES,
+// PENDING>(step, stage, segment, first query), from there to P, with PENDING later products under way; take(), that P for
+// the next add; add(stage), P V under way; added<PENDING>(), the end of that. rows, the softmax of its queries.
 //
 // VALUES_FIRST says in which order the products of a turn are asked for. Values last: they are under way while the group
 // works on the next softmax. Values first: they are waited for while the next S is under way; the other groups' softmax
 // hides them instead, and no registers hold both S and what they add.
+// The next piece of work, head -1 after the last: at first that of the block's index, then the one that nobody has taken.
+template <int QUERIES>
+__device__ __forceinline__ ForwardBlock next_block(const params::Forward& p, bool first) {
+  const params::Shape& shape = p.shape;
+  int all = (shape.query_len + QUERIES - 1) / QUERIES * shape.query_heads * shape.segment_count;
+  auto take = [&] { return int(gridDim.x) + atomicAdd(p.tickets, 1); };
+  for (int index = first ? blockIdx.x : take(); index < all; index = take()) {
+    ForwardBlock block(shape, index, QUERIES);
+    if (block.first < block.segment.query_len) return block;
+  }
+  ForwardBlock none;
+  none.head = -1;
+  return none;
+}
+
 template <class Numerics>
 __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
   using T = typename Numerics::Type;
   using Roles = typename Numerics::Roles;
-  using Tiles = Ring<Roles::STAGES>;
+  using Steps = Ring<Roles::STAGES>;
+  using Blocks = Ring<2>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  __shared__ ForwardBlock block;
-  __shared__ typename Tiles::Barriers barriers;
-  Tiles ring(barriers);
+  __shared__ ForwardBlock blocks[2];
+  __shared__ typename Steps::Barriers step_barriers;
+  __shared__ typename Blocks::Barriers block_barriers;
+  Steps ring(step_barriers);
+  Blocks turns(block_barriers);
   if (threadIdx.x == 0) {
-    block = ForwardBlock(p.shape, blockIdx.x, Roles::QUERIES);
     ring.prepare(Numerics::ARRIVALS, Roles::GROUPS * 4);
+    turns.prepare(1, Roles::GROUPS * 4);
   }
   __syncthreads();
-  const Segment& segment = block.segment;
-  if (block.first >= segment.query_len) return;
-  Numerics numerics(p, block, shared);
-  auto steps_of = [&](int keys) { return (keys + Roles::KEYS - 1) / Roles::KEYS; };
-  auto steps_of_queries = [&](int first, int queries) {
+  auto steps_of = [](const Segment& segment, int first, int queries) {
     int last = min(first + queries, segment.query_len) - 1;
-    return first <= last ? steps_of(segment.visible_keys(last)) : 0;
+    return first <= last ? (segment.visible_keys(last) + Roles::KEYS - 1) / Roles::KEYS : 0;
   };
-  int all_steps = steps_of_queries(block.first, Roles::QUERIES);
   int group = ptx::uniform(threadIdx.x / GROUP_THREADS);
+  int before = 0;  // steps of earlier turns
 
   if (group == Roles::GROUPS) {
     ptx::set_registers<Roles::FETCH_REGISTERS, Roles::THREADS>();
-    for (int step = 0; step < all_steps; ++step) {
-      ring.wait_empty(step);
-      numerics.load(step, ring.stage(step), ptx::opaque(threadIdx.x) - Roles::GROUPS * GROUP_THREADS, ring.full(step));
+    int thread = ptx::opaque(threadIdx.x) - Roles::GROUPS * GROUP_THREADS;
+    if (thread >= Numerics::FETCH_THREADS) return;
+    for (int turn = 0;; ++turn) {
+      turns.wait_empty(turn);
+      ForwardBlock& block = blocks[turn % 2];
+      if (thread == 0) {
+        block = next_block<Roles::QUERIES>(p, turn == 0);
+        ptx::landing_arrive(turns.full(turn));
+      }
+      ptx::barrier(1 + Roles::GROUPS, Numerics::FETCH_THREADS);
+      if (block.head < 0) break;
+      Numerics numerics(p, block, shared);
+      int steps = steps_of(block.segment, block.first, Roles::QUERIES);
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step) {
+        int n = before + step;
+        ring.wait_empty(n);
+        numerics.load(step, ring.stage(n), thread, ring.full(n));
+      }
+      before += steps;
     }
     ptx::copy_wait_all();
-  } else {
-    ptx::set_registers<Roles::QUERIES_REGISTERS, Roles::THREADS>();
+    return;
+  }
+
+  ptx::set_registers<Roles::QUERIES_REGISTERS, Roles::THREADS>();
+  for (int turn = 0;; ++turn) {
+    turns.wait(turn);
+    const ForwardBlock& block = blocks[turn % 2];
+    if (block.head < 0) break;
+    const Segment& segment = block.segment;
+    Numerics numerics(p, block, shared);
     int first = block.first + group * 64;
+    ptx::barrier(1 + group, GROUP_THREADS);  // all are done with the queries before
     numerics.load_queries(group, threadIdx.x % GROUP_THREADS);
     ptx::copy_wait_all();
     ptx::wgmma_publish();
     ptx::barrier(1 + group, GROUP_THREADS);
     typename Numerics::Part part(numerics, group);
-    int steps = steps_of_queries(first, 64), whole_steps = segment.visible_keys(first) / Roles::KEYS;
+    int steps = steps_of(segment, first, 64), whole_steps = segment.visible_keys(first) / Roles::KEYS;
     auto start = [&](int step) {
-      ring.wait(step);
-      if (Numerics::ARRIVALS == GROUP_THREADS) ptx::wgmma_publish();
-      part.start(ring.stage(step));
+      ring.wait(before + step);
+      if (Numerics::FETCH_THREADS == GROUP_THREADS) ptx::wgmma_publish();
+      part.start(ring.stage(before + step));
     };
+    auto add = [&](int step) { part.add(ring.stage(before + step)); };
     constexpr bool VALUES_FIRST = Numerics::VALUES_FIRST;
     if (steps > 0) {
       start(0);
-      part.template softmax<true, 0>(0, 0, segment, first);
+      part.template softmax<true, 0>(0, ring.stage(before), segment, first);
       part.take();
       for (int step = 1; step < steps; ++step) {
         if constexpr (VALUES_FIRST) {
-          part.add(ring.stage(step - 1));
+          add(step - 1);
           start(step);
           part.template added<1>();
-          ring.release(step - 1);
+          ring.release(before + step - 1);
         } else {
           start(step);
-          part.add(ring.stage(step - 1));
+          add(step - 1);
         }
         constexpr int PENDING = VALUES_FIRST ? 0 : 1;
+        int stage = ring.stage(before + step);
         if (__builtin_expect(step < whole_steps, true))
-          part.template softmax<false, PENDING>(step, ring.stage(step), segment, first);
+          part.template softmax<false, PENDING>(step, stage, segment, first);
         else
-          part.template softmax<true, PENDING>(step, ring.stage(step), segment, first);
+          part.template softmax<true, PENDING>(step, stage, segment, first);
         if constexpr (!VALUES_FIRST) {
           part.template added<0>();
-          ring.release(step - 1);
+          ring.release(before + step - 1);
         }
         part.take();
       }
-      part.add(ring.stage(steps - 1));
+      add(steps - 1);
       part.template added<0>();
-      ring.release(steps - 1);
+      ring.release(before + steps - 1);
     }
     // Steps that only later queries of the block see.
+    int all_steps = steps_of(segment, block.first, Roles::QUERIES);
     for (int step = steps; step < all_steps; ++step) {
-      ring.wait(step);
-      ring.release(step);
+      ring.wait(before + step);
+      ring.release(before + step);
     }
+    before += all_steps;
     store<T>(p, block, part.rows);
+    turns.release(turn);
   }
 }
 

@@ -9,8 +9,8 @@ template <class T, int HEAD_DIM>
 struct FullPrecisionForwardRoles {
   using Type = T;
   static constexpr int D = HEAD_DIM;
-  using Roles = ForwardRoles<D, 1, 56>;
-  static constexpr int ARRIVALS = GROUP_THREADS;
+  using Roles = ForwardRoles<D, 1, D == 64 ? 56 : 72>;
+  static constexpr int FETCH_THREADS = GROUP_THREADS, ARRIVALS = GROUP_THREADS;
   static constexpr bool VALUES_FIRST = false;
   // Shared memory: Q; stages of K and V.
   static constexpr int Q_BYTES = Roles::QUERIES * D * 2, TILE_BYTES = TILE * D * 2;

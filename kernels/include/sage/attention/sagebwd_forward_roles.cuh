@@ -16,15 +16,15 @@ struct __align__(16) StepScales {
   float inverse_v[2];  // 2^-log2_v
   float v;             // the larger of V's two
 
-  // Below 2^-20 of the other tile's, values add less to the output than the rounding of P: there the ratio stays, so that
-  // its inverse does.
-  static constexpr float LEAST = -20.0f;
+  // Where values are this much smaller than those of the other tile, they add less to the output than half a code of P.
+  // The ratio stays there, so that its inverse does.
+  static constexpr float LEAST = -12.0f;
 
   __device__ __forceinline__ StepScales(float k0, float k1, float v0, float v1) : k{k0, k1}, v(ptx::max_abs(v0, v1)) {
-    float tile[2] = {v0, v1};
+    float tile[2] = {v0, v1}, inverse = ptx::reciprocal(v);
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
-      log2_v[t] = v == 0.0f ? 0.0f : fminf(fmaxf(log2f(tile[t] / v), LEAST), 0.0f);
+      log2_v[t] = fminf(fmaxf(__log2f(tile[t] * inverse), LEAST), 0.0f);
       inverse_v[t] = ptx::exp2(-log2_v[t]);
     }
   }
@@ -34,8 +34,8 @@ template <class T, int HEAD_DIM>
 struct SageBwdForwardRoles {
   using Type = T;
   static constexpr int D = HEAD_DIM;
-  using Roles = ForwardRoles<D, 2, 24>;
-  static constexpr int ARRIVALS = 2;  // of one thread: bulk copies, and scales
+  using Roles = ForwardRoles<D, 2, D == 64 ? 32 : 40>;
+  static constexpr int FETCH_THREADS = 32, ARRIVALS = 2;  // of one thread: bulk copies, and scales
   static constexpr bool VALUES_FIRST = true;
   // Shared memory: Q; stages of K, V^T of two tiles; scales of each stage.
   static constexpr int TILE_BYTES = TILE * D, Q_BYTES = Roles::QUERIES * D;
@@ -46,9 +46,11 @@ struct SageBwdForwardRoles {
   const ForwardBlock& block;
   unsigned char* memory;
   uint32_t shared;
+  int64_t first_key_tile;
 
   __device__ __forceinline__ SageBwdForwardRoles(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
-      : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)) {}
+      : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)),
+        first_key_tile(int64_t(b.key_head(p.shape)) * p.shape.key_tiles + b.segment.key_tile) {}
 
   __device__ __forceinline__ uint32_t keys(int stage) const { return shared + Q_BYTES + stage * 4 * TILE_BYTES; }
   __device__ __forceinline__ uint32_t values(int stage) const { return keys(stage) + 2 * TILE_BYTES; }
@@ -66,19 +68,16 @@ struct SageBwdForwardRoles {
     copy_tile<TILE_BYTES, GROUP_THREADS>(shared + group * TILE_BYTES, p.codes.q + query_tile(group) * TILE_BYTES, thread);
   }
 
-  // A second tile beyond the end is the last one again; its keys are hidden.
+  // Of a second tile beyond the end there are no codes: what was there before is as good, since its keys are hidden.
   __device__ __forceinline__ void load(int step, int stage, int thread, uint32_t landing) {
     if (thread != 0) return;
-    int64_t start = int64_t(block.key_head(p.shape)) * p.shape.key_tiles + block.segment.key_tile;
-    int64_t at[2] = {start + 2 * step, start + min(2 * step + 1, block.segment.key_tiles() - 1)};
-    ptx::landing_expect(landing, 4 * TILE_BYTES);
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      ptx::bulk_copy(keys(stage) + t * TILE_BYTES, p.codes.k + at[t] * TILE_BYTES, TILE_BYTES, landing);
-      ptx::bulk_copy(values(stage) + t * TILE_BYTES, p.codes.v_transposed + at[t] * TILE_BYTES, TILE_BYTES, landing);
-    }
-    const float *k = p.codes.k_scale, *v = p.codes.v_scale;
-    scales(stage) = StepScales(__ldg(k + at[0]), __ldg(k + at[1]), __ldg(v + at[0]), __ldg(v + at[1]));
+    int both = min(block.segment.key_tiles() - 2 * step, 2), bytes = both * TILE_BYTES;
+    int64_t at = first_key_tile + 2 * step;
+    ptx::landing_expect(landing, 2 * bytes);
+    ptx::bulk_copy(keys(stage), p.codes.k + at * TILE_BYTES, bytes, landing);
+    ptx::bulk_copy(values(stage), p.codes.v_transposed + at * TILE_BYTES, bytes, landing);
+    const float *k = p.codes.k_scale + at, *v = p.codes.v_scale + at;
+    scales(stage) = StepScales(__ldg(k), __ldg(k + both - 1), __ldg(v), __ldg(v + both - 1));
     ptx::landing_arrive(landing);
   }
 
@@ -90,7 +89,8 @@ struct SageBwdForwardRoles {
     int x[16][4];          // S of both tiles
     float s[2][1][8][4];   // P of each tile, in units of its codes
     uint32_t codes[4][4];  // of P under way, 32 keys each
-    float dequant[2];      // one a row
+    float dequant[2];      // of what is added, one a row
+    float unit[2][2];      // of P in s, (tile, row)
     int y[D / 8][4];       // P V under way
     bool behind;
     float decay[2];
@@ -156,32 +156,39 @@ struct SageBwdForwardRoles {
         dequant[r] = p_dequant * scales.v;
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
-          float sum = 0.0f, start = offset[r] + scales.log2_v[t];
+          float start = offset[r] + scales.log2_v[t];
 #pragma unroll
           for (int n = 0; n < 8; ++n)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               float& p = s[t][0][n][2 * r + e];
               p = ptx::exp2(fmaf(p, factor[t], start));
-              sum += p;
             }
-          // The sum is of the unquantized probabilities.
-          rows.state(rows.state.SUM, r) += p_dequant * scales.inverse_v[t] * sum;
+          unit[t][r] = p_dequant * scales.inverse_v[t];
         }
       }
     }
 
+    // Codes, and the sum of what they are codes of, both from f16: 2^-12 of a probability is an eighth of what codes round
+    // off, and errors of a sum average out.
     __device__ __forceinline__ void take() {
       if (__builtin_expect(behind, false)) rows.rescale(decay);
 #pragma unroll
       for (int t = 0; t < 2; ++t)
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
+        for (int r = 0; r < 2; ++r) {
+          __half2 pairs[8];
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float *low = &s[t][0][4 * i + 2 * (j / 2)][2 * (j & 1)], *high = low + 4;
-            codes[2 * t + i][j] = quant::codes_of_positive(low[0], low[1], high[0], high[1]);
-          }
+          for (int n = 0; n < 8; ++n) pairs[n] = __floats2half2_rn(s[t][0][n][2 * r], s[t][0][n][2 * r + 1]);
+#pragma unroll
+          for (int n = 0; n < 8; n += 2)
+            codes[2 * t + n / 4][r + n % 4] = quant::codes_of_positive(pairs[n], pairs[n + 1]);
+#pragma unroll
+          for (int step = 4; step > 0; step /= 2)
+#pragma unroll
+            for (int n = 0; n < step; ++n) pairs[n] = __hadd2(pairs[n], pairs[n + step]);
+          rows.state(rows.state.SUM, r) += unit[t][r] * (__low2float(pairs[0]) + __high2float(pairs[0]));
+        }
     }
 
     __device__ __forceinline__ void add(int stage) {

@@ -72,6 +72,7 @@ struct Forward {
   View out;
   float* minus_lse2;  // (head, padded token): minus the base-2 log-sum-exp, -inf where there is nothing to go back to;
                       // null: not wanted
+  int32_t* tickets;   // pieces of work that have been taken, beside the first of each block; null: a block for each
   Codes codes;
   Shape shape;
 };
@@ -104,7 +105,7 @@ static_assert(sizeof(View) == 48 && offsetof(View, vector) == 40);
 static_assert(sizeof(Segment) == 24);
 static_assert(sizeof(Shape) == 56 && offsetof(Shape, softmax_scale) == 36);
 static_assert(sizeof(Codes) == 72);
-static_assert(sizeof(Forward) == 328 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 272);
+static_assert(sizeof(Forward) == 336 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 280);
 static_assert(sizeof(Backward) == 832 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
               offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 568 && offsetof(Backward, q_map) == 576);
 

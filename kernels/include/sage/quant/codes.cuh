@@ -69,11 +69,13 @@ constexpr float LOG2_254 = 7.98868468677217f;
 
 // Codes of four values in [0, 255] that are in units of the scale already. Through f16: 11 bits are more than the codes
 // have, in [1024, 2048) its last bit is 1, and both conversions do two values at once.
-__device__ __forceinline__ uint32_t codes_of_positive(float a, float b, float c, float d) {
+__device__ __forceinline__ uint32_t codes_of_positive(__half2 low, __half2 high) {
   const __half2 magic = __half2half2(__ushort_as_half(0x6400));  // 1024
-  uint32_t low = ptx::pack_16<__half>(a, b), high = ptx::pack_16<__half>(c, d);
-  __half2 x = __hadd2(reinterpret_cast<__half2&>(low), magic), y = __hadd2(reinterpret_cast<__half2&>(high), magic);
-  return __byte_perm(reinterpret_cast<uint32_t&>(x), reinterpret_cast<uint32_t&>(y), 0x6420);
+  low = __hadd2(low, magic), high = __hadd2(high, magic);
+  return __byte_perm(reinterpret_cast<uint32_t&>(low), reinterpret_cast<uint32_t&>(high), 0x6420);
+}
+__device__ __forceinline__ uint32_t codes_of_positive(float a, float b, float c, float d) {
+  return codes_of_positive(__floats2half2_rn(a, b), __floats2half2_rn(c, d));
 }
 
 // A factor with two zero bits at its end, so that MAGIC * factor (MAGIC = 3 * 2^22) is exact and
