@@ -72,13 +72,22 @@ __device__ void finish(const params::Backward& p) {
   attention::Rows<T> dq(p.dq, segment.batch, segment.query_start, head, segment.query_len, shape.head_dim);
   int64_t tile = int64_t(head) * shape.query_tiles + segment.query_tile + number;
   const float4* sums = reinterpret_cast<const float4*>(p.dq_sums + tile * attention::TILE * D);
+  // From the order of fragments to rows, so that whole sectors are written.
+  constexpr int CHUNKS = D / 8, PITCH = D * 2 + 16;  // rows 16 bytes apart modulo the banks
+  __shared__ __align__(16) unsigned char rows[attention::TILE * PITCH];
+  float scale = shape.softmax_scale;
 #pragma unroll 4
   for (int i = threadIdx.x; i < attention::TILE * D / 4; i += blockDim.x) {
     float4 x = sums[i];
-    int lane = i % 32, n = i / 32 % (D / 8), strip = i / 32 / (D / 8);
-    int row = first + strip * 16 + lane / 4, column = n * 8 + 2 * (lane & 3);
-    dq.store_2(row, column, x.x * shape.softmax_scale, x.y * shape.softmax_scale);
-    dq.store_2(row + 8, column, x.z * shape.softmax_scale, x.w * shape.softmax_scale);
+    int lane = i % 32, n = i / 32 % CHUNKS, strip = i / 32 / CHUNKS;
+    unsigned char* at = rows + (strip * 16 + lane / 4) * PITCH + n * 16 + 4 * (lane & 3);
+    *reinterpret_cast<uint32_t*>(at) = ptx::pack_16<T>(x.x * scale, x.y * scale);
+    *reinterpret_cast<uint32_t*>(at + 8 * PITCH) = ptx::pack_16<T>(x.z * scale, x.w * scale);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < attention::TILE * CHUNKS; i += blockDim.x) {
+    int row = i / CHUNKS, n = i % CHUNKS;
+    dq.store_8(first + row, n * 8, *reinterpret_cast<const uint4*>(rows + row * PITCH + n * 16));
   }
 }
 

@@ -22,36 +22,55 @@ __device__ int segment_of_tile(const params::Shape& shape, int tile) {
   return low;
 }
 
-// Sums of K over each tile, in the order of the tokens: (key head, tile, channel). One thread a channel.
+// Sums of K over each tile, in the order of the tokens: (key head, tile, channel). One thread for eight channels.
 template <class T, int D>
 __device__ void sum_tiles(const params::Forward& p) {
   const params::Shape& shape = p.shape;
-  int tile = blockIdx.x * blockDim.y + threadIdx.y, channel = threadIdx.x, head = blockIdx.y;
+  int head = blockIdx.x % shape.key_heads, column = threadIdx.x * 8;
+  int tile = blockIdx.x / shape.key_heads * blockDim.y + threadIdx.y;
   if (tile >= shape.key_tiles) return;
   Segment segment(shape, segment_of_tile<false>(shape, tile));
   int first = (tile - segment.key_tile) * TILE;
   Rows<T> k(p.k, segment.batch, segment.key_start + first, head, segment.key_len - first, shape.head_dim);
-  float sum = 0.0f;
-  if (channel < shape.head_dim) {
+  float sums[8] = {};
 #pragma unroll 16
-    for (int i = 0; i < TILE; ++i)
-      if (i < k.count) sum = __fadd_rn(sum, ptx::to_float(*k.at(i, channel)));
+  for (int i = 0; i < TILE; ++i) {
+    uint4 words = k.load_8(i, column);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) sums[c] = __fadd_rn(sums[c], ptx::to_float(reinterpret_cast<const T*>(&words)[c]));
   }
-  p.codes.k_tile_sums[(int64_t(head) * shape.key_tiles + tile) * D + channel] = sum;
+  auto* out = reinterpret_cast<float4*>(p.codes.k_tile_sums + (int64_t(head) * shape.key_tiles + tile) * D + column);
+  out[0] = make_float4(sums[0], sums[1], sums[2], sums[3]), out[1] = make_float4(sums[4], sums[5], sums[6], sums[7]);
 }
 
-// K's mean: the tiles' sums, in order, over the number of tokens: (key head, segment, channel).
+// K's mean: the tiles' sums, in order, over the number of tokens: (key head, segment, channel). All threads read, for the
+// order leaves the sum itself to one a channel.
+constexpr int MEAN_THREADS = 256;
 template <int D>
 __device__ void mean_of_tiles(const params::Forward& p) {
+  constexpr int AT_ONCE = 64;
+  __shared__ float4 shared[AT_ONCE * D / 4];
   const params::Shape& shape = p.shape;
   Segment segment(shape, blockIdx.x);
-  const float* sums = p.codes.k_tile_sums + (int64_t(blockIdx.y) * shape.key_tiles + segment.key_tile) * D + threadIdx.x;
+  const float* sums = p.codes.k_tile_sums + (int64_t(blockIdx.y) * shape.key_tiles + segment.key_tile) * D;
   float total = 0.0f;
   int tiles = segment.key_tiles();
+  for (int first = 0; first < tiles; first += AT_ONCE) {
+    int count = min(tiles - first, AT_ONCE);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < AT_ONCE * D / 4; i += MEAN_THREADS) {
+      int at = i + threadIdx.x;
+      if (at < count * D / 4) shared[at] = reinterpret_cast<const float4*>(sums + int64_t(first) * D)[at];
+    }
+    __syncthreads();
+    const float* channel = reinterpret_cast<const float*>(shared) + threadIdx.x % D;
 #pragma unroll 16
-  for (int i = 0; i < tiles; ++i) total = __fadd_rn(total, sums[int64_t(i) * D]);
-  p.codes.k_mean[(int64_t(blockIdx.y) * shape.segment_count + blockIdx.x) * D + threadIdx.x] =
-      __fdiv_rn(total, float(max(segment.key_len, 1)));
+    for (int i = 0; i < count; ++i) total = __fadd_rn(total, channel[i * D]);
+  }
+  if (threadIdx.x < D)
+    p.codes.k_mean[(int64_t(blockIdx.y) * shape.segment_count + blockIdx.x) * D + threadIdx.x] =
+        __fdiv_rn(total, float(max(segment.key_len, 1)));
 }
 
 template <class T, int D>
@@ -112,18 +131,21 @@ __device__ void quantize_values(const params::Forward& p, int tile, int head) {
   quant::store_transposed<D, PITCH>(codes, p.codes.v_transposed + at * TILE * D);
 }
 
-// Blocks: the tiles of Q, then of K, then of V, each for all heads.
+// Blocks: the tiles of K, last ones first, since the sums were over K, whose end is in the cache; then of Q, then of V. Heads
+// side by side, as they often are in memory.
 template <class T, int D>
 __device__ void quantize(const params::Forward& p) {
   const params::Shape& shape = p.shape;
   int index = blockIdx.x, queries = shape.query_tiles * shape.query_heads, keys = shape.key_tiles * shape.key_heads;
-  if (index < queries) {
-    quantize_queries<T, D>(p, index % shape.query_tiles, index / shape.query_tiles);
-  } else if (index < queries + keys) {
-    quantize_keys<T, D>(p, (index - queries) % shape.key_tiles, (index - queries) / shape.key_tiles);
+  if (index < keys) {
+    index = keys - 1 - index;
+    quantize_keys<T, D>(p, index / shape.key_heads, index % shape.key_heads);
+  } else if (index < keys + queries) {
+    index -= keys;
+    quantize_queries<T, D>(p, index / shape.query_heads, index % shape.query_heads);
   } else {
-    index -= queries + keys;
-    quantize_values<T, D>(p, index % shape.key_tiles, index / shape.key_tiles);
+    index -= keys + queries;
+    quantize_values<T, D>(p, index / shape.key_heads, index % shape.key_heads);
   }
 }
 
@@ -132,7 +154,7 @@ __device__ void quantize(const params::Forward& p) {
 template <class T, int D, bool QUANTIZE>
 __device__ void prepare(const params::Backward& p) {
   const params::Shape& shape = p.shape;
-  int tile = blockIdx.x % shape.query_tiles, head = blockIdx.x / shape.query_tiles;
+  int tile = blockIdx.x / shape.query_heads, head = blockIdx.x % shape.query_heads;
   Segment segment(shape, segment_of_tile<true>(shape, tile));
   int first = (tile - segment.query_tile) * TILE;
   int64_t at = int64_t(head) * shape.query_tiles + tile;
@@ -202,7 +224,7 @@ __device__ void prepare(const params::Backward& p) {
     __VA_ARGS__(p);                                                                                                    \
   }
 #define KERNELS(type, T, D)                                                \
-  FORWARD(sum_tiles_##type##_##D, 256, sum_tiles<T, D>)                    \
+  FORWARD(sum_tiles_##type##_##D, 128, sum_tiles<T, D>)                    \
   FORWARD(quantize_##type##_##D, quant::TILE_THREADS, quantize<T, D>)      \
   BACKWARD(prepare_full_precision_##type##_##D, prepare<T, D, false>)      \
   BACKWARD(prepare_sagebwd_##type##_##D, prepare<T, D, true>)
@@ -211,5 +233,5 @@ KERNELS(bf16, __nv_bfloat16, 64)
 KERNELS(bf16, __nv_bfloat16, 128)
 KERNELS(f16, __half, 64)
 KERNELS(f16, __half, 128)
-FORWARD(mean_of_tiles_64, 64, mean_of_tiles<64>)
-FORWARD(mean_of_tiles_128, 128, mean_of_tiles<128>)
+FORWARD(mean_of_tiles_64, MEAN_THREADS, mean_of_tiles<64>)
+FORWARD(mean_of_tiles_128, MEAN_THREADS, mean_of_tiles<128>)

@@ -20,7 +20,7 @@ use candle_core::{CudaStorage, Layout, Result};
 use cudarc::driver::CudaSlice;
 pub(crate) use kernels::Gpu;
 use kernels::Grid;
-use plan::TILE;
+use plan::{Plan, TILE};
 use sagebwd::Codes;
 use tensor::{Element, address, tensor_map, view};
 
@@ -102,8 +102,9 @@ impl<'a> Call<'a> {
     }
 
     /// The shape, for a kernel whose blocks share `bytes` of each of `heads` heads.
-    fn shape_sharing(&self, bytes: usize, heads: usize) -> params::Shape {
-        let at_once = plan::heads_at_once(self.gpu.cache_bytes, bytes, heads * self.segment_count());
+    fn shape_sharing(&self, plan: &Plan, bytes: usize, heads: usize) -> params::Shape {
+        let heads = heads * self.segment_count();
+        let at_once = plan::heads_at_once(self.gpu.cache_bytes, plan.cache_parts, bytes, heads);
         params::Shape { heads_at_once: at_once as i32, ..self.shape }
     }
 
@@ -207,7 +208,7 @@ pub(crate) fn forward(
         v: call.view(problem.v)?,
         out: out_view,
         minus_lse2: minus_lse2.as_ref().map_or(0, |lse2| address(lse2, &call.gpu)),
-        shape: call.shape_sharing(keys, problem.shape.query_heads()),
+        shape: call.shape_sharing(&plan, keys, problem.shape.query_heads()),
         ..params::Forward::default()
     };
     let mut quantized = None;
@@ -264,7 +265,7 @@ pub(crate) fn backward(
         minus_delta: address(&minus_delta, gpu),
         dq_sums: address(&dq_sums, gpu),
         turns: turns.as_ref().map_or(0, |turns| address(turns, gpu)),
-        shape: call.shape_sharing(shared, problem.shape.key_heads()),
+        shape: call.shape_sharing(&plan, shared, problem.shape.key_heads()),
         ..params::Backward::default()
     };
     if plan.mapped && !problem.shape.is_packed() {

@@ -91,6 +91,8 @@ pub(super) struct Plan {
     pub(super) mapped: bool,
     /// Whether one block a multiprocessor does all the work, piece by piece.
     pub(super) takes_tickets: bool,
+    /// What blocks that run together read fits in one of so many parts of the second-level cache.
+    pub(super) cache_parts: usize,
 }
 
 /// The forward of `kernels/include/sage/attention/forward.cuh`.
@@ -113,17 +115,17 @@ pub(super) fn forward(scheme: &Scheme, d: usize, architecture: Architecture) -> 
     let state = if state_is_shared { threads * 32 } else { 0 };
     // Queries; two stages of a tile of K and one of V.
     let shared_bytes = rows * tile + 4 * TILE * tile + state + mean;
-    Plan { name, rows, threads: threads as u32, stages: 2, shared_bytes, mapped: false, takes_tickets: false }
+    Plan { name, rows, threads: threads as u32, stages: 2, shared_bytes, mapped: false, takes_tickets: false, cache_parts: 2 }
 }
 
 /// The forward of `kernels/include/sage/attention/forward_roles.cuh`: warpgroups with 64 queries each, of `row` bytes, and
-/// one that fetches: a tile of keys a stage, or two of codes with their scales.
+/// one that fetches: queries of two blocks, and a tile of keys a stage, or two of codes with their scales.
 fn forward_with_roles(name: &'static str, d: usize, row: usize) -> Plan {
     let (groups, stages) = if d == 64 { (3, 4) } else { (2, 3) };
     let rows = groups * 64;
     let stage = if row == d { 4 * TILE * row + 32 } else { 2 * TILE * row };
-    let shared_bytes = rows * row + stages * stage;
-    Plan { name, rows, threads: (groups as u32 + 1) * 128, stages, shared_bytes, mapped: false, takes_tickets: true }
+    let shared_bytes = 2 * rows * row + stages * stage;
+    Plan { name, rows, threads: (groups as u32 + 1) * 128, stages, shared_bytes, mapped: false, takes_tickets: true, cache_parts: 8 }
 }
 
 /// The backward of `kernels/include/sage/attention/backward.cuh`: the largest plan that fits.
@@ -155,7 +157,7 @@ pub(super) fn backward(scheme: &Scheme, d: usize, architecture: Architecture) ->
                 keys + stages * stage + ds + codes + warps * 4 + mean
             }
         };
-        Plan { name, rows, threads: rows as u32 * 2, stages, shared_bytes, mapped: false, takes_tickets: false }
+        Plan { name, rows, threads: rows as u32 * 2, stages, shared_bytes, mapped: false, takes_tickets: false, cache_parts: 2 }
     });
     let [.., smallest] = plans.clone();
     plans.into_iter().find(|plan| plan.shared_bytes <= architecture.shared_bytes()).unwrap_or(smallest)
@@ -181,14 +183,14 @@ fn backward_with_roles(scheme: &Scheme, name: &'static str, d: usize) -> Plan {
             (stages, 4 * rows * d + stages * stage + scores + staging + units)
         }
     };
-    Plan { name, rows, threads: 384, stages, shared_bytes, mapped: true, takes_tickets: false }
+    Plan { name, rows, threads: 384, stages, shared_bytes, mapped: true, takes_tickets: false, cache_parts: 2 }
 }
 
 /// How many heads run side by side, when blocks of a head share `bytes` and the second-level cache holds `cache_bytes`:
-/// as many as fit in half of it. Fewer would help no more, and the long blocks of each come first, so that many heads at
-/// once end more evenly.
-pub(super) fn heads_at_once(cache_bytes: usize, bytes: usize, heads: usize) -> usize {
-    (cache_bytes / 2 / bytes.max(1)).clamp(1, heads.max(1))
+/// as many as fit in one of so many `parts` of it. The long blocks of each come first, so that many heads at once end more
+/// evenly.
+pub(super) fn heads_at_once(cache_bytes: usize, parts: usize, bytes: usize, heads: usize) -> usize {
+    (cache_bytes / parts / bytes.max(1)).clamp(1, heads.max(1))
 }
 
 #[cfg(test)]
@@ -244,10 +246,11 @@ mod tests {
     }
 
     #[test]
-    fn heads_share_half_of_the_cache() {
-        assert_eq!(heads_at_once(50 << 20, 1 << 20, 64), 25);
-        assert_eq!(heads_at_once(50 << 20, 1 << 30, 64), 1);
-        assert_eq!(heads_at_once(50 << 20, 1, 64), 64);
+    fn heads_share_a_part_of_the_cache() {
+        assert_eq!(heads_at_once(50 << 20, 2, 1 << 20, 64), 25);
+        assert_eq!(heads_at_once(50 << 20, 8, 1 << 20, 64), 6);
+        assert_eq!(heads_at_once(50 << 20, 2, 1 << 30, 64), 1);
+        assert_eq!(heads_at_once(50 << 20, 2, 1, 64), 64);
     }
 
     #[test]

@@ -20,11 +20,12 @@ struct ForwardRoles {
   static constexpr int QUERIES_REGISTERS = (ALL_REGISTERS - FETCH_REGISTERS) / GROUPS / 8 * 8;
 };
 
-// Numerics is a block's shared memory, and has: Type, D, Roles, SHARED_BYTES; FETCH_THREADS, who fetches; ARRIVALS, how many
-// times these tell of a step's copies; load_queries(group, thread); load(step, stage, thread, landing), asynchronous; and
-// Part, what a query group keeps in its registers: start(stage), S of a step whose keys have come; softmax<HIDES,
-// PENDING>(step, stage, segment, first query), from there to P, with PENDING later products under way; take(), that P for
-// the next add; add(stage), P V under way; added<PENDING>(), the end of that. rows, the softmax of its queries.
+// Numerics is a block's shared memory, and has: Type, D, Roles, SHARED_BYTES; FETCH_THREADS, who fetches; QUERY_ARRIVALS and
+// STEP_ARRIVALS, how many times these tell of copies; load_queries(slot, thread, landing) and load(step, stage, thread,
+// landing), asynchronous; and Part, what a query group keeps in its registers: start(stage), S of a step whose keys have
+// come; softmax<HIDES, PENDING>(step, stage, segment, first query), from there to P, with PENDING later products under way;
+// take(), that P for the next add; add(stage), P V under way; added<PENDING>(), the end of that. rows, the softmax of its
+// queries.
 //
 // VALUES_FIRST says in which order the products of a turn are asked for. Values last: they are under way while the group
 // works on the next softmax. Values first: they are waited for while the next S is under way; the other groups' softmax
@@ -51,14 +52,14 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
   using Steps = Ring<Roles::STAGES>;
   using Blocks = Ring<2>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  __shared__ ForwardBlock blocks[2];
+  __shared__ ForwardBlock blocks[2];  // this one, and the next, whose queries come meanwhile
   __shared__ typename Steps::Barriers step_barriers;
   __shared__ typename Blocks::Barriers block_barriers;
   Steps ring(step_barriers);
   Blocks turns(block_barriers);
   if (threadIdx.x == 0) {
-    ring.prepare(Numerics::ARRIVALS, Roles::GROUPS * 4);
-    turns.prepare(1, Roles::GROUPS * 4);
+    ring.prepare(Numerics::STEP_ARRIVALS, Roles::GROUPS * 4);
+    turns.prepare(Numerics::QUERY_ARRIVALS, Roles::GROUPS * 4);
   }
   __syncthreads();
   auto steps_of = [](const Segment& segment, int first, int queries) {
@@ -75,13 +76,14 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
     for (int turn = 0;; ++turn) {
       turns.wait_empty(turn);
       ForwardBlock& block = blocks[turn % 2];
-      if (thread == 0) {
-        block = next_block<Roles::QUERIES>(p, turn == 0);
-        ptx::landing_arrive(turns.full(turn));
+      if (thread == 0) block = next_block<Roles::QUERIES>(p, turn == 0);
+      ptx::barrier(1, Numerics::FETCH_THREADS);
+      if (block.head < 0) {
+        if (thread < Numerics::QUERY_ARRIVALS) ptx::landing_arrive(turns.full(turn));
+        break;
       }
-      ptx::barrier(1 + Roles::GROUPS, Numerics::FETCH_THREADS);
-      if (block.head < 0) break;
       Numerics numerics(p, block, shared);
+      numerics.load_queries(turn % 2, thread, turns.full(turn));
       int steps = steps_of(block.segment, block.first, Roles::QUERIES);
 #pragma unroll 1
       for (int step = 0; step < steps; ++step) {
@@ -96,30 +98,29 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
   }
 
   ptx::set_registers<Roles::QUERIES_REGISTERS, Roles::THREADS>();
+  auto came = [](auto& ring, int n) {
+    ring.wait(n);
+    if (Numerics::FETCH_THREADS == GROUP_THREADS) ptx::wgmma_publish();  // by ordinary copies
+  };
   for (int turn = 0;; ++turn) {
-    turns.wait(turn);
+    came(turns, turn);
     const ForwardBlock& block = blocks[turn % 2];
     if (block.head < 0) break;
     const Segment& segment = block.segment;
     Numerics numerics(p, block, shared);
     int first = block.first + group * 64;
-    ptx::barrier(1 + group, GROUP_THREADS);  // all are done with the queries before
-    numerics.load_queries(group, threadIdx.x % GROUP_THREADS);
-    ptx::copy_wait_all();
-    ptx::wgmma_publish();
-    ptx::barrier(1 + group, GROUP_THREADS);
-    typename Numerics::Part part(numerics, group);
+    typename Numerics::Part part(numerics, turn % 2, group);
     int steps = steps_of(segment, first, 64), whole_steps = segment.visible_keys(first) / Roles::KEYS;
     auto start = [&](int step) {
-      ring.wait(before + step);
-      if (Numerics::FETCH_THREADS == GROUP_THREADS) ptx::wgmma_publish();
+      came(ring, before + step);
       part.start(ring.stage(before + step));
     };
     auto add = [&](int step) { part.add(ring.stage(before + step)); };
     constexpr bool VALUES_FIRST = Numerics::VALUES_FIRST;
     if (steps > 0) {
       start(0);
-      part.template softmax<true, 0>(0, ring.stage(before), segment, first);
+      if (whole_steps > 0) part.template softmax<false, 0>(0, ring.stage(before), segment, first);
+      else part.template softmax<true, 0>(0, ring.stage(before), segment, first);
       part.take();
       for (int step = 1; step < steps; ++step) {
         if constexpr (VALUES_FIRST) {

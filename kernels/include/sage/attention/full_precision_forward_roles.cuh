@@ -10,11 +10,11 @@ struct FullPrecisionForwardRoles {
   using Type = T;
   static constexpr int D = HEAD_DIM;
   using Roles = ForwardRoles<D, 1, D == 64 ? 56 : 72>;
-  static constexpr int FETCH_THREADS = GROUP_THREADS, ARRIVALS = GROUP_THREADS;
+  static constexpr int FETCH_THREADS = GROUP_THREADS, QUERY_ARRIVALS = FETCH_THREADS, STEP_ARRIVALS = FETCH_THREADS;
   static constexpr bool VALUES_FIRST = false;
-  // Shared memory: Q; stages of K and V.
-  static constexpr int Q_BYTES = Roles::QUERIES * D * 2, TILE_BYTES = TILE * D * 2;
-  static constexpr int SHARED_BYTES = Q_BYTES + Roles::STAGES * 2 * TILE_BYTES;
+  // Shared memory: Q, twice; stages of K and V.
+  static constexpr int TILE_BYTES = TILE * D * 2, Q_BYTES = Roles::GROUPS * TILE_BYTES;
+  static constexpr int SHARED_BYTES = 2 * Q_BYTES + Roles::STAGES * 2 * TILE_BYTES;
 
   const params::Forward& p;
   const ForwardBlock& block;
@@ -23,14 +23,19 @@ struct FullPrecisionForwardRoles {
   __device__ __forceinline__ FullPrecisionForwardRoles(const params::Forward& p, const ForwardBlock& b, void* memory)
       : p(p), block(b), shared(ptx::shared_address(memory)) {}
 
-  __device__ __forceinline__ uint32_t k_tile(int stage) const { return shared + Q_BYTES + stage * 2 * TILE_BYTES; }
+  __device__ __forceinline__ uint32_t k_tile(int stage) const { return shared + 2 * Q_BYTES + stage * 2 * TILE_BYTES; }
   // Each group's queries in panels of their own.
-  __device__ __forceinline__ uint32_t q_rows(int group) const { return shared + group * 64 * D * 2; }
+  __device__ __forceinline__ uint32_t q_rows(int slot, int group) const {
+    return shared + slot * Q_BYTES + group * TILE_BYTES;
+  }
 
-  __device__ __forceinline__ void load_queries(int group, int thread) {
+  __device__ __forceinline__ void load_queries(int slot, int thread, uint32_t landing) {
     const Segment& s = block.segment;
     Rows<T> q(p.q, s.batch, s.query_start, block.head, s.query_len, p.shape.head_dim);
-    copy_panels<64, D, GROUP_THREADS>(q_rows(group), q, block.first + group * 64, thread);
+#pragma unroll 1
+    for (int group = 0; group < Roles::GROUPS; ++group)
+      copy_panels<TILE, D, GROUP_THREADS>(q_rows(slot, group), q, block.first + group * TILE, thread);
+    ptx::landing_copies(landing, q.vector);
   }
 
   __device__ __forceinline__ void load(int tile, int stage, int thread, uint32_t landing) {
@@ -45,18 +50,18 @@ struct FullPrecisionForwardRoles {
 
   struct Part {
     const FullPrecisionForwardRoles& of;
-    int group;
+    uint32_t q_rows;
     Softmax<D, 1, GROUP_THREADS, false> rows;
     float s[1][8][4];  // S, then P
     uint32_t probabilities[4][4];
     bool behind;
     float decay[2];
 
-    __device__ __forceinline__ Part(const FullPrecisionForwardRoles& numerics, int group)
-        : of(numerics), group(group), rows(nullptr) {}
+    __device__ __forceinline__ Part(const FullPrecisionForwardRoles& numerics, int slot, int group)
+        : of(numerics), q_rows(of.q_rows(slot, group)), rows(nullptr) {}
 
     __device__ __forceinline__ void start(int stage) {
-      multiply_rows<T, D, 64, false>(s[0], of.q_rows(group), of.k_tile(stage));
+      multiply_rows<T, D, 64, false>(s[0], q_rows, of.k_tile(stage));
     }
 
     template <bool HIDES, int PENDING>

@@ -38,6 +38,18 @@ struct Rows {
     return words;
   }
 
+  // The way back, of an output.
+  __device__ __forceinline__ void store_8(int row, int column, uint4 words) const {
+    if (row >= count || column >= head_dim) return;
+    if (vector) {
+      *reinterpret_cast<uint4*>(at(row, column)) = words;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (column + i < head_dim) *at(row, column + i) = reinterpret_cast<const T*>(&words)[i];
+    }
+  }
+
   // Two neighbouring channels of an output.
   __device__ __forceinline__ void store_2(int row, int column, float a, float b) const {
     if (row >= count) return;

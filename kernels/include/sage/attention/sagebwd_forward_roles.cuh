@@ -35,11 +35,12 @@ struct SageBwdForwardRoles {
   using Type = T;
   static constexpr int D = HEAD_DIM;
   using Roles = ForwardRoles<D, 2, D == 64 ? 32 : 40>;
-  static constexpr int FETCH_THREADS = 32, ARRIVALS = 2;  // of one thread: bulk copies, and scales
+  static constexpr int FETCH_THREADS = 32;  // one of them, indeed
+  static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // bulk copies; and scales
   static constexpr bool VALUES_FIRST = true;
-  // Shared memory: Q; stages of K, V^T of two tiles; scales of each stage.
-  static constexpr int TILE_BYTES = TILE * D, Q_BYTES = Roles::QUERIES * D;
-  static constexpr int SCALES_AT = Q_BYTES + Roles::STAGES * 4 * TILE_BYTES;
+  // Shared memory: Q, twice; stages of K, V^T of two tiles; scales of each stage.
+  static constexpr int TILE_BYTES = TILE * D, Q_BYTES = Roles::GROUPS * TILE_BYTES;
+  static constexpr int SCALES_AT = 2 * Q_BYTES + Roles::STAGES * 4 * TILE_BYTES;
   static constexpr int SHARED_BYTES = SCALES_AT + Roles::STAGES * int(sizeof(StepScales));
 
   const params::Forward& p;
@@ -52,7 +53,7 @@ struct SageBwdForwardRoles {
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)),
         first_key_tile(int64_t(b.key_head(p.shape)) * p.shape.key_tiles + b.segment.key_tile) {}
 
-  __device__ __forceinline__ uint32_t keys(int stage) const { return shared + Q_BYTES + stage * 4 * TILE_BYTES; }
+  __device__ __forceinline__ uint32_t keys(int stage) const { return shared + 2 * Q_BYTES + stage * 4 * TILE_BYTES; }
   __device__ __forceinline__ uint32_t values(int stage) const { return keys(stage) + 2 * TILE_BYTES; }
   __device__ __forceinline__ StepScales& scales(int stage) const {
     return reinterpret_cast<StepScales*>(memory + SCALES_AT)[stage];
@@ -63,9 +64,16 @@ struct SageBwdForwardRoles {
     int tile = min(block.first / TILE + group, block.segment.query_tiles() - 1);
     return int64_t(block.head) * p.shape.query_tiles + block.segment.query_tile + tile;
   }
+  __device__ __forceinline__ uint32_t queries(int slot, int group) const {
+    return shared + slot * Q_BYTES + group * TILE_BYTES;
+  }
 
-  __device__ __forceinline__ void load_queries(int group, int thread) {
-    copy_tile<TILE_BYTES, GROUP_THREADS>(shared + group * TILE_BYTES, p.codes.q + query_tile(group) * TILE_BYTES, thread);
+  __device__ __forceinline__ void load_queries(int slot, int thread, uint32_t landing) {
+    if (thread != 0) return;
+    ptx::landing_expect(landing, Q_BYTES);
+#pragma unroll 1
+    for (int group = 0; group < Roles::GROUPS; ++group)
+      ptx::bulk_copy(queries(slot, group), p.codes.q + query_tile(group) * TILE_BYTES, TILE_BYTES, landing);
   }
 
   // Of a second tile beyond the end there are no codes: what was there before is as good, since its keys are hidden.
@@ -83,7 +91,7 @@ struct SageBwdForwardRoles {
 
   struct Part {
     const SageBwdForwardRoles& of;
-    int group;
+    uint32_t queries;
     float q_factor;  // q dequant_scale * softmax_scale * log2 e
     Softmax<D, 1, GROUP_THREADS, false> rows;
     int x[16][4];          // S of both tiles
@@ -95,12 +103,12 @@ struct SageBwdForwardRoles {
     bool behind;
     float decay[2];
 
-    __device__ __forceinline__ Part(const SageBwdForwardRoles& numerics, int group)
-        : of(numerics), group(group),
+    __device__ __forceinline__ Part(const SageBwdForwardRoles& numerics, int slot, int group)
+        : of(numerics), queries(of.queries(slot, group)),
           q_factor(of.p.codes.q_scale[of.query_tile(group)] * (of.p.shape.softmax_scale * ptx::LOG2_E)), rows(nullptr) {}
 
     __device__ __forceinline__ void start(int stage) {
-      multiply_codes<D / 32>(x, ptx::row_descriptor<D>(of.shared + group * TILE_BYTES), ptx::row_descriptor<D>(of.keys(stage)));
+      multiply_codes<D / 32>(x, ptx::row_descriptor<D>(queries), ptx::row_descriptor<D>(of.keys(stage)));
     }
 
     template <bool HIDES, int PENDING>
