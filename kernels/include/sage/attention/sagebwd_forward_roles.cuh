@@ -95,13 +95,9 @@ struct SageBwdForwardRoles {
     float q_factor;  // q dequant_scale * softmax_scale * log2 e
     Softmax<D, 1, GROUP_THREADS, false> rows;
     int x[16][4];          // S of both tiles
-    float s[2][1][8][4];   // P of each tile, in units of its codes
     uint32_t codes[4][4];  // of P under way, 32 keys each
     float dequant[2];      // of what is added, one a row
-    float unit[2][2];      // of P in s, (tile, row)
     int y[D / 8][4];       // P V under way
-    bool behind;
-    float decay[2];
 
     __device__ __forceinline__ Part(const SageBwdForwardRoles& numerics, int slot, int group)
         : of(numerics), queries(of.queries(slot, group)),
@@ -123,6 +119,7 @@ struct SageBwdForwardRoles {
         if (factor[t] == 0.0f) factor[t] = 1e-30f;
       }
       ptx::wgmma_wait<PENDING>(x);
+      float s[2][1][8][4];
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
 #pragma unroll
@@ -156,38 +153,25 @@ struct SageBwdForwardRoles {
         offset[r] = fmaf(fabsf(row_max[r]), -0x1p-21f, quant::LOG2_254 - row_max[r]);
         if (HIDES && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
       }
-      behind = rows.catch_up(row_max, decay);
+      rows.follow(row_max);
+      // Adds nothing. But else exponentials are taken before the branch of `follow`, alone, and packed after it; on one side
+      // they go together, while other units work.
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float p_dequant = ptx::exp2(-offset[r] - rows.shift(r));
-        if (HIDES && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
-        dequant[r] = p_dequant * scales.v;
+      for (int r = 0; r < 2; ++r) offset[r] = fmaf(rows.shift(r), 0.0f, offset[r]);
+      // Codes, and the sum of what they are codes of, both from f16: 2^-12 of a probability is an eighth of what codes round
+      // off, and errors of a sum average out.
+      float sum[2][2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
           float start = offset[r] + scales.log2_v[t];
-#pragma unroll
-          for (int n = 0; n < 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              float& p = s[t][0][n][2 * r + e];
-              p = ptx::exp2(fmaf(p, factor[t], start));
-            }
-          unit[t][r] = p_dequant * scales.inverse_v[t];
-        }
-      }
-    }
-
-    // Codes, and the sum of what they are codes of, both from f16: 2^-12 of a probability is an eighth of what codes round
-    // off, and errors of a sum average out.
-    __device__ __forceinline__ void take() {
-      if (__builtin_expect(behind, false)) rows.rescale(decay);
-#pragma unroll
-      for (int t = 0; t < 2; ++t)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
           __half2 pairs[8];
 #pragma unroll
-          for (int n = 0; n < 8; ++n) pairs[n] = __floats2half2_rn(s[t][0][n][2 * r], s[t][0][n][2 * r + 1]);
+          for (int n = 0; n < 8; ++n) {
+            const float* x = &s[t][0][n][2 * r];
+            pairs[n] = __floats2half2_rn(ptx::exp2(fmaf(x[0], factor[t], start)), ptx::exp2(fmaf(x[1], factor[t], start)));
+          }
 #pragma unroll
           for (int n = 0; n < 8; n += 2)
             codes[2 * t + n / 4][r + n % 4] = quant::codes_of_positive(pairs[n], pairs[n + 1]);
@@ -195,9 +179,19 @@ struct SageBwdForwardRoles {
           for (int step = 4; step > 0; step /= 2)
 #pragma unroll
             for (int n = 0; n < step; ++n) pairs[n] = __hadd2(pairs[n], pairs[n + step]);
-          rows.state(rows.state.SUM, r) += unit[t][r] * (__low2float(pairs[0]) + __high2float(pairs[0]));
+          sum[t][r] = __low2float(pairs[0]) + __high2float(pairs[0]);
         }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float p_dequant = ptx::exp2(-offset[r] - rows.shift(r));
+        if (HIDES && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
+        dequant[r] = p_dequant * scales.v;
+#pragma unroll
+        for (int t = 0; t < 2; ++t) rows.state(rows.state.SUM, r) += p_dequant * scales.inverse_v[t] * sum[t][r];
+      }
     }
+
+    __device__ __forceinline__ void take() {}
 
     __device__ __forceinline__ void add(int stage) {
       ptx::forget(y);
