@@ -22,25 +22,29 @@ __device__ int segment_of_tile(const params::Shape& shape, int tile) {
   return low;
 }
 
-// Sums of K over each tile, in the order of the tokens: (key head, tile, channel). One thread for eight channels.
+// Sums of K over each tile, in the order of the tokens: (key head, tile, channel). A block reads a tile at once, as `quantize`
+// does: threads that each walk down their channels all ask the same memory channels at the same time.
 template <class T, int D>
 __device__ void sum_tiles(const params::Forward& p) {
+  constexpr int CHUNKS = D / 8;
+  __shared__ uint4 rows[TILE * CHUNKS];
   const params::Shape& shape = p.shape;
-  int head = blockIdx.x % shape.key_heads, column = threadIdx.x * 8;
-  int tile = blockIdx.x / shape.key_heads * blockDim.y + threadIdx.y;
-  if (tile >= shape.key_tiles) return;
+  int head = blockIdx.x % shape.key_heads, tile = blockIdx.x / shape.key_heads;
   Segment segment(shape, segment_of_tile<false>(shape, tile));
   int first = (tile - segment.key_tile) * TILE;
   Rows<T> k(p.k, segment.batch, segment.key_start + first, head, segment.key_len - first, shape.head_dim);
-  float sums[8] = {};
-#pragma unroll 16
-  for (int i = 0; i < TILE; ++i) {
-    uint4 words = k.load_8(i, column);
 #pragma unroll
-    for (int c = 0; c < 8; ++c) sums[c] = __fadd_rn(sums[c], ptx::to_float(reinterpret_cast<const T*>(&words)[c]));
+  for (int i = 0; i < TILE * CHUNKS; i += quant::TILE_THREADS) {
+    int at = i + threadIdx.x;
+    rows[at] = k.load_8(at / CHUNKS, at % CHUNKS * 8);
   }
-  auto* out = reinterpret_cast<float4*>(p.codes.k_tile_sums + (int64_t(head) * shape.key_tiles + tile) * D + column);
-  out[0] = make_float4(sums[0], sums[1], sums[2], sums[3]), out[1] = make_float4(sums[4], sums[5], sums[6], sums[7]);
+  __syncthreads();
+  if (threadIdx.x >= D) return;
+  float sum = 0.0f;
+#pragma unroll 16
+  for (int i = 0; i < TILE; ++i)
+    sum = __fadd_rn(sum, ptx::to_float(reinterpret_cast<const T*>(rows)[i * D + threadIdx.x]));
+  p.codes.k_tile_sums[(int64_t(head) * shape.key_tiles + tile) * D + threadIdx.x] = sum;
 }
 
 // K's mean: the tiles' sums, in order, over the number of tokens: (key head, segment, channel). All threads read, for the
@@ -224,7 +228,7 @@ __device__ void prepare(const params::Backward& p) {
     __VA_ARGS__(p);                                                                                                    \
   }
 #define KERNELS(type, T, D)                                                \
-  FORWARD(sum_tiles_##type##_##D, 128, sum_tiles<T, D>)                    \
+  FORWARD(sum_tiles_##type##_##D, quant::TILE_THREADS, sum_tiles<T, D>)                    \
   FORWARD(quantize_##type##_##D, quant::TILE_THREADS, quantize<T, D>)      \
   BACKWARD(prepare_full_precision_##type##_##D, prepare<T, D, false>)      \
   BACKWARD(prepare_sagebwd_##type##_##D, prepare<T, D, true>)

@@ -65,12 +65,8 @@ pub(super) fn quantize(
     params.codes.k_tile_sums = sums.as_ref().map_or(0, |sums| address(sums, gpu));
 
     if smooth_k {
-        let columns = d / 8;
-        let rows = 128 / columns;
         let heads = call.problem.shape.key_heads();
-        let blocks = heads * (call.shape.key_tiles as usize).div_ceil(rows);
-        let grid = Grid { threads: (columns as u32, rows as u32, 1), ..Grid::line(blocks, 0) };
-        gpu.launch_forward("quantize", &call.kernel("sum_tiles"), grid, params)?;
+        gpu.launch_forward("quantize", &call.kernel("sum_tiles"), Grid::line(keys, 256), params)?;
         let grid = Grid { blocks: (call.shape.segment_count as u32, heads as u32, 1), ..Grid::line(1, 256) };
         gpu.launch_forward("quantize", &format!("mean_of_tiles_{d}"), grid, params)?;
     }

@@ -98,15 +98,17 @@ __device__ __forceinline__ void multiply_dp(Scores& dp, uint32_t v_rows, uint32_
   multiply_scores<T, D>(dp, v_rows, dout_rows, lane);
 }
 
-// Zero probability where a query, `first_query` and on, does not see a key, `first_key` and on.
-__device__ __forceinline__ void mask_scores(Scores& p, const Segment& segment, int first_query, int first_key, int lane) {
+// Writes `hidden` where a query, `first_query` and on, does not see a key, `first_key` and on: 0 over probabilities, or minus
+// infinity over their logarithms.
+__device__ __forceinline__ void mask_scores(Scores& p, const Segment& segment, int first_query, int first_key, int lane,
+                                            float hidden = 0.0f) {
 #pragma unroll
   for (int n = 0; n < 8; ++n)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       int visible = segment.visible_keys(first_query + n * 8 + 2 * (lane & 3) + e) - first_key - lane / 4;
-      if (visible <= 0) p[n][e] = 0.0f;
-      if (visible <= 8) p[n][2 + e] = 0.0f;
+      if (visible <= 0) p[n][e] = hidden;
+      if (visible <= 8) p[n][2 + e] = hidden;
     }
 }
 

@@ -102,10 +102,15 @@ struct FullPrecisionBackwardRoles {
       for (int n = 0; n < 8; ++n) {
         float2 l = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(s[n][e], scale, e & 1 ? l.y : l.x));
+        for (int e = 0; e < 4; ++e) s[n][e] = fmaf(s[n][e], scale, e & 1 ? l.y : l.x);
       }
+      // Before the exponentials, so that no branch is between them and what comes after: units work side by side.
       if (hides)
-        mask_scores(s, of.block.segment, tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane);
+        mask_scores(s, of.block.segment, tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane, -CUDART_INF_F);
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(s[n][e]);
       // dS = P o (dP - D)
       ptx::wgmma_wait<0>(dp);
       uint32_t probabilities[4][4];
