@@ -115,7 +115,16 @@ pub(super) fn forward(scheme: &Scheme, d: usize, architecture: Architecture) -> 
     let state = if state_is_shared { threads * 32 } else { 0 };
     // Queries; two stages of a tile of K and one of V.
     let shared_bytes = rows * tile + 4 * TILE * tile + state + mean;
-    Plan { name, rows, threads: threads as u32, stages: 2, shared_bytes, mapped: false, takes_tickets: false, cache_parts: 2 }
+    Plan {
+        name,
+        rows,
+        threads: threads as u32,
+        stages: 2,
+        shared_bytes,
+        mapped: false,
+        takes_tickets: false,
+        cache_parts: 2,
+    }
 }
 
 /// The forward of `kernels/include/sage/attention/forward_roles.cuh`: warpgroups with 64 queries each, of `row` bytes, and
@@ -125,7 +134,16 @@ fn forward_with_roles(name: &'static str, d: usize, row: usize) -> Plan {
     let rows = groups * 64;
     let stage = if row == d { 4 * TILE * row + 32 } else { 2 * TILE * row };
     let shared_bytes = 2 * rows * row + stages * stage;
-    Plan { name, rows, threads: (groups as u32 + 1) * 128, stages, shared_bytes, mapped: false, takes_tickets: true, cache_parts: 8 }
+    Plan {
+        name,
+        rows,
+        threads: (groups as u32 + 1) * 128,
+        stages,
+        shared_bytes,
+        mapped: false,
+        takes_tickets: true,
+        cache_parts: 8,
+    }
 }
 
 /// The backward of `kernels/include/sage/attention/backward.cuh`: the largest plan that fits.
@@ -157,7 +175,16 @@ pub(super) fn backward(scheme: &Scheme, d: usize, architecture: Architecture) ->
                 keys + stages * stage + ds + codes + warps * 4 + mean
             }
         };
-        Plan { name, rows, threads: rows as u32 * 2, stages, shared_bytes, mapped: false, takes_tickets: false, cache_parts: 2 }
+        Plan {
+            name,
+            rows,
+            threads: rows as u32 * 2,
+            stages,
+            shared_bytes,
+            mapped: false,
+            takes_tickets: false,
+            cache_parts: 2,
+        }
     });
     let [.., smallest] = plans.clone();
     plans.into_iter().find(|plan| plan.shared_bytes <= architecture.shared_bytes()).unwrap_or(smallest)
@@ -183,7 +210,16 @@ fn backward_with_roles(scheme: &Scheme, name: &'static str, d: usize) -> Plan {
             (stages, 4 * rows * d + stages * stage + scores + staging + units)
         }
     };
-    Plan { name, rows, threads: 384, stages, shared_bytes, mapped: true, takes_tickets: false, cache_parts: 2 }
+    Plan {
+        name,
+        rows,
+        threads: 384,
+        stages,
+        shared_bytes,
+        mapped: true,
+        takes_tickets: false,
+        cache_parts: 2,
+    }
 }
 
 /// How many heads run side by side, when blocks of a head share `bytes` and the second-level cache holds `cache_bytes`:

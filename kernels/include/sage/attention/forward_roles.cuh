@@ -20,16 +20,6 @@ struct ForwardRoles {
   static constexpr int QUERIES_REGISTERS = (ALL_REGISTERS - FETCH_REGISTERS) / GROUPS / 8 * 8;
 };
 
-// Numerics is a block's shared memory, and has: Type, D, Roles, SHARED_BYTES; FETCH_THREADS, who fetches; QUERY_ARRIVALS and
-// STEP_ARRIVALS, how many times these tell of copies; load_queries(slot, thread, landing) and load(step, stage, thread,
-// landing), asynchronous; and Part, what a query group keeps in its registers: start(stage), S of a step whose keys have
-// come; softmax<HIDES, PENDING>(step, stage, segment, first query), from there to P, with PENDING later products under way;
-// take(), that P for the next add; add(stage), P V under way; added<PENDING>(), the end of that. rows, the softmax of its
-// queries.
-//
-// VALUES_FIRST says in which order the products of a turn are asked for. Values last: they are under way while the group
-// works on the next softmax. Values first: they are waited for while the next S is under way; the other groups' softmax
-// hides them instead, and no registers hold both S and what they add.
 // The next piece of work, head -1 after the last: at first that of the block's index, then the one that nobody has taken.
 template <int QUERIES>
 __device__ __forceinline__ ForwardBlock next_block(const params::Forward& p, bool first) {
@@ -45,6 +35,15 @@ __device__ __forceinline__ ForwardBlock next_block(const params::Forward& p, boo
   return none;
 }
 
+// Numerics is a block's shared memory, and has: Type, D, Roles, SHARED_BYTES; FETCH_THREADS, who fetches; QUERY_ARRIVALS and
+// STEP_ARRIVALS, how many times these tell of copies; load_queries(slot, thread, landing) and load(step, stage, thread,
+// landing), asynchronous; and Part, what a query group keeps in its registers: start(stage), S of a step whose keys have
+// come; softmax<HIDES, PENDING>(step, stage, segment, first query), from there to P, with PENDING later products under way;
+// add(stage), P V under way; added<PENDING>(), the end of that. rows, the softmax of its queries.
+//
+// VALUES_FIRST says in which order a step's products are asked for. Values first: they are waited for while the next S is
+// under way; the other groups' softmax hides them, and no registers hold both S and what is added. Values last: they are
+// under way while the group works on the next softmax, and take() gives P to the next add when they are done.
 template <class Numerics>
 __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
   using T = typename Numerics::Type;
@@ -121,7 +120,7 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
       start(0);
       if (whole_steps > 0) part.template softmax<false, 0>(0, ring.stage(before), segment, first);
       else part.template softmax<true, 0>(0, ring.stage(before), segment, first);
-      part.take();
+      if constexpr (!VALUES_FIRST) part.take();
       for (int step = 1; step < steps; ++step) {
         if constexpr (VALUES_FIRST) {
           add(step - 1);
@@ -141,8 +140,8 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
         if constexpr (!VALUES_FIRST) {
           part.template added<0>();
           ring.release(before + step - 1);
+          part.take();
         }
-        part.take();
       }
       add(steps - 1);
       part.template added<0>();

@@ -162,9 +162,16 @@ struct SageBwdForwardRoles {
       // off, and errors of a sum average out.
       float sum[2][2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
+      for (int t = 0; t < 2; ++t) {
+        // A second tile that nobody sees costs little.
+        if (HIDES && t == 1 && segment.visible_keys(first + TILE - 1) <= (2 * step + 1) * TILE) {
 #pragma unroll
-        for (int t = 0; t < 2; ++t) {
+          for (int i = 2; i < 4; ++i) codes[i][0] = codes[i][1] = codes[i][2] = codes[i][3] = 0;
+          sum[1][0] = sum[1][1] = 0.0f;
+          break;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
           float start = offset[r] + scales.log2_v[t];
           __half2 pairs[8];
 #pragma unroll
@@ -181,6 +188,7 @@ struct SageBwdForwardRoles {
             for (int n = 0; n < step; ++n) pairs[n] = __hadd2(pairs[n], pairs[n + step]);
           sum[t][r] = __low2float(pairs[0]) + __high2float(pairs[0]);
         }
+      }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float p_dequant = ptx::exp2(-offset[r] - rows.shift(r));
