@@ -16,6 +16,9 @@ use crate::error::{Error, Result};
 ///
 /// A code is `round(x * 127 / max|x|)` with the maximum over the scale's group and no additive
 /// epsilon; a group of zeros has scale 0. Scales and the log-sum-exp are f32.
+///
+/// On Hopper GPUs the forward's P has one scale a row of two tiles of keys, weighted with V's scales, and
+/// codes without a sign, 0 to 254: the error of O is a tenth smaller at sigma 1, and no larger at 3 to 10.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SageBwd {
     /// Which token means are subtracted before quantizing.

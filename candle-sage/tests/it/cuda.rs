@@ -153,6 +153,53 @@ fn gradients_of_any_size() -> Result<()> {
     Ok(())
 }
 
+/// Values that are 2^21 smaller than those of the next tile, or all zero, come out as good as others for queries that see them
+/// alone; beyond 2^20 of their neighbours' they may vanish, but never grow. (Two tiles of values share a sum of integers on
+/// Hopper: `attention/sagebwd_forward_roles.cuh`.)
+#[test]
+#[ignore = "needs a GPU"]
+fn values_of_any_size() -> Result<()> {
+    let (device, tokens, heads) = (gpu(), 5 * 64, 2);
+    for d in [64, 128] {
+        let row = heads * d;
+        for scheme in both() {
+            for powers in [[0, -14, -3, -21, 0], [-18, 0, 9, 12, -7], [-60, 0, 0, -40, -30]] {
+                let size = |token: usize| 2f32.powi(powers[token / 64]);
+                let mut case = Case::new(1, (tokens, tokens), (heads, heads), d, false);
+                case.draw(1.0, 9);
+                // Each query looks at the keys of its own tile: there logits are 35 larger, or more.
+                for n in [0, 1] {
+                    for (i, x) in case.data[n].chunks_mut(d).enumerate() {
+                        x[i / heads / 64] += 20.0;
+                    }
+                }
+                for (token, values) in case.data[2].chunks_mut(row).enumerate() {
+                    values.iter_mut().for_each(|x| *x *= size(token));
+                }
+                case.round_to(DType::BF16)?;
+                let got = case.run_on(&device, &case.attention(scheme), DType::BF16)?;
+                let (exact, plain) = (case.exact(), case.run(scheme, DType::BF16)?);
+                for (tile, power) in powers.into_iter().enumerate() {
+                    let what = format!("O of V 2^{power} in {powers:?}, d {d}, {scheme}");
+                    let rows = tile * 64 * row..(tile + 1) * 64 * row;
+                    let [got, exact, plain] = [&got, &exact, &plain].map(|results| &results[0][rows.clone()]);
+                    let neighbour = powers.get(tile ^ 1).map_or(power, |&other| other);
+                    if power < neighbour - 20 {
+                        let largest = got.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+                        let limit = 8.0 * (2f64.powi(power) + 2f64.powi(neighbour - 29));
+                        assert!(largest <= limit, "{what}: {largest:.2e}, limit {limit:.2e}");
+                    } else {
+                        let error = relative_l2(got, exact);
+                        let limit = 1.25 * relative_l2(plain, exact) + 2f64.powi(-7);
+                        assert!(error <= limit, "{what}: {error:.2e}, limit {limit:.2e}");
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn packed_documents() -> Result<()> {

@@ -18,6 +18,13 @@ constexpr int GROUP_KEYS = 64;    // of a keys' group
 constexpr int GROUPS = ROLES_KEYS / GROUP_KEYS;
 constexpr int KEYS_THREADS = GROUPS * GROUP_THREADS;
 
+// Registers of a thread of the parts, by who adds dK.
+template <bool KEYS_GROUPS_ADD>
+struct RolesRegisters {
+  static constexpr int KEYS = KEYS_GROUPS_ADD ? 192 : 160, SUMS = KEYS_GROUPS_ADD ? 120 : 184;
+  static_assert(GROUPS * KEYS + SUMS <= (GROUPS + 1) * ptx::START_REGISTERS<ROLES_THREADS>, "who asks for more waits for ever");
+};
+
 // Barriers; 0 is __syncthreads. Those of a tile exist for each parity of tiles, because one can be ahead by a tile.
 enum Meeting : int {
   SLOT = 1,       // for each group: the slot of what it makes of a tile is free
@@ -127,7 +134,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   int warp_key = block.first_key + threadIdx.x / 32 % 4 * 16;
 
   if (group == GROUPS) {
-    ptx::set_registers<ADD ? 120 : 184, ROLES_THREADS>();
+    ptx::set_registers<RolesRegisters<ADD>::SUMS, ROLES_THREADS>();
     auto sums = choose_sums<Numerics::D>({p.dq_sums, p.turns, block.first_key / ROLES_KEYS, KEYS_THREADS, GROUP_THREADS, ADDERS},
                                          ptx::shared_address(shared) + Numerics::STAGING_AT);
     // To be fetched, AHEAD of the tile that is worked on: with more than two stages, into that of the tile before it.
@@ -176,7 +183,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
         store_gradient<T>(p.dk, p, block, warp_key + g * GROUP_KEYS, part.dk[g], shape.softmax_scale);
     }
   } else {
-    ptx::set_registers<ADD ? 192 : 160, ROLES_THREADS>();
+    ptx::set_registers<RolesRegisters<ADD>::KEYS, ROLES_THREADS>();
     numerics.load_keys();
     ptx::copy_commit();
     ptx::copy_wait<0>();

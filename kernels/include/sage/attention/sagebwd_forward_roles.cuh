@@ -12,22 +12,29 @@ namespace sage::attention {
 // Scales of a step's two tiles.
 struct __align__(16) StepScales {
   float k[2];          // dequant_scale of K
-  float log2_v[2];     // log2 of V's over the larger of the two: 0 or less
+  float log2_v[2];     // log2 of V's over the larger of the two: 0 or less, but not under LEAST
   float inverse_v[2];  // 2^-log2_v
   float v;             // the larger of V's two
+  __half2 rest_v;      // of both tiles: the ratio over 2^log2_v, 1 unless it is under 2^LEAST
 
-  // Where values are this much smaller than those of the other tile, they add less to the output than half a code of P.
-  // The ratio stays there, so that its inverse does.
-  static constexpr float LEAST = -12.0f;
+  // Sums of P are of exponentials that log2_v is in, in f16: they must not become zero because values are small. What is
+  // under this goes into the codes alone. There a tile that a query sees alone loses bits of its codes: up to 2^-29 of the
+  // other tile's values.
+  static constexpr float LEAST = -20.0f;
 
   __device__ __forceinline__ StepScales(float k0, float k1, float v0, float v1) : k{k0, k1}, v(ptx::max_abs(v0, v1)) {
-    float tile[2] = {v0, v1}, inverse = ptx::reciprocal(v);
+    float tile[2] = {v0, v1}, rest[2], inverse = ptx::reciprocal(v);
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
-      log2_v[t] = fminf(fmaxf(__log2f(tile[t] * inverse), LEAST), 0.0f);
+      // Where both are zero this is NaN, which fmaxf and fminf pass over.
+      float ratio = __log2f(tile[t] * inverse);
+      log2_v[t] = fminf(fmaxf(ratio, LEAST), 0.0f);
       inverse_v[t] = ptx::exp2(-log2_v[t]);
+      rest[t] = ptx::exp2(fminf(ratio - LEAST, 0.0f));
     }
+    rest_v = __floats2half2_rn(rest[0], rest[1]);
   }
+  __device__ __forceinline__ __half2 rest(int t) const { return t == 0 ? __low2half2(rest_v) : __high2half2(rest_v); }
 };
 
 template <class T, int HEAD_DIM>
@@ -181,7 +188,7 @@ struct SageBwdForwardRoles {
           }
 #pragma unroll
           for (int n = 0; n < 8; n += 2)
-            codes[2 * t + n / 4][r + n % 4] = quant::codes_of_positive(pairs[n], pairs[n + 1]);
+            codes[2 * t + n / 4][r + n % 4] = quant::codes_of_positive(pairs[n], pairs[n + 1], scales.rest(t));
 #pragma unroll
           for (int step = 4; step > 0; step /= 2)
 #pragma unroll
