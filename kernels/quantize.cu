@@ -227,10 +227,10 @@ __device__ void prepare(const params::Backward& p) {
   extern "C" __global__ void __launch_bounds__(quant::TILE_THREADS) name(const __grid_constant__ params::Backward p) { \
     __VA_ARGS__(p);                                                                                                    \
   }
-#define KERNELS(type, T, D)                                                \
-  FORWARD(sum_tiles_##type##_##D, quant::TILE_THREADS, sum_tiles<T, D>)                    \
-  FORWARD(quantize_##type##_##D, quant::TILE_THREADS, quantize<T, D>)      \
-  BACKWARD(prepare_full_precision_##type##_##D, prepare<T, D, false>)      \
+#define KERNELS(type, T, D)                                             \
+  FORWARD(sum_tiles_##type##_##D, quant::TILE_THREADS, sum_tiles<T, D>) \
+  FORWARD(quantize_##type##_##D, quant::TILE_THREADS, quantize<T, D>)   \
+  BACKWARD(prepare_full_precision_##type##_##D, prepare<T, D, false>)   \
   BACKWARD(prepare_sagebwd_##type##_##D, prepare<T, D, true>)
 
 KERNELS(bf16, __nv_bfloat16, 64)

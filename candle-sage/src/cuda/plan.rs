@@ -91,8 +91,25 @@ pub(super) struct Plan {
     pub(super) mapped: bool,
     /// Whether one block a multiprocessor does all the work, piece by piece.
     pub(super) takes_tickets: bool,
-    /// What blocks that run together read fits in one of so many parts of the second-level cache.
+    /// Blocks that run together read no more than what one of so many parts of the second-level cache holds.
     pub(super) cache_parts: usize,
+}
+
+impl Plan {
+    /// As most are.
+    fn new(name: &'static str, rows: usize, threads: usize, stages: usize, shared_bytes: usize) -> Self {
+        let threads = threads as u32;
+        Self {
+            name,
+            rows,
+            threads,
+            stages,
+            shared_bytes,
+            mapped: false,
+            takes_tickets: false,
+            cache_parts: 2,
+        }
+    }
 }
 
 /// The forward of `kernels/include/sage/attention/forward.cuh`.
@@ -115,16 +132,7 @@ pub(super) fn forward(scheme: &Scheme, d: usize, architecture: Architecture) -> 
     let state = if state_is_shared { threads * 32 } else { 0 };
     // Queries; two stages of a tile of K and one of V.
     let shared_bytes = rows * tile + 4 * TILE * tile + state + mean;
-    Plan {
-        name,
-        rows,
-        threads: threads as u32,
-        stages: 2,
-        shared_bytes,
-        mapped: false,
-        takes_tickets: false,
-        cache_parts: 2,
-    }
+    Plan::new(name, rows, threads, 2, shared_bytes)
 }
 
 /// The forward of `kernels/include/sage/attention/forward_roles.cuh`: warpgroups with 64 queries each, of `row` bytes, and
@@ -134,16 +142,8 @@ fn forward_with_roles(name: &'static str, d: usize, row: usize) -> Plan {
     let rows = groups * 64;
     let stage = if row == d { 4 * TILE * row + 32 } else { 2 * TILE * row };
     let shared_bytes = 2 * rows * row + stages * stage;
-    Plan {
-        name,
-        rows,
-        threads: (groups as u32 + 1) * 128,
-        stages,
-        shared_bytes,
-        mapped: false,
-        takes_tickets: true,
-        cache_parts: 8,
-    }
+    let threads = (groups + 1) * 128;
+    Plan { takes_tickets: true, cache_parts: 8, ..Plan::new(name, rows, threads, stages, shared_bytes) }
 }
 
 /// The backward of `kernels/include/sage/attention/backward.cuh`: the largest plan that fits.
@@ -175,16 +175,7 @@ pub(super) fn backward(scheme: &Scheme, d: usize, architecture: Architecture) ->
                 keys + stages * stage + ds + codes + warps * 4 + mean
             }
         };
-        Plan {
-            name,
-            rows,
-            threads: rows as u32 * 2,
-            stages,
-            shared_bytes,
-            mapped: false,
-            takes_tickets: false,
-            cache_parts: 2,
-        }
+        Plan::new(name, rows, rows * 2, stages, shared_bytes)
     });
     let [.., smallest] = plans.clone();
     plans.into_iter().find(|plan| plan.shared_bytes <= architecture.shared_bytes()).unwrap_or(smallest)
@@ -210,16 +201,7 @@ fn backward_with_roles(scheme: &Scheme, name: &'static str, d: usize) -> Plan {
             (stages, 4 * rows * d + stages * stage + scores + staging + units)
         }
     };
-    Plan {
-        name,
-        rows,
-        threads: 384,
-        stages,
-        shared_bytes,
-        mapped: true,
-        takes_tickets: false,
-        cache_parts: 2,
-    }
+    Plan { mapped: true, ..Plan::new(name, rows, 384, stages, shared_bytes) }
 }
 
 /// How many heads run side by side, when blocks of a head share `bytes` and the second-level cache holds `cache_bytes`:
@@ -278,6 +260,27 @@ mod tests {
             for (arch, rows) in [(80, 128), (90, if d == 64 { 192 } else { 128 }), (120, 128)] {
                 assert_eq!(forward(&sage, d, Architecture(arch)).rows, rows, "{d} {arch}");
             }
+        }
+    }
+
+    /// What the kernels' headers come to: SHARED_BYTES of each Numerics.
+    #[test]
+    fn hoppers_plans_are_what_the_kernels_lay_out() {
+        let [full, sage, general] = <[Scheme; 3]>::try_from(schemes()).expect("three");
+        let plan = |scheme, d| forward(scheme, d, Architecture(90));
+        let bytes =
+            |scheme, d| (plan(scheme, d).shared_bytes, backward(scheme, d, Architecture(90)).shared_bytes);
+        assert_eq!(bytes(&full, 64), (114_688, 168_960));
+        assert_eq!(bytes(&full, 128), (163_840, 199_680));
+        assert_eq!(bytes(&sage, 64), (90_240, 191_520));
+        assert_eq!(bytes(&sage, 128), (131_168, 202_784));
+        for d in [64, 128] {
+            assert!(
+                plan(&full, d).takes_tickets
+                    && plan(&sage, d).takes_tickets
+                    && !plan(&general, d).takes_tickets
+            );
+            assert!(!forward(&sage, d, Architecture(80)).takes_tickets);
         }
     }
 

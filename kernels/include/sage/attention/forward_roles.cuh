@@ -35,9 +35,9 @@ __device__ __forceinline__ ForwardBlock next_block(const params::Forward& p, boo
   return none;
 }
 
-// Numerics is a block's shared memory, and has: Type, D, Roles, SHARED_BYTES; FETCH_THREADS, who fetches; QUERY_ARRIVALS and
-// STEP_ARRIVALS, how many times these tell of copies; load_queries(slot, thread, landing) and load(step, stage, thread,
-// landing), asynchronous; and Part, what a query group keeps in its registers: start(stage), S of a step whose keys have
+// Numerics is a block's shared memory, and has: Type, D, Roles, SHARED_BYTES; FETCH_THREADS, who fetches; ORDINARY_COPIES,
+// whether not by bulk copies; QUERY_ARRIVALS and STEP_ARRIVALS, how many times they tell of copies; load_queries(slot, thread,
+// landing) and load(step, stage, thread, landing), asynchronous; and Part, what a query group keeps in its registers: start(stage), S of a step whose keys have
 // come; softmax<HIDES, PENDING>(step, stage, segment, first query), from there to P, with PENDING later products under way;
 // add(stage), P V under way; added<PENDING>(), the end of that. rows, the softmax of its queries.
 //
@@ -58,7 +58,7 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
   Blocks turns(block_barriers);
   if (threadIdx.x == 0) {
     ring.prepare(Numerics::STEP_ARRIVALS, Roles::GROUPS * 4);
-    turns.prepare(Numerics::QUERY_ARRIVALS, Roles::GROUPS * 4);
+    turns.prepare(1 + Numerics::QUERY_ARRIVALS, Roles::GROUPS * 4);  // the block, and its queries
   }
   __syncthreads();
   auto steps_of = [](const Segment& segment, int first, int queries) {
@@ -75,7 +75,10 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
     for (int turn = 0;; ++turn) {
       turns.wait_empty(turn);
       ForwardBlock& block = blocks[turn % 2];
-      if (thread == 0) block = next_block<Roles::QUERIES>(p, turn == 0);
+      if (thread == 0) {
+        block = next_block<Roles::QUERIES>(p, turn == 0);
+        ptx::landing_arrive(turns.full(turn));
+      }
       ptx::barrier(1, Numerics::FETCH_THREADS);
       if (block.head < 0) {
         if (thread < Numerics::QUERY_ARRIVALS) ptx::landing_arrive(turns.full(turn));
@@ -97,9 +100,9 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
   }
 
   ptx::set_registers<Roles::QUERIES_REGISTERS, Roles::THREADS>();
-  auto came = [](auto& ring, int n) {
-    ring.wait(n);
-    if (Numerics::FETCH_THREADS == GROUP_THREADS) ptx::wgmma_publish();  // by ordinary copies
+  auto came = [](auto& what, int n) {
+    what.wait(n);
+    if (Numerics::ORDINARY_COPIES) ptx::wgmma_publish();
   };
   for (int turn = 0;; ++turn) {
     came(turns, turn);

@@ -11,6 +11,7 @@ struct FullPrecisionForwardRoles {
   static constexpr int D = HEAD_DIM;
   using Roles = ForwardRoles<D, 1, D == 64 ? 56 : 72>;
   static constexpr int FETCH_THREADS = GROUP_THREADS, QUERY_ARRIVALS = FETCH_THREADS, STEP_ARRIVALS = FETCH_THREADS;
+  static constexpr bool ORDINARY_COPIES = true;
   static constexpr bool VALUES_FIRST = false;
   // Shared memory: Q, twice; stages of K and V.
   static constexpr int TILE_BYTES = TILE * D * 2, Q_BYTES = Roles::GROUPS * TILE_BYTES;

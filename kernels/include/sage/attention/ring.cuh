@@ -1,5 +1,6 @@
-// Tiles on their way: a ring of stages in shared memory, on Hopper. Tile number n, 0 and on, goes to stage n % STAGES. Each
-// stage has two barriers: `full` opens when its tile has come, `empty` when all who read it are done.
+// Tiles, or whatever else is fetched piece by piece, on their way: a ring of stages in shared memory, on Hopper. Number n, 0
+// and on, goes to stage n % STAGES. Each stage has two barriers: `full` opens when its tile has come, `empty` when all who
+// read it are done.
 #pragma once
 
 #include <sage/ptx/memory.cuh>
@@ -14,7 +15,7 @@ struct Ring {
   uint32_t barriers;
 
   __device__ __forceinline__ explicit Ring(const Barriers& at) : barriers(ptx::shared_address(&at)) {}
-  // By one thread. `fetching`: how many threads tell of a tile's copies; `reading`: how many warps read it.
+  // By one thread. `fetching`: how many times threads tell of a tile's copies; `reading`: how many warps read it.
   __device__ __forceinline__ void prepare(int fetching, int reading) const {
     for (int n = 0; n < STAGES; ++n) ptx::landing_init(full(n), fetching), ptx::landing_init(empty(n), reading);
   }

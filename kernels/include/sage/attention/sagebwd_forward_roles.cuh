@@ -11,25 +11,25 @@ namespace sage::attention {
 
 // Scales of a step's two tiles.
 struct __align__(16) StepScales {
-  float k[2];          // dequant_scale of K
-  float log2_v[2];     // log2 of V's over the larger of the two: 0 or less, but not under LEAST
-  float inverse_v[2];  // 2^-log2_v
-  float v;             // the larger of V's two
-  __half2 rest_v;      // of both tiles: the ratio over 2^log2_v, 1 unless it is under 2^LEAST
+  float k[2];       // dequant_scale of K
+  float log2_v[2];  // log2 of V's over the larger of the two: 0 or less, but not under LEAST
+  float v;          // the larger of V's two
+  float first_v;    // the first, for queries that do not see the second tile: nothing there must change what they get
+  __half2 rest_v;   // of both tiles: the ratio over 2^log2_v, 1 unless it is under 2^LEAST
 
-  // Sums of P are of exponentials that log2_v is in, in f16: they must not become zero because values are small. What is
-  // under this goes into the codes alone. There a tile that a query sees alone loses bits of its codes: up to 2^-29 of the
-  // other tile's values.
+  // Sums of P are of exponentials that log2_v is in, in f16. At this ratio P under 2^-13 of the row's largest rounds to zero
+  // there, and all of them together are under 64 2^-13 of the sum. What is smaller goes into the codes alone: a tile that a
+  // query sees alone then loses bits of its codes, up to 2^-29 of the other tile's values.
   static constexpr float LEAST = -20.0f;
 
-  __device__ __forceinline__ StepScales(float k0, float k1, float v0, float v1) : k{k0, k1}, v(ptx::max_abs(v0, v1)) {
+  __device__ __forceinline__ StepScales(float k0, float k1, float v0, float v1)
+      : k{k0, k1}, v(ptx::max_abs(v0, v1)), first_v(v0) {
     float tile[2] = {v0, v1}, rest[2], inverse = ptx::reciprocal(v);
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
       // Where both are zero this is NaN, which fmaxf and fminf pass over.
       float ratio = __log2f(tile[t] * inverse);
       log2_v[t] = fminf(fmaxf(ratio, LEAST), 0.0f);
-      inverse_v[t] = ptx::exp2(-log2_v[t]);
       rest[t] = ptx::exp2(fminf(ratio - LEAST, 0.0f));
     }
     rest_v = __floats2half2_rn(rest[0], rest[1]);
@@ -44,6 +44,7 @@ struct SageBwdForwardRoles {
   using Roles = ForwardRoles<D, 2, D == 64 ? 32 : 40>;
   static constexpr int FETCH_THREADS = 32;  // one of them, indeed
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // bulk copies; and scales
+  static constexpr bool ORDINARY_COPIES = false;
   static constexpr bool VALUES_FIRST = true;
   // Shared memory: Q, twice; stages of K, V^T of two tiles; scales of each stage.
   static constexpr int TILE_BYTES = TILE * D, Q_BYTES = Roles::GROUPS * TILE_BYTES;
@@ -118,12 +119,13 @@ struct SageBwdForwardRoles {
     __device__ __forceinline__ void softmax(int step, int stage, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;
       const StepScales scales = of.scales(stage);
-      float factor[2];
+      float factor[2], inverse_v[2];
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
         // A tile of zeros has scale 0; any factor then gives logits of 0, and minus infinity stays what it is.
         factor[t] = q_factor * scales.k[t];
         if (factor[t] == 0.0f) factor[t] = 1e-30f;
+        inverse_v[t] = ptx::exp2(-scales.log2_v[t]);
       }
       ptx::wgmma_wait<PENDING>(x);
       float s[2][1][8][4];
@@ -165,7 +167,14 @@ struct SageBwdForwardRoles {
       // they go together, while other units work.
 #pragma unroll
       for (int r = 0; r < 2; ++r) offset[r] = fmaf(rows.shift(r), 0.0f, offset[r]);
-      // Codes, and the sum of what they are codes of, both from f16: 2^-12 of a probability is an eighth of what codes round
+      // Rows that do not see the second tile.
+      bool alone[2] = {};
+      if constexpr (HIDES) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          alone[r] = segment.visible_keys(first + threadIdx.x / 32 % 4 * 16 + row_of(r, lane)) <= (2 * step + 1) * TILE;
+      }
+      // Codes, and the sum of what they are codes of, both from f16: 2^-11 of a probability is a quarter of what codes round
       // off, and errors of a sum average out.
       float sum[2][2];
 #pragma unroll
@@ -179,20 +188,21 @@ struct SageBwdForwardRoles {
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          float start = offset[r] + scales.log2_v[t];
-          __half2 pairs[8];
+          // For rows that are alone the other tile's scales could be anything.
+          float start = offset[r] + scales.log2_v[t], by = t == 1 && alone[r] ? 1.0f : factor[t];
+          __half2 rest = t == 0 && alone[r] ? __float2half2_rn(1.0f) : scales.rest(t), pairs[8];
 #pragma unroll
           for (int n = 0; n < 8; ++n) {
-            const float* x = &s[t][0][n][2 * r];
-            pairs[n] = __floats2half2_rn(ptx::exp2(fmaf(x[0], factor[t], start)), ptx::exp2(fmaf(x[1], factor[t], start)));
+            const float* logits = &s[t][0][n][2 * r];
+            pairs[n] = __floats2half2_rn(ptx::exp2(fmaf(logits[0], by, start)), ptx::exp2(fmaf(logits[1], by, start)));
           }
 #pragma unroll
           for (int n = 0; n < 8; n += 2)
-            codes[2 * t + n / 4][r + n % 4] = quant::codes_of_positive(pairs[n], pairs[n + 1], scales.rest(t));
+            codes[2 * t + n / 4][r + n % 4] = quant::codes_of_positive(pairs[n], pairs[n + 1], rest);
 #pragma unroll
-          for (int step = 4; step > 0; step /= 2)
+          for (int half = 4; half > 0; half /= 2)
 #pragma unroll
-            for (int n = 0; n < step; ++n) pairs[n] = __hadd2(pairs[n], pairs[n + step]);
+            for (int n = 0; n < half; ++n) pairs[n] = __hadd2(pairs[n], pairs[n + half]);
           sum[t][r] = __low2float(pairs[0]) + __high2float(pairs[0]);
         }
       }
@@ -200,13 +210,11 @@ struct SageBwdForwardRoles {
       for (int r = 0; r < 2; ++r) {
         float p_dequant = ptx::exp2(-offset[r] - rows.shift(r));
         if (HIDES && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
-        dequant[r] = p_dequant * scales.v;
+        dequant[r] = p_dequant * (alone[r] ? scales.first_v * inverse_v[0] : scales.v);
 #pragma unroll
-        for (int t = 0; t < 2; ++t) rows.state(rows.state.SUM, r) += p_dequant * scales.inverse_v[t] * sum[t][r];
+        for (int t = 0; t < 2; ++t) rows.state(rows.state.SUM, r) += p_dequant * inverse_v[t] * sum[t][r];
       }
     }
-
-    __device__ __forceinline__ void take() {}
 
     __device__ __forceinline__ void add(int stage) {
       ptx::forget(y);

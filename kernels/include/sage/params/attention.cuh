@@ -72,7 +72,7 @@ struct Forward {
   View out;
   float* minus_lse2;  // (head, padded token): minus the base-2 log-sum-exp, -inf where there is nothing to go back to;
                       // null: not wanted
-  int32_t* tickets;   // one block a multiprocessor: how much has been taken beyond the first piece of work of each
+  int32_t* tickets;   // with one block a multiprocessor: pieces of work taken beyond the first of each; else null
   Codes codes;
   Shape shape;
 };
