@@ -95,6 +95,17 @@ __device__ __forceinline__ auto choose_sums(const DqSums& sums, uint32_t staging
   else return DirectDqSums{sums};
 }
 
+// P out of its logarithms, 0 where a query does not see a key. The mask comes first, so that no branch is between the
+// exponentials and what comes after: units work side by side.
+__device__ __forceinline__ void take_exponentials(Scores& s, bool hides, const Segment& segment, int first_query, int first_key,
+                                                  int lane) {
+  if (hides) mask_scores(s, segment, first_query, first_key, lane, -CUDART_INF_F);
+#pragma unroll
+  for (int n = 0; n < 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(s[n][e]);
+}
+
 // Numerics is the block's shared memory, and has: Type, D, STAGES, SHARED_BYTES; STAGING_AT, for StagedDqSums at head_dim 64;
 // load_keys() and keys_arrived(), by the keys' groups; load(tile, stage, thread, landing), asynchronous, by the first thread
 // of the sums' group where the tensors have maps (params: dout.mapped), else by all of it; fetching(params), how many threads

@@ -104,13 +104,7 @@ struct FullPrecisionBackwardRoles {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] = fmaf(s[n][e], scale, e & 1 ? l.y : l.x);
       }
-      // Before the exponentials, so that no branch is between them and what comes after: units work side by side.
-      if (hides)
-        mask_scores(s, of.block.segment, tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane, -CUDART_INF_F);
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(s[n][e]);
+      take_exponentials(s, hides, of.block.segment, tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane);
       // dS = P o (dP - D)
       ptx::wgmma_wait<0>(dp);
       uint32_t probabilities[4][4];

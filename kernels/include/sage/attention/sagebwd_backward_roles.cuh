@@ -149,13 +149,7 @@ struct SageBwdBackwardRoles {
       for (int n = 0; n < 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] = fmaf(float(x[n][e]), factor, e & 1 ? lse[n].y : lse[n].x);
-      // Before the exponentials, so that no branch is between them and what comes after: units work side by side.
-      if (hides)
-        mask_scores(s, of.block.segment, tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane, -CUDART_INF_F);
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(s[n][e]);
+      take_exponentials(s, hides, of.block.segment, tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane);
       // dS = P o (dP - D), side by side with the codes of P: each waits for its maxima.
       ptx::wgmma_wait<0>(dp);
       PackedScores p, w;
