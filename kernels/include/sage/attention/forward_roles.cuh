@@ -36,10 +36,11 @@ __device__ __forceinline__ ForwardBlock next_block(const params::Forward& p, boo
 }
 
 // Numerics is a block's shared memory, and has: Type, D, Roles, SHARED_BYTES; FETCH_THREADS, who fetches; ORDINARY_COPIES,
-// whether not by bulk copies; QUERY_ARRIVALS and STEP_ARRIVALS, how many times they tell of copies; load_queries(slot, thread,
-// landing) and load(step, stage, thread, landing), asynchronous; and Part, what a query group keeps in its registers: start(stage), S of a step whose keys have
-// come; softmax<HIDES, PENDING>(step, stage, segment, first query), from there to P, with PENDING later products under way;
-// add(stage), P V under way; added<PENDING>(), the end of that. rows, the softmax of its queries.
+// whether not by bulk copies; QUERY_ARRIVALS and STEP_ARRIVALS, how many times they tell of copies; load_queries(slot,
+// thread, landing) and load(step, stage, thread, landing), asynchronous; and Part, what a query group keeps in its
+// registers: start(stage), S of a step whose keys have come; softmax<HIDES, PENDING>(step, stage, segment, first query),
+// from there to P, with PENDING later products under way; add(stage), P V under way; added<PENDING>(), the end of that.
+// rows, the softmax of its queries.
 //
 // VALUES_FIRST says in which order a step's products are asked for. Values first: they are waited for while the next S is
 // under way; the other groups' softmax hides them, and no registers hold both S and what is added. Values last: they are
