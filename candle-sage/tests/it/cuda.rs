@@ -30,6 +30,20 @@ fn check(what: &str, case: &Case, scheme: Scheme, dtype: DType, got: &Results) -
     Ok(())
 }
 
+/// The same for a part of a result in bf16, where small values are looked at alone.
+fn check_part(what: &str, [got, exact, plain]: [&[f64]; 3]) {
+    let error = relative_l2(got, exact);
+    let limit = 1.25 * relative_l2(plain, exact) + 2f64.powi(-7);
+    assert!(error <= limit, "{what}: {error:.2e}, limit {limit:.2e}");
+}
+
+/// Multiplies each token of rows of `width` values by its size.
+fn resize(data: &mut [f32], width: usize, size: impl Fn(usize) -> f32) {
+    for (token, values) in data.chunks_mut(width).enumerate() {
+        values.iter_mut().for_each(|x| *x *= size(token));
+    }
+}
+
 fn run(what: &str, case: &mut Case, schemes: &[Scheme], seed: u64) -> Result<()> {
     let device = gpu();
     for dtype in [DType::BF16, DType::F16] {
@@ -133,9 +147,7 @@ fn gradients_of_any_size() -> Result<()> {
             case.draw(1.0, 8);
             let row = 2 * d;
             let size = |token: usize| 2f32.powi(-((token % 10) as i32) - 7 * (token / 64) as i32);
-            for (token, values) in case.data[3].chunks_mut(row).enumerate() {
-                values.iter_mut().for_each(|x| *x *= size(token));
-            }
+            resize(&mut case.data[3], row, size);
             case.round_to(DType::BF16)?;
             let got = case.run_on(&device, &case.attention(scheme), DType::BF16)?;
             let (exact, plain) = (case.exact(), case.run(scheme, DType::BF16)?);
@@ -144,10 +156,8 @@ fn gradients_of_any_size() -> Result<()> {
                 rows.flat_map(|(token, values)| values.iter().map(move |x| x / f64::from(size(token))))
                     .collect::<Vec<_>>()
             };
-            let [got, exact, plain] = [&got, &exact, &plain].map(|results| smallest(&results[1]));
-            let (error, limit) =
-                (relative_l2(&got, &exact), 1.25 * relative_l2(&plain, &exact) + 2f64.powi(-7));
-            assert!(error <= limit, "dQ of small dO, d {d}, {scheme}: {error:.2e}, limit {limit:.2e}");
+            let parts = [&got, &exact, &plain].map(|results| smallest(&results[1]));
+            check_part(&format!("dQ of small dO, d {d}, {scheme}"), parts.each_ref().map(|part| &part[..]));
         }
     }
     Ok(())
@@ -181,28 +191,24 @@ fn values_of_any_size() -> Result<()> {
                         x[i / heads / 64] += 20.0;
                     }
                 }
-                for (token, values) in case.data[2].chunks_mut(row).enumerate() {
-                    values.iter_mut().for_each(|x| *x *= size(token));
-                }
+                resize(&mut case.data[2], row, size);
                 case.round_to(DType::BF16)?;
                 let got = case.run_on(&device, &case.attention(scheme), DType::BF16)?;
                 let (exact, plain) = (case.exact(), case.run(scheme, DType::BF16)?);
                 for (tile, power) in powers.into_iter().enumerate() {
                     let what = format!("O of V 2^{power} in {powers:?}, d {d}, causal {causal}, {scheme}");
                     let rows = tile * 64 * row..(tile + 1) * 64 * row;
-                    let [got, exact, plain] = [&got, &exact, &plain].map(|results| &results[0][rows.clone()]);
+                    let parts = [&got, &exact, &plain].map(|results| &results[0][rows.clone()]);
                     // What a causal query does not see must not matter.
                     let unseen = causal && tile % 2 == 0;
                     let neighbour = powers.get(tile ^ 1).filter(|_| !unseen).map_or(power, |&other| other);
                     if power == ZERO || power < neighbour - 20 {
-                        let largest = got.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+                        let largest = parts[0].iter().fold(0.0, |most: f64, x| most.max(x.abs()));
                         let all = powers.into_iter().max().expect("five");
                         let limit = 8.0 * (2f64.powi(power) + 2f64.powi(all - 29));
                         assert!(largest <= limit, "{what}: {largest:.2e}, limit {limit:.2e}");
                     } else {
-                        let error = relative_l2(got, exact);
-                        let limit = 1.25 * relative_l2(plain, exact) + 2f64.powi(-7);
-                        assert!(error <= limit, "{what}: {error:.2e}, limit {limit:.2e}");
+                        check_part(&what, parts);
                     }
                 }
             }

@@ -168,11 +168,12 @@ struct SageBwdForwardRoles {
 #pragma unroll
       for (int r = 0; r < 2; ++r) offset[r] = fmaf(rows.shift(r), 0.0f, offset[r]);
       // Rows that do not see the second tile.
+      const int second = (2 * step + 1) * TILE;
       bool alone[2] = {};
       if constexpr (HIDES) {
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          alone[r] = segment.visible_keys(first + threadIdx.x / 32 % 4 * 16 + row_of(r, lane)) <= (2 * step + 1) * TILE;
+          alone[r] = segment.visible_keys(first + threadIdx.x / 32 % 4 * 16 + row_of(r, lane)) <= second;
       }
       // Codes, and the sum of what they are codes of, both from f16: 2^-11 of a probability is a quarter of what codes round
       // off, and errors of a sum average out.
@@ -180,7 +181,7 @@ struct SageBwdForwardRoles {
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
         // A second tile that nobody sees costs little.
-        if (HIDES && t == 1 && segment.visible_keys(first + TILE - 1) <= (2 * step + 1) * TILE) {
+        if (HIDES && t == 1 && segment.visible_keys(first + TILE - 1) <= second) {
 #pragma unroll
           for (int i = 2; i < 4; ++i) codes[i][0] = codes[i][1] = codes[i][2] = codes[i][3] = 0;
           sum[1][0] = sum[1][1] = 0.0f;

@@ -129,41 +129,31 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
                : binds(SAGE_INT)                                                                                        \
                : __VA_ARGS__, "l"(b), "r"(int(add)))
 
-__device__ __forceinline__ void wgmma_s8(int (&d)[4][4], uint64_t a, uint64_t b, bool add) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  SAGE_WGMMA_CODES("32", "s8", SAGE_PLACES_16, SAGE_16, "%16", "%17", "%18", "l"(a));
+#define SAGE_ON_HOPPER(...) __VA_ARGS__
+#else
+#define SAGE_ON_HOPPER(...)
 #endif
-}
-__device__ __forceinline__ void wgmma_s8(int (&d)[4][4], const uint32_t (&a)[4], uint64_t b, bool add) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  SAGE_WGMMA_CODES("32", "s8", SAGE_PLACES_16, SAGE_16, "{%16, %17, %18, %19}", "%20", "%21", SAGE_A_REGISTERS);
-#endif
-}
-__device__ __forceinline__ void wgmma_s8(int (&d)[8][4], uint64_t a, uint64_t b, bool add) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  SAGE_WGMMA_CODES("64", "s8", SAGE_PLACES_32, SAGE_32, "%32", "%33", "%34", "l"(a));
-#endif
-}
-__device__ __forceinline__ void wgmma_s8(int (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool add) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  SAGE_WGMMA_CODES("64", "s8", SAGE_PLACES_32, SAGE_32, "{%32, %33, %34, %35}", "%36", "%37", SAGE_A_REGISTERS);
-#endif
-}
-__device__ __forceinline__ void wgmma_s8(int (&d)[16][4], uint64_t a, uint64_t b, bool add) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  SAGE_WGMMA_CODES("128", "s8", SAGE_PLACES_64, SAGE_64, "%64", "%65", "%66", "l"(a));
-#endif
-}
-__device__ __forceinline__ void wgmma_u8(int (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool add) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  SAGE_WGMMA_CODES("64", "u8", SAGE_PLACES_32, SAGE_32, "{%32, %33, %34, %35}", "%36", "%37", SAGE_A_REGISTERS);
-#endif
-}
-__device__ __forceinline__ void wgmma_u8(int (&d)[16][4], const uint32_t (&a)[4], uint64_t b, bool add) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  SAGE_WGMMA_CODES("128", "u8", SAGE_PLACES_64, SAGE_64, "{%64, %65, %66, %67}", "%68", "%69", SAGE_A_REGISTERS);
-#endif
-}
+
+// One function for each number of columns, whose D has so many registers: A by its descriptor, and A in registers. (No
+// directive can stand in a macro, hence SAGE_ON_HOPPER.)
+#define SAGE_CODES_BY_DESCRIPTOR(columns, registers, a_at, b_at, add_at)                                                  \
+  __device__ __forceinline__ void wgmma_s8(int (&d)[columns / 8][4], uint64_t a, uint64_t b, bool add) {                  \
+    SAGE_ON_HOPPER(                                                                                                       \
+        SAGE_WGMMA_CODES(#columns, "s8", SAGE_PLACES_##registers, SAGE_##registers, a_at, b_at, add_at, "l"(a));)         \
+  }
+#define SAGE_CODES_IN_REGISTERS(type, columns, registers, a_text, b_at, add_at)                                           \
+  __device__ __forceinline__ void wgmma_##type(int (&d)[columns / 8][4], const uint32_t (&a)[4], uint64_t b, bool add) {  \
+    SAGE_ON_HOPPER(SAGE_WGMMA_CODES(#columns, #type, SAGE_PLACES_##registers, SAGE_##registers, a_text, b_at, add_at,     \
+                                    SAGE_A_REGISTERS);)                                                                   \
+  }
+SAGE_CODES_BY_DESCRIPTOR(32, 16, "%16", "%17", "%18")
+SAGE_CODES_BY_DESCRIPTOR(64, 32, "%32", "%33", "%34")
+SAGE_CODES_BY_DESCRIPTOR(128, 64, "%64", "%65", "%66")
+SAGE_CODES_IN_REGISTERS(s8, 32, 16, "{%16, %17, %18, %19}", "%20", "%21")
+SAGE_CODES_IN_REGISTERS(s8, 64, 32, "{%32, %33, %34, %35}", "%36", "%37")
+SAGE_CODES_IN_REGISTERS(u8, 64, 32, "{%32, %33, %34, %35}", "%36", "%37")
+SAGE_CODES_IN_REGISTERS(u8, 128, 64, "{%64, %65, %66, %67}", "%68", "%69")
 
 // d += A B^T of 16 bits, reduction 16; d = A B^T without ADD. TURNED operands lie with the reduction along their
 // columns: see column_descriptor.
@@ -218,5 +208,8 @@ __device__ __forceinline__ void wgmma_16(float (&d)[8][4], const uint32_t (&a)[4
 #undef SAGE_A_REGISTERS
 #undef SAGE_WGMMA
 #undef SAGE_WGMMA_CODES
+#undef SAGE_ON_HOPPER
+#undef SAGE_CODES_BY_DESCRIPTOR
+#undef SAGE_CODES_IN_REGISTERS
 
 }  // namespace sage::ptx
