@@ -199,6 +199,13 @@ __device__ void conversions(const Params& p) {
   out[32 + threadIdx.x] = quant::codes_of_positive(x.x, x.y, x.z, x.w);
 }
 
+// Four codes a lane over 2^0, then over 2^1, up to 2^9.
+__device__ void smaller_codes(const Params& p) {
+  for (int power = 0; power < 10; ++power)
+    reinterpret_cast<uint32_t*>(p.out)[power * 32 + threadIdx.x] =
+        quant::codes_over(reinterpret_cast<const uint32_t*>(p.a)[threadIdx.x], power);
+}
+
 }  // namespace
 
 #define KERNEL_OF(threads, name, ...) \
@@ -216,6 +223,7 @@ KERNEL(selftest_16_tt, product_16<true, true>)
 KERNEL(selftest_round_trip, round_trip)
 KERNEL(selftest_permuted, permuted_product)
 KERNEL(selftest_conversions, conversions)
+KERNEL(selftest_smaller_codes, smaller_codes)
 
 #define GROUP_CODES(bytes)                                                                          \
   GROUP_KERNEL(selftest_group_##bytes##_shared_32, group_codes<bytes, 4, SHARED>)                   \

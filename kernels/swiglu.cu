@@ -1,4 +1,5 @@
-// y = silu(gate) o up, element by element; the threads of a full GPU have enough loads in flight, one pack each.
+// y = silu(gate) o up, element by element; the threads of a full GPU have enough loads in flight, one pack each. Gate and up,
+// and their gradients, may lie side by side.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 
@@ -12,16 +13,31 @@ constexpr int THREADS = 256;
 // 0 where the exponential is infinite, and so is the product with x.
 __device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal(1.0f + ptx::exp2(-x * ptx::LOG2_E)); }
 
+// What lies `at` elements from the start where there are no gaps.
+template <class T>
+struct Place {
+  int64_t row, column, at;
+
+  __device__ __forceinline__ Place(const params::SwiGlu& p, int64_t at)
+      : row(at / p.columns), column(at - row * p.columns), at(at) {}
+
+  __device__ __forceinline__ const T* in(const void* data, int64_t stride) const {
+    return static_cast<const T*>(data) + row * stride + column;
+  }
+  __device__ __forceinline__ T* in(void* data, int64_t stride) const { return static_cast<T*>(data) + row * stride + column; }
+};
+
 template <class T, int V>
 __device__ void forward(const params::SwiGlu& p) {
   elements::each_pack<V>(p.len, [&](int64_t at, auto count) {
     constexpr int N = decltype(count)::V;
-    auto gate = Pack<T, N>::load(static_cast<const T*>(p.gate) + at);
-    auto up = Pack<T, N>::load(static_cast<const T*>(p.up) + at);
+    Place<T> place(p, at);
+    auto gate = Pack<T, N>::load(place.in(p.gate, p.gate_row));
+    auto up = Pack<T, N>::load(place.in(p.up, p.up_row));
     float y[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) y[i] = gate[i] * sigmoid(gate[i]) * up[i];
-    Pack<T, N>::of(y).store(static_cast<T*>(p.out) + at);
+    Pack<T, N>::of(y).store(place.in(p.out, p.out_row));
   });
 }
 
@@ -29,8 +45,9 @@ template <class T, int V>
 __device__ void backward(const params::SwiGlu& p) {
   elements::each_pack<V>(p.len, [&](int64_t at, auto count) {
     constexpr int N = decltype(count)::V;
-    auto gate = Pack<T, N>::load(static_cast<const T*>(p.gate) + at);
-    auto up = Pack<T, N>::load(static_cast<const T*>(p.up) + at);
+    Place<T> place(p, at);
+    auto gate = Pack<T, N>::load(place.in(p.gate, p.gate_row));
+    auto up = Pack<T, N>::load(place.in(p.up, p.up_row));
     auto dy = Pack<T, N>::load(static_cast<const T*>(p.dy) + at);
     float dgate[N], dup[N], y[N];
 #pragma unroll
@@ -40,8 +57,8 @@ __device__ void backward(const params::SwiGlu& p) {
       y[i] = g * s * up[i];
       dgate[i] = dy[i] * up[i] * s * (1.0f + g * (1.0f - s));
     }
-    Pack<T, N>::of(dgate).store(static_cast<T*>(p.out) + at);
-    Pack<T, N>::of(dup).store(static_cast<T*>(p.dup) + at);
+    Pack<T, N>::of(dgate).store(place.in(p.out, p.out_row));
+    Pack<T, N>::of(dup).store(place.in(p.dup, p.out_row));
     if (p.y) Pack<T, N>::of(y).store(static_cast<T*>(p.y) + at);
   });
 }

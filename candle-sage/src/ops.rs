@@ -21,7 +21,7 @@ pub use adamw::{AdamW, sum_of_squares};
 pub use attention::{Attention, AttentionVjp};
 pub use cross_entropy::{CrossEntropy, cross_entropy, linear_cross_entropy, linear_cross_entropy_into};
 pub use embedding::{embedding, embedding_backward, embedding_forward};
-pub use qk_norm_rope::{qk_norm_rope, qk_norm_rope_backward};
+pub use qk_norm_rope::{QkNormRopeGrad, qk_norm_rope, qk_norm_rope_backward};
 pub use rms_norm::{residual_rms_norm, rms_norm, rms_norm_backward};
 pub use rope::{RopeStyle, rope, rope_backward, rope_tables};
 pub use swiglu::{swiglu, swiglu_backward};

@@ -140,7 +140,7 @@ pub(super) fn forward(scheme: &Scheme, d: usize, architecture: Architecture) -> 
 fn forward_with_roles(name: &'static str, d: usize, row: usize) -> Plan {
     let (groups, stages) = if d == 64 { (3, 4) } else { (2, 3) };
     let rows = groups * 64;
-    let stage = if row == d { 4 * TILE * row + 32 } else { 2 * TILE * row };
+    let stage = if row == d { 4 * TILE * row + 48 } else { 2 * TILE * row };
     let shared_bytes = 2 * rows * row + stages * stage;
     let threads = (groups + 1) * 128;
     Plan { takes_tickets: true, cache_parts: 8, ..Plan::new(name, rows, threads, stages, shared_bytes) }
@@ -272,8 +272,8 @@ mod tests {
             |scheme, d| (plan(scheme, d).shared_bytes, backward(scheme, d, Architecture(90)).shared_bytes);
         assert_eq!(bytes(&full, 64), (114_688, 168_960));
         assert_eq!(bytes(&full, 128), (163_840, 199_680));
-        assert_eq!(bytes(&sage, 64), (90_240, 191_520));
-        assert_eq!(bytes(&sage, 128), (131_168, 202_784));
+        assert_eq!(bytes(&sage, 64), (90_304, 191_520));
+        assert_eq!(bytes(&sage, 128), (131_216, 202_784));
         for d in [64, 128] {
             assert!(
                 plan(&full, d).takes_tickets

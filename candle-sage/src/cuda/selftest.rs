@@ -233,6 +233,21 @@ fn conversions_round_ties_to_even() -> Result<()> {
     Ok(())
 }
 
+#[test]
+#[ignore = "needs a GPU"]
+fn codes_over_powers_of_two_are_rounded() -> Result<()> {
+    for start in [0, 128] {
+        let x: Vec<u8> = (start..=start + 127).map(|code| if code == 255 { 254 } else { code }).collect();
+        let got: Vec<u8> = run("selftest_smaller_codes", &x, &x, 10 * 128)?;
+        for (i, got) in got.into_iter().enumerate() {
+            let (power, code) = (i / 128, f64::from(x[i % 128]));
+            let expected = if power > 8 { 0.0 } else { (code / 2f64.powi(power as i32) + 0.5).floor() };
+            assert_eq!(f64::from(got), expected, "{code} over 2^{power}");
+        }
+    }
+    Ok(())
+}
+
 /// Inputs of an attention call on the GPU, and as f32.
 struct Inputs {
     shape: AttentionShape,

@@ -6,9 +6,9 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 
 use super::rms_norm::{self, checked_eps};
-use super::rope::{RopeStyle, check};
+use super::rope::{RopeStyle, beside, check, join};
 #[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_cuda};
+use super::support::{cuda_tensor, with_all_cuda, with_cuda};
 use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
 use crate::cpu::view::to_storage;
 #[cfg(feature = "cuda")]
@@ -38,33 +38,68 @@ pub fn qk_norm_rope(
     x.apply_op2(weight, op)
 }
 
-/// The gradients of `x` and the weight of [`qk_norm_rope`] for the output's gradient `dout`: for training loops that keep
-/// their own books.
+/// An input of [`qk_norm_rope`], its weight, and the gradient of its output.
+#[derive(Debug, Clone, Copy)]
+pub struct QkNormRopeGrad<'a> {
+    /// (batch, sequence, heads, head_dim).
+    pub x: &'a Tensor,
+    /// (head_dim).
+    pub weight: &'a Tensor,
+    /// Of the shape and type of `x`.
+    pub dout: &'a Tensor,
+}
+
+/// The gradients of inputs and weights of [`qk_norm_rope`]: of query and key at once, for training loops that keep their own
+/// books.
+///
+/// Those of the inputs lie side by side, (batch, sequence, heads of all, head_dim): what goes on through one product where
+/// one made query and key. Each alone is a `narrow` of dimension 2. Those of the weights follow in order.
 ///
 /// # Errors
-/// As [`qk_norm_rope`], and when `dout` does not have the shape and type of `x`.
+/// As [`qk_norm_rope`], when a `dout` does not have the shape and type of its `x`, when there is no input, or when they differ
+/// in more than heads.
 pub fn qk_norm_rope_backward(
-    x: &Tensor,
-    weight: &Tensor,
+    all: &[QkNormRopeGrad<'_>],
     [cos, sin]: [&Tensor; 2],
-    dout: &Tensor,
     eps: f64,
     style: RopeStyle,
-) -> Result<[Tensor; 2]> {
-    let op = QkNormRope::new(x, weight, [cos, sin], eps, style)?;
-    if dout.dims() != x.dims() || dout.dtype() != x.dtype() {
-        return Err(shape_error(
-            "qk_norm_rope: the output's gradient does not match the input",
-            ((x.dims(), x.dtype()), (dout.dims(), dout.dtype())),
-            "one shape and one element type",
-            "convert with `to_dtype`",
-        ));
+) -> Result<(Tensor, Vec<Tensor>)> {
+    let dims = beside("qk_norm_rope", &all.iter().map(|grad| grad.x).collect::<Vec<_>>())?;
+    for QkNormRopeGrad { x, weight, dout } in all {
+        QkNormRope::new(x, weight, [cos, sin], eps, style)?;
+        if dout.dims() != x.dims() || dout.dtype() != x.dtype() {
+            return Err(shape_error(
+                "qk_norm_rope: the output's gradient does not match the input",
+                ((x.dims(), x.dtype()), (dout.dims(), dout.dtype())),
+                "one shape and one element type",
+                "convert with `to_dtype`",
+            ));
+        }
+        supported(NAME, &[x, dout])?;
     }
-    supported(NAME, &[x, dout])?;
-    match op.bwd(x, weight, x, dout)? {
-        (Some(dx), Some(dweight)) => Ok([dx, dweight]),
-        _ => unreachable!("both have a gradient"),
+    let eps = eps as f32;
+    #[cfg(feature = "cuda")]
+    if cos.device().is_cuda() {
+        let tensors: Vec<&Tensor> =
+            all.iter().flat_map(|grad| [grad.x, grad.weight, grad.dout]).chain([cos, sin]).collect();
+        let (dx, dweights) = with_all_cuda(NAME, &tensors, |operands| {
+            let (inputs, tables) = operands.split_at(3 * all.len());
+            let (inputs, _) = inputs.as_chunks::<3>();
+            cuda::ops::rope::norm_backward(inputs, style.rotation(tables[0], tables[1]), eps)
+        })?;
+        let dweights = dweights.into_iter().zip(all).map(|(dw, grad)| cuda_tensor(dw, grad.weight.shape()));
+        return Ok((cuda_tensor(dx, dims), dweights.collect()));
     }
+    let (mut dxs, mut dweights) = (Vec::new(), Vec::new());
+    for QkNormRopeGrad { x, weight, dout } in all {
+        let (dx, dw) = with_f32(NAME, [x, weight, dout, cos, sin], |[values, w, dy, cos, sin]| {
+            let dnormalized = style.rotate(x.dims(), dy, cos, sin, -1.0);
+            Ok(rms_norm::backward(values, w, &dnormalized, eps))
+        })?;
+        dxs.push(f32_tensor(dx, x.shape(), x.dtype())?);
+        dweights.push(f32_tensor(dw, weight.shape(), weight.dtype())?);
+    }
+    Ok((join(&dxs, dims)?, dweights))
 }
 
 /// Holds the tables: they have no gradients, and candle's ops have three inputs at most.
@@ -141,19 +176,9 @@ impl CustomOp2 for QkNormRope {
         _out: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (cos, sin) = (&self.cos, &self.sin);
-        #[cfg(feature = "cuda")]
-        if x.device().is_cuda() {
-            let [dx, dw] = with_cuda(NAME, [x, weight, dout, cos, sin], |[x, w, dy, cos, sin]| {
-                cuda::ops::rope::norm_backward(x, w, dy, self.style.rotation(cos, sin), self.eps)
-            })?;
-            return Ok((Some(cuda_tensor(dx, x.shape())), Some(cuda_tensor(dw, weight.shape()))));
-        }
-        let (dx, dw) = with_f32(NAME, [x, weight, dout, cos, sin], |[values, w, dy, cos, sin]| {
-            let dnormalized = self.style.rotate(x.dims(), dy, cos, sin, -1.0);
-            Ok(rms_norm::backward(values, w, &dnormalized, self.eps))
-        })?;
-        let dx = f32_tensor(dx, x.shape(), x.dtype())?;
-        Ok((Some(dx), Some(f32_tensor(dw, weight.shape(), weight.dtype())?)))
+        let grad = QkNormRopeGrad { x, weight, dout };
+        let (dx, dweights) =
+            qk_norm_rope_backward(&[grad], [&self.cos, &self.sin], f64::from(self.eps), self.style)?;
+        Ok((Some(dx), dweights.into_iter().next()))
     }
 }

@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CustomOp3, Device, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_cuda};
+use super::support::{cuda_tensor, with_all_cuda};
 use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
 use crate::cpu::view::to_storage;
 #[cfg(feature = "cuda")]
@@ -63,17 +63,64 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<
     x.apply_op3(cos, sin, Rope { style })
 }
 
-/// The gradient of the input of [`rope`] for the output's gradient `dout`: rotated by the opposite angles. For training
-/// loops that keep their own books.
+/// The gradients of inputs of [`rope`] for the outputs' gradients `douts`: rotated by the opposite angles. For training loops
+/// that keep their own books.
+///
+/// They lie side by side, (batch, sequence, heads of all, head_dim): what goes on through one product where one made query
+/// and key. Each alone is a `narrow` of dimension 2.
 ///
 /// # Errors
-/// As [`rope`].
-pub fn rope_backward(dout: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<Tensor> {
-    check("rope", dout, cos, sin)?;
-    supported(NAME, &[dout, cos, sin])?;
-    match (Rope { style }).bwd(dout, cos, sin, dout, dout)? {
-        (Some(dx), ..) => Ok(dx),
-        _ => unreachable!("rope has a gradient"),
+/// As [`rope`], and when there is no `dout`, or they differ in more than heads.
+pub fn rope_backward(douts: &[&Tensor], cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<Tensor> {
+    let dims = beside("rope", douts)?;
+    for dout in douts {
+        check("rope", dout, cos, sin)?;
+        supported(NAME, &[dout, cos, sin])?;
+    }
+    #[cfg(feature = "cuda")]
+    if cos.device().is_cuda() {
+        let dx = with_all_cuda(NAME, &[douts, &[cos, sin]].concat(), |all| {
+            let (douts, tables) = all.split_at(douts.len());
+            cuda::ops::rope::rotate(douts, style.rotation(tables[0], tables[1]), -1.0)
+        })?;
+        return Ok(cuda_tensor(dx, dims));
+    }
+    let dx = |dout: &&Tensor| {
+        let dx = with_f32(NAME, [dout, cos, sin], |[dout_values, cos, sin]| {
+            Ok(style.rotate(dout.dims(), dout_values, cos, sin, -1.0))
+        })?;
+        f32_tensor(dx, dout.shape(), dout.dtype())
+    };
+    join(&douts.iter().map(dx).collect::<Result<Vec<_>>>()?, dims)
+}
+
+/// The shape of tensors (batch, sequence, heads, head_dim) side by side.
+pub(super) fn beside(op: &str, all: &[&Tensor]) -> Result<(usize, usize, usize, usize)> {
+    let but_heads = |x: &Tensor| match *x.dims() {
+        [batch, sequence, heads, d] => Some((batch, sequence, d, x.dtype(), heads)),
+        _ => None,
+    };
+    let all_dims: Option<Vec<_>> = all.iter().map(|x| but_heads(x)).collect();
+    match all_dims.as_deref() {
+        Some([(batch, sequence, d, dtype, heads), rest @ ..])
+            if rest.iter().all(|x| (x.0, x.1, x.2, x.3) == (*batch, *sequence, *d, *dtype)) =>
+        {
+            Ok((*batch, *sequence, heads + rest.iter().map(|x| x.4).sum::<usize>(), *d))
+        }
+        _ => Err(shape_error(
+            &format!("{op}: these do not lie side by side"),
+            all.iter().map(|x| (x.dims(), x.dtype())).collect::<Vec<_>>(),
+            "one or more (batch, sequence, heads, head_dim) that differ in heads alone",
+            "call it for each",
+        )),
+    }
+}
+
+/// CPU tensors side by side.
+pub(super) fn join(all: &[Tensor], dims: (usize, usize, usize, usize)) -> Result<Tensor> {
+    match all {
+        [one] => Ok(one.clone()),
+        all => Tensor::cat(all, 2)?.reshape(dims),
     }
 }
 
@@ -183,27 +230,17 @@ impl CustomOp3 for Rope {
         sin_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let rotation = self.style.rotation((cos, cos_layout), (sin, sin_layout));
-        Ok((cuda::ops::rope::rotate((x, x_layout), rotation, 1.0)?, x_layout.shape().clone()))
+        Ok((cuda::ops::rope::rotate(&[(x, x_layout)], rotation, 1.0)?, x_layout.shape().clone()))
     }
 
     fn bwd(
         &self,
-        x: &Tensor,
+        _x: &Tensor,
         cos: &Tensor,
         sin: &Tensor,
         _out: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        #[cfg(feature = "cuda")]
-        if dout.device().is_cuda() {
-            let dx = with_cuda(NAME, [dout, cos, sin], |[dout, cos, sin]| {
-                cuda::ops::rope::rotate(dout, self.style.rotation(cos, sin), -1.0)
-            })?;
-            return Ok((Some(cuda_tensor(dx, x.shape())), None, None));
-        }
-        let dx = with_f32(NAME, [dout, cos, sin], |[dout, cos, sin]| {
-            Ok(self.style.rotate(x.dims(), dout, cos, sin, -1.0))
-        })?;
-        Ok((Some(f32_tensor(dx, x.shape(), x.dtype())?), None, None))
+        Ok((Some(rope_backward(&[dout], cos, sin, self.style)?), None, None))
     }
 }

@@ -60,12 +60,22 @@ pub(super) fn with_cuda<const N: usize, T>(
     tensors: [&Tensor; N],
     f: impl FnOnce([crate::cuda::Operand<'_>; N]) -> Result<T>,
 ) -> Result<T> {
-    let guards = tensors.map(Tensor::storage_and_layout);
-    let mut operands = Vec::with_capacity(N);
+    with_all_cuda(op, &tensors, |operands| f(std::array::from_fn(|n| operands[n])))
+}
+
+/// The same of any number.
+#[cfg(feature = "cuda")]
+pub(super) fn with_all_cuda<T>(
+    op: &str,
+    tensors: &[&Tensor],
+    f: impl FnOnce(&[crate::cuda::Operand<'_>]) -> Result<T>,
+) -> Result<T> {
+    let guards: Vec<_> = tensors.iter().map(|tensor| tensor.storage_and_layout()).collect();
+    let mut operands = Vec::with_capacity(guards.len());
     for (storage, layout) in &guards {
         operands.push((cuda_storage(storage, op)?, *layout));
     }
-    f(std::array::from_fn(|n| operands[n]))
+    f(&operands)
 }
 
 /// Where each element lies, in row-major order.

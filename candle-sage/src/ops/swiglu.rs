@@ -75,30 +75,58 @@ fn gated_backward(dgate: &mut [f32], dup: &mut [f32], gate: &[f32], up: &[f32], 
 /// The gradients of gate and up for the output's gradient `dout`, and the output once more where it is wanted `again`: for
 /// training loops that keep their own books, and may not have kept the output. See [`swiglu`].
 ///
+/// The gradients lie side by side, (.., 2 width): what goes on through one product where one made gate and up. Each alone is
+/// `narrow(D::Minus1, 0, width)` and `narrow(D::Minus1, width, width)`.
+///
 /// # Errors
-/// As [`swiglu`], and when `dout` does not fit.
+/// As [`swiglu`], and when `dout` does not fit, or the inputs have no dimensions.
 pub fn swiglu_backward(
     gate: &Tensor,
     up: &Tensor,
     dout: &Tensor,
     again: bool,
-) -> Result<([Tensor; 2], Option<Tensor>)> {
+) -> Result<(Tensor, Option<Tensor>)> {
+    if gate.rank() == 0 {
+        let hint = "reshape them to one dimension";
+        return Err(shape_error("swiglu: gate and up have no width", gate.dims(), "(.., width)", hint));
+    }
+    gradients([gate, up, dout], again, true)
+}
+
+/// The gradients of gate and up: beside each other in the last dimension, or one after the other in a new first one.
+fn gradients([gate, up, dout]: [&Tensor; 3], again: bool, beside: bool) -> Result<(Tensor, Option<Tensor>)> {
     check(gate, up)?;
     check(gate, dout)?;
     supported(NAME, &[gate, up, dout])?;
+    let mut dims = gate.dims().to_vec();
+    match dims.last_mut() {
+        Some(width) if beside => *width *= 2,
+        _ => dims.insert(0, 2),
+    }
     #[cfg(feature = "cuda")]
     if gate.device().is_cuda() {
-        let (gradients, y) = with_cuda(NAME, [gate, up, dout], |[gate, up, dy]| {
-            cuda::ops::swiglu::backward(gate, up, dy, again)
+        let (both, y) = with_cuda(NAME, [gate, up, dout], |[gate, up, dy]| {
+            cuda::ops::swiglu::backward(gate, up, dy, again, beside)
         })?;
-        let tensor = |storage| cuda_tensor(storage, gate.shape());
-        return Ok((gradients.map(tensor), y.map(tensor)));
+        return Ok((cuda_tensor(both, dims), y.map(|y| cuda_tensor(y, gate.shape()))));
     }
     let y = again.then(|| swiglu(&gate.detach(), &up.detach())).transpose()?;
-    match SwiGlu.bwd(gate, up, gate, dout)? {
-        (Some(dgate), Some(dup)) => Ok(([dgate, dup], y)),
-        _ => unreachable!("both have a gradient"),
-    }
+    // One long row where they come one after the other.
+    let width = if beside { dims[dims.len() - 1] / 2 } else { gate.elem_count() }.max(1);
+    let both = with_f32(NAME, [gate, up, dout], |[gate, up, dy]| {
+        let mut both = vec![0.0; 2 * gate.len()];
+        let rows = both.par_chunks_mut(2 * width).with_min_len(SPAN.div_ceil(width));
+        rows.enumerate().for_each(|(row, both)| {
+            let (dgate, dup) = both.split_at_mut(width);
+            let outputs = dgate.par_chunks_mut(SPAN).zip(dup.par_chunks_mut(SPAN));
+            outputs.enumerate().for_each(|(n, (dgate, dup))| {
+                let range = row * width + n * SPAN..row * width + n * SPAN + dgate.len();
+                gated_backward(dgate, dup, &gate[range.clone()], &up[range.clone()], &dy[range]);
+            });
+        });
+        Ok(both)
+    })?;
+    Ok((f32_tensor(both, dims, gate.dtype())?, y))
 }
 
 impl CustomOp2 for SwiGlu {
@@ -140,23 +168,7 @@ impl CustomOp2 for SwiGlu {
         _out: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        #[cfg(feature = "cuda")]
-        if gate.device().is_cuda() {
-            let ([dgate, dup], _) = with_cuda(NAME, [gate, up, dout], |[gate, up, dy]| {
-                cuda::ops::swiglu::backward(gate, up, dy, false)
-            })?;
-            return Ok((Some(cuda_tensor(dgate, gate.shape())), Some(cuda_tensor(dup, up.shape()))));
-        }
-        let (dgate, dup) = with_f32(NAME, [gate, up, dout], |[gate, up, dy]| {
-            let (mut dgate, mut dup) = (vec![0.0; gate.len()], vec![0.0; gate.len()]);
-            let inputs = gate.par_chunks(SPAN).zip(up.par_chunks(SPAN)).zip(dy.par_chunks(SPAN));
-            let outputs = dgate.par_chunks_mut(SPAN).zip(dup.par_chunks_mut(SPAN));
-            outputs.zip(inputs).for_each(|((dgate, dup), ((gate, up), dy))| {
-                gated_backward(dgate, dup, gate, up, dy);
-            });
-            Ok((dgate, dup))
-        })?;
-        let dtype = gate.dtype();
-        Ok((Some(f32_tensor(dgate, gate.shape(), dtype)?), Some(f32_tensor(dup, up.shape(), dtype)?)))
+        let (both, _) = gradients([gate, up, dout], false, false)?;
+        Ok((Some(both.get(0)?), Some(both.get(1)?)))
     }
 }

@@ -1,7 +1,7 @@
 //! What a training loop without candle's graph calls, against that graph; on the CPU, and on a GPU in 16 bits too.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_sage::ops::{self, CrossEntropy, RopeStyle};
+use candle_sage::ops::{self, CrossEntropy, QkNormRopeGrad, RopeStyle};
 
 use crate::support::{Normals, f64s, relative_l2};
 
@@ -69,24 +69,52 @@ fn backwards(place: &Place) -> Result<()> {
     let mut draw = |dims: &[usize]| place.draw(&mut normals, dims);
     let (gate, up, dout) = (draw(&[30, 40])?, draw(&[30, 40])?, draw(&[30, 40])?);
     let out = ops::swiglu(&gate, &up)?;
-    let ([dgate, dup], again) = ops::swiglu_backward(&gate, &up, &dout, true)?;
-    same("swiglu", &again.expect("asked for"), &out)?;
-    assert!(ops::swiglu_backward(&gate, &up, &dout, false)?.1.is_none());
-    for (got, expected) in [dgate, dup].iter().zip(graph(&out, &dout, &[&gate, &up])?) {
-        same("swiglu's gradients", got, &expected)?;
+    let expected = graph(&out, &dout, &[&gate, &up])?;
+    // As they are; side by side in one tensor; and where rows are not equally far apart, or channels no neighbours.
+    let joined = Tensor::cat(&[gate.as_tensor(), up.as_tensor()], 1)?;
+    let halves = [joined.narrow(1, 0, 40)?, joined.narrow(1, 40, 40)?];
+    let turned = [gate.t()?.contiguous()?.t()?, up.t()?.contiguous()?.t()?];
+    let plain = [gate.as_tensor().clone(), up.as_tensor().clone()];
+    for [gate, up] in [plain, halves, turned] {
+        same("swiglu of strided inputs", &ops::swiglu(&gate, &up)?, &out)?;
+        let (both, again) = ops::swiglu_backward(&gate, &up, &dout, true)?;
+        same("swiglu", &again.expect("asked for"), &out)?;
+        same("swiglu's gradients", &both, &Tensor::cat(&expected, 1)?)?;
+        assert!(ops::swiglu_backward(&gate, &up, &dout, false)?.1.is_none());
     }
+    // Rows that are no whole packs of a GPU.
+    let odd = |t: &Tensor| t.narrow(1, 0, 37);
+    let (both, _) = ops::swiglu_backward(&odd(&gate)?, &odd(&up)?, &odd(&dout)?, false)?;
+    same("odd rows", &both, &Tensor::cat(&[odd(&expected[0])?, odd(&expected[1])?], 1)?)?;
 
     let (x, weight, dout) = (draw(&[2, 15, 3, 64])?, draw(&[64])?, draw(&[2, 15, 3, 64])?);
     let (cos, sin) = ops::rope_tables(15, 64, 100.0, &place.device)?;
     for style in [RopeStyle::Halves, RopeStyle::Interleaved] {
         let out = ops::qk_norm_rope(&x, &weight, &cos, &sin, 1e-6, style)?;
-        let got = ops::qk_norm_rope_backward(&x, &weight, [&cos, &sin], &dout, 1e-6, style)?;
-        for (got, expected) in got.iter().zip(graph(&out, &dout, &[&x, &weight])?) {
-            same("qk_norm_rope", got, &expected)?;
-        }
+        let expected = graph(&out, &dout, &[&x, &weight])?;
+        let grad = QkNormRopeGrad { x: &x, weight: &weight, dout: &dout };
+        let (dx, dweights) = ops::qk_norm_rope_backward(&[grad], [&cos, &sin], 1e-6, style)?;
+        same("qk_norm_rope", &dx, &expected[0])?;
+        same("its weight", &dweights[0], &expected[1])?;
+        // Beside one with fewer heads, both out of one tensor.
+        let joined = Tensor::cat(&[x.as_tensor(), &x.narrow(2, 1, 1)?], 2)?;
+        let (query, key) = (joined.narrow(2, 0, 3)?, joined.narrow(2, 3, 1)?);
+        same("of a strided input", &ops::qk_norm_rope(&query, &weight, &cos, &sin, 1e-6, style)?, &out)?;
+        let dkey = dout.narrow(2, 1, 1)?;
+        let grads = [
+            QkNormRopeGrad { x: &query, weight: &weight, dout: &dout },
+            QkNormRopeGrad { x: &key, weight: &weight, dout: &dkey },
+        ];
+        let (dx, dweights) = ops::qk_norm_rope_backward(&grads, [&cos, &sin], 1e-6, style)?;
+        same("side by side", &dx, &Tensor::cat(&[&expected[0], &expected[0].narrow(2, 1, 1)?], 2)?)?;
+        same("the first weight", &dweights[0], &expected[1])?;
+        assert_eq!(dweights.len(), 2);
+
         let out = ops::rope(&x, &cos, &sin, style)?;
-        let got = ops::rope_backward(&dout, &cos, &sin, style)?;
-        same("rope", &got, &graph(&out, &dout, &[&x])?[0])?;
+        let expected = &graph(&out, &dout, &[&x])?[0];
+        same("rope", &ops::rope_backward(&[&dout], &cos, &sin, style)?, expected)?;
+        let both = ops::rope_backward(&[&dout, &dkey], &cos, &sin, style)?;
+        same("rope, side by side", &both, &Tensor::cat(&[expected, &expected.narrow(2, 1, 1)?], 2)?)?;
     }
 
     let (table, dout) = (draw(&[50, 16])?, draw(&[4, 25, 16])?);
@@ -207,7 +235,7 @@ fn sums_in_place() -> Result<()> {
 #[test]
 fn messages() {
     let zeros = |dims: &[usize], dtype| Tensor::zeros(dims, dtype, &Device::Cpu).expect("zeros");
-    let (a, b) = (zeros(&[2, 3], DType::F32), zeros(&[3, 4], DType::F32));
+    let (a, b, point) = (zeros(&[2, 3], DType::F32), zeros(&[3, 4], DType::F32), zeros(&[], DType::F32));
     for (wrong, expected) in [
         (ops::product_into(&zeros(&[2, 3], DType::F32), &a, &b, 1.0, true), "matrices do not fit together"),
         (ops::product_into(&zeros(&[2, 4], DType::BF16), &a, &b, 1.0, true), "sums are kept in f32"),
@@ -219,6 +247,18 @@ fn messages() {
             "the residual does not match",
         ),
         (ops::swiglu_backward(&a, &a, &b, false).map(drop), "gate and up differ"),
+        (ops::swiglu_backward(&point, &point, &point, false).map(drop), "have no width"),
+        (ops::rope_backward(&[], &a, &a, RopeStyle::Halves).map(drop), "do not lie side by side"),
+        (
+            ops::rope_backward(
+                &[&zeros(&[1, 2, 3, 4], DType::F32), &zeros(&[1, 2, 3, 6], DType::F32)],
+                &a,
+                &a,
+                RopeStyle::Halves,
+            )
+            .map(drop),
+            "do not lie side by side",
+        ),
     ] {
         let message = wrong.expect_err("a mistake").to_string();
         assert!(message.contains(expected) && message.contains("hint:"), "{message}");

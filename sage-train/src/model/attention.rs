@@ -1,7 +1,7 @@
 //! The attention layer: projections, QK-norm, rotary embedding, attention, output projection.
 
 use candle_core::{Device, Result, Tensor};
-use candle_sage::ops::{self, AttentionVjp, RopeStyle};
+use candle_sage::ops::{self, AttentionVjp, QkNormRopeGrad, RopeStyle};
 use candle_sage::shape::Packing;
 use candle_sage::{Attention, Scheme};
 
@@ -40,14 +40,18 @@ impl Rotary {
         }
     }
 
-    fn backward(&self, x: &Tensor, norm: Option<&Norm>, dy: &Tensor) -> Result<Tensor> {
+    /// The gradients of query and key, side by side. Adds those of the norms.
+    fn backward(&self, x: [&Tensor; 2], norms: Option<&[Norm; 2]>, dy: [&Tensor; 2]) -> Result<Tensor> {
         let (cos, sin) = (&self.cos, &self.sin);
-        let Some(Norm { weight, eps }) = norm else {
-            return ops::rope_backward(dy, cos, sin, RopeStyle::Halves);
+        let Some(norms) = norms else {
+            return ops::rope_backward(&dy, cos, sin, RopeStyle::Halves);
         };
-        let [dx, dweight] =
-            ops::qk_norm_rope_backward(x, &weight.value, [cos, sin], dy, *eps, RopeStyle::Halves)?;
-        ops::add_into(weight.gradient()?, &dweight)?;
+        let grad = |n: usize| QkNormRopeGrad { x: x[n], weight: &norms[n].weight.value, dout: dy[n] };
+        let (dx, dweights) =
+            ops::qk_norm_rope_backward(&[grad(0), grad(1)], [cos, sin], norms[0].eps, RopeStyle::Halves)?;
+        for (norm, dweight) in norms.iter().zip(dweights) {
+            ops::add_into(norm.weight.gradient()?, &dweight)?;
+        }
         Ok(dx)
     }
 }
@@ -56,10 +60,13 @@ impl Rotary {
 /// as long as the rotary tables.
 #[derive(Debug, Clone)]
 pub(super) struct SelfAttention {
-    /// Of query, key, value.
-    projections: [Linear; 3],
+    /// Query, key and value in one product; their way back, in two.
+    projection: Linear,
+    query_key: Linear,
+    value: Linear,
     output: Linear,
     norms: Option<[Norm; 2]>,
+    /// Of query, key, value.
     heads: [usize; 3],
     head_dim: usize,
     attention: Attention,
@@ -67,15 +74,15 @@ pub(super) struct SelfAttention {
 
 /// What the way back needs.
 pub(super) struct Kept {
-    /// Query and key as they were projected, and value.
-    projected: [Tensor; 3],
-    /// Query and key after norm and rotation, and the way back through attention; made again where they are not kept.
+    /// Query, key and value as they were projected, side by side: (batch, sequence, heads of all, head_dim).
+    projected: Tensor,
+    /// What attention read, and the way back through it; made again where it is not kept.
     core: Option<Core>,
 }
 
 struct Core {
-    query: Tensor,
-    key: Tensor,
+    /// Query and key after norm and rotation, and value.
+    inputs: [Tensor; 3],
     out: Tensor,
     vjp: AttentionVjp,
 }
@@ -87,11 +94,13 @@ impl SelfAttention {
         parameters: &Parameters,
         at: &str,
     ) -> Result<Self> {
-        let linear = |name: &str| Linear::new(parameters, &format!("{at}.{name}.weight"));
+        let linear = |names: &[&str]| Linear::new(parameters, at, names);
         let norm = |name: &str| Norm::new(parameters, &format!("{at}.{name}.weight"), config.norm_eps);
         Ok(Self {
-            projections: [linear("q_proj")?, linear("k_proj")?, linear("v_proj")?],
-            output: linear("o_proj")?,
+            projection: linear(&["q_proj", "k_proj", "v_proj"])?,
+            query_key: linear(&["q_proj", "k_proj"])?,
+            value: linear(&["v_proj"])?,
+            output: linear(&["o_proj"])?,
             norms: if config.qk_norm { Some([norm("q_norm")?, norm("k_norm")?]) } else { None },
             heads: [config.heads, config.key_heads, config.key_heads],
             head_dim: config.head_dim,
@@ -99,43 +108,50 @@ impl SelfAttention {
         })
     }
 
-    fn norm(&self, n: usize) -> Option<&Norm> {
-        self.norms.as_ref().map(|norms| &norms[n])
+    fn project(&self, x: &Tensor, rotary: &Rotary) -> Result<Tensor> {
+        let sequence = rotary.cos.dim(0)?;
+        let heads: usize = self.heads.iter().sum();
+        self.projection.forward(x)?.reshape((x.dim(0)? / sequence, sequence, heads, self.head_dim))
     }
 
-    fn project(&self, x: &Tensor, rotary: &Rotary) -> Result<[Tensor; 3]> {
-        let sequence = rotary.cos.dim(0)?;
-        let batch = x.dim(0)? / sequence;
-        let project = |n: usize| {
-            self.projections[n].forward(x)?.reshape((batch, sequence, self.heads[n], self.head_dim))
+    /// Query, key and value out of what was projected.
+    fn parts(&self, projected: &Tensor) -> Result<[Tensor; 3]> {
+        let [query, key, value] = self.heads;
+        Ok([
+            projected.narrow(2, 0, query)?,
+            projected.narrow(2, query, key)?,
+            projected.narrow(2, query + key, value)?,
+        ])
+    }
+
+    /// What attention reads: over each sequence, or over all documents as one batch.
+    fn inputs(&self, projected: &Tensor, rotary: &Rotary) -> Result<(Attention, [Tensor; 3])> {
+        let [query, key, value] = self.parts(projected)?;
+        let [query_norm, key_norm] = match &self.norms {
+            Some([query, key]) => [Some(query), Some(key)],
+            None => [None, None],
         };
-        Ok([project(0)?, project(1)?, project(2)?])
+        let (query, key) = (rotary.forward(&query, query_norm)?, rotary.forward(&key, key_norm)?);
+        let Some(documents) = &rotary.documents else {
+            return Ok((self.attention.clone(), [query, key, value]));
+        };
+        // Of the whole: a part would have to be copied.
+        let joined = |x: &Tensor| x.flatten(0, 1)?.unsqueeze(0);
+        let [_, _, value] = self.parts(&joined(projected)?)?;
+        Ok((self.attention.clone().packing(documents.clone()), [joined(&query)?, joined(&key)?, value]))
     }
 
     /// Forward only.
     pub(super) fn forward(&self, x: &Tensor, rotary: &Rotary) -> Result<Tensor> {
-        let [query, key, value] = self.project(x, rotary)?;
-        let (query, key) = (rotary.forward(&query, self.norm(0))?, rotary.forward(&key, self.norm(1))?);
-        let (attention, [query, key, value]) = self.within(rotary, [&query, &key, &value])?;
+        let (attention, [query, key, value]) = self.inputs(&self.project(x, rotary)?, rotary)?;
         self.output.forward(&attention.apply(&query, &key, &value)?.reshape((x.dim(0)?, ()))?)
     }
 
-    /// Attention over each sequence, or over all documents as one batch.
-    fn within(&self, rotary: &Rotary, inputs: [&Tensor; 3]) -> Result<(Attention, [Tensor; 3])> {
-        let [query, key, value] = inputs;
-        let Some(documents) = &rotary.documents else {
-            return Ok((self.attention.clone(), inputs.map(Tensor::clone)));
-        };
-        let joined = |x: &Tensor| x.flatten(0, 1)?.unsqueeze(0);
-        let attention = self.attention.clone().packing(documents.clone());
-        Ok((attention, [joined(query)?, joined(key)?, joined(value)?]))
-    }
-
-    fn core(&self, [query, key, value]: &[Tensor; 3], rotary: &Rotary) -> Result<Core> {
-        let (query, key) = (rotary.forward(query, self.norm(0))?, rotary.forward(key, self.norm(1))?);
-        let (attention, [query, key, value]) = self.within(rotary, [&query, &key, value])?;
-        let (out, vjp) = attention.vjp(&query, &key, &value)?;
-        Ok(Core { query, key, out, vjp })
+    fn core(&self, projected: &Tensor, rotary: &Rotary) -> Result<Core> {
+        let (attention, inputs) = self.inputs(projected, rotary)?;
+        let [query, key, value] = &inputs;
+        let (out, vjp) = attention.vjp(query, key, value)?;
+        Ok(Core { inputs, out, vjp })
     }
 
     /// Forward for training. Without `keep_core` norm, rotation and attention run once more on the way back.
@@ -163,19 +179,15 @@ impl SelfAttention {
         let rows = x.dim(0)?;
         let dout = self.output.backward(&core.out.reshape((rows, ()))?, dy)?.reshape(core.out.dims())?;
         if let Some(observe) = observe {
-            observe([&core.query, &core.key, &projected[2]], &dout)?;
+            observe(core.inputs.each_ref(), &dout)?;
         }
         let [dquery, dkey, dvalue] = core.vjp.apply(&dout)?;
         drop(core);
-        let back = |n: usize, dy: Tensor| {
-            let dy = dy.reshape(projected[n].dims())?;
-            rotary.backward(&projected[n], self.norm(n), &dy)?.reshape((rows, ()))
-        };
-        let (dquery, dkey) = (back(0, dquery)?, back(1, dkey)?);
-        let [query, key, value] = &self.projections;
-        let dx = query.backward(x, &dquery)?;
-        key.backward_into(&dx, x, &dkey)?;
-        value.backward_into(&dx, x, &dvalue.reshape((rows, ()))?)?;
+        let [query, key, _] = self.parts(&projected)?;
+        let (dquery, dkey) = (dquery.reshape(query.dims())?, dkey.reshape(key.dims())?);
+        let dprojected = rotary.backward([&query, &key], self.norms.as_ref(), [&dquery, &dkey])?;
+        let dx = self.query_key.backward(x, &dprojected.reshape((rows, ()))?)?;
+        self.value.backward_into(&dx, x, &dvalue.reshape((rows, ()))?)?;
         Ok(dx)
     }
 }

@@ -19,8 +19,8 @@ pub(super) struct Block {
 /// Llama's feed-forward network: `W_down swiglu(W_gate x, W_up x)`.
 #[derive(Debug, Clone)]
 struct FeedForward {
-    gate: Linear,
-    up: Linear,
+    /// Both in one product.
+    gate_up: Linear,
     down: Linear,
 }
 
@@ -36,8 +36,8 @@ pub(super) struct Inner {
     attention: Option<(Tensor, Tensor, AttentionKept)>,
     /// The stream in the middle, and that normalized.
     middle: (Tensor, Tensor),
-    gate: Tensor,
-    up: Tensor,
+    /// Gate and up, side by side.
+    gate_up: Tensor,
     /// Their product; made again where it is not kept.
     hidden: Option<Tensor>,
 }
@@ -45,8 +45,8 @@ pub(super) struct Inner {
 impl Block {
     pub(super) fn new(config: &LlamaConfig, parameters: &Parameters, layer: usize) -> Result<Self> {
         let at = |name: &str| format!("model.layers.{layer}.{name}");
-        let norm = |name| Norm::new(parameters, &format!("{}.weight", at(name)), config.norm_eps);
-        let linear = |name| Linear::new(parameters, &format!("{}.weight", at(name)));
+        let norm = |name: &str| Norm::new(parameters, &format!("{}.weight", at(name)), config.norm_eps);
+        let linear = |names: &[&str]| Linear::new(parameters, &at("mlp"), names);
         let attention = match config.scheme {
             None => None,
             Some(scheme) => Some((
@@ -57,11 +57,7 @@ impl Block {
         Ok(Self {
             attention,
             mlp_norm: norm("post_attention_layernorm")?,
-            mlp: FeedForward {
-                gate: linear("mlp.gate_proj")?,
-                up: linear("mlp.up_proj")?,
-                down: linear("mlp.down_proj")?,
-            },
+            mlp: FeedForward { gate_up: linear(&["gate_proj", "up_proj"])?, down: linear(&["down_proj"])? },
             recompute: config.recompute,
         })
     }
@@ -73,9 +69,8 @@ impl Block {
             stream = Stream { sum, last: Some(attention.forward(&normed, rotary)?) };
         }
         let (sum, normed) = self.mlp_norm.enter(&stream)?;
-        let FeedForward { gate, up, down } = &self.mlp;
-        let hidden = ops::swiglu(&gate.forward(&normed)?, &up.forward(&normed)?)?;
-        Ok(Stream { sum, last: Some(down.forward(&hidden)?) })
+        let [gate, up] = halves(&self.mlp.gate_up.forward(&normed)?)?;
+        Ok(Stream { sum, last: Some(self.mlp.down.forward(&ops::swiglu(&gate, &up)?)?) })
     }
 
     /// Forward for training.
@@ -100,12 +95,12 @@ impl Block {
             stream = Stream { sum, last: Some(out) };
         }
         let middle = self.mlp_norm.enter(&stream)?;
-        let FeedForward { gate, up, down } = &self.mlp;
-        let (gate, up) = (gate.forward(&middle.1)?, up.forward(&middle.1)?);
+        let gate_up = self.mlp.gate_up.forward(&middle.1)?;
+        let [gate, up] = halves(&gate_up)?;
         let hidden = ops::swiglu(&gate, &up)?;
-        let stream = Stream { sum: middle.0.clone(), last: Some(down.forward(&hidden)?) };
+        let stream = Stream { sum: middle.0.clone(), last: Some(self.mlp.down.forward(&hidden)?) };
         let hidden = keep.then_some(hidden);
-        Ok((stream, Inner { attention: kept_attention, middle, gate, up, hidden }))
+        Ok((stream, Inner { attention: kept_attention, middle, gate_up, hidden }))
     }
 
     /// Adds the gradients of the weights; returns that of the stream before, from that of the stream after.
@@ -116,20 +111,20 @@ impl Block {
         rotary: &Rotary,
         observe: Option<&mut Observe<'_>>,
     ) -> Result<Tensor> {
-        let Inner { attention: kept_attention, middle: (sum, normed), gate, up, hidden } = match kept {
+        let Inner { attention: kept_attention, middle: (sum, normed), gate_up, hidden } = match kept {
             Kept::Everything(inner) => *inner,
             Kept::Input(stream) => self.inner(stream, rotary, true)?.1,
         };
         let mlp = &self.mlp;
         let dhidden = mlp.down.backward_input(&dstream)?;
-        let ([dgate, dup], again) = ops::swiglu_backward(&gate, &up, &dhidden, hidden.is_none())?;
-        drop((gate, up, dhidden));
+        let [gate, up] = halves(&gate_up)?;
+        let (dgate_up, again) = ops::swiglu_backward(&gate, &up, &dhidden, hidden.is_none())?;
+        drop((gate_up, gate, up, dhidden));
         if let Some(hidden) = hidden.or(again) {
             mlp.down.backward_weight(&hidden, &dstream)?;
         }
-        let dnormed = mlp.gate.backward(&normed, &dgate)?;
-        mlp.up.backward_into(&dnormed, &normed, &dup)?;
-        drop((dgate, dup, normed));
+        let dnormed = mlp.gate_up.backward(&normed, &dgate_up)?;
+        drop((dgate_up, normed));
         let dstream = self.mlp_norm.backward(&sum, &dnormed, Some(&dstream))?;
         let (Some((norm, attention)), Some((sum, normed, kept))) = (&self.attention, kept_attention) else {
             return Ok(dstream);
@@ -137,4 +132,10 @@ impl Block {
         let dnormed = attention.backward(kept, &normed, &dstream, rotary, observe)?;
         norm.backward(&sum, &dnormed, Some(&dstream))
     }
+}
+
+/// What lies side by side in (rows, 2 width).
+fn halves(both: &Tensor) -> Result<[Tensor; 2]> {
+    let width = both.dim(1)? / 2;
+    Ok([both.narrow(1, 0, width)?, both.narrow(1, width, width)?])
 }

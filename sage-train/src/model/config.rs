@@ -62,6 +62,8 @@ pub struct ParameterSpec {
     pub dims: Vec<usize>,
     /// Standard deviation of the initial values; `None` for ones.
     pub std: Option<f64>,
+    /// Whether it lies right behind the one before it, so that both are multiplied at once.
+    pub follows: bool,
 }
 
 impl ParameterSpec {
@@ -135,8 +137,10 @@ impl LlamaConfig {
             name,
             dims: vec![rows, columns],
             std: Some(std),
+            follows: false,
         };
-        let norm = |name: String, width| ParameterSpec { name, dims: vec![width], std: None };
+        let after = |spec| ParameterSpec { follows: true, ..spec };
+        let norm = |name: String, width| ParameterSpec { name, dims: vec![width], std: None, follows: false };
         let (width, ffn) = (self.width, self.ffn);
         let (queries, keys) = (self.heads * self.head_dim, self.key_heads * self.head_dim);
         let mut specs = vec![matrix("model.embed_tokens.weight".into(), self.vocab, width, std)];
@@ -145,8 +149,8 @@ impl LlamaConfig {
             if self.scheme.is_some() {
                 specs.push(norm(at("input_layernorm"), width));
                 specs.push(matrix(at("self_attn.q_proj"), queries, width, std));
-                specs.push(matrix(at("self_attn.k_proj"), keys, width, std));
-                specs.push(matrix(at("self_attn.v_proj"), keys, width, std));
+                specs.push(after(matrix(at("self_attn.k_proj"), keys, width, std)));
+                specs.push(after(matrix(at("self_attn.v_proj"), keys, width, std)));
                 specs.push(matrix(at("self_attn.o_proj"), width, queries, residual_std));
                 if self.qk_norm {
                     specs.push(norm(at("self_attn.q_norm"), self.head_dim));
@@ -155,7 +159,7 @@ impl LlamaConfig {
             }
             specs.push(norm(at("post_attention_layernorm"), width));
             specs.push(matrix(at("mlp.gate_proj"), ffn, width, std));
-            specs.push(matrix(at("mlp.up_proj"), ffn, width, std));
+            specs.push(after(matrix(at("mlp.up_proj"), ffn, width, std)));
             specs.push(matrix(at("mlp.down_proj"), width, ffn, residual_std));
         }
         specs.push(norm("model.norm.weight".into(), width));

@@ -10,8 +10,10 @@ use super::parameters::{Parameters, Weight};
 pub(super) struct Linear(Weight);
 
 impl Linear {
-    pub(super) fn new(parameters: &Parameters, name: &str) -> Result<Self> {
-        Ok(Self(parameters.weight(name)?))
+    /// Of the matrix `{at}.{name}.weight`; several of the same input in one product, whose outputs lie side by side.
+    pub(super) fn new(parameters: &Parameters, at: &str, names: &[&str]) -> Result<Self> {
+        let names: Vec<String> = names.iter().map(|name| format!("{at}.{name}.weight")).collect();
+        Ok(Self(parameters.joined(&names)?))
     }
 
     /// (rows, inputs) -> (rows, outputs).

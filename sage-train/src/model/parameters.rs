@@ -52,8 +52,8 @@ pub struct Weight {
     pub value: Tensor,
     /// In f32.
     pub gradient: Option<Tensor>,
-    /// Whether something is in there since it was cleared.
-    filled: Arc<AtomicBool>,
+    /// Whether something is in there since it was cleared: of each parameter that this is.
+    filled: Vec<Arc<AtomicBool>>,
 }
 
 impl Weight {
@@ -71,7 +71,7 @@ impl Weight {
     /// For products that fill the whole gradient: whether this one is to be added to what is there, or is the first since
     /// [`Parameters::clear_gradients`].
     pub(super) fn take_turn(&self) -> bool {
-        self.filled.swap(true, Ordering::Relaxed)
+        self.filled.iter().fold(false, |turn, filled| filled.swap(true, Ordering::Relaxed) | turn)
     }
 }
 
@@ -148,9 +148,14 @@ impl Parameters {
         // What decays comes first, each kind in the order of the specs.
         for decays in [true, false] {
             for (n, spec) in specs.iter().enumerate().filter(|(_, spec)| spec.decays() == decays) {
+                // What is multiplied at once lies without gaps.
+                if !spec.follows {
+                    len = len.next_multiple_of(ALIGNMENT);
+                }
                 places.insert(spec.name.clone(), (n, len));
-                len += (spec.len() as usize).next_multiple_of(ALIGNMENT);
+                len += spec.len() as usize;
             }
+            len = len.next_multiple_of(ALIGNMENT);
             if decays {
                 decayed = len;
             }
@@ -175,14 +180,37 @@ impl Parameters {
     /// # Errors
     /// When there is none of this name.
     pub fn weight(&self, name: &str) -> Result<Weight> {
-        let (number, _) = self.place(name)?;
-        let spec = &self.specs[number];
+        self.joined(&[name.to_owned()])
+    }
+
+    /// Matrices that follow one another, as one with the rows of all.
+    ///
+    /// # Errors
+    /// When there is none of a name, or they do not follow one another.
+    pub fn joined(&self, names: &[String]) -> Result<Weight> {
+        let (mut rows, mut end, mut filled) = (0, None, Vec::with_capacity(names.len()));
+        for name in names {
+            let (number, at) = self.place(name)?;
+            let spec = &self.specs[number];
+            if end.is_some_and(|end| end != at) {
+                candle_core::bail!("{names:?} do not follow one another");
+            }
+            end = Some(at + spec.len() as usize);
+            rows += spec.dims[0];
+            filled.push(self.filled[number].clone());
+        }
+        let (number, start) = self.place(&names[0])?;
+        let dims = [&[rows], &self.specs[number].dims[1..]].concat();
+        let view = |all: &Tensor| {
+            let len = end.map_or(0, |end| end - start);
+            all.narrow(0, start, len)?.reshape(dims.as_slice())
+        };
         let values = match &self.copy {
-            Some(copy) if spec.dims.len() > 1 => copy.clone(),
+            Some(copy) if dims.len() > 1 => copy.clone(),
             _ => self.state.get(0)?,
         };
-        let gradient = self.gradients.as_ref().map(|all| self.view(all, name)).transpose()?;
-        Ok(Weight { value: self.view(&values, name)?, gradient, filled: self.filled[number].clone() })
+        let gradient = self.gradients.as_ref().map(view).transpose()?;
+        Ok(Weight { value: view(&values)?, gradient, filled })
     }
 
     fn place(&self, name: &str) -> Result<(usize, usize)> {

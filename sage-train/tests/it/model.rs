@@ -27,6 +27,25 @@ fn config() -> LlamaConfig {
     }
 }
 
+/// Whatever the sizes: nothing lies between matrices that are multiplied at once.
+#[test]
+fn matrices_of_one_input_are_one() -> Result<()> {
+    let config = LlamaConfig { width: 36, heads: 3, key_heads: 1, head_dim: 10, ffn: 7, ..config() };
+    let parameters = Parameters::init(&config, 7, &Device::Cpu, DType::F32)?;
+    let at = |name: &str| format!("model.layers.1.{name}.weight");
+    let together = |names: &[&str]| -> Result<()> {
+        let names: Vec<String> = names.iter().map(|name| at(name)).collect();
+        let each = names.iter().map(|name| Ok(parameters.weight(name)?.value)).collect::<Result<Vec<_>>>()?;
+        let (got, expected) = (parameters.joined(&names)?.value, Tensor::cat(&each, 0)?);
+        assert_eq!(got.to_vec2::<f32>()?, expected.to_vec2::<f32>()?);
+        Ok(())
+    };
+    together(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])?;
+    together(&["mlp.gate_proj", "mlp.up_proj"])?;
+    assert!(parameters.joined(&[at("mlp.gate_proj"), at("mlp.down_proj")]).is_err());
+    Ok(())
+}
+
 fn batch(config: &LlamaConfig, device: &Device) -> Result<(Tensor, Tensor)> {
     let ids = |shift: u32| {
         (0..2 * 40u32).map(|n| ((n + shift) * 37 + n / 7) % config.vocab as u32).collect::<Vec<_>>()

@@ -64,7 +64,7 @@ pub(super) struct Heads {
 pub(super) struct Rope {
     pub(super) x: Heads,
     pub(super) dy: Heads,
-    pub(super) out: Address,
+    pub(super) out: Heads,
     pub(super) cos: Address,
     pub(super) sin: Address,
     pub(super) weight: Address,
@@ -91,6 +91,10 @@ pub(super) struct SwiGlu {
     pub(super) dup: Address,
     pub(super) y: Address,
     pub(super) len: i64,
+    pub(super) columns: i64,
+    pub(super) gate_row: i64,
+    pub(super) up_row: i64,
+    pub(super) out_row: i64,
 }
 
 #[repr(C)]
@@ -224,9 +228,9 @@ const _: () = {
     assert!(size_of::<RmsNorm>() == 80 && offset_of!(RmsNorm, rows) == 56 && offset_of!(RmsNorm, eps) == 72);
     assert!(size_of::<PartialSums>() == 24);
     assert!(size_of::<Heads>() == 32);
-    assert!(size_of::<Rope>() == 144 && offset_of!(Rope, out) == 64);
-    assert!(offset_of!(Rope, tokens) == 104 && offset_of!(Rope, eps) == 132);
-    assert!(size_of::<SwiGlu>() == 56);
+    assert!(size_of::<Rope>() == 168 && offset_of!(Rope, out) == 64);
+    assert!(offset_of!(Rope, tokens) == 128 && offset_of!(Rope, eps) == 156);
+    assert!(size_of::<SwiGlu>() == 88 && offset_of!(SwiGlu, out_row) == 80);
     assert!(size_of::<CheckIds>() == 48 && offset_of!(CheckIds, ignores) == 40);
     assert!(size_of::<SortIds>() == 48 && offset_of!(SortIds, len) == 40);
     assert!(size_of::<Embedding>() == 80);

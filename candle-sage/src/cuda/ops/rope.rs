@@ -73,6 +73,27 @@ impl<'a> Heads<'a> {
     }
 }
 
+/// New tensors (batch, sequence, heads, head_dim) whose heads lie side by side in one: that, and where each starts.
+fn beside(
+    gpu: &Gpu,
+    float: Float,
+    all: &[(usize, usize, usize, usize)],
+) -> Result<(CudaStorage, Vec<params::Heads>)> {
+    let &(batch, sequence, _, d) = all.first().expect("a tensor");
+    let heads: usize = all.iter().map(|dims| dims.2).sum();
+    let out = float.alloc(gpu, batch * sequence * heads * d)?;
+    let start = start_of(&out, gpu)?;
+    let mut before = 0;
+    let places = all.iter().map(|dims| {
+        let data = start + (before * d * float.bytes()) as u64;
+        before += dims.2;
+        let token = (heads * d) as i64;
+        params::Heads { data, batch: token * sequence as i64, token, head: d as i64 }
+    });
+    let places = places.collect();
+    Ok((out, places))
+}
+
 /// What surrounds the rotation.
 struct Norm<'a> {
     weight: &'a Dense<'a>,
@@ -88,16 +109,16 @@ fn run(
     rotation: Rotation<'_>,
     direction: f32,
     norm: Option<Norm<'_>>,
-) -> Result<CudaStorage> {
+    out: params::Heads,
+) -> Result<()> {
     let (storage, layout): (&CudaStorage, &Layout) = x.operand();
     let float = Float::of(NAME, storage)?;
     let (batch, sequence, heads, head_dim) = layout.shape().dims4()?;
     let half = head_dim / 2;
-    let out = float.alloc(gpu, layout.shape().elem_count())?;
     let (cos, sin) = (Table::new(rotation.cos, gpu)?, Table::new(rotation.sin, gpu)?);
     let mut params = params::Rope {
         x: x.params(gpu)?,
-        out: start_of(&out, gpu)?,
+        out,
         cos: cos.start(gpu)?,
         sin: sin.start(gpu)?,
         tokens: count("tokens", batch * sequence)?,
@@ -111,6 +132,7 @@ fn run(
     // Rows start on 16 bytes when all strides and both halves of a head are multiples of them; so do tables then.
     let mut strides = vec![half];
     strides.extend(x.strides());
+    strides.extend([out.batch, out.token, out.head].map(|stride| stride as usize));
     // Heads of a token that a group takes at once: HEADS of the kernels.
     let mut heads_at_once = 4;
     let mut most = usize::MAX;
@@ -125,7 +147,7 @@ fn run(
             (heads_at_once, most) = (1, PARTS);
         }
     }
-    let starts = [params.x.data, params.dy.data, params.cos, params.sin, params.weight];
+    let starts = [params.x.data, params.dy.data, out.data, params.cos, params.sin, params.weight];
     let packs = Packs::of(float, &starts, &strides);
     let pairs = half / packs.elements();
     if pairs > MAX_THREADS {
@@ -139,14 +161,18 @@ fn run(
     params.lanes = team.lanes as i32;
     let items = batch * sequence * heads.div_ceil(heads_at_once);
     count("heads of all tokens", items)?;
-    launch(gpu, &packs.kernel(what), team.grid(items, most), &params)?;
-    Ok(out)
+    launch(gpu, &packs.kernel(what), team.grid(items, most), &params)
 }
 
-/// Rotates by the angles times `direction`.
-pub(crate) fn rotate(x: Operand<'_>, rotation: Rotation<'_>, direction: f32) -> Result<CudaStorage> {
-    let gpu = Gpu::new(x.0.device())?;
-    run(&gpu, "rope", &Heads::new(x, &gpu)?, rotation, direction, None)
+/// Rotates by the angles times `direction`; the heads of the results lie side by side.
+pub(crate) fn rotate(all: &[Operand<'_>], rotation: Rotation<'_>, direction: f32) -> Result<CudaStorage> {
+    let first = all[0].0;
+    let gpu = Gpu::new(first.device())?;
+    let (out, places) = beside(&gpu, Float::of(NAME, first)?, &dims(all)?)?;
+    for (&x, place) in all.iter().zip(places) {
+        run(&gpu, "rope", &Heads::new(x, &gpu)?, rotation, direction, None, place)?;
+    }
+    Ok(out)
 }
 
 /// Normalizes each head, then rotates it.
@@ -158,24 +184,34 @@ pub(crate) fn norm_forward(
 ) -> Result<CudaStorage> {
     let gpu = Gpu::new(x.0.device())?;
     let norm = Norm { weight: &Dense::new(weight, &gpu)?, eps, gradient: None };
-    run(&gpu, "qk_norm_rope_fwd", &Heads::new(x, &gpu)?, rotation, 1.0, Some(norm))
+    let (out, places) = beside(&gpu, Float::of(NAME, x.0)?, &dims(&[x])?)?;
+    run(&gpu, "qk_norm_rope_fwd", &Heads::new(x, &gpu)?, rotation, 1.0, Some(norm), places[0])?;
+    Ok(out)
 }
 
-/// Gradients of x and weight.
+/// Gradients of inputs, whose heads lie side by side, and of their weights, from each input, weight and output's gradient.
 pub(crate) fn norm_backward(
-    x: Operand<'_>,
-    weight: Operand<'_>,
-    dy: Operand<'_>,
+    all: &[[Operand<'_>; 3]],
     rotation: Rotation<'_>,
     eps: f32,
-) -> Result<[CudaStorage; 2]> {
-    let gpu = Gpu::new(x.0.device())?;
-    let width = weight.1.shape().elem_count();
-    // Zeros: with few heads some blocks are left out.
-    let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
-    let (dense, dy) = (Dense::new(weight, &gpu)?, Heads::new(dy, &gpu)?);
-    let norm = Norm { weight: &dense, eps, gradient: Some((&dy, &partials)) };
-    let dx = run(&gpu, "qk_norm_rope_bwd", &Heads::new(x, &gpu)?, rotation, -1.0, Some(norm))?;
-    let dw = partial_sums(&gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?;
-    Ok([dx, dw])
+) -> Result<(CudaStorage, Vec<CudaStorage>)> {
+    let first = all[0][0].0;
+    let gpu = Gpu::new(first.device())?;
+    let (out, places) =
+        beside(&gpu, Float::of(NAME, first)?, &dims(&all.iter().map(|all| all[0]).collect::<Vec<_>>())?)?;
+    let mut weights = Vec::with_capacity(all.len());
+    for (&[x, weight, dy], place) in all.iter().zip(places) {
+        let width = weight.1.shape().elem_count();
+        // Zeros: with few heads some blocks are left out.
+        let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
+        let (dense, dy) = (Dense::new(weight, &gpu)?, Heads::new(dy, &gpu)?);
+        let norm = Norm { weight: &dense, eps, gradient: Some((&dy, &partials)) };
+        run(&gpu, "qk_norm_rope_bwd", &Heads::new(x, &gpu)?, rotation, -1.0, Some(norm), place)?;
+        weights.push(partial_sums(&gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?);
+    }
+    Ok((out, weights))
+}
+
+fn dims(all: &[Operand<'_>]) -> Result<Vec<(usize, usize, usize, usize)>> {
+    all.iter().map(|x| x.1.shape().dims4()).collect()
 }

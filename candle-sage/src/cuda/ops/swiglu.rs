@@ -1,56 +1,134 @@
 //! SwiGLU on the GPU.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CudaStorage, Result};
+use candle_core::{CudaStorage, Layout, Result};
 
 use super::params::{self, launch};
-use super::tensor::{Dense, Float, Packs, elementwise, start_of};
+use super::tensor::{Dense, Float, Packs, elementwise, start, start_of};
 use crate::cuda::Operand;
 use crate::cuda::kernels::Gpu;
 
 const NAME: &str = "swiglu";
 
+/// A tensor as rows of its last dimension: as it lies if they are equally far apart, else a copy.
+struct Rows<'a> {
+    given: Operand<'a>,
+    copy: Option<Dense<'a>>,
+    /// Elements from one row to the next.
+    stride: usize,
+}
+
+impl<'a> Rows<'a> {
+    fn new(x: Operand<'a>, gpu: &Gpu) -> Result<Self> {
+        let columns = x.1.dims().last().copied().unwrap_or(1);
+        Ok(match row_stride(x.1) {
+            Some(stride) => Self { given: x, copy: None, stride },
+            None => Self { given: x, copy: Some(Dense::new(x, gpu)?), stride: columns },
+        })
+    }
+
+    fn operand(&self) -> Operand<'_> {
+        self.copy.as_ref().map_or(self.given, Dense::operand)
+    }
+}
+
+/// Elements from one row of the last dimension to the next, where neighbours in a row are neighbours in memory, and all rows are
+/// equally far apart.
+fn row_stride(layout: &Layout) -> Option<usize> {
+    let mut dims: Vec<(usize, usize)> =
+        layout.dims().iter().copied().zip(layout.stride().iter().copied()).collect();
+    let (columns, step) = dims.pop().unwrap_or((1, 1));
+    // The stride of a dimension of one says nothing.
+    dims.retain(|&(extent, _)| extent != 1);
+    let follow = dims.windows(2).all(|pair| pair[0].1 == pair[1].0 * pair[1].1);
+    ((step == 1 || columns == 1) && follow).then(|| dims.last().map_or(columns, |&(_, stride)| stride))
+}
+
+/// `gate` and `up` in rows, and how a thread goes through them.
+fn problem(
+    float: Float,
+    [gate, up]: [&Rows<'_>; 2],
+    others: &[u64],
+    out_row: usize,
+    gpu: &Gpu,
+) -> Result<(params::SwiGlu, Packs)> {
+    let layout = gate.operand().1;
+    let (len, columns) = (layout.shape().elem_count(), layout.dims().last().copied().unwrap_or(1));
+    let (gate_at, up_at) = (start(gate.operand(), gpu)?, start(up.operand(), gpu)?);
+    let starts = [&[gate_at, up_at], others].concat();
+    // One long row where nothing has gaps: rows then need not be whole packs.
+    let dense = [gate.stride, up.stride, out_row].iter().all(|&stride| stride == columns);
+    let columns = if dense { len.max(1) } else { columns };
+    let strides = if dense { vec![] } else { vec![columns, gate.stride, up.stride, out_row] };
+    let params = params::SwiGlu {
+        gate: gate_at,
+        up: up_at,
+        len: len as i64,
+        columns: columns as i64,
+        gate_row: gate.stride as i64,
+        up_row: up.stride as i64,
+        out_row: out_row as i64,
+        ..Default::default()
+    };
+    Ok((params, Packs::of(float, &starts, &strides)))
+}
+
 pub(crate) fn forward(gate: Operand<'_>, up: Operand<'_>) -> Result<CudaStorage> {
     let gpu = Gpu::new(gate.0.device())?;
     let float = Float::of(NAME, gate.0)?;
     let len = gate.1.shape().elem_count();
-    let (gate, up) = (Dense::new(gate, &gpu)?, Dense::new(up, &gpu)?);
+    let columns = gate.1.dims().last().copied().unwrap_or(1);
+    let (gate, up) = (Rows::new(gate, &gpu)?, Rows::new(up, &gpu)?);
     let out = float.alloc(&gpu, len)?;
-    let params = params::SwiGlu {
-        gate: gate.start(&gpu)?,
-        up: up.start(&gpu)?,
-        out: start_of(&out, &gpu)?,
-        len: len as i64,
-        ..Default::default()
-    };
-    let packs = Packs::of(float, &[params.gate, params.up], &[]);
+    let (params, packs) = problem(float, [&gate, &up], &[], columns, &gpu)?;
+    let params = params::SwiGlu { out: start_of(&out, &gpu)?, ..params };
     launch(&gpu, &packs.kernel("swiglu_fwd"), elementwise(len, packs), &params)?;
     Ok(out)
 }
 
-/// Gradients of gate and up, and where `again` is true the output once more.
+/// Gradients of gate and up, `beside` each other in each row or one after the other, and where `again` is true the output once
+/// more.
 pub(crate) fn backward(
     gate: Operand<'_>,
     up: Operand<'_>,
     dy: Operand<'_>,
     again: bool,
-) -> Result<([CudaStorage; 2], Option<CudaStorage>)> {
+    beside: bool,
+) -> Result<(CudaStorage, Option<CudaStorage>)> {
     let gpu = Gpu::new(gate.0.device())?;
     let float = Float::of(NAME, gate.0)?;
     let len = gate.1.shape().elem_count();
-    let (gate, up, dy) = (Dense::new(gate, &gpu)?, Dense::new(up, &gpu)?, Dense::new(dy, &gpu)?);
-    let (dgate, dup) = (float.alloc(&gpu, len)?, float.alloc(&gpu, len)?);
+    let columns = gate.1.dims().last().copied().unwrap_or(1);
+    let (gate, up, dy) = (Rows::new(gate, &gpu)?, Rows::new(up, &gpu)?, Dense::new(dy, &gpu)?);
+    let both = float.alloc(&gpu, 2 * len)?;
     let y = again.then(|| float.alloc(&gpu, len)).transpose()?;
-    let params = params::SwiGlu {
-        gate: gate.start(&gpu)?,
-        up: up.start(&gpu)?,
-        dy: dy.start(&gpu)?,
-        out: start_of(&dgate, &gpu)?,
-        dup: start_of(&dup, &gpu)?,
-        y: y.as_ref().map_or(Ok(0), |y| start_of(y, &gpu))?,
-        len: len as i64,
-    };
-    let packs = Packs::of(float, &[params.gate, params.up, params.dy], &[]);
+    let dy = dy.start(&gpu)?;
+    let (out_row, distance) = if beside { (2 * columns, columns) } else { (columns, len) };
+    let dgate = start_of(&both, &gpu)?;
+    let dup = dgate + (distance * float.bytes()) as u64;
+    let (params, packs) = problem(float, [&gate, &up], &[dy, dup], out_row, &gpu)?;
+    let params =
+        params::SwiGlu { dy, out: dgate, dup, y: y.as_ref().map_or(Ok(0), |y| start_of(y, &gpu))?, ..params };
     launch(&gpu, &packs.kernel("swiglu_bwd"), elementwise(len, packs), &params)?;
-    Ok(([dgate, dup], y))
+    Ok((both, y))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_that_are_equally_far_apart() {
+        let of = |dims: &[usize], strides: &[usize]| row_stride(&Layout::new(dims.into(), strides.into(), 0));
+        assert_eq!(of(&[4, 5], &[5, 1]), Some(5));
+        assert_eq!(of(&[4, 5], &[12, 1]), Some(12));
+        assert_eq!(of(&[2, 4, 5], &[48, 12, 1]), Some(12));
+        assert_eq!(of(&[2, 4, 5], &[50, 12, 1]), None);
+        assert_eq!(of(&[2, 4, 5], &[5, 10, 1]), None);
+        assert_eq!(of(&[4, 5], &[1, 4]), None);
+        assert_eq!(of(&[2, 1, 5], &[10, 7, 1]), Some(10));
+        assert_eq!(of(&[4, 1], &[3, 9]), Some(3));
+        assert_eq!(of(&[5], &[1]), Some(5));
+        assert_eq!(of(&[], &[]), Some(1));
+    }
 }

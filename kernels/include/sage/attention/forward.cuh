@@ -15,9 +15,11 @@ namespace sage::attention {
 
 constexpr int FORWARD_QUERIES = 128;
 
-// Where a block of the forward is. Long rows come first, so that the last blocks to start are short. It lives in shared memory: the products need the registers.
+// Where a block of the forward is. Long rows come first, so that the last blocks to start are short; tiles are counted from
+// the end, so that a block that is not full is the shortest. It lives in shared memory: the products need the registers.
 struct ForwardBlock {
-  int head, segment_index, first;  // `first` query, inside the segment
+  int head, segment_index;
+  int first, end;  // queries, inside the segment: whole tiles, none where `end` is not above `first`
   Segment segment;
 
   ForwardBlock() = default;
@@ -25,8 +27,14 @@ struct ForwardBlock {
     int blocks = (shape.query_len + queries - 1) / queries;
     Place place(shape, index, shape.query_heads, blocks);
     head = place.head, segment_index = place.segment;
-    first = (blocks - 1 - place.tile) * queries;
     segment = Segment(shape, segment_index);
+    end = segment.query_tiles() * TILE - place.tile * queries;
+    first = max(end - queries, 0);
+  }
+
+  // The last of `queries` from `from` on that is the block's; before `from` if none is.
+  __device__ __forceinline__ int last_of(int from, int queries) const {
+    return min(min(from + queries, end), segment.query_len) - 1;
   }
 
   __device__ __forceinline__ int key_head(const params::Shape& shape) const {
@@ -40,7 +48,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
                                       Softmax<D, M, THREADS, SHARED>& softmax) {
   const params::Shape& shape = p.shape;
   const Segment& segment = block.segment;
-  Rows<T> out(p.out, segment.batch, segment.query_start, block.head, segment.query_len, shape.head_dim);
+  Rows<T> out(p.out, segment.batch, segment.query_start, block.head, min(segment.query_len, block.end), shape.head_dim);
   int64_t padded = (int64_t(block.head) * shape.query_tiles + segment.query_tile) * TILE;
   int lane = threadIdx.x % 32;
 #pragma unroll
@@ -55,7 +63,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
       float(&acc)[4] = softmax.acc[r >> 1][n];
       out.store_2(row, n * 8 + 2 * (lane & 3), acc[2 * (r & 1)] * inverse, acc[2 * (r & 1) + 1] * inverse);
     }
-    if (p.minus_lse2 && lane % 4 == 0 && row < segment.query_tiles() * TILE) {
+    if (p.minus_lse2 && lane % 4 == 0 && row < block.end) {
       bool real = row < segment.query_len && visible > 0;
       p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum)) : -CUDART_INF_F;
     }
@@ -70,9 +78,8 @@ __device__ __forceinline__ void forward(const params::Forward& p) {
   if (threadIdx.x == 0) block = ForwardBlock(p.shape, blockIdx.x, FORWARD_QUERIES);
   __syncthreads();
   const Segment& segment = block.segment;
-  if (block.first >= segment.query_len) return;
-  int last = min(block.first + FORWARD_QUERIES, segment.query_len) - 1;
-  int key_tiles = (segment.visible_keys(last) + TILE - 1) / TILE;
+  if (block.first >= block.end) return;
+  int key_tiles = (segment.visible_keys(block.last_of(block.first, FORWARD_QUERIES)) + TILE - 1) / TILE;
   // That all queries of the warp see whole.
   int whole_tiles = segment.visible_keys(block.first + threadIdx.x / 32 * 16 * Numerics::M) / TILE;
 

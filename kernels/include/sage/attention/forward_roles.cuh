@@ -28,7 +28,7 @@ __device__ __forceinline__ ForwardBlock next_block(const params::Forward& p, boo
   auto take = [&] { return int(gridDim.x) + atomicAdd(p.tickets, 1); };
   for (int index = first ? blockIdx.x : take(); index < all; index = take()) {
     ForwardBlock block(shape, index, QUERIES);
-    if (block.first < block.segment.query_len) return block;
+    if (block.first < block.end) return block;
   }
   ForwardBlock none;
   none.head = -1;
@@ -59,12 +59,12 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
   Blocks turns(block_barriers);
   if (threadIdx.x == 0) {
     ring.prepare(Numerics::STEP_ARRIVALS, Roles::GROUPS * 4);
-    turns.prepare(1 + Numerics::QUERY_ARRIVALS, Roles::GROUPS * 4);  // the block, and its queries
+    turns.prepare(1 + Numerics::QUERY_ARRIVALS, Roles::GROUPS * GROUP_THREADS);  // the block, and its queries
   }
   __syncthreads();
-  auto steps_of = [](const Segment& segment, int first, int queries) {
-    int last = min(first + queries, segment.query_len) - 1;
-    return first <= last ? (segment.visible_keys(last) + Roles::KEYS - 1) / Roles::KEYS : 0;
+  auto steps_of = [](const ForwardBlock& block, int first, int queries) {
+    int last = block.last_of(first, queries);
+    return first <= last ? (block.segment.visible_keys(last) + Roles::KEYS - 1) / Roles::KEYS : 0;
   };
   int group = ptx::uniform(threadIdx.x / GROUP_THREADS);
   int before = 0;  // steps of earlier turns
@@ -87,7 +87,7 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
       }
       Numerics numerics(p, block, shared);
       numerics.load_queries(turn % 2, thread, turns.full(turn));
-      int steps = steps_of(block.segment, block.first, Roles::QUERIES);
+      int steps = steps_of(block, block.first, Roles::QUERIES);
 #pragma unroll 1
       for (int step = 0; step < steps; ++step) {
         int n = before + step;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
     Numerics numerics(p, block, shared);
     int first = block.first + group * 64;
     typename Numerics::Part part(numerics, turn % 2, group);
-    int steps = steps_of(segment, first, 64), whole_steps = segment.visible_keys(first) / Roles::KEYS;
+    int steps = steps_of(block, first, 64), whole_steps = segment.visible_keys(first) / Roles::KEYS;
     auto start = [&](int step) {
       came(ring, before + step);
       part.start(ring.stage(before + step));
@@ -152,14 +152,14 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
       ring.release(before + steps - 1);
     }
     // Steps that only later queries of the block see.
-    int all_steps = steps_of(segment, block.first, Roles::QUERIES);
+    int all_steps = steps_of(block, block.first, Roles::QUERIES);
     for (int step = steps; step < all_steps; ++step) {
       ring.wait(before + step);
       ring.release(before + step);
     }
     before += all_steps;
     store<T>(p, block, part.rows);
-    turns.release(turn);
+    ptx::landing_arrive(turns.empty(turn));  // each thread for itself: all have read of the block
   }
 }
 

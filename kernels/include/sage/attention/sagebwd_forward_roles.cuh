@@ -11,30 +11,30 @@ namespace sage::attention {
 
 // Scales of a step's two tiles.
 struct __align__(16) StepScales {
-  float k[2];       // dequant_scale of K
-  float log2_v[2];  // log2 of V's over the larger of the two: 0 or less, but not under LEAST
-  float v;          // the larger of V's two
-  float first_v;    // the first, for queries that do not see the second tile: nothing there must change what they get
-  __half2 rest_v;   // of both tiles: the ratio over 2^log2_v, 1 unless it is under 2^LEAST
+  float k[2];          // dequant_scale of K
+  float log2_v[2];     // log2 of V's over the larger of the two: 0 or less, but not under LEAST
+  float inverse_v[2];  // 2^-log2_v
+  float v;             // the larger of V's two
+  float first_v;       // the first, for queries that do not see the second tile: nothing there must change what they get
+  int beyond;          // by what power of two the ratio is under 2^log2_v: 0, nearly always; a byte for each tile
 
   // Sums of P are of exponentials that log2_v is in, in f16. At this ratio P under 2^-13 of the row's largest rounds to zero
   // there, and all of them together are under 64 2^-13 of the sum. What is smaller goes into the codes alone: a tile that a
-  // query sees alone then loses bits of its codes, up to 2^-29 of the other tile's values.
+  // query sees alone then loses bits of its codes, up to 2^-28 of the other tile's values.
   static constexpr float LEAST = -20.0f;
 
   __device__ __forceinline__ StepScales(float k0, float k1, float v0, float v1)
-      : k{k0, k1}, v(ptx::max_abs(v0, v1)), first_v(v0) {
-    float tile[2] = {v0, v1}, rest[2], inverse = ptx::reciprocal(v);
+      : k{k0, k1}, v(ptx::max_abs(v0, v1)), first_v(v0), beyond(0) {
+    float tile[2] = {v0, v1}, inverse = ptx::reciprocal(v);
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
       // Where both are zero this is NaN, which fmaxf and fminf pass over.
-      float ratio = __log2f(tile[t] * inverse);
-      log2_v[t] = fminf(fmaxf(ratio, LEAST), 0.0f);
-      rest[t] = ptx::exp2(fminf(ratio - LEAST, 0.0f));
+      float ratio = __log2f(tile[t] * inverse), power = fminf(fmaxf(ceilf(LEAST - ratio), 0.0f), 9.0f);
+      log2_v[t] = fminf(fmaxf(ratio + power, LEAST), 0.0f);
+      inverse_v[t] = ptx::exp2(-log2_v[t]);
+      beyond |= int(power) << 8 * t;
     }
-    rest_v = __floats2half2_rn(rest[0], rest[1]);
   }
-  __device__ __forceinline__ __half2 rest(int t) const { return t == 0 ? __low2half2(rest_v) : __high2half2(rest_v); }
 };
 
 template <class T, int HEAD_DIM>
@@ -118,14 +118,14 @@ struct SageBwdForwardRoles {
     template <bool HIDES, int PENDING>
     __device__ __forceinline__ void softmax(int step, int stage, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;
-      const StepScales scales = of.scales(stage);
-      float factor[2], inverse_v[2];
+      // In registers, or read where they are wanted: 5 % of the kernel either way, for what else ptxas then does.
+      const std::conditional_t<D == 64, StepScales, StepScales&> scales = of.scales(stage);
+      float factor[2];
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
         // A tile of zeros has scale 0; any factor then gives logits of 0, and minus infinity stays what it is.
         factor[t] = q_factor * scales.k[t];
         if (factor[t] == 0.0f) factor[t] = 1e-30f;
-        inverse_v[t] = ptx::exp2(-scales.log2_v[t]);
       }
       ptx::wgmma_wait<PENDING>(x);
       float s[2][1][8][4];
@@ -191,7 +191,7 @@ struct SageBwdForwardRoles {
         for (int r = 0; r < 2; ++r) {
           // For rows that are alone the other tile's scales could be anything.
           float start = offset[r] + scales.log2_v[t], by = t == 1 && alone[r] ? 1.0f : factor[t];
-          __half2 rest = t == 0 && alone[r] ? __float2half2_rn(1.0f) : scales.rest(t), pairs[8];
+          __half2 pairs[8];
 #pragma unroll
           for (int n = 0; n < 8; ++n) {
             const float* logits = &s[t][0][n][2 * r];
@@ -199,7 +199,7 @@ struct SageBwdForwardRoles {
           }
 #pragma unroll
           for (int n = 0; n < 8; n += 2)
-            codes[2 * t + n / 4][r + n % 4] = quant::codes_of_positive(pairs[n], pairs[n + 1], rest);
+            codes[2 * t + n / 4][r + n % 4] = quant::codes_of_positive(pairs[n], pairs[n + 1]);
 #pragma unroll
           for (int half = 4; half > 0; half /= 2)
 #pragma unroll
@@ -211,9 +211,17 @@ struct SageBwdForwardRoles {
       for (int r = 0; r < 2; ++r) {
         float p_dequant = ptx::exp2(-offset[r] - rows.shift(r));
         if (HIDES && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
-        dequant[r] = p_dequant * (alone[r] ? scales.first_v * inverse_v[0] : scales.v);
+        dequant[r] = p_dequant * (alone[r] ? scales.first_v * scales.inverse_v[0] : scales.v);
 #pragma unroll
-        for (int t = 0; t < 2; ++t) rows.state(rows.state.SUM, r) += p_dequant * inverse_v[t] * sum[t][r];
+        for (int t = 0; t < 2; ++t) rows.state(rows.state.SUM, r) += p_dequant * scales.inverse_v[t] * sum[t][r];
+      }
+      // Here, where it parts nothing that should go together: a factor at the source costs 2 % at head_dim 64.
+      if (__builtin_expect(scales.beyond != 0, false)) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            if (i >= 2 || !alone[j % 2]) codes[i][j] = quant::codes_over(codes[i][j], scales.beyond >> 8 * (i / 2) & 255);
       }
     }
 

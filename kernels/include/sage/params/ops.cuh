@@ -34,7 +34,7 @@ struct PartialSums {
 
 // Strides in elements; channels are neighbours.
 struct Heads {
-  const void* data;
+  void* data;
   int64_t batch;
   int64_t token;
   int64_t head;
@@ -43,7 +43,7 @@ struct Heads {
 struct Rope {
   Heads x;            // what is rotated, or normalized and rotated
   Heads dy;           // with norm, backward only
-  void* out;          // without gaps
+  Heads out;
   const float* cos;   // (sequence, half)
   const float* sin;
   const void* weight;  // (2 half); with norm only
@@ -60,6 +60,7 @@ struct Rope {
   int32_t padding;
 };
 
+// Rows of so many columns, so many elements apart; dy and y have no gaps.
 struct SwiGlu {
   const void* gate;
   const void* up;
@@ -68,6 +69,10 @@ struct SwiGlu {
   void* dup;       // backward only
   void* y;         // backward only: null, or where y is wanted once more
   int64_t len;
+  int64_t columns;
+  int64_t gate_row;
+  int64_t up_row;
+  int64_t out_row;  // of dup too
 };
 
 // Ids of any integer type to places in a table.
@@ -168,9 +173,9 @@ struct AdamW {
 static_assert(sizeof(RmsNorm) == 80 && offsetof(RmsNorm, rows) == 56 && offsetof(RmsNorm, eps) == 72);
 static_assert(sizeof(PartialSums) == 24);
 static_assert(sizeof(Heads) == 32);
-static_assert(sizeof(Rope) == 144 && offsetof(Rope, out) == 64 && offsetof(Rope, tokens) == 104 &&
-              offsetof(Rope, eps) == 132);
-static_assert(sizeof(SwiGlu) == 56);
+static_assert(sizeof(Rope) == 168 && offsetof(Rope, out) == 64 && offsetof(Rope, tokens) == 128 &&
+              offsetof(Rope, eps) == 156);
+static_assert(sizeof(SwiGlu) == 88 && offsetof(SwiGlu, out_row) == 80);
 static_assert(sizeof(CheckIds) == 48 && offsetof(CheckIds, ignores) == 40);
 static_assert(sizeof(SortIds) == 48 && offsetof(SortIds, len) == 40);
 static_assert(sizeof(Embedding) == 80 && offsetof(Embedding, row_stride) == 48 && offsetof(Embedding, len) == 64);

@@ -67,15 +67,22 @@ constexpr int MAGIC_TILES = 8;
 constexpr float LOG2_127 = 6.98868468677217f;
 constexpr float LOG2_254 = 7.98868468677217f;
 
-// Codes of four values in [0, 255] that are in units of the scale already, or in units of it over `factor`. Through f16: 11
-// bits are more than the codes have, in [1024, 2048) its last bit is 1, and both conversions do two values at once.
-__device__ __forceinline__ uint32_t codes_of_positive(__half2 low, __half2 high, __half2 factor) {
+// Codes of four values in [0, 255] that are in units of the scale already. Through f16: 11 bits are more than the codes have, in
+// [1024, 2048) its last bit is 1, and both conversions do two values at once.
+__device__ __forceinline__ uint32_t codes_of_positive(__half2 low, __half2 high) {
   const __half2 magic = __half2half2(__ushort_as_half(0x6400));  // 1024
-  low = __hfma2(low, factor, magic), high = __hfma2(high, factor, magic);
+  low = __hadd2(low, magic), high = __hadd2(high, magic);
   return __byte_perm(reinterpret_cast<uint32_t&>(low), reinterpret_cast<uint32_t&>(high), 0x6420);
 }
 __device__ __forceinline__ uint32_t codes_of_positive(float a, float b, float c, float d) {
-  return codes_of_positive(__floats2half2_rn(a, b), __floats2half2_rn(c, d), __half2half2(__ushort_as_half(0x3c00)));
+  return codes_of_positive(__floats2half2_rn(a, b), __floats2half2_rn(c, d));
+}
+
+// Four such codes over 2^power, rounded; 0 where that is beyond 2^8.
+__device__ __forceinline__ uint32_t codes_over(uint32_t codes, int power) {
+  if (power == 0) return codes;
+  if (power > 8) return 0;
+  return (codes >> power & (0xffu >> power) * 0x01010101u) + (codes >> (power - 1) & 0x01010101u);
 }
 
 // A factor with two zero bits at its end, so that MAGIC * factor (MAGIC = 3 * 2^22) is exact and
