@@ -132,7 +132,13 @@ __device__ __forceinline__ T* head_of(const params::Heads& x, int batch, int pos
   return static_cast<T*>(x.data) + batch * x.batch + position * x.token + head * x.head;
 }
 
-// Calls body(batch, position, first, step): HEADS heads of a token, from `first` on, `step` apart. Neighbouring
+// Of what is written, whose batch entries follow one another.
+template <class T>
+__device__ __forceinline__ T* out_head(const params::Rope& p, int token, int head) {
+  return static_cast<T*>(p.out.data) + token * p.out.token + head * p.out.head;
+}
+
+// Calls body(token, batch, position, first, step): HEADS heads of a token, from `first` on, `step` apart. Neighbouring
 // groups take neighbouring heads. Which items a group takes depends on the shape alone.
 template <int HEADS, class Body>
 __device__ __forceinline__ void each_item(const Group& group, const params::Rope& p, Body body) {
@@ -140,7 +146,7 @@ __device__ __forceinline__ void each_item(const Group& group, const params::Rope
   int items = p.tokens * step;  // the host checks that they can be counted
   for (int item = blockIdx.x * group.count + group.index; item < items; item += gridDim.x * group.count) {
     int token = item / step;
-    body(token / p.sequence, token % p.sequence, item % step, step);
+    body(token, token / p.sequence, token % p.sequence, item % step, step);
   }
 }
 
@@ -152,7 +158,7 @@ __device__ void forward(const params::Rope& p) {
   Place<V> place(group, p);
   Pairs<V> w;
   if constexpr (NORM) w = load_weights(p, place);
-  each_item<HEADS>(group, p, [&](int batch, int position, int first, int step) {
+  each_item<HEADS>(group, p, [&](int token, int batch, int position, int first, int step) {
     Packs<T, V> packs[HEADS];
 #pragma unroll
     for (int h = 0; h < HEADS; ++h)
@@ -171,7 +177,7 @@ __device__ void forward(const params::Rope& p) {
       }
       if (!place.active) continue;
       angles.rotate(x, NORM ? 1.0f : p.direction);
-      x.store(head_of<T>(p.out, batch, position, head), place);
+      x.store(out_head<T>(p, token, head), place);
     }
   });
 }
@@ -183,7 +189,7 @@ __device__ void norm_backward(const params::Rope& p) {
   Group group(p.lanes);
   Place<V> place(group, p);
   Pairs<V> dw = {};
-  each_item<1>(group, p, [&](int batch, int position, int head, int) {
+  each_item<1>(group, p, [&](int token, int batch, int position, int head, int) {
     Packs<T, V> inputs, gradients;
     if (place.active) {
       inputs.load(head_of<T>(p.x, batch, position, head), place);
@@ -205,7 +211,7 @@ __device__ void norm_backward(const params::Rope& p) {
       dw[i] += dn[i] * x[i] * r;
       x[i] = r * (dn[i] * w[i] - x[i] * pull);
     }
-    x.store(head_of<T>(p.out, batch, position, head), place);
+    x.store(out_head<T>(p, token, head), place);
   });
   // The block's groups, in order. Where there are several a head takes a warp or less.
   __shared__ float sums[THREADS * 2 * V];

@@ -43,7 +43,7 @@ struct Heads {
 struct Rope {
   Heads x;            // what is rotated, or normalized and rotated
   Heads dy;           // with norm, backward only
-  Heads out;
+  Heads out;          // batch entries follow one another
   const float* cos;   // (sequence, half)
   const float* sin;
   const void* weight;  // (2 half); with norm only
