@@ -16,10 +16,9 @@ __device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal(1.0f 
 // What lies `at` elements from the start where there are no gaps.
 template <class T>
 struct Place {
-  int64_t row, column, at;
+  int64_t row, column;
 
-  __device__ __forceinline__ Place(const params::SwiGlu& p, int64_t at)
-      : row(at / p.columns), column(at - row * p.columns), at(at) {}
+  __device__ __forceinline__ Place(const params::SwiGlu& p, int64_t at) : row(at / p.columns), column(at - row * p.columns) {}
 
   __device__ __forceinline__ const T* in(const void* data, int64_t stride) const {
     return static_cast<const T*>(data) + row * stride + column;

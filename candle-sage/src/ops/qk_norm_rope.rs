@@ -6,7 +6,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 
 use super::rms_norm::{self, checked_eps};
-use super::rope::{RopeStyle, beside, check, join};
+use super::rope::{RopeStyle, beside, check};
 #[cfg(feature = "cuda")]
 use super::support::{cuda_tensor, with_all_cuda, with_cuda};
 use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
@@ -56,15 +56,14 @@ pub struct QkNormRopeGrad<'a> {
 /// one made query and key. Each alone is a `narrow` of dimension 2. Those of the weights follow in order.
 ///
 /// # Errors
-/// As [`qk_norm_rope`], when a `dout` does not have the shape and type of its `x`, when there is no input, or when they differ
-/// in more than heads.
+/// As [`qk_norm_rope`], when a `dout` does not have the shape and type of its `x`, when there is no input, or when they
+/// differ in more than heads.
 pub fn qk_norm_rope_backward(
     all: &[QkNormRopeGrad<'_>],
     [cos, sin]: [&Tensor; 2],
     eps: f64,
     style: RopeStyle,
 ) -> Result<(Tensor, Vec<Tensor>)> {
-    let dims = beside("qk_norm_rope", &all.iter().map(|grad| grad.x).collect::<Vec<_>>())?;
     for QkNormRopeGrad { x, weight, dout } in all {
         QkNormRope::new(x, weight, [cos, sin], eps, style)?;
         if dout.dims() != x.dims() || dout.dtype() != x.dtype() {
@@ -77,6 +76,7 @@ pub fn qk_norm_rope_backward(
         }
         supported(NAME, &[x, dout])?;
     }
+    let dims = beside("qk_norm_rope", &all.iter().map(|grad| grad.x).collect::<Vec<_>>())?;
     let eps = eps as f32;
     #[cfg(feature = "cuda")]
     if cos.device().is_cuda() {
@@ -99,7 +99,7 @@ pub fn qk_norm_rope_backward(
         dxs.push(f32_tensor(dx, x.shape(), x.dtype())?);
         dweights.push(f32_tensor(dw, weight.shape(), weight.dtype())?);
     }
-    Ok((join(&dxs, dims)?, dweights))
+    Ok((Tensor::cat(&dxs, 2)?.reshape(dims)?, dweights))
 }
 
 /// Holds the tables: they have no gradients, and candle's ops have three inputs at most.

@@ -72,11 +72,11 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<
 /// # Errors
 /// As [`rope`], and when there is no `dout`, or they differ in more than heads.
 pub fn rope_backward(douts: &[&Tensor], cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<Tensor> {
-    let dims = beside("rope", douts)?;
     for dout in douts {
         check("rope", dout, cos, sin)?;
         supported(NAME, &[dout, cos, sin])?;
     }
+    let dims = beside("rope", douts)?;
     #[cfg(feature = "cuda")]
     if cos.device().is_cuda() {
         let dx = with_all_cuda(NAME, &[douts, &[cos, sin]].concat(), |all| {
@@ -91,7 +91,7 @@ pub fn rope_backward(douts: &[&Tensor], cos: &Tensor, sin: &Tensor, style: RopeS
         })?;
         f32_tensor(dx, dout.shape(), dout.dtype())
     };
-    join(&douts.iter().map(dx).collect::<Result<Vec<_>>>()?, dims)
+    Tensor::cat(&douts.iter().map(dx).collect::<Result<Vec<_>>>()?, 2)?.reshape(dims)
 }
 
 /// The shape of tensors (batch, sequence, heads, head_dim) side by side.
@@ -113,14 +113,6 @@ pub(super) fn beside(op: &str, all: &[&Tensor]) -> Result<(usize, usize, usize, 
             "one or more (batch, sequence, heads, head_dim) that differ in heads alone",
             "call it for each",
         )),
-    }
-}
-
-/// CPU tensors side by side.
-pub(super) fn join(all: &[Tensor], dims: (usize, usize, usize, usize)) -> Result<Tensor> {
-    match all {
-        [one] => Ok(one.clone()),
-        all => Tensor::cat(all, 2)?.reshape(dims),
     }
 }
 

@@ -4,9 +4,13 @@ use std::borrow::Cow;
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor};
+use rayon::prelude::*;
 
 use crate::cpu::view::unsupported_dtype;
 use crate::error::Error;
+
+/// Elements of rows that one task takes.
+const ROWS_SPAN: usize = 16 * 1024;
 
 /// Checks that all inputs are on one device, the CPU or an NVIDIA GPU that this build has kernels for.
 pub(super) fn supported(op: &str, tensors: &[&Tensor]) -> Result<()> {
@@ -80,19 +84,41 @@ pub(super) fn with_all_cuda<T>(
 
 /// Where each element lies, in row-major order.
 fn offsets(layout: &Layout) -> Vec<usize> {
-    let mut offsets = vec![layout.start_offset()];
-    for (&extent, &stride) in layout.dims().iter().zip(layout.stride()) {
+    offsets_of(layout.start_offset(), layout.dims(), layout.stride())
+}
+
+fn offsets_of(start: usize, dims: &[usize], strides: &[usize]) -> Vec<usize> {
+    let mut offsets = vec![start];
+    for (&extent, &stride) in dims.iter().zip(strides) {
         offsets = offsets.iter().flat_map(|at| (0..extent).map(move |i| at + i * stride)).collect();
     }
     offsets
 }
 
+/// The elements in row-major order, converted: row by row where neighbours in a row are neighbours in memory, as in a part of
+/// a tensor.
+fn gather<T: Copy + Sync>(values: &[T], layout: &Layout, f: impl Fn(T) -> f32 + Sync) -> Vec<f32> {
+    let (dims, strides) = (layout.dims(), layout.stride());
+    match (dims, strides) {
+        ([outer @ .., width], [outer_strides @ .., 1]) if *width > 0 => {
+            let starts = offsets_of(layout.start_offset(), outer, outer_strides);
+            let mut out = vec![0.0; starts.len() * width];
+            let rows = out.par_chunks_mut(*width).with_min_len(ROWS_SPAN.div_ceil(*width));
+            rows.zip(&starts).for_each(|(out, &start)| {
+                out.iter_mut().zip(&values[start..start + width]).for_each(|(out, &x)| *out = f(x));
+            });
+            out
+        }
+        _ => offsets(layout).into_iter().map(|i| f(values[i])).collect(),
+    }
+}
+
 /// The elements of a float tensor in row-major order; borrowed when they already are f32 and lie so.
 pub(super) fn f32_values<'a>(op: &str, storage: &'a CpuStorage, layout: &Layout) -> Result<Cow<'a, [f32]>> {
-    fn convert<T: Copy>(values: &[T], layout: &Layout, f: impl Fn(T) -> f32) -> Vec<f32> {
+    fn convert<T: Copy + Sync>(values: &[T], layout: &Layout, f: impl Fn(T) -> f32 + Sync) -> Vec<f32> {
         match layout.contiguous_offsets() {
             Some((start, end)) => values[start..end].iter().map(|&x| f(x)).collect(),
-            None => offsets(layout).into_iter().map(|i| f(values[i])).collect(),
+            None => gather(values, layout, f),
         }
     }
     Ok(match storage {

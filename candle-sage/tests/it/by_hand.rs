@@ -63,6 +63,12 @@ fn close(name: &str, got: &Tensor, expected: &Tensor, limit: f64) -> Result<()> 
     Ok(())
 }
 
+/// Rows 10 to 25, twice.
+fn apart_of(x: &Tensor) -> Result<Tensor> {
+    let rows = x.narrow(0, 10, 15)?;
+    Tensor::stack(&[&rows, &rows], 0)
+}
+
 /// The functions call what the graph calls: to the bit.
 fn backwards(place: &Place) -> Result<()> {
     let mut normals = Normals::new(1);
@@ -70,24 +76,31 @@ fn backwards(place: &Place) -> Result<()> {
     let (gate, up, dout) = (draw(&[30, 40])?, draw(&[30, 40])?, draw(&[30, 40])?);
     let out = ops::swiglu(&gate, &up)?;
     let expected = graph(&out, &dout, &[&gate, &up])?;
-    // As they are; side by side in one tensor; and where rows are not equally far apart, or channels no neighbours.
+    // As they are; side by side in one tensor; one of each; where channels are no neighbours; where rows are not equally far
+    // apart.
     let joined = Tensor::cat(&[gate.as_tensor(), up.as_tensor()], 1)?;
     let halves = [joined.narrow(1, 0, 40)?, joined.narrow(1, 40, 40)?];
     let turned = [gate.t()?.contiguous()?.t()?, up.t()?.contiguous()?.t()?];
     let plain = [gate.as_tensor().clone(), up.as_tensor().clone()];
-    for [gate, up] in [plain, halves, turned] {
+    let mixed = [halves[0].clone(), plain[1].clone()];
+    let apart = |x: &Tensor| Tensor::cat(&[x, x], 0)?.reshape((2, 30, 40))?.narrow(1, 10, 15);
+    let both = Tensor::cat(&expected, 1)?;
+    for [gate, up] in [plain.clone(), halves, mixed, turned] {
         same("swiglu of strided inputs", &ops::swiglu(&gate, &up)?, &out)?;
-        let (both, again) = ops::swiglu_backward(&gate, &up, &dout, true)?;
+        let (got, again) = ops::swiglu_backward(&gate, &up, &dout, true)?;
         same("swiglu", &again.expect("asked for"), &out)?;
-        same("swiglu's gradients", &both, &Tensor::cat(&expected, 1)?)?;
+        same("swiglu's gradients", &got, &both)?;
         assert!(ops::swiglu_backward(&gate, &up, &dout, false)?.1.is_none());
     }
+    let (got, _) = ops::swiglu_backward(&apart(&plain[0])?, &apart(&plain[1])?, &apart(&dout)?, false)?;
+    same("rows that are not equally far apart", &got, &apart_of(&both)?)?;
     // Rows that are no whole packs of a GPU.
     let odd = |t: &Tensor| t.narrow(1, 0, 37);
     let (both, _) = ops::swiglu_backward(&odd(&gate)?, &odd(&up)?, &odd(&dout)?, false)?;
     same("odd rows", &both, &Tensor::cat(&[odd(&expected[0])?, odd(&expected[1])?], 1)?)?;
 
     let (x, weight, dout) = (draw(&[2, 15, 3, 64])?, draw(&[64])?, draw(&[2, 15, 3, 64])?);
+    let other_weight = draw(&[64])?;
     let (cos, sin) = ops::rope_tables(15, 64, 100.0, &place.device)?;
     for style in [RopeStyle::Halves, RopeStyle::Interleaved] {
         let out = ops::qk_norm_rope(&x, &weight, &cos, &sin, 1e-6, style)?;
@@ -100,15 +113,17 @@ fn backwards(place: &Place) -> Result<()> {
         let joined = Tensor::cat(&[x.as_tensor(), &x.narrow(2, 1, 1)?], 2)?;
         let (query, key) = (joined.narrow(2, 0, 3)?, joined.narrow(2, 3, 1)?);
         same("of a strided input", &ops::qk_norm_rope(&query, &weight, &cos, &sin, 1e-6, style)?, &out)?;
-        let dkey = dout.narrow(2, 1, 1)?;
+        let (dkey, alone) = (dout.narrow(2, 1, 1)?, Var::from_tensor(&key)?);
+        let key_out = ops::qk_norm_rope(&alone, &other_weight, &cos, &sin, 1e-6, style)?;
+        let of_key = graph(&key_out, &dkey, &[&alone, &other_weight])?;
         let grads = [
             QkNormRopeGrad { x: &query, weight: &weight, dout: &dout },
-            QkNormRopeGrad { x: &key, weight: &weight, dout: &dkey },
+            QkNormRopeGrad { x: &key, weight: &other_weight, dout: &dkey },
         ];
         let (dx, dweights) = ops::qk_norm_rope_backward(&grads, [&cos, &sin], 1e-6, style)?;
-        same("side by side", &dx, &Tensor::cat(&[&expected[0], &expected[0].narrow(2, 1, 1)?], 2)?)?;
+        same("side by side", &dx, &Tensor::cat(&[&expected[0], &of_key[0]], 2)?)?;
         same("the first weight", &dweights[0], &expected[1])?;
-        assert_eq!(dweights.len(), 2);
+        same("the second weight", &dweights[1], &of_key[1])?;
 
         let out = ops::rope(&x, &cos, &sin, style)?;
         let expected = &graph(&out, &dout, &[&x])?[0];
@@ -235,7 +250,8 @@ fn sums_in_place() -> Result<()> {
 #[test]
 fn messages() {
     let zeros = |dims: &[usize], dtype| Tensor::zeros(dims, dtype, &Device::Cpu).expect("zeros");
-    let (a, b, point) = (zeros(&[2, 3], DType::F32), zeros(&[3, 4], DType::F32), zeros(&[], DType::F32));
+    let (a, b) = (zeros(&[2, 3], DType::F32), zeros(&[3, 4], DType::F32));
+    let (point, tables) = (zeros(&[], DType::F32), zeros(&[2, 2], DType::F32));
     for (wrong, expected) in [
         (ops::product_into(&zeros(&[2, 3], DType::F32), &a, &b, 1.0, true), "matrices do not fit together"),
         (ops::product_into(&zeros(&[2, 4], DType::BF16), &a, &b, 1.0, true), "sums are kept in f32"),
@@ -251,9 +267,9 @@ fn messages() {
         (ops::rope_backward(&[], &a, &a, RopeStyle::Halves).map(drop), "do not lie side by side"),
         (
             ops::rope_backward(
-                &[&zeros(&[1, 2, 3, 4], DType::F32), &zeros(&[1, 2, 3, 6], DType::F32)],
-                &a,
-                &a,
+                &[&zeros(&[1, 2, 3, 4], DType::F32), &zeros(&[2, 2, 3, 4], DType::F32)],
+                &tables,
+                &tables,
                 RopeStyle::Halves,
             )
             .map(drop),

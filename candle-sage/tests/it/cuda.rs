@@ -164,7 +164,7 @@ fn gradients_of_any_size() -> Result<()> {
 }
 
 /// Values that are up to 2^20 smaller than those of the next tile, or all zero, come out as good as others for queries that
-/// see them alone; beyond that they may vanish, but never grow. (Two tiles of values share a sum of integers on Hopper:
+/// see them alone; beyond that they lose bits, then vanish, but never grow. (Two tiles of values share a sum of integers on Hopper:
 /// `attention/sagebwd_forward_roles.cuh`.)
 #[test]
 #[ignore = "needs a GPU"]
@@ -176,6 +176,7 @@ fn values_of_any_size() -> Result<()> {
         [-18, 0, 9, 12, -7],
         [-20, 0, 0, -20, -30],
         [-60, 0, 0, -40, -30],
+        [-22, 0, 0, -24, 3],
         [ZERO, 0, ZERO, ZERO, 1],
     ];
     for d in [64, 128] {
@@ -202,7 +203,14 @@ fn values_of_any_size() -> Result<()> {
                     // What a causal query does not see must not matter.
                     let unseen = causal && tile % 2 == 0;
                     let neighbour = powers.get(tile ^ 1).filter(|_| !unseen).map_or(power, |&other| other);
-                    if power == ZERO || power < neighbour - 20 {
+                    let lost = neighbour - 20 - power;
+                    if power != ZERO && (1..=5).contains(&lost) {
+                        // Codes are off by half a unit of 2^lost / 254 of the largest P, or twice that where V's drawn sizes
+                        // differ as much; 64 of them make 8 times a row of P, at most.
+                        let error = relative_l2(parts[0], parts[1]);
+                        let limit = 0.05 + 8.0 * 2f64.powi(lost) / 254.0;
+                        assert!(error <= limit, "{what}: {error:.2e}, limit {limit:.2e}");
+                    } else if power == ZERO || lost > 0 {
                         let largest = parts[0].iter().fold(0.0, |most: f64, x| most.max(x.abs()));
                         let all = powers.into_iter().max().expect("five");
                         let limit = 8.0 * (2f64.powi(power) + 2f64.powi(all - 29));

@@ -18,7 +18,7 @@ use crate::{during, unpanicked};
 /// The table of the embedding, and of the output.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 
-/// Parameters start at multiples of this many elements: 16 bytes are aligned in every element type.
+/// Parameters that follow no other start at multiples of this many elements: 16 bytes are aligned in every element type.
 const ALIGNMENT: usize = 64;
 
 /// By name: which parameter, and its first element.
@@ -45,7 +45,7 @@ pub struct Parameters {
     copy: Option<Tensor>,
 }
 
-/// A parameter of a model: its value, and the place for its gradient where it is trained.
+/// A parameter of a model, or several as one: its value, and the place for its gradient where it is trained.
 #[derive(Debug, Clone)]
 pub struct Weight {
     /// In the type that the model computes in; vectors in f32.
@@ -71,7 +71,10 @@ impl Weight {
     /// For products that fill the whole gradient: whether this one is to be added to what is there, or is the first since
     /// [`Parameters::clear_gradients`].
     pub(super) fn take_turn(&self) -> bool {
-        self.filled.iter().fold(false, |turn, filled| filled.swap(true, Ordering::Relaxed) | turn)
+        let turns: Vec<bool> =
+            self.filled.iter().map(|filled| filled.swap(true, Ordering::Relaxed)).collect();
+        debug_assert!(turns.iter().all(|turn| *turn == turns[0]), "filled in part");
+        turns[0]
     }
 }
 
@@ -186,25 +189,23 @@ impl Parameters {
     /// Matrices that follow one another, as one with the rows of all.
     ///
     /// # Errors
-    /// When there is none of a name, or they do not follow one another.
+    /// When there is none of a name, or they do not follow one another, or are not of one width.
     pub fn joined(&self, names: &[String]) -> Result<Weight> {
-        let (mut rows, mut end, mut filled) = (0, None, Vec::with_capacity(names.len()));
+        let Some(first) = names.first() else { candle_core::bail!("no matrices to join") };
+        let (number, start) = self.place(first)?;
+        let columns = &self.specs[number].dims[1..];
+        let (mut rows, mut end, mut filled) = (0, start, Vec::with_capacity(names.len()));
         for name in names {
             let (number, at) = self.place(name)?;
             let spec = &self.specs[number];
-            if end.is_some_and(|end| end != at) {
-                candle_core::bail!("{names:?} do not follow one another");
+            if at != end || spec.dims[1..] != *columns {
+                candle_core::bail!("{names:?} are not matrices of one width that follow one another");
             }
-            end = Some(at + spec.len() as usize);
-            rows += spec.dims[0];
+            (rows, end) = (rows + spec.dims[0], end + spec.len() as usize);
             filled.push(self.filled[number].clone());
         }
-        let (number, start) = self.place(&names[0])?;
-        let dims = [&[rows], &self.specs[number].dims[1..]].concat();
-        let view = |all: &Tensor| {
-            let len = end.map_or(0, |end| end - start);
-            all.narrow(0, start, len)?.reshape(dims.as_slice())
-        };
+        let dims = [&[rows], columns].concat();
+        let view = |all: &Tensor| all.narrow(0, start, end - start)?.reshape(dims.as_slice());
         let values = match &self.copy {
             Some(copy) if dims.len() > 1 => copy.clone(),
             _ => self.state.get(0)?,

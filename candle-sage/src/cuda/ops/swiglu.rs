@@ -14,6 +14,7 @@ const NAME: &str = "swiglu";
 struct Rows<'a> {
     given: Operand<'a>,
     copy: Option<Dense<'a>>,
+    columns: usize,
     /// Elements from one row to the next.
     stride: usize,
 }
@@ -22,8 +23,8 @@ impl<'a> Rows<'a> {
     fn new(x: Operand<'a>, gpu: &Gpu) -> Result<Self> {
         let columns = x.1.dims().last().copied().unwrap_or(1);
         Ok(match row_stride(x.1) {
-            Some(stride) => Self { given: x, copy: None, stride },
-            None => Self { given: x, copy: Some(Dense::new(x, gpu)?), stride: columns },
+            Some(stride) => Self { given: x, copy: None, columns, stride },
+            None => Self { given: x, copy: Some(Dense::new(x, gpu)?), columns, stride: columns },
         })
     }
 
@@ -32,8 +33,8 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Elements from one row of the last dimension to the next, where neighbours in a row are neighbours in memory, and all rows are
-/// equally far apart.
+/// Elements from one row of the last dimension to the next, where neighbours in a row are neighbours in memory, and all
+/// rows are equally far apart.
 fn row_stride(layout: &Layout) -> Option<usize> {
     let mut dims: Vec<(usize, usize)> =
         layout.dims().iter().copied().zip(layout.stride().iter().copied()).collect();
@@ -52,8 +53,7 @@ fn problem(
     out_row: usize,
     gpu: &Gpu,
 ) -> Result<(params::SwiGlu, Packs)> {
-    let layout = gate.operand().1;
-    let (len, columns) = (layout.shape().elem_count(), layout.dims().last().copied().unwrap_or(1));
+    let (len, columns) = (gate.operand().1.shape().elem_count(), gate.columns);
     let (gate_at, up_at) = (start(gate.operand(), gpu)?, start(up.operand(), gpu)?);
     let starts = [&[gate_at, up_at], others].concat();
     // One long row where nothing has gaps: rows then need not be whole packs.
@@ -77,17 +77,16 @@ pub(crate) fn forward(gate: Operand<'_>, up: Operand<'_>) -> Result<CudaStorage>
     let gpu = Gpu::new(gate.0.device())?;
     let float = Float::of(NAME, gate.0)?;
     let len = gate.1.shape().elem_count();
-    let columns = gate.1.dims().last().copied().unwrap_or(1);
     let (gate, up) = (Rows::new(gate, &gpu)?, Rows::new(up, &gpu)?);
     let out = float.alloc(&gpu, len)?;
-    let (params, packs) = problem(float, [&gate, &up], &[], columns, &gpu)?;
+    let (params, packs) = problem(float, [&gate, &up], &[], gate.columns, &gpu)?;
     let params = params::SwiGlu { out: start_of(&out, &gpu)?, ..params };
     launch(&gpu, &packs.kernel("swiglu_fwd"), elementwise(len, packs), &params)?;
     Ok(out)
 }
 
-/// Gradients of gate and up, `beside` each other in each row or one after the other, and where `again` is true the output once
-/// more.
+/// Gradients of gate and up, `beside` each other in each row or one after the other, and where `again` is true the output
+/// once more.
 pub(crate) fn backward(
     gate: Operand<'_>,
     up: Operand<'_>,
@@ -98,11 +97,11 @@ pub(crate) fn backward(
     let gpu = Gpu::new(gate.0.device())?;
     let float = Float::of(NAME, gate.0)?;
     let len = gate.1.shape().elem_count();
-    let columns = gate.1.dims().last().copied().unwrap_or(1);
     let (gate, up, dy) = (Rows::new(gate, &gpu)?, Rows::new(up, &gpu)?, Dense::new(dy, &gpu)?);
     let both = float.alloc(&gpu, 2 * len)?;
     let y = again.then(|| float.alloc(&gpu, len)).transpose()?;
     let dy = dy.start(&gpu)?;
+    let columns = gate.columns;
     let (out_row, distance) = if beside { (2 * columns, columns) } else { (columns, len) };
     let dgate = start_of(&both, &gpu)?;
     let dup = dgate + (distance * float.bytes()) as u64;

@@ -15,7 +15,8 @@ struct Ring {
   uint32_t barriers;
 
   __device__ __forceinline__ explicit Ring(const Barriers& at) : barriers(ptx::shared_address(&at)) {}
-  // By one thread. `fetching`: how many times threads tell of a tile's copies; `reading`: how many warps read it.
+  // By one thread. `fetching`: how many times threads tell of a tile's copies; `reading`: how many times readers say that
+  // they are done, once a warp by `release`.
   __device__ __forceinline__ void prepare(int fetching, int reading) const {
     for (int n = 0; n < STAGES; ++n) ptx::landing_init(full(n), fetching), ptx::landing_init(empty(n), reading);
   }

@@ -19,8 +19,8 @@ struct __align__(16) StepScales {
   int beyond;          // by what power of two the ratio is under 2^log2_v: 0, nearly always; a byte for each tile
 
   // Sums of P are of exponentials that log2_v is in, in f16. At this ratio P under 2^-13 of the row's largest rounds to zero
-  // there, and all of them together are under 64 2^-13 of the sum. What is smaller goes into the codes alone: a tile that a
-  // query sees alone then loses bits of its codes, up to 2^-28 of the other tile's values.
+  // there, and all of them together are under 64 2^-13 of the sum. What is smaller goes into the codes alone: a tile that
+  // has nearly all of a query's attention then loses bits of its codes, up to 2^-28 of the other tile's values.
   static constexpr float LEAST = -20.0f;
 
   __device__ __forceinline__ StepScales(float k0, float k1, float v0, float v1)

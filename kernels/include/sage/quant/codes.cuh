@@ -67,8 +67,8 @@ constexpr int MAGIC_TILES = 8;
 constexpr float LOG2_127 = 6.98868468677217f;
 constexpr float LOG2_254 = 7.98868468677217f;
 
-// Codes of four values in [0, 255] that are in units of the scale already. Through f16: 11 bits are more than the codes have, in
-// [1024, 2048) its last bit is 1, and both conversions do two values at once.
+// Codes of four values in [0, 255] that are in units of the scale already. Through f16: 11 bits are more than the codes have,
+// in [1024, 2048) its last bit is 1, and both conversions do two values at once.
 __device__ __forceinline__ uint32_t codes_of_positive(__half2 low, __half2 high) {
   const __half2 magic = __half2half2(__ushort_as_half(0x6400));  // 1024
   low = __hadd2(low, magic), high = __hadd2(high, magic);
