@@ -1,5 +1,7 @@
 //! The gated unit of Llama's feed-forward network, with a backward.
 
+use std::ops::Range;
+
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
@@ -7,9 +9,9 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
+use super::support::{Rows, cpu_storage, f32_tensor, shape_error, supported};
 #[cfg(feature = "cuda")]
 use super::support::{cuda_tensor, with_cuda};
-use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
 use crate::cpu::lanes;
 use crate::cpu::view::to_storage;
 #[cfg(feature = "cuda")]
@@ -111,21 +113,35 @@ fn gradients([gate, up, dout]: [&Tensor; 3], again: bool, beside: bool) -> Resul
         return Ok((cuda_tensor(both, dims), y.map(|y| cuda_tensor(y, gate.shape()))));
     }
     let y = again.then(|| swiglu(&gate.detach(), &up.detach())).transpose()?;
-    // One long row where they come one after the other.
-    let width = if beside { dims[dims.len() - 1] / 2 } else { gate.elem_count() }.max(1);
-    let both = with_f32(NAME, [gate, up, dout], |[gate, up, dy]| {
-        let mut both = vec![0.0; 2 * gate.len()];
-        let rows = both.par_chunks_mut(2 * width).with_min_len(SPAN.div_ceil(width));
-        rows.enumerate().for_each(|(row, both)| {
-            let (dgate, dup) = both.split_at_mut(width);
-            let outputs = dgate.par_chunks_mut(SPAN).zip(dup.par_chunks_mut(SPAN));
-            outputs.enumerate().for_each(|(n, (dgate, dup))| {
-                let range = row * width + n * SPAN..row * width + n * SPAN + dgate.len();
-                gated_backward(dgate, dup, &gate[range.clone()], &up[range.clone()], &dy[range]);
-            });
+    let width = gate.dims().last().copied().unwrap_or(1);
+    let guards = [gate, up, dout].map(Tensor::storage_and_layout);
+    let rows = |n: usize| Rows::new(NAME, cpu_storage(&guards[n].0, NAME)?, guards[n].1);
+    let (gates, ups, dys) = (rows(0)?, rows(1)?, rows(2)?);
+    let mut both = vec![0.0; 2 * gate.elem_count()];
+    let span = |row: usize, at: Range<usize>, dgate: &mut [f32], dup: &mut [f32]| {
+        let [gate, up, dy] = [&gates, &ups, &dys].map(|rows| rows.part(row, at.clone()));
+        gated_backward(dgate, dup, gate, up, dy);
+    };
+    let of_row = |row: usize, dgate: &mut [f32], dup: &mut [f32]| {
+        if width <= SPAN {
+            return span(row, 0..width, dgate, dup);
+        }
+        let parts = dgate.par_chunks_mut(SPAN).zip(dup.par_chunks_mut(SPAN));
+        parts.enumerate().for_each(|(n, (dgate, dup))| {
+            span(row, n * SPAN..n * SPAN + dgate.len(), dgate, dup);
         });
-        Ok(both)
-    })?;
+    };
+    let (step, tasks) = (width.max(1), SPAN.div_ceil(width.max(1)));
+    if beside {
+        both.par_chunks_mut(2 * step).with_min_len(tasks).enumerate().for_each(|(row, both)| {
+            let (dgate, dup) = both.split_at_mut(step);
+            of_row(row, dgate, dup);
+        });
+    } else {
+        let (dgate, dup) = both.split_at_mut(gate.elem_count());
+        let rows = dgate.par_chunks_mut(step).zip(dup.par_chunks_mut(step)).with_min_len(tasks);
+        rows.enumerate().for_each(|(row, (dgate, dup))| of_row(row, dgate, dup));
+    }
     Ok((f32_tensor(both, dims, gate.dtype())?, y))
 }
 
@@ -141,10 +157,21 @@ impl CustomOp2 for SwiGlu {
         up: &CpuStorage,
         up_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (gates, ups) = (f32_values(NAME, gate, gate_layout)?, f32_values(NAME, up, up_layout)?);
-        let mut out = vec![0.0; gates.len()];
-        let inputs = gates.par_chunks(SPAN).zip(ups.par_chunks(SPAN));
-        out.par_chunks_mut(SPAN).zip(inputs).for_each(|(out, (gate, up))| gated(out, gate, up));
+        let (gates, ups) = (Rows::new(NAME, gate, gate_layout)?, Rows::new(NAME, up, up_layout)?);
+        let mut out = vec![0.0; gate_layout.shape().elem_count()];
+        let width = gate_layout.dims().last().copied().unwrap_or(1).max(1);
+        let rows = out.par_chunks_mut(width).with_min_len(SPAN.div_ceil(width));
+        let span = |row: usize, at: Range<usize>, out: &mut [f32]| {
+            gated(out, gates.part(row, at.clone()), ups.part(row, at));
+        };
+        rows.enumerate().for_each(|(row, out)| {
+            if width <= SPAN {
+                return span(row, 0..width, out);
+            }
+            out.par_chunks_mut(SPAN).enumerate().for_each(|(n, out)| {
+                span(row, n * SPAN..n * SPAN + out.len(), out);
+            });
+        });
         let dtype = gate.dtype();
         Ok((to_storage(out, dtype)?, gate_layout.shape().clone()))
     }

@@ -1,12 +1,13 @@
 //! SwiGLU on the GPU.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CudaStorage, Layout, Result};
+use candle_core::{CudaStorage, Result};
 
 use super::params::{self, launch};
 use super::tensor::{Dense, Float, Packs, elementwise, start, start_of};
 use crate::cuda::Operand;
 use crate::cuda::kernels::Gpu;
+use crate::ops::row_stride;
 
 const NAME: &str = "swiglu";
 
@@ -31,18 +32,6 @@ impl<'a> Rows<'a> {
     fn operand(&self) -> Operand<'_> {
         self.copy.as_ref().map_or(self.given, Dense::operand)
     }
-}
-
-/// Elements from one row of the last dimension to the next, where neighbours in a row are neighbours in memory, and all
-/// rows are equally far apart.
-fn row_stride(layout: &Layout) -> Option<usize> {
-    let mut dims: Vec<(usize, usize)> =
-        layout.dims().iter().copied().zip(layout.stride().iter().copied()).collect();
-    let (columns, step) = dims.pop().unwrap_or((1, 1));
-    // The stride of a dimension of one says nothing.
-    dims.retain(|&(extent, _)| extent != 1);
-    let follow = dims.windows(2).all(|pair| pair[0].1 == pair[1].0 * pair[1].1);
-    ((step == 1 || columns == 1) && follow).then(|| dims.last().map_or(columns, |&(_, stride)| stride))
 }
 
 /// `gate` and `up` in rows, and how a thread goes through them.
@@ -110,24 +99,4 @@ pub(crate) fn backward(
         params::SwiGlu { dy, out: dgate, dup, y: y.as_ref().map_or(Ok(0), |y| start_of(y, &gpu))?, ..params };
     launch(&gpu, &packs.kernel("swiglu_bwd"), elementwise(len, packs), &params)?;
     Ok((both, y))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rows_that_are_equally_far_apart() {
-        let of = |dims: &[usize], strides: &[usize]| row_stride(&Layout::new(dims.into(), strides.into(), 0));
-        assert_eq!(of(&[4, 5], &[5, 1]), Some(5));
-        assert_eq!(of(&[4, 5], &[12, 1]), Some(12));
-        assert_eq!(of(&[2, 4, 5], &[48, 12, 1]), Some(12));
-        assert_eq!(of(&[2, 4, 5], &[50, 12, 1]), None);
-        assert_eq!(of(&[2, 4, 5], &[5, 10, 1]), None);
-        assert_eq!(of(&[4, 5], &[1, 4]), None);
-        assert_eq!(of(&[2, 1, 5], &[10, 7, 1]), Some(10));
-        assert_eq!(of(&[4, 1], &[3, 9]), Some(3));
-        assert_eq!(of(&[5], &[1]), Some(5));
-        assert_eq!(of(&[], &[]), Some(1));
-    }
 }
