@@ -5,16 +5,13 @@ use candle_core::CudaStorage;
 use candle_core::{CpuStorage, DType, InplaceOp2, InplaceOp3, Layout, Result, Tensor};
 use rayon::prelude::*;
 
-use super::support::{check_sum, f32_values, f32_values_mut, shape_error, supported};
+use super::support::{SPAN, check_sum, f32_values, f32_values_mut, shape_error, supported};
 use crate::cpu::product::{Mat, product_parallel};
 #[cfg(feature = "cuda")]
 use crate::cuda;
 
 const ADD: &str = "add-into";
 const PRODUCT: &str = "product-into";
-
-/// Elements that one task takes.
-const SPAN: usize = 16 * 1024;
 
 /// `sum += x`.
 ///

@@ -9,8 +9,8 @@ use rayon::prelude::*;
 use crate::cpu::view::unsupported_dtype;
 use crate::error::Error;
 
-/// Elements of rows that one task takes.
-const ROWS_SPAN: usize = 16 * 1024;
+/// Elements that one task takes.
+pub(super) const SPAN: usize = 16 * 1024;
 
 /// Checks that all inputs are on one device, the CPU or an NVIDIA GPU that this build has kernels for.
 pub(super) fn supported(op: &str, tensors: &[&Tensor]) -> Result<()> {
@@ -103,7 +103,7 @@ fn gather<T: Copy + Sync>(values: &[T], layout: &Layout, f: impl Fn(T) -> f32 + 
         ([outer @ .., width], [outer_strides @ .., 1]) if *width > 0 => {
             let starts = offsets_of(layout.start_offset(), outer, outer_strides);
             let mut out = vec![0.0; starts.len() * width];
-            let rows = out.par_chunks_mut(*width).with_min_len(ROWS_SPAN.div_ceil(*width));
+            let rows = out.par_chunks_mut(*width).with_min_len(SPAN.div_ceil(*width));
             rows.zip(&starts).for_each(|(out, &start)| {
                 out.iter_mut().zip(&values[start..start + width]).for_each(|(out, &x)| *out = f(x));
             });

@@ -9,7 +9,7 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::support::{Rows, cpu_storage, f32_tensor, shape_error, supported};
+use super::support::{Rows, SPAN, cpu_storage, f32_tensor, shape_error, supported};
 #[cfg(feature = "cuda")]
 use super::support::{cuda_tensor, with_cuda};
 use crate::cpu::lanes;
@@ -18,9 +18,6 @@ use crate::cpu::view::to_storage;
 use crate::cuda;
 
 const NAME: &str = "swiglu";
-
-/// Elements that one task takes.
-const SPAN: usize = 16 * 1024;
 
 /// `y = silu(gate) o up`, `silu(x) = x / (1 + exp(-x))`, element by element.
 ///

@@ -164,8 +164,8 @@ fn gradients_of_any_size() -> Result<()> {
 }
 
 /// Values that are up to 2^20 smaller than those of the next tile, or all zero, come out as good as others for queries that
-/// see them alone; beyond that they lose bits, then vanish, but never grow. (Two tiles of values share a sum of integers on Hopper:
-/// `attention/sagebwd_forward_roles.cuh`.)
+/// see them alone; beyond that they lose bits, then vanish, but never grow. (Two tiles of values share a sum of integers on
+/// Hopper: `attention/sagebwd_forward_roles.cuh`.)
 #[test]
 #[ignore = "needs a GPU"]
 fn values_of_any_size() -> Result<()> {

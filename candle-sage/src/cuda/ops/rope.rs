@@ -73,21 +73,19 @@ impl<'a> Heads<'a> {
     }
 }
 
-/// New tensors (batch, sequence, heads, head_dim) whose heads lie side by side in one: that, and where each starts.
-fn beside(
-    gpu: &Gpu,
-    float: Float,
-    all: &[(usize, usize, usize, usize)],
-) -> Result<(CudaStorage, Vec<params::Heads>)> {
-    let &(batch, sequence, _, d) = all.first().expect("a tensor");
-    let heads: usize = all.iter().map(|dims| dims.2).sum();
+/// Room for something of the shape of each of `all`, heads side by side in one tensor: that, and where each starts.
+fn beside(gpu: &Gpu, all: &[Operand<'_>]) -> Result<(CudaStorage, Vec<params::Heads>)> {
+    let dims = all.iter().map(|x| x.1.shape().dims4()).collect::<Result<Vec<_>>>()?;
+    let (batch, sequence, _, d) = dims[0];
+    let heads: usize = dims.iter().map(|dims| dims.2).sum();
+    let float = Float::of(NAME, all[0].0)?;
     let out = float.alloc(gpu, batch * sequence * heads * d)?;
     let start = start_of(&out, gpu)?;
+    let token = (heads * d) as i64;
     let mut before = 0;
-    let places = all.iter().map(|dims| {
+    let places = dims.iter().map(|dims| {
         let data = start + (before * d * float.bytes()) as u64;
         before += dims.2;
-        let token = (heads * d) as i64;
         params::Heads { data, batch: token * sequence as i64, token, head: d as i64 }
     });
     let places = places.collect();
@@ -166,9 +164,8 @@ fn run(
 
 /// Rotates by the angles times `direction`; the heads of the results lie side by side.
 pub(crate) fn rotate(all: &[Operand<'_>], rotation: Rotation<'_>, direction: f32) -> Result<CudaStorage> {
-    let first = all[0].0;
-    let gpu = Gpu::new(first.device())?;
-    let (out, places) = beside(&gpu, Float::of(NAME, first)?, &dims(all)?)?;
+    let gpu = Gpu::new(all[0].0.device())?;
+    let (out, places) = beside(&gpu, all)?;
     for (&x, place) in all.iter().zip(places) {
         run(&gpu, "rope", &Heads::new(x, &gpu)?, rotation, direction, None, place)?;
     }
@@ -184,7 +181,7 @@ pub(crate) fn norm_forward(
 ) -> Result<CudaStorage> {
     let gpu = Gpu::new(x.0.device())?;
     let norm = Norm { weight: &Dense::new(weight, &gpu)?, eps, gradient: None };
-    let (out, places) = beside(&gpu, Float::of(NAME, x.0)?, &dims(&[x])?)?;
+    let (out, places) = beside(&gpu, &[x])?;
     run(&gpu, "qk_norm_rope_fwd", &Heads::new(x, &gpu)?, rotation, 1.0, Some(norm), places[0])?;
     Ok(out)
 }
@@ -195,10 +192,9 @@ pub(crate) fn norm_backward(
     rotation: Rotation<'_>,
     eps: f32,
 ) -> Result<(CudaStorage, Vec<CudaStorage>)> {
-    let first = all[0][0].0;
-    let gpu = Gpu::new(first.device())?;
-    let (out, places) =
-        beside(&gpu, Float::of(NAME, first)?, &dims(&all.iter().map(|all| all[0]).collect::<Vec<_>>())?)?;
+    let inputs: Vec<Operand<'_>> = all.iter().map(|&[x, ..]| x).collect();
+    let gpu = Gpu::new(inputs[0].0.device())?;
+    let (out, places) = beside(&gpu, &inputs)?;
     let mut weights = Vec::with_capacity(all.len());
     for (&[x, weight, dy], place) in all.iter().zip(places) {
         let width = weight.1.shape().elem_count();
@@ -210,8 +206,4 @@ pub(crate) fn norm_backward(
         weights.push(partial_sums(&gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?);
     }
     Ok((out, weights))
-}
-
-fn dims(all: &[Operand<'_>]) -> Result<Vec<(usize, usize, usize, usize)>> {
-    all.iter().map(|x| x.1.shape().dims4()).collect()
 }
