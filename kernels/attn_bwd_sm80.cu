@@ -42,7 +42,7 @@ constexpr auto choose() {
   }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define BACKWARD(name, Numerics, T, D, ...) WITH_ROLES(name, Numerics##Roles<T, D>)
+#define BACKWARD(name, Numerics, T, D, ...) WITH_ROLES(name, Numerics##Roles<T, D __VA_OPT__(, ) __VA_ARGS__>)
 #else
 #define BACKWARD(name, Numerics, T, D, ...) PORTABLE(name, Numerics<T, D, Plan __VA_OPT__(, ) __VA_ARGS__>)
 #endif
@@ -50,8 +50,10 @@ constexpr auto choose() {
 #define HEAD_DIMS(type, T)                                                                      \
   BACKWARD(attn_bwd_full_precision_##type##_64, FullPrecisionBackward, T, 64)                   \
   BACKWARD(attn_bwd_full_precision_##type##_128, FullPrecisionBackward, T, 128)                 \
-  BACKWARD(attn_bwd_sagebwd_##type##_64, SageBwdBackward, T, 64, false)                         \
-  BACKWARD(attn_bwd_sagebwd_##type##_128, SageBwdBackward, T, 128, false)                       \
+  BACKWARD(attn_bwd_attn_qat_##type##_64, FullPrecisionBackward, T, 64, attention::Nvfp4Probabilities)   \
+  BACKWARD(attn_bwd_attn_qat_##type##_128, FullPrecisionBackward, T, 128, attention::Nvfp4Probabilities) \
+  BACKWARD(attn_bwd_sagebwd_##type##_64, SageBwdBackward, T, 64)                                \
+  BACKWARD(attn_bwd_sagebwd_##type##_128, SageBwdBackward, T, 128)                              \
   PORTABLE(attn_bwd_sagebwd_general_##type##_64, SageBwdBackward<T, 64, Plan, true>)            \
   PORTABLE(attn_bwd_sagebwd_general_##type##_128, SageBwdBackward<T, 128, Plan, true>)
 

@@ -22,7 +22,7 @@ using namespace sage;
   }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define FORWARD(name, Numerics, T, D, ...) WITH_ROLES(name, Numerics##Roles<T, D>)
+#define FORWARD(name, Numerics, T, D, ...) WITH_ROLES(name, Numerics##Roles<T, D __VA_OPT__(, ) __VA_ARGS__>)
 #else
 #define FORWARD(name, Numerics, T, D, ...) PORTABLE(name, Numerics<T, D __VA_OPT__(, ) __VA_ARGS__>)
 #endif
@@ -30,8 +30,10 @@ using namespace sage;
 #define HEAD_DIMS(type, T)                                                         \
   FORWARD(attn_fwd_full_precision_##type##_64, FullPrecisionForward, T, 64)        \
   FORWARD(attn_fwd_full_precision_##type##_128, FullPrecisionForward, T, 128)      \
-  FORWARD(attn_fwd_sagebwd_##type##_64, SageBwdForward, T, 64, false)              \
-  FORWARD(attn_fwd_sagebwd_##type##_128, SageBwdForward, T, 128, false)            \
+  FORWARD(attn_fwd_attn_qat_##type##_64, FullPrecisionForward, T, 64, attention::Nvfp4Probabilities)   \
+  FORWARD(attn_fwd_attn_qat_##type##_128, FullPrecisionForward, T, 128, attention::Nvfp4Probabilities) \
+  FORWARD(attn_fwd_sagebwd_##type##_64, SageBwdForward, T, 64)                     \
+  FORWARD(attn_fwd_sagebwd_##type##_128, SageBwdForward, T, 128)                   \
   PORTABLE(attn_fwd_sagebwd_qk_##type##_64, SageBwdForward<T, 64, true>)           \
   PORTABLE(attn_fwd_sagebwd_qk_##type##_128, SageBwdForward<T, 128, true>)
 

@@ -5,22 +5,10 @@
 using namespace sage;
 using attention::Rows;
 using attention::Segment;
+using attention::segment_of_tile;
 using attention::TILE;
 
 namespace {
-
-// The segment that owns a tile of the padded buffers.
-template <bool QUERY>
-__device__ int segment_of_tile(const params::Shape& shape, int tile) {
-  if (!shape.segments) return tile / (((QUERY ? shape.query_len : shape.key_len) + TILE - 1) / TILE);
-  int low = 0, high = shape.segment_count - 1;  // the last segment that starts at or before the tile
-  while (low < high) {
-    int middle = (low + high + 1) / 2;
-    int start = QUERY ? shape.segments[middle].query_tile : shape.segments[middle].key_tile;
-    if (start <= tile) low = middle; else high = middle - 1;
-  }
-  return low;
-}
 
 // Sums of K over each tile, in the order of the tokens: (key head, tile, channel). A block reads a tile at once, as `quantize`
 // does: threads that each walk down their channels all ask the same memory channels at the same time.

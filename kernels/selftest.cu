@@ -4,7 +4,9 @@
 #include <sage/layout/permutation.cuh>
 #include <sage/ptx/mma.cuh>
 #include <sage/ptx/wgmma.cuh>
+#include <sage/ptx/convert.cuh>
 #include <sage/quant/codes.cuh>
+#include <sage/quant/nvfp4.cuh>
 
 using namespace sage;
 
@@ -206,6 +208,20 @@ __device__ void smaller_codes(const Params& p) {
         quant::codes_over(reinterpret_cast<const uint32_t*>(p.a)[threadIdx.x], power);
 }
 
+// Numbers in NVFP4's formats: E2M1, E4M3 of the magnitude, the scale of a group with that maximum in both directions, and E4M3
+// as the hardware has it.
+__device__ void nvfp4(const Params& p) {
+  constexpr int COUNT = 1 << 16;
+  float* out = reinterpret_cast<float*>(p.out);
+  for (int i = threadIdx.x; i < COUNT; i += 32) {
+    float x = reinterpret_cast<const float*>(p.a)[i];
+    quant::Nvfp4Scale scale = quant::nvfp4_scale_of(fabsf(x));
+    out[i] = quant::e2m1(x), out[COUNT + i] = quant::e4m3_of_positive(fabsf(x));
+    out[2 * COUNT + i] = scale.dequant, out[3 * COUNT + i] = scale.quant;
+    out[4 * COUNT + i] = ptx::e4m3(fabsf(x));
+  }
+}
+
 }  // namespace
 
 #define KERNEL_OF(threads, name, ...) \
@@ -224,6 +240,7 @@ KERNEL(selftest_round_trip, round_trip)
 KERNEL(selftest_permuted, permuted_product)
 KERNEL(selftest_conversions, conversions)
 KERNEL(selftest_smaller_codes, smaller_codes)
+KERNEL(selftest_nvfp4, nvfp4)
 
 #define GROUP_CODES(bytes)                                                                          \
   GROUP_KERNEL(selftest_group_##bytes##_shared_32, group_codes<bytes, 4, SHARED>)                   \

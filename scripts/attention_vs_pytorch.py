@@ -94,8 +94,7 @@ def main():
             except RuntimeError as error:
                 print(f"{d:>4} {n:>7} {causal:>6}  {name:<8} failed: {str(error)[:80]}")
             torch.cuda.empty_cache()
-        for name in ("fpa", "sagebwd"):
-            r = mine[d, n, causal, name]
+        for name, r in [(key[3], r) for key, r in mine.items() if key[:3] == (d, n, causal)]:
             lines.append((name, float(r["forward_ms"]), float(r["both_ms"]), int(r["extra_bytes"])))
         base = lines[0]
         for name, forward, both, extra in lines:

@@ -1,9 +1,10 @@
 //! Attention on the CPU: the algorithms as a kernel would run them, tile for tile, on all threads.
 //!
 //! `forward` and `backward` walk the tiles; what happens inside a tile is a scheme's
-//! [`numerics::Numerics`], in the file of its name. On one machine, results depend on the inputs and
+//! [`numerics`], in the file of its name. On one machine, results depend on the inputs and
 //! the shape alone, never on the number of threads.
 
+mod attn_qat;
 mod backward;
 mod forward;
 mod full_precision;
@@ -11,29 +12,49 @@ pub(crate) mod lanes;
 mod numerics;
 pub(crate) mod product;
 pub(crate) mod quantize;
+mod rows;
 mod sagebwd;
 pub(crate) mod view;
 
+use std::fmt::Debug;
+
 use full_precision::FullPrecision;
 pub(crate) use numerics::Problem;
-use sagebwd::SageBwd;
 use view::View;
 
 use crate::scheme::Scheme;
 
-/// What a forward keeps for its backward.
-#[derive(Debug)]
-pub(crate) struct Saved {
-    /// Base-2 log-sum-exp of each query, (batch, query heads, query).
-    lse2: Vec<f32>,
-    operands: Operands,
+/// A scheme on the CPU: one implementation each, in the file of its name.
+trait OnCpu: Debug + Send + Sync + 'static {
+    /// What the forward keeps for the backward.
+    type Kept: Debug + Send + Sync + 'static;
+
+    /// Computes the output, as (batch, query, query heads, head_dim) without gaps.
+    fn forward(&self, problem: &Problem<'_>) -> (Vec<f32>, Self::Kept);
+
+    /// Computes the gradients from what the forward kept, its output and the output's gradient.
+    fn backward(&self, problem: &Problem<'_>, kept: &Self::Kept, past: &Past<'_>) -> Gradients;
 }
 
-/// What a scheme keeps besides the log-sum-exp.
+/// The forward's output, and the gradient that came back.
 #[derive(Debug)]
-enum Operands {
-    FullPrecision,
-    SageBwd(sagebwd::Codes),
+pub(crate) struct Past<'a> {
+    pub(crate) out: &'a View<'a>,
+    pub(crate) dout: &'a View<'a>,
+}
+
+/// A forward that ran: its scheme with what that kept. There is no other way to a backward, so that the two always fit.
+pub(crate) trait Ran: Debug + Send + Sync {
+    fn backward(&self, problem: &Problem<'_>, past: &Past<'_>) -> Gradients;
+}
+
+#[derive(Debug)]
+struct Pair<S: OnCpu>(S, S::Kept);
+
+impl<S: OnCpu> Ran for Pair<S> {
+    fn backward(&self, problem: &Problem<'_>, past: &Past<'_>) -> Gradients {
+        self.0.backward(problem, &self.1, past)
+    }
 }
 
 /// Gradients as f32, in the layouts of query, key and value without gaps.
@@ -45,36 +66,14 @@ pub(crate) struct Gradients {
 }
 
 /// Computes the output, as (batch, query, query heads, head_dim) without gaps.
-pub(crate) fn forward(scheme: &Scheme, problem: &Problem<'_>) -> (Vec<f32>, Saved) {
-    match scheme {
-        Scheme::FullPrecision => {
-            let (out, lse2) = forward::run(&FullPrecision::new(problem), problem);
-            (out, Saved { lse2, operands: Operands::FullPrecision })
-        }
-        Scheme::SageBwd(settings) => {
-            let codes = sagebwd::Codes::new(settings, problem);
-            let (out, lse2) = forward::run(&SageBwd::forward(settings, problem, &codes), problem);
-            (out, Saved { lse2, operands: Operands::SageBwd(codes) })
-        }
+pub(crate) fn forward(scheme: &Scheme, problem: &Problem<'_>) -> (Vec<f32>, Box<dyn Ran>) {
+    fn run<S: OnCpu>(scheme: S, problem: &Problem<'_>) -> (Vec<f32>, Box<dyn Ran>) {
+        let (out, kept) = scheme.forward(problem);
+        (out, Box::new(Pair(scheme, kept)))
     }
-}
-
-/// Computes the gradients from what the forward kept, its output and the output's gradient.
-pub(crate) fn backward(
-    scheme: &Scheme,
-    problem: &Problem<'_>,
-    saved: &Saved,
-    out: &View<'_>,
-    dout: &View<'_>,
-) -> Gradients {
-    let past = backward::Past { lse2: &saved.lse2, out, dout };
-    match (scheme, &saved.operands) {
-        (Scheme::SageBwd(settings), Operands::SageBwd(codes)) => {
-            backward::run(&SageBwd::backward(settings, problem, codes), problem, &past)
-        }
-        (Scheme::FullPrecision, Operands::FullPrecision) => {
-            backward::run(&FullPrecision::new(problem), problem, &past)
-        }
-        _ => unreachable!("an op has one scheme for its forward and its backward"),
+    match *scheme {
+        Scheme::FullPrecision => run(FullPrecision, problem),
+        Scheme::SageBwd(settings) => run(settings, problem),
+        Scheme::AttnQat(settings) => run(settings, problem),
     }
 }

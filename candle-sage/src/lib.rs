@@ -1,7 +1,7 @@
 //! Trainable low-bit attention for [candle](https://docs.rs/candle-core).
 //!
-//! [`ops::Attention`] is attention with a forward and a backward of its own, in full precision or
-//! on INT8 codes ([`scheme::SageBwd`]). It joins candle's graph: call `backward()` as always.
+//! [`ops::Attention`] is attention with a forward and a backward of its own: in full precision, on INT8 codes
+//! ([`scheme::SageBwd`]), or trained for 4-bit inference ([`scheme::AttnQat`]). It joins candle's graph: call `backward()` as always.
 //! Beside it are the other operators that training needs ([`ops`]), modules made of them
 //! ([`nn`]), and exact f64 attention to compare with ([`mod@reference`]).
 //!
@@ -16,6 +16,7 @@ mod cpu;
 mod cuda;
 mod error;
 pub mod nn;
+pub mod nvfp4;
 pub mod ops;
 pub mod reference;
 pub mod scheme;
@@ -23,5 +24,5 @@ pub mod shape;
 
 pub use error::{Error, Result};
 pub use ops::Attention;
-pub use scheme::{Granularity, SageBwd, Scheme, Smoothing};
+pub use scheme::{AttnQat, Granularity, PReference, SageBwd, Scheme, Smoothing, ValueGroups};
 pub use shape::{AttentionShape, Packing};

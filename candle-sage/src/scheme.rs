@@ -3,8 +3,10 @@
 //! A scheme has a file of the same name on every floor: `scheme/sagebwd.rs` holds its settings,
 //! `cpu/sagebwd.rs` its arithmetic.
 
+mod attn_qat;
 mod sagebwd;
 
+pub use attn_qat::{AttnQat, PReference, ValueGroups};
 pub use sagebwd::{Granularity, SageBwd, Smoothing};
 
 use crate::error::Result;
@@ -20,9 +22,44 @@ pub enum Scheme {
     FullPrecision,
     /// INT8 attention with an INT8 backward (SageBwd, arXiv 2603.02170).
     SageBwd(SageBwd),
+    /// FP4 attention with a backward that trains through it (Attn-QAT, arXiv 2603.00040).
+    AttnQat(AttnQat),
 }
 
 impl Scheme {
+    /// Every scheme, with its default settings.
+    pub fn all() -> Vec<Self> {
+        vec![Self::FullPrecision, Self::SageBwd(SageBwd::default()), Self::AttnQat(AttnQat::default())]
+    }
+
+    /// A word for the scheme, the same for all of its settings: as it is called in tables and on command lines.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::FullPrecision => "fpa",
+            Self::SageBwd(_) => "sagebwd",
+            Self::AttnQat(_) => "attn-qat",
+        }
+    }
+
+    /// One line that says what it is.
+    pub fn summary(&self) -> &'static str {
+        match self {
+            Self::FullPrecision => "Full-precision attention",
+            Self::SageBwd(_) => "INT8 attention with an INT8 backward (SageBwd)",
+            Self::AttnQat(_) => "FP4 attention, trained for FP4 inference (Attn-QAT)",
+        }
+    }
+
+    /// Bytes a token that a forward keeps for its backward besides inputs, output and log-sum-exp, with so many channels of
+    /// all query heads and of all key heads, of `element` bytes.
+    pub fn kept_bytes(&self, queries: u64, keys: u64, element: u64) -> u64 {
+        match self {
+            Self::FullPrecision => 0,
+            Self::SageBwd(_) => queries + keys,
+            Self::AttnQat(_) => queries * element,
+        }
+    }
+
     /// Checks the settings.
     ///
     /// # Errors
@@ -31,6 +68,7 @@ impl Scheme {
         match self {
             Scheme::FullPrecision => Ok(()),
             Scheme::SageBwd(settings) => settings.validate(),
+            Scheme::AttnQat(settings) => settings.validate(),
         }
     }
 }
@@ -41,11 +79,18 @@ impl From<SageBwd> for Scheme {
     }
 }
 
+impl From<AttnQat> for Scheme {
+    fn from(settings: AttnQat) -> Self {
+        Scheme::AttnQat(settings)
+    }
+}
+
 impl std::fmt::Display for Scheme {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Scheme::FullPrecision => f.write_str("full precision"),
             Scheme::SageBwd(settings) => settings.fmt(f),
+            Scheme::AttnQat(settings) => settings.fmt(f),
         }
     }
 }

@@ -5,7 +5,7 @@ mod clock;
 use std::fmt::Write as _;
 
 use candle_core::{DType, Device, Tensor};
-use candle_sage::{Attention, Error, Result, SageBwd, Scheme};
+use candle_sage::{Attention, Error, Result, Scheme};
 use clock::{Clock, peak_bytes};
 
 use crate::during;
@@ -87,13 +87,6 @@ impl Measured {
     pub fn tflops(&self) -> (f64, f64) {
         (self.operations() / self.forward_ms / 1e9, 3.5 * self.operations() / self.both_ms / 1e9)
     }
-
-    fn name(&self) -> &'static str {
-        match self.scheme {
-            Scheme::FullPrecision => "fpa",
-            _ => "sagebwd",
-        }
-    }
 }
 
 /// The usual rows: short and long, both native head_dims, causal.
@@ -104,7 +97,7 @@ pub fn usual_rows() -> Vec<Row> {
         .collect()
 }
 
-/// Measures one row: full precision, then SageBwd.
+/// Measures one row, all schemes one after the other.
 ///
 /// # Errors
 /// When the device has no kernels for the shape, or runs out of memory.
@@ -122,7 +115,7 @@ pub fn measure(plan: &Plan, row: Row) -> Result<Vec<Measured>> {
         .collect::<candle_core::Result<_>>()
         .map_err(failed)?;
     let clock = Clock::new(&plan.device).map_err(failed)?;
-    [Scheme::FullPrecision, SageBwd::default().into()]
+    Scheme::all()
         .into_iter()
         .map(|scheme| {
             let attention = Attention::new(scheme).causal(row.causal);
@@ -169,7 +162,7 @@ pub fn table_line(m: &Measured) -> String {
         if m.row.causal { "yes" } else { "no" },
         m.batch,
         m.heads,
-        m.name(),
+        m.scheme.name(),
         m.forward_ms,
         m.both_ms,
         forward,
@@ -192,7 +185,7 @@ pub fn csv(all: &[Measured]) -> String {
             u8::from(m.row.causal),
             m.batch,
             m.heads,
-            m.name(),
+            m.scheme.name(),
             m.forward_ms,
             m.both_ms,
             forward,

@@ -5,7 +5,7 @@ mod summary;
 
 use std::path::{Path, PathBuf};
 
-use candle_sage::{Error, Granularity, Result, SageBwd, Scheme, Smoothing};
+use candle_sage::{Error, Result};
 
 use crate::checks::{above_zero, in_range};
 use crate::data::{Cut, Tokenizer};
@@ -137,7 +137,6 @@ impl Config {
         }
         let mut s = settings.over(preset::defaults(preset));
         let (attn, qk_norm) = (need(s.attn), need(s.qk_norm) == Switch::On);
-        let sage = sage(&s);
         let heads = need(s.heads);
         let model = LlamaConfig {
             vocab: model_vocab(preset, need(s.vocab_size).0 as usize),
@@ -152,11 +151,7 @@ impl Config {
             norm_eps: above_zero("norm-eps", need(s.norm_eps))?,
             qk_norm,
             init_std: need(s.init_std),
-            scheme: match attn {
-                Attn::Fpa => Some(Scheme::FullPrecision),
-                Attn::Sagebwd => Some(Scheme::SageBwd(sage)),
-                Attn::None => None,
-            },
+            scheme: attn.scheme(&s),
             z_loss: in_range("z-loss", need(s.z_loss), 0.0, 1.0)?,
             recompute: need(s.recompute),
             deterministic: need(s.deterministic) == Switch::On,
@@ -290,22 +285,9 @@ impl Config {
         toml::to_string(&settings).expect("settings are plain values")
     }
 
-    /// The settings of SageBwd, also where another attention runs.
-    pub fn sage(&self) -> SageBwd {
-        sage(&self.settings)
-    }
-
     /// Tokens of an optimizer step.
     pub fn tokens_per_step(&self) -> u64 {
         (self.micro_batch * self.accumulation * self.model.context) as u64
-    }
-}
-
-fn sage(settings: &Settings) -> SageBwd {
-    SageBwd {
-        smoothing: Smoothing::from(need(settings.smoothing)),
-        granularity: settings.granularity.map_or(Granularity::default(), |g| g.0),
-        ..SageBwd::default()
     }
 }
 

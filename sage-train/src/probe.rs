@@ -3,12 +3,12 @@
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, Var};
-use candle_sage::{Attention, Result, Scheme};
+use candle_sage::{Attention, Result, SageBwd, Scheme};
 
 use crate::data::{Batches, Cut, Dataset};
 use crate::device::Place;
 use crate::model::{Llama, LlamaConfig, Parameters};
-use crate::settings::Settings;
+use crate::settings::{Attn, Settings};
 use crate::trained::Trained;
 use crate::{during, tell};
 
@@ -45,7 +45,7 @@ pub struct Probed {
 }
 
 /// Runs validation sequences through the model of a run with full-precision attention, and computes
-/// every layer's attention again with SageBwd on the tensors found there. `settings` win over the run's.
+/// every layer's attention again with the run's low-bit scheme (SageBwd, if it has none) on the tensors found there. `settings` win over the run's.
 ///
 /// # Errors
 /// When the folder is not a run with weights, its data is gone or another, or the model has no attention.
@@ -54,8 +54,10 @@ pub fn probe(folder: &Path, sequences: usize, settings: Settings) -> Result<Prob
     let trained = Trained::open(folder, Place::Cpu, settings, true)?;
     trained.check_attention(folder, "probe")?;
     let Trained { config, parameters, device, .. } = &trained;
-    // A full-precision run has settings for SageBwd too.
-    let scheme = Scheme::SageBwd(config.sage());
+    let scheme = match config.model.scheme {
+        Some(scheme) if scheme != Scheme::FullPrecision => scheme,
+        _ => Attn::from(SageBwd::default()).scheme(&config.settings).unwrap_or_default(),
+    };
     let data = Dataset::load(&config.data, &|line| tell(line))?;
     data.tokenizer.check_same(&folder.join("tokenizer.json"))?;
     let cut = Cut { end_of_document: None, ..config.data.cut(&data.tokenizer) };

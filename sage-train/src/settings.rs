@@ -1,37 +1,18 @@
 //! Every setting of a run, as typed on the command line or written in a TOML file. All optional:
 //! `config` fills in the rest from the preset.
 
+mod attention;
+
 use std::path::PathBuf;
 
-use candle_sage::{Granularity, Smoothing};
+pub use attention::{Attn, SmoothingSetting, Text};
+use candle_sage::{Granularity, PReference, ValueGroups};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::device::Place;
 use crate::model::Recompute;
 use crate::quantity::Quantity;
-
-/// How to attend.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Attn {
-    /// Full-precision attention
-    Fpa,
-    /// INT8 attention with an INT8 backward (SageBwd)
-    Sagebwd,
-    /// No attention at all: the baseline that shows what attention is worth
-    None,
-}
-
-impl std::fmt::Display for Attn {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Attn::Fpa => "fpa",
-            Attn::Sagebwd => "sagebwd",
-            Attn::None => "none",
-        })
-    }
-}
 
 /// On or off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -66,52 +47,6 @@ pub enum Schedule {
     Wsd,
     /// Constant
     Constant,
-}
-
-/// Which token means SageBwd subtracts before quantizing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum SmoothingSetting {
-    /// None
-    None,
-    /// K's mean over all tokens
-    K,
-    /// K's mean, and the mean of each tile of Q
-    Qk,
-}
-
-impl From<SmoothingSetting> for Smoothing {
-    fn from(setting: SmoothingSetting) -> Self {
-        match setting {
-            SmoothingSetting::None => Smoothing::None,
-            SmoothingSetting::K => Smoothing::K,
-            SmoothingSetting::Qk => Smoothing::Qk,
-        }
-    }
-}
-
-/// [`Granularity`] in the words of its `Display`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct GranularitySetting(pub Granularity);
-
-impl std::str::FromStr for GranularitySetting {
-    type Err = candle_sage::Error;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        text.parse().map(GranularitySetting)
-    }
-}
-
-impl Serialize for GranularitySetting {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(&self.0)
-    }
-}
-
-impl<'de> Deserialize<'de> for GranularitySetting {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
-    }
 }
 
 /// A path to train on, and how much of each step comes from it: `PATH` or `PATH=WEIGHT`.
@@ -189,12 +124,27 @@ pub struct Settings {
     /// RMSNorm of each head's queries and keys before the rotary embedding [default: on]
     #[arg(long, value_enum, help_heading = "Attention")]
     pub qk_norm: Option<Switch>,
-    /// SageBwd: token means subtracted before quantizing [default: k]
+    /// Token means subtracted before quantizing [default: k for sagebwd, none for attn-qat]
     #[arg(long, value_enum, help_heading = "Attention")]
     pub smoothing: Option<SmoothingSetting>,
     /// SageBwd: vectors that share a scale in the backward: vector, group-N, tile [default: vector]
     #[arg(long, help_heading = "Attention")]
-    pub granularity: Option<GranularitySetting>,
+    pub granularity: Option<Text<Granularity>>,
+    /// Attn-QAT: along what 16 values of V share a scale: tokens, head-dim [default: tokens]
+    #[arg(long, help_heading = "Attention")]
+    pub value_groups: Option<Text<ValueGroups>>,
+    /// Attn-QAT: what probabilities are relative to when quantized: row-max, two-level, literal [default: row-max]
+    #[arg(long, help_heading = "Attention")]
+    pub p_reference: Option<Text<PReference>>,
+    /// Attn-QAT: compute dS with the output of unquantized probabilities [default: on]
+    #[arg(long, value_enum, help_heading = "Attention")]
+    pub high_precision_output: Option<Switch>,
+    /// Attn-QAT: compute the backward from the quantized query, key and value [default: on]
+    #[arg(long, value_enum, help_heading = "Attention")]
+    pub matched_recomputation: Option<Switch>,
+    /// Attn-QAT: compute dV from quantized probabilities [default: on]
+    #[arg(long, value_enum, help_heading = "Attention")]
+    pub requantized_p: Option<Switch>,
 
     /// What to train on: .txt, .jsonl (each also .gz, .zst), .parquet, or .bin shards of tokens; a folder or a
     /// 'pattern*' of them; given again, with weights, a mixture [default: the built-in corpus]
@@ -370,6 +320,11 @@ impl Settings {
             qk_norm,
             smoothing,
             granularity,
+            value_groups,
+            p_reference,
+            high_precision_output,
+            matched_recomputation,
+            requantized_p,
             data,
             text_field,
             tokenizer,

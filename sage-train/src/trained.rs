@@ -55,7 +55,7 @@ impl Trained {
             let context = settings.context.unwrap_or(Quantity(hf::longest(folder)?.min(4096) as u64));
             let settings = settings.over(hf::settings(folder)?);
             // As it was published: in full precision, where nothing else is asked for.
-            let attn = settings.attn.or(Some(Attn::Fpa));
+            let attn = settings.attn.or(Some(Attn::EXACT));
             let config =
                 Config::resolve(one_micro_batch(Settings { context: Some(context), attn, ..settings }))?;
             let parameters = hf::load(folder, &config.model, &device, place.dtype(), trained)?;
@@ -91,7 +91,7 @@ impl Trained {
         }
         Err(Error::new(format!("the model has no attention to {what}"))
             .got(folder.display())
-            .allowed("a run with --attn fpa or sagebwd")
+            .allowed("a run with attention: any --attn but none")
             .hint("train one: sage-train --attn sagebwd"))
     }
 }

@@ -5,16 +5,9 @@ use std::ops::Range;
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::numerics::{Head, Numerics, Problem, Tile, cut, mask};
+use super::numerics::{BackwardNumerics, Head, Operands, Problem, Tile, cut, mask};
 use super::view::View;
 use super::{Gradients, lanes};
-
-/// What the forward left behind, and the gradient that came back.
-pub(super) struct Past<'a> {
-    pub(super) lse2: &'a [f32],
-    pub(super) out: &'a View<'a>,
-    pub(super) dout: &'a View<'a>,
-}
 
 /// The keys of one key head that one thread takes at a time.
 struct Item {
@@ -35,7 +28,7 @@ struct Part {
 const ENOUGH_ITEMS: usize = 16;
 const MOST_SPLITS: usize = 8;
 
-fn items<N: Numerics>(numerics: &N, problem: &Problem<'_>) -> Vec<Item> {
+fn items<N: Operands>(numerics: &N, problem: &Problem<'_>) -> Vec<Item> {
     let heads = problem.shape.key_heads();
     // A function of the shape alone: the order of additions must not depend on the threads.
     let splits = ENOUGH_ITEMS.div_ceil(problem.segments.len() * heads).min(MOST_SPLITS);
@@ -54,10 +47,10 @@ fn items<N: Numerics>(numerics: &N, problem: &Problem<'_>) -> Vec<Item> {
     items
 }
 
-pub(super) fn run<N: Numerics>(numerics: &N, problem: &Problem<'_>, past: &Past<'_>) -> Gradients {
+pub(super) fn run<N: BackwardNumerics>(numerics: &N, problem: &Problem<'_>, dout: &View<'_>) -> Gradients {
     let (shape, d) = (problem.shape, problem.head_dim());
     let items = items(numerics, problem);
-    let parts: Vec<Part> = items.par_iter().map(|item| run_item(numerics, problem, past, item)).collect();
+    let parts: Vec<Part> = items.par_iter().map(|item| run_item(numerics, problem, dout, item)).collect();
 
     let (heads, key_heads, group) = (shape.query_heads(), shape.key_heads(), shape.group());
     let mut dq = vec![0.0; shape.batch() * shape.query_len() * heads * d];
@@ -87,7 +80,7 @@ fn add_rows(into: &mut [f32], rows: &[f32], d: usize, first: usize, heads: usize
     }
 }
 
-fn run_item<N: Numerics>(numerics: &N, problem: &Problem<'_>, past: &Past<'_>, item: &Item) -> Part {
+fn run_item<N: BackwardNumerics>(numerics: &N, problem: &Problem<'_>, dout: &View<'_>, item: &Item) -> Part {
     let d = problem.head_dim();
     let segment = &problem.segments[item.at.segment];
     let count = segment.query.len();
@@ -100,10 +93,10 @@ fn run_item<N: Numerics>(numerics: &N, problem: &Problem<'_>, past: &Past<'_>, i
     for member in 0..group {
         let at = Head { segment: item.at.segment, head: item.at.head * group + member };
         let queries = numerics.queries(at, 0..count);
-        let dout = problem.query_rows(past.dout, at, 0..count);
-        let delta = delta(&problem.query_rows(past.out, at, 0..count), &dout, d);
-        let lse2 = &past.lse2[problem.lse_start(at)..][..count];
-        let grads = numerics.grads(dout);
+        let dout = problem.query_rows(dout, at, 0..count);
+        let delta = numerics.delta(at, &dout);
+        let lse2 = &numerics.lse2()[problem.lse_start(at)..][..count];
+        let grads = numerics.grads(at, dout);
         let mut dq = vec![0.0; count * d];
         for col in item.keys.clone().step_by(tile_k) {
             let cols = tile_k.min(item.keys.end - col);
@@ -130,9 +123,9 @@ fn run_item<N: Numerics>(numerics: &N, problem: &Problem<'_>, past: &Past<'_>, i
     part
 }
 
-/// `D = rowsum(dO o O)`, with the output as the forward returned it.
+/// The products of two matrices row by row, as `D = rowsum(dO o O)` needs them.
 #[multiversion(targets = "simd")]
-fn delta(out: &[f32], dout: &[f32], d: usize) -> Vec<f32> {
+pub(super) fn row_dots(out: &[f32], dout: &[f32], d: usize) -> Vec<f32> {
     let mut delta = vec![0.0; out.len() / d];
     for ((delta, out), dout) in delta.iter_mut().zip(out.chunks_exact(d)).zip(dout.chunks_exact(d)) {
         *delta = lanes::dot(out, dout);

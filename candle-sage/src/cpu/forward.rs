@@ -4,14 +4,14 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::numerics::{Head, Numerics, Problem, Softmax, Tile, mask};
+use super::numerics::{Finished, ForwardNumerics, Head, Problem, Tile, mask};
 
 /// Queries that one thread takes at a time; they share one reading of the keys.
 const QUERIES_PER_ITEM: usize = 512;
 
-/// Returns the output, (batch, query, query heads, head_dim), and the base-2 log-sum-exp,
-/// (batch, query heads, query).
-pub(super) fn run<N: Numerics>(numerics: &N, problem: &Problem<'_>) -> (Vec<f32>, Vec<f32>) {
+/// Returns the outputs, (batch, query, query heads, head_dim), and the states, (batch, query heads, query), of all
+/// queries.
+pub(super) fn run<N: ForwardNumerics>(numerics: &N, problem: &Problem<'_>) -> Finished {
     let (shape, d) = (problem.shape, problem.head_dim());
     let step = QUERIES_PER_ITEM.next_multiple_of(numerics.tile().0);
     let items: Vec<(Head, Range<usize>)> = (0..problem.segments.len())
@@ -21,58 +21,60 @@ pub(super) fn run<N: Numerics>(numerics: &N, problem: &Problem<'_>) -> (Vec<f32>
             (0..queries).step_by(step).map(move |start| (at, start..(start + step).min(queries)))
         })
         .collect();
-    let parts: Vec<(Vec<f32>, Vec<f32>)> =
+    let parts: Vec<Vec<Finished>> =
         items.par_iter().map(|(at, queries)| run_item(numerics, problem, *at, queries.clone())).collect();
 
     let heads = shape.query_heads();
-    let mut out = vec![0.0; shape.batch() * shape.query_len() * heads * d];
-    let mut lse2 = vec![f32::NEG_INFINITY; shape.batch() * shape.query_len() * heads];
-    for ((at, queries), (part, part_lse2)) in items.iter().zip(parts) {
+    let rows = shape.batch() * shape.query_len() * heads;
+    let mut all = Finished {
+        outputs: vec![vec![0.0; rows * d]; N::OUTPUTS],
+        states: vec![vec![f32::NEG_INFINITY; rows]; N::STATES],
+    };
+    for ((at, queries), tiles) in items.iter().zip(parts) {
         let segment = &problem.segments[at.segment];
-        let first = segment.batch * shape.query_len() + segment.query.start + queries.start;
-        for (r, row) in part.chunks_exact(d).enumerate() {
-            let start = ((first + r) * heads + at.head) * d;
-            out[start..start + d].copy_from_slice(row);
+        let mut row = queries.start;
+        for tile in tiles {
+            let count = tile.states[0].len();
+            let first = segment.batch * shape.query_len() + segment.query.start + row;
+            for (all, tile) in all.outputs.iter_mut().zip(&tile.outputs) {
+                for (r, values) in tile.chunks_exact(d).enumerate() {
+                    let start = ((first + r) * heads + at.head) * d;
+                    all[start..start + d].copy_from_slice(values);
+                }
+            }
+            let start = problem.lse_start(*at) + row;
+            for (all, tile) in all.states.iter_mut().zip(&tile.states) {
+                all[start..start + count].copy_from_slice(tile);
+            }
+            row += count;
         }
-        let start = problem.lse_start(*at) + queries.start;
-        lse2[start..start + part_lse2.len()].copy_from_slice(&part_lse2);
     }
-    (out, lse2)
+    all
 }
 
-fn run_item<N: Numerics>(
+fn run_item<N: ForwardNumerics>(
     numerics: &N,
     problem: &Problem<'_>,
     at: Head,
     range: Range<usize>,
-) -> (Vec<f32>, Vec<f32>) {
-    let (segment, d) = (&problem.segments[at.segment], problem.head_dim());
+) -> Vec<Finished> {
+    let segment = &problem.segments[at.segment];
     let (tile_q, tile_k) = numerics.tile();
     let keys = numerics.keys(problem.key_head(at), 0..segment.visible_keys(range.end - 1));
     let queries = numerics.queries(at, range.clone());
     let mut logits = vec![0.0; tile_q * tile_k];
-    let (mut out, mut lse2) = (Vec::with_capacity(range.len() * d), Vec::with_capacity(range.len()));
-    for row in range.clone().step_by(tile_q) {
+    let tiles = range.clone().step_by(tile_q).map(|row| {
         let rows = tile_q.min(range.end - row);
-        let mut softmax =
-            Softmax { max: vec![f32::NEG_INFINITY; rows], sum: vec![0.0; rows], acc: vec![0.0; rows * d] };
+        let mut state = numerics.rows(rows);
         let visible = segment.visible_keys(row + rows - 1);
         for col in (0..visible).step_by(tile_k) {
             let tile = Tile { row, rows, col, cols: tile_k.min(visible - col) };
             let logits = &mut logits[..rows * tile.cols];
             numerics.logits(&queries, &keys, tile, logits);
             mask(segment, tile, logits);
-            numerics.attend(&keys, tile, logits, &mut softmax);
+            numerics.attend(&keys, tile, logits, &mut state);
         }
-        for (r, acc) in softmax.acc.chunks_exact(d).enumerate() {
-            // Only a query that sees no key gives zeros: a sum that came to 0 otherwise gives NaN.
-            let (inverse, row_lse2) = match segment.visible_keys(row + r) {
-                0 => (0.0, f32::NEG_INFINITY),
-                _ => (1.0 / softmax.sum[r], softmax.max[r] + softmax.sum[r].log2()),
-            };
-            out.extend(acc.iter().map(|x| x * inverse));
-            lse2.push(row_lse2);
-        }
-    }
-    (out, lse2)
+        numerics.finish(state, &|r| segment.visible_keys(row + r) > 0)
+    });
+    tiles.collect()
 }

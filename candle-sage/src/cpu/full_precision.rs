@@ -1,97 +1,103 @@
 //! Every product in f32.
 
-use std::f32::consts::LOG2_E;
-use std::ops::Range;
-
 use multiversion::multiversion;
 
-use super::lanes;
-use super::numerics::{Head, Numerics, Problem, Softmax, Tile, cut};
+use super::backward::row_dots;
+use super::numerics::{BackwardNumerics, Finished, ForwardNumerics, Head, Problem, Softmax, Tile};
 use super::product::{Mat, product};
-
-/// Rows of a query tile and of a key tile.
-const TILE: (usize, usize) = (64, 64);
+use super::rows::{Keys, RowSource, Rows};
+use super::view::View;
+use super::{Gradients, OnCpu, Past, backward, forward, lanes};
 
 /// See [`crate::scheme::Scheme::FullPrecision`].
-pub(super) struct FullPrecision<'a> {
+#[derive(Debug)]
+pub(super) struct FullPrecision;
+
+impl OnCpu for FullPrecision {
+    /// The base-2 log-sum-exps.
+    type Kept = Vec<f32>;
+
+    fn forward(&self, problem: &Problem<'_>) -> (Vec<f32>, Self::Kept) {
+        forward::run(&Forward(problem), problem).out_and_lse2()
+    }
+
+    fn backward(&self, problem: &Problem<'_>, lse2: &Self::Kept, past: &Past<'_>) -> Gradients {
+        backward::run(&Backward { problem, lse2, out: past.out }, problem, past.dout)
+    }
+}
+
+/// The products of the forward.
+struct Forward<'a>(&'a Problem<'a>);
+
+/// The products of the backward.
+struct Backward<'a> {
     problem: &'a Problem<'a>,
+    lse2: &'a [f32],
+    out: &'a View<'a>,
 }
 
-impl<'a> FullPrecision<'a> {
-    pub(super) fn new(problem: &'a Problem<'a>) -> Self {
-        Self { problem }
-    }
-
-    fn d(&self) -> usize {
-        self.problem.head_dim()
+impl RowSource for Forward<'_> {
+    fn problem(&self) -> &Problem<'_> {
+        self.0
     }
 }
 
-/// The rows of a head from `start` on.
-pub(super) struct Rows<const TENSORS: usize> {
-    start: usize,
-    rows: [Vec<f32>; TENSORS],
+impl RowSource for Backward<'_> {
+    fn problem(&self) -> &Problem<'_> {
+        self.problem
+    }
 }
 
-impl Numerics for FullPrecision<'_> {
-    type Keys = Rows<2>;
-    type Queries = Rows<1>;
-    type Grads = Vec<f32>;
+impl ForwardNumerics for Forward<'_> {
+    type Rows = Softmax;
+    const OUTPUTS: usize = 1;
+    const STATES: usize = 1;
 
-    fn tile(&self) -> (usize, usize) {
-        TILE
+    fn rows(&self, count: usize) -> Softmax {
+        Softmax::new(count, self.0.head_dim())
     }
 
-    fn keys(&self, at: Head, tokens: Range<usize>) -> Rows<2> {
-        let (k, v) = (self.problem.k_rows(at, tokens.clone()), self.problem.v_rows(at, tokens.clone()));
-        Rows { start: tokens.start, rows: [k, v] }
-    }
-
-    fn queries(&self, at: Head, tokens: Range<usize>) -> Rows<1> {
-        Rows { start: tokens.start, rows: [self.problem.q_rows(at, tokens)] }
-    }
-
-    fn grads(&self, dout: Vec<f32>) -> Vec<f32> {
-        dout
-    }
-
-    fn logits(&self, queries: &Rows<1>, keys: &Rows<2>, tile: Tile, out: &mut [f32]) {
-        let (q, k) = (self.tile_rows(&queries.rows[0], queries.start, tile), self.tile_cols(keys, 0, tile));
-        product(out, q, k.t(), self.problem.softmax_scale * LOG2_E, false);
-    }
-
-    fn attend(&self, keys: &Rows<2>, tile: Tile, logits: &mut [f32], softmax: &mut Softmax) {
-        online_softmax(tile.cols, logits, softmax);
+    fn attend(&self, keys: &Keys, tile: Tile, logits: &mut [f32], rows: &mut Softmax) {
+        online_softmax(tile.cols, logits, rows);
         let p = Mat::new(logits, tile.rows, tile.cols);
-        product(&mut softmax.acc, p, self.tile_cols(keys, 1, tile), 1.0, true);
+        product(&mut rows.acc[0], p, keys.v.of_keys(tile), 1.0, true);
     }
 
-    fn add_dv(&self, p: &[f32], grads: &Vec<f32>, tile: Tile, dv: &mut [f32]) {
-        let p = Mat::new(p, tile.rows, tile.cols);
-        product(dv, p.t(), self.tile_rows(grads, 0, tile), 1.0, true);
-    }
-
-    fn dp(&self, grads: &Vec<f32>, keys: &Rows<2>, tile: Tile, out: &mut [f32]) {
-        product(out, self.tile_rows(grads, 0, tile), self.tile_cols(keys, 1, tile).t(), 1.0, false);
-    }
-
-    fn add_dq(&self, ds: &[f32], keys: &Rows<2>, tile: Tile, dq: &mut [f32]) {
-        product(dq, Mat::new(ds, tile.rows, tile.cols), self.tile_cols(keys, 0, tile), 1.0, true);
-    }
-
-    fn add_dk(&self, ds: &[f32], queries: &Rows<1>, tile: Tile, dk: &mut [f32]) {
-        let q = self.tile_rows(&queries.rows[0], queries.start, tile);
-        product(dk, Mat::new(ds, tile.rows, tile.cols).t(), q, 1.0, true);
+    fn finish(&self, rows: Softmax, sees: &dyn Fn(usize) -> bool) -> Finished {
+        rows.finish(sees)
     }
 }
 
-impl FullPrecision<'_> {
-    fn tile_rows<'m>(&self, rows: &'m [f32], start: usize, tile: Tile) -> Mat<'m> {
-        Mat::new(cut(rows, start, tile.row, tile.rows, self.d()), tile.rows, self.d())
+impl BackwardNumerics for Backward<'_> {
+    type Grads = Rows;
+
+    fn lse2(&self) -> &[f32] {
+        self.lse2
     }
 
-    fn tile_cols<'m>(&self, keys: &'m Rows<2>, tensor: usize, tile: Tile) -> Mat<'m> {
-        Mat::new(cut(&keys.rows[tensor], keys.start, tile.col, tile.cols, self.d()), tile.cols, self.d())
+    fn delta(&self, at: Head, dout: &[f32]) -> Vec<f32> {
+        let d = self.problem.head_dim();
+        row_dots(&self.problem.query_rows(self.out, at, 0..dout.len() / d), dout, d)
+    }
+
+    fn grads(&self, _: Head, dout: Vec<f32>) -> Rows {
+        Rows::new(0, self.problem.head_dim(), dout)
+    }
+
+    fn add_dv(&self, p: &[f32], grads: &Rows, tile: Tile, dv: &mut [f32]) {
+        product(dv, Mat::new(p, tile.rows, tile.cols).t(), grads.of_queries(tile), 1.0, true);
+    }
+
+    fn dp(&self, grads: &Rows, keys: &Keys, tile: Tile, out: &mut [f32]) {
+        product(out, grads.of_queries(tile), keys.v.of_keys(tile).t(), 1.0, false);
+    }
+
+    fn add_dq(&self, ds: &[f32], keys: &Keys, tile: Tile, dq: &mut [f32]) {
+        product(dq, Mat::new(ds, tile.rows, tile.cols), keys.k.of_keys(tile), 1.0, true);
+    }
+
+    fn add_dk(&self, ds: &[f32], queries: &Rows, tile: Tile, dk: &mut [f32]) {
+        product(dk, Mat::new(ds, tile.rows, tile.cols).t(), queries.of_queries(tile), 1.0, true);
     }
 }
 
@@ -99,8 +105,9 @@ impl FullPrecision<'_> {
 /// accumulated so far to them.
 #[multiversion(targets = "simd")]
 fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax) {
-    let d = softmax.acc.len() / softmax.max.len();
-    let state = softmax.max.iter_mut().zip(&mut softmax.sum).zip(softmax.acc.chunks_exact_mut(d));
+    let Softmax { reference, sum, acc: [acc] } = softmax;
+    let d = acc.len() / sum.len();
+    let state = reference.iter_mut().zip(sum).zip(acc.chunks_exact_mut(d));
     for (row, ((max, sum), acc)) in logits.chunks_exact_mut(cols).zip(state) {
         let row_max = lanes::max(row);
         let new_max = if row_max > *max { row_max } else { *max };

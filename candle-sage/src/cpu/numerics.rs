@@ -1,6 +1,11 @@
-//! What a scheme supplies: the seven products, a tile at a time.
+//! What a scheme supplies to the walks over tiles: operands and products, a tile at a time.
+//!
+//! Tiles come in the order of FlashAttention-2: the forward keeps a tile of queries and walks the keys, the backward
+//! keeps a tile of keys and walks the queries.
 
 use std::ops::Range;
+
+use rayon::prelude::*;
 
 use super::view::View;
 use crate::shape::{AttentionShape, Segment};
@@ -91,40 +96,109 @@ pub(crate) fn cut(values: &[f32], start: usize, at: usize, count: usize, width: 
     &values[(at - start) * width..(at - start + count) * width]
 }
 
-/// The running softmax of a tile of queries.
+/// The running softmax of a tile of queries, with as many accumulators as the scheme has outputs.
 #[derive(Debug)]
-pub(crate) struct Softmax {
-    /// Largest base-2 logit so far.
-    pub(crate) max: Vec<f32>,
-    /// Sum of `2^(logit - max)`.
+pub(crate) struct Softmax<const OUTPUTS: usize = 1> {
+    /// What exponents are taken relative to: the largest base-2 logit so far, unless the scheme says otherwise.
+    pub(crate) reference: Vec<f32>,
+    /// Sum of `2^(logit - reference)`.
     pub(crate) sum: Vec<f32>,
-    /// Weighted sum of the values, not yet divided by `sum`.
-    pub(crate) acc: Vec<f32>,
+    /// Weighted sums of the values, (rows, head_dim), not yet divided by `sum`.
+    pub(crate) acc: [Vec<f32>; OUTPUTS],
 }
 
-/// The products of one scheme. Tiles come in the order of FlashAttention-2: the forward keeps a
-/// tile of queries and walks the keys, the backward keeps a tile of keys and walks the queries.
-pub(crate) trait Numerics: Sync {
+impl<const OUTPUTS: usize> Softmax<OUTPUTS> {
+    pub(crate) fn new(rows: usize, d: usize) -> Self {
+        Self {
+            reference: vec![f32::NEG_INFINITY; rows],
+            sum: vec![0.0; rows],
+            acc: std::array::from_fn(|_| vec![0.0; rows * d]),
+        }
+    }
+
+    /// Divides by the sums. `sees` tells whether a row of the tile sees any key.
+    pub(crate) fn finish(self, sees: &dyn Fn(usize) -> bool) -> Finished {
+        let Self { reference, sum, mut acc } = self;
+        let d = acc[0].len() / sum.len();
+        let mut lse2 = Vec::with_capacity(sum.len());
+        for (r, (&reference, &sum)) in reference.iter().zip(&sum).enumerate() {
+            // Only a query that sees no key gives zeros: a sum that came to 0 otherwise gives NaN.
+            let (inverse, row_lse2) =
+                if sees(r) { (1.0 / sum, reference + sum.log2()) } else { (0.0, f32::NEG_INFINITY) };
+            for acc in &mut acc {
+                acc[r * d..(r + 1) * d].iter_mut().for_each(|x| *x *= inverse);
+            }
+            lse2.push(row_lse2);
+        }
+        Finished { outputs: acc.into(), states: vec![lse2] }
+    }
+}
+
+/// What is left of some queries when all their keys were attended to; of one tile, and of a whole call.
+#[derive(Debug)]
+pub(crate) struct Finished {
+    /// One vector of head_dim values a query in each. The first is the output.
+    pub(crate) outputs: Vec<Vec<f32>>,
+    /// One value a query in each. The first is the base-2 log-sum-exp.
+    pub(crate) states: Vec<Vec<f32>>,
+}
+
+impl Finished {
+    /// The output and the log-sum-exp, of a scheme that has no more.
+    pub(crate) fn out_and_lse2(mut self) -> (Vec<f32>, Vec<f32>) {
+        (self.outputs.swap_remove(0), self.states.swap_remove(0))
+    }
+}
+
+/// What both walks read: Q, K and V as the scheme has them, and the logits of a tile.
+pub(crate) trait Operands: Sync {
     /// Key and value of one head, ready for products.
     type Keys;
     /// Query of one head, ready for products.
     type Queries;
-    /// Output gradient of one head, ready for products.
-    type Grads;
 
     /// Rows of a query tile and of a key tile.
     fn tile(&self) -> (usize, usize);
 
     fn keys(&self, at: Head, tokens: Range<usize>) -> Self::Keys;
     fn queries(&self, at: Head, tokens: Range<usize>) -> Self::Queries;
-    fn grads(&self, dout: Vec<f32>) -> Self::Grads;
 
     /// `out = softmax_scale log2(e) Q K^T`.
     fn logits(&self, queries: &Self::Queries, keys: &Self::Keys, tile: Tile, out: &mut [f32]);
+}
+
+/// The products of a scheme's forward.
+pub(crate) trait ForwardNumerics: Operands {
+    /// The running state of a tile of queries: the online softmax and the accumulators.
+    type Rows;
+    /// How many tensors of the query's shape come out: see [`Finished`].
+    const OUTPUTS: usize;
+    /// How many values a query come out.
+    const STATES: usize;
+
+    /// The state before any key.
+    fn rows(&self, count: usize) -> Self::Rows;
 
     /// One step of the online softmax: folds a tile of logits, masked with minus infinity, into
-    /// `softmax`. Overwrites `logits`.
-    fn attend(&self, keys: &Self::Keys, tile: Tile, logits: &mut [f32], softmax: &mut Softmax);
+    /// `rows`. Overwrites `logits`.
+    fn attend(&self, keys: &Self::Keys, tile: Tile, logits: &mut [f32], rows: &mut Self::Rows);
+
+    /// The results of a tile of queries. `sees` tells whether a row of the tile sees any key.
+    fn finish(&self, rows: Self::Rows, sees: &dyn Fn(usize) -> bool) -> Finished;
+}
+
+/// The products of a scheme's backward.
+pub(crate) trait BackwardNumerics: Operands {
+    /// Output gradient of one head, ready for products.
+    type Grads;
+
+    /// The base-2 log-sum-exps, (batch, query heads, query).
+    fn lse2(&self) -> &[f32];
+
+    /// `D` of each query of a head, which `dS = P o (dP - D)` subtracts: `rowsum(P o dP)`, or what stands for it.
+    fn delta(&self, at: Head, dout: &[f32]) -> Vec<f32>;
+
+    fn grads(&self, at: Head, dout: Vec<f32>) -> Self::Grads;
 
     /// `dv += P^T dO`, for the keys of the tile.
     fn add_dv(&self, p: &[f32], grads: &Self::Grads, tile: Tile, dv: &mut [f32]);
@@ -137,6 +211,18 @@ pub(crate) trait Numerics: Sync {
 
     /// `dk += dS^T Q`, for the keys of the tile; without the softmax scale.
     fn add_dk(&self, ds: &[f32], queries: &Self::Queries, tile: Tile, dk: &mut [f32]);
+}
+
+/// Calls `make` for every head of every segment, on all threads: (segment, head) order.
+pub(crate) fn per_head<T: Send>(
+    problem: &Problem<'_>,
+    heads: usize,
+    make: impl Fn(Head) -> T + Sync,
+) -> Vec<T> {
+    (0..problem.segments.len() * heads)
+        .into_par_iter()
+        .map(|n| make(Head { segment: n / heads, head: n % heads }))
+        .collect()
 }
 
 /// Hides the keys that a query of the tile does not see.

@@ -5,13 +5,34 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 use multiversion::multiversion;
-use rayon::prelude::*;
 
-use super::lanes;
-use super::numerics::{Head, Numerics, Problem, Softmax, Tile, cut};
+use super::backward::row_dots;
+use super::numerics::{
+    BackwardNumerics, Finished, ForwardNumerics, Head, Operands, Problem, Softmax, Tile, cut, per_head,
+};
 use super::product::{Mat, product};
 use super::quantize::{Scale, TileCodes, channel_mean, code, subtract_mean};
+use super::view::View;
+use super::{Gradients, OnCpu, Past, backward, forward, lanes};
 use crate::scheme::{SageBwd as Settings, Smoothing};
+
+impl OnCpu for Settings {
+    /// The base-2 log-sum-exps, and codes and scales of Q and K.
+    type Kept = (Vec<f32>, Codes);
+
+    fn forward(&self, problem: &Problem<'_>) -> (Vec<f32>, Self::Kept) {
+        let codes = Codes::new(self, problem);
+        let products =
+            Products { settings: self, problem, codes: &codes, values: CodesOfV::new(self, problem) };
+        let (out, lse2) = forward::run(&products, problem).out_and_lse2();
+        (out, (lse2, codes))
+    }
+
+    fn backward(&self, problem: &Problem<'_>, (lse2, codes): &Self::Kept, past: &Past<'_>) -> Gradients {
+        let values = Values16 { lse2, out: past.out };
+        backward::run(&Products { settings: self, problem, codes, values }, problem, past.dout)
+    }
+}
 
 /// What the forward keeps: the codes and scales of Q and K, and the means taken out of them.
 #[derive(Debug)]
@@ -58,41 +79,62 @@ impl Codes {
     }
 }
 
-fn per_head<T: Send>(problem: &Problem<'_>, heads: usize, make: impl Fn(Head) -> T + Sync) -> Vec<T> {
-    (0..problem.segments.len() * heads)
-        .into_par_iter()
-        .map(|n| make(Head { segment: n / heads, head: n % heads }))
-        .collect()
-}
-
-/// Which walk the operands are for.
-enum Pass {
-    /// With the codes of V, one for each segment and key head.
-    Forward(Vec<TileCodes>),
-    Backward,
-}
-
-/// See [`crate::scheme::SageBwd`].
-pub(super) struct SageBwd<'a> {
+/// See [`crate::scheme::SageBwd`]: the products of a walk, which differ in what they read of V.
+struct Products<'a, V> {
     settings: &'a Settings,
     problem: &'a Problem<'a>,
     codes: &'a Codes,
-    pass: Pass,
+    values: V,
 }
 
-impl<'a> SageBwd<'a> {
-    pub(super) fn forward(settings: &'a Settings, problem: &'a Problem<'a>, codes: &'a Codes) -> Self {
-        let values = per_head(problem, problem.shape.key_heads(), |at| {
+/// What a walk reads of V.
+trait Values: Sync {
+    /// The rows of one key head.
+    fn rows(&self, problem: &Problem<'_>, at: Head, index: usize, tokens: Range<usize>) -> Vec<f32>;
+}
+
+/// The forward's: codes, one for each segment and key head.
+struct CodesOfV(Vec<TileCodes>);
+
+impl CodesOfV {
+    fn new(settings: &Settings, problem: &Problem<'_>) -> Self {
+        Self(per_head(problem, problem.shape.key_heads(), |at| {
             let rows = problem.v_rows(at, 0..problem.segments[at.segment].key.len());
             TileCodes::new(&rows, problem.head_dim(), settings.tile_k)
-        });
-        Self { settings, problem, codes, pass: Pass::Forward(values) }
+        }))
     }
+}
 
-    pub(super) fn backward(settings: &'a Settings, problem: &'a Problem<'a>, codes: &'a Codes) -> Self {
-        Self { settings, problem, codes, pass: Pass::Backward }
+impl Values for CodesOfV {
+    fn rows(&self, problem: &Problem<'_>, _: Head, index: usize, tokens: Range<usize>) -> Vec<f32> {
+        self.0[index].rows_f32(tokens, problem.head_dim())
     }
+}
 
+/// The backward's: V in 16-bit precision, and what else the forward left behind.
+struct Values16<'a> {
+    lse2: &'a [f32],
+    out: &'a View<'a>,
+}
+
+impl Values for Values16<'_> {
+    fn rows(&self, problem: &Problem<'_>, at: Head, _: usize, tokens: Range<usize>) -> Vec<f32> {
+        round16(problem, problem.v_rows(at, tokens))
+    }
+}
+
+/// Rounds to the 16-bit type that dP is computed from: that of the inputs, bf16 for f32 ones.
+/// (f16 would flush real output gradients to zero.)
+fn round16(problem: &Problem<'_>, mut values: Vec<f32>) -> Vec<f32> {
+    if problem.is_f16() {
+        values.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32());
+    } else {
+        values.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+    }
+    values
+}
+
+impl<V> Products<'_, V> {
     fn d(&self) -> usize {
         self.problem.head_dim()
     }
@@ -109,17 +151,6 @@ impl<'a> SageBwd<'a> {
     fn q_mean(&self, queries: &Queries, tile: Tile) -> Option<&[f32]> {
         let mean = &self.codes.queries[queries.index].mean;
         (!mean.is_empty()).then(|| &mean[tile.row / self.settings.tile_q * self.d()..][..self.d()])
-    }
-
-    /// Rounds to the 16-bit type that dP is computed from: that of the inputs, bf16 for f32 ones.
-    /// (f16 would flush real output gradients to zero.)
-    fn round16(&self, mut values: Vec<f32>) -> Vec<f32> {
-        if self.problem.is_f16() {
-            values.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32());
-        } else {
-            values.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
-        }
-        values
     }
 }
 
@@ -154,10 +185,9 @@ pub(super) struct Grads {
     dout16: Vec<f32>,
 }
 
-impl Numerics for SageBwd<'_> {
+impl<V: Values> Operands for Products<'_, V> {
     type Keys = Keys;
     type Queries = Queries;
-    type Grads = Grads;
 
     fn tile(&self) -> (usize, usize) {
         (self.settings.tile_q, self.settings.tile_k)
@@ -172,10 +202,7 @@ impl Numerics for SageBwd<'_> {
             k_smooth = self.problem.k_rows(at, tokens.clone());
             subtract_mean(&mut k_smooth, &head.mean);
         }
-        let v = match &self.pass {
-            Pass::Forward(values) => values[index].rows_f32(tokens.clone(), d),
-            Pass::Backward => self.round16(self.problem.v_rows(at, tokens.clone())),
-        };
+        let v = self.values.rows(self.problem, at, index, tokens.clone());
         Keys { start: tokens.start, k: head.codes.rows_f32(tokens, d), index, v, k_smooth }
     }
 
@@ -183,18 +210,6 @@ impl Numerics for SageBwd<'_> {
         let index = at.segment * self.problem.shape.query_heads() + at.head;
         let q = self.codes.queries[index].codes.rows_f32(tokens.clone(), self.d());
         Queries { start: tokens.start, index, q }
-    }
-
-    fn grads(&self, dout: Vec<f32>) -> Grads {
-        let d = self.d();
-        let group = self.settings.granularity.vectors(d);
-        let mut codes = vec![0.0; dout.len()];
-        let mut dequant = Vec::with_capacity(dout.len().div_ceil(self.settings.tile_q));
-        let size = self.settings.tile_q * d;
-        for (tile, codes) in dout.chunks(size).zip(codes.chunks_mut(size)) {
-            dequant.extend(quantize_columns(tile, d, group, codes));
-        }
-        Grads { codes, dequant, dout16: self.round16(dout) }
     }
 
     fn logits(&self, queries: &Queries, keys: &Keys, tile: Tile, out: &mut [f32]) {
@@ -212,17 +227,55 @@ impl Numerics for SageBwd<'_> {
             }
         }
     }
+}
 
-    fn attend(&self, keys: &Keys, tile: Tile, logits: &mut [f32], softmax: &mut Softmax) {
+impl ForwardNumerics for Products<'_, CodesOfV> {
+    type Rows = Softmax;
+    const OUTPUTS: usize = 1;
+    const STATES: usize = 1;
+
+    fn rows(&self, count: usize) -> Softmax {
+        Softmax::new(count, self.d())
+    }
+
+    fn attend(&self, keys: &Keys, tile: Tile, logits: &mut [f32], rows: &mut Softmax) {
         let d = self.d();
-        let Pass::Forward(values) = &self.pass else { unreachable!("only the forward attends") };
-        let v_dequant = values[keys.index].dequant_scale[tile.col / self.settings.tile_k];
+        let v_dequant = self.values.0[keys.index].dequant_scale[tile.col / self.settings.tile_k];
         let mut steps = vec![Step::default(); tile.rows];
-        online_softmax(tile.cols, logits, softmax, &mut steps);
+        online_softmax(tile.cols, logits, rows, &mut steps);
         let mut pv = vec![0.0; tile.rows * d];
         let v = Mat::new(cut(&keys.v, keys.start, tile.col, tile.cols, d), tile.cols, d);
         product(&mut pv, Mat::new(logits, tile.rows, tile.cols), v, 1.0, false);
-        accumulate_steps(&mut softmax.acc, &pv, &steps, v_dequant);
+        accumulate_steps(&mut rows.acc[0], &pv, &steps, v_dequant);
+    }
+
+    fn finish(&self, rows: Softmax, sees: &dyn Fn(usize) -> bool) -> Finished {
+        rows.finish(sees)
+    }
+}
+
+impl BackwardNumerics for Products<'_, Values16<'_>> {
+    type Grads = Grads;
+
+    fn lse2(&self) -> &[f32] {
+        self.values.lse2
+    }
+
+    fn delta(&self, at: Head, dout: &[f32]) -> Vec<f32> {
+        let d = self.d();
+        row_dots(&self.problem.query_rows(self.values.out, at, 0..dout.len() / d), dout, d)
+    }
+
+    fn grads(&self, _: Head, dout: Vec<f32>) -> Grads {
+        let d = self.d();
+        let group = self.settings.granularity.vectors(d);
+        let mut codes = vec![0.0; dout.len()];
+        let mut dequant = Vec::with_capacity(dout.len().div_ceil(self.settings.tile_q));
+        let size = self.settings.tile_q * d;
+        for (tile, codes) in dout.chunks(size).zip(codes.chunks_mut(size)) {
+            dequant.extend(quantize_columns(tile, d, group, codes));
+        }
+        Grads { codes, dequant, dout16: round16(self.problem, dout) }
     }
 
     fn add_dv(&self, p: &[f32], grads: &Grads, tile: Tile, dv: &mut [f32]) {
@@ -290,7 +343,7 @@ struct Step {
 /// with the dequant_scale `2^(row_max - max) / 127`.
 #[multiversion(targets = "simd")]
 fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax, steps: &mut [Step]) {
-    let state = softmax.max.iter_mut().zip(&mut softmax.sum).zip(steps);
+    let state = softmax.reference.iter_mut().zip(&mut softmax.sum).zip(steps);
     for (row, ((max, sum), step)) in logits.chunks_exact_mut(cols).zip(state) {
         let row_max = lanes::max(row);
         let new_max = if row_max > *max { row_max } else { *max };

@@ -53,6 +53,12 @@ impl<'a> View<'a> {
         Ok(Self { elements, offset: layout.start_offset(), strides: [sb, ss, sh, sd], dims: (b, s, h, d) })
     }
 
+    /// f32 values in the order of the dimensions, without gaps.
+    pub(crate) fn contiguous(values: &'a [f32], dims: Dims) -> Self {
+        let (_, s, h, d) = dims;
+        Self { elements: Elements::F32(values), offset: 0, strides: [s * h * d, h * d, d, 1], dims }
+    }
+
     /// Width of a head.
     pub(crate) fn head_dim(&self) -> usize {
         self.dims.3

@@ -85,6 +85,10 @@ pub(super) struct Forward {
     pub(super) tickets: Address,
     pub(super) codes: Codes,
     pub(super) shape: Shape,
+    pub(super) high_precision_out: View,
+    pub(super) row_sums: Address,
+    pub(super) p_lift: f32,
+    pub(super) p_literal: i32,
 }
 
 #[repr(C)]
@@ -109,14 +113,32 @@ pub(super) struct Backward {
     pub(super) shape: Shape,
     pub(super) group: i32,
     pub(super) dout_group: i32,
+    pub(super) row_sums: Address,
     pub(super) q_map: TensorMap,
     pub(super) dout_map: TensorMap,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct FakeQuantize {
+    pub(super) q: View,
+    pub(super) k: View,
+    pub(super) v: View,
+    pub(super) q_to: View,
+    pub(super) k_to: View,
+    pub(super) v_to: View,
+    pub(super) k_mean: Address,
+    pub(super) shape: Shape,
+    pub(super) quantize: i32,
+    pub(super) value_tokens: i32,
 }
 
 // SAFETY: plain data in C layout, the same on the device: the assertions here have twins in the header.
 unsafe impl DeviceRepr for Forward {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for Backward {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for FakeQuantize {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for Segment {}
 
@@ -125,9 +147,12 @@ const _: () = {
     assert!(size_of::<Segment>() == 24);
     assert!(size_of::<Shape>() == 56 && offset_of!(Shape, softmax_scale) == 36);
     assert!(size_of::<Codes>() == 72);
-    assert!(size_of::<Forward>() == 336);
+    assert!(size_of::<Forward>() == 400);
     assert!(offset_of!(Forward, minus_lse2) == 192 && offset_of!(Forward, shape) == 280);
-    assert!(size_of::<Backward>() == 832 && offset_of!(Backward, q_map) == 576);
+    assert!(offset_of!(Forward, row_sums) == 384);
+    assert!(size_of::<FakeQuantize>() == 360 && offset_of!(FakeQuantize, shape) == 296);
+    assert!(size_of::<Backward>() == 896 && offset_of!(Backward, q_map) == 640);
     assert!(offset_of!(Backward, minus_lse2) == 384 && offset_of!(Backward, codes) == 440);
     assert!(offset_of!(Backward, shape) == 512 && offset_of!(Backward, group) == 568);
+    assert!(offset_of!(Backward, row_sums) == 576);
 };

@@ -3,7 +3,6 @@
 
 use super::kernels::{ARCHITECTURES, PTX};
 use crate::error::{Error, Result};
-use crate::scheme::{Granularity, SageBwd, Scheme, Smoothing};
 use crate::shape::AttentionShape;
 
 /// Tokens that share a scale, and the unit of all padded buffers.
@@ -31,7 +30,7 @@ impl Architecture {
     }
 
     /// Whether kernels run with a part for each warpgroup: on Hopper.
-    fn has_roles(self) -> bool {
+    pub(super) fn has_roles(self) -> bool {
         self.0 == 90
     }
 
@@ -57,25 +56,6 @@ pub(super) fn padded_head_dim(shape: &AttentionShape) -> Result<usize> {
     }
 }
 
-/// Rejects settings that the kernels do not have.
-pub(super) fn check_settings(settings: &SageBwd) -> Result<()> {
-    if settings.tile_q != TILE || settings.tile_k != TILE {
-        return Err(Error::new("SageBwd on CUDA has tiles of one size")
-            .got(format!("tile_q {}, tile_k {}", settings.tile_q, settings.tile_k))
-            .allowed("64 for both")
-            .hint("other sizes run on the CPU"));
-    }
-    match settings.granularity {
-        Granularity::Group(size) if !size.is_power_of_two() => {
-            Err(Error::new("this scale group does not run on CUDA")
-                .got(settings.granularity)
-                .allowed("vector, group-2, group-4, group-8, group-16, group-32, group-64, tile")
-                .hint("other groups run on the CPU"))
-        }
-        _ => Ok(()),
-    }
-}
-
 /// One kernel and how it is launched.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Plan {
@@ -84,6 +64,8 @@ pub(super) struct Plan {
     /// Queries of a block in the forward, keys in the backward.
     pub(super) rows: usize,
     pub(super) threads: u32,
+    /// Bytes of a row of K in shared memory, and of one of V.
+    pub(super) row_bytes: usize,
     /// Buffers for tiles on their way.
     pub(super) stages: usize,
     pub(super) shared_bytes: usize,
@@ -95,113 +77,94 @@ pub(super) struct Plan {
     pub(super) cache_parts: usize,
 }
 
-impl Plan {
-    /// As most are.
-    fn new(name: &'static str, rows: usize, threads: usize, stages: usize, shared_bytes: usize) -> Self {
-        let threads = threads as u32;
-        Self {
-            name,
-            rows,
-            threads,
-            stages,
-            shared_bytes,
-            mapped: false,
-            takes_tickets: false,
-            cache_parts: 2,
-        }
-    }
-}
-
-/// The forward of `kernels/include/sage/attention/forward.cuh`.
-pub(super) fn forward(scheme: &Scheme, d: usize, architecture: Architecture) -> Plan {
+/// The forward of `kernels/include/sage/attention/forward.cuh`: Q, two stages of a tile of K and one of V, with `extra`
+/// bytes.
+pub(super) fn forward_sm80(name: &'static str, threads: usize, row_bytes: usize, extra: usize) -> Plan {
     let rows = 128;
-    let (name, tile, mean) = match scheme {
-        Scheme::FullPrecision => ("full_precision", 2 * d, 0),
-        Scheme::SageBwd(settings) if settings.smoothing == Smoothing::Qk => ("sagebwd_qk", d, 2 * TILE * 4),
-        Scheme::SageBwd(_) => ("sagebwd", d, 0),
-    };
-    if architecture.has_roles() && mean == 0 {
-        return forward_with_roles(name, d, tile);
+    Plan {
+        name,
+        rows,
+        threads: threads as u32,
+        row_bytes,
+        stages: 2,
+        shared_bytes: (rows + 4 * TILE) * row_bytes + extra,
+        mapped: false,
+        takes_tickets: false,
+        cache_parts: 2,
     }
-    let threads = 128;
-    // Two values for each of four rows a thread, where registers are short and there is room.
-    let state_is_shared = match scheme {
-        Scheme::FullPrecision => d == 128 && architecture.shared_bytes() > 98 * 1024,
-        Scheme::SageBwd(_) => d == 64,
-    };
-    let state = if state_is_shared { threads * 32 } else { 0 };
-    // Queries; two stages of a tile of K and one of V.
-    let shared_bytes = rows * tile + 4 * TILE * tile + state + mean;
-    Plan::new(name, rows, threads, 2, shared_bytes)
 }
 
-/// The forward of `kernels/include/sage/attention/forward_roles.cuh`: warpgroups with 64 queries each, of `row` bytes, and
-/// one that fetches: queries of two blocks, and a tile of keys a stage, or two of codes with their scales.
-fn forward_with_roles(name: &'static str, d: usize, row: usize) -> Plan {
-    let (groups, stages) = if d == 64 { (3, 4) } else { (2, 3) };
+/// The forward of `kernels/include/sage/attention/forward_roles.cuh`: `groups` warpgroups with 64 queries each, of
+/// `row_bytes`, and one that fetches: queries of two blocks, and stages of `stage` bytes.
+pub(super) fn forward_sm90(
+    name: &'static str,
+    groups: usize,
+    row_bytes: usize,
+    (stages, stage): (usize, usize),
+) -> Plan {
     let rows = groups * 64;
-    let stage = if row == d { 4 * TILE * row + 48 } else { 2 * TILE * row };
-    let shared_bytes = 2 * rows * row + stages * stage;
-    let threads = (groups + 1) * 128;
-    Plan { takes_tickets: true, cache_parts: 8, ..Plan::new(name, rows, threads, stages, shared_bytes) }
+    Plan {
+        name,
+        rows,
+        threads: (groups as u32 + 1) * 128,
+        row_bytes,
+        stages,
+        shared_bytes: 2 * rows * row_bytes + stages * stage,
+        mapped: false,
+        takes_tickets: true,
+        cache_parts: 8,
+    }
 }
 
-/// The backward of `kernels/include/sage/attention/backward.cuh`: the largest plan that fits.
-pub(super) fn backward(scheme: &Scheme, d: usize, architecture: Architecture) -> Plan {
-    let (name, general) = match scheme {
-        Scheme::FullPrecision => ("full_precision", false),
-        Scheme::SageBwd(settings)
-            if settings.smoothing != Smoothing::Qk && settings.granularity == Granularity::Vector =>
-        {
-            ("sagebwd", false)
-        }
-        // The same with the ablations, which cost the usual case some time.
-        Scheme::SageBwd(_) => ("sagebwd_general", true),
+/// The backward of `kernels/include/sage/attention/backward.cuh`: the largest plan that fits, of so many
+/// `shared_bytes(keys, stages)`.
+pub(super) fn backward_sm80(
+    name: &'static str,
+    architecture: Architecture,
+    row_bytes: usize,
+    shared_bytes: impl Fn(usize, usize) -> usize,
+) -> Plan {
+    let plan = |(rows, stages): (usize, usize)| Plan {
+        name,
+        rows,
+        threads: rows as u32 * 2,
+        row_bytes,
+        stages,
+        shared_bytes: shared_bytes(rows, stages),
+        mapped: false,
+        takes_tickets: false,
+        cache_parts: 2,
     };
-    if architecture.has_roles() && !general {
-        return backward_with_roles(scheme, name, d);
-    }
-    let plans = [(128, 2), (128, 1), (64, 1)].map(|(rows, stages)| {
-        let state = 2 * TILE * 4;
-        let ds = 2 * rows * TILE * 2;
-        let shared_bytes = match scheme {
-            Scheme::FullPrecision => 2 * rows * 2 * d + stages * (2 * TILE * 2 * d + state) + ds,
-            Scheme::SageBwd(_) => {
-                let keys = 4 * rows * d;
-                let stage = (5 * TILE * d + state + 4 * d).next_multiple_of(1024);
-                let warps = rows / 16;
-                let codes = if rows > TILE { 2 * warps * (1024 + 256) } else { 0 };
-                let mean = if general { rows * 4 } else { 0 };
-                keys + stages * stage + ds + codes + warps * 4 + mean
-            }
-        };
-        Plan::new(name, rows, rows * 2, stages, shared_bytes)
-    });
-    let [.., smallest] = plans.clone();
-    plans.into_iter().find(|plan| plan.shared_bytes <= architecture.shared_bytes()).unwrap_or(smallest)
+    let fits = |plan: &Plan| plan.shared_bytes <= architecture.shared_bytes();
+    [(128, 2), (128, 1)].map(plan).into_iter().find(fits).unwrap_or_else(|| plan((64, 1)))
 }
+
+/// Keys of a block of [`backward_sm90`].
+pub(super) const KEYS_SM90: usize = 128;
 
 /// The backward of `kernels/include/sage/attention/backward_roles.cuh`: two warpgroups for 128 keys, one for the sums.
-fn backward_with_roles(scheme: &Scheme, name: &'static str, d: usize) -> Plan {
-    let rows = 128;
-    let ds = rows * TILE * 2;
-    // dQ on its way.
-    let staging = if d == 64 { TILE * d * 4 } else { 0 };
-    let (stages, shared_bytes) = match scheme {
-        Scheme::FullPrecision => {
-            let stages = if d == 64 { 5 } else { 3 };
-            (stages, 2 * rows * 2 * d + stages * (2 * TILE * 2 * d + 1024) + 2 * ds + staging)
-        }
-        Scheme::SageBwd(_) => {
-            let stage = (5 * TILE * d + 2 * TILE * 4 + 4 * d + 4).next_multiple_of(1024);
-            // At head_dim 128 codes for dK too, and less room for tiles.
-            let (stages, codes) = if d == 64 { (5, 1) } else { (2, 2) };
-            let scores = ds + 2 * (codes * rows * TILE + 1024);
-            let units = rows / 16 * 4;
-            (stages, 4 * rows * d + stages * stage + scores + staging + units)
-        }
-    };
-    Plan { mapped: true, ..Plan::new(name, rows, 384, stages, shared_bytes) }
+pub(super) fn backward_sm90(
+    name: &'static str,
+    row_bytes: usize,
+    stages: usize,
+    shared_bytes: usize,
+) -> Plan {
+    Plan {
+        name,
+        rows: KEYS_SM90,
+        threads: 384,
+        row_bytes,
+        stages,
+        shared_bytes,
+        mapped: true,
+        takes_tickets: false,
+        cache_parts: 2,
+    }
+}
+
+/// What [`backward_sm90`] keeps of dQ on its way out, for a padded head_dim.
+pub(super) fn dq_staging_sm90(d: usize) -> usize {
+    if d == 64 { TILE * d * 4 } else { 0 }
 }
 
 /// How many heads run side by side, when blocks of a head share `bytes` and the second-level cache holds `cache_bytes`:
@@ -214,10 +177,28 @@ pub(super) fn heads_at_once(cache_bytes: usize, parts: usize, bytes: usize, head
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::plans;
+    use crate::scheme::{AttnQat, SageBwd, Scheme, Smoothing};
 
-    fn schemes() -> Vec<Scheme> {
+    fn schemes() -> [Scheme; 5] {
         let sage = |smoothing| SageBwd { smoothing, ..SageBwd::default() }.into();
-        vec![Scheme::FullPrecision, sage(Smoothing::K), sage(Smoothing::Qk)]
+        let qat = AttnQat::default();
+        [
+            Scheme::FullPrecision,
+            sage(Smoothing::K),
+            sage(Smoothing::Qk),
+            qat.into(),
+            qat.requantized_p(false).into(),
+        ]
+    }
+
+    fn forward(scheme: &Scheme, d: usize, architecture: Architecture) -> Plan {
+        let [forward, _] = plans(scheme, d, architecture);
+        forward
+    }
+    fn backward(scheme: &Scheme, d: usize, architecture: Architecture) -> Plan {
+        let [_, backward] = plans(scheme, d, architecture);
+        backward
     }
 
     #[test]
@@ -237,7 +218,10 @@ mod tests {
     fn large_memories_get_more_stages() {
         for scheme in schemes() {
             let plan = backward(&scheme, 128, Architecture(90));
-            let stages = if scheme == Scheme::FullPrecision { 3 } else { 2 };
+            let stages = match scheme {
+                Scheme::SageBwd(_) => 2,
+                _ => 3,
+            };
             assert_eq!((plan.rows, plan.stages), (128, stages), "{plan:?}");
             let plan = backward(&scheme, 128, Architecture(100));
             assert_eq!((plan.rows, plan.stages, plan.threads), (128, 2, 256), "{plan:?}");
@@ -250,7 +234,7 @@ mod tests {
 
     #[test]
     fn hopper_has_warpgroups_with_parts() {
-        let [full, sage, general] = <[Scheme; 3]>::try_from(schemes()).expect("three");
+        let [full, sage, general, ..] = schemes();
         let threads = |scheme, d, arch| backward(scheme, d, Architecture(arch)).threads;
         for d in [64, 128] {
             assert_eq!((threads(&full, d, 90), threads(&sage, d, 90)), (384, 384), "{d}");
@@ -266,12 +250,14 @@ mod tests {
     /// What the kernels' headers come to: SHARED_BYTES of each Numerics.
     #[test]
     fn hoppers_plans_are_what_the_kernels_lay_out() {
-        let [full, sage, general] = <[Scheme; 3]>::try_from(schemes()).expect("three");
+        let [full, sage, general, qat, _] = schemes();
         let plan = |scheme, d| forward(scheme, d, Architecture(90));
         let bytes =
             |scheme, d| (plan(scheme, d).shared_bytes, backward(scheme, d, Architecture(90)).shared_bytes);
         assert_eq!(bytes(&full, 64), (114_688, 168_960));
         assert_eq!(bytes(&full, 128), (163_840, 199_680));
+        assert_eq!(bytes(&qat, 64), (114_688, 173_056));
+        assert_eq!(bytes(&qat, 128), (163_840, 203_776));
         assert_eq!(bytes(&sage, 64), (90_304, 191_520));
         assert_eq!(bytes(&sage, 128), (131_216, 202_784));
         for d in [64, 128] {

@@ -3,11 +3,102 @@
 use candle_core::Result;
 use cudarc::driver::CudaSlice;
 
+use super::call::Call;
 use super::kernels::Grid;
-use super::plan::{self, TILE};
+use super::plan::{self, Architecture, KEYS_SM90, Plan, TILE};
 use super::tensor::address;
-use super::{Call, params};
+use super::{OnGpu, Past, params};
+use crate::error::Error;
 use crate::scheme::{Granularity, SageBwd, Smoothing};
+
+impl OnGpu for SageBwd {
+    type Operands = Operands;
+    type Kept = Codes;
+    type Scratch = Transposed;
+
+    fn forward_plan(&self, d: usize, architecture: Architecture) -> Plan {
+        let row_bytes = d;
+        let smooth_q = self.smoothing == Smoothing::Qk;
+        if architecture.has_roles() && !smooth_q {
+            // A stage is two tiles of K and of V with their scales.
+            let (groups, stages) = if d == 64 { (3, 4) } else { (2, 3) };
+            return plan::forward_sm90("sagebwd", groups, row_bytes, (stages, 4 * TILE * row_bytes + 48));
+        }
+        let threads = 128;
+        let mean = if smooth_q { 2 * TILE * 4 } else { 0 };
+        // Two values for each of four rows a thread, where registers are short.
+        let state = if d == 64 { threads * 32 } else { 0 };
+        let name = if smooth_q { "sagebwd_qk" } else { "sagebwd" };
+        plan::forward_sm80(name, threads, row_bytes, state + mean)
+    }
+
+    fn backward_plan(&self, d: usize, architecture: Architecture) -> Plan {
+        // The same with the ablations, which cost the usual case some time.
+        let general = self.smoothing == Smoothing::Qk || self.granularity != Granularity::Vector;
+        let stage = 5 * TILE * d + 2 * TILE * 4 + 4 * d;
+        if architecture.has_roles() && !general {
+            // At head_dim 128 codes for dK too, and less room for tiles.
+            let (stages, codes) = if d == 64 { (5, 1) } else { (2, 2) };
+            let ds = KEYS_SM90 * TILE * 2;
+            let scores = ds + 2 * (codes * KEYS_SM90 * TILE + 1024);
+            let units = KEYS_SM90 / 16 * 4;
+            let shared_bytes = 4 * KEYS_SM90 * d
+                + stages * (stage + 4).next_multiple_of(1024)
+                + scores
+                + plan::dq_staging_sm90(d)
+                + units;
+            return plan::backward_sm90("sagebwd", d, stages, shared_bytes);
+        }
+        let name = if general { "sagebwd_general" } else { "sagebwd" };
+        plan::backward_sm80(name, architecture, d, |keys, stages| {
+            let ds = 2 * keys * TILE * 2;
+            let warps = keys / 16;
+            let codes = if keys > TILE { 2 * warps * (1024 + 256) } else { 0 };
+            let mean = if general { keys * 4 } else { 0 };
+            4 * keys * d + stages * stage.next_multiple_of(1024) + ds + codes + warps * 4 + mean
+        })
+    }
+
+    fn before_forward(&self, call: &Call<'_>, _: bool, params: &mut params::Forward) -> Result<Operands> {
+        quantize(call, self, params)
+    }
+
+    fn keep(operands: Operands) -> Codes {
+        operands.codes
+    }
+
+    fn before_backward(
+        &self,
+        call: &Call<'_>,
+        plan: &Plan,
+        codes: &Codes,
+        past: &Past<'_>,
+        params: &mut params::Backward,
+    ) -> Result<Transposed> {
+        // Q's codes have memory of their own.
+        call.set_tensor_maps(plan, None, past.dout.1, params)?;
+        prepare(call, self, codes, params)
+    }
+}
+
+/// Rejects settings that the kernels do not have.
+fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
+    if settings.tile_q != TILE || settings.tile_k != TILE {
+        return Err(Error::new("SageBwd on CUDA has tiles of one size")
+            .got(format!("tile_q {}, tile_k {}", settings.tile_q, settings.tile_k))
+            .allowed("64 for both")
+            .hint("other sizes run on the CPU"));
+    }
+    match settings.granularity {
+        Granularity::Group(size) if !size.is_power_of_two() => {
+            Err(Error::new("this scale group does not run on CUDA")
+                .got(settings.granularity)
+                .allowed("vector, group-2, group-4, group-8, group-16, group-32, group-64, tile")
+                .hint("other groups run on the CPU"))
+        }
+        _ => Ok(()),
+    }
+}
 
 /// What the forward keeps: codes and scales of Q and K, and the means taken out of them. Buffers are (head, tile, ..)
 /// with tiles of 64 tokens.
@@ -31,19 +122,13 @@ pub(super) struct Operands {
     _k_tile_sums: Option<CudaSlice<f32>>,
 }
 
-impl Operands {
-    pub(super) fn keep(self) -> Codes {
-        self.codes
-    }
-}
-
 /// Makes the codes of Q, K and V, and puts their addresses into `params`.
 pub(super) fn quantize(
     call: &Call<'_>,
     settings: &SageBwd,
     params: &mut params::Forward,
 ) -> Result<Operands> {
-    plan::check_settings(settings)?;
+    check_settings(settings)?;
     let (gpu, d) = (&call.gpu, call.d);
     let (queries, keys) = (call.query_tiles(), call.key_tiles());
     let smooth_q = settings.smoothing == Smoothing::Qk;
@@ -65,10 +150,7 @@ pub(super) fn quantize(
     params.codes.k_tile_sums = sums.as_ref().map_or(0, |sums| address(sums, gpu));
 
     if smooth_k {
-        let heads = call.problem.shape.key_heads();
-        gpu.launch_forward("quantize", &call.kernel("sum_tiles"), Grid::line(keys, 256), params)?;
-        let grid = Grid { blocks: (call.shape.segment_count as u32, heads as u32, 1), ..Grid::line(1, 256) };
-        gpu.launch_forward("quantize", &format!("mean_of_tiles_{d}"), grid, params)?;
+        launch_key_mean(call, params)?;
     }
     gpu.launch_forward("quantize", &call.kernel("quantize"), Grid::line(queries + 2 * keys, 256), params)?;
     Ok(Operands { codes, v, _k_tile_sums: sums })
@@ -87,6 +169,14 @@ impl Codes {
             ..params::Codes::default()
         }
     }
+}
+
+/// Makes K's token mean, where `params.codes` has room for it and for the sums on the way.
+pub(super) fn launch_key_mean(call: &Call<'_>, params: &params::Forward) -> Result<()> {
+    let (gpu, heads) = (&call.gpu, call.problem.shape.key_heads());
+    gpu.launch_forward("quantize", &call.kernel("sum_tiles"), Grid::line(call.key_tiles(), 256), params)?;
+    let grid = Grid { blocks: (call.shape.segment_count as u32, heads as u32, 1), ..Grid::line(1, 256) };
+    gpu.launch_forward("quantize", &format!("mean_of_tiles_{}", call.d), grid, params)
 }
 
 /// What the backward needs besides the forward's codes.

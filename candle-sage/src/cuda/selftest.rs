@@ -8,10 +8,11 @@ use super::kernels::{Gpu, Grid};
 use super::params::{self, Address};
 use super::plan::TILE;
 use super::tensor::address;
-use super::{Call, Operand, Problem, sagebwd};
+use super::{Call, Operand, Past, Problem, attn_qat, sagebwd};
 use crate::cpu::lanes::abs_bits;
 use crate::cpu::quantize::{Scale, TileCodes, channel_mean, code, subtract_mean};
-use crate::scheme::{Granularity, SageBwd, Scheme, Smoothing};
+use crate::nvfp4::{self, Axis, Packed};
+use crate::scheme::{AttnQat, Granularity, SageBwd, Scheme, Smoothing, ValueGroups};
 use crate::shape::{AttentionShape, Packing};
 
 fn device() -> Device {
@@ -466,9 +467,12 @@ fn compare_codes(
 #[test]
 #[ignore = "needs a GPU"]
 fn kernels_fill_their_buffers_and_no_more() -> Result<()> {
-    let schemes: [Scheme; 3] = [
+    let schemes: [Scheme; 6] = [
         Scheme::FullPrecision,
         SageBwd::default().into(),
+        AttnQat::default().into(),
+        AttnQat::default().smoothing(Smoothing::K).value_groups(ValueGroups::HeadDim).into(),
+        AttnQat::default().matched_recomputation(false).high_precision_output(false).into(),
         SageBwd { smoothing: Smoothing::Qk, granularity: Granularity::Tile, ..SageBwd::default() }.into(),
     ];
     for (lens, heads, d, packing) in cases() {
@@ -477,10 +481,11 @@ fn kernels_fill_their_buffers_and_no_more() -> Result<()> {
                 for deterministic in [false, true] {
                     let inputs = Inputs::new(lens, heads, d, packing.clone(), dtype)?;
                     inputs.with(deterministic, |problem, operands| {
-                        let (out, saved) = super::forward(scheme, problem, true)?;
+                        let (out, ran) = super::forward(scheme, problem, true)?;
                         let layout = Layout::contiguous(inputs.shape.query_dims());
-                        let saved = saved.expect("a forward that keeps its state");
-                        let grads = super::backward(scheme, problem, &saved, (&out, &layout), operands[3])?;
+                        let ran = ran.expect("a forward that keeps its state");
+                        let grads =
+                            ran.backward(problem, &Past { out: (&out, &layout), dout: operands[3] })?;
                         let dims =
                             [inputs.shape.query_dims(), inputs.shape.key_dims(), inputs.shape.key_dims()];
                         for (storage, dims) in
@@ -493,6 +498,104 @@ fn kernels_fill_their_buffers_and_no_more() -> Result<()> {
                         }
                         Ok(())
                     })?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Conversions and scales are those of `nvfp4.rs`, and E4M3 is the hardware's, where it has it, for values, midpoints and
+/// numbers of all sizes.
+#[test]
+#[ignore = "needs a GPU"]
+fn nvfp4_is_the_cpus_to_the_bit() -> Result<()> {
+    const COUNT: usize = 1 << 16;
+    let mut x: Vec<f32> = Vec::new();
+    for code in 0..0x7e {
+        let (low, high) = (nvfp4::e4m3_value(code), nvfp4::e4m3_value(code + 1));
+        x.extend([low, high, (low + high) / 2.0].into_iter().flat_map(|x| [x, 6.0 * x]));
+    }
+    x.extend([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0]);
+    let near = |x: &f32| [x.to_bits() + 1, x.to_bits().saturating_sub(1)].map(f32::from_bits);
+    let neighbours: Vec<f32> = x.iter().flat_map(near).collect();
+    x.extend(neighbours);
+    // Negative ones are for E2M1 alone.
+    x.extend(numbers(9, COUNT - x.len()).into_iter().map(|n| f32::from_bits(n as u32 % 0x7f80_0000)));
+    for sign in [1.0, -1.0] {
+        let x: Vec<f32> = x.iter().map(|x| sign * x).collect();
+        let got: Vec<f32> = run("selftest_nvfp4", &x, &x, 5 * COUNT)?;
+        let bits = |x: f32| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
+        for (i, &x) in x.iter().enumerate() {
+            let scale = nvfp4::Scale::of(x.abs());
+            let expected =
+                [nvfp4::e2m1(x), nvfp4::e4m3(x.abs()), scale.dequant, scale.quant, nvfp4::e4m3(x.abs())];
+            for (n, expected) in expected.into_iter().enumerate() {
+                let got = got[n * COUNT + i];
+                assert_eq!(bits(got), bits(expected), "conversion {n} of {x:e}: {got:e}, {expected:e}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Q, K and V as Attn-QAT's products read them are the CPU's to the bit.
+#[test]
+#[ignore = "needs a GPU"]
+fn rounded_operands_are_the_cpus_to_the_bit() -> Result<()> {
+    for (lens, heads, d, packing) in cases() {
+        for dtype in [DType::BF16, DType::F16] {
+            for settings in [
+                AttnQat::default(),
+                AttnQat::default().smoothing(Smoothing::K).value_groups(ValueGroups::HeadDim),
+            ] {
+                let inputs = Inputs::new(lens, heads, d, packing.clone(), dtype)?;
+                inputs.with(false, |problem, _| compare_rounded(&inputs, problem, &settings))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn compare_rounded(inputs: &Inputs, problem: &Problem<'_>, settings: &AttnQat) -> Result<()> {
+    let call = Call::new(problem)?;
+    let (shape, d) = (&inputs.shape, inputs.shape.head_dim());
+    let mut forward = params::Forward {
+        q: call.view(problem.q)?,
+        k: call.view(problem.k)?,
+        v: call.view(problem.v)?,
+        shape: call.shape,
+        ..params::Forward::default()
+    };
+    let operands = super::OnGpu::before_forward(settings, &call, false, &mut forward)?;
+    super::guard::check(&call.gpu)?;
+    let rounded = attn_qat::rounded(&operands);
+    let dims = [shape.query_dims(), shape.key_dims(), shape.key_dims()];
+    for (n, (storage, dims)) in rounded.iter().zip(dims).enumerate() {
+        let storage = candle_core::backend::BackendStorage::to_cpu_storage(storage)?;
+        let got: Vec<f32> = match &storage {
+            candle_core::CpuStorage::BF16(x) => x.iter().map(|x| x.to_f32()).collect(),
+            candle_core::CpuStorage::F16(x) => x.iter().map(|x| x.to_f32()).collect(),
+            _ => unreachable!("16-bit tensors"),
+        };
+        let along_tokens = n == 2 && settings.value_groups == ValueGroups::Tokens;
+        let axis = if along_tokens { Axis::Rows } else { Axis::Channels };
+        for segment in shape.segments() {
+            let tokens = if n == 0 { segment.query.clone() } else { segment.key.clone() };
+            for head in 0..dims.2 {
+                let mut rows = inputs.rows(n, dims.2, head, tokens.clone());
+                if n == 1 && settings.smoothing != Smoothing::None {
+                    let mean = channel_mean(&rows, d, TILE);
+                    subtract_mean(&mut rows, &mean);
+                }
+                let expected = Packed::new(&rows, d, axis).rows(0..tokens.len());
+                for (i, token) in tokens.clone().enumerate() {
+                    let got = &got[(token * dims.2 + head) * d..][..d];
+                    assert_eq!(
+                        got,
+                        &expected[i * d..(i + 1) * d],
+                        "tensor {n}, token {token}, head {head}, {settings}"
+                    );
                 }
             }
         }

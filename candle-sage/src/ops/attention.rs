@@ -208,9 +208,9 @@ struct AttentionOp {
 
 /// What a forward keeps for its backward, where it ran.
 enum Saved {
-    Cpu(cpu::Saved),
+    Cpu(Box<dyn cpu::Ran>),
     #[cfg(feature = "cuda")]
-    Cuda(Box<cuda::Saved>),
+    Cuda(Box<dyn cuda::Ran>),
 }
 
 type Gradients = (Option<Tensor>, Option<Tensor>, Option<Tensor>);
@@ -229,7 +229,7 @@ impl AttentionOp {
         }
     }
 
-    fn cpu_bwd(&self, saved: &cpu::Saved, tensors: [&Tensor; 5]) -> Result<Gradients> {
+    fn cpu_bwd(&self, ran: &dyn cpu::Ran, tensors: [&Tensor; 5]) -> Result<Gradients> {
         let dtype: DType = tensors[0].dtype();
         let guards = tensors.map(Tensor::storage_and_layout);
         let mut views = Vec::with_capacity(guards.len());
@@ -238,7 +238,7 @@ impl AttentionOp {
         }
         let &[q, k, v, out, dout] = views.as_slice() else { unreachable!("five tensors, five views") };
         let problem = Problem::new(&self.shape, self.softmax_scale, [q, k, v]);
-        let gradients = cpu::backward(&self.scheme, &problem, saved, &out, &dout);
+        let gradients = ran.backward(&problem, &cpu::Past { out: &out, dout: &dout });
         let tensor = |values, dims| f32_tensor(values, shape_of(dims), dtype).map(Some);
         Ok((
             tensor(gradients.dq, self.shape.query_dims())?,
@@ -260,7 +260,7 @@ impl AttentionOp {
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_bwd(&self, saved: &cuda::Saved, tensors: [&Tensor; 5]) -> Result<Gradients> {
+    fn cuda_bwd(&self, ran: &dyn cuda::Ran, tensors: [&Tensor; 5]) -> Result<Gradients> {
         let guards = tensors.map(Tensor::storage_and_layout);
         let mut operands = Vec::with_capacity(guards.len());
         for (storage, layout) in &guards {
@@ -268,7 +268,7 @@ impl AttentionOp {
         }
         let &[q, k, v, out, dout] = operands.as_slice() else { unreachable!("five tensors, five operands") };
         let problem = self.cuda_problem([q, k, v]);
-        let [dq, dk, dv] = cuda::backward(&self.scheme, &problem, saved, out, dout)?;
+        let [dq, dk, dv] = ran.backward(&problem, &cuda::Past { out, dout })?;
         let tensor = |storage, dims| Some(cuda_tensor(storage, shape_of(dims)));
         Ok((
             tensor(dq, self.shape.query_dims()),
@@ -294,8 +294,8 @@ impl CustomOp3 for AttentionOp {
     ) -> Result<(CpuStorage, Shape)> {
         let views = [View::new(q, q_layout)?, View::new(k, k_layout)?, View::new(v, v_layout)?];
         let problem = Problem::new(&self.shape, self.softmax_scale, views);
-        let (out, saved) = cpu::forward(&self.scheme, &problem);
-        self.save(Saved::Cpu(saved))?;
+        let (out, ran) = cpu::forward(&self.scheme, &problem);
+        self.save(Saved::Cpu(ran))?;
         let dtype = q.dtype();
         Ok((to_storage(out, dtype)?, shape_of(self.shape.query_dims())))
     }
@@ -311,18 +311,18 @@ impl CustomOp3 for AttentionOp {
         v_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let problem = self.cuda_problem([(q, q_layout), (k, k_layout), (v, v_layout)]);
-        let (out, saved) = cuda::forward(&self.scheme, &problem, self.saved.is_some())?;
-        if let Some(saved) = saved {
-            self.save(Saved::Cuda(Box::new(saved)))?;
+        let (out, ran) = cuda::forward(&self.scheme, &problem, self.saved.is_some())?;
+        if let Some(ran) = ran {
+            self.save(Saved::Cuda(ran))?;
         }
         Ok((out, shape_of(self.shape.query_dims())))
     }
 
     fn bwd(&self, q: &Tensor, k: &Tensor, v: &Tensor, out: &Tensor, dout: &Tensor) -> Result<Gradients> {
         match self.saved.as_ref().and_then(OnceLock::get) {
-            Some(Saved::Cpu(saved)) => self.cpu_bwd(saved, [q, k, v, out, dout]),
+            Some(Saved::Cpu(ran)) => self.cpu_bwd(ran.as_ref(), [q, k, v, out, dout]),
             #[cfg(feature = "cuda")]
-            Some(Saved::Cuda(saved)) => self.cuda_bwd(saved, [q, k, v, out, dout]),
+            Some(Saved::Cuda(ran)) => self.cuda_bwd(ran.as_ref(), [q, k, v, out, dout]),
             None => Err(Error::new("attention has no forward to go back from").into()),
         }
     }

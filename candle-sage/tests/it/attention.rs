@@ -1,7 +1,9 @@
 //! What holds for every scheme, and full precision against the oracle.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_sage::{Attention, Granularity, Packing, SageBwd, Scheme, Smoothing};
+use candle_sage::{
+    Attention, AttnQat, Granularity, PReference, Packing, SageBwd, Scheme, Smoothing, ValueGroups,
+};
 
 use crate::support::{Case, relative_l2};
 
@@ -13,6 +15,14 @@ fn schemes() -> Vec<Scheme> {
         SageBwd { smoothing: Smoothing::None, granularity: Granularity::Tile, ..sage }.into(),
         SageBwd { smoothing: Smoothing::Qk, granularity: Granularity::Group(8), tile_q: 16, tile_k: 48 }
             .into(),
+        AttnQat::default().into(),
+        AttnQat::default()
+            .smoothing(Smoothing::K)
+            .value_groups(ValueGroups::HeadDim)
+            .p_reference(PReference::Literal)
+            .high_precision_output(false)
+            .into(),
+        AttnQat::drop_in().into(),
     ]
 }
 
@@ -96,7 +106,7 @@ fn sagebwd_follows_every_shape() -> Result<()> {
     // Over a single key the exact dQ and dK are zero: there is nothing to be relative to.
     for case in cases().into_iter().filter(|case| case.lens.1 > 1) {
         let exact = case.exact();
-        for scheme in schemes().into_iter().skip(1) {
+        for scheme in schemes().into_iter().filter(|scheme| matches!(scheme, Scheme::SageBwd(_))) {
             for dtype in [DType::F32, DType::BF16] {
                 let got = case.run(scheme, dtype)?;
                 for ((name, got), exact) in ["O", "dQ", "dK", "dV"].iter().zip(&got).zip(&exact) {
@@ -230,7 +240,8 @@ fn a_nan_is_not_hidden() -> Result<()> {
 fn extreme_logits_stay_finite() -> Result<()> {
     let mut case = Case::new(1, (100, 100), (1, 1), 64, true);
     case.draw(300.0, 1);
-    for scheme in schemes() {
+    // All but the drop-in baseline of Attn-QAT, whose backward has other logits than its forward: there is its defect.
+    for scheme in schemes().into_iter().filter(|&scheme| scheme != AttnQat::drop_in().into()) {
         for values in case.run(scheme, DType::F32)? {
             assert!(values.iter().all(|x| x.is_finite()), "{scheme:?}");
         }

@@ -1,6 +1,7 @@
 //! Everything that can be checked from outside, in one test binary.
 
 mod attention;
+mod attn_qat;
 mod by_hand;
 #[cfg(feature = "cuda")]
 mod cuda;

@@ -46,6 +46,12 @@ pub(crate) fn relative_l2(a: &[f64], b: &[f64]) -> f64 {
     (difference / if norm == 0.0 { a.len() as f64 } else { norm }).sqrt()
 }
 
+/// The cosine of the angle between two tensors.
+pub(crate) fn cosine(a: &[f64], b: &[f64]) -> f64 {
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(x, y)| x * y).sum::<f64>();
+    dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
+}
+
 pub(crate) fn f64s(values: &[f32]) -> Vec<f64> {
     values.iter().map(|&x| f64::from(x)).collect()
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use candle_core::DType;
-use candle_sage::{Error, Result};
+use candle_sage::{Error, Granularity, Result};
 use clap::ValueEnum;
 
 use super::print;
@@ -15,7 +15,7 @@ use crate::probe::{Probed, probe};
 use crate::quantity::Quantity;
 use crate::report::layer_errors;
 use crate::sample::{Sampling, sample};
-use crate::settings::{GranularitySetting, Settings, SmoothingSetting, SourceSetting};
+use crate::settings::{Attn, Settings, SmoothingSetting, SourceSetting, Text};
 use crate::trained::Trained;
 use crate::{hf, tell};
 
@@ -32,13 +32,20 @@ pub(super) struct Probe {
     smoothing: Option<SmoothingSetting>,
     /// Vectors that share a scale in the backward [default: the run's]
     #[arg(long)]
-    granularity: Option<GranularitySetting>,
+    granularity: Option<Text<Granularity>>,
+    /// The numerics to probe [default: the run's; of a full-precision run sagebwd]
+    #[arg(long, value_enum)]
+    attn: Option<Attn>,
 }
 
 impl Probe {
     pub(super) fn run(&self) -> Result<()> {
-        let settings =
-            Settings { smoothing: self.smoothing, granularity: self.granularity, ..Settings::default() };
+        let settings = Settings {
+            attn: self.attn,
+            smoothing: self.smoothing,
+            granularity: self.granularity,
+            ..Settings::default()
+        };
         let Probed { scheme, sequences, layers } = probe(&self.run, usize::from(self.sequences), settings)?;
         let title = format!("{} against full precision, {sequences} sequences, {scheme}", self.run.display());
         print(&layer_errors(&title, &layers))
@@ -109,6 +116,9 @@ pub(super) struct Eval {
     /// Tokens in a sequence [default: the run's]
     #[arg(long, value_name = "N")]
     context: Option<Quantity>,
+    /// Numerics of attention, such as those of low-bit inference without training for it [default: the run's]
+    #[arg(long, value_enum)]
+    attn: Option<Attn>,
     /// HellaSwag in llm.c's format: hellaswag_val.bin
     #[arg(long, value_name = "FILE")]
     hellaswag: Option<PathBuf>,
@@ -133,6 +143,7 @@ impl Eval {
             tokenizer: Some(tokenizer),
             micro_batch: self.micro_batch,
             context: self.context,
+            attn: self.attn,
             ..Settings::default()
         };
         let trained = Trained::open(&self.run, self.device.unwrap_or_default(), settings, false)?;

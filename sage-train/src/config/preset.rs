@@ -2,10 +2,12 @@
 
 use std::path::PathBuf;
 
+use candle_sage::SageBwd;
+
 use crate::device::Place;
 use crate::model::Recompute;
 use crate::quantity::Quantity;
-use crate::settings::{Attn, Preset, Schedule, Settings, SmoothingSetting, Switch};
+use crate::settings::{Preset, Schedule, Settings, Switch};
 
 /// What differs between presets.
 struct Size {
@@ -89,10 +91,15 @@ pub(super) fn defaults(preset: Preset) -> Settings {
     let size = size(preset);
     Settings {
         preset: Some(preset),
-        attn: Some(Attn::Sagebwd),
+        attn: Some(SageBwd::default().into()),
         qk_norm: Some(Switch::On),
-        smoothing: Some(SmoothingSetting::K),
+        smoothing: None,
         granularity: None,
+        value_groups: None,
+        p_reference: None,
+        high_precision_output: None,
+        matched_recomputation: None,
+        requantized_p: None,
         data: None,
         text_field: Some("text".into()),
         tokenizer: None,

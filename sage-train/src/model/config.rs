@@ -190,12 +190,12 @@ impl LlamaConfig {
         let (width, ffn) = (self.width as u64, self.ffn as u64);
         let (queries, keys) = ((self.heads * self.head_dim) as u64, (self.key_heads * self.head_dim) as u64);
         // The stream and that normalized, query, key and value as projected; then norm and rotation, the output, and
-        // INT8 codes of query and key, twice where a transposed copy is kept.
+        // what the scheme keeps.
         let (projected, core) = match self.scheme {
             None => (0, 0),
             Some(scheme) => {
-                let codes = if matches!(scheme, Scheme::SageBwd(_)) { queries + keys } else { 0 };
-                (element * (2 * width + queries + 2 * keys), element * (2 * queries + keys) + codes)
+                let kept = scheme.kept_bytes(queries, keys, element);
+                (element * (2 * width + queries + 2 * keys), element * (2 * queries + keys) + kept)
             }
         };
         let mlp = element * (2 * width + 2 * ffn);

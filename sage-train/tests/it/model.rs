@@ -7,7 +7,7 @@ use candle_nn::VarBuilder;
 use candle_sage::nn::{FeedForward, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
 use candle_sage::ops::{CrossEntropy, RopeStyle, embedding, linear_cross_entropy};
 use candle_sage::shape::Packing;
-use candle_sage::{Attention, SageBwd, Scheme};
+use candle_sage::{Attention, AttnQat, SageBwd, Scheme};
 use sage_train::config::Config;
 use sage_train::model::{Input, Llama, LlamaConfig, Parameters, Recompute};
 use sage_train::settings::Settings;
@@ -105,10 +105,12 @@ const LIMIT: f64 = 1e-5;
 #[test]
 fn gradients_are_those_of_the_graph() -> Result<()> {
     let sage = Some(SageBwd::default().into());
+    let qat = Some(AttnQat::default().into());
     let settings = [
         (Some(Scheme::FullPrecision), true),
         (Some(Scheme::FullPrecision), false),
         (sage, true),
+        (qat, true),
         (None, true),
     ];
     for (scheme, qk_norm) in settings {
@@ -284,7 +286,7 @@ fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {
     use sage_train::quantity::Quantity;
     use sage_train::settings::{Attn, Switch};
     let folder = tempfile::tempdir().expect("a folder");
-    for attn in [Attn::Fpa, Attn::Sagebwd] {
+    for attn in [Attn::EXACT, SageBwd::default().into(), AttnQat::default().into()] {
         let run = |name: &str, device: Place, recompute| {
             let config = Config::resolve(Settings {
                 attn: Some(attn),

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <math_constants.h>
+#include <sage/attention/probabilities.cuh>
 #include <sage/attention/rows.cuh>
 #include <sage/attention/segment.cuh>
 #include <sage/layout/fragments.cuh>
@@ -58,9 +59,6 @@ struct QueryTile {
   }
 };
 
-// x[n][2h + e] of a warp: row 8h + g of its 16 keys, column 8n + 2t + e of the 64 queries.
-using Scores = float[8][4];
-
 // out += A B^T of 16-bit operands that both lie with the reduction along their rows: 16 rows of A, 64 of B.
 template <class T, int D>
 __device__ __forceinline__ void multiply_scores(Scores& out, uint32_t a_rows, uint32_t b_rows, int lane) {
@@ -110,16 +108,6 @@ __device__ __forceinline__ void mask_scores(Scores& p, const Segment& segment, i
       if (visible <= 0) p[n][e] = hidden;
       if (visible <= 8) p[n][2 + e] = hidden;
     }
-}
-
-// Scores in 16 bit, as left operands of 16 keys x 16 queries.
-template <class T>
-__device__ __forceinline__ void pack_scores(uint32_t (&x)[4][4], const Scores& s) {
-#pragma unroll
-  for (int step = 0; step < 4; ++step)
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      x[step][i] = ptx::pack_16<T>(s[2 * step + i / 2][2 * (i & 1)], s[2 * step + i / 2][2 * (i & 1) + 1]);
 }
 
 // Puts dS^T in shared memory: rows of 64 queries in 16 bit.

@@ -42,10 +42,10 @@ struct ForwardBlock {
   }
 };
 
-// Writes the output and the log-sum-exp.
-template <class T, int D, int M, int THREADS, bool SHARED>
+// Writes the outputs and the log-sum-exp.
+template <class T, int D, int M, int THREADS, bool SHARED, int OUTPUTS, int SLACK>
 __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlock& block,
-                                      Softmax<D, M, THREADS, SHARED>& softmax) {
+                                      Softmax<D, M, THREADS, SHARED, OUTPUTS, SLACK>& softmax) {
   const params::Shape& shape = p.shape;
   const Segment& segment = block.segment;
   Rows<T> out(p.out, segment.batch, segment.query_start, block.head, min(segment.query_len, block.end), shape.head_dim);
@@ -63,9 +63,21 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
       float(&acc)[4] = softmax.acc[r >> 1][n];
       out.store_2(row, n * 8 + 2 * (lane & 3), acc[2 * (r & 1)] * inverse, acc[2 * (r & 1) + 1] * inverse);
     }
-    if (p.minus_lse2 && lane % 4 == 0 && row < block.end) {
+    if constexpr (OUTPUTS == 2) {
+      if (p.high_precision_out.data) {
+        Rows<T> second(p.high_precision_out, segment.batch, segment.query_start, block.head,
+                       min(segment.query_len, block.end), shape.head_dim);
+#pragma unroll
+        for (int n = 0; n < D / 8; ++n) {
+          float(&acc)[4] = softmax.acc[M + (r >> 1)][n];
+          second.store_2(row, n * 8 + 2 * (lane & 3), acc[2 * (r & 1)] * inverse, acc[2 * (r & 1) + 1] * inverse);
+        }
+      }
+    }
+    if (lane % 4 == 0 && row < block.end) {
       bool real = row < segment.query_len && visible > 0;
-      p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum)) : -CUDART_INF_F;
+      if (p.minus_lse2) p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum)) : -CUDART_INF_F;
+      if (OUTPUTS == 2 && p.row_sums) p.row_sums[padded + row] = real && !p.p_literal ? sum : 1.0f;
     }
   }
 }

@@ -1,11 +1,12 @@
-// FullPrecision backward: 16-bit operands, f32 sums (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+// The backward of 16-bit operands, with f32 sums (FlashAttention-2, arXiv 2307.08691, algorithm 2): full precision, and
+// Attn-QAT, whose operands hold NVFP4 values.
 #pragma once
 
 #include <sage/attention/backward.cuh>
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, class Plan_>
+template <class T, int HEAD_DIM, class Plan_, class P = PlainProbabilities>
 struct FullPrecisionBackward {
   using Type = T;
   using Plan = Plan_;
@@ -13,10 +14,11 @@ struct FullPrecisionBackward {
   static constexpr int ROW = 2 * D;
   static constexpr int K_BYTES = Plan::KEYS * ROW;
   static constexpr int Q_BYTES = TILE * ROW;
-  static constexpr int STAGE_BYTES = 2 * Q_BYTES + 2 * TILE * 4;  // Q, dO, log-sum-exp, delta
+  static constexpr int STAGE_BYTES = 2 * Q_BYTES + P::QUERY_VALUES * TILE * 4;  // Q, dO, log-sum-exp, delta, ..
   static constexpr int DS_AT = 2 * K_BYTES + Plan::STAGES * STAGE_BYTES;
   static constexpr int DS_BYTES = Plan::KEYS * TILE * 2;
-  static constexpr int SHARED_BYTES = DS_AT + 2 * DS_BYTES;
+  static constexpr int WARPS_AT = DS_AT + 2 * DS_BYTES;
+  static constexpr int SHARED_BYTES = WARPS_AT + Plan::WARPS * P::WARP_BYTES;
   static constexpr int LAG = 1;
   static constexpr bool COOPERATES = false;
 
@@ -50,7 +52,7 @@ struct FullPrecisionBackward {
     Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
     copy_rows<TILE, D, Plan::THREADS>(at, q, tile.tile * TILE, thread);
     copy_rows<TILE, D, Plan::THREADS>(at + Q_BYTES, dout, tile.tile * TILE, thread);
-    copy_row_state(at + 2 * Q_BYTES, p, tile, thread);
+    copy_row_state<P::QUERY_VALUES>(at + 2 * Q_BYTES, p, tile, thread);
   }
 
   __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, Sight sight) {
@@ -74,13 +76,17 @@ struct FullPrecisionBackward {
       for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(s[n][e], scale, e & 1 ? l.y : l.x));
     }
     if (sight.hides) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
-    add_keys(dv, s, dout_rows, lane);
+    uint32_t probabilities[4][4];
+    P::template pack_transposed<T>(probabilities, s, minus_lse2 + 2 * TILE, memory + WARPS_AT + warp * P::WARP_BYTES, lane);
+    add_keys(dv, probabilities, dout_rows, lane);
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
-    store_scores<T>(ds_rows, s, lane);
-    add_keys(dk, s, q_rows, lane);
+    uint32_t ds[4][4];
+    pack_scores<T>(ds, s);
+    store_packed(ds_rows, ds, lane);
+    add_keys(dk, ds, q_rows, lane);
   }
 
   __device__ __forceinline__ void prepare_dq(int) {}
@@ -110,11 +116,9 @@ struct FullPrecisionBackward {
   __device__ __forceinline__ void settle() {}
 
  private:
-  // out += X^T B: X in registers, rounded to 16 bit, and B, 64 rows of queries, in shared memory.
-  __device__ __forceinline__ void add_keys(float (&out)[D / 8][4], const Scores& x, uint32_t rows, int lane) {
+  // out += X^T B: X in registers, and B, 64 rows of queries, in shared memory.
+  __device__ __forceinline__ void add_keys(float (&out)[D / 8][4], const uint32_t (&a)[4][4], uint32_t rows, int lane) {
     layout::TransposedReaderB<ROW> reader(rows, lane);
-    uint32_t a[4][4];
-    pack_scores<T>(a, x);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// FullPrecision backward on Hopper: 16-bit operands, f32 sums. All products read shared memory as it is: of K, Q, dO and
+// The backward of 16-bit operands on Hopper, with f32 sums: full precision, and Attn-QAT, whose operands hold NVFP4 values. All products read shared memory as it is: of K, Q, dO and
 // dS^T each lies there once, and those who need it the other way round ask for it transposed.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM>
+template <class T, int HEAD_DIM, class P = PlainProbabilities>
 struct FullPrecisionBackwardRoles {
   using Type = T;
   static constexpr int D = HEAD_DIM, STAGES = D == 64 ? 5 : 3;
@@ -17,7 +17,9 @@ struct FullPrecisionBackwardRoles {
   static constexpr int DS_AT = 2 * K_BYTES + STAGES * STAGE_BYTES;
   static constexpr int DS_BYTES = ROLES_KEYS * TILE * 2;
   static constexpr int STAGING_AT = DS_AT + 2 * DS_BYTES;
-  static constexpr int SHARED_BYTES = STAGING_AT + STAGING_BYTES<D>;
+  static constexpr int WARPS_AT = STAGING_AT + STAGING_BYTES<D>;
+  static constexpr int SHARED_BYTES = WARPS_AT + ROLES_KEYS / 16 * P::WARP_BYTES;
+  static_assert(P::QUERY_VALUES * TILE * 4 <= 1024);
 
   const params::Backward& p;
   const BackwardBlock& block;
@@ -50,17 +52,18 @@ struct FullPrecisionBackwardRoles {
     int first = tile.tile * TILE;
     if (p.dout.mapped) {
       int64_t rows = int64_t(tile.padded) * TILE;
-      ptx::landing_expect(landing, 2 * Q_BYTES + 2 * TILE * 4);
+      ptx::landing_expect(landing, 2 * Q_BYTES + P::QUERY_VALUES * TILE * 4);
       copy_tile_panels<D>(at, p.q_map, s.batch, tile.head, first, landing);
       copy_tile_panels<D>(at + Q_BYTES, p.dout_map, s.batch, tile.head, first, landing);
       ptx::bulk_copy(at + STATE_AT, p.minus_lse2 + rows, TILE * 4, landing);
       ptx::bulk_copy(at + STATE_AT + TILE * 4, p.minus_delta + rows, TILE * 4, landing);
+      if (P::QUERY_VALUES == 3) ptx::bulk_copy(at + STATE_AT + 2 * TILE * 4, p.row_sums + rows, TILE * 4, landing);
     } else {
       Rows<T> q(p.q, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
       Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
       copy_panels<TILE, D, GROUP_THREADS>(at, q, first, thread);
       copy_panels<TILE, D, GROUP_THREADS>(at + Q_BYTES, dout, first, thread);
-      copy_row_state(at + STATE_AT, p, tile, thread);
+      copy_row_state<P::QUERY_VALUES>(at + STATE_AT, p, tile, thread);
       ptx::landing_copies(landing, q.vector && dout.vector);
     }
   }
@@ -105,10 +108,17 @@ struct FullPrecisionBackwardRoles {
         for (int e = 0; e < 4; ++e) s[n][e] = fmaf(s[n][e], scale, e & 1 ? l.y : l.x);
       }
       take_exponentials(s, hides, of.block.segment, tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane);
+      // Where that takes long, P is quantized while dP is under way.
+      constexpr bool QUANTIZES = P::WARP_BYTES > 0;
+      uint32_t probabilities[4][4];
+      auto pack = [&] {
+        P::template pack_transposed<T>(probabilities, s, minus_lse2 + 2 * TILE,
+                                       of.memory + WARPS_AT + thread / 32 * P::WARP_BYTES, lane);
+      };
+      if constexpr (QUANTIZES) pack();
       // dS = P o (dP - D)
       ptx::wgmma_wait<0>(dp);
-      uint32_t probabilities[4][4];
-      pack_scores<T>(probabilities, s);
+      if constexpr (!QUANTIZES) pack();
 #pragma unroll
       for (int n = 0; n < 8; ++n)
 #pragma unroll

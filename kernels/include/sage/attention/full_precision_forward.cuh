@@ -1,21 +1,23 @@
-// FullPrecision forward: 16-bit operands, f32 sums (FlashAttention-2, arXiv 2307.08691).
+// The forward of 16-bit operands, with f32 sums (FlashAttention-2, arXiv 2307.08691): full precision, and Attn-QAT, whose
+// operands hold NVFP4 values.
 #pragma once
 
 #include <sage/attention/forward.cuh>
+#include <sage/attention/probabilities.cuh>
 #include <sage/layout/fragments.cuh>
 #include <sage/params/limits.cuh>
 #include <sage/ptx/mma.cuh>
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM>
+template <class T, int HEAD_DIM, class P = PlainProbabilities>
 struct FullPrecisionForward {
   using Type = T;
-  static constexpr int D = HEAD_DIM;
-  static constexpr int M = 2;
-  static constexpr int BLOCKS = 2;  // of a multiprocessor: what the accumulators leave of its registers
+  static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
+  static constexpr int M = OUTPUTS == 1 ? 2 : 1;
+  static constexpr int BLOCKS = OUTPUTS == 1 ? 2 : 1;  // of a multiprocessor: what the accumulators leave of its registers
   static constexpr int THREADS = FORWARD_QUERIES / (16 * M) * 32;
-  using Rows = Softmax<D, M, THREADS, HEAD_DIM == 128 && (params::SHARED_KIB > 98)>;
+  using Rows = Softmax<D, M, THREADS, OUTPUTS == 1 && HEAD_DIM == 128 && (params::SHARED_KIB > 98), OUTPUTS, P::SLACK>;
   static constexpr bool COOPERATES = false;
   using Logits = float[M][8][4];
   static constexpr int ROW = D * 2;
@@ -24,13 +26,14 @@ struct FullPrecisionForward {
   static constexpr int STATE_AT = Q_BYTES + 4 * TILE_BYTES;
   static constexpr int SHARED_BYTES = STATE_AT + Rows::State::BYTES;
 
+  const params::Forward& p;
   uint32_t shared;
   int warp, first;
   float scale;
   attention::Rows<T> q, k, v;
 
   __device__ __forceinline__ FullPrecisionForward(const params::Forward& p, const ForwardBlock& b, void* memory)
-      : shared(ptx::shared_address(memory)), warp(threadIdx.x / 32), first(b.first),
+      : p(p), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32), first(b.first),
         scale(p.shape.softmax_scale * ptx::LOG2_E),
         q(p.q, b.segment.batch, b.segment.query_start, b.head, b.segment.query_len, p.shape.head_dim),
         k(p.k, b.segment.batch, b.segment.key_start, b.key_head(p.shape), b.segment.key_len, p.shape.head_dim),
@@ -86,17 +89,11 @@ struct FullPrecisionForward {
     int lane = ptx::opaque(threadIdx.x) % 32;
     if constexpr (HIDES) mask(s, segment, warp_first, tile * TILE, lane, -CUDART_INF_F);
 
-    float row_max[2 * M];
+    float row_max[2 * M], group_max[2 * M];
+    P::maxima(row_max, group_max, s);
 #pragma unroll
-    for (int r = 0; r < 2 * M; ++r) {
-      row_max[r] = -CUDART_INF_F;
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-        row_max[r] = fmaxf(row_max[r], fmaxf(s[r >> 1][n][2 * (r & 1)], s[r >> 1][n][2 * (r & 1) + 1]));
-      row_max[r] = quad_max(row_max[r]) * scale;
-    }
+    for (int r = 0; r < 2 * M; ++r) row_max[r] = P::reference(p, row_max[r] * scale);
     softmax.follow(row_max);
-    uint32_t p[4][M][4];  // (16 keys, m): an operand of 16 x 16
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
       float shift = softmax.shift(r);
@@ -107,10 +104,12 @@ struct FullPrecisionForward {
         x[0] = ptx::exp2(fmaf(x[0], scale, -shift));
         x[1] = ptx::exp2(fmaf(x[1], scale, -shift));
         sum += x[0] + x[1];
-        p[n >> 1][r >> 1][(r & 1) + 2 * (n & 1)] = ptx::pack_16<T>(x[0], x[1]);
       }
       softmax.state(Rows::State::SUM, r) += sum;
+      if constexpr (OUTPUTS == 2) group_max[r] = ptx::exp2(fmaf(group_max[r], scale, -shift));
     }
+    uint32_t operands[OUTPUTS][M][4][4];  // (output, m, 16 keys): 16 x 16
+    P::template pack<T, M>(operands, s, group_max);
     layout::TransposedReaderB<ROW> v_reader(k_tile(tile) + TILE_BYTES, lane);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
@@ -119,9 +118,9 @@ struct FullPrecisionForward {
         uint32_t b[4];
         v_reader.load(b, step * 16, n / 2);
 #pragma unroll
-        for (int m = 0; m < M; ++m) {
-          ptx::mma_16<T>(softmax.acc[m][n], p[step][m], b[0], b[1]);
-          ptx::mma_16<T>(softmax.acc[m][n + 1], p[step][m], b[2], b[3]);
+        for (int m = 0; m < M * OUTPUTS; ++m) {
+          ptx::mma_16<T>(softmax.acc[m][n], operands[m / M][m % M][step], b[0], b[1]);
+          ptx::mma_16<T>(softmax.acc[m][n + 1], operands[m / M][m % M][step], b[2], b[3]);
         }
       }
   }

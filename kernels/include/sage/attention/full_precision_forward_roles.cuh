@@ -1,15 +1,17 @@
-// FullPrecision forward on Hopper: 16-bit operands, f32 sums.
+// The forward of 16-bit operands on Hopper, with f32 sums: full precision, and Attn-QAT, whose operands hold NVFP4 values.
 #pragma once
 
 #include <sage/attention/forward_roles.cuh>
+#include <sage/attention/probabilities.cuh>
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM>
+template <class T, int HEAD_DIM, class P = PlainProbabilities>
 struct FullPrecisionForwardRoles {
   using Type = T;
-  static constexpr int D = HEAD_DIM;
-  using Roles = ForwardRoles<D, 1, D == 64 ? 56 : 72>;
+  static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
+  // With two outputs the fetching group gets by with less, and leaves some values in memory.
+  using Roles = ForwardRoles<D, 1, OUTPUTS == 2 ? (D == 64 ? 32 : 56) : (D == 64 ? 56 : 72)>;
   static constexpr int FETCH_THREADS = GROUP_THREADS, QUERY_ARRIVALS = FETCH_THREADS, STEP_ARRIVALS = FETCH_THREADS;
   static constexpr bool ORDINARY_COPIES = true;
   static constexpr bool VALUES_FIRST = false;
@@ -52,9 +54,10 @@ struct FullPrecisionForwardRoles {
   struct Part {
     const FullPrecisionForwardRoles& of;
     uint32_t q_rows;
-    Softmax<D, 1, GROUP_THREADS, false> rows;
+    Softmax<D, 1, GROUP_THREADS, false, OUTPUTS, P::SLACK> rows;
     float s[1][8][4];  // S, then P
-    uint32_t probabilities[4][4];
+    uint32_t probabilities[OUTPUTS][1][4][4];
+    float largest[2];  // of a group of keys, where P is quantized
     bool behind;
     float decay[2];
 
@@ -68,17 +71,13 @@ struct FullPrecisionForwardRoles {
     template <bool HIDES, int PENDING>
     __device__ __forceinline__ void softmax(int tile, int, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;
-      ptx::wgmma_wait<PENDING>(s[0]);
+      ptx::wgmma_wait<PENDING * OUTPUTS>(s[0]);
       if constexpr (HIDES) mask(s, segment, first + threadIdx.x / 32 % 4 * 16, tile * TILE, lane, -CUDART_INF_F);
       float scale = of.p.shape.softmax_scale * ptx::LOG2_E;
       float row_max[2];
+      P::maxima(row_max, largest, s);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        row_max[r] = -CUDART_INF_F;
-#pragma unroll
-        for (int n = 0; n < 8; ++n) row_max[r] = fmaxf(row_max[r], fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
-        row_max[r] = quad_max(row_max[r]) * scale;
-      }
+      for (int r = 0; r < 2; ++r) row_max[r] = P::reference(of.p, row_max[r] * scale);
       behind = rows.catch_up(row_max, decay);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -92,26 +91,23 @@ struct FullPrecisionForwardRoles {
             sum += x;
           }
         rows.state(rows.state.SUM, r) += sum;
+        if constexpr (OUTPUTS == 2) largest[r] = ptx::exp2(fmaf(largest[r], scale, -shift));
       }
     }
 
     __device__ __forceinline__ void add(int stage) {
-      add_product<T, D>(rows.acc[0], probabilities, of.k_tile(stage) + TILE_BYTES);
+#pragma unroll
+      for (int i = 0; i < OUTPUTS; ++i) add_product<T, D>(rows.acc[i], probabilities[i][0], of.k_tile(stage) + TILE_BYTES);
     }
     template <int PENDING>
     __device__ __forceinline__ void added() {
       ptx::wgmma_wait<PENDING>(rows.acc[0]);
+      if constexpr (OUTPUTS == 2) ptx::hold(rows.acc[1]);
     }
 
     __device__ __forceinline__ void take() {
       if (__builtin_expect(behind, false)) rows.rescale(decay);
-#pragma unroll
-      for (int step = 0; step < 4; ++step)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* x = &s[0][2 * step + i / 2][2 * (i & 1)];
-          probabilities[step][i] = ptx::pack_16<T>(x[0], x[1]);
-        }
+      P::template pack<T, 1>(probabilities, s, largest);
     }
   };
 };

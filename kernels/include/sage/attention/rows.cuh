@@ -91,12 +91,13 @@ __device__ __forceinline__ void copy_tile(uint32_t shared, const int8_t* tile, i
     if (i + THREADS * 16 <= BYTES || i + thread * 16 < BYTES) ptx::copy_16(shared + i, tile + i, exists);
 }
 
-// Copies minus the log-sum-exp of a tile of queries, then minus its delta.
-template <class Tile>
+// Copies VALUES values of each query of a tile: minus the log-sum-exp, then minus delta, then the row's sum.
+template <int VALUES = 2, class Tile>
 __device__ __forceinline__ void copy_row_state(uint32_t shared, const params::Backward& p, const Tile& tile, int thread) {
-  constexpr int CHUNKS = 2 * 64 / 4;
-  if (thread < CHUNKS) {
-    const float* from = thread < CHUNKS / 2 ? p.minus_lse2 : p.minus_delta - 64;
+  constexpr int CHUNKS = 64 / 4;
+  if (thread < VALUES * CHUNKS) {
+    const float* from = thread < CHUNKS ? p.minus_lse2 : p.minus_delta - 64;
+    if (VALUES == 3 && thread >= 2 * CHUNKS) from = p.row_sums - 128;
     ptx::copy_16(shared + thread * 16, from + int64_t(tile.padded) * 64 + thread * 4, true);
   }
 }

@@ -8,7 +8,7 @@ namespace sage::attention {
 
 // GENERAL: takes the ablations too. Scales may be shared by groups of vectors, and Q may be smoothed, which adds a row
 // to the logits and a rank-one term to dK.
-template <class T, int HEAD_DIM, class Plan_, bool GENERAL>
+template <class T, int HEAD_DIM, class Plan_, bool GENERAL = false>
 struct SageBwdBackward {
   using Type = T;
   using Plan = Plan_;

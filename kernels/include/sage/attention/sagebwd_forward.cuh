@@ -9,7 +9,7 @@
 namespace sage::attention {
 
 // QK: whether Q is smoothed as well, which adds a row to the logits of each tile.
-template <class T, int HEAD_DIM, bool QK>
+template <class T, int HEAD_DIM, bool QK = false>
 struct SageBwdForward {
   using Type = T;
   static constexpr int D = HEAD_DIM;

@@ -45,6 +45,19 @@ struct Segment {
   }
 };
 
+// The segment that owns a tile of the padded buffers.
+template <bool QUERY>
+__device__ inline int segment_of_tile(const params::Shape& shape, int tile) {
+  if (!shape.segments) return tile / (((QUERY ? shape.query_len : shape.key_len) + TILE - 1) / TILE);
+  int low = 0, high = shape.segment_count - 1;  // the last segment that starts at or before the tile
+  while (low < high) {
+    int middle = (low + high + 1) / 2;
+    int start = QUERY ? shape.segments[middle].query_tile : shape.segments[middle].key_tile;
+    if (start <= tile) low = middle; else high = middle - 1;
+  }
+  return low;
+}
+
 // Which head of which segment a block works on, and its tile there, number 0 first. Blocks start in the order of their
 // index: `heads_at_once` heads side by side, tile by tile, then the next heads.
 struct Place {

@@ -62,22 +62,20 @@ struct RowState {
   }
 };
 
-template <int D, int M, int THREADS, bool SHARED>
+// The reference follows the maximum only when it falls behind by more than SLACK: with 8 the accumulator is rescaled
+// rarely, and 2^8 is far from any overflow.
+template <int D, int M, int THREADS, bool SHARED, int OUTPUTS = 1, int SLACK = 8>
 struct Softmax {
   using State = RowState<2 * M, THREADS, SHARED>;
   float reference[2 * M];  // what exponents are taken relative to: at most SLACK under the largest logit so far
-  float acc[M][D / 8][4];  // sum 2^(logit - reference) v
+  float acc[OUTPUTS * M][D / 8][4];  // (output, m): sum 2^(logit - reference) v
   State state;
-
-  // The reference follows the maximum only when it falls behind by this much: the accumulator is rescaled rarely, and
-  // 2^8 is far from any overflow.
-  static constexpr float SLACK = 8.0f;
 
   __device__ __forceinline__ explicit Softmax(unsigned char* memory) : state(memory) {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) reference[r] = -CUDART_INF_F;
 #pragma unroll
-    for (int m = 0; m < M; ++m)
+    for (int m = 0; m < OUTPUTS * M; ++m)
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)
 #pragma unroll
@@ -108,11 +106,11 @@ struct Softmax {
   }
   __device__ __forceinline__ void rescale(const float (&decay)[2 * M]) {
 #pragma unroll
-    for (int r = 0; r < 2 * M; ++r)
+    for (int r = 0; r < 2 * M * OUTPUTS; ++r)
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) acc[r >> 1][n][2 * (r & 1) + i] *= decay[r];
+        for (int i = 0; i < 2; ++i) acc[r >> 1][n][2 * (r & 1) + i] *= decay[r % (2 * M)];
   }
 
   // The reference, or 0 where nothing is visible yet: every term is then 2^-inf, whatever is subtracted.

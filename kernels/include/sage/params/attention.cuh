@@ -75,6 +75,11 @@ struct Forward {
   int32_t* tickets;   // with one block a multiprocessor: pieces of work taken beyond the first of each; else null
   Codes codes;
   Shape shape;
+  View high_precision_out;  // Attn-QAT: from P that is not quantized; data null: not wanted
+  float* row_sums;          // Attn-QAT, (head, padded token): sum of a row's probabilities relative to what they are
+                            // quantized to, 1 where there is nothing to go back to; null: not wanted
+  float p_lift;             // Attn-QAT: P is relative to 2^(ceil(largest logit) - p_lift),
+  int32_t p_literal;        // or to 2^(largest logit), and in the backward to its sum
 };
 
 struct Backward {
@@ -97,16 +102,33 @@ struct Backward {
   Shape shape;
   int32_t group;       // keys that share a scale of P and of dS, and queries one of dS: 1, 2, 4, ... 64
   int32_t dout_group;  // channels that share a scale of dO
+  const float* row_sums;
   TensorMap q_map;
   TensorMap dout_map;
+};
+
+// Q, K and V as Attn-QAT's products take them, in 16 bit: less K's mean, and rounded to NVFP4.
+struct FakeQuantize {
+  View q;
+  View k;
+  View v;
+  View q_to;
+  View k_to;
+  View v_to;
+  const float* k_mean;  // (head, segment, D); null without smoothing
+  Shape shape;
+  int32_t quantize;      // 0: rounded to 16 bit alone
+  int32_t value_tokens;  // groups of V along the tokens, else along the channels
 };
 
 static_assert(sizeof(View) == 48 && offsetof(View, vector) == 40);
 static_assert(sizeof(Segment) == 24);
 static_assert(sizeof(Shape) == 56 && offsetof(Shape, softmax_scale) == 36);
 static_assert(sizeof(Codes) == 72);
-static_assert(sizeof(Forward) == 336 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 280);
-static_assert(sizeof(Backward) == 832 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
-              offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 568 && offsetof(Backward, q_map) == 576);
+static_assert(sizeof(Forward) == 400 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 280 &&
+              offsetof(Forward, row_sums) == 384);
+static_assert(sizeof(FakeQuantize) == 360 && offsetof(FakeQuantize, shape) == 296);
+static_assert(sizeof(Backward) == 896 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
+              offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 568 && offsetof(Backward, row_sums) == 576 && offsetof(Backward, q_map) == 640);
 
 }  // namespace sage::params

@@ -70,6 +70,30 @@ __device__ __forceinline__ uint32_t fma_2(uint32_t a, uint32_t b, uint32_t c) {
   return d;
 }
 
+// x rounded to 16 bit, in both halves.
+template <class T>
+__device__ __forceinline__ uint32_t twice(float x) {
+  return pack_16<T>(x, x);
+}
+
+// The smaller of two values at once.
+template <class T>
+__device__ __forceinline__ uint32_t min_2(uint32_t a, uint32_t b) {
+  uint32_t d;
+  if constexpr (std::is_same_v<T, __half>)
+    asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  else
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// Products of two values at once, each rounded once. (bf16 has no multiplication of its own before sm_90; adding -0 changes
+// nothing.)
+template <class T>
+__device__ __forceinline__ uint32_t mul_2(uint32_t a, uint32_t b) {
+  return fma_2<T>(a, b, 0x80008000u);
+}
+
 // The larger of |a| and |b|, of two f16 at once, with any sign; a NaN wins.
 __device__ __forceinline__ uint32_t max_abs_2(uint32_t a, uint32_t b) {
   uint32_t d = 0;

@@ -1,0 +1,159 @@
+//! Attn-QAT on the GPU: operands rounded to NVFP4 before the kernels of 16-bit operands, and what those keep.
+//!
+//! The backward rounds them again instead of keeping them: three tensors that a training step would hold for every layer.
+//! K and V go where dK and dV will be, since a block reads its keys at its start and writes their gradients at its end.
+
+use candle_core::{CudaStorage, Layout, Result};
+use cudarc::driver::CudaSlice;
+
+use super::call::Call;
+use super::full_precision::{Extra, backward_plan, forward_plan_sm90, launch_delta};
+use super::kernels::Grid;
+use super::plan::{self, Architecture, Plan, TILE};
+use super::sagebwd::launch_key_mean;
+use super::tensor::address;
+use super::{OnGpu, Past, params};
+use crate::scheme::{AttnQat, PReference, Smoothing, ValueGroups};
+
+/// What the forward's kernel reads and writes besides inputs and output.
+pub(super) struct Operands {
+    kept: Kept,
+    #[cfg_attr(not(test), expect(dead_code, reason = "kept alive for the kernel; tests read them"))]
+    rounded: [CudaStorage; 3],
+    _k_tile_sums: Option<CudaSlice<f32>>,
+}
+
+/// What the forward keeps.
+#[derive(Debug)]
+pub(super) struct Kept {
+    /// Without a backward, or if that does without it: none.
+    high_precision_out: Option<(CudaStorage, params::View)>,
+    /// What the probabilities of a row add up to, relative to what they are quantized.
+    row_sums: Option<CudaSlice<f32>>,
+    k_mean: Option<CudaSlice<f32>>,
+}
+
+impl OnGpu for AttnQat {
+    type Operands = Operands;
+    type Kept = Kept;
+    /// Q as the kernel reads it.
+    type Scratch = Option<CudaStorage>;
+
+    fn forward_plan(&self, d: usize, architecture: Architecture) -> Plan {
+        if architecture.has_roles() {
+            return forward_plan_sm90("attn_qat", d);
+        }
+        plan::forward_sm80("attn_qat", 256, 2 * d, 0)
+    }
+
+    fn backward_plan(&self, d: usize, architecture: Architecture) -> Plan {
+        if !self.requantized_p {
+            // P as it is: full precision on other operands.
+            return backward_plan("full_precision", d, architecture, Extra::default());
+        }
+        backward_plan("attn_qat", d, architecture, Extra { of_stage: TILE * 4, of_warp: 512 })
+    }
+
+    fn before_forward(&self, call: &Call<'_>, keep: bool, params: &mut params::Forward) -> Result<Operands> {
+        let (gpu, shape) = (&call.gpu, call.problem.shape);
+        let smooth = self.smoothing != Smoothing::None;
+        let means = call.segment_count() * shape.key_heads() * call.d;
+        let k_mean = smooth.then(|| gpu.alloc(means)).transpose()?;
+        let sums = smooth.then(|| gpu.alloc(call.key_tiles() * call.d)).transpose()?;
+        if let (Some(mean), Some(sums)) = (&k_mean, &sums) {
+            params.codes.k_mean = address(mean, gpu);
+            params.codes.k_tile_sums = address(sums, gpu);
+            launch_key_mean(call, params)?;
+        }
+        let (q, q_to) = call.output(shape.query_dims())?;
+        let (k, k_to) = call.output(shape.key_dims())?;
+        let (v, v_to) = call.output(shape.key_dims())?;
+        let k_mean_at = params.codes.k_mean;
+        launch_fake_quantize(
+            self,
+            call,
+            [params.q, params.k, params.v],
+            [q_to, k_to, v_to],
+            k_mean_at,
+            true,
+        )?;
+        (params.q, params.k, params.v) = (q_to, k_to, v_to);
+        let second = keep && self.high_precision_output;
+        let high_precision_out = second.then(|| call.output(shape.query_dims())).transpose()?;
+        let row_sums = keep.then(|| gpu.alloc(call.query_tiles() * TILE)).transpose()?;
+        params.high_precision_out =
+            high_precision_out.as_ref().map_or_else(Default::default, |(_, view)| *view);
+        params.row_sums = row_sums.as_ref().map_or(0, |sums| address(sums, gpu));
+        params.p_literal = (self.p_reference == PReference::Literal).into();
+        params.p_lift = -self.p_reference.of(0.0);
+        let kept = Kept { high_precision_out, row_sums, k_mean };
+        Ok(Operands { kept, rounded: [q, k, v], _k_tile_sums: sums })
+    }
+
+    fn keep(operands: Operands) -> Kept {
+        operands.kept
+    }
+
+    fn before_backward(
+        &self,
+        call: &Call<'_>,
+        plan: &Plan,
+        kept: &Kept,
+        past: &Past<'_>,
+        params: &mut params::Backward,
+    ) -> Result<Option<CudaStorage>> {
+        let (gpu, shape) = (&call.gpu, call.problem.shape);
+        if let Some((_, view)) = &kept.high_precision_out {
+            params.out = *view;
+        }
+        params.row_sums = kept.row_sums.as_ref().map_or(0, |sums| address(sums, gpu));
+        let k_mean = kept.k_mean.as_ref().map_or(0, |mean| address(mean, gpu));
+        let mut scratch = None;
+        if self.matched_recomputation || k_mean != 0 {
+            let (q, q_to) = call.output(shape.query_dims())?;
+            let to = [q_to, params.dk, params.dv];
+            let from = [params.q, params.k, params.v];
+            launch_fake_quantize(self, call, from, to, k_mean, self.matched_recomputation)?;
+            [params.q, params.k, params.v] = to;
+            let layout = Layout::contiguous(shape.query_dims());
+            call.set_tensor_maps(plan, Some((&q_to, &layout)), past.dout.1, params)?;
+            scratch = Some(q);
+        } else {
+            let q = params.q;
+            call.set_tensor_maps(plan, Some((&q, call.problem.q.1)), past.dout.1, params)?;
+        }
+        launch_delta(call, params)?;
+        Ok(scratch)
+    }
+}
+
+/// Rounds Q, K and V, `from` one place `to` another: to NVFP4 if `quantize`, else to 16 bit alone; K less its mean.
+fn launch_fake_quantize(
+    settings: &AttnQat,
+    call: &Call<'_>,
+    [q, k, v]: [params::View; 3],
+    [q_to, k_to, v_to]: [params::View; 3],
+    k_mean: params::Address,
+    quantize: bool,
+) -> Result<()> {
+    let params = params::FakeQuantize {
+        q,
+        k,
+        v,
+        q_to,
+        k_to,
+        v_to,
+        k_mean,
+        shape: call.shape,
+        quantize: quantize.into(),
+        value_tokens: (settings.value_groups == ValueGroups::Tokens).into(),
+    };
+    let blocks = call.query_tiles() + 2 * call.key_tiles();
+    call.gpu.launch_fake_quantize(&call.kernel("fake_quantize"), Grid::line(blocks, 256), &params)
+}
+
+/// Q, K and V as the forward reads them.
+#[cfg(test)]
+pub(super) fn rounded(operands: &Operands) -> &[CudaStorage; 3] {
+    &operands.rounded
+}

@@ -1,0 +1,187 @@
+//! One attention call on a GPU: its tensors, segments and tiles, as kernels see them.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, Layout, Result};
+use cudarc::driver::CudaSlice;
+
+use super::kernels::Gpu;
+use super::params;
+use super::plan::{self, Plan, TILE};
+use super::tensor::{Element, address, tensor_map, view};
+use crate::error::Error;
+use crate::shape::AttentionShape;
+
+/// One tensor: what candle hands to an op.
+pub(crate) type Operand<'a> = (&'a CudaStorage, &'a Layout);
+
+/// One attention call: what [`crate::cpu::Problem`] is on the CPU.
+#[derive(Debug)]
+pub(crate) struct Problem<'a> {
+    pub(crate) shape: &'a AttentionShape,
+    pub(crate) softmax_scale: f32,
+    /// Gradients bit-equal over repeats, at some cost in time.
+    pub(crate) deterministic: bool,
+    pub(crate) q: Operand<'a>,
+    pub(crate) k: Operand<'a>,
+    pub(crate) v: Operand<'a>,
+}
+
+/// What all launches of a call share.
+pub(super) struct Call<'a> {
+    pub(super) gpu: Gpu,
+    pub(super) element: Element,
+    /// head_dim as padded inside the kernels.
+    pub(super) d: usize,
+    pub(super) shape: params::Shape,
+    pub(super) problem: &'a Problem<'a>,
+    /// The packed documents; keeps the memory behind `shape.segments`.
+    _segments: Option<CudaSlice<params::Segment>>,
+}
+
+impl<'a> Call<'a> {
+    pub(super) fn new(problem: &'a Problem<'a>) -> Result<Self> {
+        let shape = problem.shape;
+        if problem.softmax_scale.is_nan() || problem.softmax_scale <= 0.0 {
+            return Err(Error::new("softmax scale is out of range on CUDA")
+                .got(problem.softmax_scale)
+                .allowed("above 0")
+                .hint("negate the query for a negative scale; the CPU takes any")
+                .into());
+        }
+        let gpu = Gpu::new(problem.q.0.device())?;
+        let (lengths, table, tiles) = segments(shape)?;
+        let packed = !table.is_empty();
+        let segments = packed.then(|| gpu.device.clone_htod(&table)).transpose()?;
+        Ok(Self {
+            element: Element::of(problem.q.0.dtype())?,
+            d: plan::padded_head_dim(shape)?,
+            shape: params::Shape {
+                segments: segments.as_ref().map_or(0, |s| address(s, &gpu)),
+                segment_count: if packed { table.len() } else { shape.batch() } as i32,
+                query_len: lengths.0 as i32,
+                key_len: lengths.1 as i32,
+                query_heads: shape.query_heads() as i32,
+                key_heads: shape.key_heads() as i32,
+                head_dim: shape.head_dim() as i32,
+                causal: shape.causal().into(),
+                softmax_scale: problem.softmax_scale,
+                query_tiles: tiles.0 as i32,
+                key_tiles: tiles.1 as i32,
+                ..params::Shape::default()
+            },
+            gpu,
+            problem,
+            _segments: segments,
+        })
+    }
+
+    /// The shape, for a kernel whose blocks share `bytes` of each of `heads` heads.
+    pub(super) fn shape_sharing(&self, plan: &Plan, bytes: usize, heads: usize) -> params::Shape {
+        let heads = heads * self.segment_count();
+        let at_once = plan::heads_at_once(self.gpu.cache_bytes, plan.cache_parts, bytes, heads);
+        params::Shape { heads_at_once: at_once as i32, ..self.shape }
+    }
+
+    pub(super) fn segment_count(&self) -> usize {
+        self.shape.segment_count as usize
+    }
+    /// Tiles of queries of all segments and heads.
+    pub(super) fn query_tiles(&self) -> usize {
+        self.shape.query_tiles as usize * self.problem.shape.query_heads()
+    }
+    /// Tiles of keys of all segments and heads.
+    pub(super) fn key_tiles(&self) -> usize {
+        self.shape.key_tiles as usize * self.problem.shape.key_heads()
+    }
+
+    /// A kernel's full name.
+    pub(super) fn kernel(&self, what: &str) -> String {
+        format!("{what}_{}_{}", self.element.name(), self.d)
+    }
+
+    pub(super) fn view(&self, (storage, layout): Operand<'_>) -> Result<params::View> {
+        view(storage, layout, &self.gpu)
+    }
+
+    /// Where the plan has tensor maps, sets those of dO, and of Q if it is read as it is: `q` and its view. Without maps,
+    /// where the copy engine cannot read one of them, threads copy.
+    pub(super) fn set_tensor_maps(
+        &self,
+        plan: &Plan,
+        q: Option<(&params::View, &Layout)>,
+        dout: &Layout,
+        params: &mut params::Backward,
+    ) -> Result<()> {
+        if !plan.mapped || self.problem.shape.is_packed() {
+            return Ok(());
+        }
+        let q = match q {
+            Some((view, layout)) => tensor_map(view, layout, self.element)?,
+            None => Some(params::TensorMap::default()),
+        };
+        if let (Some(q), Some(dout)) = (q, tensor_map(&params.dout, dout, self.element)?) {
+            params.dout.mapped = 1;
+            (params.q_map, params.dout_map) = (q, dout);
+        }
+        Ok(())
+    }
+
+    /// A new tensor without gaps, and the kernels' view of it.
+    pub(super) fn output(&self, dims: (usize, usize, usize, usize)) -> Result<(CudaStorage, params::View)> {
+        let layout = Layout::contiguous(dims);
+        let storage = self.element.alloc(&self.gpu, layout.shape().elem_count())?;
+        let view = view(&storage, &layout, &self.gpu)?;
+        Ok((storage, view))
+    }
+}
+
+type Lengths = (usize, usize);
+
+/// The longest segment, the table of packed documents (empty without packing), and the tiles of all segments.
+fn segments(shape: &AttentionShape) -> Result<(Lengths, Vec<params::Segment>, Lengths)> {
+    let segments = shape.segments();
+    let tiles = |len: usize| len.div_ceil(TILE);
+    let longest = segments.iter().fold((0, 0), |(q, k), s| (q.max(s.query.len()), k.max(s.key.len())));
+    let mut table = Vec::with_capacity(segments.len());
+    let mut total = (0, 0);
+    for s in &segments {
+        table.push(params::Segment {
+            query_start: s.query.start as i32,
+            query_len: s.query.len() as i32,
+            key_start: s.key.start as i32,
+            key_len: s.key.len() as i32,
+            query_tile: total.0 as i32,
+            key_tile: total.1 as i32,
+        });
+        total = (total.0 + tiles(s.query.len()), total.1 + tiles(s.key.len()));
+    }
+    // Tokens, tiles and blocks are counted in 32 bits; elements and bytes in 64.
+    let blocks = segments.len() * tiles(longest.0.max(longest.1)) * shape.query_heads();
+    let most = [
+        shape.query_len(),
+        shape.key_len(),
+        blocks,
+        total.0 * shape.query_heads(),
+        total.1 * shape.query_heads(),
+    ]
+    .into_iter()
+    .max()
+    .unwrap_or(0);
+    if most > i32::MAX as usize / 4 {
+        return Err(Error::new("attention is too large for one launch")
+            .got(format!(
+                "{} segments, up to {} queries and {} keys, {} heads",
+                segments.len(),
+                longest.0,
+                longest.1,
+                shape.query_heads()
+            ))
+            .allowed("segments x heads x tiles of 64 tokens below 2^29")
+            .hint("split the batch")
+            .into());
+    }
+    if !shape.is_packed() {
+        table.clear();
+    }
+    Ok((longest, table, total))
+}

@@ -1,0 +1,118 @@
+// What Attn-QAT's products read (arXiv 2603.00040): Q, K and V rounded to NVFP4, in 16 bit, which holds such values exactly.
+#include <sage/quant/nvfp4.cuh>
+#include <sage/quant/tile.cuh>
+
+using namespace sage;
+using attention::Rows;
+using attention::Segment;
+using attention::segment_of_tile;
+using attention::TILE;
+
+namespace {
+
+// A tile of 64 tokens in registers, eight neighbouring channels of ROWS tokens a thread: by rows as quant::Tile has it, or
+// 16 tokens of half the channels a warp, where groups are those.
+template <int D, bool BY_GROUP>
+struct Place {
+  static constexpr int CHUNKS = BY_GROUP ? D / 16 : D / 8, STEP = (BY_GROUP ? 32 : quant::TILE_THREADS) / CHUNKS;
+  static constexpr int ROWS = (BY_GROUP ? quant::NVFP4_GROUP : TILE) / STEP;
+  int first_row, column;
+  __device__ __forceinline__ Place() {
+    int thread = BY_GROUP ? threadIdx.x % 32 : threadIdx.x, warp = threadIdx.x / 32;
+    first_row = thread / CHUNKS + (BY_GROUP ? warp / 2 * quant::NVFP4_GROUP : 0);
+    column = thread % CHUNKS * 8 + (BY_GROUP ? warp % 2 * (D / 2) : 0);
+  }
+  __device__ __forceinline__ int row(int i) const { return first_row + i * STEP; }
+};
+
+// Groups of 16 channels: the eight of a thread and those of its neighbour.
+template <int ROWS>
+__device__ __forceinline__ void quantize_along_channels(float (&x)[ROWS][8]) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) largest = max(largest, quant::abs_bits(x[i][c]));
+    largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+    quant::Nvfp4Scale scale = quant::nvfp4_scale_of(__uint_as_float(largest));
+#pragma unroll
+    for (int c = 0; c < 8; ++c) x[i][c] = quant::e2m1(x[i][c] * scale.quant) * scale.dequant;
+  }
+}
+
+// Groups of 16 tokens: those of the lanes that have the same channels, CHUNKS lanes apart.
+template <int CHUNKS, int ROWS>
+__device__ __forceinline__ void quantize_along_tokens(float (&x)[ROWS][8]) {
+#pragma unroll
+  for (int c = 0; c < 8; ++c) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) largest = max(largest, quant::abs_bits(x[i][c]));
+#pragma unroll
+    for (int lanes = CHUNKS; lanes < 32; lanes *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, lanes));
+    quant::Nvfp4Scale scale = quant::nvfp4_scale_of(__uint_as_float(largest));
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) x[i][c] = quant::e2m1(x[i][c] * scale.quant) * scale.dequant;
+  }
+}
+
+// The tokens of a tile from `first` on, less `mean`, one a channel, if there is one.
+template <class T, int D, bool BY_GROUP>
+__device__ __forceinline__ void round_tile(const Rows<T>& from, const Rows<T>& to, int first, const float* mean, bool quantize) {
+  using At = Place<D, BY_GROUP>;
+  At at;
+  uint4 words[At::ROWS];
+  float x[At::ROWS][8];
+#pragma unroll
+  for (int i = 0; i < At::ROWS; ++i) words[i] = from.load_8(first + at.row(i), at.column);
+#pragma unroll
+  for (int i = 0; i < At::ROWS; ++i)
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      x[i][c] = ptx::to_float(reinterpret_cast<const T*>(&words[i])[c]);
+      if (mean && first + at.row(i) < from.count) x[i][c] = __fsub_rn(x[i][c], mean[at.column + c]);
+    }
+  if (quantize) {
+    if constexpr (BY_GROUP) quantize_along_tokens<At::CHUNKS>(x);
+    else quantize_along_channels(x);
+  }
+#pragma unroll
+  for (int i = 0; i < At::ROWS; ++i)
+    to.store_8(first + at.row(i), at.column,
+               make_uint4(ptx::pack_16<T>(x[i][0], x[i][1]), ptx::pack_16<T>(x[i][2], x[i][3]),
+                          ptx::pack_16<T>(x[i][4], x[i][5]), ptx::pack_16<T>(x[i][6], x[i][7])));
+}
+
+// A block is a tile of 64 tokens of one head: the tiles of K, then of Q, then of V, heads side by side.
+template <class T, int D>
+__device__ void fake_quantize(const params::FakeQuantize& p) {
+  const params::Shape& shape = p.shape;
+  int queries = shape.query_tiles * shape.query_heads, keys = shape.key_tiles * shape.key_heads;
+  int index = blockIdx.x;
+  bool query = index >= keys && index < keys + queries, value = index >= keys + queries;
+  index -= value ? keys + queries : query ? keys : 0;
+  int heads = query ? shape.query_heads : shape.key_heads, head = index % heads, tile = index / heads;
+  int number = query ? segment_of_tile<true>(shape, tile) : segment_of_tile<false>(shape, tile);
+  Segment segment(shape, number);
+  int start = query ? segment.query_start : segment.key_start, count = query ? segment.query_len : segment.key_len;
+  int first = (tile - (query ? segment.query_tile : segment.key_tile)) * TILE;
+  const params::View &from = query ? p.q : value ? p.v : p.k, &to = query ? p.q_to : value ? p.v_to : p.k_to;
+
+  Rows<T> source(from, segment.batch, start, head, count, shape.head_dim);
+  Rows<T> target(to, segment.batch, start, head, count, shape.head_dim);
+  const float* mean = query || value || !p.k_mean ? nullptr : p.k_mean + (int64_t(head) * shape.segment_count + number) * D;
+  if (value && p.value_tokens) round_tile<T, D, true>(source, target, first, mean, p.quantize);
+  else round_tile<T, D, false>(source, target, first, mean, p.quantize);
+}
+
+}  // namespace
+
+#define KERNEL(type, T, D)                                                            \
+  extern "C" __global__ void __launch_bounds__(quant::TILE_THREADS)                   \
+      fake_quantize_##type##_##D(const __grid_constant__ params::FakeQuantize p) {    \
+    fake_quantize<T, D>(p);                                                           \
+  }
+KERNEL(bf16, __nv_bfloat16, 64)
+KERNEL(bf16, __nv_bfloat16, 128)
+KERNEL(f16, __half, 64)
+KERNEL(f16, __half, 128)

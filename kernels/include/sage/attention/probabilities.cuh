@@ -1,0 +1,166 @@
+// What products take for P: P itself in 16 bit, or its NVFP4 values as well. The walks with 16-bit operands are the same
+// for both (full_precision_{forward,backward}*.cuh).
+//
+// A policy has, for the forward: OUTPUTS, how many outputs there are; SLACK, see Softmax; maxima(of rows, of groups, logits);
+// reference(params, largest logit); pack(operands, probabilities, largest ones of groups), 16-bit left operands for each
+// output. For the backward: QUERY_VALUES, how many values of
+// a query a tile comes with; WARP_BYTES, shared memory of a warp; pack_transposed(operand, P^T, values of the tile's
+// queries beyond log-sum-exp and delta, shared memory, lane), what dV is made from.
+#pragma once
+
+#include <math_constants.h>
+#include <sage/attention/softmax.cuh>
+#include <sage/params/attention.cuh>
+#include <sage/quant/nvfp4.cuh>
+
+namespace sage::attention {
+
+// Scores of a warp in the backward, x[n][2h + e]: row 8h + g of its 16 keys, column 8n + 2t + e of the 64 queries.
+using Scores = float[8][4];
+
+// Scores in 16 bit, as left operands of 16 keys x 16 queries.
+template <class T>
+__device__ __forceinline__ void pack_scores(uint32_t (&x)[4][4], const Scores& s) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      x[step][i] = ptx::pack_16<T>(s[2 * step + i / 2][2 * (i & 1)], s[2 * step + i / 2][2 * (i & 1) + 1]);
+}
+
+// P as it is.
+struct PlainProbabilities {
+  static constexpr int OUTPUTS = 1, SLACK = 8;
+  static constexpr int QUERY_VALUES = 2, WARP_BYTES = 0;
+
+  static __device__ __forceinline__ float reference(const params::Forward&, float max) { return max; }
+
+  template <int M>
+  static __device__ __forceinline__ void maxima(float (&row)[2 * M], float (&)[2 * M], const float (&x)[M][8][4]) {
+#pragma unroll
+    for (int r = 0; r < 2 * M; ++r) {
+      row[r] = -CUDART_INF_F;
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+        row[r] = fmaxf(row[r], fmaxf(x[r >> 1][n][2 * (r & 1)], x[r >> 1][n][2 * (r & 1) + 1]));
+      row[r] = quad_max(row[r]);
+    }
+  }
+
+  template <class T, int M>
+  static __device__ __forceinline__ void pack(uint32_t (&p)[1][M][4][4], const float (&x)[M][8][4], const float (&)[2 * M]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) pack_scores<T>(p[0][m], x[m]);
+  }
+
+  template <class T>
+  static __device__ __forceinline__ void pack_transposed(uint32_t (&p)[4][4], const Scores& x, const float*, void*, int) {
+    pack_scores<T>(p, x);
+  }
+};
+
+// Attn-QAT (arXiv 2603.00040): O from NVFP4 values of P, groups of 16 keys, and a second output from P itself; dV from
+// NVFP4 values again. Exact in 16 bit, so that products of them are those of FP4 units, up to the order of sums.
+struct Nvfp4Probabilities {
+  static constexpr int OUTPUTS = 2, SLACK = 0;
+  static constexpr int QUERY_VALUES = 3;           // the third: the row's sum, relative to what P is quantized
+  static constexpr int WARP_BYTES = 32 * 4 * 4;
+
+  // A power of two, so that a running maximum changes no code while scales have all their bits.
+  static __device__ __forceinline__ float reference(const params::Forward& p, float max) {
+    return p.p_literal ? max : ceilf(max) - p.p_lift;
+  }
+
+  // Maxima over the logits of each row: of the group that this lane makes the scale of, group t for lane t of the row's
+  // four, and of the row. The largest probability of a group is that of its largest logit.
+  template <int M>
+  static __device__ __forceinline__ void maxima(float (&row)[2 * M], float (&group)[2 * M], const float (&x)[M][8][4]) {
+    bool upper_half = threadIdx.x & 2, odd = threadIdx.x & 1;
+#pragma unroll
+    for (int r = 0; r < 2 * M; ++r) {
+      float max[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float *a = &x[r >> 1][2 * n][2 * (r & 1)], *b = &x[r >> 1][2 * n + 1][2 * (r & 1)];
+        max[n] = fmaxf(fmaxf(a[0], a[1]), fmaxf(b[0], b[1]));
+      }
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        max[n] = fmaxf(upper_half ? max[n + 2] : max[n], __shfl_xor_sync(~0u, upper_half ? max[n] : max[n + 2], 2));
+      group[r] = fmaxf(odd ? max[1] : max[0], __shfl_xor_sync(~0u, odd ? max[0] : max[1], 1));
+      row[r] = quad_max(group[r]);
+    }
+  }
+
+  // `largest`: of each row the largest probability of this lane's group.
+  template <class T, int M>
+  static __device__ __forceinline__ void pack(uint32_t (&p)[2][M][4][4], const float (&x)[M][8][4],
+                                              const float (&largest)[2 * M]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) pack_scores<T>(p[1][m], x[m]);
+#pragma unroll
+    for (int r = 0; r < 2 * M; ++r) {
+      quant::Nvfp4Scale own = quant::nvfp4_scale_of(largest[r]);
+      uint32_t own_dequant = ptx::twice<T>(own.dequant);
+      int h = r & 1;
+#pragma unroll
+      for (int group = 0; group < 4; ++group) {
+        float quant = __shfl_sync(~0u, own.quant, group, 4);
+        uint32_t dequant = __shfl_sync(~0u, own_dequant, group, 4);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float* a = &x[r >> 1][2 * group + half][2 * h];
+          p[0][r >> 1][group][2 * half + h] =
+              ptx::mul_2<T>(quant::e2m1_pair<T>(a[0] * quant, a[1] * quant), dequant);
+        }
+      }
+    }
+  }
+
+  // A warp's 16 keys are a group of each query. A lane has two of them for 16 queries; lane 4g + t makes the scales of
+  // queries 8g + 2t and 8g + 2t + 1.
+  template <class T>
+  static __device__ __forceinline__ void pack_transposed(uint32_t (&p)[4][4], const Scores& x, const float* sums,
+                                                         void* shared, int lane) {
+    float max[8][2];
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) max[n][e] = fmaxf(x[n][e], x[n][2 + e]);
+    // Halves of the queries change places with the lane that differs in a bit of g.
+#pragma unroll
+    for (int count = 4; count > 0; count /= 2) {
+      bool upper = lane & (4 * count);
+#pragma unroll
+      for (int n = 0; n < count; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float other = __shfl_xor_sync(~0u, upper ? max[n][e] : max[n + count][e], 4 * count);
+          max[n][e] = fmaxf(upper ? max[n + count][e] : max[n][e], other);
+        }
+    }
+    float2 sum = reinterpret_cast<const float2*>(sums)[lane];
+    quant::Nvfp4Scale a = quant::nvfp4_scale_of(max[0][0] * sum.x), b = quant::nvfp4_scale_of(max[0][1] * sum.y);
+    float4* factors = static_cast<float4*>(shared);
+    __syncwarp();  // All have read those of the tile before.
+    factors[lane] = make_float4(a.quant * sum.x, b.quant * sum.y, a.dequant * ptx::reciprocal(sum.x),
+                                b.dequant * ptx::reciprocal(sum.y));
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      float4 f = factors[4 * n + lane % 4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float low = x[n][2 * h] * f.x, high = x[n][2 * h + 1] * f.y;
+        uint32_t& pair = p[n / 2][2 * (n & 1) + h];
+        // In bf16 the scale is rounded like a probability; in f16 small ones would lose bits.
+        if constexpr (std::is_same_v<T, __half>)
+          pair = ptx::pack_16<T>(quant::e2m1_of_positive(low) * f.z, quant::e2m1_of_positive(high) * f.w);
+        else
+          pair = ptx::mul_2<T>(quant::e2m1_pair<T>(low, high), ptx::pack_16<T>(f.z, f.w));
+      }
+    }
+  }
+};
+
+}  // namespace sage::attention

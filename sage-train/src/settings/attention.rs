@@ -1,0 +1,180 @@
+//! The settings of attention: which scheme, by its name, and the scheme's own.
+
+use std::sync::LazyLock;
+
+use candle_sage::{AttnQat, Error, SageBwd, Scheme, Smoothing};
+use clap::ValueEnum;
+use clap::builder::PossibleValue;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use super::{Settings, Switch};
+
+/// How to attend: a scheme, by its name and with its default settings, or not at all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Attn(Option<Scheme>);
+
+impl Attn {
+    /// No attention at all: the baseline that shows what attention is worth.
+    pub const NONE: Self = Self(None);
+    /// Full precision.
+    pub const EXACT: Self = Self(Some(Scheme::FullPrecision));
+
+    /// The scheme, with what `settings` say about it.
+    pub fn scheme(self, settings: &Settings) -> Option<Scheme> {
+        let on = |switch: Option<Switch>, default| switch.map_or(default, |switch| switch == Switch::On);
+        Some(match self.0? {
+            Scheme::SageBwd(default) => SageBwd {
+                smoothing: settings.smoothing.map_or(default.smoothing, Smoothing::from),
+                granularity: settings.granularity.map_or(default.granularity, |text| text.0),
+                ..default
+            }
+            .into(),
+            Scheme::AttnQat(default) => default
+                .smoothing(settings.smoothing.map_or(default.smoothing, Smoothing::from))
+                .value_groups(settings.value_groups.map_or(default.value_groups, |text| text.0))
+                .p_reference(settings.p_reference.map_or(default.p_reference, |text| text.0))
+                .high_precision_output(on(settings.high_precision_output, default.high_precision_output))
+                .matched_recomputation(on(settings.matched_recomputation, default.matched_recomputation))
+                .requantized_p(on(settings.requantized_p, default.requantized_p))
+                .into(),
+            // A scheme without settings of its own.
+            other => other,
+        })
+    }
+}
+
+impl From<SageBwd> for Attn {
+    fn from(scheme: SageBwd) -> Self {
+        Self(Some(scheme.into()))
+    }
+}
+
+impl From<AttnQat> for Attn {
+    fn from(scheme: AttnQat) -> Self {
+        Self(Some(scheme.into()))
+    }
+}
+
+impl std::fmt::Display for Attn {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.0.map_or("none", |scheme| scheme.name()))
+    }
+}
+
+impl ValueEnum for Attn {
+    fn value_variants<'a>() -> &'a [Self] {
+        static ALL: LazyLock<Vec<Attn>> = LazyLock::new(|| {
+            Scheme::all().into_iter().map(|scheme| Attn(Some(scheme))).chain([Attn::NONE]).collect()
+        });
+        &ALL
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(match self.0 {
+            Some(scheme) => PossibleValue::new(scheme.name()).help(scheme.summary()),
+            None => PossibleValue::new("none")
+                .help("No attention at all: the baseline that shows what attention is worth"),
+        })
+    }
+}
+
+impl std::str::FromStr for Attn {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let names = Self::value_variants();
+        names.iter().copied().find(|attn| attn.to_string() == text).ok_or_else(|| {
+            Error::new("unknown attention")
+                .got(format!("`{text}`"))
+                .allowed(names.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
+                .hint("--help says what each is")
+        })
+    }
+}
+
+impl Serialize for Attn {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Attn {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// Which token means are subtracted before quantizing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SmoothingSetting {
+    /// None
+    None,
+    /// K's mean over all tokens
+    K,
+    /// K's mean, and the mean of each tile of Q
+    Qk,
+}
+
+impl From<SmoothingSetting> for Smoothing {
+    fn from(setting: SmoothingSetting) -> Self {
+        match setting {
+            SmoothingSetting::None => Smoothing::None,
+            SmoothingSetting::K => Smoothing::K,
+            SmoothingSetting::Qk => Smoothing::Qk,
+        }
+    }
+}
+
+/// A value of candle-sage in the words of its `Display`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Text<T>(pub T);
+
+impl<T: std::str::FromStr> std::str::FromStr for Text<T> {
+    type Err = T::Err;
+
+    fn from_str(text: &str) -> Result<Self, T::Err> {
+        text.parse().map(Text)
+    }
+}
+
+impl<T: std::fmt::Display> Serialize for Text<T> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&self.0)
+    }
+}
+
+impl<'de, T: std::str::FromStr<Err: std::fmt::Display>> Deserialize<'de> for Text<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_scheme_has_a_name_that_reads_back() {
+        for attn in Attn::value_variants() {
+            assert_eq!(attn.to_string().parse(), Ok(*attn));
+        }
+        assert_eq!(Attn::value_variants().len(), Scheme::all().len() + 1);
+        assert!("sage".parse::<Attn>().is_err());
+    }
+
+    #[test]
+    fn settings_reach_their_scheme() {
+        let settings = Settings {
+            smoothing: Some(SmoothingSetting::K),
+            requantized_p: Some(Switch::Off),
+            ..Settings::default()
+        };
+        let qat = AttnQat::default();
+        let expected = qat.smoothing(Smoothing::K).requantized_p(false);
+        assert_eq!(Attn::from(qat).scheme(&settings), Some(expected.into()));
+        assert_eq!(Attn::from(qat).scheme(&Settings::default()), Some(qat.into()));
+        assert_eq!(Attn::EXACT.scheme(&settings), Some(Scheme::FullPrecision));
+        assert_eq!(Attn::NONE.scheme(&settings), None);
+    }
+}
