@@ -10,17 +10,29 @@ using attention::TILE;
 
 namespace {
 
-// A tile of 64 tokens in registers, eight neighbouring channels of ROWS tokens a thread: by rows as quant::Tile has it, or
-// 16 tokens of half the channels a warp, where groups are those.
+// Two rows of eight channels a thread: what bandwidth needs on its way, and few registers.
+template <int D>
+constexpr int THREADS = TILE * D / 16;
+
+// Threads of a multiprocessor: all that Hopper has; elsewhere so few registers would leave values in memory.
+#if __CUDA_ARCH__ == 900
+constexpr int AT_ONCE = 2048;
+#else
+constexpr int AT_ONCE = 1024;
+#endif
+
+// A tile of 64 tokens in registers, eight neighbouring channels of ROWS tokens a thread: neighbours along a token, or 16
+// tokens of 32 channels a warp, where groups are those.
 template <int D, bool BY_GROUP>
 struct Place {
-  static constexpr int CHUNKS = BY_GROUP ? D / 16 : D / 8, STEP = (BY_GROUP ? 32 : quant::TILE_THREADS) / CHUNKS;
-  static constexpr int ROWS = (BY_GROUP ? quant::NVFP4_GROUP : TILE) / STEP;
+  static constexpr int ROWS = 2, CHUNKS = BY_GROUP ? 4 : D / 8, STEP = (BY_GROUP ? 32 : THREADS<D>) / CHUNKS;
+  static_assert(ROWS * STEP == (BY_GROUP ? quant::NVFP4_GROUP : TILE));
   int first_row, column;
   __device__ __forceinline__ Place() {
+    constexpr int STRIPS = D / 32;
     int thread = BY_GROUP ? threadIdx.x % 32 : threadIdx.x, warp = threadIdx.x / 32;
-    first_row = thread / CHUNKS + (BY_GROUP ? warp / 2 * quant::NVFP4_GROUP : 0);
-    column = thread % CHUNKS * 8 + (BY_GROUP ? warp % 2 * (D / 2) : 0);
+    first_row = thread / CHUNKS + (BY_GROUP ? warp / STRIPS * quant::NVFP4_GROUP : 0);
+    column = thread % CHUNKS * 8 + (BY_GROUP ? warp % STRIPS * 32 : 0);
   }
   __device__ __forceinline__ int row(int i) const { return first_row + i * STEP; }
 };
@@ -107,10 +119,10 @@ __device__ void fake_quantize(const params::FakeQuantize& p) {
 
 }  // namespace
 
-#define KERNEL(type, T, D)                                                            \
-  extern "C" __global__ void __launch_bounds__(quant::TILE_THREADS)                   \
-      fake_quantize_##type##_##D(const __grid_constant__ params::FakeQuantize p) {    \
-    fake_quantize<T, D>(p);                                                           \
+#define KERNEL(type, T, D)                                                         \
+  extern "C" __global__ void __launch_bounds__(THREADS<D>, AT_ONCE / THREADS<D>)   \
+      fake_quantize_##type##_##D(const __grid_constant__ params::FakeQuantize p) { \
+    fake_quantize<T, D>(p);                                                        \
   }
 KERNEL(bf16, __nv_bfloat16, 64)
 KERNEL(bf16, __nv_bfloat16, 128)

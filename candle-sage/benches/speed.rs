@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use candle_core::{D, Device, Result, Tensor, Var};
-use candle_sage::{Attention, Granularity, SageBwd, Scheme, Smoothing};
+use candle_sage::{Attention, AttnQat, Granularity, SageBwd, Scheme, Smoothing};
 
 const ROUNDS: usize = 9;
 
@@ -102,6 +102,7 @@ fn run(case: &Case) -> Result<()> {
         ("sagebwd", sage.into()),
         ("sagebwd, tile scales", SageBwd { granularity: Granularity::Tile, ..sage }.into()),
         ("sagebwd, qk smoothing", SageBwd { smoothing: Smoothing::Qk, ..sage }.into()),
+        ("attn-qat", AttnQat::default().into()),
     ];
     for (name, scheme) in schemes {
         print(name, time(|| Attention::new(scheme).causal(causal).apply(&q, &k, &v))?);

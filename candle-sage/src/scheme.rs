@@ -60,6 +60,15 @@ impl Scheme {
         }
     }
 
+    /// What a low-bit inference runtime needs to know to compute what a model was trained for, as names and values. Empty
+    /// where any exact attention will do.
+    pub fn runtime_settings(&self) -> Vec<(&'static str, String)> {
+        match self {
+            Self::FullPrecision | Self::SageBwd(_) => Vec::new(),
+            Self::AttnQat(settings) => settings.runtime_settings(),
+        }
+    }
+
     /// Checks the settings.
     ///
     /// # Errors

@@ -17,6 +17,8 @@ use crate::settings::{Settings, Switch};
 use crate::{during, writing};
 
 const CONFIG: &str = "config.json";
+/// What a low-bit attention runtime needs to know, of a model that was trained for one.
+const ATTENTION: &str = "attention.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const HINT: &str = "models like SmolLM and Qwen3-0.6B can be: Llama or Qwen3, a tied embedding, plain angles";
@@ -241,7 +243,7 @@ pub fn export(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
     if model.config.scheme.is_none() {
         return Err(Error::new("a model without attention has no name in transformers")
             .got("--attn none")
-            .allowed("a run with --attn fpa or sagebwd")
+            .allowed("a run with attention: any --attn but none")
             .hint("its weights are in model.safetensors, under the same names"));
     }
     let folder = Folder::begin(to)?;
@@ -261,6 +263,14 @@ fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
     write("generation_config.json", &json!({ "bos_token_id": end, "eos_token_id": end }))?;
     write("tokenizer_config.json", &tokenizer_config(tokenizer, config.context)?)?;
     tokenizer.save(&to.join("tokenizer.json"))?;
+    if let Some(scheme) = config.scheme {
+        let settings = scheme.runtime_settings();
+        if !settings.is_empty() {
+            let name = [("scheme", scheme.name().to_string())];
+            let all = name.into_iter().chain(settings).map(|(key, text)| (key.to_string(), text.into()));
+            write(ATTENTION, &Value::Object(all.collect()))?;
+        }
+    }
     let weights = to.join(WEIGHTS);
     parameters
         .snapshot(false)

@@ -149,7 +149,9 @@ fn launch_fake_quantize(
         value_tokens: (settings.value_groups == ValueGroups::Tokens).into(),
     };
     let blocks = call.query_tiles() + 2 * call.key_tiles();
-    call.gpu.launch_fake_quantize(&call.kernel("fake_quantize"), Grid::line(blocks, 256), &params)
+    // As many threads as `kernels/fake_quantize.cu` says: two rows of eight channels each.
+    let threads = (TILE * call.d / 16) as u32;
+    call.gpu.launch_fake_quantize(&call.kernel("fake_quantize"), Grid::line(blocks, threads), &params)
 }
 
 /// Q, K and V as the forward reads them.

@@ -25,7 +25,8 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AttnQat {
-    /// Whether K's token mean is subtracted before quantizing. The paper measured no gain: none by default.
+    /// Whether K's token mean is subtracted before quantizing. The paper measured no gain: none by default. The mean is over
+    /// all tokens, later ones too; the softmax does not change, what is rounded does.
     pub smoothing: Smoothing,
     /// Along which axis 16 values of V share a scale.
     pub value_groups: ValueGroups,
@@ -60,6 +61,10 @@ impl Default for AttnQat {
 #[non_exhaustive]
 pub enum ValueGroups {
     /// Tokens, the reduction of P V: what block-scaled FP4 instructions need, and what a model is deployed with.
+    ///
+    /// A scale then sees up to 15 later tokens: with a causal mask the value of a token is rounded as its group's largest says,
+    /// and a NaN reaches the tokens of its group that come before it. (Decoding token by token, a group is rounded again
+    /// until it is full.)
     #[default]
     Tokens,
     /// Channels, as the paper's published training kernel has it.
@@ -134,6 +139,23 @@ impl AttnQat {
     pub fn requantized_p(mut self, on: bool) -> Self {
         self.requantized_p = on;
         self
+    }
+
+    /// What an FP4 attention runtime needs to know: formats, the axis of each operand's groups, and what P is relative to.
+    pub(super) fn runtime_settings(&self) -> Vec<(&'static str, String)> {
+        let text = |words: &str| words.to_string();
+        vec![
+            ("format", text("nvfp4")),
+            ("element", text("e2m1")),
+            ("scale", text("e4m3")),
+            ("group", crate::nvfp4::GROUP.to_string()),
+            ("query_groups", text("head-dim")),
+            ("key_groups", text("head-dim")),
+            ("value_groups", self.value_groups.to_string()),
+            ("probability_groups", text("keys")),
+            ("probability_reference", self.p_reference.to_string()),
+            ("smoothing", self.smoothing.to_string()),
+        ]
     }
 
     /// Checks the settings.

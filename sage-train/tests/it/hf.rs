@@ -197,6 +197,27 @@ fn weights_may_be_in_several_files() -> Result<()> {
     Ok(())
 }
 
+/// A model that was trained for FP4 says so beside its weights, and goes on from there; others say nothing.
+#[test]
+fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
+    let scratch = Scratch::new();
+    for (attn, flags) in [("attn-qat", &["--value-groups", "head-dim"][..]), ("sagebwd", &[])] {
+        scratch.ok(&small(&[&["--attn", attn, "--steps", "2", "--name", attn], flags].concat()));
+        scratch.ok(&["export", &format!("runs/{attn}"), "--to", attn]);
+    }
+    let text = std::fs::read_to_string(scratch.path().join("attn-qat/attention.json")).expect("a file");
+    let said: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(said["scheme"], "attn-qat");
+    assert_eq!(said["format"], "nvfp4");
+    assert_eq!(said["value_groups"], "head-dim");
+    assert!(!scratch.path().join("sagebwd/attention.json").exists());
+    let tuned = ["--init-from", "attn-qat", "--attn", "attn-qat", "--steps", "2", "--name", "tuned"];
+    scratch.ok(&small(&tuned));
+    let loss = |attn: &[&str]| scratch.ok(&[&["eval", "runs/sagebwd", "--tokens", "4k"], attn].concat());
+    assert_ne!(loss(&["--attn", "attn-qat"]), loss(&["--attn", "fpa"]), "eval --attn changes the numerics");
+    Ok(())
+}
+
 /// The real thing: transformers computes the loss of an exported model over the same tokens.
 #[test]
 #[ignore = "needs python3 with torch and transformers"]

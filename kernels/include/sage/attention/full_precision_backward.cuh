@@ -77,7 +77,9 @@ struct FullPrecisionBackward {
     }
     if (sight.hides) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
     uint32_t probabilities[4][4];
-    P::template pack_transposed<T>(probabilities, s, minus_lse2 + 2 * TILE, memory + WARPS_AT + warp * P::WARP_BYTES, lane);
+    void* scales = memory + WARPS_AT + warp * P::WARP_BYTES;
+    P::make_scales(s, minus_lse2 + 2 * TILE, scales, lane);
+    P::template pack_transposed<T>(probabilities, s, scales, lane);
     add_keys(dv, probabilities, dout_rows, lane);
 #pragma unroll
     for (int n = 0; n < 8; ++n)

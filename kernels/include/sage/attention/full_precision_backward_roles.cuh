@@ -108,30 +108,33 @@ struct FullPrecisionBackwardRoles {
         for (int e = 0; e < 4; ++e) s[n][e] = fmaf(s[n][e], scale, e & 1 ? l.y : l.x);
       }
       take_exponentials(s, hides, of.block.segment, tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane);
-      // Where that takes long, P is quantized while dP is under way.
-      constexpr bool QUANTIZES = P::WARP_BYTES > 0;
-      uint32_t probabilities[4][4];
-      auto pack = [&] {
-        P::template pack_transposed<T>(probabilities, s, minus_lse2 + 2 * TILE,
-                                       of.memory + WARPS_AT + thread / 32 * P::WARP_BYTES, lane);
-      };
-      if constexpr (QUANTIZES) pack();
+      // Quantizing takes long: dQ need not wait for it, where there are registers for that.
+      constexpr bool QUANTIZES = P::WARP_BYTES > 0, LAST = QUANTIZES && KEYS_ADD<D>;
+      void* scales = of.memory + WARPS_AT + thread / 32 * P::WARP_BYTES;
+      uint32_t probabilities[4][4], ds[4][4];
+      auto pack = [&] { P::template pack_transposed<T>(probabilities, s, scales, lane); };
+      P::make_scales(s, minus_lse2 + 2 * TILE, scales, lane);
+      if constexpr (QUANTIZES && !LAST) pack();
       // dS = P o (dP - D)
       ptx::wgmma_wait<0>(dp);
       if constexpr (!QUANTIZES) pack();
 #pragma unroll
       for (int n = 0; n < 8; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
+        for (int e = 0; e < 4; ++e) (LAST ? dp : s)[n][e] = s[n][e] * dp[n][e];
       // dV += P^T dO
-      add_product<T, D>(dv, probabilities, at + Q_BYTES);
-      uint32_t ds[4][4];
-      pack_scores<T>(ds, s);
+      auto add_dv = [&] { add_product<T, D>(dv, probabilities, at + Q_BYTES); };
+      if constexpr (!LAST) add_dv();
+      pack_scores<T>(ds, LAST ? dp : s);
       free();
       store_packed(ds_rows, ds, lane);
       ptx::wgmma_publish();
       done();
       ready();
+      if constexpr (LAST) {
+        pack();
+        add_dv();
+      }
       // dK += dS^T Q
       if constexpr (KEYS_ADD<D>) add_product<T, D>(dk, ds, at);
       if constexpr (AHEAD) {

@@ -94,6 +94,7 @@ struct FullPrecisionForward {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) row_max[r] = P::reference(p, row_max[r] * scale);
     softmax.follow(row_max);
+    typename P::template RowScales<T> scales[2 * M];
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
       float shift = softmax.shift(r);
@@ -106,10 +107,10 @@ struct FullPrecisionForward {
         sum += x[0] + x[1];
       }
       softmax.state(Rows::State::SUM, r) += sum;
-      if constexpr (OUTPUTS == 2) group_max[r] = ptx::exp2(fmaf(group_max[r], scale, -shift));
+      scales[r] = typename P::template RowScales<T>(ptx::exp2(fmaf(group_max[r], scale, -shift)));
     }
     uint32_t operands[OUTPUTS][M][4][4];  // (output, m, 16 keys): 16 x 16
-    P::template pack<T, M>(operands, s, group_max);
+    P::template pack<T, M>(operands, s, scales);
     layout::TransposedReaderB<ROW> v_reader(k_tile(tile) + TILE_BYTES, lane);
 #pragma unroll
     for (int step = 0; step < 4; ++step)

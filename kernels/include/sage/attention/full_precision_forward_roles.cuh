@@ -57,7 +57,7 @@ struct FullPrecisionForwardRoles {
     Softmax<D, 1, GROUP_THREADS, false, OUTPUTS, P::SLACK> rows;
     float s[1][8][4];  // S, then P
     uint32_t probabilities[OUTPUTS][1][4][4];
-    float largest[2];  // of a group of keys, where P is quantized
+    typename P::template RowScales<T> scales[2];
     bool behind;
     float decay[2];
 
@@ -74,7 +74,7 @@ struct FullPrecisionForwardRoles {
       ptx::wgmma_wait<PENDING * OUTPUTS>(s[0]);
       if constexpr (HIDES) mask(s, segment, first + threadIdx.x / 32 % 4 * 16, tile * TILE, lane, -CUDART_INF_F);
       float scale = of.p.shape.softmax_scale * ptx::LOG2_E;
-      float row_max[2];
+      float row_max[2], largest[2];  // of a row, and of a group of its keys where P is quantized
       P::maxima(row_max, largest, s);
 #pragma unroll
       for (int r = 0; r < 2; ++r) row_max[r] = P::reference(of.p, row_max[r] * scale);
@@ -82,6 +82,8 @@ struct FullPrecisionForwardRoles {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float shift = rows.shift(r), sum = 0.0f;
+        // Before the others: scales are made while those are under way.
+        scales[r] = typename P::template RowScales<T>(ptx::exp2(fmaf(largest[r], scale, -shift)));
 #pragma unroll
         for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -91,7 +93,6 @@ struct FullPrecisionForwardRoles {
             sum += x;
           }
         rows.state(rows.state.SUM, r) += sum;
-        if constexpr (OUTPUTS == 2) largest[r] = ptx::exp2(fmaf(largest[r], scale, -shift));
       }
     }
 
@@ -107,7 +108,7 @@ struct FullPrecisionForwardRoles {
 
     __device__ __forceinline__ void take() {
       if (__builtin_expect(behind, false)) rows.rescale(decay);
-      P::template pack<T, 1>(probabilities, s, largest);
+      P::template pack<T, 1>(probabilities, s, scales);
     }
   };
 };

@@ -2,10 +2,10 @@
 // for both (full_precision_{forward,backward}*.cuh).
 //
 // A policy has, for the forward: OUTPUTS, how many outputs there are; SLACK, see Softmax; maxima(of rows, of groups, logits);
-// reference(params, largest logit); pack(operands, probabilities, largest ones of groups), 16-bit left operands for each
-// output. For the backward: QUERY_VALUES, how many values of
-// a query a tile comes with; WARP_BYTES, shared memory of a warp; pack_transposed(operand, P^T, values of the tile's
-// queries beyond log-sum-exp and delta, shared memory, lane), what dV is made from.
+// reference(params, largest logit); RowScales, made of the largest probability of a group; pack(operands, probabilities,
+// scales), 16-bit left operands for each output. For the backward: QUERY_VALUES, how many values of a query a tile comes with; WARP_BYTES, shared memory of a warp;
+// make_scales(P^T, values of the tile's queries beyond log-sum-exp and delta, that memory, lane), and then
+// pack_transposed(operand, P^T, that memory, lane), what dV is made from.
 #pragma once
 
 #include <math_constants.h>
@@ -47,14 +47,23 @@ struct PlainProbabilities {
     }
   }
 
+  template <class T>
+  struct RowScales {
+    RowScales() = default;
+    __device__ __forceinline__ explicit RowScales(float) {}
+  };
+
   template <class T, int M>
-  static __device__ __forceinline__ void pack(uint32_t (&p)[1][M][4][4], const float (&x)[M][8][4], const float (&)[2 * M]) {
+  static __device__ __forceinline__ void pack(uint32_t (&p)[1][M][4][4], const float (&x)[M][8][4],
+                                              const RowScales<T> (&)[2 * M]) {
 #pragma unroll
     for (int m = 0; m < M; ++m) pack_scores<T>(p[0][m], x[m]);
   }
 
+  static __device__ __forceinline__ void make_scales(const Scores&, const float*, void*, int) {}
+
   template <class T>
-  static __device__ __forceinline__ void pack_transposed(uint32_t (&p)[4][4], const Scores& x, const float*, void*, int) {
+  static __device__ __forceinline__ void pack_transposed(uint32_t (&p)[4][4], const Scores& x, const void*, int) {
     pack_scores<T>(p, x);
   }
 };
@@ -92,36 +101,51 @@ struct Nvfp4Probabilities {
     }
   }
 
-  // `largest`: of each row the largest probability of this lane's group.
+  // The scales of a row's groups, each in the lane that makes it.
+  template <class T>
+  struct RowScales {
+    float quant;
+    uint32_t dequant;  // in both halves
+
+    // `largest`: the largest probability of this lane's group.
+    __device__ __forceinline__ explicit RowScales(float largest) {
+      quant::Nvfp4Scale scale = quant::nvfp4_scale_of(largest);
+      quant = scale.quant, dequant = ptx::twice<T>(scale.dequant);
+    }
+    RowScales() = default;
+    // Those of one group, in all lanes.
+    __device__ __forceinline__ RowScales of(int group) const {
+      RowScales scales;
+      scales.quant = __shfl_sync(~0u, quant, group, 4), scales.dequant = __shfl_sync(~0u, dequant, group, 4);
+      return scales;
+    }
+    __device__ __forceinline__ uint32_t quantized(float low, float high) const {
+      return ptx::mul_2<T>(quant::e2m1_pair<T>(low * quant, high * quant), dequant);
+    }
+  };
+
   template <class T, int M>
   static __device__ __forceinline__ void pack(uint32_t (&p)[2][M][4][4], const float (&x)[M][8][4],
-                                              const float (&largest)[2 * M]) {
+                                              const RowScales<T> (&rows)[2 * M]) {
 #pragma unroll
     for (int m = 0; m < M; ++m) pack_scores<T>(p[1][m], x[m]);
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
-      quant::Nvfp4Scale own = quant::nvfp4_scale_of(largest[r]);
-      uint32_t own_dequant = ptx::twice<T>(own.dequant);
-      int h = r & 1;
 #pragma unroll
       for (int group = 0; group < 4; ++group) {
-        float quant = __shfl_sync(~0u, own.quant, group, 4);
-        uint32_t dequant = __shfl_sync(~0u, own_dequant, group, 4);
+        RowScales<T> scales = rows[r].of(group);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float* a = &x[r >> 1][2 * group + half][2 * h];
-          p[0][r >> 1][group][2 * half + h] =
-              ptx::mul_2<T>(quant::e2m1_pair<T>(a[0] * quant, a[1] * quant), dequant);
+          const float* a = &x[r >> 1][2 * group + half][2 * (r & 1)];
+          p[0][r >> 1][group][2 * half + (r & 1)] = scales.quantized(a[0], a[1]);
         }
       }
     }
   }
 
   // A warp's 16 keys are a group of each query. A lane has two of them for 16 queries; lane 4g + t makes the scales of
-  // queries 8g + 2t and 8g + 2t + 1.
-  template <class T>
-  static __device__ __forceinline__ void pack_transposed(uint32_t (&p)[4][4], const Scores& x, const float* sums,
-                                                         void* shared, int lane) {
+  // queries 8g + 2t and 8g + 2t + 1, and leaves in shared memory what to multiply with: quantizing, and back.
+  static __device__ __forceinline__ void make_scales(const Scores& x, const float* sums, void* shared, int lane) {
     float max[8][2];
 #pragma unroll
     for (int n = 0; n < 8; ++n)
@@ -141,14 +165,17 @@ struct Nvfp4Probabilities {
     }
     float2 sum = reinterpret_cast<const float2*>(sums)[lane];
     quant::Nvfp4Scale a = quant::nvfp4_scale_of(max[0][0] * sum.x), b = quant::nvfp4_scale_of(max[0][1] * sum.y);
-    float4* factors = static_cast<float4*>(shared);
     __syncwarp();  // All have read those of the tile before.
-    factors[lane] = make_float4(a.quant * sum.x, b.quant * sum.y, a.dequant * ptx::reciprocal(sum.x),
-                                b.dequant * ptx::reciprocal(sum.y));
+    static_cast<float4*>(shared)[lane] = make_float4(a.quant * sum.x, b.quant * sum.y, a.dequant * ptx::reciprocal(sum.x),
+                                                     b.dequant * ptx::reciprocal(sum.y));
+  }
+
+  template <class T>
+  static __device__ __forceinline__ void pack_transposed(uint32_t (&p)[4][4], const Scores& x, const void* shared, int lane) {
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      float4 f = factors[4 * n + lane % 4];
+      float4 f = static_cast<const float4*>(shared)[4 * n + lane % 4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float low = x[n][2 * h] * f.x, high = x[n][2 * h + 1] * f.y;
