@@ -1,5 +1,5 @@
 // Attention backward for sm_80 and later: one kernel for each (scheme, element type, head_dim). On Hopper another walk
-// and its numerics, except for the ablations.
+// and its numerics, except for the ablations. Attn-QAT without requantized P runs full precision's, on its own operands.
 #include <sage/attention/backward_roles.cuh>
 #include <sage/attention/full_precision_backward.cuh>
 #include <sage/attention/full_precision_backward_roles.cuh>

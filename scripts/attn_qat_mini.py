@@ -48,12 +48,16 @@ class Bench:
 
     def train(self, name, flags):
         """Final validation loss, largest gradient norm, and where a run that failed stopped."""
+        name = f"{name}-{self.args.steps}"
         folder = pathlib.Path(self.args.out) / name
         result = folder / "result.json"
         if not result.exists():
             done = call(self.args.sage_train, "--preset", "mini", "--data", self.args.data, "--out", self.args.out,
                         "--name", name, "--sample-tokens", 0, "--eval-tokens", self.args.eval_tokens, "--eval-every", 0,
                         *flags)
+            # A loss that is not finite is a result; anything else that fails is not.
+            if done.returncode != 0 and "stopped before the update" not in done.stderr:
+                raise SystemExit(f"{name} failed:\n{done.stderr}")
             points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
             norms = [point["grad_norm"] for point in points if point.get("grad_norm") is not None]
             last = points[-1]
@@ -65,8 +69,10 @@ class Bench:
         return json.loads(result.read_text())
 
     def evaluate(self, name, attn):
-        done = call(self.args.sage_train, "eval", pathlib.Path(self.args.out) / name, "--attn", attn, "--tokens",
-                    self.args.eval_tokens)
+        done = call(self.args.sage_train, "eval", pathlib.Path(self.args.out) / f"{name}-{self.args.steps}", "--attn", attn,
+                    "--tokens", self.args.eval_tokens)
+        if done.returncode != 0:
+            raise SystemExit(f"eval of {name} failed:\n{done.stderr}")
         found = re.search(r"loss\s+([0-9.]+)", done.stdout)
         return float(found.group(1)) if found else None
 
@@ -86,10 +92,12 @@ class Bench:
             results[part, "FP4 after training"] = {"loss": self.evaluate(base, "attn-qat")}
         if "fine-tune" not in a.parts:
             return results
-        base = pathlib.Path(a.out) / f"qk-norm-full-precision-{seed}"
-        exported = pathlib.Path(a.out) / f"exported-{seed}"
+        base = pathlib.Path(a.out) / f"qk-norm-full-precision-{seed}-{a.steps}"
+        exported = pathlib.Path(a.out) / f"exported-{seed}-{a.steps}"
         if not exported.exists():
-            call(a.sage_train, "export", base, "--to", exported)
+            done = call(a.sage_train, "export", base, "--to", exported)
+            if done.returncode != 0:
+                raise SystemExit(f"export of {base} failed:\n{done.stderr}")
         for arm, flags in FINE_TUNE.items():
             name = f"fine-tune-{arm}-{seed}".replace(" ", "-")
             tune = ["--init-from", exported, "--steps", a.steps // 6, "--tokens-per-step", a.tokens_per_step,
@@ -104,16 +112,15 @@ COLOURS = {"full precision": "#1b1b1b", "attn-qat": "#0072b2", "no high-precisio
 DASHES = {"full precision": "", "attn-qat": "7 3", "no high-precision output": "2 3", "drop-in": ""}
 
 
-def plot(path, out, seeds):
+def plot(path, out, seeds, steps):
     """Training loss without QK-norm, mean over 10 steps, a line for each seed: an SVG without anything else."""
     width, height, left, right, top, bottom = 760, 380, 60, 210, 34, 46
     curves = []
     for arm in COLOURS:
         for seed in range(seeds):
-            file = pathlib.Path(out) / f"no-qk-norm-{arm}-{seed}".replace(" ", "-") / "metrics.jsonl"
+            file = pathlib.Path(out) / f"no-qk-norm-{arm}-{seed}-{steps}".replace(" ", "-") / "metrics.jsonl"
             losses = [json.loads(line)["loss"] for line in file.read_text().splitlines()]
             curves.append((arm, [statistics.mean(losses[max(0, i - 9):i + 1]) for i in range(len(losses))]))
-    steps = max(len(curve) for _, curve in curves)
     low, high = 2.8, min(9.0, max(max(curve) for _, curve in curves))
 
     def point(step, loss):
@@ -155,7 +162,7 @@ def main():
     parser.add_argument("sage_train")
     parser.add_argument("data")
     parser.add_argument("--out", required=True)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, choices=range(1, 11), metavar="1..10")
     parser.add_argument("--jobs", type=int, default=4, help="seeds side by side")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--tokens-per-step", default="32k")
@@ -190,7 +197,7 @@ def main():
             writer.writerow(["part", "arm", "seed", "val_loss", "train_loss", "largest_grad_norm", "error"])
             writer.writerows(rows)
     if args.plot and "no QK-norm" in args.parts:
-        plot(args.plot, args.out, args.seeds)
+        plot(args.plot, args.out, args.seeds, args.steps)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 //! As on the CPU, `forward` and `backward` are the same for all schemes, and what a scheme does besides is in the file
 //! of its name. The only place with `unsafe`, besides the CPU's matrix product.
 
+mod arch;
 mod attn_qat;
 mod call;
+mod compiled;
 mod full_precision;
 pub(crate) mod gemm;
 #[cfg(test)]
@@ -20,13 +22,14 @@ mod tensor;
 
 use std::fmt::Debug;
 
+use arch::Architecture;
 use call::Call;
 pub(crate) use call::{Operand, Problem};
 use candle_core::{CudaStorage, Result};
 use cudarc::driver::CudaSlice;
 use full_precision::FullPrecision;
 use kernels::Grid;
-use plan::{Architecture, Plan, TILE};
+use plan::{Plan, TILE};
 use tensor::address;
 
 use crate::scheme::Scheme;

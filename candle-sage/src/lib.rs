@@ -14,6 +14,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod dtype;
 mod error;
 pub mod nn;
 pub mod nvfp4;
@@ -21,6 +22,7 @@ pub mod ops;
 pub mod reference;
 pub mod scheme;
 pub mod shape;
+mod update;
 
 pub use error::{Error, Result};
 pub use ops::Attention;

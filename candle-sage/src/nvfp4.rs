@@ -205,11 +205,6 @@ impl Packed {
     pub fn scales(&self) -> &[u8] {
         &self.scales
     }
-
-    /// The share of groups whose scale is 0 although they have values: what was flushed.
-    pub fn zero_groups(&self) -> f64 {
-        self.scales.iter().filter(|&&scale| scale == 0).count() as f64 / self.scales.len().max(1) as f64
-    }
 }
 
 /// The (row, channel) of every member of every group, in the order of the scales.

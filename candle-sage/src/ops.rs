@@ -14,8 +14,6 @@ mod qk_norm_rope;
 mod rms_norm;
 mod rope;
 mod support;
-#[cfg(feature = "cuda")]
-pub(crate) use support::row_stride;
 mod swiglu;
 
 pub use accumulate::{add_into, product_into};

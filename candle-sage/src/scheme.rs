@@ -50,13 +50,14 @@ impl Scheme {
         }
     }
 
-    /// Bytes a token that a forward keeps for its backward besides inputs, output and log-sum-exp, with so many channels of
-    /// all query heads and of all key heads, of `element` bytes.
+    /// Bytes a token that a forward keeps on a GPU for its backward besides inputs, output and single values a row, with so
+    /// many channels of all query heads and of all key heads, of `element` bytes.
     pub fn kept_bytes(&self, queries: u64, keys: u64, element: u64) -> u64 {
         match self {
             Self::FullPrecision => 0,
             Self::SageBwd(_) => queries + keys,
-            Self::AttnQat(_) => queries * element,
+            Self::AttnQat(settings) if settings.high_precision_output => queries * element,
+            Self::AttnQat(_) => 0,
         }
     }
 

@@ -6,6 +6,7 @@ use std::path::{Component, Path};
 
 use candle_core::{DType, Device};
 use candle_sage::{Error, Result};
+use clap::ValueEnum;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -13,7 +14,7 @@ use crate::data::Tokenizer;
 use crate::model::{LlamaConfig, ParameterSpec, Parameters, StateFile};
 use crate::partial::Folder;
 use crate::quantity::Quantity;
-use crate::settings::{Settings, Switch};
+use crate::settings::{Settings, SmoothingSetting, Switch};
 use crate::{during, writing};
 
 const CONFIG: &str = "config.json";
@@ -134,8 +135,37 @@ pub fn settings(folder: &Path) -> Result<Settings> {
         rope_base: Some(config.rope_theta()),
         qk_norm: Some(if config.model_type == "qwen3" { Switch::On } else { Switch::Off }),
         tokenizer: tokenizer.exists().then(|| tokenizer.display().to_string()),
-        ..Settings::default()
+        ..attention(folder)?
     })
+}
+
+/// The attention that a model was trained for, where its export says so.
+fn attention(folder: &Path) -> Result<Settings> {
+    let path = folder.join(ATTENTION);
+    if !path.exists() {
+        return Ok(Settings::default());
+    }
+    let unusable = |got: String| {
+        Error::new(format!("cannot use {}", path.display()))
+            .got(got)
+            .allowed("what `sage-train export` writes")
+            .hint("without the file the model is computed as any other; --attn says how")
+    };
+    let text = std::fs::read_to_string(&path).map_err(|error| unusable(error.to_string()))?;
+    let said: BTreeMap<String, String> =
+        serde_json::from_str(&text).map_err(|error| unusable(error.to_string()))?;
+    let word = |name: &str| said.get(name).map(String::as_str);
+    let settings = || -> Result<Settings> {
+        let smoothing = word("smoothing").map(|text| SmoothingSetting::from_str(text, false));
+        Ok(Settings {
+            attn: word("scheme").map(str::parse).transpose()?,
+            value_groups: word("value_groups").map(str::parse).transpose()?,
+            p_reference: word("probability_reference").map(str::parse).transpose()?,
+            smoothing: smoothing.transpose().map_err(|error| Error::new("unknown smoothing").got(error))?,
+            ..Settings::default()
+        })
+    };
+    settings().map_err(|error| unusable(error.to_string().replace('\n', "\n           ")))
 }
 
 /// Its longest sequence.

@@ -311,6 +311,19 @@ impl Settings {
         if self.steps.is_some() || self.tokens.is_some() {
             (under.steps, under.tokens) = (None, None);
         }
+        // An upper layer's attention comes with settings of its own: a scheme's do not carry over to another.
+        if self.attn.is_some_and(|attn| under.attn.is_some_and(|other| other != attn)) {
+            under = Settings {
+                smoothing: None,
+                granularity: None,
+                value_groups: None,
+                p_reference: None,
+                high_precision_output: None,
+                matched_recomputation: None,
+                requantized_p: None,
+                ..under
+            };
+        }
         macro_rules! pick {
             ($($field:ident),* $(,)?) => { Settings { $($field: self.$field.or(under.$field)),* } };
         }
@@ -380,6 +393,21 @@ impl Settings {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn another_attention_does_not_take_over_settings() {
+        let saved = || Settings {
+            attn: Some(candle_sage::SageBwd::default().into()),
+            smoothing: Some(SmoothingSetting::K),
+            layers: Some(3),
+            ..Settings::default()
+        };
+        let asked = |attn: Attn| Settings { attn: Some(attn), ..Settings::default() }.over(saved());
+        let same = asked(candle_sage::SageBwd::default().into());
+        assert_eq!((same.smoothing, same.layers), (Some(SmoothingSetting::K), Some(3)));
+        let other = asked(candle_sage::AttnQat::default().into());
+        assert_eq!((other.smoothing, other.layers), (None, Some(3)));
+    }
 
     #[test]
     fn sources_read_back_as_they_were_written() {

@@ -6,6 +6,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Layout};
 use half::{bf16, f16};
 
+use crate::dtype::unsupported_dtype;
 use crate::error::{Error, Result};
 use crate::shape::Dims;
 
@@ -24,14 +25,6 @@ pub(crate) struct View<'a> {
     offset: usize,
     strides: [usize; 4],
     dims: Dims,
-}
-
-/// The error for element types that the operators do not take.
-pub(crate) fn unsupported_dtype(op: &str, dtype: DType) -> Error {
-    Error::new(format!("{op} does not take this element type"))
-        .got(dtype.as_str())
-        .allowed("f32, f16, bf16")
-        .hint("convert with `to_dtype(DType::F32)`")
 }
 
 impl<'a> View<'a> {

@@ -1,15 +1,17 @@
 //! Attn-QAT on the GPU: operands rounded to NVFP4 before the kernels of 16-bit operands, and what those keep.
 //!
 //! The backward rounds them again instead of keeping them: three tensors that a training step would hold for every layer.
-//! K and V go where dK and dV will be, since a block reads its keys at its start and writes their gradients at its end.
+//! K and V go where dK and dV will be: no block reads another's keys, and each writes their gradients when its products are
+//! done. (A block whose keys no query sees writes zeros while its own copies may be under way; nothing uses those.)
 
 use candle_core::{CudaStorage, Layout, Result};
 use cudarc::driver::CudaSlice;
 
+use super::arch::Architecture;
 use super::call::Call;
 use super::full_precision::{Extra, backward_plan, forward_plan_sm90, launch_delta};
 use super::kernels::Grid;
-use super::plan::{self, Architecture, Plan, TILE};
+use super::plan::{self, Plan, TILE};
 use super::sagebwd::launch_key_mean;
 use super::tensor::address;
 use super::{OnGpu, Past, params};

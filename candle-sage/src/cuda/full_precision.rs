@@ -2,9 +2,10 @@
 
 use candle_core::Result;
 
+use super::arch::Architecture;
 use super::call::Call;
 use super::kernels::Grid;
-use super::plan::{self, Architecture, KEYS_SM90, Plan, TILE};
+use super::plan::{self, KEYS_SM90, Plan, TILE};
 use super::{OnGpu, Past, params};
 
 /// See [`crate::scheme::Scheme::FullPrecision`].

@@ -12,10 +12,9 @@ use cudarc::driver::{
 };
 use cudarc::nvrtc::Ptx;
 
+use super::arch::Architecture;
+use super::compiled::FAMILIES;
 use super::params;
-use super::plan::Architecture;
-
-include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
 /// One device, ready for launches.
 #[derive(Debug, Clone)]
@@ -179,7 +178,7 @@ impl Gpu {
 
 #[cfg(test)]
 mod tests {
-    use super::RESOURCES;
+    use crate::cuda::compiled::RESOURCES;
 
     /// What ptxas said of each kernel: its line, and the number before `what`.
     fn reported(what: &str) -> Vec<(&'static str, u32)> {

@@ -1,48 +1,12 @@
 //! How a kernel runs: tiles, threads and shared memory, from shape, scheme and architecture. Pure functions: printable,
 //! and testable without a GPU.
 
-use super::kernels::{ARCHITECTURES, PTX};
+use super::arch::Architecture;
 use crate::error::{Error, Result};
 use crate::shape::AttentionShape;
 
 /// Tokens that share a scale, and the unit of all padded buffers.
 pub(super) const TILE: usize = 64;
-
-/// The kernels that a device runs: the machine code of its own major version nearest below, else PTX.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Architecture(u32);
-
-impl Architecture {
-    /// For a device of this compute capability.
-    pub(super) fn of(major: u32, minor: u32) -> Result<Self> {
-        let device = major * 10 + minor;
-        let native = ARCHITECTURES.iter().filter(|&&arch| arch / 10 == major && arch <= device).max();
-        match native {
-            Some(&arch) => Ok(Self(arch)),
-            None if device >= PTX => Ok(Self(PTX)),
-            None => Err(Error::new("the GPU is too old, or this build has no kernels for it")
-                .got(format!("compute capability {major}.{minor}"))
-                .allowed(format!("machine code for {ARCHITECTURES:?}, PTX for {PTX} and later"))
-                .hint(
-                    "Ampere (8.0) is the oldest; build without CANDLE_SAGE_CUDA_ARCHS for all architectures",
-                )),
-        }
-    }
-
-    /// Whether kernels run with a part for each warpgroup: on Hopper.
-    pub(super) fn has_roles(self) -> bool {
-        self.0 == 90
-    }
-
-    /// Bytes of shared memory that a plan may ask for: `SHARED_KIB` of `kernels/include/sage/params/limits.cuh`.
-    pub(super) fn shared_bytes(self) -> usize {
-        1024 * match self.0 {
-            80 => 162,
-            90 | 100 => 226,
-            _ => 98,
-        }
-    }
-}
 
 /// The width that head_dim is padded to inside the kernels.
 pub(super) fn padded_head_dim(shape: &AttentionShape) -> Result<usize> {
@@ -203,7 +167,7 @@ mod tests {
 
     #[test]
     fn every_plan_fits_its_architecture() {
-        for arch in [80, 86, 89, 90, 100, 120].map(Architecture) {
+        for arch in [80, 86, 89, 90, 100, 120].map(Architecture::from_number) {
             for scheme in schemes() {
                 for d in [64, 128] {
                     for plan in [forward(&scheme, d, arch), backward(&scheme, d, arch)] {
@@ -217,32 +181,32 @@ mod tests {
     #[test]
     fn large_memories_get_more_stages() {
         for scheme in schemes() {
-            let plan = backward(&scheme, 128, Architecture(90));
+            let plan = backward(&scheme, 128, Architecture::from_number(90));
             let stages = match scheme {
                 Scheme::SageBwd(_) => 2,
                 _ => 3,
             };
             assert_eq!((plan.rows, plan.stages), (128, stages), "{plan:?}");
-            let plan = backward(&scheme, 128, Architecture(100));
+            let plan = backward(&scheme, 128, Architecture::from_number(100));
             assert_eq!((plan.rows, plan.stages, plan.threads), (128, 2, 256), "{plan:?}");
         }
-        let sage = backward(&schemes()[1], 128, Architecture(80));
+        let sage = backward(&schemes()[1], 128, Architecture::from_number(80));
         assert_eq!((sage.rows, sage.stages), (128, 1));
-        let sage = backward(&schemes()[1], 128, Architecture(89));
+        let sage = backward(&schemes()[1], 128, Architecture::from_number(89));
         assert_eq!((sage.rows, sage.stages), (64, 1));
     }
 
     #[test]
     fn hopper_has_warpgroups_with_parts() {
         let [full, sage, general, ..] = schemes();
-        let threads = |scheme, d, arch| backward(scheme, d, Architecture(arch)).threads;
+        let threads = |scheme, d, arch| backward(scheme, d, Architecture::from_number(arch)).threads;
         for d in [64, 128] {
             assert_eq!((threads(&full, d, 90), threads(&sage, d, 90)), (384, 384), "{d}");
             for (scheme, arch) in [(&general, 90), (&full, 80), (&sage, 80), (&sage, 100)] {
                 assert_eq!(threads(scheme, d, arch), 256, "{scheme} {d} {arch}");
             }
             for (arch, rows) in [(80, 128), (90, if d == 64 { 192 } else { 128 }), (120, 128)] {
-                assert_eq!(forward(&sage, d, Architecture(arch)).rows, rows, "{d} {arch}");
+                assert_eq!(forward(&sage, d, Architecture::from_number(arch)).rows, rows, "{d} {arch}");
             }
         }
     }
@@ -251,9 +215,10 @@ mod tests {
     #[test]
     fn hoppers_plans_are_what_the_kernels_lay_out() {
         let [full, sage, general, qat, _] = schemes();
-        let plan = |scheme, d| forward(scheme, d, Architecture(90));
-        let bytes =
-            |scheme, d| (plan(scheme, d).shared_bytes, backward(scheme, d, Architecture(90)).shared_bytes);
+        let plan = |scheme, d| forward(scheme, d, Architecture::from_number(90));
+        let bytes = |scheme, d| {
+            (plan(scheme, d).shared_bytes, backward(scheme, d, Architecture::from_number(90)).shared_bytes)
+        };
         assert_eq!(bytes(&full, 64), (114_688, 168_960));
         assert_eq!(bytes(&full, 128), (163_840, 199_680));
         assert_eq!(bytes(&qat, 64), (114_688, 173_056));
@@ -266,7 +231,7 @@ mod tests {
                     && plan(&sage, d).takes_tickets
                     && !plan(&general, d).takes_tickets
             );
-            assert!(!forward(&sage, d, Architecture(80)).takes_tickets);
+            assert!(!forward(&sage, d, Architecture::from_number(80)).takes_tickets);
         }
     }
 
@@ -276,19 +241,5 @@ mod tests {
         assert_eq!(heads_at_once(50 << 20, 8, 1 << 20, 64), 6);
         assert_eq!(heads_at_once(50 << 20, 2, 1 << 30, 64), 1);
         assert_eq!(heads_at_once(50 << 20, 2, 1, 64), 64);
-    }
-
-    #[test]
-    fn devices_get_the_code_of_their_major_version_or_ptx() {
-        let of = |major, minor| Architecture::of(major, minor).map(|a| a.0);
-        if ARCHITECTURES.len() == 6 {
-            assert_eq!(of(8, 7), Ok(86));
-            assert_eq!(of(9, 0), Ok(90));
-            assert_eq!(of(10, 3), Ok(100));
-            assert_eq!(of(12, 1), Ok(120));
-        }
-        assert_eq!(of(11, 0), Ok(PTX));
-        assert_eq!(of(13, 0), Ok(PTX));
-        assert!(of(7, 5).is_err());
     }
 }

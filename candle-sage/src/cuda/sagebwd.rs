@@ -3,9 +3,10 @@
 use candle_core::Result;
 use cudarc::driver::CudaSlice;
 
+use super::arch::Architecture;
 use super::call::Call;
 use super::kernels::Grid;
-use super::plan::{self, Architecture, KEYS_SM90, Plan, TILE};
+use super::plan::{self, KEYS_SM90, Plan, TILE};
 use super::tensor::address;
 use super::{OnGpu, Past, params};
 use crate::error::Error;

@@ -12,9 +12,9 @@ use rayon::prelude::*;
 use super::support::{cpu_storage, f32_tensor, ids, shape_error, supported, with_f32};
 #[cfg(feature = "cuda")]
 use super::support::{cuda_tensor, with_cuda};
-use crate::cpu::view::unsupported_dtype;
 #[cfg(feature = "cuda")]
 use crate::cuda;
+use crate::dtype::unsupported_dtype;
 use crate::error::Error;
 
 const NAME: &str = "embedding";

@@ -8,6 +8,7 @@ mod cuda;
 #[cfg(feature = "cuda")]
 mod cuda_ops;
 mod fingerprint;
+mod imports;
 mod messages;
 mod modules;
 mod ops;

@@ -40,6 +40,12 @@ pub(super) struct Probe {
 
 impl Probe {
     pub(super) fn run(&self) -> Result<()> {
+        if self.attn == Some(Attn::EXACT) {
+            return Err(Error::new("full precision is what errors are measured against")
+                .got("--attn fpa")
+                .allowed("a low-bit scheme")
+                .hint("leave --attn out for the run's own, or sagebwd where it has none"));
+        }
         let settings = Settings {
             attn: self.attn,
             smoothing: self.smoothing,
@@ -180,7 +186,8 @@ impl Eval {
         let cut = config.data.cut(tokenizer);
         let result = evaluate(&model, &data.validation, cut, tokenizer, tokens, config.micro_batch, device)?;
         print(&format!(
-            "tokens         {}\nloss           {:.4} nats a token\nperplexity     {:.3}\nbits a byte    {:.4}\n",
+            "attention      {}\ntokens         {}\nloss           {:.4} nats a token\nperplexity     {:.3}\nbits a byte    {:.4}\n",
+            config.model.scheme.map_or("none".into(), |scheme| scheme.to_string()),
             crate::quantity::grouped(result.tokens),
             result.loss,
             result.loss.exp(),

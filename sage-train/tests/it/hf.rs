@@ -211,8 +211,13 @@ fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
     assert_eq!(said["format"], "nvfp4");
     assert_eq!(said["value_groups"], "head-dim");
     assert!(!scratch.path().join("sagebwd/attention.json").exists());
-    let tuned = ["--init-from", "attn-qat", "--attn", "attn-qat", "--steps", "2", "--name", "tuned"];
-    scratch.ok(&small(&tuned));
+    scratch.ok(&small(&["--init-from", "attn-qat", "--steps", "2", "--name", "tuned"]));
+    let tuned = std::fs::read_to_string(scratch.path().join("runs/tuned/log.txt")).expect("a log");
+    assert!(tuned.contains("Attn-QAT, smoothing none, values by head-dim"), "{tuned}");
+    std::fs::write(scratch.path().join("attn-qat/attention.json"), r#"{"scheme": "attn-x"}"#)
+        .expect("a file");
+    let error = scratch.fails(&small(&["--init-from", "attn-qat", "--steps", "2"]));
+    assert!(error.contains("attn-x") && error.contains("hint:"), "{error}");
     let loss = |attn: &[&str]| scratch.ok(&[&["eval", "runs/sagebwd", "--tokens", "4k"], attn].concat());
     assert_ne!(loss(&["--attn", "attn-qat"]), loss(&["--attn", "fpa"]), "eval --attn changes the numerics");
     Ok(())

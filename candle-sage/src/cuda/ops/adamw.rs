@@ -9,7 +9,7 @@ use crate::cuda::Operand;
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::tensor::address;
 use crate::error::Error;
-use crate::ops::AdamW;
+use crate::update::AdamW;
 
 /// Threads of a block, and elements that each takes at once: as in `kernels/adamw.cu`.
 const THREADS: u32 = 256;

@@ -7,7 +7,7 @@ use super::params::{self, launch};
 use super::tensor::{Dense, Float, Packs, elementwise, start, start_of};
 use crate::cuda::Operand;
 use crate::cuda::kernels::Gpu;
-use crate::ops::row_stride;
+use crate::dtype::row_stride;
 
 const NAME: &str = "swiglu";
 

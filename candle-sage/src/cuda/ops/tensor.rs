@@ -6,11 +6,11 @@ use cudarc::driver::CudaSlice;
 use half::{bf16, f16};
 
 use super::params::{self, launch};
-use crate::cpu::view::unsupported_dtype;
 use crate::cuda::Operand;
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::Address;
 use crate::cuda::tensor::address;
+use crate::dtype::unsupported_dtype;
 use crate::error::Error;
 
 /// The element types of tensors that are computed with; the numbers are those of `kernels/include/sage/elements/pack.cuh`.

@@ -69,7 +69,8 @@ struct PlainProbabilities {
 };
 
 // Attn-QAT (arXiv 2603.00040): O from NVFP4 values of P, groups of 16 keys, and a second output from P itself; dV from
-// NVFP4 values again. Exact in 16 bit, so that products of them are those of FP4 units, up to the order of sums.
+// NVFP4 values again. In the forward they are exact in 16 bit, so that products of them are those of FP4 units, up to the order of
+// sums; in dV they are over the row's sum, and rounded.
 struct Nvfp4Probabilities {
   static constexpr int OUTPUTS = 2, SLACK = 0;
   static constexpr int QUERY_VALUES = 3;           // the third: the row's sum, relative to what P is quantized

@@ -19,9 +19,9 @@ __device__ __forceinline__ float round_magnitude(float magnitude, float smallest
   return fmaf(-power, STEPS, fmaf(power, STEPS, magnitude));
 }
 
-// The same for E2M1, of numbers under 2^22, beyond 6 not saturated: steps of 0.5 under 2, of 1 under 4, of 2 from there. Two
-// bits of the exponent make a number of 0 (nearly), 2 or 4, and that 1.5 * 2^22 times as many steps: one operation of the
-// pipe that maxima and masks take less than the general way.
+// The same for E2M1, of numbers under 2^22, with an operation less in the pipe of maxima and masks. Two bits of the exponent
+// are (nearly) 0 for x < 2, 2 in [2, 4) and 4 in [4, 8); the addend is then 1.5 * 2^22, 1.5 * 2^23 or 1.125 * 2^24, whose last
+// bit is worth 0.5, 1 or 2: E2M1's step there. From 8 on the result is above 6, and is saturated by the caller.
 __device__ __forceinline__ float e2m1_steps(float x) {
   float power = __uint_as_float(__float_as_uint(x) & 0x40800000u);
   float magic = fmaf(power, 3145728.0f, 6291456.0f);

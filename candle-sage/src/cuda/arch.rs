@@ -1,0 +1,65 @@
+//! The architectures that this build has kernels for, and what differs between them.
+
+use super::compiled::{ARCHITECTURES, PTX};
+use crate::error::{Error, Result};
+
+/// The kernels that a device runs: the machine code of its own major version nearest below, else PTX.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Architecture(u32);
+
+impl Architecture {
+    /// For a device of this compute capability.
+    pub(super) fn of(major: u32, minor: u32) -> Result<Self> {
+        let device = major * 10 + minor;
+        let native = ARCHITECTURES.iter().filter(|&&arch| arch / 10 == major && arch <= device).max();
+        match native {
+            Some(&arch) => Ok(Self(arch)),
+            None if device >= PTX => Ok(Self(PTX)),
+            None => Err(Error::new("the GPU is too old, or this build has no kernels for it")
+                .got(format!("compute capability {major}.{minor}"))
+                .allowed(format!("machine code for {ARCHITECTURES:?}, PTX for {PTX} and later"))
+                .hint(
+                    "Ampere (8.0) is the oldest; build without CANDLE_SAGE_CUDA_ARCHS for all architectures",
+                )),
+        }
+    }
+
+    /// Whether kernels run with a part for each warpgroup: on Hopper.
+    pub(super) fn has_roles(self) -> bool {
+        self.0 == 90
+    }
+
+    /// Bytes of shared memory that a plan may ask for: `SHARED_KIB` of `kernels/include/sage/params/limits.cuh`.
+    pub(super) fn shared_bytes(self) -> usize {
+        1024 * match self.0 {
+            80 => 162,
+            90 | 100 => 226,
+            _ => 98,
+        }
+    }
+
+    /// One of [`ARCHITECTURES`], by its number.
+    #[cfg(test)]
+    pub(super) fn from_number(number: u32) -> Self {
+        Self(number)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_get_the_code_of_their_major_version_or_ptx() {
+        let of = |major, minor| Architecture::of(major, minor).map(|a| a.0);
+        if ARCHITECTURES.len() == 6 {
+            assert_eq!(of(8, 7), Ok(86));
+            assert_eq!(of(9, 0), Ok(90));
+            assert_eq!(of(10, 3), Ok(100));
+            assert_eq!(of(12, 1), Ok(120));
+        }
+        assert_eq!(of(11, 0), Ok(PTX));
+        assert_eq!(of(13, 0), Ok(PTX));
+        assert!(of(7, 5).is_err());
+    }
+}

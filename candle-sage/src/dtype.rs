@@ -1,0 +1,45 @@
+//! What every operator asks about tensors, wherever they are: their element type, and how their rows lie.
+
+use candle_core::{DType, Layout};
+
+use crate::error::Error;
+
+/// The error for element types that the operators do not take.
+pub(crate) fn unsupported_dtype(op: &str, dtype: DType) -> Error {
+    Error::new(format!("{op} does not take this element type"))
+        .got(dtype.as_str())
+        .allowed("f32, f16, bf16")
+        .hint("convert with `to_dtype(DType::F32)`")
+}
+
+/// Elements from one row of the last dimension to the next, where neighbours in a row are neighbours in memory, and all
+/// rows are equally far apart.
+pub(crate) fn row_stride(layout: &Layout) -> Option<usize> {
+    let mut dims: Vec<(usize, usize)> =
+        layout.dims().iter().copied().zip(layout.stride().iter().copied()).collect();
+    let (columns, step) = dims.pop().unwrap_or((1, 1));
+    // The stride of a dimension of one says nothing.
+    dims.retain(|&(extent, _)| extent != 1);
+    let follow = dims.windows(2).all(|pair| pair[0].1 == pair[1].0 * pair[1].1);
+    ((step == 1 || columns == 1) && follow).then(|| dims.last().map_or(columns, |&(_, stride)| stride))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_that_are_equally_far_apart() {
+        let of = |dims: &[usize], strides: &[usize]| row_stride(&Layout::new(dims.into(), strides.into(), 0));
+        assert_eq!(of(&[4, 5], &[5, 1]), Some(5));
+        assert_eq!(of(&[4, 5], &[12, 1]), Some(12));
+        assert_eq!(of(&[2, 4, 5], &[48, 12, 1]), Some(12));
+        assert_eq!(of(&[2, 4, 5], &[50, 12, 1]), None);
+        assert_eq!(of(&[2, 4, 5], &[5, 10, 1]), None);
+        assert_eq!(of(&[4, 5], &[1, 4]), None);
+        assert_eq!(of(&[2, 1, 5], &[10, 7, 1]), Some(10));
+        assert_eq!(of(&[4, 1], &[3, 9]), Some(3));
+        assert_eq!(of(&[5], &[1]), Some(5));
+        assert_eq!(of(&[], &[]), Some(1));
+    }
+}
