@@ -277,7 +277,8 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
 }
 
 /// Thirty steps of a small model on both devices. They start alike and drift apart as roundings differ: loss by well under a
-/// hundredth. With the deterministic switch the GPU repeats itself to the bit.
+/// hundredth. Attn-QAT has other codes wherever a rounding crosses a midpoint, a quarter of a probability at a time: steps of the
+/// steep start were 2.4 % apart, and ends of three seeds 1.0, 0.1 and 0.0 %. With the deterministic switch the GPU repeats itself to the bit.
 #[cfg(feature = "cuda")]
 #[test]
 #[ignore = "needs a GPU"]
@@ -286,7 +287,11 @@ fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {
     use sage_train::quantity::Quantity;
     use sage_train::settings::{Attn, Switch};
     let folder = tempfile::tempdir().expect("a folder");
-    for attn in [Attn::EXACT, SageBwd::default().into(), AttnQat::default().into()] {
+    for (attn, on_the_way, at_the_end) in [
+        (Attn::EXACT, 0.01, 0.01),
+        (SageBwd::default().into(), 0.01, 0.01),
+        (AttnQat::default().into(), 0.05, 0.02),
+    ] {
         let run = |name: &str, device: Place, recompute| {
             let config = Config::resolve(Settings {
                 attn: Some(attn),
@@ -310,9 +315,11 @@ fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {
         let cpu = run("cpu", Place::Cpu, Recompute::None)?;
         let gpu = run("gpu", Place::Cuda, Recompute::None)?;
         for (a, b) in gpu.points.iter().zip(&cpu.points) {
-            assert!((a.loss / b.loss - 1.0).abs() < 0.01, "{attn} step {}: {} {}", a.step, a.loss, b.loss);
+            let apart = (a.loss / b.loss - 1.0).abs();
+            assert!(apart < on_the_way, "{attn} step {}: {} {}", a.step, a.loss, b.loss);
         }
-        assert!((gpu.val_loss / cpu.val_loss - 1.0).abs() < 0.01, "{} {}", gpu.val_loss, cpu.val_loss);
+        let apart = (gpu.val_loss / cpu.val_loss - 1.0).abs();
+        assert!(apart < at_the_end, "{attn}: {} {}", gpu.val_loss, cpu.val_loss);
         assert!(gpu.points[29].loss < gpu.points[0].loss - 1.0, "it learns");
         let again = run("again", Place::Cuda, Recompute::Block)?;
         assert_eq!(numbers(&again), numbers(&gpu), "{attn}: other bits");
