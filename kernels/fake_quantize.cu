@@ -1,6 +1,8 @@
 // What Attn-QAT's products read (arXiv 2603.00040): Q, K and V rounded to NVFP4, in 16 bit, which holds such values exactly.
+#include <sage/attention/rows.cuh>
+#include <sage/attention/segment.cuh>
+#include <sage/quant/codes.cuh>
 #include <sage/quant/nvfp4.cuh>
-#include <sage/quant/tile.cuh>
 
 using namespace sage;
 using attention::Rows;

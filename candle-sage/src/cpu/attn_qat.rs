@@ -35,8 +35,8 @@ struct Codes {
     q: Vec<Packed>,
     k: Vec<Packed>,
     v: Vec<Packed>,
-    /// K's token mean; empty without smoothing.
-    k_mean: Vec<Vec<f32>>,
+    /// K's token mean, if it is taken out.
+    k_mean: Vec<Option<Vec<f32>>>,
 }
 
 impl Codes {
@@ -47,19 +47,16 @@ impl Codes {
             let rows = problem.q_rows(at, 0..problem.segments[at.segment].query.len());
             Packed::new(&rows, d, Axis::Channels)
         });
-        let k_mean = match settings.smoothing {
-            Smoothing::None => Vec::new(),
-            _ => per_head(problem, shape.key_heads(), |at| {
-                channel_mean(&problem.k_rows(at, keys(at)), d, MEAN_ROWS)
-            }),
-        };
-        let k = per_head(problem, shape.key_heads(), |at| {
+        let smooth = settings.smoothing != Smoothing::None;
+        let smoothed = per_head(problem, shape.key_heads(), |at| {
             let mut rows = problem.k_rows(at, keys(at));
-            if let Some(mean) = k_mean.get(key_index(problem, at)) {
+            let mean = smooth.then(|| channel_mean(&rows, d, MEAN_ROWS));
+            if let Some(mean) = &mean {
                 subtract_mean(&mut rows, mean);
             }
-            Packed::new(&rows, d, Axis::Channels)
+            (Packed::new(&rows, d, Axis::Channels), mean)
         });
+        let (k, k_mean) = smoothed.into_iter().unzip();
         let axis = match settings.value_groups {
             ValueGroups::Tokens => Axis::Rows,
             ValueGroups::HeadDim => Axis::Channels,
@@ -179,7 +176,7 @@ impl RowSource for Backward<'_> {
             return self.forward().k_rows(at, tokens);
         }
         let mut rows = self.problem.k_rows(at, tokens);
-        if let Some(mean) = self.kept.codes.k_mean.get(key_index(self.problem, at)) {
+        if let Some(mean) = &self.kept.codes.k_mean[key_index(self.problem, at)] {
             subtract_mean(&mut rows, mean);
         }
         rows

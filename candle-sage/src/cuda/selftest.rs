@@ -346,6 +346,13 @@ fn codes_and_scales_are_the_cpus_to_the_bit() -> Result<()> {
     Ok(())
 }
 
+/// The parameters of a forward before it prepares anything.
+fn inputs_of(call: &Call<'_>) -> Result<params::Forward> {
+    let Problem { q, k, v, .. } = *call.problem;
+    let [q, k, v] = [call.view(q)?, call.view(k)?, call.view(v)?];
+    Ok(params::Forward { q, k, v, shape: call.shape, ..params::Forward::default() })
+}
+
 fn compare_codes(
     inputs: &Inputs,
     problem: &Problem<'_>,
@@ -354,13 +361,7 @@ fn compare_codes(
 ) -> Result<()> {
     let call = Call::new(problem)?;
     let (gpu, shape, d, padded) = (&call.gpu, &inputs.shape, inputs.shape.head_dim(), call.d);
-    let mut forward = params::Forward {
-        q: call.view(problem.q)?,
-        k: call.view(problem.k)?,
-        v: call.view(problem.v)?,
-        shape: call.shape,
-        ..params::Forward::default()
-    };
+    let mut forward = inputs_of(&call)?;
     let operands = sagebwd::quantize(&call, settings, &mut forward)?;
     let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
     let mut backward = params::Backward {
@@ -560,13 +561,7 @@ fn rounded_operands_are_the_cpus_to_the_bit() -> Result<()> {
 fn compare_rounded(inputs: &Inputs, problem: &Problem<'_>, settings: &AttnQat) -> Result<()> {
     let call = Call::new(problem)?;
     let (shape, d) = (&inputs.shape, inputs.shape.head_dim());
-    let mut forward = params::Forward {
-        q: call.view(problem.q)?,
-        k: call.view(problem.k)?,
-        v: call.view(problem.v)?,
-        shape: call.shape,
-        ..params::Forward::default()
-    };
+    let mut forward = inputs_of(&call)?;
     let operands = super::OnGpu::before_forward(settings, &call, false, &mut forward)?;
     super::guard::check(&call.gpu)?;
     let rounded = attn_qat::rounded(&operands);

@@ -325,6 +325,16 @@ fn packed_documents() -> Result<()> {
     Ok(())
 }
 
+fn run_settings(schemes: &[Scheme], head_dims: &[usize]) -> Result<()> {
+    for &d in head_dims {
+        for lens in [(300, 300), (130, 200)] {
+            let mut case = Case::new(2, lens, (2, 1), d, true);
+            run(&format!("d {d}, {lens:?}"), &mut case, schemes, 6)?;
+        }
+    }
+    Ok(())
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn settings_of_sagebwd() -> Result<()> {
@@ -335,13 +345,7 @@ fn settings_of_sagebwd() -> Result<()> {
     for granularity in [2, 4, 8, 16, 32, 64].map(Granularity::Group).into_iter().chain([Granularity::Tile]) {
         schemes.push(SageBwd { granularity, ..sage() }.into());
     }
-    for d in [64, 128] {
-        for lens in [(300, 300), (130, 200)] {
-            let mut case = Case::new(2, lens, (2, 1), d, true);
-            run(&format!("d {d}, {lens:?}"), &mut case, &schemes, 6)?;
-        }
-    }
-    Ok(())
+    run_settings(&schemes, &[64, 128])
 }
 
 #[test]
@@ -361,13 +365,7 @@ fn settings_of_attn_qat() -> Result<()> {
     ]
     .map(Scheme::from)
     .into();
-    for d in [40, 64, 128] {
-        for lens in [(300, 300), (130, 200)] {
-            let mut case = Case::new(2, lens, (2, 1), d, true);
-            run(&format!("d {d}, {lens:?}"), &mut case, &schemes, 6)?;
-        }
-    }
-    Ok(())
+    run_settings(&schemes, &[40, 64, 128])
 }
 
 /// `attn_qat::diffuse_attention_keeps_the_gradient_of_values`, on the GPU.
