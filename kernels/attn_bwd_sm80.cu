@@ -1,5 +1,5 @@
-// Attention backward for sm_80 and later: one kernel for each (scheme, element type, head_dim). On Hopper another walk
-// and its numerics, except for the ablations. Attn-QAT without requantized P runs full precision's, on its own operands.
+// Attention backward for sm_80 and later: one kernel for each (scheme, element type, head_dim), and one that visits the
+// queries that select its keys alone (sparse). On Hopper another walk and its numerics, except for the ablations. Attn-QAT without requantized P runs full precision's, on its own operands.
 #include <sage/attention/backward_roles.cuh>
 #include <sage/attention/full_precision_backward.cuh>
 #include <sage/attention/full_precision_backward_roles.cuh>
@@ -22,7 +22,7 @@ constexpr auto choose() {
     return BackwardPlan<64, 1>{};
 }
 
-#define PORTABLE(name, ...)                                                                                      \
+#define PORTABLE(name, Queries, ...)                                                                                      \
   namespace name##_ {                                                                                            \
   template <class Plan>                                                                                          \
   using Numerics = attention::__VA_ARGS__;                                                                       \
@@ -31,34 +31,38 @@ constexpr auto choose() {
   }                                                                                                              \
   extern "C" __global__ void __launch_bounds__(name##_::Chosen::Plan::THREADS, 1)                                \
       name(const __grid_constant__ params::Backward p) {                                                         \
-    attention::backward<name##_::Chosen>(p);                                                                     \
+    attention::backward<name##_::Chosen, attention::Queries>(p);                                                                     \
   }
 
-#define WITH_ROLES(name, ...)                                                                                    \
+#define WITH_ROLES(name, Queries, ...)                                                                                    \
   static_assert(attention::__VA_ARGS__::SHARED_BYTES <= params::SHARED_KIB * 1024);                              \
   extern "C" __global__ void __launch_bounds__(attention::ROLES_THREADS, 1)                                      \
       name(const __grid_constant__ params::Backward p) {                                                         \
-    attention::backward_with_roles<attention::__VA_ARGS__>(p);                                                   \
+    attention::backward_with_roles<attention::__VA_ARGS__, attention::Queries>(p);                                                   \
   }
 
+#define SEVERAL(KIND, name, suffix, ...)                   \
+  KIND(name##_##suffix, EveryQuery, __VA_ARGS__)           \
+  KIND(name##_sparse_##suffix, ListedQueries, __VA_ARGS__)
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define BACKWARD(name, Numerics, T, D, ...) WITH_ROLES(name, Numerics##Roles<T, D __VA_OPT__(, ) __VA_ARGS__>)
+#define BACKWARD(name, suffix, Numerics, T, D, ...) \
+  SEVERAL(WITH_ROLES, name, suffix, Numerics##Roles<T, D __VA_OPT__(, ) __VA_ARGS__>)
 #else
-#define BACKWARD(name, Numerics, T, D, ...) PORTABLE(name, Numerics<T, D, Plan __VA_OPT__(, ) __VA_ARGS__>)
+#define BACKWARD(name, suffix, Numerics, T, D, ...) \
+  SEVERAL(PORTABLE, name, suffix, Numerics<T, D, Plan __VA_OPT__(, ) __VA_ARGS__>)
 #endif
 
-#define HEAD_DIMS(type, T)                                                                      \
-  BACKWARD(attn_bwd_full_precision_##type##_64, FullPrecisionBackward, T, 64)                   \
-  BACKWARD(attn_bwd_full_precision_##type##_128, FullPrecisionBackward, T, 128)                 \
-  BACKWARD(attn_bwd_attn_qat_##type##_64, FullPrecisionBackward, T, 64, attention::Nvfp4Probabilities)   \
-  BACKWARD(attn_bwd_attn_qat_##type##_128, FullPrecisionBackward, T, 128, attention::Nvfp4Probabilities) \
-  BACKWARD(attn_bwd_sagebwd_##type##_64, SageBwdBackward, T, 64)                                \
-  BACKWARD(attn_bwd_sagebwd_##type##_128, SageBwdBackward, T, 128)                              \
-  PORTABLE(attn_bwd_sagebwd_general_##type##_64, SageBwdBackward<T, 64, Plan, true>)            \
-  PORTABLE(attn_bwd_sagebwd_general_##type##_128, SageBwdBackward<T, 128, Plan, true>)
+#define HEAD_DIM(type, T, D)                                                                              \
+  BACKWARD(attn_bwd_full_precision, type##_##D, FullPrecisionBackward, T, D)                              \
+  BACKWARD(attn_bwd_attn_qat, type##_##D, FullPrecisionBackward, T, D, attention::Nvfp4Probabilities)     \
+  BACKWARD(attn_bwd_sagebwd, type##_##D, SageBwdBackward, T, D)                                           \
+  SEVERAL(PORTABLE, attn_bwd_sagebwd_general, type##_##D, SageBwdBackward<T, D, Plan, true>)
 
-HEAD_DIMS(bf16, __nv_bfloat16)
-HEAD_DIMS(f16, __half)
+HEAD_DIM(bf16, __nv_bfloat16, 64)
+HEAD_DIM(bf16, __nv_bfloat16, 128)
+HEAD_DIM(f16, __half, 64)
+HEAD_DIM(f16, __half, 128)
 
 namespace {
 

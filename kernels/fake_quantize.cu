@@ -92,9 +92,7 @@ __device__ __forceinline__ void round_tile(const Rows<T>& from, const Rows<T>& t
   }
 #pragma unroll
   for (int i = 0; i < At::ROWS; ++i)
-    to.store_8(first + at.row(i), at.column,
-               make_uint4(ptx::pack_16<T>(x[i][0], x[i][1]), ptx::pack_16<T>(x[i][2], x[i][3]),
-                          ptx::pack_16<T>(x[i][4], x[i][5]), ptx::pack_16<T>(x[i][6], x[i][7])));
+    to.store_8(first + at.row(i), at.column, attention::pack_8<T>(x[i]));
 }
 
 // A block is a tile of 64 tokens of one head: the tiles of K, then of Q, then of V, heads side by side.

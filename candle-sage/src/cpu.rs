@@ -6,15 +6,19 @@
 
 mod attn_qat;
 mod backward;
+pub(crate) mod blend;
 mod forward;
 mod full_precision;
 pub(crate) mod lanes;
 mod numerics;
+pub(crate) mod past_linear;
 pub(crate) mod product;
 pub(crate) mod quantize;
+pub(crate) mod route;
 mod rows;
 mod sagebwd;
 pub(crate) mod view;
+mod visits;
 
 use std::fmt::Debug;
 

@@ -5,6 +5,7 @@
 
 mod arch;
 mod attn_qat;
+pub(crate) mod blend;
 mod call;
 mod compiled;
 mod full_precision;
@@ -14,8 +15,11 @@ mod guard;
 mod kernels;
 pub(crate) mod ops;
 mod params;
+pub(crate) mod past_linear;
 mod plan;
+pub(crate) mod route;
 mod sagebwd;
+mod selection;
 #[cfg(test)]
 mod selftest;
 mod tensor;
@@ -30,6 +34,7 @@ use cudarc::driver::CudaSlice;
 use full_precision::FullPrecision;
 use kernels::Grid;
 use plan::{Plan, TILE};
+use selection::{Lists, Users};
 use tensor::address;
 
 use crate::scheme::Scheme;
@@ -43,7 +48,7 @@ trait OnGpu: Debug + Send + Sync + 'static {
     /// What the backward's kernel reads besides the inputs, freed when it was launched.
     type Scratch;
 
-    fn forward_plan(&self, d: usize, architecture: Architecture) -> Plan;
+    fn forward_plan(&self, d: usize, architecture: Architecture, visits: Visits) -> Plan;
     fn backward_plan(&self, d: usize, architecture: Architecture) -> Plan;
 
     /// Launches what goes before the forward's kernel, and adds to its `params`. `keep`: a backward will follow.
@@ -66,6 +71,30 @@ trait OnGpu: Debug + Send + Sync + 'static {
         past: &Past<'_>,
         params: &mut params::Backward,
     ) -> Result<Self::Scratch>;
+}
+
+/// What the walks visit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Visits {
+    /// All that the mask leaves.
+    All,
+    /// The blocks of a selection.
+    Listed,
+}
+
+impl Visits {
+    /// How kernels that visit it are called.
+    fn suffix(self) -> &'static str {
+        match self {
+            Visits::All => "",
+            Visits::Listed => "_sparse",
+        }
+    }
+
+    /// Groups of 64 queries that Hopper's forward keeps: as many as registers allow, or one block of a selection.
+    fn groups(self, d: usize) -> usize {
+        if d == 64 && self == Visits::All { 3 } else { 2 }
+    }
 }
 
 /// The forward's output, and the gradient that came back.
@@ -110,14 +139,14 @@ pub(crate) fn forward(
 
 /// The plans of a scheme, for tests without a GPU.
 #[cfg(test)]
-fn plans(scheme: &Scheme, d: usize, architecture: Architecture) -> [Plan; 2] {
-    fn of<S: OnGpu>(scheme: S, d: usize, architecture: Architecture) -> [Plan; 2] {
-        [scheme.forward_plan(d, architecture), scheme.backward_plan(d, architecture)]
+fn plans(scheme: &Scheme, d: usize, architecture: Architecture, visits: Visits) -> [Plan; 2] {
+    fn of<S: OnGpu>(scheme: S, d: usize, architecture: Architecture, visits: Visits) -> [Plan; 2] {
+        [scheme.forward_plan(d, architecture, visits), scheme.backward_plan(d, architecture)]
     }
     match *scheme {
-        Scheme::FullPrecision => of(FullPrecision, d, architecture),
-        Scheme::SageBwd(settings) => of(settings, d, architecture),
-        Scheme::AttnQat(settings) => of(settings, d, architecture),
+        Scheme::FullPrecision => of(FullPrecision, d, architecture, visits),
+        Scheme::SageBwd(settings) => of(settings, d, architecture, visits),
+        Scheme::AttnQat(settings) => of(settings, d, architecture, visits),
     }
 }
 
@@ -127,7 +156,9 @@ fn run_forward<S: OnGpu>(
     keep: bool,
 ) -> Result<(CudaStorage, Option<Box<dyn Ran>>)> {
     let call = Call::new(problem)?;
-    let plan = scheme.forward_plan(call.d, call.gpu.architecture);
+    let selection = problem.selection.map(|selection| Lists::new(selection, &call.gpu)).transpose()?;
+    let visits = if selection.is_some() { Visits::Listed } else { Visits::All };
+    let plan = scheme.forward_plan(call.d, call.gpu.architecture, visits);
     let (out, out_view) = call.output(problem.shape.query_dims())?;
     let minus_lse2 = keep.then(|| call.gpu.alloc::<f32>(call.query_tiles() * TILE)).transpose()?;
     // K and V of a query head.
@@ -139,6 +170,7 @@ fn run_forward<S: OnGpu>(
         out: out_view,
         minus_lse2: minus_lse2.as_ref().map_or(0, |lse2| address(lse2, &call.gpu)),
         shape: call.shape_sharing(&plan, keys, problem.shape.query_heads()),
+        lists: selection.as_ref().map_or(params::Lists::default(), |lists| lists.params),
         ..params::Forward::default()
     };
     let operands = scheme.before_forward(&call, keep, &mut params)?;
@@ -152,7 +184,7 @@ fn run_forward<S: OnGpu>(
         blocks = blocks.min(if cfg!(test) { 2 } else { call.gpu.multiprocessors });
     }
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
-    let kernel = call.kernel(&format!("attn_fwd_{}", plan.name));
+    let kernel = call.kernel(&format!("attn_fwd_{}{}", plan.name, visits.suffix()));
     call.gpu.launch_forward("attn_fwd_sm80", &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(&call.gpu)?;
@@ -165,6 +197,8 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
     let call = Call::new(problem)?;
     let gpu = &call.gpu;
     let plan = ran.scheme.backward_plan(call.d, gpu.architecture);
+    let users = problem.selection.map(|selection| Users::new(selection, gpu)).transpose()?;
+    let visits = if users.is_some() { Visits::Listed } else { Visits::All };
     let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
     let dq_sums = gpu.alloc_zeros::<f32>(call.query_tiles() * TILE * call.d)?;
     // A counter for each tile of queries, and the tickets.
@@ -186,13 +220,14 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
         dq_sums: address(&dq_sums, gpu),
         turns: turns.as_ref().map_or(0, |turns| address(turns, gpu)),
         shape: call.shape_sharing(&plan, shared, problem.shape.key_heads()),
+        lists: users.as_ref().map_or(params::Lists::default(), |users| users.params),
         ..params::Backward::default()
     };
     let scratch = ran.scheme.before_backward(&call, &plan, &ran.kept, past, &mut params)?;
     let blocks =
         call.segment_count() * problem.shape.key_heads() * (call.shape.key_len as usize).div_ceil(plan.rows);
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
-    let kernel = call.kernel(&format!("attn_bwd_{}", plan.name));
+    let kernel = call.kernel(&format!("attn_bwd_{}{}", plan.name, visits.suffix()));
     gpu.launch_backward("attn_bwd_sm80", &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;

@@ -21,10 +21,14 @@ pub mod nvfp4;
 pub mod ops;
 pub mod reference;
 pub mod scheme;
+pub mod selection;
 pub mod shape;
+pub mod sla2;
 mod update;
 
 pub use error::{Error, Result};
 pub use ops::Attention;
 pub use scheme::{AttnQat, Granularity, PReference, SageBwd, Scheme, Smoothing, ValueGroups};
+pub use selection::Selection;
 pub use shape::{AttentionShape, Packing};
+pub use sla2::{Router, Sla2};

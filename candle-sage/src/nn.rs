@@ -3,11 +3,14 @@
 //! They are made from parts with `new`, or from a `candle_nn::VarBuilder` with `load`, under the names
 //! that Hugging Face's Llama and Qwen3 checkpoints use. Those of one input are candle `Module`s.
 
+mod sparse_linear;
+
 use candle_core::{Device, Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 
 use crate::error::Error;
 use crate::ops::{self, RopeStyle};
+pub use sparse_linear::SparseLinearAttention;
 
 /// Root-mean-square normalization over the last dimension, (.., width): see [`ops::rms_norm`].
 #[derive(Debug, Clone)]

@@ -8,20 +8,27 @@
 mod accumulate;
 mod adamw;
 mod attention;
+mod blend;
 mod cross_entropy;
 mod embedding;
+mod past_linear;
 mod qk_norm_rope;
 mod rms_norm;
 mod rope;
+mod route;
 mod support;
 mod swiglu;
 
 pub use accumulate::{add_into, product_into};
 pub use adamw::{AdamW, sum_of_squares};
+pub(crate) use attention::dims4;
 pub use attention::{Attention, AttentionVjp};
+pub use blend::{Alpha, blend, blend_backward};
 pub use cross_entropy::{CrossEntropy, cross_entropy, linear_cross_entropy, linear_cross_entropy_into};
 pub use embedding::{embedding, embedding_backward, embedding_forward};
+pub use past_linear::{Tail, past_linear, past_linear_backward, past_linear_backward_onto};
 pub use qk_norm_rope::{QkNormRopeGrad, qk_norm_rope, qk_norm_rope_backward};
 pub use rms_norm::{residual_rms_norm, rms_norm, rms_norm_backward};
 pub use rope::{RopeStyle, rope, rope_backward, rope_tables};
+pub(crate) use route::{block_mass, choose, pool_keys, pool_queries};
 pub use swiglu::{swiglu, swiglu_backward};

@@ -3,6 +3,10 @@
 //! Tensors are slices in (batch, sequence, heads, head_dim) order, without gaps. Nothing here is
 //! shared with the fast paths but the shape, so that the two are independent opinions.
 
+mod linear;
+
+pub use linear::{linear_backward, linear_forward};
+
 use crate::shape::AttentionShape;
 
 /// The result of [`forward`].
@@ -27,6 +31,25 @@ pub struct Gradients {
     pub dv: Vec<f64>,
 }
 
+/// One query of one head and one key that the mask lets it see, for the choice of a pattern.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pair {
+    /// The segment: a batch entry, or a packed document.
+    pub segment: usize,
+    /// The query head.
+    pub head: usize,
+    /// The query, inside its segment.
+    pub query: usize,
+    /// The key, inside its segment.
+    pub key: usize,
+}
+
+/// Which of the pairs that the mask allows are computed.
+pub type Pattern<'a> = &'a dyn Fn(Pair) -> bool;
+
+/// Every pair: dense attention.
+pub const DENSE: Pattern<'static> = &|_| true;
+
 /// One query of one head, and the keys it sees.
 struct Row {
     /// Where the query's vector starts in the query tensor.
@@ -38,9 +61,9 @@ struct Row {
 }
 
 /// Calls `f` for every query of every head.
-fn each_row(shape: &AttentionShape, mut f: impl FnMut(Row)) {
+fn each_row(shape: &AttentionShape, pattern: Pattern<'_>, mut f: impl FnMut(Row)) {
     let (d, hq, hk) = (shape.head_dim(), shape.query_heads(), shape.key_heads());
-    for segment in shape.segments() {
+    for (number, segment) in shape.segments().into_iter().enumerate() {
         let b = segment.batch;
         for head in 0..hq {
             for (i, token) in segment.query.clone().enumerate() {
@@ -49,6 +72,7 @@ fn each_row(shape: &AttentionShape, mut f: impl FnMut(Row)) {
                     query: ((b * shape.query_len() + token) * hq + head) * d,
                     lse: (b * hq + head) * shape.query_len() + token,
                     keys: (0..segment.visible_keys(i))
+                        .filter(|&key| pattern(Pair { segment: number, head, query: i, key }))
                         .map(|j| ((b * shape.key_len() + first_key + j) * hk + head / shape.group()) * d)
                         .collect(),
                 });
@@ -76,13 +100,26 @@ fn softmax(row: &Row, d: usize, scale: f64, q: &[f64], k: &[f64]) -> (Vec<f64>, 
 /// # Panics
 /// When a slice does not have the shape's length.
 pub fn forward(shape: &AttentionShape, softmax_scale: f64, q: &[f64], k: &[f64], v: &[f64]) -> Forward {
+    sparse_forward(shape, DENSE, softmax_scale, [q, k, v])
+}
+
+/// As [`forward`], over the pairs of a pattern alone.
+///
+/// # Panics
+/// When a slice does not have the shape's length.
+pub fn sparse_forward(
+    shape: &AttentionShape,
+    pattern: Pattern<'_>,
+    softmax_scale: f64,
+    [q, k, v]: [&[f64]; 3],
+) -> Forward {
     let d = shape.head_dim();
     assert_eq!(q.len(), shape.batch() * shape.query_len() * shape.query_heads() * d, "query length");
     assert_eq!(k.len(), shape.batch() * shape.key_len() * shape.key_heads() * d, "key length");
     assert_eq!(v.len(), k.len(), "value length");
     let mut out = vec![0.0; q.len()];
     let mut lse = vec![f64::NEG_INFINITY; q.len() / d];
-    each_row(shape, |row| {
+    each_row(shape, pattern, |row| {
         let (p, row_lse) = softmax(&row, d, softmax_scale, q, k);
         lse[row.lse] = row_lse;
         for (p, &at) in p.iter().zip(&row.keys) {
@@ -108,10 +145,24 @@ pub fn backward(
     v: &[f64],
     dout: &[f64],
 ) -> Gradients {
+    sparse_backward(shape, DENSE, softmax_scale, [q, k, v], dout)
+}
+
+/// As [`backward`], over the pairs of a pattern alone.
+///
+/// # Panics
+/// When a slice does not have the shape's length.
+pub fn sparse_backward(
+    shape: &AttentionShape,
+    pattern: Pattern<'_>,
+    softmax_scale: f64,
+    [q, k, v]: [&[f64]; 3],
+    dout: &[f64],
+) -> Gradients {
     assert_eq!(dout.len(), q.len(), "output gradient length");
     let d = shape.head_dim();
     let (mut dq, mut dk, mut dv) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
-    each_row(shape, |row| {
+    each_row(shape, pattern, |row| {
         let (p, _) = softmax(&row, d, softmax_scale, q, k);
         let grad = &dout[row.query..row.query + d];
         let dp: Vec<f64> = row.keys.iter().map(|&at| dot(grad, &v[at..at + d])).collect();

@@ -70,6 +70,14 @@ impl Scheme {
         }
     }
 
+    /// What the blocks of a [`Selection`](crate::Selection) are multiples of: queries, and keys.
+    pub fn block_unit(&self) -> (usize, usize) {
+        match self {
+            Self::FullPrecision | Self::AttnQat(_) => (16, 16),
+            Self::SageBwd(settings) => (settings.tile_q, settings.tile_k),
+        }
+    }
+
     /// Checks the settings.
     ///
     /// # Errors

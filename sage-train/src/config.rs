@@ -5,13 +5,13 @@ mod summary;
 
 use std::path::{Path, PathBuf};
 
-use candle_sage::{Error, Result};
+use candle_sage::{Error, Result, SageBwd, Scheme};
 
 use crate::checks::{above_zero, in_range};
 use crate::data::{Cut, Tokenizer};
 use crate::device::Place;
 use crate::during;
-use crate::model::LlamaConfig;
+use crate::model::{LlamaConfig, Sla2Config};
 use crate::optim::{AdamWConfig, LearningRate};
 use crate::quantity::{Quantity, grouped};
 use crate::settings::{Attn, Preset, Settings, SourceSetting, Switch};
@@ -138,6 +138,16 @@ impl Config {
         let mut s = settings.over(preset::defaults(preset));
         let (attn, qk_norm) = (need(s.attn), need(s.qk_norm) == Switch::On);
         let heads = need(s.heads);
+        let context = need(s.context).0 as usize;
+        let micro_batch = in_range("micro-batch", need(s.micro_batch) as u64, 1, 1 << 20)? as usize;
+        let tokens_per_step = in_range("tokens-per-step", need(s.tokens_per_step).0, 1, 1 << 40)?;
+        let steps = match (s.steps, s.tokens) {
+            (Some(steps), _) => steps.0,
+            (None, Some(tokens)) => tokens.0.div_ceil(tokens_per_step),
+            (None, None) => unreachable!("presets name steps"),
+        };
+        let steps = in_range("steps", steps, 1, 1 << 40)?;
+        let sla2 = attn.sla2(&s, context, steps, need(s.device) == Place::Cuda)?;
         let model = LlamaConfig {
             vocab: model_vocab(preset, need(s.vocab_size).0 as usize),
             layers: need(s.layers),
@@ -146,27 +156,20 @@ impl Config {
             key_heads: s.key_heads.unwrap_or(heads),
             head_dim: need(s.head_dim),
             ffn: need(s.ffn),
-            context: need(s.context).0 as usize,
+            context,
             rope_base: need(s.rope_base),
             norm_eps: above_zero("norm-eps", need(s.norm_eps))?,
             qk_norm,
             init_std: need(s.init_std),
-            scheme: attn.scheme(&s),
+            scheme: attn.scheme(&s).map(|scheme| scheme_of_blocks(scheme, sla2.as_ref())),
+            sla2,
             z_loss: in_range("z-loss", need(s.z_loss), 0.0, 1.0)?,
             recompute: need(s.recompute),
             deterministic: need(s.deterministic) == Switch::On,
         };
         model.validate()?;
         need(s.device).check()?;
-        let micro_batch = in_range("micro-batch", need(s.micro_batch) as u64, 1, 1 << 20)? as usize;
-        let tokens_per_step = in_range("tokens-per-step", need(s.tokens_per_step).0, 1, 1 << 40)?;
         let accumulation = accumulation(tokens_per_step, micro_batch, model.context)?;
-        let steps = match (s.steps, s.tokens) {
-            (Some(steps), _) => steps.0,
-            (None, Some(tokens)) => tokens.0.div_ceil(tokens_per_step),
-            (None, None) => unreachable!("presets name steps"),
-        };
-        let steps = in_range("steps", steps, 1, 1 << 40)?;
         if steps.checked_mul(tokens_per_step).is_none() {
             return Err(Error::new("the run is too long to count its tokens")
                 .got(format!("{steps} steps of {tokens_per_step} tokens"))
@@ -288,6 +291,17 @@ impl Config {
     /// Tokens of an optimizer step.
     pub fn tokens_per_step(&self) -> u64 {
         (self.micro_batch * self.accumulation * self.model.context) as u64
+    }
+}
+
+/// On small blocks SageBwd has smaller tiles.
+fn scheme_of_blocks(scheme: Scheme, sla2: Option<&Sla2Config>) -> Scheme {
+    match (scheme, sla2) {
+        (Scheme::SageBwd(sage), Some(sla2)) => {
+            SageBwd { tile_q: sage.tile_q.min(sla2.block), tile_k: sage.tile_k.min(sla2.block), ..sage }
+                .into()
+        }
+        (scheme, _) => scheme,
     }
 }
 

@@ -6,8 +6,10 @@ mod config;
 mod layers;
 mod llama;
 mod parameters;
+mod sla2;
 
 pub use attention::Observe;
-pub use config::{LlamaConfig, ParameterSpec, Recompute};
+pub use config::{LlamaConfig, ParameterSpec, Recompute, Start};
 pub use llama::{Input, Llama};
 pub use parameters::{Parameters, Snapshot, StateFile, Weight};
+pub use sla2::{Choice, Sla2Config, Stage};

@@ -84,7 +84,7 @@ fn trace(
 ) -> Result<Vec<([Tensor; 3], Tensor)>> {
     let sequences = batches.in_order(0, sequences)?;
     let batch = sequences.to_device(device).map_err(during("probing"))?;
-    let exact = LlamaConfig { scheme: Some(Scheme::FullPrecision), ..model.clone() };
+    let exact = LlamaConfig { scheme: Some(Scheme::FullPrecision), sla2: None, ..model.clone() };
     let mut layers = Vec::new();
     let mut observe = |inputs: [&Tensor; 3], dout: &Tensor| {
         layers.push((inputs.map(Tensor::clone), dout.clone()));

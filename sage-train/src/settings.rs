@@ -2,13 +2,15 @@
 //! `config` fills in the rest from the preset.
 
 mod attention;
+mod sla2;
 
 use std::path::PathBuf;
 
-pub use attention::{Attn, SmoothingSetting, Text};
+pub use attention::{Attn, Numerics, SmoothingSetting, Text};
 use candle_sage::{Granularity, PReference, ValueGroups};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+pub use sla2::{AlphaSetting, Share, TailSetting};
 
 use crate::device::Place;
 use crate::model::Recompute;
@@ -145,6 +147,31 @@ pub struct Settings {
     /// Attn-QAT: compute dV from quantized probabilities [default: on]
     #[arg(long, value_enum, help_heading = "Attention")]
     pub requantized_p: Option<Switch>,
+
+    /// Numerics of the selected blocks, and of the dense attention before: fpa, sagebwd, attn-qat [default: sagebwd]
+    #[arg(long, value_name = "SCHEME", help_heading = "SLA2")]
+    pub sla2_numerics: Option<Text<Numerics>>,
+    /// Part of the (query, key) pairs that is not computed, such as 90% [default: 90%]
+    #[arg(long, value_name = "SHARE", help_heading = "SLA2")]
+    pub sla2_sparsity: Option<Share>,
+    /// Blocks of keys that a block of queries picks, instead of a sparsity
+    #[arg(long, value_name = "N", help_heading = "SLA2")]
+    pub sla2_blocks: Option<usize>,
+    /// Tokens of a block; on a GPU 128 [default on the CPU: a sixteenth of the context, 16 to 128]
+    #[arg(long, value_name = "N", help_heading = "SLA2")]
+    pub sla2_block: Option<usize>,
+    /// What the linear tail sums over [default: past]
+    #[arg(long, value_enum, help_heading = "SLA2")]
+    pub sla2_tail: Option<TailSetting>,
+    /// How the share of the selected blocks comes from what is learned [default: count]
+    #[arg(long, value_enum, help_heading = "SLA2")]
+    pub sla2_alpha: Option<AlphaSetting>,
+    /// Steps of dense attention at the start [default: 60 % of the run]
+    #[arg(long, value_name = "N", help_heading = "SLA2")]
+    pub sla2_dense_steps: Option<Quantity>,
+    /// The last of them, in which the router learns where dense attention looks [default: 100, at most a tenth of the run]
+    #[arg(long, value_name = "N", help_heading = "SLA2")]
+    pub sla2_router_steps: Option<Quantity>,
 
     /// What to train on: .txt, .jsonl (each also .gz, .zst), .parquet, or .bin shards of tokens; a folder or a
     /// 'pattern*' of them; given again, with weights, a mixture [default: the built-in corpus]
@@ -307,12 +334,15 @@ impl Settings {
     /// These settings, with what they leave open taken from `under`.
     #[must_use]
     pub fn over(self, mut under: Settings) -> Settings {
-        // Steps and tokens say the same thing: the upper layer's word replaces either.
+        // Sparsity and blocks say the same thing, and so do steps and tokens: the upper layer's word replaces either.
+        if self.sla2_sparsity.is_some() || self.sla2_blocks.is_some() {
+            (under.sla2_sparsity, under.sla2_blocks) = (None, None);
+        }
         if self.steps.is_some() || self.tokens.is_some() {
             (under.steps, under.tokens) = (None, None);
         }
         // An upper layer's attention comes with settings of its own: a scheme's do not carry over to another.
-        if self.attn.is_some_and(|attn| under.attn.is_some_and(|other| other != attn)) {
+        if self.attn.is_some_and(|attn| under.attn.is_some_and(|other| !other.shares_settings(attn))) {
             under = Settings {
                 smoothing: None,
                 granularity: None,
@@ -338,6 +368,14 @@ impl Settings {
             high_precision_output,
             matched_recomputation,
             requantized_p,
+            sla2_numerics,
+            sla2_sparsity,
+            sla2_blocks,
+            sla2_block,
+            sla2_tail,
+            sla2_alpha,
+            sla2_dense_steps,
+            sla2_router_steps,
             data,
             text_field,
             tokenizer,

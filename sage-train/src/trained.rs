@@ -77,8 +77,14 @@ impl Trained {
     /// # Errors
     /// When there is no memory for its tables.
     pub fn model(&self) -> Result<Llama> {
-        Llama::new(&self.config.model, &self.parameters, &self.device)
-            .map_err(during("cannot make the model"))
+        let model = &self.config.model;
+        let mut llama =
+            Llama::new(model, &self.parameters, &self.device).map_err(during("cannot make the model"))?;
+        // As it was at the end of its run.
+        if let Some(sla2) = &model.sla2 {
+            llama.set_stage(sla2.stage(self.config.steps.saturating_sub(1)));
+        }
+        Ok(llama)
     }
 
     /// Checks that it attends to something.

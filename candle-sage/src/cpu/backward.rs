@@ -102,18 +102,20 @@ fn run_item<N: BackwardNumerics>(numerics: &N, problem: &Problem<'_>, dout: &Vie
             let cols = tile_k.min(item.keys.end - col);
             let at_keys = (col - item.keys.start) * d..(col - item.keys.start + cols) * d;
             let (dk, dv) = (&mut part.dk[at_keys.clone()], &mut part.dv[at_keys]);
-            // Tiles start at multiples of the tile size, also where the first queries see nothing.
-            let first = segment.first_query(col) / tile_q * tile_q;
-            for row in (first..count).step_by(tile_q) {
-                let tile = Tile { row, rows: tile_q.min(count - row), col, cols };
-                let (p, ds) = (&mut p[..tile.rows * cols], &mut ds[..tile.rows * cols]);
-                let at_queries = row * d..(row + tile.rows) * d;
+            let tiles = problem
+                .queries_that_see(item.at, col..col + cols, tile_q)
+                .into_iter()
+                .flat_map(|run| run.clone().step_by(tile_q).map(move |row| (row, tile_q.min(run.end - row))));
+            for (row, rows) in tiles {
+                let tile = Tile { row, rows, col, cols };
+                let (p, ds) = (&mut p[..rows * cols], &mut ds[..rows * cols]);
+                let at_queries = row * d..(row + rows) * d;
                 numerics.logits(&queries, &keys, tile, p);
                 mask(segment, tile, p);
-                probabilities(cols, cut(lse2, 0, row, tile.rows, 1), p);
+                probabilities(cols, cut(lse2, 0, row, rows, 1), p);
                 numerics.add_dv(p, &grads, tile, dv);
                 numerics.dp(&grads, &keys, tile, ds);
-                softmax_backward(cols, p, cut(&delta, 0, row, tile.rows, 1), ds);
+                softmax_backward(cols, p, cut(&delta, 0, row, rows, 1), ds);
                 numerics.add_dq(ds, &keys, tile, &mut dq[at_queries]);
                 numerics.add_dk(ds, &queries, tile, dk);
             }

@@ -1,4 +1,4 @@
-//! The forward walk: for each tile of queries, over the keys it sees.
+//! The forward walk: for each tile of queries, over the keys that it sees.
 
 use std::ops::Range;
 
@@ -66,13 +66,14 @@ fn run_item<N: ForwardNumerics>(
     let tiles = range.clone().step_by(tile_q).map(|row| {
         let rows = tile_q.min(range.end - row);
         let mut state = numerics.rows(rows);
-        let visible = segment.visible_keys(row + rows - 1);
-        for col in (0..visible).step_by(tile_k) {
-            let tile = Tile { row, rows, col, cols: tile_k.min(visible - col) };
-            let logits = &mut logits[..rows * tile.cols];
-            numerics.logits(&queries, &keys, tile, logits);
-            mask(segment, tile, logits);
-            numerics.attend(&keys, tile, logits, &mut state);
+        for run in problem.keys_seen(at, row..row + rows) {
+            for col in run.clone().step_by(tile_k) {
+                let tile = Tile { row, rows, col, cols: tile_k.min(run.end - col) };
+                let logits = &mut logits[..rows * tile.cols];
+                numerics.logits(&queries, &keys, tile, logits);
+                mask(segment, tile, logits);
+                numerics.attend(&keys, tile, logits, &mut state);
+            }
         }
         numerics.finish(state, &|r| segment.visible_keys(row + r) > 0)
     });

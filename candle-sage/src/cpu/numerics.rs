@@ -8,6 +8,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::view::View;
+use crate::selection::Lists;
 use crate::shape::{AttentionShape, Segment};
 
 /// One attention call: shape, inputs and softmax scale.
@@ -16,14 +17,27 @@ pub(crate) struct Problem<'a> {
     pub(crate) shape: &'a AttentionShape,
     pub(crate) segments: Vec<Segment>,
     pub(crate) softmax_scale: f32,
+    /// The blocks of keys to look at, where not at all.
+    pub(super) lists: Option<&'a Lists>,
     q: View<'a>,
     k: View<'a>,
     v: View<'a>,
 }
 
 impl<'a> Problem<'a> {
-    pub(crate) fn new(shape: &'a AttentionShape, softmax_scale: f32, [q, k, v]: [View<'a>; 3]) -> Self {
-        Self { shape, segments: shape.segments(), softmax_scale, q, k, v }
+    pub(crate) fn new(
+        shape: &'a AttentionShape,
+        softmax_scale: f32,
+        lists: Option<&'a Lists>,
+        [q, k, v]: [View<'a>; 3],
+    ) -> Self {
+        Self { shape, segments: shape.segments(), softmax_scale, lists, q, k, v }
+    }
+
+    /// Rows of a tile of queries and of keys, for numerics that any tiles suit: 64, or less where blocks are smaller.
+    pub(super) fn tile(&self) -> (usize, usize) {
+        let of_block = |block: usize| [64, 32].into_iter().find(|tile| block.is_multiple_of(*tile)).unwrap_or(16);
+        self.lists.map_or((64, 64), |lists| (of_block(lists.blocks.query), of_block(lists.blocks.key)))
     }
 
     pub(crate) fn head_dim(&self) -> usize {

@@ -37,7 +37,7 @@ pub(crate) struct Keys {
     pub(super) v: Rows,
 }
 
-/// Where the rows come from. Whoever has them has [`Operands`], in tiles of 64 x 64.
+/// Where the rows come from. Whoever has them has [`Operands`].
 pub(super) trait RowSource: Sync {
     fn problem(&self) -> &Problem<'_>;
 
@@ -57,7 +57,7 @@ impl<S: RowSource> Operands for S {
     type Queries = Rows;
 
     fn tile(&self) -> (usize, usize) {
-        (64, 64)
+        self.problem().tile()
     }
 
     fn keys(&self, at: Head, tokens: Range<usize>) -> Keys {

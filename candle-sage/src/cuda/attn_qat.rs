@@ -14,7 +14,7 @@ use super::kernels::Grid;
 use super::plan::{self, Plan, TILE};
 use super::sagebwd::launch_key_mean;
 use super::tensor::address;
-use super::{OnGpu, Past, params};
+use super::{OnGpu, Past, Visits, params};
 use crate::scheme::{AttnQat, PReference, Smoothing, ValueGroups};
 
 /// What the forward's kernel reads and writes besides inputs and output.
@@ -41,9 +41,9 @@ impl OnGpu for AttnQat {
     /// Q as the kernel reads it.
     type Scratch = Option<CudaStorage>;
 
-    fn forward_plan(&self, d: usize, architecture: Architecture) -> Plan {
+    fn forward_plan(&self, d: usize, architecture: Architecture, visits: Visits) -> Plan {
         if architecture.has_roles() {
-            return forward_plan_sm90("attn_qat", d);
+            return forward_plan_sm90("attn_qat", d, visits);
         }
         plan::forward_sm80("attn_qat", 256, 2 * d, 0)
     }

@@ -6,9 +6,10 @@ use cudarc::driver::CudaSlice;
 
 use super::kernels::Gpu;
 use super::params;
-use super::plan::{self, Plan, TILE};
+use super::plan::{self, Plan, SELECTION_BLOCK, TILE};
 use super::tensor::{Element, address, tensor_map, view};
 use crate::error::Error;
+use crate::selection::Selection;
 use crate::shape::AttentionShape;
 
 /// One tensor: what candle hands to an op.
@@ -24,6 +25,8 @@ pub(crate) struct Problem<'a> {
     pub(crate) q: Operand<'a>,
     pub(crate) k: Operand<'a>,
     pub(crate) v: Operand<'a>,
+    /// The blocks of keys to look at, where not at all.
+    pub(crate) selection: Option<&'a Selection>,
 }
 
 /// What all launches of a call share.
@@ -34,8 +37,47 @@ pub(super) struct Call<'a> {
     pub(super) d: usize,
     pub(super) shape: params::Shape,
     pub(super) problem: &'a Problem<'a>,
-    /// The packed documents; keeps the memory behind `shape.segments`.
+    /// Keeps the memory behind `shape.segments`.
+    _geometry: Geometry,
+}
+
+/// What the tensors of a call are, as kernels see it.
+pub(super) struct Geometry {
+    /// Without a softmax scale.
+    pub(super) shape: params::Shape,
+    /// The packed documents, behind `shape.segments`.
     _segments: Option<CudaSlice<params::Segment>>,
+}
+
+impl Geometry {
+    pub(super) fn new(gpu: &Gpu, shape: &AttentionShape) -> Result<Self> {
+        let (lengths, table, tiles) = segments(shape)?;
+        let packed = !table.is_empty();
+        let segments = packed.then(|| gpu.device.clone_htod(&table)).transpose()?;
+        let shape = params::Shape {
+            segments: segments.as_ref().map_or(0, |s| address(s, gpu)),
+            segment_count: if packed { table.len() } else { shape.batch() } as i32,
+            query_len: lengths.0 as i32,
+            key_len: lengths.1 as i32,
+            query_heads: shape.query_heads() as i32,
+            key_heads: shape.key_heads() as i32,
+            head_dim: shape.head_dim() as i32,
+            causal: shape.causal().into(),
+            query_tiles: tiles.0 as i32,
+            key_tiles: tiles.1 as i32,
+            ..params::Shape::default()
+        };
+        Ok(Self { shape, _segments: segments })
+    }
+
+    pub(super) fn segment_count(&self) -> usize {
+        self.shape.segment_count as usize
+    }
+    /// Blocks of a selection of the longest segment: of queries, and of keys.
+    pub(super) fn blocks(&self) -> (usize, usize) {
+        let blocks = |len: i32| (len as usize).div_ceil(SELECTION_BLOCK);
+        (blocks(self.shape.query_len), blocks(self.shape.key_len))
+    }
 }
 
 impl<'a> Call<'a> {
@@ -49,29 +91,14 @@ impl<'a> Call<'a> {
                 .into());
         }
         let gpu = Gpu::new(problem.q.0.device())?;
-        let (lengths, table, tiles) = segments(shape)?;
-        let packed = !table.is_empty();
-        let segments = packed.then(|| gpu.device.clone_htod(&table)).transpose()?;
+        let geometry = Geometry::new(&gpu, shape)?;
         Ok(Self {
             element: Element::of(problem.q.0.dtype())?,
             d: plan::padded_head_dim(shape)?,
-            shape: params::Shape {
-                segments: segments.as_ref().map_or(0, |s| address(s, &gpu)),
-                segment_count: if packed { table.len() } else { shape.batch() } as i32,
-                query_len: lengths.0 as i32,
-                key_len: lengths.1 as i32,
-                query_heads: shape.query_heads() as i32,
-                key_heads: shape.key_heads() as i32,
-                head_dim: shape.head_dim() as i32,
-                causal: shape.causal().into(),
-                softmax_scale: problem.softmax_scale,
-                query_tiles: tiles.0 as i32,
-                key_tiles: tiles.1 as i32,
-                ..params::Shape::default()
-            },
+            shape: params::Shape { softmax_scale: problem.softmax_scale, ..geometry.shape },
             gpu,
             problem,
-            _segments: segments,
+            _geometry: geometry,
         })
     }
 
@@ -143,7 +170,8 @@ fn segments(shape: &AttentionShape) -> Result<(Lengths, Vec<params::Segment>, Le
     let tiles = |len: usize| len.div_ceil(TILE);
     let longest = segments.iter().fold((0, 0), |(q, k), s| (q.max(s.query.len()), k.max(s.key.len())));
     let mut table = Vec::with_capacity(segments.len());
-    let mut total = (0, 0);
+    let blocks = |len: usize| len.div_ceil(SELECTION_BLOCK);
+    let (mut total, mut all_blocks) = ((0, 0), (0, 0));
     for s in &segments {
         table.push(params::Segment {
             query_start: s.query.start as i32,
@@ -152,7 +180,10 @@ fn segments(shape: &AttentionShape) -> Result<(Lengths, Vec<params::Segment>, Le
             key_len: s.key.len() as i32,
             query_tile: total.0 as i32,
             key_tile: total.1 as i32,
+            query_block: all_blocks.0 as i32,
+            key_block: all_blocks.1 as i32,
         });
+        all_blocks = (all_blocks.0 + blocks(s.query.len()), all_blocks.1 + blocks(s.key.len()));
         total = (total.0 + tiles(s.query.len()), total.1 + tiles(s.key.len()));
     }
     // Tokens, tiles and blocks are counted in 32 bits; elements and bytes in 64.

@@ -6,7 +6,7 @@ use super::arch::Architecture;
 use super::call::Call;
 use super::kernels::Grid;
 use super::plan::{self, KEYS_SM90, Plan, TILE};
-use super::{OnGpu, Past, params};
+use super::{OnGpu, Past, Visits, params};
 
 /// See [`crate::scheme::Scheme::FullPrecision`].
 #[derive(Debug, Clone, Copy)]
@@ -17,10 +17,10 @@ impl OnGpu for FullPrecision {
     type Kept = ();
     type Scratch = ();
 
-    fn forward_plan(&self, d: usize, architecture: Architecture) -> Plan {
+    fn forward_plan(&self, d: usize, architecture: Architecture, visits: Visits) -> Plan {
         let row_bytes = 2 * d;
         if architecture.has_roles() {
-            return forward_plan_sm90("full_precision", d);
+            return forward_plan_sm90("full_precision", d, visits);
         }
         let threads = 128;
         // Two values for each of four rows a thread, where registers are short and there is room.
@@ -54,10 +54,10 @@ impl OnGpu for FullPrecision {
 }
 
 /// Hopper's forward of 16-bit operands: a stage is a tile of K and one of V.
-pub(super) fn forward_plan_sm90(name: &'static str, d: usize) -> Plan {
+pub(super) fn forward_plan_sm90(name: &'static str, d: usize, visits: Visits) -> Plan {
     let row_bytes = 2 * d;
-    let (groups, stages) = if d == 64 { (3, 4) } else { (2, 3) };
-    plan::forward_sm90(name, groups, row_bytes, (stages, 2 * TILE * row_bytes))
+    let stages = if d == 64 { 4 } else { 3 };
+    plan::forward_sm90(name, visits.groups(d), row_bytes, (stages, 2 * TILE * row_bytes))
 }
 
 /// What a backward of 16-bit operands keeps in shared memory beside them, in bytes.

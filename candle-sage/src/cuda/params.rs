@@ -1,6 +1,8 @@
 //! What crosses to the device, byte for byte as in `kernels/include/sage/params/attention.cuh`.
 #![allow(unsafe_code)]
 
+pub(super) mod sla2;
+
 use std::mem::{offset_of, size_of};
 
 use cudarc::driver::DeviceRepr;
@@ -40,6 +42,8 @@ pub(super) struct Segment {
     pub(super) key_len: i32,
     pub(super) query_tile: i32,
     pub(super) key_tile: i32,
+    pub(super) query_block: i32,
+    pub(super) key_block: i32,
 }
 
 #[repr(C)]
@@ -74,6 +78,19 @@ pub(super) struct Codes {
     pub(super) k_tile_sums: Address,
 }
 
+/// Which blocks of keys each block of queries sees.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Lists {
+    pub(super) seen: Address,
+    pub(super) users: Address,
+    pub(super) first_users: Address,
+    pub(super) stride: i32,
+    pub(super) query_blocks: i32,
+    pub(super) key_blocks: i32,
+    pub(super) padding: i32,
+}
+
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Forward {
@@ -89,6 +106,7 @@ pub(super) struct Forward {
     pub(super) row_sums: Address,
     pub(super) p_lift: f32,
     pub(super) p_literal: i32,
+    pub(super) lists: Lists,
 }
 
 #[repr(C)]
@@ -114,6 +132,7 @@ pub(super) struct Backward {
     pub(super) group: i32,
     pub(super) dout_group: i32,
     pub(super) row_sums: Address,
+    pub(super) lists: Lists,
     pub(super) q_map: TensorMap,
     pub(super) dout_map: TensorMap,
 }
@@ -144,15 +163,16 @@ unsafe impl DeviceRepr for Segment {}
 
 const _: () = {
     assert!(size_of::<View>() == 48 && offset_of!(View, vector) == 40);
-    assert!(size_of::<Segment>() == 24);
+    assert!(size_of::<Segment>() == 32);
+    assert!(size_of::<Lists>() == 40 && offset_of!(Lists, stride) == 24);
     assert!(size_of::<Shape>() == 56 && offset_of!(Shape, softmax_scale) == 36);
     assert!(size_of::<Codes>() == 72);
-    assert!(size_of::<Forward>() == 400);
+    assert!(size_of::<Forward>() == 440);
     assert!(offset_of!(Forward, minus_lse2) == 192 && offset_of!(Forward, shape) == 280);
-    assert!(offset_of!(Forward, row_sums) == 384);
+    assert!(offset_of!(Forward, row_sums) == 384 && offset_of!(Forward, lists) == 400);
     assert!(size_of::<FakeQuantize>() == 360 && offset_of!(FakeQuantize, shape) == 296);
     assert!(size_of::<Backward>() == 896 && offset_of!(Backward, q_map) == 640);
     assert!(offset_of!(Backward, minus_lse2) == 384 && offset_of!(Backward, codes) == 440);
     assert!(offset_of!(Backward, shape) == 512 && offset_of!(Backward, group) == 568);
-    assert!(offset_of!(Backward, row_sums) == 576);
+    assert!(offset_of!(Backward, row_sums) == 576 && offset_of!(Backward, lists) == 584);
 };

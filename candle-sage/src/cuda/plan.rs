@@ -8,6 +8,9 @@ use crate::shape::AttentionShape;
 /// Tokens that share a scale, and the unit of all padded buffers.
 pub(super) const TILE: usize = 64;
 
+/// Tokens of a block of a selection.
+pub(super) const SELECTION_BLOCK: usize = 128;
+
 /// The width that head_dim is padded to inside the kernels.
 pub(super) fn padded_head_dim(shape: &AttentionShape) -> Result<usize> {
     match shape.head_dim() {
@@ -141,7 +144,7 @@ pub(super) fn heads_at_once(cache_bytes: usize, parts: usize, bytes: usize, head
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::plans;
+    use crate::cuda::{Visits, plans};
     use crate::scheme::{AttnQat, SageBwd, Scheme, Smoothing};
 
     fn schemes() -> [Scheme; 5] {
@@ -157,11 +160,11 @@ mod tests {
     }
 
     fn forward(scheme: &Scheme, d: usize, architecture: Architecture) -> Plan {
-        let [forward, _] = plans(scheme, d, architecture);
+        let [forward, _] = plans(scheme, d, architecture, Visits::All);
         forward
     }
     fn backward(scheme: &Scheme, d: usize, architecture: Architecture) -> Plan {
-        let [_, backward] = plans(scheme, d, architecture);
+        let [_, backward] = plans(scheme, d, architecture, Visits::All);
         backward
     }
 
@@ -173,6 +176,20 @@ mod tests {
                     for plan in [forward(&scheme, d, arch), backward(&scheme, d, arch)] {
                         assert!(plan.shared_bytes <= arch.shared_bytes(), "{arch:?}: {plan:?}");
                     }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_block_of_a_selection_is_one_of_the_forward_and_a_whole_number_of_the_backward() {
+        for arch in [80, 86, 89, 90, 100, 120].map(Architecture::from_number) {
+            for scheme in schemes() {
+                for d in [64, 128] {
+                    let [forward, backward] = plans(&scheme, d, arch, Visits::Listed);
+                    assert_eq!(forward.rows, SELECTION_BLOCK, "{arch:?}: {forward:?}");
+                    assert!(SELECTION_BLOCK.is_multiple_of(backward.rows), "{arch:?}: {backward:?}");
+                    assert!(forward.shared_bytes.max(backward.shared_bytes) <= arch.shared_bytes());
                 }
             }
         }

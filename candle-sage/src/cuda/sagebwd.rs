@@ -8,7 +8,7 @@ use super::call::Call;
 use super::kernels::Grid;
 use super::plan::{self, KEYS_SM90, Plan, TILE};
 use super::tensor::address;
-use super::{OnGpu, Past, params};
+use super::{OnGpu, Past, Visits, params};
 use crate::error::Error;
 use crate::scheme::{Granularity, SageBwd, Smoothing};
 
@@ -17,13 +17,18 @@ impl OnGpu for SageBwd {
     type Kept = Codes;
     type Scratch = Transposed;
 
-    fn forward_plan(&self, d: usize, architecture: Architecture) -> Plan {
+    fn forward_plan(&self, d: usize, architecture: Architecture, visits: Visits) -> Plan {
         let row_bytes = d;
         let smooth_q = self.smoothing == Smoothing::Qk;
         if architecture.has_roles() && !smooth_q {
             // A stage is two tiles of K and of V with their scales.
-            let (groups, stages) = if d == 64 { (3, 4) } else { (2, 3) };
-            return plan::forward_sm90("sagebwd", groups, row_bytes, (stages, 4 * TILE * row_bytes + 48));
+            let stages = if d == 64 { 4 } else { 3 };
+            return plan::forward_sm90(
+                "sagebwd",
+                visits.groups(d),
+                row_bytes,
+                (stages, 4 * TILE * row_bytes + 48),
+            );
         }
         let threads = 128;
         let mean = if smooth_q { 2 * TILE * 4 } else { 0 };

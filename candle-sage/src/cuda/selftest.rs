@@ -299,7 +299,9 @@ impl Inputs {
             })
             .collect();
         let [q, k, v] = [operands[0], operands[1], operands[2]];
-        f(&Problem { shape: &self.shape, softmax_scale: 0.125, deterministic, q, k, v }, &operands)
+        let problem =
+            Problem { shape: &self.shape, softmax_scale: 0.125, deterministic, q, k, v, selection: None };
+        f(&problem, &operands)
     }
 
     /// Rows of one head, tokens `range`.

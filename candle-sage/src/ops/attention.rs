@@ -1,6 +1,6 @@
 //! Trainable attention as a `CustomOp3`.
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -16,6 +16,7 @@ use crate::cpu::{self, Problem};
 use crate::cuda;
 use crate::error::Error;
 use crate::scheme::Scheme;
+use crate::selection::{Lists, Selection};
 use crate::shape::{AttentionShape, Dims, Packing};
 
 const NAME: &str = "attention";
@@ -46,6 +47,7 @@ pub struct Attention {
     softmax_scale: Option<f64>,
     packing: Option<Packing>,
     deterministic: bool,
+    selection: Option<Selection>,
 }
 
 impl Attention {
@@ -83,6 +85,18 @@ impl Attention {
     #[must_use]
     pub fn deterministic(mut self, deterministic: bool) -> Self {
         self.deterministic = deterministic;
+        self
+    }
+
+    /// Looks at the listed blocks of keys alone, forward and backward, with any scheme: block-sparse attention. What a query
+    /// does not look at is as if it were masked. Time and nothing else depends on the lists' lengths.
+    ///
+    /// The selection's blocks are multiples of the scheme's tiles on the CPU ([`Scheme::block_unit`]), and 128 x 128 on CUDA.
+    /// Smoothing (of K and Q) and NVFP4 scales are those of the whole sequences: SageBwd subtracts the mean of all keys of a
+    /// segment, which exact arithmetic would not notice on any subset of them.
+    #[must_use]
+    pub fn select(mut self, selection: &Selection) -> Self {
+        self.selection = Some(selection.clone());
         self
     }
 
@@ -138,11 +152,31 @@ impl Attention {
                 .into());
         }
         supported(NAME, &[q, k, v])?;
+        let mut lists = None;
+        if let Some(selection) = &self.selection {
+            selection.check(&shape, self.scheme.block_unit())?;
+            if !selection.lists().device().same_device(q.device()) {
+                return Err(Error::new("the selection is on another device")
+                    .got(format!(
+                        "{:?}, query {:?}",
+                        selection.lists().device().location(),
+                        q.device().location()
+                    ))
+                    .allowed("the device of query, key and value")
+                    .hint("`Selection::to_device`")
+                    .into());
+            }
+            if q.device().is_cpu() {
+                lists = Some(Arc::new(selection.host()?));
+            }
+        }
         Ok(AttentionOp {
             scheme: self.scheme,
             shape,
             softmax_scale: as_f32,
             deterministic: self.deterministic,
+            selection: self.selection.clone(),
+            lists,
             saved: keep.then(OnceLock::new),
         })
     }
@@ -185,7 +219,7 @@ impl std::fmt::Debug for AttentionVjp {
     }
 }
 
-fn dims4(name: &str, tensor: &Tensor) -> Result<Dims> {
+pub(crate) fn dims4(name: &str, tensor: &Tensor) -> Result<Dims> {
     tensor.dims4().map_err(|_| {
         Error::new(format!("{name} does not have four dimensions"))
             .got(format!("{:?}", tensor.dims()))
@@ -202,6 +236,10 @@ struct AttentionOp {
     softmax_scale: f32,
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "on the CPU results never vary"))]
     deterministic: bool,
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU reads `lists`"))]
+    selection: Option<Selection>,
+    /// The selection on the host, for the CPU.
+    lists: Option<Arc<Lists>>,
     /// Filled by the forward; `None` when no input is tracked.
     saved: Option<OnceLock<Saved>>,
 }
@@ -237,7 +275,7 @@ impl AttentionOp {
             views.push(View::new(cpu_storage(storage, NAME)?, layout)?);
         }
         let &[q, k, v, out, dout] = views.as_slice() else { unreachable!("five tensors, five views") };
-        let problem = Problem::new(&self.shape, self.softmax_scale, [q, k, v]);
+        let problem = Problem::new(&self.shape, self.softmax_scale, self.lists.as_deref(), [q, k, v]);
         let gradients = ran.backward(&problem, &cpu::Past { out: &out, dout: &dout });
         let tensor = |values, dims| f32_tensor(values, shape_of(dims), dtype).map(Some);
         Ok((
@@ -256,6 +294,7 @@ impl AttentionOp {
             q,
             k,
             v,
+            selection: self.selection.as_ref(),
         }
     }
 
@@ -293,7 +332,7 @@ impl CustomOp3 for AttentionOp {
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let views = [View::new(q, q_layout)?, View::new(k, k_layout)?, View::new(v, v_layout)?];
-        let problem = Problem::new(&self.shape, self.softmax_scale, views);
+        let problem = Problem::new(&self.shape, self.softmax_scale, self.lists.as_deref(), views);
         let (out, ran) = cpu::forward(&self.scheme, &problem);
         self.save(Saved::Cpu(ran))?;
         let dtype = q.dtype();

@@ -16,8 +16,19 @@ fn sage() -> SageBwd {
 /// CPU computes in f32, so that what a 16-bit P and dS cost is added: each rounds by at most 2^-9 (bf16) or 2^-12 (f16),
 /// and both meet in dQ and dK.
 fn check(what: &str, case: &Case, scheme: Scheme, dtype: DType, got: &Results) -> Result<()> {
-    let exact = case.exact();
-    let cpu = case.run(scheme, dtype)?;
+    check_against(what, scheme, dtype, got, [&case.exact(), &case.run(scheme, dtype)?], case.lens.1);
+    Ok(())
+}
+
+/// The same against exact results and those of the CPU, over so many keys.
+pub(crate) fn check_against(
+    what: &str,
+    scheme: Scheme,
+    dtype: DType,
+    got: &Results,
+    [exact, cpu]: [&Results; 2],
+    keys: usize,
+) {
     let rounding = if dtype == DType::BF16 { 2f64.powi(-9) } else { 2f64.powi(-12) };
     for n in 0..4 {
         let (error, plain) = (relative_l2(&got[n], &exact[n]), relative_l2(&cpu[n], &exact[n]));
@@ -25,7 +36,7 @@ fn check(what: &str, case: &Case, scheme: Scheme, dtype: DType, got: &Results) -
             Scheme::FullPrecision => 2.0 * (plain + rounding),
             Scheme::AttnQat(settings) => {
                 // Over a single key the exact dQ and dK are zero: there is nothing to be relative to.
-                if case.lens.1 > 1 || n == 0 || n == 3 {
+                if keys > 1 || n == 0 || n == 3 {
                     same_as_the_cpu(what, n, dtype, &settings, [&got[n], &cpu[n]]);
                 }
                 continue;
@@ -34,7 +45,6 @@ fn check(what: &str, case: &Case, scheme: Scheme, dtype: DType, got: &Results) -
         };
         assert!(error <= limit, "{what}, {}: {error:.2e}, limit {limit:.2e}, CPU {plain:.2e}", NAMES[n]);
     }
-    Ok(())
 }
 
 /// Attn-QAT is far from f64 everywhere, and close to the CPU, which has the same codes: what differs is P, O' and dS in 16

@@ -7,6 +7,8 @@ mod by_hand;
 mod cuda;
 #[cfg(feature = "cuda")]
 mod cuda_ops;
+#[cfg(feature = "cuda")]
+mod cuda_sla2;
 mod fingerprint;
 mod imports;
 mod messages;
@@ -14,4 +16,6 @@ mod modules;
 mod ops;
 mod reference;
 mod sagebwd;
+mod sla2;
+mod sparse;
 mod support;

@@ -2,7 +2,7 @@
 #![allow(dead_code)] // each target uses its part
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_sage::{Attention, AttentionShape, Packing, Scheme, reference};
+use candle_sage::{Attention, AttentionShape, Packing, Scheme, Selection, reference};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
@@ -125,11 +125,17 @@ impl Case {
     }
 
     pub(crate) fn exact(&self) -> Results {
+        self.exact_over(reference::DENSE)
+    }
+
+    /// The same over the pairs of a pattern alone.
+    pub(crate) fn exact_over(&self, pattern: reference::Pattern<'_>) -> Results {
         let shape = self.shape();
         let scale = self.softmax_scale.unwrap_or_else(|| shape.default_softmax_scale());
         let [q, k, v, dout] = self.data.each_ref().map(|x| f64s(x));
-        let out = reference::forward(&shape, scale, &q, &k, &v).out;
-        let grads = reference::backward(&shape, scale, &q, &k, &v, &dout);
+        let inputs = [&*q, &*k, &*v];
+        let out = reference::sparse_forward(&shape, pattern, scale, inputs).out;
+        let grads = reference::sparse_backward(&shape, pattern, scale, inputs, &dout);
         [out, grads.dq, grads.dk, grads.dv]
     }
 
@@ -181,4 +187,33 @@ pub(crate) fn sigma_errors(scheme: Scheme, head_dim: usize, sigma: f32, seed: u6
     let mut case = Case::new(1, (1024, 1024), (1, 1), head_dim, true);
     case.draw(sigma, seed);
     case.errors(scheme, DType::F32)
+}
+
+/// A selection of `count` random candidates for each block of queries.
+pub(crate) fn random_selection(
+    shape: &AttentionShape,
+    blocks: (usize, usize),
+    count: usize,
+    seed: u64,
+    device: &Device,
+) -> Result<Selection> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    Selection::from_lists(shape, blocks, device, |at| {
+        rand::seq::index::sample(&mut rng, at.candidates, count.min(at.candidates)).into_vec()
+    })
+}
+
+/// Which pairs a selection sees.
+pub(crate) fn pattern(selection: &Selection) -> impl Fn(reference::Pair) -> bool {
+    let (query, key) = selection.block();
+    let group = selection.shape().group();
+    let lists: Vec<Vec<Vec<Vec<usize>>>> = (0..selection.shape().segments().len())
+        .map(|segment| {
+            let blocks = selection.shape().segments()[segment].query.len().div_ceil(query);
+            let of_head =
+                |head| (0..blocks).map(|b| selection.list(segment, head, b).expect("a list")).collect();
+            (0..selection.shape().key_heads()).map(of_head).collect()
+        })
+        .collect();
+    move |at| lists[at.segment][at.head / group][at.query / query].contains(&(at.key / key))
 }

@@ -6,7 +6,7 @@ use candle_sage::Result;
 use clap::Subcommand;
 
 use super::print;
-use crate::bench::{self, Row};
+use crate::bench::{self, Row, sla2};
 use crate::device::Place;
 use crate::writing;
 
@@ -15,12 +15,16 @@ use crate::writing;
 pub(super) enum Bench {
     /// Attention on rows of shapes, with random inputs
     Attention(BenchAttention),
+    /// SLA2 beside dense attention of the same numerics
+    Sla2(BenchSla2),
 }
 
 impl Bench {
     pub(super) fn run(&self) -> Result<()> {
-        let Self::Attention(attention) = self;
-        attention.run()
+        match self {
+            Self::Attention(attention) => attention.run(),
+            Self::Sla2(sla2) => sla2.run(),
+        }
     }
 }
 
@@ -70,5 +74,46 @@ impl BenchAttention {
             Some(path) => std::fs::write(path, bench::csv(&all)).map_err(writing(path)),
             None => Ok(()),
         }
+    }
+}
+
+/// What to measure. Every time is the median of calls that take inputs in turn; on a GPU between CUDA events. Router, lists
+/// and quantization are inside.
+#[derive(Debug, clap::Args)]
+pub(super) struct BenchSla2 {
+    /// Shapes: head_dim, tokens, sparsity [default: D 128, N 4096 at 85%, 16384 at 90%, 32768 and 131072 at 95%]
+    #[arg(value_name = "D:N:SPARSITY")]
+    rows: Vec<sla2::Row>,
+    /// Where to measure [default: cuda if this build has it]
+    #[arg(long, value_enum)]
+    device: Option<Place>,
+    /// Tokens of all sequences together; a longer sequence runs alone
+    #[arg(long, value_name = "N", default_value_t = 32768)]
+    total_tokens: usize,
+    /// Width of all heads together: heads = width / D
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    width: usize,
+    /// Timed calls of each kind
+    #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u16).range(1..))]
+    repeats: u16,
+}
+
+impl BenchSla2 {
+    fn run(&self) -> Result<()> {
+        let plan = bench::Plan {
+            device: self.device.unwrap_or_default().open()?,
+            rows: Vec::new(),
+            total_tokens: self.total_tokens,
+            width: self.width,
+            repeats: usize::from(self.repeats),
+        };
+        print(&sla2::table_head(&plan))?;
+        let rows = if self.rows.is_empty() { sla2::usual_rows() } else { self.rows.clone() };
+        for row in rows {
+            for measured in sla2::measure(&plan, row)? {
+                print(&sla2::table_line(&measured))?;
+            }
+        }
+        Ok(())
     }
 }

@@ -100,7 +100,21 @@ impl Config {
         let m = &self.model;
         match m.scheme {
             None => "none".into(),
-            Some(scheme) => format!("{scheme}, QK-norm {}", if m.qk_norm { "on" } else { "off" }),
+            Some(scheme) => {
+                let norm = if m.qk_norm { "on" } else { "off" };
+                let sla2 = m.sla2.as_ref().map_or(String::new(), |sla2| {
+                    format!(
+                        "SLA2: {} blocks of {} and the diagonal, {:.1} % sparse, after {} dense steps (the router's {} among \
+                         them); ",
+                        sla2.blocks,
+                        sla2.block,
+                        sla2.sparsity(m.context) * 100.0,
+                        sla2.dense_steps,
+                        sla2.router_steps,
+                    )
+                });
+                format!("{sla2}{scheme}, QK-norm {norm}")
+            }
         }
     }
 

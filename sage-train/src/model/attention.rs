@@ -3,33 +3,37 @@
 use candle_core::{Device, Result, Tensor};
 use candle_sage::ops::{self, AttentionVjp, QkNormRopeGrad, RopeStyle};
 use candle_sage::shape::Packing;
+use candle_sage::sla2::Sla2Vjp;
 use candle_sage::{Attention, Scheme};
 
 use super::config::LlamaConfig;
 use super::layers::{Linear, Norm};
 use super::parameters::Parameters;
+use super::sla2::{Sla2Layer, Stage};
 
 /// Sees each layer's query, key and value, and the gradient of its output, last layer first.
 pub type Observe<'a> = dyn FnMut([&Tensor; 3], &Tensor) -> Result<()> + 'a;
 
-/// Where tokens are: angles of the rotary embedding for a sequence, and the documents that attention stays inside of.
+/// Where tokens are: angles of the rotary embedding for a sequence, and the documents that attention stays inside of; and
+/// what attention looks at.
 #[derive(Debug, Clone)]
 pub(super) struct Rotary {
     cos: Tensor,
     sin: Tensor,
     documents: Option<Packing>,
+    stage: Stage,
 }
 
 impl Rotary {
     pub(super) fn new(config: &LlamaConfig, device: &Device) -> Result<Self> {
         let (cos, sin) = ops::rope_tables(config.context, config.head_dim, config.rope_base, device)?;
-        Ok(Self { cos, sin, documents: None })
+        Ok(Self { cos, sin, documents: None, stage: Stage::Sparse })
     }
 
     /// For sequences of `len` tokens. (Angles do not begin again with a document: attention sees differences alone.)
-    pub(super) fn narrow(&self, len: usize, documents: Option<&Packing>) -> Result<Self> {
+    pub(super) fn narrow(&self, len: usize, documents: Option<&Packing>, stage: Stage) -> Result<Self> {
         let (cos, sin) = (self.cos.narrow(0, 0, len)?, self.sin.narrow(0, 0, len)?);
-        Ok(Self { cos, sin, documents: documents.cloned() })
+        Ok(Self { cos, sin, documents: documents.cloned(), stage })
     }
 
     fn forward(&self, x: &Tensor, norm: Option<&Norm>) -> Result<Tensor> {
@@ -70,6 +74,7 @@ pub(super) struct SelfAttention {
     heads: [usize; 3],
     head_dim: usize,
     attention: Attention,
+    sla2: Option<Sla2Layer>,
 }
 
 /// What the way back needs.
@@ -84,7 +89,13 @@ struct Core {
     /// Query and key after norm and rotation, and value.
     inputs: [Tensor; 3],
     out: Tensor,
-    vjp: AttentionVjp,
+    vjp: Vjp,
+}
+
+/// The way back through attention.
+enum Vjp {
+    Dense(AttentionVjp),
+    Sparse(Box<Sla2Vjp>),
 }
 
 impl SelfAttention {
@@ -105,6 +116,11 @@ impl SelfAttention {
             heads: [config.heads, config.key_heads, config.key_heads],
             head_dim: config.head_dim,
             attention: Attention::new(scheme).causal(true).deterministic(config.deterministic),
+            sla2: config
+                .sla2
+                .as_ref()
+                .map(|sla2| Sla2Layer::new(sla2, config, scheme, parameters, at))
+                .transpose()?,
         })
     }
 
@@ -143,14 +159,33 @@ impl SelfAttention {
 
     /// Forward only.
     pub(super) fn forward(&self, x: &Tensor, rotary: &Rotary) -> Result<Tensor> {
-        let (attention, [query, key, value]) = self.inputs(&self.project(x, rotary)?, rotary)?;
-        self.output.forward(&attention.apply(&query, &key, &value)?.reshape((x.dim(0)?, ()))?)
+        let (attention, inputs) = self.inputs(&self.project(x, rotary)?, rotary)?;
+        let [query, key, value] = &inputs;
+        let out = match self.sparse(rotary) {
+            Some(sla2) => sla2.forward(inputs.each_ref(), rotary.documents.as_ref())?,
+            None => attention.apply(query, key, value)?,
+        };
+        self.output.forward(&out.reshape((x.dim(0)?, ()))?)
+    }
+
+    /// SLA2, where it is what attention does now.
+    fn sparse(&self, rotary: &Rotary) -> Option<&Sla2Layer> {
+        self.sla2.as_ref().filter(|_| rotary.stage == Stage::Sparse)
     }
 
     fn core(&self, projected: &Tensor, rotary: &Rotary) -> Result<Core> {
         let (attention, inputs) = self.inputs(projected, rotary)?;
         let [query, key, value] = &inputs;
-        let (out, vjp) = attention.vjp(query, key, value)?;
+        let (out, vjp) = match self.sparse(rotary) {
+            Some(sla2) => {
+                let (out, vjp) = sla2.vjp(inputs.each_ref(), rotary.documents.as_ref())?;
+                (out, Vjp::Sparse(Box::new(vjp)))
+            }
+            None => {
+                let (out, vjp) = attention.vjp(query, key, value)?;
+                (out, Vjp::Dense(vjp))
+            }
+        };
         Ok(Core { inputs, out, vjp })
     }
 
@@ -181,7 +216,14 @@ impl SelfAttention {
         if let Some(observe) = observe {
             observe(core.inputs.each_ref(), &dout)?;
         }
-        let [dquery, dkey, dvalue] = core.vjp.apply(&dout)?;
+        let [dquery, dkey, dvalue] = match (&core.vjp, &self.sla2) {
+            (Vjp::Dense(vjp), _) => vjp.apply(&dout)?,
+            (Vjp::Sparse(vjp), Some(sla2)) => sla2.backward(vjp, &dout)?,
+            (Vjp::Sparse(_), None) => unreachable!("SLA2 makes its own way back"),
+        };
+        if let (Stage::Router, Some(sla2)) = (rotary.stage, &self.sla2) {
+            sla2.teach(core.inputs.each_ref(), &core.out, rotary.documents.as_ref())?;
+        }
         drop(core);
         let [query, key, _] = self.parts(&projected)?;
         let (dquery, dkey) = (dquery.reshape(query.dims())?, dkey.reshape(key.dims())?);

@@ -4,6 +4,8 @@ use candle_sage::{Error, Result, Scheme};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
+use super::sla2::Sla2Config;
+
 /// The shape of a decoder-only transformer in Llama's style, with a tied embedding.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LlamaConfig {
@@ -33,6 +35,8 @@ pub struct LlamaConfig {
     pub init_std: f64,
     /// Numerics of attention; `None` leaves attention out.
     pub scheme: Option<Scheme>,
+    /// Attention to selected blocks alone, in those numerics.
+    pub sla2: Option<Sla2Config>,
     /// Factor of the z-loss in training.
     pub z_loss: f64,
     /// What the backward makes again instead of keeping it.
@@ -53,6 +57,17 @@ pub enum Recompute {
     Block,
 }
 
+/// The values of a parameter before training.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Start {
+    /// Normal, of this standard deviation.
+    Normal(f64),
+    /// All the same.
+    Value(f32),
+    /// Of square matrices: ones on the diagonal.
+    Identity,
+}
+
 /// A parameter before it exists.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParameterSpec {
@@ -60,16 +75,16 @@ pub struct ParameterSpec {
     pub name: String,
     /// Shape.
     pub dims: Vec<usize>,
-    /// Standard deviation of the initial values; `None` for ones.
-    pub std: Option<f64>,
+    /// Its values before training.
+    pub start: Start,
     /// Whether it lies right behind the one before it, so that both are multiplied at once.
     pub follows: bool,
 }
 
 impl ParameterSpec {
-    /// Whether weight decay applies: to matrices, not to norms.
+    /// Whether weight decay applies, and the model computes in its own type: to matrices, not to norms or routers.
     pub fn decays(&self) -> bool {
-        self.dims.len() > 1
+        self.dims.len() == 2
     }
 
     /// Number of elements.
@@ -136,11 +151,16 @@ impl LlamaConfig {
         let matrix = |name: String, rows, columns, std| ParameterSpec {
             name,
             dims: vec![rows, columns],
-            std: Some(std),
+            start: Start::Normal(std),
             follows: false,
         };
         let after = |spec| ParameterSpec { follows: true, ..spec };
-        let norm = |name: String, width| ParameterSpec { name, dims: vec![width], std: None, follows: false };
+        let norm = |name: String, width| ParameterSpec {
+            name,
+            dims: vec![width],
+            start: Start::Value(1.0),
+            follows: false,
+        };
         let (width, ffn) = (self.width, self.ffn);
         let (queries, keys) = (self.heads * self.head_dim, self.key_heads * self.head_dim);
         let mut specs = vec![matrix("model.embed_tokens.weight".into(), self.vocab, width, std)];
@@ -155,6 +175,9 @@ impl LlamaConfig {
                 if self.qk_norm {
                     specs.push(norm(at("self_attn.q_norm"), self.head_dim));
                     specs.push(norm(at("self_attn.k_norm"), self.head_dim));
+                }
+                if let Some(sla2) = &self.sla2 {
+                    specs.extend(sla2.parameter_specs(self, &format!("model.layers.{layer}.self_attn")));
                 }
             }
             specs.push(norm(at("post_attention_layernorm"), width));
@@ -177,10 +200,18 @@ impl LlamaConfig {
     }
 
     /// FLOPs of forward and backward for a token: 6 a parameter, and causal attention's
-    /// `6 layers heads head_dim context`.
+    /// `6 layers heads head_dim context`, or the part of it that SLA2 computes, with twice `12 layers heads head_dim^2` for
+    /// its tail.
     pub fn flops_per_token(&self) -> u64 {
-        let attention =
-            if self.scheme.is_some() { self.layers * self.heads * self.head_dim * self.context } else { 0 };
+        let channels = (self.layers * self.heads * self.head_dim) as f64;
+        let attention = match (&self.scheme, &self.sla2) {
+            (None, _) => 0.0,
+            (_, None) => channels * self.context as f64,
+            (_, Some(sla2)) => {
+                let tail = if sla2.tail.is_some() { 4.0 * self.head_dim as f64 } else { 0.0 };
+                channels * (self.context as f64 * (1.0 - sla2.sparsity(self.context)) + tail)
+            }
+        };
         6 * (self.parameters() + attention as u64)
     }
 
@@ -194,7 +225,9 @@ impl LlamaConfig {
         let (projected, core) = match self.scheme {
             None => (0, 0),
             Some(scheme) => {
-                let kept = scheme.kept_bytes(queries, keys, element);
+                // SLA2 keeps the outputs of both branches.
+                let branches = if self.sla2.is_some() { 2 * queries * element } else { 0 };
+                let kept = scheme.kept_bytes(queries, keys, element) + branches;
                 (element * (2 * width + queries + 2 * keys), element * (2 * queries + keys) + kept)
             }
         };

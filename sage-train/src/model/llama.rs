@@ -10,6 +10,7 @@ use super::block::Block;
 use super::config::LlamaConfig;
 use super::layers::{Norm, Stream};
 use super::parameters::{EMBEDDING, Parameters, Weight};
+use super::sla2::Stage;
 
 /// What the model reads: ids, (batch, sequence), and where documents begin in all of them, one behind the other, if
 /// attention is to stay inside.
@@ -35,6 +36,7 @@ pub struct Llama {
     norm: Norm,
     rotary: Rotary,
     z_loss: f32,
+    stage: Stage,
 }
 
 impl Llama {
@@ -51,14 +53,20 @@ impl Llama {
             norm: Norm::new(parameters, "model.norm.weight", config.norm_eps)?,
             rotary: Rotary::new(config, device)?,
             z_loss: config.z_loss as f32,
+            stage: Stage::Sparse,
         })
+    }
+
+    /// What the model attends to from now on, where it has SLA2: at first the selected blocks.
+    pub fn set_stage(&mut self, stage: Stage) {
+        self.stage = stage;
     }
 
     /// The residual stream before the first block, and the angles for sequences of this length.
     fn enter(&self, Input { ids, documents }: Input<'_>) -> Result<(Stream, Rotary)> {
         let (_, sequence) = ids.dims2()?;
         let sum = ops::embedding_forward(&self.embedding.value, ids)?.flatten(0, 1)?;
-        Ok((Stream { sum, last: None }, self.rotary.narrow(sequence, documents)?))
+        Ok((Stream { sum, last: None }, self.rotary.narrow(sequence, documents, self.stage)?))
     }
 
     /// The normalized hidden states of `ids`, (batch, sequence) -> (batch sequence, width).

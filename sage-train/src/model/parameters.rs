@@ -12,7 +12,7 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
 
-use super::config::{LlamaConfig, ParameterSpec};
+use super::config::{LlamaConfig, ParameterSpec, Start};
 use crate::{during, unpanicked};
 
 /// The table of the embedding, and of the output.
@@ -48,7 +48,7 @@ pub struct Parameters {
 /// A parameter of a model, or several as one: its value, and the place for its gradient where it is trained.
 #[derive(Debug, Clone)]
 pub struct Weight {
-    /// In the type that the model computes in; vectors in f32.
+    /// In the type that the model computes in; vectors and routers in f32.
     pub value: Tensor,
     /// In f32.
     pub gradient: Option<Tensor>,
@@ -207,7 +207,7 @@ impl Parameters {
         let dims = [&[rows], columns].concat();
         let view = |all: &Tensor| all.narrow(0, start, end - start)?.reshape(dims.as_slice());
         let values = match &self.copy {
-            Some(copy) if dims.len() > 1 => copy.clone(),
+            Some(copy) if dims.len() == 2 => copy.clone(),
             _ => self.state.get(0)?,
         };
         let gradient = self.gradients.as_ref().map(view).transpose()?;
@@ -380,7 +380,14 @@ impl StateFile {
 
 fn draw(spec: &ParameterSpec, seed: u64) -> Vec<f32> {
     let len = spec.len() as usize;
-    let Some(std) = spec.std else { return vec![1.0; len] };
+    let std = match spec.start {
+        Start::Normal(std) => std,
+        Start::Value(value) => return vec![value; len],
+        Start::Identity => {
+            let width = spec.dims.last().copied().unwrap_or(1);
+            return (0..len).map(|n| f32::from(u8::from(n / width % width == n % width))).collect();
+        }
+    };
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     rng.set_stream(fnv1a(&spec.name));
     let normal = Normal::new(0.0, std as f32).expect("a checked standard deviation");

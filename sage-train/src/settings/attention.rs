@@ -7,22 +7,58 @@ use clap::ValueEnum;
 use clap::builder::PossibleValue;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::sla2::{self, Form};
 use super::{Settings, Switch};
+use crate::model::Sla2Config;
 
-/// How to attend: a scheme, by its name and with its default settings, or not at all.
+/// How to attend: a scheme, by its name and with its default settings, SLA2 over one, or not at all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Attn(Option<Scheme>);
+pub struct Attn(Kind);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    None,
+    Dense(Scheme),
+    Sla2(Form),
+}
 
 impl Attn {
     /// No attention at all: the baseline that shows what attention is worth.
-    pub const NONE: Self = Self(None);
+    pub const NONE: Self = Self(Kind::None);
     /// Full precision.
-    pub const EXACT: Self = Self(Some(Scheme::FullPrecision));
+    pub const EXACT: Self = Self(Kind::Dense(Scheme::FullPrecision));
 
-    /// The scheme, with what `settings` say about it.
+    /// Whether settings of one are settings of the other: of one scheme, or forms of SLA2.
+    pub(super) fn shares_settings(self, other: Self) -> bool {
+        self == other || matches!((self.0, other.0), (Kind::Sla2(_), Kind::Sla2(_)))
+    }
+
+    /// SLA2, with what `settings` say about it, for a run of so many steps over sequences of `context` tokens.
+    ///
+    /// # Errors
+    /// When its settings are out of range.
+    pub fn sla2(
+        self,
+        settings: &Settings,
+        context: usize,
+        steps: u64,
+        gpu: bool,
+    ) -> Result<Option<Sla2Config>, Error> {
+        match self.0 {
+            Kind::Sla2(form) => sla2::resolve(form, settings, context, steps, gpu).map(Some),
+            Kind::None | Kind::Dense(_) => Ok(None),
+        }
+    }
+
+    /// The scheme, with what `settings` say about it; of SLA2 that of the blocks.
     pub fn scheme(self, settings: &Settings) -> Option<Scheme> {
         let on = |switch: Option<Switch>, default| switch.map_or(default, |switch| switch == Switch::On);
-        Some(match self.0? {
+        let scheme = match self.0 {
+            Kind::None => return None,
+            Kind::Dense(scheme) => scheme,
+            Kind::Sla2(_) => settings.sla2_numerics.map_or(SageBwd::default().into(), |text| text.0.0),
+        };
+        Some(match scheme {
             Scheme::SageBwd(default) => SageBwd {
                 smoothing: settings.smoothing.map_or(default.smoothing, Smoothing::from),
                 granularity: settings.granularity.map_or(default.granularity, |text| text.0),
@@ -45,34 +81,41 @@ impl Attn {
 
 impl From<SageBwd> for Attn {
     fn from(scheme: SageBwd) -> Self {
-        Self(Some(scheme.into()))
+        Self(Kind::Dense(scheme.into()))
     }
 }
 
 impl From<AttnQat> for Attn {
     fn from(scheme: AttnQat) -> Self {
-        Self(Some(scheme.into()))
+        Self(Kind::Dense(scheme.into()))
     }
 }
 
 impl std::fmt::Display for Attn {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.0.map_or("none", |scheme| scheme.name()))
+        f.write_str(match self.0 {
+            Kind::None => "none",
+            Kind::Dense(scheme) => scheme.name(),
+            Kind::Sla2(form) => form.name(),
+        })
     }
 }
 
 impl ValueEnum for Attn {
     fn value_variants<'a>() -> &'a [Self] {
         static ALL: LazyLock<Vec<Attn>> = LazyLock::new(|| {
-            Scheme::all().into_iter().map(|scheme| Attn(Some(scheme))).chain([Attn::NONE]).collect()
+            let dense = Scheme::all().into_iter().map(Kind::Dense);
+            let sla2 = Form::ALL.into_iter().map(Kind::Sla2);
+            dense.chain(sla2).chain([Kind::None]).map(Attn).collect()
         });
         &ALL
     }
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
         Some(match self.0 {
-            Some(scheme) => PossibleValue::new(scheme.name()).help(scheme.summary()),
-            None => PossibleValue::new("none")
+            Kind::Dense(scheme) => PossibleValue::new(scheme.name()).help(scheme.summary()),
+            Kind::Sla2(form) => PossibleValue::new(form.name()).help(form.summary()),
+            Kind::None => PossibleValue::new("none")
                 .help("No attention at all: the baseline that shows what attention is worth"),
         })
     }
@@ -101,6 +144,30 @@ impl Serialize for Attn {
 impl<'de> Deserialize<'de> for Attn {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// A scheme by its name, with its default settings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Numerics(Scheme);
+
+impl std::str::FromStr for Numerics {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let all = Scheme::all();
+        all.iter().find(|scheme| scheme.name() == text).map(|scheme| Self(*scheme)).ok_or_else(|| {
+            Error::new("unknown numerics")
+                .got(format!("`{text}`"))
+                .allowed(all.iter().map(Scheme::name).collect::<Vec<_>>().join(", "))
+                .hint("the form of SLA2 is what --attn says")
+        })
+    }
+}
+
+impl std::fmt::Display for Numerics {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.0.name())
     }
 }
 
@@ -159,7 +226,7 @@ mod tests {
         for attn in Attn::value_variants() {
             assert_eq!(attn.to_string().parse(), Ok(*attn));
         }
-        assert_eq!(Attn::value_variants().len(), Scheme::all().len() + 1);
+        assert_eq!(Attn::value_variants().len(), Scheme::all().len() + Form::ALL.len() + 1);
         assert!("sage".parse::<Attn>().is_err());
     }
 

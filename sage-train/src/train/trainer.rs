@@ -95,6 +95,9 @@ impl<'a> Trainer<'a> {
         batches: &[Sequences],
     ) -> candle_core::Result<Launched> {
         let mailbox = (step % 2) as usize;
+        if let Some(sla2) = &self.config.model.sla2 {
+            self.model.set_stage(sla2.stage(step));
+        }
         self.mailboxes[mailbox].begin()?;
         let losses = self.gradients(batches)?;
         let squares = ops::sum_of_squares(self.parameters.gradients()?)?;

@@ -4,12 +4,14 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::VarBuilder;
-use candle_sage::nn::{FeedForward, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
-use candle_sage::ops::{CrossEntropy, RopeStyle, embedding, linear_cross_entropy};
+use candle_sage::nn::{
+    FeedForward, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig, SparseLinearAttention,
+};
+use candle_sage::ops::{Alpha, CrossEntropy, RopeStyle, Tail, embedding, linear_cross_entropy};
 use candle_sage::shape::Packing;
-use candle_sage::{Attention, AttnQat, SageBwd, Scheme};
+use candle_sage::{Attention, AttnQat, SageBwd, Scheme, Sla2};
 use sage_train::config::Config;
-use sage_train::model::{Input, Llama, LlamaConfig, Parameters, Recompute};
+use sage_train::model::{Choice, Input, Llama, LlamaConfig, Parameters, Recompute, Sla2Config, Stage};
 use sage_train::settings::Settings;
 
 fn config() -> LlamaConfig {
@@ -78,9 +80,20 @@ fn graph(config: &LlamaConfig, parameters: &Parameters) -> Result<(f32, HashMap<
                 head_dim: config.head_dim,
                 qk_norm_eps: config.qk_norm.then_some(config.norm_eps),
             };
-            let attention = Attention::new(scheme).causal(true);
-            let attention = SelfAttention::load(shape, attention, vb.pp("self_attn"))?;
-            x = (&x + attention.forward(&norm("input_layernorm")?.forward(&x)?, &rotary)?)?;
+            let normed = norm("input_layernorm")?.forward(&x)?;
+            let at = vb.pp("self_attn");
+            let y = match &config.sla2 {
+                None => {
+                    let attention = Attention::new(scheme).causal(true);
+                    SelfAttention::load(shape, attention, at)?.forward(&normed, &rotary)?
+                }
+                Some(sla2) => {
+                    let op =
+                        Sla2::new(scheme).blocks(sla2.blocks).block((sla2.block, sla2.block)).causal(true);
+                    SparseLinearAttention::load(shape, op, at)?.forward(&normed, &rotary)?
+                }
+            };
+            x = (&x + y)?;
         }
         let mlp = FeedForward::load(config.width, config.ffn, vb.pp("mlp"))?;
         x = (&x + mlp.forward(&norm("post_attention_layernorm")?.forward(&x)?)?)?;
@@ -89,7 +102,8 @@ fn graph(config: &LlamaConfig, parameters: &Parameters) -> Result<(f32, HashMap<
     let loss = linear_cross_entropy(&hidden, table, &targets.flatten_all()?, CrossEntropy::default())?;
     let grads = loss.backward()?;
     let gradients =
-        vars.iter().map(|(name, var)| (name.clone(), grads.get(var).expect("a gradient").clone())).collect();
+        // A router has no gradient: what it picks is no function of it.
+        vars.iter().filter_map(|(name, var)| Some((name.clone(), grads.get(var)?.clone()))).collect();
     Ok((loss.to_scalar()?, gradients))
 }
 
@@ -138,6 +152,77 @@ fn gradients_are_those_of_the_graph() -> Result<()> {
                 let error = relative(&parameters.weight(name)?.gradient()?.clone(), expected)?;
                 assert!(error < LIMIT, "{name} anew: {error:.1e}");
             }
+        }
+    }
+    Ok(())
+}
+
+/// SLA2 with blocks of 16 in sequences of 40: the third block picks one of two.
+fn with_sla2() -> LlamaConfig {
+    let sla2 = Sla2Config {
+        blocks: 1,
+        block: 16,
+        choice: Choice::Learned,
+        tail: Some(Tail::Past),
+        alpha: Alpha::Count,
+        dense_steps: 0,
+        router_steps: 0,
+    };
+    LlamaConfig { scheme: Some(Scheme::FullPrecision), sla2: Some(sla2), ..config() }
+}
+
+#[test]
+fn gradients_of_sla2_are_those_of_the_graph() -> Result<()> {
+    for recompute in [Recompute::None, Recompute::Attention, Recompute::Block] {
+        let config = LlamaConfig { recompute, ..with_sla2() };
+        let parameters = Parameters::init(&config, 7, &Device::Cpu, DType::F32)?;
+        let (expected_loss, expected) = graph(&config, &parameters)?;
+        assert!(expected.contains_key("model.layers.0.self_attn.theta"));
+        let model = Llama::new(&config, &parameters, &Device::Cpu)?;
+        let (ids, targets) = batch(&config, &Device::Cpu)?;
+        let loss = model.train(&ids, &targets)?.to_scalar::<f32>()?;
+        assert!((loss / expected_loss - 1.0).abs() < 1e-6, "{loss} {expected_loss}");
+        for (name, expected) in &expected {
+            let error = relative(&parameters.weight(name)?.gradient()?.clone(), expected)?;
+            assert!(error < LIMIT, "{name}, {recompute:?}: {error:.1e}");
+        }
+        // The router is not touched, and dense attention is another model.
+        let router = parameters.weight("model.layers.1.self_attn.q_router.weight")?;
+        assert_eq!(router.gradient()?.abs()?.max_all()?.to_scalar::<f32>()?, 0.0);
+        assert_eq!(
+            router.value.get(1)?.to_vec2::<f32>()?,
+            Tensor::eye(16, DType::F32, &Device::Cpu)?.to_vec2::<f32>()?
+        );
+        let mut dense = model.clone();
+        dense.set_stage(Stage::Dense);
+        assert!(dense.loss(&ids, &targets)?.to_scalar::<f32>()? != loss);
+    }
+    Ok(())
+}
+
+/// In its stage the router gets gradients and nothing else changes: the loss and the other gradients are those of dense
+/// attention.
+#[test]
+fn the_routers_stage_is_dense_attention_that_teaches() -> Result<()> {
+    let config = with_sla2();
+    let (ids, targets) = batch(&config, &Device::Cpu)?;
+    let run = |stage| -> Result<(f32, Vec<(String, Tensor)>)> {
+        let parameters = Parameters::init(&config, 7, &Device::Cpu, DType::F32)?;
+        let mut model = Llama::new(&config, &parameters, &Device::Cpu)?;
+        model.set_stage(stage);
+        let loss = model.train(&ids, &targets)?.to_scalar()?;
+        let names = parameters.specs().iter().map(|spec| spec.name.clone());
+        let gradients = names.map(|name| Ok((name.clone(), parameters.weight(&name)?.gradient()?.copy()?)));
+        Ok((loss, gradients.collect::<Result<_>>()?))
+    };
+    let ((loss, gradients), (dense_loss, dense)) = (run(Stage::Router)?, run(Stage::Dense)?);
+    assert_eq!(loss, dense_loss);
+    for ((name, got), (_, dense)) in gradients.iter().zip(&dense) {
+        let size = |t: &Tensor| t.abs()?.max_all()?.to_scalar::<f32>();
+        if name.contains("router") || name.contains("theta") {
+            assert!(size(got)? > 0.0 && size(dense)? == 0.0, "{name}");
+        } else {
+            assert_eq!(size(&(got - dense)?)?, 0.0, "{name}");
         }
     }
     Ok(())

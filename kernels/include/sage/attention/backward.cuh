@@ -44,19 +44,89 @@ struct QueryTile {
   int head;
   int tile;    // inside the segment
   int padded;  // in the padded buffers
-  __device__ __forceinline__ QueryTile(const params::Shape& shape, const BackwardBlock& block, int first_tile)
-      : head(block.key_head * (shape.query_heads / shape.key_heads)), tile(first_tile),
-        padded(head * shape.query_tiles + block.segment.query_tile + first_tile) {}
+};
 
-  // The next one: of the same head, which has `tiles` of them, or the first of the next head.
-  __device__ __forceinline__ void advance(const params::Shape& shape, int first_tile, int tiles) {
-    ++tile, ++padded;
-    if (tile == tiles) {
-      ++head;
-      padded += shape.query_tiles - (tile - first_tile);
-      tile = first_tile;
+// Which tiles of queries a block visits, of each head of the group: all from the first on that sees the block's keys.
+struct EveryQuery {
+  using Tile = QueryTile;
+  using Added = int;  // what is kept of a tile until its dQ is added: its place in the padded buffers
+
+  const params::Shape& shape;
+  const BackwardBlock& block;
+  int first, end;  // tiles of a head
+  int count;       // of all heads
+
+  __device__ __forceinline__ EveryQuery(const params::Backward& p, const BackwardBlock& block)
+      : shape(p.shape), block(block), end(block.segment.query_tiles()) {
+    int first_query = block.segment.first_query(block.first_key);
+    first = first_query / TILE;
+    int tiles = block.segment.query_len > first_query ? end - first : 0;
+    count = tiles * (shape.query_heads / shape.key_heads);
+  }
+
+  __device__ __forceinline__ Tile start() const {
+    int head = block.key_head * (shape.query_heads / shape.key_heads);
+    return {head, first, head * shape.query_tiles + block.segment.query_tile + first};
+  }
+  // To the next one: of the same head, or the first of the next head.
+  __device__ __forceinline__ void advance(Tile& tile) const {
+    ++tile.tile, ++tile.padded;
+    if (tile.tile == end) {
+      ++tile.head;
+      tile.padded += shape.query_tiles - (tile.tile - first);
+      tile.tile = first;
     }
   }
+  static __device__ __forceinline__ Added added(const Tile& tile) { return tile.padded; }
+};
+
+// The same with a selection: the blocks of queries that list the block of keys. With a causal mask the first is the block at
+// the same place, and those after it see all the keys: counted from there without gaps, `first` to `end`, they are masked as
+// they are by their own numbers.
+struct ListedQueries {
+  struct Tile : QueryTile {
+    int position;  // in the list, in tiles
+    int rank;      // of the block of keys among those that the tile's block of queries sees
+  };
+  struct Added {
+    int padded, rank;
+  };
+  static constexpr int BLOCK_TILES = SELECTION_BLOCK / TILE;
+
+  const params::Shape& shape;
+  const BackwardBlock& block;
+  const params::User* users;
+  int first, end, count;
+
+  __device__ __forceinline__ ListedQueries(const params::Backward& p, const BackwardBlock& block) : shape(p.shape), block(block) {
+    int number = block.first_key / SELECTION_BLOCK;
+    int64_t column = int64_t(block.key_head) * (p.lists.key_blocks + 1) + first_key_block(shape, block.segment_index) + number;
+    uint32_t from = p.lists.first_users[column], to = p.lists.first_users[column + 1];
+    users = p.lists.users + from;
+    int tiles = BLOCK_TILES * int(to - from);
+    // The last block of queries may have one tile.
+    if (tiles > 0) tiles += min(block.segment.query_tiles() - BLOCK_TILES * int(users[to - from - 1].block + 1), 0);
+    first = BLOCK_TILES * number, end = first + tiles;
+    count = tiles * (shape.query_heads / shape.key_heads);
+  }
+
+  __device__ __forceinline__ void look_up(Tile& tile) const {
+    params::User user = count > 0 ? users[tile.position / BLOCK_TILES] : params::User{0, 0};
+    tile.tile = BLOCK_TILES * int(user.block) + tile.position % BLOCK_TILES;
+    tile.padded = tile.head * shape.query_tiles + block.segment.query_tile + tile.tile;
+    tile.rank = user.rank;
+  }
+  __device__ __forceinline__ Tile start() const {
+    Tile tile;
+    tile.head = block.key_head * (shape.query_heads / shape.key_heads), tile.position = 0;
+    look_up(tile);
+    return tile;
+  }
+  __device__ __forceinline__ void advance(Tile& tile) const {
+    if (++tile.position == end - first) ++tile.head, tile.position = 0;
+    look_up(tile);
+  }
+  static __device__ __forceinline__ Added added(const Tile& tile) { return {tile.padded, tile.rank}; }
 };
 
 // out += A B^T of 16-bit operands that both lie with the reduction along their rows: 16 rows of A, 64 of B.
@@ -166,6 +236,13 @@ struct DqSums {
       while (ptx::load_acquire(turns + padded_tile) != turn) {}
     ptx::barrier(barrier, threads);
   }
+  // Whose turn it is that a block of keys adds: where each tile is visited in the order of keys, the block's number.
+  __device__ __forceinline__ int take_turn(int padded_tile, int) { return padded_tile; }
+  template <class Added>
+  __device__ __forceinline__ int take_turn(const Added& added, int parts) {
+    turn = added.rank * parts + turn % parts;
+    return added.padded;
+  }
   __device__ __forceinline__ void pass_on(int padded_tile) const {
     if (!turns) return;
     __threadfence();
@@ -182,14 +259,6 @@ __device__ __forceinline__ int backward_index(const params::Backward& p) {
   if (threadIdx.x == 0) ticket = atomicAdd(p.turns + int64_t(p.shape.query_heads) * p.shape.query_tiles, 1);
   __syncthreads();
   return ticket;
-}
-
-// The first tile of queries that sees the block's keys, and how many there are, of all heads.
-__device__ __forceinline__ int count_tiles(const params::Shape& shape, const BackwardBlock& block, int& first_tile) {
-  int first_query = block.segment.first_query(block.first_key);
-  first_tile = first_query / TILE;
-  int tiles = block.segment.query_len > first_query ? block.segment.query_tiles() - first_tile : 0;
-  return tiles * (shape.query_heads / shape.key_heads);
 }
 
 // Which of KEYS keys, from `first_key` on, a tile of queries sees.
@@ -234,7 +303,7 @@ __device__ __forceinline__ void store_gradient(const params::View& view, const p
 //
 // One barrier a tile: what dQ needs lies in one of two slots and is picked up an iteration later. The first half of the
 // warps does dQ before the scores, the other half after them, so that one half's products meet the other's arithmetic.
-template <class Numerics>
+template <class Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward(const params::Backward& p) {
   using T = typename Numerics::Type;
   using Plan = typename Numerics::Plan;
@@ -246,19 +315,20 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
   const Segment& segment = block.segment;
   if (block.first_key >= segment.key_len) return;
   int warp_key = block.first_key + threadIdx.x / 32 * 16;
-  int first_tile, iterations = count_tiles(shape, block, first_tile);
+  Queries queries(p, block);
+  int iterations = queries.count;
   DqSums sums{p.dq_sums, p.turns, block.first_key / Plan::KEYS, 0, Plan::THREADS, 0};
 
   Numerics numerics(p, block, shared);
   numerics.load_keys();
-  QueryTile tile(shape, block, first_tile);
-  int past[LAG];  // tiles whose dQ is to come, the last one first
+  typename Queries::Tile tile = queries.start();
+  typename Queries::Added past[LAG];  // tiles whose dQ is to come, the last one first
   if (iterations > 0) numerics.load(tile, 0);
   ptx::copy_commit();
   bool late = !Numerics::COOPERATES && !p.turns && threadIdx.x >= 128;
   for (int i = 0; i < iterations + LAG; ++i) {
-    QueryTile next = tile;
-    next.advance(shape, first_tile, segment.query_tiles());
+    typename Queries::Tile next = tile;
+    queries.advance(next);
     int stage = Plan::STAGES == 2 ? i & 1 : 0;
     ptx::copy_wait<0>();
     // Everyone sees the tile, and is done with the previous one.
@@ -275,9 +345,10 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
     for (int turn = 0; turn < 2; ++turn) {
       if ((turn == 1) == late) {
         if (i >= LAG) {
-          sums.wait(past[LAG - 1]);
-          numerics.add_dq(past[LAG - 1], i & 1, sums);
-          sums.pass_on(past[LAG - 1]);
+          int padded = sums.take_turn(past[LAG - 1], SELECTION_BLOCK / Plan::KEYS);
+          sums.wait(padded);
+          numerics.add_dq(padded, i & 1, sums);
+          sums.pass_on(padded);
         }
         if (LAG == 2 && i >= 1 && i <= iterations) numerics.prepare_dq(i & 1 ^ 1);
       } else if (i < iterations) {
@@ -290,7 +361,7 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
       ptx::copy_commit();
     }
     if (LAG == 2) past[1] = past[0];
-    past[0] = tile.padded;
+    past[0] = Queries::added(tile);
     tile = next;
   }
   numerics.settle();

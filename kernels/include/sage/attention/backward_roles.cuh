@@ -117,7 +117,7 @@ __device__ __forceinline__ void take_exponentials(Scores& s, bool hides, const S
 //   SumsPart: add_keys(group, stage, slot), dK of a group's keys where keys' groups do not add it; added(), when the tile's
 //     memory is no longer read; start(slot), dQ's first product; add_dq(padded tile, slot, sums, read),
 //     with read() when the slot is no longer read; perhaps dk of each group.
-template <class Numerics>
+template <class Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   using T = typename Numerics::Type;
   using Tiles = Ring<Numerics::STAGES>;
@@ -137,9 +137,9 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   }
   __syncthreads();
   if (block.first_key >= block.segment.key_len) return;
-  int first_tile, iterations = count_tiles(shape, block, first_tile);
-  int tiles = block.segment.query_tiles();
-  QueryTile tile(shape, block, first_tile);
+  Queries queries(p, block);
+  int iterations = queries.count;
+  typename Queries::Tile tile = queries.start();
   Numerics numerics(p, block, shared);
   int group = ptx::uniform(threadIdx.x / GROUP_THREADS);
   int warp_key = block.first_key + threadIdx.x / 32 % 4 * 16;
@@ -150,7 +150,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
                                          ptx::shared_address(shared) + Numerics::STAGING_AT);
     // To be fetched, AHEAD of the tile that is worked on: with more than two stages, into that of the tile before it.
     constexpr int AHEAD = Numerics::STAGES == 2 ? 2 : Numerics::STAGES - 1;
-    QueryTile next = tile;
+    typename Queries::Tile next = tile;
     auto fetch = [&](int number) {
       // Opaque: addresses are worked out anew for each tile. Kept, they would cost registers that the products need.
       int thread = ptx::opaque(threadIdx.x) - KEYS_THREADS;
@@ -158,7 +158,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
         ring.wait_empty(number);
         numerics.load(next, ring.stage(number), thread, ring.full(number));
       }
-      next.advance(shape, first_tile, tiles);
+      queries.advance(next);
     };
     auto free_slot = [&](int number) {
       if (number >= iterations) return;
@@ -182,10 +182,11 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
       fetch(i + AHEAD);
       ptx::barrier(meeting(READY, i), ROLES_THREADS);
       part.start(i & 1);
+      sums.take_turn(Queries::added(tile), 1);
       sums.wait(tile.padded);
       part.add_dq(tile.padded, i & 1, sums, [&] { free_slot(i + 2); });
       sums.pass_on(tile.padded);
-      tile.advance(shape, first_tile, tiles);
+      queries.advance(tile);
     }
     sums.end();
     if constexpr (!ADD) {
@@ -209,7 +210,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
     };
     if (iterations > 0) come(0);
     part.start(0);
-    int number = first_tile;  // of the tile, inside the segment
+    int number = queries.first;  // of the tile, inside the segment, or as it is masked
     for (int i = 0; i < iterations; ++i) {
       auto free = [&] { ptx::barrier(meeting(SLOT, i, group), 2 * GROUP_THREADS); };
       auto done = [&] {
@@ -223,7 +224,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
       };
       part.scores(number, ring.stage(i), i & 1, number < hides_until[group], free, done, ready, next);
       ring.release(i);
-      if (++number == tiles) number = first_tile;
+      if (++number == queries.end) number = queries.first;
     }
     part.end();
     store_gradient<T>(p.dv, p, block, warp_key + group * GROUP_KEYS, part.dv, 1.0f);

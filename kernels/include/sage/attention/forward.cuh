@@ -4,7 +4,7 @@
 // Numerics has: Type, D, M, THREADS, SHARED_BYTES, Rows (its Softmax), STATE_AT (what that keeps there), Logits; COOPERATES, whether warps meet inside a tile; a constructor;
 // load_queries(), load_keys(tile), load_values(tile), asynchronous copies into buffer tile % 2; multiply(tile, logits);
 // attend<HIDES>(tile, logits, softmax, segment, first query of the warp), HIDES where a query may not see a key;
-// settle(softmax) at the end.
+// settle(softmax) at the end. Tiles of even and of odd numbers take turns.
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -39,6 +39,59 @@ struct ForwardBlock {
 
   __device__ __forceinline__ int key_head(const params::Shape& shape) const {
     return head / (shape.query_heads / shape.key_heads);
+  }
+};
+
+// Where a block of the forward is, and which keys it visits: all that its queries see.
+struct EveryKey : ForwardBlock {
+  static constexpr int skipped = 0;  // keys that are passed over
+
+  EveryKey() = default;
+  __device__ __forceinline__ EveryKey(const params::Forward& p, int index, int queries) : ForwardBlock(p.shape, index, queries) {}
+
+  // How many keys a query sees of those that the block visits.
+  __device__ __forceinline__ int visible(int query) const { return segment.visible_keys(query); }
+  // The step's keys, in units of TILES tiles.
+  template <int TILES>
+  __device__ __forceinline__ int number(int step) const { return step; }
+};
+
+// The same with a selection: a block of queries is one of its blocks, and visits the listed blocks of keys. Queries may not
+// see the whole of the last one alone, so walks see neighbouring keys, of which a number is missing before the last block:
+// `skipped`.
+struct ListedKeys : ForwardBlock {
+  static constexpr int BLOCK_TILES = SELECTION_BLOCK / TILE;
+  const uint32_t* list;
+  int skipped;
+  int count;  // listed
+
+  ListedKeys() = default;
+  __device__ __forceinline__ ListedKeys(const params::Forward& p, int index, int) {
+    const params::Shape& shape = p.shape;
+    Place place(shape, index, shape.query_heads, selection_blocks(shape.query_len));
+    head = place.head, segment_index = place.segment;
+    segment = Segment(shape, segment_index);
+    int block = selection_blocks(segment.query_len) - 1 - place.tile;
+    first = block * SELECTION_BLOCK, end = min(first + SELECTION_BLOCK, segment.query_tiles() * TILE);
+    skipped = count = 0;
+    if (block < 0) {
+      first = end = 0;
+      return;
+    }
+    int64_t row = int64_t(key_head(shape)) * p.lists.query_blocks + first_query_block(shape, segment_index) + block;
+    list = p.lists.seen + row * p.lists.stride + 1;
+    count = list[-1];
+    if (count > 0) skipped = (int(list[count - 1]) - (count - 1)) * SELECTION_BLOCK;
+  }
+
+  // Every query sees the blocks before the last.
+  __device__ __forceinline__ int visible(int query) const {
+    return min(segment.visible_keys(query) - skipped, count * SELECTION_BLOCK);
+  }
+  template <int TILES>
+  __device__ __forceinline__ int number(int step) const {
+    constexpr int STEPS = BLOCK_TILES / TILES;
+    return STEPS * int(__ldg(list + step / STEPS)) + step % STEPS;
   }
 };
 
@@ -82,38 +135,43 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
   }
 }
 
-template <class Numerics>
+template <class Numerics, class Block = EveryKey>
 __device__ __forceinline__ void forward(const params::Forward& p) {
   using T = typename Numerics::Type;
   extern __shared__ __align__(1024) unsigned char shared[];
-  __shared__ ForwardBlock block;
-  if (threadIdx.x == 0) block = ForwardBlock(p.shape, blockIdx.x, FORWARD_QUERIES);
+  __shared__ Block block;
+  if (threadIdx.x == 0) block = Block(p, blockIdx.x, FORWARD_QUERIES);
   __syncthreads();
   const Segment& segment = block.segment;
   if (block.first >= block.end) return;
-  int key_tiles = (segment.visible_keys(block.last_of(block.first, FORWARD_QUERIES)) + TILE - 1) / TILE;
+  int key_tiles = (block.visible(block.last_of(block.first, FORWARD_QUERIES)) + TILE - 1) / TILE;
   // That all queries of the warp see whole.
-  int whole_tiles = segment.visible_keys(block.first + threadIdx.x / 32 * 16 * Numerics::M) / TILE;
+  int whole_tiles = block.visible(block.first + threadIdx.x / 32 * 16 * Numerics::M) / TILE;
 
   Numerics numerics(p, block, shared);
   typename Numerics::Rows softmax(shared + Numerics::STATE_AT);
   numerics.load_queries();
-  if (key_tiles > 0) numerics.load_keys(0), numerics.load_values(0);
+  int next = key_tiles > 0 ? block.template number<1>(0) : 0;
+  if (key_tiles > 0) numerics.load_keys(next), numerics.load_values(next);
   ptx::copy_commit();
-  for (int tile = 0; tile < key_tiles; ++tile) {
+  for (int step = 0; step < key_tiles; ++step) {
     ptx::copy_wait<0>();
     // Everyone sees this tile, and is done with the previous one, whose buffer is free now.
     __syncthreads();
-    if (tile + 1 < key_tiles) numerics.load_keys(tile + 1), numerics.load_values(tile + 1);
+    int tile = next;
+    if (step + 1 < key_tiles) {
+      next = block.template number<1>(step + 1);
+      numerics.load_keys(next), numerics.load_values(next);
+    }
     ptx::copy_commit();
     typename Numerics::Logits logits;
     // Warps that meet inside a tile take the same way through it.
-    if (!Numerics::COOPERATES && __builtin_expect(tile < whole_tiles, true)) {
+    if (!Numerics::COOPERATES && __builtin_expect(step < whole_tiles, true)) {
       numerics.multiply(tile, logits);
       numerics.template attend<false>(tile, logits, softmax, segment, 0);
     } else {
       int warp_first = block.first + threadIdx.x / 32 * 16 * Numerics::M;
-      if (Numerics::COOPERATES || tile * TILE < segment.visible_keys(warp_first + 16 * Numerics::M - 1)) {
+      if (Numerics::COOPERATES || step * TILE < block.visible(warp_first + 16 * Numerics::M - 1)) {
         numerics.multiply(tile, logits);
         numerics.template attend<true>(tile, logits, softmax, segment, warp_first);
       }

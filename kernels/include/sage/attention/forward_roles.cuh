@@ -9,9 +9,13 @@
 
 namespace sage::attention {
 
-template <int D, int TILES, int REGISTERS_TO_FETCH>
+// Groups of queries where nothing else decides: what the registers hold.
+template <int D>
+constexpr int USUAL_GROUPS = D == 64 ? 3 : 2;
+
+template <int D, int TILES_, int REGISTERS_TO_FETCH, int GROUPS_>
 struct ForwardRoles {
-  static constexpr int GROUPS = D == 64 ? 3 : 2;  // of queries
+  static constexpr int GROUPS = GROUPS_, TILES = TILES_;  // of queries; of keys a step
   static constexpr int QUERIES = 64 * GROUPS, KEYS = TILE * TILES;
   static constexpr int STAGES = D == 64 ? 4 : 3;
   static constexpr int THREADS = (GROUPS + 1) * GROUP_THREADS;
@@ -21,16 +25,16 @@ struct ForwardRoles {
 };
 
 // The next piece of work, head -1 after the last: at first that of the block's index, then the one that nobody has taken.
-template <int QUERIES>
-__device__ __forceinline__ ForwardBlock next_block(const params::Forward& p, bool first) {
+template <class Block, int QUERIES>
+__device__ __forceinline__ Block next_block(const params::Forward& p, bool first) {
   const params::Shape& shape = p.shape;
   int all = (shape.query_len + QUERIES - 1) / QUERIES * shape.query_heads * shape.segment_count;
   auto take = [&] { return int(gridDim.x) + atomicAdd(p.tickets, 1); };
   for (int index = first ? blockIdx.x : take(); index < all; index = take()) {
-    ForwardBlock block(shape, index, QUERIES);
+    Block block(p, index, QUERIES);
     if (block.first < block.end) return block;
   }
-  ForwardBlock none;
+  Block none;
   none.head = -1;
   return none;
 }
@@ -45,14 +49,14 @@ __device__ __forceinline__ ForwardBlock next_block(const params::Forward& p, boo
 // VALUES_FIRST says in which order a step's products are asked for. Values first: they are waited for while the next S is
 // under way; the other groups' softmax hides them, and no registers hold both S and what is added. Values last: they are
 // under way while the group works on the next softmax, and take() gives P to the next add when they are done.
-template <class Numerics>
+template <class Numerics, class Block = EveryKey>
 __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
   using T = typename Numerics::Type;
   using Roles = typename Numerics::Roles;
   using Steps = Ring<Roles::STAGES>;
   using Blocks = Ring<2>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  __shared__ ForwardBlock blocks[2];  // this one, and the next, whose queries come meanwhile
+  __shared__ Block blocks[2];  // this one, and the next, whose queries come meanwhile
   __shared__ typename Steps::Barriers step_barriers;
   __shared__ typename Blocks::Barriers block_barriers;
   Steps ring(step_barriers);
@@ -62,9 +66,9 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
     turns.prepare(1 + Numerics::QUERY_ARRIVALS, Roles::GROUPS * GROUP_THREADS);  // the block, and its queries
   }
   __syncthreads();
-  auto steps_of = [](const ForwardBlock& block, int first, int queries) {
+  auto steps_of = [](const Block& block, int first, int queries) {
     int last = block.last_of(first, queries);
-    return first <= last ? (block.segment.visible_keys(last) + Roles::KEYS - 1) / Roles::KEYS : 0;
+    return first <= last ? (block.visible(last) + Roles::KEYS - 1) / Roles::KEYS : 0;
   };
   int group = ptx::uniform(threadIdx.x / GROUP_THREADS);
   int before = 0;  // steps of earlier turns
@@ -75,9 +79,9 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
     if (thread >= Numerics::FETCH_THREADS) return;
     for (int turn = 0;; ++turn) {
       turns.wait_empty(turn);
-      ForwardBlock& block = blocks[turn % 2];
+      Block& block = blocks[turn % 2];
       if (thread == 0) {
-        block = next_block<Roles::QUERIES>(p, turn == 0);
+        block = next_block<Block, Roles::QUERIES>(p, turn == 0);
         ptx::landing_arrive(turns.full(turn));
       }
       ptx::barrier(1, Numerics::FETCH_THREADS);
@@ -92,7 +96,7 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
       for (int step = 0; step < steps; ++step) {
         int n = before + step;
         ring.wait_empty(n);
-        numerics.load(step, ring.stage(n), thread, ring.full(n));
+        numerics.load(block.template number<Roles::TILES>(step), ring.stage(n), thread, ring.full(n));
       }
       before += steps;
     }
@@ -107,13 +111,14 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
   };
   for (int turn = 0;; ++turn) {
     came(turns, turn);
-    const ForwardBlock& block = blocks[turn % 2];
+    const Block& block = blocks[turn % 2];
     if (block.head < 0) break;
     const Segment& segment = block.segment;
     Numerics numerics(p, block, shared);
     int first = block.first + group * 64;
     typename Numerics::Part part(numerics, turn % 2, group);
-    int steps = steps_of(block, first, 64), whole_steps = segment.visible_keys(first) / Roles::KEYS;
+    int steps = steps_of(block, first, 64), whole_steps = block.visible(first) / Roles::KEYS;
+    const int skipped_steps = block.skipped / Roles::KEYS;
     auto start = [&](int step) {
       came(ring, before + step);
       part.start(ring.stage(before + step));
@@ -122,8 +127,8 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
     constexpr bool VALUES_FIRST = Numerics::VALUES_FIRST;
     if (steps > 0) {
       start(0);
-      if (whole_steps > 0) part.template softmax<false, 0>(0, ring.stage(before), segment, first);
-      else part.template softmax<true, 0>(0, ring.stage(before), segment, first);
+      if (whole_steps > 0) part.template softmax<false, 0>(skipped_steps, ring.stage(before), segment, first);
+      else part.template softmax<true, 0>(skipped_steps, ring.stage(before), segment, first);
       if constexpr (!VALUES_FIRST) part.take();
       for (int step = 1; step < steps; ++step) {
         if constexpr (VALUES_FIRST) {
@@ -138,9 +143,9 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
         constexpr int PENDING = VALUES_FIRST ? 0 : 1;
         int stage = ring.stage(before + step);
         if (__builtin_expect(step < whole_steps, true))
-          part.template softmax<false, PENDING>(step, stage, segment, first);
+          part.template softmax<false, PENDING>(step + skipped_steps, stage, segment, first);
         else
-          part.template softmax<true, PENDING>(step, stage, segment, first);
+          part.template softmax<true, PENDING>(step + skipped_steps, stage, segment, first);
         if constexpr (!VALUES_FIRST) {
           part.template added<0>();
           ring.release(before + step - 1);

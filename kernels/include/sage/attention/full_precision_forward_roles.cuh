@@ -6,12 +6,12 @@
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, class P = PlainProbabilities>
+template <class T, int HEAD_DIM, class P = PlainProbabilities, int GROUPS = USUAL_GROUPS<HEAD_DIM>>
 struct FullPrecisionForwardRoles {
   using Type = T;
   static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
   // With two outputs the fetching group gets by with less, and leaves some values in memory.
-  using Roles = ForwardRoles<D, 1, OUTPUTS == 2 ? (D == 64 ? 32 : 56) : (D == 64 ? 56 : 72)>;
+  using Roles = ForwardRoles<D, 1, OUTPUTS == 2 ? (GROUPS == 3 ? 32 : 56) : (GROUPS == 3 ? 56 : 72), GROUPS>;
   static constexpr int FETCH_THREADS = GROUP_THREADS, QUERY_ARRIVALS = FETCH_THREADS, STEP_ARRIVALS = FETCH_THREADS;
   static constexpr bool ORDINARY_COPIES = true;
   static constexpr bool VALUES_FIRST = false;

@@ -8,6 +8,18 @@
 
 namespace sage::attention {
 
+// Eight channels, out of 16 bytes and back.
+template <class T>
+__device__ __forceinline__ void unpack_8(const uint4& words, float (&x)[8]) {
+#pragma unroll
+  for (int c = 0; c < 8; ++c) x[c] = ptx::to_float(reinterpret_cast<const T*>(&words)[c]);
+}
+template <class T>
+__device__ __forceinline__ uint4 pack_8(const float (&x)[8]) {
+  return make_uint4(ptx::pack_16<T>(x[0], x[1]), ptx::pack_16<T>(x[2], x[3]), ptx::pack_16<T>(x[4], x[5]),
+                    ptx::pack_16<T>(x[6], x[7]));
+}
+
 // The tokens of one head.
 template <class T>
 struct Rows {

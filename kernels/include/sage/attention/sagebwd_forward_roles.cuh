@@ -37,11 +37,11 @@ struct __align__(16) StepScales {
   }
 };
 
-template <class T, int HEAD_DIM>
+template <class T, int HEAD_DIM, int GROUPS = USUAL_GROUPS<HEAD_DIM>>
 struct SageBwdForwardRoles {
   using Type = T;
   static constexpr int D = HEAD_DIM;
-  using Roles = ForwardRoles<D, 2, D == 64 ? 32 : 40>;
+  using Roles = ForwardRoles<D, 2, GROUPS == 3 ? 32 : 40, GROUPS>;
   static constexpr int FETCH_THREADS = 32;  // one of them, indeed
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // bulk copies; and scales
   static constexpr bool ORDINARY_COPIES = false;

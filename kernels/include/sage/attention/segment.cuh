@@ -45,6 +45,19 @@ struct Segment {
   }
 };
 
+// Tokens of a block of a selection: candle-sage/src/selection.rs.
+constexpr int SELECTION_BLOCK = 128;
+
+__device__ __forceinline__ int selection_blocks(int tokens) { return (tokens + SELECTION_BLOCK - 1) / SELECTION_BLOCK; }
+
+// The first of a segment's blocks among those of all.
+__device__ __forceinline__ int first_query_block(const params::Shape& shape, int segment) {
+  return shape.segments ? shape.segments[segment].query_block : segment * selection_blocks(shape.query_len);
+}
+__device__ __forceinline__ int first_key_block(const params::Shape& shape, int segment) {
+  return shape.segments ? shape.segments[segment].key_block : segment * selection_blocks(shape.key_len);
+}
+
 // The segment that owns a tile of the padded buffers.
 template <bool QUERY>
 __device__ inline int segment_of_tile(const params::Shape& shape, int tile) {

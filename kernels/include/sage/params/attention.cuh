@@ -24,7 +24,8 @@ struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 
-// One packed document; tokens count from the start of the tensor, tiles from the start of the padded buffers.
+// One packed document; tokens count from the start of the tensor, tiles from the start of the padded buffers, blocks of a
+// selection from that of its lists.
 struct Segment {
   int32_t query_start;
   int32_t query_len;
@@ -32,6 +33,8 @@ struct Segment {
   int32_t key_len;
   int32_t query_tile;
   int32_t key_tile;
+  int32_t query_block;
+  int32_t key_block;
 };
 
 // What the tensors are: candle-sage/src/shape.rs.
@@ -65,6 +68,23 @@ struct Codes {
   float* k_tile_sums;  // (head, tile, D): on the way to the mean
 };
 
+// A key block's user: a block of queries that sees it, and which of that one's blocks it is.
+struct User {
+  uint32_t block;
+  uint32_t rank;
+};
+
+// Which blocks of 128 keys each block of 128 queries sees: candle-sage/src/selection.rs. Blocks are those of all segments.
+struct Lists {
+  const uint32_t* seen;         // (key head, block of queries, stride): how many, and which, ascending; null: all
+  const User* users;            // the same by blocks of keys, ascending in each
+  const uint32_t* first_users;  // (key head, block of keys, and one more): where its users begin
+  int32_t stride;
+  int32_t query_blocks;
+  int32_t key_blocks;
+  int32_t padding;
+};
+
 struct Forward {
   View q;
   View k;
@@ -80,6 +100,7 @@ struct Forward {
                             // quantized to, 1 where there is nothing to go back to; null: not wanted
   float p_lift;             // Attn-QAT: P is relative to 2^(ceil(largest logit) - p_lift),
   int32_t p_literal;        // or to 2^(largest logit), and in the backward to its sum
+  Lists lists;
 };
 
 struct Backward {
@@ -103,6 +124,7 @@ struct Backward {
   int32_t group;       // keys that share a scale of P and of dS, and queries one of dS: 1, 2, 4, ... 64
   int32_t dout_group;  // channels that share a scale of dO
   const float* row_sums;
+  Lists lists;
   TensorMap q_map;
   TensorMap dout_map;
 };
@@ -122,13 +144,15 @@ struct FakeQuantize {
 };
 
 static_assert(sizeof(View) == 48 && offsetof(View, vector) == 40);
-static_assert(sizeof(Segment) == 24);
+static_assert(sizeof(Segment) == 32);
+static_assert(sizeof(Lists) == 40 && offsetof(Lists, stride) == 24);
 static_assert(sizeof(Shape) == 56 && offsetof(Shape, softmax_scale) == 36);
 static_assert(sizeof(Codes) == 72);
-static_assert(sizeof(Forward) == 400 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 280 &&
-              offsetof(Forward, row_sums) == 384);
+static_assert(sizeof(Forward) == 440 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 280 &&
+              offsetof(Forward, row_sums) == 384 && offsetof(Forward, lists) == 400);
 static_assert(sizeof(FakeQuantize) == 360 && offsetof(FakeQuantize, shape) == 296);
 static_assert(sizeof(Backward) == 896 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
-              offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 568 && offsetof(Backward, row_sums) == 576 && offsetof(Backward, q_map) == 640);
+              offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 568 && offsetof(Backward, row_sums) == 576 &&
+              offsetof(Backward, lists) == 584 && offsetof(Backward, q_map) == 640);
 
 }  // namespace sage::params

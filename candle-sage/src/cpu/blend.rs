@@ -1,0 +1,77 @@
+//! The mixture of what a query sees exactly and of the linear tail.
+
+use super::lanes;
+use crate::shape::AttentionShape;
+
+/// The share of what is seen exactly, for a row with so many tokens seen exactly and left to the tail.
+fn share(theta: f32, (exact, left): (u32, u32), by_count: bool) -> f32 {
+    if left == 0 {
+        return 1.0;
+    }
+    let odds = if by_count { (exact as f32 / left as f32).ln() } else { 0.0 };
+    1.0 / (1.0 + (-(theta + odds)).exp())
+}
+
+/// Calls `f` for each row of (batch, token, query heads), with its number, query head and share; `odds` are those of (key
+/// heads, batch, token).
+fn each_row(
+    shape: &AttentionShape,
+    odds: &[(u32, u32)],
+    by_count: bool,
+    theta: &[f32],
+    mut f: impl FnMut(usize, usize, f32),
+) {
+    let tokens = shape.batch() * shape.query_len();
+    for token in 0..tokens {
+        for (head, &theta) in theta.iter().enumerate() {
+            let odds = odds[head / shape.group() * tokens + token];
+            f(token * shape.query_heads() + head, head, share(theta, odds, by_count));
+        }
+    }
+}
+
+/// `a sparse + (1 - a) tail`.
+pub(crate) fn forward(
+    shape: &AttentionShape,
+    odds: &[(u32, u32)],
+    by_count: bool,
+    [sparse, tail, theta]: [&[f32]; 3],
+) -> Vec<f32> {
+    let d = shape.head_dim();
+    let mut out = sparse.to_vec();
+    each_row(shape, odds, by_count, theta, |row, _, a| {
+        if a < 1.0 {
+            let at = row * d..(row + 1) * d;
+            for (out, tail) in out[at.clone()].iter_mut().zip(&tail[at]) {
+                *out = a * *out + (1.0 - a) * tail;
+            }
+        }
+    });
+    out
+}
+
+/// The gradients of `sparse`, `tail` and `theta`.
+pub(crate) fn backward(
+    shape: &AttentionShape,
+    odds: &[(u32, u32)],
+    by_count: bool,
+    [sparse, tail, theta]: [&[f32]; 3],
+    dout: &[f32],
+) -> [Vec<f32>; 3] {
+    let d = shape.head_dim();
+    let (mut dsparse, mut dtail) = (dout.to_vec(), vec![0.0; dout.len()]);
+    let mut dtheta = vec![0f64; theta.len()];
+    each_row(shape, odds, by_count, theta, |row, head, a| {
+        if a < 1.0 {
+            let at = row * d..(row + 1) * d;
+            let dout = &dout[at.clone()];
+            let difference = lanes::dot(dout, &sparse[at.clone()]) - lanes::dot(dout, &tail[at.clone()]);
+            dtheta[head] += f64::from(a * (1.0 - a) * difference);
+            for ((dsparse, dtail), g) in dsparse[at.clone()].iter_mut().zip(&mut dtail[at]).zip(dout) {
+                *dsparse = a * g;
+                *dtail = (1.0 - a) * g;
+            }
+        }
+    });
+    [dsparse, dtail, dtheta.into_iter().map(|x| x as f32).collect()]
+}

@@ -1,0 +1,41 @@
+//! Which tiles the walks visit: all that the mask leaves, or those of a selection's blocks.
+
+use std::ops::Range;
+
+use super::numerics::{Head, Problem};
+use crate::selection::Lists;
+
+impl Problem<'_> {
+    /// The keys that a tile of queries of a query head sees, at least in part, as runs in ascending order.
+    pub(super) fn keys_seen(&self, at: Head, queries: Range<usize>) -> Vec<Range<usize>> {
+        let visible = self.segments[at.segment].visible_keys(queries.end - 1);
+        let Some(lists) = self.lists else { return runs(std::iter::once(0..visible)) };
+        let block = queries.start / lists.blocks.query;
+        let seen = lists.seen(at.segment, self.key_head(at).head, block);
+        runs(seen.iter().map(|&block| {
+            let keys = lists.blocks.keys(at.segment, block as usize);
+            keys.start..keys.end.min(visible)
+        }))
+    }
+
+    /// The queries that see a tile of keys of a key head, at least in part, as runs in ascending order that start at
+    /// multiples of `tile`.
+    pub(super) fn queries_that_see(&self, at: Head, keys: Range<usize>, tile: usize) -> Vec<Range<usize>> {
+        let segment = &self.segments[at.segment];
+        let count = segment.query.len();
+        // Tiles start at multiples of the tile size, also where the first queries see nothing.
+        let first = segment.first_query(keys.start) / tile * tile;
+        let Some(lists) = self.lists else { return runs(std::iter::once(first..count)) };
+        let Lists { blocks, .. } = lists;
+        let users = lists.users(at.segment, at.head, keys.start / blocks.key);
+        runs(users.iter().map(|&block| {
+            let start = block as usize * blocks.query;
+            start.max(first)..(start + blocks.query).min(count)
+        }))
+    }
+}
+
+/// Those that are not empty.
+fn runs(all: impl Iterator<Item = Range<usize>>) -> Vec<Range<usize>> {
+    all.filter(|run| !run.is_empty()).collect()
+}

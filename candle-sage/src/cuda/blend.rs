@@ -1,0 +1,94 @@
+//! The mixture of what a query sees exactly and of the linear tail, on the GPU.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, Layout, Result};
+
+use super::Operand;
+use super::call::Geometry;
+use super::kernels::{Gpu, Grid};
+use super::params::sla2::{Blend, launch};
+use super::params::{Address, View};
+use super::plan;
+use super::selection::Lists;
+use super::tensor::{Element, address, view};
+use crate::selection::Selection;
+
+struct Call {
+    gpu: Gpu,
+    element: Element,
+    geometry: Geometry,
+    params: Blend,
+}
+
+impl Call {
+    fn new(selection: &Selection, by_count: bool, [sparse, tail, theta]: [Operand<'_>; 3]) -> Result<Self> {
+        let gpu = Gpu::new(sparse.0.device())?;
+        let shape = selection.shape();
+        plan::padded_head_dim(shape)?;
+        let geometry = Geometry::new(&gpu, shape)?;
+        let start = (theta.1.start_offset() * size_of::<f32>()) as Address;
+        let params = Blend {
+            sparse: view(sparse.0, sparse.1, &gpu)?,
+            tail: view(tail.0, tail.1, &gpu)?,
+            theta: address(theta.0.as_cuda_slice::<f32>()?, &gpu) + start,
+            lists: Lists::new(selection, &gpu)?.params,
+            shape: geometry.shape,
+            by_count: by_count.into(),
+            ..Blend::default()
+        };
+        let element = Element::of(sparse.0.dtype())?;
+        Ok(Self { gpu, element, geometry, params })
+    }
+
+    fn output(&self, like: &Layout) -> Result<(CudaStorage, View)> {
+        let layout = Layout::contiguous(like.shape().clone());
+        let storage = self.element.alloc(&self.gpu, layout.shape().elem_count())?;
+        let view = view(&storage, &layout, &self.gpu)?;
+        Ok((storage, view))
+    }
+
+    fn launch(&self, what: &str) -> Result<()> {
+        let (longest, _) = self.geometry.blocks();
+        let heads = self.params.shape.query_heads as u32;
+        let grid = Grid {
+            blocks: (longest as u32, self.geometry.segment_count() as u32, heads),
+            ..Grid::line(1, 256)
+        };
+        launch(&self.gpu, &format!("{what}_{}", self.element.name()), grid, &self.params)
+    }
+}
+
+/// The output, without gaps.
+pub(crate) fn forward(
+    selection: &Selection,
+    by_count: bool,
+    inputs: [Operand<'_>; 3],
+) -> Result<CudaStorage> {
+    let mut call = Call::new(selection, by_count, inputs)?;
+    let (out, out_view) = call.output(inputs[0].1)?;
+    call.params.out = out_view;
+    call.launch("blend_forward")?;
+    Ok(out)
+}
+
+/// The gradients of both parts and of theta.
+pub(crate) fn backward(
+    selection: &Selection,
+    by_count: bool,
+    inputs: [Operand<'_>; 3],
+    dout: Operand<'_>,
+) -> Result<[CudaStorage; 3]> {
+    let mut call = Call::new(selection, by_count, inputs)?;
+    let (dsparse, dsparse_view) = call.output(inputs[0].1)?;
+    let (dtail, dtail_view) = call.output(inputs[0].1)?;
+    let heads = selection.shape().query_heads();
+    let parts = call.gpu.alloc::<f32>(heads * selection.blocks().rows())?;
+    let dtheta = call.gpu.alloc::<f32>(heads)?;
+    call.params.dout = view(dout.0, dout.1, &call.gpu)?;
+    (call.params.out, call.params.dtail) = (dsparse_view, dtail_view);
+    call.params.parts = address(&parts, &call.gpu);
+    call.params.dtheta = address(&dtheta, &call.gpu);
+    call.launch("blend_backward")?;
+    launch(&call.gpu, "blend_sum_theta", Grid::line(heads, 32), &call.params)?;
+    Ok([dsparse, dtail, CudaStorage::wrap_cuda_slice(dtheta, call.gpu.device.clone())])
+}

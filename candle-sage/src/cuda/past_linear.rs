@@ -1,0 +1,186 @@
+//! The linear tail on the GPU: states along the sequence, and products with them.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, Layout, Result};
+use cudarc::driver::CudaSlice;
+use half::bf16;
+
+use super::Operand;
+use super::call::Geometry;
+use super::kernels::{Gpu, Grid};
+use super::params::View;
+use super::params::sla2::{Linear, launch};
+use super::plan::{self, SELECTION_BLOCK, TILE};
+use super::selection::check_blocks;
+use super::tensor::{Element, address, view};
+use crate::selection::Blocks;
+use crate::shape::{AttentionShape, Dims};
+
+const THREADS: u32 = 256;
+
+/// Shared memory of the kernels that make states: two stages of features, values and weights where there is room.
+fn state_bytes(d: usize, limit: usize) -> usize {
+    let stage = 2 * SELECTION_BLOCK * d * 2 + SELECTION_BLOCK * size_of::<f32>();
+    if 2 * stage <= limit { 2 * stage } else { stage }
+}
+
+/// Shared memory of the kernels that multiply blocks of rows with a state.
+fn product_bytes(d: usize, operands: usize) -> usize {
+    operands * SELECTION_BLOCK * d * 2 + d * d * 2
+}
+
+/// What the launches of a call share.
+struct Call<'a> {
+    gpu: Gpu,
+    shape: &'a AttentionShape,
+    element: Element,
+    d: usize,
+    geometry: Geometry,
+    params: Linear,
+    _states: CudaSlice<bf16>,
+    _sums: [CudaSlice<f32>; 2],
+}
+
+impl<'a> Call<'a> {
+    fn new(shape: &'a AttentionShape, blocks: &Blocks, [q, k, v]: [Operand<'_>; 3]) -> Result<Self> {
+        check_blocks(blocks)?;
+        let gpu = Gpu::new(q.0.device())?;
+        let (d, geometry) = (plan::padded_head_dim(shape)?, Geometry::new(&gpu, shape)?);
+        let heads = shape.key_heads() * geometry.segment_count();
+        let (longest, _) = geometry.blocks();
+        // As many blocks of threads as run at once, as far as chunks keep some length: their sums are written once more.
+        const LEAST_BLOCKS: usize = 4;
+        let at_once = gpu.multiprocessors * if d == 64 { 2 } else { 1 };
+        let chunks = (at_once / heads).clamp(1, longest.div_ceil(LEAST_BLOCKS).max(1));
+        let chunk_blocks = longest.div_ceil(chunks);
+        let chunks = longest.div_ceil(chunk_blocks);
+        let count = shape.key_heads() * blocks.rows();
+        let states = gpu.alloc::<bf16>(count * d * d)?; // of either 16-bit type
+        let sums = [gpu.alloc::<f32>(count * d)?, gpu.alloc::<f32>(heads * chunks * (d + 1) * d)?];
+        let params = Linear {
+            q: view(q.0, q.1, &gpu)?,
+            k: view(k.0, k.1, &gpu)?,
+            v: view(v.0, v.1, &gpu)?,
+            states: address(&states, &gpu),
+            sums: address(&sums[0], &gpu),
+            chunk_sums: address(&sums[1], &gpu),
+            shape: geometry.shape,
+            blocks: blocks.rows() as i32,
+            chunks: chunks as i32,
+            chunk_blocks: chunk_blocks as i32,
+            ..Linear::default()
+        };
+        let element = Element::of(q.0.dtype())?;
+        Ok(Self { gpu, shape, element, d, geometry, params, _states: states, _sums: sums })
+    }
+
+    fn grid(&self, blocks: usize, heads: usize, shared_bytes: usize) -> Grid {
+        Grid {
+            blocks: (blocks as u32, self.geometry.segment_count() as u32, heads as u32),
+            shared_bytes,
+            ..Grid::line(1, THREADS)
+        }
+    }
+
+    fn launch(&self, what: &str, grid: Grid) -> Result<()> {
+        launch(&self.gpu, &format!("{what}_{}_{}", self.element.name(), self.d), grid, &self.params)
+    }
+
+    /// Makes the states: what lies before each block of queries, or with `params.backward` after each block of keys.
+    fn make_states(&self) -> Result<()> {
+        let shared_bytes = state_bytes(self.d, self.gpu.architecture.shared_bytes());
+        let grid = self.grid(self.params.chunks as usize, self.shape.key_heads(), shared_bytes);
+        self.launch("linear_sum_chunks", grid)?;
+        let values = (self.d + 1) * self.d;
+        let heads = self.shape.key_heads() * self.geometry.segment_count();
+        let line = Grid {
+            blocks: (values.div_ceil(THREADS as usize) as u32, heads as u32, 1),
+            ..Grid::line(1, THREADS)
+        };
+        launch(&self.gpu, &format!("linear_scan_chunks_{}", self.d), line, &self.params)?;
+        self.launch("linear_scan_blocks", grid)
+    }
+
+    /// Launches a kernel that multiplies `operands` blocks of rows with states.
+    fn multiply(&self, what: &str, heads: usize, operands: usize) -> Result<()> {
+        let (longest, _) = self.geometry.blocks();
+        self.launch(what, self.grid(longest, heads, product_bytes(self.d, operands)))
+    }
+
+    fn output(&self, dims: Dims) -> Result<(CudaStorage, View)> {
+        let layout = Layout::contiguous(dims);
+        let storage = self.element.alloc(&self.gpu, layout.shape().elem_count())?;
+        let view = view(&storage, &layout, &self.gpu)?;
+        Ok((storage, view))
+    }
+}
+
+/// The output, without gaps.
+pub(crate) fn forward(
+    shape: &AttentionShape,
+    blocks: &Blocks,
+    inputs: [Operand<'_>; 3],
+) -> Result<CudaStorage> {
+    let mut call = Call::new(shape, blocks, inputs)?;
+    let (out, out_view) = call.output(shape.query_dims())?;
+    call.params.out = out_view;
+    call.make_states()?;
+    call.multiply("linear_forward", shape.query_heads(), 1)?;
+    Ok(out)
+}
+
+/// The gradients of query, key and value, without gaps; or what lies in `onto` and they together, in its memory. States are
+/// made again: they are as large as K.
+pub(crate) fn backward(
+    shape: &AttentionShape,
+    blocks: &Blocks,
+    inputs: [Operand<'_>; 3],
+    dout: Operand<'_>,
+    onto: Option<[Operand<'_>; 3]>,
+) -> Result<Option<[CudaStorage; 3]>> {
+    let mut call = Call::new(shape, blocks, inputs)?;
+    let mut made = None;
+    let [dq_view, dk_view, dv_view] = match onto {
+        Some([dq, dk, dv]) => {
+            let at = |(storage, layout): Operand<'_>| view(storage, layout, &call.gpu);
+            [at(dq)?, at(dk)?, at(dv)?]
+        }
+        None => {
+            let (dq, dq_view) = call.output(shape.query_dims())?;
+            let (dk, dk_view) = call.output(shape.key_dims())?;
+            let (dv, dv_view) = call.output(shape.key_dims())?;
+            made = Some([dq, dk, dv]);
+            [dq_view, dk_view, dv_view]
+        }
+    };
+    call.params.add = onto.is_some().into();
+    let padded = shape.query_heads() * call.params.shape.query_tiles as usize * TILE;
+    let rows = call.gpu.alloc::<f32>(2 * padded)?;
+    call.params.dout = view(dout.0, dout.1, &call.gpu)?;
+    (call.params.dq, call.params.dk, call.params.dv) = (dq_view, dk_view, dv_view);
+    call.params.rows = address(&rows, &call.gpu);
+    call.make_states()?;
+    call.multiply("linear_backward_queries", shape.query_heads(), 2)?;
+    call.params.backward = 1;
+    call.make_states()?;
+    call.multiply("linear_backward_keys", shape.key_heads(), 2)?;
+    Ok(made)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::arch::Architecture;
+
+    #[test]
+    fn shared_memory_fits_every_architecture() {
+        for arch in [80, 86, 89, 90, 100, 120].map(Architecture::from_number) {
+            for d in [64, 128] {
+                let limit = arch.shared_bytes();
+                assert!(state_bytes(d, limit).max(product_bytes(d, 2)) <= limit, "{arch:?}");
+            }
+        }
+        assert_eq!(state_bytes(128, Architecture::from_number(90).shared_bytes()), 4 * 128 * 256 + 1024);
+        assert_eq!(state_bytes(128, Architecture::from_number(89).shared_bytes()), 2 * 128 * 256 + 512);
+    }
+}

@@ -1,0 +1,102 @@
+//! A selection on the GPU: its lists, and their inverse.
+
+use candle_core::{Result, Storage};
+use cudarc::driver::CudaSlice;
+
+use super::call::Geometry;
+use super::kernels::{Gpu, Grid};
+use super::params::sla2::launch;
+use super::params::{self, Address};
+use super::plan::SELECTION_BLOCK;
+use super::tensor::address;
+use crate::error::Error;
+use crate::selection::{Blocks, Selection};
+
+/// Blocks of a selection that one block of threads takes.
+const WARPS: usize = 4;
+
+/// The lists of a selection, as kernels see them. The selection keeps the memory.
+#[derive(Debug)]
+pub(super) struct Lists {
+    pub(super) params: params::Lists,
+}
+
+/// Checks that blocks are those of the kernels.
+pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
+    if (blocks.query, blocks.key) == (SELECTION_BLOCK, SELECTION_BLOCK) {
+        return Ok(());
+    }
+    Err(Error::new("selections on CUDA have blocks of one size")
+        .got(format!("{} queries x {} keys", blocks.query, blocks.key))
+        .allowed("128 x 128")
+        .hint("other sizes run on the CPU")
+        .into())
+}
+
+/// Lists at an address.
+pub(super) fn lists_at(seen: Address, blocks: &Blocks, stride: usize) -> params::Lists {
+    params::Lists {
+        seen,
+        stride: stride as i32,
+        query_blocks: blocks.rows() as i32,
+        key_blocks: blocks.all_key_blocks() as i32,
+        ..params::Lists::default()
+    }
+}
+
+impl Lists {
+    pub(super) fn new(selection: &Selection, gpu: &Gpu) -> Result<Self> {
+        check_blocks(selection.blocks())?;
+        let (storage, layout) = selection.lists().storage_and_layout();
+        let (_, _, stride) = layout.shape().dims3()?;
+        let Storage::Cuda(storage) = &*storage else {
+            return Err(Error::new("the selection is on another device").into());
+        };
+        let start = (layout.start_offset() * size_of::<u32>()) as Address;
+        let seen = address(storage.as_cuda_slice::<u32>()?, gpu) + start;
+        Ok(Self { params: lists_at(seen, selection.blocks(), stride) })
+    }
+}
+
+/// The lists and, for each block of keys, the blocks of queries that see it.
+#[derive(Debug)]
+pub(super) struct Users {
+    pub(super) params: params::Lists,
+    _memory: (CudaSlice<u64>, CudaSlice<u32>),
+}
+
+impl Users {
+    pub(super) fn new(selection: &Selection, gpu: &Gpu) -> Result<Self> {
+        let lists = Lists::new(selection, gpu)?.params;
+        let blocks = selection.blocks();
+        let geometry = Geometry::new(gpu, selection.shape())?;
+        let (heads, columns) = (blocks.key_heads, blocks.all_key_blocks());
+        let room = heads * blocks.rows() * (lists.stride as usize - 1);
+        if room > u32::MAX as usize {
+            return Err(Error::new("the lists of a selection are too long")
+                .got(format!("{room} blocks in all"))
+                .allowed("below 2^32")
+                .hint("select fewer blocks, or split the batch")
+                .into());
+        }
+        let users = gpu.alloc::<u64>(room)?;
+        let first_users = gpu.alloc::<u32>(heads * (columns + 1))?;
+        let counts = gpu.alloc::<u32>(heads * columns)?;
+        let params = params::sla2::Users {
+            lists,
+            users: address(&users, gpu),
+            first_users: address(&first_users, gpu),
+            counts: address(&counts, gpu),
+            shape: geometry.shape,
+        };
+        let (_, longest) = geometry.blocks();
+        let grid = Grid {
+            blocks: (longest.div_ceil(WARPS) as u32, geometry.segment_count() as u32, heads as u32),
+            ..Grid::line(1, WARPS as u32 * 32)
+        };
+        launch(gpu, "count_users", grid, &params)?;
+        launch(gpu, "fill_users", grid, &params)?;
+        let params = params::Lists { users: params.users, first_users: params.first_users, ..params.lists };
+        Ok(Self { params, _memory: (users, first_users) })
+    }
+}

@@ -1,0 +1,70 @@
+//! SLA2 as a layer.
+
+use candle_core::{DType, Result, Tensor};
+use candle_nn::{Init, VarBuilder};
+
+use super::{Rotary, SelfAttention, SelfAttentionConfig};
+use crate::ops::Attention;
+use crate::scheme::Scheme;
+use crate::sla2::{Router, Sla2};
+
+/// A [`SelfAttention`] layer that attends by [`Sla2`]: to the blocks that its router picks, and to the rest by linear
+/// attention.
+///
+/// Its output has gradients for the projections, the norms and `theta`; the router learns from [`Self::router_loss`].
+#[derive(Debug, Clone)]
+pub struct SparseLinearAttention {
+    layer: SelfAttention,
+    sla2: Sla2,
+    router: Router,
+    theta: Tensor,
+}
+
+impl SparseLinearAttention {
+    /// From a layer of projections, whose own attention is not used, a router and `theta`, (query heads) in f32.
+    pub fn new(layer: SelfAttention, sla2: Sla2, router: Router, theta: Tensor) -> Self {
+        Self { layer, sla2, router, theta }
+    }
+
+    /// Loads what [`SelfAttention::load`] does, `q_router.weight` and `k_router.weight`, (key heads, head_dim, head_dim), and
+    /// `theta`, (query heads), which a new model starts as 2. For a language model make `sla2` causal.
+    ///
+    /// # Errors
+    /// When a weight is missing or has another shape.
+    pub fn load(config: SelfAttentionConfig, sla2: Sla2, vb: VarBuilder<'_>) -> Result<Self> {
+        let SelfAttentionConfig { heads, key_heads, head_dim, .. } = config;
+        let router = Router::load(key_heads, head_dim, vb.clone())?;
+        let theta = vb.get_with_hints_dtype(heads, "theta", Init::Const(2.0), DType::F32)?;
+        let unused = Attention::new(Scheme::FullPrecision);
+        Ok(Self::new(SelfAttention::load(config, unused, vb)?, sla2, router, theta))
+    }
+
+    /// `x` is (batch, sequence, width), its first token at position 0; so is the output.
+    ///
+    /// # Errors
+    /// When the shapes do not fit, or the sequence runs past the rotary tables.
+    pub fn forward(&self, x: &Tensor, rotary: &Rotary) -> Result<Tensor> {
+        self.layer.forward_with(x, rotary, |q, k, v| {
+            let selection = self.sla2.select(&self.router, q, k)?;
+            self.sla2.apply(q, k, v, &selection, &self.theta)
+        })
+    }
+
+    /// What the router is to minimize on the layer's queries and keys: [`Sla2::router_loss`]. Its gradient reaches the router
+    /// alone.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn router_loss(&self, x: &Tensor, rotary: &Rotary) -> Result<Tensor> {
+        let mut loss = None;
+        self.layer.forward_with(&x.detach(), rotary, |q, k, _| {
+            loss = Some(self.sla2.router_loss(&self.router, q, k)?);
+            // What goes on from here is not used.
+            q.zeros_like()
+        })?;
+        match loss {
+            Some(loss) => Ok(loss),
+            None => candle_core::bail!("the layer did not attend"),
+        }
+    }
+}

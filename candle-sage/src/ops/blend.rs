@@ -1,0 +1,176 @@
+//! The learned mixture of what a query sees exactly and of the linear tail.
+
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
+
+#[cfg(feature = "cuda")]
+use super::support::{cuda_tensor, with_cuda};
+use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
+use crate::cpu::blend;
+use crate::cpu::view::to_storage;
+#[cfg(feature = "cuda")]
+use crate::cuda;
+use crate::selection::Selection;
+
+const NAME: &str = "blend";
+
+/// How much of the output is what a query sees exactly: `a` in `a sparse + (1 - a) tail`.
+///
+/// Wherever no token is left to the tail `a` is 1, in every form.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Alpha {
+    /// `a_i = sigmoid(theta + log(exact tokens of i / tokens left to its tail))`: a learned `theta` holds for any length and
+    /// any number of blocks.
+    #[default]
+    Count,
+    /// `a = sigmoid(theta)`, as published (arXiv 2602.12675).
+    Constant,
+}
+
+/// `out = a sparse + (1 - a) tail`, `a` of each query from `theta` of its head and from how many tokens the selection leaves
+/// to the tail: see [`Alpha`].
+///
+/// `sparse` and `tail` are (batch, sequence, query heads, head_dim) of one type, `theta` is (query heads) in f32. All receive
+/// gradients: `dsparse = a dout`, `dtail = (1 - a) dout`, `dtheta = sum a (1 - a) dout . (sparse - tail)`.
+///
+/// # Errors
+/// When shapes and types do not fit.
+pub fn blend(
+    sparse: &Tensor,
+    tail: &Tensor,
+    theta: &Tensor,
+    selection: &Selection,
+    alpha: Alpha,
+) -> Result<Tensor> {
+    let op = Blend::new([sparse, tail, theta], selection, alpha)?;
+    sparse.apply_op3(tail, theta, op)
+}
+
+/// The gradients of `sparse`, `tail` and `theta` of [`blend`]: for training loops that keep their own books.
+///
+/// # Errors
+/// As [`blend`], and when `dout` does not fit.
+pub fn blend_backward(
+    [sparse, tail, theta]: [&Tensor; 3],
+    selection: &Selection,
+    alpha: Alpha,
+    dout: &Tensor,
+) -> Result<[Tensor; 3]> {
+    Blend::new([sparse, tail, theta], selection, alpha)?.gradients([sparse, tail, theta], dout)
+}
+
+struct Blend {
+    selection: Selection,
+    alpha: Alpha,
+}
+
+impl Blend {
+    fn new([sparse, tail, theta]: [&Tensor; 3], selection: &Selection, alpha: Alpha) -> Result<Self> {
+        let shape = selection.shape();
+        let (batch, len, heads, d) = shape.query_dims();
+        if sparse.dims() != [batch, len, heads, d]
+            || tail.dims() != sparse.dims()
+            || tail.dtype() != sparse.dtype()
+            || theta.dims() != [heads]
+            || theta.dtype() != DType::F32
+        {
+            return Err(shape_error(
+                "blend: the inputs do not fit the selection",
+                [sparse, tail, theta].map(|x| (x.dims().to_vec(), x.dtype())),
+                &format!("two tensors {:?} of one type, theta ({heads}) in f32", shape.query_dims()),
+                "theta has one value a query head",
+            ));
+        }
+        supported(NAME, &[sparse, tail, theta, selection.lists()])?;
+        Ok(Self { selection: selection.clone(), alpha })
+    }
+
+    fn gradients(&self, [sparse, tail, theta]: [&Tensor; 3], dout: &Tensor) -> Result<[Tensor; 3]> {
+        if dout.dims() != sparse.dims() || dout.dtype() != sparse.dtype() {
+            return Err(shape_error(
+                "blend: the output's gradient does not fit the output",
+                (dout.dims(), dout.dtype()),
+                &format!("{:?} {:?}", sparse.dims(), sparse.dtype()),
+                "it has the output's shape and element type",
+            ));
+        }
+        supported(NAME, &[sparse, tail, theta, dout])?;
+        #[cfg(feature = "cuda")]
+        if sparse.device().is_cuda() {
+            let [dsparse, dtail, dtheta] =
+                with_cuda(NAME, [sparse, tail, theta, dout], |[sparse, tail, theta, dout]| {
+                    cuda::blend::backward(
+                        &self.selection,
+                        self.alpha == Alpha::Count,
+                        [sparse, tail, theta],
+                        dout,
+                    )
+                })?;
+            let like = |storage| cuda_tensor(storage, sparse.shape());
+            return Ok([like(dsparse), like(dtail), cuda_tensor(dtheta, theta.shape())]);
+        }
+        let odds = self.selection.host()?.odds();
+        let [dsparse, dtail, dtheta] =
+            with_f32(NAME, [sparse, tail, theta, dout], |[sparse, tail, theta, dout]| {
+                let shape = self.selection.shape();
+                Ok(blend::backward(shape, &odds, self.alpha == Alpha::Count, [sparse, tail, theta], dout))
+            })?;
+        let like = |values| f32_tensor(values, sparse.shape(), sparse.dtype());
+        Ok([like(dsparse)?, like(dtail)?, f32_tensor(dtheta, theta.shape(), DType::F32)?])
+    }
+}
+
+impl CustomOp3 for Blend {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        sparse: &CpuStorage,
+        sparse_layout: &Layout,
+        tail: &CpuStorage,
+        tail_layout: &Layout,
+        theta: &CpuStorage,
+        theta_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let values = [
+            f32_values(NAME, sparse, sparse_layout)?,
+            f32_values(NAME, tail, tail_layout)?,
+            f32_values(NAME, theta, theta_layout)?,
+        ];
+        let odds = self.selection.host()?.odds();
+        let inputs = values.each_ref().map(|values| values.as_ref());
+        let out = blend::forward(self.selection.shape(), &odds, self.alpha == Alpha::Count, inputs);
+        Ok((to_storage(out, sparse.dtype())?, sparse_layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        sparse: &CudaStorage,
+        sparse_layout: &Layout,
+        tail: &CudaStorage,
+        tail_layout: &Layout,
+        theta: &CudaStorage,
+        theta_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let inputs = [(sparse, sparse_layout), (tail, tail_layout), (theta, theta_layout)];
+        let out = cuda::blend::forward(&self.selection, self.alpha == Alpha::Count, inputs)?;
+        Ok((out, sparse_layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        sparse: &Tensor,
+        tail: &Tensor,
+        theta: &Tensor,
+        _: &Tensor,
+        dout: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let [dsparse, dtail, dtheta] = self.gradients([sparse, tail, theta], dout)?;
+        Ok((Some(dsparse), Some(dtail), Some(dtheta)))
+    }
+}

@@ -1,0 +1,224 @@
+//! Linear attention over what a block-sparse attention leaves out.
+
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
+
+use super::attention::dims4;
+use super::support::{cpu_storage, f32_tensor, shape_error, supported};
+#[cfg(feature = "cuda")]
+use super::support::{cuda_tensor, with_cuda};
+use crate::cpu::view::{View, to_storage};
+use crate::cpu::{self, Problem};
+#[cfg(feature = "cuda")]
+use crate::cuda;
+use crate::selection::Selection;
+use crate::shape::AttentionShape;
+
+const NAME: &str = "past-linear";
+
+/// Which blocks of keys the linear tail of a selection sums over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Tail {
+    /// All candidates, the selected ones too: one running sum serves all queries.
+    #[default]
+    Past,
+    /// The candidates that are not selected, as published (arXiv 2602.12675). On the CPU.
+    Complement,
+}
+
+/// Linear attention of each block of queries over its candidate blocks of keys:
+/// `out_i = phi(q_i) H_I / (phi(q_i) . z_I)` with `H_I = sum_j phi(k_j)^T v_j`, `z_I = sum_j phi(k_j)` and
+/// `phi` the softmax over channels (SLA, arXiv 2509.24006; SLA2, arXiv 2602.12675). A query without such keys gives zeros.
+///
+/// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides, as
+/// [`Attention`](crate::Attention) takes them, and all receive gradients; the output has the query's shape and type. Where
+/// the selection is not causal `phi` is of K less its mean over the segment; with a causal mask the mean would know later
+/// tokens. Sums run in f32; on CUDA states `H` are rounded to the inputs' type.
+///
+/// # Errors
+/// When shapes and types do not fit, or the selection is one of another shape.
+pub fn past_linear(q: &Tensor, k: &Tensor, v: &Tensor, selection: &Selection, tail: Tail) -> Result<Tensor> {
+    let op = PastLinear::new([q, k, v], selection, tail)?;
+    q.apply_op3(k, v, op)
+}
+
+/// The gradients of query, key and value of [`past_linear`] for its output's gradient: for training loops
+/// that keep their own books.
+///
+/// # Errors
+/// As [`past_linear`], and when `dout` does not have the query's shape and type.
+pub fn past_linear_backward(
+    [q, k, v]: [&Tensor; 3],
+    selection: &Selection,
+    tail: Tail,
+    dout: &Tensor,
+) -> Result<[Tensor; 3]> {
+    PastLinear::new([q, k, v], selection, tail)?.gradients([q, k, v], dout)
+}
+
+/// As [`past_linear_backward`], added to gradients that are there already: on a GPU in their own memory, which nobody else
+/// may need any more.
+///
+/// # Errors
+/// As [`past_linear_backward`], and when the gradients do not have the inputs' shapes and types.
+pub fn past_linear_backward_onto(
+    [q, k, v]: [&Tensor; 3],
+    selection: &Selection,
+    tail: Tail,
+    dout: &Tensor,
+    gradients: [Tensor; 3],
+) -> Result<[Tensor; 3]> {
+    let op = PastLinear::new([q, k, v], selection, tail)?;
+    for (gradient, input) in gradients.iter().zip([q, k, v]) {
+        if gradient.dims() != input.dims() || gradient.dtype() != input.dtype() {
+            return Err(shape_error(
+                "past_linear: a gradient does not fit its input",
+                (gradient.dims(), gradient.dtype()),
+                &format!("{:?} {:?}", input.dims(), input.dtype()),
+                "gradients have the shapes and types of query, key and value",
+            ));
+        }
+    }
+    #[cfg(feature = "cuda")]
+    if q.device().is_cuda() {
+        op.check_cuda()?;
+        op.check_dout(q, dout)?;
+        let [dq, dk, dv] = &gradients;
+        supported(NAME, &[q, k, v, dout, dq, dk, dv])?;
+        with_cuda(NAME, [q, k, v, dout, dq, dk, dv], |[q, k, v, dout, dq, dk, dv]| {
+            let blocks = op.selection.blocks();
+            cuda::past_linear::backward(&op.shape, blocks, [q, k, v], dout, Some([dq, dk, dv]))
+        })?;
+        return Ok(gradients);
+    }
+    let more = op.gradients([q, k, v], dout)?;
+    let [dq, dk, dv] = [0, 1, 2].map(|n| &gradients[n] + &more[n]);
+    Ok([dq?, dk?, dv?])
+}
+
+struct PastLinear {
+    shape: AttentionShape,
+    selection: Selection,
+    tail: Tail,
+}
+
+impl PastLinear {
+    fn new([q, k, v]: [&Tensor; 3], selection: &Selection, tail: Tail) -> Result<Self> {
+        supported(NAME, &[q, k, v, selection.lists()])?;
+        let shape = selection.shape().clone();
+        let given = [dims4("query", q)?, dims4("key", k)?, dims4("value", v)?];
+        let same_type = q.dtype() == k.dtype() && q.dtype() == v.dtype();
+        if given != [shape.query_dims(), shape.key_dims(), shape.key_dims()] || !same_type {
+            return Err(shape_error(
+                "past_linear: the inputs do not fit the selection",
+                (given, [q, k, v].map(Tensor::dtype)),
+                &format!("query {:?}, key and value {:?}, of one type", shape.query_dims(), shape.key_dims()),
+                "a selection is made for one shape",
+            ));
+        }
+        Ok(Self { shape, selection: selection.clone(), tail })
+    }
+
+    fn check_dout(&self, q: &Tensor, dout: &Tensor) -> Result<()> {
+        if dout.dims() != q.dims() || dout.dtype() != q.dtype() {
+            return Err(shape_error(
+                "past_linear: the output's gradient does not fit the query",
+                (dout.dims(), dout.dtype()),
+                &format!("{:?} {:?}", q.dims(), q.dtype()),
+                "it has the output's shape and element type",
+            ));
+        }
+        Ok(())
+    }
+
+    fn gradients(&self, [q, k, v]: [&Tensor; 3], dout: &Tensor) -> Result<[Tensor; 3]> {
+        self.check_dout(q, dout)?;
+        supported(NAME, &[q, k, v, dout])?;
+        #[cfg(feature = "cuda")]
+        if q.device().is_cuda() {
+            self.check_cuda()?;
+            let made = with_cuda(NAME, [q, k, v, dout], |[q, k, v, dout]| {
+                cuda::past_linear::backward(&self.shape, self.selection.blocks(), [q, k, v], dout, None)
+            })?;
+            let Some([dq, dk, dv]) = made else { unreachable!("gradients of their own") };
+            return Ok([cuda_tensor(dq, q.shape()), cuda_tensor(dk, k.shape()), cuda_tensor(dv, v.shape())]);
+        }
+        let guards = [q, k, v, dout].map(Tensor::storage_and_layout);
+        let view =
+            |n: usize| -> Result<View<'_>> { Ok(View::new(cpu_storage(&guards[n].0, NAME)?, guards[n].1)?) };
+        let problem = Problem::new(&self.shape, 1.0, None, [view(0)?, view(1)?, view(2)?]);
+        let except = (self.tail == Tail::Complement).then(|| self.selection.host()).transpose()?;
+        let dout = view(3)?;
+        let gradients = cpu::past_linear::backward(&problem, self.selection.blocks(), except.as_ref(), &dout);
+        let tensor = |values, like: &Tensor| f32_tensor(values, like.shape(), like.dtype());
+        Ok([tensor(gradients.dq, q)?, tensor(gradients.dk, k)?, tensor(gradients.dv, v)?])
+    }
+
+    #[cfg(feature = "cuda")]
+    fn check_cuda(&self) -> Result<()> {
+        if self.tail == Tail::Complement || !self.shape.causal() {
+            let mask = if self.shape.causal() { "causal" } else { "no mask" };
+            return Err(shape_error(
+                "this linear tail does not run on CUDA",
+                (self.tail, mask),
+                "Tail::Past with a causal mask",
+                "the others run on the CPU",
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl CustomOp3 for PastLinear {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let views = [View::new(q, q_layout)?, View::new(k, k_layout)?, View::new(v, v_layout)?];
+        let problem = Problem::new(&self.shape, 1.0, None, views);
+        let except = (self.tail == Tail::Complement).then(|| self.selection.host()).transpose()?;
+        let out = cpu::past_linear::forward(&problem, self.selection.blocks(), except.as_ref());
+        Ok((to_storage(out, q.dtype())?, q_layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.check_cuda()?;
+        let inputs = [(q, q_layout), (k, k_layout), (v, v_layout)];
+        Ok((
+            cuda::past_linear::forward(&self.shape, self.selection.blocks(), inputs)?,
+            q_layout.shape().clone(),
+        ))
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        _: &Tensor,
+        dout: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let [dq, dk, dv] = self.gradients([q, k, v], dout)?;
+        Ok((Some(dq), Some(dk), Some(dv)))
+    }
+}

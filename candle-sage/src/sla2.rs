@@ -1,0 +1,313 @@
+//! SLA2 (arXiv 2602.12675): a router picks the blocks of keys that a block of queries sees one by one, linear attention
+//! stands for the rest, and a learned share mixes the two.
+//!
+//! ```
+//! use candle_core::{Device, Tensor, Var};
+//! use candle_sage::{Router, SageBwd, Sla2};
+//!
+//! let device = Device::Cpu;
+//! let var = || Var::randn(0f32, 1., (1, 512, 4, 64), &device);
+//! let (q, k, v) = (var()?, var()?, var()?);
+//! let router = Router::new(4, 64, &device)?;
+//! let theta = Var::from_tensor(&Tensor::full(2f32, 4, &device)?)?;
+//!
+//! let sla2 = Sla2::new(SageBwd::default()).blocks(2).block((64, 64)).causal(true);
+//! let selection = sla2.select(&router, &q, &k)?;
+//! let out = sla2.apply(&q, &k, &v, &selection, &theta)?;
+//! let gradients = out.sqr()?.mean_all()?.backward()?;
+//! assert_eq!(gradients.get(&theta).unwrap().dims(), [4]);
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+
+mod router;
+
+use candle_core::{Result, Tensor};
+pub use router::Router;
+
+use crate::error::Error;
+pub use crate::ops::{Alpha, Tail};
+use crate::ops::{
+    Attention, AttentionVjp, blend, blend_backward, block_mass, choose, dims4, past_linear,
+    past_linear_backward_onto, pool_keys, pool_queries,
+};
+use crate::scheme::Scheme;
+use crate::selection::{Blocks, Selection};
+use crate::shape::{AttentionShape, Packing};
+
+/// Block-sparse attention with a router and a linear tail.
+///
+/// For a query `i` of block `I`, with `S(I)` the selected blocks of keys (and with a causal mask the block on the diagonal,
+/// masked by token):
+///
+/// ```text
+/// Os_i = softmax attention over S(I), in the numerics of a scheme
+/// Ol_i = linear attention over the candidates, phi(q_i) H_I / (phi(q_i) . z_I)
+/// a_i  = sigmoid(theta + log(tokens seen one by one) - log(tokens left to the tail)), 1 where none is left
+/// O_i  = a_i Os_i + (1 - a_i) Ol_i
+/// ```
+///
+/// Query, key and value are as [`Attention`] takes them. `theta` has one value a query head, in f32; 2 is a good start. What
+/// the router picks has no gradient: Q, K, V and `theta` train through the output, the router through
+/// [`Sla2::router_loss`]. The first blocks of a sequence have all they could pick: there the result is dense attention.
+///
+/// With a causal mask nothing later than a query changes its output: the router's means end with the block's first query,
+/// candidates end before it, and the tail sums candidates alone. (With [`SageBwd`](crate::SageBwd) K's mean over all tokens
+/// is taken out of the codes, which changes their rounding; with full precision nothing remains.)
+#[derive(Debug, Clone)]
+pub struct Sla2 {
+    scheme: Scheme,
+    count: usize,
+    block: (usize, usize),
+    causal: bool,
+    pool: Option<usize>,
+    tail: Option<Tail>,
+    alpha: Alpha,
+    packing: Option<Packing>,
+    deterministic: bool,
+}
+
+impl Sla2 {
+    /// SLA2 whose selected blocks are computed in the numerics of `scheme`: 4 blocks of 128 x 128, not causal.
+    pub fn new(scheme: impl Into<Scheme>) -> Self {
+        Self {
+            scheme: scheme.into(),
+            count: 4,
+            block: (128, 128),
+            causal: false,
+            pool: None,
+            tail: Some(Tail::Past),
+            alpha: Alpha::Count,
+            packing: None,
+            deterministic: false,
+        }
+    }
+
+    /// How many candidates a block of queries picks, at most. With a causal mask 0 leaves the diagonal and the tail.
+    #[must_use]
+    pub fn blocks(mut self, count: usize) -> Self {
+        self.count = count;
+        self
+    }
+
+    /// Tokens of a block of queries and of one of keys: 128 x 128 on CUDA, multiples of the scheme's tiles
+    /// ([`Scheme::block_unit`]) on the CPU.
+    #[must_use]
+    pub fn block(mut self, block: (usize, usize)) -> Self {
+        self.block = block;
+        self
+    }
+
+    /// Whether a query sees only the keys up to its own position.
+    #[must_use]
+    pub fn causal(mut self, causal: bool) -> Self {
+        self.causal = causal;
+        self
+    }
+
+    /// With a causal mask: how many queries up to the first of a block stand for it in the router. A quarter of the block if
+    /// not set. (Without a mask it is the whole block.)
+    #[must_use]
+    pub fn pool(mut self, queries: usize) -> Self {
+        self.pool = Some(queries);
+        self
+    }
+
+    /// What the linear tail sums over; `None` for no tail: block-sparse attention alone.
+    #[must_use]
+    pub fn tail(mut self, tail: Option<Tail>) -> Self {
+        self.tail = tail;
+        self
+    }
+
+    /// How `a` comes from `theta`.
+    #[must_use]
+    pub fn alpha(mut self, alpha: Alpha) -> Self {
+        self.alpha = alpha;
+        self
+    }
+
+    /// Attention inside packed documents only; the batch must be 1. A document's blocks begin with its first token.
+    #[must_use]
+    pub fn packing(mut self, packing: Packing) -> Self {
+        self.packing = Some(packing);
+        self
+    }
+
+    /// As [`Attention::deterministic`].
+    #[must_use]
+    pub fn deterministic(mut self, deterministic: bool) -> Self {
+        self.deterministic = deterministic;
+        self
+    }
+
+    fn shape(&self, q: &Tensor, k: &Tensor) -> Result<(AttentionShape, Blocks)> {
+        let (q, k) = (dims4("query", q)?, dims4("key", k)?);
+        let shape = AttentionShape::new(q, k, k, self.causal, self.packing.clone())?;
+        let blocks = Blocks::new(&shape, self.block)?;
+        if self.count == 0 && !self.causal {
+            return Err(Error::new("nothing would be selected")
+                .got("0 blocks without a causal mask")
+                .allowed("at least 1 block")
+                .hint("only with a causal mask is the block on the diagonal always seen")
+                .into());
+        }
+        if self.pool == Some(0) {
+            return Err(Error::new("the router's mean of no queries")
+                .got("pool 0")
+                .allowed("at least 1 query")
+                .hint("leave it out for a quarter of the block")
+                .into());
+        }
+        Ok((shape, blocks))
+    }
+
+    /// Means of the blocks of queries and of keys, without gradients.
+    fn pooled(&self, [q, k]: [&Tensor; 2], shape: &AttentionShape, blocks: &Blocks) -> Result<[Tensor; 2]> {
+        let pool = self.pool.unwrap_or_else(|| (self.block.0 / 4).max(1));
+        Ok([pool_queries(&q.detach(), shape, blocks, pool)?, pool_keys(&k.detach(), shape, blocks)?])
+    }
+
+    /// The blocks that the router picks for these queries and keys: the `blocks` candidates with the largest scores, of equal
+    /// ones the first. It has no gradient.
+    ///
+    /// # Errors
+    /// When shapes or settings do not fit.
+    pub fn select(&self, router: &Router, q: &Tensor, k: &Tensor) -> Result<Selection> {
+        let (shape, blocks) = self.shape(q, k)?;
+        let scores = router.detached().scores(self.pooled([q, k], &shape, &blocks)?, &shape)?;
+        choose(&scores, &shape, &blocks, self.count)
+    }
+
+    fn attention(&self, selection: &Selection) -> Attention {
+        let attention = Attention::new(self.scheme)
+            .causal(self.causal)
+            .deterministic(self.deterministic)
+            .select(selection);
+        match &self.packing {
+            Some(packing) => attention.packing(packing.clone()),
+            None => attention,
+        }
+    }
+
+    /// The output, in candle's graph: query, key, value and `theta` receive gradients.
+    ///
+    /// # Errors
+    /// When shapes, types or settings do not fit.
+    pub fn apply(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        selection: &Selection,
+        theta: &Tensor,
+    ) -> Result<Tensor> {
+        let sparse = self.attention(selection).apply(q, k, v)?;
+        let Some(tail) = self.tail else { return Ok(sparse) };
+        let linear = past_linear(q, k, v, selection, tail)?;
+        blend(&sparse, &linear, theta, selection, self.alpha)
+    }
+
+    /// The output outside candle's graph, and the way back from it: for training loops that keep their own books.
+    ///
+    /// # Errors
+    /// As [`Sla2::apply`].
+    pub fn vjp(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        selection: &Selection,
+        theta: &Tensor,
+    ) -> Result<(Tensor, Sla2Vjp)> {
+        let (sparse, attention) = self.attention(selection).vjp(q, k, v)?;
+        let inputs = [q, k, v, theta].map(Tensor::detach);
+        let [q, k, v, theta] = &inputs;
+        let (out, linear) = match self.tail {
+            None => (sparse.clone(), None),
+            Some(tail) => {
+                let linear = past_linear(q, k, v, selection, tail)?;
+                (blend(&sparse, &linear, theta, selection, self.alpha)?, Some((tail, linear)))
+            }
+        };
+        Ok((
+            out,
+            Sla2Vjp { attention, inputs, sparse, linear, alpha: self.alpha, selection: selection.clone() },
+        ))
+    }
+
+    /// What the router's scores should rank: the cross-entropy of their softmax over the candidates with where dense attention
+    /// puts its mass, `-sum_IJ T_IJ log softmax_J(s_IJ) / sum T`, where `T_IJ` is what the queries of block `I` and of the
+    /// group's heads give to block `J` altogether. A scalar in f32, differentiable with respect to the router alone.
+    ///
+    /// This is our replacement for the published training of the router through a soft choice.
+    ///
+    /// # Errors
+    /// When shapes or settings do not fit.
+    pub fn router_loss(&self, router: &Router, q: &Tensor, k: &Tensor) -> Result<Tensor> {
+        let (shape, blocks) = self.shape(q, k)?;
+        let (q, k) = (q.detach(), k.detach());
+        let scores = router.scores(self.pooled([&q, &k], &shape, &blocks)?, &shape)?;
+        let scale = shape.default_softmax_scale() as f32;
+        let mass = block_mass([&q, &k], &shape, &blocks, scale)?;
+        router::cross_entropy(&scores, &mass, &blocks)
+    }
+
+    /// The share of dense attention's mass on the candidates that a selection catches, over all heads and blocks: 1 is all of
+    /// it. On a GPU this waits for the device.
+    ///
+    /// # Errors
+    /// When shapes or settings do not fit.
+    pub fn mass_caught(&self, selection: &Selection, q: &Tensor, k: &Tensor) -> Result<f64> {
+        let (shape, blocks) = self.shape(q, k)?;
+        let scale = shape.default_softmax_scale() as f32;
+        let mass = block_mass([&q.detach(), &k.detach()], &shape, &blocks, scale)?.to_vec3::<f32>()?;
+        let lists = selection.host()?;
+        let (mut caught, mut all) = (0f64, 0f64);
+        for (key_head, mass) in mass.iter().enumerate() {
+            for (mass, (segment, block)) in mass.iter().zip(blocks.each()) {
+                let first = blocks.first_column(segment);
+                let mass = &mass[first..first + blocks.candidates(segment, block)];
+                all += mass.iter().map(|&x| f64::from(x)).sum::<f64>();
+                let seen = lists.seen(segment, key_head, block).iter().map(|&at| at as usize);
+                caught += seen.filter_map(|at| mass.get(at)).map(|&x| f64::from(x)).sum::<f64>();
+            }
+        }
+        Ok(if all == 0.0 { 1.0 } else { caught / all })
+    }
+}
+
+/// The way back from one forward: see [`Sla2::vjp`].
+pub struct Sla2Vjp {
+    attention: AttentionVjp,
+    inputs: [Tensor; 4],
+    sparse: Tensor,
+    linear: Option<(Tail, Tensor)>,
+    alpha: Alpha,
+    selection: Selection,
+}
+
+impl Sla2Vjp {
+    /// The gradients of query, key, value and `theta` for the output's gradient; that of `theta` is zero without a tail.
+    ///
+    /// # Errors
+    /// When `dout` does not fit the output.
+    pub fn apply(&self, dout: &Tensor) -> Result<[Tensor; 4]> {
+        let [q, k, v, theta] = &self.inputs;
+        let Some((tail, linear)) = &self.linear else {
+            let [dq, dk, dv] = self.attention.apply(dout)?;
+            return Ok([dq, dk, dv, theta.zeros_like()?]);
+        };
+        let [dsparse, dlinear, dtheta] =
+            blend_backward([&self.sparse, linear, theta], &self.selection, self.alpha, dout)?;
+        let sparse = self.attention.apply(&dsparse)?;
+        drop(dsparse);
+        let [dq, dk, dv] = past_linear_backward_onto([q, k, v], &self.selection, *tail, &dlinear, sparse)?;
+        Ok([dq, dk, dv, dtheta])
+    }
+}
+
+impl std::fmt::Debug for Sla2Vjp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Sla2Vjp").field("out", &self.sparse.dims()).finish_non_exhaustive()
+    }
+}

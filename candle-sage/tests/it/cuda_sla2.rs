@@ -1,0 +1,234 @@
+//! Selected blocks, the linear tail, the mixture and the router on a GPU, against f64 and the CPU.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_sage::ops::{Alpha, Tail};
+use candle_sage::{Packing, Router, SageBwd, Scheme, Selection, Sla2, Smoothing};
+
+use crate::cuda::check_against;
+use crate::sla2::Problem;
+use crate::support::{Case, Normals, gpu, pattern, random_selection, relative_l2};
+
+const BLOCKS: (usize, usize) = (128, 128);
+
+fn schemes() -> Vec<Scheme> {
+    let mut schemes = Scheme::all();
+    schemes.push(SageBwd { smoothing: Smoothing::Qk, ..SageBwd::default() }.into());
+    schemes
+}
+
+/// Lengths that are no whole blocks or tiles, grouped heads, batches, documents, both masks.
+fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (batch, len, heads, d) in [
+        (1, 1, (1, 1), 64),
+        (2, 127, (2, 2), 64),
+        (2, 130, (2, 1), 128),
+        (1, 200, (4, 2), 40),
+        (1, 700, (4, 2), 64),
+        (2, 1100, (2, 1), 128),
+        (1, 1024, (3, 3), 72),
+    ] {
+        cases.push(Case::new(batch, (len, len), heads, d, true));
+        cases.push(Case::new(batch, (len, len), heads, d, false));
+    }
+    cases.push(Case::new(1, (113, 703), (2, 1), 64, false));
+    cases.push(Case::new(1, (903, 70), (2, 1), 128, false));
+    for d in [64, 128] {
+        let mut packed = Case::new(1, (1113, 1113), (4, 2), d, true);
+        packed.packing = Some(Packing::self_attention(vec![0, 1, 130, 130, 386, 1113]));
+        cases.push(packed);
+    }
+    let mut packed = Case::new(1, (400, 500), (2, 2), 64, false);
+    packed.packing =
+        Some(Packing { cu_seqlens_q: vec![0, 129, 300, 400], cu_seqlens_k: vec![0, 300, 331, 500] });
+    cases.push(packed);
+    cases
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn selected_blocks_of_every_scheme() -> Result<()> {
+    let device = gpu();
+    for (seed, mut case) in cases().into_iter().enumerate() {
+        for dtype in [DType::BF16, DType::F16] {
+            case.draw(1.0, seed as u64);
+            case.round_to(dtype)?;
+            let selection = random_selection(&case.shape(), BLOCKS, 3, seed as u64, &Device::Cpu)?;
+            let exact = case.exact_over(&pattern(&selection));
+            for scheme in schemes() {
+                let what = format!("{scheme}, {dtype:?}, {:?}", case.shape());
+                let cpu = case.run_on(&Device::Cpu, &case.attention(scheme).select(&selection), dtype)?;
+                for deterministic in [false, true] {
+                    let attention = case
+                        .attention(scheme)
+                        .select(&selection.to_device(&device)?)
+                        .deterministic(deterministic);
+                    let got = case.run_on(&device, &attention, dtype)?;
+                    check_against(&what, scheme, dtype, &got, [&exact, &cpu], case.lens.1);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Lists of every length, from none to all, and a block that everyone lists.
+#[test]
+#[ignore = "needs a GPU"]
+fn lists_of_uneven_lengths() -> Result<()> {
+    let device = gpu();
+    for causal in [true, false] {
+        let mut case = Case::new(1, (1500, 1500), (2, 1), 64, causal);
+        case.round_to(DType::BF16)?;
+        let selection = Selection::from_lists(&case.shape(), BLOCKS, &device, |at| match at.block % 3 {
+            0 => (0..at.candidates).collect(),
+            1 => (0..at.candidates.min(1)).collect(),
+            _ => (0..at.candidates).step_by(4).collect(),
+        })?;
+        let host = selection.to_device(&Device::Cpu)?;
+        let exact = case.exact_over(&pattern(&host));
+        let scheme = Scheme::FullPrecision;
+        let cpu = case.run_on(&Device::Cpu, &case.attention(scheme).select(&host), DType::BF16)?;
+        let got = case.run_on(&device, &case.attention(scheme).select(&selection), DType::BF16)?;
+        check_against("uneven lists", scheme, DType::BF16, &got, [&exact, &cpu], 1500);
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gradients_over_lists_repeat_to_the_bit_when_asked_to() -> Result<()> {
+    let device = gpu();
+    for d in [64, 128] {
+        let mut case = Case::new(1, (2000, 2000), (4, 2), d, true);
+        case.round_to(DType::BF16)?;
+        let selection = random_selection(&case.shape(), BLOCKS, 4, 1, &device)?;
+        for scheme in Scheme::all() {
+            let attention = case.attention(scheme).select(&selection).deterministic(true);
+            let first = case.run_on(&device, &attention, DType::BF16)?;
+            for _ in 0..3 {
+                assert_eq!(case.run_on(&device, &attention, DType::BF16)?, first, "{scheme}, d {d}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Features, states and products in 16 bit: each rounds by 2^-9 (bf16) or 2^-12 (f16) at most, and a gradient has five of
+/// them behind it. dtheta is a sum of products of both branches' errors with dO.
+#[test]
+#[ignore = "needs a GPU"]
+fn sla2_follows_f64() -> Result<()> {
+    let device = gpu();
+    for (seed, mut case) in cases().into_iter().enumerate() {
+        if !case.causal {
+            continue;
+        }
+        for (dtype, limit) in [(DType::BF16, 5.0 * 2f64.powi(-9)), (DType::F16, 5.0 * 2f64.powi(-12))] {
+            for alpha in [Alpha::Count, Alpha::Constant] {
+                case.draw(1.0, seed as u64);
+                case.round_to(dtype)?;
+                let selection = random_selection(&case.shape(), BLOCKS, 1, seed as u64, &Device::Cpu)?;
+                let theta = Normals::new(7).vec(case.heads.0, 1.0);
+                let copy = Case { packing: case.packing.clone(), data: case.data.clone(), ..case };
+                let problem = Problem { case: copy, selection, theta, tail: Tail::Past, alpha };
+                let (got, exact) = (problem.run_on(&device, dtype)?, problem.exact());
+                for (n, name) in ["O", "dQ", "dK", "dV", "dtheta"].iter().enumerate() {
+                    let error = relative_l2(&got[n], &exact[n]);
+                    assert!(error < limit, "{name} of {:?} in {dtype:?}: {error:.2e}", case.shape());
+                }
+                case = problem.case;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn inputs(case: &Case, device: &Device) -> Result<[Tensor; 3]> {
+    let tensor = |n: usize, query| -> Result<Tensor> {
+        Tensor::from_slice(&case.data[n], case.dims(query).as_slice(), &Device::Cpu)?
+            .to_dtype(DType::BF16)?
+            .to_device(device)
+    };
+    Ok([tensor(0, true)?, tensor(1, false)?, tensor(2, false)?])
+}
+
+/// The same lists as on the CPU, the same loss within f32's rounding of other sums, and where the mass is within that of bf16
+/// operands.
+#[test]
+#[ignore = "needs a GPU"]
+fn the_router_is_that_of_the_cpu() -> Result<()> {
+    let device = gpu();
+    for case in cases() {
+        let (_, _, key_heads, d) = case.shape().key_dims();
+        let mut normals = Normals::new(5);
+        let mut weight =
+            || Tensor::from_vec(normals.vec(key_heads * d * d, 0.3), (key_heads, d, d), &Device::Cpu);
+        let weights = [weight()?, weight()?];
+        let mut sla2 = Sla2::new(Scheme::FullPrecision).blocks(2).causal(case.causal);
+        if let Some(packing) = &case.packing {
+            sla2 = sla2.packing(packing.clone());
+        }
+        let on = |device: &Device| -> Result<(Selection, f32, f64)> {
+            let [query, key] = weights.each_ref().map(|weight| weight.to_device(device));
+            let router = Router::from_tensors(query?, key?)?;
+            let [q, k, _] = inputs(&case, device)?;
+            let selection = sla2.select(&router, &q, &k)?;
+            let loss = sla2.router_loss(&router, &q, &k)?.to_scalar::<f32>()?;
+            let caught = sla2.mass_caught(&selection, &q, &k)?;
+            Ok((selection.to_device(&Device::Cpu)?, loss, caught))
+        };
+        let (got, cpu) = (on(&device)?, on(&Device::Cpu)?);
+        for (number, segment) in case.shape().segments().iter().enumerate() {
+            for key_head in 0..key_heads {
+                for block in 0..segment.query.len().div_ceil(128) {
+                    let lists = [&got.0, &cpu.0].map(|selection| selection.list(number, key_head, block));
+                    let [got, cpu] = lists;
+                    assert_eq!(got?, cpu?, "{:?}, block {block}", case.shape());
+                }
+            }
+        }
+        assert!((got.1 - cpu.1).abs() < 1e-3 * (1.0 + cpu.1.abs()), "loss {} and {}", got.1, cpu.1);
+        assert!((got.2 - cpu.2).abs() < 1e-3, "mass {} and {}", got.2, cpu.2);
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn scores_that_are_equal_or_no_numbers() -> Result<()> {
+    let device = gpu();
+    let shape = Case::new(1, (1280, 1280), (1, 1), 64, true).shape();
+    let zeros = Tensor::zeros(shape.query_dims(), DType::BF16, &device)?;
+    let sla2 = Sla2::new(Scheme::FullPrecision).blocks(3).causal(true);
+    let router = Router::new(1, 64, &device)?;
+    let selection = sla2.select(&router, &zeros, &zeros)?;
+    assert_eq!(selection.list(0, 0, 9)?, [0, 1, 2, 9]);
+    assert_eq!(selection.list(0, 0, 2)?, [0, 1, 2]);
+    // Block 5 of the keys is not a number: it counts as largest.
+    let ones = Tensor::ones((1, 128, 1, 64), DType::BF16, &device)?;
+    let parts = [zeros.narrow(1, 0, 640)?, (ones * f64::NAN)?, zeros.narrow(1, 768, 512)?];
+    let key = Tensor::cat(&parts, 1)?;
+    let selection = sla2.select(&router, &zeros, &key)?;
+    assert_eq!(selection.list(0, 0, 9)?, [0, 1, 5, 9]);
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn what_does_not_run_on_a_gpu_is_an_error() -> Result<()> {
+    let device = gpu();
+    let case = Case::new(1, (256, 256), (1, 1), 64, false);
+    let [q, k, v] = inputs(&case, &device)?;
+    let message = |result: Result<Tensor>| result.expect_err("an error").to_string();
+    let small = Selection::all(&case.shape(), (64, 64), &device)?;
+    let attention = case.attention(Scheme::FullPrecision);
+    assert!(message(attention.clone().select(&small).apply(&q, &k, &v)).contains("128 x 128"));
+    let host = Selection::all(&case.shape(), BLOCKS, &Device::Cpu)?;
+    assert!(message(attention.select(&host).apply(&q, &k, &v)).contains("another device"));
+    let theta = Tensor::zeros(1, DType::F32, &device)?;
+    let sla2 = Sla2::new(Scheme::FullPrecision);
+    let all = host.to_device(&device)?;
+    assert!(message(sla2.apply(&q, &k, &v, &all, &theta)).contains("does not run on CUDA"));
+    Ok(())
+}

@@ -1,0 +1,295 @@
+// Selections (candle-sage/src/selection.rs) and what a router needs: means of blocks, the largest scores, the inverse of the
+// lists, and where dense attention's mass lies.
+#include <sage/attention/full_precision_forward.cuh>
+#include <sage/params/sla2.cuh>
+
+using namespace sage;
+using attention::first_key_block;
+using attention::first_query_block;
+using attention::Segment;
+using attention::SELECTION_BLOCK;
+using attention::selection_blocks;
+using attention::TILE;
+
+namespace {
+
+constexpr int WARPS = 4;
+
+// The blocks of keys that may be chosen for a block of queries, the first ones: what its first query sees whole.
+__device__ __forceinline__ int candidates(const Segment& segment, int block) {
+  return segment.causal ? segment.visible_keys(block * SELECTION_BLOCK) / SELECTION_BLOCK : selection_blocks(segment.key_len);
+}
+
+// A row of a key head's lists, and whether it sees a block of keys, and as which of its blocks.
+struct List {
+  const uint32_t* blocks;
+  int count;
+  __device__ __forceinline__ List(const params::Lists& lists, int key_head, int row)
+      : blocks(lists.seen + (int64_t(key_head) * lists.query_blocks + row) * lists.stride + 1), count(blocks[-1]) {}
+  // Its place, or -1.
+  __device__ __forceinline__ int find(uint32_t block) const {
+    int low = 0, high = count;  // the first that is not below the block
+    while (low < high) {
+      int middle = (low + high) / 2;
+      if (blocks[middle] < block) low = middle + 1; else high = middle;
+    }
+    return low < count && blocks[low] == block ? low : -1;
+  }
+};
+
+// A warp is a block of keys of a (segment, key head): calls f(block of queries, its place in the list) for each user, side by
+// side, in ascending order; f gets the number of users before.
+template <class F>
+__device__ __forceinline__ int each_user(const params::Users& p, const Segment& segment, int segment_index, int key_head,
+                                         int block, F f) {
+  int lane = threadIdx.x % 32, all = selection_blocks(segment.query_len), found = 0;
+  int first_row = first_query_block(p.shape, segment_index);
+  // With a causal mask nobody before the block sees it.
+  for (int first = segment.causal ? block / 32 * 32 : 0; first < all; first += 32) {
+    int query_block = first + lane, place = -1;
+    if (query_block < all) place = List(p.lists, key_head, first_row + query_block).find(block);
+    uint32_t users = __ballot_sync(~0u, place >= 0);
+    if (place >= 0) f(found + __popc(users & ((1u << lane) - 1)), query_block, place);
+    found += __popc(users);
+  }
+  return found;
+}
+
+template <bool FILL>
+__device__ __forceinline__ void users(const params::Users& p) {
+  Segment segment(p.shape, blockIdx.y);
+  int block = blockIdx.x * WARPS + threadIdx.x / 32, key_head = blockIdx.z, lane = threadIdx.x % 32;
+  if (block >= selection_blocks(segment.key_len)) return;
+  int column = first_key_block(p.shape, blockIdx.y) + block, columns = p.lists.key_blocks;
+  uint32_t* counts = p.counts + int64_t(key_head) * columns;
+  if (!FILL) {
+    int found = each_user(p, segment, blockIdx.y, key_head, block, [](int, int, int) {});
+    if (lane == 0) counts[column] = found;
+    return;
+  }
+  uint32_t before = 0;
+  for (int i = lane; i < column; i += 32) before += counts[i];
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) before += __shfl_xor_sync(~0u, before, step);
+  // Each key head has room of its own.
+  uint32_t room = uint32_t(p.lists.query_blocks) * (p.lists.stride - 1), start = key_head * room + before;
+  uint32_t* first_users = p.first_users + int64_t(key_head) * (columns + 1);
+  if (lane == 0) {
+    first_users[column] = start;
+    if (column + 1 == columns) first_users[columns] = start + counts[column];
+  }
+  each_user(p, segment, blockIdx.y, key_head, block, [&](int number, int query_block, int place) {
+    p.users[start + number] = params::User{uint32_t(query_block), uint32_t(place)};
+  });
+}
+
+// Floats as integers of the same order; NaN above all.
+__device__ __forceinline__ uint32_t ordered(float x) {
+  uint32_t bits = __float_as_uint(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return ~0u;
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// A warp is a row. The smallest chosen score is found bit by bit, so that neither sorting nor memory is needed; then a walk
+// in order writes the list, ascending by itself.
+__device__ __forceinline__ void choose(const params::Choose& p) {
+  int row = blockIdx.x * WARPS + threadIdx.x / 32, key_head = blockIdx.y, lane = threadIdx.x % 32;
+  if (row >= p.lists.query_blocks) return;
+  const params::Shape& shape = p.shape;
+  int index = 0;
+  if (!shape.segments) {
+    index = row / selection_blocks(shape.query_len);
+  } else {
+    int low = 0, high = shape.segment_count - 1;  // the last segment that starts at or before the row
+    while (low < high) {
+      int middle = (low + high + 1) / 2;
+      if (shape.segments[middle].query_block <= row) low = middle; else high = middle - 1;
+    }
+    index = low;
+  }
+  Segment segment(shape, index);
+  int block = row - first_query_block(shape, index), count = candidates(segment, block), most = min(p.most, count);
+  int64_t line = int64_t(key_head) * p.lists.query_blocks + row;
+  const float* scores = p.scores + line * p.columns + (shape.segments ? first_key_block(shape, index) : 0);
+  uint32_t* list = const_cast<uint32_t*>(p.lists.seen) + line * p.lists.stride + 1;
+
+  auto count_from = [&](uint32_t least) {
+    int n = 0;
+    for (int i = lane; i < count; i += 32) n += ordered(scores[i]) >= least;
+    return __reduce_add_sync(~0u, n);
+  };
+  uint32_t least = 0;
+  if (most < count) {
+    for (int bit = 31; bit >= 0; --bit)
+      if (int(count_from(least | 1u << bit)) >= most) least |= 1u << bit;
+  }
+  int above = least == ~0u || most == count ? 0 : count_from(least + 1);
+  int equal = most - above, written = 0;  // of those equal to the least the first are taken
+  for (int first = 0; first < count; first += 32) {
+    int i = first + lane;
+    uint32_t key = i < count ? ordered(scores[i]) : 0;
+    bool same = i < count && (most == count || key == least);
+    uint32_t sames = __ballot_sync(~0u, same);
+    bool taken = i < count && (most == count || key > least || (same && __popc(sames & ((1u << lane) - 1)) < equal));
+    uint32_t all = __ballot_sync(~0u, taken);
+    if (taken) list[written + __popc(all & ((1u << lane) - 1))] = i;
+    written += __popc(all);
+    if (most < count) equal -= min(equal, __popc(sames));
+  }
+  // Those on the diagonal.
+  int last = min((block + 1) * SELECTION_BLOCK, segment.query_len) - 1;
+  int end = selection_blocks(segment.visible_keys(last));
+  for (int i = count + lane; i < end; i += 32) list[written + i - count] = i;
+  written += max(end - count, 0);
+  if (lane == 0) list[-1] = written;
+}
+
+// A block is one mean: lanes have eight channels of a token, and are added up in shared memory, in order.
+template <class T>
+__device__ __forceinline__ void pool(const params::Pool& p) {
+  constexpr int THREADS = 128, MOST_CHUNKS = 16;
+  __shared__ float parts[THREADS][8];
+  const params::Shape& shape = p.shape;
+  int row = blockIdx.x, key_head = blockIdx.y;
+  int segment_index = 0;
+  if (!shape.segments) {
+    segment_index = row / selection_blocks(p.query ? shape.query_len : shape.key_len);
+  } else {
+    while (segment_index + 1 < shape.segment_count &&
+           (p.query ? first_query_block(shape, segment_index + 1) : first_key_block(shape, segment_index + 1)) <= row)
+      ++segment_index;
+  }
+  Segment segment(shape, segment_index);
+  int first_block = p.query ? first_query_block(shape, segment_index) : first_key_block(shape, segment_index);
+  int first = (row - first_block) * SELECTION_BLOCK, len = p.query ? segment.query_len : segment.key_len;
+  int end = min(first + SELECTION_BLOCK, len);
+  if (p.query && segment.causal) end = first + 1, first = max(first + 1 - p.pool, 0);
+
+  int chunks = (shape.head_dim + 7) / 8, rows = THREADS / MOST_CHUNKS, chunk = threadIdx.x % MOST_CHUNKS;
+  float sum[8] = {};
+  if (chunk < chunks)
+    for (int head = key_head * p.heads; head < (key_head + 1) * p.heads; ++head) {
+      attention::Rows<T> x(p.x, segment.batch, p.query ? segment.query_start : segment.key_start, head, len, shape.head_dim);
+      for (int token = first + threadIdx.x / MOST_CHUNKS; token < end; token += rows) {
+        uint4 words = x.load_8(token, chunk * 8);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) sum[c] += ptx::to_float(reinterpret_cast<const T*>(&words)[c]);
+      }
+    }
+#pragma unroll
+  for (int c = 0; c < 8; ++c) parts[threadIdx.x][c] = sum[c];
+  __syncthreads();
+  for (int c = threadIdx.x; c < shape.head_dim; c += THREADS) {
+    float all = 0.0f;
+    for (int r = 0; r < rows; ++r) all += parts[r * MOST_CHUNKS + c / 8][c % 8];
+    p.means[(int64_t(key_head) * p.blocks + row) * shape.head_dim + c] = all / float(p.heads * (end - first));
+  }
+}
+
+// A block is a block of queries of a key head: for each query head of the group it goes over the keys twice, for the
+// log-sum-exps and for the sums of probabilities by blocks of keys.
+template <class T, int D>
+__device__ __forceinline__ void block_mass(const params::Mass& p) {
+  using Numerics = attention::FullPrecisionForward<T, D>;
+  constexpr int M = Numerics::M, PARTS = Numerics::THREADS / 32;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  __shared__ attention::ForwardBlock block;
+  __shared__ float parts[PARTS];
+  const params::Shape& shape = p.forward.shape;
+  int group = shape.query_heads / shape.key_heads, key_head = blockIdx.z;
+  Segment segment(shape, blockIdx.y);
+  int number = blockIdx.x, first = number * SELECTION_BLOCK;
+  if (first >= segment.query_len) return;
+  int past = candidates(segment, number) * (SELECTION_BLOCK / TILE);
+  int tiles = (segment.visible_keys(min(first + SELECTION_BLOCK, segment.query_len) - 1) + TILE - 1) / TILE;
+  past = min(past, tiles);
+  float* mass = p.mass + (int64_t(key_head) * p.query_blocks + first_query_block(shape, blockIdx.y) + number) * p.columns +
+                (shape.segments ? first_key_block(shape, blockIdx.y) : 0);
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_first = first + warp * 16 * M;
+  for (int head = key_head * group; head < (key_head + 1) * group; ++head) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      block.head = head, block.segment_index = blockIdx.y, block.segment = segment;
+      block.first = first, block.end = first + SELECTION_BLOCK;
+    }
+    __syncthreads();
+    Numerics numerics(p.forward, block, shared);
+    numerics.load_queries();
+    float reference[2 * M], sum[2 * M];
+#pragma unroll
+    for (int r = 0; r < 2 * M; ++r) reference[r] = -CUDART_INF_F, sum[r] = 0.0f;
+    for (int sweep = 0; sweep < 2; ++sweep) {
+      int end = sweep == 0 ? tiles : past;
+      float of_block = 0.0f;
+      if (end > 0) numerics.load_keys(0);
+      ptx::copy_commit();
+      for (int tile = 0; tile < end; ++tile) {
+        ptx::copy_wait<0>();
+        __syncthreads();
+        if (tile + 1 < end) numerics.load_keys(tile + 1);
+        ptx::copy_commit();
+        typename Numerics::Logits s;
+        numerics.multiply(tile, s);
+        attention::mask(s, segment, warp_first, tile * TILE, lane, -CUDART_INF_F);
+#pragma unroll
+        for (int r = 0; r < 2 * M; ++r) {
+          if (sweep == 0) {
+            float largest = -CUDART_INF_F;
+#pragma unroll
+            for (int n = 0; n < 8; ++n) largest = fmaxf(largest, fmaxf(s[r >> 1][n][2 * (r & 1)], s[r >> 1][n][2 * (r & 1) + 1]));
+            float next = fmaxf(reference[r], attention::quad_max(largest) * numerics.scale);
+            sum[r] *= ptx::exp2(reference[r] - (next == -CUDART_INF_F ? 0.0f : next));
+            reference[r] = next;
+          }
+          float shift = reference[r] == -CUDART_INF_F ? 0.0f : reference[r], of_tile = 0.0f;
+#pragma unroll
+          for (int n = 0; n < 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) of_tile += ptx::exp2(fmaf(s[r >> 1][n][2 * (r & 1) + e], numerics.scale, -shift));
+          if (sweep == 0) sum[r] += of_tile;
+          else if (warp_first + attention::row_of(r, lane) < segment.query_len) of_block += of_tile;
+        }
+        if (sweep == 1 && (tile % 2 == 1 || tile + 1 == end)) {
+#pragma unroll
+          for (int step = 16; step > 0; step /= 2) of_block += __shfl_xor_sync(~0u, of_block, step);
+          if (lane == 0) parts[warp] = of_block;
+          __syncthreads();
+          if (threadIdx.x == 0) {
+            float all = 0.0f;
+            for (int i = 0; i < PARTS; ++i) all += parts[i];
+            mass[tile / 2] += all;
+          }
+          of_block = 0.0f;
+        }
+      }
+      __syncthreads();
+      if (sweep == 0) {
+        // The references become log-sum-exps: probabilities are relative to them.
+#pragma unroll
+        for (int r = 0; r < 2 * M; ++r) {
+          float all = attention::quad_sum(sum[r]);
+          if (all > 0.0f) reference[r] += log2f(all);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) count_users(const __grid_constant__ params::Users p) { users<false>(p); }
+extern "C" __global__ void __launch_bounds__(WARPS * 32) fill_users(const __grid_constant__ params::Users p) { users<true>(p); }
+extern "C" __global__ void __launch_bounds__(WARPS * 32) choose_blocks(const __grid_constant__ params::Choose p) { choose(p); }
+
+#define TYPE(type, T)                                                                                        \
+  extern "C" __global__ void __launch_bounds__(128) pool_##type(const __grid_constant__ params::Pool p) {    \
+    pool<T>(p);                                                                                              \
+  }                                                                                                          \
+  extern "C" __global__ void __launch_bounds__(128) block_mass_##type##_64(const __grid_constant__ params::Mass p) {  \
+    block_mass<T, 64>(p);                                                                                    \
+  }                                                                                                          \
+  extern "C" __global__ void __launch_bounds__(128) block_mass_##type##_128(const __grid_constant__ params::Mass p) { \
+    block_mass<T, 128>(p);                                                                                   \
+  }
+TYPE(bf16, __nv_bfloat16)
+TYPE(f16, __half)

@@ -1,0 +1,215 @@
+//! Speed of SLA2 beside dense attention of the same numerics: router, lists and tail inside.
+
+use candle_core::{DType, Tensor};
+use candle_sage::{Attention, AttentionShape, Error, Result, Router, Scheme, Selection, Sla2};
+
+use super::clock::{Clock, peak_bytes};
+use super::{Plan, ROTATING};
+use crate::during;
+use crate::model::Sla2Config;
+use crate::settings::{Attn, Settings, Share};
+
+/// A row of the benchmark: `D:N:SPARSITY`, causal.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Row {
+    /// head_dim.
+    pub head_dim: usize,
+    /// Tokens of a sequence.
+    pub tokens: usize,
+    /// The part of the pairs that is not computed.
+    pub sparsity: Share,
+}
+
+impl std::str::FromStr for Row {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let mut parts = text.splitn(3, ':');
+        let mut number = || parts.next().and_then(|part| part.parse::<usize>().ok());
+        let (head_dim, tokens) = (number(), number());
+        let sparsity = parts.next().and_then(|part| part.parse().ok());
+        match (head_dim, tokens, sparsity) {
+            (Some(head_dim @ 8..=256), Some(tokens @ 1..), Some(sparsity)) => {
+                Ok(Self { head_dim, tokens, sparsity })
+            }
+            _ => Err(Error::new("not a row of the benchmark")
+                .got(format!("`{text}`"))
+                .allowed("D:N:SPARSITY, such as 128:16384:90%: head_dim 8 to 256, tokens, a share")
+                .hint("without rows the usual ones run")),
+        }
+    }
+}
+
+/// The usual rows.
+pub fn usual_rows() -> Vec<Row> {
+    let row = |tokens, sparsity| Row { head_dim: 128, tokens, sparsity: Share(sparsity) };
+    vec![row(4096, 0.85), row(16384, 0.9), row(32768, 0.95), row(131_072, 0.95)]
+}
+
+/// One row, in milliseconds; a forward is one without anything kept.
+#[derive(Debug, Clone)]
+pub struct Measured {
+    /// The shape.
+    pub row: Row,
+    /// Past blocks that a block of queries picks, and the sparsity that this comes to.
+    pub blocks: usize,
+    /// Of the pairs.
+    pub sparsity: f64,
+    /// Sequences and heads.
+    pub batch: usize,
+    /// Heads.
+    pub heads: usize,
+    /// The numerics.
+    pub scheme: Scheme,
+    /// Dense attention: forward, forward and backward.
+    pub dense: [f64; 2],
+    /// The selected blocks alone, with lists that are there already.
+    pub sparse: [f64; 2],
+    /// All of SLA2: router, lists, tail and mixture.
+    pub sla2: [f64; 2],
+    /// The selected blocks alone where everyone picks the first and the nearest ones.
+    pub sink: f64,
+    /// The router and its lists.
+    pub select: f64,
+    /// Most memory during forward and backward beyond the inputs: dense, SLA2. Not known on the CPU.
+    pub extra_bytes: Option<[u64; 2]>,
+}
+
+/// Measures one row, full precision and SageBwd one after the other.
+///
+/// # Errors
+/// When the sparsity cannot be had, the device has no kernels for the shape, or runs out of memory.
+pub fn measure(plan: &Plan, row: Row) -> Result<Vec<Measured>> {
+    let settings = Settings { sla2_sparsity: Some(row.sparsity), ..Settings::default() };
+    let attn: Attn = "sla2".parse()?;
+    let on_gpu = !plan.device.is_cpu();
+    let Some(config) = attn.sla2(&settings, row.tokens, 1, on_gpu)? else { return Ok(Vec::new()) };
+    let failed = |e| during(format!("cannot measure {}:{}:{}", row.head_dim, row.tokens, row.sparsity))(e);
+    [Scheme::FullPrecision, candle_sage::SageBwd::default().into()]
+        .into_iter()
+        .map(|scheme| measure_scheme(plan, row, &config, scheme))
+        .collect::<candle_core::Result<_>>()
+        .map_err(failed)
+}
+
+fn measure_scheme(
+    plan: &Plan,
+    row: Row,
+    config: &Sla2Config,
+    scheme: Scheme,
+) -> candle_core::Result<Measured> {
+    let device = &plan.device;
+    let heads = (plan.width / row.head_dim).max(1);
+    let batch = (plan.total_tokens / row.tokens).max(1);
+    let dtype = if device.is_cpu() { DType::F32 } else { DType::BF16 };
+    let dims = (batch, row.tokens, heads, row.head_dim);
+    let new = || Tensor::randn(0f32, 1., dims, device)?.to_dtype(dtype);
+    let inputs: Vec<[Tensor; 4]> =
+        (0..ROTATING).map(|_| Ok([new()?, new()?, new()?, new()?])).collect::<candle_core::Result<_>>()?;
+    let (router, theta) = (Router::new(heads, row.head_dim, device)?, Tensor::full(2f32, heads, device)?);
+    let block = (config.block, config.block);
+    let sla2 = Sla2::new(scheme).blocks(config.blocks).block(block).causal(true);
+    let dense = Attention::new(scheme).causal(true);
+    let lists: Vec<Selection> =
+        inputs.iter().map(|[q, k, ..]| sla2.select(&router, q, k)).collect::<candle_core::Result<_>>()?;
+    let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+    let sink = Selection::window(&shape, block, config.blocks.saturating_sub(1), 1, device)?;
+    let clock = Clock::new(device)?;
+    let attend = |attention: &Attention, n: usize, back: bool| {
+        let [q, k, v, dout] = &inputs[n % ROTATING];
+        match back {
+            false => attention.apply(q, k, v).map(drop),
+            true => attention.vjp(q, k, v)?.1.apply(dout).map(drop),
+        }
+    };
+    let all = |n: usize, back: bool| {
+        let [q, k, v, dout] = &inputs[n % ROTATING];
+        let selection = sla2.select(&router, q, k)?;
+        match back {
+            false => sla2.apply(q, k, v, &selection, &theta).map(drop),
+            true => sla2.vjp(q, k, v, &selection, &theta)?.1.apply(dout).map(drop),
+        }
+    };
+    let both = |call: &dyn Fn(usize, bool) -> candle_core::Result<()>| -> candle_core::Result<[f64; 2]> {
+        Ok([clock.median(plan.repeats, |n| call(n, false))?, clock.median(plan.repeats, |n| call(n, true))?])
+    };
+    let listed = |n: usize| dense.clone().select(&lists[n % ROTATING]);
+    let extra = [peak_bytes(device, || attend(&dense, 0, true))?, peak_bytes(device, || all(0, true))?];
+    Ok(Measured {
+        row,
+        blocks: config.blocks,
+        sparsity: config.sparsity(row.tokens),
+        batch,
+        heads,
+        scheme,
+        dense: both(&|n, back| attend(&dense, n, back))?,
+        sparse: both(&|n, back| attend(&listed(n), n, back))?,
+        sla2: both(&all)?,
+        sink: clock.median(plan.repeats, |n| attend(&dense.clone().select(&sink), n, true))?,
+        select: clock.median(plan.repeats, |n| {
+            let [q, k, ..] = &inputs[n % ROTATING];
+            sla2.select(&router, q, k).map(drop)
+        })?,
+        extra_bytes: extra[0].zip(extra[1]).map(<[u64; 2]>::from),
+    })
+}
+
+/// The head of the table.
+pub fn table_head(plan: &Plan) -> String {
+    let place = if plan.device.is_cpu() { "CPU, f32" } else { "GPU, bf16" };
+    format!(
+        "{place}; causal; milliseconds of forward and backward, in brackets of a forward alone; x: how many times as fast as \
+         dense attention\n\n{:>4} {:>7} {:>8} {:>6} {:>5} {:>5}  {:<8} {:>16} {:>16} {:>16} {:>6} {:>7} {:>7} {:>8}\n",
+        "D",
+        "N",
+        "sparsity",
+        "blocks",
+        "batch",
+        "heads",
+        "numerics",
+        "dense",
+        "blocks alone",
+        "SLA2",
+        "x",
+        "router",
+        "window",
+        "memory x"
+    )
+}
+
+/// One line of the table.
+pub fn table_line(m: &Measured) -> String {
+    let pair = |[forward, both]: [f64; 2]| format!("{both:.3} ({forward:.3})");
+    let memory =
+        m.extra_bytes.map_or("-".into(), |[dense, sla2]| format!("{:.2}", sla2 as f64 / dense as f64));
+    format!(
+        "{:>4} {:>7} {:>6.1} % {:>6} {:>5} {:>5}  {:<8} {:>16} {:>16} {:>16} {:>6.2} {:>7.3} {:>7.3} {memory:>8}\n",
+        m.row.head_dim,
+        m.row.tokens,
+        m.sparsity * 100.0,
+        m.blocks,
+        m.batch,
+        m.heads,
+        m.scheme.name(),
+        pair(m.dense),
+        pair(m.sparse),
+        pair(m.sla2),
+        m.dense[1] / m.sla2[1],
+        m.select,
+        m.sink,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_parse() {
+        let row: Row = "128:16384:90%".parse().expect("a row");
+        assert_eq!((row.head_dim, row.tokens, row.sparsity), (128, 16384, Share(0.9)));
+        for bad in ["", "128:16384", "128:16384:1", "0:16384:90%", "128:0:90%"] {
+            assert!(bad.parse::<Row>().is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! SLA2 in the model: what a run settles once, and the part of an attention layer that selects, blends and teaches the
+//! router.
+
+use candle_core::{Result, Tensor, Var};
+use candle_sage::ops::{self, Alpha, Tail};
+use candle_sage::shape::{AttentionShape, Packing};
+use candle_sage::sla2::Sla2Vjp;
+use candle_sage::{Attention, Router, Scheme, Selection, Sla2};
+
+use super::config::{LlamaConfig, ParameterSpec, Start};
+use super::parameters::{Parameters, Weight};
+
+/// How blocks of keys are picked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Choice {
+    /// By a router that learns where dense attention's mass is.
+    Learned,
+    /// By the router as it starts: the products of block means.
+    Identity,
+    /// The nearest blocks and the first one.
+    Window,
+}
+
+/// SLA2 of a run; its numerics are the model's scheme.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sla2Config {
+    /// Past blocks that a block of queries sees.
+    pub blocks: usize,
+    /// Tokens of a block, of queries and of keys.
+    pub block: usize,
+    /// How they are picked.
+    pub choice: Choice,
+    /// What the linear tail sums over; none leaves it out.
+    pub tail: Option<Tail>,
+    /// How the share of the selected blocks comes from `theta`.
+    pub alpha: Alpha,
+    /// Steps of dense attention at the start, those of the router among them.
+    pub dense_steps: u64,
+    /// The last of them, in which router and `theta` learn from dense attention.
+    pub router_steps: u64,
+}
+
+/// What a model attends to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// Everything.
+    Dense,
+    /// Everything, while the router and `theta` learn from it.
+    Router,
+    /// The selected blocks and the tail.
+    Sparse,
+}
+
+impl Sla2Config {
+    /// The stage of a step, from 0.
+    pub fn stage(&self, step: u64) -> Stage {
+        if step >= self.dense_steps {
+            Stage::Sparse
+        } else if step + self.router_steps >= self.dense_steps {
+            Stage::Router
+        } else {
+            Stage::Dense
+        }
+    }
+
+    /// The share of (query, key) pairs of a causal sequence that are not computed.
+    pub fn sparsity(&self, context: usize) -> f64 {
+        let pairs = |len: usize| len as f64 * (len as f64 + 1.0) / 2.0;
+        let mut seen = 0.0;
+        for (number, first) in (0..context).step_by(self.block).enumerate() {
+            let rows = self.block.min(context - first);
+            seen += pairs(rows) + (rows * self.block * self.blocks.min(number)) as f64;
+        }
+        1.0 - seen / pairs(context)
+    }
+
+    /// Parameters of a layer, beside those of attention.
+    pub(super) fn parameter_specs(&self, model: &LlamaConfig, at: &str) -> Vec<ParameterSpec> {
+        let spec = |name: &str, dims: Vec<usize>, start| ParameterSpec {
+            name: format!("{at}.{name}"),
+            dims,
+            start,
+            follows: false,
+        };
+        let mut specs = Vec::new();
+        if self.choice == Choice::Learned {
+            let dims = vec![model.key_heads, model.head_dim, model.head_dim];
+            specs.push(spec("q_router.weight", dims.clone(), Start::Identity));
+            specs.push(spec("k_router.weight", dims, Start::Identity));
+        }
+        if self.tail.is_some() {
+            specs.push(spec("theta", vec![model.heads], Start::Value(2.0)));
+        }
+        specs
+    }
+}
+
+/// The gradients of the router and of `theta` in their own stage, times this: AdamW does not feel it, and the clipping of
+/// the whole gradient's norm hardly does.
+const TEACHING: f64 = 0.01;
+
+/// The part of an attention layer.
+#[derive(Debug, Clone)]
+pub(super) struct Sla2Layer {
+    config: Sla2Config,
+    op: Sla2,
+    attention: Attention,
+    heads: (usize, usize),
+    router: Option<[Weight; 2]>,
+    theta: Option<Weight>,
+}
+
+impl Sla2Layer {
+    pub(super) fn new(
+        config: &Sla2Config,
+        model: &LlamaConfig,
+        scheme: Scheme,
+        parameters: &Parameters,
+        at: &str,
+    ) -> Result<Self> {
+        let weight = |name: &str| parameters.weight(&format!("{at}.{name}"));
+        let learned = config.choice == Choice::Learned;
+        let router = learned
+            .then(|| Ok::<_, candle_core::Error>([weight("q_router.weight")?, weight("k_router.weight")?]));
+        Ok(Self {
+            config: *config,
+            op: Sla2::new(scheme)
+                .blocks(config.blocks)
+                .block((config.block, config.block))
+                .causal(true)
+                .tail(config.tail)
+                .alpha(config.alpha)
+                .deterministic(model.deterministic),
+            attention: Attention::new(scheme).causal(true),
+            heads: (model.key_heads, model.head_dim),
+            router: router.transpose()?,
+            theta: config.tail.map(|_| weight("theta")).transpose()?,
+        })
+    }
+
+    /// For packed documents, or sequences.
+    fn op(&self, documents: Option<&Packing>) -> Sla2 {
+        match documents {
+            Some(documents) => self.op.clone().packing(documents.clone()),
+            None => self.op.clone(),
+        }
+    }
+
+    fn select(&self, q: &Tensor, k: &Tensor, documents: Option<&Packing>) -> Result<Selection> {
+        let router = match (self.config.choice, &self.router) {
+            (Choice::Window, _) => {
+                let (q_dims, k_dims) = (q.dims4()?, k.dims4()?);
+                let shape = AttentionShape::new(q_dims, k_dims, k_dims, true, documents.cloned())?;
+                let block = (self.config.block, self.config.block);
+                // One of them is the sink.
+                let nearest = self.config.blocks.saturating_sub(1);
+                return Selection::window(&shape, block, nearest, self.config.blocks.min(1), q.device());
+            }
+            (_, Some([query, key])) => Router::from_tensors(query.value.clone(), key.value.clone())?,
+            (_, None) => Router::new(self.heads.0, self.heads.1, q.device())?,
+        };
+        self.op(documents).select(&router, q, k)
+    }
+
+    fn theta(&self, q: &Tensor) -> Result<Tensor> {
+        match &self.theta {
+            Some(theta) => Ok(theta.value.clone()),
+            None => Tensor::zeros(q.dim(2)?, candle_core::DType::F32, q.device()),
+        }
+    }
+
+    /// Forward only.
+    pub(super) fn forward(&self, [q, k, v]: [&Tensor; 3], documents: Option<&Packing>) -> Result<Tensor> {
+        let selection = self.select(q, k, documents)?;
+        self.op(documents).apply(q, k, v, &selection, &self.theta(q)?)
+    }
+
+    /// The output, and the way back.
+    pub(super) fn vjp(
+        &self,
+        [q, k, v]: [&Tensor; 3],
+        documents: Option<&Packing>,
+    ) -> Result<(Tensor, Sla2Vjp)> {
+        let selection = self.select(q, k, documents)?;
+        self.op(documents).vjp(q, k, v, &selection, &self.theta(q)?)
+    }
+
+    /// The gradients of query, key and value; adds that of `theta`.
+    pub(super) fn backward(&self, vjp: &Sla2Vjp, dout: &Tensor) -> Result<[Tensor; 3]> {
+        let [dq, dk, dv, dtheta] = vjp.apply(dout)?;
+        if let Some(theta) = &self.theta {
+            ops::add_into(theta.gradient()?, &dtheta)?;
+        }
+        Ok([dq, dk, dv])
+    }
+
+    /// Adds gradients of the router, towards where dense attention has its mass, and of `theta`, towards dense attention's
+    /// output `out`.
+    pub(super) fn teach(
+        &self,
+        [q, k, v]: [&Tensor; 3],
+        out: &Tensor,
+        documents: Option<&Packing>,
+    ) -> Result<()> {
+        if let Some([query, key]) = &self.router {
+            let vars = [Var::from_tensor(&query.value)?, Var::from_tensor(&key.value)?];
+            let [q_var, k_var] = &vars;
+            let router = Router::from_tensors(q_var.as_tensor().clone(), k_var.as_tensor().clone())?;
+            let gradients = (self.op(documents).router_loss(&router, q, k)? * TEACHING)?.backward()?;
+            for (weight, var) in [query, key].into_iter().zip(&vars) {
+                if let Some(gradient) = gradients.get(var) {
+                    ops::add_into(weight.gradient()?, &gradient.contiguous()?)?;
+                }
+            }
+        }
+        let (Some(theta), Some(tail)) = (&self.theta, self.config.tail) else { return Ok(()) };
+        let selection = self.select(q, k, documents)?;
+        let attention = match documents {
+            Some(documents) => self.attention.clone().packing(documents.clone()),
+            None => self.attention.clone(),
+        };
+        let sparse = attention.select(&selection).apply(q, k, v)?;
+        let linear = ops::past_linear(q, k, v, &selection, tail)?;
+        let alpha = self.config.alpha;
+        let blended = ops::blend(&sparse, &linear, &theta.value, &selection, alpha)?;
+        // The mean squared difference over tokens, summed over channels.
+        let factor = TEACHING * 2.0 / (out.dim(0)? * out.dim(1)?) as f64;
+        let dout = ((blended - out)? * factor)?;
+        let [_, _, dtheta] = ops::blend_backward([&sparse, &linear, &theta.value], &selection, alpha, &dout)?;
+        ops::add_into(theta.gradient()?, &dtheta)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CONFIG: Sla2Config = Sla2Config {
+        blocks: 2,
+        block: 16,
+        choice: Choice::Learned,
+        tail: Some(Tail::Past),
+        alpha: Alpha::Count,
+        dense_steps: 60,
+        router_steps: 10,
+    };
+
+    #[test]
+    fn stages_follow_one_another() {
+        let stages = [0, 49, 50, 59, 60, 1000].map(|step| CONFIG.stage(step));
+        use Stage::{Dense, Router, Sparse};
+        assert_eq!(stages, [Dense, Dense, Router, Router, Sparse, Sparse]);
+        assert_eq!(Sla2Config { dense_steps: 0, ..CONFIG }.stage(0), Sparse);
+    }
+
+    /// Counted by hand: four blocks of 16, of which the third and fourth see two before them.
+    #[test]
+    fn sparsity_counts_pairs() {
+        let seen = 4 * (16 * 17 / 2) + 16 * 16 + 2 * 2 * 16 * 16;
+        let sparsity = CONFIG.sparsity(64);
+        assert!((sparsity - (1.0 - f64::from(seen) / f64::from(64 * 65 / 2))).abs() < 1e-12, "{sparsity}");
+        assert_eq!(Sla2Config { blocks: 3, ..CONFIG }.sparsity(64), 0.0);
+    }
+}

@@ -1,0 +1,211 @@
+//! The settings of SLA2: which form of it, by its name, and its own words.
+
+use std::str::FromStr;
+
+use candle_sage::Error;
+use candle_sage::ops::{Alpha, Tail};
+use clap::ValueEnum;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use super::Settings;
+use crate::checks::in_range;
+use crate::model::{Choice, Sla2Config};
+
+/// A form of SLA2: the whole, or a part of it left out, to see what that is worth.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Form {
+    Learned,
+    Identity,
+    Window,
+    Sparse,
+}
+
+impl Form {
+    pub(super) const ALL: [Self; 4] = [Self::Learned, Self::Identity, Self::Window, Self::Sparse];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Learned => "sla2",
+            Self::Identity => "sla2-identity",
+            Self::Window => "sla2-window",
+            Self::Sparse => "sla2-sparse",
+        }
+    }
+
+    pub(super) fn summary(self) -> &'static str {
+        match self {
+            Self::Learned => "Blocks that a learned router picks, a linear tail for the rest (SLA2)",
+            Self::Identity => "SLA2 with the router as it starts: products of block means",
+            Self::Window => "SLA2 with the nearest blocks and the first one",
+            Self::Sparse => "SLA2 without the tail: block-sparse attention with a learned router",
+        }
+    }
+}
+
+/// A share, as `90%` or `0.9`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Share(pub f64);
+
+impl FromStr for Share {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let (number, unit) = match text.strip_suffix('%') {
+            Some(number) => (number, 100.0),
+            None => (text, 1.0),
+        };
+        match number.trim().parse::<f64>() {
+            Ok(value) if (0.0..1.0).contains(&(value / unit)) => Ok(Self(value / unit)),
+            _ => Err(Error::new("not a share")
+                .got(format!("`{text}`"))
+                .allowed("0% to less than 100%, or a number from 0 to less than 1")
+                .hint("90% and 0.9 are the same")),
+        }
+    }
+}
+
+impl std::fmt::Display for Share {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}%", self.0 * 100.0)
+    }
+}
+
+impl Serialize for Share {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Share {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// What the linear tail sums over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TailSetting {
+    /// All blocks before, the selected ones too
+    Past,
+    /// Those that are not selected, as published (on the CPU)
+    Complement,
+}
+
+/// How the share of the selected blocks comes from what is learned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AlphaSetting {
+    /// From that and from how many tokens are selected
+    Count,
+    /// The same for every query, as published
+    Constant,
+}
+
+/// SLA2 as the settings say, for a run of so many steps over sequences of `context` tokens. Blocks are 128 tokens on a GPU.
+///
+/// # Errors
+/// When a setting is out of range, or the sparsity cannot be had.
+pub(super) fn resolve(
+    form: Form,
+    settings: &Settings,
+    context: usize,
+    steps: u64,
+    gpu: bool,
+) -> Result<Sla2Config, Error> {
+    // Sixteen blocks of a context, in powers of two, where nothing else is said.
+    let usual = (context / 16).checked_ilog2().map_or(16, |power| 1 << power).clamp(16, 128);
+    let block = settings.sla2_block.unwrap_or(if gpu { 128 } else { usual });
+    if !block.is_power_of_two() || !(16..=1024).contains(&block) {
+        return Err(Error::new("sla2-block is out of range")
+            .got(block)
+            .allowed("16, 32, 64, 128, ... 1024")
+            .hint("on a GPU it is 128"));
+    }
+    let usual_steps = steps * 6 / 10;
+    let dense_steps = settings.sla2_dense_steps.map_or(usual_steps, |steps| steps.0);
+    let router_steps =
+        settings.sla2_router_steps.map_or((steps / 10).min(100).min(dense_steps), |steps| steps.0);
+    let mut config = Sla2Config {
+        blocks: 0,
+        block,
+        choice: match form {
+            Form::Learned | Form::Sparse => Choice::Learned,
+            Form::Identity => Choice::Identity,
+            Form::Window => Choice::Window,
+        },
+        tail: match (form, settings.sla2_tail) {
+            (Form::Sparse, _) => None,
+            (_, Some(TailSetting::Complement)) => Some(Tail::Complement),
+            (_, Some(TailSetting::Past) | None) => Some(Tail::Past),
+        },
+        alpha: match settings.sla2_alpha {
+            Some(AlphaSetting::Constant) => Alpha::Constant,
+            Some(AlphaSetting::Count) | None => Alpha::Count,
+        },
+        dense_steps,
+        router_steps: in_range("sla2-router-steps", router_steps, 0, dense_steps)?,
+    };
+    let most = context.div_ceil(block).saturating_sub(1);
+    config.blocks = match (settings.sla2_blocks, settings.sla2_sparsity) {
+        (Some(_), Some(_)) => {
+            return Err(Error::new("both blocks and sparsity of SLA2 are given")
+                .got("--sla2-blocks and --sla2-sparsity")
+                .allowed("one of them")
+                .hint("--dry-run says what sparsity a number of blocks comes to"));
+        }
+        (Some(blocks), None) => in_range("sla2-blocks", blocks as u64, 0, 1 << 20)? as usize,
+        (None, Some(Share(sparsity))) => {
+            let (least, all) = (config.sparsity(context), Sla2Config { blocks: most, ..config });
+            if sparsity > least || all.sparsity(context) > sparsity {
+                return Err(Error::new("this sparsity cannot be had")
+                    .got(Share(sparsity))
+                    .allowed(format!(
+                        "at most {:.1} %: context {context} with blocks of {block}, of which the diagonal is always seen",
+                        least * 100.0
+                    ))
+                    .hint("a longer --context, or on the CPU a smaller --sla2-block"));
+            }
+            nearest(&config, context, most, sparsity)
+        }
+        (None, None) => nearest(&config, context, most, 0.9).clamp(1, most.max(1)),
+    };
+    Ok(config)
+}
+
+/// How many blocks come nearest to a sparsity.
+fn nearest(config: &Sla2Config, context: usize, most: usize, sparsity: f64) -> usize {
+    let distance = |blocks| (Sla2Config { blocks, ..*config }.sparsity(context) - sparsity).abs();
+    (0..=most).min_by(|&a, &b| distance(a).total_cmp(&distance(b))).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_read_back() {
+        for (text, share) in [("90%", 0.9), ("0.9", 0.9), ("0", 0.0), ("12.5 %", 0.125)] {
+            let read: Share = text.parse().expect("a share");
+            assert!((read.0 - share).abs() < 1e-12, "{text}");
+            assert_eq!(read.to_string().parse(), Ok(read));
+        }
+        for bad in ["", "100%", "1", "-1%", "x"] {
+            assert!(bad.parse::<Share>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn sparsity_becomes_blocks() {
+        let settings = |share| Settings { sla2_sparsity: Some(Share(share)), ..Settings::default() };
+        let blocks = |share, context| {
+            resolve(Form::Learned, &settings(share), context, 1000, true).map(|config| config.blocks)
+        };
+        // From k = ((1 - s) (N + 1) / 2 - 64.5) / 128, with fewer blocks for the first ones.
+        assert_eq!(blocks(0.9, 16384), Ok(6));
+        assert_eq!(blocks(0.95, 32768), Ok(6));
+        assert_eq!(blocks(0.85, 4096), Ok(2));
+        let message = blocks(0.97, 4096).expect_err("more than the diagonal leaves").to_string();
+        assert!(message.contains("at most 96.9 %"), "{message}");
+    }
+}
