@@ -36,7 +36,8 @@ impl<'a> Problem<'a> {
 
     /// Rows of a tile of queries and of keys, for numerics that any tiles suit: 64, or less where blocks are smaller.
     pub(super) fn tile(&self) -> (usize, usize) {
-        let of_block = |block: usize| [64, 32].into_iter().find(|tile| block.is_multiple_of(*tile)).unwrap_or(16);
+        let of_block =
+            |block: usize| [64, 32].into_iter().find(|tile| block.is_multiple_of(*tile)).unwrap_or(16);
         self.lists.map_or((64, 64), |lists| (of_block(lists.blocks.query), of_block(lists.blocks.key)))
     }
 
