@@ -94,7 +94,7 @@ struct Core {
 
 /// The way back through attention.
 enum Vjp {
-    Dense(AttentionVjp),
+    Dense(Box<AttentionVjp>),
     Sparse(Box<Sla2Vjp>),
 }
 
@@ -183,7 +183,7 @@ impl SelfAttention {
             }
             None => {
                 let (out, vjp) = attention.vjp(query, key, value)?;
-                (out, Vjp::Dense(vjp))
+                (out, Vjp::Dense(Box::new(vjp)))
             }
         };
         Ok(Core { inputs, out, vjp })
