@@ -103,6 +103,17 @@ impl Blocks {
         (block * self.key).min(len)..((block + 1) * self.key).min(len)
     }
 
+    /// The most blocks that a router can choose for any block of queries.
+    pub(crate) fn most_candidates(&self) -> usize {
+        self.each().map(|(segment, block)| self.candidates(segment, block)).max().unwrap_or(0)
+    }
+
+    /// How many segments there are.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn segments(&self) -> usize {
+        self.segments.len()
+    }
+
     /// The most blocks that any list has besides those that a router chooses.
     pub(crate) fn most_always(&self) -> usize {
         self.each().map(|(segment, block)| self.always(segment, block).len()).max().unwrap_or(0)

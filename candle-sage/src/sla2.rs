@@ -259,6 +259,13 @@ impl Sla2 {
     /// When shapes or settings do not fit.
     pub fn mass_caught(&self, selection: &Selection, q: &Tensor, k: &Tensor) -> Result<f64> {
         let (shape, blocks) = self.shape(q, k)?;
+        if *selection.shape() != shape || selection.block() != self.block {
+            return Err(Error::new("the selection is not one of these queries and keys")
+                .got(format!("blocks {:?} of {:?}", selection.block(), selection.shape()))
+                .allowed(format!("blocks {:?} of {shape:?}", self.block))
+                .hint("`Sla2::select` makes one")
+                .into());
+        }
         let scale = shape.default_softmax_scale() as f32;
         let mass = block_mass([&q.detach(), &k.detach()], &shape, &blocks, scale)?.to_vec3::<f32>()?;
         let lists = selection.host()?;

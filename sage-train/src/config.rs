@@ -148,6 +148,12 @@ impl Config {
         };
         let steps = in_range("steps", steps, 1, 1 << 40)?;
         let sla2 = attn.sla2(&s, context, steps, need(s.device) == Place::Cuda)?;
+        if let Some(sla2) = &sla2 {
+            // As it came out: on another device, over another context or for more steps it would come out otherwise.
+            (s.sla2_block, s.sla2_blocks, s.sla2_sparsity) = (Some(sla2.block), Some(sla2.blocks), None);
+            s.sla2_dense_steps = Some(Quantity(sla2.dense_steps));
+            s.sla2_router_steps = Some(Quantity(sla2.router_steps));
+        }
         let model = LlamaConfig {
             vocab: model_vocab(preset, need(s.vocab_size).0 as usize),
             layers: need(s.layers),

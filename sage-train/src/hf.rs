@@ -176,7 +176,7 @@ pub fn longest(folder: &Path) -> Result<usize> {
     Ok(HfConfig::read(folder)?.max_position_embeddings)
 }
 
-/// The weights of a folder. Rows that the embedding has beyond the file's are not invented: the shape must be the same.
+/// The weights of a folder; a router and a share that it has none of start as they do. Rows that the embedding has beyond the file's are not invented: the shape must be the same.
 ///
 /// # Errors
 /// When a file is missing, damaged, or of another shape.
@@ -191,8 +191,11 @@ pub fn load(
     let files = weight_files(folder)?;
     let opened = files.iter().map(|name| StateFile::open(&folder.join(name))).collect::<Result<Vec<_>>>()?;
     let values = |spec: &ParameterSpec| {
-        let holder = opened.iter().find(|file| file.contains(&spec.name)).unwrap_or(&opened[0]);
-        holder.values(spec, "")
+        let holder = opened.iter().find(|file| file.contains(&spec.name));
+        match (holder, spec.fixed_start()) {
+            (None, Some(start)) if is_of_sla2(&spec.name) => Ok(start),
+            _ => holder.unwrap_or(&opened[0]).values(spec, ""),
+        }
     };
     Parameters::from_values(config, &values, device, dtype, trained)
 }
@@ -265,6 +268,11 @@ pub struct Model<'a> {
     pub tokenizer: &'a Tokenizer,
 }
 
+/// Whether a parameter is one that SLA2 adds to a layer.
+fn is_of_sla2(name: &str) -> bool {
+    ["_router.weight", ".theta"].iter().any(|end| name.ends_with(end))
+}
+
 /// Writes a model into a new folder, as `transformers` loads it.
 ///
 /// # Errors
@@ -275,6 +283,12 @@ pub fn export(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
             .got("--attn none")
             .allowed("a run with attention: any --attn but none")
             .hint("its weights are in model.safetensors, under the same names"));
+    }
+    if model.config.sla2.is_some() {
+        return Err(Error::new("transformers has no SLA2")
+            .got("a run with --attn sla2")
+            .allowed("dense attention: fpa, sagebwd, attn-qat")
+            .hint("the run's model.safetensors has the weights, those of the router too"));
     }
     let folder = Folder::begin(to)?;
     export_into(model, folder.path(), dtype)?;

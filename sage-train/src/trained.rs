@@ -10,9 +10,19 @@ use crate::data::Tokenizer;
 use crate::device::Place;
 use crate::during;
 use crate::hf;
-use crate::model::{Llama, Parameters};
+use crate::model::{Llama, Parameters, Stage};
 use crate::quantity::Quantity;
 use crate::settings::{Attn, Settings};
+
+/// What the model of a run attended to at its end, where it has SLA2.
+fn last_stage(saved: &Settings) -> Stage {
+    let of_tokens = saved.tokens.zip(saved.tokens_per_step).map(|(all, step)| all.0.div_ceil(step.0.max(1)));
+    let steps = saved.steps.map(|steps| steps.0).or(of_tokens);
+    match (steps, saved.sla2_dense_steps) {
+        (Some(steps), Some(dense)) if dense.0 >= steps => Stage::Dense,
+        _ => Stage::Sparse,
+    }
+}
 
 /// Nothing is trained in steps: one fits whatever context and micro-batch were asked for.
 fn one_micro_batch(settings: Settings) -> Settings {
@@ -24,6 +34,8 @@ fn one_micro_batch(settings: Settings) -> Settings {
         steps: Some(Quantity(1)),
         tokens: None,
         warmup_steps: None,
+        sla2_dense_steps: Some(Quantity(0)),
+        sla2_router_steps: Some(Quantity(0)),
         ..settings
     }
 }
@@ -39,6 +51,8 @@ pub struct Trained {
     pub tokenizer: Tokenizer,
     /// Where it computes.
     pub device: Device,
+    /// What it attends to, where it has SLA2.
+    stage: Stage,
 }
 
 impl Trained {
@@ -59,17 +73,18 @@ impl Trained {
             let config =
                 Config::resolve(one_micro_batch(Settings { context: Some(context), attn, ..settings }))?;
             let parameters = hf::load(folder, &config.model, &device, place.dtype(), trained)?;
-            return Ok(Self { config, parameters, tokenizer: tokenizer()?, device });
+            return Ok(Self { config, parameters, tokenizer: tokenizer()?, device, stage: Stage::Sparse });
         }
         let saved = Config::read_settings(&saved).map_err(|error| {
             error.hint(
                 "this takes the folder of a run, e.g. runs/tiny-sagebwd-001, or one in Hugging Face's format",
             )
         })?;
+        let stage = last_stage(&saved);
         let config = Config::resolve(one_micro_batch(settings.over(saved)))?;
         let weights = folder.join("model.safetensors");
         let parameters = Parameters::load(&config.model, &weights, &device, place.dtype(), trained)?;
-        Ok(Self { config, parameters, tokenizer: tokenizer()?, device })
+        Ok(Self { config, parameters, tokenizer: tokenizer()?, device, stage })
     }
 
     /// The model.
@@ -80,10 +95,7 @@ impl Trained {
         let model = &self.config.model;
         let mut llama =
             Llama::new(model, &self.parameters, &self.device).map_err(during("cannot make the model"))?;
-        // As it was at the end of its run.
-        if let Some(sla2) = &model.sla2 {
-            llama.set_stage(sla2.stage(self.config.steps.saturating_sub(1)));
-        }
+        llama.set_stage(self.stage);
         Ok(llama)
     }
 

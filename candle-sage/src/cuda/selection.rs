@@ -23,6 +23,15 @@ pub(super) struct Lists {
 
 /// Checks that blocks are those of the kernels.
 pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
+    // Segments and heads are the second and third dimension of grids.
+    const MOST: usize = 65_535;
+    if blocks.segments() * blocks.key_heads > MOST {
+        return Err(Error::new("a selection has too many segments for one launch")
+            .got(format!("{} segments of {} key heads", blocks.segments(), blocks.key_heads))
+            .allowed(format!("{MOST} in all"))
+            .hint("split the batch")
+            .into());
+    }
     if (blocks.query, blocks.key) == (SELECTION_BLOCK, SELECTION_BLOCK) {
         return Ok(());
     }

@@ -44,6 +44,7 @@ pub fn blend(
     selection: &Selection,
     alpha: Alpha,
 ) -> Result<Tensor> {
+    let theta = &theta.contiguous()?;
     let op = Blend::new([sparse, tail, theta], selection, alpha)?;
     sparse.apply_op3(tail, theta, op)
 }
@@ -58,6 +59,7 @@ pub fn blend_backward(
     alpha: Alpha,
     dout: &Tensor,
 ) -> Result<[Tensor; 3]> {
+    let theta = &theta.contiguous()?;
     Blend::new([sparse, tail, theta], selection, alpha)?.gradients([sparse, tail, theta], dout)
 }
 

@@ -61,6 +61,7 @@ pub(crate) fn choose(
     blocks: &Blocks,
     most: usize,
 ) -> Result<Selection> {
+    let most = most.min(blocks.most_candidates());
     let width = most + blocks.most_always();
     #[cfg(feature = "cuda")]
     if scores.device().is_cuda() {

@@ -50,14 +50,15 @@ impl Router {
     }
 
     /// A router from a model's variables: `q_router.weight` and `k_router.weight`, in f32. What is missing in
-    /// a `VarMap` starts as zeros, with which no block is better than another: begin with [`Router::new`].
+    /// a `VarMap` starts at random; [`Router::new`] starts with identities, which know something already.
     ///
     /// # Errors
     /// When they are missing or have another shape.
     pub fn load(key_heads: usize, head_dim: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let get = |name: &str| {
             let dims = (key_heads, head_dim, head_dim);
-            vb.pp(name).get_with_hints_dtype(dims, "weight", Init::Const(0.0), DType::F32)
+            let start = Init::Randn { mean: 0.0, stdev: (head_dim as f64).powf(-0.5) };
+            vb.pp(name).get_with_hints_dtype(dims, "weight", start, DType::F32)
         };
         Self::from_tensors(get("q_router")?, get("k_router")?)
     }

@@ -4,7 +4,7 @@ use candle_sage::{Error, Result, Scheme};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use super::sla2::Sla2Config;
+use super::sla2::{Sla2Config, Stage};
 
 /// The shape of a decoder-only transformer in Llama's style, with a tied embedding.
 #[derive(Debug, Clone, PartialEq)]
@@ -57,6 +57,13 @@ pub enum Recompute {
     Block,
 }
 
+/// A matrix with ones on its diagonal, or several.
+fn identity(dims: &[usize]) -> Vec<f32> {
+    let width = dims.last().copied().unwrap_or(1);
+    let all: usize = dims.iter().product();
+    (0..all).map(|n| f32::from(u8::from(n / width % width == n % width))).collect()
+}
+
 /// The values of a parameter before training.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Start {
@@ -85,6 +92,15 @@ impl ParameterSpec {
     /// Whether weight decay applies, and the model computes in its own type: to matrices, not to norms or routers.
     pub fn decays(&self) -> bool {
         self.dims.len() == 2
+    }
+
+    /// Its values before training, where they are not drawn.
+    pub fn fixed_start(&self) -> Option<Vec<f32>> {
+        match self.start {
+            Start::Normal(_) => None,
+            Start::Value(value) => Some(vec![value; self.len() as usize]),
+            Start::Identity => Some(identity(&self.dims)),
+        }
     }
 
     /// Number of elements.
@@ -203,8 +219,17 @@ impl LlamaConfig {
     /// `6 layers heads head_dim context`, or the part of it that SLA2 computes, with twice `12 layers heads head_dim^2` for
     /// its tail.
     pub fn flops_per_token(&self) -> u64 {
+        self.flops(self.sla2.as_ref())
+    }
+
+    /// The same for a step of training, from 0: before SLA2's own stage attention is dense.
+    pub fn flops_per_token_at(&self, step: u64) -> u64 {
+        self.flops(self.sla2.as_ref().filter(|sla2| sla2.stage(step) == Stage::Sparse))
+    }
+
+    fn flops(&self, sla2: Option<&Sla2Config>) -> u64 {
         let channels = (self.layers * self.heads * self.head_dim) as f64;
-        let attention = match (&self.scheme, &self.sla2) {
+        let attention = match (&self.scheme, sla2) {
             (None, _) => 0.0,
             (_, None) => channels * self.context as f64,
             (_, Some(sla2)) => {

@@ -380,14 +380,7 @@ impl StateFile {
 
 fn draw(spec: &ParameterSpec, seed: u64) -> Vec<f32> {
     let len = spec.len() as usize;
-    let std = match spec.start {
-        Start::Normal(std) => std,
-        Start::Value(value) => return vec![value; len],
-        Start::Identity => {
-            let width = spec.dims.last().copied().unwrap_or(1);
-            return (0..len).map(|n| f32::from(u8::from(n / width % width == n % width))).collect();
-        }
-    };
+    let Start::Normal(std) = spec.start else { return spec.fixed_start().unwrap_or_default() };
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     rng.set_stream(fnv1a(&spec.name));
     let normal = Normal::new(0.0, std as f32).expect("a checked standard deviation");

@@ -66,11 +66,13 @@ impl Sla2Config {
     /// The share of (query, key) pairs of a causal sequence that are not computed.
     pub fn sparsity(&self, context: usize) -> f64 {
         let pairs = |len: usize| len as f64 * (len as f64 + 1.0) / 2.0;
-        let mut seen = 0.0;
-        for (number, first) in (0..context).step_by(self.block).enumerate() {
-            let rows = self.block.min(context - first);
-            seen += pairs(rows) + (rows * self.block * self.blocks.min(number)) as f64;
-        }
+        let (whole, rest) = (context / self.block, context % self.block);
+        // Past blocks of all whole blocks of queries: 0, 1, 2, ... and from some on all that may be picked.
+        let growing = whole.min(self.blocks + 1);
+        let past =
+            growing as f64 * (growing as f64 - 1.0) / 2.0 + (whole - growing) as f64 * self.blocks as f64;
+        let tokens = past * self.block as f64 + (rest * self.blocks.min(whole)) as f64;
+        let seen = whole as f64 * pairs(self.block) + pairs(rest) + tokens * self.block as f64;
         1.0 - seen / pairs(context)
     }
 

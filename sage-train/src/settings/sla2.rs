@@ -122,8 +122,16 @@ pub(super) fn resolve(
             .allowed("16, 32, 64, 128, ... 1024")
             .hint("on a GPU it is 128"));
     }
+    let complement = settings.sla2_tail == Some(TailSetting::Complement);
+    if gpu && (block != 128 || complement) {
+        return Err(Error::new("this form of SLA2 does not run on a GPU")
+            .got(format!("blocks of {block}, tail {}", if complement { "complement" } else { "past" }))
+            .allowed("blocks of 128 and the past tail")
+            .hint("--device cpu takes the others"));
+    }
     let usual_steps = steps * 6 / 10;
-    let dense_steps = settings.sla2_dense_steps.map_or(usual_steps, |steps| steps.0);
+    let asked = settings.sla2_dense_steps.map_or(usual_steps, |steps| steps.0);
+    let dense_steps = in_range("sla2-dense-steps", asked, 0, steps)?;
     let router_steps =
         settings.sla2_router_steps.map_or((steps / 10).min(100).min(dense_steps), |steps| steps.0);
     let mut config = Sla2Config {

@@ -42,13 +42,18 @@ impl<'a> Trainer<'a> {
         parameters: &'a Parameters,
         device: &'a Device,
     ) -> candle_core::Result<Self> {
+        let mut model = Llama::new(&config.model, parameters, device)?;
+        if let Some(sla2) = &config.model.sla2 {
+            // Where no step is left to do.
+            model.set_stage(sla2.stage(config.steps - 1));
+        }
         Ok(Self {
             config,
             device,
             parameters,
             data,
             monitor: Monitor::new(device),
-            model: Llama::new(&config.model, parameters, device)?,
+            model,
             stop: Tensor::zeros((), DType::F64, device)?,
             mailboxes: [
                 Mailbox::new(device, config.accumulation + 2)?,
@@ -176,7 +181,7 @@ impl<'a> Trainer<'a> {
         }
         let tokens_per_second = self.config.tokens_per_step() as f64 / seconds;
         let gpu = self.monitor.read();
-        let flops = tokens_per_second * self.config.model.flops_per_token() as f64;
+        let flops = tokens_per_second * self.config.model.flops_per_token_at(step) as f64;
         Ok(Point {
             step: step + 1,
             tokens: (step + 1) * self.config.tokens_per_step(),

@@ -257,3 +257,40 @@ fn nobody_listening_is_no_reason_to_stop() {
     assert!(child.wait().expect("an end").success());
     assert!(scratch.path().join("runs/alone/model.safetensors").exists());
 }
+
+/// Its stages in one run; what was resolved is saved, so that the folder is evaluated as it was trained.
+#[test]
+fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
+    let scratch = Scratch::new();
+    let sla2 = ["--attn", "sla2", "--context", "128", "--sla2-block", "16", "--sla2-blocks", "1"];
+    let stages = ["--steps", "8", "--sla2-dense-steps", "5", "--sla2-router-steps", "2", "--eval-every", "4"];
+    scratch.ok(&small(&[&sla2[..], &stages, &["--tokens-per-step", "512", "--name", "stages"]].concat()));
+    let points = scratch.metrics("stages");
+    assert_eq!(points.len(), 8);
+    let last = points[7].val_loss.expect("validated");
+    let loss = |args: &[&str]| -> f64 {
+        let text = scratch.ok(args);
+        let number = text.split_whitespace().filter_map(|word| word.parse::<f64>().ok()).find(|x| *x > 1.0);
+        number.unwrap_or_else(|| panic!("no loss in {text}"))
+    };
+    let saved = std::fs::read_to_string(scratch.path().join("runs/stages/config.toml")).expect("settings");
+    for line in
+        ["sla2-block = 16", "sla2-blocks = 1", "sla2-dense-steps = \"5\"", "sla2-router-steps = \"2\""]
+    {
+        assert!(saved.contains(line), "{line} in {saved}");
+    }
+    // As it was trained; and dense attention is another model.
+    let tokens = ["--tokens", "2k", "--device", "cpu"];
+    let sparse = loss(&[&["eval", "runs/stages"], &tokens[..]].concat());
+    let dense = loss(&[&["eval", "runs/stages", "--attn", "sagebwd"], &tokens[..]].concat());
+    assert!((sparse - last).abs() < 0.2 && sparse != dense, "{sparse}, {dense}, in training {last}");
+    scratch.ok(&["sample", "runs/stages", "--tokens", "5"]);
+    scratch.ok(&["probe", "runs/stages", "--sequences", "1"]);
+    // Longer, from where it stopped: its stages stay where they were.
+    scratch.ok(&["--resume", "runs/stages", "--steps", "10"]);
+    assert_eq!(scratch.metrics("stages").len(), 10);
+    let refused = scratch.fails(&["export", "runs/stages", "--to", "hf"]);
+    assert!(refused.contains("transformers has no SLA2"), "{refused}");
+    let dense_run = ["--attn", "sla2", "--context", "128", "--steps", "2", "--sla2-dense-steps", "3"];
+    assert!(scratch.fails(&small(&dense_run)).contains("sla2-dense-steps"));
+}
