@@ -282,13 +282,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fill_users(const __grid
 extern "C" __global__ void __launch_bounds__(WARPS * 32) choose_blocks(const __grid_constant__ params::Choose p) { choose(p); }
 
 #define TYPE(type, T)                                                                                        \
-  extern "C" __global__ void __launch_bounds__(128) pool_##type(const __grid_constant__ params::Pool p) {    \
+  extern "C" __global__ void __launch_bounds__(128, 1) pool_##type(const __grid_constant__ params::Pool p) {    \
     pool<T>(p);                                                                                              \
   }                                                                                                          \
-  extern "C" __global__ void __launch_bounds__(128) block_mass_##type##_64(const __grid_constant__ params::Mass p) {  \
+  extern "C" __global__ void __launch_bounds__(128, 1) block_mass_##type##_64(const __grid_constant__ params::Mass p) {  \
     block_mass<T, 64>(p);                                                                                    \
   }                                                                                                          \
-  extern "C" __global__ void __launch_bounds__(128) block_mass_##type##_128(const __grid_constant__ params::Mass p) { \
+  extern "C" __global__ void __launch_bounds__(128, 1) block_mass_##type##_128(const __grid_constant__ params::Mass p) { \
     block_mass<T, 128>(p);                                                                                   \
   }
 TYPE(bf16, __nv_bfloat16)
