@@ -34,7 +34,7 @@ use cudarc::driver::CudaSlice;
 use full_precision::FullPrecision;
 use kernels::Grid;
 use plan::{Plan, TILE};
-use selection::{Lists, Users};
+use selection::{Users, lists};
 use tensor::address;
 
 use crate::scheme::Scheme;
@@ -156,8 +156,8 @@ fn run_forward<S: OnGpu>(
     keep: bool,
 ) -> Result<(CudaStorage, Option<Box<dyn Ran>>)> {
     let call = Call::new(problem)?;
-    let selection = problem.selection.map(|selection| Lists::new(selection, &call.gpu)).transpose()?;
-    let visits = if selection.is_some() { Visits::Listed } else { Visits::All };
+    let lists = problem.selection.map(|selection| lists(selection, &call.gpu)).transpose()?;
+    let visits = if lists.is_some() { Visits::Listed } else { Visits::All };
     let plan = scheme.forward_plan(call.d, call.gpu.architecture, visits);
     let (out, out_view) = call.output(problem.shape.query_dims())?;
     let minus_lse2 = keep.then(|| call.gpu.alloc::<f32>(call.query_tiles() * TILE)).transpose()?;
@@ -170,7 +170,7 @@ fn run_forward<S: OnGpu>(
         out: out_view,
         minus_lse2: minus_lse2.as_ref().map_or(0, |lse2| address(lse2, &call.gpu)),
         shape: call.shape_sharing(&plan, keys, problem.shape.query_heads()),
-        lists: selection.as_ref().map_or(params::Lists::default(), |lists| lists.params),
+        lists: lists.unwrap_or_default(),
         ..params::Forward::default()
     };
     let operands = scheme.before_forward(&call, keep, &mut params)?;

@@ -21,7 +21,6 @@ mod swiglu;
 
 pub use accumulate::{add_into, product_into};
 pub use adamw::{AdamW, sum_of_squares};
-pub(crate) use attention::dims4;
 pub use attention::{Attention, AttentionVjp};
 pub use blend::{Alpha, blend, blend_backward};
 pub use cross_entropy::{CrossEntropy, cross_entropy, linear_cross_entropy, linear_cross_entropy_into};

@@ -4,8 +4,9 @@
 //! for the host.
 
 use std::ops::Range;
+use std::sync::{Arc, OnceLock};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 
 use crate::error::{Error, Result};
 use crate::shape::{AttentionShape, Segment};
@@ -33,8 +34,9 @@ pub(crate) struct Blocks {
     causal: bool,
     packed: bool,
     segments: Vec<Segment>,
-    /// Blocks of queries before each segment's; the last entry counts all.
+    /// Blocks of queries, and of keys, before each segment's; the last entry counts all.
     starts: Vec<usize>,
+    key_starts: Vec<usize>,
 }
 
 impl Blocks {
@@ -52,12 +54,13 @@ impl Blocks {
                 .allowed("equal lengths in every batch entry or document")
                 .hint("without a selection, causal attention takes any lengths"));
         }
-        let mut starts = vec![0];
-        for segment in &segments {
-            starts.push(starts[starts.len() - 1] + segment.query.len().div_ceil(query));
+        let (mut starts, mut key_starts) = (vec![0], vec![0]);
+        for (n, segment) in segments.iter().enumerate() {
+            starts.push(starts[n] + segment.query.len().div_ceil(query));
+            key_starts.push(key_starts[n] + segment.key.len().div_ceil(key));
         }
         let (key_heads, causal, packed) = (shape.key_heads(), shape.causal(), shape.is_packed());
-        Ok(Self { query, key, key_heads, causal, packed, segments, starts })
+        Ok(Self { query, key, key_heads, causal, packed, segments, starts, key_starts })
     }
 
     /// Blocks of queries of all segments: how many lists a key head has.
@@ -70,12 +73,17 @@ impl Blocks {
         self.starts[segment] + block
     }
 
+    /// The number of a segment's block of keys among those of all key heads.
+    fn column(&self, key_head: usize, segment: usize, block: usize) -> usize {
+        key_head * self.all_key_blocks() + self.key_starts[segment] + block
+    }
+
     pub(crate) fn query_blocks(&self, segment: usize) -> usize {
         self.starts[segment + 1] - self.starts[segment]
     }
 
     pub(crate) fn key_blocks(&self, segment: usize) -> usize {
-        self.segments[segment].key.len().div_ceil(self.key)
+        self.key_starts[segment + 1] - self.key_starts[segment]
     }
 
     /// How many blocks of keys, the first ones, may be listed: with a causal mask those that the block's first query sees
@@ -122,7 +130,7 @@ impl Blocks {
     /// Where a segment's blocks of keys begin among the columns of a score matrix: every segment has a matrix of its own, but
     /// packed documents share one.
     pub(crate) fn first_column(&self, segment: usize) -> usize {
-        if self.packed { (0..segment).map(|segment| self.key_blocks(segment)).sum() } else { 0 }
+        if self.packed { self.key_starts[segment] } else { 0 }
     }
 
     /// Columns of a score matrix.
@@ -132,7 +140,7 @@ impl Blocks {
 
     /// Blocks of keys of all segments.
     pub(crate) fn all_key_blocks(&self) -> usize {
-        (0..self.segments.len()).map(|segment| self.key_blocks(segment)).sum()
+        self.key_starts[self.segments.len()]
     }
 
     /// The tokens over which the mean of each block of keys is taken.
@@ -199,6 +207,8 @@ pub struct Selection {
     blocks: Blocks,
     /// (key heads, blocks of queries, 1 + width) of u32: how many blocks are seen, and which, in ascending order.
     lists: Tensor,
+    /// The same on the host, from when it is first asked for.
+    host: Arc<OnceLock<Lists>>,
 }
 
 impl Selection {
@@ -242,7 +252,7 @@ impl Selection {
             values.resize(values.len() + width - seen.len(), 0);
         }
         let lists = Tensor::from_vec(values, (blocks.key_heads, blocks.rows(), 1 + width), device)?;
-        Ok(Self { shape: shape.clone(), blocks, lists })
+        Ok(Self::from_tensor(shape, blocks, lists))
     }
 
     /// Every candidate: dense attention.
@@ -282,7 +292,7 @@ impl Selection {
 
     /// A selection of lists that a router left on a device.
     pub(crate) fn from_tensor(shape: &AttentionShape, blocks: Blocks, lists: Tensor) -> Self {
-        Self { shape: shape.clone(), blocks, lists }
+        Self { shape: shape.clone(), blocks, lists, host: Arc::default() }
     }
 
     /// The blocks of keys that a block of queries sees, in ascending order, with those on the diagonal. On a GPU this waits
@@ -306,8 +316,7 @@ impl Selection {
                 .hint("blocks are counted inside their segment")
                 .into());
         }
-        let row = self.lists.get(key_head)?.get(self.blocks.row(segment, block))?.to_vec1::<u32>()?;
-        Ok(row[1..1 + row[0] as usize].iter().map(|&block| block as usize).collect())
+        Ok(self.host()?.seen(segment, key_head, block).iter().map(|&block| block as usize).collect())
     }
 
     /// The share of (query, key) pairs that a dense call would compute and this does not, masks counted by token, over all
@@ -349,6 +358,7 @@ impl Selection {
             shape: self.shape.clone(),
             blocks: self.blocks.clone(),
             lists: self.lists.to_device(device)?,
+            host: self.host.clone(),
         })
     }
 
@@ -385,29 +395,25 @@ impl Selection {
     }
 
     /// The lists where loops can read them.
-    pub(crate) fn host(&self) -> candle_core::Result<Lists> {
+    pub(crate) fn host(&self) -> candle_core::Result<&Lists> {
+        if let Some(lists) = self.host.get() {
+            return Ok(lists);
+        }
         let (_, _, stride) = self.lists.dims3()?;
-        let values =
-            self.lists.to_device(&Device::Cpu)?.to_dtype(DType::U32)?.flatten_all()?.to_vec1::<u32>()?;
+        let values = self.lists.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<u32>()?;
         let seen: Vec<Vec<u32>> =
             values.chunks_exact(stride).map(|row| row[1..1 + row[0] as usize].to_vec()).collect();
-        let starts: Vec<usize> = (0..self.blocks.segments.len())
-            .scan(0, |next, segment| {
-                let start = *next;
-                *next += self.blocks.key_blocks(segment);
-                Some(start)
-            })
-            .collect();
-        let columns = starts.last().map_or(0, |last| last + self.blocks.key_blocks(starts.len() - 1));
-        let mut users = vec![Vec::new(); self.blocks.key_heads * columns];
-        for key_head in 0..self.blocks.key_heads {
-            for (segment, block) in self.blocks.each() {
-                for &key_block in &seen[key_head * self.blocks.rows() + self.blocks.row(segment, block)] {
-                    users[key_head * columns + starts[segment] + key_block as usize].push(block as u32);
+        let blocks = &self.blocks;
+        let mut users = vec![Vec::new(); blocks.key_heads * blocks.all_key_blocks()];
+        for key_head in 0..blocks.key_heads {
+            for (segment, block) in blocks.each() {
+                for &key_block in &seen[key_head * blocks.rows() + blocks.row(segment, block)] {
+                    users[blocks.column(key_head, segment, key_block as usize)].push(block as u32);
                 }
             }
         }
-        Ok(Lists { shape: self.shape.clone(), blocks: self.blocks.clone(), seen, users, columns, starts })
+        let lists = Lists { shape: self.shape.clone(), blocks: blocks.clone(), seen, users };
+        Ok(self.host.get_or_init(|| lists))
     }
 }
 
@@ -433,9 +439,6 @@ pub(crate) struct Lists {
     seen: Vec<Vec<u32>>,
     /// (key head, block of keys): the blocks of queries that see it, ascending.
     users: Vec<Vec<u32>>,
-    /// Blocks of keys of all segments, and of those before each.
-    columns: usize,
-    starts: Vec<usize>,
 }
 
 impl Lists {
@@ -473,6 +476,6 @@ impl Lists {
 
     /// The blocks of queries that see a block of keys.
     pub(crate) fn users(&self, segment: usize, key_head: usize, block: usize) -> &[u32] {
-        &self.users[key_head * self.columns + self.starts[segment] + block]
+        &self.users[self.blocks.column(key_head, segment, block)]
     }
 }

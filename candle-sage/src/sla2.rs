@@ -27,7 +27,7 @@ pub use router::Router;
 use crate::error::Error;
 pub use crate::ops::{Alpha, Tail};
 use crate::ops::{
-    Attention, AttentionVjp, blend, blend_backward, block_mass, choose, dims4, past_linear,
+    Attention, AttentionVjp, blend, blend_backward, block_mass, choose, past_linear,
     past_linear_backward_onto, pool_keys, pool_queries,
 };
 use crate::scheme::Scheme;
@@ -55,30 +55,25 @@ use crate::shape::{AttentionShape, Packing};
 /// is taken out of the codes, which changes their rounding; with full precision nothing remains.)
 #[derive(Debug, Clone)]
 pub struct Sla2 {
-    scheme: Scheme,
+    /// Dense: what the selected blocks are computed in.
+    attention: Attention,
     count: usize,
     block: (usize, usize),
-    causal: bool,
     pool: Option<usize>,
     tail: Option<Tail>,
     alpha: Alpha,
-    packing: Option<Packing>,
-    deterministic: bool,
 }
 
 impl Sla2 {
     /// SLA2 whose selected blocks are computed in the numerics of `scheme`: 4 blocks of 128 x 128, not causal.
     pub fn new(scheme: impl Into<Scheme>) -> Self {
         Self {
-            scheme: scheme.into(),
+            attention: Attention::new(scheme),
             count: 4,
             block: (128, 128),
-            causal: false,
             pool: None,
             tail: Some(Tail::Past),
             alpha: Alpha::Count,
-            packing: None,
-            deterministic: false,
         }
     }
 
@@ -100,7 +95,7 @@ impl Sla2 {
     /// Whether a query sees only the keys up to its own position.
     #[must_use]
     pub fn causal(mut self, causal: bool) -> Self {
-        self.causal = causal;
+        self.attention = self.attention.causal(causal);
         self
     }
 
@@ -129,22 +124,21 @@ impl Sla2 {
     /// Attention inside packed documents only; the batch must be 1. A document's blocks begin with its first token.
     #[must_use]
     pub fn packing(mut self, packing: Packing) -> Self {
-        self.packing = Some(packing);
+        self.attention = self.attention.packing(packing);
         self
     }
 
     /// As [`Attention::deterministic`].
     #[must_use]
     pub fn deterministic(mut self, deterministic: bool) -> Self {
-        self.deterministic = deterministic;
+        self.attention = self.attention.deterministic(deterministic);
         self
     }
 
     fn shape(&self, q: &Tensor, k: &Tensor) -> Result<(AttentionShape, Blocks)> {
-        let (q, k) = (dims4("query", q)?, dims4("key", k)?);
-        let shape = AttentionShape::new(q, k, k, self.causal, self.packing.clone())?;
+        let shape = self.attention.shape([q, k, k])?;
         let blocks = Blocks::new(&shape, self.block)?;
-        if self.count == 0 && !self.causal {
+        if self.count == 0 && !shape.causal() {
             return Err(Error::new("nothing would be selected")
                 .got("0 blocks without a causal mask")
                 .allowed("at least 1 block")
@@ -178,17 +172,6 @@ impl Sla2 {
         choose(&scores, &shape, &blocks, self.count)
     }
 
-    fn attention(&self, selection: &Selection) -> Attention {
-        let attention = Attention::new(self.scheme)
-            .causal(self.causal)
-            .deterministic(self.deterministic)
-            .select(selection);
-        match &self.packing {
-            Some(packing) => attention.packing(packing.clone()),
-            None => attention,
-        }
-    }
-
     /// The output, in candle's graph: query, key, value and `theta` receive gradients.
     ///
     /// # Errors
@@ -201,7 +184,7 @@ impl Sla2 {
         selection: &Selection,
         theta: &Tensor,
     ) -> Result<Tensor> {
-        let sparse = self.attention(selection).apply(q, k, v)?;
+        let sparse = self.attention.clone().select(selection).apply(q, k, v)?;
         let Some(tail) = self.tail else { return Ok(sparse) };
         let linear = past_linear(q, k, v, selection, tail)?;
         blend(&sparse, &linear, theta, selection, self.alpha)
@@ -219,7 +202,7 @@ impl Sla2 {
         selection: &Selection,
         theta: &Tensor,
     ) -> Result<(Tensor, Sla2Vjp)> {
-        let (sparse, attention) = self.attention(selection).vjp(q, k, v)?;
+        let (sparse, attention) = self.attention.clone().select(selection).vjp(q, k, v)?;
         let inputs = [q, k, v, theta].map(Tensor::detach);
         let [q, k, v, theta] = &inputs;
         let (out, linear) = match self.tail {
@@ -294,6 +277,18 @@ pub struct Sla2Vjp {
 }
 
 impl Sla2Vjp {
+    /// The gradient of `theta` alone, for the output's gradient: without the way back through attention. Zero without a tail.
+    ///
+    /// # Errors
+    /// When `dout` does not fit the output.
+    pub fn theta_gradient(&self, dout: &Tensor) -> Result<Tensor> {
+        let theta = &self.inputs[3];
+        let Some((_, linear)) = &self.linear else { return theta.zeros_like() };
+        let [_, _, dtheta] =
+            blend_backward([&self.sparse, linear, theta], &self.selection, self.alpha, dout)?;
+        Ok(dtheta)
+    }
+
     /// The gradients of query, key, value and `theta` for the output's gradient; that of `theta` is zero without a tail.
     ///
     /// # Errors

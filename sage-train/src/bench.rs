@@ -57,6 +57,18 @@ pub struct Plan {
     pub repeats: usize,
 }
 
+impl Plan {
+    /// (batch, sequence, heads, head_dim) of a row.
+    fn dims(&self, head_dim: usize, tokens: usize) -> (usize, usize, usize, usize) {
+        ((self.total_tokens / tokens).max(1), tokens, (self.width / head_dim).max(1), head_dim)
+    }
+
+    /// What is attended in: bf16, and f32 on the CPU.
+    fn dtype(&self) -> DType {
+        if self.device.is_cpu() { DType::F32 } else { DType::BF16 }
+    }
+}
+
 /// One scheme on one row.
 #[derive(Debug, Clone)]
 pub struct Measured {
@@ -103,14 +115,10 @@ pub fn usual_rows() -> Vec<Row> {
 /// # Errors
 /// When the device has no kernels for the shape, or runs out of memory.
 pub fn measure(plan: &Plan, row: Row) -> Result<Vec<Measured>> {
-    let heads = (plan.width / row.head_dim).max(1);
-    let batch = (plan.total_tokens / row.tokens).max(1);
-    let dtype = if plan.device.is_cpu() { DType::F32 } else { DType::BF16 };
+    let dims = plan.dims(row.head_dim, row.tokens);
+    let (batch, _, heads, _) = dims;
     let failed = |e| during(format!("cannot measure {row}"))(e);
-    let new = || {
-        Tensor::randn(0f32, 1., (batch, row.tokens, heads, row.head_dim), &plan.device)
-            .and_then(|t| t.to_dtype(dtype))
-    };
+    let new = || Tensor::randn(0f32, 1., dims, &plan.device).and_then(|t| t.to_dtype(plan.dtype()));
     let inputs: Vec<[Tensor; 4]> = (0..ROTATING)
         .map(|_| Ok([new()?, new()?, new()?, new()?]))
         .collect::<candle_core::Result<_>>()

@@ -153,7 +153,7 @@ fn launch_fake_quantize(
     let blocks = call.query_tiles() + 2 * call.key_tiles();
     // As many threads as `kernels/fake_quantize.cu` says: two rows of eight channels each.
     let threads = (TILE * call.d / 16) as u32;
-    call.gpu.launch_fake_quantize(&call.kernel("fake_quantize"), Grid::line(blocks, threads), &params)
+    params::launch(&call.gpu, &call.kernel("fake_quantize"), Grid::line(blocks, threads), &params)
 }
 
 /// Q, K and V as the forward reads them.

@@ -1,16 +1,16 @@
 //! The mixture of what a query sees exactly and of the linear tail, on the GPU.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CudaStorage, Layout, Result};
+use candle_core::{CudaStorage, Result};
 
 use super::Operand;
 use super::call::Geometry;
 use super::kernels::{Gpu, Grid};
-use super::params::sla2::{Blend, launch};
-use super::params::{Address, View};
+use super::params::sla2::Blend;
+use super::params::{Address, launch};
 use super::plan;
-use super::selection::Lists;
-use super::tensor::{Element, address, view};
+use super::selection::lists;
+use super::tensor::{Element, address, output, view};
 use crate::selection::Selection;
 
 struct Call {
@@ -31,20 +31,13 @@ impl Call {
             sparse: view(sparse.0, sparse.1, &gpu)?,
             tail: view(tail.0, tail.1, &gpu)?,
             theta: address(theta.0.as_cuda_slice::<f32>()?, &gpu) + start,
-            lists: Lists::new(selection, &gpu)?.params,
+            lists: lists(selection, &gpu)?,
             shape: geometry.shape,
             by_count: by_count.into(),
             ..Blend::default()
         };
         let element = Element::of(sparse.0.dtype())?;
         Ok(Self { gpu, element, geometry, params })
-    }
-
-    fn output(&self, like: &Layout) -> Result<(CudaStorage, View)> {
-        let layout = Layout::contiguous(like.shape().clone());
-        let storage = self.element.alloc(&self.gpu, layout.shape().elem_count())?;
-        let view = view(&storage, &layout, &self.gpu)?;
-        Ok((storage, view))
     }
 
     fn launch(&self, what: &str) -> Result<()> {
@@ -65,7 +58,7 @@ pub(crate) fn forward(
     inputs: [Operand<'_>; 3],
 ) -> Result<CudaStorage> {
     let mut call = Call::new(selection, by_count, inputs)?;
-    let (out, out_view) = call.output(inputs[0].1)?;
+    let (out, out_view) = output(&call.gpu, call.element, selection.shape().query_dims())?;
     call.params.out = out_view;
     call.launch("blend_forward")?;
     Ok(out)
@@ -79,8 +72,8 @@ pub(crate) fn backward(
     dout: Operand<'_>,
 ) -> Result<[CudaStorage; 3]> {
     let mut call = Call::new(selection, by_count, inputs)?;
-    let (dsparse, dsparse_view) = call.output(inputs[0].1)?;
-    let (dtail, dtail_view) = call.output(inputs[0].1)?;
+    let (dsparse, dsparse_view) = output(&call.gpu, call.element, selection.shape().query_dims())?;
+    let (dtail, dtail_view) = output(&call.gpu, call.element, selection.shape().query_dims())?;
     let heads = selection.shape().query_heads();
     let parts = call.gpu.alloc::<f32>(heads * selection.blocks().rows())?;
     let dtheta = call.gpu.alloc::<f32>(heads)?;

@@ -7,10 +7,10 @@ use cudarc::driver::CudaSlice;
 use super::kernels::Gpu;
 use super::params;
 use super::plan::{self, Plan, SELECTION_BLOCK, TILE};
-use super::tensor::{Element, address, tensor_map, view};
+use super::tensor::{Element, address, output, tensor_map, view};
 use crate::error::Error;
 use crate::selection::Selection;
-use crate::shape::AttentionShape;
+use crate::shape::{AttentionShape, Dims};
 
 /// One tensor: what candle hands to an op.
 pub(crate) type Operand<'a> = (&'a CudaStorage, &'a Layout);
@@ -154,11 +154,8 @@ impl<'a> Call<'a> {
     }
 
     /// A new tensor without gaps, and the kernels' view of it.
-    pub(super) fn output(&self, dims: (usize, usize, usize, usize)) -> Result<(CudaStorage, params::View)> {
-        let layout = Layout::contiguous(dims);
-        let storage = self.element.alloc(&self.gpu, layout.shape().elem_count())?;
-        let view = view(&storage, &layout, &self.gpu)?;
-        Ok((storage, view))
+    pub(super) fn output(&self, dims: Dims) -> Result<(CudaStorage, params::View)> {
+        output(&self.gpu, self.element, dims)
     }
 }
 

@@ -103,17 +103,6 @@ impl Gpu {
         unsafe { self.launch(family, kernel, grid, params) }
     }
 
-    /// Launches the kernel that rounds operands to NVFP4.
-    pub(super) fn launch_fake_quantize(
-        &self,
-        kernel: &str,
-        grid: Grid,
-        params: &params::FakeQuantize,
-    ) -> Result<()> {
-        // SAFETY: as for the forward.
-        unsafe { self.launch("fake_quantize", kernel, grid, params) }
-    }
-
     /// Launches a kernel on the parameters of a backward.
     pub(super) fn launch_backward(
         &self,

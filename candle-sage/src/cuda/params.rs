@@ -5,7 +5,35 @@ pub(super) mod sla2;
 
 use std::mem::{offset_of, size_of};
 
+use candle_core::Result;
 use cudarc::driver::DeviceRepr;
+
+use super::kernels::{Gpu, Grid};
+
+/// The argument of the kernels of one family.
+pub(super) trait Params: DeviceRepr {
+    /// The `.cu` file of the kernels that take it.
+    const FAMILY: &'static str;
+}
+
+/// Launches a kernel on candle's stream.
+pub(super) fn launch<P: Params>(gpu: &Gpu, kernel: &str, grid: Grid, params: &P) -> Result<()> {
+    // SAFETY: parameters are made by this module's siblings alone: from live allocations of this device, as large as
+    // the sizes beside them say. Work on one stream is in order, so that what is freed after a launch is used before.
+    unsafe { gpu.launch(P::FAMILY, kernel, grid, params) }
+}
+
+/// Says of types which family takes them.
+macro_rules! kernel_params {
+    ($($type:ty: $family:literal),* $(,)?) => {$(
+        // SAFETY: plain data in C layout, the same on the device: the assertions below have twins in the header.
+        unsafe impl cudarc::driver::DeviceRepr for $type {}
+        impl $crate::cuda::params::Params for $type {
+            const FAMILY: &'static str = $family;
+        }
+    )*};
+}
+pub(super) use kernel_params;
 
 /// An address on the device; 0 is null.
 pub(super) type Address = u64;
@@ -156,8 +184,7 @@ pub(super) struct FakeQuantize {
 unsafe impl DeviceRepr for Forward {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for Backward {}
-// SAFETY: as above.
-unsafe impl DeviceRepr for FakeQuantize {}
+kernel_params!(FakeQuantize: "fake_quantize");
 // SAFETY: as above.
 unsafe impl DeviceRepr for Segment {}
 

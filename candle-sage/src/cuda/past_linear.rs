@@ -1,20 +1,20 @@
 //! The linear tail on the GPU: states along the sequence, and products with them.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CudaStorage, Layout, Result};
+use candle_core::{CudaStorage, Result};
 use cudarc::driver::CudaSlice;
 use half::bf16;
 
 use super::Operand;
 use super::call::Geometry;
 use super::kernels::{Gpu, Grid};
-use super::params::View;
-use super::params::sla2::{Linear, launch};
+use super::params::launch;
+use super::params::sla2::Linear;
 use super::plan::{self, SELECTION_BLOCK, TILE};
 use super::selection::check_blocks;
-use super::tensor::{Element, address, view};
+use super::tensor::{Element, address, output, view};
 use crate::selection::Blocks;
-use crate::shape::{AttentionShape, Dims};
+use crate::shape::AttentionShape;
 
 const THREADS: u32 = 256;
 
@@ -106,13 +106,6 @@ impl<'a> Call<'a> {
         let (longest, _) = self.geometry.blocks();
         self.launch(what, self.grid(longest, heads, product_bytes(self.d, operands)))
     }
-
-    fn output(&self, dims: Dims) -> Result<(CudaStorage, View)> {
-        let layout = Layout::contiguous(dims);
-        let storage = self.element.alloc(&self.gpu, layout.shape().elem_count())?;
-        let view = view(&storage, &layout, &self.gpu)?;
-        Ok((storage, view))
-    }
 }
 
 /// The output, without gaps.
@@ -122,7 +115,7 @@ pub(crate) fn forward(
     inputs: [Operand<'_>; 3],
 ) -> Result<CudaStorage> {
     let mut call = Call::new(shape, blocks, inputs)?;
-    let (out, out_view) = call.output(shape.query_dims())?;
+    let (out, out_view) = output(&call.gpu, call.element, shape.query_dims())?;
     call.params.out = out_view;
     call.make_states()?;
     call.multiply("linear_forward", shape.query_heads(), 1)?;
@@ -146,9 +139,9 @@ pub(crate) fn backward(
             [at(dq)?, at(dk)?, at(dv)?]
         }
         None => {
-            let (dq, dq_view) = call.output(shape.query_dims())?;
-            let (dk, dk_view) = call.output(shape.key_dims())?;
-            let (dv, dv_view) = call.output(shape.key_dims())?;
+            let (dq, dq_view) = output(&call.gpu, call.element, shape.query_dims())?;
+            let (dk, dk_view) = output(&call.gpu, call.element, shape.key_dims())?;
+            let (dv, dv_view) = output(&call.gpu, call.element, shape.key_dims())?;
             made = Some([dq, dk, dv]);
             [dq_view, dk_view, dv_view]
         }

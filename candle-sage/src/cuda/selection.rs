@@ -5,8 +5,7 @@ use cudarc::driver::CudaSlice;
 
 use super::call::Geometry;
 use super::kernels::{Gpu, Grid};
-use super::params::sla2::launch;
-use super::params::{self, Address};
+use super::params::{self, Address, launch};
 use super::plan::SELECTION_BLOCK;
 use super::tensor::address;
 use crate::error::Error;
@@ -14,12 +13,6 @@ use crate::selection::{Blocks, Selection};
 
 /// Blocks of a selection that one block of threads takes.
 const WARPS: usize = 4;
-
-/// The lists of a selection, as kernels see them. The selection keeps the memory.
-#[derive(Debug)]
-pub(super) struct Lists {
-    pub(super) params: params::Lists,
-}
 
 /// Checks that blocks are those of the kernels.
 pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
@@ -53,18 +46,17 @@ pub(super) fn lists_at(seen: Address, blocks: &Blocks, stride: usize) -> params:
     }
 }
 
-impl Lists {
-    pub(super) fn new(selection: &Selection, gpu: &Gpu) -> Result<Self> {
-        check_blocks(selection.blocks())?;
-        let (storage, layout) = selection.lists().storage_and_layout();
-        let (_, _, stride) = layout.shape().dims3()?;
-        let Storage::Cuda(storage) = &*storage else {
-            return Err(Error::new("the selection is on another device").into());
-        };
-        let start = (layout.start_offset() * size_of::<u32>()) as Address;
-        let seen = address(storage.as_cuda_slice::<u32>()?, gpu) + start;
-        Ok(Self { params: lists_at(seen, selection.blocks(), stride) })
-    }
+/// The lists of a selection, as kernels see them. The selection keeps the memory.
+pub(super) fn lists(selection: &Selection, gpu: &Gpu) -> Result<params::Lists> {
+    check_blocks(selection.blocks())?;
+    let (storage, layout) = selection.lists().storage_and_layout();
+    let (_, _, stride) = layout.shape().dims3()?;
+    let Storage::Cuda(storage) = &*storage else {
+        return Err(Error::new("the selection is on another device").into());
+    };
+    let start = (layout.start_offset() * size_of::<u32>()) as Address;
+    let seen = address(storage.as_cuda_slice::<u32>()?, gpu) + start;
+    Ok(lists_at(seen, selection.blocks(), stride))
 }
 
 /// The lists and, for each block of keys, the blocks of queries that see it.
@@ -76,7 +68,7 @@ pub(super) struct Users {
 
 impl Users {
     pub(super) fn new(selection: &Selection, gpu: &Gpu) -> Result<Self> {
-        let lists = Lists::new(selection, gpu)?.params;
+        let lists = lists(selection, gpu)?;
         let blocks = selection.blocks();
         let geometry = Geometry::new(gpu, selection.shape())?;
         let (heads, columns) = (blocks.key_heads, blocks.all_key_blocks());

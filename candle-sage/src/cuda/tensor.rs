@@ -10,6 +10,7 @@ use half::{bf16, f16};
 use super::kernels::Gpu;
 use super::params::{Address, TensorMap, View};
 use crate::error::Error;
+use crate::shape::Dims;
 
 /// The 16-bit types that the matrix instructions take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,6 +47,14 @@ impl Element {
             Self::BF16 => CudaStorage::wrap_cuda_slice(gpu.alloc::<bf16>(len)?, gpu.device.clone()),
         })
     }
+}
+
+/// A new tensor without gaps, not initialized, and the kernels' view of it.
+pub(super) fn output(gpu: &Gpu, element: Element, dims: Dims) -> Result<(CudaStorage, View)> {
+    let layout = Layout::contiguous(dims);
+    let storage = element.alloc(gpu, layout.shape().elem_count())?;
+    let view = view(&storage, &layout, gpu)?;
+    Ok((storage, view))
 }
 
 /// The address of an allocation, for work that is launched on the device's own stream.

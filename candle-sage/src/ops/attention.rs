@@ -1,6 +1,6 @@
 //! Trainable attention as a `CustomOp3`.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -124,16 +124,16 @@ impl Attention {
         Ok((out.clone(), AttentionVjp { op, inputs, out }))
     }
 
+    /// What the tensors of a call are.
+    pub(crate) fn shape(&self, [q, k, v]: [&Tensor; 3]) -> Result<AttentionShape> {
+        let (q, k, v) = (dims4("query", q)?, dims4("key", k)?, dims4("value", v)?);
+        Ok(AttentionShape::new(q, k, v, self.causal, self.packing.clone())?)
+    }
+
     /// Checks everything, and makes the op of one call.
     fn op(&self, q: &Tensor, k: &Tensor, v: &Tensor, keep: bool) -> Result<AttentionOp> {
         self.scheme.validate()?;
-        let shape = AttentionShape::new(
-            dims4("query", q)?,
-            dims4("key", k)?,
-            dims4("value", v)?,
-            self.causal,
-            self.packing.clone(),
-        )?;
+        let shape = self.shape([q, k, v])?;
         if q.dtype() != k.dtype() || q.dtype() != v.dtype() {
             let got = [q, k, v].map(|t| t.dtype().as_str()).join(", ");
             return Err(Error::new("query, key and value differ in element type")
@@ -152,7 +152,6 @@ impl Attention {
                 .into());
         }
         supported(NAME, &[q, k, v])?;
-        let mut lists = None;
         if let Some(selection) = &self.selection {
             selection.check(&shape, self.scheme.block_unit())?;
             if !selection.lists().device().same_device(q.device()) {
@@ -166,9 +165,6 @@ impl Attention {
                     .hint("`Selection::to_device`")
                     .into());
             }
-            if q.device().is_cpu() {
-                lists = Some(Arc::new(selection.host()?));
-            }
         }
         Ok(AttentionOp {
             scheme: self.scheme,
@@ -176,7 +172,6 @@ impl Attention {
             softmax_scale: as_f32,
             deterministic: self.deterministic,
             selection: self.selection.clone(),
-            lists,
             saved: keep.then(OnceLock::new),
         })
     }
@@ -219,7 +214,7 @@ impl std::fmt::Debug for AttentionVjp {
     }
 }
 
-pub(crate) fn dims4(name: &str, tensor: &Tensor) -> Result<Dims> {
+pub(super) fn dims4(name: &str, tensor: &Tensor) -> Result<Dims> {
     tensor.dims4().map_err(|_| {
         Error::new(format!("{name} does not have four dimensions"))
             .got(format!("{:?}", tensor.dims()))
@@ -236,10 +231,7 @@ struct AttentionOp {
     softmax_scale: f32,
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "on the CPU results never vary"))]
     deterministic: bool,
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the CPU reads `lists`"))]
     selection: Option<Selection>,
-    /// The selection on the host, for the CPU.
-    lists: Option<Arc<Lists>>,
     /// Filled by the forward; `None` when no input is tracked.
     saved: Option<OnceLock<Saved>>,
 }
@@ -267,6 +259,11 @@ impl AttentionOp {
         }
     }
 
+    /// The lists of the selection, for the CPU.
+    fn lists(&self) -> Result<Option<&Lists>> {
+        self.selection.as_ref().map(Selection::host).transpose()
+    }
+
     fn cpu_bwd(&self, ran: &dyn cpu::Ran, tensors: [&Tensor; 5]) -> Result<Gradients> {
         let dtype: DType = tensors[0].dtype();
         let guards = tensors.map(Tensor::storage_and_layout);
@@ -275,7 +272,7 @@ impl AttentionOp {
             views.push(View::new(cpu_storage(storage, NAME)?, layout)?);
         }
         let &[q, k, v, out, dout] = views.as_slice() else { unreachable!("five tensors, five views") };
-        let problem = Problem::new(&self.shape, self.softmax_scale, self.lists.as_deref(), [q, k, v]);
+        let problem = Problem::new(&self.shape, self.softmax_scale, self.lists()?, [q, k, v]);
         let gradients = ran.backward(&problem, &cpu::Past { out: &out, dout: &dout });
         let tensor = |values, dims| f32_tensor(values, shape_of(dims), dtype).map(Some);
         Ok((
@@ -332,7 +329,7 @@ impl CustomOp3 for AttentionOp {
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let views = [View::new(q, q_layout)?, View::new(k, k_layout)?, View::new(v, v_layout)?];
-        let problem = Problem::new(&self.shape, self.softmax_scale, self.lists.as_deref(), views);
+        let problem = Problem::new(&self.shape, self.softmax_scale, self.lists()?, views);
         let (out, ran) = cpu::forward(&self.scheme, &problem);
         self.save(Saved::Cpu(ran))?;
         let dtype = q.dtype();

@@ -151,7 +151,7 @@ impl PastLinear {
         let problem = Problem::new(&self.shape, 1.0, None, [view(0)?, view(1)?, view(2)?]);
         let except = (self.tail == Tail::Complement).then(|| self.selection.host()).transpose()?;
         let dout = view(3)?;
-        let gradients = cpu::past_linear::backward(&problem, self.selection.blocks(), except.as_ref(), &dout);
+        let gradients = cpu::past_linear::backward(&problem, self.selection.blocks(), except, &dout);
         let tensor = |values, like: &Tensor| f32_tensor(values, like.shape(), like.dtype());
         Ok([tensor(gradients.dq, q)?, tensor(gradients.dk, k)?, tensor(gradients.dv, v)?])
     }
@@ -188,7 +188,7 @@ impl CustomOp3 for PastLinear {
         let views = [View::new(q, q_layout)?, View::new(k, k_layout)?, View::new(v, v_layout)?];
         let problem = Problem::new(&self.shape, 1.0, None, views);
         let except = (self.tail == Tail::Complement).then(|| self.selection.host()).transpose()?;
-        let out = cpu::past_linear::forward(&problem, self.selection.blocks(), except.as_ref());
+        let out = cpu::past_linear::forward(&problem, self.selection.blocks(), except);
         Ok((to_storage(out, q.dtype())?, q_layout.shape().clone()))
     }
 

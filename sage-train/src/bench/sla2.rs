@@ -1,6 +1,6 @@
 //! Speed of SLA2 beside dense attention of the same numerics: router, lists and tail inside.
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use candle_sage::{Attention, AttentionShape, Error, Result, Router, Scheme, Selection, Sla2};
 
 use super::clock::{Clock, peak_bytes};
@@ -99,11 +99,9 @@ fn measure_scheme(
     scheme: Scheme,
 ) -> candle_core::Result<Measured> {
     let device = &plan.device;
-    let heads = (plan.width / row.head_dim).max(1);
-    let batch = (plan.total_tokens / row.tokens).max(1);
-    let dtype = if device.is_cpu() { DType::F32 } else { DType::BF16 };
-    let dims = (batch, row.tokens, heads, row.head_dim);
-    let new = || Tensor::randn(0f32, 1., dims, device)?.to_dtype(dtype);
+    let dims = plan.dims(row.head_dim, row.tokens);
+    let (batch, _, heads, _) = dims;
+    let new = || Tensor::randn(0f32, 1., dims, device)?.to_dtype(plan.dtype());
     let inputs: Vec<[Tensor; 4]> =
         (0..ROTATING).map(|_| Ok([new()?, new()?, new()?, new()?])).collect::<candle_core::Result<_>>()?;
     let (router, theta) = (Router::new(heads, row.head_dim, device)?, Tensor::full(2f32, heads, device)?);

@@ -5,7 +5,7 @@ use candle_core::{Result, Tensor, Var};
 use candle_sage::ops::{self, Alpha, Tail};
 use candle_sage::shape::{AttentionShape, Packing};
 use candle_sage::sla2::Sla2Vjp;
-use candle_sage::{Attention, Router, Scheme, Selection, Sla2};
+use candle_sage::{Router, Scheme, Selection, Sla2};
 
 use super::config::{LlamaConfig, ParameterSpec, Start};
 use super::parameters::{Parameters, Weight};
@@ -106,7 +106,6 @@ const TEACHING: f64 = 0.01;
 pub(super) struct Sla2Layer {
     config: Sla2Config,
     op: Sla2,
-    attention: Attention,
     heads: (usize, usize),
     router: Option<[Weight; 2]>,
     theta: Option<Weight>,
@@ -133,7 +132,6 @@ impl Sla2Layer {
                 .tail(config.tail)
                 .alpha(config.alpha)
                 .deterministic(model.deterministic),
-            attention: Attention::new(scheme).causal(true),
             heads: (model.key_heads, model.head_dim),
             router: router.transpose()?,
             theta: config.tail.map(|_| weight("theta")).transpose()?,
@@ -215,20 +213,11 @@ impl Sla2Layer {
                 }
             }
         }
-        let (Some(theta), Some(tail)) = (&self.theta, self.config.tail) else { return Ok(()) };
-        let selection = self.select(q, k, documents)?;
-        let attention = match documents {
-            Some(documents) => self.attention.clone().packing(documents.clone()),
-            None => self.attention.clone(),
-        };
-        let sparse = attention.select(&selection).apply(q, k, v)?;
-        let linear = ops::past_linear(q, k, v, &selection, tail)?;
-        let alpha = self.config.alpha;
-        let blended = ops::blend(&sparse, &linear, &theta.value, &selection, alpha)?;
+        let Some(theta) = &self.theta else { return Ok(()) };
+        let (blended, vjp) = self.vjp([q, k, v], documents)?;
         // The mean squared difference over tokens, summed over channels.
         let factor = TEACHING * 2.0 / (out.dim(0)? * out.dim(1)?) as f64;
-        let dout = ((blended - out)? * factor)?;
-        let [_, _, dtheta] = ops::blend_backward([&sparse, &linear, &theta.value], &selection, alpha, &dout)?;
+        let dtheta = vjp.theta_gradient(&((blended - out)? * factor)?)?;
         ops::add_into(theta.gradient()?, &dtheta)
     }
 }

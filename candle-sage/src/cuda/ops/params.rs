@@ -3,24 +3,8 @@
 
 use std::mem::{offset_of, size_of};
 
-use candle_core::Result;
-use cudarc::driver::DeviceRepr;
-
-use crate::cuda::kernels::{Gpu, Grid};
-use crate::cuda::params::Address;
-
-/// The argument of a kernel.
-pub(super) trait Params: DeviceRepr {
-    /// The `.cu` file of the kernels that take it.
-    const FAMILY: &'static str;
-}
-
-/// Launches a kernel on candle's stream.
-pub(super) fn launch<P: Params>(gpu: &Gpu, kernel: &str, grid: Grid, params: &P) -> Result<()> {
-    // SAFETY: parameters are made by this module's siblings alone: from live allocations of this device, as large as
-    // the sizes beside them say. Work on one stream is in order, so that what is freed after a launch is used before.
-    unsafe { gpu.launch(P::FAMILY, kernel, grid, params) }
-}
+pub(super) use crate::cuda::params::launch;
+use crate::cuda::params::{Address, kernel_params};
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
@@ -200,17 +184,7 @@ pub(super) struct AdamW {
     pub(super) padding: i32,
 }
 
-macro_rules! params {
-    ($($type:ty: $family:literal),* $(,)?) => {$(
-        // SAFETY: plain data in C layout, the same on the device: the assertions below have twins in the header.
-        unsafe impl DeviceRepr for $type {}
-        impl Params for $type {
-            const FAMILY: &'static str = $family;
-        }
-    )*};
-}
-
-params! {
+kernel_params! {
     RmsNorm: "rms_norm",
     PartialSums: "partial_sums",
     Rope: "rope",

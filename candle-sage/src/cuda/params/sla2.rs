@@ -1,26 +1,9 @@
 //! What crosses for selections, their router, the linear tail and the mixture, byte for byte as in
-//! `kernels/include/sage/params/sla2.cuh`, and the launches that take it.
+//! `kernels/include/sage/params/sla2.cuh`.
 
 use std::mem::{offset_of, size_of};
 
-use candle_core::Result;
-use cudarc::driver::DeviceRepr;
-
-use super::{Address, Forward, Lists, Shape, View};
-use crate::cuda::kernels::{Gpu, Grid};
-
-/// The argument of a kernel.
-pub(in crate::cuda) trait Params: DeviceRepr {
-    /// The `.cu` file of the kernels that take it.
-    const FAMILY: &'static str;
-}
-
-/// Launches a kernel on candle's stream.
-pub(in crate::cuda) fn launch<P: Params>(gpu: &Gpu, kernel: &str, grid: Grid, params: &P) -> Result<()> {
-    // SAFETY: parameters are made by this crate's CUDA modules alone: from live allocations of this device, as large as the
-    // shape beside them says. Work on one stream is in order, so that what is freed after a launch is used before.
-    unsafe { gpu.launch(P::FAMILY, kernel, grid, params) }
-}
+use super::{Address, Forward, Lists, Shape, View, kernel_params};
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
@@ -104,19 +87,14 @@ pub(in crate::cuda) struct Blend {
     pub(in crate::cuda) padding: i32,
 }
 
-macro_rules! params {
-    ($($name:ident: $family:literal),*) => {$(
-        // SAFETY: plain data in C layout, the same on the device: the assertions below have twins in the header.
-        unsafe impl DeviceRepr for $name {}
-        impl Params for $name {
-            const FAMILY: &'static str = $family;
-        }
-    )*};
+kernel_params! {
+    Users: "selection",
+    Choose: "selection",
+    Pool: "selection",
+    Mass: "selection",
+    Linear: "past_linear",
+    Blend: "blend",
 }
-params!(
-    Users: "selection", Choose: "selection", Pool: "selection", Mass: "selection", Linear: "past_linear",
-    Blend: "blend"
-);
 
 const _: () = {
     assert!(size_of::<Users>() == 120 && offset_of!(Users, shape) == 64);
