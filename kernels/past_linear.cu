@@ -330,7 +330,7 @@ __device__ __forceinline__ void scan_chunks(const params::Linear& p) {
 // Where a block of threads works: a block of queries (or of keys) of a head.
 template <class T, int D>
 struct Tile {
-  static constexpr int ROWS_BYTES = BLOCK * D * 2, STATE_BYTES = D * D * 2;
+  static constexpr int ROWS_BYTES = BLOCK * D * 2;
   Segment segment;
   int segment_index, head, block, first;
   int64_t padded;  // of the first query
@@ -389,6 +389,19 @@ __device__ __forceinline__ float element(const unsigned char* rows, int row, int
   return ptx::to_float(*reinterpret_cast<const T*>(rows + layout::swizzled<D * 2>(row, column / 8) + column % 8 * 2));
 }
 
+// Queries in shared memory, from `first` on, become phi of them; leaves each one's normalizer, phi . z.
+template <class T, int D>
+__device__ __forceinline__ void make_query_features(uint32_t shared, const Rows<T>& q, int first, const float (&z)[D],
+                                                    float (&norms)[BLOCK]) {
+  make_features<T, D>(shared, q.count - first, q.head_dim, [&](int row, int chunk, const float(&phi)[8]) {
+    float dot = 0.0f;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) dot += phi[c] * z[chunk * 8 + c];
+    dot = row_sum<D / 8>(dot);
+    if (chunk == 0) norms[row] = dot;
+  });
+}
+
 template <class T, int D>
 __device__ __forceinline__ void forward(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -407,13 +420,7 @@ __device__ __forceinline__ void forward(const params::Linear& p) {
     for (int c = threadIdx.x; c < D; c += THREADS) sums[c] = p.sums[row * D + c];
     __syncthreads();
     ptx::copy_wait<0>();
-    make_features<T, D>(memory, q.count - at.first, q.head_dim, [&](int row, int chunk, const float(&phi)[8]) {
-      float dot = 0.0f;
-#pragma unroll
-      for (int c = 0; c < 8; ++c) dot += phi[c] * sums[chunk * 8 + c];
-      dot = row_sum<D / 8>(dot);
-      if (chunk == 0) norms[row] = dot;
-    });
+    make_query_features<T, D>(memory, q, at.first, sums, norms);
     __syncthreads();
     multiply_state<T, D, false>(acc, memory + warp * 16 * D * 2, memory + At::ROWS_BYTES, lane);
   }
@@ -449,13 +456,7 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
     for (int c = threadIdx.x; c < D; c += THREADS) sums[c] = p.sums[row * D + c];
     __syncthreads();
     ptx::copy_wait<0>();
-    make_features<T, D>(memory, q.count - at.first, q.head_dim, [&](int row, int chunk, const float(&phi)[8]) {
-      float dot = 0.0f;
-#pragma unroll
-      for (int c = 0; c < 8; ++c) dot += phi[c] * sums[chunk * 8 + c];
-      dot = row_sum<D / 8>(dot);
-      if (chunk == 0) norms[row] = dot;
-    });
+    make_query_features<T, D>(memory, q, at.first, sums, norms);
     __syncthreads();
     multiply_state<T, D, true>(u, memory + At::ROWS_BYTES + warp * 16 * D * 2, state, lane);
   }

@@ -20,6 +20,19 @@ __device__ __forceinline__ int candidates(const Segment& segment, int block) {
   return segment.causal ? segment.visible_keys(block * SELECTION_BLOCK) / SELECTION_BLOCK : selection_blocks(segment.key_len);
 }
 
+// The segment that owns a block of queries or of keys, of those of all segments.
+template <bool QUERY>
+__device__ inline int segment_of_block(const params::Shape& shape, int block) {
+  if (!shape.segments) return block / selection_blocks(QUERY ? shape.query_len : shape.key_len);
+  int low = 0, high = shape.segment_count - 1;  // the last segment that starts at or before the block
+  while (low < high) {
+    int middle = (low + high + 1) / 2;
+    int start = QUERY ? shape.segments[middle].query_block : shape.segments[middle].key_block;
+    if (start <= block) low = middle; else high = middle - 1;
+  }
+  return low;
+}
+
 // A row of a key head's lists, and whether it sees a block of keys, and as which of its blocks.
 struct List {
   const uint32_t* blocks;
@@ -96,17 +109,7 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
   int row = blockIdx.x * WARPS + threadIdx.x / 32, key_head = blockIdx.y, lane = threadIdx.x % 32;
   if (row >= p.lists.query_blocks) return;
   const params::Shape& shape = p.shape;
-  int index = 0;
-  if (!shape.segments) {
-    index = row / selection_blocks(shape.query_len);
-  } else {
-    int low = 0, high = shape.segment_count - 1;  // the last segment that starts at or before the row
-    while (low < high) {
-      int middle = (low + high + 1) / 2;
-      if (shape.segments[middle].query_block <= row) low = middle; else high = middle - 1;
-    }
-    index = low;
-  }
+  int index = segment_of_block<true>(shape, row);
   Segment segment(shape, index);
   int block = row - first_query_block(shape, index), count = candidates(segment, block), most = min(p.most, count);
   int64_t line = int64_t(key_head) * p.lists.query_blocks + row;
@@ -151,14 +154,7 @@ __device__ __forceinline__ void pool(const params::Pool& p) {
   __shared__ float parts[THREADS][8];
   const params::Shape& shape = p.shape;
   int row = blockIdx.x, key_head = blockIdx.y;
-  int segment_index = 0;
-  if (!shape.segments) {
-    segment_index = row / selection_blocks(p.query ? shape.query_len : shape.key_len);
-  } else {
-    while (segment_index + 1 < shape.segment_count &&
-           (p.query ? first_query_block(shape, segment_index + 1) : first_key_block(shape, segment_index + 1)) <= row)
-      ++segment_index;
-  }
+  int segment_index = p.query ? segment_of_block<true>(shape, row) : segment_of_block<false>(shape, row);
   Segment segment(shape, segment_index);
   int first_block = p.query ? first_query_block(shape, segment_index) : first_key_block(shape, segment_index);
   int first = (row - first_block) * SELECTION_BLOCK, len = p.query ? segment.query_len : segment.key_len;

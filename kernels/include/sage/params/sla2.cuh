@@ -1,5 +1,5 @@
 // What crosses from the host for selections, their router, the linear tail and the mixture. Mirrored byte for byte in
-// candle-sage/src/cuda/sla2/params.rs: offsets are asserted on both sides.
+// candle-sage/src/cuda/params/sla2.rs: offsets are asserted on both sides.
 #pragma once
 
 #include <sage/params/attention.cuh>
