@@ -50,6 +50,16 @@ impl Scheme {
         }
     }
 
+    /// Every setting of the scheme, as a name and a value in words: two schemes with the same name and settings compute the
+    /// same.
+    pub fn settings(&self) -> Vec<(&'static str, String)> {
+        match self {
+            Self::FullPrecision => Vec::new(),
+            Self::SageBwd(settings) => settings.in_words(),
+            Self::AttnQat(settings) => settings.in_words(),
+        }
+    }
+
     /// Bytes a token that a forward keeps on a GPU for its backward besides inputs, output and single values a row, with so
     /// many channels of all query heads and of all key heads, of `element` bytes.
     pub fn kept_bytes(&self, queries: u64, keys: u64, element: u64) -> u64 {

@@ -2,31 +2,44 @@
 
 mod bench;
 mod data;
+mod lists;
 mod model;
+mod probe;
+mod report;
 mod resume;
+mod sweep;
 
+use std::ffi::OsString;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
 use clap::{Parser, Subcommand};
+use toml::Table;
 
 use crate::config::Config;
 use crate::data::{Batches, Dataset, known_tokenizer};
-use crate::metrics::Outcome;
 use crate::quantity::Quantity;
-use crate::report::{comparison, loss_plot};
-use crate::settings::{Attn, Settings};
-use crate::{during, hf, partial, tell, train, writing};
+use crate::report::result_table;
+use crate::settings::{Attn, Preset, Settings};
+use crate::sweep::{Limits, Spec};
+use crate::{during, hf, partial, tell, train};
 
 use bench::Bench;
 use data::{Data, write_corpus};
-use model::{Eval, Export, Probe, Sample};
+use lists::Typed;
+use model::{Eval, Export, Sample};
+use probe::Probe;
+use report::Reporting;
 use resume::Resumed;
+use sweep::Sweeping;
 
 const EXAMPLES: &str = "Examples:
   sage-train                                         train on the built-in corpus, about a minute
   sage-train --compare fpa,sagebwd,none              what INT8 costs, what attention is worth
+  sage-train --attn fpa,sagebwd --seed 1,2,3         lists are a sweep: every combination, with intervals
+  sage-train sweep paper-mini --jobs 4               the paper's matrix, small; the same command goes on
+  sage-train report runs/paper-mini                  losses, differences, intervals: one HTML file
   sage-train --data book.txt --preset mini           train on your text
   sage-train --preset 325m --data web.jsonl.zst --dry-run
                                                      what the paper's run would take
@@ -54,6 +67,9 @@ pub struct Cli {
     verb: Option<Verb>,
     #[command(flatten)]
     train: Train,
+    /// Lists of values that were typed for a setting.
+    #[arg(skip)]
+    lists: Table,
 }
 
 #[derive(Debug, Subcommand)]
@@ -83,8 +99,12 @@ enum Verb {
     Eval(Eval),
     /// Write a trained model as transformers loads it
     Export(Export),
-    /// Measure the error of SageBwd on the real tensors of a trained model, layer by layer
-    Probe(Probe),
+    /// Measure the error of low-bit attention: on the tensors of a trained model, layer by layer, or on random ones
+    Probe(Box<Probe>),
+    /// Run many runs that differ in some settings: planned, skipped where finished, resumed where cut off
+    Sweep(Box<Sweeping>),
+    /// Compare runs: losses, differences with their intervals, speed, in one HTML file
+    Report(Reporting),
 }
 
 #[derive(Debug, clap::Args)]
@@ -103,7 +123,7 @@ struct Train {
     /// program can be taught the same
     #[arg(long, value_name = "FILE", help_heading = "Run", conflicts_with_all = ["resume", "compare", "dry_run"])]
     write_batches: Option<PathBuf>,
-    /// Train once with each attention, and compare with the first
+    /// Train once with each attention, and compare with the first: `--attn` with a list, as any setting may have one
     #[arg(
         long,
         value_enum,
@@ -118,6 +138,25 @@ struct Train {
 }
 
 impl Cli {
+    /// What was typed. A list of values for a setting makes a sweep of it.
+    pub fn typed() -> Self {
+        let typed = Typed::new(std::env::args_os().collect());
+        let parse = |words: &[OsString]| Self::try_parse_from(words);
+        let read = || {
+            let cli = parse(&typed.words)?;
+            let lists = typed.tables(|words| parse(words).map(Self::into_settings))?;
+            Ok::<_, clap::Error>(Self { lists, ..cli })
+        };
+        read().unwrap_or_else(|error| error.exit())
+    }
+
+    fn into_settings(self) -> Settings {
+        match self.verb {
+            Some(Verb::Sweep(sweep)) => sweep.settings,
+            _ => self.train.settings,
+        }
+    }
+
     /// Does what was typed.
     ///
     /// # Errors
@@ -131,13 +170,15 @@ impl Cli {
             Some(Verb::Eval(eval)) => eval.run(),
             Some(Verb::Export(export)) => export.run(),
             Some(Verb::Probe(probe)) => probe.run(),
-            None => self.train.run(),
+            Some(Verb::Sweep(sweep)) => sweep.run(self.lists),
+            Some(Verb::Report(report)) => report.run(),
+            None => self.train.run(self.lists),
         }
     }
 }
 
 impl Train {
-    fn run(self) -> Result<()> {
+    fn run(self, mut lists: Table) -> Result<()> {
         let file = self.config.as_deref().map(Config::read_settings).transpose()?.unwrap_or_default();
         if let (Some(flag), Some(in_file)) = (self.settings.preset, file.preset)
             && flag != in_file
@@ -149,6 +190,13 @@ impl Train {
                     "a saved config.toml holds every setting of its preset: leave --preset or --config out",
                 ));
         }
+        if !self.compare.is_empty() {
+            let names = self.compare.iter().map(|attn| attn.to_string().into());
+            lists.insert("attn".into(), toml::Value::Array(names.collect()));
+        }
+        if !lists.is_empty() {
+            return self.sweep(file, &lists);
+        }
         let (config, found) = match &self.resume {
             Some(path) => {
                 let Resumed { config, found } = Resumed::open(path, self.settings)?;
@@ -156,15 +204,11 @@ impl Train {
             }
             None => (Config::resolve(settle(self.settings.over(file))?)?, None),
         };
-        let runs = match self.compare.as_slice() {
-            [] => vec![config.clone()],
-            attns => comparison_runs(&config, attns)?,
-        };
         if found.is_none() {
-            runs.iter().try_for_each(train::check)?;
+            train::check(&config)?;
         }
         if self.dry_run {
-            return print(&runs.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"));
+            return print(&config.to_string());
         }
         if let Some(path) = &self.write_batches {
             return write_batches(&config, path);
@@ -175,27 +219,52 @@ impl Train {
                 .build_global()
                 .map_err(during("cannot start threads"))?;
         }
-        let mut outcomes = Vec::new();
-        let mut result = Ok(());
-        for run in &runs {
-            match train::run(run, found.as_ref()) {
-                Ok(outcome) => outcomes.push(outcome),
-                // What is finished is still reported.
-                Err(error) => {
-                    result = Err(error);
-                    break;
-                }
+        print(&result_table(&train::run(&config, found.as_ref())?))
+    }
+
+    /// Lists of values: every combination of them, in a folder of their own.
+    fn sweep(self, file: Settings, lists: &Table) -> Result<()> {
+        for (flag, given) in
+            [("--resume", self.resume.is_some()), ("--write-batches", self.write_batches.is_some())]
+        {
+            if given {
+                return Err(Error::new("a list of values is many runs")
+                    .got(format!(
+                        "{flag}, and a list for {}",
+                        lists.keys().cloned().collect::<Vec<_>>().join(", ")
+                    ))
+                    .allowed("one value for each setting")
+                    .hint("a sweep goes on when its command is given again with its --name"));
             }
         }
-        if outcomes.len() > 1 {
-            let path = plot_together(&outcomes)?;
-            tell(&format!("plot: {}", path.display()));
+        let typed = Settings { name: None, ..self.settings.clone() }.over(file);
+        let (name, shared) = (self.settings.name.clone(), typed.clone());
+        let spec = Spec::default();
+        let free = |config: &Config| match name {
+            Some(name) => Ok(name),
+            None => free_name(&config.out, shared.preset.unwrap_or(Preset::Tiny)),
+        };
+        let sweep = sweep::plan(&spec, typed, lists, free)?;
+        if self.dry_run {
+            let text: Vec<String> =
+                sweep.runs.iter().map(|run| format!("{}\n{}", run.name, run.config)).collect();
+            return print(&text.join("\n"));
         }
-        if !outcomes.is_empty() {
-            print(&comparison(&outcomes))?;
-        }
-        result
+        sweep::carry_out(&spec, &sweep, &Limits { jobs: 1, ..Limits::default() })
     }
+}
+
+/// The next free number for the folder of a sweep.
+fn free_name(out: &Path, preset: Preset) -> Result<String> {
+    let preset = clap::ValueEnum::to_possible_value(&preset);
+    let preset = preset.as_ref().map_or("", |value| value.get_name());
+    let mut numbered = (1..10_000).map(|n| format!("{preset}-sweep-{n:03}"));
+    numbered.find(|name| !out.join(name).exists()).ok_or_else(|| {
+        Error::new("there is no number left for the sweep's folder")
+            .got(out.display())
+            .allowed("fewer than 10,000 sweeps")
+            .hint("--out or --name names another folder")
+    })
 }
 
 fn write_batches(config: &Config, path: &Path) -> Result<()> {
@@ -222,33 +291,6 @@ fn settle(mut settings: Settings) -> Result<Settings> {
         settings.vocab_size = Some(Quantity(tokenizer.vocab_size().next_multiple_of(64) as u64));
     }
     Ok(settings)
-}
-
-/// All curves in one plot, beside the first run's folder.
-fn plot_together(outcomes: &[Outcome]) -> Result<PathBuf> {
-    let curves: Vec<_> = outcomes.iter().map(|run| (run.attn.to_string(), run.points.as_slice())).collect();
-    let mut name = outcomes[0].folder.clone().into_os_string();
-    name.push(".compare.svg");
-    let path = PathBuf::from(name);
-    let plot = loss_plot(&curves, Some(outcomes[0].unigram_entropy))?;
-    std::fs::write(&path, plot).map_err(writing(&path))?;
-    Ok(path)
-}
-
-/// A run for each attention; a given name gets the attention behind it.
-fn comparison_runs(config: &Config, attns: &[Attn]) -> Result<Vec<Config>> {
-    let mut runs: Vec<Config> = Vec::new();
-    for &attn in attns {
-        if runs.iter().any(|run| run.attn == attn) {
-            return Err(Error::new("an attention is compared with itself")
-                .got(format!("{attn} twice"))
-                .allowed("each of fpa, sagebwd, none once")
-                .hint("runs with another --seed say how much is chance"));
-        }
-        let name = config.name.as_ref().map(|name| format!("{name}-{attn}"));
-        runs.push(Config::resolve(Settings { attn: Some(attn), name, ..config.settings.clone() })?);
-    }
-    Ok(runs)
 }
 
 /// Prints to standard output; a closed pipe is not an error.

@@ -1,5 +1,6 @@
 //! What will run: every setting resolved and checked, printable, saved beside the results.
 
+mod identity;
 mod preset;
 mod summary;
 
@@ -15,6 +16,8 @@ use crate::model::{LlamaConfig, Sla2Config};
 use crate::optim::{AdamWConfig, LearningRate};
 use crate::quantity::{Quantity, grouped};
 use crate::settings::{Attn, Preset, Settings, SourceSetting, Switch};
+
+pub use identity::{Identity, is_seed, of_attention};
 
 /// A resolved run.
 #[derive(Debug, Clone, PartialEq)]
@@ -43,7 +46,9 @@ pub struct Config {
     pub skip_spikes: Option<f64>,
     /// Where it trains.
     pub device: Place,
-    /// Seed of everything random.
+    /// Seed of the initial weights.
+    pub weights_seed: u64,
+    /// Seed of what is left to chance beside weights and data.
     pub seed: u64,
     /// Folder of runs.
     pub out: PathBuf,
@@ -53,6 +58,8 @@ pub struct Config {
     pub eval_every: u64,
     /// Tokens of a validation.
     pub eval_tokens: u64,
+    /// Steps between probes of attention's errors; 0 for none.
+    pub probe_every: u64,
     /// Which checkpoints are written and kept.
     pub checkpoints: CheckpointConfig,
     /// Tokens of sample text.
@@ -95,8 +102,10 @@ pub struct DataConfig {
     pub context: usize,
     /// Folder of runs, which is never read as data.
     pub out: PathBuf,
-    /// Seed of the built-in corpus and of the order.
-    pub seed: u64,
+    /// Seed of the order.
+    pub order_seed: u64,
+    /// Seed of the built-in corpus.
+    pub corpus_seed: u64,
 }
 
 impl DataConfig {
@@ -109,7 +118,7 @@ impl DataConfig {
     pub fn cut(&self, tokenizer: &Tokenizer) -> Cut {
         Cut {
             context: self.context,
-            seed: self.seed,
+            seed: self.order_seed,
             vocab: tokenizer.vocab_size(),
             end_of_document: self.document_mask.then_some(tokenizer.end_of_text()),
         }
@@ -174,7 +183,6 @@ impl Config {
             deterministic: need(s.deterministic) == Switch::On,
         };
         model.validate()?;
-        need(s.device).check()?;
         let accumulation = accumulation(tokens_per_step, micro_batch, model.context)?;
         if steps.checked_mul(tokens_per_step).is_none() {
             return Err(Error::new("the run is too long to count its tokens")
@@ -192,7 +200,8 @@ impl Config {
         let peak = above_zero("lr", need(s.lr))?;
         let out = need(s.out.clone());
         // TOML, which keeps the settings, has no larger numbers.
-        let seed = in_range("seed", need(s.seed), 0, i64::MAX as u64)?;
+        let seed_of = |name: &str, seed: u64| in_range(name, seed, 0, i64::MAX as u64);
+        let seed = seed_of("seed", need(s.seed))?;
         let corpus_mb = in_range("corpus-mb", need(s.corpus_mb), 0, 1 << 40)?;
         let config = Self {
             attn,
@@ -206,7 +215,8 @@ impl Config {
                 vocab_size: need(s.vocab_size).0 as usize,
                 context: model.context,
                 out: out.clone(),
-                seed,
+                order_seed: seed_of("order-seed", s.order_seed.unwrap_or(seed))?,
+                corpus_seed: seed_of("corpus-seed", s.corpus_seed.unwrap_or(seed))?,
             },
             model,
             micro_batch,
@@ -230,11 +240,13 @@ impl Config {
             init_from: s.init_from.clone(),
             skip_spikes: Some(in_range("skip-spikes", need(s.skip_spikes), 0.0, 1e6)?).filter(|z| *z > 0.0),
             device: need(s.device),
+            weights_seed: seed_of("weights-seed", s.weights_seed.unwrap_or(seed))?,
             seed,
             out,
             name: s.name.clone(),
             eval_every: need(s.eval_every).0,
             eval_tokens: in_range("eval-tokens", need(s.eval_tokens).0, 1, 1 << 40)?,
+            probe_every: need(s.probe_every).0,
             checkpoints: CheckpointConfig {
                 every: s.checkpoint_every.unwrap_or(need(s.eval_every)).0,
                 keep_last: in_range("keep-last", need(s.keep_last) as u64, 1, 1 << 20)? as usize,
@@ -251,16 +263,7 @@ impl Config {
                 .allowed("1 and up")
                 .hint("leave it out for all cores"));
         }
-        if let Some(name) = config
-            .name
-            .as_deref()
-            .filter(|name| name.contains(['/', '\\']) || ["", ".", "..", "cache"].contains(name))
-        {
-            return Err(Error::new("not a name for a folder")
-                .got(format!("`{name}`"))
-                .allowed("a name without slashes; `cache` is taken by the tokenizers")
-                .hint("--out says where runs go, --name how this one is called"));
-        }
+        config.name.as_deref().map_or(Ok(()), check_name)?;
         let sources = config.data.sources.iter().map(|source| &source.path);
         for path in sources.chain([&config.out]).chain(&config.init_from) {
             if path.to_str().is_none() {
@@ -271,6 +274,11 @@ impl Config {
             }
         }
         Ok(config)
+    }
+
+    /// What a preset says, with every setting that is not optional.
+    pub fn defaults(preset: Preset) -> Settings {
+        preset::defaults(preset)
     }
 
     /// Reads settings from a TOML file.
@@ -298,6 +306,20 @@ impl Config {
     pub fn tokens_per_step(&self) -> u64 {
         (self.micro_batch * self.accumulation * self.model.context) as u64
     }
+}
+
+/// Checks that a run or a sweep can be called so.
+///
+/// # Errors
+/// When it would not be a folder of its own.
+pub fn check_name(name: &str) -> Result<()> {
+    if !name.contains(['/', '\\']) && !["", ".", "..", "cache"].contains(&name) {
+        return Ok(());
+    }
+    Err(Error::new("not a name for a folder")
+        .got(format!("`{name}`"))
+        .allowed("a name without slashes; `cache` is taken by the tokenizers")
+        .hint("--out says where runs go, --name how this one is called"))
 }
 
 /// On small blocks SageBwd has smaller tiles.

@@ -161,7 +161,7 @@ fn open(config: &DataConfig) -> Result<Vec<Opened>> {
                 .allowed("1 and up")
                 .hint("--corpus-mb 8"));
         }
-        return Ok(vec![Opened::Documents(Corpus::new(config.seed).documents(config.corpus_bytes))]);
+        return Ok(vec![Opened::Documents(Corpus::new(config.corpus_seed).documents(config.corpus_bytes))]);
     }
     let open = |source: &SourceSetting| {
         let files = match source::find(&source.path, &config.out)? {

@@ -1,7 +1,9 @@
 //! Where a run computes, and how much memory that has.
 
+mod hardware;
 mod monitor;
 
+pub use hardware::{Hardware, gpus};
 pub use monitor::{Monitor, Reading};
 
 use std::time::Instant;

@@ -21,9 +21,11 @@ pub mod partial;
 pub mod probe;
 pub mod quantity;
 pub mod report;
+pub mod runs;
 pub mod sample;
 pub mod settings;
 pub mod signals;
+pub mod sweep;
 pub mod train;
 pub mod trained;
 

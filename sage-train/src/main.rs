@@ -3,7 +3,6 @@
 use std::io::Write;
 use std::process::ExitCode;
 
-use clap::Parser;
 use sage_train::cli::Cli;
 
 /// Tokenizing is half allocation: with the system's allocator it takes half as long again.
@@ -11,7 +10,7 @@ use sage_train::cli::Cli;
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
-    match Cli::parse().run() {
+    match Cli::typed().run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tell(&error);

@@ -1,77 +1,168 @@
-//! Quantization error on the real tensors of a trained model: Table 2 of arXiv 2603.02170.
+//! Errors of low-bit attention against full precision: on the tensors of a trained model, layer by layer and head by head
+//! (Table 2 of arXiv 2603.02170), what each product contributes, how large what is quantized is; and on random tensors
+//! (Table 1).
 
+pub mod anatomy;
+mod measures;
+mod sigma;
+
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, Var};
-use candle_sage::{Attention, Result, SageBwd, Scheme};
+use candle_sage::{Attention, Error, Result, SageBwd, Scheme};
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 
-use crate::data::{Batches, Cut, Dataset};
+use crate::data::{Batches, Cut, Dataset, Mixture, Tokenizer};
 use crate::device::Place;
 use crate::model::{Llama, LlamaConfig, Parameters};
 use crate::settings::{Attn, Settings};
-use crate::trained::Trained;
-use crate::{during, tell};
+use crate::trained::{Trained, run_folder};
+use crate::{bar, during, tell};
 
-/// How far one result of attention is from full precision.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Distance {
-    /// Cosine of the angle between the two.
-    pub cosine: f64,
-    /// Norm of the difference over the norm of the exact result.
-    pub relative_l2: f64,
-}
+use anatomy::{Inputs, Product, Quantities, Quantization, compute};
+pub use measures::{Distance, Sizes};
+use measures::{Sums, outlying};
+pub use sigma::{Shape, SigmaRow, sigma_table};
 
-/// The errors of one layer.
-#[derive(Debug, Clone, Copy)]
-pub struct LayerErrors {
-    /// The layer, from 0.
-    pub layer: usize,
-    /// Output and gradients of query, key and value.
-    pub results: [Distance; 4],
-}
+/// What has an error, in the order of the computation: the insides of SageBwd, then the results of any scheme.
+pub const QUANTITIES: [&str; 8] = ["delta", "P", "dP", "dS", "O", "dQ", "dK", "dV"];
 
-/// The names of [`LayerErrors::results`].
+/// The results among them.
 pub const RESULTS: [&str; 4] = ["O", "dQ", "dK", "dV"];
 
-/// What was probed, and the errors found.
-#[derive(Debug, Clone)]
-pub struct Probed {
-    /// The numerics whose error it is.
-    pub scheme: Scheme,
-    /// Validation sequences looked at.
+/// What to look at.
+#[derive(Debug, Clone, Copy)]
+pub struct Look {
+    /// Validation sequences.
     pub sequences: usize,
-    /// One for each layer.
-    pub layers: Vec<LayerErrors>,
+    /// A row for each head, and not for each layer alone.
+    pub heads: bool,
+    /// What each product alone contributes.
+    pub products: bool,
+    /// Queries and keys times this.
+    pub qk_scale: f64,
+    /// A scale for each token of Q and K: what it would mend.
+    pub token_scales: bool,
 }
 
-/// Runs validation sequences through the model of a run with full-precision attention, and computes
-/// every layer's attention again with the run's low-bit scheme (SageBwd, if it has none) on the tensors found there. `settings` win over the run's.
+impl Default for Look {
+    fn default() -> Self {
+        Self { sequences: 4, heads: false, products: false, qk_scale: 1.0, token_scales: false }
+    }
+}
+
+/// The errors of a layer, or of a head of it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    /// The layer, from 0.
+    pub layer: usize,
+    /// The query head, from 0; nothing of a whole layer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub head: Option<usize>,
+    /// By the names of [`QUANTITIES`]. Keys and values that heads share are their layer's.
+    pub errors: BTreeMap<String, Distance>,
+    /// How large things are; of SageBwd.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sizes: Option<Sizes>,
+    /// With codes in one product alone: relative L2 of the results.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub products: Vec<(Product, [f64; 4])>,
+}
+
+/// What was probed, and the errors found.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Probed {
+    /// The numerics whose error it is.
+    pub scheme: String,
+    /// Steps that the model was trained for, where that is known.
+    pub step: Option<u64>,
+    /// Tokens in a sequence.
+    pub context: usize,
+    /// Validation sequences looked at.
+    pub sequences: usize,
+    /// Queries and keys were multiplied by this.
+    pub qk_scale: f64,
+    /// For each layer its row, and then its heads' where they were asked for.
+    pub rows: Vec<Row>,
+}
+
+/// Runs validation sequences through the model of a run, or of one of its checkpoints, with full-precision attention, and
+/// computes every layer's attention again with the run's low-bit scheme (SageBwd, if it has none) on the tensors found there.
+/// `settings` win over the run's.
 ///
 /// # Errors
 /// When the folder is not a run with weights, its data is gone or another, or the model has no attention.
-pub fn probe(folder: &Path, sequences: usize, settings: Settings) -> Result<Probed> {
+pub fn probe(folder: &Path, look: Look, settings: Settings) -> Result<Probed> {
     // In f32, wherever it was trained.
     let trained = Trained::open(folder, Place::Cpu, settings, true)?;
     trained.check_attention(folder, "probe")?;
-    let Trained { config, parameters, device, .. } = &trained;
-    let scheme = match config.model.scheme {
+    let Trained { config, parameters, .. } = &trained;
+    let scheme = low_bit(config.model.scheme, &config.settings);
+    let data = Dataset::load_to_validate(&config.data, &|line| tell(line))?;
+    let run = run_folder(folder);
+    if run.join("tokenizer.json").exists() {
+        data.tokenizer.check_same(&run.join("tokenizer.json"))?;
+    }
+    let cut = config.data.cut(&data.tokenizer);
+    let mut probed = probe_model(&config.model, parameters, scheme, (&data.validation, cut), look)?;
+    probed.step = trained.step;
+    Ok(probed)
+}
+
+/// The scheme whose error is asked for: SageBwd of a model that was trained in full precision.
+pub fn low_bit(scheme: Option<Scheme>, settings: &Settings) -> Scheme {
+    match scheme {
         Some(scheme) if scheme != Scheme::FullPrecision => scheme,
-        _ => Attn::from(SageBwd::default()).scheme(&config.settings).unwrap_or_default(),
+        _ => Attn::from(SageBwd::default()).scheme(settings).unwrap_or_default(),
+    }
+}
+
+/// As [`probe`], of a model on the CPU that was made for training.
+///
+/// # Errors
+/// When there is no memory, or the scheme has no insides and they are asked for.
+pub fn probe_model(
+    config: &LlamaConfig,
+    parameters: &Parameters,
+    scheme: Scheme,
+    (text, cut): (&Mixture, Cut),
+    look: Look,
+) -> Result<Probed> {
+    let sage = match scheme {
+        Scheme::SageBwd(settings) => Some(settings),
+        _ => None,
     };
-    let data = Dataset::load(&config.data, &|line| tell(line))?;
-    data.tokenizer.check_same(&folder.join("tokenizer.json"))?;
-    let cut = Cut { end_of_document: None, ..config.data.cut(&data.tokenizer) };
-    let batches = Batches::new(&data.validation, cut);
-    let sequences = sequences.min(batches.sequences() as usize);
-    let layers = trace(&config.model, parameters, &batches, sequences, device)?;
-    let errors = layers.into_iter().enumerate().map(|(layer, (inputs, dout))| {
-        let exact = results(Scheme::FullPrecision, &inputs, &dout)?;
-        let quantized = results(scheme, &inputs, &dout)?;
-        let distance = |n: usize| distance(&quantized[n], &exact[n]);
-        Ok(LayerErrors { layer, results: [distance(0)?, distance(1)?, distance(2)?, distance(3)?] })
-    });
-    let errors: candle_core::Result<_> = errors.collect();
-    Ok(Probed { scheme, sequences, layers: errors.map_err(during("probing"))? })
+    if sage.is_none() && (look.products || look.token_scales) {
+        return Err(Error::new("the products of this scheme cannot be looked at one by one")
+            .got(scheme)
+            .allowed("sagebwd")
+            .hint("leave --products and --token-scales out for its errors as a whole, or --attn sagebwd"));
+    }
+    // Attention over whole sequences: documents would be sequences of their own lengths.
+    let cut = Cut { end_of_document: None, ..cut };
+    let batches = Batches::new(text, cut);
+    let sequences = look.sequences.min(batches.sequences() as usize);
+    let layers = trace(config, parameters, &batches, sequences)?;
+    let heads = [config.heads, config.key_heads];
+    let bar = bar(layers.len() as u64, "{bar:30.cyan/blue} layer {pos}/{len} [{elapsed}, ETA {eta}]");
+    let mut rows = Vec::new();
+    for (layer, mut tensors) in layers.into_iter().enumerate() {
+        for tensor in &mut tensors[..2] {
+            *tensor = (&*tensor * look.qk_scale).map_err(during("probing"))?;
+        }
+        let found = match sage {
+            Some(sage) => insides(&tensors, heads, sage, look),
+            None => results_alone(&tensors, heads, scheme),
+        };
+        let found = found.map_err(during("probing"))?;
+        rows.extend(found.rows(layer, look.heads));
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let (scheme, context) = (scheme.to_string(), cut.context);
+    Ok(Probed { scheme, step: None, context, sequences, qk_scale: look.qk_scale, rows })
 }
 
 /// Query, key, value and output gradient of every layer, with full-precision attention.
@@ -80,27 +171,223 @@ fn trace(
     parameters: &Parameters,
     batches: &Batches<'_>,
     sequences: usize,
-    device: &Device,
-) -> Result<Vec<([Tensor; 3], Tensor)>> {
-    let sequences = batches.in_order(0, sequences)?;
-    let batch = sequences.to_device(device).map_err(during("probing"))?;
+) -> Result<Vec<[Tensor; 4]>> {
     let exact = LlamaConfig { scheme: Some(Scheme::FullPrecision), sla2: None, ..model.clone() };
+    let llama = Llama::new(&exact, parameters, &Device::Cpu).map_err(during("probing"))?;
+    let batch = batches.in_order(0, sequences)?.to_device(&Device::Cpu).map_err(during("probing"))?;
     let mut layers = Vec::new();
-    let mut observe = |inputs: [&Tensor; 3], dout: &Tensor| {
-        layers.push((inputs.map(Tensor::clone), dout.clone()));
+    let mut observe = |[q, k, v]: [&Tensor; 3], dout: &Tensor| {
+        layers.push([q.clone(), k.clone(), v.clone(), dout.clone()]);
         Ok(())
     };
-    Llama::new(&exact, parameters, device)
-        .and_then(|model| model.train_observed(&batch.ids, &batch.targets, Some(&mut observe)))
-        .map_err(during("probing"))?;
+    llama.train_observed(&batch.ids, &batch.targets, Some(&mut observe)).map_err(during("probing"))?;
     layers.reverse();
     Ok(layers)
 }
 
+/// What was found in a layer: of each query head, and of the layer.
+struct Found {
+    heads: Vec<OfHead>,
+}
+
+#[derive(Clone, Default)]
+struct OfHead {
+    errors: BTreeMap<&'static str, Sums>,
+    sizes: Option<Sizes>,
+    products: BTreeMap<Product, [Sums; 4]>,
+    /// Sequences that are in it.
+    count: usize,
+}
+
+impl OfHead {
+    fn join(&mut self, other: &Self) {
+        other.errors.iter().for_each(|(name, sums)| self.errors.entry(name).or_default().add(*sums));
+        for (product, sums) in &other.products {
+            let into = self.products.entry(*product).or_default();
+            into.iter_mut().zip(sums).for_each(|(into, sums)| into.add(*sums));
+        }
+        self.count += other.count;
+        if let Some(sizes) = &other.sizes {
+            let weight = other.count as f64 / self.count as f64;
+            self.sizes.get_or_insert(*sizes).join(sizes, weight);
+        }
+    }
+
+    fn row(&self, layer: usize, head: Option<usize>) -> Row {
+        let of = |sums: &Sums| sums.distance();
+        Row {
+            layer,
+            head,
+            errors: self.errors.iter().map(|(name, sums)| ((*name).to_owned(), of(sums))).collect(),
+            sizes: self.sizes,
+            products: self
+                .products
+                .iter()
+                .map(|(product, sums)| (*product, sums.each_ref().map(|sums| of(sums).relative_l2)))
+                .collect(),
+        }
+    }
+}
+
+impl Found {
+    fn rows(&self, layer: usize, heads: bool) -> Vec<Row> {
+        let mut whole = OfHead::default();
+        self.heads.iter().for_each(|head| whole.join(head));
+        let mut rows = vec![whole.row(layer, None)];
+        if heads {
+            rows.extend(self.heads.iter().enumerate().map(|(head, found)| found.row(layer, Some(head))));
+        }
+        rows
+    }
+}
+
+/// The values of one head of one sequence of a (batch, sequence, heads, head_dim) tensor.
+fn head_of(x: &Tensor, sequence: usize, head: usize) -> candle_core::Result<Vec<f64>> {
+    x.get(sequence)?.narrow(1, head, 1)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
+}
+
+/// Every quantity of SageBwd, in f64.
+fn insides(
+    tensors: &[Tensor; 4],
+    [heads, key_heads]: [usize; 2],
+    sage: SageBwd,
+    look: Look,
+) -> candle_core::Result<Found> {
+    let (sequences, tokens, _, head_dim) = tensors[0].dims4()?;
+    let group = heads / key_heads;
+    let pieces: Vec<(usize, usize)> =
+        (0..key_heads).flat_map(|key| (0..sequences).map(move |sequence| (key, sequence))).collect();
+    let found = pieces.par_iter().map(|&(key, sequence)| -> candle_core::Result<Vec<(usize, OfHead)>> {
+        // Query heads of one key head: its gradients are sums over them.
+        let inputs = (0..group)
+            .map(|n| {
+                let head = key * group + n;
+                let rows = [
+                    head_of(&tensors[0], sequence, head)?,
+                    head_of(&tensors[1], sequence, key)?,
+                    head_of(&tensors[2], sequence, key)?,
+                    head_of(&tensors[3], sequence, head)?,
+                ];
+                Ok(Inputs { rows, tokens, head_dim })
+            })
+            .collect::<candle_core::Result<Vec<_>>>()?;
+        let of = |products: &[Product]| -> candle_core::Result<Vec<Quantities>> {
+            let how = Quantization { settings: sage, products, token_scales: look.token_scales };
+            let mut all =
+                inputs.iter().map(|inputs| compute(inputs, &how)).collect::<candle_core::Result<Vec<_>>>()?;
+            share(&mut all);
+            Ok(all)
+        };
+        let (exact, codes) = (of(&[])?, of(&Product::ALL)?);
+        let mut found: Vec<(usize, OfHead)> = (0..group)
+            .map(|n| {
+                let errors = errors(&codes[n], &exact[n], n == 0);
+                let sizes = Some(sizes(&inputs[n], &exact[n], &sage));
+                (key * group + n, OfHead { errors, sizes, count: 1, ..OfHead::default() })
+            })
+            .collect();
+        if look.products {
+            for product in Product::ALL {
+                let alone = of(&[product])?;
+                for (n, (_, found)) in found.iter_mut().enumerate() {
+                    let got = errors(&alone[n], &exact[n], n == 0);
+                    let sums = RESULTS.map(|name| got.get(name).copied().unwrap_or_default());
+                    found.products.insert(product, sums);
+                }
+            }
+        }
+        Ok(found)
+    });
+    let mut all = vec![OfHead::default(); heads];
+    for (head, found) in found.collect::<candle_core::Result<Vec<_>>>()?.into_iter().flatten() {
+        all[head].join(&found);
+    }
+    Ok(Found { heads: all })
+}
+
+/// The gradients of a key head are sums over its query heads: the first one gets them.
+fn share(heads: &mut [Quantities]) {
+    let (first, others) = heads.split_at_mut(1);
+    for other in others {
+        for n in [1, 2] {
+            let sum = first[0].gradients[n].iter_mut();
+            sum.zip(&other.gradients[n]).for_each(|(into, x)| *into += x);
+        }
+    }
+}
+
+/// `first`: of its key head, whose gradients it has.
+fn errors(got: &Quantities, exact: &Quantities, first: bool) -> BTreeMap<&'static str, Sums> {
+    let pairs: [(&[f64], &[f64]); 8] = [
+        (&got.delta, &exact.delta),
+        (&got.p, &exact.p),
+        (&got.dp, &exact.dp),
+        (&got.ds, &exact.ds),
+        (&got.o, &exact.o),
+        (&got.gradients[0], &exact.gradients[0]),
+        (&got.gradients[1], &exact.gradients[1]),
+        (&got.gradients[2], &exact.gradients[2]),
+    ];
+    let all = QUANTITIES.into_iter().zip(pairs);
+    // A query does not see what comes later, and no sum has it.
+    all.filter(|(name, _)| first || !["dK", "dV"].contains(name))
+        .map(|(name, (got, exact))| match name {
+            "dP" => (name, Sums::of(&seen(got, exact.len()), &seen(exact, exact.len()))),
+            _ => (name, Sums::of(got, exact)),
+        })
+        .collect()
+}
+
+/// The values on and below the diagonal of a square matrix.
+fn seen(values: &[f64], len: usize) -> Vec<f64> {
+    let n = len.isqrt();
+    values.chunks(n).enumerate().flat_map(|(i, row)| &row[..=i]).copied().collect()
+}
+
+fn sizes(inputs: &Inputs, exact: &Quantities, sage: &SageBwd) -> Sizes {
+    let (n, d) = (inputs.tokens, inputs.head_dim);
+    let rms = |values: &[f64]| (values.iter().map(|x| x * x).sum::<f64>() / values.len() as f64).sqrt();
+    let largest = |values: &[f64]| values.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+    let (p, dp, ds) = (seen(&exact.p, n * n), seen(&exact.dp, n * n), seen(&exact.ds, n * n));
+    let apart = exact.dp.chunks(n).enumerate().flat_map(|(i, row)| row[..=i].iter().map(move |x| (i, *x)));
+    let apart = apart.fold(0.0, |most: f64, (i, dp)| most.max((dp - exact.delta[i]).abs()));
+    Sizes {
+        rms_p: rms(&p),
+        rms_dp: rms(&dp),
+        rms_ds: rms(&ds),
+        // Over the half of the plane that is seen there are N (N + 1) / 2 values, and N rows whose squares sum to 1 at most.
+        bound_ds: apart * (2.0 / (n as f64 + 1.0)).sqrt(),
+        largest_q: largest(&inputs.rows[0]),
+        largest_k: largest(&inputs.rows[1]),
+        largest_logit: largest(&seen(&exact.s, n * n)),
+        outlying_queries: outlying(&inputs.rows[0], d, sage.tile_q),
+        outlying_keys: outlying(&inputs.rows[1], d, sage.tile_k),
+    }
+}
+
+/// The results of a scheme whose insides are its own.
+fn results_alone(
+    tensors: &[Tensor; 4],
+    [heads, key_heads]: [usize; 2],
+    scheme: Scheme,
+) -> candle_core::Result<Found> {
+    let (exact, got) = (results(Scheme::FullPrecision, tensors)?, results(scheme, tensors)?);
+    let mut all = vec![OfHead::default(); heads];
+    for sequence in 0..tensors[0].dim(0)? {
+        for (n, name) in RESULTS.into_iter().enumerate() {
+            let (count, stride) = if n < 2 { (heads, 1) } else { (key_heads, heads / key_heads) };
+            for head in 0..count {
+                let sums = Sums::of(&head_of(&got[n], sequence, head)?, &head_of(&exact[n], sequence, head)?);
+                all[head * stride].errors.entry(name).or_default().add(sums);
+            }
+        }
+    }
+    Ok(Found { heads: all })
+}
+
 /// Output and gradients with a scheme.
-fn results(scheme: Scheme, inputs: &[Tensor; 3], dout: &Tensor) -> candle_core::Result<[Tensor; 4]> {
-    let [q, k, v] = inputs.each_ref().map(Var::from_tensor);
-    let (q, k, v) = (q?, k?, v?);
+fn results(scheme: Scheme, [q, k, v, dout]: &[Tensor; 4]) -> candle_core::Result<[Tensor; 4]> {
+    let (q, k, v) = (Var::from_tensor(q)?, Var::from_tensor(k)?, Var::from_tensor(v)?);
     let out = Attention::new(scheme).causal(true).apply(&q, &k, &v)?;
     let grads = (&out * dout)?.sum_all()?.backward()?;
     let grad = |var: &Var| match grads.get(var) {
@@ -110,11 +397,19 @@ fn results(scheme: Scheme, inputs: &[Tensor; 3], dout: &Tensor) -> candle_core::
     Ok([out.detach(), grad(&q)?, grad(&k)?, grad(&v)?])
 }
 
-fn distance(got: &Tensor, exact: &Tensor) -> candle_core::Result<Distance> {
-    let values = |t: &Tensor| t.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
-    let (a, b) = (values(got)?, values(exact)?);
-    let sum = |f: &dyn Fn(f64, f64) -> f64| a.iter().zip(&b).map(|(&a, &b)| f(a, b)).sum::<f64>();
-    let (ab, aa, bb) = (sum(&|a, b| a * b), sum(&|a, _| a * a), sum(&|_, b| b * b));
-    let difference = sum(&|a, b| (a - b) * (a - b));
-    Ok(Distance { cosine: ab / (aa * bb).sqrt(), relative_l2: (difference / bb).sqrt() })
+/// As [`probe`], under way: of the weights that a run just wrote.
+///
+/// # Errors
+/// When they cannot be read, or there is no memory.
+pub fn probe_weights(
+    config: &crate::config::Config,
+    weights: &Path,
+    (text, tokenizer): (&Mixture, &Tokenizer),
+    step: u64,
+) -> Result<Probed> {
+    let parameters = Parameters::load(&config.model, weights, &Device::Cpu, DType::F32, true)?;
+    let scheme = low_bit(config.model.scheme, &config.settings);
+    let look = Look { sequences: 1, ..Look::default() };
+    let cut = config.data.cut(tokenizer);
+    Ok(Probed { step: Some(step), ..probe_model(&config.model, &parameters, scheme, (text, cut), look)? })
 }

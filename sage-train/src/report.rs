@@ -1,9 +1,19 @@
-//! Pictures, tables and event files of results.
+//! Results for people: runs side by side with their statistics, as text, Markdown, CSV and one HTML file; charts; event files
+//! for TensorBoard.
 
+pub mod chart;
+pub mod figures;
+mod heat_map;
+mod html;
 mod loss_plot;
+mod probe_table;
+pub mod statistics;
+mod study;
 mod table;
 mod tensorboard;
 
 pub use loss_plot::loss_plot;
-pub use table::{comparison, layer_errors};
+pub use probe_table::{layer_errors, probe_csv, sigma_errors};
+pub use study::{Arm, Difference, Panel, Study, Words};
+pub use table::result_table;
 pub use tensorboard::EventFile;

@@ -51,6 +51,17 @@ pub enum Schedule {
     Constant,
 }
 
+impl Schedule {
+    /// The keys of the settings that are its own.
+    pub fn own_settings(self) -> &'static [&'static str] {
+        match self {
+            Self::Cosine => &["min-lr"],
+            Self::Wsd => &["min-lr", "decay-fraction"],
+            Self::Constant => &[],
+        }
+    }
+}
+
 /// A path to train on, and how much of each step comes from it: `PATH` or `PATH=WEIGHT`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SourceSetting {
@@ -295,9 +306,18 @@ pub struct Settings {
     /// Results repeat to the bit on a GPU too; attention's backward takes longer [default: off]
     #[arg(long, value_enum, help_heading = "Run")]
     pub deterministic: Option<Switch>,
-    /// Seed of weights, batches, built-in corpus and sample [default: 0]
+    /// Seed of weights, order of the data, built-in corpus and sample [default: 0]
     #[arg(long, value_name = "N", help_heading = "Run")]
     pub seed: Option<u64>,
+    /// Seed of the initial weights alone [default: --seed]
+    #[arg(long, value_name = "N", help_heading = "Run")]
+    pub weights_seed: Option<u64>,
+    /// Seed of the order of the data alone [default: --seed]
+    #[arg(long, value_name = "N", help_heading = "Run")]
+    pub order_seed: Option<u64>,
+    /// Seed of the built-in corpus alone [default: --seed]
+    #[arg(long, value_name = "N", help_heading = "Run")]
+    pub corpus_seed: Option<u64>,
     /// Folder that gets a folder for the run [default: runs]
     #[arg(long, value_name = "DIR", help_heading = "Run")]
     pub out: Option<PathBuf>,
@@ -310,6 +330,10 @@ pub struct Settings {
     /// Validation tokens of each validation
     #[arg(long, value_name = "N", help_heading = "Run")]
     pub eval_tokens: Option<Quantity>,
+    /// Steps between probes of attention's errors, which validate as well and take some time on the CPU; 0 for none
+    /// [default: 0]
+    #[arg(long, value_name = "N", help_heading = "Run")]
+    pub probe_every: Option<Quantity>,
     /// Steps between checkpoints; 0 saves at the end only [default: as eval-every]
     #[arg(long, value_name = "N", help_heading = "Run")]
     pub checkpoint_every: Option<Quantity>,
@@ -414,10 +438,14 @@ impl Settings {
             recompute,
             deterministic,
             seed,
+            weights_seed,
+            order_seed,
+            corpus_seed,
             out,
             name,
             eval_every,
             eval_tokens,
+            probe_every,
             checkpoint_every,
             keep_last,
             keep_every,

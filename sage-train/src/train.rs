@@ -4,6 +4,7 @@ pub mod checkpoint;
 pub mod guard;
 mod progress;
 mod run_dir;
+mod stop;
 mod trainer;
 
 use std::time::{Duration, Instant};
@@ -13,19 +14,22 @@ use candle_sage::{Error, Result};
 
 use crate::config::Config;
 use crate::data::{Dataset, Feed, source};
-use crate::device::{memory, reset_peak};
+use crate::device::{Hardware, memory, reset_peak};
 use crate::evaluate::{Evaluation, evaluate};
 use crate::hf;
 use crate::metrics::{Outcome, Point};
 use crate::model::Parameters;
+use crate::probe::probe_weights;
 use crate::report::loss_plot;
+use crate::runs::{CONFIG, ENDING, Ending, STARTS, Start, Status};
 use crate::sample::{Sampling, sample};
-use crate::{during, partial, signals, writing};
+use crate::{during, partial, signals, tell, writing};
 
 use checkpoint::{Checkpoints, Found};
 use guard::Recent;
 use progress::Progress;
-use run_dir::RunDir;
+use run_dir::{RunDir, write_json};
+pub use stop::Stop;
 use trainer::{STOP_HINT, Trainer};
 
 /// Checks what can be checked before anything long begins: that the data exists, and that the run's
@@ -34,6 +38,7 @@ use trainer::{STOP_HINT, Trainer};
 /// # Errors
 /// When it does not, or cannot.
 pub fn check(config: &Config) -> Result<()> {
+    config.device.check()?;
     for source in &config.data.sources {
         source::find(&source.path, &config.out)?;
     }
@@ -53,14 +58,16 @@ pub fn check(config: &Config) -> Result<()> {
 /// When data, folder or settings cannot be used, and when a loss or gradient is not finite. In that
 /// case nothing is updated any more, and the folder keeps the metrics, their plot, the reason, and the
 /// weights of the last validation. When the run is interrupted by a signal: it is saved then.
-pub fn run(config: &Config, resumed: Option<&Found>) -> Result<Outcome> {
+pub fn run(config: &Config, resumed: Option<&Found>) -> std::result::Result<Outcome, Stop> {
     signals::watch()?;
     let device = config.device.open()?;
     let started = Instant::now();
     let mut progress = Progress::new(config.steps);
     let data = Dataset::load(&config.data, &|line| progress.say(line))?;
     if let Some(signal) = signals::received() {
-        return Err(Error::new("interrupted before the first step").got(format!("signal {signal}")));
+        return Err(Stop::Interrupted(
+            Error::new("interrupted before the first step").got(format!("signal {signal}")),
+        ));
     }
     let fingerprint = data.fingerprint()?;
     let first = resumed.map_or(0, |found| found.about.step);
@@ -70,13 +77,15 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> Result<Outcome> {
             return Err(Error::new("the data is not what the run was trained on")
                 .got(format!("data {fingerprint:.12}"))
                 .allowed(format!("{:.12}, as in the checkpoint", found.about.data))
-                .hint("has a file been added or changed since? A new run on other data: --init-from"));
+                .hint("has a file been added or changed since? A new run on other data: --init-from")
+                .into());
         }
         if first > config.steps {
             return Err(Error::new("the run is longer already")
                 .got(format!("a checkpoint after step {first}, --steps {}", config.steps))
                 .allowed(format!("at least {first} steps"))
-                .hint(format!("--resume {} --steps {}", found.run.display(), 2 * first)));
+                .hint(format!("--resume {} --steps {}", found.run.display(), 2 * first))
+                .into());
         }
     }
     let parameters = parameters(config, resumed, &device)?;
@@ -98,7 +107,10 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> Result<Outcome> {
         (config.tokens_per_step() * config.steps) as f64 / data.train.len() as f64,
         data.unigram_entropy,
     ));
-    folder.write("config.toml", &config.to_toml())?;
+    folder.write(CONFIG, &config.to_toml())?;
+    folder.remove(ENDING)?;
+    let start = Start::now(config, &data, fingerprint.clone(), &Hardware::of(&device), first);
+    folder.add_json(STARTS, start)?;
     partial::file(&folder.path().join("tokenizer.json"), |partial| data.tokenizer.save(partial))?;
     let checkpoints = Checkpoints::new(folder.path(), fingerprint, config.checkpoints)?;
 
@@ -119,10 +131,11 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> Result<Outcome> {
         started,
         before,
     };
-    match run.train() {
+    let path = run.folder.path().to_owned();
+    let ended = match run.train() {
         Ok(training_seconds) => run.finish(training_seconds),
-        Err(error) => {
-            run.progress.note(&format!("error: {error}"));
+        Err(stop) => {
+            run.progress.note(&format!("error: {stop}"));
             // A checkpoint may be under way.
             if let Err(unsaved) = run.checkpoints.wait() {
                 run.progress.say(&format!("warning: {unsaved}"));
@@ -131,9 +144,18 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> Result<Outcome> {
             if !run.points.is_empty() {
                 let _ = run.plot();
             }
-            Err(error)
+            Err(stop)
         }
+    };
+    let ending = match &ended {
+        Ok(_) => Ending { status: Status::Finished, reason: None },
+        Err(stop) => Ending { status: stop.status(), reason: Some(stop.to_string()) },
+    };
+    // How it ended is known: that it cannot be written down does not change it.
+    if let Err(error) = write_json(&path.join(ENDING), &ending) {
+        tell(&format!("warning: {error}"));
     }
+    ended
 }
 
 /// From a checkpoint, from another's folder, or drawn.
@@ -142,7 +164,7 @@ fn parameters(config: &Config, resumed: Option<&Found>, device: &Device) -> Resu
     match (resumed, &config.init_from) {
         (Some(found), _) => found.restore(config, device, dtype),
         (None, Some(folder)) => hf::load(folder, &config.model, device, dtype, true),
-        (None, None) => Parameters::init(&config.model, config.seed, device, dtype)
+        (None, None) => Parameters::init(&config.model, config.weights_seed, device, dtype)
             .map_err(during("cannot make the model")),
     }
 }
@@ -171,7 +193,7 @@ struct Run<'a> {
 
 impl Run<'_> {
     /// All steps; returns the seconds that they took, validation not counted.
-    fn train(&mut self) -> Result<f64> {
+    fn train(&mut self) -> std::result::Result<f64, Stop> {
         self.progress.start(self.first);
         let batches = self.trainer.batches();
         let unknown = "cannot measure memory";
@@ -188,7 +210,7 @@ impl Run<'_> {
         Ok(seconds)
     }
 
-    fn steps(&mut self, feed: &Feed) -> Result<f64> {
+    fn steps(&mut self, feed: &Feed) -> std::result::Result<f64, Stop> {
         let config = self.config;
         // A GPU gets its next step before the results of the last one are looked at.
         let ahead = self.trainer.runs_ahead();
@@ -205,7 +227,8 @@ impl Run<'_> {
             under_way = Some(launched?);
             let last = step + 1 == config.steps;
             let due = |every: u64| last || (every > 0 && (step + 1).is_multiple_of(every));
-            let (validates, signal) = (due(config.eval_every), signals::received());
+            let probes = config.probe_every > 0 && due(config.probe_every);
+            let (validates, signal) = (probes || due(config.eval_every), signals::received());
             let saves = due(config.checkpoints.every) || signal.is_some();
             let Some(launched) = under_way.take_if(|_| validates || saves || !ahead) else { continue };
             let mut point = self.trainer.collect(launched)?;
@@ -214,11 +237,14 @@ impl Run<'_> {
                 self.validate(&mut point)?;
             }
             self.record(point)?;
+            if probes {
+                self.probe(step + 1);
+            }
             let saved = if saves { self.checkpoint(step + 1) } else { Ok(()) };
             match (saved, signal) {
                 (saved, Some(signal)) if !last => {
                     saved.and_then(|()| self.checkpoints.wait())?;
-                    return Err(self.interrupted(signal, step + 1));
+                    return Err(Stop::Interrupted(self.interrupted(signal, step + 1)));
                 }
                 (Err(error), _) if last => self.unsaved = Some(error),
                 // One that fails does not end a run that may yet write the next.
@@ -248,7 +274,7 @@ impl Run<'_> {
     }
 
     /// Validates, and keeps the weights.
-    fn validate(&mut self, point: &mut Point) -> Result<()> {
+    fn validate(&mut self, point: &mut Point) -> std::result::Result<(), Stop> {
         let (config, data) = (self.config, self.data);
         let Evaluation { loss, bits_per_byte, .. } = evaluate(
             &self.trainer.model,
@@ -261,13 +287,12 @@ impl Run<'_> {
         )?;
         if !loss.is_finite() {
             self.record(point.clone())?;
-            return Err(Error::new(format!(
-                "stopped: the validation loss is {loss} after step {}",
-                point.step
-            ))
-            .got("an update that broke the model")
-            .allowed("a finite loss")
-            .hint(STOP_HINT));
+            return Err(Stop::Diverged(
+                Error::new(format!("stopped: the validation loss is {loss} after step {}", point.step))
+                    .got("an update that broke the model")
+                    .allowed("a finite loss")
+                    .hint(STOP_HINT),
+            ));
         }
         (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
         // Room for them may come back before the end; then they must be there.
@@ -278,8 +303,20 @@ impl Run<'_> {
         Ok(())
     }
 
+    /// Measures attention's errors with the weights that the validation kept. That it cannot is no reason to stop.
+    fn probe(&mut self, step: u64) {
+        if self.config.model.scheme.is_none() || self.unsaved.is_some() {
+            return;
+        }
+        let (weights, data) = (self.folder.path().join("model.safetensors"), self.data);
+        let probed = probe_weights(self.config, &weights, (&data.validation, &data.tokenizer), step);
+        if let Err(error) = probed.and_then(|probed| self.folder.append_probe(&probed)) {
+            self.progress.say(&format!("warning: {error}"));
+        }
+    }
+
     /// Keeps and shows what a step measured.
-    fn record(&mut self, mut point: Point) -> Result<()> {
+    fn record(&mut self, mut point: Point) -> std::result::Result<(), Stop> {
         point.seconds = (self.before + self.started.elapsed()).as_secs_f64();
         if let Some(recent) = Recent::before(point.step - 1, &self.points) {
             let (loss, grad_norm) = recent.scores(point.loss, point.grad_norm);
@@ -295,10 +332,12 @@ impl Run<'_> {
         let here = self.points.iter().rev().take_while(|point| point.step > self.first);
         let skipped = here.take_while(|point| point.skipped).count();
         if point.skipped && skipped >= MOST_SKIPPED {
-            return Err(Error::new(format!("stopped: {} updates in a row were skipped as spikes", skipped + 1))
-                .got(format!("loss {:.3}, norm {:.2} at step {}", point.loss, point.grad_norm, point.step))
-                .allowed(format!("at most {MOST_SKIPPED} in a row"))
-                .hint("what stays up is no spike: --resume with a higher --skip-spikes; or, where one was kept, go on from an earlier checkpoint with a lower --lr"));
+            return Err(Stop::Diverged(
+                Error::new(format!("stopped: {} updates in a row were skipped as spikes", skipped + 1))
+                    .got(format!("loss {:.3}, norm {:.2} at step {}", point.loss, point.grad_norm, point.step))
+                    .allowed(format!("at most {MOST_SKIPPED} in a row"))
+                    .hint("what stays up is no spike: --resume with a higher --skip-spikes; or, where one was kept, go on from an earlier checkpoint with a lower --lr"),
+            ));
         }
         self.progress.step(&point);
         self.points.push(point);
@@ -306,7 +345,7 @@ impl Run<'_> {
     }
 
     /// Writes the results.
-    fn finish(mut self, training_seconds: f64) -> Result<Outcome> {
+    fn finish(mut self, training_seconds: f64) -> std::result::Result<Outcome, Stop> {
         let config = self.config;
         self.plot()?;
         if config.sample_tokens > 0 {
@@ -346,8 +385,8 @@ impl Run<'_> {
     }
 
     fn plot(&self) -> Result<()> {
-        let curve = (self.config.attn.to_string(), self.points.as_slice());
-        self.folder.write("loss.svg", &loss_plot(&[curve], Some(self.data.unigram_entropy))?)
+        let plot = loss_plot(&self.config.attn.to_string(), &self.points, self.data.unigram_entropy)?;
+        self.folder.write("loss.svg", &plot)
     }
 
     /// Weights with a finite validation loss, in the place of the last ones: whenever the run is cut off, the folder has

@@ -12,7 +12,9 @@ use crate::during;
 use crate::hf;
 use crate::model::{Llama, Parameters, Stage};
 use crate::quantity::Quantity;
+use crate::runs::Run;
 use crate::settings::{Attn, Settings};
+use crate::train::checkpoint::{self, STATE};
 
 /// What the model of a run attended to at its end, where it has SLA2.
 fn last_stage(saved: &Settings) -> Stage {
@@ -22,6 +24,12 @@ fn last_stage(saved: &Settings) -> Stage {
         (Some(steps), Some(dense)) if dense.0 >= steps => Stage::Dense,
         _ => Stage::Sparse,
     }
+}
+
+/// The step of the weights that a run has: that of its last validation.
+fn last_step(run: &Path) -> Option<u64> {
+    let points = Run::read(run).ok()?.points;
+    points.iter().rev().find(|point| point.val_loss.is_some()).map(|point| point.step)
 }
 
 /// Nothing is trained in steps: one fits whatever context and micro-batch were asked for.
@@ -40,6 +48,14 @@ fn one_micro_batch(settings: Settings) -> Settings {
     }
 }
 
+/// The folder of the run that a folder is of: itself, or that of a checkpoint's run.
+pub fn run_folder(folder: &Path) -> &Path {
+    match folder.join(STATE).is_file() {
+        true => folder.parent().and_then(Path::parent).unwrap_or(folder),
+        false => folder,
+    }
+}
+
 /// A model, its settings and its tokenizer.
 #[derive(Debug)]
 pub struct Trained {
@@ -51,6 +67,8 @@ pub struct Trained {
     pub tokenizer: Tokenizer,
     /// Where it computes.
     pub device: Device,
+    /// Steps that it was trained for, where that is known.
+    pub step: Option<u64>,
     /// What it attends to, where it has SLA2.
     stage: Stage,
 }
@@ -63,8 +81,9 @@ impl Trained {
     pub fn open(folder: &Path, place: Place, settings: Settings, trained: bool) -> Result<Self> {
         let settings = Settings { device: Some(place), ..settings };
         let device = place.open()?;
-        let tokenizer = || Tokenizer::load(&folder.join("tokenizer.json"));
-        let saved = folder.join("config.toml");
+        let run = run_folder(folder);
+        let tokenizer = || Tokenizer::load(&run.join("tokenizer.json"));
+        let saved = run.join("config.toml");
         if !saved.exists() && folder.join("config.json").exists() {
             let context = settings.context.unwrap_or(Quantity(hf::longest(folder)?.min(4096) as u64));
             let settings = settings.over(hf::settings(folder)?);
@@ -73,18 +92,26 @@ impl Trained {
             let config =
                 Config::resolve(one_micro_batch(Settings { context: Some(context), attn, ..settings }))?;
             let parameters = hf::load(folder, &config.model, &device, place.dtype(), trained)?;
-            return Ok(Self { config, parameters, tokenizer: tokenizer()?, device, stage: Stage::Sparse });
+            return Ok(Self {
+                config,
+                parameters,
+                tokenizer: tokenizer()?,
+                device,
+                step: None,
+                stage: Stage::Sparse,
+            });
         }
         let saved = Config::read_settings(&saved).map_err(|error| {
             error.hint(
                 "this takes the folder of a run, e.g. runs/tiny-sagebwd-001, or one in Hugging Face's format",
             )
         })?;
+        let step = if run == folder { last_step(run) } else { checkpoint::step_of(folder) };
         let stage = last_stage(&saved);
         let config = Config::resolve(one_micro_batch(settings.over(saved)))?;
-        let weights = folder.join("model.safetensors");
+        let weights = if run == folder { run.join("model.safetensors") } else { folder.join(STATE) };
         let parameters = Parameters::load(&config.model, &weights, &device, place.dtype(), trained)?;
-        Ok(Self { config, parameters, tokenizer: tokenizer()?, device, stage })
+        Ok(Self { config, parameters, tokenizer: tokenizer()?, device, step, stage })
     }
 
     /// The model.

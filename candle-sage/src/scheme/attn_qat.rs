@@ -143,6 +143,18 @@ impl AttnQat {
     }
 
     /// What an FP4 attention runtime needs to know: formats, the axis of each operand's groups, and what P is relative to.
+    pub(super) fn in_words(&self) -> Vec<(&'static str, String)> {
+        let switch = |on: bool| if on { "on" } else { "off" }.to_string();
+        vec![
+            ("smoothing", self.smoothing.to_string()),
+            ("value-groups", self.value_groups.to_string()),
+            ("p-reference", self.p_reference.to_string()),
+            ("high-precision-output", switch(self.high_precision_output)),
+            ("matched-recomputation", switch(self.matched_recomputation)),
+            ("requantized-p", switch(self.requantized_p)),
+        ]
+    }
+
     pub(super) fn runtime_settings(&self) -> Vec<(&'static str, String)> {
         let text = |words: &str| words.to_string();
         vec![

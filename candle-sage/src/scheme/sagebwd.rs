@@ -129,6 +129,15 @@ impl Granularity {
 }
 
 impl SageBwd {
+    pub(super) fn in_words(&self) -> Vec<(&'static str, String)> {
+        vec![
+            ("smoothing", self.smoothing.to_string()),
+            ("granularity", self.granularity.to_string()),
+            ("tile-q", self.tile_q.to_string()),
+            ("tile-k", self.tile_k.to_string()),
+        ]
+    }
+
     /// Rows that a tile may have. The upper bound keeps `127^2 * rows` far under 2^24, below which
     /// sums of code products are exact in f32 too.
     pub const TILE_ROWS: std::ops::RangeInclusive<usize> = 16..=256;

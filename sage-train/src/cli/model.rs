@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use candle_core::DType;
-use candle_sage::{Error, Granularity, Result};
+use candle_sage::{Error, Result};
 use clap::ValueEnum;
 
 use super::print;
@@ -11,57 +11,16 @@ use crate::checks::in_range;
 use crate::data::Dataset;
 use crate::device::Place;
 use crate::evaluate::{Choices, choose, evaluate, read_examples};
-use crate::probe::{Probed, probe};
 use crate::quantity::Quantity;
-use crate::report::layer_errors;
 use crate::sample::{Sampling, sample};
-use crate::settings::{Attn, Settings, SmoothingSetting, SourceSetting, Text};
-use crate::trained::Trained;
+use crate::settings::{Attn, Settings, SourceSetting};
+use crate::trained::{Trained, run_folder};
 use crate::{hf, tell};
-
-/// What to probe.
-#[derive(Debug, clap::Args)]
-pub(super) struct Probe {
-    /// Folder of a run that has weights: from its first validation on
-    run: PathBuf,
-    /// Validation sequences to look at
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
-    sequences: u16,
-    /// Token means subtracted before quantizing [default: the run's]
-    #[arg(long, value_enum)]
-    smoothing: Option<SmoothingSetting>,
-    /// Vectors that share a scale in the backward [default: the run's]
-    #[arg(long)]
-    granularity: Option<Text<Granularity>>,
-    /// The numerics to probe [default: the run's; of a full-precision run sagebwd]
-    #[arg(long, value_enum)]
-    attn: Option<Attn>,
-}
-
-impl Probe {
-    pub(super) fn run(&self) -> Result<()> {
-        if self.attn == Some(Attn::EXACT) {
-            return Err(Error::new("full precision is what errors are measured against")
-                .got("--attn fpa")
-                .allowed("a low-bit scheme")
-                .hint("leave --attn out for the run's own, or sagebwd where it has none"));
-        }
-        let settings = Settings {
-            attn: self.attn,
-            smoothing: self.smoothing,
-            granularity: self.granularity,
-            ..Settings::default()
-        };
-        let Probed { scheme, sequences, layers } = probe(&self.run, usize::from(self.sequences), settings)?;
-        let title = format!("{} against full precision, {sequences} sequences, {scheme}", self.run.display());
-        print(&layer_errors(&title, &layers))
-    }
-}
 
 /// What to write.
 #[derive(Debug, clap::Args)]
 pub(super) struct Sample {
-    /// Folder of a run, or of a model in Hugging Face's format (which is computed with full-precision attention, over 4096
+    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (which is computed with full-precision attention, over 4096
     /// tokens at most where nothing else is said)
     run: PathBuf,
     /// Text to go on with; without it a document is begun
@@ -107,7 +66,7 @@ impl Sample {
 /// What to evaluate on.
 #[derive(Debug, clap::Args)]
 pub(super) struct Eval {
-    /// Folder of a run, or of a model in Hugging Face's format (which is computed with full-precision attention, over 4096
+    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (which is computed with full-precision attention, over 4096
     /// tokens at most where nothing else is said)
     run: PathBuf,
     /// Text or shards, whose validation part is taken [default: the run's own]
@@ -136,7 +95,7 @@ pub(super) struct Eval {
 impl Eval {
     pub(super) fn run(&self) -> Result<()> {
         // Tokens of the data are the model's.
-        let tokenizer = self.run.join("tokenizer.json").display().to_string();
+        let tokenizer = run_folder(&self.run).join("tokenizer.json").display().to_string();
         let tokens = in_range("tokens", self.tokens.0, 1, 1 << 40)?;
         if self.data.is_none() && self.hellaswag.is_none() && self.run.join("config.json").exists() {
             return Err(Error::new("there is nothing to evaluate on")
@@ -208,7 +167,7 @@ enum Exported {
 /// What to export.
 #[derive(Debug, clap::Args)]
 pub(super) struct Export {
-    /// Folder of a run that has weights: from its first validation on
+    /// Folder of a run that has weights, from its first validation on; or of one of its checkpoints, RUN/checkpoints/step-N
     run: PathBuf,
     /// Folder to make
     #[arg(long, value_name = "DIR")]
@@ -220,7 +179,7 @@ pub(super) struct Export {
 
 impl Export {
     pub(super) fn run(&self) -> Result<()> {
-        if !self.run.join("config.toml").exists() {
+        if !run_folder(&self.run).join("config.toml").exists() {
             return Err(Error::new("there is no run to export")
                 .got(self.run.display())
                 .allowed("the folder of a run")

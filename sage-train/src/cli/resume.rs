@@ -11,7 +11,7 @@ use crate::settings::Settings;
 use crate::train::checkpoint::Found;
 
 /// What may change under way: how long, how fast and how closely watched; not the model, its data or its batches.
-const MAY_CHANGE: [&str; 22] = [
+const MAY_CHANGE: [&str; 23] = [
     "steps",
     "tokens",
     "lr",
@@ -28,6 +28,7 @@ const MAY_CHANGE: [&str; 22] = [
     "deterministic",
     "eval-every",
     "eval-tokens",
+    "probe-every",
     "checkpoint-every",
     "keep-last",
     "keep-every",

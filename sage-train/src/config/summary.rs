@@ -122,7 +122,8 @@ impl Config {
         let data = &self.data;
         let mut text = data.sources.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         if data.sources.is_empty() {
-            text = format!("built-in corpus, {} MB, seed {}", data.corpus_bytes / 1_000_000, data.seed);
+            text =
+                format!("built-in corpus, {} MB, seed {}", data.corpus_bytes / 1_000_000, data.corpus_seed);
         }
         text + if data.document_mask { ", attention inside documents" } else { "" }
     }

@@ -1,58 +1,216 @@
-//! Finished runs as a table.
+//! Results as text, Markdown and comma-separated values.
 
 use std::fmt::Write;
 
+use super::chart::short;
+use super::statistics::Mean;
+use super::study::{Arm, Difference, Panel, Study};
 use crate::metrics::Outcome;
-use crate::probe::{LayerErrors, RESULTS};
+use crate::quantity::grouped;
+use crate::runs::Status;
 
-/// One row a run; losses and speeds are compared with the first.
-pub fn comparison(outcomes: &[Outcome]) -> String {
-    let mut out = String::new();
-    let _ = writeln!(
-        out,
-        "{:<9} {:>9} {:>11} {:>9} {:>10} {:>9}  folder",
-        "attention", "val loss", "bits / byte", "loss", "tokens/s", "speed"
-    );
-    let Some(first) = outcomes.first() else { return out };
-    for run in outcomes {
-        let _ = writeln!(
-            out,
-            "{:<9} {:>9.4} {:>11.4} {:>9} {:>10.0} {:>9}  {}",
-            run.attn.to_string(),
-            run.val_loss,
-            run.val_bits_per_byte,
-            format!("{:+.2} %", 100.0 * (run.val_loss / first.val_loss - 1.0)),
-            run.tokens_per_second,
-            format!("{:.2}x", run.tokens_per_second / first.tokens_per_second),
-            run.folder.display(),
-        );
-    }
-    let _ = writeln!(
-        out,
-        "\nunigram entropy {:.4} nats: {:.2} above the best validation loss",
-        first.unigram_entropy,
-        first.unigram_entropy - outcomes.iter().map(|run| run.val_loss).fold(f64::INFINITY, f64::min),
-    );
-    out
+/// One run.
+pub fn result_table(run: &Outcome) -> String {
+    format!(
+        "{:<11} {:>9} {:>11} {:>10}  folder\n{:<11} {:>9.4} {:>11.4} {:>10.0}  {}\n\nunigram entropy {:.4} nats: {:.2} above the validation loss\n",
+        "attention",
+        "val loss",
+        "bits / byte",
+        "tokens/s",
+        run.attn.to_string(),
+        run.val_loss,
+        run.val_bits_per_byte,
+        run.tokens_per_second,
+        run.folder.display(),
+        run.unigram_entropy,
+        run.unigram_entropy - run.val_loss,
+    )
 }
 
-/// Errors of every layer, cosine and relative L2, as the paper's Table 2 gives them.
-pub fn layer_errors(title: &str, layers: &[LayerErrors]) -> String {
-    let mut out = format!("{title}\n\n{:<7}", "layer");
-    for name in RESULTS {
-        let _ = write!(out, " {:>17}", format!("{name} cos / rel L2"));
-    }
-    out.push('\n');
-    for LayerErrors { layer, results } in layers {
-        let _ = write!(out, "{layer:<7}");
-        for result in results {
-            let _ = write!(out, " {:>17}", format!("{:.4} / {:.4}", result.cosine, result.relative_l2));
+impl Arm {
+    /// How many runs there are, and what became of those that are not finished.
+    pub fn seeds(&self) -> String {
+        let mut text = self.count(Status::Finished).to_string();
+        for status in [Status::Diverged, Status::Failed, Status::Interrupted] {
+            match self.count(status) {
+                0 => {}
+                n => text += &format!(", {n} {status}"),
+            }
         }
-        out.push('\n');
+        match self.runs.iter().filter(|run| run.status().is_none()).count() {
+            0 => text,
+            n => text + &format!(", {n} unfinished"),
+        }
     }
-    // SageBwd, Table 2: layer 11, the worst of 20, QK-norm, 2.1M tokens a step.
-    let published = ["0.9969 / 0.0793", "0.9664 / 0.2579", "0.9537 / 0.3074", "0.9985 / 0.0540"];
-    let _ = write!(out, "{:<7}", "paper");
-    published.iter().for_each(|text| out += &format!(" {text:>17}"));
-    out + "\n\npaper: the worst layer of a 325M model (arXiv 2603.02170, Table 2)\n"
+}
+
+/// Half of an interval.
+fn half(half: Option<f64>, digits: usize) -> String {
+    half.map_or(String::new(), |half| format!(" ± {half:.digits$}"))
+}
+
+/// A difference in percent, and what may be said.
+fn percent(difference: &Difference, margin: f64) -> String {
+    let Difference { mean, paired, verdict } = difference;
+    let unpaired = if *paired { "" } else { ", no seed in common" };
+    format!("{:+.2} %{} ({}{unpaired})", mean.value, half(mean.half, 2), verdict.words(margin))
+}
+
+impl Study {
+    /// The heads of its tables; words, which stand to the left, and numbers, which stand to the right.
+    pub(super) fn heads(&self) -> Vec<(String, bool)> {
+        let mut heads = vec![("arm", true), ("seeds", false), ("val loss", false), ("difference", true)];
+        heads.extend([("tokens/s", false), ("speed", false)]);
+        let mut heads: Vec<(String, bool)> =
+            heads.into_iter().map(|(head, words)| (head.to_owned(), words)).collect();
+        if let Some(loss) = self.milestone {
+            heads.extend([(format!("tokens to {loss}"), false), ("later".into(), true)]);
+        }
+        heads
+    }
+
+    /// The cells of an arm's row.
+    pub(super) fn cells(&self, panel: &Panel, arm: &Arm) -> Vec<String> {
+        let baseline = panel.has_baseline && arm.style == panel.arms[0].style;
+        let against = |difference: &Option<Difference>| match difference {
+            None if baseline => "baseline".into(),
+            None => "-".into(),
+            Some(difference) => percent(difference, self.margin),
+        };
+        let first = panel.arms.first().and_then(|arm| arm.speed);
+        let ratio = arm.speed.zip(first).map_or("-".into(), |(own, first)| format!("{:.2}x", own / first));
+        let mut cells = vec![
+            arm.label.clone(),
+            arm.seeds(),
+            arm.loss.map_or("-".into(), |mean| format!("{:.4}{}", mean.value, half(mean.half, 4))),
+            against(&arm.difference),
+            arm.speed.map_or("-".into(), |speed| grouped(speed as u64)),
+            ratio,
+        ];
+        if self.milestone.is_some() {
+            let tokens = |mean: Mean| {
+                let interval = mean.half.map_or(String::new(), |half| format!(" ± {}", short(half)));
+                let some = if mean.count < arm.runs.len() {
+                    format!(" ({} runs)", mean.count)
+                } else {
+                    String::new()
+                };
+                format!("{}{interval}{some}", short(mean.value))
+            };
+            cells.push(arm.reached.map_or("never".into(), tokens));
+            cells.push(against(&arm.later));
+        }
+        cells
+    }
+
+    /// For a terminal.
+    pub fn to_text(&self) -> String {
+        let mut out = String::new();
+        let heads = self.heads();
+        let rows = |panel: &Panel| panel.arms.iter().map(|arm| self.cells(panel, arm)).collect::<Vec<_>>();
+        let all: Vec<_> = self.panels.iter().flat_map(rows).collect();
+        let width = |n: usize| {
+            let own = heads[n].0.chars().count();
+            all.iter().map(|cells| cells[n].chars().count()).chain([own]).max().unwrap_or(0)
+        };
+        let line = |cells: &[String]| {
+            let mut line = String::new();
+            for (n, cell) in cells.iter().enumerate() {
+                let _ = match heads[n].1 {
+                    true => write!(line, "{cell:<width$}  ", width = width(n)),
+                    false => write!(line, "{cell:>width$}  ", width = width(n)),
+                };
+            }
+            line.trim_end().to_owned() + "\n"
+        };
+        let titles: Vec<String> = heads.iter().map(|(head, _)| head.clone()).collect();
+        for panel in &self.panels {
+            if !panel.label.is_empty() {
+                out += &format!("{}\n", panel.label);
+            }
+            out += &line(&titles);
+            rows(panel).iter().for_each(|cells| out += &line(cells));
+            out.push('\n');
+        }
+        out + &self.footnote() + "\n"
+    }
+
+    /// What the numbers are.
+    pub fn footnote(&self) -> String {
+        let entropy =
+            self.unigram_entropy().map_or(String::new(), |nats| format!("; unigram entropy {nats:.4}"));
+        format!(
+            "loss in nats a token{entropy}; ± is half of a 95 % interval (Student's t); differences are over seeds in common, \
+             percent of the baseline's loss"
+        )
+    }
+
+    /// As Markdown, to paste.
+    pub fn to_markdown(&self) -> String {
+        let mut out = self.about.as_ref().map_or(String::new(), |about| format!("{about}\n\n"));
+        for panel in &self.panels {
+            if !panel.label.is_empty() {
+                out += &format!("**{}**\n\n", panel.label);
+            }
+            let heads: Vec<String> = self.heads().into_iter().map(|(head, _)| head).collect();
+            out += &format!("| {} |\n|{}\n", heads.join(" | "), "---|".repeat(heads.len()));
+            for arm in &panel.arms {
+                out += &format!("| {} |\n", self.cells(panel, arm).join(" | "));
+            }
+            out.push('\n');
+        }
+        out + &self.footnote() + "\n"
+    }
+
+    /// One line for each run, with every setting that differs.
+    pub fn to_csv(&self) -> String {
+        let arms = || self.panels.iter().flat_map(|panel| &panel.arms);
+        let mut keys: Vec<&String> = Vec::new();
+        for (key, _) in arms().flat_map(|arm| &arm.settings) {
+            if !keys.contains(&key) {
+                keys.push(key);
+            }
+        }
+        let quoted = |text: &str| match text.contains([',', '"', '\n']) {
+            true => format!("\"{}\"", text.replace('"', "\"\"")),
+            false => text.to_owned(),
+        };
+        let number = |number: Option<f64>| number.map_or(String::new(), |n| n.to_string());
+        let heads = [
+            "run",
+            "status",
+            "steps",
+            "tokens",
+            "val_loss",
+            "tokens_per_second",
+            "weights_seed",
+            "order_seed",
+            "corpus_seed",
+        ];
+        let head: Vec<String> =
+            heads.map(String::from).into_iter().chain(keys.iter().map(|key| quoted(key))).collect();
+        let mut out = head.join(",") + "\n";
+        for arm in arms() {
+            for run in &arm.runs {
+                let [weights, order, corpus] = super::study::seeds(run);
+                let mut cells = vec![
+                    quoted(&run.name()),
+                    run.status().map_or("unfinished".into(), |status| status.to_string()),
+                    run.steps().to_string(),
+                    run.points.last().map_or(0, |point| point.tokens).to_string(),
+                    number(run.last_loss()),
+                    number(run.usual_speed()),
+                    weights.to_string(),
+                    order.to_string(),
+                    corpus.to_string(),
+                ];
+                cells.extend(keys.iter().map(|key| {
+                    let value = arm.settings.iter().find(|(other, _)| other == *key);
+                    value.map_or(String::new(), |(_, value)| quoted(value))
+                }));
+                out += &(cells.join(",") + "\n");
+            }
+        }
+        out
+    }
 }

@@ -79,6 +79,23 @@ impl Attn {
     }
 }
 
+impl Attn {
+    /// The settings that are its own, as they came out: keys and values in the words of a settings file. `scheme` and
+    /// `sla2` are those of a resolved model.
+    pub fn own_settings(
+        self,
+        scheme: Option<Scheme>,
+        sla2: Option<&Sla2Config>,
+    ) -> Vec<(&'static str, String)> {
+        let mut own = scheme.map_or_else(Vec::new, |scheme| scheme.settings());
+        if let Some(sla2) = sla2 {
+            own.extend(sla2::own_settings(sla2));
+            own.push(("sla2-numerics", scheme.map_or("none", |scheme| scheme.name()).to_string()));
+        }
+        own
+    }
+}
+
 impl From<SageBwd> for Attn {
     fn from(scheme: SageBwd) -> Self {
         Self(Kind::Dense(scheme.into()))

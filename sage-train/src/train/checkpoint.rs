@@ -21,7 +21,8 @@ use crate::partial::{PARTIAL, sync};
 use crate::writing;
 
 const FOLDER: &str = "checkpoints";
-const STATE: &str = "state.safetensors";
+/// Weights and moments.
+pub const STATE: &str = "state.safetensors";
 const ABOUT: &str = "checkpoint.json";
 const MARKER: &str = "COMPLETE";
 const VERSION: u32 = 1;
@@ -141,6 +142,16 @@ fn steps(folder: &Path) -> Vec<u64> {
     let mut steps: Vec<u64> = entries.flatten().filter_map(step).collect();
     steps.sort_unstable();
     steps
+}
+
+/// The step that a checkpoint's folder is of, by its name.
+pub fn step_of(checkpoint: &Path) -> Option<u64> {
+    checkpoint.components().next_back()?.as_os_str().to_str()?.strip_prefix("step-")?.parse().ok()
+}
+
+/// The steps of a run's newest checkpoint, if it has one.
+pub fn newest(run: &Path) -> Option<u64> {
+    steps(&run.join(FOLDER)).pop()
 }
 
 /// Removes what is not to be kept. Each goes under another name first: what has its name is whole.

@@ -6,14 +6,16 @@ use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
 use clap::ValueEnum;
+use serde::Serialize;
 
 use crate::config::Config;
 use crate::lock::Lock;
 use crate::metrics::Point;
+use crate::probe::Probed;
 use crate::report::EventFile;
+use crate::runs::{METRICS, PROBES, json_lines};
 use crate::{during, partial, writing};
 
-const METRICS: &str = "metrics.jsonl";
 const CSV: &str = "metrics.csv";
 
 /// The folder of one run, and its open metrics.
@@ -77,6 +79,13 @@ impl RunDir {
                 .allowed(format!("at least {step}"))
                 .hint("is the file damaged? Steps that are lost cannot be plotted: the run does not go on without them"));
         }
+        let probes = path.join(PROBES);
+        if probes.exists() {
+            let kept: Vec<Probed> = json_lines(&probes)?;
+            let kept = kept.iter().filter(|probed| probed.step <= Some(step));
+            let text: String = kept.map(|probed| json(probed) + "\n").collect();
+            partial::file(&probes, |partial| std::fs::write(partial, text).map_err(writing(partial)))?;
+        }
         Ok((Self::open(path.to_owned(), None, &points)?, points))
     }
 
@@ -85,7 +94,7 @@ impl RunDir {
             head.into_iter().chain(points.iter().map(line)).map(|line| line + "\n").collect::<String>()
         };
         Ok(Self {
-            metrics: begin(&path.join(METRICS), &lines(None, json))?,
+            metrics: begin(&path.join(METRICS), &lines(None, json::<Point>))?,
             csv: begin(&path.join(CSV), &lines(Some(Point::csv_head()), Point::csv))?,
             events: EventFile::create(&path, points.len() as u64 + 1)?,
             path,
@@ -116,9 +125,34 @@ impl RunDir {
         partial::file(&self.path.join(name), write)
     }
 
+    /// Removes a file that may be there.
+    pub(super) fn remove(&self, name: &str) -> Result<()> {
+        let path = self.path.join(name);
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(writing(&path)(error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds an entry to a file that is a list in JSON. What cannot be read as one begins again.
+    pub(super) fn add_json<T: Serialize>(&self, name: &str, entry: T) -> Result<()> {
+        let path = self.path.join(name);
+        let text = std::fs::read(&path).unwrap_or_default();
+        let mut list: Vec<serde_json::Value> = serde_json::from_slice(&text).unwrap_or_default();
+        list.push(serde_json::to_value(entry).expect("plain values"));
+        write_json(&path, &list)
+    }
+
     /// Waits until the metrics are on the disk: a checkpoint is worth nothing without them.
     pub(super) fn sync(&self) -> Result<()> {
         self.metrics.sync_data().map_err(writing(&self.path.join(METRICS)))
+    }
+
+    /// Adds a probe to the others.
+    pub(super) fn append_probe(&self, probed: &Probed) -> Result<()> {
+        let path = self.path.join(PROBES);
+        let file = File::options().create(true).append(true).open(&path);
+        file.and_then(|mut file| writeln!(file, "{}", json(probed))).map_err(writing(&path))
     }
 
     /// Adds a step to the metrics.
@@ -132,8 +166,14 @@ impl RunDir {
     }
 }
 
-fn json(point: &Point) -> String {
-    serde_json::to_string(point).expect("plain numbers")
+/// Writes a JSON file whole or not at all.
+pub(super) fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<()> {
+    let text = serde_json::to_string_pretty(value).expect("plain values") + "\n";
+    partial::file(path, |partial| std::fs::write(partial, &text).map_err(writing(partial)))
+}
+
+fn json<T: Serialize>(value: &T) -> String {
+    serde_json::to_string(value).expect("plain numbers")
 }
 
 /// A file with these contents, open to add to it.

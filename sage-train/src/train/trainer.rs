@@ -11,6 +11,7 @@ use crate::during;
 use crate::metrics::Point;
 use crate::model::{Input, Llama, Parameters, Snapshot};
 use crate::train::guard::Limits;
+use crate::train::stop::Stop;
 
 /// The state that a step changes.
 pub(super) struct Trainer<'a> {
@@ -154,7 +155,7 @@ impl<'a> Trainer<'a> {
     }
 
     /// Waits for a step, and says how it went.
-    pub(super) fn collect(&self, launched: Launched) -> Result<Point> {
+    pub(super) fn collect(&self, launched: Launched) -> std::result::Result<Point, Stop> {
         let Launched { step, lr, mailbox } = launched;
         let accumulation = self.config.accumulation;
         let failed = |error| failed(error, &format!("step {}", step + 1));
@@ -215,9 +216,10 @@ fn failed(error: candle_core::Error, at: &str) -> Error {
 pub(super) const STOP_HINT: &str = "a lower --lr, a longer --warmup-steps or --qk-norm on";
 
 /// A run that must not go on.
-fn stopped(what: String, step: u64) -> Error {
-    Error::new(format!("stopped before the update: {what}"))
+fn stopped(what: String, step: u64) -> Stop {
+    let error = Error::new(format!("stopped before the update: {what}"))
         .got(format!("{step} good steps"))
         .allowed("finite losses and gradients")
-        .hint(STOP_HINT)
+        .hint(STOP_HINT);
+    Stop::Diverged(error)
 }

@@ -10,3 +10,4 @@ mod messages;
 mod model;
 mod runs;
 mod support;
+mod sweeps;

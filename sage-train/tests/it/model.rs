@@ -429,7 +429,9 @@ fn cuda_runs_that_diverge_stop() {
         out: Some(folder.path().to_owned()),
         ..Settings::default()
     });
-    let error =
-        config.and_then(|config| sage_train::train::run(&config, None)).expect_err("it diverges").to_string();
+    let error = config
+        .and_then(|config| Ok(sage_train::train::run(&config, None)?))
+        .expect_err("it diverges")
+        .to_string();
     assert!(error.contains("stopped before the update") && error.contains("good steps"), "{error}");
 }

@@ -100,17 +100,17 @@ fn training_learns_and_comparison_prints_both() {
         assert!(table.contains(name), "{table}");
     }
     let last = |run: &str| scratch.metrics(run).last().and_then(|p| p.val_loss).expect("validated");
-    let first = scratch.metrics("c-fpa")[0].loss;
-    assert!(last("c-fpa") < first - 1.5, "{first} became {}", last("c-fpa"));
+    let first = scratch.metrics("c/fpa")[0].loss;
+    assert!(last("c/fpa") < first - 1.5, "{first} became {}", last("c/fpa"));
     assert!(
-        (last("c-sagebwd") / last("c-fpa") - 1.0).abs() < 0.02,
+        (last("c/sagebwd") / last("c/fpa") - 1.0).abs() < 0.02,
         "{} {}",
-        last("c-sagebwd"),
-        last("c-fpa")
+        last("c/sagebwd"),
+        last("c/fpa")
     );
     // What attention is worth shows later than this; that it is gone shows at once.
-    assert_ne!(last("c-none"), last("c-fpa"));
-    assert!(scratch.path().join("runs/c-fpa.compare.svg").exists());
+    assert_ne!(last("c/none"), last("c/fpa"));
+    assert!(scratch.path().join("runs/c/report.html").exists());
 }
 
 #[test]

@@ -1,0 +1,117 @@
+//! Lists of values for a flag: `--seed 1,2,3` is a sweep.
+
+use std::ffi::OsString;
+
+use candle_sage::{Error, Result};
+use clap::{Args, Command};
+use toml::{Table, Value};
+
+use crate::settings::Settings;
+
+/// Flags whose value may have a comma in it, and so is never a list.
+const NEVER: [&str; 6] = ["data", "text-field", "tokenizer", "init-from", "out", "name"];
+
+/// What was typed, with the first value of each list in its place; and the lists.
+#[derive(Debug)]
+pub(super) struct Typed {
+    pub(super) words: Vec<OsString>,
+    lists: Vec<List>,
+}
+
+#[derive(Debug)]
+struct List {
+    key: String,
+    /// Where the value stands, and what comes before it in the same word.
+    at: usize,
+    before: String,
+    values: Vec<String>,
+}
+
+impl Typed {
+    /// Finds the lists.
+    pub(super) fn new(mut words: Vec<OsString>) -> Self {
+        let help = Settings::augment_args(Command::new(""));
+        let takes = |flag: &str| {
+            !NEVER.contains(&flag) && help.get_arguments().any(|arg| arg.get_long() == Some(flag))
+        };
+        let mut lists = Vec::new();
+        for at in 1..words.len() {
+            let Some(word) = words[at].to_str() else { continue };
+            if word == "--" {
+                break;
+            }
+            let previous = words[at - 1].to_str().and_then(|word| word.strip_prefix("--"));
+            let (key, before, value) = match word.strip_prefix("--").and_then(|flag| flag.split_once('=')) {
+                Some((key, value)) => (key.to_owned(), format!("--{key}="), value),
+                None => (previous.unwrap_or_default().to_owned(), String::new(), word),
+            };
+            if !takes(&key) || !value.contains(',') {
+                continue;
+            }
+            let values: Vec<String> = value.split(',').map(|value| value.trim().to_owned()).collect();
+            // The last word on a flag is the one that counts, as everywhere.
+            lists.retain(|list: &List| list.key != key);
+            lists.push(List { key, at, before, values });
+        }
+        for List { at, before, values, .. } in &lists {
+            words[*at] = format!("{before}{}", values[0]).into();
+        }
+        Self { words, lists }
+    }
+
+    /// The lists, each value as `settings` reads it from the words that have it in the place of the list.
+    pub(super) fn tables<E>(
+        &self,
+        settings: impl Fn(&[OsString]) -> std::result::Result<Settings, E>,
+    ) -> std::result::Result<Table, E> {
+        let mut table = Table::new();
+        for List { key, at, before, values } in &self.lists {
+            let mut list = Vec::new();
+            for value in values {
+                let mut words = self.words.clone();
+                words[*at] = format!("{before}{value}").into();
+                let read = Table::try_from(settings(&words)?).unwrap_or_default();
+                list.extend(read.get(key).cloned());
+            }
+            table.insert(key.clone(), Value::Array(list));
+        }
+        Ok(table)
+    }
+}
+
+/// Checks that no list has a value twice: it would be one run.
+///
+/// # Errors
+/// When one has.
+pub(super) fn check(lists: &Table) -> Result<()> {
+    for (key, values) in lists {
+        let values = values.as_array().map_or(&[][..], Vec::as_slice);
+        let twice = values.iter().enumerate().find(|(n, value)| values[..*n].contains(value));
+        if let Some((_, value)) = twice {
+            return Err(Error::new("a value is given twice")
+                .got(format!("--{key}: {value} twice"))
+                .allowed("each value once")
+                .hint("runs with another --seed say how much is chance"));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_are_found_and_paths_are_not() {
+        let typed = |words: &[&str]| Typed::new(words.iter().map(|word| OsString::from(*word)).collect());
+        let words = ["sage-train", "--seed", "1,2", "--data", "a,b.txt", "--lr=1e-3,2e-3", "--name", "a,b"];
+        let found = typed(&words);
+        let lists: Vec<(&str, usize)> =
+            found.lists.iter().map(|list| (list.key.as_str(), list.values.len())).collect();
+        assert_eq!(lists, [("seed", 2), ("lr", 2)]);
+        let expected = ["sage-train", "--seed", "1", "--data", "a,b.txt", "--lr=1e-3", "--name", "a,b"]
+            .map(OsString::from);
+        assert_eq!(found.words, expected);
+        assert!(typed(&["sage-train", "sample", "run", "One, two"]).lists.is_empty());
+    }
+}

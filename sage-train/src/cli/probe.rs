@@ -1,0 +1,160 @@
+//! The verb that measures errors.
+
+use std::path::PathBuf;
+
+use candle_sage::{Error, Granularity, Result, SageBwd};
+
+use super::print;
+use crate::checks::above_zero;
+use crate::device::Place;
+use crate::probe::{Look, Probed, Shape, low_bit, probe, sigma_table};
+use crate::quantity::Quantity;
+use crate::report::{layer_errors, probe_csv, sigma_errors};
+use crate::settings::{Attn, Settings, SmoothingSetting, Text};
+use crate::writing;
+
+/// What to probe.
+#[derive(Debug, clap::Args)]
+pub(super) struct Probe {
+    /// Folder of a run that has weights, from its first validation on; or of one of its checkpoints, RUN/checkpoints/step-N
+    #[arg(required_unless_present = "sigma")]
+    run: Option<PathBuf>,
+    /// Validation sequences to look at
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
+    sequences: u16,
+    /// Token means subtracted before quantizing [default: the run's]
+    #[arg(long, value_enum)]
+    smoothing: Option<SmoothingSetting>,
+    /// Vectors that share a scale in the backward [default: the run's]
+    #[arg(long)]
+    granularity: Option<Text<Granularity>>,
+    /// The numerics to probe [default: the run's; of a full-precision run sagebwd]
+    #[arg(long, value_enum)]
+    attn: Option<Attn>,
+    /// Tokens in a sequence [default: the run's; 1024 with --sigma]
+    #[arg(long, value_name = "N")]
+    context: Option<Quantity>,
+    /// Also each head
+    #[arg(long)]
+    heads: bool,
+    /// Also what each product alone contributes: one in codes, the others exact (sagebwd)
+    #[arg(long)]
+    products: bool,
+    /// A scale for each token of Q and K instead of each tile: what it would mend where tokens are outliers (sagebwd)
+    #[arg(long)]
+    token_scales: bool,
+    /// Queries and keys times these; a table for each
+    #[arg(long, value_name = "FACTOR,..", value_delimiter = ',', default_value = "1")]
+    qk_scale: Vec<f64>,
+    /// Random tensors instead of a model's: queries and keys of these standard deviations, as 1,3,5,8,10
+    #[arg(long, value_name = "SIGMA,..", value_delimiter = ',', conflicts_with_all = ["run", "heads", "products", "token_scales"])]
+    sigma: Vec<f64>,
+    /// Heads of random tensors, each another sample
+    #[arg(long = "sigma-heads", value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
+    sigma_heads: u16,
+    /// Width of a head of random tensors
+    #[arg(long, value_name = "D", default_value_t = 64)]
+    head_dim: usize,
+    /// Where random tensors are computed with; models are probed on the CPU
+    #[arg(long, value_enum, default_value_t = Place::Cpu)]
+    device: Place,
+    /// Also write the results as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Also write them as comma-separated values
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
+}
+
+impl Probe {
+    pub(super) fn run(&self) -> Result<()> {
+        if self.attn == Some(Attn::EXACT) {
+            return Err(Error::new("full precision is what errors are measured against")
+                .got("--attn fpa")
+                .allowed("a low-bit scheme")
+                .hint("leave --attn out for the run's own, or sagebwd where it has none"));
+        }
+        let settings = Settings {
+            attn: self.attn,
+            smoothing: self.smoothing,
+            granularity: self.granularity,
+            context: self.context,
+            ..Settings::default()
+        };
+        match &self.run {
+            Some(run) => self.of_run(run, &settings),
+            None => self.of_random(&settings),
+        }
+    }
+
+    fn of_run(&self, run: &std::path::Path, settings: &Settings) -> Result<()> {
+        let mut all: Vec<Probed> = Vec::new();
+        for &qk_scale in &self.qk_scale {
+            let look = Look {
+                sequences: usize::from(self.sequences),
+                heads: self.heads,
+                products: self.products,
+                qk_scale: above_zero("qk-scale", qk_scale)?,
+                token_scales: self.token_scales,
+            };
+            let probed = probe(run, look, settings.clone())?;
+            let mut title = format!(
+                "{} against full precision, {} sequences of {}, {}",
+                run.display(),
+                probed.sequences,
+                probed.context,
+                probed.scheme
+            );
+            if qk_scale != 1.0 {
+                title += &format!(", Q and K times {qk_scale}");
+            }
+            if self.token_scales {
+                title += ", a scale for each token of Q and K";
+            }
+            print(&(layer_errors(&title, &probed) + "\n"))?;
+            all.push(probed);
+        }
+        if let Some(path) = &self.json {
+            let text = serde_json::to_string_pretty(&all).expect("plain numbers");
+            std::fs::write(path, text).map_err(writing(path))?;
+        }
+        match &self.csv {
+            Some(path) => std::fs::write(path, probe_csv(&all)).map_err(writing(path)),
+            None => Ok(()),
+        }
+    }
+
+    fn of_random(&self, settings: &Settings) -> Result<()> {
+        let sigmas =
+            self.sigma.iter().map(|sigma| above_zero("sigma", *sigma)).collect::<Result<Vec<_>>>()?;
+        let attn = self.attn.unwrap_or_else(|| SageBwd::default().into());
+        let scheme = low_bit(attn.scheme(settings), settings);
+        let shape = Shape {
+            tokens: crate::checks::in_range("context", self.context.map_or(1024, |n| n.0), 1, 1 << 14)?
+                as usize,
+            heads: usize::from(self.sigma_heads),
+            head_dim: self.head_dim,
+            seed: 0,
+        };
+        let rows = sigma_table(scheme, &sigmas, shape, &self.device.open()?)?;
+        let title = format!(
+            "{scheme}, {} tokens, causal, {} heads of {}, V and dO of sigma 1, on {}, against f64",
+            shape.tokens, shape.heads, shape.head_dim, self.device
+        );
+        print(&sigma_errors(&title, &rows))?;
+        if let Some(path) = &self.json {
+            let text = serde_json::to_string_pretty(&rows).expect("plain numbers");
+            std::fs::write(path, text).map_err(writing(path))?;
+        }
+        if let Some(path) = &self.csv {
+            let mut text = String::from("sigma,quantity,cosine,relative_l2\n");
+            for row in &rows {
+                for (name, error) in crate::probe::RESULTS.iter().zip(row.errors) {
+                    text += &format!("{},{name},{},{}\n", row.sigma, error.cosine, error.relative_l2);
+                }
+            }
+            std::fs::write(path, text).map_err(writing(path))?;
+        }
+        Ok(())
+    }
+}

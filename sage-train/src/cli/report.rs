@@ -1,0 +1,94 @@
+//! The verb that compares runs.
+
+use std::path::PathBuf;
+
+use candle_sage::{Error, Result};
+use clap::Args;
+use toml::Table;
+
+use super::print;
+use crate::report::{Study, Words};
+use crate::runs::Run;
+use crate::{tell, writing};
+
+/// What to compare.
+#[derive(Debug, Args)]
+pub(super) struct Reporting {
+    /// Folders of runs, or folders with such folders in them, as a sweep's: finished or not, from any machine
+    #[arg(value_name = "RUN|SWEEP", required = true)]
+    folders: Vec<PathBuf>,
+    /// The page to write [default: report.html in the first folder]
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Also write the tables as Markdown
+    #[arg(long, value_name = "FILE")]
+    markdown: Option<PathBuf>,
+    /// Also write a line for each run as comma-separated values
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
+    /// The arm that others are compared with, by settings of its own [default: attn=fpa, or the first]
+    #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
+    baseline: Vec<String>,
+    /// Settings that tell arms apart [default: attention's; where runs do not differ in those, the first that they differ in]
+    #[arg(long, value_name = "KEY", value_delimiter = ',')]
+    by: Vec<String>,
+    /// Differences of so many percent of the loss do not matter: what lies within, with its interval, matches
+    #[arg(long, value_name = "PERCENT", default_value_t = Words::default().margin)]
+    margin: f64,
+    /// Also compare after how many tokens the validation loss is down at this
+    #[arg(long, value_name = "LOSS")]
+    milestone: Option<f64>,
+    /// Also write every chart as an SVG file into this folder
+    #[arg(long, value_name = "DIR")]
+    figures: Option<PathBuf>,
+    /// What is asked: the title of the page
+    #[arg(long, value_name = "TEXT")]
+    about: Option<String>,
+}
+
+impl Reporting {
+    pub(super) fn run(&self) -> Result<()> {
+        let mut baseline = Table::new();
+        for pair in &self.baseline {
+            let (key, value) = pair.split_once('=').ok_or_else(|| {
+                Error::new("not a setting and its value")
+                    .got(format!("--baseline {pair}"))
+                    .allowed("KEY=VALUE,KEY=VALUE")
+                    .hint("e.g. --baseline attn=fpa")
+            })?;
+            baseline.insert(key.into(), value.into());
+        }
+        if !(self.margin > 0.0 && self.margin.is_finite()) {
+            return Err(Error::new("margin is out of range")
+                .got(self.margin)
+                .allowed("percent, above 0")
+                .hint("0.5 says that half a percent of the loss does not matter"));
+        }
+        let runs = Run::find(&self.folders)?;
+        let words = Words {
+            about: self.about.clone(),
+            baseline,
+            by: self.by.clone(),
+            margin: self.margin,
+            milestone: self.milestone,
+        };
+        let study = Study::new(runs, &words)?;
+        let page = self.html.clone().unwrap_or_else(|| self.folders[0].join("report.html"));
+        study.write_html(&page)?;
+        for (path, text) in [(&self.markdown, study.to_markdown()), (&self.csv, study.to_csv())] {
+            if let Some(path) = path {
+                std::fs::write(path, text).map_err(writing(path))?;
+            }
+        }
+        if let Some(folder) = &self.figures {
+            std::fs::create_dir_all(folder).map_err(writing(folder))?;
+            for (name, svg) in study.figures()? {
+                let path = folder.join(format!("{name}.svg"));
+                std::fs::write(&path, svg).map_err(writing(&path))?;
+            }
+        }
+        print(&study.to_text())?;
+        tell(&format!("report: {}", page.display()));
+        Ok(())
+    }
+}

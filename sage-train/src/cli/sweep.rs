@@ -1,0 +1,266 @@
+//! The verb that runs many, and what a list on the command line becomes.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use candle_sage::{Error, Result};
+use clap::Args;
+use toml::Table;
+
+use super::{lists, print, settle};
+use crate::config::{Config, check_name};
+use crate::quantity::grouped;
+use crate::report::{Study, Words};
+use crate::runs::Run;
+use crate::settings::Settings;
+use crate::sweep::{Limits, SHIPPED, Sharing, Spec, Sweep, estimate, script};
+use crate::{partial, tell, train, writing};
+
+/// A sweep. Every flag of a run is taken too: it wins over the file, for all runs, and a list of values replaces the file's.
+#[derive(Debug, Args)]
+pub(super) struct Sweeping {
+    /// A TOML file, or a sweep that is built in: tiny (CPU, minutes), paper-mini (25 minutes of one H100), paper (a cluster)
+    #[arg(value_name = "FILE")]
+    file: String,
+    /// Print the runs of the sweep, how far each is and how long the rest takes, from a few measured steps of each shape, and
+    /// stop
+    #[arg(long, help_heading = "Sweep")]
+    dry_run: bool,
+    /// Plan without measuring
+    #[arg(long, help_heading = "Sweep", requires = "dry_run")]
+    no_measure: bool,
+    /// What an hour of a device costs, for the plan
+    #[arg(long, value_name = "PRICE", help_heading = "Sweep", requires = "dry_run")]
+    hour_price: Option<f64>,
+    /// Print the sweep's file, to make one of your own of it, and stop
+    #[arg(long, help_heading = "Sweep", conflicts_with_all = ["dry_run", "slurm"])]
+    print: bool,
+    /// Runs at once on each device
+    #[arg(long, value_name = "N", help_heading = "Sweep", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    jobs: u16,
+    /// How runs side by side share a GPU: auto shares it through NVIDIA's MPS where that is installed, off takes turns
+    #[arg(long, value_enum, value_name = "HOW", help_heading = "Sweep", default_value_t)]
+    mps: Sharing,
+    /// Stop after so many minutes, and save what runs: the same command goes on
+    #[arg(long, value_name = "MINUTES", help_heading = "Sweep")]
+    minutes: Option<f64>,
+    /// Run the Nth run of the plan alone, from 0
+    #[arg(long, value_name = "N", help_heading = "Sweep")]
+    only: Option<usize>,
+    /// Also run again what failed or crashed; what diverged is a result
+    #[arg(long, help_heading = "Sweep")]
+    retry: bool,
+    /// Write a Slurm batch script with a task for each run, and stop
+    #[arg(long, value_name = "FILE", help_heading = "Sweep", conflicts_with_all = ["dry_run", "only"])]
+    slurm: Option<PathBuf>,
+    #[command(flatten)]
+    pub(super) settings: Settings,
+}
+
+impl Sweeping {
+    pub(super) fn run(self, lists: Table) -> Result<()> {
+        let (spec, stem) = self.spec()?;
+        if self.print {
+            let shipped = SHIPPED.iter().find(|(name, _)| *name == self.file);
+            let text = shipped
+                .map_or_else(|| std::fs::read_to_string(&self.file).unwrap_or_default(), |s| s.1.into());
+            return print(&text);
+        }
+        let settings = Settings { name: None, ..self.settings.clone() };
+        let name = self.settings.name.clone().unwrap_or(stem);
+        let sweep = plan(&spec, settings, &lists, |_| Ok(name.clone()))?;
+        if let Some(only) = self.only.filter(|only| *only >= sweep.runs.len()) {
+            return Err(Error::new("the sweep has no such run")
+                .got(format!("--only {only}"))
+                .allowed(format!("0 to {}", sweep.runs.len() - 1))
+                .hint("--dry-run lists the runs"));
+        }
+        if let Some(path) = &self.slurm {
+            return self.write_script(&sweep, path);
+        }
+        if self.dry_run {
+            let measured = if self.no_measure { None } else { Some(estimate(&sweep, self.retry)?) };
+            return print(&table(
+                &spec,
+                &sweep,
+                measured.as_deref(),
+                usize::from(self.jobs),
+                self.hour_price,
+            ));
+        }
+        let limits = Limits {
+            jobs: usize::from(self.jobs),
+            time: self.minutes.map(|minutes| Duration::from_secs_f64(60.0 * minutes.max(0.0))),
+            only: self.only,
+            retry: self.retry,
+            sharing: self.mps,
+        };
+        carry_out(&spec, &sweep, &limits)
+    }
+
+    fn spec(&self) -> Result<(Spec, String)> {
+        let path = Path::new(&self.file);
+        if let Some((name, text)) = SHIPPED.iter().find(|(name, _)| *name == self.file) {
+            return Ok((Spec::parse(text, name)?, (*name).into()));
+        }
+        if !path.exists() {
+            let names: Vec<&str> = SHIPPED.iter().map(|(name, _)| *name).collect();
+            return Err(Error::new("there is no such sweep")
+                .got(path.display())
+                .allowed(format!("a TOML file, or {}", names.join(", ")))
+                .hint("sage-train sweep tiny --print shows what such a file says"));
+        }
+        let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        Ok((Spec::read(path)?, stem))
+    }
+
+    fn write_script(&self, sweep: &Sweep, path: &Path) -> Result<()> {
+        partial::check_free(path, "file", "--slurm")?;
+        let mut words: Vec<String> = std::env::args().skip(1).collect();
+        if let Some(at) = words.iter().position(|word| word == "--slurm" || word.starts_with("--slurm=")) {
+            words.drain(at..at + if words[at] == "--slurm" { 2 } else { 1 });
+        }
+        let gpus = sweep.runs.iter().any(|run| run.config.device == crate::device::Place::Cuda);
+        let name = sweep.folder.file_name().unwrap_or_default().to_string_lossy();
+        let text = script(&name, sweep.runs.len(), &sweep.folder, gpus, &words);
+        // Slurm writes there before anything of ours runs.
+        std::fs::create_dir_all(sweep.plan_folder()).map_err(writing(&sweep.folder))?;
+        std::fs::write(path, text).map_err(writing(path))?;
+        print(&format!("{}: {} tasks; sbatch {}\n", path.display(), sweep.runs.len(), path.display()))
+    }
+}
+
+/// The runs of a sweep whose folder `name` says, from where the first of them would go.
+pub(super) fn plan(
+    spec: &Spec,
+    over: Settings,
+    lists: &Table,
+    name: impl FnOnce(&Config) -> Result<String>,
+) -> Result<Sweep> {
+    lists::check(lists)?;
+    let typed = without(over, lists);
+    let runs = spec.runs(&typed, lists)?;
+    let configs: Vec<Config> =
+        runs.into_iter().map(|run| Config::resolve(settle(run)?)).collect::<Result<_>>()?;
+    let Some(first) = configs.first() else {
+        return Err(Error::new("the sweep has no runs")
+            .got("an empty list")
+            .allowed("at least one value for each setting")
+            .hint("leave the setting out for its default"));
+    };
+    if configs.iter().any(|config| config.name.is_some()) {
+        return Err(Error::new("runs of a sweep cannot be named")
+            .got("name, in the file")
+            .allowed("names that say what differs")
+            .hint("--name on the command line is the sweep's"));
+    }
+    let name = name(first)?;
+    check_name(&name)?;
+    let folder = first.out.join(name);
+    configs.iter().try_for_each(train::check)?;
+    Sweep::plan(folder, configs)
+}
+
+/// Settings without those that there are lists of.
+fn without(settings: Settings, lists: &Table) -> Settings {
+    let Ok(mut table) = Table::try_from(&settings) else { return settings };
+    table.retain(|key, _| !lists.contains_key(key));
+    table.try_into().unwrap_or(settings)
+}
+
+/// Runs what is open, and says what came of it.
+pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits) -> Result<()> {
+    tell(&format!("{}: {} runs", sweep.folder.display(), sweep.runs.len()));
+    let tally = crate::sweep::run(sweep, limits)?;
+    let folders = sweep.run_folders();
+    let again = "the same command";
+    if limits.only.is_none() && !folders.is_empty() {
+        let runs: Vec<Run> = folders.iter().map(|folder| Run::read(folder)).collect::<Result<_>>()?;
+        let study = Study::new(
+            runs,
+            &Words { baseline: spec.baseline.clone(), about: spec.about.clone(), ..Words::default() },
+        )?;
+        print(&study.to_text())?;
+        let report = sweep.folder.join("report.html");
+        study.write_html(&report)?;
+        tell(&format!("report: {}", report.display()));
+    }
+    tally.check(again)?;
+    if tally.open > 0 {
+        tell(&format!("{} runs to go: {again} goes on", tally.open));
+    }
+    if tally.failed > 0 {
+        return Err(Error::new(format!("{} of {} runs failed", tally.failed, sweep.runs.len()))
+            .got(format!("see {}/plan/*.crash.json and each run's ending.json", sweep.folder.display()))
+            .allowed("runs that finish, or diverge")
+            .hint("--retry runs them again, from their checkpoints where they have one"));
+    }
+    Ok(())
+}
+
+/// The plan: each run, how far it is, and how long the rest takes.
+fn table(
+    spec: &Spec,
+    sweep: &Sweep,
+    estimates: Option<&[crate::sweep::Estimate]>,
+    jobs: usize,
+    hour_price: Option<f64>,
+) -> String {
+    let mut out = spec.about.as_ref().map_or(String::new(), |about| format!("{about}\n"));
+    let axes = sweep.axes();
+    let width = axes.iter().map(|(key, _)| key.len()).max().unwrap_or(0);
+    for (key, values) in axes {
+        out += &format!("{key:<width$}  {}\n", values.join(", "));
+    }
+    let states = sweep.states();
+    let width = sweep.runs.iter().map(|run| run.name.len()).max().unwrap_or(4).max(4);
+    out += &format!(
+        "\n{:>4}  {:<width$}  {:>10}  {:>16}  {:<11}  time\n",
+        "", "run", "steps", "tokens", "state"
+    );
+    let (mut seconds, mut longest, mut tokens) = (0.0, 0f64, 0);
+    for (n, (run, state)) in sweep.runs.iter().zip(&states).enumerate() {
+        let estimate = estimates.map(|all| &all[n]);
+        let time = estimate.map_or(0.0, crate::sweep::Estimate::seconds);
+        (seconds, longest) = (seconds + time, longest.max(time));
+        let own = run.config.steps * run.config.tokens_per_step();
+        tokens += own;
+        out += &format!(
+            "{n:>4}  {:<width$}  {:>10}  {:>16}  {:<11}  {}\n",
+            run.name,
+            grouped(run.config.steps),
+            grouped(own),
+            state.to_string(),
+            if time > 0.0 { duration(time) } else { "-".into() },
+        );
+    }
+    out += &format!("\n{} runs, {} tokens\n", sweep.runs.len(), grouped(tokens));
+    if estimates.is_some() {
+        let devices = match sweep.runs.iter().any(|run| run.config.device == crate::device::Place::Cuda) {
+            true => crate::device::gpus().len().max(1),
+            false => 1,
+        };
+        let wall = (seconds / devices as f64).max(longest);
+        out += &format!(
+            "{} of one device, {} on the {devices} here, one after the other{}\n",
+            duration(seconds),
+            duration(wall),
+            if jobs > 1 { "; several side by side take less where one leaves the device idle" } else { "" },
+        );
+        if let Some(price) = hour_price {
+            out += &format!("{:.2} at {price} an hour\n", seconds / 3600.0 * price);
+        }
+    }
+    out
+}
+
+/// Seconds, in the two largest units that matter.
+fn duration(seconds: f64) -> String {
+    let s = seconds.round() as u64;
+    match s {
+        0..60 => format!("{s} s"),
+        60..3600 => format!("{} min {} s", s / 60, s % 60),
+        3600..86400 => format!("{} h {} min", s / 3600, s / 60 % 60),
+        _ => format!("{} days {} h", s / 86400, s / 3600 % 24),
+    }
+}

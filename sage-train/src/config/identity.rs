@@ -1,0 +1,147 @@
+//! What makes a run this run: every setting that its results depend on, as it came out.
+
+use std::collections::BTreeMap;
+
+use candle_sage::Scheme;
+use toml::{Table, Value};
+
+use super::Config;
+
+/// Settings by their keys, in the words of a TOML file.
+pub type Identity = BTreeMap<String, String>;
+
+/// Settings that say where a run is, how long its parts take and how closely it is watched, and not what it computes; and
+/// those that another key stands for.
+const LEFT_OUT: [&str; 21] = [
+    "preset",
+    "name",
+    "out",
+    "threads",
+    "peak-tflops",
+    "recompute",
+    "eval-every",
+    "probe-every",
+    "checkpoint-every",
+    "keep-last",
+    "keep-every",
+    "sample-tokens",
+    // Stands in `steps`, where it came to a whole number of them.
+    "tokens",
+    "warmup-steps",
+    "seed",
+    "weights-seed",
+    "order-seed",
+    "corpus-seed",
+    "min-lr",
+    "decay-fraction",
+    "schedule",
+];
+
+/// Whether a key is a setting of attention: a scheme's own are settings of no other.
+pub fn of_attention(key: &str) -> bool {
+    let schemes = Scheme::all();
+    let own = |scheme: &Scheme| scheme.settings().iter().any(|(name, _)| *name == key);
+    key == "attn" || key.starts_with("sla2-") || schemes.iter().any(own)
+}
+
+impl Config {
+    /// Two runs with the same identity compute the same. Settings that mean nothing to a run's attention are not in it;
+    /// the three seeds are one where they are the same.
+    pub fn identity(&self) -> Identity {
+        let table = Table::try_from(&self.settings).expect("settings are plain values");
+        let kept = table
+            .iter()
+            .filter(|(key, _)| !LEFT_OUT.contains(&key.as_str()) && !of_attention(key))
+            .map(|(key, value)| (key.clone(), text(value)));
+        let mut identity: Identity = kept.collect();
+        let mut set = |key: &str, value: String| identity.insert(key.to_owned(), value);
+        set("attn", self.attn.to_string());
+        for (key, value) in self.attn.own_settings(self.model.scheme, self.model.sla2.as_ref()) {
+            set(key, value);
+        }
+        set("steps", self.steps.to_string());
+        let rate = &self.learning_rate;
+        set("warmup-steps", rate.warmup.to_string());
+        // Each schedule has parameters of its own.
+        for key in rate.schedule.own_settings() {
+            if let Some(value) = table.get(*key) {
+                set(key, text(value));
+            }
+        }
+        set("schedule", format!("{:?}", rate.schedule).to_lowercase());
+        let seeds = [
+            ("weights-seed", self.weights_seed),
+            ("order-seed", self.data.order_seed),
+            ("corpus-seed", self.data.corpus_seed),
+        ];
+        match seeds.iter().all(|(_, seed)| *seed == self.seed) {
+            true => drop(set("seed", self.seed.to_string())),
+            false => seeds.iter().for_each(|(key, seed)| drop(set(key, seed.to_string()))),
+        }
+        identity
+    }
+}
+
+/// Whether a key is that of a seed: runs that differ in seeds alone are repetitions.
+pub fn is_seed(key: &str) -> bool {
+    key == "seed" || key.ends_with("-seed")
+}
+
+fn text(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Array(values) => values.iter().map(text).collect::<Vec<_>>().join(" "),
+        other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quantity::Quantity;
+    use crate::settings::{Attn, Settings, SmoothingSetting};
+
+    fn identity(settings: Settings) -> Identity {
+        Config::resolve(settings).expect("a run").identity()
+    }
+
+    #[test]
+    fn what_is_said_in_other_words_is_the_same_run() {
+        let plain = identity(Settings::default());
+        let same = [
+            Settings { smoothing: Some(SmoothingSetting::K), ..Settings::default() },
+            Settings { tokens: Some(Quantity(300 * 4096)), ..Settings::default() },
+            Settings { weights_seed: Some(0), corpus_seed: Some(0), ..Settings::default() },
+            Settings { eval_every: Some(Quantity(7)), name: Some("a".into()), ..Settings::default() },
+            Settings { warmup_steps: Some(Quantity(20)), ..Settings::default() },
+            Settings { decay_fraction: Some(0.5), ..Settings::default() },
+        ];
+        for settings in same {
+            assert_eq!(identity(settings.clone()), plain, "{settings:?}");
+        }
+        let other = [
+            Settings { smoothing: Some(SmoothingSetting::None), ..Settings::default() },
+            Settings { steps: Some(Quantity(301)), ..Settings::default() },
+            Settings { order_seed: Some(1), ..Settings::default() },
+            Settings { attn: Some(Attn::EXACT), ..Settings::default() },
+            Settings { min_lr: Some(0.2), ..Settings::default() },
+            Settings { eval_tokens: Some(Quantity(4096)), ..Settings::default() },
+        ];
+        for settings in other {
+            assert_ne!(identity(settings.clone()), plain, "{settings:?}");
+        }
+        let exact =
+            |smoothing| identity(Settings { attn: Some(Attn::EXACT), smoothing, ..Settings::default() });
+        assert_eq!(exact(None), exact(Some(SmoothingSetting::K)));
+    }
+
+    /// A new setting is part of the identity until somebody says otherwise; a key that is gone is not left in the lists.
+    #[test]
+    fn what_is_left_out_are_settings() {
+        let help = <Settings as clap::Args>::augment_args(clap::Command::new(""));
+        let known: Vec<&str> = help.get_arguments().filter_map(|arg| arg.get_long()).collect();
+        for key in LEFT_OUT {
+            assert!(known.contains(&key), "{key}");
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! Line charts as SVG: the one style of all plots.
+//!
+//! Colours are Okabe and Ito's, which people with any colour vision tell apart, and every series has a marker of its own.
+//! A page may restyle them for the dark by their values: see [`STYLE`].
+
+use candle_sage::{Error, Result};
+use plotters::coord::Shift;
+use plotters::prelude::*;
+
+const SIZE: (u32, u32) = (860, 440);
+const COLORS: [RGBColor; 7] = [
+    RGBColor(0, 114, 178),
+    RGBColor(213, 94, 0),
+    RGBColor(0, 158, 115),
+    RGBColor(204, 121, 167),
+    RGBColor(230, 159, 0),
+    RGBColor(86, 180, 233),
+    RGBColor(95, 95, 95),
+];
+/// Of axes and words.
+const INK: RGBColor = RGBColor(34, 34, 34);
+const GRID: RGBColor = RGBColor(226, 226, 226);
+
+/// For a page: charts follow its width, and in the dark their paper, ink and blue do too.
+pub const STYLE: &str = r##"
+svg { width: 100%; height: auto; }
+@media (prefers-color-scheme: dark) { @media screen {
+  svg [fill="#FFFFFF"] { fill: #16181c; }
+  svg [fill="#222222"] { fill: #e4e4e4; }
+  svg [stroke="#222222"] { stroke: #b0b0b0; }
+  svg [stroke="#E2E2E2"] { stroke: #33363c; }
+  svg [stroke="#FFFFFF"] { stroke: none; }
+  svg [fill="#0072B2"] { fill: #4aa8e0; }
+  svg [stroke="#0072B2"] { stroke: #4aa8e0; }
+  svg [fill="#5F5F5F"] { fill: #a8a8a8; }
+  svg [stroke="#5F5F5F"] { stroke: #a8a8a8; }
+} }
+"##;
+
+/// A curve.
+#[derive(Debug, Clone, Default)]
+pub struct Series {
+    /// Its name.
+    pub label: String,
+    /// Where its colour and marker are among those of the plot; those that mean the same share one.
+    pub style: usize,
+    /// The curve, with a marker at each point.
+    pub points: Vec<(f64, f64)>,
+    /// A thin curve behind it.
+    pub faint: Vec<(f64, f64)>,
+    /// What lies between two curves: x, low, high.
+    pub band: Vec<(f64, f64, f64)>,
+    /// Crosses: where it went wrong.
+    pub crosses: Vec<(f64, f64)>,
+}
+
+/// A chart over tokens.
+#[derive(Debug, Clone, Default)]
+pub struct Chart {
+    /// What the vertical axis is.
+    pub y: String,
+    /// The curves.
+    pub series: Vec<Series>,
+    /// A horizontal line, and its name.
+    pub level: Option<(f64, String)>,
+    /// Whether 0 is always in the picture.
+    pub from_zero: bool,
+    /// The part of the vertical axis that is shown, where not all of it is.
+    pub limits: Option<(f64, f64)>,
+}
+
+impl Chart {
+    /// Draws it.
+    ///
+    /// # Errors
+    /// When there is nothing to draw.
+    pub fn to_svg(&self) -> Result<String> {
+        let mut svg = String::new();
+        self.draw(&mut svg).map_err(|error| Error::new("cannot draw a chart").got(error))?;
+        Ok(svg)
+    }
+
+    /// What is seen of the two axes.
+    fn ranges(&self) -> std::result::Result<[(f64, f64); 2], Box<dyn std::error::Error>> {
+        let mut x = (0.0, 1.0f64);
+        let mut y = (f64::INFINITY, f64::NEG_INFINITY);
+        let mut see = |(at, value): (f64, f64)| {
+            if at.is_finite() && value.is_finite() {
+                x.1 = x.1.max(at);
+                y = (y.0.min(value), y.1.max(value));
+            }
+        };
+        for series in &self.series {
+            series.points.iter().chain(&series.faint).chain(&series.crosses).for_each(|&point| see(point));
+            series
+                .band
+                .iter()
+                .for_each(|&(x, low, high)| [(x, low), (x, high)].into_iter().for_each(&mut see));
+        }
+        if y.0 > y.1 {
+            return Err("no losses".into());
+        }
+        if let Some((level, _)) = self.level {
+            y = (y.0.min(level), y.1.max(level));
+        }
+        if self.from_zero {
+            y = (y.0.min(0.0), y.1.max(0.0));
+        }
+        let y = self.limits.unwrap_or(y);
+        let margin = 0.05 * (y.1 - y.0).max(1e-3);
+        Ok([(0.0, x.1 * 1.02), (y.0 - margin, y.1 + margin)])
+    }
+
+    fn draw(&self, svg: &mut String) -> std::result::Result<(), Box<dyn std::error::Error>> {
+        let [x, y] = self.ranges()?;
+        let root: DrawingArea<SVGBackend<'_>, Shift> = SVGBackend::with_string(svg, SIZE).into_drawing_area();
+        root.fill(&WHITE)?;
+        let mut chart = ChartBuilder::on(&root)
+            .margin(14)
+            .x_label_area_size(42)
+            .y_label_area_size(64)
+            .build_cartesian_2d(x.0..x.1, y.0..y.1)?;
+        let digits = (1.5 - (y.1 - y.0).log10()).ceil().clamp(0.0, 4.0) as usize;
+        chart
+            .configure_mesh()
+            .light_line_style(WHITE)
+            .bold_line_style(GRID)
+            .axis_style(INK)
+            .x_desc("tokens")
+            .y_desc(&self.y)
+            .x_label_formatter(&|x| short(*x))
+            .y_label_formatter(&|y| format!("{y:.digits$}"))
+            .label_style(("sans-serif", 14).into_font().color(&INK))
+            .draw()?;
+        for Series { band, style, .. } in &self.series {
+            let upper = band.iter().map(|&(x, _, high)| (x, high));
+            let outline: Vec<(f64, f64)> =
+                upper.chain(band.iter().rev().map(|&(x, low, _)| (x, low))).collect();
+            chart
+                .draw_series((!outline.is_empty()).then(|| Polygon::new(outline, color(*style).mix(0.15))))?;
+        }
+        for Series { label, style, points, faint, crosses, .. } in &self.series {
+            let color = color(*style);
+            let shown = |(_, value): &(f64, f64)| (y.0..=y.1).contains(value);
+            chart.draw_series(LineSeries::new(finite(faint).filter(shown), color.mix(0.3)))?;
+            let line = LineSeries::new(finite(points).filter(shown), color.stroke_width(2));
+            let style = *style;
+            chart.draw_series(line)?.label(label.clone()).legend(move |(x, y)| {
+                EmptyElement::at((x, y))
+                    + PathElement::new([(0, 0), (18, 0)], color.stroke_width(2))
+                    + marker(style, (9, 0))
+            });
+            // Markers of many points would hide each other.
+            let every = points.len().div_ceil(24).max(1);
+            let marked = finite(points).filter(shown).skip((every - 1) / 2).step_by(every);
+            chart.draw_series(marked.map(|at| EmptyElement::at(at) + marker(style, (0, 0))))?;
+            chart.draw_series(
+                finite(crosses).filter(shown).map(|at| Cross::new(at, 6, color.stroke_width(3))),
+            )?;
+        }
+        if let Some((level, name)) = &self.level {
+            let line = [(x.0, *level), (x.1, *level)];
+            let series = chart.draw_series(DashedLineSeries::new(line, 6, 4, INK.stroke_width(1)))?;
+            if !name.is_empty() {
+                series
+                    .label(name.clone())
+                    .legend(|(x, y)| PathElement::new([(x, y), (x + 18, y)], INK.stroke_width(1)));
+            }
+        }
+        chart
+            .configure_series_labels()
+            .position(SeriesLabelPosition::UpperRight)
+            .background_style(WHITE.mix(0.9))
+            .border_style(GRID)
+            .label_font(("sans-serif", 14).into_font().color(&INK))
+            .draw()?;
+        root.present()?;
+        drop(chart);
+        drop(root);
+        Ok(())
+    }
+}
+
+fn color(style: usize) -> RGBColor {
+    COLORS[style % COLORS.len()]
+}
+
+fn finite(points: &[(f64, f64)]) -> impl Iterator<Item = (f64, f64)> {
+    points.iter().copied().filter(|(x, y)| x.is_finite() && y.is_finite())
+}
+
+/// A filled shape: another for each series.
+fn marker(style: usize, (x, y): (i32, i32)) -> Polygon<(i32, i32)> {
+    let shapes: [&[(i32, i32)]; 4] = [
+        &[(-1, -4), (1, -4), (4, -1), (4, 1), (1, 4), (-1, 4), (-4, 1), (-4, -1)],
+        &[(-3, -3), (3, -3), (3, 3), (-3, 3)],
+        &[(0, -5), (4, 3), (-4, 3)],
+        &[(0, -5), (5, 0), (0, 5), (-5, 0)],
+    ];
+    let shape = shapes[style % shapes.len()].iter().map(|&(dx, dy)| (x + dx, y + dy));
+    Polygon::new(shape.collect::<Vec<_>>(), color(style).filled())
+}
+
+/// `1500000` as `1.5M`.
+pub fn short(x: f64) -> String {
+    let (value, unit) = match x {
+        x if x >= 1e9 => (x / 1e9, "B"),
+        x if x >= 1e6 => (x / 1e6, "M"),
+        x if x >= 1e3 => (x / 1e3, "K"),
+        x => (x, ""),
+    };
+    let text = format!("{value:.1}");
+    format!("{}{unit}", text.trim_end_matches('0').trim_end_matches('.'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn draws_all_series_and_needs_points() -> Result<()> {
+        let points: Vec<(f64, f64)> = (1..50).map(|n| (1000.0 * f64::from(n), 5.0 / f64::from(n))).collect();
+        let series = |label: &str, style, points: &[(f64, f64)]| Series {
+            label: label.into(),
+            style,
+            points: points.to_vec(),
+            band: points.iter().map(|&(x, y)| (x, y - 0.1, y + 0.1)).collect(),
+            crosses: points.last().copied().into_iter().collect(),
+            ..Series::default()
+        };
+        let chart = Chart {
+            y: "loss".into(),
+            series: vec![series("one", 0, &points), series("two", 1, &points[..9])],
+            level: Some((4.5, "unigram entropy".into())),
+            ..Chart::default()
+        };
+        let svg = chart.to_svg()?;
+        for text in ["<svg", ">\none\n<", ">\ntwo\n<", "unigram entropy", "tokens", "#0072B2", "#D55E00"] {
+            assert!(svg.contains(text), "{text} in {svg}");
+        }
+        assert!(Chart::default().to_svg().is_err());
+        Ok(())
+    }
+
+    /// What a page restyles is what is drawn.
+    #[test]
+    fn the_dark_knows_the_colours_of_the_light() {
+        let hex = |RGBColor(r, g, b): RGBColor| format!("#{r:02X}{g:02X}{b:02X}");
+        for color in [INK, GRID, WHITE, COLORS[0], COLORS[6]] {
+            assert!(STYLE.contains(&hex(color)), "{color:?}");
+        }
+    }
+
+    #[test]
+    fn short_numbers() {
+        assert_eq!(
+            ["0", "500", "1.5K", "2M", "1.2B"],
+            [0.0, 500.0, 1500.0, 2e6, 1.2e9].map(short).each_ref().map(String::as_str)
+        );
+    }
+}

@@ -1,0 +1,171 @@
+//! The charts of a panel: losses over tokens, and differences to the baseline, each with a band over seeds.
+
+use std::collections::BTreeMap;
+
+use candle_sage::Result;
+
+use super::chart::{Chart, Series};
+use super::statistics::Mean;
+use super::study::{Arm, Panel, Study, seeds, validations};
+use crate::runs::{Run, Status};
+
+/// Standard deviations above the mean of the steps before, from which on a step's loss is marked as a spike.
+pub const SPIKE: f64 = 8.0;
+
+/// Part of a run that is not looked at to choose what of the vertical axis is shown: losses fall fast at first.
+const SETTLING: f64 = 0.15;
+
+impl Study {
+    /// Every chart, by a name for its file.
+    ///
+    /// # Errors
+    /// When one cannot be drawn.
+    pub fn figures(&self) -> Result<Vec<(String, String)>> {
+        let mut all = Vec::new();
+        for panel in &self.panels {
+            let label: String = match panel.label.as_str() {
+                "" => String::new(),
+                label => format!("-{}", label.replace([',', ' ', '/'], "-").replace("--", "-")),
+            };
+            if panel.arms.iter().any(|arm| arm.runs.iter().any(|run| run.last_loss().is_some())) {
+                all.push((format!("losses{label}"), losses(panel, self.unigram_entropy())?));
+            }
+            if let Some(svg) = differences(panel)? {
+                all.push((format!("differences{label}"), svg));
+            }
+        }
+        Ok(all)
+    }
+
+    /// What frequencies of single tokens reach, where the runs say it.
+    pub fn unigram_entropy(&self) -> Option<f64> {
+        self.runs().find_map(|run| run.starts.last()).map(|start| start.unigram_entropy)
+    }
+}
+
+/// Validation loss over tokens: the mean of each arm and the range of its seeds, spikes and ends before the end as crosses.
+///
+/// # Errors
+/// When there is nothing to draw.
+pub fn losses(panel: &Panel, unigram_entropy: Option<f64>) -> Result<String> {
+    let series: Vec<Series> = panel
+        .arms
+        .iter()
+        .map(|arm| {
+            let curves: Vec<_> = arm.runs.iter().map(validations).collect();
+            Series {
+                crosses: arm.runs.iter().flat_map(troubles).collect(),
+                band: range(&curves),
+                ..curve(arm, &curves)
+            }
+        })
+        .collect();
+    let limits = limits(&series);
+    let level = unigram_entropy.filter(|level| limits.is_none_or(|(low, high)| (low..high).contains(level)));
+    Chart {
+        y: "validation loss, nats a token".into(),
+        series,
+        level: level.map(|level| (level, format!("unigram entropy {level:.3}"))),
+        limits,
+        ..Chart::default()
+    }
+    .to_svg()
+}
+
+/// Difference of the validation loss to the baseline's of the same seed, percent of the baseline's. Nothing where there is
+/// no baseline, or no seed in common.
+///
+/// # Errors
+/// When it cannot be drawn.
+pub fn differences(panel: &Panel) -> Result<Option<String>> {
+    let (baseline, others) = match (panel.has_baseline, panel.arms.as_slice()) {
+        (true, [baseline, others @ ..]) if !others.is_empty() => (baseline, others),
+        _ => return Ok(None),
+    };
+    let series: Vec<Series> = others
+        .iter()
+        .map(|arm| {
+            let pairs: Vec<BTreeMap<u64, f64>> =
+                arm.runs.iter().filter_map(|run| Some(against(run, twin(run, baseline)?))).collect();
+            curve(arm, &pairs)
+        })
+        .filter(|series| !series.points.is_empty())
+        .collect();
+    if series.is_empty() {
+        return Ok(None);
+    }
+    let limits = limits(&series).map(|(low, high)| (low.min(0.0), high.max(0.0)));
+    let chart = Chart {
+        y: format!("difference to {}, %", baseline.label),
+        series,
+        level: Some((0.0, String::new())),
+        limits,
+        from_zero: true,
+    };
+    chart.to_svg().map(Some)
+}
+
+fn twin<'a>(run: &Run, baseline: &'a Arm) -> Option<&'a Run> {
+    baseline.runs.iter().find(|other| seeds(other) == seeds(run))
+}
+
+/// Differences where both were validated.
+fn against(run: &Run, twin: &Run) -> BTreeMap<u64, f64> {
+    let base = validations(twin);
+    let difference = |(tokens, loss): (u64, f64)| {
+        let base = base.get(&tokens)?;
+        Some((tokens, 100.0 * (loss - base) / base))
+    };
+    validations(run).into_iter().filter_map(difference).collect()
+}
+
+/// The mean of curves where all of them are, and its interval.
+fn curve(arm: &Arm, curves: &[BTreeMap<u64, f64>]) -> Series {
+    let mut values: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
+    curves.iter().flatten().for_each(|(&tokens, &value)| values.entry(tokens).or_default().push(value));
+    // Of fewer runs the mean would jump where one ends.
+    let most = values.values().map(Vec::len).max().unwrap_or(0);
+    let means: Vec<(f64, Mean)> = values
+        .iter()
+        .filter(|(_, values)| values.len() == most)
+        .filter_map(|(&tokens, values)| Some((tokens as f64, Mean::of(values)?)))
+        .collect();
+    Series {
+        label: arm.label.clone(),
+        style: arm.style,
+        points: means.iter().map(|(x, mean)| (*x, mean.value)).collect(),
+        band: means
+            .iter()
+            .filter_map(|(x, mean)| mean.interval().map(|(low, high)| (*x, low, high)))
+            .collect(),
+        ..Series::default()
+    }
+}
+
+/// From the lowest to the highest of several curves.
+fn range(curves: &[BTreeMap<u64, f64>]) -> Vec<(f64, f64, f64)> {
+    let mut ranges: BTreeMap<u64, (f64, f64, usize)> = BTreeMap::new();
+    for (&tokens, &value) in curves.iter().flatten() {
+        let (low, high, count) = ranges.entry(tokens).or_insert((value, value, 0));
+        (*low, *high, *count) = (low.min(value), high.max(value), *count + 1);
+    }
+    let several = ranges.into_iter().filter(|(_, (_, _, count))| *count > 1);
+    several.map(|(tokens, (low, high, _))| (tokens as f64, low, high)).collect()
+}
+
+/// Where a run's loss spiked, and where it ended before its end.
+fn troubles(run: &Run) -> Vec<(f64, f64)> {
+    let spikes = run.points.iter().filter(|point| point.loss_z.is_some_and(|z| z > SPIKE));
+    let last = run.points.last().filter(|_| matches!(run.status(), Some(Status::Diverged | Status::Failed)));
+    spikes.chain(last).map(|point| (point.tokens as f64, point.loss)).collect()
+}
+
+/// What the curves are after they have settled.
+fn limits(series: &[Series]) -> Option<(f64, f64)> {
+    let points = || series.iter().flat_map(|series| &series.points);
+    let end = points().map(|(x, _)| *x).fold(0.0, f64::max);
+    let settled = points().filter(|(x, _)| *x >= SETTLING * end).map(|(_, y)| *y);
+    let (low, high) =
+        settled.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), y| (low.min(y), high.max(y)));
+    (low < high).then_some((low, high))
+}

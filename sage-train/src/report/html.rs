@@ -1,0 +1,344 @@
+//! A study as one HTML file that needs no network: charts, tables, and where everything came from.
+
+use std::path::Path;
+
+use candle_sage::Result;
+use maud::{DOCTYPE, Markup, PreEscaped, html};
+
+use super::chart::{STYLE, short};
+use super::figures::{SPIKE, differences, losses};
+use super::statistics::Verdict;
+use super::study::{Arm, Panel, Study};
+use crate::partial;
+use crate::quantity::grouped;
+use crate::runs::{Run, Start, Status};
+use crate::writing;
+
+const PAGE: &str = "
+:root { color-scheme: light dark; --paper: #ffffff; --ink: #222222; --soft: #5f5f5f; --line: #d8d8d8; --shade: #f5f5f5; }
+@media (prefers-color-scheme: dark) { @media screen {
+  :root { --paper: #16181c; --ink: #e4e4e4; --soft: #a8a8a8; --line: #33363c; --shade: #1f2227; }
+} }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 62rem; padding: 1.5rem; background: var(--paper); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.6rem; line-height: 1.25; } h2 { font-size: 1.25rem; margin-top: 2.5rem; } h3 { font-size: 1rem; }
+a { color: inherit; } nav a { margin-right: 1rem; }
+:focus-visible { outline: 3px solid #0072B2; outline-offset: 2px; }
+.skip { position: absolute; left: -100rem; } .skip:focus { position: static; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; margin: .8rem 0; }
+caption { text-align: left; color: var(--soft); padding-bottom: .3rem; }
+th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; white-space: nowrap; }
+td.n, th.n { text-align: right; } td.wrap { white-space: normal; min-width: 16rem; }
+thead th { border-bottom: 2px solid var(--soft); }
+tbody tr:nth-child(even) { background: var(--shade); }
+figure { margin: 1rem 0; } figcaption, .note { color: var(--soft); font-size: .92rem; }
+code { font-size: .88em; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+details { margin: .4rem 0; } summary { cursor: pointer; }
+@media print { body { max-width: none; padding: 0; } figure, tr { break-inside: avoid; } nav { display: none; } details > * { display: block; } }
+";
+
+impl Study {
+    /// Writes the page.
+    ///
+    /// # Errors
+    /// When a chart cannot be drawn, or the file not be written.
+    pub fn write_html(&self, path: &Path) -> Result<()> {
+        let page = self.to_html()?;
+        partial::file(path, |partial| std::fs::write(partial, &page).map_err(writing(partial)))
+    }
+
+    /// The page.
+    ///
+    /// # Errors
+    /// When a chart cannot be drawn.
+    pub fn to_html(&self) -> Result<String> {
+        let title = self.about.as_deref().unwrap_or("Runs side by side");
+        let panels: Vec<Markup> =
+            self.panels.iter().enumerate().map(|(n, panel)| self.panel(n, panel)).collect::<Result<_>>()?;
+        let page = html! {
+            (DOCTYPE)
+            html lang="en" {
+                head {
+                    meta charset="utf-8";
+                    meta name="viewport" content="width=device-width, initial-scale=1";
+                    title { (title) }
+                    style { (PreEscaped(PAGE)) (PreEscaped(STYLE)) }
+                }
+                body {
+                    a.skip href="#results" { "Skip to the results" }
+                    h1 { (title) }
+                    (self.summary())
+                    nav aria-label="Sections" {
+                        @for (n, panel) in self.panels.iter().enumerate() {
+                            a href=(format!("#panel-{n}")) { (heading(panel)) }
+                        }
+                        a href="#speed" { "Speed" } a href="#runs" { "Runs" }
+                    }
+                    main #results {
+                        @for panel in panels { (panel) }
+                        (self.paper())
+                        (self.errors())
+                        (self.speed())
+                        (self.provenance())
+                    }
+                }
+            }
+        };
+        Ok(page.into_string())
+    }
+
+    /// What may be said, in sentences.
+    fn summary(&self) -> Markup {
+        let sentence = |panel: &Panel, arm: &Arm| -> Option<String> {
+            let (difference, baseline) = (arm.difference?, &panel.arms.first()?.label);
+            let place = if panel.label.is_empty() { String::new() } else { format!(" ({})", panel.label) };
+            let half = difference.mean.half.map_or(String::new(), |half| format!(" ± {half:.2}"));
+            let numbers = format!("{:+.2} %{half}", difference.mean.value);
+            Some(match difference.verdict {
+                Verdict::Matches => {
+                    format!("{} matches {baseline} within {} %: {numbers}{place}.", arm.label, self.margin)
+                }
+                Verdict::Higher => format!("{} ends higher than {baseline}: {numbers}{place}.", arm.label),
+                Verdict::Lower => format!("{} ends lower than {baseline}: {numbers}{place}.", arm.label),
+                Verdict::Undecided => {
+                    format!("{} against {baseline} is undecided: {numbers}{place}.", arm.label)
+                }
+                Verdict::OneSeed => {
+                    format!(
+                        "{} against {baseline}: {numbers}, one seed, which says little{place}.",
+                        arm.label
+                    )
+                }
+            })
+        };
+        let lost = |panel: &Panel, arm: &Arm| -> Option<String> {
+            let diverged = arm.count(Status::Diverged);
+            let place = if panel.label.is_empty() { String::new() } else { format!(" ({})", panel.label) };
+            (diverged > 0)
+                .then(|| format!("{}: {diverged} of {} runs diverged{place}.", arm.label, arm.runs.len()))
+        };
+        let each = || self.panels.iter().flat_map(|panel| panel.arms.iter().map(move |arm| (panel, arm)));
+        let sentences: Vec<String> = each()
+            .filter_map(|(panel, arm)| lost(panel, arm))
+            .chain(each().filter_map(|(panel, arm)| sentence(panel, arm)))
+            .collect();
+        html! {
+            p.note { (self.runs().count()) " runs. " (self.footnote()) "." }
+            @if !sentences.is_empty() { ul { @for sentence in sentences { li { (sentence) } } } }
+        }
+    }
+
+    fn panel(&self, n: usize, panel: &Panel) -> Result<Markup> {
+        let entropy = self.unigram_entropy();
+        let curves = panel.arms.iter().any(|arm| arm.runs.iter().any(|run| run.last_loss().is_some()));
+        let losses = if curves { Some(losses(panel, entropy)?) } else { None };
+        let differences = differences(panel)?;
+        Ok(html! {
+            section aria-labelledby=(format!("panel-{n}")) {
+                h2 id=(format!("panel-{n}")) { (heading(panel)) }
+                @if let Some(svg) = losses {
+                    figure role="img" aria-label=(format!("Validation loss over tokens, {}", heading(panel))) {
+                        (PreEscaped(svg))
+                        figcaption {
+                            "Mean over seeds and their range. Crosses: losses more than " (SPIKE)
+                            " standard deviations above those of the steps before, and where a run ended early."
+                        }
+                    }
+                }
+                @if let Some(svg) = differences {
+                    figure role="img" aria-label=(format!("Difference to the baseline over tokens, {}", heading(panel))) {
+                        (PreEscaped(svg))
+                        figcaption { "Differences between runs of one seed, their mean and its 95 % interval." }
+                    }
+                }
+                div.scroll tabindex="0" {
+                    table {
+                        caption { "At the end" }
+                        thead { tr {
+                            @for (head, words) in self.heads() { th.n[!words] scope="col" { (head) } }
+                        } }
+                        tbody { @for arm in &panel.arms {
+                            tr { @for (cell, (_, words)) in self.cells(panel, arm).iter().zip(self.heads()) {
+                                td.n[!words] { (cell) }
+                            } }
+                        } }
+                    }
+                }
+            }
+        })
+    }
+
+    /// What is here beside what was published.
+    fn paper(&self) -> Markup {
+        let rows: Vec<[String; 3]> = PUBLISHED
+            .iter()
+            .filter_map(|row| Some([row.arm.to_owned(), row.said.to_owned(), self.beside(row)?]))
+            .collect();
+        html! {
+            @if !rows.is_empty() {
+                section aria-labelledby="paper" {
+                    h2 id="paper" { "Beside the paper" }
+                    div.scroll tabindex="0" { table {
+                        caption {
+                            "SageBwd (arXiv 2603.02170, section 5): 325M parameters, 78 billion tokens, one run each. Final loss, and \
+                             its difference to full precision at the same tokens a step; here with QK-norm on against on, off against off."
+                        }
+                        thead { tr { th scope="col" { "arm" } th scope="col" { "paper" } th scope="col" { "here" } } }
+                        tbody { @for row in rows { tr { @for cell in row { td.wrap { (cell) } } } } }
+                    } }
+                }
+            }
+        }
+    }
+
+    /// The arm here that a published row is about.
+    fn beside(&self, row: &Published) -> Option<String> {
+        let value =
+            |arm: &Arm, key: &str| arm.settings.iter().find(|(k, _)| k == key).map(|(_, v)| v.clone());
+        let tokens = |arm: &Arm| arm.runs.first().map_or(0, |run| run.config.tokens_per_step());
+        let arms = || self.panels.iter().flat_map(|panel| &panel.arms);
+        let (least, most) = (arms().map(tokens).min()?, arms().map(tokens).max()?);
+        let config =
+            |arm: &Arm| arm.runs.first().map(|run| (run.config.attn.to_string(), run.config.model.qk_norm));
+        let of_row = |arm: &&Arm| {
+            least < most
+                && tokens(arm) == if row.many { most } else { least }
+                && config(arm).is_some_and(|(attn, qk_norm)| attn == "sagebwd" && qk_norm == row.qk_norm)
+                && value(arm, "smoothing").is_none_or(|smoothing| smoothing == "k")
+        };
+        let arm = arms().find(of_row)?;
+        let diverged = arm.count(Status::Diverged);
+        let tokens = format!("{} tokens a step", short(tokens(arm) as f64));
+        match (diverged, arm.difference) {
+            (0, None) => None,
+            (0, Some(difference)) => Some(format!(
+                "{:+.2} %{} ({}), {tokens}",
+                difference.mean.value,
+                difference.mean.half.map_or(String::new(), |half| format!(" ± {half:.2}")),
+                difference.verdict.words(self.margin)
+            )),
+            (n, _) => Some(format!("{n} of {} runs diverged, {tokens}", arm.runs.len())),
+        }
+    }
+
+    fn speed(&self) -> Markup {
+        let median = |arm: &Arm, number: fn(&crate::metrics::Point) -> Option<f64>| {
+            let mut all: Vec<f64> = arm.runs.iter().flat_map(|run| &run.points).filter_map(number).collect();
+            all.sort_by(f64::total_cmp);
+            all.get(all.len() / 2).copied()
+        };
+        let cell =
+            |number: Option<f64>, digits: usize| number.map_or("-".into(), |n| format!("{n:.digits$}"));
+        html! {
+            section aria-labelledby="speed" {
+                h2 id="speed" { "Speed" }
+                div.scroll tabindex="0" { table {
+                    caption { "Medians over steps: a first step, a validation or a neighbour on the device does not move them." }
+                    thead { tr {
+                        th scope="col" { "arm" }
+                        @for head in ["tokens/s", "ms a step", "GPU GiB", "watts", "MHz", "MFU %"] { th.n scope="col" { (head) } }
+                    } }
+                    tbody { @for panel in &self.panels { @for arm in &panel.arms {
+                        tr {
+                            td { (arm.label) @if !panel.label.is_empty() { ", " (panel.label) } }
+                            td.n { (arm.speed.map_or("-".into(), |speed| grouped(speed as u64))) }
+                            td.n { (cell(arm.speed.zip(arm.runs.first()).map(|(speed, run)| 1e3 * run.config.tokens_per_step() as f64 / speed), 2)) }
+                            td.n { (cell(median(arm, |point| point.gpu_gib), 1)) }
+                            td.n { (cell(median(arm, |point| point.gpu_watts), 0)) }
+                            td.n { (cell(median(arm, |point| point.gpu_mhz), 0)) }
+                            td.n { (cell(median(arm, |point| point.mfu).map(|mfu| 100.0 * mfu), 1)) }
+                        }
+                    } } }
+                } }
+            }
+        }
+    }
+
+    fn provenance(&self) -> Markup {
+        html! {
+            section aria-labelledby="runs" {
+                h2 id="runs" { "Runs" }
+                div.scroll tabindex="0" { table {
+                    thead { tr { @for head in ["run", "status", "steps", "val loss", "spikes"] { th scope="col" { (head) } } } }
+                    tbody { @for run in self.runs() { tr {
+                        td { (run.name()) }
+                        td.wrap { (status(run)) }
+                        td.n { (grouped(run.steps())) " / " (grouped(run.config.steps)) }
+                        td.n { (run.last_loss().map_or("-".into(), |loss| format!("{loss:.4}"))) }
+                        td.n { (run.points.iter().filter(|point| point.loss_z.is_some_and(|z| z > SPIKE)).count()) }
+                    } } }
+                } }
+                h3 { "Where they ran" }
+                @for run in self.runs() {
+                    details {
+                        summary { (run.name()) }
+                        @for start in &run.starts { (start_of(start)) }
+                        pre tabindex="0" { (run.config.to_toml()) }
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn heading(panel: &Panel) -> &str {
+    if panel.label.is_empty() { "Results" } else { &panel.label }
+}
+
+/// How a run ended, and why.
+fn status(run: &Run) -> String {
+    let reason =
+        run.ending.as_ref().and_then(|ending| ending.reason.as_deref()).and_then(|text| text.lines().next());
+    let status = run.status().map_or("unfinished".into(), |status| status.to_string());
+    reason.map_or(status.clone(), |reason| format!("{status}: {reason}"))
+}
+
+fn start_of(start: &Start) -> Markup {
+    let commit = start.commit.as_deref().unwrap_or("unknown");
+    html! {
+        p.note {
+            (start.hardware) " of " (start.host) ", sage-train " (start.version) " (commit " (commit) "), from step "
+            (grouped(start.step)) "; " (start.data) " (" (start.data_fingerprint.get(..12).unwrap_or_default()) "); "
+            (grouped(start.parameters)) " parameters"
+        }
+        pre tabindex="0" { (start.command.join(" ")) }
+    }
+}
+
+/// A result of the paper's.
+struct Published {
+    arm: &'static str,
+    qk_norm: bool,
+    /// At the larger step of its two.
+    many: bool,
+    said: &'static str,
+}
+
+const PUBLISHED: [Published; 4] = [
+    Published {
+        arm: "SageBwd, many tokens a step, QK-norm",
+        qk_norm: true,
+        many: true,
+        said: "2.640 against 2.586: +2.09 % at 2.1M tokens a step",
+    },
+    Published {
+        arm: "SageBwd, many tokens a step, no QK-norm",
+        qk_norm: false,
+        many: true,
+        said: "diverges at 2.1M tokens a step",
+    },
+    Published {
+        arm: "SageBwd, few tokens a step, QK-norm",
+        qk_norm: true,
+        many: false,
+        said: "2.561 against 2.563: -0.08 % at 260K tokens a step",
+    },
+    Published {
+        arm: "SageBwd, few tokens a step, no QK-norm",
+        qk_norm: false,
+        many: false,
+        said: "matches within noise at 260K tokens a step (a figure without numbers)",
+    },
+];

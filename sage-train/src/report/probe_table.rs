@@ -1,0 +1,164 @@
+//! Errors as tables.
+
+use std::fmt::Write;
+
+use crate::probe::{Probed, QUANTITIES, RESULTS, Row, SigmaRow};
+
+/// SageBwd, Table 2: layer 11, the worst of 20, QK-norm, 2.1M tokens a step: cosine and relative L2.
+const PAPER: [(f64, f64); 8] = [
+    (0.9973, 0.0736),
+    (0.9917, 0.1293),
+    (1.0, 0.0),
+    (0.9789, 0.2045),
+    (0.9969, 0.0793),
+    (0.9664, 0.2579),
+    (0.9537, 0.3074),
+    (0.9985, 0.0540),
+];
+
+/// Errors of every layer, cosine and relative L2, as the paper's Table 2 gives them; then how large things are, and what each
+/// product alone contributes, where that was asked for.
+pub fn layer_errors(title: &str, probed: &Probed) -> String {
+    let rows = &probed.rows;
+    let names: Vec<&str> =
+        QUANTITIES.into_iter().filter(|name| rows.iter().any(|row| row.errors.contains_key(*name))).collect();
+    let mut out = format!("{title}\n\n{:<7}", "layer");
+    for name in &names {
+        let _ = write!(out, " {:>15}", format!("{name} cos/rel L2"));
+    }
+    out.push('\n');
+    let cell = |cosine: f64, l2: f64| format!("{cosine:.4} / {l2:.4}");
+    for row in rows {
+        let _ = write!(out, "{:<7}", place(row));
+        for name in &names {
+            let text =
+                row.errors.get(*name).map_or("-".into(), |error| cell(error.cosine, error.relative_l2));
+            let _ = write!(out, " {text:>15}");
+        }
+        out.push('\n');
+    }
+    let _ = write!(out, "{:<7}", "paper");
+    for name in &names {
+        let at = QUANTITIES.iter().position(|other| other == name).expect("one of them");
+        let _ = write!(out, " {:>15}", cell(PAPER[at].0, PAPER[at].1));
+    }
+    out += "\n\npaper: the worst layer of a 325M model (arXiv 2603.02170, Table 2)\n";
+    out + &sizes(rows) + &products(rows)
+}
+
+fn place(row: &Row) -> String {
+    row.head.map_or(row.layer.to_string(), |head| format!("{}.{head}", row.layer))
+}
+
+fn sizes(rows: &[Row]) -> String {
+    if rows.iter().all(|row| row.sizes.is_none()) {
+        return String::new();
+    }
+    let heads = [
+        "RMS P",
+        "RMS dP",
+        "RMS dS",
+        "its bound",
+        "max |q|",
+        "max |k|",
+        "max |logit|",
+        "outliers q",
+        "outliers k",
+    ];
+    let mut out = format!("\n{:<7}", "layer");
+    heads.iter().for_each(|head| out += &format!(" {head:>11}"));
+    out.push('\n');
+    for row in rows {
+        let Some(s) = &row.sizes else { continue };
+        out += &format!("{:<7}", place(row));
+        for x in [s.rms_p, s.rms_dp, s.rms_ds, s.bound_ds] {
+            out += &format!(" {x:>11.2e}");
+        }
+        for x in [s.largest_q, s.largest_k, s.largest_logit] {
+            out += &format!(" {x:>11.2}");
+        }
+        for x in [s.outlying_queries, s.outlying_keys] {
+            out += &format!(" {:>11}", format!("{:.2} %", 100.0 * x));
+        }
+        out.push('\n');
+    }
+    out + "\nbound: max |dP - delta| sqrt(2 / (N + 1)), which RMS dS cannot pass; outliers: tokens above ten times the median of their \
+           tile\n"
+}
+
+fn products(rows: &[Row]) -> String {
+    if rows.iter().all(|row| row.products.is_empty()) {
+        return String::new();
+    }
+    let mut out = format!("\n{:<7} {:<12}", "layer", "codes in");
+    RESULTS.iter().for_each(|name| out += &format!(" {:>17}", format!("{name} L2 (share)")));
+    out.push('\n');
+    for row in rows.iter().filter(|row| !row.products.is_empty()) {
+        for (product, errors) in &row.products {
+            out += &format!("{:<7} {:<12}", place(row), product.formula());
+            for (n, error) in errors.iter().enumerate() {
+                let all: f64 = row.products.iter().map(|(_, errors)| errors[n].powi(2)).sum();
+                let share = if all > 0.0 { 100.0 * error.powi(2) / all } else { 0.0 };
+                out += &format!(" {:>17}", format!("{error:.4} ({share:>3.0} %)"));
+            }
+            out.push('\n');
+        }
+    }
+    out + "\none product in codes, the others exact; share: of the sum of the squares\n"
+}
+
+/// Errors on random tensors, as the paper's Table 1 gives them.
+pub fn sigma_errors(title: &str, rows: &[SigmaRow]) -> String {
+    let mut out = format!("{title}\n\n{:<7}", "sigma");
+    RESULTS.iter().for_each(|name| out += &format!(" {:>15}", format!("{name} cos/rel L2")));
+    out.push('\n');
+    for row in rows {
+        out += &format!("{:<7}", row.sigma);
+        for error in row.errors {
+            out += &format!(" {:>15}", format!("{:.4} / {:.4}", error.cosine, error.relative_l2));
+        }
+        out.push('\n');
+        if let Some((_, published)) = TABLE_1.iter().find(|(sigma, _)| *sigma == row.sigma) {
+            out += &format!("{:<7}", "  paper");
+            for (cosine, l2) in published {
+                out += &format!(" {:>15}", format!("{cosine:.4} / {l2:.4}"));
+            }
+            out.push('\n');
+        }
+    }
+    out + "\npaper: SageBwd (arXiv 2603.02170, Table 1), whose shape and mask are not said\n"
+}
+
+/// SageBwd, Table 1: cosine and relative L2 of O, dQ, dK, dV at a sigma.
+const TABLE_1: [(f64, [(f64, f64); 4]); 5] = [
+    (1.0, [(0.9999, 0.0160), (0.9998, 0.0184), (0.9998, 0.0220), (0.9999, 0.0159)]),
+    (3.0, [(0.9992, 0.0389), (0.9971, 0.0758), (0.9970, 0.0777), (0.9992, 0.0387)]),
+    (5.0, [(0.9982, 0.0603), (0.9798, 0.2014), (0.9799, 0.2007), (0.9982, 0.0605)]),
+    (8.0, [(0.9953, 0.0972), (0.8900, 0.4666), (0.8886, 0.4699), (0.9953, 0.0973)]),
+    (10.0, [(0.9933, 0.1161), (0.7823, 0.6648), (0.7820, 0.6684), (0.9933, 0.1157)]),
+];
+
+/// A line for each row and quantity.
+pub fn probe_csv(probes: &[Probed]) -> String {
+    let mut out =
+        String::from("scheme,step,context,qk_scale,layer,head,codes_in,quantity,cosine,relative_l2\n");
+    for probed in probes {
+        let step = probed.step.map_or(String::new(), |step| step.to_string());
+        let start = format!("\"{}\",{step},{},{}", probed.scheme, probed.context, probed.qk_scale);
+        for row in &probed.rows {
+            let head = row.head.map_or(String::new(), |head| head.to_string());
+            for (name, error) in &row.errors {
+                out += &format!(
+                    "{start},{},{head},all,{name},{},{}\n",
+                    row.layer, error.cosine, error.relative_l2
+                );
+            }
+            for (product, errors) in &row.products {
+                for (name, error) in RESULTS.iter().zip(errors) {
+                    out += &format!("{start},{},{head},{},{name},,{error}\n", row.layer, product.formula());
+                }
+            }
+        }
+    }
+    out
+}

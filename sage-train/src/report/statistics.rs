@@ -1,0 +1,131 @@
+//! Means with their intervals, differences by pairs, and what may be said of them.
+
+use statrs::distribution::{ContinuousCDF, StudentsT};
+
+/// A mean and half of its 95 % interval.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Mean {
+    /// The mean.
+    pub value: f64,
+    /// Half of the interval that covers the true mean in 95 of 100 samples, by Student's t; nothing of a single value.
+    pub half: Option<f64>,
+    /// Values.
+    pub count: usize,
+    /// Standard error.
+    error: f64,
+    /// Degrees of freedom of its t.
+    freedom: f64,
+}
+
+impl Mean {
+    /// Of values; nothing of none.
+    pub fn of(values: &[f64]) -> Option<Self> {
+        let count = values.len();
+        if count == 0 {
+            return None;
+        }
+        let n = count as f64;
+        let value = values.iter().sum::<f64>() / n;
+        let variance = values.iter().map(|x| (x - value).powi(2)).sum::<f64>() / (n - 1.0).max(1.0);
+        let error = (variance / n).sqrt();
+        let half = (count > 1).then(|| quantile(0.975, n - 1.0) * error);
+        Some(Self { value, half, count, error, freedom: n - 1.0 })
+    }
+
+    /// The difference of two means of values that are no pairs, with Welch's interval.
+    pub fn difference(a: &Self, b: &Self) -> Self {
+        let (of_a, of_b) = (a.error.powi(2), b.error.powi(2));
+        let error = (of_a + of_b).sqrt();
+        let known = a.count > 1 && b.count > 1 && error > 0.0;
+        let freedom =
+            error.powi(4) / (of_a.powi(2) / (a.count as f64 - 1.0) + of_b.powi(2) / (b.count as f64 - 1.0));
+        let half = known.then(|| quantile(0.975, freedom) * error);
+        Self { value: a.value - b.value, half, error, freedom, count: a.count.min(b.count) }
+    }
+
+    /// In other units.
+    #[must_use]
+    pub fn scaled(self, factor: f64) -> Self {
+        let Self { value, half, error, .. } = self;
+        let size = factor.abs();
+        Self { value: value * factor, half: half.map(|half| half * size), error: error * size, ..self }
+    }
+
+    /// Below and above the mean.
+    pub fn interval(&self) -> Option<(f64, f64)> {
+        self.half.map(|half| (self.value - half, self.value + half))
+    }
+
+    /// What may be said of a mean difference, where less than `margin` does not matter.
+    pub fn verdict(&self, margin: f64) -> Verdict {
+        let Some((low, high)) = self.interval() else { return Verdict::OneSeed };
+        // Two one-sided tests at 5 % each: that the difference is at least a margin is refuted on both sides.
+        let within = self.value.abs() + quantile(0.95, self.freedom) * self.error;
+        match () {
+            () if within < margin => Verdict::Matches,
+            () if low > 0.0 => Verdict::Higher,
+            () if high < 0.0 => Verdict::Lower,
+            () => Verdict::Undecided,
+        }
+    }
+}
+
+/// Of Student's t.
+fn quantile(p: f64, freedom: f64) -> f64 {
+    StudentsT::new(0.0, 1.0, freedom).map_or(f64::NAN, |t| t.inverse_cdf(p))
+}
+
+/// What a difference and its interval allow to say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// Equivalent: 90 % of intervals like this one cover the true difference, and it lies within the margin.
+    Matches,
+    /// The 95 % interval lies above 0.
+    Higher,
+    /// It lies below.
+    Lower,
+    /// Neither: more seeds would tell.
+    Undecided,
+    /// There is no interval.
+    OneSeed,
+}
+
+impl Verdict {
+    /// In words; `margin` in percent.
+    pub fn words(self, margin: f64) -> String {
+        match self {
+            Self::Matches => format!("matches within {margin} %"),
+            Self::Higher => "higher".into(),
+            Self::Lower => "lower".into(),
+            Self::Undecided => "undecided".into(),
+            Self::OneSeed => "one seed: no interval".into(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_interval_is_students() {
+        // t(0.975) with 2 degrees of freedom is 4.3027; of 1, 2, 3 the standard error is 1 / sqrt 3.
+        let mean = Mean::of(&[1.0, 2.0, 3.0]).expect("values");
+        assert!((mean.value - 2.0).abs() < 1e-12);
+        assert!((mean.half.expect("three values") - 4.302_653 / 3f64.sqrt()).abs() < 1e-4, "{mean:?}");
+        assert_eq!(Mean::of(&[1.0]).and_then(|mean| mean.half), None);
+        assert_eq!(Mean::of(&[]), None);
+    }
+
+    #[test]
+    fn what_is_said_follows_from_the_interval_and_the_margin() {
+        let verdict = |values: &[f64], margin| Mean::of(values).expect("values").verdict(margin);
+        assert_eq!(verdict(&[0.01, 0.02, -0.01], 0.2), Verdict::Matches);
+        assert_eq!(verdict(&[0.01, 0.02, -0.01], 0.02), Verdict::Undecided);
+        assert_eq!(verdict(&[0.5, 0.52, 0.51], 0.2), Verdict::Higher);
+        assert_eq!(verdict(&[-0.5, -0.52, -0.51], 0.2), Verdict::Lower);
+        // A difference that is there, and does not matter.
+        assert_eq!(verdict(&[0.05, 0.052, 0.051], 0.2), Verdict::Matches);
+        assert_eq!(verdict(&[0.5], 0.2), Verdict::OneSeed);
+    }
+}

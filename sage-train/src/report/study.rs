@@ -1,0 +1,421 @@
+//! Runs side by side: which are seeds of the same thing, which are compared with which, and what comes of it.
+
+use std::collections::BTreeMap;
+
+use candle_sage::{Error, Result};
+use toml::Table;
+
+use super::statistics::{Mean, Verdict};
+use crate::config::{Identity, is_seed};
+use crate::runs::{Run, Status};
+use crate::settings::Attn;
+use crate::sweep::differing;
+
+/// What the caller says about the comparison.
+#[derive(Debug, Clone)]
+pub struct Words {
+    /// What is asked, for people.
+    pub about: Option<String>,
+    /// The arm that others are compared with, by settings of its own; without any, full precision, or the first arm.
+    pub baseline: Table,
+    /// The settings that tell arms apart, instead of those of attention.
+    pub by: Vec<String>,
+    /// Differences below do not matter, percent of the baseline's loss.
+    pub margin: f64,
+    /// A loss that is waited for: after how many tokens a run reaches it is compared too.
+    pub milestone: Option<f64>,
+}
+
+impl Default for Words {
+    fn default() -> Self {
+        Self { about: None, baseline: Table::new(), by: Vec::new(), margin: 0.5, milestone: None }
+    }
+}
+
+/// Arms of one panel differ in what is compared alone.
+#[derive(Debug, Clone)]
+pub struct Panel {
+    /// What its arms share and other panels do not; empty where there is one panel.
+    pub label: String,
+    /// Its arms, the baseline first.
+    pub arms: Vec<Arm>,
+    /// Whether the first of them is the baseline, and not merely the first.
+    pub has_baseline: bool,
+}
+
+/// Runs that differ in their seeds alone.
+#[derive(Debug, Clone)]
+pub struct Arm {
+    /// What tells it from other arms.
+    pub label: String,
+    /// Its place among all arms: arms of the same name look the same in every panel.
+    pub style: usize,
+    /// What it is, by the keys that differ in the study.
+    pub settings: Vec<(String, String)>,
+    /// Its runs.
+    pub runs: Vec<Run>,
+    /// Final validation losses of those that are finished.
+    pub loss: Option<Mean>,
+    /// Difference of the final losses to the baseline's, percent of the baseline's.
+    pub difference: Option<Difference>,
+    /// Tokens after which its runs reach the milestone, of those that do.
+    pub reached: Option<Mean>,
+    /// How many more tokens than the baseline's of the same seed, percent.
+    pub later: Option<Difference>,
+    /// Tokens a second of a usual step, the median over the runs.
+    pub speed: Option<f64>,
+}
+
+/// A mean difference to the baseline.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Difference {
+    /// Percent of the baseline's loss; over the seeds that both have, where there are any.
+    pub mean: Mean,
+    /// Whether it is over pairs of one seed.
+    pub paired: bool,
+    /// What may be said.
+    pub verdict: Verdict,
+}
+
+/// Runs side by side.
+#[derive(Debug, Clone)]
+pub struct Study {
+    /// What is asked.
+    pub about: Option<String>,
+    /// One for each setting of what is not compared.
+    pub panels: Vec<Panel>,
+    /// What does not matter, percent.
+    pub margin: f64,
+    /// The loss that is waited for.
+    pub milestone: Option<f64>,
+}
+
+/// The values of some keys.
+type Values = Vec<(String, String)>;
+
+impl Study {
+    /// Of runs, in any order.
+    ///
+    /// # Errors
+    /// When there are none, or the baseline is not among them.
+    pub fn new(runs: Vec<Run>, words: &Words) -> Result<Self> {
+        let identities: Vec<Identity> = runs.iter().map(|run| run.config.identity()).collect();
+        let all: Vec<&Identity> = identities.iter().collect();
+        let keys: Vec<String> = differing(&all).into_iter().filter(|key| !is_seed(key)).collect();
+        let of_arm = arm_keys(&keys, &words.by)?;
+        let values = |identity: &Identity, of_arm_: bool| -> Values {
+            let chosen = keys.iter().filter(|key| of_arm.contains(key) == of_arm_);
+            chosen.filter_map(|key| Some((key.clone(), identity.get(key)?.clone()))).collect()
+        };
+        let mut panels: Vec<(Values, Vec<(Values, Vec<Run>)>)> = Vec::new();
+        let mut order: Vec<Values> = Vec::new();
+        for (run, identity) in runs.into_iter().zip(&identities) {
+            let (panel, arm) = (values(identity, false), values(identity, true));
+            if !order.contains(&arm) {
+                order.push(arm.clone());
+            }
+            let arms = entry(&mut panels, panel);
+            entry(arms, arm).push(run);
+        }
+        let baseline = baseline(&order, &words.baseline)?;
+        // The baseline before the others, as in all tables.
+        if let Some(at) = baseline {
+            let first = order.remove(at);
+            order.insert(0, first);
+        }
+        panels.sort_by_key(|(panel, _)| {
+            panel.iter().map(|(key, value)| natural(key, value)).collect::<Vec<_>>()
+        });
+        let labels = labels(&order);
+        let panels = panels.into_iter().map(|(panel, arms)| {
+            let mut arms: Vec<Arm> = arms
+                .into_iter()
+                .map(|(arm, runs)| {
+                    let style = order.iter().position(|other| *other == arm).expect("it was put there");
+                    let settings = panel.iter().chain(&arm).cloned().collect();
+                    Arm::new(labels[style].clone(), style, settings, runs, words.milestone)
+                })
+                .collect();
+            arms.sort_by_key(|arm| arm.style);
+            let has_baseline = baseline.is_some() && arms[0].style == 0;
+            if has_baseline {
+                let (first, others) = arms.split_at_mut(1);
+                for arm in others {
+                    arm.difference =
+                        arm.against(&first[0], words.margin, arm.loss, first[0].loss, &Run::final_loss);
+                    if let Some(milestone) = words.milestone {
+                        let tokens = |run: &Run| reached(run, milestone);
+                        arm.later =
+                            arm.against(&first[0], words.margin, arm.reached, first[0].reached, &tokens);
+                    }
+                }
+            }
+            Panel { label: text(&panel), arms, has_baseline }
+        });
+        let panels: Vec<Panel> = panels.collect();
+        match panels.is_empty() {
+            true => Err(Error::new("there are no runs to report").got("nothing").allowed("at least one run")),
+            false => Ok(Self {
+                about: words.about.clone(),
+                panels,
+                margin: words.margin,
+                milestone: words.milestone,
+            }),
+        }
+    }
+
+    /// Every run.
+    pub fn runs(&self) -> impl Iterator<Item = &Run> {
+        self.panels.iter().flat_map(|panel| &panel.arms).flat_map(|arm| &arm.runs)
+    }
+}
+
+impl Arm {
+    fn new(label: String, style: usize, settings: Values, runs: Vec<Run>, milestone: Option<f64>) -> Self {
+        let losses: Vec<f64> = runs.iter().filter_map(Run::final_loss).collect();
+        let tokens =
+            milestone.map(|loss| runs.iter().filter_map(|run| reached(run, loss)).collect::<Vec<f64>>());
+        let mut speeds: Vec<f64> = runs.iter().filter_map(Run::usual_speed).collect();
+        speeds.sort_by(f64::total_cmp);
+        Self {
+            label,
+            style,
+            settings,
+            loss: Mean::of(&losses),
+            difference: None,
+            reached: tokens.and_then(|tokens| Mean::of(&tokens)),
+            later: None,
+            speed: speeds.get(speeds.len() / 2).copied(),
+            runs,
+        }
+    }
+
+    /// How many of its runs ended so.
+    pub fn count(&self, status: Status) -> usize {
+        self.runs.iter().filter(|run| run.status() == Some(status)).count()
+    }
+
+    /// The difference of a number of its runs to that of the baseline's of the same seeds; without a seed in common, of the
+    /// means.
+    fn against(
+        &self,
+        baseline: &Arm,
+        margin: f64,
+        own: Option<Mean>,
+        base: Option<Mean>,
+        number: &dyn Fn(&Run) -> Option<f64>,
+    ) -> Option<Difference> {
+        let (own, base) = (own?, base?);
+        let pairs: Vec<f64> = self
+            .runs
+            .iter()
+            .filter_map(|run| {
+                let twin = baseline.runs.iter().find(|other| seeds(other) == seeds(run))?;
+                Some(100.0 * (number(run)? - number(twin)?) / base.value)
+            })
+            .collect();
+        let (mean, paired) = match Mean::of(&pairs) {
+            Some(mean) => (mean, true),
+            None => (Mean::difference(&own, &base).scaled(100.0 / base.value), false),
+        };
+        Some(Difference { mean, paired, verdict: mean.verdict(margin) })
+    }
+}
+
+/// Tokens after which the validation loss is down at `loss`, on a straight line between validations.
+fn reached(run: &Run, loss: f64) -> Option<f64> {
+    let curve: Vec<(u64, f64)> = validations(run).into_iter().collect();
+    let at = curve.iter().position(|(_, value)| *value <= loss)?;
+    let (tokens, value) = (curve[at].0 as f64, curve[at].1);
+    Some(match at.checked_sub(1).map(|before| curve[before]) {
+        Some((from, above)) => from as f64 + (tokens - from as f64) * (above - loss) / (above - value),
+        None => tokens,
+    })
+}
+
+/// What a run drew its chances from.
+pub(super) fn seeds(run: &Run) -> [u64; 3] {
+    let config = &run.config;
+    [config.weights_seed, config.data.order_seed, config.data.corpus_seed]
+}
+
+/// The keys that tell arms apart: what was asked for, or attention's; where runs do not differ in that, the first one that
+/// they differ in.
+fn arm_keys(keys: &[String], by: &[String]) -> Result<Vec<String>> {
+    if let Some(missing) = by.iter().find(|key| !keys.contains(key)) {
+        return Err(Error::new("the runs do not differ in that")
+            .got(format!("--by {missing}"))
+            .allowed(if keys.is_empty() { "nothing: they are seeds of one".into() } else { keys.join(", ") })
+            .hint("leave --by out for the settings of attention"));
+    }
+    if !by.is_empty() {
+        return Ok(by.to_vec());
+    }
+    let attention: Vec<String> =
+        keys.iter().filter(|key| crate::config::of_attention(key)).cloned().collect();
+    Ok(if attention.is_empty() { keys.iter().take(1).cloned().collect() } else { attention })
+}
+
+/// The place of the arm that others are compared with.
+fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
+    let has = |arm: &Values, key: &str, value: &str| arm.iter().any(|(k, v)| k == key && v == value);
+    let words = |value: &toml::Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    if asked.is_empty() {
+        let exact = arms.iter().position(|arm| has(arm, "attn", &Attn::EXACT.to_string()));
+        return Ok(exact.or((arms.len() > 1).then_some(0)));
+    }
+    if arms.len() < 2 {
+        // A part of a sweep has nothing to compare with.
+        return Ok(None);
+    }
+    let found = arms.iter().position(|arm| asked.iter().all(|(key, value)| has(arm, key, &words(value))));
+    match found {
+        Some(at) => Ok(Some(at)),
+        None => Err(Error::new("no arm is the baseline")
+            .got(asked.to_string().trim().replace('\n', ", "))
+            .allowed(labels(arms).join("; "))
+            .hint("--baseline KEY=VALUE names one of these")),
+    }
+}
+
+/// What tells arms apart, in as few words as do: `sagebwd, smoothing k`.
+fn labels(arms: &[Values]) -> Vec<String> {
+    // A scheme's settings tell its own arms apart, and no other's.
+    let needed = |arm: &Values, key: &str, value: &str| {
+        let attn = |arm: &Values| arm.iter().find(|(key, _)| key == "attn").map(|(_, value)| value.clone());
+        key == "attn"
+            || attn(arm).is_none()
+            || !crate::config::of_attention(key)
+            || arms
+                .iter()
+                .any(|other| attn(other) == attn(arm) && other.iter().any(|(k, v)| k == key && v != value))
+    };
+    arms.iter()
+        .map(|arm| {
+            let kept: Values = arm.iter().filter(|(key, value)| needed(arm, key, value)).cloned().collect();
+            if kept.is_empty() { "all runs".into() } else { text(&kept) }
+        })
+        .collect()
+}
+
+/// Settings in words.
+fn text(values: &Values) -> String {
+    let one = |(key, value): &(String, String)| {
+        if key == "attn" { value.clone() } else { format!("{key} {value}") }
+    };
+    values.iter().map(one).collect::<Vec<_>>().join(", ")
+}
+
+/// Sorts numbers by their size, and `on` before `off`.
+fn natural(key: &str, value: &str) -> (String, u64, String) {
+    let number = value.parse::<f64>().ok().map(|x| (x * 1e9) as u64);
+    let quantity = value.parse::<crate::quantity::Quantity>().ok().map(|q| q.0.saturating_mul(1_000_000_000));
+    let rank = number.or(quantity).unwrap_or(if value == "on" { 0 } else { 1 });
+    (key.into(), rank, value.into())
+}
+
+/// The entry of a key, in the order in which keys came.
+fn entry<K: PartialEq, V: Default>(map: &mut Vec<(K, V)>, key: K) -> &mut V {
+    let at = map.iter().position(|(other, _)| *other == key).unwrap_or_else(|| {
+        map.push((key, V::default()));
+        map.len() - 1
+    });
+    &mut map[at].1
+}
+
+/// What a curve is at some tokens: of each run at the validations that it has.
+pub(super) fn validations(run: &Run) -> BTreeMap<u64, f64> {
+    run.points.iter().filter_map(|point| Some((point.tokens, point.val_loss?))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::metrics::Point;
+    use crate::runs::Ending;
+
+    /// A run with these settings and validation losses.
+    fn run(settings: &str, losses: &[f64]) -> Run {
+        let config = Config::resolve(toml::from_str(settings).expect("settings")).expect("a run");
+        let point = |(n, loss): (usize, &f64)| Point {
+            step: n as u64 + 1,
+            tokens: 1000 * (n as u64 + 1),
+            val_loss: Some(*loss),
+            tokens_per_second: 100.0,
+            ..Point::default()
+        };
+        Run {
+            folder: "runs/x".into(),
+            config,
+            points: losses.iter().enumerate().map(point).collect(),
+            probes: Vec::new(),
+            starts: Vec::new(),
+            ending: Some(Ending { status: Status::Finished, reason: None }),
+        }
+    }
+
+    fn study(runs: Vec<Run>) -> Study {
+        Study::new(runs, &Words { milestone: Some(2.5), ..Words::default() }).expect("a study")
+    }
+
+    #[test]
+    fn seeds_are_pairs_and_arms_are_compared_within_their_panel() {
+        let mut runs = Vec::new();
+        for (norm, base) in [("on", 2.0), ("off", 3.0)] {
+            for (seed, chance) in [(1, 0.0), (2, 0.5), (3, -0.4)] {
+                // The seeds differ by far more than the arms.
+                for (attn, cost) in [("sagebwd", 0.01), ("fpa", 0.0)] {
+                    let settings = format!("attn = \"{attn}\"\nqk-norm = \"{norm}\"\nseed = {seed}");
+                    runs.push(run(&settings, &[9.0, base + chance + cost]));
+                }
+            }
+        }
+        let study = study(runs);
+        let labels: Vec<&str> = study.panels.iter().map(|panel| panel.label.as_str()).collect();
+        assert_eq!(labels, ["qk-norm on", "qk-norm off"]);
+        for (panel, base) in study.panels.iter().zip([2.0, 3.0]) {
+            let [exact, sage] = panel.arms.as_slice() else { panic!("two arms") };
+            assert_eq!((exact.label.as_str(), sage.label.as_str()), ("fpa", "sagebwd"));
+            assert!((exact.loss.expect("losses").value - base - 0.1 / 3.0).abs() < 1e-9);
+            let difference = sage.difference.expect("a baseline");
+            assert!(
+                difference.paired && (difference.mean.value - 100.0 * 0.01 / (base + 0.1 / 3.0)).abs() < 1e-9
+            );
+            assert!(difference.mean.half.expect("three seeds") < 1e-9);
+        }
+    }
+
+    #[test]
+    fn without_common_seeds_means_are_compared_and_the_unfinished_do_not_count() {
+        let mut cut = run("attn = \"fpa\"\nseed = 3", &[1.0]);
+        cut.ending = None;
+        let runs = vec![
+            run("attn = \"fpa\"\nseed = 1", &[3.0, 2.0]),
+            run("attn = \"fpa\"\nseed = 2", &[3.0, 2.2]),
+            cut,
+            run("attn = \"sagebwd\"\nseed = 5\nsmoothing = \"none\"", &[4.0, 2.4]),
+            run("attn = \"sagebwd\"\nseed = 6\nsmoothing = \"k\"", &[4.0, 2.0]),
+        ];
+        let study = study(runs);
+        let arms = &study.panels[0].arms;
+        let labels: Vec<&str> = arms.iter().map(|arm| arm.label.as_str()).collect();
+        assert_eq!(labels, ["fpa", "sagebwd, smoothing none", "sagebwd, smoothing k"]);
+        assert_eq!(arms[0].loss.expect("two are finished").count, 2);
+        let difference = arms[1].difference.expect("means");
+        assert!(!difference.paired && difference.verdict == Verdict::OneSeed);
+        assert!(study.to_text().contains("no seed in common"));
+    }
+
+    #[test]
+    fn a_milestone_is_reached_between_validations() {
+        let one = run("seed = 1", &[4.0, 3.0, 2.0]);
+        assert_eq!(reached(&one, 2.5), Some(2500.0));
+        assert_eq!(reached(&one, 4.0), Some(1000.0));
+        assert_eq!(reached(&one, 1.0), None);
+        let study = study(vec![one, run("seed = 2", &[4.0, 2.0, 2.0])]);
+        let arm = &study.panels[0].arms[0];
+        assert_eq!(arm.reached.expect("both").value, (2500.0 + 1750.0) / 2.0);
+        assert!(study.to_text().contains("tokens to 2.5"));
+    }
+}

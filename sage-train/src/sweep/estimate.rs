@@ -1,0 +1,139 @@
+//! How long a sweep takes, from a measured step of each shape.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use candle_sage::{Error, Result};
+
+use super::{State, Sweep};
+use crate::config::Config;
+use crate::device::Place;
+use crate::quantity::Quantity;
+use crate::runs::Run;
+use crate::settings::Settings;
+use crate::{during, tell, writing};
+
+/// Steps that are measured of each shape; the first one is not counted.
+const STEPS: u64 = 4;
+
+/// Micro-batches of a measured step, at most: longer steps take in proportion.
+const MICRO_BATCHES: u64 = 4;
+
+/// A run, and how long it would take from where it is.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Estimate {
+    /// How far it is.
+    pub state: State,
+    /// Tokens left.
+    pub tokens: u64,
+    /// Tokens a second alone on its device; nothing of a run with nothing left to do.
+    pub speed: Option<f64>,
+}
+
+impl Estimate {
+    /// Of one device.
+    pub fn seconds(&self) -> f64 {
+        self.speed.map_or(0.0, |speed| self.tokens as f64 / speed)
+    }
+}
+
+/// Measures a few steps of each shape among the runs that are to do, in a folder of their own, which goes.
+///
+/// # Errors
+/// When a shape cannot be trained here.
+pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
+    let mut measured: BTreeMap<String, f64> = BTreeMap::new();
+    let mut estimates = Vec::new();
+    for (run, place) in sweep.runs.iter().zip(sweep.places()) {
+        let config = &run.config;
+        if !place.state.is_open(retry) {
+            estimates.push(Estimate { state: place.state, tokens: 0, speed: None });
+            continue;
+        }
+        let shape = shape(config);
+        let speed = match measured.get(&shape) {
+            Some(&speed) => speed,
+            None => {
+                tell(&format!("measuring {}", run.name));
+                let speed = measure(config, &sweep.folder)?;
+                measured.insert(shape, speed);
+                speed
+            }
+        };
+        let tokens = config.tokens_per_step() * config.steps.saturating_sub(place.steps);
+        estimates.push(Estimate { state: place.state, tokens, speed: Some(speed) });
+    }
+    Ok(estimates)
+}
+
+/// What a step's time depends on.
+fn shape(config: &Config) -> String {
+    let mut identity = config.identity();
+    for key in
+        ["steps", "lr", "warmup-steps", "schedule", "min-lr", "weight-decay", "seed", "clip", "eval-tokens"]
+    {
+        identity.remove(key);
+    }
+    identity.retain(|key, _| !crate::config::is_seed(key));
+    format!("{identity:?}")
+}
+
+/// Tokens a second, from a short run in a child: what it leaves in memory goes with it.
+fn measure(config: &Config, folder: &Path) -> Result<f64> {
+    let parent = folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."));
+    let scratch = parent.join(format!(".sage-train-measures.{}", std::process::id()));
+    std::fs::create_dir_all(&scratch).map_err(writing(&scratch))?;
+    let speed = measure_in(config, &scratch);
+    let _ = std::fs::remove_dir_all(&scratch);
+    speed
+}
+
+fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
+    let micro_batch = (config.micro_batch * config.model.context) as u64;
+    let tokens = config.tokens_per_step().min(MICRO_BATCHES * micro_batch);
+    let few = Settings {
+        steps: Some(Quantity(STEPS)),
+        tokens: None,
+        tokens_per_step: Some(Quantity(tokens)),
+        warmup_steps: None,
+        eval_every: Some(Quantity(0)),
+        eval_tokens: Some(Quantity(1)),
+        checkpoint_every: Some(Quantity(0)),
+        sample_tokens: Some(0),
+        // The sparse stage is what most steps are.
+        sla2_dense_steps: config.settings.sla2_dense_steps.map(|_| Quantity(0)),
+        sla2_router_steps: config.settings.sla2_router_steps.map(|_| Quantity(0)),
+        out: Some(scratch.to_owned()),
+        ..config.settings.clone()
+    };
+    let (settings, name) = (scratch.join("settings.toml"), "measured");
+    let text = Config::resolve(few)?.to_toml();
+    std::fs::write(&settings, text).map_err(writing(&settings))?;
+    let program = std::env::current_exe().map_err(during("cannot find the program that runs"))?;
+    let mut command = Command::new(program);
+    command.arg("--config").arg(&settings).args(["--name", name]);
+    if config.device == Place::Cuda
+        && let Some(gpu) = crate::device::gpus().first()
+    {
+        command.env("CUDA_VISIBLE_DEVICES", gpu);
+    }
+    let output = command.stdin(Stdio::null()).output().map_err(during("cannot start a run"))?;
+    let folder = scratch.join(name);
+    let speeds =
+        Run::read(&folder).map(|run| run.points.iter().skip(1).map(|p| p.tokens_per_second).collect());
+    let mut speeds: Vec<f64> = speeds.unwrap_or_default();
+    let _ = std::fs::remove_dir_all(&folder);
+    speeds.sort_by(f64::total_cmp);
+    match speeds.get(speeds.len() / 2) {
+        Some(&speed) if output.status.success() => Ok(speed),
+        _ => {
+            let said = String::from_utf8_lossy(&output.stderr);
+            let said = said.lines().skip_while(|line| !line.starts_with("error")).collect::<Vec<_>>();
+            Err(Error::new("a shape of the sweep cannot be trained here")
+                .got(if said.is_empty() { output.status.to_string() } else { said.join("\n           ") })
+                .allowed("shapes that train a few steps")
+                .hint("--dry-run --no-measure plans without measuring"))
+        }
+    }
+}

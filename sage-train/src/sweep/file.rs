@@ -1,0 +1,208 @@
+//! A sweep as a file says it, or lists on the command line.
+
+use std::path::Path;
+
+use candle_sage::{Error, Result};
+use serde::Deserialize;
+use toml::{Table, Value};
+
+use crate::config::{Config, is_seed};
+use crate::during;
+use crate::quantity::Quantity;
+use crate::settings::{Preset, Settings};
+
+/// What to sweep.
+///
+/// ```toml
+/// about = "Does INT8 cost anything?"
+/// [settings]             # of all runs
+/// preset = "tiny"
+/// [grid]                 # all combinations of these lists
+/// tokens-per-step = ["4k", "32k"]
+/// seed = [1, 2, 3]
+/// [[points]]             # each with the whole grid; lists here are a grid of their own
+/// attn = "fpa"
+/// [[points]]
+/// attn = "sagebwd"
+/// smoothing = ["none", "k"]
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Spec {
+    /// What it asks, for people.
+    pub about: Option<String>,
+    /// The arm that others are compared with, by what is its own: `{ attn = "fpa" }`.
+    pub baseline: Table,
+    /// What all runs share.
+    pub settings: Table,
+    /// Lists of values, of which all combinations run.
+    pub grid: Table,
+    /// Each of these runs with the whole grid.
+    pub points: Vec<Table>,
+}
+
+impl Spec {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// When it cannot be read, or says something else.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .map_err(during(format!("cannot read the sweep in {}", path.display())))
+            .map_err(|error| error.hint("a TOML file, or a sweep that is built in: see --help"))?;
+        Self::parse(&text, &path.display().to_string())
+    }
+
+    /// Reads the text of a file.
+    ///
+    /// # Errors
+    /// When it says something else.
+    pub fn parse(text: &str, name: &str) -> Result<Self> {
+        toml::from_str(text).map_err(|error| {
+            Error::new(format!("cannot use the sweep in {name}"))
+                .got(error.to_string().trim_end().replace('\n', "\n           "))
+                .allowed("about, baseline, [settings], [grid], [[points]]")
+                .hint("keys of [settings], [grid] and [[points]] are the long flags without the dashes, e.g. seed = [1, 2, 3]")
+        })
+    }
+
+    /// The settings of every run. `over` is what was typed: it wins, and its `lists` replace the file's.
+    ///
+    /// # Errors
+    /// When a key is no setting or a value not one of it.
+    pub fn runs(&self, over: &Settings, lists: &Table) -> Result<Vec<Settings>> {
+        let plain = |table: &Table| -> Table {
+            let free = table.iter().filter(|(key, _)| !lists.contains_key(*key));
+            free.map(|(key, value)| (key.clone(), value.clone())).collect()
+        };
+        let shared = settings(&plain(&self.settings), "[settings]")?;
+        let (grid, typed) = (combinations(&plain(&self.grid)), combinations(lists));
+        let whole = vec![Table::new()];
+        let points = if self.points.is_empty() { &whole } else { &self.points };
+        let mut runs = Vec::new();
+        for point in points {
+            for of_point in combinations(&plain(point)) {
+                for of_grid in &grid {
+                    for of_typed in &typed {
+                        let typed = over.clone().over(settings(of_typed, "the command line")?);
+                        let under = settings(of_grid, "[grid]")?.over(shared.clone());
+                        let run = typed.over(settings(&of_point, "[[points]]")?.over(under));
+                        runs.push(with_equal_budget(run));
+                    }
+                }
+            }
+        }
+        Ok(runs)
+    }
+}
+
+fn settings(table: &Table, place: &str) -> Result<Settings> {
+    Settings::deserialize(table.clone()).map_err(|error| {
+        Error::new(format!("not settings, in {place} of a sweep"))
+            .got(error.to_string().trim_end().replace('\n', "\n           "))
+            .allowed("keys that are the long flags of sage-train without the dashes, and their values")
+            .hint("lists of values belong in [grid] or [[points]]")
+    })
+}
+
+/// One table for each combination of the values in lists; seeds vary slowest.
+fn combinations(table: &Table) -> Vec<Table> {
+    let mut keys: Vec<&String> = table.keys().collect();
+    keys.sort_by_key(|key| !is_seed(key));
+    let mut all = vec![Table::new()];
+    for key in keys {
+        let one = std::slice::from_ref(&table[key]);
+        let values = match &table[key] {
+            Value::Array(values) => values.as_slice(),
+            _ => one,
+        };
+        all = all
+            .into_iter()
+            .flat_map(|under| {
+                values.iter().map(move |value| {
+                    let mut table = under.clone();
+                    table.insert(key.clone(), value.clone());
+                    table
+                })
+            })
+            .collect();
+    }
+    all
+}
+
+/// Validations of a run, where nothing is said: enough for a curve.
+const VALIDATIONS: u64 = 20;
+
+/// Where nothing says how long runs are, each sees the tokens of its preset's run: more tokens a step are fewer steps, as in
+/// the paper. All are validated after as many tokens.
+fn with_equal_budget(mut run: Settings) -> Settings {
+    let preset = Config::defaults(run.preset.unwrap_or(Preset::Tiny));
+    let value = |quantity: Option<Quantity>| quantity.map_or(1, |quantity| quantity.0.max(1));
+    let usual = value(preset.tokens_per_step);
+    if run.steps.is_none() && run.tokens.is_none() {
+        run.tokens = Some(Quantity(value(preset.steps) * usual));
+    }
+    if run.eval_every.is_none() {
+        let step = run.tokens_per_step.map_or(usual, |tokens| tokens.0.max(1));
+        let steps = run.steps.map_or_else(|| value(run.tokens) / step, |steps| steps.0);
+        run.eval_every = Some(Quantity((steps / VALIDATIONS).max(1)));
+    }
+    // Text is for one run; tens of them are for their numbers.
+    run.sample_tokens = run.sample_tokens.or(Some(0));
+    run
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = r#"
+        about = "?"
+        baseline = { attn = "fpa" }
+        [settings]
+        preset = "mini"
+        lr = 1e-3
+        [grid]
+        tokens-per-step = ["8k", "64k"]
+        seed = [1, 2]
+        [[points]]
+        attn = "fpa"
+        [[points]]
+        attn = "sagebwd"
+        smoothing = ["none", "k"]
+        lr = 2e-3
+    "#;
+
+    #[test]
+    fn points_run_with_the_whole_grid_at_equal_budgets() {
+        let spec = Spec::parse(TEXT, "text").expect("a sweep");
+        let runs = spec.runs(&Settings::default(), &Table::new()).expect("runs");
+        assert_eq!(runs.len(), 3 * 4);
+        assert_eq!(runs.iter().filter(|run| run.lr == Some(2e-3)).count(), 8);
+        for run in &runs {
+            let config = Config::resolve(run.clone()).expect("a run");
+            assert_eq!(config.steps * config.tokens_per_step(), 200 * 8192);
+            assert_eq!(config.eval_every, (config.steps / 20).max(1));
+        }
+        // The seeds of the command line are the sweep's.
+        let lists: Table = toml::from_str("seed = [7, 8, 9]").expect("a table");
+        let over = Settings { tokens: Some(Quantity(1 << 20)), ..Settings::default() };
+        let runs = spec.runs(&over, &lists).expect("runs");
+        assert_eq!(runs.len(), 3 * 2 * 3);
+        assert!(runs.iter().all(|run| run.seed >= Some(7) && run.tokens == over.tokens));
+    }
+
+    #[test]
+    fn what_is_no_setting_is_refused_with_its_place() {
+        for (text, place) in [
+            ("[settings]\nlr = [1e-3, 2e-3]", "[settings]"),
+            ("[grid]\nlearning-rate = [1e-3]", "[grid]"),
+            ("[[points]]\nattn = \"sage\"", "[[points]]"),
+        ] {
+            let spec = Spec::parse(text, "text").expect("TOML");
+            let error = spec.runs(&Settings::default(), &Table::new()).expect_err(text).to_string();
+            assert!(error.contains(place) && error.contains("hint:"), "{error}");
+        }
+        assert!(Spec::parse("[grids]", "text").is_err());
+    }
+}

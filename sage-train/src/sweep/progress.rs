@@ -1,0 +1,174 @@
+//! What a person sees of a sweep: a bar for the whole and one for each run under way, or lines where there is no terminal.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use indicatif::{HumanDuration, MultiProgress, ProgressBar};
+
+use super::Sweep;
+use super::state::{Place, State};
+use crate::metrics::Point;
+use crate::quantity::grouped;
+use crate::runs::{METRICS, Status};
+use crate::{bar, tell};
+
+/// Between lines where there is no terminal.
+const QUIET: Duration = Duration::from_secs(15);
+
+/// Progress of a sweep, on standard error. It reads what the runs measure, wherever they run.
+#[derive(Debug)]
+pub struct Progress {
+    all: MultiProgress,
+    whole: ProgressBar,
+    /// Tokens a step, steps and names of the runs, in the order of the plan.
+    runs: Vec<(u64, u64, String)>,
+    under_way: BTreeMap<usize, Watched>,
+    /// Tokens of the runs that have ended.
+    done: u64,
+    began: Instant,
+    /// Tokens that were there when the sweep began: they say nothing of its speed.
+    before: u64,
+    last_line: Instant,
+    ended: usize,
+    count: usize,
+}
+
+#[derive(Debug)]
+struct Watched {
+    bar: ProgressBar,
+    metrics: PathBuf,
+    read: u64,
+    step: u64,
+}
+
+impl Progress {
+    pub(super) fn new(sweep: &Sweep, places: &[Place], waiting: &VecDeque<usize>) -> Self {
+        let runs: Vec<(u64, u64, String)> = sweep
+            .runs
+            .iter()
+            .map(|run| (run.config.tokens_per_step(), run.config.steps, run.name.clone()))
+            .collect();
+        let total: u64 = waiting.iter().map(|&n| runs[n].0 * runs[n].1).sum();
+        let before: u64 = waiting.iter().map(|&n| runs[n].0 * places[n].steps).sum();
+        let all = MultiProgress::new();
+        let whole = all.add(bar(total, "{bar:30.green/blue} {percent:>3}% {msg} [{elapsed}, ETA {eta}]"));
+        whole.set_position(before);
+        whole.reset_eta();
+        let passed = places.len() - waiting.len();
+        if passed > 0 {
+            tell(&format!("{passed} of {} runs are done, or not this start's", places.len()));
+        }
+        Self {
+            all,
+            whole,
+            under_way: BTreeMap::new(),
+            done: 0,
+            began: Instant::now(),
+            before,
+            last_line: Instant::now(),
+            ended: 0,
+            count: waiting.len(),
+            runs,
+        }
+    }
+
+    fn say(&self, text: &str) {
+        self.all.suspend(|| tell(text));
+    }
+
+    pub(super) fn started(&mut self, index: usize, folder: &Path) {
+        let (_, steps, name) = &self.runs[index];
+        let bar = self.all.add(bar(*steps, "{bar:30.cyan/blue} {pos}/{len} {prefix} {msg}"));
+        bar.set_prefix(name.clone());
+        let metrics = folder.join(METRICS);
+        self.under_way.insert(index, Watched { bar, metrics, read: 0, step: 0 });
+    }
+
+    pub(super) fn ended(&mut self, sweep: &Sweep, folder: &Path, index: usize, state: &State) {
+        self.look();
+        let Some(watched) = self.under_way.remove(&index) else { return };
+        watched.bar.finish_and_clear();
+        let (tokens, steps, name) = &self.runs[index];
+        let over = matches!(state, State::Ended(_) | State::Crashed);
+        self.done += tokens * if over { *steps } else { watched.step };
+        self.ended += usize::from(over);
+        let run = crate::runs::Run::read(folder).ok();
+        let outcome = match state {
+            State::Ended(Status::Finished) => {
+                let loss = run.as_ref().and_then(crate::runs::Run::last_loss);
+                loss.map_or("finished".into(), |loss| format!("validation loss {loss:.4}"))
+            }
+            State::Ended(status) => {
+                let reason = run.and_then(|run| run.ending).and_then(|ending| ending.reason);
+                format!("{status}: {}", reason.as_deref().and_then(|text| text.lines().next()).unwrap_or("?"))
+            }
+            State::Crashed => {
+                let reason = sweep.crash(name).and_then(|ending| ending.reason).unwrap_or_default();
+                format!("crashed: {}", reason.lines().next().unwrap_or("?"))
+            }
+            State::CutOff => format!("saved after step {} of {steps}", watched.step),
+            State::Waiting => "stopped before its first checkpoint".into(),
+            State::Elsewhere => "another process has it".into(),
+        };
+        self.say(&format!("[{}/{}] {name}: {outcome}", self.ended, self.count));
+    }
+
+    /// Reads what was measured since.
+    pub(super) fn look(&mut self) {
+        for watched in self.under_way.values_mut() {
+            if let Some(point) = watched.last_point() {
+                watched.step = point.step;
+                watched.bar.set_position(point.step);
+                watched.bar.set_message(format!(
+                    "loss {:.3} {} tok/s",
+                    point.loss,
+                    grouped(point.tokens_per_second as u64)
+                ));
+            }
+        }
+        let running: u64 = self.under_way.iter().map(|(&n, watched)| self.runs[n].0 * watched.step).sum();
+        let done = (self.done + running).max(self.before);
+        self.whole.set_position(done);
+        let rate = (done - self.before) as f64 / self.began.elapsed().as_secs_f64().max(1e-3);
+        let message = format!(
+            "{}/{} runs, {} under way, {} tok/s",
+            self.ended,
+            self.count,
+            self.under_way.len(),
+            grouped(rate as u64)
+        );
+        self.whole.set_message(message.clone());
+        if self.whole.is_hidden() && self.last_line.elapsed() > QUIET && !self.under_way.is_empty() {
+            self.last_line = Instant::now();
+            let total = self.whole.length().unwrap_or(done).max(1);
+            let left = (total.saturating_sub(done)) as f64 / rate.max(1.0);
+            let percent = 100 * done / total;
+            tell(&format!(
+                "sweep {percent} %: {message}, ETA {}",
+                HumanDuration(Duration::from_secs_f64(left))
+            ));
+        }
+    }
+
+    pub(super) fn finish(&self) {
+        self.whole.finish_and_clear();
+    }
+}
+
+impl Watched {
+    /// The last whole line that was added since.
+    fn last_point(&mut self) -> Option<Point> {
+        let mut file = File::open(&self.metrics).ok()?;
+        file.seek(SeekFrom::Start(self.read)).ok()?;
+        let (mut reader, mut line, mut last) = (BufReader::new(file), String::new(), None);
+        while reader.read_line(&mut line).ok()? > 0 && line.ends_with('\n') {
+            self.read += line.len() as u64;
+            last = serde_json::from_str(&line).ok().or(last);
+            line.clear();
+        }
+        last
+    }
+}

@@ -1,0 +1,228 @@
+//! Many runs: planned, run, passed over, resumed, reported.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use crate::support::{Scratch, small, wait_until};
+
+/// A sweep of small runs with these tables.
+fn file(scratch: &Scratch, name: &str, tables: &str) -> PathBuf {
+    let shared = "[settings]\nlayers = 1\nwidth = 32\nheads = 2\nhead-dim = 16\nffn = 48\ncontext = 32\nvocab-size = 300\n\
+                  micro-batch = 4\ntokens-per-step = 256\ncorpus-mb = 1\neval-tokens = \"1k\"\n";
+    scratch.file(name, format!("{shared}{tables}"))
+}
+
+/// Names of the folders of a sweep that are runs.
+fn runs(sweep: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(sweep).expect("a sweep").flatten();
+    let is_run = |path: &Path| path.join("metrics.jsonl").exists();
+    let mut names: Vec<String> = entries
+        .filter(|entry| is_run(&entry.path()))
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
+}
+
+fn start(scratch: &Scratch, args: &[&str]) -> Child {
+    Command::new(env!("CARGO_BIN_EXE_sage-train"))
+        .args(args)
+        .current_dir(scratch.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("the command starts")
+}
+
+#[test]
+fn finished_runs_are_passed_over_and_seeds_added_later() {
+    let scratch = Scratch::new();
+    let tables = "steps = 6\neval-every = 3\n[grid]\nseed = [1, 2]\n[[points]]\nattn = \"fpa\"\n[[points]]\nattn = \"sagebwd\"\n";
+    file(&scratch, "s.toml", tables);
+    let plan = scratch.ok(&["sweep", "s.toml", "--dry-run"]);
+    assert!(plan.contains("4 runs, 6,144 tokens") && plan.contains("sagebwd_seed-2"), "{plan}");
+    let table = scratch.ok(&["sweep", "s.toml", "--jobs", "2"]);
+    let sweep = scratch.path().join("runs/s");
+    assert_eq!(runs(&sweep), ["fpa_seed-1", "fpa_seed-2", "sagebwd_seed-1", "sagebwd_seed-2"]);
+    assert!(table.contains("sagebwd") && table.contains("baseline") && table.contains("±"), "{table}");
+    let written = |run: &str| {
+        let path = sweep.join(run).join("metrics.jsonl");
+        std::fs::metadata(path).and_then(|about| about.modified()).expect("metrics")
+    };
+    let before = written("fpa_seed-1");
+    // A run of the sweep is what the same settings are alone.
+    let alone =
+        small(&["--attn", "fpa", "--steps", "6", "--eval-every", "3", "--eval-tokens", "1k", "--seed", "1"]);
+    scratch.ok(&alone);
+    let weights = |run: &str| std::fs::read(scratch.path().join("runs").join(run).join("model.safetensors"));
+    assert!(weights("s/fpa_seed-1").expect("weights") == weights("tiny-fpa-001").expect("weights"));
+    // More seeds, from the command line: what was there stays, and counts.
+    scratch.ok(&["sweep", "s.toml", "--seed", "1,2,3"]);
+    assert_eq!(runs(&sweep).len(), 6);
+    assert_eq!(written("fpa_seed-1"), before);
+    let page = std::fs::read_to_string(sweep.join("report.html")).expect("a report");
+    assert!(page.contains("6 runs") && page.matches("<svg").count() == 2, "{}", page.len());
+    for outside in ["http://", "https://", "<script", "<link"] {
+        let inside = page.replace("http://www.w3.org/2000/svg", "");
+        assert!(!inside.contains(outside), "{outside}");
+    }
+}
+
+#[test]
+fn what_diverges_or_fails_is_a_result_and_ends_no_other() {
+    let scratch = Scratch::new();
+    let tables = "steps = 8\n[[points]]\nlr = 1e-3\n[[points]]\nlr = 1e30\nwarmup-steps = 0\nclip = 0.0\n\
+                  [[points]]\nlr = 2e-3\ncontext = 1048576\ntokens-per-step = 4194304\n";
+    file(&scratch, "s.toml", tables);
+    let text = scratch.run(&["sweep", "s.toml"]);
+    let (out, err) = (String::from_utf8_lossy(&text.stdout), String::from_utf8_lossy(&text.stderr));
+    assert!(!text.status.success() && err.contains("1 of 3 runs failed") && err.contains("--retry"), "{err}");
+    assert!(out.contains("1 diverged"), "{out}{err}");
+    let names = runs(&scratch.path().join("runs/s"));
+    assert_eq!(names.len(), 2, "{names:?}");
+    // It is not tried again before it is asked for.
+    let again = String::from_utf8_lossy(&scratch.run(&["sweep", "s.toml"]).stderr).into_owned();
+    assert!(again.contains("3 of 3 runs are done") && !again.contains("crashed"), "{again}");
+    let retried = String::from_utf8_lossy(&scratch.run(&["sweep", "s.toml", "--retry"]).stderr).into_owned();
+    assert!(retried.contains("[1/1]") && retried.contains("crashed"), "{retried}");
+    let plan = scratch.ok(&["sweep", "s.toml", "--dry-run"]);
+    assert!(plan.contains("diverged") && plan.contains("finished") && plan.contains("crashed"), "{plan}");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_sweep_that_is_stopped_or_killed_goes_on_to_the_same_bits() {
+    let scratch = Scratch::new();
+    let tables = "steps = 400\neval-every = 0\ncheckpoint-every = 20\nseed = 3\n[grid]\nattn = [\"fpa\", \"sagebwd\"]\n";
+    file(&scratch, "s.toml", tables);
+    let args = ["sweep", "s.toml", "--jobs", "2"];
+    let sweep = scratch.path().join("runs/s");
+    let checkpoints =
+        |run: &str| std::fs::read_dir(sweep.join(run).join("checkpoints")).map_or(0, Iterator::count);
+    // Asked to stop, it saves what runs.
+    let mut child = start(&scratch, &args);
+    wait_until(|| checkpoints("fpa") > 0 && checkpoints("sagebwd") > 0);
+    Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill");
+    assert_eq!(child.wait().expect("an end").code(), Some(143));
+    let interrupted = |run: &str| {
+        let text = std::fs::read_to_string(sweep.join(run).join("ending.json")).unwrap_or_default();
+        text.contains("interrupted")
+    };
+    assert!(interrupted("fpa") && interrupted("sagebwd"));
+    // Killed with its children, it leaves what was saved.
+    let before = checkpoints("fpa");
+    let mut child = start(&scratch, &args);
+    wait_until(|| !interrupted("fpa") && !interrupted("sagebwd") && (checkpoints("fpa") > 0 || before > 0));
+    child.kill().expect("it runs");
+    child.wait().expect("an end");
+    Command::new("pkill").args(["-KILL", "-f", &sweep.display().to_string()]).status().ok();
+    Command::new("pkill").args(["-KILL", "-f", "resume runs/s/"]).status().ok();
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    scratch.ok(&args);
+    let flags =
+        ["--attn", "sagebwd", "--steps", "400", "--eval-every", "0", "--seed", "3", "--eval-tokens", "1k"];
+    scratch.ok(&small(&[&flags[..], &["--name", "alone"]].concat()));
+    let weights = |run: &str| std::fs::read(scratch.path().join("runs").join(run).join("model.safetensors"));
+    assert!(weights("s/sagebwd").expect("weights") == weights("alone").expect("weights"));
+    assert_eq!(runs(&sweep).len(), 2);
+}
+
+#[test]
+fn lists_on_the_command_line_are_a_sweep() {
+    let scratch = Scratch::new();
+    let flags = ["--attn", "fpa,sagebwd", "--order-seed=1,2", "--steps", "4", "--name", "both"];
+    let table = scratch.ok(&small(&flags));
+    let names = runs(&scratch.path().join("runs/both"));
+    assert_eq!(
+        names,
+        ["fpa_order-seed-1", "fpa_order-seed-2", "sagebwd_order-seed-1", "sagebwd_order-seed-2"]
+    );
+    assert!(table.contains("fpa") && table.contains("±"), "{table}");
+    // The same weights and corpus, another order.
+    let first = |run: &str| scratch.metrics(&format!("both/{run}"))[0].loss;
+    assert_ne!(first("fpa_order-seed-1"), first("fpa_order-seed-2"));
+    let refused = scratch.fails(&["--seed", "1,2", "--resume", "runs/both/fpa_order-seed-1"]);
+    assert!(refused.contains("many runs") && refused.contains("hint:"), "{refused}");
+    let wrong = scratch.fails(&["--attn", "fpa,sage"]);
+    assert!(wrong.contains("invalid value 'sage'"), "{wrong}");
+    // A folder that is something else is not taken over.
+    scratch.file("runs/mine/notes.txt", "mine");
+    let taken = scratch.fails(&small(&["--seed", "1,2", "--steps", "2", "--name", "mine"]));
+    assert!(taken.contains("not that of a sweep"), "{taken}");
+    assert!(scratch.fails(&small(&["--seed", "1,2", "--name", "cache"])).contains("not a name"));
+}
+
+#[test]
+fn one_run_of_a_sweep_and_a_job_array() {
+    let scratch = Scratch::new();
+    file(&scratch, "s.toml", "steps = 2\n[grid]\nseed = [1, 2, 3]\n");
+    let told = scratch.ok(&["sweep", "s.toml", "--slurm", "array.sh"]);
+    assert!(told.contains("3 tasks"), "{told}");
+    let script = std::fs::read_to_string(scratch.path().join("array.sh")).expect("a script");
+    assert!(script.contains("--array=0-2") && script.contains("sweep s.toml --only"), "{script}");
+    // The same state: a task, and then the rest.
+    let task = script.replace("\"$SLURM_ARRAY_TASK_ID\"", "1");
+    scratch.file("task.sh", task);
+    let status =
+        Command::new("bash").arg("task.sh").current_dir(scratch.path()).stderr(Stdio::null()).status();
+    assert!(status.expect("bash").success());
+    assert_eq!(runs(&scratch.path().join("runs/s")), ["seed-2"]);
+    scratch.ok(&["sweep", "s.toml"]);
+    assert_eq!(runs(&scratch.path().join("runs/s")).len(), 3);
+    assert!(scratch.fails(&["sweep", "s.toml", "--only", "3"]).contains("0 to 2"));
+    assert!(scratch.fails(&["sweep", "nothing"]).contains("paper-mini"));
+}
+
+#[test]
+fn runs_of_anywhere_are_reported() {
+    let scratch = Scratch::new();
+    for (attn, seed) in [("fpa", "1"), ("fpa", "2"), ("sagebwd", "1"), ("sagebwd", "2"), ("none", "1")] {
+        let name = format!("{attn}{seed}");
+        let flags = ["--attn", attn, "--seed", seed, "--steps", "12", "--eval-every", "4", "--name", &name];
+        scratch.ok(&small(&flags));
+    }
+    // One that is under way, with its last line cut off, from before anything was said about starts.
+    let cut = scratch.path().join("runs/sagebwd2");
+    let metrics = std::fs::read_to_string(cut.join("metrics.jsonl")).expect("metrics");
+    std::fs::write(cut.join("metrics.jsonl"), &metrics[..metrics.len() * 3 / 4]).expect("a file");
+    std::fs::remove_file(cut.join("ending.json")).expect("an ending");
+    std::fs::remove_file(cut.join("starts.json")).expect("starts");
+    let folders = ["runs/fpa1", "runs/fpa2", "runs/sagebwd1", "runs/sagebwd2", "runs/none1"];
+    let files = ["--html", "r.html", "--csv", "r.csv", "--markdown", "r.md", "--about", "A & B"];
+    let table = scratch.ok(&[&["report"], &folders[..], &files].concat());
+    assert!(table.contains("1, 1 unfinished") && table.contains("one seed"), "{table}");
+    let csv = std::fs::read_to_string(scratch.path().join("r.csv")).expect("CSV");
+    assert_eq!(csv.lines().count(), 6);
+    assert!(csv.contains("sagebwd2,unfinished,"), "{csv}");
+    let page = std::fs::read_to_string(scratch.path().join("r.html")).expect("a page");
+    assert!(page.contains("<title>A &amp; B</title>") && page.contains("--seed 1"), "{}", page.len());
+    assert!(
+        std::fs::read_to_string(scratch.path().join("r.md")).expect("Markdown").contains("| arm | seeds |")
+    );
+    // All of a folder; another baseline; what is not there.
+    let table = scratch.ok(&["report", "runs", "--baseline", "attn=none"]);
+    let none = table.lines().find(|line| line.starts_with("none")).expect("an arm");
+    assert!(none.contains("baseline"), "{table}");
+    assert!(scratch.fails(&["report", "runs", "--baseline", "attn=sla2"]).contains("no arm is the baseline"));
+    assert!(scratch.fails(&["report", "."]).contains("there are no runs"));
+    assert!(scratch.fails(&["report", "runs", "--by", "lr"]).contains("do not differ"));
+}
+
+/// What is shipped is a plan on every machine.
+#[test]
+fn sweeps_that_are_built_in_are_plans() {
+    let scratch = Scratch::new();
+    for (name, runs) in [("tiny", 36), ("paper-mini", 48)] {
+        let plan = scratch.ok(&["sweep", name, "--dry-run", "--no-measure", "--device", "cpu"]);
+        assert!(plan.contains(&format!("\n{runs} runs, ")), "{plan}");
+        assert!(scratch.ok(&["sweep", name, "--print"]).contains("[[points]]"));
+    }
+    // Its data is not here.
+    let plan = scratch.fails(&["sweep", "paper", "--dry-run", "--no-measure", "--device", "cpu"]);
+    assert!(plan.contains("openwebtext"), "{plan}");
+    scratch.file("openwebtext/a.txt", "Some text. ".repeat(100_000));
+    let plan = scratch.ok(&["sweep", "paper", "--dry-run", "--no-measure", "--device", "cpu"]);
+    for line in ["16 runs, 1,258,291,200,000 tokens", "37,500", "300,000"] {
+        assert!(plan.contains(line), "{plan}");
+    }
+}
