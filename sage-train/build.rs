@@ -5,14 +5,22 @@ use std::process::Command;
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    // A new commit, and only that, is a reason to ask again. A copy without a history has no commit.
+    // A copy without a history has no commit.
     let log = Path::new("../.git/logs/HEAD");
     if !log.exists() {
         return;
     }
-    println!("cargo:rerun-if-changed={}", log.display());
-    let output = Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).output();
-    if let Some(output) = output.ok().filter(|output| output.status.success()) {
-        println!("cargo:rustc-env=SAGE_TRAIN_COMMIT={}", String::from_utf8_lossy(&output.stdout).trim());
+    // A new commit is a reason to ask again, and so is a change of what is compiled: it is no commit's any more.
+    for path in ["../.git/logs/HEAD", "src", "../candle-sage/src", "../kernels"] {
+        println!("cargo:rerun-if-changed={path}");
+    }
+    let git = |args: &[&str]| {
+        let output = Command::new("git").args(args).output().ok().filter(|output| output.status.success())?;
+        Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let changed =
+        git(&["status", "--porcelain", "--untracked-files=no"]).is_some_and(|text| !text.is_empty());
+    if let Some(commit) = git(&["rev-parse", "--short=12", "HEAD"]) {
+        println!("cargo:rustc-env=SAGE_TRAIN_COMMIT={commit}{}", if changed { ", changed" } else { "" });
     }
 }

@@ -32,7 +32,7 @@ use model::{Eval, Export, Sample};
 use probe::Probe;
 use report::Reporting;
 use resume::Resumed;
-use sweep::Sweeping;
+use sweep::{Again, Sweeping};
 
 const EXAMPLES: &str = "Examples:
   sage-train                                         train on the built-in corpus, about a minute
@@ -123,7 +123,7 @@ struct Train {
     /// program can be taught the same
     #[arg(long, value_name = "FILE", help_heading = "Run", conflicts_with_all = ["resume", "compare", "dry_run"])]
     write_batches: Option<PathBuf>,
-    /// Train once with each attention, and compare with the first: `--attn` with a list, as any setting may have one
+    /// Train once with each attention, and compare with fpa, or the first: `--attn` with a list, as any setting may have one
     #[arg(
         long,
         value_enum,
@@ -237,7 +237,9 @@ impl Train {
                     .hint("a sweep goes on when its command is given again with its --name"));
             }
         }
-        let typed = Settings { name: None, ..self.settings.clone() }.over(file);
+        // What a list stands for is none of the layers': a first value of it would push the file's aside.
+        let typed = Settings { name: None, ..sweep::without(self.settings.clone(), lists) };
+        let typed = typed.over(sweep::without(file, lists));
         let (name, shared) = (self.settings.name.clone(), typed.clone());
         let spec = Spec::default();
         let free = |config: &Config| match name {
@@ -250,7 +252,10 @@ impl Train {
                 sweep.runs.iter().map(|run| format!("{}\n{}", run.name, run.config)).collect();
             return print(&text.join("\n"));
         }
-        sweep::carry_out(&spec, &sweep, &Limits { jobs: 1, ..Limits::default() })
+        let name = sweep.folder.file_name().unwrap_or_default().to_string_lossy();
+        let goes_on = format!("the same command with --name {name}");
+        let again = Again { retries: goes_on.clone(), goes_on };
+        sweep::carry_out(&spec, &sweep, &Limits { jobs: 1, retry: true, ..Limits::default() }, &again)
     }
 }
 

@@ -214,7 +214,7 @@ impl Config {
                 val_fraction: in_range("val-fraction", need(s.val_fraction), 0.0001, 0.9)?,
                 vocab_size: need(s.vocab_size).0 as usize,
                 context: model.context,
-                out: out.clone(),
+                out: folder_of_runs(&out),
                 order_seed: seed_of("order-seed", s.order_seed.unwrap_or(seed))?,
                 corpus_seed: seed_of("corpus-seed", s.corpus_seed.unwrap_or(seed))?,
             },
@@ -320,6 +320,15 @@ pub fn check_name(name: &str) -> Result<()> {
         .got(format!("`{name}`"))
         .allowed("a name without slashes; `cache` is taken by the tokenizers")
         .hint("--out says where runs go, --name how this one is called"))
+}
+
+/// Where runs go, their own or their sweep's: a sweep's folder lies in it.
+fn folder_of_runs(out: &Path) -> PathBuf {
+    match out.parent().filter(|_| out.join(crate::sweep::PLAN).is_dir()) {
+        Some(parent) if parent.as_os_str().is_empty() => ".".into(),
+        Some(parent) => parent.to_owned(),
+        None => out.to_owned(),
+    }
 }
 
 /// On small blocks SageBwd has smaller tiles.

@@ -2,10 +2,16 @@
 
 use std::fs::{File, TryLockError};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use candle_sage::{Error, Result};
 
 use crate::writing;
+
+const LOCK: &str = ".lock";
+
+/// Longer than a look takes.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// A file that is held; the system lets go of it when the process ends, however it ends.
 #[derive(Debug)]
@@ -30,11 +36,24 @@ impl Lock {
     }
 
     fn hold(file: File, path: &Path) -> Result<Self> {
-        match file.try_lock() {
-            Ok(()) => Ok(Self(file)),
-            Err(TryLockError::WouldBlock) => Err(in_use(path)),
-            Err(TryLockError::Error(error)) => Err(writing(path)(error)),
+        let began = Instant::now();
+        loop {
+            match file.try_lock() {
+                Ok(()) => return Ok(Self(file)),
+                // Who merely looks whether it is held holds it for a moment.
+                Err(TryLockError::WouldBlock) if began.elapsed() < LOOK => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(TryLockError::WouldBlock) => return Err(in_use(path)),
+                Err(TryLockError::Error(error)) => return Err(writing(path)(error)),
+            }
         }
+    }
+
+    /// Whether a process works in the folder of a run. It leaves nothing there.
+    pub fn is_held(folder: &Path) -> bool {
+        let file = File::options().write(true).open(folder.join(LOCK));
+        file.is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
     }
 
     /// Takes the folder of a run.
@@ -42,7 +61,7 @@ impl Lock {
     /// # Errors
     /// When another process has it.
     pub fn run(folder: &Path) -> Result<Self> {
-        Self::take(&folder.join(".lock"))
+        Self::take(&folder.join(LOCK))
     }
 }
 

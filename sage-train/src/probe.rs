@@ -21,7 +21,7 @@ use crate::settings::{Attn, Settings};
 use crate::trained::{Trained, run_folder};
 use crate::{bar, during, tell};
 
-use anatomy::{Inputs, Product, Quantities, Quantization, compute};
+use anatomy::{Inputs, Product, Quantities, Quantization, bytes, compute, smoothed};
 pub use measures::{Distance, Sizes};
 use measures::{Sums, outlying};
 pub use sigma::{Shape, SigmaRow, sigma_table};
@@ -61,14 +61,14 @@ pub struct Row {
     /// The query head, from 0; nothing of a whole layer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub head: Option<usize>,
-    /// By the names of [`QUANTITIES`]. Keys and values that heads share are their layer's.
+    /// By the names of [`QUANTITIES`]. dK and dV of heads that share a key head are with the first of them.
     pub errors: BTreeMap<String, Distance>,
     /// How large things are; of SageBwd.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sizes: Option<Sizes>,
-    /// With codes in one product alone: relative L2 of the results.
+    /// With codes in one product alone: relative L2 of the results that are this head's.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub products: Vec<(Product, [f64; 4])>,
+    pub products: Vec<(Product, [Option<f64>; 4])>,
 }
 
 /// What was probed, and the errors found.
@@ -84,6 +84,9 @@ pub struct Probed {
     pub sequences: usize,
     /// Queries and keys were multiplied by this.
     pub qk_scale: f64,
+    /// Whether every token of Q and K had a scale of its own.
+    #[serde(default)]
+    pub token_scales: bool,
     /// For each layer its row, and then its heads' where they were asked for.
     pub rows: Vec<Row>,
 }
@@ -106,6 +109,11 @@ pub fn probe(folder: &Path, look: Look, settings: Settings) -> Result<Probed> {
         data.tokenizer.check_same(&run.join("tokenizer.json"))?;
     }
     let cut = config.data.cut(&data.tokenizer);
+    if cut.end_of_document.is_some() {
+        tell(
+            "the model was trained with attention inside documents, and is probed with attention over whole sequences",
+        );
+    }
     let mut probed = probe_model(&config.model, parameters, scheme, (&data.validation, cut), look)?;
     probed.step = trained.step;
     Ok(probed)
@@ -140,6 +148,19 @@ pub fn probe_model(
             .allowed("sagebwd")
             .hint("leave --products and --token-scales out for its errors as a whole, or --attn sagebwd"));
     }
+    let group = config.heads / config.key_heads;
+    let needed = bytes(cut.context, group);
+    if sage.is_some() && needed > available() {
+        return Err(Error::new("there is not enough memory to probe such sequences")
+            .got(format!(
+                "{} tokens: {:.1} GiB for one head, {:.1} free",
+                cut.context,
+                gib(needed),
+                gib(available())
+            ))
+            .allowed("shorter sequences: P, dP and dS are held whole")
+            .hint("--context says how long they are"));
+    }
     // Attention over whole sequences: documents would be sequences of their own lengths.
     let cut = Cut { end_of_document: None, ..cut };
     let batches = Batches::new(text, cut);
@@ -162,7 +183,19 @@ pub fn probe_model(
     }
     bar.finish_and_clear();
     let (scheme, context) = (scheme.to_string(), cut.context);
-    Ok(Probed { scheme, step: None, context, sequences, qk_scale: look.qk_scale, rows })
+    Ok(Probed {
+        scheme,
+        step: None,
+        context,
+        sequences,
+        qk_scale: look.qk_scale,
+        token_scales: look.token_scales,
+        rows,
+    })
+}
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 30)
 }
 
 /// Query, key, value and output gradient of every layer, with full-precision attention.
@@ -194,7 +227,7 @@ struct Found {
 struct OfHead {
     errors: BTreeMap<&'static str, Sums>,
     sizes: Option<Sizes>,
-    products: BTreeMap<Product, [Sums; 4]>,
+    products: BTreeMap<Product, [Option<Sums>; 4]>,
     /// Sequences that are in it.
     count: usize,
 }
@@ -204,7 +237,9 @@ impl OfHead {
         other.errors.iter().for_each(|(name, sums)| self.errors.entry(name).or_default().add(*sums));
         for (product, sums) in &other.products {
             let into = self.products.entry(*product).or_default();
-            into.iter_mut().zip(sums).for_each(|(into, sums)| into.add(*sums));
+            for (into, sums) in into.iter_mut().zip(sums.iter()) {
+                sums.iter().for_each(|sums| into.get_or_insert_default().add(*sums));
+            }
         }
         self.count += other.count;
         if let Some(sizes) = &other.sizes {
@@ -223,7 +258,7 @@ impl OfHead {
             products: self
                 .products
                 .iter()
-                .map(|(product, sums)| (*product, sums.each_ref().map(|sums| of(sums).relative_l2)))
+                .map(|(product, sums)| (*product, sums.map(|sums| Some(of(&sums?).relative_l2))))
                 .collect(),
         }
     }
@@ -257,7 +292,7 @@ fn insides(
     let group = heads / key_heads;
     let pieces: Vec<(usize, usize)> =
         (0..key_heads).flat_map(|key| (0..sequences).map(move |sequence| (key, sequence))).collect();
-    let found = pieces.par_iter().map(|&(key, sequence)| -> candle_core::Result<Vec<(usize, OfHead)>> {
+    let piece = |&(key, sequence): &(usize, usize)| -> candle_core::Result<Vec<(usize, OfHead)>> {
         // Query heads of one key head: its gradients are sums over them.
         let inputs = (0..group)
             .map(|n| {
@@ -291,18 +326,29 @@ fn insides(
                 let alone = of(&[product])?;
                 for (n, (_, found)) in found.iter_mut().enumerate() {
                     let got = errors(&alone[n], &exact[n], n == 0);
-                    let sums = RESULTS.map(|name| got.get(name).copied().unwrap_or_default());
+                    let sums = RESULTS.map(|name| got.get(name).copied());
                     found.products.insert(product, sums);
                 }
             }
         }
         Ok(found)
-    });
+    };
     let mut all = vec![OfHead::default(); heads];
-    for (head, found) in found.collect::<candle_core::Result<Vec<_>>>()?.into_iter().flatten() {
-        all[head].join(&found);
+    // As many at once as there is memory for.
+    let at_once = (available() / bytes(tokens, group)).clamp(1, 1 << 16) as usize;
+    for pieces in pieces.chunks(at_once) {
+        let found = pieces.par_iter().map(piece).collect::<candle_core::Result<Vec<_>>>()?;
+        found.into_iter().flatten().for_each(|(head, found)| all[head].join(&found));
     }
     Ok(Found { heads: all })
+}
+
+/// Bytes of memory that are free, or a guess where the system does not say.
+fn available() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    kib.map_or(8 << 30, |kib| kib << 10)
 }
 
 /// The gradients of a key head are sums over its query heads: the first one gets them.
@@ -329,9 +375,9 @@ fn errors(got: &Quantities, exact: &Quantities, first: bool) -> BTreeMap<&'stati
         (&got.gradients[2], &exact.gradients[2]),
     ];
     let all = QUANTITIES.into_iter().zip(pairs);
-    // A query does not see what comes later, and no sum has it.
     all.filter(|(name, _)| first || !["dK", "dV"].contains(name))
         .map(|(name, (got, exact))| match name {
+            // A query does not see what comes later, and no sum has it.
             "dP" => (name, Sums::of(&seen(got, exact.len()), &seen(exact, exact.len()))),
             _ => (name, Sums::of(got, exact)),
         })
@@ -351,6 +397,7 @@ fn sizes(inputs: &Inputs, exact: &Quantities, sage: &SageBwd) -> Sizes {
     let (p, dp, ds) = (seen(&exact.p, n * n), seen(&exact.dp, n * n), seen(&exact.ds, n * n));
     let apart = exact.dp.chunks(n).enumerate().flat_map(|(i, row)| row[..=i].iter().map(move |x| (i, *x)));
     let apart = apart.fold(0.0, |most: f64, (i, dp)| most.max((dp - exact.delta[i]).abs()));
+    let smoothed = smoothed(inputs, sage);
     Sizes {
         rms_p: rms(&p),
         rms_dp: rms(&dp),
@@ -360,8 +407,8 @@ fn sizes(inputs: &Inputs, exact: &Quantities, sage: &SageBwd) -> Sizes {
         largest_q: largest(&inputs.rows[0]),
         largest_k: largest(&inputs.rows[1]),
         largest_logit: largest(&seen(&exact.s, n * n)),
-        outlying_queries: outlying(&inputs.rows[0], d, sage.tile_q),
-        outlying_keys: outlying(&inputs.rows[1], d, sage.tile_k),
+        outlying_queries: outlying(&smoothed.q, d, sage.tile_q),
+        outlying_keys: outlying(&smoothed.k, d, sage.tile_k),
     }
 }
 

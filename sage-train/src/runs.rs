@@ -2,6 +2,7 @@
 
 mod provenance;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
@@ -100,12 +101,12 @@ impl Run {
     }
 
     /// The runs in these folders: each is the folder of a run, or one that has such folders in it, as a sweep's has. In the
-    /// order of their names.
+    /// order of their names, each once.
     ///
     /// # Errors
-    /// When there are none, or one cannot be read.
-    pub fn find(folders: &[PathBuf]) -> Result<Vec<Self>> {
-        let mut found: Vec<PathBuf> = Vec::new();
+    /// When a folder has none.
+    pub fn find(folders: &[PathBuf]) -> Result<Found> {
+        let (mut found, mut warnings): (Vec<PathBuf>, Vec<String>) = (Vec::new(), Vec::new());
         for folder in folders {
             let before = found.len();
             if Self::is(folder) {
@@ -117,6 +118,7 @@ impl Run {
                     entries.flatten().map(|entry| entry.path()).filter(|path| Self::is(path)).collect();
                 inside.sort();
                 found.extend(inside);
+                warnings.extend(crashed(folder));
             }
             if found.len() == before {
                 return Err(Error::new("there are no runs to report")
@@ -125,8 +127,16 @@ impl Run {
                     .hint("a run leaves config.toml and metrics.jsonl, e.g. in runs/tiny-sagebwd-001"));
             }
         }
-        found.dedup();
-        found.iter().map(|folder| Self::read(folder)).collect()
+        let mut seen = BTreeSet::new();
+        found.retain(|folder| seen.insert(folder.canonicalize().unwrap_or_else(|_| folder.clone())));
+        let mut runs = Vec::new();
+        for folder in found {
+            match Self::read(&folder) {
+                Ok(run) => runs.push(run),
+                Err(error) => warnings.push(format!("{} is left out: {error}", folder.display())),
+            }
+        }
+        Ok(Found { runs, warnings })
     }
 
     /// The last part of the folder's name.
@@ -153,17 +163,56 @@ impl Run {
         self.points.iter().rev().find_map(|point| point.val_loss)
     }
 
-    /// The validation loss at the end of a run that is finished.
+    /// The validation loss after the last step of a run that is finished.
     pub fn final_loss(&self) -> Option<f64> {
-        self.last_loss().filter(|_| self.status() == Some(Status::Finished))
+        let last = self.points.last().filter(|point| point.step == self.config.steps)?;
+        last.val_loss.filter(|_| self.status() == Some(Status::Finished))
+    }
+
+    /// What it learned from, as far as it said it.
+    pub fn data_fingerprint(&self) -> Option<&str> {
+        self.starts.last().map(|start| start.data_fingerprint.as_str())
     }
 
     /// Tokens a second of a usual step: the median, which a first step, a validation or a neighbour does not move.
     pub fn usual_speed(&self) -> Option<f64> {
-        let mut speeds: Vec<f64> = self.points.iter().map(|point| point.tokens_per_second).collect();
-        speeds.sort_by(f64::total_cmp);
-        (!speeds.is_empty()).then(|| speeds[speeds.len() / 2])
+        median(self.points.iter().map(|point| point.tokens_per_second))
     }
+}
+
+/// Runs that were found.
+#[derive(Debug, Clone)]
+pub struct Found {
+    /// Those that can be read.
+    pub runs: Vec<Run>,
+    /// What cannot, and runs that left nothing to read.
+    pub warnings: Vec<String>,
+}
+
+/// Runs of a sweep whose process ended before it measured anything.
+fn crashed(sweep: &Path) -> Vec<String> {
+    let Ok(entries) = std::fs::read_dir(sweep.join(crate::sweep::PLAN)) else { return Vec::new() };
+    let mut warnings: Vec<String> = entries
+        .flatten()
+        .filter_map(|entry| {
+            let file = entry.file_name().to_string_lossy().into_owned();
+            let name = file.strip_suffix(".crash.json")?;
+            let ending = optional::<Ending>(&entry.path()).ok().flatten();
+            let reason = ending.and_then(|ending| ending.reason).unwrap_or_default();
+            Some(format!("{name} crashed: {}", reason.lines().last().unwrap_or("?")))
+        })
+        .collect();
+    warnings.sort();
+    warnings
+}
+
+/// The middle of some numbers; of an even count of them the mean of the two in the middle.
+pub fn median(numbers: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut sorted: Vec<f64> = numbers.collect();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    let upper = *sorted.get(middle)?;
+    Some(if sorted.len() % 2 == 1 { upper } else { (sorted[middle - 1] + upper) / 2.0 })
 }
 
 /// The values in a file of JSON lines; a line that was cut off ends them.

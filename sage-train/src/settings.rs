@@ -321,7 +321,7 @@ pub struct Settings {
     /// Folder that gets a folder for the run [default: runs]
     #[arg(long, value_name = "DIR", help_heading = "Run")]
     pub out: Option<PathBuf>,
-    /// Name of the run's folder [default: made from preset and attention, and numbered]
+    /// Name of the run's folder, or the sweep's [default: made from preset and attention, and numbered; a sweep file's]
     #[arg(long, help_heading = "Run")]
     pub name: Option<String>,
     /// Steps between validations; 0 validates at the end only

@@ -1,37 +1,120 @@
-//! SIGINT and SIGTERM: the first asks to stop, the second stops.
+//! SIGINT, SIGTERM and SIGHUP: the first asks to stop, the second stops. A run of a sweep is also asked to stop when the
+//! sweep's process is gone.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+#[cfg(unix)]
+use std::time::{Duration, Instant};
 
 use candle_sage::Result;
 use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::flag;
 
 use crate::during;
 
-static RECEIVED: OnceLock<Arc<AtomicUsize>> = OnceLock::new();
+/// What a second signal does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Second {
+    /// It ends the program at once.
+    Ends,
+    /// [`asked_again`] says so: what runs on the program's behalf is ended first.
+    IsNoted,
+}
 
-/// From now on the first signal is noted for [`received`], and a second one ends the program at once.
+/// The environment variable in which a sweep tells its runs the number of its process.
+pub const PARENT: &str = "SAGE_TRAIN_SWEEP_PROCESS";
+
+/// One stop reaches a process twice where a sweep passes on what a whole group of processes was sent: it is one.
+#[cfg(unix)]
+const TOGETHER: Duration = Duration::from_millis(250);
+
+#[derive(Debug, Default)]
+struct Seen {
+    first: Arc<AtomicUsize>,
+    times: AtomicUsize,
+}
+
+static SEEN: OnceLock<Arc<Seen>> = OnceLock::new();
+
+/// From now on signals are noted for [`received`].
 ///
 /// # Errors
 /// When the system does not take a handler.
-pub fn watch() -> Result<()> {
-    let (once, received) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
-    if RECEIVED.set(received.clone()).is_err() {
+pub fn watch(second: Second) -> Result<()> {
+    let seen = Arc::new(Seen::default());
+    if SEEN.set(seen.clone()).is_err() {
         return Ok(());
     }
+    listen(seen, second).map_err(during("cannot watch for signals"))
+}
+
+#[cfg(unix)]
+fn listen(seen: Arc<Seen>, second: Second) -> std::io::Result<()> {
+    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM].into_iter().chain(hang_up()))?;
+    let note = move || {
+        let mut began: Option<Instant> = None;
+        for signal in signals.forever() {
+            let first = *began.get_or_insert_with(Instant::now);
+            if seen.times.load(Ordering::Relaxed) > 0 && first.elapsed() < TOGETHER {
+                continue;
+            }
+            let _ = seen.first.compare_exchange(0, signal as usize, Ordering::Relaxed, Ordering::Relaxed);
+            if seen.times.fetch_add(1, Ordering::Relaxed) > 0 && second == Second::Ends {
+                std::process::exit(128 + signal);
+            }
+        }
+    };
+    std::thread::Builder::new().name("signals".into()).spawn(note).map(drop)
+}
+
+/// Without a thread of its own the second signal of any kind ends the program.
+#[cfg(not(unix))]
+fn listen(seen: Arc<Seen>, _: Second) -> std::io::Result<()> {
+    use signal_hook::flag;
+    let once = Arc::new(std::sync::atomic::AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
-        // In this order: the first signal finds the flag down, and raises it.
-        flag::register_conditional_shutdown(signal, 128 + signal, once.clone())
-            .and_then(|_| flag::register(signal, once.clone()))
-            .and_then(|_| flag::register_usize(signal, received.clone(), signal as usize))
-            .map_err(during("cannot watch for signals"))?;
+        flag::register_conditional_shutdown(signal, 128 + signal, once.clone())?;
+        flag::register(signal, once.clone())?;
+        flag::register_usize(signal, seen.first.clone(), signal as usize)?;
     }
     Ok(())
 }
 
+/// The signal of a terminal that is gone, unless it is ignored, as `nohup` has it.
+#[cfg(target_os = "linux")]
+fn hang_up() -> Option<i32> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"))?;
+    let ignored = u64::from_str_radix(ignored.trim(), 16).ok()?;
+    let signal = signal_hook::consts::SIGHUP;
+    (ignored >> (signal - 1) & 1 == 0).then_some(signal)
+}
+
+#[cfg(all(unix, not(target_os = "linux")))]
+fn hang_up() -> Option<i32> {
+    None
+}
+
 /// The signal that asked to stop.
 pub fn received() -> Option<u8> {
-    let signal = RECEIVED.get()?.load(Ordering::Relaxed);
-    (signal != 0).then_some(signal as u8)
+    let signal = SEEN.get()?.first.load(Ordering::Relaxed);
+    if signal == 0 && is_orphan() { Some(SIGTERM as u8) } else { (signal != 0).then_some(signal as u8) }
+}
+
+/// Whether it was asked more than once.
+pub fn asked_again() -> bool {
+    SEEN.get().is_some_and(|seen| seen.times.load(Ordering::Relaxed) > 1)
+}
+
+/// Whether the sweep that started this run is gone.
+#[cfg(unix)]
+fn is_orphan() -> bool {
+    static SWEEP: OnceLock<Option<i32>> = OnceLock::new();
+    let sweep = SWEEP.get_or_init(|| std::env::var(PARENT).ok()?.parse().ok());
+    let parent = rustix::process::Pid::as_raw(rustix::process::getppid());
+    sweep.is_some_and(|sweep| parent != sweep)
+}
+
+#[cfg(not(unix))]
+fn is_orphan() -> bool {
+    false
 }

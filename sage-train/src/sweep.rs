@@ -2,8 +2,9 @@
 //! skipped where they are finished, resumed where they were cut off.
 //!
 //! The state of a sweep is its folder and nothing else: `SWEEP/NAME/` is the folder of a run like any other, and is
-//! known by its settings; `SWEEP/plan/NAME.toml` says what it is asked to be, `NAME.stderr` what it said there, and
-//! `NAME.crash.json` that its process ended without a word. So processes, machines and job arrays can share one.
+//! known by its settings; `SWEEP/plan/NAME.toml` says what it is asked to be, `NAME.stderr` what it said there,
+//! `NAME.crash.json` that its process ended without a word, and `NAME.attempt-N` is what a start left that could not be
+//! resumed. So processes, machines and job arrays can share one.
 
 mod estimate;
 mod file;
@@ -15,11 +16,12 @@ mod state;
 mod worker;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use candle_sage::{Error, Result};
 
 use crate::config::{Config, Identity, is_seed, of_attention};
+use crate::quantity::Quantity;
 
 pub use estimate::{Estimate, estimate};
 pub use file::Spec;
@@ -31,7 +33,7 @@ pub use state::State;
 pub use worker::{Limits, Tally, run};
 
 /// The folder in a sweep's that holds what was asked for.
-const PLAN: &str = "plan";
+pub const PLAN: &str = "plan";
 
 /// A run of a sweep.
 #[derive(Debug, Clone)]
@@ -71,13 +73,13 @@ impl Sweep {
             .filter_map(|(identity, config)| seen.insert(identity.clone()).then_some((config, identity)))
             .collect();
         // Whatever ends early ends with whole comparisons.
-        kept.sort_by_key(|(config, _)| (config.seed, config.weights_seed, config.data.order_seed));
+        kept.sort_by_key(|(config, _)| {
+            (config.seed, config.weights_seed, config.data.order_seed, config.data.corpus_seed)
+        });
         let identities: Vec<&Identity> = kept.iter().map(|(_, identity)| identity).collect();
         let names = names(&identities);
         let runs = kept.into_iter().zip(names).map(|((mut config, identity), name)| {
-            // Runs of a sweep are its folder's, and so are the tokenizers that they train.
             (config.out, config.settings.out) = (folder.clone(), Some(folder.clone()));
-            config.data.out = folder.clone();
             Planned { name, config, identity }
         });
         let runs = runs.collect();
@@ -114,7 +116,7 @@ pub fn differing(identities: &[&Identity]) -> Vec<String> {
         let first = values.next().flatten();
         !values.all(|value| value == first)
     };
-    // The settings of a scheme tell its own runs apart, and from no other's.
+    // A scheme's settings tell runs of that scheme apart; from runs of another scheme its name does.
     let within_one = |key: &str| {
         let mut of_attn: BTreeMap<Option<&String>, BTreeSet<Option<&String>>> = BTreeMap::new();
         for identity in identities {
@@ -132,11 +134,13 @@ pub fn differing(identities: &[&Identity]) -> Vec<String> {
         }
         values.values().all(|of_one| of_one.len() == 1)
     };
-    for (key, from) in
-        [("warmup-steps", "steps"), ("warmup-steps", "tokens-per-step"), ("steps", "tokens-per-step")]
-    {
-        if keys.iter().any(|other| other == from) && follows(key, from) {
-            keys.retain(|other| other != key);
+    let budgets = equal_budgets(identities);
+    for key in ["warmup-steps", "sla2-dense-steps", "sla2-router-steps", "steps"] {
+        for from in ["steps", "tokens-per-step"] {
+            let may = key != from && (key != "steps" || budgets);
+            if may && keys.iter().any(|other| other == from) && follows(key, from) {
+                keys.retain(|other| other != key);
+            }
         }
     }
     // Attention first, seeds last.
@@ -149,13 +153,31 @@ pub fn differing(identities: &[&Identity]) -> Vec<String> {
     keys
 }
 
+/// Whether all see as many tokens, to a step.
+fn equal_budgets(identities: &[&Identity]) -> bool {
+    let number = |identity: &Identity, key: &str| identity.get(key)?.parse::<Quantity>().ok().map(|n| n.0);
+    let budget = |identity: &&Identity| {
+        let step = number(identity, "tokens-per-step")?;
+        Some((number(identity, "steps")?.saturating_mul(step), step))
+    };
+    let budgets: Vec<(u64, u64)> = identities.iter().filter_map(budget).collect();
+    let step = budgets.iter().map(|(_, step)| *step).max().unwrap_or(0);
+    let tokens = || budgets.iter().map(|(tokens, _)| *tokens);
+    tokens().max().unwrap_or(0) - tokens().min().unwrap_or(0) < step.max(1)
+}
+
+/// Longer names are cut: with their endings they must fit what file systems take.
+const LONGEST_NAME: usize = 180;
+
 /// What distinguishes each of these, as the name of a folder.
 fn names(identities: &[&Identity]) -> Vec<String> {
     let keys = differing(identities);
     let mut names: Vec<String> = Vec::new();
     for identity in identities {
         let parts: Vec<String> = keys.iter().filter_map(|key| Some(part(key, identity.get(key)?))).collect();
-        let name = if parts.is_empty() { identity["attn"].clone() } else { parts.join("_") };
+        let mut name = if parts.is_empty() { identity["attn"].clone() } else { parts.join("_") };
+        // It is ASCII.
+        name.truncate(LONGEST_NAME);
         let mut unique = name.clone();
         let mut n = 2;
         while names.contains(&unique) {
@@ -172,21 +194,6 @@ fn part(key: &str, value: &str) -> String {
     let plain: String =
         value.chars().map(|c| if c.is_ascii_alphanumeric() || "-.=".contains(c) { c } else { '-' }).collect();
     if key == "attn" { plain } else { format!("{key}-{plain}") }
-}
-
-/// The folders in this one that are runs, with what they compute.
-fn folders(sweep: &Path) -> Vec<(PathBuf, Identity)> {
-    let Ok(entries) = std::fs::read_dir(sweep) else { return Vec::new() };
-    let mut found: Vec<(PathBuf, Identity)> = entries
-        .flatten()
-        .filter_map(|entry| {
-            let config = entry.path().join(crate::runs::CONFIG);
-            let config = Config::read_settings(&config).and_then(Config::resolve).ok()?;
-            Some((entry.path(), config.identity()))
-        })
-        .collect();
-    found.sort();
-    found
 }
 
 #[cfg(test)]

@@ -23,6 +23,7 @@ use crate::probe::probe_weights;
 use crate::report::loss_plot;
 use crate::runs::{CONFIG, ENDING, Ending, STARTS, Start, Status};
 use crate::sample::{Sampling, sample};
+use crate::signals::Second;
 use crate::{during, partial, signals, tell, writing};
 
 use checkpoint::{Checkpoints, Found};
@@ -59,7 +60,7 @@ pub fn check(config: &Config) -> Result<()> {
 /// case nothing is updated any more, and the folder keeps the metrics, their plot, the reason, and the
 /// weights of the last validation. When the run is interrupted by a signal: it is saved then.
 pub fn run(config: &Config, resumed: Option<&Found>) -> std::result::Result<Outcome, Stop> {
-    signals::watch()?;
+    signals::watch(Second::Ends)?;
     let device = config.device.open()?;
     let started = Instant::now();
     let mut progress = Progress::new(config.steps);
@@ -363,6 +364,9 @@ impl Run<'_> {
             // Nothing was left to do but this: the run was interrupted right at its end.
             self.validate(&mut last)?;
             self.unsaved.take().map_or(Ok(()), Err)?;
+            self.points.pop();
+            self.points.push(last.clone());
+            self.folder.rewrite_metrics(&self.points)?;
         } else if self.first == config.steps {
             // The weights that are there may be those of another end.
             self.save_weights()?;

@@ -28,8 +28,12 @@ struct List {
 }
 
 impl Typed {
-    /// Finds the lists.
+    /// Finds the lists in what would train; other verbs have none.
     pub(super) fn new(mut words: Vec<OsString>) -> Self {
+        let verb = words.get(1).and_then(|word| word.to_str()).filter(|word| !word.starts_with('-'));
+        if verb.is_some_and(|verb| verb != "sweep") {
+            return Self { words, lists: Vec::new() };
+        }
         let help = Settings::augment_args(Command::new(""));
         let takes = |flag: &str| {
             !NEVER.contains(&flag) && help.get_arguments().any(|arg| arg.get_long() == Some(flag))
@@ -45,13 +49,15 @@ impl Typed {
                 Some((key, value)) => (key.to_owned(), format!("--{key}="), value),
                 None => (previous.unwrap_or_default().to_owned(), String::new(), word),
             };
-            if !takes(&key) || !value.contains(',') {
+            if !takes(&key) {
                 continue;
             }
-            let values: Vec<String> = value.split(',').map(|value| value.trim().to_owned()).collect();
             // The last word on a flag is the one that counts, as everywhere.
             lists.retain(|list: &List| list.key != key);
-            lists.push(List { key, at, before, values });
+            if value.contains(',') {
+                let values = value.split(',').map(|value| value.trim().to_owned()).collect();
+                lists.push(List { key, at, before, values });
+            }
         }
         for List { at, before, values, .. } in &lists {
             words[*at] = format!("{before}{}", values[0]).into();
@@ -71,7 +77,8 @@ impl Typed {
                 let mut words = self.words.clone();
                 words[*at] = format!("{before}{value}").into();
                 let read = Table::try_from(settings(&words)?).unwrap_or_default();
-                list.extend(read.get(key).cloned());
+                // What TOML cannot say is refused as it was typed.
+                list.push(read.get(key).cloned().unwrap_or_else(|| value.clone().into()));
             }
             table.insert(key.clone(), Value::Array(list));
         }
@@ -112,6 +119,12 @@ mod tests {
         let expected = ["sage-train", "--seed", "1", "--data", "a,b.txt", "--lr=1e-3", "--name", "a,b"]
             .map(OsString::from);
         assert_eq!(found.words, expected);
-        assert!(typed(&["sage-train", "sample", "run", "One, two"]).lists.is_empty());
+        for other in [
+            &["sage-train", "sample", "run", "One, two"][..],
+            &["sage-train", "probe", "run", "--smoothing", "none,k"],
+            &["sage-train", "--seed", "1,2", "--seed", "3"],
+        ] {
+            assert!(typed(other).lists.is_empty(), "{other:?}");
+        }
     }
 }

@@ -7,7 +7,7 @@ use candle_sage::{Error, Granularity, Result, SageBwd};
 use super::print;
 use crate::checks::above_zero;
 use crate::device::Place;
-use crate::probe::{Look, Probed, Shape, low_bit, probe, sigma_table};
+use crate::probe::{Look, Probed, Shape, probe, sigma_table};
 use crate::quantity::Quantity;
 use crate::report::{layer_errors, probe_csv, sigma_errors};
 use crate::settings::{Attn, Settings, SmoothingSetting, Text};
@@ -47,16 +47,16 @@ pub(super) struct Probe {
     #[arg(long, value_name = "FACTOR,..", value_delimiter = ',', default_value = "1")]
     qk_scale: Vec<f64>,
     /// Random tensors instead of a model's: queries and keys of these standard deviations, as 1,3,5,8,10
-    #[arg(long, value_name = "SIGMA,..", value_delimiter = ',', conflicts_with_all = ["run", "heads", "products", "token_scales"])]
+    #[arg(long, value_name = "SIGMA,..", value_delimiter = ',', conflicts_with_all = ["run", "heads", "products", "token_scales", "qk_scale", "sequences"])]
     sigma: Vec<f64>,
     /// Heads of random tensors, each another sample
-    #[arg(long = "sigma-heads", value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long = "sigma-heads", value_name = "N", default_value_t = 4, conflicts_with = "run", value_parser = clap::value_parser!(u16).range(1..))]
     sigma_heads: u16,
     /// Width of a head of random tensors
-    #[arg(long, value_name = "D", default_value_t = 64)]
+    #[arg(long, value_name = "D", default_value_t = 64, conflicts_with = "run")]
     head_dim: usize,
     /// Where random tensors are computed with; models are probed on the CPU
-    #[arg(long, value_enum, default_value_t = Place::Cpu)]
+    #[arg(long, value_enum, default_value_t = Place::Cpu, conflicts_with = "run")]
     device: Place,
     /// Also write the results as JSON
     #[arg(long, value_name = "FILE")]
@@ -89,12 +89,13 @@ impl Probe {
 
     fn of_run(&self, run: &std::path::Path, settings: &Settings) -> Result<()> {
         let mut all: Vec<Probed> = Vec::new();
+        self.qk_scale.iter().try_for_each(|scale| above_zero("qk-scale", *scale).map(drop))?;
         for &qk_scale in &self.qk_scale {
             let look = Look {
                 sequences: usize::from(self.sequences),
                 heads: self.heads,
                 products: self.products,
-                qk_scale: above_zero("qk-scale", qk_scale)?,
+                qk_scale,
                 token_scales: self.token_scales,
             };
             let probed = probe(run, look, settings.clone())?;
@@ -128,7 +129,12 @@ impl Probe {
         let sigmas =
             self.sigma.iter().map(|sigma| above_zero("sigma", *sigma)).collect::<Result<Vec<_>>>()?;
         let attn = self.attn.unwrap_or_else(|| SageBwd::default().into());
-        let scheme = low_bit(attn.scheme(settings), settings);
+        let Some(scheme) = attn.scheme(settings) else {
+            return Err(Error::new("there is nothing to measure")
+                .got(format!("--attn {attn}"))
+                .allowed("a low-bit scheme")
+                .hint("--attn sagebwd, or attn-qat"));
+        };
         let shape = Shape {
             tokens: crate::checks::in_range("context", self.context.map_or(1024, |n| n.0), 1, 1 << 14)?
                 as usize,

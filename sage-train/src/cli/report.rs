@@ -7,6 +7,7 @@ use clap::Args;
 use toml::Table;
 
 use super::print;
+use crate::checks::above_zero;
 use crate::report::{Study, Words};
 use crate::runs::Run;
 use crate::{tell, writing};
@@ -32,7 +33,7 @@ pub(super) struct Reporting {
     /// Settings that tell arms apart [default: attention's; where runs do not differ in those, the first that they differ in]
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
-    /// Differences of so many percent of the loss do not matter: what lies within, with its interval, matches
+    /// Differences of so many percent of the loss do not matter: one whose 90 % interval lies within matches
     #[arg(long, value_name = "PERCENT", default_value_t = Words::default().margin)]
     margin: f64,
     /// Also compare after how many tokens the validation loss is down at this
@@ -64,15 +65,16 @@ impl Reporting {
                 .allowed("percent, above 0")
                 .hint("0.5 says that half a percent of the loss does not matter"));
         }
-        let runs = Run::find(&self.folders)?;
+        let milestone = self.milestone.map(|loss| above_zero("milestone", loss)).transpose()?;
+        let found = Run::find(&self.folders)?;
         let words = Words {
             about: self.about.clone(),
             baseline,
             by: self.by.clone(),
             margin: self.margin,
-            milestone: self.milestone,
+            milestone,
         };
-        let study = Study::new(runs, &words)?;
+        let study = Study::new(found.runs, &words)?.with_warnings(found.warnings);
         let page = self.html.clone().unwrap_or_else(|| self.folders[0].join("report.html"));
         study.write_html(&page)?;
         for (path, text) in [(&self.markdown, study.to_markdown()), (&self.csv, study.to_csv())] {

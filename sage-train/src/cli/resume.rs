@@ -49,7 +49,7 @@ impl Resumed {
     pub(super) fn open(path: &Path, typed: Settings) -> Result<Self> {
         let found = Found::at(path)?;
         let saved = Config::read_settings(&found.run.join("config.toml"))?;
-        let mut merged = typed.over(saved.clone());
+        let merged = typed.over(saved.clone());
         let (before, after) = (table(&saved)?, table(&merged)?);
         if let Some(key) = changed(&before, &after).find(|key| !MAY_CHANGE.contains(key)) {
             let show = |table: &Table| table.get(key).map_or("not set".into(), Value::to_string);
@@ -58,11 +58,12 @@ impl Resumed {
                 .allowed(MAY_CHANGE.join(", "))
                 .hint("for another model or other data begin a new run: --init-from takes an exported one"));
         }
-        if merged.tokenizer.is_some() {
-            // The run has a copy: where it came from may be gone.
-            merged.tokenizer = Some(found.run.join("tokenizer.json").display().to_string());
+        let mut config = Config::resolve(merged)?;
+        if config.data.tokenizer.is_some() {
+            // The run has a copy: where it came from may be gone. Its settings stay what they were.
+            config.data.tokenizer = Some(found.run.join("tokenizer.json").display().to_string());
         }
-        Ok(Self { config: Config::resolve(merged)?, found })
+        Ok(Self { config, found })
     }
 }
 

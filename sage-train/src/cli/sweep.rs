@@ -8,6 +8,7 @@ use clap::Args;
 use toml::Table;
 
 use super::{lists, print, settle};
+use crate::checks::in_range;
 use crate::config::{Config, check_name};
 use crate::quantity::grouped;
 use crate::report::{Study, Words};
@@ -19,7 +20,7 @@ use crate::{partial, tell, train, writing};
 /// A sweep. Every flag of a run is taken too: it wins over the file, for all runs, and a list of values replaces the file's.
 #[derive(Debug, Args)]
 pub(super) struct Sweeping {
-    /// A TOML file, or a sweep that is built in: tiny (CPU, minutes), paper-mini (25 minutes of one H100), paper (a cluster)
+    /// A TOML file, or a sweep that is built in: tiny (CPU, minutes), paper-mini (12 minutes of one H100), paper (a cluster)
     #[arg(value_name = "FILE")]
     file: String,
     /// Print the runs of the sweep, how far each is and how long the rest takes, from a few measured steps of each shape, and
@@ -88,14 +89,16 @@ impl Sweeping {
                 self.hour_price,
             ));
         }
+        let minutes = self.minutes.map(|minutes| in_range("minutes", minutes, 0.0, 1e6)).transpose()?;
         let limits = Limits {
             jobs: usize::from(self.jobs),
-            time: self.minutes.map(|minutes| Duration::from_secs_f64(60.0 * minutes.max(0.0))),
+            time: minutes.map(|minutes| Duration::from_secs_f64(60.0 * minutes)),
             only: self.only,
             retry: self.retry,
             sharing: self.mps,
         };
-        carry_out(&spec, &sweep, &limits)
+        let again = Again { goes_on: "the same command".into(), retries: "--retry".into() };
+        carry_out(&spec, &sweep, &limits, &again)
     }
 
     fn spec(&self) -> Result<(Spec, String)> {
@@ -116,7 +119,8 @@ impl Sweeping {
 
     fn write_script(&self, sweep: &Sweep, path: &Path) -> Result<()> {
         partial::check_free(path, "file", "--slurm")?;
-        let mut words: Vec<String> = std::env::args().skip(1).collect();
+        let words = std::env::args_os().skip(1);
+        let mut words: Vec<String> = words.map(|word| word.to_string_lossy().into_owned()).collect();
         if let Some(at) = words.iter().position(|word| word == "--slurm" || word.starts_with("--slurm=")) {
             words.drain(at..at + if words[at] == "--slurm" { 2 } else { 1 });
         }
@@ -142,59 +146,91 @@ pub(super) fn plan(
     let runs = spec.runs(&typed, lists)?;
     let configs: Vec<Config> =
         runs.into_iter().map(|run| Config::resolve(settle(run)?)).collect::<Result<_>>()?;
-    let Some(first) = configs.first() else {
-        return Err(Error::new("the sweep has no runs")
-            .got("an empty list")
-            .allowed("at least one value for each setting")
-            .hint("leave the setting out for its default"));
-    };
+    let first = configs.first().expect("lists are not empty");
     if configs.iter().any(|config| config.name.is_some()) {
         return Err(Error::new("runs of a sweep cannot be named")
             .got("name, in the file")
             .allowed("names that say what differs")
             .hint("--name on the command line is the sweep's"));
     }
+    if let Some(other) = configs.iter().find(|config| config.out != first.out) {
+        return Err(Error::new("runs of a sweep go to one folder")
+            .got(format!("out = {} and {}", first.out.display(), other.out.display()))
+            .allowed("one --out for all of them")
+            .hint("put out into [settings]"));
+    }
     let name = name(first)?;
     check_name(&name)?;
     let folder = first.out.join(name);
     configs.iter().try_for_each(train::check)?;
-    Sweep::plan(folder, configs)
+    let count = configs.len();
+    let sweep = Sweep::plan(folder, configs)?;
+    if sweep.runs.len() < count {
+        let same = count - sweep.runs.len();
+        tell(&format!(
+            "{same} of {count} combinations are the same run as another: what differs has no part in the result"
+        ));
+    }
+    Ok(sweep)
 }
 
 /// Settings without those that there are lists of.
-fn without(settings: Settings, lists: &Table) -> Settings {
+pub(super) fn without(settings: Settings, lists: &Table) -> Settings {
     let Ok(mut table) = Table::try_from(&settings) else { return settings };
     table.retain(|key, _| !lists.contains_key(key));
     table.try_into().unwrap_or(settings)
 }
 
+/// What a person types to go on.
+pub(super) struct Again {
+    pub(super) goes_on: String,
+    /// ... with what failed.
+    pub(super) retries: String,
+}
+
 /// Runs what is open, and says what came of it.
-pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits) -> Result<()> {
+pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Again) -> Result<()> {
     tell(&format!("{}: {} runs", sweep.folder.display(), sweep.runs.len()));
     let tally = crate::sweep::run(sweep, limits)?;
-    let folders = sweep.run_folders();
-    let again = "the same command";
-    if limits.only.is_none() && !folders.is_empty() {
-        let runs: Vec<Run> = folders.iter().map(|folder| Run::read(folder)).collect::<Result<_>>()?;
-        let study = Study::new(
-            runs,
-            &Words { baseline: spec.baseline.clone(), about: spec.about.clone(), ..Words::default() },
-        )?;
-        print(&study.to_text())?;
-        let report = sweep.folder.join("report.html");
-        study.write_html(&report)?;
-        tell(&format!("report: {}", report.display()));
+    if limits.only.is_none()
+        && let Err(error) = report(spec, sweep)
+    {
+        // What ran has run: a report can be had again.
+        tell(&format!("warning: {error}"));
     }
-    tally.check(again)?;
+    tally.check(&again.goes_on)?;
     if tally.open > 0 {
-        tell(&format!("{} runs to go: {again} goes on", tally.open));
+        tell(&format!("{} runs to go: {} goes on", tally.open, again.goes_on));
+    }
+    if tally.elsewhere > 0 {
+        tell(&format!("{} runs are in the hands of another process", tally.elsewhere));
     }
     if tally.failed > 0 {
         return Err(Error::new(format!("{} of {} runs failed", tally.failed, sweep.runs.len()))
             .got(format!("see {}/plan/*.crash.json and each run's ending.json", sweep.folder.display()))
             .allowed("runs that finish, or diverge")
-            .hint("--retry runs them again, from their checkpoints where they have one"));
+            .hint(format!("{} runs them again, from their checkpoints where they have one", again.retries)));
     }
+    Ok(())
+}
+
+/// What the runs that there are come to.
+fn report(spec: &Spec, sweep: &Sweep) -> Result<()> {
+    let folders = sweep.run_folders();
+    if folders.is_empty() {
+        return Ok(());
+    }
+    let found = Run::find(&folders)?;
+    let words = |baseline| Words { baseline, about: spec.about.clone(), ..Words::default() };
+    let study = Study::new(found.runs.clone(), &words(spec.baseline.clone())).or_else(|error| {
+        tell(&format!("warning: {error}"));
+        Study::new(found.runs.clone(), &words(Table::new()))
+    })?;
+    let study = study.with_warnings(found.warnings);
+    print(&study.to_text())?;
+    let page = sweep.folder.join("report.html");
+    study.write_html(&page)?;
+    tell(&format!("report: {}", page.display()));
     Ok(())
 }
 
@@ -242,7 +278,7 @@ fn table(
         };
         let wall = (seconds / devices as f64).max(longest);
         out += &format!(
-            "{} of one device, {} on the {devices} here, one after the other{}\n",
+            "{} of one device, {} on the {devices} here, one after the other, without start-up and validation{}\n",
             duration(seconds),
             duration(wall),
             if jobs > 1 { "; several side by side take less where one leaves the device idle" } else { "" },

@@ -97,29 +97,53 @@ pub struct Quantities {
     pub gradients: [Vec<f64>; 3],
 }
 
+/// Queries and keys as they are quantized.
+pub(super) struct Smoothed {
+    /// Queries less the means of their tiles, where those are taken away.
+    pub(super) q: Vec<f64>,
+    /// What was taken away, a row for each query.
+    q_means: Vec<f64>,
+    /// Keys less their mean, where that is taken away.
+    pub(super) k: Vec<f64>,
+}
+
+/// K less its mean, Q less the mean of each tile: softmax does not see the first, the second comes back as a row.
+pub(super) fn smoothed(inputs: &Inputs, settings: &SageBwd) -> Smoothed {
+    let Inputs { rows: [q, k, ..], tokens: n, head_dim: d } = inputs;
+    let (d, tile) = (*d, settings.tile_q);
+    let k_mean = if settings.smoothing == Smoothing::None { vec![0.0; d] } else { mean(k, d) };
+    let q_means: Vec<f64> = match settings.smoothing {
+        Smoothing::Qk => q.chunks(tile * d).flat_map(|tile| mean(tile, d).repeat(tile.len() / d)).collect(),
+        _ => vec![0.0; n * d],
+    };
+    Smoothed {
+        q: q.iter().zip(&q_means).map(|(x, m)| x - m).collect(),
+        q_means,
+        k: k.chunks(d).flat_map(|row| row.iter().zip(&k_mean).map(|(x, m)| x - m)).collect(),
+    }
+}
+
+/// Bytes that [`compute`] holds at once for so many query heads of one key head, with exact results and others beside:
+/// S, P, dP and dS of each, and what the last one is made of.
+pub(super) fn bytes(tokens: usize, heads: usize) -> u64 {
+    8 * (tokens as u64).pow(2) * (12 * heads as u64 + 8)
+}
+
 /// Computes everything.
 ///
 /// # Errors
 /// When there is no memory.
 pub fn compute(inputs: &Inputs, how: &Quantization<'_>) -> candle_core::Result<Quantities> {
-    let Inputs { rows: [q, k, v, dout], tokens: n, head_dim: d } = inputs;
+    let Inputs { rows: [_, _, v, dout], tokens: n, head_dim: d } = inputs;
     let (n, d) = (*n, *d);
-    let SageBwd { smoothing, granularity, tile_q, tile_k } = how.settings;
+    let SageBwd { granularity, tile_q, tile_k, .. } = how.settings;
     let coded = |product: Product| how.products.contains(&product);
     let codes = |x: &[f64], columns: usize, block: (usize, usize), product: Product| {
         if coded(product) { quantized(x, columns, block) } else { x.to_vec() }
     };
     let scale = 1.0 / (d as f64).sqrt();
 
-    // K less its mean, Q less the mean of each tile: softmax does not see the first, the second comes back as a row.
-    let k_mean = if smoothing == Smoothing::None { vec![0.0; d] } else { mean(k, d) };
-    let k_smooth: Vec<f64> =
-        k.chunks(d).flat_map(|row| row.iter().zip(&k_mean).map(|(x, m)| x - m)).collect();
-    let q_means: Vec<f64> = match smoothing {
-        Smoothing::Qk => q.chunks(tile_q * d).flat_map(|tile| mean(tile, d).repeat(tile.len() / d)).collect(),
-        _ => vec![0.0; n * d],
-    };
-    let q_smooth: Vec<f64> = q.iter().zip(&q_means).map(|(x, m)| x - m).collect();
+    let Smoothed { q: q_smooth, q_means, k: k_smooth } = smoothed(inputs, &how.settings);
     let rows_of = |tile: usize| if how.token_scales { 1 } else { tile };
     let q_codes = quantized(&q_smooth, d, (rows_of(tile_q), d));
     let k_codes = quantized(&k_smooth, d, (rows_of(tile_k), d));

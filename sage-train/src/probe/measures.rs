@@ -60,7 +60,8 @@ pub struct Sizes {
     pub rms_dp: f64,
     /// Of the logits' gradient.
     pub rms_ds: f64,
-    /// `max |dP - delta| / sqrt(N)`, which it cannot pass: rows of P sum to 1 (SageBwd, section 4).
+    /// `max |dP - delta| sqrt(2 / (N + 1))`, which it cannot pass: the N rows of P sum to 1, and N (N + 1) / 2 values are seen
+    /// (SageBwd, section 4, over the causal half).
     pub bound_ds: f64,
     /// Largest value of the queries.
     pub largest_q: f64,
@@ -68,13 +69,28 @@ pub struct Sizes {
     pub largest_k: f64,
     /// Largest scaled logit that is seen, without its sign.
     pub largest_logit: f64,
-    /// Part of the tokens whose key is more than ten times the median of its tile: they take the tile's scale.
+    /// Part of the tokens whose key, smoothed, is more than ten times the median of its tile: they take the tile's scale.
     pub outlying_keys: f64,
     /// The same of the queries.
     pub outlying_queries: f64,
 }
 
 impl Sizes {
+    /// Each by its name.
+    pub fn named(&self) -> [(&'static str, f64); 9] {
+        [
+            ("rms_p", self.rms_p),
+            ("rms_dp", self.rms_dp),
+            ("rms_ds", self.rms_ds),
+            ("bound_ds", self.bound_ds),
+            ("largest_q", self.largest_q),
+            ("largest_k", self.largest_k),
+            ("largest_logit", self.largest_logit),
+            ("outlying_queries", self.outlying_queries),
+            ("outlying_keys", self.outlying_keys),
+        ]
+    }
+
     /// Squares are averaged, largest values are the largest of all; `weight` is the part that is new.
     pub fn join(&mut self, other: &Self, weight: f64) {
         let square = |a: f64, b: f64| ((1.0 - weight) * a * a + weight * b * b).sqrt();
@@ -126,6 +142,6 @@ mod tests {
         let mut rows = vec![1.0; 8 * 2];
         rows[6] = -11.0;
         assert_eq!(outlying(&rows, 2, 4), 1.0 / 8.0);
-        assert_eq!(outlying(&vec![3.0; 10], 2, 4), 0.0);
+        assert_eq!(outlying(&[3.0; 10], 2, 4), 0.0);
     }
 }

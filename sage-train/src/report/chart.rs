@@ -1,6 +1,7 @@
 //! Line charts as SVG: the one style of all plots.
 //!
-//! Colours are Okabe and Ito's, which people with any colour vision tell apart, and every series has a marker of its own.
+//! Colours are Okabe and Ito's, which people with any colour vision tell apart, the two light ones darker; each comes with
+//! a marker, so that colour and marker together repeat after 28 series.
 //! A page may restyle them for the dark by their values: see [`STYLE`].
 
 use candle_sage::{Error, Result};
@@ -13,8 +14,8 @@ const COLORS: [RGBColor; 7] = [
     RGBColor(213, 94, 0),
     RGBColor(0, 158, 115),
     RGBColor(204, 121, 167),
-    RGBColor(230, 159, 0),
-    RGBColor(86, 180, 233),
+    RGBColor(168, 112, 0),
+    RGBColor(44, 130, 180),
     RGBColor(95, 95, 95),
 ];
 /// Of axes and words.
@@ -50,7 +51,7 @@ pub struct Series {
     pub faint: Vec<(f64, f64)>,
     /// What lies between two curves: x, low, high.
     pub band: Vec<(f64, f64, f64)>,
-    /// Crosses: where it went wrong.
+    /// Crosses: where it went wrong. Those that lie outside of what is shown stand at its edge.
     pub crosses: Vec<(f64, f64)>,
 }
 
@@ -77,7 +78,11 @@ impl Chart {
     pub fn to_svg(&self) -> Result<String> {
         let mut svg = String::new();
         self.draw(&mut svg).map_err(|error| Error::new("cannot draw a chart").got(error))?;
-        Ok(svg)
+        // For those who hear it.
+        let curves: Vec<&str> = self.series.iter().map(|series| series.label.as_str()).collect();
+        let title = format!("{} over tokens: {}", self.y, curves.join("; "));
+        let title = title.replace('&', "&amp;").replace('<', "&lt;");
+        Ok(svg.replacen(">\n", &format!(">\n<title>{title}</title>\n"), 1))
     }
 
     /// What is seen of the two axes.
@@ -91,7 +96,7 @@ impl Chart {
             }
         };
         for series in &self.series {
-            series.points.iter().chain(&series.faint).chain(&series.crosses).for_each(|&point| see(point));
+            series.points.iter().chain(&series.faint).for_each(|&point| see(point));
             series
                 .band
                 .iter()
@@ -154,9 +159,8 @@ impl Chart {
             let every = points.len().div_ceil(24).max(1);
             let marked = finite(points).filter(shown).skip((every - 1) / 2).step_by(every);
             chart.draw_series(marked.map(|at| EmptyElement::at(at) + marker(style, (0, 0))))?;
-            chart.draw_series(
-                finite(crosses).filter(shown).map(|at| Cross::new(at, 6, color.stroke_width(3))),
-            )?;
+            let at_edge = finite(crosses).map(|(at, value)| (at, value.clamp(y.0, y.1)));
+            chart.draw_series(at_edge.map(|at| Cross::new(at, 6, color.stroke_width(3))))?;
         }
         if let Some((level, name)) = &self.level {
             let line = [(x.0, *level), (x.1, *level)];
@@ -235,7 +239,16 @@ mod tests {
             ..Chart::default()
         };
         let svg = chart.to_svg()?;
-        for text in ["<svg", ">\none\n<", ">\ntwo\n<", "unigram entropy", "tokens", "#0072B2", "#D55E00"] {
+        for text in [
+            "<svg",
+            "<title>loss over tokens: one; two</title>",
+            ">\none\n<",
+            ">\ntwo\n<",
+            "unigram entropy",
+            "tokens",
+            "#0072B2",
+            "#D55E00",
+        ] {
             assert!(svg.contains(text), "{text} in {svg}");
         }
         assert!(Chart::default().to_svg().is_err());

@@ -1,4 +1,4 @@
-//! The charts of a panel: losses over tokens, and differences to the baseline, each with a band over seeds.
+//! The charts of a panel: losses, differences to the baseline and errors of attention over tokens, with a band over seeds.
 
 use std::collections::BTreeMap;
 
@@ -7,6 +7,7 @@ use candle_sage::Result;
 use super::chart::{Chart, Series};
 use super::statistics::Mean;
 use super::study::{Arm, Panel, Study, seeds, validations};
+use crate::probe::Probed;
 use crate::runs::{Run, Status};
 
 /// Standard deviations above the mean of the steps before, from which on a step's loss is marked as a spike.
@@ -22,24 +23,39 @@ impl Study {
     /// When one cannot be drawn.
     pub fn figures(&self) -> Result<Vec<(String, String)>> {
         let mut all = Vec::new();
-        for panel in &self.panels {
-            let label: String = match panel.label.as_str() {
-                "" => String::new(),
-                label => format!("-{}", label.replace([',', ' ', '/'], "-").replace("--", "-")),
+        let plain = |c: char| if c.is_alphanumeric() || "-.".contains(c) { c } else { '-' };
+        let labels: Vec<String> =
+            self.panels.iter().map(|panel| panel.label.chars().map(plain).collect()).collect();
+        for (n, panel) in self.panels.iter().enumerate() {
+            let mut label = if labels[n].is_empty() {
+                String::new()
+            } else {
+                format!("-{}", labels[n].replace("--", "-"))
             };
+            if labels[..n].contains(&labels[n]) {
+                label += &format!("-{n}");
+            }
             if panel.arms.iter().any(|arm| arm.runs.iter().any(|run| run.last_loss().is_some())) {
-                all.push((format!("losses{label}"), losses(panel, self.unigram_entropy())?));
+                all.push((format!("losses{label}"), losses(panel)?));
             }
             if let Some(svg) = differences(panel)? {
                 all.push((format!("differences{label}"), svg));
             }
+            if let Some(svg) = errors(panel)? {
+                all.push((format!("errors{label}"), svg));
+            }
         }
         Ok(all)
     }
+}
 
-    /// What frequencies of single tokens reach, where the runs say it.
+impl Panel {
+    /// What frequencies of single tokens reach, where its runs say the same.
     pub fn unigram_entropy(&self) -> Option<f64> {
-        self.runs().find_map(|run| run.starts.last()).map(|start| start.unigram_entropy)
+        let runs = self.arms.iter().flat_map(|arm| &arm.runs);
+        let mut entropies = runs.filter_map(|run| run.starts.last()).map(|start| start.unigram_entropy);
+        let first = entropies.next()?;
+        entropies.all(|other| (other - first).abs() < 1e-3).then_some(first)
     }
 }
 
@@ -47,12 +63,12 @@ impl Study {
 ///
 /// # Errors
 /// When there is nothing to draw.
-pub fn losses(panel: &Panel, unigram_entropy: Option<f64>) -> Result<String> {
+pub fn losses(panel: &Panel) -> Result<String> {
     let series: Vec<Series> = panel
         .arms
         .iter()
         .map(|arm| {
-            let curves: Vec<_> = arm.runs.iter().map(validations).collect();
+            let curves: Vec<_> = whole(arm).map(validations).collect();
             Series {
                 crosses: arm.runs.iter().flat_map(troubles).collect(),
                 band: range(&curves),
@@ -61,7 +77,8 @@ pub fn losses(panel: &Panel, unigram_entropy: Option<f64>) -> Result<String> {
         })
         .collect();
     let limits = limits(&series);
-    let level = unigram_entropy.filter(|level| limits.is_none_or(|(low, high)| (low..high).contains(level)));
+    let level =
+        panel.unigram_entropy().filter(|level| limits.is_none_or(|(low, high)| (low..high).contains(level)));
     Chart {
         y: "validation loss, nats a token".into(),
         series,
@@ -86,7 +103,7 @@ pub fn differences(panel: &Panel) -> Result<Option<String>> {
         .iter()
         .map(|arm| {
             let pairs: Vec<BTreeMap<u64, f64>> =
-                arm.runs.iter().filter_map(|run| Some(against(run, twin(run, baseline)?))).collect();
+                whole(arm).filter_map(|run| Some(against(run, twin(run, baseline)?))).collect();
             curve(arm, &pairs)
         })
         .filter(|series| !series.points.is_empty())
@@ -105,8 +122,51 @@ pub fn differences(panel: &Panel) -> Result<Option<String>> {
     chart.to_svg().map(Some)
 }
 
+/// Error of dQ over tokens, of the layer where it is largest, as `--probe-every` measured it. Nothing where no run was probed
+/// more than once.
+///
+/// # Errors
+/// When it cannot be drawn.
+pub fn errors(panel: &Panel) -> Result<Option<String>> {
+    let series: Vec<Series> = panel
+        .arms
+        .iter()
+        .map(|arm| curve(arm, &whole(arm).map(worst_errors).collect::<Vec<_>>()))
+        .filter(|series| series.points.len() > 1)
+        .collect();
+    if series.is_empty() {
+        return Ok(None);
+    }
+    let chart = Chart {
+        y: "relative L2 of dQ, worst layer".into(),
+        series,
+        level: None,
+        limits: None,
+        from_zero: true,
+    };
+    chart.to_svg().map(Some)
+}
+
+/// The largest error of dQ among the layers, by tokens.
+fn worst_errors(run: &Run) -> BTreeMap<u64, f64> {
+    let worst = |probed: &Probed| {
+        let layers = probed.rows.iter().filter(|row| row.head.is_none());
+        let errors = layers.filter_map(|row| Some(row.errors.get("dQ")?.relative_l2));
+        Some((probed.step? * run.config.tokens_per_step(), errors.reduce(f64::max)?))
+    };
+    run.probes.iter().filter_map(worst).collect()
+}
+
+/// The runs of an arm that came to their end, or all where none has: of fewer and fewer of them a mean would jump, and end
+/// with the first.
+fn whole(arm: &Arm) -> impl Iterator<Item = &Run> {
+    let finished = |run: &Run| run.status() == Some(Status::Finished);
+    let some = arm.runs.iter().any(finished);
+    arm.runs.iter().filter(move |run| !some || finished(run))
+}
+
 fn twin<'a>(run: &Run, baseline: &'a Arm) -> Option<&'a Run> {
-    baseline.runs.iter().find(|other| seeds(other) == seeds(run))
+    whole(baseline).find(|other| seeds(other) == seeds(run))
 }
 
 /// Differences where both were validated.
@@ -157,7 +217,8 @@ fn range(curves: &[BTreeMap<u64, f64>]) -> Vec<(f64, f64, f64)> {
 fn troubles(run: &Run) -> Vec<(f64, f64)> {
     let spikes = run.points.iter().filter(|point| point.loss_z.is_some_and(|z| z > SPIKE));
     let last = run.points.last().filter(|_| matches!(run.status(), Some(Status::Diverged | Status::Failed)));
-    spikes.chain(last).map(|point| (point.tokens as f64, point.loss)).collect()
+    let loss = |loss: f64| if loss.is_finite() { loss } else { f64::MAX };
+    spikes.chain(last).map(|point| (point.tokens as f64, loss(point.loss))).collect()
 }
 
 /// What the curves are after they have settled.

@@ -2,16 +2,17 @@
 
 use std::path::Path;
 
-use candle_sage::Result;
+use candle_sage::{Result, Scheme, Smoothing};
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::chart::{STYLE, short};
-use super::figures::{SPIKE, differences, losses};
+use super::figures::{SPIKE, differences, errors, losses};
 use super::statistics::Verdict;
 use super::study::{Arm, Panel, Study};
 use crate::partial;
 use crate::quantity::grouped;
-use crate::runs::{Run, Start, Status};
+use crate::runs::{Run, Start, Status, median};
+use crate::settings::Attn;
 use crate::writing;
 
 const PAGE: &str = "
@@ -32,7 +33,8 @@ caption { text-align: left; color: var(--soft); padding-bottom: .3rem; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; white-space: nowrap; }
 td.n, th.n { text-align: right; } td.wrap { white-space: normal; min-width: 16rem; }
 thead th { border-bottom: 2px solid var(--soft); }
-tbody tr:nth-child(even) { background: var(--shade); }
+tbody tr:nth-child(even) { background: var(--shade); } tbody th { font-weight: normal; }
+.warning { border-left: 4px solid #D55E00; padding-left: .8rem; }
 figure { margin: 1rem 0; } figcaption, .note { color: var(--soft); font-size: .92rem; }
 code { font-size: .88em; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 details { margin: .4rem 0; } summary { cursor: pointer; }
@@ -93,7 +95,7 @@ impl Study {
     fn summary(&self) -> Markup {
         let sentence = |panel: &Panel, arm: &Arm| -> Option<String> {
             let (difference, baseline) = (arm.difference?, &panel.arms.first()?.label);
-            let place = if panel.label.is_empty() { String::new() } else { format!(" ({})", panel.label) };
+            let place = panel.place();
             let half = difference.mean.half.map_or(String::new(), |half| format!(" ± {half:.2}"));
             let numbers = format!("{:+.2} %{half}", difference.mean.value);
             Some(match difference.verdict {
@@ -114,10 +116,10 @@ impl Study {
             })
         };
         let lost = |panel: &Panel, arm: &Arm| -> Option<String> {
-            let diverged = arm.count(Status::Diverged);
-            let place = if panel.label.is_empty() { String::new() } else { format!(" ({})", panel.label) };
-            (diverged > 0)
-                .then(|| format!("{}: {diverged} of {} runs diverged{place}.", arm.label, arm.runs.len()))
+            let short = arm.count(Status::Finished) < arm.runs.len();
+            short.then(|| {
+                format!("{}: {} of {} runs{}.", arm.label, arm.outcomes(), arm.runs.len(), panel.place())
+            })
         };
         let each = || self.panels.iter().flat_map(|panel| panel.arms.iter().map(move |arm| (panel, arm)));
         let sentences: Vec<String> = each()
@@ -126,31 +128,40 @@ impl Study {
             .collect();
         html! {
             p.note { (self.runs().count()) " runs. " (self.footnote()) "." }
+            @for warning in &self.warnings { p.warning { strong { "Warning: " } (warning) "." } }
             @if !sentences.is_empty() { ul { @for sentence in sentences { li { (sentence) } } } }
         }
     }
 
     fn panel(&self, n: usize, panel: &Panel) -> Result<Markup> {
-        let entropy = self.unigram_entropy();
         let curves = panel.arms.iter().any(|arm| arm.runs.iter().any(|run| run.last_loss().is_some()));
-        let losses = if curves { Some(losses(panel, entropy)?) } else { None };
-        let differences = differences(panel)?;
+        let losses = if curves { Some(losses(panel)?) } else { None };
+        let (differences, errors) = (differences(panel)?, errors(panel)?);
         Ok(html! {
             section aria-labelledby=(format!("panel-{n}")) {
                 h2 id=(format!("panel-{n}")) { (heading(panel)) }
                 @if let Some(svg) = losses {
-                    figure role="img" aria-label=(format!("Validation loss over tokens, {}", heading(panel))) {
-                        (PreEscaped(svg))
+                    figure {
+                        div role="img" aria-label=(format!("Validation loss over tokens, {}", heading(panel))) { (PreEscaped(svg)) }
                         figcaption {
-                            "Mean over seeds and their range. Crosses: losses more than " (SPIKE)
-                            " standard deviations above those of the steps before, and where a run ended early."
+                            "Mean over seeds and their range, of the runs that are finished. Crosses: losses more than " (SPIKE)
+                            " standard deviations above those of the steps before, and where a run diverged or failed; at the edge where they lie outside."
                         }
                     }
                 }
                 @if let Some(svg) = differences {
-                    figure role="img" aria-label=(format!("Difference to the baseline over tokens, {}", heading(panel))) {
-                        (PreEscaped(svg))
+                    figure {
+                        div role="img" aria-label=(format!("Difference to the baseline over tokens, {}", heading(panel))) { (PreEscaped(svg)) }
                         figcaption { "Differences between runs of one seed, their mean and its 95 % interval." }
+                    }
+                }
+                @if let Some(svg) = errors {
+                    figure {
+                        div role="img" aria-label=(format!("Error of attention's gradients over tokens, {}", heading(panel))) { (PreEscaped(svg)) }
+                        figcaption {
+                            "Relative L2 of dQ against full precision on the model's own tensors, in the layer where it is largest; "
+                            "a model trained in full precision is probed with SageBwd. Mean over seeds and its 95 % interval."
+                        }
                     }
                 }
                 div.scroll tabindex="0" {
@@ -160,8 +171,8 @@ impl Study {
                             @for (head, words) in self.heads() { th.n[!words] scope="col" { (head) } }
                         } }
                         tbody { @for arm in &panel.arms {
-                            tr { @for (cell, (_, words)) in self.cells(panel, arm).iter().zip(self.heads()) {
-                                td.n[!words] { (cell) }
+                            tr { @for (n, (cell, (_, words))) in self.cells(panel, arm).iter().zip(self.heads()).enumerate() {
+                                @if n == 0 { th scope="row" { (cell) } } @else { td.n[!words] { (cell) } }
                             } }
                         } }
                     }
@@ -195,20 +206,27 @@ impl Study {
 
     /// The arm here that a published row is about.
     fn beside(&self, row: &Published) -> Option<String> {
-        let value =
-            |arm: &Arm, key: &str| arm.settings.iter().find(|(k, _)| k == key).map(|(_, v)| v.clone());
         let tokens = |arm: &Arm| arm.runs.first().map_or(0, |run| run.config.tokens_per_step());
-        let arms = || self.panels.iter().flat_map(|panel| &panel.arms);
-        let (least, most) = (arms().map(tokens).min()?, arms().map(tokens).max()?);
-        let config =
-            |arm: &Arm| arm.runs.first().map(|run| (run.config.attn.to_string(), run.config.model.qk_norm));
-        let of_row = |arm: &&Arm| {
+        let arms =
+            || self.panels.iter().flat_map(|panel| panel.arms.iter().map(move |arm| (&panel.arms[0], arm)));
+        let sizes = || arms().map(|(_, arm)| tokens(arm));
+        let (least, most) = (sizes().min()?, sizes().max()?);
+        // As the paper has it: against full precision at the same tokens a step and with the same normalization.
+        let of_row = |(first, arm): &(&Arm, &Arm)| {
+            let (Some(own), Some(base)) = (arm.runs.first(), first.runs.first()) else { return false };
+            let (own, base) = (&own.config, &base.config);
+            let k_alone =
+                matches!(own.model.scheme, Some(Scheme::SageBwd(sage)) if sage.smoothing == Smoothing::K);
+            let twin = base.attn == Attn::EXACT
+                && base.model.qk_norm == own.model.qk_norm
+                && tokens(first) == tokens(arm);
             least < most
+                && k_alone
+                && twin
+                && own.model.qk_norm == row.qk_norm
                 && tokens(arm) == if row.many { most } else { least }
-                && config(arm).is_some_and(|(attn, qk_norm)| attn == "sagebwd" && qk_norm == row.qk_norm)
-                && value(arm, "smoothing").is_none_or(|smoothing| smoothing == "k")
         };
-        let arm = arms().find(of_row)?;
+        let (_, arm) = arms().find(of_row)?;
         let diverged = arm.count(Status::Diverged);
         let tokens = format!("{} tokens a step", short(tokens(arm) as f64));
         match (diverged, arm.difference) {
@@ -225,9 +243,7 @@ impl Study {
 
     fn speed(&self) -> Markup {
         let median = |arm: &Arm, number: fn(&crate::metrics::Point) -> Option<f64>| {
-            let mut all: Vec<f64> = arm.runs.iter().flat_map(|run| &run.points).filter_map(number).collect();
-            all.sort_by(f64::total_cmp);
-            all.get(all.len() / 2).copied()
+            median(arm.runs.iter().flat_map(|run| &run.points).filter_map(number))
         };
         let cell =
             |number: Option<f64>, digits: usize| number.map_or("-".into(), |n| format!("{n:.digits$}"));
@@ -242,7 +258,7 @@ impl Study {
                     } }
                     tbody { @for panel in &self.panels { @for arm in &panel.arms {
                         tr {
-                            td { (arm.label) @if !panel.label.is_empty() { ", " (panel.label) } }
+                            th scope="row" { (arm.label) @if !panel.label.is_empty() { ", " (panel.label) } }
                             td.n { (arm.speed.map_or("-".into(), |speed| grouped(speed as u64))) }
                             td.n { (cell(arm.speed.zip(arm.runs.first()).map(|(speed, run)| 1e3 * run.config.tokens_per_step() as f64 / speed), 2)) }
                             td.n { (cell(median(arm, |point| point.gpu_gib), 1)) }
@@ -263,7 +279,7 @@ impl Study {
                 div.scroll tabindex="0" { table {
                     thead { tr { @for head in ["run", "status", "steps", "val loss", "spikes"] { th scope="col" { (head) } } } }
                     tbody { @for run in self.runs() { tr {
-                        td { (run.name()) }
+                        th scope="row" { (self.name_of(run)) }
                         td.wrap { (status(run)) }
                         td.n { (grouped(run.steps())) " / " (grouped(run.config.steps)) }
                         td.n { (run.last_loss().map_or("-".into(), |loss| format!("{loss:.4}"))) }
@@ -273,7 +289,7 @@ impl Study {
                 h3 { "Where they ran" }
                 @for run in self.runs() {
                     details {
-                        summary { (run.name()) }
+                        summary { (self.name_of(run)) }
                         @for start in &run.starts { (start_of(start)) }
                         pre tabindex="0" { (run.config.to_toml()) }
                     }

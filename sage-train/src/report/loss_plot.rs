@@ -40,7 +40,7 @@ mod tests {
             step: n,
             tokens: n * 1000,
             loss: 5.0 / n as f64,
-            val_loss: (n % 10 == 0).then_some(4.0 / n as f64),
+            val_loss: n.is_multiple_of(10).then_some(4.0 / n as f64),
             ..Point::default()
         };
         let points: Vec<Point> = (1..50).map(point).collect();

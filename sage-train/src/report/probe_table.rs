@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::probe::{Probed, QUANTITIES, RESULTS, Row, SigmaRow};
+use crate::probe::{Probed, QUANTITIES, RESULTS, Row, SigmaRow, Sizes};
 
 /// SageBwd, Table 2: layer 11, the worst of 20, QK-norm, 2.1M tokens a step: cosine and relative L2.
 const PAPER: [(f64, f64); 8] = [
@@ -24,7 +24,7 @@ pub fn layer_errors(title: &str, probed: &Probed) -> String {
         QUANTITIES.into_iter().filter(|name| rows.iter().any(|row| row.errors.contains_key(*name))).collect();
     let mut out = format!("{title}\n\n{:<7}", "layer");
     for name in &names {
-        let _ = write!(out, " {:>15}", format!("{name} cos/rel L2"));
+        let _ = write!(out, " {:>16}", format!("{name} cos/rel L2"));
     }
     out.push('\n');
     let cell = |cosine: f64, l2: f64| format!("{cosine:.4} / {l2:.4}");
@@ -33,14 +33,14 @@ pub fn layer_errors(title: &str, probed: &Probed) -> String {
         for name in &names {
             let text =
                 row.errors.get(*name).map_or("-".into(), |error| cell(error.cosine, error.relative_l2));
-            let _ = write!(out, " {text:>15}");
+            let _ = write!(out, " {text:>16}");
         }
         out.push('\n');
     }
     let _ = write!(out, "{:<7}", "paper");
     for name in &names {
         let at = QUANTITIES.iter().position(|other| other == name).expect("one of them");
-        let _ = write!(out, " {:>15}", cell(PAPER[at].0, PAPER[at].1));
+        let _ = write!(out, " {:>16}", cell(PAPER[at].0, PAPER[at].1));
     }
     out += "\n\npaper: the worst layer of a 325M model (arXiv 2603.02170, Table 2)\n";
     out + &sizes(rows) + &products(rows)
@@ -97,9 +97,11 @@ fn products(rows: &[Row]) -> String {
         for (product, errors) in &row.products {
             out += &format!("{:<7} {:<12}", place(row), product.formula());
             for (n, error) in errors.iter().enumerate() {
-                let all: f64 = row.products.iter().map(|(_, errors)| errors[n].powi(2)).sum();
-                let share = if all > 0.0 { 100.0 * error.powi(2) / all } else { 0.0 };
-                out += &format!(" {:>17}", format!("{error:.4} ({share:>3.0} %)"));
+                let all: f64 =
+                    row.products.iter().filter_map(|(_, errors)| errors[n]).map(|e| e.powi(2)).sum();
+                let share = |error: f64| if all > 0.0 { 100.0 * error.powi(2) / all } else { 0.0 };
+                let text = error.map_or("-".into(), |error| format!("{error:.4} ({:>3.0} %)", share(error)));
+                out += &format!(" {text:>17}");
             }
             out.push('\n');
         }
@@ -110,18 +112,18 @@ fn products(rows: &[Row]) -> String {
 /// Errors on random tensors, as the paper's Table 1 gives them.
 pub fn sigma_errors(title: &str, rows: &[SigmaRow]) -> String {
     let mut out = format!("{title}\n\n{:<7}", "sigma");
-    RESULTS.iter().for_each(|name| out += &format!(" {:>15}", format!("{name} cos/rel L2")));
+    RESULTS.iter().for_each(|name| out += &format!(" {:>16}", format!("{name} cos/rel L2")));
     out.push('\n');
     for row in rows {
         out += &format!("{:<7}", row.sigma);
         for error in row.errors {
-            out += &format!(" {:>15}", format!("{:.4} / {:.4}", error.cosine, error.relative_l2));
+            out += &format!(" {:>16}", format!("{:.4} / {:.4}", error.cosine, error.relative_l2));
         }
         out.push('\n');
         if let Some((_, published)) = TABLE_1.iter().find(|(sigma, _)| *sigma == row.sigma) {
             out += &format!("{:<7}", "  paper");
             for (cosine, l2) in published {
-                out += &format!(" {:>15}", format!("{cosine:.4} / {l2:.4}"));
+                out += &format!(" {:>16}", format!("{cosine:.4} / {l2:.4}"));
             }
             out.push('\n');
         }
@@ -138,25 +140,31 @@ const TABLE_1: [(f64, [(f64, f64); 4]); 5] = [
     (10.0, [(0.9933, 0.1161), (0.7823, 0.6648), (0.7820, 0.6684), (0.9933, 0.1157)]),
 ];
 
-/// A line for each row and quantity.
+/// A line for each row and quantity: an error has a cosine and a relative L2, a size has a value.
 pub fn probe_csv(probes: &[Probed]) -> String {
-    let mut out =
-        String::from("scheme,step,context,qk_scale,layer,head,codes_in,quantity,cosine,relative_l2\n");
+    let mut out = String::from(
+        "scheme,step,context,sequences,qk_scale,token_scales,layer,head,codes_in,quantity,cosine,relative_l2,value\n",
+    );
     for probed in probes {
+        let Probed { scheme, context, sequences, qk_scale, token_scales, .. } = probed;
         let step = probed.step.map_or(String::new(), |step| step.to_string());
-        let start = format!("\"{}\",{step},{},{}", probed.scheme, probed.context, probed.qk_scale);
         for row in &probed.rows {
             let head = row.head.map_or(String::new(), |head| head.to_string());
+            let start = format!(
+                "\"{scheme}\",{step},{context},{sequences},{qk_scale},{token_scales},{},{head}",
+                row.layer
+            );
             for (name, error) in &row.errors {
-                out += &format!(
-                    "{start},{},{head},all,{name},{},{}\n",
-                    row.layer, error.cosine, error.relative_l2
-                );
+                out += &format!("{start},all,{name},{},{},\n", error.cosine, error.relative_l2);
             }
             for (product, errors) in &row.products {
                 for (name, error) in RESULTS.iter().zip(errors) {
-                    out += &format!("{start},{},{head},{},{name},,{error}\n", row.layer, product.formula());
+                    let Some(error) = error else { continue };
+                    out += &format!("{start},{},{name},,{error},\n", product.formula());
                 }
+            }
+            for (name, size) in row.sizes.iter().flat_map(Sizes::named) {
+                out += &format!("{start},,{name},,,{size}\n");
             }
         }
     }

@@ -36,10 +36,12 @@ impl Mean {
     pub fn difference(a: &Self, b: &Self) -> Self {
         let (of_a, of_b) = (a.error.powi(2), b.error.powi(2));
         let error = (of_a + of_b).sqrt();
-        let known = a.count > 1 && b.count > 1 && error > 0.0;
-        let freedom =
-            error.powi(4) / (of_a.powi(2) / (a.count as f64 - 1.0) + of_b.powi(2) / (b.count as f64 - 1.0));
-        let half = known.then(|| quantile(0.975, freedom) * error);
+        let (n_a, n_b) = (a.count as f64 - 1.0, b.count as f64 - 1.0);
+        let freedom = match error > 0.0 {
+            true => error.powi(4) / (of_a.powi(2) / n_a + of_b.powi(2) / n_b),
+            false => n_a + n_b,
+        };
+        let half = (a.count > 1 && b.count > 1).then(|| quantile(0.975, freedom) * error);
         Self { value: a.value - b.value, half, error, freedom, count: a.count.min(b.count) }
     }
 
@@ -78,7 +80,7 @@ fn quantile(p: f64, freedom: f64) -> f64 {
 /// What a difference and its interval allow to say.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// Equivalent: 90 % of intervals like this one cover the true difference, and it lies within the margin.
+    /// Equivalent: the 90 % interval lies within the margin.
     Matches,
     /// The 95 % interval lies above 0.
     Higher,
@@ -115,6 +117,18 @@ mod tests {
         assert!((mean.half.expect("three values") - 4.302_653 / 3f64.sqrt()).abs() < 1e-4, "{mean:?}");
         assert_eq!(Mean::of(&[1.0]).and_then(|mean| mean.half), None);
         assert_eq!(Mean::of(&[]), None);
+    }
+
+    #[test]
+    fn means_that_are_no_pairs_have_welchs_interval() {
+        let mean = |values: &[f64]| Mean::of(values).expect("values");
+        // Standard errors 1 / sqrt 3 and 2 / sqrt 3: (1/3 + 4/3)^2 / ((1/9 + 16/9) / 2) = 2.941 degrees of freedom.
+        let difference = Mean::difference(&mean(&[3.0, 4.0, 5.0]), &mean(&[0.0, 2.0, 4.0]));
+        assert!((difference.value - 2.0).abs() < 1e-12);
+        assert!((difference.half.expect("values") - 4.154).abs() < 0.01, "{difference:?}");
+        let same = Mean::difference(&mean(&[1.0, 1.0]), &mean(&[2.0, 2.0]));
+        assert_eq!((same.half, same.verdict(0.5)), (Some(0.0), Verdict::Lower));
+        assert_eq!(Mean::difference(&mean(&[1.0]), &mean(&[2.0, 3.0])).half, None);
     }
 
     #[test]

@@ -1,13 +1,14 @@
 //! Runs side by side: which are seeds of the same thing, which are compared with which, and what comes of it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_sage::{Error, Result};
 use toml::Table;
 
+use super::chart::short;
 use super::statistics::{Mean, Verdict};
 use crate::config::{Identity, is_seed};
-use crate::runs::{Run, Status};
+use crate::runs::{Run, Status, median};
 use crate::settings::Attn;
 use crate::sweep::differing;
 
@@ -69,10 +70,12 @@ pub struct Arm {
 /// A mean difference to the baseline.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Difference {
-    /// Percent of the baseline's loss; over the seeds that both have, where there are any.
+    /// Percent of the baseline's mean; over the seeds that both have, where there are several.
     pub mean: Mean,
     /// Whether it is over pairs of one seed.
     pub paired: bool,
+    /// Whether runs are missing that diverged or failed.
+    pub of_survivors: bool,
     /// What may be said.
     pub verdict: Verdict,
 }
@@ -88,10 +91,15 @@ pub struct Study {
     pub margin: f64,
     /// The loss that is waited for.
     pub milestone: Option<f64>,
+    /// What a reader has to know.
+    pub warnings: Vec<String>,
 }
 
 /// The values of some keys.
 type Values = Vec<(String, String)>;
+
+/// What belongs to each of several settings, in the order of their first run.
+type Grouped<T> = Vec<(Values, T)>;
 
 impl Study {
     /// Of runs, in any order.
@@ -107,7 +115,7 @@ impl Study {
             let chosen = keys.iter().filter(|key| of_arm.contains(key) == of_arm_);
             chosen.filter_map(|key| Some((key.clone(), identity.get(key)?.clone()))).collect()
         };
-        let mut panels: Vec<(Values, Vec<(Values, Vec<Run>)>)> = Vec::new();
+        let mut panels: Grouped<Grouped<Vec<Run>>> = Vec::new();
         let mut order: Vec<Values> = Vec::new();
         for (run, identity) in runs.into_iter().zip(&identities) {
             let (panel, arm) = (values(identity, false), values(identity, true));
@@ -141,12 +149,10 @@ impl Study {
             if has_baseline {
                 let (first, others) = arms.split_at_mut(1);
                 for arm in others {
-                    arm.difference =
-                        arm.against(&first[0], words.margin, arm.loss, first[0].loss, &Run::final_loss);
+                    arm.difference = arm.against(&first[0], words.margin, &Run::final_loss);
                     if let Some(milestone) = words.milestone {
-                        let tokens = |run: &Run| reached(run, milestone);
-                        arm.later =
-                            arm.against(&first[0], words.margin, arm.reached, first[0].reached, &tokens);
+                        // No number of tokens is said to be the same: the margin is of losses.
+                        arm.later = arm.against(&first[0], 0.0, &|run| reached(run, milestone));
                     }
                 }
             }
@@ -157,11 +163,19 @@ impl Study {
             true => Err(Error::new("there are no runs to report").got("nothing").allowed("at least one run")),
             false => Ok(Self {
                 about: words.about.clone(),
+                warnings: panels.iter().flat_map(Panel::warnings).collect(),
                 panels,
                 margin: words.margin,
                 milestone: words.milestone,
             }),
         }
+    }
+
+    /// With more that a reader has to know.
+    #[must_use]
+    pub fn with_warnings(mut self, warnings: Vec<String>) -> Self {
+        self.warnings.splice(0..0, warnings);
+        self
     }
 
     /// Every run.
@@ -170,22 +184,70 @@ impl Study {
     }
 }
 
+impl Panel {
+    /// Its name in a sentence.
+    pub fn place(&self) -> String {
+        if self.label.is_empty() { String::new() } else { format!(" ({})", self.label) }
+    }
+
+    /// What its numbers leave out.
+    fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        let runs = || self.arms.iter().flat_map(|arm| &arm.runs);
+        let tokens = |run: &Run| run.config.steps * run.config.tokens_per_step();
+        let (least, most) = (runs().map(tokens).min(), runs().map(tokens).max());
+        let step = runs().map(|run| run.config.tokens_per_step()).max().unwrap_or(0);
+        if let (Some(least), Some(most)) = (least, most)
+            && most - least >= step.max(1)
+        {
+            let (least, most) = (short(least as f64), short(most as f64));
+            warnings.push(format!("runs of {least} to {most} tokens are compared{}", self.place()));
+        }
+        if let Some(baseline) = self.arms.first() {
+            let other = |run: &&Run| {
+                baseline.runs.iter().any(|twin| seeds(twin) == seeds(run) && !same_data(run, twin))
+            };
+            let count = runs().filter(other).count();
+            if count > 0 {
+                let pairs = "runs of one seed learned from other data than the baseline's, and are no pairs";
+                warnings.push(format!("{count} {pairs}{}", self.place()));
+            }
+        }
+        warnings
+    }
+}
+
+/// Whether two runs read the same text, as far as they said it.
+fn same_data(a: &Run, b: &Run) -> bool {
+    a.data_fingerprint().zip(b.data_fingerprint()).is_none_or(|(a, b)| a == b)
+}
+
+/// A number of each seed: the mean over the runs of one seed that have it, which are repetitions and no samples of their own.
+fn by_seed(runs: &[Run], number: &dyn Fn(&Run) -> Option<f64>) -> BTreeMap<[u64; 3], f64> {
+    let mut all: BTreeMap<[u64; 3], Vec<f64>> = BTreeMap::new();
+    for run in runs {
+        all.entry(seeds(run)).or_default().extend(number(run));
+    }
+    let mean =
+        |values: Vec<f64>| (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64);
+    all.into_iter().filter_map(|(seed, values)| Some((seed, mean(values)?))).collect()
+}
+
+fn mean_over_seeds(runs: &[Run], number: &dyn Fn(&Run) -> Option<f64>) -> Option<Mean> {
+    Mean::of(&by_seed(runs, number).into_values().collect::<Vec<f64>>())
+}
+
 impl Arm {
     fn new(label: String, style: usize, settings: Values, runs: Vec<Run>, milestone: Option<f64>) -> Self {
-        let losses: Vec<f64> = runs.iter().filter_map(Run::final_loss).collect();
-        let tokens =
-            milestone.map(|loss| runs.iter().filter_map(|run| reached(run, loss)).collect::<Vec<f64>>());
-        let mut speeds: Vec<f64> = runs.iter().filter_map(Run::usual_speed).collect();
-        speeds.sort_by(f64::total_cmp);
         Self {
             label,
             style,
             settings,
-            loss: Mean::of(&losses),
+            loss: mean_over_seeds(&runs, &Run::final_loss),
             difference: None,
-            reached: tokens.and_then(|tokens| Mean::of(&tokens)),
+            reached: milestone.and_then(|loss| mean_over_seeds(&runs, &|run| reached(run, loss))),
             later: None,
-            speed: speeds.get(speeds.len() / 2).copied(),
+            speed: median(runs.iter().filter_map(Run::usual_speed)),
             runs,
         }
     }
@@ -195,30 +257,46 @@ impl Arm {
         self.runs.iter().filter(|run| run.status() == Some(status)).count()
     }
 
-    /// The difference of a number of its runs to that of the baseline's of the same seeds; without a seed in common, of the
-    /// means.
+    /// What computed its runs.
+    pub fn hardware(&self) -> BTreeSet<&str> {
+        self.runs.iter().flat_map(|run| &run.starts).map(|start| start.hardware.as_str()).collect()
+    }
+
+    /// How many seeds it has.
+    pub fn seeds(&self) -> usize {
+        self.runs.iter().map(seeds).collect::<BTreeSet<_>>().len()
+    }
+
+    /// The difference of a number of its runs to that of the baseline's of the same seeds and data; where fewer than two
+    /// seeds are in common and both arms have more, of the means.
     fn against(
         &self,
         baseline: &Arm,
         margin: f64,
-        own: Option<Mean>,
-        base: Option<Mean>,
         number: &dyn Fn(&Run) -> Option<f64>,
     ) -> Option<Difference> {
-        let (own, base) = (own?, base?);
-        let pairs: Vec<f64> = self
+        let (own, base) = (mean_over_seeds(&self.runs, number)?, mean_over_seeds(&baseline.runs, number)?);
+        let twins = by_seed(&baseline.runs, number);
+        let comparable: Vec<Run> = self
             .runs
             .iter()
-            .filter_map(|run| {
-                let twin = baseline.runs.iter().find(|other| seeds(other) == seeds(run))?;
-                Some(100.0 * (number(run)? - number(twin)?) / base.value)
+            .filter(|run| {
+                !baseline.runs.iter().any(|twin| seeds(twin) == seeds(run) && !same_data(run, twin))
             })
+            .cloned()
             .collect();
+        let pairs: Vec<f64> = by_seed(&comparable, number)
+            .into_iter()
+            .filter_map(|(seed, value)| Some(100.0 * (value - twins.get(&seed)?) / base.value))
+            .collect();
+        let means = || Mean::difference(&own, &base).scaled(100.0 / base.value);
         let (mean, paired) = match Mean::of(&pairs) {
-            Some(mean) => (mean, true),
-            None => (Mean::difference(&own, &base).scaled(100.0 / base.value), false),
+            Some(mean) if mean.count > 1 || own.count < 2 || base.count < 2 => (mean, true),
+            _ => (means(), false),
         };
-        Some(Difference { mean, paired, verdict: mean.verdict(margin) })
+        let lost = |arm: &Arm| arm.count(Status::Diverged) + arm.count(Status::Failed);
+        let of_survivors = lost(self) + lost(baseline) > 0;
+        Some(Difference { mean, paired, of_survivors, verdict: mean.verdict(margin) })
     }
 }
 
@@ -280,7 +358,7 @@ fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
 
 /// What tells arms apart, in as few words as do: `sagebwd, smoothing k`.
 fn labels(arms: &[Values]) -> Vec<String> {
-    // A scheme's settings tell its own arms apart, and no other's.
+    // A scheme's settings tell arms of that scheme apart; from arms of another scheme its name does.
     let needed = |arm: &Values, key: &str, value: &str| {
         let attn = |arm: &Values| arm.iter().find(|(key, _)| key == "attn").map(|(_, value)| value.clone());
         key == "attn"
@@ -333,11 +411,12 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use crate::metrics::Point;
-    use crate::runs::Ending;
+    use crate::runs::{Ending, Start};
 
     /// A run with these settings and validation losses.
     fn run(settings: &str, losses: &[f64]) -> Run {
-        let config = Config::resolve(toml::from_str(settings).expect("settings")).expect("a run");
+        let settings = format!("{settings}\nsteps = {}", losses.len());
+        let config = Config::resolve(toml::from_str(&settings).expect("settings")).expect("a run");
         let point = |(n, loss): (usize, &f64)| Point {
             step: n as u64 + 1,
             tokens: 1000 * (n as u64 + 1),
@@ -388,7 +467,8 @@ mod tests {
 
     #[test]
     fn without_common_seeds_means_are_compared_and_the_unfinished_do_not_count() {
-        let mut cut = run("attn = \"fpa\"\nseed = 3", &[1.0]);
+        let mut cut = run("attn = \"fpa\"\nseed = 3", &[1.0, 0.5]);
+        cut.points.pop();
         cut.ending = None;
         let runs = vec![
             run("attn = \"fpa\"\nseed = 1", &[3.0, 2.0]),
@@ -404,7 +484,50 @@ mod tests {
         assert_eq!(arms[0].loss.expect("two are finished").count, 2);
         let difference = arms[1].difference.expect("means");
         assert!(!difference.paired && difference.verdict == Verdict::OneSeed);
-        assert!(study.to_text().contains("no seed in common"));
+        assert!(study.to_text().contains("one seed: no interval, no pairs"));
+    }
+
+    #[test]
+    fn repetitions_of_a_seed_are_one_and_other_data_is_no_pair() {
+        let of = |attn: &str, seed: u64, loss: f64| {
+            run(&format!("attn = \"{attn}\"\nseed = {seed}"), &[9.0, loss])
+        };
+        let mut runs =
+            vec![of("fpa", 1, 2.0), of("fpa", 1, 2.2), of("sagebwd", 1, 2.1), of("sagebwd", 1, 2.1)];
+        let study = study(runs.clone());
+        let arms = &study.panels[0].arms;
+        assert_eq!((arms[0].loss.expect("a loss").count, arms[0].outcomes().as_str()), (1, "2 of 1 seeds"));
+        let difference = arms[1].difference.expect("a pair");
+        assert!(difference.verdict == Verdict::OneSeed && difference.mean.value.abs() < 1e-9);
+        // Three seeds of each, the data of one pair another's.
+        runs.extend([2, 3].map(|seed| of("fpa", seed, 2.0)));
+        runs.extend([2, 3].map(|seed| of("sagebwd", seed, 2.0)));
+        for (n, run) in runs.iter_mut().enumerate() {
+            run.starts = vec![start(if n == 7 { "b" } else { "a" })];
+        }
+        let study = self::study(runs);
+        assert_eq!(study.panels[0].arms[1].difference.expect("pairs").mean.count, 2);
+        assert!(
+            study.to_text().contains("warning: 1 runs of one seed learned from other data"),
+            "{}",
+            study.to_text()
+        );
+    }
+
+    fn start(data_fingerprint: &str) -> Start {
+        Start {
+            command: Vec::new(),
+            version: String::new(),
+            commit: None,
+            host: String::new(),
+            hardware: String::new(),
+            time: 0,
+            step: 0,
+            data: String::new(),
+            data_fingerprint: data_fingerprint.into(),
+            unigram_entropy: 5.0,
+            parameters: 1,
+        }
     }
 
     #[test]

@@ -7,7 +7,7 @@ use super::statistics::Mean;
 use super::study::{Arm, Difference, Panel, Study};
 use crate::metrics::Outcome;
 use crate::quantity::grouped;
-use crate::runs::Status;
+use crate::runs::{Run, Status};
 
 /// One run.
 pub fn result_table(run: &Outcome) -> String {
@@ -28,9 +28,12 @@ pub fn result_table(run: &Outcome) -> String {
 }
 
 impl Arm {
-    /// How many runs there are, and what became of those that are not finished.
-    pub fn seeds(&self) -> String {
+    /// How many runs are finished, and what became of those that are not.
+    pub fn outcomes(&self) -> String {
         let mut text = self.count(Status::Finished).to_string();
+        if self.seeds() < self.runs.len() {
+            text += &format!(" of {} seeds", self.seeds());
+        }
         for status in [Status::Diverged, Status::Failed, Status::Interrupted] {
             match self.count(status) {
                 0 => {}
@@ -51,16 +54,26 @@ fn half(half: Option<f64>, digits: usize) -> String {
 
 /// A difference in percent, and what may be said.
 fn percent(difference: &Difference, margin: f64) -> String {
-    let Difference { mean, paired, verdict } = difference;
-    let unpaired = if *paired { "" } else { ", no seed in common" };
-    format!("{:+.2} %{} ({}{unpaired})", mean.value, half(mean.half, 2), verdict.words(margin))
+    let Difference { mean, paired, of_survivors, verdict } = difference;
+    let over = match (paired, mean.count) {
+        (true, 1) => String::new(),
+        (true, pairs) => format!(", {pairs} pairs"),
+        (false, _) => ", no pairs".into(),
+    };
+    let survivors = if *of_survivors { ", of those that survived" } else { "" };
+    format!("{:+.2} %{} ({}{over}{survivors})", mean.value, half(mean.half, 2), verdict.words(margin))
+}
+
+/// What does not break a table of Markdown.
+fn cell(text: &str) -> String {
+    text.replace('|', r"\|").replace('\n', " ")
 }
 
 impl Study {
     /// The heads of its tables; words, which stand to the left, and numbers, which stand to the right.
     pub(super) fn heads(&self) -> Vec<(String, bool)> {
         let mut heads = vec![("arm", true), ("seeds", false), ("val loss", false), ("difference", true)];
-        heads.extend([("tokens/s", false), ("speed", false)]);
+        heads.extend([("tokens/s", false), ("x first", false)]);
         let mut heads: Vec<(String, bool)> =
             heads.into_iter().map(|(head, words)| (head.to_owned(), words)).collect();
         if let Some(loss) = self.milestone {
@@ -77,11 +90,13 @@ impl Study {
             None => "-".into(),
             Some(difference) => percent(difference, self.margin),
         };
-        let first = panel.arms.first().and_then(|arm| arm.speed);
-        let ratio = arm.speed.zip(first).map_or("-".into(), |(own, first)| format!("{:.2}x", own / first));
+        // Speeds of other machines are no ratio.
+        let first = panel.arms.first().filter(|first| first.hardware() == arm.hardware());
+        let ratio = arm.speed.zip(first.and_then(|first| first.speed));
+        let ratio = ratio.map_or("-".into(), |(own, first)| format!("{:.2}x", own / first));
         let mut cells = vec![
             arm.label.clone(),
-            arm.seeds(),
+            arm.outcomes(),
             arm.loss.map_or("-".into(), |mean| format!("{:.4}{}", mean.value, half(mean.half, 4))),
             against(&arm.difference),
             arm.speed.map_or("-".into(), |speed| grouped(speed as u64)),
@@ -97,7 +112,7 @@ impl Study {
                 };
                 format!("{}{interval}{some}", short(mean.value))
             };
-            cells.push(arm.reached.map_or("never".into(), tokens));
+            cells.push(arm.reached.map_or("not reached".into(), tokens));
             cells.push(against(&arm.later));
         }
         cells
@@ -132,16 +147,22 @@ impl Study {
             rows(panel).iter().for_each(|cells| out += &line(cells));
             out.push('\n');
         }
-        out + &self.footnote() + "\n"
+        out + &self.footnote() + "\n" + &self.warned("warning: ")
+    }
+
+    /// What a reader has to know, a line each.
+    fn warned(&self, before: &str) -> String {
+        self.warnings.iter().map(|warning| format!("{before}{warning}\n")).collect()
     }
 
     /// What the numbers are.
     pub fn footnote(&self) -> String {
-        let entropy =
-            self.unigram_entropy().map_or(String::new(), |nats| format!("; unigram entropy {nats:.4}"));
+        let mut entropies = self.panels.iter().map(Panel::unigram_entropy);
+        let entropy = entropies.next().flatten().filter(|first| entropies.all(|other| other == Some(*first)));
+        let entropy = entropy.map_or(String::new(), |nats| format!("; unigram entropy {nats:.4}"));
         format!(
             "loss in nats a token{entropy}; ± is half of a 95 % interval (Student's t); differences are over seeds in common, \
-             percent of the baseline's loss"
+             percent of the baseline's mean; one matches whose 90 % interval lies within the margin"
         )
     }
 
@@ -150,16 +171,28 @@ impl Study {
         let mut out = self.about.as_ref().map_or(String::new(), |about| format!("{about}\n\n"));
         for panel in &self.panels {
             if !panel.label.is_empty() {
-                out += &format!("**{}**\n\n", panel.label);
+                out += &format!("**{}**\n\n", cell(&panel.label));
             }
             let heads: Vec<String> = self.heads().into_iter().map(|(head, _)| head).collect();
             out += &format!("| {} |\n|{}\n", heads.join(" | "), "---|".repeat(heads.len()));
             for arm in &panel.arms {
-                out += &format!("| {} |\n", self.cells(panel, arm).join(" | "));
+                let cells: Vec<String> = self.cells(panel, arm).iter().map(|text| cell(text)).collect();
+                out += &format!("| {} |\n", cells.join(" | "));
             }
             out.push('\n');
         }
-        out + &self.footnote() + "\n"
+        out + &self.footnote() + "\n" + &self.warned("\nWarning: ")
+    }
+
+    /// The name of a run among the others: of its folder, with the one that it lies in where two are called the same.
+    pub fn name_of(&self, run: &Run) -> String {
+        let name = run.name();
+        if self.runs().filter(|other| other.name() == name).count() < 2 {
+            return name;
+        }
+        let folder = run.folder.canonicalize().unwrap_or_else(|_| run.folder.clone());
+        let parent = folder.parent().and_then(|parent| parent.file_name()).unwrap_or_default();
+        format!("{}/{name}", parent.to_string_lossy())
     }
 
     /// One line for each run, with every setting that differs.
@@ -171,7 +204,7 @@ impl Study {
                 keys.push(key);
             }
         }
-        let quoted = |text: &str| match text.contains([',', '"', '\n']) {
+        let quoted = |text: &str| match text.contains([',', '"', '\n', '\r']) {
             true => format!("\"{}\"", text.replace('"', "\"\"")),
             false => text.to_owned(),
         };
@@ -194,7 +227,7 @@ impl Study {
             for run in &arm.runs {
                 let [weights, order, corpus] = super::study::seeds(run);
                 let mut cells = vec![
-                    quoted(&run.name()),
+                    quoted(&self.name_of(run)),
                     run.status().map_or("unfinished".into(), |status| status.to_string()),
                     run.steps().to_string(),
                     run.points.last().map_or(0, |point| point.tokens).to_string(),

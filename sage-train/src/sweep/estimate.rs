@@ -100,6 +100,7 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
         eval_every: Some(Quantity(0)),
         eval_tokens: Some(Quantity(1)),
         checkpoint_every: Some(Quantity(0)),
+        probe_every: Some(Quantity(0)),
         sample_tokens: Some(0),
         // The sparse stage is what most steps are.
         sla2_dense_steps: config.settings.sla2_dense_steps.map(|_| Quantity(0)),

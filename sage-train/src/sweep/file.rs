@@ -6,7 +6,7 @@ use candle_sage::{Error, Result};
 use serde::Deserialize;
 use toml::{Table, Value};
 
-use crate::config::{Config, is_seed};
+use crate::config::Config;
 use crate::during;
 use crate::quantity::Quantity;
 use crate::settings::{Preset, Settings};
@@ -69,31 +69,58 @@ impl Spec {
     /// The settings of every run. `over` is what was typed: it wins, and its `lists` replace the file's.
     ///
     /// # Errors
-    /// When a key is no setting or a value not one of it.
+    /// When a key is no setting or a value not one of it, a list is empty, or there are too many runs.
     pub fn runs(&self, over: &Settings, lists: &Table) -> Result<Vec<Settings>> {
         let plain = |table: &Table| -> Table {
             let free = table.iter().filter(|(key, _)| !lists.contains_key(*key));
             free.map(|(key, value)| (key.clone(), value.clone())).collect()
         };
         let shared = settings(&plain(&self.settings), "[settings]")?;
-        let (grid, typed) = (combinations(&plain(&self.grid)), combinations(lists));
         let whole = vec![Table::new()];
         let points = if self.points.is_empty() { &whole } else { &self.points };
-        let mut runs = Vec::new();
-        for point in points {
-            for of_point in combinations(&plain(point)) {
+        let points: Vec<Table> = points.iter().map(plain).collect();
+        let grid = plain(&self.grid);
+        let count = |table: &Table| table.values().map(length).fold(1, usize::saturating_mul);
+        let of_points = points.iter().map(count).fold(0, usize::saturating_add);
+        let all = of_points.saturating_mul(count(&grid)).saturating_mul(count(lists));
+        if all > MOST_RUNS {
+            return Err(Error::new("the sweep has too many runs")
+                .got(all)
+                .allowed(format!("at most {MOST_RUNS}"))
+                .hint("every list multiplies them: [[points]] name combinations one by one"));
+        }
+        let (grid, typed) = (combinations(&grid, "[grid]")?, combinations(lists, "the command line")?);
+        let mut runs = Vec::with_capacity(all);
+        for point in &points {
+            for of_point in combinations(point, "[[points]]")? {
                 for of_grid in &grid {
                     for of_typed in &typed {
-                        let typed = over.clone().over(settings(of_typed, "the command line")?);
-                        let under = settings(of_grid, "[grid]")?.over(shared.clone());
-                        let run = typed.over(settings(&of_point, "[[points]]")?.over(under));
-                        runs.push(with_equal_budget(run));
+                        let layers = [
+                            over.clone(),
+                            settings(of_typed, "the command line")?,
+                            settings(&of_point, "[[points]]")?,
+                            settings(of_grid, "[grid]")?,
+                            shared.clone(),
+                        ];
+                        runs.push(with_equal_budget(merged(layers)));
                     }
                 }
             }
         }
         Ok(runs)
     }
+}
+
+/// More is a mistake.
+const MOST_RUNS: usize = 10_000;
+
+/// Layers of settings, the first one on top. What lower ones say about attention is meant for the attention that the run
+/// comes to have, whichever layer names it.
+fn merged(mut layers: [Settings; 5]) -> Settings {
+    let attn = layers.iter().find_map(|layer| layer.attn);
+    layers.iter_mut().for_each(|layer| layer.attn = None);
+    let all = layers.into_iter().reduce(Settings::over).unwrap_or_default();
+    Settings { attn, ..all }
 }
 
 fn settings(table: &Table, place: &str) -> Result<Settings> {
@@ -105,36 +132,40 @@ fn settings(table: &Table, place: &str) -> Result<Settings> {
     })
 }
 
-/// One table for each combination of the values in lists; seeds vary slowest.
-fn combinations(table: &Table) -> Vec<Table> {
-    let mut keys: Vec<&String> = table.keys().collect();
-    keys.sort_by_key(|key| !is_seed(key));
+/// How many values a key has.
+fn length(value: &Value) -> usize {
+    value.as_array().map_or(1, Vec::len)
+}
+
+/// One table for each combination of the values in lists.
+fn combinations(table: &Table, place: &str) -> Result<Vec<Table>> {
     let mut all = vec![Table::new()];
-    for key in keys {
-        let one = std::slice::from_ref(&table[key]);
-        let values = match &table[key] {
-            Value::Array(values) => values.as_slice(),
-            _ => one,
-        };
-        all = all
-            .into_iter()
-            .flat_map(|under| {
-                values.iter().map(move |value| {
-                    let mut table = under.clone();
-                    table.insert(key.clone(), value.clone());
-                    table
-                })
+    for (key, value) in table {
+        let one = std::slice::from_ref(value);
+        let values = value.as_array().map_or(one, Vec::as_slice);
+        if values.is_empty() {
+            return Err(Error::new("the sweep has no runs")
+                .got(format!("{key} = [], in {place}"))
+                .allowed("at least one value for each setting")
+                .hint("leave the setting out for its default"));
+        }
+        let with = |under: Table| {
+            values.iter().map(move |value| {
+                let mut table = under.clone();
+                table.insert(key.clone(), value.clone());
+                table
             })
-            .collect();
+        };
+        all = all.into_iter().flat_map(with).collect();
     }
-    all
+    Ok(all)
 }
 
 /// Validations of a run, where nothing is said: enough for a curve.
 const VALIDATIONS: u64 = 20;
 
 /// Where nothing says how long runs are, each sees the tokens of its preset's run: more tokens a step are fewer steps, as in
-/// the paper. All are validated after as many tokens.
+/// the paper. Checkpoints come as often as the preset's validations.
 fn with_equal_budget(mut run: Settings) -> Settings {
     let preset = Config::defaults(run.preset.unwrap_or(Preset::Tiny));
     let value = |quantity: Option<Quantity>| quantity.map_or(1, |quantity| quantity.0.max(1));
@@ -146,6 +177,7 @@ fn with_equal_budget(mut run: Settings) -> Settings {
         let step = run.tokens_per_step.map_or(usual, |tokens| tokens.0.max(1));
         let steps = run.steps.map_or_else(|| value(run.tokens) / step, |steps| steps.0);
         run.eval_every = Some(Quantity((steps / VALIDATIONS).max(1)));
+        run.checkpoint_every = run.checkpoint_every.or(preset.eval_every);
     }
     // Text is for one run; tens of them are for their numbers.
     run.sample_tokens = run.sample_tokens.or(Some(0));
@@ -155,6 +187,7 @@ fn with_equal_budget(mut run: Settings) -> Settings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::settings::SmoothingSetting;
 
     const TEXT: &str = r#"
         about = "?"
@@ -198,11 +231,29 @@ mod tests {
             ("[settings]\nlr = [1e-3, 2e-3]", "[settings]"),
             ("[grid]\nlearning-rate = [1e-3]", "[grid]"),
             ("[[points]]\nattn = \"sage\"", "[[points]]"),
+            ("[[points]]\nattn = \"fpa\"\n[[points]]\nseed = []", "seed = [], in [[points]]"),
         ] {
             let spec = Spec::parse(text, "text").expect("TOML");
             let error = spec.runs(&Settings::default(), &Table::new()).expect_err(text).to_string();
             assert!(error.contains(place) && error.contains("hint:"), "{error}");
         }
         assert!(Spec::parse("[grids]", "text").is_err());
+        let ten: Vec<i64> = (1..=10).collect();
+        let axes = ["seed", "weights-seed", "order-seed", "corpus-seed", "layers"];
+        let huge: Table = axes.iter().map(|key| ((*key).to_owned(), ten.clone().into())).collect();
+        let spec = Spec { grid: huge, ..Spec::default() };
+        let error = spec.runs(&Settings::default(), &Table::new()).expect_err("too many").to_string();
+        assert!(error.contains("100000"), "{error}");
+    }
+
+    #[test]
+    fn what_is_said_of_attention_is_said_of_the_run_s_own() {
+        let spec = |text: &str| Spec::parse(text, "text").expect("a sweep");
+        let runs = |text: &str| spec(text).runs(&Settings::default(), &Table::new()).expect("runs");
+        let runs = runs(
+            "[settings]\nattn = \"fpa\"\n[grid]\nsmoothing = [\"none\", \"qk\"]\n[[points]]\nattn = \"sagebwd\"",
+        );
+        let smoothing: Vec<_> = runs.iter().map(|run| run.smoothing).collect();
+        assert_eq!(smoothing, [Some(SmoothingSetting::None), Some(SmoothingSetting::Qk)]);
     }
 }

@@ -4,7 +4,7 @@
 //! that share it 2.2M, where one alone has 2.1M after its start (mini preset, one H100; `docs/sweeps.md`). The price: a GPU
 //! fault of one process, such as an access out of bounds, ends all that share.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use clap::ValueEnum;
@@ -21,6 +21,9 @@ pub enum Sharing {
 
 const CONTROL: &str = "nvidia-cuda-mps-control";
 
+/// Where processes look for a server that nobody named.
+const USUAL: &str = "/tmp/nvidia-mps";
+
 /// A server of its own for one sweep, which ends with it. Nothing of the GPU's settings is changed.
 #[derive(Debug)]
 pub(super) struct Mps {
@@ -28,16 +31,20 @@ pub(super) struct Mps {
 }
 
 impl Mps {
-    /// Starts a server; nothing where there is no MPS, or where somebody already chose one.
+    /// Starts a server; nothing where there is no MPS, or where one is there already, which runs then use by themselves.
     pub(super) fn start() -> Option<Self> {
-        if std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some() {
+        if std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some() || Path::new(USUAL).join("control").exists()
+        {
             return None;
         }
         // Its pipes have short names on every system's longest path.
         let folder = std::env::temp_dir().join(format!("sage-train-mps-{}", std::process::id()));
         std::fs::create_dir_all(&folder).ok()?;
         let mps = Self { folder };
-        let started = mps.set(Command::new(CONTROL).arg("-d")).stdin(Stdio::null()).output();
+        // Processes name devices as they are without a server: it must know them all.
+        let mut server = Command::new(CONTROL);
+        let server = mps.set(&mut server).env_remove("CUDA_VISIBLE_DEVICES").arg("-d");
+        let started = server.stdin(Stdio::null()).output();
         // Dropped, it takes its folder away.
         started.is_ok_and(|output| output.status.success()).then_some(mps)
     }

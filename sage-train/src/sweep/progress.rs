@@ -87,7 +87,16 @@ impl Progress {
         self.under_way.insert(index, Watched { bar, metrics, read: 0, step: 0 });
     }
 
-    pub(super) fn ended(&mut self, sweep: &Sweep, folder: &Path, index: usize, state: &State) {
+    /// A run that was to be done, and is not this sweep's any more.
+    pub(super) fn passed(&mut self, index: usize, place: &Place) {
+        let (tokens, steps, name) = &self.runs[index];
+        self.done += tokens * steps;
+        self.before += tokens * (steps - place.steps.min(*steps));
+        self.say(&format!("{name}: {}, in other hands", place.state));
+        self.ended += 1;
+    }
+
+    pub(super) fn ended(&mut self, sweep: &Sweep, place: &Place, index: usize, state: &State) {
         self.look();
         let Some(watched) = self.under_way.remove(&index) else { return };
         watched.bar.finish_and_clear();
@@ -95,7 +104,7 @@ impl Progress {
         let over = matches!(state, State::Ended(_) | State::Crashed);
         self.done += tokens * if over { *steps } else { watched.step };
         self.ended += usize::from(over);
-        let run = crate::runs::Run::read(folder).ok();
+        let run = crate::runs::Run::read(&place.folder).ok();
         let outcome = match state {
             State::Ended(Status::Finished) => {
                 let loss = run.as_ref().and_then(crate::runs::Run::last_loss);
@@ -106,7 +115,7 @@ impl Progress {
                 format!("{status}: {}", reason.as_deref().and_then(|text| text.lines().next()).unwrap_or("?"))
             }
             State::Crashed => {
-                let reason = sweep.crash(name).and_then(|ending| ending.reason).unwrap_or_default();
+                let reason = sweep.crash(&place.name()).and_then(|ending| ending.reason).unwrap_or_default();
                 format!("crashed: {}", reason.lines().next().unwrap_or("?"))
             }
             State::CutOff => format!("saved after step {} of {steps}", watched.step),

@@ -1,12 +1,14 @@
 //! How far each run of a sweep is, as the folder says it.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use candle_sage::Result;
 
-use super::{PLAN, Planned, Sweep, folders};
+use super::{PLAN, Planned, Sweep};
+use crate::config::{Config, Identity};
 use crate::lock::Lock;
-use crate::runs::{Ending, Run, Status};
+use crate::runs::{CONFIG, Ending, METRICS, Run, Status};
 use crate::train::checkpoint;
 use crate::writing;
 
@@ -57,6 +59,16 @@ pub(super) struct Place {
     pub(super) steps: u64,
 }
 
+impl Place {
+    /// The name of its folder, and of what is said about it in the plan.
+    pub(super) fn name(&self) -> String {
+        self.folder.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+}
+
+/// A folder in a sweep's, with what it computes, where that can be known.
+type Taken = (PathBuf, Option<Identity>);
+
 impl Sweep {
     /// How far each run is, in the order of the plan.
     pub fn states(&self) -> Vec<State> {
@@ -65,68 +77,117 @@ impl Sweep {
 
     /// The folders of the runs that exist, in the order of the plan.
     pub fn run_folders(&self) -> Vec<PathBuf> {
-        self.places().into_iter().map(|place| place.folder).filter(|folder| Run::is(folder)).collect()
+        self.folders().into_iter().filter(|folder| Run::is(folder)).collect()
     }
 
     pub(super) fn places(&self) -> Vec<Place> {
-        let there = folders(&self.folder);
-        let place = |run: &Planned| {
-            // By what it computes: its name says what differed when it was begun.
-            let known = there.iter().find(|(_, identity)| *identity == run.identity);
-            let folder = known.map_or_else(|| self.folder.join(&run.name), |(folder, _)| folder.clone());
-            // A folder of that name may be another's: of an earlier sweep with other differences.
-            let taken = known.is_none() && there.iter().any(|(other, _)| *other == folder);
-            let folder = if taken { self.free_folder(&run.name) } else { folder };
-            let state = self.state(&run.name, &folder);
-            let steps = match state {
-                State::Waiting => 0,
-                _ => Run::read(&folder).map_or(0, |run| run.steps()),
-            };
-            Place { folder, state, steps }
-        };
-        self.runs.iter().map(place).collect()
+        let folders = self.folders();
+        self.runs.iter().zip(folders).map(|(run, folder)| self.place(run, folder)).collect()
     }
 
-    fn free_folder(&self, name: &str) -> PathBuf {
-        let numbered = (2..).map(|n| self.folder.join(format!("{name}-{n}")));
-        numbered.into_iter().find(|folder| !folder.exists()).expect("a number that is free")
+    /// How far a run in its folder is, now.
+    pub(super) fn place(&self, run: &Planned, folder: PathBuf) -> Place {
+        let read = Run::read(&folder).ok();
+        let steps = read.as_ref().map_or(0, Run::steps);
+        let state = self.state(run, &folder, read);
+        Place { steps: if state == State::Waiting { 0 } else { steps }, folder, state }
     }
 
-    fn state(&self, name: &str, folder: &Path) -> State {
-        if !folder.is_dir() {
-            return if self.crash_file(name).exists() { State::Crashed } else { State::Waiting };
+    /// The folder of each run: the one that computes the same, whatever it is called, for its name says what differed when
+    /// it was begun; or else one that nobody has.
+    fn folders(&self) -> Vec<PathBuf> {
+        let there = self.taken();
+        let of = |run: &Planned| there.iter().find(|(_, identity)| identity.as_ref() == Some(&run.identity));
+        let mut folders: Vec<Option<PathBuf>> =
+            self.runs.iter().map(|run| of(run).map(|(folder, _)| folder.clone())).collect();
+        let mut used: BTreeSet<PathBuf> = there.iter().map(|(folder, _)| folder.clone()).collect();
+        for (run, folder) in self.runs.iter().zip(&mut folders).filter(|(_, folder)| folder.is_none()) {
+            let numbered = (2..).map(|n| self.folder.join(format!("{}-{n}", run.name)));
+            let mut candidates = std::iter::once(self.folder.join(&run.name)).chain(numbered);
+            let free = candidates.find(|folder| !used.contains(folder)).expect("a number that is free");
+            used.insert(free.clone());
+            *folder = Some(free);
         }
-        if Lock::run(folder).is_err() {
+        folders.into_iter().flatten().collect()
+    }
+
+    /// Every folder in the sweep's. One that a run was about to begin in, and left with nothing measured, is that run's.
+    fn taken(&self) -> Vec<Taken> {
+        let Ok(entries) = std::fs::read_dir(&self.folder) else { return Vec::new() };
+        let mut found: Vec<Taken> = entries
+            .flatten()
+            .map(|entry| entry.path())
+            .filter(|path| path.is_dir())
+            .map(|path| {
+                let config = path.join(CONFIG);
+                let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                let empty = || std::fs::metadata(path.join(METRICS)).is_ok_and(|about| about.len() == 0);
+                let identity = match config.exists() {
+                    true => identity_in(&config),
+                    false => {
+                        Some(self.asked_file(&name)).filter(|_| empty()).and_then(|path| identity_in(&path))
+                    }
+                };
+                (path, identity)
+            })
+            .collect();
+        found.sort();
+        found
+    }
+
+    fn state(&self, run: &Planned, folder: &Path, read: Option<Run>) -> State {
+        let name = folder.file_name().unwrap_or_default().to_string_lossy();
+        let ended = |status: Option<Status>| status.filter(|status| *status != Status::Interrupted);
+        let said = read.as_ref().and_then(|run| run.ending.as_ref()).map(|ending| ending.status);
+        if let Some(status) = ended(said) {
+            return State::Ended(status);
+        }
+        if Lock::is_held(folder) {
             return State::Elsewhere;
         }
-        let run = Run::read(folder);
-        match run.as_ref().ok().and_then(Run::status) {
-            Some(Status::Interrupted) | None => {}
-            Some(status) => return State::Ended(status),
-        }
-        if self.crash_file(name).exists() {
+        // A crash that left nothing else may be that of an earlier plan, with other settings under this name.
+        let asked = || identity_in(&self.asked_file(&name)).as_ref() == Some(&run.identity);
+        if self.crash_file(&name).exists() && asked() {
             return State::Crashed;
         }
+        // Of an earlier version, which did not say how it ended.
+        if let Some(status) = ended(read.as_ref().and_then(Run::status)) {
+            return State::Ended(status);
+        }
         if checkpoint::newest(folder).is_some() { State::CutOff } else { State::Waiting }
+    }
+
+    /// What the run in the folder of this name was asked to be.
+    pub(super) fn asked_file(&self, name: &str) -> PathBuf {
+        self.folder.join(PLAN).join(format!("{name}.toml"))
     }
 
     pub(super) fn crash_file(&self, name: &str) -> PathBuf {
         self.folder.join(PLAN).join(format!("{name}.crash.json"))
     }
 
-    /// Why the process of a run ended without a word.
+    /// Why the process of the run in the folder of this name ended without a word.
     pub fn crash(&self, name: &str) -> Option<Ending> {
         serde_json::from_slice(&std::fs::read(self.crash_file(name)).ok()?).ok()
     }
+
+    /// Makes room for a run that begins again: what an earlier start left, which cannot be resumed, goes beside the plan.
+    /// Nothing of it where another process works there.
+    pub(super) fn set_aside(&self, place: &Place) -> Result<Option<()>> {
+        let folder = &place.folder;
+        if !folder.exists() {
+            return Ok(Some(()));
+        }
+        let Ok(lock) = Lock::run(folder) else { return Ok(None) };
+        let numbered = (1..).map(|n| self.folder.join(PLAN).join(format!("{}.attempt-{n}", place.name())));
+        let aside = numbered.into_iter().find(|path| !path.exists()).expect("a number that is free");
+        std::fs::rename(folder, &aside).map_err(writing(folder))?;
+        drop(lock);
+        Ok(Some(()))
+    }
 }
 
-/// Removes what a run left that never came to a checkpoint: what it measured it will measure again.
-pub(super) fn clear(folder: &Path) -> Result<()> {
-    if !folder.exists() {
-        return Ok(());
-    }
-    let lock = Lock::run(folder)?;
-    std::fs::remove_dir_all(folder).map_err(writing(folder))?;
-    drop(lock);
-    Ok(())
+/// What the settings in a file compute.
+fn identity_in(path: &Path) -> Option<Identity> {
+    Config::read_settings(path).and_then(Config::resolve).ok().map(|config| config.identity())
 }

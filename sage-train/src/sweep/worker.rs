@@ -10,16 +10,17 @@ use candle_sage::{Error, Result};
 
 use super::mps::{Mps, Sharing};
 use super::progress::Progress;
-use super::state::{Place, clear};
-use super::{PLAN, Planned, State, Sweep};
+use super::state::Place;
+use super::{State, Sweep};
 use crate::device::{Place as Device, gpus};
 use crate::lock::Lock;
 use crate::runs::{Ending, Run, Status};
+use crate::signals::Second;
+use crate::train::checkpoint;
 use crate::{during, signals, tell, writing};
 
-/// What a process exits with that SIGINT, or SIGTERM, asked to stop.
-const INTERRUPTED: i32 = 130;
-const TERMINATED: i32 = 143;
+/// What a process exits with that SIGHUP, SIGINT or SIGTERM asked to stop.
+const ASKED_TO_STOP: [i32; 3] = [129, 130, 143];
 
 /// How a sweep runs.
 #[derive(Debug, Clone, Default)]
@@ -57,9 +58,11 @@ pub struct Tally {
 struct Job {
     child: Child,
     index: usize,
-    folder: PathBuf,
+    place: Place,
     /// The device's number among those of the sweep.
     slot: usize,
+    /// Whether it was asked to stop.
+    stopping: bool,
 }
 
 /// Runs what is open. What ends a run is a result, and no error of the sweep's.
@@ -67,62 +70,114 @@ struct Job {
 /// # Errors
 /// When the folder cannot be written, or no child be started.
 pub fn run(sweep: &Sweep, limits: &Limits) -> Result<Tally> {
-    signals::watch()?;
+    signals::watch(Second::IsNoted)?;
     let plan = sweep.plan_folder();
     std::fs::create_dir_all(&plan).map_err(writing(&plan))?;
-    let mut places = sweep.places();
+    let places = sweep.places();
     let chosen = |index: usize| limits.only.is_none_or(|only| only == index);
     let open = |(index, place): &(usize, &Place)| chosen(*index) && place.state.is_open(limits.retry);
-    let mut waiting: VecDeque<usize> =
-        places.iter().enumerate().filter(open).map(|(index, _)| index).collect();
-    let mut progress = Progress::new(sweep, &places, &waiting);
+    let waiting: VecDeque<usize> = places.iter().enumerate().filter(open).map(|(index, _)| index).collect();
     let shares = on_gpu(sweep) && limits.jobs > 1 && limits.sharing == Sharing::Auto && waiting.len() > 1;
     let mps = if shares { Mps::start() } else { None };
     if mps.is_some() {
         tell("runs share GPUs through MPS");
     }
-    let mut slots = slots(sweep, limits.jobs);
-    let mut jobs: Vec<Job> = Vec::new();
-    let (began, mut stopping) = (Instant::now(), false);
+    let mut work = Work {
+        sweep,
+        limits,
+        mps: mps.as_ref(),
+        progress: Progress::new(sweep, &places, &waiting),
+        folders: places.into_iter().map(|place| place.folder).collect(),
+        waiting,
+        slots: slots(sweep, limits.jobs),
+        jobs: Vec::new(),
+        stopping: false,
+    };
+    let began = Instant::now();
     let mut lost = None;
     loop {
-        for ended in take_ended(&mut jobs)? {
-            let (job, status) = ended;
-            let state = sweep.after(&job, status)?;
-            progress.ended(sweep, &job.folder, job.index, &state);
-            places[job.index].state = state;
-            slots.push(job.slot);
-        }
+        lost = lost.or(work.collect().err());
         let late = limits.time.is_some_and(|limit| began.elapsed() >= limit);
-        if (signals::received().is_some() || late || lost.is_some()) && !stopping {
-            stopping = true;
-            jobs.iter().for_each(|job| ask_to_stop(&job.child));
+        if signals::received().is_some() || late || lost.is_some() {
+            work.stop();
+        } else {
+            lost = work.fill().err();
         }
-        while !stopping && !slots.is_empty() && !waiting.is_empty() {
-            let (slot, index) = (slots.pop().expect("a device"), waiting.pop_front().expect("a run"));
-            match sweep.start(index, &places[index], slot, limits, mps.as_ref()) {
-                Ok(child) => {
-                    let folder = places[index].folder.clone();
-                    progress.started(index, &folder);
-                    jobs.push(Job { child, index, folder, slot });
-                }
-                Err(error) => {
-                    // What runs is saved first.
-                    lost = Some(error);
-                    break;
-                }
-            }
-        }
-        progress.look();
-        if jobs.is_empty() && (stopping || waiting.is_empty()) {
+        work.progress.look();
+        if work.jobs.is_empty() && (work.stopping || work.waiting.is_empty()) {
             break;
         }
         std::thread::sleep(Duration::from_millis(50));
     }
-    progress.finish();
+    work.progress.finish();
     match lost {
         Some(error) => Err(error),
-        None => Ok(tally(sweep.states().into_iter().enumerate().filter(|(n, _)| chosen(*n)).map(|(_, s)| s))),
+        None => {
+            let states = work.folders.iter().zip(&sweep.runs).enumerate().filter(|(n, _)| chosen(*n));
+            Ok(tally(states.map(|(_, (folder, run))| sweep.place(run, folder.clone()).state)))
+        }
+    }
+}
+
+/// A sweep under way.
+struct Work<'a> {
+    sweep: &'a Sweep,
+    limits: &'a Limits,
+    mps: Option<&'a Mps>,
+    progress: Progress,
+    /// Of every run.
+    folders: Vec<PathBuf>,
+    waiting: VecDeque<usize>,
+    /// Places on devices that are free.
+    slots: Vec<usize>,
+    jobs: Vec<Job>,
+    stopping: bool,
+}
+
+impl Work<'_> {
+    /// Takes note of the runs that have ended.
+    fn collect(&mut self) -> Result<()> {
+        for (job, status) in take_ended(&mut self.jobs)? {
+            self.slots.push(job.slot);
+            let state = self.sweep.after(&job, status)?;
+            self.progress.ended(self.sweep, &job.place, job.index, &state);
+        }
+        Ok(())
+    }
+
+    /// Asks what runs to save itself; who asks twice does not want to wait.
+    fn stop(&mut self) {
+        let now = signals::asked_again();
+        for job in &mut self.jobs {
+            if now {
+                let _ = job.child.kill();
+            } else if !std::mem::replace(&mut job.stopping, true) {
+                ask_to_stop(&job.child);
+            }
+        }
+        self.stopping = true;
+    }
+
+    /// Starts runs where there is room.
+    fn fill(&mut self) -> Result<()> {
+        while let (Some(&slot), Some(&index)) = (self.slots.last(), self.waiting.front()) {
+            let run = &self.sweep.runs[index];
+            self.waiting.pop_front();
+            // Another sweep may have come to it meanwhile.
+            let place = self.sweep.place(run, self.folders[index].clone());
+            if !place.state.is_open(self.limits.retry) {
+                self.progress.passed(index, &place);
+                continue;
+            }
+            let Some(child) = self.sweep.start(index, &place, slot, self.limits, self.mps)? else {
+                self.progress.passed(index, &Place { state: State::Elsewhere, ..place });
+                continue;
+            };
+            self.slots.pop();
+            self.progress.started(index, &place.folder);
+            self.jobs.push(Job { child, index, place, slot, stopping: false });
+        }
+        Ok(())
     }
 }
 
@@ -163,11 +218,10 @@ fn take_ended(jobs: &mut Vec<Job>) -> Result<Vec<(Job, ExitStatus)>> {
     Ok(ended)
 }
 
-/// By somebody else: no program does that to itself.
-fn killed(status: ExitStatus) -> bool {
+/// By SIGTERM, before it had a handler.
+fn terminated(status: ExitStatus) -> bool {
     #[cfg(unix)]
-    return std::os::unix::process::ExitStatusExt::signal(&status)
-        .is_some_and(|signal| [signal_hook::consts::SIGTERM, 9].contains(&signal));
+    return std::os::unix::process::ExitStatusExt::signal(&status) == Some(signal_hook::consts::SIGTERM);
     #[cfg(not(unix))]
     false
 }
@@ -183,7 +237,7 @@ fn ask_to_stop(child: &Child) {
 }
 
 impl Sweep {
-    /// A child for a run.
+    /// A child for a run; nothing where another process has taken its folder.
     fn start(
         &self,
         index: usize,
@@ -191,14 +245,24 @@ impl Sweep {
         slot: usize,
         limits: &Limits,
         mps: Option<&Mps>,
-    ) -> Result<Child> {
-        let run = &self.runs[index];
-        let mut command = self.command(run, place)?;
+    ) -> Result<Option<Child>> {
+        let config = &self.runs[index].config;
+        let program = std::env::current_exe().map_err(during("cannot find the program that runs"))?;
+        let mut command = Command::new(program);
+        let name = place.name();
+        let asked = self.asked_file(&name);
+        if checkpoint::newest(&place.folder).is_some() {
+            command.arg("--resume").arg(&place.folder);
+        } else if self.set_aside(place)?.is_some() {
+            command.arg("--config").arg(&asked).arg("--name").arg(&name);
+        } else {
+            return Ok(None);
+        }
         let jobs = limits.jobs.max(1);
-        match run.config.device {
+        match config.device {
             Device::Cpu => {
                 let cores = std::thread::available_parallelism().map_or(1, usize::from);
-                let threads = run.config.threads.unwrap_or((cores / jobs).max(1));
+                let threads = config.threads.unwrap_or((cores / jobs).max(1));
                 command.arg("--threads").arg(threads.to_string());
             }
             Device::Cuda => {
@@ -210,58 +274,44 @@ impl Sweep {
                 }
             }
         }
-        // A signal that is meant for the sweep is passed on once; from the terminal it would come twice, and end the run.
+        // A signal to the terminal's processes is passed on by the sweep alone; a sweep that is gone stops its runs.
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
-        let path = self.stderr_file(run);
+        command.env(signals::PARENT, std::process::id().to_string());
+        std::fs::write(&asked, config.to_toml()).map_err(writing(&asked))?;
+        let path = self.stderr_file(&name);
         let stderr = File::create(&path).map_err(writing(&path))?;
-        let _ = std::fs::remove_file(self.crash_file(&run.name));
+        let _ = std::fs::remove_file(self.crash_file(&name));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr);
-        command.spawn().map_err(during("cannot start a run"))
+        command.spawn().map(Some).map_err(during("cannot start a run"))
     }
 
-    fn command(&self, run: &Planned, place: &Place) -> Result<Command> {
-        let program = std::env::current_exe().map_err(during("cannot find the program that runs"))?;
-        let mut command = Command::new(program);
-        if place.state == State::CutOff || crate::train::checkpoint::newest(&place.folder).is_some() {
-            command.arg("--resume").arg(&place.folder);
-            return Ok(command);
-        }
-        clear(&place.folder)?;
-        let settings = self.plan_folder().join(format!("{}.toml", run.name));
-        std::fs::write(&settings, run.config.to_toml()).map_err(writing(&settings))?;
-        let name = place.folder.file_name().unwrap_or_default();
-        command.arg("--config").arg(settings).arg("--name").arg(name);
-        Ok(command)
-    }
-
-    fn stderr_file(&self, run: &Planned) -> PathBuf {
-        self.folder.join(PLAN).join(format!("{}.stderr", run.name))
+    fn stderr_file(&self, name: &str) -> PathBuf {
+        self.plan_folder().join(format!("{name}.stderr"))
     }
 
     /// The state of a run whose child has ended. One that left no word of how is given one.
     fn after(&self, job: &Job, status: ExitStatus) -> Result<State> {
-        let run = &self.runs[job.index];
-        let ending = Run::read(&job.folder).ok().and_then(|run| run.ending);
-        if let Some(ending) = ending {
-            return Ok(match ending.status {
-                Status::Interrupted => State::CutOff,
-                status => State::Ended(status),
-            });
+        let (folder, name) = (&job.place.folder, job.place.name());
+        let now = || self.place(&self.runs[job.index], folder.clone()).state;
+        let ending = Run::read(folder).ok().and_then(|run| run.ending);
+        if ending.is_some_and(|ending| ending.status != Status::Interrupted) {
+            return Ok(now());
         }
-        // Asked to stop before there was anything to save, or killed from outside: it goes on with the next start. And two
-        // sweeps may reach for one run.
-        if Lock::run(&job.folder).is_err() && job.folder.is_dir() {
+        // Two sweeps may reach for one run.
+        if Lock::is_held(folder) {
             return Ok(State::Elsewhere);
         }
-        if matches!(status.code(), Some(INTERRUPTED | TERMINATED)) || killed(status) {
-            return Ok(State::Waiting);
+        // It was saved, or asked to stop before there was anything to save: it goes on with the next start.
+        let asked = status.code().is_some_and(|code| ASKED_TO_STOP.contains(&code)) || terminated(status);
+        if asked || job.stopping {
+            return Ok(now());
         }
-        let stderr = std::fs::read_to_string(self.stderr_file(run)).unwrap_or_default();
+        let stderr = std::fs::read_to_string(self.stderr_file(&name)).unwrap_or_default();
         let lines: Vec<&str> = stderr.lines().collect();
         let said = lines[lines.len().saturating_sub(12)..].join("\n");
         let ending = Ending { status: Status::Failed, reason: Some(format!("{status}\n{said}")) };
-        let path = self.crash_file(&run.name);
+        let path = self.crash_file(&name);
         let text = serde_json::to_string_pretty(&ending).expect("plain values");
         std::fs::write(&path, text).map_err(writing(&path))?;
         Ok(State::Crashed)
@@ -272,9 +322,9 @@ impl Tally {
     /// What is left, as an error: a script that waits for a sweep should know.
     ///
     /// # Errors
-    /// When runs are left that another start would go on with, and a signal ended this one.
+    /// When a signal ended the sweep, and runs are left that another start would go on with.
     pub fn check(&self, again: &str) -> Result<()> {
-        match self.signal {
+        match self.signal.filter(|_| self.open > 0) {
             Some(signal) => Err(Error::new(format!("interrupted with {} runs to go", self.open))
                 .got(format!("signal {signal}"))
                 .hint(format!("what ran is saved; go on: {again}"))),

@@ -90,16 +90,15 @@ impl RunDir {
     }
 
     fn open(path: PathBuf, lock: Option<Lock>, points: &[Point]) -> Result<Self> {
-        let lines = |head: Option<String>, line: fn(&Point) -> String| {
-            head.into_iter().chain(points.iter().map(line)).map(|line| line + "\n").collect::<String>()
-        };
-        Ok(Self {
-            metrics: begin(&path.join(METRICS), &lines(None, json::<Point>))?,
-            csv: begin(&path.join(CSV), &lines(Some(Point::csv_head()), Point::csv))?,
-            events: EventFile::create(&path, points.len() as u64 + 1)?,
-            path,
-            _lock: lock,
-        })
+        let (metrics, csv) = begin_metrics(&path, points)?;
+        let events = EventFile::create(&path, points.len() as u64 + 1)?;
+        Ok(Self { path, metrics, csv, events, _lock: lock })
+    }
+
+    /// Writes the metrics again, where something became known later.
+    pub(super) fn rewrite_metrics(&mut self, points: &[Point]) -> Result<()> {
+        (self.metrics, self.csv) = begin_metrics(&self.path, points)?;
+        Ok(())
     }
 
     /// Checks that a named folder is free, before anything long begins.
@@ -174,6 +173,17 @@ pub(super) fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<()> {
 
 fn json<T: Serialize>(value: &T) -> String {
     serde_json::to_string(value).expect("plain numbers")
+}
+
+/// The metrics with these points, open to add to them.
+fn begin_metrics(folder: &Path, points: &[Point]) -> Result<(File, File)> {
+    let lines = |head: Option<String>, line: fn(&Point) -> String| {
+        head.into_iter().chain(points.iter().map(line)).map(|line| line + "\n").collect::<String>()
+    };
+    Ok((
+        begin(&folder.join(METRICS), &lines(None, json::<Point>))?,
+        begin(&folder.join(CSV), &lines(Some(Point::csv_head()), Point::csv))?,
+    ))
 }
 
 /// A file with these contents, open to add to it.

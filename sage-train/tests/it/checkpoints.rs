@@ -173,7 +173,7 @@ fn a_second_signal_leaves_at_once() {
     let log = run_of(&scratch, "slow").join("log.txt");
     wait_until(|| log.exists());
     signal(&child, "-INT");
-    std::thread::sleep(Duration::from_millis(100));
+    std::thread::sleep(Duration::from_millis(500));
     assert!(child.try_wait().expect("a child").is_none(), "the first waits for the step");
     signal(&child, "-INT");
     let sent = Instant::now();

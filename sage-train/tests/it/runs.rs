@@ -203,16 +203,22 @@ fn probe_measures_every_layer_of_a_finished_run() {
     let flags =
         ["--attn", "fpa", "--layers", "2", "--context", "128", "--tokens-per-step", "512", "--steps", "4"];
     scratch.ok(&small(&flags));
+    // Relative L2 of the results, a row for each layer.
     let errors = |more: &[&str]| -> Vec<Vec<f64>> {
-        let table = scratch.ok(&[&["probe", "runs/tiny-fpa-001", "--sequences", "2"][..], more].concat());
-        let layer = |line: &str| {
-            line.split_whitespace().skip(3).step_by(3).map(|n| n.parse().expect("a number")).collect()
+        let probe = ["probe", "runs/tiny-fpa-001", "--sequences", "2", "--csv", "probe.csv"];
+        let table = scratch.ok(&[&probe[..], more].concat());
+        assert!(table.contains("delta cos/rel L2") && table.contains("outliers k"), "{table}");
+        let text = std::fs::read_to_string(scratch.path().join("probe.csv")).expect("CSV");
+        let quoted =
+            text.lines().skip(1).map(|line| line.rsplit_once('"').expect("a scheme").1.split(',').collect());
+        let cells: Vec<Vec<&str>> = quoted.collect();
+        let of = |layer: &str, name: &str| {
+            let row = cells.iter().find(|row| row[6] == layer && row[8] == "all" && row[9] == name);
+            row.expect("a row")[11].parse().expect("a number")
         };
-        let rows = table.lines().filter(|line| line.starts_with(['0', '1']));
-        rows.map(layer).collect()
+        ["0", "1"].map(|layer| ["O", "dQ", "dK", "dV"].map(|name| of(layer, name)).to_vec()).to_vec()
     };
     let (vector, tile) = (errors(&[]), errors(&["--granularity", "tile"]));
-    assert_eq!((vector.len(), vector[0].len(), tile.len()), (2, 4, 2));
     for (vector, tile) in vector.iter().zip(&tile) {
         assert!(vector.iter().all(|e| *e > 0.0 && *e < 0.1), "{vector:?}");
         // The forward does not know about the backward's scales; every gradient does.
@@ -221,6 +227,17 @@ fn probe_measures_every_layer_of_a_finished_run() {
             vector[1..].iter().zip(&tile[1..]).all(|(vector, tile)| vector < tile),
             "{vector:?} {tile:?}"
         );
+    }
+    let heads = scratch.ok(&["probe", "runs/tiny-fpa-001", "--heads", "--products", "--qk-scale", "1,2"]);
+    assert!(heads.contains("0.1 ") && heads.contains("Q and K times 2"), "{heads}");
+    for (wrong, said) in [
+        (&["--qk-scale", "1,0"][..], "qk-scale"),
+        (&["--smoothing", "none,k"], "invalid value 'none,k'"),
+        (&["--head-dim", "32"], "cannot be used with"),
+        (&["--context", "1m"], "hint:"),
+    ] {
+        let text = scratch.fails(&[&["probe", "runs/tiny-fpa-001"], wrong].concat());
+        assert!(text.contains(said), "{text}");
     }
 }
 

@@ -34,6 +34,21 @@ fn start(scratch: &Scratch, args: &[&str]) -> Child {
         .expect("the command starts")
 }
 
+/// The processes that one started.
+#[cfg(unix)]
+fn children(child: &Child) -> Vec<String> {
+    let output = Command::new("pgrep").args(["-P", &child.id().to_string()]).output().expect("pgrep");
+    String::from_utf8_lossy(&output.stdout).split_whitespace().map(Into::into).collect()
+}
+
+/// Whether a process has ended; one that nobody waits for may still be listed.
+#[cfg(unix)]
+fn is_gone(pid: &str) -> bool {
+    let output = Command::new("ps").args(["-o", "stat=", "-p", pid]).output().expect("ps");
+    let state = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+    state.is_empty() || state.starts_with('Z')
+}
+
 #[test]
 fn finished_runs_are_passed_over_and_seeds_added_later() {
     let scratch = Scratch::new();
@@ -113,11 +128,18 @@ fn a_sweep_that_is_stopped_or_killed_goes_on_to_the_same_bits() {
     let before = checkpoints("fpa");
     let mut child = start(&scratch, &args);
     wait_until(|| !interrupted("fpa") && !interrupted("sagebwd") && (checkpoints("fpa") > 0 || before > 0));
+    let pids = children(&child);
     child.kill().expect("it runs");
     child.wait().expect("an end");
-    Command::new("pkill").args(["-KILL", "-f", &sweep.display().to_string()]).status().ok();
-    Command::new("pkill").args(["-KILL", "-f", "resume runs/s/"]).status().ok();
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    Command::new("kill").arg("-KILL").args(&pids).stderr(Stdio::null()).status().ok();
+    wait_until(|| pids.iter().all(|pid| is_gone(pid)));
+    // Killed alone, it takes its children along.
+    let mut child = start(&scratch, &args);
+    wait_until(|| children(&child).len() == 2);
+    let pids = children(&child);
+    child.kill().expect("it runs");
+    child.wait().expect("an end");
+    wait_until(|| pids.iter().all(|pid| is_gone(pid)));
     scratch.ok(&args);
     let flags =
         ["--attn", "sagebwd", "--steps", "400", "--eval-every", "0", "--seed", "3", "--eval-tokens", "1k"];
@@ -125,6 +147,64 @@ fn a_sweep_that_is_stopped_or_killed_goes_on_to_the_same_bits() {
     let weights = |run: &str| std::fs::read(scratch.path().join("runs").join(run).join("model.safetensors"));
     assert!(weights("s/sagebwd").expect("weights") == weights("alone").expect("weights"));
     assert_eq!(runs(&sweep).len(), 2);
+}
+
+/// Whatever is done to a sweep between two starts, nothing that was measured is lost, and no run is taken for another.
+#[cfg(unix)]
+#[test]
+fn a_sweep_that_is_changed_by_hand_loses_nothing() {
+    let scratch = Scratch::new();
+    let tables = |batch: u32| {
+        format!(
+            "steps = 40\neval-every = 0\ncheckpoint-every = 20\n[grid]\nseed = [1, 2]\nlr = [{batch}e-3]\n"
+        )
+    };
+    file(&scratch, "s.toml", &tables(1));
+    let sweep = scratch.path().join("runs/s");
+    // Something of the user's has a run's name.
+    scratch.ok(&["sweep", "s.toml", "--only", "0"]);
+    scratch.file("runs/s/seed-2/notes.txt", "mine");
+    scratch.ok(&["sweep", "s.toml"]);
+    assert_eq!(runs(&sweep), ["seed-1", "seed-2-2"]);
+    assert!(sweep.join("seed-2/notes.txt").exists());
+    // Another learning rate is another run, in a folder of its own.
+    file(&scratch, "s.toml", &tables(2));
+    scratch.ok(&["sweep", "s.toml"]);
+    assert_eq!(runs(&sweep), ["seed-1", "seed-1-2", "seed-2-2", "seed-2-3"]);
+    // A checkpoint that is damaged is a crash, and said; what is there stays where it was, or goes beside the plan.
+    let run = sweep.join("seed-1");
+    std::fs::write(run.join("ending.json"), "{\"status\": \"interrupted\"}").expect("an ending");
+    std::fs::write(run.join("checkpoints/step-00000040/state.safetensors"), "?").expect("a state");
+    file(&scratch, "s.toml", &tables(1));
+    let failed = scratch.run(&["sweep", "s.toml"]);
+    let told = String::from_utf8_lossy(&failed.stderr);
+    assert!(!failed.status.success() && told.contains("1 of 2 runs failed"), "{told}");
+    let crash = std::fs::read_to_string(sweep.join("plan/seed-1.crash.json")).expect("a reason");
+    assert!(crash.contains("state.safetensors"), "{crash}");
+    std::fs::remove_dir_all(run.join("checkpoints")).expect("checkpoints");
+    scratch.ok(&["sweep", "s.toml", "--retry"]);
+    assert_eq!(runs(&sweep), ["seed-1", "seed-1-2", "seed-2-2", "seed-2-3"]);
+    assert!(sweep.join("plan/seed-1.attempt-1/metrics.jsonl").exists());
+}
+
+/// A run that has its own copy of a tokenizer is the same run after it was cut off.
+#[cfg(unix)]
+#[test]
+fn a_run_with_a_tokenizer_goes_on_as_itself() {
+    let scratch = Scratch::new();
+    scratch.ok(&small(&["--steps", "1", "--name", "first"]));
+    let tables =
+        "steps = 400\neval-every = 0\ncheckpoint-every = 20\ntokenizer = \"runs/first/tokenizer.json\"\n";
+    file(&scratch, "s.toml", tables);
+    let sweep = scratch.path().join("runs/s");
+    let mut child = start(&scratch, &["sweep", "s.toml"]);
+    wait_until(|| std::fs::read_dir(sweep.join("sagebwd/checkpoints")).is_ok_and(|all| all.count() > 0));
+    Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill");
+    child.wait().expect("an end");
+    scratch.ok(&["sweep", "s.toml"]);
+    scratch.ok(&["sweep", "s.toml"]);
+    assert_eq!(runs(&sweep), ["sagebwd"]);
+    assert_eq!(scratch.metrics("s/sagebwd").len(), 400);
 }
 
 #[test]
