@@ -17,7 +17,10 @@ use crate::optim::{AdamWConfig, LearningRate};
 use crate::quantity::{Quantity, grouped};
 use crate::settings::{Attn, Preset, Settings, SourceSetting, Switch};
 
-pub use identity::{Identity, is_seed, of_attention};
+pub use identity::{Identity, differing, is_seed, of_attention};
+
+/// The folder in a sweep's that holds what was asked for.
+pub const PLAN: &str = "plan";
 
 /// A resolved run.
 #[derive(Debug, Clone, PartialEq)]
@@ -324,7 +327,7 @@ pub fn check_name(name: &str) -> Result<()> {
 
 /// Where runs go, their own or their sweep's: a sweep's folder lies in it.
 fn folder_of_runs(out: &Path) -> PathBuf {
-    match out.parent().filter(|_| out.join(crate::sweep::PLAN).is_dir()) {
+    match out.parent().filter(|_| out.join(PLAN).is_dir()) {
         Some(parent) if parent.as_os_str().is_empty() => ".".into(),
         Some(parent) => parent.to_owned(),
         None => out.to_owned(),

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use candle_sage::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::config::Config;
+use crate::config::{Config, PLAN};
 use crate::during;
 use crate::metrics::Point;
 use crate::probe::Probed;
@@ -191,7 +191,7 @@ pub struct Found {
 
 /// Runs of a sweep whose process ended before it measured anything.
 fn crashed(sweep: &Path) -> Vec<String> {
-    let Ok(entries) = std::fs::read_dir(sweep.join(crate::sweep::PLAN)) else { return Vec::new() };
+    let Ok(entries) = std::fs::read_dir(sweep.join(PLAN)) else { return Vec::new() };
     let mut warnings: Vec<String> = entries
         .flatten()
         .filter_map(|entry| {

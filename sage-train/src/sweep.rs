@@ -15,13 +15,12 @@ mod slurm;
 mod state;
 mod worker;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use candle_sage::{Error, Result};
 
-use crate::config::{Config, Identity, is_seed, of_attention};
-use crate::quantity::Quantity;
+use crate::config::{Config, Identity, PLAN, differing};
 
 pub use estimate::{Estimate, estimate};
 pub use file::Spec;
@@ -31,9 +30,6 @@ pub use shipped::SHIPPED;
 pub use slurm::script;
 pub use state::State;
 pub use worker::{Limits, Tally, run};
-
-/// The folder in a sweep's that holds what was asked for.
-pub const PLAN: &str = "plan";
 
 /// A run of a sweep.
 #[derive(Debug, Clone)]
@@ -105,65 +101,6 @@ impl Sweep {
         };
         differing(&identities).into_iter().map(axis).collect()
     }
-}
-
-/// The keys in which runs differ. Where a sweep has equal budgets, steps follow from the tokens of a step, and the warm-up
-/// from the steps: they differ in consequence, and are left out.
-pub fn differing(identities: &[&Identity]) -> Vec<String> {
-    let keys: BTreeSet<&String> = identities.iter().flat_map(|identity| identity.keys()).collect();
-    let differs = |key: &&&String| {
-        let mut values = identities.iter().map(|identity| identity.get(**key));
-        let first = values.next().flatten();
-        !values.all(|value| value == first)
-    };
-    // A scheme's settings tell runs of that scheme apart; from runs of another scheme its name does.
-    let within_one = |key: &str| {
-        let mut of_attn: BTreeMap<Option<&String>, BTreeSet<Option<&String>>> = BTreeMap::new();
-        for identity in identities {
-            of_attn.entry(identity.get("attn")).or_default().insert(identity.get(key));
-        }
-        of_attn.values().any(|values| values.len() > 1)
-    };
-    let tells = |key: &str| key == "attn" || !of_attention(key) || within_one(key);
-    let mut keys: Vec<String> =
-        keys.iter().filter(differs).filter(|key| tells(key)).map(|key| (*key).clone()).collect();
-    let follows = |key: &str, from: &str| {
-        let mut values: BTreeMap<Option<&String>, BTreeSet<Option<&String>>> = BTreeMap::new();
-        for identity in identities {
-            values.entry(identity.get(from)).or_default().insert(identity.get(key));
-        }
-        values.values().all(|of_one| of_one.len() == 1)
-    };
-    let budgets = equal_budgets(identities);
-    for key in ["warmup-steps", "sla2-dense-steps", "sla2-router-steps", "steps"] {
-        for from in ["steps", "tokens-per-step"] {
-            let may = key != from && (key != "steps" || budgets);
-            if may && keys.iter().any(|other| other == from) && follows(key, from) {
-                keys.retain(|other| other != key);
-            }
-        }
-    }
-    // Attention first, seeds last.
-    let rank = |key: &String| match key.as_str() {
-        "attn" => 0,
-        key if is_seed(key) => 2,
-        _ => 1,
-    };
-    keys.sort_by_key(rank);
-    keys
-}
-
-/// Whether all see as many tokens, to a step.
-fn equal_budgets(identities: &[&Identity]) -> bool {
-    let number = |identity: &Identity, key: &str| identity.get(key)?.parse::<Quantity>().ok().map(|n| n.0);
-    let budget = |identity: &&Identity| {
-        let step = number(identity, "tokens-per-step")?;
-        Some((number(identity, "steps")?.saturating_mul(step), step))
-    };
-    let budgets: Vec<(u64, u64)> = identities.iter().filter_map(budget).collect();
-    let step = budgets.iter().map(|(_, step)| *step).max().unwrap_or(0);
-    let tokens = || budgets.iter().map(|(tokens, _)| *tokens);
-    tokens().max().unwrap_or(0) - tokens().min().unwrap_or(0) < step.max(1)
 }
 
 /// Longer names are cut: with their endings they must fit what file systems take.

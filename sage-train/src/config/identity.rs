@@ -1,11 +1,12 @@
 //! What makes a run this run: every setting that its results depend on, as it came out.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_sage::Scheme;
 use toml::{Table, Value};
 
 use super::Config;
+use crate::quantity::Quantity;
 
 /// Settings by their keys, in the words of a TOML file.
 pub type Identity = BTreeMap<String, String>;
@@ -87,6 +88,65 @@ pub fn is_seed(key: &str) -> bool {
     key == "seed" || key.ends_with("-seed")
 }
 
+/// The keys in which runs differ. Where a sweep has equal budgets, steps follow from the tokens of a step, and the warm-up
+/// from the steps: they differ in consequence, and are left out.
+pub fn differing(identities: &[&Identity]) -> Vec<String> {
+    let keys: BTreeSet<&String> = identities.iter().flat_map(|identity| identity.keys()).collect();
+    let differs = |key: &&&String| {
+        let mut values = identities.iter().map(|identity| identity.get(**key));
+        let first = values.next().flatten();
+        !values.all(|value| value == first)
+    };
+    // A scheme's settings tell runs of that scheme apart; from runs of another scheme its name does.
+    let within_one = |key: &str| {
+        let mut of_attn: BTreeMap<Option<&String>, BTreeSet<Option<&String>>> = BTreeMap::new();
+        for identity in identities {
+            of_attn.entry(identity.get("attn")).or_default().insert(identity.get(key));
+        }
+        of_attn.values().any(|values| values.len() > 1)
+    };
+    let tells = |key: &str| key == "attn" || !of_attention(key) || within_one(key);
+    let mut keys: Vec<String> =
+        keys.iter().filter(differs).filter(|key| tells(key)).map(|key| (*key).clone()).collect();
+    let follows = |key: &str, from: &str| {
+        let mut values: BTreeMap<Option<&String>, BTreeSet<Option<&String>>> = BTreeMap::new();
+        for identity in identities {
+            values.entry(identity.get(from)).or_default().insert(identity.get(key));
+        }
+        values.values().all(|of_one| of_one.len() == 1)
+    };
+    let budgets = equal_budgets(identities);
+    for key in ["warmup-steps", "sla2-dense-steps", "sla2-router-steps", "steps"] {
+        for from in ["steps", "tokens-per-step"] {
+            let may = key != from && (key != "steps" || budgets);
+            if may && keys.iter().any(|other| other == from) && follows(key, from) {
+                keys.retain(|other| other != key);
+            }
+        }
+    }
+    // Attention first, seeds last.
+    let rank = |key: &String| match key.as_str() {
+        "attn" => 0,
+        key if is_seed(key) => 2,
+        _ => 1,
+    };
+    keys.sort_by_key(rank);
+    keys
+}
+
+/// Whether all see as many tokens, to a step.
+fn equal_budgets(identities: &[&Identity]) -> bool {
+    let number = |identity: &Identity, key: &str| identity.get(key)?.parse::<Quantity>().ok().map(|n| n.0);
+    let budget = |identity: &&Identity| {
+        let step = number(identity, "tokens-per-step")?;
+        Some((number(identity, "steps")?.saturating_mul(step), step))
+    };
+    let budgets: Vec<(u64, u64)> = identities.iter().filter_map(budget).collect();
+    let step = budgets.iter().map(|(_, step)| *step).max().unwrap_or(0);
+    let tokens = || budgets.iter().map(|(tokens, _)| *tokens);
+    tokens().max().unwrap_or(0) - tokens().min().unwrap_or(0) < step.max(1)
+}
+
 fn text(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
@@ -98,7 +158,6 @@ fn text(value: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::quantity::Quantity;
     use crate::settings::{Attn, Settings, SmoothingSetting};
 
     fn identity(settings: Settings) -> Identity {

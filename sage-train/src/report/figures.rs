@@ -14,7 +14,7 @@ use crate::runs::{Run, Status};
 pub const SPIKE: f64 = 8.0;
 
 /// Part of a run that is not looked at to choose what of the vertical axis is shown: losses fall fast at first.
-const SETTLING: f64 = 0.15;
+const SETTLING: f64 = 0.25;
 
 impl Study {
     /// Every chart, by a name for its file.
@@ -221,11 +221,14 @@ fn troubles(run: &Run) -> Vec<(f64, f64)> {
     spikes.chain(last).map(|point| (point.tokens as f64, loss(point.loss))).collect()
 }
 
-/// What the curves are after they have settled.
+/// Where curves and bands are after they have settled.
 fn limits(series: &[Series]) -> Option<(f64, f64)> {
-    let points = || series.iter().flat_map(|series| &series.points);
-    let end = points().map(|(x, _)| *x).fold(0.0, f64::max);
-    let settled = points().filter(|(x, _)| *x >= SETTLING * end).map(|(_, y)| *y);
+    let end = series.iter().flat_map(|series| &series.points).map(|(x, _)| *x).fold(0.0, f64::max);
+    let values = series.iter().flat_map(|series| {
+        let band = series.band.iter().flat_map(|&(x, low, high)| [(x, low), (x, high)]);
+        series.points.iter().copied().chain(band)
+    });
+    let settled = values.filter(|(x, y)| *x >= SETTLING * end && y.is_finite()).map(|(_, y)| y);
     let (low, high) =
         settled.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), y| (low.min(y), high.max(y)));
     (low < high).then_some((low, high))

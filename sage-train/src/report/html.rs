@@ -251,7 +251,7 @@ impl Study {
             section aria-labelledby="speed" {
                 h2 id="speed" { "Speed" }
                 div.scroll tabindex="0" { table {
-                    caption { "Medians over steps: a first step, a validation or a neighbour on the device does not move them." }
+                    caption { "Medians over steps: a first step or a validation does not move them. Runs side by side on one device share its speed and power." }
                     thead { tr {
                         th scope="col" { "arm" }
                         @for head in ["tokens/s", "ms a step", "GPU GiB", "watts", "MHz", "MFU %"] { th.n scope="col" { (head) } }

@@ -7,10 +7,9 @@ use toml::Table;
 
 use super::chart::short;
 use super::statistics::{Mean, Verdict};
-use crate::config::{Identity, is_seed};
+use crate::config::{Identity, differing, is_seed};
 use crate::runs::{Run, Status, median};
 use crate::settings::Attn;
-use crate::sweep::differing;
 
 /// What the caller says about the comparison.
 #[derive(Debug, Clone)]

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use candle_sage::Result;
 
-use super::{PLAN, Planned, Sweep};
-use crate::config::{Config, Identity};
+use super::{Planned, Sweep};
+use crate::config::{Config, Identity, PLAN};
 use crate::lock::Lock;
 use crate::runs::{CONFIG, Ending, METRICS, Run, Status};
 use crate::train::checkpoint;
