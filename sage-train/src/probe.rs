@@ -3,14 +3,16 @@
 //! (Table 1).
 
 pub mod anatomy;
+mod attn_qat;
 mod measures;
+mod sagebwd;
 mod sigma;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use candle_core::{DType, Device, Tensor, Var};
-use candle_sage::{Attention, Error, Result, SageBwd, Scheme};
+use candle_core::{DType, Device, Tensor};
+use candle_sage::{Error, Result, SageBwd, Scheme};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -21,12 +23,14 @@ use crate::settings::{Attn, Settings};
 use crate::trained::{Trained, run_folder};
 use crate::{bar, during, tell};
 
-use anatomy::{Inputs, Product, Quantities, Quantization, bytes, compute, smoothed};
+use anatomy::{Anatomy, Inputs, Low, Quantities, bytes};
+use attn_qat::AttnQatAnatomy;
 pub use measures::{Distance, Sizes};
 use measures::{Sums, outlying};
+use sagebwd::SageBwdAnatomy;
 pub use sigma::{Shape, SigmaRow, sigma_table};
 
-/// What has an error, in the order of the computation: the insides of SageBwd, then the results of any scheme.
+/// What has an error, in the order of the computation.
 pub const QUANTITIES: [&str; 8] = ["delta", "P", "dP", "dS", "O", "dQ", "dK", "dV"];
 
 /// The results among them.
@@ -39,7 +43,7 @@ pub struct Look {
     pub sequences: usize,
     /// A row for each head, and not for each layer alone.
     pub heads: bool,
-    /// What each product alone contributes.
+    /// What each part of the arithmetic contributes alone.
     pub products: bool,
     /// Queries and keys times this.
     pub qk_scale: f64,
@@ -63,12 +67,15 @@ pub struct Row {
     pub head: Option<usize>,
     /// By the names of [`QUANTITIES`]. dK and dV of heads that share a key head are with the first of them.
     pub errors: BTreeMap<String, Distance>,
-    /// How large things are; of SageBwd.
+    /// How large things are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sizes: Option<Sizes>,
-    /// With codes in one product alone: relative L2 of the results that are this head's.
+    /// With one part of the arithmetic in low bits alone: relative L2 of the results that are this head's.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub products: Vec<(Product, [Option<f64>; 4])>,
+    pub products: Vec<(String, [Option<f64>; 4])>,
+    /// The part of the groups of each operand that become zeros, in a scheme with such groups.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub vanished: Vec<(String, f64)>,
 }
 
 /// What was probed, and the errors found.
@@ -127,6 +134,22 @@ pub fn low_bit(scheme: Option<Scheme>, settings: &Settings) -> Scheme {
     }
 }
 
+/// A scheme taken apart.
+fn anatomy_of(scheme: Scheme, token_scales: bool) -> Result<Box<dyn Anatomy>> {
+    match scheme {
+        Scheme::SageBwd(settings) => Ok(Box::new(SageBwdAnatomy { settings, token_scales })),
+        Scheme::AttnQat(_) if token_scales => Err(Error::new("there are no scales of tiles to replace")
+            .got(format!("--token-scales with {scheme}"))
+            .allowed("sagebwd")
+            .hint("leave --token-scales out, or --attn sagebwd")),
+        Scheme::AttnQat(settings) => Ok(Box::new(AttnQatAnatomy { settings })),
+        _ => Err(Error::new("the insides of this scheme are not known here")
+            .got(scheme)
+            .allowed("sagebwd, attn-qat")
+            .hint("--attn names the numerics to probe")),
+    }
+}
+
 /// As [`probe`], of a model on the CPU that was made for training.
 ///
 /// # Errors
@@ -138,19 +161,10 @@ pub fn probe_model(
     (text, cut): (&Mixture, Cut),
     look: Look,
 ) -> Result<Probed> {
-    let sage = match scheme {
-        Scheme::SageBwd(settings) => Some(settings),
-        _ => None,
-    };
-    if sage.is_none() && (look.products || look.token_scales) {
-        return Err(Error::new("the products of this scheme cannot be looked at one by one")
-            .got(scheme)
-            .allowed("sagebwd")
-            .hint("leave --products and --token-scales out for its errors as a whole, or --attn sagebwd"));
-    }
+    let anatomy = anatomy_of(scheme, look.token_scales)?;
     let group = config.heads / config.key_heads;
     let needed = bytes(cut.context, group);
-    if sage.is_some() && needed > available() {
+    if needed > available() {
         return Err(Error::new("there is not enough memory to probe such sequences")
             .got(format!(
                 "{} tokens: {:.1} GiB for one head, {:.1} free",
@@ -173,11 +187,7 @@ pub fn probe_model(
         for tensor in &mut tensors[..2] {
             *tensor = (&*tensor * look.qk_scale).map_err(during("probing"))?;
         }
-        let found = match sage {
-            Some(sage) => insides(&tensors, heads, sage, look),
-            None => results_alone(&tensors, heads, scheme),
-        };
-        let found = found.map_err(during("probing"))?;
+        let found = insides(&tensors, heads, &*anatomy, look).map_err(during("probing"))?;
         rows.extend(found.rows(layer, look.heads));
         bar.inc(1);
     }
@@ -227,7 +237,9 @@ struct Found {
 struct OfHead {
     errors: BTreeMap<&'static str, Sums>,
     sizes: Option<Sizes>,
-    products: BTreeMap<Product, [Option<Sums>; 4]>,
+    /// In the order of the scheme's parts.
+    products: Vec<(&'static str, [Option<Sums>; 4])>,
+    vanished: Vec<(&'static str, f64)>,
     /// Sequences that are in it.
     count: usize,
 }
@@ -235,9 +247,11 @@ struct OfHead {
 impl OfHead {
     fn join(&mut self, other: &Self) {
         other.errors.iter().for_each(|(name, sums)| self.errors.entry(name).or_default().add(*sums));
-        for (product, sums) in &other.products {
-            let into = self.products.entry(*product).or_default();
-            for (into, sums) in into.iter_mut().zip(sums.iter()) {
+        for (n, (part, sums)) in other.products.iter().enumerate() {
+            if self.products.len() == n {
+                self.products.push((*part, [None; 4]));
+            }
+            for (into, sums) in self.products[n].1.iter_mut().zip(sums.iter()) {
                 sums.iter().for_each(|sums| into.get_or_insert_default().add(*sums));
             }
         }
@@ -245,6 +259,13 @@ impl OfHead {
         if let Some(sizes) = &other.sizes {
             let weight = other.count as f64 / self.count as f64;
             self.sizes.get_or_insert(*sizes).join(sizes, weight);
+        }
+        if self.vanished.is_empty() {
+            self.vanished.clone_from(&other.vanished);
+        }
+        let weight = other.count as f64 / self.count as f64;
+        for ((_, into), (_, share)) in self.vanished.iter_mut().zip(&other.vanished) {
+            *into += weight * (share - *into);
         }
     }
 
@@ -258,8 +279,9 @@ impl OfHead {
             products: self
                 .products
                 .iter()
-                .map(|(product, sums)| (*product, sums.map(|sums| Some(of(&sums?).relative_l2))))
+                .map(|(part, sums)| ((*part).to_owned(), sums.map(|sums| Some(of(&sums?).relative_l2))))
                 .collect(),
+            vanished: self.vanished.iter().map(|(name, share)| ((*name).to_owned(), *share)).collect(),
         }
     }
 }
@@ -281,11 +303,11 @@ fn head_of(x: &Tensor, sequence: usize, head: usize) -> candle_core::Result<Vec<
     x.get(sequence)?.narrow(1, head, 1)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
 }
 
-/// Every quantity of SageBwd, in f64.
+/// Every quantity of a scheme, in f64.
 fn insides(
     tensors: &[Tensor; 4],
     [heads, key_heads]: [usize; 2],
-    sage: SageBwd,
+    anatomy: &dyn Anatomy,
     look: Look,
 ) -> candle_core::Result<Found> {
     let (sequences, tokens, _, head_dim) = tensors[0].dims4()?;
@@ -306,28 +328,28 @@ fn insides(
                 Ok(Inputs { rows, tokens, head_dim })
             })
             .collect::<candle_core::Result<Vec<_>>>()?;
-        let of = |products: &[Product]| -> candle_core::Result<Vec<Quantities>> {
-            let how = Quantization { settings: sage, products, token_scales: look.token_scales };
-            let mut all =
-                inputs.iter().map(|inputs| compute(inputs, &how)).collect::<candle_core::Result<Vec<_>>>()?;
+        let of = |low: Low| -> candle_core::Result<Vec<Quantities>> {
+            let all = inputs.iter().map(|inputs| anatomy.compute(inputs, low));
+            let mut all = all.collect::<candle_core::Result<Vec<_>>>()?;
             share(&mut all);
             Ok(all)
         };
-        let (exact, codes) = (of(&[])?, of(&Product::ALL)?);
+        let (exact, codes) = (of(Low::None)?, of(Low::All)?);
         let mut found: Vec<(usize, OfHead)> = (0..group)
             .map(|n| {
                 let errors = errors(&codes[n], &exact[n], n == 0);
-                let sizes = Some(sizes(&inputs[n], &exact[n], &sage));
-                (key * group + n, OfHead { errors, sizes, count: 1, ..OfHead::default() })
+                let sizes = Some(sizes(&inputs[n], &exact[n], anatomy));
+                let vanished = anatomy.vanished(&inputs[n], &exact[n]);
+                (key * group + n, OfHead { errors, sizes, vanished, count: 1, ..OfHead::default() })
             })
             .collect();
         if look.products {
-            for product in Product::ALL {
-                let alone = of(&[product])?;
+            for (part, name) in anatomy.parts().iter().enumerate() {
+                let alone = of(Low::One(part))?;
                 for (n, (_, found)) in found.iter_mut().enumerate() {
                     let got = errors(&alone[n], &exact[n], n == 0);
                     let sums = RESULTS.map(|name| got.get(name).copied());
-                    found.products.insert(product, sums);
+                    found.products.push((*name, sums));
                 }
             }
         }
@@ -390,14 +412,14 @@ fn seen(values: &[f64], len: usize) -> Vec<f64> {
     values.chunks(n).enumerate().flat_map(|(i, row)| &row[..=i]).copied().collect()
 }
 
-fn sizes(inputs: &Inputs, exact: &Quantities, sage: &SageBwd) -> Sizes {
+fn sizes(inputs: &Inputs, exact: &Quantities, anatomy: &dyn Anatomy) -> Sizes {
     let (n, d) = (inputs.tokens, inputs.head_dim);
     let rms = |values: &[f64]| (values.iter().map(|x| x * x).sum::<f64>() / values.len() as f64).sqrt();
     let largest = |values: &[f64]| values.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
     let (p, dp, ds) = (seen(&exact.p, n * n), seen(&exact.dp, n * n), seen(&exact.ds, n * n));
     let apart = exact.dp.chunks(n).enumerate().flat_map(|(i, row)| row[..=i].iter().map(move |x| (i, *x)));
     let apart = apart.fold(0.0, |most: f64, (i, dp)| most.max((dp - exact.delta[i]).abs()));
-    let smoothed = smoothed(inputs, sage);
+    let ([q, k], [tile_q, tile_k]) = (anatomy.smoothed(inputs), anatomy.tiles());
     Sizes {
         rms_p: rms(&p),
         rms_dp: rms(&dp),
@@ -407,41 +429,9 @@ fn sizes(inputs: &Inputs, exact: &Quantities, sage: &SageBwd) -> Sizes {
         largest_q: largest(&inputs.rows[0]),
         largest_k: largest(&inputs.rows[1]),
         largest_logit: largest(&seen(&exact.s, n * n)),
-        outlying_queries: outlying(&smoothed.q, d, sage.tile_q),
-        outlying_keys: outlying(&smoothed.k, d, sage.tile_k),
+        outlying_queries: outlying(&q, d, tile_q),
+        outlying_keys: outlying(&k, d, tile_k),
     }
-}
-
-/// The results of a scheme whose insides are its own.
-fn results_alone(
-    tensors: &[Tensor; 4],
-    [heads, key_heads]: [usize; 2],
-    scheme: Scheme,
-) -> candle_core::Result<Found> {
-    let (exact, got) = (results(Scheme::FullPrecision, tensors)?, results(scheme, tensors)?);
-    let mut all = vec![OfHead::default(); heads];
-    for sequence in 0..tensors[0].dim(0)? {
-        for (n, name) in RESULTS.into_iter().enumerate() {
-            let (count, stride) = if n < 2 { (heads, 1) } else { (key_heads, heads / key_heads) };
-            for head in 0..count {
-                let sums = Sums::of(&head_of(&got[n], sequence, head)?, &head_of(&exact[n], sequence, head)?);
-                all[head * stride].errors.entry(name).or_default().add(sums);
-            }
-        }
-    }
-    Ok(Found { heads: all })
-}
-
-/// Output and gradients with a scheme.
-fn results(scheme: Scheme, [q, k, v, dout]: &[Tensor; 4]) -> candle_core::Result<[Tensor; 4]> {
-    let (q, k, v) = (Var::from_tensor(q)?, Var::from_tensor(k)?, Var::from_tensor(v)?);
-    let out = Attention::new(scheme).causal(true).apply(&q, &k, &v)?;
-    let grads = (&out * dout)?.sum_all()?.backward()?;
-    let grad = |var: &Var| match grads.get(var) {
-        Some(grad) => Ok(grad.clone()),
-        None => candle_core::bail!("attention gave no gradient"),
-    };
-    Ok([out.detach(), grad(&q)?, grad(&k)?, grad(&v)?])
 }
 
 /// As [`probe`], under way: of the weights that a run just wrote.

@@ -189,7 +189,7 @@ impl AttnQat {
 impl PReference {
     /// The reference of a row whose largest base-2 logit is `max`: probabilities are `2^(logit - reference)`.
     #[inline(always)]
-    pub(crate) fn of(self, max: f32) -> f32 {
+    pub fn of(self, max: f32) -> f32 {
         match self {
             Self::RowMax => max.ceil(),
             Self::TwoLevel => max.ceil() - 11.0,

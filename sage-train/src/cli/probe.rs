@@ -37,7 +37,7 @@ pub(super) struct Probe {
     /// Also each head
     #[arg(long)]
     heads: bool,
-    /// Also what each product alone contributes: one in codes, the others exact (sagebwd)
+    /// Also what each part contributes alone: one product (sagebwd) or operand (attn-qat) in low bits, the others exact
     #[arg(long)]
     products: bool,
     /// A scale for each token of Q and K instead of each tile: what it would mend where tokens are outliers (sagebwd)

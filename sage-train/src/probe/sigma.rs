@@ -7,8 +7,9 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
 use serde::Serialize;
 
-use super::anatomy::{Inputs, Quantization, compute};
+use super::anatomy::{Anatomy, Inputs, Low};
 use super::measures::{Distance, Sums};
+use super::sagebwd::SageBwdAnatomy;
 use crate::during;
 
 /// What the random tensors are like; attention is causal.
@@ -65,8 +66,8 @@ fn at(scheme: Scheme, sigma: f64, shape: Shape, device: &Device) -> candle_core:
         let rows = |x: &Tensor| super::head_of(&x.to_device(&Device::Cpu)?, 0, head);
         let [q, k, v, dout] = &tensors;
         let inputs = Inputs { rows: [rows(q)?, rows(k)?, rows(v)?, rows(dout)?], tokens, head_dim };
-        let how = Quantization { settings: SageBwd::default(), products: &[], token_scales: false };
-        let exact = compute(&inputs, &how)?;
+        let exact = SageBwdAnatomy { settings: SageBwd::default(), token_scales: false };
+        let exact = exact.compute(&inputs, Low::None)?;
         let [dq, dk, dv] = &exact.gradients;
         for (n, exact) in [&exact.o, dq, dk, dv].into_iter().enumerate() {
             sums[n].add(Sums::of(&rows(&got[n])?, exact));

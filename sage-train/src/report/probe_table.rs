@@ -37,13 +37,16 @@ pub fn layer_errors(title: &str, probed: &Probed) -> String {
         }
         out.push('\n');
     }
-    let _ = write!(out, "{:<7}", "paper");
-    for name in &names {
-        let at = QUANTITIES.iter().position(|other| other == name).expect("one of them");
-        let _ = write!(out, " {:>16}", cell(PAPER[at].0, PAPER[at].1));
+    // The paper's table is of its own scheme.
+    if probed.scheme.starts_with("SageBwd") {
+        let _ = write!(out, "{:<7}", "paper");
+        for name in &names {
+            let at = QUANTITIES.iter().position(|other| other == name).expect("one of them");
+            let _ = write!(out, " {:>16}", cell(PAPER[at].0, PAPER[at].1));
+        }
+        out += "\n\npaper: the worst layer of a 325M model (arXiv 2603.02170, Table 2)\n";
     }
-    out += "\n\npaper: the worst layer of a 325M model (arXiv 2603.02170, Table 2)\n";
-    out + &sizes(rows) + &products(rows)
+    out + &sizes(rows) + &vanished(rows) + &products(rows)
 }
 
 fn place(row: &Row) -> String {
@@ -86,16 +89,32 @@ fn sizes(rows: &[Row]) -> String {
            tile\n"
 }
 
+/// The groups of NVFP4 that come to nothing.
+fn vanished(rows: &[Row]) -> String {
+    let Some(first) = rows.iter().find(|row| !row.vanished.is_empty()) else { return String::new() };
+    let mut out = format!("\n{:<7}", "layer");
+    first.vanished.iter().for_each(|(name, _)| out += &format!(" {name:>16}"));
+    out.push('\n');
+    for row in rows.iter().filter(|row| !row.vanished.is_empty()) {
+        out += &format!("{:<7}", place(row));
+        row.vanished
+            .iter()
+            .for_each(|(_, share)| out += &format!(" {:>16}", format!("{:.2} %", 100.0 * share)));
+        out.push('\n');
+    }
+    out + "\ngroups of 16 whose scale is zero\n"
+}
+
 fn products(rows: &[Row]) -> String {
     if rows.iter().all(|row| row.products.is_empty()) {
         return String::new();
     }
-    let mut out = format!("\n{:<7} {:<12}", "layer", "codes in");
+    let mut out = format!("\n{:<7} {:<16}", "layer", "in low bits");
     RESULTS.iter().for_each(|name| out += &format!(" {:>17}", format!("{name} L2 (share)")));
     out.push('\n');
     for row in rows.iter().filter(|row| !row.products.is_empty()) {
         for (product, errors) in &row.products {
-            out += &format!("{:<7} {:<12}", place(row), product.formula());
+            out += &format!("{:<7} {product:<16}", place(row));
             for (n, error) in errors.iter().enumerate() {
                 let all: f64 =
                     row.products.iter().filter_map(|(_, errors)| errors[n]).map(|e| e.powi(2)).sum();
@@ -106,7 +125,7 @@ fn products(rows: &[Row]) -> String {
             out.push('\n');
         }
     }
-    out + "\none product in codes, the others exact; share: of the sum of the squares\n"
+    out + "\none part in low bits, the others exact; share: of the sum of the squares\n"
 }
 
 /// Errors on random tensors, as the paper's Table 1 gives them.
@@ -160,11 +179,14 @@ pub fn probe_csv(probes: &[Probed]) -> String {
             for (product, errors) in &row.products {
                 for (name, error) in RESULTS.iter().zip(errors) {
                     let Some(error) = error else { continue };
-                    out += &format!("{start},{},{name},,{error},\n", product.formula());
+                    out += &format!("{start},{},{name},,{error},\n", product);
                 }
             }
             for (name, size) in row.sizes.iter().flat_map(Sizes::named) {
                 out += &format!("{start},,{name},,,{size}\n");
+            }
+            for (name, share) in &row.vanished {
+                out += &format!("{start},{name},vanished_groups,,,{share}\n");
             }
         }
     }

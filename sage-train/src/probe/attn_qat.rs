@@ -1,0 +1,272 @@
+//! The insides of Attn-QAT: attention on NVFP4 values, with those operands in NVFP4 that are asked for.
+
+use candle_sage::nvfp4::{Axis, GROUP, Packed, Scale, e4m3_value};
+use candle_sage::{AttnQat, PReference, Smoothing, ValueGroups};
+
+use super::anatomy::{
+    Anatomy, Inputs, Low, Order, Quantities, logit_gradient, logits, mean, product, row_dots,
+};
+
+/// An operand that Attn-QAT quantizes, by its place in [`PARTS`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Operand {
+    Query,
+    Key,
+    Value,
+    /// P of O = P V.
+    Probability,
+    /// P of dV = P^T dO.
+    ProbabilityAgain,
+}
+
+const PARTS: [&str; 5] = ["Q", "K", "V", "P of O = P V", "P of dV = P^T dO"];
+
+/// Attn-QAT with its settings.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AttnQatAnatomy {
+    /// Smoothing, groups of V, P's reference, and what the backward does.
+    pub(super) settings: AttnQat,
+}
+
+impl AttnQatAnatomy {
+    fn value_axis(&self) -> Axis {
+        match self.settings.value_groups {
+            ValueGroups::HeadDim => Axis::Channels,
+            _ => Axis::Rows,
+        }
+    }
+}
+
+impl Anatomy for AttnQatAnatomy {
+    fn parts(&self) -> &'static [&'static str] {
+        &PARTS
+    }
+
+    fn compute(&self, inputs: &Inputs, low: Low) -> candle_core::Result<Quantities> {
+        let Inputs { rows: [_, _, v, dout], tokens: n, head_dim: d } = inputs;
+        let (n, d, settings) = (*n, *d, &self.settings);
+        let quantized = |operand: Operand| low.has(operand as usize);
+        let of = |x: &[f64], axis: Axis, operand: Operand| {
+            if quantized(operand) { values(&packed(x, d, axis), n) } else { x.to_vec() }
+        };
+        let [q, k] = self.smoothed(inputs);
+        let (q_low, k_low) = (of(&q, Axis::Channels, Operand::Query), of(&k, Axis::Channels, Operand::Key));
+        let v_low = of(v, self.value_axis(), Operand::Value);
+
+        // The forward: probabilities relative to a row's reference, and their sum, which is of those not yet quantized.
+        let s = logits(&q_low, &k_low, n, d)?;
+        let rows = Rows::new(&s, n, settings.p_reference);
+        let p_forward = match quantized(Operand::Probability) {
+            true => rows.quantized(&rows.relative),
+            false => rows.relative.clone(),
+        };
+        let output = |p: &[f64]| -> candle_core::Result<Vec<f64>> {
+            let mut o = product(p, &v_low, (n, n, d), Order::Nn)?;
+            o.chunks_mut(d).zip(&rows.sums).for_each(|(row, sum)| row.iter_mut().for_each(|x| *x /= sum));
+            Ok(o)
+        };
+        let o = output(&p_forward)?;
+        let high_precision = if settings.high_precision_output { output(&rows.relative)? } else { o.clone() };
+
+        // The backward: logits again, of what it is given, under the forward's log-sum-exp.
+        let given = |low: Vec<f64>, exact: Vec<f64>| if settings.matched_recomputation { low } else { exact };
+        let (q, k, v) = (given(q_low, q), given(k_low, k), given(v_low.clone(), v.clone()));
+        let p = rows.probabilities(&logits(&q, &k, n, d)?);
+        let delta = row_dots(dout, &high_precision, d);
+        let again = match settings.requantized_p && quantized(Operand::ProbabilityAgain) {
+            true => rows.quantized_again(&p, settings.p_reference),
+            false => p.clone(),
+        };
+        let dv = product(&again, dout, (n, n, d), Order::Tn)?;
+        let dp = product(dout, &v, (n, d, n), Order::Nt)?;
+        let ds = logit_gradient(&p, &dp, &delta);
+        let scale = 1.0 / (d as f64).sqrt();
+        let scaled = |x: Vec<f64>| -> Vec<f64> { x.into_iter().map(|x| x * scale).collect() };
+        let dq = scaled(product(&ds, &k, (n, n, d), Order::Nn)?);
+        let dk = scaled(product(&ds, &q, (n, n, d), Order::Tn)?);
+        Ok(Quantities { s, p, dp, delta, ds, o, gradients: [dq, dk, dv] })
+    }
+
+    fn smoothed(&self, inputs: &Inputs) -> [Vec<f64>; 2] {
+        let Inputs { rows: [q, k, ..], head_dim: d, .. } = inputs;
+        let mean = if self.settings.smoothing == Smoothing::None { vec![0.0; *d] } else { mean(k, *d) };
+        let less = |row: &[f64]| row.iter().zip(&mean).map(|(x, m)| x - m).collect::<Vec<f64>>();
+        [q.clone(), k.chunks(*d).flat_map(less).collect()]
+    }
+
+    /// Groups do not span tokens, but those of V may.
+    fn tiles(&self) -> [usize; 2] {
+        [GROUP; 2]
+    }
+
+    fn vanished(&self, inputs: &Inputs, exact: &Quantities) -> Vec<(&'static str, f64)> {
+        let (n, d) = (inputs.tokens, inputs.head_dim);
+        let [q, k] = self.smoothed(inputs);
+        let of = |x: &[f64], axis| {
+            let scales = packed(x, d, axis).scales().to_vec();
+            scales.iter().filter(|code| e4m3_value(**code) == 0.0).count() as f64 / scales.len() as f64
+        };
+        let rows = Rows::new(&exact.s, n, self.settings.p_reference);
+        vec![
+            ("Q", of(&q, Axis::Channels)),
+            ("K", of(&k, Axis::Channels)),
+            ("V", of(&inputs.rows[2], self.value_axis())),
+            ("P of O = P V", rows.vanished(&rows.relative)),
+            ("P of dV = P^T dO", rows.vanished(&rows.again(&exact.p, self.settings.p_reference))),
+        ]
+    }
+}
+
+/// In NVFP4, which takes f32.
+fn packed(x: &[f64], columns: usize, axis: Axis) -> Packed {
+    let x: Vec<f32> = x.iter().map(|x| *x as f32).collect();
+    Packed::new(&x, columns, axis)
+}
+
+fn values(packed: &Packed, rows: usize) -> Vec<f64> {
+    packed.rows(0..rows).into_iter().map(f64::from).collect()
+}
+
+/// The rows of the softmax of a square matrix of logits.
+struct Rows {
+    n: usize,
+    /// `2^(logit - reference)`, in base 2.
+    relative: Vec<f64>,
+    references: Vec<f64>,
+    /// Of the relative probabilities.
+    sums: Vec<f64>,
+}
+
+impl Rows {
+    fn new(s: &[f64], n: usize, reference: PReference) -> Self {
+        let (mut relative, mut references, mut sums) = (Vec::with_capacity(n * n), Vec::new(), Vec::new());
+        for row in s.chunks(n) {
+            let largest = row.iter().copied().fold(f64::NEG_INFINITY, f64::max) * std::f64::consts::LOG2_E;
+            let reference = f64::from(reference.of(largest as f32));
+            let start = relative.len();
+            relative.extend(row.iter().map(|x| (x * std::f64::consts::LOG2_E - reference).exp2()));
+            sums.push(relative[start..].iter().sum());
+            references.push(reference);
+        }
+        Self { n, relative, references, sums }
+    }
+
+    /// Other logits' probabilities, under this softmax's sums: they need not add up to 1.
+    fn probabilities(&self, s: &[f64]) -> Vec<f64> {
+        let row = |(row, (reference, sum)): (&[f64], (&f64, &f64))| -> Vec<f64> {
+            row.iter().map(|x| (x * std::f64::consts::LOG2_E - reference).exp2() / sum).collect()
+        };
+        s.chunks(self.n).zip(self.references.iter().zip(&self.sums)).flat_map(row).collect()
+    }
+
+    /// Probabilities as the backward quantizes them: relative to the forward's reference, or, by the paper's text, to the sum.
+    fn again(&self, p: &[f64], reference: PReference) -> Vec<f64> {
+        let factors = self.factors(reference);
+        p.chunks(self.n).zip(factors).flat_map(|(row, factor)| row.iter().map(move |x| x * factor)).collect()
+    }
+
+    fn quantized_again(&self, p: &[f64], reference: PReference) -> Vec<f64> {
+        let quantized = self.quantized(&self.again(p, reference));
+        let rows = quantized.chunks(self.n).zip(self.factors(reference));
+        rows.flat_map(|(row, factor)| row.iter().map(move |x| x / factor)).collect()
+    }
+
+    fn factors(&self, reference: PReference) -> impl Iterator<Item = f64> {
+        let literal = reference == PReference::Literal;
+        self.sums.iter().map(move |sum| if literal { 1.0 } else { *sum })
+    }
+
+    /// Relative probabilities in groups of neighbouring keys.
+    fn quantized(&self, p: &[f64]) -> Vec<f64> {
+        let group = |group: &[f64]| -> Vec<f64> {
+            let scale = scale_of(group);
+            group.iter().map(|x| f64::from(scale.fake_quantize(*x as f32))).collect()
+        };
+        p.chunks(self.n).flat_map(|row| row.chunks(GROUP).flat_map(group)).collect()
+    }
+
+    /// The part of the groups with something in them that become zeros.
+    fn vanished(&self, p: &[f64]) -> f64 {
+        let (mut all, mut gone) = (0usize, 0usize);
+        for group in p.chunks(self.n).flat_map(|row| row.chunks(GROUP)) {
+            if group.iter().any(|x| *x > 0.0) {
+                all += 1;
+                gone += usize::from(scale_of(group).dequant == 0.0);
+            }
+        }
+        gone as f64 / all.max(1) as f64
+    }
+}
+
+fn scale_of(group: &[f64]) -> Scale {
+    Scale::of(group.iter().fold(0f32, |most, x| most.max((*x as f32).abs())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::probe::anatomy::tests::{by_the_op, distance, inputs};
+
+    fn compute(inputs: &Inputs, settings: AttnQat, low: Low) -> Quantities {
+        AttnQatAnatomy { settings }.compute(inputs, low).expect("memory")
+    }
+
+    /// A value that f32 puts on the other side of a midpoint is one step of E2M1 apart: the two differ by a part of what they
+    /// differ from the exact by.
+    #[test]
+    fn with_every_operand_in_nvfp4_it_is_the_op() {
+        for settings in [
+            AttnQat::default(),
+            AttnQat::default().smoothing(Smoothing::K).value_groups(ValueGroups::HeadDim),
+            AttnQat::default().p_reference(PReference::TwoLevel).high_precision_output(false),
+            AttnQat::default().matched_recomputation(false),
+            AttnQat::drop_in(),
+        ] {
+            let inputs = inputs(200, 32, 1.5);
+            let (low, exact) = (compute(&inputs, settings, Low::All), compute(&inputs, settings, Low::None));
+            let op = by_the_op(&inputs, settings);
+            for (n, op) in op.iter().enumerate() {
+                let [ours, exact] = [&low, &exact].map(|x| if n == 0 { &x.o } else { &x.gradients[n - 1] });
+                let (apart, error) = (distance(ours, op), distance(op, exact));
+                assert!(apart < 0.1 * error, "{settings}, result {n}: {apart} apart, error {error}");
+            }
+        }
+    }
+
+    #[test]
+    fn exact_is_exact_and_each_operand_has_an_error_where_it_should() {
+        let inputs = inputs(96, 16, 1.0);
+        let exact = compute(&inputs, AttnQat::default(), Low::None);
+        for row in exact.ds.chunks(96) {
+            assert!(row.iter().sum::<f64>().abs() < 1e-12);
+        }
+        let errors = |operand: Operand| {
+            let got = compute(&inputs, AttnQat::default(), Low::One(operand as usize));
+            let results = |x: &Quantities| [vec![x.o.clone()], x.gradients.to_vec()].concat();
+            let apart =
+                results(&got).iter().zip(results(&exact)).map(|(a, b)| distance(a, &b) > 1e-9).collect();
+            let apart: Vec<bool> = apart;
+            apart
+        };
+        assert_eq!(errors(Operand::Query), [true; 4]);
+        assert_eq!(errors(Operand::Key), [true; 4]);
+        assert_eq!(errors(Operand::Value), [true, true, true, false]);
+        // O' keeps the codes of P out of delta.
+        assert_eq!(errors(Operand::Probability), [true, false, false, false]);
+        assert_eq!(errors(Operand::ProbabilityAgain), [false, false, false, true]);
+    }
+
+    /// Of diffuse attention over many keys nearly every probability is below what E4M3 scales hold, by the paper's text.
+    #[test]
+    fn small_probabilities_vanish_relative_to_the_sum() {
+        let inputs = inputs(1024, 16, 0.1);
+        let of = |reference| {
+            let anatomy = AttnQatAnatomy { settings: AttnQat::default().p_reference(reference) };
+            let exact = anatomy.compute(&inputs, Low::None).expect("memory");
+            let vanished = anatomy.vanished(&inputs, &exact);
+            assert!(vanished[..3].iter().all(|(_, share)| *share < 0.2), "{vanished:?}");
+            vanished[4].1
+        };
+        assert!(of(PReference::Literal) > 0.6 && of(PReference::RowMax) == 0.0);
+    }
+}

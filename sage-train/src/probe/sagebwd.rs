@@ -1,0 +1,297 @@
+//! The insides of SageBwd: every product of attention, with codes in the products that are asked for.
+
+use candle_sage::{SageBwd, Smoothing};
+use half::bf16;
+
+use super::anatomy::{
+    Anatomy, Inputs, Low, Order, Quantities, logit_gradient, mean, product, row_dots, softmax,
+};
+
+/// A product of attention that SageBwd computes in fewer bits, by its place in [`PARTS`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Product {
+    Scores,
+    Output,
+    ValueGradient,
+    /// In bf16.
+    ProbabilityGradient,
+    QueryGradient,
+    KeyGradient,
+}
+
+const PARTS: [&str; 6] = ["S = Q K^T", "O = P V", "dV = P^T dO", "dP = dO V^T", "dQ = dS K", "dK = dS^T Q"];
+
+/// SageBwd with its settings.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SageBwdAnatomy {
+    /// Tiles, smoothing and granularity.
+    pub(super) settings: SageBwd,
+    /// A scale for each token of Q and K, and not for each tile: folded into dS, where dS meets them again.
+    pub(super) token_scales: bool,
+}
+
+/// Queries and keys as they are quantized.
+struct Smoothed {
+    /// Queries less the means of their tiles, where those are taken away.
+    q: Vec<f64>,
+    /// What was taken away, a row for each query.
+    q_means: Vec<f64>,
+    /// Keys less their mean, where that is taken away.
+    k: Vec<f64>,
+}
+
+/// K less its mean, Q less the mean of each tile: softmax does not see the first, the second comes back as a row.
+fn smoothed(inputs: &Inputs, settings: &SageBwd) -> Smoothed {
+    let Inputs { rows: [q, k, ..], tokens: n, head_dim: d } = inputs;
+    let (d, tile) = (*d, settings.tile_q);
+    let k_mean = if settings.smoothing == Smoothing::None { vec![0.0; d] } else { mean(k, d) };
+    let q_means: Vec<f64> = match settings.smoothing {
+        Smoothing::Qk => q.chunks(tile * d).flat_map(|tile| mean(tile, d).repeat(tile.len() / d)).collect(),
+        _ => vec![0.0; n * d],
+    };
+    Smoothed {
+        q: q.iter().zip(&q_means).map(|(x, m)| x - m).collect(),
+        q_means,
+        k: k.chunks(d).flat_map(|row| row.iter().zip(&k_mean).map(|(x, m)| x - m)).collect(),
+    }
+}
+
+impl Anatomy for SageBwdAnatomy {
+    fn parts(&self) -> &'static [&'static str] {
+        &PARTS
+    }
+
+    fn compute(&self, inputs: &Inputs, low: Low) -> candle_core::Result<Quantities> {
+        let Inputs { rows: [_, _, v, dout], tokens: n, head_dim: d } = inputs;
+        let (n, d, settings) = (*n, *d, &self.settings);
+        let SageBwd { granularity, tile_q, tile_k, .. } = *settings;
+        let coded = |product: Product| low.has(product as usize);
+        let codes = |x: &[f64], columns: usize, block: (usize, usize), product: Product| {
+            if coded(product) { quantized(x, columns, block) } else { x.to_vec() }
+        };
+        let scale = 1.0 / (d as f64).sqrt();
+
+        let Smoothed { q: q_smooth, q_means, k: k_smooth } = smoothed(inputs, settings);
+        let rows_of = |tile: usize| if self.token_scales { 1 } else { tile };
+        let q_codes = quantized(&q_smooth, d, (rows_of(tile_q), d));
+        let k_codes = quantized(&k_smooth, d, (rows_of(tile_k), d));
+        let choose =
+            |exact: &[f64], codes: &[f64], product| if coded(product) { codes } else { exact }.to_vec();
+
+        let of_codes = product(
+            &choose(&q_smooth, &q_codes, Product::Scores),
+            &choose(&k_smooth, &k_codes, Product::Scores),
+            (n, d, n),
+            Order::Nt,
+        )?;
+        let of_means = product(&q_means, &k_smooth, (n, d, n), Order::Nt)?;
+        let mut s: Vec<f64> = of_codes.iter().zip(&of_means).map(|(a, b)| (a + b) * scale).collect();
+        for (i, row) in s.chunks_mut(n).enumerate() {
+            row[i + 1..].fill(f64::NEG_INFINITY);
+        }
+        let p = softmax(&s, n);
+
+        // One scale for each row of a tile of P, one for each tile of V.
+        let o = product(
+            &codes(&p, n, (1, tile_k), Product::Output),
+            &codes(v, d, (tile_k, d), Product::Output),
+            (n, n, d),
+            Order::Nn,
+        )?;
+        let delta = row_dots(dout, &o, d);
+        let dv = product(
+            &codes(&p, n, (tile_q, granularity.vectors(tile_k)), Product::ValueGradient),
+            &codes(dout, d, (tile_q, granularity.vectors(d)), Product::ValueGradient),
+            (n, n, d),
+            Order::Tn,
+        )?;
+        let half = |x: &[f64]| -> Vec<f64> {
+            match coded(Product::ProbabilityGradient) {
+                true => x.iter().map(|x| bf16::from_f64(*x).to_f64()).collect(),
+                false => x.to_vec(),
+            }
+        };
+        let dp = product(&half(dout), &half(v), (n, d, n), Order::Nt)?;
+        let ds = logit_gradient(&p, &dp, &delta);
+
+        // The scale of a token lies along the reduction of these products: it is folded into dS, and K and Q are bare codes.
+        let (of_keys, of_queries) =
+            (scales(&k_smooth, d, self.token_scales), scales(&q_smooth, d, self.token_scales));
+        let folded = |by_column: bool, factors: &[f64]| -> Vec<f64> {
+            ds.iter()
+                .enumerate()
+                .map(|(at, x)| x * factors[if by_column { at % n } else { at / n }])
+                .collect()
+        };
+        let bare = |codes: &[f64], factors: &[f64]| -> Vec<f64> {
+            codes
+                .chunks(d)
+                .zip(factors)
+                .flat_map(|(row, f)| row.iter().map(move |x| if *f == 0.0 { 0.0 } else { x / f }))
+                .collect()
+        };
+        let k_rows = choose(&k_smooth, &k_codes, Product::QueryGradient);
+        let dq = product(
+            &codes(&folded(true, &of_keys), n, (granularity.vectors(tile_q), tile_k), Product::QueryGradient),
+            &bare(&k_rows, &of_keys),
+            (n, n, d),
+            Order::Nn,
+        )?;
+        let q_rows = choose(&q_smooth, &q_codes, Product::KeyGradient);
+        let of_q = product(
+            &codes(
+                &folded(false, &of_queries),
+                n,
+                (tile_q, granularity.vectors(tile_k)),
+                Product::KeyGradient,
+            ),
+            &bare(&q_rows, &of_queries),
+            (n, n, d),
+            Order::Tn,
+        )?;
+        let of_q_means = product(&ds, &q_means, (n, n, d), Order::Tn)?;
+        let scaled = |x: Vec<f64>| -> Vec<f64> { x.into_iter().map(|x| x * scale).collect() };
+        let dk = of_q.iter().zip(&of_q_means).map(|(a, b)| a + b).collect();
+        Ok(Quantities { s, p, dp, delta, ds, o, gradients: [scaled(dq), scaled(dk), dv] })
+    }
+
+    fn smoothed(&self, inputs: &Inputs) -> [Vec<f64>; 2] {
+        let Smoothed { q, k, .. } = smoothed(inputs, &self.settings);
+        [q, k]
+    }
+
+    fn tiles(&self) -> [usize; 2] {
+        [self.settings.tile_q, self.settings.tile_k]
+    }
+
+    fn vanished(&self, _: &Inputs, _: &Quantities) -> Vec<(&'static str, f64)> {
+        Vec::new()
+    }
+}
+
+/// The factor of each row that is folded: the largest value of a token, or 1.
+fn scales(rows: &[f64], d: usize, token_scales: bool) -> Vec<f64> {
+    rows.chunks(d).map(|row| if token_scales { largest(row.iter()) / 127.0 } else { 1.0 }).collect()
+}
+
+fn largest<'a>(values: impl Iterator<Item = &'a f64>) -> f64 {
+    values.fold(0.0, |most, x| most.max(x.abs()))
+}
+
+/// `round(x * 127 / max|x|)` times its scale, with one scale for each block of so many rows and columns.
+fn quantized(values: &[f64], columns: usize, (block_rows, block_columns): (usize, usize)) -> Vec<f64> {
+    let (block_rows, block_columns) = (block_rows.max(1), block_columns.max(1));
+    let mut out = values.to_vec();
+    for band in out.chunks_mut(block_rows * columns) {
+        for first in (0..columns).step_by(block_columns) {
+            let width = block_columns.min(columns - first);
+            let most = largest(band.chunks(columns).flat_map(|row| &row[first..first + width]));
+            let scale = most / 127.0;
+            if scale < f64::MIN_POSITIVE {
+                // Probabilities that far down are zeros to any format.
+                band.chunks_mut(columns).for_each(|row| row[first..first + width].fill(0.0));
+                continue;
+            }
+            for row in band.chunks_mut(columns) {
+                row[first..first + width]
+                    .iter_mut()
+                    .for_each(|x| *x = (*x / scale).round_ties_even() * scale);
+            }
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::probe::anatomy::tests::{by_the_op, distance, inputs};
+    use candle_sage::Granularity;
+
+    fn compute(inputs: &Inputs, settings: SageBwd, token_scales: bool, low: Low) -> Quantities {
+        SageBwdAnatomy { settings, token_scales }.compute(inputs, low).expect("memory")
+    }
+
+    /// A code that rounds the other way in f32 is 1/127 of its scale: a few in ten thousand. So the two differ by a small part of
+    /// what they differ from the exact by.
+    #[test]
+    fn with_every_product_in_codes_it_is_the_op() {
+        for (smoothing, granularity) in [
+            (Smoothing::K, Granularity::Vector),
+            (Smoothing::None, Granularity::Tile),
+            (Smoothing::Qk, Granularity::Group(16)),
+        ] {
+            let settings = SageBwd { smoothing, granularity, ..SageBwd::default() };
+            let inputs = inputs(200, 32, 2.0);
+            let codes = compute(&inputs, settings, false, Low::All);
+            let exact = compute(&inputs, settings, false, Low::None);
+            let op = by_the_op(&inputs, settings);
+            for (n, op) in op.iter().enumerate() {
+                let [ours, exact] = [&codes, &exact].map(|x| if n == 0 { &x.o } else { &x.gradients[n - 1] });
+                let (apart, error) = (distance(ours, op), distance(op, exact));
+                assert!(apart < 0.15 * error, "{settings}, result {n}: {apart} apart, error {error}");
+                assert!((distance(ours, exact) / error - 1.0).abs() < 0.05, "{settings}, result {n}");
+            }
+        }
+    }
+
+    #[test]
+    fn exact_is_exact_and_each_product_has_an_error_where_it_should() {
+        let inputs = inputs(96, 16, 1.0);
+        let settings = SageBwd::default();
+        let of = |low, token_scales| compute(&inputs, settings, token_scales, low);
+        let exact = of(Low::None, false);
+        // Rows of dS sum to zero, and folding what is not quantized changes nothing.
+        for row in exact.ds.chunks(96) {
+            assert!(row.iter().sum::<f64>().abs() < 1e-12);
+        }
+        for (a, b) in exact.gradients.iter().zip(&of(Low::None, true).gradients) {
+            assert!(distance(a, b) < 1e-12);
+        }
+        let errors = |product: Product| {
+            let got = of(Low::One(product as usize), false);
+            [&got.gradients[0], &got.gradients[1], &got.gradients[2]]
+                .iter()
+                .zip(&exact.gradients)
+                .map(|(a, b)| distance(a, b) > 1e-9)
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(errors(Product::Scores), [true, true, true]);
+        assert_eq!(errors(Product::Output), [true, true, false]);
+        assert_eq!(errors(Product::ValueGradient), [false, false, true]);
+        assert_eq!(errors(Product::ProbabilityGradient), [true, true, false]);
+        assert_eq!(errors(Product::QueryGradient), [true, false, false]);
+        assert_eq!(errors(Product::KeyGradient), [false, true, false]);
+    }
+
+    /// Logits of a model without QK-norm reach ten thousands; all but one probability of a row are next to nothing then.
+    #[test]
+    fn huge_logits_stay_finite() {
+        let mut inputs = inputs(80, 16, 1.0);
+        inputs.rows[0].iter_mut().for_each(|x| *x *= 3000.0);
+        for low in [Low::None, Low::All] {
+            let got = compute(&inputs, SageBwd::default(), false, low);
+            let all = [&got.p, &got.dp, &got.delta, &got.ds, &got.o].into_iter().chain(&got.gradients);
+            assert!(all.flatten().all(|x| x.is_finite()));
+        }
+    }
+
+    /// One token a hundred times the others takes the range of its tile; a scale for each token gives it back.
+    #[test]
+    fn a_scale_a_token_mends_an_outlier() {
+        let mut inputs = inputs(128, 32, 1.0);
+        for operand in [1, 2] {
+            inputs.rows[operand][70 * 32..71 * 32].iter_mut().for_each(|x| *x *= 100.0);
+        }
+        // A token that all queries see and none looks at.
+        let of = |low, token_scales| compute(&inputs, SageBwd::default(), token_scales, low);
+        let exact = of(Low::None, false);
+        let error = |token_scales| {
+            distance(
+                &of(Low::One(Product::QueryGradient as usize), token_scales).gradients[0],
+                &exact.gradients[0],
+            )
+        };
+        assert!(error(true) < 0.5 * error(false), "{} {}", error(true), error(false));
+    }
+}
