@@ -17,7 +17,7 @@ use candle_sage::{Error, Result};
 use clap::{Parser, Subcommand};
 use toml::Table;
 
-use crate::config::Config;
+use crate::config::{Config, of_attention};
 use crate::data::{Batches, Dataset, known_tokenizer};
 use crate::quantity::Quantity;
 use crate::report::result_table;
@@ -61,7 +61,14 @@ const EXAMPLES: &str = "Examples:
 /// setting is also a key of a TOML file (--config); a flag wins over the file, the file over the
 /// preset. Each run gets a folder of its own with its settings, metrics, loss plot, weights and log.
 #[derive(Debug, Parser)]
-#[command(name = "sage-train", version, after_help = EXAMPLES, args_conflicts_with_subcommands = true, args_override_self = true)]
+#[command(
+    name = "sage-train",
+    version,
+    after_help = EXAMPLES,
+    args_conflicts_with_subcommands = true,
+    args_override_self = true,
+    allow_negative_numbers = true
+)]
 pub struct Cli {
     #[command(subcommand)]
     verb: Option<Verb>,
@@ -197,6 +204,7 @@ impl Train {
         if !lists.is_empty() {
             return self.sweep(file, &lists);
         }
+        let typed = self.settings.clone();
         let (config, found) = match &self.resume {
             Some(path) => {
                 let Resumed { config, found } = Resumed::open(path, self.settings)?;
@@ -205,11 +213,13 @@ impl Train {
             None => (Config::resolve(settle(self.settings.over(file))?)?, None),
         };
         if found.is_none() {
+            check_typed(&typed, &config)?;
             train::check(&config)?;
         }
         if self.dry_run {
             return print(&config.to_string());
         }
+        train::check_machine(&config)?;
         if let Some(path) = &self.write_batches {
             return write_batches(&config, path);
         }
@@ -257,6 +267,36 @@ impl Train {
         let again = Again { retries: goes_on.clone(), goes_on };
         sweep::carry_out(&spec, &sweep, &Limits { jobs: 1, retry: true, ..Limits::default() }, &again)
     }
+}
+
+/// Checks that what was typed has a part in the run.
+fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
+    let table = Table::try_from(typed).unwrap_or_default();
+    let own = config.attn.own_settings(config.model.scheme, config.model.sla2.as_ref());
+    let idle = |key: &&String| {
+        let of_another =
+            key.as_str() != "attn" && of_attention(key) && !own.iter().any(|(name, _)| name == key);
+        of_another && !(config.model.sla2.is_some() && key.starts_with("sla2-"))
+    };
+    if let Some(key) = table.keys().find(idle) {
+        let mut settings: Vec<&str> = own.iter().map(|(name, _)| *name).collect();
+        settings.retain(|name| !name.starts_with("tile"));
+        return Err(Error::new(format!("--{key} is no setting of this attention"))
+            .got(format!("--{key} with --attn {}", config.attn))
+            .allowed(if settings.is_empty() {
+                "none: it has no settings".into()
+            } else {
+                settings.join(", ")
+            })
+            .hint("leave it out, or name the attention that has it: --attn"));
+    }
+    if typed.data.is_some() && typed.corpus_mb.is_some() {
+        return Err(Error::new("the built-in corpus has no part in this run")
+            .got("--corpus-mb with --data")
+            .allowed("one of them")
+            .hint("--corpus-mb is the size of the corpus that a run without --data reads"));
+    }
+    Ok(())
 }
 
 /// The next free number for the folder of a sweep.

@@ -5,8 +5,10 @@ mod preset;
 mod summary;
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use candle_sage::{Error, Result, SageBwd, Scheme};
+use serde::Deserialize;
 
 use crate::checks::{above_zero, in_range};
 use crate::data::{Cut, Tokenizer};
@@ -73,11 +75,19 @@ pub struct Config {
     pub peak_flops: Option<f64>,
 }
 
+/// More than any machine's cores: a mistake.
+const MOST_THREADS: usize = 4096;
+
+/// Micro-batches of a step, at most.
+const MOST_MICRO_BATCHES: u64 = 1 << 16;
+
 /// Which checkpoints are written and kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CheckpointConfig {
     /// Steps between them; 0 for the end only.
     pub every: u64,
+    /// The longest time between them.
+    pub within: Option<Duration>,
     /// How many are kept.
     pub keep_last: usize,
     /// Those of every so many steps are kept as well; 0 for none.
@@ -252,6 +262,9 @@ impl Config {
             probe_every: need(s.probe_every).0,
             checkpoints: CheckpointConfig {
                 every: s.checkpoint_every.unwrap_or(need(s.eval_every)).0,
+                within: Some(in_range("checkpoint-minutes", need(s.checkpoint_minutes), 0.0, 1e6)?)
+                    .filter(|minutes| *minutes > 0.0)
+                    .map(|minutes| Duration::from_secs_f64(60.0 * minutes)),
                 keep_last: in_range("keep-last", need(s.keep_last) as u64, 1, 1 << 20)? as usize,
                 keep_every: need(s.keep_every).0,
             },
@@ -260,12 +273,7 @@ impl Config {
             peak_flops: s.peak_tflops.map(|t| above_zero("peak-tflops", t).map(|t| t * 1e12)).transpose()?,
             settings: s,
         };
-        if config.threads == Some(0) {
-            return Err(Error::new("threads is out of range")
-                .got(0)
-                .allowed("1 and up")
-                .hint("leave it out for all cores"));
-        }
+        config.threads.map(|threads| in_range("threads", threads, 1, MOST_THREADS)).transpose()?;
         config.name.as_deref().map_or(Ok(()), check_name)?;
         let sources = config.data.sources.iter().map(|source| &source.path);
         for path in sources.chain([&config.out]).chain(&config.init_from) {
@@ -294,7 +302,7 @@ impl Config {
             .map_err(|error| error.hint("--config takes a TOML file; every run leaves one, config.toml"))?;
         toml::from_str(&text).map_err(|error| {
             Error::new(format!("cannot use the settings in {}", path.display()))
-                .got(error.to_string().trim_end().replace('\n', "\n           "))
+                .got(in_short(&error))
                 .hint("keys are the long flags without the dashes, e.g. tokens-per-step = \"256k\"")
         })
     }
@@ -302,7 +310,17 @@ impl Config {
     /// The settings as TOML, without the run's name: run again, they make a folder of their own.
     pub fn to_toml(&self) -> String {
         let settings = Settings { name: None, ..self.settings.clone() };
-        toml::to_string(&settings).expect("settings are plain values")
+        let mut table = toml::Table::try_from(&settings).expect("settings are plain values");
+        // What a scheme leaves to its own defaults is said too: those of a later version may be others.
+        for (key, value) in self.attn.own_settings(self.model.scheme, self.model.sla2.as_ref()) {
+            let with = |value: &str| {
+                let mut with = table.clone();
+                with.entry(key).or_insert(value.into());
+                Settings::deserialize(with.clone()).ok().map(|_| with)
+            };
+            table = with(&value).unwrap_or(table);
+        }
+        toml::to_string(&table).expect("settings are plain values")
     }
 
     /// Tokens of an optimizer step.
@@ -345,6 +363,21 @@ fn scheme_of_blocks(scheme: Scheme, sla2: Option<&Sla2Config>) -> Scheme {
     }
 }
 
+/// What is wrong with a TOML file; a key that is not one is told the nearest that is, and not all of them.
+pub fn in_short(error: &toml::de::Error) -> String {
+    let text = error.to_string();
+    let unknown =
+        text.split("unknown field `").nth(1).and_then(|rest| rest.split_once("`, expected one of "));
+    let Some((unknown, known)) = unknown else { return text.trim_end().replace('\n', "\n           ") };
+    let known = known.split(", ").map(|key| key.trim().trim_matches('`'));
+    let nearest =
+        known.map(|key| (strsim::jaro_winkler(unknown, key), key)).max_by(|a, b| a.0.total_cmp(&b.0));
+    let nearest = nearest.filter(|(near, _)| *near > 0.7).map(|(_, key)| format!("; did you mean `{key}`?"));
+    let before = text.split("unknown field").next().unwrap_or("");
+    format!("{before}unknown setting `{unknown}`{}", nearest.unwrap_or_default())
+        .replace('\n', "\n           ")
+}
+
 /// A setting that every preset fills in.
 fn need<T>(setting: Option<T>) -> T {
     setting.expect("presets fill in every setting that is not optional")
@@ -359,7 +392,14 @@ fn model_vocab(preset: Preset, vocab_size: usize) -> usize {
 fn accumulation(tokens_per_step: u64, micro_batch: usize, context: usize) -> Result<usize> {
     let micro = (micro_batch * context) as u64;
     if tokens_per_step.is_multiple_of(micro) {
-        return Ok((tokens_per_step / micro) as usize);
+        let count = tokens_per_step / micro;
+        return match count <= MOST_MICRO_BATCHES {
+            true => Ok(count as usize),
+            false => Err(Error::new("a step has too many micro-batches")
+                .got(format!("{} of {} tokens", grouped(count), grouped(micro)))
+                .allowed(format!("at most {}", grouped(MOST_MICRO_BATCHES)))
+                .hint("--micro-batch makes them larger, --tokens-per-step the step smaller")),
+        };
     }
     let below = tokens_per_step / micro * micro;
     let nearest: Vec<String> = [below, below + micro]

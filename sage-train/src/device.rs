@@ -3,7 +3,7 @@
 mod hardware;
 mod monitor;
 
-pub use hardware::{Hardware, gpus};
+pub use hardware::{Hardware, free_memory, gpus};
 pub use monitor::{Monitor, Reading};
 
 use std::time::Instant;

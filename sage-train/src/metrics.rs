@@ -86,6 +86,25 @@ impl Point {
     }
 }
 
+impl Point {
+    /// A line of a file with this head, as [`Point::csv`] wrote it; nothing of another.
+    pub fn from_csv(head: &str, line: &str) -> Option<Self> {
+        let mut values = serde_json::Map::new();
+        for (name, cell) in head.split(',').zip(line.split(',')).filter(|(_, cell)| !cell.is_empty()) {
+            let number: f64 = cell.parse().ok()?;
+            let value = match name {
+                "step" | "tokens" => (number as u64).into(),
+                "skipped" => (number != 0.0).into(),
+                _ => number.into(),
+            };
+            values.insert(name.into(), value);
+        }
+        (line.split(',').count() == head.split(',').count())
+            .then(|| serde_json::from_value(values.into()).ok())
+            .flatten()
+    }
+}
+
 /// What a run came to.
 #[derive(Debug, Clone)]
 pub struct Outcome {
@@ -103,4 +122,27 @@ pub struct Outcome {
     pub tokens_per_second: f64,
     /// Every step.
     pub points: Vec<Point>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_point_comes_back_from_its_line() {
+        let point = Point {
+            step: 3,
+            tokens: 12_345_678_901,
+            loss: 1.0 / 3.0,
+            skipped: true,
+            val_loss: Some(2.5),
+            seconds: 1e-3,
+            ..Point::default()
+        };
+        let head = Point::csv_head();
+        assert_eq!(Point::from_csv(&head, &point.csv()), Some(point.clone()));
+        for broken in [&point.csv()[1..20], "", "x,y", &point.csv().replace("2.5", "2,5")] {
+            assert_eq!(Point::from_csv(&head, broken), None, "{broken}");
+        }
+    }
 }

@@ -17,7 +17,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::data::{Batches, Cut, Dataset, Mixture, Tokenizer};
-use crate::device::Place;
+use crate::device::{Place, free_memory};
 use crate::model::{Llama, LlamaConfig, Parameters};
 use crate::settings::{Attn, Settings};
 use crate::trained::{Trained, run_folder};
@@ -367,10 +367,7 @@ fn insides(
 
 /// Bytes of memory that are free, or a guess where the system does not say.
 fn available() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
-    kib.map_or(8 << 30, |kib| kib << 10)
+    free_memory().unwrap_or(8 << 30)
 }
 
 /// The gradients of a key head are sums over its query heads: the first one gets them.

@@ -6,8 +6,8 @@ use std::str::FromStr;
 use candle_sage::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// A count. `k`, `m` and `g` stand for 1024, 1024^2 and 1024^3 (64 sequences of 4096 are 256k);
-/// plain numbers are taken as they are, with `_` between digits if you like.
+/// A count. `k`, `m` and `g` stand for 1024, 1024^2 and 1024^3 (64 sequences of 4096 are 256k), `b` for a billion, as tokens
+/// are counted; plain numbers are taken as they are, with `_` between digits or an exponent (`1e6`) if you like.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Quantity(pub u64);
 
@@ -16,7 +16,7 @@ impl FromStr for Quantity {
 
     fn from_str(text: &str) -> Result<Self> {
         let plain: String = text.trim().to_ascii_lowercase().chars().filter(|c| *c != '_').collect();
-        let (digits, unit) = match plain.strip_suffix(['k', 'm', 'g']) {
+        let (digits, unit) = match plain.strip_suffix(['k', 'm', 'g', 'b']) {
             Some(digits) => (digits, &plain[digits.len()..]),
             None => (plain.as_str(), ""),
         };
@@ -24,23 +24,24 @@ impl FromStr for Quantity {
             "k" => 1 << 10,
             "m" => 1 << 20,
             "g" => 1 << 30,
+            "b" => 1_000_000_000,
             _ => 1,
         };
-        let value = match digits.split_once('.') {
+        let value = match digits.contains(['.', 'e']) {
             _ if !digits.starts_with(|c: char| c.is_ascii_digit()) => None,
-            None => digits.parse::<u64>().ok().and_then(|n| n.checked_mul(unit)),
-            // 1.5k is 1536; a fraction that is not a whole number is a mistake.
-            Some(_) => digits
+            false => digits.parse::<u64>().ok().and_then(|n| n.checked_mul(unit)),
+            // 1.5k is 1536 and 2.1m, as people write it, 2,202,010; a plain fraction is a mistake.
+            true => digits
                 .parse::<f64>()
                 .ok()
                 .map(|x| x * unit as f64)
-                .filter(|x| x.fract() == 0.0 && *x < 1e18)
-                .map(|x| x as u64),
+                .filter(|x| (x.fract() == 0.0 || unit > 1) && *x < 1e18)
+                .map(|x| x.round() as u64),
         };
         value.map(Quantity).ok_or_else(|| {
             Error::new("not a count")
                 .got(format!("`{text}`"))
-                .allowed("a whole number, or one with k (1024), m (1024k) or g (1024m)")
+                .allowed("a whole number, also as 1e6, or one with k (1024), m (1024k), g (1024m) or b (a billion)")
                 .hint("256k is 262,144: 64 sequences of 4096")
         })
     }
@@ -122,12 +123,29 @@ mod tests {
             ("1.5k", 1536),
             ("0", 0),
             ("1_000", 1000),
+            ("78B", 78_000_000_000),
+            ("1e6", 1_000_000),
+            ("2.1M", 2_202_010),
         ] {
             assert_eq!(text.parse(), Ok(Quantity(value)), "{text}");
         }
-        for bad in
-            ["", "k", "-1", "1.3", "x", "1kk", "1t", "1e6", "99999999999g", "1,5k", "262,144", "inf", "nan"]
-        {
+        for bad in [
+            "",
+            "k",
+            "-1",
+            "1.3",
+            "x",
+            "1kk",
+            "1t",
+            "1.5e0",
+            "e6",
+            "1e19",
+            "99999999999g",
+            "1,5k",
+            "262,144",
+            "inf",
+            "nan",
+        ] {
             assert!(bad.parse::<Quantity>().is_err(), "{bad}");
         }
     }

@@ -337,6 +337,9 @@ pub struct Settings {
     /// Steps between checkpoints; 0 saves at the end only [default: as eval-every]
     #[arg(long, value_name = "N", help_heading = "Run")]
     pub checkpoint_every: Option<Quantity>,
+    /// Minutes after which a checkpoint is written in any case; 0 for none [default: 10]
+    #[arg(long, value_name = "MINUTES", help_heading = "Run")]
+    pub checkpoint_minutes: Option<f64>,
     /// Checkpoints that are kept, the last ones [default: 2]
     #[arg(long, value_name = "N", help_heading = "Run")]
     pub keep_last: Option<usize>,
@@ -447,6 +450,7 @@ impl Settings {
             eval_tokens,
             probe_every,
             checkpoint_every,
+            checkpoint_minutes,
             keep_last,
             keep_every,
             sample_tokens,

@@ -2,7 +2,7 @@
 //! sweep's process is gone.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 #[cfg(unix)]
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,8 @@ use candle_sage::Result;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::during;
+#[cfg(unix)]
+use crate::tell;
 
 /// What a second signal does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,7 +60,9 @@ fn listen(seen: Arc<Seen>, second: Second) -> std::io::Result<()> {
                 continue;
             }
             let _ = seen.first.compare_exchange(0, signal as usize, Ordering::Relaxed, Ordering::Relaxed);
-            if seen.times.fetch_add(1, Ordering::Relaxed) > 0 && second == Second::Ends {
+            if seen.times.fetch_add(1, Ordering::Relaxed) == 0 {
+                tell(&format!("stopping: {} first; once more ends it at once", doing_now()));
+            } else if second == Second::Ends {
                 std::process::exit(128 + signal);
             }
         }
@@ -92,6 +96,25 @@ fn hang_up() -> Option<i32> {
 #[cfg(all(unix, not(target_os = "linux")))]
 fn hang_up() -> Option<i32> {
     None
+}
+
+static DOING: Mutex<String> = Mutex::new(String::new());
+
+/// Says what a signal will wait for: `step 3 of 300`.
+pub fn doing(what: &str) {
+    let mut doing = DOING.lock().unwrap_or_else(PoisonError::into_inner);
+    doing.clear();
+    doing.push_str(what);
+}
+
+#[cfg(unix)]
+fn doing_now() -> String {
+    let doing = DOING.lock().unwrap_or_else(PoisonError::into_inner);
+    if doing.is_empty() {
+        "what is under way is finished".into()
+    } else {
+        format!("{doing} is finished and saved")
+    }
 }
 
 /// The signal that asked to stop.

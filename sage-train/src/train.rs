@@ -7,6 +7,7 @@ mod run_dir;
 mod stop;
 mod trainer;
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use candle_core::Device;
@@ -14,7 +15,7 @@ use candle_sage::{Error, Result};
 
 use crate::config::Config;
 use crate::data::{Dataset, Feed, source};
-use crate::device::{Hardware, memory, reset_peak};
+use crate::device::{Hardware, Place, free_memory, memory, reset_peak};
 use crate::evaluate::{Evaluation, evaluate};
 use crate::hf;
 use crate::metrics::{Outcome, Point};
@@ -26,7 +27,7 @@ use crate::sample::{Sampling, sample};
 use crate::signals::Second;
 use crate::{during, partial, signals, tell, writing};
 
-use checkpoint::{Checkpoints, Found};
+use checkpoint::{Belongs, Checkpoints, Found};
 use guard::Recent;
 use progress::Progress;
 use run_dir::{RunDir, write_json};
@@ -39,7 +40,6 @@ use trainer::{STOP_HINT, Trainer};
 /// # Errors
 /// When it does not, or cannot.
 pub fn check(config: &Config) -> Result<()> {
-    config.device.check()?;
     for source in &config.data.sources {
         source::find(&source.path, &config.out)?;
     }
@@ -60,16 +60,12 @@ pub fn check(config: &Config) -> Result<()> {
 /// case nothing is updated any more, and the folder keeps the metrics, their plot, the reason, and the
 /// weights of the last validation. When the run is interrupted by a signal: it is saved then.
 pub fn run(config: &Config, resumed: Option<&Found>) -> std::result::Result<Outcome, Stop> {
-    signals::watch(Second::Ends)?;
+    try_out(config)?;
     let device = config.device.open()?;
     let started = Instant::now();
     let mut progress = Progress::new(config.steps);
+    // Until the first step there is nothing to save, and a signal ends the program as it does any other.
     let data = Dataset::load(&config.data, &|line| progress.say(line))?;
-    if let Some(signal) = signals::received() {
-        return Err(Stop::Interrupted(
-            Error::new("interrupted before the first step").got(format!("signal {signal}")),
-        ));
-    }
     let fingerprint = data.fingerprint()?;
     let first = resumed.map_or(0, |found| found.about.step);
     if let Some(found) = resumed {
@@ -94,7 +90,11 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> std::result::Result<Outc
         Some(found) => RunDir::reopen(&found.run, first)?,
         None => (RunDir::create(config)?, Vec::new()),
     };
+    signals::watch(Second::Ends)?;
     progress.log_to(folder.log()?);
+    if let Some(found) = resumed {
+        tell_of_course(found, config, &progress);
+    }
     if first > 0 {
         progress.say(&match first == config.steps {
             true => format!("all {first} steps are done; --steps makes the run longer"),
@@ -113,7 +113,8 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> std::result::Result<Outc
     let start = Start::now(config, &data, fingerprint.clone(), &Hardware::of(&device), first);
     folder.add_json(STARTS, start)?;
     partial::file(&folder.path().join("tokenizer.json"), |partial| data.tokenizer.save(partial))?;
-    let checkpoints = Checkpoints::new(folder.path(), fingerprint, config.checkpoints)?;
+    let belongs = Belongs { data: fingerprint, settings: config.identity() };
+    let checkpoints = Checkpoints::new(folder.path(), belongs, config.checkpoints)?;
 
     let trainer =
         Trainer::new(config, &data, &parameters, &device).map_err(during("cannot make the model"))?;
@@ -157,6 +158,49 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> std::result::Result<Outc
         tell(&format!("warning: {error}"));
     }
     ended
+}
+
+/// Checks what a plan needs not have: a device, and memory for what can be reckoned beforehand, which is the built-in corpus
+/// with its tokens, and on a CPU the model.
+///
+/// # Errors
+/// When this build or this machine lacks it.
+pub fn check_machine(config: &Config) -> Result<()> {
+    config.device.check()?;
+    let corpus = if config.data.sources.is_empty() { 2 * config.data.corpus_bytes } else { 0 };
+    let model = if config.device == Place::Cpu { config.memory().total() } else { 0 };
+    let needed = corpus.saturating_add(model);
+    match free_memory() {
+        Some(free) if needed > free => {
+            let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30));
+            Err(Error::new("this machine has not the memory for the run")
+                .got(format!("about {}: text and tokens {}, model {}", gib(needed), gib(corpus), gib(model)))
+                .allowed(format!("{}, which are free", gib(free)))
+                .hint("--corpus-mb, --micro-batch, --context and --recompute block make it smaller; shards (data prepare) are not held"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Checks that the folder of runs can be written, or made, before anything long begins.
+fn try_out(config: &Config) -> Result<()> {
+    let there =
+        config.out.ancestors().find(|folder| folder.is_dir()).filter(|folder| !folder.as_os_str().is_empty());
+    let there = there.unwrap_or(Path::new("."));
+    let probe = there.join(format!(".sage-train-tries.{}", std::process::id()));
+    std::fs::write(&probe, "").and_then(|()| std::fs::remove_file(&probe)).map_err(writing(&config.out))
+}
+
+/// Says that the learning rate's course is not the one that was begun.
+fn tell_of_course(found: &Found, config: &Config, progress: &Progress) {
+    let then = found.about.settings.as_ref();
+    let steps = then.and_then(|then| then.get("steps")?.parse::<u64>().ok());
+    if let Some(steps) = steps.filter(|steps| *steps != config.steps) {
+        progress.say(&format!(
+            "the run was planned for {steps} steps: from here on the learning rate takes the course of a run of {}",
+            config.steps
+        ));
+    }
 }
 
 /// From a checkpoint, from another's folder, or drawn.
@@ -217,7 +261,9 @@ impl Run<'_> {
         let ahead = self.trainer.runs_ahead();
         let (mut aside, mut under_way) = (Duration::ZERO, None);
         let started = Instant::now();
+        let mut saved_at = started;
         for step in self.first..config.steps {
+            signals::doing(&format!("step {} of {}", step + 1, config.steps));
             let limits = config.skip_spikes.and_then(|z| Some(Recent::before(step, &self.points)?.limits(z)));
             let launched = self.trainer.launch(step, limits, feed);
             // What the last step came to is kept, whatever became of this one.
@@ -230,7 +276,8 @@ impl Run<'_> {
             let due = |every: u64| last || (every > 0 && (step + 1).is_multiple_of(every));
             let probes = config.probe_every > 0 && due(config.probe_every);
             let (validates, signal) = (probes || due(config.eval_every), signals::received());
-            let saves = due(config.checkpoints.every) || signal.is_some();
+            let late = config.checkpoints.within.is_some_and(|within| saved_at.elapsed() >= within);
+            let saves = due(config.checkpoints.every) || late || signal.is_some();
             let Some(launched) = under_way.take_if(|_| validates || saves || !ahead) else { continue };
             let mut point = self.trainer.collect(launched)?;
             let collected = Instant::now();
@@ -242,6 +289,9 @@ impl Run<'_> {
                 self.probe(step + 1);
             }
             let saved = if saves { self.checkpoint(step + 1) } else { Ok(()) };
+            if saves {
+                saved_at = Instant::now();
+            }
             match (saved, signal) {
                 (saved, Some(signal)) if !last => {
                     saved.and_then(|()| self.checkpoints.wait())?;

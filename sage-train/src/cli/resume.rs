@@ -1,17 +1,20 @@
 //! Going on with a run.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use candle_sage::{Error, Result};
 use toml::{Table, Value};
 
-use crate::config::Config;
+use crate::config::{Config, Identity};
 use crate::during;
 use crate::settings::Settings;
 use crate::train::checkpoint::Found;
 
 /// What may change under way: how long, how fast and how closely watched; not the model, its data or its batches.
-const MAY_CHANGE: [&str; 23] = [
+// Where the data lies may change too: the checkpoint knows what it was.
+const MAY_CHANGE: [&str; 25] = [
+    "data",
     "steps",
     "tokens",
     "lr",
@@ -30,6 +33,7 @@ const MAY_CHANGE: [&str; 23] = [
     "eval-tokens",
     "probe-every",
     "checkpoint-every",
+    "checkpoint-minutes",
     "keep-last",
     "keep-every",
     "sample-tokens",
@@ -58,6 +62,7 @@ impl Resumed {
                 .allowed(MAY_CHANGE.join(", "))
                 .hint("for another model or other data begin a new run: --init-from takes an exported one"));
         }
+        check_settings(&found, &Config::resolve(saved)?)?;
         let mut config = Config::resolve(merged)?;
         if config.data.tokenizer.is_some() {
             // The run has a copy: where it came from may be gone. Its settings stay what they were.
@@ -65,6 +70,23 @@ impl Resumed {
         }
         Ok(Self { config, found })
     }
+}
+
+/// Checks that the run's `config.toml` says what the run was when the checkpoint was written.
+fn check_settings(found: &Found, config: &Config) -> Result<()> {
+    let Some(then) = &found.about.settings else { return Ok(()) };
+    let now = config.identity();
+    let keys: BTreeSet<&String> = then.keys().chain(now.keys()).collect();
+    // Data is known by what it is.
+    let free = |key: &str| MAY_CHANGE.contains(&key) || ["tokenizer", "text-field"].contains(&key);
+    let Some(key) = keys.into_iter().find(|key| !free(key) && then.get(*key) != now.get(*key)) else {
+        return Ok(());
+    };
+    let show = |all: &Identity| all.get(key).map_or("not set".into(), Clone::clone);
+    Err(Error::new("the run's settings were changed since the checkpoint was written")
+        .got(format!("{key} = {} in {}", show(&now), found.run.join("config.toml").display()))
+        .allowed(format!("{key} = {}", show(then)))
+        .hint("put it back; for another model begin a new run: --config takes the changed file"))
 }
 
 fn table(settings: &Settings) -> Result<Table> {
@@ -87,7 +109,7 @@ mod tests {
         let config = Config::resolve(Settings { preset: Some(Preset::Tiny), ..Settings::default() })
             .expect("a preset");
         let known = table(&config.settings).expect("plain values");
-        let unset = ["tokens", "checkpoint-every", "threads", "peak-tflops", "warmup-steps"];
+        let unset = ["data", "tokens", "checkpoint-every", "threads", "peak-tflops", "warmup-steps"];
         for key in MAY_CHANGE {
             assert!(known.contains_key(key) || unset.contains(&key), "{key}");
         }

@@ -13,7 +13,7 @@ pub type Identity = BTreeMap<String, String>;
 
 /// Settings that say where a run is, how long its parts take and how closely it is watched, and not what it computes; and
 /// those that another key stands for.
-const LEFT_OUT: [&str; 21] = [
+const LEFT_OUT: [&str; 22] = [
     "preset",
     "name",
     "out",
@@ -23,6 +23,7 @@ const LEFT_OUT: [&str; 21] = [
     "eval-every",
     "probe-every",
     "checkpoint-every",
+    "checkpoint-minutes",
     "keep-last",
     "keep-every",
     "sample-tokens",

@@ -155,6 +155,7 @@ pub(super) fn defaults(preset: Preset) -> Settings {
         eval_tokens: Some(Quantity(size.eval_tokens)),
         probe_every: Some(Quantity(0)),
         checkpoint_every: None,
+        checkpoint_minutes: Some(10.0),
         keep_last: Some(2),
         keep_every: Some(Quantity(0)),
         sample_tokens: Some(160),

@@ -330,7 +330,10 @@ impl Snapshot {
                 tensors.insert(format!("{prefix}{}", spec.name), tensor);
             }
         }
-        candle_core::safetensors::save(&tensors, path)
+        // The library makes files that only their owner may read; these are as open as any other.
+        let permissions = std::fs::File::create(path)?.metadata()?.permissions();
+        candle_core::safetensors::save(&tensors, path)?;
+        Ok(std::fs::set_permissions(path, permissions)?)
     }
 }
 

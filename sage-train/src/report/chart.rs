@@ -4,6 +4,8 @@
 //! a marker, so that colour and marker together repeat after 28 series.
 //! A page may restyle them for the dark by their values: see [`STYLE`].
 
+use std::ops::RangeInclusive;
+
 use candle_sage::{Error, Result};
 use plotters::coord::Shift;
 use plotters::prelude::*;
@@ -116,6 +118,27 @@ impl Chart {
         Ok([(0.0, x.1 * 1.02), (y.0 - margin, y.1 + margin)])
     }
 
+    /// Where names hide the fewest points.
+    fn free_corner(&self, x: (f64, f64), y: (f64, f64)) -> SeriesLabelPosition {
+        // Their room in parts of the axes; the first of those that are as good.
+        let places = [
+            (SeriesLabelPosition::UpperRight, 0.75..=1.0, 0.7..=1.0),
+            (SeriesLabelPosition::MiddleRight, 0.75..=1.0, 0.35..=0.65),
+            (SeriesLabelPosition::LowerRight, 0.75..=1.0, 0.0..=0.3),
+            (SeriesLabelPosition::UpperLeft, 0.0..=0.25, 0.7..=1.0),
+            (SeriesLabelPosition::LowerLeft, 0.0..=0.25, 0.0..=0.3),
+        ];
+        let part = |value: f64, (low, high): (f64, f64)| (value - low) / (high - low);
+        let points = || self.series.iter().flat_map(|series| series.points.iter().chain(&series.crosses));
+        let hidden = |columns: &RangeInclusive<f64>, rows: &RangeInclusive<f64>| {
+            points()
+                .filter(|&&(at, value)| columns.contains(&part(at, x)) && rows.contains(&part(value, y)))
+                .count()
+        };
+        let best = places.into_iter().min_by_key(|(_, columns, rows)| hidden(columns, rows));
+        best.map_or(SeriesLabelPosition::UpperRight, |(place, ..)| place)
+    }
+
     fn draw(&self, svg: &mut String) -> std::result::Result<(), Box<dyn std::error::Error>> {
         let [x, y] = self.ranges()?;
         let root: DrawingArea<SVGBackend<'_>, Shift> = SVGBackend::with_string(svg, SIZE).into_drawing_area();
@@ -173,7 +196,7 @@ impl Chart {
         }
         chart
             .configure_series_labels()
-            .position(SeriesLabelPosition::UpperRight)
+            .position(self.free_corner(x, y))
             .background_style(WHITE.mix(0.9))
             .border_style(GRID)
             .label_font(("sans-serif", 14).into_font().color(&INK))

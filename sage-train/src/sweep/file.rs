@@ -6,7 +6,7 @@ use candle_sage::{Error, Result};
 use serde::Deserialize;
 use toml::{Table, Value};
 
-use crate::config::Config;
+use crate::config::{Config, in_short};
 use crate::during;
 use crate::quantity::Quantity;
 use crate::settings::{Preset, Settings};
@@ -60,7 +60,7 @@ impl Spec {
     pub fn parse(text: &str, name: &str) -> Result<Self> {
         toml::from_str(text).map_err(|error| {
             Error::new(format!("cannot use the sweep in {name}"))
-                .got(error.to_string().trim_end().replace('\n', "\n           "))
+                .got(in_short(&error))
                 .allowed("about, baseline, [settings], [grid], [[points]]")
                 .hint("keys of [settings], [grid] and [[points]] are the long flags without the dashes, e.g. seed = [1, 2, 3]")
         })
@@ -126,7 +126,7 @@ fn merged(mut layers: [Settings; 5]) -> Settings {
 fn settings(table: &Table, place: &str) -> Result<Settings> {
     Settings::deserialize(table.clone()).map_err(|error| {
         Error::new(format!("not settings, in {place} of a sweep"))
-            .got(error.to_string().trim_end().replace('\n', "\n           "))
+            .got(in_short(&error))
             .allowed("keys that are the long flags of sage-train without the dashes, and their values")
             .hint("lists of values belong in [grid] or [[points]]")
     })

@@ -71,6 +71,7 @@ struct Job {
 /// When the folder cannot be written, or no child be started.
 pub fn run(sweep: &Sweep, limits: &Limits) -> Result<Tally> {
     signals::watch(Second::IsNoted)?;
+    signals::doing("every run's step");
     let plan = sweep.plan_folder();
     std::fs::create_dir_all(&plan).map_err(writing(&plan))?;
     let places = sweep.places();

@@ -13,7 +13,7 @@ use candle_sage::{Error, Result};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::config::{CheckpointConfig, Config};
+use crate::config::{CheckpointConfig, Config, Identity};
 use crate::data::shard::hex;
 use crate::lock::Lock;
 use crate::model::{Parameters, Snapshot};
@@ -38,20 +38,31 @@ pub struct About {
     pub data: String,
     state_bytes: u64,
     state_sha256: String,
+    /// What the run is: [`Config::identity`]. Earlier versions did not say it.
+    #[serde(default)]
+    pub settings: Option<Identity>,
+}
+
+/// What a checkpoint belongs to.
+#[derive(Debug, Clone)]
+pub(super) struct Belongs {
+    /// [`crate::data::Dataset::fingerprint`].
+    pub(super) data: String,
+    pub(super) settings: Identity,
 }
 
 /// Writes a run's checkpoints, one at a time, beside the training.
 #[derive(Debug)]
 pub(super) struct Checkpoints {
     folder: PathBuf,
-    data: String,
+    belongs: Belongs,
     config: CheckpointConfig,
     writing: Option<JoinHandle<Result<()>>>,
 }
 
 impl Checkpoints {
     /// For a run that was trained on this data. What an interrupted writer left is removed.
-    pub(super) fn new(run: &Path, data: String, config: CheckpointConfig) -> Result<Self> {
+    pub(super) fn new(run: &Path, belongs: Belongs, config: CheckpointConfig) -> Result<Self> {
         let folder = run.join(FOLDER);
         std::fs::create_dir_all(&folder).map_err(writing(&folder))?;
         for entry in std::fs::read_dir(&folder).map_err(writing(&folder))?.flatten() {
@@ -59,15 +70,15 @@ impl Checkpoints {
                 std::fs::remove_dir_all(entry.path()).map_err(writing(&entry.path()))?;
             }
         }
-        Ok(Self { folder, data, config, writing: None })
+        Ok(Self { folder, belongs, config, writing: None })
     }
 
     /// Starts to write a checkpoint. The one before must have been waited for.
     pub(super) fn save(&mut self, step: u64, snapshot: impl FnOnce() -> Result<Snapshot>) -> Result<()> {
         let snapshot = snapshot()?;
-        let (folder, data, config) = (self.folder.clone(), self.data.clone(), self.config);
+        let (folder, belongs, config) = (self.folder.clone(), self.belongs.clone(), self.config);
         self.writing = Some(std::thread::spawn(move || {
-            write(&folder, step, data, &snapshot)?;
+            write(&folder, step, belongs, &snapshot)?;
             prune(&folder, config)
         }));
         Ok(())
@@ -91,9 +102,9 @@ fn name(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-fn write(folder: &Path, step: u64, data: String, snapshot: &Snapshot) -> Result<()> {
+fn write(folder: &Path, step: u64, belongs: Belongs, snapshot: &Snapshot) -> Result<()> {
     let partial = folder.join(name(step) + PARTIAL);
-    let written = write_into(&partial, step, data, snapshot).and_then(|()| {
+    let written = write_into(&partial, step, belongs, snapshot).and_then(|()| {
         let path = folder.join(name(step));
         std::fs::rename(&partial, &path).map_err(writing(&path))?;
         sync(folder)
@@ -109,13 +120,14 @@ fn write(folder: &Path, step: u64, data: String, snapshot: &Snapshot) -> Result<
     })
 }
 
-fn write_into(partial: &Path, step: u64, data: String, snapshot: &Snapshot) -> Result<()> {
+fn write_into(partial: &Path, step: u64, belongs: Belongs, snapshot: &Snapshot) -> Result<()> {
     std::fs::create_dir(partial).map_err(writing(partial))?;
     let state = partial.join(STATE);
     snapshot.save(&state).map_err(writing(&state))?;
     sync(&state)?;
     let (state_bytes, state_sha256) = digest(&state).map_err(writing(&state))?;
-    let about = About { version: VERSION, step, data, state_bytes, state_sha256 };
+    let Belongs { data, settings } = belongs;
+    let about = About { version: VERSION, step, data, state_bytes, state_sha256, settings: Some(settings) };
     let about = serde_json::to_string_pretty(&about).expect("plain values");
     for (name, text) in [(ABOUT, about.as_str()), (MARKER, &hex(&Sha256::digest(&about)))] {
         let path = partial.join(name);

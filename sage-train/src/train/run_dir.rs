@@ -14,7 +14,7 @@ use crate::metrics::Point;
 use crate::probe::Probed;
 use crate::report::EventFile;
 use crate::runs::{METRICS, PROBES, json_lines};
-use crate::{during, partial, writing};
+use crate::{during, partial, tell, writing};
 
 const CSV: &str = "metrics.csv";
 
@@ -63,21 +63,31 @@ impl RunDir {
         }
         let file = path.join(METRICS);
         let text = std::fs::read(&file).map_err(during(format!("cannot read {}", file.display())))?;
-        let mut points = Vec::new();
-        for line in text.split(|&byte| byte == b'\n') {
-            match serde_json::from_slice::<Point>(line) {
-                Ok(point) if point.step == points.len() as u64 + 1 && point.step <= step => {
-                    points.push(point)
-                }
-                // What a run that was cut off did not finish to write.
-                _ => break,
+        // What a run that was cut off did not finish to write ends them.
+        let first_of = |points: &mut dyn Iterator<Item = Option<Point>>| -> Vec<Point> {
+            let whole = points.map_while(|point| point).zip(1..=step);
+            whole.map_while(|(point, n)| (point.step == n).then_some(point)).collect()
+        };
+        let lines = text.split(|&byte| byte == b'\n');
+        let mut points = first_of(&mut lines.map(|line| serde_json::from_slice(line).ok()));
+        if points.len() as u64 != step {
+            // A damaged line: the same numbers stand in the other file.
+            let csv = std::fs::read_to_string(path.join(CSV)).unwrap_or_default();
+            let mut lines = csv.lines();
+            let head = lines.next().unwrap_or_default();
+            let others = first_of(&mut lines.map(|line| Point::from_csv(head, line)));
+            if others.len() as u64 == step {
+                tell(&format!("{} is damaged, and made again from {CSV}", file.display()));
+                points = others;
             }
         }
         if points.len() as u64 != step {
             return Err(Error::new("the run's metrics end before its checkpoint")
                 .got(format!("{}: {} whole steps from the first on", file.display(), points.len()))
                 .allowed(format!("at least {step}"))
-                .hint("is the file damaged? Steps that are lost cannot be plotted: the run does not go on without them"));
+                .hint(format!(
+                    "is the file damaged? {CSV} is no help either; a copy of one of them is, or a new run"
+                )));
         }
         let probes = path.join(PROBES);
         if probes.exists() {

@@ -321,7 +321,9 @@ fn what_is_not_a_whole_checkpoint_of_this_run_is_refused() {
     }
     refused("of another model", &["--resume", "runs/r/checkpoints/step-00000004", "--steps", "8"]);
     restore();
-    std::fs::write(run_of(&scratch, "r").join("metrics.jsonl"), "").expect("a file");
+    for file in ["metrics.jsonl", "metrics.csv"] {
+        std::fs::write(run_of(&scratch, "r").join(file), "").expect("a file");
+    }
     refused("metrics that are gone", &longer);
     insta::assert_snapshot!(text);
 }
@@ -411,4 +413,63 @@ fn cuda_runs_go_on_to_the_bit() {
         whole.points.iter().all(|point| point.gpu_watts.is_some_and(|watts| watts > 10.0)),
         "NVML says nothing"
     );
+}
+
+/// What a run is stands in its checkpoint: settings that were edited meanwhile are refused, as flags are. What it reads may have
+/// moved, if it is the same.
+#[test]
+fn an_edited_run_does_not_go_on_as_another() {
+    let scratch = Scratch::new();
+    scratch.file("text.txt", "Once upon a time there was a run. ".repeat(20_000));
+    let run = ["--steps", "4", "--data", "text.txt", "--name", "r"];
+    scratch.ok(&crate::support::small(&run));
+    let config = scratch.path().join("runs/r/config.toml");
+    let text = std::fs::read_to_string(&config).expect("settings");
+    assert!(text.contains("smoothing = \"k\"") && text.contains("granularity = \"vector\""), "{text}");
+    std::fs::write(&config, text.replace("attn = \"sagebwd\"", "attn = \"fpa\"")).expect("settings");
+    let refused = scratch.fails(&["--resume", "runs/r", "--steps", "6"]);
+    assert!(refused.contains("attn = fpa in") && refused.contains("allowed: attn = sagebwd"), "{refused}");
+    std::fs::write(&config, text).expect("settings");
+    std::fs::create_dir(scratch.path().join("moved")).expect("a folder");
+    std::fs::rename(scratch.path().join("text.txt"), scratch.path().join("moved/text.txt")).expect("moved");
+    assert!(scratch.fails(&["--resume", "runs/r", "--steps", "6"]).contains("text.txt"));
+    scratch.file("other.txt", "Twice upon a time there was a run. ".repeat(20_000));
+    let other = scratch.fails(&["--resume", "runs/r", "--steps", "6", "--data", "other.txt"]);
+    assert!(other.contains("not what the run was trained on"), "{other}");
+    let told = scratch.run(&["--resume", "runs/r", "--steps", "6", "--data", "moved/text.txt"]);
+    let told = String::from_utf8_lossy(&told.stderr);
+    assert!(told.contains("planned for 4 steps"), "{told}");
+    assert_eq!(scratch.metrics("r").len(), 6);
+}
+
+/// One damaged line of the metrics is made again from the other file that has them.
+#[test]
+fn damaged_metrics_are_made_again() {
+    let scratch = Scratch::new();
+    scratch.ok(&crate::support::small(&["--steps", "6", "--name", "r"]));
+    let (before, file) = (scratch.metrics("r"), scratch.path().join("runs/r/metrics.jsonl"));
+    let text = std::fs::read_to_string(&file).expect("metrics");
+    std::fs::write(&file, text.replacen("\"step\":3", "\"step\"?3", 1)).expect("metrics");
+    let told = scratch.run(&["--resume", "runs/r", "--steps", "8"]);
+    assert!(String::from_utf8_lossy(&told.stderr).contains("made again from metrics.csv"));
+    let after = scratch.metrics("r");
+    assert_eq!((after.len(), &after[..6]), (8, &before[..]));
+}
+
+/// Without validations a checkpoint comes by the clock; files are as open as the umask has them.
+#[cfg(unix)]
+#[test]
+fn a_checkpoint_comes_by_the_clock() {
+    use std::os::unix::fs::PermissionsExt;
+    let scratch = Scratch::new();
+    let run = ["--steps", "40", "--eval-every", "0", "--checkpoint-minutes", "1e-9", "--name", "r"];
+    scratch.ok(&crate::support::small(&run));
+    let steps = checkpoints(&run_of(&scratch, "r"));
+    assert_eq!(steps, ["step-00000039", "step-00000040"]);
+    let mode = |file: &str| {
+        let about = std::fs::metadata(run_of(&scratch, "r").join(file)).expect("a file");
+        about.permissions().mode() & 0o777
+    };
+    assert_eq!(mode("model.safetensors"), mode("config.toml"));
+    assert_eq!(mode("checkpoints/step-00000040/state.safetensors"), mode("config.toml"));
 }
