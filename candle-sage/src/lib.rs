@@ -27,7 +27,7 @@ pub mod sla2;
 mod update;
 
 pub use error::{Error, Result};
-pub use ops::Attention;
+pub use ops::{Attention, flash_attn, flash_attn_varlen};
 pub use scheme::{AttnQat, Granularity, PReference, SageBwd, Scheme, Smoothing, ValueGroups};
 pub use selection::Selection;
 pub use shape::{AttentionShape, Packing};

@@ -25,7 +25,9 @@ const NAME: &str = "attention";
 ///
 /// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16, with any
 /// strides; the output has the query's shape and type. Query heads may be a multiple of the key
-/// heads. All three inputs receive gradients through candle's `backward()`.
+/// heads. All three inputs receive gradients through candle's `backward()`, of the first order: gradients have no graph of
+/// their own. (candle-nn's fused `softmax_last_dim`, `rms_norm` and `rope` have no gradient at all and say nothing: a model that
+/// trains needs those of [`crate::ops`].) Tensors that are (batch, heads, sequence, head_dim): [`Attention::apply_heads_first`].
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -59,6 +61,11 @@ impl Attention {
 
     /// Whether a query sees only the keys up to its own position, counted from the end: with
     /// different lengths the last query sees every key (as in FlashAttention).
+    ///
+    /// In low bits that is true of the products, and not of every scale: SageBwd's smoothing subtracts the mean of all keys of the
+    /// sequence and a tile of 64 keys shares a scale, so that a later token moves an earlier output within the error of its
+    /// codes (keys 192 on times 50 move outputs before 128 by up to .016), and one NaN in the last key reaches the first
+    /// output. For Attn-QAT see [`ValueGroups`](crate::ValueGroups). Full precision is strictly causal.
     #[must_use]
     pub fn causal(mut self, causal: bool) -> Self {
         self.causal = causal;
@@ -109,6 +116,20 @@ impl Attention {
         let tracked = q.track_op() || k.track_op() || v.track_op();
         let op = self.op(q, k, v, tracked)?;
         if tracked { q.apply_op3(k, v, op) } else { q.apply_op3_no_bwd(k, v, &op) }
+    }
+
+    /// [`Attention::apply`] of tensors that are (batch, heads, sequence, head_dim), as PyTorch's `scaled_dot_product_attention` and many
+    /// candle models have them; so is the output. Nothing is copied on the way in. (Given to `apply` they would be taken for
+    /// sequences of as many tokens as there are heads.)
+    ///
+    /// # Errors
+    /// As [`Attention::apply`].
+    pub fn apply_heads_first(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        let swap = |x: &Tensor| {
+            dims4("tensor", x)?;
+            x.transpose(1, 2)
+        };
+        self.apply(&swap(q)?, &swap(k)?, &swap(v)?)?.transpose(1, 2)
     }
 
     /// Runs the forward outside candle's graph, and returns with the output what takes a gradient

@@ -162,6 +162,48 @@ fn strides_do_not_matter() -> Result<()> {
     Ok(())
 }
 
+/// The same attention under other signatures, to the bit, with its gradients; lengths that are none are refused.
+#[test]
+fn other_signatures_are_the_same_attention() -> Result<()> {
+    let var = |dims: &[usize]| Var::randn(0f32, 1., dims, &Device::Cpu);
+    let (q, k, v) = (var(&[1, 90, 4, 16])?, var(&[1, 100, 2, 16])?, var(&[1, 100, 2, 16])?);
+    let values = |x: &Tensor| x.flatten_all()?.to_vec1::<f32>();
+    let gradients = |out: &Tensor| -> Result<Vec<Vec<f32>>> {
+        let all = out.sqr()?.sum_all()?.backward()?;
+        [&q, &k, &v].iter().map(|var| values(all.get(var).expect("a gradient"))).collect()
+    };
+    let plain = Attention::default().causal(true).softmax_scale(f64::from(0.2f32));
+    let out = plain.apply(&q, &k, &v)?;
+    let flash = candle_sage::flash_attn(&q, &k, &v, 0.2, true)?;
+    assert!(values(&out)? == values(&flash)? && gradients(&out)? == gradients(&flash)?);
+    let swapped = [q.transpose(1, 2)?, k.transpose(1, 2)?.contiguous()?, v.transpose(1, 2)?];
+    let first = plain.apply_heads_first(&swapped[0], &swapped[1], &swapped[2])?;
+    assert_eq!(first.dims(), [1, 4, 90, 16]);
+    assert!(values(&out)? == values(&first.transpose(1, 2)?)? && gradients(&out)? == gradients(&first)?);
+
+    let packing = Packing { cu_seqlens_q: vec![0, 30, 30, 90], cu_seqlens_k: vec![0, 40, 41, 100] };
+    let out = plain.packing(packing).apply(&q, &k, &v)?.squeeze(0)?;
+    let flat = [q.squeeze(0)?, k.squeeze(0)?, v.squeeze(0)?];
+    let varlen = |of_q: &Tensor, of_k: &Tensor, most: usize| {
+        candle_sage::flash_attn_varlen(&flat[0], &flat[1], &flat[2], of_q, of_k, most, 60, 0.2, true)
+    };
+    let of_q = Tensor::new(&[0u32, 30, 30, 90], &Device::Cpu)?;
+    let of_k = Tensor::new(&[0i64, 40, 41, 100], &Device::Cpu)?;
+    let got = varlen(&of_q, &of_k, 60)?;
+    assert!(values(&out)? == values(&got)? && gradients(&out)? == gradients(&got)?);
+    for (wrong, most) in [
+        (of_q.clone(), 59),
+        (Tensor::new(&[0f32, 90.], &Device::Cpu)?, 90),
+        (Tensor::new(&[30u32, 30, 90], &Device::Cpu)?, 90),
+        (Tensor::new(&[0i64, -1, 90], &Device::Cpu)?, 100),
+        (Tensor::new(&[[0u32, 90]], &Device::Cpu)?, 90),
+    ] {
+        let error = varlen(&wrong, &of_k, most).expect_err("no lengths").to_string();
+        assert!(error.contains("seqlens_q") && error.contains("hint:"), "{error}");
+    }
+    Ok(())
+}
+
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() -> Result<()> {
     let cases = [Case::new(1, (700, 700), (2, 1), 32, true), Case::new(3, (65, 130), (4, 4), 16, false)];

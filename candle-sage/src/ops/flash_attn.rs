@@ -1,0 +1,83 @@
+//! Attention under the signatures of candle-flash-attn: a model changes one `use`.
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use super::Attention;
+use crate::error::Error;
+use crate::shape::Packing;
+
+/// `softmax(softmax_scale Q K^T) V` in full precision, with a gradient: [`Attention`] under the signature of candle-flash-attn's
+/// function of this name, which has none.
+///
+/// Query, key and value are (batch, sequence, heads, head_dim) in f32 (CPU), f16 or bf16; query heads may be a multiple of the key
+/// heads; with `causal` the last query sees every key. INT8 attention is `Attention::new(SageBwd::default())`.
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use candle_sage::flash_attn;
+///
+/// let q = Var::randn(0f32, 1., (1, 64, 4, 32), &Device::Cpu)?;
+/// let out = flash_attn(&q, &q, &q, 1. / (32f32).sqrt(), true)?;
+/// assert!(out.sqr()?.mean_all()?.backward()?.get(&q).is_some());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`Attention::apply`].
+pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal: bool) -> Result<Tensor> {
+    full_precision(softmax_scale, causal).apply(q, k, v)
+}
+
+/// [`flash_attn`] over documents that lie one behind the other: query, key and value are (tokens, heads, head_dim).
+///
+/// Document `n` holds the query tokens `seqlens_q[n]..seqlens_q[n + 1]` and the key tokens `seqlens_k[n]..seqlens_k[n + 1]`: cumulative
+/// lengths from 0 on, integers, on any device. They are read by the host, which waits for the device to have made them; where
+/// they are known, [`Attention::packing`] takes them without.
+///
+/// # Errors
+/// As [`Attention::apply`], and when lengths are no such list, or one is above its `max_seqlen`.
+#[allow(clippy::too_many_arguments, reason = "the signature is candle-flash-attn's")]
+pub fn flash_attn_varlen(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    causal: bool,
+) -> Result<Tensor> {
+    let packing = Packing {
+        cu_seqlens_q: cumulative("seqlens_q", seqlens_q, max_seqlen_q)?,
+        cu_seqlens_k: cumulative("seqlens_k", seqlens_k, max_seqlen_k)?,
+    };
+    let [q, k, v] = [q.unsqueeze(0)?, k.unsqueeze(0)?, v.unsqueeze(0)?];
+    full_precision(softmax_scale, causal).packing(packing).apply(&q, &k, &v)?.squeeze(0)
+}
+
+fn full_precision(softmax_scale: f32, causal: bool) -> Attention {
+    Attention::default().softmax_scale(f64::from(softmax_scale)).causal(causal)
+}
+
+/// Cumulative lengths on the host.
+fn cumulative(name: &str, lengths: &Tensor, longest: usize) -> Result<Vec<usize>> {
+    if !lengths.dtype().is_int() || lengths.rank() != 1 {
+        return Err(Error::new(format!("{name} is no list of lengths"))
+            .got(format!("{:?} of {:?}", lengths.dtype(), lengths.dims()))
+            .allowed("a tensor of one dimension and an integer type: 0, and where each document ends")
+            .hint("Tensor::new(&[0u32, 5, 12], device)? are documents of 5 and 7 tokens")
+            .into());
+    }
+    let lengths: Vec<i64> = lengths.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec1()?;
+    let rises = lengths.first() == Some(&0) && lengths.windows(2).all(|pair| pair[0] <= pair[1]);
+    let most = lengths.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0);
+    if !rises || most > i64::try_from(longest).unwrap_or(i64::MAX) {
+        return Err(Error::new(format!("{name} are no cumulative lengths"))
+            .got(format!("{lengths:?}, at most {longest} in a document"))
+            .allowed("0 first, then never less than before, by no more than max_seqlen")
+            .hint("lengths are added up: documents of 5 and 7 tokens are 0, 5, 12")
+            .into());
+    }
+    Ok(lengths.into_iter().map(|length| length as usize).collect())
+}
