@@ -20,10 +20,13 @@ pub use mixture::Mixture;
 pub use tokenizer::Tokenizer;
 pub use tokens::Tokens;
 
+use std::collections::BTreeSet;
+
 use candle_sage::{Error, Result};
 use sha2::{Digest, Sha256};
 
 use crate::config::DataConfig;
+use crate::hex;
 use crate::settings::{Settings, SourceSetting};
 use corpus::Corpus;
 use shard::Shard;
@@ -148,7 +151,7 @@ impl Dataset {
             hash.update(tokens.len().to_le_bytes());
             tokens.fingerprint(&mut hash)?;
         }
-        Ok(shard::hex(&hash.finalize()))
+        Ok(hex(&hash.finalize()))
     }
 }
 
@@ -163,9 +166,23 @@ fn open(config: &DataConfig) -> Result<Vec<Opened>> {
         }
         return Ok(vec![Opened::Documents(Corpus::new(config.corpus_seed).documents(config.corpus_bytes))]);
     }
-    let open = |source: &SourceSetting| {
-        let files = match source::find(&source.path, &config.out)? {
-            Source::Shards(files) => return Ok(Opened::Shards(files)),
+    let mut seen = BTreeSet::new();
+    let mut open = |source: &SourceSetting| {
+        let found = source::find(&source.path, &config.out)?;
+        for file in found.files() {
+            let whole = file.canonicalize().unwrap_or_else(|_| file.to_owned());
+            if !seen.insert(whole) {
+                return Err(Error::new("a file is given twice")
+                    .got(file.display())
+                    .allowed("each file in one --data")
+                    .hint("a weight makes it count more: --data FILE=2"));
+            }
+        }
+        let files = match found {
+            Source::Shards(files) => {
+                prepare::check_listed(&source.path)?;
+                return Ok(Opened::Shards(files));
+            }
             Source::Text(files) => files,
         };
         let (mut documents, mut open) = (Vec::new(), String::new());
@@ -187,7 +204,7 @@ fn open(config: &DataConfig) -> Result<Vec<Opened>> {
         }
         Ok(Opened::Documents(documents))
     };
-    config.sources.iter().map(open).collect()
+    config.sources.iter().map(&mut open).collect()
 }
 
 /// The tokenizer that was named, or that stands beside the shards, or one trained on the documents.

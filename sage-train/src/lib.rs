@@ -45,6 +45,11 @@ pub(crate) fn writing<E: std::fmt::Display>(path: &std::path::Path) -> impl FnOn
     }
 }
 
+/// Bytes as hexadecimal digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// A progress bar on standard error; hidden where that is no terminal.
 pub(crate) fn bar(len: u64, template: &str) -> indicatif::ProgressBar {
     let style = indicatif::ProgressStyle::with_template(template);

@@ -180,6 +180,11 @@ impl Run {
     }
 }
 
+/// The hash of the tokenizer that a run has, as far as it said it.
+pub fn tokenizer_hash(run: &Path) -> Option<String> {
+    optional::<Vec<Start>>(&run.join(STARTS)).ok()??.pop()?.tokenizer
+}
+
 /// Runs that were found.
 #[derive(Debug, Clone)]
 pub struct Found {

@@ -12,7 +12,7 @@ use crate::during;
 use crate::hf;
 use crate::model::{Llama, Parameters, Stage};
 use crate::quantity::Quantity;
-use crate::runs::Run;
+use crate::runs::{Run, STARTS, tokenizer_hash};
 use crate::settings::{Attn, Settings};
 use crate::train::checkpoint::{self, STATE};
 
@@ -82,7 +82,17 @@ impl Trained {
         let settings = Settings { device: Some(place), ..settings };
         let device = place.open()?;
         let run = run_folder(folder);
-        let tokenizer = || Tokenizer::load(&run.join("tokenizer.json"));
+        let tokenizer = || {
+            let path = run.join("tokenizer.json");
+            let tokenizer = Tokenizer::load(&path)?;
+            match tokenizer_hash(run).filter(|hash| hash != tokenizer.hash()) {
+                None => Ok(tokenizer),
+                Some(hash) => Err(Error::new("the tokenizer is not the one that the model was trained with")
+                    .got(format!("{} with SHA-256 {:.12}", path.display(), tokenizer.hash()))
+                    .allowed(format!("{hash:.12}, as in {STARTS}"))
+                    .hint("has it been changed or damaged? The data's own has the same")),
+            }
+        };
         let saved = run.join("config.toml");
         if !saved.exists() && folder.join("config.json").exists() {
             let context = settings.context.unwrap_or(Quantity(hf::longest(folder)?.min(4096) as u64));

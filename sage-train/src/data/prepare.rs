@@ -62,6 +62,9 @@ pub struct Part {
     pub text_bytes: u64,
 }
 
+/// What was prepared, beside the shards: a [`Prepared`].
+const LIST: &str = "dataset.json";
+
 /// What was prepared: also `dataset.json` beside the shards.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Prepared {
@@ -229,7 +232,7 @@ fn write(
         train,
         validation,
     };
-    let path = folder.join("dataset.json");
+    let path = folder.join(LIST);
     std::fs::write(&path, serde_json::to_string_pretty(&prepared).expect("plain values"))
         .map_err(writing(&path))?;
     Ok(prepared)
@@ -389,17 +392,7 @@ pub fn check(folder: &Path) -> Result<Checked> {
             .allowed("a folder of .bin files")
             .hint("`sage-train data prepare TEXT --to FOLDER` makes one"));
     };
-    if folder.join("dataset.json").exists() {
-        let Prepared { train, validation, .. } = Prepared::read(folder)?;
-        if let Some(name) =
-            train.shards.iter().chain(&validation.shards).find(|name| !folder.join(name).exists())
-        {
-            return Err(Error::new("a shard is missing")
-                .got(format!("no {name} in {}", folder.display()))
-                .allowed("every shard that dataset.json lists")
-                .hint("copy or prepare it again"));
-        }
-    }
+    check_listed(folder)?;
     let tokenizer = files.tokenizer.as_deref().map(Tokenizer::load).transpose()?;
     let all: Vec<&PathBuf> = files.train.iter().chain(&files.validation).collect();
     let bare = AtomicUsize::new(0);
@@ -422,13 +415,32 @@ pub fn check(folder: &Path) -> Result<Checked> {
     Ok(Checked { shards: all.len(), without_sidecar: bare.into_inner() })
 }
 
+/// Checks that the shards that a folder's `dataset.json` lists are there, where it has one.
+///
+/// # Errors
+/// When one is not.
+pub fn check_listed(folder: &Path) -> Result<()> {
+    if !folder.join(LIST).exists() {
+        return Ok(());
+    }
+    let Prepared { train, validation, .. } = Prepared::read(folder)?;
+    let mut names = train.shards.iter().chain(&validation.shards);
+    match names.find(|name| !folder.join(name).exists()) {
+        None => Ok(()),
+        Some(name) => Err(Error::new("a shard is missing")
+            .got(format!("no {name} in {}", folder.display()))
+            .allowed(format!("every shard that {LIST} lists"))
+            .hint("copy or prepare it again; without that list the folder is what lies in it")),
+    }
+}
+
 impl Prepared {
     /// Reads `dataset.json`.
     ///
     /// # Errors
     /// When it is something else.
     pub fn read(folder: &Path) -> Result<Self> {
-        let path = folder.join("dataset.json");
+        let path = folder.join(LIST);
         let what = || format!("cannot read {}", path.display());
         serde_json::from_slice(&std::fs::read(&path).map_err(during(what()))?).map_err(during(what()))
     }

@@ -134,6 +134,13 @@ fn not_utf8(path: &Path, at: String) -> Error {
 /// One document, however long.
 fn text(path: &Path, mut reader: Box<dyn Read + '_>, each: &mut Each<'_>) -> Result<()> {
     let (mut held, mut before) = (Vec::new(), 0);
+    // What says that a file is UTF-8 is none of its text.
+    let mark = "\u{feff}".as_bytes();
+    reader.by_ref().take(mark.len() as u64).read_to_end(&mut held).map_err(unreadable(path))?;
+    if held == mark {
+        held.clear();
+        before = mark.len();
+    }
     loop {
         // More than a piece, so that a cut does not depend on how the bytes came.
         let wanted = (2 * PIECE).saturating_sub(held.len()) as u64;

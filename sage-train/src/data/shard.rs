@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::Tokenizer;
-use crate::{during, writing};
+use crate::{during, hex, writing};
 
 /// Bytes of llm.c's header: 256 numbers of 32 bits.
 const HEADER: u64 = 1024;
@@ -422,11 +422,6 @@ impl ShardWriter {
         std::fs::write(&beside, text).map_err(writing(&beside))?;
         Ok(self.sidecar)
     }
-}
-
-/// Bytes as hexadecimal digits.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -27,6 +27,17 @@ pub struct ShardFiles {
     pub tokenizer: Option<PathBuf>,
 }
 
+impl Source {
+    /// Every file of it.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        let (text, shards) = match self {
+            Self::Text(files) => (files.as_slice(), [].as_slice()),
+            Self::Shards(files) => (files.train.as_slice(), files.validation.as_slice()),
+        };
+        text.iter().chain(shards).map(PathBuf::as_path)
+    }
+}
+
 impl ShardFiles {
     /// One of them, for messages.
     pub fn first(&self) -> &Path {
@@ -40,7 +51,7 @@ fn allowed() -> String {
 }
 
 /// Finds the files of a path: itself, those below a folder, or those that match a pattern. `out`, the folder of runs, is
-/// left out: its logs and samples are not data.
+/// left out: its logs and samples are not data; so is what is hidden in a folder.
 ///
 /// # Errors
 /// When there is none, or it cannot be listed.
@@ -131,6 +142,10 @@ fn below(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
         };
         for entry in std::fs::read_dir(&folder).map_err(failed())? {
             let entry = entry.map_err(failed())?;
+            // Hidden files are not what somebody means by a folder's text.
+            if entry.file_name().to_string_lossy().starts_with('.') {
+                continue;
+            }
             // Links to folders are not followed: they may lead round in circles.
             if entry.file_type().map_err(failed())?.is_dir() {
                 if !same(&entry.path(), out) && !partial::is_unfinished(&entry.path()) {

@@ -12,9 +12,8 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer as Inner};
 
 use super::hub::Hub;
-use super::shard::hex;
 use crate::config::DataConfig;
-use crate::{during, partial, unpanicked, writing};
+use crate::{during, hex, partial, unpanicked, writing};
 
 /// What ends a document in the tokenizers that are trained here.
 const END_OF_TEXT: &str = "<|endoftext|>";

@@ -1,7 +1,8 @@
 //! All parameters of a model in one piece of memory, with their moments, gradients and 16-bit copy: an optimizer's step is
 //! one pass over it, and a parameter is a view of it.
 
-use std::collections::HashMap;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,9 +12,11 @@ use candle_sage::{Error, ops};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
+use safetensors::View;
+use sha2::{Digest, Sha256};
 
 use super::config::{LlamaConfig, ParameterSpec, Start};
-use crate::{during, unpanicked};
+use crate::{during, hex, unpanicked};
 
 /// The table of the embedding, and of the output.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -332,9 +335,49 @@ impl Snapshot {
         }
         // The library makes files that only their owner may read; these are as open as any other.
         let permissions = std::fs::File::create(path)?.metadata()?.permissions();
-        candle_core::safetensors::save(&tensors, path)?;
+        // The state of a checkpoint has a hash of its own.
+        let about = (self.state.dim(0)? == 1).then(|| {
+            let hash = hash(tensors.iter().map(|(name, tensor)| (name.as_str(), tensor.data())));
+            in_order([("format".to_owned(), "pt".to_owned()), (HASH.to_owned(), hash)])
+        });
+        safetensors::serialize_to_file(&tensors, about, path)?;
         Ok(std::fs::set_permissions(path, permissions)?)
     }
+}
+
+/// What a file says of itself, as a map that lists it in this order: the same weights are the same file. A map's order is
+/// drawn when it is made, and this one is drawn until it is right. (`format` is what transformers asks for.)
+fn in_order(about: [(String, String); 2]) -> HashMap<String, String> {
+    loop {
+        let map = HashMap::from(about.clone());
+        if map.keys().next() == Some(&about[0].0) {
+            return map;
+        }
+    }
+}
+
+/// What a file of weights says of itself: [`hash`] of its tensors.
+const HASH: &str = "sage-train-sha256";
+
+/// SHA-256 of tensors, in the order of their names.
+fn hash<'a>(tensors: impl Iterator<Item = (&'a str, Cow<'a, [u8]>)>) -> String {
+    let sorted: BTreeMap<&str, Cow<'_, [u8]>> = tensors.collect();
+    let mut hash = Sha256::new();
+    for (name, bytes) in sorted {
+        hash.update((name.len() as u64).to_le_bytes());
+        hash.update(name);
+        hash.update(bytes);
+    }
+    hex(&hash.finalize())
+}
+
+/// Whether tensors are not those that their file says, where it says it.
+fn is_damaged(bytes: &[u8]) -> std::result::Result<bool, safetensors::SafeTensorError> {
+    let (_, about) = safetensors::SafeTensors::read_metadata(bytes)?;
+    let Some(written) = about.metadata().as_ref().and_then(|about| about.get(HASH)) else { return Ok(false) };
+    let tensors = safetensors::SafeTensors::deserialize(bytes)?;
+    let all = tensors.tensors();
+    Ok(hash(all.iter().map(|(name, tensor)| (name.as_str(), Cow::Borrowed(tensor.data())))) != *written)
 }
 
 /// A safetensors file, to take parameters from.
@@ -350,8 +393,19 @@ impl StateFile {
     /// # Errors
     /// When it is none.
     pub fn open(path: &Path) -> candle_sage::Result<Self> {
-        let load = || candle_core::safetensors::load(path, &Device::Cpu).map_err(|error| error.to_string());
-        let tensors = unpanicked(load).map_err(during(format!("cannot read {}", path.display())))?;
+        let what = || format!("cannot read {}", path.display());
+        let bytes = std::fs::read(path).map_err(during(what()))?;
+        let damaged =
+            unpanicked(|| is_damaged(&bytes).map_err(|error| error.to_string())).map_err(during(what()))?;
+        if damaged {
+            return Err(Error::new("the weights are damaged")
+                .got(format!("{}: not the hash that it was written with", path.display()))
+                .allowed("a file as it was written")
+                .hint("a run's checkpoints have its weights too: RUN/checkpoints/step-N"));
+        }
+        let load =
+            || candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).map_err(|error| error.to_string());
+        let tensors = unpanicked(load).map_err(during(what()))?;
         Ok(Self { path: path.to_owned(), tensors })
     }
 

@@ -524,6 +524,7 @@ mod tests {
             step: 0,
             data: String::new(),
             data_fingerprint: data_fingerprint.into(),
+            tokenizer: None,
             unigram_entropy: 5.0,
             parameters: 1,
         }

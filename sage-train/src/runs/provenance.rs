@@ -29,6 +29,9 @@ pub struct Start {
     pub data: String,
     /// [`Dataset::fingerprint`].
     pub data_fingerprint: String,
+    /// [`crate::data::Tokenizer::hash`].
+    #[serde(default)]
+    pub tokenizer: Option<String>,
     /// Entropy of single tokens of the data, nats.
     pub unigram_entropy: f64,
     /// Parameters of the model.
@@ -55,6 +58,7 @@ impl Start {
             step,
             data: data.summary.clone(),
             data_fingerprint,
+            tokenizer: Some(data.tokenizer.hash().into()),
             unigram_entropy: data.unigram_entropy,
             parameters: config.model.parameters(),
         }

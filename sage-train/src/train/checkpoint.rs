@@ -14,11 +14,10 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::config::{CheckpointConfig, Config, Identity};
-use crate::data::shard::hex;
 use crate::lock::Lock;
 use crate::model::{Parameters, Snapshot};
 use crate::partial::{PARTIAL, sync};
-use crate::writing;
+use crate::{hex, writing};
 
 const FOLDER: &str = "checkpoints";
 /// Weights and moments.

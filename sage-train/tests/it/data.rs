@@ -257,3 +257,40 @@ fn what_an_interrupted_preparation_left_is_in_nobodys_way() {
     scratch.fails(&["data", "prepare", "a.jsonl", "--to", "other", "--vocab-size", "400"]);
     assert!(scratch.path().join("other.partial/precious").exists());
 }
+
+/// What stands in a folder beside the text, and what says that a file is UTF-8, is no text; a file counts once; a shard that
+/// went missing is missed by training too.
+#[test]
+fn what_is_no_text_is_not_read_as_such() {
+    let scratch = Scratch::new();
+    let text = "Once upon a time there was a run.\n".repeat(3000);
+    let tokens = |data: &[&str], name: &str| {
+        let flags = [data, &["--steps", "1", "--name", name]].concat();
+        scratch.ok(&crate::support::small(&flags));
+        let log =
+            std::fs::read_to_string(scratch.path().join("runs").join(name).join("log.txt")).expect("a log");
+        log.lines().find(|line| line.contains("training and")).expect("a summary").to_owned()
+    };
+    scratch.file("plain/a.txt", &text);
+    scratch.file("marked/a.txt", format!("\u{feff}{text}"));
+    scratch.file("marked/.a.txt.swp.txt", "x".repeat(5000));
+    scratch.file("marked/.git/b.txt", "y".repeat(5000));
+    assert_eq!(tokens(&["--data", "plain"], "p"), tokens(&["--data", "marked"], "m"));
+    let twice = crate::support::small(&["--data", "plain", "--data", "plain/a.txt", "--steps", "1"]);
+    assert!(scratch.fails(&twice).contains("a file is given twice"));
+
+    let docs: String = (0..8000)
+        .map(|n| format!("{{\"text\": \"Document {n} has some words in it, and ends.\"}}\n"))
+        .collect();
+    scratch.file("docs.jsonl", docs);
+    let shards = ["--to", "shards", "--vocab-size", "300", "--shard-tokens", "64k"];
+    scratch.ok(&[&["data", "prepare", "docs.jsonl"], &shards[..]].concat());
+    let train = crate::support::small(&["--data", "shards", "--steps", "1"]);
+    scratch.ok(&train);
+    let listed = std::fs::read_to_string(scratch.path().join("shards/dataset.json")).expect("a list");
+    let name =
+        listed.split('"').find(|word| word.ends_with(".bin") && word.contains("train")).expect("a shard");
+    std::fs::remove_file(scratch.path().join("shards").join(name)).expect("it goes");
+    let missing = scratch.fails(&train);
+    assert!(missing.contains("a shard is missing") && missing.contains(name), "{missing}");
+}

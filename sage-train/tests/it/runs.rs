@@ -311,3 +311,36 @@ fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
     let dense_run = ["--attn", "sla2", "--context", "128", "--steps", "2", "--sla2-dense-steps", "3"];
     assert!(scratch.fails(&small(&dense_run)).contains("sla2-dense-steps"));
 }
+
+/// One flipped byte in what a run leaves is not evaluated, sampled or exported as if nothing were.
+#[test]
+fn a_damaged_model_is_refused() {
+    let scratch = Scratch::new();
+    scratch.ok(&small(&["--steps", "4", "--name", "r"]));
+    let path = |name: &str| scratch.path().join("runs/r").join(name);
+    scratch.ok(&["export", "runs/r", "--to", "hf"]);
+    for (weights, folder) in
+        [(path("model.safetensors"), "runs/r"), (scratch.path().join("hf/model.safetensors"), "hf")]
+    {
+        let whole = std::fs::read(&weights).expect("weights");
+        let mut flipped = whole.clone();
+        let last = flipped.len() - 100;
+        flipped[last] ^= 1;
+        std::fs::write(&weights, flipped).expect("weights");
+        for verb in [&["eval", folder, "--data", "text.txt"][..], &["sample", folder, "Once"]] {
+            scratch.file("text.txt", "Once upon a time. ".repeat(2000));
+            let text = scratch.fails(verb);
+            assert!(text.contains("the weights are damaged") && text.contains("hint:"), "{text}");
+        }
+        std::fs::write(&weights, whole).expect("weights");
+        scratch.ok(&["sample", folder, "Once", "--tokens", "2"]);
+    }
+    let text = std::fs::read_to_string(path("tokenizer.json")).expect("a tokenizer");
+    let other = text.replacen("\"merges\":[", "\"merges\": [", 1).replacen('e', "\\u0065", 0);
+    std::fs::write(path("tokenizer.json"), other.replacen("\"id\":0", "\"id\":0 ", 1)).expect("a tokenizer");
+    scratch.ok(&["sample", "runs/r", "Once", "--tokens", "2"]);
+    let at = text.find("\"a\":").expect("an entry");
+    std::fs::write(path("tokenizer.json"), format!("{}\"\\u00e9x\":{}", &text[..at], &text[at + 4..]))
+        .expect("a tokenizer");
+    assert!(scratch.fails(&["sample", "runs/r", "Once"]).contains("tokenizer"));
+}
