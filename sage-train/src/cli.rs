@@ -217,6 +217,9 @@ impl Train {
             train::check(&config)?;
         }
         if self.dry_run {
+            if let Err(error) = train::check_machine(&config) {
+                tell(&format!("warning: {error}"));
+            }
             return print(&config.to_string());
         }
         train::check_machine(&config)?;

@@ -92,6 +92,7 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> std::result::Result<Outc
     };
     signals::watch(Second::Ends)?;
     progress.log_to(folder.log()?);
+    progress.say(&format!("run: {}", folder.path().display()));
     if let Some(found) = resumed {
         tell_of_course(found, config, &progress);
     }

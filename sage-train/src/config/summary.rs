@@ -48,7 +48,7 @@ impl fmt::Display for Config {
                 ),
             ),
             ("optimizer", self.optimizer()),
-            ("FLOPs a token", format!("{} forward + backward", grouped(m.flops_per_token()))),
+            ("FLOPs", self.compute()),
             (
                 "memory",
                 format!(
@@ -95,7 +95,26 @@ impl fmt::Display for Memory {
     }
 }
 
+/// Dense 16-bit FLOP/s of an H100 SXM, and what part of it a good step reaches.
+const H100: (f64, f64) = (989e12, 0.4);
+
 impl Config {
+    fn compute(&self) -> String {
+        let a_token = self.model.flops_per_token();
+        let all = a_token as f64 * (self.tokens_per_step() * self.steps) as f64;
+        let seconds = all / (H100.0 * H100.1);
+        let time = match seconds {
+            0.0..60.0 => format!("{seconds:.2} s"),
+            60.0..3600.0 => format!("{:.1} min", seconds / 60.0),
+            _ => format!("{:.1} h", seconds / 3600.0),
+        };
+        format!(
+            "{} a token, forward + backward; {all:.2e} in all, {time} of one H100 at {:.0} % of its peak",
+            grouped(a_token),
+            100.0 * H100.1
+        )
+    }
+
     fn attention(&self) -> String {
         let m = &self.model;
         match m.scheme {

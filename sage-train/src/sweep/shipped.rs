@@ -1,8 +1,9 @@
 //! Sweeps that are built in.
 
 /// Names and texts.
-pub const SHIPPED: [(&str, &str); 3] = [
+pub const SHIPPED: [(&str, &str); 4] = [
     ("tiny", include_str!("../../sweeps/tiny.toml")),
     ("paper-mini", include_str!("../../sweeps/paper-mini.toml")),
+    ("attn-qat-mini", include_str!("../../sweeps/attn-qat-mini.toml")),
     ("paper", include_str!("../../sweeps/paper.toml")),
 ];
