@@ -222,10 +222,10 @@ impl Train {
             }
             return print(&config.to_string());
         }
-        train::check_machine(&config)?;
         if let Some(path) = &self.write_batches {
             return write_batches(&config, path);
         }
+        train::check_machine(&config)?;
         if let Some(threads) = config.threads {
             rayon::ThreadPoolBuilder::new()
                 .num_threads(threads)
@@ -250,14 +250,13 @@ impl Train {
                     .hint("a sweep goes on when its command is given again with its --name"));
             }
         }
-        // What a list stands for is none of the layers': a first value of it would push the file's aside.
-        let typed = Settings { name: None, ..sweep::without(self.settings.clone(), lists) };
-        let typed = typed.over(sweep::without(file, lists));
-        let (name, shared) = (self.settings.name.clone(), typed.clone());
-        let spec = Spec::default();
+        let typed = Settings { name: None, ..self.settings.clone() };
+        let (name, preset) = (self.settings.name.clone(), typed.preset.or(file.preset));
+        let shared = Table::try_from(&file).map_err(during("cannot use the file's settings"))?;
+        let spec = Spec { settings: shared, ..Spec::default() };
         let free = |config: &Config| match name {
             Some(name) => Ok(name),
-            None => free_name(&config.out, shared.preset.unwrap_or(Preset::Tiny)),
+            None => free_name(&config.out, preset.unwrap_or(Preset::Tiny)),
         };
         let sweep = sweep::plan(&spec, typed, lists, free)?;
         if self.dry_run {

@@ -344,7 +344,7 @@ pub fn check_name(name: &str) -> Result<()> {
 }
 
 /// Where runs go, their own or their sweep's: a sweep's folder lies in it.
-fn folder_of_runs(out: &Path) -> PathBuf {
+pub fn folder_of_runs(out: &Path) -> PathBuf {
     match out.parent().filter(|_| out.join(PLAN).is_dir()) {
         Some(parent) if parent.as_os_str().is_empty() => ".".into(),
         Some(parent) => parent.to_owned(),

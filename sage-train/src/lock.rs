@@ -50,10 +50,10 @@ impl Lock {
         }
     }
 
-    /// Whether a process works in the folder of a run. It leaves nothing there.
+    /// Whether a process works in the folder of a run. It leaves nothing there, and those who look do not see each other.
     pub fn is_held(folder: &Path) -> bool {
         let file = File::options().write(true).open(folder.join(LOCK));
-        file.is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
+        file.is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
     }
 
     /// Takes the folder of a run.

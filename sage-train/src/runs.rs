@@ -194,14 +194,14 @@ pub struct Found {
     pub warnings: Vec<String>,
 }
 
-/// Runs of a sweep whose process ended before it measured anything.
-fn crashed(sweep: &Path) -> Vec<String> {
+/// Runs of a sweep whose process ended without a word, and that did not go on since.
+pub fn crashed(sweep: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(sweep.join(PLAN)) else { return Vec::new() };
     let mut warnings: Vec<String> = entries
         .flatten()
         .filter_map(|entry| {
             let file = entry.file_name().to_string_lossy().into_owned();
-            let name = file.strip_suffix(".crash.json")?;
+            let name = file.strip_suffix(".crash.json").filter(|name| !ended_since(sweep, name))?;
             let ending = optional::<Ending>(&entry.path()).ok().flatten();
             let reason = ending.and_then(|ending| ending.reason).unwrap_or_default();
             Some(format!("{name} crashed: {}", reason.lines().last().unwrap_or("?")))
@@ -209,6 +209,13 @@ fn crashed(sweep: &Path) -> Vec<String> {
         .collect();
     warnings.sort();
     warnings
+}
+
+/// Whether the run in a folder of a sweep's said how it ended after its process had crashed.
+pub fn ended_since(sweep: &Path, name: &str) -> bool {
+    let changed = |path: PathBuf| std::fs::metadata(path).and_then(|about| about.modified()).ok();
+    let crash = changed(sweep.join(PLAN).join(format!("{name}.crash.json")));
+    crash.zip(changed(sweep.join(name).join(ENDING))).is_some_and(|(crash, ending)| ending > crash)
 }
 
 /// The middle of some numbers; of an even count of them the mean of the two in the middle.

@@ -1,4 +1,4 @@
-//! SIGINT, SIGTERM and SIGHUP: the first asks to stop, the second stops. A run of a sweep is also asked to stop when the
+//! SIGINT, SIGTERM and, on Linux, SIGHUP: the first asks to stop, the second stops. A run of a sweep is also asked to stop when the
 //! sweep's process is gone.
 
 use std::sync::atomic::{AtomicUsize, Ordering};

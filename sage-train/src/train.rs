@@ -60,7 +60,9 @@ pub fn check(config: &Config) -> Result<()> {
 /// case nothing is updated any more, and the folder keeps the metrics, their plot, the reason, and the
 /// weights of the last validation. When the run is interrupted by a signal: it is saved then.
 pub fn run(config: &Config, resumed: Option<&Found>) -> std::result::Result<Outcome, Stop> {
-    try_out(config)?;
+    if resumed.is_none() {
+        try_out(config)?;
+    }
     let device = config.device.open()?;
     let started = Instant::now();
     let mut progress = Progress::new(config.steps);
@@ -74,7 +76,7 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> std::result::Result<Outc
             return Err(Error::new("the data is not what the run was trained on")
                 .got(format!("data {fingerprint:.12}"))
                 .allowed(format!("{:.12}, as in the checkpoint", found.about.data))
-                .hint("has a file been added or changed since? A new run on other data: --init-from")
+                .hint("has a file been added or changed since? Hidden files and byte-order marks are no data any more. A new run on other data: --init-from")
                 .into());
         }
         if first > config.steps {

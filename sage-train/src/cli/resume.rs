@@ -1,14 +1,13 @@
 //! Going on with a run.
 
-use std::collections::BTreeSet;
 use std::path::Path;
 
 use candle_sage::{Error, Result};
 use toml::{Table, Value};
 
-use crate::config::{Config, Identity};
+use crate::config::{Config, Identity, folder_of_runs};
 use crate::during;
-use crate::settings::Settings;
+use crate::settings::{Settings, SourceSetting};
 use crate::train::checkpoint::Found;
 
 /// What may change under way: how long, how fast and how closely watched; not the model, its data or its batches.
@@ -53,6 +52,7 @@ impl Resumed {
     pub(super) fn open(path: &Path, typed: Settings) -> Result<Self> {
         let found = Found::at(path)?;
         let saved = Config::read_settings(&found.run.join("config.toml"))?;
+        let typed = Settings { data: with_weights(typed.data, saved.data.as_ref())?, ..typed };
         let merged = typed.over(saved.clone());
         let (before, after) = (table(&saved)?, table(&merged)?);
         if let Some(key) = changed(&before, &after).find(|key| !MAY_CHANGE.contains(key)) {
@@ -64,6 +64,10 @@ impl Resumed {
         }
         check_settings(&found, &Config::resolve(saved)?)?;
         let mut config = Config::resolve(merged)?;
+        // The run is where it is found, wherever it was made.
+        if let Some(parent) = found.run.parent() {
+            (config.out, config.data.out) = (parent.to_owned(), folder_of_runs(parent));
+        }
         if config.data.tokenizer.is_some() {
             // The run has a copy: where it came from may be gone. Its settings stay what they were.
             config.data.tokenizer = Some(found.run.join("tokenizer.json").display().to_string());
@@ -72,14 +76,33 @@ impl Resumed {
     }
 }
 
+/// Data that moved has the weights that it had.
+fn with_weights(
+    typed: Option<Vec<SourceSetting>>,
+    saved: Option<&Vec<SourceSetting>>,
+) -> Result<Option<Vec<SourceSetting>>> {
+    let (Some(mut typed), Some(saved)) = (typed.clone(), saved) else { return Ok(typed) };
+    let weights = |all: &[SourceSetting]| all.iter().map(|source| source.weight).collect::<Vec<f64>>();
+    let (new, old) = (weights(&typed), weights(saved));
+    if new.len() != old.len() || (new.iter().any(|weight| *weight != 1.0) && new != old) {
+        return Err(Error::new("the data of a run cannot change under way, only its place")
+            .got(format!("{} sources with weights {new:?}", new.len()))
+            .allowed(format!("{} sources with weights {old:?}", old.len()))
+            .hint("name each --data where it is now, in the same order; the weights are known"));
+    }
+    typed.iter_mut().zip(old).for_each(|(source, weight)| source.weight = weight);
+    Ok(Some(typed))
+}
+
 /// Checks that the run's `config.toml` says what the run was when the checkpoint was written.
 fn check_settings(found: &Found, config: &Config) -> Result<()> {
     let Some(then) = &found.about.settings else { return Ok(()) };
     let now = config.identity();
-    let keys: BTreeSet<&String> = then.keys().chain(now.keys()).collect();
+    // What only one of them says is a setting of another version.
+    let keys = then.keys().filter(|key| now.contains_key(*key));
     // Data is known by what it is.
     let free = |key: &str| MAY_CHANGE.contains(&key) || ["tokenizer", "text-field"].contains(&key);
-    let Some(key) = keys.into_iter().find(|key| !free(key) && then.get(*key) != now.get(*key)) else {
+    let Some(key) = keys.clone().find(|key| !free(key) && then.get(*key) != now.get(*key)) else {
         return Ok(());
     };
     let show = |all: &Identity| all.get(key).map_or("not set".into(), Clone::clone);

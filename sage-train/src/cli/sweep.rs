@@ -12,7 +12,7 @@ use crate::checks::in_range;
 use crate::config::{Config, check_name};
 use crate::quantity::grouped;
 use crate::report::{Study, Words};
-use crate::runs::Run;
+use crate::runs::{Run, crashed};
 use crate::settings::Settings;
 use crate::sweep::{Limits, SHIPPED, Sharing, Spec, Sweep, estimate, script};
 use crate::{partial, tell, train, writing};
@@ -175,7 +175,7 @@ pub(super) fn plan(
 }
 
 /// Settings without those that there are lists of.
-pub(super) fn without(settings: Settings, lists: &Table) -> Settings {
+fn without(settings: Settings, lists: &Table) -> Settings {
     let Ok(mut table) = Table::try_from(&settings) else { return settings };
     table.retain(|key, _| !lists.contains_key(key));
     table.try_into().unwrap_or(settings)
@@ -220,7 +220,8 @@ fn report(spec: &Spec, sweep: &Sweep) -> Result<()> {
     if folders.is_empty() {
         return Ok(());
     }
-    let found = Run::find(&folders)?;
+    let mut found = Run::find(&folders)?;
+    found.warnings.extend(crashed(&sweep.folder));
     let words = |baseline| Words { baseline, about: spec.about.clone(), ..Words::default() };
     let study = Study::new(found.runs.clone(), &words(spec.baseline.clone())).or_else(|error| {
         tell(&format!("warning: {error}"));

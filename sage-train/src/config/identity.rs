@@ -57,6 +57,12 @@ impl Config {
             .map(|(key, value)| (key.clone(), text(value)));
         let mut identity: Identity = kept.collect();
         let mut set = |key: &str, value: String| identity.insert(key.to_owned(), value);
+        if let sources @ [_, _, ..] = self.data.sources.as_slice() {
+            let all: f64 = sources.iter().map(|source| source.weight).sum();
+            let parts: Vec<String> =
+                sources.iter().map(|source| format!("{:.6}", source.weight / all)).collect();
+            set("data-weights", parts.join(" "));
+        }
         set("attn", self.attn.to_string());
         for (key, value) in self.attn.own_settings(self.model.scheme, self.model.sla2.as_ref()) {
             set(key, value);

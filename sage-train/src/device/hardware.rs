@@ -34,11 +34,14 @@ fn cpu() -> String {
     format!("{cores} cores of {model}")
 }
 
-/// Bytes of the machine's memory that are free, where the system says it.
+/// Bytes of the machine's memory that are free, swap among them, where the system says it.
 pub fn free_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().trim_end_matches(" kB").parse::<u64>().ok().map(|kib| kib << 10)
+    let kib = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+        line.trim().trim_end_matches(" kB").parse::<u64>().ok()
+    };
+    Some((kib("MemAvailable:")? + kib("SwapFree:").unwrap_or(0)) << 10)
 }
 
 /// The GPUs that a child may be told to use, as `CUDA_VISIBLE_DEVICES` names them: those that it names now, or all that

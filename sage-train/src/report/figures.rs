@@ -6,7 +6,7 @@ use candle_sage::Result;
 
 use super::chart::{Chart, Series};
 use super::statistics::Mean;
-use super::study::{Arm, Panel, Study, seeds, validations};
+use super::study::{Arm, Panel, Study, same_data, seeds, validations};
 use crate::probe::Probed;
 use crate::runs::{Run, Status};
 
@@ -68,7 +68,7 @@ pub fn losses(panel: &Panel) -> Result<String> {
         .arms
         .iter()
         .map(|arm| {
-            let curves: Vec<_> = whole(arm).map(validations).collect();
+            let curves = by_seed(arm, |run| Some(validations(run)));
             Series {
                 crosses: arm.runs.iter().flat_map(troubles).collect(),
                 band: range(&curves),
@@ -102,8 +102,7 @@ pub fn differences(panel: &Panel) -> Result<Option<String>> {
     let series: Vec<Series> = others
         .iter()
         .map(|arm| {
-            let pairs: Vec<BTreeMap<u64, f64>> =
-                whole(arm).filter_map(|run| Some(against(run, twin(run, baseline)?))).collect();
+            let pairs = by_seed(arm, |run| Some(against(run, twin(run, baseline)?)));
             curve(arm, &pairs)
         })
         .filter(|series| !series.points.is_empty())
@@ -131,7 +130,7 @@ pub fn errors(panel: &Panel) -> Result<Option<String>> {
     let series: Vec<Series> = panel
         .arms
         .iter()
-        .map(|arm| curve(arm, &whole(arm).map(worst_errors).collect::<Vec<_>>()))
+        .map(|arm| curve(arm, &by_seed(arm, |run| Some(worst_errors(run)))))
         .filter(|series| series.points.len() > 1)
         .collect();
     if series.is_empty() {
@@ -166,7 +165,21 @@ fn whole(arm: &Arm) -> impl Iterator<Item = &Run> {
 }
 
 fn twin<'a>(run: &Run, baseline: &'a Arm) -> Option<&'a Run> {
-    whole(baseline).find(|other| seeds(other) == seeds(run))
+    whole(baseline).find(|other| seeds(other) == seeds(run) && same_data(other, run))
+}
+
+/// A curve of each seed: the mean of those of its runs, which are repetitions.
+fn by_seed(arm: &Arm, of: impl Fn(&Run) -> Option<BTreeMap<u64, f64>>) -> Vec<BTreeMap<u64, f64>> {
+    let mut all: BTreeMap<[u64; 3], BTreeMap<u64, Vec<f64>>> = BTreeMap::new();
+    for run in whole(arm) {
+        for (tokens, value) in of(run).into_iter().flatten() {
+            all.entry(seeds(run)).or_default().entry(tokens).or_default().push(value);
+        }
+    }
+    let mean = |values: Vec<f64>| values.iter().sum::<f64>() / values.len() as f64;
+    all.into_values()
+        .map(|curve| curve.into_iter().map(|(tokens, values)| (tokens, mean(values))).collect())
+        .collect()
 }
 
 /// Differences where both were validated.

@@ -217,7 +217,7 @@ impl Panel {
 }
 
 /// Whether two runs read the same text, as far as they said it.
-fn same_data(a: &Run, b: &Run) -> bool {
+pub(super) fn same_data(a: &Run, b: &Run) -> bool {
     a.data_fingerprint().zip(b.data_fingerprint()).is_none_or(|(a, b)| a == b)
 }
 

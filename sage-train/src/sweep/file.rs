@@ -71,8 +71,10 @@ impl Spec {
     /// # Errors
     /// When a key is no setting or a value not one of it, a list is empty, or there are too many runs.
     pub fn runs(&self, over: &Settings, lists: &Table) -> Result<Vec<Settings>> {
+        // An attention that the command line replaces still says whose settings stand beside it.
         let plain = |table: &Table| -> Table {
-            let free = table.iter().filter(|(key, _)| !lists.contains_key(*key));
+            let whose = |key: &str, value: &Value| key == "attn" && !value.is_array();
+            let free = table.iter().filter(|(key, value)| !lists.contains_key(*key) || whose(key, value));
             free.map(|(key, value)| (key.clone(), value.clone())).collect()
         };
         let shared = settings(&plain(&self.settings), "[settings]")?;
@@ -114,13 +116,13 @@ impl Spec {
 /// More is a mistake.
 const MOST_RUNS: usize = 10_000;
 
-/// Layers of settings, the first one on top. What lower ones say about attention is meant for the attention that the run
-/// comes to have, whichever layer names it.
-fn merged(mut layers: [Settings; 5]) -> Settings {
+/// Layers of settings, the first one on top. What one says about attention is meant for the attention that it names itself; or,
+/// where it names none, for the one that the run comes to have.
+fn merged(layers: [Settings; 5]) -> Settings {
     let attn = layers.iter().find_map(|layer| layer.attn);
-    layers.iter_mut().for_each(|layer| layer.attn = None);
-    let all = layers.into_iter().reduce(Settings::over).unwrap_or_default();
-    Settings { attn, ..all }
+    let only = Settings { attn, ..Settings::default() };
+    let meant = layers.into_iter().map(|layer| Settings { attn: None, ..only.clone().over(layer) });
+    Settings { attn, ..meant.reduce(Settings::over).unwrap_or_default() }
 }
 
 fn settings(table: &Table, place: &str) -> Result<Settings> {
@@ -255,5 +257,11 @@ mod tests {
         );
         let smoothing: Vec<_> = runs.iter().map(|run| run.smoothing).collect();
         assert_eq!(smoothing, [Some(SmoothingSetting::None), Some(SmoothingSetting::Qk)]);
+        // A run's own file, raced against another scheme: its smoothing is not the other's.
+        let file = spec("[settings]\nattn = \"sagebwd\"\nsmoothing = \"k\"\nlr = 1e-3");
+        let lists: Table = toml::from_str("attn = [\"sagebwd\", \"attn-qat\"]").expect("a table");
+        let runs = file.runs(&Settings::default(), &lists).expect("runs");
+        let smoothing: Vec<_> = runs.iter().map(|run| (run.smoothing, run.lr)).collect();
+        assert_eq!(smoothing, [(Some(SmoothingSetting::K), Some(1e-3)), (None, Some(1e-3))]);
     }
 }

@@ -8,7 +8,7 @@ use candle_sage::Result;
 use super::{Planned, Sweep};
 use crate::config::{Config, Identity, PLAN};
 use crate::lock::Lock;
-use crate::runs::{CONFIG, Ending, METRICS, Run, Status};
+use crate::runs::{CONFIG, Ending, METRICS, Run, Status, ended_since};
 use crate::train::checkpoint;
 use crate::writing;
 
@@ -121,7 +121,7 @@ impl Sweep {
             .map(|path| {
                 let config = path.join(CONFIG);
                 let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                let empty = || std::fs::metadata(path.join(METRICS)).is_ok_and(|about| about.len() == 0);
+                let empty = || std::fs::metadata(path.join(METRICS)).map_or(true, |about| about.len() == 0);
                 let identity = match config.exists() {
                     true => identity_in(&config),
                     false => {
@@ -147,7 +147,7 @@ impl Sweep {
         }
         // A crash that left nothing else may be that of an earlier plan, with other settings under this name.
         let asked = || identity_in(&self.asked_file(&name)).as_ref() == Some(&run.identity);
-        if self.crash_file(&name).exists() && asked() {
+        if self.crash_file(&name).exists() && !ended_since(&self.folder, &name) && asked() {
             return State::Crashed;
         }
         // Of an earlier version, which did not say how it ended.
@@ -181,6 +181,8 @@ impl Sweep {
         let Ok(lock) = Lock::run(folder) else { return Ok(None) };
         let numbered = (1..).map(|n| self.folder.join(PLAN).join(format!("{}.attempt-{n}", place.name())));
         let aside = numbered.into_iter().find(|path| !path.exists()).expect("a number that is free");
+        // Windows moves no folder in which a file is open.
+        let lock = (!cfg!(windows)).then_some(lock);
         std::fs::rename(folder, &aside).map_err(writing(folder))?;
         drop(lock);
         Ok(Some(()))
