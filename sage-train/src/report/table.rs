@@ -12,7 +12,7 @@ use crate::runs::{Run, Status};
 /// One run.
 pub fn result_table(run: &Outcome) -> String {
     format!(
-        "{:<11} {:>9} {:>11} {:>10}  folder\n{:<11} {:>9.4} {:>11.4} {:>10.0}  {}\n\nunigram entropy {:.4} nats: {:.2} above the validation loss\n",
+        "{:<11} {:>9} {:>11} {:>10}  folder\n{:<11} {:>9.4} {:>11.4} {:>10.0}  {}\n\nunigram entropy {:.4} nats: {:.2} {} the validation loss\n",
         "attention",
         "val loss",
         "bits / byte",
@@ -23,7 +23,8 @@ pub fn result_table(run: &Outcome) -> String {
         run.tokens_per_second,
         run.folder.display(),
         run.unigram_entropy,
-        run.unigram_entropy - run.val_loss,
+        (run.unigram_entropy - run.val_loss).abs(),
+        if run.unigram_entropy < run.val_loss { "below" } else { "above" },
     )
 }
 

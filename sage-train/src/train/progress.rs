@@ -22,7 +22,7 @@ pub(super) struct Progress {
     first: u64,
     started: Instant,
     last_line: Instant,
-    /// The last validation, shown until the next.
+    /// The last validation, shown on the bar until the next.
     validation: Option<f64>,
 }
 
@@ -54,19 +54,21 @@ impl Progress {
     /// Shows a finished step.
     pub(super) fn step(&mut self, point: &Point) {
         self.validation = point.val_loss.or(self.validation);
-        let validation = self.validation.map_or(String::new(), |loss| format!(" val {loss:.3}"));
         let mfu = point.mfu.map_or(String::new(), |mfu| format!(" MFU {:.1}%", 100.0 * mfu));
-        let text = format!(
-            "loss {:.3}{validation} norm {:.2} {:.0} tok/s{mfu}",
-            point.loss, point.grad_norm, point.tokens_per_second
-        );
+        let text = |validation: Option<f64>| {
+            let validation = validation.map_or(String::new(), |loss| format!(" val {loss:.3}"));
+            let (loss, norm, speed) = (point.loss, point.grad_norm, point.tokens_per_second);
+            format!("loss {loss:.3}{validation} norm {norm:.2} {speed:.0} tok/s{mfu}")
+        };
         let gpu = match (point.gpu_watts, point.gpu_mhz, point.gpu_gib) {
             (Some(watts), Some(mhz), Some(gib)) => format!(" {watts:.0} W {mhz:.0} MHz {gib:.1} GiB"),
             _ => String::new(),
         };
-        let line = format!("step {}/{}: {text} lr {:.2e}{gpu}", point.step, self.steps, point.lr);
+        // A line says what its step measured; the bar, which stays, also the last validation.
+        let (step, steps, lr) = (point.step, self.steps, point.lr);
+        let line = format!("step {step}/{steps}: {} lr {lr:.2e}{gpu}", text(point.val_loss));
         self.note(&line);
-        self.bar.set_message(text);
+        self.bar.set_message(text(self.validation));
         self.bar.set_position(point.step);
         if self.bar.is_hidden() && (self.last_line.elapsed() > QUIET || point.val_loss.is_some()) {
             self.last_line = Instant::now();
