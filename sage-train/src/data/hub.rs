@@ -14,9 +14,9 @@ use crate::{bar, unpanicked};
 const RETRIES: usize = 3;
 
 const RECIPES: [(&str, &str); 3] = [
-    ("tinystories", include_str!("../../../data/recipes/tinystories.toml")),
-    ("openwebtext", include_str!("../../../data/recipes/openwebtext.toml")),
-    ("fineweb-edu", include_str!("../../../data/recipes/fineweb-edu.toml")),
+    ("tinystories", include_str!("../../data/recipes/tinystories.toml")),
+    ("openwebtext", include_str!("../../data/recipes/openwebtext.toml")),
+    ("fineweb-edu", include_str!("../../data/recipes/fineweb-edu.toml")),
 ];
 
 /// A data set that is known by a short name.
