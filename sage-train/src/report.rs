@@ -1,6 +1,7 @@
 //! Results for people: runs side by side with their statistics, as text, Markdown, CSV and one HTML file; charts; event files
 //! for TensorBoard.
 
+mod arm;
 pub mod chart;
 pub mod figures;
 mod heat_map;
@@ -12,8 +13,9 @@ mod study;
 mod table;
 mod tensorboard;
 
+pub use arm::{Arm, Difference};
 pub use loss_plot::loss_plot;
 pub use probe_table::{layer_errors, probe_csv, sigma_errors};
-pub use study::{Arm, Difference, Panel, Study, Words};
+pub use study::{Panel, Study, Words};
 pub use table::result_table;
 pub use tensorboard::EventFile;

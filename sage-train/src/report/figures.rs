@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 
 use candle_sage::Result;
 
+use super::arm::{Arm, same_data, seeds, validations};
 use super::chart::{Chart, Series};
 use super::statistics::Mean;
-use super::study::{Arm, Panel, Study, same_data, seeds, validations};
+use super::study::{Panel, Study};
 use crate::probe::Probed;
 use crate::runs::{Run, Status};
 

@@ -5,10 +5,11 @@ use std::path::Path;
 use candle_sage::{Result, Scheme, Smoothing};
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
+use super::arm::Arm;
 use super::chart::{STYLE, short};
 use super::figures::{SPIKE, differences, errors, losses};
 use super::statistics::Verdict;
-use super::study::{Arm, Panel, Study};
+use super::study::{Panel, Study};
 use crate::partial;
 use crate::quantity::grouped;
 use crate::runs::{Run, Start, Status, median};

@@ -2,9 +2,10 @@
 
 use std::fmt::Write;
 
+use super::arm::{Arm, Difference, seeds};
 use super::chart::short;
 use super::statistics::Mean;
-use super::study::{Arm, Difference, Panel, Study};
+use super::study::{Panel, Study};
 use crate::metrics::Outcome;
 use crate::quantity::grouped;
 use crate::runs::{Run, Status};
@@ -226,7 +227,7 @@ impl Study {
         let mut out = head.join(",") + "\n";
         for arm in arms() {
             for run in &arm.runs {
-                let [weights, order, corpus] = super::study::seeds(run);
+                let [weights, order, corpus] = seeds(run);
                 let mut cells = vec![
                     quoted(&self.name_of(run)),
                     run.status().map_or("unfinished".into(), |status| status.to_string()),
