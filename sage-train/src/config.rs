@@ -323,6 +323,11 @@ impl Config {
         toml::to_string(&table).expect("settings are plain values")
     }
 
+    /// Tokens of the whole run.
+    pub fn tokens(&self) -> u64 {
+        self.tokens_per_step() * self.steps
+    }
+
     /// Tokens of an optimizer step.
     pub fn tokens_per_step(&self) -> u64 {
         (self.micro_batch * self.accumulation * self.model.context) as u64

@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use crate::data::{Batches, Cut, Dataset, Mixture, Tokenizer};
 use crate::device::{Place, free_memory};
 use crate::model::{Llama, LlamaConfig, Parameters};
+use crate::quantity::gib;
 use crate::settings::{Attn, Settings};
 use crate::trained::{Trained, run_folder};
 use crate::{bar, during, tell};
@@ -202,10 +203,6 @@ pub fn probe_model(
         token_scales: look.token_scales,
         rows,
     })
-}
-
-fn gib(bytes: u64) -> f64 {
-    bytes as f64 / f64::from(1 << 30)
 }
 
 /// Query, key, value and output gradient of every layer, with full-precision attention.

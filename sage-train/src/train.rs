@@ -21,6 +21,7 @@ use crate::hf;
 use crate::metrics::{Outcome, Point};
 use crate::model::Parameters;
 use crate::probe::probe_weights;
+use crate::quantity::gib;
 use crate::report::loss_plot;
 use crate::runs::{CONFIG, ENDING, Ending, STARTS, Start, Status};
 use crate::sample::{Sampling, sample};
@@ -108,7 +109,7 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> std::result::Result<Outc
     progress.say(&format!(
         "{}, {:.2} epochs, unigram entropy {:.3} nats",
         data.summary,
-        (config.tokens_per_step() * config.steps) as f64 / data.train.len() as f64,
+        config.tokens() as f64 / data.train.len() as f64,
         data.unigram_entropy,
     ));
     folder.write(CONFIG, &config.to_toml())?;
@@ -175,10 +176,14 @@ pub fn check_machine(config: &Config) -> Result<()> {
     let needed = corpus.saturating_add(model);
     match free_memory() {
         Some(free) if needed > free => {
-            let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30));
             Err(Error::new("this machine has not the memory for the run")
-                .got(format!("about {}: text and tokens {}, model {}", gib(needed), gib(corpus), gib(model)))
-                .allowed(format!("{}, which are free", gib(free)))
+                .got(format!(
+                    "about {:.1} GiB: text and tokens {:.1}, model {:.1}",
+                    gib(needed),
+                    gib(corpus),
+                    gib(model)
+                ))
+                .allowed(format!("{:.1} GiB, which are free", gib(free)))
                 .hint("--corpus-mb, --micro-batch, --context and --recompute block make it smaller; shards (data prepare) are not held"))
         }
         _ => Ok(()),
@@ -252,8 +257,7 @@ impl Run<'_> {
         })?;
         self.progress.finish();
         if let Some(memory) = memory(self.trainer.device()).map_err(during(unknown))? {
-            let gib = memory.peak as f64 / f64::from(1 << 30);
-            self.progress.say(&format!("most GPU memory in use at once: {gib:.1} GiB"));
+            self.progress.say(&format!("most GPU memory in use at once: {:.1} GiB", gib(memory.peak)));
         }
         Ok(seconds)
     }

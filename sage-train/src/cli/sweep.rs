@@ -260,7 +260,7 @@ fn table(
         let estimate = estimates.map(|all| &all[n]);
         let time = estimate.map_or(0.0, crate::sweep::Estimate::seconds);
         (seconds, longest) = (seconds + time, longest.max(time));
-        let own = run.config.steps * run.config.tokens_per_step();
+        let own = run.config.tokens();
         tokens += own;
         out += &format!(
             "{n:>4}  {:<width$}  {:>10}  {:>16}  {:<11}  {}\n",

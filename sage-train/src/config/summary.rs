@@ -9,7 +9,7 @@ use crate::quantity::{Quantity, grouped};
 impl fmt::Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let m = &self.model;
-        let tokens = self.tokens_per_step() * self.steps;
+        let tokens = self.tokens();
         let rows = [
             (
                 "model",
@@ -101,7 +101,7 @@ const H100: (f64, f64) = (989e12, 0.4);
 impl Config {
     fn compute(&self) -> String {
         let a_token = self.model.flops_per_token();
-        let all = a_token as f64 * (self.tokens_per_step() * self.steps) as f64;
+        let all = a_token as f64 * self.tokens() as f64;
         let seconds = all / (H100.0 * H100.1);
         let time = match seconds {
             0.0..60.0 => format!("{seconds:.2} s"),

@@ -43,7 +43,7 @@ impl Monitor {
             Some(Reading {
                 power: f64::from(device.power_usage().ok()?) / 1e3,
                 clock: f64::from(device.clock_info(nvml_wrapper::enum_wrappers::device::Clock::SM).ok()?),
-                memory: device.memory_info().ok()?.used as f64 / f64::from(1 << 30),
+                memory: crate::quantity::gib(device.memory_info().ok()?.used),
             })
         }
         #[cfg(not(feature = "cuda"))]

@@ -41,6 +41,13 @@ pub struct Difference {
     pub verdict: Verdict,
 }
 
+impl Difference {
+    /// In percent, with its interval: `+0.12 % ± 0.34`.
+    pub fn numbers(&self) -> String {
+        format!("{:+.2} %{}", self.mean.value, self.mean.plus_minus(2))
+    }
+}
+
 impl Arm {
     pub(super) fn new(
         label: String,
@@ -77,6 +84,11 @@ impl Arm {
         self.runs.iter().map(seeds).collect::<BTreeSet<_>>().len()
     }
 
+    /// Whether its run of this run's seeds learned from other data.
+    pub(super) fn has_other_data(&self, run: &Run) -> bool {
+        self.runs.iter().any(|twin| seeds(twin) == seeds(run) && !same_data(run, twin))
+    }
+
     /// The difference of a number of its runs to that of the baseline's of the same seeds and data; where fewer than two
     /// seeds are in common and both arms have more, of the means.
     pub(super) fn against(
@@ -86,16 +98,8 @@ impl Arm {
         number: &dyn Fn(&Run) -> Option<f64>,
     ) -> Option<Difference> {
         let (own, base) = (mean_over_seeds(&self.runs, number)?, mean_over_seeds(&baseline.runs, number)?);
-        let twins = by_seed(&baseline.runs, number);
-        let comparable: Vec<Run> = self
-            .runs
-            .iter()
-            .filter(|run| {
-                !baseline.runs.iter().any(|twin| seeds(twin) == seeds(run) && !same_data(run, twin))
-            })
-            .cloned()
-            .collect();
-        let pairs: Vec<f64> = by_seed(&comparable, number)
+        let twins = by_seed(baseline.runs.iter(), number);
+        let pairs: Vec<f64> = by_seed(self.runs.iter().filter(|run| !baseline.has_other_data(run)), number)
             .into_iter()
             .filter_map(|(seed, value)| Some(100.0 * (value - twins.get(&seed)?) / base.value))
             .collect();
@@ -133,7 +137,10 @@ pub(super) fn same_data(a: &Run, b: &Run) -> bool {
 }
 
 /// A number of each seed: the mean over the runs of one seed that have it, which are repetitions and no samples of their own.
-fn by_seed(runs: &[Run], number: &dyn Fn(&Run) -> Option<f64>) -> BTreeMap<[u64; 3], f64> {
+fn by_seed<'a>(
+    runs: impl Iterator<Item = &'a Run>,
+    number: &dyn Fn(&Run) -> Option<f64>,
+) -> BTreeMap<[u64; 3], f64> {
     let mut all: BTreeMap<[u64; 3], Vec<f64>> = BTreeMap::new();
     for run in runs {
         all.entry(seeds(run)).or_default().extend(number(run));
@@ -144,7 +151,7 @@ fn by_seed(runs: &[Run], number: &dyn Fn(&Run) -> Option<f64>) -> BTreeMap<[u64;
 }
 
 fn mean_over_seeds(runs: &[Run], number: &dyn Fn(&Run) -> Option<f64>) -> Option<Mean> {
-    Mean::of(&by_seed(runs, number).into_values().collect::<Vec<f64>>())
+    Mean::of(&by_seed(runs.iter(), number).into_values().collect::<Vec<f64>>())
 }
 
 /// What a curve is at some tokens: of each run at the validations that it has.

@@ -97,8 +97,7 @@ impl Study {
         let sentence = |panel: &Panel, arm: &Arm| -> Option<String> {
             let (difference, baseline) = (arm.difference?, &panel.arms.first()?.label);
             let place = panel.place();
-            let half = difference.mean.half.map_or(String::new(), |half| format!(" ± {half:.2}"));
-            let numbers = format!("{:+.2} %{half}", difference.mean.value);
+            let numbers = difference.numbers();
             Some(match difference.verdict {
                 Verdict::Matches => {
                     format!("{} matches {baseline} within {} %: {numbers}{place}.", arm.label, self.margin)
@@ -233,9 +232,8 @@ impl Study {
         match (diverged, arm.difference) {
             (0, None) => None,
             (0, Some(difference)) => Some(format!(
-                "{:+.2} %{} ({}), {tokens}",
-                difference.mean.value,
-                difference.mean.half.map_or(String::new(), |half| format!(" ± {half:.2}")),
+                "{} ({}), {tokens}",
+                difference.numbers(),
                 difference.verdict.words(self.margin)
             )),
             (n, _) => Some(format!("{n} of {} runs diverged, {tokens}", arm.runs.len())),

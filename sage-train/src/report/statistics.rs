@@ -53,6 +53,11 @@ impl Mean {
         Self { value: value * factor, half: half.map(|half| half * size), error: error * size, ..self }
     }
 
+    /// Half of the interval, with so many digits: ` ± 0.34`; nothing of a single value.
+    pub fn plus_minus(&self, digits: usize) -> String {
+        self.half.map_or(String::new(), |half| format!(" ± {half:.digits$}"))
+    }
+
     /// Below and above the mean.
     pub fn interval(&self) -> Option<(f64, f64)> {
         self.half.map(|half| (self.value - half, self.value + half))

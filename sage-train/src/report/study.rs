@@ -3,7 +3,7 @@
 use candle_sage::{Error, Result};
 use toml::Table;
 
-use super::arm::{Arm, reached, same_data, seeds};
+use super::arm::{Arm, reached};
 use super::chart::short;
 use crate::config::{Identity, differing, is_seed};
 use crate::runs::Run;
@@ -155,8 +155,8 @@ impl Panel {
     fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         let runs = || self.arms.iter().flat_map(|arm| &arm.runs);
-        let tokens = |run: &Run| run.config.steps * run.config.tokens_per_step();
-        let (least, most) = (runs().map(tokens).min(), runs().map(tokens).max());
+        let tokens = || runs().map(|run| run.config.tokens());
+        let (least, most) = (tokens().min(), tokens().max());
         let step = runs().map(|run| run.config.tokens_per_step()).max().unwrap_or(0);
         if let (Some(least), Some(most)) = (least, most)
             && most - least >= step.max(1)
@@ -165,10 +165,7 @@ impl Panel {
             warnings.push(format!("runs of {least} to {most} tokens are compared{}", self.place()));
         }
         if let Some(baseline) = self.arms.first() {
-            let other = |run: &&Run| {
-                baseline.runs.iter().any(|twin| seeds(twin) == seeds(run) && !same_data(run, twin))
-            };
-            let count = runs().filter(other).count();
+            let count = runs().filter(|run| baseline.has_other_data(run)).count();
             if count > 0 {
                 let pairs = "runs of one seed learned from other data than the baseline's, and are no pairs";
                 warnings.push(format!("{count} {pairs}{}", self.place()));

@@ -49,11 +49,6 @@ impl Arm {
     }
 }
 
-/// Half of an interval.
-fn half(half: Option<f64>, digits: usize) -> String {
-    half.map_or(String::new(), |half| format!(" ± {half:.digits$}"))
-}
-
 /// A difference in percent, and what may be said.
 fn percent(difference: &Difference, margin: f64) -> String {
     let Difference { mean, paired, of_survivors, verdict } = difference;
@@ -63,7 +58,7 @@ fn percent(difference: &Difference, margin: f64) -> String {
         (false, _) => ", no pairs".into(),
     };
     let survivors = if *of_survivors { ", of those that survived" } else { "" };
-    format!("{:+.2} %{} ({}{over}{survivors})", mean.value, half(mean.half, 2), verdict.words(margin))
+    format!("{} ({}{over}{survivors})", difference.numbers(), verdict.words(margin))
 }
 
 /// What does not break a table of Markdown.
@@ -99,7 +94,7 @@ impl Study {
         let mut cells = vec![
             arm.label.clone(),
             arm.outcomes(),
-            arm.loss.map_or("-".into(), |mean| format!("{:.4}{}", mean.value, half(mean.half, 4))),
+            arm.loss.map_or("-".into(), |mean| format!("{:.4}{}", mean.value, mean.plus_minus(4))),
             against(&arm.difference),
             arm.speed.map_or("-".into(), |speed| grouped(speed as u64)),
             ratio,

@@ -10,7 +10,7 @@ use super::{State, Sweep};
 use crate::config::Config;
 use crate::device::Place;
 use crate::quantity::Quantity;
-use crate::runs::Run;
+use crate::runs::{Run, median};
 use crate::settings::Settings;
 use crate::{during, tell, writing};
 
@@ -121,13 +121,12 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
     }
     let output = command.stdin(Stdio::null()).output().map_err(during("cannot start a run"))?;
     let folder = scratch.join(name);
-    let speeds =
-        Run::read(&folder).map(|run| run.points.iter().skip(1).map(|p| p.tokens_per_second).collect());
-    let mut speeds: Vec<f64> = speeds.unwrap_or_default();
+    let run = Run::read(&folder);
+    let speed =
+        run.ok().and_then(|run| median(run.points.iter().skip(1).map(|point| point.tokens_per_second)));
     let _ = std::fs::remove_dir_all(&folder);
-    speeds.sort_by(f64::total_cmp);
-    match speeds.get(speeds.len() / 2) {
-        Some(&speed) if output.status.success() => Ok(speed),
+    match speed {
+        Some(speed) if output.status.success() => Ok(speed),
         _ => {
             let said = String::from_utf8_lossy(&output.stderr);
             let said = said.lines().skip_while(|line| !line.starts_with("error")).collect::<Vec<_>>();

@@ -172,20 +172,20 @@ impl Sweep {
     }
 
     /// Makes room for a run that begins again: what an earlier start left, which cannot be resumed, goes beside the plan.
-    /// Nothing of it where another process works there.
-    pub(super) fn set_aside(&self, place: &Place) -> Result<Option<()>> {
+    /// Not where another process works there: whether there is room.
+    pub(super) fn set_aside(&self, place: &Place) -> Result<bool> {
         let folder = &place.folder;
         if !folder.exists() {
-            return Ok(Some(()));
+            return Ok(true);
         }
-        let Ok(lock) = Lock::run(folder) else { return Ok(None) };
+        let Ok(lock) = Lock::run(folder) else { return Ok(false) };
         let numbered = (1..).map(|n| self.folder.join(PLAN).join(format!("{}.attempt-{n}", place.name())));
         let aside = numbered.into_iter().find(|path| !path.exists()).expect("a number that is free");
         // Windows moves no folder in which a file is open.
         let lock = (!cfg!(windows)).then_some(lock);
         std::fs::rename(folder, &aside).map_err(writing(folder))?;
         drop(lock);
-        Ok(Some(()))
+        Ok(true)
     }
 }
 

@@ -80,8 +80,12 @@ pub fn run(sweep: &Sweep, limits: &Limits) -> Result<Tally> {
     let waiting: VecDeque<usize> = places.iter().enumerate().filter(open).map(|(index, _)| index).collect();
     let shares = on_gpu(sweep) && limits.jobs > 1 && limits.sharing == Sharing::Auto && waiting.len() > 1;
     let mps = if shares { Mps::start() } else { None };
-    if mps.is_some() {
-        tell("runs share GPUs through MPS");
+    match (shares, mps.is_some()) {
+        (true, true) => tell("runs share GPUs through MPS"),
+        (true, false) => {
+            tell("no MPS server was started for this sweep: runs use one that is there, or take turns")
+        }
+        _ => {}
     }
     let mut work = Work {
         sweep,
@@ -254,7 +258,7 @@ impl Sweep {
         let asked = self.asked_file(&name);
         if checkpoint::newest(&place.folder).is_some() {
             command.arg("--resume").arg(&place.folder);
-        } else if self.set_aside(place)?.is_some() {
+        } else if self.set_aside(place)? {
             command.arg("--config").arg(&asked).arg("--name").arg(&name);
         } else {
             return Ok(None);
