@@ -63,6 +63,8 @@ pub struct Config {
     pub eval_every: u64,
     /// Tokens of a validation.
     pub eval_tokens: u64,
+    /// What a second validation attends with, where it is not what training does.
+    pub eval_scheme: Option<Scheme>,
     /// Steps between probes of attention's errors; 0 for none.
     pub probe_every: u64,
     /// Which checkpoints are written and kept.
@@ -196,6 +198,10 @@ impl Config {
             deterministic: need(s.deterministic) == Switch::On,
         };
         model.validate()?;
+        let eval_scheme = s.eval_attn.filter(|eval| *eval != attn).map(|eval| eval.instead_of(attn)).transpose()?;
+        if let Some(scheme) = eval_scheme {
+            LlamaConfig { scheme: Some(scheme), ..model.clone() }.validate()?;
+        }
         let accumulation = accumulation(tokens_per_step, micro_batch, model.context)?;
         if steps.checked_mul(tokens_per_step).is_none() {
             return Err(Error::new("the run is too long to count its tokens")
@@ -259,6 +265,7 @@ impl Config {
             name: s.name.clone(),
             eval_every: need(s.eval_every).0,
             eval_tokens: in_range("eval-tokens", need(s.eval_tokens).0, 1, 1 << 40)?,
+            eval_scheme,
             probe_every: need(s.probe_every).0,
             checkpoints: CheckpointConfig {
                 every: s.checkpoint_every.unwrap_or(need(s.eval_every)).0,

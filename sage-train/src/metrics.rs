@@ -48,13 +48,16 @@ pub struct Point {
     /// The same in bits a byte of text.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub val_bits_per_byte: Option<f64>,
+    /// The validation loss under the attention of `--eval-attn`, with the same weights.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub eval_attn_loss: Option<f64>,
     /// Seconds since the start.
     pub seconds: f64,
 }
 
 impl Point {
     /// Every number by its name, those that are not there as `None`.
-    pub fn numbers(&self) -> [(&'static str, Option<f64>); 16] {
+    pub fn numbers(&self) -> [(&'static str, Option<f64>); 17] {
         [
             ("step", Some(self.step as f64)),
             ("tokens", Some(self.tokens as f64)),
@@ -71,6 +74,7 @@ impl Point {
             ("gpu_gib", self.gpu_gib),
             ("val_loss", self.val_loss),
             ("val_bits_per_byte", self.val_bits_per_byte),
+            ("eval_attn_loss", self.eval_attn_loss),
             ("seconds", Some(self.seconds)),
         ]
     }

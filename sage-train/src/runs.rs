@@ -139,6 +139,17 @@ impl Run {
         Ok(Found { runs, warnings })
     }
 
+    /// The run as its own validations saw it and, where there was a second one of each, as that did.
+    pub fn seen(self) -> Vec<Self> {
+        let config = Config { eval_scheme: None, ..self.config.clone() };
+        if self.config.eval_scheme.is_none() {
+            return vec![self];
+        }
+        let again = self.points.iter().map(|point| Point { val_loss: point.eval_attn_loss, ..point.clone() });
+        let again = Self { points: again.collect(), probes: Vec::new(), ..self.clone() };
+        vec![Self { config, ..self }, again]
+    }
+
     /// The last part of the folder's name.
     pub fn name(&self) -> String {
         let name = self.folder.file_name().unwrap_or(self.folder.as_os_str());

@@ -330,6 +330,10 @@ pub struct Settings {
     /// Validation tokens of each validation
     #[arg(long, value_name = "N", help_heading = "Run")]
     pub eval_tokens: Option<Quantity>,
+    /// Validate a second time with this attention, by its defaults: `--attn fpa --eval-attn attn-qat` follows what FP4 would
+    /// cost a model that is not trained for it
+    #[arg(long, value_enum, value_name = "ATTN", help_heading = "Run")]
+    pub eval_attn: Option<Attn>,
     /// Steps between probes of attention's errors, which validate as well and take some time on the CPU; 0 for none
     /// [default: 0]
     #[arg(long, value_name = "N", help_heading = "Run")]
@@ -448,6 +452,7 @@ impl Settings {
             name,
             eval_every,
             eval_tokens,
+            eval_attn,
             probe_every,
             checkpoint_every,
             checkpoint_minutes,

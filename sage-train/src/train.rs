@@ -19,7 +19,7 @@ use crate::device::{Hardware, Place, free_memory, memory, reset_peak};
 use crate::evaluate::{Evaluation, evaluate};
 use crate::hf;
 use crate::metrics::{Outcome, Point};
-use crate::model::Parameters;
+use crate::model::{Llama, Parameters};
 use crate::probe::probe_weights;
 use crate::quantity::gib;
 use crate::report::loss_plot;
@@ -334,15 +334,17 @@ impl Run<'_> {
     /// Validates, and keeps the weights.
     fn validate(&mut self, point: &mut Point) -> std::result::Result<(), Stop> {
         let (config, data) = (self.config, self.data);
-        let Evaluation { loss, bits_per_byte, .. } = evaluate(
-            &self.trainer.model,
-            &data.validation,
-            config.data.cut(&data.tokenizer),
-            &data.tokenizer,
-            config.eval_tokens,
-            config.micro_batch,
-            self.trainer.device(),
-        )?;
+        let measure = |model: &Llama| {
+            let cut = config.data.cut(&data.tokenizer);
+            let (tokens, micro_batch) = (config.eval_tokens, config.micro_batch);
+            let device = self.trainer.device();
+            evaluate(model, &data.validation, cut, &data.tokenizer, tokens, micro_batch, device)
+        };
+        let Evaluation { loss, bits_per_byte, .. } = measure(&self.trainer.model)?;
+        if let Some(model) = &self.trainer.under_eval_attn {
+            // One that is not finite is a result, and no reason to stop: training does not use it.
+            point.eval_attn_loss = Some(measure(model)?.loss).filter(|loss| loss.is_finite());
+        }
         if !loss.is_finite() {
             self.record(point.clone())?;
             return Err(Stop::Diverged(

@@ -43,7 +43,7 @@ const LEFT_OUT: [&str; 22] = [
 pub fn of_attention(key: &str) -> bool {
     let schemes = Scheme::all();
     let own = |scheme: &Scheme| scheme.settings().iter().any(|(name, _)| *name == key);
-    key == "attn" || key.starts_with("sla2-") || schemes.iter().any(own)
+    matches!(key, "attn" | "eval-attn") || key.starts_with("sla2-") || schemes.iter().any(own)
 }
 
 impl Config {
@@ -66,6 +66,9 @@ impl Config {
         set("attn", self.attn.to_string());
         for (key, value) in self.attn.own_settings(self.model.scheme, self.model.sla2.as_ref()) {
             set(key, value);
+        }
+        if let Some(scheme) = self.eval_scheme {
+            set("eval-attn", scheme.name().to_owned());
         }
         set("steps", self.steps.to_string());
         let rate = &self.learning_rate;

@@ -153,6 +153,7 @@ pub(super) fn defaults(preset: Preset) -> Settings {
         name: None,
         eval_every: Some(Quantity(size.eval_every)),
         eval_tokens: Some(Quantity(size.eval_tokens)),
+        eval_attn: None,
         probe_every: Some(Quantity(0)),
         checkpoint_every: None,
         checkpoint_minutes: Some(10.0),

@@ -127,7 +127,7 @@ impl Study {
             .chain(each().filter_map(|(panel, arm)| sentence(panel, arm)))
             .collect();
         html! {
-            p.note { (self.runs().count()) " runs. " (self.footnote()) "." }
+            p.note { (self.trained().count()) " runs. " (self.footnote()) "." }
             @for warning in &self.warnings { p.warning { strong { "Warning: " } (warning) "." } }
             @if !sentences.is_empty() { ul { @for sentence in sentences { li { (sentence) } } } }
         }
@@ -277,7 +277,7 @@ impl Study {
                 h2 id="runs" { "Runs" }
                 div.scroll tabindex="0" { table {
                     thead { tr { @for head in ["run", "status", "steps", "val loss", "spikes"] { th scope="col" { (head) } } } }
-                    tbody { @for run in self.runs() { tr {
+                    tbody { @for run in self.trained() { tr {
                         th scope="row" { (self.name_of(run)) }
                         td.wrap { (status(run)) }
                         td.n { (grouped(run.steps())) " / " (grouped(run.config.steps)) }
@@ -286,7 +286,7 @@ impl Study {
                     } } }
                 } }
                 h3 { "Where they ran" }
-                @for run in self.runs() {
+                @for run in self.trained() {
                     details {
                         summary { (self.name_of(run)) }
                         @for start in &run.starts { (start_of(start)) }

@@ -1,6 +1,8 @@
 //! Runs side by side: which are seeds of the same thing, which are compared with which, and what comes of it.
 
-use candle_sage::{Error, Result};
+use std::collections::BTreeSet;
+
+use candle_sage::{Error, Result, Scheme};
 use toml::Table;
 
 use super::arm::{Arm, reached};
@@ -68,6 +70,7 @@ impl Study {
     /// # Errors
     /// When there are none, or the baseline is not among them.
     pub fn new(runs: Vec<Run>, words: &Words) -> Result<Self> {
+        let runs: Vec<Run> = runs.into_iter().flat_map(Run::seen).collect();
         let identities: Vec<Identity> = runs.iter().map(|run| run.config.identity()).collect();
         let all: Vec<&Identity> = identities.iter().collect();
         let keys: Vec<String> = differing(&all).into_iter().filter(|key| !is_seed(key)).collect();
@@ -139,7 +142,12 @@ impl Study {
         self
     }
 
-    /// Every run.
+    /// Every run, once.
+    pub fn trained(&self) -> impl Iterator<Item = &Run> {
+        self.runs().filter(|run| run.config.eval_scheme.is_none())
+    }
+
+    /// Every run, and once more where it was validated twice.
     pub fn runs(&self) -> impl Iterator<Item = &Run> {
         self.panels.iter().flat_map(|panel| &panel.arms).flat_map(|arm| &arm.runs)
     }
@@ -196,16 +204,20 @@ fn arm_keys(keys: &[String], by: &[String]) -> Result<Vec<String>> {
 fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
     let has = |arm: &Values, key: &str, value: &str| arm.iter().any(|(k, v)| k == key && v == value);
     let words = |value: &toml::Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    // Of several the one that says the least beside: an arm that validates otherwise says so.
+    let plainest = |is: &dyn Fn(&Values) -> bool| {
+        let those = arms.iter().enumerate().filter(|(_, arm)| is(arm));
+        those.min_by_key(|(_, arm)| arm.len()).map(|(at, _)| at)
+    };
     if asked.is_empty() {
-        let exact = arms.iter().position(|arm| has(arm, "attn", &Attn::EXACT.to_string()));
-        return Ok(exact.or((arms.len() > 1).then_some(0)));
+        let exact = plainest(&|arm| has(arm, "attn", &Attn::EXACT.to_string()));
+        return Ok(exact.or_else(|| if arms.len() > 1 { plainest(&|_| true) } else { None }));
     }
     if arms.len() < 2 {
         // A part of a sweep has nothing to compare with.
         return Ok(None);
     }
-    let found = arms.iter().position(|arm| asked.iter().all(|(key, value)| has(arm, key, &words(value))));
-    match found {
+    match plainest(&|arm| asked.iter().all(|(key, value)| has(arm, key, &words(value)))) {
         Some(at) => Ok(Some(at)),
         None => Err(Error::new("no arm is the baseline")
             .got(asked.to_string().trim().replace('\n', ", "))
@@ -216,22 +228,38 @@ fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
 
 /// What tells arms apart, in as few words as do: `sagebwd, smoothing k`.
 fn labels(arms: &[Values]) -> Vec<String> {
+    fn value<'a>(arm: &'a Values, key: &str) -> Option<&'a str> {
+        arm.iter().find(|(k, _)| k == key).map(|(_, value)| value.as_str())
+    }
     // A scheme's settings tell arms of that scheme apart; from arms of another scheme its name does.
-    let needed = |arm: &Values, key: &str, value: &str| {
-        let attn = |arm: &Values| arm.iter().find(|(key, _)| key == "attn").map(|(_, value)| value.clone());
-        key == "attn"
-            || attn(arm).is_none()
-            || !crate::config::of_attention(key)
-            || arms
-                .iter()
-                .any(|other| attn(other) == attn(arm) && other.iter().any(|(k, v)| k == key && v != value))
+    let kin = |arm: &Values| -> Vec<&Values> {
+        arms.iter().filter(|other| value(other, "attn") == value(arm, "attn")).collect()
     };
-    arms.iter()
-        .map(|arm| {
-            let kept: Values = arm.iter().filter(|(key, value)| needed(arm, key, value)).cloned().collect();
-            if kept.is_empty() { "all runs".into() } else { text(&kept) }
-        })
-        .collect()
+    let tells = |arm: &Values, key: &str| {
+        let own = crate::config::of_attention(key) && key != "attn" && value(arm, "attn").is_some();
+        !own || kin(arm).iter().any(|other| value(other, key) != value(arm, key))
+    };
+    let schemes = Scheme::all();
+    let by_default = |arm: &Values, key: &str, said: &str| {
+        let scheme = schemes.iter().find(|scheme| Some(scheme.name()) == value(arm, "attn"));
+        scheme.is_some_and(|scheme| scheme.settings().iter().any(|(k, v)| *k == key && v == said))
+    };
+    let label = |arm: &Values| {
+        let mut kept: Values = arm.iter().filter(|(key, _)| tells(arm, key)).cloned().collect();
+        // Where several settings of a scheme are told, those at their defaults go without saying.
+        if kept.iter().filter(|(key, _)| crate::config::of_attention(key)).count() > 2 {
+            kept.retain(|(key, value)| !by_default(arm, key, value));
+        }
+        text(&kept)
+    };
+    // An arm with nothing to say is told by what others have.
+    let missing = |arm: &Values| {
+        let keys: BTreeSet<&str> = arms.iter().flatten().map(|(key, _)| key.as_str()).collect();
+        let missing = keys.into_iter().filter(|key| value(arm, key).is_none());
+        missing.map(|key| format!("{key} not set")).collect::<Vec<_>>().join(", ")
+    };
+    let or = |text: String, other: &dyn Fn() -> String| if text.is_empty() { other() } else { text };
+    arms.iter().map(|arm| or(or(label(arm), &|| missing(arm)), &|| "all runs".into())).collect()
 }
 
 /// Settings in words.

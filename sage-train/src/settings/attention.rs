@@ -50,6 +50,20 @@ impl Attn {
         }
     }
 
+    /// The scheme that a second validation attends with, by its defaults, in the place of what a model is trained with.
+    ///
+    /// # Errors
+    /// When either is not dense attention.
+    pub fn instead_of(self, trained: Self) -> Result<Scheme, Error> {
+        match (self.0, trained.0) {
+            (Kind::Dense(scheme), Kind::Dense(_)) => Ok(scheme),
+            _ => Err(Error::new("a model cannot be validated so")
+                .got(format!("--eval-attn {self} with --attn {trained}"))
+                .allowed(format!("for both one of {}", Scheme::all().iter().map(Scheme::name).collect::<Vec<_>>().join(", ")))
+                .hint("what selects blocks has weights that dense attention has not")),
+        }
+    }
+
     /// The scheme, with what `settings` say about it; of SLA2 that of the blocks.
     pub fn scheme(self, settings: &Settings) -> Option<Scheme> {
         let on = |switch: Option<Switch>, default| switch.map_or(default, |switch| switch == Switch::On);

@@ -57,8 +57,9 @@ impl Progress {
         let mfu = point.mfu.map_or(String::new(), |mfu| format!(" MFU {:.1}%", 100.0 * mfu));
         let text = |validation: Option<f64>| {
             let validation = validation.map_or(String::new(), |loss| format!(" val {loss:.3}"));
+            let other = point.eval_attn_loss.map_or(String::new(), |loss| format!(" ({loss:.3})"));
             let (loss, norm, speed) = (point.loss, point.grad_norm, point.tokens_per_second);
-            format!("loss {loss:.3}{validation} norm {norm:.2} {speed:.0} tok/s{mfu}")
+            format!("loss {loss:.3}{validation}{other} norm {norm:.2} {speed:.0} tok/s{mfu}")
         };
         let gpu = match (point.gpu_watts, point.gpu_mhz, point.gpu_gib) {
             (Some(watts), Some(mhz), Some(gib)) => format!(" {watts:.0} W {mhz:.0} MHz {gib:.1} GiB"),

@@ -9,7 +9,7 @@ use crate::data::{Batches, Dataset, Feed, Sequences};
 use crate::device::{Mailbox, Monitor};
 use crate::during;
 use crate::metrics::Point;
-use crate::model::{Input, Llama, Parameters, Snapshot};
+use crate::model::{Input, Llama, LlamaConfig, Parameters, Snapshot};
 use crate::train::guard::Limits;
 use crate::train::stop::Stop;
 
@@ -21,6 +21,8 @@ pub(super) struct Trainer<'a> {
     data: &'a Dataset,
     monitor: Monitor,
     pub(super) model: Llama,
+    /// The same weights under the attention of `--eval-attn`.
+    pub(super) under_eval_attn: Option<Llama>,
     /// 0, and NaN from the first step on whose loss or gradient is not finite: no update comes after.
     stop: Tensor,
     /// For the results of the steps under way, two at most: the loss of each micro-batch, the sum of squares of the
@@ -48,8 +50,12 @@ impl<'a> Trainer<'a> {
             // Where no step is left to do.
             model.set_stage(sla2.stage(config.steps - 1));
         }
+        let under = |scheme| {
+            Llama::new(&LlamaConfig { scheme: Some(scheme), ..config.model.clone() }, parameters, device)
+        };
         Ok(Self {
             config,
+            under_eval_attn: config.eval_scheme.map(under).transpose()?,
             device,
             parameters,
             data,

@@ -30,6 +30,7 @@ fn messages() {
     let bad: Vec<(&str, Vec<&str>)> = vec![
         ("unknown flag", vec!["--tokens-per-stp", "256k"]),
         ("unknown attention", vec!["--attn", "flash"]),
+        ("an attention that cannot validate", vec!["--attn", "fpa", "--eval-attn", "sla2"]),
         ("not a count", vec!["--tokens-per-step", "256q"]),
         ("a step of part of a micro-batch", vec!["--tokens-per-step", "10000"]),
         ("a step smaller than a micro-batch", vec!["--tokens-per-step", "512"]),

@@ -312,6 +312,30 @@ fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
     assert!(scratch.fails(&small(&dense_run)).contains("sla2-dense-steps"));
 }
 
+/// A second validation of the same weights; a report has both as arms, the plain one as the baseline.
+#[test]
+fn a_second_validation_attends_otherwise() {
+    let scratch = Scratch::new();
+    let flags = ["--attn", "fpa", "--eval-attn", "attn-qat", "--steps", "4", "--eval-every", "2"];
+    scratch.ok(&small(&[&flags[..], &["--eval-tokens", "4k", "--name", "r"]].concat()));
+    for point in scratch.metrics("r") {
+        assert_eq!(point.val_loss.is_some(), point.step % 2 == 0, "step {}", point.step);
+        assert_eq!(point.eval_attn_loss.is_some(), point.step % 2 == 0, "step {}", point.step);
+    }
+    let last = &scratch.metrics("r")[3];
+    for (attn, loss) in [("fpa", last.val_loss), ("attn-qat", last.eval_attn_loss)] {
+        let evaluated = scratch.ok(&["eval", "runs/r", "--attn", attn, "--tokens", "4k"]);
+        let loss = format!("{:.4}", loss.expect("validated"));
+        assert!(evaluated.contains(&loss), "{loss} in {evaluated}");
+    }
+    let report = scratch.ok(&["report", "runs/r"]);
+    let is_baseline = |arm: &str| {
+        let line = report.lines().find(|line| line.starts_with(arm));
+        line.unwrap_or_else(|| panic!("no {arm} in {report}")).contains("baseline")
+    };
+    assert!(is_baseline("eval-attn not set ") && !is_baseline("eval-attn attn-qat "), "{report}");
+}
+
 /// One flipped byte in what a run leaves is not evaluated, sampled or exported as if nothing were.
 #[test]
 fn a_damaged_model_is_refused() {
