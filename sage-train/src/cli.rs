@@ -276,8 +276,9 @@ fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
     let table = Table::try_from(typed).unwrap_or_default();
     let own = config.attn.own_settings(config.model.scheme, config.model.sla2.as_ref());
     let idle = |key: &&String| {
-        let of_another =
-            !matches!(key.as_str(), "attn" | "eval-attn") && of_attention(key) && !own.iter().any(|(name, _)| name == key);
+        let of_another = !matches!(key.as_str(), "attn" | "eval-attn")
+            && of_attention(key)
+            && !own.iter().any(|(name, _)| name == key);
         of_another && !(config.model.sla2.is_some() && key.starts_with("sla2-"))
     };
     if let Some(key) = table.keys().find(idle) {

@@ -198,7 +198,8 @@ impl Config {
             deterministic: need(s.deterministic) == Switch::On,
         };
         model.validate()?;
-        let eval_scheme = s.eval_attn.filter(|eval| *eval != attn).map(|eval| eval.instead_of(attn)).transpose()?;
+        let eval_scheme =
+            s.eval_attn.filter(|eval| *eval != attn).map(|eval| eval.instead_of(attn)).transpose()?;
         if let Some(scheme) = eval_scheme {
             LlamaConfig { scheme: Some(scheme), ..model.clone() }.validate()?;
         }

@@ -10,7 +10,12 @@ use candle_sage::{Error, Result};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
+/// Of a chart, without names below it.
 const SIZE: (u32, u32) = (860, 440);
+/// Of a line of names.
+const LINE: u32 = 20;
+/// Names that are more, or longer, than this cover too much of a chart: they stand below it.
+const FEW: (usize, usize) = (5, 28);
 const COLORS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -141,8 +146,12 @@ impl Chart {
 
     fn draw(&self, svg: &mut String) -> std::result::Result<(), Box<dyn std::error::Error>> {
         let [x, y] = self.ranges()?;
-        let root: DrawingArea<SVGBackend<'_>, Shift> = SVGBackend::with_string(svg, SIZE).into_drawing_area();
-        root.fill(&WHITE)?;
+        let below = self.names_below();
+        let size = (SIZE.0, SIZE.1 + LINE * below.len() as u32);
+        let whole: DrawingArea<SVGBackend<'_>, Shift> =
+            SVGBackend::with_string(svg, size).into_drawing_area();
+        whole.fill(&WHITE)?;
+        let (root, names) = whole.split_vertically(SIZE.1);
         let mut chart = ChartBuilder::on(&root)
             .margin(14)
             .x_label_area_size(42)
@@ -173,10 +182,8 @@ impl Chart {
             chart.draw_series(LineSeries::new(finite(faint).filter(shown), color.mix(0.3)))?;
             let line = LineSeries::new(finite(points).filter(shown), color.stroke_width(2));
             let style = *style;
-            chart.draw_series(line)?.label(label.clone()).legend(move |(x, y)| {
-                EmptyElement::at((x, y))
-                    + PathElement::new([(0, 0), (18, 0)], color.stroke_width(2))
-                    + marker(style, (9, 0))
+            chart.draw_series(line)?.label(label.clone()).legend(move |at| {
+                EmptyElement::at(at) + stroke((0, 0), color.stroke_width(2)) + marker(style, (9, 0))
             });
             // Markers of many points would hide each other.
             let every = points.len().div_ceil(24).max(1);
@@ -189,23 +196,64 @@ impl Chart {
             let line = [(x.0, *level), (x.1, *level)];
             let series = chart.draw_series(DashedLineSeries::new(line, 6, 4, INK.stroke_width(1)))?;
             if !name.is_empty() {
-                series
-                    .label(name.clone())
-                    .legend(|(x, y)| PathElement::new([(x, y), (x + 18, y)], INK.stroke_width(1)));
+                series.label(name.clone()).legend(|at| stroke(at, INK.stroke_width(1)));
             }
         }
-        chart
-            .configure_series_labels()
-            .position(self.free_corner(x, y))
-            .background_style(WHITE.mix(0.9))
-            .border_style(GRID)
-            .label_font(("sans-serif", 14).into_font().color(&INK))
-            .draw()?;
-        root.present()?;
+        let font = ("sans-serif", 14).into_font().color(&INK);
+        if below.is_empty() {
+            chart
+                .configure_series_labels()
+                .position(self.free_corner(x, y))
+                .background_style(WHITE.mix(0.9))
+                .border_style(GRID)
+                .label_font(font)
+                .draw()?;
+        } else {
+            let from = 78;
+            for (row, name) in below.into_iter().enumerate() {
+                let middle = (LINE as usize * row + 4) as i32;
+                let color = if let Name::Of(series) = name { color(series.style) } else { INK };
+                names.draw(&stroke((from, middle), color.stroke_width(if color == INK { 1 } else { 2 })))?;
+                if let Name::Of(series) = name {
+                    names.draw(&marker(series.style, (from + 9, middle)))?;
+                }
+                names.draw(&Text::new(name.text().to_owned(), (from + 26, middle - 6), font.clone()))?;
+            }
+        }
+        whole.present()?;
         drop(chart);
-        drop(root);
+        drop((root, names, whole));
         Ok(())
     }
+
+    /// Names that are too many or too long for a corner.
+    fn names_below(&self) -> Vec<Name<'_>> {
+        let level = self.level.iter().filter(|(_, name)| !name.is_empty()).map(|(_, name)| Name::Level(name));
+        let names: Vec<Name<'_>> = self.series.iter().map(Name::Of).chain(level).collect();
+        let longest = names.iter().map(|name| name.text().chars().count()).max().unwrap_or(0);
+        if names.len() > FEW.0 || longest > FEW.1 { names } else { Vec::new() }
+    }
+}
+
+/// What has a name in a chart.
+#[derive(Clone, Copy)]
+enum Name<'a> {
+    Of(&'a Series),
+    Level(&'a str),
+}
+
+impl<'a> Name<'a> {
+    fn text(self) -> &'a str {
+        match self {
+            Self::Of(series) => &series.label,
+            Self::Level(name) => name,
+        }
+    }
+}
+
+/// A line before a name.
+fn stroke((x, y): (i32, i32), style: ShapeStyle) -> PathElement<(i32, i32)> {
+    PathElement::new([(x, y), (x + 18, y)], style)
 }
 
 fn color(style: usize) -> RGBColor {

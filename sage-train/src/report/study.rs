@@ -89,7 +89,10 @@ impl Study {
             let arms = entry(&mut panels, panel);
             entry(arms, arm).push(run);
         }
-        let baseline = baseline(&order, &words.baseline)?;
+        // What all runs have tells none of them apart.
+        let mut asked = words.baseline.clone();
+        asked.retain(|key, value| !identities.iter().all(|run| run.get(key) == Some(&in_words(value))));
+        let baseline = baseline(&order, &asked)?;
         // The baseline before the others, as in all tables.
         if let Some(at) = baseline {
             let first = order.remove(at);
@@ -200,10 +203,13 @@ fn arm_keys(keys: &[String], by: &[String]) -> Result<Vec<String>> {
     Ok(if attention.is_empty() { keys.iter().take(1).cloned().collect() } else { attention })
 }
 
+fn in_words(value: &toml::Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
 /// The place of the arm that others are compared with.
 fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
     let has = |arm: &Values, key: &str, value: &str| arm.iter().any(|(k, v)| k == key && v == value);
-    let words = |value: &toml::Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     // Of several the one that says the least beside: an arm that validates otherwise says so.
     let plainest = |is: &dyn Fn(&Values) -> bool| {
         let those = arms.iter().enumerate().filter(|(_, arm)| is(arm));
@@ -217,7 +223,7 @@ fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
         // A part of a sweep has nothing to compare with.
         return Ok(None);
     }
-    match plainest(&|arm| asked.iter().all(|(key, value)| has(arm, key, &words(value)))) {
+    match plainest(&|arm| asked.iter().all(|(key, value)| has(arm, key, &in_words(value)))) {
         Some(at) => Ok(Some(at)),
         None => Err(Error::new("no arm is the baseline")
             .got(asked.to_string().trim().replace('\n', ", "))

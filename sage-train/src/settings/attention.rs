@@ -59,7 +59,10 @@ impl Attn {
             (Kind::Dense(scheme), Kind::Dense(_)) => Ok(scheme),
             _ => Err(Error::new("a model cannot be validated so")
                 .got(format!("--eval-attn {self} with --attn {trained}"))
-                .allowed(format!("for both one of {}", Scheme::all().iter().map(Scheme::name).collect::<Vec<_>>().join(", ")))
+                .allowed(format!(
+                    "for both one of {}",
+                    Scheme::all().iter().map(Scheme::name).collect::<Vec<_>>().join(", ")
+                ))
                 .hint("what selects blocks has weights that dense attention has not")),
         }
     }

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
 
 use candle_sage::{Error, Result};
 
@@ -12,13 +13,17 @@ use crate::device::Place;
 use crate::quantity::Quantity;
 use crate::runs::{Run, median};
 use crate::settings::Settings;
+use crate::signals::{self, Second};
 use crate::{during, tell, writing};
 
-/// Steps that are measured of each shape; the first one is not counted.
-const STEPS: u64 = 4;
-
-/// Micro-batches of a measured step, at most: longer steps take in proportion.
-const MICRO_BATCHES: u64 = 4;
+/// Steps that are measured of each shape, of which the first one is not counted, and micro-batches of a step, at most: longer
+/// ones take in proportion. A CPU takes its time, and has nothing to warm up.
+fn sample(place: Place) -> (u64, u64) {
+    match place {
+        Place::Cpu => (2, 1),
+        Place::Cuda => (4, 4),
+    }
+}
 
 /// A run, and how long it would take from where it is.
 #[derive(Debug, Clone, PartialEq)]
@@ -43,6 +48,8 @@ impl Estimate {
 /// # Errors
 /// When a shape cannot be trained here.
 pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
+    // A stop ends the child first, and takes away what it left.
+    signals::watch(Second::IsNoted)?;
     let mut measured: BTreeMap<String, f64> = BTreeMap::new();
     let mut estimates = Vec::new();
     for (run, place) in sweep.runs.iter().zip(sweep.places()) {
@@ -91,9 +98,10 @@ fn measure(config: &Config, folder: &Path) -> Result<f64> {
 
 fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
     let micro_batch = (config.micro_batch * config.model.context) as u64;
-    let tokens = config.tokens_per_step().min(MICRO_BATCHES * micro_batch);
+    let (steps, micro_batches) = sample(config.device);
+    let tokens = config.tokens_per_step().min(micro_batches * micro_batch);
     let few = Settings {
-        steps: Some(Quantity(STEPS)),
+        steps: Some(Quantity(steps)),
         tokens: None,
         tokens_per_step: Some(Quantity(tokens)),
         warmup_steps: None,
@@ -114,26 +122,45 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
     let program = std::env::current_exe().map_err(during("cannot find the program that runs"))?;
     let mut command = Command::new(program);
     command.arg("--config").arg(&settings).args(["--name", name]);
+    command.env(signals::PARENT, std::process::id().to_string());
     if config.device == Place::Cuda
         && let Some(gpu) = crate::device::gpus().first()
     {
         command.env("CUDA_VISIBLE_DEVICES", gpu);
     }
-    let output = command.stdin(Stdio::null()).output().map_err(during("cannot start a run"))?;
+    let said = scratch.join("stderr");
+    let file = std::fs::File::create(&said).map_err(writing(&said))?;
+    let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file).spawn();
+    let status = wait(child.map_err(during("cannot start a run"))?)?;
     let folder = scratch.join(name);
     let run = Run::read(&folder);
     let speed =
         run.ok().and_then(|run| median(run.points.iter().skip(1).map(|point| point.tokens_per_second)));
     let _ = std::fs::remove_dir_all(&folder);
     match speed {
-        Some(speed) if output.status.success() => Ok(speed),
+        Some(speed) if status.success() => Ok(speed),
         _ => {
-            let said = String::from_utf8_lossy(&output.stderr);
+            let said = std::fs::read_to_string(&said).unwrap_or_default();
             let said = said.lines().skip_while(|line| !line.starts_with("error")).collect::<Vec<_>>();
             Err(Error::new("a shape of the sweep cannot be trained here")
-                .got(if said.is_empty() { output.status.to_string() } else { said.join("\n           ") })
+                .got(if said.is_empty() { status.to_string() } else { said.join("\n           ") })
                 .allowed("shapes that train a few steps")
                 .hint("--dry-run --no-measure plans without measuring"))
         }
+    }
+}
+
+/// Waits for a child, which a signal ends: there is nothing of it to save.
+fn wait(mut child: Child) -> Result<ExitStatus> {
+    loop {
+        if let Some(status) = child.try_wait().map_err(during("cannot wait for a run"))? {
+            return Ok(status);
+        }
+        if let Some(signal) = signals::received() {
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err(Error::new("stopped").got(format!("signal {signal} while steps were measured")));
+        }
+        std::thread::sleep(Duration::from_millis(50));
     }
 }
