@@ -15,6 +15,9 @@ const ARCHITECTURES: [u32; 6] = [80, 86, 89, 90, 100, 120];
 /// PTX is built for this one: it runs on everything later, and its plans fit the least shared memory.
 const PTX: u32 = 89;
 
+/// Kernels on FP4 products, and what they are built for: what has them, and Hopper, where tests emulate them.
+const NVFP4: (&str, [u32; 2]) = ("attn_fwd_nvfp4", [90, 120]);
+
 /// Restricts the architectures, for quick builds: `CANDLE_SAGE_CUDA_ARCHS=90` or `80,90`.
 const SELECTION: &str = "CANDLE_SAGE_CUDA_ARCHS";
 
@@ -44,12 +47,20 @@ fn build() -> Result<(), String> {
     let mut flags: Vec<String> =
         ["-fatbin", "-std=c++17", "-O3", "-Xptxas", "-v", "--threads", "0", "-I"].map(String::from).into();
     flags.push(root.join("include").display().to_string());
-    for arch in &architectures {
-        // Hopper's own matrix instructions are not promised to any later architecture.
-        let own = if *arch == 90 { "a" } else { "" };
-        flags.push(format!("-gencode=arch=compute_{arch}{own},code=sm_{arch}{own}"));
+    let machine_code =
+        |arch: u32, own: &str| format!("-gencode=arch=compute_{arch}{own},code=sm_{arch}{own}");
+    // Hopper's own matrix instructions are not promised to any later architecture.
+    let own = |arch: u32| if arch == 90 { "a" } else { "" };
+    let mut targets: Vec<String> = architectures.iter().map(|&arch| machine_code(arch, own(arch))).collect();
+    targets.push(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
+    // FP4 products are promised to a family, which compilers before 12.9 cannot name.
+    let family = if release(&version) >= (12, 9) { "f" } else { "a" };
+    let with_nvfp4 = architectures.iter().filter(|arch| NVFP4.1.contains(arch));
+    let mut nvfp4_targets: Vec<String> =
+        with_nvfp4.map(|&arch| machine_code(arch, if arch == 120 { family } else { own(arch) })).collect();
+    if nvfp4_targets.is_empty() {
+        nvfp4_targets.push(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
     }
-    flags.push(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
 
     let mut headers = fingerprint::files(&root.join("include"), "cuh").map_err(|e| e.to_string())?;
     headers.sort();
@@ -59,8 +70,9 @@ fn build() -> Result<(), String> {
     for source in &sources {
         let mut inputs = headers.clone();
         inputs.push(source.clone());
-        let print = fingerprint::of(&inputs, &[&version, &flags.join(" ")]).map_err(|e| e.to_string())?;
         let name = source.file_stem().and_then(|s| s.to_str()).ok_or("a kernel's name is not UTF-8")?;
+        let flags = [&flags[..], if name == NVFP4.0 { &nvfp4_targets } else { &targets }].concat();
+        let print = fingerprint::of(&inputs, &[&version, &flags.join(" ")]).map_err(|e| e.to_string())?;
         let fatbin = out.join(format!("{name}-{print:016x}.fatbin"));
         let resources = fatbin.with_extension("txt");
         if !(fatbin.exists() && resources.exists()) {
@@ -107,6 +119,13 @@ fn architectures(nvcc: &Path) -> Result<Vec<u32>, String> {
                  allowed: some of {available:?}, separated by commas\n  hint:    leave it unset for all of them"
             )
         })
+}
+
+/// Major and minor number of the compiler's release, 0 where it does not say.
+fn release(version: &str) -> (u32, u32) {
+    let number = version.split("release ").nth(1).and_then(|rest| rest.split(',').next()).unwrap_or("0.0");
+    let mut parts = number.split('.').map(|part| part.trim().parse().unwrap_or(0));
+    (parts.next().unwrap_or(0), parts.next().unwrap_or(0))
 }
 
 fn find_nvcc() -> Result<PathBuf, String> {

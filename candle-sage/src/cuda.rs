@@ -185,7 +185,7 @@ fn run_forward<S: OnGpu>(
     }
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
     let kernel = call.kernel(&format!("attn_fwd_{}{}", plan.name, visits.suffix()));
-    call.gpu.launch_forward("attn_fwd_sm80", &kernel, grid, &params)?;
+    call.gpu.launch_forward(plan.family, &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(&call.gpu)?;
     let ran = minus_lse2
@@ -228,7 +228,7 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
         call.segment_count() * problem.shape.key_heads() * (call.shape.key_len as usize).div_ceil(plan.rows);
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
     let kernel = call.kernel(&format!("attn_bwd_{}{}", plan.name, visits.suffix()));
-    gpu.launch_backward("attn_bwd_sm80", &kernel, grid, &params)?;
+    gpu.launch_backward(plan.family, &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;
     // Freed before dQ is made: this is where memory peaks.
@@ -237,7 +237,7 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
     params.dq = dq_view;
     let tiles = (call.shape.query_len as usize).div_ceil(TILE);
     let grid = Grid::line(tiles * problem.shape.query_heads() * call.segment_count(), 256);
-    gpu.launch_backward("attn_bwd_sm80", &call.kernel("finish_dq"), grid, &params)?;
+    gpu.launch_backward(plan.family, &call.kernel("finish_dq"), grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;
     Ok([dq, dk, dv])

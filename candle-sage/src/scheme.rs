@@ -6,7 +6,7 @@
 mod attn_qat;
 mod sagebwd;
 
-pub use attn_qat::{AttnQat, PReference, ValueGroups};
+pub use attn_qat::{AttnQat, PReference, Products, ValueGroups};
 pub use sagebwd::{Granularity, SageBwd, Smoothing};
 
 use crate::error::Result;
@@ -86,6 +86,11 @@ impl Scheme {
             Self::FullPrecision | Self::AttnQat(_) => (16, 16),
             Self::SageBwd(settings) => (settings.tile_q, settings.tile_k),
         }
+    }
+
+    /// Whether it has no backward.
+    pub(crate) fn is_forward_only(&self) -> bool {
+        matches!(self, Self::AttnQat(AttnQat { products: Products::Nvfp4, .. }))
     }
 
     /// Checks the settings.

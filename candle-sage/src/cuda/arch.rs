@@ -29,6 +29,11 @@ impl Architecture {
         self.0 == 90
     }
 
+    /// Whether it multiplies NVFP4 codes: consumer Blackwell, family 12.
+    pub(super) fn has_nvfp4(self) -> bool {
+        self.0 == 120
+    }
+
     /// Bytes of shared memory that a plan may ask for: `SHARED_KIB` of `kernels/include/sage/params/limits.cuh`.
     pub(super) fn shared_bytes(self) -> usize {
         1024 * match self.0 {

@@ -15,10 +15,26 @@ use super::plan::{self, Plan, TILE};
 use super::sagebwd::launch_key_mean;
 use super::tensor::address;
 use super::{OnGpu, Past, Visits, params};
-use crate::scheme::{AttnQat, PReference, Smoothing, ValueGroups};
+use crate::error::Error;
+use crate::scheme::{AttnQat, PReference, Products, Smoothing, ValueGroups};
+
+/// The `.cu` file of the forward in FP4 products.
+const NVFP4: &str = "attn_fwd_nvfp4";
 
 /// What the forward's kernel reads and writes besides inputs and output.
-pub(super) struct Operands {
+pub(super) enum Operands {
+    /// In 16 bit.
+    Rounded(Rounded),
+    /// In NVFP4: codes and scales of Q, K and V, by tiles as `kernels/include/sage/layout/nvfp4.cuh` has them.
+    Packed {
+        _codes: [CudaSlice<i8>; 3],
+        _k_mean: Option<CudaSlice<f32>>,
+        _k_tile_sums: Option<CudaSlice<f32>>,
+    },
+}
+
+/// Operands in 16 bit, and what is kept.
+pub(super) struct Rounded {
     kept: Kept,
     #[cfg_attr(not(test), expect(dead_code, reason = "kept alive for the kernel; tests read them"))]
     rounded: [CudaStorage; 3],
@@ -42,6 +58,10 @@ impl OnGpu for AttnQat {
     type Scratch = Option<CudaStorage>;
 
     fn forward_plan(&self, d: usize, architecture: Architecture, visits: Visits) -> Plan {
+        if self.products == Products::Nvfp4 {
+            // Codes, and a scale for 16 of them.
+            return Plan { family: NVFP4, ..plan::forward_sm80("nvfp4", 256, d / 2 + d / 16, 0) };
+        }
         if architecture.has_roles() {
             return forward_plan_sm90("attn_qat", d, visits);
         }
@@ -67,6 +87,12 @@ impl OnGpu for AttnQat {
             params.codes.k_tile_sums = address(sums, gpu);
             launch_key_mean(call, params)?;
         }
+        params.p_literal = (self.p_reference == PReference::Literal).into();
+        params.p_lift = -self.p_reference.of(0.0);
+        if self.products == Products::Nvfp4 {
+            let _codes = pack(call, params)?;
+            return Ok(Operands::Packed { _codes, _k_mean: k_mean, _k_tile_sums: sums });
+        }
         let (q, q_to) = call.output(shape.query_dims())?;
         let (k, k_to) = call.output(shape.key_dims())?;
         let (v, v_to) = call.output(shape.key_dims())?;
@@ -86,14 +112,17 @@ impl OnGpu for AttnQat {
         params.high_precision_out =
             high_precision_out.as_ref().map_or_else(Default::default, |(_, view)| *view);
         params.row_sums = row_sums.as_ref().map_or(0, |sums| address(sums, gpu));
-        params.p_literal = (self.p_reference == PReference::Literal).into();
-        params.p_lift = -self.p_reference.of(0.0);
         let kept = Kept { high_precision_out, row_sums, k_mean };
-        Ok(Operands { kept, rounded: [q, k, v], _k_tile_sums: sums })
+        Ok(Operands::Rounded(Rounded { kept, rounded: [q, k, v], _k_tile_sums: sums }))
     }
 
     fn keep(operands: Operands) -> Kept {
-        operands.kept
+        match operands {
+            Operands::Rounded(rounded) => rounded.kept,
+            Operands::Packed { .. } => {
+                unreachable!("FP4 products keep nothing: `Attention` asks for no backward")
+            }
+        }
     }
 
     fn before_backward(
@@ -129,6 +158,26 @@ impl OnGpu for AttnQat {
     }
 }
 
+/// Makes the codes and scales of Q, K and V that FP4 products read, and puts their addresses into `params`.
+fn pack(call: &Call<'_>, params: &mut params::Forward) -> Result<[CudaSlice<i8>; 3]> {
+    let gpu = &call.gpu;
+    // This crate's own tests run where the instruction is emulated.
+    if !gpu.architecture.has_nvfp4() && !cfg!(test) {
+        return Err(Error::new("this GPU has no FP4 products, or this build no kernels with them")
+            .got(format!("{:?}", gpu.architecture))
+            .allowed("compute capability 12.x, a build with CUDA 12.8 or later")
+            .hint("AttnQat::products(Products::SixteenBit) gives the same values everywhere")
+            .into());
+    }
+    let of_tiles = |tiles: usize| gpu.alloc::<i8>(tiles * TILE * (call.d / 2 + call.d / 16));
+    let codes = [of_tiles(call.query_tiles())?, of_tiles(call.key_tiles())?, of_tiles(call.key_tiles())?];
+    let [q, k, v] = codes.each_ref().map(|codes| address(codes, gpu));
+    (params.codes.q, params.codes.k, params.codes.v_transposed) = (q, k, v);
+    let grid = Grid::line(call.query_tiles() + 2 * call.key_tiles(), 256);
+    gpu.launch_forward(NVFP4, &call.kernel("pack_nvfp4"), grid, params)?;
+    Ok(codes)
+}
+
 /// Rounds Q, K and V, `from` one place `to` another: to NVFP4 if `quantize`, else to 16 bit alone; K less its mean.
 fn launch_fake_quantize(
     settings: &AttnQat,
@@ -159,5 +208,8 @@ fn launch_fake_quantize(
 /// Q, K and V as the forward reads them.
 #[cfg(test)]
 pub(super) fn rounded(operands: &Operands) -> &[CudaStorage; 3] {
-    &operands.rounded
+    match operands {
+        Operands::Rounded(rounded) => &rounded.rounded,
+        Operands::Packed { .. } => unreachable!("operands in 16 bit"),
+    }
 }

@@ -26,7 +26,9 @@ pub(super) fn padded_head_dim(shape: &AttentionShape) -> Result<usize> {
 /// One kernel and how it is launched.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// Without the element type.
+    /// The `.cu` file of the kernel.
+    pub(super) family: &'static str,
+    /// The kernel, without the element type.
     pub(super) name: &'static str,
     /// Queries of a block in the forward, keys in the backward.
     pub(super) rows: usize,
@@ -49,6 +51,7 @@ pub(super) struct Plan {
 pub(super) fn forward_sm80(name: &'static str, threads: usize, row_bytes: usize, extra: usize) -> Plan {
     let rows = 128;
     Plan {
+        family: "attn_fwd_sm80",
         name,
         rows,
         threads: threads as u32,
@@ -71,6 +74,7 @@ pub(super) fn forward_sm90(
 ) -> Plan {
     let rows = groups * 64;
     Plan {
+        family: "attn_fwd_sm80",
         name,
         rows,
         threads: (groups as u32 + 1) * 128,
@@ -92,6 +96,7 @@ pub(super) fn backward_sm80(
     shared_bytes: impl Fn(usize, usize) -> usize,
 ) -> Plan {
     let plan = |(rows, stages): (usize, usize)| Plan {
+        family: "attn_bwd_sm80",
         name,
         rows,
         threads: rows as u32 * 2,
@@ -117,6 +122,7 @@ pub(super) fn backward_sm90(
     shared_bytes: usize,
 ) -> Plan {
     Plan {
+        family: "attn_bwd_sm80",
         name,
         rows: KEYS_SM90,
         threads: 384,
@@ -145,9 +151,9 @@ pub(super) fn heads_at_once(cache_bytes: usize, parts: usize, bytes: usize, head
 mod tests {
     use super::*;
     use crate::cuda::{Visits, plans};
-    use crate::scheme::{AttnQat, SageBwd, Scheme, Smoothing};
+    use crate::scheme::{AttnQat, Products, SageBwd, Scheme, Smoothing};
 
-    fn schemes() -> [Scheme; 5] {
+    fn schemes() -> [Scheme; 6] {
         let sage = |smoothing| SageBwd { smoothing, ..SageBwd::default() }.into();
         let qat = AttnQat::default();
         [
@@ -156,6 +162,7 @@ mod tests {
             sage(Smoothing::Qk),
             qat.into(),
             qat.requantized_p(false).into(),
+            qat.products(Products::Nvfp4).into(),
         ]
     }
 
@@ -231,7 +238,7 @@ mod tests {
     /// What the kernels' headers come to: SHARED_BYTES of each Numerics.
     #[test]
     fn hoppers_plans_are_what_the_kernels_lay_out() {
-        let [full, sage, general, qat, _] = schemes();
+        let [full, sage, general, qat, ..] = schemes();
         let plan = |scheme, d| forward(scheme, d, Architecture::from_number(90));
         let bytes = |scheme, d| {
             (plan(scheme, d).shared_bytes, backward(scheme, d, Architecture::from_number(90)).shared_bytes)

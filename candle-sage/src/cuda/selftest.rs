@@ -1,6 +1,8 @@
 //! Tests from inside, on a GPU: primitives, codes to the bit, bounds.
 #![allow(unsafe_code)]
 
+mod nvfp4_products;
+
 use candle_core::{DType, Device, Layout, Result, Storage, Tensor};
 use cudarc::driver::DeviceRepr;
 

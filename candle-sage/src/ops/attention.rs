@@ -154,6 +154,13 @@ impl Attention {
     /// Checks everything, and makes the op of one call.
     fn op(&self, q: &Tensor, k: &Tensor, v: &Tensor, keep: bool) -> Result<AttentionOp> {
         self.scheme.validate()?;
+        if keep && self.scheme.is_forward_only() {
+            return Err(Error::new("FP4 products have no backward")
+                .got("a query, key or value that is tracked, or a vector-Jacobian product")
+                .allowed("inputs without gradients: `Tensor::detach`")
+                .hint("AttnQat::products(Products::SixteenBit) trains, with the same values")
+                .into());
+        }
         let shape = self.shape([q, k, v])?;
         if q.dtype() != k.dtype() || q.dtype() != v.dtype() {
             let got = [q, k, v].map(|t| t.dtype().as_str()).join(", ");

@@ -42,6 +42,8 @@ pub struct AttnQat {
     pub matched_recomputation: bool,
     /// Whether dV comes from quantized probabilities, as O did. Otherwise from P.
     pub requantized_p: bool,
+    /// What multiplies: it changes no result beyond the order of sums.
+    pub products: Products,
 }
 
 impl Default for AttnQat {
@@ -53,8 +55,24 @@ impl Default for AttnQat {
             high_precision_output: true,
             matched_recomputation: true,
             requantized_p: true,
+            products: Products::default(),
         }
     }
+}
+
+/// What multiplies the codes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Products {
+    /// Products of 16 bit, on values that NVFP4 holds: forward and backward, on every GPU and on the CPU.
+    #[default]
+    SixteenBit,
+    /// Block-scaled FP4 products, `mma.kind::mxf4nvf4`, for inference: a forward alone, on GPUs of compute capability 12.x
+    /// (the CPU computes as ever). O' is not made; a tracked input is an error.
+    ///
+    /// **The kernel has been assembled for such GPUs and has not run on one.** Its packing, layouts, softmax and sums were
+    /// tested on an H200, with the instruction itself emulated from the same registers as the PTX manual describes it.
+    Nvfp4,
 }
 
 /// Along which axis 16 values of V share a scale.
@@ -142,6 +160,13 @@ impl AttnQat {
         self
     }
 
+    /// Sets [`AttnQat::products`].
+    #[must_use]
+    pub fn products(mut self, products: Products) -> Self {
+        self.products = products;
+        self
+    }
+
     /// What an FP4 attention runtime needs to know: formats, the axis of each operand's groups, and what P is relative to.
     pub(super) fn in_words(&self) -> Vec<(&'static str, String)> {
         let switch = |on: bool| if on { "on" } else { "off" }.to_string();
@@ -174,13 +199,20 @@ impl AttnQat {
     /// Checks the settings.
     ///
     /// # Errors
-    /// When Q is to be smoothed: Attn-QAT has smoothing of K alone.
+    /// When Q is to be smoothed: Attn-QAT has smoothing of K alone. When FP4 products are to have groups of V along head_dim,
+    /// which is not their reduction.
     pub fn validate(&self) -> Result<()> {
         if self.smoothing == Smoothing::Qk {
             return Err(Error::new("Attn-QAT does not smooth the query")
                 .got("smoothing qk")
                 .allowed("none, k")
                 .hint("SageBwd has smoothing of both"));
+        }
+        if self.products == Products::Nvfp4 && self.value_groups != ValueGroups::Tokens {
+            return Err(Error::new("FP4 products scale V along the tokens, their reduction")
+                .got(format!("values by {}", self.value_groups))
+                .allowed("tokens")
+                .hint("16-bit products take both: AttnQat::products"));
         }
         Ok(())
     }

@@ -32,9 +32,12 @@ fn read(folder: &Path, module: Option<&str>, all: &mut Imports) {
     for entry in std::fs::read_dir(folder).expect("sources").map(|entry| entry.expect("an entry").path()) {
         let name = entry.file_stem().and_then(|name| name.to_str()).expect("a name").to_string();
         let module = module.unwrap_or(&name);
+        if ["lib", "selftest", "guard"].contains(&name.as_str()) {
+            continue;
+        }
         if entry.is_dir() {
             read(&entry, Some(module), all);
-        } else if !["lib", "selftest", "guard"].contains(&name.as_str()) {
+        } else {
             let source = std::fs::read_to_string(&entry).expect("a source");
             let own = all.entry(module.to_string()).or_default();
             own.extend(imports(&source).into_iter().filter(|name| name != module));

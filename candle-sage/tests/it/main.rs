@@ -13,6 +13,7 @@ mod fingerprint;
 mod imports;
 mod messages;
 mod modules;
+mod nvfp4_products;
 mod ops;
 mod reference;
 mod sagebwd;

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::ops::{self, CrossEntropy};
-use candle_sage::{Attention, Granularity, Packing, SageBwd, Scheme};
+use candle_sage::{Attention, AttnQat, Granularity, Packing, Products, SageBwd, Scheme, ValueGroups};
 
 fn zeros(dims: &[usize]) -> Tensor {
     Tensor::zeros(dims, DType::F32, &Device::Cpu).expect("zeros")
@@ -19,6 +19,14 @@ fn messages() {
     let good = [1, 4, 2, 16];
     let ids = |ids: &[i64]| Tensor::new(ids, &Device::Cpu).expect("ids");
     let bad: Vec<(&str, Result<Tensor>)> = vec![
+        ("a gradient of FP4 products", {
+            let x = candle_core::Var::from_tensor(&zeros(&good)).expect("a variable");
+            Attention::new(AttnQat::default().products(Products::Nvfp4)).apply(&x, &x, &x)
+        }),
+        ("FP4 products of V by channels", {
+            let settings = AttnQat::default().products(Products::Nvfp4).value_groups(ValueGroups::HeadDim);
+            attend(Attention::new(settings), &good, &good, &good)
+        }),
         ("three dimensions", attend(plain(), &[4, 2, 16], &good, &good)),
         ("head_dim 0", attend(plain(), &[1, 4, 2, 0], &[1, 4, 2, 0], &[1, 4, 2, 0])),
         ("head_dim 512", attend(plain(), &[1, 4, 2, 512], &[1, 4, 2, 512], &[1, 4, 2, 512])),

@@ -6,12 +6,12 @@
 
 namespace sage::layout {
 
-// Rows of ROW_BYTES = 64 or a multiple of 128. The chunk number is xor-ed with a function of the row: 128 bytes are
-// all banks, so rows of 128 bytes and more differ in their last three bits, and two rows of 64 share a line.
+// Rows of ROW_BYTES = 32, 64 or a multiple of 128. The chunk number is xor-ed with a function of the row: 128 bytes are
+// all banks, so rows of 128 bytes and more differ in their last three bits; two rows of 64, or four of 32, share a line.
 template <int ROW_BYTES>
 __device__ __forceinline__ int chunk_mask(int row) {
-  static_assert(ROW_BYTES == 64 || ROW_BYTES % 128 == 0, "rows of 64 or n x 128 bytes");
-  return ROW_BYTES == 64 ? (row >> 1) & 3 : row & 7;
+  static_assert(ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES % 128 == 0, "rows of 32, 64 or n x 128 bytes");
+  return ROW_BYTES == 32 ? (row >> 2) & 1 : ROW_BYTES == 64 ? (row >> 1) & 3 : row & 7;
 }
 
 // Byte offset of chunk `chunk` of row `row`.

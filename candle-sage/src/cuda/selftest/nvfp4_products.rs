@@ -1,0 +1,104 @@
+//! The forward in FP4 products, on GPUs that emulate them: packing, layouts, softmax, scales and sums.
+
+use candle_core::{D, DType, Device, Result, Tensor};
+
+use super::{Inputs, cases};
+use crate::nvfp4;
+use crate::ops::Attention;
+use crate::scheme::{AttnQat, PReference, Products, Smoothing};
+use crate::selection::Selection;
+
+/// Relative L2 error.
+fn error(got: &Tensor, expected: &Tensor) -> Result<f64> {
+    let f64s = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F64);
+    let (got, expected) = (f64s(got)?, f64s(expected)?);
+    let norm = |t: &Tensor| -> Result<f64> { t.sqr()?.sum_all()?.to_scalar::<f64>().map(f64::sqrt) };
+    Ok(norm(&(got - &expected)?)? / norm(&expected)?.max(1e-30))
+}
+
+/// The output is that of products in 16 bit, whose operands hold the same values: two roundings to 16 bit apart, and where sums
+/// in another order put a probability on the other side of a midpoint. That is rare, and worth a group's step of one key.
+#[test]
+#[ignore = "needs a GPU"]
+fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {
+    let mut worst = [0.0f64; 2];
+    for (lens, heads, d, packing) in cases() {
+        for dtype in [DType::BF16, DType::F16] {
+            let inputs = Inputs::new(lens, heads, d, packing.clone(), dtype)?;
+            // Logits of a few units: attention that is neither one key nor all of them.
+            let q = (&inputs.tensors[0] * 0.1)?;
+            for settings in [
+                AttnQat::default(),
+                AttnQat::default().smoothing(Smoothing::K),
+                AttnQat::default().p_reference(PReference::TwoLevel),
+                AttnQat::default().p_reference(PReference::Literal),
+            ] {
+                for causal in [true, false] {
+                    let attend = |settings: AttnQat, device: &Device, dtype: DType| -> Result<Tensor> {
+                        let to = |t: &Tensor| t.to_device(device)?.to_dtype(dtype);
+                        let op = Attention::new(settings).causal(causal).softmax_scale(0.125);
+                        let op = if let Some(packing) = &packing { op.packing(packing.clone()) } else { op };
+                        op.apply(&to(&q)?, &to(&inputs.tensors[1])?, &to(&inputs.tensors[2])?)
+                    };
+                    let got = attend(settings.products(Products::Nvfp4), &super::device(), dtype)?;
+                    super::super::guard::check(&super::gpu())?;
+                    let references = [
+                        attend(settings, &super::device(), dtype)?,
+                        attend(settings, &Device::Cpu, DType::F32)?,
+                    ];
+                    for (worst, reference) in worst.iter_mut().zip(&references) {
+                        let error = error(&got, reference)?;
+                        let bound = if dtype == DType::BF16 { 8e-3 } else { 6e-3 };
+                        assert!(
+                            error < bound,
+                            "{error}: {lens:?}, {heads:?}, {d}, {dtype:?}, {settings}, {causal}"
+                        );
+                        *worst = worst.max(error);
+                    }
+                }
+            }
+        }
+    }
+    println!("largest differences to 16-bit products and to the CPU: {worst:?}");
+    Ok(())
+}
+
+/// Selected blocks, with FP4 products and without.
+#[test]
+#[ignore = "needs a GPU"]
+fn fp4_products_take_lists() -> Result<()> {
+    let (n, heads, d) = (640, 2, 64);
+    let inputs = Inputs::new((n, n), (heads, heads), d, None, DType::BF16)?;
+    let q = (&inputs.tensors[0] * 0.1)?;
+    let [k, v] = [&inputs.tensors[1], &inputs.tensors[2]];
+    let plain = Attention::new(AttnQat::default()).causal(true);
+    let selection = Selection::window(&inputs.shape, (128, 128), 1, 1, &super::device())?;
+    let dense = Attention::new(AttnQat::default().products(Products::Nvfp4)).causal(true);
+    let got = dense.select(&selection).apply(&q, k, v)?;
+    let expected = plain.clone().select(&selection).apply(&q, k, v)?;
+    let all = plain.apply(&q, k, v)?;
+    assert!(error(&got, &expected)? < 8e-3 && error(&all, &expected)? > 0.05);
+    Ok(())
+}
+
+/// A NaN in a key reaches what sees it, and nothing else; a query that sees nothing gives zeros.
+#[test]
+#[ignore = "needs a GPU"]
+fn fp4_products_pass_on_what_is_not_a_number() -> Result<()> {
+    let inputs = Inputs::new((130, 100), (1, 1), 64, None, DType::BF16)?;
+    let mut keys: Vec<f32> = inputs.values[1].clone();
+    keys[70 * 64 + 5] = f32::NAN;
+    let k = Tensor::from_vec(keys, (1, 100, 1, 64), &Device::Cpu)?
+        .to_dtype(DType::BF16)?
+        .to_device(&super::device())?;
+    let op = Attention::new(AttnQat::default().products(Products::Nvfp4)).causal(true);
+    let out = op.apply(&inputs.tensors[0], &k, &inputs.tensors[2])?;
+    let sums = out.to_dtype(DType::F32)?.sum(D::Minus1)?.flatten_all()?.to_vec1::<f32>()?;
+    for (query, sum) in sums.into_iter().enumerate() {
+        // Query i sees keys up to i - 30.
+        assert_eq!(sum.is_nan(), query >= 100, "query {query}");
+        assert!(query >= 30 || sum == 0.0, "query {query}");
+    }
+    assert!(nvfp4::Scale::of(f32::NAN).dequant.is_nan());
+    Ok(())
+}

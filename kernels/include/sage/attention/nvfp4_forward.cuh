@@ -1,0 +1,160 @@
+// Attn-QAT's forward for inference, in products of NVFP4 codes (arXiv 2603.00040, section 3): S = Q K^T and O = P V, P
+// quantized in registers. Its values are those of the forward that trains (probabilities.cuh), up to the order of sums.
+#pragma once
+
+#include <sage/attention/forward.cuh>
+#include <sage/attention/probabilities.cuh>
+#include <sage/layout/fragments.cuh>
+#include <sage/layout/nvfp4.cuh>
+#include <sage/ptx/mma_nvfp4.cuh>
+
+namespace sage::attention {
+
+template <class T, int HEAD_DIM>
+struct Nvfp4Forward {
+  using Type = T;
+  using Tile = layout::Nvfp4Tile<HEAD_DIM>;
+  static constexpr int D = HEAD_DIM, M = 1, BLOCKS = 1;
+  static constexpr int THREADS = FORWARD_QUERIES / (16 * M) * 32;
+  using Rows = Softmax<D, M, THREADS, false, 1, Nvfp4Probabilities::SLACK>;
+  static constexpr bool COOPERATES = false;
+  using Logits = float[M][8][4];
+  static constexpr int Q_BYTES = FORWARD_QUERIES / TILE * Tile::BYTES;
+  static constexpr int STATE_AT = Q_BYTES + 4 * Tile::BYTES;
+  static constexpr int SHARED_BYTES = STATE_AT + Rows::State::BYTES;
+
+  const params::Forward& p;
+  const unsigned char* memory;
+  uint32_t shared;
+  int warp, query_tiles;
+  int64_t first_query_tile, first_key_tile;
+  float scale;
+
+  __device__ __forceinline__ Nvfp4Forward(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
+      : p(p), memory(memory), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32),
+        query_tiles(b.segment.query_tiles() - b.first / TILE),
+        first_query_tile(int64_t(b.head) * p.shape.query_tiles + b.segment.query_tile + b.first / TILE),
+        first_key_tile(int64_t(b.key_head(p.shape)) * p.shape.key_tiles + b.segment.key_tile),
+        scale(p.shape.softmax_scale * ptx::LOG2_E) {}
+
+  // Where a stage's keys and values are.
+  static __device__ __forceinline__ int keys_at(int tile) { return Q_BYTES + (tile & 1) * 2 * Tile::BYTES; }
+
+  __device__ __forceinline__ void load_queries() {
+    // The second tile may not exist; its rows are then read from the first, and never stored.
+    const int8_t* codes = p.codes.q + first_query_tile * Tile::BYTES;
+#pragma unroll
+    for (int i = 0; i < FORWARD_QUERIES / TILE; ++i)
+      copy_tile<Tile::BYTES, THREADS>(shared + i * Tile::BYTES, codes + (i < query_tiles ? i * Tile::BYTES : 0), threadIdx.x);
+  }
+
+  __device__ __forceinline__ void load_keys(int tile) {
+    copy_tile<Tile::BYTES, THREADS>(shared + keys_at(tile), p.codes.k + (first_key_tile + tile) * Tile::BYTES, threadIdx.x);
+  }
+
+  __device__ __forceinline__ void load_values(int tile) {
+    copy_tile<Tile::BYTES, THREADS>(shared + keys_at(tile) + Tile::BYTES,
+                                    p.codes.v_transposed + (first_key_tile + tile) * Tile::BYTES, threadIdx.x);
+  }
+
+  // The four scales of a row's 64 codes, number `step`.
+  template <int SCALES>
+  __device__ __forceinline__ uint32_t scales(int tile_at, int row, int step) const {
+    return *reinterpret_cast<const uint32_t*>(memory + tile_at + Tile::CODES_BYTES + row * SCALES + step * 4);
+  }
+
+  // S = Q K^T. A warp's 16 queries are in one tile.
+  __device__ __forceinline__ void multiply(int tile, Logits& s) {
+    int lane = threadIdx.x % 32, g = lane / 4;
+    int q_at = warp * 16 / TILE * Tile::BYTES, q_row = warp * 16 % TILE, k_at = keys_at(tile);
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[0][n][e] = 0.0f;
+    layout::ReaderA<Tile::ROW> q_reader(shared + q_at + q_row * Tile::ROW, lane);
+    layout::ReaderB<Tile::ROW> k_reader(shared + k_at, lane);
+#pragma unroll
+    for (int step = 0; step < D / 64; ++step) {
+      uint32_t a[4], a_scales = scales<Tile::SCALES>(q_at, q_row + g + (lane & 1) * 8, step);
+      q_reader.load(a, 0, step);
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        uint32_t b[4];
+        k_reader.load(b, n * 8, step);
+        ptx::mma_nvfp4(s[0][n], a, b[0], b[1], a_scales, scales<Tile::SCALES>(k_at, n * 8 + g, step));
+        ptx::mma_nvfp4(s[0][n + 1], a, b[2], b[3], a_scales, scales<Tile::SCALES>(k_at, n * 8 + 8 + g, step));
+      }
+    }
+  }
+
+  // Writes -inf over the keys that a query does not see.
+  static __device__ __forceinline__ void hide(Logits& s, const Segment& segment, int first_query, int first_key, int lane) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int visible = segment.visible_keys(first_query + row_of(h, lane)) - first_key;
+#pragma unroll
+      for (int slot = 0; slot < 16; ++slot)
+        if (layout::key_of_slot(slot, lane & 3) >= visible) s[0][slot / 2][2 * h + slot % 2] = -CUDART_INF_F;
+    }
+  }
+
+  template <bool HIDES>
+  __device__ __forceinline__ void attend(int tile, Logits& s, Rows& softmax, const Segment& segment, int warp_first) {
+    int lane = threadIdx.x % 32, v_at = keys_at(tile) + Tile::BYTES;
+    if constexpr (HIDES) hide(s, segment, warp_first, tile * TILE, lane);
+
+    // A lane has eight keys of each of two groups, of which its neighbour has the others: groups t / 2 and 2 + t / 2.
+    float largest[2][2], row_max[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float max = -CUDART_INF_F;
+#pragma unroll
+        for (int n = 4 * half; n < 4 * half + 4; ++n) max = fmaxf(max, fmaxf(s[0][n][2 * h], s[0][n][2 * h + 1]));
+        largest[h][half] = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
+      }
+      float max = fmaxf(largest[h][0], largest[h][1]);
+      max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
+      row_max[h] = Nvfp4Probabilities::reference(p, max * scale);
+    }
+    softmax.follow(row_max);
+
+    uint32_t operand[4], own_scales[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float shift = softmax.shift(h), sum = 0.0f;
+      uint32_t bytes = 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        quant::Nvfp4Scale group = quant::nvfp4_scale_of(ptx::exp2(fmaf(largest[h][half], scale, -shift)));
+        float x[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          x[i] = ptx::exp2(fmaf(s[0][4 * half + i / 2][2 * h + i % 2], scale, -shift));
+          sum += x[i];
+          x[i] *= group.quant;
+        }
+        operand[2 * half + h] = ptx::codes_of_e2m1(x);
+        bytes |= ptx::code_of_e4m3(group.dequant) << (16 * half);
+      }
+      softmax.state(Rows::State::SUM, h) += sum;
+      // The other two groups of the row are those of the lane two further.
+      own_scales[h] = bytes | __shfl_xor_sync(~0u, bytes, 2) << 8;
+    }
+    uint32_t p_scales = lane & 1 ? own_scales[1] : own_scales[0];
+    layout::ReaderB<Tile::V_ROW> v_reader(shared + v_at, lane);
+#pragma unroll
+    for (int n = 0; n < D / 8; n += 2) {
+      uint32_t b[4];
+      v_reader.load(b, n * 8, 0);
+      ptx::mma_nvfp4(softmax.acc[0][n], operand, b[0], b[1], p_scales, scales<Tile::V_SCALES>(v_at, n * 8 + lane / 4, 0));
+      ptx::mma_nvfp4(softmax.acc[0][n + 1], operand, b[2], b[3], p_scales,
+                     scales<Tile::V_SCALES>(v_at, n * 8 + 8 + lane / 4, 0));
+    }
+  }
+
+  __device__ __forceinline__ void settle(Rows&) {}
+};
+
+}  // namespace sage::attention

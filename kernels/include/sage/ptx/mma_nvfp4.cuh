@@ -1,0 +1,125 @@
+// Products of NVFP4 codes: PTX ISA, "Warp-level matrix instructions with block scaling", mma.m16n8k64 with
+// kind::mxf4nvf4, scale_vec::4X and ue4m3 scales. sm_120 has it; elsewhere the same is computed from the same registers, slowly,
+// so that all around it can be tried without such a device.
+//
+// Fragments, g = lane / 4, t = lane % 4, eight codes a register, the first in the lowest bits:
+//   A   a[0]: row g, reduction 8t..; a[1]: row g + 8; a[2], a[3]: the same, reduction 32 + 8t..
+//   B   b0: column g, reduction 8t..; b1: the same, reduction 32 + 8t..
+//   D   d[2h + e]: row g + 8h, column 2t + e
+// Byte by byte that is the layout of 8-bit operands. Scales, one byte for 16 of the reduction, four a register: those of A
+// from lanes t = 0 (row g) and t = 1 (row g + 8), those of B from lane t = 0 (column g).
+#pragma once
+
+#include <sage/quant/nvfp4.cuh>
+#include <stdint.h>
+
+// Of family 12 alone: the instruction is not promised to any other architecture.
+#if defined(__CUDA_ARCH_FEAT_SM120_ALL) || (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ == 1200)
+#define SAGE_HAS_NVFP4 1
+#else
+#define SAGE_HAS_NVFP4 0
+#endif
+
+namespace sage::ptx {
+
+// The value of an E4M3 code without a sign.
+__device__ __forceinline__ float value_of_e4m3(uint32_t code) {
+  code &= 0x7f;
+  if (code == 0x7f) return __uint_as_float(0x7fffffffu);
+  return code < 8 ? float(code) * (1.0f / 512.0f) : __uint_as_float((code << 20) + (120u << 23));
+}
+
+// The code of an E4M3 value that is not negative.
+__device__ __forceinline__ uint32_t code_of_e4m3(float value) {
+  if (value != value) return 0x7f;
+  return value < 1.0f / 64.0f ? uint32_t(value * 512.0f) : (__float_as_uint(value) - (120u << 23)) >> 20;
+}
+
+// The value of the E2M1 code in the lowest four bits.
+__device__ __forceinline__ float value_of_e2m1(uint32_t code) {
+  uint32_t magnitude = code & 7;
+  float value = magnitude < 2 ? 0.5f * float(magnitude) : __uint_as_float((magnitude << 22) + (126u << 23));
+  return code & 8 ? -value : value;
+}
+
+// The code of the nearest E2M1 value.
+__device__ __forceinline__ uint32_t code_of_e2m1(float x) {
+  float value = quant::e2m1_of_positive(fabsf(x));
+  uint32_t magnitude = value < 1.0f ? uint32_t(2.0f * value) : (__float_as_uint(value) >> 22) - 252;
+  return magnitude | (__float_as_uint(x) >> 31) << 3;
+}
+
+// Eight codes.
+__device__ __forceinline__ uint32_t codes_of_e2m1(const float (&x)[8]) {
+  uint32_t codes = 0;
+#if SAGE_HAS_NVFP4
+  asm("{.reg .b8 c0, c1, c2, c3;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 c0, %2, %1;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 c1, %4, %3;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 c2, %6, %5;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 c3, %8, %7;\n"
+      "mov.b32 %0, {c0, c1, c2, c3};}"
+      : "=r"(codes)
+      : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "f"(x[4]), "f"(x[5]), "f"(x[6]), "f"(x[7]));
+#else
+#pragma unroll
+  for (int i = 0; i < 8; ++i) codes |= code_of_e2m1(x[i]) << (4 * i);
+#endif
+  return codes;
+}
+
+#if !SAGE_HAS_NVFP4
+// Twice the values of eight E2M1 codes, as signed bytes: the first four, and the others.
+__device__ __forceinline__ void twice_the_values(uint32_t codes, int (&values)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    uint32_t four = codes >> (16 * i);
+    uint32_t magnitudes = __byte_perm(0x03020100, 0x0c080604, four & 0x7777);
+    // A selector with its highest bit set repeats the sign of what it selects.
+    uint32_t negative = (__byte_perm(0x80808080, 0, four & 0x8888) & 0x01010101) * 0xff;
+    values[i] = int(__vsub4(magnitudes ^ negative, negative));
+  }
+}
+#endif
+
+// D += A B of 16 x 64 and 64 x 8.
+__device__ __forceinline__ void mma_nvfp4(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t a_scales,
+                                          uint32_t b_scales) {
+#if SAGE_HAS_NVFP4
+  asm("mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, {%10}, {%12,%12}, {%11}, {%12,%12};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(a_scales), "r"(b_scales), "h"(uint16_t(0)));
+#else
+  int lane = threadIdx.x % 32, quad = lane & ~3, columns = lane % 4 * 8;
+  uint32_t rows[2], scales[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    rows[h] = __shfl_sync(~0u, a_scales, quad + h);
+    scales[h] = __shfl_sync(~0u, b_scales, columns + 4 * h);
+  }
+#pragma unroll 1
+  for (int from = 0; from < 4; ++from) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int group = (2 * half + from / 2) * 8;
+      int left[2][2], right[2][2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        twice_the_values(__shfl_sync(~0u, a[2 * half + h], quad + from), left[h]);
+        twice_the_values(__shfl_sync(~0u, half ? b1 : b0, columns + 4 * h + from), right[h]);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          int sum = __dp4a(left[h][0], right[e][0], __dp4a(left[h][1], right[e][1], 0));
+          float scale = 0.25f * value_of_e4m3(rows[h] >> group) * value_of_e4m3(scales[e] >> group);
+          d[2 * h + e] = fmaf(float(sum), scale, d[2 * h + e]);
+        }
+    }
+  }
+#endif
+}
+
+}  // namespace sage::ptx
