@@ -62,14 +62,11 @@ fn build() -> Result<(), String> {
         nvfp4_targets.push(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
     }
 
-    let mut headers = fingerprint::files(&root.join("include"), "cuh").map_err(|e| e.to_string())?;
-    headers.sort();
     let sources = fingerprint::files(&root, "cu").map_err(|e| e.to_string())?;
     let mut table = String::from("pub(super) static FAMILIES: &[(&str, &[u8])] = &[\n");
     let mut report = String::new();
     for source in &sources {
-        let mut inputs = headers.clone();
-        inputs.push(source.clone());
+        let inputs = fingerprint::with_headers(source, &root.join("include")).map_err(|e| e.to_string())?;
         let name = source.file_stem().and_then(|s| s.to_str()).ok_or("a kernel's name is not UTF-8")?;
         let flags = [&flags[..], if name == NVFP4.0 { &nvfp4_targets } else { &targets }].concat();
         let print = fingerprint::of(&inputs, &[&version, &flags.join(" ")]).map_err(|e| e.to_string())?;

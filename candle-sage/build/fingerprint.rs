@@ -1,5 +1,6 @@
 //! A number for everything that a compiled kernel depends on: another one means another build.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
@@ -16,6 +17,19 @@ pub(crate) fn files(folder: &Path, extension: &str) -> io::Result<Vec<PathBuf>> 
     }
     found.sort();
     Ok(found)
+}
+
+/// A source and all that it includes from `root`, directly or not, in a fixed order: `#include <..>` of files that are there.
+pub(crate) fn with_headers(source: &Path, root: &Path) -> io::Result<Vec<PathBuf>> {
+    let (mut found, mut next) = (BTreeSet::new(), vec![source.to_owned()]);
+    while let Some(file) = next.pop() {
+        let text = fs::read_to_string(&file)?;
+        let named = text.lines().filter_map(|line| line.trim_start().strip_prefix("#include <"));
+        let headers = named.filter_map(|rest| rest.split('>').next()).map(|name| root.join(name));
+        next.extend(headers.filter(|header| header.is_file() && !found.contains(header)));
+        found.insert(file);
+    }
+    Ok(found.into_iter().collect())
 }
 
 /// FNV-1a over the names and contents of `files`, and over `texts`.

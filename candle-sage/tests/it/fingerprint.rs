@@ -27,5 +27,12 @@ fn every_header_source_and_flag_counts() {
     write("a.cuh", "onet");
     write("deep/deeper/b.cuh", "wo");
     assert_ne!(print("-O3"), before, "bytes that move from one file to the next");
+    write("k.cu", "#include <a.cuh>\n#include <stdint.h>\n");
+    write("a.cuh", "#pragma once\n  #include <deep/deeper/b.cuh>\n");
+    write("deep/deeper/b.cuh", "#include <a.cuh>");
+    write("other.cuh", "");
+    let read = build::with_headers(&folder.join("k.cu"), &folder).expect("headers");
+    let names = ["a.cuh", "deep/deeper/b.cuh", "k.cu"].map(|name| folder.join(name));
+    assert_eq!(read, names, "what is included by what is included, and nothing else");
     fs::remove_dir_all(&folder).expect("to remove the folder");
 }

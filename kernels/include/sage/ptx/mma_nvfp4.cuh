@@ -75,8 +75,10 @@ __device__ __forceinline__ void twice_the_values(uint32_t codes, int (&values)[2
   for (int i = 0; i < 2; ++i) {
     uint32_t four = codes >> (16 * i);
     uint32_t magnitudes = __byte_perm(0x03020100, 0x0c080604, four & 0x7777);
-    // A selector with its highest bit set repeats the sign of what it selects.
-    uint32_t negative = (__byte_perm(0x80808080, 0, four & 0x8888) & 0x01010101) * 0xff;
+    // Signs, one a nibble, become bytes.
+    uint32_t signs = four >> 3 & 0x1111;
+    signs = (signs | signs << 8) & 0x00110011;
+    uint32_t negative = ((signs | signs << 4) & 0x01010101) * 0xff;
     values[i] = int(__vsub4(magnitudes ^ negative, negative));
   }
 }
