@@ -50,6 +50,12 @@ impl Architecture {
     }
 }
 
+impl std::fmt::Display for Architecture {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "sm_{}", self.0)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -21,23 +21,14 @@ use crate::scheme::{AttnQat, PReference, Products, Smoothing, ValueGroups};
 /// The `.cu` file of the forward in FP4 products.
 const NVFP4: &str = "attn_fwd_nvfp4";
 
-/// What the forward's kernel reads and writes besides inputs and output.
-pub(super) enum Operands {
-    /// In 16 bit.
-    Rounded(Rounded),
-    /// In NVFP4: codes and scales of Q, K and V, by tiles as `kernels/include/sage/layout/nvfp4.cuh` has them.
-    Packed {
-        _codes: [CudaSlice<i8>; 3],
-        _k_mean: Option<CudaSlice<f32>>,
-        _k_tile_sums: Option<CudaSlice<f32>>,
-    },
-}
-
-/// Operands in 16 bit, and what is kept.
-pub(super) struct Rounded {
+/// What the forward's kernel reads and writes besides inputs and output, kept alive until it was launched.
+pub(super) struct Operands {
     kept: Kept,
+    /// Q, K and V in 16 bit, for products in 16 bit.
     #[cfg_attr(not(test), expect(dead_code, reason = "kept alive for the kernel; tests read them"))]
-    rounded: [CudaStorage; 3],
+    pub(super) rounded: Vec<CudaStorage>,
+    /// Their codes and scales, for FP4 products, by tiles as `kernels/include/sage/layout/nvfp4.cuh` has them.
+    _codes: Vec<CudaSlice<i8>>,
     _k_tile_sums: Option<CudaSlice<f32>>,
 }
 
@@ -90,8 +81,9 @@ impl OnGpu for AttnQat {
         params.p_literal = (self.p_reference == PReference::Literal).into();
         params.p_lift = -self.p_reference.of(0.0);
         if self.products == Products::Nvfp4 {
-            let _codes = pack(call, params)?;
-            return Ok(Operands::Packed { _codes, _k_mean: k_mean, _k_tile_sums: sums });
+            let _codes = pack(call, params)?.into();
+            let kept = Kept { high_precision_out: None, row_sums: None, k_mean };
+            return Ok(Operands { kept, rounded: Vec::new(), _codes, _k_tile_sums: sums });
         }
         let (q, q_to) = call.output(shape.query_dims())?;
         let (k, k_to) = call.output(shape.key_dims())?;
@@ -113,16 +105,11 @@ impl OnGpu for AttnQat {
             high_precision_out.as_ref().map_or_else(Default::default, |(_, view)| *view);
         params.row_sums = row_sums.as_ref().map_or(0, |sums| address(sums, gpu));
         let kept = Kept { high_precision_out, row_sums, k_mean };
-        Ok(Operands::Rounded(Rounded { kept, rounded: [q, k, v], _k_tile_sums: sums }))
+        Ok(Operands { kept, rounded: vec![q, k, v], _codes: Vec::new(), _k_tile_sums: sums })
     }
 
     fn keep(operands: Operands) -> Kept {
-        match operands {
-            Operands::Rounded(rounded) => rounded.kept,
-            Operands::Packed { .. } => {
-                unreachable!("FP4 products keep nothing: `Attention` asks for no backward")
-            }
-        }
+        operands.kept
     }
 
     fn before_backward(
@@ -164,7 +151,7 @@ fn pack(call: &Call<'_>, params: &mut params::Forward) -> Result<[CudaSlice<i8>;
     // This crate's own tests run where the instruction is emulated.
     if !gpu.architecture.has_nvfp4() && !cfg!(test) {
         return Err(Error::new("this GPU has no FP4 products, or this build no kernels with them")
-            .got(format!("{:?}", gpu.architecture))
+            .got(format!("kernels for {}", gpu.architecture))
             .allowed("compute capability 12.x, a build with CUDA 12.8 or later")
             .hint("AttnQat::products(Products::SixteenBit) gives the same values everywhere")
             .into());
@@ -203,13 +190,4 @@ fn launch_fake_quantize(
     // As many threads as `kernels/fake_quantize.cu` says: two rows of eight channels each.
     let threads = (TILE * call.d / 16) as u32;
     params::launch(&call.gpu, &call.kernel("fake_quantize"), Grid::line(blocks, threads), &params)
-}
-
-/// Q, K and V as the forward reads them.
-#[cfg(test)]
-pub(super) fn rounded(operands: &Operands) -> &[CudaStorage; 3] {
-    match operands {
-        Operands::Rounded(rounded) => &rounded.rounded,
-        Operands::Packed { .. } => unreachable!("operands in 16 bit"),
-    }
 }

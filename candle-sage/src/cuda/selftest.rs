@@ -10,7 +10,7 @@ use super::kernels::{Gpu, Grid};
 use super::params::{self, Address};
 use super::plan::TILE;
 use super::tensor::address;
-use super::{Call, Operand, Past, Problem, attn_qat, sagebwd};
+use super::{Call, Operand, Past, Problem, sagebwd};
 use crate::cpu::lanes::abs_bits;
 use crate::cpu::quantize::{Scale, TileCodes, channel_mean, code, subtract_mean};
 use crate::nvfp4::{self, Axis, Packed};
@@ -568,7 +568,7 @@ fn compare_rounded(inputs: &Inputs, problem: &Problem<'_>, settings: &AttnQat) -
     let mut forward = inputs_of(&call)?;
     let operands = super::OnGpu::before_forward(settings, &call, false, &mut forward)?;
     super::guard::check(&call.gpu)?;
-    let rounded = attn_qat::rounded(&operands);
+    let rounded = &operands.rounded;
     let dims = [shape.query_dims(), shape.key_dims(), shape.key_dims()];
     for (n, (storage, dims)) in rounded.iter().zip(dims).enumerate() {
         let storage = candle_core::backend::BackendStorage::to_cpu_storage(storage)?;

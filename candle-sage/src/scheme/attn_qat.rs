@@ -70,8 +70,8 @@ pub enum Products {
     /// Block-scaled FP4 products, `mma.kind::mxf4nvf4`, for inference: a forward alone, on GPUs of compute capability 12.x
     /// (the CPU computes as ever). O' is not made; a tracked input is an error.
     ///
-    /// **The kernel has been assembled for such GPUs and has not run on one.** Its packing, layouts, softmax and sums were
-    /// tested on an H200, with the instruction itself emulated from the same registers as the PTX manual describes it.
+    /// **The kernel has not run on such a GPU.** It is assembled for them, and its source runs on a CPU, thread by thread, with
+    /// the instruction as the PTX manual describes it (`kernels/host/run`): within rounding of a definition in f64.
     Nvfp4,
 }
 

@@ -1,0 +1,167 @@
+// As much of CUDA as the portable kernels use, on a CPU: the threads of a block are fibers that run in turns until they meet
+// at a barrier, and a warp's lanes trade values through memory. For tests where no GPU is: it is exact, and slow.
+#pragma once
+
+#include <setjmp.h>
+#include <stdint.h>
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+// All fibers are on one thread of the system.
+#define __shared__ thread_local
+
+struct uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct dim3 { int x; };
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+template <class To, class From>
+inline To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+inline float __uint_as_float(uint32_t x) { return same_bits<float>(x); }
+inline uint32_t __float_as_uint(float x) { return same_bits<uint32_t>(x); }
+inline float __int_as_float(int x) { return same_bits<float>(x); }
+inline int __float_as_int(float x) { return same_bits<int>(x); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+template <class T>
+inline T __ldg(const T* at) { return *at; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+// A block of threads under way.
+namespace host {
+
+struct Barrier {
+  int arrived = 0, phase = 0;
+};
+
+constexpr int MOST_THREADS = 1024;
+constexpr size_t STACK_BYTES = 256 << 10;
+
+// Contexts start fibers; jumps, which cost no system call, go from one to the other.
+struct Block {
+  int threads = 0, current = 0;
+  std::function<void()> body;
+  bool started[MOST_THREADS], done[MOST_THREADS];
+  jmp_buf fibers[MOST_THREADS], scheduler;
+  Barrier all, warps[MOST_THREADS / 32];
+  uint32_t traded[MOST_THREADS];
+};
+inline Block block;
+inline dim3 thread, place;
+
+inline void yield() {
+  if (_setjmp(block.fibers[block.current]) == 0) _longjmp(block.scheduler, 1);
+}
+
+inline void meet(Barrier& barrier, int count) {
+  int phase = barrier.phase;
+  if (++barrier.arrived == count) {
+    barrier.arrived = 0, ++barrier.phase;
+    return;
+  }
+  while (barrier.phase == phase) yield();
+}
+
+inline void enter() {
+  block.body();
+  block.done[block.current] = true;
+  _longjmp(block.scheduler, 1);
+}
+
+inline void resume(int fiber) {
+  static std::vector<std::unique_ptr<char[]>> stacks(MOST_THREADS);
+  static ucontext_t context;
+  block.current = fiber, thread.x = fiber;
+  if (_setjmp(block.scheduler) != 0) return;
+  if (block.started[block.current]) _longjmp(block.fibers[block.current], 1);
+  block.started[block.current] = true;
+  auto& stack = stacks[block.current];
+  if (!stack) stack.reset(new char[STACK_BYTES]);
+  getcontext(&context);
+  context.uc_stack.ss_sp = stack.get(), context.uc_stack.ss_size = STACK_BYTES;
+  makecontext(&context, enter, 0);
+  setcontext(&context);
+}
+
+// Runs one block.
+inline void run(int index, int threads, std::function<void()> body) {
+  block.threads = threads, block.body = std::move(body), block.all = Barrier(), place.x = index;
+  for (Barrier& warp : block.warps) warp = Barrier();
+  for (int i = 0; i < threads; ++i) block.started[i] = block.done[i] = false;
+  for (bool under_way = true; under_way;) {
+    under_way = false;
+    for (int i = 0; i < threads; ++i)
+      if (!block.done[i]) under_way = true, resume(i);
+  }
+}
+
+}  // namespace host
+
+#define threadIdx host::thread
+#define blockIdx host::place
+
+inline void __syncthreads() { host::meet(host::block.all, host::block.threads); }
+inline void __syncwarp() { host::meet(host::block.warps[host::block.current / 32], 32); }
+
+template <class T>
+inline T __shfl_sync(uint32_t, T value, int from, int width = 32) {
+  int own = host::block.current, lane = own % 32;
+  host::block.traded[own] = same_bits<uint32_t>(value);
+  __syncwarp();
+  uint32_t got = host::block.traded[own - lane + lane / width * width + from % width];
+  __syncwarp();
+  return same_bits<T>(got);
+}
+template <class T>
+inline T __shfl_xor_sync(uint32_t mask, T value, int lanes) {
+  return __shfl_sync(mask, value, host::block.current % 32 ^ lanes);
+}
+inline bool __any_sync(uint32_t mask, bool value) {
+  bool any = false;
+  for (int lane = 0; lane < 32; ++lane) any |= __shfl_sync(mask, uint32_t(value), lane) != 0;
+  return any;
+}
+
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selectors) {
+  uint64_t bytes = uint64_t(high) << 32 | low;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) out |= uint32_t(bytes >> (8 * (selectors >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return out;
+}
+inline uint32_t __vsub4(uint32_t a, uint32_t b) {
+  uint32_t out = 0;
+  for (int i = 0; i < 32; i += 8) out |= (((a >> i) - (b >> i)) & 0xff) << i;
+  return out;
+}
+inline int __dp4a(int a, int b, int sum) {
+  for (int i = 0; i < 32; i += 8) sum += int(int8_t(uint32_t(a) >> i)) * int(int8_t(uint32_t(b) >> i));
+  return sum;
+}

@@ -1,0 +1,2 @@
+#pragma once
+#define CUDART_INF_F __builtin_inff()

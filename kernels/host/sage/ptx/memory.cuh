@@ -1,0 +1,60 @@
+// include/sage/ptx/memory.cuh on a CPU: shared memory is an array, addresses are offsets in it, and copies have come when they
+// are asked for.
+#pragma once
+
+#include <cuda_on_host.h>
+
+namespace sage::attention {
+inline thread_local __attribute__((aligned(1024))) unsigned char shared[227 << 10];
+}
+
+namespace sage::ptx {
+
+inline uint32_t shared_address(const void* pointer) {
+  return uint32_t(static_cast<const unsigned char*>(pointer) - attention::shared);
+}
+// Of an address that must be in the array and on so many bytes.
+inline unsigned char* at_shared(uint32_t address, uint32_t aligned) {
+  if (address + aligned > sizeof attention::shared || address % aligned) {
+    fprintf(stderr, "shared memory has no %u bytes at %u\n", aligned, address);
+    abort();
+  }
+  return attention::shared + address;
+}
+inline void copy_16(uint32_t shared, const void* global, bool valid) {
+  if (valid) memcpy(at_shared(shared, 16), global, 16);
+  else memset(at_shared(shared, 16), 0, 16);
+}
+inline void copy_4(uint32_t shared, const void* global) { memcpy(at_shared(shared, 4), global, 4); }
+inline void store_16(uint32_t shared, uint4 words) { memcpy(at_shared(shared, 16), &words, 16); }
+inline void copy_commit() {}
+template <int PENDING>
+inline void copy_wait() {}
+
+// PTX ISA, "ldmatrix": lanes 8i to 8i + 7 name the rows of matrix i; lane (g, t) gets bytes 4t to 4t + 3 of row g.
+inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    uint32_t row = __shfl_sync(~0u, address, 8 * i + lane / 4);
+    memcpy(&r[i], at_shared(row, 16) + lane % 4 * 4, 4);
+  }
+}
+// Transposed: column g of rows 2t and 2t + 1, of 16-bit elements.
+inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+  int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    uint32_t even = __shfl_sync(~0u, address, 8 * i + lane % 4 * 2), odd = __shfl_sync(~0u, address, 8 * i + lane % 4 * 2 + 1);
+    uint16_t low, high;
+    memcpy(&low, at_shared(even, 16) + lane / 4 * 2, 2), memcpy(&high, at_shared(odd, 16) + lane / 4 * 2, 2);
+    r[i] = low | uint32_t(high) << 16;
+  }
+}
+inline void store_matrices(const uint32_t (&r)[4], uint32_t address, int lane) {
+  for (int i = 0; i < 4; ++i) {
+    uint32_t row = __shfl_sync(~0u, address, 8 * i + lane / 4);
+    memcpy(at_shared(row, 16) + lane % 4 * 4, &r[i], 4);
+  }
+  __syncwarp();
+}
+
+}  // namespace sage::ptx
