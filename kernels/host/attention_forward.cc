@@ -141,7 +141,13 @@ double run(const Case& c) {
         means[(size_t(head) * count + i) * D + channel] = sum / float(max(s.key_len, 1));
       }
   using Tile = layout::Nvfp4Tile<D>;
-  auto of_tiles = [](int tiles) { return std::vector<int8_t>(size_t(tiles) * Tile::BYTES, 0x55); };
+  // A tile more, which is to be left alone.
+  auto of_tiles = [](int tiles) { return std::vector<int8_t>(size_t(tiles + 1) * Tile::BYTES, 0x55); };
+  auto is_left_alone = [](const std::vector<int8_t>& codes) {
+    for (size_t i = codes.size() - Tile::BYTES; i < codes.size(); ++i)
+      if (codes[i] != 0x55) return false;
+    return true;
+  };
   auto q_codes = of_tiles(all[0] * c.query_heads), k_codes = of_tiles(all[1] * c.key_heads), v_codes = k_codes;
   p.p_lift = 0;
   int blocks = count * c.query_heads * ((longest[0] + 127) / 128);
@@ -150,13 +156,14 @@ double run(const Case& c) {
     p.codes.k_mean = c.smooth ? means.data() : nullptr;
     for (int i = 0; i < all[0] * c.query_heads + 2 * all[1] * c.key_heads; ++i)
       host::run(i, quant::PACK_THREADS, [&] { quant::pack_nvfp4<T, D>(p); });
+    if (!is_left_alone(q_codes) || !is_left_alone(k_codes) || !is_left_alone(v_codes)) return INFINITY;
     using Numerics = attention::Nvfp4Forward<T, D>;
     for (int i = 0; i < blocks; ++i)
-      host::run(i, Numerics::THREADS, [&] { attention::forward<Numerics>(p); });
+      host::run_with_shared(i, Numerics::THREADS, Numerics::SHARED_BYTES, [&] { attention::forward<Numerics>(p); });
   } else {
     using Numerics = attention::FullPrecisionForward<T, D>;
     for (int i = 0; i < blocks; ++i)
-      host::run(i, Numerics::THREADS, [&] { attention::forward<Numerics>(p); });
+      host::run_with_shared(i, Numerics::THREADS, Numerics::SHARED_BYTES, [&] { attention::forward<Numerics>(p); });
   }
   double worst = 0;
   for (int i = 0; i < count; ++i)
@@ -182,6 +189,46 @@ double run(const Case& c) {
   return worst;
 }
 
+// One product of random codes and scales as mma_nvfp4.cuh emulates it, against the fragments of the PTX manual: whether they
+// are the same.
+bool product_is_the_manuals() {
+  uint32_t a[4][32], b[2][32], a_scales[32], b_scales[32];
+  float d[32][4];
+  auto random_bits = [] {
+    uint32_t bits = 0;
+    for (int i = 0; i < 4; ++i) bits = bits << 8 | uint8_t(int(random_value() * 1e4f));
+    return bits;
+  };
+  for (auto& words : a)
+    for (uint32_t& word : words) word = random_bits();
+  for (auto& words : b)
+    for (uint32_t& word : words) word = random_bits();
+  for (uint32_t& word : a_scales) word = random_bits() & 0x3f3f3f3f;
+  for (uint32_t& word : b_scales) word = random_bits() & 0x3f3f3f3f;
+  host::run(0, 32, [&] {
+    int lane = threadIdx.x;
+    uint32_t own[4] = {a[0][lane], a[1][lane], a[2][lane], a[3][lane]};
+    float sums[4] = {1.0f, 2.0f, 3.0f, 4.0f};
+    ptx::mma_nvfp4(sums, own, b[0][lane], b[1][lane], a_scales[lane], b_scales[lane]);
+    memcpy(d[lane], sums, sizeof sums);
+  });
+  for (int lane = 0; lane < 32; ++lane)
+    for (int n = 0; n < 4; ++n) {
+      int row = lane / 4 + n / 2 * 8, column = lane % 4 * 2 + n % 2;
+      double sum = n + 1, size = n + 1;
+      for (int k = 0; k < 64; ++k) {
+        double left = ptx::value_of_e2m1(a[row / 8 + k / 32 * 2][row % 8 * 4 + k % 32 / 8] >> (4 * (k % 8)));
+        double right = ptx::value_of_e2m1(b[k / 32][column * 4 + k % 32 / 8] >> (4 * (k % 8)));
+        double product = left * ptx::value_of_e4m3(a_scales[row % 8 * 4 + row / 8] >> (k / 16 * 8)) * right *
+                         ptx::value_of_e4m3(b_scales[column * 4] >> (k / 16 * 8));
+        sum += product, size += fabs(product);
+      }
+      // Eight additions in f32.
+      if (!(fabs(d[lane][n] - sum) <= 8 * ldexp(size, -24))) return false;
+    }
+  return true;
+}
+
 }  // namespace
 
 int main() {
@@ -193,7 +240,8 @@ int main() {
       {1, 70, 64, 3, 1, 97, true, false, {}, {}},
       {1, 200, 190, 2, 1, 64, true, true, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}},
   };
-  int failed = 0;
+  int failed = !product_is_the_manuals();
+  if (failed) printf("the emulated NVFP4 product is not that of the PTX manual\n");
   printf("relative L2 error      full precision   NVFP4 products\n");
   printf("queries  keys  head_dim   bf16      bf16      f16\n");
   for (const Case& c : cases) {

@@ -1,5 +1,7 @@
 // As much of CUDA as the portable kernels use, on a CPU: the threads of a block are fibers that run in turns until they meet
-// at a barrier, and a warp's lanes trade values through memory. For tests where no GPU is: it is exact, and slow.
+// at a barrier, and a warp's lanes trade values through memory. For tests where no GPU is. Arithmetic, addresses and the
+// order of barriers are the GPU's; copies have come at once and fibers run in a fixed order, so that a wait or a barrier that
+// is missing is not noticed.
 #pragma once
 
 #include <setjmp.h>
@@ -72,6 +74,7 @@ struct Block {
   bool started[MOST_THREADS], done[MOST_THREADS];
   jmp_buf fibers[MOST_THREADS], scheduler;
   Barrier all, warps[MOST_THREADS / 32];
+  long steps = 0;  // barriers that opened, and fibers that ended
   uint32_t traded[MOST_THREADS];
 };
 inline Block block;
@@ -84,7 +87,7 @@ inline void yield() {
 inline void meet(Barrier& barrier, int count) {
   int phase = barrier.phase;
   if (++barrier.arrived == count) {
-    barrier.arrived = 0, ++barrier.phase;
+    barrier.arrived = 0, ++barrier.phase, ++block.steps;
     return;
   }
   while (barrier.phase == phase) yield();
@@ -92,7 +95,7 @@ inline void meet(Barrier& barrier, int count) {
 
 inline void enter() {
   block.body();
-  block.done[block.current] = true;
+  block.done[block.current] = true, ++block.steps;
   _longjmp(block.scheduler, 1);
 }
 
@@ -118,8 +121,13 @@ inline void run(int index, int threads, std::function<void()> body) {
   for (int i = 0; i < threads; ++i) block.started[i] = block.done[i] = false;
   for (bool under_way = true; under_way;) {
     under_way = false;
+    long before = block.steps;
     for (int i = 0; i < threads; ++i)
       if (!block.done[i]) under_way = true, resume(i);
+    if (under_way && block.steps == before) {
+      fprintf(stderr, "block %d: threads wait at a barrier that the others do not come to\n", index);
+      abort();
+    }
   }
 }
 

@@ -198,8 +198,9 @@ impl Config {
             deterministic: need(s.deterministic) == Switch::On,
         };
         model.validate()?;
-        let eval_scheme =
-            s.eval_attn.filter(|eval| *eval != attn).map(|eval| eval.instead_of(attn)).transpose()?;
+        let eval_scheme = s.eval_attn.map(|eval| eval.instead_of(attn)).transpose()?;
+        // The same twice would say nothing.
+        let eval_scheme = eval_scheme.filter(|scheme| Some(*scheme) != model.scheme);
         if let Some(scheme) = eval_scheme {
             LlamaConfig { scheme: Some(scheme), ..model.clone() }.validate()?;
         }

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
+use candle_sage::ops::{self, CrossEntropy};
 use candle_sage::{Error, Result};
 
 use crate::data::{Batches, Cut, Mixture, Tokenizer};
@@ -53,6 +54,69 @@ pub fn evaluate(
     let tokens = wanted * cut.context as u64;
     let bits = loss * tokens as f64 / std::f64::consts::LN_2;
     Ok(Evaluation { loss, bits_per_byte: bits / bytes as f64, tokens })
+}
+
+/// The same tokens predicted twice: from sequences that are computed whole, as in training, and each from the tokens before
+/// it alone, as decoding has them. Numerics that look ahead, a mean over all keys or a scale of a tile, differ in the two.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TokenByToken {
+    /// Nats a token of whole sequences.
+    pub whole: f64,
+    /// Nats a token from what comes before.
+    pub alone: f64,
+    /// Tokens that were predicted, each way.
+    pub tokens: u64,
+}
+
+/// Measures [`TokenByToken`] over at least `tokens` tokens in whole sequences, `batch` of them at a time: half the square of
+/// the context for each. `seen` is told how many tokens are done, and of how many.
+///
+/// # Errors
+/// When attention stays inside documents, the data cannot be read, or the device fails.
+pub fn token_by_token(
+    model: &Llama,
+    data: &Mixture,
+    cut: Cut,
+    tokens: u64,
+    batch: usize,
+    device: &Device,
+    seen: &mut dyn FnMut(u64, u64),
+) -> Result<TokenByToken> {
+    let batches = Batches::new(data, cut);
+    let wanted = tokens.div_ceil(cut.context as u64).min(batches.sequences());
+    let all = wanted * cut.context as u64;
+    let (mut whole, mut alone, mut first, mut done) = (0.0, 0.0, 0, 0);
+    while first < wanted {
+        let count = (batch as u64).min(wanted - first);
+        let sequences =
+            batches.in_order(first, count as usize)?.to_device(device).map_err(during("validation"))?;
+        if sequences.documents.is_some() {
+            return Err(Error::new("tokens cannot be predicted one by one inside documents")
+                .got("document-mask on")
+                .allowed("sequences without a mask")
+                .hint("evaluate a run that was trained without --document-mask"));
+        }
+        let loss = |logits: Tensor, targets: Tensor| -> candle_core::Result<f64> {
+            let logits = logits.to_dtype(candle_core::DType::F32)?;
+            let loss = ops::cross_entropy(&logits, &targets.flatten_all()?, CrossEntropy::default())?;
+            loss.to_scalar::<f32>().map(f64::from)
+        };
+        let mut measure = || -> candle_core::Result<()> {
+            let (ids, targets) = (&sequences.ids, &sequences.targets);
+            whole += f64::from(model.loss(ids, targets)?.to_scalar::<f32>()?) * count as f64;
+            for len in 1..=cut.context {
+                let logits = model.next_logits(&ids.narrow(1, 0, len)?.contiguous()?)?;
+                let next = targets.narrow(1, len - 1, 1)?.contiguous()?;
+                alone += loss(logits, next)? * count as f64 / cut.context as f64;
+                done += count;
+                seen(done, all);
+            }
+            Ok(())
+        };
+        measure().map_err(during("validation"))?;
+        first += count;
+    }
+    Ok(TokenByToken { whole: whole / wanted as f64, alone: alone / wanted as f64, tokens: all })
 }
 
 /// A beginning, and endings to choose from.

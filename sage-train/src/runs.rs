@@ -146,7 +146,13 @@ impl Run {
             return vec![self];
         }
         let again = self.points.iter().map(|point| Point { val_loss: point.eval_attn_loss, ..point.clone() });
-        let again = Self { points: again.collect(), probes: Vec::new(), ..self.clone() };
+        let mut again = Self { points: again.collect(), probes: Vec::new(), ..self.clone() };
+        // A second loss that is not finite is not written down, and ends a run as the first one would.
+        let last = self.points.last();
+        if last.is_some_and(|point| point.val_loss.is_some() && point.eval_attn_loss.is_none()) {
+            let reason = Some("the second validation loss is not finite".into());
+            again.ending = Some(Ending { status: Status::Diverged, reason });
+        }
         vec![Self { config, ..self }, again]
     }
 

@@ -20,6 +20,8 @@ pub enum Second {
     Ends,
     /// [`asked_again`] says so: what runs on the program's behalf is ended first.
     IsNoted,
+    /// There need be none: the first ends what is under way, of which nothing is kept.
+    IsNotNeeded,
 }
 
 /// The environment variable in which a sweep tells its runs the number of its process.
@@ -61,6 +63,9 @@ fn listen(seen: Arc<Seen>, second: Second) -> std::io::Result<()> {
             }
             let _ = seen.first.compare_exchange(0, signal as usize, Ordering::Relaxed, Ordering::Relaxed);
             if seen.times.fetch_add(1, Ordering::Relaxed) == 0 {
+                if second == Second::IsNotNeeded {
+                    continue;
+                }
                 tell(&format!("stopping: {} first; once more ends it at once", doing_now()));
             } else if second == Second::Ends {
                 std::process::exit(128 + signal);

@@ -42,6 +42,7 @@ fn one_micro_batch(settings: Settings) -> Settings {
         steps: Some(Quantity(1)),
         tokens: None,
         warmup_steps: None,
+        eval_attn: None,
         sla2_dense_steps: Some(Quantity(0)),
         sla2_router_steps: Some(Quantity(0)),
         ..settings

@@ -1,4 +1,5 @@
-//! Attn-QAT on the GPU: operands rounded to NVFP4 before the kernels of 16-bit operands, and what those keep.
+//! Attn-QAT on the GPU: operands rounded to NVFP4 before the kernels of 16-bit operands, and what those keep; for inference
+//! operands packed for FP4 products.
 //!
 //! The backward rounds them again instead of keeping them: three tensors that a training step would hold for every layer.
 //! K and V go where dK and dV will be: no block reads another's keys, and each writes their gradients when its products are
@@ -152,7 +153,7 @@ fn pack(call: &Call<'_>, params: &mut params::Forward) -> Result<[CudaSlice<i8>;
     if !gpu.architecture.has_nvfp4() && !cfg!(test) {
         return Err(Error::new("this GPU has no FP4 products, or this build no kernels with them")
             .got(format!("kernels for {}", gpu.architecture))
-            .allowed("compute capability 12.x, a build with CUDA 12.8 or later")
+            .allowed("compute capability 12.x, a build with CUDA 12.9 or later (12.8 for 12.0)")
             .hint("AttnQat::products(Products::SixteenBit) gives the same values everywhere")
             .into());
     }

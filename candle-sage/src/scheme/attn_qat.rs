@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 /// Gradients pass fq as if it were not there (straight-through estimator); dO, dP and dS are never quantized. Groups of
 /// 16 lie along head_dim for Q and K, along the keys for P, and as [`ValueGroups`] says for V.
 ///
-/// It makes a model fit for FP4 inference; it does not make training faster. On every GPU products run in 16 bit on values
+/// It makes a model fit for FP4 inference; it does not make training faster. On every GPU training runs in 16 bit on values
 /// that NVFP4 holds exactly: the forward gives the results of FP4 units up to the order of sums. (In dV a probability is a
 /// code times a scale over the row's sum, rounded to 16 bit: within 2^-8 in bf16, 2^-12 in f16.)
 ///

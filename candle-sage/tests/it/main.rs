@@ -13,7 +13,6 @@ mod fingerprint;
 mod imports;
 mod messages;
 mod modules;
-mod nvfp4_products;
 mod ops;
 mod reference;
 mod sagebwd;

@@ -12,7 +12,7 @@ use crate::train::checkpoint::Found;
 
 /// What may change under way: how long, how fast and how closely watched; not the model, its data or its batches.
 // Where the data lies may change too: the checkpoint knows what it was.
-const MAY_CHANGE: [&str; 25] = [
+const MAY_CHANGE: [&str; 26] = [
     "data",
     "steps",
     "tokens",
@@ -30,6 +30,7 @@ const MAY_CHANGE: [&str; 25] = [
     "deterministic",
     "eval-every",
     "eval-tokens",
+    "eval-attn",
     "probe-every",
     "checkpoint-every",
     "checkpoint-minutes",
@@ -132,7 +133,8 @@ mod tests {
         let config = Config::resolve(Settings { preset: Some(Preset::Tiny), ..Settings::default() })
             .expect("a preset");
         let known = table(&config.settings).expect("plain values");
-        let unset = ["data", "tokens", "checkpoint-every", "threads", "peak-tflops", "warmup-steps"];
+        let unset =
+            ["data", "tokens", "checkpoint-every", "threads", "peak-tflops", "warmup-steps", "eval-attn"];
         for key in MAY_CHANGE {
             assert!(known.contains_key(key) || unset.contains(&key), "{key}");
         }

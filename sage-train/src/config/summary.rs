@@ -28,6 +28,7 @@ impl fmt::Display for Config {
                 ),
             ),
             ("attention", self.attention()),
+            ("validation", self.validation()),
             ("device", self.device()),
             ("data", self.sources()),
             (
@@ -58,7 +59,7 @@ impl fmt::Display for Config {
                 ),
             ),
         ];
-        for (label, text) in rows {
+        for (label, text) in rows.iter().filter(|(_, text)| !text.is_empty()) {
             writeln!(f, "{label:<14} {text}")?;
         }
         Ok(())
@@ -113,6 +114,11 @@ impl Config {
             grouped(a_token),
             100.0 * H100.1
         )
+    }
+
+    /// What there is to say about it: nothing where it attends as training does.
+    fn validation(&self) -> String {
+        self.eval_scheme.map_or(String::new(), |scheme| format!("a second time under {scheme}"))
     }
 
     fn attention(&self) -> String {

@@ -195,7 +195,10 @@ fn json_lines(path: &Path, mut reader: impl BufRead, field: &str, each: &mut Eac
                 .allowed(format!("{{\"{field}\": \"...\"}}; other fields are passed over"))
                 .hint("every line is one document; --text-field names the field")
         })?;
-        each(Piece { text, ends: true })?;
+        // Null is no document, as in a column of parquet.
+        if let Some(text) = text {
+            each(Piece { text, ends: true })?;
+        }
     }
     Ok(())
 }
@@ -204,21 +207,24 @@ fn json_lines(path: &Path, mut reader: impl BufRead, field: &str, each: &mut Eac
 struct Field<'a>(&'a str);
 
 impl<'de> DeserializeSeed<'de> for Field<'_> {
-    type Value = String;
+    type Value = Option<String>;
 
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> std::result::Result<String, D::Error> {
+    fn deserialize<D: Deserializer<'de>>(
+        self,
+        deserializer: D,
+    ) -> std::result::Result<Self::Value, D::Error> {
         deserializer.deserialize_map(self)
     }
 }
 
 impl<'de> Visitor<'de> for Field<'_> {
-    type Value = String;
+    type Value = Option<String>;
 
     fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("a JSON object")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<String, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Self::Value, A::Error> {
         let mut text = None;
         while let Some(key) = map.next_key::<std::borrow::Cow<'_, str>>()? {
             if key == self.0 {
@@ -338,6 +344,7 @@ pub(crate) mod tests {
         let lines: String = wanted
             .iter()
             .map(|d| serde_json::json!({"a": [{"text": 1}], "text": d, "z": null}).to_string() + "\r\n\n")
+            .chain(["{\"text\": null, \"a\": 1}\n".into()])
             .collect();
         let gzip = |bytes: &[u8]| {
             let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());

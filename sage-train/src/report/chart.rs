@@ -10,9 +10,9 @@ use candle_sage::{Error, Result};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
-/// Of a chart, without names below it.
+/// The size of a chart without the names below it, in pixels.
 const SIZE: (u32, u32) = (860, 440);
-/// Of a line of names.
+/// The height of a name below a chart, in pixels.
 const LINE: u32 = 20;
 /// Names that are more, or longer, than this cover too much of a chart: they stand below it.
 const FEW: (usize, usize) = (5, 28);

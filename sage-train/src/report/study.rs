@@ -102,6 +102,7 @@ impl Study {
             panel.iter().map(|(key, value)| natural(key, value)).collect::<Vec<_>>()
         });
         let labels = labels(&order);
+        let all_panels: Vec<Values> = panels.iter().map(|(panel, _)| panel.clone()).collect();
         let panels = panels.into_iter().map(|(panel, arms)| {
             let mut arms: Vec<Arm> = arms
                 .into_iter()
@@ -123,7 +124,8 @@ impl Study {
                     }
                 }
             }
-            Panel { label: text(&panel), arms, has_baseline }
+            let label = if panel.is_empty() { unset(&panel, &all_panels) } else { text(&panel) };
+            Panel { label, arms, has_baseline }
         });
         let panels: Vec<Panel> = panels.collect();
         match panels.is_empty() {
@@ -210,20 +212,21 @@ fn in_words(value: &toml::Value) -> String {
 /// The place of the arm that others are compared with.
 fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
     let has = |arm: &Values, key: &str, value: &str| arm.iter().any(|(k, v)| k == key && v == value);
-    // Of several the one that says the least beside: an arm that validates otherwise says so.
-    let plainest = |is: &dyn Fn(&Values) -> bool| {
-        let those = arms.iter().enumerate().filter(|(_, arm)| is(arm));
-        those.min_by_key(|(_, arm)| arm.len()).map(|(at, _)| at)
+    // An arm of second validations comes with the arm of the first ones, which is meant.
+    let plain = |is: &dyn Fn(&Values) -> bool| {
+        let those = || arms.iter().enumerate().filter(|(_, arm)| is(arm)).map(|(at, _)| at);
+        let second = |at: &usize| arms[*at].iter().any(|(key, _)| key == "eval-attn");
+        those().find(|at| !second(at)).or_else(|| those().next())
     };
     if asked.is_empty() {
-        let exact = plainest(&|arm| has(arm, "attn", &Attn::EXACT.to_string()));
-        return Ok(exact.or_else(|| if arms.len() > 1 { plainest(&|_| true) } else { None }));
+        let exact = plain(&|arm| has(arm, "attn", &Attn::EXACT.to_string()));
+        return Ok(exact.or_else(|| if arms.len() > 1 { plain(&|_| true) } else { None }));
     }
     if arms.len() < 2 {
         // A part of a sweep has nothing to compare with.
         return Ok(None);
     }
-    match plainest(&|arm| asked.iter().all(|(key, value)| has(arm, key, &in_words(value)))) {
+    match plain(&|arm| asked.iter().all(|(key, value)| has(arm, key, &in_words(value)))) {
         Some(at) => Ok(Some(at)),
         None => Err(Error::new("no arm is the baseline")
             .got(asked.to_string().trim().replace('\n', ", "))
@@ -258,14 +261,15 @@ fn labels(arms: &[Values]) -> Vec<String> {
         }
         text(&kept)
     };
-    // An arm with nothing to say is told by what others have.
-    let missing = |arm: &Values| {
-        let keys: BTreeSet<&str> = arms.iter().flatten().map(|(key, _)| key.as_str()).collect();
-        let missing = keys.into_iter().filter(|key| value(arm, key).is_none());
-        missing.map(|key| format!("{key} not set")).collect::<Vec<_>>().join(", ")
-    };
     let or = |text: String, other: &dyn Fn() -> String| if text.is_empty() { other() } else { text };
-    arms.iter().map(|arm| or(or(label(arm), &|| missing(arm)), &|| "all runs".into())).collect()
+    arms.iter().map(|arm| or(or(label(arm), &|| unset(arm, arms)), &|| "all runs".into())).collect()
+}
+
+/// What others say and this one does not, for one that has nothing else to say.
+fn unset(of: &Values, all: &[Values]) -> String {
+    let keys: BTreeSet<&String> = all.iter().flatten().map(|(key, _)| key).collect();
+    let unset = keys.into_iter().filter(|key| of.iter().all(|(own, _)| own != *key));
+    unset.map(|key| format!("{key} not set")).collect::<Vec<_>>().join(", ")
 }
 
 /// Settings in words.

@@ -184,7 +184,7 @@ impl Study {
     /// The name of a run among the others: of its folder, with the one that it lies in where two are called the same.
     pub fn name_of(&self, run: &Run) -> String {
         let name = run.name();
-        if self.runs().filter(|other| other.name() == name).count() < 2 {
+        if self.trained().filter(|other| other.name() == name).count() < 2 {
             return name;
         }
         let folder = run.folder.canonicalize().unwrap_or_else(|_| run.folder.clone());

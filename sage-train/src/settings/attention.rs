@@ -63,7 +63,9 @@ impl Attn {
                     "for both one of {}",
                     Scheme::all().iter().map(Scheme::name).collect::<Vec<_>>().join(", ")
                 ))
-                .hint("what selects blocks has weights that dense attention has not")),
+                .hint(
+                    "without attention, or with selected blocks, a model is another: its weights do not fit",
+                )),
         }
     }
 

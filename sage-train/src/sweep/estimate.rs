@@ -17,7 +17,7 @@ use crate::signals::{self, Second};
 use crate::{during, tell, writing};
 
 /// Steps that are measured of each shape, of which the first one is not counted, and micro-batches of a step, at most: longer
-/// ones take in proportion. A CPU takes its time, and has nothing to warm up.
+/// ones take in proportion. A CPU is slow, and its steps are alike.
 fn sample(place: Place) -> (u64, u64) {
     match place {
         Place::Cpu => (2, 1),
@@ -49,7 +49,7 @@ impl Estimate {
 /// When a shape cannot be trained here.
 pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
     // A stop ends the child first, and takes away what it left.
-    signals::watch(Second::IsNoted)?;
+    signals::watch(Second::IsNotNeeded)?;
     let mut measured: BTreeMap<String, f64> = BTreeMap::new();
     let mut estimates = Vec::new();
     for (run, place) in sweep.runs.iter().zip(sweep.places()) {
@@ -77,9 +77,18 @@ pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
 /// What a step's time depends on.
 fn shape(config: &Config) -> String {
     let mut identity = config.identity();
-    for key in
-        ["steps", "lr", "warmup-steps", "schedule", "min-lr", "weight-decay", "seed", "clip", "eval-tokens"]
-    {
+    for key in [
+        "steps",
+        "lr",
+        "warmup-steps",
+        "schedule",
+        "min-lr",
+        "weight-decay",
+        "seed",
+        "clip",
+        "eval-tokens",
+        "eval-attn",
+    ] {
         identity.remove(key);
     }
     identity.retain(|key, _| !crate::config::is_seed(key));
@@ -107,6 +116,7 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
         warmup_steps: None,
         eval_every: Some(Quantity(0)),
         eval_tokens: Some(Quantity(1)),
+        eval_attn: None,
         checkpoint_every: Some(Quantity(0)),
         probe_every: Some(Quantity(0)),
         sample_tokens: Some(0),
@@ -153,14 +163,16 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
 /// Waits for a child, which a signal ends: there is nothing of it to save.
 fn wait(mut child: Child) -> Result<ExitStatus> {
     loop {
-        if let Some(status) = child.try_wait().map_err(during("cannot wait for a run"))? {
-            return Ok(status);
-        }
+        let ended = child.try_wait().map_err(during("cannot wait for a run"))?;
+        // A terminal's signal reaches the child too, which may be the first to act on it.
         if let Some(signal) = signals::received() {
             let _ = child.kill();
             let _ = child.wait();
             return Err(Error::new("stopped").got(format!("signal {signal} while steps were measured")));
         }
-        std::thread::sleep(Duration::from_millis(50));
+        match ended {
+            Some(status) => return Ok(status),
+            None => std::thread::sleep(Duration::from_millis(50)),
+        }
     }
 }

@@ -312,6 +312,28 @@ fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
     assert!(scratch.fails(&small(&dense_run)).contains("sla2-dense-steps"));
 }
 
+/// In full precision a token owes nothing to later ones; SageBwd's codes and means do, a little.
+#[test]
+fn tokens_are_predicted_one_by_one() {
+    let scratch = Scratch::new();
+    for attn in ["fpa", "sagebwd"] {
+        scratch.ok(&small(&["--attn", attn, "--steps", "6", "--name", attn]));
+        let folder = format!("runs/{attn}");
+        let text =
+            scratch.ok(&["eval", &folder, "--token-by-token", "--tokens", "200", "--micro-batch", "3"]);
+        let number = |line: &str| -> f64 {
+            let found =
+                text.lines().find_map(|l| l.strip_prefix(line)).unwrap_or_else(|| panic!("{line} in {text}"));
+            found.split_whitespace().next().and_then(|n| n.parse().ok()).expect("a number")
+        };
+        let (whole, alone) = (number("whole "), number("token by token "));
+        assert_eq!(number("tokens "), 224.0, "whole sequences of 32");
+        assert!((whole - alone).abs() < if attn == "fpa" { 2e-4 } else { 0.05 }, "{attn}: {whole}, {alone}");
+        let same = scratch.ok(&["eval", &folder, "--tokens", "200"]);
+        assert!(same.contains(&format!("{whole:.4}")), "{whole} in {same}");
+    }
+}
+
 /// A second validation of the same weights; a report has both as arms, the plain one as the baseline.
 #[test]
 fn a_second_validation_attends_otherwise() {
@@ -328,6 +350,9 @@ fn a_second_validation_attends_otherwise() {
         let loss = format!("{:.4}", loss.expect("validated"));
         assert!(evaluated.contains(&loss), "{loss} in {evaluated}");
     }
+    assert!(scratch.ok(&["eval", "runs/r", "--attn", "none", "--tokens", "4k"]).contains("none"));
+    let log = std::fs::read_to_string(scratch.path().join("runs/r/log.txt")).expect("a log");
+    assert!(log.contains("a second time under Attn-QAT"), "{log}");
     let report = scratch.ok(&["report", "runs/r"]);
     let is_baseline = |arm: &str| {
         let line = report.lines().find(|line| line.starts_with(arm));

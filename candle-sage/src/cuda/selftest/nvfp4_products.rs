@@ -19,7 +19,7 @@ fn error(got: &Tensor, expected: &Tensor) -> Result<f64> {
 /// The output is that of products in 16 bit, whose operands hold the same values: two roundings to 16 bit apart, and where sums
 /// in another order put a probability on the other side of a midpoint. That is rare, and worth a group's step of one key.
 #[test]
-#[ignore = "needs a GPU"]
+#[ignore = "needs a GPU of compute capability 9.0 or 12.x"]
 fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {
     let mut worst = [0.0f64; 2];
     for (lens, heads, d, packing) in cases() {
@@ -65,7 +65,7 @@ fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {
 
 /// Selected blocks, with FP4 products and without.
 #[test]
-#[ignore = "needs a GPU"]
+#[ignore = "needs a GPU of compute capability 9.0 or 12.x"]
 fn fp4_products_take_lists() -> Result<()> {
     let (n, heads, d) = (640, 2, 64);
     let inputs = Inputs::new((n, n), (heads, heads), d, None, DType::BF16)?;
@@ -83,7 +83,7 @@ fn fp4_products_take_lists() -> Result<()> {
 
 /// A NaN in a key reaches what sees it, and nothing else; a query that sees nothing gives zeros.
 #[test]
-#[ignore = "needs a GPU"]
+#[ignore = "needs a GPU of compute capability 9.0 or 12.x"]
 fn fp4_products_pass_on_what_is_not_a_number() -> Result<()> {
     let inputs = Inputs::new((130, 100), (1, 1), 64, None, DType::BF16)?;
     let mut keys: Vec<f32> = inputs.values[1].clone();

@@ -6,16 +6,30 @@
 
 namespace sage::attention {
 inline thread_local __attribute__((aligned(1024))) unsigned char shared[227 << 10];
+inline size_t shared_bytes = 0;  // what the launch asked for
 }
+
+namespace host {
+
+// Runs one block with so much shared memory, full of NaN.
+inline void run_with_shared(int index, int threads, size_t shared_bytes, std::function<void()> body) {
+  sage::attention::shared_bytes = shared_bytes;
+  memset(sage::attention::shared, 0xff, sizeof sage::attention::shared);
+  run(index, threads, std::move(body));
+  for (size_t i = shared_bytes; i < sizeof sage::attention::shared; ++i)
+    if (sage::attention::shared[i] != 0xff) fprintf(stderr, "block %d wrote beyond its shared memory\n", index), abort();
+}
+
+}  // namespace host
 
 namespace sage::ptx {
 
 inline uint32_t shared_address(const void* pointer) {
   return uint32_t(static_cast<const unsigned char*>(pointer) - attention::shared);
 }
-// Of an address that must be in the array and on so many bytes.
+// The memory at an address, which must be in what the launch asked for, and aligned.
 inline unsigned char* at_shared(uint32_t address, uint32_t aligned) {
-  if (address + aligned > sizeof attention::shared || address % aligned) {
+  if (address + aligned > attention::shared_bytes || address % aligned) {
     fprintf(stderr, "shared memory has no %u bytes at %u\n", aligned, address);
     abort();
   }

@@ -37,7 +37,7 @@ struct Nvfp4Forward {
         first_key_tile(int64_t(b.key_head(p.shape)) * p.shape.key_tiles + b.segment.key_tile),
         scale(p.shape.softmax_scale * ptx::LOG2_E) {}
 
-  // Where a stage's keys and values are.
+  // The offset of a stage's keys in shared memory; its values come next.
   static __device__ __forceinline__ int keys_at(int tile) { return Q_BYTES + (tile & 1) * 2 * Tile::BYTES; }
 
   __device__ __forceinline__ void load_queries() {

@@ -19,6 +19,9 @@
 #else
 #define SAGE_HAS_NVFP4 0
 #endif
+#if __CUDA_ARCH__ >= 1200 && !SAGE_HAS_NVFP4
+#error "sm_120 has FP4 products in its own or its family's code alone: compute_120a or compute_120f"
+#endif
 
 namespace sage::ptx {
 
