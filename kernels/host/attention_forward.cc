@@ -1,8 +1,11 @@
-// The portable forward's source on a CPU, thread by thread: its walk, copies, layouts, masks and softmax, with products in 16 bit
-// and in NVFP4 codes, against a definition in doubles. NVFP4 products run as mma_nvfp4.cuh emulates them.
+// The portable forward's source on a CPU, thread by thread: its walk, copies, layouts, masks and softmax, with products in 16
+// bit, of SageBwd's codes and of NVFP4 codes, against definitions in doubles. NVFP4 products run as mma_nvfp4.cuh emulates them.
 #include <sage/attention/full_precision_forward.cuh>
 #include <sage/attention/nvfp4_forward.cuh>
+#include <sage/attention/sagebwd_forward.cuh>
 #include <sage/quant/pack_nvfp4.cuh>
+
+#include "../quantize.cu"
 
 using namespace sage;
 
@@ -106,9 +109,12 @@ struct Definition {
   }
 };
 
-// Runs a kernel on all blocks, and returns the largest relative L2 error of a head.
-template <class T, int D, bool NVFP4>
+enum Numerics { FULL_PRECISION, SAGEBWD, SAGEBWD_QK, NVFP4_PRODUCTS };
+
+// Runs kernels on all blocks, and returns the largest relative L2 error of a head.
+template <class T, int D, Numerics NUMERICS>
 double run(const Case& c) {
+  constexpr bool NVFP4 = NUMERICS == NVFP4_PRODUCTS;
   Tensor<T> q(c.batch, c.queries, c.query_heads, c.head_dim, 1.0f), k(c.batch, c.keys, c.key_heads, c.head_dim, 1.0f),
       v(c.batch, c.keys, c.key_heads, c.head_dim, 2.0f), out(c.batch, c.queries, c.query_heads, c.head_dim, 100.0f);
   params::Forward p = {};
@@ -160,8 +166,24 @@ double run(const Case& c) {
     using Numerics = attention::Nvfp4Forward<T, D>;
     for (int i = 0; i < blocks; ++i)
       host::run_with_shared(i, Numerics::THREADS, Numerics::SHARED_BYTES, [&] { attention::forward<Numerics>(p); });
-  } else {
+  } else if constexpr (NUMERICS == FULL_PRECISION) {
     using Numerics = attention::FullPrecisionForward<T, D>;
+    for (int i = 0; i < blocks; ++i)
+      host::run_with_shared(i, Numerics::THREADS, Numerics::SHARED_BYTES, [&] { attention::forward<Numerics>(p); });
+  } else {
+    int queries = all[0] * c.query_heads, keys = all[1] * c.key_heads;
+    std::vector<int8_t> q_int8(queries * 64 * D), k_int8(keys * 64 * D), v_int8(keys * 64 * D);
+    std::vector<float> q_scale(queries), k_scale(keys), v_scale(keys), q_mean(queries * D), k_mean(means.size()), sums(keys * D);
+    p.codes = {q_int8.data(), k_int8.data(), v_int8.data(), q_scale.data(), k_scale.data(), v_scale.data(), nullptr, nullptr, nullptr};
+    if (NUMERICS == SAGEBWD_QK) p.codes.q_mean = q_mean.data();
+    if (NUMERICS == SAGEBWD_QK || c.smooth) {
+      p.codes.k_mean = k_mean.data(), p.codes.k_tile_sums = sums.data();
+      for (int i = 0; i < keys; ++i) host::run(i, quant::TILE_THREADS, [&] { sum_tiles<T, D>(p); });
+      for (int i = 0; i < count; ++i)
+        for (int head = 0; head < c.key_heads; ++head) host::run(i, MEAN_THREADS, [&] { mean_of_tiles<D>(p); }, head);
+    }
+    for (int i = 0; i < queries + 2 * keys; ++i) host::run(i, quant::TILE_THREADS, [&] { quantize<T, D>(p); });
+    using Numerics = attention::SageBwdForward<T, D, NUMERICS == SAGEBWD_QK>;
     for (int i = 0; i < blocks; ++i)
       host::run_with_shared(i, Numerics::THREADS, Numerics::SHARED_BYTES, [&] { attention::forward<Numerics>(p); });
   }
@@ -242,18 +264,28 @@ int main() {
   };
   int failed = !product_is_the_manuals();
   if (failed) printf("the emulated NVFP4 product is not that of the PTX manual\n");
-  printf("relative L2 error      full precision   NVFP4 products\n");
-  printf("queries  keys  head_dim   bf16      bf16      f16\n");
+  printf("relative L2 error      full precision  SageBwd   with Q    NVFP4 products\n");
+  printf("queries  keys  head_dim   bf16         bf16      bf16      bf16      f16\n");
   for (const Case& c : cases) {
-    double errors[3];
-    bool small = c.head_dim <= 64;
-    state = 7, errors[0] = small ? run<__nv_bfloat16, 64, false>(c) : run<__nv_bfloat16, 128, false>(c);
-    state = 7, errors[1] = small ? run<__nv_bfloat16, 64, true>(c) : run<__nv_bfloat16, 128, true>(c);
-    state = 7, errors[2] = small ? run<__half, 64, true>(c) : run<__half, 128, true>(c);
+    using B = __nv_bfloat16;
+    double (*runs[2][5])(const Case&) = {
+        {run<B, 64, FULL_PRECISION>, run<B, 64, SAGEBWD>, run<B, 64, SAGEBWD_QK>, run<B, 64, NVFP4_PRODUCTS>,
+         run<__half, 64, NVFP4_PRODUCTS>},
+        {run<B, 128, FULL_PRECISION>, run<B, 128, SAGEBWD>, run<B, 128, SAGEBWD_QK>, run<B, 128, NVFP4_PRODUCTS>,
+         run<__half, 128, NVFP4_PRODUCTS>}};
     // Rounded to 16 bit: P and O in full precision (2^-9 each in bf16), O alone with codes (2^-12 in f16), and there a
-    // probability now and then on the other side of a midpoint: exponentials in f32 and in doubles.
-    bool good = errors[0] < 4e-3 && errors[1] < 3e-3 && errors[2] < 1.5e-3;
-    printf("%7d %5d %9d   %.5f   %.5f   %.5f%s\n", c.queries, c.keys, c.head_dim, errors[0], errors[1], errors[2], good ? "" : "   WRONG");
+    // probability now and then on the other side of a midpoint: exponentials in f32 and in doubles. SageBwd's codes are
+    // .0144 off at standard deviation 1, head_dim 64 (docs/findings.md); one key, or few, have more of it.
+    const double bounds[5] = {4e-3, 2.5e-2, 2.5e-2, 3e-3, 1.5e-3};
+    double errors[5];
+    bool good = true;
+    for (int i = 0; i < 5; ++i) {
+      state = 7;
+      errors[i] = runs[c.head_dim > 64][i](c);
+      good &= errors[i] < bounds[i];
+    }
+    printf("%7d %5d %9d   %.5f      %.5f   %.5f   %.5f   %.5f%s\n", c.queries, c.keys, c.head_dim, errors[0], errors[1], errors[2],
+           errors[3], errors[4], good ? "" : "   WRONG");
     failed += !good;
   }
   return failed != 0;

@@ -30,7 +30,7 @@ struct uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
-struct dim3 { int x; };
+struct dim3 { int x, y; };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -48,6 +48,12 @@ inline uint32_t __float_as_uint(float x) { return same_bits<uint32_t>(x); }
 inline float __int_as_float(int x) { return same_bits<float>(x); }
 inline int __float_as_int(float x) { return same_bits<int>(x); }
 inline float __fadd_rn(float a, float b) { return a + b; }
+// Towards minus infinity.
+inline float __fadd_rd(float a, float b) {
+  double sum = double(a) + double(b);
+  float rounded = float(sum);
+  return double(rounded) > sum ? nextafterf(rounded, -INFINITY) : rounded;
+}
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
@@ -115,8 +121,8 @@ inline void resume(int fiber) {
 }
 
 // Runs one block.
-inline void run(int index, int threads, std::function<void()> body) {
-  block.threads = threads, block.body = std::move(body), block.all = Barrier(), place.x = index;
+inline void run(int index, int threads, std::function<void()> body, int row = 0) {
+  block.threads = threads, block.body = std::move(body), block.all = Barrier(), place = {index, row};
   for (Barrier& warp : block.warps) warp = Barrier();
   for (int i = 0; i < threads; ++i) block.started[i] = block.done[i] = false;
   for (bool under_way = true; under_way;) {
@@ -135,6 +141,7 @@ inline void run(int index, int threads, std::function<void()> body) {
 
 #define threadIdx host::thread
 #define blockIdx host::place
+#define blockDim dim3{host::block.threads, 1}
 
 inline void __syncthreads() { host::meet(host::block.all, host::block.threads); }
 inline void __syncwarp() { host::meet(host::block.warps[host::block.current / 32], 32); }
@@ -151,6 +158,15 @@ inline T __shfl_sync(uint32_t, T value, int from, int width = 32) {
 template <class T>
 inline T __shfl_xor_sync(uint32_t mask, T value, int lanes) {
   return __shfl_sync(mask, value, host::block.current % 32 ^ lanes);
+}
+inline uint32_t __reduce_max_sync(uint32_t mask, uint32_t value) {
+  for (int lanes = 1; lanes < 32; lanes *= 2) value = max(value, __shfl_xor_sync(mask, value, lanes));
+  return value;
+}
+inline uint32_t atomicMax(uint32_t* at, uint32_t value) {
+  uint32_t before = *at;
+  *at = max(before, value);
+  return before;
 }
 inline bool __any_sync(uint32_t mask, bool value) {
   bool any = false;
