@@ -59,6 +59,9 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 template <class T>
 inline T __ldg(const T* at) { return *at; }
+template <class T>
+inline T __ldcg(const T* at) { return *at; }
+inline void __stcg(float4* at, float4 x) { *at = x; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
@@ -168,6 +171,12 @@ inline uint32_t atomicMax(uint32_t* at, uint32_t value) {
   *at = max(before, value);
   return before;
 }
+inline int atomicAdd(int* at, int value) {
+  int before = *at;
+  *at += value;
+  return before;
+}
+inline void __threadfence() {}
 inline bool __any_sync(uint32_t mask, bool value) {
   bool any = false;
   for (int lane = 0; lane < 32; ++lane) any |= __shfl_sync(mask, uint32_t(value), lane) != 0;
@@ -184,6 +193,10 @@ inline uint32_t __vsub4(uint32_t a, uint32_t b) {
   uint32_t out = 0;
   for (int i = 0; i < 32; i += 8) out |= (((a >> i) - (b >> i)) & 0xff) << i;
   return out;
+}
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
+  uint32_t low = (a & 0xffff) > (b & 0xffff) ? a & 0xffff : b & 0xffff, high = a >> 16 > b >> 16 ? a >> 16 : b >> 16;
+  return high << 16 | low;
 }
 inline int __dp4a(int a, int b, int sum) {
   for (int i = 0; i < 32; i += 8) sum += int(int8_t(uint32_t(a) >> i)) * int(int8_t(uint32_t(b) >> i));
