@@ -52,14 +52,15 @@ fn build() -> Result<(), String> {
     // Hopper's own matrix instructions are not promised to any later architecture.
     let own = |arch: u32| if arch == 90 { "a" } else { "" };
     let mut targets: Vec<String> = architectures.iter().map(|&arch| machine_code(arch, own(arch))).collect();
-    targets.push(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
+    let ptx = format!("-gencode=arch=compute_{PTX},code=compute_{PTX}");
+    targets.push(ptx.clone());
     // FP4 products are promised to a family, which compilers before 12.9 cannot name.
     let family = if release(&version) >= (12, 9) { "f" } else { "a" };
     let with_nvfp4 = architectures.iter().filter(|arch| NVFP4.1.contains(arch));
     let mut nvfp4_targets: Vec<String> =
         with_nvfp4.map(|&arch| machine_code(arch, if arch == 120 { family } else { own(arch) })).collect();
     if nvfp4_targets.is_empty() {
-        nvfp4_targets.push(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
+        nvfp4_targets.push(ptx);
     }
 
     let sources = fingerprint::files(&root, "cu").map_err(|e| e.to_string())?;

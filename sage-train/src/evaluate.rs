@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_sage::ops::{self, CrossEntropy};
 use candle_sage::{Error, Result};
 
@@ -96,18 +96,15 @@ pub fn token_by_token(
                 .allowed("sequences without a mask")
                 .hint("evaluate a run that was trained without --document-mask"));
         }
-        let loss = |logits: Tensor, targets: Tensor| -> candle_core::Result<f64> {
-            let logits = logits.to_dtype(candle_core::DType::F32)?;
-            let loss = ops::cross_entropy(&logits, &targets.flatten_all()?, CrossEntropy::default())?;
-            loss.to_scalar::<f32>().map(f64::from)
-        };
         let mut measure = || -> candle_core::Result<()> {
             let (ids, targets) = (&sequences.ids, &sequences.targets);
             whole += f64::from(model.loss(ids, targets)?.to_scalar::<f32>()?) * count as f64;
             for len in 1..=cut.context {
-                let logits = model.next_logits(&ids.narrow(1, 0, len)?.contiguous()?)?;
-                let next = targets.narrow(1, len - 1, 1)?.contiguous()?;
-                alone += loss(logits, next)? * count as f64 / cut.context as f64;
+                let logits =
+                    model.next_logits(&ids.narrow(1, 0, len)?.contiguous()?)?.to_dtype(DType::F32)?;
+                let next = targets.narrow(1, len - 1, 1)?.flatten_all()?;
+                let loss = ops::cross_entropy(&logits, &next, CrossEntropy::default())?.to_scalar::<f32>()?;
+                alone += f64::from(loss) * count as f64 / cut.context as f64;
                 done += count;
                 seen(done, all);
             }

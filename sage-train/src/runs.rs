@@ -141,7 +141,6 @@ impl Run {
 
     /// The run as its own validations saw it and, where there was a second one of each, as that did.
     pub fn seen(self) -> Vec<Self> {
-        let config = Config { eval_scheme: None, ..self.config.clone() };
         if self.config.eval_scheme.is_none() {
             return vec![self];
         }
@@ -153,7 +152,7 @@ impl Run {
             let reason = Some("the second validation loss is not finite".into());
             again.ending = Some(Ending { status: Status::Diverged, reason });
         }
-        vec![Self { config, ..self }, again]
+        vec![Self { config: Config { eval_scheme: None, ..self.config }, ..self }, again]
     }
 
     /// The last part of the folder's name.

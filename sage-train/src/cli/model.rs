@@ -76,7 +76,7 @@ pub(super) struct Eval {
     #[arg(long, value_name = "N")]
     tokens: Option<Quantity>,
     /// Also predict each token from those before it alone, as decoding does: what attention owes to its looks ahead
-    #[arg(long)]
+    #[arg(long, conflicts_with = "hellaswag")]
     token_by_token: bool,
     /// Sequences that go through the model at once
     #[arg(long, value_name = "N")]

@@ -241,12 +241,12 @@ fn labels(arms: &[Values]) -> Vec<String> {
         arm.iter().find(|(k, _)| k == key).map(|(_, value)| value.as_str())
     }
     // A scheme's settings tell arms of that scheme apart; from arms of another scheme its name does.
-    let kin = |arm: &Values| -> Vec<&Values> {
-        arms.iter().filter(|other| value(other, "attn") == value(arm, "attn")).collect()
-    };
     let tells = |arm: &Values, key: &str| {
         let own = crate::config::of_attention(key) && key != "attn" && value(arm, "attn").is_some();
-        !own || kin(arm).iter().any(|other| value(other, key) != value(arm, key))
+        let differs = |other: &Values| {
+            value(other, "attn") == value(arm, "attn") && value(other, key) != value(arm, key)
+        };
+        !own || arms.iter().any(differs)
     };
     let schemes = Scheme::all();
     let by_default = |arm: &Values, key: &str, said: &str| {
