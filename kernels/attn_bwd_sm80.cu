@@ -2,6 +2,7 @@
 // queries that select its keys alone (sparse). On Hopper another walk and its numerics, except for the ablations. Attn-QAT without requantized P runs full precision's, on its own operands.
 #include <sage/attention/backward_roles.cuh>
 #include <sage/attention/full_precision_backward.cuh>
+#include <sage/attention/full_precision_backward_consumers.cuh>
 #include <sage/attention/full_precision_backward_roles.cuh>
 #include <sage/attention/sagebwd_backward.cuh>
 #include <sage/attention/sagebwd_backward_roles.cuh>
@@ -41,22 +42,38 @@ constexpr auto choose() {
     attention::backward_with_roles<attention::__VA_ARGS__, attention::Queries>(p);                                                   \
   }
 
+#define WITH_CONSUMERS(name, Queries, ...)                                                                                \
+  static_assert(attention::__VA_ARGS__::SHARED_BYTES <= params::SHARED_KIB * 1024);                              \
+  extern "C" __global__ void __launch_bounds__(attention::ROLES_THREADS, 1)                                      \
+      name(const __grid_constant__ params::Backward p) {                                                         \
+    attention::backward_with_consumers<attention::__VA_ARGS__, attention::Queries>(p);                            \
+  }
+
 #define SEVERAL(KIND, name, suffix, ...)                   \
   KIND(name##_##suffix, EveryQuery, __VA_ARGS__)           \
   KIND(name##_sparse_##suffix, ListedQueries, __VA_ARGS__)
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Products in 16 bit alone want another division of the work by head_dim: docs/kernels/attention.md says why.
+#define KIND_64(...) SEVERAL(WITH_ROLES, __VA_ARGS__)
+#define KIND_128(...) SEVERAL(WITH_CONSUMERS, __VA_ARGS__)
+#define NUMERICS_64(Numerics) Numerics##Roles
+#define NUMERICS_128(Numerics) Numerics##Consumers
 #define BACKWARD(name, suffix, Numerics, T, D, ...) \
-  SEVERAL(WITH_ROLES, name, suffix, Numerics##Roles<T, D __VA_OPT__(, ) __VA_ARGS__>)
+  KIND_##D(name, suffix, NUMERICS_##D(Numerics)<T, D __VA_OPT__(, ) __VA_ARGS__>)
+#define BACKWARD_BY_ROLES(name, suffix, Numerics, T, D) SEVERAL(WITH_ROLES, name, suffix, Numerics##Roles<T, D>)
 #else
 #define BACKWARD(name, suffix, Numerics, T, D, ...) \
   SEVERAL(PORTABLE, name, suffix, Numerics<T, D, Plan __VA_OPT__(, ) __VA_ARGS__>)
+#define BACKWARD_BY_ROLES BACKWARD
 #endif
 
 #define HEAD_DIM(type, T, D)                                                                              \
   BACKWARD(attn_bwd_full_precision, type##_##D, FullPrecisionBackward, T, D)                              \
   BACKWARD(attn_bwd_attn_qat, type##_##D, FullPrecisionBackward, T, D, attention::Nvfp4Probabilities)     \
-  BACKWARD(attn_bwd_sagebwd, type##_##D, SageBwdBackward, T, D)                                           \
+  BACKWARD(attn_bwd_sagebwd_s, type##_##D, FullPrecisionBackward, T, D, attention::PlainProbabilities,    \
+           attention::ScoresOfCodes<T, D>)                                                                 \
+  BACKWARD_BY_ROLES(attn_bwd_sagebwd, type##_##D, SageBwdBackward, T, D)                                      \
   SEVERAL(PORTABLE, attn_bwd_sagebwd_general, type##_##D, SageBwdBackward<T, D, Plan, true>)
 
 HEAD_DIM(bf16, __nv_bfloat16, 64)
@@ -85,7 +102,7 @@ __device__ void finish(const params::Backward& p) {
 #pragma unroll 4
   for (int i = threadIdx.x; i < attention::TILE * D / 4; i += blockDim.x) {
     float4 x = sums[i];
-    int lane = i % 32, n = i / 32 % CHUNKS, strip = i / 32 / CHUNKS;
+    int part = CHUNKS / p.dq_parts, lane = i % 32, n = i / 32 % part + i / 32 / part / 4 * part, strip = i / 32 / part % 4;
     unsigned char* at = rows + (strip * 16 + lane / 4) * PITCH + n * 16 + 4 * (lane & 3);
     *reinterpret_cast<uint32_t*>(at) = ptx::pack_16<T>(x.x * scale, x.y * scale);
     *reinterpret_cast<uint32_t*>(at + 8 * PITCH) = ptx::pack_16<T>(x.z * scale, x.w * scale);

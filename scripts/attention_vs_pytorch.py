@@ -82,7 +82,7 @@ def main():
     rows = args.rows or USUAL
     mine = ours(args.binary, rows, args.repeats)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}\n")
-    print(f"{'D':>4} {'N':>7} {'causal':>6}  {'attn':<8} {'fwd ms':>8} {'f+b ms':>8} {'fwd TF':>7} {'f+b TF':>7} {'MiB':>6}"
+    print(f"{'D':>4} {'N':>7} {'causal':>6}  {'attn':<21} {'fwd ms':>8} {'f+b ms':>8} {'fwd TF':>7} {'f+b TF':>7} {'MiB':>6}"
           f"  {'fwd/fa2':>8} {'f+b/fa2':>8} {'mem/fa2':>8}")
     for row in rows:
         d, n, causal = map(int, row.split(":"))
@@ -92,13 +92,13 @@ def main():
             try:
                 lines.append((name, *theirs(backend, d, n, causal, args.repeats)))
             except RuntimeError as error:
-                print(f"{d:>4} {n:>7} {causal:>6}  {name:<8} failed: {str(error)[:80]}")
+                print(f"{d:>4} {n:>7} {causal:>6}  {name:<21} failed: {str(error)[:80]}")
             torch.cuda.empty_cache()
         for name, r in [(key[3], r) for key, r in mine.items() if key[:3] == (d, n, causal)]:
             lines.append((name, float(r["forward_ms"]), float(r["both_ms"]), int(r["extra_bytes"])))
         base = lines[0]
         for name, forward, both, extra in lines:
-            print(f"{d:>4} {n:>7} {causal:>6}  {name:<8} {forward:>8.3f} {both:>8.3f} {flops / forward / 1e9:>7.0f}"
+            print(f"{d:>4} {n:>7} {causal:>6}  {name:<21} {forward:>8.3f} {both:>8.3f} {flops / forward / 1e9:>7.0f}"
                   f" {3.5 * flops / both / 1e9:>7.0f} {extra / 2**20:>6.0f}"
                   f"  {base[1] / forward:>7.2f}x {base[2] / both:>7.2f}x {extra / base[3]:>7.2f}x", flush=True)
 

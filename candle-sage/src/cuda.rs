@@ -60,7 +60,7 @@ trait OnGpu: Debug + Send + Sync + 'static {
     ) -> Result<Self::Operands>;
 
     /// What is left of the operands after a forward that keeps its state.
-    fn keep(operands: Self::Operands) -> Self::Kept;
+    fn keep(&self, operands: Self::Operands) -> Self::Kept;
 
     /// Launches what goes before the backward's kernel, delta among it, and adds to its `params`.
     fn before_backward(
@@ -174,6 +174,7 @@ fn run_forward<S: OnGpu>(
         ..params::Forward::default()
     };
     let operands = scheme.before_forward(&call, keep, &mut params)?;
+    call.set_forward_maps(&plan, &mut params)?;
     let mut blocks = call.segment_count()
         * problem.shape.query_heads()
         * (call.shape.query_len as usize).div_ceil(plan.rows);
@@ -188,8 +189,10 @@ fn run_forward<S: OnGpu>(
     call.gpu.launch_forward(plan.family, &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(&call.gpu)?;
-    let ran = minus_lse2
-        .map(|minus_lse2| Box::new(Pair { scheme, minus_lse2, kept: S::keep(operands) }) as Box<dyn Ran>);
+    let ran = minus_lse2.map(|minus_lse2| {
+        let kept = scheme.keep(operands);
+        Box::new(Pair { scheme, minus_lse2, kept }) as Box<dyn Ran>
+    });
     Ok((out, ran))
 }
 
@@ -220,6 +223,7 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
         dq_sums: address(&dq_sums, gpu),
         turns: turns.as_ref().map_or(0, |turns| address(turns, gpu)),
         shape: call.shape_sharing(&plan, shared, problem.shape.key_heads()),
+        dq_parts: plan.dq_parts as i32,
         lists: users.as_ref().map_or(params::Lists::default(), |users| users.params),
         ..params::Backward::default()
     };

@@ -28,7 +28,9 @@ mod update;
 
 pub use error::{Error, Result};
 pub use ops::{Attention, flash_attn, flash_attn_varlen};
-pub use scheme::{AttnQat, Granularity, PReference, Products, SageBwd, Scheme, Smoothing, ValueGroups};
+pub use scheme::{
+    AttnQat, Granularity, Int8Products, PReference, Products, SageBwd, Scheme, Smoothing, ValueGroups,
+};
 pub use selection::Selection;
 pub use shape::{AttentionShape, Packing};
 pub use sla2::{Router, Sla2};

@@ -7,7 +7,7 @@ mod attn_qat;
 mod sagebwd;
 
 pub use attn_qat::{AttnQat, PReference, Products, ValueGroups};
-pub use sagebwd::{Granularity, SageBwd, Smoothing};
+pub use sagebwd::{Granularity, Int8Products, SageBwd, Smoothing};
 
 use crate::error::Result;
 
@@ -65,6 +65,7 @@ impl Scheme {
     pub fn kept_bytes(&self, queries: u64, keys: u64, element: u64) -> u64 {
         match self {
             Self::FullPrecision => 0,
+            Self::SageBwd(settings) if settings.products == Int8Products::FORWARD => 0,
             Self::SageBwd(_) => queries + keys,
             Self::AttnQat(settings) if settings.high_precision_output => queries * element,
             Self::AttnQat(_) => 0,

@@ -143,7 +143,8 @@ struct Error {
   void into(double& worst) const { worst = fmax(worst, sqrt(wrong / fmax(right, 1e-30))); }
 };
 
-enum Numerics { FULL_PRECISION, SAGEBWD, SAGEBWD_QK, NVFP4_PRODUCTS };
+// SAGEBWD_S and SAGEBWD_FORWARD: with S alone, or nothing, in INT8 in the backward.
+enum Numerics { FULL_PRECISION, SAGEBWD, SAGEBWD_QK, SAGEBWD_S, SAGEBWD_FORWARD, NVFP4_PRODUCTS };
 
 // Runs kernels on all blocks.
 template <class T, int D, Numerics NUMERICS>
@@ -232,12 +233,13 @@ Errors run(const Case& c) {
     b.q = q.view, b.k = k.view, b.v = v.view, b.out = out.view, b.dout = dout.view, b.dk = dk.view, b.dv = dv.view;
     b.minus_lse2 = minus_lse2.data(), b.minus_delta = minus_delta.data(), b.dq_sums = dq_sums.data();
     b.q_transposed = q_transposed.data(), b.dout_transposed = dout_transposed.data(), b.dout_scale = dout_scale.data();
-    b.codes = p.codes, b.shape = p.shape, b.group = b.dout_group = 1;
-    constexpr bool CODES = NUMERICS != FULL_PRECISION;
+    b.codes = p.codes, b.shape = p.shape, b.group = b.dout_group = b.dq_parts = 1;
+    constexpr bool CODES = NUMERICS == SAGEBWD || NUMERICS == SAGEBWD_QK;
     for (int i = 0; i < queries; ++i) host::run(i, quant::TILE_THREADS, [&] { prepare<T, D, CODES>(b); });
     using Plan = attention::BackwardPlan<64, 1>;
+    using Scores = std::conditional_t<NUMERICS == SAGEBWD_S, attention::ScoresOfCodes<T, D>, attention::ScoresOfRows<T, D>>;
     using Numerics = std::conditional_t<CODES, attention::SageBwdBackward<T, D, Plan, NUMERICS == SAGEBWD_QK>,
-                                        attention::FullPrecisionBackward<T, D, Plan>>;
+                                        attention::FullPrecisionBackward<T, D, Plan, attention::PlainProbabilities, Scores>>;
     for (int i = 0; i < count * c.key_heads * ((longest[1] + 63) / 64); ++i)
       host::run_with_shared(i, Plan::THREADS, Numerics::SHARED_BYTES, [&] { attention::backward<Numerics>(b); });
   }
@@ -353,6 +355,8 @@ int main() {
       {"full precision, bf16", run<B, 64, FULL_PRECISION>, run<B, 128, FULL_PRECISION>, 4e-3, 6e-3},
       {"SageBwd, bf16", run<B, 64, SAGEBWD>, run<B, 128, SAGEBWD>, 2.5e-2, 3.5e-2},
       {"SageBwd with Q, bf16", run<B, 64, SAGEBWD_QK>, run<B, 128, SAGEBWD_QK>, 2.5e-2, 3.5e-2},
+      {"SageBwd with S, bf16", run<B, 64, SAGEBWD_S>, run<B, 128, SAGEBWD_S>, 2.5e-2, 2.5e-2},
+      {"SageBwd forward, bf16", run<B, 64, SAGEBWD_FORWARD>, run<B, 128, SAGEBWD_FORWARD>, 2.5e-2, 2.5e-2},
       {"NVFP4 products, bf16", run<B, 64, NVFP4_PRODUCTS>, run<B, 128, NVFP4_PRODUCTS>, 3e-3, 0},
       {"NVFP4 products, f16", run<__half, 64, NVFP4_PRODUCTS>, run<__half, 128, NVFP4_PRODUCTS>, 1.5e-3, 0},
   };

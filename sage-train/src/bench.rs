@@ -6,7 +6,7 @@ pub mod sla2;
 use std::fmt::Write as _;
 
 use candle_core::{DType, Device, Tensor};
-use candle_sage::{Attention, Error, Result, Scheme};
+use candle_sage::{Attention, Error, Int8Products, Result, SageBwd, Scheme};
 use clock::{Clock, peak_bytes};
 
 use crate::during;
@@ -110,6 +110,29 @@ pub fn usual_rows() -> Vec<Row> {
         .collect()
 }
 
+/// What is measured: every scheme, and SageBwd's sets of products.
+fn schemes() -> Vec<Scheme> {
+    let sets = [Int8Products::FORWARD_AND_S, Int8Products::FORWARD];
+    let sets = sets.map(|products| SageBwd { products, ..SageBwd::default() }.into());
+    Scheme::all()
+        .into_iter()
+        .flat_map(|scheme| match scheme {
+            Scheme::SageBwd(_) => [&[scheme][..], &sets[..]].concat(),
+            other => vec![other],
+        })
+        .collect()
+}
+
+/// What a scheme is called in a row: its name, and its products where they are not the usual ones.
+fn label(scheme: &Scheme) -> String {
+    match scheme {
+        Scheme::SageBwd(settings) if settings.products != Int8Products::default() => {
+            format!("{}/{}", scheme.name(), settings.products)
+        }
+        other => other.name().into(),
+    }
+}
+
 /// Measures one row, all schemes one after the other.
 ///
 /// # Errors
@@ -124,7 +147,7 @@ pub fn measure(plan: &Plan, row: Row) -> Result<Vec<Measured>> {
         .collect::<candle_core::Result<_>>()
         .map_err(failed)?;
     let clock = Clock::new(&plan.device).map_err(failed)?;
-    Scheme::all()
+    schemes()
         .into_iter()
         .map(|scheme| {
             let attention = Attention::new(scheme).causal(row.causal);
@@ -155,7 +178,7 @@ impl std::fmt::Display for Row {
 pub fn table_head(plan: &Plan) -> String {
     let place = if plan.device.is_cpu() { "CPU, f32" } else { "GPU, bf16" };
     format!(
-        "{place}; TFLOP/s in 16-bit-equivalent operations; memory beyond the inputs\n\n{:>4} {:>7} {:>6} {:>5} {:>5}  {:<8} {:>9} {:>9} {:>8} {:>8} {:>9}\n",
+        "{place}; TFLOP/s in 16-bit-equivalent operations; memory beyond the inputs\n\n{:>4} {:>7} {:>6} {:>5} {:>5}  {:<21} {:>9} {:>9} {:>8} {:>8} {:>9}\n",
         "D", "N", "causal", "batch", "heads", "attn", "fwd ms", "f+b ms", "fwd TF", "f+b TF", "MiB"
     )
 }
@@ -165,13 +188,13 @@ pub fn table_line(m: &Measured) -> String {
     let (forward, both) = m.tflops();
     let mib = m.extra_bytes.map_or("-".into(), |bytes| format!("{:.0}", bytes as f64 / (1 << 20) as f64));
     format!(
-        "{:>4} {:>7} {:>6} {:>5} {:>5}  {:<8} {:>9.3} {:>9.3} {:>8.1} {:>8.1} {mib:>9}\n",
+        "{:>4} {:>7} {:>6} {:>5} {:>5}  {:<21} {:>9.3} {:>9.3} {:>8.1} {:>8.1} {mib:>9}\n",
         m.row.head_dim,
         m.row.tokens,
         if m.row.causal { "yes" } else { "no" },
         m.batch,
         m.heads,
-        m.scheme.name(),
+        label(&m.scheme),
         m.forward_ms,
         m.both_ms,
         forward,
@@ -194,7 +217,7 @@ pub fn csv(all: &[Measured]) -> String {
             u8::from(m.row.causal),
             m.batch,
             m.heads,
-            m.scheme.name(),
+            label(&m.scheme),
             m.forward_ms,
             m.both_ms,
             forward,

@@ -7,7 +7,7 @@ mod sla2;
 use std::path::PathBuf;
 
 pub use attention::{Attn, Numerics, SmoothingSetting, Text};
-use candle_sage::{Granularity, PReference, ValueGroups};
+use candle_sage::{Granularity, Int8Products, PReference, ValueGroups};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub use sla2::{AlphaSetting, Share, TailSetting};
@@ -140,6 +140,9 @@ pub struct Settings {
     /// Token means subtracted before quantizing [default: k for sagebwd, none for attn-qat]
     #[arg(long, value_enum, help_heading = "Attention")]
     pub smoothing: Option<SmoothingSetting>,
+    /// SageBwd: products in INT8: paper, forward-and-s, forward, or a list such as forward,s,dv [default: paper]
+    #[arg(long, help_heading = "Attention")]
+    pub products: Option<Text<Int8Products>>,
     /// SageBwd: vectors that share a scale in the backward: vector, group-N, tile [default: vector]
     #[arg(long, help_heading = "Attention")]
     pub granularity: Option<Text<Granularity>>,
@@ -376,6 +379,7 @@ impl Settings {
         if self.attn.is_some_and(|attn| under.attn.is_some_and(|other| !other.shares_settings(attn))) {
             under = Settings {
                 smoothing: None,
+                products: None,
                 granularity: None,
                 value_groups: None,
                 p_reference: None,
@@ -393,6 +397,7 @@ impl Settings {
             attn,
             qk_norm,
             smoothing,
+            products,
             granularity,
             value_groups,
             p_reference,

@@ -14,7 +14,7 @@ use super::product::{Mat, product};
 use super::quantize::{Scale, TileCodes, channel_mean, code, subtract_mean};
 use super::view::View;
 use super::{Gradients, OnCpu, Past, backward, forward, lanes};
-use crate::scheme::{SageBwd as Settings, Smoothing};
+use crate::scheme::{Int8Products, SageBwd as Settings, Smoothing};
 
 impl OnCpu for Settings {
     /// The base-2 log-sum-exps, and codes and scales of Q and K.
@@ -22,15 +22,21 @@ impl OnCpu for Settings {
 
     fn forward(&self, problem: &Problem<'_>) -> (Vec<f32>, Self::Kept) {
         let codes = Codes::new(self, problem);
-        let products =
-            Products { settings: self, problem, codes: &codes, values: CodesOfV::new(self, problem) };
+        let products = Products {
+            settings: self,
+            int8: Int8Products::PAPER,
+            problem,
+            codes: &codes,
+            values: CodesOfV::new(self, problem),
+        };
         let (out, lse2) = forward::run(&products, problem).out_and_lse2();
         (out, (lse2, codes))
     }
 
     fn backward(&self, problem: &Problem<'_>, (lse2, codes): &Self::Kept, past: &Past<'_>) -> Gradients {
         let values = Values16 { lse2, out: past.out };
-        backward::run(&Products { settings: self, problem, codes, values }, problem, past.dout)
+        let products = Products { settings: self, int8: self.products, problem, codes, values };
+        backward::run(&products, problem, past.dout)
     }
 }
 
@@ -82,6 +88,8 @@ impl Codes {
 /// See [`crate::scheme::SageBwd`]: the products of a walk, which differ in what they read of V.
 struct Products<'a, V> {
     settings: &'a Settings,
+    /// Which of the walk's products run on codes: in the forward all.
+    int8: Int8Products,
     problem: &'a Problem<'a>,
     codes: &'a Codes,
     values: V,
@@ -163,7 +171,7 @@ pub(super) struct Keys {
     k: Vec<f32>,
     /// Codes of V in the forward, V in 16-bit precision in the backward.
     v: Vec<f32>,
-    /// K less its mean, unquantized, for the logits of Q's mean; empty without Q smoothing.
+    /// K less its mean, unquantized: for the logits of Q's mean, and for products that do not take codes; empty without either.
     k_smooth: Vec<f32>,
 }
 
@@ -174,12 +182,15 @@ pub(super) struct Queries {
     index: usize,
     /// Codes of Q.
     q: Vec<f32>,
+    /// Q as it is, for products that do not take codes; empty without.
+    q_rows: Vec<f32>,
 }
 
 /// The output gradient of one head.
 pub(super) struct Grads {
-    codes: Vec<f32>,
-    /// (tile, channel)
+    /// What dV is made from: dO's codes, or dO as it is.
+    of_dv: Vec<f32>,
+    /// Of the codes, (tile, channel).
     dequant: Vec<f32>,
     /// In 16-bit precision, for dP.
     dout16: Vec<f32>,
@@ -198,9 +209,11 @@ impl<V: Values> Operands for Products<'_, V> {
         let index = at.segment * self.problem.shape.key_heads() + at.head;
         let head = &self.codes.keys[index];
         let mut k_smooth = Vec::new();
-        if settings.smoothing == Smoothing::Qk {
+        if settings.smoothing == Smoothing::Qk || !(self.int8.s && self.int8.dq) {
             k_smooth = self.problem.k_rows(at, tokens.clone());
-            subtract_mean(&mut k_smooth, &head.mean);
+            if !head.mean.is_empty() {
+                subtract_mean(&mut k_smooth, &head.mean);
+            }
         }
         let v = self.values.rows(self.problem, at, index, tokens.clone());
         Keys { start: tokens.start, k: head.codes.rows_f32(tokens, d), index, v, k_smooth }
@@ -209,11 +222,18 @@ impl<V: Values> Operands for Products<'_, V> {
     fn queries(&self, at: Head, tokens: Range<usize>) -> Queries {
         let index = at.segment * self.problem.shape.query_heads() + at.head;
         let q = self.codes.queries[index].codes.rows_f32(tokens.clone(), self.d());
-        Queries { start: tokens.start, index, q }
+        let start = tokens.start;
+        let q_rows = if self.int8.s && self.int8.dk { Vec::new() } else { self.problem.q_rows(at, tokens) };
+        Queries { start, index, q, q_rows }
     }
 
     fn logits(&self, queries: &Queries, keys: &Keys, tile: Tile, out: &mut [f32]) {
         let (d, scale) = (self.d(), self.problem.softmax_scale * LOG2_E);
+        if !self.int8.s {
+            let q = Mat::new(cut(&queries.q_rows, queries.start, tile.row, tile.rows, d), tile.rows, d);
+            let k = Mat::new(cut(&keys.k_smooth, keys.start, tile.col, tile.cols, d), tile.cols, d);
+            return product(out, q, k.t(), scale, false);
+        }
         let q = Mat::new(cut(&queries.q, queries.start, tile.row, tile.rows, d), tile.rows, d);
         let k = Mat::new(cut(&keys.k, keys.start, tile.col, tile.cols, d), tile.cols, d);
         let dequant = self.q_dequant(queries, tile) * self.k_dequant(keys, tile);
@@ -268,6 +288,9 @@ impl BackwardNumerics for Products<'_, Values16<'_>> {
 
     fn grads(&self, _: Head, dout: Vec<f32>) -> Grads {
         let d = self.d();
+        if !self.int8.dv {
+            return Grads { of_dv: dout.clone(), dequant: Vec::new(), dout16: round16(self.problem, dout) };
+        }
         let group = self.settings.granularity.vectors(d);
         let mut codes = vec![0.0; dout.len()];
         let mut dequant = Vec::with_capacity(dout.len().div_ceil(self.settings.tile_q));
@@ -275,16 +298,19 @@ impl BackwardNumerics for Products<'_, Values16<'_>> {
         for (tile, codes) in dout.chunks(size).zip(codes.chunks_mut(size)) {
             dequant.extend(quantize_columns(tile, d, group, codes));
         }
-        Grads { codes, dequant, dout16: round16(self.problem, dout) }
+        Grads { of_dv: codes, dequant, dout16: round16(self.problem, dout) }
     }
 
     fn add_dv(&self, p: &[f32], grads: &Grads, tile: Tile, dv: &mut [f32]) {
         let d = self.d();
+        let dout = Mat::new(cut(&grads.of_dv, 0, tile.row, tile.rows, d), tile.rows, d);
+        if !self.int8.dv {
+            return product(dv, Mat::new(p, tile.rows, tile.cols).t(), dout, 1.0, true);
+        }
         let group = self.settings.granularity.vectors(self.settings.tile_k);
         let mut codes = vec![0.0; p.len()];
         let p_dequant = quantize_columns(p, tile.cols, group, &mut codes);
         let mut sums = vec![0.0; dv.len()];
-        let dout = Mat::new(cut(&grads.codes, 0, tile.row, tile.rows, d), tile.rows, d);
         product(&mut sums, Mat::new(&codes, tile.rows, tile.cols).t(), dout, 1.0, false);
         let dout_dequant = &grads.dequant[tile.row / self.settings.tile_q * d..][..d];
         add_outer(dv, &sums, &p_dequant, dout_dequant);
@@ -299,6 +325,10 @@ impl BackwardNumerics for Products<'_, Values16<'_>> {
 
     fn add_dq(&self, ds: &[f32], keys: &Keys, tile: Tile, dq: &mut [f32]) {
         let d = self.d();
+        if !self.int8.dq {
+            let k = Mat::new(cut(&keys.k_smooth, keys.start, tile.col, tile.cols, d), tile.cols, d);
+            return product(dq, Mat::new(ds, tile.rows, tile.cols), k, 1.0, true);
+        }
         let group = self.settings.granularity.vectors(self.settings.tile_q);
         let mut codes = vec![0.0; ds.len()];
         let ds_dequant = quantize_rows(ds, tile.cols, group, &mut codes);
@@ -310,6 +340,10 @@ impl BackwardNumerics for Products<'_, Values16<'_>> {
 
     fn add_dk(&self, ds: &[f32], queries: &Queries, tile: Tile, dk: &mut [f32]) {
         let d = self.d();
+        if !self.int8.dk {
+            let q = Mat::new(cut(&queries.q_rows, queries.start, tile.row, tile.rows, d), tile.rows, d);
+            return product(dk, Mat::new(ds, tile.rows, tile.cols).t(), q, 1.0, true);
+        }
         let group = self.settings.granularity.vectors(self.settings.tile_k);
         let mut codes = vec![0.0; ds.len()];
         let ds_dequant = quantize_columns(ds, tile.cols, group, &mut codes);

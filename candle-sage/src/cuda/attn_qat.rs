@@ -5,7 +5,7 @@
 //! K and V go where dK and dV will be: no block reads another's keys, and each writes their gradients when its products are
 //! done. (A block whose keys no query sees writes zeros while its own copies may be under way; nothing uses those.)
 
-use candle_core::{CudaStorage, Layout, Result};
+use candle_core::{CudaStorage, Result};
 use cudarc::driver::CudaSlice;
 
 use super::arch::Architecture;
@@ -55,7 +55,8 @@ impl OnGpu for AttnQat {
             return Plan { family: NVFP4, ..plan::forward_sm80("nvfp4", 256, d / 2 + d / 16, 0) };
         }
         if architecture.has_roles() {
-            return forward_plan_sm90("attn_qat", d, visits);
+            // Two outputs leave no registers for two tiles at a time.
+            return forward_plan_sm90("attn_qat", d, 1, visits);
         }
         plan::forward_sm80("attn_qat", 256, 2 * d, 0)
     }
@@ -65,7 +66,8 @@ impl OnGpu for AttnQat {
             // P as it is: full precision on other operands.
             return backward_plan("full_precision", d, architecture, Extra::default());
         }
-        backward_plan("attn_qat", d, architecture, Extra { of_stage: TILE * 4, of_warp: 512 })
+        let extra = Extra { of_values: TILE * 4, of_warp: 512, ..Extra::default() };
+        backward_plan("attn_qat", d, architecture, extra)
     }
 
     fn before_forward(&self, call: &Call<'_>, keep: bool, params: &mut params::Forward) -> Result<Operands> {
@@ -109,7 +111,7 @@ impl OnGpu for AttnQat {
         Ok(Operands { kept, rounded: vec![q, k, v], _codes: Vec::new(), _k_tile_sums: sums })
     }
 
-    fn keep(operands: Operands) -> Kept {
+    fn keep(&self, operands: Operands) -> Kept {
         operands.kept
     }
 
@@ -134,13 +136,9 @@ impl OnGpu for AttnQat {
             let from = [params.q, params.k, params.v];
             launch_fake_quantize(self, call, from, to, k_mean, self.matched_recomputation)?;
             [params.q, params.k, params.v] = to;
-            let layout = Layout::contiguous(shape.query_dims());
-            call.set_tensor_maps(plan, Some((&q_to, &layout)), past.dout.1, params)?;
             scratch = Some(q);
-        } else {
-            let q = params.q;
-            call.set_tensor_maps(plan, Some((&q, call.problem.q.1)), past.dout.1, params)?;
         }
+        call.set_backward_maps(plan, true, past.dout.1, params)?;
         launch_delta(call, params)?;
         Ok(scratch)
     }

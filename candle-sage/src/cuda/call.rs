@@ -130,23 +130,38 @@ impl<'a> Call<'a> {
         view(storage, layout, &self.gpu)
     }
 
-    /// Where the plan has tensor maps, sets those of dO, and of Q if it is read as it is: `q` and its view. Without maps,
-    /// where the copy engine cannot read one of them, threads copy.
-    pub(super) fn set_tensor_maps(
+    /// Where the forward's plan has tensor maps, sets those of Q, K and V as `params` have them. Without maps, where the copy
+    /// engine cannot read one of them, threads copy.
+    pub(super) fn set_forward_maps(&self, plan: &Plan, params: &mut params::Forward) -> Result<()> {
+        if !plan.mapped {
+            return Ok(());
+        }
+        let map = |view, of: Operand<'_>| tensor_map(view, of.1.dims(), self.element);
+        let problem = self.problem;
+        let maps = (map(&params.q, problem.q)?, map(&params.k, problem.k)?, map(&params.v, problem.v)?);
+        if let (Some(q), Some(k), Some(v)) = maps {
+            params.q.mapped = 1;
+            (params.q_map, params.k_map, params.v_map) = (q, k, v);
+        }
+        Ok(())
+    }
+
+    /// The same for the backward: dO, and Q if it is read `as_rows`. Of packed documents only the walk with consumers reads maps.
+    pub(super) fn set_backward_maps(
         &self,
         plan: &Plan,
-        q: Option<(&params::View, &Layout)>,
+        as_rows: bool,
         dout: &Layout,
         params: &mut params::Backward,
     ) -> Result<()> {
-        if !plan.mapped || self.problem.shape.is_packed() {
+        if !plan.mapped || (self.problem.shape.is_packed() && plan.dq_parts == 1) {
             return Ok(());
         }
-        let q = match q {
-            Some((view, layout)) => tensor_map(view, layout, self.element)?,
-            None => Some(params::TensorMap::default()),
+        let q = match as_rows {
+            true => tensor_map(&params.q, self.problem.q.1.dims(), self.element)?,
+            false => Some(params::TensorMap::default()),
         };
-        if let (Some(q), Some(dout)) = (q, tensor_map(&params.dout, dout, self.element)?) {
+        if let (Some(q), Some(dout)) = (q, tensor_map(&params.dout, dout.dims(), self.element)?) {
             params.dout.mapped = 1;
             (params.q_map, params.dout_map) = (q, dout);
         }

@@ -20,7 +20,7 @@ impl OnGpu for FullPrecision {
     fn forward_plan(&self, d: usize, architecture: Architecture, visits: Visits) -> Plan {
         let row_bytes = 2 * d;
         if architecture.has_roles() {
-            return forward_plan_sm90("full_precision", d, visits);
+            return forward_plan_sm90("full_precision", d, 2, visits);
         }
         let threads = 128;
         // Two values for each of four rows a thread, where registers are short and there is room.
@@ -37,7 +37,7 @@ impl OnGpu for FullPrecision {
         Ok(())
     }
 
-    fn keep((): ()) {}
+    fn keep(&self, (): ()) {}
 
     fn before_backward(
         &self,
@@ -47,24 +47,32 @@ impl OnGpu for FullPrecision {
         past: &Past<'_>,
         params: &mut params::Backward,
     ) -> Result<()> {
-        let q = params.q;
-        call.set_tensor_maps(plan, Some((&q, call.problem.q.1)), past.dout.1, params)?;
+        call.set_backward_maps(plan, true, past.dout.1, params)?;
         launch_delta(call, params)
     }
 }
 
-/// Hopper's forward of 16-bit operands: a stage is a tile of K and one of V.
-pub(super) fn forward_plan_sm90(name: &'static str, d: usize, visits: Visits) -> Plan {
+/// Hopper's forward of 16-bit operands: so many `tiles` of K, and then of V, at a time.
+pub(super) fn forward_plan_sm90(name: &'static str, d: usize, tiles: usize, visits: Visits) -> Plan {
     let row_bytes = 2 * d;
-    let stages = if d == 64 { 4 } else { 3 };
-    plan::forward_sm90(name, visits.groups(d), row_bytes, (stages, 2 * TILE * row_bytes))
+    let stages = match (d, tiles) {
+        (64, _) => 8,
+        (_, 2) => 4,
+        _ => 6,
+    };
+    let plan = plan::forward_sm90(name, visits.groups(d), row_bytes, (stages, tiles * TILE * row_bytes));
+    Plan { mapped: true, ..plan }
 }
 
 /// What a backward of 16-bit operands keeps in shared memory beside them, in bytes.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Extra {
-    /// A stage: values of a tile's queries beyond log-sum-exp and delta.
-    pub(super) of_stage: usize,
+    /// A key: what S is made from besides.
+    pub(super) of_key: usize,
+    /// A tile of queries: what S is made from besides.
+    pub(super) of_tile: usize,
+    /// A tile of queries: values of its queries beyond log-sum-exp and delta.
+    pub(super) of_values: usize,
     /// A warp.
     pub(super) of_warp: usize,
 }
@@ -72,21 +80,20 @@ pub(super) struct Extra {
 /// The backward of 16-bit operands: K and V; stages of Q and dO with log-sum-exp and delta; two slots of dS.
 pub(super) fn backward_plan(name: &'static str, d: usize, architecture: Architecture, extra: Extra) -> Plan {
     let row_bytes = 2 * d;
-    let ds = |keys: usize| 2 * keys * TILE * 2;
+    let keys = |keys: usize| keys * (2 * row_bytes + extra.of_key) + keys / 16 * extra.of_warp;
+    let stage = 2 * TILE * row_bytes + extra.of_tile;
     if architecture.has_roles() {
-        let stages = if d == 64 { 5 } else { 3 };
-        let stage = (2 * TILE * row_bytes + 2 * TILE * 4 + extra.of_stage).next_multiple_of(1024);
-        let warps = KEYS_SM90 / 16;
-        let shared_bytes = 2 * KEYS_SM90 * row_bytes
-            + stages * stage
-            + ds(KEYS_SM90)
-            + plan::dq_staging_sm90(d)
-            + warps * extra.of_warp;
-        return plan::backward_sm90(name, row_bytes, stages, shared_bytes);
+        // Two slots of dS, and dQ on its way.
+        let shared_bytes =
+            |stages| keys(KEYS_SM90) + stages * (stage + 1024) + 2 * KEYS_SM90 * TILE * 2 + TILE * d * 4;
+        return match d {
+            64 => plan::backward_roles(name, row_bytes, 5, shared_bytes(5)),
+            _ => plan::backward_consumers(name, row_bytes, 2, shared_bytes(2)),
+        };
     }
-    let stage = 2 * TILE * row_bytes + 2 * TILE * 4 + extra.of_stage;
-    plan::backward_sm80(name, architecture, row_bytes, |keys, stages| {
-        2 * keys * row_bytes + stages * stage + ds(keys) + keys / 16 * extra.of_warp
+    let stage = stage + 2 * TILE * 4 + extra.of_values;
+    plan::backward_sm80(name, architecture, row_bytes, |rows, stages| {
+        keys(rows) + stages * stage + 2 * rows * TILE * 2
     })
 }
 

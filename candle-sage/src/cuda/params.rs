@@ -135,6 +135,9 @@ pub(super) struct Forward {
     pub(super) p_lift: f32,
     pub(super) p_literal: i32,
     pub(super) lists: Lists,
+    pub(super) q_map: TensorMap,
+    pub(super) k_map: TensorMap,
+    pub(super) v_map: TensorMap,
 }
 
 #[repr(C)]
@@ -159,6 +162,7 @@ pub(super) struct Backward {
     pub(super) shape: Shape,
     pub(super) group: i32,
     pub(super) dout_group: i32,
+    pub(super) dq_parts: i32,
     pub(super) row_sums: Address,
     pub(super) lists: Lists,
     pub(super) q_map: TensorMap,
@@ -194,12 +198,12 @@ const _: () = {
     assert!(size_of::<Lists>() == 40 && offset_of!(Lists, stride) == 24);
     assert!(size_of::<Shape>() == 56 && offset_of!(Shape, softmax_scale) == 36);
     assert!(size_of::<Codes>() == 72);
-    assert!(size_of::<Forward>() == 440);
+    assert!(size_of::<Forward>() == 832 && offset_of!(Forward, q_map) == 448);
     assert!(offset_of!(Forward, minus_lse2) == 192 && offset_of!(Forward, shape) == 280);
     assert!(offset_of!(Forward, row_sums) == 384 && offset_of!(Forward, lists) == 400);
     assert!(size_of::<FakeQuantize>() == 360 && offset_of!(FakeQuantize, shape) == 296);
     assert!(size_of::<Backward>() == 896 && offset_of!(Backward, q_map) == 640);
     assert!(offset_of!(Backward, minus_lse2) == 384 && offset_of!(Backward, codes) == 440);
     assert!(offset_of!(Backward, shape) == 512 && offset_of!(Backward, group) == 568);
-    assert!(offset_of!(Backward, row_sums) == 576 && offset_of!(Backward, lists) == 584);
+    assert!(offset_of!(Backward, row_sums) == 584 && offset_of!(Backward, lists) == 592);
 };

@@ -40,6 +40,8 @@ pub(super) struct Plan {
     pub(super) shared_bytes: usize,
     /// Whether it takes tensor maps.
     pub(super) mapped: bool,
+    /// Of the channels: how the sums of dQ lie inside a tile. With two parts it is Hopper's walk with two consumers.
+    pub(super) dq_parts: usize,
     /// Whether one block a multiprocessor does all the work, piece by piece.
     pub(super) takes_tickets: bool,
     /// Blocks that run together read no more than what one of so many parts of the second-level cache holds.
@@ -59,6 +61,7 @@ pub(super) fn forward_sm80(name: &'static str, threads: usize, row_bytes: usize,
         stages: 2,
         shared_bytes: (rows + 4 * TILE) * row_bytes + extra,
         mapped: false,
+        dq_parts: 1,
         takes_tickets: false,
         cache_parts: 2,
     }
@@ -82,6 +85,7 @@ pub(super) fn forward_sm90(
         stages,
         shared_bytes: 2 * rows * row_bytes + stages * stage,
         mapped: false,
+        dq_parts: 1,
         takes_tickets: true,
         cache_parts: 8,
     }
@@ -104,6 +108,7 @@ pub(super) fn backward_sm80(
         stages,
         shared_bytes: shared_bytes(rows, stages),
         mapped: false,
+        dq_parts: 1,
         takes_tickets: false,
         cache_parts: 2,
     };
@@ -111,11 +116,11 @@ pub(super) fn backward_sm80(
     [(128, 2), (128, 1)].map(plan).into_iter().find(fits).unwrap_or_else(|| plan((64, 1)))
 }
 
-/// Keys of a block of [`backward_sm90`].
+/// Keys of a block of Hopper's backwards.
 pub(super) const KEYS_SM90: usize = 128;
 
-/// The backward of `kernels/include/sage/attention/backward_roles.cuh`: two warpgroups for 128 keys, one for the sums.
-pub(super) fn backward_sm90(
+/// The backward of `kernels/include/sage/attention/backward_roles.cuh`: two warpgroups for the keys, one for the sums.
+pub(super) fn backward_roles(
     name: &'static str,
     row_bytes: usize,
     stages: usize,
@@ -130,14 +135,21 @@ pub(super) fn backward_sm90(
         stages,
         shared_bytes,
         mapped: true,
+        dq_parts: 1,
         takes_tickets: false,
         cache_parts: 2,
     }
 }
 
-/// What [`backward_sm90`] keeps of dQ on its way out, for a padded head_dim.
-pub(super) fn dq_staging_sm90(d: usize) -> usize {
-    if d == 64 { TILE * d * 4 } else { 0 }
+/// The backward of `kernels/include/sage/attention/backward_consumers.cuh`: two warpgroups that keep 64 keys each, and add a part
+/// of dQ each.
+pub(super) fn backward_consumers(
+    name: &'static str,
+    row_bytes: usize,
+    stages: usize,
+    shared_bytes: usize,
+) -> Plan {
+    Plan { dq_parts: 2, ..backward_roles(name, row_bytes, stages, shared_bytes) }
 }
 
 /// How many heads run side by side, when blocks of a head share `bytes` and the second-level cache holds `cache_bytes`:
@@ -151,10 +163,11 @@ pub(super) fn heads_at_once(cache_bytes: usize, parts: usize, bytes: usize, head
 mod tests {
     use super::*;
     use crate::cuda::{Visits, plans};
-    use crate::scheme::{AttnQat, Products, SageBwd, Scheme, Smoothing};
+    use crate::scheme::{AttnQat, Int8Products, Products, SageBwd, Scheme, Smoothing};
 
-    fn schemes() -> [Scheme; 6] {
+    fn schemes() -> [Scheme; 8] {
         let sage = |smoothing| SageBwd { smoothing, ..SageBwd::default() }.into();
+        let with = |products| SageBwd { products, ..SageBwd::default() }.into();
         let qat = AttnQat::default();
         [
             Scheme::FullPrecision,
@@ -163,6 +176,8 @@ mod tests {
             qat.into(),
             qat.requantized_p(false).into(),
             qat.products(Products::Nvfp4).into(),
+            with(Int8Products::FORWARD_AND_S),
+            with(Int8Products::FORWARD),
         ]
     }
 
@@ -206,11 +221,7 @@ mod tests {
     fn large_memories_get_more_stages() {
         for scheme in schemes() {
             let plan = backward(&scheme, 128, Architecture::from_number(90));
-            let stages = match scheme {
-                Scheme::SageBwd(_) => 2,
-                _ => 3,
-            };
-            assert_eq!((plan.rows, plan.stages), (128, stages), "{plan:?}");
+            assert_eq!((plan.rows, plan.stages), (128, 2), "{plan:?}");
             let plan = backward(&scheme, 128, Architecture::from_number(100));
             assert_eq!((plan.rows, plan.stages, plan.threads), (128, 2, 256), "{plan:?}");
         }
@@ -238,15 +249,17 @@ mod tests {
     /// What the kernels' headers come to: SHARED_BYTES of each Numerics.
     #[test]
     fn hoppers_plans_are_what_the_kernels_lay_out() {
-        let [full, sage, general, qat, ..] = schemes();
+        let [full, sage, general, qat, .., with_s, _] = schemes();
         let plan = |scheme, d| forward(scheme, d, Architecture::from_number(90));
         let bytes = |scheme, d| {
             (plan(scheme, d).shared_bytes, backward(scheme, d, Architecture::from_number(90)).shared_bytes)
         };
-        assert_eq!(bytes(&full, 64), (114_688, 168_960));
-        assert_eq!(bytes(&full, 128), (163_840, 199_680));
+        assert_eq!(bytes(&full, 64), (180_224, 168_960));
+        assert_eq!(bytes(&full, 128), (196_608, 198_656));
         assert_eq!(bytes(&qat, 64), (114_688, 173_056));
-        assert_eq!(bytes(&qat, 128), (163_840, 203_776));
+        assert_eq!(bytes(&qat, 128), (163_840, 202_752));
+        assert_eq!(bytes(&with_s, 64).1, 197_632);
+        assert_eq!(bytes(&with_s, 128).1, 231_424);
         assert_eq!(bytes(&sage, 64), (90_304, 191_520));
         assert_eq!(bytes(&sage, 128), (131_216, 202_784));
         for d in [64, 128] {

@@ -5,17 +5,18 @@ use cudarc::driver::CudaSlice;
 
 use super::arch::Architecture;
 use super::call::Call;
+use super::full_precision::{self, Extra, FullPrecision};
 use super::kernels::Grid;
 use super::plan::{self, KEYS_SM90, Plan, TILE};
 use super::tensor::address;
 use super::{OnGpu, Past, Visits, params};
 use crate::error::Error;
-use crate::scheme::{Granularity, SageBwd, Smoothing};
+use crate::scheme::{Granularity, Int8Products, SageBwd, Smoothing};
 
 impl OnGpu for SageBwd {
     type Operands = Operands;
-    type Kept = Codes;
-    type Scratch = Transposed;
+    type Kept = Kept;
+    type Scratch = Option<Transposed>;
 
     fn forward_plan(&self, d: usize, architecture: Architecture, visits: Visits) -> Plan {
         let row_bytes = d;
@@ -39,6 +40,16 @@ impl OnGpu for SageBwd {
     }
 
     fn backward_plan(&self, d: usize, architecture: Architecture) -> Plan {
+        match self.products {
+            Int8Products::FORWARD => {
+                return full_precision::backward_plan("full_precision", d, architecture, Extra::default());
+            }
+            Int8Products::FORWARD_AND_S => {
+                let extra = Extra { of_key: d, of_tile: TILE * d, ..Extra::default() };
+                return full_precision::backward_plan("sagebwd_s", d, architecture, extra);
+            }
+            _ => {}
+        }
         // The same with the ablations, which cost the usual case some time.
         let general = self.smoothing == Smoothing::Qk || self.granularity != Granularity::Vector;
         let stage = 5 * TILE * d + 2 * TILE * 4 + 4 * d;
@@ -48,12 +59,10 @@ impl OnGpu for SageBwd {
             let ds = KEYS_SM90 * TILE * 2;
             let scores = ds + 2 * (codes * KEYS_SM90 * TILE + 1024);
             let units = KEYS_SM90 / 16 * 4;
-            let shared_bytes = 4 * KEYS_SM90 * d
-                + stages * (stage + 4).next_multiple_of(1024)
-                + scores
-                + plan::dq_staging_sm90(d)
-                + units;
-            return plan::backward_sm90("sagebwd", d, stages, shared_bytes);
+            let staging = if d == 64 { TILE * d * 4 } else { 0 };
+            let shared_bytes =
+                4 * KEYS_SM90 * d + stages * (stage + 4).next_multiple_of(1024) + scores + staging + units;
+            return plan::backward_roles("sagebwd", d, stages, shared_bytes);
         }
         let name = if general { "sagebwd_general" } else { "sagebwd" };
         plan::backward_sm80(name, architecture, d, |keys, stages| {
@@ -69,21 +78,34 @@ impl OnGpu for SageBwd {
         quantize(call, self, params)
     }
 
-    fn keep(operands: Operands) -> Codes {
-        operands.codes
+    fn keep(&self, operands: Operands) -> Kept {
+        match self.products {
+            Int8Products::FORWARD => Kept::KeyMean(operands.codes.k_mean),
+            _ => Kept::Codes(operands.codes),
+        }
     }
 
     fn before_backward(
         &self,
         call: &Call<'_>,
         plan: &Plan,
-        codes: &Codes,
+        kept: &Kept,
         past: &Past<'_>,
         params: &mut params::Backward,
-    ) -> Result<Transposed> {
-        // Q's codes have memory of their own.
-        call.set_tensor_maps(plan, None, past.dout.1, params)?;
-        prepare(call, self, codes, params)
+    ) -> Result<Option<Transposed>> {
+        match kept {
+            Kept::Codes(codes) if self.products == Int8Products::PAPER => {
+                // Q's codes have memory of their own.
+                call.set_backward_maps(plan, false, past.dout.1, params)?;
+                return prepare(call, self, codes, params).map(Some);
+            }
+            Kept::Codes(codes) => params.codes = codes.params(call),
+            Kept::KeyMean(mean) => {
+                params.codes.k_mean = mean.as_ref().map_or(0, |mean| address(mean, &call.gpu));
+            }
+        }
+        FullPrecision.before_backward(call, plan, &(), past, params)?;
+        Ok(None)
     }
 }
 
@@ -94,6 +116,21 @@ fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
             .got(format!("tile_q {}, tile_k {}", settings.tile_q, settings.tile_k))
             .allowed("64 for both")
             .hint("other sizes run on the CPU"));
+    }
+    match (settings.products, settings.smoothing) {
+        (Int8Products::FORWARD_AND_S, Smoothing::Qk) => {
+            return Err(Error::new("these products do not go with Q smoothing on CUDA")
+                .got(format!("products {}, smoothing {}", settings.products, settings.smoothing))
+                .allowed("smoothing none or k; with smoothing qk products paper or forward")
+                .hint("the CPU takes any"));
+        }
+        (Int8Products::PAPER | Int8Products::FORWARD_AND_S | Int8Products::FORWARD, _) => {}
+        (other, _) => {
+            return Err(Error::new("this set of INT8 products does not run on CUDA")
+                .got(format!("products {other}"))
+                .allowed("paper, forward-and-s, forward")
+                .hint("other sets run on the CPU"));
+        }
     }
     match settings.granularity {
         Granularity::Group(size) if !size.is_power_of_two() => {
@@ -106,7 +143,15 @@ fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
     }
 }
 
-/// What the forward keeps: codes and scales of Q and K, and the means taken out of them. Buffers are (head, tile, ..)
+/// What the forward keeps, as far as the backward's products want it.
+#[derive(Debug)]
+pub(super) enum Kept {
+    Codes(Codes),
+    /// What was taken out of K, if anything was.
+    KeyMean(Option<CudaSlice<f32>>),
+}
+
+/// What the forward makes and the backward may read: codes and scales of Q and K, and the means taken out of them. Buffers are (head, tile, ..)
 /// with tiles of 64 tokens.
 #[derive(Debug)]
 pub(super) struct Codes {

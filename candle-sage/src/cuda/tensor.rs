@@ -98,8 +98,8 @@ pub(super) fn view(storage: &CudaStorage, layout: &Layout, gpu: &Gpu) -> Result<
 /// How Hopper's copy engine takes tiles of 64 tokens and 64 channels out of a (batch, token, head, channel) tensor, swizzled
 /// as `kernels/include/sage/layout/swizzle.cuh` has it. None where it cannot: for strides that are no multiples of 16 bytes,
 /// or tensors that repeat themselves.
-pub(super) fn tensor_map(view: &View, layout: &Layout, element: Element) -> Result<Option<TensorMap>> {
-    let &[batch, tokens, heads, head_dim] = layout.dims() else { return Ok(None) };
+pub(super) fn tensor_map(view: &View, dims: &[usize], element: Element) -> Result<Option<TensorMap>> {
+    let &[batch, tokens, heads, head_dim] = dims else { return Ok(None) };
     // From the innermost on, whose stride is one element; where there is one only its stride does not matter.
     let extents = [head_dim, tokens, heads, batch].map(|n| n as u64);
     let strides = [(view.token, tokens), (view.head, heads), (view.batch, batch)]

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 
 /// SageBwd: six of the seven attention products on INT8 codes with exact accumulation (INT32, or f32
-/// below 2^24 on the CPU), `dP = dO V^T` in 16 bit.
+/// below 2^24 on the CPU), `dP = dO V^T` in 16 bit. [`Int8Products`] leaves more of the backward in floating point.
 ///
 /// | product | left operand, its scale | right operand, its scale |
 /// |---|---|---|
@@ -23,6 +23,8 @@ use crate::error::{Error, Result};
 pub struct SageBwd {
     /// Which token means are subtracted before quantizing.
     pub smoothing: Smoothing,
+    /// Which of the backward's products run on codes.
+    pub products: Int8Products,
     /// How many vectors share a scale in the backward.
     pub granularity: Granularity,
     /// Rows of a query tile, 16 to 256. Q and dO are quantized per tile.
@@ -33,7 +35,13 @@ pub struct SageBwd {
 
 impl Default for SageBwd {
     fn default() -> Self {
-        Self { smoothing: Smoothing::default(), granularity: Granularity::default(), tile_q: 64, tile_k: 64 }
+        Self {
+            smoothing: Smoothing::default(),
+            products: Int8Products::default(),
+            granularity: Granularity::default(),
+            tile_q: 64,
+            tile_k: 64,
+        }
     }
 }
 
@@ -49,6 +57,101 @@ pub enum Smoothing {
     /// As `K`, and subtract from each tile of Q its mean, which comes back as a row added to the
     /// logits and as a rank-one term of dK.
     Qk,
+}
+
+/// Which of the backward's products run on INT8 codes, besides the forward's `S = Q K^T` and `O = P V`, which always do.
+/// `dP = dO V^T` never does: rounding it is what SageBwd finds unstable (arXiv 2603.02170, section 4).
+///
+/// A product that does not is as full precision has it, from Q, K less its mean (see [`Smoothing`]) and dO as they are, and
+/// P and dS unquantized: in f32 on the CPU, 16-bit operands with f32 sums on CUDA.
+///
+/// | set | `S` | `dV` | `dQ` | `dK` | |
+/// |---|---|---|---|---|---|
+/// | [`PAPER`](Self::PAPER) | INT8 | INT8 | INT8 | INT8 | the paper's algorithm 2 |
+/// | [`FORWARD_AND_S`](Self::FORWARD_AND_S) | INT8 | | | | P is the forward's: as exact as that allows, and on Hopper the fastest |
+/// | [`FORWARD`](Self::FORWARD) | | | | | an INT8 forward before a backward in full precision, whose P is another |
+///
+/// Errors grow with each gradient on codes, speed need not: what the codes of P and dS cost can be more than what their
+/// products save. But S has to be recomputed as the forward had it: else the gradients of large logits (sigma 3 and more) are
+/// 1.6 times and more as far off. `docs/sagebwd_products.md` has errors and speed, measured. Written as `paper`, `forward-and-s`, `forward`, or a list
+/// that begins with `forward`: `forward,s,dv,dk`. CUDA has the three sets with names, the CPU has all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Int8Products {
+    /// `S = Q K^T`, recomputed.
+    pub s: bool,
+    /// `dV = P^T dO`.
+    pub dv: bool,
+    /// `dQ = dS K`.
+    pub dq: bool,
+    /// `dK = dS^T Q`.
+    pub dk: bool,
+}
+
+impl Int8Products {
+    /// All of them.
+    pub const PAPER: Self = Self { s: true, dv: true, dq: true, dk: true };
+    /// The recomputed scores alone.
+    pub const FORWARD_AND_S: Self = Self { s: true, ..Self::FORWARD };
+    /// None of them.
+    pub const FORWARD: Self = Self { s: false, dv: false, dq: false, dk: false };
+
+    /// The sets that have names.
+    const NAMED: [(&'static str, Self); 3] =
+        [("paper", Self::PAPER), ("forward-and-s", Self::FORWARD_AND_S), ("forward", Self::FORWARD)];
+
+    fn listed(self) -> [(&'static str, bool); 4] {
+        [("s", self.s), ("dv", self.dv), ("dq", self.dq), ("dk", self.dk)]
+    }
+
+    /// Whether P, dS or dO are quantized in the backward.
+    fn quantizes_gradients(self) -> bool {
+        self.dv || self.dq || self.dk
+    }
+}
+
+impl Default for Int8Products {
+    fn default() -> Self {
+        Self::PAPER
+    }
+}
+
+impl std::fmt::Display for Int8Products {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if let Some((name, _)) = Self::NAMED.iter().find(|(_, set)| set == self) {
+            return f.write_str(name);
+        }
+        f.write_str("forward")?;
+        self.listed().iter().filter(|(_, on)| *on).try_for_each(|(name, _)| write!(f, ",{name}"))
+    }
+}
+
+impl std::str::FromStr for Int8Products {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        if let Some((_, set)) = Self::NAMED.iter().find(|(name, _)| *name == text) {
+            return Ok(*set);
+        }
+        let mut words = text.split(',').map(str::trim);
+        let mut set = Self::FORWARD;
+        let known = words.next() == Some("forward")
+            && words.all(|word| {
+                let product = match word {
+                    "s" => &mut set.s,
+                    "dv" => &mut set.dv,
+                    "dq" => &mut set.dq,
+                    "dk" => &mut set.dk,
+                    _ => return false,
+                };
+                !std::mem::replace(product, true)
+            });
+        known.then_some(set).ok_or_else(|| {
+            Error::new("unknown set of INT8 products")
+                .got(format!("`{text}`"))
+                .allowed("paper, forward-and-s, forward, or `forward` and some of s, dv, dq, dk, each once, with commas")
+                .hint("the forward's products always run in INT8, and dP never does")
+        })
+    }
 }
 
 /// How many vectors share one scale where the backward quantizes P, dS and dO.
@@ -79,8 +182,12 @@ impl Granularity {
 
 impl std::fmt::Display for SageBwd {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { smoothing, granularity, tile_q, tile_k } = self;
-        write!(f, "SageBwd, smoothing {smoothing}, granularity {granularity}, tiles {tile_q}x{tile_k}")
+        let Self { smoothing, products, granularity, tile_q, tile_k } = self;
+        write!(f, "SageBwd, smoothing {smoothing}, ")?;
+        if *products != Int8Products::PAPER {
+            write!(f, "products {products}, ")?;
+        }
+        write!(f, "granularity {granularity}, tiles {tile_q}x{tile_k}")
     }
 }
 
@@ -132,6 +239,7 @@ impl SageBwd {
     pub(super) fn in_words(&self) -> Vec<(&'static str, String)> {
         vec![
             ("smoothing", self.smoothing.to_string()),
+            ("products", self.products.to_string()),
             ("granularity", self.granularity.to_string()),
             ("tile-q", self.tile_q.to_string()),
             ("tile-k", self.tile_k.to_string()),
@@ -161,6 +269,12 @@ impl SageBwd {
                 .allowed("group-2 to group-64")
                 .hint("Granularity::Vector has one scale a vector, Granularity::Tile one a tile"));
         }
+        if self.granularity != Granularity::Vector && !self.products.quantizes_gradients() {
+            return Err(Error::new("this granularity does nothing with these products")
+                .got(format!("granularity {}, products {}", self.granularity, self.products))
+                .allowed("granularity vector, where neither dv, dq nor dk runs in INT8")
+                .hint("granularity is of the scales of P, dS and dO in the backward"));
+        }
         Ok(())
     }
 }
@@ -168,6 +282,20 @@ impl SageBwd {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn products_print_and_parse() {
+        for bits in 0..16 {
+            let [s, dv, dq, dk] = [1, 2, 4, 8].map(|bit| bits & bit != 0);
+            let set = Int8Products { s, dv, dq, dk };
+            assert_eq!(set.to_string().parse(), Ok(set), "{set}");
+        }
+        assert_eq!("forward,s".parse(), Ok(Int8Products::FORWARD_AND_S));
+        assert_eq!("forward, dk, s, dq, dv".parse(), Ok(Int8Products::PAPER));
+        for bad in ["", "s", "forward,", "forward,dp", "forward,s,s", "paper,s", "Forward"] {
+            assert!(bad.parse::<Int8Products>().is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn granularity_prints_and_parses() {

@@ -1,7 +1,9 @@
 //! The op on a GPU against f64 and against the CPU. `cargo test --features cuda -- --ignored` on a machine with one.
 
 use candle_core::{DType, Result, Tensor};
-use candle_sage::{AttnQat, Granularity, PReference, Packing, SageBwd, Scheme, Smoothing, ValueGroups};
+use candle_sage::{
+    AttnQat, Granularity, Int8Products, PReference, Packing, SageBwd, Scheme, Smoothing, ValueGroups,
+};
 
 use crate::support::{Case, PUBLISHED, Results, gpu, relative_l2};
 
@@ -93,7 +95,7 @@ fn both() -> [Scheme; 2] {
 }
 
 fn all() -> Vec<Scheme> {
-    Scheme::all()
+    crate::support::schemes()
 }
 
 #[test]
@@ -352,6 +354,10 @@ fn settings_of_sagebwd() -> Result<()> {
     for smoothing in [Smoothing::None, Smoothing::K, Smoothing::Qk] {
         schemes.push(SageBwd { smoothing, ..sage() }.into());
     }
+    for products in [Int8Products::FORWARD_AND_S, Int8Products::FORWARD] {
+        schemes.push(SageBwd { products, smoothing: Smoothing::None, ..sage() }.into());
+    }
+    schemes.push(SageBwd { products: Int8Products::FORWARD, smoothing: Smoothing::Qk, ..sage() }.into());
     for granularity in [2, 4, 8, 16, 32, 64].map(Granularity::Group).into_iter().chain([Granularity::Tile]) {
         schemes.push(SageBwd { granularity, ..sage() }.into());
     }
@@ -420,8 +426,9 @@ fn gradients_repeat_to_the_bit_when_asked_to() -> Result<()> {
     Ok(())
 }
 
-/// Table 1 of arXiv 2603.02170 on the GPU, as `sagebwd::errors_reproduce_the_published_table` has it for the CPU. Inputs
-/// are bf16, and errors are against f64 on the same rounded inputs: outputs rounded to bf16 add 2^-9 at most.
+/// Table 1 of arXiv 2603.02170 on the GPU, as `sagebwd::errors_reproduce_the_published_table` has it for the CPU, for each
+/// set of products. Inputs are bf16, and errors are against f64 on the same rounded inputs: outputs rounded to bf16 add 2^-9 at
+/// most.
 #[test]
 #[ignore = "needs a GPU"]
 fn errors_reproduce_the_published_table() -> Result<()> {
@@ -430,22 +437,39 @@ fn errors_reproduce_the_published_table() -> Result<()> {
     println!("   d  sigma       O      dQ      dK      dV   relative L2; published in brackets");
     for d in [64, 128] {
         for (sigma, published) in &PUBLISHED {
-            let mut mean = [0.0; 4];
-            for seed in 0..SEEDS {
+            let cases = (0..SEEDS).map(|seed| {
                 let mut case = Case::new(1, (1024, 1024), (1, 1), d, true);
                 case.draw(*sigma, seed);
                 case.round_to(DType::BF16)?;
-                let got = case.run_on(&device, &case.attention(sage().into()), DType::BF16)?;
                 let exact = case.exact();
-                for n in 0..4 {
-                    mean[n] += relative_l2(&got[n], &exact[n]) / SEEDS as f64;
+                Ok((case, exact))
+            });
+            let cases = cases.collect::<Result<Vec<_>>>()?;
+            for products in [Int8Products::PAPER, Int8Products::FORWARD_AND_S, Int8Products::FORWARD] {
+                let scheme: Scheme = SageBwd { products, ..sage() }.into();
+                let mut mean = [0.0; 4];
+                for (case, exact) in &cases {
+                    let got = case.run_on(&device, &case.attention(scheme), DType::BF16)?;
+                    for n in 0..4 {
+                        mean[n] += relative_l2(&got[n], &exact[n]) / SEEDS as f64;
+                    }
                 }
-            }
-            println!("{d:4} {sigma:6}  {mean:.4?} ({published:.4?})");
-            // Above sigma 5 errors vary by a tenth with the seed, and bf16 inputs are other inputs.
-            let most = if *sigma <= 5.0 { 1.10 } else { 1.25 };
-            for (n, (error, published)) in mean.iter().zip(published).enumerate() {
-                assert!(error / published <= most, "{} at sigma {sigma}, d {d}: {error:.4}", NAMES[n]);
+                println!("{d:4} {sigma:6}  {mean:.4?} ({published:.4?}) {products}");
+                // A backward that recomputes S without the forward's codes has another P, and from sigma 3 on larger errors.
+                let mismatch = products == Int8Products::FORWARD && *sigma >= 3.0;
+                if mismatch {
+                    assert!(
+                        mean[1] > 1.3 * published[1] || mean[1] > 0.5,
+                        "sigma {sigma}, d {d}: {mean:.4?}"
+                    );
+                    continue;
+                }
+                // Above sigma 5 errors vary by a tenth with the seed, and bf16 inputs are other inputs.
+                let most = if *sigma <= 5.0 { 1.10 } else { 1.25 };
+                for (n, (error, published)) in mean.iter().zip(published).enumerate() {
+                    let what = format!("{} at sigma {sigma}, d {d}, {products}", NAMES[n]);
+                    assert!(error / published <= most, "{what}: {error:.4}");
+                }
             }
         }
     }

@@ -11,7 +11,7 @@ use crate::support::{Case, Normals, gpu, pattern, random_selection, relative_l2}
 const BLOCKS: (usize, usize) = (128, 128);
 
 fn schemes() -> Vec<Scheme> {
-    let mut schemes = Scheme::all();
+    let mut schemes = crate::support::schemes();
     schemes.push(SageBwd { smoothing: Smoothing::Qk, ..SageBwd::default() }.into());
     schemes
 }
@@ -103,7 +103,7 @@ fn gradients_over_lists_repeat_to_the_bit_when_asked_to() -> Result<()> {
         let mut case = Case::new(1, (2000, 2000), (4, 2), d, true);
         case.round_to(DType::BF16)?;
         let selection = random_selection(&case.shape(), BLOCKS, 4, 1, &device)?;
-        for scheme in Scheme::all() {
+        for scheme in crate::support::schemes() {
             let attention = case.attention(scheme).select(&selection).deterministic(true);
             let first = case.run_on(&device, &attention, DType::BF16)?;
             for _ in 0..3 {

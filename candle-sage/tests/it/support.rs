@@ -2,7 +2,7 @@
 #![allow(dead_code)] // each target uses its part
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_sage::{Attention, AttentionShape, Packing, Scheme, Selection, reference};
+use candle_sage::{Attention, AttentionShape, Int8Products, Packing, SageBwd, Scheme, Selection, reference};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
@@ -15,6 +15,13 @@ pub(crate) const PUBLISHED: [(f32, [f64; 4]); 5] = [
     (8., [0.0972, 0.4666, 0.4699, 0.0973]),
     (10., [0.1161, 0.6648, 0.6684, 0.1157]),
 ];
+
+/// Every scheme with its default settings, and SageBwd's sets of products.
+pub(crate) fn schemes() -> Vec<Scheme> {
+    let sets = [Int8Products::FORWARD_AND_S, Int8Products::FORWARD];
+    let sets = sets.map(|products| SageBwd { products, ..SageBwd::default() }.into());
+    Scheme::all().into_iter().chain(sets).collect()
+}
 
 /// The GPU, the same for all tests: candle holds two devices made apart for different.
 #[cfg(feature = "cuda")]

@@ -20,7 +20,7 @@ use crate::{partial, tell, train, writing};
 /// A sweep. Every flag of a run is taken too: it wins over the file, for all runs, and a list of values replaces the file's.
 #[derive(Debug, Args)]
 pub(super) struct Sweeping {
-    /// A TOML file, or a sweep that is built in: tiny (CPU, minutes), paper-mini (12 minutes of one H100), attn-qat-mini (FP4, the same size), paper (a cluster)
+    /// A TOML file, or a sweep that is built in: tiny (CPU, minutes), paper-mini (12 minutes of one H100), products-mini and attn-qat-mini (which products in INT8; FP4; half as long), paper (a cluster)
     #[arg(value_name = "FILE")]
     file: String,
     /// Print the runs of the sweep, how far each is and how long the rest takes, from a few measured steps of each shape, and

@@ -94,6 +94,7 @@ pub(super) fn defaults(preset: Preset) -> Settings {
         attn: Some(SageBwd::default().into()),
         qk_norm: Some(Switch::On),
         smoothing: None,
+        products: None,
         granularity: None,
         value_groups: None,
         p_reference: None,

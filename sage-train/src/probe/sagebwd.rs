@@ -64,8 +64,16 @@ impl Anatomy for SageBwdAnatomy {
     fn compute(&self, inputs: &Inputs, low: Low) -> candle_core::Result<Quantities> {
         let Inputs { rows: [_, _, v, dout], tokens: n, head_dim: d } = inputs;
         let (n, d, settings) = (*n, *d, &self.settings);
-        let SageBwd { granularity, tile_q, tile_k, .. } = *settings;
-        let coded = |product: Product| low.has(product as usize);
+        let SageBwd { granularity, products, tile_q, tile_k, .. } = *settings;
+        let coded = |product: Product| {
+            low.has(product as usize)
+                && match product {
+                    Product::ValueGradient => products.dv,
+                    Product::QueryGradient => products.dq,
+                    Product::KeyGradient => products.dk,
+                    _ => true,
+                }
+        };
         let codes = |x: &[f64], columns: usize, block: (usize, usize), product: Product| {
             if coded(product) { quantized(x, columns, block) } else { x.to_vec() }
         };
@@ -78,18 +86,20 @@ impl Anatomy for SageBwdAnatomy {
         let choose =
             |exact: &[f64], codes: &[f64], product| if coded(product) { codes } else { exact }.to_vec();
 
-        let of_codes = product(
+        let of_means = product(&q_means, &k_smooth, (n, d, n), Order::Nt)?;
+        let logits = |q: &[f64], k: &[f64]| -> candle_core::Result<Vec<f64>> {
+            let of_codes = product(q, k, (n, d, n), Order::Nt)?;
+            let mut s: Vec<f64> = of_codes.iter().zip(&of_means).map(|(a, b)| (a + b) * scale).collect();
+            for (i, row) in s.chunks_mut(n).enumerate() {
+                row[i + 1..].fill(f64::NEG_INFINITY);
+            }
+            Ok(s)
+        };
+        let s = logits(
             &choose(&q_smooth, &q_codes, Product::Scores),
             &choose(&k_smooth, &k_codes, Product::Scores),
-            (n, d, n),
-            Order::Nt,
         )?;
-        let of_means = product(&q_means, &k_smooth, (n, d, n), Order::Nt)?;
-        let mut s: Vec<f64> = of_codes.iter().zip(&of_means).map(|(a, b)| (a + b) * scale).collect();
-        for (i, row) in s.chunks_mut(n).enumerate() {
-            row[i + 1..].fill(f64::NEG_INFINITY);
-        }
-        let p = softmax(&s, n);
+        let mut p = softmax(&s, n);
 
         // One scale for each row of a tile of P, one for each tile of V.
         let o = product(
@@ -99,6 +109,12 @@ impl Anatomy for SageBwdAnatomy {
             Order::Nn,
         )?;
         let delta = row_dots(dout, &o, d);
+        if !products.s && coded(Product::Scores) {
+            // Recomputed without codes, over the forward's row sums.
+            let exact = logits(&q_smooth, &k_smooth)?;
+            let finite = p.iter_mut().zip(exact.iter().zip(&s)).filter(|(p, _)| **p > 0.0);
+            finite.for_each(|(p, (exact, s))| *p *= (exact - s).exp());
+        }
         let dv = product(
             &codes(&p, n, (tile_q, granularity.vectors(tile_k)), Product::ValueGradient),
             &codes(dout, d, (tile_q, granularity.vectors(d)), Product::ValueGradient),

@@ -80,6 +80,7 @@ impl Attn {
         Some(match scheme {
             Scheme::SageBwd(default) => SageBwd {
                 smoothing: settings.smoothing.map_or(default.smoothing, Smoothing::from),
+                products: settings.products.map_or(default.products, |text| text.0),
                 granularity: settings.granularity.map_or(default.granularity, |text| text.0),
                 ..default
             }

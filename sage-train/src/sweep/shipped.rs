@@ -1,9 +1,10 @@
 //! Sweeps that are built in.
 
 /// Names and texts.
-pub const SHIPPED: [(&str, &str); 4] = [
+pub const SHIPPED: [(&str, &str); 5] = [
     ("tiny", include_str!("../../sweeps/tiny.toml")),
     ("paper-mini", include_str!("../../sweeps/paper-mini.toml")),
+    ("products-mini", include_str!("../../sweeps/products-mini.toml")),
     ("attn-qat-mini", include_str!("../../sweeps/attn-qat-mini.toml")),
     ("paper", include_str!("../../sweeps/paper.toml")),
 ];

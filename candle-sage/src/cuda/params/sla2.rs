@@ -100,7 +100,7 @@ const _: () = {
     assert!(size_of::<Users>() == 120 && offset_of!(Users, shape) == 64);
     assert!(size_of::<Choose>() == 112 && offset_of!(Choose, shape) == 48);
     assert!(size_of::<Pool>() == 128 && offset_of!(Pool, shape) == 56);
-    assert!(size_of::<Mass>() == 456 && offset_of!(Mass, mass) == 440);
+    assert!(size_of::<Mass>() == 896 && offset_of!(Mass, mass) == 832);
     assert!(size_of::<Linear>() == 496);
     assert!(offset_of!(Linear, states) == 384 && offset_of!(Linear, shape) == 416);
     assert!(size_of::<Blend>() == 368);

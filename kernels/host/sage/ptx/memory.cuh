@@ -41,6 +41,11 @@ inline void copy_16(uint32_t shared, const void* global, bool valid) {
 }
 inline void copy_4(uint32_t shared, const void* global) { memcpy(at_shared(shared, 4), global, 4); }
 inline void store_16(uint32_t shared, uint4 words) { memcpy(at_shared(shared, 16), &words, 16); }
+inline uint4 load_16(uint32_t shared) {
+  uint4 words;
+  memcpy(&words, at_shared(shared, 16), 16);
+  return words;
+}
 inline void copy_commit() {}
 template <int PENDING>
 inline void copy_wait() {}

@@ -148,21 +148,27 @@ __device__ __forceinline__ void multiply_scores(Scores& out, uint32_t a_rows, ui
   }
 }
 
-// The same value for all keys of a query.
-__device__ __forceinline__ void set_columns(Scores& x, const float* of_query, int lane) {
+// The same value for all keys of a query: what a lane has of a tile's, and the accumulator that starts from it.
+struct ColumnValues {
+  float2 values[8];
+  __device__ __forceinline__ ColumnValues(const float* of_query, int lane) {
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    float2 d = *reinterpret_cast<const float2*>(of_query + n * 8 + 2 * (lane & 3));
-    x[n][0] = x[n][2] = d.x;
-    x[n][1] = x[n][3] = d.y;
+    for (int n = 0; n < 8; ++n) values[n] = *reinterpret_cast<const float2*>(of_query + n * 8 + 2 * (lane & 3));
   }
-}
+  __device__ __forceinline__ void set(Scores& x) const {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      x[n][0] = x[n][2] = values[n].x;
+      x[n][1] = x[n][3] = values[n].y;
+    }
+  }
+};
 
 // dP^T - D = V dO^T - D.
 template <class T, int D>
 __device__ __forceinline__ void multiply_dp(Scores& dp, uint32_t v_rows, uint32_t dout_rows, const float* minus_delta,
                                             int lane) {
-  set_columns(dp, minus_delta, lane);
+  ColumnValues(minus_delta, lane).set(dp);
   multiply_scores<T, D>(dp, v_rows, dout_rows, lane);
 }
 

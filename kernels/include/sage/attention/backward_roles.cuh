@@ -5,25 +5,13 @@
 // registers go to those who need them.
 #pragma once
 
-#include <limits.h>
-#include <sage/attention/backward.cuh>
-#include <sage/attention/panels.cuh>
-#include <sage/attention/ring.cuh>
+#include <sage/attention/backward_consumers.cuh>
 
 namespace sage::attention {
 
-constexpr int ROLES_THREADS = 384;
-constexpr int ROLES_KEYS = 128;   // of a block
-constexpr int GROUP_KEYS = 64;    // of a keys' group
-constexpr int GROUPS = ROLES_KEYS / GROUP_KEYS;
-constexpr int KEYS_THREADS = GROUPS * GROUP_THREADS;
-
-// Registers of a thread of the parts, by who adds dK.
-template <bool KEYS_GROUPS_ADD>
-struct RolesRegisters {
-  static constexpr int KEYS = KEYS_GROUPS_ADD ? 192 : 160, SUMS = KEYS_GROUPS_ADD ? 120 : 184;
-  static_assert(GROUPS * KEYS + SUMS <= (GROUPS + 1) * ptx::START_REGISTERS<ROLES_THREADS>, "who asks for more waits for ever");
-};
+// Registers of a thread of the sums' group, where those of the keys' groups have so many.
+template <int KEYS>
+constexpr int SUMS_REGISTERS = (GROUPS + 1) * ptx::START_REGISTERS<ROLES_THREADS> - GROUPS * KEYS;
 
 // Barriers; 0 is __syncthreads. Those of a tile exist for each parity of tiles, because one can be ahead by a tile.
 enum Meeting : int {
@@ -36,12 +24,6 @@ enum Meeting : int {
 };
 __device__ __forceinline__ int meeting(Meeting kind, int tile, int group) { return kind + (tile & 1) * GROUPS + group; }
 __device__ __forceinline__ int meeting(Meeting kind, int tile) { return kind + (tile & 1); }
-
-// The first tiles of queries do not see all of GROUP_KEYS keys: how many tiles these are.
-__device__ __forceinline__ int hiding_tiles(const Segment& segment, int first_key) {
-  if (first_key + GROUP_KEYS > segment.key_len) return INT_MAX;
-  return (segment.first_query(first_key + GROUP_KEYS - 1) + TILE - 1) / TILE;
-}
 
 // Whether the keys' groups have registers for dK beside dV.
 template <int D>
@@ -95,18 +77,7 @@ __device__ __forceinline__ auto choose_sums(const DqSums& sums, uint32_t staging
   else return DirectDqSums{sums};
 }
 
-// P out of its logarithms, 0 where a query does not see a key. The mask comes first, so that no branch is between the
-// exponentials and what comes after: units work side by side.
-__device__ __forceinline__ void take_exponentials(Scores& s, bool hides, const Segment& segment, int first_query, int first_key,
-                                                  int lane) {
-  if (hides) mask_scores(s, segment, first_query, first_key, lane, -CUDART_INF_F);
-#pragma unroll
-  for (int n = 0; n < 8; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(s[n][e]);
-}
-
-// Numerics is the block's shared memory, and has: Type, D, STAGES, SHARED_BYTES; STAGING_AT, for StagedDqSums at head_dim 64;
+// Numerics is the block's shared memory, and has: Type, D, STAGES, SHARED_BYTES; KEYS_REGISTERS of a thread of the keys' groups; STAGING_AT, for StagedDqSums at head_dim 64;
 // load_keys() and keys_arrived(), by the keys' groups; load(tile, stage, thread, landing), asynchronous, by the first thread
 // of the sums' group where the tensors have maps (params: dout.mapped), else by all of it; fetching(params), how many threads
 // tell of a tile's copies; and what each part keeps in its registers:
@@ -145,7 +116,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   int warp_key = block.first_key + threadIdx.x / 32 % 4 * 16;
 
   if (group == GROUPS) {
-    ptx::set_registers<RolesRegisters<ADD>::SUMS, ROLES_THREADS>();
+    ptx::set_registers<SUMS_REGISTERS<Numerics::KEYS_REGISTERS>, ROLES_THREADS>();
     auto sums = choose_sums<Numerics::D>({p.dq_sums, p.turns, block.first_key / ROLES_KEYS, KEYS_THREADS, GROUP_THREADS, ADDERS},
                                          ptx::shared_address(shared) + Numerics::STAGING_AT);
     // To be fetched, AHEAD of the tile that is worked on: with more than two stages, into that of the tile before it.
@@ -195,7 +166,7 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
         store_gradient<T>(p.dk, p, block, warp_key + g * GROUP_KEYS, part.dk[g], shape.softmax_scale);
     }
   } else {
-    ptx::set_registers<RolesRegisters<ADD>::KEYS, ROLES_THREADS>();
+    ptx::set_registers<Numerics::KEYS_REGISTERS, ROLES_THREADS>();
     numerics.load_keys();
     ptx::copy_commit();
     ptx::copy_wait<0>();

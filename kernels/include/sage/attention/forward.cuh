@@ -10,6 +10,7 @@
 #include <sage/attention/rows.cuh>
 #include <sage/attention/segment.cuh>
 #include <sage/attention/softmax.cuh>
+#include <sage/layout/fragments.cuh>
 
 namespace sage::attention {
 
@@ -95,40 +96,79 @@ struct ListedKeys : ForwardBlock {
   }
 };
 
-// Writes the outputs and the log-sum-exp.
-template <class T, int D, int M, int THREADS, bool SHARED, int OUTPUTS, int SLACK>
+// Writes a warp's 16 rows of an output, number `first` and on: by way of STAGING bytes of shared memory where there are some, so
+// that neighbouring lanes write neighbours, 16 bytes each.
+template <int STAGING, class T, int N>
+__device__ __forceinline__ void store_rows(const Rows<T>& out, int first, const float (&acc)[N][4], const float (&factor)[2],
+                                           uint32_t staging, int lane) {
+  if constexpr (STAGING > 0) {
+    constexpr int ROW_BYTES = STAGING / 16, STEPS = ROW_BYTES / 32, CHUNKS = ROW_BYTES / 16;
+    if (out.vector) {
+      layout::ReaderA<ROW_BYTES> writer(staging, lane);
+#pragma unroll
+      for (int from = 0; from < N; from += 2 * STEPS) {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+          uint32_t words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float* pair = &acc[from + 2 * step + i / 2][2 * (i & 1)];
+            words[i] = ptx::pack_16<T>(pair[0] * factor[i & 1], pair[1] * factor[i & 1]);
+          }
+          writer.store(words, 0, step, lane);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < CHUNKS / 2; ++i) {
+          int row = (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS;
+          out.store_8(first + row, from * 8 + chunk * 8, ptx::load_16(staging + layout::swizzled<ROW_BYTES>(row, chunk)));
+        }
+        __syncwarp();
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      out.store_2(first + lane / 4 + 8 * h, n * 8 + 2 * (lane & 3), acc[n][2 * h] * factor[h], acc[n][2 * h + 1] * factor[h]);
+}
+
+// Writes the outputs and the log-sum-exp. STAGING: of a warp alone, see store_rows.
+template <class T, int STAGING = 0, int D, int M, int THREADS, bool SHARED, int OUTPUTS, int SLACK>
 __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlock& block,
-                                      Softmax<D, M, THREADS, SHARED, OUTPUTS, SLACK>& softmax) {
+                                      Softmax<D, M, THREADS, SHARED, OUTPUTS, SLACK>& softmax, uint32_t staging = 0) {
   const params::Shape& shape = p.shape;
   const Segment& segment = block.segment;
   Rows<T> out(p.out, segment.batch, segment.query_start, block.head, min(segment.query_len, block.end), shape.head_dim);
   int64_t padded = (int64_t(block.head) * shape.query_tiles + segment.query_tile) * TILE;
-  int lane = threadIdx.x % 32;
+  int lane = threadIdx.x % 32, first = block.first + threadIdx.x / 32 * 16 * M;
+  float inverse[2 * M], sums[2 * M];
 #pragma unroll
   for (int r = 0; r < 2 * M; ++r) {
-    int row = block.first + threadIdx.x / 32 * 16 * M + row_of(r, lane);
-    int visible = segment.visible_keys(row);
-    float sum = quad_sum(softmax.state(softmax.state.SUM, r));
+    sums[r] = quad_sum(softmax.state(softmax.state.SUM, r));
     // Only a query that sees no key gives zeros: a sum that came to 0 otherwise gives NaN.
-    float inverse = visible == 0 ? 0.0f : 1.0f / sum;
+    inverse[r] = segment.visible_keys(first + row_of(r, lane)) == 0 ? 0.0f : 1.0f / sums[r];
+  }
 #pragma unroll
-    for (int n = 0; n < D / 8; ++n) {
-      float(&acc)[4] = softmax.acc[r >> 1][n];
-      out.store_2(row, n * 8 + 2 * (lane & 3), acc[2 * (r & 1)] * inverse, acc[2 * (r & 1) + 1] * inverse);
-    }
+  for (int m = 0; m < M; ++m) {
+    const float factor[2] = {inverse[2 * m], inverse[2 * m + 1]};
+    store_rows<STAGING>(out, first + 16 * m, softmax.acc[m], factor, staging, lane);
     if constexpr (OUTPUTS == 2) {
       if (p.high_precision_out.data) {
         Rows<T> second(p.high_precision_out, segment.batch, segment.query_start, block.head,
                        min(segment.query_len, block.end), shape.head_dim);
-#pragma unroll
-        for (int n = 0; n < D / 8; ++n) {
-          float(&acc)[4] = softmax.acc[M + (r >> 1)][n];
-          second.store_2(row, n * 8 + 2 * (lane & 3), acc[2 * (r & 1)] * inverse, acc[2 * (r & 1) + 1] * inverse);
-        }
+        store_rows<STAGING>(second, first + 16 * m, softmax.acc[M + m], factor, staging, lane);
       }
     }
+  }
+#pragma unroll
+  for (int r = 0; r < 2 * M; ++r) {
+    int row = first + row_of(r, lane);
+    float sum = sums[r];
     if (lane % 4 == 0 && row < block.end) {
-      bool real = row < segment.query_len && visible > 0;
+      bool real = row < segment.query_len && segment.visible_keys(row) > 0;
       if (p.minus_lse2) p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum)) : -CUDART_INF_F;
       if (OUTPUTS == 2 && p.row_sums) p.row_sums[padded + row] = real && !p.p_literal ? sum : 1.0f;
     }

@@ -1,12 +1,12 @@
-// The backward of 16-bit operands, with f32 sums (FlashAttention-2, arXiv 2307.08691, algorithm 2): full precision, and
-// Attn-QAT, whose operands hold NVFP4 values.
+// The backward of 16-bit operands, with f32 sums (FlashAttention-2, arXiv 2307.08691, algorithm 2): full precision; Attn-QAT,
+// whose operands hold NVFP4 values; and SageBwd where at most S is a product of codes.
 #pragma once
 
-#include <sage/attention/backward.cuh>
+#include <sage/attention/scores.cuh>
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, class Plan_, class P = PlainProbabilities>
+template <class T, int HEAD_DIM, class Plan_, class P = PlainProbabilities, class S = ScoresOfRows<T, HEAD_DIM>>
 struct FullPrecisionBackward {
   using Type = T;
   using Plan = Plan_;
@@ -14,8 +14,11 @@ struct FullPrecisionBackward {
   static constexpr int ROW = 2 * D;
   static constexpr int K_BYTES = Plan::KEYS * ROW;
   static constexpr int Q_BYTES = TILE * ROW;
-  static constexpr int STAGE_BYTES = 2 * Q_BYTES + P::QUERY_VALUES * TILE * 4;  // Q, dO, log-sum-exp, delta, ..
-  static constexpr int DS_AT = 2 * K_BYTES + Plan::STAGES * STAGE_BYTES;
+  // K, V, and what S is made from besides; stages of Q, dO, what S is made from, log-sum-exp, delta, ..
+  static constexpr int K_CODES_AT = 2 * K_BYTES, STAGES_AT = K_CODES_AT + Plan::KEYS * S::KEY_BYTES;
+  static constexpr int Q_CODES_AT = 2 * Q_BYTES, STATE_AT = Q_CODES_AT + S::TILE_BYTES;
+  static constexpr int STAGE_BYTES = STATE_AT + P::QUERY_VALUES * TILE * 4;
+  static constexpr int DS_AT = STAGES_AT + Plan::STAGES * STAGE_BYTES;
   static constexpr int DS_BYTES = Plan::KEYS * TILE * 2;
   static constexpr int WARPS_AT = DS_AT + 2 * DS_BYTES;
   static constexpr int SHARED_BYTES = WARPS_AT + Plan::WARPS * P::WARP_BYTES;
@@ -33,7 +36,7 @@ struct FullPrecisionBackward {
                                                    unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32) {}
 
-  static __device__ __forceinline__ int stage_at(int stage) { return 2 * K_BYTES + stage * STAGE_BYTES; }
+  static __device__ __forceinline__ int stage_at(int stage) { return STAGES_AT + stage * STAGE_BYTES; }
 
   __device__ __forceinline__ void load_keys() {
     const Segment& s = block.segment;
@@ -41,8 +44,11 @@ struct FullPrecisionBackward {
     Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
     copy_rows<Plan::KEYS, D, Plan::THREADS>(shared, k, block.first_key, threadIdx.x);
     copy_rows<Plan::KEYS, D, Plan::THREADS>(shared + K_BYTES, v, block.first_key, threadIdx.x);
+    S::template load_keys<Plan::KEYS, Plan::THREADS>(shared + K_CODES_AT, p, block);
   }
-  __device__ __forceinline__ void keys_arrived() {}
+  __device__ __forceinline__ void keys_arrived() {
+    subtract_key_mean<T, Plan::KEYS, D, Plan::THREADS>(memory, p, block, [](int row, int chunk) { return layout::swizzled<ROW>(row, chunk); });
+  }
 
   __device__ __forceinline__ void load(const QueryTile& tile, int stage) {
     const Segment& s = block.segment;
@@ -52,23 +58,24 @@ struct FullPrecisionBackward {
     Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
     copy_rows<TILE, D, Plan::THREADS>(at, q, tile.tile * TILE, thread);
     copy_rows<TILE, D, Plan::THREADS>(at + Q_BYTES, dout, tile.tile * TILE, thread);
-    copy_row_state<P::QUERY_VALUES>(at + 2 * Q_BYTES, p, tile, thread);
+    S::template load<Plan::THREADS>(at + Q_CODES_AT, p, tile, thread);
+    copy_row_state<P::QUERY_VALUES>(at + STATE_AT, p, tile, thread);
   }
 
   __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, Sight sight) {
     int lane = threadIdx.x % 32;
     uint32_t q_rows = shared + stage_at(stage), dout_rows = q_rows + Q_BYTES;
     uint32_t ds_rows = shared + DS_AT + slot * DS_BYTES + warp * 16 * TILE * 2;
-    const float* minus_lse2 = reinterpret_cast<const float*>(memory + stage_at(stage) + 2 * Q_BYTES);
+    const float* minus_lse2 = reinterpret_cast<const float*>(memory + stage_at(stage) + STATE_AT);
     if (!sight.seen) {
       store_zeros(ds_rows, lane);
       return;
     }
-    Scores s = {};
-    multiply_scores<T, D>(s, shared + warp * 16 * ROW, q_rows, lane);
+    Scores s;
+    S::multiply(s, shared + warp * 16 * ROW, q_rows, shared + K_CODES_AT, q_rows + Q_CODES_AT, warp, lane);
     Scores dp;
     multiply_dp<T, D>(dp, shared + K_BYTES + warp * 16 * ROW, dout_rows, minus_lse2 + TILE, lane);
-    float scale = p.shape.softmax_scale * ptx::LOG2_E;
+    float scale = S::factor(p, block, tile, warp / 4);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       float2 l = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));

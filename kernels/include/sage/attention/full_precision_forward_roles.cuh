@@ -10,14 +10,16 @@ template <class T, int HEAD_DIM, class P = PlainProbabilities, int GROUPS = USUA
 struct FullPrecisionForwardRoles {
   using Type = T;
   static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
-  // With two outputs the fetching group gets by with less, and leaves some values in memory.
-  using Roles = ForwardRoles<D, 1, OUTPUTS == 2 ? (GROUPS == 3 ? 32 : 56) : (GROUPS == 3 ? 56 : 72), GROUPS>;
-  static constexpr int FETCH_THREADS = GROUP_THREADS, QUERY_ARRIVALS = FETCH_THREADS, STEP_ARRIVALS = FETCH_THREADS;
-  static constexpr bool ORDINARY_COPIES = true;
+  // Two outputs leave no registers for 128 keys a step.
+  static constexpr int TILES = OUTPUTS == 2 ? 1 : 2;
+  using Roles = ForwardRoles<TILES, D == 64 ? 8 : TILES == 2 ? 4 : 6, GROUPS == 3 ? 32 : 56, GROUPS>;
+  static constexpr int FETCH_THREADS = 32, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 1;
+  static constexpr bool ORDINARY_COPIES = false;
   static constexpr bool VALUES_FIRST = false;
-  // Shared memory: Q, twice; stages of K and V.
-  static constexpr int TILE_BYTES = TILE * D * 2, Q_BYTES = Roles::GROUPS * TILE_BYTES;
-  static constexpr int SHARED_BYTES = 2 * Q_BYTES + Roles::STAGES * 2 * TILE_BYTES;
+  // Shared memory: Q, twice; stages of K or V.
+  static constexpr int TILE_BYTES = TILE * D * 2, Q_BYTES = Roles::GROUPS * TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
+  static constexpr int SHARED_BYTES = 2 * Q_BYTES + Roles::STAGES * STAGE_BYTES;
+  static constexpr int STAGING = 2048;  // of a warp, where its queries were
 
   const params::Forward& p;
   const ForwardBlock& block;
@@ -26,56 +28,100 @@ struct FullPrecisionForwardRoles {
   __device__ __forceinline__ FullPrecisionForwardRoles(const params::Forward& p, const ForwardBlock& b, void* memory)
       : p(p), block(b), shared(ptx::shared_address(memory)) {}
 
-  __device__ __forceinline__ uint32_t k_tile(int stage) const { return shared + 2 * Q_BYTES + stage * 2 * TILE_BYTES; }
+  __device__ __forceinline__ uint32_t rows_at(int stage) const { return shared + 2 * Q_BYTES + stage * STAGE_BYTES; }
   // Each group's queries in panels of their own.
   __device__ __forceinline__ uint32_t q_rows(int slot, int group) const {
     return shared + slot * Q_BYTES + group * TILE_BYTES;
   }
 
-  __device__ __forceinline__ void load_queries(int slot, int thread, uint32_t landing) {
+  // By a warp. What lies beyond a document's end is another's, where the map has both: as queries or keys it does no harm,
+  // because nobody asks for the one and the other is masked.
+  __device__ __forceinline__ void load_queries(int slot, int lane, uint32_t landing) {
     const Segment& s = block.segment;
-    Rows<T> q(p.q, s.batch, s.query_start, block.head, s.query_len, p.shape.head_dim);
+    if (!p.q.mapped) {
 #pragma unroll 1
-    for (int group = 0; group < Roles::GROUPS; ++group)
-      copy_panels<TILE, D, GROUP_THREADS>(q_rows(slot, group), q, block.first + group * TILE, thread);
-    ptx::landing_copies(landing, q.vector);
+      for (int group = 0; group < Roles::GROUPS; ++group)
+        copy_panels_by_warp<D>(q_rows(slot, group), Rows<T>(p.q, s.batch, s.query_start, block.head, s.query_len, p.shape.head_dim),
+                               block.first + group * TILE, lane);
+      publish_copies();
+    }
+    if (lane != 0) return;
+    ptx::landing_expect(landing, p.q.mapped ? Q_BYTES : 0);
+    if (p.q.mapped)
+#pragma unroll 1
+      for (int group = 0; group < Roles::GROUPS; ++group)
+        copy_tile_panels<D>(q_rows(slot, group), p.q_map, s.batch, block.head, s.query_start + block.first + group * TILE, landing);
   }
 
-  __device__ __forceinline__ void load(int tile, int stage, int thread, uint32_t landing) {
+  // Keys or values of a step. Values that nobody sees are multiplied with zeros: they must be numbers.
+  __device__ __forceinline__ void load(bool values, int step, int stage, int lane, uint32_t landing) {
     const Segment& s = block.segment;
-    int head = block.key_head(p.shape);
-    Rows<T> k(p.k, s.batch, s.key_start, head, s.key_len, p.shape.head_dim);
-    Rows<T> v(p.v, s.batch, s.key_start, head, s.key_len, p.shape.head_dim);
-    copy_panels<TILE, D, GROUP_THREADS>(k_tile(stage), k, tile * TILE, thread);
-    copy_panels<TILE, D, GROUP_THREADS>(k_tile(stage) + TILE_BYTES, v, tile * TILE, thread);
-    ptx::landing_copies(landing, k.vector && v.vector);
+    int first = step * TILES * TILE, head = block.key_head(p.shape);
+    int mapped = p.q.mapped ? TILES : 0;  // tiles
+    if (mapped && values && p.shape.segments) mapped = min(max(s.key_len - first, 0) / TILE, TILES);
+    if (mapped < TILES) {
+      const params::View& view = values ? p.v : p.k;
+#pragma unroll 1
+      for (int tile = mapped; tile < TILES; ++tile)
+        copy_panels_by_warp<D, TILES * TILE>(rows_at(stage) + tile * TILE * 128,
+                                             Rows<T>(view, s.batch, s.key_start, head, s.key_len, p.shape.head_dim),
+                                             first + tile * TILE, lane);
+      publish_copies();
+    }
+    if (lane != 0) return;
+    ptx::landing_expect(landing, mapped * TILE_BYTES);
+#pragma unroll 1
+    for (int tile = 0; tile < mapped; ++tile)
+      copy_tile_panels<D, TILES * TILE>(rows_at(stage) + tile * TILE * 128, values ? p.v_map : p.k_map, s.batch, head,
+                                        s.key_start + first + tile * TILE, landing);
+  }
+  static __device__ __forceinline__ void publish_copies() {
+    ptx::copy_wait_all();
+    ptx::wgmma_publish();
+    __syncwarp();
   }
 
   struct Part {
     const FullPrecisionForwardRoles& of;
     uint32_t q_rows;
     Softmax<D, 1, GROUP_THREADS, false, OUTPUTS, P::SLACK> rows;
-    float s[1][8][4];  // S, then P
-    uint32_t probabilities[OUTPUTS][1][4][4];
-    typename P::template RowScales<T> scales[2];
+    float s[TILES][8][4];  // S, then P
+    uint32_t probabilities[OUTPUTS][TILES][4][4];
+    typename P::template RowScales<T> scales[2 * TILES];
     bool behind;
+    bool unseen = false;  // the second tile of the last step, by all of the group
     float decay[2];
 
     __device__ __forceinline__ Part(const FullPrecisionForwardRoles& numerics, int slot, int group)
         : of(numerics), q_rows(of.q_rows(slot, group)), rows(nullptr) {}
 
+    __device__ __forceinline__ uint32_t staging() const { return q_rows + threadIdx.x / 32 % 4 * (TILE_BYTES / 4); }
+
+    // S of all tiles, as a product makes it.
+    __device__ __forceinline__ float (&columns())[TILES * 8][4] { return reinterpret_cast<float(&)[TILES * 8][4]>(s); }
+
     __device__ __forceinline__ void start(int stage) {
-      multiply_rows<T, D, 64, false>(s[0], q_rows, of.k_tile(stage));
+      multiply_rows<T, D, 64, false>(columns(), q_rows, of.rows_at(stage));
+    }
+    template <int PENDING>
+    __device__ __forceinline__ void scored() {
+      ptx::wgmma_wait<PENDING * OUTPUTS>(columns());
     }
 
     template <bool HIDES, int PENDING>
-    __device__ __forceinline__ void softmax(int tile, int, const Segment& segment, int first) {
+    __device__ __forceinline__ void softmax(int step, int, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;
-      ptx::wgmma_wait<PENDING * OUTPUTS>(s[0]);
-      if constexpr (HIDES) mask(s, segment, first + threadIdx.x / 32 % 4 * 16, tile * TILE, lane, -CUDART_INF_F);
+      if constexpr (HIDES) {
+        unseen = segment.visible_keys(first + TILE - 1) <= (step * TILES + 1) * TILE;
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+          mask(reinterpret_cast<float(&)[1][8][4]>(s[t]), segment, first + threadIdx.x / 32 % 4 * 16, (step * TILES + t) * TILE, lane,
+               -CUDART_INF_F);
+      }
       float scale = of.p.shape.softmax_scale * ptx::LOG2_E;
       float row_max[2], largest[2];  // of a row, and of a group of its keys where P is quantized
-      P::maxima(row_max, largest, s);
+      if constexpr (TILES == 1) P::maxima(row_max, largest, s);
+      else P::maxima(row_max, largest, columns());
 #pragma unroll
       for (int r = 0; r < 2; ++r) row_max[r] = P::reference(of.p, row_max[r] * scale);
       behind = rows.catch_up(row_max, decay);
@@ -83,22 +129,40 @@ struct FullPrecisionForwardRoles {
       for (int r = 0; r < 2; ++r) {
         float shift = rows.shift(r), sum = 0.0f;
         // Before the others: scales are made while those are under way.
-        scales[r] = typename P::template RowScales<T>(ptx::exp2(fmaf(largest[r], scale, -shift)));
+        if constexpr (TILES == 1) scales[r] = typename P::template RowScales<T>(ptx::exp2(fmaf(largest[r], scale, -shift)));
 #pragma unroll
-        for (int n = 0; n < 8; ++n)
+        for (int t = 0; t < TILES; ++t) {
+          // Costs little then.
+          if (HIDES && t == 1 && unseen) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = s[0][n][2 * r + e];
-            x = ptx::exp2(fmaf(x, scale, -shift));
-            sum += x;
+            for (int n = 0; n < 8; ++n) s[t][n][2 * r] = s[t][n][2 * r + 1] = 0.0f;
+            break;
           }
+#pragma unroll
+          for (int n = 0; n < 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              float& x = s[t][n][2 * r + e];
+              x = ptx::exp2(fmaf(x, scale, -shift));
+              sum += x;
+            }
+        }
         rows.state(rows.state.SUM, r) += sum;
       }
     }
 
-    __device__ __forceinline__ void add(int stage) {
+    __device__ __forceinline__ void add(int stage) { add_tiles<TILES>(stage); }
+    // A tile that no query of the group sees is not multiplied with zeros: what is no number there would come through.
+    __device__ __forceinline__ void add_last(int stage) {
+      if (TILES > 1 && unseen) add_tiles<1>(stage);
+      else add_tiles<TILES>(stage);
+    }
+    template <int COUNT>
+    __device__ __forceinline__ void add_tiles(int stage) {
 #pragma unroll
-      for (int i = 0; i < OUTPUTS; ++i) add_product<T, D>(rows.acc[i], probabilities[i][0], of.k_tile(stage) + TILE_BYTES);
+      for (int i = 0; i < OUTPUTS; ++i)
+        add_product<T, D, 4 * COUNT, TILES * TILE>(rows.acc[i], reinterpret_cast<uint32_t(&)[4 * TILES][4]>(probabilities[i]),
+                                                   of.rows_at(stage));
     }
     template <int PENDING>
     __device__ __forceinline__ void added() {
@@ -108,7 +172,7 @@ struct FullPrecisionForwardRoles {
 
     __device__ __forceinline__ void take() {
       if (__builtin_expect(behind, false)) rows.rescale(decay);
-      P::template pack<T, 1>(probabilities, s, scales);
+      P::template pack<T, TILES>(probabilities, s, scales);
     }
   };
 };

@@ -3,6 +3,7 @@
 
 #include <sage/attention/rows.cuh>
 #include <sage/attention/segment.cuh>
+#include <sage/layout/fragments.cuh>
 #include <sage/ptx/wgmma.cuh>
 
 namespace sage::attention {
@@ -34,26 +35,39 @@ __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first
   }
 }
 
+// The same of a tile of 64 rows, in panels of PANEL_ROWS, by one warp that has few registers.
+template <int D, int PANEL_ROWS = TILE, class T>
+__device__ __forceinline__ void copy_panels_by_warp(uint32_t to, Rows<T> rows, int first, int lane) {
+#pragma unroll 1
+  for (int i = lane; i < TILE * D / 8; i += 32) {
+    int row = i / 8 % TILE, panel = i / (8 * TILE), column = panel * 64 + i % 8 * 8;
+    uint32_t at = to + panel * PANEL_ROWS * 128 + layout::swizzled<128>(row, i % 8);
+    bool exists = first + row < rows.count && column < rows.head_dim;
+    if (rows.vector) ptx::copy_16(at, exists ? rows.at(first + row, column) : rows.data, exists);
+    else ptx::store_16(at, rows.load_8(first + row, column));
+  }
+}
+
 // The same of a tile of 64 rows by one thread, out of a tensor that has a map: its bytes are to be announced.
-template <int D>
+template <int D, int PANEL_ROWS = TILE>
 __device__ __forceinline__ void copy_tile_panels(uint32_t to, const params::TensorMap& map, int batch, int head, int first,
                                                  uint32_t landing) {
 #pragma unroll
   for (int panel = 0; panel < D / 64; ++panel)
-    ptx::tensor_copy(to + panel * TILE * 128, &map, panel * 64, first, head, batch, landing);
+    ptx::tensor_copy(to + panel * PANEL_ROWS * 128, &map, panel * 64, first, head, batch, landing);
 }
 
-// out = A B^T, or out += A B^T with ADD: 64 rows of A, whose panels have A_ROWS, and a tile of 64 rows, in 16 bit. Its end
-// is to be waited for.
-template <class T, int D, int A_ROWS, bool ADD>
-__device__ __forceinline__ void multiply_rows(float (&out)[8][4], uint32_t a, uint32_t b) {
+// out = A B^T, or out += A B^T with ADD: 64 rows of A, whose panels have A_ROWS, and 8 N rows of B, whose panels have as many,
+// in 16 bit. Its end is to be waited for.
+template <class T, int D, int A_ROWS, bool ADD, int N>
+__device__ __forceinline__ void multiply_rows(float (&out)[N][4], uint32_t a, uint32_t b) {
   if constexpr (ADD) ptx::hold(out);
   else ptx::forget(out);
   ptx::wgmma_fence();
 #pragma unroll
   for (int panel = 0; panel < D / 64; ++panel) {
     uint64_t a_rows = ptx::row_descriptor<128>(a + panel * A_ROWS * 128);
-    uint64_t b_rows = ptx::row_descriptor<128>(b + panel * TILE * 128);
+    uint64_t b_rows = ptx::row_descriptor<128>(b + panel * N * 8 * 128);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       if (ADD || panel > 0 || step > 0) ptx::wgmma_16<T>(out, a_rows + 2 * step, b_rows + 2 * step);
@@ -63,22 +77,40 @@ __device__ __forceinline__ void multiply_rows(float (&out)[8][4], uint32_t a, ui
   ptx::wgmma_commit();
 }
 
-// out += X B: 64 rows of X, in registers or in shared memory, and B a tile of 64 rows in panels. Its end is to be waited
-// for.
-template <class T, int D, class X>
+// The same with A in registers, rows of 64 channels, what read_rows gives.
+template <class T, bool ADD>
+__device__ __forceinline__ void multiply_rows(float (&out)[8][4], const uint32_t (&a)[4][4], uint32_t b) {
+  if constexpr (ADD) ptx::hold(out);
+  else ptx::forget(out);
+  ptx::wgmma_fence();
+  uint64_t rows = ptx::row_descriptor<128>(b);
+  ptx::wgmma_16<T, ADD, false>(out, a[0], rows);
+#pragma unroll
+  for (int step = 1; step < 4; ++step) ptx::wgmma_16<T, true, false>(out, a[step], rows + 2 * step);
+  ptx::wgmma_commit();
+}
+
+// A warp's 16 rows, number `first` and on, as left operands: rows of ROW_BYTES in shared memory, 32 bytes of reduction a step.
+template <int ROW_BYTES, int STEPS>
+__device__ __forceinline__ void read_rows(uint32_t (&a)[STEPS][4], uint32_t rows, int first) {
+  static_assert(STEPS * 32 == ROW_BYTES);
+  layout::ReaderA<ROW_BYTES> reader(rows + first * ROW_BYTES, threadIdx.x % 32);
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) reader.load(a[step], 0, step);
+}
+
+// out += X B: 64 rows of X, in registers or in shared memory, and the first 16 STEPS rows of B, in panels of PANEL_ROWS. Its end
+// is to be waited for.
+template <class T, int D, int STEPS = 4, int PANEL_ROWS = 16 * STEPS, class X>
 __device__ __forceinline__ void add_product(float (&out)[D / 8][4], const X& x, uint32_t b) {
   ptx::hold(out);
   ptx::wgmma_fence();
+  uint64_t rows = ptx::column_descriptor_of_panels<PANEL_ROWS * 128>(b);
 #pragma unroll
-  for (int panel = 0; panel < D / 64; ++panel)
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      uint64_t rows = ptx::column_descriptor(b + panel * TILE * 128) + step * ptx::COLUMN_STEP;
-      if constexpr (std::is_same_v<X, uint64_t>)
-        ptx::wgmma_16<T, true, false, true>(ptx::part<8>(out, panel * 8), x + 2 * step, rows);
-      else
-        ptx::wgmma_16<T>(ptx::part<8>(out, panel * 8), x[step], rows);
-    }
+  for (int step = 0; step < STEPS; ++step) {
+    if constexpr (std::is_same_v<X, uint64_t>) ptx::wgmma_16<T, true, false, true>(out, x + 2 * step, rows + step * ptx::COLUMN_STEP);
+    else ptx::wgmma_16<T>(out, x[step], rows + step * ptx::COLUMN_STEP);
+  }
   ptx::wgmma_commit();
 }
 

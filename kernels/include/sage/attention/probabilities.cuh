@@ -47,6 +47,18 @@ struct PlainProbabilities {
     }
   }
 
+  // The same of one strip of queries over 8 N keys.
+  template <int N>
+  static __device__ __forceinline__ void maxima(float (&row)[2], float (&)[2], const float (&x)[N][4]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      row[r] = -CUDART_INF_F;
+#pragma unroll
+      for (int n = 0; n < N; ++n) row[r] = fmaxf(row[r], fmaxf(x[n][2 * r], x[n][2 * r + 1]));
+      row[r] = quad_max(row[r]);
+    }
+  }
+
   template <class T>
   struct RowScales {
     RowScales() = default;

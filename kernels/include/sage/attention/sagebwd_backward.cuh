@@ -95,7 +95,7 @@ struct SageBwdBackward {
     Scores dp;
     {
       int x[8][4];
-      multiply_scores(x, at, lane);
+      multiply_score_codes<D>(x, shared + warp * 16 * D, at, lane);
       // Asked for early, where registers allow it: the matrix units work on it while P is computed.
       if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
       float factor = q_dequant * k_dequant * (p.shape.softmax_scale * ptx::LOG2_E);
@@ -259,24 +259,6 @@ struct SageBwdBackward {
   // dS^T over a part of the keys.
   __device__ __forceinline__ uint32_t ds_rows_of(int slot, int part) const {
     return shared + DS_AT + slot * DS_BYTES + part * TILE * TILE * 2;
-  }
-
-  // S^T = K Q^T, codes of 16 keys a warp.
-  __device__ __forceinline__ void multiply_scores(int (&x)[8][4], uint32_t q_rows, int lane) const {
-    layout::ReaderA<D> k_reader(shared + warp * 16 * D, lane);
-    layout::ReaderB<D> q_reader(q_rows, lane);
-#pragma unroll
-    for (int step = 0; step < D / 32; ++step) {
-      uint32_t a[4];
-      k_reader.load(a, 0, step);
-#pragma unroll
-      for (int n = 0; n < 8; n += 2) {
-        uint32_t b[4];
-        q_reader.load(b, n * 8, step);
-        quant::multiply(x[n], a, b[0], b[1], step == 0);
-        quant::multiply(x[n + 1], a, b[2], b[3], step == 0);
-      }
-    }
   }
 
   // Makes the maxima of rows g and g + 8 those of their groups.

@@ -9,7 +9,7 @@ namespace sage::attention {
 template <class T, int HEAD_DIM>
 struct SageBwdBackwardRoles {
   using Type = T;
-  static constexpr int D = HEAD_DIM, STAGES = KEYS_ADD<D> ? 5 : 2;
+  static constexpr int D = HEAD_DIM, STAGES = KEYS_ADD<D> ? 5 : 2, KEYS_REGISTERS = KEYS_ADD<D> ? 192 : 160;
   // Channels go through a product a chunk at a time: as many as registers allow.
   static constexpr int CHUNK = KEYS_ADD<D> ? 64 : 32, CHUNKS = D / CHUNK;
   // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO and Q; dS^T; slots of its codes for
@@ -132,18 +132,20 @@ struct SageBwdBackwardRoles {
       const float* dout_dequant = reinterpret_cast<const float*>(of.memory + stage_at(stage) + DOUT_SCALE_AT);
       float q_dequant = *reinterpret_cast<const float*>(of.memory + stage_at(stage) + Q_SCALE_AT);
 
-      // P = 2^(logit - LSE), in the reverse of dS's unit
       if constexpr (!AHEAD) multiply(stage);
+      // P = 2^(logit - LSE), in the reverse of dS's unit
       float2 lse[8];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         lse[n] = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
         lse[n].x += ds_unit.exponent, lse[n].y += ds_unit.exponent;
       }
+      // dP^T - D: read before, and set after the product under way, which ptxas would wait for first.
+      ColumnValues minus_delta(minus_lse2 + TILE, lane);
+      ptx::wgmma_wait<0>(x);
       Scores s, dp;
-      set_columns(dp, minus_lse2 + TILE, lane);
+      minus_delta.set(dp);
       multiply_rows<T, D, ROLES_KEYS, true>(dp, of.shared + V_AT + group * GROUP_KEYS * 128, at + DOUT_AT);
-      ptx::wgmma_wait<1>(x);
       float factor = q_dequant * k_dequant * (of.p.shape.softmax_scale * ptx::LOG2_E);
 #pragma unroll
       for (int n = 0; n < 8; ++n)

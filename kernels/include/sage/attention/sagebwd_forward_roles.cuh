@@ -41,7 +41,7 @@ template <class T, int HEAD_DIM, int GROUPS = USUAL_GROUPS<HEAD_DIM>>
 struct SageBwdForwardRoles {
   using Type = T;
   static constexpr int D = HEAD_DIM;
-  using Roles = ForwardRoles<D, 2, GROUPS == 3 ? 32 : 40, GROUPS>;
+  using Roles = ForwardRoles<2, D == 64 ? 4 : 3, GROUPS == 3 ? 32 : 40, GROUPS>;
   static constexpr int FETCH_THREADS = 32;  // one of them, indeed
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // bulk copies; and scales
   static constexpr bool ORDINARY_COPIES = false;
@@ -50,6 +50,8 @@ struct SageBwdForwardRoles {
   static constexpr int TILE_BYTES = TILE * D, Q_BYTES = Roles::GROUPS * TILE_BYTES;
   static constexpr int SCALES_AT = 2 * Q_BYTES + Roles::STAGES * 4 * TILE_BYTES;
   static constexpr int SHARED_BYTES = SCALES_AT + Roles::STAGES * int(sizeof(StepScales));
+
+  static constexpr int STAGING = TILE_BYTES / 4;  // of a warp, where its queries were
 
   const params::Forward& p;
   const ForwardBlock& block;
@@ -110,6 +112,8 @@ struct SageBwdForwardRoles {
     __device__ __forceinline__ Part(const SageBwdForwardRoles& numerics, int slot, int group)
         : of(numerics), queries(of.queries(slot, group)),
           q_factor(of.p.codes.q_scale[of.query_tile(group)] * (of.p.shape.softmax_scale * ptx::LOG2_E)), rows(nullptr) {}
+
+    __device__ __forceinline__ uint32_t staging() const { return queries + threadIdx.x / 32 % 4 * STAGING; }
 
     __device__ __forceinline__ void start(int stage) {
       multiply_codes<D / 32>(x, ptx::row_descriptor<D>(queries), ptx::row_descriptor<D>(of.keys(stage)));
@@ -225,6 +229,7 @@ struct SageBwdForwardRoles {
       }
     }
 
+    __device__ __forceinline__ void add_last(int stage) { add(stage); }
     __device__ __forceinline__ void add(int stage) {
       ptx::forget(y);
       ptx::wgmma_fence();

@@ -83,6 +83,25 @@ __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequ
   dequant = make_float2(largest[0] * (1.0f / 127.0f) * k_dequant, largest[1] * (1.0f / 127.0f) * k_dequant);
 }
 
+// S^T = K Q^T of codes, 16 keys of a warp and 64 queries: MAGIC and the sum.
+template <int D>
+__device__ __forceinline__ void multiply_score_codes(int (&x)[8][4], uint32_t k_rows, uint32_t q_rows, int lane) {
+  layout::ReaderA<D> k_reader(k_rows, lane);
+  layout::ReaderB<D> q_reader(q_rows, lane);
+#pragma unroll
+  for (int step = 0; step < D / 32; ++step) {
+    uint32_t a[4];
+    k_reader.load(a, 0, step);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      uint32_t b[4];
+      q_reader.load(b, n * 8, step);
+      quant::multiply(x[n], a, b[0], b[1], step == 0);
+      quant::multiply(x[n + 1], a, b[2], b[3], step == 0);
+    }
+  }
+}
+
 // K^T, [D][KEYS] with permuted keys, out of K, [KEYS][D]; both swizzled in shared memory. By THREADS threads.
 template <int KEYS, int D, int THREADS>
 __device__ __forceinline__ void transpose_keys(unsigned char* k_transposed, const unsigned char* k) {

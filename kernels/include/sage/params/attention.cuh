@@ -15,7 +15,7 @@ struct View {
   int64_t head;
   int64_t channel;
   int32_t vector;  // rows start on 16 bytes, channels are neighbours and come in eights: 16-byte loads work
-  int32_t mapped;  // of dout: TensorMaps of all that is read a tile at a time go along
+  int32_t mapped;  // of q in the forward and dout in the backward: TensorMaps of all that is read a tile at a time go along
 };
 
 // How a (batch, token, head, channel) tensor is copied a tile at a time, 64 tokens x 64 channels of one head, zeros beyond
@@ -101,6 +101,9 @@ struct Forward {
   float p_lift;             // Attn-QAT: P is relative to 2^(ceil(largest logit) - p_lift),
   int32_t p_literal;        // or to 2^(largest logit), and in the backward to its sum
   Lists lists;
+  TensorMap q_map;
+  TensorMap k_map;
+  TensorMap v_map;
 };
 
 struct Backward {
@@ -114,7 +117,7 @@ struct Backward {
   View dv;
   const float* minus_lse2;
   float* minus_delta;       // (head, padded token): -rowsum(dO o O)
-  float* dq_sums;           // (head, tile, 64 D) f32, in the order of DqSums of attention/backward.cuh
+  float* dq_sums;           // (head, tile, 64 D) f32, in the order of fragments: see DqSums of attention/backward.cuh
   int8_t* q_transposed;     // (head, tile): [D][64], permuted
   int8_t* dout_transposed;  // the same
   float* dout_scale;        // (head, tile, D): dequant_scale of each channel
@@ -123,6 +126,7 @@ struct Backward {
   Shape shape;
   int32_t group;       // keys that share a scale of P and of dS, and queries one of dS: 1, 2, 4, ... 64
   int32_t dout_group;  // channels that share a scale of dO
+  int32_t dq_parts;    // of the channels: how dq_sums lies inside a tile, (part, 16 queries, 8 channels)
   const float* row_sums;
   Lists lists;
   TensorMap q_map;
@@ -148,11 +152,11 @@ static_assert(sizeof(Segment) == 32);
 static_assert(sizeof(Lists) == 40 && offsetof(Lists, stride) == 24);
 static_assert(sizeof(Shape) == 56 && offsetof(Shape, softmax_scale) == 36);
 static_assert(sizeof(Codes) == 72);
-static_assert(sizeof(Forward) == 440 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 280 &&
+static_assert(sizeof(Forward) == 832 && offsetof(Forward, q_map) == 448 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 280 &&
               offsetof(Forward, row_sums) == 384 && offsetof(Forward, lists) == 400);
 static_assert(sizeof(FakeQuantize) == 360 && offsetof(FakeQuantize, shape) == 296);
 static_assert(sizeof(Backward) == 896 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
-              offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 568 && offsetof(Backward, row_sums) == 576 &&
-              offsetof(Backward, lists) == 584 && offsetof(Backward, q_map) == 640);
+              offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 568 && offsetof(Backward, row_sums) == 584 &&
+              offsetof(Backward, lists) == 592 && offsetof(Backward, q_map) == 640);
 
 }  // namespace sage::params

@@ -86,7 +86,7 @@ struct Blend {
 static_assert(sizeof(Users) == 120 && offsetof(Users, shape) == 64);
 static_assert(sizeof(Choose) == 112 && offsetof(Choose, shape) == 48);
 static_assert(sizeof(Pool) == 128 && offsetof(Pool, shape) == 56);
-static_assert(sizeof(Mass) == 456 && offsetof(Mass, mass) == 440);
+static_assert(sizeof(Mass) == 896 && offsetof(Mass, mass) == 832);
 static_assert(sizeof(Linear) == 496 && offsetof(Linear, states) == 384 && offsetof(Linear, shape) == 416);
 static_assert(sizeof(Blend) == 368 && offsetof(Blend, theta) == 240 && offsetof(Blend, shape) == 304);
 

@@ -25,6 +25,15 @@ __device__ __forceinline__ void store_16(uint32_t shared, uint4 words) {
                : "memory");
 }
 
+__device__ __forceinline__ uint4 load_16(uint32_t shared) {
+  uint4 words;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(shared)
+               : "memory");
+  return words;
+}
+
 // Closes the group of copies issued so far by this thread.
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;"); }
 
@@ -82,10 +91,11 @@ __device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int byt
       : "memory");
 #endif
 }
-// Waits until this thread's additions have read their shared memory; or until they are done.
+// Waits until all but PENDING of this thread's additions have read their shared memory; or until all are done.
+template <int PENDING = 0>
 __device__ __forceinline__ void bulk_wait_read() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 #endif
 }
 __device__ __forceinline__ void bulk_wait() {

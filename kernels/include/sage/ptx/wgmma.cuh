@@ -33,6 +33,12 @@ __device__ __forceinline__ uint64_t row_descriptor(uint32_t shared) {
 // 16-bit elements that lie the other way round: rows of 64 (128 bytes, swizzled) follow the reduction. COLUMN_STEP is
 // 16 of the reduction.
 __device__ __forceinline__ uint64_t column_descriptor(uint32_t shared) { return row_descriptor<128>(shared); }
+// The same for more than 64 elements: in panels of 64, so many bytes apart.
+template <int PANEL_BYTES>
+__device__ __forceinline__ uint64_t column_descriptor_of_panels(uint32_t shared) {
+  constexpr uint64_t ONE = 1, APART = PANEL_BYTES / 16;
+  return column_descriptor(shared) + ((APART - ONE) << 16);
+}
 constexpr uint64_t COLUMN_STEP = 16 * 128 / 16;
 
 // Registers are ready for what comes: before the first product of a group.
@@ -180,18 +186,39 @@ __device__ __forceinline__ void wgmma_16(float (&d)[8][4], uint64_t a, uint64_t 
     SAGE_WGMMA_16("64", "bf16", SAGE_PLACES_32, SAGE_32, "%32", "%33", "%34", "%35", "%36");
 #endif
 }
+template <class T, bool ADD = true, bool A_TURNED = false, bool B_TURNED = false>
+__device__ __forceinline__ void wgmma_16(float (&d)[16][4], uint64_t a, uint64_t b) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  if constexpr (std::is_same_v<T, __half>)
+    SAGE_WGMMA_16("128", "f16", SAGE_PLACES_64, SAGE_64, "%64", "%65", "%66", "%67", "%68");
+  else
+    SAGE_WGMMA_16("128", "bf16", SAGE_PLACES_64, SAGE_64, "%64", "%65", "%66", "%67", "%68");
+#endif
+}
 #undef SAGE_WGMMA_16
 
-// d += A B of 16 bits, reduction 16, A in registers.
-#define SAGE_WGMMA_16(type)                                                                                          \
-  asm volatile(SAGE_WGMMA("m64n64k16.f32." type "." type) "{" SAGE_PLACES_32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;" \
-               : SAGE_32(SAGE_FLOAT)                                                                                 \
-               : SAGE_A_REGISTERS, "l"(b))
-template <class T>
+// The same with A in registers.
+#define SAGE_WGMMA_16(columns, type, places, binds, a_text, b_at, add_at, b_turned_at)                                     \
+  asm volatile(SAGE_WGMMA("m64n" columns "k16.f32." type "." type) "{" places "}, " a_text ", " b_at ", " add_at            \
+                                                                  ", 1, 1, " b_turned_at ";"                               \
+               : binds(SAGE_FLOAT)                                                                                         \
+               : SAGE_A_REGISTERS, "l"(b), "n"(int(ADD)), "n"(int(B_TURNED)))
+template <class T, bool ADD = true, bool B_TURNED = true>
 __device__ __forceinline__ void wgmma_16(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  if constexpr (std::is_same_v<T, __half>) SAGE_WGMMA_16("f16");
-  else SAGE_WGMMA_16("bf16");
+  if constexpr (std::is_same_v<T, __half>)
+    SAGE_WGMMA_16("64", "f16", SAGE_PLACES_32, SAGE_32, "{%32, %33, %34, %35}", "%36", "%37", "%38");
+  else
+    SAGE_WGMMA_16("64", "bf16", SAGE_PLACES_32, SAGE_32, "{%32, %33, %34, %35}", "%36", "%37", "%38");
+#endif
+}
+template <class T, bool ADD = true, bool B_TURNED = true>
+__device__ __forceinline__ void wgmma_16(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  if constexpr (std::is_same_v<T, __half>)
+    SAGE_WGMMA_16("128", "f16", SAGE_PLACES_64, SAGE_64, "{%64, %65, %66, %67}", "%68", "%69", "%70");
+  else
+    SAGE_WGMMA_16("128", "bf16", SAGE_PLACES_64, SAGE_64, "{%64, %65, %66, %67}", "%68", "%69", "%70");
 #endif
 }
 #undef SAGE_WGMMA_16

@@ -1,0 +1,84 @@
+// What S^T = K Q^T is made from in a backward whose other products are in 16 bit: the rows of K and Q, or INT8 codes of both
+// (SageBwd with its recomputed scores alone in INT8).
+//
+// A policy has: KEY_BYTES of a key and TILE_BYTES of a tile of queries in shared memory, besides the rows; load_keys and load,
+// which copy them; multiply, sums for 16 keys of a warp and 64 queries; and factor, what turns a sum into a base-2 logit, of
+// which k_factor stays the same for a block's part of 64 keys.
+#pragma once
+
+#include <sage/attention/score_codes.cuh>
+
+namespace sage::attention {
+
+template <class T, int D>
+struct ScoresOfRows {
+  static constexpr int KEY_BYTES = 0, TILE_BYTES = 0;
+
+  template <int KEYS, int THREADS>
+  static __device__ __forceinline__ void load_keys(uint32_t, const params::Backward&, const BackwardBlock&) {}
+  template <int THREADS>
+  static __device__ __forceinline__ void load(uint32_t, const params::Backward&, const QueryTile&, int) {}
+  static __device__ __forceinline__ void multiply(Scores& s, uint32_t k_rows, uint32_t q_rows, uint32_t, uint32_t, int, int lane) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = 0.0f;
+    multiply_scores<T, D>(s, k_rows, q_rows, lane);
+  }
+  static __device__ __forceinline__ float k_factor(const params::Backward& p, const BackwardBlock&, int) {
+    return p.shape.softmax_scale * ptx::LOG2_E;
+  }
+  static __device__ __forceinline__ float factor(const params::Backward& p, const BackwardBlock& block, const QueryTile&, int part) {
+    return k_factor(p, block, part);
+  }
+};
+
+template <class T, int D>
+struct ScoresOfCodes {
+  static constexpr int KEY_BYTES = D, TILE_BYTES = TILE * D;
+
+  template <int KEYS, int THREADS>
+  static __device__ __forceinline__ void load_keys(uint32_t to, const params::Backward& p, const BackwardBlock& block) {
+    copy_key_tiles<KEYS / TILE, D, THREADS>(to, p, block);
+  }
+  template <int THREADS>
+  static __device__ __forceinline__ void load(uint32_t to, const params::Backward& p, const QueryTile& tile, int thread) {
+    copy_tile<TILE_BYTES, THREADS>(to, p.codes.q + int64_t(tile.padded) * TILE_BYTES, thread);
+  }
+  static __device__ __forceinline__ void multiply(Scores& s, uint32_t, uint32_t, uint32_t k_codes, uint32_t q_codes, int warp,
+                                                  int lane) {
+    int x[8][4];
+    multiply_score_codes<D>(x, k_codes + warp * 16 * D, q_codes, lane);
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = __int_as_float(x[n][e]) - quant::MAGIC;
+  }
+  // What a block keeps of the factor.
+  static __device__ __forceinline__ float k_factor(const params::Backward& p, const BackwardBlock& block, int part) {
+    return k_dequant_of(p, block, part) * (p.shape.softmax_scale * ptx::LOG2_E);
+  }
+  static __device__ __forceinline__ float factor(const params::Backward& p, const BackwardBlock& block, const QueryTile& tile,
+                                                 int part) {
+    return __ldg(p.codes.q_scale + tile.padded) * k_factor(p, block, part);
+  }
+};
+
+// Takes K's token mean out of a block's rows in shared memory, which `at(row, chunk of 8 channels)` tells of; rows beyond the
+// last key come to nothing anyway. Full precision has no mean. (All of SageBwd's backward must see the same K: rows of dS do
+// not sum to exactly zero when O and P are not exact, and what is left would be multiplied with the mean.)
+template <class T, int KEYS, int D, int THREADS, class At>
+__device__ __forceinline__ void subtract_key_mean(unsigned char* memory, const params::Backward& p, const BackwardBlock& block, At at) {
+  if (!p.codes.k_mean) return;
+  const float* mean = p.codes.k_mean + (int64_t(block.key_head) * p.shape.segment_count + block.segment_index) * D;
+  for (int i = threadIdx.x; i < KEYS * D / 8; i += THREADS) {
+    uint4& words = *reinterpret_cast<uint4*>(memory + at(i / (D / 8), i % (D / 8)));
+    float x[8];
+    unpack_8<T>(words, x);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) x[c] -= __ldg(mean + i % (D / 8) * 8 + c);
+    words = pack_8<T>(x);
+  }
+}
+
+}  // namespace sage::attention

@@ -1,0 +1,60 @@
+// What S^T is made from, as scores.cuh has it, by a warpgroup of Hopper: 64 keys, and a tile of 64 queries.
+//
+// Besides what S has: Sums; start, their product, with keys in shared memory or as KeyFragments out of read_keys; load_by_bulk,
+// by one thread, of BULK_BYTES and, with ARRIVALS = 2, an arrival of its own; factor_at, from the scale that this left behind
+// the tile's other values.
+#pragma once
+
+#include <sage/attention/panels.cuh>
+#include <sage/attention/scores.cuh>
+
+namespace sage::attention {
+
+template <class S>
+struct WarpgroupScores;
+
+template <class T, int D>
+struct WarpgroupScores<ScoresOfRows<T, D>> : ScoresOfRows<T, D> {
+  using Sums = float[8][4];
+  static constexpr int BULK_BYTES = 0, ARRIVALS = 1;
+  static __device__ __forceinline__ void load_by_bulk(uint32_t, uint32_t, const params::Backward&, const QueryTile&, uint32_t) {}
+  template <int KEYS>
+  static __device__ __forceinline__ void start(Sums& sums, uint32_t keys, uint32_t q_rows, uint32_t, uint32_t, int group) {
+    multiply_rows<T, D, KEYS, false>(sums, keys + group * TILE * 128, q_rows);
+  }
+  using KeyFragments = uint32_t[D / 16][4];
+  static __device__ __forceinline__ void read_keys(KeyFragments& k, uint32_t keys, uint32_t, int first) {
+    read_rows<128>(k, keys, first);
+  }
+  static __device__ __forceinline__ void start(Sums& sums, const KeyFragments& k, uint32_t q_rows, uint32_t) {
+    multiply_rows<T, false>(sums, k, q_rows);
+  }
+  static __device__ __forceinline__ float factor_at(float k_factor, const float*) { return k_factor; }
+};
+
+template <class T, int D>
+struct WarpgroupScores<ScoresOfCodes<T, D>> : ScoresOfCodes<T, D> {
+  using Sums = int[8][4];
+  static constexpr int BULK_BYTES = TILE * D, ARRIVALS = 2;
+  static __device__ __forceinline__ void load_by_bulk(uint32_t to, uint32_t scale_to, const params::Backward& p,
+                                                      const QueryTile& tile, uint32_t landing) {
+    ptx::bulk_copy(to, p.codes.q + int64_t(tile.padded) * BULK_BYTES, BULK_BYTES, landing);
+    ptx::copy_4(scale_to, p.codes.q_scale + tile.padded);
+    ptx::landing_copies(landing, true);
+  }
+  template <int KEYS>
+  static __device__ __forceinline__ void start(Sums& sums, uint32_t, uint32_t, uint32_t k_codes, uint32_t q_codes, int group) {
+    multiply_codes<D / 32>(sums, ptx::row_descriptor<D>(k_codes + group * TILE * D), ptx::row_descriptor<D>(q_codes));
+  }
+  using KeyFragments = uint32_t[D / 32][4];
+  static __device__ __forceinline__ void read_keys(KeyFragments& k, uint32_t, uint32_t k_codes, int first) {
+    read_rows<D>(k, k_codes, first);
+  }
+  static __device__ __forceinline__ void start(Sums& sums, const KeyFragments& k, uint32_t, uint32_t q_codes) {
+    multiply_codes<D / 32>(sums, k, ptx::row_descriptor<D>(q_codes));
+  }
+  // With the tile's scale.
+  static __device__ __forceinline__ float factor_at(float k_factor, const float* q_scale) { return k_factor * *q_scale; }
+};
+
+}  // namespace sage::attention
