@@ -64,6 +64,9 @@ pub(super) struct Prepare {
     /// Key of JSON lines, or column of parquet, that holds the text [default: text, or the recipe's]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
+    /// Leave out documents that cannot be read (no UTF-8, no JSON, no text), and count them
+    #[arg(long)]
+    skip_bad: bool,
 }
 
 /// What to train on.
@@ -80,6 +83,9 @@ pub(super) struct TrainTokenizer {
     /// Key of JSON lines, or column of parquet, that holds the text [default: text, or the recipe's]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
+    /// Leave out documents that cannot be read (no UTF-8, no JSON, no text), and count them
+    #[arg(long)]
+    skip_bad: bool,
 }
 
 impl Data {
@@ -127,6 +133,7 @@ impl Prepare {
             val_fraction: in_range("val-fraction", self.val_fraction, 0.0, 0.9)?,
             seed: self.seed,
             text_field: self.text_field,
+            skip_bad: self.skip_bad,
         };
         let started = std::time::Instant::now();
         let prepared = prepare(&plan)?;
@@ -141,8 +148,17 @@ impl Prepare {
             )
         };
         let bytes = prepared.train.text_bytes + prepared.validation.text_bytes;
+        let skipped: u64 = prepared.files.iter().map(|file| file.skipped).sum();
+        let of_files = prepared.files.iter().filter(|file| file.skipped > 0).count();
+        let left_out = match skipped {
+            0 => String::new(),
+            n => format!(
+                "{} documents of {of_files} files could not be read and were left out: dataset.json\n",
+                grouped(n)
+            ),
+        };
         print(&format!(
-            "{:<12} {:>15} {:>12} {:>9} {:>7}\n{}{}\n{} in {}, {} entries, {seconds:.1} s, {:.1} MB/s\n\
+            "{:<12} {:>15} {:>12} {:>9} {:>7}\n{}{}{left_out}\n{} in {}, {} entries, {seconds:.1} s, {:.1} MB/s\n\
              train on it: sage-train --data {}\n",
             "part",
             "tokens",
@@ -164,7 +180,7 @@ impl TrainTokenizer {
     fn run(self) -> Result<()> {
         partial::check_free(&self.to, "tokenizer", "--to")?;
         let entries = vocab_size(self.vocab_size)?;
-        let tokenizer = train_tokenizer(&self.inputs, self.text_field.as_deref(), entries)?;
+        let tokenizer = train_tokenizer(&self.inputs, self.text_field.as_deref(), entries, self.skip_bad)?;
         partial::file(&self.to, |partial| tokenizer.save(partial))?;
         print(&format!("{}: {} entries\n", self.to.display(), grouped(tokenizer.vocab_size() as u64)))
     }

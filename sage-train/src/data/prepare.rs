@@ -10,9 +10,9 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::hub::{Hub, Named};
-use super::reader::{self, Piece, is_known};
+use super::reader::{self, Bad, Piece, is_known};
 use super::shard::{Format, Shard, ShardWriter};
-use super::source::{self, Source};
+use super::source::{self, PassedOver, Source};
 use super::tokenizer::{TRAINING_BYTES, Tokenizer};
 use super::tokens::{Tokens, check_ids};
 use crate::partial::Folder;
@@ -47,6 +47,28 @@ pub struct Plan {
     pub seed: u64,
     /// Key or column of the text; `None` is the recipe's, or `text`.
     pub text_field: Option<String>,
+    /// Whether documents that cannot be read are left out.
+    pub skip_bad: bool,
+}
+
+/// A file that was read.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileRead {
+    /// Where it was.
+    pub path: PathBuf,
+    /// Its size.
+    pub bytes: u64,
+    /// Documents with text.
+    pub documents: u64,
+    /// Bytes of their text.
+    pub text_bytes: u64,
+    /// Documents that could not be read and were left out.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub skipped: u64,
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 /// Part of the data: what it holds.
@@ -82,6 +104,9 @@ pub struct Prepared {
     pub train: Part,
     /// To validate on.
     pub validation: Part,
+    /// Every file that was read, in order. Empty in folders of older versions.
+    #[serde(default)]
+    pub files: Vec<FileRead>,
 }
 
 /// Files of one input, and where their text is.
@@ -106,7 +131,7 @@ fn inputs(names: &[String], field: Option<&str>) -> Result<Vec<Input>> {
                 let fetch = |file: &String| hub.dataset_file(&named.dataset, file);
                 (files.iter().map(fetch).collect::<Result<Vec<_>>>()?, named.text_field)
             }
-            _ => match source::find(Path::new(name), Path::new(""))? {
+            _ => match find_text(Path::new(name))? {
                 Source::Text(files) => (files, None),
                 Source::Shards(files) => {
                     return Err(Error::new("the data is tokenized already")
@@ -122,24 +147,64 @@ fn inputs(names: &[String], field: Option<&str>) -> Result<Vec<Input>> {
     Ok(found)
 }
 
-/// Reads all pieces, in order.
-fn read_all(inputs: &[Input], done: &AtomicU64, each: &mut reader::Each<'_>) -> Result<()> {
-    inputs.iter().try_for_each(|input| {
-        input.files.iter().try_for_each(|file| reader::read_counted(file, &input.field, done, each))
-    })
+/// What a path stands for; says what else lies there.
+fn find_text(path: &Path) -> Result<Source> {
+    let mut passed_over = PassedOver::default();
+    let found = source::find_and_pass_over(path, Path::new(""), &mut passed_over)?;
+    if let Some(words) = passed_over.in_words() {
+        tell(&format!("{}: {words}", path.display()));
+    }
+    Ok(found)
+}
+
+/// Reads all pieces, in order, and says what of each file was read.
+fn read_all(
+    inputs: &[Input],
+    skip_bad: bool,
+    done: &AtomicU64,
+    each: &mut reader::Each<'_>,
+) -> Result<Vec<FileRead>> {
+    let files = inputs.iter().flat_map(|input| input.files.iter().map(|file| (file, &*input.field)));
+    files
+        .map(|(path, field)| {
+            let skipped = AtomicU64::new(0);
+            let bad = if skip_bad { Bad::Skipped(&skipped) } else { Bad::Refused };
+            let bytes = path.metadata().map_or(0, |metadata| metadata.len());
+            let mut read = FileRead { path: path.clone(), bytes, ..FileRead::default() };
+            let mut continued = false;
+            reader::read_counted(path, field, bad, done, &mut |piece| {
+                let blank = !continued && piece.ends && is_blank(&piece);
+                read.documents += u64::from(piece.ends && !blank);
+                read.text_bytes += if blank { 0 } else { piece.text.len() as u64 };
+                continued = !piece.ends;
+                each(piece)
+            })?;
+            Ok(FileRead { skipped: skipped.into_inner(), ..read })
+        })
+        .collect()
+}
+
+/// A document of spaces is none.
+fn is_blank(piece: &Piece) -> bool {
+    piece.text.trim().is_empty()
 }
 
 /// A tokenizer trained on the first text of files.
 ///
 /// # Errors
 /// When they cannot be read, or hold no text.
-pub fn train_tokenizer(names: &[String], field: Option<&str>, vocab_size: usize) -> Result<Tokenizer> {
-    trained(&inputs(names, field)?, vocab_size)
+pub fn train_tokenizer(
+    names: &[String],
+    field: Option<&str>,
+    vocab_size: usize,
+    skip_bad: bool,
+) -> Result<Tokenizer> {
+    trained(&inputs(names, field)?, vocab_size, skip_bad)
 }
 
-fn trained(inputs: &[Input], vocab_size: usize) -> Result<Tokenizer> {
+fn trained(inputs: &[Input], vocab_size: usize, skip_bad: bool) -> Result<Tokenizer> {
     let (mut documents, mut held, mut enough) = (Vec::new(), 0, false);
-    let read = read_all(inputs, &AtomicU64::new(0), &mut |piece| {
+    let read = read_all(inputs, skip_bad, &AtomicU64::new(0), &mut |piece| {
         held += piece.text.len();
         documents.push(piece.text);
         enough = held >= TRAINING_BYTES;
@@ -172,7 +237,7 @@ pub fn prepare(plan: &Plan) -> Result<Prepared> {
     let inputs = inputs(&plan.inputs, plan.text_field.as_deref())?;
     let tokenizer = match named {
         Some(tokenizer) => tokenizer,
-        None => trained(&inputs, plan.vocab_size)?,
+        None => trained(&inputs, plan.vocab_size, plan.skip_bad)?,
     };
     let format = plan.format.unwrap_or(Format::for_vocab(tokenizer.vocab_size()));
     format.check_vocab(tokenizer.vocab_size())?;
@@ -198,8 +263,8 @@ fn write(
     let read = std::thread::scope(|scope| {
         let reading = scope.spawn(|| {
             let mut chunks = Chunks { sender, pieces: Vec::new(), held: 0 };
-            read_all(inputs, &done, &mut |piece| chunks.push(piece))?;
-            chunks.send()
+            let files = read_all(inputs, plan.skip_bad, &done, &mut |piece| chunks.push(piece))?;
+            chunks.send().map(|()| files)
         });
         let mut shown = Instant::now();
         let tokenized = tokenize(plan, tokenizer, receiver, &mut parts, &mut |held| {
@@ -216,7 +281,7 @@ fn write(
         tokenized.and(read)
     });
     bar.finish_and_clear();
-    read?;
+    let files = read?;
     let [train, validation] = parts;
     let (train, validation) = (train.finish()?, validation.finish()?);
     if train.tokens == 0 {
@@ -231,6 +296,7 @@ fn write(
         format,
         train,
         validation,
+        files,
     };
     let path = folder.join(LIST);
     std::fs::write(&path, serde_json::to_string_pretty(&prepared).expect("plain values"))
@@ -270,8 +336,7 @@ fn tokenize(
     for chunk in chunks {
         let ids = tokenizer.encode_all(chunk.iter().map(|piece| piece.text.as_str()).collect())?;
         for (piece, mut ids) in chunk.into_iter().zip(ids) {
-            // A document of spaces is none.
-            if !continued && piece.ends && piece.text.trim().is_empty() {
+            if !continued && piece.ends && is_blank(&piece) {
                 continue;
             }
             if piece.ends {

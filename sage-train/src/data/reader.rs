@@ -35,6 +35,27 @@ pub struct Piece {
 /// Takes pieces as they come.
 pub type Each<'a> = dyn FnMut(Piece) -> Result<()> + 'a;
 
+/// What becomes of a document that cannot be read.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Bad<'a> {
+    /// It ends the reading.
+    Refused,
+    /// It is left out, and counted. A text file is left out from there on.
+    Skipped(&'a AtomicU64),
+}
+
+impl Bad<'_> {
+    fn take(self, error: Error) -> Result<()> {
+        match self {
+            Self::Refused => Err(error),
+            Self::Skipped(count) => {
+                count.fetch_add(1, Ordering::Relaxed);
+                Ok(())
+            }
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Text,
@@ -83,15 +104,21 @@ pub(super) fn unknown_kind(path: &Path) -> Error {
 /// # Errors
 /// When the file cannot be read or is not what its name says, and those of `each`.
 pub fn read(path: &Path, field: &str, each: &mut Each<'_>) -> Result<()> {
-    read_counted(path, field, &AtomicU64::new(0), each)
+    read_counted(path, field, Bad::Refused, &AtomicU64::new(0), each)
 }
 
 /// As [`read`]; adds the bytes of the file that have been read to `done`, as far as it is known.
-pub(super) fn read_counted(path: &Path, field: &str, done: &AtomicU64, each: &mut Each<'_>) -> Result<()> {
+pub(super) fn read_counted(
+    path: &Path,
+    field: &str,
+    bad: Bad<'_>,
+    done: &AtomicU64,
+    each: &mut Each<'_>,
+) -> Result<()> {
     let (kind, packed) = kind(path).ok_or_else(|| unknown_kind(path))?;
     let file = File::open(path).map_err(unreadable(path))?;
     if kind == Kind::Parquet {
-        return parquet(path, file, field, done, each);
+        return parquet(path, file, field, bad, done, each);
     }
     let file = BufReader::with_capacity(1 << 18, Counted { file, done });
     let reader: Box<dyn Read + '_> = match packed {
@@ -100,8 +127,8 @@ pub(super) fn read_counted(path: &Path, field: &str, done: &AtomicU64, each: &mu
         Packed::Zstd => Box::new(zstd::Decoder::with_buffer(file).map_err(unreadable(path))?),
     };
     match kind {
-        Kind::Text => text(path, reader, each),
-        _ => json_lines(path, BufReader::with_capacity(1 << 20, reader), field, each),
+        Kind::Text => text(path, reader, bad, each),
+        _ => json_lines(path, BufReader::with_capacity(1 << 20, reader), field, bad, each),
     }
 }
 
@@ -124,15 +151,23 @@ fn unreadable<E: std::fmt::Display>(path: &Path) -> impl FnOnce(E) -> Error {
     move |cause| error(cause).hint("is the file whole, readable, and what its name says?")
 }
 
-fn not_utf8(path: &Path, at: String) -> Error {
+/// The error of bytes that are not UTF-8, at a place in words.
+fn not_utf8(path: &Path, at: String, bytes: &[u8]) -> Error {
+    let hint = match bytes {
+        [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => {
+            "it begins as UTF-16: convert it with `iconv -f utf-16 -t utf-8`"
+        }
+        bytes if bytes.contains(&0) => "it looks like no text at all: is the file what its name says?",
+        _ => "convert it, e.g. with `iconv -f latin1 -t utf-8`",
+    };
     Error::new("the data is not UTF-8 text")
         .got(format!("{}, {at}", path.display()))
         .allowed("UTF-8")
-        .hint("convert it, e.g. with `iconv -f latin1 -t utf-8`")
+        .hint(hint)
 }
 
 /// One document, however long.
-fn text(path: &Path, mut reader: Box<dyn Read + '_>, each: &mut Each<'_>) -> Result<()> {
+fn text(path: &Path, mut reader: Box<dyn Read + '_>, bad: Bad<'_>, each: &mut Each<'_>) -> Result<()> {
     let (mut held, mut before) = (Vec::new(), 0);
     // What says that a file is UTF-8 is none of its text.
     let mark = "\u{feff}".as_bytes();
@@ -152,8 +187,16 @@ fn text(path: &Path, mut reader: Box<dyn Read + '_>, each: &mut Each<'_>) -> Res
             Err(error) if !last && error.error_len().is_none() => {
                 std::str::from_utf8(&held[..error.valid_up_to()]).expect("checked so far")
             }
-            Err(error) => return Err(not_utf8(path, format!("byte {}", before + error.valid_up_to()))),
+            Err(error) => {
+                bad.take(not_utf8(path, format!("byte {}", before + error.valid_up_to()), &held))?;
+                return end_early(before > 0, each);
+            }
         };
+        // Bytes of zero are UTF-8, and of no text.
+        if let Some(at) = valid.find('\0') {
+            bad.take(not_utf8(path, format!("a byte of zero, number {}", before + at), valid.as_bytes()))?;
+            return end_early(before > 0, each);
+        }
         if last {
             let text = valid.to_owned();
             return each(Piece { text, ends: true });
@@ -165,8 +208,19 @@ fn text(path: &Path, mut reader: Box<dyn Read + '_>, each: &mut Each<'_>) -> Res
     }
 }
 
+/// Ends a document of which pieces have been given.
+fn end_early(begun: bool, each: &mut Each<'_>) -> Result<()> {
+    if begun { each(Piece { text: String::new(), ends: true }) } else { Ok(()) }
+}
+
 /// A document a line.
-fn json_lines(path: &Path, mut reader: impl BufRead, field: &str, each: &mut Each<'_>) -> Result<()> {
+fn json_lines(
+    path: &Path,
+    mut reader: impl BufRead,
+    field: &str,
+    bad: Bad<'_>,
+    each: &mut Each<'_>,
+) -> Result<()> {
     let mut line = Vec::new();
     for number in 1.. {
         line.clear();
@@ -176,28 +230,41 @@ fn json_lines(path: &Path, mut reader: impl BufRead, field: &str, each: &mut Eac
             break;
         }
         if read as u64 > LONGEST {
-            return Err(Error::new("a line is too long")
-                .got(format!("{}, line {number}", path.display()))
-                .allowed(format!("up to {} MiB", LONGEST >> 20))
-                .hint("every line is one document"));
+            bad.take(
+                Error::new("a line is too long")
+                    .got(format!("{}, line {number}", path.display()))
+                    .allowed(format!("up to {} MiB", LONGEST >> 20))
+                    .hint("every line is one document"),
+            )?;
+            while line.last().is_some_and(|byte| *byte != b'\n') {
+                line.clear();
+                reader.by_ref().take(LONGEST).read_until(b'\n', &mut line).map_err(unreadable(path))?;
+            }
+            continue;
         }
-        let text = std::str::from_utf8(&line)
-            .map_err(|error| not_utf8(path, format!("line {number}, byte {}", error.valid_up_to())))?;
+        let text = match std::str::from_utf8(&line) {
+            Ok(text) => text,
+            Err(error) => {
+                bad.take(not_utf8(path, format!("line {number}, byte {}", error.valid_up_to()), &line))?;
+                continue;
+            }
+        };
         let text = text.trim().trim_start_matches('\u{feff}');
         if text.is_empty() {
             continue;
         }
         let mut json = serde_json::Deserializer::from_str(text);
         let text = Field(field).deserialize(&mut json).and_then(|text| json.end().map(|()| text));
-        let text = text.map_err(|error| {
-            Error::new("a line is not a JSON object with text")
-                .got(format!("{}, line {number}: {error}", path.display()))
-                .allowed(format!("{{\"{field}\": \"...\"}}; other fields are passed over"))
-                .hint("every line is one document; --text-field names the field")
-        })?;
-        // Null is no document, as in a column of parquet.
-        if let Some(text) = text {
-            each(Piece { text, ends: true })?;
+        match text {
+            Ok(Some(text)) => each(Piece { text, ends: true })?,
+            // Null is no document, as in a column of parquet.
+            Ok(None) => {}
+            Err(error) => bad.take(
+                Error::new("a line is not a JSON object with text")
+                    .got(format!("{}, line {number}: {error}", path.display()))
+                    .allowed(format!("{{\"{field}\": \"...\"}}; other fields are passed over"))
+                    .hint("every line is one document; --text-field names the field"),
+            )?,
         }
     }
     Ok(())
@@ -238,7 +305,14 @@ impl<'de> Visitor<'de> for Field<'_> {
 }
 
 /// A document a row of one column.
-fn parquet(path: &Path, file: File, field: &str, done: &AtomicU64, each: &mut Each<'_>) -> Result<()> {
+fn parquet(
+    path: &Path,
+    file: File,
+    field: &str,
+    bad: Bad<'_>,
+    done: &AtomicU64,
+    each: &mut Each<'_>,
+) -> Result<()> {
     let size = file.metadata().map_err(unreadable(path))?.len();
     let guarded = |work: &mut dyn FnMut() -> parquet::errors::Result<()>| {
         unpanicked(|| work().map_err(|error| error.to_string())).map_err(unreadable(path))
@@ -281,9 +355,13 @@ fn parquet(path: &Path, file: File, field: &str, done: &AtomicU64, each: &mut Ea
                 break;
             }
             for value in &values {
-                let text = std::str::from_utf8(value.data())
-                    .map_err(|error| not_utf8(path, format!("a row, byte {}", error.valid_up_to())))?;
-                each(Piece { text: text.to_owned(), ends: true })?;
+                match std::str::from_utf8(value.data()) {
+                    Ok(text) => each(Piece { text: text.to_owned(), ends: true })?,
+                    Err(error) => {
+                        let at = format!("a row, byte {}", error.valid_up_to());
+                        bad.take(not_utf8(path, at, value.data()))?;
+                    }
+                }
             }
         }
         done.fetch_add(size / reader.num_row_groups() as u64, Ordering::Relaxed);
@@ -373,6 +451,45 @@ pub(crate) mod tests {
             let path = at(&format!("{name}.parquet"));
             write_parquet(&path, &rows, compression);
             assert_eq!(documents(&path)?, wanted, "{name}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn bad_documents_are_refused_or_left_out_and_counted() -> Result<()> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        let good = |n: u32| format!("{{\"text\": \"document {n}\"}}\n").into_bytes();
+        let lines = [
+            good(1),
+            b"{\"text\": 7}\n".to_vec(),
+            b"{\"text\": \"caf\xe9\"}\n".to_vec(),
+            good(2),
+            b"no JSON\n".to_vec(),
+            b"{\"other\": \"x\"}\n".to_vec(),
+            good(3),
+        ];
+        std::fs::write(at("a.jsonl"), lines.concat()).expect("a file");
+        let long = "x\n".repeat(400_000);
+        std::fs::write(at("late.txt"), [long.as_bytes(), &[0xff], b"rest"].concat()).expect("a file");
+        std::fs::write(at("utf16.txt"), [0xff, 0xfe, b'a', 0, b'b', 0]).expect("a file");
+        std::fs::write(at("binary.txt"), b"\x7fELF\x02\0\0").expect("a file");
+        for (name, wanted, left_out) in
+            [("a.jsonl", 3, 4), ("late.txt", 1, 1), ("utf16.txt", 0, 1), ("binary.txt", 0, 1)]
+        {
+            assert!(documents(&at(name)).is_err(), "{name}");
+            let (count, mut documents, mut bytes) = (AtomicU64::new(0), 0, 0);
+            read_counted(&at(name), "text", Bad::Skipped(&count), &AtomicU64::new(0), &mut |piece| {
+                documents += u32::from(piece.ends);
+                bytes += piece.text.len();
+                Ok(())
+            })?;
+            assert_eq!((documents, count.into_inner()), (wanted, left_out), "{name}");
+            assert!(bytes <= long.len());
+        }
+        for (name, word) in [("utf16.txt", "utf-16"), ("binary.txt", "no text at all")] {
+            let error = documents(&at(name)).expect_err("not UTF-8").to_string();
+            assert!(error.contains(word), "{error}");
         }
         Ok(())
     }

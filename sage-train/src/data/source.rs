@@ -1,5 +1,6 @@
 //! What a path stands for: files of text, or shards of tokens.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
@@ -56,7 +57,37 @@ fn allowed() -> String {
 /// # Errors
 /// When there is none, or it cannot be listed.
 pub fn find(path: &Path, out: &Path) -> Result<Source> {
-    let files = files(path, out)?;
+    find_and_pass_over(path, out, &mut PassedOver::default())
+}
+
+/// Files of a folder that are no data: how many of each kind, by the ends of their names.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct PassedOver(BTreeMap<String, usize>);
+
+impl PassedOver {
+    fn add(&mut self, path: &Path) {
+        let kind = path.extension().map_or_else(
+            || "without an ending".into(),
+            |extension| format!(".{}", extension.to_string_lossy().to_ascii_lowercase()),
+        );
+        *self.0.entry(kind).or_default() += 1;
+    }
+
+    /// How many, and of which kinds; none where there are none.
+    pub(super) fn in_words(&self) -> Option<String> {
+        let all: usize = self.0.values().sum();
+        let mut kinds: Vec<(&String, &usize)> = self.0.iter().collect();
+        kinds.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
+        let named: Vec<String> =
+            kinds.iter().take(5).map(|(kind, count)| format!("{count} {kind}")).collect();
+        let more = if kinds.len() > 5 { ", .." } else { "" };
+        (all > 0).then(|| format!("{all} files of other kinds passed over: {}{more}", named.join(", ")))
+    }
+}
+
+/// As [`find`]; adds what lies in a folder besides to `passed_over`.
+pub(super) fn find_and_pass_over(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Source> {
+    let files = files(path, out, passed_over)?;
     let (shards, text): (Vec<PathBuf>, Vec<PathBuf>) = files.into_iter().partition(|file| is_shard(file));
     match (text.is_empty(), shards.is_empty()) {
         (false, true) => Ok(Source::Text(text)),
@@ -91,7 +122,7 @@ fn shard_files(files: Vec<PathBuf>) -> ShardFiles {
 }
 
 /// All files of known kinds.
-fn files(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
+fn files(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<PathBuf>> {
     if path.is_dir() {
         if partial::is_unfinished(path) {
             return Err(Error::new("the data is not finished")
@@ -99,7 +130,7 @@ fn files(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
                 .allowed("a folder that `data prepare` has given its name")
                 .hint("wait for it, or prepare it again"));
         }
-        return below(path, out);
+        return below(path, out, passed_over);
     }
     if path.exists() {
         return if is_data(path) { Ok(vec![path.to_owned()]) } else { Err(reader::unknown_kind(path)) };
@@ -126,7 +157,7 @@ fn files(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
     if found.is_empty() { Err(missing()) } else { Ok(found) }
 }
 
-fn below(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
+fn below(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<PathBuf>> {
     if same(path, out) {
         return Err(Error::new("the data is the folder that runs go to")
             .got(path.display())
@@ -153,6 +184,8 @@ fn below(path: &Path, out: &Path) -> Result<Vec<PathBuf>> {
                 }
             } else if is_data(&entry.path()) {
                 found.push(entry.path());
+            } else {
+                passed_over.add(&entry.path());
             }
         }
     }
@@ -168,6 +201,19 @@ fn same(a: &Path, b: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_passed_over_is_counted_by_kind() {
+        let folder = tempfile::tempdir().expect("a folder");
+        for name in ["a.txt", "b.md", "c.MD", "d.csv", "README", ".hidden"] {
+            std::fs::write(folder.path().join(name), "x").expect("a file");
+        }
+        let mut passed_over = PassedOver::default();
+        find_and_pass_over(folder.path(), Path::new("runs"), &mut passed_over).expect("a source");
+        let words = passed_over.in_words().expect("some");
+        assert_eq!(words, "4 files of other kinds passed over: 2 .md, 1 .csv, 1 without an ending");
+        assert_eq!(PassedOver::default().in_words(), None);
+    }
 
     #[test]
     fn shards_are_sorted_into_training_and_validation_by_name() {

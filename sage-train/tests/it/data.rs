@@ -294,3 +294,24 @@ fn what_is_no_text_is_not_read_as_such() {
     let missing = scratch.fails(&train);
     assert!(missing.contains("a shard is missing") && missing.contains(name), "{missing}");
 }
+
+#[test]
+fn bad_documents_are_left_out_where_asked_and_files_are_listed() {
+    let scratch = Scratch::new();
+    let mut lines = json_lines(200_000).into_bytes();
+    scratch.file("text/good.jsonl", &lines);
+    lines.extend(b"{\"text\": 7}\nno JSON\n{\"text\": \"caf\xe9\"}\n");
+    scratch.file("text/mixed.jsonl", &lines);
+    scratch.file("text/notes.md", "# not data");
+    let prepare = ["data", "prepare", "text", "--vocab-size", "500", "--to"];
+    scratch.fails(&[&prepare[..], &["refused"]].concat());
+    assert!(!scratch.path().join("refused").exists());
+    let out = scratch.ok(&[&prepare[..], &["kept", "--skip-bad"]].concat());
+    assert!(out.contains("3 documents of 1 files could not be read"), "{out}");
+    let kept = Prepared::read(&scratch.path().join("kept")).expect("a description");
+    let [good, mixed] = &kept.files[..] else { panic!("{:?}", kept.files) };
+    assert_eq!((good.skipped, mixed.skipped), (0, 3));
+    assert_eq!((good.documents, good.text_bytes), (mixed.documents, mixed.text_bytes));
+    assert_eq!(good.documents + mixed.documents, kept.train.documents + kept.validation.documents);
+    assert_eq!(mixed.bytes, lines.len() as u64);
+}
