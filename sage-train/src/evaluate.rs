@@ -19,9 +19,21 @@ pub struct Evaluation {
     pub bits_per_byte: f64,
     /// Tokens that were predicted.
     pub tokens: u64,
+    /// Tokens in all sequences that there are.
+    pub of: u64,
 }
 
-/// Mean loss over the first `tokens` tokens in whole sequences, always the same ones, `batch` sequences at a time.
+/// How much to evaluate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extent {
+    /// At least so many tokens, in whole sequences, as far as there are.
+    pub tokens: u64,
+    /// Sequences at a time.
+    pub batch: usize,
+}
+
+/// Mean loss over the first tokens in whole sequences, always the same ones. `seen` is told how many are done, and of
+/// how many.
 ///
 /// # Errors
 /// When the data cannot be read, or the device fails.
@@ -30,9 +42,9 @@ pub fn evaluate(
     data: &Mixture,
     cut: Cut,
     tokenizer: &Tokenizer,
-    tokens: u64,
-    batch: usize,
+    Extent { tokens, batch }: Extent,
     device: &Device,
+    seen: &mut dyn FnMut(u64, u64),
 ) -> Result<Evaluation> {
     let batches = Batches::new(data, cut);
     let wanted = tokens.div_ceil(cut.context as u64).min(batches.sequences());
@@ -49,11 +61,13 @@ pub fn evaluate(
         };
         sum += f64::from(loss().map_err(during("validation"))?) * count as f64;
         first += count;
+        seen(first * cut.context as u64, wanted * cut.context as u64);
     }
     let loss = sum / wanted as f64;
     let tokens = wanted * cut.context as u64;
     let bits = loss * tokens as f64 / std::f64::consts::LN_2;
-    Ok(Evaluation { loss, bits_per_byte: bits / bytes as f64, tokens })
+    let of = batches.sequences() * cut.context as u64;
+    Ok(Evaluation { loss, bits_per_byte: bits / bytes as f64, tokens, of })
 }
 
 /// The same tokens predicted twice: from sequences that are computed whole, as in training, and each from the tokens before
@@ -68,8 +82,8 @@ pub struct TokenByToken {
     pub tokens: u64,
 }
 
-/// Measures [`TokenByToken`] over at least `tokens` tokens in whole sequences, `batch` of them at a time: half the square of
-/// the context for each. `seen` is told how many tokens are done, and of how many.
+/// Measures [`TokenByToken`]: half the square of the context for each sequence. `seen` is told how many tokens are done, and of
+/// how many.
 ///
 /// # Errors
 /// When attention stays inside documents, the data cannot be read, or the device fails.
@@ -77,8 +91,7 @@ pub fn token_by_token(
     model: &Llama,
     data: &Mixture,
     cut: Cut,
-    tokens: u64,
-    batch: usize,
+    Extent { tokens, batch }: Extent,
     device: &Device,
     seen: &mut dyn FnMut(u64, u64),
 ) -> Result<TokenByToken> {

@@ -16,7 +16,7 @@ use candle_sage::{Error, Result};
 use crate::config::Config;
 use crate::data::{Dataset, Feed, source};
 use crate::device::{Hardware, Place, free_memory, memory, reset_peak};
-use crate::evaluate::{Evaluation, evaluate};
+use crate::evaluate::{Evaluation, Extent, evaluate};
 use crate::hf;
 use crate::metrics::{Outcome, Point};
 use crate::model::{Llama, Parameters};
@@ -336,9 +336,9 @@ impl Run<'_> {
         let (config, data) = (self.config, self.data);
         let measure = |model: &Llama| {
             let cut = config.data.cut(&data.tokenizer);
-            let (tokens, micro_batch) = (config.eval_tokens, config.micro_batch);
+            let extent = Extent { tokens: config.eval_tokens, batch: config.micro_batch };
             let device = self.trainer.device();
-            evaluate(model, &data.validation, cut, &data.tokenizer, tokens, micro_batch, device)
+            evaluate(model, &data.validation, cut, &data.tokenizer, extent, device, &mut |_, _| {})
         };
         let Evaluation { loss, bits_per_byte, .. } = measure(&self.trainer.model)?;
         if let Some(model) = &self.trainer.under_eval_attn {

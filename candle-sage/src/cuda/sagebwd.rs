@@ -81,7 +81,7 @@ impl OnGpu for SageBwd {
     fn keep(&self, operands: Operands) -> Kept {
         match self.products {
             Int8Products::FORWARD => Kept::KeyMean(operands.codes.k_mean),
-            _ => Kept::Codes(operands.codes),
+            _ => Kept::Codes(Box::new(operands.codes)),
         }
     }
 
@@ -146,7 +146,7 @@ fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
 /// What the forward keeps, as far as the backward's products want it.
 #[derive(Debug)]
 pub(super) enum Kept {
-    Codes(Codes),
+    Codes(Box<Codes>),
     /// What was taken out of K, if anything was.
     KeyMean(Option<CudaSlice<f32>>),
 }

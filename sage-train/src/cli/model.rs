@@ -10,7 +10,7 @@ use super::print;
 use crate::checks::in_range;
 use crate::data::Dataset;
 use crate::device::Place;
-use crate::evaluate::{Choices, choose, evaluate, read_examples, token_by_token};
+use crate::evaluate::{Choices, Extent, choose, evaluate, read_examples, token_by_token};
 use crate::quantity::Quantity;
 use crate::sample::{Sampling, sample};
 use crate::settings::{Attn, Settings, SourceSetting};
@@ -75,6 +75,9 @@ pub(super) struct Eval {
     /// Tokens of it, at most [default: 1m; 2k with --token-by-token]
     #[arg(long, value_name = "N")]
     tokens: Option<Quantity>,
+    /// All tokens of it
+    #[arg(long, conflicts_with_all = ["tokens", "hellaswag"])]
+    all: bool,
     /// Also predict each token from those before it alone, as decoding does: what attention owes to its looks ahead
     #[arg(long, conflicts_with = "hellaswag")]
     token_by_token: bool,
@@ -99,8 +102,14 @@ impl Eval {
     pub(super) fn run(&self) -> Result<()> {
         // Tokens of the data are the model's.
         let tokenizer = run_folder(&self.run).join("tokenizer.json").display().to_string();
-        let tokens = self.tokens.unwrap_or(Quantity(if self.token_by_token { 2 << 10 } else { 1 << 20 }));
-        let tokens = in_range("tokens", tokens.0, 1, 1 << 40)?;
+        let usual = if self.all {
+            1 << 40
+        } else if self.token_by_token {
+            2 << 10
+        } else {
+            1 << 20
+        };
+        let tokens = in_range("tokens", self.tokens.map_or(usual, |tokens| tokens.0), 1, 1 << 40)?;
         if self.data.is_none() && self.hellaswag.is_none() && self.run.join("config.json").exists() {
             return Err(Error::new("there is nothing to evaluate on")
                 .got(format!("{} is not a run, which would know its data", self.run.display()))
@@ -148,18 +157,14 @@ impl Eval {
         let data = Dataset::load_to_validate(&config.data, &|line| tell(line))?;
         let cut = config.data.cut(tokenizer);
         let scheme = config.model.scheme.map_or("none".into(), |scheme| scheme.to_string());
+        let bar = crate::bar(0, "{bar:30.cyan/blue} {human_pos}/{human_len} tokens, ETA {eta}");
+        let mut seen = |done, all| {
+            bar.set_length(all);
+            bar.set_position(done);
+        };
+        let extent = Extent { tokens, batch: config.micro_batch };
         if self.token_by_token {
-            let bar = indicatif::ProgressBar::new(0).with_style(
-                indicatif::ProgressStyle::with_template("{bar:40} {pos}/{len} tokens, ETA {eta}")
-                    .expect("a template"),
-            );
-            let mut seen = |done, all| {
-                bar.set_length(all);
-                bar.set_position(done);
-            };
-            let micro_batch = config.micro_batch;
-            let result =
-                token_by_token(&model, &data.validation, cut, tokens, micro_batch, device, &mut seen)?;
+            let result = token_by_token(&model, &data.validation, cut, extent, device, &mut seen)?;
             bar.finish_and_clear();
             return print(&format!(
                 "attention      {scheme}\ntokens         {}\nwhole          {:.4} nats a token\n\
@@ -170,9 +175,15 @@ impl Eval {
                 100.0 * (result.alone / result.whole - 1.0)
             ));
         }
-        let result = evaluate(&model, &data.validation, cut, tokenizer, tokens, config.micro_batch, device)?;
+        let result = evaluate(&model, &data.validation, cut, tokenizer, extent, device, &mut seen)?;
+        bar.finish_and_clear();
+        let rest = if result.tokens < result.of {
+            format!(" of {} (--all takes them all)", crate::quantity::grouped(result.of))
+        } else {
+            String::new()
+        };
         print(&format!(
-            "attention      {}\ntokens         {}\nloss           {:.4} nats a token\nperplexity     {:.3}\nbits a byte    {:.4}\n",
+            "attention      {}\ntokens         {}{rest}\nloss           {:.4} nats a token\nperplexity     {:.3}\nbits a byte    {:.4}\n",
             scheme,
             crate::quantity::grouped(result.tokens),
             result.loss,

@@ -331,6 +331,13 @@ fn tokens_are_predicted_one_by_one() {
         assert!((whole - alone).abs() < if attn == "fpa" { 2e-4 } else { 0.05 }, "{attn}: {whole}, {alone}");
         let same = scratch.ok(&["eval", &folder, "--tokens", "200"]);
         assert!(same.contains(&format!("{whole:.4}")), "{whole} in {same}");
+        let tokens = |text: &str| -> Vec<u64> {
+            let line = text.lines().find(|line| line.starts_with("tokens")).expect("a line").replace(',', "");
+            line.split_whitespace().filter_map(|word| word.parse().ok()).collect()
+        };
+        let all = scratch.ok(&["eval", &folder, "--all"]);
+        assert_eq!(tokens(&same), [224, tokens(&all)[0]], "{same}{all}");
+        assert!(tokens(&all)[0] > 224 && !all.contains("--all"), "{all}");
     }
 }
 
