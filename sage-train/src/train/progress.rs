@@ -1,4 +1,5 @@
-//! What a person sees: a bar on a terminal, a line now and then in a pipe, everything in the log.
+//! What a person sees: a bar on a terminal, a line now and then in a pipe; in the log everything that is said, and steps now
+//! and then: the metrics have them all.
 
 use std::fs::File;
 use std::io::Write;
@@ -9,8 +10,10 @@ use indicatif::ProgressBar;
 use crate::metrics::Point;
 use crate::{bar, tell};
 
-/// Seconds between lines when there is no terminal.
+/// Between lines when there is no terminal, and between those of steps in the log, but for the first steps.
 const QUIET: Duration = Duration::from_secs(5);
+const QUIET_LOG: Duration = Duration::from_secs(10);
+const FIRST_STEPS: u64 = 10;
 
 /// Progress of one run, on standard error.
 #[derive(Debug)]
@@ -22,6 +25,7 @@ pub(super) struct Progress {
     first: u64,
     started: Instant,
     last_line: Instant,
+    last_log: Instant,
     /// The last validation, shown on the bar until the next.
     validation: Option<f64>,
 }
@@ -30,7 +34,16 @@ impl Progress {
     pub(super) fn new(steps: u64) -> Self {
         let bar = bar(steps, "{bar:30.cyan/blue} {pos}/{len} {msg} [{elapsed}, ETA {eta}]");
         let now = Instant::now();
-        Self { bar, steps, log: None, first: 0, started: now, last_line: now, validation: None }
+        Self {
+            bar,
+            steps,
+            log: None,
+            first: 0,
+            started: now,
+            last_line: now,
+            last_log: now,
+            validation: None,
+        }
     }
 
     /// Also writes everything to a file from now on.
@@ -68,7 +81,11 @@ impl Progress {
         // A line says what its step measured; the bar, which stays, also the last validation.
         let (step, steps, lr) = (point.step, self.steps, point.lr);
         let line = format!("step {step}/{steps}: {} lr {lr:.2e}{gpu}", text(point.val_loss));
-        self.note(&line);
+        let (early, ends) = (step - self.first <= FIRST_STEPS, step == steps);
+        if early || ends || point.val_loss.is_some() || self.last_log.elapsed() > QUIET_LOG {
+            self.last_log = Instant::now();
+            self.note(&line);
+        }
         self.bar.set_message(text(self.validation));
         self.bar.set_position(point.step);
         if self.bar.is_hidden() && (self.last_line.elapsed() > QUIET || point.val_loss.is_some()) {
@@ -83,11 +100,14 @@ impl Progress {
         self.bar.finish();
     }
 
-    /// Writes a line to the log only. A log that cannot be written does not stop a run: the metrics,
+    /// Writes to the log only, with the time in UTC. A log that cannot be written does not stop a run: the metrics,
     /// which matter, do.
-    pub(super) fn note(&self, line: &str) {
+    pub(super) fn note(&self, text: &str) {
         if let Some(mut file) = self.log.as_ref() {
-            let _ = writeln!(file, "{line}");
+            let time = chrono::Utc::now().format("%Y-%m-%d %H:%M:%SZ");
+            // In one piece, so that lines of processes that write at once stay whole.
+            let lines: String = text.lines().map(|line| format!("{time} {line}\n")).collect();
+            let _ = file.write_all(lines.as_bytes());
         }
     }
 }

@@ -167,6 +167,8 @@ fn a_run_that_diverges_stops_before_the_update_and_says_where() {
     assert!(!folder.join("model.safetensors").exists() && folder.join("loss.svg").exists());
     let log = std::fs::read_to_string(folder.join("log.txt")).expect("a log");
     assert!(log.contains("stopped before the update"), "{log}");
+    let is_time = |text: &str| text.len() == 20 && text.ends_with('Z') && text.as_bytes()[10] == b' ';
+    assert!(log.lines().all(|line| line.get(..20).is_some_and(is_time)), "{log}");
 }
 
 #[test]
