@@ -30,7 +30,8 @@ struct ForwardRoles {
 // Named barriers; 0 is __syncthreads.
 enum ForwardBarrier : int {
   FETCHERS = 1,
-  TURN = 2,  // for each group of queries: it may ask for its products
+  TURN = 2,  // for each group of queries: it may ask for its products,
+  READ = 5,  // and all its warps have read its queries
 };
 
 // The next piece of work, head -1 after the last: at first that of the block's index, then the one that nobody has taken.
@@ -208,6 +209,7 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
       }
     }
     before += VALUES_FIRST ? all_steps : 2 * all_steps;
+    ptx::barrier(READ + group, GROUP_THREADS);
     store<T, Numerics::STAGING>(p, block, part.rows, part.staging());
     ptx::wgmma_publish();
     ptx::landing_arrive(turns.empty(turn));  // each thread for itself: all have read of the block

@@ -19,7 +19,7 @@ struct FullPrecisionForwardRoles {
   // Shared memory: Q, twice; stages of K or V.
   static constexpr int TILE_BYTES = TILE * D * 2, Q_BYTES = Roles::GROUPS * TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
   static constexpr int SHARED_BYTES = 2 * Q_BYTES + Roles::STAGES * STAGE_BYTES;
-  static constexpr int STAGING = 2048;  // of a warp, where its queries were
+  static constexpr int STAGING = 16 * 128;  // of a warp: its own rows of the queries' first panel, which no other warp reads
 
   const params::Forward& p;
   const ForwardBlock& block;
@@ -95,7 +95,7 @@ struct FullPrecisionForwardRoles {
     __device__ __forceinline__ Part(const FullPrecisionForwardRoles& numerics, int slot, int group)
         : of(numerics), q_rows(of.q_rows(slot, group)), rows(nullptr) {}
 
-    __device__ __forceinline__ uint32_t staging() const { return q_rows + threadIdx.x / 32 % 4 * (TILE_BYTES / 4); }
+    __device__ __forceinline__ uint32_t staging() const { return q_rows + threadIdx.x / 32 % 4 * STAGING; }
 
     // S of all tiles, as a product makes it.
     __device__ __forceinline__ float (&columns())[TILES * 8][4] { return reinterpret_cast<float(&)[TILES * 8][4]>(s); }

@@ -51,7 +51,7 @@ struct SageBwdForwardRoles {
   static constexpr int SCALES_AT = 2 * Q_BYTES + Roles::STAGES * 4 * TILE_BYTES;
   static constexpr int SHARED_BYTES = SCALES_AT + Roles::STAGES * int(sizeof(StepScales));
 
-  static constexpr int STAGING = TILE_BYTES / 4;  // of a warp, where its queries were
+  static constexpr int STAGING = TILE_BYTES / 4;  // of a warp: its own rows of the queries, which no other warp reads
 
   const params::Forward& p;
   const ForwardBlock& block;
