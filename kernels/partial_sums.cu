@@ -1,4 +1,5 @@
-// The end of a sum that blocks began, each in a row of its own: columns added up in an order of their own.
+// Columns added up, each in an order of its own: the end of a sum that blocks began, many short rows; and the sum of what
+// several GPUs sent, few long ones.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 
@@ -28,6 +29,22 @@ __device__ void sum(const params::PartialSums& p) {
   }
 }
 
+// Few rows as long as a model: a thread takes four columns, and reads every row once.
+__device__ void sum_long_rows(const params::PartialSums& p) {
+  constexpr int V = 4;
+  elements::each_pack<V>(p.width, [&](int64_t at, auto count) {
+    constexpr int N = decltype(count)::V;
+    float sum[N], x[N];
+    elements::load_floats(p.partials + at, sum);
+    for (int part = 1; part < p.parts; ++part) {
+      elements::load_floats(p.partials + int64_t(part) * p.width + at, x);
+#pragma unroll
+      for (int i = 0; i < N; ++i) sum[i] += x[i];
+    }
+    elements::store_floats(static_cast<float*>(p.out) + at, sum);
+  });
+}
+
 }  // namespace
 
 #define KERNEL(name, T)                                                  \
@@ -37,3 +54,7 @@ __device__ void sum(const params::PartialSums& p) {
 KERNEL(f32, float)
 KERNEL(f16, __half)
 KERNEL(bf16, __nv_bfloat16)
+
+extern "C" __global__ void __launch_bounds__(256) sum_in_order(const __grid_constant__ params::PartialSums p) {
+  sum_long_rows(p);
+}

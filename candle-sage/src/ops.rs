@@ -20,7 +20,7 @@ mod route;
 mod support;
 mod swiglu;
 
-pub use accumulate::{add_into, product_into};
+pub use accumulate::{add_into, product_into, sum_in_order};
 pub use adamw::{AdamW, sum_of_squares};
 pub use attention::{Attention, AttentionVjp};
 pub use blend::{Alpha, blend, blend_backward};

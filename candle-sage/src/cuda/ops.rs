@@ -7,6 +7,7 @@ mod ids;
 mod params;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
+pub(crate) mod sum_in_order;
 pub(crate) mod swiglu;
 pub(crate) mod tensor;
 

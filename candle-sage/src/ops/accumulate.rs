@@ -12,6 +12,7 @@ use crate::cuda;
 
 const ADD: &str = "add-into";
 const PRODUCT: &str = "product-into";
+const IN_ORDER: &str = "sum-in-order";
 
 /// `sum += x`.
 ///
@@ -56,6 +57,68 @@ impl InplaceOp2 for AddInto {
         x_layout: &Layout,
     ) -> Result<()> {
         cuda::ops::cross_entropy::add((sum, layout), (x, x_layout))
+    }
+}
+
+/// `out = parts[0] + parts[1] + ...`, each element in that order: gradients of several GPUs, whose sum is to have the same bits
+/// whoever carried them.
+///
+/// `parts` is (n, ..), `out` one of them in shape; both f32 without gaps.
+///
+/// # Errors
+/// When they do not fit together, or there are no parts.
+pub fn sum_in_order(out: &Tensor, parts: &Tensor) -> Result<()> {
+    let parted = parts.dims().split_first().is_some_and(|(&n, dims)| n > 0 && dims == out.dims());
+    if !parted || parts.dtype() != DType::F32 || !parts.is_contiguous() {
+        return Err(shape_error(
+            "sum_in_order: the parts do not fit the sum",
+            ((parts.dims(), parts.dtype()), (out.dims(), out.dtype())),
+            "f32 parts (n, ..) without gaps, and a sum (..)",
+            "stack the parts along a new first dimension",
+        ));
+    }
+    check_sum("sum_in_order", out, out.dims())?;
+    supported(IN_ORDER, &[out, parts])?;
+    out.inplace_op2(&parts.detach(), &InOrder)
+}
+
+struct InOrder;
+
+impl InplaceOp2 for InOrder {
+    fn name(&self) -> &'static str {
+        IN_ORDER
+    }
+
+    fn cpu_fwd(
+        &self,
+        out: &mut CpuStorage,
+        layout: &Layout,
+        parts: &CpuStorage,
+        parts_layout: &Layout,
+    ) -> Result<()> {
+        let parts = f32_values(IN_ORDER, parts, parts_layout)?;
+        let out = f32_values_mut(IN_ORDER, out, layout)?;
+        let len = out.len();
+        out.par_chunks_mut(SPAN).enumerate().for_each(|(span, out)| {
+            let of_part = |part: usize| &parts[part * len + span * SPAN..][..out.len()];
+            let mut sums = of_part(0).to_vec();
+            for part in 1..parts.len() / len {
+                sums.iter_mut().zip(of_part(part)).for_each(|(sum, x)| *sum += x);
+            }
+            out.copy_from_slice(&sums);
+        });
+        Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        out: &mut CudaStorage,
+        layout: &Layout,
+        parts: &CudaStorage,
+        parts_layout: &Layout,
+    ) -> Result<()> {
+        cuda::ops::sum_in_order::sum((out, layout), (parts, parts_layout))
     }
 }
 
