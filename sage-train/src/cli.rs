@@ -12,18 +12,24 @@ mod sweep;
 use std::ffi::OsString;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::thread::available_parallelism;
+use std::time::Duration;
 
 use candle_sage::{Error, Result};
 use clap::{Parser, Subcommand};
 use toml::Table;
 
+use crate::checks::in_range;
 use crate::config::{Config, of_attention};
 use crate::data::{Batches, Dataset, known_tokenizer};
 use crate::quantity::Quantity;
+use crate::ranks::launch::{self, Launch};
+use crate::ranks::{Rank, Words, World};
 use crate::report::result_table;
 use crate::settings::{Attn, Preset, Settings};
 use crate::sweep::{Limits, Spec};
-use crate::{during, hf, partial, tell, train};
+use crate::train::{Begin, Stop, checkpoint};
+use crate::{during, hf, partial, signals, tell, train};
 
 use bench::Bench;
 use data::{Data, write_corpus};
@@ -120,12 +126,23 @@ struct Train {
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     config: Option<PathBuf>,
     /// Go on with a run from its newest checkpoint, or from the one that is named; flags may change how long it goes and
-    /// how it is watched, not what it is
-    #[arg(long, value_name = "RUN", help_heading = "Run", conflicts_with_all = ["config", "compare"])]
+    /// how it is watched, not what it is. `auto`, with --name: go on with that run, or begin it: the same command as often as
+    /// a job is started
+    #[arg(long, value_name = "RUN", help_heading = "Run", conflicts_with = "compare")]
     resume: Option<PathBuf>,
     /// Print what would run, and stop
     #[arg(long, help_heading = "Run")]
     dry_run: bool,
+    /// Train with so many GPUs of this machine (with --device cpu: processes), each in a process of its own; a step and its
+    /// batches stay what they are. torchrun and srun start such processes too
+    #[arg(long, value_name = "N", help_heading = "Several GPUs", conflicts_with_all = ["write_batches"])]
+    gpus: Option<usize>,
+    /// Begin again so often when a process was lost; takes --gpus and --resume auto
+    #[arg(long, value_name = "K", help_heading = "Several GPUs", requires = "gpus", default_value_t = 0)]
+    restarts: u32,
+    /// A process that makes no progress for so long is given up, and the run with it
+    #[arg(long, value_name = "SECONDS", help_heading = "Several GPUs", default_value_t = 120)]
+    stall_timeout: u64,
     /// Write the sequences that the run would be taught, in their order, as a shard of documents, and stop: another
     /// program can be taught the same
     #[arg(long, value_name = "FILE", help_heading = "Run", conflicts_with_all = ["resume", "compare", "dry_run"])]
@@ -186,6 +203,18 @@ impl Cli {
 
 impl Train {
     fn run(self, mut lists: Table) -> Result<()> {
+        if self.config.is_some() && self.resume.as_deref().is_some_and(|run| run != Path::new("auto")) {
+            return Err(Error::new("a run that goes on has its own settings")
+                .got("--config with --resume")
+                .allowed("one of them; --config with --resume auto")
+                .hint("flags may change how long the run goes and how it is watched"));
+        }
+        if self.restarts > 0 && self.resume.as_deref() != Some(Path::new("auto")) {
+            return Err(Error::new("a run cannot begin again by itself")
+                .got("--restarts without --resume auto")
+                .allowed("--restarts K --resume auto --name NAME")
+                .hint("--resume auto goes on from the newest checkpoint"));
+        }
         let file = self.config.as_deref().map(Config::read_settings).transpose()?.unwrap_or_default();
         if let (Some(flag), Some(in_file)) = (self.settings.preset, file.preset)
             && flag != in_file
@@ -204,42 +233,107 @@ impl Train {
         if !lists.is_empty() {
             return self.sweep(file, &lists);
         }
-        let typed = self.settings.clone();
-        let (config, found) = match &self.resume {
-            Some(path) => {
-                let Resumed { config, found } = Resumed::open(path, self.settings)?;
-                (config, Some(found))
+        let world = World::from_environment()?;
+        self.gpus.map_or(Ok(()), launch::check)?;
+        match (self.gpus, &world) {
+            (Some(gpus), None) if gpus > 1 && !self.dry_run => return self.launch(gpus),
+            (Some(gpus), Some(world)) if gpus != world.rank.of => {
+                return Err(Error::new("two launchers say how many processes there are")
+                    .got(format!("--gpus {gpus}, and {} of {}", world.rank.of, world.launcher))
+                    .allowed("one of them")
+                    .hint("--gpus starts processes by itself: leave it out under torchrun or srun"));
             }
-            None => (Config::resolve(settle(self.settings.over(file))?)?, None),
+            _ => {}
+        }
+        let stall = Duration::from_secs(in_range("stall-timeout", self.stall_timeout, 1, 1 << 20)?);
+        let words = match world.as_ref().filter(|_| !self.dry_run && self.write_batches.is_none()) {
+            Some(world) => Words::meet(world, stall)?,
+            None => Words::alone(),
         };
-        if found.is_none() {
+        let local = world.map_or(Rank::ALONE, |world| world.local);
+        let ended = self.train(file, &words, local);
+        // What all have agreed on ends all of them; an error of one is told to the others.
+        match ended {
+            Ok(()) => {
+                words.leave(None);
+                Ok(())
+            }
+            Err(stop @ (Stop::Diverged(_) | Stop::Interrupted(_))) => {
+                words.leave(None);
+                if !words.rank().is_first() {
+                    let code = signals::received().map_or(1, |signal| 128 + i32::from(signal));
+                    std::process::exit(code);
+                }
+                Err(stop.into())
+            }
+            Err(Stop::Failed(error)) => {
+                words.leave(Some(&error));
+                Err(error)
+            }
+        }
+    }
+
+    /// Starts processes of itself, and exits as they do.
+    fn launch(&self, gpus: usize) -> Result<()> {
+        match launch::launch(Launch { ranks: gpus, restarts: self.restarts })? {
+            0 => Ok(()),
+            // The ranks have said why.
+            code => std::process::exit(code),
+        }
+    }
+
+    /// Trains, as one of the ranks that have met.
+    fn train(self, file: Settings, words: &Words, local: Rank) -> std::result::Result<(), Stop> {
+        let rank = words.rank();
+        let typed = self.settings.clone();
+        let (config, begin) = match self.resume.as_deref().map(Path::to_str) {
+            Some(Some("auto")) => again(self.settings, file, words)?,
+            Some(_) => {
+                let path = self.resume.as_deref().unwrap_or(Path::new(""));
+                let Resumed { config, found } = Resumed::open(path, self.settings, rank)?;
+                (config, Begin::From(found))
+            }
+            None => (Config::resolve(settle(self.settings.over(file))?)?, Begin::New),
+        };
+        if !matches!(begin, Begin::From(_)) {
             check_typed(&typed, &config)?;
-            train::check(&config)?;
+            if rank.is_first() {
+                train::check(&config, &begin)?;
+            }
         }
         if self.dry_run {
             if let Err(error) = train::check_machine(&config) {
                 tell(&format!("warning: {error}"));
             }
-            return print(&config.to_string());
+            return Ok(print(&config.to_string())?);
         }
         if let Some(path) = &self.write_batches {
-            return write_batches(&config, path);
+            return Ok(write_batches(&config, path)?);
         }
         train::check_machine(&config)?;
-        if let Some(threads) = config.threads {
+        // Processes of one machine share its cores.
+        let share =
+            || (local.of > 1).then(|| available_parallelism().map_or(1, usize::from).div_ceil(local.of));
+        if let Some(threads) = config.threads.or_else(share) {
             rayon::ThreadPoolBuilder::new()
                 .num_threads(threads)
                 .build_global()
                 .map_err(during("cannot start threads"))?;
         }
-        print(&result_table(&train::run(&config, found.as_ref())?))
+        let outcome = train::run_as(&config, &begin, words, local)?;
+        if rank.is_first() {
+            print(&result_table(&outcome))?;
+        }
+        Ok(())
     }
 
     /// Lists of values: every combination of them, in a folder of their own.
     fn sweep(self, file: Settings, lists: &Table) -> Result<()> {
-        for (flag, given) in
-            [("--resume", self.resume.is_some()), ("--write-batches", self.write_batches.is_some())]
-        {
+        for (flag, given) in [
+            ("--resume", self.resume.is_some()),
+            ("--write-batches", self.write_batches.is_some()),
+            ("--gpus", self.gpus.is_some()),
+        ] {
             if given {
                 return Err(Error::new("a list of values is many runs")
                     .got(format!(
@@ -268,6 +362,33 @@ impl Train {
         let goes_on = format!("the same command with --name {name}");
         let again = Again { retries: goes_on.clone(), goes_on };
         sweep::carry_out(&spec, &sweep, &Limits { jobs: 1, retry: true, ..Limits::default() }, &again)
+    }
+}
+
+/// `--resume auto`: from the newest checkpoint of the run that is named, or from its beginning.
+fn again(typed: Settings, file: Settings, words: &Words) -> Result<(Config, Begin)> {
+    let asked = Config::resolve(settle(typed.over(file))?)?;
+    let Some(name) = &asked.name else {
+        return Err(Error::new("--resume auto does not know which run")
+            .got("no --name")
+            .allowed("--resume auto --name NAME")
+            .hint("a run that is there goes on, another begins: the same command for both"));
+    };
+    let run = asked.out.join(name);
+    // Rank 0 looks for all, before anybody makes or removes something.
+    let found = || match checkpoint::newest(&run) {
+        Some(step) => format!("step {step}"),
+        None if run.is_dir() => "again".into(),
+        None => "new".into(),
+    };
+    match words.from_first("what there is of the run", &found())?.as_str() {
+        "new" => Ok((asked, Begin::New)),
+        "again" => Ok((asked, Begin::Again)),
+        _ => {
+            let settings = Settings { name: None, out: None, ..asked.settings };
+            let Resumed { config, found } = Resumed::open(&run, settings, words.rank())?;
+            Ok((config, Begin::From(found)))
+        }
     }
 }
 

@@ -14,6 +14,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use crate::during;
+use crate::ranks::Rank;
 
 /// Where something runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -64,21 +65,32 @@ impl Place {
         Ok(())
     }
 
-    /// The device. Memory that a GPU frees is kept for the next step.
+    /// The device of a process that is `local` among those of this machine: its GPU has that number, unless it is the only
+    /// one that the process may see. Memory that a GPU frees is kept for the next step.
     ///
     /// # Errors
     /// When there is none.
-    pub fn open(self) -> Result<Device> {
+    pub fn open(self, local: Rank) -> Result<Device> {
         self.check()?;
         match self {
             Self::Cpu => Ok(Device::Cpu),
             Self::Cuda => {
-                let device =
-                    Device::new_cuda(0).map_err(during("cannot use the first GPU")).map_err(|error| {
-                        error.hint("is there one, and its driver? --device cpu needs neither")
-                    })?;
+                let failed = || format!("cannot use GPU {}", local.index);
+                let number = match gpus().len() {
+                    1 => 0,
+                    there @ 2.. if local.of > there => {
+                        return Err(Error::new("this machine has fewer GPUs than ranks")
+                            .got(format!("{there} GPUs, {} ranks", local.of))
+                            .allowed(format!("up to {there} ranks, one for each"))
+                            .hint(format!("--gpus {there}; CUDA_VISIBLE_DEVICES says which may be used")));
+                    }
+                    _ => local.index,
+                };
+                let device = Device::new_cuda(number).map_err(during(failed())).map_err(|error| {
+                    error.hint("is there one, and its driver? --device cpu needs neither")
+                })?;
                 #[cfg(feature = "cuda")]
-                memory::keep_what_is_freed(&device).map_err(during("cannot use the first GPU"))?;
+                memory::keep_what_is_freed(&device).map_err(during(failed()))?;
                 Ok(device)
             }
         }

@@ -9,6 +9,7 @@ use candle_sage::{Error, Result};
 use crate::data::{Batches, Cut, Mixture, Tokenizer};
 use crate::during;
 use crate::model::{Input, Llama};
+use crate::ranks::Ranks;
 
 /// The result of a validation.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -32,8 +33,8 @@ pub struct Extent {
     pub batch: usize,
 }
 
-/// Mean loss over the first tokens in whole sequences, always the same ones. `seen` is told how many are done, and of
-/// how many.
+/// Mean loss over the first tokens in whole sequences, always the same ones, which ranks deal out among themselves. `seen` is
+/// told how many are done, and of how many.
 ///
 /// # Errors
 /// When the data cannot be read, or the device fails.
@@ -43,14 +44,21 @@ pub fn evaluate(
     cut: Cut,
     tokenizer: &Tokenizer,
     Extent { tokens, batch }: Extent,
-    device: &Device,
+    (device, ranks): (&Device, &Ranks),
     seen: &mut dyn FnMut(u64, u64),
 ) -> Result<Evaluation> {
     let batches = Batches::new(data, cut);
     let wanted = tokens.div_ceil(cut.context as u64).min(batches.sequences());
-    let (mut sum, mut bytes, mut first) = (0.0, 0, 0);
+    let rank = ranks.rank();
+    // The sum of losses of each batch of sequences, where this rank has it, and the bytes of the text.
+    let (mut sums, mut bytes, mut first) = (Vec::new(), 0, 0);
     while first < wanted {
         let count = (batch as u64).min(wanted - first);
+        if sums.len() % rank.of != rank.index {
+            sums.push(0.0);
+            first += count;
+            continue;
+        }
         let sequences = batches.in_order(first, count as usize)?;
         // The bytes of exactly the tokens that were predicted.
         bytes += sequences.targets().iter().map(|&id| tokenizer.bytes(id)).sum::<u64>();
@@ -59,15 +67,22 @@ pub fn evaluate(
             let input = Input { ids: &batch.ids, documents: batch.documents.as_ref() };
             model.loss(input, &batch.targets)?.to_scalar::<f32>()
         };
-        sum += f64::from(loss().map_err(during("validation"))?) * count as f64;
+        sums.push(f64::from(loss().map_err(during("validation"))?) * count as f64);
         first += count;
+        ranks.words().tick();
         seen(first * cut.context as u64, wanted * cut.context as u64);
     }
+    let batches_done = sums.len();
+    sums.push(bytes as f64);
+    let all = ranks.gather(&sums, device)?;
+    // In the order of the text, whoever has computed them.
+    let sum: f64 = (0..batches_done).map(|n| all[n % rank.of][n]).sum();
+    let bytes: f64 = all.iter().map(|of_rank| of_rank[batches_done]).sum();
     let loss = sum / wanted as f64;
     let tokens = wanted * cut.context as u64;
     let bits = loss * tokens as f64 / std::f64::consts::LN_2;
     let of = batches.sequences() * cut.context as u64;
-    Ok(Evaluation { loss, bits_per_byte: bits / bytes as f64, tokens, of })
+    Ok(Evaluation { loss, bits_per_byte: bits / bytes, tokens, of })
 }
 
 /// The same tokens predicted twice: from sequences that are computed whole, as in training, and each from the tokens before

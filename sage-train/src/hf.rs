@@ -14,6 +14,7 @@ use crate::data::Tokenizer;
 use crate::model::{LlamaConfig, ParameterSpec, Parameters, StateFile};
 use crate::partial::Folder;
 use crate::quantity::Quantity;
+use crate::ranks::{Alone, Rank};
 use crate::settings::{Settings, SmoothingSetting, Switch};
 use crate::{during, writing};
 
@@ -185,7 +186,7 @@ pub fn load(
     config: &LlamaConfig,
     device: &Device,
     dtype: DType,
-    trained: bool,
+    trained: Option<Rank>,
 ) -> Result<Parameters> {
     HfConfig::read(folder)?;
     let files = weight_files(folder)?;
@@ -317,8 +318,8 @@ fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
     }
     let weights = to.join(WEIGHTS);
     parameters
-        .snapshot(false)
-        .and_then(|snapshot| snapshot.save_as(&weights, dtype))
+        .weights(&Alone)
+        .and_then(|snapshot| snapshot.save_as(&weights, dtype).map(drop))
         .map_err(writing(&weights))
 }
 

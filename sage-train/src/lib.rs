@@ -1,7 +1,7 @@
 //! Pre-training of small Llamas with low-bit attention, and fair comparison with full precision.
 //!
 //! `settings` is what may be said, `config` what will run, `device` where, `data` text to batches, `model` the Llama,
-//! `optim` the update, `train` the loop over them and its checkpoints, `evaluate` and `sample` what a model can, `hf` the
+//! `optim` the update, `ranks` several processes that train one model, `train` the loop over them and its checkpoints, `evaluate` and `sample` what a model can, `hf` the
 //! way to Hugging Face's format and back, `probe` the errors of a trained model, `bench` the speed of attention, `report`
 //! the pictures, `partial` and `lock` what keeps files whole, `signals` how a run is asked to stop, `cli` the command.
 
@@ -20,6 +20,7 @@ pub mod optim;
 pub mod partial;
 pub mod probe;
 pub mod quantity;
+pub mod ranks;
 pub mod report;
 pub mod runs;
 pub mod sample;

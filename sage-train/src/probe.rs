@@ -20,6 +20,7 @@ use crate::data::{Batches, Cut, Dataset, Mixture, Tokenizer};
 use crate::device::{Place, free_memory};
 use crate::model::{Llama, LlamaConfig, Parameters};
 use crate::quantity::gib;
+use crate::ranks::Rank;
 use crate::settings::{Attn, Settings};
 use crate::trained::{Trained, run_folder};
 use crate::{bar, during, tell};
@@ -438,7 +439,7 @@ pub fn probe_weights(
     (text, tokenizer): (&Mixture, &Tokenizer),
     step: u64,
 ) -> Result<Probed> {
-    let parameters = Parameters::load(&config.model, weights, &Device::Cpu, DType::F32, true)?;
+    let parameters = Parameters::load(&config.model, weights, &Device::Cpu, DType::F32, Some(Rank::ALONE))?;
     let scheme = low_bit(config.model.scheme, &config.settings);
     let look = Look { sequences: 1, ..Look::default() };
     let cut = config.data.cut(tokenizer);

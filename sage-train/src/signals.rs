@@ -128,6 +128,13 @@ pub fn received() -> Option<u8> {
     if signal == 0 && is_orphan() { Some(SIGTERM as u8) } else { (signal != 0).then_some(signal as u8) }
 }
 
+/// Notes a signal that another process of the run received.
+pub fn hear_of(signal: u8) {
+    if let Some(seen) = SEEN.get() {
+        let _ = seen.first.compare_exchange(0, usize::from(signal), Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
 /// Whether it was asked more than once.
 pub fn asked_again() -> bool {
     SEEN.get().is_some_and(|seen| seen.times.load(Ordering::Relaxed) > 1)

@@ -7,7 +7,7 @@ mod run_dir;
 mod stop;
 mod trainer;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use candle_core::Device;
@@ -18,10 +18,12 @@ use crate::data::{Dataset, Feed, source};
 use crate::device::{Hardware, Place, free_memory, memory, reset_peak};
 use crate::evaluate::{Evaluation, Extent, evaluate};
 use crate::hf;
+use crate::lock::Lock;
 use crate::metrics::{Outcome, Point};
 use crate::model::{Llama, Parameters};
 use crate::probe::probe_weights;
-use crate::quantity::gib;
+use crate::quantity::{Quantity, gib};
+use crate::ranks::{Rank, Ranks, Words};
 use crate::report::loss_plot;
 use crate::runs::{CONFIG, ENDING, Ending, STARTS, Start, Status};
 use crate::sample::{Sampling, sample};
@@ -33,14 +35,14 @@ use guard::Recent;
 use progress::Progress;
 use run_dir::{RunDir, write_json};
 pub use stop::Stop;
-use trainer::{STOP_HINT, Trainer};
+use trainer::{Asked, STOP_HINT, Trainer};
 
 /// Checks what can be checked before anything long begins: that the data exists, and that the run's
 /// folder can. [`run`] finds the same mistakes, but later.
 ///
 /// # Errors
 /// When it does not, or cannot.
-pub fn check(config: &Config) -> Result<()> {
+pub fn check(config: &Config, begin: &Begin) -> Result<()> {
     for source in &config.data.sources {
         source::find(&source.path, &config.out)?;
     }
@@ -51,25 +53,64 @@ pub fn check(config: &Config) -> Result<()> {
             .allowed("a folder, or a new name for one")
             .hint("--out names the folder that runs go to"));
     }
-    RunDir::check_free(config)
+    if matches!(begin, Begin::New) { RunDir::check_free(config) } else { Ok(()) }
 }
 
-/// Trains as the config says: in a new folder, or on from a checkpoint in the folder of its run.
+/// What a run begins with.
+#[derive(Debug)]
+pub enum Begin {
+    /// Nothing: its folder is made.
+    New,
+    /// Nothing, in the folder that its name says: it was ended there before its first checkpoint.
+    Again,
+    /// A checkpoint, in the folder of its run.
+    From(Found),
+}
+
+impl Begin {
+    fn found(&self) -> Option<&Found> {
+        match self {
+            Self::From(found) => Some(found),
+            Self::New | Self::Again => None,
+        }
+    }
+}
+
+/// Trains as the config says, in this process alone.
+///
+/// # Errors
+/// As [`run_as`].
+pub fn run(config: &Config, begin: &Begin) -> std::result::Result<Outcome, Stop> {
+    run_as(config, begin, &Words::alone(), Rank::ALONE)
+}
+
+/// Trains as one of the ranks that have met, `local` among those of this machine. Rank 0 writes the run's folder, and all have
+/// the outcome.
 ///
 /// # Errors
 /// When data, folder or settings cannot be used, and when a loss or gradient is not finite. In that
 /// case nothing is updated any more, and the folder keeps the metrics, their plot, the reason, and the
 /// weights of the last validation. When the run is interrupted by a signal: it is saved then.
-pub fn run(config: &Config, resumed: Option<&Found>) -> std::result::Result<Outcome, Stop> {
-    if resumed.is_none() {
+pub fn run_as(
+    config: &Config,
+    begin: &Begin,
+    words: &Words,
+    local: Rank,
+) -> std::result::Result<Outcome, Stop> {
+    let (rank, resumed) = (words.rank(), begin.found());
+    if resumed.is_none() && rank.is_first() {
         try_out(config)?;
     }
-    let device = config.device.open()?;
+    check_ranks(config, rank)?;
+    words.agree("settings", &said(config, resumed))?;
+    let device = config.device.open(local)?;
+    let ranks = Ranks::connect(words.clone(), &device)?;
     let started = Instant::now();
-    let mut progress = Progress::new(config.steps);
+    let mut progress = Progress::new(config.steps, rank);
     // Until the first step there is nothing to save, and a signal ends the program as it does any other.
-    let data = Dataset::load(&config.data, &|line| progress.say(line))?;
+    let data = load(config, words, &progress)?;
     let fingerprint = data.fingerprint()?;
+    words.agree("data", &fingerprint)?;
     let first = resumed.map_or(0, |found| found.about.step);
     if let Some(found) = resumed {
         found.check_newest()?;
@@ -88,11 +129,8 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> std::result::Result<Outc
                 .into());
         }
     }
-    let parameters = parameters(config, resumed, &device)?;
-    let (folder, points) = match resumed {
-        Some(found) => RunDir::reopen(&found.run, first)?,
-        None => (RunDir::create(config)?, Vec::new()),
-    };
+    let parameters = parameters(config, resumed, &device, rank)?;
+    let (folder, points) = open_folder(config, begin, words)?;
     signals::watch(Second::Ends)?;
     progress.log_to(folder.log()?);
     progress.say(&format!("run: {}", folder.path().display()));
@@ -114,19 +152,24 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> std::result::Result<Outc
     ));
     folder.write(CONFIG, &config.to_toml())?;
     folder.remove(ENDING)?;
-    let start = Start::now(config, &data, fingerprint.clone(), &Hardware::of(&device), first);
+    let hardware = Hardware::of(&device);
+    let start = Start::now(config, &data, fingerprint.clone(), &hardware, (first, rank));
     folder.add_json(STARTS, start)?;
-    partial::file(&folder.path().join("tokenizer.json"), |partial| data.tokenizer.save(partial))?;
+    if rank.is_first() {
+        partial::file(&folder.path().join("tokenizer.json"), |partial| data.tokenizer.save(partial))?;
+    }
     let belongs = Belongs { data: fingerprint, settings: config.identity() };
-    let checkpoints = Checkpoints::new(folder.path(), belongs, config.checkpoints)?;
+    let checkpoints = Checkpoints::new(folder.path(), belongs, config.checkpoints, words.clone())?;
+    words.wait("folder is ready")?;
 
-    let trainer =
-        Trainer::new(config, &data, &parameters, &device).map_err(during("cannot make the model"))?;
+    let trainer = Trainer::new(config, &data, &parameters, (&device, &ranks))
+        .map_err(during("cannot make the model"))?;
     // Time goes on where it stopped.
     let before = Duration::from_secs_f64(points.last().map_or(0.0, |point: &Point| point.seconds.max(0.0)));
     let mut run = Run {
         config,
         data: &data,
+        ranks: &ranks,
         folder,
         progress,
         trainer,
@@ -158,10 +201,64 @@ pub fn run(config: &Config, resumed: Option<&Found>) -> std::result::Result<Outc
         Err(stop) => Ending { status: stop.status(), reason: Some(stop.to_string()) },
     };
     // How it ended is known: that it cannot be written down does not change it.
-    if let Err(error) = write_json(&path.join(ENDING), &ending) {
+    if rank.is_first()
+        && let Err(error) = write_json(&path.join(ENDING), &ending)
+    {
         tell(&format!("warning: {error}"));
     }
     ended
+}
+
+/// What ranks must agree on before anything long begins.
+fn said(config: &Config, resumed: Option<&Found>) -> String {
+    let step = resumed.map_or("a new run".into(), |found| format!("after step {}", found.about.step));
+    // Where the data lies is a machine's own; what it is, is compared when it is read.
+    let own = |key: &str| matches!(key, "data" | "tokenizer" | "init-from");
+    let settings = config.identity().into_iter().filter(|(key, _)| !own(key));
+    let settings = settings.map(|(key, value)| format!("{key} = {value}"));
+    settings.chain([format!("device = {}", config.device), step]).collect::<Vec<_>>().join("\n")
+}
+
+/// Checks that every rank has something to do.
+fn check_ranks(config: &Config, rank: Rank) -> Result<()> {
+    if config.accumulation >= rank.of {
+        return Ok(());
+    }
+    let tokens = config.tokens_per_step() / config.accumulation as u64;
+    Err(Error::new("there are more ranks than micro-batches in a step")
+        .got(format!("{} ranks, {} micro-batches of {tokens} tokens", rank.of, config.accumulation))
+        .allowed(format!("up to {} ranks", config.accumulation))
+        .hint(format!(
+            "--tokens-per-step {} gives each one; a smaller --micro-batch makes more of them",
+            Quantity(tokens * rank.of as u64)
+        )))
+}
+
+/// Rank 0 goes before: what it makes of the text, the others find.
+fn load(config: &Config, words: &Words, progress: &Progress) -> Result<Dataset> {
+    let load = || words.aside("reading the data", || Dataset::load(&config.data, &|line| progress.say(line)));
+    let first = words.rank().is_first().then(load).transpose()?;
+    words.wait("data is read")?;
+    first.map_or_else(load, Ok)
+}
+
+/// Rank 0 makes or opens the run's folder; the others read there.
+fn open_folder(config: &Config, begin: &Begin, words: &Words) -> Result<(RunDir, Vec<Point>)> {
+    let first = begin.found().map_or(0, |found| found.about.step);
+    if words.rank().is_first() {
+        let opened = match begin {
+            Begin::From(found) => RunDir::reopen(&found.run, first, None)?,
+            Begin::New => (RunDir::create(config)?, Vec::new()),
+            Begin::Again => {
+                let path = config.out.join(config.name.as_deref().unwrap_or_default());
+                RunDir::reopen(&path, 0, Some(Lock::run(&path)?))?
+            }
+        };
+        words.from_first("folder", &opened.0.path().to_string_lossy())?;
+        return Ok(opened);
+    }
+    let path = PathBuf::from(words.from_first("folder", "")?);
+    RunDir::look_on(path, first)
 }
 
 /// Checks what a plan needs not have: a device, and memory for what can be reckoned beforehand, which is the built-in corpus
@@ -212,13 +309,12 @@ fn tell_of_course(found: &Found, config: &Config, progress: &Progress) {
 }
 
 /// From a checkpoint, from another's folder, or drawn.
-fn parameters(config: &Config, resumed: Option<&Found>, device: &Device) -> Result<Parameters> {
+fn parameters(config: &Config, resumed: Option<&Found>, device: &Device, rank: Rank) -> Result<Parameters> {
     let dtype = config.device.dtype();
     match (resumed, &config.init_from) {
-        (Some(found), _) => found.restore(config, device, dtype),
-        (None, Some(folder)) => hf::load(folder, &config.model, device, dtype, true),
-        (None, None) => Parameters::init(&config.model, config.weights_seed, device, dtype)
-            .map_err(during("cannot make the model")),
+        (Some(found), _) => found.restore(config, device, dtype, rank),
+        (None, Some(folder)) => hf::load(folder, &config.model, device, dtype, Some(rank)),
+        (None, None) => Parameters::init(&config.model, config.weights_seed, rank, device, dtype),
     }
 }
 
@@ -229,6 +325,7 @@ const MOST_SKIPPED: usize = 64;
 struct Run<'a> {
     config: &'a Config,
     data: &'a Dataset,
+    ranks: &'a Ranks,
     /// Before the folder, whose lock it needs to the end.
     checkpoints: Checkpoints,
     folder: RunDir,
@@ -251,9 +348,9 @@ impl Run<'_> {
         let batches = self.trainer.batches();
         let unknown = "cannot measure memory";
         reset_peak(self.trainer.device()).map_err(during(unknown))?;
-        let sequences = self.first * (self.config.accumulation * self.config.micro_batch) as u64;
+        let firsts = self.trainer.firsts(self.first);
         let seconds = std::thread::scope(|scope| {
-            self.steps(&Feed::start(scope, batches, sequences, self.config.micro_batch))
+            self.steps(&Feed::start(scope, batches, firsts, self.config.micro_batch))
         })?;
         self.progress.finish();
         if let Some(memory) = memory(self.trainer.device()).map_err(during(unknown))? {
@@ -266,34 +363,50 @@ impl Run<'_> {
         let config = self.config;
         // A GPU gets its next step before the results of the last one are looked at.
         let ahead = self.trainer.runs_ahead();
+        let alone = self.ranks.rank().of == 1;
         let (mut aside, mut under_way) = (Duration::ZERO, None);
         let started = Instant::now();
         let mut saved_at = started;
         for step in self.first..config.steps {
-            signals::doing(&format!("step {} of {}", step + 1, config.steps));
+            let doing = format!("step {} of {}", step + 1, config.steps);
+            signals::doing(&doing);
+            self.ranks.words().doing(&doing);
             let limits = config.skip_spikes.and_then(|z| Some(Recent::before(step, &self.points)?.limits(z)));
-            let launched = self.trainer.launch(step, limits, feed);
+            let late = config.checkpoints.within.is_some_and(|within| saved_at.elapsed() >= within);
+            let asks = Asked { signal: signals::received(), save: late && self.ranks.rank().is_first() };
+            let launched = self.trainer.launch(step, limits, asks, feed);
+            let mut asked = Asked::default();
             // What the last step came to is kept, whatever became of this one.
             if let Some(last) = under_way.take() {
-                let point = self.trainer.collect(last)?;
+                let (point, heard) = self.trainer.collect(last)?;
                 self.record(point)?;
+                asked = heard;
             }
             under_way = Some(launched?);
+            // One process need not hear what it asks; of several all hear it with the results of one step.
+            if alone {
+                asked = Asked { signal: signals::received(), ..asks };
+            }
             let last = step + 1 == config.steps;
             let due = |every: u64| last || (every > 0 && (step + 1).is_multiple_of(every));
             let probes = config.probe_every > 0 && due(config.probe_every);
-            let (validates, signal) = (probes || due(config.eval_every), signals::received());
-            let late = config.checkpoints.within.is_some_and(|within| saved_at.elapsed() >= within);
-            let saves = due(config.checkpoints.every) || late || signal.is_some();
-            let Some(launched) = under_way.take_if(|_| validates || saves || !ahead) else { continue };
-            let mut point = self.trainer.collect(launched)?;
+            let validates = probes || due(config.eval_every);
+            let saves = |asked: Asked| due(config.checkpoints.every) || asked != Asked::default();
+            let collects = validates || saves(asked) || !ahead;
+            let Some(launched) = under_way.take_if(|_| collects) else { continue };
+            let (mut point, heard) = self.trainer.collect(launched)?;
+            if !alone {
+                asked = asked.or(heard);
+            }
+            let (saves, signal) = (saves(asked), asked.signal);
             let collected = Instant::now();
             if validates {
                 self.validate(&mut point)?;
             }
             self.record(point)?;
-            if probes {
-                self.probe(step + 1);
+            if probes && self.ranks.rank().is_first() {
+                let words = self.ranks.words();
+                words.aside("a probe", || self.probe(step + 1));
             }
             let saved = if saves { self.checkpoint(step + 1) } else { Ok(()) };
             if saves {
@@ -301,6 +414,7 @@ impl Run<'_> {
             }
             match (saved, signal) {
                 (saved, Some(signal)) if !last => {
+                    signals::hear_of(signal);
                     saved.and_then(|()| self.checkpoints.wait())?;
                     return Err(Stop::Interrupted(self.interrupted(signal, step + 1)));
                 }
@@ -321,7 +435,7 @@ impl Run<'_> {
         }
         self.folder.sync()?;
         let trainer = &self.trainer;
-        let snapshot = || trainer.snapshot(true).map_err(during("cannot copy the weights"));
+        let snapshot = || trainer.state().map_err(during("cannot copy the weights"));
         self.checkpoints.save(step, snapshot)
     }
 
@@ -337,8 +451,8 @@ impl Run<'_> {
         let measure = |model: &Llama| {
             let cut = config.data.cut(&data.tokenizer);
             let extent = Extent { tokens: config.eval_tokens, batch: config.micro_batch };
-            let device = self.trainer.device();
-            evaluate(model, &data.validation, cut, &data.tokenizer, extent, device, &mut |_, _| {})
+            let here = (self.trainer.device(), self.ranks);
+            evaluate(model, &data.validation, cut, &data.tokenizer, extent, here, &mut |_, _| {})
         };
         let Evaluation { loss, bits_per_byte, .. } = measure(&self.trainer.model)?;
         if let Some(model) = &self.trainer.under_eval_attn {
@@ -407,14 +521,8 @@ impl Run<'_> {
     /// Writes the results.
     fn finish(mut self, training_seconds: f64) -> std::result::Result<Outcome, Stop> {
         let config = self.config;
-        self.plot()?;
-        if config.sample_tokens > 0 {
-            let (trainer, tokenizer) = (&self.trainer, &self.data.tokenizer);
-            let sampling = Sampling { seed: config.seed, ..Sampling::default() };
-            let (context, tokens) = (config.model.context, config.sample_tokens);
-            let text = sample(&trainer.model, tokenizer, context, "", tokens, &sampling, trainer.device())?;
-            self.folder.write("sample.txt", &text)?;
-            self.progress.say(&format!("sample:\n{text}"));
+        if self.ranks.rank().is_first() {
+            self.ranks.words().aside("the sample", || self.show())?;
         }
         let saved = self.checkpoints.wait();
         self.unsaved.take().map_or(saved, Err)?;
@@ -447,6 +555,21 @@ impl Run<'_> {
         })
     }
 
+    /// The plot of the losses, and a sample of text.
+    fn show(&self) -> Result<()> {
+        self.plot()?;
+        let config = self.config;
+        if config.sample_tokens > 0 {
+            let (trainer, tokenizer) = (&self.trainer, &self.data.tokenizer);
+            let sampling = Sampling { seed: config.seed, ..Sampling::default() };
+            let (context, tokens) = (config.model.context, config.sample_tokens);
+            let text = sample(&trainer.model, tokenizer, context, "", tokens, &sampling, trainer.device())?;
+            self.folder.write("sample.txt", &text)?;
+            self.progress.say(&format!("sample:\n{text}"));
+        }
+        Ok(())
+    }
+
     fn plot(&self) -> Result<()> {
         let plot = loss_plot(&self.config.attn.to_string(), &self.points, self.data.unigram_entropy)?;
         self.folder.write("loss.svg", &plot)
@@ -455,9 +578,12 @@ impl Run<'_> {
     /// Weights with a finite validation loss, in the place of the last ones: whenever the run is cut off, the folder has
     /// whole weights.
     fn save_weights(&self) -> Result<()> {
+        let weights = self.trainer.weights().map_err(during("cannot copy the weights"))?;
+        if !self.ranks.rank().is_first() {
+            return Ok(());
+        }
         partial::file(&self.folder.path().join("model.safetensors"), |partial| {
-            let weights = self.trainer.snapshot(false).and_then(|snapshot| snapshot.save(partial));
-            weights.map_err(writing(partial))
+            weights.save(partial).map(drop).map_err(writing(partial))
         })
     }
 }

@@ -12,9 +12,10 @@ use crate::during;
 use crate::hf;
 use crate::model::{Llama, Parameters, Stage};
 use crate::quantity::Quantity;
+use crate::ranks::Rank;
 use crate::runs::{Run, STARTS, tokenizer_hash};
 use crate::settings::{Attn, Settings};
-use crate::train::checkpoint::{self, STATE};
+use crate::train::checkpoint;
 
 /// What the model of a run attended to at its end, where it has SLA2.
 fn last_stage(saved: &Settings) -> Stage {
@@ -51,7 +52,7 @@ fn one_micro_batch(settings: Settings) -> Settings {
 
 /// The folder of the run that a folder is of: itself, or that of a checkpoint's run.
 pub fn run_folder(folder: &Path) -> &Path {
-    match folder.join(STATE).is_file() {
+    match checkpoint::is_one(folder) {
         true => folder.parent().and_then(Path::parent).unwrap_or(folder),
         false => folder,
     }
@@ -80,8 +81,9 @@ impl Trained {
     /// # Errors
     /// When it is no such folder, or a file of it is missing or damaged.
     pub fn open(folder: &Path, place: Place, settings: Settings, trained: bool) -> Result<Self> {
+        let trained = trained.then_some(Rank::ALONE);
         let settings = Settings { device: Some(place), ..settings };
-        let device = place.open()?;
+        let device = place.open(Rank::ALONE)?;
         let run = run_folder(folder);
         let tokenizer = || {
             let path = run.join("tokenizer.json");
@@ -120,8 +122,11 @@ impl Trained {
         let step = if run == folder { last_step(run) } else { checkpoint::step_of(folder) };
         let stage = last_stage(&saved);
         let config = Config::resolve(one_micro_batch(settings.over(saved)))?;
-        let weights = if run == folder { run.join("model.safetensors") } else { folder.join(STATE) };
-        let parameters = Parameters::load(&config.model, &weights, &device, place.dtype(), trained)?;
+        let (model, dtype) = (&config.model, place.dtype());
+        let parameters = match run == folder {
+            true => Parameters::load(model, &run.join("model.safetensors"), &device, dtype, trained)?,
+            false => Parameters::restore(model, &checkpoint::state(folder)?, &device, dtype, trained)?,
+        };
         Ok(Self { config, parameters, tokenizer: tokenizer()?, device, step, stage })
     }
 

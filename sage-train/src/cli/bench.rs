@@ -8,6 +8,7 @@ use clap::Subcommand;
 use super::print;
 use crate::bench::{self, Row, sla2};
 use crate::device::Place;
+use crate::ranks::Rank;
 use crate::writing;
 
 /// What can be measured.
@@ -54,7 +55,7 @@ pub(super) struct BenchAttention {
 
 impl BenchAttention {
     fn run(&self) -> Result<()> {
-        let device = self.device.unwrap_or_default().open()?;
+        let device = self.device.unwrap_or_default().open(Rank::ALONE)?;
         let plan = bench::Plan {
             device,
             rows: if self.rows.is_empty() { bench::usual_rows() } else { self.rows.clone() },
@@ -101,7 +102,7 @@ pub(super) struct BenchSla2 {
 impl BenchSla2 {
     fn run(&self) -> Result<()> {
         let plan = bench::Plan {
-            device: self.device.unwrap_or_default().open()?,
+            device: self.device.unwrap_or_default().open(Rank::ALONE)?,
             rows: Vec::new(),
             total_tokens: self.total_tokens,
             width: self.width,

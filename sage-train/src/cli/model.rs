@@ -12,6 +12,7 @@ use crate::data::Dataset;
 use crate::device::Place;
 use crate::evaluate::{Choices, Extent, choose, evaluate, read_examples, token_by_token};
 use crate::quantity::Quantity;
+use crate::ranks::Ranks;
 use crate::sample::{Sampling, sample};
 use crate::settings::{Attn, Settings, SourceSetting};
 use crate::trained::{Trained, run_folder};
@@ -175,7 +176,8 @@ impl Eval {
                 100.0 * (result.alone / result.whole - 1.0)
             ));
         }
-        let result = evaluate(&model, &data.validation, cut, tokenizer, extent, device, &mut seen)?;
+        let result =
+            evaluate(&model, &data.validation, cut, tokenizer, extent, (device, &Ranks::alone()), &mut seen)?;
         bar.finish_and_clear();
         let rest = if result.tokens < result.of {
             format!(" of {} (--all takes them all)", crate::quantity::grouped(result.of))

@@ -9,6 +9,7 @@ use crate::checks::above_zero;
 use crate::device::Place;
 use crate::probe::{Look, Probed, Shape, probe, sigma_table};
 use crate::quantity::Quantity;
+use crate::ranks::Rank;
 use crate::report::{layer_errors, probe_csv, sigma_errors};
 use crate::settings::{Attn, Settings, SmoothingSetting, Text};
 use crate::writing;
@@ -142,7 +143,7 @@ impl Probe {
             head_dim: self.head_dim,
             seed: 0,
         };
-        let rows = sigma_table(scheme, &sigmas, shape, &self.device.open()?)?;
+        let rows = sigma_table(scheme, &sigmas, shape, &self.device.open(Rank::ALONE)?)?;
         let title = format!(
             "{scheme}, {} tokens, causal, {} heads of {}, V and dO of sigma 1, on {}, against f64",
             shape.tokens, shape.heads, shape.head_dim, self.device

@@ -7,6 +7,7 @@ use toml::{Table, Value};
 
 use crate::config::{Config, Identity, folder_of_runs};
 use crate::during;
+use crate::ranks::Rank;
 use crate::settings::{Settings, SourceSetting};
 use crate::train::checkpoint::Found;
 
@@ -50,8 +51,8 @@ pub(super) struct Resumed {
 
 impl Resumed {
     /// Finds the checkpoint, and the settings of its run with what was typed over them.
-    pub(super) fn open(path: &Path, typed: Settings) -> Result<Self> {
-        let found = Found::at(path)?;
+    pub(super) fn open(path: &Path, typed: Settings, rank: Rank) -> Result<Self> {
+        let found = Found::at(path, rank)?;
         let saved = Config::read_settings(&found.run.join("config.toml"))?;
         let typed = Settings { data: with_weights(typed.data, saved.data.as_ref())?, ..typed };
         let merged = typed.over(saved.clone());

@@ -162,7 +162,7 @@ pub(super) fn plan(
     let name = name(first)?;
     check_name(&name)?;
     let folder = first.out.join(name);
-    configs.iter().try_for_each(train::check)?;
+    configs.iter().try_for_each(|config| train::check(config, &train::Begin::New))?;
     let count = configs.len();
     let sweep = Sweep::plan(folder, configs)?;
     if sweep.runs.len() < count {

@@ -10,21 +10,22 @@ use super::{Batches, Sequences};
 /// Micro-batches that are kept ready.
 const AHEAD: usize = 4;
 
-/// All micro-batches of a run in their order.
+/// Micro-batches of a run in their order.
 #[derive(Debug)]
 pub struct Feed(Receiver<Result<Sequences>>);
 
 impl Feed {
-    /// Starts the thread with sequence `first`; it ends when the feed is dropped.
+    /// Starts the thread, which makes micro-batches of so many sequences, from each of `firsts` on; it ends when the feed is
+    /// dropped.
     pub fn start<'scope>(
         scope: &'scope Scope<'scope, '_>,
         mut batches: Batches<'scope>,
-        first: u64,
+        firsts: impl Iterator<Item = u64> + Send + 'scope,
         micro_batch: usize,
     ) -> Self {
         let (sender, receiver) = sync_channel(AHEAD);
         scope.spawn(move || {
-            for first in (first..).step_by(micro_batch) {
+            for first in firsts {
                 if sender.send(batches.shuffled(first, micro_batch)).is_err() {
                     return;
                 }
@@ -53,7 +54,7 @@ mod tests {
         let cut = Cut { context: 10, seed: 4, vocab: 2000, end_of_document: None };
         std::thread::scope(|scope| {
             for start in [0, 21] {
-                let feed = Feed::start(scope, Batches::new(&tokens, cut), start, 3);
+                let feed = Feed::start(scope, Batches::new(&tokens, cut), (start..).step_by(3), 3);
                 let mut batches = Batches::new(&tokens, cut);
                 for n in 0..20 {
                     assert_eq!(feed.next(), batches.shuffled(start + 3 * n, 3));

@@ -1,52 +1,64 @@
-//! All parameters of a model in one piece of memory, with their moments, gradients and 16-bit copy: an optimizer's step is
-//! one pass over it, and a parameter is a view of it.
+//! All parameters of a model in a few pieces of memory, with their moments, gradients and 16-bit copy: an optimizer's step is
+//! one pass over each, and a parameter is a view of one.
+//!
+//! Where several ranks train, each owns a part of every piece: it alone has the part's weights in f32 and its moments, and
+//! updates it (ZeRO-1, arXiv 1910.02054, section 5.1). Gradients and what the model reads are whole everywhere.
 
-use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
+use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_sage::{Error, ops};
+use candle_sage::ops;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
-use safetensors::View;
-use sha2::{Digest, Sha256};
 
 use super::config::{LlamaConfig, ParameterSpec, Start};
-use crate::{during, hex, unpanicked};
+use super::pieces::{Layout, overlap};
+use super::snapshot::{ROWS, Snapshot};
+use super::state::{State, StateFile};
+use crate::during;
+use crate::ranks::{Group, Rank};
 
 /// The table of the embedding, and of the output.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
-
-/// Parameters that follow no other start at multiples of this many elements: 16 bytes are aligned in every element type.
-const ALIGNMENT: usize = 64;
-
-/// By name: which parameter, and its first element.
-type Places = HashMap<String, (usize, usize)>;
-
-/// What the rows of the state are called in a checkpoint, before the parameter's name.
-const ROWS: [&str; 3] = ["", "adamw.mean/", "adamw.square/"];
 
 /// The trained tensors of a model. What computes with them holds views: updates show at once.
 #[derive(Debug)]
 pub struct Parameters {
     specs: Vec<ParameterSpec>,
-    places: Places,
-    /// Elements of all, gaps included; those that decay come first.
-    len: usize,
-    decayed: usize,
-    /// Weights and moments, (3, len), or (1, len) where nothing is trained.
-    state: Tensor,
-    /// (len), where something is trained.
+    layout: Layout,
+    rank: Rank,
+    /// Of each piece.
+    held: Vec<Held>,
+    /// Of all, where something is trained; what was reduced lies in this rank's parts.
     gradients: Option<Tensor>,
+    /// What other ranks send, as long as the largest piece; where there are others.
+    received: Option<Tensor>,
     /// Of each parameter: see [`Weight`].
     filled: Vec<Arc<AtomicBool>>,
-    /// The weights in the type that the model computes in, where that is not f32.
-    copy: Option<Tensor>,
 }
+
+/// A piece.
+#[derive(Debug)]
+struct Held {
+    /// The weights as the model reads them, of the whole piece.
+    values: Tensor,
+    /// Weights and moments of this rank's part, (3, part), or (1, part) where nothing is trained.
+    state: Tensor,
+}
+
+/// Where values come from.
+struct Values<'a> {
+    /// The weights of a parameter.
+    weights: &'a dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>>,
+    /// Elements of a row of moments, where they are not zero.
+    moments: Option<&'a Moments<'a>>,
+}
+
+type Moments<'a> = dyn Fn(&str, &ParameterSpec, Range<usize>) -> candle_sage::Result<Vec<f32>> + 'a;
 
 /// A parameter of a model, or several as one: its value, and the place for its gradient where it is trained.
 #[derive(Debug, Clone)]
@@ -82,18 +94,22 @@ impl Weight {
 }
 
 impl Parameters {
-    /// Draws every parameter, for training. Each has a stream of its own, so that two models that differ in one part
-    /// agree in the others. `dtype` is what the model computes in.
+    /// Draws every parameter, for training on this rank. Each has a stream of its own, so that two models that differ in one
+    /// part agree in the others. `dtype` is what the model computes in.
     ///
     /// # Errors
     /// When a tensor cannot be allocated.
-    pub fn init(config: &LlamaConfig, seed: u64, device: &Device, dtype: DType) -> Result<Self> {
-        let specs = config.parameter_specs();
-        let values = specs.iter().map(|spec| draw(spec, seed)).collect();
-        Self::new(specs, vec![values], device, dtype, true)
+    pub fn init(
+        config: &LlamaConfig,
+        seed: u64,
+        rank: Rank,
+        device: &Device,
+        dtype: DType,
+    ) -> candle_sage::Result<Self> {
+        Self::from_values(config, &|spec| Ok(draw(spec, seed)), device, dtype, Some(rank))
     }
 
-    /// Reads every parameter from a safetensors file. `trained`: whether there will be gradients.
+    /// Reads every parameter from a safetensors file. `trained`: by which rank, where there will be gradients.
     ///
     /// # Errors
     /// When the file cannot be read, or is of another model.
@@ -102,14 +118,14 @@ impl Parameters {
         path: &Path,
         device: &Device,
         dtype: DType,
-        trained: bool,
+        trained: Option<Rank>,
     ) -> candle_sage::Result<Self> {
         let file = StateFile::open(path)
             .map_err(|error| error.hint("a run has model.safetensors from its first validation on"))?;
         Self::from_values(config, &|spec| file.values(spec, ""), device, dtype, trained)
     }
 
-    /// Weights for training, whose values `values` gives.
+    /// Weights whose values `values` gives.
     ///
     /// # Errors
     /// When it gives an error, or memory is short.
@@ -118,67 +134,80 @@ impl Parameters {
         values: &dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>>,
         device: &Device,
         dtype: DType,
-        trained: bool,
+        trained: Option<Rank>,
     ) -> candle_sage::Result<Self> {
-        let specs = config.parameter_specs();
-        let values = specs.iter().map(values).collect::<candle_sage::Result<_>>()?;
-        Self::new(specs, vec![values], device, dtype, trained).map_err(during("cannot make the model"))
+        let values = Values { weights: values, moments: None };
+        Self::new(config.parameter_specs(), &values, device, dtype, trained)
     }
 
-    /// Reads weights and moments that [`Snapshot::save`] wrote.
+    /// Goes on from a checkpoint. `trained` as in [`Parameters::load`]: without, its weights alone.
     ///
     /// # Errors
-    /// When the file cannot be read, or is of another model.
+    /// When it cannot be read, or is of another model.
     pub fn restore(
         config: &LlamaConfig,
-        path: &Path,
+        state: &State,
         device: &Device,
         dtype: DType,
+        trained: Option<Rank>,
     ) -> candle_sage::Result<Self> {
-        let (file, specs) = (StateFile::open(path)?, config.parameter_specs());
-        let rows = ROWS
-            .map(|row| specs.iter().map(|spec| file.values(spec, row)).collect::<candle_sage::Result<_>>());
-        let rows = rows.into_iter().collect::<candle_sage::Result<_>>()?;
-        Self::new(specs, rows, device, dtype, true).map_err(during("cannot make the model"))
+        let values = Values {
+            weights: &|spec| state.values(spec, ROWS[0], 0..spec.len() as usize),
+            moments: Some(&|row, spec, range| state.values(spec, row, range)),
+        };
+        Self::new(config.parameter_specs(), &values, device, dtype, trained)
     }
 
-    /// `values` are those of each parameter: of the weights, and of the moments where they are not zero.
     fn new(
         specs: Vec<ParameterSpec>,
-        values: Vec<Vec<Vec<f32>>>,
+        values: &Values<'_>,
         device: &Device,
         dtype: DType,
-        trained: bool,
-    ) -> Result<Self> {
-        let (mut places, mut len, mut decayed): (Places, usize, usize) = (HashMap::new(), 0, 0);
-        // What decays comes first, each kind in the order of the specs.
-        for decays in [true, false] {
-            for (n, spec) in specs.iter().enumerate().filter(|(_, spec)| spec.decays() == decays) {
-                // What is multiplied at once lies without gaps.
-                if !spec.follows {
-                    len = len.next_multiple_of(ALIGNMENT);
+        trained: Option<Rank>,
+    ) -> candle_sage::Result<Self> {
+        let failed = || "cannot make the model";
+        let rank = trained.unwrap_or(Rank::ALONE);
+        let layout = Layout::new(&specs, rank.of);
+        let mut held = Vec::with_capacity(layout.pieces.len());
+        for piece in &layout.pieces {
+            let (start, len) = (piece.range.start, piece.range.len());
+            let own = rank.part_of(len);
+            let dtype = if piece.decays { dtype } else { DType::F32 };
+            let mut whole = vec![0.0f32; len];
+            let mut state = vec![0.0f32; own.len() * if trained.is_some() { ROWS.len() } else { 1 }];
+            for spec in &specs {
+                let at = layout.places[&spec.name].1;
+                if !piece.range.contains(&at) {
+                    continue;
                 }
-                places.insert(spec.name.clone(), (n, len));
-                len += spec.len() as usize;
+                let here = at - start..at - start + spec.len() as usize;
+                whole[here.clone()].copy_from_slice(&(values.weights)(spec)?);
+                let (Some(moments), Some(part)) = (values.moments, overlap(&here, &own)) else { continue };
+                for (row, state) in ROWS.iter().zip(state.chunks_mut(own.len())).skip(1) {
+                    let of_spec = part.start - here.start..part.end - here.start;
+                    state[part.start - own.start..part.end - own.start]
+                        .copy_from_slice(&moments(row, spec, of_spec)?);
+                }
             }
-            len = len.next_multiple_of(ALIGNMENT);
-            if decays {
-                decayed = len;
-            }
+            state[..own.len()].copy_from_slice(&whole[own.clone()]);
+            let make = || -> Result<Held> {
+                let rows = state.len() / own.len();
+                let state = Tensor::from_vec(state, (rows, own.len()), device)?;
+                // What one rank has whole in the type that the model reads, it reads there.
+                let values = match own.len() == len && dtype == DType::F32 {
+                    true => state.get(0)?,
+                    false => Tensor::from_vec(whole, len, device)?.to_dtype(dtype)?,
+                };
+                Ok(Held { values, state })
+            };
+            held.push(make().map_err(during(failed()))?);
         }
-        let rows = if trained { 3 } else { 1 };
-        let mut all = vec![0.0f32; rows * len];
-        for (row, values) in values.into_iter().enumerate() {
-            for (spec, values) in specs.iter().zip(values) {
-                let at = row * len + places[&spec.name].1;
-                all[at..at + values.len()].copy_from_slice(&values);
-            }
-        }
-        let state = Tensor::from_vec(all, (rows, len), device)?;
-        let copy = (dtype != DType::F32).then(|| state.get(0)?.to_dtype(dtype)).transpose()?;
-        let gradients = trained.then(|| Tensor::zeros(len, DType::F32, device)).transpose()?;
+        let zeros = |len| Tensor::zeros(len, DType::F32, device).map_err(during(failed()));
+        let gradients = trained.map(|_| zeros(layout.len())).transpose()?;
+        let largest = layout.pieces.iter().map(|piece| piece.range.len()).max().unwrap_or(0);
+        let received = (rank.of > 1).then(|| zeros(largest)).transpose()?;
         let filled = specs.iter().map(|_| Arc::default()).collect();
-        Ok(Self { specs, places, len, decayed, state, gradients, filled, copy })
+        Ok(Self { specs, layout, rank, held, gradients, received, filled })
     }
 
     /// A parameter as the model takes it.
@@ -195,30 +224,29 @@ impl Parameters {
     /// When there is none of a name, or they do not follow one another, or are not of one width.
     pub fn joined(&self, names: &[String]) -> Result<Weight> {
         let Some(first) = names.first() else { candle_core::bail!("no matrices to join") };
-        let (number, start) = self.place(first)?;
+        let (number, at) = self.place(first)?;
         let columns = &self.specs[number].dims[1..];
-        let (mut rows, mut end, mut filled) = (0, start, Vec::with_capacity(names.len()));
+        let (mut rows, mut end, mut filled) = (0, at, Vec::with_capacity(names.len()));
         for name in names {
-            let (number, at) = self.place(name)?;
+            let (number, next) = self.place(name)?;
             let spec = &self.specs[number];
-            if at != end || spec.dims[1..] != *columns {
+            if next != end || spec.dims[1..] != *columns {
                 candle_core::bail!("{names:?} are not matrices of one width that follow one another");
             }
             (rows, end) = (rows + spec.dims[0], end + spec.len() as usize);
             filled.push(self.filled[number].clone());
         }
         let dims = [&[rows], columns].concat();
-        let view = |all: &Tensor| all.narrow(0, start, end - start)?.reshape(dims.as_slice());
-        let values = match &self.copy {
-            Some(copy) if dims.len() == 2 => copy.clone(),
-            _ => self.state.get(0)?,
-        };
-        let gradient = self.gradients.as_ref().map(view).transpose()?;
-        Ok(Weight { value: view(&values)?, gradient, filled })
+        let view = |all: &Tensor, start| all.narrow(0, start, end - at)?.reshape(dims.as_slice());
+        let piece = self.layout.piece_of(at);
+        let first = self.layout.pieces[piece].range.start;
+        let value = view(&self.held[piece].values, at - first)?;
+        let gradient = self.gradients.as_ref().map(|all| view(all, at)).transpose()?;
+        Ok(Weight { value, gradient, filled })
     }
 
     fn place(&self, name: &str) -> Result<(usize, usize)> {
-        match self.places.get(name) {
+        match self.layout.places.get(name) {
             Some(&place) => Ok(place),
             None => candle_core::bail!("the model has no parameter {name}"),
         }
@@ -253,7 +281,9 @@ impl Parameters {
     pub fn clear_gradients(&self) -> Result<()> {
         self.filled.iter().for_each(|filled| filled.store(false, Ordering::Relaxed));
         let gradients = self.gradients()?;
-        gradients.narrow(0, self.decayed, self.len - self.decayed)?.zero_set()?;
+        for piece in self.layout.pieces.iter().filter(|piece| !piece.decays) {
+            gradients.narrow(0, piece.range.start, piece.range.len())?.zero_set()?;
+        }
         // The embedding, which two sides add to.
         self.view(gradients, EMBEDDING)?.zero_set()
     }
@@ -272,167 +302,109 @@ impl Parameters {
         Ok(None)
     }
 
-    /// Updates all parameters with their gradients, whose sum of squares is `squares`. How many decay is known here.
+    /// This rank's part of a piece of something that lies as all parameters do.
+    fn own(&self, all: &Tensor, piece: &Range<usize>) -> Result<Tensor> {
+        let part = self.rank.part_of(piece.len());
+        all.narrow(0, piece.start + part.start, part.len())
+    }
+
+    /// Adds up the gradients of all ranks, in their order, each in the parts that it owns. Returns the sum of squares of this
+    /// rank's parts, an f64 scalar.
     ///
     /// # Errors
-    /// When nothing is trained, or a matrix received no gradient.
-    pub fn update(&self, adamw: ops::AdamW, squares: &Tensor) -> Result<()> {
+    /// When nothing is trained, a matrix received no gradient, or a rank cannot be reached.
+    pub fn reduce(&self, group: &dyn Group) -> Result<Tensor> {
         for (spec, filled) in self.specs.iter().zip(&self.filled) {
             if spec.decays() && spec.name != EMBEDDING && !filled.load(Ordering::Relaxed) {
                 candle_core::bail!("{} received no gradient", spec.name);
             }
         }
-        let adamw = ops::AdamW { decayed: self.decayed, ..adamw };
-        adamw.step(&self.state, self.gradients()?, squares, self.copy.as_ref())
+        let gradients = self.gradients()?;
+        let mut squares: Option<Tensor> = None;
+        for piece in &self.layout.pieces {
+            let own = self.own(gradients, &piece.range)?;
+            if let Some(received) = &self.received {
+                let received = received.narrow(0, 0, piece.range.len())?;
+                group.exchange(&gradients.narrow(0, piece.range.start, piece.range.len())?, &received)?;
+                ops::sum_in_order(&own, &received.reshape((self.rank.of, ()))?)?;
+            }
+            let of_piece = ops::sum_of_squares(&own)?;
+            squares = Some(match squares {
+                None => of_piece,
+                Some(sum) => (sum + of_piece)?,
+            });
+        }
+        match squares {
+            Some(squares) => Ok(squares),
+            None => candle_core::bail!("the model has no parameters"),
+        }
+    }
+
+    /// Updates all parameters with the gradients that were reduced, whose sum of squares over all ranks is `squares`. Which
+    /// decay is known here.
+    ///
+    /// # Errors
+    /// When nothing is trained, or a rank cannot be reached.
+    pub fn update(&self, adamw: ops::AdamW, squares: &Tensor, group: &dyn Group) -> Result<()> {
+        for (piece, Held { values, state }) in self.layout.pieces.iter().zip(&self.held) {
+            let gradient = self.own(self.gradients()?, &piece.range)?;
+            let decayed = if piece.decays { gradient.elem_count() } else { 0 };
+            let adamw = ops::AdamW { decayed, ..adamw };
+            let part = self.rank.part_of(piece.range.len());
+            let copy = (values.dtype() != DType::F32).then(|| values.narrow(0, part.start, part.len()));
+            let copy = copy.transpose()?;
+            adamw.step(state, &gradient, squares, copy.as_ref())?;
+            if self.rank.of > 1 {
+                group.gather(&copy.map_or_else(|| state.get(0), Ok)?, values)?;
+            }
+        }
+        Ok(())
     }
 
     /// Elements of all parameters, with what lies between them.
     pub fn elements(&self) -> usize {
-        self.len
+        self.layout.len()
     }
 
-    /// A copy of the weights, and of the moments, on the host: it stays as it is while training goes on.
+    /// A copy of all weights on the host: it stays as it is while training goes on. All ranks must ask for it together.
+    ///
+    /// # Errors
+    /// When there is no memory for it, or a rank cannot be reached.
+    pub fn weights(&self, group: &dyn Group) -> Result<Snapshot> {
+        let of_piece = |held: &Held| -> Result<Tensor> {
+            let own = held.state.get(0)?;
+            if self.rank.of == 1 {
+                // What goes to the host goes with all that it is a view of.
+                return on_host(&own.force_contiguous()?.unsqueeze(0)?);
+            }
+            let all = Tensor::zeros(held.values.elem_count(), DType::F32, own.device())?;
+            group.gather(&own, &all)?;
+            on_host(&all.unsqueeze(0)?)
+        };
+        let firsts = self.layout.pieces.iter().map(|piece| piece.range.start);
+        let held = firsts.zip(&self.held).map(|(first, held)| Ok((first, of_piece(held)?)));
+        self.snapshot(held.collect::<Result<_>>()?)
+    }
+
+    /// A copy of the weights and moments that this rank owns, on the host.
     ///
     /// # Errors
     /// When there is no memory for it.
-    pub fn snapshot(&self, moments: bool) -> Result<Snapshot> {
-        let state = if moments { self.state.clone() } else { self.state.narrow(0, 0, 1)? };
-        let state = if state.device().is_cpu() { state.copy()? } else { state.to_device(&Device::Cpu)? };
-        Ok(Snapshot { specs: self.specs.clone(), places: self.places.clone(), state })
+    pub fn state(&self) -> Result<Snapshot> {
+        let first = |piece: &Range<usize>| piece.start + self.rank.part_of(piece.len()).start;
+        let firsts = self.layout.pieces.iter().map(|piece| first(&piece.range));
+        let held = firsts.zip(&self.held).map(|(first, held)| Ok((first, on_host(&held.state)?)));
+        self.snapshot(held.collect::<Result<_>>()?)
+    }
+
+    fn snapshot(&self, held: Vec<(usize, Tensor)>) -> Result<Snapshot> {
+        Ok(Snapshot { specs: self.specs.clone(), layout: self.layout.clone(), held })
     }
 }
 
-/// Weights, and moments if they were asked for, at one moment.
-#[derive(Debug)]
-pub struct Snapshot {
-    specs: Vec<ParameterSpec>,
-    places: Places,
-    state: Tensor,
-}
-
-impl Snapshot {
-    /// Writes all of it as safetensors, in f32: the weights under their own names.
-    ///
-    /// # Errors
-    /// When the file cannot be written.
-    pub fn save(&self, path: &Path) -> Result<()> {
-        self.save_as(path, DType::F32)
-    }
-
-    /// As [`Snapshot::save`], in another type.
-    ///
-    /// # Errors
-    /// As [`Snapshot::save`].
-    pub fn save_as(&self, path: &Path, dtype: DType) -> Result<()> {
-        let mut tensors = HashMap::new();
-        for (row, prefix) in ROWS.iter().enumerate().take(self.state.dim(0)?) {
-            let values = self.state.get(row)?;
-            for spec in &self.specs {
-                let tensor = values.narrow(0, self.places[&spec.name].1, spec.len() as usize)?;
-                let tensor = tensor.reshape(spec.dims.as_slice())?.to_dtype(dtype)?;
-                tensors.insert(format!("{prefix}{}", spec.name), tensor);
-            }
-        }
-        // The library makes files that only their owner may read; these are as open as any other.
-        let permissions = std::fs::File::create(path)?.metadata()?.permissions();
-        // The state of a checkpoint has a hash of its own.
-        let about = (self.state.dim(0)? == 1).then(|| {
-            let hash = hash(tensors.iter().map(|(name, tensor)| (name.as_str(), tensor.data())));
-            in_order([("format".to_owned(), "pt".to_owned()), (HASH.to_owned(), hash)])
-        });
-        safetensors::serialize_to_file(&tensors, about, path)?;
-        Ok(std::fs::set_permissions(path, permissions)?)
-    }
-}
-
-/// What a file says of itself, as a map that lists it in this order: the same weights are the same file. A map's order is
-/// drawn when it is made, and this one is drawn until it is right. (`format` is what transformers asks for.)
-fn in_order(about: [(String, String); 2]) -> HashMap<String, String> {
-    loop {
-        let map = HashMap::from(about.clone());
-        if map.keys().next() == Some(&about[0].0) {
-            return map;
-        }
-    }
-}
-
-/// What a file of weights says of itself: [`hash`] of its tensors.
-const HASH: &str = "sage-train-sha256";
-
-/// SHA-256 of tensors, in the order of their names.
-fn hash<'a>(tensors: impl Iterator<Item = (&'a str, Cow<'a, [u8]>)>) -> String {
-    let sorted: BTreeMap<&str, Cow<'_, [u8]>> = tensors.collect();
-    let mut hash = Sha256::new();
-    for (name, bytes) in sorted {
-        hash.update((name.len() as u64).to_le_bytes());
-        hash.update(name);
-        hash.update(bytes);
-    }
-    hex(&hash.finalize())
-}
-
-/// Whether tensors are not those that their file says, where it says it.
-fn is_damaged(bytes: &[u8]) -> std::result::Result<bool, safetensors::SafeTensorError> {
-    let (_, about) = safetensors::SafeTensors::read_metadata(bytes)?;
-    let Some(written) = about.metadata().as_ref().and_then(|about| about.get(HASH)) else { return Ok(false) };
-    let tensors = safetensors::SafeTensors::deserialize(bytes)?;
-    let all = tensors.tensors();
-    Ok(hash(all.iter().map(|(name, tensor)| (name.as_str(), Cow::Borrowed(tensor.data())))) != *written)
-}
-
-/// A safetensors file, to take parameters from.
-#[derive(Debug)]
-pub struct StateFile {
-    path: PathBuf,
-    tensors: HashMap<String, Tensor>,
-}
-
-impl StateFile {
-    /// Reads the file.
-    ///
-    /// # Errors
-    /// When it is none.
-    pub fn open(path: &Path) -> candle_sage::Result<Self> {
-        let what = || format!("cannot read {}", path.display());
-        let bytes = std::fs::read(path).map_err(during(what()))?;
-        let damaged =
-            unpanicked(|| is_damaged(&bytes).map_err(|error| error.to_string())).map_err(during(what()))?;
-        if damaged {
-            return Err(Error::new("the weights are damaged")
-                .got(format!("{}: not the hash that it was written with", path.display()))
-                .allowed("a file as it was written")
-                .hint("a run's checkpoints have its weights too: RUN/checkpoints/step-N"));
-        }
-        let load =
-            || candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).map_err(|error| error.to_string());
-        let tensors = unpanicked(load).map_err(during(what()))?;
-        Ok(Self { path: path.to_owned(), tensors })
-    }
-
-    /// Whether a tensor of this name is in it.
-    pub fn contains(&self, name: &str) -> bool {
-        self.tensors.contains_key(name)
-    }
-
-    /// The values of a parameter, under its name behind `prefix`.
-    ///
-    /// # Errors
-    /// When they are not there, or of another shape.
-    pub fn values(&self, spec: &ParameterSpec, prefix: &str) -> candle_sage::Result<Vec<f32>> {
-        let name = format!("{prefix}{}", spec.name);
-        let found = self.tensors.get(&name);
-        let tensor = found.filter(|tensor| tensor.dims() == spec.dims).ok_or_else(|| {
-            Error::new(format!("{} is not of this model", self.path.display()))
-                .got(match found {
-                    None => format!("no {name}"),
-                    Some(tensor) => format!("{name} of shape {:?}", tensor.dims()),
-                })
-                .allowed(format!("{name} of shape {:?}", spec.dims))
-                .hint("weights and settings belong to one run")
-        })?;
-        let list = || tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
-        list().map_err(during("cannot make the model"))
-    }
+/// A copy, in any case.
+fn on_host(tensor: &Tensor) -> Result<Tensor> {
+    if tensor.device().is_cpu() { tensor.force_contiguous() } else { tensor.to_device(&Device::Cpu) }
 }
 
 fn draw(spec: &ParameterSpec, seed: u64) -> Vec<f32> {

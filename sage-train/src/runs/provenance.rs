@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::Config;
 use crate::data::Dataset;
 use crate::device::Hardware;
+use crate::ranks::Rank;
 
 /// One start of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -36,6 +37,13 @@ pub struct Start {
     pub unigram_entropy: f64,
     /// Parameters of the model.
     pub parameters: u64,
+    /// Processes that trained it together.
+    #[serde(default = "one")]
+    pub ranks: usize,
+}
+
+fn one() -> usize {
+    1
 }
 
 impl Start {
@@ -45,7 +53,7 @@ impl Start {
         data: &Dataset,
         data_fingerprint: String,
         hardware: &Hardware,
-        step: u64,
+        (step, rank): (u64, Rank),
     ) -> Self {
         let time = SystemTime::now().duration_since(UNIX_EPOCH);
         Self {
@@ -61,6 +69,7 @@ impl Start {
             tokenizer: Some(data.tokenizer.hash().into()),
             unigram_entropy: data.unigram_entropy,
             parameters: config.model.parameters(),
+            ranks: rank.of,
         }
     }
 }

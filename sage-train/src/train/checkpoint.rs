@@ -3,6 +3,9 @@
 //! `RUN/checkpoints/step-00000250/` holds `state.safetensors` (weights and both moments, f32), `checkpoint.json`
 //! (what it belongs to, and the hash of the state) and the marker `COMPLETE`. All of it is written and synced under
 //! another name, which is then changed: a folder of this name is whole, whatever happened.
+//!
+//! Of several ranks each writes what it owns, `state-00001-of-00004.safetensors` and so on; parameters that a file has in
+//! part stand in `checkpoint.json`. It is one checkpoint all the same, for any number of ranks to go on from.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -15,16 +18,18 @@ use sha2::{Digest, Sha256};
 
 use crate::config::{CheckpointConfig, Config, Identity};
 use crate::lock::Lock;
-use crate::model::{Parameters, Snapshot};
+use crate::model::{Parameters, Parts, Snapshot, State};
 use crate::partial::{PARTIAL, sync};
-use crate::{hex, writing};
+use crate::ranks::{Rank, Words};
+use crate::{during, hex, writing};
 
 const FOLDER: &str = "checkpoints";
-/// Weights and moments.
-pub const STATE: &str = "state.safetensors";
+/// Weights and moments, where they are in one file.
+const STATE: &str = "state.safetensors";
 const ABOUT: &str = "checkpoint.json";
 const MARKER: &str = "COMPLETE";
-const VERSION: u32 = 1;
+/// With one file of state, and with several.
+const VERSIONS: [u32; 2] = [1, 2];
 
 /// What a checkpoint is of.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,11 +40,63 @@ pub struct About {
     pub step: u64,
     /// [`crate::data::Dataset::fingerprint`] of what it was trained on.
     pub data: String,
-    state_bytes: u64,
-    state_sha256: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    state_bytes: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    state_sha256: Option<String>,
+    /// Where there are several, in the place of the two above.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    files: Vec<StateFile>,
     /// What the run is: [`Config::identity`]. Earlier versions did not say it.
     #[serde(default)]
     pub settings: Option<Identity>,
+}
+
+/// A file of weights and moments.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StateFile {
+    name: String,
+    bytes: u64,
+    sha256: String,
+    /// What it has in part.
+    #[serde(default, skip_serializing_if = "Parts::is_empty")]
+    parts: Parts,
+}
+
+impl About {
+    fn new(step: u64, Belongs { data, settings }: Belongs, mut files: Vec<StateFile>) -> Self {
+        let one = if files.len() == 1 { files.pop() } else { None };
+        let version = VERSIONS[usize::from(one.is_none())];
+        let (state_bytes, state_sha256) = one.map(|file| (file.bytes, file.sha256)).unzip();
+        Self { version, step, data, state_bytes, state_sha256, files, settings: Some(settings) }
+    }
+
+    /// The files of state; none where this says nonsense.
+    fn files(&self) -> Option<Vec<StateFile>> {
+        match (self.state_bytes, &self.state_sha256, self.version) {
+            (Some(bytes), Some(sha256), 1) if self.files.is_empty() => Some(vec![StateFile {
+                name: STATE.into(),
+                bytes,
+                sha256: sha256.clone(),
+                parts: Parts::new(),
+            }]),
+            (None, None, 2) => {
+                let of = self.files.len();
+                let named = |(index, file): (usize, &StateFile)| file.name == state_name(Rank { index, of });
+                (of > 1 && self.files.iter().enumerate().all(named)).then(|| self.files.clone())
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The file that a rank writes.
+fn state_name(rank: Rank) -> String {
+    match rank {
+        Rank::ALONE => STATE.into(),
+        Rank { index, of } => format!("state-{:05}-of-{of:05}.safetensors", index + 1),
+    }
 }
 
 /// What a checkpoint belongs to.
@@ -56,29 +113,33 @@ pub(super) struct Checkpoints {
     folder: PathBuf,
     belongs: Belongs,
     config: CheckpointConfig,
+    words: Words,
     writing: Option<JoinHandle<Result<()>>>,
 }
 
 impl Checkpoints {
     /// For a run that was trained on this data. What an interrupted writer left is removed.
-    pub(super) fn new(run: &Path, belongs: Belongs, config: CheckpointConfig) -> Result<Self> {
+    pub(super) fn new(run: &Path, belongs: Belongs, config: CheckpointConfig, words: Words) -> Result<Self> {
         let folder = run.join(FOLDER);
-        std::fs::create_dir_all(&folder).map_err(writing(&folder))?;
-        for entry in std::fs::read_dir(&folder).map_err(writing(&folder))?.flatten() {
-            if entry.file_name().to_string_lossy().ends_with(PARTIAL) {
-                std::fs::remove_dir_all(entry.path()).map_err(writing(&entry.path()))?;
+        if words.rank().is_first() {
+            std::fs::create_dir_all(&folder).map_err(writing(&folder))?;
+            for entry in std::fs::read_dir(&folder).map_err(writing(&folder))?.flatten() {
+                if entry.file_name().to_string_lossy().ends_with(PARTIAL) {
+                    std::fs::remove_dir_all(entry.path()).map_err(writing(&entry.path()))?;
+                }
             }
         }
-        Ok(Self { folder, belongs, config, writing: None })
+        Ok(Self { folder, belongs, config, words, writing: None })
     }
 
     /// Starts to write a checkpoint. The one before must have been waited for.
     pub(super) fn save(&mut self, step: u64, snapshot: impl FnOnce() -> Result<Snapshot>) -> Result<()> {
         let snapshot = snapshot()?;
         let (folder, belongs, config) = (self.folder.clone(), self.belongs.clone(), self.config);
+        let words = self.words.clone();
         self.writing = Some(std::thread::spawn(move || {
-            write(&folder, step, belongs, &snapshot)?;
-            prune(&folder, config)
+            write(&folder, step, belongs, &snapshot, &words)?;
+            if words.rank().is_first() { prune(&folder, config) } else { Ok(()) }
         }));
         Ok(())
     }
@@ -101,14 +162,29 @@ fn name(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-fn write(folder: &Path, step: u64, belongs: Belongs, snapshot: &Snapshot) -> Result<()> {
+/// Writes this rank's file. Rank 0, which hears how all fared, makes the checkpoint of them.
+fn write(folder: &Path, step: u64, belongs: Belongs, snapshot: &Snapshot, words: &Words) -> Result<()> {
     let partial = folder.join(name(step) + PARTIAL);
-    let written = write_into(&partial, step, belongs, snapshot).and_then(|()| {
-        let path = folder.join(name(step));
-        std::fs::rename(&partial, &path).map_err(writing(&path))?;
-        sync(folder)
+    let own = write_state(&partial, snapshot, words.rank());
+    let said = match &own {
+        Ok(file) => Ok(file.clone()),
+        Err(error) => Err(error.to_string()),
+    };
+    let said = words.share("checkpoint", &serde_json::to_string(&said).expect("plain values"))?;
+    let files = said.iter().enumerate().map(|(rank, said)| {
+        let file: std::result::Result<StateFile, String> =
+            serde_json::from_str(said).map_err(during("another rank says nonsense"))?;
+        file.map_err(|error| match words.rank().of {
+            1 => Error::new(error),
+            _ => Error::new(format!("rank {rank}: {error}")),
+        })
     });
-    if written.is_err() {
+    let files: Result<Vec<StateFile>> = files.collect();
+    let written = files.and_then(|files| match words.rank().is_first() {
+        true => finish(folder, &partial, step, belongs, files),
+        false => Ok(()),
+    });
+    if written.is_err() && words.rank().is_first() {
         // Its room may be what the next one needs.
         let _ = std::fs::remove_dir_all(&partial);
     }
@@ -119,21 +195,28 @@ fn write(folder: &Path, step: u64, belongs: Belongs, snapshot: &Snapshot) -> Res
     })
 }
 
-fn write_into(partial: &Path, step: u64, belongs: Belongs, snapshot: &Snapshot) -> Result<()> {
-    std::fs::create_dir(partial).map_err(writing(partial))?;
-    let state = partial.join(STATE);
-    snapshot.save(&state).map_err(writing(&state))?;
+fn write_state(partial: &Path, snapshot: &Snapshot, rank: Rank) -> Result<StateFile> {
+    // Any rank may be the first to come.
+    std::fs::create_dir_all(partial).map_err(writing(partial))?;
+    let name = state_name(rank);
+    let state = partial.join(&name);
+    let parts = snapshot.save(&state).map_err(writing(&state))?;
     sync(&state)?;
-    let (state_bytes, state_sha256) = digest(&state).map_err(writing(&state))?;
-    let Belongs { data, settings } = belongs;
-    let about = About { version: VERSION, step, data, state_bytes, state_sha256, settings: Some(settings) };
-    let about = serde_json::to_string_pretty(&about).expect("plain values");
+    let (bytes, sha256) = digest(&state).map_err(writing(&state))?;
+    Ok(StateFile { name, bytes, sha256, parts })
+}
+
+fn finish(folder: &Path, partial: &Path, step: u64, belongs: Belongs, files: Vec<StateFile>) -> Result<()> {
+    let about = serde_json::to_string_pretty(&About::new(step, belongs, files)).expect("plain values");
     for (name, text) in [(ABOUT, about.as_str()), (MARKER, &hex(&Sha256::digest(&about)))] {
         let path = partial.join(name);
         std::fs::write(&path, text).map_err(writing(&path))?;
         sync(&path)?;
     }
-    sync(partial)
+    sync(partial)?;
+    let path = folder.join(name(step));
+    std::fs::rename(partial, &path).map_err(writing(&path))?;
+    sync(folder)
 }
 
 /// Length and SHA-256 of a file.
@@ -185,16 +268,19 @@ pub struct Found {
     /// What it says of itself.
     pub about: About,
     path: PathBuf,
-    /// Nobody else adds to the run, or prunes what was found.
-    _lock: Lock,
+    files: Vec<StateFile>,
+    /// Nobody else adds to the run, or prunes what was found. Rank 0 has it for all.
+    _lock: Option<Lock>,
 }
 
 impl Found {
-    /// The newest checkpoint of a run's folder, or the one that is named. The run is taken as long as this lives.
+    /// The newest checkpoint of a run's folder, or the one that is named. The run is taken as long as this lives, by rank 0
+    /// for all. Each rank checks its share of the files.
     ///
     /// # Errors
     /// When there is none, or it is damaged, cut off, or from a later version, and when another process has the run.
-    pub fn at(path: &Path) -> Result<Self> {
+    pub fn at(path: &Path, rank: Rank) -> Result<Self> {
+        let take = |run: &Path| rank.is_first().then(|| Lock::run(run)).transpose();
         if path.join(ABOUT).exists() || path.join(STATE).exists() {
             let run = path.parent().and_then(Path::parent);
             let run = run.filter(|run| run.join("config.toml").exists()).ok_or_else(|| {
@@ -203,10 +289,10 @@ impl Found {
                     .allowed(format!("RUN/{FOLDER}/{}", name(250)))
                     .hint("its settings are in RUN/config.toml: copy the run as a whole")
             })?;
-            return Self::checked(Lock::run(run)?, run.to_owned(), path.to_owned());
+            return Self::checked(take(run)?, run.to_owned(), path.to_owned(), rank);
         }
         let folder = path.join(FOLDER);
-        let lock = if folder.is_dir() { Some(Lock::run(path)?) } else { None };
+        let lock = if folder.is_dir() { Some(take(path)?) } else { None };
         let found = lock.and_then(|lock| Some((lock, steps(&folder).pop()?)));
         let (lock, step) = found.ok_or_else(|| {
             Error::new("there is no checkpoint to resume from")
@@ -214,10 +300,10 @@ impl Found {
                 .allowed(format!("the folder of a run with {FOLDER} in it, or one of these"))
                 .hint("a run writes them every --checkpoint-every steps, at its end, and when it is interrupted")
         })?;
-        Self::checked(lock, path.to_owned(), folder.join(name(step)))
+        Self::checked(lock, path.to_owned(), folder.join(name(step)), rank)
     }
 
-    fn checked(lock: Lock, run: PathBuf, path: PathBuf) -> Result<Self> {
+    fn checked(lock: Option<Lock>, run: PathBuf, path: PathBuf, rank: Rank) -> Result<Self> {
         let refuse = |file: &str, got: String, allowed: &str| {
             let others: Vec<String> = steps(&run.join(FOLDER))
                 .into_iter()
@@ -253,22 +339,28 @@ impl Found {
             Ok(about) => about,
             Err(error) => return refuse(ABOUT, error.to_string(), "what this version writes"),
         };
-        if about.version != VERSION {
-            return refuse(ABOUT, format!("version {}", about.version), &format!("version {VERSION}"));
+        if !VERSIONS.contains(&about.version) {
+            let allowed = format!("version {} or {}", VERSIONS[0], VERSIONS[1]);
+            return refuse(ABOUT, format!("version {}", about.version), &allowed);
         }
         if !path.ends_with(name(about.step)) {
             return refuse(ABOUT, format!("of {}", name(about.step)), "the folder that it was written to");
         }
-        let (bytes, sha256) = match digest(&path.join(STATE)) {
-            Ok(digest) => digest,
-            Err(error) => return refuse(STATE, error.to_string(), "a whole checkpoint"),
+        let Some(files) = about.files() else {
+            return refuse(ABOUT, "no list of files that fits".into(), "what this version writes");
         };
-        if (bytes, &sha256) != (about.state_bytes, &about.state_sha256) {
-            let got = format!("{bytes} bytes with SHA-256 {sha256:.12}");
-            let allowed = format!("{} bytes with SHA-256 {:.12}", about.state_bytes, about.state_sha256);
-            return refuse(STATE, got, &allowed);
+        for file in files.iter().skip(rank.index).step_by(rank.of) {
+            let (bytes, sha256) = match digest(&path.join(&file.name)) {
+                Ok(digest) => digest,
+                Err(error) => return refuse(&file.name, error.to_string(), "a whole checkpoint"),
+            };
+            if (bytes, &sha256) != (file.bytes, &file.sha256) {
+                let got = format!("{bytes} bytes with SHA-256 {sha256:.12}");
+                let allowed = format!("{} bytes with SHA-256 {:.12}", file.bytes, file.sha256);
+                return refuse(&file.name, got, &allowed);
+            }
         }
-        Ok(Self { run, about, path, _lock: lock })
+        Ok(Self { run, about, path, files, _lock: lock })
     }
 
     /// Checks that nothing newer would be in the way.
@@ -285,11 +377,39 @@ impl Found {
             .hint("move the newer ones away, or copy the run's folder"))
     }
 
-    /// The parameters and moments.
+    /// The parameters and moments, for a rank.
     ///
     /// # Errors
     /// When they are of another model.
-    pub fn restore(&self, config: &Config, device: &Device, dtype: DType) -> Result<Parameters> {
-        Parameters::restore(&config.model, &self.path.join(STATE), device, dtype)
+    pub fn restore(&self, config: &Config, device: &Device, dtype: DType, rank: Rank) -> Result<Parameters> {
+        let state = State::open(paths(&self.path, self.files.clone()))?;
+        Parameters::restore(&config.model, &state, device, dtype, Some(rank))
     }
+}
+
+fn paths(checkpoint: &Path, files: Vec<StateFile>) -> Vec<(PathBuf, Parts)> {
+    files.into_iter().map(|file| (checkpoint.join(&file.name), file.parts)).collect()
+}
+
+/// Whether a folder is a checkpoint.
+pub fn is_one(folder: &Path) -> bool {
+    folder.join(ABOUT).is_file() || folder.join(STATE).is_file()
+}
+
+/// The state of a checkpoint's folder, to use and not to go on with.
+///
+/// # Errors
+/// When it is none.
+pub fn state(checkpoint: &Path) -> Result<State> {
+    let path = checkpoint.join(ABOUT);
+    let failed = || format!("cannot use {}", path.display());
+    let text = std::fs::read(&path).map_err(during(failed()))?;
+    let about: About = serde_json::from_slice(&text).map_err(during(failed()))?;
+    let files = about.files().ok_or_else(|| {
+        Error::new(failed())
+            .got("no list of files that fits")
+            .allowed("a checkpoint of this version or an earlier one")
+            .hint("the run's folder has weights too: model.safetensors")
+    })?;
+    State::open(paths(checkpoint, files))
 }

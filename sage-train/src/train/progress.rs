@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use indicatif::ProgressBar;
 
 use crate::metrics::Point;
+use crate::ranks::Rank;
 use crate::{bar, tell};
 
 /// Between lines when there is no terminal, and between those of steps in the log, but for the first steps.
@@ -21,6 +22,8 @@ pub(super) struct Progress {
     bar: ProgressBar,
     steps: u64,
     log: Option<File>,
+    /// One rank speaks for all; of the others it is warnings that are heard.
+    speaks: bool,
     /// The step that the clock started at.
     first: u64,
     started: Instant,
@@ -31,13 +34,17 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    pub(super) fn new(steps: u64) -> Self {
-        let bar = bar(steps, "{bar:30.cyan/blue} {pos}/{len} {msg} [{elapsed}, ETA {eta}]");
+    pub(super) fn new(steps: u64, rank: Rank) -> Self {
+        let bar = match rank.is_first() {
+            true => bar(steps, "{bar:30.cyan/blue} {pos}/{len} {msg} [{elapsed}, ETA {eta}]"),
+            false => ProgressBar::hidden(),
+        };
         let now = Instant::now();
         Self {
             bar,
             steps,
             log: None,
+            speaks: rank.is_first(),
             first: 0,
             started: now,
             last_line: now,
@@ -47,12 +54,15 @@ impl Progress {
     }
 
     /// Also writes everything to a file from now on.
-    pub(super) fn log_to(&mut self, file: File) {
-        self.log = Some(file);
+    pub(super) fn log_to(&mut self, file: Option<File>) {
+        self.log = file;
     }
 
     /// Says something above the bar.
     pub(super) fn say(&self, text: &str) {
+        if !self.speaks && !text.starts_with("warning") {
+            return;
+        }
         self.bar.suspend(|| tell(text));
         self.note(text.trim_end());
     }
@@ -88,7 +98,10 @@ impl Progress {
         }
         self.bar.set_message(text(self.validation));
         self.bar.set_position(point.step);
-        if self.bar.is_hidden() && (self.last_line.elapsed() > QUIET || point.val_loss.is_some()) {
+        if self.speaks
+            && self.bar.is_hidden()
+            && (self.last_line.elapsed() > QUIET || point.val_loss.is_some())
+        {
             self.last_line = Instant::now();
             let rate = self.started.elapsed().as_secs_f64() / (point.step - self.first) as f64;
             let left = rate * (self.steps - point.step) as f64;

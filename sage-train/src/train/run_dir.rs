@@ -18,15 +18,22 @@ use crate::{during, partial, tell, writing};
 
 const CSV: &str = "metrics.csv";
 
-/// The folder of one run, and its open metrics.
+/// The folder of one run. One process writes there; other ranks of the run look on, and what they have to write is written
+/// already.
 #[derive(Debug)]
 pub(super) struct RunDir {
     path: PathBuf,
+    writer: Option<Writer>,
+    /// Of a new run; that of a resumed one came with its checkpoint.
+    _lock: Option<Lock>,
+}
+
+/// The open metrics.
+#[derive(Debug)]
+struct Writer {
     metrics: File,
     csv: File,
     events: EventFile,
-    /// Of a new run; that of a resumed one came with its checkpoint.
-    _lock: Option<Lock>,
 }
 
 impl RunDir {
@@ -53,42 +60,15 @@ impl RunDir {
         Err(taken(&config.out.join(config.name.as_deref().unwrap_or(""))))
     }
 
-    /// Opens the folder of a run again, and takes its metrics back to `step`; returns them.
-    pub(super) fn reopen(path: &Path, step: u64) -> Result<(Self, Vec<Point>)> {
+    /// Opens the folder of a run again, and takes its metrics back to `step`; returns them. `lock`: where no checkpoint has it.
+    pub(super) fn reopen(path: &Path, step: u64, lock: Option<Lock>) -> Result<(Self, Vec<Point>)> {
         // What a process that was killed did not finish: the run is ours alone.
         for entry in std::fs::read_dir(path).map_err(writing(path))?.flatten() {
             if entry.path().is_file() && entry.file_name().to_string_lossy().ends_with(partial::PARTIAL) {
                 std::fs::remove_file(entry.path()).map_err(writing(&entry.path()))?;
             }
         }
-        let file = path.join(METRICS);
-        let text = std::fs::read(&file).map_err(during(format!("cannot read {}", file.display())))?;
-        // What a run that was cut off did not finish to write ends them.
-        let first_of = |points: &mut dyn Iterator<Item = Option<Point>>| -> Vec<Point> {
-            let whole = points.map_while(|point| point).zip(1..=step);
-            whole.map_while(|(point, n)| (point.step == n).then_some(point)).collect()
-        };
-        let lines = text.split(|&byte| byte == b'\n');
-        let mut points = first_of(&mut lines.map(|line| serde_json::from_slice(line).ok()));
-        if points.len() as u64 != step {
-            // A damaged line: the same numbers stand in the other file.
-            let csv = std::fs::read_to_string(path.join(CSV)).unwrap_or_default();
-            let mut lines = csv.lines();
-            let head = lines.next().unwrap_or_default();
-            let others = first_of(&mut lines.map(|line| Point::from_csv(head, line)));
-            if others.len() as u64 == step {
-                tell(&format!("{} is damaged, and made again from {CSV}", file.display()));
-                points = others;
-            }
-        }
-        if points.len() as u64 != step {
-            return Err(Error::new("the run's metrics end before its checkpoint")
-                .got(format!("{}: {} whole steps from the first on", file.display(), points.len()))
-                .allowed(format!("at least {step}"))
-                .hint(format!(
-                    "is the file damaged? {CSV} is no help either; a copy of one of them is, or a new run"
-                )));
-        }
+        let points = points_until(path, step)?;
         let probes = path.join(PROBES);
         if probes.exists() {
             let kept: Vec<Probed> = json_lines(&probes)?;
@@ -96,18 +76,26 @@ impl RunDir {
             let text: String = kept.map(|probed| json(probed) + "\n").collect();
             partial::file(&probes, |partial| std::fs::write(partial, text).map_err(writing(partial)))?;
         }
-        Ok((Self::open(path.to_owned(), None, &points)?, points))
+        Ok((Self::open(path.to_owned(), lock, &points)?, points))
+    }
+
+    /// The folder of a run that another rank writes, whose metrics go to `step` at least.
+    pub(super) fn look_on(path: PathBuf, step: u64) -> Result<(Self, Vec<Point>)> {
+        let points = points_until(&path, step)?;
+        Ok((Self { path, writer: None, _lock: None }, points))
     }
 
     fn open(path: PathBuf, lock: Option<Lock>, points: &[Point]) -> Result<Self> {
         let (metrics, csv) = begin_metrics(&path, points)?;
         let events = EventFile::create(&path, points.len() as u64 + 1)?;
-        Ok(Self { path, metrics, csv, events, _lock: lock })
+        Ok(Self { path, writer: Some(Writer { metrics, csv, events }), _lock: lock })
     }
 
     /// Writes the metrics again, where something became known later.
     pub(super) fn rewrite_metrics(&mut self, points: &[Point]) -> Result<()> {
-        (self.metrics, self.csv) = begin_metrics(&self.path, points)?;
+        if let Some(writer) = &mut self.writer {
+            (writer.metrics, writer.csv) = begin_metrics(&self.path, points)?;
+        }
         Ok(())
     }
 
@@ -123,19 +111,27 @@ impl RunDir {
         &self.path
     }
 
-    pub(super) fn log(&self) -> Result<File> {
+    /// The log, of the process that writes.
+    pub(super) fn log(&self) -> Result<Option<File>> {
         let path = self.path.join("log.txt");
-        File::options().create(true).append(true).open(&path).map_err(writing(&path))
+        let open = || File::options().create(true).append(true).open(&path).map_err(writing(&path));
+        self.writer.is_some().then(open).transpose()
     }
 
     /// Writes a file whole or not at all.
     pub(super) fn write(&self, name: &str, text: &str) -> Result<()> {
+        if self.writer.is_none() {
+            return Ok(());
+        }
         let write = |partial: &Path| std::fs::write(partial, text).map_err(writing(partial));
         partial::file(&self.path.join(name), write)
     }
 
     /// Removes a file that may be there.
     pub(super) fn remove(&self, name: &str) -> Result<()> {
+        if self.writer.is_none() {
+            return Ok(());
+        }
         let path = self.path.join(name);
         match std::fs::remove_file(&path) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(writing(&path)(error)),
@@ -145,6 +141,9 @@ impl RunDir {
 
     /// Adds an entry to a file that is a list in JSON. What cannot be read as one begins again.
     pub(super) fn add_json<T: Serialize>(&self, name: &str, entry: T) -> Result<()> {
+        if self.writer.is_none() {
+            return Ok(());
+        }
         let path = self.path.join(name);
         let text = std::fs::read(&path).unwrap_or_default();
         let mut list: Vec<serde_json::Value> = serde_json::from_slice(&text).unwrap_or_default();
@@ -154,7 +153,8 @@ impl RunDir {
 
     /// Waits until the metrics are on the disk: a checkpoint is worth nothing without them.
     pub(super) fn sync(&self) -> Result<()> {
-        self.metrics.sync_data().map_err(writing(&self.path.join(METRICS)))
+        let Some(writer) = &self.writer else { return Ok(()) };
+        writer.metrics.sync_data().map_err(writing(&self.path.join(METRICS)))
     }
 
     /// Adds a probe to the others.
@@ -166,13 +166,50 @@ impl RunDir {
 
     /// Adds a step to the metrics.
     pub(super) fn append_metrics(&mut self, point: &Point) -> Result<()> {
-        writeln!(self.metrics, "{}", json(point)).map_err(writing(&self.path.join(METRICS)))?;
-        writeln!(self.csv, "{}", point.csv()).map_err(writing(&self.path.join(CSV)))?;
+        let Some(writer) = &mut self.writer else { return Ok(()) };
+        writeln!(writer.metrics, "{}", json(point)).map_err(writing(&self.path.join(METRICS)))?;
+        writeln!(writer.csv, "{}", point.csv()).map_err(writing(&self.path.join(CSV)))?;
         let numbers = point.numbers();
         let scalars: Vec<(&str, f64)> =
             numbers[1..].iter().filter_map(|&(name, n)| Some((name, n?))).collect();
-        self.events.scalars(point.step, &scalars)
+        writer.events.scalars(point.step, &scalars)
     }
+}
+
+/// The metrics of a run's first steps.
+fn points_until(path: &Path, step: u64) -> Result<Vec<Point>> {
+    if step == 0 {
+        return Ok(Vec::new());
+    }
+    let file = path.join(METRICS);
+    let text = std::fs::read(&file).map_err(during(format!("cannot read {}", file.display())))?;
+    // What a run that was cut off did not finish to write ends them.
+    let first_of = |points: &mut dyn Iterator<Item = Option<Point>>| -> Vec<Point> {
+        let whole = points.map_while(|point| point).zip(1..=step);
+        whole.map_while(|(point, n)| (point.step == n).then_some(point)).collect()
+    };
+    let lines = text.split(|&byte| byte == b'\n');
+    let mut points = first_of(&mut lines.map(|line| serde_json::from_slice(line).ok()));
+    if points.len() as u64 != step {
+        // A damaged line: the same numbers stand in the other file.
+        let csv = std::fs::read_to_string(path.join(CSV)).unwrap_or_default();
+        let mut lines = csv.lines();
+        let head = lines.next().unwrap_or_default();
+        let others = first_of(&mut lines.map(|line| Point::from_csv(head, line)));
+        if others.len() as u64 == step {
+            tell(&format!("{} is damaged, and made again from {CSV}", file.display()));
+            points = others;
+        }
+    }
+    if points.len() as u64 != step {
+        return Err(Error::new("the run's metrics end before its checkpoint")
+            .got(format!("{}: {} whole steps from the first on", file.display(), points.len()))
+            .allowed(format!("at least {step}"))
+            .hint(format!(
+                "is the file damaged? {CSV} is no help either; a copy of one of them is, or a new run"
+            )));
+    }
+    Ok(points)
 }
 
 /// Writes a JSON file whole or not at all.

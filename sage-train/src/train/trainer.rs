@@ -2,7 +2,7 @@
 //! later: on a GPU, when the next one is under way.
 
 use candle_core::{DType, Device, Tensor};
-use candle_sage::{Error, Result, ops};
+use candle_sage::{Error, Result};
 
 use crate::config::Config;
 use crate::data::{Batches, Dataset, Feed, Sequences};
@@ -10,6 +10,7 @@ use crate::device::{Mailbox, Monitor};
 use crate::during;
 use crate::metrics::Point;
 use crate::model::{Input, Llama, LlamaConfig, Parameters, Snapshot};
+use crate::ranks::Ranks;
 use crate::train::guard::Limits;
 use crate::train::stop::Stop;
 
@@ -18,6 +19,7 @@ pub(super) struct Trainer<'a> {
     config: &'a Config,
     device: &'a Device,
     parameters: &'a Parameters,
+    ranks: &'a Ranks,
     data: &'a Dataset,
     monitor: Monitor,
     pub(super) model: Llama,
@@ -25,9 +27,64 @@ pub(super) struct Trainer<'a> {
     pub(super) under_eval_attn: Option<Llama>,
     /// 0, and NaN from the first step on whose loss or gradient is not finite: no update comes after.
     stop: Tensor,
-    /// For the results of the steps under way, two at most: the loss of each micro-batch, the sum of squares of the
-    /// gradient, and 0, or NaN where the update was skipped.
+    /// For the results of the steps under way, two at most: what each rank has, and 0, or NaN where the update was skipped.
     mailboxes: [Mailbox; 2],
+}
+
+/// What a rank asks of all others, with the results of a step: they hear it at the same time, and do the same.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Asked {
+    /// To stop, because of a signal.
+    pub(super) signal: Option<u8>,
+    /// To write a checkpoint.
+    pub(super) save: bool,
+}
+
+impl Asked {
+    /// Both.
+    pub(super) fn or(self, other: Self) -> Self {
+        Self { signal: self.signal.or(other.signal), save: self.save || other.save }
+    }
+}
+
+/// What a rank has to say of a step, in f64 numbers: the losses of its micro-batches (some have one fewer, and a zero), the sum
+/// of squares of the gradients that it owns, and what it asks for.
+#[derive(Debug, Clone, Copy)]
+struct Report {
+    /// Micro-batches of a step, of all ranks.
+    micro_batches: usize,
+    ranks: usize,
+}
+
+impl Report {
+    const ASKED: usize = 2;
+
+    /// Losses of a rank, at most.
+    fn losses(self) -> usize {
+        self.micro_batches.div_ceil(self.ranks)
+    }
+
+    fn len(self) -> usize {
+        self.losses() + 1 + Self::ASKED
+    }
+
+    /// Where the losses of all lie among all reports, in the order of the micro-batches: number `k` is rank `k mod ranks`'s.
+    fn places_of_losses(self) -> impl Iterator<Item = usize> {
+        (0..self.micro_batches).map(move |k| k % self.ranks * self.len() + k / self.ranks)
+    }
+
+    /// The same of the sums of squares.
+    fn places_of_squares(self) -> impl Iterator<Item = usize> {
+        (0..self.ranks).map(move |rank| rank * self.len() + self.losses())
+    }
+
+    fn asked(self, reports: &[f64]) -> Asked {
+        let of_rank = |report: &[f64]| Asked {
+            signal: Some(report[self.losses() + 1] as u8).filter(|signal| *signal > 0),
+            save: report[self.losses() + 2] > 0.0,
+        };
+        reports.chunks_exact(self.len()).map(of_rank).fold(Asked::default(), Asked::or)
+    }
 }
 
 /// A step under way: where its results will be.
@@ -43,7 +100,7 @@ impl<'a> Trainer<'a> {
         config: &'a Config,
         data: &'a Dataset,
         parameters: &'a Parameters,
-        device: &'a Device,
+        (device, ranks): (&'a Device, &'a Ranks),
     ) -> candle_core::Result<Self> {
         let mut model = Llama::new(&config.model, parameters, device)?;
         if let Some(sla2) = &config.model.sla2 {
@@ -53,8 +110,11 @@ impl<'a> Trainer<'a> {
         let under = |scheme| {
             Llama::new(&LlamaConfig { scheme: Some(scheme), ..config.model.clone() }, parameters, device)
         };
+        let report = Report { micro_batches: config.accumulation, ranks: ranks.rank().of };
+        let mailbox = || Mailbox::new(device, report.ranks * report.len() + 1);
         Ok(Self {
             config,
+            ranks,
             under_eval_attn: config.eval_scheme.map(under).transpose()?,
             device,
             parameters,
@@ -62,11 +122,12 @@ impl<'a> Trainer<'a> {
             monitor: Monitor::new(device),
             model,
             stop: Tensor::zeros((), DType::F64, device)?,
-            mailboxes: [
-                Mailbox::new(device, config.accumulation + 2)?,
-                Mailbox::new(device, config.accumulation + 2)?,
-            ],
+            mailboxes: [mailbox()?, mailbox()?],
         })
+    }
+
+    fn report(&self) -> Report {
+        Report { micro_batches: self.config.accumulation, ranks: self.ranks.rank().of }
     }
 
     pub(super) fn device(&self) -> &'a Device {
@@ -78,9 +139,30 @@ impl<'a> Trainer<'a> {
         self.device.is_cuda()
     }
 
-    /// The weights, and the moments, as they are after the steps that were launched.
-    pub(super) fn snapshot(&self, moments: bool) -> candle_core::Result<Snapshot> {
-        self.parameters.snapshot(moments)
+    /// All weights as they are after the steps that were launched. Every rank must ask for them.
+    pub(super) fn weights(&self) -> candle_core::Result<Snapshot> {
+        self.parameters.weights(self.ranks.group())
+    }
+
+    /// The weights and moments that this rank owns.
+    pub(super) fn state(&self) -> candle_core::Result<Snapshot> {
+        self.parameters.state()
+    }
+
+    /// The micro-batches of a step that are this rank's.
+    fn own(&self) -> impl Iterator<Item = u64> + Send + use<> {
+        let rank = self.ranks.rank();
+        (rank.index as u64..self.config.accumulation as u64).step_by(rank.of)
+    }
+
+    /// The first sequence of each of this rank's micro-batches, from step `first` on.
+    pub(super) fn firsts(&self, first: u64) -> impl Iterator<Item = u64> + Send + use<> {
+        let (all, micro_batch) = (self.config.accumulation as u64, self.config.micro_batch as u64);
+        let own: Vec<u64> = self.own().collect();
+        (first..).flat_map(move |step| {
+            let of_step = own.iter().map(move |n| (step * all + n) * micro_batch);
+            of_step.collect::<Vec<_>>()
+        })
     }
 
     /// Batches of the run.
@@ -90,12 +172,17 @@ impl<'a> Trainer<'a> {
 
     /// Launches an optimizer step. Whether loss and gradients are finite is decided where they are: if not nothing is
     /// updated, now or later. Beyond the limits this step alone updates nothing.
-    pub(super) fn launch(&mut self, step: u64, limits: Option<Limits>, feed: &Feed) -> Result<Launched> {
+    pub(super) fn launch(
+        &mut self,
+        step: u64,
+        limits: Option<Limits>,
+        asked: Asked,
+        feed: &Feed,
+    ) -> Result<Launched> {
         let lr = self.config.learning_rate.at(step);
         // Their thread has them ready: an error of theirs is told from one of the device here.
-        let batches: Vec<Sequences> =
-            (0..self.config.accumulation).map(|_| feed.next()).collect::<Result<_>>()?;
-        let launched = self.launch_at(step, lr, limits, &batches);
+        let batches: Vec<Sequences> = self.own().map(|_| feed.next()).collect::<Result<_>>()?;
+        let launched = self.launch_at(step, lr, limits, asked, &batches);
         launched.map_err(|error| failed(error, &format!("step {}", step + 1)))
     }
 
@@ -104,28 +191,62 @@ impl<'a> Trainer<'a> {
         step: u64,
         lr: f64,
         limits: Option<Limits>,
+        asked: Asked,
         batches: &[Sequences],
     ) -> candle_core::Result<Launched> {
-        let mailbox = (step % 2) as usize;
+        let (mailbox, report) = ((step % 2) as usize, self.report());
         if let Some(sla2) = &self.config.model.sla2 {
             self.model.set_stage(sla2.stage(step));
         }
         self.mailboxes[mailbox].begin()?;
         let losses = self.gradients(batches)?;
-        let squares = ops::sum_of_squares(self.parameters.gradients()?)?;
+        let squares = self.parameters.reduce(self.ranks.group())?;
+        let all = self.report_to_all(&losses, &squares, asked)?;
+        let number = |place: usize| all.get(place);
+        let losses = report.places_of_losses().map(number).collect::<candle_core::Result<Vec<_>>>()?;
+        let mut squares = (&self.stop * 0.0)?;
+        for place in report.places_of_squares() {
+            squares = (squares + number(place)?)?;
+        }
         // A loss that is not finite, without such a gradient, stops as well. (One after the other: a reduction of candle's
         // sends its shape to the device, and waits for everything before.)
         for loss in &losses {
-            self.stop = (&self.stop + (loss.to_dtype(DType::F64)? * 0.0)?)?;
+            self.stop = (&self.stop + (loss * 0.0)?)?;
         }
         self.stop = (&self.stop + (&squares * 0.0)?)?;
         let adamw = self.config.adamw.step(step + 1, lr, self.config.accumulation);
         let skip = self.skip(&losses, &squares, limits)?;
-        self.parameters.update(adamw, &((&squares + &self.stop)? + &skip)?)?;
-        let losses = Tensor::stack(&losses, 0)?.to_dtype(DType::F64)?;
-        let results = Tensor::cat(&[losses, squares.unsqueeze(0)?, skip.unsqueeze(0)?], 0)?;
-        self.mailboxes[mailbox].send(&results)?;
+        let norm = ((&squares + &self.stop)? + &skip)?;
+        self.parameters.update(adamw, &norm, self.ranks.group())?;
+        self.mailboxes[mailbox].send(&Tensor::cat(&[all, skip.unsqueeze(0)?], 0)?)?;
         Ok(Launched { step, lr, mailbox })
+    }
+
+    /// What every rank has to say of a step, one behind the other.
+    fn report_to_all(
+        &self,
+        losses: &[Tensor],
+        squares: &Tensor,
+        asked: Asked,
+    ) -> candle_core::Result<Tensor> {
+        let report = self.report();
+        // Numbers of the host's travel as arguments of a kernel: a copy to the device would wait.
+        let number = |n: f64| Tensor::zeros((), DType::F64, self.device)?.affine(0.0, n);
+        let mut own =
+            losses.iter().map(|loss| loss.to_dtype(DType::F64)).collect::<candle_core::Result<Vec<_>>>()?;
+        while own.len() < report.losses() {
+            own.push(number(0.0)?);
+        }
+        own.push(squares.clone());
+        own.push(number(f64::from(asked.signal.unwrap_or(0)))?);
+        own.push(number(f64::from(u8::from(asked.save)))?);
+        let own = Tensor::stack(&own, 0)?;
+        if report.ranks == 1 {
+            return Ok(own);
+        }
+        let all = Tensor::zeros(report.ranks * report.len(), DType::F64, self.device)?;
+        self.ranks.group().gather(&own, &all)?;
+        Ok(all)
     }
 
     /// 0, or NaN beyond a limit: what lies above becomes 0, whose inverse is infinite. (No comparison of candle's, which
@@ -141,7 +262,7 @@ impl<'a> Trainer<'a> {
         let micro_batches = losses.len() as f64;
         let mut sum = none;
         for loss in losses {
-            sum = (sum + loss.to_dtype(DType::F64)?)?;
+            sum = (sum + loss)?;
         }
         let below = |value: &Tensor, limit: f64| value.affine(-1.0, limit)?.relu()?.recip()? * 0.0;
         let most = limits.grad_norm * micro_batches;
@@ -156,31 +277,26 @@ impl<'a> Trainer<'a> {
             let batch = sequences.to_device(self.device)?;
             let input = Input { ids: &batch.ids, documents: batch.documents.as_ref() };
             losses.push(self.model.train(input, &batch.targets)?);
+            self.ranks.words().tick();
         }
         Ok(losses)
     }
 
-    /// Waits for a step, and says how it went.
-    pub(super) fn collect(&self, launched: Launched) -> std::result::Result<Point, Stop> {
+    /// Waits for a step, and says how it went, and what a rank asked for.
+    pub(super) fn collect(&self, launched: Launched) -> std::result::Result<(Point, Asked), Stop> {
         let Launched { step, lr, mailbox } = launched;
-        let accumulation = self.config.accumulation;
-        let failed = |error| failed(error, &format!("step {}", step + 1));
-        let (results, seconds) = self.mailboxes[mailbox].open().map_err(failed)?;
-        let (losses, squares) = (&results[..accumulation], results[accumulation]);
+        let (accumulation, report) = (self.config.accumulation, self.report());
+        let (results, seconds) =
+            self.mailboxes[mailbox].open().map_err(|error| failed(error, &format!("step {}", step + 1)))?;
+        let (skip, reports) = results.split_last().expect("at least one number");
+        let losses: Vec<f64> = report.places_of_losses().map(|place| reports[place]).collect();
+        let squares: f64 = report.places_of_squares().fold(0.0, |sum, place| sum + reports[place]);
         if let Some((micro, loss)) = losses.iter().enumerate().find(|(_, loss)| !loss.is_finite()) {
             let at = format!("step {}, micro-batch {} of {accumulation}", step + 1, micro + 1);
             return Err(stopped(format!("the loss is {loss} at {at}"), step));
         }
         if !squares.is_finite() {
-            // The next step may be under way, but it changed no weight: these are the gradients again.
-            let mut batches = self.batches();
-            let micro_batch = self.config.micro_batch;
-            let firsts =
-                (0..accumulation as u64).map(|n| (step * accumulation as u64 + n) * micro_batch as u64);
-            let again: Vec<Sequences> =
-                firsts.map(|first| batches.shuffled(first, micro_batch)).collect::<Result<_>>()?;
-            self.gradients(&again).map_err(failed)?;
-            let culprit = self.parameters.first_non_finite().map_err(failed)?.unwrap_or("a parameter");
+            let culprit = self.culprit(step)?;
             return Err(stopped(
                 format!("the gradient of {culprit} is not finite at step {}", step + 1),
                 step,
@@ -189,19 +305,41 @@ impl<'a> Trainer<'a> {
         let tokens_per_second = self.config.tokens_per_step() as f64 / seconds;
         let gpu = self.monitor.read();
         let flops = tokens_per_second * self.config.model.flops_per_token_at(step) as f64;
-        Ok(Point {
+        let point = Point {
             step: step + 1,
             tokens: (step + 1) * self.config.tokens_per_step(),
             loss: losses.iter().sum::<f64>() / accumulation as f64,
             grad_norm: squares.sqrt() / accumulation as f64,
             lr,
             tokens_per_second,
-            skipped: results[accumulation + 1].is_nan(),
+            skipped: skip.is_nan(),
             gpu_watts: gpu.map(|gpu| gpu.power),
             gpu_mhz: gpu.map(|gpu| gpu.clock),
             gpu_gib: gpu.map(|gpu| gpu.memory),
-            mfu: self.config.peak_flops.map(|peak| flops / peak),
+            mfu: self.config.peak_flops.map(|peak| flops / (peak * report.ranks as f64)),
             ..Point::default()
+        };
+        Ok((point, report.asked(reports)))
+    }
+
+    /// The first parameter whose gradient was not finite, of the first rank that has one.
+    fn culprit(&self, step: u64) -> Result<String> {
+        // The next step may be under way, but it changed no weight: these are the gradients again, before they are summed.
+        let mut batches = self.batches();
+        let firsts = self.firsts(step).take(self.own().count());
+        let again: Vec<Sequences> =
+            firsts.map(|first| batches.shuffled(first, self.config.micro_batch)).collect::<Result<_>>()?;
+        let find = || {
+            self.gradients(&again)?;
+            self.parameters.first_non_finite()
+        };
+        let own = find().map_err(|error| failed(error, &format!("step {}", step + 1)))?;
+        let found = self.ranks.words().share("gradient", own.unwrap_or(""))?;
+        let first = found.iter().enumerate().find(|(_, name)| !name.is_empty());
+        Ok(match first {
+            None => "a parameter".into(),
+            Some((_, name)) if found.len() == 1 => name.clone(),
+            Some((rank, name)) => format!("{name}, of rank {rank},"),
         })
     }
 }

@@ -10,9 +10,10 @@ use sage_train::config::Config;
 use sage_train::device::Place;
 use sage_train::metrics::Point;
 use sage_train::quantity::Quantity;
+use sage_train::ranks::Rank;
 use sage_train::settings::{Schedule, Settings, Switch};
-use sage_train::train;
 use sage_train::train::checkpoint::Found;
+use sage_train::train::{self, Begin};
 
 use crate::support::{Scratch, small, wait_until};
 
@@ -390,10 +391,10 @@ fn cuda_runs_go_on_to_the_bit() {
         ..Settings::default()
     };
     let config = |name, steps| Config::resolve(settings(name, steps)).expect("settings");
-    let whole = train::run(&config("whole", 40), None).expect("a run");
-    train::run(&config("parts", 23), None).expect("a run");
-    let found = Found::at(&scratch.path().join("parts")).expect("a checkpoint");
-    let parts = train::run(&config("parts", 40), Some(&found)).expect("the rest");
+    let whole = train::run(&config("whole", 40), &Begin::New).expect("a run");
+    train::run(&config("parts", 23), &Begin::New).expect("a run");
+    let found = Found::at(&scratch.path().join("parts"), Rank::ALONE).expect("a checkpoint");
+    let parts = train::run(&config("parts", 40), &Begin::From(found)).expect("the rest");
     let plain = |points: &[Point]| -> Vec<Point> {
         let bare = |point: &Point| Point {
             gpu_watts: None,

@@ -13,7 +13,8 @@ use sage_train::data::shard::{Format, Shard, ShardWriter};
 use sage_train::data::{Tokenizer, reader};
 use sage_train::evaluate::read_examples;
 use sage_train::hf;
-use sage_train::model::Parameters;
+use sage_train::model::{Parameters, Parts, State};
+use sage_train::ranks::Rank;
 use sage_train::train::checkpoint::Found;
 
 use crate::support::{Scratch, json_lines, small};
@@ -196,7 +197,7 @@ fn checkpoints() {
     scratch.ok(&small(&["--steps", "2", "--name", "r"]));
     let run = scratch.path().join("runs/r");
     let step = run.join("checkpoints/step-00000002");
-    let found = |_: &Path| Found::at(&run).is_ok();
+    let found = |_: &Path| Found::at(&run, Rank::ALONE).is_ok();
     for file in ["checkpoint.json", "COMPLETE", "state.safetensors"] {
         try_all(file, &step.join(file), LIMIT, &found);
     }
@@ -204,7 +205,9 @@ fn checkpoints() {
     let config =
         Config::resolve(Config::read_settings(&run.join("config.toml")).expect("settings")).expect("a run");
     let restore = |path: &Path| {
-        Parameters::restore(&config.model, path, &candle_core::Device::Cpu, candle_core::DType::F32).is_ok()
+        let (device, dtype) = (&candle_core::Device::Cpu, candle_core::DType::F32);
+        let state = State::open(vec![(path.to_owned(), Parts::new())]);
+        state.and_then(|state| Parameters::restore(&config.model, &state, device, dtype, None)).is_ok()
     };
     try_all("tensors of a state", &step.join("state.safetensors"), LIMIT, &restore);
     let resolve = |path: &Path| Config::read_settings(path).and_then(Config::resolve).is_ok();
@@ -226,7 +229,7 @@ fn models_and_examples() {
     let load = |_: &Path| {
         let settings = hf::settings(&folder).and_then(Config::resolve);
         let device = candle_core::Device::Cpu;
-        settings.is_ok() && hf::load(&folder, &model, &device, candle_core::DType::F32, false).is_ok()
+        settings.is_ok() && hf::load(&folder, &model, &device, candle_core::DType::F32, None).is_ok()
     };
     try_all("config.json", &config, LIMIT, &load);
     try_all("model.safetensors", &weights, LIMIT, &load);

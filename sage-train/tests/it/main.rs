@@ -8,6 +8,7 @@ mod hostile;
 mod hub;
 mod messages;
 mod model;
+mod ranks;
 mod runs;
 mod support;
 mod sweeps;

@@ -1,6 +1,7 @@
 //! The sum of several GPUs' gradients.
 
 use candle_core::Result;
+use candle_core::backend::BackendStorage;
 
 use super::params::{self, launch};
 use super::tensor::{count, elementwise_of, start};

@@ -1,0 +1,190 @@
+//! Reading weights: whole files of any float type, and what a checkpoint is made of.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use candle_sage::{Error, Result};
+use safetensors::Dtype;
+use safetensors::tensor::Metadata;
+
+use super::config::ParameterSpec;
+use super::pieces::overlap;
+use super::snapshot::{Parts, is_damaged};
+use crate::{during, unpanicked};
+
+/// A safetensors file, to take parameters from.
+#[derive(Debug)]
+pub struct StateFile {
+    path: PathBuf,
+    tensors: HashMap<String, Tensor>,
+}
+
+impl StateFile {
+    /// Reads the file.
+    ///
+    /// # Errors
+    /// When it is none.
+    pub fn open(path: &Path) -> Result<Self> {
+        let what = || format!("cannot read {}", path.display());
+        let bytes = std::fs::read(path).map_err(during(what()))?;
+        let damaged =
+            unpanicked(|| is_damaged(&bytes).map_err(|error| error.to_string())).map_err(during(what()))?;
+        if damaged {
+            return Err(Error::new("the weights are damaged")
+                .got(format!("{}: not the hash that it was written with", path.display()))
+                .allowed("a file as it was written")
+                .hint("a run's checkpoints have its weights too: RUN/checkpoints/step-N"));
+        }
+        let load =
+            || candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).map_err(|error| error.to_string());
+        let tensors = unpanicked(load).map_err(during(what()))?;
+        Ok(Self { path: path.to_owned(), tensors })
+    }
+
+    /// Whether a tensor of this name is in it.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// The values of a parameter, under its name behind `prefix`.
+    ///
+    /// # Errors
+    /// When they are not there, or of another shape.
+    pub fn values(&self, spec: &ParameterSpec, prefix: &str) -> Result<Vec<f32>> {
+        let name = format!("{prefix}{}", spec.name);
+        let found = self.tensors.get(&name);
+        let tensor = found.filter(|tensor| tensor.dims() == spec.dims).ok_or_else(|| {
+            Error::new(format!("{} is not of this model", self.path.display()))
+                .got(match found {
+                    None => format!("no {name}"),
+                    Some(tensor) => format!("{name} of shape {:?}", tensor.dims()),
+                })
+                .allowed(format!("{name} of shape {:?}", spec.dims))
+                .hint("weights and settings belong to one run")
+        })?;
+        let list = || tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+        list().map_err(during("cannot make the model"))
+    }
+}
+
+/// The longest header of a safetensors file.
+const HEADER: u64 = 100_000_000;
+
+/// A file of a checkpoint's state.
+#[derive(Debug)]
+struct Part {
+    path: PathBuf,
+    file: File,
+    /// Where the tensors' bytes begin, and how many there are.
+    data: u64,
+    bytes: u64,
+    about: Metadata,
+    parts: Parts,
+}
+
+/// A checkpoint's weights and moments, in one file or several: read where they are needed, and no more.
+#[derive(Debug)]
+pub struct State(Vec<Part>);
+
+impl State {
+    /// Opens files, each with what it has in part.
+    ///
+    /// # Errors
+    /// When one is none.
+    pub fn open(files: Vec<(PathBuf, Parts)>) -> Result<Self> {
+        files.into_iter().map(|(path, parts)| Part::open(path, parts)).collect::<Result<_>>().map(Self)
+    }
+
+    /// Elements of a parameter, under its name behind `prefix`.
+    ///
+    /// # Errors
+    /// When they are not there, or of another shape.
+    pub fn values(&self, spec: &ParameterSpec, prefix: &str, range: Range<usize>) -> Result<Vec<f32>> {
+        let mut values = vec![0.0; range.len()];
+        let mut filled = 0;
+        for part in &self.0 {
+            filled += part.fill(spec, prefix, &range, &mut values)?;
+        }
+        if filled == range.len() {
+            return Ok(values);
+        }
+        let files: Vec<String> = self.0.iter().map(|part| part.path.display().to_string()).collect();
+        Err(Error::new("the checkpoint is not of this model")
+            .got(format!(
+                "{filled} of {} elements of {prefix}{} in {}",
+                range.len(),
+                spec.name,
+                files.join(", ")
+            ))
+            .allowed(format!("{prefix}{} of shape {:?}", spec.name, spec.dims))
+            .hint("weights and settings belong to one run"))
+    }
+}
+
+impl Part {
+    fn open(path: PathBuf, parts: Parts) -> Result<Self> {
+        let what = format!("cannot read {}", path.display());
+        let read = || -> std::result::Result<(File, u64, u64, Metadata), String> {
+            let mut file = File::open(&path).map_err(|error| error.to_string())?;
+            let all = file.metadata().map_err(|error| error.to_string())?.len();
+            let mut len = [0; 8];
+            file.read_exact(&mut len).map_err(|error| error.to_string())?;
+            let len = u64::from_le_bytes(len);
+            if len > HEADER || len + 8 > all {
+                return Err(format!("a header of {len} bytes in a file of {all}"));
+            }
+            let mut header = vec![0; len as usize];
+            file.read_exact(&mut header).map_err(|error| error.to_string())?;
+            let about = serde_json::from_slice(&header).map_err(|error| error.to_string())?;
+            Ok((file, len + 8, all - len - 8, about))
+        };
+        let (file, data, bytes, about) = unpanicked(read).map_err(during(what))?;
+        Ok(Self { path, file, data, bytes, about, parts })
+    }
+
+    /// Writes what it has of the range to its place; says how much that is.
+    fn fill(
+        &self,
+        spec: &ParameterSpec,
+        prefix: &str,
+        range: &Range<usize>,
+        values: &mut [f32],
+    ) -> Result<usize> {
+        let name = format!("{prefix}{}", spec.name);
+        let Some(info) = self.about.info(&name) else { return Ok(0) };
+        let (first, len) = match self.parts.get(&spec.name) {
+            Some(&[first, len]) => (first, len),
+            None => (0, spec.len()),
+        };
+        let shape = if self.parts.contains_key(&spec.name) { vec![len as usize] } else { spec.dims.clone() };
+        let (start, end) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
+        let fits = info.dtype == Dtype::F32
+            && info.shape == shape
+            && first.checked_add(len).is_some_and(|end| end <= spec.len())
+            && start <= end
+            && end <= self.bytes
+            && end - start == 4 * len;
+        if !fits {
+            return Err(Error::new(format!("{} is not of this model", self.path.display()))
+                .got(format!("{name} of shape {:?} in {:?}", info.shape, info.dtype))
+                .allowed(format!("{name} of shape {shape:?} in f32"))
+                .hint("weights and settings belong to one run"));
+        }
+        let Some(here) = overlap(range, &(first as usize..(first + len) as usize)) else { return Ok(0) };
+        let mut bytes = vec![0; 4 * here.len()];
+        let at = self.data + start + 4 * (here.start as u64 - first);
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(at))
+            .and_then(|_| file.read_exact(&mut bytes))
+            .map_err(during(format!("cannot read {}", self.path.display())))?;
+        let into = &mut values[here.start - range.start..][..here.len()];
+        for (value, bytes) in into.iter_mut().zip(bytes.as_chunks().0) {
+            *value = f32::from_le_bytes(*bytes);
+        }
+        Ok(here.len())
+    }
+}

@@ -1,0 +1,182 @@
+//! Several processes that train one model, each with a GPU of its own: who they are, how they meet, how they exchange tensors,
+//! and how they notice that one of them is gone.
+//!
+//! A run with one process has one rank, and takes the same way.
+
+mod group;
+pub mod launch;
+mod loopback;
+mod meeting;
+mod message;
+#[cfg(feature = "cuda")]
+mod nccl;
+mod world;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use candle_core::{DType, Device, Tensor};
+use candle_sage::{Error, Result};
+
+pub use group::{Alone, Group, Rank};
+pub use world::{LAUNCHED, World};
+
+use loopback::Loopback;
+use meeting::Meeting;
+
+use crate::during;
+
+/// The ranks of a run, as one of them sees them: words by way of their meeting, tensors by way of their devices.
+#[derive(Debug)]
+pub struct Ranks {
+    group: Box<dyn Group>,
+    words: Words,
+}
+
+impl Ranks {
+    /// One process.
+    pub fn alone() -> Self {
+        Self { group: Box::new(Alone), words: Words::alone() }
+    }
+
+    /// Connects the devices of ranks that have met.
+    ///
+    /// # Errors
+    /// When they cannot reach each other.
+    pub fn connect(words: Words, device: &Device) -> Result<Self> {
+        let Some(meeting) = &words.meeting else { return Ok(Self::alone()) };
+        let group: Box<dyn Group> = match device {
+            Device::Cpu => Box::new(Loopback::connect(meeting)?),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => {
+                words.aside("connecting the GPUs", || nccl::Nccl::connect(meeting, device)).map(Box::new)?
+            }
+            _ => return Err(Error::new("this device has no others to connect to")),
+        };
+        Ok(Self { group, words })
+    }
+
+    /// Which one this is.
+    pub fn rank(&self) -> Rank {
+        self.words.rank
+    }
+
+    /// How tensors travel.
+    pub fn group(&self) -> &dyn Group {
+        &*self.group
+    }
+
+    /// How words travel.
+    pub fn words(&self) -> &Words {
+        &self.words
+    }
+
+    /// The numbers of each rank, as many of each.
+    ///
+    /// # Errors
+    /// When another rank cannot be reached.
+    pub fn gather(&self, numbers: &[f64], device: &Device) -> Result<Vec<Vec<f64>>> {
+        if self.rank().of == 1 {
+            return Ok(vec![numbers.to_vec()]);
+        }
+        let gather = || -> candle_core::Result<Vec<f64>> {
+            let all = Tensor::zeros(numbers.len() * self.rank().of, DType::F64, device)?;
+            self.group.gather(&Tensor::new(numbers, device)?, &all)?;
+            all.to_vec1()
+        };
+        let all = gather().map_err(during("cannot gather the ranks' numbers"))?;
+        Ok(all.chunks(numbers.len().max(1)).map(<[f64]>::to_vec).collect())
+    }
+}
+
+/// What ranks say to each other, from any thread. All must come to a topic equally often.
+#[derive(Debug, Clone)]
+pub struct Words {
+    rank: Rank,
+    meeting: Option<Arc<Meeting>>,
+}
+
+impl Words {
+    /// One process has nobody to talk to.
+    pub fn alone() -> Self {
+        Self { rank: Rank::ALONE, meeting: None }
+    }
+
+    /// Meets the others. `stall` is how long a rank may make no progress.
+    ///
+    /// # Errors
+    /// When they do not come, or are of another version.
+    pub fn meet(world: &World, stall: Duration) -> Result<Self> {
+        Ok(Self { rank: world.rank, meeting: Some(Arc::new(Meeting::join(world, stall)?)) })
+    }
+
+    /// Which rank this is.
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// What each rank says.
+    ///
+    /// # Errors
+    /// When another rank is gone.
+    pub fn share(&self, topic: &str, text: &str) -> Result<Vec<String>> {
+        match &self.meeting {
+            None => Ok(vec![text.to_owned()]),
+            Some(meeting) => meeting.share(topic, text),
+        }
+    }
+
+    /// What rank 0 says.
+    ///
+    /// # Errors
+    /// When another rank is gone.
+    pub fn from_first(&self, topic: &str, text: &str) -> Result<String> {
+        Ok(self.share(topic, if self.rank.is_first() { text } else { "" })?.swap_remove(0))
+    }
+
+    /// Waits until all have come so far.
+    ///
+    /// # Errors
+    /// When another rank is gone.
+    pub fn wait(&self, topic: &str) -> Result<()> {
+        self.share(topic, "").map(drop)
+    }
+
+    /// Checks that all ranks have the same.
+    ///
+    /// # Errors
+    /// When one has something else.
+    pub fn agree(&self, what: &str, text: &str) -> Result<()> {
+        self.meeting.as_ref().map_or(Ok(()), |meeting| meeting.agree(what, text))
+    }
+
+    /// Something was done: the others see that it goes on.
+    pub fn tick(&self) {
+        if let Some(meeting) = &self.meeting {
+            meeting.tick();
+        }
+    }
+
+    /// What is being done, for the others to know.
+    pub fn doing(&self, what: &str) {
+        if let Some(meeting) = &self.meeting {
+            meeting.doing(what, false);
+        }
+    }
+
+    /// Does something for which the others wait as long as it takes.
+    pub fn aside<T>(&self, what: &str, work: impl FnOnce() -> T) -> T {
+        let Some(meeting) = &self.meeting else { return work() };
+        meeting.doing(what, true);
+        let done = work();
+        meeting.doing(what, false);
+        done
+    }
+
+    /// Leaves, as was agreed or because of an error, which ends the others.
+    pub fn leave(&self, failed: Option<&Error>) {
+        if let Some(meeting) = &self.meeting {
+            meeting.leave(failed);
+        }
+    }
+}

@@ -1,0 +1,433 @@
+//! Where ranks meet: each has one connection to rank 0, for as long as it lives. Over it they say who they are, agree on words,
+//! and notice when one of them is gone.
+
+use std::collections::BTreeMap;
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use candle_sage::{Error, Result};
+
+use super::group::Rank;
+use super::message::{Message, receive, send};
+use super::world::World;
+use crate::{during, tell};
+
+/// How long ranks wait for the others to come.
+const COMING: Duration = Duration::from_secs(300);
+
+/// Between signs of life.
+const BEAT: Duration = Duration::from_secs(1);
+
+/// Without a sign of life for so long, a rank's machine is gone, or it was stopped.
+const SILENCE: Duration = Duration::from_secs(30);
+
+/// Before the first step: data is read, the model made, kernels loaded.
+const FIRST: Duration = Duration::from_secs(600);
+
+/// What a process exits with that lost another: it is worth starting again. (`EX_TEMPFAIL` of sysexits.h.)
+pub(super) const LOST: i32 = 75;
+
+/// A connection to another rank.
+#[derive(Debug)]
+struct Peer {
+    rank: usize,
+    host: String,
+    /// What is written goes out whole.
+    stream: Mutex<TcpStream>,
+    life: Mutex<Life>,
+}
+
+/// What is known of a rank.
+#[derive(Debug, Clone)]
+struct Life {
+    /// When it was heard last.
+    heard: Instant,
+    /// How far it is, and since when.
+    ticks: u64,
+    since: Instant,
+    doing: String,
+    /// Takes as long as it takes.
+    aside: bool,
+    /// It has nothing to say any more.
+    left: bool,
+}
+
+impl Life {
+    fn new() -> Self {
+        let now = Instant::now();
+        Self { heard: now, ticks: 0, since: now, doing: "starting".into(), aside: false, left: false }
+    }
+
+    fn hear(&mut self, ticks: u64, doing: String, aside: bool) {
+        self.heard = Instant::now();
+        if ticks != self.ticks || doing != self.doing || aside != self.aside {
+            self.since = self.heard;
+        }
+        (self.ticks, self.doing, self.aside) = (ticks, doing, aside);
+    }
+}
+
+#[derive(Debug)]
+struct Shared {
+    rank: Rank,
+    host: String,
+    stall: Duration,
+    /// Rank 0 has all others, the others have rank 0.
+    peers: Vec<Peer>,
+    /// Of this rank.
+    life: Mutex<Life>,
+    ticks: AtomicU64,
+    /// By topic: what each rank said.
+    board: Mutex<BTreeMap<String, Vec<Option<String>>>>,
+    news: Condvar,
+    /// This rank has left: nobody is watched any more.
+    left: AtomicBool,
+}
+
+/// The meeting of all ranks of a run.
+#[derive(Debug)]
+pub(super) struct Meeting {
+    shared: Arc<Shared>,
+    /// How often each topic came up.
+    topics: Mutex<BTreeMap<String, u64>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Meeting {
+    /// Meets the others. `stall` is how long a rank may make no progress once the steps have begun.
+    ///
+    /// # Errors
+    /// When they do not come, or are of another version or another run.
+    pub(super) fn join(world: &World, stall: Duration) -> Result<Self> {
+        let host = gethostname::gethostname().to_string_lossy().into_owned();
+        let peers =
+            if world.rank.is_first() { wait_for_all(world)? } else { vec![go_to_first(world, &host)?] };
+        let shared = Arc::new(Shared {
+            rank: world.rank,
+            host,
+            stall,
+            peers,
+            life: Mutex::new(Life::new()),
+            ticks: AtomicU64::new(0),
+            board: Mutex::default(),
+            news: Condvar::new(),
+            left: AtomicBool::new(false),
+        });
+        for peer in 0..shared.peers.len() {
+            let stream =
+                lock(&shared.peers[peer].stream).try_clone().map_err(during("cannot meet the ranks"))?;
+            let shared = shared.clone();
+            start("ranks", move || shared.listen(peer, stream))?;
+        }
+        let beating = shared.clone();
+        start("ranks-watch", move || beating.watch())?;
+        Ok(Self { shared, topics: Mutex::default() })
+    }
+
+    /// Which rank this is.
+    pub(super) fn rank(&self) -> Rank {
+        self.shared.rank
+    }
+
+    /// This machine, as the others reach it.
+    ///
+    /// # Errors
+    /// When the connection is gone.
+    pub(super) fn address(&self) -> Result<String> {
+        let address = lock(&self.shared.peers[0].stream).local_addr();
+        Ok(address.map_err(during("the connection to another rank is gone"))?.ip().to_string())
+    }
+
+    /// Every rank says something about a topic, and hears what all said, in their order. All must come to a topic equally
+    /// often.
+    ///
+    /// # Errors
+    /// When a rank cannot be told. (One that is gone ends this process.)
+    pub(super) fn share(&self, topic: &str, text: &str) -> Result<Vec<String>> {
+        let topic = {
+            let mut topics = lock(&self.topics);
+            let count = topics.entry(topic.to_owned()).or_default();
+            *count += 1;
+            format!("{topic} {count}")
+        };
+        let shared = &self.shared;
+        shared.note(&topic, shared.rank.index, text.to_owned());
+        if !shared.rank.is_first() {
+            shared.tell(0, &Message::Said { topic: topic.clone(), text: text.to_owned() });
+        }
+        let mut board = lock(&shared.board);
+        loop {
+            if board.get(&topic).is_some_and(|said| said.iter().all(Option::is_some)) {
+                return Ok(board.remove(&topic).into_iter().flatten().flatten().collect());
+            }
+            board = shared.news.wait(board).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Checks that all ranks say the same as rank 0.
+    ///
+    /// # Errors
+    /// When one says something else: by rank, and its machine.
+    pub(super) fn agree(&self, what: &str, text: &str) -> Result<()> {
+        let said = self.share(what, &format!("{}\n{text}", self.shared.host))?;
+        let parts: Vec<(&str, &str)> =
+            said.iter().map(|said| said.split_once('\n').unwrap_or((said, ""))).collect();
+        let Some(other) = (1..parts.len()).find(|&rank| parts[rank].1 != parts[0].1) else { return Ok(()) };
+        // The first line that is not the same says what it is about.
+        let (mut first, mut theirs) = (parts[0].1.lines(), parts[other].1.lines());
+        let (expected, got) = loop {
+            match (first.next(), theirs.next()) {
+                (a, b) if a == b && a.is_some() => {}
+                (a, b) => break (a.unwrap_or("nothing"), b.unwrap_or("nothing")),
+            }
+        };
+        Err(Error::new(format!("rank {other} is not of the same run: its {what} is another"))
+            .got(format!("{got} at rank {other} on {}", parts[other].0))
+            .allowed(format!("{expected}, as rank 0 on {} has it", parts[0].0))
+            .hint("every rank needs the same command, the same data and the same version of this program"))
+    }
+
+    /// Something was done: whoever waits sees that it goes on.
+    pub(super) fn tick(&self) {
+        self.shared.ticks.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Says what is being done; `aside`: it may take as long as it takes.
+    pub(super) fn doing(&self, what: &str, aside: bool) {
+        let mut life = lock(&self.shared.life);
+        let ticks = self.shared.ticks.load(Ordering::Relaxed);
+        life.hear(ticks, what.to_owned(), aside);
+    }
+
+    /// Leaves, as was agreed or because of an error, which ends the others.
+    pub(super) fn leave(&self, failed: Option<&Error>) {
+        let shared = &self.shared;
+        shared.left.store(true, Ordering::Relaxed);
+        let message = match failed {
+            None => Message::Bye,
+            Some(error) => Message::Failed { why: error.to_string() },
+        };
+        (0..shared.peers.len()).for_each(|peer| shared.tell(peer, &message));
+    }
+}
+
+fn start(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
+    let started = std::thread::Builder::new().name(name.into()).spawn(work);
+    started.map(drop).map_err(during("cannot watch the ranks"))
+}
+
+impl Shared {
+    /// Tells a peer. One that cannot be told is gone, and the thread that listens to it says so.
+    fn tell(&self, peer: usize, message: &Message) {
+        let _ = send(&mut *lock(&self.peers[peer].stream), message);
+    }
+
+    /// Writes on the board what a rank said. Rank 0 passes on what all said.
+    fn note(&self, topic: &str, rank: usize, text: String) {
+        let mut board = lock(&self.board);
+        let said = board.entry(topic.to_owned()).or_insert_with(|| vec![None; self.rank.of]);
+        said[rank] = Some(text);
+        if self.rank.is_first() && said.iter().all(Option::is_some) {
+            let texts = said.iter().flatten().cloned().collect();
+            let all = Message::All { topic: topic.to_owned(), texts };
+            (0..self.peers.len()).for_each(|peer| self.tell(peer, &all));
+        }
+        self.news.notify_all();
+    }
+
+    /// Hears one peer until it is gone.
+    fn listen(&self, peer: usize, mut stream: TcpStream) {
+        let of = &self.peers[peer];
+        loop {
+            match receive(&mut stream) {
+                Ok(Message::Beat { ticks, doing, aside }) => lock(&of.life).hear(ticks, doing, aside),
+                Ok(Message::Said { topic, text }) if self.rank.is_first() => self.note(&topic, of.rank, text),
+                Ok(Message::All { topic, texts }) if texts.len() == self.rank.of => {
+                    *lock(&self.board).entry(topic).or_default() = texts.into_iter().map(Some).collect();
+                    self.news.notify_all();
+                }
+                Ok(Message::Bye) => lock(&of.life).left = true,
+                Ok(Message::Failed { why }) => {
+                    let why = format!("rank {} on {} stopped: {why}", of.rank, of.host);
+                    return self.end(&why, 1);
+                }
+                Ok(Message::Over { why, code }) => return self.end(&why, code),
+                Ok(_) => return self.lose(peer, "said something that makes no sense"),
+                Err(_) if lock(&of.life).left || self.left.load(Ordering::Relaxed) => return,
+                Err(_) => return self.lose(peer, "is gone"),
+            }
+        }
+    }
+
+    /// Gives signs of life, and looks for those of the others.
+    fn watch(&self) {
+        loop {
+            std::thread::sleep(BEAT.min(self.stall / 4));
+            if self.left.load(Ordering::Relaxed) {
+                return;
+            }
+            let own = {
+                let mut life = lock(&self.life);
+                let (ticks, doing, aside) =
+                    (self.ticks.load(Ordering::Relaxed), life.doing.clone(), life.aside);
+                life.hear(ticks, doing, aside);
+                life.clone()
+            };
+            let beat = Message::Beat { ticks: own.ticks, doing: own.doing.clone(), aside: own.aside };
+            (0..self.peers.len()).for_each(|peer| self.tell(peer, &beat));
+            let lives: Vec<Life> = self.peers.iter().map(|peer| lock(&peer.life).clone()).collect();
+            let silence = SILENCE.min(self.stall);
+            if let Some(peer) = lives.iter().position(|life| !life.left && life.heard.elapsed() > silence) {
+                let seconds = lives[peer].heard.elapsed().as_secs();
+                return self.lose(peer, &format!("gave no sign of life for {seconds} s"));
+            }
+            // Who waits for another makes no progress either: the one that is furthest behind holds up the rest.
+            let limit = if own.ticks == 0 { FIRST.max(self.stall) } else { self.stall };
+            let all = || lives.iter().chain([&own]).filter(|life| !life.left);
+            if self.rank.is_first() && all().all(|life| !life.aside && life.since.elapsed() > limit) {
+                let behind = all().map(|life| life.ticks).min();
+                let peer = lives.iter().position(|life| !life.left && Some(life.ticks) == behind);
+                let why = format!("made no progress for {} s", limit.as_secs());
+                match peer.filter(|_| Some(own.ticks) != behind) {
+                    Some(peer) => return self.lose(peer, &why),
+                    None => return self.end(&format!("no rank {why}, rank 0 was at {}", own.doing), LOST),
+                }
+            }
+        }
+    }
+
+    fn lose(&self, peer: usize, what: &str) {
+        let peer = &self.peers[peer];
+        let doing = lock(&peer.life).doing.clone();
+        let here = lock(&self.life).doing.clone();
+        self.end(
+            &format!("rank {} on {} {what}; it was at {doing}, this rank at {here}", peer.rank, peer.host),
+            LOST,
+        );
+    }
+
+    /// Ends this process, and the others: nobody waits for a rank that does not come.
+    fn end(&self, why: &str, code: i32) {
+        if self.rank.is_first() {
+            let over = Message::Over { why: why.to_owned(), code };
+            (0..self.peers.len()).for_each(|peer| self.tell(peer, &over));
+        }
+        let hint = if code == LOST { "\n  hint:    --resume goes on from the newest checkpoint" } else { "" };
+        tell(&format!("error: {why}{hint}"));
+        // Not by way of what a GPU's library does at the end, which may wait for the rank that is gone.
+        signal_hook::low_level::exit(code);
+    }
+}
+
+/// Rank 0 waits until all others have come.
+fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
+    let failed = |error: std::io::Error| {
+        Error::new("cannot wait for the other ranks")
+            .got(format!("port {}: {error}", world.port))
+            .allowed("a port that nobody has")
+            .hint("MASTER_PORT names another")
+    };
+    let listener = TcpListener::bind(("0.0.0.0", world.port)).map_err(failed)?;
+    listener.set_nonblocking(true).map_err(failed)?;
+    let began = Instant::now();
+    let mut peers: BTreeMap<usize, Peer> = BTreeMap::new();
+    while peers.len() + 1 < world.rank.of {
+        let mut stream = match listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock && began.elapsed() < COMING => {
+                std::thread::sleep(Duration::from_millis(5));
+                continue;
+            }
+            Err(_) => return Err(missing(world, &peers)),
+        };
+        let hello = stream
+            .set_nonblocking(false)
+            .and_then(|()| stream.set_read_timeout(Some(Duration::from_secs(5))))
+            .and_then(|()| receive(&mut stream));
+        // Who says something else is none of us, and the wait goes on.
+        let Ok(Message::Hello { version, rank, of, host }) = hello else { continue };
+        let refused = if version != VERSION {
+            Some(format!("rank {rank} on {host} is version {version}, rank 0 is {VERSION}"))
+        } else if of != world.rank.of {
+            Some(format!("rank {rank} on {host} is one of {of}, rank 0 one of {}", world.rank.of))
+        } else if rank == 0 || rank >= of || peers.contains_key(&rank) {
+            Some(format!("there are two ranks {rank}, the second on {host}"))
+        } else {
+            None
+        };
+        if let Some(why) = refused {
+            let over = Message::Over { why: why.clone(), code: 1 };
+            let _ = send(&mut stream, &over);
+            peers.values().for_each(|peer| drop(send(&mut *lock(&peer.stream), &over)));
+            return Err(Error::new("the ranks do not fit together")
+                .got(why)
+                .allowed("ranks of one run")
+                .hint("start all of them with one command"));
+        }
+        peers.insert(rank, peer(rank, host, stream)?);
+    }
+    let host = gethostname::gethostname().to_string_lossy().into_owned();
+    for peer in peers.values() {
+        let welcome =
+            Message::Hello { version: VERSION.into(), rank: 0, of: world.rank.of, host: host.clone() };
+        let _ = send(&mut *lock(&peer.stream), &welcome);
+    }
+    Ok(peers.into_values().collect())
+}
+
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+fn peer(rank: usize, host: String, stream: TcpStream) -> Result<Peer> {
+    let ready = stream.set_read_timeout(None).and_then(|()| stream.set_nodelay(true));
+    // What does not take a message for so long is as good as gone: its listener will say so.
+    let ready = ready.and_then(|()| stream.set_write_timeout(Some(Duration::from_secs(5))));
+    ready.map_err(during("cannot meet the ranks"))?;
+    Ok(Peer { rank, host, stream: Mutex::new(stream), life: Mutex::new(Life::new()) })
+}
+
+fn missing(world: &World, peers: &BTreeMap<usize, Peer>) -> Error {
+    let missing: Vec<String> =
+        (1..world.rank.of).filter(|rank| !peers.contains_key(rank)).map(|rank| rank.to_string()).collect();
+    Error::new("ranks did not come")
+        .got(format!("no rank {} after {} s", missing.join(", "), COMING.as_secs()))
+        .allowed(format!("{} ranks", world.rank.of))
+        .hint(format!("do they reach {} at port {}? Their own output may say more", world.host, world.port))
+}
+
+/// The others go to rank 0, which may come later than they.
+fn go_to_first(world: &World, host: &str) -> Result<Peer> {
+    let began = Instant::now();
+    let failed = |got: String| {
+        Error::new("cannot reach rank 0")
+            .got(format!("{} at port {}: {got}", world.host, world.port))
+            .allowed("rank 0 there, in the same run")
+            .hint("MASTER_ADDR and MASTER_PORT say where; does it run, and may it be reached?")
+    };
+    let hello = Message::Hello {
+        version: VERSION.into(),
+        rank: world.rank.index,
+        of: world.rank.of,
+        host: host.into(),
+    };
+    loop {
+        let tried = TcpStream::connect((world.host.as_str(), world.port));
+        match tried.and_then(|mut stream| send(&mut stream, &hello).map(|()| stream)) {
+            Ok(mut stream) => {
+                let ready = stream.set_read_timeout(Some(COMING));
+                return match ready.and_then(|()| receive(&mut stream)) {
+                    Ok(Message::Hello { host, .. }) => peer(0, host, stream),
+                    Ok(Message::Over { why, .. }) => Err(failed(why)),
+                    Ok(_) => Err(failed("something that is not this program".into())),
+                    Err(error) => Err(failed(error.to_string())),
+                };
+            }
+            Err(error) if began.elapsed() > COMING => return Err(failed(error.to_string())),
+            Err(_) => std::thread::sleep(Duration::from_millis(20)),
+        }
+    }
+}

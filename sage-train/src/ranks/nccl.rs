@@ -1,0 +1,253 @@
+//! Ranks on GPUs: tensors by way of NCCL, which copies and adds nothing.
+//!
+//! The library is found when it is needed and not linked: a program with GPU kernels starts where there is none. Everything is
+//! launched on candle's own stream, in the order in which it is called, on memory that lives as long as the trainer.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::fmt::Debug;
+
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
+use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, Tensor};
+use candle_sage::Error;
+use half::{bf16, f16};
+use libloading::Library;
+
+use super::group::{Group, Rank};
+use super::meeting::Meeting;
+use crate::{during, hex};
+
+/// A path to the library, where the system does not find it by itself.
+const PATH: &str = "SAGE_TRAIN_NCCL";
+
+const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+
+/// All bytes are alike (`ncclUint8`).
+const BYTES: c_int = 1;
+
+/// `ncclUniqueId`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Id([u8; 128]);
+
+type Communicator = *mut c_void;
+type Stream = *mut c_void;
+
+/// Declares the functions that are called, and finds them all at once. `nccl.h` of 2.4 and later has each of them.
+macro_rules! functions {
+    ($($name:ident = $symbol:literal: fn($($arg:ty),*) -> $out:ty;)*) => {
+        struct Functions {
+            $($name: unsafe extern "C" fn($($arg),*) -> $out,)*
+            /// They are in there.
+            _library: Library,
+        }
+
+        impl Functions {
+            /// # Safety
+            /// The library is NCCL.
+            unsafe fn of(library: Library) -> std::result::Result<Self, libloading::Error> {
+                // SAFETY: the signatures are those of `nccl.h`.
+                unsafe {
+                    $(let $name = *library.get::<unsafe extern "C" fn($($arg),*) -> $out>($symbol)?;)*
+                    Ok(Self { $($name,)* _library: library })
+                }
+            }
+        }
+    };
+}
+
+functions! {
+    version = b"ncclGetVersion": fn(*mut c_int) -> c_int;
+    unique_id = b"ncclGetUniqueId": fn(*mut Id) -> c_int;
+    init_rank = b"ncclCommInitRank": fn(*mut Communicator, c_int, Id, c_int) -> c_int;
+    group_start = b"ncclGroupStart": fn() -> c_int;
+    group_end = b"ncclGroupEnd": fn() -> c_int;
+    send = b"ncclSend": fn(*const c_void, usize, c_int, c_int, Communicator, Stream) -> c_int;
+    receive = b"ncclRecv": fn(*mut c_void, usize, c_int, c_int, Communicator, Stream) -> c_int;
+    all_gather = b"ncclAllGather": fn(*const c_void, *mut c_void, usize, c_int, Communicator, Stream) -> c_int;
+    error_string = b"ncclGetErrorString": fn(c_int) -> *const c_char;
+}
+
+impl Functions {
+    fn load() -> candle_sage::Result<Self> {
+        let named = std::env::var(PATH).ok();
+        let names = named.as_deref().map_or(NAMES.to_vec(), |path| vec![path]);
+        let mut failed = String::new();
+        for name in names {
+            // SAFETY: what NCCL does when it is loaded is sound; its signatures are checked by nobody but its header.
+            let loaded = unsafe { Library::new(name).and_then(|library| Self::of(library)) };
+            match loaded {
+                Ok(functions) => return Ok(functions),
+                Err(error) => {
+                    failed = format!("{failed}{}{error}", if failed.is_empty() { "" } else { "; " })
+                }
+            }
+        }
+        Err(Error::new("several GPUs need NCCL, and it is not found")
+            .got(failed)
+            .allowed("libnccl.so.2, version 2.4 or later")
+            .hint(format!("it comes with PyTorch (nvidia/nccl/lib) and as nvidia-nccl; {PATH} names a file")))
+    }
+
+    fn check(&self, what: &str, code: c_int) -> candle_sage::Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        // SAFETY: the library returns a text of its own for any number.
+        let text = unsafe { CStr::from_ptr((self.error_string)(code)) };
+        Err(Error::new(format!("NCCL cannot {what}"))
+            .got(text.to_string_lossy())
+            .allowed("GPUs that reach each other")
+            .hint("NCCL_DEBUG=WARN says more"))
+    }
+}
+
+/// A communicator of all ranks.
+pub(super) struct Nccl {
+    rank: Rank,
+    device: CudaDevice,
+    functions: Functions,
+    /// Never destroyed: that is done together, and a rank that leaves because of an error would wait for the others. The
+    /// process ends soon after.
+    communicator: Communicator,
+}
+
+impl Debug for Nccl {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Nccl").field("rank", &self.rank).finish_non_exhaustive()
+    }
+}
+
+impl Nccl {
+    /// Makes the communicator: all ranks come here.
+    pub(super) fn connect(meeting: &Meeting, device: &CudaDevice) -> candle_sage::Result<Self> {
+        let rank = meeting.rank();
+        let functions = Functions::load()?;
+        let mut version = 0;
+        // SAFETY: a number is written where it is lent.
+        functions.check("tell its version", unsafe { (functions.version)(&raw mut version) })?;
+        meeting.agree("NCCL", &format!("version {version}"))?;
+        check_gpus(meeting, device)?;
+        let mut id = Id([0; 128]);
+        let mut said = String::new();
+        if rank.is_first() {
+            // SAFETY: 128 bytes are written where they are lent.
+            functions.check("make an id", unsafe { (functions.unique_id)(&raw mut id) })?;
+            said = hex(&id.0);
+        }
+        let said = meeting.share("NCCL's id", &said)?.swap_remove(0);
+        for (byte, digits) in id.0.iter_mut().zip(said.as_bytes().chunks(2)) {
+            let digits = std::str::from_utf8(digits).unwrap_or_default();
+            *byte = u8::from_str_radix(digits, 16).map_err(during("rank 0 sent an id that is none"))?;
+        }
+        device.cuda_stream().context().bind_to_thread().map_err(during("cannot use the GPU"))?;
+        let mut communicator = std::ptr::null_mut();
+        // SAFETY: the id is rank 0's, the GPU is bound to this thread, and the communicator is written where it is lent.
+        let made = unsafe {
+            (functions.init_rank)(&raw mut communicator, rank.of as c_int, id, rank.index as c_int)
+        };
+        functions.check("connect the GPUs", made)?;
+        Ok(Self { rank, device: device.clone(), functions, communicator })
+    }
+
+    fn stream(&self) -> Stream {
+        self.device.cuda_stream().cu_stream().cast()
+    }
+
+    /// Where a tensor without gaps lies, and its bytes.
+    fn place(&self, tensor: &Tensor) -> Result<(u64, usize)> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else {
+            candle_core::bail!("ranks exchange tensors of their GPU")
+        };
+        if !layout.is_contiguous() {
+            candle_core::bail!("ranks exchange tensors without gaps");
+        }
+        let size = tensor.dtype().size_in_bytes();
+        let base = match tensor.dtype() {
+            DType::F64 => self.address::<f64>(storage)?,
+            DType::F32 => self.address::<f32>(storage)?,
+            DType::BF16 => self.address::<bf16>(storage)?,
+            DType::F16 => self.address::<f16>(storage)?,
+            other => candle_core::bail!("ranks do not exchange {other:?}"),
+        };
+        Ok((base + (layout.start_offset() * size) as u64, tensor.elem_count() * size))
+    }
+
+    fn address<T: candle_core::cuda_backend::CudaDType>(&self, storage: &CudaStorage) -> Result<u64> {
+        let slice: &CudaSlice<T> = storage.as_cuda_slice::<T>()?;
+        Ok(slice.device_ptr(&self.device.cuda_stream()).0)
+    }
+
+    fn check(&self, what: &str, code: c_int) -> Result<()> {
+        Ok(self.functions.check(what, code)?)
+    }
+}
+
+impl Group for Nccl {
+    fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<()> {
+        let ((from, bytes), (into, room)) = (self.place(from)?, self.place(into)?);
+        if bytes != room || !bytes.is_multiple_of(self.rank.of) {
+            candle_core::bail!("{bytes} bytes for {room}, of {} ranks", self.rank.of);
+        }
+        let (part, stream) = (bytes / self.rank.of, self.stream());
+        let Functions { group_start, group_end, send, receive, .. } = &self.functions;
+        // SAFETY: every part lies in one of the two tensors, which live until the stream has gone past: candle frees memory in
+        // the stream's order.
+        unsafe {
+            self.check("begin an exchange", group_start())?;
+            for peer in 0..self.rank.of {
+                let (at, number) = ((peer * part) as u64, peer as c_int);
+                self.check(
+                    "send",
+                    send((from + at) as *const c_void, part, BYTES, number, self.communicator, stream),
+                )?;
+                self.check(
+                    "receive",
+                    receive((into + at) as *mut c_void, part, BYTES, number, self.communicator, stream),
+                )?;
+            }
+            self.check("exchange", group_end())
+        }
+    }
+
+    fn gather(&self, part: &Tensor, into: &Tensor) -> Result<()> {
+        let ((part, bytes), (into, room)) = (self.place(part)?, self.place(into)?);
+        if bytes * self.rank.of != room {
+            candle_core::bail!("{} times {bytes} bytes for {room}", self.rank.of);
+        }
+        let (communicator, stream) = (self.communicator, self.stream());
+        // SAFETY: as above; a part may be the one of `into` that is its rank's.
+        let sent = unsafe {
+            (self.functions.all_gather)(
+                part as *const c_void,
+                into as *mut c_void,
+                bytes,
+                BYTES,
+                communicator,
+                stream,
+            )
+        };
+        self.check("gather", sent)
+    }
+}
+
+/// Checks that no two ranks have one GPU.
+fn check_gpus(meeting: &Meeting, device: &CudaDevice) -> candle_sage::Result<()> {
+    let uuid = device.cuda_stream().context().uuid().map_err(during("cannot tell the GPU"))?;
+    let own = hex(&uuid.bytes.map(|byte| byte as u8));
+    let all = meeting.share("GPU", &own)?;
+    let twice =
+        all.iter().enumerate().find_map(|(n, gpu)| Some((all[..n].iter().position(|g| g == gpu)?, n)));
+    match twice {
+        None => Ok(()),
+        Some((a, b)) => Err(Error::new("two ranks have the same GPU")
+            .got(format!("ranks {a} and {b}: GPU {:.8}", all[a]))
+            .allowed("a GPU for each rank")
+            .hint("--gpus gives each its own; under srun --gpus-per-task 1 does")),
+    }
+}

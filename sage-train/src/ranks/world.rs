@@ -1,0 +1,201 @@
+//! Who this process is among the ranks: what torchrun, Slurm or `--gpus` say in the environment. Never half of one and half of
+//! another.
+
+use candle_sage::{Error, Result};
+
+use super::group::Rank;
+
+/// By this a process knows that `--gpus` started it.
+pub const LAUNCHED: &str = "SAGE_TRAIN_LAUNCHED";
+
+/// The variables that torchrun sets, and `--gpus`.
+const NAMES: [&str; 6] =
+    ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
+
+/// A place among the ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct World {
+    /// Of all.
+    pub rank: Rank,
+    /// Of those on this machine.
+    pub local: Rank,
+    /// Where rank 0 waits for the others.
+    pub host: String,
+    /// The same.
+    pub port: u16,
+    /// Who said so.
+    pub launcher: &'static str,
+}
+
+impl World {
+    /// What the environment says; nothing where there is one rank.
+    ///
+    /// # Errors
+    /// When it says half of it.
+    pub fn from_environment() -> Result<Option<Self>> {
+        Self::from_variables(&|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
+    }
+
+    fn from_variables(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+        let world = if NAMES[..2].iter().any(|name| variable(name).is_some()) {
+            Some(Self::of_torchrun(variable)?)
+        } else {
+            Self::of_slurm(variable)?
+        };
+        let Some(world) = world else { return Ok(None) };
+        for (rank, what) in [(world.rank, "rank"), (world.local, "local rank")] {
+            if rank.index >= rank.of {
+                return Err(Error::new(format!("the {what} is none of its ranks"))
+                    .got(format!("{what} {} of {} by {}", rank.index, rank.of, world.launcher))
+                    .allowed("0 to one less than the ranks")
+                    .hint("is a variable of another launcher left in the environment?"));
+            }
+        }
+        Ok((world.rank.of > 1).then_some(world))
+    }
+
+    fn of_torchrun(variable: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
+        let missing: Vec<&str> = NAMES.into_iter().filter(|name| variable(name).is_none()).collect();
+        if !missing.is_empty() {
+            return Err(Error::new("the environment says half of who this rank is")
+                .got(format!("no {}", missing.join(", no ")))
+                .allowed(NAMES.join(", "))
+                .hint("torchrun and --gpus set all of them; unset what another program left"));
+        }
+        let number = |name: &str| number(name, &variable(name).unwrap_or_default());
+        let port = number("MASTER_PORT")?;
+        // torchrun's own agent has the port that it names, and everybody takes the next.
+        let agent = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True");
+        let port = u16::try_from(port + usize::from(agent)).map_err(|_| not_a_number("MASTER_PORT", port))?;
+        Ok(Self {
+            rank: Rank { index: number("RANK")?, of: number("WORLD_SIZE")? },
+            local: Rank { index: number("LOCAL_RANK")?, of: number("LOCAL_WORLD_SIZE")? },
+            host: variable("MASTER_ADDR").unwrap_or_default(),
+            port,
+            launcher: if variable(LAUNCHED).is_some() { "--gpus" } else { "torchrun" },
+        })
+    }
+
+    /// Only a task that `srun` started knows the number of tasks of its step: in a batch script alone there is one process.
+    fn of_slurm(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+        let Some(of) = variable("SLURM_STEP_NUM_TASKS") else { return Ok(None) };
+        let of = number("SLURM_STEP_NUM_TASKS", &of)?;
+        let needed = |name: &str| {
+            variable(name).ok_or_else(|| {
+                Error::new("Slurm does not say who this rank is")
+                    .got(format!("SLURM_STEP_NUM_TASKS, and no {name}"))
+                    .allowed("what srun sets")
+                    .hint("start it with srun")
+            })
+        };
+        if of < 2 {
+            return Ok(None);
+        }
+        let (index, local) = (needed("SLURM_PROCID")?, needed("SLURM_LOCALID")?);
+        let nodes = needed("SLURM_STEP_NODELIST")?;
+        let job = number("SLURM_JOB_ID", &needed("SLURM_JOB_ID")?)?;
+        let step = variable("SLURM_STEP_ID").and_then(|step| step.parse().ok()).unwrap_or(0usize);
+        let tasks = needed("SLURM_STEP_TASKS_PER_NODE")?;
+        let local_index = number("SLURM_LOCALID", &local)?;
+        Ok(Some(Self {
+            rank: Rank { index: number("SLURM_PROCID", &index)?, of },
+            local: Rank { index: local_index, of: most_tasks(&tasks).max(local_index + 1) },
+            host: first_host(&nodes),
+            // The same for all ranks of a step, and hardly that of another job's.
+            port: 20_000 + ((job.wrapping_mul(7).wrapping_add(step)) % 20_000) as u16,
+            launcher: "Slurm",
+        }))
+    }
+}
+
+fn not_a_number(name: &str, got: impl std::fmt::Display) -> Error {
+    Error::new(format!("{name} is not what it should be"))
+        .got(got)
+        .allowed("a number that fits")
+        .hint("torchrun, srun and --gpus set it")
+}
+
+fn number(name: &str, value: &str) -> Result<usize> {
+    value.trim().parse().ok().filter(|&n: &usize| n < 1 << 40).ok_or_else(|| not_a_number(name, value))
+}
+
+/// The first of `node[03-08,10],other`: `node03`.
+fn first_host(list: &str) -> String {
+    let Some((name, rest)) = list.split_once('[').filter(|(name, _)| !name.contains(',')) else {
+        return list.split(',').next().unwrap_or_default().to_owned();
+    };
+    let (inside, behind) = rest.split_once(']').unwrap_or((rest, ""));
+    let first = inside.split([',', '-']).next().unwrap_or_default();
+    format!("{name}{first}{}", behind.split(',').next().unwrap_or_default())
+}
+
+/// Of `4(x2),1` the most tasks of a node.
+fn most_tasks(list: &str) -> usize {
+    let tasks = list.split(',').filter_map(|node| node.split('(').next()?.parse().ok());
+    tasks.max().unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn world(variables: &[(&str, &str)]) -> Result<Option<World>> {
+        World::from_variables(&|name| {
+            variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    #[test]
+    fn launchers_are_understood() {
+        let torchrun = [
+            ("RANK", "5"),
+            ("WORLD_SIZE", "8"),
+            ("LOCAL_RANK", "1"),
+            ("LOCAL_WORLD_SIZE", "4"),
+            ("MASTER_ADDR", "a"),
+            ("MASTER_PORT", "29500"),
+        ];
+        let got = world(&torchrun).expect("a world").expect("several");
+        assert_eq!((got.rank, got.local.index), (Rank { index: 5, of: 8 }, 1));
+        assert_eq!((got.host.as_str(), got.port), ("a", 29_500));
+        let agent = [&torchrun[..], &[("TORCHELASTIC_USE_AGENT_STORE", "True")]].concat();
+        assert_eq!(world(&agent).expect("a world").expect("several").port, 29_501);
+        for left_out in 0..6 {
+            let half: Vec<_> =
+                torchrun.iter().enumerate().filter(|(n, _)| *n != left_out).map(|(_, v)| *v).collect();
+            let error = world(&half).expect_err("half").to_string();
+            assert!(error.contains(torchrun[left_out].0) && error.contains("hint:"), "{error}");
+        }
+        let beyond = torchrun.map(|(key, value)| (key, if key == "RANK" { "8" } else { value }));
+        assert!(world(&beyond).is_err());
+        let slurm = [
+            ("SLURM_STEP_NUM_TASKS", "6"),
+            ("SLURM_PROCID", "4"),
+            ("SLURM_LOCALID", "0"),
+            ("SLURM_STEP_NODELIST", "gpu[07-08,12]"),
+            ("SLURM_JOB_ID", "1234"),
+            ("SLURM_STEP_TASKS_PER_NODE", "2(x3)"),
+        ];
+        let got = world(&slurm).expect("a world").expect("several");
+        assert_eq!((got.rank, got.local), (Rank { index: 4, of: 6 }, Rank { index: 0, of: 2 }));
+        assert_eq!(got.host, "gpu07");
+        // A batch script without srun.
+        assert_eq!(world(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "6")]), Ok(None));
+        assert_eq!(world(&[]), Ok(None));
+    }
+
+    #[test]
+    fn lists_of_nodes() {
+        for (list, first) in [
+            ("a", "a"),
+            ("a,b", "a"),
+            ("n[1-3]", "n1"),
+            ("n[08,10],m", "n08"),
+            ("n[1-2]-ib,m", "n1-ib"),
+            ("a,n[1-2]", "a"),
+        ] {
+            assert_eq!(first_host(list), first, "{list}");
+        }
+        assert_eq!((most_tasks("4(x2),1"), most_tasks("8")), (4, 8));
+    }
+}

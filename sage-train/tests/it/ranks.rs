@@ -1,0 +1,368 @@
+//! Several processes that train one model: the same run for any number of them, and none that stays behind when one is gone.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rustix::process::{Pid, Signal, kill_process};
+use sage_train::metrics::Point;
+
+use crate::support::{Scratch, small, wait_until};
+
+/// Six micro-batches a step: no number of ranks but 1, 2, 3 and 6 divides them.
+fn flags<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    let own = ["--attn", "fpa", "--tokens-per-step", "768", "--eval-tokens", "512", "--device", "cpu"];
+    small(&[&own[..], more].concat())
+}
+
+fn train(scratch: &Scratch, ranks: &str, name: &str, more: &[&str]) -> Vec<Point> {
+    let more = [&["--gpus", ranks, "--name", name], more].concat();
+    scratch.ok(&flags(&more));
+    scratch.metrics(name)
+}
+
+/// What is computed: everything but times.
+fn numbers(points: &[Point]) -> Vec<Point> {
+    points.iter().map(|point| Point { seconds: 0.0, tokens_per_second: 0.0, ..point.clone() }).collect()
+}
+
+fn run_of(scratch: &Scratch, name: &str) -> PathBuf {
+    scratch.path().join("runs").join(name)
+}
+
+/// The largest difference of losses, and of validation losses.
+fn difference(a: &[Point], b: &[Point]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let of = |a: Option<f64>, b: Option<f64>| (a.unwrap_or(0.0) - b.unwrap_or(0.0)).abs();
+    let losses = a.iter().zip(b).map(|(a, b)| (a.loss - b.loss).abs().max(of(a.val_loss, b.val_loss)));
+    losses.fold(0.0, f64::max)
+}
+
+/// Sums of f32 in another order: 1e-6 of the gradient, and what 30 steps make of that.
+#[test]
+fn any_number_of_ranks_trains_the_same() {
+    let scratch = Scratch::new();
+    let steps = ["--steps", "30", "--eval-every", "15"];
+    let one = train(&scratch, "1", "one", &steps);
+    for ranks in ["2", "3", "4"] {
+        let several = train(&scratch, ranks, ranks, &steps);
+        let norm = (several[0].grad_norm / one[0].grad_norm - 1.0).abs();
+        assert!(norm < 1e-6, "{ranks} ranks: the first gradient's norm is off by {norm:e}");
+        let loss = difference(&one, &several);
+        assert!(loss < 1e-4, "{ranks} ranks: losses are off by {loss:e}");
+    }
+    // Whole weights are there, as one process leaves them.
+    scratch.ok(&["eval", "runs/3", "--device", "cpu"]);
+    scratch.ok(&["eval", "runs/3/checkpoints/step-00000030", "--device", "cpu"]);
+}
+
+/// As often as it is started, interrupted and gone on with.
+#[test]
+fn the_same_ranks_give_the_same_bits() {
+    let scratch = Scratch::new();
+    let more = ["--attn", "sagebwd", "--eval-every", "10"];
+    let with = |steps| [&["--steps", steps], &more[..]].concat();
+    let whole = train(&scratch, "3", "whole", &with("30"));
+    assert_eq!(numbers(&whole), numbers(&train(&scratch, "3", "again", &with("30"))));
+    // A learning rate that does not know the end.
+    let constant =
+        |steps| [&["--steps", steps, "--schedule", "constant", "--warmup-steps", "2"], &more[..]].concat();
+    let whole = train(&scratch, "3", "whole-constant", &constant("30"));
+    train(&scratch, "3", "parts", &constant("17"));
+    scratch.ok(&["--resume", "runs/parts", "--steps", "30", "--gpus", "3"]);
+    let without_validation = |points: &[Point]| -> Vec<Point> {
+        let bare = |point: &Point| Point { val_loss: None, val_bits_per_byte: None, ..point.clone() };
+        numbers(&points.iter().map(bare).collect::<Vec<_>>())
+    };
+    let parts = scratch.metrics("parts");
+    assert_eq!(without_validation(&whole), without_validation(&parts));
+    let state = |name: &str, rank: u32| {
+        let file = format!("checkpoints/step-00000030/state-0000{rank}-of-00003.safetensors");
+        std::fs::read(run_of(&scratch, name).join(file)).expect("a checkpoint")
+    };
+    (1..=3).for_each(|rank| assert!(state("whole-constant", rank) == state("parts", rank)));
+}
+
+/// A checkpoint belongs to no number of ranks.
+#[test]
+fn other_ranks_go_on() {
+    let scratch = Scratch::new();
+    let constant =
+        ["--schedule", "constant", "--warmup-steps", "2", "--eval-every", "100", "--checkpoint-every", "6"];
+    let with = |steps| [&["--steps", steps], &constant[..]].concat();
+    let whole = train(&scratch, "1", "whole", &with("30"));
+    train(&scratch, "4", "parts", &with("6"));
+    for (ranks, steps) in [("3", "12"), ("1", "18"), ("2", "24"), ("4", "30")] {
+        scratch.ok(&["--resume", "runs/parts", "--steps", steps, "--gpus", ranks]);
+    }
+    let parts = scratch.metrics("parts");
+    let loss = whole.iter().zip(&parts).map(|(a, b)| (a.loss - b.loss).abs()).fold(0.0, f64::max);
+    assert!(loss < 1e-4, "losses are off by {loss:e}");
+    // A file of a rank that was changed is named, by whoever checks it.
+    let file = run_of(&scratch, "parts").join("checkpoints/step-00000030/state-00003-of-00004.safetensors");
+    let mut bytes = std::fs::read(&file).expect("a checkpoint");
+    *bytes.last_mut().expect("bytes") ^= 1;
+    std::fs::write(&file, bytes).expect("a file");
+    for ranks in ["1", "2"] {
+        let error = scratch.fails(&["--resume", "runs/parts", "--steps", "40", "--gpus", ranks]);
+        assert!(error.contains("state-00003-of-00004.safetensors: ") && error.contains("hint:"), "{error}");
+    }
+}
+
+fn spawn(scratch: &Scratch, args: &[&str]) -> Child {
+    Command::new(env!("CARGO_BIN_EXE_sage-train"))
+        .args(args)
+        .current_dir(scratch.path())
+        .env("RUST_BACKTRACE", "0")
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command starts")
+}
+
+/// The processes of the ranks: the children of the one that was started.
+fn ranks_of(launcher: &Child) -> Vec<Pid> {
+    let output = Command::new("pgrep").args(["-P", &launcher.id().to_string()]).output().expect("pgrep");
+    let text = String::from_utf8_lossy(&output.stdout);
+    text.lines().filter_map(|line| Pid::from_raw(line.trim().parse().ok()?)).collect()
+}
+
+fn ended(mut child: Child) -> (Option<i32>, String) {
+    let mut said = String::new();
+    child.stderr.take().expect("a pipe").read_to_string(&mut said).expect("text");
+    (child.wait().expect("an end").code(), said)
+}
+
+fn alive(pid: Pid) -> bool {
+    // One that has ended and was not waited for has no memory any more.
+    let status =
+        std::fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).unwrap_or_default();
+    status.contains("VmRSS")
+}
+
+fn steps_of(scratch: &Scratch, name: &str) -> usize {
+    std::fs::read_to_string(run_of(scratch, name).join("metrics.jsonl"))
+        .map_or(0, |text| text.lines().count())
+}
+
+const LONG: [&str; 6] = ["--steps", "100000", "--eval-every", "100000", "--checkpoint-every", "20"];
+
+/// Whoever dies, rank 0 among them: all are gone within seconds, say who it was, and the run goes on from its checkpoint.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_rank_that_dies_ends_all() {
+    let scratch = Scratch::new();
+    for victim in 0..3 {
+        let name = format!("victim-{victim}");
+        let launcher = spawn(&scratch, &flags(&[&["--gpus", "3", "--name", &name], &LONG[..]].concat()));
+        wait_until(|| steps_of(&scratch, &name) > 30);
+        let ranks = ranks_of(&launcher);
+        assert_eq!(ranks.len(), 3);
+        kill_process(ranks[victim], Signal::KILL).expect("it lives");
+        let killed = Instant::now();
+        let (code, said) = ended(launcher);
+        assert!(killed.elapsed() < Duration::from_secs(5), "it took {:?}", killed.elapsed());
+        assert_eq!(code, Some(75), "{said}");
+        assert!(said.contains("is gone") && said.contains("step ") && said.contains("hint:"), "{said}");
+        assert!(victim == 0 || said.contains(&format!("error: rank {victim} on ")), "{said}");
+        assert!(ranks.iter().all(|rank| !alive(*rank)));
+        let done = steps_of(&scratch, &name) + 20;
+        let (run, steps) = (format!("runs/{name}"), done.to_string());
+        scratch.ok(&["--resume", &run, "--steps", &steps, "--gpus", ["1", "2", "3"][victim]]);
+    }
+}
+
+/// It lives, and does nothing.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_rank_that_stands_still_is_named() {
+    let scratch = Scratch::new();
+    let more = [&["--gpus", "2", "--name", "still", "--stall-timeout", "3"], &LONG[..]].concat();
+    let launcher = spawn(&scratch, &flags(&more));
+    wait_until(|| steps_of(&scratch, "still") > 5);
+    let ranks = ranks_of(&launcher);
+    kill_process(ranks[1], Signal::STOP).expect("it lives");
+    let (code, said) = ended(launcher);
+    assert_eq!(code, Some(75), "{said}");
+    assert!(said.contains("rank 1 on ") && said.contains("no sign of life"), "{said}");
+    wait_until(|| ranks.iter().all(|rank| !alive(*rank)));
+}
+
+/// All hear of a signal to one, and stop after the same step.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_signal_to_one_rank_stops_and_saves_all() {
+    let scratch = Scratch::new();
+    for (victim, name) in [(None, "launcher"), (Some(0), "first"), (Some(2), "last")] {
+        let launcher = spawn(&scratch, &flags(&[&["--gpus", "3", "--name", name], &LONG[..]].concat()));
+        wait_until(|| steps_of(&scratch, name) > 5);
+        let target = victim.map_or(Pid::from_child(&launcher), |rank| ranks_of(&launcher)[rank]);
+        kill_process(target, Signal::TERM).expect("it lives");
+        let (code, said) = ended(launcher);
+        assert_eq!(code, Some(143), "{said}");
+        let steps = steps_of(&scratch, name);
+        assert!(said.contains(&format!("interrupted, and saved after step {steps} of")), "{said}");
+        assert_eq!(said.matches("error:").count(), 1, "{said}");
+        assert!(run_of(&scratch, name).join(format!("checkpoints/step-{steps:08}/COMPLETE")).exists());
+    }
+}
+
+/// Nobody stays behind.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_launcher_that_dies_takes_its_ranks_along() {
+    let scratch = Scratch::new();
+    let mut launcher = spawn(&scratch, &flags(&[&["--gpus", "2", "--name", "r"], &LONG[..]].concat()));
+    wait_until(|| steps_of(&scratch, "r") > 5);
+    let ranks = ranks_of(&launcher);
+    launcher.kill().expect("it lives");
+    launcher.wait().expect("an end");
+    wait_until(|| ranks.iter().all(|rank| !alive(*rank)));
+    // They were asked to stop, and saved.
+    let steps = steps_of(&scratch, "r");
+    assert!(run_of(&scratch, "r").join(format!("checkpoints/step-{steps:08}/COMPLETE")).exists());
+}
+
+/// Killed at any moment, half-written files left, and gone on with by any number of ranks.
+#[test]
+#[cfg(target_os = "linux")]
+fn kills_at_random_cost_steps_and_nothing_else() {
+    let scratch = Scratch::new();
+    let common =
+        ["--schedule", "constant", "--warmup-steps", "2", "--eval-every", "1000", "--checkpoint-every", "3"];
+    let whole = train(&scratch, "1", "whole", &[&["--steps", "60"], &common[..]].concat());
+    let mut rng = ChaCha8Rng::seed_from_u64(11);
+    let (mut kills, mut ranks) = (0, 3);
+    loop {
+        let count = ranks.to_string();
+        let own = ["--steps", "60", "--gpus", &count, "--name", "killed", "--resume", "auto"];
+        let launcher = spawn(&scratch, &flags(&[&own[..], &common[..]].concat()));
+        if kills == 12 {
+            let (code, said) = ended(launcher);
+            assert_eq!(code, Some(0), "{said}");
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(rng.random_range(0..700)));
+        let children = ranks_of(&launcher);
+        if !children.is_empty() {
+            let _ = kill_process(children[rng.random_range(0..children.len())], Signal::KILL);
+        }
+        let (code, said) = ended(launcher);
+        assert!(matches!(code, Some(0 | 75)), "{code:?}: {said}");
+        (kills, ranks) = (kills + 1, rng.random_range(1..=4));
+    }
+    let killed = scratch.metrics("killed");
+    let loss = difference(
+        &whole.iter().map(|point| Point { val_loss: None, ..point.clone() }).collect::<Vec<_>>(),
+        &killed.iter().map(|point| Point { val_loss: None, ..point.clone() }).collect::<Vec<_>>(),
+    );
+    assert!(loss < 1e-3, "losses are off by {loss:e}");
+}
+
+fn free_port() -> String {
+    let port = TcpListener::bind(("127.0.0.1", 0)).and_then(|free| free.local_addr()).expect("a port").port();
+    port.to_string()
+}
+
+/// As torchrun would start them, with a command of its own for each.
+fn by_hand(scratch: &Scratch, port: &str, rank: usize, args: &[&str]) -> Child {
+    let rank = rank.to_string();
+    Command::new(env!("CARGO_BIN_EXE_sage-train"))
+        .args(args)
+        .current_dir(scratch.path())
+        .envs([
+            ("RANK", rank.as_str()),
+            ("LOCAL_RANK", &rank),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_WORLD_SIZE", "2"),
+        ])
+        .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port), ("RUST_BACKTRACE", "0")])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command starts")
+}
+
+#[test]
+fn ranks_of_another_run_are_refused() {
+    let scratch = Scratch::new();
+    scratch.file("a.txt", "one text and no other. ".repeat(4000));
+    scratch.file("b.txt", "one text and another. ".repeat(4000));
+    let with = |more: &[&'static str]| flags(&[&["--steps", "2"], more].concat());
+    for (other, expected) in [
+        (with(&["--data", "a.txt", "--lr", "0.5"]), "lr = 0.5 at rank 1"),
+        (with(&["--data", "b.txt"]), "its data is another"),
+    ] {
+        let port = free_port();
+        let second = by_hand(&scratch, &port, 1, &other);
+        // Somebody who is none of us comes first.
+        let first = by_hand(&scratch, &port, 0, &with(&["--data", "a.txt"]));
+        wait_until(|| match TcpStream::connect(("127.0.0.1", port.parse().expect("a port"))) {
+            Ok(mut stranger) => stranger.write_all(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n").is_ok(),
+            Err(_) => true,
+        });
+        let (said, others) = (ended(first), ended(second));
+        for (code, said) in [&said, &others] {
+            assert_eq!(*code, Some(1), "{said}");
+        }
+        assert!(said.1.contains(expected) || others.1.contains(expected), "{}\n{}", said.1, others.1);
+    }
+}
+
+#[test]
+fn mistakes_are_told() {
+    let scratch = Scratch::new();
+    for (args, expected) in [
+        (flags(&["--gpus", "7"]), "there are more ranks than micro-batches in a step"),
+        (flags(&["--gpus", "0"]), "no such number of GPUs"),
+        (flags(&["--gpus", "2", "--seed", "1,2"]), "a list of values is many runs"),
+        (flags(&["--gpus", "2", "--restarts", "2"]), "cannot begin again by itself"),
+        (flags(&["--resume", "auto"]), "does not know which run"),
+    ] {
+        let error = scratch.fails(&args);
+        assert!(error.contains(expected) && error.contains("hint:"), "{error}");
+    }
+    let half = scratch.run_with(&flags(&[]), &[("RANK", "0"), ("WORLD_SIZE", "2")]);
+    let error = String::from_utf8_lossy(&half.stderr);
+    assert!(!half.status.success() && error.contains("half of who this rank is"), "{error}");
+}
+
+/// A rank's disk is full: the others' files are of no use, and training goes on.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_checkpoint_that_one_rank_cannot_write_is_none() {
+    let scratch = Scratch::new();
+    let launcher = spawn(
+        &scratch,
+        &flags(&[
+            "--gpus",
+            "2",
+            "--name",
+            "r",
+            "--steps",
+            "40",
+            "--checkpoint-every",
+            "5",
+            "--eval-every",
+            "100",
+        ]),
+    );
+    wait_until(|| steps_of(&scratch, "r") > 0);
+    // In the place of the file that rank 1 is to write lies a folder.
+    let in_the_way = |step: usize| {
+        let partial = format!("checkpoints/step-{step:08}.partial/state-00002-of-00002.safetensors");
+        run_of(&scratch, "r").join(partial)
+    };
+    for step in (5..=35).step_by(5) {
+        let _ = std::fs::create_dir_all(in_the_way(step));
+    }
+    let (code, said) = ended(launcher);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("cannot write the checkpoint of step") && said.contains("rank 1: "), "{said}");
+    assert!(run_of(&scratch, "r").join("checkpoints/step-00000040/COMPLETE").exists());
+    assert_eq!(steps_of(&scratch, "r"), 40);
+}
