@@ -30,18 +30,22 @@ __device__ void sum(const params::PartialSums& p) {
 }
 
 // Few rows as long as a model: a thread takes four columns, and reads every row once.
-__device__ void sum_long_rows(const params::PartialSums& p) {
+__device__ void sum_long_rows(const params::SumInOrder& p) {
   constexpr int V = 4;
   elements::each_pack<V>(p.width, [&](int64_t at, auto count) {
     constexpr int N = decltype(count)::V;
-    float sum[N], x[N];
-    elements::load_floats(p.partials + at, sum);
-    for (int part = 1; part < p.parts; ++part) {
-      elements::load_floats(p.partials + int64_t(part) * p.width + at, x);
+    float own[N], sum[N], x[N];
+    elements::load_floats(p.sum + at, own);
+    for (int term = 0; term <= p.count; ++term) {
+      // The sum's own term stands between those of the ranks before and after.
+      if (term != p.place) elements::load_floats(p.parts + int64_t(term - (term > p.place)) * p.width + at, x);
 #pragma unroll
-      for (int i = 0; i < N; ++i) sum[i] += x[i];
+      for (int i = 0; i < N; ++i) {
+        float next = term == p.place ? own[i] : x[i];
+        sum[i] = term == 0 ? next : sum[i] + next;
+      }
     }
-    elements::store_floats(static_cast<float*>(p.out) + at, sum);
+    elements::store_floats(p.sum + at, sum);
   });
 }
 
@@ -55,6 +59,6 @@ KERNEL(f32, float)
 KERNEL(f16, __half)
 KERNEL(bf16, __nv_bfloat16)
 
-extern "C" __global__ void __launch_bounds__(256) sum_in_order(const __grid_constant__ params::PartialSums p) {
+extern "C" __global__ void __launch_bounds__(256) sum_in_order(const __grid_constant__ params::SumInOrder p) {
   sum_long_rows(p);
 }

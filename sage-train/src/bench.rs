@@ -1,6 +1,7 @@
 //! Speed of attention: rows of shapes, forward and forward + backward, all quantization inside.
 
 mod clock;
+pub mod links;
 pub mod sla2;
 
 use std::fmt::Write as _;

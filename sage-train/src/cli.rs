@@ -23,8 +23,7 @@ use crate::checks::in_range;
 use crate::config::{Config, of_attention};
 use crate::data::{Batches, Dataset, known_tokenizer};
 use crate::quantity::Quantity;
-use crate::ranks::launch::{self, Launch};
-use crate::ranks::{Rank, Words, World};
+use crate::ranks::{Rank, Role, Words};
 use crate::report::result_table;
 use crate::settings::{Attn, Preset, Settings};
 use crate::sweep::{Limits, Spec};
@@ -233,24 +232,15 @@ impl Train {
         if !lists.is_empty() {
             return self.sweep(file, &lists);
         }
-        let world = World::from_environment()?;
-        self.gpus.map_or(Ok(()), launch::check)?;
-        match (self.gpus, &world) {
-            (Some(gpus), None) if gpus > 1 && !self.dry_run => return self.launch(gpus),
-            (Some(gpus), Some(world)) if gpus != world.rank.of => {
-                return Err(Error::new("two launchers say how many processes there are")
-                    .got(format!("--gpus {gpus}, and {} of {}", world.rank.of, world.launcher))
-                    .allowed("one of them")
-                    .hint("--gpus starts processes by itself: leave it out under torchrun or srun"));
-            }
-            _ => {}
-        }
         let stall = Duration::from_secs(in_range("stall-timeout", self.stall_timeout, 1, 1 << 20)?);
-        let words = match world.as_ref().filter(|_| !self.dry_run && self.write_batches.is_none()) {
-            Some(world) => Words::meet(world, stall)?,
-            None => Words::alone(),
-        };
-        let local = world.map_or(Rank::ALONE, |world| world.local);
+        let looks = self.dry_run || self.write_batches.is_some();
+        let (words, local) =
+            match if looks { Role::alone() } else { Role::take(self.gpus, self.restarts, stall)? } {
+                Role::Launcher(0) => return Ok(()),
+                // The ranks have said why.
+                Role::Launcher(code) => std::process::exit(code),
+                Role::Rank { words, local } => (words, local),
+            };
         let ended = self.train(file, &words, local);
         // What all have agreed on ends all of them; an error of one is told to the others.
         match ended {
@@ -270,15 +260,6 @@ impl Train {
                 words.leave(Some(&error));
                 Err(error)
             }
-        }
-    }
-
-    /// Starts processes of itself, and exits as they do.
-    fn launch(&self, gpus: usize) -> Result<()> {
-        match launch::launch(Launch { ranks: gpus, restarts: self.restarts })? {
-            0 => Ok(()),
-            // The ranks have said why.
-            code => std::process::exit(code),
         }
     }
 

@@ -106,6 +106,8 @@ pub enum Mailbox {
         numbers: Vec<f64>,
         /// When the work began.
         began: Instant,
+        /// How long it took to where it was marked.
+        marked: f64,
         /// How long it took.
         seconds: f64,
     },
@@ -123,7 +125,7 @@ impl Mailbox {
         match device {
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => Ok(Self::PageLocked(memory::Letter::new(device, len)?)),
-            _ => Ok(Self::Here { numbers: vec![0.0; len], began: Instant::now(), seconds: 0.0 }),
+            _ => Ok(Self::Here { numbers: vec![0.0; len], began: Instant::now(), marked: 0.0, seconds: 0.0 }),
         }
     }
 
@@ -140,13 +142,26 @@ impl Mailbox {
         Ok(())
     }
 
+    /// Marks a moment of the work: where the device is by then.
+    ///
+    /// # Errors
+    /// When the device does not take it.
+    pub fn mark(&mut self) -> candle_core::Result<()> {
+        match self {
+            Self::Here { began, marked, .. } => *marked = began.elapsed().as_secs_f64(),
+            #[cfg(feature = "cuda")]
+            Self::PageLocked(letter) => letter.mark()?,
+        }
+        Ok(())
+    }
+
     /// Sends for an f64 tensor of one dimension, as long as the box, and stops the clock when it has come.
     ///
     /// # Errors
     /// When it is something else.
     pub fn send(&mut self, tensor: &Tensor) -> candle_core::Result<()> {
         match self {
-            Self::Here { numbers, began, seconds } => {
+            Self::Here { numbers, began, seconds, .. } => {
                 *numbers = tensor.to_vec1()?;
                 *seconds = began.elapsed().as_secs_f64();
             }
@@ -156,13 +171,14 @@ impl Mailbox {
         Ok(())
     }
 
-    /// Waits for what was sent for, and for nothing that was launched later: the numbers, and the seconds.
+    /// Waits for what was sent for, and for nothing that was launched later: the numbers, and the seconds to the mark and to
+    /// the end.
     ///
     /// # Errors
     /// When something went wrong on the way.
-    pub fn open(&self) -> candle_core::Result<(Vec<f64>, f64)> {
+    pub fn open(&self) -> candle_core::Result<(Vec<f64>, [f64; 2])> {
         match self {
-            Self::Here { numbers, seconds, .. } => Ok((numbers.clone(), *seconds)),
+            Self::Here { numbers, marked, seconds, .. } => Ok((numbers.clone(), [*marked, *seconds])),
             #[cfg(feature = "cuda")]
             Self::PageLocked(letter) => letter.open(),
         }
@@ -220,6 +236,7 @@ mod memory {
         stream: Arc<CudaStream>,
         host: PinnedHostSlice<f64>,
         began: CudaEvent,
+        marked: Option<CudaEvent>,
         came: Option<CudaEvent>,
     }
 
@@ -229,11 +246,16 @@ mod memory {
             // SAFETY: any bits are an f64; `open` waits for the copy into them, and `drop` before they go.
             let host = unsafe { stream.context().alloc_pinned_with_flags(len, 0) }.w()?;
             let began = stream.record_event(TIMED).w()?;
-            Ok(Self { stream, host, began, came: None })
+            Ok(Self { stream, host, began, marked: None, came: None })
+        }
+
+        pub(super) fn mark(&mut self) -> Result<()> {
+            self.marked = Some(self.stream.record_event(TIMED).w()?);
+            Ok(())
         }
 
         pub(super) fn begin(&mut self) -> Result<()> {
-            self.came = None;
+            (self.marked, self.came) = (None, None);
             self.began = self.stream.record_event(TIMED).w()?;
             Ok(())
         }
@@ -248,11 +270,13 @@ mod memory {
             Ok(())
         }
 
-        pub(super) fn open(&self) -> Result<(Vec<f64>, f64)> {
+        pub(super) fn open(&self) -> Result<(Vec<f64>, [f64; 2])> {
             let Some(came) = &self.came else { candle_core::bail!("nothing was sent for") };
             came.synchronize().w()?;
-            let seconds = f64::from(self.began.elapsed_ms(came).w()?) / 1e3;
-            Ok((self.host.as_slice().w()?.to_vec(), seconds))
+            let until =
+                |event| Ok::<_, candle_core::Error>(f64::from(self.began.elapsed_ms(event).w()?) / 1e3);
+            let marked = self.marked.as_ref().map_or(Ok(0.0), until)?;
+            Ok((self.host.as_slice().w()?.to_vec(), [marked, until(came)?]))
         }
     }
 

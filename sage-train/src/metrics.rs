@@ -51,13 +51,22 @@ pub struct Point {
     /// The validation loss under the attention of `--eval-attn`, with the same weights.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub eval_attn_loss: Option<f64>,
+    /// Of several ranks: the part of the step that is not gradients: to wait for the slowest, reduction, update.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub update_share: Option<f64>,
+    /// The rank whose gradients took longest, in the step before.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub slowest_rank: Option<u64>,
+    /// Its time over the median of all ranks.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub slowest_ratio: Option<f64>,
     /// Seconds since the start.
     pub seconds: f64,
 }
 
 impl Point {
     /// Every number by its name, those that are not there as `None`.
-    pub fn numbers(&self) -> [(&'static str, Option<f64>); 17] {
+    pub fn numbers(&self) -> [(&'static str, Option<f64>); 20] {
         [
             ("step", Some(self.step as f64)),
             ("tokens", Some(self.tokens as f64)),
@@ -75,6 +84,9 @@ impl Point {
             ("val_loss", self.val_loss),
             ("val_bits_per_byte", self.val_bits_per_byte),
             ("eval_attn_loss", self.eval_attn_loss),
+            ("update_share", self.update_share),
+            ("slowest_rank", self.slowest_rank.map(|rank| rank as f64)),
+            ("slowest_ratio", self.slowest_ratio),
             ("seconds", Some(self.seconds)),
         ]
     }
@@ -97,7 +109,7 @@ impl Point {
         for (name, cell) in head.split(',').zip(line.split(',')).filter(|(_, cell)| !cell.is_empty()) {
             let number: f64 = cell.parse().ok()?;
             let value = match name {
-                "step" | "tokens" => (number as u64).into(),
+                "step" | "tokens" | "slowest_rank" => (number as u64).into(),
                 "skipped" => (number != 0.0).into(),
                 _ => number.into(),
             };

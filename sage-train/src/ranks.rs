@@ -4,7 +4,7 @@
 //! A run with one process has one rank, and takes the same way.
 
 mod group;
-pub mod launch;
+mod launch;
 mod loopback;
 mod meeting;
 mod message;
@@ -18,13 +18,57 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 use candle_sage::{Error, Result};
 
-pub use group::{Alone, Group, Rank};
-pub use world::{LAUNCHED, World};
+pub use group::{Alone, Group, Rank, Transfer};
+pub use world::World;
 
+use launch::Launch;
 use loopback::Loopback;
 use meeting::Meeting;
 
 use crate::during;
+
+/// How long a rank may make no progress, where nothing else is said.
+pub const STALL: Duration = Duration::from_secs(120);
+
+/// What this process is to the ranks of a run.
+#[derive(Debug)]
+pub enum Role {
+    /// It started them, and they have ended with this code.
+    Launcher(i32),
+    /// One of them, that has met the others.
+    Rank {
+        /// The others.
+        words: Words,
+        /// Which it is on its machine.
+        local: Rank,
+    },
+}
+
+impl Role {
+    /// The only one.
+    pub fn alone() -> Self {
+        Self::Rank { words: Words::alone(), local: Rank::ALONE }
+    }
+
+    /// By the environment; else it starts as many ranks as `gpus` says, and waits for them.
+    ///
+    /// # Errors
+    /// When the environment says half of it or something else, ranks cannot be started, or do not meet.
+    pub fn take(gpus: Option<usize>, restarts: u32, stall: Duration) -> Result<Self> {
+        gpus.map_or(Ok(()), launch::check)?;
+        match (gpus, World::from_environment()?) {
+            (Some(ranks @ 2..), None) => launch::launch(Launch { ranks, restarts }).map(Self::Launcher),
+            (Some(gpus), Some(world)) if gpus != world.rank.of => {
+                Err(Error::new("two launchers say how many processes there are")
+                    .got(format!("--gpus {gpus}, and {} of {}", world.rank.of, world.launcher))
+                    .allowed("one of them")
+                    .hint("--gpus starts processes by itself: leave it out under torchrun or srun"))
+            }
+            (_, Some(world)) => Ok(Self::Rank { words: Words::meet(&world, stall)?, local: world.local }),
+            (_, None) => Ok(Self::alone()),
+        }
+    }
+}
 
 /// The ranks of a run, as one of them sees them: words by way of their meeting, tensors by way of their devices.
 #[derive(Debug)]
@@ -81,7 +125,8 @@ impl Ranks {
         }
         let gather = || -> candle_core::Result<Vec<f64>> {
             let all = Tensor::zeros(numbers.len() * self.rank().of, DType::F64, device)?;
-            self.group.gather(&Tensor::new(numbers, device)?, &all)?;
+            let own = Tensor::new(numbers, device)?;
+            self.group.wait(self.group.gather(&own, &all)?)?;
             all.to_vec1()
         };
         let all = gather().map_err(during("cannot gather the ranks' numbers"))?;

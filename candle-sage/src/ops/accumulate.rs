@@ -60,29 +60,31 @@ impl InplaceOp2 for AddInto {
     }
 }
 
-/// `out = parts[0] + parts[1] + ...`, each element in that order: gradients of several GPUs, whose sum is to have the same bits
-/// whoever carried them.
+/// `sum = parts[0] + .. + parts[place - 1] + sum + parts[place] + ..`, each element in that order: gradients of several GPUs, of
+/// which one is there already. The sum has the same bits wherever it is made and whoever carried the parts.
 ///
-/// `parts` is (n, ..), `out` one of them in shape; both f32 without gaps.
+/// `parts` is (n, ..), `sum` one of them in shape; both f32 without gaps. `place` is 0 to n.
 ///
 /// # Errors
-/// When they do not fit together, or there are no parts.
-pub fn sum_in_order(out: &Tensor, parts: &Tensor) -> Result<()> {
-    let parted = parts.dims().split_first().is_some_and(|(&n, dims)| n > 0 && dims == out.dims());
+/// When they do not fit together.
+pub fn sum_in_order(sum: &Tensor, parts: &Tensor, place: usize) -> Result<()> {
+    let parted = parts.dims().split_first().is_some_and(|(&n, dims)| place <= n && dims == sum.dims());
     if !parted || parts.dtype() != DType::F32 || !parts.is_contiguous() {
         return Err(shape_error(
             "sum_in_order: the parts do not fit the sum",
-            ((parts.dims(), parts.dtype()), (out.dims(), out.dtype())),
-            "f32 parts (n, ..) without gaps, and a sum (..)",
+            ((parts.dims(), parts.dtype()), (sum.dims(), sum.dtype()), place),
+            "f32 parts (n, ..) without gaps, a sum (..), and a place up to n",
             "stack the parts along a new first dimension",
         ));
     }
-    check_sum("sum_in_order", out, out.dims())?;
-    supported(IN_ORDER, &[out, parts])?;
-    out.inplace_op2(&parts.detach(), &InOrder)
+    check_sum("sum_in_order", sum, sum.dims())?;
+    supported(IN_ORDER, &[sum, parts])?;
+    sum.inplace_op2(&parts.detach(), &InOrder { place })
 }
 
-struct InOrder;
+struct InOrder {
+    place: usize,
+}
 
 impl InplaceOp2 for InOrder {
     fn name(&self) -> &'static str {
@@ -91,21 +93,22 @@ impl InplaceOp2 for InOrder {
 
     fn cpu_fwd(
         &self,
-        out: &mut CpuStorage,
+        sum: &mut CpuStorage,
         layout: &Layout,
         parts: &CpuStorage,
         parts_layout: &Layout,
     ) -> Result<()> {
         let parts = f32_values(IN_ORDER, parts, parts_layout)?;
-        let out = f32_values_mut(IN_ORDER, out, layout)?;
-        let len = out.len();
-        out.par_chunks_mut(SPAN).enumerate().for_each(|(span, out)| {
-            let of_part = |part: usize| &parts[part * len + span * SPAN..][..out.len()];
-            let mut sums = of_part(0).to_vec();
-            for part in 1..parts.len() / len {
-                sums.iter_mut().zip(of_part(part)).for_each(|(sum, x)| *sum += x);
-            }
-            out.copy_from_slice(&sums);
+        let sum = f32_values_mut(IN_ORDER, sum, layout)?;
+        let len = sum.len();
+        sum.par_chunks_mut(SPAN).enumerate().for_each(|(span, sum)| {
+            let own = sum.to_vec();
+            let of_part = |part: usize| &parts[part * len + span * SPAN..][..own.len()];
+            let others = parts.len() / len;
+            let terms = (0..self.place).map(of_part).chain([own.as_slice()]);
+            let mut terms = terms.chain((self.place..others).map(of_part));
+            sum.copy_from_slice(terms.next().unwrap_or_default());
+            terms.for_each(|term| sum.iter_mut().zip(term).for_each(|(sum, x)| *sum += x));
         });
         Ok(())
     }
@@ -113,12 +116,12 @@ impl InplaceOp2 for InOrder {
     #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
-        out: &mut CudaStorage,
+        sum: &mut CudaStorage,
         layout: &Layout,
         parts: &CudaStorage,
         parts_layout: &Layout,
     ) -> Result<()> {
-        cuda::ops::sum_in_order::sum((out, layout), (parts, parts_layout))
+        cuda::ops::sum_in_order::sum((sum, layout), (parts, parts_layout), self.place)
     }
 }
 

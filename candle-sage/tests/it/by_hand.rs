@@ -236,19 +236,23 @@ fn loss(place: &Place) -> Result<()> {
 }
 
 /// Parts whose sum depends on the order: only that of the parts gives these bits.
-fn in_order(place: &Place) -> Result<()> {
+fn in_order(at: &Place) -> Result<()> {
     let mut normals = Normals::new(21);
-    for (parts, len) in [(1, 64), (2, 4), (3, 40_000), (8, 20_004)] {
+    for (parts, place, len) in
+        [(1, 0, 64), (2, 0, 4), (2, 1, 64), (3, 1, 40_000), (8, 7, 20_004), (8, 2, 20_004)]
+    {
         let values: Vec<f32> =
             (0..parts).flat_map(|part| normals.vec(len, 10f32.powi(part % 3 * 4))).collect();
         let mut expected = values[..len].to_vec();
         for part in values.chunks(len).skip(1) {
             expected.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
         }
-        let all = Tensor::from_vec(values, (parts as usize, len), &place.device)?;
-        // Into the middle of something, of which nothing else changes.
-        let around = Tensor::full(7f32, len + 8, &place.device)?;
-        ops::sum_in_order(&around.narrow(0, 4, len)?, &all)?;
+        // One of them lies in the middle of something, of which nothing else changes.
+        let mut others: Vec<&[f32]> = values.chunks(len).collect();
+        let around = [&[7.0; 4], others.remove(place), &[7.0; 4]].concat();
+        let around = Tensor::from_vec(around, len + 8, &at.device)?;
+        let others = Tensor::from_vec(others.concat(), (parts as usize - 1, len), &at.device)?;
+        ops::sum_in_order(&around.narrow(0, 4, len)?, &others, place)?;
         let got = around.to_vec1::<f32>()?;
         assert_eq!(got[4..len + 4], expected);
         assert!(got[..4].iter().chain(&got[len + 4..]).all(|&x| x == 7.0));
@@ -282,8 +286,8 @@ fn messages() {
         (ops::product_into(&zeros(&[2, 3], DType::F32), &a, &b, 1.0, true), "matrices do not fit together"),
         (ops::product_into(&zeros(&[2, 4], DType::BF16), &a, &b, 1.0, true), "sums are kept in f32"),
         (ops::add_into(&zeros(&[3, 2], DType::F32), &a), "the sum does not fit"),
-        (ops::sum_in_order(&zeros(&[2], DType::F32), &a), "the parts do not fit the sum"),
-        (ops::sum_in_order(&zeros(&[3], DType::F32), &zeros(&[0, 3], DType::F32)), "the parts do not fit"),
+        (ops::sum_in_order(&zeros(&[2], DType::F32), &a, 0), "the parts do not fit the sum"),
+        (ops::sum_in_order(&zeros(&[3], DType::F32), &a, 3), "the parts do not fit"),
         (ops::sum_of_squares(&zeros(&[3], DType::BF16)).map(drop), "takes f32"),
         (ops::embedding_backward(&zeros(&[3], DType::U32), &a, 5).map(drop), "does not match the ids"),
         (

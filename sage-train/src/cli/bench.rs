@@ -6,9 +6,11 @@ use candle_sage::Result;
 use clap::Subcommand;
 
 use super::print;
-use crate::bench::{self, Row, sla2};
+use crate::bench::{self, Row, links, sla2};
+use crate::config::Config;
 use crate::device::Place;
-use crate::ranks::Rank;
+use crate::ranks::{Rank, Ranks, Role, STALL};
+use crate::settings::{Preset, Settings};
 use crate::writing;
 
 /// What can be measured.
@@ -18,6 +20,8 @@ pub(super) enum Bench {
     Attention(BenchAttention),
     /// SLA2 beside dense attention of the same numerics
     Sla2(BenchSla2),
+    /// Several GPUs: what their links give, and the update of a model over them
+    Links(BenchLinks),
 }
 
 impl Bench {
@@ -25,6 +29,7 @@ impl Bench {
         match self {
             Self::Attention(attention) => attention.run(),
             Self::Sla2(sla2) => sla2.run(),
+            Self::Links(links) => links.run(),
         }
     }
 }
@@ -116,5 +121,52 @@ impl BenchSla2 {
             }
         }
         Ok(())
+    }
+}
+
+/// What to measure. Every time is the median of calls; on a GPU between CUDA events.
+#[derive(Debug, clap::Args)]
+pub(super) struct BenchLinks {
+    /// GPUs of this machine; torchrun and srun say it themselves
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    gpus: usize,
+    /// Where to measure [default: cuda if this build has it]
+    #[arg(long, value_enum)]
+    device: Option<Place>,
+    /// The model that is updated
+    #[arg(long, value_enum, default_value = "325m")]
+    preset: Preset,
+    /// The most to exchange, megabytes
+    #[arg(long, value_name = "MB", default_value_t = 1300.0)]
+    most: f64,
+    /// Timed calls of each kind
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u16).range(1..))]
+    repeats: u16,
+}
+
+impl BenchLinks {
+    fn run(&self) -> Result<()> {
+        match Role::take(Some(self.gpus), 0, STALL)? {
+            Role::Launcher(0) => Ok(()),
+            // The ranks have said why.
+            Role::Launcher(code) => std::process::exit(code),
+            Role::Rank { words, local } => {
+                let measured = || -> Result<links::Links> {
+                    let place = self.device.unwrap_or_default();
+                    let settings =
+                        Settings { preset: Some(self.preset), device: Some(place), ..Settings::default() };
+                    let config = Config::resolve(settings)?;
+                    let device = place.open(local)?;
+                    let ranks = Ranks::connect(words.clone(), &device)?;
+                    words.aside("the links", || {
+                        links::measure(&config, &ranks, &device, usize::from(self.repeats), self.most)
+                    })
+                };
+                let measured = measured();
+                words.leave(measured.as_ref().err());
+                let measured = measured?;
+                if words.rank().is_first() { print(&links::table(&measured)) } else { Ok(()) }
+            }
+        }
     }
 }

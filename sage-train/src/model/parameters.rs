@@ -20,7 +20,7 @@ use super::pieces::{Layout, overlap};
 use super::snapshot::{ROWS, Snapshot};
 use super::state::{State, StateFile};
 use crate::during;
-use crate::ranks::{Group, Rank};
+use crate::ranks::{Group, Rank, Transfer};
 
 /// The table of the embedding, and of the output.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -35,8 +35,8 @@ pub struct Parameters {
     held: Vec<Held>,
     /// Of all, where something is trained; what was reduced lies in this rank's parts.
     gradients: Option<Tensor>,
-    /// What other ranks send, as long as the largest piece; where there are others.
-    received: Option<Tensor>,
+    /// What other ranks send of a piece: one comes while the other is added up. Where there are others.
+    received: Option<[Tensor; 2]>,
     /// Of each parameter: see [`Weight`].
     filled: Vec<Arc<AtomicBool>>,
 }
@@ -205,7 +205,10 @@ impl Parameters {
         let zeros = |len| Tensor::zeros(len, DType::F32, device).map_err(during(failed()));
         let gradients = trained.map(|_| zeros(layout.len())).transpose()?;
         let largest = layout.pieces.iter().map(|piece| piece.range.len()).max().unwrap_or(0);
-        let received = (rank.of > 1).then(|| zeros(largest)).transpose()?;
+        let received = match rank.of {
+            1 => None,
+            of => Some([zeros(largest / of * (of - 1))?, zeros(largest / of * (of - 1))?]),
+        };
         let filled = specs.iter().map(|_| Arc::default()).collect();
         Ok(Self { specs, layout, rank, held, gradients, received, filled })
     }
@@ -320,13 +323,25 @@ impl Parameters {
             }
         }
         let gradients = self.gradients()?;
+        // The next piece travels while one is added up.
+        let send = |n: usize| -> Result<Option<(Tensor, Transfer)>> {
+            let (Some(received), Some(piece)) = (&self.received, self.layout.pieces.get(n)) else {
+                return Ok(None);
+            };
+            let others = piece.range.len() / self.rank.of * (self.rank.of - 1);
+            let into = received[n % 2].narrow(0, 0, others)?;
+            let from = gradients.narrow(0, piece.range.start, piece.range.len())?;
+            let transfer = group.exchange(&from, &into)?;
+            Ok(Some((into, transfer)))
+        };
+        let mut comes = send(0)?;
         let mut squares: Option<Tensor> = None;
-        for piece in &self.layout.pieces {
+        for (n, piece) in self.layout.pieces.iter().enumerate() {
             let own = self.own(gradients, &piece.range)?;
-            if let Some(received) = &self.received {
-                let received = received.narrow(0, 0, piece.range.len())?;
-                group.exchange(&gradients.narrow(0, piece.range.start, piece.range.len())?, &received)?;
-                ops::sum_in_order(&own, &received.reshape((self.rank.of, ()))?)?;
+            let came = std::mem::replace(&mut comes, send(n + 1)?);
+            if let Some((parts, transfer)) = came {
+                group.wait(transfer)?;
+                ops::sum_in_order(&own, &parts.reshape((self.rank.of - 1, ()))?, self.rank.index)?;
             }
             let of_piece = ops::sum_of_squares(&own)?;
             squares = Some(match squares {
@@ -346,6 +361,7 @@ impl Parameters {
     /// # Errors
     /// When nothing is trained, or a rank cannot be reached.
     pub fn update(&self, adamw: ops::AdamW, squares: &Tensor, group: &dyn Group) -> Result<()> {
+        let mut last = None;
         for (piece, Held { values, state }) in self.layout.pieces.iter().zip(&self.held) {
             let gradient = self.own(self.gradients()?, &piece.range)?;
             let decayed = if piece.decays { gradient.elem_count() } else { 0 };
@@ -355,10 +371,11 @@ impl Parameters {
             let copy = copy.transpose()?;
             adamw.step(state, &gradient, squares, copy.as_ref())?;
             if self.rank.of > 1 {
-                group.gather(&copy.map_or_else(|| state.get(0), Ok)?, values)?;
+                // It travels while the next piece is updated.
+                last = Some(group.gather(&copy.map_or_else(|| state.get(0), Ok)?, values)?);
             }
         }
-        Ok(())
+        last.map_or(Ok(()), |last| group.wait(last))
     }
 
     /// Elements of all parameters, with what lies between them.
@@ -378,7 +395,7 @@ impl Parameters {
                 return on_host(&own.force_contiguous()?.unsqueeze(0)?);
             }
             let all = Tensor::zeros(held.values.elem_count(), DType::F32, own.device())?;
-            group.gather(&own, &all)?;
+            group.wait(group.gather(&own, &all)?)?;
             on_host(&all.unsqueeze(0)?)
         };
         let firsts = self.layout.pieces.iter().map(|piece| piece.range.start);

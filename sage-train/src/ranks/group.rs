@@ -30,24 +30,36 @@ impl Rank {
     }
 }
 
+/// Something that travels, by its number. The device may compute meanwhile; what was sent and what comes must stay until it was
+/// waited for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use = "what was sent has not come yet"]
+pub struct Transfer(pub(super) u64);
+
 /// Ranks that exchange tensors of one dimension without gaps, on their device, in the order in which all of them call.
 pub trait Group: Debug {
     /// Which one this is.
     fn rank(&self) -> Rank;
 
-    /// All to all: part `j` of `from` goes to rank `j`, and part `i` of `into` comes from rank `i`. Both are of one length, a
-    /// multiple of the ranks.
+    /// All to all: part `j` of `from` goes to rank `j`, and what rank `i` sends comes to `into`, one behind the other in their
+    /// order. A rank keeps its own part: `into` has one part fewer than `from`, whose parts are equal.
     ///
     /// # Errors
     /// When a rank cannot be reached.
-    fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<()>;
+    fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<Transfer>;
 
     /// All gather: `part` goes to everybody, and part `i` of `into` comes from rank `i`. `part` may be this rank's own part of
-    /// `into`.
+    /// `into`, which is filled in any case.
     ///
     /// # Errors
     /// When a rank cannot be reached.
-    fn gather(&self, part: &Tensor, into: &Tensor) -> Result<()>;
+    fn gather(&self, part: &Tensor, into: &Tensor) -> Result<Transfer>;
+
+    /// What the device is given from here on finds what came with this transfer, and with all before.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn wait(&self, transfer: Transfer) -> Result<()>;
 }
 
 /// The only rank.
@@ -59,14 +71,21 @@ impl Group for Alone {
         Rank::ALONE
     }
 
-    fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<()> {
-        into.slice_set(from, 0, 0)
+    fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<Transfer> {
+        match into.elem_count() {
+            0 => Ok(Transfer(0)),
+            more => candle_core::bail!("{} elements of one rank, and {more} of others", from.elem_count()),
+        }
     }
 
-    fn gather(&self, part: &Tensor, into: &Tensor) -> Result<()> {
+    fn gather(&self, part: &Tensor, into: &Tensor) -> Result<Transfer> {
         if part.elem_count() != into.elem_count() {
             candle_core::bail!("a part of {} elements for {}", part.elem_count(), into.elem_count());
         }
+        Ok(Transfer(0))
+    }
+
+    fn wait(&self, _: Transfer) -> Result<()> {
         Ok(())
     }
 }

@@ -18,7 +18,7 @@ const LEAVING: Duration = Duration::from_secs(20);
 
 /// How many GPUs, and how often to begin again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Launch {
+pub(super) struct Launch {
     /// Processes.
     pub ranks: usize,
     /// How often to begin again when a rank was lost.
@@ -30,7 +30,7 @@ pub struct Launch {
 ///
 /// # Errors
 /// When no process can be started.
-pub fn launch(launch: Launch) -> Result<i32> {
+pub(super) fn launch(launch: Launch) -> Result<i32> {
     signals::watch(Second::IsNoted)?;
     signals::doing("the step of all ranks");
     let mut left = launch.restarts;
@@ -144,7 +144,7 @@ fn start(ranks: usize) -> Result<Vec<Child>> {
 ///
 /// # Errors
 /// When there is none, or too many to be meant.
-pub fn check(gpus: usize) -> Result<()> {
+pub(super) fn check(gpus: usize) -> Result<()> {
     if (1..=1024).contains(&gpus) {
         return Ok(());
     }

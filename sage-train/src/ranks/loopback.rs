@@ -9,7 +9,7 @@ use candle_core::{Device, Result, Tensor};
 use candle_sage::Error;
 use safetensors::View;
 
-use super::group::{Group, Rank};
+use super::group::{Group, Rank, Transfer};
 use super::meeting::Meeting;
 use crate::during;
 
@@ -61,42 +61,42 @@ impl Loopback {
         Ok(Self { rank, peers })
     }
 
-    /// Sends bytes `to(j)` to each rank `j`, and fills part `i` of `into` with what rank `i` sent.
-    fn swap(&self, to: &(dyn Fn(usize) -> Tensor + Sync), into: &Tensor) -> Result<()> {
-        let (dtype, part) = (into.dtype(), into.elem_count() / self.rank.of);
+    /// Sends `to(j)` to each other rank `j`, and returns what each of them sent, `bytes` of it, in their order.
+    fn swap(&self, to: &(dyn Fn(usize) -> Tensor + Sync), bytes: usize) -> Result<Vec<Vec<u8>>> {
+        let peers =
+            || self.peers.iter().enumerate().filter_map(|(index, peer)| Some((index, peer.as_ref()?)));
         let received = std::thread::scope(|scope| -> std::io::Result<Vec<Vec<u8>>> {
-            let senders: Vec<_> = self
-                .peers
-                .iter()
-                .enumerate()
-                .filter_map(|(index, peer)| Some((index, peer.as_ref()?)))
+            let senders: Vec<_> = peers()
                 .map(|(index, mut peer)| scope.spawn(move || peer.write_all(&to(index).data())))
                 .collect();
             let mut received = Vec::with_capacity(self.rank.of);
-            for (index, peer) in self.peers.iter().enumerate() {
-                received.push(match peer.as_ref() {
-                    None => to(index).data().into_owned(),
-                    Some(mut peer) => {
-                        let mut bytes = vec![0; part * dtype.size_in_bytes()];
-                        peer.read_exact(&mut bytes)?;
-                        bytes
-                    }
-                });
+            for (_, mut peer) in peers() {
+                let mut part = vec![0; bytes];
+                peer.read_exact(&mut part)?;
+                received.push(part);
             }
             for sender in senders {
                 sender.join().expect("no panic in sending")?;
             }
             Ok(received)
         });
-        let received = received.map_err(|error| {
+        received.map_err(|error| {
             std::thread::sleep(WATCH);
-            candle_core::Error::from(Error::new("another rank cannot be reached").got(error))
-        })?;
-        for (index, bytes) in received.iter().enumerate() {
-            into.slice_set(&Tensor::from_raw_buffer(bytes, dtype, &[part], &Device::Cpu)?, 0, index * part)?;
-        }
-        Ok(())
+            Error::new("another rank cannot be reached").got(error).into()
+        })
     }
+}
+
+/// Puts parts one behind the other.
+fn fill(into: &Tensor, parts: &[Vec<u8>]) -> Result<()> {
+    let dtype = into.dtype();
+    let mut at = 0;
+    for bytes in parts {
+        let len = bytes.len() / dtype.size_in_bytes();
+        into.slice_set(&Tensor::from_raw_buffer(bytes, dtype, &[len], &Device::Cpu)?, 0, at)?;
+        at += len;
+    }
+    Ok(())
 }
 
 impl Group for Loopback {
@@ -104,16 +104,25 @@ impl Group for Loopback {
         self.rank
     }
 
-    fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<()> {
+    fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<Transfer> {
         let part = from.elem_count() / self.rank.of;
         let parts = (0..self.rank.of).map(|n| from.narrow(0, n * part, part)?.force_contiguous());
         let parts = parts.collect::<Result<Vec<_>>>()?;
-        self.swap(&|index| parts[index].clone(), into)
+        fill(into, &self.swap(&|index| parts[index].clone(), part * from.dtype().size_in_bytes())?)?;
+        Ok(Transfer(0))
     }
 
-    fn gather(&self, part: &Tensor, into: &Tensor) -> Result<()> {
+    fn gather(&self, part: &Tensor, into: &Tensor) -> Result<Transfer> {
         // Its own copy: the part may be one of those that are written.
         let part = part.force_contiguous()?;
-        self.swap(&|_| part.clone(), into)
+        let mut parts = self.swap(&|_| part.clone(), part.elem_count() * part.dtype().size_in_bytes())?;
+        parts.insert(self.rank.index, part.data().into_owned());
+        fill(into, &parts)?;
+        Ok(Transfer(0))
+    }
+
+    /// Everything has come when it was sent.
+    fn wait(&self, _: Transfer) -> Result<()> {
+        Ok(())
     }
 }

@@ -1,19 +1,25 @@
 //! Ranks on GPUs: tensors by way of NCCL, which copies and adds nothing.
 //!
-//! The library is found when it is needed and not linked: a program with GPU kernels starts where there is none. Everything is
-//! launched on candle's own stream, in the order in which it is called, on memory that lives as long as the trainer.
+//! The library is found when it is needed and not linked: a program with GPU kernels starts where there is none. Transfers have
+//! a stream of their own, of high priority: they begin when candle's stream has come to where they were called, and what is
+//! waited for is there from then on. That stream is not one of cudarc's, which would record events for every tensor as soon as
+//! there are two.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt::Debug;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
+use candle_core::cuda_backend::WrapErr;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, Tensor};
 use candle_sage::Error;
+use cudarc::driver::result::{event, memcpy_dtod_async, stream};
+use cudarc::driver::sys::{CUevent, CUevent_flags, CUevent_wait_flags, CUstream};
+use cudarc::driver::{CudaSlice, DevicePtr};
 use half::{bf16, f16};
 use libloading::Library;
 
-use super::group::{Group, Rank};
+use super::group::{Group, Rank, Transfer};
 use super::meeting::Meeting;
 use crate::{during, hex};
 
@@ -31,7 +37,12 @@ const BYTES: c_int = 1;
 struct Id([u8; 128]);
 
 type Communicator = *mut c_void;
-type Stream = *mut c_void;
+type Stream = CUstream;
+
+/// Transfers that may be under way before the first is waited for.
+const TURNS: usize = 8;
+
+const WAIT: CUevent_wait_flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
 
 /// Declares the functions that are called, and finds them all at once. `nccl.h` of 2.4 and later has each of them.
 macro_rules! functions {
@@ -64,7 +75,6 @@ functions! {
     group_end = b"ncclGroupEnd": fn() -> c_int;
     send = b"ncclSend": fn(*const c_void, usize, c_int, c_int, Communicator, Stream) -> c_int;
     receive = b"ncclRecv": fn(*mut c_void, usize, c_int, c_int, Communicator, Stream) -> c_int;
-    all_gather = b"ncclAllGather": fn(*const c_void, *mut c_void, usize, c_int, Communicator, Stream) -> c_int;
     error_string = b"ncclGetErrorString": fn(c_int) -> *const c_char;
 }
 
@@ -107,6 +117,12 @@ pub(super) struct Nccl {
     rank: Rank,
     device: CudaDevice,
     functions: Functions,
+    stream: Stream,
+    /// Candle's stream has come to where a transfer was called.
+    ready: CUevent,
+    /// A transfer has come, each in its turn.
+    came: [CUevent; TURNS],
+    transfers: AtomicU64,
     /// Never destroyed: that is done together, and a rank that leaves because of an error would wait for the others. The
     /// process ends soon after.
     communicator: Communicator,
@@ -147,11 +163,60 @@ impl Nccl {
             (functions.init_rank)(&raw mut communicator, rank.of as c_int, id, rank.index as c_int)
         };
         functions.check("connect the GPUs", made)?;
-        Ok(Self { rank, device: device.clone(), functions, communicator })
+        let failed = || "cannot make a stream for the ranks";
+        let (_, high) = stream::get_priority_range().map_err(during(failed()))?;
+        let event = || event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(during(failed()));
+        let mut came = [std::ptr::null_mut(); TURNS];
+        for one in &mut came {
+            *one = event()?;
+        }
+        Ok(Self {
+            rank,
+            device: device.clone(),
+            functions,
+            stream: stream::create_with_priority(stream::StreamKind::NonBlocking, high)
+                .map_err(during(failed()))?,
+            ready: event()?,
+            came,
+            transfers: AtomicU64::new(0),
+            communicator,
+        })
     }
 
-    fn stream(&self) -> Stream {
-        self.device.cuda_stream().cu_stream().cast()
+    /// Launches a transfer behind what candle's stream has been given so far.
+    fn transfer(&self, launch: impl FnOnce(Stream) -> Result<()>) -> Result<Transfer> {
+        let compute = self.device.cuda_stream().cu_stream();
+        let number = self.transfers.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: streams and events live as long as this.
+        unsafe {
+            event::record(self.ready, compute).w()?;
+            stream::wait_event(self.stream, self.ready, WAIT).w()?;
+            launch(self.stream)?;
+            event::record(self.came[number as usize % TURNS], self.stream).w()?;
+        }
+        Ok(Transfer(number))
+    }
+
+    /// Sends so many bytes to each other rank, and receives as many.
+    fn with_others(
+        &self,
+        bytes: usize,
+        sent: &dyn Fn(usize) -> u64,
+        comes: &dyn Fn(usize) -> u64,
+    ) -> Result<Transfer> {
+        let Functions { group_start, group_end, send, receive, .. } = &self.functions;
+        // SAFETY: what is sent and where it comes lies in tensors that stay until they are waited for; whoever calls has checked
+        // that it fits.
+        self.transfer(|stream| unsafe {
+            self.check("begin a transfer", group_start())?;
+            for peer in (0..self.rank.of).filter(|peer| *peer != self.rank.index) {
+                let (from, to, peer) =
+                    (sent(peer) as *const c_void, comes(peer) as *mut c_void, peer as c_int);
+                self.check("send", send(from, bytes, BYTES, peer, self.communicator, stream))?;
+                self.check("receive", receive(to, bytes, BYTES, peer, self.communicator, stream))?;
+            }
+            self.check("exchange", group_end())
+        })
     }
 
     /// Where a tensor without gaps lies, and its bytes.
@@ -189,50 +254,39 @@ impl Group for Nccl {
         self.rank
     }
 
-    fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<()> {
+    fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<Transfer> {
+        let Rank { index, of } = self.rank;
         let ((from, bytes), (into, room)) = (self.place(from)?, self.place(into)?);
-        if bytes != room || !bytes.is_multiple_of(self.rank.of) {
-            candle_core::bail!("{bytes} bytes for {room}, of {} ranks", self.rank.of);
+        let part = bytes / of;
+        if part * of != bytes || part * (of - 1) != room {
+            candle_core::bail!("{bytes} bytes of {of} ranks for {room}");
         }
-        let (part, stream) = (bytes / self.rank.of, self.stream());
-        let Functions { group_start, group_end, send, receive, .. } = &self.functions;
-        // SAFETY: every part lies in one of the two tensors, which live until the stream has gone past: candle frees memory in
-        // the stream's order.
-        unsafe {
-            self.check("begin an exchange", group_start())?;
-            for peer in 0..self.rank.of {
-                let (at, number) = ((peer * part) as u64, peer as c_int);
-                self.check(
-                    "send",
-                    send((from + at) as *const c_void, part, BYTES, number, self.communicator, stream),
-                )?;
-                self.check(
-                    "receive",
-                    receive((into + at) as *mut c_void, part, BYTES, number, self.communicator, stream),
-                )?;
-            }
-            self.check("exchange", group_end())
-        }
+        let sent = |peer: usize| from + (peer * part) as u64;
+        let comes = |peer: usize| into + ((peer - usize::from(peer > index)) * part) as u64;
+        self.with_others(part, &sent, &comes)
     }
 
-    fn gather(&self, part: &Tensor, into: &Tensor) -> Result<()> {
+    /// Pairs of sends and receives: on NVLink they are a fifth faster than NCCL's own gather.
+    fn gather(&self, part: &Tensor, into: &Tensor) -> Result<Transfer> {
         let ((part, bytes), (into, room)) = (self.place(part)?, self.place(into)?);
         if bytes * self.rank.of != room {
             candle_core::bail!("{} times {bytes} bytes for {room}", self.rank.of);
         }
-        let (communicator, stream) = (self.communicator, self.stream());
-        // SAFETY: as above; a part may be the one of `into` that is its rank's.
-        let sent = unsafe {
-            (self.functions.all_gather)(
-                part as *const c_void,
-                into as *mut c_void,
-                bytes,
-                BYTES,
-                communicator,
-                stream,
-            )
-        };
-        self.check("gather", sent)
+        let comes = |peer: usize| into + (peer * bytes) as u64;
+        let own = comes(self.rank.index);
+        if own != part {
+            let stream = self.device.cuda_stream().cu_stream();
+            // SAFETY: both lie in tensors, as checked above.
+            unsafe { memcpy_dtod_async(own, part, bytes, stream).w()? };
+        }
+        self.with_others(bytes, &|_| part, &comes)
+    }
+
+    fn wait(&self, Transfer(number): Transfer) -> Result<()> {
+        let compute = self.device.cuda_stream().cu_stream();
+        // An event that has had its next turn stands for a later transfer of the same stream.
+        // SAFETY: streams and events live as long as this.
+        unsafe { stream::wait_event(compute, self.came[number as usize % TURNS], WAIT).w() }
     }
 }
 

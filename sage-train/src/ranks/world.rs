@@ -6,7 +6,7 @@ use candle_sage::{Error, Result};
 use super::group::Rank;
 
 /// By this a process knows that `--gpus` started it.
-pub const LAUNCHED: &str = "SAGE_TRAIN_LAUNCHED";
+pub(super) const LAUNCHED: &str = "SAGE_TRAIN_LAUNCHED";
 
 /// The variables that torchrun sets, and `--gpus`.
 const NAMES: [&str; 6] =

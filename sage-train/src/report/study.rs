@@ -420,6 +420,7 @@ mod tests {
             tokenizer: None,
             unigram_entropy: 5.0,
             parameters: 1,
+            ranks: 1,
         }
     }
 

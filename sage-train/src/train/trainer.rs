@@ -29,6 +29,8 @@ pub(super) struct Trainer<'a> {
     stop: Tensor,
     /// For the results of the steps under way, two at most: what each rank has, and 0, or NaN where the update was skipped.
     mailboxes: [Mailbox; 2],
+    /// Seconds that the gradients took, in the last step whose results are there.
+    busy: f64,
 }
 
 /// What a rank asks of all others, with the results of a step: they hear it at the same time, and do the same.
@@ -48,7 +50,7 @@ impl Asked {
 }
 
 /// What a rank has to say of a step, in f64 numbers: the losses of its micro-batches (some have one fewer, and a zero), the sum
-/// of squares of the gradients that it owns, and what it asks for.
+/// of squares of the gradients that it owns, what it asks for, and how long its gradients took in the step before.
 #[derive(Debug, Clone, Copy)]
 struct Report {
     /// Micro-batches of a step, of all ranks.
@@ -57,7 +59,8 @@ struct Report {
 }
 
 impl Report {
-    const ASKED: usize = 2;
+    /// What it asks for, and its time.
+    const REST: usize = 3;
 
     /// Losses of a rank, at most.
     fn losses(self) -> usize {
@@ -65,7 +68,7 @@ impl Report {
     }
 
     fn len(self) -> usize {
-        self.losses() + 1 + Self::ASKED
+        self.losses() + 1 + Self::REST
     }
 
     /// Where the losses of all lie among all reports, in the order of the micro-batches: number `k` is rank `k mod ranks`'s.
@@ -84,6 +87,17 @@ impl Report {
             save: report[self.losses() + 2] > 0.0,
         };
         reports.chunks_exact(self.len()).map(of_rank).fold(Asked::default(), Asked::or)
+    }
+
+    /// The rank that took longest, and its time over the median; none where no step was timed yet.
+    fn slowest(self, reports: &[f64]) -> Option<(usize, f64)> {
+        let times: Vec<f64> =
+            reports.chunks_exact(self.len()).map(|report| report[self.losses() + 3]).collect();
+        let mut sorted = times.clone();
+        sorted.sort_by(f64::total_cmp);
+        let (median, longest) = (sorted[(sorted.len() - 1) / 2], *sorted.last()?);
+        let slowest = times.iter().position(|time| *time == longest)?;
+        (self.ranks > 1 && median > 0.0).then(|| (slowest, longest / median))
     }
 }
 
@@ -123,6 +137,7 @@ impl<'a> Trainer<'a> {
             model,
             stop: Tensor::zeros((), DType::F64, device)?,
             mailboxes: [mailbox()?, mailbox()?],
+            busy: 0.0,
         })
     }
 
@@ -200,6 +215,7 @@ impl<'a> Trainer<'a> {
         }
         self.mailboxes[mailbox].begin()?;
         let losses = self.gradients(batches)?;
+        self.mailboxes[mailbox].mark()?;
         let squares = self.parameters.reduce(self.ranks.group())?;
         let all = self.report_to_all(&losses, &squares, asked)?;
         let number = |place: usize| all.get(place);
@@ -240,12 +256,14 @@ impl<'a> Trainer<'a> {
         own.push(squares.clone());
         own.push(number(f64::from(asked.signal.unwrap_or(0)))?);
         own.push(number(f64::from(u8::from(asked.save)))?);
+        own.push(number(self.busy)?);
         let own = Tensor::stack(&own, 0)?;
         if report.ranks == 1 {
             return Ok(own);
         }
         let all = Tensor::zeros(report.ranks * report.len(), DType::F64, self.device)?;
-        self.ranks.group().gather(&own, &all)?;
+        let group = self.ranks.group();
+        group.wait(group.gather(&own, &all)?)?;
         Ok(all)
     }
 
@@ -283,11 +301,12 @@ impl<'a> Trainer<'a> {
     }
 
     /// Waits for a step, and says how it went, and what a rank asked for.
-    pub(super) fn collect(&self, launched: Launched) -> std::result::Result<(Point, Asked), Stop> {
+    pub(super) fn collect(&mut self, launched: Launched) -> std::result::Result<(Point, Asked), Stop> {
         let Launched { step, lr, mailbox } = launched;
         let (accumulation, report) = (self.config.accumulation, self.report());
-        let (results, seconds) =
+        let (results, [busy, seconds]) =
             self.mailboxes[mailbox].open().map_err(|error| failed(error, &format!("step {}", step + 1)))?;
+        self.busy = busy;
         let (skip, reports) = results.split_last().expect("at least one number");
         let losses: Vec<f64> = report.places_of_losses().map(|place| reports[place]).collect();
         let squares: f64 = report.places_of_squares().fold(0.0, |sum, place| sum + reports[place]);
@@ -304,6 +323,7 @@ impl<'a> Trainer<'a> {
         }
         let tokens_per_second = self.config.tokens_per_step() as f64 / seconds;
         let gpu = self.monitor.read();
+        let slowest = report.slowest(reports);
         let flops = tokens_per_second * self.config.model.flops_per_token_at(step) as f64;
         let point = Point {
             step: step + 1,
@@ -316,6 +336,9 @@ impl<'a> Trainer<'a> {
             gpu_watts: gpu.map(|gpu| gpu.power),
             gpu_mhz: gpu.map(|gpu| gpu.clock),
             gpu_gib: gpu.map(|gpu| gpu.memory),
+            update_share: (report.ranks > 1).then(|| 1.0 - busy / seconds),
+            slowest_rank: slowest.map(|(rank, _)| rank as u64),
+            slowest_ratio: slowest.map(|(_, ratio)| ratio),
             mfu: self.config.peak_flops.map(|peak| flops / (peak * report.ranks as f64)),
             ..Point::default()
         };

@@ -27,7 +27,15 @@ fn train(scratch: &Scratch, ranks: &str, name: &str, more: &[&str]) -> Vec<Point
 
 /// What is computed: everything but times.
 fn numbers(points: &[Point]) -> Vec<Point> {
-    points.iter().map(|point| Point { seconds: 0.0, tokens_per_second: 0.0, ..point.clone() }).collect()
+    let bare = |point: &Point| Point {
+        seconds: 0.0,
+        tokens_per_second: 0.0,
+        update_share: None,
+        slowest_rank: None,
+        slowest_ratio: None,
+        ..point.clone()
+    };
+    points.iter().map(bare).collect()
 }
 
 fn run_of(scratch: &Scratch, name: &str) -> PathBuf {

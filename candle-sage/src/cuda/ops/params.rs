@@ -33,6 +33,17 @@ pub(super) struct PartialSums {
     pub(super) width: i32,
 }
 
+/// Rows without gaps, of which one is in the sum's place already.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct SumInOrder {
+    pub(super) parts: Address,
+    pub(super) sum: Address,
+    pub(super) width: i64,
+    pub(super) count: i32,
+    pub(super) place: i32,
+}
+
 /// A (batch, token, head, channel) tensor whose channels are neighbours; strides in elements.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
@@ -187,6 +198,7 @@ pub(super) struct AdamW {
 kernel_params! {
     RmsNorm: "rms_norm",
     PartialSums: "partial_sums",
+    SumInOrder: "partial_sums",
     Rope: "rope",
     SwiGlu: "swiglu",
     CheckIds: "ids",
@@ -201,6 +213,7 @@ kernel_params! {
 const _: () = {
     assert!(size_of::<RmsNorm>() == 80 && offset_of!(RmsNorm, rows) == 56 && offset_of!(RmsNorm, eps) == 72);
     assert!(size_of::<PartialSums>() == 24);
+    assert!(size_of::<SumInOrder>() == 32 && offset_of!(SumInOrder, count) == 24);
     assert!(size_of::<Heads>() == 32);
     assert!(size_of::<Rope>() == 168 && offset_of!(Rope, out) == 64);
     assert!(offset_of!(Rope, tokens) == 128 && offset_of!(Rope, eps) == 156);

@@ -12,17 +12,18 @@ use crate::error::Error;
 /// Elements that a thread takes at once: as in `kernels/partial_sums.cu`.
 const V: usize = 4;
 
-/// `out = parts[0] + parts[1] + ...`, rows without gaps.
-pub(crate) fn sum(out: Operand<'_>, parts: Operand<'_>) -> Result<()> {
-    let gpu = Gpu::new(out.0.device())?;
-    let width = out.1.shape().elem_count();
-    let params = params::PartialSums {
-        partials: start(parts, &gpu)?,
-        out: start(out, &gpu)?,
-        parts: count("parts", parts.1.shape().elem_count() / width.max(1))?,
-        width: count("elements", width)?,
+/// `sum = parts[0] + .. + sum + parts[place] + ..`, rows without gaps.
+pub(crate) fn sum(sum: Operand<'_>, parts: Operand<'_>, place: usize) -> Result<()> {
+    let gpu = Gpu::new(sum.0.device())?;
+    let width = sum.1.shape().elem_count();
+    let params = params::SumInOrder {
+        parts: start(parts, &gpu)?,
+        sum: start(sum, &gpu)?,
+        width: width as i64,
+        count: count("parts", parts.1.shape().elem_count() / width.max(1))?,
+        place: place as i32,
     };
-    if [params.partials, params.out].iter().any(|at| !at.is_multiple_of(16)) || !width.is_multiple_of(V) {
+    if [params.parts, params.sum].iter().any(|at| !at.is_multiple_of(16)) || !width.is_multiple_of(V) {
         return Err(Error::new("sum_in_order on CUDA moves 16 bytes at a time")
             .got(format!("{width} elements"))
             .allowed("tensors that start on 16 bytes, a multiple of 4 elements")

@@ -32,6 +32,15 @@ struct PartialSums {
   int32_t width;
 };
 
+// sum[c] = parts[0][c] + .. + parts[place - 1][c] + sum[c] + parts[place][c] + ..
+struct SumInOrder {
+  const float* parts;  // (count, width)
+  float* sum;
+  int64_t width;
+  int32_t count;
+  int32_t place;
+};
+
 // Strides in elements; channels are neighbours.
 struct Heads {
   void* data;

@@ -1,0 +1,147 @@
+//! What the links between GPUs give, and the update of a model over them.
+
+use std::fmt::Write as _;
+
+use candle_core::{DType, Device, Tensor};
+use candle_sage::Result;
+
+use super::clock::Clock;
+use crate::config::Config;
+use crate::during;
+use crate::model::{Llama, LlamaConfig, Parameters};
+use crate::ranks::{Alone, Group, Rank, Ranks};
+
+/// Megabytes of f32 that are exchanged; the gather has half of each, in 16 bits. A layer of the paper's model, its embedding, and
+/// all of it.
+const SIZES: [f64; 4] = [4.0, 54.5, 206.0, 1297.0];
+
+/// A size, and what it took.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Link {
+    /// Bytes of f32 on each rank.
+    pub bytes: u64,
+    /// Milliseconds of an exchange of them.
+    pub exchange: f64,
+    /// Milliseconds of a gather of half of them.
+    pub gather: f64,
+}
+
+/// The update of a model: reduction of the gradients, norm, AdamW, gather of the weights.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Update {
+    /// Parameters.
+    pub parameters: u64,
+    /// Milliseconds of each rank alone.
+    pub alone: f64,
+    /// Milliseconds of all together.
+    pub together: f64,
+}
+
+/// Everything that is measured.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Links {
+    ranks: usize,
+    /// By size.
+    pub links: Vec<Link>,
+    /// Milliseconds of a gather of 64 bytes.
+    pub latency: f64,
+    /// Of the model.
+    pub update: Update,
+}
+
+/// Measures; every rank must come here. `most` megabytes are the most that is exchanged.
+///
+/// # Errors
+/// When another rank cannot be reached, or memory is short.
+pub fn measure(config: &Config, ranks: &Ranks, device: &Device, repeats: usize, most: f64) -> Result<Links> {
+    let measured = || -> candle_core::Result<Links> {
+        let clock = Clock::new(device)?;
+        let of = ranks.rank().of;
+        let group = ranks.group();
+        let mut links = Vec::new();
+        for megabytes in SIZES.into_iter().filter(|size| *size <= most) {
+            let len = ((megabytes * 1e6 / 4.0) as usize).next_multiple_of(64 * of);
+            let from = Tensor::randn(0f32, 1.0, len, device)?;
+            let into = Tensor::zeros(len / of * (of - 1), DType::F32, device)?;
+            let dtype = config.device.dtype();
+            let weights = Tensor::zeros(len, dtype, device)?;
+            let own = ranks.rank().part_of(len);
+            let part = weights.narrow(0, own.start, own.len())?;
+            links.push(Link {
+                bytes: 4 * len as u64,
+                exchange: clock.median(repeats, |_| group.wait(group.exchange(&from, &into)?))?,
+                gather: clock.median(repeats, |_| group.wait(group.gather(&part, &weights)?))?,
+            });
+        }
+        let (number, numbers) =
+            (Tensor::zeros(8, DType::F64, device)?, Tensor::zeros(8 * of, DType::F64, device)?);
+        let latency = clock.median(4 * repeats, |_| group.wait(group.gather(&number, &numbers)?))?;
+        let update = |rank: Rank, group: &dyn Group| update(config, rank, group, device, &clock, repeats);
+        let alone = update(Rank::ALONE, &Alone)?;
+        let together = update(ranks.rank(), group)?;
+        let parameters = config.model.parameters();
+        Ok(Links { ranks: of, links, latency, update: Update { parameters, alone, together } })
+    };
+    measured().map_err(during("cannot measure the links"))
+}
+
+/// Milliseconds of an update.
+fn update(
+    config: &Config,
+    rank: Rank,
+    group: &dyn Group,
+    device: &Device,
+    clock: &Clock,
+    repeats: usize,
+) -> candle_core::Result<f64> {
+    let model = LlamaConfig { context: 64, ..config.model.clone() };
+    let parameters = Parameters::init(&model, 0, rank, device, config.device.dtype())?;
+    // A step, so that there are gradients.
+    parameters.clear_gradients()?;
+    let ids = Tensor::zeros((1, model.context), DType::U32, device)?;
+    Llama::new(&model, &parameters, device)?.train(&ids, &ids)?;
+    let adamw = config.adamw.step(1, 0.0, 1);
+    let all = Tensor::zeros(rank.of, DType::F64, device)?;
+    clock.median(repeats, |_| {
+        let squares = parameters.reduce(group)?.unsqueeze(0)?;
+        let sum = match rank.of {
+            1 => squares.get(0)?,
+            _ => {
+                group.wait(group.gather(&squares, &all)?)?;
+                (1..rank.of).try_fold(all.get(0)?, |sum, n| sum + all.get(n)?)?
+            }
+        };
+        parameters.update(adamw, &sum, group)
+    })
+}
+
+/// What was measured, as a table.
+pub fn table(measured: &Links) -> String {
+    let mut out = format!(
+        "{} ranks; a rank and direction\n{:>10} {:>22} {:>26}\n",
+        measured.ranks, "MB", "exchange, f32", "gather, half of them"
+    );
+    let others = (measured.ranks - 1) as f64 / measured.ranks as f64;
+    for link in &measured.links {
+        let speed = |bytes: f64, ms: f64| bytes * others / ms / 1e6;
+        let bytes = link.bytes as f64;
+        let _ = writeln!(
+            out,
+            "{:>10.1} {:>9.3} ms {:>5.0} GB/s {:>12.3} ms {:>5.0} GB/s",
+            bytes / 1e6,
+            link.exchange,
+            speed(bytes, link.exchange),
+            link.gather,
+            speed(bytes / 2.0, link.gather),
+        );
+    }
+    let Update { parameters, alone, together } = measured.update;
+    let _ = writeln!(out, "gather of 64 bytes: {:.1} us", 1e3 * measured.latency);
+    let _ = writeln!(
+        out,
+        "update of {:.1}M parameters: {together:.2} ms, each alone {alone:.2}: {:+.2}",
+        parameters as f64 / 1e6,
+        together - alone,
+    );
+    out
+}
