@@ -28,7 +28,7 @@ use crate::report::result_table;
 use crate::settings::{Attn, Preset, Settings};
 use crate::sweep::{Limits, Spec};
 use crate::train::{Begin, Stop, checkpoint};
-use crate::{during, hf, partial, signals, tell, train};
+use crate::{during, hf, partial, ranks, signals, tell, train};
 
 use bench::Bench;
 use data::{Data, write_corpus};
@@ -251,8 +251,8 @@ impl Train {
             Err(stop @ (Stop::Diverged(_) | Stop::Interrupted(_))) => {
                 words.leave(None);
                 if !words.rank().is_first() {
-                    let code = signals::received().map_or(1, |signal| 128 + i32::from(signal));
-                    std::process::exit(code);
+                    // Rank 0 tells it.
+                    ranks::end(signals::received().map_or(1, |signal| 128 + signal));
                 }
                 Err(stop.into())
             }
@@ -272,7 +272,7 @@ impl Train {
             Some(_) => {
                 let path = self.resume.as_deref().unwrap_or(Path::new(""));
                 let Resumed { config, found } = Resumed::open(path, self.settings, rank)?;
-                (config, Begin::From(found))
+                (config, Begin::From(Box::new(found)))
             }
             None => (Config::resolve(settle(self.settings.over(file))?)?, Begin::New),
         };
@@ -286,7 +286,10 @@ impl Train {
             if let Err(error) = train::check_machine(&config) {
                 tell(&format!("warning: {error}"));
             }
-            return Ok(print(&config.to_string())?);
+            let ranks = self.gpus.filter(|ranks| *ranks > 1);
+            ranks.map_or(Ok(()), |ranks| train::check_ranks(&config, ranks))?;
+            let of_ranks = ranks.map_or(String::new(), |ranks| config.of_ranks(ranks));
+            return Ok(print(&format!("{config}{of_ranks}"))?);
         }
         if let Some(path) = &self.write_batches {
             return Ok(write_batches(&config, path)?);
@@ -368,7 +371,7 @@ fn again(typed: Settings, file: Settings, words: &Words) -> Result<(Config, Begi
         _ => {
             let settings = Settings { name: None, out: None, ..asked.settings };
             let Resumed { config, found } = Resumed::open(&run, settings, words.rank())?;
-            Ok((config, Begin::From(found)))
+            Ok((config, Begin::From(Box::new(found))))
         }
     }
 }

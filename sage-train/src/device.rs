@@ -2,9 +2,11 @@
 
 mod hardware;
 mod monitor;
+mod upload;
 
 pub use hardware::{Hardware, free_memory, gpus};
 pub use monitor::{Monitor, Reading};
+pub use upload::Upload;
 
 use std::time::Instant;
 

@@ -10,14 +10,16 @@ use sage_train::cli::Cli;
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
-    match Cli::typed().run() {
-        Ok(()) => ExitCode::SUCCESS,
+    let code = match Cli::typed().run() {
+        Ok(()) => 0,
         Err(error) => {
             tell(&error);
             // As a shell says it of a program that a signal ended.
-            sage_train::signals::received().map_or(ExitCode::FAILURE, |signal| ExitCode::from(128 + signal))
+            sage_train::signals::received().map_or(1, |signal| 128 + signal)
         }
-    }
+    };
+    sage_train::ranks::end(code);
+    ExitCode::from(code)
 }
 
 /// Prints an error. Nobody reading it changes nothing.

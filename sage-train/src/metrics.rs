@@ -51,7 +51,7 @@ pub struct Point {
     /// The validation loss under the attention of `--eval-attn`, with the same weights.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub eval_attn_loss: Option<f64>,
-    /// Of several ranks: the part of the step that is not gradients: to wait for the slowest, reduction, update.
+    /// The part of the step that is not gradients: the update, and with several ranks to wait for the slowest and to reduce.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub update_share: Option<f64>,
     /// The rank whose gradients took longest, in the step before.

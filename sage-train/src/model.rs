@@ -15,6 +15,7 @@ pub use attention::Observe;
 pub use config::{LlamaConfig, ParameterSpec, Recompute, Start};
 pub use llama::{Input, Llama};
 pub use parameters::{Parameters, Weight};
+pub use pieces::received_bytes;
 pub use sla2::{Choice, Sla2Config, Stage};
 pub use snapshot::{Parts, Snapshot};
 pub use state::{State, StateFile};

@@ -12,7 +12,9 @@ mod message;
 mod nccl;
 mod world;
 
+use std::io::Write;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
@@ -29,6 +31,18 @@ use crate::during;
 
 /// How long a rank may make no progress, where nothing else is said.
 pub const STALL: Duration = Duration::from_secs(120);
+
+/// Whether this process has met others.
+static MET: AtomicBool = AtomicBool::new(false);
+
+/// Ends a process that was one of several ranks; any other goes on to its own end. What a GPU's libraries do when a process
+/// ends may wait for ranks that are gone.
+pub fn end(code: u8) {
+    if MET.load(Ordering::Relaxed) {
+        let _ = std::io::stdout().flush();
+        signal_hook::low_level::exit(code.into());
+    }
+}
 
 /// What this process is to the ranks of a run.
 #[derive(Debug)]
@@ -152,6 +166,7 @@ impl Words {
     /// # Errors
     /// When they do not come, or are of another version.
     pub fn meet(world: &World, stall: Duration) -> Result<Self> {
+        MET.store(true, Ordering::Relaxed);
         Ok(Self { rank: world.rank, meeting: Some(Arc::new(Meeting::join(world, stall)?)) })
     }
 

@@ -64,7 +64,7 @@ pub enum Begin {
     /// Nothing, in the folder that its name says: it was ended there before its first checkpoint.
     Again,
     /// A checkpoint, in the folder of its run.
-    From(Found),
+    From(Box<Found>),
 }
 
 impl Begin {
@@ -101,7 +101,7 @@ pub fn run_as(
     if resumed.is_none() && rank.is_first() {
         try_out(config)?;
     }
-    check_ranks(config, rank)?;
+    check_ranks(config, rank.of)?;
     words.agree("settings", &said(config, resumed))?;
     let device = config.device.open(local)?;
     let ranks = Ranks::connect(words.clone(), &device)?;
@@ -220,17 +220,20 @@ fn said(config: &Config, resumed: Option<&Found>) -> String {
 }
 
 /// Checks that every rank has something to do.
-fn check_ranks(config: &Config, rank: Rank) -> Result<()> {
-    if config.accumulation >= rank.of {
+///
+/// # Errors
+/// When one has nothing.
+pub fn check_ranks(config: &Config, ranks: usize) -> Result<()> {
+    if config.accumulation >= ranks {
         return Ok(());
     }
     let tokens = config.tokens_per_step() / config.accumulation as u64;
     Err(Error::new("there are more ranks than micro-batches in a step")
-        .got(format!("{} ranks, {} micro-batches of {tokens} tokens", rank.of, config.accumulation))
+        .got(format!("{ranks} ranks, {} micro-batches of {tokens} tokens", config.accumulation))
         .allowed(format!("up to {} ranks", config.accumulation))
         .hint(format!(
             "--tokens-per-step {} gives each one; a smaller --micro-batch makes more of them",
-            Quantity(tokens * rank.of as u64)
+            Quantity(tokens * ranks as u64)
         )))
 }
 

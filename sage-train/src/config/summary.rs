@@ -3,8 +3,8 @@
 use std::fmt;
 
 use super::Config;
-use crate::model::Recompute;
-use crate::quantity::{Quantity, grouped};
+use crate::model::{Recompute, received_bytes};
+use crate::quantity::{Quantity, gib, grouped};
 
 impl fmt::Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -178,6 +178,47 @@ impl Config {
         )
         .to_lowercase()
         .replacen("adamw", "AdamW", 1)
+    }
+
+    /// What each of several ranks would do, hold and send.
+    pub fn of_ranks(&self, ranks: usize) -> String {
+        let (all, parameters) = (self.accumulation, self.model.parameters());
+        let (most, fewest) = (all.div_ceil(ranks), all / ranks);
+        let with_most = all - fewest * ranks;
+        let dealt = match with_most {
+            0 => format!("{most} each"),
+            n => format!("{most} for {n} of them, {fewest} for {}", ranks - n),
+        };
+        let idle = 100.0 * (1.0 - all as f64 / (most * ranks) as f64);
+        let memory = self.memory_of_ranks(ranks);
+        let (element, others) = (self.device.dtype().size_in_bytes() as u64, (ranks - 1) as u64);
+        let sent = |bytes: u64| gib(parameters * bytes / ranks as u64 * others);
+        format!(
+            "{:<14} {ranks}, with {dealt} of {all} micro-batches of a step: {idle:.0} % idle\n{:<14} about {} MiB, and the \
+             data: {memory}\n{:<14} gradients {:.2} GiB, weights {:.2} GiB each way and rank\n",
+            "ranks",
+            "memory of each",
+            grouped(memory.total() >> 20),
+            "sent in a step",
+            sent(4),
+            sent(element),
+        )
+    }
+
+    /// Peak memory of each of several ranks: it has its part of the weights in f32 and of the moments, and what the others send.
+    pub fn memory_of_ranks(&self, ranks: usize) -> Memory {
+        let (memory, parameters) = (self.memory(), self.model.parameters());
+        if ranks == 1 {
+            return memory;
+        }
+        let element = self.device.dtype().size_in_bytes() as u64;
+        let of = ranks as u64;
+        Memory {
+            weights: parameters * 4 / of + parameters * element,
+            optimizer: memory.optimizer / of,
+            gradients: memory.gradients + received_bytes(&self.model, ranks),
+            activations: memory.activations,
+        }
     }
 
     /// Peak memory of training, from the shapes.

@@ -48,9 +48,19 @@ impl Sequences {
         })
     }
 
+    /// What the model reads.
+    pub fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
     /// What the model should say.
     pub fn targets(&self) -> &[u32] {
         &self.targets
+    }
+
+    /// The documents, where attention stays inside of them.
+    pub fn documents(&self) -> Option<&Packing> {
+        self.documents.as_ref()
     }
 }
 

@@ -204,10 +204,9 @@ impl Parameters {
         }
         let zeros = |len| Tensor::zeros(len, DType::F32, device).map_err(during(failed()));
         let gradients = trained.map(|_| zeros(layout.len())).transpose()?;
-        let largest = layout.pieces.iter().map(|piece| piece.range.len()).max().unwrap_or(0);
-        let received = match rank.of {
-            1 => None,
-            of => Some([zeros(largest / of * (of - 1))?, zeros(largest / of * (of - 1))?]),
+        let received = match (rank.of, layout.largest_of_others(rank.of)) {
+            (1, _) => None,
+            (_, others) => Some([zeros(others)?, zeros(others)?]),
         };
         let filled = specs.iter().map(|_| Arc::default()).collect();
         Ok(Self { specs, layout, rank, held, gradients, received, filled })

@@ -3,13 +3,14 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::config::ParameterSpec;
+use super::config::{LlamaConfig, ParameterSpec};
 
 /// Parameters that follow no other start at multiples of this many elements: 16 bytes are aligned in every element type.
 pub(super) const ALIGNMENT: usize = 64;
 
-/// A piece is closed when it has so many elements, 200 MB of gradient: links between GPUs are at their best from there on.
-const ENOUGH: usize = 50_000_000;
+/// A piece is closed when it has so many elements, 680 MB of gradient: of several sizes this took two GPUs least for a model of
+/// 324M parameters (docs/several-gpus.md). Larger ones travel faster, and smaller ones leave less to wait for at the end.
+const ENOUGH: usize = 170_000_000;
 
 /// A run of neighbouring parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,10 +66,22 @@ impl Layout {
         self.pieces.last().map_or(0, |piece| piece.range.end)
     }
 
+    /// Elements of a piece that other ranks send, at most.
+    pub(super) fn largest_of_others(&self, ranks: usize) -> usize {
+        let largest = self.pieces.iter().map(|piece| piece.range.len()).max().unwrap_or(0);
+        largest / ranks * (ranks - 1)
+    }
+
     /// The piece that an element lies in.
     pub(super) fn piece_of(&self, at: usize) -> usize {
         self.pieces.partition_point(|piece| piece.range.end <= at)
     }
+}
+
+/// Bytes that a rank sets aside for what others send.
+pub fn received_bytes(model: &LlamaConfig, ranks: usize) -> u64 {
+    let layout = Layout::new(&model.parameter_specs(), ranks);
+    2 * 4 * layout.largest_of_others(ranks) as u64
 }
 
 /// What two ranges share.

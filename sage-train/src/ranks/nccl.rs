@@ -49,8 +49,6 @@ macro_rules! functions {
     ($($name:ident = $symbol:literal: fn($($arg:ty),*) -> $out:ty;)*) => {
         struct Functions {
             $($name: unsafe extern "C" fn($($arg),*) -> $out,)*
-            /// They are in there.
-            _library: Library,
         }
 
         impl Functions {
@@ -60,7 +58,9 @@ macro_rules! functions {
                 // SAFETY: the signatures are those of `nccl.h`.
                 unsafe {
                     $(let $name = *library.get::<unsafe extern "C" fn($($arg),*) -> $out>($symbol)?;)*
-                    Ok(Self { $($name,)* _library: library })
+                    // It has threads of its own, and stays to the end of the process.
+                    std::mem::forget(library);
+                    Ok(Self { $($name,)* })
                 }
             }
         }

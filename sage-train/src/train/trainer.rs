@@ -6,13 +6,16 @@ use candle_sage::{Error, Result};
 
 use crate::config::Config;
 use crate::data::{Batches, Dataset, Feed, Sequences};
-use crate::device::{Mailbox, Monitor};
+use crate::device::{Mailbox, Monitor, Upload};
 use crate::during;
 use crate::metrics::Point;
 use crate::model::{Input, Llama, LlamaConfig, Parameters, Snapshot};
 use crate::ranks::Ranks;
 use crate::train::guard::Limits;
 use crate::train::stop::Stop;
+
+/// Micro-batches on their way to the device at once.
+const AHEAD: usize = 16;
 
 /// The state that a step changes.
 pub(super) struct Trainer<'a> {
@@ -29,6 +32,7 @@ pub(super) struct Trainer<'a> {
     stop: Tensor,
     /// For the results of the steps under way, two at most: what each rank has, and 0, or NaN where the update was skipped.
     mailboxes: [Mailbox; 2],
+    upload: Upload,
     /// Seconds that the gradients took, in the last step whose results are there.
     busy: f64,
 }
@@ -137,6 +141,7 @@ impl<'a> Trainer<'a> {
             model,
             stop: Tensor::zeros((), DType::F64, device)?,
             mailboxes: [mailbox()?, mailbox()?],
+            upload: Upload::new(device, (config.micro_batch, config.model.context), AHEAD)?,
             busy: 0.0,
         })
     }
@@ -288,13 +293,13 @@ impl<'a> Trainer<'a> {
     }
 
     /// The gradients of a step, and the losses of its micro-batches.
-    fn gradients(&self, batches: &[Sequences]) -> candle_core::Result<Vec<Tensor>> {
+    fn gradients(&mut self, batches: &[Sequences]) -> candle_core::Result<Vec<Tensor>> {
         self.parameters.clear_gradients()?;
         let mut losses = Vec::with_capacity(batches.len());
         for sequences in batches {
-            let batch = sequences.to_device(self.device)?;
-            let input = Input { ids: &batch.ids, documents: batch.documents.as_ref() };
-            losses.push(self.model.train(input, &batch.targets)?);
+            let [ids, targets] = self.upload.send(sequences.ids(), sequences.targets())?;
+            let input = Input { ids: &ids, documents: sequences.documents() };
+            losses.push(self.model.train(input, &targets)?);
             self.ranks.words().tick();
         }
         Ok(losses)
@@ -336,7 +341,7 @@ impl<'a> Trainer<'a> {
             gpu_watts: gpu.map(|gpu| gpu.power),
             gpu_mhz: gpu.map(|gpu| gpu.clock),
             gpu_gib: gpu.map(|gpu| gpu.memory),
-            update_share: (report.ranks > 1).then(|| 1.0 - busy / seconds),
+            update_share: Some(1.0 - busy / seconds),
             slowest_rank: slowest.map(|(rank, _)| rank as u64),
             slowest_ratio: slowest.map(|(_, ratio)| ratio),
             mfu: self.config.peak_flops.map(|peak| flops / (peak * report.ranks as f64)),
@@ -346,13 +351,13 @@ impl<'a> Trainer<'a> {
     }
 
     /// The first parameter whose gradient was not finite, of the first rank that has one.
-    fn culprit(&self, step: u64) -> Result<String> {
+    fn culprit(&mut self, step: u64) -> Result<String> {
         // The next step may be under way, but it changed no weight: these are the gradients again, before they are summed.
         let mut batches = self.batches();
         let firsts = self.firsts(step).take(self.own().count());
         let again: Vec<Sequences> =
             firsts.map(|first| batches.shuffled(first, self.config.micro_batch)).collect::<Result<_>>()?;
-        let find = || {
+        let mut find = || {
             self.gradients(&again)?;
             self.parameters.first_non_finite()
         };

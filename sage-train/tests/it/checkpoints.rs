@@ -49,7 +49,9 @@ fn run_of(scratch: &Scratch, name: &str) -> PathBuf {
 
 /// What is computed: everything but times.
 fn numbers(points: &[Point]) -> Vec<Point> {
-    points.iter().map(|point| Point { seconds: 0.0, tokens_per_second: 0.0, ..point.clone() }).collect()
+    let bare =
+        |point: &Point| Point { seconds: 0.0, tokens_per_second: 0.0, update_share: None, ..point.clone() };
+    points.iter().map(bare).collect()
 }
 
 fn state(run: &Path, step: u64) -> Vec<u8> {
@@ -394,7 +396,7 @@ fn cuda_runs_go_on_to_the_bit() {
     let whole = train::run(&config("whole", 40), &Begin::New).expect("a run");
     train::run(&config("parts", 23), &Begin::New).expect("a run");
     let found = Found::at(&scratch.path().join("parts"), Rank::ALONE).expect("a checkpoint");
-    let parts = train::run(&config("parts", 40), &Begin::From(found)).expect("the rest");
+    let parts = train::run(&config("parts", 40), &Begin::From(Box::new(found))).expect("the rest");
     let plain = |points: &[Point]| -> Vec<Point> {
         let bare = |point: &Point| Point {
             gpu_watts: None,
