@@ -411,6 +411,9 @@ impl Run<'_> {
                 let words = self.ranks.words();
                 words.aside("a probe", || self.probe(step + 1));
             }
+            if saves {
+                self.trainer.check_weights(step + 1)?;
+            }
             let saved = if saves { self.checkpoint(step + 1) } else { Ok(()) };
             if saves {
                 saved_at = Instant::now();

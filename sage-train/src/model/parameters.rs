@@ -377,6 +377,21 @@ impl Parameters {
         last.map_or(Ok(()), |last| group.wait(last))
     }
 
+    /// Numbers that are the same, to the bit, on ranks whose model reads the same weights: two sums of each piece, of which one
+    /// knows signs.
+    ///
+    /// # Errors
+    /// When there is no memory for a piece in f32.
+    pub fn checksums(&self) -> Result<Vec<f64>> {
+        let mut sums = Vec::with_capacity(2 * self.held.len());
+        for Held { values, .. } in &self.held {
+            let values = values.to_dtype(DType::F32)?;
+            sums.push(ops::sum_of_squares(&values)?.to_scalar()?);
+            sums.push(ops::sum_of_squares(&values.affine(1.0, 1.0)?)?.to_scalar()?);
+        }
+        Ok(sums)
+    }
+
     /// Elements of all parameters, with what lies between them.
     pub fn elements(&self) -> usize {
         self.layout.len()

@@ -169,6 +169,22 @@ impl<'a> Trainer<'a> {
         self.parameters.state()
     }
 
+    /// Checks that all ranks have the same weights.
+    ///
+    /// # Errors
+    /// When one has others, by its number.
+    pub(super) fn check_weights(&self, step: u64) -> Result<()> {
+        if self.ranks.rank().of == 1 {
+            return Ok(());
+        }
+        let own = self.parameters.checksums().map_err(during("cannot compare the weights of the ranks"))?;
+        let Some(rank) = other_than_first(&self.ranks.gather(&own, self.device)?) else { return Ok(()) };
+        Err(Error::new(format!("rank {rank} has other weights than rank 0 after step {step}"))
+            .got("sums that are not the same to the bit")
+            .allowed("the same weights on every rank")
+            .hint("its memory or its links may be broken: go on without that machine from the checkpoint before"))
+    }
+
     /// The micro-batches of a step that are this rank's.
     fn own(&self) -> impl Iterator<Item = u64> + Send + use<> {
         let rank = self.ranks.rank();
@@ -372,6 +388,12 @@ impl<'a> Trainer<'a> {
     }
 }
 
+/// The first whose numbers are not those of the first one, to the bit.
+fn other_than_first(all: &[Vec<f64>]) -> Option<usize> {
+    let bits = |numbers: &[f64]| numbers.iter().map(|number| number.to_bits()).collect::<Vec<_>>();
+    all.iter().position(|numbers| bits(numbers) != bits(&all[0]))
+}
+
 /// An error of the device.
 fn failed(error: candle_core::Error, at: &str) -> Error {
     let memory = error.to_string().contains("OUT_OF_MEMORY");
@@ -394,4 +416,32 @@ fn stopped(what: String, step: u64) -> Stop {
         .allowed("finite losses and gradients")
         .hint(STOP_HINT);
     Stop::Diverged(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reports_are_read_as_they_are_written() {
+        // Five micro-batches of two ranks: the second has a zero in the place of a third.
+        let report = Report { micro_batches: 5, ranks: 2 };
+        let reports = [1.0, 3.0, 5.0, 10.0, 0.0, 0.0, 0.5, 2.0, 4.0, 0.0, 20.0, 15.0, 1.0, 0.75];
+        assert_eq!(reports.len(), 2 * report.len());
+        let losses: Vec<f64> = report.places_of_losses().map(|place| reports[place]).collect();
+        assert_eq!(losses, [1.0, 2.0, 3.0, 4.0, 5.0]);
+        assert_eq!(report.places_of_squares().map(|place| reports[place]).sum::<f64>(), 30.0);
+        assert_eq!(report.asked(&reports), Asked { signal: Some(15), save: true });
+        assert_eq!(report.slowest(&reports), Some((1, 1.5)));
+    }
+
+    #[test]
+    fn other_weights_are_seen() {
+        let same = vec![vec![1.0, f64::NAN]; 3];
+        assert_eq!(other_than_first(&same), None);
+        assert_eq!(
+            other_than_first(&[same[0].clone(), same[0].clone(), vec![1.0 + 1e-15, f64::NAN]]),
+            Some(2)
+        );
+    }
 }

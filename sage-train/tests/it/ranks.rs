@@ -184,6 +184,22 @@ fn a_rank_that_dies_ends_all() {
     }
 }
 
+/// Started again by itself, it goes on.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_rank_that_dies_may_begin_again() {
+    let scratch = Scratch::new();
+    let own = ["--gpus", "2", "--name", "again", "--resume", "auto", "--restarts", "1", "--steps", "60"];
+    let launcher =
+        spawn(&scratch, &flags(&[&own[..], &["--eval-every", "60", "--checkpoint-every", "5"]].concat()));
+    wait_until(|| steps_of(&scratch, "again") > 12);
+    kill_process(ranks_of(&launcher)[1], Signal::KILL).expect("it lives");
+    let (code, said) = ended(launcher);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("begins again") && said.contains("resumed after step"), "{said}");
+    assert_eq!(steps_of(&scratch, "again"), 60);
+}
+
 /// It lives, and does nothing.
 #[test]
 #[cfg(target_os = "linux")]
