@@ -421,7 +421,8 @@ impl Run<'_> {
             match (saved, signal) {
                 (saved, Some(signal)) if !last => {
                     signals::hear_of(signal);
-                    saved.and_then(|()| self.checkpoints.wait())?;
+                    let words = self.ranks.words();
+                    saved.and_then(|()| words.aside("the last checkpoint", || self.checkpoints.wait()))?;
                     return Err(Stop::Interrupted(self.interrupted(signal, step + 1)));
                 }
                 (Err(error), _) if last => self.unsaved = Some(error),
@@ -436,7 +437,8 @@ impl Run<'_> {
 
     /// Starts to write a checkpoint. That the one before was not written is no reason to stop.
     fn checkpoint(&mut self, step: u64) -> Result<()> {
-        if let Err(error) = self.checkpoints.wait() {
+        // However slow the disk is, the other ranks wait for it.
+        if let Err(error) = self.ranks.words().aside("a checkpoint", || self.checkpoints.wait()) {
             self.progress.say(&format!("warning: {error}"));
         }
         self.folder.sync()?;
@@ -530,7 +532,8 @@ impl Run<'_> {
         if self.ranks.rank().is_first() {
             self.ranks.words().aside("the sample", || self.show())?;
         }
-        let saved = self.checkpoints.wait();
+        let words = self.ranks.words();
+        let saved = words.aside("the last checkpoint", || self.checkpoints.wait());
         self.unsaved.take().map_or(saved, Err)?;
         let mut last = self.points.last().expect("at least one step").clone();
         if last.val_loss.is_none() {
@@ -588,8 +591,8 @@ impl Run<'_> {
         if !self.ranks.rank().is_first() {
             return Ok(());
         }
-        partial::file(&self.folder.path().join("model.safetensors"), |partial| {
-            weights.save(partial).map(drop).map_err(writing(partial))
-        })
+        let save = |partial: &Path| weights.save(partial).map(drop).map_err(writing(partial));
+        let path = self.folder.path().join("model.safetensors");
+        self.ranks.words().aside("the weights", || partial::file(&path, save))
     }
 }

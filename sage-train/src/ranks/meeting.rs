@@ -2,7 +2,7 @@
 //! and notice when one of them is gone.
 
 use std::collections::BTreeMap;
-use std::net::{TcpListener, TcpStream};
+use std::net::{IpAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -138,9 +138,9 @@ impl Meeting {
     ///
     /// # Errors
     /// When the connection is gone.
-    pub(super) fn address(&self) -> Result<String> {
+    pub(super) fn address(&self) -> Result<IpAddr> {
         let address = lock(&self.shared.peers[0].stream).local_addr();
-        Ok(address.map_err(during("the connection to another rank is gone"))?.ip().to_string())
+        Ok(address.map_err(during("the connection to another rank is gone"))?.ip())
     }
 
     /// Every rank says something about a topic, and hears what all said, in their order. All must come to a topic equally
@@ -332,7 +332,10 @@ fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
             .allowed("a port that nobody has")
             .hint("MASTER_PORT names another")
     };
-    let listener = TcpListener::bind(("0.0.0.0", world.port)).map_err(failed)?;
+    // Ranks of one machine are nobody else's concern.
+    let own = ["127.0.0.1", "localhost"].contains(&world.host.as_str());
+    let listener =
+        TcpListener::bind((if own { "127.0.0.1" } else { "0.0.0.0" }, world.port)).map_err(failed)?;
     listener.set_nonblocking(true).map_err(failed)?;
     let began = Instant::now();
     let mut peers: BTreeMap<usize, Peer> = BTreeMap::new();

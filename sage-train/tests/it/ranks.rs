@@ -95,7 +95,7 @@ fn the_same_ranks_give_the_same_bits() {
     (1..=3).for_each(|rank| assert!(state("whole-constant", rank) == state("parts", rank)));
 }
 
-/// A checkpoint belongs to no number of ranks.
+/// A checkpoint belongs to no number of ranks, and to no micro-batch.
 #[test]
 fn other_ranks_go_on() {
     let scratch = Scratch::new();
@@ -104,8 +104,11 @@ fn other_ranks_go_on() {
     let with = |steps| [&["--steps", steps], &constant[..]].concat();
     let whole = train(&scratch, "1", "whole", &with("30"));
     train(&scratch, "4", "parts", &with("6"));
-    for (ranks, steps) in [("3", "12"), ("1", "18"), ("2", "24"), ("4", "30")] {
-        scratch.ok(&["--resume", "runs/parts", "--steps", steps, "--gpus", ranks]);
+    for (ranks, steps, micro_batch) in
+        [("3", "12", "4"), ("1", "18", "4"), ("2", "24", "8"), ("4", "30", "2")]
+    {
+        let more = ["--gpus", ranks, "--micro-batch", micro_batch];
+        scratch.ok(&[&["--resume", "runs/parts", "--steps", steps], &more[..]].concat());
     }
     let parts = scratch.metrics("parts");
     let loss = whole.iter().zip(&parts).map(|(a, b)| (a.loss - b.loss).abs()).fold(0.0, f64::max);
