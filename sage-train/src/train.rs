@@ -337,7 +337,7 @@ struct Run<'a> {
     points: Vec<Point>,
     /// The step that it begins with, from 0.
     first: u64,
-    /// Why the last step's checkpoint could not be begun, or the last validation's weights not be written.
+    /// Why the last validation's weights could not be written.
     unsaved: Option<Error>,
     started: Instant,
     /// What it took up to there.
@@ -413,22 +413,13 @@ impl Run<'_> {
             }
             if saves {
                 self.trainer.check_weights(step + 1)?;
-            }
-            let saved = if saves { self.checkpoint(step + 1) } else { Ok(()) };
-            if saves {
+                self.checkpoint(step + 1);
                 saved_at = Instant::now();
             }
-            match (saved, signal) {
-                (saved, Some(signal)) if !last => {
-                    signals::hear_of(signal);
-                    let words = self.ranks.words();
-                    saved.and_then(|()| words.aside("the last checkpoint", || self.checkpoints.wait()))?;
-                    return Err(Stop::Interrupted(self.interrupted(signal, step + 1)));
-                }
-                (Err(error), _) if last => self.unsaved = Some(error),
-                // One that fails does not end a run that may yet write the next.
-                (Err(error), _) => self.progress.say(&format!("warning: {error}")),
-                _ => {}
+            if let Some(signal) = signal.filter(|_| !last) {
+                signals::hear_of(signal);
+                self.ranks.words().aside("the last checkpoint", || self.checkpoints.wait())?;
+                return Err(Stop::Interrupted(self.interrupted(signal, step + 1)));
             }
             aside += collected.elapsed();
         }
@@ -436,15 +427,15 @@ impl Run<'_> {
     }
 
     /// Starts to write a checkpoint. That the one before was not written is no reason to stop.
-    fn checkpoint(&mut self, step: u64) -> Result<()> {
+    fn checkpoint(&mut self, step: u64) {
         // However slow the disk is, the other ranks wait for it.
         if let Err(error) = self.ranks.words().aside("a checkpoint", || self.checkpoints.wait()) {
             self.progress.say(&format!("warning: {error}"));
         }
-        self.folder.sync()?;
-        let trainer = &self.trainer;
-        let snapshot = || trainer.state().map_err(during("cannot copy the weights"));
-        self.checkpoints.save(step, snapshot)
+        // A rank that cannot says so with the others: a checkpoint is of all or of none.
+        let copy = || self.trainer.state().map_err(during("cannot copy the weights"));
+        let state = self.folder.sync().and_then(|()| copy());
+        self.checkpoints.save(step, state);
     }
 
     fn interrupted(&self, signal: u8, step: u64) -> Error {

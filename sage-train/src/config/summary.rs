@@ -99,6 +99,20 @@ impl fmt::Display for Memory {
 /// Dense 16-bit FLOP/s of an H100 SXM, and what part of it a good step reaches.
 const H100: (f64, f64) = (989e12, 0.4);
 
+/// Bytes a second of NVLink between H100 or H200, each way, and of their memory, as updates reach them.
+const LINK: f64 = 300e9;
+const MEMORY: f64 = 3e12;
+
+/// An update over the links of a machine: gradients are exchanged, and three quarters of what it takes to add them up are hidden by
+/// that; weights are gathered beside AdamW (34 bytes a parameter), of which the longer counts, and a quarter of the shorter.
+fn update_seconds(parameters: u64, ranks: usize) -> f64 {
+    let (bytes, ranks) = (4.0 * parameters as f64, ranks as f64);
+    let others = (ranks - 1.0) / ranks;
+    let (exchange, sums) = (others * bytes / LINK, (bytes + bytes / ranks) / MEMORY);
+    let (gather, adamw) = (others * bytes / 2.0 / LINK, 34.0 / 4.0 * bytes / ranks / MEMORY);
+    exchange + sums / 4.0 + gather.max(adamw) + gather.min(adamw) / 4.0
+}
+
 impl Config {
     fn compute(&self) -> String {
         let a_token = self.model.flops_per_token();
@@ -192,16 +206,24 @@ impl Config {
         let idle = 100.0 * (1.0 - all as f64 / (most * ranks) as f64);
         let memory = self.memory_of_ranks(ranks);
         let (element, others) = (self.device.dtype().size_in_bytes() as u64, (ranks - 1) as u64);
+        let update = 1e3 * update_seconds(parameters, ranks);
+        let tokens = (self.micro_batch * self.model.context * most) as u64;
+        let gradients = 1e3 * (tokens * self.model.flops_per_token()) as f64 / (H100.0 * H100.1);
         let sent = |bytes: u64| gib(parameters * bytes / ranks as u64 * others);
         format!(
             "{:<14} {ranks}, with {dealt} of {all} micro-batches of a step: {idle:.0} % idle\n{:<14} about {} MiB, and the \
-             data: {memory}\n{:<14} gradients {:.2} GiB, weights {:.2} GiB each way and rank\n",
+             data: {memory}\n{:<14} gradients {:.2} GiB, weights {:.2} GiB each way and rank\n{:<14} about {update:.1} ms over \
+             links of {:.0} GB/s, {:.1} % of a step with gradients at {:.0} % of an H100's peak\n",
             "ranks",
             "memory of each",
             grouped(memory.total() >> 20),
             "sent in a step",
             sent(4),
             sent(element),
+            "update",
+            LINK / 1e9,
+            100.0 * update / (update + gradients),
+            100.0 * H100.1,
         )
     }
 
@@ -231,5 +253,17 @@ impl Config {
             gradients: 4 * parameters,
             activations: self.model.activation_bytes(self.micro_batch, element),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// docs/several-gpus.md: 4.48 ms on two H200.
+    #[test]
+    fn the_update_of_two_gpus_is_reckoned_as_it_was_measured() {
+        let reckoned = 1e3 * update_seconds(324_200_000, 2);
+        assert!((reckoned / 4.48 - 1.0).abs() < 0.03, "{reckoned}");
     }
 }

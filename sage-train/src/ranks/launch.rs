@@ -36,8 +36,11 @@ pub(super) fn launch(launch: Launch) -> Result<i32> {
     let mut left = launch.restarts;
     loop {
         let code = round(launch.ranks)?;
-        if code != LOST || left == 0 || signals::received().is_some() {
-            return Ok(code);
+        match signals::received() {
+            // It ended them before they could save.
+            Some(signal) if code == LOST => return Ok(128 + i32::from(signal)),
+            _ if code != LOST || left == 0 => return Ok(code),
+            _ => {}
         }
         left -= 1;
         tell(&format!("a rank was lost: begins again, and {left} times more after that"));

@@ -133,15 +133,13 @@ impl Checkpoints {
     }
 
     /// Starts to write a checkpoint. The one before must have been waited for.
-    pub(super) fn save(&mut self, step: u64, snapshot: impl FnOnce() -> Result<Snapshot>) -> Result<()> {
-        let snapshot = snapshot()?;
+    pub(super) fn save(&mut self, step: u64, snapshot: Result<Snapshot>) {
         let (folder, belongs, config) = (self.folder.clone(), self.belongs.clone(), self.config);
         let words = self.words.clone();
         self.writing = Some(std::thread::spawn(move || {
-            write(&folder, step, belongs, &snapshot, &words)?;
+            write(&folder, step, belongs, snapshot, &words)?;
             if words.rank().is_first() { prune(&folder, config) } else { Ok(()) }
         }));
-        Ok(())
     }
 
     /// Waits until what was started is on the disk.
@@ -163,9 +161,15 @@ fn name(step: u64) -> String {
 }
 
 /// Writes this rank's file. Rank 0, which hears how all fared, makes the checkpoint of them.
-fn write(folder: &Path, step: u64, belongs: Belongs, snapshot: &Snapshot, words: &Words) -> Result<()> {
+fn write(
+    folder: &Path,
+    step: u64,
+    belongs: Belongs,
+    snapshot: Result<Snapshot>,
+    words: &Words,
+) -> Result<()> {
     let partial = folder.join(name(step) + PARTIAL);
-    let own = write_state(&partial, snapshot, words.rank());
+    let own = snapshot.and_then(|snapshot| write_state(&partial, &snapshot, words.rank()));
     let said = match &own {
         Ok(file) => Ok(file.clone()),
         Err(error) => Err(error.to_string()),

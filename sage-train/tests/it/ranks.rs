@@ -290,6 +290,18 @@ fn kills_at_random_cost_steps_and_nothing_else() {
     assert!(loss < 1e-3, "losses are off by {loss:e}");
 }
 
+#[test]
+fn a_plan_says_what_ranks_would_do() {
+    let plan =
+        Scratch::new().ok(&["--dry-run", "--preset", "325m", "--tokens-per-step", "2m", "--gpus", "6"]);
+    assert!(
+        plan.contains("6, with 11 for 4 of them, 10 for 2 of 64 micro-batches of a step: 3 % idle"),
+        "{plan}"
+    );
+    let lines = ["memory of each about ", "sent in a step gradients 1.01 GiB", "update         about "];
+    assert!(lines.iter().all(|line| plan.contains(line)), "{plan}");
+}
+
 fn free_port() -> String {
     let port = TcpListener::bind(("127.0.0.1", 0)).and_then(|free| free.local_addr()).expect("a port").port();
     port.to_string()
