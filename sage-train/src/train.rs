@@ -132,7 +132,7 @@ pub fn run_as(
     let parameters = parameters(config, resumed, &device, rank)?;
     let (folder, points) = open_folder(config, begin, words)?;
     signals::watch(Second::Ends)?;
-    progress.log_to(folder.log()?);
+    progress.log_to(folder.log(rank)?);
     progress.say(&format!("run: {}", folder.path().display()));
     if let Some(found) = resumed {
         tell_of_course(found, config, &progress);

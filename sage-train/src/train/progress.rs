@@ -1,8 +1,10 @@
 //! What a person sees: a bar on a terminal, a line now and then in a pipe; in the log everything that is said, and steps now
 //! and then: the metrics have them all.
 
+use std::cell::OnceCell;
 use std::fs::File;
 use std::io::Write;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use indicatif::ProgressBar;
@@ -21,7 +23,7 @@ const FIRST_STEPS: u64 = 10;
 pub(super) struct Progress {
     bar: ProgressBar,
     steps: u64,
-    log: Option<File>,
+    log: Option<(PathBuf, OnceCell<Option<File>>)>,
     /// One rank speaks for all; of the others it is warnings that are heard.
     speaks: bool,
     /// The step that the clock started at.
@@ -53,9 +55,9 @@ impl Progress {
         }
     }
 
-    /// Also writes everything to a file from now on.
-    pub(super) fn log_to(&mut self, file: Option<File>) {
-        self.log = file;
+    /// Also writes everything to a file from now on, which is there from the first line on.
+    pub(super) fn log_to(&mut self, path: PathBuf) {
+        self.log = Some((path, OnceCell::new()));
     }
 
     /// Says something above the bar.
@@ -92,7 +94,8 @@ impl Progress {
         let (step, steps, lr) = (point.step, self.steps, point.lr);
         let line = format!("step {step}/{steps}: {} lr {lr:.2e}{gpu}", text(point.val_loss));
         let (early, ends) = (step - self.first <= FIRST_STEPS, step == steps);
-        if early || ends || point.val_loss.is_some() || self.last_log.elapsed() > QUIET_LOG {
+        let now = early || ends || point.val_loss.is_some() || self.last_log.elapsed() > QUIET_LOG;
+        if self.speaks && now {
             self.last_log = Instant::now();
             self.note(&line);
         }
@@ -116,7 +119,9 @@ impl Progress {
     /// Writes to the log only, with the time in UTC. A log that cannot be written does not stop a run: the metrics,
     /// which matter, do.
     pub(super) fn note(&self, text: &str) {
-        if let Some(mut file) = self.log.as_ref() {
+        let Some((path, file)) = &self.log else { return };
+        let open = || File::options().create(true).append(true).open(path).ok();
+        if let Some(mut file) = file.get_or_init(open).as_ref() {
             let time = chrono::Utc::now().format("%Y-%m-%d %H:%M:%SZ");
             // In one piece, so that lines of processes that write at once stay whole.
             let lines: String = text.lines().map(|line| format!("{time} {line}\n")).collect();

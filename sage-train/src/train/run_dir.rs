@@ -12,6 +12,7 @@ use crate::config::Config;
 use crate::lock::Lock;
 use crate::metrics::Point;
 use crate::probe::Probed;
+use crate::ranks::Rank;
 use crate::report::EventFile;
 use crate::runs::{METRICS, PROBES, json_lines};
 use crate::{during, partial, tell, writing};
@@ -111,11 +112,14 @@ impl RunDir {
         &self.path
     }
 
-    /// The log, of the process that writes.
-    pub(super) fn log(&self) -> Result<Option<File>> {
+    /// The log of a rank: of the one that writes, or of another, which is made when that has something to say.
+    pub(super) fn log(&self, rank: Rank) -> Result<PathBuf> {
+        if !rank.is_first() {
+            return Ok(self.path.join(format!("log.rank-{}.txt", rank.index)));
+        }
         let path = self.path.join("log.txt");
-        let open = || File::options().create(true).append(true).open(&path).map_err(writing(&path));
-        self.writer.is_some().then(open).transpose()
+        File::options().create(true).append(true).open(&path).map_err(writing(&path))?;
+        Ok(path)
     }
 
     /// Writes a file whole or not at all.

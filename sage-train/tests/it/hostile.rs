@@ -15,7 +15,7 @@ use sage_train::evaluate::read_examples;
 use sage_train::hf;
 use sage_train::model::{Parameters, Parts, State};
 use sage_train::ranks::Rank;
-use sage_train::train::checkpoint::Found;
+use sage_train::train::checkpoint::{self, Found};
 
 use crate::support::{Scratch, json_lines, small};
 
@@ -210,6 +210,17 @@ fn checkpoints() {
         state.and_then(|state| Parameters::restore(&config.model, &state, device, dtype, None)).is_ok()
     };
     try_all("tensors of a state", &step.join("state.safetensors"), LIMIT, &restore);
+    // Of two ranks, with what each has in part.
+    scratch.ok(&small(&["--steps", "2", "--name", "two", "--gpus", "2", "--device", "cpu"]));
+    let step = scratch.path().join("runs/two/checkpoints/step-00000002");
+    let use_it = |_: &Path| {
+        let (device, dtype) = (&candle_core::Device::Cpu, candle_core::DType::F32);
+        let state = checkpoint::state(&step);
+        state.and_then(|state| Parameters::restore(&config.model, &state, device, dtype, None)).is_ok()
+    };
+    for file in ["checkpoint.json", "state-00002-of-00002.safetensors"] {
+        try_all(file, &step.join(file), LIMIT, &use_it);
+    }
     let resolve = |path: &Path| Config::read_settings(path).and_then(Config::resolve).is_ok();
     try_all("config.toml", &run.join("config.toml"), LIMIT, &resolve);
     try_all("tokenizer.json", &run.join("tokenizer.json"), LIMIT, &|path| Tokenizer::load(path).is_ok());

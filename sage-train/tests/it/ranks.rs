@@ -402,6 +402,9 @@ fn a_checkpoint_that_one_rank_cannot_write_is_none() {
     let (code, said) = ended(launcher);
     assert_eq!(code, Some(0), "{said}");
     assert!(said.contains("cannot write the checkpoint of step") && said.contains("rank 1: "), "{said}");
+    let log = std::fs::read_to_string(run_of(&scratch, "r").join("log.rank-1.txt"))
+        .expect("it has something to say");
+    assert!(log.contains("cannot write") && !log.contains("loss"), "{log}");
     assert!(run_of(&scratch, "r").join("checkpoints/step-00000040/COMPLETE").exists());
     assert_eq!(steps_of(&scratch, "r"), 40);
 }
