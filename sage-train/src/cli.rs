@@ -22,9 +22,11 @@ use toml::Table;
 use crate::checks::in_range;
 use crate::config::{Config, of_attention};
 use crate::data::{Batches, Dataset, known_tokenizer};
+use crate::lock::Lock;
 use crate::quantity::Quantity;
 use crate::ranks::{Rank, Role, Words};
 use crate::report::result_table;
+use crate::runs::{Run, Status};
 use crate::settings::{Attn, Preset, Settings};
 use crate::sweep::{Limits, Spec};
 use crate::train::{Begin, Stop, checkpoint};
@@ -362,7 +364,8 @@ fn again(typed: Settings, file: Settings, words: &Words) -> Result<(Config, Begi
     // Rank 0 looks for all, before anybody makes or removes something.
     let found = || match checkpoint::newest(&run) {
         Some(step) => format!("step {step}"),
-        None if run.is_dir() => "again".into(),
+        // Begun by this program, and ended before anything was saved.
+        None if Lock::marks(&run) && !finished(&run) => "again".into(),
         None => "new".into(),
     };
     match words.from_first("what there is of the run", &found())?.as_str() {
@@ -374,6 +377,11 @@ fn again(typed: Settings, file: Settings, words: &Words) -> Result<(Config, Begi
             Ok((config, Begin::From(Box::new(found))))
         }
     }
+}
+
+/// Whether a run's folder says that all steps were done.
+fn finished(run: &Path) -> bool {
+    Run::read(run).is_ok_and(|run| run.ending.is_some_and(|ending| ending.status == Status::Finished))
 }
 
 /// Checks that what was typed has a part in the run.

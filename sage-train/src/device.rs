@@ -24,7 +24,7 @@ use crate::ranks::Rank;
 pub enum Place {
     /// The CPU, in f32
     Cpu,
-    /// The first NVIDIA GPU, in bf16 with f32 sums and weights
+    /// An NVIDIA GPU, in bf16 with f32 sums and weights
     Cuda,
 }
 
@@ -80,9 +80,9 @@ impl Place {
                 let failed = || format!("cannot use GPU {}", local.index);
                 let number = match gpus().len() {
                     1 => 0,
-                    there @ 2.. if local.of > there => {
+                    there @ 2.. if local.index >= there => {
                         return Err(Error::new("this machine has fewer GPUs than ranks")
-                            .got(format!("{there} GPUs, {} ranks", local.of))
+                            .got(format!("{there} GPUs, and local rank {}", local.index))
                             .allowed(format!("up to {there} ranks, one for each"))
                             .hint(format!("--gpus {there}; CUDA_VISIBLE_DEVICES says which may be used")));
                     }

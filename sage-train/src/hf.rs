@@ -319,7 +319,7 @@ fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
     let weights = to.join(WEIGHTS);
     parameters
         .weights(&Alone)
-        .and_then(|snapshot| snapshot.save_as(&weights, dtype).map(drop))
+        .and_then(|snapshot| snapshot.map_or(Ok(()), |snapshot| snapshot.save_as(&weights, dtype).map(drop)))
         .map_err(writing(&weights))
 }
 

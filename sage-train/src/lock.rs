@@ -56,6 +56,12 @@ impl Lock {
         file.is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
     }
 
+    /// Whether a process of this program ever worked in a folder, or made it and no more.
+    pub fn marks(folder: &Path) -> bool {
+        let empty = || std::fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_none());
+        folder.join(LOCK).exists() || empty()
+    }
+
     /// Takes the folder of a run.
     ///
     /// # Errors

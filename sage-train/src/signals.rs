@@ -68,7 +68,7 @@ fn listen(seen: Arc<Seen>, second: Second) -> std::io::Result<()> {
                 }
                 tell(&format!("stopping: {} first; once more ends it at once", doing_now()));
             } else if second == Second::Ends {
-                std::process::exit(128 + signal);
+                signal_hook::low_level::exit(128 + signal);
             }
         }
     };

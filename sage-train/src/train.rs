@@ -20,7 +20,7 @@ use crate::evaluate::{Evaluation, Extent, evaluate};
 use crate::hf;
 use crate::lock::Lock;
 use crate::metrics::{Outcome, Point};
-use crate::model::{Llama, Parameters};
+use crate::model::{Llama, Parameters, Snapshot};
 use crate::probe::probe_weights;
 use crate::quantity::{Quantity, gib};
 use crate::ranks::{Rank, Ranks, Words};
@@ -186,7 +186,7 @@ pub fn run_as(
         Err(stop) => {
             run.progress.note(&format!("error: {stop}"));
             // A checkpoint may be under way.
-            if let Err(unsaved) = run.checkpoints.wait() {
+            if let Err(unsaved) = words.aside("the last checkpoint", || run.checkpoints.wait()) {
                 run.progress.say(&format!("warning: {unsaved}"));
             }
             // The reason of the stop is what the caller needs to hear, not a plot that failed as well.
@@ -216,7 +216,13 @@ fn said(config: &Config, resumed: Option<&Found>) -> String {
     let own = |key: &str| matches!(key, "data" | "tokenizer" | "init-from");
     let settings = config.identity().into_iter().filter(|(key, _)| !own(key));
     let settings = settings.map(|(key, value)| format!("{key} = {value}"));
-    settings.chain([format!("device = {}", config.device), step]).collect::<Vec<_>>().join("\n")
+    // What decides when all validate and save.
+    let (checkpoints, eval) = (config.checkpoints.every, config.eval_every);
+    let rest = format!(
+        "device = {}\neval-every = {eval}\nprobe-every = {}\ncheckpoint-every = {checkpoints}",
+        config.device, config.probe_every
+    );
+    settings.chain([rest, step]).collect::<Vec<_>>().join("\n")
 }
 
 /// Checks that every rank has something to do.
@@ -367,6 +373,8 @@ impl Run<'_> {
         // A GPU gets its next step before the results of the last one are looked at.
         let ahead = self.trainer.runs_ahead();
         let alone = self.ranks.rank().of == 1;
+        // Where each began with files of its own, these must have been the same.
+        self.trainer.check_weights(self.first)?;
         let (mut aside, mut under_way) = (Duration::ZERO, None);
         let started = Instant::now();
         let mut saved_at = started;
@@ -434,7 +442,8 @@ impl Run<'_> {
         }
         // A rank that cannot says so with the others: a checkpoint is of all or of none.
         let copy = || self.trainer.state().map_err(during("cannot copy the weights"));
-        let state = self.folder.sync().and_then(|()| copy());
+        let synced = self.ranks.words().aside("a checkpoint", || self.folder.sync());
+        let state = synced.and_then(|()| copy());
         self.checkpoints.save(step, state);
     }
 
@@ -469,7 +478,8 @@ impl Run<'_> {
         }
         (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
         // Room for them may come back before the end; then they must be there.
-        self.unsaved = self.save_weights().err();
+        let weights = self.weights()?;
+        self.unsaved = self.save_weights(weights).err();
         if let Some(error) = &self.unsaved {
             self.progress.say(&format!("warning: {error}"));
         }
@@ -536,7 +546,8 @@ impl Run<'_> {
             self.folder.rewrite_metrics(&self.points)?;
         } else if self.first == config.steps {
             // The weights that are there may be those of another end.
-            self.save_weights()?;
+            let weights = self.weights()?;
+            self.save_weights(weights)?;
         }
         let steps = config.steps - self.first;
         let tokens_per_second = match steps {
@@ -575,13 +586,15 @@ impl Run<'_> {
         self.folder.write("loss.svg", &plot)
     }
 
+    /// All weights as they are now, where they are to be written: every rank must come here.
+    fn weights(&self) -> Result<Option<Snapshot>> {
+        self.trainer.weights().map_err(during("cannot copy the weights"))
+    }
+
     /// Weights with a finite validation loss, in the place of the last ones: whenever the run is cut off, the folder has
     /// whole weights.
-    fn save_weights(&self) -> Result<()> {
-        let weights = self.trainer.weights().map_err(during("cannot copy the weights"))?;
-        if !self.ranks.rank().is_first() {
-            return Ok(());
-        }
+    fn save_weights(&self, weights: Option<Snapshot>) -> Result<()> {
+        let Some(weights) = weights else { return Ok(()) };
         let save = |partial: &Path| weights.save(partial).map(drop).map_err(writing(partial));
         let path = self.folder.path().join("model.safetensors");
         self.ranks.words().aside("the weights", || partial::file(&path, save))

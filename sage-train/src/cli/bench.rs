@@ -9,7 +9,7 @@ use super::print;
 use crate::bench::{self, Row, links, sla2};
 use crate::config::Config;
 use crate::device::Place;
-use crate::ranks::{Rank, Ranks, Role, STALL};
+use crate::ranks::{Rank, Ranks, Role, STALL, World};
 use crate::settings::{Preset, Settings};
 use crate::writing;
 
@@ -127,9 +127,9 @@ impl BenchSla2 {
 /// What to measure. Every time is the median of calls; on a GPU between CUDA events.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchLinks {
-    /// GPUs of this machine; torchrun and srun say it themselves
-    #[arg(long, value_name = "N", default_value_t = 2)]
-    gpus: usize,
+    /// GPUs of this machine, where neither torchrun nor srun says it [default: 2]
+    #[arg(long, value_name = "N")]
+    gpus: Option<usize>,
     /// Where to measure [default: cuda if this build has it]
     #[arg(long, value_enum)]
     device: Option<Place>,
@@ -146,7 +146,8 @@ pub(super) struct BenchLinks {
 
 impl BenchLinks {
     fn run(&self) -> Result<()> {
-        match Role::take(Some(self.gpus), 0, STALL)? {
+        let gpus = if World::from_environment()?.is_some() { self.gpus } else { self.gpus.or(Some(2)) };
+        match Role::take(gpus, 0, STALL)? {
             Role::Launcher(0) => Ok(()),
             // The ranks have said why.
             Role::Launcher(code) => std::process::exit(code),

@@ -25,6 +25,9 @@ use crate::ranks::{Group, Rank, Transfer};
 /// The table of the embedding, and of the output.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 
+/// Elements that are summed at once where weights are compared.
+const SLICE: usize = 1 << 23;
+
 /// The trained tensors of a model. What computes with them holds views: updates show at once.
 #[derive(Debug)]
 pub struct Parameters {
@@ -381,13 +384,19 @@ impl Parameters {
     /// knows signs.
     ///
     /// # Errors
-    /// When there is no memory for a piece in f32.
+    /// When there is no memory for a slice in f32.
     pub fn checksums(&self) -> Result<Vec<f64>> {
         let mut sums = Vec::with_capacity(2 * self.held.len());
         for Held { values, .. } in &self.held {
-            let values = values.to_dtype(DType::F32)?;
-            sums.push(ops::sum_of_squares(&values)?.to_scalar()?);
-            sums.push(ops::sum_of_squares(&values.affine(1.0, 1.0)?)?.to_scalar()?);
+            let len = values.elem_count();
+            // In slices: there may be no room for a copy of all.
+            let (mut squares, mut shifted) = (0.0, 0.0);
+            for first in (0..len).step_by(SLICE) {
+                let slice = values.narrow(0, first, SLICE.min(len - first))?.to_dtype(DType::F32)?;
+                squares += ops::sum_of_squares(&slice)?.to_scalar::<f64>()?;
+                shifted += ops::sum_of_squares(&slice.affine(1.0, 1.0)?)?.to_scalar::<f64>()?;
+            }
+            sums.extend([squares, shifted]);
         }
         Ok(sums)
     }
@@ -397,24 +406,27 @@ impl Parameters {
         self.layout.len()
     }
 
-    /// A copy of all weights on the host: it stays as it is while training goes on. All ranks must ask for it together.
+    /// A copy of all weights on the host of the first rank: it stays as it is while training goes on. All ranks must ask for it
+    /// together.
     ///
     /// # Errors
     /// When there is no memory for it, or a rank cannot be reached.
-    pub fn weights(&self, group: &dyn Group) -> Result<Snapshot> {
-        let of_piece = |held: &Held| -> Result<Tensor> {
+    pub fn weights(&self, group: &dyn Group) -> Result<Option<Snapshot>> {
+        let of_piece = |held: &Held| -> Result<Option<Tensor>> {
             let own = held.state.get(0)?;
             if self.rank.of == 1 {
                 // What goes to the host goes with all that it is a view of.
-                return on_host(&own.force_contiguous()?.unsqueeze(0)?);
+                return Ok(Some(on_host(&own.force_contiguous()?.unsqueeze(0)?)?));
             }
             let all = Tensor::zeros(held.values.elem_count(), DType::F32, own.device())?;
             group.wait(group.gather(&own, &all)?)?;
-            on_host(&all.unsqueeze(0)?)
+            self.rank.is_first().then(|| on_host(&all.unsqueeze(0)?)).transpose()
         };
+        // Every piece is gathered, whoever keeps it.
+        let pieces = self.held.iter().map(of_piece).collect::<Result<Vec<_>>>()?;
+        let pieces: Option<Vec<Tensor>> = pieces.into_iter().collect();
         let firsts = self.layout.pieces.iter().map(|piece| piece.range.start);
-        let held = firsts.zip(&self.held).map(|(first, held)| Ok((first, of_piece(held)?)));
-        self.snapshot(held.collect::<Result<_>>()?)
+        pieces.map(|pieces| self.snapshot(firsts.zip(pieces).collect())).transpose()
     }
 
     /// A copy of the weights and moments that this rank owns, on the host.

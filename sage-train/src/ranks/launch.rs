@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use candle_sage::{Error, Result};
@@ -48,7 +49,7 @@ pub(super) fn launch(launch: Launch) -> Result<i32> {
 }
 
 fn round(ranks: usize) -> Result<i32> {
-    let mut children = start(ranks)?;
+    let (mut children, readers) = start(ranks)?;
     let (mut first, mut ended): (Option<i32>, Option<Instant>) = (None, None);
     let mut told = 0;
     while !children.is_empty() {
@@ -78,6 +79,8 @@ fn round(ranks: usize) -> Result<i32> {
         }
         std::thread::sleep(Duration::from_millis(20));
     }
+    // What they said last is told before this ends.
+    readers.into_iter().for_each(|reader| drop(reader.join()));
     Ok(first.unwrap_or(0))
 }
 
@@ -98,13 +101,13 @@ fn signal(child: &Child) {
 #[cfg(not(unix))]
 fn signal(_: &Child) {}
 
-fn start(ranks: usize) -> Result<Vec<Child>> {
+fn start(ranks: usize) -> Result<(Vec<Child>, Vec<JoinHandle<()>>)> {
     let failed = "cannot start the ranks";
     let program = std::env::current_exe().map_err(during(failed))?;
     let words: Vec<OsString> = std::env::args_os().skip(1).collect();
     let port = TcpListener::bind(("127.0.0.1", 0)).and_then(|free| free.local_addr());
     let port = port.map_err(during(failed))?.port();
-    let mut children: Vec<Child> = Vec::with_capacity(ranks);
+    let (mut children, mut readers): (Vec<Child>, Vec<_>) = (Vec::with_capacity(ranks), Vec::new());
     for rank in 0..ranks {
         let number = rank.to_string();
         let count = ranks.to_string();
@@ -132,15 +135,14 @@ fn start(ranks: usize) -> Result<Vec<Child>> {
             }
         };
         if let Some(said) = child.stderr.take() {
-            std::thread::spawn(move || {
-                BufReader::new(said).lines().map_while(std::result::Result::ok).for_each(|line| {
-                    tell(&format!("[rank {rank}] {line}"));
-                });
-            });
+            readers.push(std::thread::spawn(move || {
+                let lines = BufReader::new(said).split(b'\n').map_while(std::result::Result::ok);
+                lines.for_each(|line| tell(&format!("[rank {rank}] {}", String::from_utf8_lossy(&line))));
+            }));
         }
         children.push(child);
     }
-    Ok(children)
+    Ok((children, readers))
 }
 
 /// Checks a number of GPUs that was typed.

@@ -330,7 +330,7 @@ fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
         Error::new("cannot wait for the other ranks")
             .got(format!("port {}: {error}", world.port))
             .allowed("a port that nobody has")
-            .hint("MASTER_PORT names another")
+            .hint("does another run use it? MASTER_PORT names one for torchrun; a job of its own has its own under srun")
     };
     // Ranks of one machine are nobody else's concern.
     let own = ["127.0.0.1", "localhost"].contains(&world.host.as_str());
@@ -423,7 +423,9 @@ fn go_to_first(world: &World, host: &str) -> Result<Peer> {
             Ok(mut stream) => {
                 let ready = stream.set_read_timeout(Some(COMING));
                 return match ready.and_then(|()| receive(&mut stream)) {
-                    Ok(Message::Hello { host, .. }) => peer(0, host, stream),
+                    Ok(Message::Hello { rank: 0, of, host, .. }) if of == world.rank.of => {
+                        peer(0, host, stream)
+                    }
                     Ok(Message::Over { why, .. }) => Err(failed(why)),
                     Ok(_) => Err(failed("something that is not this program".into())),
                     Err(error) => Err(failed(error.to_string())),

@@ -108,7 +108,7 @@ impl Functions {
         Err(Error::new(format!("NCCL cannot {what}"))
             .got(text.to_string_lossy())
             .allowed("GPUs that reach each other")
-            .hint("NCCL_DEBUG=WARN says more"))
+            .hint("NCCL_DEBUG=WARN with NCCL_DEBUG_FILE=nccl.%h.%p says more"))
     }
 }
 

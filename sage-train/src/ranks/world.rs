@@ -101,8 +101,8 @@ impl World {
             rank: Rank { index: number("SLURM_PROCID", &index)?, of },
             local: Rank { index: local_index, of: most_tasks(&tasks).max(local_index + 1) },
             host: first_host(&nodes),
-            // The same for all ranks of a step, and hardly that of another job's.
-            port: 20_000 + ((job.wrapping_mul(7).wrapping_add(step)) % 20_000) as u16,
+            // The same for all ranks of a step, hardly that of another job's, and below those that systems lend.
+            port: 20_000 + (job.wrapping_mul(7).wrapping_add(step) % 12_000) as u16,
             launcher: "Slurm",
         }))
     }

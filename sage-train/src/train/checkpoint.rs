@@ -211,6 +211,16 @@ fn write_state(partial: &Path, snapshot: &Snapshot, rank: Rank) -> Result<StateF
 }
 
 fn finish(folder: &Path, partial: &Path, step: u64, belongs: Belongs, files: Vec<StateFile>) -> Result<()> {
+    // Machines may have folders of one name on disks of their own.
+    let there = |file: &&StateFile| {
+        std::fs::metadata(partial.join(&file.name)).is_ok_and(|about| about.len() == file.bytes)
+    };
+    if let Some(missing) = files.iter().find(|file| !there(file)) {
+        return Err(Error::new("another rank's file did not come to rank 0's disk")
+            .got(format!("no {} of {} bytes in {}", missing.name, missing.bytes, partial.display()))
+            .allowed("one folder that all machines share")
+            .hint("--out names it"));
+    }
     let about = serde_json::to_string_pretty(&About::new(step, belongs, files)).expect("plain values");
     for (name, text) in [(ABOUT, about.as_str()), (MARKER, &hex(&Sha256::digest(&about)))] {
         let path = partial.join(name);

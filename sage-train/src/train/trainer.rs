@@ -159,8 +159,8 @@ impl<'a> Trainer<'a> {
         self.device.is_cuda()
     }
 
-    /// All weights as they are after the steps that were launched. Every rank must ask for them.
-    pub(super) fn weights(&self) -> candle_core::Result<Snapshot> {
+    /// All weights as they are after the steps that were launched, for rank 0. Every rank must ask for them.
+    pub(super) fn weights(&self) -> candle_core::Result<Option<Snapshot>> {
         self.parameters.weights(self.ranks.group())
     }
 

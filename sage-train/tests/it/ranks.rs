@@ -365,6 +365,14 @@ fn mistakes_are_told() {
         let error = scratch.fails(&args);
         assert!(error.contains(expected) && error.contains("hint:"), "{error}");
     }
+    // What has come to its end is not begun again, whatever became of its checkpoints; nor is a folder of somebody else's.
+    scratch.ok(&flags(&["--steps", "2", "--name", "done"]));
+    std::fs::remove_dir_all(run_of(&scratch, "done").join("checkpoints")).expect("checkpoints");
+    scratch.file("runs/theirs/a.txt", "a");
+    for name in ["done", "theirs"] {
+        let error = scratch.fails(&flags(&["--steps", "4", "--resume", "auto", "--name", name]));
+        assert!(error.contains("exists already") && error.contains("hint:"), "{error}");
+    }
     let half = scratch.run_with(&flags(&[]), &[("RANK", "0"), ("WORLD_SIZE", "2")]);
     let error = String::from_utf8_lossy(&half.stderr);
     assert!(!half.status.success() && error.contains("half of who this rank is"), "{error}");
