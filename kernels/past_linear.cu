@@ -51,15 +51,6 @@ struct Share {
   int row = threadIdx.x / LANES, chunk = threadIdx.x % LANES;
 };
 
-__device__ __forceinline__ uint4 load_words(uint32_t shared) {
-  uint4 words;
-  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "r"(shared)
-               : "memory");
-  return words;
-}
-
 // Copies 128 rows into shared memory, zeros beyond the end: asynchronous.
 template <class T, int D>
 __device__ __forceinline__ void copy_block(uint32_t shared, const Rows<T>& rows, int first) {
@@ -75,7 +66,7 @@ __device__ __forceinline__ void make_features(uint32_t shared, int count, int he
   for (int row = at.row; row < BLOCK; row += S::STEP) {
     uint32_t address = shared + layout::swizzled<D * 2>(row, at.chunk);
     float x[8], largest = -CUDART_INF_F, sum = 0.0f;
-    unpack_8<T>(load_words(address), x);
+    unpack_8<T>(ptx::load_16(address), x);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
       if (at.chunk * 8 + c >= head_dim) x[c] = -CUDART_INF_F;
@@ -107,7 +98,7 @@ __device__ __forceinline__ void scale_rows(uint32_t shared, F factor) {
   for (int row = at.row; row < BLOCK; row += S::STEP) {
     uint32_t address = shared + layout::swizzled<D * 2>(row, at.chunk);
     float f = factor(row), x[8];
-    unpack_8<T>(load_words(address), x);
+    unpack_8<T>(ptx::load_16(address), x);
 #pragma unroll
     for (int c = 0; c < 8; ++c) x[c] *= f;
     ptx::store_16(address, pack_8<T>(x));

@@ -41,6 +41,9 @@ use report::Reporting;
 use resume::Resumed;
 use sweep::{Again, Sweeping};
 
+/// What `--resume` takes in the place of a folder.
+const AUTO: &str = "auto";
+
 const EXAMPLES: &str = "Examples:
   sage-train                                         train on the built-in corpus, about a minute
   sage-train --compare fpa,sagebwd,none              what INT8 costs, what attention is worth
@@ -204,13 +207,13 @@ impl Cli {
 
 impl Train {
     fn run(self, mut lists: Table) -> Result<()> {
-        if self.config.is_some() && self.resume.as_deref().is_some_and(|run| run != Path::new("auto")) {
+        if self.config.is_some() && self.resume.as_deref().is_some_and(|run| run != Path::new(AUTO)) {
             return Err(Error::new("a run that goes on has its own settings")
                 .got("--config with --resume")
                 .allowed("one of them; --config with --resume auto")
                 .hint("flags may change how long the run goes and how it is watched"));
         }
-        if self.restarts > 0 && self.resume.as_deref() != Some(Path::new("auto")) {
+        if self.restarts > 0 && self.resume.as_deref() != Some(Path::new(AUTO)) {
             return Err(Error::new("a run cannot begin again by itself")
                 .got("--restarts without --resume auto")
                 .allowed("--restarts K --resume auto --name NAME")
@@ -236,13 +239,8 @@ impl Train {
         }
         let stall = Duration::from_secs(in_range("stall-timeout", self.stall_timeout, 1, 1 << 20)?);
         let looks = self.dry_run || self.write_batches.is_some();
-        let (words, local) =
-            match if looks { Role::alone() } else { Role::take(self.gpus, self.restarts, stall)? } {
-                Role::Launcher(0) => return Ok(()),
-                // The ranks have said why.
-                Role::Launcher(code) => std::process::exit(code),
-                Role::Rank { words, local } => (words, local),
-            };
+        let role = if looks { Role::alone() } else { Role::take(self.gpus, self.restarts, stall)? };
+        let (words, local) = as_rank(role);
         let ended = self.train(file, &words, local);
         // What all have agreed on ends all of them; an error of one is told to the others.
         match ended {
@@ -269,10 +267,9 @@ impl Train {
     fn train(self, file: Settings, words: &Words, local: Rank) -> std::result::Result<(), Stop> {
         let rank = words.rank();
         let typed = self.settings.clone();
-        let (config, begin) = match self.resume.as_deref().map(Path::to_str) {
-            Some(Some("auto")) => again(self.settings, file, words)?,
-            Some(_) => {
-                let path = self.resume.as_deref().unwrap_or(Path::new(""));
+        let (config, begin) = match self.resume.as_deref() {
+            Some(path) if path == Path::new(AUTO) => again(self.settings, file, words)?,
+            Some(path) => {
                 let Resumed { config, found } = Resumed::open(path, self.settings, rank)?;
                 (config, Begin::From(Box::new(found)))
             }
@@ -348,6 +345,14 @@ impl Train {
         let goes_on = format!("the same command with --name {name}");
         let again = Again { retries: goes_on.clone(), goes_on };
         sweep::carry_out(&spec, &sweep, &Limits { jobs: 1, retry: true, ..Limits::default() }, &again)
+    }
+}
+
+/// The others, and which this is on its machine. A process that started ranks ends as they did: they have said why.
+fn as_rank(role: Role) -> (Words, Rank) {
+    match role {
+        Role::Launcher(code) => std::process::exit(code),
+        Role::Rank { words, local } => (words, local),
     }
 }
 

@@ -107,7 +107,7 @@ impl Ranks {
             Device::Cpu => Box::new(Loopback::connect(meeting)?),
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => {
-                words.aside("connecting the GPUs", || nccl::Nccl::connect(meeting, device)).map(Box::new)?
+                words.aside("connecting the GPUs", || nccl::Nccl::connect(&words, device)).map(Box::new)?
             }
             _ => return Err(Error::new("this device has no others to connect to")),
         };

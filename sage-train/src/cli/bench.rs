@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use candle_sage::Result;
 use clap::Subcommand;
 
-use super::print;
+use super::{as_rank, print};
 use crate::bench::{self, Row, links, sla2};
 use crate::config::Config;
 use crate::device::Place;
-use crate::ranks::{Rank, Ranks, Role, STALL, World};
+use crate::ranks::{Rank, Ranks, Role, STALL, Words, World};
 use crate::settings::{Preset, Settings};
 use crate::writing;
 
@@ -147,27 +147,20 @@ pub(super) struct BenchLinks {
 impl BenchLinks {
     fn run(&self) -> Result<()> {
         let gpus = if World::from_environment()?.is_some() { self.gpus } else { self.gpus.or(Some(2)) };
-        match Role::take(gpus, 0, STALL)? {
-            Role::Launcher(0) => Ok(()),
-            // The ranks have said why.
-            Role::Launcher(code) => std::process::exit(code),
-            Role::Rank { words, local } => {
-                let measured = || -> Result<links::Links> {
-                    let place = self.device.unwrap_or_default();
-                    let settings =
-                        Settings { preset: Some(self.preset), device: Some(place), ..Settings::default() };
-                    let config = Config::resolve(settings)?;
-                    let device = place.open(local)?;
-                    let ranks = Ranks::connect(words.clone(), &device)?;
-                    words.aside("the links", || {
-                        links::measure(&config, &ranks, &device, usize::from(self.repeats), self.most)
-                    })
-                };
-                let measured = measured();
-                words.leave(measured.as_ref().err());
-                let measured = measured?;
-                if words.rank().is_first() { print(&links::table(&measured)) } else { Ok(()) }
-            }
-        }
+        let (words, local) = as_rank(Role::take(gpus, 0, STALL)?);
+        let measured = self.measure(&words, local);
+        words.leave(measured.as_ref().err());
+        let measured = measured?;
+        if words.rank().is_first() { print(&links::table(&measured)) } else { Ok(()) }
+    }
+
+    fn measure(&self, words: &Words, local: Rank) -> Result<links::Links> {
+        let place = self.device.unwrap_or_default();
+        let settings = Settings { preset: Some(self.preset), device: Some(place), ..Settings::default() };
+        let config = Config::resolve(settings)?;
+        let device = place.open(local)?;
+        let ranks = Ranks::connect(words.clone(), &device)?;
+        let repeats = usize::from(self.repeats);
+        words.aside("the links", || links::measure(&config, &ranks, &device, repeats, self.most))
     }
 }

@@ -38,9 +38,6 @@ pub struct Transfer(pub(super) u64);
 
 /// Ranks that exchange tensors of one dimension without gaps, on their device, in the order in which all of them call.
 pub trait Group: Debug {
-    /// Which one this is.
-    fn rank(&self) -> Rank;
-
     /// All to all: part `j` of `from` goes to rank `j`, and what rank `i` sends comes to `into`, one behind the other in their
     /// order. A rank keeps its own part: `into` has one part fewer than `from`, whose parts are equal.
     ///
@@ -67,10 +64,6 @@ pub trait Group: Debug {
 pub struct Alone;
 
 impl Group for Alone {
-    fn rank(&self) -> Rank {
-        Rank::ALONE
-    }
-
     fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<Transfer> {
         match into.elem_count() {
             0 => Ok(Transfer(0)),

@@ -100,10 +100,6 @@ fn fill(into: &Tensor, parts: &[Vec<u8>]) -> Result<()> {
 }
 
 impl Group for Loopback {
-    fn rank(&self) -> Rank {
-        self.rank
-    }
-
     fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<Transfer> {
         let part = from.elem_count() / self.rank.of;
         let parts = (0..self.rank.of).map(|n| from.narrow(0, n * part, part)?.force_contiguous());

@@ -19,8 +19,8 @@ use cudarc::driver::{CudaSlice, DevicePtr};
 use half::{bf16, f16};
 use libloading::Library;
 
+use super::Words;
 use super::group::{Group, Rank, Transfer};
-use super::meeting::Meeting;
 use crate::{during, hex};
 
 /// A path to the library, where the system does not find it by itself.
@@ -136,14 +136,14 @@ impl Debug for Nccl {
 
 impl Nccl {
     /// Makes the communicator: all ranks come here.
-    pub(super) fn connect(meeting: &Meeting, device: &CudaDevice) -> candle_sage::Result<Self> {
-        let rank = meeting.rank();
+    pub(super) fn connect(words: &Words, device: &CudaDevice) -> candle_sage::Result<Self> {
+        let rank = words.rank();
         let functions = Functions::load()?;
         let mut version = 0;
         // SAFETY: a number is written where it is lent.
         functions.check("tell its version", unsafe { (functions.version)(&raw mut version) })?;
-        meeting.agree("NCCL", &format!("version {version}"))?;
-        check_gpus(meeting, device)?;
+        words.agree("NCCL", &format!("version {version}"))?;
+        check_gpus(words, device)?;
         let mut id = Id([0; 128]);
         let mut said = String::new();
         if rank.is_first() {
@@ -151,7 +151,7 @@ impl Nccl {
             functions.check("make an id", unsafe { (functions.unique_id)(&raw mut id) })?;
             said = hex(&id.0);
         }
-        let said = meeting.share("NCCL's id", &said)?.swap_remove(0);
+        let said = words.from_first("NCCL's id", &said)?;
         for (byte, digits) in id.0.iter_mut().zip(said.as_bytes().chunks(2)) {
             let digits = std::str::from_utf8(digits).unwrap_or_default();
             *byte = u8::from_str_radix(digits, 16).map_err(during("rank 0 sent an id that is none"))?;
@@ -250,10 +250,6 @@ impl Nccl {
 }
 
 impl Group for Nccl {
-    fn rank(&self) -> Rank {
-        self.rank
-    }
-
     fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<Transfer> {
         let Rank { index, of } = self.rank;
         let ((from, bytes), (into, room)) = (self.place(from)?, self.place(into)?);
@@ -291,10 +287,10 @@ impl Group for Nccl {
 }
 
 /// Checks that no two ranks have one GPU.
-fn check_gpus(meeting: &Meeting, device: &CudaDevice) -> candle_sage::Result<()> {
+fn check_gpus(words: &Words, device: &CudaDevice) -> candle_sage::Result<()> {
     let uuid = device.cuda_stream().context().uuid().map_err(during("cannot tell the GPU"))?;
     let own = hex(&uuid.bytes.map(|byte| byte as u8));
-    let all = meeting.share("GPU", &own)?;
+    let all = words.share("GPU", &own)?;
     let twice =
         all.iter().enumerate().find_map(|(n, gpu)| Some((all[..n].iter().position(|g| g == gpu)?, n)));
     match twice {

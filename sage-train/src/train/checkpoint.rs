@@ -46,16 +46,16 @@ pub struct About {
     state_sha256: Option<String>,
     /// Where there are several, in the place of the two above.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    files: Vec<StateFile>,
+    files: Vec<RankFile>,
     /// What the run is: [`Config::identity`]. Earlier versions did not say it.
     #[serde(default)]
     pub settings: Option<Identity>,
 }
 
-/// A file of weights and moments.
+/// A rank's file of weights and moments.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct StateFile {
+struct RankFile {
     name: String,
     bytes: u64,
     sha256: String,
@@ -65,7 +65,7 @@ struct StateFile {
 }
 
 impl About {
-    fn new(step: u64, Belongs { data, settings }: Belongs, mut files: Vec<StateFile>) -> Self {
+    fn new(step: u64, Belongs { data, settings }: Belongs, mut files: Vec<RankFile>) -> Self {
         let one = if files.len() == 1 { files.pop() } else { None };
         let version = VERSIONS[usize::from(one.is_none())];
         let (state_bytes, state_sha256) = one.map(|file| (file.bytes, file.sha256)).unzip();
@@ -73,9 +73,9 @@ impl About {
     }
 
     /// The files of state; none where this says nonsense.
-    fn files(&self) -> Option<Vec<StateFile>> {
+    fn files(&self) -> Option<Vec<RankFile>> {
         match (self.state_bytes, &self.state_sha256, self.version) {
-            (Some(bytes), Some(sha256), 1) if self.files.is_empty() => Some(vec![StateFile {
+            (Some(bytes), Some(sha256), 1) if self.files.is_empty() => Some(vec![RankFile {
                 name: STATE.into(),
                 bytes,
                 sha256: sha256.clone(),
@@ -83,7 +83,7 @@ impl About {
             }]),
             (None, None, 2) => {
                 let of = self.files.len();
-                let named = |(index, file): (usize, &StateFile)| file.name == state_name(Rank { index, of });
+                let named = |(index, file): (usize, &RankFile)| file.name == state_name(Rank { index, of });
                 (of > 1 && self.files.iter().enumerate().all(named)).then(|| self.files.clone())
             }
             _ => None,
@@ -176,14 +176,14 @@ fn write(
     };
     let said = words.share("checkpoint", &serde_json::to_string(&said).expect("plain values"))?;
     let files = said.iter().enumerate().map(|(rank, said)| {
-        let file: std::result::Result<StateFile, String> =
+        let file: std::result::Result<RankFile, String> =
             serde_json::from_str(said).map_err(during("another rank says nonsense"))?;
         file.map_err(|error| match words.rank().of {
             1 => Error::new(error),
             _ => Error::new(format!("rank {rank}: {error}")),
         })
     });
-    let files: Result<Vec<StateFile>> = files.collect();
+    let files: Result<Vec<RankFile>> = files.collect();
     let written = files.and_then(|files| match words.rank().is_first() {
         true => finish(folder, &partial, step, belongs, files),
         false => Ok(()),
@@ -199,7 +199,7 @@ fn write(
     })
 }
 
-fn write_state(partial: &Path, snapshot: &Snapshot, rank: Rank) -> Result<StateFile> {
+fn write_state(partial: &Path, snapshot: &Snapshot, rank: Rank) -> Result<RankFile> {
     // Any rank may be the first to come.
     std::fs::create_dir_all(partial).map_err(writing(partial))?;
     let name = state_name(rank);
@@ -207,12 +207,12 @@ fn write_state(partial: &Path, snapshot: &Snapshot, rank: Rank) -> Result<StateF
     let parts = snapshot.save(&state).map_err(writing(&state))?;
     sync(&state)?;
     let (bytes, sha256) = digest(&state).map_err(writing(&state))?;
-    Ok(StateFile { name, bytes, sha256, parts })
+    Ok(RankFile { name, bytes, sha256, parts })
 }
 
-fn finish(folder: &Path, partial: &Path, step: u64, belongs: Belongs, files: Vec<StateFile>) -> Result<()> {
+fn finish(folder: &Path, partial: &Path, step: u64, belongs: Belongs, files: Vec<RankFile>) -> Result<()> {
     // Machines may have folders of one name on disks of their own.
-    let there = |file: &&StateFile| {
+    let there = |file: &&RankFile| {
         std::fs::metadata(partial.join(&file.name)).is_ok_and(|about| about.len() == file.bytes)
     };
     if let Some(missing) = files.iter().find(|file| !there(file)) {
@@ -282,7 +282,7 @@ pub struct Found {
     /// What it says of itself.
     pub about: About,
     path: PathBuf,
-    files: Vec<StateFile>,
+    files: Vec<RankFile>,
     /// Nobody else adds to the run, or prunes what was found. Rank 0 has it for all.
     _lock: Option<Lock>,
 }
@@ -401,7 +401,7 @@ impl Found {
     }
 }
 
-fn paths(checkpoint: &Path, files: Vec<StateFile>) -> Vec<(PathBuf, Parts)> {
+fn paths(checkpoint: &Path, files: Vec<RankFile>) -> Vec<(PathBuf, Parts)> {
     files.into_iter().map(|file| (checkpoint.join(&file.name), file.parts)).collect()
 }
 

@@ -66,6 +66,10 @@ impl Report {
     /// What it asks for, and its time.
     const REST: usize = 3;
 
+    fn of(config: &Config, ranks: &Ranks) -> Self {
+        Self { micro_batches: config.accumulation, ranks: ranks.rank().of }
+    }
+
     /// Losses of a rank, at most.
     fn losses(self) -> usize {
         self.micro_batches.div_ceil(self.ranks)
@@ -128,7 +132,7 @@ impl<'a> Trainer<'a> {
         let under = |scheme| {
             Llama::new(&LlamaConfig { scheme: Some(scheme), ..config.model.clone() }, parameters, device)
         };
-        let report = Report { micro_batches: config.accumulation, ranks: ranks.rank().of };
+        let report = Report::of(config, ranks);
         let mailbox = || Mailbox::new(device, report.ranks * report.len() + 1);
         Ok(Self {
             config,
@@ -147,7 +151,7 @@ impl<'a> Trainer<'a> {
     }
 
     fn report(&self) -> Report {
-        Report { micro_batches: self.config.accumulation, ranks: self.ranks.rank().of }
+        Report::of(self.config, self.ranks)
     }
 
     pub(super) fn device(&self) -> &'a Device {
@@ -268,7 +272,8 @@ impl<'a> Trainer<'a> {
     ) -> candle_core::Result<Tensor> {
         let report = self.report();
         // Numbers of the host's travel as arguments of a kernel: a copy to the device would wait.
-        let number = |n: f64| Tensor::zeros((), DType::F64, self.device)?.affine(0.0, n);
+        let zero = Tensor::zeros((), DType::F64, self.device)?;
+        let number = |n: f64| zero.affine(0.0, n);
         let mut own =
             losses.iter().map(|loss| loss.to_dtype(DType::F64)).collect::<candle_core::Result<Vec<_>>>()?;
         while own.len() < report.losses() {

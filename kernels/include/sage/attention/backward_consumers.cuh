@@ -29,6 +29,18 @@ __device__ __forceinline__ int hiding_tiles(const Segment& segment, int first_ke
   return (segment.first_query(first_key + GROUP_KEYS - 1) + TILE - 1) / TILE;
 }
 
+// One thread prepares what all share: the ring, which so many threads and warps use, the block, and its hiding tiles.
+template <class Tiles>
+__device__ __forceinline__ void prepare_keys(const params::Shape& shape, int index, Tiles& ring, int arrivals, int warps,
+                                             BackwardBlock& block, int (&hides_until)[GROUPS]) {
+  if (threadIdx.x == 0) {
+    ring.prepare(arrivals, warps);
+    block = BackwardBlock(shape, index, ROLES_KEYS);
+    for (int g = 0; g < GROUPS; ++g) hides_until[g] = hiding_tiles(block.segment, block.first_key + g * GROUP_KEYS);
+  }
+  __syncthreads();
+}
+
 // P out of its logarithms, 0 where a query does not see a key. The mask comes first, so that no branch is between the
 // exponentials and what comes after: units work side by side.
 __device__ __forceinline__ void take_exponentials(Scores& s, bool hides, const Segment& segment, int first_query, int first_key,
@@ -93,9 +105,10 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
   if (lane == 0) ptx::bulk_wait_read<0>();
 }
 
-// Numerics is the block's shared memory, and has: Type, D, STAGES, SHARED_BYTES, DQ_AT, DQ_PART_BYTES; ARRIVALS, how many times the producer tells of a tile's copies; load_keys() and
-// keys_arrived(), by the consumers; load(tile, stage, landing), by the producer; and Consumer, what a consumer keeps in
-// registers: visit(tile's number, stage, slot, hides), all products of a tile; dv and dk.
+// Numerics is the block's shared memory, and has: Type, D, STAGES, SHARED_BYTES, DQ_AT, DQ_PART_BYTES; ARRIVALS, how many times
+// the producer tells of a tile's copies; load_keys() and keys_arrived(), by the consumers; load(tile, stage, landing), by the
+// producer; and Consumer, what a consumer keeps in registers: visit(tile's number, stage, slot, hides), all products of a tile;
+// dv and dk.
 template <class Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_with_consumers(const params::Backward& p) {
   using T = typename Numerics::Type;
@@ -108,12 +121,7 @@ __device__ __forceinline__ void backward_with_consumers(const params::Backward& 
   __shared__ int hides_until[GROUPS];
   __shared__ typename Tiles::Barriers barriers;
   Tiles ring(barriers);
-  if (threadIdx.x == 0) {
-    ring.prepare(Numerics::ARRIVALS, KEYS_THREADS / 32);
-    block = BackwardBlock(shape, index, ROLES_KEYS);
-    for (int g = 0; g < GROUPS; ++g) hides_until[g] = hiding_tiles(block.segment, block.first_key + g * GROUP_KEYS);
-  }
-  __syncthreads();
+  prepare_keys(shape, index, ring, Numerics::ARRIVALS, KEYS_THREADS / 32, block, hides_until);
   if (block.first_key >= block.segment.key_len) return;
   Queries queries(p, block);
   Numerics numerics(p, block, shared);

@@ -77,10 +77,10 @@ __device__ __forceinline__ auto choose_sums(const DqSums& sums, uint32_t staging
   else return DirectDqSums{sums};
 }
 
-// Numerics is the block's shared memory, and has: Type, D, STAGES, SHARED_BYTES; KEYS_REGISTERS of a thread of the keys' groups; STAGING_AT, for StagedDqSums at head_dim 64;
-// load_keys() and keys_arrived(), by the keys' groups; load(tile, stage, thread, landing), asynchronous, by the first thread
-// of the sums' group where the tensors have maps (params: dout.mapped), else by all of it; fetching(params), how many threads
-// tell of a tile's copies; and what each part keeps in its registers:
+// Numerics is the block's shared memory, and has: Type, D, STAGES, SHARED_BYTES; KEYS_REGISTERS of a thread of the keys'
+// groups; STAGING_AT, for StagedDqSums at head_dim 64; load_keys() and keys_arrived(), by the keys' groups; load(tile, stage,
+// thread, landing), asynchronous, by the first thread of the sums' group where the tensors have maps (params: dout.mapped),
+// else by all of it; fetching(params), how many threads tell of a tile's copies; and what each part keeps in its registers:
 //   KeysPart: start(stage), S^T of a tile that has come; scores(tile's number, stage, slot, hides, free, done, ready, next),
 //     from there to what the slot gets after free(): done() when what dK needs is there, ready() when what dQ needs is;
 //     next() as soon as registers allow it, which starts the next tile; and dV and perhaps dK; end() at the end; dv, perhaps
@@ -101,12 +101,8 @@ __device__ __forceinline__ void backward_with_roles(const params::Backward& p) {
   __shared__ int hides_until[GROUPS];
   __shared__ typename Tiles::Barriers barriers;
   Tiles ring(barriers);
-  if (threadIdx.x == 0) {
-    ring.prepare(Numerics::fetching(p), (KEYS_THREADS + (ADD ? 0 : GROUP_THREADS)) / 32);
-    block = BackwardBlock(shape, index, ROLES_KEYS);
-    for (int g = 0; g < GROUPS; ++g) hides_until[g] = hiding_tiles(block.segment, block.first_key + g * GROUP_KEYS);
-  }
-  __syncthreads();
+  int warps = (KEYS_THREADS + (ADD ? 0 : GROUP_THREADS)) / 32;
+  prepare_keys(shape, index, ring, Numerics::fetching(p), warps, block, hides_until);
   if (block.first_key >= block.segment.key_len) return;
   Queries queries(p, block);
   int iterations = queries.count;

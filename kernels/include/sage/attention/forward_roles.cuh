@@ -49,12 +49,11 @@ __device__ __forceinline__ Block next_block(const params::Forward& p, bool first
   return none;
 }
 
-// Numerics is a block's shared memory, and has: Type, D, Roles, SHARED_BYTES; FETCH_THREADS, who fetches; ORDINARY_COPIES,
-// whether not by bulk copies; QUERY_ARRIVALS and STEP_ARRIVALS, how many times they tell of copies; load_queries(slot,
-// thread, landing) and load(step, stage, thread, landing), or load(values, step, ..) for each apart, asynchronous; and Part,
-// what a query group keeps in its registers: start(stage), S of a step whose keys have come; softmax<HIDES, PENDING>(step,
-// stage, segment, first query), from there to P, with PENDING later products under way; add(stage), P V under way, and
-// add_last(stage), that of the last step;
+// Numerics is a block's shared memory, and has: Type, D, Roles, SHARED_BYTES; FETCH_THREADS, who fetches; QUERY_ARRIVALS and
+// STEP_ARRIVALS, how many times they tell of copies; load_queries(slot, thread, landing) and load(step, stage, thread,
+// landing), or load(values, step, ..) for each apart, asynchronous; and Part, what a query group keeps in its registers:
+// start(stage), S of a step whose keys have come; softmax<HIDES, PENDING>(step, stage, segment, first query), from there to
+// P, with PENDING later products under way; add(stage), P V under way, and add_last(stage), that of the last step;
 // added<PENDING>(), the end of that. rows, the softmax of its queries.
 //
 // VALUES_FIRST says in which order a step's products are asked for. Values first: they are waited for while the next S is
@@ -125,13 +124,9 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
   }
 
   ptx::set_registers<Roles::QUERIES_REGISTERS, Roles::THREADS>();
-  auto came = [](auto& what, int n) {
-    what.wait(n);
-    if (Numerics::ORDINARY_COPIES) ptx::wgmma_publish();
-  };
   if (!Numerics::VALUES_FIRST && group == Roles::GROUPS - 1) ptx::arrive(TURN, 2 * GROUP_THREADS);  // group 0 begins
   for (int turn = 0;; ++turn) {
-    came(turns, turn);
+    turns.wait(turn);
     const Block& block = blocks[turn % 2];
     if (block.head < 0) break;
     const Segment& segment = block.segment;
@@ -146,11 +141,11 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
     auto keys_of = [&](int step) { return before + (VALUES_FIRST ? step : max(2 * step - 1, 0)); };
     auto values_of = [&](int step) { return before + (VALUES_FIRST ? step : min(2 * step + 2, 2 * all_steps - 1)); };
     auto start = [&](int step) {
-      came(ring, keys_of(step));
+      ring.wait(keys_of(step));
       part.start(ring.stage(keys_of(step)));
     };
     auto add = [&](int step) {
-      if constexpr (!VALUES_FIRST) came(ring, values_of(step));
+      if constexpr (!VALUES_FIRST) ring.wait(values_of(step));
       part.add(ring.stage(values_of(step)));
     };
     auto softmax = [&](int step, auto pending) {
@@ -192,7 +187,7 @@ __device__ __forceinline__ void forward_with_roles(const params::Forward& p) {
           part.take();
         }
       }
-      if constexpr (!VALUES_FIRST) came(ring, values_of(steps - 1));
+      if constexpr (!VALUES_FIRST) ring.wait(values_of(steps - 1));
       part.add_last(ring.stage(values_of(steps - 1)));
       part.template added<0>();
       ring.release(values_of(steps - 1));

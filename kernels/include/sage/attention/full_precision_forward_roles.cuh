@@ -14,7 +14,6 @@ struct FullPrecisionForwardRoles {
   static constexpr int TILES = OUTPUTS == 2 ? 1 : 2;
   using Roles = ForwardRoles<TILES, D == 64 ? 8 : TILES == 2 ? 4 : 6, GROUPS == 3 ? 32 : 56, GROUPS>;
   static constexpr int FETCH_THREADS = 32, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 1;
-  static constexpr bool ORDINARY_COPIES = false;
   static constexpr bool VALUES_FIRST = false;
   // Shared memory: Q, twice; stages of K or V.
   static constexpr int TILE_BYTES = TILE * D * 2, Q_BYTES = Roles::GROUPS * TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;

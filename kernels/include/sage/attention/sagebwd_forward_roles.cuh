@@ -44,7 +44,6 @@ struct SageBwdForwardRoles {
   using Roles = ForwardRoles<2, D == 64 ? 4 : 3, GROUPS == 3 ? 32 : 40, GROUPS>;
   static constexpr int FETCH_THREADS = 32;  // one of them, indeed
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // bulk copies; and scales
-  static constexpr bool ORDINARY_COPIES = false;
   static constexpr bool VALUES_FIRST = true;
   // Shared memory: Q, twice; stages of K, V^T of two tiles; scales of each stage.
   static constexpr int TILE_BYTES = TILE * D, Q_BYTES = Roles::GROUPS * TILE_BYTES;

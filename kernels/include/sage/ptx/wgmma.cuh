@@ -168,33 +168,19 @@ SAGE_CODES_IN_REGISTERS(u8, 128, 64, "{%64, %65, %66, %67}", "%68", "%69")
                                                                   ", 1, 1, " a_turned_at ", " b_turned_at ";"    \
                : binds(SAGE_FLOAT)                                                                               \
                : "l"(a), "l"(b), "n"(int(ADD)), "n"(int(A_TURNED)), "n"(int(B_TURNED)))
-template <class T, bool ADD = true, bool A_TURNED = false, bool B_TURNED = false>
-__device__ __forceinline__ void wgmma_16(float (&d)[4][4], uint64_t a, uint64_t b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  if constexpr (std::is_same_v<T, __half>)
-    SAGE_WGMMA_16("32", "f16", SAGE_PLACES_16, SAGE_16, "%16", "%17", "%18", "%19", "%20");
-  else
-    SAGE_WGMMA_16("32", "bf16", SAGE_PLACES_16, SAGE_16, "%16", "%17", "%18", "%19", "%20");
-#endif
-}
-template <class T, bool ADD = true, bool A_TURNED = false, bool B_TURNED = false>
-__device__ __forceinline__ void wgmma_16(float (&d)[8][4], uint64_t a, uint64_t b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  if constexpr (std::is_same_v<T, __half>)
-    SAGE_WGMMA_16("64", "f16", SAGE_PLACES_32, SAGE_32, "%32", "%33", "%34", "%35", "%36");
-  else
-    SAGE_WGMMA_16("64", "bf16", SAGE_PLACES_32, SAGE_32, "%32", "%33", "%34", "%35", "%36");
-#endif
-}
-template <class T, bool ADD = true, bool A_TURNED = false, bool B_TURNED = false>
-__device__ __forceinline__ void wgmma_16(float (&d)[16][4], uint64_t a, uint64_t b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  if constexpr (std::is_same_v<T, __half>)
-    SAGE_WGMMA_16("128", "f16", SAGE_PLACES_64, SAGE_64, "%64", "%65", "%66", "%67", "%68");
-  else
-    SAGE_WGMMA_16("128", "bf16", SAGE_PLACES_64, SAGE_64, "%64", "%65", "%66", "%67", "%68");
-#endif
-}
+#define SAGE_16_BY_DESCRIPTOR(columns, registers, a_at, b_at, add_at, a_turned_at, b_turned_at)                        \
+  template <class T, bool ADD = true, bool A_TURNED = false, bool B_TURNED = false>                                    \
+  __device__ __forceinline__ void wgmma_16(float (&d)[columns / 8][4], uint64_t a, uint64_t b) {                       \
+    SAGE_ON_HOPPER(if constexpr (std::is_same_v<T, __half>)                                                            \
+                       SAGE_WGMMA_16(#columns, "f16", SAGE_PLACES_##registers, SAGE_##registers, a_at, b_at, add_at,   \
+                                     a_turned_at, b_turned_at);                                                        \
+                   else SAGE_WGMMA_16(#columns, "bf16", SAGE_PLACES_##registers, SAGE_##registers, a_at, b_at, add_at, \
+                                      a_turned_at, b_turned_at);)                                                      \
+  }
+SAGE_16_BY_DESCRIPTOR(32, 16, "%16", "%17", "%18", "%19", "%20")
+SAGE_16_BY_DESCRIPTOR(64, 32, "%32", "%33", "%34", "%35", "%36")
+SAGE_16_BY_DESCRIPTOR(128, 64, "%64", "%65", "%66", "%67", "%68")
+#undef SAGE_16_BY_DESCRIPTOR
 #undef SAGE_WGMMA_16
 
 // The same with A in registers.
@@ -203,24 +189,18 @@ __device__ __forceinline__ void wgmma_16(float (&d)[16][4], uint64_t a, uint64_t
                                                                   ", 1, 1, " b_turned_at ";"                               \
                : binds(SAGE_FLOAT)                                                                                         \
                : SAGE_A_REGISTERS, "l"(b), "n"(int(ADD)), "n"(int(B_TURNED)))
-template <class T, bool ADD = true, bool B_TURNED = true>
-__device__ __forceinline__ void wgmma_16(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  if constexpr (std::is_same_v<T, __half>)
-    SAGE_WGMMA_16("64", "f16", SAGE_PLACES_32, SAGE_32, "{%32, %33, %34, %35}", "%36", "%37", "%38");
-  else
-    SAGE_WGMMA_16("64", "bf16", SAGE_PLACES_32, SAGE_32, "{%32, %33, %34, %35}", "%36", "%37", "%38");
-#endif
-}
-template <class T, bool ADD = true, bool B_TURNED = true>
-__device__ __forceinline__ void wgmma_16(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  if constexpr (std::is_same_v<T, __half>)
-    SAGE_WGMMA_16("128", "f16", SAGE_PLACES_64, SAGE_64, "{%64, %65, %66, %67}", "%68", "%69", "%70");
-  else
-    SAGE_WGMMA_16("128", "bf16", SAGE_PLACES_64, SAGE_64, "{%64, %65, %66, %67}", "%68", "%69", "%70");
-#endif
-}
+#define SAGE_16_IN_REGISTERS(columns, registers, a_text, b_at, add_at, b_turned_at)                                      \
+  template <class T, bool ADD = true, bool B_TURNED = true>                                                              \
+  __device__ __forceinline__ void wgmma_16(float (&d)[columns / 8][4], const uint32_t (&a)[4], uint64_t b) {             \
+    SAGE_ON_HOPPER(if constexpr (std::is_same_v<T, __half>)                                                              \
+                       SAGE_WGMMA_16(#columns, "f16", SAGE_PLACES_##registers, SAGE_##registers, a_text, b_at, add_at,   \
+                                     b_turned_at);                                                                       \
+                   else SAGE_WGMMA_16(#columns, "bf16", SAGE_PLACES_##registers, SAGE_##registers, a_text, b_at, add_at, \
+                                      b_turned_at);)                                                                     \
+  }
+SAGE_16_IN_REGISTERS(64, 32, "{%32, %33, %34, %35}", "%36", "%37", "%38")
+SAGE_16_IN_REGISTERS(128, 64, "{%64, %65, %66, %67}", "%68", "%69", "%70")
+#undef SAGE_16_IN_REGISTERS
 #undef SAGE_WGMMA_16
 
 #undef SAGE_INT
