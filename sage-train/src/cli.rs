@@ -24,12 +24,12 @@ use crate::config::{Config, of_attention};
 use crate::data::{Batches, Dataset, known_tokenizer};
 use crate::lock::Lock;
 use crate::quantity::Quantity;
-use crate::ranks::{Rank, Role, Words};
+use crate::ranks::{Mesh, Rank, Role, Words};
 use crate::report::result_table;
 use crate::runs::{Run, Status};
 use crate::settings::{Attn, Preset, Settings};
 use crate::sweep::{Limits, Spec};
-use crate::train::{Begin, Stop, checkpoint};
+use crate::train::{Begin, Overlap, Parallel, Stop, checkpoint};
 use crate::{during, hf, partial, ranks, signals, tell, train};
 
 use bench::Bench;
@@ -137,16 +137,8 @@ struct Train {
     /// Print what would run, and stop
     #[arg(long, help_heading = "Run")]
     dry_run: bool,
-    /// Train with so many GPUs of this machine (with --device cpu: processes), each in a process of its own; a step and its
-    /// batches stay what they are. torchrun and srun start such processes too
-    #[arg(long, value_name = "N", help_heading = "Several GPUs", conflicts_with_all = ["write_batches"])]
-    gpus: Option<usize>,
-    /// Begin again so often when a process was lost; takes --gpus and --resume auto
-    #[arg(long, value_name = "K", help_heading = "Several GPUs", requires = "gpus", default_value_t = 0)]
-    restarts: u32,
-    /// A process that makes no progress for so long is given up, and the run with it
-    #[arg(long, value_name = "SECONDS", help_heading = "Several GPUs", default_value_t = 120)]
-    stall_timeout: u64,
+    #[command(flatten)]
+    several: Several,
     /// Write the sequences that the run would be taught, in their order, as a shard of documents, and stop: another
     /// program can be taught the same
     #[arg(long, value_name = "FILE", help_heading = "Run", conflicts_with_all = ["resume", "compare", "dry_run"])]
@@ -163,6 +155,30 @@ struct Train {
     compare: Vec<Attn>,
     #[command(flatten)]
     settings: Settings,
+}
+
+/// What has to do with several GPUs: how a run goes, not what it is.
+#[derive(Debug, clap::Args)]
+struct Several {
+    /// Train with so many GPUs of this machine (with --device cpu: processes), each in a process of its own; a step and its
+    /// batches stay what they are. torchrun and srun start such processes too
+    #[arg(long, value_name = "N", help_heading = "Several GPUs", conflicts_with_all = ["write_batches"])]
+    gpus: Option<usize>,
+    /// So many neighbouring GPUs have each sequence together: contexts that do not fit one
+    #[arg(long, value_name = "C", help_heading = "Several GPUs", default_value_t = 1)]
+    context_parallel: usize,
+    /// When gradients travel between GPUs
+    #[arg(long, value_enum, value_name = "WHEN", help_heading = "Several GPUs", default_value = "auto")]
+    overlap: Overlap,
+    /// Megabytes of gradient that travel at once, at least [default: 680]
+    #[arg(long, value_name = "MB", help_heading = "Several GPUs")]
+    piece_mb: Option<f64>,
+    /// Begin again so often when a process was lost; takes --gpus and --resume auto
+    #[arg(long, value_name = "K", help_heading = "Several GPUs", requires = "gpus", default_value_t = 0)]
+    restarts: u32,
+    /// A process that makes no progress for so long is given up, and the run with it
+    #[arg(long, value_name = "SECONDS", help_heading = "Several GPUs", default_value_t = 120)]
+    stall_timeout: u64,
 }
 
 impl Cli {
@@ -213,7 +229,7 @@ impl Train {
                 .allowed("one of them; --config with --resume auto")
                 .hint("flags may change how long the run goes and how it is watched"));
         }
-        if self.restarts > 0 && self.resume.as_deref() != Some(Path::new(AUTO)) {
+        if self.several.restarts > 0 && self.resume.as_deref() != Some(Path::new(AUTO)) {
             return Err(Error::new("a run cannot begin again by itself")
                 .got("--restarts without --resume auto")
                 .allowed("--restarts K --resume auto --name NAME")
@@ -237,9 +253,10 @@ impl Train {
         if !lists.is_empty() {
             return self.sweep(file, &lists);
         }
-        let stall = Duration::from_secs(in_range("stall-timeout", self.stall_timeout, 1, 1 << 20)?);
+        let stall = Duration::from_secs(in_range("stall-timeout", self.several.stall_timeout, 1, 1 << 20)?);
         let looks = self.dry_run || self.write_batches.is_some();
-        let role = if looks { Role::alone() } else { Role::take(self.gpus, self.restarts, stall)? };
+        let role =
+            if looks { Role::alone() } else { Role::take(self.several.gpus, self.several.restarts, stall)? };
         let (words, local) = as_rank(role);
         let ended = self.train(file, &words, local);
         // What all have agreed on ends all of them; an error of one is told to the others.
@@ -285,9 +302,10 @@ impl Train {
             if let Err(error) = train::check_machine(&config) {
                 tell(&format!("warning: {error}"));
             }
-            let ranks = self.gpus.filter(|ranks| *ranks > 1);
-            ranks.map_or(Ok(()), |ranks| train::check_ranks(&config, ranks))?;
-            let of_ranks = ranks.map_or(String::new(), |ranks| config.of_ranks(ranks));
+            let (ranks, context) = (self.several.gpus.unwrap_or(1), self.several.context_parallel);
+            train::check_parallel(&config, ranks, context)?;
+            let mesh = Mesh { context, ..Mesh::node(Rank { index: 0, of: ranks }) };
+            let of_ranks = if ranks > 1 { config.of_ranks(mesh) } else { String::new() };
             return Ok(print(&format!("{config}{of_ranks}"))?);
         }
         if let Some(path) = &self.write_batches {
@@ -303,7 +321,10 @@ impl Train {
                 .build_global()
                 .map_err(during("cannot start threads"))?;
         }
-        let outcome = train::run_as(&config, &begin, words, local)?;
+        let Several { context_parallel: context, overlap, piece_mb, .. } = self.several;
+        let piece = piece_mb.map(|mb| in_range("piece-mb", mb, 0.001, 1e6)).transpose()?;
+        let piece = piece.map(|mb| (mb * 1e6 / 4.0) as usize);
+        let outcome = train::run_as(&config, &begin, words, Parallel { local, context, overlap, piece })?;
         if rank.is_first() {
             print(&result_table(&outcome))?;
         }
@@ -315,7 +336,7 @@ impl Train {
         for (flag, given) in [
             ("--resume", self.resume.is_some()),
             ("--write-batches", self.write_batches.is_some()),
-            ("--gpus", self.gpus.is_some()),
+            ("--gpus", self.several.gpus.is_some()),
         ] {
             if given {
                 return Err(Error::new("a list of values is many runs")

@@ -49,17 +49,17 @@ pub fn evaluate(
 ) -> Result<Evaluation> {
     let batches = Batches::new(data, cut);
     let wanted = tokens.div_ceil(cut.context as u64).min(batches.sequences());
-    let rank = ranks.rank();
+    let (mesh, data_rank) = (ranks.mesh(), ranks.mesh().data());
     // The sum of losses of each batch of sequences, where this rank has it, and the bytes of the text.
     let (mut sums, mut bytes, mut first) = (Vec::new(), 0, 0);
     while first < wanted {
         let count = (batch as u64).min(wanted - first);
-        if sums.len() % rank.of != rank.index {
+        if sums.len() % data_rank.of != data_rank.index {
             sums.push(0.0);
             first += count;
             continue;
         }
-        let sequences = batches.in_order(first, count as usize)?;
+        let sequences = batches.in_order(first, count as usize)?.part(mesh.part());
         // The bytes of exactly the tokens that were predicted.
         bytes += sequences.targets().iter().map(|&id| tokenizer.bytes(id)).sum::<u64>();
         let loss = || -> candle_core::Result<f32> {
@@ -76,7 +76,9 @@ pub fn evaluate(
     sums.push(bytes as f64);
     let all = ranks.gather(&sums, device)?;
     // In the order of the text, whoever has computed them.
-    let sum: f64 = (0..batches_done).map(|n| all[n % rank.of][n]).sum();
+    let parts = |n: usize| n % data_rank.of * mesh.context..(n % data_rank.of + 1) * mesh.context;
+    let mean = |n: usize| all[parts(n)].iter().map(|of_rank| of_rank[n]).sum::<f64>() / mesh.context as f64;
+    let sum: f64 = (0..batches_done).map(mean).sum();
     let bytes: f64 = all.iter().map(|of_rank| of_rank[batches_done]).sum();
     let loss = sum / wanted as f64;
     let tokens = wanted * cut.context as u64;

@@ -14,7 +14,7 @@ use crate::data::Tokenizer;
 use crate::model::{LlamaConfig, ParameterSpec, Parameters, StateFile};
 use crate::partial::Folder;
 use crate::quantity::Quantity;
-use crate::ranks::{Alone, Rank};
+use crate::ranks::{Mesh, Ranks};
 use crate::settings::{Settings, SmoothingSetting, Switch};
 use crate::{during, writing};
 
@@ -186,7 +186,7 @@ pub fn load(
     config: &LlamaConfig,
     device: &Device,
     dtype: DType,
-    trained: Option<Rank>,
+    trained: Option<Mesh>,
 ) -> Result<Parameters> {
     HfConfig::read(folder)?;
     let files = weight_files(folder)?;
@@ -318,7 +318,7 @@ fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
     }
     let weights = to.join(WEIGHTS);
     parameters
-        .weights(&Alone)
+        .weights(&Ranks::alone())
         .and_then(|snapshot| snapshot.map_or(Ok(()), |snapshot| snapshot.save_as(&weights, dtype).map(drop)))
         .map_err(writing(&weights))
 }

@@ -18,9 +18,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::data::{Batches, Cut, Dataset, Mixture, Tokenizer};
 use crate::device::{Place, free_memory};
-use crate::model::{Llama, LlamaConfig, Parameters};
+use crate::model::{Llama, LlamaConfig, Parameters, Watch};
 use crate::quantity::gib;
-use crate::ranks::Rank;
+use crate::ranks::Mesh;
 use crate::settings::{Attn, Settings};
 use crate::trained::{Trained, run_folder};
 use crate::{bar, during, tell};
@@ -221,7 +221,9 @@ fn trace(
         layers.push([q.clone(), k.clone(), v.clone(), dout.clone()]);
         Ok(())
     };
-    llama.train_observed(&batch.ids, &batch.targets, Some(&mut observe)).map_err(during("probing"))?;
+    llama
+        .train_watched(&batch.ids, &batch.targets, Watch { observe: Some(&mut observe), left: None })
+        .map_err(during("probing"))?;
     layers.reverse();
     Ok(layers)
 }
@@ -439,7 +441,7 @@ pub fn probe_weights(
     (text, tokenizer): (&Mixture, &Tokenizer),
     step: u64,
 ) -> Result<Probed> {
-    let parameters = Parameters::load(&config.model, weights, &Device::Cpu, DType::F32, Some(Rank::ALONE))?;
+    let parameters = Parameters::load(&config.model, weights, &Device::Cpu, DType::F32, Some(Mesh::ALONE))?;
     let scheme = low_bit(config.model.scheme, &config.settings);
     let look = Look { sequences: 1, ..Look::default() };
     let cut = config.data.cut(tokenizer);

@@ -7,12 +7,15 @@ mod group;
 mod launch;
 mod loopback;
 mod meeting;
+mod mesh;
 mod message;
 #[cfg(feature = "cuda")]
 mod nccl;
+mod transport;
 mod world;
 
 use std::io::Write;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -20,12 +23,15 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 use candle_sage::{Error, Result};
 
-pub use group::{Alone, Group, Rank, Transfer};
+pub use group::Group;
+pub use mesh::{Mesh, Rank};
+pub use transport::Transfer;
 pub use world::World;
 
 use launch::Launch;
 use loopback::Loopback;
 use meeting::Meeting;
+use transport::Transport;
 
 use crate::during;
 
@@ -87,41 +93,76 @@ impl Role {
 /// The ranks of a run, as one of them sees them: words by way of their meeting, tensors by way of their devices.
 #[derive(Debug)]
 pub struct Ranks {
-    group: Box<dyn Group>,
+    mesh: Mesh,
+    all: Group,
+    shards: Group,
+    replicas: Group,
+    context: Group,
     words: Words,
 }
 
 impl Ranks {
     /// One process.
     pub fn alone() -> Self {
-        Self { group: Box::new(Alone), words: Words::alone() }
+        let alone = Group::alone;
+        let (all, shards, replicas, context) = (alone(), alone(), alone(), alone());
+        Self { mesh: Mesh::ALONE, all, shards, replicas, context, words: Words::alone() }
     }
 
-    /// Connects the devices of ranks that have met.
+    /// Connects the devices of ranks that have met and lie so.
     ///
     /// # Errors
     /// When they cannot reach each other.
-    pub fn connect(words: Words, device: &Device) -> Result<Self> {
-        let Some(meeting) = &words.meeting else { return Ok(Self::alone()) };
-        let group: Box<dyn Group> = match device {
-            Device::Cpu => Box::new(Loopback::connect(meeting)?),
+    pub fn connect(words: Words, mesh: Mesh, device: &Device) -> Result<Self> {
+        let Some(meeting) = &words.meeting else { return Ok(Self { mesh, ..Self::alone() }) };
+        let transport: Rc<dyn Transport> = match device {
+            Device::Cpu => Rc::new(Loopback::connect(meeting)?),
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => {
-                words.aside("connecting the GPUs", || nccl::Nccl::connect(&words, device)).map(Box::new)?
+                words.aside("connecting the GPUs", || nccl::Nccl::connect(&words, device)).map(Rc::new)?
             }
             _ => return Err(Error::new("this device has no others to connect to")),
         };
-        Ok(Self { group, words })
+        let Mesh { shard, replica, .. } = mesh;
+        let group = |rank, first, step| Group::new(&transport, rank, first, step);
+        Ok(Self {
+            mesh,
+            all: group(mesh.rank(), 0, 1),
+            shards: group(shard, replica.index * shard.of, 1),
+            replicas: group(replica, shard.index, shard.of),
+            context: group(mesh.part(), mesh.data().index * mesh.context, 1),
+            words,
+        })
     }
 
     /// Which one this is.
     pub fn rank(&self) -> Rank {
-        self.words.rank
+        self.mesh.rank()
     }
 
-    /// How tensors travel.
-    pub fn group(&self) -> &dyn Group {
-        &*self.group
+    /// How they lie.
+    pub fn mesh(&self) -> Mesh {
+        self.mesh
+    }
+
+    /// Everybody.
+    pub fn all(&self) -> &Group {
+        &self.all
+    }
+
+    /// Those of this node.
+    pub fn shards(&self) -> &Group {
+        &self.shards
+    }
+
+    /// Those that have this one's place on the other nodes.
+    pub fn replicas(&self) -> &Group {
+        &self.replicas
+    }
+
+    /// Those that have one sequence together.
+    pub fn context(&self) -> &Group {
+        &self.context
     }
 
     /// How words travel.
@@ -140,7 +181,7 @@ impl Ranks {
         let gather = || -> candle_core::Result<Vec<f64>> {
             let all = Tensor::zeros(numbers.len() * self.rank().of, DType::F64, device)?;
             let own = Tensor::new(numbers, device)?;
-            self.group.wait(self.group.gather(&own, &all)?)?;
+            self.all.wait(self.all.gather(&own, &all)?)?;
             all.to_vec1()
         };
         let all = gather().map_err(during("cannot gather the ranks' numbers"))?;

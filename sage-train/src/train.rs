@@ -2,6 +2,7 @@
 
 pub mod checkpoint;
 pub mod guard;
+mod parallel;
 mod progress;
 mod run_dir;
 mod stop;
@@ -22,8 +23,8 @@ use crate::lock::Lock;
 use crate::metrics::{Outcome, Point};
 use crate::model::{Llama, Parameters, Snapshot};
 use crate::probe::probe_weights;
-use crate::quantity::{Quantity, gib};
-use crate::ranks::{Rank, Ranks, Words};
+use crate::quantity::gib;
+use crate::ranks::{Group, Mesh, Ranks, Words};
 use crate::report::loss_plot;
 use crate::runs::{CONFIG, ENDING, Ending, STARTS, Start, Status};
 use crate::sample::{Sampling, sample};
@@ -32,6 +33,7 @@ use crate::{during, partial, signals, tell, writing};
 
 use checkpoint::{Belongs, Checkpoints, Found};
 use guard::Recent;
+pub use parallel::{Overlap, Parallel, check_parallel};
 use progress::Progress;
 use run_dir::{RunDir, write_json};
 pub use stop::Stop;
@@ -81,10 +83,10 @@ impl Begin {
 /// # Errors
 /// As [`run_as`].
 pub fn run(config: &Config, begin: &Begin) -> std::result::Result<Outcome, Stop> {
-    run_as(config, begin, &Words::alone(), Rank::ALONE)
+    run_as(config, begin, &Words::alone(), Parallel::ALONE)
 }
 
-/// Trains as one of the ranks that have met, `local` among those of this machine. Rank 0 writes the run's folder, and all have
+/// Trains as one of the ranks that have met, in the way that `parallel` says. Rank 0 writes the run's folder, and all have
 /// the outcome.
 ///
 /// # Errors
@@ -95,16 +97,18 @@ pub fn run_as(
     config: &Config,
     begin: &Begin,
     words: &Words,
-    local: Rank,
+    parallel: Parallel,
 ) -> std::result::Result<Outcome, Stop> {
     let (rank, resumed) = (words.rank(), begin.found());
     if resumed.is_none() && rank.is_first() {
         try_out(config)?;
     }
-    check_ranks(config, rank.of)?;
-    words.agree("settings", &said(config, resumed))?;
-    let device = config.device.open(local)?;
-    let ranks = Ranks::connect(words.clone(), &device)?;
+    check_parallel(config, rank.of, parallel.context)?;
+    words.agree("settings", &said(config, resumed, parallel))?;
+    let device = config.device.open(parallel.local)?;
+    let mesh = Mesh::agree(words, parallel.local, parallel.context)?;
+    let mesh = Mesh { piece: parallel.piece.unwrap_or(mesh.piece), ..mesh };
+    let ranks = Ranks::connect(words.clone(), mesh, &device)?;
     let started = Instant::now();
     let mut progress = Progress::new(config.steps, rank);
     // Until the first step there is nothing to save, and a signal ends the program as it does any other.
@@ -129,7 +133,7 @@ pub fn run_as(
                 .into());
         }
     }
-    let parameters = parameters(config, resumed, &device, rank)?;
+    let parameters = parameters(config, resumed, &device, ranks.mesh())?;
     let (folder, points) = open_folder(config, begin, words)?;
     signals::watch(Second::Ends)?;
     progress.log_to(folder.log(rank)?);
@@ -162,7 +166,7 @@ pub fn run_as(
     let checkpoints = Checkpoints::new(folder.path(), belongs, config.checkpoints, words.clone())?;
     words.wait("folder is ready")?;
 
-    let trainer = Trainer::new(config, &data, &parameters, (&device, &ranks))
+    let trainer = Trainer::new(config, &data, &parameters, (&device, &ranks), parallel.overlap)
         .map_err(during("cannot make the model"))?;
     // Time goes on where it stopped.
     let before = Duration::from_secs_f64(points.last().map_or(0.0, |point: &Point| point.seconds.max(0.0)));
@@ -210,7 +214,7 @@ pub fn run_as(
 }
 
 /// What ranks must agree on before anything long begins.
-fn said(config: &Config, resumed: Option<&Found>) -> String {
+fn said(config: &Config, resumed: Option<&Found>, parallel: Parallel) -> String {
     let step = resumed.map_or("a new run".into(), |found| format!("after step {}", found.about.step));
     // Where the data lies is a machine's own; what it is, is compared when it is read.
     let own = |key: &str| matches!(key, "data" | "tokenizer" | "init-from");
@@ -219,28 +223,10 @@ fn said(config: &Config, resumed: Option<&Found>) -> String {
     // What decides when all validate and save.
     let (checkpoints, eval) = (config.checkpoints.every, config.eval_every);
     let rest = format!(
-        "device = {}\neval-every = {eval}\nprobe-every = {}\ncheckpoint-every = {checkpoints}",
-        config.device, config.probe_every
+        "device = {}\neval-every = {eval}\nprobe-every = {}\ncheckpoint-every = {checkpoints}\ncontext-parallel = {}\noverlap = {:?}\npiece-mb = {:?}",
+        config.device, config.probe_every, parallel.context, parallel.overlap, parallel.piece,
     );
     settings.chain([rest, step]).collect::<Vec<_>>().join("\n")
-}
-
-/// Checks that every rank has something to do.
-///
-/// # Errors
-/// When one has nothing.
-pub fn check_ranks(config: &Config, ranks: usize) -> Result<()> {
-    if config.accumulation >= ranks {
-        return Ok(());
-    }
-    let tokens = config.tokens_per_step() / config.accumulation as u64;
-    Err(Error::new("there are more ranks than micro-batches in a step")
-        .got(format!("{ranks} ranks, {} micro-batches of {tokens} tokens", config.accumulation))
-        .allowed(format!("up to {} ranks", config.accumulation))
-        .hint(format!(
-            "--tokens-per-step {} gives each one; a smaller --micro-batch makes more of them",
-            Quantity(tokens * ranks as u64)
-        )))
 }
 
 /// Rank 0 goes before: what it makes of the text, the others find.
@@ -318,12 +304,12 @@ fn tell_of_course(found: &Found, config: &Config, progress: &Progress) {
 }
 
 /// From a checkpoint, from another's folder, or drawn.
-fn parameters(config: &Config, resumed: Option<&Found>, device: &Device, rank: Rank) -> Result<Parameters> {
+fn parameters(config: &Config, resumed: Option<&Found>, device: &Device, mesh: Mesh) -> Result<Parameters> {
     let dtype = config.device.dtype();
     match (resumed, &config.init_from) {
-        (Some(found), _) => found.restore(config, device, dtype, rank),
-        (None, Some(folder)) => hf::load(folder, &config.model, device, dtype, Some(rank)),
-        (None, None) => Parameters::init(&config.model, config.weights_seed, rank, device, dtype),
+        (Some(found), _) => found.restore(config, device, dtype, mesh),
+        (None, Some(folder)) => hf::load(folder, &config.model, device, dtype, Some(mesh)),
+        (None, None) => Parameters::init(&config.model, config.weights_seed, mesh, device, dtype),
     }
 }
 
@@ -574,7 +560,8 @@ impl Run<'_> {
             let (trainer, tokenizer) = (&self.trainer, &self.data.tokenizer);
             let sampling = Sampling { seed: config.seed, ..Sampling::default() };
             let (context, tokens) = (config.model.context, config.sample_tokens);
-            let text = sample(&trainer.model, tokenizer, context, "", tokens, &sampling, trainer.device())?;
+            let model = trainer.model.clone().across(&Group::alone());
+            let text = sample(&model, tokenizer, context, "", tokens, &sampling, trainer.device())?;
             self.folder.write("sample.txt", &text)?;
             self.progress.say(&format!("sample:\n{text}"));
         }

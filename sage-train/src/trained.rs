@@ -12,7 +12,7 @@ use crate::during;
 use crate::hf;
 use crate::model::{Llama, Parameters, Stage};
 use crate::quantity::Quantity;
-use crate::ranks::Rank;
+use crate::ranks::{Mesh, Rank};
 use crate::runs::{Run, STARTS, tokenizer_hash};
 use crate::settings::{Attn, Settings};
 use crate::train::checkpoint;
@@ -81,7 +81,7 @@ impl Trained {
     /// # Errors
     /// When it is no such folder, or a file of it is missing or damaged.
     pub fn open(folder: &Path, place: Place, settings: Settings, trained: bool) -> Result<Self> {
-        let trained = trained.then_some(Rank::ALONE);
+        let trained = trained.then_some(Mesh::ALONE);
         let settings = Settings { device: Some(place), ..settings };
         let device = place.open(Rank::ALONE)?;
         let run = run_folder(folder);

@@ -8,8 +8,8 @@ use candle_sage::Result;
 use super::clock::Clock;
 use crate::config::Config;
 use crate::during;
-use crate::model::{Llama, LlamaConfig, Parameters};
-use crate::ranks::{Alone, Group, Rank, Ranks};
+use crate::model::{Llama, LlamaConfig, Parameters, Reduction};
+use crate::ranks::Ranks;
 
 /// Megabytes of f32 that are exchanged; the gather has half of each, in 16 bits. A layer of the paper's model, its embedding, and
 /// all of it.
@@ -57,7 +57,7 @@ pub fn measure(config: &Config, ranks: &Ranks, device: &Device, repeats: usize, 
     let measured = || -> candle_core::Result<Links> {
         let clock = Clock::new(device)?;
         let of = ranks.rank().of;
-        let group = ranks.group();
+        let group = ranks.all();
         let mut links = Vec::new();
         for megabytes in SIZES.into_iter().filter(|size| *size <= most) {
             let len = ((megabytes * 1e6 / 4.0) as usize).next_multiple_of(64 * of);
@@ -76,9 +76,9 @@ pub fn measure(config: &Config, ranks: &Ranks, device: &Device, repeats: usize, 
         let (number, numbers) =
             (Tensor::zeros(8, DType::F64, device)?, Tensor::zeros(8 * of, DType::F64, device)?);
         let latency = clock.median(4 * repeats, |_| group.wait(group.gather(&number, &numbers)?))?;
-        let update = |rank: Rank, group: &dyn Group| update(config, rank, group, device, &clock, repeats);
-        let alone = update(Rank::ALONE, &Alone)?;
-        let together = update(ranks.rank(), group)?;
+        let update = |ranks: &Ranks| update(config, ranks, device, &clock, repeats);
+        let alone = update(&Ranks::alone())?;
+        let together = update(ranks)?;
         let parameters = config.model.parameters();
         Ok(Links { ranks: of, links, latency, update: Update { parameters, alone, together } })
     };
@@ -88,30 +88,30 @@ pub fn measure(config: &Config, ranks: &Ranks, device: &Device, repeats: usize, 
 /// Milliseconds of an update.
 fn update(
     config: &Config,
-    rank: Rank,
-    group: &dyn Group,
+    ranks: &Ranks,
     device: &Device,
     clock: &Clock,
     repeats: usize,
 ) -> candle_core::Result<f64> {
     let model = LlamaConfig { context: 64, ..config.model.clone() };
-    let parameters = Parameters::init(&model, 0, rank, device, config.device.dtype())?;
+    let parameters = Parameters::init(&model, 0, ranks.mesh(), device, config.device.dtype())?;
     // A step, so that there are gradients.
     parameters.clear_gradients()?;
     let ids = Tensor::zeros((1, model.context), DType::U32, device)?;
     Llama::new(&model, &parameters, device)?.train(&ids, &ids)?;
     let adamw = config.adamw.step(1, 0.0, 1);
-    let all = Tensor::zeros(rank.of, DType::F64, device)?;
+    let (of, group) = (ranks.rank().of, ranks.all());
+    let all = Tensor::zeros(of, DType::F64, device)?;
     clock.median(repeats, |_| {
-        let squares = parameters.reduce(group)?.unsqueeze(0)?;
-        let sum = match rank.of {
+        let squares = Reduction::new(&parameters, ranks, false).finish()?.unsqueeze(0)?;
+        let sum = match of {
             1 => squares.get(0)?,
             _ => {
                 group.wait(group.gather(&squares, &all)?)?;
-                (1..rank.of).try_fold(all.get(0)?, |sum, n| sum + all.get(n)?)?
+                (1..of).try_fold(all.get(0)?, |sum, n| sum + all.get(n)?)?
             }
         };
-        parameters.update(adamw, &sum, group)
+        parameters.update(adamw, &sum, ranks)
     })
 }
 

@@ -9,7 +9,7 @@ use super::{as_rank, print};
 use crate::bench::{self, Row, links, sla2};
 use crate::config::Config;
 use crate::device::Place;
-use crate::ranks::{Rank, Ranks, Role, STALL, Words, World};
+use crate::ranks::{Mesh, Rank, Ranks, Role, STALL, Words, World};
 use crate::settings::{Preset, Settings};
 use crate::writing;
 
@@ -159,7 +159,7 @@ impl BenchLinks {
         let settings = Settings { preset: Some(self.preset), device: Some(place), ..Settings::default() };
         let config = Config::resolve(settings)?;
         let device = place.open(local)?;
-        let ranks = Ranks::connect(words.clone(), &device)?;
+        let ranks = Ranks::connect(words.clone(), Mesh::agree(words, local, 1)?, &device)?;
         let repeats = usize::from(self.repeats);
         words.aside("the links", || links::measure(&config, &ranks, &device, repeats, self.most))
     }

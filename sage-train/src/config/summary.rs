@@ -5,6 +5,7 @@ use std::fmt;
 use super::Config;
 use crate::model::{Recompute, received_bytes};
 use crate::quantity::{Quantity, gib, grouped};
+use crate::ranks::Mesh;
 
 impl fmt::Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -195,19 +196,20 @@ impl Config {
     }
 
     /// What each of several ranks would do, hold and send.
-    pub fn of_ranks(&self, ranks: usize) -> String {
+    pub fn of_ranks(&self, mesh: Mesh) -> String {
+        let (ranks, groups) = (mesh.rank().of, mesh.data().of);
         let (all, parameters) = (self.accumulation, self.model.parameters());
-        let (most, fewest) = (all.div_ceil(ranks), all / ranks);
-        let with_most = all - fewest * ranks;
+        let (most, fewest) = (all.div_ceil(groups), all / groups);
+        let with_most = all - fewest * groups;
         let dealt = match with_most {
             0 => format!("{most} each"),
-            n => format!("{most} for {n} of them, {fewest} for {}", ranks - n),
+            n => format!("{most} for {n} of them, {fewest} for {}", groups - n),
         };
-        let idle = 100.0 * (1.0 - all as f64 / (most * ranks) as f64);
-        let memory = self.memory_of_ranks(ranks);
+        let idle = 100.0 * (1.0 - all as f64 / (most * groups) as f64);
+        let memory = self.memory_of_ranks(mesh);
         let (element, others) = (self.device.dtype().size_in_bytes() as u64, (ranks - 1) as u64);
         let update = 1e3 * update_seconds(parameters, ranks);
-        let tokens = (self.micro_batch * self.model.context * most) as u64;
+        let tokens = (self.micro_batch * self.model.context * most / mesh.context) as u64;
         let gradients = 1e3 * (tokens * self.model.flops_per_token()) as f64 / (H100.0 * H100.1);
         let sent = |bytes: u64| gib(parameters * bytes / ranks as u64 * others);
         format!(
@@ -228,9 +230,10 @@ impl Config {
     }
 
     /// Peak memory of each of several ranks: it has its part of the weights in f32 and of the moments, and what the others send.
-    pub fn memory_of_ranks(&self, ranks: usize) -> Memory {
+    pub fn memory_of_ranks(&self, mesh: Mesh) -> Memory {
+        let ranks = mesh.shard.of;
         let (memory, parameters) = (self.memory(), self.model.parameters());
-        if ranks == 1 {
+        if mesh.rank().of == 1 {
             return memory;
         }
         let element = self.device.dtype().size_in_bytes() as u64;
@@ -238,8 +241,8 @@ impl Config {
         Memory {
             weights: parameters * 4 / of + parameters * element,
             optimizer: memory.optimizer / of,
-            gradients: memory.gradients + received_bytes(&self.model, ranks),
-            activations: memory.activations,
+            gradients: memory.gradients + received_bytes(&self.model, mesh),
+            activations: memory.activations / mesh.context as u64,
         }
     }
 

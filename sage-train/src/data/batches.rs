@@ -9,6 +9,8 @@ use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
+use crate::ranks::Rank;
+
 use super::shard::{Format, ShardWriter};
 use super::tokens::check_ids;
 use super::{Mixture, Tokenizer};
@@ -46,6 +48,22 @@ impl Sequences {
             targets: tensor(&self.targets)?,
             documents: self.documents.clone(),
         })
+    }
+
+    /// One of equal parts of every sequence: neighbouring tokens. Documents stay those of the whole.
+    pub fn part(self, part: Rank) -> Self {
+        if part.of == 1 {
+            return self;
+        }
+        let range = part.part_of(self.context);
+        let cut =
+            |ids: &[u32]| ids.chunks(self.context).flat_map(|ids| &ids[range.clone()]).copied().collect();
+        Self {
+            ids: cut(&self.ids),
+            targets: cut(&self.targets),
+            context: range.len(),
+            documents: self.documents,
+        }
     }
 
     /// What the model reads.

@@ -10,6 +10,8 @@ use super::config::LlamaConfig;
 use super::layers::{Linear, Norm};
 use super::parameters::Parameters;
 use super::sla2::{Sla2Layer, Stage};
+use super::ulysses::{Heads, Ulysses};
+use crate::ranks::Group;
 
 /// Sees each layer's query, key and value, and the gradient of its output, last layer first.
 pub type Observe<'a> = dyn FnMut([&Tensor; 3], &Tensor) -> Result<()> + 'a;
@@ -75,7 +77,12 @@ pub(super) struct SelfAttention {
     head_dim: usize,
     attention: Attention,
     sla2: Option<Sla2Layer>,
+    /// Where several ranks have one sequence together: `heads` are this one's then.
+    ulysses: Option<Ulysses>,
 }
+
+/// What was projected lies side by side.
+const QUERY_KEY_VALUE: [Heads; 3] = [Heads::Queries, Heads::Keys, Heads::Keys];
 
 /// What the way back needs.
 pub(super) struct Kept {
@@ -89,6 +96,8 @@ struct Core {
     /// Query and key after norm and rotation, and value.
     inputs: [Tensor; 3],
     out: Tensor,
+    /// The output of this rank's tokens, (rows, width).
+    rows: Tensor,
     vjp: Vjp,
 }
 
@@ -121,13 +130,43 @@ impl SelfAttention {
                 .as_ref()
                 .map(|sla2| Sla2Layer::new(sla2, config, scheme, parameters, at))
                 .transpose()?,
+            ulysses: None,
         })
     }
 
+    /// The layer of a rank that has a part of every sequence; the group has the whole.
+    pub(super) fn across(&mut self, group: &Group) {
+        let [queries, keys] = match &self.ulysses {
+            None => [self.heads[0], self.heads[1]],
+            Some(ulysses) => ulysses.heads(),
+        };
+        let ulysses = Ulysses::new(group, [queries, keys]);
+        let [queries, keys] = ulysses.own();
+        self.heads = [queries, keys, keys];
+        self.ulysses = (group.rank().of > 1).then_some(ulysses);
+    }
+
+    /// Query, key and value, side by side, of all tokens and this rank's heads.
     fn project(&self, x: &Tensor, rotary: &Rotary) -> Result<Tensor> {
-        let sequence = rotary.cos.dim(0)?;
-        let heads: usize = self.heads.iter().sum();
-        self.projection.forward(x)?.reshape((x.dim(0)? / sequence, sequence, heads, self.head_dim))
+        let projected = self.projection.forward(x)?;
+        self.to_heads(&projected, rotary, &QUERY_KEY_VALUE)
+    }
+
+    /// Rows of this rank's tokens -> (batch, tokens of whole sequences, this rank's heads, head_dim).
+    fn to_heads(&self, rows: &Tensor, rotary: &Rotary, kinds: &[Heads]) -> Result<Tensor> {
+        let ranks = self.ulysses.as_ref().map_or(1, Ulysses::ranks);
+        let tokens = rotary.cos.dim(0)? / ranks;
+        let (rows_of_all, width) = rows.dims2()?;
+        let rows = rows.reshape((rows_of_all / tokens, tokens, width / self.head_dim, self.head_dim))?;
+        self.ulysses.as_ref().map_or(Ok(rows.clone()), |ulysses| ulysses.to_heads(&rows, kinds))
+    }
+
+    /// The way back, of anything with so many elements.
+    fn to_rows(&self, heads: &Tensor, rotary: &Rotary, rows: usize, kinds: &[Heads]) -> Result<Tensor> {
+        let Some(ulysses) = &self.ulysses else { return heads.reshape((rows, ())) };
+        let tokens = rotary.cos.dim(0)?;
+        let batch = rows * ulysses.ranks() / tokens;
+        ulysses.to_tokens(&heads.reshape((batch, tokens, (), self.head_dim))?, kinds)?.reshape((rows, ()))
     }
 
     /// Query, key and value out of what was projected.
@@ -165,7 +204,7 @@ impl SelfAttention {
             Some(sla2) => sla2.forward(inputs.each_ref(), rotary.documents.as_ref())?,
             None => attention.apply(query, key, value)?,
         };
-        self.output.forward(&out.reshape((x.dim(0)?, ()))?)
+        self.output.forward(&self.to_rows(&out, rotary, x.dim(0)?, &[Heads::Queries])?)
     }
 
     /// SLA2, where it is what attention does now.
@@ -173,7 +212,7 @@ impl SelfAttention {
         self.sla2.as_ref().filter(|_| rotary.stage == Stage::Sparse)
     }
 
-    fn core(&self, projected: &Tensor, rotary: &Rotary) -> Result<Core> {
+    fn core(&self, projected: &Tensor, rotary: &Rotary, rows: usize) -> Result<Core> {
         let (attention, inputs) = self.inputs(projected, rotary)?;
         let [query, key, value] = &inputs;
         let (out, vjp) = match self.sparse(rotary) {
@@ -186,14 +225,15 @@ impl SelfAttention {
                 (out, Vjp::Dense(Box::new(vjp)))
             }
         };
-        Ok(Core { inputs, out, vjp })
+        let rows = self.to_rows(&out, rotary, rows, &[Heads::Queries])?;
+        Ok(Core { inputs, out, rows, vjp })
     }
 
     /// Forward for training. Without `keep_core` norm, rotation and attention run once more on the way back.
     pub(super) fn train(&self, x: &Tensor, rotary: &Rotary, keep_core: bool) -> Result<(Tensor, Kept)> {
         let projected = self.project(x, rotary)?;
-        let core = self.core(&projected, rotary)?;
-        let y = self.output.forward(&core.out.reshape((x.dim(0)?, ()))?)?;
+        let core = self.core(&projected, rotary, x.dim(0)?)?;
+        let y = self.output.forward(&core.rows)?;
         Ok((y, Kept { projected, core: keep_core.then_some(core) }))
     }
 
@@ -207,12 +247,13 @@ impl SelfAttention {
         observe: Option<&mut Observe<'_>>,
     ) -> Result<Tensor> {
         let Kept { projected, core } = kept;
+        let rows = x.dim(0)?;
         let core = match core {
             Some(core) => core,
-            None => self.core(&projected, rotary)?,
+            None => self.core(&projected, rotary, rows)?,
         };
-        let rows = x.dim(0)?;
-        let dout = self.output.backward(&core.out.reshape((rows, ()))?, dy)?.reshape(core.out.dims())?;
+        let dout = self.output.backward(&core.rows, dy)?;
+        let dout = self.to_heads(&dout, rotary, &[Heads::Queries])?.reshape(core.out.dims())?;
         if let Some(observe) = observe {
             observe(core.inputs.each_ref(), &dout)?;
         }
@@ -228,8 +269,9 @@ impl SelfAttention {
         let [query, key, _] = self.parts(&projected)?;
         let (dquery, dkey) = (dquery.reshape(query.dims())?, dkey.reshape(key.dims())?);
         let dprojected = rotary.backward([&query, &key], self.norms.as_ref(), [&dquery, &dkey])?;
-        let dx = self.query_key.backward(x, &dprojected.reshape((rows, ()))?)?;
-        self.value.backward_into(&dx, x, &dvalue.reshape((rows, ()))?)?;
+        let dprojected = self.to_rows(&dprojected, rotary, rows, &[Heads::Queries, Heads::Keys])?;
+        let dx = self.query_key.backward(x, &dprojected)?;
+        self.value.backward_into(&dx, x, &self.to_rows(&dvalue, rotary, rows, &[Heads::Keys])?)?;
         Ok(dx)
     }
 }

@@ -7,6 +7,7 @@ use super::attention::{Kept as AttentionKept, Observe, Rotary, SelfAttention};
 use super::config::{LlamaConfig, Recompute};
 use super::layers::{Linear, Norm, Stream};
 use super::parameters::Parameters;
+use crate::ranks::Group;
 
 #[derive(Debug, Clone)]
 pub(super) struct Block {
@@ -60,6 +61,13 @@ impl Block {
             mlp: FeedForward { gate_up: linear(&["gate_proj", "up_proj"])?, down: linear(&["down_proj"])? },
             recompute: config.recompute,
         })
+    }
+
+    /// See [`SelfAttention::across`].
+    pub(super) fn across(&mut self, group: &Group) {
+        if let Some((_, attention)) = &mut self.attention {
+            attention.across(group);
+        }
     }
 
     /// Forward only.

@@ -11,6 +11,7 @@ use super::config::LlamaConfig;
 use super::layers::{Norm, Stream};
 use super::parameters::{EMBEDDING, Parameters, Weight};
 use super::sla2::Stage;
+use crate::ranks::Group;
 
 /// What the model reads: ids, (batch, sequence), and where documents begin in all of them, one behind the other, if
 /// attention is to stay inside.
@@ -28,6 +29,24 @@ impl<'a> From<&'a Tensor> for Input<'a> {
     }
 }
 
+/// Who looks on while gradients are computed.
+#[derive(Default)]
+pub struct Watch<'a, 'b> {
+    /// Sees what attention reads and what comes back to it, last layer first.
+    pub observe: Option<&'a mut Observe<'b>>,
+    /// Is told when the backward has left a layer: the gradients of its parameters are there, and of all that follow.
+    pub left: Option<&'a mut Left<'b>>,
+}
+
+impl std::fmt::Debug for Watch<'_, '_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Watch").finish_non_exhaustive()
+    }
+}
+
+/// Told by the layer's number.
+pub type Left<'a> = dyn FnMut(usize) -> Result<()> + 'a;
+
 /// A Llama with a tied embedding, on views of [`Parameters`].
 #[derive(Debug, Clone)]
 pub struct Llama {
@@ -37,6 +56,8 @@ pub struct Llama {
     rotary: Rotary,
     z_loss: f32,
     stage: Stage,
+    /// Parts that a sequence is cut into, of which this rank has one.
+    parts: usize,
 }
 
 impl Llama {
@@ -54,7 +75,16 @@ impl Llama {
             rotary: Rotary::new(config, device)?,
             z_loss: config.z_loss as f32,
             stage: Stage::Sparse,
+            parts: 1,
         })
+    }
+
+    /// The model of a rank that has a part of every sequence: neighbouring ids, as long as those of the other ranks of the
+    /// group. Losses are of its own part.
+    pub fn across(mut self, group: &Group) -> Self {
+        self.parts = group.rank().of;
+        self.blocks.iter_mut().for_each(|block| block.across(group));
+        self
     }
 
     /// What the model attends to from now on, where it has SLA2: at first the selected blocks.
@@ -66,7 +96,7 @@ impl Llama {
     fn enter(&self, Input { ids, documents }: Input<'_>) -> Result<(Stream, Rotary)> {
         let (_, sequence) = ids.dims2()?;
         let sum = ops::embedding_forward(&self.embedding.value, ids)?.flatten(0, 1)?;
-        Ok((Stream { sum, last: None }, self.rotary.narrow(sequence, documents, self.stage)?))
+        Ok((Stream { sum, last: None }, self.rotary.narrow(sequence * self.parts, documents, self.stage)?))
     }
 
     /// The normalized hidden states of `ids`, (batch, sequence) -> (batch sequence, width).
@@ -95,18 +125,18 @@ impl Llama {
     /// # Errors
     /// As [`Llama::hidden`], and when the parameters are not trained.
     pub fn train<'a>(&self, input: impl Into<Input<'a>>, targets: &Tensor) -> Result<Tensor> {
-        self.train_observed(input, targets, None)
+        self.train_watched(input, targets, Watch::default())
     }
 
-    /// As [`Llama::train`]; `observe` sees what attention reads and what comes back to it, last layer first.
+    /// As [`Llama::train`], under somebody's eyes.
     ///
     /// # Errors
-    /// As [`Llama::train`], and those of `observe`.
-    pub fn train_observed<'a>(
+    /// As [`Llama::train`], and those of who watches.
+    pub fn train_watched<'a>(
         &self,
         input: impl Into<Input<'a>>,
         targets: &Tensor,
-        mut observe: Option<&mut Observe<'_>>,
+        Watch { mut observe, mut left }: Watch<'_, '_>,
     ) -> Result<Tensor> {
         let input = input.into();
         let ids = input.ids;
@@ -126,8 +156,11 @@ impl Llama {
         drop(hidden);
         let mut dstream = self.norm.backward(&sum, &dhidden, None)?;
         drop((sum, dhidden));
-        for (block, kept) in self.blocks.iter().zip(kept).rev() {
+        for (layer, (block, kept)) in self.blocks.iter().zip(kept).enumerate().rev() {
             dstream = block.backward(kept, dstream, &rotary, observe.as_deref_mut())?;
+            if let Some(left) = &mut left {
+                left(layer)?;
+            }
         }
         let dstream = dstream.reshape((ids.dim(0)?, ids.dim(1)?, ()))?;
         ops::add_into(dtable, &ops::embedding_backward(ids, &dstream, table.dim(0)?)?)?;

@@ -16,11 +16,11 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
 
 use super::config::{LlamaConfig, ParameterSpec, Start};
-use super::pieces::{Layout, overlap};
+use super::pieces::{Layout, Piece, overlap};
 use super::snapshot::{ROWS, Snapshot};
 use super::state::{State, StateFile};
 use crate::during;
-use crate::ranks::{Group, Rank, Transfer};
+use crate::ranks::{Mesh, Ranks};
 
 /// The table of the embedding, and of the output.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -31,17 +31,18 @@ const SLICE: usize = 1 << 23;
 /// The trained tensors of a model. What computes with them holds views: updates show at once.
 #[derive(Debug)]
 pub struct Parameters {
-    specs: Vec<ParameterSpec>,
-    layout: Layout,
-    rank: Rank,
+    pub(super) specs: Vec<ParameterSpec>,
+    pub(super) layout: Layout,
+    mesh: Mesh,
     /// Of each piece.
     held: Vec<Held>,
     /// Of all, where something is trained; what was reduced lies in this rank's parts.
     gradients: Option<Tensor>,
-    /// What other ranks send of a piece: one comes while the other is added up. Where there are others.
-    received: Option<[Tensor; 2]>,
+    /// What other ranks of the node send of a piece: one comes while the other is added up. And what other nodes send. Where
+    /// there are others.
+    pub(super) received: Option<[Tensor; 3]>,
     /// Of each parameter: see [`Weight`].
-    filled: Vec<Arc<AtomicBool>>,
+    pub(super) filled: Vec<Arc<AtomicBool>>,
 }
 
 /// A piece.
@@ -105,11 +106,11 @@ impl Parameters {
     pub fn init(
         config: &LlamaConfig,
         seed: u64,
-        rank: Rank,
+        mesh: Mesh,
         device: &Device,
         dtype: DType,
     ) -> candle_sage::Result<Self> {
-        Self::from_values(config, &|spec| Ok(draw(spec, seed)), device, dtype, Some(rank))
+        Self::from_values(config, &|spec| Ok(draw(spec, seed)), device, dtype, Some(mesh))
     }
 
     /// Reads every parameter from a safetensors file. `trained`: by which rank, where there will be gradients.
@@ -121,7 +122,7 @@ impl Parameters {
         path: &Path,
         device: &Device,
         dtype: DType,
-        trained: Option<Rank>,
+        trained: Option<Mesh>,
     ) -> candle_sage::Result<Self> {
         let file = StateFile::open(path)
             .map_err(|error| error.hint("a run has model.safetensors from its first validation on"))?;
@@ -137,7 +138,7 @@ impl Parameters {
         values: &dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>>,
         device: &Device,
         dtype: DType,
-        trained: Option<Rank>,
+        trained: Option<Mesh>,
     ) -> candle_sage::Result<Self> {
         let values = Values { weights: values, moments: None };
         Self::new(config.parameter_specs(), &values, device, dtype, trained)
@@ -152,7 +153,7 @@ impl Parameters {
         state: &State,
         device: &Device,
         dtype: DType,
-        trained: Option<Rank>,
+        trained: Option<Mesh>,
     ) -> candle_sage::Result<Self> {
         let values = Values {
             weights: &|spec| state.values(spec, ROWS[0], 0..spec.len() as usize),
@@ -166,15 +167,15 @@ impl Parameters {
         values: &Values<'_>,
         device: &Device,
         dtype: DType,
-        trained: Option<Rank>,
+        trained: Option<Mesh>,
     ) -> candle_sage::Result<Self> {
         let failed = || "cannot make the model";
-        let rank = trained.unwrap_or(Rank::ALONE);
-        let layout = Layout::new(&specs, rank.of);
+        let mesh = trained.unwrap_or(Mesh::ALONE);
+        let layout = Layout::new(&specs, mesh);
         let mut held = Vec::with_capacity(layout.pieces.len());
         for piece in &layout.pieces {
             let (start, len) = (piece.range.start, piece.range.len());
-            let own = rank.part_of(len);
+            let own = mesh.shard.part_of(len);
             let dtype = if piece.decays { dtype } else { DType::F32 };
             let mut whole = vec![0.0f32; len];
             let mut state = vec![0.0f32; own.len() * if trained.is_some() { ROWS.len() } else { 1 }];
@@ -207,12 +208,13 @@ impl Parameters {
         }
         let zeros = |len| Tensor::zeros(len, DType::F32, device).map_err(during(failed()));
         let gradients = trained.map(|_| zeros(layout.len())).transpose()?;
-        let received = match (rank.of, layout.largest_of_others(rank.of)) {
-            (1, _) => None,
-            (_, others) => Some([zeros(others)?, zeros(others)?]),
+        let [others, nodes] = layout.largest_received(mesh);
+        let received = match others + nodes {
+            0 => None,
+            _ => Some([zeros(others)?, zeros(others)?, zeros(nodes)?]),
         };
         let filled = specs.iter().map(|_| Arc::default()).collect();
-        Ok(Self { specs, layout, rank, held, gradients, received, filled })
+        Ok(Self { specs, layout, mesh, held, gradients, received, filled })
     }
 
     /// A parameter as the model takes it.
@@ -308,53 +310,10 @@ impl Parameters {
     }
 
     /// This rank's part of a piece of something that lies as all parameters do.
-    fn own(&self, all: &Tensor, piece: &Range<usize>) -> Result<Tensor> {
-        let part = self.rank.part_of(piece.len());
-        all.narrow(0, piece.start + part.start, part.len())
-    }
-
-    /// Adds up the gradients of all ranks, in their order, each in the parts that it owns. Returns the sum of squares of this
-    /// rank's parts, an f64 scalar.
-    ///
-    /// # Errors
-    /// When nothing is trained, a matrix received no gradient, or a rank cannot be reached.
-    pub fn reduce(&self, group: &dyn Group) -> Result<Tensor> {
-        for (spec, filled) in self.specs.iter().zip(&self.filled) {
-            if spec.decays() && spec.name != EMBEDDING && !filled.load(Ordering::Relaxed) {
-                candle_core::bail!("{} received no gradient", spec.name);
-            }
-        }
-        let gradients = self.gradients()?;
-        // The next piece travels while one is added up.
-        let send = |n: usize| -> Result<Option<(Tensor, Transfer)>> {
-            let (Some(received), Some(piece)) = (&self.received, self.layout.pieces.get(n)) else {
-                return Ok(None);
-            };
-            let others = piece.range.len() / self.rank.of * (self.rank.of - 1);
-            let into = received[n % 2].narrow(0, 0, others)?;
-            let from = gradients.narrow(0, piece.range.start, piece.range.len())?;
-            let transfer = group.exchange(&from, &into)?;
-            Ok(Some((into, transfer)))
-        };
-        let mut comes = send(0)?;
-        let mut squares: Option<Tensor> = None;
-        for (n, piece) in self.layout.pieces.iter().enumerate() {
-            let own = self.own(gradients, &piece.range)?;
-            let came = std::mem::replace(&mut comes, send(n + 1)?);
-            if let Some((parts, transfer)) = came {
-                group.wait(transfer)?;
-                ops::sum_in_order(&own, &parts.reshape((self.rank.of - 1, ()))?, self.rank.index)?;
-            }
-            let of_piece = ops::sum_of_squares(&own)?;
-            squares = Some(match squares {
-                None => of_piece,
-                Some(sum) => (sum + of_piece)?,
-            });
-        }
-        match squares {
-            Some(squares) => Ok(squares),
-            None => candle_core::bail!("the model has no parameters"),
-        }
+    pub(super) fn own(&self, all: &Tensor, piece: usize) -> Result<Tensor> {
+        let range = &self.layout.pieces[piece].range;
+        let part = self.mesh.shard.part_of(range.len());
+        all.narrow(0, range.start + part.start, part.len())
     }
 
     /// Updates all parameters with the gradients that were reduced, whose sum of squares over all ranks is `squares`. Which
@@ -362,22 +321,22 @@ impl Parameters {
     ///
     /// # Errors
     /// When nothing is trained, or a rank cannot be reached.
-    pub fn update(&self, adamw: ops::AdamW, squares: &Tensor, group: &dyn Group) -> Result<()> {
-        let mut last = None;
-        for (piece, Held { values, state }) in self.layout.pieces.iter().zip(&self.held) {
-            let gradient = self.own(self.gradients()?, &piece.range)?;
+    pub fn update(&self, adamw: ops::AdamW, squares: &Tensor, ranks: &Ranks) -> Result<()> {
+        let (shards, mut last) = (ranks.shards(), None);
+        for (n, (piece, Held { values, state })) in self.layout.pieces.iter().zip(&self.held).enumerate() {
+            let gradient = self.own(self.gradients()?, n)?;
             let decayed = if piece.decays { gradient.elem_count() } else { 0 };
             let adamw = ops::AdamW { decayed, ..adamw };
-            let part = self.rank.part_of(piece.range.len());
+            let part = self.mesh.shard.part_of(piece.range.len());
             let copy = (values.dtype() != DType::F32).then(|| values.narrow(0, part.start, part.len()));
             let copy = copy.transpose()?;
             adamw.step(state, &gradient, squares, copy.as_ref())?;
-            if self.rank.of > 1 {
+            if self.mesh.shard.of > 1 {
                 // It travels while the next piece is updated.
-                last = Some(group.gather(&copy.map_or_else(|| state.get(0), Ok)?, values)?);
+                last = Some(shards.gather(&copy.map_or_else(|| state.get(0), Ok)?, values)?);
             }
         }
-        last.map_or(Ok(()), |last| group.wait(last))
+        last.map_or(Ok(()), |last| shards.wait(last))
     }
 
     /// Numbers that are the same, to the bit, on ranks whose model reads the same weights: two sums of each piece, of which one
@@ -411,16 +370,18 @@ impl Parameters {
     ///
     /// # Errors
     /// When there is no memory for it, or a rank cannot be reached.
-    pub fn weights(&self, group: &dyn Group) -> Result<Option<Snapshot>> {
+    pub fn weights(&self, ranks: &Ranks) -> Result<Option<Snapshot>> {
+        let shards = ranks.shards();
         let of_piece = |held: &Held| -> Result<Option<Tensor>> {
             let own = held.state.get(0)?;
-            if self.rank.of == 1 {
+            if shards.rank().of == 1 {
                 // What goes to the host goes with all that it is a view of.
-                return Ok(Some(on_host(&own.force_contiguous()?.unsqueeze(0)?)?));
+                let own = || on_host(&own.force_contiguous()?.unsqueeze(0)?);
+                return ranks.rank().is_first().then(own).transpose();
             }
             let all = Tensor::zeros(held.values.elem_count(), DType::F32, own.device())?;
-            group.wait(group.gather(&own, &all)?)?;
-            self.rank.is_first().then(|| on_host(&all.unsqueeze(0)?)).transpose()
+            shards.wait(shards.gather(&own, &all)?)?;
+            ranks.rank().is_first().then(|| on_host(&all.unsqueeze(0)?)).transpose()
         };
         // Every piece is gathered, whoever keeps it.
         let pieces = self.held.iter().map(of_piece).collect::<Result<Vec<_>>>()?;
@@ -429,15 +390,23 @@ impl Parameters {
         pieces.map(|pieces| self.snapshot(firsts.zip(pieces).collect())).transpose()
     }
 
-    /// A copy of the weights and moments that this rank owns, on the host.
+    /// A copy of the weights and moments that are this rank's to save, on the host: what it owns, of which each node takes a
+    /// part.
     ///
     /// # Errors
     /// When there is no memory for it.
     pub fn state(&self) -> Result<Snapshot> {
-        let first = |piece: &Range<usize>| piece.start + self.rank.part_of(piece.len()).start;
-        let firsts = self.layout.pieces.iter().map(|piece| first(&piece.range));
-        let held = firsts.zip(&self.held).map(|(first, held)| Ok((first, on_host(&held.state)?)));
-        self.snapshot(held.collect::<Result<_>>()?)
+        let Mesh { shard, replica, .. } = self.mesh;
+        let of_piece = |(piece, held): (&Piece, &Held)| -> Result<(usize, Tensor)> {
+            let own = shard.part_of(piece.range.len());
+            let part = replica.part_of(own.len());
+            let state = match replica.of {
+                1 => held.state.clone(),
+                _ => held.state.narrow(1, part.start, part.len())?.force_contiguous()?,
+            };
+            Ok((piece.range.start + own.start + part.start, on_host(&state)?))
+        };
+        self.snapshot(self.layout.pieces.iter().zip(&self.held).map(of_piece).collect::<Result<_>>()?)
     }
 
     fn snapshot(&self, held: Vec<(usize, Tensor)>) -> Result<Snapshot> {

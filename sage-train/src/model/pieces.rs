@@ -1,16 +1,15 @@
 //! Where parameters lie in memory: in pieces, runs of neighbours that are exchanged and updated at once.
 
+use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::ops::Range;
 
 use super::config::{LlamaConfig, ParameterSpec};
+use super::parameters::EMBEDDING;
+use crate::ranks::Mesh;
 
 /// Parameters that follow no other start at multiples of this many elements: 16 bytes are aligned in every element type.
 pub(super) const ALIGNMENT: usize = 64;
-
-/// A piece is closed when it has so many elements, 680 MB of gradient: of several sizes this took two GPUs least for a model of
-/// 324M parameters (docs/several-gpus.md). Larger ones travel faster, and smaller ones leave less to wait for at the end.
-const ENOUGH: usize = 170_000_000;
 
 /// A run of neighbouring parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -19,6 +18,8 @@ pub(super) struct Piece {
     pub(super) range: Range<usize>,
     /// Matrices, which decay and which the model reads in its own type; vectors and routers are read in f32.
     pub(super) decays: bool,
+    /// The first layer that it has something of; none where a backward is done with it at its end alone.
+    pub(super) first_layer: Option<usize>,
 }
 
 /// Where each parameter of a model lies.
@@ -31,11 +32,12 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// For so many ranks.
-    pub(super) fn new(specs: &[ParameterSpec], ranks: usize) -> Self {
-        Self::with_pieces_of(specs, ranks, ENOUGH)
+    /// For ranks that lie so.
+    pub(super) fn new(specs: &[ParameterSpec], mesh: Mesh) -> Self {
+        Self::with_pieces_of(specs, mesh.rank().of, mesh.piece)
     }
 
+    /// A piece is closed when it has enough elements.
     fn with_pieces_of(specs: &[ParameterSpec], ranks: usize, enough: usize) -> Self {
         let (mut places, mut pieces, mut len) = (HashMap::new(), Vec::new(), 0usize);
         for decays in [true, false] {
@@ -46,7 +48,7 @@ impl Layout {
                     len = len.next_multiple_of(ALIGNMENT);
                     if len - start >= enough {
                         len = start + (len - start).next_multiple_of(ALIGNMENT * ranks);
-                        pieces.push(Piece { range: start..len, decays });
+                        pieces.push(Piece { range: start..len, decays, first_layer: Some(usize::MAX) });
                         start = len;
                     }
                 }
@@ -55,10 +57,23 @@ impl Layout {
             }
             len = start + (len - start).next_multiple_of(ALIGNMENT * ranks);
             if len > start {
-                pieces.push(Piece { range: start..len, decays });
+                pieces.push(Piece { range: start..len, decays, first_layer: Some(usize::MAX) });
             }
         }
-        Self { places, pieces }
+        let mut layout = Self { places, pieces };
+        for spec in specs {
+            let piece = layout.piece_of(layout.places[&spec.name].1);
+            let piece = &mut layout.pieces[piece];
+            piece.first_layer = piece.first_layer.min(first_layer(&spec.name));
+        }
+        layout
+    }
+
+    /// The numbers of the pieces, in the order in which a backward is done with them.
+    pub(super) fn backward_order(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.pieces.len()).collect();
+        order.sort_by_key(|piece| Reverse(self.pieces[*piece].first_layer));
+        order
     }
 
     /// Elements of all, gaps included.
@@ -66,10 +81,11 @@ impl Layout {
         self.pieces.last().map_or(0, |piece| piece.range.end)
     }
 
-    /// Elements of a piece that other ranks send, at most.
-    pub(super) fn largest_of_others(&self, ranks: usize) -> usize {
+    /// Elements that other ranks of a node send of a piece, at most, and that other nodes send of a rank's part of one.
+    pub(super) fn largest_received(&self, Mesh { shard, replica, .. }: Mesh) -> [usize; 2] {
         let largest = self.pieces.iter().map(|piece| piece.range.len()).max().unwrap_or(0);
-        largest / ranks * (ranks - 1)
+        let part = largest / shard.of;
+        [part * (shard.of - 1), part / replica.of * (replica.of - 1)]
     }
 
     /// The piece that an element lies in.
@@ -78,10 +94,20 @@ impl Layout {
     }
 }
 
+/// The layer that a parameter belongs to. A backward is done with the last norm before all layers, and with the embedding, which
+/// has none, after them.
+fn first_layer(name: &str) -> Option<usize> {
+    match name.strip_prefix("model.layers.") {
+        Some(layer) => layer.split('.').next()?.parse().ok(),
+        None => (name != EMBEDDING).then_some(usize::MAX),
+    }
+}
+
 /// Bytes that a rank sets aside for what others send.
-pub fn received_bytes(model: &LlamaConfig, ranks: usize) -> u64 {
-    let layout = Layout::new(&model.parameter_specs(), ranks);
-    2 * 4 * layout.largest_of_others(ranks) as u64
+pub fn received_bytes(model: &LlamaConfig, mesh: Mesh) -> u64 {
+    let layout = Layout::new(&model.parameter_specs(), mesh);
+    let [others, nodes] = layout.largest_received(mesh);
+    4 * (2 * others + nodes) as u64
 }
 
 /// What two ranges share.
@@ -135,6 +161,32 @@ mod tests {
             }
         }
         assert_eq!(Layout::with_pieces_of(&specs, 2, 300).pieces.len(), 4);
+    }
+
+    #[test]
+    fn a_backward_is_done_with_the_last_layers_first() {
+        let spec = |name: &str, dims: &[usize]| ParameterSpec {
+            name: name.into(),
+            dims: dims.into(),
+            start: Start::Value(0.0),
+            follows: false,
+        };
+        let layer = |n: usize| {
+            let at = |name: &str| format!("model.layers.{n}.{name}.weight");
+            [spec(&at("mlp"), &[64, 64]), spec(&at("norm"), &[64])]
+        };
+        let specs = [
+            &[spec(EMBEDDING, &[64, 64])],
+            &layer(0)[..],
+            &layer(1),
+            &layer(2),
+            &[spec("model.norm.weight", &[64])],
+        ]
+        .concat();
+        let layout = Layout::with_pieces_of(&specs, 2, 4096);
+        let firsts: Vec<_> = layout.pieces.iter().map(|piece| piece.first_layer).collect();
+        assert_eq!(firsts, [None, Some(0), Some(1), Some(2), Some(0)]);
+        assert_eq!(layout.backward_order(), [3, 2, 1, 4, 0]);
     }
 
     #[test]

@@ -1,84 +1,114 @@
-//! What ranks do with each other's tensors: two ways of carrying numbers, and no arithmetic. Every addition is ours, in the
+//! What ranks do with each other's tensors: three ways of carrying numbers, and no arithmetic. Every addition is ours, in the
 //! order of the ranks, so that sums have the same bits whatever carried the parts.
 
-use std::fmt::Debug;
+use std::rc::Rc;
 
 use candle_core::{Result, Tensor};
 
-/// One of several processes, from 0.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rank {
-    /// Which.
-    pub index: usize,
-    /// Of how many.
-    pub of: usize,
+use super::mesh::Rank;
+use super::transport::{Swap, Transfer, Transport};
+
+/// Some of the ranks, this one among them. They exchange tensors of one dimension without gaps, on their device, in the order in
+/// which all of them call.
+#[derive(Debug, Clone)]
+pub struct Group {
+    /// None where it is alone.
+    transport: Option<Rc<dyn Transport>>,
+    /// Which member this one is.
+    rank: Rank,
+    /// The first of them among all ranks, and how far they are apart.
+    first: usize,
+    step: usize,
 }
 
-impl Rank {
+impl Group {
     /// The only one.
-    pub const ALONE: Self = Self { index: 0, of: 1 };
-
-    /// Whether it is the one that writes and speaks for all.
-    pub fn is_first(self) -> bool {
-        self.index == 0
+    pub fn alone() -> Self {
+        Self { transport: None, rank: Rank::ALONE, first: 0, step: 1 }
     }
 
-    /// Of `len` elements, a multiple of the ranks: this rank's part.
-    pub fn part_of(self, len: usize) -> std::ops::Range<usize> {
-        let part = len / self.of;
-        self.index * part..(self.index + 1) * part
+    /// `rank.of` ranks from the `first` of all on, `step` apart.
+    pub(super) fn new(transport: &Rc<dyn Transport>, rank: Rank, first: usize, step: usize) -> Self {
+        let transport = (rank.of > 1).then(|| transport.clone());
+        Self { transport, rank, first, step }
     }
-}
 
-/// Something that travels, by its number. The device may compute meanwhile; what was sent and what comes must stay until it was
-/// waited for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[must_use = "what was sent has not come yet"]
-pub struct Transfer(pub(super) u64);
+    /// Which member this one is.
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
 
-/// Ranks that exchange tensors of one dimension without gaps, on their device, in the order in which all of them call.
-pub trait Group: Debug {
-    /// All to all: part `j` of `from` goes to rank `j`, and what rank `i` sends comes to `into`, one behind the other in their
-    /// order. A rank keeps its own part: `into` has one part fewer than `from`, whose parts are equal.
+    /// Swaps with each other member, by its number among them.
+    fn swap(&self, with: impl Fn(usize) -> Result<[Tensor; 2]>) -> Result<Transfer> {
+        let Some(transport) = &self.transport else { return Ok(Transfer(0)) };
+        let others = (0..self.rank.of).filter(|member| *member != self.rank.index);
+        let swaps = others.map(|member| {
+            let [sent, comes] = with(member)?;
+            Ok(Swap { peer: self.first + member * self.step, sent, comes })
+        });
+        transport.swap(&swaps.collect::<Result<Vec<_>>>()?)
+    }
+
+    /// All to all: part `j` of `from` goes to member `j`, and what member `i` sends comes to `into`, one behind the other in
+    /// their order. A member keeps its own part: `into` has one part fewer than `from`, whose parts are equal.
     ///
     /// # Errors
     /// When a rank cannot be reached.
-    fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<Transfer>;
+    pub fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<Transfer> {
+        let Rank { index, of } = self.rank;
+        let part = from.elem_count() / of;
+        if part * of != from.elem_count() || part * (of - 1) != into.elem_count() {
+            candle_core::bail!("{} elements of {of} ranks for {}", from.elem_count(), into.elem_count());
+        }
+        self.swap(|member| {
+            let comes = member - usize::from(member > index);
+            Ok([from.narrow(0, member * part, part)?, into.narrow(0, comes * part, part)?])
+        })
+    }
 
-    /// All gather: `part` goes to everybody, and part `i` of `into` comes from rank `i`. `part` may be this rank's own part of
-    /// `into`, which is filled in any case.
+    /// All to all, where `into` has every part, this member's own among them: `parts[j]` goes to member `j`.
     ///
     /// # Errors
     /// When a rank cannot be reached.
-    fn gather(&self, part: &Tensor, into: &Tensor) -> Result<Transfer>;
+    pub fn all_to_all(&self, parts: &[Tensor], into: &Tensor) -> Result<Transfer> {
+        let Rank { index, of } = self.rank;
+        let len = into.elem_count() / of;
+        if parts.len() != of || parts.iter().any(|part| part.elem_count() != len) {
+            candle_core::bail!("{} parts of {of} ranks for {}", parts.len(), into.elem_count());
+        }
+        let transfer = self.swap(|member| Ok([parts[member].clone(), into.narrow(0, member * len, len)?]))?;
+        // Beside what travels.
+        into.slice_set(&parts[index], 0, index * len)?;
+        Ok(transfer)
+    }
+
+    /// All gather: `part` goes to everybody, and part `i` of `into` comes from member `i`. `part` may be this member's own part
+    /// of `into`, which is filled in any case.
+    ///
+    /// # Errors
+    /// When a rank cannot be reached.
+    pub fn gather(&self, part: &Tensor, into: &Tensor) -> Result<Transfer> {
+        let len = part.elem_count();
+        if len * self.rank.of != into.elem_count() {
+            candle_core::bail!("{} times {len} elements for {}", self.rank.of, into.elem_count());
+        }
+        if !share_memory(part, into) {
+            into.slice_set(part, 0, self.rank.index * len)?;
+        }
+        self.swap(|member| Ok([part.clone(), into.narrow(0, member * len, len)?]))
+    }
 
     /// What the device is given from here on finds what came with this transfer, and with all before.
     ///
     /// # Errors
     /// When the device fails.
-    fn wait(&self, transfer: Transfer) -> Result<()>;
+    pub fn wait(&self, transfer: Transfer) -> Result<()> {
+        self.transport.as_ref().map_or(Ok(()), |transport| transport.wait(transfer))
+    }
 }
 
-/// The only rank.
-#[derive(Debug)]
-pub struct Alone;
-
-impl Group for Alone {
-    fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<Transfer> {
-        match into.elem_count() {
-            0 => Ok(Transfer(0)),
-            more => candle_core::bail!("{} elements of one rank, and {more} of others", from.elem_count()),
-        }
-    }
-
-    fn gather(&self, part: &Tensor, into: &Tensor) -> Result<Transfer> {
-        if part.elem_count() != into.elem_count() {
-            candle_core::bail!("a part of {} elements for {}", part.elem_count(), into.elem_count());
-        }
-        Ok(Transfer(0))
-    }
-
-    fn wait(&self, _: Transfer) -> Result<()> {
-        Ok(())
-    }
+/// Whether they are views of one memory: then the one is where it belongs in the other.
+fn share_memory(a: &Tensor, b: &Tensor) -> bool {
+    let ((a, _), (b, _)) = (a.storage_and_layout(), b.storage_and_layout());
+    std::ptr::eq(&raw const *a, &raw const *b)
 }

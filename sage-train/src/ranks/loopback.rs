@@ -9,8 +9,8 @@ use candle_core::{Device, Result, Tensor};
 use candle_sage::Error;
 use safetensors::View;
 
-use super::group::{Group, Rank, Transfer};
 use super::meeting::Meeting;
+use super::transport::{Swap, Transfer, Transport};
 use crate::during;
 
 /// How long a rank waits for the watch to say who is gone, before it says itself that something is.
@@ -19,7 +19,6 @@ const WATCH: Duration = Duration::from_secs(8);
 /// Connections to all other ranks.
 #[derive(Debug)]
 pub(super) struct Loopback {
-    rank: Rank,
     /// By rank; none to itself.
     peers: Vec<Option<TcpStream>>,
 }
@@ -58,62 +57,39 @@ impl Loopback {
         for stream in peers.iter().flatten() {
             stream.set_nodelay(true).map_err(during(failed()))?;
         }
-        Ok(Self { rank, peers })
+        Ok(Self { peers })
     }
+}
 
-    /// Sends `to(j)` to each other rank `j`, and returns what each of them sent, `bytes` of it, in their order.
-    fn swap(&self, to: &(dyn Fn(usize) -> Tensor + Sync), bytes: usize) -> Result<Vec<Vec<u8>>> {
-        let peers =
-            || self.peers.iter().enumerate().filter_map(|(index, peer)| Some((index, peer.as_ref()?)));
+impl Transport for Loopback {
+    fn swap(&self, swaps: &[Swap]) -> Result<Transfer> {
+        // Its own copy: what is sent may lie where something comes to.
+        let sent = swaps.iter().map(|swap| swap.sent.force_contiguous()).collect::<Result<Vec<_>>>()?;
+        let peer = |swap: &Swap| self.peers[swap.peer].as_ref().expect("another rank");
         let received = std::thread::scope(|scope| -> std::io::Result<Vec<Vec<u8>>> {
-            let senders: Vec<_> = peers()
-                .map(|(index, mut peer)| scope.spawn(move || peer.write_all(&to(index).data())))
-                .collect();
-            let mut received = Vec::with_capacity(self.rank.of);
-            for (_, mut peer) in peers() {
-                let mut part = vec![0; bytes];
-                peer.read_exact(&mut part)?;
-                received.push(part);
-            }
+            let sends = swaps.iter().zip(&sent).map(|(swap, sent)| {
+                let mut peer = peer(swap);
+                scope.spawn(move || peer.write_all(&sent.data()))
+            });
+            let senders: Vec<_> = sends.collect();
+            let receives = swaps.iter().map(|swap| {
+                let mut bytes = vec![0; swap.comes.elem_count() * swap.comes.dtype().size_in_bytes()];
+                peer(swap).read_exact(&mut bytes).map(|()| bytes)
+            });
+            let received = receives.collect();
             for sender in senders {
                 sender.join().expect("no panic in sending")?;
             }
-            Ok(received)
+            received
         });
-        received.map_err(|error| {
+        let received = received.map_err(|error| {
             std::thread::sleep(WATCH);
-            Error::new("another rank cannot be reached").got(error).into()
-        })
-    }
-}
-
-/// Puts parts one behind the other.
-fn fill(into: &Tensor, parts: &[Vec<u8>]) -> Result<()> {
-    let dtype = into.dtype();
-    let mut at = 0;
-    for bytes in parts {
-        let len = bytes.len() / dtype.size_in_bytes();
-        into.slice_set(&Tensor::from_raw_buffer(bytes, dtype, &[len], &Device::Cpu)?, 0, at)?;
-        at += len;
-    }
-    Ok(())
-}
-
-impl Group for Loopback {
-    fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<Transfer> {
-        let part = from.elem_count() / self.rank.of;
-        let parts = (0..self.rank.of).map(|n| from.narrow(0, n * part, part)?.force_contiguous());
-        let parts = parts.collect::<Result<Vec<_>>>()?;
-        fill(into, &self.swap(&|index| parts[index].clone(), part * from.dtype().size_in_bytes())?)?;
-        Ok(Transfer(0))
-    }
-
-    fn gather(&self, part: &Tensor, into: &Tensor) -> Result<Transfer> {
-        // Its own copy: the part may be one of those that are written.
-        let part = part.force_contiguous()?;
-        let mut parts = self.swap(&|_| part.clone(), part.elem_count() * part.dtype().size_in_bytes())?;
-        parts.insert(self.rank.index, part.data().into_owned());
-        fill(into, &parts)?;
+            Error::new("another rank cannot be reached").got(error)
+        })?;
+        for (swap, bytes) in swaps.iter().zip(received) {
+            let (dtype, len) = (swap.comes.dtype(), swap.comes.elem_count());
+            swap.comes.slice_set(&Tensor::from_raw_buffer(&bytes, dtype, &[len], &Device::Cpu)?, 0, 0)?;
+        }
         Ok(Transfer(0))
     }
 

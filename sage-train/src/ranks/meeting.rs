@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use candle_sage::{Error, Result};
 
-use super::group::Rank;
+use super::mesh::Rank;
 use super::message::{Message, receive, send};
 use super::world::World;
 use crate::{during, tell};

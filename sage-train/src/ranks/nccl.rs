@@ -13,14 +13,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, Tensor};
 use candle_sage::Error;
-use cudarc::driver::result::{event, memcpy_dtod_async, stream};
+use cudarc::driver::result::{event, stream};
 use cudarc::driver::sys::{CUevent, CUevent_flags, CUevent_wait_flags, CUstream};
 use cudarc::driver::{CudaSlice, DevicePtr};
 use half::{bf16, f16};
 use libloading::Library;
 
 use super::Words;
-use super::group::{Group, Rank, Transfer};
+use super::mesh::Rank;
+use super::transport::{Swap, Transfer, Transport};
 use crate::{during, hex};
 
 /// A path to the library, where the system does not find it by itself.
@@ -197,28 +198,6 @@ impl Nccl {
         Ok(Transfer(number))
     }
 
-    /// Sends so many bytes to each other rank, and receives as many.
-    fn with_others(
-        &self,
-        bytes: usize,
-        sent: &dyn Fn(usize) -> u64,
-        comes: &dyn Fn(usize) -> u64,
-    ) -> Result<Transfer> {
-        let Functions { group_start, group_end, send, receive, .. } = &self.functions;
-        // SAFETY: what is sent and where it comes lies in tensors that stay until they are waited for; whoever calls has checked
-        // that it fits.
-        self.transfer(|stream| unsafe {
-            self.check("begin a transfer", group_start())?;
-            for peer in (0..self.rank.of).filter(|peer| *peer != self.rank.index) {
-                let (from, to, peer) =
-                    (sent(peer) as *const c_void, comes(peer) as *mut c_void, peer as c_int);
-                self.check("send", send(from, bytes, BYTES, peer, self.communicator, stream))?;
-                self.check("receive", receive(to, bytes, BYTES, peer, self.communicator, stream))?;
-            }
-            self.check("exchange", group_end())
-        })
-    }
-
     /// Where a tensor without gaps lies, and its bytes.
     fn place(&self, tensor: &Tensor) -> Result<(u64, usize)> {
         let (storage, layout) = tensor.storage_and_layout();
@@ -249,33 +228,24 @@ impl Nccl {
     }
 }
 
-impl Group for Nccl {
-    fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<Transfer> {
-        let Rank { index, of } = self.rank;
-        let ((from, bytes), (into, room)) = (self.place(from)?, self.place(into)?);
-        let part = bytes / of;
-        if part * of != bytes || part * (of - 1) != room {
-            candle_core::bail!("{bytes} bytes of {of} ranks for {room}");
-        }
-        let sent = |peer: usize| from + (peer * part) as u64;
-        let comes = |peer: usize| into + ((peer - usize::from(peer > index)) * part) as u64;
-        self.with_others(part, &sent, &comes)
-    }
-
-    /// Pairs of sends and receives: on NVLink they are a fifth faster than NCCL's own gather.
-    fn gather(&self, part: &Tensor, into: &Tensor) -> Result<Transfer> {
-        let ((part, bytes), (into, room)) = (self.place(part)?, self.place(into)?);
-        if bytes * self.rank.of != room {
-            candle_core::bail!("{} times {bytes} bytes for {room}", self.rank.of);
-        }
-        let comes = |peer: usize| into + (peer * bytes) as u64;
-        let own = comes(self.rank.index);
-        if own != part {
-            let stream = self.device.cuda_stream().cu_stream();
-            // SAFETY: both lie in tensors, as checked above.
-            unsafe { memcpy_dtod_async(own, part, bytes, stream).w()? };
-        }
-        self.with_others(bytes, &|_| part, &comes)
+impl Transport for Nccl {
+    /// Pairs of sends and receives, gathers too: on NVLink they are a fifth faster than NCCL's own.
+    fn swap(&self, swaps: &[Swap]) -> Result<Transfer> {
+        let places = swaps.iter().map(|swap| {
+            let ((sent, out), (comes, back)) = (self.place(&swap.sent)?, self.place(&swap.comes)?);
+            Ok(((sent as *const c_void, out), (comes as *mut c_void, back), swap.peer as c_int))
+        });
+        let places = places.collect::<Result<Vec<_>>>()?;
+        let Functions { group_start, group_end, send, receive, .. } = &self.functions;
+        // SAFETY: what is sent and where it comes lies in tensors that stay until they are waited for.
+        self.transfer(|stream| unsafe {
+            self.check("begin a transfer", group_start())?;
+            for ((sent, out), (comes, back), peer) in places {
+                self.check("send", send(sent, out, BYTES, peer, self.communicator, stream))?;
+                self.check("receive", receive(comes, back, BYTES, peer, self.communicator, stream))?;
+            }
+            self.check("exchange", group_end())
+        })
     }
 
     fn wait(&self, Transfer(number): Transfer) -> Result<()> {

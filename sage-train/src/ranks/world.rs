@@ -3,7 +3,7 @@
 
 use candle_sage::{Error, Result};
 
-use super::group::Rank;
+use super::mesh::Rank;
 
 /// By this a process knows that `--gpus` started it.
 pub(super) const LAUNCHED: &str = "SAGE_TRAIN_LAUNCHED";

@@ -20,7 +20,7 @@ use crate::config::{CheckpointConfig, Config, Identity};
 use crate::lock::Lock;
 use crate::model::{Parameters, Parts, Snapshot, State};
 use crate::partial::{PARTIAL, sync};
-use crate::ranks::{Rank, Words};
+use crate::ranks::{Mesh, Rank, Words};
 use crate::{during, hex, writing};
 
 const FOLDER: &str = "checkpoints";
@@ -395,9 +395,9 @@ impl Found {
     ///
     /// # Errors
     /// When they are of another model.
-    pub fn restore(&self, config: &Config, device: &Device, dtype: DType, rank: Rank) -> Result<Parameters> {
+    pub fn restore(&self, config: &Config, device: &Device, dtype: DType, mesh: Mesh) -> Result<Parameters> {
         let state = State::open(paths(&self.path, self.files.clone()))?;
-        Parameters::restore(&config.model, &state, device, dtype, Some(rank))
+        Parameters::restore(&config.model, &state, device, dtype, Some(mesh))
     }
 }
 

@@ -9,9 +9,10 @@ use crate::data::{Batches, Dataset, Feed, Sequences};
 use crate::device::{Mailbox, Monitor, Upload};
 use crate::during;
 use crate::metrics::Point;
-use crate::model::{Input, Llama, LlamaConfig, Parameters, Snapshot};
-use crate::ranks::Ranks;
+use crate::model::{Input, Left, Llama, LlamaConfig, Parameters, Reduction, Snapshot, Watch};
+use crate::ranks::{Mesh, Ranks};
 use crate::train::guard::Limits;
+use crate::train::parallel::Overlap;
 use crate::train::stop::Stop;
 
 /// Micro-batches on their way to the device at once.
@@ -23,6 +24,8 @@ pub(super) struct Trainer<'a> {
     device: &'a Device,
     parameters: &'a Parameters,
     ranks: &'a Ranks,
+    /// Whether gradients travel beside the backward.
+    beside: bool,
     data: &'a Dataset,
     monitor: Monitor,
     pub(super) model: Llama,
@@ -59,7 +62,7 @@ impl Asked {
 struct Report {
     /// Micro-batches of a step, of all ranks.
     micro_batches: usize,
-    ranks: usize,
+    mesh: Mesh,
 }
 
 impl Report {
@@ -67,26 +70,39 @@ impl Report {
     const REST: usize = 3;
 
     fn of(config: &Config, ranks: &Ranks) -> Self {
-        Self { micro_batches: config.accumulation, ranks: ranks.rank().of }
+        Self { micro_batches: config.accumulation, mesh: ranks.mesh() }
     }
 
     /// Losses of a rank, at most.
     fn losses(self) -> usize {
-        self.micro_batches.div_ceil(self.ranks)
+        self.micro_batches.div_ceil(self.mesh.data().of)
     }
 
     fn len(self) -> usize {
         self.losses() + 1 + Self::REST
     }
 
-    /// Where the losses of all lie among all reports, in the order of the micro-batches: number `k` is rank `k mod ranks`'s.
-    fn places_of_losses(self) -> impl Iterator<Item = usize> {
-        (0..self.micro_batches).map(move |k| k % self.ranks * self.len() + k / self.ranks)
+    fn ranks(self) -> usize {
+        self.mesh.rank().of
     }
 
-    /// The same of the sums of squares.
+    /// Where the losses of all lie among all reports, in the order of the micro-batches, each with those of its parts: number `k`
+    /// is group `k mod groups`'s.
+    fn places_of_losses(self) -> impl Iterator<Item = Vec<usize>> {
+        let (groups, parts) = (self.mesh.data().of, self.mesh.context);
+        let place = move |k: usize, part: usize| (k % groups * parts + part) * self.len() + k / groups;
+        (0..self.micro_batches).map(move |k| (0..parts).map(|part| place(k, part)).collect())
+    }
+
+    /// The same of the sums of squares: those of one node, which every node has.
     fn places_of_squares(self) -> impl Iterator<Item = usize> {
-        (0..self.ranks).map(move |rank| rank * self.len() + self.losses())
+        (0..self.mesh.shard.of).map(move |rank| rank * self.len() + self.losses())
+    }
+
+    /// The losses of all micro-batches, each the mean of its parts'.
+    fn losses_of_all(self, reports: &[f64]) -> Vec<f64> {
+        let sum = |places: Vec<usize>| places.into_iter().map(|place| reports[place]).sum::<f64>();
+        self.places_of_losses().map(|places| sum(places) / self.mesh.context as f64).collect()
     }
 
     fn asked(self, reports: &[f64]) -> Asked {
@@ -105,7 +121,7 @@ impl Report {
         sorted.sort_by(f64::total_cmp);
         let (median, longest) = (sorted[(sorted.len() - 1) / 2], *sorted.last()?);
         let slowest = times.iter().position(|time| *time == longest)?;
-        (self.ranks > 1 && median > 0.0).then(|| (slowest, longest / median))
+        (self.ranks() > 1 && median > 0.0).then(|| (slowest, longest / median))
     }
 }
 
@@ -123,20 +139,23 @@ impl<'a> Trainer<'a> {
         data: &'a Dataset,
         parameters: &'a Parameters,
         (device, ranks): (&'a Device, &'a Ranks),
+        overlap: Overlap,
     ) -> candle_core::Result<Self> {
-        let mut model = Llama::new(&config.model, parameters, device)?;
+        let mut model = Llama::new(&config.model, parameters, device)?.across(ranks.context());
         if let Some(sla2) = &config.model.sla2 {
             // Where no step is left to do.
             model.set_stage(sla2.stage(config.steps - 1));
         }
         let under = |scheme| {
-            Llama::new(&LlamaConfig { scheme: Some(scheme), ..config.model.clone() }, parameters, device)
+            let config = LlamaConfig { scheme: Some(scheme), ..config.model.clone() };
+            Llama::new(&config, parameters, device).map(|model| model.across(ranks.context()))
         };
         let report = Report::of(config, ranks);
-        let mailbox = || Mailbox::new(device, report.ranks * report.len() + 1);
+        let mailbox = || Mailbox::new(device, report.ranks() * report.len() + 1);
         Ok(Self {
             config,
             ranks,
+            beside: ranks.rank().of > 1 && overlap.is_beside(ranks.mesh()),
             under_eval_attn: config.eval_scheme.map(under).transpose()?,
             device,
             parameters,
@@ -145,7 +164,11 @@ impl<'a> Trainer<'a> {
             model,
             stop: Tensor::zeros((), DType::F64, device)?,
             mailboxes: [mailbox()?, mailbox()?],
-            upload: Upload::new(device, (config.micro_batch, config.model.context), AHEAD)?,
+            upload: Upload::new(
+                device,
+                (config.micro_batch, config.model.context / ranks.mesh().context),
+                AHEAD,
+            )?,
             busy: 0.0,
         })
     }
@@ -165,7 +188,7 @@ impl<'a> Trainer<'a> {
 
     /// All weights as they are after the steps that were launched, for rank 0. Every rank must ask for them.
     pub(super) fn weights(&self) -> candle_core::Result<Option<Snapshot>> {
-        self.parameters.weights(self.ranks.group())
+        self.parameters.weights(self.ranks)
     }
 
     /// The weights and moments that this rank owns.
@@ -191,8 +214,8 @@ impl<'a> Trainer<'a> {
 
     /// The micro-batches of a step that are this rank's.
     fn own(&self) -> impl Iterator<Item = u64> + Send + use<> {
-        let rank = self.ranks.rank();
-        (rank.index as u64..self.config.accumulation as u64).step_by(rank.of)
+        let group = self.ranks.mesh().data();
+        (group.index as u64..self.config.accumulation as u64).step_by(group.of)
     }
 
     /// The first sequence of each of this rank's micro-batches, from step `first` on.
@@ -221,7 +244,9 @@ impl<'a> Trainer<'a> {
     ) -> Result<Launched> {
         let lr = self.config.learning_rate.at(step);
         // Their thread has them ready: an error of theirs is told from one of the device here.
-        let batches: Vec<Sequences> = self.own().map(|_| feed.next()).collect::<Result<_>>()?;
+        let part = self.ranks.mesh().part();
+        let batches: Vec<Sequences> =
+            self.own().map(|_| Ok(feed.next()?.part(part))).collect::<Result<_>>()?;
         let launched = self.launch_at(step, lr, limits, asked, &batches);
         launched.map_err(|error| failed(error, &format!("step {}", step + 1)))
     }
@@ -239,12 +264,18 @@ impl<'a> Trainer<'a> {
             self.model.set_stage(sla2.stage(step));
         }
         self.mailboxes[mailbox].begin()?;
-        let losses = self.gradients(batches)?;
+        let mut reduction = Reduction::new(self.parameters, self.ranks, self.beside);
+        let losses = self.gradients(batches, Some(&mut reduction).filter(|_| self.beside))?;
         self.mailboxes[mailbox].mark()?;
-        let squares = self.parameters.reduce(self.ranks.group())?;
+        let squares = reduction.finish()?;
         let all = self.report_to_all(&losses, &squares, asked)?;
         let number = |place: usize| all.get(place);
-        let losses = report.places_of_losses().map(number).collect::<candle_core::Result<Vec<_>>>()?;
+        let parts = report.mesh.context;
+        let mean = |places: Vec<usize>| -> candle_core::Result<Tensor> {
+            let sum = places[1..].iter().try_fold(number(places[0])?, |sum, place| sum + number(*place)?)?;
+            if parts == 1 { Ok(sum) } else { sum / parts as f64 }
+        };
+        let losses = report.places_of_losses().map(mean).collect::<candle_core::Result<Vec<_>>>()?;
         let mut squares = (&self.stop * 0.0)?;
         for place in report.places_of_squares() {
             squares = (squares + number(place)?)?;
@@ -255,10 +286,10 @@ impl<'a> Trainer<'a> {
             self.stop = (&self.stop + (loss * 0.0)?)?;
         }
         self.stop = (&self.stop + (&squares * 0.0)?)?;
-        let adamw = self.config.adamw.step(step + 1, lr, self.config.accumulation);
+        let adamw = self.config.adamw.step(step + 1, lr, self.gradients_of_a_step());
         let skip = self.skip(&losses, &squares, limits)?;
         let norm = ((&squares + &self.stop)? + &skip)?;
-        self.parameters.update(adamw, &norm, self.ranks.group())?;
+        self.parameters.update(adamw, &norm, self.ranks)?;
         self.mailboxes[mailbox].send(&Tensor::cat(&[all, skip.unsqueeze(0)?], 0)?)?;
         Ok(Launched { step, lr, mailbox })
     }
@@ -284,11 +315,11 @@ impl<'a> Trainer<'a> {
         own.push(number(f64::from(u8::from(asked.save)))?);
         own.push(number(self.busy)?);
         let own = Tensor::stack(&own, 0)?;
-        if report.ranks == 1 {
+        if report.ranks() == 1 {
             return Ok(own);
         }
-        let all = Tensor::zeros(report.ranks * report.len(), DType::F64, self.device)?;
-        let group = self.ranks.group();
+        let all = Tensor::zeros(report.ranks() * report.len(), DType::F64, self.device)?;
+        let group = self.ranks.all();
         group.wait(group.gather(&own, &all)?)?;
         Ok(all)
     }
@@ -309,18 +340,30 @@ impl<'a> Trainer<'a> {
             sum = (sum + loss)?;
         }
         let below = |value: &Tensor, limit: f64| value.affine(-1.0, limit)?.relu()?.recip()? * 0.0;
-        let most = limits.grad_norm * micro_batches;
+        let most = limits.grad_norm * self.gradients_of_a_step() as f64;
         below(&sum, limits.loss * micro_batches)? + below(squares, most * most)?
     }
 
-    /// The gradients of a step, and the losses of its micro-batches.
-    fn gradients(&mut self, batches: &[Sequences]) -> candle_core::Result<Vec<Tensor>> {
+    /// How many means the sum of a step's gradients has: of each micro-batch, or of each part of it.
+    fn gradients_of_a_step(&self) -> usize {
+        self.config.accumulation * self.ranks.mesh().context
+    }
+
+    /// The gradients of a step, and the losses of its micro-batches. The last backward tells `beside` what may travel.
+    fn gradients(
+        &mut self,
+        batches: &[Sequences],
+        beside: Option<&mut Reduction<'_>>,
+    ) -> candle_core::Result<Vec<Tensor>> {
         self.parameters.clear_gradients()?;
         let mut losses = Vec::with_capacity(batches.len());
-        for sequences in batches {
+        let mut left = beside.map(|reduction| |layer| reduction.left(layer));
+        for (n, sequences) in batches.iter().enumerate() {
             let [ids, targets] = self.upload.send(sequences.ids(), sequences.targets())?;
             let input = Input { ids: &ids, documents: sequences.documents() };
-            losses.push(self.model.train(input, &targets)?);
+            let left = left.as_mut().filter(|_| n + 1 == batches.len());
+            let watch = Watch { left: left.map(|left| left as &mut Left<'_>), observe: None };
+            losses.push(self.model.train_watched(input, &targets, watch)?);
             self.ranks.words().tick();
         }
         Ok(losses)
@@ -334,7 +377,7 @@ impl<'a> Trainer<'a> {
             self.mailboxes[mailbox].open().map_err(|error| failed(error, &format!("step {}", step + 1)))?;
         self.busy = busy;
         let (skip, reports) = results.split_last().expect("at least one number");
-        let losses: Vec<f64> = report.places_of_losses().map(|place| reports[place]).collect();
+        let losses = report.losses_of_all(reports);
         let squares: f64 = report.places_of_squares().fold(0.0, |sum, place| sum + reports[place]);
         if let Some((micro, loss)) = losses.iter().enumerate().find(|(_, loss)| !loss.is_finite()) {
             let at = format!("step {}, micro-batch {} of {accumulation}", step + 1, micro + 1);
@@ -355,7 +398,7 @@ impl<'a> Trainer<'a> {
             step: step + 1,
             tokens: (step + 1) * self.config.tokens_per_step(),
             loss: losses.iter().sum::<f64>() / accumulation as f64,
-            grad_norm: squares.sqrt() / accumulation as f64,
+            grad_norm: squares.sqrt() / self.gradients_of_a_step() as f64,
             lr,
             tokens_per_second,
             skipped: skip.is_nan(),
@@ -365,7 +408,7 @@ impl<'a> Trainer<'a> {
             update_share: Some(1.0 - busy / seconds),
             slowest_rank: slowest.map(|(rank, _)| rank as u64),
             slowest_ratio: slowest.map(|(_, ratio)| ratio),
-            mfu: self.config.peak_flops.map(|peak| flops / (peak * report.ranks as f64)),
+            mfu: self.config.peak_flops.map(|peak| flops / (peak * report.ranks() as f64)),
             ..Point::default()
         };
         Ok((point, report.asked(reports)))
@@ -374,12 +417,13 @@ impl<'a> Trainer<'a> {
     /// The first parameter whose gradient was not finite, of the first rank that has one.
     fn culprit(&mut self, step: u64) -> Result<String> {
         // The next step may be under way, but it changed no weight: these are the gradients again, before they are summed.
-        let mut batches = self.batches();
+        let (mut batches, part) = (self.batches(), self.ranks.mesh().part());
         let firsts = self.firsts(step).take(self.own().count());
-        let again: Vec<Sequences> =
-            firsts.map(|first| batches.shuffled(first, self.config.micro_batch)).collect::<Result<_>>()?;
+        let again: Vec<Sequences> = firsts
+            .map(|first| Ok(batches.shuffled(first, self.config.micro_batch)?.part(part)))
+            .collect::<Result<_>>()?;
         let mut find = || {
-            self.gradients(&again)?;
+            self.gradients(&again, None)?;
             self.parameters.first_non_finite()
         };
         let own = find().map_err(|error| failed(error, &format!("step {}", step + 1)))?;
@@ -426,18 +470,25 @@ fn stopped(what: String, step: u64) -> Stop {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ranks::Rank;
 
     #[test]
     fn reports_are_read_as_they_are_written() {
         // Five micro-batches of two ranks: the second has a zero in the place of a third.
-        let report = Report { micro_batches: 5, ranks: 2 };
+        let mesh = Mesh::node(Rank { index: 0, of: 2 });
+        let report = Report { micro_batches: 5, mesh };
         let reports = [1.0, 3.0, 5.0, 10.0, 0.0, 0.0, 0.5, 2.0, 4.0, 0.0, 20.0, 15.0, 1.0, 0.75];
         assert_eq!(reports.len(), 2 * report.len());
-        let losses: Vec<f64> = report.places_of_losses().map(|place| reports[place]).collect();
-        assert_eq!(losses, [1.0, 2.0, 3.0, 4.0, 5.0]);
+        assert_eq!(report.losses_of_all(&reports), [1.0, 2.0, 3.0, 4.0, 5.0]);
         assert_eq!(report.places_of_squares().map(|place| reports[place]).sum::<f64>(), 30.0);
         assert_eq!(report.asked(&reports), Asked { signal: Some(15), save: true });
         assert_eq!(report.slowest(&reports), Some((1, 1.5)));
+        // The same two with one sequence together, on nodes of their own: three micro-batches of two parts.
+        let replica = Rank { index: 0, of: 2 };
+        let mesh = Mesh { shard: Rank::ALONE, replica, context: 2, ..Mesh::ALONE };
+        let report = Report { micro_batches: 3, mesh };
+        assert_eq!(report.losses_of_all(&reports), [1.5, 3.5, 2.5]);
+        assert_eq!(report.places_of_squares().map(|place| reports[place]).sum::<f64>(), 10.0);
     }
 
     #[test]

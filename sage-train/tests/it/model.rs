@@ -12,7 +12,7 @@ use candle_sage::shape::Packing;
 use candle_sage::{Attention, AttnQat, SageBwd, Scheme, Sla2};
 use sage_train::config::Config;
 use sage_train::model::{Choice, Input, Llama, LlamaConfig, Parameters, Recompute, Sla2Config, Stage};
-use sage_train::ranks::Rank;
+use sage_train::ranks::Mesh;
 use sage_train::settings::Settings;
 
 fn config() -> LlamaConfig {
@@ -34,7 +34,7 @@ fn config() -> LlamaConfig {
 #[test]
 fn matrices_of_one_input_are_one() -> Result<()> {
     let config = LlamaConfig { width: 36, heads: 3, key_heads: 1, head_dim: 10, ffn: 7, ..config() };
-    let parameters = Parameters::init(&config, 7, Rank::ALONE, &Device::Cpu, DType::F32)?;
+    let parameters = Parameters::init(&config, 7, Mesh::ALONE, &Device::Cpu, DType::F32)?;
     let at = |name: &str| format!("model.layers.1.{name}.weight");
     let together = |names: &[&str]| -> Result<()> {
         let names: Vec<String> = names.iter().map(|name| at(name)).collect();
@@ -131,7 +131,7 @@ fn gradients_are_those_of_the_graph() -> Result<()> {
     for (scheme, qk_norm) in settings {
         for recompute in [Recompute::None, Recompute::Attention, Recompute::Block] {
             let config = LlamaConfig { scheme, qk_norm, recompute, ..config() };
-            let parameters = Parameters::init(&config, 7, Rank::ALONE, &Device::Cpu, DType::F32)?;
+            let parameters = Parameters::init(&config, 7, Mesh::ALONE, &Device::Cpu, DType::F32)?;
             let (expected_loss, expected) = graph(&config, &parameters)?;
             let model = Llama::new(&config, &parameters, &Device::Cpu)?;
             let (ids, targets) = batch(&config, &Device::Cpu)?;
@@ -176,7 +176,7 @@ fn with_sla2() -> LlamaConfig {
 fn gradients_of_sla2_are_those_of_the_graph() -> Result<()> {
     for recompute in [Recompute::None, Recompute::Attention, Recompute::Block] {
         let config = LlamaConfig { recompute, ..with_sla2() };
-        let parameters = Parameters::init(&config, 7, Rank::ALONE, &Device::Cpu, DType::F32)?;
+        let parameters = Parameters::init(&config, 7, Mesh::ALONE, &Device::Cpu, DType::F32)?;
         let (expected_loss, expected) = graph(&config, &parameters)?;
         assert!(expected.contains_key("model.layers.0.self_attn.theta"));
         let model = Llama::new(&config, &parameters, &Device::Cpu)?;
@@ -208,7 +208,7 @@ fn the_routers_stage_is_dense_attention_that_teaches() -> Result<()> {
     let config = with_sla2();
     let (ids, targets) = batch(&config, &Device::Cpu)?;
     let run = |stage| -> Result<(f32, Vec<(String, Tensor)>)> {
-        let parameters = Parameters::init(&config, 7, Rank::ALONE, &Device::Cpu, DType::F32)?;
+        let parameters = Parameters::init(&config, 7, Mesh::ALONE, &Device::Cpu, DType::F32)?;
         let mut model = Llama::new(&config, &parameters, &Device::Cpu)?;
         model.set_stage(stage);
         let loss = model.train(&ids, &targets)?.to_scalar()?;
@@ -234,7 +234,7 @@ fn documents_apart(device: &Device, dtype: DType, schemes: &[(Scheme, f64)]) -> 
     for &(scheme, limit) in schemes {
         for recompute in [Recompute::None, Recompute::Block] {
             let config = LlamaConfig { scheme: Some(scheme), recompute, context: 100, ..config() };
-            let parameters = Parameters::init(&config, 7, Rank::ALONE, device, dtype)?;
+            let parameters = Parameters::init(&config, 7, Mesh::ALONE, device, dtype)?;
             let model = Llama::new(&config, &parameters, device)?;
             let tokens = |seed: u32| Tensor::from_iter((0..100u32).map(|n| (n * 31 + seed) % 250), device);
             let (ids, targets) = (tokens(3)?.unsqueeze(0)?, tokens(17)?.unsqueeze(0)?);
@@ -293,7 +293,7 @@ fn cuda_documents_in_a_sequence_are_as_good_as_alone() -> Result<()> {
 #[test]
 fn the_z_loss_is_in_training_and_not_in_validation() -> Result<()> {
     let (plain, raised) = (config(), LlamaConfig { z_loss: 0.1, ..config() });
-    let parameters = Parameters::init(&plain, 7, Rank::ALONE, &Device::Cpu, DType::F32)?;
+    let parameters = Parameters::init(&plain, 7, Mesh::ALONE, &Device::Cpu, DType::F32)?;
     let (ids, targets) = batch(&plain, &Device::Cpu)?;
     let losses = |config: &LlamaConfig| -> Result<(f32, f32)> {
         let model = Llama::new(config, &parameters, &Device::Cpu)?;
@@ -311,7 +311,7 @@ fn the_z_loss_is_in_training_and_not_in_validation() -> Result<()> {
 #[test]
 fn a_gradient_that_is_not_finite_is_named() -> Result<()> {
     let config = config();
-    let parameters = Parameters::init(&config, 7, Rank::ALONE, &Device::Cpu, DType::F32)?;
+    let parameters = Parameters::init(&config, 7, Mesh::ALONE, &Device::Cpu, DType::F32)?;
     assert_eq!(parameters.first_non_finite()?, None);
     let name = "model.layers.1.mlp.up_proj.weight";
     let bad = Tensor::full(f32::NAN, (config.ffn, config.width), &Device::Cpu)?;
@@ -335,7 +335,7 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
             let config =
                 LlamaConfig { scheme: Some(scheme), recompute, head_dim: 64, init_std: 0.1, ..config() };
             let run = |device: &Device, dtype| -> Result<(f32, Parameters)> {
-                let parameters = Parameters::init(&config, 7, Rank::ALONE, device, dtype)?;
+                let parameters = Parameters::init(&config, 7, Mesh::ALONE, device, dtype)?;
                 let model = Llama::new(&config, &parameters, device)?;
                 let (ids, targets) = batch(&config, device)?;
                 let loss = model.train(&ids, &targets)?.to_scalar::<f32>()?;

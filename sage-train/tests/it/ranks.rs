@@ -307,23 +307,105 @@ fn free_port() -> String {
     port.to_string()
 }
 
-/// As torchrun would start them, with a command of its own for each.
-fn by_hand(scratch: &Scratch, port: &str, rank: usize, args: &[&str]) -> Child {
-    let rank = rank.to_string();
+/// As torchrun would start one of `of`, so many on a node, with a command of its own for each.
+fn by_hand(
+    scratch: &Scratch,
+    port: &str,
+    rank: usize,
+    (of, on_node): (usize, usize),
+    args: &[&str],
+) -> Child {
+    let [rank, local, of, on_node] = [rank, rank % on_node, of, on_node].map(|n| n.to_string());
     Command::new(env!("CARGO_BIN_EXE_sage-train"))
         .args(args)
         .current_dir(scratch.path())
-        .envs([
-            ("RANK", rank.as_str()),
-            ("LOCAL_RANK", &rank),
-            ("WORLD_SIZE", "2"),
-            ("LOCAL_WORLD_SIZE", "2"),
-        ])
+        .envs([("RANK", rank), ("LOCAL_RANK", local), ("WORLD_SIZE", of), ("LOCAL_WORLD_SIZE", on_node)])
         .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port), ("RUST_BACKTRACE", "0")])
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
         .expect("the command starts")
+}
+
+/// A run of four ranks, so many on a node.
+fn train_on_nodes(scratch: &Scratch, on_node: usize, name: &str, more: &[&str]) -> Vec<Point> {
+    let (port, args) = (free_port(), flags(&[&["--name", name], more].concat()));
+    let ranks: Vec<Child> = (0..4).map(|rank| by_hand(scratch, &port, rank, (4, on_node), &args)).collect();
+    for (code, said) in ranks.into_iter().map(ended) {
+        assert_eq!(code, Some(0), "{said}");
+    }
+    scratch.metrics(name)
+}
+
+/// The first gradient's norm within 1e-6, and losses within 1e-4 over 30 steps.
+fn assert_same_course(what: &str, one: &[Point], other: &[Point]) {
+    let norm = (other[0].grad_norm / one[0].grad_norm - 1.0).abs();
+    assert!(norm < 1e-6, "{what}: the first gradient's norm is off by {norm:e}");
+    let loss = difference(one, other);
+    assert!(loss < 1e-4, "{what}: losses are off by {loss:e}");
+}
+
+/// Parameters of several pieces, which go one after the other.
+const PIECES: [&str; 4] = ["--layers", "3", "--piece-mb", "0.02"];
+
+/// Each node has all of the state, and what they save together is one checkpoint, which any number of ranks reads.
+#[test]
+fn nodes_of_any_size_train_the_same() {
+    let scratch = Scratch::new();
+    let steps = ["--steps", "30", "--eval-every", "15", "--schedule", "constant", "--warmup-steps", "2"];
+    let one = train(&scratch, "1", "one", &[&PIECES[..], &steps].concat());
+    for (on_node, overlap) in [(4, "after"), (4, "beside"), (2, "after"), (2, "beside"), (1, "auto")] {
+        let name = format!("{on_node}-{overlap}");
+        let several = train_on_nodes(
+            &scratch,
+            on_node,
+            &name,
+            &[&PIECES[..], &steps, &["--overlap", overlap]].concat(),
+        );
+        assert_same_course(&name, &one, &several);
+    }
+    // When they travel is nothing that sums depend on.
+    assert_eq!(numbers(&scratch.metrics("4-after")), numbers(&scratch.metrics("4-beside")));
+    assert_eq!(numbers(&scratch.metrics("2-after")), numbers(&scratch.metrics("2-beside")));
+    for (name, ranks) in [("2-after", "1"), ("1-auto", "3")] {
+        let state = run_of(&scratch, name).join("checkpoints/step-00000030/state-00004-of-00004.safetensors");
+        assert!(state.exists(), "every rank saves a part");
+        scratch.ok(&["--resume", &format!("runs/{name}"), "--steps", "40", "--gpus", ranks]);
+    }
+    let longer = train(&scratch, "1", "longer", &[&PIECES[..], &steps, &["--steps", "40"]].concat());
+    for name in ["2-after", "1-auto"] {
+        let bare = |point: &Point| Point { val_loss: None, ..point.clone() };
+        let [a, b] =
+            [&longer, &scratch.metrics(name)].map(|points| points.iter().map(bare).collect::<Vec<_>>());
+        assert_same_course(name, &a, &b);
+    }
+}
+
+/// Each has a part of every sequence, and some heads of the whole: key heads for each, and one for two.
+#[test]
+fn ranks_share_sequences() {
+    let scratch = Scratch::new();
+    scratch.file("texts.jsonl", crate::support::json_lines(1 << 20));
+    let base = ["--heads", "4", "--data", "texts.jsonl", "--steps", "30", "--eval-every", "15"];
+    for (name, more) in [
+        ("fpa", &["--attn", "fpa", "--key-heads", "2", "--document-mask", "on"][..]),
+        ("int8", &["--attn", "sagebwd", "--smoothing", "qk", "--recompute", "attention"]),
+        ("fp4", &["--attn", "attn-qat", "--key-heads", "2", "--qk-norm", "off", "--recompute", "block"]),
+    ] {
+        let with = |name: &str, ranks: &str, context: &str| {
+            train(&scratch, ranks, name, &[&base, more, &["--context-parallel", context]].concat())
+        };
+        let one = with(name, "1", "1");
+        for (ranks, context) in [("2", "2"), ("4", "4"), ("4", "2")] {
+            let several = with(&format!("{name}-{ranks}-{context}"), ranks, context);
+            assert_same_course(&format!("{name}, {context} of {ranks}"), &one, &several);
+        }
+    }
+    // What was not shared before is now, and the other way round.
+    scratch.ok(&["--resume", "runs/fpa", "--steps", "34", "--gpus", "2", "--context-parallel", "2"]);
+    scratch.ok(&["--resume", "runs/fpa-4-4", "--steps", "34"]);
+    let [a, b] = ["fpa", "fpa-4-4"].map(|name| scratch.metrics(name));
+    assert!(difference(&a, &b) < 1e-4);
 }
 
 #[test]
@@ -337,9 +419,9 @@ fn ranks_of_another_run_are_refused() {
         (with(&["--data", "b.txt"]), "its data is another"),
     ] {
         let port = free_port();
-        let second = by_hand(&scratch, &port, 1, &other);
+        let second = by_hand(&scratch, &port, 1, (2, 2), &other);
         // Somebody who is none of us comes first.
-        let first = by_hand(&scratch, &port, 0, &with(&["--data", "a.txt"]));
+        let first = by_hand(&scratch, &port, 0, (2, 2), &with(&["--data", "a.txt"]));
         wait_until(|| match TcpStream::connect(("127.0.0.1", port.parse().expect("a port"))) {
             Ok(mut stranger) => stranger.write_all(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n").is_ok(),
             Err(_) => true,
@@ -361,6 +443,16 @@ fn mistakes_are_told() {
         (flags(&["--gpus", "2", "--seed", "1,2"]), "a list of values is many runs"),
         (flags(&["--gpus", "2", "--restarts", "2"]), "cannot begin again by itself"),
         (flags(&["--resume", "auto"]), "does not know which run"),
+        (flags(&["--context-parallel", "2"]), "cannot be cut into so many parts"),
+        (flags(&["--gpus", "4", "--context-parallel", "4"]), "2 heads"),
+        (
+            flags(&["--gpus", "6", "--heads", "6", "--key-heads", "2", "--context-parallel", "3"]),
+            "context 32\n",
+        ),
+        (
+            flags(&["--gpus", "2", "--attn", "sla2", "--context-parallel", "2"]),
+            "SLA2 does not share sequences",
+        ),
     ] {
         let error = scratch.fails(&args);
         assert!(error.contains(expected) && error.contains("hint:"), "{error}");
