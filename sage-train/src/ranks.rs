@@ -274,6 +274,13 @@ impl Words {
         done
     }
 
+    /// What to do, told why, where other ranks end this process.
+    pub fn at_end(&self, last_word: impl FnOnce(&str) + Send + 'static) {
+        if let Some(meeting) = &self.meeting {
+            meeting.at_end(Box::new(last_word));
+        }
+    }
+
     /// Leaves, as was agreed or because of an error, which ends the others.
     pub fn leave(&self, failed: Option<&Error>) {
         if let Some(meeting) = &self.meeting {

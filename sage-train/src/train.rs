@@ -156,6 +156,12 @@ pub fn run_as(
     ));
     folder.write(CONFIG, &config.to_toml())?;
     folder.remove(ENDING)?;
+    if rank.is_first() {
+        let path = folder.path().join(ENDING);
+        words.at_end(move |why| {
+            let _ = write_json(&path, &Ending { status: Status::Failed, reason: Some(why.into()) });
+        });
+    }
     let hardware = Hardware::of(&device);
     let start = Start::now(config, &data, fingerprint.clone(), &hardware, (first, rank));
     folder.add_json(STARTS, start)?;

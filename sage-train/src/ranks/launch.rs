@@ -17,6 +17,10 @@ use crate::{during, tell};
 /// How long ranks may take to leave by themselves when one has ended.
 const LEAVING: Duration = Duration::from_secs(20);
 
+/// How many queues the GPU has for a process' streams. With one, transfers that wait for the gradients cost the kernels before
+/// them nothing; with more, a microsecond or so each (docs/several-gpus.md).
+const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+
 /// How many GPUs, and how often to begin again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Launch {
@@ -122,6 +126,9 @@ fn start(ranks: usize) -> Result<(Vec<Child>, Vec<JoinHandle<()>>)> {
             .env("MASTER_PORT", port.to_string())
             .env(LAUNCHED, "1")
             .env(signals::PARENT, std::process::id().to_string());
+        if std::env::var_os(CONNECTIONS).is_none() {
+            command.env(CONNECTIONS, "1");
+        }
         if rank > 0 {
             // Rank 0 speaks for all; what others have to say is told who says it.
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());

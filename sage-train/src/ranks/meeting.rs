@@ -69,7 +69,9 @@ impl Life {
     }
 }
 
-#[derive(Debug)]
+/// What is left to do when the ranks are ended, told why.
+pub(super) type LastWord = Box<dyn FnOnce(&str) + Send>;
+
 struct Shared {
     rank: Rank,
     host: String,
@@ -84,6 +86,13 @@ struct Shared {
     news: Condvar,
     /// This rank has left: nobody is watched any more.
     left: AtomicBool,
+    last_word: Mutex<Option<LastWord>>,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared").field("rank", &self.rank).finish_non_exhaustive()
+    }
 }
 
 /// The meeting of all ranks of a run.
@@ -117,6 +126,7 @@ impl Meeting {
             board: Mutex::default(),
             news: Condvar::new(),
             left: AtomicBool::new(false),
+            last_word: Mutex::default(),
         });
         for peer in 0..shared.peers.len() {
             let stream =
@@ -202,6 +212,11 @@ impl Meeting {
         let mut life = lock(&self.shared.life);
         let ticks = self.shared.ticks.load(Ordering::Relaxed);
         life.hear(ticks, what.to_owned(), aside);
+    }
+
+    /// What to do where others end this process.
+    pub(super) fn at_end(&self, last_word: LastWord) {
+        *lock(&self.shared.last_word) = Some(last_word);
     }
 
     /// Leaves, as was agreed or because of an error, which ends the others.
@@ -319,6 +334,9 @@ impl Shared {
         }
         let hint = if code == LOST { "\n  hint:    --resume goes on from the newest checkpoint" } else { "" };
         tell(&format!("error: {why}{hint}"));
+        if let Some(last_word) = lock(&self.last_word).take() {
+            last_word(why);
+        }
         // Not by way of what a GPU's library does at the end, which may wait for the rank that is gone.
         signal_hook::low_level::exit(code);
     }

@@ -181,6 +181,11 @@ fn a_rank_that_dies_ends_all() {
         assert!(said.contains("is gone") && said.contains("step ") && said.contains("hint:"), "{said}");
         assert!(victim == 0 || said.contains(&format!("error: rank {victim} on ")), "{said}");
         assert!(ranks.iter().all(|rank| !alive(*rank)));
+        if victim > 0 {
+            let ending =
+                std::fs::read_to_string(run_of(&scratch, &name).join("ending.json")).expect("an ending");
+            assert!(ending.contains("failed") && ending.contains(&format!("rank {victim} on ")), "{ending}");
+        }
         let done = steps_of(&scratch, &name) + 20;
         let (run, steps) = (format!("runs/{name}"), done.to_string());
         scratch.ok(&["--resume", &run, "--steps", &steps, "--gpus", ["1", "2", "3"][victim]]);
