@@ -2,6 +2,7 @@
 
 mod identity;
 mod preset;
+pub mod several;
 mod summary;
 
 use std::path::{Path, PathBuf};

@@ -24,7 +24,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_sage::{Error, Result};
 
 pub use group::Group;
-pub use mesh::{Mesh, Rank};
+pub use mesh::{Mesh, PIECE, PIECE_BESIDE, Rank};
 pub use transport::Transfer;
 pub use world::World;
 

@@ -106,9 +106,7 @@ pub fn run_as(
     check_parallel(config, rank.of, parallel.context)?;
     words.agree("settings", &said(config, resumed, parallel))?;
     let device = config.device.open(parallel.local)?;
-    let mesh = Mesh::agree(words, parallel.local, parallel.context)?;
-    let mesh = Mesh { piece: parallel.piece.unwrap_or(mesh.piece), ..mesh };
-    let ranks = Ranks::connect(words.clone(), mesh, &device)?;
+    let ranks = Ranks::connect(words.clone(), parallel.mesh(words)?, &device)?;
     let started = Instant::now();
     let mut progress = Progress::new(config.steps, rank);
     // Until the first step there is nothing to save, and a signal ends the program as it does any other.

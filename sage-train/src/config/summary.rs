@@ -3,9 +3,8 @@
 use std::fmt;
 
 use super::Config;
-use crate::model::{Recompute, received_bytes};
-use crate::quantity::{Quantity, gib, grouped};
-use crate::ranks::Mesh;
+use crate::model::Recompute;
+use crate::quantity::{Quantity, grouped};
 
 impl fmt::Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -70,10 +69,10 @@ impl fmt::Display for Config {
 /// An estimate of peak memory, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct Memory {
-    weights: u64,
-    optimizer: u64,
-    gradients: u64,
-    activations: u64,
+    pub(super) weights: u64,
+    pub(super) optimizer: u64,
+    pub(super) gradients: u64,
+    pub(super) activations: u64,
 }
 
 impl Memory {
@@ -98,21 +97,7 @@ impl fmt::Display for Memory {
 }
 
 /// Dense 16-bit FLOP/s of an H100 SXM, and what part of it a good step reaches.
-const H100: (f64, f64) = (989e12, 0.4);
-
-/// Bytes a second of NVLink between H100 or H200, each way, and of their memory, as updates reach them.
-const LINK: f64 = 300e9;
-const MEMORY: f64 = 3e12;
-
-/// An update over the links of a machine: gradients are exchanged, and three quarters of what it takes to add them up are hidden by
-/// that; weights are gathered beside AdamW (34 bytes a parameter), of which the longer counts, and a quarter of the shorter.
-fn update_seconds(parameters: u64, ranks: usize) -> f64 {
-    let (bytes, ranks) = (4.0 * parameters as f64, ranks as f64);
-    let others = (ranks - 1.0) / ranks;
-    let (exchange, sums) = (others * bytes / LINK, (bytes + bytes / ranks) / MEMORY);
-    let (gather, adamw) = (others * bytes / 2.0 / LINK, 34.0 / 4.0 * bytes / ranks / MEMORY);
-    exchange + sums / 4.0 + gather.max(adamw) + gather.min(adamw) / 4.0
-}
+pub(super) const H100: (f64, f64) = (989e12, 0.4);
 
 impl Config {
     fn compute(&self) -> String {
@@ -195,57 +180,6 @@ impl Config {
         .replacen("adamw", "AdamW", 1)
     }
 
-    /// What each of several ranks would do, hold and send.
-    pub fn of_ranks(&self, mesh: Mesh) -> String {
-        let (ranks, groups) = (mesh.rank().of, mesh.data().of);
-        let (all, parameters) = (self.accumulation, self.model.parameters());
-        let (most, fewest) = (all.div_ceil(groups), all / groups);
-        let with_most = all - fewest * groups;
-        let dealt = match with_most {
-            0 => format!("{most} each"),
-            n => format!("{most} for {n} of them, {fewest} for {}", groups - n),
-        };
-        let idle = 100.0 * (1.0 - all as f64 / (most * groups) as f64);
-        let memory = self.memory_of_ranks(mesh);
-        let (element, others) = (self.device.dtype().size_in_bytes() as u64, (ranks - 1) as u64);
-        let update = 1e3 * update_seconds(parameters, ranks);
-        let tokens = (self.micro_batch * self.model.context * most / mesh.context) as u64;
-        let gradients = 1e3 * (tokens * self.model.flops_per_token()) as f64 / (H100.0 * H100.1);
-        let sent = |bytes: u64| gib(parameters * bytes / ranks as u64 * others);
-        format!(
-            "{:<14} {ranks}, with {dealt} of {all} micro-batches of a step: {idle:.0} % idle\n{:<14} about {} MiB, and the \
-             data: {memory}\n{:<14} gradients {:.2} GiB, weights {:.2} GiB each way and rank\n{:<14} about {update:.1} ms over \
-             links of {:.0} GB/s, {:.1} % of a step with gradients at {:.0} % of an H100's peak\n",
-            "ranks",
-            "memory of each",
-            grouped(memory.total() >> 20),
-            "sent in a step",
-            sent(4),
-            sent(element),
-            "update",
-            LINK / 1e9,
-            100.0 * update / (update + gradients),
-            100.0 * H100.1,
-        )
-    }
-
-    /// Peak memory of each of several ranks: it has its part of the weights in f32 and of the moments, and what the others send.
-    pub fn memory_of_ranks(&self, mesh: Mesh) -> Memory {
-        let ranks = mesh.shard.of;
-        let (memory, parameters) = (self.memory(), self.model.parameters());
-        if mesh.rank().of == 1 {
-            return memory;
-        }
-        let element = self.device.dtype().size_in_bytes() as u64;
-        let of = ranks as u64;
-        Memory {
-            weights: parameters * 4 / of + parameters * element,
-            optimizer: memory.optimizer / of,
-            gradients: memory.gradients + received_bytes(&self.model, mesh),
-            activations: memory.activations / mesh.context as u64,
-        }
-    }
-
     /// Peak memory of training, from the shapes.
     pub fn memory(&self) -> Memory {
         let (parameters, element) = (self.model.parameters(), self.device.dtype().size_in_bytes() as u64);
@@ -256,17 +190,5 @@ impl Config {
             gradients: 4 * parameters,
             activations: self.model.activation_bytes(self.micro_batch, element),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// docs/several-gpus.md: 4.48 ms on two H200.
-    #[test]
-    fn the_update_of_two_gpus_is_reckoned_as_it_was_measured() {
-        let reckoned = 1e3 * update_seconds(324_200_000, 2);
-        assert!((reckoned / 4.48 - 1.0).abs() < 0.03, "{reckoned}");
     }
 }

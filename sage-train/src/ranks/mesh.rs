@@ -47,7 +47,10 @@ pub struct Mesh {
 
 /// 680 MB of gradient: of several sizes this took two GPUs least for a model of 324M parameters (docs/several-gpus.md). Larger
 /// pieces travel faster, and smaller ones leave less to wait for at the end.
-const PIECE: usize = 170_000_000;
+pub const PIECE: usize = 170_000_000;
+
+/// Where they travel beside a backward: 200 MB, a few layers.
+pub const PIECE_BESIDE: usize = 50_000_000;
 
 impl Mesh {
     /// Of the only rank.

@@ -5,7 +5,7 @@ use clap::ValueEnum;
 
 use crate::config::Config;
 use crate::quantity::Quantity;
-use crate::ranks::{Mesh, Rank};
+use crate::ranks::{Mesh, PIECE, PIECE_BESIDE, Rank, Words};
 
 /// How several ranks share a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,6 +21,16 @@ pub struct Parallel {
 }
 
 impl Parallel {
+    /// How the ranks lie, and in what pieces their gradients travel.
+    ///
+    /// # Errors
+    /// When they are not dealt out evenly.
+    pub(super) fn mesh(&self, words: &Words) -> Result<Mesh> {
+        let mesh = Mesh::agree(words, self.local, self.context)?;
+        let usual = if self.overlap.is_beside(mesh) { PIECE_BESIDE } else { PIECE };
+        Ok(Mesh { piece: self.piece.unwrap_or(usual), ..mesh })
+    }
+
     /// One rank.
     pub const ALONE: Self = Self { local: Rank::ALONE, context: 1, overlap: Overlap::Auto, piece: None };
 }
@@ -39,11 +49,12 @@ pub enum Overlap {
 impl Overlap {
     /// Whether they travel beside the backward of ranks that lie so.
     pub(super) fn is_beside(self, mesh: Mesh) -> bool {
-        match self {
-            Self::After => false,
-            Self::Beside => true,
-            Self::Auto => mesh.replica.of > 1,
-        }
+        mesh.rank().of > 1
+            && match self {
+                Self::After => false,
+                Self::Beside => true,
+                Self::Auto => mesh.replica.of > 1,
+            }
     }
 }
 

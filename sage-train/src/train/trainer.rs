@@ -155,7 +155,7 @@ impl<'a> Trainer<'a> {
         Ok(Self {
             config,
             ranks,
-            beside: ranks.rank().of > 1 && overlap.is_beside(ranks.mesh()),
+            beside: overlap.is_beside(ranks.mesh()),
             under_eval_attn: config.eval_scheme.map(under).transpose()?,
             device,
             parameters,

@@ -300,11 +300,18 @@ fn a_plan_says_what_ranks_would_do() {
     let plan =
         Scratch::new().ok(&["--dry-run", "--preset", "325m", "--tokens-per-step", "2m", "--gpus", "6"]);
     assert!(
-        plan.contains("6, with 11 for 4 of them, 10 for 2 of 64 micro-batches of a step: 3 % idle"),
+        plan.contains(
+            "6 on a node of 6, with 11 for 4 of them, 10 for 2 of 64 micro-batches of a step: 3 % idle"
+        ),
         "{plan}"
     );
-    let lines = ["memory of each about ", "sent in a step gradients 1.01 GiB", "update         about "];
+    let lines = ["memory of each about ", "sent in a step gradients 1.01 GiB", "step           about "];
     assert!(lines.iter().all(|line| plan.contains(line)), "{plan}");
+    let large = ["--tokens-per-step", "8m", "--micro-batch", "2", "--ranks", "1024", "--gpu-rate", "176k"];
+    let plan = Scratch::new().ok(&[&["--dry-run", "--preset", "325m"], &large[..]].concat());
+    let expected =
+        ["1024 on 128 nodes of 8, with 1 each of 1024 micro-batches", "between nodes  0.30 GiB each way"];
+    assert!(expected.iter().all(|line| plan.contains(line)), "{plan}");
 }
 
 fn free_port() -> String {
@@ -448,6 +455,7 @@ fn mistakes_are_told() {
         (flags(&["--gpus", "2", "--seed", "1,2"]), "a list of values is many runs"),
         (flags(&["--gpus", "2", "--restarts", "2"]), "cannot begin again by itself"),
         (flags(&["--resume", "auto"]), "does not know which run"),
+        (flags(&["--dry-run", "--ranks", "12"]), "ranks do not divide into nodes"),
         (flags(&["--context-parallel", "2"]), "cannot be cut into so many parts"),
         (flags(&["--gpus", "4", "--context-parallel", "4"]), "2 heads"),
         (

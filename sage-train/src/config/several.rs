@@ -1,0 +1,252 @@
+//! What each of several ranks would do, hold and send, and how long a step would take: reckoned from bytes.
+
+use super::Config;
+use super::summary::{H100, Memory};
+use crate::model::received_bytes;
+use crate::quantity::{gib, grouped};
+use crate::ranks::{Mesh, PIECE_BESIDE};
+
+/// Ranks that somebody thinks of, and how fast they are.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct World {
+    /// How they lie; of any of them.
+    pub mesh: Mesh,
+    /// Bytes a second between the GPUs of a node, each way.
+    pub link: f64,
+    /// The same between nodes, of each GPU.
+    pub network: f64,
+    /// Tokens a second of one GPU while it computes gradients; else 40 % of an H100's peak.
+    pub gpu: Option<f64>,
+}
+
+/// Bytes a second of NVLink between H100 or H200, each way, as pieces of gradients reach them.
+pub const LINK: f64 = 300e9;
+
+/// 400 Gb/s a GPU, of which 90 % are reached.
+pub const NETWORK: f64 = 45e9;
+
+/// Bytes a second of a GPU's memory, as updates reach them.
+const MEMORY: f64 = 3e12;
+
+/// Bytes a second at which sequences are shared among ranks, the copies into the order of heads included: two H200, 64k tokens,
+/// 3 ms a layer (docs/several-gpus.md).
+const SHARED: f64 = 90e9;
+
+/// What part of the gradients' time may hide what travels between nodes.
+const HIDES: f64 = 0.6;
+
+/// Seconds of a step, by what they go to.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Seconds {
+    gradients: f64,
+    /// Of the gradients', what it takes to share sequences.
+    shared: f64,
+    update: f64,
+    /// Between nodes: all of it, and what no backward hides.
+    network: f64,
+    exposed: f64,
+}
+
+impl Seconds {
+    fn all(&self) -> f64 {
+        self.gradients + self.shared + self.update + self.exposed
+    }
+}
+
+/// An update over the links of a node: gradients are exchanged, and three quarters of what it takes to add them up are hidden by
+/// that; weights are gathered beside AdamW (34 bytes a parameter), of which the longer counts, and a quarter of the shorter.
+fn update_seconds(parameters: u64, ranks: usize, link: f64) -> f64 {
+    let (bytes, ranks) = (4.0 * parameters as f64, ranks as f64);
+    let others = (ranks - 1.0) / ranks;
+    let (exchange, sums) = (others * bytes / link, (bytes + bytes / ranks) / MEMORY);
+    let (gather, adamw) = (others * bytes / 2.0 / link, 34.0 / 4.0 * bytes / ranks / MEMORY);
+    exchange + sums / 4.0 + gather.max(adamw) + gather.min(adamw) / 4.0
+}
+
+impl Config {
+    /// What each of several ranks would do, hold and send, and how long a step would take.
+    pub fn of_ranks(&self, world: World) -> String {
+        let World { mesh, link, network, .. } = world;
+        let (ranks, groups) = (mesh.rank().of, mesh.data().of);
+        let (all, parameters) = (self.accumulation, self.model.parameters());
+        let (most, fewest) = (all.div_ceil(groups), all / groups);
+        let with_most = all - fewest * groups;
+        let who = if mesh.context > 1 { format!(" groups of {}", mesh.context) } else { String::new() };
+        let dealt = match with_most {
+            0 => format!("{most} each"),
+            n => format!("{most} for {n} of them, {fewest} for {}", groups - n),
+        };
+        let idle = 100.0 * (1.0 - all as f64 / (most * groups) as f64);
+        let memory = self.memory_of_ranks(mesh);
+        let element = self.device.dtype().size_in_bytes() as u64;
+        let on_node = (mesh.shard.of as u64, (mesh.shard.of - 1) as u64);
+        let sent = |bytes: u64| gib(parameters * bytes / on_node.0 * on_node.1);
+        let seconds = self.seconds(world, most);
+        let mut rows = vec![
+            (
+                "ranks",
+                format!(
+                    "{ranks} on {} of {}, {}with {dealt} of {all} micro-batches of a step: {idle:.0} % idle",
+                    nodes(mesh.replica.of),
+                    mesh.shard.of,
+                    if who.is_empty() { who } else { format!("{groups}{who}, ") },
+                ),
+            ),
+            (
+                "memory of each",
+                format!("about {} MiB, and the data: {memory}", grouped(memory.total() >> 20)),
+            ),
+            (
+                "sent in a step",
+                format!(
+                    "gradients {:.2} GiB, weights {:.2} GiB each way and rank, links of {:.0} GB/s",
+                    sent(4),
+                    sent(element),
+                    link / 1e9
+                ),
+            ),
+        ];
+        if mesh.replica.of > 1 {
+            let others = (mesh.replica.of - 1) as f64 / mesh.replica.of as f64;
+            let bytes = 2.0 * others * 4.0 * parameters as f64 / mesh.shard.of as f64;
+            rows.push((
+                "between nodes",
+                format!(
+                    "{:.2} GiB each way and rank, {:.1} ms at {:.0} GB/s, of which the backward hides {:.1}",
+                    bytes / f64::from(1 << 30),
+                    1e3 * seconds.network,
+                    network / 1e9,
+                    1e3 * (seconds.network - seconds.exposed),
+                ),
+            ));
+        }
+        let of_step = |part: f64| 100.0 * part / seconds.all();
+        let shared = match mesh.context {
+            1 => String::new(),
+            _ => format!(", {:.1} to share sequences", 1e3 * seconds.shared),
+        };
+        let speed = match world.gpu {
+            None => format!("at {:.0} % of an H100's peak", 100.0 * H100.1),
+            Some(gpu) => format!("at {} tokens/s", grouped(gpu as u64)),
+        };
+        rows.push((
+            "step",
+            format!(
+                "about {:.1} ms: {:.1} gradients {speed}{shared}, {:.1} update ({:.1} %){}; {} tokens/s, {:.1} % of as many \
+                 single GPUs",
+                1e3 * seconds.all(),
+                1e3 * seconds.gradients,
+                1e3 * seconds.update,
+                of_step(seconds.update),
+                match seconds.exposed > 0.0 {
+                    true => format!(", {:.1} waits for other nodes", 1e3 * seconds.exposed),
+                    false => String::new(),
+                },
+                grouped((self.tokens_per_step() as f64 / seconds.all()) as u64),
+                100.0 * self.efficiency(world, &seconds),
+            ),
+        ));
+        rows.iter().map(|(label, text)| format!("{label:<14} {text}\n")).collect()
+    }
+
+    fn tokens_a_second(&self, world: World) -> f64 {
+        world.gpu.unwrap_or(H100.0 * H100.1 / self.model.flops_per_token() as f64)
+    }
+
+    fn seconds(&self, world: World, micro_batches: usize) -> Seconds {
+        let World { mesh, link, network, .. } = world;
+        let tokens = self.micro_batch * self.model.context * micro_batches / mesh.context;
+        let gradients = tokens as f64 / self.tokens_a_second(world);
+        // Query, key, value and output, forward and backward.
+        let element = self.device.dtype().size_in_bytes();
+        let (queries, keys) = (self.model.heads, self.model.key_heads.max(mesh.context));
+        let heads = 4 * queries + 4 * keys;
+        let others = (mesh.context - 1) as f64 / mesh.context as f64;
+        let attends = self.model.scheme.is_some() && mesh.context > 1;
+        let bytes = heads * self.model.head_dim * element * self.model.layers * tokens;
+        let shared = if attends { others * bytes as f64 / SHARED } else { 0.0 };
+        let parameters = self.model.parameters();
+        let nodes = mesh.replica.of as f64;
+        let part = 4.0 * parameters as f64 / mesh.shard.of as f64;
+        let last = PIECE_BESIDE as f64 / parameters as f64;
+        let network = 2.0 * (nodes - 1.0) / nodes * part / network;
+        Seconds {
+            gradients,
+            shared,
+            update: update_seconds(parameters, mesh.shard.of, link),
+            network,
+            // The last piece has no backward beside it.
+            exposed: (network - HIDES * gradients).max(network * last.min(1.0)),
+        }
+    }
+
+    /// Tokens a second over those of as many GPUs that each take a step of their own.
+    fn efficiency(&self, world: World, seconds: &Seconds) -> f64 {
+        let ranks = world.mesh.rank().of as f64;
+        let tokens = self.tokens_per_step() as f64 / ranks;
+        let alone =
+            tokens / self.tokens_a_second(world) + update_seconds(self.model.parameters(), 1, world.link);
+        alone / seconds.all()
+    }
+
+    /// Peak memory of each of several ranks: it has its part of the weights in f32 and of the moments, and what the others send.
+    pub fn memory_of_ranks(&self, mesh: Mesh) -> Memory {
+        let (memory, parameters) = (self.memory(), self.model.parameters());
+        if mesh.rank().of == 1 {
+            return memory;
+        }
+        let element = self.device.dtype().size_in_bytes() as u64;
+        let of = mesh.shard.of as u64;
+        Memory {
+            weights: parameters * 4 / of + parameters * element,
+            optimizer: memory.optimizer / of,
+            gradients: memory.gradients + received_bytes(&self.model, mesh),
+            activations: memory.activations / mesh.context as u64,
+        }
+    }
+}
+
+fn nodes(count: usize) -> String {
+    if count == 1 { "a node".into() } else { format!("{count} nodes") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Place;
+    use crate::quantity::Quantity;
+    use crate::ranks::Rank;
+    use crate::settings::{Preset, Settings};
+
+    fn config(micro_batch: usize, context: u64, sequences: u64) -> Config {
+        Config::resolve(Settings {
+            preset: Some(Preset::Paper325m),
+            micro_batch: Some(micro_batch),
+            context: Some(Quantity(context)),
+            tokens_per_step: Some(Quantity(sequences * context)),
+            device: Some(Place::Cuda),
+            ..Settings::default()
+        })
+        .expect("settings")
+    }
+
+    /// docs/several-gpus.md: steps of two H200 from the time of one's gradients.
+    #[test]
+    fn steps_of_two_gpus_are_reckoned_as_they_were_measured() {
+        let node = Mesh::node(Rank { index: 0, of: 2 });
+        let shared = Mesh { context: 2, ..node };
+        for (mesh, micro_batch, context, gradients, measured) in [
+            (node, 1, 4096, 21.94, 26.26),
+            (node, 2, 4096, 39.77, 44.77),
+            (node, 8, 4096, 151.51, 156.39),
+            (shared, 1, 65_536, 1269.43, 696.24),
+        ] {
+            let sequences = (micro_batch * mesh.data().of) as u64;
+            let config = config(micro_batch, context, sequences);
+            let gpu = Some((micro_batch as u64 * context) as f64 / gradients * 1e3);
+            let seconds = config.seconds(World { mesh, link: LINK, network: NETWORK, gpu }, 1);
+            let reckoned = 1e3 * seconds.all();
+            assert!((reckoned / measured - 1.0).abs() < 0.03, "{mesh:?}: {reckoned} for {measured}");
+        }
+    }
+}
