@@ -1,10 +1,12 @@
-//! The training loop.
+//! Training: what a run begins with, and how it ends.
 
 pub mod checkpoint;
 pub mod guard;
 mod parallel;
 mod progress;
 mod run_dir;
+mod step_report;
+mod steps;
 mod stop;
 mod trainer;
 
@@ -15,29 +17,25 @@ use candle_core::Device;
 use candle_sage::{Error, Result};
 
 use crate::config::Config;
-use crate::data::{Dataset, Feed, source};
-use crate::device::{Hardware, Place, free_memory, memory, reset_peak};
-use crate::evaluate::{Evaluation, Extent, evaluate};
+use crate::data::{Dataset, source};
+use crate::device::{Hardware, Place, free_memory};
 use crate::hf;
 use crate::lock::Lock;
 use crate::metrics::{Outcome, Point};
-use crate::model::{Llama, Parameters, Snapshot};
-use crate::probe::probe_weights;
+use crate::model::Parameters;
 use crate::quantity::gib;
-use crate::ranks::{Group, Mesh, Ranks, Words};
-use crate::report::loss_plot;
+use crate::ranks::{Mesh, Ranks, Words};
 use crate::runs::{CONFIG, ENDING, Ending, STARTS, Start, Status};
-use crate::sample::{Sampling, sample};
 use crate::signals::Second;
 use crate::{during, partial, signals, tell, writing};
 
 use checkpoint::{Belongs, Checkpoints, Found};
-use guard::Recent;
 pub use parallel::{Overlap, Parallel, check_parallel};
 use progress::Progress;
 use run_dir::{RunDir, write_json};
+use steps::Run;
 pub use stop::Stop;
-use trainer::{Asked, STOP_HINT, Trainer};
+use trainer::Trainer;
 
 /// Checks what can be checked before anything long begins: that the data exists, and that the run's
 /// folder can. [`run`] finds the same mistakes, but later.
@@ -314,280 +312,5 @@ fn parameters(config: &Config, resumed: Option<&Found>, device: &Device, mesh: M
         (Some(found), _) => found.restore(config, device, dtype, mesh),
         (None, Some(folder)) => hf::load(folder, &config.model, device, dtype, Some(mesh)),
         (None, None) => Parameters::init(&config.model, config.weights_seed, mesh, device, dtype),
-    }
-}
-
-/// Updates in a row that may be skipped: what lasts longer is no spike, and nothing would be learned any more.
-const MOST_SKIPPED: usize = 64;
-
-/// A run under way.
-struct Run<'a> {
-    config: &'a Config,
-    data: &'a Dataset,
-    ranks: &'a Ranks,
-    /// Before the folder, whose lock it needs to the end.
-    checkpoints: Checkpoints,
-    folder: RunDir,
-    progress: Progress,
-    trainer: Trainer<'a>,
-    points: Vec<Point>,
-    /// The step that it begins with, from 0.
-    first: u64,
-    /// Why the last validation's weights could not be written.
-    unsaved: Option<Error>,
-    started: Instant,
-    /// What it took up to there.
-    before: Duration,
-}
-
-impl Run<'_> {
-    /// All steps; returns the seconds that they took, validation not counted.
-    fn train(&mut self) -> std::result::Result<f64, Stop> {
-        self.progress.start(self.first);
-        let batches = self.trainer.batches();
-        let unknown = "cannot measure memory";
-        reset_peak(self.trainer.device()).map_err(during(unknown))?;
-        let firsts = self.trainer.firsts(self.first);
-        let seconds = std::thread::scope(|scope| {
-            self.steps(&Feed::start(scope, batches, firsts, self.config.micro_batch))
-        })?;
-        self.progress.finish();
-        if let Some(memory) = memory(self.trainer.device()).map_err(during(unknown))? {
-            self.progress.say(&format!("most GPU memory in use at once: {:.1} GiB", gib(memory.peak)));
-        }
-        Ok(seconds)
-    }
-
-    fn steps(&mut self, feed: &Feed) -> std::result::Result<f64, Stop> {
-        let config = self.config;
-        // A GPU gets its next step before the results of the last one are looked at.
-        let ahead = self.trainer.runs_ahead();
-        let alone = self.ranks.rank().of == 1;
-        // Where each began with files of its own, these must have been the same.
-        self.trainer.check_weights(self.first)?;
-        let (mut aside, mut under_way) = (Duration::ZERO, None);
-        let started = Instant::now();
-        let mut saved_at = started;
-        for step in self.first..config.steps {
-            let doing = format!("step {} of {}", step + 1, config.steps);
-            signals::doing(&doing);
-            self.ranks.words().doing(&doing);
-            let limits = config.skip_spikes.and_then(|z| Some(Recent::before(step, &self.points)?.limits(z)));
-            let late = config.checkpoints.within.is_some_and(|within| saved_at.elapsed() >= within);
-            let asks = Asked { signal: signals::received(), save: late && self.ranks.rank().is_first() };
-            let launched = self.trainer.launch(step, limits, asks, feed);
-            let mut asked = Asked::default();
-            // What the last step came to is kept, whatever became of this one.
-            if let Some(last) = under_way.take() {
-                let (point, heard) = self.trainer.collect(last)?;
-                self.record(point)?;
-                asked = heard;
-            }
-            under_way = Some(launched?);
-            // One process need not hear what it asks; of several all hear it with the results of one step.
-            if alone {
-                asked = Asked { signal: signals::received(), ..asks };
-            }
-            let last = step + 1 == config.steps;
-            let due = |every: u64| last || (every > 0 && (step + 1).is_multiple_of(every));
-            let probes = config.probe_every > 0 && due(config.probe_every);
-            let validates = probes || due(config.eval_every);
-            let saves = |asked: Asked| due(config.checkpoints.every) || asked != Asked::default();
-            let collects = validates || saves(asked) || !ahead;
-            let Some(launched) = under_way.take_if(|_| collects) else { continue };
-            let (mut point, heard) = self.trainer.collect(launched)?;
-            if !alone {
-                asked = asked.or(heard);
-            }
-            let (saves, signal) = (saves(asked), asked.signal);
-            let collected = Instant::now();
-            if validates {
-                self.validate(&mut point)?;
-            }
-            self.record(point)?;
-            if probes && self.ranks.rank().is_first() {
-                let words = self.ranks.words();
-                words.aside("a probe", || self.probe(step + 1));
-            }
-            if saves {
-                self.trainer.check_weights(step + 1)?;
-                self.checkpoint(step + 1);
-                saved_at = Instant::now();
-            }
-            if let Some(signal) = signal.filter(|_| !last) {
-                signals::hear_of(signal);
-                self.ranks.words().aside("the last checkpoint", || self.checkpoints.wait())?;
-                return Err(Stop::Interrupted(self.interrupted(signal, step + 1)));
-            }
-            aside += collected.elapsed();
-        }
-        Ok((started.elapsed() - aside).as_secs_f64())
-    }
-
-    /// Starts to write a checkpoint. That the one before was not written is no reason to stop.
-    fn checkpoint(&mut self, step: u64) {
-        // However slow the disk is, the other ranks wait for it.
-        if let Err(error) = self.ranks.words().aside("a checkpoint", || self.checkpoints.wait()) {
-            self.progress.say(&format!("warning: {error}"));
-        }
-        // A rank that cannot says so with the others: a checkpoint is of all or of none.
-        let copy = || self.trainer.state().map_err(during("cannot copy the weights"));
-        let synced = self.ranks.words().aside("a checkpoint", || self.folder.sync());
-        let state = synced.and_then(|()| copy());
-        self.checkpoints.save(step, state);
-    }
-
-    fn interrupted(&self, signal: u8, step: u64) -> Error {
-        Error::new(format!("interrupted, and saved after step {step} of {}", self.config.steps))
-            .got(format!("signal {signal}"))
-            .hint(format!("go on: sage-train --resume {}", self.folder.path().display()))
-    }
-
-    /// Validates, and keeps the weights.
-    fn validate(&mut self, point: &mut Point) -> std::result::Result<(), Stop> {
-        let (config, data) = (self.config, self.data);
-        let measure = |model: &Llama| {
-            let cut = config.data.cut(&data.tokenizer);
-            let extent = Extent { tokens: config.eval_tokens, batch: config.micro_batch };
-            let here = (self.trainer.device(), self.ranks);
-            evaluate(model, &data.validation, cut, &data.tokenizer, extent, here, &mut |_, _| {})
-        };
-        let Evaluation { loss, bits_per_byte, .. } = measure(&self.trainer.model)?;
-        if let Some(model) = &self.trainer.under_eval_attn {
-            // One that is not finite is a result, and no reason to stop: training does not use it.
-            point.eval_attn_loss = Some(measure(model)?.loss).filter(|loss| loss.is_finite());
-        }
-        if !loss.is_finite() {
-            self.record(point.clone())?;
-            return Err(Stop::Diverged(
-                Error::new(format!("stopped: the validation loss is {loss} after step {}", point.step))
-                    .got("an update that broke the model")
-                    .allowed("a finite loss")
-                    .hint(STOP_HINT),
-            ));
-        }
-        (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
-        // Room for them may come back before the end; then they must be there.
-        let weights = self.weights()?;
-        self.unsaved = self.save_weights(weights).err();
-        if let Some(error) = &self.unsaved {
-            self.progress.say(&format!("warning: {error}"));
-        }
-        Ok(())
-    }
-
-    /// Measures attention's errors with the weights that the validation kept. That it cannot is no reason to stop.
-    fn probe(&mut self, step: u64) {
-        if self.config.model.scheme.is_none() || self.unsaved.is_some() {
-            return;
-        }
-        let (weights, data) = (self.folder.path().join("model.safetensors"), self.data);
-        let probed = probe_weights(self.config, &weights, (&data.validation, &data.tokenizer), step);
-        if let Err(error) = probed.and_then(|probed| self.folder.append_probe(&probed)) {
-            self.progress.say(&format!("warning: {error}"));
-        }
-    }
-
-    /// Keeps and shows what a step measured.
-    fn record(&mut self, mut point: Point) -> std::result::Result<(), Stop> {
-        point.seconds = (self.before + self.started.elapsed()).as_secs_f64();
-        if let Some(recent) = Recent::before(point.step - 1, &self.points) {
-            let (loss, grad_norm) = recent.scores(point.loss, point.grad_norm);
-            (point.loss_z, point.grad_norm_z) = (Some(loss), Some(grad_norm));
-        }
-        if point.skipped {
-            self.progress.say(&format!(
-                "step {}: a spike, the update is skipped (loss {:.3}, norm {:.2})",
-                point.step, point.loss, point.grad_norm
-            ));
-        }
-        self.folder.append_metrics(&point)?;
-        let here = self.points.iter().rev().take_while(|point| point.step > self.first);
-        let skipped = here.take_while(|point| point.skipped).count();
-        if point.skipped && skipped >= MOST_SKIPPED {
-            return Err(Stop::Diverged(
-                Error::new(format!("stopped: {} updates in a row were skipped as spikes", skipped + 1))
-                    .got(format!("loss {:.3}, norm {:.2} at step {}", point.loss, point.grad_norm, point.step))
-                    .allowed(format!("at most {MOST_SKIPPED} in a row"))
-                    .hint("what stays up is no spike: --resume with a higher --skip-spikes; or, where one was kept, go on from an earlier checkpoint with a lower --lr"),
-            ));
-        }
-        self.progress.step(&point);
-        self.points.push(point);
-        Ok(())
-    }
-
-    /// Writes the results.
-    fn finish(mut self, training_seconds: f64) -> std::result::Result<Outcome, Stop> {
-        let config = self.config;
-        if self.ranks.rank().is_first() {
-            self.ranks.words().aside("the sample", || self.show())?;
-        }
-        let words = self.ranks.words();
-        let saved = words.aside("the last checkpoint", || self.checkpoints.wait());
-        self.unsaved.take().map_or(saved, Err)?;
-        let mut last = self.points.last().expect("at least one step").clone();
-        if last.val_loss.is_none() {
-            // Nothing was left to do but this: the run was interrupted right at its end.
-            self.validate(&mut last)?;
-            self.unsaved.take().map_or(Ok(()), Err)?;
-            self.points.pop();
-            self.points.push(last.clone());
-            self.folder.rewrite_metrics(&self.points)?;
-        } else if self.first == config.steps {
-            // The weights that are there may be those of another end.
-            let weights = self.weights()?;
-            self.save_weights(weights)?;
-        }
-        let steps = config.steps - self.first;
-        let tokens_per_second = match steps {
-            // Nothing was left to do.
-            0 => last.tokens_per_second,
-            _ => (config.tokens_per_step() * steps) as f64 / training_seconds,
-        };
-        Ok(Outcome {
-            folder: self.folder.path().to_owned(),
-            attn: config.attn,
-            val_loss: last.val_loss.expect("the last step is validated"),
-            val_bits_per_byte: last.val_bits_per_byte.expect("the last step is validated"),
-            unigram_entropy: self.data.unigram_entropy,
-            tokens_per_second,
-            points: std::mem::take(&mut self.points),
-        })
-    }
-
-    /// The plot of the losses, and a sample of text.
-    fn show(&self) -> Result<()> {
-        self.plot()?;
-        let config = self.config;
-        if config.sample_tokens > 0 {
-            let (trainer, tokenizer) = (&self.trainer, &self.data.tokenizer);
-            let sampling = Sampling { seed: config.seed, ..Sampling::default() };
-            let (context, tokens) = (config.model.context, config.sample_tokens);
-            let model = trainer.model.clone().across(&Group::alone());
-            let text = sample(&model, tokenizer, context, "", tokens, &sampling, trainer.device())?;
-            self.folder.write("sample.txt", &text)?;
-            self.progress.say(&format!("sample:\n{text}"));
-        }
-        Ok(())
-    }
-
-    fn plot(&self) -> Result<()> {
-        let plot = loss_plot(&self.config.attn.to_string(), &self.points, self.data.unigram_entropy)?;
-        self.folder.write("loss.svg", &plot)
-    }
-
-    /// All weights as they are now, where they are to be written: every rank must come here.
-    fn weights(&self) -> Result<Option<Snapshot>> {
-        self.trainer.weights().map_err(during("cannot copy the weights"))
-    }
-
-    /// Weights with a finite validation loss, in the place of the last ones: whenever the run is cut off, the folder has
-    /// whole weights.
-    fn save_weights(&self, weights: Option<Snapshot>) -> Result<()> {
-        let Some(weights) = weights else { return Ok(()) };
-        let save = |partial: &Path| weights.save(partial).map(drop).map_err(writing(partial));
-        let path = self.folder.path().join("model.safetensors");
-        self.ranks.words().aside("the weights", || partial::file(&path, save))
     }
 }

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use candle_sage::Result;
 use clap::Subcommand;
 
-use super::{as_rank, print};
+use super::print;
+use super::several::as_rank;
 use crate::bench::{self, Row, links, sla2};
 use crate::config::Config;
 use crate::device::Place;

@@ -7,7 +7,8 @@ use candle_sage::{Error, Result};
 use clap::Args;
 use toml::Table;
 
-use super::{lists, print, settle};
+use super::train::settle;
+use super::{lists, print};
 use crate::checks::in_range;
 use crate::config::{Config, check_name};
 use crate::quantity::grouped;

@@ -10,9 +10,10 @@ use crate::device::{Mailbox, Monitor, Upload};
 use crate::during;
 use crate::metrics::Point;
 use crate::model::{Input, Left, Llama, LlamaConfig, Parameters, Reduction, Snapshot, Watch};
-use crate::ranks::{Mesh, Ranks};
+use crate::ranks::Ranks;
 use crate::train::guard::Limits;
 use crate::train::parallel::Overlap;
+use crate::train::step_report::{Asked, Report};
 use crate::train::stop::Stop;
 
 /// Micro-batches on their way to the device at once.
@@ -38,91 +39,6 @@ pub(super) struct Trainer<'a> {
     upload: Upload,
     /// Seconds that the gradients took, in the last step whose results are there.
     busy: f64,
-}
-
-/// What a rank asks of all others, with the results of a step: they hear it at the same time, and do the same.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Asked {
-    /// To stop, because of a signal.
-    pub(super) signal: Option<u8>,
-    /// To write a checkpoint.
-    pub(super) save: bool,
-}
-
-impl Asked {
-    /// Both.
-    pub(super) fn or(self, other: Self) -> Self {
-        Self { signal: self.signal.or(other.signal), save: self.save || other.save }
-    }
-}
-
-/// What a rank has to say of a step, in f64 numbers: the losses of its micro-batches (some have one fewer, and a zero), the sum
-/// of squares of the gradients that it owns, what it asks for, and how long its gradients took in the step before.
-#[derive(Debug, Clone, Copy)]
-struct Report {
-    /// Micro-batches of a step, of all ranks.
-    micro_batches: usize,
-    mesh: Mesh,
-}
-
-impl Report {
-    /// What it asks for, and its time.
-    const REST: usize = 3;
-
-    fn of(config: &Config, ranks: &Ranks) -> Self {
-        Self { micro_batches: config.accumulation, mesh: ranks.mesh() }
-    }
-
-    /// Losses of a rank, at most.
-    fn losses(self) -> usize {
-        self.micro_batches.div_ceil(self.mesh.data().of)
-    }
-
-    fn len(self) -> usize {
-        self.losses() + 1 + Self::REST
-    }
-
-    fn ranks(self) -> usize {
-        self.mesh.rank().of
-    }
-
-    /// Where the losses of all lie among all reports, in the order of the micro-batches, each with those of its parts: number `k`
-    /// is group `k mod groups`'s.
-    fn places_of_losses(self) -> impl Iterator<Item = Vec<usize>> {
-        let (groups, parts) = (self.mesh.data().of, self.mesh.context);
-        let place = move |k: usize, part: usize| (k % groups * parts + part) * self.len() + k / groups;
-        (0..self.micro_batches).map(move |k| (0..parts).map(|part| place(k, part)).collect())
-    }
-
-    /// The same of the sums of squares: those of one node, which every node has.
-    fn places_of_squares(self) -> impl Iterator<Item = usize> {
-        (0..self.mesh.shard.of).map(move |rank| rank * self.len() + self.losses())
-    }
-
-    /// The losses of all micro-batches, each the mean of its parts'.
-    fn losses_of_all(self, reports: &[f64]) -> Vec<f64> {
-        let sum = |places: Vec<usize>| places.into_iter().map(|place| reports[place]).sum::<f64>();
-        self.places_of_losses().map(|places| sum(places) / self.mesh.context as f64).collect()
-    }
-
-    fn asked(self, reports: &[f64]) -> Asked {
-        let of_rank = |report: &[f64]| Asked {
-            signal: Some(report[self.losses() + 1] as u8).filter(|signal| *signal > 0),
-            save: report[self.losses() + 2] > 0.0,
-        };
-        reports.chunks_exact(self.len()).map(of_rank).fold(Asked::default(), Asked::or)
-    }
-
-    /// The rank that took longest, and its time over the median; none where no step was timed yet.
-    fn slowest(self, reports: &[f64]) -> Option<(usize, f64)> {
-        let times: Vec<f64> =
-            reports.chunks_exact(self.len()).map(|report| report[self.losses() + 3]).collect();
-        let mut sorted = times.clone();
-        sorted.sort_by(f64::total_cmp);
-        let (median, longest) = (sorted[(sorted.len() - 1) / 2], *sorted.last()?);
-        let slowest = times.iter().position(|time| *time == longest)?;
-        (self.ranks() > 1 && median > 0.0).then(|| (slowest, longest / median))
-    }
 }
 
 /// A step under way: where its results will be.
@@ -470,26 +386,6 @@ fn stopped(what: String, step: u64) -> Stop {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ranks::Rank;
-
-    #[test]
-    fn reports_are_read_as_they_are_written() {
-        // Five micro-batches of two ranks: the second has a zero in the place of a third.
-        let mesh = Mesh::node(Rank { index: 0, of: 2 });
-        let report = Report { micro_batches: 5, mesh };
-        let reports = [1.0, 3.0, 5.0, 10.0, 0.0, 0.0, 0.5, 2.0, 4.0, 0.0, 20.0, 15.0, 1.0, 0.75];
-        assert_eq!(reports.len(), 2 * report.len());
-        assert_eq!(report.losses_of_all(&reports), [1.0, 2.0, 3.0, 4.0, 5.0]);
-        assert_eq!(report.places_of_squares().map(|place| reports[place]).sum::<f64>(), 30.0);
-        assert_eq!(report.asked(&reports), Asked { signal: Some(15), save: true });
-        assert_eq!(report.slowest(&reports), Some((1, 1.5)));
-        // The same two with one sequence together, on nodes of their own: three micro-batches of two parts.
-        let replica = Rank { index: 0, of: 2 };
-        let mesh = Mesh { shard: Rank::ALONE, replica, context: 2, ..Mesh::ALONE };
-        let report = Report { micro_batches: 3, mesh };
-        assert_eq!(report.losses_of_all(&reports), [1.5, 3.5, 2.5]);
-        assert_eq!(report.places_of_squares().map(|place| reports[place]).sum::<f64>(), 10.0);
-    }
 
     #[test]
     fn other_weights_are_seen() {

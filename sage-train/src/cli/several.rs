@@ -1,0 +1,101 @@
+//! What has to do with several GPUs.
+
+use candle_sage::{Error, Result};
+
+use crate::checks::in_range;
+use crate::config::several::{LINK, NETWORK, World};
+use crate::quantity::Quantity;
+use crate::ranks::{Mesh, Rank, Role, Words};
+use crate::train::Overlap;
+
+/// How a run goes on several GPUs; nothing of what it is.
+#[derive(Debug, clap::Args)]
+pub(super) struct Several {
+    /// Train with so many GPUs of this machine (with --device cpu: processes), each in a process of its own; a step and its
+    /// batches stay what they are. torchrun and srun start such processes too
+    #[arg(long, value_name = "N", help_heading = "Several GPUs", conflicts_with_all = ["write_batches"])]
+    pub(super) gpus: Option<usize>,
+    /// So many neighbouring GPUs have each sequence together: contexts that do not fit one
+    #[arg(long, value_name = "C", help_heading = "Several GPUs", default_value_t = 1)]
+    pub(super) context_parallel: usize,
+    /// When gradients travel between GPUs
+    #[arg(long, value_enum, value_name = "WHEN", help_heading = "Several GPUs", default_value = "auto")]
+    pub(super) overlap: Overlap,
+    /// Megabytes of gradient that travel at once, at least [default: 680, or 200 beside the backward]
+    #[arg(long, value_name = "MB", help_heading = "Several GPUs")]
+    pub(super) piece_mb: Option<f64>,
+    /// With --dry-run: plan for so many GPUs [default: those of --gpus]
+    #[arg(
+        long,
+        value_name = "N",
+        help_heading = "Several GPUs",
+        requires = "dry_run",
+        conflicts_with = "gpus"
+    )]
+    ranks: Option<usize>,
+    /// With --dry-run: GPUs of a node
+    #[arg(long, value_name = "G", help_heading = "Several GPUs", requires = "ranks", default_value_t = 8)]
+    ranks_per_node: usize,
+    /// With --dry-run: GB/s between GPUs of a node, each way
+    #[arg(long, value_name = "GB/S", help_heading = "Several GPUs", requires = "dry_run", default_value_t = LINK / 1e9)]
+    link_rate: f64,
+    /// With --dry-run: GB/s between nodes, each way, of each GPU
+    #[arg(long, value_name = "GB/S", help_heading = "Several GPUs", requires = "dry_run", default_value_t = NETWORK / 1e9)]
+    network_rate: f64,
+    /// With --dry-run: tokens a second of one GPU between updates [default: at 40 % of an H100's peak]
+    #[arg(long, value_name = "TOKENS/S", help_heading = "Several GPUs", requires = "dry_run")]
+    gpu_rate: Option<Quantity>,
+    /// Begin again so often when a process was lost; takes --gpus and --resume auto
+    #[arg(long, value_name = "K", help_heading = "Several GPUs", requires = "gpus", default_value_t = 0)]
+    pub(super) restarts: u32,
+    /// A process that makes no progress for so long is given up, and the run with it
+    #[arg(long, value_name = "SECONDS", help_heading = "Several GPUs", default_value_t = 120)]
+    pub(super) stall_timeout: u64,
+}
+
+impl Several {
+    /// What a dry run plans for.
+    pub(super) fn world(&self) -> Result<World> {
+        let shape = || Error::new("ranks do not divide into nodes");
+        let (of, on_node) = match self.ranks {
+            Some(ranks) => (in_range("ranks", ranks, 1, 1 << 20)?, self.ranks_per_node.min(ranks)),
+            None => (self.gpus.unwrap_or(1), self.gpus.unwrap_or(1)),
+        };
+        if on_node == 0
+            || !of.is_multiple_of(on_node)
+            || !on_node.is_multiple_of(self.context_parallel.max(1))
+        {
+            return Err(shape()
+                .got(format!(
+                    "--ranks {of}, --ranks-per-node {on_node}, --context-parallel {}",
+                    self.context_parallel
+                ))
+                .allowed("nodes of equally many ranks, which groups of --context-parallel divide")
+                .hint("--ranks 64 --ranks-per-node 8"));
+        }
+        let rate = |name: &str, rate: f64| Ok::<_, Error>(1e9 * in_range(name, rate, 0.001, 1e6)?);
+        let mesh = Mesh {
+            replica: Rank { index: 0, of: of / on_node },
+            context: self.context_parallel,
+            ..Mesh::node(Rank { index: 0, of: on_node })
+        };
+        Ok(World {
+            mesh,
+            link: rate("link-rate", self.link_rate)?,
+            network: rate("network-rate", self.network_rate)?,
+            gpu: self
+                .gpu_rate
+                .map(|rate| in_range("gpu-rate", rate.0, 1, 1 << 40))
+                .transpose()?
+                .map(|n| n as f64),
+        })
+    }
+}
+
+/// The others, and which this is on its machine. A process that started ranks ends as they did: they have said why.
+pub(super) fn as_rank(role: Role) -> (Words, Rank) {
+    match role {
+        Role::Launcher(code) => std::process::exit(code),
+        Role::Rank { words, local } => (words, local),
+    }
+}

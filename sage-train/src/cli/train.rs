@@ -1,0 +1,312 @@
+//! `sage-train` without a verb: to train, or to say what would be trained.
+
+use std::path::{Path, PathBuf};
+use std::thread::available_parallelism;
+use std::time::Duration;
+
+use candle_sage::{Error, Result};
+use toml::Table;
+
+use super::print;
+use super::resume::Resumed;
+use super::several::{Several, as_rank};
+use super::sweep::{self, Again};
+use crate::checks::in_range;
+use crate::config::{Config, of_attention};
+use crate::data::{Batches, Dataset, known_tokenizer};
+use crate::lock::Lock;
+use crate::quantity::Quantity;
+use crate::ranks::{Rank, Role, Words};
+use crate::report::result_table;
+use crate::runs::{Run, Status};
+use crate::settings::{Attn, Preset, Settings};
+use crate::sweep::{Limits, Spec};
+use crate::train::{Begin, Parallel, Stop, checkpoint};
+use crate::{during, hf, partial, ranks, signals, tell, train};
+
+/// What `--resume` takes in the place of a folder.
+const AUTO: &str = "auto";
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Train {
+    /// Settings from a TOML file; flags win over it
+    #[arg(long, value_name = "FILE", help_heading = "Run")]
+    config: Option<PathBuf>,
+    /// Go on with a run from its newest checkpoint, or from the one that is named; flags may change how long it goes and
+    /// how it is watched, not what it is. `auto`, with --name: go on with that run, or begin it: the same command as often as
+    /// a job is started
+    #[arg(long, value_name = "RUN", help_heading = "Run", conflicts_with = "compare")]
+    resume: Option<PathBuf>,
+    /// Print what would run, and stop
+    #[arg(long, help_heading = "Run")]
+    dry_run: bool,
+    #[command(flatten)]
+    several: Several,
+    /// Write the sequences that the run would be taught, in their order, as a shard of documents, and stop: another
+    /// program can be taught the same
+    #[arg(long, value_name = "FILE", help_heading = "Run", conflicts_with_all = ["resume", "compare", "dry_run"])]
+    write_batches: Option<PathBuf>,
+    /// Train once with each attention, and compare with fpa, or the first: `--attn` with a list, as any setting may have one
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        value_name = "ATTN,ATTN",
+        help_heading = "Run",
+        conflicts_with = "attn"
+    )]
+    compare: Vec<Attn>,
+    #[command(flatten)]
+    pub(super) settings: Settings,
+}
+
+impl Train {
+    pub(super) fn run(self, mut lists: Table) -> Result<()> {
+        if self.config.is_some() && self.resume.as_deref().is_some_and(|run| run != Path::new(AUTO)) {
+            return Err(Error::new("a run that goes on has its own settings")
+                .got("--config with --resume")
+                .allowed("one of them; --config with --resume auto")
+                .hint("flags may change how long the run goes and how it is watched"));
+        }
+        if self.several.restarts > 0 && self.resume.as_deref() != Some(Path::new(AUTO)) {
+            return Err(Error::new("a run cannot begin again by itself")
+                .got("--restarts without --resume auto")
+                .allowed("--restarts K --resume auto --name NAME")
+                .hint("--resume auto goes on from the newest checkpoint"));
+        }
+        let file = self.config.as_deref().map(Config::read_settings).transpose()?.unwrap_or_default();
+        if let (Some(flag), Some(in_file)) = (self.settings.preset, file.preset)
+            && flag != in_file
+        {
+            return Err(Error::new("the preset is given twice")
+                .got(format!("{flag:?} as a flag, {in_file:?} in the file"))
+                .allowed("one preset")
+                .hint(
+                    "a saved config.toml holds every setting of its preset: leave --preset or --config out",
+                ));
+        }
+        if !self.compare.is_empty() {
+            let names = self.compare.iter().map(|attn| attn.to_string().into());
+            lists.insert("attn".into(), toml::Value::Array(names.collect()));
+        }
+        if !lists.is_empty() {
+            return self.sweep(file, &lists);
+        }
+        let stall = Duration::from_secs(in_range("stall-timeout", self.several.stall_timeout, 1, 1 << 20)?);
+        let looks = self.dry_run || self.write_batches.is_some();
+        let role =
+            if looks { Role::alone() } else { Role::take(self.several.gpus, self.several.restarts, stall)? };
+        let (words, local) = as_rank(role);
+        let ended = self.train(file, &words, local);
+        // What all have agreed on ends all of them; an error of one is told to the others.
+        match ended {
+            Ok(()) => {
+                words.leave(None);
+                Ok(())
+            }
+            Err(stop @ (Stop::Diverged(_) | Stop::Interrupted(_))) => {
+                words.leave(None);
+                if !words.rank().is_first() {
+                    // Rank 0 tells it.
+                    ranks::end(signals::received().map_or(1, |signal| 128 + signal));
+                }
+                Err(stop.into())
+            }
+            Err(Stop::Failed(error)) => {
+                words.leave(Some(&error));
+                Err(error)
+            }
+        }
+    }
+
+    /// Trains, as one of the ranks that have met.
+    fn train(self, file: Settings, words: &Words, local: Rank) -> std::result::Result<(), Stop> {
+        let rank = words.rank();
+        let typed = self.settings.clone();
+        let (config, begin) = match self.resume.as_deref() {
+            Some(path) if path == Path::new(AUTO) => again(self.settings, file, words)?,
+            Some(path) => {
+                let Resumed { config, found } = Resumed::open(path, self.settings, rank)?;
+                (config, Begin::From(Box::new(found)))
+            }
+            None => (Config::resolve(settle(self.settings.over(file))?)?, Begin::New),
+        };
+        if !matches!(begin, Begin::From(_)) {
+            check_typed(&typed, &config)?;
+            if rank.is_first() {
+                train::check(&config, &begin)?;
+            }
+        }
+        if self.dry_run {
+            if let Err(error) = train::check_machine(&config) {
+                tell(&format!("warning: {error}"));
+            }
+            let world = self.several.world()?;
+            let ranks = world.mesh.rank().of;
+            train::check_parallel(&config, ranks, world.mesh.context)?;
+            let of_ranks = if ranks > 1 { config.of_ranks(world) } else { String::new() };
+            return Ok(print(&format!("{config}{of_ranks}"))?);
+        }
+        if let Some(path) = &self.write_batches {
+            return Ok(write_batches(&config, path)?);
+        }
+        train::check_machine(&config)?;
+        // Processes of one machine share its cores.
+        let share =
+            || (local.of > 1).then(|| available_parallelism().map_or(1, usize::from).div_ceil(local.of));
+        if let Some(threads) = config.threads.or_else(share) {
+            rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .build_global()
+                .map_err(during("cannot start threads"))?;
+        }
+        let Several { context_parallel: context, overlap, piece_mb, .. } = self.several;
+        let piece = piece_mb.map(|mb| in_range("piece-mb", mb, 0.001, 1e6)).transpose()?;
+        let piece = piece.map(|mb| (mb * 1e6 / 4.0) as usize);
+        let outcome = train::run_as(&config, &begin, words, Parallel { local, context, overlap, piece })?;
+        if rank.is_first() {
+            print(&result_table(&outcome))?;
+        }
+        Ok(())
+    }
+
+    /// Lists of values: every combination of them, in a folder of their own.
+    fn sweep(self, file: Settings, lists: &Table) -> Result<()> {
+        for (flag, given) in [
+            ("--resume", self.resume.is_some()),
+            ("--write-batches", self.write_batches.is_some()),
+            ("--gpus", self.several.gpus.is_some()),
+        ] {
+            if given {
+                return Err(Error::new("a list of values is many runs")
+                    .got(format!(
+                        "{flag}, and a list for {}",
+                        lists.keys().cloned().collect::<Vec<_>>().join(", ")
+                    ))
+                    .allowed("one value for each setting")
+                    .hint("a sweep goes on when its command is given again with its --name"));
+            }
+        }
+        let typed = Settings { name: None, ..self.settings.clone() };
+        let (name, preset) = (self.settings.name.clone(), typed.preset.or(file.preset));
+        let shared = Table::try_from(&file).map_err(during("cannot use the file's settings"))?;
+        let spec = Spec { settings: shared, ..Spec::default() };
+        let free = |config: &Config| match name {
+            Some(name) => Ok(name),
+            None => free_name(&config.out, preset.unwrap_or(Preset::Tiny)),
+        };
+        let sweep = sweep::plan(&spec, typed, lists, free)?;
+        if self.dry_run {
+            let text: Vec<String> =
+                sweep.runs.iter().map(|run| format!("{}\n{}", run.name, run.config)).collect();
+            return print(&text.join("\n"));
+        }
+        let name = sweep.folder.file_name().unwrap_or_default().to_string_lossy();
+        let goes_on = format!("the same command with --name {name}");
+        let again = Again { retries: goes_on.clone(), goes_on };
+        sweep::carry_out(&spec, &sweep, &Limits { jobs: 1, retry: true, ..Limits::default() }, &again)
+    }
+}
+
+/// `--resume auto`: from the newest checkpoint of the run that is named, or from its beginning.
+fn again(typed: Settings, file: Settings, words: &Words) -> Result<(Config, Begin)> {
+    let asked = Config::resolve(settle(typed.over(file))?)?;
+    let Some(name) = &asked.name else {
+        return Err(Error::new("--resume auto does not know which run")
+            .got("no --name")
+            .allowed("--resume auto --name NAME")
+            .hint("a run that is there goes on, another begins: the same command for both"));
+    };
+    let run = asked.out.join(name);
+    // Rank 0 looks for all, before anybody makes or removes something.
+    let found = || match checkpoint::newest(&run) {
+        Some(step) => format!("step {step}"),
+        // Begun by this program, and ended before anything was saved.
+        None if Lock::marks(&run) && !finished(&run) => "again".into(),
+        None => "new".into(),
+    };
+    match words.from_first("what there is of the run", &found())?.as_str() {
+        "new" => Ok((asked, Begin::New)),
+        "again" => Ok((asked, Begin::Again)),
+        _ => {
+            let settings = Settings { name: None, out: None, ..asked.settings };
+            let Resumed { config, found } = Resumed::open(&run, settings, words.rank())?;
+            Ok((config, Begin::From(Box::new(found))))
+        }
+    }
+}
+
+/// Whether a run's folder says that all steps were done.
+fn finished(run: &Path) -> bool {
+    Run::read(run).is_ok_and(|run| run.ending.is_some_and(|ending| ending.status == Status::Finished))
+}
+
+/// Checks that what was typed has a part in the run.
+fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
+    let table = Table::try_from(typed).unwrap_or_default();
+    let own = config.attn.own_settings(config.model.scheme, config.model.sla2.as_ref());
+    let idle = |key: &&String| {
+        let of_another = !matches!(key.as_str(), "attn" | "eval-attn")
+            && of_attention(key)
+            && !own.iter().any(|(name, _)| name == key);
+        of_another && !(config.model.sla2.is_some() && key.starts_with("sla2-"))
+    };
+    if let Some(key) = table.keys().find(idle) {
+        let mut settings: Vec<&str> = own.iter().map(|(name, _)| *name).collect();
+        settings.retain(|name| !name.starts_with("tile"));
+        return Err(Error::new(format!("--{key} is no setting of this attention"))
+            .got(format!("--{key} with --attn {}", config.attn))
+            .allowed(if settings.is_empty() {
+                "none: it has no settings".into()
+            } else {
+                settings.join(", ")
+            })
+            .hint("leave it out, or name the attention that has it: --attn"));
+    }
+    if typed.data.is_some() && typed.corpus_mb.is_some() {
+        return Err(Error::new("the built-in corpus has no part in this run")
+            .got("--corpus-mb with --data")
+            .allowed("one of them")
+            .hint("--corpus-mb is the size of the corpus that a run without --data reads"));
+    }
+    Ok(())
+}
+
+/// The next free number for the folder of a sweep.
+fn free_name(out: &Path, preset: Preset) -> Result<String> {
+    let preset = clap::ValueEnum::to_possible_value(&preset);
+    let preset = preset.as_ref().map_or("", |value| value.get_name());
+    let mut numbered = (1..10_000).map(|n| format!("{preset}-sweep-{n:03}"));
+    numbered.find(|name| !out.join(name).exists()).ok_or_else(|| {
+        Error::new("there is no number left for the sweep's folder")
+            .got(out.display())
+            .allowed("fewer than 10,000 sweeps")
+            .hint("--out or --name names another folder")
+    })
+}
+
+fn write_batches(config: &Config, path: &Path) -> Result<()> {
+    partial::check_free(path, "file", "--write-batches")?;
+    let data = Dataset::load(&config.data, &|line| tell(line))?;
+    let cut = config.data.cut(&data.tokenizer);
+    let sequences = config.steps * (config.accumulation * config.micro_batch) as u64;
+    let written = Batches::new(&data.train, cut).write(sequences, &data.tokenizer, path);
+    if written.is_err() {
+        let _ = std::fs::remove_file(path);
+    }
+    written
+}
+
+/// Fills in what files say: the shape of a model to begin with, and the size of a vocabulary that exists.
+pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
+    if let Some(folder) = settings.init_from.clone() {
+        settings = settings.over(hf::settings(&folder)?);
+    }
+    if settings.vocab_size.is_none()
+        && let Some(tokenizer) = known_tokenizer(&settings)?
+    {
+        // Rows of the embedding in whole packs: GPUs take several times as long over odd ones.
+        settings.vocab_size = Some(Quantity(tokenizer.vocab_size().next_multiple_of(64) as u64));
+    }
+    Ok(settings)
+}
