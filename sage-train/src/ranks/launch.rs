@@ -14,8 +14,11 @@ use super::world::LAUNCHED;
 use crate::signals::{self, Second};
 use crate::{during, tell};
 
-/// How long ranks may take to leave by themselves when one has ended.
+/// How long ranks may take to leave by themselves when one has ended: what they agreed on may still be written.
 const LEAVING: Duration = Duration::from_secs(20);
+
+/// When one was lost, nobody has anything left to do. Those that have not met yet would not notice.
+const LEAVING_LOST: Duration = Duration::from_secs(3);
 
 /// How many queues the GPU has for a process' streams. With one, transfers that wait for the gradients cost the kernels before
 /// them nothing; with more, a microsecond or so each (docs/several-gpus.md).
@@ -78,7 +81,8 @@ fn round(ranks: usize) -> Result<i32> {
             told = asked;
             children.iter().for_each(signal);
         }
-        if ended.is_some_and(|ended| ended.elapsed() > LEAVING) {
+        let leaving = if first == Some(LOST) { LEAVING_LOST } else { LEAVING };
+        if ended.is_some_and(|ended| ended.elapsed() > leaving) {
             children.iter_mut().for_each(|child| drop(child.kill()));
         }
         std::thread::sleep(Duration::from_millis(20));

@@ -446,7 +446,11 @@ fn go_to_first(world: &World, host: &str) -> Result<Peer> {
                     }
                     Ok(Message::Over { why, .. }) => Err(failed(why)),
                     Ok(_) => Err(failed("something that is not this program".into())),
-                    Err(error) => Err(failed(error.to_string())),
+                    Err(error) => {
+                        // It was there, and died before all had come.
+                        tell(&format!("error: rank 0 is gone: {error}"));
+                        signal_hook::low_level::exit(LOST)
+                    }
                 };
             }
             Err(error) if began.elapsed() > COMING => return Err(failed(error.to_string())),

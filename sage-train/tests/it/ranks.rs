@@ -192,6 +192,24 @@ fn a_rank_that_dies_ends_all() {
     }
 }
 
+/// Before the others have met it.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_rank_that_dies_at_the_start_ends_all() {
+    let scratch = Scratch::new();
+    for victim in 0..2 {
+        let launcher = spawn(&scratch, &flags(&[&["--gpus", "3", "--name", "r"], &LONG[..]].concat()));
+        wait_until(|| ranks_of(&launcher).len() == 3);
+        let ranks = ranks_of(&launcher);
+        kill_process(ranks[victim], Signal::KILL).expect("it lives");
+        let killed = Instant::now();
+        let (code, said) = ended(launcher);
+        assert!(killed.elapsed() < Duration::from_secs(5), "it took {:?}", killed.elapsed());
+        assert_eq!(code, Some(75), "{said}");
+        assert!(ranks.iter().all(|rank| !alive(*rank)));
+    }
+}
+
 /// Started again by itself, it goes on.
 #[test]
 #[cfg(target_os = "linux")]
