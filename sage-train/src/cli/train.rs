@@ -176,6 +176,7 @@ impl Train {
             ("--resume", self.resume.is_some()),
             ("--write-batches", self.write_batches.is_some()),
             ("--gpus", self.several.gpus.is_some()),
+            ("--context-parallel", self.several.context_parallel != 1),
         ] {
             if given {
                 return Err(Error::new("a list of values is many runs")
