@@ -9,6 +9,7 @@ mod report;
 mod resume;
 mod several;
 mod sweep;
+mod threads;
 mod train;
 
 use std::ffi::OsString;
@@ -27,6 +28,7 @@ use model::{Eval, Export, Sample};
 use probe::Probe;
 use report::Reporting;
 use sweep::Sweeping;
+use threads::{OnThreads, Threads};
 use train::Train;
 
 const EXAMPLES: &str = "Examples:
@@ -89,20 +91,24 @@ enum Verb {
     Bench {
         #[command(subcommand)]
         what: Bench,
+        #[command(flatten)]
+        threads: Threads,
     },
     /// Prepare data: text to shards of tokens, tokenizers
     Data {
         #[command(subcommand)]
         what: Data,
+        #[command(flatten)]
+        threads: Threads,
     },
     /// Let a trained model write
-    Sample(Sample),
+    Sample(OnThreads<Sample>),
     /// Loss, perplexity and bits a byte of a trained model, or its score on HellaSwag
-    Eval(Eval),
+    Eval(OnThreads<Eval>),
     /// Write a trained model as transformers loads it
-    Export(Export),
+    Export(OnThreads<Export>),
     /// Measure the error of low-bit attention: on the tensors of a trained model, layer by layer, or on random ones
-    Probe(Box<Probe>),
+    Probe(Box<OnThreads<Probe>>),
     /// Run many runs that differ in some settings: planned, skipped where finished, resumed where cut off
     Sweep(Box<Sweeping>),
     /// Compare runs: losses, differences with their intervals, speed, in one HTML file
@@ -136,12 +142,12 @@ impl Cli {
     pub fn run(self) -> Result<()> {
         match self.verb {
             Some(Verb::Corpus { megabytes, seed }) => write_corpus(megabytes, seed),
-            Some(Verb::Bench { what }) => what.run(),
-            Some(Verb::Data { what }) => what.run(),
-            Some(Verb::Sample(sample)) => sample.run(),
-            Some(Verb::Eval(eval)) => eval.run(),
-            Some(Verb::Export(export)) => export.run(),
-            Some(Verb::Probe(probe)) => probe.run(),
+            Some(Verb::Bench { what, threads }) => threads.start().and_then(|()| what.run()),
+            Some(Verb::Data { what, threads }) => threads.start().and_then(|()| what.run()),
+            Some(Verb::Sample(sample)) => sample.start()?.run(),
+            Some(Verb::Eval(eval)) => eval.start()?.run(),
+            Some(Verb::Export(export)) => export.start()?.run(),
+            Some(Verb::Probe(probe)) => probe.start()?.run(),
             Some(Verb::Sweep(sweep)) => sweep.run(self.lists),
             Some(Verb::Report(report)) => report.run(),
             None => self.train.run(self.lists),

@@ -79,7 +79,7 @@ pub struct Config {
 }
 
 /// More than any machine's cores: a mistake.
-const MOST_THREADS: usize = 4096;
+pub(crate) const MOST_THREADS: usize = 4096;
 
 /// Micro-batches of a step, at most.
 const MOST_MICRO_BATCHES: u64 = 1 << 16;

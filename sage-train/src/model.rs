@@ -3,6 +3,7 @@
 mod attention;
 mod block;
 mod config;
+mod decode;
 mod layers;
 mod llama;
 mod parameters;
@@ -15,6 +16,7 @@ mod ulysses;
 
 pub use attention::Observe;
 pub use config::{LlamaConfig, ParameterSpec, Recompute, Start};
+pub use decode::Past;
 pub use llama::{Input, Left, Llama, Watch};
 pub use parameters::{Parameters, Weight};
 pub use pieces::received_bytes;

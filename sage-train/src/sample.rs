@@ -1,13 +1,15 @@
 //! Text from a model, token by token.
 
+use std::time::Instant;
+
 use candle_core::{DType, Device, Tensor};
-use candle_sage::Result;
+use candle_sage::{Result, Scheme};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::data::Tokenizer;
 use crate::during;
-use crate::model::Llama;
+use crate::model::{Llama, Past};
 
 /// How the next token is drawn.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -29,43 +31,89 @@ impl Default for Sampling {
     }
 }
 
-/// Goes on with `prompt` (with nothing: begins a document) until the document ends or is `tokens` longer; `context` is
-/// the most that the model looks back. Returns what was added.
-///
-/// # Errors
-/// When the model or the tokenizer fails.
-pub fn sample(
-    model: &Llama,
-    tokenizer: &Tokenizer,
-    context: usize,
-    prompt: &str,
-    tokens: usize,
-    sampling: &Sampling,
-    device: &Device,
-) -> Result<String> {
-    let mut rng = ChaCha8Rng::seed_from_u64(sampling.seed);
-    let mut ids = vec![tokenizer.end_of_text()];
-    ids.extend(tokenizer.encode(prompt)?);
-    let begun = ids.len();
-    while ids.len() < begun + tokens {
-        let window = &ids[ids.len().saturating_sub(context)..];
-        let logits = || -> candle_core::Result<Vec<f32>> {
-            model
-                .next_logits(&Tensor::new(window, device)?.unsqueeze(0)?)?
-                .squeeze(0)?
-                .to_dtype(DType::F32)?
-                .to_vec1()
-        };
-        let mut logits = logits().map_err(during("sampling"))?;
-        // The embedding may have more rows than the tokenizer has entries.
-        logits.truncate(tokenizer.vocab_size());
-        let next = sampling.draw(&logits, &mut rng);
-        if next == tokenizer.end_of_text() {
-            break;
-        }
-        ids.push(next);
+/// What a model wrote.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Written {
+    /// What follows the prompt.
+    pub text: String,
+    /// Its tokens.
+    pub tokens: usize,
+    /// Seconds from the first of them to the last, one fewer than there are.
+    pub seconds: f64,
+}
+
+impl Written {
+    /// Tokens a second, where there are two.
+    pub fn tokens_per_second(&self) -> Option<f64> {
+        (self.tokens > 1).then(|| (self.tokens - 1) as f64 / self.seconds)
     }
-    tokenizer.decode(&ids[begun..])
+}
+
+/// A model that writes.
+#[derive(Debug, Clone, Copy)]
+pub struct Writer<'a> {
+    /// The model.
+    pub model: &'a Llama,
+    /// The numerics in which tokens after the prompt attend to those before them.
+    pub following: Scheme,
+    /// The tokenizer.
+    pub tokenizer: &'a Tokenizer,
+    /// The most tokens that the model looks back. Where they are full, the older half is forgotten.
+    pub context: usize,
+    /// Where it computes.
+    pub device: &'a Device,
+}
+
+impl Writer<'_> {
+    /// Goes on with `prompt` (with nothing: begins a document) until the document ends or is `tokens` longer.
+    ///
+    /// # Errors
+    /// When the model or the tokenizer fails.
+    pub fn write(&self, prompt: &str, tokens: usize, sampling: &Sampling) -> Result<Written> {
+        let mut rng = ChaCha8Rng::seed_from_u64(sampling.seed);
+        let mut ids = vec![self.tokenizer.end_of_text()];
+        ids.extend(self.tokenizer.encode(prompt)?);
+        let begun = ids.len();
+        let mut past = None;
+        let mut start = Instant::now();
+        while ids.len() < begun + tokens {
+            let mut logits = self.logits(&ids, &mut past).map_err(during("sampling"))?;
+            // The embedding may have more rows than the tokenizer has entries.
+            logits.truncate(self.tokenizer.vocab_size());
+            let next = sampling.draw(&logits, &mut rng);
+            if ids.len() == begun {
+                start = Instant::now();
+            }
+            if next == self.tokenizer.end_of_text() {
+                break;
+            }
+            ids.push(next);
+        }
+        let seconds = start.elapsed().as_secs_f64();
+        Ok(Written { text: self.tokenizer.decode(&ids[begun..])?, tokens: ids.len() - begun, seconds })
+    }
+
+    /// Logits of the token after `ids`, of which `past` has all but the last, or none.
+    fn logits(&self, ids: &[u32], past: &mut Option<Past>) -> candle_core::Result<Vec<f32>> {
+        let tensor = |ids: &[u32]| Tensor::new(ids, self.device)?.unsqueeze(0);
+        let full = past.as_ref().is_none_or(|past| past.tokens() == self.context);
+        let new = if !full {
+            1
+        } else if past.is_some() {
+            self.context.div_ceil(2)
+        } else {
+            self.context
+        };
+        let new = tensor(&ids[ids.len().saturating_sub(new)..])?;
+        if full {
+            *past = self.model.past(self.context, self.following);
+        }
+        let logits = match past {
+            Some(past) => self.model.next_logits_after(past, &new),
+            None => self.model.next_logits(&new),
+        };
+        logits?.squeeze(0)?.to_dtype(DType::F32)?.to_vec1()
+    }
 }
 
 impl Sampling {

@@ -59,6 +59,13 @@ impl Attention {
         Self { scheme: scheme.into(), ..Self::default() }
     }
 
+    /// Replaces the numerics.
+    #[must_use]
+    pub fn scheme(mut self, scheme: impl Into<Scheme>) -> Self {
+        self.scheme = scheme.into();
+        self
+    }
+
     /// Whether a query sees only the keys up to its own position, counted from the end: with
     /// different lengths the last query sees every key (as in FlashAttention).
     ///
@@ -70,6 +77,11 @@ impl Attention {
     pub fn causal(mut self, causal: bool) -> Self {
         self.causal = causal;
         self
+    }
+
+    /// Whether the mask is causal.
+    pub fn is_causal(&self) -> bool {
+        self.causal
     }
 
     /// Replaces the factor of the logits.

@@ -34,6 +34,54 @@ pub enum RopeStyle {
 /// # Errors
 /// When `head_dim` is odd or zero, or `base` is not above zero.
 pub fn rope_tables(len: usize, head_dim: usize, base: f64, device: &Device) -> Result<(Tensor, Tensor)> {
+    tables(len, frequencies(head_dim, base)?, device)
+}
+
+/// How Llama 3.1 and later stretch the angles of a model that was trained on short sequences: `rope_scaling` of type `llama3`
+/// in a `config.json`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Llama3Scaling {
+    /// Slow frequencies are divided by it.
+    pub factor: f64,
+    /// Frequencies that turn less often than this in `original_len` tokens are slow.
+    pub low_freq_factor: f64,
+    /// Frequencies that turn more often than this in `original_len` tokens stay as they are.
+    pub high_freq_factor: f64,
+    /// Tokens of the sequences before: `original_max_position_embeddings`.
+    pub original_len: usize,
+}
+
+/// As [`rope_tables`], with frequencies stretched as Llama 3.1's are: one that turns `t` times in `original_len` tokens is
+/// multiplied by `s + (1 - s) / factor`, `s = (t - low) / (high - low)`, kept between 0 and 1.
+///
+/// # Errors
+/// As [`rope_tables`], and when the factor is not above zero or `high_freq_factor` not above `low_freq_factor`.
+pub fn rope_tables_llama3(
+    len: usize,
+    head_dim: usize,
+    base: f64,
+    scaling: Llama3Scaling,
+    device: &Device,
+) -> Result<(Tensor, Tensor)> {
+    let Llama3Scaling { factor, low_freq_factor: low, high_freq_factor: high, original_len } = scaling;
+    if !(factor > 0.0 && factor.is_finite() && low.is_finite() && high > low && high.is_finite()) {
+        return Err(shape_error(
+            "rope_tables_llama3: a factor is out of range",
+            scaling,
+            "a factor above 0, and high_freq_factor above low_freq_factor",
+            "Llama 3.1 has 8, 1 and 4",
+        ));
+    }
+    let stretched = frequencies(head_dim, base)?.into_iter().map(|frequency| {
+        let turns = original_len as f64 * frequency / std::f64::consts::TAU;
+        let kept = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+        frequency * (kept + (1.0 - kept) / factor)
+    });
+    tables(len, stretched.collect(), device)
+}
+
+/// Of each pair of channels: radians a token.
+fn frequencies(head_dim: usize, base: f64) -> Result<Vec<f64>> {
     if head_dim == 0 || !head_dim.is_multiple_of(2) || base.is_nan() || base <= 0.0 {
         return Err(shape_error(
             "rope_tables: head_dim or base is out of range",
@@ -42,11 +90,14 @@ pub fn rope_tables(len: usize, head_dim: usize, base: f64, device: &Device) -> R
             "10000 is the usual base",
         ));
     }
-    let half = head_dim / 2;
-    let angles = (0..len)
-        .flat_map(|p| (0..half).map(move |i| p as f64 * base.powf(-2.0 * i as f64 / head_dim as f64)));
+    Ok((0..head_dim / 2).map(|i| base.powf(-2.0 * i as f64 / head_dim as f64)).collect())
+}
+
+fn tables(len: usize, frequencies: Vec<f64>, device: &Device) -> Result<(Tensor, Tensor)> {
+    let angles = (0..len).flat_map(|p| frequencies.iter().map(move |frequency| p as f64 * frequency));
     let (cos, sin): (Vec<f32>, Vec<f32>) = angles.map(|a| (a.cos() as f32, a.sin() as f32)).unzip();
-    Ok((Tensor::from_vec(cos, (len, half), device)?, Tensor::from_vec(sin, (len, half), device)?))
+    let dims = (len, frequencies.len());
+    Ok((Tensor::from_vec(cos, dims, device)?, Tensor::from_vec(sin, dims, device)?))
 }
 
 /// Rotates each pair of channels by its position's angle: `(a, b) -> (a cos - b sin, a sin + b cos)`.

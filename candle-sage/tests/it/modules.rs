@@ -2,11 +2,13 @@
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use candle_sage::nn::{FeedForward, Linear, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
-use candle_sage::ops::RopeStyle;
+use candle_sage::nn::{
+    Biases, FeedForward, KvCache, Linear, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig,
+};
+use candle_sage::ops::{Llama3Scaling, RopeStyle, rope_tables, rope_tables_llama3};
 use candle_sage::{Attention, SageBwd, Scheme};
 
-fn block(scheme: Scheme, qk_norm: bool) -> Result<(VarMap, Tensor)> {
+fn block(scheme: Scheme, qk_norm: bool, biases: Biases) -> Result<(VarMap, Tensor)> {
     let device = Device::Cpu;
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &device);
@@ -16,6 +18,7 @@ fn block(scheme: Scheme, qk_norm: bool) -> Result<(VarMap, Tensor)> {
         key_heads: 2,
         head_dim: 16,
         qk_norm_eps: qk_norm.then_some(1e-6),
+        biases,
     };
     let attention = SelfAttention::load(config, Attention::new(scheme).causal(true), vb.pp("self_attn"))?;
     let norm = RmsNorm::load(48, 1e-6, vb.pp("norm"))?;
@@ -31,9 +34,15 @@ fn block(scheme: Scheme, qk_norm: bool) -> Result<(VarMap, Tensor)> {
 
 #[test]
 fn every_parameter_gets_a_finite_gradient() -> Result<()> {
-    for (scheme, qk_norm, count) in [(Scheme::FullPrecision, false, 9), (SageBwd::default().into(), true, 11)]
-    {
-        let (vars, out) = block(scheme, qk_norm)?;
+    // Llama, Qwen2, Qwen3, and Qwen3 with `attention_bias`.
+    let int8 = Scheme::from(SageBwd::default());
+    for (scheme, qk_norm, biases, count) in [
+        (Scheme::FullPrecision, false, Biases::None, 9),
+        (int8, false, Biases::QueryKeyValue, 12),
+        (int8, true, Biases::None, 11),
+        (Scheme::FullPrecision, true, Biases::All, 15),
+    ] {
+        let (vars, out) = block(scheme, qk_norm, biases)?;
         assert_eq!(out.dims(), [2, 20, 10]);
         let grads = out.sqr()?.mean_all()?.backward()?;
         let data = vars.data().lock().expect("no panic elsewhere");
@@ -47,12 +56,15 @@ fn every_parameter_gets_a_finite_gradient() -> Result<()> {
     Ok(())
 }
 
+fn small(biases: Biases) -> SelfAttentionConfig {
+    SelfAttentionConfig { width: 32, heads: 2, key_heads: 1, head_dim: 16, qk_norm_eps: Some(1e-6), biases }
+}
+
 #[test]
 fn a_later_token_changes_nothing_before_it() -> Result<()> {
     let device = Device::Cpu;
     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &device);
-    let config =
-        SelfAttentionConfig { width: 32, heads: 2, key_heads: 1, head_dim: 16, qk_norm_eps: Some(1e-6) };
+    let config = small(Biases::None);
     let rotary = Rotary::new(24, 16, 10000.0, RopeStyle::Halves, &device)?;
     let x = Tensor::randn(0f32, 1., (1, 24, 32), &device)?;
     let other = Tensor::cat(&[&x.narrow(1, 0, 23)?, &Tensor::randn(0f32, 1., (1, 1, 32), &device)?], 1)?;
@@ -64,5 +76,117 @@ fn a_later_token_changes_nothing_before_it() -> Result<()> {
         };
         assert_eq!(head(&x)? == head(&other)?, causal);
     }
+    Ok(())
+}
+
+/// A layer of random weights, biases too, rotary tables for 80 tokens, and an input of two sequences of 70.
+fn decoder(attention: Attention, biases: Biases) -> Result<(SelfAttention, Rotary, Tensor)> {
+    let (device, vars) = (Device::Cpu, VarMap::new());
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &device);
+    SelfAttention::load(small(biases), attention.clone(), vb.clone())?;
+    for var in vars.all_vars() {
+        var.set(&var.randn_like(0.0, 0.3)?)?;
+    }
+    let layer = SelfAttention::load(small(biases), attention, vb)?;
+    let rotary = Rotary::new(80, 16, 10000.0, RopeStyle::Halves, &device)?;
+    Ok((layer, rotary, Tensor::randn(0f32, 1., (2, 70, 32), &device)?))
+}
+
+/// The largest difference over the largest value.
+fn apart(a: &Tensor, b: &Tensor) -> Result<f32> {
+    let most = |x: &Tensor| x.abs()?.max_all()?.to_scalar::<f32>();
+    Ok(most(&(a - b)?)? / most(b)?)
+}
+
+#[test]
+fn decoding_with_a_cache_is_the_forward_of_the_whole() -> Result<()> {
+    for (biases, prompt) in [(Biases::None, 1), (Biases::QueryKeyValue, 33), (Biases::All, 66)] {
+        let causal = Attention::new(Scheme::FullPrecision).causal(true);
+        let (layer, rotary, x) = decoder(causal, biases)?;
+        let whole = layer.forward(&x, &rotary)?;
+        // Memory for fewer tokens than come: the cache grows. One step is of two tokens.
+        let mut cache = layer.cache(24);
+        let mut outs = vec![layer.forward_cached(&x.narrow(1, 0, prompt)?, &rotary, &mut cache)?];
+        let mut at = prompt;
+        while at < 70 {
+            let count = if at == prompt + 1 { 2 } else { 1 };
+            outs.push(layer.forward_cached(&x.narrow(1, at, count)?, &rotary, &mut cache)?);
+            at += count;
+        }
+        assert_eq!(cache.current_seq_len(), 70);
+        // Sums of at most 70 terms in another order: some units of 2^-24 each.
+        let error = apart(&Tensor::cat(&outs, 1)?, &whole)?;
+        assert!(error < 2e-6, "{biases:?}, prompt of {prompt}: {error}");
+        assert!(!outs[0].track_op());
+    }
+    Ok(())
+}
+
+#[test]
+fn a_prompt_goes_through_the_layers_own_attention_and_what_follows_through_full_precision() -> Result<()> {
+    let int8 = Attention::new(SageBwd::default()).causal(true);
+    let (layer, rotary, x) = decoder(int8.clone(), Biases::None)?;
+    let exact = |q: &Tensor, k: &Tensor, v: &Tensor| Attention::default().causal(true).apply(q, k, v);
+    let exact = layer.forward_with(&x, &rotary, exact)?.narrow(1, 69, 1)?;
+    let prompt = x.narrow(1, 0, 69)?;
+    let last = |layer: &SelfAttention| -> Result<(Tensor, Tensor)> {
+        let mut cache = layer.cache(70);
+        let of_prompt = layer.forward_cached(&prompt, &rotary, &mut cache)?;
+        Ok((of_prompt, layer.forward_cached(&x.narrow(1, 69, 1)?, &rotary, &mut cache)?))
+    };
+    let (of_prompt, by_default) = last(&layer)?;
+    assert_eq!(apart(&of_prompt, &layer.forward(&prompt, &rotary)?)?, 0.0);
+    assert!(apart(&by_default, &exact)? < 2e-6);
+    // INT8 is asked for, and is what comes: its codes are off by more than that, and by no more than INT8 is.
+    let error = apart(&last(&layer.decoding(int8))?.1, &exact)?;
+    assert!((1e-5..0.1).contains(&error), "{error}");
+    Ok(())
+}
+
+#[test]
+fn caches_that_cannot_be_right_are_refused() -> Result<()> {
+    let (layer, rotary, x) = decoder(Attention::default(), Biases::None)?;
+    let refused = layer.forward_cached(&x, &rotary, &mut layer.cache(70));
+    insta::assert_snapshot!(refused.expect_err("not causal"));
+    let (layer, rotary, x) = decoder(Attention::default().causal(true), Biases::None)?;
+    // Along the dimension of models that have heads first.
+    let refused = layer.forward_cached(&x, &rotary, &mut KvCache::new(2, 70));
+    insta::assert_snapshot!(refused.expect_err("another dimension"));
+    let mut cache = layer.cache(70);
+    layer.forward_cached(&x, &rotary, &mut cache)?;
+    let refused = layer.forward_cached(&x, &rotary, &mut cache);
+    insta::assert_snapshot!(refused.expect_err("beyond the tables"));
+    Ok(())
+}
+
+#[test]
+fn llama_3_stretches_slow_angles() -> Result<()> {
+    let scaling =
+        Llama3Scaling { factor: 32.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_len: 8192 };
+    let (base, head_dim) = (500_000.0, 64);
+    let angle = |tables: (Tensor, Tensor), i: usize| -> Result<f64> {
+        let at = |table: &Tensor| {
+            Ok::<_, candle_core::Error>(f64::from(table.get(1)?.get(i)?.to_scalar::<f32>()?))
+        };
+        Ok(at(&tables.1)?.atan2(at(&tables.0)?))
+    };
+    let plain = rope_tables(2, head_dim, base, &Device::Cpu)?;
+    let stretched = rope_tables_llama3(2, head_dim, base, scaling, &Device::Cpu)?;
+    for i in 0..head_dim / 2 {
+        let (before, after) = (angle(plain.clone(), i)?, angle(stretched.clone(), i)?);
+        // In wavelengths, as the model's authors say it.
+        let wavelength = std::f64::consts::TAU / before;
+        let expected = if wavelength < 8192.0 / 4.0 {
+            before
+        } else if wavelength > 8192.0 / 1.0 {
+            before / 32.0
+        } else {
+            let smooth = (8192.0 / wavelength - 1.0) / (4.0 - 1.0);
+            (1.0 - smooth) * before / 32.0 + smooth * before
+        };
+        // Sines in f32.
+        assert!((after / expected - 1.0).abs() < 1e-6, "{i}: {after} {expected}");
+    }
+    assert!(rope_tables_llama3(2, 64, base, Llama3Scaling { factor: 0.0, ..scaling }, &Device::Cpu).is_err());
     Ok(())
 }

@@ -1,19 +1,19 @@
 //! The verbs that take a trained model.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_core::DType;
-use candle_sage::{Error, Result};
+use candle_sage::{Error, Result, Scheme};
 use clap::ValueEnum;
 
 use super::print;
-use crate::checks::in_range;
+use crate::checks::{above_zero, in_range};
 use crate::data::Dataset;
 use crate::device::Place;
 use crate::evaluate::{Choices, Extent, choose, evaluate, read_examples, token_by_token};
 use crate::quantity::Quantity;
 use crate::ranks::Ranks;
-use crate::sample::{Sampling, sample};
+use crate::sample::{Sampling, Writer, Written};
 use crate::settings::{Attn, Settings, SourceSetting};
 use crate::trained::{Trained, run_folder};
 use crate::{hf, tell};
@@ -42,6 +42,10 @@ pub(super) struct Sample {
     /// Seed of the draws
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
+    /// Numerics of attention, of the prompt and of what follows [default: the run's for the prompt, full precision for what
+    /// follows]
+    #[arg(long, value_enum)]
+    attn: Option<Attn>,
     /// Where to compute [default: cuda if this build has it]
     #[arg(long, value_enum)]
     device: Option<Place>,
@@ -52,16 +56,54 @@ impl Sample {
         let sampling = Sampling {
             temperature: in_range("temperature", self.temperature, 0.0, 1e3)?,
             top_k: self.top_k,
-            top_p: in_range("top-p", self.top_p, 0.0, 1.0)?,
+            top_p: above_zero("top-p", in_range("top-p", self.top_p, 0.0, 1.0)?)?,
             seed: self.seed,
         };
+        let tokens = in_range("tokens", self.tokens, 1, 1 << 24)?;
         let place = self.device.unwrap_or_default();
-        let trained = Trained::open(&self.run, place, Settings::default(), false)?;
+        let settings = Settings { attn: self.attn, ..Settings::default() };
+        let trained = Trained::open(&self.run, place, settings, false)?;
         let Trained { config, tokenizer, device, .. } = &trained;
-        let (model, context) = (trained.model()?, config.model.context);
-        let text = sample(&model, tokenizer, context, &self.prompt, self.tokens, &sampling, device)?;
-        print(&format!("{}{text}\n", self.prompt))
+        let asked = config.model.scheme.filter(|_| self.attn.is_some());
+        let writer = Writer {
+            model: &trained.model()?,
+            following: asked.unwrap_or(Scheme::FullPrecision),
+            tokenizer,
+            context: config.model.context,
+            device,
+        };
+        let written = writer.write(&self.prompt, tokens, &sampling)?;
+        print(&format!("{}{}\n", self.prompt, written.text))?;
+        tell(&self.say(&written, config.attn, &writer));
+        Ok(())
     }
+
+    /// How many tokens there are, how fast they came, and in which numerics.
+    fn say(&self, written: &Written, attn: Attn, writer: &Writer<'_>) -> String {
+        let speed =
+            written.tokens_per_second().map_or(String::new(), |speed| format!(", {speed:.1} tokens/s"));
+        let numerics = if writer.model.selects_blocks() {
+            "; attention to selected blocks computes the whole sequence for each token"
+        } else if [Attn::EXACT, Attn::NONE].contains(&attn) || self.attn.is_some() {
+            ""
+        } else {
+            "; after the prompt attention is in full precision: --attn says otherwise"
+        };
+        let ended = if written.tokens < self.tokens { ", then the document ends" } else { "" };
+        format!("{} tokens{ended}{speed}{numerics}", written.tokens)
+    }
+}
+
+/// Checks that there are data to do something with a model: those of its run, or others.
+pub(super) fn needs_data(run: &Path, data: Option<&SourceSetting>, what: &str, allowed: &str) -> Result<()> {
+    let of_run = run_folder(run).join("config.toml").exists() || !run.join("config.json").exists();
+    if of_run || data.is_some() {
+        return Ok(());
+    }
+    Err(Error::new(format!("there is nothing to {what}"))
+        .got(format!("{} is not a run, which would know its data", run.display()))
+        .allowed(allowed)
+        .hint("--data takes text or shards of tokens"))
 }
 
 /// What to evaluate on.
@@ -111,11 +153,8 @@ impl Eval {
             1 << 20
         };
         let tokens = in_range("tokens", self.tokens.map_or(usual, |tokens| tokens.0), 1, 1 << 40)?;
-        if self.data.is_none() && self.hellaswag.is_none() && self.run.join("config.json").exists() {
-            return Err(Error::new("there is nothing to evaluate on")
-                .got(format!("{} is not a run, which would know its data", self.run.display()))
-                .allowed("--data PATH, or --hellaswag FILE")
-                .hint("--data takes text or shards of tokens"));
+        if self.hellaswag.is_none() {
+            needs_data(&self.run, self.data.as_ref(), "evaluate on", "--data PATH, or --hellaswag FILE")?;
         }
         let settings = Settings {
             data: self.data.clone().map(|data| vec![data]),

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use candle_sage::{Error, Granularity, Result, SageBwd};
 
+use super::model::needs_data;
 use super::print;
 use crate::checks::above_zero;
 use crate::device::Place;
@@ -11,15 +12,20 @@ use crate::probe::{Look, Probed, Shape, probe, sigma_table};
 use crate::quantity::Quantity;
 use crate::ranks::Rank;
 use crate::report::{layer_errors, probe_csv, sigma_errors};
-use crate::settings::{Attn, Settings, SmoothingSetting, Text};
+use crate::settings::{Attn, Settings, SmoothingSetting, SourceSetting, Text};
+use crate::trained::run_folder;
 use crate::writing;
 
 /// What to probe.
 #[derive(Debug, clap::Args)]
 pub(super) struct Probe {
-    /// Folder of a run that has weights, from its first validation on; or of one of its checkpoints, RUN/checkpoints/step-N
+    /// Folder of a run that has weights, from its first validation on; of one of its checkpoints, RUN/checkpoints/step-N; or
+    /// of a model in Hugging Face's format, with --data
     #[arg(required_unless_present = "sigma")]
     run: Option<PathBuf>,
+    /// Text or shards, whose validation part is looked at [default: the run's own]
+    #[arg(long, value_name = "PATH", conflicts_with = "sigma")]
+    data: Option<SourceSetting>,
     /// Validation sequences to look at
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
     sequences: u16,
@@ -76,6 +82,7 @@ impl Probe {
                 .hint("leave --attn out for the run's own, or sagebwd where it has none"));
         }
         let settings = Settings {
+            data: self.data.clone().map(|data| vec![data]),
             attn: self.attn,
             smoothing: self.smoothing,
             granularity: self.granularity,
@@ -89,6 +96,11 @@ impl Probe {
     }
 
     fn of_run(&self, run: &std::path::Path, settings: &Settings) -> Result<()> {
+        needs_data(run, self.data.as_ref(), "probe on", "--data PATH")?;
+        // Tokens of other data are the model's; what the run's own make shows whether they are still the same.
+        let tokenizer = run_folder(run).join("tokenizer.json").display().to_string();
+        let tokenizer = self.data.is_some().then_some(tokenizer);
+        let settings = &Settings { tokenizer, ..settings.clone() };
         let mut all: Vec<Probed> = Vec::new();
         self.qk_scale.iter().try_for_each(|scale| above_zero("qk-scale", *scale).map(drop))?;
         for &qk_scale in &self.qk_scale {

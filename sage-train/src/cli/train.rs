@@ -11,6 +11,7 @@ use super::print;
 use super::resume::Resumed;
 use super::several::{Several, as_rank};
 use super::sweep::{self, Again};
+use super::threads;
 use crate::checks::in_range;
 use crate::config::{Config, of_attention};
 use crate::data::{Batches, Dataset, known_tokenizer};
@@ -155,10 +156,7 @@ impl Train {
         let share =
             || (local.of > 1).then(|| available_parallelism().map_or(1, usize::from).div_ceil(local.of));
         if let Some(threads) = config.threads.or_else(share) {
-            rayon::ThreadPoolBuilder::new()
-                .num_threads(threads)
-                .build_global()
-                .map_err(during("cannot start threads"))?;
+            threads::start(threads)?;
         }
         let Several { context_parallel: context, overlap, piece_mb, .. } = self.several;
         let piece = piece_mb.map(|mb| in_range("piece-mb", mb, 0.001, 1e6)).transpose()?;

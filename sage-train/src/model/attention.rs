@@ -1,6 +1,7 @@
 //! The attention layer: projections, QK-norm, rotary embedding, attention, output projection.
 
 use candle_core::{Device, Result, Tensor};
+use candle_sage::nn::KvCache;
 use candle_sage::ops::{self, AttentionVjp, QkNormRopeGrad, RopeStyle};
 use candle_sage::shape::Packing;
 use candle_sage::sla2::Sla2Vjp;
@@ -32,9 +33,15 @@ impl Rotary {
         Ok(Self { cos, sin, documents: None, stage: Stage::Sparse })
     }
 
-    /// For sequences of `len` tokens. (Angles do not begin again with a document: attention sees differences alone.)
-    pub(super) fn narrow(&self, len: usize, documents: Option<&Packing>, stage: Stage) -> Result<Self> {
-        let (cos, sin) = (self.cos.narrow(0, 0, len)?, self.sin.narrow(0, 0, len)?);
+    /// For sequences of `len` tokens from `position` on. (Angles do not begin again with a document: attention sees differences alone.)
+    pub(super) fn narrow(
+        &self,
+        position: usize,
+        len: usize,
+        documents: Option<&Packing>,
+        stage: Stage,
+    ) -> Result<Self> {
+        let (cos, sin) = (self.cos.narrow(0, position, len)?, self.sin.narrow(0, position, len)?);
         Ok(Self { cos, sin, documents: documents.cloned(), stage })
     }
 
@@ -76,9 +83,16 @@ pub(super) struct SelfAttention {
     heads: [usize; 3],
     head_dim: usize,
     attention: Attention,
-    sla2: Option<Sla2Layer>,
+    pub(super) sla2: Option<Sla2Layer>,
     /// Where several ranks have one sequence together: `heads` are this one's then.
     ulysses: Option<Ulysses>,
+}
+
+/// The keys and values of the tokens before, and the numerics in which others attend to them.
+#[derive(Debug)]
+pub(super) struct Cached<'a> {
+    pub(super) cache: &'a mut KvCache,
+    pub(super) following: Scheme,
 }
 
 /// What was projected lies side by side.
@@ -196,9 +210,17 @@ impl SelfAttention {
         Ok((self.attention.clone().packing(documents.clone()), [joined(&query)?, joined(&key)?, value]))
     }
 
-    /// Forward only.
-    pub(super) fn forward(&self, x: &Tensor, rotary: &Rotary) -> Result<Tensor> {
-        let (attention, inputs) = self.inputs(&self.project(x, rotary)?, rotary)?;
+    /// Forward only, of whole sequences or of what follows those in a cache.
+    pub(super) fn forward(&self, x: &Tensor, rotary: &Rotary, cached: Option<Cached<'_>>) -> Result<Tensor> {
+        let (mut attention, mut inputs) = self.inputs(&self.project(x, rotary)?, rotary)?;
+        if let Some(Cached { cache, following }) = cached {
+            if cache.current_seq_len() > 0 {
+                attention = attention.scheme(following);
+            }
+            let [query, key, value] = inputs;
+            let (key, value) = cache.append(&key, &value.contiguous()?)?;
+            inputs = [query, key, value];
+        }
         let [query, key, value] = &inputs;
         let out = match self.sparse(rotary) {
             Some(sla2) => sla2.forward(inputs.each_ref(), rotary.documents.as_ref())?,

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use candle_sage::ops;
 
-use super::attention::{Kept as AttentionKept, Observe, Rotary, SelfAttention};
+use super::attention::{Cached, Kept as AttentionKept, Observe, Rotary, SelfAttention};
 use super::config::{LlamaConfig, Recompute};
 use super::layers::{Linear, Norm, Stream};
 use super::parameters::Parameters;
@@ -70,11 +70,21 @@ impl Block {
         }
     }
 
-    /// Forward only.
-    pub(super) fn forward(&self, mut stream: Stream, rotary: &Rotary) -> Result<Stream> {
+    /// Whether its attention has SLA2.
+    pub(super) fn has_sla2(&self) -> bool {
+        self.attention.as_ref().is_some_and(|(_, attention)| attention.sla2.is_some())
+    }
+
+    /// Forward only, of whole sequences or of what follows those in a cache.
+    pub(super) fn forward(
+        &self,
+        mut stream: Stream,
+        rotary: &Rotary,
+        cached: Option<Cached<'_>>,
+    ) -> Result<Stream> {
         if let Some((norm, attention)) = &self.attention {
             let (sum, normed) = norm.enter(&stream)?;
-            stream = Stream { sum, last: Some(attention.forward(&normed, rotary)?) };
+            stream = Stream { sum, last: Some(attention.forward(&normed, rotary, cached)?) };
         }
         let (sum, normed) = self.mlp_norm.enter(&stream)?;
         let [gate, up] = halves(&self.mlp.gate_up.forward(&normed)?)?;

@@ -50,12 +50,12 @@ pub type Left<'a> = dyn FnMut(usize) -> Result<()> + 'a;
 /// A Llama with a tied embedding, on views of [`Parameters`].
 #[derive(Debug, Clone)]
 pub struct Llama {
-    embedding: Weight,
-    blocks: Vec<Block>,
-    norm: Norm,
+    pub(super) embedding: Weight,
+    pub(super) blocks: Vec<Block>,
+    pub(super) norm: Norm,
     rotary: Rotary,
     z_loss: f32,
-    stage: Stage,
+    pub(super) stage: Stage,
     /// Parts that a sequence is cut into, of which this rank has one.
     parts: usize,
 }
@@ -93,10 +93,20 @@ impl Llama {
     }
 
     /// The residual stream before the first block, and the angles for sequences of this length.
-    fn enter(&self, Input { ids, documents }: Input<'_>) -> Result<(Stream, Rotary)> {
+    fn enter(&self, input: Input<'_>) -> Result<(Stream, Rotary)> {
+        self.enter_at(input, 0)
+    }
+
+    /// As `enter`, of tokens that follow so many others.
+    pub(super) fn enter_at(
+        &self,
+        Input { ids, documents }: Input<'_>,
+        position: usize,
+    ) -> Result<(Stream, Rotary)> {
         let (_, sequence) = ids.dims2()?;
         let sum = ops::embedding_forward(&self.embedding.value, ids)?.flatten(0, 1)?;
-        Ok((Stream { sum, last: None }, self.rotary.narrow(sequence * self.parts, documents, self.stage)?))
+        let rotary = self.rotary.narrow(position, sequence * self.parts, documents, self.stage)?;
+        Ok((Stream { sum, last: None }, rotary))
     }
 
     /// The normalized hidden states of `ids`, (batch, sequence) -> (batch sequence, width).
@@ -106,7 +116,7 @@ impl Llama {
     pub fn hidden<'a>(&self, input: impl Into<Input<'a>>) -> Result<Tensor> {
         let (mut stream, rotary) = self.enter(input.into())?;
         for block in &self.blocks {
-            stream = block.forward(stream, &rotary)?;
+            stream = block.forward(stream, &rotary, None)?;
         }
         Ok(self.norm.enter(&stream)?.1)
     }

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use candle_sage::{Error, Result};
+use candle_sage::{Error, Result, Scheme};
 
 use super::checkpoint::Checkpoints;
 use super::guard::Recent;
@@ -22,7 +22,7 @@ use crate::probe::probe_weights;
 use crate::quantity::gib;
 use crate::ranks::{Group, Ranks};
 use crate::report::loss_plot;
-use crate::sample::{Sampling, sample};
+use crate::sample::{Sampling, Writer};
 use crate::{during, partial, signals, writing};
 
 /// Updates in a row that may be skipped: what lasts longer is no spike, and nothing would be learned any more.
@@ -269,11 +269,15 @@ impl Run<'_> {
         self.plot()?;
         let config = self.config;
         if config.sample_tokens > 0 {
-            let (trainer, tokenizer) = (&self.trainer, &self.data.tokenizer);
             let sampling = Sampling { seed: config.seed, ..Sampling::default() };
-            let (context, tokens) = (config.model.context, config.sample_tokens);
-            let model = trainer.model.clone().across(&Group::alone());
-            let text = sample(&model, tokenizer, context, "", tokens, &sampling, trainer.device())?;
+            let writer = Writer {
+                model: &self.trainer.model.clone().across(&Group::alone()),
+                following: Scheme::FullPrecision,
+                tokenizer: &self.data.tokenizer,
+                context: config.model.context,
+                device: self.trainer.device(),
+            };
+            let text = writer.write("", config.sample_tokens, &sampling)?.text;
             self.folder.write("sample.txt", &text)?;
             self.progress.say(&format!("sample:\n{text}"));
         }

@@ -281,14 +281,34 @@ fn a_folder_is_used_whatever_its_context() {
     scratch.file("a.jsonl", json_lines(300_000));
     let text = scratch.ok(&["sample", "m", "the quick", "--tokens", "5", "--seed", "3"]);
     assert!(text.starts_with("the quick"));
+    // Longer than the model looks back: 64 tokens.
+    let llama = golden("llama").display().to_string();
+    for attn in [&[][..], &["--attn", "sagebwd"]] {
+        let output =
+            scratch.run(&[&["sample", &llama, "the", "--tokens", "150", "--seed", "3"], attn].concat());
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(output.stdout.len() > 100, "{told}");
+        assert!(told.contains("150 tokens, ") && told.contains("tokens/s"), "{told}");
+    }
+    for (flag, value) in [("--tokens", "0"), ("--top-p", "0")] {
+        assert!(scratch.fails(&["sample", "m", flag, value]).contains("out of range"));
+    }
     let flags = ["--data", "a.jsonl", "--context", "48", "--micro-batch", "5", "--tokens", "500"];
     assert!(scratch.ok(&[&["eval", "m"][..], &flags].concat()).contains("perplexity"));
+    let probed = scratch.ok(&["probe", "m", "--data", "a.jsonl", "--context", "48", "--sequences", "2"]);
+    assert!(probed.contains("SageBwd"), "{probed}");
     let refused = [
         scratch.fails(&["eval", "m"]),
+        scratch.fails(&["probe", "m"]),
         scratch.fails(&["eval", "m", "--data", "a.jsonl", "--tokens", "0"]),
         scratch.fails(&["eval", "m", "--hellaswag", "a.jsonl"]),
     ];
-    for (error, part) in refused.iter().zip(["nothing to evaluate on", "out of range", "GPT-2's tokens"]) {
+    for (error, part) in refused.iter().zip([
+        "nothing to evaluate on",
+        "nothing to probe on",
+        "out of range",
+        "GPT-2's tokens",
+    ]) {
         assert!(error.contains(part), "{error}");
     }
 }

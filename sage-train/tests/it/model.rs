@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 use candle_sage::nn::{
-    FeedForward, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig, SparseLinearAttention,
+    Biases, FeedForward, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig, SparseLinearAttention,
 };
 use candle_sage::ops::{Alpha, CrossEntropy, RopeStyle, Tail, embedding, linear_cross_entropy};
 use candle_sage::shape::Packing;
@@ -80,6 +80,7 @@ fn graph(config: &LlamaConfig, parameters: &Parameters) -> Result<(f32, HashMap<
                 key_heads: config.key_heads,
                 head_dim: config.head_dim,
                 qk_norm_eps: config.qk_norm.then_some(config.norm_eps),
+                biases: Biases::None,
             };
             let normed = norm("input_layernorm")?.forward(&x)?;
             let at = vb.pp("self_attn");
@@ -230,6 +231,42 @@ fn the_routers_stage_is_dense_attention_that_teaches() -> Result<()> {
 }
 
 /// Documents behind one another in a sequence are as good as alone, whatever is recomputed.
+/// The logits of each next token, of a prompt and then a token at a time, against the whole sequence each time.
+#[test]
+fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
+    let device = &Device::Cpu;
+    let int8 = Scheme::from(SageBwd::default());
+    for (scheme, qk_norm) in [(None, false), (Some(Scheme::FullPrecision), true), (Some(int8), false)] {
+        let config = LlamaConfig { scheme, qk_norm, ..config() };
+        let parameters = Parameters::init(&config, 7, Mesh::ALONE, device, DType::F32)?;
+        let whole = Llama::new(&config, &parameters, device)?;
+        // The whole in full precision, which is what follows the prompt.
+        let exact = LlamaConfig { scheme: scheme.map(|_| Scheme::FullPrecision), ..config.clone() };
+        let exact = Llama::new(&exact, &parameters, device)?;
+        let ids = batch(&config, device)?.0.narrow(0, 0, 1)?.contiguous()?;
+        let first = |len| ids.narrow(1, 0, len)?.contiguous();
+        let mut past = whole.past(config.context, Scheme::FullPrecision).expect("dense attention");
+        let prompt = whole.next_logits_after(&mut past, &first(17)?)?;
+        assert_eq!(relative(&prompt, &whole.next_logits(&first(17)?)?)?, 0.0);
+        // The values of the prompt are those of the model's own attention from the second layer on.
+        let limit = if scheme == Some(int8) { 0.05 } else { LIMIT };
+        for len in 18..=40 {
+            let next = ids.narrow(1, len - 1, 1)?.contiguous()?;
+            let logits = whole.next_logits_after(&mut past, &next)?;
+            let error = relative(&logits, &exact.next_logits(&first(len)?)?)?;
+            assert!(error < limit, "{scheme:?}, {len} tokens: {error}");
+        }
+        assert_eq!(past.tokens(), 40);
+    }
+    let sparse = with_sla2();
+    let parameters = Parameters::init(&sparse, 7, Mesh::ALONE, device, DType::F32)?;
+    let mut model = Llama::new(&sparse, &parameters, device)?;
+    assert!(model.past(48, Scheme::FullPrecision).is_none());
+    model.set_stage(Stage::Dense);
+    assert!(model.past(48, Scheme::FullPrecision).is_some());
+    Ok(())
+}
+
 fn documents_apart(device: &Device, dtype: DType, schemes: &[(Scheme, f64)]) -> Result<()> {
     for &(scheme, limit) in schemes {
         for recompute in [Recompute::None, Recompute::Block] {

@@ -1,0 +1,58 @@
+//! Linear maps as modules.
+
+use candle_core::{Module, Result, Tensor};
+use candle_nn::{Init, VarBuilder};
+
+/// A linear map of the last dimension, `y = x W^T`, or `y = x W^T + b` where it has a bias. All leading dimensions go into one
+/// product, so that the weight's gradient is one product too.
+#[derive(Debug, Clone)]
+pub struct Linear {
+    weight: Tensor,
+    bias: Option<Tensor>,
+}
+
+impl Linear {
+    /// From a weight of shape (outputs, inputs), without bias.
+    pub fn new(weight: Tensor) -> Self {
+        Self { weight, bias: None }
+    }
+
+    /// Adds a bias of shape (outputs).
+    #[must_use]
+    pub fn with_bias(self, bias: Tensor) -> Self {
+        Self { bias: Some(bias), ..self }
+    }
+
+    /// Loads `weight`, initialised as candle's linear layers are.
+    ///
+    /// # Errors
+    /// When it is missing or has another shape.
+    pub fn load(inputs: usize, outputs: usize, vb: VarBuilder<'_>) -> Result<Self> {
+        let init = candle_nn::init::DEFAULT_KAIMING_NORMAL;
+        Ok(Self::new(vb.get_with_hints((outputs, inputs), "weight", init)?))
+    }
+
+    /// Loads `weight`, and `bias`, which a new model starts as zero.
+    ///
+    /// # Errors
+    /// When one of them is missing or has another shape.
+    pub fn load_with_bias(inputs: usize, outputs: usize, vb: VarBuilder<'_>) -> Result<Self> {
+        let bias = vb.get_with_hints(outputs, "bias", Init::Const(0.0))?;
+        Ok(Self::load(inputs, outputs, vb)?.with_bias(bias))
+    }
+}
+
+impl Module for Linear {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let mut dims = x.dims().to_vec();
+        let inputs = dims.pop().unwrap_or(0);
+        let rows: usize = dims.iter().product();
+        dims.push(self.weight.dim(0)?);
+        let y = x.reshape((rows, inputs))?.matmul(&self.weight.t()?)?;
+        let y = match &self.bias {
+            None => y,
+            Some(bias) => y.broadcast_add(bias)?,
+        };
+        y.reshape(dims)
+    }
+}

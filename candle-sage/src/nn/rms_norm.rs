@@ -1,0 +1,34 @@
+//! RMSNorm as a module.
+
+use candle_core::{Module, Result, Tensor};
+use candle_nn::{Init, VarBuilder};
+
+use crate::ops;
+
+/// Root-mean-square normalization over the last dimension, (.., width): see [`ops::rms_norm`].
+#[derive(Debug, Clone)]
+pub struct RmsNorm {
+    pub(super) weight: Tensor,
+    pub(super) eps: f64,
+}
+
+impl RmsNorm {
+    /// From a weight of shape (width).
+    pub fn new(weight: Tensor, eps: f64) -> Self {
+        Self { weight, eps }
+    }
+
+    /// Loads `weight`.
+    ///
+    /// # Errors
+    /// When it is missing or has another shape.
+    pub fn load(width: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
+        Ok(Self::new(vb.get_with_hints(width, "weight", Init::Const(1.0))?, eps))
+    }
+}
+
+impl Module for RmsNorm {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        ops::rms_norm(x, &self.weight, self.eps)
+    }
+}

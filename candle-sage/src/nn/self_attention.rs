@@ -1,0 +1,214 @@
+//! Self-attention as Llama, Qwen2 and Qwen3 have it, for training and for decoding.
+
+use candle_core::{Module, Result, Tensor};
+use candle_nn::VarBuilder;
+use candle_nn::kv_cache::KvCache;
+
+use super::{Linear, RmsNorm, Rotary};
+use crate::error::Error;
+use crate::ops::Attention;
+use crate::scheme::Scheme;
+
+/// The dimension of tokens in (batch, sequence, heads, head_dim).
+const SEQUENCE: usize = 1;
+
+/// Which of a layer's maps have a bias.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Biases {
+    /// None, as in Llama and Qwen3.
+    #[default]
+    None,
+    /// Those of query, key and value, as in Qwen2.
+    QueryKeyValue,
+    /// The output's too: `attention_bias` in the `config.json` of Llama and Qwen3.
+    All,
+}
+
+/// The shape of a [`SelfAttention`] layer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SelfAttentionConfig {
+    /// Width of the layer's input and output.
+    pub width: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; a divisor of `heads`.
+    pub key_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Epsilon of the per-head RMSNorm of queries and keys before the rotary embedding, as in Qwen3; `None`
+    /// leaves the norm out, as in Llama and Qwen2.
+    pub qk_norm_eps: Option<f64>,
+    /// Biases of the maps.
+    pub biases: Biases,
+}
+
+/// Self-attention of a Llama, Qwen2 or Qwen3 block: projections, per-head RMSNorm of queries and keys (QK-norm), rotary
+/// embedding, attention, output projection.
+///
+/// [`SelfAttention::forward`] trains; [`SelfAttention::forward_cached`] decodes, with a [`KvCache`] a layer:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use candle_sage::nn::{Biases, Rotary, SelfAttention, SelfAttentionConfig};
+/// use candle_sage::{Attention, SageBwd, ops::RopeStyle};
+///
+/// let config =
+///     SelfAttentionConfig { width: 64, heads: 4, key_heads: 2, head_dim: 16, qk_norm_eps: Some(1e-6), biases: Biases::None };
+/// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+/// let layer = SelfAttention::load(config, Attention::new(SageBwd::default()).causal(true), vb)?;
+/// let rotary = Rotary::new(128, 16, 10_000.0, RopeStyle::Halves, &Device::Cpu)?;
+///
+/// let mut cache = layer.cache(128);
+/// let prompt = Tensor::randn(0f32, 1., (1, 20, 64), &Device::Cpu)?;
+/// layer.forward_cached(&prompt, &rotary, &mut cache)?;
+/// let token = Tensor::randn(0f32, 1., (1, 1, 64), &Device::Cpu)?;
+/// assert_eq!(layer.forward_cached(&token, &rotary, &mut cache)?.dims(), [1, 1, 64]);
+/// assert_eq!(cache.current_seq_len(), 21);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct SelfAttention {
+    q: Linear,
+    k: Linear,
+    v: Linear,
+    o: Linear,
+    qk_norm: Option<(RmsNorm, RmsNorm)>,
+    config: SelfAttentionConfig,
+    attention: Attention,
+    decoding: Attention,
+}
+
+impl SelfAttention {
+    /// From its maps `[q, k, v, o]` and, with QK-norm, the norms of queries and keys. The config's
+    /// epsilon and biases are not used: norms and maps have their own.
+    pub fn new(
+        config: SelfAttentionConfig,
+        attention: Attention,
+        [q, k, v, o]: [Linear; 4],
+        qk_norm: Option<(RmsNorm, RmsNorm)>,
+    ) -> Self {
+        let decoding = attention.clone().scheme(Scheme::FullPrecision);
+        Self { q, k, v, o, qk_norm, config, attention, decoding }
+    }
+
+    /// Loads `q_proj`, `k_proj`, `v_proj`, `o_proj` and, with QK-norm, `q_norm` and `k_norm`.
+    ///
+    /// `attention` says with which numerics to attend; for a language model make it causal.
+    ///
+    /// # Errors
+    /// When a weight is missing or has another shape.
+    pub fn load(config: SelfAttentionConfig, attention: Attention, vb: VarBuilder<'_>) -> Result<Self> {
+        let SelfAttentionConfig { width, heads, key_heads, head_dim, qk_norm_eps, biases } = config;
+        let qk_norm = match qk_norm_eps {
+            None => None,
+            Some(eps) => Some((
+                RmsNorm::load(head_dim, eps, vb.pp("q_norm"))?,
+                RmsNorm::load(head_dim, eps, vb.pp("k_norm"))?,
+            )),
+        };
+        let map = |inputs, outputs, name: &str, biased| match biased {
+            true => Linear::load_with_bias(inputs, outputs, vb.pp(name)),
+            false => Linear::load(inputs, outputs, vb.pp(name)),
+        };
+        let biased = biases != Biases::None;
+        let maps = [
+            map(width, heads * head_dim, "q_proj", biased)?,
+            map(width, key_heads * head_dim, "k_proj", biased)?,
+            map(width, key_heads * head_dim, "v_proj", biased)?,
+            map(heads * head_dim, width, "o_proj", biases == Biases::All)?,
+        ];
+        Ok(Self::new(config, attention, maps, qk_norm))
+    }
+
+    /// Replaces the attention of tokens that follow a prompt in [`SelfAttention::forward_cached`]. By default it is the
+    /// layer's own in full precision: a step of decoding reads every key once, and codes of them would be made anew for each
+    /// token.
+    #[must_use]
+    pub fn decoding(self, decoding: Attention) -> Self {
+        Self { decoding, ..self }
+    }
+
+    /// `x` is (batch, sequence, width), its first token at position 0; so is the output.
+    ///
+    /// # Errors
+    /// When the shapes do not fit, or the sequence runs past the rotary tables.
+    pub fn forward(&self, x: &Tensor, rotary: &Rotary) -> Result<Tensor> {
+        self.forward_with(x, rotary, |q, k, v| self.attention.apply(q, k, v))
+    }
+
+    /// As [`SelfAttention::forward`], with another attention in the place of its own: `attend` gets
+    /// query, key and value as (batch, sequence, heads, head_dim), normalized and rotated. For looking
+    /// at real tensors, or for numerics of your own.
+    ///
+    /// # Errors
+    /// As [`SelfAttention::forward`], and those of `attend`.
+    pub fn forward_with(
+        &self,
+        x: &Tensor,
+        rotary: &Rotary,
+        attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let [q, k, v] = self.project(x, rotary, 0)?;
+        self.output(&attend(&q, &k, &v)?)
+    }
+
+    /// An empty cache for [`SelfAttention::forward_cached`], with memory for `len` tokens from its first use on. It grows by as
+    /// much where more come.
+    pub fn cache(&self, len: usize) -> KvCache {
+        KvCache::new(SEQUENCE, len)
+    }
+
+    /// As [`SelfAttention::forward`] for the tokens that follow those in `cache`, which is left with theirs: first a prompt,
+    /// then a token at a time, or several. `x` is (batch, tokens, width), and the output has its shape.
+    ///
+    /// The prompt goes through the layer's own attention, what follows through [`SelfAttention::decoding`]. The output is
+    /// detached: no gradient goes through a cache.
+    ///
+    /// # Errors
+    /// As [`SelfAttention::forward`]; when the layer is not causal, since its first tokens would have to see those that come
+    /// later; and when the cache was made for tensors of another layout.
+    pub fn forward_cached(&self, x: &Tensor, rotary: &Rotary, cache: &mut KvCache) -> Result<Tensor> {
+        if !self.attention.is_causal() || !self.decoding.is_causal() {
+            return Err(Error::new("attention with a cache is not causal")
+                .got("Attention::causal(false)")
+                .allowed("causal attention: tokens that come later change nothing before them")
+                .hint("`.causal(true)`, or `SelfAttention::forward` over the whole sequence")
+                .into());
+        }
+        if cache.k_cache().dim() != SEQUENCE {
+            return Err(Error::new("the cache grows along another dimension")
+                .got(cache.k_cache().dim())
+                .allowed(format!("{SEQUENCE}: keys and values are (batch, sequence, heads, head_dim)"))
+                .hint("`SelfAttention::cache` makes one that fits")
+                .into());
+        }
+        let past = cache.current_seq_len();
+        let attention = if past == 0 { &self.attention } else { &self.decoding };
+        let [q, k, v] = self.project(x, rotary, past)?.map(|x| x.detach());
+        let (k, v) = cache.append(&k, &v.contiguous()?)?;
+        Ok(self.output(&attention.apply(&q, &k, &v)?)?.detach())
+    }
+
+    /// Query, key and value, (batch, sequence, heads, head_dim) each, of tokens whose first is at `position`.
+    fn project(&self, x: &Tensor, rotary: &Rotary, position: usize) -> Result<[Tensor; 3]> {
+        let (batch, sequence, _) = x.dims3()?;
+        let SelfAttentionConfig { heads, key_heads, head_dim, .. } = self.config;
+        let split = |x: Tensor, heads| x.reshape((batch, sequence, heads, head_dim));
+        let q = split(self.q.forward(x)?, heads)?;
+        let k = split(self.k.forward(x)?, key_heads)?;
+        let v = split(self.v.forward(x)?, key_heads)?;
+        Ok(match &self.qk_norm {
+            Some((q_norm, k_norm)) => [
+                rotary.forward_normalized(&q, q_norm, position)?,
+                rotary.forward_normalized(&k, k_norm, position)?,
+                v,
+            ],
+            None => [rotary.forward(&q, position)?, rotary.forward(&k, position)?, v],
+        })
+    }
+
+    fn output(&self, attended: &Tensor) -> Result<Tensor> {
+        self.o.forward(&attended.flatten_from(2)?)
+    }
+}

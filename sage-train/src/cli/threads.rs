@@ -1,0 +1,50 @@
+//! How many threads a verb may take.
+
+use candle_sage::Result;
+
+use crate::checks::in_range;
+use crate::config::MOST_THREADS;
+use crate::during;
+
+/// Threads of a verb.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub(super) struct Threads {
+    /// Threads; results do not depend on them [default: all cores]
+    #[arg(long, value_name = "N", global = true)]
+    threads: Option<usize>,
+}
+
+impl Threads {
+    /// Starts them, where their number was typed.
+    pub(super) fn start(self) -> Result<()> {
+        match self.threads {
+            Some(threads) => start(in_range("threads", threads, 1, MOST_THREADS)?),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A verb's arguments with its threads.
+#[derive(Debug, clap::Args)]
+pub(super) struct OnThreads<A: clap::Args> {
+    #[command(flatten)]
+    arguments: A,
+    #[command(flatten)]
+    threads: Threads,
+}
+
+impl<A: clap::Args> OnThreads<A> {
+    /// The arguments, once the threads have started.
+    pub(super) fn start(self) -> Result<A> {
+        self.threads.start()?;
+        Ok(self.arguments)
+    }
+}
+
+/// Starts so many threads for all work of this process.
+pub(super) fn start(threads: usize) -> Result<()> {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .build_global()
+        .map_err(during("cannot start threads"))
+}
