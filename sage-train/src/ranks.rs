@@ -26,7 +26,7 @@ use candle_sage::{Error, Result};
 pub use group::Group;
 pub use mesh::{Mesh, PIECE, PIECE_BESIDE, Rank};
 pub use transport::Transfer;
-pub use world::World;
+pub use world::{World, variables};
 
 use launch::Launch;
 use loopback::Loopback;
@@ -77,6 +77,16 @@ impl Role {
     pub fn take(gpus: Option<usize>, restarts: u32, stall: Duration) -> Result<Self> {
         gpus.map_or(Ok(()), launch::check)?;
         match (gpus, World::from_environment()?) {
+            (Some(1), None) if restarts > 0 => Err(Error::new("one process has no rank to lose")
+                .got(format!("--gpus 1 --restarts {restarts}"))
+                .allowed("--restarts with two GPUs and more")
+                .hint("a shell's loop around `--resume auto` begins a single process again")),
+            (Some(_), Some(world)) if restarts > 0 && !world.is_launched() => {
+                Err(Error::new("another launcher begins processes again")
+                    .got(format!("--restarts {restarts} under {}", world.launcher))
+                    .allowed("--restarts where --gpus starts the processes")
+                    .hint("torchrun has --max-restarts, Slurm --requeue"))
+            }
             (Some(ranks @ 2..), None) => launch::launch(Launch { ranks, restarts }).map(Self::Launcher),
             (Some(gpus), Some(world)) if gpus != world.rank.of => {
                 Err(Error::new("two launchers say how many processes there are")
@@ -119,7 +129,8 @@ impl Ranks {
             Device::Cpu => Rc::new(Loopback::connect(meeting)?),
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => {
-                words.aside("connecting the GPUs", || nccl::Nccl::connect(&words, device)).map(Rc::new)?
+                words.doing("connecting the GPUs");
+                Rc::new(nccl::Nccl::connect(&words, device)?)
             }
             _ => return Err(Error::new("this device has no others to connect to")),
         };
@@ -265,7 +276,14 @@ impl Words {
         }
     }
 
-    /// Does something for which the others wait as long as it takes.
+    /// Begins a step, from 1: a rank that is at an earlier one than the rest holds them up.
+    pub fn step(&self, step: u64, what: &str) {
+        if let Some(meeting) = &self.meeting {
+            meeting.step(step, what);
+        }
+    }
+
+    /// Does something that may take long, and for which the others wait.
     pub fn aside<T>(&self, what: &str, work: impl FnOnce() -> T) -> T {
         let Some(meeting) = &self.meeting else { return work() };
         meeting.doing(what, true);

@@ -140,16 +140,17 @@ pub fn asked_again() -> bool {
     SEEN.get().is_some_and(|seen| seen.times.load(Ordering::Relaxed) > 1)
 }
 
-/// Whether the sweep that started this run is gone.
+/// Whether the sweep or the launcher that started this process is gone.
 #[cfg(unix)]
-fn is_orphan() -> bool {
+pub fn is_orphan() -> bool {
     static SWEEP: OnceLock<Option<i32>> = OnceLock::new();
     let sweep = SWEEP.get_or_init(|| std::env::var(PARENT).ok()?.parse().ok());
     let parent = rustix::process::Pid::as_raw(rustix::process::getppid());
     sweep.is_some_and(|sweep| parent != sweep)
 }
 
+/// Whether the sweep or the launcher that started this process is gone: nobody can tell.
 #[cfg(not(unix))]
-fn is_orphan() -> bool {
+pub fn is_orphan() -> bool {
     false
 }

@@ -129,7 +129,8 @@ pub fn run_as(
                 .into());
         }
     }
-    let parameters = parameters(config, resumed, &device, ranks.mesh())?;
+    let read = || parameters(config, resumed, &device, ranks.mesh());
+    let parameters = words.aside("reading the weights", read)?;
     let (folder, points) = open_folder(config, begin, words)?;
     signals::watch(Second::Ends)?;
     progress.log_to(folder.log(rank)?);
@@ -159,7 +160,11 @@ pub fn run_as(
         });
     }
     let hardware = Hardware::of(&device);
-    let start = Start::now(config, &data, fingerprint.clone(), &hardware, (first, rank));
+    let start = Start::now(config, &data, fingerprint.clone(), &hardware, (first, ranks.mesh()));
+    let before: Vec<Start> = folder.read_json(STARTS);
+    if let Some(change) = before.last().and_then(|before| start.sums_otherwise(before)) {
+        progress.say(&change);
+    }
     folder.add_json(STARTS, start)?;
     if rank.is_first() {
         partial::file(&folder.path().join("tokenizer.json"), |partial| data.tokenizer.save(partial))?;
@@ -183,6 +188,7 @@ pub fn run_as(
         checkpoints,
         first,
         unsaved: None,
+        slow: None,
         started,
         before,
     };
@@ -225,8 +231,13 @@ fn said(config: &Config, resumed: Option<&Found>, parallel: Parallel) -> String 
     // What decides when all validate and save.
     let (checkpoints, eval) = (config.checkpoints.every, config.eval_every);
     let rest = format!(
-        "device = {}\neval-every = {eval}\nprobe-every = {}\ncheckpoint-every = {checkpoints}\ncontext-parallel = {}\noverlap = {:?}\npiece-mb = {:?}",
-        config.device, config.probe_every, parallel.context, parallel.overlap, parallel.piece,
+        "device = {}\nrecompute = {:?}\neval-every = {eval}\nprobe-every = {}\ncheckpoint-every = {checkpoints}\ncontext-parallel = {}\noverlap = {:?}\npiece-mb = {:?}",
+        config.device,
+        config.model.recompute,
+        config.probe_every,
+        parallel.context,
+        parallel.overlap,
+        parallel.piece,
     );
     settings.chain([rest, step]).collect::<Vec<_>>().join("\n")
 }

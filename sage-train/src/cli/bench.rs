@@ -156,6 +156,7 @@ impl BenchLinks {
     }
 
     fn measure(&self, words: &Words, local: Rank) -> Result<links::Links> {
+        words.agree("command", "bench links")?;
         let place = self.device.unwrap_or_default();
         let settings = Settings { preset: Some(self.preset), device: Some(place), ..Settings::default() };
         let config = Config::resolve(settings)?;

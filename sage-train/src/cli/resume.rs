@@ -6,10 +6,10 @@ use candle_sage::{Error, Result};
 use toml::{Table, Value};
 
 use crate::config::{Config, Identity, folder_of_runs};
+use crate::during;
 use crate::ranks::Rank;
 use crate::settings::{Settings, SourceSetting};
 use crate::train::checkpoint::Found;
-use crate::{during, tell};
 
 /// What may change under way: how long, how fast and how closely watched; not the model, its data or its batches.
 // Where the data lies may change too: the checkpoint knows what it was.
@@ -68,12 +68,6 @@ impl Resumed {
         let before = Config::resolve(saved)?;
         check_settings(&found, &before)?;
         let mut config = Config::resolve(merged)?;
-        if config.micro_batch != before.micro_batch && rank.is_first() {
-            tell(&format!(
-                "micro-batch {} from here on, {} before: the same sequences, and sums in another order",
-                config.micro_batch, before.micro_batch
-            ));
-        }
         // The run is where it is found, wherever it was made.
         if let Some(parent) = found.run.parent() {
             (config.out, config.data.out) = (parent.to_owned(), folder_of_runs(parent));

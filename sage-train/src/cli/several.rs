@@ -6,7 +6,7 @@ use crate::checks::in_range;
 use crate::config::several::{LINK, NETWORK, World};
 use crate::quantity::Quantity;
 use crate::ranks::{Mesh, Rank, Role, Words};
-use crate::train::Overlap;
+use crate::train::{Overlap, Parallel};
 
 /// How a run goes on several GPUs; nothing of what it is.
 #[derive(Debug, clap::Args)]
@@ -54,12 +54,22 @@ pub(super) struct Several {
 }
 
 impl Several {
+    /// How ranks share a step, of which this is one on its machine.
+    pub(super) fn parallel(&self, local: Rank) -> Result<Parallel> {
+        let piece = self.piece_mb.map(|mb| in_range("piece-mb", mb, 0.001, 1e6)).transpose()?;
+        let piece = piece.map(|mb| (mb * 1e6 / 4.0) as usize);
+        Ok(Parallel { local, context: self.context_parallel, overlap: self.overlap, piece })
+    }
+
     /// What a dry run plans for.
     pub(super) fn world(&self) -> Result<World> {
         let shape = || Error::new("ranks do not divide into nodes");
         let (of, on_node) = match self.ranks {
             Some(ranks) => (in_range("ranks", ranks, 1, 1 << 20)?, self.ranks_per_node.min(ranks)),
-            None => (self.gpus.unwrap_or(1), self.gpus.unwrap_or(1)),
+            None => {
+                let gpus = in_range("gpus", self.gpus.unwrap_or(1), 1, 1024)?;
+                (gpus, gpus)
+            }
         };
         if on_node == 0
             || !of.is_multiple_of(on_node)
@@ -79,6 +89,7 @@ impl Several {
             context: self.context_parallel,
             ..Mesh::node(Rank { index: 0, of: on_node })
         };
+        let mesh = self.parallel(Rank::ALONE)?.in_pieces(mesh);
         Ok(World {
             mesh,
             link: rate("link-rate", self.link_rate)?,

@@ -22,7 +22,7 @@ use crate::report::result_table;
 use crate::runs::{Run, Status};
 use crate::settings::{Attn, Preset, Settings};
 use crate::sweep::{Limits, Spec};
-use crate::train::{Begin, Parallel, Stop, checkpoint};
+use crate::train::{Begin, Stop, checkpoint};
 use crate::{during, hf, partial, ranks, signals, tell, train};
 
 /// What `--resume` takes in the place of a folder.
@@ -123,6 +123,13 @@ impl Train {
     /// Trains, as one of the ranks that have met.
     fn train(self, file: Settings, words: &Words, local: Rank) -> std::result::Result<(), Stop> {
         let rank = words.rank();
+        // Those that go on look for other things than those that begin.
+        let begins = match self.resume.as_deref() {
+            None => "a new run",
+            Some(path) if path == Path::new(AUTO) => "--resume auto",
+            Some(_) => "--resume RUN",
+        };
+        words.agree("command", begins)?;
         let typed = self.settings.clone();
         let (config, begin) = match self.resume.as_deref() {
             Some(path) if path == Path::new(AUTO) => again(self.settings, file, words)?,
@@ -158,10 +165,7 @@ impl Train {
         if let Some(threads) = config.threads.or_else(share) {
             threads::start(threads)?;
         }
-        let Several { context_parallel: context, overlap, piece_mb, .. } = self.several;
-        let piece = piece_mb.map(|mb| in_range("piece-mb", mb, 0.001, 1e6)).transpose()?;
-        let piece = piece.map(|mb| (mb * 1e6 / 4.0) as usize);
-        let outcome = train::run_as(&config, &begin, words, Parallel { local, context, overlap, piece })?;
+        let outcome = train::run_as(&config, &begin, words, self.several.parallel(local)?)?;
         if rank.is_first() {
             print(&result_table(&outcome))?;
         }

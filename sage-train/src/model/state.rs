@@ -105,13 +105,17 @@ impl State {
     /// When they are not there, or of another shape.
     pub fn values(&self, spec: &ParameterSpec, prefix: &str, range: Range<usize>) -> Result<Vec<f32>> {
         let mut values = vec![0.0; range.len()];
-        let mut filled = 0;
+        let mut filled = Vec::new();
         for part in &self.0 {
-            filled += part.fill(spec, prefix, &range, &mut values)?;
+            filled.extend(part.fill(spec, prefix, &range, &mut values)?);
         }
-        if filled == range.len() {
+        // Each element once: two files with the same half are no whole.
+        filled.sort_by_key(|here| here.start);
+        let whole = filled.iter().try_fold(range.start, |at, here| (here.start == at).then_some(here.end));
+        if whole == Some(range.end) {
             return Ok(values);
         }
+        let filled: usize = filled.iter().map(Range::len).sum();
         let files: Vec<String> = self.0.iter().map(|part| part.path.display().to_string()).collect();
         Err(Error::new("the checkpoint is not of this model")
             .got(format!(
@@ -146,16 +150,16 @@ impl Part {
         Ok(Self { path, file, data, bytes, about, parts })
     }
 
-    /// Writes what it has of the range to its place; says how much that is.
+    /// Writes what it has of the range to its place; says which elements these are.
     fn fill(
         &self,
         spec: &ParameterSpec,
         prefix: &str,
         range: &Range<usize>,
         values: &mut [f32],
-    ) -> Result<usize> {
+    ) -> Result<Option<Range<usize>>> {
         let name = format!("{prefix}{}", spec.name);
-        let Some(info) = self.about.info(&name) else { return Ok(0) };
+        let Some(info) = self.about.info(&name) else { return Ok(None) };
         let (first, len) = match self.parts.get(&spec.name) {
             Some(&[first, len]) => (first, len),
             None => (0, spec.len()),
@@ -174,7 +178,7 @@ impl Part {
                 .allowed(format!("{name} of shape {shape:?} in f32"))
                 .hint("weights and settings belong to one run"));
         }
-        let Some(here) = overlap(range, &(first as usize..(first + len) as usize)) else { return Ok(0) };
+        let Some(here) = overlap(range, &(first as usize..(first + len) as usize)) else { return Ok(None) };
         let mut bytes = vec![0; 4 * here.len()];
         let at = self.data + start + 4 * (here.start as u64 - first);
         let mut file = &self.file;
@@ -185,6 +189,6 @@ impl Part {
         for (value, bytes) in into.iter_mut().zip(bytes.as_chunks().0) {
             *value = f32::from_le_bytes(*bytes);
         }
-        Ok(here.len())
+        Ok(Some(here))
     }
 }

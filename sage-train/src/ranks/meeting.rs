@@ -2,6 +2,7 @@
 //! and notice when one of them is gone.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::net::{IpAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -10,9 +11,9 @@ use std::time::{Duration, Instant};
 use candle_sage::{Error, Result};
 
 use super::mesh::Rank;
-use super::message::{Message, receive, send};
+use super::message::{Message, receive, receive_hello, send};
 use super::world::World;
-use crate::{during, tell};
+use crate::{during, signals, tell};
 
 /// How long ranks wait for the others to come.
 const COMING: Duration = Duration::from_secs(300);
@@ -23,8 +24,15 @@ const BEAT: Duration = Duration::from_secs(1);
 /// Without a sign of life for so long, a rank's machine is gone, or it was stopped.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// Before the first step: data is read, the model made, kernels loaded.
+/// Before the first step: the model is made, GPUs connected, kernels loaded.
 const FIRST: Duration = Duration::from_secs(600);
+
+/// What may take long may take so long: text is tokenized, weights and checkpoints are read and written. A disk or a file
+/// system that hangs is found out after it.
+const ASIDE: Duration = Duration::from_secs(6 * 3600);
+
+/// The most ranks that are named in a message.
+const NAMED: usize = 10;
 
 /// What a process exits with that lost another: it is worth starting again. (`EX_TEMPFAIL` of sysexits.h.)
 pub(super) const LOST: i32 = 75;
@@ -44,7 +52,9 @@ struct Peer {
 struct Life {
     /// When it was heard last.
     heard: Instant,
-    /// How far it is, and since when.
+    /// The step that it is at, from 1; 0 before the first.
+    step: u64,
+    /// How much it has done, and since when no more.
     ticks: u64,
     since: Instant,
     doing: String,
@@ -57,15 +67,28 @@ struct Life {
 impl Life {
     fn new() -> Self {
         let now = Instant::now();
-        Self { heard: now, ticks: 0, since: now, doing: "starting".into(), aside: false, left: false }
+        Self {
+            heard: now,
+            step: 0,
+            ticks: 0,
+            since: now,
+            doing: "starting".into(),
+            aside: false,
+            left: false,
+        }
     }
 
-    fn hear(&mut self, ticks: u64, doing: String, aside: bool) {
+    fn hear(&mut self, step: u64, ticks: u64, doing: String, aside: bool) {
         self.heard = Instant::now();
-        if ticks != self.ticks || doing != self.doing || aside != self.aside {
+        if (step, ticks, &doing, aside) != (self.step, self.ticks, &self.doing, self.aside) {
             self.since = self.heard;
         }
-        (self.ticks, self.doing, self.aside) = (ticks, doing, aside);
+        (self.step, self.ticks, self.doing, self.aside) = (step, ticks, doing, aside);
+    }
+
+    /// Whether nothing went on for longer than it may take.
+    fn stands_still(&self, limit: Duration) -> bool {
+        self.since.elapsed() > if self.aside { ASIDE } else { limit }
     }
 }
 
@@ -207,11 +230,17 @@ impl Meeting {
         self.shared.ticks.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Says what is being done; `aside`: it may take as long as it takes.
+    /// Says what is being done; `aside`: it may take long.
     pub(super) fn doing(&self, what: &str, aside: bool) {
         let mut life = lock(&self.shared.life);
+        let (step, ticks) = (life.step, self.shared.ticks.load(Ordering::Relaxed));
+        life.hear(step, ticks, what.to_owned(), aside);
+    }
+
+    /// Begins a step, from 1.
+    pub(super) fn step(&self, step: u64, what: &str) {
         let ticks = self.shared.ticks.load(Ordering::Relaxed);
-        life.hear(ticks, what.to_owned(), aside);
+        lock(&self.shared.life).hear(step, ticks, what.to_owned(), false);
     }
 
     /// What to do where others end this process.
@@ -260,7 +289,9 @@ impl Shared {
         let of = &self.peers[peer];
         loop {
             match receive(&mut stream) {
-                Ok(Message::Beat { ticks, doing, aside }) => lock(&of.life).hear(ticks, doing, aside),
+                Ok(Message::Beat { step, ticks, doing, aside }) => {
+                    lock(&of.life).hear(step, ticks, doing, aside);
+                }
                 Ok(Message::Said { topic, text }) if self.rank.is_first() => self.note(&topic, of.rank, text),
                 Ok(Message::All { topic, texts }) if texts.len() == self.rank.of => {
                     *lock(&self.board).entry(topic).or_default() = texts.into_iter().map(Some).collect();
@@ -288,12 +319,21 @@ impl Shared {
             }
             let own = {
                 let mut life = lock(&self.life);
-                let (ticks, doing, aside) =
-                    (self.ticks.load(Ordering::Relaxed), life.doing.clone(), life.aside);
-                life.hear(ticks, doing, aside);
+                let ticks = self.ticks.load(Ordering::Relaxed);
+                let (step, doing, aside) = (life.step, life.doing.clone(), life.aside);
+                life.hear(step, ticks, doing, aside);
                 life.clone()
             };
-            let beat = Message::Beat { ticks: own.ticks, doing: own.doing.clone(), aside: own.aside };
+            // From the first step on a run looks by itself, and saves.
+            if own.step == 0 && signals::is_orphan() {
+                return self.end("the process that started the ranks is gone", LOST);
+            }
+            let beat = Message::Beat {
+                step: own.step,
+                ticks: own.ticks,
+                doing: own.doing.clone(),
+                aside: own.aside,
+            };
             (0..self.peers.len()).for_each(|peer| self.tell(peer, &beat));
             let lives: Vec<Life> = self.peers.iter().map(|peer| lock(&peer.life).clone()).collect();
             let silence = SILENCE.min(self.stall);
@@ -301,17 +341,21 @@ impl Shared {
                 let seconds = lives[peer].heard.elapsed().as_secs();
                 return self.lose(peer, &format!("gave no sign of life for {seconds} s"));
             }
-            // Who waits for another makes no progress either: the one that is furthest behind holds up the rest.
+            // Who waits for another makes no progress either: one that is at an earlier step than the rest holds them up.
             let limit = if own.ticks == 0 { FIRST.max(self.stall) } else { self.stall };
             let all = || lives.iter().chain([&own]).filter(|life| !life.left);
-            if self.rank.is_first() && all().all(|life| !life.aside && life.since.elapsed() > limit) {
-                let behind = all().map(|life| life.ticks).min();
-                let peer = lives.iter().position(|life| !life.left && Some(life.ticks) == behind);
+            if self.rank.is_first() && all().all(|life| life.stands_still(limit)) {
+                let behind = all().map(|life| life.step).min().unwrap_or(0);
+                let some_are_ahead = all().any(|life| life.step > behind);
+                let peer = lives.iter().position(|life| !life.left && life.step == behind);
                 let why = format!("made no progress for {} s", limit.as_secs());
-                match peer.filter(|_| Some(own.ticks) != behind) {
-                    Some(peer) => return self.lose(peer, &why),
-                    None => return self.end(&format!("no rank {why}, rank 0 was at {}", own.doing), LOST),
-                }
+                return match peer.filter(|_| some_are_ahead && own.step > behind) {
+                    Some(peer) => self.lose(peer, &why),
+                    None if some_are_ahead => {
+                        self.end(&format!("rank 0 on {} {why}, it was at {}", self.host, own.doing), LOST)
+                    }
+                    None => self.end(&format!("no rank {why}, rank 0 was at {}", own.doing), LOST),
+                };
             }
         }
     }
@@ -358,18 +402,20 @@ fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
     let began = Instant::now();
     let mut peers: BTreeMap<usize, Peer> = BTreeMap::new();
     while peers.len() + 1 < world.rank.of {
+        if began.elapsed() > COMING {
+            return Err(missing(world, &peers));
+        }
+        check_parent()?;
         let mut stream = match listener.accept() {
             Ok((stream, _)) => stream,
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock && began.elapsed() < COMING => {
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
                 std::thread::sleep(Duration::from_millis(5));
                 continue;
             }
-            Err(_) => return Err(missing(world, &peers)),
+            Err(error) if error.kind() == ErrorKind::ConnectionAborted => continue,
+            Err(error) => return Err(failed(error)),
         };
-        let hello = stream
-            .set_nonblocking(false)
-            .and_then(|()| stream.set_read_timeout(Some(Duration::from_secs(5))))
-            .and_then(|()| receive(&mut stream));
+        let hello = stream.set_nonblocking(false).and_then(|()| receive_hello(&mut stream));
         // Who says something else is none of us, and the wait goes on.
         let Ok(Message::Hello { version, rank, of, host }) = hello else { continue };
         let refused = if version != VERSION {
@@ -394,11 +440,21 @@ fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
     }
     let host = gethostname::gethostname().to_string_lossy().into_owned();
     for peer in peers.values() {
+        // Those that came first had nothing to say until now.
+        *lock(&peer.life) = Life::new();
         let welcome =
             Message::Hello { version: VERSION.into(), rank: 0, of: world.rank.of, host: host.clone() };
         let _ = send(&mut *lock(&peer.stream), &welcome);
     }
     Ok(peers.into_values().collect())
+}
+
+/// Nobody waits for ranks that nobody starts any more.
+fn check_parent() -> Result<()> {
+    match signals::is_orphan() {
+        true => Err(Error::new("the process that started the ranks is gone")),
+        false => Ok(()),
+    }
 }
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -412,10 +468,14 @@ fn peer(rank: usize, host: String, stream: TcpStream) -> Result<Peer> {
 }
 
 fn missing(world: &World, peers: &BTreeMap<usize, Peer>) -> Error {
-    let missing: Vec<String> =
-        (1..world.rank.of).filter(|rank| !peers.contains_key(rank)).map(|rank| rank.to_string()).collect();
+    let missing = (1..world.rank.of).filter(|rank| !peers.contains_key(rank));
+    let named: Vec<String> = missing.take(NAMED).map(|rank| rank.to_string()).collect();
+    let more = match world.rank.of - 1 - peers.len() - named.len() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
     Error::new("ranks did not come")
-        .got(format!("no rank {} after {} s", missing.join(", "), COMING.as_secs()))
+        .got(format!("no rank {}{more} after {} s", named.join(", "), COMING.as_secs()))
         .allowed(format!("{} ranks", world.rank.of))
         .hint(format!("do they reach {} at port {}? Their own output may say more", world.host, world.port))
 }
@@ -439,22 +499,32 @@ fn go_to_first(world: &World, host: &str) -> Result<Peer> {
         let tried = TcpStream::connect((world.host.as_str(), world.port));
         match tried.and_then(|mut stream| send(&mut stream, &hello).map(|()| stream)) {
             Ok(mut stream) => {
-                let ready = stream.set_read_timeout(Some(COMING));
+                // Rank 0 may have begun to wait when this one came.
+                let ready = stream.set_read_timeout(Some(2 * COMING));
                 return match ready.and_then(|()| receive(&mut stream)) {
                     Ok(Message::Hello { rank: 0, of, host, .. }) if of == world.rank.of => {
                         peer(0, host, stream)
                     }
                     Ok(Message::Over { why, .. }) => Err(failed(why)),
                     Ok(_) => Err(failed("something that is not this program".into())),
+                    Err(error) if error.kind() == ErrorKind::InvalidData => {
+                        Err(failed("something that is not this program".into()))
+                    }
+                    Err(error) if [ErrorKind::WouldBlock, ErrorKind::TimedOut].contains(&error.kind()) => {
+                        Err(failed(format!("no answer for {} s", (2 * COMING).as_secs())))
+                    }
                     Err(error) => {
                         // It was there, and died before all had come.
-                        tell(&format!("error: rank 0 is gone: {error}"));
+                        tell(&format!("error: rank 0 on {} is gone: {error}", world.host));
                         signal_hook::low_level::exit(LOST)
                     }
                 };
             }
             Err(error) if began.elapsed() > COMING => return Err(failed(error.to_string())),
-            Err(_) => std::thread::sleep(Duration::from_millis(20)),
+            Err(_) => {
+                check_parent()?;
+                std::thread::sleep(Duration::from_millis(20));
+            }
         }
     }
 }

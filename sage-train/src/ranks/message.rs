@@ -1,11 +1,19 @@
 //! What ranks say to each other: JSON behind its length. Nothing that is too long or makes no sense is taken.
 
 use std::io::{Error, ErrorKind, Read, Result, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 /// The longest message.
 const MOST: usize = 16 << 20;
+
+/// The longest that says who somebody is.
+const MOST_HELLO: usize = 4 << 10;
+
+/// How long it may take.
+const HELLO_TIME: Duration = Duration::from_secs(5);
 
 /// One message.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,11 +46,13 @@ pub(super) enum Message {
     },
     /// A sign of life.
     Beat {
+        /// The step that a rank is at, from 1.
+        step: u64,
         /// Grows with everything that is done.
         ticks: u64,
         /// `step 3 of 300`.
         doing: String,
-        /// It may take as long as it takes.
+        /// It may take long.
         aside: bool,
     },
     /// A rank stops because of an error of its own.
@@ -77,10 +87,39 @@ pub(super) fn send(to: &mut impl Write, message: &Message) -> Result<()> {
 /// # Errors
 /// When the connection is gone, or what comes is no message.
 pub(super) fn receive(from: &mut impl Read) -> Result<Message> {
+    receive_of(from, MOST)
+}
+
+/// Receives the first one of whoever comes: a short one, and in time.
+///
+/// # Errors
+/// As [`receive`], and when it does not come within [`HELLO_TIME`].
+pub(super) fn receive_hello(from: &mut TcpStream) -> Result<Message> {
+    receive_of(&mut Until { stream: from, end: Instant::now() + HELLO_TIME }, MOST_HELLO)
+}
+
+/// Reads from a stream until a time.
+struct Until<'a> {
+    stream: &'a mut TcpStream,
+    end: Instant,
+}
+
+impl Read for Until<'_> {
+    fn read(&mut self, into: &mut [u8]) -> Result<usize> {
+        let left = self.end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(ErrorKind::TimedOut.into());
+        }
+        self.stream.set_read_timeout(Some(left))?;
+        self.stream.read(into)
+    }
+}
+
+fn receive_of(from: &mut impl Read, most: usize) -> Result<Message> {
     let mut len = [0; 4];
     from.read_exact(&mut len)?;
     let len = u32::from_le_bytes(len) as usize;
-    if len > MOST {
+    if len > most {
         return Err(Error::new(ErrorKind::InvalidData, format!("a message of {len} bytes")));
     }
     // Not allocated before it comes.

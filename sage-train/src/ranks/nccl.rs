@@ -45,7 +45,7 @@ const TURNS: usize = 8;
 
 const WAIT: CUevent_wait_flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
 
-/// Declares the functions that are called, and finds them all at once. `nccl.h` of 2.4 and later has each of them.
+/// Declares the functions that are called, and finds them all at once. `nccl.h` of 2.7 and later has each of them.
 macro_rules! functions {
     ($($name:ident = $symbol:literal: fn($($arg:ty),*) -> $out:ty;)*) => {
         struct Functions {
@@ -96,7 +96,7 @@ impl Functions {
         }
         Err(Error::new("several GPUs need NCCL, and it is not found")
             .got(failed)
-            .allowed("libnccl.so.2, version 2.4 or later")
+            .allowed("libnccl.so.2, version 2.7 or later")
             .hint(format!("it comes with PyTorch (nvidia/nccl/lib) and as nvidia-nccl; {PATH} names a file")))
     }
 
@@ -260,14 +260,15 @@ impl Transport for Nccl {
 fn check_gpus(words: &Words, device: &CudaDevice) -> candle_sage::Result<()> {
     let uuid = device.cuda_stream().context().uuid().map_err(during("cannot tell the GPU"))?;
     let own = hex(&uuid.bytes.map(|byte| byte as u8));
+    let host = gethostname::gethostname().to_string_lossy().into_owned();
     let all = words.share("GPU", &own)?;
     let twice =
         all.iter().enumerate().find_map(|(n, gpu)| Some((all[..n].iter().position(|g| g == gpu)?, n)));
     match twice {
         None => Ok(()),
         Some((a, b)) => Err(Error::new("two ranks have the same GPU")
-            .got(format!("ranks {a} and {b}: GPU {:.8}", all[a]))
+            .got(format!("ranks {a} and {b}: GPU {:.8}, seen from {host}", all[a]))
             .allowed("a GPU for each rank")
-            .hint("--gpus gives each its own; under srun --gpus-per-task 1 does")),
+            .hint("--gpus no higher than this machine's GPUs (nvidia-smi -L); under srun --gpus-per-task 1")),
     }
 }

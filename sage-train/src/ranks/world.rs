@@ -12,6 +12,17 @@ pub(super) const LAUNCHED: &str = "SAGE_TRAIN_LAUNCHED";
 const NAMES: [&str; 6] =
     ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
 
+/// What says that this process is one of several: a child that is none must not see it.
+pub fn variables() -> impl Iterator<Item = &'static str> {
+    NAMES.into_iter().chain(["SLURM_STEP_NUM_TASKS", LAUNCHED])
+}
+
+/// Who started ranks that nobody else did.
+const GPUS: &str = "--gpus";
+
+/// The most ranks of a run.
+const MOST: usize = 1 << 16;
+
 /// A place among the ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct World {
@@ -36,6 +47,11 @@ impl World {
         Self::from_variables(&|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
     }
 
+    /// Whether `--gpus` started it.
+    pub(super) fn is_launched(&self) -> bool {
+        self.launcher == GPUS
+    }
+
     fn from_variables(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let world = if NAMES[..2].iter().any(|name| variable(name).is_some()) {
             Some(Self::of_torchrun(variable)?)
@@ -43,6 +59,12 @@ impl World {
             Self::of_slurm(variable)?
         };
         let Some(world) = world else { return Ok(None) };
+        if world.rank.of > MOST {
+            return Err(Error::new("there are too many ranks to be meant")
+                .got(format!("{} by {}", world.rank.of, world.launcher))
+                .allowed(format!("1 to {MOST}"))
+                .hint("is a variable of another launcher left in the environment?"));
+        }
         for (rank, what) in [(world.rank, "rank"), (world.local, "local rank")] {
             if rank.index >= rank.of {
                 return Err(Error::new(format!("the {what} is none of its ranks"))
@@ -66,13 +88,14 @@ impl World {
         let port = number("MASTER_PORT")?;
         // torchrun's own agent has the port that it names, and everybody takes the next.
         let agent = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True");
-        let port = u16::try_from(port + usize::from(agent)).map_err(|_| not_a_number("MASTER_PORT", port))?;
+        let port = u16::try_from(port + usize::from(agent)).ok().filter(|port| *port > 0);
+        let port = port.ok_or_else(|| not_a_number("MASTER_PORT", number("MASTER_PORT").unwrap_or(0)))?;
         Ok(Self {
             rank: Rank { index: number("RANK")?, of: number("WORLD_SIZE")? },
             local: Rank { index: number("LOCAL_RANK")?, of: number("LOCAL_WORLD_SIZE")? },
             host: variable("MASTER_ADDR").unwrap_or_default(),
             port,
-            launcher: if variable(LAUNCHED).is_some() { "--gpus" } else { "torchrun" },
+            launcher: if variable(LAUNCHED).is_some() { GPUS } else { "torchrun" },
         })
     }
 
@@ -116,7 +139,7 @@ fn not_a_number(name: &str, got: impl std::fmt::Display) -> Error {
 }
 
 fn number(name: &str, value: &str) -> Result<usize> {
-    value.trim().parse().ok().filter(|&n: &usize| n < 1 << 40).ok_or_else(|| not_a_number(name, value))
+    value.trim().parse().ok().filter(|&n: &usize| n < 1 << 32).ok_or_else(|| not_a_number(name, value))
 }
 
 /// The first of `node[03-08,10],other`: `node03`.

@@ -421,6 +421,8 @@ mod tests {
             unigram_entropy: 5.0,
             parameters: 1,
             ranks: 1,
+            context_parallel: 1,
+            micro_batch: None,
         }
     }
 

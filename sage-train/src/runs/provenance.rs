@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::Config;
 use crate::data::Dataset;
 use crate::device::Hardware;
-use crate::ranks::Rank;
+use crate::ranks::Mesh;
 
 /// One start of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -40,6 +40,12 @@ pub struct Start {
     /// Processes that trained it together.
     #[serde(default = "one")]
     pub ranks: usize,
+    /// So many of them had each sequence together.
+    #[serde(default = "one")]
+    pub context_parallel: usize,
+    /// Sequences of a micro-batch. Earlier versions did not say it.
+    #[serde(default)]
+    pub micro_batch: Option<usize>,
 }
 
 fn one() -> usize {
@@ -53,7 +59,7 @@ impl Start {
         data: &Dataset,
         data_fingerprint: String,
         hardware: &Hardware,
-        (step, rank): (u64, Rank),
+        (step, mesh): (u64, Mesh),
     ) -> Self {
         let time = SystemTime::now().duration_since(UNIX_EPOCH);
         Self {
@@ -69,7 +75,24 @@ impl Start {
             tokenizer: Some(data.tokenizer.hash().into()),
             unigram_entropy: data.unigram_entropy,
             parameters: config.model.parameters(),
-            ranks: rank.of,
+            ranks: mesh.rank().of,
+            context_parallel: mesh.context,
+            micro_batch: Some(config.micro_batch),
         }
+    }
+
+    /// What makes sums of this start go in another order than those of the one before, where something does: the curve goes
+    /// on, and not to the bit.
+    pub(crate) fn sums_otherwise(&self, before: &Self) -> Option<String> {
+        let numbers = |start: &Self| [start.ranks, start.context_parallel, start.micro_batch.unwrap_or(0)];
+        let names = ["ranks", "--context-parallel", "--micro-batch"];
+        let changed = names.iter().zip(numbers(before).into_iter().zip(numbers(self)));
+        let changed: Vec<String> = changed
+            .filter(|(_, (before, now))| before != now && *before > 0)
+            .map(|(name, (before, now))| format!("{name} {now}, {before} before"))
+            .collect();
+        let said = changed.join("; ");
+        (!said.is_empty())
+            .then(|| format!("{said}: the same sequences, and sums in another order from here on"))
     }
 }

@@ -17,7 +17,7 @@ use crate::lock::Lock;
 use crate::runs::{Ending, Run, Status};
 use crate::signals::Second;
 use crate::train::checkpoint;
-use crate::{during, signals, tell, writing};
+use crate::{during, ranks, signals, tell, writing};
 
 /// What a process exits with that SIGHUP, SIGINT or SIGTERM asked to stop.
 const ASKED_TO_STOP: [i32; 3] = [129, 130, 143];
@@ -283,6 +283,10 @@ impl Sweep {
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         command.env(signals::PARENT, std::process::id().to_string());
+        // A launcher may have started this sweep as one of several; its runs are alone all the same.
+        for name in ranks::variables() {
+            command.env_remove(name);
+        }
         std::fs::write(&asked, config.to_toml()).map_err(writing(&asked))?;
         let path = self.stderr_file(&name);
         let stderr = File::create(&path).map_err(writing(&path))?;

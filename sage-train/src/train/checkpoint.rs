@@ -169,7 +169,10 @@ fn write(
     words: &Words,
 ) -> Result<()> {
     let partial = folder.join(name(step) + PARTIAL);
-    let own = snapshot.and_then(|snapshot| write_state(&partial, &snapshot, words.rank()));
+    // The others hear of whatever happens here.
+    let work = || snapshot.and_then(|snapshot| write_state(&partial, &snapshot, words.rank()));
+    let own = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work))
+        .unwrap_or_else(|_| Err(Error::new("the thread that writes checkpoints died")));
     let said = match &own {
         Ok(file) => Ok(file.clone()),
         Err(error) => Err(error.to_string()),
@@ -188,6 +191,13 @@ fn write(
         true => finish(folder, &partial, step, belongs, files),
         false => Ok(()),
     });
+    // No rank leaves before the checkpoint has its name, and none believes in one that has not got it.
+    let failed = written.as_ref().err().map_or(String::new(), Error::to_string);
+    let of_first = words.from_first("checkpoint is named", &failed)?;
+    let written = match of_first.is_empty() {
+        true => written,
+        false => written.and(Err(Error::new(of_first))),
+    };
     if written.is_err() && words.rank().is_first() {
         // Its room may be what the next one needs.
         let _ = std::fs::remove_dir_all(&partial);

@@ -26,9 +26,13 @@ impl Parallel {
     /// # Errors
     /// When they are not dealt out evenly.
     pub(super) fn mesh(&self, words: &Words) -> Result<Mesh> {
-        let mesh = Mesh::agree(words, self.local, self.context)?;
+        Ok(self.in_pieces(Mesh::agree(words, self.local, self.context)?))
+    }
+
+    /// Ranks that lie so, whose gradients travel in such pieces.
+    pub fn in_pieces(&self, mesh: Mesh) -> Mesh {
         let usual = if self.overlap.is_beside(mesh) { PIECE_BESIDE } else { PIECE };
-        Ok(Mesh { piece: self.piece.unwrap_or(usual), ..mesh })
+        Mesh { piece: self.piece.unwrap_or(usual), ..mesh }
     }
 
     /// One rank.

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use candle_sage::{Error, Result};
 use clap::ValueEnum;
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use crate::config::Config;
 use crate::lock::Lock;
@@ -153,6 +154,12 @@ impl RunDir {
         let mut list: Vec<serde_json::Value> = serde_json::from_slice(&text).unwrap_or_default();
         list.push(serde_json::to_value(entry).expect("plain values"));
         write_json(&path, &list)
+    }
+
+    /// What [`RunDir::add_json`] added to a list; nothing where there is none.
+    pub(super) fn read_json<T: DeserializeOwned>(&self, name: &str) -> Vec<T> {
+        let text = std::fs::read(self.path.join(name)).unwrap_or_default();
+        serde_json::from_slice(&text).unwrap_or_default()
     }
 
     /// Waits until the metrics are on the disk: a checkpoint is worth nothing without them.

@@ -28,6 +28,9 @@ use crate::{during, partial, signals, writing};
 /// Updates in a row that may be skipped: what lasts longer is no spike, and nothing would be learned any more.
 const MOST_SKIPPED: usize = 64;
 
+/// A rank that takes so much longer than the median, so many steps in a row, is named.
+const SLOW: (f64, usize) = (1.1, 20);
+
 /// A run under way.
 pub(super) struct Run<'a> {
     pub(super) config: &'a Config,
@@ -43,6 +46,8 @@ pub(super) struct Run<'a> {
     pub(super) first: u64,
     /// Why the last validation's weights could not be written.
     pub(super) unsaved: Option<Error>,
+    /// The rank that was named as slow last.
+    pub(super) slow: Option<u64>,
     pub(super) started: Instant,
     /// What it took up to there.
     pub(super) before: Duration,
@@ -79,7 +84,7 @@ impl Run<'_> {
         for step in self.first..config.steps {
             let doing = format!("step {} of {}", step + 1, config.steps);
             signals::doing(&doing);
-            self.ranks.words().doing(&doing);
+            self.ranks.words().step(step + 1, &doing);
             let limits = config.skip_spikes.and_then(|z| Some(Recent::before(step, &self.points)?.limits(z)));
             let late = config.checkpoints.within.is_some_and(|within| saved_at.elapsed() >= within);
             let asks = Asked { signal: signals::received(), save: late && self.ranks.rank().is_first() };
@@ -222,6 +227,13 @@ impl Run<'_> {
         }
         self.progress.step(&point);
         self.points.push(point);
+        if let Some((rank, ratio)) = slow_rank(&self.points).filter(|(rank, _)| self.slow != Some(*rank)) {
+            self.slow = Some(rank);
+            self.progress.say(&format!(
+                "rank {rank} holds up the others: its gradients took {ratio:.2} times the median or more in {} steps in a row",
+                SLOW.1
+            ));
+        }
         Ok(())
     }
 
@@ -301,5 +313,31 @@ impl Run<'_> {
         let save = |partial: &Path| weights.save(partial).map(drop).map_err(writing(partial));
         let path = self.folder.path().join("model.safetensors");
         self.ranks.words().aside("the weights", || partial::file(&path, save))
+    }
+}
+
+/// The rank that held up the others in each of the last steps, and by how much at least.
+fn slow_rank(points: &[Point]) -> Option<(u64, f64)> {
+    let last = &points[points.len().checked_sub(SLOW.1)?..];
+    let rank = last[0].slowest_rank?;
+    let ratios = last.iter().map(|point| point.slowest_ratio.filter(|_| point.slowest_rank == Some(rank)));
+    let least = ratios.collect::<Option<Vec<_>>>()?.into_iter().fold(f64::INFINITY, f64::min);
+    (least > SLOW.0).then_some((rank, least))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_is_slow_for_long_is_named() {
+        let steps = |count: usize, rank, ratio| {
+            vec![Point { slowest_rank: Some(rank), slowest_ratio: Some(ratio), ..Point::default() }; count]
+        };
+        assert_eq!(slow_rank(&steps(19, 3, 1.3)), None);
+        assert_eq!(slow_rank(&[steps(1, 2, 1.5), steps(20, 3, 1.3)].concat()), Some((3, 1.3)));
+        assert_eq!(slow_rank(&[steps(19, 3, 1.3), steps(1, 2, 1.3)].concat()), None);
+        assert_eq!(slow_rank(&[steps(19, 3, 1.3), steps(1, 3, 1.05)].concat()), None);
+        assert_eq!(slow_rank(&vec![Point::default(); 30]), None);
     }
 }

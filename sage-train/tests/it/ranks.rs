@@ -111,6 +111,15 @@ fn other_ranks_go_on() {
         scratch.ok(&[&["--resume", "runs/parts", "--steps", steps], &more[..]].concat());
     }
     let parts = scratch.metrics("parts");
+    let log = std::fs::read_to_string(run_of(&scratch, "parts").join("log.txt")).expect("a log");
+    for change in
+        ["ranks 3, 4 before:", "ranks 1, 3 before:", "ranks 2, 1 before; --micro-batch 8, 4 before:"]
+    {
+        assert!(
+            log.contains(change) && log.contains("sums in another order from here on"),
+            "{change}: {log}"
+        );
+    }
     let loss = whole.iter().zip(&parts).map(|(a, b)| (a.loss - b.loss).abs()).fold(0.0, f64::max);
     assert!(loss < 1e-4, "losses are off by {loss:e}");
     // A file of a rank that was changed is named, by whoever checks it.
@@ -275,6 +284,13 @@ fn a_launcher_that_dies_takes_its_ranks_along() {
     // They were asked to stop, and saved.
     let steps = steps_of(&scratch, "r");
     assert!(run_of(&scratch, "r").join(format!("checkpoints/step-{steps:08}/COMPLETE")).exists());
+    // At their very start too.
+    let mut launcher = spawn(&scratch, &flags(&[&["--gpus", "2", "--name", "s"], &LONG[..]].concat()));
+    wait_until(|| ranks_of(&launcher).len() == 2);
+    let ranks = ranks_of(&launcher);
+    launcher.kill().expect("it lives");
+    launcher.wait().expect("an end");
+    wait_until(|| ranks.iter().all(|rank| !alive(*rank)));
 }
 
 /// Killed at any moment, half-written files left, and gone on with by any number of ranks.
@@ -447,6 +463,9 @@ fn ranks_of_another_run_are_refused() {
     for (other, expected) in [
         (with(&["--data", "a.txt", "--lr", "0.5"]), "lr = 0.5 at rank 1"),
         (with(&["--data", "b.txt"]), "its data is another"),
+        // What is made again decides what travels.
+        (with(&["--data", "a.txt", "--recompute", "block"]), "recompute = Block at rank 1"),
+        (with(&["--data", "a.txt", "--resume", "auto", "--name", "r"]), "--resume auto at rank 1"),
     ] {
         let port = free_port();
         let second = by_hand(&scratch, &port, 1, (2, 2), &other);
@@ -464,12 +483,54 @@ fn ranks_of_another_run_are_refused() {
     }
 }
 
+/// A rank may come later than another's silence would be borne.
+#[test]
+fn ranks_that_come_late_are_waited_for() {
+    let scratch = Scratch::new();
+    let (port, args) = (free_port(), flags(&["--steps", "2", "--name", "r", "--stall-timeout", "2"]));
+    let mut ranks = Vec::new();
+    for (rank, pause) in [(1, 0), (0, 3), (2, 0)] {
+        ranks.push(by_hand(&scratch, &port, rank, (3, 3), &args));
+        std::thread::sleep(Duration::from_secs(pause));
+    }
+    for rank in ranks {
+        let (code, said) = ended(rank);
+        assert_eq!(code, Some(0), "{said}");
+    }
+}
+
+/// It is no lost rank that another start would bring back.
+#[test]
+fn another_server_in_the_place_of_rank_0_is_named() {
+    let scratch = Scratch::new();
+    let server = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+    let port = server.local_addr().expect("an address").port().to_string();
+    let rank = by_hand(&scratch, &port, 1, (2, 2), &flags(&["--steps", "2"]));
+    let (mut stream, _) = server.accept().expect("a rank");
+    stream.write_all(b"SSH-2.0-OpenSSH_9.6\r\n").expect("it listens");
+    let (code, said) = ended(rank);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("something that is not this program") && said.contains("MASTER_PORT"), "{said}");
+}
+
+/// The runs of a sweep are none of each other's ranks, whoever started the sweep.
+#[test]
+fn a_sweep_under_a_launcher_has_runs_of_their_own() {
+    let scratch = Scratch::new();
+    let args = flags(&["--steps", "2", "--seed", "1,2", "--name", "s", "--sample-tokens", "0"]);
+    let sweep = by_hand(&scratch, &free_port(), 1, (2, 2), &args);
+    let (code, said) = ended(sweep);
+    assert_eq!(code, Some(0), "{said}");
+}
+
 #[test]
 fn mistakes_are_told() {
     let scratch = Scratch::new();
     for (args, expected) in [
         (flags(&["--gpus", "7"]), "there are more ranks than micro-batches in a step"),
         (flags(&["--gpus", "0"]), "no such number of GPUs"),
+        (flags(&["--gpus", "10000000000000000000", "--dry-run"]), "gpus is out of range"),
+        (flags(&["--gpus", "1", "--restarts", "2", "--resume", "auto", "--name", "r"]), "no rank to lose"),
         (flags(&["--gpus", "2", "--seed", "1,2"]), "a list of values is many runs"),
         (flags(&["--context-parallel", "2", "--seed", "1,2"]), "--context-parallel, and a list for seed"),
         (flags(&["--context-parallel", "0"]), "--context-parallel 0"),
