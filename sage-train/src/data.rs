@@ -8,9 +8,11 @@ mod feed;
 pub mod hub;
 mod mixture;
 pub mod prepare;
+mod progress;
 pub mod reader;
 pub mod shard;
 pub mod source;
+mod split;
 mod tokenizer;
 mod tokens;
 

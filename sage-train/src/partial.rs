@@ -79,12 +79,27 @@ impl Folder {
     /// # Errors
     /// When it exists, or another process makes it.
     pub fn begin(target: &Path) -> Result<Self> {
+        Self::open(target, false)
+    }
+
+    /// As [`Folder::begin`], but what an earlier try left is still there.
+    ///
+    /// # Errors
+    /// As [`Folder::begin`].
+    pub fn take_up(target: &Path) -> Result<Self> {
+        Self::open(target, true)
+    }
+
+    fn open(target: &Path, keep: bool) -> Result<Self> {
         // Without a slash at the end.
         let target: PathBuf = target.components().collect();
         check_free(&target, "folder", "--to")?;
         let partial = other_name(&target);
         if is_unfinished(&partial) {
             let abandoned = Lock::take_existing(&partial.join(MARK))?;
+            if keep {
+                return Ok(Self { target, partial, lock: Some(abandoned) });
+            }
             std::fs::remove_dir_all(&partial).map_err(writing(&partial))?;
             drop(abandoned);
         } else if partial.exists() {
@@ -104,6 +119,11 @@ impl Folder {
     /// Where to write.
     pub fn path(&self) -> &Path {
         &self.partial
+    }
+
+    /// Leaves it as it is, for [`Folder::take_up`].
+    pub fn leave(mut self) {
+        self.lock = None;
     }
 
     /// Gives it its name.

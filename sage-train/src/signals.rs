@@ -118,7 +118,7 @@ fn doing_now() -> String {
     if doing.is_empty() {
         "what is under way is finished".into()
     } else {
-        format!("{doing} is finished and saved")
+        format!("{doing} is finished, and the run saved")
     }
 }
 

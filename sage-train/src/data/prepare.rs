@@ -10,9 +10,12 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::hub::{Hub, Named};
+use super::progress::{Done, Journal, TextFile, Work};
 use super::reader::{self, Bad, Piece, is_known};
-use super::shard::{Format, Shard, ShardWriter};
+use super::shard::{Format, Shard};
 use super::source::{self, PassedOver, Source};
+pub use super::split::Part;
+use super::split::SplitWriter;
 use super::tokenizer::{TRAINING_BYTES, Tokenizer};
 use super::tokens::{Tokens, check_ids};
 use crate::partial::Folder;
@@ -71,19 +74,6 @@ fn is_zero(count: &u64) -> bool {
     *count == 0
 }
 
-/// Part of the data: what it holds.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Part {
-    /// Names of the shards.
-    pub shards: Vec<String>,
-    /// Tokens, end-of-text tokens included.
-    pub tokens: u64,
-    /// Documents.
-    pub documents: u64,
-    /// Bytes of text.
-    pub text_bytes: u64,
-}
-
 /// What was prepared, beside the shards: a [`Prepared`].
 const LIST: &str = "dataset.json";
 
@@ -109,14 +99,8 @@ pub struct Prepared {
     pub files: Vec<FileRead>,
 }
 
-/// Files of one input, and where their text is.
-struct Input {
-    files: Vec<PathBuf>,
-    field: String,
-}
-
 /// Finds every file of text that was named; those of the hub are fetched.
-fn inputs(names: &[String], field: Option<&str>) -> Result<Vec<Input>> {
+fn text_files(names: &[String], field: Option<&str>) -> Result<Vec<TextFile>> {
     let mut found = Vec::new();
     for name in names {
         let (files, recipes_field) = match Named::parse(name)? {
@@ -142,7 +126,7 @@ fn inputs(names: &[String], field: Option<&str>) -> Result<Vec<Input>> {
             },
         };
         let field = field.map(str::to_owned).or(recipes_field).unwrap_or_else(|| "text".into());
-        found.push(Input { files, field });
+        found.extend(files.iter().map(|file| TextFile::new(file, &field)));
     }
     Ok(found)
 }
@@ -157,31 +141,25 @@ fn find_text(path: &Path) -> Result<Source> {
     Ok(found)
 }
 
-/// Reads all pieces, in order, and says what of each file was read.
-fn read_all(
-    inputs: &[Input],
+/// Reads the pieces of a file, in order, and says what was read.
+fn read_file(
+    file: &TextFile,
     skip_bad: bool,
     done: &AtomicU64,
     each: &mut reader::Each<'_>,
-) -> Result<Vec<FileRead>> {
-    let files = inputs.iter().flat_map(|input| input.files.iter().map(|file| (file, &*input.field)));
-    files
-        .map(|(path, field)| {
-            let skipped = AtomicU64::new(0);
-            let bad = if skip_bad { Bad::Skipped(&skipped) } else { Bad::Refused };
-            let bytes = path.metadata().map_or(0, |metadata| metadata.len());
-            let mut read = FileRead { path: path.clone(), bytes, ..FileRead::default() };
-            let mut continued = false;
-            reader::read_counted(path, field, bad, done, &mut |piece| {
-                let blank = !continued && piece.ends && is_blank(&piece);
-                read.documents += u64::from(piece.ends && !blank);
-                read.text_bytes += if blank { 0 } else { piece.text.len() as u64 };
-                continued = !piece.ends;
-                each(piece)
-            })?;
-            Ok(FileRead { skipped: skipped.into_inner(), ..read })
-        })
-        .collect()
+) -> Result<FileRead> {
+    let skipped = AtomicU64::new(0);
+    let bad = if skip_bad { Bad::Skipped(&skipped) } else { Bad::Refused };
+    let mut read = FileRead { path: file.path.clone(), bytes: file.bytes(), ..FileRead::default() };
+    let mut continued = false;
+    reader::read_counted(&file.path, &file.field, bad, done, &mut |piece| {
+        let blank = !continued && piece.ends && is_blank(&piece);
+        read.documents += u64::from(piece.ends && !blank);
+        read.text_bytes += if blank { 0 } else { piece.text.len() as u64 };
+        continued = !piece.ends;
+        each(piece)
+    })?;
+    Ok(FileRead { skipped: skipped.into_inner(), ..read })
 }
 
 /// A document of spaces is none.
@@ -199,18 +177,21 @@ pub fn train_tokenizer(
     vocab_size: usize,
     skip_bad: bool,
 ) -> Result<Tokenizer> {
-    trained(&inputs(names, field)?, vocab_size, skip_bad)
+    trained(&text_files(names, field)?, vocab_size, skip_bad)
 }
 
-fn trained(inputs: &[Input], vocab_size: usize, skip_bad: bool) -> Result<Tokenizer> {
+fn trained(files: &[TextFile], vocab_size: usize, skip_bad: bool) -> Result<Tokenizer> {
     let (mut documents, mut held, mut enough) = (Vec::new(), 0, false);
-    let read = read_all(inputs, skip_bad, &AtomicU64::new(0), &mut |piece| {
-        held += piece.text.len();
-        documents.push(piece.text);
-        enough = held >= TRAINING_BYTES;
-        if enough { Err(Error::new("enough")) } else { Ok(()) }
-    });
-    if !enough {
+    for file in files {
+        let read = read_file(file, skip_bad, &AtomicU64::new(0), &mut |piece| {
+            held += piece.text.len();
+            documents.push(piece.text);
+            enough = held >= TRAINING_BYTES;
+            if enough { Err(Error::new("enough")) } else { Ok(()) }
+        });
+        if enough {
+            break;
+        }
         read?;
     }
     if documents.iter().all(|document| document.trim().is_empty()) {
@@ -227,47 +208,103 @@ fn no_text() -> Error {
         .hint("--text-field names the key or column of the text")
 }
 
-/// Prepares a folder of shards that did not exist.
+/// Prepares a folder of shards that did not exist. What an earlier start of the same work has done is done.
 ///
 /// # Errors
-/// When something cannot be read or written, or holds no text. In that case there is no such folder.
+/// When something cannot be read or written, or holds no text. In that case there is no such folder; where much was done, the
+/// same call goes on from there.
 pub fn prepare(plan: &Plan) -> Result<Prepared> {
-    let folder = Folder::begin(&plan.out)?;
+    let folder = Folder::take_up(&plan.out)?;
+    match prepare_in(plan, folder.path()) {
+        Ok(prepared) => {
+            folder.finish()?;
+            Ok(prepared)
+        }
+        Err(error) if Journal::is_there(folder.path()) => {
+            folder.leave();
+            tell("what was done is kept: the same command goes on from there");
+            Err(error)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
     let named = plan.tokenizer.as_deref().map(Tokenizer::named).transpose()?;
-    let inputs = inputs(&plan.inputs, plan.text_field.as_deref())?;
-    let tokenizer = match named {
-        Some(tokenizer) => tokenizer,
-        None => trained(&inputs, plan.vocab_size, plan.skip_bad)?,
+    let files = text_files(&plan.inputs, plan.text_field.as_deref())?;
+    let work = Work {
+        files,
+        tokenizer: named.as_ref().map(|named| named.hash().into()),
+        vocab_size: named.as_ref().map_or(plan.vocab_size, Tokenizer::vocab_size),
+        format: plan.format,
+        shard_tokens: plan.shard_tokens,
+        val_fraction: plan.val_fraction,
+        seed: plan.seed,
     };
+    let mut journal = Journal::new(folder, work.clone());
+    let before = journal.before()?;
+    let saved = folder.join("tokenizer.json");
+    let tokenizer = match (named, &before) {
+        (Some(tokenizer), _) => tokenizer,
+        (None, Some(_)) => Tokenizer::load(&saved)?,
+        (None, None) => trained(&work.files, plan.vocab_size, plan.skip_bad)?,
+    };
+    let done = before.unwrap_or_else(|| Done { tokenizer: tokenizer.hash().into(), ..Done::default() });
+    if done.tokenizer != tokenizer.hash() {
+        return Err(Error::new("the tokenizer of an interrupted preparation has changed")
+            .got(format!("{} with SHA-256 {:.12}", saved.display(), tokenizer.hash()))
+            .allowed(format!("{:.12}", done.tokenizer))
+            .hint(format!("rm -r {} begins anew", folder.display())));
+    }
     let format = plan.format.unwrap_or(Format::for_vocab(tokenizer.vocab_size()));
     format.check_vocab(tokenizer.vocab_size())?;
-    let prepared = write(plan, &inputs, &tokenizer, format, folder.path())?;
-    folder.finish()?;
-    Ok(prepared)
+    tokenizer.save(&saved)?;
+    write(plan, &work.files, &tokenizer, format, (folder, journal, done))
 }
 
 fn write(
     plan: &Plan,
-    inputs: &[Input],
+    files: &[TextFile],
     tokenizer: &Tokenizer,
     format: Format,
-    folder: &Path,
+    (folder, journal, before): (&Path, Journal<'_>, Done),
 ) -> Result<Prepared> {
-    let size = |file: &PathBuf| file.metadata().map_or(0, |metadata| metadata.len());
-    let bytes = inputs.iter().flat_map(|input| &input.files).map(size).sum();
-    let bar = bar(bytes, "{bar:30.cyan/blue} {bytes}/{total_bytes} {bytes_per_sec} {msg}, ETA {eta}");
-    let done = AtomicU64::new(0);
-    let writer = |name| SplitWriter::new(folder, name, format, plan.shard_tokens, tokenizer);
-    let mut parts = [writer("train"), writer("val")];
+    let bar = bar(
+        files.iter().map(TextFile::bytes).sum(),
+        "{bar:30.cyan/blue} {bytes}/{total_bytes} {bytes_per_sec} {msg}, ETA {eta}",
+    );
+    if before != (Done { tokenizer: before.tokenizer.clone(), ..Done::default() }) {
+        tell(&format!(
+            "goes on where an earlier start was interrupted: after {} documents, {} files",
+            grouped(before.documents),
+            before.files.len()
+        ));
+    }
+    let done = AtomicU64::new(before.files.iter().map(|file| file.bytes).sum());
+    let writer = |name, split| SplitWriter::new(folder, name, (format, plan.shard_tokens), tokenizer, split);
+    let (first, past) = (before.files.len(), before.pieces);
+    let Done { train, validation, .. } = before.clone();
+    let mut writing_down = Writing {
+        tokenizer,
+        parts: [writer("train", train)?, writer("val", validation)?],
+        journal,
+        done: before,
+    };
     let (sender, receiver) = sync_channel(WAITING);
-    let read = std::thread::scope(|scope| {
+    let ended = std::thread::scope(|scope| {
         let reading = scope.spawn(|| {
-            let mut chunks = Chunks { sender, pieces: Vec::new(), held: 0 };
-            let files = read_all(inputs, plan.skip_bad, &done, &mut |piece| chunks.push(piece))?;
-            chunks.send().map(|()| files)
+            let mut chunks = Chunks { sender, chunk: Chunk::default(), held: 0, number: 0 };
+            for (n, file) in files.iter().enumerate().skip(first) {
+                let past = if n == first { past } else { 0 };
+                chunks.number = 0;
+                let read = read_file(file, plan.skip_bad, &done, &mut |piece| chunks.push(piece, past))?;
+                chunks.chunk.files.push(read);
+                chunks.chunk.pieces_of_next = 0;
+            }
+            chunks.send()
         });
         let mut shown = Instant::now();
-        let tokenized = tokenize(plan, tokenizer, receiver, &mut parts, &mut |held| {
+        let tokenized = writing_down.tokenize(plan, receiver, &mut |held| {
             bar.set_position(done.load(Ordering::Relaxed));
             // Where there is no bar, a line now and then.
             if bar.is_hidden() && shown.elapsed() > QUIET {
@@ -281,13 +318,12 @@ fn write(
         tokenized.and(read)
     });
     bar.finish_and_clear();
-    let files = read?;
-    let [train, validation] = parts;
+    ended?;
+    let Writing { parts: [train, validation], journal, done, .. } = writing_down;
     let (train, validation) = (train.finish()?, validation.finish()?);
     if train.tokens == 0 {
         return Err(no_text());
     }
-    tokenizer.save(&folder.join("tokenizer.json"))?;
     let prepared = Prepared {
         inputs: plan.inputs.clone(),
         tokenizer: tokenizer.hash().into(),
@@ -296,65 +332,93 @@ fn write(
         format,
         train,
         validation,
-        files,
+        files: done.files,
     };
     let path = folder.join(LIST);
     std::fs::write(&path, serde_json::to_string_pretty(&prepared).expect("plain values"))
         .map_err(writing(&path))?;
+    journal.end()?;
     Ok(prepared)
+}
+
+/// Neighbouring pieces, and where the last of them ends.
+#[derive(Default)]
+struct Chunk {
+    pieces: Vec<Piece>,
+    /// Files that have ended by then, since the chunk before.
+    files: Vec<FileRead>,
+    /// Pieces of the file that comes after those.
+    pieces_of_next: u64,
 }
 
 /// Pieces on their way to be tokenized.
 struct Chunks {
-    sender: SyncSender<Vec<Piece>>,
-    pieces: Vec<Piece>,
+    sender: SyncSender<Chunk>,
+    chunk: Chunk,
     held: usize,
+    /// Of the next piece in its file.
+    number: u64,
 }
 
 impl Chunks {
-    fn push(&mut self, piece: Piece) -> Result<()> {
+    /// Takes a piece, unless it is one of the first `past` of its file, which are written already.
+    fn push(&mut self, piece: Piece, past: u64) -> Result<()> {
+        self.number += 1;
+        self.chunk.pieces_of_next = self.number;
+        if self.number <= past {
+            return Ok(());
+        }
         self.held += piece.text.len();
-        self.pieces.push(piece);
+        self.chunk.pieces.push(piece);
         if self.held >= CHUNK { self.send() } else { Ok(()) }
     }
 
     fn send(&mut self) -> Result<()> {
         self.held = 0;
-        self.sender.send(std::mem::take(&mut self.pieces)).map_err(|_| Error::new("nobody takes the text"))
+        let next = Chunk { pieces_of_next: self.chunk.pieces_of_next, ..Chunk::default() };
+        let chunk = std::mem::replace(&mut self.chunk, next);
+        self.sender.send(chunk).map_err(|_| Error::new("nobody takes the text"))
     }
 }
 
-/// Takes chunks until they end, and writes their tokens.
-fn tokenize(
-    plan: &Plan,
-    tokenizer: &Tokenizer,
-    chunks: Receiver<Vec<Piece>>,
-    [train, validation]: &mut [SplitWriter<'_>; 2],
-    show: &mut dyn FnMut(String),
-) -> Result<()> {
-    let (mut number, mut continued) = (0, false);
-    for chunk in chunks {
-        let ids = tokenizer.encode_all(chunk.iter().map(|piece| piece.text.as_str()).collect())?;
-        for (piece, mut ids) in chunk.into_iter().zip(ids) {
-            if !continued && piece.ends && is_blank(&piece) {
-                continue;
+/// Writes tokens, and how far they have come.
+struct Writing<'a> {
+    tokenizer: &'a Tokenizer,
+    parts: [SplitWriter<'a>; 2],
+    journal: Journal<'a>,
+    done: Done,
+}
+
+impl Writing<'_> {
+    /// Takes chunks until they end, and writes their tokens.
+    fn tokenize(&mut self, plan: &Plan, chunks: Receiver<Chunk>, show: &mut dyn FnMut(String)) -> Result<()> {
+        let Self { tokenizer, parts: [train, validation], journal, done } = self;
+        for Chunk { pieces, files, pieces_of_next } in chunks {
+            let ids = tokenizer.encode_all(pieces.iter().map(|piece| piece.text.as_str()).collect())?;
+            for (piece, mut ids) in pieces.into_iter().zip(ids) {
+                if !done.continued && piece.ends && is_blank(&piece) {
+                    continue;
+                }
+                if piece.ends {
+                    ids.push(tokenizer.end_of_text());
+                }
+                let kept = for_validation(plan.seed, done.documents, plan.val_fraction);
+                let part = if kept { &mut *validation } else { &mut *train };
+                part.write(&ids, piece.ends)?;
+                done.documents += u64::from(piece.ends);
+                done.continued = !piece.ends;
             }
-            if piece.ends {
-                ids.push(tokenizer.end_of_text());
-            }
-            let part = if for_validation(plan.seed, number, plan.val_fraction) {
-                &mut *validation
-            } else {
-                &mut *train
-            };
-            part.write(&ids, piece.ends)?;
-            number += u64::from(piece.ends);
-            continued = !piece.ends;
+            done.files.extend(files);
+            done.pieces = pieces_of_next;
+            journal.keep(train.complete() + validation.complete(), || {
+                (done.train, done.validation) = (train.state()?, validation.state()?);
+                Ok(done.clone())
+            })?;
+            let tokens = train.tokens() + validation.tokens();
+            show(format!("{} documents, {} tokens", done.documents, grouped(tokens)));
         }
-        let tokens = train.part.tokens + validation.part.tokens;
-        show(format!("{number} documents, {} tokens", grouped(tokens)));
+        Ok(())
     }
-    Ok(())
 }
 
 /// Whether a document is kept for validation: a pure function, that knows nothing of how many there are. The first
@@ -366,75 +430,6 @@ fn for_validation(seed: u64, document: u64, fraction: f64) -> bool {
         bits = (bits ^ (bits >> 30)).wrapping_mul(factor);
     }
     document > 0 && ((bits ^ (bits >> 31)) as f64) < fraction * 2f64.powi(64)
-}
-
-/// The shards of one part, one after the other.
-struct SplitWriter<'a> {
-    folder: &'a Path,
-    name: &'a str,
-    format: Format,
-    shard_tokens: u64,
-    tokenizer: &'a Tokenizer,
-    open: Option<ShardWriter>,
-    part: Part,
-}
-
-impl<'a> SplitWriter<'a> {
-    fn new(
-        folder: &'a Path,
-        name: &'a str,
-        format: Format,
-        shard_tokens: u64,
-        tokenizer: &'a Tokenizer,
-    ) -> Self {
-        // nanoGPT reads one file a part.
-        let shard_tokens = if format == Format::NanoGpt { u64::MAX } else { shard_tokens };
-        Self { folder, name, format, shard_tokens, tokenizer, open: None, part: Part::default() }
-    }
-
-    /// Adds tokens of a document, and whether it ends with them. A shard that is full is cut wherever that is.
-    fn write(&mut self, mut tokens: &[u32], ends: bool) -> Result<()> {
-        while !tokens.is_empty() {
-            let shard = match &mut self.open {
-                Some(shard) => shard,
-                None => {
-                    let number = self.part.shards.len() + 1;
-                    let name = match self.format {
-                        Format::NanoGpt => format!("{}.bin", self.name),
-                        _ => format!("{}_{number:06}.bin", self.name),
-                    };
-                    let path = self.folder.join(&name);
-                    self.part.shards.push(name);
-                    let (hash, entries) = (self.tokenizer.hash(), self.tokenizer.vocab_size());
-                    self.open.insert(ShardWriter::create(&path, self.format, hash, entries)?)
-                }
-            };
-            let room = (self.shard_tokens - shard.tokens()).min(tokens.len() as u64) as usize;
-            let (now, later) = tokens.split_at(room);
-            let text_bytes = now.iter().map(|&id| self.tokenizer.bytes(id)).sum();
-            shard.write(now, text_bytes)?;
-            self.part.tokens += now.len() as u64;
-            self.part.text_bytes += text_bytes;
-            tokens = later;
-            if tokens.is_empty() && ends {
-                shard.end_document();
-                self.part.documents += 1;
-            }
-            if shard.tokens() == self.shard_tokens {
-                self.close()?;
-            }
-        }
-        Ok(())
-    }
-
-    fn close(&mut self) -> Result<()> {
-        self.open.take().map_or(Ok(()), |shard| shard.finish().map(|_| ()))
-    }
-
-    fn finish(mut self) -> Result<Part> {
-        self.close()?;
-        Ok(self.part)
-    }
 }
 
 /// What [`check`] looked at.

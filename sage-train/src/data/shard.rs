@@ -322,6 +322,14 @@ fn read_exact_at(file: &File, mut bytes: &mut [u8], mut at: u64) -> std::io::Res
     Ok(())
 }
 
+/// A shard in the making.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Begun {
+    sidecar: Sidecar,
+    /// Tokens of the document at hand.
+    document: u64,
+}
+
 /// Writes one shard. Nothing counts until [`ShardWriter::finish`].
 #[derive(Debug)]
 pub struct ShardWriter {
@@ -358,6 +366,43 @@ impl ShardWriter {
             continues: false,
         };
         Ok(Self { path: path.to_owned(), file, sidecar, document: 0, buffer: Vec::new() })
+    }
+
+    /// What there is so far, once it is on the disk: for [`ShardWriter::reopen`].
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn begun(&mut self) -> Result<Begun> {
+        let written = self.file.flush().and_then(|()| self.file.get_ref().sync_data());
+        written.map_err(writing(&self.path))?;
+        Ok(Begun { sidecar: self.sidecar.clone(), document: self.document })
+    }
+
+    /// Goes on with a shard. Whatever was written since is cut off.
+    ///
+    /// # Errors
+    /// When the file is gone, or shorter than it was.
+    pub fn reopen(path: &Path, Begun { sidecar, document }: Begun) -> Result<Self> {
+        let failed = || writing(path);
+        let mut file = File::options().write(true).open(path).map_err(failed())?;
+        let format = sidecar.format;
+        let (len, there) =
+            (format.header() + sidecar.tokens * format.width(), file.metadata().map_err(failed())?.len());
+        if there < len {
+            return Err(Error::new("a shard in the making is shorter than it was")
+                .got(format!("{}: {there} bytes", path.display()))
+                .allowed(format!("at least {len}"))
+                .hint("begin anew: remove the folder"));
+        }
+        let _ = std::fs::remove_file(Sidecar::path(path));
+        file.set_len(len).map_err(failed())?;
+        if format.magic().is_some() {
+            // As in `create`: it may have been completed since.
+            file.seek(SeekFrom::Start(8)).and_then(|_| file.write_all(&[0xff; 4])).map_err(failed())?;
+        }
+        file.seek(SeekFrom::Start(len)).map_err(failed())?;
+        let file = BufWriter::with_capacity(1 << 20, file);
+        Ok(Self { path: path.to_owned(), file, sidecar, document, buffer: Vec::new() })
     }
 
     /// Tokens written so far.

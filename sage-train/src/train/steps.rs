@@ -80,10 +80,13 @@ impl Run<'_> {
         self.trainer.check_weights(self.first)?;
         let (mut aside, mut under_way) = (Duration::ZERO, None);
         let started = Instant::now();
-        let mut saved_at = started;
+        let (mut saved, mut saved_at) = (self.first, started);
         for step in self.first..config.steps {
             let doing = format!("step {} of {}", step + 1, config.steps);
-            signals::doing(&doing);
+            signals::doing(&match alone && config.accumulation > 1 {
+                true => format!("a micro-batch of {doing}"),
+                false => doing.clone(),
+            });
             self.ranks.words().step(step + 1, &doing);
             let limits = config.skip_spikes.and_then(|z| Some(Recent::before(step, &self.points)?.limits(z)));
             let late = config.checkpoints.within.is_some_and(|within| saved_at.elapsed() >= within);
@@ -96,7 +99,15 @@ impl Run<'_> {
                 self.record(point)?;
                 asked = heard;
             }
-            under_way = Some(launched?);
+            under_way = launched?;
+            if let Some(signal) = signals::received().filter(|_| under_way.is_none()) {
+                // In the middle of the step: what was done before it is kept.
+                if step != saved {
+                    self.checkpoint(step);
+                    self.checkpoints.wait()?;
+                }
+                return Err(Stop::Interrupted(self.interrupted(signal, step)));
+            }
             // One process need not hear what it asks; of several all hear it with the results of one step.
             if alone {
                 asked = Asked { signal: signals::received(), ..asks };
@@ -125,7 +136,7 @@ impl Run<'_> {
             if saves {
                 self.trainer.check_weights(step + 1)?;
                 self.checkpoint(step + 1);
-                saved_at = Instant::now();
+                (saved, saved_at) = (step + 1, Instant::now());
             }
             if let Some(signal) = signal.filter(|_| !last) {
                 signals::hear_of(signal);
@@ -151,6 +162,11 @@ impl Run<'_> {
     }
 
     fn interrupted(&self, signal: u8, step: u64) -> Error {
+        if step == 0 {
+            return Error::new("interrupted in the first step, of which nothing is kept")
+                .got(format!("signal {signal}"))
+                .hint("the same command begins again");
+        }
         Error::new(format!("interrupted, and saved after step {step} of {}", self.config.steps))
             .got(format!("signal {signal}"))
             .hint(format!("go on: sage-train --resume {}", self.folder.path().display()))

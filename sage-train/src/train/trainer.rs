@@ -7,7 +7,6 @@ use candle_sage::{Error, Result};
 use crate::config::Config;
 use crate::data::{Batches, Dataset, Feed, Sequences};
 use crate::device::{Mailbox, Monitor, Upload};
-use crate::during;
 use crate::metrics::Point;
 use crate::model::{Input, Left, Llama, LlamaConfig, Parameters, Reduction, Snapshot, Watch};
 use crate::ranks::Ranks;
@@ -15,6 +14,7 @@ use crate::train::guard::Limits;
 use crate::train::parallel::Overlap;
 use crate::train::step_report::{Asked, Report};
 use crate::train::stop::Stop;
+use crate::{during, signals};
 
 /// Micro-batches on their way to the device at once.
 const AHEAD: usize = 16;
@@ -150,14 +150,15 @@ impl<'a> Trainer<'a> {
     }
 
     /// Launches an optimizer step. Whether loss and gradients are finite is decided where they are: if not nothing is
-    /// updated, now or later. Beyond the limits this step alone updates nothing.
+    /// updated, now or later. Beyond the limits this step alone updates nothing. None where a signal came between its
+    /// micro-batches, and there is nobody to agree with: then nothing of it was done.
     pub(super) fn launch(
         &mut self,
         step: u64,
         limits: Option<Limits>,
         asked: Asked,
         feed: &Feed,
-    ) -> Result<Launched> {
+    ) -> Result<Option<Launched>> {
         let lr = self.config.learning_rate.at(step);
         // Their thread has them ready: an error of theirs is told from one of the device here.
         let part = self.ranks.mesh().part();
@@ -174,14 +175,20 @@ impl<'a> Trainer<'a> {
         limits: Option<Limits>,
         asked: Asked,
         batches: &[Sequences],
-    ) -> candle_core::Result<Launched> {
+    ) -> candle_core::Result<Option<Launched>> {
         let (mailbox, report) = ((step % 2) as usize, self.report());
         if let Some(sla2) = &self.config.model.sla2 {
             self.model.set_stage(sla2.stage(step));
         }
         self.mailboxes[mailbox].begin()?;
         let mut reduction = Reduction::new(self.parameters, self.ranks, self.beside);
-        let losses = self.gradients(batches, Some(&mut reduction).filter(|_| self.beside))?;
+        // Several ranks agree with the results of the step, and not before.
+        let alone = self.ranks.rank().of == 1;
+        let until = || alone && signals::received().is_some();
+        let losses = self.gradients(batches, Some(&mut reduction).filter(|_| self.beside), until)?;
+        if losses.len() < batches.len() {
+            return Ok(None);
+        }
         self.mailboxes[mailbox].mark()?;
         let squares = reduction.finish()?;
         let all = self.report_to_all(&losses, &squares, asked)?;
@@ -207,7 +214,7 @@ impl<'a> Trainer<'a> {
         let norm = ((&squares + &self.stop)? + &skip)?;
         self.parameters.update(adamw, &norm, self.ranks)?;
         self.mailboxes[mailbox].send(&Tensor::cat(&[all, skip.unsqueeze(0)?], 0)?)?;
-        Ok(Launched { step, lr, mailbox })
+        Ok(Some(Launched { step, lr, mailbox }))
     }
 
     /// What every rank has to say of a step, one behind the other.
@@ -265,16 +272,21 @@ impl<'a> Trainer<'a> {
         self.config.accumulation * self.ranks.mesh().context
     }
 
-    /// The gradients of a step, and the losses of its micro-batches. The last backward tells `beside` what may travel.
+    /// The gradients of a step, and the losses of its micro-batches, or of those before `until` holds. The last backward tells
+    /// `beside` what may travel.
     fn gradients(
         &mut self,
         batches: &[Sequences],
         beside: Option<&mut Reduction<'_>>,
+        until: impl Fn() -> bool,
     ) -> candle_core::Result<Vec<Tensor>> {
         self.parameters.clear_gradients()?;
         let mut losses = Vec::with_capacity(batches.len());
         let mut left = beside.map(|reduction| |layer| reduction.left(layer));
         for (n, sequences) in batches.iter().enumerate() {
+            if n > 0 && until() {
+                break;
+            }
             let [ids, targets] = self.upload.send(sequences.ids(), sequences.targets())?;
             let input = Input { ids: &ids, documents: sequences.documents() };
             let left = left.as_mut().filter(|_| n + 1 == batches.len());
@@ -339,7 +351,7 @@ impl<'a> Trainer<'a> {
             .map(|first| Ok(batches.shuffled(first, self.config.micro_batch)?.part(part)))
             .collect::<Result<_>>()?;
         let mut find = || {
-            self.gradients(&again, None)?;
+            self.gradients(&again, None, || false)?;
             self.parameters.first_non_finite()
         };
         let own = find().map_err(|error| failed(error, &format!("step {}", step + 1)))?;

@@ -1,7 +1,7 @@
 //! Checkpoints: a run that is cut off anywhere goes on to the bit.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use rand::{Rng, SeedableRng};
@@ -31,16 +31,6 @@ fn flags<'a>(more: &[&'a str]) -> Vec<&'a str> {
         &[&["--data", "shards", "--attn", "sagebwd", "--threads", "1", "--eval-tokens", "256"], more]
             .concat(),
     )
-}
-
-fn spawn(scratch: &Scratch, args: &[&str]) -> Child {
-    Command::new(env!("CARGO_BIN_EXE_sage-train"))
-        .args(args)
-        .current_dir(scratch.path())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the command starts")
 }
 
 fn run_of(scratch: &Scratch, name: &str) -> PathBuf {
@@ -96,11 +86,11 @@ fn a_hundred_kills_change_nothing() {
         let path = format!("runs/{name}");
         let mut child = if whole {
             resumed += 1;
-            spawn(&scratch, &["--resume", &path])
+            scratch.start(&["--resume", &path])
         } else {
             // Cut off before its first checkpoint: there is nothing to lose.
             let _ = std::fs::remove_dir_all(&folder);
-            spawn(&scratch, &flags(&[&run[..], &["--name", &name]].concat()))
+            scratch.start(&flags(&[&run[..], &["--name", &name]].concat()))
         };
         // The last runs are left alone, so that one comes to its end.
         let patience = if kills < 100 { rng.random_range(5..150) } else { 120_000 };
@@ -149,7 +139,7 @@ fn a_signal_saves_and_leaves_and_the_run_goes_on() {
     scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
     for (flag, code) in [("-TERM", 143), ("-INT", 130)] {
         let name = format!("run{flag}");
-        let mut child = spawn(&scratch, &flags(&[&run[..], &["--name", &name]].concat()));
+        let mut child = scratch.start(&flags(&[&run[..], &["--name", &name]].concat()));
         let metrics = run_of(&scratch, &name).join("metrics.jsonl");
         wait_until(|| metrics.metadata().map_or(0, |m| m.len()) > 0);
         signal(&child, flag);
@@ -170,9 +160,9 @@ fn a_signal_saves_and_leaves_and_the_run_goes_on() {
 #[test]
 fn a_second_signal_leaves_at_once() {
     let scratch = prepared();
-    // A step of seconds.
-    let slow = ["--tokens-per-step", "1m", "--micro-batch", "64", "--steps", "3", "--name", "slow"];
-    let mut child = spawn(&scratch, &flags(&slow));
+    // A micro-batch of seconds.
+    let slow = ["--tokens-per-step", "256k", "--micro-batch", "8192", "--steps", "3", "--name", "slow"];
+    let mut child = scratch.start(&flags(&slow));
     let log = run_of(&scratch, "slow").join("log.txt");
     wait_until(|| log.exists());
     signal(&child, "-INT");
@@ -185,6 +175,51 @@ fn a_second_signal_leaves_at_once() {
     assert!(checkpoints(&run_of(&scratch, "slow")).is_empty());
 }
 
+/// A step of many micro-batches is left in its middle: what was done before it is saved, and goes on to the bit.
+#[cfg(unix)]
+#[test]
+fn a_long_step_is_left_in_its_middle() {
+    let scratch = prepared();
+    // Some seconds a step, of two hundred micro-batches.
+    let long = [
+        "--tokens-per-step",
+        "102400",
+        "--micro-batch",
+        "16",
+        "--checkpoint-every",
+        "100",
+        "--eval-every",
+        "100",
+    ];
+    let with = |steps, name| {
+        flags(
+            &[
+                &long[..],
+                &["--schedule", "constant", "--warmup-steps", "1", "--steps", steps, "--name", name],
+            ]
+            .concat(),
+        )
+    };
+    scratch.ok(&with("2", "whole"));
+    let mut child = scratch.start(&with("2", "left"));
+    let metrics = run_of(&scratch, "left").join("metrics.jsonl");
+    wait_until(|| std::fs::read_to_string(&metrics).is_ok_and(|text| text.lines().count() == 1));
+    std::thread::sleep(Duration::from_millis(50));
+    signal(&child, "-TERM");
+    assert_eq!(child.wait().expect("an end").code(), Some(143));
+    assert_eq!(checkpoints(&run_of(&scratch, "left")), ["step-00000001"]);
+    scratch.ok(&["--resume", &run_of(&scratch, "left").display().to_string()]);
+    assert_same(&scratch, "left", "whole", 2);
+    // In the first step there is nothing to save.
+    let mut child = scratch.start(&with("2", "first"));
+    let log = run_of(&scratch, "first").join("log.txt");
+    wait_until(|| std::fs::read_to_string(&log).is_ok_and(|text| text.contains("epochs")));
+    std::thread::sleep(Duration::from_millis(300));
+    signal(&child, "-TERM");
+    assert_eq!(child.wait().expect("an end").code(), Some(143));
+    assert!(checkpoints(&run_of(&scratch, "first")).is_empty());
+}
+
 /// A limit on the size of files stands for a disk that is full: neither state nor weights fit, only the metrics do.
 #[cfg(unix)]
 #[test]
@@ -192,7 +227,7 @@ fn a_full_disk_loses_no_earlier_checkpoint() {
     let scratch = prepared();
     let run = ["--steps", "300", "--eval-every", "50", "--checkpoint-every", "10"];
     scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
-    let mut child = spawn(&scratch, &flags(&[&run[..], &["--name", "full"]].concat()));
+    let mut child = scratch.start(&flags(&[&run[..], &["--name", "full"]].concat()));
     let folder = run_of(&scratch, "full");
     wait_until(|| !checkpoints(&folder).is_empty());
     signal(&child, "-TERM");
@@ -335,7 +370,7 @@ fn what_is_not_a_whole_checkpoint_of_this_run_is_refused() {
 fn two_processes_do_not_work_on_one_run() {
     let scratch = prepared();
     let mut child =
-        spawn(&scratch, &flags(&["--steps", "100000", "--checkpoint-every", "1", "--name", "busy"]));
+        scratch.start(&flags(&["--steps", "100000", "--checkpoint-every", "1", "--name", "busy"]));
     let whole = || checkpoints(&run_of(&scratch, "busy")).iter().any(|name| !name.ends_with(".partial"));
     wait_until(whole);
     let error = scratch.fails(&["--resume", "runs/busy"]);

@@ -133,17 +133,6 @@ fn other_ranks_go_on() {
     }
 }
 
-fn spawn(scratch: &Scratch, args: &[&str]) -> Child {
-    Command::new(env!("CARGO_BIN_EXE_sage-train"))
-        .args(args)
-        .current_dir(scratch.path())
-        .env("RUST_BACKTRACE", "0")
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the command starts")
-}
-
 /// The processes of the ranks: the children of the one that was started.
 fn ranks_of(launcher: &Child) -> Vec<Pid> {
     let output = Command::new("pgrep").args(["-P", &launcher.id().to_string()]).output().expect("pgrep");
@@ -178,7 +167,7 @@ fn a_rank_that_dies_ends_all() {
     let scratch = Scratch::new();
     for victim in 0..3 {
         let name = format!("victim-{victim}");
-        let launcher = spawn(&scratch, &flags(&[&["--gpus", "3", "--name", &name], &LONG[..]].concat()));
+        let launcher = scratch.start(&flags(&[&["--gpus", "3", "--name", &name], &LONG[..]].concat()));
         wait_until(|| steps_of(&scratch, &name) > 30);
         let ranks = ranks_of(&launcher);
         assert_eq!(ranks.len(), 3);
@@ -207,7 +196,7 @@ fn a_rank_that_dies_ends_all() {
 fn a_rank_that_dies_at_the_start_ends_all() {
     let scratch = Scratch::new();
     for victim in 0..2 {
-        let launcher = spawn(&scratch, &flags(&[&["--gpus", "3", "--name", "r"], &LONG[..]].concat()));
+        let launcher = scratch.start(&flags(&[&["--gpus", "3", "--name", "r"], &LONG[..]].concat()));
         wait_until(|| ranks_of(&launcher).len() == 3);
         let ranks = ranks_of(&launcher);
         kill_process(ranks[victim], Signal::KILL).expect("it lives");
@@ -226,7 +215,7 @@ fn a_rank_that_dies_may_begin_again() {
     let scratch = Scratch::new();
     let own = ["--gpus", "2", "--name", "again", "--resume", "auto", "--restarts", "1", "--steps", "60"];
     let launcher =
-        spawn(&scratch, &flags(&[&own[..], &["--eval-every", "60", "--checkpoint-every", "5"]].concat()));
+        scratch.start(&flags(&[&own[..], &["--eval-every", "60", "--checkpoint-every", "5"]].concat()));
     wait_until(|| steps_of(&scratch, "again") > 12);
     kill_process(ranks_of(&launcher)[1], Signal::KILL).expect("it lives");
     let (code, said) = ended(launcher);
@@ -241,7 +230,7 @@ fn a_rank_that_dies_may_begin_again() {
 fn a_rank_that_stands_still_is_named() {
     let scratch = Scratch::new();
     let more = [&["--gpus", "2", "--name", "still", "--stall-timeout", "3"], &LONG[..]].concat();
-    let launcher = spawn(&scratch, &flags(&more));
+    let launcher = scratch.start(&flags(&more));
     wait_until(|| steps_of(&scratch, "still") > 5);
     let ranks = ranks_of(&launcher);
     kill_process(ranks[1], Signal::STOP).expect("it lives");
@@ -257,7 +246,7 @@ fn a_rank_that_stands_still_is_named() {
 fn a_signal_to_one_rank_stops_and_saves_all() {
     let scratch = Scratch::new();
     for (victim, name) in [(None, "launcher"), (Some(0), "first"), (Some(2), "last")] {
-        let launcher = spawn(&scratch, &flags(&[&["--gpus", "3", "--name", name], &LONG[..]].concat()));
+        let launcher = scratch.start(&flags(&[&["--gpus", "3", "--name", name], &LONG[..]].concat()));
         wait_until(|| steps_of(&scratch, name) > 5);
         let target = victim.map_or(Pid::from_child(&launcher), |rank| ranks_of(&launcher)[rank]);
         kill_process(target, Signal::TERM).expect("it lives");
@@ -275,7 +264,7 @@ fn a_signal_to_one_rank_stops_and_saves_all() {
 #[cfg(target_os = "linux")]
 fn a_launcher_that_dies_takes_its_ranks_along() {
     let scratch = Scratch::new();
-    let mut launcher = spawn(&scratch, &flags(&[&["--gpus", "2", "--name", "r"], &LONG[..]].concat()));
+    let mut launcher = scratch.start(&flags(&[&["--gpus", "2", "--name", "r"], &LONG[..]].concat()));
     wait_until(|| steps_of(&scratch, "r") > 5);
     let ranks = ranks_of(&launcher);
     launcher.kill().expect("it lives");
@@ -285,7 +274,7 @@ fn a_launcher_that_dies_takes_its_ranks_along() {
     let steps = steps_of(&scratch, "r");
     assert!(run_of(&scratch, "r").join(format!("checkpoints/step-{steps:08}/COMPLETE")).exists());
     // At their very start too.
-    let mut launcher = spawn(&scratch, &flags(&[&["--gpus", "2", "--name", "s"], &LONG[..]].concat()));
+    let mut launcher = scratch.start(&flags(&[&["--gpus", "2", "--name", "s"], &LONG[..]].concat()));
     wait_until(|| ranks_of(&launcher).len() == 2);
     let ranks = ranks_of(&launcher);
     launcher.kill().expect("it lives");
@@ -306,7 +295,7 @@ fn kills_at_random_cost_steps_and_nothing_else() {
     loop {
         let count = ranks.to_string();
         let own = ["--steps", "60", "--gpus", &count, "--name", "killed", "--resume", "auto"];
-        let launcher = spawn(&scratch, &flags(&[&own[..], &common[..]].concat()));
+        let launcher = scratch.start(&flags(&[&own[..], &common[..]].concat()));
         if kills == 12 {
             let (code, said) = ended(launcher);
             assert_eq!(code, Some(0), "{said}");
@@ -570,21 +559,18 @@ fn mistakes_are_told() {
 #[cfg(target_os = "linux")]
 fn a_checkpoint_that_one_rank_cannot_write_is_none() {
     let scratch = Scratch::new();
-    let launcher = spawn(
-        &scratch,
-        &flags(&[
-            "--gpus",
-            "2",
-            "--name",
-            "r",
-            "--steps",
-            "40",
-            "--checkpoint-every",
-            "5",
-            "--eval-every",
-            "100",
-        ]),
-    );
+    let launcher = scratch.start(&flags(&[
+        "--gpus",
+        "2",
+        "--name",
+        "r",
+        "--steps",
+        "40",
+        "--checkpoint-every",
+        "5",
+        "--eval-every",
+        "100",
+    ]));
     wait_until(|| steps_of(&scratch, "r") > 0);
     // In the place of the file that rank 1 is to write lies a folder.
     let in_the_way = |step: usize| {

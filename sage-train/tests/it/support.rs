@@ -1,7 +1,7 @@
 //! Running the command in a folder of its own.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 
 use tempfile::TempDir;
 
@@ -40,6 +40,18 @@ impl Scratch {
             .env("RUST_BACKTRACE", "0")
             .envs(variables.iter().copied())
             .output()
+            .expect("the command starts")
+    }
+
+    /// Starts the command here, and does not wait for it.
+    pub(crate) fn start(&self, args: &[&str]) -> Child {
+        Command::new(env!("CARGO_BIN_EXE_sage-train"))
+            .args(args)
+            .current_dir(self.path())
+            .env("RUST_BACKTRACE", "0")
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
             .expect("the command starts")
     }
 
