@@ -3,6 +3,7 @@
 //! is the way from text to shards, `hub` from a name to files.
 
 mod batches;
+pub mod check;
 pub mod corpus;
 mod feed;
 pub mod hub;
@@ -182,7 +183,7 @@ fn open(config: &DataConfig) -> Result<Vec<Opened>> {
         }
         let files = match found {
             Source::Shards(files) => {
-                prepare::check_listed(&source.path)?;
+                check::check_listed(&source.path)?;
                 return Ok(Opened::Shards(files));
             }
             Source::Text(files) => files,

@@ -8,9 +8,10 @@ use clap::Subcommand;
 
 use super::print;
 use crate::checks::in_range;
+use crate::data::check::{Checked, check};
 use crate::data::corpus::Corpus;
 use crate::data::hub::recipes;
-use crate::data::prepare::{Checked, Part, Plan, check, prepare, train_tokenizer};
+use crate::data::prepare::{Part, Plan, prepare, train_tokenizer};
 use crate::data::shard::Format;
 use crate::during;
 use crate::partial;

@@ -1,23 +1,21 @@
 //! From text to shards: one thread reads, all tokenize, and what is written counts when all of it is.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use candle_sage::{Error, Result};
-use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::hub::{Hub, Named};
 use super::progress::{Done, Journal, TextFile, Work};
 use super::reader::{self, Bad, Piece, is_known};
-use super::shard::{Format, Shard};
+use super::shard::Format;
 use super::source::{self, PassedOver, Source};
 pub use super::split::Part;
 use super::split::SplitWriter;
 use super::tokenizer::{TRAINING_BYTES, Tokenizer};
-use super::tokens::{Tokens, check_ids};
 use crate::partial::Folder;
 use crate::quantity::grouped;
 use crate::{bar, during, tell, writing};
@@ -75,7 +73,7 @@ fn is_zero(count: &u64) -> bool {
 }
 
 /// What was prepared, beside the shards: a [`Prepared`].
-const LIST: &str = "dataset.json";
+pub(super) const LIST: &str = "dataset.json";
 
 /// What was prepared: also `dataset.json` beside the shards.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -430,68 +428,6 @@ fn for_validation(seed: u64, document: u64, fraction: f64) -> bool {
         bits = (bits ^ (bits >> 30)).wrapping_mul(factor);
     }
     document > 0 && ((bits ^ (bits >> 31)) as f64) < fraction * 2f64.powi(64)
-}
-
-/// What [`check`] looked at.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Checked {
-    /// Shards.
-    pub shards: usize,
-    /// Those without a sidecar, of which less is known.
-    pub without_sidecar: usize,
-}
-
-/// Reads every shard of a folder and compares it with its sidecar, the tokenizer, and the list in `dataset.json`.
-///
-/// # Errors
-/// When one is missing, is not what its sidecar says, or holds an id that is not in the vocabulary.
-pub fn check(folder: &Path) -> Result<Checked> {
-    let Source::Shards(files) = source::find(folder, Path::new(""))? else {
-        return Err(Error::new("no shards of tokens")
-            .got(folder.display())
-            .allowed("a folder of .bin files")
-            .hint("`sage-train data prepare TEXT --to FOLDER` makes one"));
-    };
-    check_listed(folder)?;
-    let tokenizer = files.tokenizer.as_deref().map(Tokenizer::load).transpose()?;
-    let all: Vec<&PathBuf> = files.train.iter().chain(&files.validation).collect();
-    let bare = AtomicUsize::new(0);
-    all.par_iter().try_for_each(|path| {
-        let shard = Shard::open(path)?;
-        shard.check()?;
-        bare.fetch_add(usize::from(shard.sidecar.is_none()), Ordering::Relaxed);
-        let vocab = match (&tokenizer, &shard.sidecar) {
-            (Some(tokenizer), _) => {
-                shard.check_tokenizer(tokenizer)?;
-                tokenizer.vocab_size()
-            }
-            (None, Some(sidecar)) => sidecar.vocab_size,
-            (None, None) => return Ok(()),
-        };
-        let len = shard.len();
-        Tokens::from(vec![shard])
-            .each_chunk(len, &mut |start, tokens| check_ids(tokens, vocab, path.display(), start))
-    })?;
-    Ok(Checked { shards: all.len(), without_sidecar: bare.into_inner() })
-}
-
-/// Checks that the shards that a folder's `dataset.json` lists are there, where it has one.
-///
-/// # Errors
-/// When one is not.
-pub fn check_listed(folder: &Path) -> Result<()> {
-    if !folder.join(LIST).exists() {
-        return Ok(());
-    }
-    let Prepared { train, validation, .. } = Prepared::read(folder)?;
-    let mut names = train.shards.iter().chain(&validation.shards);
-    match names.find(|name| !folder.join(name).exists()) {
-        None => Ok(()),
-        Some(name) => Err(Error::new("a shard is missing")
-            .got(format!("no {name} in {}", folder.display()))
-            .allowed(format!("every shard that {LIST} lists"))
-            .hint("copy or prepare it again; without that list the folder is what lies in it")),
-    }
 }
 
 impl Prepared {

@@ -34,14 +34,15 @@ fn cpu() -> String {
     format!("{cores} cores of {model}")
 }
 
-/// Bytes of the machine's memory that are free, swap among them, where the system says it.
+/// Bytes of the machine's memory that are free, swap among them, or what a container leaves of them; none where the system does
+/// not say it.
 pub fn free_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let kib = |name: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-        line.trim().trim_end_matches(" kB").parse::<u64>().ok()
-    };
-    Some((kib("MemAvailable:")? + kib("SwapFree:").unwrap_or(0)) << 10)
+    let mut system = sysinfo::System::new();
+    system.refresh_memory();
+    let free = system.available_memory() + system.free_swap();
+    let of_container =
+        system.cgroup_limits().map_or(u64::MAX, |limits| limits.free_memory + limits.free_swap);
+    (system.total_memory() > 0).then(|| free.min(of_container))
 }
 
 /// The GPUs that a child may be told to use, as `CUDA_VISIBLE_DEVICES` names them: those that it names now, or all that
@@ -61,4 +62,15 @@ pub fn gpus() -> Vec<String> {
     }
     #[cfg(not(feature = "cuda"))]
     Vec::new()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn free_memory_is_some_of_all() {
+        let free = free_memory().expect("a system that says it");
+        assert!(free > 64 << 20 && free < 1 << 46, "{free}");
+    }
 }

@@ -1,0 +1,75 @@
+//! Whether a folder of shards is whole.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_sage::{Error, Result};
+use rayon::prelude::*;
+
+use super::prepare::{LIST, Prepared};
+use super::shard::Shard;
+use super::source::{self, Source};
+use super::tokenizer::Tokenizer;
+use super::tokens::{Tokens, check_ids};
+
+/// What [`check`] looked at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Checked {
+    /// Shards.
+    pub shards: usize,
+    /// Those without a sidecar, of which less is known.
+    pub without_sidecar: usize,
+}
+
+/// Reads every shard of a folder and compares it with its sidecar, the tokenizer, and the list in `dataset.json`.
+///
+/// # Errors
+/// When one is missing, is not what its sidecar says, or holds an id that is not in the vocabulary.
+pub fn check(folder: &Path) -> Result<Checked> {
+    let Source::Shards(files) = source::find(folder, Path::new(""))? else {
+        return Err(Error::new("no shards of tokens")
+            .got(folder.display())
+            .allowed("a folder of .bin files")
+            .hint("`sage-train data prepare TEXT --to FOLDER` makes one"));
+    };
+    check_listed(folder)?;
+    let tokenizer = files.tokenizer.as_deref().map(Tokenizer::load).transpose()?;
+    let all: Vec<&PathBuf> = files.train.iter().chain(&files.validation).collect();
+    let bare = AtomicUsize::new(0);
+    all.par_iter().try_for_each(|path| {
+        let shard = Shard::open(path)?;
+        shard.check()?;
+        bare.fetch_add(usize::from(shard.sidecar.is_none()), Ordering::Relaxed);
+        let vocab = match (&tokenizer, &shard.sidecar) {
+            (Some(tokenizer), _) => {
+                shard.check_tokenizer(tokenizer)?;
+                tokenizer.vocab_size()
+            }
+            (None, Some(sidecar)) => sidecar.vocab_size,
+            (None, None) => return Ok(()),
+        };
+        let len = shard.len();
+        Tokens::from(vec![shard])
+            .each_chunk(len, &mut |start, tokens| check_ids(tokens, vocab, path.display(), start))
+    })?;
+    Ok(Checked { shards: all.len(), without_sidecar: bare.into_inner() })
+}
+
+/// Checks that the shards that a folder's `dataset.json` lists are there, where it has one.
+///
+/// # Errors
+/// When one is not.
+pub fn check_listed(folder: &Path) -> Result<()> {
+    if !folder.join(LIST).exists() {
+        return Ok(());
+    }
+    let Prepared { train, validation, .. } = Prepared::read(folder)?;
+    let mut names = train.shards.iter().chain(&validation.shards);
+    match names.find(|name| !folder.join(name).exists()) {
+        None => Ok(()),
+        Some(name) => Err(Error::new("a shard is missing")
+            .got(format!("no {name} in {}", folder.display()))
+            .allowed(format!("every shard that {LIST} lists"))
+            .hint("copy or prepare it again; without that list the folder is what lies in it")),
+    }
+}
