@@ -189,7 +189,7 @@ pub fn table_line(m: &Measured) -> String {
     let (forward, both) = m.tflops();
     let mib = m.extra_bytes.map_or("-".into(), |bytes| format!("{:.0}", bytes as f64 / (1 << 20) as f64));
     format!(
-        "{:>4} {:>7} {:>6} {:>5} {:>5}  {:<21} {:>9.3} {:>9.3} {:>8.1} {:>8.1} {mib:>9}\n",
+        "{:>4} {:>7} {:>6} {:>5} {:>5}  {:<21} {:>9.3} {:>9.3} {:>8} {:>8} {mib:>9}\n",
         m.row.head_dim,
         m.row.tokens,
         if m.row.causal { "yes" } else { "no" },
@@ -198,9 +198,18 @@ pub fn table_line(m: &Measured) -> String {
         label(&m.scheme),
         m.forward_ms,
         m.both_ms,
-        forward,
-        both,
+        speed(forward),
+        speed(both),
     )
+}
+
+/// Three digits of it, however small.
+fn speed(tflops: f64) -> String {
+    match tflops {
+        ..0.01 => format!("{tflops:.5}"),
+        ..1.0 => format!("{tflops:.3}"),
+        _ => format!("{tflops:.1}"),
+    }
 }
 
 /// All of it as comma-separated values.

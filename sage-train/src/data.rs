@@ -16,12 +16,14 @@ pub mod source;
 mod split;
 mod tokenizer;
 mod tokens;
+mod verify;
 
 pub use batches::{Batch, Batches, Cut, Sequences};
 pub use feed::Feed;
 pub use mixture::Mixture;
 pub use tokenizer::Tokenizer;
 pub use tokens::Tokens;
+pub use verify::Verification;
 
 use std::collections::BTreeSet;
 

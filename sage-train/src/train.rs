@@ -17,7 +17,7 @@ use candle_core::Device;
 use candle_sage::{Error, Result};
 
 use crate::config::Config;
-use crate::data::{Dataset, source};
+use crate::data::{Dataset, Verification, source};
 use crate::device::{Hardware, Place, free_memory};
 use crate::hf;
 use crate::lock::Lock;
@@ -188,6 +188,7 @@ pub fn run_as(
         checkpoints,
         first,
         unsaved: None,
+        verification: rank.is_first().then(|| Verification::start(&data, first)).transpose()?,
         slow: None,
         started,
         before,

@@ -42,6 +42,12 @@ pub fn recipes() -> impl Iterator<Item = (&'static str, Recipe)> {
     RECIPES.into_iter().map(|(name, text)| (name, toml::from_str(text).expect("recipes are tested")))
 }
 
+/// The recipe that somebody may have meant.
+pub(super) fn nearest(name: &str) -> Option<&'static str> {
+    let near = recipes().map(|(recipe, _)| (strsim::jaro_winkler(name, recipe), recipe));
+    near.filter(|(near, _)| *near > 0.8).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, recipe)| recipe)
+}
+
 /// What `hf:OWNER/NAME`, `hf:OWNER/NAME:PATTERN` or the name of a recipe stands for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Named {

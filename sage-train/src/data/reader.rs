@@ -127,8 +127,50 @@ pub(super) fn read_counted(
         Packed::Zstd => Box::new(zstd::Decoder::with_buffer(file).map_err(unreadable(path))?),
     };
     match kind {
-        Kind::Text => text(path, reader, bad, each),
+        Kind::Text => text(path, Box::new(UnixLines::new(reader)), bad, each),
         _ => json_lines(path, BufReader::with_capacity(1 << 20, reader), field, bad, each),
+    }
+}
+
+/// Text whose lines end as on Unix: of `\r\n` the second is read, as by Python's `open`.
+struct UnixLines<R> {
+    inner: BufReader<R>,
+    /// A `\r` was the last byte, and has not been given on.
+    held: bool,
+}
+
+impl<R: Read> UnixLines<R> {
+    fn new(inner: R) -> Self {
+        Self { inner: BufReader::with_capacity(1 << 16, inner), held: false }
+    }
+}
+
+impl<R: Read> Read for UnixLines<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<usize> {
+        let mut read = 0;
+        while read < bytes.len() {
+            let Some(&next) = self.inner.fill_buf()?.first() else {
+                if std::mem::take(&mut self.held) {
+                    (bytes[read], read) = (b'\r', read + 1);
+                }
+                break;
+            };
+            if std::mem::take(&mut self.held) && next != b'\n' {
+                // It stood alone.
+                (bytes[read], read) = (b'\r', read + 1);
+                continue;
+            }
+            // Up to the next `\r`, at once.
+            let there = self.inner.fill_buf()?;
+            let len =
+                there.iter().position(|&byte| byte == b'\r').unwrap_or(there.len()).min(bytes.len() - read);
+            bytes[read..read + len].copy_from_slice(&there[..len]);
+            read += len;
+            self.held = there.get(len) == Some(&b'\r') && read < bytes.len();
+            let taken = len + usize::from(self.held);
+            self.inner.consume(taken);
+        }
+        Ok(read)
     }
 }
 
@@ -520,5 +562,25 @@ pub(crate) mod tests {
         std::fs::write(&path, long).expect("a file");
         assert!(documents(&path).expect_err("not UTF-8").to_string().contains("byte 300000"));
         Ok(())
+    }
+
+    /// Every text of up to seven of three characters, however it is read.
+    #[test]
+    fn lines_end_as_on_unix() {
+        for n in 0..3usize.pow(7) {
+            let text: String = (0..7).map(|at| ['a', '\r', '\n'][n / 3usize.pow(at) % 3]).collect();
+            let text = &text[n % 8..];
+            for size in 1..4 {
+                let (mut read, mut bytes) = (Vec::new(), [0; 3]);
+                let mut lines = UnixLines::new(text.as_bytes());
+                loop {
+                    match lines.read(&mut bytes[..size]).expect("memory") {
+                        0 => break,
+                        len => read.extend_from_slice(&bytes[..len]),
+                    }
+                }
+                assert_eq!(String::from_utf8(read).expect("text"), text.replace("\r\n", "\n"), "{text:?}");
+            }
+        }
     }
 }

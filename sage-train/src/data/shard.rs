@@ -290,18 +290,30 @@ impl Shard {
     /// # Errors
     /// When a token is not in the vocabulary or the bytes are not the sidecar's.
     pub fn check(&self) -> Result<()> {
-        let Some(sidecar) = &self.sidecar else { return Ok(()) };
-        let mut file = File::open(&self.path).map_err(during(self.path.display().to_string()))?;
+        self.hashed().map_or(Ok(()), |(path, hash)| Self::compare(&path, &hash))
+    }
+
+    /// Its place, and the hash that its sidecar has of it.
+    pub(super) fn hashed(&self) -> Option<(PathBuf, String)> {
+        self.sidecar.as_ref().map(|sidecar| (self.path.clone(), sidecar.sha256.clone()))
+    }
+
+    /// Reads all of a file and compares it with a hash.
+    ///
+    /// # Errors
+    /// When it has another.
+    pub(super) fn compare(path: &Path, expected: &str) -> Result<()> {
+        let failed = || during(path.display().to_string());
         let mut hash = Sha256::new();
-        std::io::copy(&mut file, &mut hash).map_err(during(self.path.display().to_string()))?;
+        std::io::copy(&mut File::open(path).map_err(failed())?, &mut hash).map_err(failed())?;
         let got = hex(&hash.finalize());
-        if got != sidecar.sha256 {
-            return Err(Error::new(format!("{} is not what its sidecar describes", self.path.display()))
-                .got(format!("SHA-256 {got}"))
-                .allowed(&sidecar.sha256)
-                .hint("copy or prepare it again"));
+        if got == expected {
+            return Ok(());
         }
-        Ok(())
+        Err(Error::new(format!("{} is not what its sidecar describes", path.display()))
+            .got(format!("SHA-256 {got}"))
+            .allowed(expected)
+            .hint("copy or prepare it again"))
     }
 }
 

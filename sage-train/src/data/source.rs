@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
 
+use super::hub;
 use super::reader::{self, KINDS};
 use crate::{during, partial};
 
@@ -139,7 +140,10 @@ fn files(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
         Error::new("the data does not exist")
             .got(path.display())
             .allowed(allowed())
-            .hint("leave --data out to train on the built-in corpus")
+            .hint(match hub::nearest(&path.to_string_lossy()) {
+                Some(recipe) => format!("for `data prepare` there is a recipe {recipe}; hf:OWNER/NAME is a data set of the hub"),
+                None => "paths are relative to the folder that the command is started in; without --data a run trains on the built-in corpus".into(),
+            })
     };
     let pattern = path.to_str().filter(|text| text.contains(['*', '?', '['])).ok_or_else(missing)?;
     let matches = glob::glob(pattern).map_err(during(format!("not a pattern: {pattern}")))?;

@@ -55,6 +55,14 @@ impl Tokens {
         self.len
     }
 
+    /// The shards that parts of it lie in.
+    pub(super) fn shards(&self) -> impl Iterator<Item = &Shard> {
+        self.parts.iter().filter_map(|part| match &part.from {
+            From::Memory(_) => None,
+            From::Shard(shard) => Some(&**shard),
+        })
+    }
+
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len == 0

@@ -13,7 +13,7 @@ use super::step_report::Asked;
 use super::stop::Stop;
 use super::trainer::{STOP_HINT, Trainer};
 use crate::config::Config;
-use crate::data::{Dataset, Feed};
+use crate::data::{Dataset, Feed, Verification};
 use crate::device::{memory, reset_peak};
 use crate::evaluate::{Evaluation, Extent, evaluate};
 use crate::metrics::{Outcome, Point};
@@ -46,6 +46,8 @@ pub(super) struct Run<'a> {
     pub(super) first: u64,
     /// Why the last validation's weights could not be written.
     pub(super) unsaved: Option<Error>,
+    /// Of the shards that are read.
+    pub(super) verification: Option<Verification>,
     /// The rank that was named as slow last.
     pub(super) slow: Option<u64>,
     pub(super) started: Instant,
@@ -126,6 +128,7 @@ impl Run<'_> {
             let (saves, signal) = (saves(asked), asked.signal);
             let collected = Instant::now();
             if validates {
+                signals::doing(&format!("the validation after {doing}"));
                 self.validate(&mut point)?;
             }
             self.record(point)?;
@@ -219,6 +222,7 @@ impl Run<'_> {
 
     /// Keeps and shows what a step measured.
     fn record(&mut self, mut point: Point) -> std::result::Result<(), Stop> {
+        self.verification.as_ref().map_or(Ok(()), Verification::look)?;
         point.seconds = (self.before + self.started.elapsed()).as_secs_f64();
         if let Some(recent) = Recent::before(point.step - 1, &self.points) {
             let (loss, grad_norm) = recent.scores(point.loss, point.grad_norm);
@@ -256,6 +260,8 @@ impl Run<'_> {
     /// Writes the results.
     pub(super) fn finish(mut self, training_seconds: f64) -> std::result::Result<Outcome, Stop> {
         let config = self.config;
+        self.progress.say("the steps are done; the last checkpoint is on its way to the disk");
+        self.verification.as_ref().map_or(Ok(()), Verification::end)?;
         if self.ranks.rank().is_first() {
             self.ranks.words().aside("the sample", || self.show())?;
         }
@@ -307,7 +313,10 @@ impl Run<'_> {
             };
             let text = writer.write("", config.sample_tokens, &sampling)?.text;
             self.folder.write("sample.txt", &text)?;
-            self.progress.say(&format!("sample:\n{text}"));
+            self.progress.say(&match text.trim() {
+                "" => "sample: nothing, the document ended at once".into(),
+                _ => format!("sample:\n{text}"),
+            });
         }
         Ok(())
     }

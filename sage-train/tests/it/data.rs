@@ -260,6 +260,50 @@ fn what_an_interrupted_preparation_left_is_in_nobodys_way() {
     assert!(scratch.path().join("other.partial/precious").exists());
 }
 
+/// A byte that has changed since the shards were made ends a run, and `data check` finds it; text with lines that end as on
+/// Windows is read as Python reads it.
+#[test]
+fn changed_bytes_of_shards_end_a_run() {
+    let scratch = Scratch::new();
+    scratch.file("a.jsonl", json_lines(300_000));
+    scratch.ok(&[
+        "data",
+        "prepare",
+        "a.jsonl",
+        "--to",
+        "shards",
+        "--vocab-size",
+        "300",
+        "--shard-tokens",
+        "20k",
+    ]);
+    let run = small(&["--data", "shards", "--steps", "6"]);
+    scratch.ok(&run);
+    let shard = scratch.path().join("shards/train_000003.bin");
+    let mut bytes = std::fs::read(&shard).expect("a shard");
+    let middle = bytes.len() / 2 & !1;
+    // Another token, which is in the vocabulary too.
+    bytes[middle] ^= 1;
+    std::fs::write(&shard, bytes).expect("a shard");
+    let error = scratch.fails(&run);
+    assert!(error.contains("train_000003.bin is not what its sidecar describes"), "{error}");
+    assert!(error.contains("hint:"), "{error}");
+}
+
+#[test]
+fn lines_end_as_python_reads_them() {
+    let scratch = Scratch::new();
+    let text = "one\r\ntwo\rthree\r\n".repeat(30_000) + "\r";
+    scratch.file("windows.txt", &text);
+    scratch.file("unix.txt", text.replace("\r\n", "\n"));
+    for name in ["windows", "unix"] {
+        let file = format!("{name}.txt");
+        scratch.ok(&["data", "prepare", &file, "--to", name, "--vocab-size", "300"]);
+    }
+    let of = |name: &str| tokens(&scratch.path().join(name), "train");
+    assert!(of("windows") == of("unix"));
+}
+
 /// Every file of a folder, with its bytes.
 fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry"));
