@@ -281,7 +281,7 @@ fn changed_bytes_of_shards_end_a_run() {
     scratch.ok(&run);
     let shard = scratch.path().join("shards/train_000003.bin");
     let mut bytes = std::fs::read(&shard).expect("a shard");
-    let middle = bytes.len() / 2 & !1;
+    let middle = (bytes.len() / 2) & !1;
     // Another token, which is in the vocabulary too.
     bytes[middle] ^= 1;
     std::fs::write(&shard, bytes).expect("a shard");
