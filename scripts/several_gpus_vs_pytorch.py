@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import pathlib
+import signal
 import socket
 import statistics
 import subprocess
@@ -125,7 +126,7 @@ def pytorch(ranks, micro_batch, steps, scratch):
     run = "import sys, several_gpus_vs_pytorch as s; s.pytorch_rank(*map(int, sys.argv[1:6]), sys.argv[6])"
     words = [sys.executable, "-c", run]
     numbers = [[rank, ranks, port, micro_batch, steps] for rank in range(ranks)]
-    here = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).resolve().parent)}
+    here = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).resolve().parent), "PYTHONWARNINGS": "ignore"}
     children = [subprocess.Popen([*words, *map(str, n), str(results)], env=here) for n in numbers]
     assert not any([child.wait() for child in children]), "a rank of PyTorch failed"
     return json.loads(results.read_text())
@@ -138,24 +139,23 @@ def sage_train(program, ranks, micro_batch, steps, scratch):
     words += ["--micro-batch", str(micro_batch), "--tokens-per-step", str(tokens), "--name", name]
     words += ["--eval-every", "0", "--eval-tokens", "4096", "--checkpoint-minutes", "0", "--sample-tokens", "0"]
     tokenizer = scratch / "tokenizer.json"
-    words += ["--tokenizer", str(tokenizer)] if tokenizer.exists() else []
+    words += ["--tokenizer", str(tokenizer), "--vocab-size", "50257"] if tokenizer.exists() else []
     words += ["--gpus", str(ranks)] if ranks > 1 else []
     # It is stopped when its steps are there: what comes after them is not measured.
     one = {} if ranks > 1 else {"CUDA_VISIBLE_DEVICES": "0"}
     log = (scratch / f"{name}.log").open("w")
     child = subprocess.Popen(
-        [program, *words, "--steps", "100000"], cwd=scratch, env={**os.environ, **one}, stdout=log, stderr=log
+        [program, *words, "--steps", "100000"], cwd=scratch, env={**os.environ, **one}, stdout=log, stderr=log,
+        start_new_session=True,
     )
     metrics = scratch / "runs" / name / "metrics.jsonl"
     while child.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= steps):
         time.sleep(0.05)
     assert child.poll() is None, (scratch / f"{name}.log").read_text()
-    child.kill()
+    os.killpg(child.pid, signal.SIGKILL)
     child.wait()
     if not tokenizer.exists():
         tokenizer.write_text((scratch / "runs" / name / "tokenizer.json").read_text())
-    # Its ranks find out that their launcher is gone, and save.
-    time.sleep(3.0 if ranks > 1 else 0.0)
     points = [json.loads(line) for line in metrics.read_text().splitlines()[:steps]]
     return [1e3 * tokens / point["tokens_per_second"] for point in points]
 
@@ -182,8 +182,9 @@ def main():
             times = {(side, n): [] for side in sides for n in (1, ranks)}
             for _ in range(args.repeats):
                 for side, n in times:
-                    steps = sides[side](n, micro_batch, args.steps)[WARM_UP:]
-                    times[side, n].append(statistics.median(steps))
+                    median = statistics.median(sides[side](n, micro_batch, args.steps)[WARM_UP:])
+                    times[side, n].append(median)
+                    print(f"  {tokens} {side} on {n}: {median:.1f} ms", file=sys.stderr, flush=True)
             for side in sides:
                 one, all_ = (statistics.median(times[side, n]) for n in (1, ranks))
                 print(f"{tokens:<14}{side:<12}{one:>9.1f}{all_:>9.1f}{one / all_:>16.1%}", flush=True)
