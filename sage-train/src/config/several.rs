@@ -224,13 +224,14 @@ mod tests {
             micro_batch: Some(micro_batch),
             context: Some(Quantity(context)),
             tokens_per_step: Some(Quantity(sequences * context)),
+            vocab_size: Some(Quantity(1078)),
             device: Some(Place::Cuda),
             ..Settings::default()
         })
         .expect("settings")
     }
 
-    /// docs/several-gpus.md: steps of two H200 from the time of one's gradients.
+    /// docs/several-gpus.md: steps of two H200 from the time of one's gradients, with the vocabulary that they were measured with.
     #[test]
     fn steps_of_two_gpus_are_reckoned_as_they_were_measured() {
         let node = Mesh::node(Rank { index: 0, of: 2 });

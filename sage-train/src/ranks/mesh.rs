@@ -45,7 +45,7 @@ pub struct Mesh {
     pub piece: usize,
 }
 
-/// 680 MB of gradient: of several sizes this took two GPUs least for a model of 324M parameters (docs/several-gpus.md). Larger
+/// 680 MB of gradient: of several sizes this took two GPUs least for a model of 274M parameters (docs/several-gpus.md). Larger
 /// pieces travel faster, and smaller ones leave less to wait for at the end.
 pub const PIECE: usize = 170_000_000;
 
