@@ -3,6 +3,8 @@
 
 #[path = "build/fingerprint.rs"]
 mod fingerprint;
+#[path = "build/plans.rs"]
+mod plans;
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -17,6 +19,9 @@ const PTX: u32 = 89;
 
 /// Kernels on FP4 products, and what they are built for: what has them, and Hopper, where tests emulate them.
 const NVFP4: (&str, [u32; 2]) = ("attn_fwd_nvfp4", [90, 120]);
+
+/// The table of plans, which kernels include and the host is made from too.
+const PLANS: &str = "include/sage/params/plans.def";
 
 /// Restricts the architectures, for quick builds: `CANDLE_SAGE_CUDA_ARCHS=90` or `80,90`.
 const SELECTION: &str = "CANDLE_SAGE_CUDA_ARCHS";
@@ -45,7 +50,7 @@ fn build() -> Result<(), String> {
     let version = output(Command::new(&nvcc).arg("--version"))?;
     let architectures = architectures(&nvcc)?;
     let mut flags: Vec<String> =
-        ["-fatbin", "-std=c++17", "-O3", "-Xptxas", "-v", "--threads", "0", "-I"].map(String::from).into();
+        ["-fatbin", "-std=c++20", "-O3", "-Xptxas", "-v", "--threads", "0", "-I"].map(String::from).into();
     flags.push(root.join("include").display().to_string());
     let machine_code =
         |arch: u32, own: &str| format!("-gencode=arch=compute_{arch}{own},code=sm_{arch}{own}");
@@ -63,6 +68,8 @@ fn build() -> Result<(), String> {
         nvfp4_targets.push(ptx);
     }
 
+    let definitions = fs::read_to_string(root.join(PLANS)).map_err(|e| format!("{PLANS}: {e}"))?;
+    fs::write(out.join("plans.rs"), plans::table(&definitions)?).map_err(|e| e.to_string())?;
     let sources = fingerprint::files(&root, "cu").map_err(|e| e.to_string())?;
     let mut table = String::from("pub(super) static FAMILIES: &[(&str, &[u8])] = &[\n");
     let mut report = String::new();

@@ -1,7 +1,7 @@
 // Attention forward in NVFP4 products, for inference with a model that Attn-QAT trained: packing of Q, K and V, and one kernel
 // for each (element type, head_dim), and one that visits selected blocks of keys alone (sparse). sm_120 has such products;
 // elsewhere they are emulated, for tests.
-#include <sage/attention/nvfp4_forward.cuh>
+#include <sage/attention/numerics/nvfp4_forward_sm80.cuh>
 #include <sage/quant/pack_nvfp4.cuh>
 
 using namespace sage;
@@ -9,12 +9,12 @@ using namespace sage;
 #define FORWARD(name, Block, ...)                                                                               \
   extern "C" __global__ void __launch_bounds__(attention::__VA_ARGS__::THREADS, attention::__VA_ARGS__::BLOCKS) \
       name(const __grid_constant__ params::Forward p) {                                                         \
-    attention::forward<attention::__VA_ARGS__, attention::Block>(p);                                            \
+    attention::forward_sm80<attention::__VA_ARGS__, attention::Block>(p);                                            \
   }
 
 #define KERNELS(type, T, D)                                                           \
-  FORWARD(attn_fwd_nvfp4_##type##_##D, EveryKey, Nvfp4Forward<T, D>)                  \
-  FORWARD(attn_fwd_nvfp4_sparse_##type##_##D, ListedKeys, Nvfp4Forward<T, D>)         \
+  FORWARD(attn_fwd_nvfp4_##type##_##D, EveryKey, Nvfp4ForwardSm80<T, D, params::plan("attn_fwd_nvfp4", D, params::EVERY)>)          \
+  FORWARD(attn_fwd_nvfp4_sparse_##type##_##D, ListedKeys, Nvfp4ForwardSm80<T, D, params::plan("attn_fwd_nvfp4", D, params::LISTED)>)  \
   extern "C" __global__ void __launch_bounds__(quant::PACK_THREADS)                   \
       pack_nvfp4_##type##_##D(const __grid_constant__ params::Forward p) {            \
     quant::pack_nvfp4<T, D>(p);                                                       \

@@ -10,7 +10,7 @@
 #include <sage/attention/rows.cuh>
 #include <sage/attention/segment.cuh>
 #include <sage/layout/fragments.cuh>
-#include <sage/params/limits.cuh>
+#include <sage/params/plans.cuh>
 #include <sage/params/sla2.cuh>
 #include <sage/ptx/mma.cuh>
 
@@ -137,10 +137,12 @@ template <class T, int D>
 struct StateKernel {
   static constexpr int STRIPS = D / 16, PARTS = WARPS / STRIPS, COLUMNS = D / PARTS;
   static constexpr int ROWS_BYTES = BLOCK * D * 2;
-  // Stages of features and values, two where there is room (candle-sage/src/cuda/past_linear.rs knows the same); then weights
-  // of each.
+  // Stages of features and values, two where there is room; then weights of each.
   static constexpr int STAGE_BYTES = 2 * ROWS_BYTES, WEIGHTS_BYTES = BLOCK * 4;
-  static constexpr int STAGES = 2 * (STAGE_BYTES + WEIGHTS_BYTES) <= params::SHARED_KIB * 1024 ? 2 : 1;
+  static constexpr params::Plan PLAN = params::plan("linear_sum_chunks", D, params::LISTED);
+  static_assert(PLAN == params::plan("linear_scan_blocks", D, params::LISTED));
+  static constexpr int STAGES = PLAN.stages;
+  static_assert(PLAN.rows == BLOCK && PLAN.threads == THREADS && PLAN.shared_bytes == STAGES * (STAGE_BYTES + WEIGHTS_BYTES));
   static constexpr int WIDTH = (D + 1) * D;  // of a chunk's sums
 
   const params::Linear& p;
@@ -217,21 +219,21 @@ struct StateKernel {
   template <class F>
   __device__ __forceinline__ void walk(int first, int end, int items, F before) {
     if (items > 0) load(0, item(0, first, end));
-    ptx::copy_commit();
+    ptx::cp_async_commit();
     for (int i = 0; i < items; ++i) {
       Item it = item(i, first, end);
       if (i % group == 0) before(it.block);
-      ptx::copy_wait<0>();
+      ptx::cp_async_wait<0>();
       prepare(i, it);
       // Everyone sees the features, and is done with the stage before, which is free now.
       __syncthreads();
       if (STAGES == 2 && i + 1 < items) load(i + 1, item(i + 1, first, end));
-      ptx::copy_commit();
+      ptx::cp_async_commit();
       multiply(i);
       if (STAGES == 1) {
         __syncthreads();
         if (i + 1 < items) load(i + 1, item(i + 1, first, end));
-        ptx::copy_commit();
+        ptx::cp_async_commit();
       }
     }
   }
@@ -344,8 +346,8 @@ struct Tile {
     const T* state = static_cast<const T*>(p.states) + row * D * D;
 #pragma unroll 1
     for (int i = threadIdx.x; i < D * D / 8; i += THREADS)
-      ptx::copy_16(shared + layout::swizzled<D * 2>(i / (D / 8), i % (D / 8)), state + i * 8, true);
-    ptx::copy_commit();
+      ptx::cp_async_16(shared + layout::swizzled<D * 2>(i / (D / 8), i % (D / 8)), state + i * 8, true);
+    ptx::cp_async_commit();
   }
 };
 
@@ -410,7 +412,7 @@ __device__ __forceinline__ void forward(const params::Linear& p) {
     at.load_state(memory + At::ROWS_BYTES, p, row);
     for (int c = threadIdx.x; c < D; c += THREADS) sums[c] = p.sums[row * D + c];
     __syncthreads();
-    ptx::copy_wait<0>();
+    ptx::cp_async_wait<0>();
     make_query_features<T, D>(memory, q, at.first, sums, norms);
     __syncthreads();
     multiply_state<T, D, false>(acc, memory + warp * 16 * D * 2, memory + At::ROWS_BYTES, lane);
@@ -446,7 +448,7 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
     at.load_state(state, p, row);
     for (int c = threadIdx.x; c < D; c += THREADS) sums[c] = p.sums[row * D + c];
     __syncthreads();
-    ptx::copy_wait<0>();
+    ptx::cp_async_wait<0>();
     make_query_features<T, D>(memory, q, at.first, sums, norms);
     __syncthreads();
     multiply_state<T, D, true>(u, memory + At::ROWS_BYTES + warp * 16 * D * 2, state, lane);
@@ -500,7 +502,7 @@ __device__ __forceinline__ void backward_keys(const params::Linear& p) {
   copy_block<T, D>(memory + At::ROWS_BYTES, v, at.first);
   at.load_state(state, p, number);
   for (int c = threadIdx.x; c < D; c += THREADS) sums[c] = p.sums[number * D + c];
-  ptx::copy_wait<0>();
+  ptx::cp_async_wait<0>();
   make_features<T, D>(memory, k.count - at.first, k.head_dim, [](int, int, const float(&)[8]) {});
   __syncthreads();
   constexpr float BY_TOKEN = 1.0f / BLOCK;

@@ -86,7 +86,7 @@ __device__ void quantize_queries(const params::Forward& p, int tile, int head) {
     __syncthreads();
     values.subtract(mean, left);
   }
-  quant::quantize_tile(values, p.codes.q_scale + at, [&](int row, int channel) {
+  quant::quantize_tile(values, p.codes.q_dequant_scale + at, [&](int row, int channel) {
     return quant::at_swizzled<D>(p.codes.q + at * TILE * D, row, channel);
   });
 }
@@ -103,7 +103,7 @@ __device__ void quantize_keys(const params::Forward& p, int tile, int head) {
   values.load(k, first);
   if (p.codes.k_mean)
     values.subtract(p.codes.k_mean + (int64_t(head) * shape.segment_count + index) * D, segment.key_len - first);
-  quant::quantize_tile(values, p.codes.k_scale + at, [&](int row, int channel) {
+  quant::quantize_tile(values, p.codes.k_dequant_scale + at, [&](int row, int channel) {
     return quant::at_swizzled<D>(p.codes.k + at * TILE * D, row, channel);
   });
 }
@@ -118,7 +118,7 @@ __device__ void quantize_values(const params::Forward& p, int tile, int head) {
   int64_t at = int64_t(head) * shape.key_tiles + tile;
   quant::Tile<D> values;
   values.load(v, (tile - segment.key_tile) * TILE);
-  quant::quantize_tile(values, p.codes.v_scale + at, [&](int row, int channel) { return codes + row * PITCH + channel; });
+  quant::quantize_tile(values, p.codes.v_dequant_scale + at, [&](int row, int channel) { return codes + row * PITCH + channel; });
   __syncthreads();
   quant::store_transposed<D, PITCH>(codes, p.codes.v_transposed + at * TILE * D);
 }
@@ -190,7 +190,7 @@ __device__ void prepare(const params::Backward& p) {
       for (int i = start; i < min(start + p.dout_group, D); ++i) x = max(x, largest[i]);
       quant::Scale scale = quant::scale_of(x);
       quant_scale[threadIdx.x] = scale.quant;
-      p.dout_scale[at * D + threadIdx.x] = scale.dequant;
+      p.dout_dequant_scale[at * D + threadIdx.x] = scale.dequant;
     }
     __syncthreads();
 #pragma unroll

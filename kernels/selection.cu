@@ -1,6 +1,6 @@
 // Selections (candle-sage/src/selection.rs) and what a router needs: means of blocks, the largest scores, the inverse of the
 // lists, and where dense attention's mass lies.
-#include <sage/attention/full_precision_forward.cuh>
+#include <sage/attention/numerics/full_precision_forward_sm80.cuh>
 #include <sage/params/sla2.cuh>
 
 using namespace sage;
@@ -186,7 +186,7 @@ __device__ __forceinline__ void pool(const params::Pool& p) {
 // log-sum-exps and for the sums of probabilities by blocks of keys.
 template <class T, int D>
 __device__ __forceinline__ void block_mass(const params::Mass& p) {
-  using Numerics = attention::FullPrecisionForward<T, D>;
+  using Numerics = attention::FullPrecisionForwardSm80<T, D, params::plan("block_mass", D, params::LISTED)>;
   constexpr int M = Numerics::M, PARTS = Numerics::THREADS / 32;
   extern __shared__ __align__(1024) unsigned char shared[];
   __shared__ attention::ForwardBlock block;
@@ -218,12 +218,12 @@ __device__ __forceinline__ void block_mass(const params::Mass& p) {
       int end = sweep == 0 ? tiles : past;
       float of_block = 0.0f;
       if (end > 0) numerics.load_keys(0);
-      ptx::copy_commit();
+      ptx::cp_async_commit();
       for (int tile = 0; tile < end; ++tile) {
-        ptx::copy_wait<0>();
+        ptx::cp_async_wait<0>();
         __syncthreads();
         if (tile + 1 < end) numerics.load_keys(tile + 1);
-        ptx::copy_commit();
+        ptx::cp_async_commit();
         typename Numerics::Logits s;
         numerics.multiply(tile, s);
         attention::mask(s, segment, warp_first, tile * TILE, lane, -CUDART_INF_F);

@@ -129,13 +129,13 @@ __device__ void group_codes(const Params& p) {
   if constexpr (ptx::HAS_WGMMA) {
     __shared__ __align__(1024) unsigned char a[64 * BYTES], b[8 * N * BYTES];
     uint32_t a_rows = fill<64, BYTES>(a, p.a), b_rows = fill<8 * N, BYTES>(b, p.b);
-    ptx::wgmma_publish();
+    ptx::fence_proxy_async();
     __syncthreads();
     int d[N][4];
     uint32_t x[BYTES / 32][4];
     layout::ReaderA<BYTES> reader(a_rows, threadIdx.x % 32);
     for (int step = 0; step < BYTES / 32; ++step) reader.load(x[step], threadIdx.x / 32 * 16, step);
-    ptx::forget(d);  // the first step does not add
+    ptx::discard_operand(d);  // the first step does not add
     ptx::wgmma_fence();
     for (int step = 0; step < BYTES / 32; ++step) {
       uint64_t columns = ptx::row_descriptor<BYTES>(b_rows) + 2 * step;
@@ -149,22 +149,22 @@ __device__ void group_codes(const Params& p) {
   }
 }
 
-// out (64, 8 N) = A B^T of 16 bits over a reduction of 64; TURNED matrices lie with the reduction along their columns.
-template <class T, int N, bool A_TURNED, bool B_TURNED>
+// out (64, 8 N) = A B^T of 16 bits over a reduction of 64; TRANSPOSED matrices lie with the reduction along their columns.
+template <class T, int N, bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ void group_16(const Params& p) {
   if constexpr (ptx::HAS_WGMMA) {
     __shared__ __align__(1024) unsigned char a[64 * 128], b[64 * 128];
     uint32_t a_rows = fill<64, 128>(a, p.a), b_rows = fill<64, 128>(b, p.b);
-    ptx::wgmma_publish();
+    ptx::fence_proxy_async();
     __syncthreads();
     float d[N][4];
-    ptx::forget(d);
+    ptx::discard_operand(d);
     ptx::wgmma_fence();
     uint64_t a_at = ptx::row_descriptor<128>(a_rows), b_at = ptx::row_descriptor<128>(b_rows);
-    constexpr uint64_t A_STEP = A_TURNED ? ptx::COLUMN_STEP : 2, B_STEP = B_TURNED ? ptx::COLUMN_STEP : 2;
-    ptx::wgmma_16<T, false, A_TURNED, B_TURNED>(d, a_at, b_at);
+    constexpr uint64_t A_STEP = A_TRANSPOSED ? ptx::COLUMN_STEP : 2, B_STEP = B_TRANSPOSED ? ptx::COLUMN_STEP : 2;
+    ptx::wgmma_16<T, false, A_TRANSPOSED, B_TRANSPOSED>(d, a_at, b_at);
     for (int step = 1; step < 4; ++step)
-      ptx::wgmma_16<T, true, A_TURNED, B_TURNED>(d, a_at + step * A_STEP, b_at + step * B_STEP);
+      ptx::wgmma_16<T, true, A_TRANSPOSED, B_TRANSPOSED>(d, a_at + step * A_STEP, b_at + step * B_STEP);
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>(d);
     store_group(d, reinterpret_cast<float*>(p.out));
@@ -177,13 +177,13 @@ __device__ void group_16_registers(const Params& p) {
   if constexpr (ptx::HAS_WGMMA) {
     __shared__ __align__(1024) unsigned char a[64 * 128], b[64 * 128];
     uint32_t a_rows = fill<64, 128>(a, p.a), b_rows = fill<64, 128>(b, p.b);
-    ptx::wgmma_publish();
+    ptx::fence_proxy_async();
     __syncthreads();
     layout::ReaderA<128> reader(a_rows, threadIdx.x % 32);
     uint32_t x[4][4];
     for (int step = 0; step < 4; ++step) reader.load(x[step], threadIdx.x / 32 * 16, step);
     float d[8][4] = {};
-    ptx::hold(d);
+    ptx::fence_operand(d);
     ptx::wgmma_fence();
     for (int step = 0; step < 4; ++step)
       ptx::wgmma_16<T>(d, x[step], ptx::column_descriptor(b_rows) + step * ptx::COLUMN_STEP);

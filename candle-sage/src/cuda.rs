@@ -26,20 +26,19 @@ mod tensor;
 
 use std::fmt::Debug;
 
-use arch::Architecture;
 use call::Call;
 pub(crate) use call::{Operand, Problem};
 use candle_core::{CudaStorage, Result};
 use cudarc::driver::CudaSlice;
 use full_precision::FullPrecision;
 use kernels::Grid;
-use plan::{Plan, TILE};
+use plan::{Plan, TILE, Visits};
 use selection::{Users, lists};
 use tensor::address;
 
 use crate::scheme::Scheme;
 
-/// A scheme on a GPU: one implementation each, in the file of its name. Its kernels are named by its plans.
+/// A scheme on a GPU: one implementation each, in the file of its name. It names its kernels; `plan` says how they run.
 trait OnGpu: Debug + Send + Sync + 'static {
     /// What the forward's kernel reads besides the inputs.
     type Operands;
@@ -48,8 +47,10 @@ trait OnGpu: Debug + Send + Sync + 'static {
     /// What the backward's kernel reads besides the inputs, freed when it was launched.
     type Scratch;
 
-    fn forward_plan(&self, d: usize, architecture: Architecture, visits: Visits) -> Plan;
-    fn backward_plan(&self, d: usize, architecture: Architecture) -> Plan;
+    /// The forward's kernel, as the table of plans has it.
+    fn forward_kernel(&self) -> &'static str;
+    /// The backward's.
+    fn backward_kernel(&self) -> &'static str;
 
     /// Launches what goes before the forward's kernel, and adds to its `params`. `keep`: a backward will follow.
     fn before_forward(
@@ -71,30 +72,6 @@ trait OnGpu: Debug + Send + Sync + 'static {
         past: &Past<'_>,
         params: &mut params::Backward,
     ) -> Result<Self::Scratch>;
-}
-
-/// What the walks visit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Visits {
-    /// All that the mask leaves.
-    All,
-    /// The blocks of a selection.
-    Listed,
-}
-
-impl Visits {
-    /// How kernels that visit it are called.
-    fn suffix(self) -> &'static str {
-        match self {
-            Visits::All => "",
-            Visits::Listed => "_sparse",
-        }
-    }
-
-    /// Groups of 64 queries that Hopper's forward keeps: as many as registers allow, or one block of a selection.
-    fn groups(self, d: usize) -> usize {
-        if d == 64 && self == Visits::All { 3 } else { 2 }
-    }
 }
 
 /// The forward's output, and the gradient that came back.
@@ -137,16 +114,16 @@ pub(crate) fn forward(
     }
 }
 
-/// The plans of a scheme, for tests without a GPU.
+/// The kernels of a scheme, forward and backward, for tests without a GPU.
 #[cfg(test)]
-fn plans(scheme: &Scheme, d: usize, architecture: Architecture, visits: Visits) -> [Plan; 2] {
-    fn of<S: OnGpu>(scheme: S, d: usize, architecture: Architecture, visits: Visits) -> [Plan; 2] {
-        [scheme.forward_plan(d, architecture, visits), scheme.backward_plan(d, architecture)]
+fn kernels_of(scheme: &Scheme) -> [&'static str; 2] {
+    fn of<S: OnGpu>(scheme: S) -> [&'static str; 2] {
+        [scheme.forward_kernel(), scheme.backward_kernel()]
     }
     match *scheme {
-        Scheme::FullPrecision => of(FullPrecision, d, architecture, visits),
-        Scheme::SageBwd(settings) => of(settings, d, architecture, visits),
-        Scheme::AttnQat(settings) => of(settings, d, architecture, visits),
+        Scheme::FullPrecision => of(FullPrecision),
+        Scheme::SageBwd(settings) => of(settings),
+        Scheme::AttnQat(settings) => of(settings),
     }
 }
 
@@ -157,8 +134,8 @@ fn run_forward<S: OnGpu>(
 ) -> Result<(CudaStorage, Option<Box<dyn Ran>>)> {
     let call = Call::new(problem)?;
     let lists = problem.selection.map(|selection| lists(selection, &call.gpu)).transpose()?;
-    let visits = if lists.is_some() { Visits::Listed } else { Visits::All };
-    let plan = scheme.forward_plan(call.d, call.gpu.architecture, visits);
+    let visits = if lists.is_some() { Visits::Listed } else { Visits::Every };
+    let plan = Plan::of(scheme.forward_kernel(), call.d, call.gpu.architecture, visits)?;
     let (out, out_view) = call.output(problem.shape.query_dims())?;
     let minus_lse2 = keep.then(|| call.gpu.alloc::<f32>(call.query_tiles() * TILE)).transpose()?;
     // K and V of a query head.
@@ -169,23 +146,23 @@ fn run_forward<S: OnGpu>(
         v: call.view(problem.v)?,
         out: out_view,
         minus_lse2: minus_lse2.as_ref().map_or(0, |lse2| address(lse2, &call.gpu)),
-        shape: call.shape_sharing(&plan, keys, problem.shape.query_heads()),
+        shape: call.shape_sharing(plan, keys, problem.shape.query_heads()),
         lists: lists.unwrap_or_default(),
         ..params::Forward::default()
     };
     let operands = scheme.before_forward(&call, keep, &mut params)?;
-    call.set_forward_maps(&plan, &mut params)?;
+    call.set_forward_maps(plan, &mut params)?;
     let mut blocks = call.segment_count()
         * problem.shape.query_heads()
         * (call.shape.query_len as usize).div_ceil(plan.rows);
-    let tickets = plan.takes_tickets.then(|| call.gpu.alloc_zeros::<i32>(1)).transpose()?;
-    if let Some(tickets) = &tickets {
-        params.tickets = address(tickets, &call.gpu);
+    let scheduler_counter = plan.persistent().then(|| call.gpu.alloc_zeros::<i32>(1)).transpose()?;
+    if let Some(scheduler_counter) = &scheduler_counter {
+        params.scheduler_counter = address(scheduler_counter, &call.gpu);
         // In this crate's own tests two, so that small cases have blocks with several pieces of work.
         blocks = blocks.min(if cfg!(test) { 2 } else { call.gpu.multiprocessors });
     }
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
-    let kernel = call.kernel(&format!("attn_fwd_{}{}", plan.name, visits.suffix()));
+    let kernel = call.kernel(&plan.name(visits));
     call.gpu.launch_forward(plan.family, &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(&call.gpu)?;
@@ -199,13 +176,13 @@ fn run_forward<S: OnGpu>(
 fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>) -> Result<[CudaStorage; 3]> {
     let call = Call::new(problem)?;
     let gpu = &call.gpu;
-    let plan = ran.scheme.backward_plan(call.d, gpu.architecture);
     let users = problem.selection.map(|selection| Users::new(selection, gpu)).transpose()?;
-    let visits = if users.is_some() { Visits::Listed } else { Visits::All };
+    let visits = if users.is_some() { Visits::Listed } else { Visits::Every };
+    let plan = Plan::of(ran.scheme.backward_kernel(), call.d, gpu.architecture, visits)?;
     let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
-    let dq_sums = gpu.alloc_zeros::<f32>(call.query_tiles() * TILE * call.d)?;
-    // A counter for each tile of queries, and the tickets.
-    let turns = problem.deterministic.then(|| gpu.alloc_zeros::<i32>(call.query_tiles() + 1)).transpose()?;
+    let dq_accum = gpu.alloc_zeros::<f32>(call.query_tiles() * TILE * call.d)?;
+    // A counter for each tile of queries, and the scheduler_counter.
+    let dq_semaphore = problem.deterministic.then(|| gpu.alloc_zeros::<i32>(call.query_tiles() + 1)).transpose()?;
     let (dk, dk_view) = call.output(problem.shape.key_dims())?;
     let (dv, dv_view) = call.output(problem.shape.key_dims())?;
     // Sums of dQ in f32, dO and Q in 16 bit (with SageBwd codes of both, as many bytes or more) of all queries of a key head.
@@ -220,18 +197,18 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
         dv: dv_view,
         minus_lse2: address(&ran.minus_lse2, gpu),
         minus_delta: address(&minus_delta, gpu),
-        dq_sums: address(&dq_sums, gpu),
-        turns: turns.as_ref().map_or(0, |turns| address(turns, gpu)),
-        shape: call.shape_sharing(&plan, shared, problem.shape.key_heads()),
-        dq_parts: plan.dq_parts as i32,
+        dq_accum: address(&dq_accum, gpu),
+        dq_semaphore: dq_semaphore.as_ref().map_or(0, |dq_semaphore| address(dq_semaphore, gpu)),
+        shape: call.shape_sharing(plan, shared, problem.shape.key_heads()),
+        dq_parts: plan.dq_parts() as i32,
         lists: users.as_ref().map_or(params::Lists::default(), |users| users.params),
         ..params::Backward::default()
     };
-    let scratch = ran.scheme.before_backward(&call, &plan, &ran.kept, past, &mut params)?;
+    let scratch = ran.scheme.before_backward(&call, plan, &ran.kept, past, &mut params)?;
     let blocks =
         call.segment_count() * problem.shape.key_heads() * (call.shape.key_len as usize).div_ceil(plan.rows);
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
-    let kernel = call.kernel(&format!("attn_bwd_{}{}", plan.name, visits.suffix()));
+    let kernel = call.kernel(&plan.name(visits));
     gpu.launch_backward(plan.family, &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;

@@ -1,10 +1,10 @@
 // The portable forward's and backward's sources on a CPU, thread by thread: walks, copies, layouts, masks, softmax and sums, with
 // products in 16 bit, of SageBwd's codes and, forward alone, of NVFP4 codes, against definitions in doubles. NVFP4 products run as mma_nvfp4.cuh emulates them.
-#include <sage/attention/full_precision_backward.cuh>
-#include <sage/attention/full_precision_forward.cuh>
-#include <sage/attention/nvfp4_forward.cuh>
-#include <sage/attention/sagebwd_backward.cuh>
-#include <sage/attention/sagebwd_forward.cuh>
+#include <sage/attention/numerics/full_precision_backward_sm80.cuh>
+#include <sage/attention/numerics/full_precision_forward_sm80.cuh>
+#include <sage/attention/numerics/nvfp4_forward_sm80.cuh>
+#include <sage/attention/numerics/sagebwd_backward_sm80.cuh>
+#include <sage/attention/numerics/sagebwd_forward_sm80.cuh>
 #include <sage/quant/pack_nvfp4.cuh>
 
 #include "../quantize.cu"
@@ -195,22 +195,22 @@ Errors run(const Case& c) {
   int blocks = count * c.query_heads * ((longest[0] + 127) / 128);
   int queries = all[0] * c.query_heads, keys = all[1] * c.key_heads;
   std::vector<int8_t> q_int8(queries * 64 * D), k_int8(keys * 64 * D), v_int8(keys * 64 * D);
-  std::vector<float> q_scale(queries), k_scale(keys), v_scale(keys), q_mean(queries * D), k_mean(means.size()), sums(keys * D);
+  std::vector<float> q_dequant_scale(queries), k_dequant_scale(keys), v_dequant_scale(keys), q_mean(queries * D), k_mean(means.size()), sums(keys * D);
   if constexpr (NVFP4) {
     p.codes.q = q_codes.data(), p.codes.k = k_codes.data(), p.codes.v_transposed = v_codes.data();
     p.codes.k_mean = c.smooth ? means.data() : nullptr;
     for (int i = 0; i < all[0] * c.query_heads + 2 * all[1] * c.key_heads; ++i)
       host::run(i, quant::PACK_THREADS, [&] { quant::pack_nvfp4<T, D>(p); });
     if (!is_left_alone(q_codes) || !is_left_alone(k_codes) || !is_left_alone(v_codes)) return {INFINITY};
-    using Numerics = attention::Nvfp4Forward<T, D>;
+    using Numerics = attention::Nvfp4ForwardSm80<T, D, params::plan("attn_fwd_nvfp4", D)>;
     for (int i = 0; i < blocks; ++i)
-      host::run_with_shared(i, Numerics::THREADS, Numerics::SHARED_BYTES, [&] { attention::forward<Numerics>(p); });
+      host::run_with_shared(i, Numerics::THREADS, Numerics::SHARED_BYTES, [&] { attention::forward_sm80<Numerics>(p); });
   } else if constexpr (NUMERICS == FULL_PRECISION) {
-    using Numerics = attention::FullPrecisionForward<T, D>;
+    using Numerics = attention::FullPrecisionForwardSm80<T, D, params::plan("attn_fwd_full_precision", D)>;
     for (int i = 0; i < blocks; ++i)
-      host::run_with_shared(i, Numerics::THREADS, Numerics::SHARED_BYTES, [&] { attention::forward<Numerics>(p); });
+      host::run_with_shared(i, Numerics::THREADS, Numerics::SHARED_BYTES, [&] { attention::forward_sm80<Numerics>(p); });
   } else {
-    p.codes = {q_int8.data(), k_int8.data(), v_int8.data(), q_scale.data(), k_scale.data(), v_scale.data(), nullptr, nullptr, nullptr};
+    p.codes = {q_int8.data(), k_int8.data(), v_int8.data(), q_dequant_scale.data(), k_dequant_scale.data(), v_dequant_scale.data(), nullptr, nullptr, nullptr};
     if (NUMERICS == SAGEBWD_QK) p.codes.q_mean = q_mean.data();
     if (NUMERICS == SAGEBWD_QK || c.smooth) {
       p.codes.k_mean = k_mean.data(), p.codes.k_tile_sums = sums.data();
@@ -219,35 +219,40 @@ Errors run(const Case& c) {
         for (int head = 0; head < c.key_heads; ++head) host::run(i, MEAN_THREADS, [&] { mean_of_tiles<D>(p); }, head);
     }
     for (int i = 0; i < queries + 2 * keys; ++i) host::run(i, quant::TILE_THREADS, [&] { quantize<T, D>(p); });
-    using Numerics = attention::SageBwdForward<T, D, NUMERICS == SAGEBWD_QK>;
+    using Numerics = attention::SageBwdForwardSm80<T, D, params::plan(NUMERICS == SAGEBWD_QK ? "attn_fwd_sagebwd_qk" : "attn_fwd_sagebwd", D), NUMERICS == SAGEBWD_QK>;
     for (int i = 0; i < blocks; ++i)
-      host::run_with_shared(i, Numerics::THREADS, Numerics::SHARED_BYTES, [&] { attention::forward<Numerics>(p); });
+      host::run_with_shared(i, Numerics::THREADS, Numerics::SHARED_BYTES, [&] { attention::forward_sm80<Numerics>(p); });
   }
   constexpr bool BACKWARD = NUMERICS != NVFP4_PRODUCTS;
   Tensor<T> dout(c.batch, c.queries, c.query_heads, c.head_dim, 1.0f), dk(c.batch, c.keys, c.key_heads, c.head_dim, 100.0f),
       dv(c.batch, c.keys, c.key_heads, c.head_dim, 100.0f);
-  std::vector<float> minus_delta(minus_lse2.size()), dq_sums(size_t(queries) * 64 * D), dout_scale(queries * D);
+  std::vector<float> minus_delta(minus_lse2.size()), dq_accum(size_t(queries) * 64 * D), dout_dequant_scale(queries * D);
   std::vector<int8_t> q_transposed(q_int8.size()), dout_transposed(q_int8.size());
   if constexpr (BACKWARD) {
     params::Backward b = {};
     b.q = q.view, b.k = k.view, b.v = v.view, b.out = out.view, b.dout = dout.view, b.dk = dk.view, b.dv = dv.view;
-    b.minus_lse2 = minus_lse2.data(), b.minus_delta = minus_delta.data(), b.dq_sums = dq_sums.data();
-    b.q_transposed = q_transposed.data(), b.dout_transposed = dout_transposed.data(), b.dout_scale = dout_scale.data();
+    b.minus_lse2 = minus_lse2.data(), b.minus_delta = minus_delta.data(), b.dq_accum = dq_accum.data();
+    b.q_transposed = q_transposed.data(), b.dout_transposed = dout_transposed.data(), b.dout_dequant_scale = dout_dequant_scale.data();
     b.codes = p.codes, b.shape = p.shape, b.group = b.dout_group = b.dq_parts = 1;
     constexpr bool CODES = NUMERICS == SAGEBWD || NUMERICS == SAGEBWD_QK;
     for (int i = 0; i < queries; ++i) host::run(i, quant::TILE_THREADS, [&] { prepare<T, D, CODES>(b); });
-    using Plan = attention::BackwardPlan<64, 1>;
+    // The plans for small memories: blocks of 64 keys and of 128.
+    constexpr const char* KERNEL = NUMERICS == SAGEBWD     ? "attn_bwd_sagebwd"
+                                   : NUMERICS == SAGEBWD_QK ? "attn_bwd_sagebwd_general"
+                                   : NUMERICS == SAGEBWD_S  ? "attn_bwd_sagebwd_s"
+                                                            : "attn_bwd_full_precision";
+    constexpr params::Plan PLAN = params::plan(KERNEL, D, params::EVERY, params::SM86);
     using Scores = std::conditional_t<NUMERICS == SAGEBWD_S, attention::ScoresOfCodes<T, D>, attention::ScoresOfRows<T, D>>;
-    using Numerics = std::conditional_t<CODES, attention::SageBwdBackward<T, D, Plan, NUMERICS == SAGEBWD_QK>,
-                                        attention::FullPrecisionBackward<T, D, Plan, attention::PlainProbabilities, Scores>>;
-    for (int i = 0; i < count * c.key_heads * ((longest[1] + 63) / 64); ++i)
-      host::run_with_shared(i, Plan::THREADS, Numerics::SHARED_BYTES, [&] { attention::backward<Numerics>(b); });
+    using Numerics = std::conditional_t<CODES, attention::SageBwdBackwardSm80<T, D, PLAN, NUMERICS == SAGEBWD_QK>,
+                                        attention::FullPrecisionBackwardSm80<T, D, PLAN, attention::PlainProbabilities, Scores>>;
+    for (int i = 0; i < count * c.key_heads * ((longest[1] + PLAN.rows - 1) / PLAN.rows); ++i)
+      host::run_with_shared(i, PLAN.threads, Numerics::SHARED_BYTES, [&] { attention::backward_sm80<Numerics>(b); });
   }
-  // dQ lies as the fragments of attn_bwd_sm80.cu's `finish`.
+  // dQ lies as the fragments of attn_bwd.cu's `finish`.
   auto dq_at = [&](int head, const params::Segment& s, int query, int channel) {
     int64_t tile = int64_t(head) * all[0] + s.query_tile + query / 64;
     int row = query % 64, lane = row % 8 * 4 + channel % 8 / 2, n = channel / 8, strip = row / 16;
-    return dq_sums[tile * 64 * D + ((strip * (D / 8) + n) * 32 + lane) * 4 + row % 16 / 8 * 2 + channel % 2] * scale;
+    return dq_accum[tile * 64 * D + ((strip * (D / 8) + n) * 32 + lane) * 4 + row % 16 / 8 * 2 + channel % 2] * scale;
   };
   Errors errors;
   for (int i = 0; i < count; ++i)

@@ -1,6 +1,7 @@
 //! The architectures that this build has kernels for, and what differs between them.
 
 use super::compiled::{ARCHITECTURES, PTX};
+use super::plan::Target;
 use crate::error::{Error, Result};
 
 /// The kernels that a device runs: the machine code of its own major version nearest below, else PTX.
@@ -24,22 +25,18 @@ impl Architecture {
         }
     }
 
-    /// Whether kernels run with a part for each warpgroup: on Hopper.
-    pub(super) fn has_roles(self) -> bool {
-        self.0 == 90
-    }
-
     /// Whether it multiplies NVFP4 codes: consumer Blackwell, family 12.
     pub(super) fn has_nvfp4(self) -> bool {
         self.0 == 120
     }
 
-    /// Bytes of shared memory that a plan may ask for: `SHARED_KIB` of `kernels/include/sage/params/limits.cuh`.
-    pub(super) fn shared_bytes(self) -> usize {
-        1024 * match self.0 {
-            80 => 162,
-            90 | 100 => 226,
-            _ => 98,
+    /// Whose plans its kernels have.
+    pub(super) fn target(self) -> Target {
+        match self.0 {
+            80 => Target::Sm80,
+            90 => Target::Sm90,
+            100 => Target::Sm100,
+            _ => Target::Sm86,
         }
     }
 

@@ -8,18 +8,17 @@
 use candle_core::{CudaStorage, Result};
 use cudarc::driver::CudaSlice;
 
-use super::arch::Architecture;
 use super::call::Call;
-use super::full_precision::{Extra, backward_plan, forward_plan_sm90, launch_delta};
+use super::full_precision::{self, launch_delta};
 use super::kernels::Grid;
-use super::plan::{self, Plan, TILE};
+use super::plan::{Plan, TILE};
 use super::sagebwd::launch_key_mean;
 use super::tensor::address;
-use super::{OnGpu, Past, Visits, params};
+use super::{OnGpu, Past, params};
 use crate::error::Error;
 use crate::scheme::{AttnQat, PReference, Products, Smoothing, ValueGroups};
 
-/// The `.cu` file of the forward in FP4 products.
+/// The forward in FP4 products, and the `.cu` file of it and of what packs its operands.
 const NVFP4: &str = "attn_fwd_nvfp4";
 
 /// What the forward's kernel reads and writes besides inputs and output, kept alive until it was launched.
@@ -49,25 +48,19 @@ impl OnGpu for AttnQat {
     /// Q as the kernel reads it.
     type Scratch = Option<CudaStorage>;
 
-    fn forward_plan(&self, d: usize, architecture: Architecture, visits: Visits) -> Plan {
-        if self.products == Products::Nvfp4 {
-            // Codes, and a scale for 16 of them.
-            return Plan { family: NVFP4, ..plan::forward_sm80("nvfp4", 256, d / 2 + d / 16, 0) };
+    fn forward_kernel(&self) -> &'static str {
+        match self.products {
+            Products::Nvfp4 => NVFP4,
+            _ => "attn_fwd_attn_qat",
         }
-        if architecture.has_roles() {
-            // Two outputs leave no registers for two tiles at a time.
-            return forward_plan_sm90("attn_qat", d, 1, visits);
-        }
-        plan::forward_sm80("attn_qat", 256, 2 * d, 0)
     }
 
-    fn backward_plan(&self, d: usize, architecture: Architecture) -> Plan {
-        if !self.requantized_p {
+    fn backward_kernel(&self) -> &'static str {
+        match self.requantized_p {
+            true => "attn_bwd_attn_qat",
             // P as it is: full precision on other operands.
-            return backward_plan("full_precision", d, architecture, Extra::default());
+            false => full_precision::BACKWARD,
         }
-        let extra = Extra { of_values: TILE * 4, of_warp: 512, ..Extra::default() };
-        backward_plan("attn_qat", d, architecture, extra)
     }
 
     fn before_forward(&self, call: &Call<'_>, keep: bool, params: &mut params::Forward) -> Result<Operands> {

@@ -105,7 +105,7 @@ impl<'a> Call<'a> {
     /// The shape, for a kernel whose blocks share `bytes` of each of `heads` heads.
     pub(super) fn shape_sharing(&self, plan: &Plan, bytes: usize, heads: usize) -> params::Shape {
         let heads = heads * self.segment_count();
-        let at_once = plan::heads_at_once(self.gpu.cache_bytes, plan.cache_parts, bytes, heads);
+        let at_once = plan::heads_at_once(self.gpu.cache_bytes, plan.cache_parts(), bytes, heads);
         params::Shape { heads_at_once: at_once as i32, ..self.shape }
     }
 
@@ -133,7 +133,7 @@ impl<'a> Call<'a> {
     /// Where the forward's plan has tensor maps, sets those of Q, K and V as `params` have them. Without maps, where the copy
     /// engine cannot read one of them, threads copy.
     pub(super) fn set_forward_maps(&self, plan: &Plan, params: &mut params::Forward) -> Result<()> {
-        if !plan.mapped {
+        if !plan.mapped() {
             return Ok(());
         }
         let map = |view, of: Operand<'_>| tensor_map(view, of.1.dims(), self.element);
@@ -154,7 +154,7 @@ impl<'a> Call<'a> {
         dout: &Layout,
         params: &mut params::Backward,
     ) -> Result<()> {
-        if !plan.mapped || (self.problem.shape.is_packed() && plan.dq_parts == 1) {
+        if !plan.mapped() || (self.problem.shape.is_packed() && !plan.maps_documents()) {
             return Ok(());
         }
         let q = match as_rows {

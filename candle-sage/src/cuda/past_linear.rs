@@ -10,24 +10,14 @@ use super::call::Geometry;
 use super::kernels::{Gpu, Grid};
 use super::params::launch;
 use super::params::sla2::Linear;
-use super::plan::{self, SELECTION_BLOCK, TILE};
+use super::plan::{self, Plan, TILE, Visits};
 use super::selection::check_blocks;
 use super::tensor::{Element, address, output, view};
 use crate::selection::Blocks;
 use crate::shape::AttentionShape;
 
-const THREADS: u32 = 256;
-
-/// Shared memory of the kernels that make states: two stages of features, values and weights where there is room.
-fn state_bytes(d: usize, limit: usize) -> usize {
-    let stage = 2 * SELECTION_BLOCK * d * 2 + SELECTION_BLOCK * size_of::<f32>();
-    if 2 * stage <= limit { 2 * stage } else { stage }
-}
-
-/// Shared memory of the kernels that multiply blocks of rows with a state.
-fn product_bytes(d: usize, operands: usize) -> usize {
-    operands * SELECTION_BLOCK * d * 2 + d * d * 2
-}
+/// Threads of the kernel that adds up chunks, one for each value of a state.
+const SCAN_THREADS: u32 = 256;
 
 /// What the launches of a call share.
 struct Call<'a> {
@@ -74,37 +64,35 @@ impl<'a> Call<'a> {
         Ok(Self { gpu, shape, element, d, geometry, params, _states: states, _sums: sums })
     }
 
-    fn grid(&self, blocks: usize, heads: usize, shared_bytes: usize) -> Grid {
-        Grid {
+    /// Launches a kernel of the table of plans: a block of threads for each of `blocks` of each segment and of `heads`.
+    fn launch(&self, kernel: &str, blocks: usize, heads: usize) -> Result<()> {
+        let plan = Plan::of(kernel, self.d, self.gpu.architecture, Visits::Listed)?;
+        let grid = Grid {
             blocks: (blocks as u32, self.geometry.segment_count() as u32, heads as u32),
-            shared_bytes,
-            ..Grid::line(1, THREADS)
-        }
-    }
-
-    fn launch(&self, what: &str, grid: Grid) -> Result<()> {
-        launch(&self.gpu, &format!("{what}_{}_{}", self.element.name(), self.d), grid, &self.params)
+            shared_bytes: plan.shared_bytes,
+            ..Grid::line(1, plan.threads)
+        };
+        launch(&self.gpu, &format!("{kernel}_{}_{}", self.element.name(), self.d), grid, &self.params)
     }
 
     /// Makes the states: what lies before each block of queries, or with `params.backward` after each block of keys.
     fn make_states(&self) -> Result<()> {
-        let shared_bytes = state_bytes(self.d, self.gpu.architecture.shared_bytes());
-        let grid = self.grid(self.params.chunks as usize, self.shape.key_heads(), shared_bytes);
-        self.launch("linear_sum_chunks", grid)?;
+        let (chunks, heads) = (self.params.chunks as usize, self.shape.key_heads());
+        self.launch("linear_sum_chunks", chunks, heads)?;
         let values = (self.d + 1) * self.d;
-        let heads = self.shape.key_heads() * self.geometry.segment_count();
-        let line = Grid {
-            blocks: (values.div_ceil(THREADS as usize) as u32, heads as u32, 1),
-            ..Grid::line(1, THREADS)
+        let lines = heads * self.geometry.segment_count();
+        let grid = Grid {
+            blocks: (values.div_ceil(SCAN_THREADS as usize) as u32, lines as u32, 1),
+            ..Grid::line(1, SCAN_THREADS)
         };
-        launch(&self.gpu, &format!("linear_scan_chunks_{}", self.d), line, &self.params)?;
-        self.launch("linear_scan_blocks", grid)
+        launch(&self.gpu, &format!("linear_scan_chunks_{}", self.d), grid, &self.params)?;
+        self.launch("linear_scan_blocks", chunks, heads)
     }
 
-    /// Launches a kernel that multiplies `operands` blocks of rows with states.
-    fn multiply(&self, what: &str, heads: usize, operands: usize) -> Result<()> {
+    /// Launches a kernel that multiplies blocks of rows with states.
+    fn multiply(&self, kernel: &str, heads: usize) -> Result<()> {
         let (longest, _) = self.geometry.blocks();
-        self.launch(what, self.grid(longest, heads, product_bytes(self.d, operands)))
+        self.launch(kernel, longest, heads)
     }
 }
 
@@ -118,7 +106,7 @@ pub(crate) fn forward(
     let (out, out_view) = output(&call.gpu, call.element, shape.query_dims())?;
     call.params.out = out_view;
     call.make_states()?;
-    call.multiply("linear_forward", shape.query_heads(), 1)?;
+    call.multiply("linear_forward", shape.query_heads())?;
     Ok(out)
 }
 
@@ -153,27 +141,9 @@ pub(crate) fn backward(
     (call.params.dq, call.params.dk, call.params.dv) = (dq_view, dk_view, dv_view);
     call.params.rows = address(&rows, &call.gpu);
     call.make_states()?;
-    call.multiply("linear_backward_queries", shape.query_heads(), 2)?;
+    call.multiply("linear_backward_queries", shape.query_heads())?;
     call.params.backward = 1;
     call.make_states()?;
-    call.multiply("linear_backward_keys", shape.key_heads(), 2)?;
+    call.multiply("linear_backward_keys", shape.key_heads())?;
     Ok(made)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::cuda::arch::Architecture;
-
-    #[test]
-    fn shared_memory_fits_every_architecture() {
-        for arch in [80, 86, 89, 90, 100, 120].map(Architecture::from_number) {
-            for d in [64, 128] {
-                let limit = arch.shared_bytes();
-                assert!(state_bytes(d, limit).max(product_bytes(d, 2)) <= limit, "{arch:?}");
-            }
-        }
-        assert_eq!(state_bytes(128, Architecture::from_number(90).shared_bytes()), 4 * 128 * 256 + 1024);
-        assert_eq!(state_bytes(128, Architecture::from_number(89).shared_bytes()), 2 * 128 * 256 + 512);
-    }
 }

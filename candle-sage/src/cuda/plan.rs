@@ -1,5 +1,4 @@
-//! How a kernel runs: tiles, threads and shared memory, from shape, scheme and architecture. Pure functions: printable,
-//! and testable without a GPU.
+//! How a kernel runs: the rows of the table of plans (`kernels/include/sage/params/plans.def`), which kernels are made from too.
 
 use super::arch::Architecture;
 use crate::error::{Error, Result};
@@ -23,133 +22,140 @@ pub(super) fn padded_head_dim(shape: &AttentionShape) -> Result<usize> {
     }
 }
 
-/// One kernel and how it is launched.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What a plan is for: architectures whose blocks have as much shared memory and whose kernels have the same mainloops.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Target {
+    /// A100.
+    Sm80,
+    /// All that have the small memory: sm_86, sm_89, sm_120 and PTX.
+    Sm86,
+    /// Hopper.
+    Sm90,
+    /// B200.
+    Sm100,
+}
+
+impl Target {
+    /// Bytes of shared memory that a plan may ask for.
+    pub(super) fn shared_bytes(self) -> usize {
+        let (_, kib) = TARGETS.iter().find(|(target, _)| *target == self).expect("a row for each target");
+        kib * 1024
+    }
+}
+
+/// What a mainloop visits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Visits {
+    /// All that the mask leaves.
+    Every,
+    /// The blocks of a selection.
+    Listed,
+}
+
+impl Visits {
+    /// How kernels that visit it are called.
+    fn suffix(self) -> &'static str {
+        match self {
+            Visits::Every => "",
+            Visits::Listed => "_sparse",
+        }
+    }
+}
+
+/// The mainloops of `kernels/include/sage/attention/mainloop`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mainloop {
+    /// A loop of the kernel's own.
+    None,
+    ForwardSm80,
+    /// Producer and consumers, persistent: one block a multiprocessor takes one tile of queries after the other.
+    ForwardSm90,
+    BackwardSm80,
+    /// A producer, two consumers that keep dK and dV, and a warp that stores dQ.
+    BackwardSm90,
+    /// Two consumers for scores, dV and perhaps dK; the third warpgroup is the producer, and makes dQ.
+    BackwardSm90DqWarpgroup,
+}
+
+/// A row of the table of plans, `kernels/include/sage/params/plans.def`: how one kernel runs.
+#[derive(Debug, PartialEq, Eq)]
 pub(super) struct Plan {
     /// The `.cu` file of the kernel.
     pub(super) family: &'static str,
-    /// The kernel, without the element type.
-    pub(super) name: &'static str,
-    /// Queries of a block in the forward, keys in the backward.
+    /// The kernel, without what its visits, element type and head_dim add to its name.
+    pub(super) kernel: &'static str,
+    /// The width that heads are padded to.
+    head_dim: usize,
+    targets: &'static [Target],
+    visits: &'static [Visits],
+    mainloop: Mainloop,
+    /// Of a block: queries in the forward, keys in the backward.
     pub(super) rows: usize,
     pub(super) threads: u32,
     /// Bytes of a row of K in shared memory, and of one of V.
     pub(super) row_bytes: usize,
-    /// Buffers for tiles on their way.
-    pub(super) stages: usize,
+    /// Buffers of the pipeline that tiles come through. The kernels' own affair: tests read it.
+    #[cfg_attr(not(test), expect(dead_code, reason = "a column of the table that only kernels use"))]
+    stages: usize,
     pub(super) shared_bytes: usize,
-    /// Whether it takes tensor maps.
-    pub(super) mapped: bool,
-    /// Of the channels: how the sums of dQ lie inside a tile. With two parts it is Hopper's walk with two consumers.
-    pub(super) dq_parts: usize,
+}
+
+impl Plan {
+    /// The plan of a kernel. Every kernel that a scheme can name has one for every target: a test goes through all.
+    ///
+    /// # Errors
+    /// If the table has none.
+    pub(super) fn of(
+        kernel: &str,
+        head_dim: usize,
+        architecture: Architecture,
+        visits: Visits,
+    ) -> candle_core::Result<&'static Self> {
+        let target = architecture.target();
+        let mut rows = PLANS.iter().filter(|plan| {
+            plan.kernel == kernel
+                && plan.head_dim == head_dim
+                && plan.targets.contains(&target)
+                && plan.visits.contains(&visits)
+        });
+        rows.next().ok_or_else(|| {
+            candle_core::Error::Msg(format!("no plan for {kernel}, head_dim {head_dim}, {target:?}, {visits:?}"))
+        })
+    }
+
+    /// The kernel's name but for element type and head_dim.
+    pub(super) fn name(&self, visits: Visits) -> String {
+        format!("{}{}", self.kernel, visits.suffix())
+    }
+
+    /// Whether it takes tensor maps: the producers of Hopper's mainloops do, for operands in 16 bit.
+    pub(super) fn mapped(&self) -> bool {
+        match self.mainloop {
+            Mainloop::ForwardSm90 => self.row_bytes == 2 * self.head_dim,
+            Mainloop::BackwardSm90 | Mainloop::BackwardSm90DqWarpgroup => true,
+            Mainloop::None | Mainloop::ForwardSm80 | Mainloop::BackwardSm80 => false,
+        }
+    }
+
+    /// Whether a producer that copies by tensor maps ends with a document, so that packed ones may have them.
+    pub(super) fn maps_documents(&self) -> bool {
+        self.mainloop != Mainloop::BackwardSm90DqWarpgroup
+    }
+
+    /// Into how many parts the channels of dQ's sums are divided inside a tile: one for each consumer that makes them.
+    pub(super) fn dq_parts(&self) -> usize {
+        if self.mainloop == Mainloop::BackwardSm90 { 2 } else { 1 }
+    }
+
     /// Whether one block a multiprocessor does all the work, piece by piece.
-    pub(super) takes_tickets: bool,
-    /// Blocks that run together read no more than what one of so many parts of the second-level cache holds.
-    pub(super) cache_parts: usize,
-}
-
-/// The forward of `kernels/include/sage/attention/forward.cuh`: Q, two stages of a tile of K and one of V, with `extra`
-/// bytes.
-pub(super) fn forward_sm80(name: &'static str, threads: usize, row_bytes: usize, extra: usize) -> Plan {
-    let rows = 128;
-    Plan {
-        family: "attn_fwd_sm80",
-        name,
-        rows,
-        threads: threads as u32,
-        row_bytes,
-        stages: 2,
-        shared_bytes: (rows + 4 * TILE) * row_bytes + extra,
-        mapped: false,
-        dq_parts: 1,
-        takes_tickets: false,
-        cache_parts: 2,
+    pub(super) fn persistent(&self) -> bool {
+        self.mainloop == Mainloop::ForwardSm90
     }
-}
 
-/// The forward of `kernels/include/sage/attention/forward_roles.cuh`: `groups` warpgroups with 64 queries each, of
-/// `row_bytes`, and one that fetches: queries of two blocks, and stages of `stage` bytes.
-pub(super) fn forward_sm90(
-    name: &'static str,
-    groups: usize,
-    row_bytes: usize,
-    (stages, stage): (usize, usize),
-) -> Plan {
-    let rows = groups * 64;
-    Plan {
-        family: "attn_fwd_sm80",
-        name,
-        rows,
-        threads: (groups as u32 + 1) * 128,
-        row_bytes,
-        stages,
-        shared_bytes: 2 * rows * row_bytes + stages * stage,
-        mapped: false,
-        dq_parts: 1,
-        takes_tickets: true,
-        cache_parts: 8,
+    /// Blocks that run together should read no more than what one of so many parts of the second-level cache holds.
+    pub(super) fn cache_parts(&self) -> usize {
+        if self.mainloop == Mainloop::ForwardSm90 { 8 } else { 2 }
     }
-}
-
-/// The backward of `kernels/include/sage/attention/backward.cuh`: the largest plan that fits, of so many
-/// `shared_bytes(keys, stages)`.
-pub(super) fn backward_sm80(
-    name: &'static str,
-    architecture: Architecture,
-    row_bytes: usize,
-    shared_bytes: impl Fn(usize, usize) -> usize,
-) -> Plan {
-    let plan = |(rows, stages): (usize, usize)| Plan {
-        family: "attn_bwd_sm80",
-        name,
-        rows,
-        threads: rows as u32 * 2,
-        row_bytes,
-        stages,
-        shared_bytes: shared_bytes(rows, stages),
-        mapped: false,
-        dq_parts: 1,
-        takes_tickets: false,
-        cache_parts: 2,
-    };
-    let fits = |plan: &Plan| plan.shared_bytes <= architecture.shared_bytes();
-    [(128, 2), (128, 1)].map(plan).into_iter().find(fits).unwrap_or_else(|| plan((64, 1)))
-}
-
-/// Keys of a block of Hopper's backwards.
-pub(super) const KEYS_SM90: usize = 128;
-
-/// The backward of `kernels/include/sage/attention/backward_roles.cuh`: two warpgroups for the keys, one for the sums.
-pub(super) fn backward_roles(
-    name: &'static str,
-    row_bytes: usize,
-    stages: usize,
-    shared_bytes: usize,
-) -> Plan {
-    Plan {
-        family: "attn_bwd_sm80",
-        name,
-        rows: KEYS_SM90,
-        threads: 384,
-        row_bytes,
-        stages,
-        shared_bytes,
-        mapped: true,
-        dq_parts: 1,
-        takes_tickets: false,
-        cache_parts: 2,
-    }
-}
-
-/// The backward of `kernels/include/sage/attention/backward_consumers.cuh`: two warpgroups that keep 64 keys each, and add a part
-/// of dQ each.
-pub(super) fn backward_consumers(
-    name: &'static str,
-    row_bytes: usize,
-    stages: usize,
-    shared_bytes: usize,
-) -> Plan {
-    Plan { dq_parts: 2, ..backward_roles(name, row_bytes, stages, shared_bytes) }
 }
 
 /// How many heads run side by side, when blocks of a head share `bytes` and the second-level cache holds `cache_bytes`:
@@ -159,11 +165,17 @@ pub(super) fn heads_at_once(cache_bytes: usize, parts: usize, bytes: usize, head
     (cache_bytes / parts / bytes.max(1)).clamp(1, heads.max(1))
 }
 
+include!(concat!(env!("OUT_DIR"), "/plans.rs"));
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::{Visits, plans};
+    use crate::cuda::compiled::{ARCHITECTURES, RESOURCES};
+    use crate::cuda::kernels_of;
     use crate::scheme::{AttnQat, Int8Products, Products, SageBwd, Scheme, Smoothing};
+
+    const ALL: [u32; 6] = [80, 86, 89, 90, 100, 120];
+    const BOTH: [Visits; 2] = [Visits::Every, Visits::Listed];
 
     fn schemes() -> [Scheme; 8] {
         let sage = |smoothing| SageBwd { smoothing, ..SageBwd::default() }.into();
@@ -181,22 +193,43 @@ mod tests {
         ]
     }
 
-    fn forward(scheme: &Scheme, d: usize, architecture: Architecture) -> Plan {
-        let [forward, _] = plans(scheme, d, architecture, Visits::All);
-        forward
-    }
-    fn backward(scheme: &Scheme, d: usize, architecture: Architecture) -> Plan {
-        let [_, backward] = plans(scheme, d, architecture, Visits::All);
-        backward
+    /// The plans of a scheme's forward and backward.
+    fn plans(scheme: &Scheme, d: usize, architecture: u32, visits: Visits) -> [&'static Plan; 2] {
+        let architecture = Architecture::from_number(architecture);
+        kernels_of(scheme).map(|kernel| Plan::of(kernel, d, architecture, visits).expect("a plan"))
     }
 
     #[test]
-    fn every_plan_fits_its_architecture() {
-        for arch in [80, 86, 89, 90, 100, 120].map(Architecture::from_number) {
-            for scheme in schemes() {
-                for d in [64, 128] {
-                    for plan in [forward(&scheme, d, arch), backward(&scheme, d, arch)] {
-                        assert!(plan.shared_bytes <= arch.shared_bytes(), "{arch:?}: {plan:?}");
+    fn every_plan_fits_its_targets_and_has_no_twin() {
+        for (n, plan) in PLANS.iter().enumerate() {
+            for target in plan.targets {
+                assert!(plan.shared_bytes <= target.shared_bytes(), "{target:?}: {plan:?}");
+            }
+            let twin = PLANS[..n].iter().find(|other| {
+                (other.kernel, other.head_dim) == (plan.kernel, plan.head_dim)
+                    && other.targets.iter().any(|target| plan.targets.contains(target))
+                    && other.visits.iter().any(|visits| plan.visits.contains(visits))
+            });
+            assert_eq!(twin, None, "{plan:?}");
+        }
+    }
+
+    /// A scheme may name a kernel that nobody compiled: what ptxas reported has the entries of each architecture.
+    #[test]
+    fn every_plan_is_one_of_a_kernel_that_was_compiled() {
+        for plan in PLANS {
+            for &number in ARCHITECTURES {
+                // The forward in FP4 products is built for what has them, and for Hopper.
+                let built = plan.family != "attn_fwd_nvfp4" || [90, 120].contains(&number);
+                if !built || !plan.targets.contains(&Architecture::from_number(number).target()) {
+                    continue;
+                }
+                for visits in plan.visits {
+                    // The router's and the tail's kernels visit lists alone, and have no other of the same name.
+                    let visits = if plan.mainloop == Mainloop::None { Visits::Every } else { *visits };
+                    for element in ["bf16", "f16"] {
+                        let entry = format!("'{}_{element}_{}' for 'sm_{number}", plan.name(visits), plan.head_dim);
+                        assert!(RESOURCES.contains(&entry), "{entry}");
                     }
                 }
             }
@@ -204,14 +237,13 @@ mod tests {
     }
 
     #[test]
-    fn a_block_of_a_selection_is_one_of_the_forward_and_a_whole_number_of_the_backward() {
-        for arch in [80, 86, 89, 90, 100, 120].map(Architecture::from_number) {
-            for scheme in schemes() {
-                for d in [64, 128] {
-                    let [forward, backward] = plans(&scheme, d, arch, Visits::Listed);
-                    assert_eq!(forward.rows, SELECTION_BLOCK, "{arch:?}: {forward:?}");
-                    assert!(SELECTION_BLOCK.is_multiple_of(backward.rows), "{arch:?}: {backward:?}");
-                    assert!(forward.shared_bytes.max(backward.shared_bytes) <= arch.shared_bytes());
+    fn every_scheme_has_plans_for_every_architecture() {
+        for (scheme, number) in schemes().iter().flat_map(|scheme| ALL.map(|number| (scheme, number))) {
+            for (d, visits) in [64, 128].into_iter().flat_map(|d| BOTH.map(|visits| (d, visits))) {
+                let [forward, backward] = plans(scheme, d, number, visits);
+                if visits == Visits::Listed {
+                    assert_eq!(forward.rows, SELECTION_BLOCK, "{number}: {forward:?}");
+                    assert!(SELECTION_BLOCK.is_multiple_of(backward.rows), "{number}: {backward:?}");
                 }
             }
         }
@@ -219,56 +251,32 @@ mod tests {
 
     #[test]
     fn large_memories_get_more_stages() {
-        for scheme in schemes() {
-            let plan = backward(&scheme, 128, Architecture::from_number(90));
-            assert_eq!((plan.rows, plan.stages), (128, 2), "{plan:?}");
-            let plan = backward(&scheme, 128, Architecture::from_number(100));
-            assert_eq!((plan.rows, plan.stages, plan.threads), (128, 2, 256), "{plan:?}");
+        for scheme in &schemes() {
+            let [_, hopper] = plans(scheme, 128, 90, Visits::Every);
+            assert_eq!((hopper.rows, hopper.stages), (128, 2), "{hopper:?}");
+            let [_, large] = plans(scheme, 128, 100, Visits::Every);
+            assert_eq!((large.rows, large.stages, large.threads), (128, 2, 256), "{large:?}");
         }
-        let sage = backward(&schemes()[1], 128, Architecture::from_number(80));
-        assert_eq!((sage.rows, sage.stages), (128, 1));
-        let sage = backward(&schemes()[1], 128, Architecture::from_number(89));
-        assert_eq!((sage.rows, sage.stages), (64, 1));
-    }
-
-    #[test]
-    fn hopper_has_warpgroups_with_parts() {
-        let [full, sage, general, ..] = schemes();
-        let threads = |scheme, d, arch| backward(scheme, d, Architecture::from_number(arch)).threads;
-        for d in [64, 128] {
-            assert_eq!((threads(&full, d, 90), threads(&sage, d, 90)), (384, 384), "{d}");
-            for (scheme, arch) in [(&general, 90), (&full, 80), (&sage, 80), (&sage, 100)] {
-                assert_eq!(threads(scheme, d, arch), 256, "{scheme} {d} {arch}");
-            }
-            for (arch, rows) in [(80, 128), (90, if d == 64 { 192 } else { 128 }), (120, 128)] {
-                assert_eq!(forward(&sage, d, Architecture::from_number(arch)).rows, rows, "{d} {arch}");
-            }
-        }
-    }
-
-    /// What the kernels' headers come to: SHARED_BYTES of each Numerics.
-    #[test]
-    fn hoppers_plans_are_what_the_kernels_lay_out() {
-        let [full, sage, general, qat, .., with_s, _] = schemes();
-        let plan = |scheme, d| forward(scheme, d, Architecture::from_number(90));
-        let bytes = |scheme, d| {
-            (plan(scheme, d).shared_bytes, backward(scheme, d, Architecture::from_number(90)).shared_bytes)
+        let rows_and_stages = |number| {
+            let [_, backward] = plans(&schemes()[1], 128, number, Visits::Every);
+            (backward.rows, backward.stages)
         };
-        assert_eq!(bytes(&full, 64), (180_224, 168_960));
-        assert_eq!(bytes(&full, 128), (196_608, 198_656));
-        assert_eq!(bytes(&qat, 64), (114_688, 173_056));
-        assert_eq!(bytes(&qat, 128), (163_840, 202_752));
-        assert_eq!(bytes(&with_s, 64).1, 197_632);
-        assert_eq!(bytes(&with_s, 128).1, 231_424);
-        assert_eq!(bytes(&sage, 64), (90_304, 191_520));
-        assert_eq!(bytes(&sage, 128), (131_216, 202_784));
-        for d in [64, 128] {
-            assert!(
-                plan(&full, d).takes_tickets
-                    && plan(&sage, d).takes_tickets
-                    && !plan(&general, d).takes_tickets
-            );
-            assert!(!forward(&sage, d, Architecture::from_number(80)).takes_tickets);
+        assert_eq!((rows_and_stages(80), rows_and_stages(89)), ((128, 1), (64, 1)));
+    }
+
+    #[test]
+    fn hopper_has_mainloops_of_its_own() {
+        use Mainloop::{BackwardSm80, BackwardSm90, BackwardSm90DqWarpgroup, ForwardSm80, ForwardSm90};
+        let [full, sage, general, ..] = &schemes();
+        let mainloops = |scheme, d, number| plans(scheme, d, number, Visits::Every).map(|plan| plan.mainloop);
+        for (d, of_full) in [(64, BackwardSm90DqWarpgroup), (128, BackwardSm90)] {
+            assert_eq!(mainloops(full, d, 90), [ForwardSm90, of_full]);
+            assert_eq!(mainloops(sage, d, 90), [ForwardSm90, BackwardSm90DqWarpgroup]);
+            for (scheme, number) in [(general, 90), (full, 80), (sage, 80), (sage, 100)] {
+                assert_eq!(mainloops(scheme, d, number), [ForwardSm80, BackwardSm80], "{scheme} {d} {number}");
+            }
+            let [full, sage] = [full, sage].map(|scheme| plans(scheme, d, 90, Visits::Every)[0]);
+            assert!(full.mapped() && !sage.mapped() && full.persistent() && sage.persistent());
         }
     }
 

@@ -7,7 +7,7 @@ use super::Operand;
 use super::call::Geometry;
 use super::kernels::{Gpu, Grid};
 use super::params::{self, launch, sla2};
-use super::plan::{self, TILE};
+use super::plan::{self, Plan, Visits};
 use super::selection::{check_blocks, lists_at};
 use super::tensor::{Element, address, view};
 use crate::selection::Blocks;
@@ -97,11 +97,11 @@ pub(crate) fn block_mass(
         columns: blocks.columns() as i32,
     };
     let (longest, _) = geometry.blocks();
+    let plan = Plan::of("block_mass", d, gpu.architecture, Visits::Listed)?;
     let grid = Grid {
         blocks: (longest as u32, geometry.segment_count() as u32, blocks.key_heads as u32),
-        // Queries, and two tiles of keys where the forward keeps values beside them.
-        shared_bytes: (128 + 4 * TILE) * 2 * d,
-        ..Grid::line(1, 128)
+        shared_bytes: plan.shared_bytes,
+        ..Grid::line(1, plan.threads)
     };
     launch(&gpu, &format!("block_mass_{}_{d}", element.name()), grid, &params)?;
     Ok(CudaStorage::wrap_cuda_slice(mass, gpu.device.clone()))

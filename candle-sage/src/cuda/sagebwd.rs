@@ -3,13 +3,12 @@
 use candle_core::Result;
 use cudarc::driver::CudaSlice;
 
-use super::arch::Architecture;
 use super::call::Call;
-use super::full_precision::{self, Extra, FullPrecision};
+use super::full_precision::{self, FullPrecision};
 use super::kernels::Grid;
-use super::plan::{self, KEYS_SM90, Plan, TILE};
+use super::plan::{Plan, TILE};
 use super::tensor::address;
-use super::{OnGpu, Past, Visits, params};
+use super::{OnGpu, Past, params};
 use crate::error::Error;
 use crate::scheme::{Granularity, Int8Products, SageBwd, Smoothing};
 
@@ -18,60 +17,23 @@ impl OnGpu for SageBwd {
     type Kept = Kept;
     type Scratch = Option<Transposed>;
 
-    fn forward_plan(&self, d: usize, architecture: Architecture, visits: Visits) -> Plan {
-        let row_bytes = d;
-        let smooth_q = self.smoothing == Smoothing::Qk;
-        if architecture.has_roles() && !smooth_q {
-            // A stage is two tiles of K and of V with their scales.
-            let stages = if d == 64 { 4 } else { 3 };
-            return plan::forward_sm90(
-                "sagebwd",
-                visits.groups(d),
-                row_bytes,
-                (stages, 4 * TILE * row_bytes + 48),
-            );
+    fn forward_kernel(&self) -> &'static str {
+        match self.smoothing {
+            Smoothing::Qk => "attn_fwd_sagebwd_qk",
+            _ => "attn_fwd_sagebwd",
         }
-        let threads = 128;
-        let mean = if smooth_q { 2 * TILE * 4 } else { 0 };
-        // Two values for each of four rows a thread, where registers are short.
-        let state = if d == 64 { threads * 32 } else { 0 };
-        let name = if smooth_q { "sagebwd_qk" } else { "sagebwd" };
-        plan::forward_sm80(name, threads, row_bytes, state + mean)
     }
 
-    fn backward_plan(&self, d: usize, architecture: Architecture) -> Plan {
+    fn backward_kernel(&self) -> &'static str {
         match self.products {
-            Int8Products::FORWARD => {
-                return full_precision::backward_plan("full_precision", d, architecture, Extra::default());
+            Int8Products::FORWARD => full_precision::BACKWARD,
+            Int8Products::FORWARD_AND_S => "attn_bwd_sagebwd_s",
+            // The same with the ablations, which cost the usual case some time.
+            _ if self.smoothing == Smoothing::Qk || self.granularity != Granularity::Vector => {
+                "attn_bwd_sagebwd_general"
             }
-            Int8Products::FORWARD_AND_S => {
-                let extra = Extra { of_key: d, of_tile: TILE * d, ..Extra::default() };
-                return full_precision::backward_plan("sagebwd_s", d, architecture, extra);
-            }
-            _ => {}
+            _ => "attn_bwd_sagebwd",
         }
-        // The same with the ablations, which cost the usual case some time.
-        let general = self.smoothing == Smoothing::Qk || self.granularity != Granularity::Vector;
-        let stage = 5 * TILE * d + 2 * TILE * 4 + 4 * d;
-        if architecture.has_roles() && !general {
-            // At head_dim 128 codes for dK too, and less room for tiles.
-            let (stages, codes) = if d == 64 { (5, 1) } else { (2, 2) };
-            let ds = KEYS_SM90 * TILE * 2;
-            let scores = ds + 2 * (codes * KEYS_SM90 * TILE + 1024);
-            let units = KEYS_SM90 / 16 * 4;
-            let staging = if d == 64 { TILE * d * 4 } else { 0 };
-            let shared_bytes =
-                4 * KEYS_SM90 * d + stages * (stage + 4).next_multiple_of(1024) + scores + staging + units;
-            return plan::backward_roles("sagebwd", d, stages, shared_bytes);
-        }
-        let name = if general { "sagebwd_general" } else { "sagebwd" };
-        plan::backward_sm80(name, architecture, d, |keys, stages| {
-            let ds = 2 * keys * TILE * 2;
-            let warps = keys / 16;
-            let codes = if keys > TILE { 2 * warps * (1024 + 256) } else { 0 };
-            let mean = if general { keys * 4 } else { 0 };
-            4 * keys * d + stages * stage.next_multiple_of(1024) + ds + codes + warps * 4 + mean
-        })
     }
 
     fn before_forward(&self, call: &Call<'_>, _: bool, params: &mut params::Forward) -> Result<Operands> {
@@ -157,8 +119,8 @@ pub(super) enum Kept {
 pub(super) struct Codes {
     pub(super) q: CudaSlice<i8>,
     pub(super) k: CudaSlice<i8>,
-    pub(super) q_scale: CudaSlice<f32>,
-    pub(super) k_scale: CudaSlice<f32>,
+    pub(super) q_dequant_scale: CudaSlice<f32>,
+    pub(super) k_dequant_scale: CudaSlice<f32>,
     /// Empty without Q smoothing.
     q_mean: Option<CudaSlice<f32>>,
     k_mean: Option<CudaSlice<f32>>,
@@ -188,8 +150,8 @@ pub(super) fn quantize(
     let codes = Codes {
         q: gpu.alloc(queries * TILE * d)?,
         k: gpu.alloc(keys * TILE * d)?,
-        q_scale: gpu.alloc(queries)?,
-        k_scale: gpu.alloc(keys)?,
+        q_dequant_scale: gpu.alloc(queries)?,
+        k_dequant_scale: gpu.alloc(keys)?,
         q_mean: smooth_q.then(|| gpu.alloc(queries * d)).transpose()?,
         k_mean: smooth_k.then(|| gpu.alloc(means)).transpose()?,
     };
@@ -197,7 +159,7 @@ pub(super) fn quantize(
     let sums = smooth_k.then(|| gpu.alloc(keys * d)).transpose()?;
     params.codes = codes.params(call);
     params.codes.v_transposed = address(&v.0, gpu);
-    params.codes.v_scale = address(&v.1, gpu);
+    params.codes.v_dequant_scale = address(&v.1, gpu);
     params.codes.k_tile_sums = sums.as_ref().map_or(0, |sums| address(sums, gpu));
 
     if smooth_k {
@@ -213,8 +175,8 @@ impl Codes {
         params::Codes {
             q: address(&self.q, gpu),
             k: address(&self.k, gpu),
-            q_scale: address(&self.q_scale, gpu),
-            k_scale: address(&self.k_scale, gpu),
+            q_dequant_scale: address(&self.q_dequant_scale, gpu),
+            k_dequant_scale: address(&self.k_dequant_scale, gpu),
             q_mean: self.q_mean.as_ref().map_or(0, |mean| address(mean, gpu)),
             k_mean: self.k_mean.as_ref().map_or(0, |mean| address(mean, gpu)),
             ..params::Codes::default()
@@ -235,7 +197,7 @@ pub(super) fn launch_key_mean(call: &Call<'_>, params: &params::Forward) -> Resu
 pub(super) struct Transposed {
     pub(super) q: CudaSlice<i8>,
     pub(super) dout: CudaSlice<i8>,
-    pub(super) dout_scale: CudaSlice<f32>,
+    pub(super) dout_dequant_scale: CudaSlice<f32>,
 }
 
 /// Makes the transposed codes of Q and dO, and delta; puts their addresses into `params`.
@@ -248,11 +210,11 @@ pub(super) fn prepare(
     let (gpu, d, queries) = (&call.gpu, call.d, call.query_tiles());
     let q = gpu.alloc(queries * TILE * d)?;
     let dout = gpu.alloc(queries * TILE * d)?;
-    let dout_scale = gpu.alloc(queries * d)?;
+    let dout_dequant_scale = gpu.alloc(queries * d)?;
     params.codes = codes.params(call);
     params.q_transposed = address(&q, gpu);
     params.dout_transposed = address(&dout, gpu);
-    params.dout_scale = address(&dout_scale, gpu);
+    params.dout_dequant_scale = address(&dout_dequant_scale, gpu);
     params.group = settings.granularity.vectors(TILE) as i32;
     // A group of channels counts from the start; the padding beyond head_dim is zero and changes no maximum.
     params.dout_group = match settings.granularity {
@@ -260,5 +222,5 @@ pub(super) fn prepare(
         other => other.vectors(d),
     } as i32;
     gpu.launch_backward("quantize", &call.kernel("prepare_sagebwd"), Grid::line(queries, 256), params)?;
-    Ok(Transposed { q, dout, dout_scale })
+    Ok(Transposed { q, dout, dout_dequant_scale })
 }

@@ -382,10 +382,10 @@ fn compare_codes(
     let bytes = |slice| device.clone_dtoh(slice);
     let floats = |slice| device.clone_dtoh(slice);
     let (q, k, v) = (bytes(&operands.codes.q)?, bytes(&operands.codes.k)?, bytes(&operands.v.0)?);
-    let (q_scale, k_scale) = (floats(&operands.codes.q_scale)?, floats(&operands.codes.k_scale)?);
-    let v_scale = floats(&operands.v.1)?;
+    let (q_dequant_scale, k_dequant_scale) = (floats(&operands.codes.q_dequant_scale)?, floats(&operands.codes.k_dequant_scale)?);
+    let v_dequant_scale = floats(&operands.v.1)?;
     let (q_turned, dout_turned) = (bytes(&made.q)?, bytes(&made.dout)?);
-    let dout_scale = floats(&made.dout_scale)?;
+    let dout_dequant_scale = floats(&made.dout_dequant_scale)?;
 
     // Codes of a tile, rows of `d`, as they lie: row-major, or transposed with tokens permuted; 16-byte chunks of a row
     // swizzled as in layout/swizzle.cuh; padding is zero.
@@ -425,7 +425,7 @@ fn compare_codes(
                 let at = head * call.shape.query_tiles as usize + q_start + t;
                 same("Q", &q, at, codes, false);
                 same("Q^T", &q_turned, at, codes, true);
-                assert_eq!(q_scale[at].to_bits(), expected.dequant_scale[t].to_bits(), "scale of Q");
+                assert_eq!(q_dequant_scale[at].to_bits(), expected.dequant_scale[t].to_bits(), "scale of Q");
                 let group = settings.granularity.vectors(d);
                 let scales: Vec<Scale> = (0..d)
                     .map(|c| {
@@ -440,7 +440,7 @@ fn compare_codes(
                     grads.iter().enumerate().map(|(i, &x)| code(x, scales[i % d].quant) as i8).collect();
                 same("dO^T", &dout_turned, at, &codes, true);
                 for (c, scale) in scales.iter().enumerate() {
-                    assert_eq!(dout_scale[at * padded + c].to_bits(), scale.dequant.to_bits(), "scale of dO");
+                    assert_eq!(dout_dequant_scale[at * padded + c].to_bits(), scale.dequant.to_bits(), "scale of dO");
                 }
             }
         }
@@ -458,8 +458,8 @@ fn compare_codes(
                 let at = head * call.shape.key_tiles as usize + k_start + t;
                 same("K", &k, at, key, false);
                 same("V^T", &v, at, value, true);
-                assert_eq!(k_scale[at].to_bits(), keys.dequant_scale[t].to_bits(), "scale of K");
-                assert_eq!(v_scale[at].to_bits(), values.dequant_scale[t].to_bits(), "scale of V");
+                assert_eq!(k_dequant_scale[at].to_bits(), keys.dequant_scale[t].to_bits(), "scale of K");
+                assert_eq!(v_dequant_scale[at].to_bits(), values.dequant_scale[t].to_bits(), "scale of V");
             }
         }
         q_start += segment.query.len().div_ceil(TILE);

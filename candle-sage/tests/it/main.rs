@@ -14,6 +14,7 @@ mod imports;
 mod messages;
 mod modules;
 mod ops;
+mod plans;
 mod reference;
 mod sagebwd;
 mod sla2;

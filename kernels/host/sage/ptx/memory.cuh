@@ -35,23 +35,23 @@ inline unsigned char* at_shared(uint32_t address, uint32_t aligned) {
   }
   return attention::shared + address;
 }
-inline void copy_16(uint32_t shared, const void* global, bool valid) {
+inline void cp_async_16(uint32_t shared, const void* global, bool valid) {
   if (valid) memcpy(at_shared(shared, 16), global, 16);
   else memset(at_shared(shared, 16), 0, 16);
 }
-inline void copy_4(uint32_t shared, const void* global) { memcpy(at_shared(shared, 4), global, 4); }
+inline void cp_async_4(uint32_t shared, const void* global) { memcpy(at_shared(shared, 4), global, 4); }
 inline void store_16(uint32_t shared, uint4 words) { memcpy(at_shared(shared, 16), &words, 16); }
 inline uint4 load_16(uint32_t shared) {
   uint4 words;
   memcpy(&words, at_shared(shared, 16), 16);
   return words;
 }
-inline void copy_commit() {}
+inline void cp_async_commit() {}
 template <int PENDING>
-inline void copy_wait() {}
+inline void cp_async_wait() {}
 
 // PTX ISA, "ldmatrix": lanes 8i to 8i + 7 name the rows of matrix i; lane (g, t) gets bytes 4t to 4t + 3 of row g.
-inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+inline void ldmatrix(uint32_t (&r)[4], uint32_t address) {
   int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; ++i) {
     uint32_t row = __shfl_sync(~0u, address, 8 * i + lane / 4);
@@ -59,7 +59,7 @@ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
   }
 }
 // Transposed: column g of rows 2t and 2t + 1, of 16-bit elements.
-inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+inline void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) {
   int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; ++i) {
     uint32_t even = __shfl_sync(~0u, address, 8 * i + lane % 4 * 2), odd = __shfl_sync(~0u, address, 8 * i + lane % 4 * 2 + 1);
@@ -68,7 +68,7 @@ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
     r[i] = low | uint32_t(high) << 16;
   }
 }
-inline void store_matrices(const uint32_t (&r)[4], uint32_t address, int lane) {
+inline void stmatrix(const uint32_t (&r)[4], uint32_t address, int lane) {
   for (int i = 0; i < 4; ++i) {
     uint32_t row = __shfl_sync(~0u, address, 8 * i + lane / 4);
     memcpy(at_shared(row, 16) + lane % 4 * 4, &r[i], 4);
@@ -76,11 +76,11 @@ inline void store_matrices(const uint32_t (&r)[4], uint32_t address, int lane) {
   __syncwarp();
 }
 
-inline void copy_wait_all() {}
-inline void add_global(float* at, float a, float b, float c, float d) { at[0] += a, at[1] += b, at[2] += c, at[3] += d; }
+inline void cp_async_wait_all() {}
+inline void red_add_4(float* at, float a, float b, float c, float d) { at[0] += a, at[1] += b, at[2] += c, at[3] += d; }
 inline int load_acquire(const int* at) { return *at; }
 inline void add_release(int* at, int value) { *at += value; }
 // Named barriers are for blocks that take turns, which run one after the other here.
-inline void barrier(int, int) { fprintf(stderr, "named barriers are not there\n"), abort(); }
+inline void named_barrier_sync(int, int) { fprintf(stderr, "named barriers are not there\n"), abort(); }
 
 }  // namespace sage::ptx

@@ -8,7 +8,7 @@
 
 namespace sage::attention {
 
-constexpr int GROUP_THREADS = 128;
+constexpr int WARPGROUP_THREADS = 128;
 
 // ROWS rows of D channels in 16 bit, from row `first` on, as products read them: panels of 64 channels, what one swizzled
 // line holds. As copy_rows is: asynchronous where 16-byte copies work, zeros beyond the ends.
@@ -25,7 +25,7 @@ __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first
     for (int i = 0; i < ROWS; i += STEP, from += STEP * rows.token)
 #pragma unroll
       for (int panel = 0; panel < D / 64; ++panel)  // where nothing is read it does not matter where from
-        ptx::copy_16(to + panel * ROWS * 128 + i * 128, from + panel * 64, i < left && column + panel * 64 < rows.head_dim);
+        ptx::cp_async_16(to + panel * ROWS * 128 + i * 128, from + panel * 64, i < left && column + panel * 64 < rows.head_dim);
   } else {
 #pragma unroll 1
     for (int panel = 0; panel < D / 64; ++panel) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void copy_panels_by_warp(uint32_t to, Rows<T> rows, i
     int row = i / 8 % TILE, panel = i / (8 * TILE), column = panel * 64 + i % 8 * 8;
     uint32_t at = to + panel * PANEL_ROWS * 128 + layout::swizzled<128>(row, i % 8);
     bool exists = first + row < rows.count && column < rows.head_dim;
-    if (rows.vector) ptx::copy_16(at, exists ? rows.at(first + row, column) : rows.data, exists);
+    if (rows.vector) ptx::cp_async_16(at, exists ? rows.at(first + row, column) : rows.data, exists);
     else ptx::store_16(at, rows.load_8(first + row, column));
   }
 }
@@ -51,18 +51,18 @@ __device__ __forceinline__ void copy_panels_by_warp(uint32_t to, Rows<T> rows, i
 // The same of a tile of 64 rows by one thread, out of a tensor that has a map: its bytes are to be announced.
 template <int D, int PANEL_ROWS = TILE>
 __device__ __forceinline__ void copy_tile_panels(uint32_t to, const params::TensorMap& map, int batch, int head, int first,
-                                                 uint32_t landing) {
+                                                 uint32_t mbarrier) {
 #pragma unroll
   for (int panel = 0; panel < D / 64; ++panel)
-    ptx::tensor_copy(to + panel * PANEL_ROWS * 128, &map, panel * 64, first, head, batch, landing);
+    ptx::cp_async_bulk_tensor(to + panel * PANEL_ROWS * 128, &map, panel * 64, first, head, batch, mbarrier);
 }
 
 // out = A B^T, or out += A B^T with ADD: 64 rows of A, whose panels have A_ROWS, and 8 N rows of B, whose panels have as many,
 // in 16 bit. Its end is to be waited for.
 template <class T, int D, int A_ROWS, bool ADD, int N>
 __device__ __forceinline__ void multiply_rows(float (&out)[N][4], uint32_t a, uint32_t b) {
-  if constexpr (ADD) ptx::hold(out);
-  else ptx::forget(out);
+  if constexpr (ADD) ptx::fence_operand(out);
+  else ptx::discard_operand(out);
   ptx::wgmma_fence();
 #pragma unroll
   for (int panel = 0; panel < D / 64; ++panel) {
@@ -80,8 +80,8 @@ __device__ __forceinline__ void multiply_rows(float (&out)[N][4], uint32_t a, ui
 // The same with A in registers, rows of 64 channels, what read_rows gives.
 template <class T, bool ADD>
 __device__ __forceinline__ void multiply_rows(float (&out)[8][4], const uint32_t (&a)[4][4], uint32_t b) {
-  if constexpr (ADD) ptx::hold(out);
-  else ptx::forget(out);
+  if constexpr (ADD) ptx::fence_operand(out);
+  else ptx::discard_operand(out);
   ptx::wgmma_fence();
   uint64_t rows = ptx::row_descriptor<128>(b);
   ptx::wgmma_16<T, ADD, false>(out, a[0], rows);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void read_rows(uint32_t (&a)[STEPS][4], uint32_t rows
 // is to be waited for.
 template <class T, int D, int STEPS = 4, int PANEL_ROWS = 16 * STEPS, class X>
 __device__ __forceinline__ void add_product(float (&out)[D / 8][4], const X& x, uint32_t b) {
-  ptx::hold(out);
+  ptx::fence_operand(out);
   ptx::wgmma_fence();
   uint64_t rows = ptx::column_descriptor_of_panels<PANEL_ROWS * 128>(b);
 #pragma unroll
@@ -117,7 +117,7 @@ __device__ __forceinline__ void add_product(float (&out)[D / 8][4], const X& x, 
 // y = A B^T of codes over 32 TIMES of the reduction, A in shared memory or in registers. Its end is to be waited for.
 template <int TIMES, int N, class A>
 __device__ __forceinline__ void multiply_codes(int (&y)[N][4], const A& a, uint64_t b) {
-  ptx::forget(y);
+  ptx::discard_operand(y);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < TIMES; ++step) {

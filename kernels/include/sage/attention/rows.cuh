@@ -75,7 +75,7 @@ struct Rows {
 };
 
 // Copies ROWS rows of D channels, from row `first` on, into swizzled shared memory. Asynchronous where 16-byte copies
-// work; visible after copy_wait and a barrier either way.
+// work; visible after cp_async_wait and a barrier either way.
 template <int ROWS, int D, int THREADS, class T>
 __device__ __forceinline__ void copy_rows(uint32_t shared, const Rows<T>& rows, int first, int thread) {
   constexpr int CHUNKS = D / 8, STEP = THREADS / CHUNKS;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void copy_rows(uint32_t shared, const Rows<T>& rows, 
     int left = column < rows.head_dim ? rows.count - first - row : 0;
 #pragma unroll
     for (int i = 0; i < ROWS; i += STEP, from += STEP * rows.token)
-      ptx::copy_16(to + i * D * 2, i < left ? from : rows.data, i < left);
+      ptx::cp_async_16(to + i * D * 2, i < left ? from : rows.data, i < left);
   } else {
 #pragma unroll 1
     for (int i = 0; i < ROWS; i += STEP) ptx::store_16(to + i * D * 2, rows.load_8(first + row + i, column));
@@ -100,7 +100,7 @@ __device__ __forceinline__ void copy_tile(uint32_t shared, const int8_t* tile, i
   shared += thread * 16, tile += thread * 16;
 #pragma unroll
   for (int i = 0; i < BYTES; i += THREADS * 16)
-    if (i + THREADS * 16 <= BYTES || i + thread * 16 < BYTES) ptx::copy_16(shared + i, tile + i, exists);
+    if (i + THREADS * 16 <= BYTES || i + thread * 16 < BYTES) ptx::cp_async_16(shared + i, tile + i, exists);
 }
 
 // Copies VALUES values of each query of a tile: minus the log-sum-exp, then minus delta, then the row's sum.
@@ -110,7 +110,7 @@ __device__ __forceinline__ void copy_row_state(uint32_t shared, const params::Ba
   if (thread < VALUES * CHUNKS) {
     const float* from = thread < CHUNKS ? p.minus_lse2 : p.minus_delta - 64;
     if (VALUES == 3 && thread >= 2 * CHUNKS) from = p.row_sums - 128;
-    ptx::copy_16(shared + thread * 16, from + int64_t(tile.padded) * 64 + thread * 4, true);
+    ptx::cp_async_16(shared + thread * 16, from + int64_t(tile.padded) * 64 + thread * 4, true);
   }
 }
 

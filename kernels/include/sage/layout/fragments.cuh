@@ -24,11 +24,11 @@ struct Reader {
   // `row` is a multiple of 16, `step` counts 32 bytes along the row. `base` must be a multiple of the row size rounded
   // up to 128 bytes, so that the xor stays inside the row.
   __device__ __forceinline__ void load(uint32_t (&r)[4], int row, int step) const {
-    ptx::load_matrices(r, (address ^ (step << 5)) + row * ROW_BYTES);
+    ptx::ldmatrix(r, (address ^ (step << 5)) + row * ROW_BYTES);
   }
   // The way back, from registers to shared memory.
   __device__ __forceinline__ void store(const uint32_t (&r)[4], int row, int step, int lane) const {
-    ptx::store_matrices(r, (address ^ (step << 5)) + row * ROW_BYTES, lane);
+    ptx::stmatrix(r, (address ^ (step << 5)) + row * ROW_BYTES, lane);
   }
 };
 
@@ -50,7 +50,7 @@ struct TransposedReader {
     address = base + swizzled<ROW_BYTES>(row, half);
   }
   __device__ __forceinline__ void load(uint32_t (&r)[4], int row, int step) const {
-    ptx::load_matrices_transposed(r, (address ^ (step << 5)) + row * ROW_BYTES);
+    ptx::ldmatrix_transposed(r, (address ^ (step << 5)) + row * ROW_BYTES);
   }
 };
 

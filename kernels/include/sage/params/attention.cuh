@@ -60,9 +60,9 @@ struct Codes {
   int8_t* q;
   int8_t* k;
   int8_t* v_transposed;
-  float* q_scale;  // dequant_scale, one a tile
-  float* k_scale;
-  float* v_scale;
+  float* q_dequant_scale;  // dequant_scale, one a tile
+  float* k_dequant_scale;
+  float* v_dequant_scale;
   float* q_mean;       // (head, tile, D): what was taken out of Q; null without Q smoothing
   float* k_mean;       // (head, segment, D): what was taken out of K; null without smoothing
   float* k_tile_sums;  // (head, tile, D): on the way to the mean
@@ -92,7 +92,7 @@ struct Forward {
   View out;
   float* minus_lse2;  // (head, padded token): minus the base-2 log-sum-exp, -inf where there is nothing to go back to;
                       // null: not wanted
-  int32_t* tickets;   // with one block a multiprocessor: pieces of work taken beyond the first of each; else null
+  int32_t* scheduler_counter;   // with one block a multiprocessor: pieces of work taken beyond the first of each; else null
   Codes codes;
   Shape shape;
   View high_precision_out;  // Attn-QAT: from P that is not quantized; data null: not wanted
@@ -117,16 +117,16 @@ struct Backward {
   View dv;
   const float* minus_lse2;
   float* minus_delta;       // (head, padded token): -rowsum(dO o O)
-  float* dq_sums;           // (head, tile, 64 D) f32, in the order of fragments: see DqSums of attention/backward.cuh
+  float* dq_accum;           // (head, tile, 64 D) f32, in the order of fragments: see DqAccumulator of attention/backward.cuh
   int8_t* q_transposed;     // (head, tile): [D][64], permuted
   int8_t* dout_transposed;  // the same
-  float* dout_scale;        // (head, tile, D): dequant_scale of each channel
-  int32_t* turns;           // deterministic: (head, tile), how many key tiles have added, then the ticket counter
+  float* dout_dequant_scale;        // (head, tile, D): dequant_scale of each channel
+  int32_t* dq_semaphore;           // deterministic: (head, tile), how many key tiles have added, then the ticket counter
   Codes codes;
   Shape shape;
   int32_t group;       // keys that share a scale of P and of dS, and queries one of dS: 1, 2, 4, ... 64
   int32_t dout_group;  // channels that share a scale of dO
-  int32_t dq_parts;    // of the channels: how dq_sums lies inside a tile, (part, 16 queries, 8 channels)
+  int32_t dq_parts;    // of the channels: how dq_accum lies inside a tile, (part, 16 queries, 8 channels)
   const float* row_sums;
   Lists lists;
   TensorMap q_map;

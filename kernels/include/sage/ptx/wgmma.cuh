@@ -46,18 +46,18 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 // Closes the group of products issued so far.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // What ordinary stores and copies wrote to shared memory can be read by products, once all have come to a barrier.
-__device__ __forceinline__ void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // What the compiler gives to each thread of a block that has a multiprocessor to itself.
 template <int THREADS>
-constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 
 // Warpgroups of a block of THREADS may have different numbers of registers: each asks for its own, a multiple of 8. All
 // start with the same, and who asks for more waits until others have given it back: together they must not exceed that.
 template <int REGISTERS, int THREADS>
-__device__ __forceinline__ void set_registers() {
+__device__ __forceinline__ void setmaxnreg() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr int START = START_REGISTERS<THREADS>;
+  constexpr int START = LAUNCH_REGISTERS<THREADS>;
   if constexpr (REGISTERS > START) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
   if constexpr (REGISTERS < START) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
@@ -65,14 +65,14 @@ __device__ __forceinline__ void set_registers() {
 
 // Nothing before touches these registers after, nor the other way round.
 template <int N>
-__device__ __forceinline__ void hold(int (&d)[N][4]) {
+__device__ __forceinline__ void fence_operand(int (&d)[N][4]) {
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) asm volatile("" : "+r"(d[n][e])::"memory");
 }
 template <int N>
-__device__ __forceinline__ void hold(float (&d)[N][4]) {
+__device__ __forceinline__ void fence_operand(float (&d)[N][4]) {
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -81,14 +81,14 @@ __device__ __forceinline__ void hold(float (&d)[N][4]) {
 
 // What these registers held is of no use any more: for products that do not add, which would seem to read them.
 template <int N>
-__device__ __forceinline__ void forget(int (&d)[N][4]) {
+__device__ __forceinline__ void discard_operand(int (&d)[N][4]) {
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) asm volatile("" : "=r"(d[n][e])::"memory");
 }
 template <int N>
-__device__ __forceinline__ void forget(float (&d)[N][4]) {
+__device__ __forceinline__ void discard_operand(float (&d)[N][4]) {
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -105,7 +105,7 @@ __device__ __forceinline__ float (&part(float (&d)[N][4], int first))[M][4] {
 template <int PENDING, class D>
 __device__ __forceinline__ void wgmma_wait(D& d) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-  hold(d);
+  fence_operand(d);
 }
 
 // The registers of D as operands 0, 1, ..: ROWS times four, each by `BIND`, and their places in the text.
@@ -161,21 +161,21 @@ SAGE_CODES_IN_REGISTERS(s8, 64, 32, "{%32, %33, %34, %35}", "%36", "%37")
 SAGE_CODES_IN_REGISTERS(u8, 64, 32, "{%32, %33, %34, %35}", "%36", "%37")
 SAGE_CODES_IN_REGISTERS(u8, 128, 64, "{%64, %65, %66, %67}", "%68", "%69")
 
-// d += A B^T of 16 bits, reduction 16; d = A B^T without ADD. TURNED operands lie with the reduction along their
+// d += A B^T of 16 bits, reduction 16; d = A B^T without ADD. TRANSPOSED operands lie with the reduction along their
 // columns: see column_descriptor.
-#define SAGE_WGMMA_16(columns, type, places, binds, a_at, b_at, add_at, a_turned_at, b_turned_at)                 \
+#define SAGE_WGMMA_16(columns, type, places, binds, a_at, b_at, add_at, a_transposed_at, b_transposed_at)                 \
   asm volatile(SAGE_WGMMA("m64n" columns "k16.f32." type "." type) "{" places "}, " a_at ", " b_at ", " add_at    \
-                                                                  ", 1, 1, " a_turned_at ", " b_turned_at ";"    \
+                                                                  ", 1, 1, " a_transposed_at ", " b_transposed_at ";"    \
                : binds(SAGE_FLOAT)                                                                               \
-               : "l"(a), "l"(b), "n"(int(ADD)), "n"(int(A_TURNED)), "n"(int(B_TURNED)))
-#define SAGE_16_BY_DESCRIPTOR(columns, registers, a_at, b_at, add_at, a_turned_at, b_turned_at)                        \
-  template <class T, bool ADD = true, bool A_TURNED = false, bool B_TURNED = false>                                    \
+               : "l"(a), "l"(b), "n"(int(ADD)), "n"(int(A_TRANSPOSED)), "n"(int(B_TRANSPOSED)))
+#define SAGE_16_BY_DESCRIPTOR(columns, registers, a_at, b_at, add_at, a_transposed_at, b_transposed_at)                        \
+  template <class T, bool ADD = true, bool A_TRANSPOSED = false, bool B_TRANSPOSED = false>                                    \
   __device__ __forceinline__ void wgmma_16(float (&d)[columns / 8][4], uint64_t a, uint64_t b) {                       \
     SAGE_ON_HOPPER(if constexpr (std::is_same_v<T, __half>)                                                            \
                        SAGE_WGMMA_16(#columns, "f16", SAGE_PLACES_##registers, SAGE_##registers, a_at, b_at, add_at,   \
-                                     a_turned_at, b_turned_at);                                                        \
+                                     a_transposed_at, b_transposed_at);                                                        \
                    else SAGE_WGMMA_16(#columns, "bf16", SAGE_PLACES_##registers, SAGE_##registers, a_at, b_at, add_at, \
-                                      a_turned_at, b_turned_at);)                                                      \
+                                      a_transposed_at, b_transposed_at);)                                                      \
   }
 SAGE_16_BY_DESCRIPTOR(32, 16, "%16", "%17", "%18", "%19", "%20")
 SAGE_16_BY_DESCRIPTOR(64, 32, "%32", "%33", "%34", "%35", "%36")
@@ -184,19 +184,19 @@ SAGE_16_BY_DESCRIPTOR(128, 64, "%64", "%65", "%66", "%67", "%68")
 #undef SAGE_WGMMA_16
 
 // The same with A in registers.
-#define SAGE_WGMMA_16(columns, type, places, binds, a_text, b_at, add_at, b_turned_at)                                     \
+#define SAGE_WGMMA_16(columns, type, places, binds, a_text, b_at, add_at, b_transposed_at)                                     \
   asm volatile(SAGE_WGMMA("m64n" columns "k16.f32." type "." type) "{" places "}, " a_text ", " b_at ", " add_at            \
-                                                                  ", 1, 1, " b_turned_at ";"                               \
+                                                                  ", 1, 1, " b_transposed_at ";"                               \
                : binds(SAGE_FLOAT)                                                                                         \
-               : SAGE_A_REGISTERS, "l"(b), "n"(int(ADD)), "n"(int(B_TURNED)))
-#define SAGE_16_IN_REGISTERS(columns, registers, a_text, b_at, add_at, b_turned_at)                                      \
-  template <class T, bool ADD = true, bool B_TURNED = true>                                                              \
+               : SAGE_A_REGISTERS, "l"(b), "n"(int(ADD)), "n"(int(B_TRANSPOSED)))
+#define SAGE_16_IN_REGISTERS(columns, registers, a_text, b_at, add_at, b_transposed_at)                                      \
+  template <class T, bool ADD = true, bool B_TRANSPOSED = true>                                                              \
   __device__ __forceinline__ void wgmma_16(float (&d)[columns / 8][4], const uint32_t (&a)[4], uint64_t b) {             \
     SAGE_ON_HOPPER(if constexpr (std::is_same_v<T, __half>)                                                              \
                        SAGE_WGMMA_16(#columns, "f16", SAGE_PLACES_##registers, SAGE_##registers, a_text, b_at, add_at,   \
-                                     b_turned_at);                                                                       \
+                                     b_transposed_at);                                                                       \
                    else SAGE_WGMMA_16(#columns, "bf16", SAGE_PLACES_##registers, SAGE_##registers, a_text, b_at, add_at, \
-                                      b_turned_at);)                                                                     \
+                                      b_transposed_at);)                                                                     \
   }
 SAGE_16_IN_REGISTERS(64, 32, "{%32, %33, %34, %35}", "%36", "%37", "%38")
 SAGE_16_IN_REGISTERS(128, 64, "{%64, %65, %66, %67}", "%68", "%69", "%70")

@@ -1,4 +1,4 @@
-// Quantizing a tile of 64 tokens x D channels that 256 threads hold in registers.
+// Quantizing a tile of 64 tokens x D channels that 256 threads fence_operand in registers.
 #pragma once
 
 #include <sage/attention/rows.cuh>

@@ -6,7 +6,7 @@
 // which k_factor stays the same for a block's part of 64 keys.
 #pragma once
 
-#include <sage/attention/score_codes.cuh>
+#include <sage/attention/numerics/score_codes_sm80.cuh>
 
 namespace sage::attention {
 
@@ -60,7 +60,7 @@ struct ScoresOfCodes {
   }
   static __device__ __forceinline__ float factor(const params::Backward& p, const BackwardBlock& block, const QueryTile& tile,
                                                  int part) {
-    return __ldg(p.codes.q_scale + tile.padded) * k_factor(p, block, part);
+    return __ldg(p.codes.q_dequant_scale + tile.padded) * k_factor(p, block, part);
   }
 };
 

@@ -1,17 +1,17 @@
 // SageBwd backward on INT8 codes (arXiv 2603.02170, algorithm 2): S, dV, dQ and dK as s8 x s8 -> s32, dP in 16 bit.
 #pragma once
 
-#include <sage/attention/query_mean.cuh>
-#include <sage/attention/score_codes.cuh>
+#include <sage/attention/numerics/query_mean.cuh>
+#include <sage/attention/numerics/score_codes_sm80.cuh>
 
 namespace sage::attention {
 
 // GENERAL: takes the ablations too. Scales may be shared by groups of vectors, and Q may be smoothed, which adds a row
 // to the logits and a rank-one term to dK.
-template <class T, int HEAD_DIM, class Plan_, bool GENERAL = false>
-struct SageBwdBackward {
+template <class T, int HEAD_DIM, params::Plan PLAN, bool GENERAL = false>
+struct SageBwdBackwardSm80 {
   using Type = T;
-  using Plan = Plan_;
+  using Plan = BackwardPlan<PLAN>;
   static constexpr int D = HEAD_DIM;
   static constexpr int KEYS = Plan::KEYS;
   // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO; slots of dS^T; slots of
@@ -28,6 +28,7 @@ struct SageBwdBackward {
   static constexpr int MAXIMA_AT = CODES_AT + 2 * CODES_BYTES;
   static constexpr int MEAN_AT = MAXIMA_AT + Plan::WARPS * 4;
   static constexpr int SHARED_BYTES = MEAN_AT + (GENERAL ? KEYS * 4 : 0);
+  static_assert(PLAN.row_bytes == D && PLAN.shared_bytes == SHARED_BYTES);
   // With one part a warp makes the codes it needs on the spot.
   static constexpr int LAG = Plan::PARTS;
   static constexpr bool COOPERATES = GENERAL;
@@ -42,7 +43,7 @@ struct SageBwdBackward {
   float magic_part[2] = {0.0f, 0.0f};  // of dK's rows, in units of MAGIC
   int magic_tiles = 0;                 // since it was taken out
 
-  __device__ __forceinline__ SageBwdBackward(const params::Backward& p, const BackwardBlock& b, unsigned char* memory)
+  __device__ __forceinline__ SageBwdBackwardSm80(const params::Backward& p, const BackwardBlock& b, unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32) {
     k_dequant = k_dequant_of(p, block, warp / 4);
   }
@@ -69,15 +70,15 @@ struct SageBwdBackward {
     Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
     copy_rows<TILE, D, Plan::THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
     copy_row_state(at + STATE_AT, p, tile, thread);
-    if (thread < D / 4) ptx::copy_16(at + DOUT_SCALE_AT + thread * 16, p.dout_scale + int64_t(tile.padded) * D + thread * 4, true);
+    if (thread < D / 4) ptx::cp_async_16(at + DOUT_SCALE_AT + thread * 16, p.dout_dequant_scale + int64_t(tile.padded) * D + thread * 4, true);
   }
 
-  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, Sight sight) {
+  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, TileVisibility visibility) {
     int lane = threadIdx.x % 32;
     uint32_t at = shared + stage_at(stage);
     const float* minus_lse2 = reinterpret_cast<const float*>(memory + stage_at(stage) + STATE_AT);
     uint32_t ds_rows = shared + DS_AT + slot * DS_BYTES + warp * 16 * TILE * 2;
-    float q_dequant = __ldg(p.codes.q_scale + tile.padded);
+    float q_dequant = __ldg(p.codes.q_dequant_scale + tile.padded);
     float* mean_logits = reinterpret_cast<float*>(memory + MEAN_AT);
     bool smooth_q = GENERAL && p.codes.q_mean;
     if (smooth_q) {
@@ -86,7 +87,7 @@ struct SageBwdBackward {
       __syncthreads();
     }
     // Scales shared among warps need all of them.
-    if (!sight.seen && (!GENERAL || p.group <= 16)) {
+    if (!visibility.seen && (!GENERAL || p.group <= 16)) {
       store_zeros(ds_rows, lane);
       return;
     }
@@ -122,7 +123,7 @@ struct SageBwdBackward {
         }
       }
     }
-    if (sight.hides) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
+    if (visibility.masked) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
 
     auto share = [&](float(&largest)[2]) { share_maxima(largest, lane); };
     ScoreCodes codes;
@@ -143,7 +144,7 @@ struct SageBwdBackward {
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
-    // bf16 also for f16 inputs: real dS is about 1e-7, which f16 cannot hold.
+    // bf16 also for f16 inputs: real dS is about 1e-7, which f16 cannot fence_operand.
     store_scores<__nv_bfloat16>(ds_rows, s, lane);
     if (smooth_q) {
       // dK = dS^T (Q - mean) + (dS^T 1) mean: the second term, from unquantized dS.
@@ -170,11 +171,11 @@ struct SageBwdBackward {
     multiply_codes(ds_codes, at + CODES, lane, add_dk);
     // The sums came as MAGIC + integer; what MAGIC added goes out again before it grows large.
     magic_part[0] += ds_dequant[0], magic_part[1] += ds_dequant[1];
-    if (++magic_tiles == quant::MAGIC_TILES) settle();
+    if (++magic_tiles == quant::MAGIC_TILES) flush_magic();
   }
 
   // Takes out of dK what MAGIC added since the last time.
-  __device__ __forceinline__ void settle() {
+  __device__ __forceinline__ void flush_magic() {
 #pragma unroll
     for (int n = 0; n < D / 8; ++n)
 #pragma unroll
@@ -200,7 +201,7 @@ struct SageBwdBackward {
   }
 
   // dQ += dS K for 16 queries of a tile, and a part of the channels.
-  __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {
+  __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqAccumulator& sums) {
     constexpr int CHANNELS = D / Plan::PARTS;
     int lane = threadIdx.x % 32, strip = warp % 4, part = warp / 4;
     ScoreCodes codes[Plan::PARTS];  // of a tile of keys

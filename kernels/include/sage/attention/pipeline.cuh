@@ -1,4 +1,4 @@
-// Tiles, or whatever else is fetched piece by piece, on their way: a ring of stages in shared memory, on Hopper. Number n, 0
+// Tiles, or whatever else is fetched piece by piece, on their way: a pipeline of stages in shared memory, on Hopper. Number n, 0
 // and on, goes to stage n % STAGES. Each stage has two barriers: `full` opens when its tile has come, `empty` when all who
 // read it are done.
 #pragma once
@@ -8,17 +8,17 @@
 namespace sage::attention {
 
 template <int STAGES>
-struct Ring {
+struct Pipeline {
   struct Barriers {
     uint64_t full[STAGES], empty[STAGES];
   };
   uint32_t barriers;
 
-  __device__ __forceinline__ explicit Ring(const Barriers& at) : barriers(ptx::shared_address(&at)) {}
+  __device__ __forceinline__ explicit Pipeline(const Barriers& at) : barriers(ptx::shared_address(&at)) {}
   // By one thread. `fetching`: how many times threads tell of a tile's copies; `reading`: how many times readers say that
   // they are done, once a warp by `release`.
   __device__ __forceinline__ void prepare(int fetching, int reading) const {
-    for (int n = 0; n < STAGES; ++n) ptx::landing_init(full(n), fetching), ptx::landing_init(empty(n), reading);
+    for (int n = 0; n < STAGES; ++n) ptx::mbarrier_init(full(n), fetching), ptx::mbarrier_init(empty(n), reading);
   }
   static __device__ __forceinline__ int stage(int n) { return uint32_t(n) % STAGES; }
   static __device__ __forceinline__ int round(int n) { return uint32_t(n) / STAGES; }
@@ -26,15 +26,15 @@ struct Ring {
   __device__ __forceinline__ uint32_t empty(int n) const { return barriers + (STAGES + stage(n)) * 8; }
 
   // Until the tile has come.
-  __device__ __forceinline__ void wait(int n) const { ptx::landing_wait(full(n), round(n)); }
+  __device__ __forceinline__ void wait(int n) const { ptx::mbarrier_wait(full(n), round(n)); }
   // Until its stage may be filled.
   __device__ __forceinline__ void wait_empty(int n) const {
-    if (n >= STAGES) ptx::landing_wait(empty(n), round(n) - 1);
+    if (n >= STAGES) ptx::mbarrier_wait(empty(n), round(n) - 1);
   }
   // This warp is done with the tile.
   __device__ __forceinline__ void release(int n) const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::landing_arrive(empty(n));
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty(n));
   }
 };
 

@@ -1,24 +1,24 @@
-// The backward of 16-bit operands on Hopper for head_dims over 64, with f32 sums: full precision; Attn-QAT, whose operands hold
+// The backward of 16-bit operands on Hopper for head_dims over 64, with f32 sums: full precision; Attn-QAT, whose operands fence_operand
 // NVFP4 values; and SageBwd where at most S is a product of codes. All products read shared memory as it is: of K, Q, dO and
 // dS^T each lies there once, and those who need it the other way round ask for it transposed.
 #pragma once
 
-#include <sage/attention/full_precision_tiles.cuh>
+#include <sage/attention/numerics/full_precision_tiles_sm90.cuh>
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, class P = PlainProbabilities, class Source = ScoresOfRows<T, HEAD_DIM>>
-struct FullPrecisionBackwardConsumers : FullPrecisionTiles<T, HEAD_DIM, P, Source, 2> {
-  using Tiles = FullPrecisionTiles<T, HEAD_DIM, P, Source, 2>;
+template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, class Source = ScoresOfRows<T, HEAD_DIM>>
+struct FullPrecisionBackwardSm90 : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, Source> {
+  using Tiles = FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, Source>;
   using Tiles::D, Tiles::K_BYTES, Tiles::Q_BYTES, Tiles::K_CODES_AT, Tiles::Q_CODES_AT, Tiles::STATE_AT, Tiles::DQ_AT;
   using Tiles::p, Tiles::block, Tiles::shared, Tiles::stage_at, Tiles::ds_rows;
   using typename Tiles::S;
   using Tiles::Tiles;
-  static constexpr int DQ_PART_BYTES = Tiles::DQ_BYTES / GROUPS;
+  static constexpr int DQ_PART_BYTES = Tiles::DQ_BYTES / CONSUMERS;
   static constexpr int ARRIVALS = S::ARRIVALS;
 
   // By a warp: one thread by the tensors' maps, if a tile's tokens end where the map's or the tile do, else all of them.
-  __device__ __forceinline__ void load(const QueryTile& tile, int stage, uint32_t landing) {
+  __device__ __forceinline__ void load(const QueryTile& tile, int stage, uint32_t mbarrier) {
     const Segment& s = block.segment;
     int first = tile.tile * TILE, lane = threadIdx.x % 32;
     bool mapped = p.dout.mapped && (!p.shape.segments || first + TILE <= s.query_len);
@@ -29,23 +29,23 @@ struct FullPrecisionBackwardConsumers : FullPrecisionTiles<T, HEAD_DIM, P, Sourc
         copy_panels_by_warp<D>(shared + stage_at(stage) + i * Q_BYTES,
                                Rows<T>(i == 0 ? p.q : p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim), first,
                                lane);
-      ptx::copy_wait_all();
-      ptx::wgmma_publish();
+      ptx::cp_async_wait_all();
+      ptx::fence_proxy_async();
       __syncwarp();
     }
-    if (lane == 0) this->load_by_bulk(tile, stage, mapped, landing);
+    if (lane == 0) this->load_by_bulk(tile, stage, mapped, mbarrier);
   }
 
   struct Consumer {
-    const FullPrecisionBackwardConsumers& of;
-    int group;
+    const FullPrecisionBackwardSm90& of;
+    int warpgroup;
     float k_factor;
     float dv[D / 8][4] = {}, dk[D / 8][4] = {};
 
-    __device__ __forceinline__ Consumer(const FullPrecisionBackwardConsumers& numerics, int group)
-        : of(numerics), group(group), k_factor(S::k_factor(numerics.p, numerics.block, group)) {}
+    __device__ __forceinline__ Consumer(const FullPrecisionBackwardSm90& numerics, int warpgroup)
+        : of(numerics), warpgroup(warpgroup), k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)) {}
 
-    __device__ __forceinline__ void visit(int tile, int stage, int slot, bool hides) {
+    __device__ __forceinline__ void visit(int tile, int stage, int slot, bool masked) {
       int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
       uint32_t at = of.shared + stage_at(stage);
       const float* state = of.state(stage);
@@ -53,11 +53,11 @@ struct FullPrecisionBackwardConsumers : FullPrecisionTiles<T, HEAD_DIM, P, Sourc
       typename S::Sums sums;
       Scores s, dp;
       ColumnValues(state + TILE, lane).set(dp);
-      ptx::hold(dp);
-      S::template start<ROLES_KEYS>(sums, of.shared, at, of.shared + K_CODES_AT, at + Q_CODES_AT, group);
-      multiply_rows<T, D, ROLES_KEYS, true>(dp, of.shared + K_BYTES + group * GROUP_KEYS * 128, at + Q_BYTES);
+      ptx::fence_operand(dp);
+      S::template start<SM90_KEYS>(sums, of.shared, at, of.shared + K_CODES_AT, at + Q_CODES_AT, warpgroup);
+      multiply_rows<T, D, SM90_KEYS, true>(dp, of.shared + K_BYTES + warpgroup * CONSUMER_KEYS * 128, at + Q_BYTES);
       ptx::wgmma_wait<1>(sums);
-      of.make_probabilities(s, sums, k_factor, tile, stage, group, hides);
+      of.make_probabilities(s, sums, k_factor, tile, stage, warpgroup, masked);
       uint32_t probabilities[4][4], ds[4][4];
       P::make_scales(s, state + 2 * TILE, of.scales(), lane);
       P::template pack_transposed<T>(probabilities, s, of.scales(), lane);
@@ -70,43 +70,43 @@ struct FullPrecisionBackwardConsumers : FullPrecisionTiles<T, HEAD_DIM, P, Sourc
       pack_scores<T>(ds, s);
       // dV += P^T dO
       add_product<T, D>(dv, probabilities, at + Q_BYTES);
-      store_packed(of.ds_rows(slot, group) + warp * 16 * TILE * 2, ds, lane);
-      ptx::wgmma_publish();
-      ptx::barrier(ALL_CONSUMERS, KEYS_THREADS);
-      float dq[D / 8 / GROUPS][4];
+      store_packed(of.ds_rows(slot, warpgroup) + warp * 16 * TILE * 2, ds, lane);
+      ptx::fence_proxy_async();
+      ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
+      float dq[D / 8 / CONSUMERS][4];
       multiply_keys(dq, slot);
       // dK += dS^T Q
       add_product<T, D>(dk, ds, at);
       ptx::wgmma_wait<1>(dq);
-      ptx::hold(dv);
+      ptx::fence_operand(dv);
       hand_over(dq, lane, warp);
       ptx::wgmma_wait<0>(dk);
     }
 
-    // dQ = dS K: all keys of the block, the group's part of the channels.
-    __device__ __forceinline__ void multiply_keys(float (&dq)[D / 8 / GROUPS][4], int slot) {
-      static_assert(D / GROUPS == 64, "a panel for each group");
-      ptx::forget(dq);
+    // dQ = dS K: all keys of the block, the warpgroup's part of the channels.
+    __device__ __forceinline__ void multiply_keys(float (&dq)[D / 8 / CONSUMERS][4], int slot) {
+      static_assert(D / CONSUMERS == 64, "a panel for each warpgroup");
+      ptx::discard_operand(dq);
       ptx::wgmma_fence();
       uint64_t ds = ptx::column_descriptor(of.ds_rows(slot, 0));
-      uint64_t keys = ptx::column_descriptor(of.shared + group * ROLES_KEYS * 128);
+      uint64_t keys = ptx::column_descriptor(of.shared + warpgroup * SM90_KEYS * 128);
       ptx::wgmma_16<T, false, true, true>(dq, ds, keys);
 #pragma unroll
-      for (int step = 1; step < ROLES_KEYS / 16; ++step)
+      for (int step = 1; step < SM90_KEYS / 16; ++step)
         ptx::wgmma_16<T, true, true, true>(dq, ds + step * ptx::COLUMN_STEP, keys + step * ptx::COLUMN_STEP);
       ptx::wgmma_commit();
     }
     // To the storer.
-    __device__ __forceinline__ void hand_over(const float (&dq)[D / 8 / GROUPS][4], int lane, int warp) {
-      constexpr int N = D / 8 / GROUPS;
-      ptx::barrier(DQ_EMPTY + group, DQ_THREADS);
-      uint32_t to = of.shared + DQ_AT + group * DQ_PART_BYTES + warp * (N * 512) + lane * 16;
+    __device__ __forceinline__ void hand_over(const float (&dq)[D / 8 / CONSUMERS][4], int lane, int warp) {
+      constexpr int N = D / 8 / CONSUMERS;
+      ptx::named_barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);
+      uint32_t to = of.shared + DQ_AT + warpgroup * DQ_PART_BYTES + warp * (N * 512) + lane * 16;
 #pragma unroll
       for (int n = 0; n < N; ++n)
         ptx::store_16(to + n * 512, make_uint4(__float_as_uint(dq[n][0]), __float_as_uint(dq[n][1]), __float_as_uint(dq[n][2]),
                                                __float_as_uint(dq[n][3])));
-      ptx::wgmma_publish();
-      ptx::arrive(DQ_FULL + group, DQ_THREADS);
+      ptx::fence_proxy_async();
+      ptx::named_barrier_arrive(DQ_FULL + warpgroup, DQ_THREADS);
     }
   };
 };

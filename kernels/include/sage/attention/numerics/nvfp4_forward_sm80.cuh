@@ -2,26 +2,28 @@
 // quantized in registers. Its values are those of the forward that trains (probabilities.cuh), up to the order of sums.
 #pragma once
 
-#include <sage/attention/forward.cuh>
-#include <sage/attention/probabilities.cuh>
+#include <sage/attention/mainloop/forward_sm80.cuh>
+#include <sage/attention/numerics/probabilities.cuh>
 #include <sage/layout/fragments.cuh>
 #include <sage/layout/nvfp4.cuh>
+#include <sage/params/plans.cuh>
 #include <sage/ptx/mma_nvfp4.cuh>
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM>
-struct Nvfp4Forward {
+template <class T, int HEAD_DIM, params::Plan PLAN>
+struct Nvfp4ForwardSm80 {
   using Type = T;
   using Tile = layout::Nvfp4Tile<HEAD_DIM>;
-  static constexpr int D = HEAD_DIM, M = 1, BLOCKS = 1;
-  static constexpr int THREADS = FORWARD_QUERIES / (16 * M) * 32;
-  using Rows = Softmax<D, M, THREADS, false, 1, Nvfp4Probabilities::SLACK>;
+  static constexpr int D = HEAD_DIM, BLOCKS = 1;
+  static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
+  using RowSoftmax = Softmax<D, M, THREADS, false, 1, Nvfp4Probabilities::SLACK>;
   static constexpr bool COOPERATES = false;
   using Logits = float[M][8][4];
   static constexpr int Q_BYTES = FORWARD_QUERIES / TILE * Tile::BYTES;
   static constexpr int STATE_AT = Q_BYTES + 4 * Tile::BYTES;
-  static constexpr int SHARED_BYTES = STATE_AT + Rows::State::BYTES;
+  static constexpr int SHARED_BYTES = STATE_AT + RowSoftmax::State::BYTES;
+  static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == Tile::ROW + Tile::SCALES && PLAN.stages == 2 && PLAN.shared_bytes == SHARED_BYTES);
 
   const params::Forward& p;
   const unsigned char* memory;
@@ -30,7 +32,7 @@ struct Nvfp4Forward {
   int64_t first_query_tile, first_key_tile;
   float scale;
 
-  __device__ __forceinline__ Nvfp4Forward(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
+  __device__ __forceinline__ Nvfp4ForwardSm80(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
       : p(p), memory(memory), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32),
         query_tiles(b.segment.query_tiles() - b.first / TILE),
         first_query_tile(int64_t(b.head) * p.shape.query_tiles + b.segment.query_tile + b.first / TILE),
@@ -98,10 +100,10 @@ struct Nvfp4Forward {
     }
   }
 
-  template <bool HIDES>
-  __device__ __forceinline__ void attend(int tile, Logits& s, Rows& softmax, const Segment& segment, int warp_first) {
+  template <bool MASKED>
+  __device__ __forceinline__ void attend(int tile, Logits& s, RowSoftmax& softmax, const Segment& segment, int warp_first) {
     int lane = threadIdx.x % 32, v_at = keys_at(tile) + Tile::BYTES;
-    if constexpr (HIDES) hide(s, segment, warp_first, tile * TILE, lane);
+    if constexpr (MASKED) hide(s, segment, warp_first, tile * TILE, lane);
 
     // A lane has eight keys of each of two groups, of which its neighbour has the others: groups t / 2 and 2 + t / 2.
     float largest[2][2], row_max[2];
@@ -138,7 +140,7 @@ struct Nvfp4Forward {
         operand[2 * half + h] = ptx::codes_of_e2m1(x);
         bytes |= ptx::code_of_e4m3(group.dequant) << (16 * half);
       }
-      softmax.state(Rows::State::SUM, h) += sum;
+      softmax.state(RowSoftmax::State::SUM, h) += sum;
       // The other two groups of the row are those of the lane two further.
       own_scales[h] = bytes | __shfl_xor_sync(~0u, bytes, 2) << 8;
     }
@@ -154,7 +156,7 @@ struct Nvfp4Forward {
     }
   }
 
-  __device__ __forceinline__ void settle(Rows&) {}
+  __device__ __forceinline__ void flush_magic(RowSoftmax&) {}
 };
 
 }  // namespace sage::attention

@@ -3,8 +3,8 @@
 //
 // Numerics has: Type, D, M, THREADS, SHARED_BYTES, Rows (its Softmax), STATE_AT (what that keeps there), Logits; COOPERATES, whether warps meet inside a tile; a constructor;
 // load_queries(), load_keys(tile), load_values(tile), asynchronous copies into buffer tile % 2; multiply(tile, logits);
-// attend<HIDES>(tile, logits, softmax, segment, first query of the warp), HIDES where a query may not see a key;
-// settle(softmax) at the end. Tiles of even and of odd numbers take turns.
+// attend<MASKED>(tile, logits, softmax, segment, first query of the warp), MASKED where a query may not see a key;
+// flush_magic(softmax) at the end. Tiles of even and of odd numbers take turns.
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -176,7 +176,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
 }
 
 template <class Numerics, class Block = EveryKey>
-__device__ __forceinline__ void forward(const params::Forward& p) {
+__device__ __forceinline__ void forward_sm80(const params::Forward& p) {
   using T = typename Numerics::Type;
   extern __shared__ __align__(1024) unsigned char shared[];
   __shared__ Block block;
@@ -189,13 +189,13 @@ __device__ __forceinline__ void forward(const params::Forward& p) {
   int whole_tiles = block.visible(block.first + threadIdx.x / 32 * 16 * Numerics::M) / TILE;
 
   Numerics numerics(p, block, shared);
-  typename Numerics::Rows softmax(shared + Numerics::STATE_AT);
+  typename Numerics::RowSoftmax softmax(shared + Numerics::STATE_AT);
   numerics.load_queries();
   int next = key_tiles > 0 ? block.template number<1>(0) : 0;
   if (key_tiles > 0) numerics.load_keys(next), numerics.load_values(next);
-  ptx::copy_commit();
+  ptx::cp_async_commit();
   for (int step = 0; step < key_tiles; ++step) {
-    ptx::copy_wait<0>();
+    ptx::cp_async_wait<0>();
     // Everyone sees this tile, and is done with the previous one, whose buffer is free now.
     __syncthreads();
     int tile = next;
@@ -203,7 +203,7 @@ __device__ __forceinline__ void forward(const params::Forward& p) {
       next = block.template number<1>(step + 1);
       numerics.load_keys(next), numerics.load_values(next);
     }
-    ptx::copy_commit();
+    ptx::cp_async_commit();
     typename Numerics::Logits logits;
     // Warps that meet inside a tile take the same way through it.
     if (!Numerics::COOPERATES && __builtin_expect(step < whole_tiles, true)) {
@@ -217,7 +217,7 @@ __device__ __forceinline__ void forward(const params::Forward& p) {
       }
     }
   }
-  numerics.settle(softmax);
+  numerics.flush_magic(softmax);
   store<T>(p, block, softmax);
 }
 

@@ -1,30 +1,31 @@
 // The forward of 16-bit operands, with f32 sums (FlashAttention-2, arXiv 2307.08691): full precision, and Attn-QAT, whose
-// operands hold NVFP4 values.
+// operands fence_operand NVFP4 values.
 #pragma once
 
-#include <sage/attention/forward.cuh>
-#include <sage/attention/probabilities.cuh>
+#include <sage/attention/mainloop/forward_sm80.cuh>
+#include <sage/attention/numerics/probabilities.cuh>
 #include <sage/layout/fragments.cuh>
-#include <sage/params/limits.cuh>
+#include <sage/params/plans.cuh>
 #include <sage/ptx/mma.cuh>
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, class P = PlainProbabilities>
-struct FullPrecisionForward {
+template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities>
+struct FullPrecisionForwardSm80 {
   using Type = T;
   static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
-  static constexpr int M = OUTPUTS == 1 ? 2 : 1;
+  static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
   static constexpr int BLOCKS = OUTPUTS == 1 ? 2 : 1;  // of a multiprocessor: what the accumulators leave of its registers
-  static constexpr int THREADS = FORWARD_QUERIES / (16 * M) * 32;
-  using Rows = Softmax<D, M, THREADS, OUTPUTS == 1 && HEAD_DIM == 128 && (params::SHARED_KIB > 98), OUTPUTS, P::SLACK>;
   static constexpr bool COOPERATES = false;
   using Logits = float[M][8][4];
   static constexpr int ROW = D * 2;
   static constexpr int Q_BYTES = FORWARD_QUERIES * ROW;
   static constexpr int TILE_BYTES = TILE * ROW;
   static constexpr int STATE_AT = Q_BYTES + 4 * TILE_BYTES;
-  static constexpr int SHARED_BYTES = STATE_AT + Rows::State::BYTES;
+  // The state of the rows is kept in shared memory where the plan has room for it: registers are short.
+  using RowSoftmax = Softmax<D, M, THREADS, (PLAN.shared_bytes > STATE_AT), OUTPUTS, P::SLACK>;
+  static constexpr int SHARED_BYTES = STATE_AT + RowSoftmax::State::BYTES;
+  static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == ROW && PLAN.stages == 2 && PLAN.shared_bytes == SHARED_BYTES);
 
   const params::Forward& p;
   uint32_t shared;
@@ -32,7 +33,7 @@ struct FullPrecisionForward {
   float scale;
   attention::Rows<T> q, k, v;
 
-  __device__ __forceinline__ FullPrecisionForward(const params::Forward& p, const ForwardBlock& b, void* memory)
+  __device__ __forceinline__ FullPrecisionForwardSm80(const params::Forward& p, const ForwardBlock& b, void* memory)
       : p(p), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32), first(b.first),
         scale(p.shape.softmax_scale * ptx::LOG2_E),
         q(p.q, b.segment.batch, b.segment.query_start, b.head, b.segment.query_len, p.shape.head_dim),
@@ -83,11 +84,11 @@ struct FullPrecisionForward {
     }
   }
 
-  template <bool HIDES>
-  __device__ __forceinline__ void attend(int tile, Logits& s, Rows& softmax, const Segment& segment,
+  template <bool MASKED>
+  __device__ __forceinline__ void attend(int tile, Logits& s, RowSoftmax& softmax, const Segment& segment,
                                          int warp_first) {
     int lane = ptx::opaque(threadIdx.x) % 32;
-    if constexpr (HIDES) mask(s, segment, warp_first, tile * TILE, lane, -CUDART_INF_F);
+    if constexpr (MASKED) mask(s, segment, warp_first, tile * TILE, lane, -CUDART_INF_F);
 
     float row_max[2 * M], group_max[2 * M];
     P::maxima(row_max, group_max, s);
@@ -106,7 +107,7 @@ struct FullPrecisionForward {
         x[1] = ptx::exp2(fmaf(x[1], scale, -shift));
         sum += x[0] + x[1];
       }
-      softmax.state(Rows::State::SUM, r) += sum;
+      softmax.state(RowSoftmax::State::SUM, r) += sum;
       scales[r] = typename P::template RowScales<T>(ptx::exp2(fmaf(group_max[r], scale, -shift)));
     }
     uint32_t operands[OUTPUTS][M][4][4];  // (output, m, 16 keys): 16 x 16
@@ -126,7 +127,7 @@ struct FullPrecisionForward {
       }
   }
 
-  __device__ __forceinline__ void settle(Rows&) {}
+  __device__ __forceinline__ void flush_magic(RowSoftmax&) {}
 };
 
 }  // namespace sage::attention

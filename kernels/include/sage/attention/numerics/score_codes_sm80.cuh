@@ -1,7 +1,7 @@
 // What SageBwd's backward does to a warp's scores: codes of P and dS.
 #pragma once
 
-#include <sage/attention/backward.cuh>
+#include <sage/attention/mainloop/backward_sm80.cuh>
 #include <sage/attention/softmax.cuh>
 #include <sage/layout/permutation.cuh>
 #include <sage/quant/codes.cuh>
@@ -133,7 +133,7 @@ __device__ __forceinline__ void copy_key_tiles(uint32_t shared, const params::Ba
 
 // K's dequant_scale of a part of the block's keys.
 __device__ __forceinline__ float k_dequant_of(const params::Backward& p, const BackwardBlock& block, int part) {
-  return key_tile_exists(block, part) ? __ldg(p.codes.k_scale + first_key_tile(p, block) + part) : 0.0f;
+  return key_tile_exists(block, part) ? __ldg(p.codes.k_dequant_scale + first_key_tile(p, block) + part) : 0.0f;
 }
 
 }  // namespace sage::attention

@@ -1,58 +1,59 @@
 // SageBwd backward on Hopper: what sagebwd_backward.cuh computes, one scale a vector, by a part for each warpgroup.
 #pragma once
 
-#include <sage/attention/backward_roles.cuh>
-#include <sage/attention/packed_scores.cuh>
+#include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
+#include <sage/attention/numerics/score_codes_sm90.cuh>
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM>
-struct SageBwdBackwardRoles {
+template <class T, int HEAD_DIM, params::Plan PLAN>
+struct SageBwdBackwardSm90DqWarpgroup {
   using Type = T;
-  static constexpr int D = HEAD_DIM, STAGES = KEYS_ADD<D> ? 5 : 2, KEYS_REGISTERS = KEYS_ADD<D> ? 192 : 160;
+  static constexpr int D = HEAD_DIM, STAGES = PLAN.stages, CONSUMER_REGISTERS = CONSUMERS_KEEP_DK<D> ? 192 : 160;
   // Channels go through a product a chunk at a time: as many as registers allow.
-  static constexpr int CHUNK = KEYS_ADD<D> ? 64 : 32, CHUNKS = D / CHUNK;
+  static constexpr int CHUNK = CONSUMERS_KEEP_DK<D> ? 64 : 32, CHUNKS = D / CHUNK;
   // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO and Q; dS^T; slots of its codes for
-  // dQ and, where the sums' group adds dK, for that, and of their scales; dQ on its way; units of dS.
+  // dQ and, where the sums' warpgroup adds dK, for that, and of their scales; dQ on its way; units of dS.
   static constexpr int CODES = TILE * D;
-  static constexpr int KT_AT = ROLES_KEYS * D, V_AT = 2 * ROLES_KEYS * D, STAGES_AT = 4 * ROLES_KEYS * D;
+  static constexpr int KT_AT = SM90_KEYS * D, V_AT = 2 * SM90_KEYS * D, STAGES_AT = 4 * SM90_KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
   static constexpr int Q_SCALE_AT = DOUT_SCALE_AT + D * 4;
   static constexpr int STAGE_BYTES = (Q_SCALE_AT + 4 + 1023) / 1024 * 1024;
-  static constexpr int DS_AT = STAGES_AT + STAGES * STAGE_BYTES, DS_BYTES = ROLES_KEYS * TILE * 2;
-  static constexpr int SLOTS_AT = DS_AT + DS_BYTES, DS_CODES_BYTES = ROLES_KEYS * TILE;
-  static constexpr int DK_CODES_AT = DS_CODES_BYTES, DK_CODES_BYTES = KEYS_ADD<D> ? 0 : DS_CODES_BYTES;
+  static constexpr int DS_AT = STAGES_AT + STAGES * STAGE_BYTES, DS_BYTES = SM90_KEYS * TILE * 2;
+  static constexpr int SLOTS_AT = DS_AT + DS_BYTES, DS_CODES_BYTES = SM90_KEYS * TILE;
+  static constexpr int DK_CODES_AT = DS_CODES_BYTES, DK_CODES_BYTES = CONSUMERS_KEEP_DK<D> ? 0 : DS_CODES_BYTES;
   static constexpr int SCALES_AT = DK_CODES_AT + DK_CODES_BYTES;
   static constexpr int SLOT_BYTES = SCALES_AT + 1024;
   static constexpr int STAGING_AT = SLOTS_AT + 2 * SLOT_BYTES;
   static constexpr int UNITS_AT = STAGING_AT + STAGING_BYTES<D>;
-  static constexpr int SHARED_BYTES = UNITS_AT + GROUPS * 4 * 4;
+  static constexpr int SHARED_BYTES = UNITS_AT + CONSUMERS * 4 * 4;
+  static_assert(PLAN.rows == SM90_KEYS && PLAN.threads == SM90_THREADS && PLAN.row_bytes == D && PLAN.shared_bytes == SHARED_BYTES);
 
   const params::Backward& p;
   const BackwardBlock& block;
   unsigned char* memory;
   uint32_t shared;
 
-  __device__ __forceinline__ SageBwdBackwardRoles(const params::Backward& p, const BackwardBlock& b, unsigned char* memory)
+  __device__ __forceinline__ SageBwdBackwardSm90DqWarpgroup(const params::Backward& p, const BackwardBlock& b, unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)) {}
 
   static __device__ __forceinline__ int stage_at(int stage) { return STAGES_AT + stage * STAGE_BYTES; }
-  // Of a keys' group alone: written between SLOT and OWN, read by all its warps from OWN until the next SLOT, where all of
+  // Of a keys' warpgroup alone: written between SLOT_EMPTY and WITHIN_CONSUMER, read by all its warps from WITHIN_CONSUMER until the next SLOT_EMPTY, where all of
   // them meet. So are the units.
-  __device__ __forceinline__ uint32_t ds_rows(int group) const { return shared + DS_AT + group * GROUP_KEYS * TILE * 2; }
+  __device__ __forceinline__ uint32_t ds_rows(int warpgroup) const { return shared + DS_AT + warpgroup * CONSUMER_KEYS * TILE * 2; }
   // Of dS^T, for each warp.
-  __device__ __forceinline__ float4* units(int group) const { return reinterpret_cast<float4*>(memory + UNITS_AT) + group; }
+  __device__ __forceinline__ float4* units(int warpgroup) const { return reinterpret_cast<float4*>(memory + UNITS_AT) + warpgroup; }
   static __device__ __forceinline__ int slot_at(int slot) { return SLOTS_AT + slot * SLOT_BYTES; }
-  __device__ __forceinline__ uint32_t dq_codes(int slot, int group) const {
-    return shared + slot_at(slot) + group * GROUP_KEYS * TILE;
+  __device__ __forceinline__ uint32_t dq_codes(int slot, int warpgroup) const {
+    return shared + slot_at(slot) + warpgroup * CONSUMER_KEYS * TILE;
   }
-  __device__ __forceinline__ uint32_t dk_codes(int slot, int group) const { return dq_codes(slot, group) + DK_CODES_AT; }
-  // Of each query's codes over a group's keys, times that of K.
-  __device__ __forceinline__ float* dq_dequant(int slot, int group) const {
-    return reinterpret_cast<float*>(memory + slot_at(slot) + SCALES_AT) + group * TILE;
+  __device__ __forceinline__ uint32_t dk_codes(int slot, int warpgroup) const { return dq_codes(slot, warpgroup) + DK_CODES_AT; }
+  // Of each query's codes over a warpgroup's keys, times that of K.
+  __device__ __forceinline__ float* dq_dequant(int slot, int warpgroup) const {
+    return reinterpret_cast<float*>(memory + slot_at(slot) + SCALES_AT) + warpgroup * TILE;
   }
   // Of each key's, times that of Q.
-  __device__ __forceinline__ float* dk_dequant(int slot, int group) const { return dq_dequant(slot, group) + GROUPS * TILE; }
+  __device__ __forceinline__ float* dk_dequant(int slot, int warpgroup) const { return dq_dequant(slot, warpgroup) + CONSUMERS * TILE; }
   // Codes of 16 rows, number `row` and on, each 64 of the reduction, and the scales of rows g and g + 8.
   static __device__ __forceinline__ void store_codes(uint32_t rows, float* scales, int row, int lane, const ScoreCodes& codes,
                                                      float low, float high) {
@@ -65,47 +66,47 @@ struct SageBwdBackwardRoles {
   __device__ __forceinline__ void load_keys() {
     const Segment& s = block.segment;
     Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
-    copy_panels<ROLES_KEYS, D, KEYS_THREADS>(shared + V_AT, v, block.first_key, threadIdx.x);
-    copy_key_tiles<GROUPS, D, KEYS_THREADS>(shared, p, block);
+    copy_panels<SM90_KEYS, D, CONSUMER_THREADS>(shared + V_AT, v, block.first_key, threadIdx.x);
+    copy_key_tiles<CONSUMERS, D, CONSUMER_THREADS>(shared, p, block);
   }
-  __device__ __forceinline__ void keys_arrived() { transpose_keys<ROLES_KEYS, D, KEYS_THREADS>(memory + KT_AT, memory); }
+  __device__ __forceinline__ void keys_arrived() { transpose_keys<SM90_KEYS, D, CONSUMER_THREADS>(memory + KT_AT, memory); }
 
   // Codes and what belongs to them by one thread, dO by it too or by all.
-  static __device__ __forceinline__ int fetching(const params::Backward& p) { return p.dout.mapped ? 2 : GROUP_THREADS + 1; }
-  __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread, uint32_t landing) {
+  static __device__ __forceinline__ int fetching(const params::Backward& p) { return p.dout.mapped ? 2 : WARPGROUP_THREADS + 1; }
+  __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread, uint32_t mbarrier) {
     const Segment& s = block.segment;
     uint32_t at = shared + stage_at(stage);
     if (thread == 0) {
       int64_t codes = int64_t(tile.padded) * CODES, rows = int64_t(tile.padded) * TILE;
-      ptx::landing_expect(landing, 3 * CODES + 2 * TILE * 4 + D * 4 + (p.dout.mapped ? 2 * CODES : 0));
-      ptx::bulk_copy(at, p.codes.q + codes, CODES, landing);
-      ptx::bulk_copy(at + CODES, p.q_transposed + codes, CODES, landing);
-      ptx::bulk_copy(at + 2 * CODES, p.dout_transposed + codes, CODES, landing);
-      ptx::bulk_copy(at + STATE_AT, p.minus_lse2 + rows, TILE * 4, landing);
-      ptx::bulk_copy(at + STATE_AT + TILE * 4, p.minus_delta + rows, TILE * 4, landing);
-      ptx::bulk_copy(at + DOUT_SCALE_AT, p.dout_scale + int64_t(tile.padded) * D, D * 4, landing);
-      ptx::copy_4(at + Q_SCALE_AT, p.codes.q_scale + tile.padded);
+      ptx::mbarrier_arrive_expect_tx(mbarrier, 3 * CODES + 2 * TILE * 4 + D * 4 + (p.dout.mapped ? 2 * CODES : 0));
+      ptx::cp_async_bulk(at, p.codes.q + codes, CODES, mbarrier);
+      ptx::cp_async_bulk(at + CODES, p.q_transposed + codes, CODES, mbarrier);
+      ptx::cp_async_bulk(at + 2 * CODES, p.dout_transposed + codes, CODES, mbarrier);
+      ptx::cp_async_bulk(at + STATE_AT, p.minus_lse2 + rows, TILE * 4, mbarrier);
+      ptx::cp_async_bulk(at + STATE_AT + TILE * 4, p.minus_delta + rows, TILE * 4, mbarrier);
+      ptx::cp_async_bulk(at + DOUT_SCALE_AT, p.dout_dequant_scale + int64_t(tile.padded) * D, D * 4, mbarrier);
+      ptx::cp_async_4(at + Q_SCALE_AT, p.codes.q_dequant_scale + tile.padded);
     }
     if (p.dout.mapped) {
-      copy_tile_panels<D>(at + DOUT_AT, p.dout_map, s.batch, tile.head, tile.tile * TILE, landing);
-      ptx::landing_copies(landing, true);
+      copy_tile_panels<D>(at + DOUT_AT, p.dout_map, s.batch, tile.head, tile.tile * TILE, mbarrier);
+      ptx::mbarrier_arrive_on_copies(mbarrier, true);
     } else {
       Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
-      copy_panels<TILE, D, GROUP_THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
-      ptx::landing_copies(landing, dout.vector);
+      copy_panels<TILE, D, WARPGROUP_THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
+      ptx::mbarrier_arrive_on_copies(mbarrier, dout.vector);
     }
   }
 
-  struct KeysPart {
-    const SageBwdBackwardRoles& of;
-    int group;
+  struct KeyConsumer {
+    const SageBwdBackwardSm90DqWarpgroup& of;
+    int warpgroup;
     float k_dequant;
-    float dv[D / 8][4] = {}, dk[KEYS_ADD<D> ? D / 8 : 1][4] = {};
+    float dv[D / 8][4] = {}, dk[CONSUMERS_KEEP_DK<D> ? D / 8 : 1][4] = {};
     int x[8][4];  // S^T
     DsUnit ds_unit;
 
-    __device__ __forceinline__ KeysPart(const SageBwdBackwardRoles& numerics, int group)
-        : of(numerics), group(group), k_dequant(k_dequant_of(numerics.p, numerics.block, group)) {}
+    __device__ __forceinline__ KeyConsumer(const SageBwdBackwardSm90DqWarpgroup& numerics, int warpgroup)
+        : of(numerics), warpgroup(warpgroup), k_dequant(k_dequant_of(numerics.p, numerics.block, warpgroup)) {}
 
     // Registers do not allow S^T of the next tile beside the product of this one.
     static constexpr bool AHEAD = D == 64;
@@ -114,7 +115,7 @@ struct SageBwdBackwardRoles {
       if constexpr (AHEAD) multiply(stage);
     }
     __device__ __forceinline__ void multiply(int stage) {
-      multiply_codes<D / 32>(x, ptx::row_descriptor<D>(of.shared + group * GROUP_KEYS * D),
+      multiply_codes<D / 32>(x, ptx::row_descriptor<D>(of.shared + warpgroup * CONSUMER_KEYS * D),
                              ptx::row_descriptor<D>(of.shared + stage_at(stage)));
     }
     __device__ __forceinline__ void end() {
@@ -122,12 +123,12 @@ struct SageBwdBackwardRoles {
     }
 
     template <class Free, class Done, class Ready, class Next>
-    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool hides, Free free, Done done, Ready ready,
+    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool masked, Free free, Done done, Ready ready,
                                            Next next) {
       // Opaque where what follows from it would cost registers that the products need.
-      int thread = KEYS_ADD<D> ? int(threadIdx.x) : ptx::opaque(threadIdx.x);
+      int thread = CONSUMERS_KEEP_DK<D> ? int(threadIdx.x) : ptx::opaque(threadIdx.x);
       int lane = thread % 32, row = thread / 32 % 4 * 16;
-      uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(group) + row * TILE * 2;
+      uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(warpgroup) + row * TILE * 2;
       const float* minus_lse2 = reinterpret_cast<const float*>(of.memory + stage_at(stage) + STATE_AT);
       const float* dout_dequant = reinterpret_cast<const float*>(of.memory + stage_at(stage) + DOUT_SCALE_AT);
       float q_dequant = *reinterpret_cast<const float*>(of.memory + stage_at(stage) + Q_SCALE_AT);
@@ -145,13 +146,13 @@ struct SageBwdBackwardRoles {
       ptx::wgmma_wait<0>(x);
       Scores s, dp;
       minus_delta.set(dp);
-      multiply_rows<T, D, ROLES_KEYS, true>(dp, of.shared + V_AT + group * GROUP_KEYS * 128, at + DOUT_AT);
+      multiply_rows<T, D, SM90_KEYS, true>(dp, of.shared + V_AT + warpgroup * CONSUMER_KEYS * 128, at + DOUT_AT);
       float factor = q_dequant * k_dequant * (of.p.shape.softmax_scale * ptx::LOG2_E);
 #pragma unroll
       for (int n = 0; n < 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] = fmaf(float(x[n][e]), factor, e & 1 ? lse[n].y : lse[n].x);
-      take_exponentials(s, hides, of.block.segment, tile * TILE, of.block.first_key + group * GROUP_KEYS + row, lane);
+      take_exponentials(s, masked, of.block.segment, tile * TILE, of.block.first_key + warpgroup * CONSUMER_KEYS + row, lane);
       // dS = P o (dP - D), side by side with the codes of P: each waits for its maxima.
       ptx::wgmma_wait<0>(dp);
       PackedScores p, w;
@@ -176,29 +177,29 @@ struct SageBwdBackwardRoles {
       float unit = ds_unit.keep(w, largest, s);
       free();
       store(ds, w, lane);
-      if (lane == 0) reinterpret_cast<float*>(of.units(group))[row / 16] = unit;
+      if (lane == 0) reinterpret_cast<float*>(of.units(warpgroup))[row / 16] = unit;
       ScoreCodes ds_codes;
       float ds_dequant[2];
       quantize_keys(w, largest, ds_codes, ds_dequant);
       ds_dequant[0] *= q_dequant * ds_unit.unit, ds_dequant[1] *= q_dequant * ds_unit.unit;
-      if constexpr (!KEYS_ADD<D>) {
-        store_codes(of.dk_codes(slot, group), of.dk_dequant(slot, group), row, lane, ds_codes, ds_dequant[0], ds_dequant[1]);
-        ptx::wgmma_publish();
+      if constexpr (!CONSUMERS_KEEP_DK<D>) {
+        store_codes(of.dk_codes(slot, warpgroup), of.dk_dequant(slot, warpgroup), row, lane, ds_codes, ds_dequant[0], ds_dequant[1]);
+        ptx::fence_proxy_async();
         done();
       }
-      // What dQ needs, of 16 queries: from the dS of all warps of the group.
-      ptx::barrier(OWN + group, GROUP_THREADS);
+      // What dQ needs, of 16 queries: from the dS of all warps of the warpgroup.
+      ptx::named_barrier_sync(WITHIN_CONSUMER + warpgroup, WARPGROUP_THREADS);
       ScoreCodes dq_codes;
       float2 dq_dequant;
-      ds_unit.follow(quantize_queries(dq_codes, dq_dequant, of.ds_rows(group), of.units(group), row / 16, lane));
-      store_codes(of.dq_codes(slot, group), of.dq_dequant(slot, group), row, lane, dq_codes, dq_dequant.x * k_dequant,
+      ds_unit.follow(quantize_queries(dq_codes, dq_dequant, of.ds_rows(warpgroup), of.units(warpgroup), row / 16, lane));
+      store_codes(of.dq_codes(slot, warpgroup), of.dq_dequant(slot, warpgroup), row, lane, dq_codes, dq_dequant.x * k_dequant,
                   dq_dequant.y * k_dequant);
-      ptx::wgmma_publish();
+      ptx::fence_proxy_async();
       ready();
       if constexpr (AHEAD) next();
 
       // The products that follow one another: dV's, then dK's.
-      constexpr int PRODUCTS = KEYS_ADD<D> ? 2 * CHUNKS : CHUNKS;
+      constexpr int PRODUCTS = CONSUMERS_KEEP_DK<D> ? 2 * CHUNKS : CHUNKS;
 #pragma unroll
       for (int i = 0; i < PRODUCTS; ++i) {
         if (i + 1 < PRODUCTS) {
@@ -233,20 +234,20 @@ struct SageBwdBackwardRoles {
     }
   };
 
-  struct SumsPart {
-    const SageBwdBackwardRoles& of;
-    float dk[KEYS_ADD<D> ? 1 : GROUPS][D / 8][4] = {};
+  struct DqConsumer {
+    const SageBwdBackwardSm90DqWarpgroup& of;
+    float dk[CONSUMERS_KEEP_DK<D> ? 1 : CONSUMERS][D / 8][4] = {};
 
-    __device__ __forceinline__ explicit SumsPart(const SageBwdBackwardRoles& numerics) : of(numerics) {}
+    __device__ __forceinline__ explicit DqConsumer(const SageBwdBackwardSm90DqWarpgroup& numerics) : of(numerics) {}
 
     // dK += dS^T Q: the next product under the addition of the last.
-    __device__ __forceinline__ void add_keys(int group, int stage, int slot) {
+    __device__ __forceinline__ void add_keys(int warpgroup, int stage, int slot) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
-      const float* scales = of.dk_dequant(slot, group) + strip * 16 + lane / 4;
+      const float* scales = of.dk_dequant(slot, warpgroup) + strip * 16 + lane / 4;
       float of_keys[2] = {scales[0], scales[8]};
       int y[2][CHUNK / 8][4];
       auto multiply = [&](int chunk) {
-        multiply_codes<2>(y[chunk & 1], ptx::row_descriptor<TILE>(of.dk_codes(slot, group)),
+        multiply_codes<2>(y[chunk & 1], ptx::row_descriptor<TILE>(of.dk_codes(slot, warpgroup)),
                           ptx::row_descriptor<TILE>(of.shared + stage_at(stage) + CODES + chunk * CHUNK * TILE));
       };
       multiply(0);
@@ -262,34 +263,34 @@ struct SageBwdBackwardRoles {
         for (int n = 0; n < CHUNK / 8; ++n)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            float& sum = dk[group][chunk * (CHUNK / 8) + n][e];
+            float& sum = dk[warpgroup][chunk * (CHUNK / 8) + n][e];
             sum = fmaf(float(y[chunk & 1][n][e]), of_keys[e >> 1], sum);
           }
       }
     }
     __device__ __forceinline__ void added() {}
 
-    // dQ += dS K: codes of each group's keys on their own. Not started early: registers are short.
+    // dQ += dS K: codes of each warpgroup's keys on their own. Not started early: registers are short.
     __device__ __forceinline__ void start(int) {}
     template <class Sums, class Read>
     __device__ __forceinline__ void add_dq(int padded_tile, int slot, const Sums& sums, Read read) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
-      float2 dequant[GROUPS];  // of queries g and g + 8
+      float2 dequant[CONSUMERS];  // of queries g and g + 8
 #pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
+      for (int g = 0; g < CONSUMERS; ++g) {
         const float* scales = of.dq_dequant(slot, g) + strip * 16 + lane / 4;
         dequant[g] = make_float2(scales[0], scales[8]);
       }
       // Not unrolled: chunks side by side would need more registers than there are.
 #pragma unroll 1
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        int y[GROUPS][CHUNK / 8][4];
-        uint64_t channels = ptx::row_descriptor<ROLES_KEYS>(of.shared + KT_AT + chunk * CHUNK * ROLES_KEYS);
+        int y[CONSUMERS][CHUNK / 8][4];
+        uint64_t channels = ptx::row_descriptor<SM90_KEYS>(of.shared + KT_AT + chunk * CHUNK * SM90_KEYS);
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g)
+        for (int g = 0; g < CONSUMERS; ++g)
           multiply_codes<2>(y[g], ptx::row_descriptor<TILE>(of.dq_codes(slot, g)), channels + 4 * g);
         ptx::wgmma_wait<0>(y[0]);
-        ptx::hold(y[1]);
+        ptx::fence_operand(y[1]);
         if (chunk + 1 == CHUNKS) read();
         float dq[CHUNK / 8][4];
 #pragma unroll

@@ -7,22 +7,24 @@
 #pragma once
 
 #include <math_constants.h>
-#include <sage/attention/probabilities.cuh>
+#include <sage/attention/numerics/probabilities.cuh>
 #include <sage/attention/rows.cuh>
 #include <sage/attention/segment.cuh>
 #include <sage/layout/fragments.cuh>
+#include <sage/params/plans.cuh>
 #include <sage/ptx/mma.cuh>
 
 namespace sage::attention {
 
-// How a kernel runs: chosen from the shared memory of a block, params/limits.cuh (candle-sage/src/cuda/plan.rs knows the
-// same).
-template <int KEYS_, int STAGES_>
+// A plan of the table as this mainloop divides it among warps.
+template <params::Plan PLAN>
 struct BackwardPlan {
-  static constexpr int KEYS = KEYS_;      // of a block
-  static constexpr int STAGES = STAGES_;  // buffers for tiles of queries
+  static constexpr int KEYS = PLAN.rows;      // of a block
+  static constexpr int STAGES = PLAN.stages;  // buffers for tiles of queries
+  static constexpr int SHARED_BYTES = PLAN.shared_bytes;
   static constexpr int WARPS = KEYS / 16;
   static constexpr int THREADS = WARPS * 32;
+  static_assert(PLAN.threads == THREADS);
   static constexpr int PARTS = KEYS / TILE;  // warps that share 16 queries of dQ: each takes a part of the channels
 };
 
@@ -206,11 +208,11 @@ __device__ __forceinline__ void store_zeros(uint32_t rows, int lane) {
 }
 
 // Adds to dQ. Its sums lie in the order of the fragments, ((16 queries, 8 channels), lane, 4 values): a warp adds 512
-// neighbouring bytes at once. Either in any order, or each key tile in its turn.
-struct DqSums {
+// neighbouring bytes at once. Either in any order, or each key tile in its order.
+struct DqAccumulator {
   float* sums;
-  int* turns;  // null: any order
-  int turn;
+  int* semaphore;  // null: any order
+  int order;
   // Who adds: threads from `first` on, and the barrier where they meet.
   int first, threads, barrier;
 
@@ -224,7 +226,7 @@ struct DqSums {
   __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
     // Not `at`: ptxas would spill ten times as much for sm_86.
     float* to = sums + int64_t(padded_tile) * (TILE * D) + ((strip * (D / 8) + first) * 32 + lane) * 4;
-    if (turns) {
+    if (semaphore) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         float4* own = reinterpret_cast<float4*>(to + n * 128);
@@ -233,48 +235,48 @@ struct DqSums {
       }
     } else {
 #pragma unroll
-      for (int n = 0; n < N; ++n) ptx::add_global(to + n * 128, x[n][0], x[n][1], x[n][2], x[n][3]);
+      for (int n = 0; n < N; ++n) ptx::red_add_4(to + n * 128, x[n][0], x[n][1], x[n][2], x[n][3]);
     }
   }
-  __device__ __forceinline__ void wait(int padded_tile) const {
-    if (!turns) return;
+  __device__ __forceinline__ void acquire(int padded_tile) const {
+    if (!semaphore) return;
     if (threadIdx.x == first)
-      while (ptx::load_acquire(turns + padded_tile) != turn) {}
-    ptx::barrier(barrier, threads);
+      while (ptx::load_acquire(semaphore + padded_tile) != order) {}
+    ptx::named_barrier_sync(barrier, threads);
   }
-  // Whose turn it is that a block of keys adds: where each tile is visited in the order of keys, the block's number.
-  __device__ __forceinline__ int take_turn(int padded_tile, int) { return padded_tile; }
+  // Whose order it is that a block of keys adds: where each tile is visited in the order of keys, the block's number.
+  __device__ __forceinline__ int set_order(int padded_tile, int) { return padded_tile; }
   template <class Added>
-  __device__ __forceinline__ int take_turn(const Added& added, int parts) {
-    turn = added.rank * parts + turn % parts;
+  __device__ __forceinline__ int set_order(const Added& added, int parts) {
+    order = added.rank * parts + order % parts;
     return added.padded;
   }
-  __device__ __forceinline__ void pass_on(int padded_tile) const {
-    if (!turns) return;
+  __device__ __forceinline__ void release(int padded_tile) const {
+    if (!semaphore) return;
     __threadfence();
-    ptx::barrier(barrier, threads);
-    if (threadIdx.x == first) ptx::add_release(turns + padded_tile, 1);
+    ptx::named_barrier_sync(barrier, threads);
+    if (threadIdx.x == first) ptx::add_release(semaphore + padded_tile, 1);
   }
 };
 
-// Which block this is. Where dQ is added in turns, blocks take tickets, so that whoever a block waits for has started
+// Which block this is. Where dQ is added in semaphore, blocks take scheduler_counter, so that whoever a block waits for has started
 // before it.
 __device__ __forceinline__ int backward_index(const params::Backward& p) {
-  if (!p.turns) return blockIdx.x;
+  if (!p.dq_semaphore) return blockIdx.x;
   __shared__ int ticket;
-  if (threadIdx.x == 0) ticket = atomicAdd(p.turns + int64_t(p.shape.query_heads) * p.shape.query_tiles, 1);
+  if (threadIdx.x == 0) ticket = atomicAdd(p.dq_semaphore + int64_t(p.shape.query_heads) * p.shape.query_tiles, 1);
   __syncthreads();
   return ticket;
 }
 
 // Which of KEYS keys, from `first_key` on, a tile of queries sees.
-struct Sight {
-  bool hides;  // not all of them
+struct TileVisibility {
+  bool masked;  // not all of them
   bool seen;   // any of them
 
-  __device__ __forceinline__ Sight(const Segment& segment, const QueryTile& tile, int first_key, int keys) {
+  __device__ __forceinline__ TileVisibility(const Segment& segment, const QueryTile& tile, int first_key, int keys) {
     int first_query = tile.tile * TILE;
-    hides = segment.visible_keys(first_query) < first_key + keys;
+    masked = segment.visible_keys(first_query) < first_key + keys;
     seen = segment.visible_keys(min(first_query + TILE, segment.query_len) - 1) > first_key;
   }
 };
@@ -303,14 +305,14 @@ __device__ __forceinline__ void store_gradient(const params::View& view, const p
 }
 
 // Numerics has: Type, D, Plan, SHARED_BYTES; COOPERATES, whether warps meet inside a tile; a constructor; load_keys(), keys_arrived(); load(tile, stage),
-// asynchronous; scores(tile, stage, slot, sight), from the logits to dS^T in shared memory, with dV and dK;
+// asynchronous; scores(tile, stage, slot, visibility), from the logits to dS^T in shared memory, with dV and dK;
 // LAG, how many tiles later dQ is added; prepare_dq(slot), what happens in between with LAG = 2; add_dq(tile, slot,
-// sums); settle() at the end; dk and dv, the accumulators.
+// sums); flush_magic() at the end; dk and dv, the accumulators.
 //
 // One barrier a tile: what dQ needs lies in one of two slots and is picked up an iteration later. The first half of the
 // warps does dQ before the scores, the other half after them, so that one half's products meet the other's arithmetic.
 template <class Numerics, class Queries = EveryQuery>
-__device__ __forceinline__ void backward(const params::Backward& p) {
+__device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   using T = typename Numerics::Type;
   using Plan = typename Numerics::Plan;
   constexpr int LAG = Numerics::LAG;
@@ -323,20 +325,20 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
   int warp_key = block.first_key + threadIdx.x / 32 * 16;
   Queries queries(p, block);
   int iterations = queries.count;
-  DqSums sums{p.dq_sums, p.turns, block.first_key / Plan::KEYS, 0, Plan::THREADS, 0};
+  DqAccumulator sums{p.dq_accum, p.dq_semaphore, block.first_key / Plan::KEYS, 0, Plan::THREADS, 0};
 
   Numerics numerics(p, block, shared);
   numerics.load_keys();
   typename Queries::Tile tile = queries.start();
   typename Queries::Added past[LAG];  // tiles whose dQ is to come, the last one first
   if (iterations > 0) numerics.load(tile, 0);
-  ptx::copy_commit();
-  bool late = !Numerics::COOPERATES && !p.turns && threadIdx.x >= 128;
+  ptx::cp_async_commit();
+  bool late = !Numerics::COOPERATES && !p.dq_semaphore && threadIdx.x >= 128;
   for (int i = 0; i < iterations + LAG; ++i) {
     typename Queries::Tile next = tile;
     queries.advance(next);
     int stage = Plan::STAGES == 2 ? i & 1 : 0;
-    ptx::copy_wait<0>();
+    ptx::cp_async_wait<0>();
     // Everyone sees the tile, and is done with the previous one.
     __syncthreads();
     if (i == 0) {
@@ -345,32 +347,32 @@ __device__ __forceinline__ void backward(const params::Backward& p) {
     }
     if (Plan::STAGES == 2) {
       if (i + 1 < iterations) numerics.load(next, stage ^ 1);
-      ptx::copy_commit();
+      ptx::cp_async_commit();
     }
 #pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {
-      if ((turn == 1) == late) {
+    for (int half = 0; half < 2; ++half) {
+      if ((half == 1) == late) {
         if (i >= LAG) {
-          int padded = sums.take_turn(past[LAG - 1], SELECTION_BLOCK / Plan::KEYS);
-          sums.wait(padded);
+          int padded = sums.set_order(past[LAG - 1], SELECTION_BLOCK / Plan::KEYS);
+          sums.acquire(padded);
           numerics.add_dq(padded, i & 1, sums);
-          sums.pass_on(padded);
+          sums.release(padded);
         }
         if (LAG == 2 && i >= 1 && i <= iterations) numerics.prepare_dq(i & 1 ^ 1);
       } else if (i < iterations) {
-        numerics.scores(tile, stage, i & 1, Sight(segment, tile, warp_key, 16));
+        numerics.scores(tile, stage, i & 1, TileVisibility(segment, tile, warp_key, 16));
       }
     }
     if (Plan::STAGES == 1) {
       __syncthreads();
       if (i + 1 < iterations) numerics.load(next, 0);
-      ptx::copy_commit();
+      ptx::cp_async_commit();
     }
     if (LAG == 2) past[1] = past[0];
     past[0] = Queries::added(tile);
     tile = next;
   }
-  numerics.settle();
+  numerics.flush_magic();
   store_gradient<T>(p.dk, p, block, warp_key, numerics.dk, shape.softmax_scale);
   store_gradient<T>(p.dv, p, block, warp_key, numerics.dv, 1.0f);
 }

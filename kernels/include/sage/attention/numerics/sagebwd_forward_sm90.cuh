@@ -4,7 +4,7 @@
 // goes into P before it is quantized: P V is then one sum of integers. P's codes are u8, 0 to 254: twice as fine as s8.
 #pragma once
 
-#include <sage/attention/forward_roles.cuh>
+#include <sage/attention/mainloop/forward_sm90.cuh>
 #include <sage/quant/codes.cuh>
 
 namespace sage::attention {
@@ -37,20 +37,21 @@ struct __align__(16) StepScales {
   }
 };
 
-template <class T, int HEAD_DIM, int GROUPS = USUAL_GROUPS<HEAD_DIM>>
-struct SageBwdForwardRoles {
+template <class T, int HEAD_DIM, params::Plan PLAN>
+struct SageBwdForwardSm90 {
   using Type = T;
   static constexpr int D = HEAD_DIM;
-  using Roles = ForwardRoles<2, D == 64 ? 4 : 3, GROUPS == 3 ? 32 : 40, GROUPS>;
-  static constexpr int FETCH_THREADS = 32;  // one of them, indeed
+  using Warpgroups = ForwardWarpgroups<2, PLAN.rows == 192 ? 32 : 40, PLAN>;
+  static constexpr int PRODUCER_THREADS = 32;  // one of them, indeed
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // bulk copies; and scales
   static constexpr bool VALUES_FIRST = true;
   // Shared memory: Q, twice; stages of K, V^T of two tiles; scales of each stage.
-  static constexpr int TILE_BYTES = TILE * D, Q_BYTES = Roles::GROUPS * TILE_BYTES;
-  static constexpr int SCALES_AT = 2 * Q_BYTES + Roles::STAGES * 4 * TILE_BYTES;
-  static constexpr int SHARED_BYTES = SCALES_AT + Roles::STAGES * int(sizeof(StepScales));
+  static constexpr int TILE_BYTES = TILE * D, Q_BYTES = Warpgroups::CONSUMERS * TILE_BYTES;
+  static constexpr int SCALES_AT = 2 * Q_BYTES + Warpgroups::STAGES * 4 * TILE_BYTES;
+  static constexpr int SHARED_BYTES = SCALES_AT + Warpgroups::STAGES * int(sizeof(StepScales));
+  static_assert(PLAN.row_bytes == D && PLAN.shared_bytes == SHARED_BYTES);
 
-  static constexpr int STAGING = TILE_BYTES / 4;  // of a warp: its own rows of the queries, which no other warp reads
+  static constexpr int STAGING = TILE_BYTES / 4;  // of a warp: its own softmax of the queries, which no other warp reads
 
   const params::Forward& p;
   const ForwardBlock& block;
@@ -58,7 +59,7 @@ struct SageBwdForwardRoles {
   uint32_t shared;
   int64_t first_key_tile;
 
-  __device__ __forceinline__ SageBwdForwardRoles(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
+  __device__ __forceinline__ SageBwdForwardSm90(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)),
         first_key_tile(int64_t(b.key_head(p.shape)) * p.shape.key_tiles + b.segment.key_tile) {}
 
@@ -68,49 +69,49 @@ struct SageBwdForwardRoles {
     return reinterpret_cast<StepScales*>(memory + SCALES_AT)[stage];
   }
 
-  // In the padded buffers; that of a group beyond the end is read from the last tile, and never stored.
-  __device__ __forceinline__ int64_t query_tile(int group) const {
-    int tile = min(block.first / TILE + group, block.segment.query_tiles() - 1);
+  // In the padded buffers; that of a warpgroup beyond the end is read from the last tile, and never stored.
+  __device__ __forceinline__ int64_t query_tile(int warpgroup) const {
+    int tile = min(block.first / TILE + warpgroup, block.segment.query_tiles() - 1);
     return int64_t(block.head) * p.shape.query_tiles + block.segment.query_tile + tile;
   }
-  __device__ __forceinline__ uint32_t queries(int slot, int group) const {
-    return shared + slot * Q_BYTES + group * TILE_BYTES;
+  __device__ __forceinline__ uint32_t queries(int slot, int warpgroup) const {
+    return shared + slot * Q_BYTES + warpgroup * TILE_BYTES;
   }
 
-  __device__ __forceinline__ void load_queries(int slot, int thread, uint32_t landing) {
+  __device__ __forceinline__ void load_queries(int slot, int thread, uint32_t mbarrier) {
     if (thread != 0) return;
-    ptx::landing_expect(landing, Q_BYTES);
+    ptx::mbarrier_arrive_expect_tx(mbarrier, Q_BYTES);
 #pragma unroll 1
-    for (int group = 0; group < Roles::GROUPS; ++group)
-      ptx::bulk_copy(queries(slot, group), p.codes.q + query_tile(group) * TILE_BYTES, TILE_BYTES, landing);
+    for (int warpgroup = 0; warpgroup < Warpgroups::CONSUMERS; ++warpgroup)
+      ptx::cp_async_bulk(queries(slot, warpgroup), p.codes.q + query_tile(warpgroup) * TILE_BYTES, TILE_BYTES, mbarrier);
   }
 
   // Of a second tile beyond the end there are no codes: what was there before is as good, since its keys are hidden.
-  __device__ __forceinline__ void load(int step, int stage, int thread, uint32_t landing) {
+  __device__ __forceinline__ void load(int step, int stage, int thread, uint32_t mbarrier) {
     if (thread != 0) return;
     int both = min(block.segment.key_tiles() - 2 * step, 2), bytes = both * TILE_BYTES;
     int64_t at = first_key_tile + 2 * step;
-    ptx::landing_expect(landing, 2 * bytes);
-    ptx::bulk_copy(keys(stage), p.codes.k + at * TILE_BYTES, bytes, landing);
-    ptx::bulk_copy(values(stage), p.codes.v_transposed + at * TILE_BYTES, bytes, landing);
-    const float *k = p.codes.k_scale + at, *v = p.codes.v_scale + at;
+    ptx::mbarrier_arrive_expect_tx(mbarrier, 2 * bytes);
+    ptx::cp_async_bulk(keys(stage), p.codes.k + at * TILE_BYTES, bytes, mbarrier);
+    ptx::cp_async_bulk(values(stage), p.codes.v_transposed + at * TILE_BYTES, bytes, mbarrier);
+    const float *k = p.codes.k_dequant_scale + at, *v = p.codes.v_dequant_scale + at;
     scales(stage) = StepScales(__ldg(k), __ldg(k + both - 1), __ldg(v), __ldg(v + both - 1));
-    ptx::landing_arrive(landing);
+    ptx::mbarrier_arrive(mbarrier);
   }
 
-  struct Part {
-    const SageBwdForwardRoles& of;
+  struct Consumer {
+    const SageBwdForwardSm90& of;
     uint32_t queries;
     float q_factor;  // q dequant_scale * softmax_scale * log2 e
-    Softmax<D, 1, GROUP_THREADS, false> rows;
+    Softmax<D, 1, WARPGROUP_THREADS, false> softmax;
     int x[16][4];          // S of both tiles
     uint32_t codes[4][4];  // of P under way, 32 keys each
     float dequant[2];      // of what is added, one a row
     int y[D / 8][4];       // P V under way
 
-    __device__ __forceinline__ Part(const SageBwdForwardRoles& numerics, int slot, int group)
-        : of(numerics), queries(of.queries(slot, group)),
-          q_factor(of.p.codes.q_scale[of.query_tile(group)] * (of.p.shape.softmax_scale * ptx::LOG2_E)), rows(nullptr) {}
+    __device__ __forceinline__ Consumer(const SageBwdForwardSm90& numerics, int slot, int warpgroup)
+        : of(numerics), queries(of.queries(slot, warpgroup)),
+          q_factor(of.p.codes.q_dequant_scale[of.query_tile(warpgroup)] * (of.p.shape.softmax_scale * ptx::LOG2_E)), softmax(nullptr) {}
 
     __device__ __forceinline__ uint32_t staging() const { return queries + threadIdx.x / 32 % 4 * STAGING; }
 
@@ -118,8 +119,8 @@ struct SageBwdForwardRoles {
       multiply_codes<D / 32>(x, ptx::row_descriptor<D>(queries), ptx::row_descriptor<D>(of.keys(stage)));
     }
 
-    template <bool HIDES, int PENDING>
-    __device__ __forceinline__ void softmax(int step, int stage, const Segment& segment, int first) {
+    template <bool MASKED, int PENDING>
+    __device__ __forceinline__ void online_softmax(int step, int stage, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;
       // In registers, or read where they are wanted: 5 % of the kernel either way, for what else ptxas then does.
       const std::conditional_t<D == 64, StepScales, StepScales&> scales = of.scales(stage);
@@ -138,7 +139,7 @@ struct SageBwdForwardRoles {
         for (int n = 0; n < 8; ++n)
 #pragma unroll
           for (int e = 0; e < 4; ++e) s[t][0][n][e] = float(x[t * 8 + n][e]);
-        if constexpr (HIDES)
+        if constexpr (MASKED)
           mask(s[t], segment, first + threadIdx.x / 32 % 4 * 16, (2 * step + t) * TILE, lane, -CUDART_INF_F);
       }
       // The largest logit of each row, where those of the tile with the smaller values count for less.
@@ -148,7 +149,7 @@ struct SageBwdForwardRoles {
         float of_tile[2];
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
-          if constexpr (HIDES) {
+          if constexpr (MASKED) {
             of_tile[t] = -CUDART_INF_F;
 #pragma unroll
             for (int n = 0; n < 8; ++n) of_tile[t] = fmaxf(of_tile[t], fmaxf(s[t][0][n][2 * r], s[t][0][n][2 * r + 1]));
@@ -163,17 +164,17 @@ struct SageBwdForwardRoles {
         row_max[r] = quad_max(fmaxf(of_tile[0], of_tile[1]));
         // 2^(x factor + log2_v + offset) is 254 at that logit. All that is rounded on the way is less than 2^-21 of it.
         offset[r] = fmaf(fabsf(row_max[r]), -0x1p-21f, quant::LOG2_254 - row_max[r]);
-        if (HIDES && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
+        if (MASKED && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
       }
-      rows.follow(row_max);
+      softmax.follow(row_max);
       // Adds nothing. But else exponentials are taken before the branch of `follow`, alone, and packed after it; on one side
       // they go together, while other units work.
 #pragma unroll
-      for (int r = 0; r < 2; ++r) offset[r] = fmaf(rows.shift(r), 0.0f, offset[r]);
+      for (int r = 0; r < 2; ++r) offset[r] = fmaf(softmax.shift(r), 0.0f, offset[r]);
       // Rows that do not see the second tile.
       const int second = (2 * step + 1) * TILE;
       bool alone[2] = {};
-      if constexpr (HIDES) {
+      if constexpr (MASKED) {
 #pragma unroll
         for (int r = 0; r < 2; ++r)
           alone[r] = segment.visible_keys(first + threadIdx.x / 32 % 4 * 16 + row_of(r, lane)) <= second;
@@ -184,7 +185,7 @@ struct SageBwdForwardRoles {
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
         // A second tile that nobody sees costs little.
-        if (HIDES && t == 1 && segment.visible_keys(first + TILE - 1) <= second) {
+        if (MASKED && t == 1 && segment.visible_keys(first + TILE - 1) <= second) {
 #pragma unroll
           for (int i = 2; i < 4; ++i) codes[i][0] = codes[i][1] = codes[i][2] = codes[i][3] = 0;
           sum[1][0] = sum[1][1] = 0.0f;
@@ -192,7 +193,7 @@ struct SageBwdForwardRoles {
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          // For rows that are alone the other tile's scales could be anything.
+          // For softmax that are alone the other tile's scales could be anything.
           float start = offset[r] + scales.log2_v[t], by = t == 1 && alone[r] ? 1.0f : factor[t];
           __half2 pairs[8];
 #pragma unroll
@@ -212,11 +213,11 @@ struct SageBwdForwardRoles {
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float p_dequant = ptx::exp2(-offset[r] - rows.shift(r));
-        if (HIDES && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
+        float p_dequant = ptx::exp2(-offset[r] - softmax.shift(r));
+        if (MASKED && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
         dequant[r] = p_dequant * (alone[r] ? scales.first_v * scales.inverse_v[0] : scales.v);
 #pragma unroll
-        for (int t = 0; t < 2; ++t) rows.state(rows.state.SUM, r) += p_dequant * scales.inverse_v[t] * sum[t][r];
+        for (int t = 0; t < 2; ++t) softmax.state(softmax.state.SUM, r) += p_dequant * scales.inverse_v[t] * sum[t][r];
       }
       // Here, where it parts nothing that should go together: a factor at the source costs 2 % at head_dim 64.
       if (__builtin_expect(scales.beyond != 0, false)) {
@@ -230,7 +231,7 @@ struct SageBwdForwardRoles {
 
     __device__ __forceinline__ void add_last(int stage) { add(stage); }
     __device__ __forceinline__ void add(int stage) {
-      ptx::forget(y);
+      ptx::discard_operand(y);
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i)
@@ -243,7 +244,7 @@ struct SageBwdForwardRoles {
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) rows.acc[0][n][e] = fmaf(float(y[n][e]), dequant[e >> 1], rows.acc[0][n][e]);
+        for (int e = 0; e < 4; ++e) softmax.acc[0][n][e] = fmaf(float(y[n][e]), dequant[e >> 1], softmax.acc[0][n][e]);
     }
   };
 };

@@ -1,30 +1,31 @@
 // SageBwd forward on INT8 codes (arXiv 2603.02170, algorithm 1): S = Q K^T and O = P V as s8 x s8 -> s32.
 #pragma once
 
-#include <sage/attention/forward.cuh>
-#include <sage/attention/query_mean.cuh>
+#include <sage/attention/mainloop/forward_sm80.cuh>
+#include <sage/attention/numerics/query_mean.cuh>
 #include <sage/layout/fragments.cuh>
+#include <sage/params/plans.cuh>
 #include <sage/quant/codes.cuh>
 
 namespace sage::attention {
 
 // QK: whether Q is smoothed as well, which adds a row to the logits of each tile.
-template <class T, int HEAD_DIM, bool QK = false>
-struct SageBwdForward {
+template <class T, int HEAD_DIM, params::Plan PLAN, bool QK = false>
+struct SageBwdForwardSm80 {
   using Type = T;
   static constexpr int D = HEAD_DIM;
-  static constexpr int M = 2;
+  static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
   using Logits = int[M][8][4];  // as the floats MAGIC + sum
   static constexpr int BLOCKS = HEAD_DIM == 64 && !QK ? 3 : 2;  // of a multiprocessor: what the accumulators leave of its registers
-  static constexpr int THREADS = FORWARD_QUERIES / (16 * M) * 32;
-  using Rows = Softmax<D, M, THREADS, HEAD_DIM == 64>;
+  using RowSoftmax = Softmax<D, M, THREADS, HEAD_DIM == 64>;
   static constexpr bool COOPERATES = QK;
   static constexpr int Q_BYTES = FORWARD_QUERIES * D;
   static constexpr int TILE_BYTES = TILE * D;
   static constexpr int ROWS_BYTES = QK ? 2 * TILE * 4 : 0;
   static constexpr int STATE_AT = Q_BYTES + 4 * TILE_BYTES;
-  static constexpr int ROWS_AT = STATE_AT + Rows::State::BYTES;
+  static constexpr int ROWS_AT = STATE_AT + RowSoftmax::State::BYTES;
   static constexpr int SHARED_BYTES = ROWS_AT + ROWS_BYTES;
+  static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == D && PLAN.stages == 2 && PLAN.shared_bytes == SHARED_BYTES);
 
   uint32_t shared;
   float* mean_logits;  // (query tile, key), with Q smoothing
@@ -36,14 +37,14 @@ struct SageBwdForward {
   const params::Forward& p;
   const ForwardBlock& block;
 
-  __device__ __forceinline__ SageBwdForward(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
+  __device__ __forceinline__ SageBwdForwardSm80(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
       : shared(ptx::shared_address(memory)),
         mean_logits(reinterpret_cast<float*>(memory + ROWS_AT)),
         warp(threadIdx.x / 32), first_key_tile(b.key_head(p.shape) * p.shape.key_tiles + b.segment.key_tile),
         query_tile(int64_t(b.head) * p.shape.query_tiles + b.segment.query_tile + b.first / TILE),
         query_tiles_left(b.segment.query_tiles() - b.first / TILE), p(p), block(b) {
     int tile = min(warp * 16 * M / TILE, query_tiles_left - 1);
-    q_factor = p.codes.q_scale[query_tile + tile] * (p.shape.softmax_scale * ptx::LOG2_E);
+    q_factor = p.codes.q_dequant_scale[query_tile + tile] * (p.shape.softmax_scale * ptx::LOG2_E);
   }
 
   __device__ __forceinline__ uint32_t k_tile(int tile) const { return shared + Q_BYTES + (tile & 1) * 2 * TILE_BYTES; }
@@ -91,11 +92,11 @@ struct SageBwdForward {
     }
   }
 
-  template <bool HIDES>
-  __device__ __forceinline__ void attend(int tile, Logits& x, Rows& softmax, const Segment& segment,
+  template <bool MASKED>
+  __device__ __forceinline__ void attend(int tile, Logits& x, RowSoftmax& softmax, const Segment& segment,
                                          int warp_first) {
     int lane = ptx::opaque(threadIdx.x) % 32;
-    float k_dequant = __ldg(p.codes.k_scale + first_key_tile + tile);
+    float k_dequant = __ldg(p.codes.k_dequant_scale + first_key_tile + tile);
     if constexpr (QK) {
       query_mean_logits<T, D>(p.k, p.codes, p.shape, block.segment, block.segment_index, block.key_head(p.shape), query_tile,
                               min(query_tiles_left, 2), tile * TILE, TILE, mean_logits);
@@ -123,7 +124,7 @@ struct SageBwdForward {
             }
         }
     }
-    if constexpr (HIDES) mask(x, segment, warp_first, tile * TILE, lane, __float_as_int(-CUDART_INF_F));
+    if constexpr (MASKED) mask(x, segment, warp_first, tile * TILE, lane, __float_as_int(-CUDART_INF_F));
 
     const float exact_offset = QK ? 0.0f : -quant::MAGIC * factor;
     float row_max[2 * M], offset[2 * M];
@@ -149,11 +150,11 @@ struct SageBwdForward {
       // What the rounding changes, up to 2^-24 of MAGIC * factor, is the same for the whole row and goes into its
       // dequant_scale below.
       offset[r] = __fadd_rd(exact_offset, quant::LOG2_127 - row_max[r]);
-      if (HIDES && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
+      if (MASKED && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
     }
     softmax.follow(row_max);
 
-    float v_dequant = __ldg(p.codes.v_scale + first_key_tile + tile);
+    float v_dequant = __ldg(p.codes.v_dequant_scale + first_key_tile + tile);
     // Codes of P, one scale a row: an operand of 16 x 32 for each (32 keys, m).
     uint32_t codes[2][M][4];
     float dequant[2 * M];
@@ -172,9 +173,9 @@ struct SageBwdForward {
         codes[n >> 2][r >> 1][(r & 1) + 2 * ((n >> 1) & 1)] = quant::codes_of_positive(e[0], e[1], e[2], e[3]);
       }
       float p_dequant = ptx::exp2(exact_offset - offset[r] - softmax.shift(r));
-      if (HIDES && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
+      if (MASKED && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
       // The sum is of the unquantized probabilities.
-      softmax.state(Rows::State::SUM, r) += p_dequant * sum;
+      softmax.state(RowSoftmax::State::SUM, r) += p_dequant * sum;
       dequant[r] = p_dequant * v_dequant;
     }
 
@@ -202,18 +203,18 @@ struct SageBwdForward {
             acc = fmaf(__int_as_float(y[m][i][e]), dequant[2 * m + (e >> 1)], acc);
           }
     }
-    // What MAGIC adds to the rows, in units of MAGIC: see settle.
+    // What MAGIC adds to the rows, in units of MAGIC: see flush_magic.
 #pragma unroll
-    for (int r = 0; r < 2 * M; ++r) softmax.state(Rows::State::MAGIC, r) += dequant[r];
-    if (__builtin_expect(tile % quant::MAGIC_TILES == quant::MAGIC_TILES - 1, false)) settle(softmax);
+    for (int r = 0; r < 2 * M; ++r) softmax.state(RowSoftmax::State::MAGIC, r) += dequant[r];
+    if (__builtin_expect(tile % quant::MAGIC_TILES == quant::MAGIC_TILES - 1, false)) flush_magic(softmax);
   }
 
   // The sums came as MAGIC + integer. Takes out of the accumulator what MAGIC added since the last time, before it grows
   // large.
-  __device__ __forceinline__ void settle(Rows& softmax) {
+  __device__ __forceinline__ void flush_magic(RowSoftmax& softmax) {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
-      float& part = softmax.state(Rows::State::MAGIC, r);
+      float& part = softmax.state(RowSoftmax::State::MAGIC, r);
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)
 #pragma unroll

@@ -2,7 +2,7 @@
 // keeps near its largest.
 #pragma once
 
-#include <sage/attention/score_codes.cuh>
+#include <sage/attention/numerics/score_codes_sm80.cuh>
 
 namespace sage::attention {
 
@@ -102,7 +102,7 @@ struct HalfScales {
 };
 
 // The power of two that a warp multiplies dS with, so that its largest is somewhere in [LOW, HIGH] in f16: real dS is about
-// 1e-7, which f16 cannot hold. It follows dS when that leaves the window. A row whose largest is under 2^-9, at least 2^9
+// 1e-7, which f16 cannot fence_operand. It follows dS when that leaves the window. A row whose largest is under 2^-9, at least 2^9
 // below the largest of the 16 keys, gets coarser codes: HalfScales. dS beyond 2^75, or beyond 2^38 right after tiles of next
 // to nothing, becomes infinite.
 struct DsUnit {

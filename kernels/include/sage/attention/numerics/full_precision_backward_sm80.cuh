@@ -1,15 +1,15 @@
 // The backward of 16-bit operands, with f32 sums (FlashAttention-2, arXiv 2307.08691, algorithm 2): full precision; Attn-QAT,
-// whose operands hold NVFP4 values; and SageBwd where at most S is a product of codes.
+// whose operands fence_operand NVFP4 values; and SageBwd where at most S is a product of codes.
 #pragma once
 
-#include <sage/attention/scores.cuh>
+#include <sage/attention/numerics/scores_sm80.cuh>
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, class Plan_, class P = PlainProbabilities, class S = ScoresOfRows<T, HEAD_DIM>>
-struct FullPrecisionBackward {
+template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, class S = ScoresOfRows<T, HEAD_DIM>>
+struct FullPrecisionBackwardSm80 {
   using Type = T;
-  using Plan = Plan_;
+  using Plan = BackwardPlan<PLAN>;
   static constexpr int D = HEAD_DIM;
   static constexpr int ROW = 2 * D;
   static constexpr int K_BYTES = Plan::KEYS * ROW;
@@ -22,6 +22,7 @@ struct FullPrecisionBackward {
   static constexpr int DS_BYTES = Plan::KEYS * TILE * 2;
   static constexpr int WARPS_AT = DS_AT + 2 * DS_BYTES;
   static constexpr int SHARED_BYTES = WARPS_AT + Plan::WARPS * P::WARP_BYTES;
+  static_assert(PLAN.row_bytes == ROW && PLAN.shared_bytes == SHARED_BYTES);
   static constexpr int LAG = 1;
   static constexpr bool COOPERATES = false;
 
@@ -32,7 +33,7 @@ struct FullPrecisionBackward {
   int warp;
   float dk[D / 8][4] = {}, dv[D / 8][4] = {};
 
-  __device__ __forceinline__ FullPrecisionBackward(const params::Backward& p, const BackwardBlock& b,
+  __device__ __forceinline__ FullPrecisionBackwardSm80(const params::Backward& p, const BackwardBlock& b,
                                                    unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32) {}
 
@@ -62,12 +63,12 @@ struct FullPrecisionBackward {
     copy_row_state<P::QUERY_VALUES>(at + STATE_AT, p, tile, thread);
   }
 
-  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, Sight sight) {
+  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, TileVisibility visibility) {
     int lane = threadIdx.x % 32;
     uint32_t q_rows = shared + stage_at(stage), dout_rows = q_rows + Q_BYTES;
     uint32_t ds_rows = shared + DS_AT + slot * DS_BYTES + warp * 16 * TILE * 2;
     const float* minus_lse2 = reinterpret_cast<const float*>(memory + stage_at(stage) + STATE_AT);
-    if (!sight.seen) {
+    if (!visibility.seen) {
       store_zeros(ds_rows, lane);
       return;
     }
@@ -82,7 +83,7 @@ struct FullPrecisionBackward {
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(s[n][e], scale, e & 1 ? l.y : l.x));
     }
-    if (sight.hides) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
+    if (visibility.masked) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
     uint32_t probabilities[4][4];
     void* scales = memory + WARPS_AT + warp * P::WARP_BYTES;
     P::make_scales(s, minus_lse2 + 2 * TILE, scales, lane);
@@ -101,7 +102,7 @@ struct FullPrecisionBackward {
   __device__ __forceinline__ void prepare_dq(int) {}
 
   // For the tile whose dS lies in the other slot.
-  __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqSums& sums) {
+  __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqAccumulator& sums) {
     constexpr int CHANNELS = D / Plan::PARTS;
     int lane = threadIdx.x % 32, strip = warp % 4, part = warp / 4;
     layout::TransposedReaderA<TILE * 2> ds_reader(shared + DS_AT + (slot ^ 1) * DS_BYTES, lane);
@@ -122,7 +123,7 @@ struct FullPrecisionBackward {
     sums.template add<D>(padded_tile, strip, part * (CHANNELS / 8), lane, dq);
   }
 
-  __device__ __forceinline__ void settle() {}
+  __device__ __forceinline__ void flush_magic() {}
 
  private:
   // out += X^T B: X in registers, and B, 64 rows of queries, in shared memory.

@@ -6,7 +6,7 @@
 #pragma once
 
 #include <sage/attention/panels.cuh>
-#include <sage/attention/scores.cuh>
+#include <sage/attention/numerics/scores_sm80.cuh>
 
 namespace sage::attention {
 
@@ -19,8 +19,8 @@ struct WarpgroupScores<ScoresOfRows<T, D>> : ScoresOfRows<T, D> {
   static constexpr int BULK_BYTES = 0, ARRIVALS = 1;
   static __device__ __forceinline__ void load_by_bulk(uint32_t, uint32_t, const params::Backward&, const QueryTile&, uint32_t) {}
   template <int KEYS>
-  static __device__ __forceinline__ void start(Sums& sums, uint32_t keys, uint32_t q_rows, uint32_t, uint32_t, int group) {
-    multiply_rows<T, D, KEYS, false>(sums, keys + group * TILE * 128, q_rows);
+  static __device__ __forceinline__ void start(Sums& sums, uint32_t keys, uint32_t q_rows, uint32_t, uint32_t, int warpgroup) {
+    multiply_rows<T, D, KEYS, false>(sums, keys + warpgroup * TILE * 128, q_rows);
   }
   using KeyFragments = uint32_t[D / 16][4];
   static __device__ __forceinline__ void read_keys(KeyFragments& k, uint32_t keys, uint32_t, int first) {
@@ -37,14 +37,14 @@ struct WarpgroupScores<ScoresOfCodes<T, D>> : ScoresOfCodes<T, D> {
   using Sums = int[8][4];
   static constexpr int BULK_BYTES = TILE * D, ARRIVALS = 2;
   static __device__ __forceinline__ void load_by_bulk(uint32_t to, uint32_t scale_to, const params::Backward& p,
-                                                      const QueryTile& tile, uint32_t landing) {
-    ptx::bulk_copy(to, p.codes.q + int64_t(tile.padded) * BULK_BYTES, BULK_BYTES, landing);
-    ptx::copy_4(scale_to, p.codes.q_scale + tile.padded);
-    ptx::landing_copies(landing, true);
+                                                      const QueryTile& tile, uint32_t mbarrier) {
+    ptx::cp_async_bulk(to, p.codes.q + int64_t(tile.padded) * BULK_BYTES, BULK_BYTES, mbarrier);
+    ptx::cp_async_4(scale_to, p.codes.q_dequant_scale + tile.padded);
+    ptx::mbarrier_arrive_on_copies(mbarrier, true);
   }
   template <int KEYS>
-  static __device__ __forceinline__ void start(Sums& sums, uint32_t, uint32_t, uint32_t k_codes, uint32_t q_codes, int group) {
-    multiply_codes<D / 32>(sums, ptx::row_descriptor<D>(k_codes + group * TILE * D), ptx::row_descriptor<D>(q_codes));
+  static __device__ __forceinline__ void start(Sums& sums, uint32_t, uint32_t, uint32_t k_codes, uint32_t q_codes, int warpgroup) {
+    multiply_codes<D / 32>(sums, ptx::row_descriptor<D>(k_codes + warpgroup * TILE * D), ptx::row_descriptor<D>(q_codes));
   }
   using KeyFragments = uint32_t[D / 32][4];
   static __device__ __forceinline__ void read_keys(KeyFragments& k, uint32_t, uint32_t k_codes, int first) {
@@ -54,7 +54,7 @@ struct WarpgroupScores<ScoresOfCodes<T, D>> : ScoresOfCodes<T, D> {
     multiply_codes<D / 32>(sums, k, ptx::row_descriptor<D>(q_codes));
   }
   // With the tile's scale.
-  static __device__ __forceinline__ float factor_at(float k_factor, const float* q_scale) { return k_factor * *q_scale; }
+  static __device__ __forceinline__ float factor_at(float k_factor, const float* q_dequant_scale) { return k_factor * *q_dequant_scale; }
 };
 
 }  // namespace sage::attention

@@ -1,53 +1,53 @@
-// The backward of 16-bit operands on Hopper for head_dims up to 64, with f32 sums: full precision; Attn-QAT, whose operands hold
+// The backward of 16-bit operands on Hopper for head_dims up to 64, with f32 sums: full precision; Attn-QAT, whose operands fence_operand
 // NVFP4 values; and SageBwd where at most S is a product of codes. All products read shared memory as it is: of Q, dO and dS^T
 // each lies there once, and those who need it the other way round ask for it transposed. K and V are left operands out of
 // registers: products of 64 x 64 with both operands in shared memory would be as long as their reading.
 #pragma once
 
-#include <sage/attention/backward_roles.cuh>
-#include <sage/attention/full_precision_tiles.cuh>
+#include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
+#include <sage/attention/numerics/full_precision_tiles_sm90.cuh>
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, class P = PlainProbabilities, class Source = ScoresOfRows<T, HEAD_DIM>>
-struct FullPrecisionBackwardRoles : FullPrecisionTiles<T, HEAD_DIM, P, Source, 5> {
-  using Tiles = FullPrecisionTiles<T, HEAD_DIM, P, Source, 5>;
+template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, class Source = ScoresOfRows<T, HEAD_DIM>>
+struct FullPrecisionBackwardSm90DqWarpgroup : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, Source> {
+  using Tiles = FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, Source>;
   using Tiles::D, Tiles::K_BYTES, Tiles::Q_BYTES, Tiles::K_CODES_AT, Tiles::Q_CODES_AT, Tiles::STATE_AT;
   using Tiles::p, Tiles::block, Tiles::shared, Tiles::stage_at, Tiles::ds_rows;
   using typename Tiles::S;
   using Tiles::Tiles;
-  static constexpr int STAGING_AT = Tiles::DQ_AT, KEYS_REGISTERS = 208;
-  static_assert(KEYS_ADD<D> && STAGING_BYTES<D> == Tiles::DQ_BYTES);
+  static constexpr int STAGING_AT = Tiles::DQ_AT, CONSUMER_REGISTERS = 208;
+  static_assert(CONSUMERS_KEEP_DK<D> && STAGING_BYTES<D> == Tiles::DQ_BYTES);
 
   // All by one thread, or rows by all.
   static __device__ __forceinline__ int fetching(const params::Backward& p) {
-    return S::ARRIVALS + (p.dout.mapped ? 0 : GROUP_THREADS);
+    return S::ARRIVALS + (p.dout.mapped ? 0 : WARPGROUP_THREADS);
   }
-  __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread, uint32_t landing) {
+  __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread, uint32_t mbarrier) {
     const Segment& s = block.segment;
     uint32_t at = shared + stage_at(stage);
     int first = tile.tile * TILE;
-    if (thread == 0) this->load_by_bulk(tile, stage, p.dout.mapped, landing);
+    if (thread == 0) this->load_by_bulk(tile, stage, p.dout.mapped, mbarrier);
     if (p.dout.mapped) return;
     Rows<T> q(p.q, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
     Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
-    copy_panels<TILE, D, GROUP_THREADS>(at, q, first, thread);
-    copy_panels<TILE, D, GROUP_THREADS>(at + Q_BYTES, dout, first, thread);
-    ptx::landing_copies(landing, q.vector && dout.vector);
+    copy_panels<TILE, D, WARPGROUP_THREADS>(at, q, first, thread);
+    copy_panels<TILE, D, WARPGROUP_THREADS>(at + Q_BYTES, dout, first, thread);
+    ptx::mbarrier_arrive_on_copies(mbarrier, q.vector && dout.vector);
   }
 
-  struct KeysPart {
-    const FullPrecisionBackwardRoles& of;
-    int group;
+  struct KeyConsumer {
+    const FullPrecisionBackwardSm90DqWarpgroup& of;
+    int warpgroup;
     float k_factor;
     float dv[D / 8][4] = {}, dk[D / 8][4] = {};
     typename S::KeyFragments k;
     uint32_t v[D / 16][4];
     typename S::Sums sums;  // of S^T, a tile ahead
 
-    __device__ __forceinline__ KeysPart(const FullPrecisionBackwardRoles& numerics, int group)
-        : of(numerics), group(group), k_factor(S::k_factor(numerics.p, numerics.block, group)) {
-      int first = group * GROUP_KEYS + threadIdx.x / 32 % 4 * 16;
+    __device__ __forceinline__ KeyConsumer(const FullPrecisionBackwardSm90DqWarpgroup& numerics, int warpgroup)
+        : of(numerics), warpgroup(warpgroup), k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)) {
+      int first = warpgroup * CONSUMER_KEYS + threadIdx.x / 32 % 4 * 16;
       S::read_keys(k, of.shared, of.shared + K_CODES_AT, first);
       read_rows<128>(v, of.shared + K_BYTES, first);
     }
@@ -59,7 +59,7 @@ struct FullPrecisionBackwardRoles : FullPrecisionTiles<T, HEAD_DIM, P, Source, 5
     __device__ __forceinline__ void end() { ptx::wgmma_wait<0>(sums); }
 
     template <class Free, class Done, class Ready, class Next>
-    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool hides, Free free, Done, Ready ready, Next next) {
+    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool masked, Free free, Done, Ready ready, Next next) {
       int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16;
       uint32_t at = of.shared + stage_at(stage);
       const float* state = of.state(stage);
@@ -69,7 +69,7 @@ struct FullPrecisionBackwardRoles : FullPrecisionTiles<T, HEAD_DIM, P, Source, 5
       Scores s, dp;
       minus_delta.set(dp);
       multiply_rows<T, true>(dp, v, at + Q_BYTES);
-      of.make_probabilities(s, sums, k_factor, tile, stage, group, hides);
+      of.make_probabilities(s, sums, k_factor, tile, stage, warpgroup, masked);
       // Quantizing takes long: dQ need not wait for it.
       constexpr bool QUANTIZES = P::WARP_BYTES > 0;
       uint32_t probabilities[4][4], ds[4][4];
@@ -87,8 +87,8 @@ struct FullPrecisionBackwardRoles : FullPrecisionTiles<T, HEAD_DIM, P, Source, 5
       if constexpr (!QUANTIZES) add_dv();
       pack_scores<T>(ds, dp);
       free();
-      store_packed(of.ds_rows(slot, group) + row * TILE * 2, ds, lane);
-      ptx::wgmma_publish();
+      store_packed(of.ds_rows(slot, warpgroup) + row * TILE * 2, ds, lane);
+      ptx::fence_proxy_async();
       ready();
       if constexpr (QUANTIZES) {
         pack();
@@ -98,24 +98,24 @@ struct FullPrecisionBackwardRoles : FullPrecisionTiles<T, HEAD_DIM, P, Source, 5
       add_product<T, D>(dk, ds, at);
       next();
       ptx::wgmma_wait<1>(dv);
-      ptx::hold(dk);
+      ptx::fence_operand(dk);
     }
   };
 
-  struct SumsPart {
-    const FullPrecisionBackwardRoles& of;
+  struct DqConsumer {
+    const FullPrecisionBackwardSm90DqWarpgroup& of;
     float y[D / 8][4];
 
-    __device__ __forceinline__ explicit SumsPart(const FullPrecisionBackwardRoles& numerics) : of(numerics) {}
+    __device__ __forceinline__ explicit DqConsumer(const FullPrecisionBackwardSm90DqWarpgroup& numerics) : of(numerics) {}
 
     // dQ += dS K
     __device__ __forceinline__ void start(int slot) {
-      ptx::forget(y);
+      ptx::discard_operand(y);
       ptx::wgmma_fence();
       uint64_t ds = ptx::column_descriptor(of.ds_rows(slot, 0)), keys = ptx::column_descriptor(of.shared);
       ptx::wgmma_16<T, false, true, true>(y, ds, keys);
 #pragma unroll
-      for (int step = 1; step < ROLES_KEYS / 16; ++step)
+      for (int step = 1; step < SM90_KEYS / 16; ++step)
         ptx::wgmma_16<T, true, true, true>(y, ds + step * ptx::COLUMN_STEP, keys + step * ptx::COLUMN_STEP);
       ptx::wgmma_commit();
     }

@@ -1,59 +1,60 @@
-// The forward of 16-bit operands on Hopper, with f32 sums: full precision, and Attn-QAT, whose operands hold NVFP4 values.
+// The forward of 16-bit operands on Hopper, with f32 sums: full precision, and Attn-QAT, whose operands fence_operand NVFP4 values.
 #pragma once
 
-#include <sage/attention/forward_roles.cuh>
-#include <sage/attention/probabilities.cuh>
+#include <sage/attention/mainloop/forward_sm90.cuh>
+#include <sage/attention/numerics/probabilities.cuh>
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, class P = PlainProbabilities, int GROUPS = USUAL_GROUPS<HEAD_DIM>>
-struct FullPrecisionForwardRoles {
+template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities>
+struct FullPrecisionForwardSm90 {
   using Type = T;
   static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
   // Two outputs leave no registers for 128 keys a step.
   static constexpr int TILES = OUTPUTS == 2 ? 1 : 2;
-  using Roles = ForwardRoles<TILES, D == 64 ? 8 : TILES == 2 ? 4 : 6, GROUPS == 3 ? 32 : 56, GROUPS>;
-  static constexpr int FETCH_THREADS = 32, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 1;
+  using Warpgroups = ForwardWarpgroups<TILES, PLAN.rows == 192 ? 32 : 56, PLAN>;
+  static constexpr int PRODUCER_THREADS = 32, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 1;
   static constexpr bool VALUES_FIRST = false;
   // Shared memory: Q, twice; stages of K or V.
-  static constexpr int TILE_BYTES = TILE * D * 2, Q_BYTES = Roles::GROUPS * TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
-  static constexpr int SHARED_BYTES = 2 * Q_BYTES + Roles::STAGES * STAGE_BYTES;
-  static constexpr int STAGING = 16 * 128;  // of a warp: its own rows of the queries' first panel, which no other warp reads
+  static constexpr int TILE_BYTES = TILE * D * 2, Q_BYTES = Warpgroups::CONSUMERS * TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
+  static constexpr int SHARED_BYTES = 2 * Q_BYTES + Warpgroups::STAGES * STAGE_BYTES;
+  static_assert(PLAN.row_bytes == D * 2 && PLAN.shared_bytes == SHARED_BYTES);
+  static constexpr int STAGING = 16 * 128;  // of a warp: its own softmax of the queries' first panel, which no other warp reads
 
   const params::Forward& p;
   const ForwardBlock& block;
   uint32_t shared;
 
-  __device__ __forceinline__ FullPrecisionForwardRoles(const params::Forward& p, const ForwardBlock& b, void* memory)
+  __device__ __forceinline__ FullPrecisionForwardSm90(const params::Forward& p, const ForwardBlock& b, void* memory)
       : p(p), block(b), shared(ptx::shared_address(memory)) {}
 
   __device__ __forceinline__ uint32_t rows_at(int stage) const { return shared + 2 * Q_BYTES + stage * STAGE_BYTES; }
-  // Each group's queries in panels of their own.
-  __device__ __forceinline__ uint32_t q_rows(int slot, int group) const {
-    return shared + slot * Q_BYTES + group * TILE_BYTES;
+  // Each warpgroup's queries in panels of their own.
+  __device__ __forceinline__ uint32_t q_rows(int slot, int warpgroup) const {
+    return shared + slot * Q_BYTES + warpgroup * TILE_BYTES;
   }
 
   // By a warp. What lies beyond a document's end is another's, where the map has both: as queries or keys it does no harm,
   // because nobody asks for the one and the other is masked.
-  __device__ __forceinline__ void load_queries(int slot, int lane, uint32_t landing) {
+  __device__ __forceinline__ void load_queries(int slot, int lane, uint32_t mbarrier) {
     const Segment& s = block.segment;
     if (!p.q.mapped) {
 #pragma unroll 1
-      for (int group = 0; group < Roles::GROUPS; ++group)
-        copy_panels_by_warp<D>(q_rows(slot, group), Rows<T>(p.q, s.batch, s.query_start, block.head, s.query_len, p.shape.head_dim),
-                               block.first + group * TILE, lane);
+      for (int warpgroup = 0; warpgroup < Warpgroups::CONSUMERS; ++warpgroup)
+        copy_panels_by_warp<D>(q_rows(slot, warpgroup), Rows<T>(p.q, s.batch, s.query_start, block.head, s.query_len, p.shape.head_dim),
+                               block.first + warpgroup * TILE, lane);
       publish_copies();
     }
     if (lane != 0) return;
-    ptx::landing_expect(landing, p.q.mapped ? Q_BYTES : 0);
+    ptx::mbarrier_arrive_expect_tx(mbarrier, p.q.mapped ? Q_BYTES : 0);
     if (p.q.mapped)
 #pragma unroll 1
-      for (int group = 0; group < Roles::GROUPS; ++group)
-        copy_tile_panels<D>(q_rows(slot, group), p.q_map, s.batch, block.head, s.query_start + block.first + group * TILE, landing);
+      for (int warpgroup = 0; warpgroup < Warpgroups::CONSUMERS; ++warpgroup)
+        copy_tile_panels<D>(q_rows(slot, warpgroup), p.q_map, s.batch, block.head, s.query_start + block.first + warpgroup * TILE, mbarrier);
   }
 
   // Keys or values of a step. Values that nobody sees are multiplied with zeros: they must be numbers.
-  __device__ __forceinline__ void load(bool values, int step, int stage, int lane, uint32_t landing) {
+  __device__ __forceinline__ void load(bool values, int step, int stage, int lane, uint32_t mbarrier) {
     const Segment& s = block.segment;
     int first = step * TILES * TILE, head = block.key_head(p.shape);
     int mapped = p.q.mapped ? TILES : 0;  // tiles
@@ -68,31 +69,31 @@ struct FullPrecisionForwardRoles {
       publish_copies();
     }
     if (lane != 0) return;
-    ptx::landing_expect(landing, mapped * TILE_BYTES);
+    ptx::mbarrier_arrive_expect_tx(mbarrier, mapped * TILE_BYTES);
 #pragma unroll 1
     for (int tile = 0; tile < mapped; ++tile)
       copy_tile_panels<D, TILES * TILE>(rows_at(stage) + tile * TILE * 128, values ? p.v_map : p.k_map, s.batch, head,
-                                        s.key_start + first + tile * TILE, landing);
+                                        s.key_start + first + tile * TILE, mbarrier);
   }
   static __device__ __forceinline__ void publish_copies() {
-    ptx::copy_wait_all();
-    ptx::wgmma_publish();
+    ptx::cp_async_wait_all();
+    ptx::fence_proxy_async();
     __syncwarp();
   }
 
-  struct Part {
-    const FullPrecisionForwardRoles& of;
+  struct Consumer {
+    const FullPrecisionForwardSm90& of;
     uint32_t q_rows;
-    Softmax<D, 1, GROUP_THREADS, false, OUTPUTS, P::SLACK> rows;
+    Softmax<D, 1, WARPGROUP_THREADS, false, OUTPUTS, P::SLACK> softmax;
     float s[TILES][8][4];  // S, then P
     uint32_t probabilities[OUTPUTS][TILES][4][4];
     typename P::template RowScales<T> scales[2 * TILES];
     bool behind;
-    bool unseen = false;  // the second tile of the last step, by all of the group
+    bool unseen = false;  // the second tile of the last step, by all of the warpgroup
     float decay[2];
 
-    __device__ __forceinline__ Part(const FullPrecisionForwardRoles& numerics, int slot, int group)
-        : of(numerics), q_rows(of.q_rows(slot, group)), rows(nullptr) {}
+    __device__ __forceinline__ Consumer(const FullPrecisionForwardSm90& numerics, int slot, int warpgroup)
+        : of(numerics), q_rows(of.q_rows(slot, warpgroup)), softmax(nullptr) {}
 
     __device__ __forceinline__ uint32_t staging() const { return q_rows + threadIdx.x / 32 % 4 * STAGING; }
 
@@ -107,10 +108,10 @@ struct FullPrecisionForwardRoles {
       ptx::wgmma_wait<PENDING * OUTPUTS>(columns());
     }
 
-    template <bool HIDES, int PENDING>
-    __device__ __forceinline__ void softmax(int step, int, const Segment& segment, int first) {
+    template <bool MASKED, int PENDING>
+    __device__ __forceinline__ void online_softmax(int step, int, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;
-      if constexpr (HIDES) {
+      if constexpr (MASKED) {
         unseen = segment.visible_keys(first + TILE - 1) <= (step * TILES + 1) * TILE;
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
@@ -118,21 +119,21 @@ struct FullPrecisionForwardRoles {
                -CUDART_INF_F);
       }
       float scale = of.p.shape.softmax_scale * ptx::LOG2_E;
-      float row_max[2], largest[2];  // of a row, and of a group of its keys where P is quantized
+      float row_max[2], largest[2];  // of a row, and of a warpgroup of its keys where P is quantized
       if constexpr (TILES == 1) P::maxima(row_max, largest, s);
       else P::maxima(row_max, largest, columns());
 #pragma unroll
       for (int r = 0; r < 2; ++r) row_max[r] = P::reference(of.p, row_max[r] * scale);
-      behind = rows.catch_up(row_max, decay);
+      behind = softmax.catch_up(row_max, decay);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float shift = rows.shift(r), sum = 0.0f;
+        float shift = softmax.shift(r), sum = 0.0f;
         // Before the others: scales are made while those are under way.
         if constexpr (TILES == 1) scales[r] = typename P::template RowScales<T>(ptx::exp2(fmaf(largest[r], scale, -shift)));
 #pragma unroll
         for (int t = 0; t < TILES; ++t) {
           // Costs little then.
-          if (HIDES && t == 1 && unseen) {
+          if (MASKED && t == 1 && unseen) {
 #pragma unroll
             for (int n = 0; n < 8; ++n) s[t][n][2 * r] = s[t][n][2 * r + 1] = 0.0f;
             break;
@@ -146,12 +147,12 @@ struct FullPrecisionForwardRoles {
               sum += x;
             }
         }
-        rows.state(rows.state.SUM, r) += sum;
+        softmax.state(softmax.state.SUM, r) += sum;
       }
     }
 
     __device__ __forceinline__ void add(int stage) { add_tiles<TILES>(stage); }
-    // A tile that no query of the group sees is not multiplied with zeros: what is no number there would come through.
+    // A tile that no query of the warpgroup sees is not multiplied with zeros: what is no number there would come through.
     __device__ __forceinline__ void add_last(int stage) {
       if (TILES > 1 && unseen) add_tiles<1>(stage);
       else add_tiles<TILES>(stage);
@@ -160,17 +161,17 @@ struct FullPrecisionForwardRoles {
     __device__ __forceinline__ void add_tiles(int stage) {
 #pragma unroll
       for (int i = 0; i < OUTPUTS; ++i)
-        add_product<T, D, 4 * COUNT, TILES * TILE>(rows.acc[i], reinterpret_cast<uint32_t(&)[4 * TILES][4]>(probabilities[i]),
+        add_product<T, D, 4 * COUNT, TILES * TILE>(softmax.acc[i], reinterpret_cast<uint32_t(&)[4 * TILES][4]>(probabilities[i]),
                                                    of.rows_at(stage));
     }
     template <int PENDING>
     __device__ __forceinline__ void added() {
-      ptx::wgmma_wait<PENDING>(rows.acc[0]);
-      if constexpr (OUTPUTS == 2) ptx::hold(rows.acc[1]);
+      ptx::wgmma_wait<PENDING>(softmax.acc[0]);
+      if constexpr (OUTPUTS == 2) ptx::fence_operand(softmax.acc[1]);
     }
 
     __device__ __forceinline__ void take() {
-      if (__builtin_expect(behind, false)) rows.rescale(decay);
+      if (__builtin_expect(behind, false)) softmax.rescale(decay);
       P::template pack<T, TILES>(probabilities, s, scales);
     }
   };

@@ -1,0 +1,27 @@
+//! The table of plans is read as the kernels include it, and what cannot be read is named.
+
+#[path = "../../build/plans.rs"]
+mod build;
+
+#[test]
+fn the_table_of_plans_becomes_rust() {
+    let table = build::table(
+        "// a comment\nSAGE_TARGET(SM80, 162)\n\nSAGE_FAMILY(attn_fwd)\n\
+         SAGE_PLAN(attn_fwd_a, 64, SM80 | SM86, EVERY | LISTED, FORWARD_SM90, 128, 384, 64, 2, 1024)\n",
+    )
+    .expect("a table");
+    assert!(table.contains("(Target::Sm80, 162)"), "{table}");
+    let plan = "Plan { family: \"attn_fwd\", kernel: \"attn_fwd_a\", head_dim: 64, \
+                targets: &[Target::Sm80, Target::Sm86], visits: &[Visits::Every, Visits::Listed], \
+                mainloop: Mainloop::ForwardSm90, rows: 128, threads: 384, row_bytes: 64, stages: 2, \
+                shared_bytes: 1024 }";
+    assert!(table.contains(plan), "{table}");
+}
+
+#[test]
+fn a_line_that_is_no_row_is_named() {
+    for line in ["SAGE_PLAN(a, 64)", "SAGE_PLANS(a)", "SAGE_TARGET(SM80, 162", "int x;"] {
+        let text = format!("SAGE_FAMILY(attn_fwd)\n{line}");
+        assert_eq!(build::table(&text), Err(format!("plans.def, line 2: {line}")));
+    }
+}

@@ -1,0 +1,96 @@
+// Attention backward: one kernel for each (scheme, element type, head_dim), and one that visits the queries that select its
+// keys alone (sparse). Hopper has mainloops of its own, except for SageBwd's ablations. Attn-QAT without requantized P runs full
+// precision's, on its own operands.
+#include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
+#include <sage/attention/numerics/full_precision_backward_sm80.cuh>
+#include <sage/attention/numerics/full_precision_backward_sm90.cuh>
+#include <sage/attention/numerics/full_precision_backward_sm90_dq_warpgroup.cuh>
+#include <sage/attention/numerics/sagebwd_backward_sm80.cuh>
+#include <sage/attention/numerics/sagebwd_backward_sm90_dq_warpgroup.cuh>
+
+using namespace sage;
+
+#define ENTRY(name, mainloop, THREADS, Queries, ...)                                                             \
+  extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ params::Backward p) {    \
+    attention::mainloop<attention::__VA_ARGS__, attention::Queries>(p);                                          \
+  }
+
+// The two entries of a kernel, each on its plan.
+#define KERNEL(mainloop, kernel, type, T, D, Numerics, ...)                                                       \
+  ENTRY(kernel##_##type##_##D, mainloop, params::plan(#kernel, D, params::EVERY).threads, EveryQuery,             \
+        Numerics<T, D, params::plan(#kernel, D, params::EVERY) __VA_OPT__(, ) __VA_ARGS__>)                       \
+  ENTRY(kernel##_sparse_##type##_##D, mainloop, params::plan(#kernel, D, params::LISTED).threads, ListedQueries,  \
+        Numerics<T, D, params::plan(#kernel, D, params::LISTED) __VA_OPT__(, ) __VA_ARGS__>)
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Products in 16 bit alone want another division of the work by head_dim: docs/kernels/attention.md says why.
+#define MAINLOOP_64 backward_sm90_dq_warpgroup
+#define MAINLOOP_128 backward_sm90
+#define NUMERICS_64(Numerics) Numerics##Sm90DqWarpgroup
+#define NUMERICS_128(Numerics) Numerics##Sm90
+#define BACKWARD(kernel, type, T, D, Numerics, ...) \
+  KERNEL(MAINLOOP_##D, kernel, type, T, D, NUMERICS_##D(Numerics) __VA_OPT__(, ) __VA_ARGS__)
+#define BACKWARD_DQ_WARPGROUP(kernel, type, T, D, Numerics) \
+  KERNEL(backward_sm90_dq_warpgroup, kernel, type, T, D, Numerics##Sm90DqWarpgroup)
+#else
+#define BACKWARD(kernel, type, T, D, Numerics, ...) \
+  KERNEL(backward_sm80, kernel, type, T, D, Numerics##Sm80 __VA_OPT__(, ) __VA_ARGS__)
+#define BACKWARD_DQ_WARPGROUP BACKWARD
+#endif
+
+#define HEAD_DIM(type, T, D)                                                                                   \
+  BACKWARD(attn_bwd_full_precision, type, T, D, FullPrecisionBackward)                                         \
+  BACKWARD(attn_bwd_attn_qat, type, T, D, FullPrecisionBackward, attention::Nvfp4Probabilities)                \
+  BACKWARD(attn_bwd_sagebwd_s, type, T, D, FullPrecisionBackward, attention::PlainProbabilities,               \
+           attention::ScoresOfCodes<T, D>)                                                                     \
+  BACKWARD_DQ_WARPGROUP(attn_bwd_sagebwd, type, T, D, SageBwdBackward)                                         \
+  KERNEL(backward_sm80, attn_bwd_sagebwd_general, type, T, D, SageBwdBackwardSm80, true)
+
+HEAD_DIM(bf16, __nv_bfloat16, 64)
+HEAD_DIM(bf16, __nv_bfloat16, 128)
+HEAD_DIM(f16, __half, 64)
+HEAD_DIM(f16, __half, 128)
+
+namespace {
+
+// After the backward: dQ = softmax_scale * sums, out of the order of the fragments. A block is a (head, segment, tile).
+template <class T, int D>
+__device__ void finish(const params::Backward& p) {
+  const params::Shape& shape = p.shape;
+  int index = blockIdx.x, head = index % shape.query_heads;
+  index /= shape.query_heads;
+  attention::Segment segment(shape, index % shape.segment_count);
+  int number = index / shape.segment_count, first = number * attention::TILE;
+  if (first >= segment.query_len) return;
+  attention::Rows<T> dq(p.dq, segment.batch, segment.query_start, head, segment.query_len, shape.head_dim);
+  int64_t tile = int64_t(head) * shape.query_tiles + segment.query_tile + number;
+  const float4* sums = reinterpret_cast<const float4*>(p.dq_accum + tile * attention::TILE * D);
+  // From the order of fragments to rows, so that whole sectors are written.
+  constexpr int CHUNKS = D / 8, PITCH = D * 2 + 16;  // rows 16 bytes apart modulo the banks
+  __shared__ __align__(16) unsigned char rows[attention::TILE * PITCH];
+  float scale = shape.softmax_scale;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < attention::TILE * D / 4; i += blockDim.x) {
+    float4 x = sums[i];
+    int part = CHUNKS / p.dq_parts, lane = i % 32, n = i / 32 % part + i / 32 / part / 4 * part, strip = i / 32 / part % 4;
+    unsigned char* at = rows + (strip * 16 + lane / 4) * PITCH + n * 16 + 4 * (lane & 3);
+    *reinterpret_cast<uint32_t*>(at) = ptx::pack_16<T>(x.x * scale, x.y * scale);
+    *reinterpret_cast<uint32_t*>(at + 8 * PITCH) = ptx::pack_16<T>(x.z * scale, x.w * scale);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < attention::TILE * CHUNKS; i += blockDim.x) {
+    int row = i / CHUNKS, n = i % CHUNKS;
+    dq.store_8(first + row, n * 8, *reinterpret_cast<const uint4*>(rows + row * PITCH + n * 16));
+  }
+}
+
+}  // namespace
+
+#define FINISH(type, T, D)                                                                                           \
+  extern "C" __global__ void __launch_bounds__(256) finish_dq_##type##_##D(const __grid_constant__ params::Backward p) { \
+    finish<T, D>(p);                                                                                                 \
+  }
+FINISH(bf16, __nv_bfloat16, 64)
+FINISH(bf16, __nv_bfloat16, 128)
+FINISH(f16, __half, 64)
+FINISH(f16, __half, 128)

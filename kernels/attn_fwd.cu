@@ -1,0 +1,43 @@
+// Attention forward: one kernel for each (scheme, element type, head_dim), and one that visits the blocks of a selection
+// alone (sparse). Hopper has a mainloop of its own, except for SageBwd with Q smoothing.
+#include <sage/attention/numerics/full_precision_forward_sm80.cuh>
+#include <sage/attention/numerics/full_precision_forward_sm90.cuh>
+#include <sage/attention/numerics/sagebwd_forward_sm80.cuh>
+#include <sage/attention/numerics/sagebwd_forward_sm90.cuh>
+
+using namespace sage;
+
+#define ENTRY_SM80(name, Block, ...)                                                                            \
+  extern "C" __global__ void __launch_bounds__(attention::__VA_ARGS__::THREADS, attention::__VA_ARGS__::BLOCKS) \
+      name(const __grid_constant__ params::Forward p) {                                                         \
+    attention::forward_sm80<attention::__VA_ARGS__, attention::Block>(p);                                       \
+  }
+#define ENTRY_SM90(name, Block, ...)                                                             \
+  extern "C" __global__ void __launch_bounds__(attention::__VA_ARGS__::Warpgroups::THREADS, 1)   \
+      name(const __grid_constant__ params::Forward p) {                                          \
+    attention::forward_sm90<attention::__VA_ARGS__, attention::Block>(p);                        \
+  }
+
+// The two entries of a kernel, each on its plan.
+#define KERNEL(ENTRY, kernel, type, T, D, Numerics, ...)                                                          \
+  ENTRY(kernel##_##type##_##D, EveryKey,                                                                          \
+        Numerics<T, D, params::plan(#kernel, D, params::EVERY) __VA_OPT__(, ) __VA_ARGS__>)                       \
+  ENTRY(kernel##_sparse_##type##_##D, ListedKeys,                                                                 \
+        Numerics<T, D, params::plan(#kernel, D, params::LISTED) __VA_OPT__(, ) __VA_ARGS__>)
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define FORWARD(kernel, type, T, D, Numerics, ...) KERNEL(ENTRY_SM90, kernel, type, T, D, Numerics##Sm90 __VA_OPT__(, ) __VA_ARGS__)
+#else
+#define FORWARD(kernel, type, T, D, Numerics, ...) KERNEL(ENTRY_SM80, kernel, type, T, D, Numerics##Sm80 __VA_OPT__(, ) __VA_ARGS__)
+#endif
+
+#define HEAD_DIM(type, T, D)                                                                                \
+  FORWARD(attn_fwd_full_precision, type, T, D, FullPrecisionForward, attention::PlainProbabilities)         \
+  FORWARD(attn_fwd_attn_qat, type, T, D, FullPrecisionForward, attention::Nvfp4Probabilities)               \
+  FORWARD(attn_fwd_sagebwd, type, T, D, SageBwdForward)                                                     \
+  KERNEL(ENTRY_SM80, attn_fwd_sagebwd_qk, type, T, D, SageBwdForwardSm80, true)
+
+HEAD_DIM(bf16, __nv_bfloat16, 64)
+HEAD_DIM(bf16, __nv_bfloat16, 128)
+HEAD_DIM(f16, __half, 64)
+HEAD_DIM(f16, __half, 128)

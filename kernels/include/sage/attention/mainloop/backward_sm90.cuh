@@ -1,0 +1,169 @@
+// The backward walk on Hopper where dV, dK and dQ are products in 16 bit. Two consumer warpgroups have 64 keys each, whose
+// dV and dK stay in registers; of the third warpgroup one warp, the producer, fetches tiles of queries, and another, the
+// storer, adds dQ to its sums:
+//
+//   producer     Q, dO of tile i + STAGES - 1              pipeline of stages
+//   consumers    S, dP -> P -> dV -> dS | barrier | dQ, dK  each its own keys; dQ of all 128, half of the channels each
+//   storer       dQ of tile i                              shared memory -> sums, one bulk operation for each consumer
+//
+// The only time that consumers meet is when dS of a tile lies in shared memory, because dQ sums over all keys of the block.
+// (FlashAttention-3, arXiv 2407.08608, section 3.4, has the same parts.)
+#pragma once
+
+#include <limits.h>
+#include <sage/attention/mainloop/backward_sm80.cuh>
+#include <sage/attention/panels.cuh>
+#include <sage/attention/pipeline.cuh>
+
+namespace sage::attention {
+
+constexpr int SM90_THREADS = 384;
+constexpr int SM90_KEYS = 128;   // of a block
+constexpr int CONSUMER_KEYS = 64;    // of a consumer warpgroup
+constexpr int CONSUMERS = SM90_KEYS / CONSUMER_KEYS;
+constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP_THREADS;
+
+// The first tiles of queries do not see all of CONSUMER_KEYS keys: how many tiles these are.
+__device__ __forceinline__ int masked_tiles(const Segment& segment, int first_key) {
+  if (first_key + CONSUMER_KEYS > segment.key_len) return INT_MAX;
+  return (segment.first_query(first_key + CONSUMER_KEYS - 1) + TILE - 1) / TILE;
+}
+
+// One thread prepares what all share: the pipeline, which so many threads and warps use, the block, and its hiding tiles.
+template <class Tiles>
+__device__ __forceinline__ void prepare_keys(const params::Shape& shape, int index, Tiles& pipeline, int arrivals, int warps,
+                                             BackwardBlock& block, int (&masked_until)[CONSUMERS]) {
+  if (threadIdx.x == 0) {
+    pipeline.prepare(arrivals, warps);
+    block = BackwardBlock(shape, index, SM90_KEYS);
+    for (int g = 0; g < CONSUMERS; ++g) masked_until[g] = masked_tiles(block.segment, block.first_key + g * CONSUMER_KEYS);
+  }
+  __syncthreads();
+}
+
+// P out of its logarithms, 0 where a query does not see a key. The mask comes first, so that no branch is between the
+// exponentials and what comes after: units work side by side.
+__device__ __forceinline__ void take_exponentials(Scores& s, bool masked, const Segment& segment, int first_query, int first_key,
+                                                  int lane) {
+  if (__builtin_expect(masked, false)) mask_scores(s, segment, first_query, first_key, lane, -CUDART_INF_F);
+#pragma unroll
+  for (int n = 0; n < 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(s[n][e]);
+}
+
+// Registers of a thread: of the consumers, and of the producer's warpgroup.
+constexpr int KV_CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
+static_assert(CONSUMERS * KV_CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (CONSUMERS + 1) * ptx::LAUNCH_REGISTERS<SM90_THREADS>,
+              "who asks for more waits for ever");
+
+// Named barriers; 0 is __syncthreads.
+enum ConsumerBarrier : int {
+  ALL_CONSUMERS = 1,
+  DQ_EMPTY = 2,  // for each consumer: its part of dQ may be written to shared memory,
+  DQ_FULL = 4,   // and is there
+};
+constexpr int DQ_THREADS = WARPGROUP_THREADS + 32;  // a consumer and the storer
+
+// The storer: adds what each consumer left in `staging`, PART_BYTES a consumer, to dQ's sums. There a tile has a part for each
+// consumer, with strips of 16 queries in the order of the fragments.
+template <int PART_BYTES, class Queries>
+__device__ __forceinline__ void store_dq(const params::Backward& p, const Queries& queries, int block_number, uint32_t staging) {
+  int lane = threadIdx.x % 32;
+  DqAccumulator sums{p.dq_accum, p.dq_semaphore, block_number, 0, 0, 0};
+  typename Queries::Tile tile = queries.start();
+  for (int g = 0; g < CONSUMERS; ++g) ptx::named_barrier_arrive(DQ_EMPTY + g, DQ_THREADS);
+#pragma unroll 1
+  for (int i = 0; i < queries.count; ++i) {
+    int padded = sums.set_order(Queries::added(tile), 1);
+    if (p.dq_semaphore && lane == 0) {
+      while (ptx::load_acquire(p.dq_semaphore + padded) != sums.order) {}
+      ptx::fence_proxy_async();
+    }
+    float* to = p.dq_accum + int64_t(padded) * (CONSUMERS * PART_BYTES / 4);
+#pragma unroll
+    for (int g = 0; g < CONSUMERS; ++g) {
+      ptx::named_barrier_sync(DQ_FULL + g, DQ_THREADS);
+      if (lane == 0) ptx::cp_reduce_async_bulk(to + g * (PART_BYTES / 4), staging + g * PART_BYTES, PART_BYTES);
+    }
+    if (i + 1 < queries.count) {
+      if (lane == 0) ptx::cp_async_bulk_wait_read<1>();
+      __syncwarp();
+      ptx::named_barrier_arrive(DQ_EMPTY, DQ_THREADS);
+      if (lane == 0) ptx::cp_async_bulk_wait_read<0>();
+      __syncwarp();
+      ptx::named_barrier_arrive(DQ_EMPTY + 1, DQ_THREADS);
+    }
+    if (p.dq_semaphore && lane == 0) {
+      ptx::cp_async_bulk_wait();
+      __threadfence();
+      ptx::add_release(p.dq_semaphore + padded, 1);
+    }
+    queries.advance(tile);
+  }
+  // Before the memory goes.
+  if (lane == 0) ptx::cp_async_bulk_wait_read<0>();
+}
+
+// Numerics is the block's shared memory, and has: Type, D, STAGES, SHARED_BYTES, DQ_AT, DQ_PART_BYTES; ARRIVALS, how many times
+// the producer tells of a tile's copies; load_keys() and keys_arrived(), by the consumers; load(tile, stage, mbarrier), by the
+// producer; and Consumer, what a consumer keeps in registers: visit(tile's number, stage, slot, masked), all products of a tile;
+// dv and dk.
+template <class Numerics, class Queries = EveryQuery>
+__device__ __forceinline__ void backward_sm90(const params::Backward& p) {
+  using T = typename Numerics::Type;
+  using Tiles = Pipeline<Numerics::STAGES>;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const params::Shape& shape = p.shape;
+  // In shared memory: registers are for products.
+  __shared__ BackwardBlock block;
+  int index = backward_index(p);
+  __shared__ int masked_until[CONSUMERS];
+  __shared__ typename Tiles::Barriers barriers;
+  Tiles pipeline(barriers);
+  prepare_keys(shape, index, pipeline, Numerics::ARRIVALS, CONSUMER_THREADS / 32, block, masked_until);
+  if (block.first_key >= block.segment.key_len) return;
+  Queries queries(p, block);
+  Numerics numerics(p, block, shared);
+  int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
+
+  if (warpgroup == CONSUMERS) {
+    ptx::setmaxnreg<PRODUCER_REGISTERS, SM90_THREADS>();
+    int warp = ptx::uniform(threadIdx.x / 32 % 4);
+    if (warp == 0) {
+      typename Queries::Tile tile = queries.start();
+#pragma unroll 1
+      for (int i = 0; i < queries.count; ++i) {
+        pipeline.wait_empty(i);
+        numerics.load(tile, pipeline.stage(i), pipeline.full(i));
+        queries.advance(tile);
+      }
+    } else if (warp == 1) {
+      store_dq<Numerics::DQ_PART_BYTES>(p, queries, block.first_key / SM90_KEYS, ptx::shared_address(shared) + Numerics::DQ_AT);
+    }
+  } else {
+    ptx::setmaxnreg<KV_CONSUMER_REGISTERS, SM90_THREADS>();
+    numerics.load_keys();
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
+    numerics.keys_arrived();
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
+    int iterations = queries.count;
+    typename Numerics::Consumer consumer(numerics, warpgroup);
+    int number = queries.first;  // of the tile, inside the segment, or as it is masked
+#pragma unroll 1
+    for (int i = 0; i < iterations; ++i) {
+      pipeline.wait(i);
+      consumer.visit(number, pipeline.stage(i), i & 1, number < masked_until[warpgroup]);
+      pipeline.release(i);
+      if (++number == queries.end) number = queries.first;
+    }
+    int warp_key = block.first_key + warpgroup * CONSUMER_KEYS + threadIdx.x / 32 % 4 * 16;
+    store_gradient<T>(p.dv, p, block, warp_key, consumer.dv, 1.0f);
+    store_gradient<T>(p.dk, p, block, warp_key, consumer.dk, shape.softmax_scale);
+  }
+}
+
+}  // namespace sage::attention

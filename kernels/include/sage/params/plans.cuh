@@ -1,0 +1,75 @@
+// The table of plans (plans.def) as kernels see it: a plan is a template argument of the numerics that it is for.
+#pragma once
+
+namespace sage::params {
+
+// How one kernel runs; plans.def says what the numbers are.
+struct Plan {
+  int rows, threads, row_bytes, stages, shared_bytes;
+  bool operator==(const Plan&) const = default;
+};
+
+enum Target : unsigned { SM80 = 1, SM86 = 2, SM90 = 4, SM100 = 8 };
+enum Visits : unsigned { EVERY = 1, LISTED = 2 };
+
+// What this compilation is for. (Of the pass for the host nothing is launched.)
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 800
+constexpr Target TARGET = SM80;
+#elif __CUDA_ARCH__ == 900
+constexpr Target TARGET = SM90;
+#elif __CUDA_ARCH__ == 1000
+constexpr Target TARGET = SM100;
+#else
+constexpr Target TARGET = SM86;
+#endif
+
+struct PlanRow {
+  const char* kernel;
+  int head_dim;
+  unsigned targets, visits;
+  Plan plan;
+};
+
+constexpr PlanRow PLANS[] = {
+#define SAGE_TARGET(name, kib)
+#define SAGE_FAMILY(name)
+#define SAGE_PLAN(kernel, head_dim, targets, visits, mainloop, ...) {#kernel, head_dim, targets, visits, {__VA_ARGS__}},
+#include <sage/params/plans.def>
+#undef SAGE_TARGET
+#undef SAGE_FAMILY
+#undef SAGE_PLAN
+};
+
+// Bytes of shared memory that a plan may ask for.
+consteval int shared_limit(Target target) {
+#define SAGE_TARGET(name, kib) \
+  if (target == name) return kib * 1024;
+#define SAGE_FAMILY(name)
+#define SAGE_PLAN(...)
+#include <sage/params/plans.def>
+#undef SAGE_TARGET
+#undef SAGE_FAMILY
+#undef SAGE_PLAN
+  return 0;
+}
+
+consteval bool same_text(const char* a, const char* b) {
+  while (*a && *a == *b) ++a, ++b;
+  return *a == *b;
+}
+
+// The plan of a kernel. One that the table lacks, or has twice, or that does not fit the target, is no constant expression:
+// a compile error that names this function.
+consteval Plan plan(const char* kernel, int head_dim, Visits visits = EVERY, Target target = TARGET) {
+  const PlanRow* found = nullptr;
+  for (const PlanRow& row : PLANS) {
+    if (!same_text(row.kernel, kernel) || row.head_dim != head_dim || !(row.targets & target) || !(row.visits & visits)) continue;
+    if (found) throw "plans.def has two rows for this kernel";
+    found = &row;
+  }
+  if (!found) throw "plans.def has no row for this kernel";
+  if (found->plan.shared_bytes > shared_limit(target)) throw "this plan does not fit the shared memory of its target";
+  return found->plan;
+}
+
+}  // namespace sage::params
