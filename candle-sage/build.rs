@@ -1,5 +1,5 @@
-//! Under feature `cuda`: compiles `kernels/*.cu` into one fatbin a file, with machine code for every architecture and
-//! PTX for later ones.
+//! With feature `cuda`, compiles each `kernels/*.cu` into a fatbin of its own: machine code for every
+//! architecture, and PTX for later ones.
 
 #[path = "build/fingerprint.rs"]
 mod fingerprint;
@@ -11,19 +11,22 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-/// Machine code is built for these, as far as nvcc knows them.
+/// Architectures to build machine code for, as far as nvcc knows them.
 const ARCHITECTURES: [u32; 6] = [80, 86, 89, 90, 100, 120];
 
-/// PTX is built for this one: it runs on everything later, and its plans fit the least shared memory.
+/// The architecture to build PTX for. All later GPUs can run it, and its plans fit the smallest shared
+/// memory.
 const PTX: u32 = 89;
 
-/// Kernels on FP4 products, and what they are built for: what has them, and Hopper, where tests emulate them.
+/// The `.cu` file with FP4 products and its architectures: 120, which has the instruction, and Hopper, where
+/// tests emulate it.
 const NVFP4: (&str, [u32; 2]) = ("attn_fwd_nvfp4", [90, 120]);
 
-/// The table of plans, which kernels include and the host is made from too.
+/// The table of plans, which the kernels include and from which the host's table is generated.
 const PLANS: &str = "include/sage/params/plans.def";
 
-/// Restricts the architectures, for quick builds: `CANDLE_SAGE_CUDA_ARCHS=90` or `80,90`.
+/// Environment variable that restricts the architectures, for quick builds: `CANDLE_SAGE_CUDA_ARCHS=90` or
+/// `80,90`.
 const SELECTION: &str = "CANDLE_SAGE_CUDA_ARCHS";
 
 fn main() {
@@ -37,7 +40,7 @@ fn main() {
     }
     println!("cargo:rerun-if-changed=kernels");
     if let Err(message) = build() {
-        // Printed as it is: a panic would wrap it in noise.
+        // The message is printed as it is; a panic would surround it with text of its own.
         eprintln!("\n{message}\n");
         std::process::exit(1);
     }
@@ -54,12 +57,13 @@ fn build() -> Result<(), String> {
     flags.push(root.join("include").display().to_string());
     let machine_code =
         |arch: u32, own: &str| format!("-gencode=arch=compute_{arch}{own},code=sm_{arch}{own}");
-    // Hopper's own matrix instructions are not promised to any later architecture.
+    // `wgmma` needs target sm_90a, which no later architecture runs.
     let own = |arch: u32| if arch == 90 { "a" } else { "" };
     let mut targets: Vec<String> = architectures.iter().map(|&arch| machine_code(arch, own(arch))).collect();
     let ptx = format!("-gencode=arch=compute_{PTX},code=compute_{PTX}");
     targets.push(ptx.clone());
-    // FP4 products are promised to a family, which compilers before 12.9 cannot name.
+    // FP4 products need the family target sm_120f, or sm_120a with compilers before 12.9, which know no
+    // families.
     let family = if release(&version) >= (12, 9) { "f" } else { "a" };
     let with_nvfp4 = architectures.iter().filter(|arch| NVFP4.1.contains(arch));
     let mut nvfp4_targets: Vec<String> =
@@ -102,11 +106,11 @@ fn compile(nvcc: &Path, flags: &[String], source: &Path, to: &Path, report: &Pat
     if !result.status.success() {
         return Err(format!("nvcc could not compile {}:\n{text}", source.display()));
     }
-    // Written under its name when it is whole: an interrupted build leaves nothing to trip over.
+    // The fatbin gets its name when it is complete, so that the next build does not take a partial one.
     fs::write(report, text).and_then(|()| fs::rename(&partial, to)).map_err(|e| e.to_string())
 }
 
-/// The architectures to build: those nvcc knows, or the selection.
+/// The architectures to build: those that nvcc knows, or those of `CANDLE_SAGE_CUDA_ARCHS`.
 fn architectures(nvcc: &Path) -> Result<Vec<u32>, String> {
     let list = output(Command::new(nvcc).arg("--list-gpu-arch"))?;
     let known: Vec<u32> =
@@ -126,7 +130,7 @@ fn architectures(nvcc: &Path) -> Result<Vec<u32>, String> {
         })
 }
 
-/// Major and minor number of the compiler's release, 0 where it does not say.
+/// Major and minor number of the compiler's release; 0 where `version` does not say.
 fn release(version: &str) -> (u32, u32) {
     let number = version.split("release ").nth(1).and_then(|rest| rest.split(',').next()).unwrap_or("0.0");
     let mut parts = number.split('.').map(|part| part.trim().parse().unwrap_or(0));

@@ -1,4 +1,4 @@
-// The optimizer's pass over all parameters at once, and the gradients' norm that it clips by.
+// The optimizer's pass over all parameters at once, and the norm of the gradient, by which it is clipped.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 
@@ -9,7 +9,7 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int V = 4;
 
-// A block's sum, in f64: squares of f32 do not overflow there, so that the sum is finite where all elements are. Which
+// The sum of a block in f64: squares of f32 do not overflow there, so that the sum is finite where all elements are. Which
 // elements a block takes depends on the length alone, and so does the order of every sum.
 __device__ double block_sum(double sum) {
   __shared__ double sums[THREADS];
@@ -38,7 +38,7 @@ __device__ void squares(const params::SumOfSquares& p) {
   if (threadIdx.x == 0) p.partials[blockIdx.x] = sum;
 }
 
-// One block adds up what the others found.
+// One block adds the sums of all blocks.
 __device__ void sum_partials(const params::SumOfSquares& p) {
   double sum = 0.0;
   for (int part = threadIdx.x; part < p.parts; part += THREADS) sum += p.partials[part];
@@ -46,8 +46,8 @@ __device__ void sum_partials(const params::SumOfSquares& p) {
   if (threadIdx.x == 0) *p.out = sum;
 }
 
-// g = factor * gradient, clipped; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
-// w = (1 - lr decay) w - rate m / (sqrt(root v) + eps).
+// g = factor * gradient, clipped to norm `clip`; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
+// w = (1 - lr decay) w - rate m / (sqrt(root v) + eps). A norm that is not finite leaves everything as it is.
 __device__ void update(const params::AdamW& p) {
   double norm = double(p.factor) * sqrt(*p.sum_of_squares);
   if (!isfinite(norm)) return;

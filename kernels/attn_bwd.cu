@@ -1,6 +1,6 @@
-// Attention backward: one kernel for each (scheme, element type, head_dim), and one that visits the queries that select its
-// keys alone (sparse). Hopper has mainloops of its own, except for SageBwd's ablations. Attn-QAT without requantized P runs full
-// precision's, on its own operands.
+// Attention backward: for each (scheme, element type, head_dim) one kernel that visits all queries that see a block's keys, and
+// one that visits those that select them (sparse). Hopper has its own mainloops, except for SageBwd's ablations. Attn-QAT
+// without requantized P runs the kernel of full precision, on its own operands. finish_dq converts the sums of dQ afterwards.
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
 #include <sage/attention/numerics/full_precision_backward_sm80.cuh>
 #include <sage/attention/numerics/full_precision_backward_sm90.cuh>
@@ -15,7 +15,7 @@ using namespace sage;
     attention::mainloop<attention::__VA_ARGS__, attention::Queries>(p);                                          \
   }
 
-// The two entries of a kernel, each on its plan.
+// The two entries of a kernel, each with its plan.
 #define KERNEL(mainloop, kernel, type, T, D, Numerics, ...)                                                       \
   ENTRY(kernel##_##type##_##D, mainloop, params::plan(#kernel, D, params::EVERY).threads, EveryQuery,             \
         Numerics<T, D, params::plan(#kernel, D, params::EVERY) __VA_OPT__(, ) __VA_ARGS__>)                       \
@@ -23,7 +23,7 @@ using namespace sage;
         Numerics<T, D, params::plan(#kernel, D, params::LISTED) __VA_OPT__(, ) __VA_ARGS__>)
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Products in 16 bit alone want another division of the work by head_dim: docs/kernels/attention.md says why.
+// With products in 16 bit alone the best division of the work among warpgroups depends on head_dim: docs/kernels/attention.md.
 #define MAINLOOP_64 backward_sm90_dq_warpgroup
 #define MAINLOOP_128 backward_sm90
 #define NUMERICS_64(Numerics) Numerics##Sm90DqWarpgroup
@@ -53,7 +53,8 @@ HEAD_DIM(f16, __half, 128)
 
 namespace {
 
-// After the backward: dQ = softmax_scale * sums, out of the order of the fragments. A block is a (head, segment, tile).
+// After the mainloop: converts the sums of dQ, in the order of the fragments, to dQ = softmax_scale * sums. A block has one tile
+// of one (head, segment).
 template <class T, int D>
 __device__ void finish(const params::Backward& p) {
   const params::Shape& shape = p.shape;
@@ -65,8 +66,8 @@ __device__ void finish(const params::Backward& p) {
   attention::Rows<T> dq(p.dq, segment.batch, segment.query_start, head, segment.query_len, shape.head_dim);
   int64_t tile = int64_t(head) * shape.query_tiles + segment.query_tile + number;
   const float4* sums = reinterpret_cast<const float4*>(p.dq_accum + tile * attention::TILE * D);
-  // From the order of fragments to rows, so that whole sectors are written.
-  constexpr int CHUNKS = D / 8, PITCH = D * 2 + 16;  // rows 16 bytes apart modulo the banks
+  // Shared memory reorders fragments to rows, so that whole sectors are written.
+  constexpr int CHUNKS = D / 8, PITCH = D * 2 + 16;  // neighbouring rows are 16 bytes apart modulo all banks
   __shared__ __align__(16) unsigned char rows[attention::TILE * PITCH];
   float scale = shape.softmax_scale;
 #pragma unroll 4

@@ -1,5 +1,5 @@
-// Attention forward: one kernel for each (scheme, element type, head_dim), and one that visits the blocks of a selection
-// alone (sparse). Hopper has a mainloop of its own, except for SageBwd with Q smoothing.
+// Attention forward: for each (scheme, element type, head_dim) one kernel that visits all visible keys, and one that visits the
+// blocks of a selection (sparse). Hopper has its own mainloop, except for SageBwd with Q smoothing.
 #include <sage/attention/numerics/full_precision_forward_sm80.cuh>
 #include <sage/attention/numerics/full_precision_forward_sm90.cuh>
 #include <sage/attention/numerics/sagebwd_forward_sm80.cuh>
@@ -18,7 +18,7 @@ using namespace sage;
     attention::forward_sm90<attention::__VA_ARGS__, attention::Block>(p);                        \
   }
 
-// The two entries of a kernel, each on its plan.
+// The two entries of a kernel, each with its plan.
 #define KERNEL(ENTRY, kernel, type, T, D, Numerics, ...)                                                          \
   ENTRY(kernel##_##type##_##D, EveryKey,                                                                          \
         Numerics<T, D, params::plan(#kernel, D, params::EVERY) __VA_OPT__(, ) __VA_ARGS__>)                       \

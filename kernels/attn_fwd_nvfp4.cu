@@ -1,6 +1,6 @@
-// Attention forward in NVFP4 products, for inference with a model that Attn-QAT trained: packing of Q, K and V, and one kernel
-// for each (element type, head_dim), and one that visits selected blocks of keys alone (sparse). sm_120 has such products;
-// elsewhere they are emulated, for tests.
+// Attention forward in NVFP4 products, for inference with a model that Attn-QAT trained: a kernel that packs Q, K and V, and for
+// each (element type, head_dim) one kernel that visits all visible keys, and one that visits the blocks of a selection (sparse).
+// sm_120 has such products; elsewhere they are emulated, for tests.
 #include <sage/attention/numerics/nvfp4_forward_sm80.cuh>
 #include <sage/quant/pack_nvfp4.cuh>
 

@@ -1,5 +1,6 @@
-// The mixture of what a query sees exactly and of the linear tail: out = a sparse + (1 - a) tail, a = sigmoid(theta + log
-// (tokens seen one by one / tokens left to the tail)), 1 where none is left.
+// The mixture of exact attention over the selected blocks and the linear tail: out = a sparse + (1 - a) tail, with a =
+// sigmoid(theta), or with by_count a = sigmoid(theta + log(keys seen exactly / keys left to the tail)); a = 1 where no key is
+// left to the tail.
 #include <sage/attention/rows.cuh>
 #include <sage/attention/segment.cuh>
 #include <sage/params/sla2.cuh>
@@ -16,13 +17,13 @@ namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 
-// A block is a block of queries of a head.
+// A thread block takes a block of queries of a head.
 struct Place {
   Segment segment;
   int segment_index, head, first, end;
   float theta;
   bool by_count;
-  int past, chosen;  // tokens of the candidates, and of those that are selected
+  int past, chosen;  // keys of the candidates, and of the selected ones among them
 
   __device__ __forceinline__ Place(const params::Blend& p)
       : segment(p.shape, blockIdx.y), segment_index(blockIdx.y), head(blockIdx.z), first(blockIdx.x * SELECTION_BLOCK),
@@ -35,7 +36,7 @@ struct Place {
     const uint32_t* list = p.lists.seen + row * p.lists.stride + 1;
     int count = list[-1];
     chosen = 0;
-    // Those on the diagonal come last, and are no candidates.
+    // The blocks on the diagonal come last in the list and are no candidates.
     while (count > 0 && int(list[count - 1]) >= candidates) --count;
     if (count > 0) chosen = (count - 1) * SELECTION_BLOCK + min(past - int(list[count - 1]) * SELECTION_BLOCK, SELECTION_BLOCK);
   }
@@ -128,7 +129,8 @@ __device__ __forceinline__ void blend_backward(const params::Blend& p) {
 TYPE(bf16, __nv_bfloat16)
 TYPE(f16, __half)
 
-// The parts of a head, a warp, in the order of the blocks.
+// A warp sums the parts of a head in a fixed order: each lane sums every 32nd part, then a butterfly of shuffles adds the
+// lanes.
 extern "C" __global__ void __launch_bounds__(32) blend_sum_theta(const __grid_constant__ params::Blend p) {
   float sum = 0.0f;
   for (int i = threadIdx.x; i < p.lists.query_blocks; i += 32) sum += p.parts[int64_t(blockIdx.x) * p.lists.query_blocks + i];

@@ -1,5 +1,5 @@
-// Cross-entropy of rows of logits. The forward reads a row once; where it also makes the gradient, in the place of the
-// logits, it reads the row again out of the cache.
+// Cross-entropy of rows of logits. The forward reads a row once. Where it also replaces the logits by their gradient, it reads
+// the row again from the cache.
 #include <math_constants.h>
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
@@ -12,10 +12,11 @@ using elements::Pack;
 namespace {
 
 constexpr int MAX_THREADS = 512;
-constexpr int BATCH = 4;  // loads under way
+constexpr int BATCH = 4;  // loads in flight
 using ptx::LOG2_E;
 
-// Calls body(packs, at, valid): a lane's packs of a row, BATCH at a time; `at` and `valid` are of each pack.
+// Calls body(packs, at, valid) for a lane's packs of a row, BATCH at a time; at(b) is the first class of pack b, valid(b)
+// whether the row has it.
 template <class T, int V, class Body>
 __device__ __forceinline__ void each_pack(const T* row, int classes, const Group& group, Body body) {
   int step = group.lanes * V;
@@ -28,8 +29,8 @@ __device__ __forceinline__ void each_pack(const T* row, int classes, const Group
   }
 }
 
-// The largest logit so far, and the sum of exponentials relative to it. Nothing is subtracted from a maximum of minus
-// infinity: classes may be masked out.
+// The largest logit so far, and the sum of exponentials relative to it. While the maximum is minus infinity, as with classes
+// that are masked out, the exponentials are relative to 0, because the difference of two infinities is NaN.
 struct Sum {
   float max = -INFINITY, sum = 0.0f;
 
@@ -59,7 +60,8 @@ __device__ __forceinline__ float log_sum_exp(const T* row, int classes, const Gr
   return own.max + logf(group.sum(own.sum));
 }
 
-// to = factor (raise softmax(from) - onehot(target)), where the z-loss raises: 1 + 2 z lse. A lane writes what it alone reads: `to` may be `from`.
+// to = factor (raise softmax(from) - onehot(target)), where the z-loss makes raise = 1 + 2 z_loss lse. Each lane writes only
+// what it alone reads, so that `to` may be `from`.
 template <class T, int V>
 __device__ __forceinline__ void to_gradient(const T* from, T* to, int classes, float lse, uint32_t target, float factor,
                                             float z_loss, const Group& group) {
@@ -85,7 +87,8 @@ __device__ __forceinline__ void fill_zeros(T* row, int classes, const Group& gro
   for (int at = group.lane * V; at < classes; at += group.lanes * V) Pack<T, V>::of(zeros).store(row + at);
 }
 
-// Losses; with GRADIENT their gradients by the logits in the place of the logits, else the log-sum-exp.
+// Computes the losses. With GRADIENT it also replaces the logits by the gradients of the sum of losses; else it stores the
+// log-sum-exp.
 template <class T, int V, bool GRADIENT>
 __device__ void forward(const params::CrossEntropy& p) {
   Group group(p.lanes);
@@ -126,7 +129,7 @@ __device__ void backward(const params::CrossEntropy& p) {
                     p.z_loss, group);
 }
 
-// One block: the mean of the losses that count, summed in f64 and in a fixed order.
+// One block: the mean of the losses of targets that count, summed in f64 and in a fixed order.
 __device__ void mean(const params::CrossEntropy& p) {
   __shared__ double sums[MAX_THREADS];
   double sum = 0.0;
@@ -137,7 +140,7 @@ __device__ void mean(const params::CrossEntropy& p) {
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
-  // NaN where a target is no class: who does not wait for the check still learns of it.
+  // A target that is no class makes the loss NaN, for callers that do not wait for the check of the targets.
   double bad = p.status[0] ? CUDART_NAN : 0.0;
   if (threadIdx.x == 0) *static_cast<float*>(p.gradient) = float(sums[0] / double(p.status[1]) + bad);
 }
@@ -172,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) mean_loss(const __g
   mean(p);
 }
 
-// From a type to its own, from it to f32 (gradients are added up there), and from f32 back.
+// From each 16-bit type to itself, to f32 (in which gradients are accumulated), and from f32 to it.
 #define SCALE(name, From, To, V)                          \
   extern "C" __global__ void __launch_bounds__(256)       \
       scale_##name(const __grid_constant__ params::Scale p) { scale<From, To, V>(p); }

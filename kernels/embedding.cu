@@ -1,6 +1,7 @@
-// Rows of a table by id, and the sum of the rows that came back for each. The backward works on ids that were sorted
-// with their order kept: a row of the table owns a run of them. A run is added up by its row, except for what covers
-// whole pieces of the sorted ids: those are summed before, all at once, so that no frequent id makes a long loop.
+// Embedding: rows of a table by id, and in the backward the sum of the output rows' gradients for each row of the table. The
+// backward works on ids that a stable sort has ordered, so that each row of the table owns a run of them and sums it. The whole
+// pieces of a run, PIECE sorted ids each, are summed by a kernel before, all in parallel, so that a frequent id makes no long
+// loop.
 #include <math_constants.h>
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
@@ -11,10 +12,10 @@ using elements::Pack;
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int PIECE = 32;  // of candle-sage/src/cuda/ops/embedding.rs
-constexpr int BATCH = 4;  // loads under way
+constexpr int PIECE = 32;  // sorted ids of a piece; the same as in candle-sage/src/cuda/ops/embedding.rs
+constexpr int BATCH = 4;  // loads in flight
 
-// Row and first pack of a thread; lanes are a power of two up to the block.
+// The row and the first pack of a thread; `lanes`, the threads of a row, are a power of two up to the block.
 struct Seat {
   int64_t row;
   int lane;
@@ -29,7 +30,7 @@ __device__ void gather(const params::Embedding& p) {
   uint32_t id = p.ids[seat.row];
   T* to = static_cast<T*>(p.out) + seat.row * p.width;
   if (id == params::NO_PLACE) {
-    // Who waits for the check is about to say so; who does not finds NaN in the loss.
+    // The id is not in the table. The host reports it where it waits for the check; elsewhere the loss becomes NaN.
     for (int at = seat.lane; at < p.width; at += p.lanes) to[at] = ptx::from_float<T>(CUDART_NAN_F);
     return;
   }
@@ -38,7 +39,7 @@ __device__ void gather(const params::Embedding& p) {
     Pack<T, V>::load(from + at * p.column_stride).store(to + at);
 }
 
-// Where each row's run begins: the first sorted id not below it.
+// Writes the start of each row's run: the index of the first sorted id that is not below the row's number.
 __device__ void find_starts(const params::Embedding& p) {
   int row = blockIdx.x * THREADS + threadIdx.x;
   if (row > p.rows) return;
@@ -50,7 +51,7 @@ __device__ void find_starts(const params::Embedding& p) {
   p.starts[row] = low;
 }
 
-// Adds the gradients of the sorted ids begin .. end to `sum`.
+// Adds the gradients of the sorted ids begin to end - 1 to `sum`.
 template <class T, int V>
 __device__ __forceinline__ void add_rows(const params::Embedding& p, int begin, int end, int column, float (&sum)[V]) {
   const T* from = static_cast<const T*>(p.from) + column;
@@ -86,7 +87,7 @@ __device__ void sum_rows(const params::Embedding& p) {
   Seat seat(p.lanes);
   if (seat.row >= p.rows) return;
   int begin = p.starts[seat.row], end = p.starts[seat.row + 1];
-  int first = (begin + PIECE - 1) / PIECE, last = end / PIECE;  // the whole pieces
+  int first = (begin + PIECE - 1) / PIECE, last = end / PIECE;  // the whole pieces of the run
 #pragma unroll 1
   for (int at = seat.lane * V; at < p.width; at += p.lanes * V) {
     float sum[V] = {};

@@ -1,4 +1,4 @@
-// What Attn-QAT's products read (arXiv 2603.00040): Q, K and V rounded to NVFP4, in 16 bit, which holds such values exactly.
+// Attn-QAT's operands (arXiv 2603.00040): Q, K and V rounded to NVFP4 values, in 16 bit, which holds such values exactly.
 #include <sage/attention/rows.cuh>
 #include <sage/attention/segment.cuh>
 #include <sage/quant/codes.cuh>
@@ -12,19 +12,21 @@ using attention::TILE;
 
 namespace {
 
-// Two rows of eight channels a thread: what bandwidth needs on its way, and few registers.
+// Each thread has two rows of eight channels: enough bytes in flight for the bandwidth, in few registers.
 template <int D>
 constexpr int THREADS = TILE * D / 16;
 
-// Threads of a multiprocessor: all that Hopper has; elsewhere so few registers would leave values in memory.
+// Threads that share a multiprocessor, for __launch_bounds__: on Hopper all 2048; elsewhere so few registers a thread would
+// spill.
 #if __CUDA_ARCH__ == 900
 constexpr int AT_ONCE = 2048;
 #else
 constexpr int AT_ONCE = 1024;
 #endif
 
-// A tile of 64 tokens in registers, eight neighbouring channels of ROWS tokens a thread: neighbours along a token, or 16
-// tokens of 32 channels a warp, where groups are those.
+// The rows and channels of a tile of 64 tokens that a thread holds in registers: ROWS rows of eight neighbouring channels. By
+// default neighbouring threads have neighbouring channels of a token. BY_GROUP, for groups along the tokens, a warp has 16
+// tokens of 32 channels, so that a group lies in one warp.
 template <int D, bool BY_GROUP>
 struct Place {
   static constexpr int ROWS = 2, CHUNKS = BY_GROUP ? 4 : D / 8, STEP = (BY_GROUP ? 32 : THREADS<D>) / CHUNKS;
@@ -39,7 +41,7 @@ struct Place {
   __device__ __forceinline__ int row(int i) const { return first_row + i * STEP; }
 };
 
-// Groups of 16 channels: the eight of a thread and those of its neighbour.
+// Groups of 16 channels: a thread has eight, the neighbouring lane the other eight.
 template <int ROWS>
 __device__ __forceinline__ void quantize_along_channels(float (&x)[ROWS][8]) {
 #pragma unroll
@@ -54,7 +56,7 @@ __device__ __forceinline__ void quantize_along_channels(float (&x)[ROWS][8]) {
   }
 }
 
-// Groups of 16 tokens: those of the lanes that have the same channels, CHUNKS lanes apart.
+// Groups of 16 tokens: they lie in the lanes that have the same channels, CHUNKS lanes apart.
 template <int CHUNKS, int ROWS>
 __device__ __forceinline__ void quantize_along_tokens(float (&x)[ROWS][8]) {
 #pragma unroll
@@ -70,7 +72,7 @@ __device__ __forceinline__ void quantize_along_tokens(float (&x)[ROWS][8]) {
   }
 }
 
-// The tokens of a tile from `first` on, less `mean`, one a channel, if there is one.
+// Rounds the tokens of a tile from `first` on, less `mean` (one value a channel) where it is not null.
 template <class T, int D, bool BY_GROUP>
 __device__ __forceinline__ void round_tile(const Rows<T>& from, const Rows<T>& to, int first, const float* mean, bool quantize) {
   using At = Place<D, BY_GROUP>;
@@ -95,7 +97,8 @@ __device__ __forceinline__ void round_tile(const Rows<T>& from, const Rows<T>& t
     to.store_8(first + at.row(i), at.column, attention::pack_8<T>(x[i]));
 }
 
-// A block is a tile of 64 tokens of one head: the tiles of K, then of Q, then of V, heads side by side.
+// Each block takes a tile of 64 tokens of one head: first the tiles of K, then those of Q, then those of V, with neighbouring
+// heads in neighbouring blocks.
 template <class T, int D>
 __device__ void fake_quantize(const params::FakeQuantize& p) {
   const params::Shape& shape = p.shape;

@@ -1,4 +1,4 @@
-// Ids of tokens: checked, and sorted.
+// Checks ids of tokens, and sorts them.
 #include <sage/params/ops.cuh>
 
 using namespace sage;
@@ -7,7 +7,8 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// Ids to places below the limit; what is wrong is counted, and left to the host to say.
+// Converts ids to row numbers below the limit. It counts the valid ids and records the position of the first bad one, which the
+// host turns into an error.
 template <class I>
 __device__ void check(const params::CheckIds& p) {
   int n = blockIdx.x * THREADS + threadIdx.x;
@@ -26,12 +27,12 @@ __device__ void check(const params::CheckIds& p) {
 constexpr int DIGIT_BITS = 8, DIGITS = 1 << DIGIT_BITS;
 constexpr int WARPS = THREADS / 32;
 constexpr int ROUNDS = 8;
-constexpr int TILE = THREADS * ROUNDS;  // TILE of candle-sage/src/cuda/ops/ids.rs
+constexpr int TILE = THREADS * ROUNDS;  // the same as TILE in candle-sage/src/cuda/ops/ids.rs
 static_assert(DIGITS == THREADS, "thread d looks after digit d");
 
 __device__ __forceinline__ int digit_of(uint32_t id, int shift) { return id >> shift & (DIGITS - 1); }
 
-// How often each digit occurs in a tile.
+// Counts how often each digit occurs in a tile.
 __device__ void count(const params::SortIds& p) {
   __shared__ uint32_t counts[DIGITS];
   counts[threadIdx.x] = 0;
@@ -45,10 +46,10 @@ __device__ void count(const params::SortIds& p) {
   p.counts[int64_t(blockIdx.x) * DIGITS + threadIdx.x] = counts[threadIdx.x];
 }
 
-// Moves a tile's ids to their places. Among equals the order stays: by tile, by warp (each takes neighbours), by round,
-// by lane.
+// Moves a tile's ids to their sorted places. The sort is stable: equal digits stay in the order of tile, warp (each warp has
+// neighbouring ids), round and lane.
 __device__ void place(const params::SortIds& p) {
-  __shared__ uint32_t starts[WARPS][DIGITS];  // counts of each warp, then where each warp's begin
+  __shared__ uint32_t starts[WARPS][DIGITS];  // first each warp's counts, then the place of each warp's first id of a digit
   __shared__ uint32_t totals[WARPS];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, digit = threadIdx.x;
 #pragma unroll
@@ -58,7 +59,7 @@ __device__ void place(const params::SortIds& p) {
   int64_t first = int64_t(blockIdx.x) * TILE + warp * 32 * ROUNDS + lane;
 #pragma unroll
   for (int i = 0; i < ROUNDS; ++i) {
-    // What lies past the end counts as the last digit, behind all others.
+    // Positions past the end count as the last digit, and come after all ids that have it.
     bool valid = first + i * 32 < p.len;
     ids[i] = valid ? p.ids[first + i * 32] : 0;
     int own = valid ? digit_of(ids[i], p.shift) : DIGITS - 1;
@@ -69,7 +70,7 @@ __device__ void place(const params::SortIds& p) {
     if (before == 0) starts[warp][own] += __popc(equals);
     __syncwarp();
   }
-  // All of smaller digits, and this digit in earlier tiles.
+  // Each thread sums one digit: its count in all tiles, and in the tiles before this one.
   uint32_t all = 0, earlier = 0;
 #pragma unroll 8
   for (int tile = 0; tile < int(gridDim.x); ++tile) {

@@ -1,5 +1,5 @@
-// Columns added up, each in an order of its own: the end of a sum that blocks began, many short rows; and the sum of what
-// several GPUs sent, few long ones.
+// Sums of columns in a fixed order: many short rows, the partial sums of blocks, which it completes; and few long rows, the
+// gradients that several GPUs sent.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 
@@ -9,7 +9,8 @@ namespace {
 
 constexpr int SIDE = 32;
 
-// A block takes SIDE columns. Thread row y adds the parts y, y + SIDE, ..; then the thread rows are added in order.
+// A block takes SIDE columns. Thread row y adds parts y, y + SIDE, ..; then one thread a column adds the thread rows' sums in
+// order.
 template <class T>
 __device__ void sum(const params::PartialSums& p) {
   __shared__ float sums[SIDE][SIDE + 1];
@@ -29,7 +30,7 @@ __device__ void sum(const params::PartialSums& p) {
   }
 }
 
-// Few rows as long as a model: a thread takes four columns, and reads every row once.
+// Few rows, each as long as the model's parameters: a thread takes four columns and reads every row once.
 __device__ void sum_long_rows(const params::SumInOrder& p) {
   constexpr int V = 4;
   elements::each_pack<V>(p.width, [&](int64_t at, auto count) {
@@ -37,7 +38,7 @@ __device__ void sum_long_rows(const params::SumInOrder& p) {
     float own[N], sum[N], x[N];
     elements::load_floats(p.sum + at, own);
     for (int term = 0; term <= p.count; ++term) {
-      // The sum's own term stands between those of the ranks before and after.
+      // The rank's own term, which `sum` holds, comes between those of the ranks before and after it.
       if (term != p.place) elements::load_floats(p.parts + int64_t(term - (term > p.place)) * p.width + at, x);
 #pragma unroll
       for (int i = 0; i < N; ++i) {

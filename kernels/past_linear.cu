@@ -1,11 +1,12 @@
-// Linear attention of each block of queries over the blocks of keys before it (SLA2, arXiv 2602.12675): states of blocks,
-// summed along the sequence, and products with them. Causal, with as many keys as queries.
+// Linear attention of each block of queries over the blocks of keys before it (SLA2, arXiv 2602.12675): sums of states along
+// the sequence, and products with the states. Causal, with as many keys as queries.
 //
-// States are H = sum phi(k)^T v and z = sum phi(k), phi the softmax over channels. One kernel makes both the states that
-// queries read, from the front, and on the way back those that keys read, from the end: there "keys" are the queries, and
-// "values" are their output's gradients.
+// A state is H = sum phi(k)^T v and z = sum phi(k), where phi is the softmax over channels. The same kernels make the states
+// that queries read in the forward, summed from the front, and those that keys read in the backward, summed from the end: in
+// the backward the "keys" are the queries, and the "values" are the gradients of their outputs.
 //
-// States go to 16 bit as means over the tokens before: no sum outgrows f16, and the factor leaves with the normalization.
+// The forward's states are stored in 16 bit as means over the tokens before the block: no sum outgrows f16, and the
+// normalization cancels the factor.
 #include <math_constants.h>
 #include <sage/attention/rows.cuh>
 #include <sage/attention/segment.cuh>
@@ -29,7 +30,7 @@ namespace {
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int BLOCK = SELECTION_BLOCK;
 
-// Adds up over the lanes of a row.
+// Sum and maximum over the LANES lanes that share a row.
 template <int LANES>
 __device__ __forceinline__ float row_sum(float x) {
 #pragma unroll
@@ -43,21 +44,21 @@ __device__ __forceinline__ float row_max(float x) {
   return x;
 }
 
-// How threads share the rows of a block: D / 8 lanes a row, eight channels each. What a thread copies into shared memory it
-// also changes there, so that only products need a barrier before them.
+// How threads share the rows of a block: D / 8 lanes a row, eight channels each, as copy_rows divides them. Each thread
+// therefore changes in shared memory only what it has copied itself, and only products need a barrier before them.
 template <int D>
 struct Share {
   static constexpr int LANES = D / 8, STEP = THREADS / LANES;
   int row = threadIdx.x / LANES, chunk = threadIdx.x % LANES;
 };
 
-// Copies 128 rows into shared memory, zeros beyond the end: asynchronous.
+// Copies 128 rows into shared memory asynchronously, with zeros beyond the end.
 template <class T, int D>
 __device__ __forceinline__ void copy_block(uint32_t shared, const Rows<T>& rows, int first) {
   attention::copy_rows<BLOCK, D, THREADS>(shared, rows, first, threadIdx.x);
 }
 
-// Rows in shared memory, of which `count` are real, become phi of them; f(row, chunk, phi as rounded).
+// Replaces rows in shared memory, of which the first `count` exist, by phi of them, and calls f(row, chunk, phi as rounded).
 template <class T, int D, class F>
 __device__ __forceinline__ void make_features(uint32_t shared, int count, int head_dim, F f) {
   using S = Share<D>;
@@ -89,7 +90,7 @@ __device__ __forceinline__ void make_features(uint32_t shared, int count, int he
   }
 }
 
-// Rows in shared memory, each times a factor.
+// Multiplies each row in shared memory by its factor.
 template <class T, int D, class F>
 __device__ __forceinline__ void scale_rows(uint32_t shared, F factor) {
   using S = Share<D>;
@@ -105,13 +106,14 @@ __device__ __forceinline__ void scale_rows(uint32_t shared, F factor) {
   }
 }
 
-// Where a warp leaves 16 rows of results, (row, two channels), for whole rows to be written: over operands that it alone
-// has read.
+// Stores two neighbouring channels of a warp's 16 rows of results in shared memory, from where store_rows writes whole rows.
+// The rows overwrite an operand that this warp alone has read.
 template <class T, int D>
 __device__ __forceinline__ void leave_2(unsigned char* rows, int row, int column, float a, float b) {
   *reinterpret_cast<uint32_t*>(rows + layout::swizzled<D * 2>(row, column / 8) + column % 8 * 2) = ptx::pack_16<T>(a, b);
 }
-// Writes a warp's 16 rows, `row` and on in shared memory, to those from `first` on, or adds them to what is there.
+// Writes a warp's 16 rows, from `row` on in shared memory, to the rows from `first` on of `to`, or adds them to those with
+// `add`.
 template <class T, int D>
 __device__ __forceinline__ void store_rows(const Rows<T>& to, const unsigned char* rows, int row, int first, bool add) {
   constexpr int LANES = D / 8;
@@ -131,19 +133,19 @@ __device__ __forceinline__ void store_rows(const Rows<T>& to, const unsigned cha
   }
 }
 
-// A chunk of blocks of a key head, from the front or from the end. The warp's part of a state: 16 channels of features, and
-// COLUMNS of values, and its part of z.
+// Sums of a chunk of blocks of a key head, from the front or from the end. A warp keeps a part of the state in its
+// accumulators: 16 channels of the features by COLUMNS of the values, and its part of z.
 template <class T, int D>
 struct StateKernel {
   static constexpr int STRIPS = D / 16, PARTS = WARPS / STRIPS, COLUMNS = D / PARTS;
   static constexpr int ROWS_BYTES = BLOCK * D * 2;
-  // Stages of features and values, two where there is room; then weights of each.
+  // Shared memory: stages of features and values, two where there is room; then the weights of each stage's rows.
   static constexpr int STAGE_BYTES = 2 * ROWS_BYTES, WEIGHTS_BYTES = BLOCK * 4;
   static constexpr params::Plan PLAN = params::plan("linear_sum_chunks", D, params::LISTED);
   static_assert(PLAN == params::plan("linear_scan_blocks", D, params::LISTED));
   static constexpr int STAGES = PLAN.stages;
   static_assert(PLAN.rows == BLOCK && PLAN.threads == THREADS && PLAN.shared_bytes == STAGES * (STAGE_BYTES + WEIGHTS_BYTES));
-  static constexpr int WIDTH = (D + 1) * D;  // of a chunk's sums
+  static constexpr int WIDTH = (D + 1) * D;  // values of a chunk's sums: H and z
 
   const params::Linear& p;
   unsigned char* memory;
@@ -162,7 +164,8 @@ struct StateKernel {
     return reinterpret_cast<float*>(memory + STAGES * STAGE_BYTES) + stage % STAGES * BLOCK;
   }
 
-  // Item `i` of a walk over blocks, from the first or from the last on: a block, and on the way back a head of it.
+  // Item `i` of the loop over blocks, which starts at the first block, or in the backward at the last: a block and, in the
+  // backward, a query head of the group.
   struct Item {
     int block, head;
   };
@@ -180,7 +183,7 @@ struct StateKernel {
     copy_block<T, D>(features(stage) + ROWS_BYTES, rows(p.backward ? p.dout : p.v, it.head), it.block * BLOCK);
   }
 
-  // What this thread copied becomes features and, on the way back, values times their factors.
+  // Replaces what this thread copied: by features and, in the backward, by dO times the query's factor.
   __device__ __forceinline__ void prepare(int stage, Item it) {
     int first = it.block * BLOCK, count = segment.query_len - first;
     make_features<T, D>(features(stage), count, p.shape.head_dim, [](int, int, const float(&)[8]) {});
@@ -205,7 +208,7 @@ struct StateKernel {
         ptx::mma_16<T>(h[n], a, b[0], b[1]);
         ptx::mma_16<T>(h[n + 1], a, b[2], b[3]);
       }
-      // A column of weights: the others are zero.
+      // B for z: its first column is the weights, the other columns are zero.
       uint32_t w[2] = {};
       if (lane / 4 == 0) {
         const float* at = weights(stage) + step * 16 + 2 * (lane & 3);
@@ -215,7 +218,7 @@ struct StateKernel {
     }
   }
 
-  // Adds blocks one after the other; before(block) comes before the first head of each.
+  // Adds blocks to the state one after the other; before(block) is called before the first head of each.
   template <class F>
   __device__ __forceinline__ void walk(int first, int end, int items, F before) {
     if (items > 0) load(0, item(0, first, end));
@@ -225,7 +228,8 @@ struct StateKernel {
       if (i % group == 0) before(it.block);
       ptx::cp_async_wait<0>();
       prepare(i, it);
-      // Everyone sees the features, and is done with the stage before, which is free now.
+      // After the barrier all threads see the features, and have finished with the stage of the previous item, which may be
+      // refilled.
       __syncthreads();
       if (STAGES == 2 && i + 1 < items) load(i + 1, item(i + 1, first, end));
       ptx::cp_async_commit();
@@ -238,7 +242,7 @@ struct StateKernel {
     }
   }
 
-  // Calls f(index, value) for the warp's part of a state of D + 1 rows of D.
+  // Calls f(index, value) for the warp's part of a state, D + 1 rows of D: H, then z.
   template <class F>
   __device__ __forceinline__ void each(F f) {
     int lane = threadIdx.x % 32;
@@ -251,7 +255,7 @@ struct StateKernel {
     }
   }
 
-  // The same by neighbouring channels: f(index, two values) of H, g(index, value) of z.
+  // The same for pairs of neighbouring channels: f(index, two values) of H, and g(index, value) of z.
   template <class F, class G>
   __device__ __forceinline__ void each_2(F f, G g) {
     int lane = threadIdx.x % 32;
@@ -269,7 +273,7 @@ struct StateKernel {
     return p.chunk_sums + ((int64_t(key_head) * p.shape.segment_count + segment_index) * p.chunks + chunk) * WIDTH;
   }
 
-  // The sums of a chunk.
+  // Writes the sums of a chunk.
   __device__ __forceinline__ void sum() {
     int first = blockIdx.x * p.chunk_blocks, end = min(first + p.chunk_blocks, selection_blocks(segment.query_len));
     walk(first, end, max(end - first, 0) * group, [](int) {});
@@ -277,7 +281,7 @@ struct StateKernel {
     each([&](int at, float x) { to[at] = x; });
   }
 
-  // The states inside a chunk, from the sums of all chunks before (on the way back: after) it.
+  // Writes the states inside a chunk, starting from the sums of all chunks before it, or in the backward after it.
   __device__ __forceinline__ void scan() {
     int first = blockIdx.x * p.chunk_blocks, end = min(first + p.chunk_blocks, selection_blocks(segment.query_len));
     if (first >= end) return;
@@ -306,7 +310,7 @@ __device__ __forceinline__ void scan_blocks(const params::Linear& p) {
   StateKernel<T, D>(p, shared).scan();
 }
 
-// The sums of chunks become those of all chunks before, or after.
+// Replaces the sums of each chunk by the sums of all chunks before it, or in the backward after it.
 template <int D>
 __device__ __forceinline__ void scan_chunks(const params::Linear& p) {
   constexpr int WIDTH = (D + 1) * D;
@@ -320,13 +324,13 @@ __device__ __forceinline__ void scan_chunks(const params::Linear& p) {
   }
 }
 
-// Where a block of threads works: a block of queries (or of keys) of a head.
+// The rows that a thread block works on: a block of queries, or of keys, of a head.
 template <class T, int D>
 struct Tile {
   static constexpr int ROWS_BYTES = BLOCK * D * 2;
   Segment segment;
   int segment_index, head, block, first;
-  int64_t padded;  // of the first query
+  int64_t padded;  // the first query's place in the padded buffers
 
   __device__ __forceinline__ Tile(const params::Linear& p)
       : segment(p.shape, blockIdx.y), segment_index(blockIdx.y), head(blockIdx.z), block(blockIdx.x), first(block * BLOCK),
@@ -341,7 +345,7 @@ struct Tile {
   __device__ __forceinline__ int64_t row(const params::Linear& p, int key_head) const {
     return int64_t(key_head) * p.blocks + first_query_block(p.shape, segment_index) + block;
   }
-  // Brings a state into shared memory.
+  // Copies a state into shared memory asynchronously.
   __device__ __forceinline__ void load_state(uint32_t shared, const params::Linear& p, int64_t row) const {
     const T* state = static_cast<const T*>(p.states) + row * D * D;
 #pragma unroll 1
@@ -351,7 +355,7 @@ struct Tile {
   }
 };
 
-// acc = A S, or A S^T, of a warp's 16 rows and the state.
+// acc = A S, or A S^T: a warp's 16 rows by the state.
 template <class T, int D, bool TRANSPOSED>
 __device__ __forceinline__ void multiply_state(float (&acc)[D / 8][4], uint32_t rows, uint32_t state, int lane) {
 #pragma unroll
@@ -376,13 +380,13 @@ __device__ __forceinline__ void multiply_state(float (&acc)[D / 8][4], uint32_t 
   }
 }
 
-// One element of a matrix in shared memory.
+// One element of a swizzled matrix in shared memory.
 template <class T, int D>
 __device__ __forceinline__ float element(const unsigned char* rows, int row, int column) {
   return ptx::to_float(*reinterpret_cast<const T*>(rows + layout::swizzled<D * 2>(row, column / 8) + column % 8 * 2));
 }
 
-// Queries in shared memory, from `first` on, become phi of them; leaves each one's normalizer, phi . z.
+// Replaces queries in shared memory, from `first` on, by phi of them, and stores each one's normalizer phi . z in `norms`.
 template <class T, int D>
 __device__ __forceinline__ void make_query_features(uint32_t shared, const Rows<T>& q, int first, const float (&z)[D],
                                                     float (&norms)[BLOCK]) {
@@ -429,7 +433,9 @@ __device__ __forceinline__ void forward(const params::Linear& p) {
 }
 
 // With u = H dO, n = phi . z and t = dO . out = phi . u / n: dphi = (u - t z) / n, whose product with phi is zero, so that
-// dq = phi o (u - t z) / n. Leaves the factors 1 / n and -t / n of each query, by tokens instead of blocks before.
+// dq = phi o (u - t z) / n. Also stores each query's factors of dO and of 1, 1 / n and -t / n, for the states that the keys read.
+// Since H and z are means over the tokens before the block, these factors must still be divided by the number of tokens: here
+// they are divided by the number of blocks, in backward_keys by the tokens of a block.
 template <class T, int D>
 __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -485,8 +491,8 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   store_rows<T, D>(dq, shared + At::ROWS_BYTES, warp * 16, at.first, p.add);
 }
 
-// With G and z the sums over all later blocks of queries: dphi = (G v + z), dk = phi o (dphi - phi . dphi), dv = phi G; both
-// by blocks instead of tokens.
+// With G and z the sums over all later blocks of queries: dphi = G v + z, dk = phi o (dphi - phi . dphi), dv = phi G. G and z
+// still have to be divided by the tokens of a block (see backward_queries): BY_TOKEN is applied to both results.
 template <class T, int D>
 __device__ __forceinline__ void backward_keys(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -507,7 +513,7 @@ __device__ __forceinline__ void backward_keys(const params::Linear& p) {
   __syncthreads();
   constexpr float BY_TOKEN = 1.0f / BLOCK;
   float acc[D / 8][4];
-  // dK first: its operand V is not needed after it, and makes room for the results.
+  // dK comes first, because its operand V is not needed after it: its place in shared memory takes the results.
   multiply_state<T, D, true>(acc, memory + At::ROWS_BYTES + warp * 16 * D * 2, state, lane);
   __syncwarp();
 #pragma unroll

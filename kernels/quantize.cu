@@ -1,5 +1,5 @@
-// What SageBwd does before its products: means, codes and scales of Q, K and V (arXiv 2603.02170, section 3), and
-// before its backward: delta and the codes of dO.
+// SageBwd's quantization kernels. Before the forward: means, codes and scales of Q, K and V (arXiv 2603.02170, section 3).
+// Before the backward: delta and the codes of dO.
 #include <sage/quant/tile.cuh>
 
 using namespace sage;
@@ -10,8 +10,9 @@ using attention::TILE;
 
 namespace {
 
-// Sums of K over each tile, in the order of the tokens: (key head, tile, channel). A block reads a tile at once, as `quantize`
-// does: threads that each walk down their channels all ask the same memory channels at the same time.
+// Sums of K over each tile, in the order of the tokens: (key head, tile, channel). A block loads a whole tile before it sums,
+// as `quantize` does: if each thread walked down its channel in global memory, all of them would ask the same memory channels
+// at the same time.
 template <class T, int D>
 __device__ void sum_tiles(const params::Forward& p) {
   constexpr int CHUNKS = D / 8;
@@ -35,8 +36,8 @@ __device__ void sum_tiles(const params::Forward& p) {
   p.codes.k_tile_sums[(int64_t(head) * shape.key_tiles + tile) * D + threadIdx.x] = sum;
 }
 
-// K's mean: the tiles' sums, in order, over the number of tokens: (key head, segment, channel). All threads read, for the
-// order leaves the sum itself to one a channel.
+// K's mean: the sums of the tiles, added in order, over the number of tokens: (key head, segment, channel). All threads load,
+// but only one thread a channel adds, because the order of the sum is fixed.
 constexpr int MEAN_THREADS = 256;
 template <int D>
 __device__ void mean_of_tiles(const params::Forward& p) {
@@ -110,7 +111,7 @@ __device__ void quantize_keys(const params::Forward& p, int tile, int head) {
 
 template <class T, int D>
 __device__ void quantize_values(const params::Forward& p, int tile, int head) {
-  constexpr int PITCH = D + 16;  // rows 16 bytes apart modulo the banks
+  constexpr int PITCH = D + 16;  // eight neighbouring rows start in eight different groups of four banks
   __shared__ __align__(16) int8_t codes[TILE * PITCH];
   const params::Shape& shape = p.shape;
   Segment segment(shape, segment_of_tile<false>(shape, tile));
@@ -123,8 +124,9 @@ __device__ void quantize_values(const params::Forward& p, int tile, int head) {
   quant::store_transposed<D, PITCH>(codes, p.codes.v_transposed + at * TILE * D);
 }
 
-// Blocks: the tiles of K, last ones first, since the sums were over K, whose end is in the cache; then of Q, then of V. Heads
-// side by side, as they often are in memory.
+// Blocks in the order of their index: the tiles of K, the last ones first, because sum_tiles has just read K and its end is in
+// the L2 cache; then the tiles of Q, then those of V. Neighbouring blocks have neighbouring heads of one tile, which often are
+// neighbours in memory.
 template <class T, int D>
 __device__ void quantize(const params::Forward& p) {
   const params::Shape& shape = p.shape;
@@ -141,8 +143,8 @@ __device__ void quantize(const params::Forward& p) {
   }
 }
 
-// Before a backward, one block a (query tile, head): D = rowsum(dO o O). With QUANTIZE also dO and Q as the operands of
-// dV and dK: transposed codes, for dO with one scale a channel, or a group of channels, of the tile.
+// Before a backward, one block for each (query tile, head): delta = rowsum(dO o O). With QUANTIZE also dO and Q as the operands
+// of dV and dK: transposed codes; dO has one scale for each channel, or group of channels, of the tile.
 template <class T, int D, bool QUANTIZE>
 __device__ void prepare(const params::Backward& p) {
   const params::Shape& shape = p.shape;

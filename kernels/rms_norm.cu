@@ -1,5 +1,5 @@
-// Root-mean-square normalization: y = x r w, r = 1 / sqrt(mean(x^2) + eps). One read of every row, one write. With a
-// residual stream the sum before it, and the one that its gradients make, are part of the same pass.
+// Root-mean-square normalization: y = x r w, r = 1 / sqrt(mean(x^2) + eps). Each row is read once and written once. A residual
+// stream is added in the same pass: to x before the norm in the forward, to dx in the backward.
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
@@ -10,13 +10,14 @@ using elements::Pack;
 
 namespace {
 
-// Packs of a row that a thread keeps in registers: KEEP of candle-sage/src/cuda/ops/rms_norm.rs.
+// Packs of a row that a thread keeps in registers; the same as KEEP in candle-sage/src/cuda/ops/rms_norm.rs.
 constexpr int KEEP = 4;
-// Threads of a block whose rows take a warp or less.
+// Threads of a block whose rows take a warp or less each.
 constexpr int THREADS = 256;
 constexpr int MAX_THREADS = 512;
 
-// Calls body(k, chunk) for the packs of a lane: k below KEEP for those in registers, KEEP for those of wider rows.
+// Calls body(k, chunk) for the packs of a lane; k is below KEEP for packs in registers, and KEEP for those that a wider row has
+// beyond them.
 template <class Body>
 __device__ __forceinline__ void each_chunk(const Group& group, int chunks, Body body) {
 #pragma unroll
@@ -27,7 +28,7 @@ __device__ __forceinline__ void each_chunk(const Group& group, int chunks, Body 
   for (int chunk = KEEP * group.lanes + group.lane; chunk < chunks; chunk += group.lanes) body(KEEP, chunk);
 }
 
-// What a wider row has beyond the registers is read again, out of the cache.
+// A row of which KEEP packs a thread are in registers. The packs of a wider row beyond them are read again from the cache.
 template <class T, int V>
 struct Row {
   const T* data;
@@ -46,7 +47,7 @@ struct Row {
     return k < KEEP ? kept[k] : Pack<T, V>::load(data + chunk * V);
   }
 
-  // Adds a row, rounds the sum, and keeps and stores it.
+  // Adds another row, rounds the sum, stores it to `sums`, and keeps it instead of the row.
   __device__ __forceinline__ void add(const void* rows, void* sums, int row, const Group& group, int width) {
     const T* other = static_cast<const T*>(rows) + int64_t(row) * width;
     T* sum = static_cast<T*>(sums) + int64_t(row) * width;
@@ -59,7 +60,7 @@ struct Row {
       rounded.store(sum + chunk * V);
       if (k < KEEP) kept[k] = rounded;
     });
-    data = sum;  // what does not fit the registers; each lane reads what it wrote
+    data = sum;  // for packs beyond the registers: each lane reads what it wrote itself
   }
 
   __device__ __forceinline__ float inverse_rms(const Group& group, const params::RmsNorm& p) const {
@@ -92,7 +93,7 @@ __device__ void forward(const params::RmsNorm& p) {
   }
 }
 
-// dx = r (g - x r^2 mean(g o x)) with g = dy o w, and the block's part of dw = sum(dy o x r). Which rows a block takes
+// dx = r (g - x r^2 mean(g o x)) with g = dy o w, and the sum of dw = dy o x r over the block's rows. Which rows a block takes
 // depends on the shape alone, and so does the order of every sum.
 template <class T, int V>
 __device__ void backward(const params::RmsNorm& p) {
@@ -123,7 +124,7 @@ __device__ void backward(const params::RmsNorm& p) {
       for (int i = 0; i < V; ++i) {
         out[i] = add[i] + r * (grad[i] * w[i] - in[i] * pull);
         float part = grad[i] * in[i] * r;
-        if (k < KEEP) dw[k][i] += part; else partial[chunk * V + i] += part;  // zero before; this thread's own
+        if (k < KEEP) dw[k][i] += part; else partial[chunk * V + i] += part;  // the host zeroed it; no other thread adds here
       }
       Pack<T, V>::of(out).store(dx + chunk * V);
     });
@@ -138,7 +139,8 @@ __device__ void backward(const params::RmsNorm& p) {
     }
     return;
   }
-  // Rows that a warp or less takes fit the registers, and here the groups of the block.
+  // The block has several groups: a row takes a warp or less and fits the registers, and `sums` has room for one row of each
+  // group.
   __shared__ float sums[THREADS * KEEP * V];
 #pragma unroll
   for (int k = 0; k < KEEP; ++k) {

@@ -1,5 +1,5 @@
-// Rotary position embedding, alone or after an RMSNorm over each head. A group of lanes takes a head, V pairs of channels
-// a lane; it goes through several heads of a token with the same angles.
+// Rotary position embedding, alone or after an RMSNorm over each head. A group of lanes takes a head, V pairs of channels a
+// lane, and rotates several heads of a token by the same angles, which it loads once.
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
@@ -10,11 +10,11 @@ using elements::Pack;
 
 namespace {
 
-constexpr int THREADS = 256;       // of a block whose heads take a warp or less
+constexpr int THREADS = 256;       // of a block whose heads take a warp or less each
 constexpr int MAX_THREADS = 512;
 
-// Where a lane's channels are: two packs, and V angles. In halves a pair is an element of the one and the same of the
-// other; interleaved it is two neighbours, and the packs are neighbours too.
+// The channels of a lane: two packs, and V angles. In the layout in halves a pair is element i of the first pack and element i
+// of the second; interleaved, a pair is two neighbours in one pack, and the two packs are neighbours.
 template <int V>
 struct Place {
   int channels[2];
@@ -29,18 +29,18 @@ struct Place {
     channels[1] = interleaved ? 2 * angle + V : angle + p.half;
   }
 
-  // The channel of x[i / V][i % V] of `Pairs`.
+  // The channel that x[i / V][i % V] of `Pairs` belongs to.
   __device__ __forceinline__ int channel(int i) const {
     return interleaved ? channels[0] + i % V * 2 + i / V : channels[i / V] + i % V;
   }
 };
 
-// A lane's channels as numbers: pair i is x[0][i], x[1][i].
+// A lane's channels as f32: pair i is x[0][i], x[1][i].
 template <int V>
 struct Pairs {
   float x[2][V];
 
-  // From the order of the channels, and back.
+  // Converts from the order of the channels in memory to pairs (`split`), and back (`join`).
   __device__ __forceinline__ void split(bool interleaved) {
     if (!interleaved) return;
     float was[2 * V];
@@ -68,7 +68,7 @@ struct Pairs {
   }
 };
 
-// The same as they lie in memory.
+// A lane's channels as they lie in memory.
 template <class T, int V>
 struct Packs {
   Pack<T, V> pack[2];
@@ -108,7 +108,7 @@ struct Angles {
     elements::load_floats(p.sin + at, sin);
   }
 
-  // By the angles times `direction`.
+  // Rotates by the angles times `direction`.
   __device__ __forceinline__ void rotate(Pairs<V>& pairs, float direction) const {
 #pragma unroll
     for (int i = 0; i < V; ++i) {
@@ -132,25 +132,25 @@ __device__ __forceinline__ T* head_of(const params::Heads& x, int batch, int pos
   return static_cast<T*>(x.data) + batch * x.batch + position * x.token + head * x.head;
 }
 
-// Of what is written, whose batch entries follow one another.
+// A head of the output, whose batch entries lie one after the other.
 template <class T>
 __device__ __forceinline__ T* out_head(const params::Rope& p, int token, int head) {
   return static_cast<T*>(p.out.data) + token * p.out.token + head * p.out.head;
 }
 
-// Calls body(token, batch, position, first, step): HEADS heads of a token, from `first` on, `step` apart. Neighbouring
+// Calls body(token, batch, position, first, step) for HEADS heads of a token, from `first` on, `step` apart. Neighbouring
 // groups take neighbouring heads. Which items a group takes depends on the shape alone.
 template <int HEADS, class Body>
 __device__ __forceinline__ void each_item(const Group& group, const params::Rope& p, Body body) {
   int step = (p.heads + HEADS - 1) / HEADS;
-  int items = p.tokens * step;  // the host checks that they can be counted
+  int items = p.tokens * step;  // the host checks that they fit 32 bits
   for (int item = blockIdx.x * group.count + group.index; item < items; item += gridDim.x * group.count) {
     int token = item / step;
     body(token, token / p.sequence, token % p.sequence, item % step, step);
   }
 }
 
-// NORM: y = rope(x r w), else y = rope(x), by the opposite angle on the way back.
+// NORM: y = rope(x r w), else y = rope(x). The backward of rope alone is rope by the opposite angle.
 template <class T, int V, bool NORM>
 __device__ void forward(const params::Rope& p) {
   constexpr int HEADS = 4;
@@ -182,8 +182,8 @@ __device__ void forward(const params::Rope& p) {
   });
 }
 
-// Back through both: dn = rope^-1(dy), g = dn o w, dx = r (g - x r^2 mean(g o x)), and the block's part of
-// dw = sum(dn o x r).
+// The backward of norm and rope: dn = rope^-1(dy), g = dn o w, dx = r (g - x r^2 mean(g o x)), and the sum of dw = dn o x r
+// over the block's heads.
 template <class T, int V>
 __device__ void norm_backward(const params::Rope& p) {
   Group group(p.lanes);
@@ -200,7 +200,7 @@ __device__ void norm_backward(const params::Rope& p) {
     if (place.active) angles.rotate(dn, -1.0f);
     Pairs<V> x = inputs.pairs(place);
     float r = inverse_rms(group, p, x);
-    Pairs<V> w = load_weights(p, place);  // again for every head: registers are few
+    Pairs<V> w = load_weights(p, place);  // loaded for every head: registers are short
     float dot = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2 * V; ++i) dot = fmaf(dn[i] * w[i], x[i], dot);
@@ -213,7 +213,7 @@ __device__ void norm_backward(const params::Rope& p) {
     }
     x.store(out_head<T>(p, token, head), place);
   });
-  // The block's groups, in order. Where there are several a head takes a warp or less.
+  // Adds the sums of the block's groups, in order. Where a block has several groups, a head takes a warp or less.
   __shared__ float sums[THREADS * 2 * V];
   float* partial = p.partials + int64_t(blockIdx.x) * 2 * p.half;
   if (place.active) {

@@ -1,5 +1,5 @@
-// Selections (candle-sage/src/selection.rs) and what a router needs: means of blocks, the largest scores, the inverse of the
-// lists, and where dense attention's mass lies.
+// Kernels for selections (candle-sage/src/selection.rs) and their router: means of blocks, the lists of the largest scores, the
+// inverse of the lists, and the attention mass of each block of keys under dense attention.
 #include <sage/attention/numerics/full_precision_forward_sm80.cuh>
 #include <sage/params/sla2.cuh>
 
@@ -15,12 +15,13 @@ namespace {
 
 constexpr int WARPS = 4;
 
-// The blocks of keys that may be chosen for a block of queries, the first ones: what its first query sees whole.
+// The number of blocks of keys, the first ones, that may be chosen for a block of queries: those that its first query sees
+// whole.
 __device__ __forceinline__ int candidates(const Segment& segment, int block) {
   return segment.causal ? segment.visible_keys(block * SELECTION_BLOCK) / SELECTION_BLOCK : selection_blocks(segment.key_len);
 }
 
-// The segment that owns a block of queries or of keys, of those of all segments.
+// The segment that a block of queries or of keys belongs to, by the block's number among those of all segments.
 template <bool QUERY>
 __device__ inline int segment_of_block(const params::Shape& shape, int block) {
   if (!shape.segments) return block / selection_blocks(QUERY ? shape.query_len : shape.key_len);
@@ -33,15 +34,15 @@ __device__ inline int segment_of_block(const params::Shape& shape, int block) {
   return low;
 }
 
-// A row of a key head's lists, and whether it sees a block of keys, and as which of its blocks.
+// One row of a key head's lists: the blocks of keys that a block of queries sees, ascending.
 struct List {
   const uint32_t* blocks;
   int count;
   __device__ __forceinline__ List(const params::Lists& lists, int key_head, int row)
       : blocks(lists.seen + (int64_t(key_head) * lists.query_blocks + row) * lists.stride + 1), count(blocks[-1]) {}
-  // Its place, or -1.
+  // The place of a block of keys in the list, or -1.
   __device__ __forceinline__ int find(uint32_t block) const {
-    int low = 0, high = count;  // the first that is not below the block
+    int low = 0, high = count;  // finds the first entry that is not below the block
     while (low < high) {
       int middle = (low + high) / 2;
       if (blocks[middle] < block) low = middle + 1; else high = middle;
@@ -50,14 +51,14 @@ struct List {
   }
 };
 
-// A warp is a block of keys of a (segment, key head): calls f(block of queries, its place in the list) for each user, side by
-// side, in ascending order; f gets the number of users before.
+// A warp takes a block of keys of a (segment, key head). For each user it calls f(number of users before, block of queries,
+// place in that one's list), in ascending order, 32 blocks of queries at a time. Returns the number of users.
 template <class F>
 __device__ __forceinline__ int each_user(const params::Users& p, const Segment& segment, int segment_index, int key_head,
                                          int block, F f) {
   int lane = threadIdx.x % 32, all = selection_blocks(segment.query_len), found = 0;
   int first_row = first_query_block(p.shape, segment_index);
-  // With a causal mask nobody before the block sees it.
+  // With a causal mask no query before the block sees it.
   for (int first = segment.causal ? block / 32 * 32 : 0; first < all; first += 32) {
     int query_block = first + lane, place = -1;
     if (query_block < all) place = List(p.lists, key_head, first_row + query_block).find(block);
@@ -84,7 +85,7 @@ __device__ __forceinline__ void users(const params::Users& p) {
   for (int i = lane; i < column; i += 32) before += counts[i];
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) before += __shfl_xor_sync(~0u, before, step);
-  // Each key head has room of its own.
+  // Each key head has its own part of `users`.
   uint32_t room = uint32_t(p.lists.query_blocks) * (p.lists.stride - 1), start = key_head * room + before;
   uint32_t* first_users = p.first_users + int64_t(key_head) * (columns + 1);
   if (lane == 0) {
@@ -96,15 +97,15 @@ __device__ __forceinline__ void users(const params::Users& p) {
   });
 }
 
-// Floats as integers of the same order; NaN above all.
+// Maps floats to integers of the same order; NaN is above all.
 __device__ __forceinline__ uint32_t ordered(float x) {
   uint32_t bits = __float_as_uint(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return ~0u;
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// A warp is a row. The smallest chosen score is found bit by bit, so that neither sorting nor memory is needed; then a walk
-// in order writes the list, ascending by itself.
+// A warp writes the list of one row. It finds the smallest chosen score bit by bit, which needs neither sorting nor memory; a
+// second pass over the blocks in order then writes an ascending list.
 __device__ __forceinline__ void choose(const params::Choose& p) {
   int row = blockIdx.x * WARPS + threadIdx.x / 32, key_head = blockIdx.y, lane = threadIdx.x % 32;
   if (row >= p.lists.query_blocks) return;
@@ -127,7 +128,7 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
       if (int(count_from(least | 1u << bit)) >= most) least |= 1u << bit;
   }
   int above = least == ~0u || most == count ? 0 : count_from(least + 1);
-  int equal = most - above, written = 0;  // of those equal to the least the first are taken
+  int equal = most - above, written = 0;  // how many of the scores equal to the smallest chosen one are taken: the first ones
   for (int first = 0; first < count; first += 32) {
     int i = first + lane;
     uint32_t key = i < count ? ordered(scores[i]) : 0;
@@ -139,7 +140,7 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
     written += __popc(all);
     if (most < count) equal -= min(equal, __popc(sames));
   }
-  // Those on the diagonal.
+  // The blocks on the diagonal are always listed.
   int last = min((block + 1) * SELECTION_BLOCK, segment.query_len) - 1;
   int end = selection_blocks(segment.visible_keys(last));
   for (int i = count + lane; i < end; i += 32) list[written + i - count] = i;
@@ -147,7 +148,8 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
   if (lane == 0) list[-1] = written;
 }
 
-// A block is one mean: lanes have eight channels of a token, and are added up in shared memory, in order.
+// A block computes one mean: each thread sums eight channels of every eighth token, and the threads' sums are added in shared
+// memory, in order.
 template <class T>
 __device__ __forceinline__ void pool(const params::Pool& p) {
   constexpr int THREADS = 128, MOST_CHUNKS = 16;
@@ -182,8 +184,8 @@ __device__ __forceinline__ void pool(const params::Pool& p) {
   }
 }
 
-// A block is a block of queries of a key head: for each query head of the group it goes over the keys twice, for the
-// log-sum-exps and for the sums of probabilities by blocks of keys.
+// A block takes a block of queries of a key head. For each query head of the group it passes over the keys twice: once for the
+// log-sum-exps, once for the sums of probabilities over each block of keys.
 template <class T, int D>
 __device__ __forceinline__ void block_mass(const params::Mass& p) {
   using Numerics = attention::FullPrecisionForwardSm80<T, D, params::plan("block_mass", D, params::LISTED)>;
@@ -260,7 +262,7 @@ __device__ __forceinline__ void block_mass(const params::Mass& p) {
       }
       __syncthreads();
       if (sweep == 0) {
-        // The references become log-sum-exps: probabilities are relative to them.
+        // The references become log-sum-exps, so that the second pass computes normalized probabilities.
 #pragma unroll
         for (int r = 0; r < 2 * M; ++r) {
           float all = attention::quad_sum(sum[r]);

@@ -1,5 +1,5 @@
-// One warp each, or one warpgroup: the primitives that the attention kernels are made of, on their own. The host compares with plain
-// loops (candle-sage/src/cuda/selftest.rs).
+// Tests of the primitives that the attention kernels are made of, each run by one warp or one warpgroup. The host compares the
+// results with plain loops (candle-sage/src/cuda/selftest.rs).
 #include <sage/layout/fragments.cuh>
 #include <sage/layout/permutation.cuh>
 #include <sage/ptx/mma.cuh>
@@ -18,7 +18,7 @@ struct Params {
   unsigned char* out;
 };
 
-// Row-major global memory to swizzled shared memory.
+// Copies row-major global memory to swizzled shared memory.
 template <int ROWS, int ROW_BYTES>
 __device__ uint32_t fill(unsigned char* shared, const unsigned char* from) {
   for (int i = threadIdx.x; i < ROWS * ROW_BYTES / 16; i += blockDim.x) {
@@ -36,7 +36,7 @@ __device__ void store(const X (&c)[2][4], X* out) {
     for (int e = 0; e < 4; ++e) out[(lane / 4 + 8 * (e >> 1)) * 16 + n * 8 + 2 * (lane & 3) + (e & 1)] = c[n][e];
 }
 
-// out (16, 16) = A (16, BYTES) B (16, BYTES)^T of codes, MAGIC taken off.
+// out (16, 16) = A (16, BYTES) B (16, BYTES)^T of codes, after MAGIC is subtracted.
 template <int BYTES>
 __device__ void product_codes(const Params& p) {
   __shared__ __align__(1024) unsigned char a[16 * BYTES], b[16 * BYTES];
@@ -55,8 +55,8 @@ __device__ void product_codes(const Params& p) {
   store(c, reinterpret_cast<int*>(p.out));
 }
 
-// out (16, 16) = A B^T in bf16 over a reduction of 64. A is stored (16, 64) or, transposed, (64, 64) of which columns
-// 16 to 32 are taken; B the same.
+// out (16, 16) = A B^T in bf16 over a reduction of 64. A is stored as (16, 64) or, transposed, as (64, 64), of which columns 16
+// to 31 are taken; so is B.
 template <bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ void product_16(const Params& p) {
   __shared__ __align__(1024) unsigned char a[64 * 128], b[64 * 128];
@@ -74,7 +74,7 @@ __device__ void product_16(const Params& p) {
   store(c, reinterpret_cast<float*>(p.out));
 }
 
-// out = A (16, 128 bytes) through registers, to shared memory and back.
+// out = A (16, 128 bytes), loaded to fragments by ldmatrix, stored back to shared memory by stmatrix, and copied out.
 __device__ void round_trip(const Params& p) {
   __shared__ __align__(1024) unsigned char a[16 * 128], b[16 * 128];
   layout::ReaderA<128> reader(fill<16, 128>(a, p.a), threadIdx.x), writer(ptx::shared_address(b), threadIdx.x);
@@ -88,8 +88,8 @@ __device__ void round_trip(const Params& p) {
     reinterpret_cast<uint4*>(p.out)[i] = *reinterpret_cast<uint4*>(b + layout::swizzled<128>(i / 8, i % 8));
 }
 
-// out (16, 16) = S V, where S (16, 32) is first an accumulator of codes and then packed as an operand, and V (16, 32)
-// lies transposed with its tokens permuted: what O = P V and dK = dS^T Q do.
+// out (16, 16) = S V. S (16, 32) is an accumulator of codes, packed as an operand; V (16, 32) lies transposed with its tokens
+// permuted. O = P V and dK = dS^T Q are computed like this.
 __device__ void permuted_product(const Params& p) {
   __shared__ __align__(1024) unsigned char v[16 * 64];
   layout::ReaderB<64> reader(fill<16, 64>(v, p.b), threadIdx.x);
@@ -113,7 +113,7 @@ __device__ void permuted_product(const Params& p) {
   store(c, reinterpret_cast<int*>(p.out));
 }
 
-// The columns of D, eight times N of them, that a warpgroup holds.
+// Writes a warpgroup's accumulator, 64 rows of 8 N columns.
 template <int N, class X>
 __device__ void store_group(const X (&d)[N][4], X* out) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -122,7 +122,7 @@ __device__ void store_group(const X (&d)[N][4], X* out) {
       out[(warp * 16 + lane / 4 + 8 * (e >> 1)) * 8 * N + n * 8 + 2 * (lane & 3) + (e & 1)] = d[n][e];
 }
 
-// out (64, 8 N) = A (64, BYTES) B (8 N, BYTES)^T of codes; A by a descriptor or from registers, there s8 or u8.
+// out (64, 8 N) = A (64, BYTES) B (8 N, BYTES)^T of codes by wgmma; A by a descriptor, or in registers as s8 or u8.
 enum From { SHARED, REGISTERS, UNSIGNED_REGISTERS };
 template <int BYTES, int N, From FROM>
 __device__ void group_codes(const Params& p) {
@@ -135,7 +135,7 @@ __device__ void group_codes(const Params& p) {
     uint32_t x[BYTES / 32][4];
     layout::ReaderA<BYTES> reader(a_rows, threadIdx.x % 32);
     for (int step = 0; step < BYTES / 32; ++step) reader.load(x[step], threadIdx.x / 32 * 16, step);
-    ptx::discard_operand(d);  // the first step does not add
+    ptx::discard_operand(d);  // the first step has scale-d = 0
     ptx::wgmma_fence();
     for (int step = 0; step < BYTES / 32; ++step) {
       uint64_t columns = ptx::row_descriptor<BYTES>(b_rows) + 2 * step;
@@ -149,7 +149,8 @@ __device__ void group_codes(const Params& p) {
   }
 }
 
-// out (64, 8 N) = A B^T of 16 bits over a reduction of 64; TRANSPOSED matrices lie with the reduction along their columns.
+// out (64, 8 N) = A B^T of 16-bit operands by wgmma over a reduction of 64; TRANSPOSED matrices lie with the reduction along
+// their columns.
 template <class T, int N, bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ void group_16(const Params& p) {
   if constexpr (ptx::HAS_WGMMA) {
@@ -171,7 +172,7 @@ __device__ void group_16(const Params& p) {
   }
 }
 
-// out (64, 64) = A B of 16 bits, A out of registers.
+// out (64, 64) = A B of 16-bit operands by wgmma, A in registers.
 template <class T>
 __device__ void group_16_registers(const Params& p) {
   if constexpr (ptx::HAS_WGMMA) {
@@ -193,7 +194,7 @@ __device__ void group_16_registers(const Params& p) {
   }
 }
 
-// Four numbers a lane to bytes: by `codes` with scale 1, then by `codes_of_positive`.
+// Converts four numbers a lane to bytes: by `codes` with scale 1, then by `codes_of_positive`.
 __device__ void conversions(const Params& p) {
   float4 x = reinterpret_cast<const float4*>(p.a)[threadIdx.x];
   uint32_t* out = reinterpret_cast<uint32_t*>(p.out);
@@ -201,15 +202,15 @@ __device__ void conversions(const Params& p) {
   out[32 + threadIdx.x] = quant::codes_of_positive(x.x, x.y, x.z, x.w);
 }
 
-// Four codes a lane over 2^0, then over 2^1, up to 2^9.
+// Divides four codes a lane by 2^0, 2^1, up to 2^9.
 __device__ void smaller_codes(const Params& p) {
   for (int power = 0; power < 10; ++power)
     reinterpret_cast<uint32_t*>(p.out)[power * 32 + threadIdx.x] =
         quant::codes_over(reinterpret_cast<const uint32_t*>(p.a)[threadIdx.x], power);
 }
 
-// Numbers in NVFP4's formats: E2M1, E4M3 of the magnitude, the scale of a group with that maximum in both directions, and E4M3
-// as the hardware has it.
+// Converts numbers to NVFP4's formats: E2M1, E4M3 of the magnitude, both directions of the scale of a group with that maximum,
+// and E4M3 by the hardware's instruction.
 __device__ void nvfp4(const Params& p) {
   constexpr int COUNT = 1 << 16;
   float* out = reinterpret_cast<float*>(p.out);
@@ -227,7 +228,7 @@ __device__ void nvfp4(const Params& p) {
 #define KERNEL_OF(threads, name, ...) \
   extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Params p) { __VA_ARGS__(p); }
 #define KERNEL(name, ...) KERNEL_OF(32, name, __VA_ARGS__)
-// Without Hopper's instructions these compute nothing.
+// These kernels are empty where the architecture has no wgmma.
 #define GROUP_KERNEL(name, ...) KERNEL_OF(128, name, __VA_ARGS__)
 
 KERNEL(selftest_codes_64, product_codes<64>)

@@ -1,5 +1,5 @@
-// y = silu(gate) o up, element by element; the threads of a full GPU have enough loads in flight, one pack each. Gate and up,
-// and their gradients, may lie side by side.
+// y = silu(gate) o up, element by element. Each thread takes one pack: the threads of a full GPU then have enough loads in
+// flight. Gate and up may lie side by side in one tensor, and so may their gradients.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 
@@ -10,10 +10,10 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// 0 where the exponential is infinite, and so is the product with x.
+// Where the exponential overflows the result is 0, and so is its product with a finite x.
 __device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal(1.0f + ptx::exp2(-x * ptx::LOG2_E)); }
 
-// What lies `at` elements from the start where there are no gaps.
+// The row and column of element `at`, counted as if rows had no gaps.
 template <class T>
 struct Place {
   int64_t row, column;

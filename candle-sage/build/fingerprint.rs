@@ -1,4 +1,4 @@
-//! A number for everything that a compiled kernel depends on: another one means another build.
+//! A hash of everything that a compiled kernel depends on. When it changes, the kernel is compiled again.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,8 @@ pub(crate) fn files(folder: &Path, extension: &str) -> io::Result<Vec<PathBuf>> 
     Ok(found)
 }
 
-/// A source and all that it includes from `root`, directly or not, in a fixed order: `#include <..>` of files that are there.
+/// A source and all files under `root` that it includes with `#include <..>`, directly or indirectly, in a
+/// fixed order.
 pub(crate) fn with_headers(source: &Path, root: &Path) -> io::Result<Vec<PathBuf>> {
     let (mut found, mut next) = (BTreeSet::new(), vec![source.to_owned()]);
     while let Some(file) = next.pop() {
@@ -36,7 +37,7 @@ pub(crate) fn with_headers(source: &Path, root: &Path) -> io::Result<Vec<PathBuf
 pub(crate) fn of(files: &[PathBuf], texts: &[&str]) -> io::Result<u64> {
     let mut hash = 0xcbf2_9ce4_8422_2325u64;
     let mut add = |bytes: &[u8]| {
-        // The length separates neighbours: moving a byte from one to the next is a change.
+        // The length is hashed too, so that moving a byte from one input to the next changes the hash.
         for byte in (bytes.len() as u64).to_le_bytes().iter().chain(bytes) {
             hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
         }

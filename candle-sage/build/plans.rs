@@ -1,11 +1,13 @@
-//! The table of plans, `kernels/include/sage/params/plans.def`, as Rust: the same lines that the kernels include.
+//! Turns the table of plans, `kernels/include/sage/params/plans.def`, whose lines the kernels include, into
+//! Rust.
 
 use std::fmt::Write as _;
 
-/// The host's table as source text: `TARGETS` with their shared memory in KiB, and `PLANS`.
+/// The host's table as Rust source: `TARGETS` with their shared memory in KiB, and `PLANS`.
 ///
 /// # Errors
-/// Says which line is not one of the table's three macros, or has another number of arguments than that macro.
+/// Names a line that is not one of the table's three macros, or that has another number of arguments than its
+/// macro.
 pub(crate) fn table(definitions: &str) -> Result<String, String> {
     let (mut targets, mut plans, mut family) = (String::new(), String::new(), "");
     for (number, line) in definitions.lines().enumerate() {
@@ -47,9 +49,10 @@ pub(crate) fn table(definitions: &str) -> Result<String, String> {
     ))
 }
 
-/// `A_B | C` as a slice of a type's variants.
+/// `A_B | C` as a slice of variants of type `of`.
 fn list(of: &str, names: &str) -> String {
-    let each: Vec<String> = names.split('|').map(|name| format!("{of}::{}", camel_case(name.trim()))).collect();
+    let each: Vec<String> =
+        names.split('|').map(|name| format!("{of}::{}", camel_case(name.trim()))).collect();
     format!("&[{}]", each.join(", "))
 }
 

@@ -1,8 +1,8 @@
-//! Attention on the CPU: the algorithms as a kernel would run them, tile for tile, on all threads.
+//! Attention on the CPU: the tiled algorithms of the GPU kernels, on all threads.
 //!
-//! `forward` and `backward` walk the tiles; what happens inside a tile is a scheme's
-//! [`numerics`], in the file of its name. On one machine, results depend on the inputs and
-//! the shape alone, never on the number of threads.
+//! `forward` and `backward` are mainloops over tiles, the same for all schemes. A scheme supplies the
+//! products inside a tile, its [`numerics`], in the file of its name. On one machine, results depend on the
+//! inputs and the shape alone, never on the number of threads.
 
 mod attn_qat;
 mod backward;
@@ -28,26 +28,27 @@ use view::View;
 
 use crate::scheme::Scheme;
 
-/// A scheme on the CPU: one implementation each, in the file of its name.
+/// A scheme on the CPU. Each scheme implements it in the file of its name.
 trait OnCpu: Debug + Send + Sync + 'static {
-    /// What the forward keeps for the backward.
+    /// State that the forward keeps for the backward.
     type Kept: Debug + Send + Sync + 'static;
 
-    /// Computes the output, as (batch, query, query heads, head_dim) without gaps.
+    /// Computes the output, contiguous (batch, query, query heads, head_dim), and the state for the backward.
     fn forward(&self, problem: &Problem<'_>) -> (Vec<f32>, Self::Kept);
 
-    /// Computes the gradients from what the forward kept, its output and the output's gradient.
+    /// Computes the gradients from the forward's state and output and from the output's gradient.
     fn backward(&self, problem: &Problem<'_>, kept: &Self::Kept, past: &Past<'_>) -> Gradients;
 }
 
-/// The forward's output, and the gradient that came back.
+/// The forward's output, and the gradient of the loss with respect to it.
 #[derive(Debug)]
 pub(crate) struct Past<'a> {
     pub(crate) out: &'a View<'a>,
     pub(crate) dout: &'a View<'a>,
 }
 
-/// A forward that ran: its scheme with what that kept. There is no other way to a backward, so that the two always fit.
+/// A completed forward: the scheme with the state that its forward kept. No other type has a backward, so
+/// that scheme and state always match.
 pub(crate) trait Ran: Debug + Send + Sync {
     fn backward(&self, problem: &Problem<'_>, past: &Past<'_>) -> Gradients;
 }
@@ -61,7 +62,7 @@ impl<S: OnCpu> Ran for Pair<S> {
     }
 }
 
-/// Gradients as f32, in the layouts of query, key and value without gaps.
+/// Gradients in f32, contiguous, with the dimensions of query, key and value.
 #[derive(Debug)]
 pub(crate) struct Gradients {
     pub(crate) dq: Vec<f32>,
@@ -69,7 +70,8 @@ pub(crate) struct Gradients {
     pub(crate) dv: Vec<f32>,
 }
 
-/// Computes the output, as (batch, query, query heads, head_dim) without gaps.
+/// Computes the output, contiguous (batch, query, query heads, head_dim), and returns the completed forward,
+/// which can run the backward.
 pub(crate) fn forward(scheme: &Scheme, problem: &Problem<'_>) -> (Vec<f32>, Box<dyn Ran>) {
     fn run<S: OnCpu>(scheme: S, problem: &Problem<'_>) -> (Vec<f32>, Box<dyn Ran>) {
         let (out, kept) = scheme.forward(problem);

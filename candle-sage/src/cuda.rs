@@ -1,7 +1,7 @@
-//! Attention on NVIDIA GPUs: the kernels of `kernels/`, launched on candle's own stream.
+//! Attention on NVIDIA GPUs: launches the kernels of `kernels/` on candle's own stream.
 //!
-//! As on the CPU, `forward` and `backward` are the same for all schemes, and what a scheme does besides is in the file
-//! of its name. The only place with `unsafe`, besides the CPU's matrix product.
+//! As on the CPU, `forward` and `backward` are the same for all schemes, and what a scheme adds is in the
+//! file of its name. Besides the CPU's matrix product, only this module has `unsafe` code.
 
 mod arch;
 mod attn_qat;
@@ -38,21 +38,23 @@ use tensor::address;
 
 use crate::scheme::Scheme;
 
-/// A scheme on a GPU: one implementation each, in the file of its name. It names its kernels; `plan` says how they run.
+/// A scheme on a GPU. Each scheme implements it in the file of its name. It names its kernels; `plan` says
+/// how they run.
 trait OnGpu: Debug + Send + Sync + 'static {
-    /// What the forward's kernel reads besides the inputs.
+    /// Buffers that the forward's kernel reads besides the inputs.
     type Operands;
-    /// What the forward keeps for the backward besides the log-sum-exp.
+    /// State that the forward keeps for the backward besides the log-sum-exp.
     type Kept: Debug + Send + Sync + 'static;
-    /// What the backward's kernel reads besides the inputs, freed when it was launched.
+    /// Buffers that the backward's kernel reads besides the inputs, freed after its launch.
     type Scratch;
 
-    /// The forward's kernel, as the table of plans has it.
+    /// Name of the forward's kernel in the table of plans.
     fn forward_kernel(&self) -> &'static str;
-    /// The backward's.
+    /// Name of the backward's kernel in the table of plans.
     fn backward_kernel(&self) -> &'static str;
 
-    /// Launches what goes before the forward's kernel, and adds to its `params`. `keep`: a backward will follow.
+    /// Launches the kernels that prepare the forward's operands, and sets their addresses in `params`. `keep`
+    /// says that a backward will follow.
     fn before_forward(
         &self,
         call: &Call<'_>,
@@ -60,10 +62,11 @@ trait OnGpu: Debug + Send + Sync + 'static {
         params: &mut params::Forward,
     ) -> Result<Self::Operands>;
 
-    /// What is left of the operands after a forward that keeps its state.
+    /// The part of the operands that the backward needs.
     fn keep(&self, operands: Self::Operands) -> Self::Kept;
 
-    /// Launches what goes before the backward's kernel, delta among it, and adds to its `params`.
+    /// Launches the kernels that prepare the backward's operands, delta among them, and sets their addresses
+    /// in `params`.
     fn before_backward(
         &self,
         call: &Call<'_>,
@@ -74,23 +77,24 @@ trait OnGpu: Debug + Send + Sync + 'static {
     ) -> Result<Self::Scratch>;
 }
 
-/// The forward's output, and the gradient that came back.
+/// The forward's output, and the gradient of the loss with respect to it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Past<'a> {
     pub(crate) out: Operand<'a>,
     pub(crate) dout: Operand<'a>,
 }
 
-/// A forward that ran: its scheme with what that kept. There is no other way to a backward, so that the two always fit.
+/// A completed forward: the scheme with the state that its forward kept. No other type has a backward, so
+/// that scheme and state always match.
 pub(crate) trait Ran: Debug + Send + Sync {
-    /// Gradients of query, key and value, without gaps.
+    /// Contiguous gradients of query, key and value.
     fn backward(&self, problem: &Problem<'_>, past: &Past<'_>) -> Result<[CudaStorage; 3]>;
 }
 
 #[derive(Debug)]
 struct Pair<S: OnGpu> {
     scheme: S,
-    /// Minus the base-2 log-sum-exp, (query heads, padded query).
+    /// Negated base-2 log-sum-exp, (query heads, padded query).
     minus_lse2: CudaSlice<f32>,
     kept: S::Kept,
 }
@@ -101,7 +105,8 @@ impl<S: OnGpu> Ran for Pair<S> {
     }
 }
 
-/// Computes the output, (batch, query, query heads, head_dim) without gaps, and what a backward needs if `keep`.
+/// Computes the output, contiguous (batch, query, query heads, head_dim), and if `keep` the state for a
+/// backward.
 pub(crate) fn forward(
     scheme: &Scheme,
     problem: &Problem<'_>,
@@ -114,7 +119,7 @@ pub(crate) fn forward(
     }
 }
 
-/// The kernels of a scheme, forward and backward, for tests without a GPU.
+/// The names of a scheme's forward and backward kernel, for tests without a GPU.
 #[cfg(test)]
 fn kernels_of(scheme: &Scheme) -> [&'static str; 2] {
     fn of<S: OnGpu>(scheme: S) -> [&'static str; 2] {
@@ -138,7 +143,7 @@ fn run_forward<S: OnGpu>(
     let plan = Plan::of(scheme.forward_kernel(), call.d, call.gpu.architecture, visits)?;
     let (out, out_view) = call.output(problem.shape.query_dims())?;
     let minus_lse2 = keep.then(|| call.gpu.alloc::<f32>(call.query_tiles() * TILE)).transpose()?;
-    // K and V of a query head.
+    // Bytes of K and V per query head: the query heads of a group share them.
     let keys = 2 * call.shape.key_len as usize * plan.row_bytes / problem.shape.group();
     let mut params = params::Forward {
         q: call.view(problem.q)?,
@@ -158,7 +163,7 @@ fn run_forward<S: OnGpu>(
     let scheduler_counter = plan.persistent().then(|| call.gpu.alloc_zeros::<i32>(1)).transpose()?;
     if let Some(scheduler_counter) = &scheduler_counter {
         params.scheduler_counter = address(scheduler_counter, &call.gpu);
-        // In this crate's own tests two, so that small cases have blocks with several pieces of work.
+        // In this crate's own tests two blocks, so that small cases have blocks with several work tiles.
         blocks = blocks.min(if cfg!(test) { 2 } else { call.gpu.multiprocessors });
     }
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
@@ -181,11 +186,13 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
     let plan = Plan::of(ran.scheme.backward_kernel(), call.d, gpu.architecture, visits)?;
     let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
     let dq_accum = gpu.alloc_zeros::<f32>(call.query_tiles() * TILE * call.d)?;
-    // A counter for each tile of queries, and the scheduler_counter.
-    let dq_semaphore = problem.deterministic.then(|| gpu.alloc_zeros::<i32>(call.query_tiles() + 1)).transpose()?;
+    // A counter for each tile of queries, and the tile scheduler's counter.
+    let dq_semaphore =
+        problem.deterministic.then(|| gpu.alloc_zeros::<i32>(call.query_tiles() + 1)).transpose()?;
     let (dk, dk_view) = call.output(problem.shape.key_dims())?;
     let (dv, dv_view) = call.output(problem.shape.key_dims())?;
-    // Sums of dQ in f32, dO and Q in 16 bit (with SageBwd codes of both, as many bytes or more) of all queries of a key head.
+    // Bytes that the blocks of a key head share, 9 per element of its queries: 4 for dQ's f32 sums, and for Q
+    // and dO 4 in 16 bit, or 5 with SageBwd (codes of Q, Q^T and dO^T, and dO in 16 bit).
     let shared = call.shape.query_len as usize * problem.shape.group() * call.d * 9;
     let mut params = params::Backward {
         q: call.view(problem.q)?,
@@ -212,7 +219,7 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
     gpu.launch_backward(plan.family, &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;
-    // Freed before dQ is made: this is where memory peaks.
+    // The scratch memory is freed before dQ is allocated, since memory use peaks here.
     drop(scratch);
     let (dq, dq_view) = call.output(problem.shape.query_dims())?;
     params.dq = dq_view;

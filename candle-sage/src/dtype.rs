@@ -1,10 +1,10 @@
-//! What every operator asks about tensors, wherever they are: their element type, and how their rows lie.
+//! Checks of tensors that the CPU and GPU operators share: element types and the layout of rows.
 
 use candle_core::{DType, Layout};
 
 use crate::error::Error;
 
-/// The error for element types that the operators do not take.
+/// The error for an element type that operator `op` does not take.
 pub(crate) fn unsupported_dtype(op: &str, dtype: DType) -> Error {
     Error::new(format!("{op} does not take this element type"))
         .got(dtype.as_str())
@@ -12,13 +12,13 @@ pub(crate) fn unsupported_dtype(op: &str, dtype: DType) -> Error {
         .hint("convert with `to_dtype(DType::F32)`")
 }
 
-/// Elements from one row of the last dimension to the next, where neighbours in a row are neighbours in memory, and all
-/// rows are equally far apart.
+/// The distance in elements between consecutive rows of the last dimension. `None` unless the elements of a
+/// row are adjacent in memory and all rows are equally far apart.
 pub(crate) fn row_stride(layout: &Layout) -> Option<usize> {
     let mut dims: Vec<(usize, usize)> =
         layout.dims().iter().copied().zip(layout.stride().iter().copied()).collect();
     let (columns, step) = dims.pop().unwrap_or((1, 1));
-    // The stride of a dimension of one says nothing.
+    // The stride of a dimension of extent 1 has no effect.
     dims.retain(|&(extent, _)| extent != 1);
     let follow = dims.windows(2).all(|pair| pair[0].1 == pair[1].0 * pair[1].1);
     ((step == 1 || columns == 1) && follow).then(|| dims.last().map_or(columns, |&(_, stride)| stride))

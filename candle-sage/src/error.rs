@@ -1,11 +1,12 @@
-//! The one error type: what was wrong, what was given, what is allowed, and what to do about it.
+//! The crate's error type: it says what is wrong, what the caller gave, what is allowed, and what to do about
+//! it.
 
 use std::fmt;
 
-/// Something the caller asked for that cannot be done.
+/// A request that the crate cannot fulfil.
 ///
-/// Printed, it reads as four short lines: the problem, what was given, what is allowed, and a hint.
-/// Through candle's `Result` it arrives as that text.
+/// It displays as up to four short lines: the problem, what was given, what is allowed, and a hint. A candle
+/// error made from it displays the same text.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub struct Error {
     what: String,
@@ -14,30 +15,30 @@ pub struct Error {
     hint: Option<String>,
 }
 
-/// The result of everything in this crate that does not go through candle.
+/// The result of this crate's functions that do not return candle's `Result`.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// An error about `what`, to be completed by the other methods.
+    /// An error about `what`; the other methods add the details.
     pub fn new(what: impl Into<String>) -> Self {
         Self { what: what.into(), got: None, allowed: None, hint: None }
     }
 
-    /// Says what the caller gave.
+    /// Adds what the caller gave.
     #[must_use]
     pub fn got(mut self, got: impl fmt::Display) -> Self {
         self.got = Some(got.to_string());
         self
     }
 
-    /// Says what would have been accepted.
+    /// Adds what would have been accepted.
     #[must_use]
     pub fn allowed(mut self, allowed: impl fmt::Display) -> Self {
         self.allowed = Some(allowed.to_string());
         self
     }
 
-    /// Says what to do next.
+    /// Adds what to do next.
     #[must_use]
     pub fn hint(mut self, hint: impl fmt::Display) -> Self {
         self.hint = Some(hint.to_string());
@@ -60,7 +61,7 @@ impl fmt::Display for Error {
 
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
-        // Not `Error::wrap`, which appends a backtrace: these are mistakes to explain, not bugs to trace.
+        // `Error::wrap` would append a backtrace, which does not help to explain a mistake in the arguments.
         candle_core::Error::Wrapped(Box::new(error))
     }
 }

@@ -1,13 +1,31 @@
-//! Trainable low-bit attention for [candle](https://docs.rs/candle-core).
+//! Trainable low-bit attention for [candle](https://docs.rs/candle-core): custom ops with a forward and a
+//! backward, on CPUs and NVIDIA GPUs.
 //!
-//! [`ops::Attention`] is attention with a forward and a backward of its own: in full precision, on INT8 codes
-//! ([`scheme::SageBwd`]), or trained for 4-bit inference ([`scheme::AttnQat`]). It joins candle's graph: call `backward()` as always.
-//! Beside it are the other operators that training needs ([`ops`]), modules made of them
-//! ([`nn`]), and exact f64 attention to compare with ([`mod@reference`]).
+//! ```
+//! use candle_core::{Device, Var};
+//! use candle_sage::{ops::Attention, scheme::SageBwd};
 //!
-//! Everything runs on the CPU, on all threads, with results that do not depend on their number. (Another
-//! kind of CPU may round f32 sums otherwise.) Under feature `cuda` it also runs on NVIDIA GPUs, Ampere and
-//! later: attention in f16 and bf16, the other operators in f32 too.
+//! let (q, k, v) = {
+//!     let var = || Var::randn(0f32, 1., (1, 128, 4, 64), &Device::Cpu);
+//!     (var()?, var()?, var()?)
+//! };
+//! let out = Attention::new(SageBwd::default()).causal(true).apply(&q, &k, &v)?;
+//! let gradients = out.sqr()?.mean_all()?.backward()?;
+//! assert_eq!(gradients.get(&k).unwrap().dims(), k.dims());
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+//!
+//! [`ops::Attention`] computes `softmax(scale Q K^T) V` and its gradients in the numerics of a *scheme*: in
+//! full precision, on INT8 codes ([`scheme::SageBwd`]), or on NVFP4 values, which train a model for 4-bit
+//! inference ([`scheme::AttnQat`]). A [`Selection`] restricts attention to listed blocks of keys; [`Sla2`]
+//! learns which ones. The op joins candle's autograd graph: `backward()` works as for every candle op.
+//!
+//! The crate also has the other operators that training needs ([`ops`]), modules made of them ([`nn`]), and
+//! exact attention in f64 to compare with ([`mod@reference`]).
+//!
+//! On the CPU every operator runs on all threads, and results do not depend on the number of threads. (CPUs
+//! with other vector instructions may round f32 sums differently.) With feature `cuda` the operators also run
+//! on NVIDIA GPUs, Ampere and later: attention in f16 and bf16, the other operators in f32 too.
 
 #![deny(missing_docs)]
 

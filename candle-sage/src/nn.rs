@@ -1,7 +1,8 @@
-//! Modules that models import: each holds its parameters and calls an operator of [`crate::ops`].
+//! Modules for models: each holds its parameters and calls an operator of [`crate::ops`].
 //!
-//! They are made from parts with `new`, or from a `candle_nn::VarBuilder` with `load`, under the names
-//! that Hugging Face's Llama, Qwen2 and Qwen3 checkpoints use. Those of one input are candle `Module`s.
+//! `new` makes a module from its tensors. `load` reads them from a `candle_nn::VarBuilder`, under the names
+//! that Hugging Face's Llama, Qwen2 and Qwen3 checkpoints use. A module with one input implements candle's
+//! `Module`.
 
 mod feed_forward;
 mod linear;

@@ -1,28 +1,29 @@
 //! NVFP4: 4-bit floating-point codes (E2M1) in groups of 16 that share an 8-bit scale (E4M3).
 //!
-//! A group of 16 neighbouring values `x` is quantized as
+//! A group of 16 adjacent values `x` is quantized as
 //!
 //! ```text
 //! scale = E4M3(max|x| / 6)      code = E2M1(x * (1 / scale))      x ~ code * scale
 //! ```
 //!
-//! with a code of 0 where the scale is 0. There is no scale for the whole tensor: the values are used as they are, so
-//! that a group whose maximum is at most `6 * 2^-10` = 0.00586 becomes zeros, and values beyond `6 * 448` = 2688
-//! saturate. A NaN or an infinity makes its whole group NaN: it is passed on, not hidden.
+//! with a code of 0 where the scale is 0. The tensor as a whole has no scale: a group whose maximum is at
+//! most `6 * 2^-10` = 0.00586 becomes zeros, and values beyond `6 * 448` = 2688 saturate. A NaN or an
+//! infinity makes its whole group NaN, so that it is not hidden.
 //!
-//! Both conversions round to the nearest, ties to the even code, and saturate, as `cvt.rn.satfinite` does on GPUs that
-//! have it. Values are held in f32; a code times its scale has at most six significant bits and is exact in f16 and bf16.
+//! Both conversions round to nearest, ties to the even code, and saturate, as `cvt.rn.satfinite` does on GPUs
+//! that have it. Values are held in f32; a code times its scale has at most six significant bits and is exact
+//! in f16 and bf16.
 //!
 //! # Packed format
 //!
-//! [`Packed`] holds the rows of one matrix: `codes` is row-major, two codes a byte, the even channel in the low four bits,
-//! each row padded to a whole byte; a code is sign (bit 3), exponent (bits 2, 1) and mantissa (bit 0). `scales` has one
-//! byte a group: (row, group) for groups along the channels, (group, channel) for groups along the rows. The last group
-//! of a row or column may be shorter than 16.
+//! [`Packed`] holds the rows of one matrix. `codes` is row-major, two codes per byte, the even channel in the
+//! low four bits, each row padded to a whole byte; a code is sign (bit 3), exponent (bits 2, 1) and mantissa
+//! (bit 0). `scales` has one byte per group: (row, group) for groups along the channels, (group, channel) for
+//! groups along the rows. The last group of a row or column may be shorter than 16.
 
 use std::ops::Range;
 
-/// Values that share a scale.
+/// Number of values that share a scale.
 pub const GROUP: usize = 16;
 
 /// The largest E2M1 value.
@@ -31,9 +32,9 @@ pub const E2M1_MAX: f32 = 6.0;
 /// The largest E4M3 value.
 pub const E4M3_MAX: f32 = 448.0;
 
-/// Rounds `|x|` to a format whose steps are `step` of the power of two below it, and no less than those of `smallest`,
-/// its smallest normal power of two. Ties go to the even code, because adding `1.5 * 2^23 * step * power` leaves no bits
-/// below the step.
+/// Rounds `|x|` to a floating-point format whose values are spaced by `step` times the power of two at or
+/// below `|x|`, or at or below `smallest`, the format's smallest normal power of two, if `|x|` is less. Ties
+/// go to the even code, because adding `1.5 * 2^23 * step * power` leaves no bits below the spacing.
 #[inline(always)]
 fn round_magnitude(x: f32, step: f32, smallest: f32) -> f32 {
     let magnitude = x.abs();
@@ -43,16 +44,17 @@ fn round_magnitude(x: f32, step: f32, smallest: f32) -> f32 {
     (magnitude + magic) - magic
 }
 
-/// The nearest E2M1 value: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; ties to the even code, saturating at 6.
+/// The nearest E2M1 value: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; ties to the even code, saturating
+/// at 6.
 ///
-/// A NaN gives 6: the scale of its group is NaN and passes it on.
+/// A NaN gives 6: the scale of its group is NaN, which makes the product NaN.
 #[inline(always)]
 pub fn e2m1(x: f32) -> f32 {
     let saturated = if x.abs() < E2M1_MAX { x.abs() } else { E2M1_MAX };
     round_magnitude(saturated, 0.5, 1.0).copysign(x)
 }
 
-/// The nearest E4M3 value, ties to the even code, saturating at 448. A NaN stays one.
+/// The nearest E4M3 value, ties to the even code, saturating at 448. A NaN stays a NaN.
 #[inline(always)]
 pub fn e4m3(x: f32) -> f32 {
     let saturated = if x.abs() > E4M3_MAX { E4M3_MAX } else { x.abs() };
@@ -62,7 +64,7 @@ pub fn e4m3(x: f32) -> f32 {
 /// The code of an E2M1 value, 0 to 15.
 ///
 /// # Panics
-/// When `value` is none.
+/// When `value` is not an E2M1 value.
 pub fn e2m1_code(value: f32) -> u8 {
     const CODES: [u8; 13] = [0, 1, 2, 3, 4, 16, 5, 16, 6, 16, 16, 16, 7];
     let code = CODES[(value.abs() * 2.0) as usize];
@@ -78,10 +80,10 @@ pub fn e2m1_value(code: u8) -> f32 {
     VALUES[usize::from(code & 15)]
 }
 
-/// The code of an E4M3 value that is not negative; 0x7f for NaN.
+/// The code of a non-negative E4M3 value; 0x7f for NaN.
 ///
 /// # Panics
-/// When `value` is none.
+/// When `value` is not such a value.
 pub fn e4m3_code(value: f32) -> u8 {
     if value.is_nan() {
         return 0x7f;
@@ -108,40 +110,40 @@ pub fn e4m3_value(code: u8) -> f32 {
     if code & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
-/// The two directions of a group's scale.
+/// A group's scale and its reciprocal.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scale {
-    /// Turns codes into values: an E4M3 value.
+    /// Factor from codes to values; an E4M3 value.
     pub dequant: f32,
-    /// Turns values into codes: `1 / dequant`, 0 where that is 0.
+    /// Factor from values to codes: `1 / dequant`, or 0 where `dequant` is 0.
     pub quant: f32,
 }
 
 impl Scale {
-    /// The scale of a group whose largest magnitude is `max`.
+    /// The scale of a group whose largest magnitude is `max`; NaN if `max` is not finite.
     #[inline(always)]
     pub fn of(max: f32) -> Self {
         let dequant = if max <= f32::MAX { e4m3(max / E2M1_MAX) } else { f32::NAN };
         Self { dequant, quant: if dequant == 0.0 { 0.0 } else { 1.0 / dequant } }
     }
 
-    /// The value that stands for `x` in the group.
+    /// `x` as the group's scale rounds it: quantized to a code and dequantized.
     #[inline(always)]
     pub fn fake_quantize(self, x: f32) -> f32 {
         e2m1(x * self.quant) * self.dequant
     }
 }
 
-/// Along which axis of a matrix 16 neighbours share a scale.
+/// The axis of a matrix along which 16 adjacent values share a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Axis {
-    /// Along a row: neighbouring channels.
+    /// Along a row: adjacent channels.
     Channels,
-    /// Along a column: neighbouring rows (tokens).
+    /// Along a column: adjacent rows (tokens).
     Rows,
 }
 
-/// A matrix in NVFP4: see the module's "Packed format".
+/// A matrix in NVFP4, in the "Packed format" of the [module](self).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Packed {
     channels: usize,
@@ -154,14 +156,14 @@ impl Packed {
     /// Quantizes a row-major matrix with rows of `channels` values.
     ///
     /// # Panics
-    /// When `values` is not a whole number of rows.
+    /// When `channels` is 0, or `values` is not a whole number of rows.
     pub fn new(values: &[f32], channels: usize, axis: Axis) -> Self {
         assert!(channels > 0 && values.len().is_multiple_of(channels), "rows of {channels}");
         let rows = values.len() / channels;
         let row_bytes = channels.div_ceil(2);
         let mut codes = vec![0; rows * row_bytes];
         let scales = groups(rows, channels, axis).map(|group| {
-            // Over bits, of which those of a NaN are the largest.
+            // The maximum is taken over the bits, because those of a NaN are larger than those of any number.
             let max = group.clone().map(|(r, c)| values[r * channels + c].to_bits() & 0x7fff_ffff).max();
             let scale = Scale::of(f32::from_bits(max.unwrap_or(0)));
             for (r, c) in group {
@@ -174,7 +176,7 @@ impl Packed {
         Self { channels, axis, codes, scales }
     }
 
-    /// The values of some rows.
+    /// The dequantized values of some rows.
     pub fn rows(&self, rows: Range<usize>) -> Vec<f32> {
         let (channels, row_bytes) = (self.channels, self.channels.div_ceil(2));
         let groups = channels.div_ceil(GROUP);
@@ -196,18 +198,18 @@ impl Packed {
         values
     }
 
-    /// The codes, two a byte.
+    /// The codes, two per byte.
     pub fn codes(&self) -> &[u8] {
         &self.codes
     }
 
-    /// The scales, one byte a group.
+    /// The scales, one byte per group.
     pub fn scales(&self) -> &[u8] {
         &self.scales
     }
 }
 
-/// The (row, channel) of every member of every group, in the order of the scales.
+/// The (row, channel) of each member of each group, with the groups in the order of the scales.
 fn groups(
     rows: usize,
     channels: usize,
@@ -234,10 +236,10 @@ fn groups(
 mod tests {
     use super::*;
 
-    /// The E2M1 values by hand, independent of the arithmetic above.
+    /// The E2M1 values, listed independently of the arithmetic above.
     const E2M1: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
-    /// All E4M3 values that are not negative, from the definition of the format.
+    /// All non-negative E4M3 values, from the definition of the format.
     fn e4m3_table() -> Vec<f64> {
         let value = |code: u32| {
             let (exponent, mantissa) = (code >> 3, f64::from(code & 7));
@@ -250,7 +252,7 @@ mod tests {
         (0..0x7f).map(value).collect()
     }
 
-    /// The nearest entry of a table, the even one of two that are as near.
+    /// The entry of a table nearest to `x`; of two equally near entries the one with the even index.
     fn nearest(table: &[f64], x: f64) -> f64 {
         let above = table.partition_point(|&value| value < x);
         if above == 0 {
@@ -309,7 +311,8 @@ mod tests {
         assert!(e4m3_value(0x7f).is_nan() && e4m3_code(f32::NAN) == 0x7f);
     }
 
-    /// A code times its scale has at most 2 + 4 significant bits: exact in bf16 (8), and in f16 (11, from 2^-24 on).
+    /// A code times its scale has at most 2 + 4 significant bits, which are exact in bf16 (8 bits) and f16
+    /// (11 bits, for values from 2^-24 on).
     #[test]
     fn values_are_exact_in_sixteen_bits() {
         for scale in e4m3_table() {
@@ -328,7 +331,8 @@ mod tests {
         assert_eq!(Scale::of(6.0 * 2f32.powi(-10)), Scale { dequant: 0.0, quant: 0.0 });
         assert_eq!(Scale::of(6.1 * 2f32.powi(-10)).dequant, 2f32.powi(-9));
         assert_eq!(Scale::of(1e9).fake_quantize(1e9), 2688.0);
-        // The scale of 0.0082 is rounded down from 1.4 to 1 step: 8.4 scales saturate at 6.
+        // The largest value, 8.4 * 2^-9, gives a scale of 1.4 * 2^-9, which rounds down to 2^-9: the code
+        // saturates at 6.
         assert_eq!(Scale::of(8.4 * 2f32.powi(-9)).fake_quantize(8.4 * 2f32.powi(-9)), 6.0 * 2f32.powi(-9));
         for bad in [f32::NAN, f32::INFINITY] {
             assert!(Scale::of(bad).fake_quantize(1.0).is_nan());

@@ -1,9 +1,10 @@
-//! Differentiable operators, one file each: what a transformer needs and candle has no gradient for, or
-//! only a slow or large one.
+//! Differentiable operators for transformers, one file each: those for which candle has no gradient, or only
+//! a slow one or one that needs much memory.
 //!
-//! Each is a candle custom op: it joins candle's graph, and `backward()` reaches its inputs. For training loops that keep
-//! their own books instead of a graph, each also has its way back as a plain function (`.._backward`, `.._into`,
-//! [`Attention::vjp`]), and there is the rest of a step: sums in place ([`add_into`], [`product_into`]) and [`AdamW`].
+//! Each operator is a candle custom op: it joins candle's autograd graph, and `backward()` gives the
+//! gradients of its inputs. For training loops that do not use candle's graph, each backward is also a plain
+//! function (`.._backward`, `.._into`, [`Attention::vjp`]). Such a loop also needs sums in place
+//! ([`add_into`], [`product_into`]) and the update of the parameters ([`AdamW`]).
 
 mod accumulate;
 mod adamw;

@@ -1,7 +1,8 @@
-//! Exact attention, forward and backward, in f64 with plain loops: what everything else is checked against.
+//! Exact attention, forward and backward, in f64 with plain loops: the oracle that all other code is checked
+//! against.
 //!
-//! Tensors are slices in (batch, sequence, heads, head_dim) order, without gaps. Nothing here is
-//! shared with the fast paths but the shape, so that the two are independent opinions.
+//! Tensors are contiguous slices in (batch, sequence, heads, head_dim) order. This module shares nothing but
+//! the shape with the optimized implementations, so that the two are independent.
 
 mod linear;
 
@@ -20,7 +21,7 @@ pub struct Forward {
     pub lse: Vec<f64>,
 }
 
-/// The result of [`backward`]: gradients in the layouts of their tensors.
+/// The result of [`backward`]: gradients with the dimensions of their tensors.
 #[derive(Debug, Clone)]
 pub struct Gradients {
     /// Gradient of the query.
@@ -31,32 +32,32 @@ pub struct Gradients {
     pub dv: Vec<f64>,
 }
 
-/// One query of one head and one key that the mask lets it see, for the choice of a pattern.
+/// A query of one head and a key that the mask lets it see: the argument of a [`Pattern`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pair {
-    /// The segment: a batch entry, or a packed document.
+    /// Index of the segment: a batch entry, or a packed document.
     pub segment: usize,
     /// The query head.
     pub head: usize,
-    /// The query, inside its segment.
+    /// Index of the query inside its segment.
     pub query: usize,
-    /// The key, inside its segment.
+    /// Index of the key inside its segment.
     pub key: usize,
 }
 
-/// Which of the pairs that the mask allows are computed.
+/// Decides which of the pairs that the mask allows are computed.
 pub type Pattern<'a> = &'a dyn Fn(Pair) -> bool;
 
-/// Every pair: dense attention.
+/// Every pair that the mask allows: dense attention.
 pub const DENSE: Pattern<'static> = &|_| true;
 
-/// One query of one head, and the keys it sees.
+/// One query of one head, with the keys that it sees.
 struct Row {
-    /// Where the query's vector starts in the query tensor.
+    /// Offset of the query's vector in the query tensor.
     query: usize,
-    /// Where its log-sum-exp is.
+    /// Index of the query's log-sum-exp.
     lse: usize,
-    /// Where the vectors of the visible keys start in the key tensor.
+    /// Offsets of the visible keys' vectors in the key tensor.
     keys: Vec<usize>,
 }
 
@@ -103,7 +104,7 @@ pub fn forward(shape: &AttentionShape, softmax_scale: f64, q: &[f64], k: &[f64],
     sparse_forward(shape, DENSE, softmax_scale, [q, k, v])
 }
 
-/// As [`forward`], over the pairs of a pattern alone.
+/// As [`forward`], over the pairs that `pattern` accepts.
 ///
 /// # Panics
 /// When a slice does not have the shape's length.
@@ -148,7 +149,7 @@ pub fn backward(
     sparse_backward(shape, DENSE, softmax_scale, [q, k, v], dout)
 }
 
-/// As [`backward`], over the pairs of a pattern alone.
+/// As [`backward`], over the pairs that `pattern` accepts.
 ///
 /// # Panics
 /// When a slice does not have the shape's length.

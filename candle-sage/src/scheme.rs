@@ -1,7 +1,7 @@
-//! What is computed: the numerics of the seven attention products. Settings only, no data.
+//! Schemes: the numerics of the seven attention products. A scheme is settings alone and holds no data.
 //!
-//! A scheme has a file of the same name on every floor: `scheme/sagebwd.rs` holds its settings,
-//! `cpu/sagebwd.rs` its arithmetic.
+//! Each scheme has a file of its name at every level: `scheme/sagebwd.rs` holds its settings,
+//! `cpu/sagebwd.rs` its arithmetic on the CPU.
 
 mod attn_qat;
 mod sagebwd;
@@ -15,14 +15,13 @@ use crate::error::Result;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Scheme {
-    /// Every product in floating point, as in FlashAttention-2: the baseline to compare with.
-    /// On the CPU all products run in f32, also for 16-bit inputs; on CUDA operands are in 16 bit and
-    /// sums in f32.
+    /// Every product in floating point, as in FlashAttention-2: the baseline to compare with. On the CPU all
+    /// products run in f32, also for 16-bit inputs; on CUDA operands are 16-bit and accumulators f32.
     #[default]
     FullPrecision,
     /// INT8 attention with an INT8 backward (SageBwd, arXiv 2603.02170).
     SageBwd(SageBwd),
-    /// FP4 attention with a backward that trains through it (Attn-QAT, arXiv 2603.00040).
+    /// FP4 attention with a backward that trains through the quantization (Attn-QAT, arXiv 2603.00040).
     AttnQat(AttnQat),
 }
 
@@ -32,7 +31,7 @@ impl Scheme {
         vec![Self::FullPrecision, Self::SageBwd(SageBwd::default()), Self::AttnQat(AttnQat::default())]
     }
 
-    /// A word for the scheme, the same for all of its settings: as it is called in tables and on command lines.
+    /// Short name of the scheme for tables and command lines. It does not depend on the settings.
     pub fn name(&self) -> &'static str {
         match self {
             Self::FullPrecision => "fpa",
@@ -41,7 +40,7 @@ impl Scheme {
         }
     }
 
-    /// One line that says what it is.
+    /// A description of the scheme in one line.
     pub fn summary(&self) -> &'static str {
         match self {
             Self::FullPrecision => "Full-precision attention",
@@ -50,8 +49,8 @@ impl Scheme {
         }
     }
 
-    /// Every setting of the scheme, as a name and a value in words: two schemes with the same name and settings compute the
-    /// same.
+    /// Every setting of the scheme, as its name and its value in words. Schemes with the same name and
+    /// settings compute the same results.
     pub fn settings(&self) -> Vec<(&'static str, String)> {
         match self {
             Self::FullPrecision => Vec::new(),
@@ -60,8 +59,9 @@ impl Scheme {
         }
     }
 
-    /// Bytes a token that a forward keeps on a GPU for its backward besides inputs, output and single values a row, with so
-    /// many channels of all query heads and of all key heads, of `element` bytes.
+    /// Bytes per token that a forward on a GPU keeps for its backward, besides inputs, output and single
+    /// values per row. `queries` and `keys` are the numbers of channels of all query heads and of all key
+    /// heads; `element` is the size of an input's element in bytes.
     pub fn kept_bytes(&self, queries: u64, keys: u64, element: u64) -> u64 {
         match self {
             Self::FullPrecision => 0,
@@ -72,8 +72,8 @@ impl Scheme {
         }
     }
 
-    /// What a low-bit inference runtime needs to know to compute what a model was trained for, as names and values. Empty
-    /// where any exact attention will do.
+    /// What a low-bit inference runtime must know to compute the attention that a model was trained for, as
+    /// names and values. Empty if the model may run with any exact attention.
     pub fn runtime_settings(&self) -> Vec<(&'static str, String)> {
         match self {
             Self::FullPrecision | Self::SageBwd(_) => Vec::new(),
@@ -81,7 +81,8 @@ impl Scheme {
         }
     }
 
-    /// What the blocks of a [`Selection`](crate::Selection) are multiples of: queries, and keys.
+    /// Numbers of queries and of keys that the block sizes of a [`Selection`](crate::Selection) must be
+    /// multiples of.
     pub fn block_unit(&self) -> (usize, usize) {
         match self {
             Self::FullPrecision | Self::AttnQat(_) => (16, 16),
@@ -89,7 +90,7 @@ impl Scheme {
         }
     }
 
-    /// Whether it has no backward.
+    /// Whether the scheme has no backward.
     pub(crate) fn is_forward_only(&self) -> bool {
         matches!(self, Self::AttnQat(AttnQat { products: Products::Nvfp4, .. }))
     }
@@ -97,7 +98,7 @@ impl Scheme {
     /// Checks the settings.
     ///
     /// # Errors
-    /// When a tile or group size is out of range.
+    /// When a setting is out of range, or when settings do not fit together.
     pub fn validate(&self) -> Result<()> {
         match self {
             Scheme::FullPrecision => Ok(()),

@@ -1,7 +1,7 @@
-//! Which keys attention looks at: for each block of queries, a list of blocks of keys.
+//! Selections: for each block of queries, a list of the blocks of keys that it attends to.
 //!
-//! The lists lie in one tensor on the device where attention runs, so that a router can make them there and nothing waits
-//! for the host.
+//! The lists are one tensor on the device where attention runs, so that a router can write them there without
+//! synchronizing with the host.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -11,30 +11,31 @@ use candle_core::{Device, Tensor};
 use crate::error::{Error, Result};
 use crate::shape::{AttentionShape, Segment};
 
-/// One block of queries, and the heads that share its list.
+/// One block of queries, for the query heads that share a key head and therefore a list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueryBlock {
-    /// The segment: a batch entry, or a packed document.
+    /// Index of the segment: a batch entry, or a packed document.
     pub segment: usize,
-    /// The key head, whose query heads share the list.
+    /// The key head; the query heads that share it share the list.
     pub key_head: usize,
-    /// Number of the block inside its segment.
+    /// Index of the block inside its segment.
     pub block: usize,
-    /// Blocks of keys that may be listed: `0..candidates`.
+    /// Number of blocks of keys that may be listed: they are `0..candidates`.
     pub candidates: usize,
 }
 
-/// How the tokens of a call are cut into blocks: each segment on its own, from its first token on.
+/// How the tokens of a call are divided into blocks. The blocks of each segment start at its first token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Blocks {
-    /// Tokens of a block of queries, and of keys.
+    /// Tokens of a block of queries (`query`) and of a block of keys (`key`).
     pub(crate) query: usize,
     pub(crate) key: usize,
     pub(crate) key_heads: usize,
     causal: bool,
     packed: bool,
     segments: Vec<Segment>,
-    /// Blocks of queries, and of keys, before each segment's; the last entry counts all.
+    /// Entry `n` is the number of blocks of queries (`starts`) or of keys (`key_starts`) in the segments
+    /// before segment `n`; the last entry is the total.
     starts: Vec<usize>,
     key_starts: Vec<usize>,
 }
@@ -63,17 +64,17 @@ impl Blocks {
         Ok(Self { query, key, key_heads, causal, packed, segments, starts, key_starts })
     }
 
-    /// Blocks of queries of all segments: how many lists a key head has.
+    /// Number of blocks of queries of all segments, which is the number of lists of a key head.
     pub(crate) fn rows(&self) -> usize {
         self.starts[self.segments.len()]
     }
 
-    /// The number of a segment's block of queries among all.
+    /// Index of a segment's block of queries among the blocks of all segments.
     pub(crate) fn row(&self, segment: usize, block: usize) -> usize {
         self.starts[segment] + block
     }
 
-    /// The number of a segment's block of keys among those of all key heads.
+    /// Index of a segment's block of keys among the blocks of all segments and key heads.
     fn column(&self, key_head: usize, segment: usize, block: usize) -> usize {
         key_head * self.all_key_blocks() + self.key_starts[segment] + block
     }
@@ -86,8 +87,9 @@ impl Blocks {
         self.key_starts[segment + 1] - self.key_starts[segment]
     }
 
-    /// How many blocks of keys, the first ones, may be listed: with a causal mask those that the block's first query sees
-    /// whole, so that nothing that a later query knows decides what an earlier one sees.
+    /// Number of candidates of a block of queries: the first so many blocks of keys of the segment may be
+    /// listed. With a causal mask these are the blocks that the block's first query sees as a whole, so that
+    /// a query's selection does not depend on later tokens.
     pub(crate) fn candidates(&self, segment: usize, block: usize) -> usize {
         if self.causal {
             self.segments[segment].visible_keys(block * self.query) / self.key
@@ -96,8 +98,8 @@ impl Blocks {
         }
     }
 
-    /// The blocks after the candidates that some query of the block sees, which are always seen, by token: with a causal
-    /// mask those on the diagonal.
+    /// The blocks of keys after the candidates that some query of the block sees. They are always visited and
+    /// masked by token; with a causal mask they are the blocks on the diagonal.
     pub(crate) fn always(&self, segment: usize, block: usize) -> Range<usize> {
         let candidates = self.candidates(segment, block);
         let bounds = &self.segments[segment];
@@ -105,45 +107,45 @@ impl Blocks {
         candidates..bounds.visible_keys(last).div_ceil(self.key).max(candidates)
     }
 
-    /// The keys of a block.
+    /// The keys of a block, as indices inside the segment.
     pub(crate) fn keys(&self, segment: usize, block: usize) -> Range<usize> {
         let len = self.segments[segment].key.len();
         (block * self.key).min(len)..((block + 1) * self.key).min(len)
     }
 
-    /// The most blocks that a router can choose for any block of queries.
+    /// The largest number of candidates of any block of queries: a router cannot choose more.
     pub(crate) fn most_candidates(&self) -> usize {
         self.each().map(|(segment, block)| self.candidates(segment, block)).max().unwrap_or(0)
     }
 
-    /// How many segments there are.
+    /// Number of segments.
     #[cfg(feature = "cuda")]
     pub(crate) fn segments(&self) -> usize {
         self.segments.len()
     }
 
-    /// The most blocks that any list has besides those that a router chooses.
+    /// The largest number of always visited blocks that any list has besides the chosen candidates.
     pub(crate) fn most_always(&self) -> usize {
         self.each().map(|(segment, block)| self.always(segment, block).len()).max().unwrap_or(0)
     }
 
-    /// Where a segment's blocks of keys begin among the columns of a score matrix: every segment has a matrix of its own, but
-    /// packed documents share one.
+    /// The first column of a segment's blocks of keys in its score matrix. Each batch entry has a score
+    /// matrix of its own; packed documents share one.
     pub(crate) fn first_column(&self, segment: usize) -> usize {
         if self.packed { self.key_starts[segment] } else { 0 }
     }
 
-    /// Columns of a score matrix.
+    /// Number of columns of a score matrix.
     pub(crate) fn columns(&self) -> usize {
         if self.packed { self.all_key_blocks() } else { self.key_blocks(0) }
     }
 
-    /// Blocks of keys of all segments.
+    /// Number of blocks of keys of all segments.
     pub(crate) fn all_key_blocks(&self) -> usize {
         self.key_starts[self.segments.len()]
     }
 
-    /// The tokens over which the mean of each block of keys is taken.
+    /// For each block of keys: its segment, and the tokens (indices in the tensor) whose mean represents it.
     pub(crate) fn pooled_keys(&self) -> Vec<(Segment, Range<usize>)> {
         let of_segment = |number: usize| {
             let segment = &self.segments[number];
@@ -155,8 +157,9 @@ impl Blocks {
         (0..self.segments.len()).flat_map(of_segment).collect()
     }
 
-    /// The tokens over which the mean of each block of queries is taken: with a causal mask the last `pool` up to the first
-    /// query of the block, so that a query's selection knows nothing of later ones.
+    /// For each block of queries: its segment, and the tokens (indices in the tensor) whose mean represents
+    /// it. With a causal mask these are the last `pool` queries up to and including the block's first query,
+    /// so that a query's selection does not depend on later queries.
     pub(crate) fn pooled_queries(&self, pool: usize) -> Vec<(Segment, Range<usize>)> {
         let span = |(number, block): (usize, usize)| {
             let segment = &self.segments[number];
@@ -171,20 +174,21 @@ impl Blocks {
         self.each().map(span).collect()
     }
 
-    /// All (segment, block of queries), in the order of their numbers.
+    /// All pairs (segment, block of queries), in the order of [`Blocks::row`].
     pub(crate) fn each(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
         (0..self.segments.len())
             .flat_map(|segment| (0..self.query_blocks(segment)).map(move |block| (segment, block)))
     }
 }
 
-/// Which blocks of keys each block of queries sees: what [`Attention::select`](crate::Attention::select) takes.
+/// Which blocks of keys each block of queries sees: the argument of
+/// [`Attention::select`](crate::Attention::select).
 ///
-/// Tokens are cut into blocks from the first token of each segment (batch entry or packed document) on. The query heads that
-/// share a key head share a list. With a causal mask, the *candidates* of a block of queries are the blocks of keys that its
-/// first query sees whole; the blocks on the diagonal are always seen and masked by token, whatever is listed. So a list says
-/// nothing about the diagonal, and an empty one is allowed there. Without a mask all blocks are candidates, and every list
-/// has at least one.
+/// Each segment (batch entry or packed document) is divided into blocks, starting at its first token. The
+/// query heads that share a key head share a list. With a causal mask, the *candidates* of a block of queries
+/// are the blocks of keys that its first query sees as a whole. The blocks on the diagonal are not listed:
+/// they are always seen, and masked by token, so that a list may be empty. Without a mask all blocks are
+/// candidates, and every list has at least one.
 ///
 /// Cloning is cheap.
 ///
@@ -205,19 +209,22 @@ impl Blocks {
 pub struct Selection {
     shape: AttentionShape,
     blocks: Blocks,
-    /// (key heads, blocks of queries, 1 + width) of u32: how many blocks are seen, and which, in ascending order.
+    /// u32, (key heads, blocks of queries, 1 + width): how many blocks are seen, then which, in ascending
+    /// order.
     lists: Tensor,
-    /// The same on the host, from when it is first asked for.
+    /// The same lists on the host, copied when they are first read.
     host: Arc<OnceLock<Lists>>,
 }
 
 impl Selection {
-    /// A selection of lists made by hand: `list` gives, for each block of queries, the candidates to look at, in any order.
-    /// `blocks` are the tokens of a block of queries and of one of keys; `device` is where attention will run.
+    /// A selection from lists that the caller makes. `list` returns the candidates that a block of queries
+    /// sees, in any order. `blocks` is the number of tokens of a block of queries and of a block of keys;
+    /// `device` is the device on which attention will run.
     ///
     /// # Errors
-    /// When a list has a block twice, or one that is no candidate; when nothing is seen; when a causal shape has different
-    /// lengths.
+    /// When a list has a block twice, or a block that is no candidate; when a block of queries sees nothing;
+    /// when a block has no tokens; when the mask is causal and a segment has different numbers of queries and
+    /// keys.
     pub fn from_lists(
         shape: &AttentionShape,
         blocks: (usize, usize),
@@ -255,7 +262,7 @@ impl Selection {
         Ok(Self::from_tensor(shape, blocks, lists))
     }
 
-    /// Every candidate: dense attention.
+    /// A selection of every candidate: dense attention.
     ///
     /// # Errors
     /// As [`Selection::from_lists`].
@@ -263,8 +270,9 @@ impl Selection {
         Self::from_lists(shape, blocks, device, |at| (0..at.candidates).collect())
     }
 
-    /// A sliding window: the `nearest` candidates (with a causal mask the last ones, else those around the block's place),
-    /// and the first `sinks` blocks of each segment.
+    /// A sliding window: the `nearest` candidates and the first `sinks` blocks of each segment. With a causal
+    /// mask the nearest candidates are the last ones, otherwise those around the position of the block of
+    /// queries.
     ///
     /// # Errors
     /// As [`Selection::from_lists`].
@@ -280,7 +288,7 @@ impl Selection {
             let near = if shape.causal() {
                 at.candidates.saturating_sub(nearest)..at.candidates
             } else {
-                // The block of keys where the block's middle query is.
+                // The block of keys at the position of the middle query of the block of queries.
                 let middle = ((2 * at.block + 1) * query / (2 * key)).min(at.candidates.saturating_sub(1));
                 let first = middle.saturating_sub(nearest / 2).min(at.candidates.saturating_sub(nearest));
                 first..(first + nearest).min(at.candidates)
@@ -290,13 +298,13 @@ impl Selection {
         })
     }
 
-    /// A selection of lists that a router left on a device.
+    /// A selection whose lists a router has written on a device.
     pub(crate) fn from_tensor(shape: &AttentionShape, blocks: Blocks, lists: Tensor) -> Self {
         Self { shape: shape.clone(), blocks, lists, host: Arc::default() }
     }
 
-    /// The blocks of keys that a block of queries sees, in ascending order, with those on the diagonal. On a GPU this waits
-    /// for the device.
+    /// The blocks of keys that a block of queries sees, in ascending order, with those on the diagonal. On a
+    /// GPU this waits for the device.
     ///
     /// # Errors
     /// When there is no such block, or the device fails.
@@ -319,8 +327,8 @@ impl Selection {
         Ok(self.host()?.seen(segment, key_head, block).iter().map(|&block| block as usize).collect())
     }
 
-    /// The share of (query, key) pairs that a dense call would compute and this does not, masks counted by token, over all
-    /// heads. On a GPU this waits for the device.
+    /// The fraction of the (query, key) pairs of dense attention that the selection leaves out, over all
+    /// heads, with masks counted by token. On a GPU this waits for the device.
     ///
     /// # Errors
     /// When the device fails.
@@ -344,7 +352,7 @@ impl Selection {
         Ok(1.0 - seen as f64 / dense.max(1) as f64)
     }
 
-    /// The tokens of a block of queries, and of one of keys.
+    /// Number of tokens of a block of queries, and of a block of keys.
     pub fn block(&self) -> (usize, usize) {
         (self.blocks.query, self.blocks.key)
     }
@@ -371,12 +379,13 @@ impl Selection {
         &self.blocks
     }
 
-    /// (key heads, blocks of queries, 1 + width) of u32.
+    /// The lists: u32, (key heads, blocks of queries, 1 + width).
     pub(crate) fn lists(&self) -> &Tensor {
         &self.lists
     }
 
-    /// Checks that the selection is one of this shape, and that its blocks are whole numbers of `unit` tokens.
+    /// Checks that the selection was made for `shape`, and that its blocks are multiples of `unit` tokens (of
+    /// queries, of keys).
     pub(crate) fn check(&self, shape: &AttentionShape, unit: (usize, usize)) -> Result<()> {
         let (query, key) = self.block();
         if *shape != self.shape {
@@ -394,7 +403,7 @@ impl Selection {
         Ok(())
     }
 
-    /// The lists where loops can read them.
+    /// The lists on the host. The first call copies them from the device.
     pub(crate) fn host(&self) -> candle_core::Result<&Lists> {
         if let Some(lists) = self.host.get() {
             return Ok(lists);
@@ -430,12 +439,12 @@ fn check_list(seen: &[usize], at: QueryBlock) -> Result<()> {
     .hint("with a causal mask candidates end before the first query of the block; the diagonal is seen in any case"))
 }
 
-/// A selection on the host, in both directions.
+/// A selection on the host, indexed by blocks of queries and by blocks of keys.
 #[derive(Debug)]
 pub(crate) struct Lists {
     shape: AttentionShape,
     pub(crate) blocks: Blocks,
-    /// (key head, block of queries).
+    /// (key head, block of queries): the blocks of keys that it sees, ascending.
     seen: Vec<Vec<u32>>,
     /// (key head, block of keys): the blocks of queries that see it, ascending.
     users: Vec<Vec<u32>>,
@@ -447,8 +456,8 @@ impl Lists {
         &self.seen[key_head * self.blocks.rows() + self.blocks.row(segment, block)]
     }
 
-    /// For each token of (key heads, batch, token): how many tokens it sees one by one, and how many of its candidates it
-    /// leaves to a linear tail.
+    /// For each token of (key heads, batch, token): the number of keys that it sees exactly, and the number
+    /// of candidate keys that it leaves to the linear tail.
     pub(crate) fn odds(&self) -> Vec<(u32, u32)> {
         let (batch, len) = (self.shape.batch(), self.shape.query_len());
         let mut odds = vec![(0, 0); self.blocks.key_heads * batch * len];

@@ -1,4 +1,4 @@
-//! What the tensors of one attention call are. All validation of shapes happens here.
+//! Shapes of the tensors of an attention call, with all of their validation.
 
 use std::ops::Range;
 
@@ -7,24 +7,25 @@ use crate::error::{Error, Result};
 /// Dimensions of a query, key or value: (batch, sequence, heads, head_dim).
 pub type Dims = (usize, usize, usize, usize);
 
-/// The smallest and the largest supported `head_dim`.
+/// The supported values of `head_dim`.
 pub const HEAD_DIM: std::ops::RangeInclusive<usize> = 8..=256;
 
-/// Several documents packed one behind the other into a batch of one.
+/// Several documents, concatenated along the sequence into a batch of one.
 ///
 /// Document `n` holds the query tokens `cu_seqlens_q[n]..cu_seqlens_q[n + 1]` and the key tokens
-/// `cu_seqlens_k[n]..cu_seqlens_k[n + 1]`; a token attends to its own document only. This is the
-/// "varlen" form of FlashAttention. A document may be empty.
+/// `cu_seqlens_k[n]..cu_seqlens_k[n + 1]`; a token attends to its own document only. This is the "varlen"
+/// form of FlashAttention. A document may be empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Packing {
-    /// Cumulative query lengths: starts at 0, never falls, ends at the number of query tokens.
+    /// Cumulative query lengths: the first is 0, they never decrease, and the last is the number of query
+    /// tokens.
     pub cu_seqlens_q: Vec<usize>,
-    /// Cumulative key lengths, as many entries as `cu_seqlens_q`.
+    /// Cumulative key lengths, with as many entries as `cu_seqlens_q`.
     pub cu_seqlens_k: Vec<usize>,
 }
 
 impl Packing {
-    /// Packing for self-attention: queries and keys have the same document bounds.
+    /// A packing for self-attention, in which queries and keys have the same document bounds.
     pub fn self_attention(cu_seqlens: Vec<usize>) -> Self {
         Self { cu_seqlens_k: cu_seqlens.clone(), cu_seqlens_q: cu_seqlens }
     }
@@ -49,26 +50,27 @@ pub struct AttentionShape {
 /// One independent attention problem: the tokens of one batch entry, or of one packed document.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Segment {
-    /// Which batch entry the tokens are in.
+    /// Index of the batch entry that holds the tokens.
     pub batch: usize,
-    /// The query tokens.
+    /// The query tokens, as indices in the sequence.
     pub query: Range<usize>,
-    /// The key and value tokens.
+    /// The key and value tokens, as indices in the sequence.
     pub key: Range<usize>,
     causal: bool,
 }
 
 impl Segment {
-    /// How many keys query `i` (counted inside the segment) attends to: always the first ones.
+    /// The number of keys that query `i` (an index inside the segment) attends to. They are always the
+    /// segment's first keys.
     ///
-    /// Causal attention is aligned at the bottom right, as in FlashAttention: the last query sees
-    /// every key, so query `i` sees key `j` when `j <= i + keys - queries`.
+    /// Causal attention is aligned at the bottom right, as in FlashAttention: the last query sees every key,
+    /// so query `i` sees key `j` when `j <= i + keys - queries`.
     pub fn visible_keys(&self, i: usize) -> usize {
         let keys = self.key.len();
         if self.causal { (i + 1 + keys).saturating_sub(self.query.len()).min(keys) } else { keys }
     }
 
-    /// The first query (counted inside the segment) that attends to key `j`, at most `query.len()`.
+    /// The first query (an index inside the segment) that attends to key `j`; at most `query.len()`.
     pub fn first_query(&self, j: usize) -> usize {
         if self.causal {
             (j + self.query.len()).saturating_sub(self.key.len()).min(self.query.len())
@@ -82,7 +84,7 @@ impl AttentionShape {
     /// Checks the dimensions of query, key and value against each other.
     ///
     /// # Errors
-    /// When batch, heads, lengths or head_dim do not fit together, or the packing does not cover
+    /// When batch sizes, heads, lengths or head_dims do not fit together, or when the packing does not cover
     /// the tokens.
     pub fn new(q: Dims, k: Dims, v: Dims, causal: bool, packing: Option<Packing>) -> Result<Self> {
         let (batch, query_len, query_heads, head_dim) = q;

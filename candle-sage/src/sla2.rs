@@ -1,5 +1,5 @@
-//! SLA2 (arXiv 2602.12675): a router picks the blocks of keys that a block of queries sees one by one, linear attention
-//! stands for the rest, and a learned share mixes the two.
+//! SLA2 (arXiv 2602.12675): a router selects the blocks of keys to which a block of queries attends exactly,
+//! linear attention covers the rest, and a learned weight mixes the two outputs.
 //!
 //! ```
 //! use candle_core::{Device, Tensor, Var};
@@ -36,26 +36,28 @@ use crate::shape::{AttentionShape, Packing};
 
 /// Block-sparse attention with a router and a linear tail.
 ///
-/// For a query `i` of block `I`, with `S(I)` the selected blocks of keys (and with a causal mask the block on the diagonal,
-/// masked by token):
+/// For a query `i` of block `I`, with `S(I)` the selected blocks of keys (and with a causal mask the block on
+/// the diagonal, masked by token):
 ///
 /// ```text
 /// Os_i = softmax attention over S(I), in the numerics of a scheme
-/// Ol_i = linear attention over the candidates, phi(q_i) H_I / (phi(q_i) . z_I)
-/// a_i  = sigmoid(theta + log(tokens seen one by one) - log(tokens left to the tail)), 1 where none is left
+/// Ol_i = phi(q_i) H_I / (phi(q_i) . z_I), linear attention over the candidates
+/// a_i  = sigmoid(theta + log(keys seen exactly) - log(keys left to the tail)), 1 where none is left
 /// O_i  = a_i Os_i + (1 - a_i) Ol_i
 /// ```
 ///
-/// Query, key and value are as [`Attention`] takes them. `theta` has one value a query head, in f32; 2 is a good start. What
-/// the router picks has no gradient: Q, K, V and `theta` train through the output, the router through
-/// [`Sla2::router_loss`]. The first blocks of a sequence have all they could pick: there the result is dense attention.
+/// Query, key and value are as [`Attention`] takes them. `theta` has one f32 value for each query head; 2 is
+/// a good start. The router's choice has no gradient: Q, K, V and `theta` train through the output, the
+/// router through [`Sla2::router_loss`]. The first blocks of a sequence have no more candidates than the
+/// router may select: their result is dense attention.
 ///
-/// With a causal mask nothing later than a query changes its output: the router's means end with the block's first query,
-/// candidates end before it, and the tail sums candidates alone. (With [`SageBwd`](crate::SageBwd) K's mean over all tokens
-/// is taken out of the codes, which changes their rounding; with full precision nothing remains.)
+/// With a causal mask no token after a query changes the query's output: the router's means end with the
+/// block's first query, no candidate holds a later key, and the tail sums over candidates alone. (With
+/// [`SageBwd`](crate::SageBwd) K's mean over all tokens is subtracted before quantizing, so that later tokens
+/// change how codes are rounded; with full precision there is no such dependence.)
 #[derive(Debug, Clone)]
 pub struct Sla2 {
-    /// Dense: what the selected blocks are computed in.
+    /// Attention without the selection, which each call adds.
     attention: Attention,
     count: usize,
     block: (usize, usize),
@@ -65,7 +67,8 @@ pub struct Sla2 {
 }
 
 impl Sla2 {
-    /// SLA2 whose selected blocks are computed in the numerics of `scheme`: 4 blocks of 128 x 128, not causal.
+    /// SLA2 with attention over the selected blocks in the numerics of `scheme`: at most 4 blocks of 128 x
+    /// 128 tokens, not causal.
     pub fn new(scheme: impl Into<Scheme>) -> Self {
         Self {
             attention: Attention::new(scheme),
@@ -77,15 +80,16 @@ impl Sla2 {
         }
     }
 
-    /// How many candidates a block of queries picks, at most. With a causal mask 0 leaves the diagonal and the tail.
+    /// The largest number of candidates that a block of queries selects. With a causal mask it may be 0,
+    /// which leaves the diagonal and the tail.
     #[must_use]
     pub fn blocks(mut self, count: usize) -> Self {
         self.count = count;
         self
     }
 
-    /// Tokens of a block of queries and of one of keys: 128 x 128 on CUDA, multiples of the scheme's tiles
-    /// ([`Scheme::block_unit`]) on the CPU.
+    /// Tokens of a block of queries and of a block of keys: 128 x 128 on CUDA, multiples of the scheme's
+    /// tiles ([`Scheme::block_unit`]) on the CPU.
     #[must_use]
     pub fn block(mut self, block: (usize, usize)) -> Self {
         self.block = block;
@@ -99,36 +103,39 @@ impl Sla2 {
         self
     }
 
-    /// With a causal mask: how many queries up to the first of a block stand for it in the router. A quarter of the block if
-    /// not set. (Without a mask it is the whole block.)
+    /// With a causal mask: the number of queries, the block's first query being the last of them, whose mean
+    /// represents the block in the router. The default is a quarter of the block. (Without a mask it is the
+    /// mean of the whole block.)
     #[must_use]
     pub fn pool(mut self, queries: usize) -> Self {
         self.pool = Some(queries);
         self
     }
 
-    /// What the linear tail sums over; `None` for no tail: block-sparse attention alone.
+    /// The blocks that the linear tail sums over. `None` leaves the tail out, which is block-sparse attention
+    /// alone.
     #[must_use]
     pub fn tail(mut self, tail: Option<Tail>) -> Self {
         self.tail = tail;
         self
     }
 
-    /// How `a` comes from `theta`.
+    /// How `a` depends on `theta`.
     #[must_use]
     pub fn alpha(mut self, alpha: Alpha) -> Self {
         self.alpha = alpha;
         self
     }
 
-    /// Attention inside packed documents only; the batch must be 1. A document's blocks begin with its first token.
+    /// Restricts attention to packed documents; the batch must be 1. A document's blocks start at its first
+    /// token.
     #[must_use]
     pub fn packing(mut self, packing: Packing) -> Self {
         self.attention = self.attention.packing(packing);
         self
     }
 
-    /// As [`Attention::deterministic`].
+    /// See [`Attention::deterministic`].
     #[must_use]
     pub fn deterministic(mut self, deterministic: bool) -> Self {
         self.attention = self.attention.deterministic(deterministic);
@@ -155,14 +162,15 @@ impl Sla2 {
         Ok((shape, blocks))
     }
 
-    /// Means of the blocks of queries and of keys, without gradients.
+    /// The means of the blocks of queries and of the blocks of keys, without gradients.
     fn pooled(&self, [q, k]: [&Tensor; 2], shape: &AttentionShape, blocks: &Blocks) -> Result<[Tensor; 2]> {
         let pool = self.pool.unwrap_or_else(|| (self.block.0 / 4).max(1));
         Ok([pool_queries(&q.detach(), shape, blocks, pool)?, pool_keys(&k.detach(), shape, blocks)?])
     }
 
-    /// The blocks that the router picks for these queries and keys: the `blocks` candidates with the largest scores, of equal
-    /// ones the first. It has no gradient.
+    /// The router's selection for these queries and keys: for each block of queries the candidates with the
+    /// largest scores, at most [`Sla2::blocks`] of them; of equal scores the first is taken. The selection
+    /// has no gradient.
     ///
     /// # Errors
     /// When shapes or settings do not fit.
@@ -172,10 +180,11 @@ impl Sla2 {
         choose(&scores, &shape, &blocks, self.count)
     }
 
-    /// The output, in candle's graph: query, key, value and `theta` receive gradients.
+    /// Computes the output in candle's graph: query, key, value and `theta` receive gradients.
     ///
     /// # Errors
-    /// When shapes, types or settings do not fit.
+    /// When shapes, types or settings do not fit; on CUDA, when there is a tail other than [`Tail::Past`]
+    /// with a causal mask.
     pub fn apply(
         &self,
         q: &Tensor,
@@ -190,7 +199,8 @@ impl Sla2 {
         blend(&sparse, &linear, theta, selection, self.alpha)
     }
 
-    /// The output outside candle's graph, and the way back from it: for training loops that keep their own books.
+    /// Computes the output outside candle's graph, together with its vector-Jacobian product: for training
+    /// loops that do not use candle's graph.
     ///
     /// # Errors
     /// As [`Sla2::apply`].
@@ -218,11 +228,12 @@ impl Sla2 {
         ))
     }
 
-    /// What the router's scores should rank: the cross-entropy of their softmax over the candidates with where dense attention
-    /// puts its mass, `-sum_IJ T_IJ log softmax_J(s_IJ) / sum T`, where `T_IJ` is what the queries of block `I` and of the
-    /// group's heads give to block `J` altogether. A scalar in f32, differentiable with respect to the router alone.
+    /// The loss that trains the router: the cross-entropy of the softmax of its scores over the candidates
+    /// with respect to dense attention's mass, `-sum_IJ T_IJ log softmax_J(s_IJ) / sum T`. `T_IJ` is the mass
+    /// that the queries of block `I`, in all query heads of the group, give to block `J`. The loss is a
+    /// scalar in f32, differentiable with respect to the router alone.
     ///
-    /// This is our replacement for the published training of the router through a soft choice.
+    /// It replaces the published training of the router through a soft choice.
     ///
     /// # Errors
     /// When shapes or settings do not fit.
@@ -235,8 +246,8 @@ impl Sla2 {
         router::cross_entropy(&scores, &mass, &blocks)
     }
 
-    /// The share of dense attention's mass on the candidates that a selection catches, over all heads and blocks: 1 is all of
-    /// it. On a GPU this waits for the device.
+    /// The fraction of dense attention's mass on the candidates that a selection covers, over all heads and
+    /// blocks: 1 is all of it. On a GPU this waits for the device.
     ///
     /// # Errors
     /// When shapes or settings do not fit.
@@ -266,7 +277,7 @@ impl Sla2 {
     }
 }
 
-/// The way back from one forward: see [`Sla2::vjp`].
+/// The backward of one forward: see [`Sla2::vjp`].
 pub struct Sla2Vjp {
     attention: AttentionVjp,
     inputs: [Tensor; 4],
@@ -277,7 +288,8 @@ pub struct Sla2Vjp {
 }
 
 impl Sla2Vjp {
-    /// The gradient of `theta` alone, for the output's gradient: without the way back through attention. Zero without a tail.
+    /// The gradient of `theta` alone for the output's gradient `dout`, which needs no backward of attention.
+    /// It is zero without a tail.
     ///
     /// # Errors
     /// When `dout` does not fit the output.
@@ -289,7 +301,8 @@ impl Sla2Vjp {
         Ok(dtheta)
     }
 
-    /// The gradients of query, key, value and `theta` for the output's gradient; that of `theta` is zero without a tail.
+    /// The gradients of query, key, value and `theta` for the output's gradient `dout`. That of `theta` is
+    /// zero without a tail.
     ///
     /// # Errors
     /// When `dout` does not fit the output.

@@ -1,29 +1,32 @@
-//! The settings of an update of all parameters: numbers alone, for CPU and GPU.
+//! The settings of a parameter update: plain numbers, which both the CPU and the GPU implementation read.
 
-/// One step of AdamW (Adam with decoupled weight decay, arXiv 1711.05101), with clipping by the global norm.
+/// One step of AdamW (Adam with decoupled weight decay, arXiv 1711.05101), with clipping by the global
+/// gradient norm.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamW {
     /// Learning rate of this step.
     pub lr: f64,
-    /// Decay of the mean of gradients.
+    /// Decay rate of the first moment, the running mean of the gradient.
     pub beta1: f64,
-    /// Decay of the mean of squared gradients.
+    /// Decay rate of the second moment, the running mean of the squared gradient.
     pub beta2: f64,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f64,
-    /// Decoupled weight decay.
+    /// Decoupled weight decay: each step multiplies a decayed weight by `1 - lr weight_decay`.
     pub weight_decay: f64,
-    /// The first so many parameters decay.
+    /// Number of parameters that decay, counted from the first.
     pub decayed: usize,
-    /// The step's number, from 1.
+    /// Number of the step, counted from 1.
     pub step: u64,
-    /// Factor of the gradient: one over the number of micro-batches that were added up.
+    /// Factor of the gradient: 1 / (number of micro-batches whose gradients were summed).
     pub gradient_factor: f64,
-    /// Largest norm of the gradient times that factor; larger ones are scaled down to it.
+    /// Largest allowed norm of `gradient * gradient_factor`; a gradient with a larger norm is scaled down to
+    /// it. `None` does not clip.
     pub clip: Option<f64>,
 }
 
-/// What the step's number makes of the settings.
+/// Factors of an update that depend only on the settings and the step's number:
+/// `rate = lr / (1 - beta1^step)`, `root = 1 / (1 - beta2^step)`, `keep = 1 - lr weight_decay`.
 pub(crate) struct Factors {
     pub(crate) rate: f32,
     pub(crate) root: f32,

@@ -1,5 +1,6 @@
-// The portable forward's and backward's sources on a CPU, thread by thread: walks, copies, layouts, masks, softmax and sums, with
-// products in 16 bit, of SageBwd's codes and, forward alone, of NVFP4 codes, against definitions in doubles. NVFP4 products run as mma_nvfp4.cuh emulates them.
+// Runs the sources of the portable forward and backward on a CPU, thread by thread, and compares them with definitions in
+// doubles: mainloops, copies, layouts, masks, softmax and sums, with products of 16-bit operands, of SageBwd's codes and, in
+// the forward, of NVFP4 codes. NVFP4 products run as mma_nvfp4.cuh emulates them.
 #include <sage/attention/numerics/full_precision_backward_sm80.cuh>
 #include <sage/attention/numerics/full_precision_forward_sm80.cuh>
 #include <sage/attention/numerics/nvfp4_forward_sm80.cuh>
@@ -16,7 +17,7 @@ namespace {
 struct Case {
   int batch, queries, keys, query_heads, key_heads, head_dim;
   bool causal, smooth;
-  std::vector<int> query_starts, key_starts;  // of packed documents, and their ends
+  std::vector<int> query_starts, key_starts;  // of packed documents, and the end of the last one
 };
 
 uint32_t state = 1;
@@ -38,7 +39,7 @@ struct Tensor {
       : values(size_t(batch) * tokens * heads * channels + 16), tokens(tokens), heads(heads), channels(channels) {
     for (T& x : values) x = ptx::from_float<T>(size * random_value() + 0.2f * size);
     bool vector = channels % 8 == 0;
-    // Rows on 16 bytes, which a vector's memory is.
+    // Rows start on 16 bytes, because a vector's memory does.
     view = {values.data(), int64_t(tokens) * heads * channels, int64_t(heads) * channels, channels, 1, vector, 0};
   }
   float at(int batch, int token, int head, int channel) const {
@@ -46,7 +47,7 @@ struct Tensor {
   }
 };
 
-// Sixteen values in NVFP4, by the formats' definitions: candle-sage/src/nvfp4.rs.
+// Rounds sixteen values to NVFP4 by the formats' definitions: candle-sage/src/nvfp4.rs.
 void fake_quantize(double* x, int count, int stride) {
   static const double E2M1[] = {0, .5, 1, 1.5, 2, 3, 4, 6};
   auto nearest = [](double x, double below, double above, bool below_is_even) {
@@ -64,7 +65,7 @@ void fake_quantize(double* x, int count, int stride) {
   }
 }
 
-// What a head's output is, (query, channel), row by row.
+// The definition of a head's output, row by row: one value a channel.
 struct Definition {
   int keys, d;
   std::vector<double> k, v;
@@ -95,7 +96,7 @@ struct Definition {
         for (int c = 0; c < d; ++c) dot += q[c] * k[j * d + c];
         largest = fmax(largest, p[j - first] = dot * scale / log(2.0));
       }
-      // The kernel finds the power of two in f32.
+      // Rounded to f32 first, as the kernel does before it rounds up to a power of two.
       double next = fmax(reference, nvfp4 ? double(ceilf(float(largest))) : largest), decay = ::exp2(reference - next);
       sum *= decay;
       for (double& x : out) x *= decay;
@@ -111,7 +112,7 @@ struct Definition {
   }
 };
 
-// Gradients of a row of full precision, added to those of the keys, (key, channel), and returned for the query.
+// Gradients of one query in full precision: adds those of the keys to dk and dv, (key, channel), and returns the query's.
 std::vector<double> row_gradients(const Definition& x, const std::vector<double>& q, const std::vector<double>& dout, int visible,
                                   double scale, std::vector<double>& dk, std::vector<double>& dv) {
   std::vector<double> p(visible), dp(visible), dq(x.d, 0.0);
@@ -130,7 +131,7 @@ std::vector<double> row_gradients(const Definition& x, const std::vector<double>
   return dq;
 }
 
-// Relative L2 errors, the largest of all heads.
+// Relative L2 errors, each the largest of all heads.
 struct Errors {
   double out = 0, dq = 0, dk = 0, dv = 0;
 };
@@ -138,15 +139,15 @@ struct Error {
   double wrong = 0, right = 0;
   void add(double got, double expected) {
     wrong += (got - expected) * (got - expected), right += expected * expected;
-    if (!(got == got) || fabs(got) > 50) wrong = INFINITY;  // what was not written
+    if (!(got == got) || fabs(got) > 50) wrong = INFINITY;  // outputs start with values of size 100: this one was not written
   }
   void into(double& worst) const { worst = fmax(worst, sqrt(wrong / fmax(right, 1e-30))); }
 };
 
-// SAGEBWD_S and SAGEBWD_FORWARD: with S alone, or nothing, in INT8 in the backward.
+// The backward of SAGEBWD_S has S alone in INT8, that of SAGEBWD_FORWARD nothing.
 enum Numerics { FULL_PRECISION, SAGEBWD, SAGEBWD_QK, SAGEBWD_S, SAGEBWD_FORWARD, NVFP4_PRODUCTS };
 
-// Runs kernels on all blocks.
+// Runs the kernels of a case on all blocks, and returns the errors.
 template <class T, int D, Numerics NUMERICS>
 Errors run(const Case& c) {
   constexpr bool NVFP4 = NUMERICS == NVFP4_PRODUCTS;
@@ -182,7 +183,7 @@ Errors run(const Case& c) {
         means[(size_t(head) * count + i) * D + channel] = sum / float(max(s.key_len, 1));
       }
   using Tile = layout::Nvfp4Tile<D>;
-  // A tile more, which is to be left alone.
+  // The buffers have one tile more, which the kernels must not touch.
   auto of_tiles = [](int tiles) { return std::vector<int8_t>(size_t(tiles + 1) * Tile::BYTES, 0x55); };
   auto is_left_alone = [](const std::vector<int8_t>& codes) {
     for (size_t i = codes.size() - Tile::BYTES; i < codes.size(); ++i)
@@ -236,7 +237,7 @@ Errors run(const Case& c) {
     b.codes = p.codes, b.shape = p.shape, b.group = b.dout_group = b.dq_parts = 1;
     constexpr bool CODES = NUMERICS == SAGEBWD || NUMERICS == SAGEBWD_QK;
     for (int i = 0; i < queries; ++i) host::run(i, quant::TILE_THREADS, [&] { prepare<T, D, CODES>(b); });
-    // The plans for small memories: blocks of 64 keys and of 128.
+    // The plans of SM86, whose small memory takes blocks of 64 keys for some kernels and of 128 for others.
     constexpr const char* KERNEL = NUMERICS == SAGEBWD     ? "attn_bwd_sagebwd"
                                    : NUMERICS == SAGEBWD_QK ? "attn_bwd_sagebwd_general"
                                    : NUMERICS == SAGEBWD_S  ? "attn_bwd_sagebwd_s"
@@ -248,7 +249,7 @@ Errors run(const Case& c) {
     for (int i = 0; i < count * c.key_heads * ((longest[1] + PLAN.rows - 1) / PLAN.rows); ++i)
       host::run_with_shared(i, PLAN.threads, Numerics::SHARED_BYTES, [&] { attention::backward_sm80<Numerics>(b); });
   }
-  // dQ lies as the fragments of attn_bwd.cu's `finish`.
+  // dq_accum is in the order of fragments that `finish` of attn_bwd.cu reads.
   auto dq_at = [&](int head, const params::Segment& s, int query, int channel) {
     int64_t tile = int64_t(head) * all[0] + s.query_tile + query / 64;
     int row = query % 64, lane = row % 8 * 4 + channel % 8 / 2, n = channel / 8, strip = row / 16;
@@ -293,8 +294,7 @@ Errors run(const Case& c) {
   return errors;
 }
 
-// One product of random codes and scales as mma_nvfp4.cuh emulates it, against the fragments of the PTX manual: whether they
-// are the same.
+// Whether one product of random codes and scales, as mma_nvfp4.cuh emulates it, is that of the PTX ISA's fragments.
 bool product_is_the_manuals() {
   uint32_t a[4][32], b[2][32], a_scales[32], b_scales[32];
   float d[32][4];
@@ -327,7 +327,7 @@ bool product_is_the_manuals() {
                          ptx::value_of_e4m3(b_scales[column * 4] >> (k / 16 * 8));
         sum += product, size += fabs(product);
       }
-      // Eight additions in f32.
+      // The emulation makes eight additions in f32.
       if (!(fabs(d[lane][n] - sum) <= 8 * ldexp(size, -24))) return false;
     }
   return true;
@@ -351,11 +351,11 @@ int main() {
     const char* name;
     Errors (*of_64)(const Case&);
     Errors (*of_128)(const Case&);
-    double out, grads;  // what is allowed
+    double out, grads;  // largest allowed errors
   };
-  // Rounded to 16 bit: P, dS and results in full precision (2^-9 each in bf16), O alone with NVFP4 codes (2^-12 in f16), and there a
-  // probability now and then on the other side of a midpoint: exponentials in f32 and in doubles. SageBwd's codes are .0144
-  // to .0185 off at standard deviation 1 (docs/findings.md).
+  // In full precision P, dS and the results are rounded to 16 bit (2^-9 each in bf16). With NVFP4 codes O alone is (2^-12 in
+  // f16); besides, an exponential in f32 differs from that in doubles, and now and then a probability falls on the other side
+  // of a midpoint. SageBwd's codes make an error of .0144 to .0185 at standard deviation 1 (docs/findings.md).
   const Row rows[] = {
       {"full precision, bf16", run<B, 64, FULL_PRECISION>, run<B, 128, FULL_PRECISION>, 4e-3, 6e-3},
       {"SageBwd, bf16", run<B, 64, SAGEBWD>, run<B, 128, SAGEBWD>, 2.5e-2, 3.5e-2},
@@ -370,7 +370,7 @@ int main() {
     for (const Case& c : cases) {
       state = 7;
       Errors e = (c.head_dim > 64 ? row.of_128 : row.of_64)(c);
-      // Of one key dS is zero, and what is there instead is rounding.
+      // With one key the exact dS is zero, and the computed one is rounding errors: there is nothing to compare.
       bool one = c.keys == 1, good = e.out < row.out && (one || (e.dq <= row.grads && e.dk <= row.grads)) && e.dv <= row.grads;
       printf("%-24s %7d %5d %9d   %.5f", row.name, c.queries, c.keys, c.head_dim, e.out);
       for (double error : {one ? NAN : e.dq, one ? NAN : e.dk, e.dv})

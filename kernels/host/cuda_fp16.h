@@ -1,4 +1,4 @@
-// f16 on a CPU.
+// A stand-in for CUDA's f16 on a CPU.
 #pragma once
 #include "cuda_on_host.h"
 

@@ -1,7 +1,7 @@
-// As much of CUDA as the portable kernels use, on a CPU: the threads of a block are fibers that run in turns until they meet
-// at a barrier, and a warp's lanes trade values through memory. For tests where no GPU is. Arithmetic, addresses and the
-// order of barriers are the GPU's; copies have come at once and fibers run in a fixed order, so that a wait or a barrier that
-// is missing is not noticed.
+// The part of CUDA that the portable kernels use, on a CPU, for tests without a GPU. Each thread of a block is a fiber that
+// runs until it reaches a barrier; lanes of a warp exchange values through memory. Arithmetic, addresses and the order of
+// barriers are the GPU's. Asynchronous copies complete at once and fibers run in a fixed order, so that a missing wait or
+// barrier is not detected.
 #pragma once
 
 #include <setjmp.h>
@@ -23,7 +23,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
-// All fibers are on one thread of the system.
+// All fibers run on one thread of the operating system, so that a block shares thread_local variables.
 #define __shared__ thread_local
 
 struct uint2 { uint32_t x, y; };
@@ -48,7 +48,7 @@ inline uint32_t __float_as_uint(float x) { return same_bits<uint32_t>(x); }
 inline float __int_as_float(int x) { return same_bits<float>(x); }
 inline int __float_as_int(float x) { return same_bits<int>(x); }
 inline float __fadd_rn(float a, float b) { return a + b; }
-// Towards minus infinity.
+// Rounds towards minus infinity.
 inline float __fadd_rd(float a, float b) {
   double sum = double(a) + double(b);
   float rounded = float(sum);
@@ -66,7 +66,7 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-// A block of threads under way.
+// The block of threads that is running.
 namespace host {
 
 struct Barrier {
@@ -76,14 +76,14 @@ struct Barrier {
 constexpr int MOST_THREADS = 1024;
 constexpr size_t STACK_BYTES = 256 << 10;
 
-// Contexts start fibers; jumps, which cost no system call, go from one to the other.
+// ucontext starts fibers; setjmp and longjmp, which cost no system call, switch between them.
 struct Block {
   int threads = 0, current = 0;
   std::function<void()> body;
   bool started[MOST_THREADS], done[MOST_THREADS];
   jmp_buf fibers[MOST_THREADS], scheduler;
   Barrier all, warps[MOST_THREADS / 32];
-  long steps = 0;  // barriers that opened, and fibers that ended
+  long steps = 0;  // barriers completed and fibers ended; a round without any is a deadlock
   uint32_t traded[MOST_THREADS];
 };
 inline Block block;
@@ -123,7 +123,7 @@ inline void resume(int fiber) {
   setcontext(&context);
 }
 
-// Runs one block.
+// Runs one block to its end.
 inline void run(int index, int threads, std::function<void()> body, int row = 0) {
   block.threads = threads, block.body = std::move(body), block.all = Barrier(), place = {index, row};
   for (Barrier& warp : block.warps) warp = Barrier();

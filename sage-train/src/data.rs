@@ -1,6 +1,7 @@
 //! Text to batches. `source` finds files, `reader` makes documents of them, `tokenizer` ids, `shard` keeps ids in
 //! files, `tokens` are a list of them, `mixture` several lists, `batches` the order, `feed` has them ready. `prepare`
-//! is the way from text to shards, `hub` from a name to files.
+//! is the way from text to shards (`split` the shards of a part, `progress` how far it came), `hub` from a name to files; `check` and
+//! `verify` compare shards with what is written of them, before a run and beside it.
 
 mod batches;
 pub mod check;

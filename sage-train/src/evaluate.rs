@@ -88,7 +88,7 @@ pub fn evaluate(
 }
 
 /// The same tokens predicted twice: from sequences that are computed whole, as in training, and each from the tokens before
-/// it alone, as decoding has them. Numerics that look ahead, a mean over all keys or a scale of a tile, differ in the two.
+/// it alone, as decoding in the same numerics has them (`sample --attn`). Numerics that look ahead, a mean over all keys or a scale of a tile, differ in the two.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TokenByToken {
     /// Nats a token of whole sequences.

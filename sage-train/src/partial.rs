@@ -14,6 +14,9 @@ pub const PARTIAL: &str = ".partial";
 /// By this file the folder of an unfinished work is known, and locked.
 const MARK: &str = "unfinished-by-sage-train";
 
+/// By this one it is known that the work can go on from where it was. Whoever works in the folder writes it.
+pub const JOURNAL: &str = "progress.json";
+
 fn other_name(path: &Path) -> PathBuf {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(PARTIAL);
@@ -65,7 +68,7 @@ pub fn is_unfinished(folder: &Path) -> bool {
     folder.join(MARK).exists()
 }
 
-/// A folder in the making, that goes when it is dropped before it is finished.
+/// A folder in the making. Dropped before it is finished it is removed, unless it has a journal.
 #[derive(Debug)]
 pub struct Folder {
     target: PathBuf,
@@ -82,7 +85,7 @@ impl Folder {
         Self::open(target, false)
     }
 
-    /// As [`Folder::begin`], but what an earlier try left is still there.
+    /// As [`Folder::begin`], but work with a journal is still there.
     ///
     /// # Errors
     /// As [`Folder::begin`].
@@ -90,15 +93,24 @@ impl Folder {
         Self::open(target, true)
     }
 
-    fn open(target: &Path, keep: bool) -> Result<Self> {
+    fn open(target: &Path, goes_on: bool) -> Result<Self> {
         // Without a slash at the end.
         let target: PathBuf = target.components().collect();
         check_free(&target, "folder", "--to")?;
         let partial = other_name(&target);
         if is_unfinished(&partial) {
             let abandoned = Lock::take_existing(&partial.join(MARK))?;
-            if keep {
-                return Ok(Self { target, partial, lock: Some(abandoned) });
+            if partial.join(JOURNAL).exists() {
+                if goes_on {
+                    return Ok(Self { target, partial, lock: Some(abandoned) });
+                }
+                return Err(Error::new("an interrupted `data prepare` is in the way")
+                    .got(partial.display())
+                    .allowed("no such folder, or one of which nothing can go on")
+                    .hint(format!(
+                        "its own command goes on with it; --to names another folder, or rm -r {}",
+                        partial.display()
+                    )));
             }
             std::fs::remove_dir_all(&partial).map_err(writing(&partial))?;
             drop(abandoned);
@@ -121,11 +133,6 @@ impl Folder {
         &self.partial
     }
 
-    /// Leaves it as it is, for [`Folder::take_up`].
-    pub fn leave(mut self) {
-        self.lock = None;
-    }
-
     /// Gives it its name.
     ///
     /// # Errors
@@ -141,6 +148,11 @@ impl Folder {
         sync(&self.partial)?;
         std::fs::rename(&self.partial, &self.target).map_err(writing(&self.target))?;
         drop(lock);
+        // Last of all: until here the work could go on from it.
+        let journal = self.target.join(JOURNAL);
+        if journal.exists() {
+            std::fs::remove_file(&journal).map_err(writing(&journal))?;
+        }
         match self.target.parent() {
             Some(parent) if parent != Path::new("") => sync(parent),
             _ => sync(Path::new(".")),
@@ -150,7 +162,7 @@ impl Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        if self.lock.is_some() {
+        if self.lock.is_some() && !self.partial.join(JOURNAL).exists() {
             let _ = std::fs::remove_dir_all(&self.partial);
         }
     }
@@ -159,6 +171,30 @@ impl Drop for Folder {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Work that can go on is nobody else's room, and is left where it is by all that fails.
+    #[test]
+    fn a_folder_with_a_journal_is_kept_until_it_is_whole() {
+        let scratch = tempfile::tempdir().expect("a folder");
+        let target = scratch.path().join("new");
+        let folder = Folder::take_up(&target).expect("a beginning");
+        let journal = folder.path().join(JOURNAL);
+        std::fs::write(&journal, "so far").expect("a file");
+        drop(folder);
+        assert!(journal.exists());
+        let error = Folder::begin(&target).expect_err("in the way").to_string();
+        assert!(error.contains("an interrupted `data prepare` is in the way"), "{error}");
+        Folder::take_up(&target).expect("it goes on").finish().expect("an end");
+        assert_eq!(std::fs::read_dir(&target).expect("a folder").count(), 0);
+        // Without one there is nothing to go on from: whatever is there goes.
+        let other = scratch.path().join("other");
+        std::fs::create_dir(scratch.path().join("other.partial")).expect("a folder");
+        for name in [MARK, "weights"] {
+            std::fs::write(scratch.path().join("other.partial").join(name), "").expect("a file");
+        }
+        Folder::take_up(&other).expect("a beginning").finish().expect("an end");
+        assert_eq!(std::fs::read_dir(&other).expect("a folder").count(), 0);
+    }
 
     #[test]
     fn a_folder_is_there_whole_or_not_at_all() {

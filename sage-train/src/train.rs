@@ -188,7 +188,7 @@ pub fn run_as(
         checkpoints,
         first,
         unsaved: None,
-        verification: rank.is_first().then(|| Verification::start(&data, first)).transpose()?,
+        verification: rank.is_first().then(|| Verification::start(&data)).transpose()?,
         slow: None,
         started,
         before,

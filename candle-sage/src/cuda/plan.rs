@@ -119,7 +119,9 @@ impl Plan {
                 && plan.visits.contains(&visits)
         });
         rows.next().ok_or_else(|| {
-            candle_core::Error::Msg(format!("no plan for {kernel}, head_dim {head_dim}, {target:?}, {visits:?}"))
+            candle_core::Error::Msg(format!(
+                "no plan for {kernel}, head_dim {head_dim}, {target:?}, {visits:?}"
+            ))
         })
     }
 
@@ -228,7 +230,8 @@ mod tests {
                     // The router's and the tail's kernels visit lists alone, and have no other of the same name.
                     let visits = if plan.mainloop == Mainloop::None { Visits::Every } else { *visits };
                     for element in ["bf16", "f16"] {
-                        let entry = format!("'{}_{element}_{}' for 'sm_{number}", plan.name(visits), plan.head_dim);
+                        let entry =
+                            format!("'{}_{element}_{}' for 'sm_{number}", plan.name(visits), plan.head_dim);
                         assert!(RESOURCES.contains(&entry), "{entry}");
                     }
                 }
@@ -273,7 +276,11 @@ mod tests {
             assert_eq!(mainloops(full, d, 90), [ForwardSm90, of_full]);
             assert_eq!(mainloops(sage, d, 90), [ForwardSm90, BackwardSm90DqWarpgroup]);
             for (scheme, number) in [(general, 90), (full, 80), (sage, 80), (sage, 100)] {
-                assert_eq!(mainloops(scheme, d, number), [ForwardSm80, BackwardSm80], "{scheme} {d} {number}");
+                assert_eq!(
+                    mainloops(scheme, d, number),
+                    [ForwardSm80, BackwardSm80],
+                    "{scheme} {d} {number}"
+                );
             }
             let [full, sage] = [full, sage].map(|scheme| plans(scheme, d, 90, Visits::Every)[0]);
             assert!(full.mapped() && !sage.mapped() && full.persistent() && sage.persistent());

@@ -382,7 +382,8 @@ fn compare_codes(
     let bytes = |slice| device.clone_dtoh(slice);
     let floats = |slice| device.clone_dtoh(slice);
     let (q, k, v) = (bytes(&operands.codes.q)?, bytes(&operands.codes.k)?, bytes(&operands.v.0)?);
-    let (q_dequant_scale, k_dequant_scale) = (floats(&operands.codes.q_dequant_scale)?, floats(&operands.codes.k_dequant_scale)?);
+    let (q_dequant_scale, k_dequant_scale) =
+        (floats(&operands.codes.q_dequant_scale)?, floats(&operands.codes.k_dequant_scale)?);
     let v_dequant_scale = floats(&operands.v.1)?;
     let (q_turned, dout_turned) = (bytes(&made.q)?, bytes(&made.dout)?);
     let dout_dequant_scale = floats(&made.dout_dequant_scale)?;
@@ -440,7 +441,11 @@ fn compare_codes(
                     grads.iter().enumerate().map(|(i, &x)| code(x, scales[i % d].quant) as i8).collect();
                 same("dO^T", &dout_turned, at, &codes, true);
                 for (c, scale) in scales.iter().enumerate() {
-                    assert_eq!(dout_dequant_scale[at * padded + c].to_bits(), scale.dequant.to_bits(), "scale of dO");
+                    assert_eq!(
+                        dout_dequant_scale[at * padded + c].to_bits(),
+                        scale.dequant.to_bits(),
+                        "scale of dO"
+                    );
                 }
             }
         }

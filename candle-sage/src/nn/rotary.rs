@@ -31,8 +31,18 @@ impl Rotary {
     }
 
     /// From tables of your own, (positions, head_dim / 2) each, such as those of [`ops::rope_tables_llama3`].
-    pub fn from_tables(cos: Tensor, sin: Tensor, style: RopeStyle) -> Self {
-        Self { cos, sin, style }
+    ///
+    /// # Errors
+    /// When they are not two tables of the same shape.
+    pub fn from_tables(cos: Tensor, sin: Tensor, style: RopeStyle) -> Result<Self> {
+        if cos.rank() != 2 || cos.dims() != sin.dims() {
+            return Err(Error::new("the rotary tables do not fit each other")
+                .got(format!("cos {:?}, sin {:?}", cos.dims(), sin.dims()))
+                .allowed("(positions, head_dim / 2) for both")
+                .hint("ops::rope_tables and ops::rope_tables_llama3 make such a pair")
+                .into());
+        }
+        Ok(Self { cos, sin, style })
     }
 
     /// Rotates `x`, (batch, sequence, heads, head_dim), whose first token is at `position`.

@@ -80,7 +80,8 @@ pub struct SelfAttention {
 }
 
 impl SelfAttention {
-    /// From its maps `[q, k, v, o]` and, with QK-norm, the norms of queries and keys. The config's
+    /// From its maps `[q, k, v, o]`, with weights (outputs, inputs) of (heads head_dim, width), (key_heads head_dim, width) twice, and
+    /// (width, heads head_dim), and, with QK-norm, the norms of queries and keys. The config's
     /// epsilon and biases are not used: norms and maps have their own.
     pub fn new(
         config: SelfAttentionConfig,
@@ -156,7 +157,7 @@ impl SelfAttention {
     /// An empty cache for [`SelfAttention::forward_cached`], with memory for `len` tokens from its first use on. It grows by as
     /// much where more come.
     pub fn cache(&self, len: usize) -> KvCache {
-        KvCache::new(SEQUENCE, len)
+        KvCache::new(SEQUENCE, len.max(1))
     }
 
     /// As [`SelfAttention::forward`] for the tokens that follow those in `cache`, which is left with theirs: first a prompt,

@@ -1,4 +1,4 @@
-//! What is added to a tensor in place: the gradients of a training loop that keeps its own books.
+//! Sums in place: the gradients of training loops that do not use candle's graph.
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -16,7 +16,7 @@ const IN_ORDER: &str = "sum-in-order";
 
 /// `sum += x`.
 ///
-/// `sum` is f32 without gaps, `x` of the same shape in f32, f16 or bf16.
+/// `sum` is contiguous and f32; `x` has the same shape, in f32, f16 or bf16.
 ///
 /// # Errors
 /// When they do not fit together.
@@ -60,13 +60,16 @@ impl InplaceOp2 for AddInto {
     }
 }
 
-/// `sum = parts[0] + .. + parts[place - 1] + sum + parts[place] + ..`, each element in that order: gradients of several GPUs, of
-/// which one is there already. The sum has the same bits wherever it is made and whoever carried the parts.
+/// `sum = parts[0] + .. + parts[place - 1] + sum + parts[place] + ..`, each element in that order: the
+/// gradients of several GPUs, of which `sum` holds one. The result has the same bits on every GPU that
+/// computes it, whichever gradient that GPU holds itself.
 ///
-/// `parts` is (n, ..), `sum` one of them in shape; both f32 without gaps. `place` is 0 to n.
+/// `parts` is (n, ..), and `sum` has the shape of one of them; both are contiguous and f32. `place` is 0 to
+/// n.
 ///
 /// # Errors
-/// When they do not fit together.
+/// When they do not fit together; on CUDA, when one does not start on 16 bytes, or the number of elements of
+/// `sum` is no multiple of 4.
 pub fn sum_in_order(sum: &Tensor, parts: &Tensor, place: usize) -> Result<()> {
     let parted = parts.dims().split_first().is_some_and(|(&n, dims)| place <= n && dims == sum.dims());
     if !parted || parts.dtype() != DType::F32 || !parts.is_contiguous() {
@@ -125,11 +128,12 @@ impl InplaceOp2 for InOrder {
     }
 }
 
-/// `out += factor * a b`, or `out = factor * a b` where not to `add`; sums in f32.
+/// `out += factor * a b` if `add`, otherwise `out = factor * a b`; sums run in f32.
 ///
-/// `a` is (rows, inner), `b` (inner, columns), both of one type and with neighbours in a row or a column (a transpose needs
-/// no copy); `out` is (rows, columns) without gaps, in f32 or, on a GPU, in that type. For a linear map `y = x W^T` the
-/// gradients are `product_into(dw, dy.t(), x, 1.0, true)` and `product_into(dx, dy, w, 1.0, true)`.
+/// `a` is (rows, inner), `b` (inner, columns), both of one type and with adjacent elements in rows or in
+/// columns (a transpose needs no copy); `out` is contiguous (rows, columns), in f32 or, on a GPU, in the type
+/// of `a`. For a linear map `y = x W^T` the gradients are `product_into(dw, dy.t(), x, 1.0, true)` and
+/// `product_into(dx, dy, w, 1.0, true)`.
 ///
 /// # Errors
 /// When shapes, types or strides do not fit.
@@ -207,7 +211,7 @@ impl InplaceOp3 for ProductInto {
     }
 }
 
-/// The layout of the transpose, where that has no gaps.
+/// The layout of the transpose, if it is contiguous and the matrix is not.
 fn transposed(layout: &Layout) -> Result<Option<Layout>> {
     let turned = layout.transpose(0, 1)?;
     Ok((!layout.is_contiguous() && turned.is_contiguous()).then_some(turned))

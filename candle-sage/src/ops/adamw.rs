@@ -1,4 +1,4 @@
-//! AdamW over all parameters at once, and the norm of their gradients.
+//! AdamW over all parameters at once, and the sum of squares for the norm of their gradient.
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -16,12 +16,12 @@ use crate::update::Factors;
 const NAME: &str = "adamw";
 const SQUARES: &str = "sum-of-squares";
 
-/// Elements that one task takes; also the span of one partial sum, which makes the order of additions independent of the
-/// number of threads.
+/// Elements of one parallel task. Each task makes one partial sum, which makes the order of additions
+/// independent of the number of threads.
 const SPAN: usize = 32 * 1024;
 
-/// The sum of squares of all elements of an f32 tensor: an f64 scalar, summed in f64 and in an order of its own, so that it
-/// is finite where all elements are.
+/// The sum of squares of all elements of an f32 tensor: an f64 scalar. It is summed in f64, and so is finite
+/// if all elements are, in an order that does not depend on the number of threads.
 ///
 /// # Errors
 /// When `x` is not f32.
@@ -45,7 +45,7 @@ impl CustomOp1 for SumOfSquares {
         let parts: Vec<f64> = values
             .par_chunks(SPAN)
             .map(|span| {
-                // Independent lanes, so that the additions do not wait for each other.
+                // Independent partial sums, so that an addition does not wait for the one before it.
                 let mut lanes = [0f64; 8];
                 for chunk in span.chunks(8) {
                     for (lane, &x) in lanes.iter_mut().zip(chunk) {
@@ -65,17 +65,18 @@ impl CustomOp1 for SumOfSquares {
 }
 
 impl AdamW {
-    /// Updates all parameters in one pass, in place and without waiting for anything:
-    /// `g = gradient * gradient_factor`, clipped; `m = beta1 m + (1 - beta1) g`; `v = beta2 v + (1 - beta2) g^2`;
-    /// `w = (1 - lr weight_decay) w - lr m' / (sqrt(v') + eps)` with `m' = m / (1 - beta1^step)` and
-    /// `v' = v / (1 - beta2^step)`.
+    /// Updates all parameters in one pass, in place and without waiting for the device:
+    /// `g = gradient * gradient_factor`, clipped; `m = beta1 m + (1 - beta1) g`;
+    /// `v = beta2 v + (1 - beta2) g^2`; `w = (1 - lr weight_decay) w - lr m' / (sqrt(v') + eps)` with `m' = m
+    /// / (1 - beta1^step)` and `v' = v / (1 - beta2^step)`.
     ///
-    /// `state` is (3, parameters) in f32 without gaps: weights, m, v. `gradient` is (parameters) in f32,
-    /// `sum_of_squares` what [`sum_of_squares`] says of it. `copy`, on a GPU, receives the new weights in f16 or bf16:
-    /// what models compute with. When the norm is not finite nothing changes.
+    /// `state` is contiguous (3, parameters) in f32: weights, m, v. `gradient` is (parameters) in f32, and
+    /// `sum_of_squares` the result of [`sum_of_squares`] for it. `copy`, on a GPU, receives the new weights
+    /// in f16 or bf16, in which models compute. When the norm is not finite nothing changes.
     ///
     /// # Errors
-    /// When the tensors do not fit together.
+    /// When the tensors do not fit together; on CUDA, when one does not start on 16 bytes, or the number of
+    /// parameters is no multiple of 4.
     pub fn step(
         &self,
         state: &Tensor,
@@ -159,7 +160,8 @@ impl InplaceOp3 for Step<'_> {
         Ok(())
     }
 
-    /// The copy is written where it lies: candle lends one tensor at a time for writing.
+    /// The copy is written through its shared storage, since candle lends only one tensor at a time for
+    /// writing.
     #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
@@ -198,7 +200,8 @@ mod tests {
         clip: None,
     };
 
-    /// Five steps against the published recurrence in f64; f32 keeps 1e-6. The first three parameters decay.
+    /// Five steps against the published recurrence in f64; f32 is within 1e-6. The first three parameters
+    /// decay.
     #[test]
     fn follows_the_recurrence() -> Result<()> {
         let start = [0.5f32, -1.0, 2.0, 0.5, -1.0, 2.0];

@@ -1,4 +1,4 @@
-//! Trainable attention as a `CustomOp3`.
+//! Attention with a backward, as a `CustomOp3`.
 
 use std::sync::OnceLock;
 
@@ -23,11 +23,12 @@ const NAME: &str = "attention";
 
 /// Attention with a backward: `softmax(softmax_scale Q K^T) V`.
 ///
-/// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16, with any
-/// strides; the output has the query's shape and type. Query heads may be a multiple of the key
-/// heads. All three inputs receive gradients through candle's `backward()`, of the first order: gradients have no graph of
-/// their own. (candle-nn's fused `softmax_last_dim`, `rms_norm` and `rope` have no gradient at all and say nothing: a model that
-/// trains needs those of [`crate::ops`].) Tensors that are (batch, heads, sequence, head_dim): [`Attention::apply_heads_first`].
+/// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16, with any strides; the
+/// output has the query's shape and type. The number of query heads may be a multiple of the number of key
+/// heads. All three inputs receive gradients through candle's `backward()`, of the first order: gradients
+/// have no graph of their own. (candle-nn's fused `softmax_last_dim`, `rms_norm` and `rope` have no gradient
+/// and report no error: a model that trains needs those of [`crate::ops`].) [`Attention::apply_heads_first`]
+/// takes tensors that are (batch, heads, sequence, head_dim).
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -53,26 +54,27 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// Attention with the numerics of `scheme`: not causal, the default softmax scale
-    /// `1 / sqrt(head_dim)`, no packing.
+    /// Attention in the numerics of `scheme`: not causal, with the default softmax scale `1 / sqrt(head_dim)`
+    /// and without packing.
     pub fn new(scheme: impl Into<Scheme>) -> Self {
         Self { scheme: scheme.into(), ..Self::default() }
     }
 
-    /// Replaces the numerics.
+    /// Replaces the scheme.
     #[must_use]
     pub fn scheme(mut self, scheme: impl Into<Scheme>) -> Self {
         self.scheme = scheme.into();
         self
     }
 
-    /// Whether a query sees only the keys up to its own position, counted from the end: with
-    /// different lengths the last query sees every key (as in FlashAttention).
+    /// Whether a query sees only the keys up to its own position, counted from the end: when lengths differ,
+    /// the last query sees every key (as in FlashAttention).
     ///
-    /// In low bits that is true of the products, and not of every scale: SageBwd's smoothing subtracts the mean of all keys of the
-    /// sequence and a tile of 64 keys shares a scale, so that a later token moves an earlier output within the error of its
-    /// codes (keys 192 on times 50 move outputs before 128 by up to .016), and one NaN in the last key reaches the first
-    /// output. For Attn-QAT see [`ValueGroups`](crate::ValueGroups). Full precision is strictly causal.
+    /// In low bits the products are causal, but not every scale is. SageBwd's smoothing subtracts the mean of
+    /// all keys of the sequence, and a tile of 64 keys shares a scale, so that a later token moves an earlier
+    /// output within the error of its codes (keys 192 on times 50 move outputs before 128 by up to .016), and
+    /// one NaN in the last key reaches the first output. For Attn-QAT see
+    /// [`ValueGroups`](crate::ValueGroups). Full precision is strictly causal.
     #[must_use]
     pub fn causal(mut self, causal: bool) -> Self {
         self.causal = causal;
@@ -84,43 +86,45 @@ impl Attention {
         self.causal
     }
 
-    /// Replaces the factor of the logits.
+    /// Replaces the softmax scale, the factor of the logits.
     #[must_use]
     pub fn softmax_scale(mut self, softmax_scale: f64) -> Self {
         self.softmax_scale = Some(softmax_scale);
         self
     }
 
-    /// Attention inside packed documents only; the batch must be 1.
+    /// Restricts attention to packed documents; the batch must be 1.
     #[must_use]
     pub fn packing(mut self, packing: Packing) -> Self {
         self.packing = Some(packing);
         self
     }
 
-    /// Whether gradients are bit-equal over repeats on CUDA as well. By default blocks add to dQ as
-    /// they come, with atomic additions in f32, whose order changes the last bits; with this switch
-    /// each waits for its turn, which takes longer. On the CPU results never vary.
+    /// Whether gradients on CUDA have the same bits in repeated runs. By default thread blocks add to dQ with
+    /// atomic f32 additions in an order that varies, which changes the last bits; with this switch each block
+    /// waits for its turn, which takes longer. On the CPU results never vary.
     #[must_use]
     pub fn deterministic(mut self, deterministic: bool) -> Self {
         self.deterministic = deterministic;
         self
     }
 
-    /// Looks at the listed blocks of keys alone, forward and backward, with any scheme: block-sparse attention. What a query
-    /// does not look at is as if it were masked. Time and nothing else depends on the lists' lengths.
+    /// Restricts attention to the listed blocks of keys, forward and backward, with any scheme: block-sparse
+    /// attention. Keys that are not listed are as if masked. Time and nothing else depends on the lists'
+    /// lengths.
     ///
-    /// The selection's blocks are multiples of the scheme's tiles on the CPU ([`Scheme::block_unit`]), and 128 x 128 on CUDA.
-    /// Smoothing (of K and Q) and NVFP4 scales are those of the whole sequences: SageBwd subtracts the mean of all keys of a
-    /// segment, which exact arithmetic would not notice on any subset of them.
+    /// The selection's blocks must be multiples of the scheme's tiles on the CPU ([`Scheme::block_unit`]),
+    /// and 128 x 128 on CUDA. Smoothing (of K and Q) and NVFP4 scales are those of the whole sequences:
+    /// SageBwd subtracts the mean of all keys of a segment, which in exact arithmetic changes nothing for any
+    /// subset of the keys.
     #[must_use]
     pub fn select(mut self, selection: &Selection) -> Self {
         self.selection = Some(selection.clone());
         self
     }
 
-    /// Runs the forward. State for a backward is kept inside the output's graph node, and only
-    /// when one of the inputs is tracked; it goes when the graph does.
+    /// Runs the forward. The state for a backward is kept in the output's graph node, only when one of the
+    /// inputs is tracked, and is freed with the graph.
     ///
     /// # Errors
     /// When shapes, element types or settings are not supported: see [`AttentionShape::new`].
@@ -130,9 +134,9 @@ impl Attention {
         if tracked { q.apply_op3(k, v, op) } else { q.apply_op3_no_bwd(k, v, &op) }
     }
 
-    /// [`Attention::apply`] of tensors that are (batch, heads, sequence, head_dim), as PyTorch's `scaled_dot_product_attention` and many
-    /// candle models have them; so is the output. Nothing is copied on the way in. (Given to `apply` they would be taken for
-    /// sequences of as many tokens as there are heads.)
+    /// [`Attention::apply`] for tensors that are (batch, heads, sequence, head_dim), as in PyTorch's
+    /// `scaled_dot_product_attention` and many candle models; the output is too. The inputs are not copied.
+    /// (`apply` would take such a tensor for a sequence of as many tokens as there are heads.)
     ///
     /// # Errors
     /// As [`Attention::apply`].
@@ -144,9 +148,9 @@ impl Attention {
         self.apply(&swap(q)?, &swap(k)?, &swap(v)?)?.transpose(1, 2)
     }
 
-    /// Runs the forward outside candle's graph, and returns with the output what takes a gradient
-    /// of it back to the inputs (the vector-Jacobian product): for training loops that keep their own
-    /// books, and for measuring the backward alone.
+    /// Runs the forward outside candle's graph, and returns the output with its vector-Jacobian product,
+    /// which turns the output's gradient into the inputs': for training loops that do not use candle's graph,
+    /// and for measuring the backward alone.
     ///
     /// # Errors
     /// As [`Attention::apply`].
@@ -157,13 +161,13 @@ impl Attention {
         Ok((out.clone(), AttentionVjp { op, inputs, out }))
     }
 
-    /// What the tensors of a call are.
+    /// The validated shape of a call.
     pub(crate) fn shape(&self, [q, k, v]: [&Tensor; 3]) -> Result<AttentionShape> {
         let (q, k, v) = (dims4("query", q)?, dims4("key", k)?, dims4("value", v)?);
         Ok(AttentionShape::new(q, k, v, self.causal, self.packing.clone())?)
     }
 
-    /// Checks everything, and makes the op of one call.
+    /// Checks all arguments, and makes the op of one call.
     fn op(&self, q: &Tensor, k: &Tensor, v: &Tensor, keep: bool) -> Result<AttentionOp> {
         self.scheme.validate()?;
         if keep && self.scheme.is_forward_only() {
@@ -217,8 +221,8 @@ impl Attention {
     }
 }
 
-/// The way back from one forward: see [`Attention::vjp`]. Holds the inputs, the output and what the
-/// forward kept.
+/// The backward of one forward: see [`Attention::vjp`]. It holds the inputs, the output and the state that
+/// the forward kept.
 pub struct AttentionVjp {
     op: AttentionOp,
     inputs: [Tensor; 3],
@@ -264,7 +268,7 @@ pub(super) fn dims4(name: &str, tensor: &Tensor) -> Result<Dims> {
     })
 }
 
-/// One call of the op: a fresh value each time, since the state of the call lives in it.
+/// The op of one call. Every call makes a new value, since the state of the call is kept in it.
 struct AttentionOp {
     scheme: Scheme,
     shape: AttentionShape,
@@ -272,11 +276,11 @@ struct AttentionOp {
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "on the CPU results never vary"))]
     deterministic: bool,
     selection: Option<Selection>,
-    /// Filled by the forward; `None` when no input is tracked.
+    /// Set by the forward; `None` when no input is tracked.
     saved: Option<OnceLock<Saved>>,
 }
 
-/// What a forward keeps for its backward, where it ran.
+/// What a forward keeps for its backward, by the device on which it ran.
 enum Saved {
     Cpu(Box<dyn cpu::Ran>),
     #[cfg(feature = "cuda")]
@@ -299,7 +303,7 @@ impl AttentionOp {
         }
     }
 
-    /// The lists of the selection, for the CPU.
+    /// The lists of the selection on the host, for the CPU.
     fn lists(&self) -> Result<Option<&Lists>> {
         self.selection.as_ref().map(Selection::host).transpose()
     }

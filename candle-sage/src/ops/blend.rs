@@ -1,4 +1,4 @@
-//! The learned mixture of what a query sees exactly and of the linear tail.
+//! The learned mixture of attention over selected keys and the linear tail.
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -16,24 +16,25 @@ use crate::selection::Selection;
 
 const NAME: &str = "blend";
 
-/// How much of the output is what a query sees exactly: `a` in `a sparse + (1 - a) tail`.
+/// How `a`, the weight of attention over the selected keys in `a sparse + (1 - a) tail`, is computed.
 ///
-/// Wherever no token is left to the tail `a` is 1, in every form.
+/// In every form `a` is 1 where no key is left to the tail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Alpha {
-    /// `a_i = sigmoid(theta + log(exact tokens of i / tokens left to its tail))`: a learned `theta` holds for any length and
-    /// any number of blocks.
+    /// `a_i = sigmoid(theta + log(keys that i sees exactly / keys left to its tail))`: a learned `theta`
+    /// holds for any length and any number of blocks.
     #[default]
     Count,
     /// `a = sigmoid(theta)`, as published (arXiv 2602.12675).
     Constant,
 }
 
-/// `out = a sparse + (1 - a) tail`, `a` of each query from `theta` of its head and from how many tokens the selection leaves
-/// to the tail: see [`Alpha`].
+/// `out = a sparse + (1 - a) tail`, where `a` of a query depends on `theta` of its head and on how many keys
+/// the selection leaves to the tail: see [`Alpha`].
 ///
-/// `sparse` and `tail` are (batch, sequence, query heads, head_dim) of one type, `theta` is (query heads) in f32. All receive
-/// gradients: `dsparse = a dout`, `dtail = (1 - a) dout`, `dtheta = sum a (1 - a) dout . (sparse - tail)`.
+/// `sparse` and `tail` are (batch, sequence, query heads, head_dim) of one type, `theta` is (query heads) in
+/// f32. All receive gradients: `dsparse = a dout`, `dtail = (1 - a) dout`, `dtheta = sum a (1 - a) dout .
+/// (sparse - tail)`.
 ///
 /// # Errors
 /// When shapes and types do not fit.
@@ -49,7 +50,8 @@ pub fn blend(
     sparse.apply_op3(tail, theta, op)
 }
 
-/// The gradients of `sparse`, `tail` and `theta` of [`blend`]: for training loops that keep their own books.
+/// The gradients of `sparse`, `tail` and `theta` of [`blend`] for its output's gradient: for training loops
+/// that do not use candle's graph.
 ///
 /// # Errors
 /// As [`blend`], and when `dout` does not fit.

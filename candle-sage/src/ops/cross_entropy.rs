@@ -1,4 +1,4 @@
-//! Cross-entropy, from logits or straight from hidden states and the output matrix.
+//! Cross-entropy, from logits or directly from hidden states and the output matrix.
 
 use std::sync::OnceLock;
 
@@ -26,22 +26,22 @@ const LINEAR: &str = "linear-cross-entropy";
 /// Settings of a cross-entropy.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct CrossEntropy {
-    /// Targets with this id do not count (PyTorch's is -100). `None`: all count.
+    /// Targets with this id do not count (PyTorch's default is -100). `None`: all targets count.
     pub ignore_id: Option<i64>,
-    /// Rows of logits that [`linear_cross_entropy`] holds at a time. `None`: as many as fit 64 MiB,
-    /// on a GPU 256 MiB.
+    /// Rows of logits that [`linear_cross_entropy`] computes at a time. `None`: as many as fit 64 MiB, on a
+    /// GPU 256 MiB.
     pub chunk_rows: Option<usize>,
-    /// The z-loss: `z_loss * logsumexp(logits[n])^2` is added to the loss of each target, which keeps logits from drifting
-    /// (PaLM, arXiv 2204.02311, section 5, with 1e-4). 0 adds nothing.
+    /// The z-loss: `z_loss * logsumexp(logits[n])^2` is added to the loss of each target, which keeps logits
+    /// from drifting (PaLM, arXiv 2204.02311, section 5, with 1e-4). 0 adds nothing.
     pub z_loss: f32,
 }
 
 /// Mean over the targets of `logsumexp(logits[n]) - logits[n][target[n]]`, in nats, and of the z-loss.
 ///
-/// `logits` is (rows, classes) in f32, f16 or bf16, `targets` is (rows) in u8, u32 or i64; the
-/// result is an f32 scalar. The logits receive `((1 + 2 z_loss logsumexp) softmax - onehot) / targets that count`. The
-/// forward keeps one f32 a row. For a language model prefer [`linear_cross_entropy`], which never
-/// holds all logits. On a GPU the check of the targets waits for the loss.
+/// `logits` is (rows, classes) in f32, f16 or bf16, `targets` is (rows) in u8, u32 or i64; the result is an
+/// f32 scalar. The logits receive the gradient `((1 + 2 z_loss logsumexp) softmax - onehot) / targets that
+/// count`. The forward keeps one f32 per row. For a language model prefer [`linear_cross_entropy`], which
+/// never holds all logits. On a GPU the check of the targets waits for the device.
 ///
 /// # Errors
 /// When the shapes do not match, a target is not a class, or no target counts.
@@ -61,12 +61,11 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor, settings: CrossEntropy) 
 
 /// [`cross_entropy`] of `hidden weight^T`, without ever holding all logits.
 ///
-/// `hidden` is (rows, width), `weight` (classes, width) in f32, f16 or bf16, `targets` (rows); the
-/// result is an f32 scalar. Logits are made and consumed [`CrossEntropy::chunk_rows`] at a time.
-/// When an input is tracked the forward also computes both gradients of each chunk while its logits
-/// are at hand, instead of making them twice; the backward multiplies by what comes back. On the CPU all
-/// of it is f32; on a GPU logits and products have the element type of the inputs, which must be one,
-/// and everything else is f32.
+/// `hidden` is (rows, width), `weight` (classes, width) in f32, f16 or bf16, `targets` (rows); the result is
+/// an f32 scalar. Logits are computed and used [`CrossEntropy::chunk_rows`] at a time. When an input is
+/// tracked the forward also computes its gradient, chunk by chunk, so that logits are computed only once; the
+/// backward multiplies it by the loss's gradient. On the CPU all of it is f32; on a GPU logits and products
+/// have the element type of the inputs, which must be one, and everything else is f32.
 ///
 /// # Errors
 /// As [`cross_entropy`].
@@ -87,14 +86,16 @@ pub fn linear_cross_entropy(
     }
 }
 
-/// The loss of [`linear_cross_entropy`] and both gradients at once, outside candle's graph, for training loops that keep
-/// their own books: returns the loss, an f32 scalar, and the gradient of `factor * loss` for the hidden states, in their
-/// type; the weight's is added to `dweight`, (classes, width) in f32 without gaps.
+/// The loss of [`linear_cross_entropy`] and both gradients at once, outside candle's graph, for training
+/// loops that do not use it. Returns the loss, an f32 scalar, and the gradient of `factor * loss` for the
+/// hidden states, in their type; the weight's gradient is added to `dweight`, contiguous (classes, width) in
+/// f32.
 ///
-/// All targets count. On a GPU nothing is waited for: a target that is no class makes the loss NaN.
+/// All targets count. On a GPU it does not wait for the device: a target that is no class makes the loss NaN.
 ///
 /// # Errors
-/// As [`linear_cross_entropy`], and when `dweight` does not fit or some targets may not count.
+/// As [`linear_cross_entropy`], and when `dweight` does not fit or `ignore_id` is set; on a GPU a target that
+/// is no class is no error.
 pub fn linear_cross_entropy_into(
     dweight: &Tensor,
     hidden: &Tensor,
@@ -143,7 +144,7 @@ fn check_linear(hidden: &Tensor, weight: &Tensor, targets: &Tensor, settings: Cr
     supported(LINEAR, &[hidden, weight, targets])
 }
 
-/// The class of each row, `None` where the target does not count, and how many count.
+/// The class of each row, `None` where the target does not count, and the number of targets that count.
 fn classes(targets: &[i64], classes: usize, settings: CrossEntropy) -> Result<(Vec<Option<usize>>, usize)> {
     let mut out = Vec::with_capacity(targets.len());
     for &target in targets {
@@ -174,7 +175,7 @@ fn none_counts(targets: usize) -> Error {
         .hint("skip the batch")
 }
 
-/// What a GPU's check of the targets says.
+/// The error, if any, that a GPU's check of the targets found.
 #[cfg(feature = "cuda")]
 fn verdict(checked: cuda::ops::Checked, targets: usize, classes: usize) -> Result<()> {
     match checked {
@@ -222,7 +223,7 @@ fn row_loss(lse: f32, picked: f32, settings: CrossEntropy) -> f32 {
     lse - picked + settings.z_loss * lse * lse
 }
 
-/// Sums losses in row order, in f64.
+/// The mean of the losses, summed in row order in f64.
 fn mean_loss(losses: impl Iterator<Item = f32>, counted: usize) -> f32 {
     (losses.map(f64::from).sum::<f64>() / counted as f64) as f32
 }
@@ -232,7 +233,7 @@ struct LogitsOp {
     saved: OnceLock<Saved>,
 }
 
-/// What a forward from logits keeps for its backward, where it ran.
+/// What a forward from logits keeps for its backward, by the device on which it ran.
 enum Saved {
     /// The log-sum-exp of each row.
     Cpu(Vec<f32>),
@@ -328,14 +329,14 @@ impl CustomOp2 for LogitsOp {
     }
 }
 
-/// What a linear forward keeps for its backward, where it ran.
+/// What a linear forward keeps for its backward, by the device on which it ran.
 enum LinearSaved {
     Cpu(UnitGradients),
     #[cfg(feature = "cuda")]
     Cuda(Box<cuda::ops::cross_entropy::LinearSaved>),
 }
 
-/// Gradients for an upstream gradient of one; empty where none is wanted.
+/// Gradients for a loss's gradient of 1; empty where none is wanted.
 struct UnitGradients {
     hidden: Vec<f32>,
     weight: Vec<f32>,
@@ -343,7 +344,8 @@ struct UnitGradients {
 
 struct LinearOp {
     settings: CrossEntropy,
-    /// Whether the hidden states and the weight are tracked. A frozen one costs nothing.
+    /// Whether the hidden states and the weight are tracked. Nothing is computed for the gradient of an
+    /// untracked one.
     wanted: [bool; 2],
     saved: OnceLock<LinearSaved>,
 }
@@ -354,7 +356,7 @@ const CPU_BYTES: usize = 64 << 20;
 const GPU_BYTES: usize = 256 << 20;
 
 impl CrossEntropy {
-    /// Rows of logits at a time, where those of `bytes` are held at once.
+    /// Rows of logits to compute at a time, if logits may take `bytes`.
     fn rows_at_once(self, classes: usize, element: usize, bytes: usize) -> usize {
         self.chunk_rows.unwrap_or((bytes / element / classes).max(1))
     }
@@ -371,8 +373,8 @@ impl CrossEntropy {
     }
 }
 
-/// A pass over the chunks of logits on the CPU: the mean loss, and its gradients times `factor`, where they are wanted (the
-/// slices are not empty). The weight's are added to what is there.
+/// One pass over the chunks of logits on the CPU. It returns the mean loss, and writes the gradients times
+/// `factor` to the slices that are not empty; the weight's gradient is added to what its slice holds.
 fn linear_pass(
     hidden: &[f32],
     weight: Mat<'_>,
@@ -515,7 +517,8 @@ impl CustomOp3 for LinearOp {
     }
 }
 
-/// Adds the weight's gradient in place, and leaves here what else it makes: the loss and the gradient of the hidden states.
+/// Adds the weight's gradient in place, and leaves the other results, the loss and the gradient of the hidden
+/// states, in `made`.
 struct LinearInto {
     targets: Tensor,
     settings: CrossEntropy,

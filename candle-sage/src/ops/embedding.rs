@@ -1,4 +1,4 @@
-//! Rows of a table by id, with a deterministic, parallel backward.
+//! The rows of a table that ids name, with a deterministic, parallel backward.
 
 #[cfg(feature = "cuda")]
 use std::sync::OnceLock;
@@ -21,10 +21,10 @@ const NAME: &str = "embedding";
 
 /// `y[..] = table[ids[..]]`.
 ///
-/// `table` is (rows, width) in f32, f16 or bf16, `ids` any shape in u8, u32 or i64; the output is
-/// (ids' shape.., width) in the table's type. The table receives a gradient: each row the sum, in
-/// f32 and in an order that the ids alone decide, of what came back for it. On a GPU the check of the
-/// ids waits for them.
+/// `table` is (rows, width) in f32, f16 or bf16, `ids` any shape in u8, u32 or i64; the output is (ids'
+/// shape.., width) in the table's type. The table receives a gradient: each row is the f32 sum of the
+/// output's gradients for its id, in an order that the ids alone decide. On a GPU the check of the ids waits
+/// for the device.
 ///
 /// # Errors
 /// When an id is not below the number of rows, or the types are not supported.
@@ -33,11 +33,11 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     table.apply_op2(ids, Embedding::default())?.reshape(shape)
 }
 
-/// [`embedding`] outside candle's graph. On a GPU nothing is waited for: the row of an id that is not in the table is
-/// NaN. For training loops that keep their own books.
+/// [`embedding`] outside candle's graph. On a GPU it does not wait for the device: the output's row for an id
+/// that is not in the table is NaN. For training loops that do not use candle's graph.
 ///
 /// # Errors
-/// As [`embedding`].
+/// As [`embedding`]; on a GPU an id that is not in the table is no error.
 pub fn embedding_forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     let shape = check(table, ids)?;
     #[cfg(feature = "cuda")]
@@ -48,7 +48,7 @@ pub fn embedding_forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     table.apply_op2_no_bwd(ids, &Embedding::default())?.reshape(shape)
 }
 
-/// Checks the arguments; the shape of the output.
+/// Checks the arguments, and returns the output's shape.
 fn check(table: &Tensor, ids: &Tensor) -> Result<Vec<usize>> {
     let &[rows, width] = table.dims() else {
         return Err(shape_error(
@@ -70,7 +70,7 @@ fn check(table: &Tensor, ids: &Tensor) -> Result<Vec<usize>> {
     Ok([ids.dims(), &[width]].concat())
 }
 
-/// One call: on a GPU its checked ids stay for the backward.
+/// One call of the op. On a GPU it keeps the checked ids for the backward.
 #[derive(Default)]
 struct Embedding {
     #[cfg(feature = "cuda")]
@@ -101,7 +101,7 @@ impl CustomOp2 for Embedding {
         if let Some(id) = ids.iter().find(|id| !(0..rows as i64).contains(*id)) {
             return Err(not_in_the_table(*id, rows).into());
         }
-        // Rows in the order of the ids, each read where it lies: the table itself is never copied.
+        // Only the rows that ids name are read, wherever they lie: the table is never copied.
         let picked: Vec<usize> = ids
             .iter()
             .map(|&id| table_layout.start_offset() + id as usize * table_layout.stride()[0])
@@ -155,8 +155,9 @@ impl CustomOp2 for Embedding {
     }
 }
 
-/// The gradient of a table of `rows`, for the gradient `dout` of its [`embedding`]: (rows, width), in the type of `dout`.
-/// For training loops that keep their own books. Ids that are not in the table are left out.
+/// The gradient of a table of `rows`, for the gradient `dout` of its [`embedding`]: (rows, width), in the
+/// type of `dout`. Ids that are not in the table are left out. For training loops that do not use candle's
+/// graph.
 ///
 /// # Errors
 /// When `dout` does not have the shape of the output.
@@ -187,7 +188,7 @@ fn cpu_backward(id: &Tensor, dout: &Tensor, rows: usize, width: usize) -> Result
         let (storage, layout) = id.storage_and_layout();
         ids(NAME, cpu_storage(&storage, NAME)?, layout)?
     };
-    // Sorted by row, then by place: each row of the gradient finds its places in order.
+    // Sorted by row, then by position, so that each row of the gradient adds its positions in order.
     let mut places: Vec<(usize, usize)> =
         ids.into_iter().enumerate().map(|(n, id)| (id as usize, n)).collect();
     places.sort_unstable();

@@ -1,4 +1,4 @@
-//! Attention under the signatures of candle-flash-attn: a model changes one `use`.
+//! Attention with the signatures of candle-flash-attn, so that a model has to change only one `use`.
 
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -6,11 +6,12 @@ use super::Attention;
 use crate::error::Error;
 use crate::shape::Packing;
 
-/// `softmax(softmax_scale Q K^T) V` in full precision, with a gradient: [`Attention`] under the signature of candle-flash-attn's
-/// function of this name, which has none.
+/// `softmax(softmax_scale Q K^T) V` in full precision, with a gradient: [`Attention`] with the signature of
+/// candle-flash-attn's function of this name, which has no gradient.
 ///
-/// Query, key and value are (batch, sequence, heads, head_dim) in f32 (CPU), f16 or bf16; query heads may be a multiple of the key
-/// heads; with `causal` the last query sees every key. INT8 attention is `Attention::new(SageBwd::default())`.
+/// Query, key and value are (batch, sequence, heads, head_dim) in f32 (CPU), f16 or bf16; the number of query
+/// heads may be a multiple of the number of key heads; with `causal` the last query sees every key. INT8
+/// attention is `Attention::new(SageBwd::default())`.
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -28,14 +29,16 @@ pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal
     full_precision(softmax_scale, causal).apply(q, k, v)
 }
 
-/// [`flash_attn`] over documents that lie one behind the other: query, key and value are (tokens, heads, head_dim).
+/// [`flash_attn`] over concatenated documents: query, key and value are (tokens, heads, head_dim).
 ///
-/// Document `n` holds the query tokens `seqlens_q[n]..seqlens_q[n + 1]` and the key tokens `seqlens_k[n]..seqlens_k[n + 1]`: cumulative
-/// lengths from 0 on, integers, on any device. They are read by the host, which waits for the device to have made them; where
-/// they are known, [`Attention::packing`] takes them without.
+/// Document `n` holds the query tokens `seqlens_q[n]..seqlens_q[n + 1]` and the key tokens
+/// `seqlens_k[n]..seqlens_k[n + 1]`: cumulative lengths that start at 0, integers, on any device. The host
+/// reads them, and so waits for the device that computes them; [`Attention::packing`] takes lengths that the
+/// host has, and does not wait.
 ///
 /// # Errors
-/// As [`Attention::apply`], and when lengths are no such list, or one is above its `max_seqlen`.
+/// As [`Attention::apply`], and when the lengths are no such list, or a document is longer than its
+/// `max_seqlen`.
 #[allow(clippy::too_many_arguments, reason = "the signature is candle-flash-attn's")]
 pub fn flash_attn_varlen(
     q: &Tensor,
@@ -60,7 +63,7 @@ fn full_precision(softmax_scale: f32, causal: bool) -> Attention {
     Attention::default().softmax_scale(f64::from(softmax_scale)).causal(causal)
 }
 
-/// Cumulative lengths on the host.
+/// Copies cumulative lengths to the host and checks them.
 fn cumulative(name: &str, lengths: &Tensor, longest: usize) -> Result<Vec<usize>> {
     if !lengths.dtype().is_int() || lengths.rank() != 1 {
         return Err(Error::new(format!("{name} is no list of lengths"))

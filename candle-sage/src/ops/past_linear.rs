@@ -1,4 +1,4 @@
-//! Linear attention over what a block-sparse attention leaves out.
+//! Linear attention over the keys that block-sparse attention leaves out.
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -18,34 +18,37 @@ use crate::shape::AttentionShape;
 
 const NAME: &str = "past-linear";
 
-/// Which blocks of keys the linear tail of a selection sums over.
+/// The blocks of keys that the linear tail of a selection sums over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Tail {
-    /// All candidates, the selected ones too: one running sum serves all queries.
+    /// All candidates, also the selected ones: one running sum serves all queries.
     #[default]
     Past,
-    /// The candidates that are not selected, as published (arXiv 2602.12675). On the CPU.
+    /// The candidates that are not selected, as published (arXiv 2602.12675). It runs on the CPU alone.
     Complement,
 }
 
 /// Linear attention of each block of queries over its candidate blocks of keys:
 /// `out_i = phi(q_i) H_I / (phi(q_i) . z_I)` with `H_I = sum_j phi(k_j)^T v_j`, `z_I = sum_j phi(k_j)` and
-/// `phi` the softmax over channels (SLA, arXiv 2509.24006; SLA2, arXiv 2602.12675). A query without such keys gives zeros.
+/// `phi` the softmax over channels (SLA, arXiv 2509.24006; SLA2, arXiv 2602.12675). A query without such keys
+/// gives zeros.
 ///
 /// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides, as
-/// [`Attention`](crate::Attention) takes them, and all receive gradients; the output has the query's shape and type. Where
-/// the selection is not causal `phi` is of K less its mean over the segment; with a causal mask the mean would know later
-/// tokens. Sums run in f32; on CUDA states `H` are rounded to the inputs' type.
+/// [`Attention`](crate::Attention) takes them, and all receive gradients; the output has the query's shape
+/// and type. Where the selection is not causal, `phi` is taken of K less its mean over the segment; with a
+/// causal mask that mean would depend on later tokens. Sums run in f32; on CUDA the states `H` are rounded to
+/// the inputs' type.
 ///
 /// # Errors
-/// When shapes and types do not fit, or the selection is one of another shape.
+/// When shapes and types do not fit, or the selection was made for another shape; on CUDA, for any tail but
+/// [`Tail::Past`] with a causal mask.
 pub fn past_linear(q: &Tensor, k: &Tensor, v: &Tensor, selection: &Selection, tail: Tail) -> Result<Tensor> {
     let op = PastLinear::new([q, k, v], selection, tail)?;
     q.apply_op3(k, v, op)
 }
 
 /// The gradients of query, key and value of [`past_linear`] for its output's gradient: for training loops
-/// that keep their own books.
+/// that do not use candle's graph.
 ///
 /// # Errors
 /// As [`past_linear`], and when `dout` does not have the query's shape and type.
@@ -58,8 +61,8 @@ pub fn past_linear_backward(
     PastLinear::new([q, k, v], selection, tail)?.gradients([q, k, v], dout)
 }
 
-/// As [`past_linear_backward`], added to gradients that are there already: on a GPU in their own memory, which nobody else
-/// may need any more.
+/// As [`past_linear_backward`], added to the given gradients. On a GPU the sums replace the gradients in
+/// their own memory, which nothing else may use any more.
 ///
 /// # Errors
 /// As [`past_linear_backward`], and when the gradients do not have the inputs' shapes and types.

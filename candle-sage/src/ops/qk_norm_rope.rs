@@ -1,4 +1,4 @@
-//! Normalization of queries or keys and their rotary embedding, in one op.
+//! RMSNorm over each head of queries or keys and their rotary embedding, in one op.
 
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -18,11 +18,11 @@ const NAME: &str = "qk-norm-rope";
 
 /// `y = rope(rms_norm(x, weight))`: each head is normalized over its channels, then rotated.
 ///
-/// `x` is (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides, `weight` (head_dim);
-/// `cos` and `sin` are (sequence, head_dim / 2), see [`rope_tables`](super::rope_tables). The output has
-/// the shape and type of `x`. Between the two steps nothing is rounded. `x` and `weight` receive
-/// gradients: those of [`rms_norm`](super::rms_norm()) for what came back, rotated by the opposite angle.
-/// (QK-norm: arXiv 2302.05442, section 3; its order with the rotation is that of Qwen3.)
+/// `x` is (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides, `weight` (head_dim); `cos`
+/// and `sin` are (sequence, head_dim / 2), see [`rope_tables`](super::rope_tables). The output has the shape
+/// and type of `x`. Nothing is rounded between the two steps. `x` and `weight` receive the gradients of
+/// [`rms_norm`](super::rms_norm()) for the output's gradient rotated by the opposite angle. (QK-norm: arXiv
+/// 2302.05442, section 3; its order with the rotation is that of Qwen3.)
 ///
 /// # Errors
 /// When the tables or the weight do not match `x`, the tables are tracked, or the types are not floats.
@@ -41,23 +41,24 @@ pub fn qk_norm_rope(
 /// An input of [`qk_norm_rope`], its weight, and the gradient of its output.
 #[derive(Debug, Clone, Copy)]
 pub struct QkNormRopeGrad<'a> {
-    /// (batch, sequence, heads, head_dim).
+    /// The input, (batch, sequence, heads, head_dim).
     pub x: &'a Tensor,
-    /// (head_dim).
+    /// The norm's weight, (head_dim).
     pub weight: &'a Tensor,
-    /// Of the shape and type of `x`.
+    /// The output's gradient, of the shape and type of `x`.
     pub dout: &'a Tensor,
 }
 
-/// The gradients of inputs and weights of [`qk_norm_rope`]: of query and key at once, for training loops that keep their own
-/// books.
+/// The gradients of inputs and weights of [`qk_norm_rope`], of query and key in one call. For training loops
+/// that do not use candle's graph.
 ///
-/// Those of the inputs lie side by side, (batch, sequence, heads of all, head_dim): what goes on through one product where
-/// one made query and key. Each alone is a `narrow` of dimension 2. Those of the weights follow in order.
+/// Those of the inputs are concatenated along the heads, (batch, sequence, heads of all, head_dim), as the
+/// operand of a single backward product if a single product made query and key. Each alone is a `narrow` of
+/// dimension 2. Those of the weights are in the order of `all`.
 ///
 /// # Errors
-/// As [`qk_norm_rope`], when a `dout` does not have the shape and type of its `x`, when there is no input, or when they
-/// differ in more than heads.
+/// As [`qk_norm_rope`]; when a `dout` does not have the shape and type of its `x`; when `all` is empty, or
+/// its inputs differ in more than heads.
 pub fn qk_norm_rope_backward(
     all: &[QkNormRopeGrad<'_>],
     [cos, sin]: [&Tensor; 2],
@@ -102,7 +103,7 @@ pub fn qk_norm_rope_backward(
     Ok((Tensor::cat(&dxs, 2)?.reshape(dims)?, dweights))
 }
 
-/// Holds the tables: they have no gradients, and candle's ops have three inputs at most.
+/// The tables are fields, since they have no gradients and candle's ops have at most three inputs.
 struct QkNormRope {
     cos: Tensor,
     sin: Tensor,

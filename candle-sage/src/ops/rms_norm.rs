@@ -17,12 +17,11 @@ use crate::cuda;
 
 const NAME: &str = "rms-norm";
 
-/// `y = x * r * weight`, `r = 1 / sqrt(mean(x^2) + eps)`, the mean over the last dimension.
+/// `y = x * r * weight` with `r = 1 / sqrt(mean(x^2) + eps)` and the mean over the last dimension.
 ///
-/// `x` is (.., width) in f32, f16 or bf16 with any strides, `weight` is (width); the output has the
-/// shape and type of `x`. Sums run in f32. Both inputs receive gradients:
-/// `dx = r (g - x r^2 mean(g o x))` with `g = dy o weight`, and `dweight = sum(dy o x r)` over all
-/// vectors. (RMSNorm: arXiv 1910.07467.)
+/// `x` is (.., width) in f32, f16 or bf16 with any strides, `weight` is (width); the output has the shape and
+/// type of `x`. Sums run in f32. Both inputs receive gradients: `dx = r (g - x r^2 mean(g o x))` with
+/// `g = dy o weight`, and `dweight = sum(dy o x r)` over all vectors. (RMSNorm: arXiv 1910.07467.)
 ///
 /// # Errors
 /// When the weight does not match the last dimension, or the types are not floats.
@@ -32,10 +31,11 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     x.apply_op2(weight, op)
 }
 
-/// `sum = x + residual` and `y = rms_norm(sum, weight)` in one pass, outside candle's graph: `(sum, y)`.
+/// `sum = x + residual` and `y = rms_norm(sum, weight)` in one pass, outside candle's graph; returns
+/// `(sum, y)`.
 ///
-/// Both inputs have one shape and type, which are the outputs'; the norm is of the rounded sum. For
-/// training loops that keep their own books; [`rms_norm_backward`] is the way back.
+/// Inputs and outputs have the same shape and type; the norm is of the rounded sum. For training loops that
+/// do not use candle's graph; [`rms_norm_backward`] is the backward.
 ///
 /// # Errors
 /// As [`rms_norm`], and when the inputs differ in shape or type.
@@ -60,8 +60,9 @@ pub fn residual_rms_norm(
     Ok((sum, y))
 }
 
-/// The gradients of `x` and the weight of [`rms_norm`] for the output's gradient `dout`. The gradient that reaches
-/// `x` past the norm, `residual`, is added to its own in the same pass, before it is rounded.
+/// The gradients of `x` and the weight of [`rms_norm`] for the output's gradient `dout`. `residual`, the
+/// gradient of `x` through the residual connection past the norm, is added to that of `x` in the same pass,
+/// before it is rounded.
 ///
 /// # Errors
 /// As [`rms_norm`], and when a gradient does not have the shape and type of `x`.
@@ -111,7 +112,7 @@ fn same_shape(what: &str, x: &Tensor, other: &Tensor) -> Result<()> {
     ))
 }
 
-/// What is added to the mean square.
+/// Checks `eps`, which is added to the mean square, and converts it to f32.
 pub(super) fn checked_eps(op: &str, eps: f64) -> Result<f32> {
     if (eps as f32) >= 0.0 && (eps as f32).is_finite() {
         return Ok(eps as f32);
@@ -138,8 +139,8 @@ impl RmsNorm {
     }
 }
 
-/// Vectors that one task takes; also the span of one partial sum of the weight's gradient, which
-/// makes the order of additions independent of the number of threads.
+/// Vectors of one parallel task. Each task makes one partial sum of the weight's gradient, which makes the
+/// order of additions independent of the number of threads.
 const VECTORS: usize = 256;
 
 #[inline(always)]
@@ -148,7 +149,7 @@ fn inverse_rms(x: &[f32], eps: f32) -> f32 {
     if mean.is_finite() { 1.0 / (mean + eps).sqrt() } else { inverse_rms_of_large(x, eps) }
 }
 
-/// Squares of elements above 1.8e19 overflow: relative to the largest element they do not.
+/// The squares of elements above 1.8e19 overflow; those of elements relative to the largest one do not.
 #[cold]
 fn inverse_rms_of_large(x: &[f32], eps: f32) -> f32 {
     let max = f32::from_bits(lanes::max_abs_bits(x));
@@ -233,7 +234,7 @@ fn normalize(out: &mut [f32], x: &[f32], weight: &[f32], eps: f32) {
     }
 }
 
-/// Fills `dx` and returns what these vectors add to the weight's gradient.
+/// Fills `dx`, and returns the contribution of these vectors to the weight's gradient.
 #[multiversion(targets = "simd")]
 fn normalize_backward(dx: &mut [f32], x: &[f32], dy: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     let width = weight.len();

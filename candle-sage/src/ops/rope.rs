@@ -15,7 +15,7 @@ use crate::cuda;
 
 const NAME: &str = "rope";
 
-/// Which channels of a head are rotated together.
+/// Which channels of a head are rotated as a pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum RopeStyle {
     /// Channel `i` with channel `i + head_dim / 2`, as in GPT-NeoX and Llama checkpoints of
@@ -29,7 +29,7 @@ pub enum RopeStyle {
 /// Cosines and sines for the positions `0..len`: two f32 tensors (len, head_dim / 2), with
 /// `angle[p][i] = p * base^(-2 i / head_dim)`, computed in f64. (RoFormer: arXiv 2104.09864.)
 ///
-/// For packed documents, whose positions start again, pick rows with `index_select`.
+/// For packed documents, each of which starts at position 0, take rows with `index_select`.
 ///
 /// # Errors
 /// When `head_dim` is odd or zero, or `base` is not above zero.
@@ -37,25 +37,26 @@ pub fn rope_tables(len: usize, head_dim: usize, base: f64, device: &Device) -> R
     tables(len, frequencies(head_dim, base)?, device)
 }
 
-/// How Llama 3.1 and later stretch the angles of a model that was trained on short sequences: `rope_scaling` of type `llama3`
-/// in a `config.json`.
+/// How Llama 3.1 and later scale the frequencies of a model that was trained on shorter sequences:
+/// `rope_scaling` of type `llama3` in a `config.json`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Llama3Scaling {
-    /// Slow frequencies are divided by it.
+    /// Divisor of low frequencies.
     pub factor: f64,
-    /// Frequencies that turn less often than this in `original_len` tokens are slow.
+    /// A frequency with fewer turns than this in `original_len` tokens is low.
     pub low_freq_factor: f64,
-    /// Frequencies that turn more often than this in `original_len` tokens stay as they are.
+    /// A frequency with more turns than this in `original_len` tokens is not changed.
     pub high_freq_factor: f64,
-    /// Tokens of the sequences before: `original_max_position_embeddings`.
+    /// Tokens of the shorter sequences: `original_max_position_embeddings`.
     pub original_len: usize,
 }
 
-/// As [`rope_tables`], with frequencies stretched as Llama 3.1's are: one that turns `t` times in `original_len` tokens is
-/// multiplied by `s + (1 - s) / factor`, `s = (t - low) / (high - low)`, kept between 0 and 1.
+/// As [`rope_tables`], with frequencies scaled as in Llama 3.1: one with `t` turns in `original_len` tokens
+/// is multiplied by `s + (1 - s) / factor`, where `s = (t - low) / (high - low)` is clamped to 0 to 1.
 ///
 /// # Errors
-/// As [`rope_tables`], and when the factor is not above zero or `high_freq_factor` not above `low_freq_factor`.
+/// As [`rope_tables`], and when the factor is not above zero or `high_freq_factor` not above
+/// `low_freq_factor`.
 pub fn rope_tables_llama3(
     len: usize,
     head_dim: usize,
@@ -80,7 +81,7 @@ pub fn rope_tables_llama3(
     tables(len, stretched.collect(), device)
 }
 
-/// Of each pair of channels: radians a token.
+/// The frequency of each pair of channels, in radians per token.
 fn frequencies(head_dim: usize, base: f64) -> Result<Vec<f64>> {
     if head_dim == 0 || !head_dim.is_multiple_of(2) || base.is_nan() || base <= 0.0 {
         return Err(shape_error(
@@ -102,26 +103,26 @@ fn tables(len: usize, frequencies: Vec<f64>, device: &Device) -> Result<(Tensor,
 
 /// Rotates each pair of channels by its position's angle: `(a, b) -> (a cos - b sin, a sin + b cos)`.
 ///
-/// `x` is (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides; `cos` and `sin`
-/// are (sequence, head_dim / 2), see [`rope_tables`]. The output has the shape and type of `x`.
-/// Only `x` receives a gradient: the rotation by the opposite angle.
+/// `x` is (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides; `cos` and `sin` are
+/// (sequence, head_dim / 2), see [`rope_tables`]. The output has the shape and type of `x`. Only `x` receives
+/// a gradient: the output's gradient, rotated by the opposite angle.
 ///
 /// # Errors
-/// When the tables do not match `x`, or the types are not floats.
+/// When the tables do not match `x` or are tracked, or the types are not floats.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<Tensor> {
     check("rope", x, cos, sin)?;
     supported(NAME, &[x, cos, sin])?;
     x.apply_op3(cos, sin, Rope { style })
 }
 
-/// The gradients of inputs of [`rope`] for the outputs' gradients `douts`: rotated by the opposite angles. For training loops
-/// that keep their own books.
+/// The gradients of inputs of [`rope`] for the outputs' gradients `douts`, which are rotated by the opposite
+/// angles. For training loops that do not use candle's graph.
 ///
-/// They lie side by side, (batch, sequence, heads of all, head_dim): what goes on through one product where one made query
-/// and key. Each alone is a `narrow` of dimension 2.
+/// They are concatenated along the heads, (batch, sequence, heads of all, head_dim), as the operand of a
+/// single backward product if a single product made query and key. Each alone is a `narrow` of dimension 2.
 ///
 /// # Errors
-/// As [`rope`], and when there is no `dout`, or they differ in more than heads.
+/// As [`rope`], and when `douts` is empty, or its tensors differ in more than heads.
 pub fn rope_backward(douts: &[&Tensor], cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<Tensor> {
     for dout in douts {
         check("rope", dout, cos, sin)?;
@@ -145,7 +146,7 @@ pub fn rope_backward(douts: &[&Tensor], cos: &Tensor, sin: &Tensor, style: RopeS
     Tensor::cat(&douts.iter().map(dx).collect::<Result<Vec<_>>>()?, 2)?.reshape(dims)
 }
 
-/// The shape of tensors (batch, sequence, heads, head_dim) side by side.
+/// The shape of tensors (batch, sequence, heads, head_dim) that are concatenated along the heads.
 pub(super) fn beside(op: &str, all: &[&Tensor]) -> Result<(usize, usize, usize, usize)> {
     let but_heads = |x: &Tensor| match *x.dims() {
         [batch, sequence, heads, d] => Some((batch, sequence, d, x.dtype(), heads)),
@@ -167,7 +168,7 @@ pub(super) fn beside(op: &str, all: &[&Tensor]) -> Result<(usize, usize, usize, 
     }
 }
 
-/// Checks that constant tables cover `x`.
+/// Checks that the tables match `x` and are constants.
 pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
     let fits = match *x.dims() {
         [_, sequence, _, d] => {
@@ -199,7 +200,7 @@ struct Rope {
 }
 
 impl RopeStyle {
-    /// Rotates `x`, of four dimensions, by the tables' angles times `direction`.
+    /// Rotates the four-dimensional `x` by the tables' angles times `direction`.
     pub(super) fn rotate(
         self,
         dims: &[usize],
@@ -230,7 +231,7 @@ impl RopeStyle {
         out
     }
 
-    /// The angles as the GPU takes them.
+    /// The tables and the style, as the GPU's launcher takes them.
     #[cfg(feature = "cuda")]
     pub(super) fn rotation<'a>(
         self,

@@ -1,5 +1,5 @@
-//! What a router computes on the device: means of blocks, the largest scores, and where attention's mass lies. Nothing here
-//! has a gradient.
+//! The router's computations on the device: means of blocks, the largest scores, and the attention mass of
+//! blocks. None has a gradient.
 
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -17,8 +17,9 @@ use crate::shape::AttentionShape;
 
 const NAME: &str = "route";
 
-/// The means of the blocks of queries, (key heads, blocks of all segments, head_dim) in f32: over the heads of a group, and
-/// with a causal mask over the last `pool` queries up to the block's first, else over the whole block.
+/// The means of the blocks of queries, (key heads, blocks of all segments, head_dim) in f32: over the heads
+/// of a group, and over the last `pool` queries up to the block's first with a causal mask, else over the
+/// whole block.
 pub(crate) fn pool_queries(
     q: &Tensor,
     shape: &AttentionShape,
@@ -33,7 +34,7 @@ pub(crate) fn pool_keys(k: &Tensor, shape: &AttentionShape, blocks: &Blocks) -> 
     means(k, shape, blocks, None)
 }
 
-/// Of queries with `pool`, of keys without.
+/// The means of blocks of queries if there is a `pool`, otherwise of blocks of keys.
 fn means(x: &Tensor, shape: &AttentionShape, blocks: &Blocks, pool: Option<usize>) -> Result<Tensor> {
     supported(NAME, &[x])?;
     dims4("query or key", x)?;
@@ -53,8 +54,8 @@ fn means(x: &Tensor, shape: &AttentionShape, blocks: &Blocks, pool: Option<usize
     Tensor::from_vec(cpu::route::pool(&view, shape.key_heads(), heads, &spans), dims, &Device::Cpu)
 }
 
-/// The selection of the `most` candidates with the largest scores, (key heads, blocks of queries, columns) in f32: see
-/// [`Blocks::first_column`].
+/// The selection of the `most` candidates with the largest scores. `scores` are (key heads, blocks of
+/// queries, columns) in f32; for columns see [`Blocks::first_column`].
 pub(crate) fn choose(
     scores: &Tensor,
     shape: &AttentionShape,
@@ -89,8 +90,9 @@ pub(crate) fn choose(
     Ok(Selection::from_tensor(shape, blocks.clone(), lists))
 }
 
-/// The attention mass of each candidate, (key heads, blocks of queries, columns) in f32: what the block's queries, of all
-/// heads of the group, give to it in dense attention, summed.
+/// The attention mass of each candidate, (key heads, blocks of queries, columns) in f32: the sum of the
+/// probabilities that the block's queries, in all heads of the group, give to the candidate's keys in dense
+/// attention.
 pub(crate) fn block_mass(
     [q, k]: [&Tensor; 2],
     shape: &AttentionShape,

@@ -1,4 +1,4 @@
-//! What the ops share: access to CPU tensors as f32, and tensors from f32 results.
+//! Functions that the operators share: CPU tensors as f32, and tensors from f32 results.
 
 use std::borrow::Cow;
 
@@ -9,10 +9,10 @@ use rayon::prelude::*;
 use crate::dtype::{row_stride, unsupported_dtype};
 use crate::error::Error;
 
-/// Elements that one task takes.
+/// Elements of one parallel task.
 pub(super) const SPAN: usize = 16 * 1024;
 
-/// Checks that all inputs are on one device, the CPU or an NVIDIA GPU that this build has kernels for.
+/// Checks that all inputs are on one device: the CPU, or an NVIDIA GPU if this build has kernels for GPUs.
 pub(super) fn supported(op: &str, tensors: &[&Tensor]) -> Result<()> {
     let first = tensors[0].device();
     if let Some(other) = tensors.iter().find(|tensor| !tensor.device().same_device(first)) {
@@ -43,7 +43,7 @@ pub(super) fn cuda_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a can
     }
 }
 
-/// A tensor without gaps out of what a kernel wrote.
+/// A contiguous tensor from the storage that a kernel wrote.
 #[cfg(feature = "cuda")]
 pub(super) fn cuda_tensor(storage: candle_core::CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, candle_core::op::BackpropOp::none(), false)
@@ -57,7 +57,7 @@ pub(super) fn cpu_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a CpuS
     }
 }
 
-/// Runs `f` on the storages of CUDA tensors.
+/// Calls `f` with the storages and layouts of CUDA tensors.
 #[cfg(feature = "cuda")]
 pub(super) fn with_cuda<const N: usize, T>(
     op: &str,
@@ -67,7 +67,7 @@ pub(super) fn with_cuda<const N: usize, T>(
     with_all_cuda(op, &tensors, |operands| f(std::array::from_fn(|n| operands[n])))
 }
 
-/// The same of any number.
+/// As [`with_cuda`], for any number of tensors.
 #[cfg(feature = "cuda")]
 pub(super) fn with_all_cuda<T>(
     op: &str,
@@ -82,7 +82,7 @@ pub(super) fn with_all_cuda<T>(
     f(&operands)
 }
 
-/// Where each element lies, in row-major order.
+/// The offset of each element, in row-major order.
 fn offsets(layout: &Layout) -> Vec<usize> {
     offsets_of(layout.start_offset(), layout.dims(), layout.stride())
 }
@@ -95,8 +95,8 @@ fn offsets_of(start: usize, dims: &[usize], strides: &[usize]) -> Vec<usize> {
     offsets
 }
 
-/// The elements in row-major order, converted: row by row where neighbours in a row are neighbours in memory, as in a part of
-/// a tensor.
+/// The elements in row-major order, converted to f32: row by row and in parallel if the elements of a row are
+/// adjacent in memory, as in a slice of a tensor.
 fn gather<T: Copy + Sync>(values: &[T], layout: &Layout, f: impl Fn(T) -> f32 + Sync) -> Vec<f32> {
     let (dims, strides) = (layout.dims(), layout.stride());
     match (dims, strides) {
@@ -113,7 +113,7 @@ fn gather<T: Copy + Sync>(values: &[T], layout: &Layout, f: impl Fn(T) -> f32 + 
     }
 }
 
-/// The elements of a float tensor in row-major order; borrowed when they already are f32 and lie so.
+/// The elements of a float tensor as f32 in row-major order; borrowed if the tensor is contiguous and f32.
 pub(super) fn f32_values<'a>(op: &str, storage: &'a CpuStorage, layout: &Layout) -> Result<Cow<'a, [f32]>> {
     fn convert<T: Copy + Sync>(values: &[T], layout: &Layout, f: impl Fn(T) -> f32 + Sync) -> Vec<f32> {
         match layout.contiguous_offsets() {
@@ -132,7 +132,8 @@ pub(super) fn f32_values<'a>(op: &str, storage: &'a CpuStorage, layout: &Layout)
     })
 }
 
-/// A CPU tensor as rows of its last dimension, in f32: borrowed where they are that already and equally far apart.
+/// A CPU tensor as f32 rows of its last dimension. It is borrowed if it is f32, the elements of a row are
+/// adjacent and the rows are equally far apart.
 pub(super) struct Rows<'a> {
     values: Cow<'a, [f32]>,
     stride: usize,
@@ -149,13 +150,13 @@ impl<'a> Rows<'a> {
         })
     }
 
-    /// Elements of a row.
+    /// Some columns of a row.
     pub(super) fn part(&self, row: usize, columns: std::ops::Range<usize>) -> &[f32] {
         &self.values[row * self.stride..][columns]
     }
 }
 
-/// The elements of an f32 tensor without gaps, to be changed.
+/// The elements of a contiguous f32 tensor, to be changed in place.
 pub(super) fn f32_values_mut<'a>(
     op: &str,
     storage: &'a mut CpuStorage,
@@ -174,7 +175,7 @@ fn not_a_sum(op: &str, dtype: DType, dense: bool) -> Error {
         .hint("`Tensor::zeros(dims, DType::F32, device)`")
 }
 
-/// Checks a tensor that something is added to.
+/// Checks that a tensor can take a sum in place: f32, contiguous, of shape `dims`.
 pub(super) fn check_sum(op: &str, sum: &Tensor, dims: &[usize]) -> Result<()> {
     if sum.dims() != dims {
         return Err(shape_error(
@@ -190,7 +191,7 @@ pub(super) fn check_sum(op: &str, sum: &Tensor, dims: &[usize]) -> Result<()> {
     Ok(())
 }
 
-/// Runs `f` on the f32 elements of CPU tensors.
+/// Calls `f` with the f32 elements of CPU tensors.
 pub(super) fn with_f32<const N: usize, T>(
     op: &str,
     tensors: [&Tensor; N],

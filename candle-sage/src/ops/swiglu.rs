@@ -1,4 +1,4 @@
-//! The gated unit of Llama's feed-forward network, with a backward.
+//! SwiGLU, the gated unit of Llama's feed-forward network, with a backward.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ use crate::cuda;
 
 const NAME: &str = "swiglu";
 
-/// `y = silu(gate) o up`, `silu(x) = x / (1 + exp(-x))`, element by element.
+/// `y = silu(gate) o up` with `silu(x) = x / (1 + exp(-x))`, element by element.
 ///
 /// Both inputs have the same shape and type (f32, f16, bf16; any strides) and receive gradients:
 /// `dup = dy o silu(gate)`, `dgate = dy o up o s (1 + gate (1 - s))` with `s = 1 / (1 + exp(-gate))`.
@@ -50,7 +50,7 @@ struct SwiGlu;
 #[inline(always)]
 fn sigmoid(x: f32) -> f32 {
     let e = -x * std::f32::consts::LOG2_E;
-    // Where 2^e would be infinite the sigmoid is 0, and so is the product with x.
+    // Where 2^e would be infinite, the sigmoid and its product with x are 0.
     if e > 127.0 { 0.0 } else { 1.0 / (1.0 + lanes::exp2(e)) }
 }
 
@@ -71,11 +71,12 @@ fn gated_backward(dgate: &mut [f32], dup: &mut [f32], gate: &[f32], up: &[f32], 
     }
 }
 
-/// The gradients of gate and up for the output's gradient `dout`, and the output once more where it is wanted `again`: for
-/// training loops that keep their own books, and may not have kept the output. See [`swiglu`].
+/// The gradients of gate and up for the output's gradient `dout`, and with `again` also the output, for
+/// callers that have not kept it. For training loops that do not use candle's graph. See [`swiglu`].
 ///
-/// The gradients lie side by side, (.., 2 width): what goes on through one product where one made gate and up. Each alone is
-/// `narrow(D::Minus1, 0, width)` and `narrow(D::Minus1, width, width)`.
+/// The gradients are concatenated along the last dimension, (.., 2 width), as the operand of a single
+/// backward product if a single product made gate and up. Each alone is `narrow(D::Minus1, 0, width)` and
+/// `narrow(D::Minus1, width, width)`.
 ///
 /// # Errors
 /// As [`swiglu`], and when `dout` does not fit, or the inputs have no dimensions.
@@ -92,7 +93,8 @@ pub fn swiglu_backward(
     gradients([gate, up, dout], again, true)
 }
 
-/// The gradients of gate and up: beside each other in the last dimension, or one after the other in a new first one.
+/// The gradients of gate and up: with `beside` concatenated along the last dimension, otherwise stacked along
+/// a new first one.
 fn gradients([gate, up, dout]: [&Tensor; 3], again: bool, beside: bool) -> Result<(Tensor, Option<Tensor>)> {
     check(gate, up)?;
     check(gate, dout)?;

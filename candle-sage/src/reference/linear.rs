@@ -1,9 +1,9 @@
-//! Linear attention with softmax features, exactly.
+//! Exact linear attention with softmax features, in f64.
 
 use super::{Gradients, Pattern, dot, each_row};
 use crate::shape::AttentionShape;
 
-/// `softmax` over the channels of each row.
+/// `phi`: the softmax over the channels of each row.
 fn features(x: &[f64], d: usize) -> Vec<f64> {
     let mut features = x.to_vec();
     for row in features.chunks_exact_mut(d) {
@@ -15,7 +15,7 @@ fn features(x: &[f64], d: usize) -> Vec<f64> {
     features
 }
 
-/// The gradient of the rows from that of their features.
+/// The gradient of the rows, from the gradient of their features.
 fn features_backward(phi: &[f64], dphi: &[f64], d: usize) -> Vec<f64> {
     let mut dx = vec![0.0; phi.len()];
     for ((dx, phi), dphi) in dx.chunks_exact_mut(d).zip(phi.chunks_exact(d)).zip(dphi.chunks_exact(d)) {
@@ -27,8 +27,9 @@ fn features_backward(phi: &[f64], dphi: &[f64], d: usize) -> Vec<f64> {
     dx
 }
 
-/// Linear attention over the pairs of a pattern: `out_i = sum_j w_ij v_j / sum_j w_ij` with `w_ij = phi(q_i) . phi(k_j)` and
-/// `phi` the softmax over channels. A query that sees no key gives zeros.
+/// Linear attention over the pairs of a pattern: `out_i = sum_j w_ij v_j / sum_j w_ij` with
+/// `w_ij = phi(q_i) . phi(k_j)` and `phi` the softmax over the channels. A query that sees no key gives
+/// zeros.
 ///
 /// # Panics
 /// When a slice does not have the shape's length.

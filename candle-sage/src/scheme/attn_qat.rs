@@ -3,7 +3,8 @@
 use super::Smoothing;
 use crate::error::{Error, Result};
 
-/// Attn-QAT: the forward of 4-bit attention ([NVFP4](crate::nvfp4)), and a backward that trains through it.
+/// Attn-QAT: attention in 4-bit floating point ([NVFP4](crate::nvfp4)), with a backward that trains through
+/// it.
 ///
 /// ```text
 /// forward    Q^ = fq(Q)   K^ = fq(K)   V^ = fq(V)          fq rounds to NVFP4 and back
@@ -15,34 +16,37 @@ use crate::error::{Error, Result};
 ///            dQ = scale dS K^           dK = scale dS^T Q^
 /// ```
 ///
-/// Gradients pass fq as if it were not there (straight-through estimator); dO, dP and dS are never quantized. Groups of
-/// 16 lie along head_dim for Q and K, along the keys for P, and as [`ValueGroups`] says for V.
+/// Gradients pass fq unchanged (straight-through estimator); dO, dP and dS are never quantized. Groups of 16
+/// lie along head_dim for Q and K, along the keys for P, and along the axis of [`ValueGroups`] for V.
 ///
-/// It makes a model fit for FP4 inference; it does not make training faster. On every GPU training runs in 16 bit on values
-/// that NVFP4 holds exactly: the forward gives the results of FP4 units up to the order of sums. (In dV a probability is a
-/// code times a scale over the row's sum, rounded to 16 bit: within 2^-8 in bf16, 2^-12 in f16.)
+/// Attn-QAT makes a model fit for FP4 inference; it does not make training faster. On every GPU training
+/// multiplies 16-bit operands that hold NVFP4 values exactly: the forward gives the results of FP4 units up
+/// to the order of sums. (In dV a probability is a code times a scale over the row's sum, rounded to 16 bit:
+/// within 2^-8 in bf16, 2^-12 in f16.)
 ///
-/// Each ablation of the paper is one setting; [`AttnQat::drop_in`] is the paper's baseline that only replaces the forward.
+/// Each ablation of the paper is one setting; [`AttnQat::drop_in`] is the paper's baseline that replaces the
+/// forward alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AttnQat {
-    /// Whether K's token mean is subtracted before quantizing. The paper measured no gain: none by default. The mean is over
-    /// all tokens, later ones too; the softmax does not change, what is rounded does.
+    /// Whether K's token mean is subtracted before quantizing. The default is not to, since the paper
+    /// measured no gain. The mean is over all tokens, later ones too: it does not change the softmax, but it
+    /// changes how K is rounded.
     pub smoothing: Smoothing,
-    /// Along which axis 16 values of V share a scale.
+    /// Axis along which 16 values of V share a scale.
     pub value_groups: ValueGroups,
-    /// What probabilities are relative to when they are quantized.
+    /// Reference of the probabilities when they are quantized.
     pub p_reference: PReference,
-    /// Whether dS uses the high-precision output O' (principle 2). Otherwise `D = rowsum(dO o O)`, and rows of dS do not
-    /// sum to zero: a mean of K then goes into dQ.
+    /// Whether dS uses the high-precision output O' (the paper's principle 2). Otherwise
+    /// `D = rowsum(dO o O)`; then the rows of dS do not sum to zero, and a mean of K leaks into dQ.
     pub high_precision_output: bool,
-    /// Whether the backward computes its scores, and all other products, from the forward's Q^, K^ and V^ (principle 1).
-    /// Otherwise from the unquantized ones, as a stock backward would, whose probabilities do not fit the forward's
-    /// log-sum-exp.
+    /// Whether the backward computes its scores, and all other products, from the forward's Q^, K^ and V^
+    /// (the paper's principle 1). Otherwise it takes the unquantized tensors, as a stock backward would, and
+    /// its probabilities do not fit the forward's log-sum-exp.
     pub matched_recomputation: bool,
-    /// Whether dV comes from quantized probabilities, as O did. Otherwise from P.
+    /// Whether dV is computed from quantized probabilities, as O is. Otherwise it is computed from P.
     pub requantized_p: bool,
-    /// What multiplies: it changes no result beyond the order of sums.
+    /// Instructions that compute the products. They change no result beyond the order of sums.
     pub products: Products,
 }
 
@@ -60,55 +64,60 @@ impl Default for AttnQat {
     }
 }
 
-/// What multiplies the codes.
+/// The instructions that multiply the codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Products {
-    /// Products of 16 bit, on values that NVFP4 holds: forward and backward, on every GPU and on the CPU.
+    /// 16-bit products (f32 on the CPU) of values that NVFP4 holds: forward and backward, on every device.
     #[default]
     SixteenBit,
-    /// Block-scaled FP4 products, `mma.kind::mxf4nvf4`, for inference: a forward alone, on GPUs of compute capability 12.x
-    /// (the CPU computes as ever). O' is not made; a tracked input is an error.
+    /// Block-scaled FP4 products, `mma.kind::mxf4nvf4`, for inference: a forward alone, on GPUs of compute
+    /// capability 12.x. (The CPU computes as with [`Products::SixteenBit`].) O' is not computed; a tracked
+    /// input is an error.
     ///
-    /// **The kernel has not run on such a GPU.** It is assembled for them, and its source runs on a CPU, thread by thread, with
-    /// the instruction as the PTX manual describes it (`kernels/host/run`): within rounding of a definition in f64.
+    /// **The kernel has not run on such a GPU.** It is assembled for them, and its source runs on a CPU,
+    /// thread by thread, with the instruction as the PTX manual describes it (`kernels/host/run`): within
+    /// rounding of a definition in f64.
     Nvfp4,
 }
 
-/// Along which axis 16 values of V share a scale.
+/// The axis along which 16 values of V share a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum ValueGroups {
-    /// Tokens, the reduction of P V: what block-scaled FP4 instructions need, and what a model is deployed with.
+    /// Tokens, the reduction of P V: block-scaled FP4 instructions need this axis, and models are deployed
+    /// with it.
     ///
-    /// A scale then sees up to 15 later tokens: with a causal mask the value of a token is rounded as its group's largest says,
-    /// and a NaN reaches the tokens of its group that come before it. (Decoding token by token, a group is rounded again
-    /// until it is full.)
+    /// A scale then depends on up to 15 later tokens: with a causal mask a token's value is rounded by the
+    /// scale of its group's largest value, and a NaN reaches the earlier tokens of its group. (Decoding token
+    /// by token rounds a group again until it is full.)
     #[default]
     Tokens,
-    /// Channels, as the paper's published training kernel has it.
+    /// Channels, as in the paper's published training kernel.
     HeadDim,
 }
 
-/// What a row's probabilities are relative to when they are quantized. E4M3 scales keep four bits from 2^-6 on only, so
-/// this decides which probabilities survive.
+/// The reference that a row's probabilities are divided by before they are quantized. E4M3 scales have their
+/// four significant bits only from 2^-6 on, so the reference decides which probabilities survive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum PReference {
-    /// `2^ceil(m)`, with the row's largest base-2 logit m: probabilities are relative to the largest one. References are
-    /// powers of two, so that a running maximum moves them exactly, and the backward meets the forward's codes.
+    /// `2^ceil(m)`, where m is the row's largest base-2 logit: probabilities are relative to the largest one.
+    /// References are powers of two, so that a running maximum rescales exactly, and the backward reproduces
+    /// the forward's codes.
     #[default]
     RowMax,
-    /// `2^(ceil(m) - 11)`: the same, moved to the top of E4M3's range, where 32 times smaller probabilities keep their bits
-    /// (in the place of the paper's two-level scale of 2688 over the row's maximum).
+    /// `2^(ceil(m) - 11)`: the same, with the largest probability moved to the top of E4M3's range, so that
+    /// 2048 times smaller probabilities keep their bits. It takes the place of the paper's two-level scale of
+    /// 2688 over the row's maximum.
     TwoLevel,
-    /// The paper's text: in the forward the running maximum itself, in the backward the row's sum, so that
+    /// The paper's text: the running maximum itself in the forward, the row's sum in the backward, so that
     /// probabilities under 0.006 vanish. For reproduction: diffuse attention loses most of dV.
     Literal,
 }
 
 impl AttnQat {
-    /// The baseline that only replaces the forward: a stock backward on unquantized Q, K and V.
+    /// The baseline that replaces the forward alone: a stock backward on unquantized Q, K and V.
     pub fn drop_in() -> Self {
         Self {
             high_precision_output: false,
@@ -167,7 +176,7 @@ impl AttnQat {
         self
     }
 
-    /// What an FP4 attention runtime needs to know: formats, the axis of each operand's groups, and what P is relative to.
+    /// Every setting that decides results, as its name and its value in words.
     pub(super) fn in_words(&self) -> Vec<(&'static str, String)> {
         let switch = |on: bool| if on { "on" } else { "off" }.to_string();
         vec![
@@ -180,6 +189,8 @@ impl AttnQat {
         ]
     }
 
+    /// What an FP4 attention runtime must know: the formats, the axis of each operand's groups, and the
+    /// reference of P.
     pub(super) fn runtime_settings(&self) -> Vec<(&'static str, String)> {
         let text = |words: &str| words.to_string();
         vec![
@@ -199,8 +210,8 @@ impl AttnQat {
     /// Checks the settings.
     ///
     /// # Errors
-    /// When Q is to be smoothed: Attn-QAT has smoothing of K alone. When FP4 products are to have groups of V along head_dim,
-    /// which is not their reduction.
+    /// When Q is to be smoothed, since Attn-QAT smooths K alone; when FP4 products are to have groups of V
+    /// along head_dim, which is not their reduction.
     pub fn validate(&self) -> Result<()> {
         if self.smoothing == Smoothing::Qk {
             return Err(Error::new("Attn-QAT does not smooth the query")
@@ -219,7 +230,8 @@ impl AttnQat {
 }
 
 impl PReference {
-    /// The reference of a row whose largest base-2 logit is `max`: probabilities are `2^(logit - reference)`.
+    /// The base-2 exponent of the reference of a row whose largest base-2 logit is `max`. Relative to it a
+    /// probability is `2^(logit - exponent)`.
     #[inline(always)]
     pub fn of(self, max: f32) -> f32 {
         match self {

@@ -2,34 +2,35 @@
 
 use crate::error::{Error, Result};
 
-/// SageBwd: six of the seven attention products on INT8 codes with exact accumulation (INT32, or f32
-/// below 2^24 on the CPU), `dP = dO V^T` in 16 bit. [`Int8Products`] leaves more of the backward in floating point.
+/// SageBwd: six of the seven attention products (`S = Q K^T` counts in the forward and in the backward) on
+/// INT8 codes with exact accumulation (INT32, or f32 below 2^24 on the CPU), `dP = dO V^T` in 16 bit.
+/// [`Int8Products`] leaves more of the backward in floating point.
 ///
 /// | product | left operand, its scale | right operand, its scale |
 /// |---|---|---|
-/// | `S = Q K^T` | Q, one a tile | K minus its token mean, one a tile |
-/// | `O = P V` | P, one a row of each tile | V, one a tile |
+/// | `S = Q K^T` | Q, one per tile | K minus its token mean, one per tile |
+/// | `O = P V` | P, one per row of each tile | V, one per tile |
 /// | `dV = P^T dO` | P, [`Granularity`] along the keys | dO, [`Granularity`] along head_dim |
 /// | `dP = dO V^T` | dO, 16 bit | V, 16 bit |
 /// | `dQ = dS K` | dS, [`Granularity`] along the queries | K, the forward's codes |
 /// | `dK = dS^T Q` | dS, [`Granularity`] along the keys | Q, the forward's codes |
 ///
-/// A code is `round(x * 127 / max|x|)` with the maximum over the scale's group and no additive
+/// A code is `round(x * 127 / max|x|)` with the maximum over the values that share a scale and no additive
 /// epsilon; a group of zeros has scale 0. Scales and the log-sum-exp are f32.
 ///
-/// On Hopper GPUs the forward's P has one scale a row of two tiles of keys, weighted with V's scales, and
-/// codes without a sign, 0 to 254: the error of O is a tenth smaller at sigma 1, and no larger at 3 to 10.
+/// On Hopper GPUs the forward's P has one scale per row of two key tiles, weighted with V's scales, and
+/// unsigned codes, 0 to 254: the error of O is a tenth smaller at sigma 1, and no larger at 3 to 10.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SageBwd {
-    /// Which token means are subtracted before quantizing.
+    /// Operands whose token means are subtracted before quantizing.
     pub smoothing: Smoothing,
-    /// Which of the backward's products run on codes.
+    /// Products of the backward that run on codes.
     pub products: Int8Products,
-    /// How many vectors share a scale in the backward.
+    /// Number of vectors that share a scale in the backward.
     pub granularity: Granularity,
-    /// Rows of a query tile, 16 to 256. Q and dO are quantized per tile.
+    /// Rows of a query tile, 16 to 256. Each tile of Q and dO is quantized on its own.
     pub tile_q: usize,
-    /// Rows of a key tile, 16 to 256. K and V are quantized per tile.
+    /// Rows of a key tile, 16 to 256. Each tile of K and V is quantized on its own.
     pub tile_k: usize,
 }
 
@@ -45,39 +46,43 @@ impl Default for SageBwd {
     }
 }
 
-/// Which token means are subtracted before quantizing (SageBwd, sections 3 and 6).
+/// The operands whose token means are subtracted before quantizing (SageBwd, sections 3 and 6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Smoothing {
-    /// None. Channels with a large mean then waste the codes.
+    /// None. Channels with a large mean then use up the codes' range.
     None,
-    /// Subtract from K its mean over all tokens of the sequence. The softmax does not change, and
-    /// neither do the gradients: every row of the exact dS sums to zero.
+    /// Subtracts from K its mean over all tokens of the sequence. Neither the softmax nor the gradients
+    /// change, because every row of the exact dS sums to zero.
     #[default]
     K,
-    /// As `K`, and subtract from each tile of Q its mean, which comes back as a row added to the
-    /// logits and as a rank-one term of dK.
+    /// As `K`, and subtracts from each tile of Q its mean, whose product with K is added to the logits as a
+    /// row and whose part of dK is added as a rank-one term.
     Qk,
 }
 
-/// Which of the backward's products run on INT8 codes, besides the forward's `S = Q K^T` and `O = P V`, which always do.
-/// `dP = dO V^T` never does: rounding it is what SageBwd finds unstable (arXiv 2603.02170, section 4).
+/// The products of the backward that run on INT8 codes. The forward's `S = Q K^T` and `O = P V` always do.
+/// `dP = dO V^T` never does: SageBwd finds that rounding it is unstable (arXiv 2603.02170, section 4).
 ///
-/// A product that does not is as full precision has it, from Q, K less its mean (see [`Smoothing`]) and dO as they are, and
-/// P and dS unquantized: in f32 on the CPU, 16-bit operands with f32 sums on CUDA.
+/// Any other product that does not run on codes is computed as in full precision, from unquantized Q, dO, P
+/// and dS and from K less its mean (see [`Smoothing`]): in f32 on the CPU, from 16-bit operands with f32
+/// accumulators on CUDA.
 ///
 /// | set | `S` | `dV` | `dQ` | `dK` | |
 /// |---|---|---|---|---|---|
 /// | [`PAPER`](Self::PAPER) | INT8 | INT8 | INT8 | INT8 | the paper's algorithm 2 |
-/// | [`FORWARD_AND_S`](Self::FORWARD_AND_S) | INT8 | | | | P is the forward's: as exact as that allows, and on Hopper the fastest |
-/// | [`FORWARD`](Self::FORWARD) | | | | | an INT8 forward before a backward in full precision, whose P is another |
+/// | [`FORWARD_AND_S`](Self::FORWARD_AND_S) | INT8 | | | | P is the forward's; on Hopper the fastest |
+/// | [`FORWARD`](Self::FORWARD) | | | | | full precision, whose P is not the forward's |
 ///
-/// Errors grow with each gradient on codes, speed need not: what the codes of P and dS cost can be more than what their
-/// products save. But S has to be recomputed as the forward had it: else the gradients of large logits (sigma 3 and more) are
-/// 1.6 times and more as far off. `docs/sagebwd_products.md` has errors and speed, measured. Written as `paper`, `forward-and-s`, `forward`, or a list
-/// that begins with `forward`: `forward,s,dv,dk`. CUDA has the three sets with names, the CPU has all.
+/// `FORWARD_AND_S` is as exact as an INT8 forward allows. Each further gradient on codes adds error, but not
+/// always speed: quantizing P and dS can cost more than their INT8 products save. S has to be recomputed on
+/// the forward's codes: otherwise the gradients of large logits (sigma 3 and more) are at least 1.6 times as
+/// far off. `docs/sagebwd_products.md` has measured errors and speeds.
+///
+/// A set is written as `paper`, `forward-and-s`, `forward`, or a list that begins with `forward`:
+/// `forward,s,dv,dk`. CUDA has the three named sets, the CPU has all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Int8Products {
-    /// `S = Q K^T`, recomputed.
+    /// `S = Q K^T`, recomputed in the backward.
     pub s: bool,
     /// `dV = P^T dO`.
     pub dv: bool,
@@ -88,14 +93,14 @@ pub struct Int8Products {
 }
 
 impl Int8Products {
-    /// All of them.
+    /// All four.
     pub const PAPER: Self = Self { s: true, dv: true, dq: true, dk: true };
     /// The recomputed scores alone.
     pub const FORWARD_AND_S: Self = Self { s: true, ..Self::FORWARD };
-    /// None of them.
+    /// None of the four.
     pub const FORWARD: Self = Self { s: false, dv: false, dq: false, dk: false };
 
-    /// The sets that have names.
+    /// The sets with names.
     const NAMED: [(&'static str, Self); 3] =
         [("paper", Self::PAPER), ("forward-and-s", Self::FORWARD_AND_S), ("forward", Self::FORWARD)];
 
@@ -103,7 +108,7 @@ impl Int8Products {
         [("s", self.s), ("dv", self.dv), ("dq", self.dq), ("dk", self.dk)]
     }
 
-    /// Whether P, dS or dO are quantized in the backward.
+    /// Whether the backward quantizes P, dS or dO.
     fn quantizes_gradients(self) -> bool {
         self.dv || self.dq || self.dk
     }
@@ -154,23 +159,23 @@ impl std::str::FromStr for Int8Products {
     }
 }
 
-/// How many vectors share one scale where the backward quantizes P, dS and dO.
+/// The number of vectors that share one scale where the backward quantizes P, dS and dO.
 ///
-/// A vector lies along the product's reduction, where a scale must be constant: dS has scales per
-/// query row for dQ and per key column for dK, P per key column and dO per channel for dV.
+/// A vector lies along the product's reduction, along which a scale must be constant: dS has scales by query
+/// row for dQ and by key column for dK; for dV, P has scales by key column and dO by channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Granularity {
-    /// One scale a vector: the only choice that reaches the paper's accuracy at sigma 1.
+    /// One scale per vector: the only choice that reaches the paper's accuracy at sigma 1.
     #[default]
     Vector,
-    /// One scale for this many neighbouring vectors, 2 to 64.
+    /// One scale per this many adjacent vectors, 2 to 64.
     Group(usize),
-    /// One scale a tile, the paper's literal text.
+    /// One scale per tile, as in the paper's text.
     Tile,
 }
 
 impl Granularity {
-    /// Vectors that share a scale in a tile of `extent` vectors.
+    /// The number of vectors that share a scale in a tile of `extent` vectors.
     pub fn vectors(self, extent: usize) -> usize {
         match self {
             Granularity::Vector => 1,
@@ -246,14 +251,14 @@ impl SageBwd {
         ]
     }
 
-    /// Rows that a tile may have. The upper bound keeps `127^2 * rows` far under 2^24, below which
-    /// sums of code products are exact in f32 too.
+    /// Rows that a tile may have. The upper bound keeps `127^2 * rows` far below 2^24, so that f32 sums of
+    /// code products are exact too.
     pub const TILE_ROWS: std::ops::RangeInclusive<usize> = 16..=256;
 
     /// Checks the settings.
     ///
     /// # Errors
-    /// When a tile or group size is out of range.
+    /// When a tile or group size is out of range, or when a granularity is set that no product uses.
     pub fn validate(&self) -> Result<()> {
         for (name, rows) in [("tile_q", self.tile_q), ("tile_k", self.tile_k)] {
             if !Self::TILE_ROWS.contains(&rows) {

@@ -1,4 +1,4 @@
-//! The router: two small projections of block means, and the loss that trains them.
+//! The router of SLA2: two projections of block means, and the loss that trains them.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Init, VarBuilder};
@@ -7,8 +7,9 @@ use crate::error::Error;
 use crate::selection::Blocks;
 use crate::shape::AttentionShape;
 
-/// Scores of blocks of keys: `s_IJ = (Rq qbar_I) . (Rk kbar_J) / sqrt(head_dim)`, with the means `qbar`, `kbar` of blocks and
-/// one pair of matrices a key head. With identities, the start, the score is that of the means themselves.
+/// Scores blocks of keys: `s_IJ = (Rq qbar_I) . (Rk kbar_J) / sqrt(head_dim)`, where `qbar_I` and `kbar_J`
+/// are the means of the blocks and each key head has its own matrices `Rq` and `Rk`. Identities, the start,
+/// make the score the scaled product of the means.
 #[derive(Debug, Clone)]
 pub struct Router {
     query: Tensor,
@@ -16,7 +17,7 @@ pub struct Router {
 }
 
 impl Router {
-    /// A router of variables that start as identities.
+    /// A router whose matrices are variables that start as identities.
     ///
     /// # Errors
     /// When the device fails.
@@ -29,7 +30,7 @@ impl Router {
         Ok(Self { query: identity()?, key: identity()? })
     }
 
-    /// A router of given matrices, both (key heads, head_dim, head_dim) in f32.
+    /// A router with given matrices, both (key heads, head_dim, head_dim) in f32.
     ///
     /// # Errors
     /// When the shapes or types do not fit.
@@ -49,8 +50,9 @@ impl Router {
         Ok(Self { query, key })
     }
 
-    /// A router from a model's variables: `q_router.weight` and `k_router.weight`, in f32. What is missing in
-    /// a `VarMap` starts at random; [`Router::new`] starts with identities, which know something already.
+    /// A router from a model's variables `q_router.weight` and `k_router.weight`, in f32. Matrices that a
+    /// `VarMap` does not have start at random; those of [`Router::new`] start as identities, whose choice is
+    /// better than random.
     ///
     /// # Errors
     /// When they are missing or have another shape.
@@ -63,7 +65,7 @@ impl Router {
         Self::from_tensors(get("q_router")?, get("k_router")?)
     }
 
-    /// The matrices of queries and of keys.
+    /// The matrices `Rq` of the queries and `Rk` of the keys.
     pub fn weights(&self) -> [&Tensor; 2] {
         [&self.query, &self.key]
     }
@@ -72,7 +74,8 @@ impl Router {
         Self { query: self.query.detach(), key: self.key.detach() }
     }
 
-    /// (key heads, blocks of queries, columns) from means of (key heads, blocks of all segments, head_dim).
+    /// Scores, (key heads, blocks of queries, columns), of means, (key heads, blocks of all segments,
+    /// head_dim).
     pub(super) fn scores(&self, [q, k]: [Tensor; 2], shape: &AttentionShape) -> Result<Tensor> {
         let (key_heads, rows, d) = q.dims3()?;
         if self.query.dims() != [key_heads, d, d] {
@@ -82,7 +85,8 @@ impl Router {
                 .hint("it has a pair of matrices for each key head")
                 .into());
         }
-        // Each batch entry has scores of its own; documents share a matrix, whose other parts are no candidates.
+        // Each batch entry has its own score matrix. Packed documents share one, in which the blocks of other
+        // documents are no candidates.
         let groups = if shape.is_packed() { 1 } else { shape.batch() };
         let split = |x: Tensor| x.reshape((key_heads * groups, (), d));
         let q = split(q.matmul(&self.query.t()?.contiguous()?)?)?;
@@ -92,21 +96,23 @@ impl Router {
     }
 }
 
-/// `-sum T log softmax(s) / sum T` over the candidates of each row.
+/// The cross-entropy `-sum T log softmax(s) / sum T`, with the softmax over the candidates of each row.
 pub(super) fn cross_entropy(scores: &Tensor, mass: &Tensor, blocks: &Blocks) -> Result<Tensor> {
     let columns = blocks.columns();
     let mut hidden = Vec::with_capacity(blocks.rows() * columns);
     for (segment, block) in blocks.each() {
         let first = blocks.first_column(segment);
         let candidates = first..first + blocks.candidates(segment, block);
-        // Far below any score, and finite: rows without candidates have no mass, and no gradient.
+        // Far below any score, but finite: minus infinity would turn a row without candidates into NaN. Such
+        // a row has no mass, and so no gradient.
         hidden.extend((0..columns).map(|column| if candidates.contains(&column) { 0f32 } else { -1e30 }));
     }
     let hidden = Tensor::from_vec(hidden, (1, blocks.rows(), columns), scores.device())?;
     let scores = scores.broadcast_add(&hidden)?;
     let shifted = scores.broadcast_sub(&scores.max_keepdim(2)?.detach())?;
     let log_softmax = shifted.broadcast_sub(&shifted.exp()?.sum_keepdim(2)?.log()?)?;
-    // No mass at all, where no block has a candidate, gives 0.
+    // The smallest normal number makes the quotient 0 when there is no mass, because no block has a
+    // candidate.
     let all = (mass.sum_all()? + f64::from(f32::MIN_POSITIVE))?;
     (mass * log_softmax)?.sum_all()?.neg()? / all
 }

@@ -163,5 +163,7 @@ fn main() -> Result<()> {
     })?;
     let ours = greedy(&prompt, 60, |ids, _| exact.next(ids, &mut caches, &device))?;
     println!("the same text from candle-transformers: {}", ours == expected);
+    // A large model in 16 bit may choose otherwise where two tokens are as likely.
+    assert!(folder.is_some() || ours == expected, "decoding is not the same");
     Ok(())
 }

@@ -121,7 +121,7 @@ pub(super) struct Eval {
     /// All tokens of it
     #[arg(long, conflicts_with_all = ["tokens", "hellaswag"])]
     all: bool,
-    /// Also predict each token from those before it alone, as decoding does: what attention owes to its looks ahead
+    /// Also predict each token from those before it alone, with these numerics for every token: what attention owes to its looks ahead
     #[arg(long, conflicts_with = "hellaswag")]
     token_by_token: bool,
     /// Sequences that go through the model at once

@@ -16,7 +16,7 @@ use super::source::{self, PassedOver, Source};
 pub use super::split::Part;
 use super::split::SplitWriter;
 use super::tokenizer::{TRAINING_BYTES, Tokenizer};
-use crate::partial::Folder;
+use crate::partial::{self, Folder};
 use crate::quantity::grouped;
 use crate::{bar, during, tell, writing};
 
@@ -213,23 +213,20 @@ fn no_text() -> Error {
 /// same call goes on from there.
 pub fn prepare(plan: &Plan) -> Result<Prepared> {
     let folder = Folder::take_up(&plan.out)?;
-    match prepare_in(plan, folder.path()) {
-        Ok(prepared) => {
-            folder.finish()?;
-            Ok(prepared)
-        }
-        Err(error) if Journal::is_there(folder.path()) => {
-            folder.leave();
-            tell("what was done is kept: the same command goes on from there");
-            Err(error)
-        }
-        Err(error) => Err(error),
-    }
+    let prepared = prepare_in(plan, folder.path())?;
+    folder.finish()?;
+    Ok(prepared)
 }
 
 fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
     let named = plan.tokenizer.as_deref().map(Tokenizer::named).transpose()?;
     let files = text_files(&plan.inputs, plan.text_field.as_deref())?;
+    if let Some(file) = files.iter().find(|file| file.path.to_str().is_none()) {
+        return Err(Error::new("the name of a file is not UTF-8")
+            .got(file.path.display())
+            .allowed("names in UTF-8, of folders too: they are written down")
+            .hint("rename it, or name the files one by one from inside their folder"));
+    }
     let work = Work {
         files,
         tokenizer: named.as_ref().map(|named| named.hash().into()),
@@ -247,7 +244,7 @@ fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
         (None, Some(_)) => Tokenizer::load(&saved)?,
         (None, None) => trained(&work.files, plan.vocab_size, plan.skip_bad)?,
     };
-    let done = before.unwrap_or_else(|| Done { tokenizer: tokenizer.hash().into(), ..Done::default() });
+    let done = before.unwrap_or_else(|| Done::new(&tokenizer));
     if done.tokenizer != tokenizer.hash() {
         return Err(Error::new("the tokenizer of an interrupted preparation has changed")
             .got(format!("{} with SHA-256 {:.12}", saved.display(), tokenizer.hash()))
@@ -256,8 +253,15 @@ fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
     }
     let format = plan.format.unwrap_or(Format::for_vocab(tokenizer.vocab_size()));
     format.check_vocab(tokenizer.vocab_size())?;
-    tokenizer.save(&saved)?;
-    write(plan, &work.files, &tokenizer, format, (folder, journal, done))
+    if done == Done::new(&tokenizer) {
+        partial::file(&saved, |to| tokenizer.save(to))?;
+    }
+    let written = write(plan, &work.files, &tokenizer, format, (folder, journal, done));
+    written.inspect_err(|_| {
+        if Journal::is_there(folder) {
+            tell("what was done is kept: the same command goes on from there");
+        }
+    })
 }
 
 fn write(
@@ -271,7 +275,7 @@ fn write(
         files.iter().map(TextFile::bytes).sum(),
         "{bar:30.cyan/blue} {bytes}/{total_bytes} {bytes_per_sec} {msg}, ETA {eta}",
     );
-    if before != (Done { tokenizer: before.tokenizer.clone(), ..Done::default() }) {
+    if before != Done::new(tokenizer) {
         tell(&format!(
             "goes on where an earlier start was interrupted: after {} documents, {} files",
             grouped(before.documents),
@@ -317,7 +321,7 @@ fn write(
     });
     bar.finish_and_clear();
     ended?;
-    let Writing { parts: [train, validation], journal, done, .. } = writing_down;
+    let Writing { parts: [train, validation], done, .. } = writing_down;
     let (train, validation) = (train.finish()?, validation.finish()?);
     if train.tokens == 0 {
         return Err(no_text());
@@ -335,7 +339,6 @@ fn write(
     let path = folder.join(LIST);
     std::fs::write(&path, serde_json::to_string_pretty(&prepared).expect("plain values"))
         .map_err(writing(&path))?;
-    journal.end()?;
     Ok(prepared)
 }
 

@@ -8,12 +8,11 @@ use candle_sage::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use super::prepare::FileRead;
-use super::shard::{Format, Sidecar};
+use super::shard::{Format, Shard, Sidecar};
 use super::split::Split;
+use super::tokenizer::Tokenizer;
+use crate::partial::{JOURNAL, PARTIAL};
 use crate::{during, partial, writing};
-
-/// The file in the folder that is being made.
-const FILE: &str = "progress.json";
 
 /// Between two states on the disk, where no shard was completed.
 const BETWEEN: Duration = Duration::from_secs(1);
@@ -47,7 +46,8 @@ impl TextFile {
     }
 }
 
-/// What decides which tokens come out. (Whether broken documents are left out may change under way: none has been met.)
+/// What decides which tokens come out. (Whether broken documents are left out may change under way: of the files that were read
+/// they stay left out, and counted.)
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Work {
     pub(super) files: Vec<TextFile>,
@@ -64,12 +64,18 @@ pub(super) struct Work {
 impl Work {
     /// What of it is another, in words.
     fn difference(&self, other: &Self) -> String {
-        let changed = |path: &Path| format!("{} has another size or time", path.display());
-        if let Some((file, _)) = self.files.iter().zip(&other.files).find(|(a, b)| a != b) {
-            return changed(&file.path);
+        let paths = |work: &Self| work.files.iter().map(|file| file.path.clone()).collect::<Vec<_>>();
+        let fields = |work: &Self| work.files.iter().map(|file| file.field.clone()).collect::<Vec<_>>();
+        let others = paths(self) != paths(other);
+        let pairs = || self.files.iter().zip(&other.files);
+        if let Some((file, _)) =
+            pairs().find(|(a, b)| (a.bytes, a.modified) != (b.bytes, b.modified) && !others)
+        {
+            return format!("{} has another size or time", file.path.display());
         }
         let numbers = [
-            ("files of text", self.files.len() != other.files.len()),
+            ("files of text", others),
+            ("--text-field", !others && fields(self) != fields(other)),
             ("--tokenizer", self.tokenizer != other.tokenizer),
             ("--vocab-size", self.vocab_size != other.vocab_size),
             ("--format", self.format != other.format),
@@ -100,6 +106,13 @@ pub(super) struct Done {
     pub(super) validation: Split,
 }
 
+impl Done {
+    /// Nothing yet, in this tokenizer's tokens.
+    pub(super) fn new(tokenizer: &Tokenizer) -> Self {
+        Self { tokenizer: tokenizer.hash().into(), ..Self::default() }
+    }
+}
+
 #[derive(Serialize, Deserialize)]
 struct Progress {
     work: Work,
@@ -128,7 +141,7 @@ impl<'a> Journal<'a> {
     /// # Errors
     /// When it was other work, or what it left cannot be read.
     pub(super) fn before(&mut self) -> Result<Option<Done>> {
-        let path = self.folder.join(FILE);
+        let path = self.folder.join(JOURNAL);
         let what = || format!("cannot go on with {}", self.folder.display());
         let hint = || format!("rm -r {} begins anew", self.folder.display());
         let progress: Option<Progress> = match path.exists() {
@@ -149,10 +162,15 @@ impl<'a> Journal<'a> {
         let kept: BTreeSet<PathBuf> = done.iter().flat_map(|done| self.kept(done)).collect();
         for entry in std::fs::read_dir(self.folder).map_err(writing(self.folder))?.flatten() {
             let path = entry.path();
-            let of_work = path.extension().is_some_and(|end| end == "bin" || end == "json");
+            let of_work = path.extension().is_some_and(|end| end == "bin" || end == "json")
+                || path.to_string_lossy().ends_with(PARTIAL);
             if of_work && !kept.contains(&path) {
                 std::fs::remove_file(&path).map_err(writing(&path))?;
             }
+        }
+        // What is complete was written by an earlier start: it is opened once more before anything is added to it.
+        for shard in kept.iter().filter(|path| kept.contains(&Sidecar::path(path))) {
+            Shard::open(shard).map_err(|error| error.hint(hint()))?;
         }
         self.shards = done.as_ref().map_or(0, |done| {
             [&done.train, &done.validation].map(|split| split.part.shards.len()).iter().sum()
@@ -162,7 +180,7 @@ impl<'a> Journal<'a> {
 
     /// The files of a state: its shards, and sidecars of those that are complete.
     fn kept(&self, done: &Done) -> Vec<PathBuf> {
-        let mut kept = vec![self.folder.join(FILE), self.folder.join("tokenizer.json")];
+        let mut kept = vec![self.folder.join(JOURNAL), self.folder.join("tokenizer.json")];
         for split in [&done.train, &done.validation] {
             let complete = split.part.shards.len() - usize::from(split.open.is_some());
             for (n, name) in split.part.shards.iter().enumerate() {
@@ -186,8 +204,8 @@ impl<'a> Journal<'a> {
         }
         let began = Instant::now();
         let progress = Progress { work: self.work.clone(), done: done()? };
-        let text = serde_json::to_vec(&progress).expect("plain values");
-        let path = self.folder.join(FILE);
+        let path = self.folder.join(JOURNAL);
+        let text = serde_json::to_vec(&progress).map_err(during("cannot write down how far the work is"))?;
         partial::file(&path, |to| std::fs::write(to, &text).map_err(writing(to)))?;
         (self.shards, self.written, self.took) = (shards, Instant::now(), began.elapsed());
         Ok(())
@@ -195,18 +213,6 @@ impl<'a> Journal<'a> {
 
     /// Whether there is something to go on from.
     pub(super) fn is_there(folder: &Path) -> bool {
-        folder.join(FILE).exists()
-    }
-
-    /// All is done.
-    ///
-    /// # Errors
-    /// When the file cannot be removed.
-    pub(super) fn end(self) -> Result<()> {
-        let path = self.folder.join(FILE);
-        match path.exists() {
-            true => std::fs::remove_file(&path).map_err(writing(&path)),
-            false => Ok(()),
-        }
+        folder.join(JOURNAL).exists()
     }
 }

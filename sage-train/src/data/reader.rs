@@ -132,7 +132,7 @@ pub(super) fn read_counted(
     }
 }
 
-/// Text whose lines end as on Unix: of `\r\n` the second is read, as by Python's `open`.
+/// Text whose lines end as on Unix: of `\r\n` the second is read. A `\r` that stands alone stays.
 struct UnixLines<R> {
     inner: BufReader<R>,
     /// A `\r` was the last byte, and has not been given on.

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::Tokenizer;
-use crate::{during, hex, writing};
+use crate::{during, hex, partial, writing};
 
 /// Bytes of llm.c's header: 256 numbers of 32 bits.
 const HEADER: u64 = 1024;
@@ -290,7 +290,10 @@ impl Shard {
     /// # Errors
     /// When a token is not in the vocabulary or the bytes are not the sidecar's.
     pub fn check(&self) -> Result<()> {
-        self.hashed().map_or(Ok(()), |(path, hash)| Self::compare(&path, &hash))
+        match self.hashed().map_or(Compared::Same, |(path, hash)| Self::compare(&path, &hash)) {
+            Compared::Same => Ok(()),
+            Compared::Another(error) | Compared::Unread(error) => Err(error),
+        }
     }
 
     /// Its place, and the hash that its sidecar has of it.
@@ -299,22 +302,34 @@ impl Shard {
     }
 
     /// Reads all of a file and compares it with a hash.
-    ///
-    /// # Errors
-    /// When it has another.
-    pub(super) fn compare(path: &Path, expected: &str) -> Result<()> {
-        let failed = || during(path.display().to_string());
+    pub(super) fn compare(path: &Path, expected: &str) -> Compared {
         let mut hash = Sha256::new();
-        std::io::copy(&mut File::open(path).map_err(failed())?, &mut hash).map_err(failed())?;
+        if let Err(error) = File::open(path).and_then(|mut file| std::io::copy(&mut file, &mut hash)) {
+            let unread = during(format!("cannot compare {} with its sidecar", path.display()));
+            return Compared::Unread(unread(error));
+        }
         let got = hex(&hash.finalize());
         if got == expected {
-            return Ok(());
+            return Compared::Same;
         }
-        Err(Error::new(format!("{} is not what its sidecar describes", path.display()))
-            .got(format!("SHA-256 {got}"))
-            .allowed(expected)
-            .hint("copy or prepare it again"))
+        Compared::Another(
+            Error::new(format!("{} is not what its sidecar describes", path.display()))
+                .got(format!("SHA-256 {got}"))
+                .allowed(expected)
+                .hint("copy or prepare it again"),
+        )
     }
+}
+
+/// What a file is beside the hash in its sidecar.
+#[derive(Debug)]
+pub(super) enum Compared {
+    /// What the sidecar says.
+    Same,
+    /// Something else.
+    Another(Error),
+    /// It could not be read.
+    Unread(Error),
 }
 
 #[cfg(unix)]
@@ -476,7 +491,7 @@ impl ShardWriter {
         self.sidecar.sha256 = hex(&hash.finalize());
         let beside = Sidecar::path(&path);
         let text = serde_json::to_vec(&self.sidecar).expect("plain values");
-        std::fs::write(&beside, text).map_err(writing(&beside))?;
+        partial::file(&beside, |to| std::fs::write(to, text).map_err(writing(to)))?;
         Ok(self.sidecar)
     }
 }

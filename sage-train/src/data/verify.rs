@@ -1,12 +1,13 @@
 //! Whether shards are what their sidecars say, to the byte: found out beside the training, some of them at each start.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use candle_sage::Result;
+use candle_sage::{Error, Result};
 
-use super::shard::Shard;
+use super::shard::{Compared, Shard};
 use super::{Dataset, Tokens};
 use crate::during;
 
@@ -16,25 +17,26 @@ const MOST: u64 = 2 << 30;
 /// How long the end of a run waits for what is left of it.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Shards on their way through a hash.
+/// Shards that a thread is hashing, one after the other.
 #[derive(Debug)]
-pub struct Verification(Option<Receiver<Result<()>>>);
+pub struct Verification(Option<Receiver<Compared>>);
 
 impl Verification {
-    /// Begins with another shard at each `turn`.
+    /// Begins with the shard that the clock picks: other starts verify others.
     ///
     /// # Errors
     /// When there can be no thread for it.
-    pub fn start(data: &Dataset, turn: u64) -> Result<Self> {
+    pub fn start(data: &Dataset) -> Result<Self> {
         let sources = data.train.sources().chain(data.validation.sources());
-        let mut shards: Vec<(PathBuf, String)> =
+        // A shard may be both trained and validated on.
+        let shards: BTreeSet<(PathBuf, String)> =
             sources.flat_map(Tokens::shards).filter_map(Shard::hashed).collect();
-        // One may be both trained and validated on.
-        shards.dedup();
+        let mut shards = Vec::from_iter(shards);
         if shards.is_empty() {
             return Ok(Self(None));
         }
-        let first = turn % shards.len() as u64;
+        let clock = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos());
+        let first = clock % shards.len() as u128;
         shards.rotate_left(first as usize);
         let (sender, receiver) = channel();
         let work = move || {
@@ -52,26 +54,38 @@ impl Verification {
         Ok(Self(Some(receiver)))
     }
 
-    /// What was found so far.
+    /// What was found so far: shards that could not be read. Training holds files of its own open, so these are no reason to stop.
     ///
     /// # Errors
     /// When a shard is not what its sidecar says.
-    pub fn look(&self) -> Result<()> {
-        self.0.iter().flat_map(Receiver::try_iter).collect()
+    pub fn look(&self) -> Result<Vec<Error>> {
+        sorted(self.0.iter().flat_map(Receiver::try_iter))
     }
 
     /// What is found in the end, if it comes soon.
     ///
     /// # Errors
     /// As [`Verification::look`].
-    pub fn end(&self) -> Result<()> {
-        let Some(receiver) = &self.0 else { return Ok(()) };
+    pub fn end(&self) -> Result<Vec<Error>> {
+        let Some(receiver) = &self.0 else { return Ok(Vec::new()) };
         let until = Instant::now() + PATIENCE;
-        loop {
-            match receiver.recv_timeout(until.saturating_duration_since(Instant::now())) {
-                Ok(found) => found?,
-                Err(RecvTimeoutError::Disconnected | RecvTimeoutError::Timeout) => return Ok(()),
-            }
+        let next = || match receiver.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok(compared) => Some(compared),
+            Err(RecvTimeoutError::Disconnected | RecvTimeoutError::Timeout) => None,
+        };
+        sorted(std::iter::from_fn(next))
+    }
+}
+
+/// The errors of files that could not be read, or that of one that is another.
+fn sorted(all: impl Iterator<Item = Compared>) -> Result<Vec<Error>> {
+    let mut unread = Vec::new();
+    for compared in all {
+        match compared {
+            Compared::Same => {}
+            Compared::Unread(error) => unread.push(error),
+            Compared::Another(error) => return Err(error),
         }
     }
+    Ok(unread)
 }

@@ -39,10 +39,15 @@ fn cpu() -> String {
 pub fn free_memory() -> Option<u64> {
     let mut system = sysinfo::System::new();
     system.refresh_memory();
+    let total = system.total_memory();
+    if total == 0 {
+        return None;
+    }
     let free = system.available_memory() + system.free_swap();
-    let of_container =
-        system.cgroup_limits().map_or(u64::MAX, |limits| limits.free_memory + limits.free_swap);
-    (system.total_memory() > 0).then(|| free.min(of_container))
+    // A container's pages of files are given back when memory is wanted: only what programs hold counts. Its swap is not known
+    // for sure, and not counted.
+    let limits = system.cgroup_limits().filter(|limits| limits.total_memory < total);
+    Some(limits.map_or(free, |limits| free.min(limits.total_memory.saturating_sub(limits.rss))))
 }
 
 /// The GPUs that a child may be told to use, as `CUDA_VISIBLE_DEVICES` names them: those that it names now, or all that

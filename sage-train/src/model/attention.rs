@@ -33,6 +33,11 @@ impl Rotary {
         Ok(Self { cos, sin, documents: None, stage: Stage::Sparse })
     }
 
+    /// Positions that have angles: the context.
+    pub(super) fn positions(&self) -> usize {
+        self.cos.dims()[0]
+    }
+
     /// For sequences of `len` tokens from `position` on. (Angles do not begin again with a document: attention sees differences alone.)
     pub(super) fn narrow(
         &self,

@@ -53,7 +53,7 @@ pub struct Llama {
     pub(super) embedding: Weight,
     pub(super) blocks: Vec<Block>,
     pub(super) norm: Norm,
-    rotary: Rotary,
+    pub(super) rotary: Rotary,
     z_loss: f32,
     pub(super) stage: Stage,
     /// Parts that a sequence is cut into, of which this rank has one.

@@ -106,8 +106,8 @@ impl Run<'_> {
                 // In the middle of the step: what was done before it is kept.
                 if step != saved {
                     self.checkpoint(step);
-                    self.checkpoints.wait()?;
                 }
+                self.checkpoints.wait()?;
                 return Err(Stop::Interrupted(self.interrupted(signal, step)));
             }
             // One process need not hear what it asks; of several all hear it with the results of one step.
@@ -125,12 +125,15 @@ impl Run<'_> {
             if !alone {
                 asked = asked.or(heard);
             }
-            let (saves, signal) = (saves(asked), asked.signal);
             let collected = Instant::now();
             if validates {
                 signals::doing(&format!("the validation after {doing}"));
                 self.validate(&mut point)?;
+                if alone {
+                    asked.signal = signals::received();
+                }
             }
+            let (saves, signal) = (saves(asked), asked.signal);
             self.record(point)?;
             if probes && self.ranks.rank().is_first() {
                 let words = self.ranks.words();
@@ -168,7 +171,10 @@ impl Run<'_> {
         if step == 0 {
             return Error::new("interrupted in the first step, of which nothing is kept")
                 .got(format!("signal {signal}"))
-                .hint("the same command begins again");
+                .hint(match self.config.name.is_some() {
+                    true => "the same command with --resume auto begins again",
+                    false => "the same command begins again",
+                });
         }
         Error::new(format!("interrupted, and saved after step {step} of {}", self.config.steps))
             .got(format!("signal {signal}"))
@@ -222,7 +228,9 @@ impl Run<'_> {
 
     /// Keeps and shows what a step measured.
     fn record(&mut self, mut point: Point) -> std::result::Result<(), Stop> {
-        self.verification.as_ref().map_or(Ok(()), Verification::look)?;
+        for unread in self.verification.as_ref().map_or(Ok(Vec::new()), Verification::look)? {
+            self.progress.say(&format!("warning: {unread}"));
+        }
         point.seconds = (self.before + self.started.elapsed()).as_secs_f64();
         if let Some(recent) = Recent::before(point.step - 1, &self.points) {
             let (loss, grad_norm) = recent.scores(point.loss, point.grad_norm);
@@ -261,7 +269,9 @@ impl Run<'_> {
     pub(super) fn finish(mut self, training_seconds: f64) -> std::result::Result<Outcome, Stop> {
         let config = self.config;
         self.progress.say("the steps are done; the last checkpoint is on its way to the disk");
-        self.verification.as_ref().map_or(Ok(()), Verification::end)?;
+        for unread in self.verification.as_ref().map_or(Ok(Vec::new()), Verification::end)? {
+            self.progress.say(&format!("warning: {unread}"));
+        }
         if self.ranks.rank().is_first() {
             self.ranks.words().aside("the sample", || self.show())?;
         }

@@ -254,14 +254,19 @@ fn what_an_interrupted_preparation_left_is_in_nobodys_way() {
     scratch.file("new.partial/unfinished-by-sage-train", "");
     scratch.file("new.partial/train_000001.bin", "half a shard");
     scratch.ok(&["data", "prepare", "a.jsonl", "--to", "new", "--vocab-size", "400"]);
+    // One that can go on is not lost where it cannot be read.
+    scratch.file("going.partial/unfinished-by-sage-train", "");
+    scratch.file("going.partial/progress.json", "not for export");
+    let error = scratch.fails(&["data", "prepare", "a.jsonl", "--to", "going", "--vocab-size", "400"]);
+    assert!(error.contains("cannot go on with") && error.contains("rm -r"), "{error}");
+    assert!(scratch.path().join("going.partial/progress.json").exists());
     // A folder of somebody else is not touched.
     scratch.file("other.partial/precious", "mine");
     scratch.fails(&["data", "prepare", "a.jsonl", "--to", "other", "--vocab-size", "400"]);
     assert!(scratch.path().join("other.partial/precious").exists());
 }
 
-/// A byte that has changed since the shards were made ends a run, and `data check` finds it; text with lines that end as on
-/// Windows is read as Python reads it.
+/// A byte that has changed since the shards were made ends a run, and `data check` finds it.
 #[test]
 fn changed_bytes_of_shards_end_a_run() {
     let scratch = Scratch::new();
@@ -288,10 +293,12 @@ fn changed_bytes_of_shards_end_a_run() {
     let error = scratch.fails(&run);
     assert!(error.contains("train_000003.bin is not what its sidecar describes"), "{error}");
     assert!(error.contains("hint:"), "{error}");
+    let error = scratch.fails(&["data", "check", "shards"]);
+    assert!(error.contains("train_000003.bin"), "{error}");
 }
 
 #[test]
-fn lines_end_as_python_reads_them() {
+fn lines_that_end_as_on_windows_are_read_as_on_unix() {
     let scratch = Scratch::new();
     let text = "one\r\ntwo\rthree\r\n".repeat(30_000) + "\r";
     scratch.file("windows.txt", &text);

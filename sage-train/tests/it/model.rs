@@ -230,7 +230,6 @@ fn the_routers_stage_is_dense_attention_that_teaches() -> Result<()> {
     Ok(())
 }
 
-/// Documents behind one another in a sequence are as good as alone, whatever is recomputed.
 /// The logits of each next token, of a prompt and then a token at a time, against the whole sequence each time.
 #[test]
 fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
@@ -257,7 +256,12 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
             assert!(error < limit, "{scheme:?}, {len} tokens: {error}");
         }
         assert_eq!(past.tokens(), 40);
+        // More than the context cannot follow, and says so.
+        let more = Tensor::zeros((1, config.context), DType::U32, device)?;
+        let error = whole.next_logits_after(&mut past, &more).expect_err("no angles").to_string();
+        assert!(error.contains("longer than the model's context"), "{error}");
     }
+    following_numerics_are_those_that_were_asked_for(device)?;
     let sparse = with_sla2();
     let parameters = Parameters::init(&sparse, 7, Mesh::ALONE, device, DType::F32)?;
     let mut model = Llama::new(&sparse, &parameters, device)?;
@@ -267,6 +271,27 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
     Ok(())
 }
 
+/// INT8 after a prompt is another sum than full precision after it, and near the whole sequence in INT8.
+fn following_numerics_are_those_that_were_asked_for(device: &Device) -> Result<()> {
+    let int8 = Scheme::from(SageBwd::default());
+    let config = LlamaConfig { scheme: Some(int8), ..config() };
+    let parameters = Parameters::init(&config, 7, Mesh::ALONE, device, DType::F32)?;
+    let model = Llama::new(&config, &parameters, device)?;
+    let ids = batch(&config, device)?.0.narrow(0, 0, 1)?.contiguous()?;
+    let logits = |following| -> Result<Tensor> {
+        let mut past = model.past(1, following).expect("dense attention");
+        model.next_logits_after(&mut past, &ids.narrow(1, 0, 17)?.contiguous()?)?;
+        model.next_logits_after(&mut past, &ids.narrow(1, 17, 1)?.contiguous()?)
+    };
+    let (exact, low) = (logits(Scheme::FullPrecision)?, logits(int8)?);
+    let whole = model.next_logits(&ids.narrow(1, 0, 18)?.contiguous()?)?;
+    let (moved, error) = (relative(&low, &exact)?, relative(&low, &whole)?);
+    // The last token's attention alone differs, by the error of codes (about a hundredth) in each layer.
+    assert!(moved > 1e-6 && error < 0.05, "{moved} {error}");
+    Ok(())
+}
+
+/// Documents behind one another in a sequence are as good as alone, whatever is recomputed.
 fn documents_apart(device: &Device, dtype: DType, schemes: &[(Scheme, f64)]) -> Result<()> {
     for &(scheme, limit) in schemes {
         for recompute in [Recompute::None, Recompute::Block] {

@@ -1,17 +1,17 @@
-// include/sage/ptx/memory.cuh on a CPU: shared memory is an array, addresses are offsets in it, and copies have come when they
-// are asked for.
+// include/sage/ptx/memory.cuh on a CPU: shared memory is an array, addresses are offsets in it, and asynchronous copies
+// complete at once.
 #pragma once
 
 #include <cuda_on_host.h>
 
 namespace sage::attention {
 inline thread_local __attribute__((aligned(1024))) unsigned char shared[227 << 10];
-inline size_t shared_bytes = 0;  // what the launch asked for
+inline size_t shared_bytes = 0;  // that the launch asked for
 }
 
 namespace host {
 
-// Runs one block with so much shared memory, full of NaN.
+// Runs one block with `shared_bytes` of shared memory, filled with NaN, and aborts if it wrote beyond them.
 inline void run_with_shared(int index, int threads, size_t shared_bytes, std::function<void()> body) {
   sage::attention::shared_bytes = shared_bytes;
   memset(sage::attention::shared, 0xff, sizeof sage::attention::shared);
@@ -27,7 +27,7 @@ namespace sage::ptx {
 inline uint32_t shared_address(const void* pointer) {
   return uint32_t(static_cast<const unsigned char*>(pointer) - attention::shared);
 }
-// The memory at an address, which must be in what the launch asked for, and aligned.
+// The memory at an address, which must be aligned and within the launch's shared memory.
 inline unsigned char* at_shared(uint32_t address, uint32_t aligned) {
   if (address + aligned > attention::shared_bytes || address % aligned) {
     fprintf(stderr, "shared memory has no %u bytes at %u\n", aligned, address);
@@ -50,7 +50,8 @@ inline void cp_async_commit() {}
 template <int PENDING>
 inline void cp_async_wait() {}
 
-// PTX ISA, "ldmatrix": lanes 8i to 8i + 7 name the rows of matrix i; lane (g, t) gets bytes 4t to 4t + 3 of row g.
+// PTX ISA, "Warp-level matrix load instruction: ldmatrix": lanes 8i to 8i + 7 give the addresses of the rows of matrix i; lane
+// (g, t) receives bytes 4t to 4t + 3 of row g.
 inline void ldmatrix(uint32_t (&r)[4], uint32_t address) {
   int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; ++i) {
@@ -58,7 +59,7 @@ inline void ldmatrix(uint32_t (&r)[4], uint32_t address) {
     memcpy(&r[i], at_shared(row, 16) + lane % 4 * 4, 4);
   }
 }
-// Transposed: column g of rows 2t and 2t + 1, of 16-bit elements.
+// The same with .trans: lane (g, t) receives column g of rows 2t and 2t + 1, of 16-bit elements.
 inline void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) {
   int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; ++i) {
@@ -80,7 +81,8 @@ inline void cp_async_wait_all() {}
 inline void red_add_4(float* at, float a, float b, float c, float d) { at[0] += a, at[1] += b, at[2] += c, at[3] += d; }
 inline int load_acquire(const int* at) { return *at; }
 inline void add_release(int* at, int value) { *at += value; }
-// Named barriers are for blocks that take turns, which run one after the other here.
+// Kernels that run here call no named barrier: they add to dQ in any order. Blocks that wait for each other would deadlock,
+// since they run one after the other.
 inline void named_barrier_sync(int, int) { fprintf(stderr, "named barriers are not there\n"), abort(); }
 
 }  // namespace sage::ptx

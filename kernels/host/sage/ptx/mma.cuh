@@ -1,14 +1,14 @@
-// include/sage/ptx/mma.cuh on a CPU: PTX ISA, "Matrix fragments for mma.m16n8k16" and "for mma.m16n8k32".
+// include/sage/ptx/mma.cuh on a CPU: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Matrix Fragments for mma.m16n8k32".
 #pragma once
 
 #include <sage/ptx/math.cuh>
 
 namespace sage::ptx {
 
-// All of a row's or column's registers, from the four lanes of a quad.
+// Two operand registers of a row or a column, gathered from the four lanes that share it.
 template <int COUNT>
 struct Quad {
-  uint32_t word[COUNT];  // four of each register, lane by lane
+  uint32_t word[COUNT];  // the first register of the four lanes, then the second
   __device__ Quad(uint32_t first, uint32_t second, int quad) {
     for (int from = 0; from < 4; ++from) {
       word[from] = __shfl_sync(~0u, first, 4 * quad + from);

@@ -1,4 +1,5 @@
-// What the walks with a part for each warpgroup have in common: operands in panels, and products of a warpgroup.
+// Shared by the warp-specialized mainloops for Hopper: copies of 16-bit operands into panels, and the products (wgmma) of a
+// warpgroup.
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -10,8 +11,9 @@ namespace sage::attention {
 
 constexpr int WARPGROUP_THREADS = 128;
 
-// ROWS rows of D channels in 16 bit, from row `first` on, as products read them: panels of 64 channels, what one swizzled
-// line holds. As copy_rows is: asynchronous where 16-byte copies work, zeros beyond the ends.
+// Copies ROWS rows of D 16-bit channels, from row `first` on, into shared memory as wgmma reads them: in panels of 64 channels,
+// because a swizzled row has 128 bytes. Like copy_rows it is asynchronous where 16-byte copies work, and writes zeros beyond
+// the ends of the tensor.
 template <int ROWS, int D, int THREADS, class T>
 __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first, int thread) {
   constexpr int STEP = THREADS / 8;
@@ -24,7 +26,7 @@ __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first
 #pragma unroll
     for (int i = 0; i < ROWS; i += STEP, from += STEP * rows.token)
 #pragma unroll
-      for (int panel = 0; panel < D / 64; ++panel)  // where nothing is read it does not matter where from
+      for (int panel = 0; panel < D / 64; ++panel)  // a copy that is not valid reads nothing: its address may be anything
         ptx::cp_async_16(to + panel * ROWS * 128 + i * 128, from + panel * 64, i < left && column + panel * 64 < rows.head_dim);
   } else {
 #pragma unroll 1
@@ -35,7 +37,8 @@ __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first
   }
 }
 
-// The same of a tile of 64 rows, in panels of PANEL_ROWS, by one warp that has few registers.
+// Copies a tile of 64 rows into panels of PANEL_ROWS rows. One warp does it, chunk by chunk, because the producer has few
+// registers.
 template <int D, int PANEL_ROWS = TILE, class T>
 __device__ __forceinline__ void copy_panels_by_warp(uint32_t to, Rows<T> rows, int first, int lane) {
 #pragma unroll 1
@@ -48,7 +51,8 @@ __device__ __forceinline__ void copy_panels_by_warp(uint32_t to, Rows<T> rows, i
   }
 }
 
-// The same of a tile of 64 rows by one thread, out of a tensor that has a map: its bytes are to be announced.
+// Copies a tile of 64 rows through a tensor map into panels of PANEL_ROWS rows: one thread issues a copy for each panel. The
+// caller announces the 64 x D x 2 bytes to the mbarrier by expect_tx.
 template <int D, int PANEL_ROWS = TILE>
 __device__ __forceinline__ void copy_tile_panels(uint32_t to, const params::TensorMap& map, int batch, int head, int first,
                                                  uint32_t mbarrier) {
@@ -57,8 +61,8 @@ __device__ __forceinline__ void copy_tile_panels(uint32_t to, const params::Tens
     ptx::cp_async_bulk_tensor(to + panel * PANEL_ROWS * 128, &map, panel * 64, first, head, batch, mbarrier);
 }
 
-// out = A B^T, or out += A B^T with ADD: 64 rows of A, whose panels have A_ROWS, and 8 N rows of B, whose panels have as many,
-// in 16 bit. Its end is to be waited for.
+// Issues out = A B^T, or out += A B^T with ADD, for 16-bit operands in shared memory: 64 rows of A, in panels of A_ROWS rows,
+// and 8 N rows of B, in panels of 8 N rows. The caller waits for the product (wgmma_wait).
 template <class T, int D, int A_ROWS, bool ADD, int N>
 __device__ __forceinline__ void multiply_rows(float (&out)[N][4], uint32_t a, uint32_t b) {
   if constexpr (ADD) ptx::fence_operand(out);
@@ -77,7 +81,7 @@ __device__ __forceinline__ void multiply_rows(float (&out)[N][4], uint32_t a, ui
   ptx::wgmma_commit();
 }
 
-// The same with A in registers, rows of 64 channels, what read_rows gives.
+// Issues the same product with A in registers: fragments of rows of 64 channels, which read_rows loads.
 template <class T, bool ADD>
 __device__ __forceinline__ void multiply_rows(float (&out)[8][4], const uint32_t (&a)[4][4], uint32_t b) {
   if constexpr (ADD) ptx::fence_operand(out);
@@ -90,7 +94,8 @@ __device__ __forceinline__ void multiply_rows(float (&out)[8][4], const uint32_t
   ptx::wgmma_commit();
 }
 
-// A warp's 16 rows, number `first` and on, as left operands: rows of ROW_BYTES in shared memory, 32 bytes of reduction a step.
+// Loads the A fragments of a warp's 16 rows, from row `first` on: rows of ROW_BYTES in shared memory, 32 bytes of the reduction
+// a step.
 template <int ROW_BYTES, int STEPS>
 __device__ __forceinline__ void read_rows(uint32_t (&a)[STEPS][4], uint32_t rows, int first) {
   static_assert(STEPS * 32 == ROW_BYTES);
@@ -99,8 +104,8 @@ __device__ __forceinline__ void read_rows(uint32_t (&a)[STEPS][4], uint32_t rows
   for (int step = 0; step < STEPS; ++step) reader.load(a[step], 0, step);
 }
 
-// out += X B: 64 rows of X, in registers or in shared memory, and the first 16 STEPS rows of B, in panels of PANEL_ROWS. Its end
-// is to be waited for.
+// Issues out += X B: 64 rows of X, in registers or, given a descriptor, in shared memory, and the first 16 STEPS rows of B, in
+// panels of PANEL_ROWS rows. The caller waits for the product (wgmma_wait).
 template <class T, int D, int STEPS = 4, int PANEL_ROWS = 16 * STEPS, class X>
 __device__ __forceinline__ void add_product(float (&out)[D / 8][4], const X& x, uint32_t b) {
   ptx::fence_operand(out);
@@ -114,7 +119,8 @@ __device__ __forceinline__ void add_product(float (&out)[D / 8][4], const X& x, 
   ptx::wgmma_commit();
 }
 
-// y = A B^T of codes over 32 TIMES of the reduction, A in shared memory or in registers. Its end is to be waited for.
+// Issues y = A B^T of INT8 codes over a reduction of 32 TIMES, with A in registers or, given a descriptor, in shared memory. The
+// caller waits for the product (wgmma_wait).
 template <int TIMES, int N, class A>
 __device__ __forceinline__ void multiply_codes(int (&y)[N][4], const A& a, uint64_t b) {
   ptx::discard_operand(y);

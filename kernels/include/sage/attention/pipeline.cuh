@@ -1,6 +1,6 @@
-// Tiles, or whatever else is fetched piece by piece, on their way: a pipeline of stages in shared memory, on Hopper. Number n, 0
-// and on, goes to stage n % STAGES. Each stage has two barriers: `full` opens when its tile has come, `empty` when all who
-// read it are done.
+// A multi-stage producer/consumer pipeline in shared memory, on Hopper. Tile n, counted from 0, goes through stage n % STAGES.
+// Each stage has two mbarriers: a phase of `full` completes when the tile's copies have arrived, a phase of `empty` when all
+// consumers have released the stage.
 #pragma once
 
 #include <sage/ptx/memory.cuh>
@@ -15,8 +15,8 @@ struct Pipeline {
   uint32_t barriers;
 
   __device__ __forceinline__ explicit Pipeline(const Barriers& at) : barriers(ptx::shared_address(&at)) {}
-  // By one thread. `fetching`: how many times threads tell of a tile's copies; `reading`: how many times readers say that
-  // they are done, once a warp by `release`.
+  // Initializes the mbarriers; one thread calls it. `fetching`: the producer's arrivals at `full` for each tile. `reading`: the
+  // consumers' arrivals at `empty` for each tile, which are one a warp where they call `release`.
   __device__ __forceinline__ void prepare(int fetching, int reading) const {
     for (int n = 0; n < STAGES; ++n) ptx::mbarrier_init(full(n), fetching), ptx::mbarrier_init(empty(n), reading);
   }
@@ -25,13 +25,13 @@ struct Pipeline {
   __device__ __forceinline__ uint32_t full(int n) const { return barriers + stage(n) * 8; }
   __device__ __forceinline__ uint32_t empty(int n) const { return barriers + (STAGES + stage(n)) * 8; }
 
-  // Until the tile has come.
+  // A consumer waits until tile n has arrived.
   __device__ __forceinline__ void wait(int n) const { ptx::mbarrier_wait(full(n), round(n)); }
-  // Until its stage may be filled.
+  // The producer waits until the stage of tile n is empty: until tile n - STAGES is released.
   __device__ __forceinline__ void wait_empty(int n) const {
     if (n >= STAGES) ptx::mbarrier_wait(empty(n), round(n) - 1);
   }
-  // This warp is done with the tile.
+  // Releases tile n for the calling warp: its lane 0 arrives once all lanes have read.
   __device__ __forceinline__ void release(int n) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty(n));

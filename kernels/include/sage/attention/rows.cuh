@@ -1,4 +1,4 @@
-// Rows of the caller's tensors: any strides, head_dim up to D, zeros beyond the ends.
+// Access to rows of the caller's tensors: any strides, any head_dim up to D, zeros beyond the ends.
 #pragma once
 
 #include <sage/layout/swizzle.cuh>
@@ -8,7 +8,7 @@
 
 namespace sage::attention {
 
-// Eight channels, out of 16 bytes and back.
+// Converts eight 16-bit channels, packed in 16 bytes, to floats and back.
 template <class T>
 __device__ __forceinline__ void unpack_8(const uint4& words, float (&x)[8]) {
 #pragma unroll
@@ -20,7 +20,7 @@ __device__ __forceinline__ uint4 pack_8(const float (&x)[8]) {
                     ptx::pack_16<T>(x[6], x[7]));
 }
 
-// The tokens of one head.
+// The tokens of one segment and head, as the rows of a matrix.
 template <class T>
 struct Rows {
   T* data;
@@ -35,10 +35,10 @@ struct Rows {
 
   __device__ __forceinline__ T* at(int row, int column) const { return data + row * token + column * channel; }
 
-  // Starts later.
+  // Drops the first `channels` channels: column 0 is then the channel that had this number.
   __device__ __forceinline__ void skip_channels(int channels) { data += channels * channel, head_dim -= channels; }
 
-  // Eight channels from `column` on as 16 bytes, zeros beyond the ends.
+  // Reads eight channels from `column` on, as 16 bytes; zeros beyond the ends.
   __device__ __forceinline__ uint4 load_8(int row, int column) const {
     uint4 words = make_uint4(0, 0, 0, 0);
     if (row >= count || column >= head_dim) return words;
@@ -50,7 +50,7 @@ struct Rows {
     return words;
   }
 
-  // The way back, of an output.
+  // Writes eight channels of an output from `column` on; those beyond the ends are dropped.
   __device__ __forceinline__ void store_8(int row, int column, uint4 words) const {
     if (row >= count || column >= head_dim) return;
     if (vector) {
@@ -62,7 +62,7 @@ struct Rows {
     }
   }
 
-  // Two neighbouring channels of an output.
+  // Writes two neighbouring channels of an output, rounded to T.
   __device__ __forceinline__ void store_2(int row, int column, float a, float b) const {
     if (row >= count) return;
     if (vector && column < head_dim) {
@@ -74,8 +74,8 @@ struct Rows {
   }
 };
 
-// Copies ROWS rows of D channels, from row `first` on, into swizzled shared memory. Asynchronous where 16-byte copies
-// work; visible after cp_async_wait and a barrier either way.
+// Copies ROWS rows of D channels, from row `first` on, into swizzled shared memory. The copies are asynchronous where 16-byte
+// copies work; either way they are visible after cp_async_wait and a barrier.
 template <int ROWS, int D, int THREADS, class T>
 __device__ __forceinline__ void copy_rows(uint32_t shared, const Rows<T>& rows, int first, int thread) {
   constexpr int CHUNKS = D / 8, STEP = THREADS / CHUNKS;
@@ -94,7 +94,8 @@ __device__ __forceinline__ void copy_rows(uint32_t shared, const Rows<T>& rows, 
   }
 }
 
-// Copies a tile of codes, BYTES of them, which lie in memory as they do in shared memory; zeros if it does not exist.
+// Copies a tile of BYTES codes, which have the same layout in global and in shared memory; writes zeros if the tile does not
+// exist.
 template <int BYTES, int THREADS>
 __device__ __forceinline__ void copy_tile(uint32_t shared, const int8_t* tile, int thread, bool exists = true) {
   shared += thread * 16, tile += thread * 16;
@@ -103,7 +104,7 @@ __device__ __forceinline__ void copy_tile(uint32_t shared, const int8_t* tile, i
     if (i + THREADS * 16 <= BYTES || i + thread * 16 < BYTES) ptx::cp_async_16(shared + i, tile + i, exists);
 }
 
-// Copies VALUES values of each query of a tile: minus the log-sum-exp, then minus delta, then the row's sum.
+// Copies VALUES values for each query of a tile: minus its log-sum-exp, then minus its delta, then its row sum.
 template <int VALUES = 2, class Tile>
 __device__ __forceinline__ void copy_row_state(uint32_t shared, const params::Backward& p, const Tile& tile, int thread) {
   constexpr int CHUNKS = 64 / 4;

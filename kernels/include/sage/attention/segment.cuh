@@ -1,18 +1,18 @@
-// One independent attention problem: a batch entry or a packed document. The same as Segment in
-// candle-sage/src/shape.rs.
+// A segment is one independent attention problem: a batch entry or a packed document, as Segment is in
+// candle-sage/src/shape.rs. This file also maps block indices to segments and heads.
 #pragma once
 
 #include <sage/params/attention.cuh>
 
 namespace sage::attention {
 
-// Tokens that share a scale, and the unit of every padded buffer.
+// Tokens of a tile: those of Q, K or V that share an INT8 scale, and the unit in which padded buffers are allocated.
 constexpr int TILE = 64;
 
 struct Segment {
   int batch;
   int query_start, query_len, key_start, key_len;
-  int query_tile, key_tile;  // its first tile in padded buffers
+  int query_tile, key_tile;  // the segment's first tile in padded buffers
   bool causal;
 
   Segment() = default;
@@ -34,7 +34,8 @@ struct Segment {
   __device__ __forceinline__ int query_tiles() const { return (query_len + TILE - 1) / TILE; }
   __device__ __forceinline__ int key_tiles() const { return (key_len + TILE - 1) / TILE; }
 
-  // How many keys query `i` attends to: always the first ones. Aligned at the end, as in FlashAttention.
+  // The number of keys that query `i` attends to: always the first keys of the segment. The causal mask is aligned at the end,
+  // as in FlashAttention: the last query sees all keys.
   __device__ __forceinline__ int visible_keys(int i) const {
     return causal ? min(max(i + 1 + key_len - query_len, 0), key_len) : key_len;
   }
@@ -45,12 +46,12 @@ struct Segment {
   }
 };
 
-// Tokens of a block of a selection: candle-sage/src/selection.rs.
+// Tokens of a block of queries or of keys in a selection (candle-sage/src/selection.rs).
 constexpr int SELECTION_BLOCK = 128;
 
 __device__ __forceinline__ int selection_blocks(int tokens) { return (tokens + SELECTION_BLOCK - 1) / SELECTION_BLOCK; }
 
-// The first of a segment's blocks among those of all.
+// The number of a segment's first selection block among the blocks of all segments.
 __device__ __forceinline__ int first_query_block(const params::Shape& shape, int segment) {
   return shape.segments ? shape.segments[segment].query_block : segment * selection_blocks(shape.query_len);
 }
@@ -58,7 +59,7 @@ __device__ __forceinline__ int first_key_block(const params::Shape& shape, int s
   return shape.segments ? shape.segments[segment].key_block : segment * selection_blocks(shape.key_len);
 }
 
-// The segment that owns a tile of the padded buffers.
+// The index of the segment that owns a tile of the padded buffers.
 template <bool QUERY>
 __device__ inline int segment_of_tile(const params::Shape& shape, int tile) {
   if (!shape.segments) return tile / (((QUERY ? shape.query_len : shape.key_len) + TILE - 1) / TILE);
@@ -71,8 +72,9 @@ __device__ inline int segment_of_tile(const params::Shape& shape, int tile) {
   return low;
 }
 
-// Which head of which segment a block works on, and its tile there, number 0 first. Blocks start in the order of their
-// index: `heads_at_once` heads side by side, tile by tile, then the next heads.
+// The head, segment and tile (of `tiles`, counted from 0) that a block works on. Blocks start in the order of their index, so
+// the index runs over `heads_at_once` heads first, then over tiles, then over the next heads: blocks that run together then
+// read the same few heads, which stay in the second-level cache.
 struct Place {
   int head, segment, tile;
 

@@ -1,7 +1,7 @@
-// The running softmax of a warp's 16 M queries, and the mask.
+// The online softmax of a warp's 16 M queries, and the mask.
 //
-// A lane holds 2 M of the rows, 16 m + 8 h + g (m < M, h = 0, 1; g = lane / 4), as number 2m + h, and of each a quarter
-// of the columns.
+// A lane holds a quarter of the columns of 2 M rows: row 16 m + 8 h + g (m < M; h = 0, 1; g = lane / 4) is its row number
+// r = 2 m + h.
 #pragma once
 
 #include <math_constants.h>
@@ -10,7 +10,7 @@
 
 namespace sage::attention {
 
-// Largest of the four lanes of a row.
+// The maximum, or the sum, over the four lanes that share a row.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -24,16 +24,18 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The row that has number `r` in this lane.
+// The row, of the warp's 16 M, that is row number `r` of this lane.
 __device__ __forceinline__ int row_of(int r, int lane) { return (r >> 1) * 16 + (r & 1) * 8 + lane / 4; }
 
-// Writes `hidden` over the keys, `first_key` and on, that a query, `first_query` and on, does not see.
+// Masks the logits of one tile: writes `hidden` where a query, counted from `first_query`, does not see a key, counted from
+// `first_key`.
 template <int M, class X>
 __device__ __forceinline__ void mask(X (&x)[M][8][4], const Segment& segment, int first_query, int first_key, int lane,
                                      X hidden) {
 #pragma unroll
   for (int r = 0; r < 2 * M; ++r) {
-    // Opaque: else all comparisons are made at once, and more of them than there are registers for.
+    // Opaque, so that ptxas compares row by row: otherwise it makes all comparisons first, and has no registers for their
+    // results.
     int visible =
         ptx::opaque(segment.visible_keys(first_query + row_of(r, lane)) - first_key - 2 * (lane & 3));
 #pragma unroll
@@ -44,14 +46,15 @@ __device__ __forceinline__ void mask(X (&x)[M][8][4], const Segment& segment, in
   }
 }
 
-// Two values for each of a lane's rows. Touched once a tile, they are kept in shared memory where registers are short.
+// Two values for each of a lane's rows. They are read and written only once a tile, so they stay in shared memory (SHARED)
+// where registers are short.
 template <int ROWS, int THREADS, bool SHARED>
 struct RowState {
   float* memory;  // (value, row, thread)
   float registers[SHARED ? 1 : 2 * ROWS];
   static constexpr int BYTES = SHARED ? 2 * ROWS * THREADS * 4 : 0;
-  static constexpr int SUM = 0;    // this lane's part of sum 2^(logit - reference)
-  static constexpr int MAGIC = 1;  // what the numerics keeps besides
+  static constexpr int SUM = 0;    // this lane's share of the row's sum of 2^(logit - reference)
+  static constexpr int MAGIC = 1;  // what MAGIC has added to the row's accumulator, in units of MAGIC (SageBwd on mma.sync)
 
   __device__ __forceinline__ explicit RowState(unsigned char* at) : memory(reinterpret_cast<float*>(at) + threadIdx.x) {
 #pragma unroll
@@ -62,12 +65,12 @@ struct RowState {
   }
 };
 
-// The reference follows the maximum only when it falls behind by more than SLACK: with 8 the accumulator is rescaled
-// rarely, and 2^8 is far from any overflow.
+// The reference of a row, which its exponents are relative to, is raised to the row's maximum only when it lies more than SLACK
+// below it: with 8 the accumulator is rescaled rarely, and 2^8 is far from any overflow.
 template <int D, int M, int THREADS, bool SHARED, int OUTPUTS = 1, int SLACK = 8>
 struct Softmax {
   using State = RowState<2 * M, THREADS, SHARED>;
-  float reference[2 * M];  // what exponents are taken relative to: at most SLACK under the largest logit so far
+  float reference[2 * M];  // of each row: at most SLACK below its largest logit so far
   float acc[OUTPUTS * M][D / 8][4];  // (output, m): sum 2^(logit - reference) v
   State state;
 
@@ -82,13 +85,14 @@ struct Softmax {
         for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.0f;
   }
 
-  // Lets the reference catch up with the maxima of the next columns.
+  // Raises the references for the maxima of the next columns, and rescales the accumulator if any of them changed.
   __device__ __forceinline__ void follow(const float (&row_max)[2 * M]) {
     float decay[2 * M];
     if (__builtin_expect(catch_up(row_max, decay), false)) rescale(decay);
   }
 
-  // The same in two steps, for an accumulator under way: whether it is to be rescaled, and that.
+  // `follow` in two steps, for an accumulator that a product in flight still adds to: catch_up returns whether the accumulator
+  // must be rescaled, and by which `decay`; rescale does it once the product has ended.
   __device__ __forceinline__ bool catch_up(const float (&row_max)[2 * M], float (&decay)[2 * M]) {
     bool behind = false;
 #pragma unroll
@@ -113,7 +117,7 @@ struct Softmax {
         for (int i = 0; i < 2; ++i) acc[r >> 1][n][2 * (r & 1) + i] *= decay[r % (2 * M)];
   }
 
-  // The reference, or 0 where nothing is visible yet: every term is then 2^-inf, whatever is subtracted.
+  // The reference, or 0 while a row has seen no key: each of its terms is then 2^-inf = 0, and -inf - (-inf) would be NaN.
   __device__ __forceinline__ float shift(int r) const { return reference[r] == -CUDART_INF_F ? 0.0f : reference[r]; }
 };
 

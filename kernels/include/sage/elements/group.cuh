@@ -1,11 +1,11 @@
-// The threads that share a row, and sums over them.
+// The group of threads that shares a row, and reductions over it.
 #pragma once
 
 #include <stdint.h>
 
 namespace sage::elements {
 
-// A power of two of lanes: up to a warp with several groups in a block of whole warps, or else the whole block.
+// A power of two of lanes: up to a warp, with several groups in a block of whole warps, or else the whole block.
 struct Group {
   int lanes, lane, index, count;
   unsigned mask;
@@ -15,13 +15,14 @@ struct Group {
     mask = lanes >= 32 ? ~0u : ((1u << lanes) - 1) << (threadIdx.x % 32 / lanes * lanes);
   }
 
-  // All lanes get the same bits: partners add the same two numbers. Lanes of a group must come together.
+  // Reduces x over the group; all its lanes must call it. All lanes get the same bits, because both lanes of a shuffle combine
+  // the same two numbers.
   template <class X, class Combine>
   __device__ __forceinline__ X reduce(X x, Combine combine) const {
     for (int step = min(lanes, 32) / 2; step > 0; step /= 2) x = combine(x, __shfl_xor_sync(mask, x, step));
     if (lanes > 32) {
       __shared__ X warps[32];
-      __syncthreads();  // what the last call left has been read
+      __syncthreads();  // all threads have read what the last call left in `warps`
       if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
       __syncthreads();
       x = warps[0];
@@ -37,7 +38,7 @@ struct Group {
     return reduce(x, [](float a, float b) { return fmaxf(a, b); });
   }
 
-  // What lanes read before is read before any lane goes on.
+  // Waits for all lanes of the group, so that what they have read may be overwritten.
   __device__ __forceinline__ void sync() const {
     if (lanes > 32) __syncthreads(); else __syncwarp(mask);
   }
@@ -50,8 +51,8 @@ __device__ __forceinline__ float inverse_rms(const Group& group, int width, floa
   each([&](float x) { sum = fmaf(x, x, sum); });
   float mean = group.sum(sum) / width;
   if (isfinite(mean)) return 1.0f / sqrtf(mean + eps);
-  // Squares of elements above 1.8e19 overflow; far below they cannot. (An infinite mean now becomes NaN: there is no row
-  // of infinite elements to be normalized.)
+  // Squares of elements above 1.8e19 overflow, so that the second pass scales the row by 2^-80, where no square does. A mean
+  // that is infinite even now becomes NaN: a row with infinite elements has no normalization.
   constexpr float SMALL = 1.0f / (1ull << 40) / (1ull << 40);
   sum = 0.0f;
   each([&](float x) { sum = fmaf(x * SMALL, x * SMALL, sum); });

@@ -1,4 +1,4 @@
-// Neighbouring elements of any float type, moved at once.
+// Packs: neighbouring elements of any float type that are loaded and stored at once.
 #pragma once
 
 #include <sage/ptx/math.cuh>
@@ -24,7 +24,7 @@ struct Words<16> {
   using Type = uint4;
 };
 
-// V elements, aligned to their size in memory. V is 16 / sizeof(T) where rows start on 16 bytes, else 1.
+// V elements, aligned to their total size in memory. V is 16 / sizeof(T) where rows start on 16 bytes, else 1.
 template <class T, int V>
 struct Pack {
   using Word = typename Words<V * sizeof(T)>::Type;
@@ -53,7 +53,7 @@ struct Pack {
 
 template <int V, class T>
 __device__ __forceinline__ void load_floats(const T* at, float (&x)[V]) {
-  constexpr int N = V * sizeof(T) < 16 ? V : 16 / sizeof(T);  // of one load
+  constexpr int N = V * sizeof(T) < 16 ? V : 16 / sizeof(T);  // elements of one load
 #pragma unroll
   for (int i = 0; i < V; i += N) {
     Pack<T, N> pack = Pack<T, N>::load(at + i);
@@ -74,10 +74,10 @@ __device__ __forceinline__ void store_floats(T* at, const float (&x)[V]) {
   }
 }
 
-// What a weight's element type is called on both sides: `Float` of candle-sage/src/cuda/ops/tensor.rs.
+// The element types' numbers, which the host shares: `Float` of candle-sage/src/cuda/ops/tensor.rs.
 enum Type : int { F32 = 0, F16 = 1, BF16 = 2 };
 
-// Elements of a small tensor whose type is its own; they stay in the cache.
+// Loads elements of a weight, whose type need not be that of the rows. A weight is small and stays in the cache.
 template <int V>
 __device__ __forceinline__ void load_weight(const void* weight, int type, int at, float (&x)[V]) {
   if (type == F32) {
@@ -89,13 +89,14 @@ __device__ __forceinline__ void load_weight(const void* weight, int type, int at
   }
 }
 
-// A number as a type.
+// A number as a type, so that a lambda can take it as a constant.
 template <int N>
 struct Count {
   static constexpr int V = N;
 };
 
-// Runs body(at, Count<V>) for the packs of `len` elements, one a thread, and body(at, Count<1>) for what is left.
+// Calls body(at, Count<V>) for the packs of `len` elements, one a thread, and body(at, Count<1>) for the elements after the
+// last whole pack.
 template <int V, class Body>
 __device__ __forceinline__ void each_pack(int64_t len, Body body) {
   int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * V;
@@ -108,7 +109,7 @@ __device__ __forceinline__ void each_pack(int64_t len, Body body) {
 
 }  // namespace sage::elements
 
-// Defines kernels of all float types, for packs of 16 bytes and for single elements: `KERNEL(name, T, V)`.
+// Defines the kernels of all float types, for packs of 16 bytes and for single elements, by `KERNEL(name, T, V)`.
 #define SAGE_FLOAT_KERNELS(KERNEL)  \
   KERNEL(f32_vector, float, 4)          \
   KERNEL(f32_single, float, 1)          \

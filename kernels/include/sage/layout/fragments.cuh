@@ -1,7 +1,8 @@
-// Fragments out of swizzled shared memory. A matrix is named by its rows in shared memory and ROW_BYTES.
+// Readers of fragments from swizzled shared memory. A matrix is given by the address of its rows in shared memory and
+// ROW_BYTES.
 //
-// All walks have the same form: `Lane` holds what depends on the lane, and the rest of an address is constant after
-// unrolling: chunks are xor-ed, rows are added.
+// All readers have the same form: `address` holds the part of an address that depends on the lane, and the rest is constant
+// after unrolling: chunks are xor-ed, rows are added.
 #pragma once
 
 #include <sage/layout/swizzle.cuh>
@@ -9,7 +10,8 @@
 
 namespace sage::layout {
 
-// Reads 16 rows x 32 bytes: the four 8 x 16-byte matrices in the order of the registers.
+// Reads 16 rows x 32 bytes by one ldmatrix; its four matrices of 8 rows x 16 bytes come in the order of the operand's
+// registers:
 //   A operand (16 rows of A, 32 bytes of reduction): (rows 0-7, low), (rows 8-15, low), (rows 0-7, high), ...
 //   B operand (two column tiles of 8):               (tile 0, low), (tile 0, high), (tile 1, low), (tile 1, high)
 template <int ROW_BYTES, bool B>
@@ -21,12 +23,12 @@ struct Reader {
     int half = B ? matrix & 1 : matrix >> 1;
     address = base + swizzled<ROW_BYTES>(row, half);
   }
-  // `row` is a multiple of 16, `step` counts 32 bytes along the row. `base` must be a multiple of the row size rounded
-  // up to 128 bytes, so that the xor stays inside the row.
+  // `row` is a multiple of 16, so that it does not change the swizzle; `step` counts 32 bytes along the row. `base` must be a
+  // multiple of the row size rounded up to 128 bytes, so that the xor stays inside the row.
   __device__ __forceinline__ void load(uint32_t (&r)[4], int row, int step) const {
     ptx::ldmatrix(r, (address ^ (step << 5)) + row * ROW_BYTES);
   }
-  // The way back, from registers to shared memory.
+  // The inverse of `load`: stores registers to shared memory.
   __device__ __forceinline__ void store(const uint32_t (&r)[4], int row, int step, int lane) const {
     ptx::stmatrix(r, (address ^ (step << 5)) + row * ROW_BYTES, lane);
   }
@@ -37,7 +39,8 @@ using ReaderA = Reader<ROW_BYTES, false>;
 template <int ROW_BYTES>
 using ReaderB = Reader<ROW_BYTES, true>;
 
-// Reads a 16-bit matrix stored with the reduction along its rows: 16 of the reduction x 16 columns (32 bytes).
+// Reads a 16-bit matrix whose rows are the steps of the reduction, by one transposing ldmatrix: 16 of the reduction x 16
+// columns (32 bytes).
 //   A^T stored (rows = reduction, columns = rows of A): (k 0-7, m 0-7), (k 0-7, m 8-15), (k 8-15, m 0-7), ...
 //   B stored (rows = reduction, columns = columns of B): (k 0-7, n 0-7), (k 8-15, n 0-7), (k 0-7, n 8-15), ...
 template <int ROW_BYTES, bool B>

@@ -1,33 +1,33 @@
-// How NVFP4 codes lie in memory and in shared memory, tile by tile of 64 tokens: rows of codes, two a byte, swizzled, and
-// behind them a row of scales for each, a byte for 16 codes.
+// The layout of NVFP4 codes in global and in shared memory, in tiles of 64 tokens: the rows of codes, two a byte, swizzled, and
+// behind them a row of scales for each, one byte for 16 codes.
 //
-// A product sums over keys in any order, as long as both operands use the same. In an accumulator a lane holds columns
-// 8n + 2t and 8n + 2t + 1 (t = lane % 4), an operand of P wants keys 8t to 8t + 7 and 32 + 8t to 32 + 8t + 7: so K's rows
-// change places, and the accumulators of a lane are its keys, in order. V's keys stay where they are, and groups of 16
-// are neighbours.
+// A product may sum over keys in any order, as long as both operands use the same order. A lane of an accumulator holds columns
+// 8n + 2t and 8n + 2t + 1 (t = lane % 4), whereas an operand of P wants keys 8t to 8t + 7 and 32 + 8t to 32 + 8t + 7. K's rows
+// are therefore permuted, so that the accumulators of a lane belong to these keys, in order. V's keys are not permuted, and its
+// groups of 16 are neighbouring tokens.
 #pragma once
 
 #include <sage/layout/swizzle.cuh>
 
 namespace sage::layout {
 
-// Where key `key` of a tile's 64 is among its rows.
+// The row of a tile that holds key `key` of its 64.
 __host__ __device__ constexpr int row_of_key(int key) {
   int t = key >> 3 & 3, slot = (key & 7) + 8 * (key >> 5);
   return 8 * (slot >> 1) + 2 * t + (slot & 1);
 }
 
-// The key that number `slot`, 0 to 15, of a lane's accumulators belongs to.
+// The key that accumulator `slot`, 0 to 15, of lane t = lane % 4 belongs to.
 __host__ __device__ constexpr int key_of_slot(int slot, int t) { return 8 * t + slot + (slot < 8 ? 0 : 24); }
 
 static_assert(row_of_key(key_of_slot(0, 3)) == 6 && row_of_key(key_of_slot(3, 1)) == 11 && row_of_key(63) == 63);
 
-// Tiles of D channels, in bytes. Of Q and K a row is a token, of V a channel.
+// Sizes of a tile of D channels, in bytes. A row of Q and K is a token, a row of V is a channel.
 template <int D>
 struct Nvfp4Tile {
   static constexpr int ROW = D / 2, SCALES = D / 16, V_ROW = 32, V_SCALES = 4;
-  static constexpr int CODES_BYTES = 64 * ROW;     // of V as many
-  static constexpr int SCALES_BYTES = 64 * SCALES;  // of V as many
+  static constexpr int CODES_BYTES = 64 * ROW;     // the same for V
+  static constexpr int SCALES_BYTES = 64 * SCALES;  // the same for V
   static constexpr int BYTES = CODES_BYTES + SCALES_BYTES;
   static_assert(D * V_ROW == CODES_BYTES && D * V_SCALES == SCALES_BYTES);
 };

@@ -1,13 +1,15 @@
-// Where a 16-byte chunk of a row lies in shared memory, so that eight rows of one column of chunks lie in different
-// banks: what `ldmatrix` reads at once never collides. Codes lie like this in memory too, tile by tile.
+// The swizzle: the place of a 16-byte chunk of a row in shared memory. Eight rows of one column of chunks lie in different
+// banks, so that the eight rows that `ldmatrix` reads at once have no bank conflict. Codes have the same layout in global
+// memory, tile by tile.
 #pragma once
 
 #include <stdint.h>
 
 namespace sage::layout {
 
-// Rows of ROW_BYTES = 32, 64 or a multiple of 128. The chunk number is xor-ed with a function of the row: 128 bytes are
-// all banks, so rows of 128 bytes and more differ in their last three bits; two rows of 64, or four of 32, share a line.
+// What the chunk number is xor-ed with, for rows of ROW_BYTES = 32, 64 or a multiple of 128. 128 bytes are all banks: eight
+// neighbouring rows of 128 bytes and more must differ in the last three bits of the chunk number; two rows of 64 bytes, or four
+// of 32, share a line of 128.
 template <int ROW_BYTES>
 __device__ __forceinline__ int chunk_mask(int row) {
   static_assert(ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES % 128 == 0, "rows of 32, 64 or n x 128 bytes");

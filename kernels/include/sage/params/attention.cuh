@@ -1,5 +1,5 @@
-// What crosses from the host for attention. Mirrored byte for byte in candle-sage/src/cuda/params.rs: offsets are
-// asserted on both sides.
+// Arguments of the attention kernels, filled by the host. candle-sage/src/cuda/params.rs has the same structs byte for byte;
+// both sides assert the offsets.
 #pragma once
 
 #include <stddef.h>
@@ -7,25 +7,26 @@
 
 namespace sage::params {
 
-// A (batch, token, head, channel) tensor of 16-bit elements; strides in elements.
+// A (batch, token, head, channel) tensor of 16-bit elements; strides are in elements.
 struct View {
   void* data;
   int64_t batch;
   int64_t token;
   int64_t head;
   int64_t channel;
-  int32_t vector;  // rows start on 16 bytes, channels are neighbours and come in eights: 16-byte loads work
-  int32_t mapped;  // of q in the forward and dout in the backward: TensorMaps of all that is read a tile at a time go along
+  int32_t vector;  // 1: 16-byte loads work, as rows start on 16 bytes and channels are neighbours, a multiple of 8
+  int32_t mapped;  // 1 in Forward::q: q_map, k_map and v_map are valid; 1 in Backward::dout: dout_map is valid, and q_map if Q
+                   // is read in 16 bit
 };
 
-// How a (batch, token, head, channel) tensor is copied a tile at a time, 64 tokens x 64 channels of one head, zeros beyond
-// its ends: what cuTensorMapEncodeTiled makes, for Hopper.
+// A tensor map (CUtensorMap), made by cuTensorMapEncodeTiled for TMA copies on Hopper: tiles of 64 tokens x 64 channels of one
+// head of a (batch, token, head, channel) tensor, with zeros beyond the tensor's ends.
 struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 
-// One packed document; tokens count from the start of the tensor, tiles from the start of the padded buffers, blocks of a
-// selection from that of its lists.
+// One packed document. Tokens count from the start of the tensor, tiles from the start of the padded buffers, and blocks of a
+// selection from the start of its lists.
 struct Segment {
   int32_t query_start;
   int32_t query_len;
@@ -37,9 +38,9 @@ struct Segment {
   int32_t key_block;
 };
 
-// What the tensors are: candle-sage/src/shape.rs.
+// The dimensions of the problem: candle-sage/src/shape.rs.
 struct Shape {
-  const Segment* segments;  // null: every batch entry is one, of the lengths below
+  const Segment* segments;  // packed documents; null: each batch entry is a segment, of the lengths below
   int32_t segment_count;
   int32_t query_len;    // of the longest segment
   int32_t key_len;      // of the longest segment
@@ -48,37 +49,38 @@ struct Shape {
   int32_t head_dim;
   int32_t causal;
   float softmax_scale;
-  int32_t query_tiles;  // 64-token tiles of all segments
+  int32_t query_tiles;  // tiles of 64 tokens, of all segments
   int32_t key_tiles;
-  int32_t heads_at_once;  // whose blocks run side by side: what they share should stay in the cache
+  int32_t heads_at_once;  // (head, segment) pairs whose blocks run side by side: what they share should fit the L2 cache
   int32_t padding;
 };
 
-// Codes and scales, in padded tiles of 64 tokens: (head, tile, ...). A tile of codes is [64][D], transposed [D][64],
-// swizzled as in shared memory (layout/swizzle.cuh).
+// Codes and scales, in padded tiles of 64 tokens: (head, tile, ...). A tile of codes is [64][D], or [D][64] where it is
+// transposed, swizzled as in shared memory (layout/swizzle.cuh).
 struct Codes {
   int8_t* q;
   int8_t* k;
   int8_t* v_transposed;
-  float* q_dequant_scale;  // dequant_scale, one a tile
+  float* q_dequant_scale;  // (head, tile)
   float* k_dequant_scale;
   float* v_dequant_scale;
-  float* q_mean;       // (head, tile, D): what was taken out of Q; null without Q smoothing
-  float* k_mean;       // (head, segment, D): what was taken out of K; null without smoothing
-  float* k_tile_sums;  // (head, tile, D): on the way to the mean
+  float* q_mean;       // (head, tile, D): the mean that was subtracted from Q; null without Q smoothing
+  float* k_mean;       // (head, segment, D): the mean that was subtracted from K; null without smoothing
+  float* k_tile_sums;  // (head, tile, D): sums over a tile's tokens, from which k_mean is computed
 };
 
-// A key block's user: a block of queries that sees it, and which of that one's blocks it is.
+// A user of a block of keys: a block of queries whose list has it, and its place in that list.
 struct User {
   uint32_t block;
   uint32_t rank;
 };
 
-// Which blocks of 128 keys each block of 128 queries sees: candle-sage/src/selection.rs. Blocks are those of all segments.
+// A selection: which blocks of 128 keys each block of 128 queries sees (candle-sage/src/selection.rs). Blocks of all segments
+// are numbered together in these arrays, and from 0 inside a segment in their values.
 struct Lists {
-  const uint32_t* seen;         // (key head, block of queries, stride): how many, and which, ascending; null: all
-  const User* users;            // the same by blocks of keys, ascending in each
-  const uint32_t* first_users;  // (key head, block of keys, and one more): where its users begin
+  const uint32_t* seen;         // (key head, block of queries, stride): count, then blocks of keys, ascending; null: no selection
+  const User* users;            // the inverse: the users of each block of keys, ascending
+  const uint32_t* first_users;  // (key head, key_blocks + 1): index of a block's first user in `users`
   int32_t stride;
   int32_t query_blocks;
   int32_t key_blocks;
@@ -90,16 +92,16 @@ struct Forward {
   View k;
   View v;
   View out;
-  float* minus_lse2;  // (head, padded token): minus the base-2 log-sum-exp, -inf where there is nothing to go back to;
-                      // null: not wanted
-  int32_t* scheduler_counter;   // with one block a multiprocessor: pieces of work taken beyond the first of each; else null
+  float* minus_lse2;           // (head, padded token): minus the base-2 log-sum-exp; -inf for padding and for queries that see no
+                               // key, so that their P is 0 in the backward. Null: not wanted.
+  int32_t* scheduler_counter;  // persistent kernels: work items handed out beyond each block's first; else null
   Codes codes;
   Shape shape;
-  View high_precision_out;  // Attn-QAT: from P that is not quantized; data null: not wanted
-  float* row_sums;          // Attn-QAT, (head, padded token): sum of a row's probabilities relative to what they are
-                            // quantized to, 1 where there is nothing to go back to; null: not wanted
-  float p_lift;             // Attn-QAT: P is relative to 2^(ceil(largest logit) - p_lift),
-  int32_t p_literal;        // or to 2^(largest logit), and in the backward to its sum
+  View high_precision_out;     // Attn-QAT: O of unquantized P; data null: not wanted
+  float* row_sums;             // Attn-QAT, (head, padded token): row sum of P relative to its reference; 1 with p_literal, for
+                               // padding and for queries that see no key. Null: not wanted.
+  float p_lift;                // Attn-QAT: P is quantized relative to the reference 2^(ceil(largest logit) - p_lift),
+  int32_t p_literal;           // or, with p_literal, 2^(largest logit), and in the backward relative to its row sum
   Lists lists;
   TensorMap q_map;
   TensorMap k_map;
@@ -116,24 +118,25 @@ struct Backward {
   View dk;
   View dv;
   const float* minus_lse2;
-  float* minus_delta;       // (head, padded token): -rowsum(dO o O)
-  float* dq_accum;           // (head, tile, 64 D) f32, in the order of fragments: see DqAccumulator of attention/backward.cuh
-  int8_t* q_transposed;     // (head, tile): [D][64], permuted
-  int8_t* dout_transposed;  // the same
-  float* dout_dequant_scale;        // (head, tile, D): dequant_scale of each channel
-  int32_t* dq_semaphore;           // deterministic: (head, tile), how many key tiles have added, then the ticket counter
+  float* minus_delta;         // (head, padded token): -rowsum(dO o O)
+  float* dq_accum;            // (head, tile, 64 D) f32: sums of dQ, fragment order of DqAccumulator (mainloop/backward_sm80.cuh)
+  int8_t* q_transposed;       // (head, tile): [D][64], tokens permuted
+  int8_t* dout_transposed;    // the same
+  float* dout_dequant_scale;  // (head, tile, D): one a channel
+  int32_t* dq_semaphore;      // deterministic: (head, tile), how many blocks of keys have added to dQ; then the counter that
+                              // hands out block indices. Else null.
   Codes codes;
   Shape shape;
-  int32_t group;       // keys that share a scale of P and of dS, and queries one of dS: 1, 2, 4, ... 64
-  int32_t dout_group;  // channels that share a scale of dO
-  int32_t dq_parts;    // of the channels: how dq_accum lies inside a tile, (part, 16 queries, 8 channels)
+  int32_t group;              // keys that share a scale of P and dS (for dK), queries that share one of dS (for dQ): 1, 2, .. 64
+  int32_t dout_group;         // channels that share a scale of dO
+  int32_t dq_parts;           // parts that the channels of a tile of dq_accum are divided into: (part, 16 queries, 8 channels)
   const float* row_sums;
   Lists lists;
   TensorMap q_map;
   TensorMap dout_map;
 };
 
-// Q, K and V as Attn-QAT's products take them, in 16 bit: less K's mean, and rounded to NVFP4.
+// Attn-QAT: rounds Q, K and V to NVFP4 values in 16 bit, K after its mean is subtracted.
 struct FakeQuantize {
   View q;
   View k;
@@ -143,8 +146,8 @@ struct FakeQuantize {
   View v_to;
   const float* k_mean;  // (head, segment, D); null without smoothing
   Shape shape;
-  int32_t quantize;      // 0: rounded to 16 bit alone
-  int32_t value_tokens;  // groups of V along the tokens, else along the channels
+  int32_t quantize;      // 0: only rounds to 16 bit
+  int32_t value_tokens;  // 1: groups of V lie along the tokens; 0: along the channels
 };
 
 static_assert(sizeof(View) == 48 && offsetof(View, vector) == 40);

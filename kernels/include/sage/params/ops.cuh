@@ -1,5 +1,5 @@
-// What crosses from the host for all ops but attention. Mirrored byte for byte in candle-sage/src/cuda/ops/params.rs:
-// offsets are asserted on both sides.
+// Arguments of the kernels of all ops but attention, filled by the host. candle-sage/src/cuda/ops/params.rs has the same
+// structs byte for byte; both sides assert the offsets.
 #pragma once
 
 #include <stddef.h>
@@ -7,24 +7,24 @@
 
 namespace sage::params {
 
-// Rows without gaps.
+// Rows have no gaps.
 struct RmsNorm {
   const void* x;
   const void* weight;
   const void* dy;    // backward only
-  const void* residual;  // null, or what is added: to x before the norm, or to dx
+  const void* residual;  // null, or the residual stream: added to x before the norm in the forward, to dx in the backward
   void* sum;         // forward with a residual: x + residual
   void* out;         // y, or dx
-  float* partials;   // (blocks, width): each block's part of the weight's gradient; backward only
+  float* partials;   // (blocks, width): the sum of each block's rows for the weight's gradient; backward only
   int32_t rows;
   int32_t width;
-  int32_t lanes;     // threads of a row
+  int32_t lanes;     // threads that share a row
   int32_t weight_type;
   float eps;
   int32_t padding;
 };
 
-// A column of sums: out[c] = sum over parts of partials[part][c].
+// Sums of columns: out[c] = sum over parts of partials[part][c].
 struct PartialSums {
   const float* partials;
   void* out;
@@ -32,7 +32,7 @@ struct PartialSums {
   int32_t width;
 };
 
-// sum[c] = parts[0][c] + .. + parts[place - 1][c] + sum[c] + parts[place][c] + ..
+// sum[c] = parts[0][c] + .. + parts[place - 1][c] + sum[c] + parts[place][c] + .., in this order.
 struct SumInOrder {
   const float* parts;  // (count, width)
   float* sum;
@@ -41,7 +41,7 @@ struct SumInOrder {
   int32_t place;
 };
 
-// Strides in elements; channels are neighbours.
+// A (batch, token, head, channel) tensor; strides are in elements, channels are neighbours.
 struct Heads {
   void* data;
   int64_t batch;
@@ -50,57 +50,57 @@ struct Heads {
 };
 
 struct Rope {
-  Heads x;            // what is rotated, or normalized and rotated
-  Heads dy;           // with norm, backward only
-  Heads out;          // batch entries follow one another
+  Heads x;            // the input of the rotation, or of the norm before it
+  Heads dy;           // the output's gradient: with norm, backward only
+  Heads out;          // batch entries lie one after the other
   const float* cos;   // (sequence, half)
   const float* sin;
-  const void* weight;  // (2 half); with norm only
+  const void* weight;  // (2 half): with norm only
   float* partials;     // as in RmsNorm
   int32_t tokens;      // of all batch entries
   int32_t sequence;
   int32_t heads;
   int32_t half;        // pairs of channels
-  int32_t lanes;       // threads of a head
+  int32_t lanes;       // threads that share a head
   int32_t interleaved;
   int32_t weight_type;
   float eps;
-  float direction;     // of the rotation: 1 or -1; without norm only
+  float direction;     // 1 or -1, times the angle: without norm only
   int32_t padding;
 };
 
-// Rows of so many columns, so many elements apart; dy and y have no gaps.
+// Rows of `columns` elements, whose starts are gate_row, up_row or out_row elements apart; dy and y have no gaps.
 struct SwiGlu {
   const void* gate;
   const void* up;
   const void* dy;  // backward only
   void* out;       // y, or dgate
   void* dup;       // backward only
-  void* y;         // backward only: null, or where y is wanted once more
+  void* y;         // backward only: null, or where the forward's y is written again
   int64_t len;
   int64_t columns;
   int64_t gate_row;
   int64_t up_row;
-  int64_t out_row;  // of dup too
+  int64_t out_row;  // also the stride of dup
 };
 
-// Ids of any integer type to places in a table.
+// Checks ids of any integer type, and converts them to row numbers of a table.
 struct CheckIds {
   const void* ids;
-  uint32_t* places;  // NO_PLACE where an id does not count
-  uint32_t* status;  // len - the first place of a bad id, 0 for none; how many ids count. Zeros before.
-  int64_t limit;     // ids are below
+  uint32_t* places;  // the row numbers; NO_PLACE for an id that is bad or ignored
+  uint32_t* status;  // two counters, zero before: len - (position of the first bad id), 0 if none is; number of valid ids
+  int64_t limit;     // valid ids are below it
   int64_t ignored;
-  int32_t ignores;   // whether there is an ignored id
+  int32_t ignores;   // 1: `ignored` is an id that is allowed and does not count
   int32_t len;
 };
 
 constexpr uint32_t NO_PLACE = ~0u;
 
-// One pass of a stable radix sort, by the digit at `shift`.
+// One pass of a stable radix sort, by the digit that starts at bit `shift`.
 struct SortIds {
   const uint32_t* ids;
-  const uint32_t* order;  // where each came from; null: the first pass
+  const uint32_t* order;  // the original position of each id; null in the first pass
   uint32_t* sorted_ids;
   uint32_t* sorted_order;
   uint32_t* counts;       // (tiles, digits)
@@ -110,34 +110,35 @@ struct SortIds {
 
 struct Embedding {
   const void* from;         // the table, or the output's gradient without gaps
-  const uint32_t* ids;      // forward: in order; backward: sorted
-  const uint32_t* order;    // backward: where each sorted id came from
-  uint32_t* starts;         // backward: (rows + 1), the first sorted id not below each row
-  float* pieces;            // backward: (len / PIECE, width), sums of pieces of one id
+  const uint32_t* ids;      // forward: in the order of the output's rows; backward: sorted
+  const uint32_t* order;    // backward: the original position of each sorted id
+  uint32_t* starts;         // backward: (rows + 1), the index of the first sorted id that is not below each row's number
+  float* pieces;            // backward: (len / PIECE, width), the sum of each piece of sorted ids that is of one id
   void* out;
-  int64_t row_stride;       // forward, of the table
+  int64_t row_stride;       // forward: strides of the table
   int64_t column_stride;
   int32_t len;              // ids
-  int32_t rows;             // of the table
+  int32_t rows;             // rows of the table
   int32_t width;
-  int32_t lanes;            // threads of a row
+  int32_t lanes;            // threads that share a row
 };
 
 struct CrossEntropy {
   const void* logits;       // (rows, classes) without gaps
-  void* gradient;           // may be the logits; of mean_loss: the mean
-  const uint32_t* targets;  // NO_PLACE where a target does not count
-  const uint32_t* status;   // of CheckIds
+  void* gradient;           // may be the memory of the logits; of mean_loss: the mean
+  const uint32_t* targets;  // NO_PLACE for a target that does not count
+  const uint32_t* status;   // CheckIds::status
   const float* dloss;       // backward only
   float* losses;            // (rows)
   float* lse;               // (rows): natural log-sum-exp
   int32_t rows;
   int32_t classes;
   int32_t lanes;
-  float z_loss;  // z: each row's loss has z lse^2 more
+  float z_loss;  // weight of the z-loss: z_loss lse^2 is added to each row's loss
 };
 
-// out = (or, to accumulate, +=) from * factor; the factor is dloss / ids that count, or 1 where dloss is null.
+// out = from * factor, or out += from * factor to accumulate. The factor is dloss / (number of targets that count), or 1 where
+// dloss is null.
 struct Scale {
   const void* from;
   void* out;
@@ -148,14 +149,14 @@ struct Scale {
   int32_t padding;
 };
 
-// partials: of each block; out: their sum.
+// `partials` holds the sum of each block, `out` the sum of these.
 struct SumOfSquares {
   const float* x;
   double* partials;
   double* out;
   int64_t len;
   int32_t parts;
-  int32_t vector;  // whether x starts on 16 bytes
+  int32_t vector;  // 1: x starts on 16 bytes
 };
 
 struct AdamW {
@@ -163,18 +164,18 @@ struct AdamW {
   float* mean;
   float* square;
   const float* gradient;
-  const double* sum_of_squares;  // of the gradient
-  void* copy;      // null, or the weights in 16 bits
+  const double* sum_of_squares;  // of the gradient: SumOfSquares::out
+  void* copy;      // null, or a copy of the weights in 16 bit, of copy_type
   int64_t len;
-  int64_t decayed;  // the first so many weights decay
-  float factor;    // of the gradient
-  float clip;      // the largest norm of the gradient times factor; infinity: any
+  int64_t decayed;  // number of weights, the first ones, that decay
+  float factor;    // factor of the gradient
+  float clip;      // largest allowed norm of gradient times factor; infinity: no clipping
   float beta1;
   float beta2;
   float rate;      // lr / (1 - beta1^step)
   float root;      // 1 / (1 - beta2^step)
   float eps;
-  float keep;      // 1 - lr decay
+  float keep;      // 1 - lr * weight decay
   int32_t copy_type;
   int32_t padding;
 };

@@ -1,9 +1,9 @@
-// The table of plans (plans.def) as kernels see it: a plan is a template argument of the numerics that it is for.
+// The table of plans (plans.def) for the kernels: the numerics of a kernel take its plan as a template argument.
 #pragma once
 
 namespace sage::params {
 
-// How one kernel runs; plans.def says what the numbers are.
+// The plan of one kernel; plans.def explains the numbers.
 struct Plan {
   int rows, threads, row_bytes, stages, shared_bytes;
   bool operator==(const Plan&) const = default;
@@ -12,7 +12,7 @@ struct Plan {
 enum Target : unsigned { SM80 = 1, SM86 = 2, SM90 = 4, SM100 = 8 };
 enum Visits : unsigned { EVERY = 1, LISTED = 2 };
 
-// What this compilation is for. (Of the pass for the host nothing is launched.)
+// The target of this compilation. The pass for the host launches nothing, so that its target does not matter.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 800
 constexpr Target TARGET = SM80;
 #elif __CUDA_ARCH__ == 900
@@ -40,7 +40,7 @@ constexpr PlanRow PLANS[] = {
 #undef SAGE_PLAN
 };
 
-// Bytes of shared memory that a plan may ask for.
+// The bytes of shared memory that a plan may ask for.
 consteval int shared_limit(Target target) {
 #define SAGE_TARGET(name, kib) \
   if (target == name) return kib * 1024;
@@ -58,8 +58,8 @@ consteval bool same_text(const char* a, const char* b) {
   return *a == *b;
 }
 
-// The plan of a kernel. One that the table lacks, or has twice, or that does not fit the target, is no constant expression:
-// a compile error that names this function.
+// The plan of a kernel. If the table has no row for it, or two, or a plan that does not fit the target, the call is no constant
+// expression, and the compiler's error names this function.
 consteval Plan plan(const char* kernel, int head_dim, Visits visits = EVERY, Target target = TARGET) {
   const PlanRow* found = nullptr;
   for (const PlanRow& row : PLANS) {

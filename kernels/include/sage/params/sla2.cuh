@@ -1,21 +1,21 @@
-// What crosses from the host for selections, their router, the linear tail and the mixture. Mirrored byte for byte in
-// candle-sage/src/cuda/params/sla2.rs: offsets are asserted on both sides.
+// Arguments of the kernels for selections, their router, the linear tail and the mixture, filled by the host.
+// candle-sage/src/cuda/params/sla2.rs has the same structs byte for byte; both sides assert the offsets.
 #pragma once
 
 #include <sage/params/attention.cuh>
 
 namespace sage::params {
 
-// The inverse of a selection's lists.
+// Inverts a selection's lists: finds the users of each block of keys.
 struct Users {
   Lists lists;
   User* users;            // (key head, query_blocks x (stride - 1))
   uint32_t* first_users;  // (key head, key_blocks + 1)
-  uint32_t* counts;       // (key head, key_blocks)
+  uint32_t* counts;       // (key head, key_blocks): the number of users
   Shape shape;
 };
 
-// The largest scores of each row.
+// Writes the lists of a selection: the blocks with the largest scores of each row.
 struct Choose {
   const float* scores;  // (key head, block of queries, columns)
   Lists lists;          // written
@@ -24,21 +24,21 @@ struct Choose {
   int32_t most;
 };
 
-// Means of blocks, of queries or of keys.
+// Means of the tokens of each block of queries, or of keys.
 struct Pool {
   View x;
   float* means;  // (key head, block, head_dim)
   Shape shape;
-  int32_t query;  // else of keys
-  int32_t heads;  // that share a mean
-  int32_t pool;   // queries up to a block's first, with a causal mask
+  int32_t query;  // 1: blocks of queries; 0: blocks of keys
+  int32_t heads;  // query heads that share a mean; 1 for keys
+  int32_t pool;   // causal: the queries of a mean, which end with the block's first query
   int32_t blocks;
 };
 
-// Where dense attention's mass lies.
+// Sums the probabilities of dense attention over each block of keys.
 struct Mass {
-  Forward forward;  // q, k, shape
-  float* mass;      // (key head, block of queries, columns), zeros before
+  Forward forward;  // of it the kernel reads q, k and shape
+  float* mass;      // (key head, block of queries, columns); zeros before
   int32_t query_blocks;
   int32_t columns;
 };
@@ -53,29 +53,29 @@ struct Linear {
   View dq;
   View dk;
   View dv;
-  void* states;       // (key head, block, D, D) in 16 bit: what lies before a block of queries, divided by its tokens; on the way back
-                      // what comes after a block of keys
-  float* sums;        // (key head, block, D): the same of the features alone
-  float* chunk_sums;  // (key head, segment, chunk, D + 1, D): of chunks of blocks
-  float* rows;        // (query head, padded query, 2): on the way back, factors of the output's gradient and of 1
+  void* states;       // (key head, block, D, D) in 16 bit: H of the tokens before a block of queries, divided by their number;
+                      // with `backward`, the sum over the queries after a block of keys, not divided.
+  float* sums;        // (key head, block, D): z, the same sums of the features alone
+  float* chunk_sums;  // (key head, segment, chunk, D + 1, D): H and z of each chunk of blocks
+  float* rows;        // (query head, padded query, 2): backward only, the query's factors of dO in H and of 1 in z
   Shape shape;
   int32_t blocks;        // of all segments
   int32_t chunks;        // of a segment
   int32_t chunk_blocks;
   int32_t backward;
-  int32_t add;  // gradients to what is there
+  int32_t add;  // 1: gradients are added to what dq, dk and dv hold
   int32_t padding;
 };
 
-// a sparse + (1 - a) tail.
+// out = a sparse + (1 - a) tail.
 struct Blend {
   View sparse;
   View tail;
-  View out;  // or dsparse
+  View out;  // in the backward: dsparse
   View dtail;
   View dout;
   const float* theta;
-  float* parts;   // (query head, block of queries): of dtheta
+  float* parts;   // (query head, block of queries): sums for dtheta
   float* dtheta;
   Lists lists;
   Shape shape;

@@ -1,4 +1,5 @@
-// Arithmetic that C++ has no name for.
+// Arithmetic instructions that C++ has no name for, one a function. All of them work on the calling thread's registers alone.
+// Quoted titles are sections of the PTX ISA manual.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,7 +10,7 @@
 
 namespace sage::ptx {
 
-// 2^x within 2 ulp; 2^-inf is 0.
+// ex2.approx.ftz.f32, "Floating Point Instructions: ex2": 2^x within 2 ulp; 2^-inf is 0.
 __device__ __forceinline__ float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -18,30 +19,33 @@ __device__ __forceinline__ float exp2(float x) {
 
 constexpr float LOG2_E = 1.44269504088896341f;
 
-// x, as something the compiler knows nothing about: it cannot tie it to an earlier computation.
+// Returns x through an empty asm statement, which the compiler cannot see into: addresses derived from the result are computed
+// anew instead of being hoisted out of the loop and kept in registers.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// x, which all lanes of the warp have: the compiler then knows it, and spends no register of each thread on it.
+// shfl.sync, "Data Movement and Conversion Instructions: shfl.sync": x from lane 0. All lanes of the warp call it with the same
+// x; the compiler then knows that the value is uniform and keeps it in one uniform register instead of one register a thread.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// 1 / x within 1 ulp.
+// rcp.approx.ftz.f32, "Floating Point Instructions: rcp": 1 / x within 1 ulp.
 __device__ __forceinline__ float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// The larger of |a| and |b|; a NaN wins.
+// max.NaN.f32, "Floating Point Instructions: max": the larger of |a| and |b|; a NaN wins.
 __device__ __forceinline__ float max_abs(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(fabsf(a)), "f"(fabsf(b)));
   return y;
 }
 
-// Two floats rounded to 16 bit, `low` in the low half.
+// cvt.rn.bf16x2.f32 or cvt.rn.f16x2.f32, "Data Movement and Conversion Instructions: cvt": two floats rounded to 16 bit, `low`
+// in the low half.
 template <class T>
 __device__ __forceinline__ uint32_t pack_16(float low, float high);
 
@@ -59,7 +63,8 @@ __device__ __forceinline__ uint32_t pack_16<__half>(float low, float high) {
   return packed;
 }
 
-// a * b + c of two values at once, each rounded once.
+// fma.rn.f16x2 or fma.rn.bf16x2, "Half Precision Floating Point Instructions: fma": a * b + c of two values at once, each
+// rounded once.
 template <class T>
 __device__ __forceinline__ uint32_t fma_2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
@@ -76,7 +81,7 @@ __device__ __forceinline__ uint32_t twice(float x) {
   return pack_16<T>(x, x);
 }
 
-// The smaller of two values at once.
+// min.f16x2 or min.bf16x2, "Half Precision Floating Point Instructions: min": the smaller of each of two pairs of values.
 template <class T>
 __device__ __forceinline__ uint32_t min_2(uint32_t a, uint32_t b) {
   uint32_t d;
@@ -87,14 +92,16 @@ __device__ __forceinline__ uint32_t min_2(uint32_t a, uint32_t b) {
   return d;
 }
 
-// Products of two values at once, each rounded once. (bf16 has no multiplication of its own before sm_90; adding -0 changes
-// nothing.)
+// Products of two pairs of values, each rounded once. bf16 has no multiplication of its own before sm_90; adding -0 changes no
+// product.
 template <class T>
 __device__ __forceinline__ uint32_t mul_2(uint32_t a, uint32_t b) {
   return fma_2<T>(a, b, 0x80008000u);
 }
 
-// The larger of |a| and |b|, of two f16 at once, with any sign; a NaN wins.
+// max.NaN.xorsign.abs.f16x2, "Half Precision Floating Point Instructions: max": the larger of |a| and |b| for two pairs of f16;
+// a NaN wins. The sign is the exclusive or of the operands' signs, which the caller ignores. sm_86 and later; elsewhere it
+// returns 0, and no kernel calls it there.
 __device__ __forceinline__ uint32_t max_abs_2(uint32_t a, uint32_t b) {
   uint32_t d = 0;
 #if __CUDA_ARCH__ >= 860

@@ -1,19 +1,19 @@
-// Products of NVFP4 codes: PTX ISA, "Warp-level matrix instructions with block scaling", mma.m16n8k64 with
-// kind::mxf4nvf4, scale_vec::4X and ue4m3 scales. sm_120 has it; elsewhere the same is computed from the same registers, slowly,
-// so that all around it can be tried without such a device.
+// Products of NVFP4 codes: mma.m16n8k64 with kind::mxf4nvf4, scale_vec::4X and ue4m3 scales (PTX ISA, "Multiply-and-Accumulate
+// Instruction: mma", and "Block Scaling for mma.sync"). sm_120 has the instruction. For every other architecture the same
+// product is emulated, slowly, from the same fragments, so that kernels that use it can be tested without such a device.
 //
-// Fragments, g = lane / 4, t = lane % 4, eight codes a register, the first in the lowest bits:
+// Fragments: g = lane / 4, t = lane % 4, eight codes a register, the first in the lowest bits:
 //   A   a[0]: row g, reduction 8t..; a[1]: row g + 8; a[2], a[3]: the same, reduction 32 + 8t..
 //   B   b0: column g, reduction 8t..; b1: the same, reduction 32 + 8t..
 //   D   d[2h + e]: row g + 8h, column 2t + e
-// Byte by byte that is the layout of 8-bit operands. Scales, one byte for 16 of the reduction, four a register: those of A
-// from lanes t = 0 (row g) and t = 1 (row g + 8), those of B from lane t = 0 (column g).
+// Byte by byte this is the layout of 8-bit operands. A register of scales has four, one byte for 16 of the reduction. The
+// scales of A come from lanes t = 0 (row g) and t = 1 (row g + 8), those of B from lane t = 0 (column g).
 #pragma once
 
 #include <sage/quant/nvfp4.cuh>
 #include <stdint.h>
 
-// Of family 12 alone: the instruction is not promised to any other architecture.
+// Set for family 12 alone: PTX promises the instruction to no other architecture.
 #if defined(__CUDA_ARCH_FEAT_SM120_ALL) || (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ == 1200)
 #define SAGE_HAS_NVFP4 1
 #else
@@ -25,14 +25,14 @@
 
 namespace sage::ptx {
 
-// The value of an E4M3 code without a sign.
+// The value of an E4M3 code without its sign bit.
 __device__ __forceinline__ float value_of_e4m3(uint32_t code) {
   code &= 0x7f;
   if (code == 0x7f) return __uint_as_float(0x7fffffffu);
   return code < 8 ? float(code) * (1.0f / 512.0f) : __uint_as_float((code << 20) + (120u << 23));
 }
 
-// The code of an E4M3 value that is not negative.
+// The code of an E4M3 value that is not negative; 0x7f for a NaN.
 __device__ __forceinline__ uint32_t code_of_e4m3(float value) {
   if (value != value) return 0x7f;
   return value < 1.0f / 64.0f ? uint32_t(value * 512.0f) : (__float_as_uint(value) - (120u << 23)) >> 20;
@@ -52,7 +52,8 @@ __device__ __forceinline__ uint32_t code_of_e2m1(float x) {
   return magnitude | (__float_as_uint(x) >> 31) << 3;
 }
 
-// Eight codes.
+// Eight values as codes, the first in the lowest bits: cvt.rn.satfinite.e2m1x2.f32 (PTX ISA, "Data Movement and Conversion
+// Instructions: cvt") where the architecture has it.
 __device__ __forceinline__ uint32_t codes_of_e2m1(const float (&x)[8]) {
   uint32_t codes = 0;
 #if SAGE_HAS_NVFP4
@@ -72,13 +73,13 @@ __device__ __forceinline__ uint32_t codes_of_e2m1(const float (&x)[8]) {
 }
 
 #if !SAGE_HAS_NVFP4
-// Twice the values of eight E2M1 codes, as signed bytes: the first four, and the others.
+// Twice the values of eight E2M1 codes, which are whole numbers, as signed bytes: four in each of two words.
 __device__ __forceinline__ void twice_the_values(uint32_t codes, int (&values)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     uint32_t four = codes >> (16 * i);
     uint32_t magnitudes = __byte_perm(0x03020100, 0x0c080604, four & 0x7777);
-    // Signs, one a nibble, become bytes.
+    // The sign bits, one a nibble, become byte masks.
     uint32_t signs = four >> 3 & 0x1111;
     signs = (signs | signs << 8) & 0x00110011;
     uint32_t negative = ((signs | signs << 4) & 0x01010101) * 0xff;
@@ -87,7 +88,9 @@ __device__ __forceinline__ void twice_the_values(uint32_t codes, int (&values)[2
 }
 #endif
 
-// D += A B of 16 x 64 and 64 x 8.
+// mma.sync.m16n8k64 with block scaling: D += A B, A of 16 x 64 and B of 64 x 8. All 32 lanes call it. Byte and thread selectors
+// of the scales are 0. The emulation reads the other lanes' operands by shuffles and sums twice the values in integers, so that
+// each group of eight products is exact before it is scaled.
 __device__ __forceinline__ void mma_nvfp4(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t a_scales,
                                           uint32_t b_scales) {
 #if SAGE_HAS_NVFP4

@@ -1,9 +1,9 @@
-// Matrix instructions of Hopper (sm_90a), one a function: 64 rows of D for the four warps of a warpgroup,
-// asynchronously.
+// Matrix instructions of a warpgroup, sm_90a, one a function: PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction:
+// wgmma.mma_async". All four warps of a warpgroup call them; a product has 64 rows of D and runs asynchronously.
 //
-// Warp w of the group holds rows 16w .. 16w + 16 of D, and of A where that is in registers, as `mma.cuh` has them for
-// one warp. Operands in shared memory are told of by a descriptor. Nothing that a product reads or writes may be
-// touched until it has been waited for.
+// Warp w of the warpgroup holds rows 16w to 16w + 15 of D, and of A where A is in registers, in the fragments that `mma.cuh`
+// gives for one warp. A descriptor names an operand in shared memory. Registers and shared memory of a product must not be
+// touched until wgmma_wait has waited for its group.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,20 +20,21 @@ constexpr bool HAS_WGMMA = true;
 constexpr bool HAS_WGMMA = false;
 #endif
 
-// Rows of ROW_BYTES = 64 or 128 with the reduction along them, as layout/swizzle.cuh lays them out, from a row that
-// is a multiple of 8 on; memory on 1024 bytes. 32 bytes further along the rows is a descriptor larger by 2.
+// The descriptor (PTX ISA, "Matrix Descriptor Format") of an operand whose rows of ROW_BYTES = 64 or 128 lie along the
+// reduction, swizzled as in layout/swizzle.cuh. The first row's number is a multiple of 8. The matrix is aligned to 1024 bytes,
+// because the hardware's swizzle is a function of the address. A descriptor larger by 2 starts 32 bytes further along the rows.
 template <int ROW_BYTES>
 __device__ __forceinline__ uint64_t row_descriptor(uint32_t shared) {
   static_assert(ROW_BYTES == 64 || ROW_BYTES == 128, "one swizzled line");
   constexpr uint64_t SWIZZLE = ROW_BYTES == 128 ? 1 : 2;
   constexpr uint64_t EIGHT_ROWS = 8 * ROW_BYTES / 16;
-  return SWIZZLE << 62 | EIGHT_ROWS << 32 | (1 << 16 | shared >> 4);  // shared memory ends before 2^18
+  return SWIZZLE << 62 | EIGHT_ROWS << 32 | (1 << 16 | shared >> 4);  // leading offset 1, unused; shared memory ends before 2^18
 }
 
-// 16-bit elements that lie the other way round: rows of 64 (128 bytes, swizzled) follow the reduction. COLUMN_STEP is
-// 16 of the reduction.
+// The descriptor of a transposed operand of 16-bit elements: each row of 64 elements (128 bytes, swizzled) is one step of the
+// reduction. Adding COLUMN_STEP starts 16 steps of the reduction further.
 __device__ __forceinline__ uint64_t column_descriptor(uint32_t shared) { return row_descriptor<128>(shared); }
-// The same for more than 64 elements: in panels of 64, so many bytes apart.
+// The same for more than 64 columns: panels of 64 columns lie PANEL_BYTES apart, which the leading offset says.
 template <int PANEL_BYTES>
 __device__ __forceinline__ uint64_t column_descriptor_of_panels(uint32_t shared) {
   constexpr uint64_t ONE = 1, APART = PANEL_BYTES / 16;
@@ -41,19 +42,25 @@ __device__ __forceinline__ uint64_t column_descriptor_of_panels(uint32_t shared)
 }
 constexpr uint64_t COLUMN_STEP = 16 * 128 / 16;
 
-// Registers are ready for what comes: before the first product of a group.
+// wgmma.fence (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.fence"): all warps of the warpgroup call it
+// before the first product of a group, and whenever they have accessed the registers of the next product's accumulator or A
+// operand. It orders those accesses before the product.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// Closes the group of products issued so far.
+// wgmma.commit_group (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.commit_group"): closes the group of
+// products that the warpgroup has issued so far.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// What ordinary stores and copies wrote to shared memory can be read by products, once all have come to a barrier.
+// fence.proxy.async (PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence"): every thread that
+// wrote shared memory by ordinary stores or cp.async calls it, then reaches a barrier; products and bulk copies that are issued
+// after the barrier see the writes.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// What the compiler gives to each thread of a block that has a multiprocessor to itself.
+// The registers that the compiler gives to each thread of a block that has a multiprocessor to itself.
 template <int THREADS>
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 
-// Warpgroups of a block of THREADS may have different numbers of registers: each asks for its own, a multiple of 8. All
-// start with the same, and who asks for more waits until others have given it back: together they must not exceed that.
+// setmaxnreg (PTX ISA, "Miscellaneous Instructions: setmaxnreg"): all warps of a warpgroup call it once to change their
+// registers a thread from LAUNCH_REGISTERS to REGISTERS, a multiple of 8. The warpgroups' registers must sum to at most the
+// block's allocation: setmaxnreg.inc waits until enough have been released, and would wait for ever for more.
 template <int REGISTERS, int THREADS>
 __device__ __forceinline__ void setmaxnreg() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -63,7 +70,8 @@ __device__ __forceinline__ void setmaxnreg() {
 #endif
 }
 
-// Nothing before touches these registers after, nor the other way round.
+// Stops the compiler from moving accesses to these registers across this point: it does not know that products that are under
+// way read and write them.
 template <int N>
 __device__ __forceinline__ void fence_operand(int (&d)[N][4]) {
 #pragma unroll
@@ -79,7 +87,7 @@ __device__ __forceinline__ void fence_operand(float (&d)[N][4]) {
     for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(d[n][e])::"memory");
 }
 
-// What these registers held is of no use any more: for products that do not add, which would seem to read them.
+// Marks the accumulator as undefined, so that a product with scale-d = 0 has no false dependency on it.
 template <int N>
 __device__ __forceinline__ void discard_operand(int (&d)[N][4]) {
 #pragma unroll
@@ -95,20 +103,23 @@ __device__ __forceinline__ void discard_operand(float (&d)[N][4]) {
     for (int e = 0; e < 4; ++e) asm volatile("" : "=f"(d[n][e])::"memory");
 }
 
-// M of N tiles of eight columns: what one product makes.
+// M tiles of eight columns of an accumulator of N, from tile `first` on: the accumulator of one product.
 template <int M, int N>
 __device__ __forceinline__ float (&part(float (&d)[N][4], int first))[M][4] {
   return *reinterpret_cast<float(*)[M][4]>(&d[first]);
 }
 
-// Waits until at most PENDING groups are under way; `d` is the result of one that is not.
+// wgmma.wait_group (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.wait_group"): the warpgroup waits until
+// at most PENDING of its groups are incomplete. `d` is the accumulator of a completed group; the fence keeps the compiler from
+// reading it earlier.
 template <int PENDING, class D>
 __device__ __forceinline__ void wgmma_wait(D& d) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
   fence_operand(d);
 }
 
-// The registers of D as operands 0, 1, ..: ROWS times four, each by `BIND`, and their places in the text.
+// Operand lists of the asm statements: the accumulator's registers d[0][0], d[0][1], .. as operands %0, %1, .., each bound by
+// `BIND` (SAGE_16, SAGE_32, SAGE_64), and the same operands' places in the instruction's text (SAGE_PLACES_*).
 #define SAGE_INT(x) "+r"(x)
 #define SAGE_FLOAT(x) "+f"(x)
 #define SAGE_FOUR(BIND, n) BIND(d[n][0]), BIND(d[n][1]), BIND(d[n][2]), BIND(d[n][3])
@@ -127,8 +138,8 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 #define SAGE_A_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define SAGE_WGMMA(shape) "wgmma.mma_async.sync.aligned." shape " "
 
-// d += A B^T of codes, reduction 32; d = A B^T unless `add`, a constant after unrolling. Columns of D are 8 times its
-// length. B is s8; A is s8 in shared memory, and in registers s8 or u8.
+// wgmma.mma_async m64nNk32 of codes: d += A B^T with `add`, which is a constant after unrolling, else d = A B^T. N, the columns
+// of D, is 8 times d's length. B is s8; A is s8 in shared memory, and s8 or u8 in registers.
 #define SAGE_WGMMA_CODES(columns, type, places, binds, a_text, b_at, add_at, ...)                                       \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " add_at ", 0;" SAGE_WGMMA("m64n" columns "k32.s32." type ".s8") "{" places \
                "}, " a_text ", " b_at ", p;}"                                                                           \
@@ -141,8 +152,8 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 #define SAGE_ON_HOPPER(...)
 #endif
 
-// One function for each number of columns, whose D has so many registers: A by its descriptor, and A in registers. (No
-// directive can stand in a macro, hence SAGE_ON_HOPPER.)
+// Defines wgmma_s8 and wgmma_u8 for each number of columns, with as many registers of D: A by its descriptor, or A in
+// registers. The bodies stand in SAGE_ON_HOPPER because a macro cannot contain a directive.
 #define SAGE_CODES_BY_DESCRIPTOR(columns, registers, a_at, b_at, add_at)                                                  \
   __device__ __forceinline__ void wgmma_s8(int (&d)[columns / 8][4], uint64_t a, uint64_t b, bool add) {                  \
     SAGE_ON_HOPPER(                                                                                                       \
@@ -161,8 +172,8 @@ SAGE_CODES_IN_REGISTERS(s8, 64, 32, "{%32, %33, %34, %35}", "%36", "%37")
 SAGE_CODES_IN_REGISTERS(u8, 64, 32, "{%32, %33, %34, %35}", "%36", "%37")
 SAGE_CODES_IN_REGISTERS(u8, 128, 64, "{%64, %65, %66, %67}", "%68", "%69")
 
-// d += A B^T of 16 bits, reduction 16; d = A B^T without ADD. TRANSPOSED operands lie with the reduction along their
-// columns: see column_descriptor.
+// wgmma.mma_async m64nNk16 of 16-bit operands: d += A B^T, or d = A B^T without ADD. A TRANSPOSED operand lies with the
+// reduction along its columns: see column_descriptor.
 #define SAGE_WGMMA_16(columns, type, places, binds, a_at, b_at, add_at, a_transposed_at, b_transposed_at)                 \
   asm volatile(SAGE_WGMMA("m64n" columns "k16.f32." type "." type) "{" places "}, " a_at ", " b_at ", " add_at    \
                                                                   ", 1, 1, " a_transposed_at ", " b_transposed_at ";"    \
@@ -183,7 +194,7 @@ SAGE_16_BY_DESCRIPTOR(128, 64, "%64", "%65", "%66", "%67", "%68")
 #undef SAGE_16_BY_DESCRIPTOR
 #undef SAGE_WGMMA_16
 
-// The same with A in registers.
+// The same with A in registers; B is transposed unless stated.
 #define SAGE_WGMMA_16(columns, type, places, binds, a_text, b_at, add_at, b_transposed_at)                                     \
   asm volatile(SAGE_WGMMA("m64n" columns "k16.f32." type "." type) "{" places "}, " a_text ", " b_at ", " add_at            \
                                                                   ", 1, 1, " b_transposed_at ";"                               \

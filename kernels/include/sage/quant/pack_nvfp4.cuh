@@ -1,5 +1,5 @@
-// Q, K and V in NVFP4 as the forward reads them: layout/nvfp4.cuh. The codes and scales are those of `nvfp4::Packed` in
-// candle-sage/src/nvfp4.rs.
+// Packs Q, K and V as NVFP4 for the forward in FP4 products, in the layout of layout/nvfp4.cuh. Codes and scales are those of
+// `nvfp4::Packed` in candle-sage/src/nvfp4.rs.
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -12,7 +12,7 @@ namespace sage::quant {
 
 constexpr int PACK_THREADS = 256;
 
-// Sixteen values as codes, and their scale.
+// The codes of sixteen values, and their scale.
 struct Nvfp4Group {
   uint2 codes;
   uint8_t scale;
@@ -29,7 +29,8 @@ struct Nvfp4Group {
   }
 };
 
-// Groups along the channels of the tokens from `first` on, less `mean`, one a channel, if there is one.
+// Packs the 64 tokens from `first` on, less `mean` (one value a channel) where it is not null, in groups of 16 channels. With
+// KEYS the rows are permuted: layout::row_of_key.
 template <class T, int D, bool KEYS>
 __device__ __forceinline__ void pack_tokens(const attention::Rows<T>& from, int first, const float* mean, uint8_t* to) {
   using Tile = layout::Nvfp4Tile<D>;
@@ -52,7 +53,7 @@ __device__ __forceinline__ void pack_tokens(const attention::Rows<T>& from, int 
   }
 }
 
-// Groups along the tokens, a row for each channel.
+// Packs the 64 tokens from `first` on in groups of 16 tokens: a row for each channel.
 template <class T, int D>
 __device__ __forceinline__ void pack_channels(const attention::Rows<T>& from, int first, uint8_t* to) {
   using Tile = layout::Nvfp4Tile<D>;
@@ -71,7 +72,8 @@ __device__ __forceinline__ void pack_channels(const attention::Rows<T>& from, in
   }
 }
 
-// A block is a tile of 64 tokens of one head: the tiles of K, then of Q, then of V, heads side by side.
+// Each block packs a tile of 64 tokens of one head: first the tiles of K, then those of Q, then those of V, with neighbouring
+// heads in neighbouring blocks.
 template <class T, int D>
 __device__ __forceinline__ void pack_nvfp4(const params::Forward& p) {
   const params::Shape& shape = p.shape;

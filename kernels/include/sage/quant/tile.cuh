@@ -1,4 +1,4 @@
-// Quantizing a tile of 64 tokens x D channels that 256 threads fence_operand in registers.
+// Quantizes a tile of 64 tokens x D channels that 256 threads hold in registers.
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -12,7 +12,7 @@ using attention::TILE;
 
 constexpr int TILE_THREADS = 256;
 
-// The largest of all threads of the block.
+// The largest x of all threads of the block.
 __device__ __forceinline__ uint32_t block_max(uint32_t x) {
   __shared__ uint32_t of_warp[TILE_THREADS / 32];
   x = __reduce_max_sync(~0u, x);
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t block_max(uint32_t x) {
   return x;
 }
 
-// Each thread holds eight neighbouring channels of every TILE_THREADS / (D / 8)-th row.
+// A tile in registers: each thread holds eight neighbouring channels of every TILE_THREADS / (D / 8)-th row.
 template <int D>
 struct Tile {
   static constexpr int CHUNKS = D / 8;
@@ -47,7 +47,7 @@ struct Tile {
       for (int c = 0; c < 8; ++c) x[i][c] = ptx::to_float(reinterpret_cast<const T*>(&words[i])[c]);
   }
 
-  // Takes `mean`, one a channel, out of the rows that exist; the padding stays zero.
+  // Subtracts `mean`, one value a channel, from the rows that exist; the padding stays zero.
   __device__ __forceinline__ void subtract(const float* mean, int rows_left) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
@@ -65,7 +65,7 @@ struct Tile {
     return largest;
   }
 
-  // The codes of row `i`, eight bytes.
+  // The codes of the thread's row `i`, eight bytes.
   __device__ __forceinline__ uint2 codes(int i, float quant_scale) const {
     int q[8];
 #pragma unroll
@@ -74,7 +74,7 @@ struct Tile {
   }
 };
 
-// Quantizes a tile with one scale. `at(row, channel)` is where eight codes go.
+// Quantizes a tile with one scale, which goes to `dequant_scale`; the thread's eight codes go to `at(row, channel)`.
 template <int D, class At>
 __device__ __forceinline__ void quantize_tile(const Tile<D>& values, float* dequant_scale, At at) {
   Scale scale = scale_of(block_max(values.max_abs_bits()));
@@ -84,17 +84,18 @@ __device__ __forceinline__ void quantize_tile(const Tile<D>& values, float* dequ
     *reinterpret_cast<uint2*>(at(values.row(i), values.column())) = values.codes(i, scale.quant);
 }
 
-// Where codes of a tile lie in memory: [64][D], swizzled as shared memory needs it, so that a tile is copied in one piece.
+// The place of a code in its tile in global memory: [64][D], swizzled as in shared memory, so that one bulk copy takes a tile.
 template <int D>
 __device__ __forceinline__ int8_t* at_swizzled(int8_t* tile, int row, int channel) {
   return tile + layout::swizzled<D>(row, channel / 16) + channel % 16;
 }
 
-// Writes a tile of codes in shared memory, row-major with rows of PITCH bytes, transposed and permuted: [D][64], swizzled.
+// Writes a tile of codes from shared memory, row-major with rows of PITCH bytes, to global memory as [D][64]: transposed,
+// tokens permuted (layout/permutation.cuh), swizzled.
 template <int D, int PITCH>
 __device__ __forceinline__ void store_transposed(const int8_t* tile, int8_t* out) {
   for (int i = threadIdx.x; i < D * (TILE / 16); i += blockDim.x) {
-    // Neighbouring threads read neighbouring channels.
+    // Neighbouring threads read neighbouring channels: no bank conflict.
     int channel = i % D, group = i / D;
     *reinterpret_cast<uint4*>(out + layout::swizzled<TILE>(channel, group)) =
         layout::gather_tokens([&](int token) { return uint8_t(tile[(group * 16 + token) * PITCH + channel]); });

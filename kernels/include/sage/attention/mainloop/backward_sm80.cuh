@@ -1,9 +1,14 @@
-// The backward walk: a block keeps KEYS keys of one key head, a warp 16 of them with their dK and dV, and walks the
-// tiles of 64 queries that see them, for all query heads of the group. What happens inside a tile is the numerics'
-// affair: full_precision_backward.cuh, sagebwd_backward.cuh.
+// The backward mainloop for sm_80 and later (mma.sync, cp.async), and what the mainloops for Hopper share with it: the blocks,
+// the tiles that they visit, the accumulation of dQ, and the epilogue.
 //
-// Everything is on S^T = K Q^T: keys are the rows of accumulators, so P^T and dS^T are the left operands of dV and dK as
-// they are. For dQ = dS K, dS^T goes through shared memory once, in 16 bit; each warp takes 16 queries out of it.
+// A block computes dK and dV of KEYS keys of one key head; each warp has 16 of the keys, and keeps their dK and dV in registers.
+// The mainloop visits the tiles of 64 queries that see the keys, of all query heads of the group, and adds the block's share of
+// dQ to sums in global memory. All warps do the same: they copy the next tile asynchronously while they compute on this one
+// (with two stages), and one __syncthreads a tile orders copies, reads, and dS^T. In deterministic mode a semaphore for each
+// tile of queries orders the blocks that add to its dQ. The numerics say how a tile is computed: numerics/*_backward_sm80.cuh.
+//
+// Scores are computed transposed, S^T = K Q^T: keys are the rows of accumulators, so that P^T and dS^T are the A operands of dV
+// and dK as they are. For dQ = dS K, dS^T goes through shared memory once, in 16 bit; each warp reads 16 queries of it.
 #pragma once
 
 #include <math_constants.h>
@@ -16,7 +21,7 @@
 
 namespace sage::attention {
 
-// A plan of the table as this mainloop divides it among warps.
+// A plan of the table (plans.def) as this mainloop divides it among warps.
 template <params::Plan PLAN>
 struct BackwardPlan {
   static constexpr int KEYS = PLAN.rows;      // of a block
@@ -25,10 +30,10 @@ struct BackwardPlan {
   static constexpr int WARPS = KEYS / 16;
   static constexpr int THREADS = WARPS * 32;
   static_assert(PLAN.threads == THREADS);
-  static constexpr int PARTS = KEYS / TILE;  // warps that share 16 queries of dQ: each takes a part of the channels
+  static constexpr int PARTS = KEYS / TILE;  // warps that share a strip of 16 queries of dQ, each with 1 / PARTS of the channels
 };
 
-// Where a block of the backward is.
+// The segment, key head and keys of a block.
 struct BackwardBlock {
   int segment_index, key_head, first_key;
   Segment segment;
@@ -44,19 +49,19 @@ struct BackwardBlock {
 // A tile of 64 queries of one query head.
 struct QueryTile {
   int head;
-  int tile;    // inside the segment
-  int padded;  // in the padded buffers
+  int tile;    // its number in the segment
+  int padded;  // its number in the padded buffers
 };
 
-// Which tiles of queries a block visits, of each head of the group: all from the first on that sees the block's keys.
+// A block visits, of each query head of the group, all tiles of queries from the first that sees one of its keys.
 struct EveryQuery {
   using Tile = QueryTile;
-  using Added = int;  // what is kept of a tile until its dQ is added: its place in the padded buffers
+  using Added = int;  // what the mainloop keeps of a tile until its dQ is added: its number in the padded buffers
 
   const params::Shape& shape;
   const BackwardBlock& block;
-  int first, end;  // tiles of a head
-  int count;       // of all heads
+  int first, end;  // tiles first .. end of each head
+  int count;       // tiles of all heads together
 
   __device__ __forceinline__ EveryQuery(const params::Backward& p, const BackwardBlock& block)
       : shape(p.shape), block(block), end(block.segment.query_tiles()) {
@@ -70,7 +75,7 @@ struct EveryQuery {
     int head = block.key_head * (shape.query_heads / shape.key_heads);
     return {head, first, head * shape.query_tiles + block.segment.query_tile + first};
   }
-  // To the next one: of the same head, or the first of the next head.
+  // Advances to the next tile of the same head, or to the first of the next head.
   __device__ __forceinline__ void advance(Tile& tile) const {
     ++tile.tile, ++tile.padded;
     if (tile.tile == end) {
@@ -82,13 +87,13 @@ struct EveryQuery {
   static __device__ __forceinline__ Added added(const Tile& tile) { return tile.padded; }
 };
 
-// The same with a selection: the blocks of queries that list the block of keys. With a causal mask the first is the block at
-// the same place, and those after it see all the keys: counted from there without gaps, `first` to `end`, they are masked as
-// they are by their own numbers.
+// With a selection a block visits the blocks of queries that list its block of keys. With a causal mask the first of them is the
+// block at the same position, which always lists it, and the later ones see the keys whole. The tiles can therefore be counted
+// from that position without gaps, `first` to `end`: these numbers give the same masks as the tiles' own.
 struct ListedQueries {
   struct Tile : QueryTile {
-    int position;  // in the list, in tiles
-    int rank;      // of the block of keys among those that the tile's block of queries sees
+    int position;  // in the list of users, in tiles
+    int rank;      // position of the block of keys in the list of the tile's block of queries
   };
   struct Added {
     int padded, rank;
@@ -106,7 +111,7 @@ struct ListedQueries {
     uint32_t from = p.lists.first_users[column], to = p.lists.first_users[column + 1];
     users = p.lists.users + from;
     int tiles = BLOCK_TILES * int(to - from);
-    // The last block of queries may have one tile.
+    // The segment's last block of queries may have one tile only.
     if (tiles > 0) tiles += min(block.segment.query_tiles() - BLOCK_TILES * int(users[to - from - 1].block + 1), 0);
     first = BLOCK_TILES * number, end = first + tiles;
     count = tiles * (shape.query_heads / shape.key_heads);
@@ -131,7 +136,7 @@ struct ListedQueries {
   static __device__ __forceinline__ Added added(const Tile& tile) { return {tile.padded, tile.rank}; }
 };
 
-// out += A B^T of 16-bit operands that both lie with the reduction along their rows: 16 rows of A, 64 of B.
+// out += A B^T of 16-bit operands in shared memory, both with the reduction along their rows: 16 rows of A, 64 rows of B.
 template <class T, int D>
 __device__ __forceinline__ void multiply_scores(Scores& out, uint32_t a_rows, uint32_t b_rows, int lane) {
   layout::ReaderA<2 * D> a_reader(a_rows, lane);
@@ -150,7 +155,8 @@ __device__ __forceinline__ void multiply_scores(Scores& out, uint32_t a_rows, ui
   }
 }
 
-// The same value for all keys of a query: what a lane has of a tile's, and the accumulator that starts from it.
+// A lane's share of a vector with one value for each query of a tile, which are the columns of its accumulators; `set` starts an
+// accumulator from it.
 struct ColumnValues {
   float2 values[8];
   __device__ __forceinline__ ColumnValues(const float* of_query, int lane) {
@@ -174,8 +180,8 @@ __device__ __forceinline__ void multiply_dp(Scores& dp, uint32_t v_rows, uint32_
   multiply_scores<T, D>(dp, v_rows, dout_rows, lane);
 }
 
-// Writes `hidden` where a query, `first_query` and on, does not see a key, `first_key` and on: 0 over probabilities, or minus
-// infinity over their logarithms.
+// Masks transposed scores: writes `hidden` where a query, counted from `first_query`, does not see a key, counted from
+// `first_key`. `hidden` is 0 for probabilities, and minus infinity for their logarithms.
 __device__ __forceinline__ void mask_scores(Scores& p, const Segment& segment, int first_query, int first_key, int lane,
                                             float hidden = 0.0f) {
 #pragma unroll
@@ -188,7 +194,7 @@ __device__ __forceinline__ void mask_scores(Scores& p, const Segment& segment, i
     }
 }
 
-// Puts dS^T in shared memory: rows of 64 queries in 16 bit.
+// Stores a warp's dS^T in shared memory, as rows of 64 queries in 16 bit.
 __device__ __forceinline__ void store_packed(uint32_t rows, const uint32_t (&x)[4][4], int lane) {
   layout::ReaderA<TILE * 2> writer(rows, lane);
 #pragma unroll
@@ -201,30 +207,31 @@ __device__ __forceinline__ void store_scores(uint32_t rows, const Scores& ds, in
   store_packed(rows, x, lane);
 }
 
-// The same of a tile that sees none of the keys.
+// Stores the dS^T of a tile of queries that sees none of the warp's keys.
 __device__ __forceinline__ void store_zeros(uint32_t rows, int lane) {
   Scores zeros = {};
   store_scores<__nv_bfloat16>(rows, zeros, lane);
 }
 
-// Adds to dQ. Its sums lie in the order of the fragments, ((16 queries, 8 channels), lane, 4 values): a warp adds 512
-// neighbouring bytes at once. Either in any order, or each key tile in its order.
+// Adds to the sums of dQ in global memory. They lie in the order of the fragments, ((16 queries, 8 channels), lane, 4 values), so
+// that a warp adds 512 neighbouring bytes at once. Blocks add to a tile in any order, by atomic additions; or, in deterministic
+// mode, one after the other in the order of their keys: the tile's semaphore counts the blocks that have added.
 struct DqAccumulator {
   float* sums;
-  int* semaphore;  // null: any order
-  int order;
-  // Who adds: threads from `first` on, and the barrier where they meet.
+  int* semaphore;  // for each tile: the number of blocks that have added; null: any order
+  int order;       // the number of blocks that add to the tile before this one
+  // The threads that add: the first one, their number, and the named barrier where they meet.
   int first, threads, barrier;
 
-  // Where a strip's sums begin, from tile `first` of 8 channels on.
+  // The address of the sums of a strip of 16 queries, from its group `first` of 8 channels on.
   template <int D>
   __device__ __forceinline__ float* at(int padded_tile, int strip, int first) const {
     return sums + int64_t(padded_tile) * (TILE * D) + (strip * (D / 8) + first) * 128;
   }
-  // Adds N tiles of 8 channels, from number `first` on, of 16 queries.
+  // Adds 16 queries x 8 N channels, from group `first` of 8 channels on.
   template <int D, int N>
   __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
-    // Not `at`: ptxas would spill ten times as much for sm_86.
+    // The address is not taken from `at`, because ptxas would then spill ten times as much for sm_86.
     float* to = sums + int64_t(padded_tile) * (TILE * D) + ((strip * (D / 8) + first) * 32 + lane) * 4;
     if (semaphore) {
 #pragma unroll
@@ -244,7 +251,8 @@ struct DqAccumulator {
       while (ptx::load_acquire(semaphore + padded_tile) != order) {}
     ptx::named_barrier_sync(barrier, threads);
   }
-  // Whose order it is that a block of keys adds: where each tile is visited in the order of keys, the block's number.
+  // Sets this block's `order` for a tile, and returns the tile's number in the padded buffers. Without a selection all blocks of
+  // keys before this one visit the tile too, so that the order is the block's number, which is set at the start.
   __device__ __forceinline__ int set_order(int padded_tile, int) { return padded_tile; }
   template <class Added>
   __device__ __forceinline__ int set_order(const Added& added, int parts) {
@@ -259,8 +267,8 @@ struct DqAccumulator {
   }
 };
 
-// Which block this is. Where dQ is added in semaphore, blocks take scheduler_counter, so that whoever a block waits for has started
-// before it.
+// The index of this block's work. In deterministic mode blocks take it from an atomic counter when they start, so that a block
+// only ever waits at a semaphore for blocks that have started before it.
 __device__ __forceinline__ int backward_index(const params::Backward& p) {
   if (!p.dq_semaphore) return blockIdx.x;
   __shared__ int ticket;
@@ -269,10 +277,10 @@ __device__ __forceinline__ int backward_index(const params::Backward& p) {
   return ticket;
 }
 
-// Which of KEYS keys, from `first_key` on, a tile of queries sees.
+// Which of `keys` keys, from `first_key` on, a tile of queries sees.
 struct TileVisibility {
-  bool masked;  // not all of them
-  bool seen;   // any of them
+  bool masked;  // some query does not see all of the keys
+  bool seen;   // some query sees some of the keys
 
   __device__ __forceinline__ TileVisibility(const Segment& segment, const QueryTile& tile, int first_key, int keys) {
     int first_query = tile.tile * TILE;
@@ -281,7 +289,7 @@ struct TileVisibility {
   }
 };
 
-// Writes the gradient of a warp's 16 keys, `first_key` and on.
+// The epilogue: writes the gradient of a warp's 16 keys, from `first_key` on, times `scale`.
 template <class T, int N>
 __device__ __forceinline__ void store_gradient(const params::View& view, const params::Backward& p, const BackwardBlock& block,
                                                int first_key, const float (&x)[N][4], float scale) {
@@ -292,7 +300,7 @@ __device__ __forceinline__ void store_gradient(const params::View& view, const p
   for (int h = 0; h < 2; ++h) {
     int row = first_key + lane / 4 + 8 * h, column = 2 * (lane & 3);
     if (rows.vector) {
-      // One address a row: there are few registers beside the accumulators.
+      // One address a row, because there are few registers beside the accumulators.
       uint32_t* at = reinterpret_cast<uint32_t*>(rows.at(row, column));
 #pragma unroll
       for (int n = 0; n < N; ++n)
@@ -304,13 +312,22 @@ __device__ __forceinline__ void store_gradient(const params::View& view, const p
   }
 }
 
-// Numerics has: Type, D, Plan, SHARED_BYTES; COOPERATES, whether warps meet inside a tile; a constructor; load_keys(), keys_arrived(); load(tile, stage),
-// asynchronous; scores(tile, stage, slot, visibility), from the logits to dS^T in shared memory, with dV and dK;
-// LAG, how many tiles later dQ is added; prepare_dq(slot), what happens in between with LAG = 2; add_dq(tile, slot,
-// sums); flush_magic() at the end; dk and dv, the accumulators.
+// Numerics has:
+// - Type, D, Plan, SHARED_BYTES: the element type, the padded head_dim, a BackwardPlan, and the size of its shared memory.
+// - COOPERATES: whether warps meet at a barrier inside a tile, so that all of them must take the same path.
+// - Numerics(params, block, shared memory)
+// - load_keys(): issues the asynchronous copies of K and V; keys_arrived(): prepares them, when they have arrived.
+// - load(tile, stage): issues the asynchronous copies of a tile of queries into a stage.
+// - scores(tile, stage, slot, visibility): computes S^T, P^T and dS^T, stores dS^T in a slot, and adds to dV and dK.
+// - LAG: how many iterations after its scores the dQ of a tile is added. prepare_dq(slot): with LAG = 2, what is done in the
+//   iteration between, with the slot of the scores.
+// - add_dq(the tile's number in the padded buffers, this iteration's slot, sums): computes dQ of the tile, and adds it.
+// - flush_magic(): finishes the accumulators after the last tile.
+// - dk, dv: the accumulators.
 //
-// One barrier a tile: what dQ needs lies in one of two slots and is picked up an iteration later. The first half of the
-// warps does dQ before the scores, the other half after them, so that one half's products meet the other's arithmetic.
+// There is one barrier a tile, because dS^T is stored in one of two slots, and read for dQ an iteration later. The first half of
+// the warps adds dQ before the scores, the second half after them, so that the products of one half run beside the arithmetic of
+// the other. (Not where warps meet at a barrier inside a tile, or at a semaphore: all then add dQ first.)
 template <class Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   using T = typename Numerics::Type;
@@ -330,7 +347,7 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   Numerics numerics(p, block, shared);
   numerics.load_keys();
   typename Queries::Tile tile = queries.start();
-  typename Queries::Added past[LAG];  // tiles whose dQ is to come, the last one first
+  typename Queries::Added past[LAG];  // the last tiles, whose dQ is not added yet; the latest first
   if (iterations > 0) numerics.load(tile, 0);
   ptx::cp_async_commit();
   bool late = !Numerics::COOPERATES && !p.dq_semaphore && threadIdx.x >= 128;
@@ -339,7 +356,7 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
     queries.advance(next);
     int stage = Plan::STAGES == 2 ? i & 1 : 0;
     ptx::cp_async_wait<0>();
-    // Everyone sees the tile, and is done with the previous one.
+    // After the barrier all threads' copies of this tile are visible, and all warps have read the previous tile.
     __syncthreads();
     if (i == 0) {
       numerics.keys_arrived();

@@ -1,13 +1,23 @@
-// The backward walk on Hopper where dV, dK and dQ are products in 16 bit. Two consumer warpgroups have 64 keys each, whose
-// dV and dK stay in registers; of the third warpgroup one warp, the producer, fetches tiles of queries, and another, the
-// storer, adds dQ to its sums:
+// The backward mainloop for Hopper at head_dims over 64, for schemes whose dV, dK and dQ are products of 16-bit operands. A block
+// computes dK and dV of 128 keys of one key head, and its share of dQ for the tiles of 64 queries that see them. Its warpgroups
+// are specialized.
 //
-//   producer     Q, dO of tile i + STAGES - 1              pipeline of stages
-//   consumers    S, dP -> P -> dV -> dS | barrier | dQ, dK  each its own keys; dQ of all 128, half of the channels each
-//   storer       dQ of tile i                              shared memory -> sums, one bulk operation for each consumer
+//   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV and dK of
+//                 their own keys, and of dQ, which sums over all 128 keys, half of the channels each.
+//   producer      Warp 0 of the third warpgroup copies Q, dO and the row state of each tile into a pipeline of STAGES stages.
+//   storer        Warp 1 of it adds dQ from shared memory to its sums in global memory, by one bulk addition for each consumer.
+//   ALL_CONSUMERS Named barrier: dS^T of a tile is in shared memory. It is the only place where the consumers meet.
+//   DQ_EMPTY, DQ_FULL  Named barriers between each consumer and the storer: they hand over the staging memory of dQ.
+//   dq_semaphore  In deterministic mode the storer waits for its block's order in each tile of queries.
 //
-// The only time that consumers meet is when dS of a tile lies in shared memory, because dQ sums over all keys of the block.
-// (FlashAttention-3, arXiv 2407.08608, section 3.4, has the same parts.)
+// A tile i of queries with two stages; products are issued, and run while later instructions do:
+//
+//   producer    |Q, dO of tile i + 1, once both consumers have released tile i - 1
+//   consumer 0  |S, dP issued|P, dS|dV issued|dS stored|barrier|dQ, dK issued|dQ staged|S, dP of tile i + 1 ..
+//   consumer 1  |S, dP issued|P, dS|dV issued|dS stored|barrier|dQ, dK issued|dQ staged|S, dP of tile i + 1 ..
+//   storer      |dQ of tile i - 1 added                                                |dQ of tile i added ..
+//
+// FlashAttention-3 (arXiv 2407.08608, section 3.4) divides the work in the same way.
 #pragma once
 
 #include <limits.h>
@@ -23,13 +33,14 @@ constexpr int CONSUMER_KEYS = 64;    // of a consumer warpgroup
 constexpr int CONSUMERS = SM90_KEYS / CONSUMER_KEYS;
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP_THREADS;
 
-// The first tiles of queries do not see all of CONSUMER_KEYS keys: how many tiles these are.
+// The number of the first tile of queries that sees all of CONSUMER_KEYS keys: all tiles below it need a mask.
 __device__ __forceinline__ int masked_tiles(const Segment& segment, int first_key) {
   if (first_key + CONSUMER_KEYS > segment.key_len) return INT_MAX;
   return (segment.first_query(first_key + CONSUMER_KEYS - 1) + TILE - 1) / TILE;
 }
 
-// One thread prepares what all share: the pipeline, which so many threads and warps use, the block, and its hiding tiles.
+// One thread prepares what the block's warps share: the pipeline (`arrivals` of its producer, `warps` that release a stage), the
+// block, and the tiles of queries that need a mask.
 template <class Tiles>
 __device__ __forceinline__ void prepare_keys(const params::Shape& shape, int index, Tiles& pipeline, int arrivals, int warps,
                                              BackwardBlock& block, int (&masked_until)[CONSUMERS]) {
@@ -41,8 +52,8 @@ __device__ __forceinline__ void prepare_keys(const params::Shape& shape, int ind
   __syncthreads();
 }
 
-// P out of its logarithms, 0 where a query does not see a key. The mask comes first, so that no branch is between the
-// exponentials and what comes after: units work side by side.
+// Computes P from its logarithms, 0 where a query does not see a key. The mask comes first, so that no branch separates the
+// exponentials from the instructions that follow: ptxas can then interleave them, and several units work at once.
 __device__ __forceinline__ void take_exponentials(Scores& s, bool masked, const Segment& segment, int first_query, int first_key,
                                                   int lane) {
   if (__builtin_expect(masked, false)) mask_scores(s, segment, first_query, first_key, lane, -CUDART_INF_F);
@@ -52,7 +63,7 @@ __device__ __forceinline__ void take_exponentials(Scores& s, bool masked, const 
     for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(s[n][e]);
 }
 
-// Registers of a thread: of the consumers, and of the producer's warpgroup.
+// Registers of a thread: of the consumers, and of the warpgroup of producer and storer.
 constexpr int KV_CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
 static_assert(CONSUMERS * KV_CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (CONSUMERS + 1) * ptx::LAUNCH_REGISTERS<SM90_THREADS>,
               "who asks for more waits for ever");
@@ -60,13 +71,13 @@ static_assert(CONSUMERS * KV_CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (CONSUME
 // Named barriers; 0 is __syncthreads.
 enum ConsumerBarrier : int {
   ALL_CONSUMERS = 1,
-  DQ_EMPTY = 2,  // for each consumer: its part of dQ may be written to shared memory,
-  DQ_FULL = 4,   // and is there
+  DQ_EMPTY = 2,  // one for each consumer: the staging memory of its share of dQ may be written
+  DQ_FULL = 4,   // one for each consumer: its share of dQ is in staging memory
 };
 constexpr int DQ_THREADS = WARPGROUP_THREADS + 32;  // a consumer and the storer
 
-// The storer: adds what each consumer left in `staging`, PART_BYTES a consumer, to dQ's sums. There a tile has a part for each
-// consumer, with strips of 16 queries in the order of the fragments.
+// The storer's loop: adds each consumer's share of dQ, PART_BYTES in `staging`, to the sums of dQ. The sums of a tile have the
+// same layout: a part for each consumer, in strips of 16 queries in the order of the fragments.
 template <int PART_BYTES, class Queries>
 __device__ __forceinline__ void store_dq(const params::Backward& p, const Queries& queries, int block_number, uint32_t staging) {
   int lane = threadIdx.x % 32;
@@ -101,21 +112,27 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
     }
     queries.advance(tile);
   }
-  // Before the memory goes.
+  // The block's shared memory must not be freed before the last bulk additions have read it.
   if (lane == 0) ptx::cp_async_bulk_wait_read<0>();
 }
 
-// Numerics is the block's shared memory, and has: Type, D, STAGES, SHARED_BYTES, DQ_AT, DQ_PART_BYTES; ARRIVALS, how many times
-// the producer tells of a tile's copies; load_keys() and keys_arrived(), by the consumers; load(tile, stage, mbarrier), by the
-// producer; and Consumer, what a consumer keeps in registers: visit(tile's number, stage, slot, masked), all products of a tile;
-// dv and dk.
+// Numerics is the layout of the block's shared memory. It has:
+// - Type, D, STAGES, SHARED_BYTES: the element type, the padded head_dim, the stages of the pipeline, and the size.
+// - DQ_AT, DQ_PART_BYTES: the staging memory of dQ, and a consumer's share of it.
+// - ARRIVALS: the producer's arrivals at the mbarrier for each tile.
+// - load_keys(): issues the asynchronous copies of K and V, by the consumers; keys_arrived(): prepares them, when they have
+//   arrived.
+// - load(tile, stage, mbarrier): issues the copies of a tile of queries, by the producer.
+// - Consumer: what a consumer keeps in registers. It has:
+//   - visit(the tile's number, stage, slot, masked): computes all products of a tile, with dS^T in a slot.
+//   - dv, dk: the accumulators.
 template <class Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
   using T = typename Numerics::Type;
   using Tiles = Pipeline<Numerics::STAGES>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const params::Shape& shape = p.shape;
-  // In shared memory: registers are for products.
+  // In shared memory, because the products need the registers.
   __shared__ BackwardBlock block;
   int index = backward_index(p);
   __shared__ int masked_until[CONSUMERS];
@@ -152,7 +169,7 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
     ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
     int iterations = queries.count;
     typename Numerics::Consumer consumer(numerics, warpgroup);
-    int number = queries.first;  // of the tile, inside the segment, or as it is masked
+    int number = queries.first;  // of the tile in the segment, or with a selection the one that gives the same mask
 #pragma unroll 1
     for (int i = 0; i < iterations; ++i) {
       pipeline.wait(i);

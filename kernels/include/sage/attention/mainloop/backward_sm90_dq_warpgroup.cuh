@@ -1,36 +1,53 @@
-// The backward walk on Hopper: the same as backward.cuh, with a part for each warpgroup. Two, the keys' groups, have 64
-// keys each, and do scores and dV; the third, the sums' warpgroup, fetches tiles of queries and adds what the
-// others made of them, dS, to dQ. Where the keys' groups have the registers they add to dK too (CONSUMERS_KEEP_DK), else the sums'
-// warpgroup does. After the start nobody waits for all: groups meet at the barriers below, a tile or more apart, and
-// registers go to those who need them.
+// The backward mainloop for Hopper where a separate warpgroup computes dQ: for 16-bit operands at head_dim 64, and for SageBwd.
+// A block computes dK and dV of 128 keys of one key head, and its share of dQ for the tiles of 64 queries that see them. Its
+// warpgroups are specialized.
+//
+//   consumers     Two warpgroups have 64 keys each. They compute S, dP, P, dS and dV, and dK where they have registers for it
+//                 (CONSUMERS_KEEP_DK: head_dim 64). They never wait for dQ of the same tile.
+//   dQ warpgroup  The third warpgroup is the producer, which copies tiles of queries into a pipeline of STAGES stages. It also
+//                 computes dQ from the consumers' dS, and adds it to its sums in global memory; at head_dim 128 it computes dK.
+//   SLOT_EMPTY, DK_OPERANDS_FULL, DS_FULL  Named barriers between each consumer and the dQ warpgroup: they hand over the two
+//                 slots of dS. There is no barrier of all warps after the start, so that warpgroups may be a tile or more apart.
+//   dq_semaphore  In deterministic mode the dQ warpgroup waits for its block's order in each tile of queries.
+//
+// A tile i of 16-bit operands at head_dim 64 (five stages), and one of SageBwd at head_dim 128 (two stages):
+//
+//   consumer 0    |dP issued|P, dS|dV issued|dS stored|dK, S of i + 1 issued|dP of i + 1 issued ..
+//   consumer 1    |dP issued|P, dS|dV issued|dS stored|dK, S of i + 1 issued|dP of i + 1 issued ..
+//   dQ warpgroup  |dQ of i - 1 added |Q, dO of i + 4 copied|dQ of i issued  |dQ of i added ..
+//
+//   consumer 0    |S, dP issued|P, dS|dK codes|dQ codes|dV added|S, dP of i + 1 issued ..
+//   consumer 1    |S, dP issued|P, dS|dK codes|dQ codes|dV added|S, dP of i + 1 issued ..
+//   dQ warpgroup  |dQ of i - 1 added          |dK of i added    |tile i + 2 copied|dQ of i added ..
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90.cuh>
 
 namespace sage::attention {
 
-// Registers of a thread of the sums' warpgroup, where those of the keys' groups have so many.
+// Registers of a thread of the dQ warpgroup, if the consumers' threads have KEYS: what the block's allocation leaves.
 template <int KEYS>
 constexpr int DQ_REGISTERS = (CONSUMERS + 1) * ptx::LAUNCH_REGISTERS<SM90_THREADS> - CONSUMERS * KEYS;
 
-// Barriers; 0 is __syncthreads. Those of a tile exist for each parity of tiles, because one can be ahead by a tile.
+// Named barriers; 0 is __syncthreads. The first three exist for tiles of even and of odd number, because one warpgroup can be
+// ahead of another by a tile.
 enum NamedBarrier : int {
-  SLOT_EMPTY = 1,       // for each warpgroup: the slot of what it makes of a tile is free
-  DK_OPERANDS_FULL = 5,       // for each warpgroup: what dK needs is in the slot, where the sums' warpgroup adds it
-  DS_FULL = 9,      // what dQ needs is in the slot, of both groups
-  KEYS_LOADED = 11, // among the keys' groups
-  DQ_WARPGROUP = 12,    // inside the sums' warpgroup
-  WITHIN_CONSUMER = 13,       // inside each keys' warpgroup
+  SLOT_EMPTY = 1,        // one for each consumer: its share of the slot may be overwritten
+  DK_OPERANDS_FULL = 5,  // one for each consumer: the operands of dK are in the slot, where the dQ warpgroup computes dK
+  DS_FULL = 9,           // the operands of dQ, from both consumers, are in the slot
+  KEYS_LOADED = 11,      // among the consumers: K and V are in shared memory
+  DQ_WARPGROUP = 12,     // inside the dQ warpgroup: before and after it adds to dQ with a semaphore
+  WITHIN_CONSUMER = 13,  // inside each consumer: all its warps have stored dS
 };
 __device__ __forceinline__ int named_barrier(NamedBarrier kind, int tile, int warpgroup) { return kind + (tile & 1) * CONSUMERS + warpgroup; }
 __device__ __forceinline__ int named_barrier(NamedBarrier kind, int tile) { return kind + (tile & 1); }
 
-// Whether the keys' groups have registers for dK beside dV.
+// Whether the consumers have registers for dK beside dV.
 template <int D>
 constexpr bool CONSUMERS_KEEP_DK = D == 64;
 
-// Adds to dQ from shared memory, 64 channels: each warp of the sums' warpgroup leaves what it adds there, and one operation adds
-// it while the warp goes on. (Several a tile would wait for each other; larger heads add from registers.)
+// Adds 64 channels to dQ from shared memory: each warp of the dQ warpgroup stages its dQ there, and one bulk addition adds it
+// while the warp goes on. (Several bulk additions a tile would wait for each other, so larger heads add from registers.)
 struct BulkDqAccumulator : DqAccumulator {
   static constexpr int WARP_BYTES = 64 / 8 * 512, BYTES = WARPGROUP_THREADS / 32 * WARP_BYTES;
   uint32_t staging;
@@ -54,11 +71,12 @@ struct BulkDqAccumulator : DqAccumulator {
     if (threadIdx.x % 32 == 0) ptx::cp_async_bulk_wait();
     DqAccumulator::release(padded_tile);
   }
-  // Before the memory goes.
+  // The block's shared memory must not be freed before the last bulk additions have read it.
   __device__ __forceinline__ void end() const { ptx::cp_async_bulk_wait_read(); }
 };
 
-// Adds from registers, in one way, which is right in semaphore too: registers are short.
+// Adds to dQ from registers, by atomic additions. They are correct with a semaphore too, and a second path would cost registers,
+// which are short.
 struct AtomicDqAccumulator : DqAccumulator {
   template <int D, int N>
   __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
@@ -77,17 +95,28 @@ __device__ __forceinline__ auto choose_accumulator(const DqAccumulator& sums, ui
   else return AtomicDqAccumulator{sums};
 }
 
-// Numerics is the block's shared memory, and has: Type, D, STAGES, SHARED_BYTES; CONSUMER_REGISTERS of a thread of the keys'
-// groups; STAGING_AT, for BulkDqAccumulator at head_dim 64; load_keys() and keys_arrived(), by the keys' groups; load(tile, stage,
-// thread, mbarrier), asynchronous, by the first thread of the sums' warpgroup where the tensors have maps (params: dout.mapped),
-// else by all of it; fetching(params), how many threads tell of a tile's copies; and what each part keeps in its registers:
-//   KeyConsumer: start(stage), S^T of a tile that has come; scores(tile's number, stage, slot, masked, free, done, ready, next),
-//     from there to what the slot gets after free(): done() when what dK needs is there, ready() when what dQ needs is;
-//     next() as soon as registers allow it, which starts the next tile; and dV and perhaps dK; end() at the end; dv, perhaps
-//     dk.
-//   DqConsumer: add_keys(warpgroup, stage, slot), dK of a warpgroup's keys where keys' groups do not add it; added(), when the tile's
-//     memory is no longer read; start(slot), dQ's first product; add_dq(padded tile, slot, sums, read),
-//     with read() when the slot is no longer read; perhaps dk of each warpgroup.
+// Numerics is the layout of the block's shared memory. It has:
+// - Type, D, STAGES, SHARED_BYTES: the element type, the padded head_dim, the stages of the pipeline, and the size.
+// - CONSUMER_REGISTERS: registers of a consumer's thread. STAGING_AT: the staging memory of BulkDqAccumulator, at head_dim 64.
+// - load_keys(): issues the asynchronous copies of K and V, by the consumers; keys_arrived(): prepares them, when they have
+//   arrived.
+// - load(tile, stage, thread, mbarrier): issues the copies of a tile of queries, by the first thread of the dQ warpgroup if the
+//   tensors have maps (params: dout.mapped), else by all of its threads.
+// - fetching(params): the producer's arrivals at the mbarrier for each tile.
+// - KeyConsumer: what a consumer keeps in registers. It has:
+//   - start(stage): issues S^T of a tile that has arrived, if registers allow that early.
+//   - scores(the tile's number, stage, slot, masked, free, done, ready, next): computes P, dS, dV and perhaps dK. It calls free()
+//     before it writes to the slot, done() when the operands of dK are there, ready() when those of dQ are there, and next() as
+//     soon as registers allow it, which starts the next tile.
+//   - end(): waits for the product that the last next() started.
+//   - dv, perhaps dk: the accumulators.
+// - DqConsumer: what the dQ warpgroup keeps in registers. It has:
+//   - add_keys(consumer, stage, slot): adds to dK of a consumer's keys, where the consumers do not; added(): waits until these
+//     products no longer read the tile.
+//   - start(slot): issues the first product of dQ, if registers allow that early.
+//   - add_dq(the tile's number in the padded buffers, slot, sums, read): computes dQ and adds it. It calls read() when the slot
+//     is no longer read.
+//   - perhaps dk: the accumulators, for each consumer.
 template <class Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backward& p) {
   using T = typename Numerics::Type;
@@ -95,7 +124,7 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
   constexpr bool KEEP_DK = CONSUMERS_KEEP_DK<Numerics::D>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const params::Shape& shape = p.shape;
-  // In shared memory: registers are for products.
+  // In shared memory, because the products need the registers.
   __shared__ BackwardBlock block;
   int index = backward_index(p);
   __shared__ int masked_until[CONSUMERS];
@@ -115,11 +144,12 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
     ptx::setmaxnreg<DQ_REGISTERS<Numerics::CONSUMER_REGISTERS>, SM90_THREADS>();
     auto sums = choose_accumulator<Numerics::D>({p.dq_accum, p.dq_semaphore, block.first_key / SM90_KEYS, CONSUMER_THREADS, WARPGROUP_THREADS, DQ_WARPGROUP},
                                          ptx::shared_address(shared) + Numerics::STAGING_AT);
-    // To be fetched, AHEAD of the tile that is worked on: with more than two stages, into that of the tile before it.
+    // How many tiles ahead the producer copies. With more than two stages it fills the stage of the tile before the current one,
+    // so that it rarely waits for consumers; with two stages it fills that of the current tile, once all have released it.
     constexpr int AHEAD = Numerics::STAGES == 2 ? 2 : Numerics::STAGES - 1;
     typename Queries::Tile next = tile;
     auto fetch = [&](int number) {
-      // Opaque: addresses are worked out anew for each tile. Kept, they would cost registers that the products need.
+      // Opaque, so that addresses are computed anew for each tile: kept, they would cost registers that the products need.
       int thread = ptx::opaque(threadIdx.x) - CONSUMER_THREADS;
       if (number < iterations && (!p.dout.mapped || thread == 0)) {
         pipeline.wait_empty(number);
@@ -177,7 +207,7 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
     };
     if (iterations > 0) come(0);
     part.start(0);
-    int number = queries.first;  // of the tile, inside the segment, or as it is masked
+    int number = queries.first;  // of the tile in the segment, or with a selection the one that gives the same mask
     for (int i = 0; i < iterations; ++i) {
       auto free = [&] { ptx::named_barrier_sync(named_barrier(SLOT_EMPTY, i, warpgroup), 2 * WARPGROUP_THREADS); };
       auto done = [&] {
@@ -185,7 +215,8 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
       };
       auto ready = [&] { ptx::named_barrier_arrive(named_barrier(DS_FULL, i), SM90_THREADS); };
       auto next = [&] {
-        // After the last tile too, on what lies there: products that are only sometimes under way cannot overlap.
+        // Issued after the last tile too, on stale data: if a product were in flight on some paths only, ptxas would serialize
+        // the kernel's products.
         if (i + 1 < iterations) come(i + 1);
         part.start(pipeline.stage(i + 1));
       };

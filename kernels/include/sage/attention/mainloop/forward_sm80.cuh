@@ -1,10 +1,23 @@
-// The forward walk: a block keeps 128 queries of one head, a warp 16 M of them, and walks the tiles of 64 keys that they
-// see. What happens inside a tile is the numerics' affair: full_precision_forward.cuh, sagebwd_forward.cuh.
+// The forward mainloop for sm_80 and later (mma.sync, cp.async), and what the mainloop for Hopper shares with it: the blocks
+// and the epilogue.
 //
-// Numerics has: Type, D, M, THREADS, SHARED_BYTES, Rows (its Softmax), STATE_AT (what that keeps there), Logits; COOPERATES, whether warps meet inside a tile; a constructor;
-// load_queries(), load_keys(tile), load_values(tile), asynchronous copies into buffer tile % 2; multiply(tile, logits);
-// attend<MASKED>(tile, logits, softmax, segment, first query of the warp), MASKED where a query may not see a key;
-// flush_magic(softmax) at the end. Tiles of even and of odd numbers take turns.
+// A block computes the output and the log-sum-exp of 128 queries of one head; each warp has 16 M of the queries, and keeps their
+// accumulators in registers. The mainloop visits the tiles of 64 keys that the queries see. All warps do the same: they copy the
+// next tile of K and V asynchronously into one of two buffers while they compute on the other, and one __syncthreads a tile
+// orders copies and reads. The numerics say how a tile is computed: numerics/*_forward_sm80.cuh.
+//
+// Numerics has:
+// - Type, D, M, THREADS, SHARED_BYTES: the element type, the padded head_dim, and the sizes above.
+// - RowSoftmax, STATE_AT: its Softmax, and the offset in shared memory of the row state that this may keep there.
+// - Logits: a warp's accumulators of S for one tile.
+// - COOPERATES: whether warps meet at a barrier inside a tile, so that all of them must compute every tile.
+// - Numerics(params, block, shared memory)
+// - load_queries(), load_keys(tile), load_values(tile): issue asynchronous copies, of a tile into buffer tile % 2. (The tiles
+//   that a block visits have even and odd numbers in turn: a listed block of keys has two tiles.)
+// - multiply(tile, logits): computes S of the tile.
+// - attend<MASKED>(tile, logits, softmax, segment, the warp's first query): computes the online softmax, and adds P V; MASKED if
+//   some query may not see some key.
+// - flush_magic(softmax): finishes the accumulator after the last tile.
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -16,11 +29,12 @@ namespace sage::attention {
 
 constexpr int FORWARD_QUERIES = 128;
 
-// Where a block of the forward is. Long rows come first, so that the last blocks to start are short; tiles are counted from
-// the end, so that a block that is not full is the shortest. It lives in shared memory: the products need the registers.
+// The head, segment and queries of a block. Blocks with the last queries come first: under a causal mask they see the most keys,
+// so that the last blocks to start are short. Queries are counted off from the end of the segment, so that the block that is not
+// full is also the shortest. The struct is kept in shared memory, because the products need the registers.
 struct ForwardBlock {
   int head, segment_index;
-  int first, end;  // queries, inside the segment: whole tiles, none where `end` is not above `first`
+  int first, end;  // queries first .. end of the segment, in whole tiles; the block is empty unless end > first
   Segment segment;
 
   ForwardBlock() = default;
@@ -33,7 +47,7 @@ struct ForwardBlock {
     first = max(end - queries, 0);
   }
 
-  // The last of `queries` from `from` on that is the block's; before `from` if none is.
+  // The last of the `queries` queries from `from` on that belongs to the block; less than `from` if none does.
   __device__ __forceinline__ int last_of(int from, int queries) const {
     return min(min(from + queries, end), segment.query_len) - 1;
   }
@@ -43,28 +57,28 @@ struct ForwardBlock {
   }
 };
 
-// Where a block of the forward is, and which keys it visits: all that its queries see.
+// A block that visits all keys that its queries see.
 struct EveryKey : ForwardBlock {
-  static constexpr int skipped = 0;  // keys that are passed over
+  static constexpr int skipped = 0;  // keys that are not visited: see ListedKeys
 
   EveryKey() = default;
   __device__ __forceinline__ EveryKey(const params::Forward& p, int index, int queries) : ForwardBlock(p.shape, index, queries) {}
 
-  // How many keys a query sees of those that the block visits.
+  // The number of keys that a query sees, of those that the block visits.
   __device__ __forceinline__ int visible(int query) const { return segment.visible_keys(query); }
-  // The step's keys, in units of TILES tiles.
+  // The position of a step's keys in the segment, in units of TILES tiles.
   template <int TILES>
   __device__ __forceinline__ int number(int step) const { return step; }
 };
 
-// The same with a selection: a block of queries is one of its blocks, and visits the listed blocks of keys. Queries may not
-// see the whole of the last one alone, so walks see neighbouring keys, of which a number is missing before the last block:
-// `skipped`.
+// A block that is one block of queries of a selection, and visits the listed blocks of keys. All listed blocks but the last are
+// seen whole, and only the last can need a mask. Mainloops therefore treat the visited keys as one contiguous range; `skipped`
+// is the number of unlisted keys before its last block, which lies so much further on in the segment.
 struct ListedKeys : ForwardBlock {
   static constexpr int BLOCK_TILES = SELECTION_BLOCK / TILE;
   const uint32_t* list;
   int skipped;
-  int count;  // listed
+  int count;  // listed blocks
 
   ListedKeys() = default;
   __device__ __forceinline__ ListedKeys(const params::Forward& p, int index, int) {
@@ -85,7 +99,7 @@ struct ListedKeys : ForwardBlock {
     if (count > 0) skipped = (int(list[count - 1]) - (count - 1)) * SELECTION_BLOCK;
   }
 
-  // Every query sees the blocks before the last.
+  // Every query sees all listed blocks before the last, so only the end of the visited keys depends on the query.
   __device__ __forceinline__ int visible(int query) const {
     return min(segment.visible_keys(query) - skipped, count * SELECTION_BLOCK);
   }
@@ -96,8 +110,8 @@ struct ListedKeys : ForwardBlock {
   }
 };
 
-// Writes a warp's 16 rows of an output, number `first` and on: by way of STAGING bytes of shared memory where there are some, so
-// that neighbouring lanes write neighbours, 16 bytes each.
+// Writes a warp's 16 rows of an output, from row `first` on. With STAGING bytes of shared memory for the warp the rows go through
+// them, so that neighbouring lanes write neighbouring 16-byte chunks.
 template <int STAGING, class T, int N>
 __device__ __forceinline__ void store_rows(const Rows<T>& out, int first, const float (&acc)[N][4], const float (&factor)[2],
                                            uint32_t staging, int lane) {
@@ -135,7 +149,7 @@ __device__ __forceinline__ void store_rows(const Rows<T>& out, int first, const 
       out.store_2(first + lane / 4 + 8 * h, n * 8 + 2 * (lane & 3), acc[n][2 * h] * factor[h], acc[n][2 * h + 1] * factor[h]);
 }
 
-// Writes the outputs and the log-sum-exp. STAGING: of a warp alone, see store_rows.
+// The epilogue: writes the outputs and the log-sum-exp. STAGING is the size of a warp's own `staging`: see store_rows.
 template <class T, int STAGING = 0, int D, int M, int THREADS, bool SHARED, int OUTPUTS, int SLACK>
 __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlock& block,
                                       Softmax<D, M, THREADS, SHARED, OUTPUTS, SLACK>& softmax, uint32_t staging = 0) {
@@ -148,7 +162,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
 #pragma unroll
   for (int r = 0; r < 2 * M; ++r) {
     sums[r] = quad_sum(softmax.state(softmax.state.SUM, r));
-    // Only a query that sees no key gives zeros: a sum that came to 0 otherwise gives NaN.
+    // Only a query that sees no key gets an output of zeros. A sum that is 0 for another reason gives NaN.
     inverse[r] = segment.visible_keys(first + row_of(r, lane)) == 0 ? 0.0f : 1.0f / sums[r];
   }
 #pragma unroll
@@ -185,7 +199,7 @@ __device__ __forceinline__ void forward_sm80(const params::Forward& p) {
   const Segment& segment = block.segment;
   if (block.first >= block.end) return;
   int key_tiles = (block.visible(block.last_of(block.first, FORWARD_QUERIES)) + TILE - 1) / TILE;
-  // That all queries of the warp see whole.
+  // The tiles, of those that the block visits, that need no mask: the warp's first query sees them whole, and so do the others.
   int whole_tiles = block.visible(block.first + threadIdx.x / 32 * 16 * Numerics::M) / TILE;
 
   Numerics numerics(p, block, shared);
@@ -196,7 +210,8 @@ __device__ __forceinline__ void forward_sm80(const params::Forward& p) {
   ptx::cp_async_commit();
   for (int step = 0; step < key_tiles; ++step) {
     ptx::cp_async_wait<0>();
-    // Everyone sees this tile, and is done with the previous one, whose buffer is free now.
+    // After the barrier all threads' copies of this tile are visible, and all warps have read the previous tile, whose buffer
+    // may be overwritten.
     __syncthreads();
     int tile = next;
     if (step + 1 < key_tiles) {
@@ -205,7 +220,7 @@ __device__ __forceinline__ void forward_sm80(const params::Forward& p) {
     }
     ptx::cp_async_commit();
     typename Numerics::Logits logits;
-    // Warps that meet inside a tile take the same way through it.
+    // Warps that meet at a barrier inside a tile must all take the same branch.
     if (!Numerics::COOPERATES && __builtin_expect(step < whole_tiles, true)) {
       numerics.multiply(tile, logits);
       numerics.template attend<false>(tile, logits, softmax, segment, 0);

@@ -1,7 +1,28 @@
-// The forward walk on Hopper: the same as forward.cuh, with a consumer for each warpgroup. Query groups keep 64 queries each;
-// one more warpgroup fetches keys and values into a kv of stages, TILES tiles a step: both of a step together, or apart, each
-// as early as it is wanted. There is a block for each
-// multiprocessor, which takes one piece of work after the other: keys of the next come while the last is being written.
+// The forward mainloop for Hopper: persistent and warp-specialized. One block runs on each multiprocessor and takes work items
+// (tiles of queries of one head) from the tile scheduler until none is left. For each item it computes the output and the
+// log-sum-exp of 64 queries for each consumer, of which there are two or three.
+//
+//   producer      One warp of the last warpgroup; the other three exit. It takes the items, and copies their queries, keys and
+//                 values: TILES tiles of keys and of values a step.
+//   consumers     Every other warpgroup has 64 queries, and computes S = Q K^T, the online softmax, O += P V, and the epilogue.
+//   work          Pipeline of 2 stages for items and their queries, so that those of the next item, and its first keys, are
+//                 copied during the epilogue of the last.
+//   kv            Pipeline for keys and values: those of a step share a stage (VALUES_FIRST), or have one each (else).
+//   MMA_ORDER     Named barriers (without VALUES_FIRST): consumers issue products in turn, so that the products of one run
+//                 under the softmax of another.
+//   QUERIES_READ  Named barriers: a consumer's warps have read its queries, whose memory its epilogue may overwrite.
+//
+// An item of three steps without VALUES_FIRST, two consumers, four stages. S1 PV0: the consumer issues S of step 1 and P V of
+// step 0; S1 runs under the other consumer's softmax, PV0 under this one's softmax 1.
+//
+//   producer    Q K0|K1|V0|K2      |V1               |V2   |Q of the next item|K0 ..
+//   consumer 0      |S0|softmax 0     |S1 PV0|softmax 1      |S2 PV1|softmax 2      |PV2|epilogue
+//   consumer 1         |S0|softmax 0         |S1 PV0|softmax 1      |S2 PV1|softmax 2      |PV2|epilogue
+//
+// With VALUES_FIRST consumers take no turns, and P V of a step is issued before S of the next:
+//
+//   producer    Q K0 V0|K1 V1|K2 V2|Q of the next item ..
+//   consumers          |S0|softmax 0|PV0 S1|O += PV0|softmax 1|PV1 S2|O += PV1|softmax 2|PV2|O += PV2|epilogue
 #pragma once
 
 #include <type_traits>
@@ -13,30 +34,31 @@
 
 namespace sage::attention {
 
-// Groups of queries where nothing else decides: what the registers fence_operand.
+// The number of consumers that a block has registers for.
 template <int D>
 constexpr int DEFAULT_CONSUMERS = D == 64 ? 3 : 2;
 
 template <int TILES_, int PRODUCER_REGISTERS_, params::Plan PLAN>
 struct ForwardWarpgroups {
-  static constexpr int CONSUMERS = PLAN.rows / 64, TILES = TILES_;  // of queries; of keys a step
+  static constexpr int CONSUMERS = PLAN.rows / 64, TILES = TILES_;  // TILES: tiles of keys a step
   static constexpr int QUERIES = 64 * CONSUMERS, KEYS = TILE * TILES;
   static constexpr int STAGES = PLAN.stages;
   static constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS;
   static_assert(PLAN.rows == QUERIES && PLAN.threads == THREADS);
-  // Groups share what the block starts with; more than that none would ever get.
+  // The warpgroups' registers must sum to at most the block's allocation at launch: setmaxnreg.inc would wait for ever for more.
   static constexpr int PRODUCER_REGISTERS = PRODUCER_REGISTERS_, ALL_REGISTERS = ptx::LAUNCH_REGISTERS<THREADS> * (CONSUMERS + 1);
   static constexpr int CONSUMER_REGISTERS = (ALL_REGISTERS - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
 };
 
 // Named barriers; 0 is __syncthreads.
 enum ForwardBarrier : int {
-  PRODUCERS = 1,
-  MMA_ORDER = 2,  // for each warpgroup of queries: it may ask for its products,
-  QUERIES_READ = 5,  // and all its warps have read its queries
+  PRODUCERS = 1,     // the producer's threads: all see the item that its first thread took
+  MMA_ORDER = 2,     // one for each consumer: it may issue its products
+  QUERIES_READ = 5,  // one for each consumer: all its warps have read its queries
 };
 
-// The next piece of work, head -1 after the last: at first that of the block's index, then the one that nobody has taken.
+// The tile scheduler: returns the next work item, with head -1 after the last. A block's first item has the block's index; each
+// later one is the next that no block has taken, by an atomic counter.
 template <class Block, int QUERIES>
 __device__ __forceinline__ Block next_work(const params::Forward& p, bool first) {
   const params::Shape& shape = p.shape;
@@ -51,18 +73,31 @@ __device__ __forceinline__ Block next_work(const params::Forward& p, bool first)
   return none;
 }
 
-// Numerics is a block's shared memory, and has: Type, D, Warpgroups, SHARED_BYTES; PRODUCER_THREADS, who fetches; QUERY_ARRIVALS and
-// STEP_ARRIVALS, how many times they tell of copies; load_queries(slot, thread, mbarrier) and load(step, stage, thread,
-// mbarrier), or load(values, step, ..) for each apart, asynchronous; and Consumer, what a query warpgroup keeps in its registers:
-// start(stage), S of a step whose keys have come; softmax<MASKED, PENDING>(step, stage, segment, first query), from there to
-// P, with PENDING later products under way; add(stage), P V under way, and add_last(stage), that of the last step;
-// added<PENDING>(), the end of that. softmax, the softmax of its queries.
-//
-// VALUES_FIRST says in which order a step's products are asked for. Values first: they are waited for while the next S is
-// under way; the other groups' softmax masked them, and no registers fence_operand both S and what is added. Keys and values share a
-// stage. Values last: they are under way while the warpgroup works on the next softmax, and take() gives P to the next add when
-// they are done; scored<PENDING>() is the end of S, when its keys are no longer read. Keys and values have stages of their own
-// in the kv, in the order in which they are wanted: keys 0, keys 1, values 0, keys 2, values 1, ..
+// Numerics is the layout of a block's shared memory. It has:
+// - Type, D, Warpgroups, SHARED_BYTES: the element type, the padded head_dim, a ForwardWarpgroups, and the size.
+// - PRODUCER_THREADS: the threads that produce. QUERY_ARRIVALS, STEP_ARRIVALS: their arrivals at the mbarrier for each item's
+//   queries, and for each stage of the kv pipeline.
+// - STAGING: bytes of shared memory that the epilogue has for each warp.
+// - load_queries(slot, thread, mbarrier): issues the asynchronous copies of an item's queries.
+// - load(step, stage, thread, mbarrier): issues those of a step's keys and values; without VALUES_FIRST load(values, step, ..),
+//   of either the values or the keys.
+// - Consumer: what a consumer keeps in registers. It has:
+//   - start(stage): issues S of a step whose keys have arrived.
+//   - scored<PENDING>(), without VALUES_FIRST: waits for S, while P V of PENDING steps may stay in flight; after it the keys are
+//     no longer read.
+//   - online_softmax<MASKED, PENDING>(step, stage, segment, the consumer's first query): computes P from S. With VALUES_FIRST it
+//     waits for S.
+//   - take(), without VALUES_FIRST: rescales O, and makes P the operand of the next add; no product may be in flight.
+//   - add(stage): issues P V of a step; add_last(stage): that of an item's last step.
+//   - added<PENDING>(): waits for P V, while PENDING later products may stay in flight; after it the values are no longer read.
+//     With VALUES_FIRST it then adds the product to O.
+//   - softmax: the Softmax of its queries, with O. staging(): the address of the calling warp's STAGING bytes.
+// - VALUES_FIRST: the order in which the products of a step are issued.
+//   - If true, P V of the previous step is issued before S, and is waited for while S is in flight: registers do not hold both S
+//     and P V while the softmax runs. The softmax of the other consumers hides the wait. Keys and values share a stage.
+//   - If false, S is issued before P V of the previous step, which is in flight during the softmax of S. Keys and values have
+//     stages of their own in the kv pipeline, in the order in which consumers need them: keys 0, keys 1, values 0, keys 2,
+//     values 1, .. A stage of keys is then released long before the values of its step are needed.
 template <class Numerics, class Block = EveryKey>
 __device__ __forceinline__ void forward_sm90(const params::Forward& p) {
   using T = typename Numerics::Type;
@@ -70,14 +105,14 @@ __device__ __forceinline__ void forward_sm90(const params::Forward& p) {
   using KvPipeline = Pipeline<Warpgroups::STAGES>;
   using WorkPipeline = Pipeline<2>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  __shared__ Block blocks[2];  // this one, and the next, whose queries come meanwhile
+  __shared__ Block blocks[2];  // the current item, and the next, whose queries are copied meanwhile
   __shared__ typename KvPipeline::Barriers kv_barriers;
   __shared__ typename WorkPipeline::Barriers work_barriers;
   KvPipeline kv(kv_barriers);
   WorkPipeline work(work_barriers);
   if (threadIdx.x == 0) {
     kv.prepare(Numerics::STEP_ARRIVALS, Warpgroups::CONSUMERS * 4);
-    work.prepare(1 + Numerics::QUERY_ARRIVALS, Warpgroups::CONSUMERS * WARPGROUP_THREADS);  // the block, and its queries
+    work.prepare(1 + Numerics::QUERY_ARRIVALS, Warpgroups::CONSUMERS * WARPGROUP_THREADS);  // 1: the item itself
   }
   __syncthreads();
   auto steps_of = [](const Block& block, int first, int queries) {
@@ -85,7 +120,7 @@ __device__ __forceinline__ void forward_sm90(const params::Forward& p) {
     return first <= last ? (block.visible(last) + Warpgroups::KEYS - 1) / Warpgroups::KEYS : 0;
   };
   int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
-  int before = 0;  // steps of earlier work
+  int before = 0;  // stages of the kv pipeline that earlier items used
 
   if (warpgroup == Warpgroups::CONSUMERS) {
     ptx::setmaxnreg<Warpgroups::PRODUCER_REGISTERS, Warpgroups::THREADS>();
@@ -126,7 +161,8 @@ __device__ __forceinline__ void forward_sm90(const params::Forward& p) {
   }
 
   ptx::setmaxnreg<Warpgroups::CONSUMER_REGISTERS, Warpgroups::THREADS>();
-  if (!Numerics::VALUES_FIRST && warpgroup == Warpgroups::CONSUMERS - 1) ptx::named_barrier_arrive(MMA_ORDER, 2 * WARPGROUP_THREADS);  // warpgroup 0 begins
+  // The last consumer passes its turn on, so that consumer 0 begins.
+  if (!Numerics::VALUES_FIRST && warpgroup == Warpgroups::CONSUMERS - 1) ptx::named_barrier_arrive(MMA_ORDER, 2 * WARPGROUP_THREADS);
   for (int item = 0;; ++item) {
     work.wait(item);
     const Block& block = blocks[item % 2];
@@ -139,7 +175,7 @@ __device__ __forceinline__ void forward_sm90(const params::Forward& p) {
     const int skipped_steps = block.skipped / Warpgroups::KEYS;
     constexpr bool VALUES_FIRST = Numerics::VALUES_FIRST;
     int all_steps = steps_of(block, block.first, Warpgroups::QUERIES);
-    // Where a step's keys and values are in the kv.
+    // The numbers of a step's keys and values in the kv pipeline.
     auto keys_of = [&](int step) { return before + (VALUES_FIRST ? step : max(2 * step - 1, 0)); };
     auto values_of = [&](int step) { return before + (VALUES_FIRST ? step : min(2 * step + 2, 2 * all_steps - 1)); };
     auto start = [&](int step) {
@@ -162,7 +198,7 @@ __device__ __forceinline__ void forward_sm90(const params::Forward& p) {
       else
         consumer.template online_softmax<true, PENDING>(step + skipped_steps, stage, segment, first);
     };
-    // Groups take work in asking for products, so that one's run under another's softmax.
+    // Consumers take turns in issuing products, so that the products of one run under the softmax of another.
     auto acquire_order = [&] { ptx::named_barrier_sync(MMA_ORDER + warpgroup, 2 * WARPGROUP_THREADS); };
     auto release_order = [&] { ptx::named_barrier_arrive(MMA_ORDER + (warpgroup + 1) % Warpgroups::CONSUMERS, 2 * WARPGROUP_THREADS); };
     if (steps > 0) {
@@ -194,7 +230,7 @@ __device__ __forceinline__ void forward_sm90(const params::Forward& p) {
       consumer.template added<0>();
       kv.release(values_of(steps - 1));
     }
-    // KvPipeline that only later queries of the block see.
+    // Steps whose keys only the queries of other consumers see: this one releases their stages, and passes its turns on.
     for (int step = steps; step < all_steps; ++step) {
       kv.wait(keys_of(step));
       kv.release(keys_of(step));
@@ -209,7 +245,7 @@ __device__ __forceinline__ void forward_sm90(const params::Forward& p) {
     ptx::named_barrier_sync(QUERIES_READ + warpgroup, WARPGROUP_THREADS);
     store<T, Numerics::STAGING>(p, block, consumer.softmax, consumer.staging());
     ptx::fence_proxy_async();
-    ptx::mbarrier_arrive(work.empty(item));  // each thread for itself: all have read of the block
+    ptx::mbarrier_arrive(work.empty(item));  // by each thread, because each has read the item
   }
 }
 

@@ -1,5 +1,5 @@
-// The backward of 16-bit operands, with f32 sums (FlashAttention-2, arXiv 2307.08691, algorithm 2): full precision; Attn-QAT,
-// whose operands fence_operand NVFP4 values; and SageBwd where at most S is a product of codes.
+// The backward of 16-bit operands with f32 accumulators (FlashAttention-2, arXiv 2307.08691, algorithm 2): for full precision;
+// for Attn-QAT, whose operands hold NVFP4 values; and for SageBwd where at most S is a product of INT8 codes.
 #pragma once
 
 #include <sage/attention/numerics/scores_sm80.cuh>
@@ -14,7 +14,8 @@ struct FullPrecisionBackwardSm80 {
   static constexpr int ROW = 2 * D;
   static constexpr int K_BYTES = Plan::KEYS * ROW;
   static constexpr int Q_BYTES = TILE * ROW;
-  // K, V, and what S is made from besides; stages of Q, dO, what S is made from, log-sum-exp, delta, ..
+  // Shared memory: K, V, and the keys' codes if S needs them; stages of Q, dO, the queries' codes if S needs them, and the row
+  // state (log-sum-exp, delta, and the row sum if P needs it); two slots of dS^T; the memory that P needs for each warp.
   static constexpr int K_CODES_AT = 2 * K_BYTES, STAGES_AT = K_CODES_AT + Plan::KEYS * S::KEY_BYTES;
   static constexpr int Q_CODES_AT = 2 * Q_BYTES, STATE_AT = Q_CODES_AT + S::TILE_BYTES;
   static constexpr int STAGE_BYTES = STATE_AT + P::QUERY_VALUES * TILE * 4;
@@ -101,7 +102,7 @@ struct FullPrecisionBackwardSm80 {
 
   __device__ __forceinline__ void prepare_dq(int) {}
 
-  // For the tile whose dS lies in the other slot.
+  // Adds dQ of the previous tile, whose dS lies in the other slot.
   __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqAccumulator& sums) {
     constexpr int CHANNELS = D / Plan::PARTS;
     int lane = threadIdx.x % 32, strip = warp % 4, part = warp / 4;
@@ -126,7 +127,7 @@ struct FullPrecisionBackwardSm80 {
   __device__ __forceinline__ void flush_magic() {}
 
  private:
-  // out += X^T B: X in registers, and B, 64 rows of queries, in shared memory.
+  // out += X^T B: X^T (P^T or dS^T of the warp's 16 keys) in registers, and B, 64 rows of queries, in shared memory.
   __device__ __forceinline__ void add_keys(float (&out)[D / 8][4], const uint32_t (&a)[4][4], uint32_t rows, int lane) {
     layout::TransposedReaderB<ROW> reader(rows, lane);
 #pragma unroll

@@ -1,6 +1,6 @@
-// The backward of 16-bit operands on Hopper for head_dims over 64, with f32 sums: full precision; Attn-QAT, whose operands fence_operand
-// NVFP4 values; and SageBwd where at most S is a product of codes. All products read shared memory as it is: of K, Q, dO and
-// dS^T each lies there once, and those who need it the other way round ask for it transposed.
+// The backward of 16-bit operands with f32 accumulators on Hopper, for head_dims over 64: for full precision; for Attn-QAT, whose
+// operands hold NVFP4 values; and for SageBwd where at most S is a product of INT8 codes. K, Q, dO and dS^T are in shared memory
+// once each: products with the reduction along their columns read them through transposed descriptors.
 #pragma once
 
 #include <sage/attention/numerics/full_precision_tiles_sm90.cuh>
@@ -17,13 +17,14 @@ struct FullPrecisionBackwardSm90 : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, 
   static constexpr int DQ_PART_BYTES = Tiles::DQ_BYTES / CONSUMERS;
   static constexpr int ARRIVALS = S::ARRIVALS;
 
-  // By a warp: one thread by the tensors' maps, if a tile's tokens end where the map's or the tile do, else all of them.
+  // Issues the copies of a tile, by the producer warp. One lane copies through the tensor maps, unless a document ends inside the
+  // tile (a map does not end there, and zeros must follow) or there are no maps; then all lanes copy Q and dO.
   __device__ __forceinline__ void load(const QueryTile& tile, int stage, uint32_t mbarrier) {
     const Segment& s = block.segment;
     int first = tile.tile * TILE, lane = threadIdx.x % 32;
     bool mapped = p.dout.mapped && (!p.shape.segments || first + TILE <= s.query_len);
     if (!mapped) {
-      // One after the other by the same instructions: the producer has few registers.
+      // A loop over Q and dO that is not unrolled, because the producer has few registers.
 #pragma unroll 1
       for (int i = 0; i < 2; ++i)
         copy_panels_by_warp<D>(shared + stage_at(stage) + i * Q_BYTES,
@@ -49,7 +50,8 @@ struct FullPrecisionBackwardSm90 : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, 
       int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
       uint32_t at = of.shared + stage_at(stage);
       const float* state = of.state(stage);
-      // dP^T - D = V dO^T - D, set before any product is under way: else that would be waited for first.
+      // dP^T - D = V dO^T - D. The accumulator is set to -D before any product is in flight, because ptxas would wait for that
+      // product first.
       typename S::Sums sums;
       Scores s, dp;
       ColumnValues(state + TILE, lane).set(dp);
@@ -83,7 +85,7 @@ struct FullPrecisionBackwardSm90 : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, 
       ptx::wgmma_wait<0>(dk);
     }
 
-    // dQ = dS K: all keys of the block, the warpgroup's part of the channels.
+    // Issues dQ = dS K over all keys of the block, for this consumer's share of the channels.
     __device__ __forceinline__ void multiply_keys(float (&dq)[D / 8 / CONSUMERS][4], int slot) {
       static_assert(D / CONSUMERS == 64, "a panel for each warpgroup");
       ptx::discard_operand(dq);
@@ -96,7 +98,7 @@ struct FullPrecisionBackwardSm90 : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, 
         ptx::wgmma_16<T, true, true, true>(dq, ds + step * ptx::COLUMN_STEP, keys + step * ptx::COLUMN_STEP);
       ptx::wgmma_commit();
     }
-    // To the storer.
+    // Stages this consumer's share of dQ in shared memory for the storer.
     __device__ __forceinline__ void hand_over(const float (&dq)[D / 8 / CONSUMERS][4], int lane, int warp) {
       constexpr int N = D / 8 / CONSUMERS;
       ptx::named_barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);

@@ -1,7 +1,7 @@
-// The backward of 16-bit operands on Hopper for head_dims up to 64, with f32 sums: full precision; Attn-QAT, whose operands fence_operand
-// NVFP4 values; and SageBwd where at most S is a product of codes. All products read shared memory as it is: of Q, dO and dS^T
-// each lies there once, and those who need it the other way round ask for it transposed. K and V are left operands out of
-// registers: products of 64 x 64 with both operands in shared memory would be as long as their reading.
+// The backward of 16-bit operands with f32 accumulators on Hopper, for head_dims up to 64: for full precision; for Attn-QAT,
+// whose operands hold NVFP4 values; and for SageBwd where at most S is a product of INT8 codes. Q, dO and dS^T are in shared
+// memory once each: products with the reduction along their columns read them through transposed descriptors. K and V are A
+// operands in registers: a product of 64 x 64 with both operands in shared memory takes as long as reading them.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
@@ -19,7 +19,8 @@ struct FullPrecisionBackwardSm90DqWarpgroup : FullPrecisionTilesSm90<T, HEAD_DIM
   static constexpr int STAGING_AT = Tiles::DQ_AT, CONSUMER_REGISTERS = 208;
   static_assert(CONSUMERS_KEEP_DK<D> && STAGING_BYTES<D> == Tiles::DQ_BYTES);
 
-  // All by one thread, or rows by all.
+  // Arrivals at the mbarrier for each tile: those of the thread that issues bulk copies, and, without tensor maps, one of each
+  // thread that copies rows of Q and dO.
   static __device__ __forceinline__ int fetching(const params::Backward& p) {
     return S::ARRIVALS + (p.dout.mapped ? 0 : WARPGROUP_THREADS);
   }
@@ -43,7 +44,7 @@ struct FullPrecisionBackwardSm90DqWarpgroup : FullPrecisionTilesSm90<T, HEAD_DIM
     float dv[D / 8][4] = {}, dk[D / 8][4] = {};
     typename S::KeyFragments k;
     uint32_t v[D / 16][4];
-    typename S::Sums sums;  // of S^T, a tile ahead
+    typename S::Sums sums;  // accumulators of S^T, a tile ahead
 
     __device__ __forceinline__ KeyConsumer(const FullPrecisionBackwardSm90DqWarpgroup& numerics, int warpgroup)
         : of(numerics), warpgroup(warpgroup), k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)) {
@@ -63,14 +64,15 @@ struct FullPrecisionBackwardSm90DqWarpgroup : FullPrecisionTilesSm90<T, HEAD_DIM
       int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16;
       uint32_t at = of.shared + stage_at(stage);
       const float* state = of.state(stage);
-      // dP^T - D = V dO^T - D: read before, and set after the product under way, which ptxas would wait for first.
+      // dP^T - D = V dO^T - D. -D is read while S^T is in flight, but the accumulator is set to it after the wait, because ptxas
+      // would wait for the product in flight before it sets another accumulator.
       ColumnValues minus_delta(state + TILE, lane);
       ptx::wgmma_wait<0>(sums);
       Scores s, dp;
       minus_delta.set(dp);
       multiply_rows<T, true>(dp, v, at + Q_BYTES);
       of.make_probabilities(s, sums, k_factor, tile, stage, warpgroup, masked);
-      // Quantizing takes long: dQ need not wait for it.
+      // Quantizing P takes long, so it then comes after dS, for which the dQ warpgroup waits.
       constexpr bool QUANTIZES = P::WARP_BYTES > 0;
       uint32_t probabilities[4][4], ds[4][4];
       auto pack = [&] { P::template pack_transposed<T>(probabilities, s, of.scales(), lane); };
@@ -108,7 +110,7 @@ struct FullPrecisionBackwardSm90DqWarpgroup : FullPrecisionTilesSm90<T, HEAD_DIM
 
     __device__ __forceinline__ explicit DqConsumer(const FullPrecisionBackwardSm90DqWarpgroup& numerics) : of(numerics) {}
 
-    // dQ += dS K
+    // Issues dQ = dS K.
     __device__ __forceinline__ void start(int slot) {
       ptx::discard_operand(y);
       ptx::wgmma_fence();

@@ -1,5 +1,5 @@
-// The forward of 16-bit operands, with f32 sums (FlashAttention-2, arXiv 2307.08691): full precision, and Attn-QAT, whose
-// operands fence_operand NVFP4 values.
+// The forward of 16-bit operands with f32 accumulators (FlashAttention-2, arXiv 2307.08691): for full precision, and for
+// Attn-QAT, whose operands hold NVFP4 values.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm80.cuh>
@@ -15,14 +15,14 @@ struct FullPrecisionForwardSm80 {
   using Type = T;
   static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
-  static constexpr int BLOCKS = OUTPUTS == 1 ? 2 : 1;  // of a multiprocessor: what the accumulators leave of its registers
+  static constexpr int BLOCKS = OUTPUTS == 1 ? 2 : 1;  // blocks a multiprocessor: as many as its registers hold
   static constexpr bool COOPERATES = false;
   using Logits = float[M][8][4];
   static constexpr int ROW = D * 2;
   static constexpr int Q_BYTES = FORWARD_QUERIES * ROW;
   static constexpr int TILE_BYTES = TILE * ROW;
   static constexpr int STATE_AT = Q_BYTES + 4 * TILE_BYTES;
-  // The state of the rows is kept in shared memory where the plan has room for it: registers are short.
+  // The row state is kept in shared memory where the plan has room for it, because registers are short.
   using RowSoftmax = Softmax<D, M, THREADS, (PLAN.shared_bytes > STATE_AT), OUTPUTS, P::SLACK>;
   static constexpr int SHARED_BYTES = STATE_AT + RowSoftmax::State::BYTES;
   static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == ROW && PLAN.stages == 2 && PLAN.shared_bytes == SHARED_BYTES);
@@ -46,7 +46,8 @@ struct FullPrecisionForwardSm80 {
     copy_rows<FORWARD_QUERIES, D, THREADS>(shared, q, first, threadIdx.x);
   }
 
-  // Addresses are worked out anew for each tile: kept, they would cost registers that the products need.
+  // The thread index is opaque, so that addresses are computed anew for each tile: kept, they would cost registers that the
+  // products need.
   __device__ __forceinline__ void load_keys(int tile) {
     copy_rows<TILE, D, THREADS>(k_tile(tile), k, tile * TILE, ptx::opaque(threadIdx.x));
   }
@@ -55,7 +56,7 @@ struct FullPrecisionForwardSm80 {
     copy_rows<TILE, D, THREADS>(k_tile(tile) + TILE_BYTES, v, tile * TILE, ptx::opaque(threadIdx.x));
   }
 
-  // S = Q K^T.
+  // Computes S = Q K^T of a tile.
   __device__ __forceinline__ void multiply(int tile, Logits& s) {
     int lane = ptx::opaque(threadIdx.x) % 32;
 #pragma unroll
@@ -110,7 +111,7 @@ struct FullPrecisionForwardSm80 {
       softmax.state(RowSoftmax::State::SUM, r) += sum;
       scales[r] = typename P::template RowScales<T>(ptx::exp2(fmaf(group_max[r], scale, -shift)));
     }
-    uint32_t operands[OUTPUTS][M][4][4];  // (output, m, 16 keys): 16 x 16
+    uint32_t operands[OUTPUTS][M][4][4];  // A fragments of 16 queries x 16 keys: (output, m, 16 keys)
     P::template pack<T, M>(operands, s, scales);
     layout::TransposedReaderB<ROW> v_reader(k_tile(tile) + TILE_BYTES, lane);
 #pragma unroll

@@ -1,4 +1,5 @@
-// The forward of 16-bit operands on Hopper, with f32 sums: full precision, and Attn-QAT, whose operands fence_operand NVFP4 values.
+// The forward of 16-bit operands with f32 accumulators on Hopper: for full precision, and for Attn-QAT, whose operands hold NVFP4
+// values.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm90.cuh>
@@ -10,16 +11,16 @@ template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities
 struct FullPrecisionForwardSm90 {
   using Type = T;
   static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
-  // Two outputs leave no registers for 128 keys a step.
+  // The accumulators of two outputs leave no registers for 128 keys a step.
   static constexpr int TILES = OUTPUTS == 2 ? 1 : 2;
   using Warpgroups = ForwardWarpgroups<TILES, PLAN.rows == 192 ? 32 : 56, PLAN>;
   static constexpr int PRODUCER_THREADS = 32, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 1;
   static constexpr bool VALUES_FIRST = false;
-  // Shared memory: Q, twice; stages of K or V.
+  // Shared memory: two slots of Q; stages, each of K or of V.
   static constexpr int TILE_BYTES = TILE * D * 2, Q_BYTES = Warpgroups::CONSUMERS * TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
   static constexpr int SHARED_BYTES = 2 * Q_BYTES + Warpgroups::STAGES * STAGE_BYTES;
   static_assert(PLAN.row_bytes == D * 2 && PLAN.shared_bytes == SHARED_BYTES);
-  static constexpr int STAGING = 16 * 128;  // of a warp: its own softmax of the queries' first panel, which no other warp reads
+  static constexpr int STAGING = 16 * 128;  // of a warp: its rows in the queries' first panel, which no other warp reads
 
   const params::Forward& p;
   const ForwardBlock& block;
@@ -29,13 +30,14 @@ struct FullPrecisionForwardSm90 {
       : p(p), block(b), shared(ptx::shared_address(memory)) {}
 
   __device__ __forceinline__ uint32_t rows_at(int stage) const { return shared + 2 * Q_BYTES + stage * STAGE_BYTES; }
-  // Each warpgroup's queries in panels of their own.
+  // Each consumer's queries have panels of their own.
   __device__ __forceinline__ uint32_t q_rows(int slot, int warpgroup) const {
     return shared + slot * Q_BYTES + warpgroup * TILE_BYTES;
   }
 
-  // By a warp. What lies beyond a document's end is another's, where the map has both: as queries or keys it does no harm,
-  // because nobody asks for the one and the other is masked.
+  // Issues the copies of an item's queries, by the producer warp. A tensor map does not end where a document ends, so that a tile
+  // may hold tokens of the next document. As queries they do no harm, because their output is never stored; as keys neither,
+  // because they are masked.
   __device__ __forceinline__ void load_queries(int slot, int lane, uint32_t mbarrier) {
     const Segment& s = block.segment;
     if (!p.q.mapped) {
@@ -53,11 +55,12 @@ struct FullPrecisionForwardSm90 {
         copy_tile_panels<D>(q_rows(slot, warpgroup), p.q_map, s.batch, block.head, s.query_start + block.first + warpgroup * TILE, mbarrier);
   }
 
-  // Keys or values of a step. Values that nobody sees are multiplied with zeros: they must be numbers.
+  // Issues the copies of a step's keys or values, by the producer warp. Values beyond a document's end are multiplied by P = 0,
+  // so they must be finite: a tile of values in which a document ends is copied without the map, with zeros beyond the end.
   __device__ __forceinline__ void load(bool values, int step, int stage, int lane, uint32_t mbarrier) {
     const Segment& s = block.segment;
     int first = step * TILES * TILE, head = block.key_head(p.shape);
-    int mapped = p.q.mapped ? TILES : 0;  // tiles
+    int mapped = p.q.mapped ? TILES : 0;  // tiles that are copied through the map; the others follow them
     if (mapped && values && p.shape.segments) mapped = min(max(s.key_len - first, 0) / TILE, TILES);
     if (mapped < TILES) {
       const params::View& view = values ? p.v : p.k;
@@ -89,7 +92,7 @@ struct FullPrecisionForwardSm90 {
     uint32_t probabilities[OUTPUTS][TILES][4][4];
     typename P::template RowScales<T> scales[2 * TILES];
     bool behind;
-    bool unseen = false;  // the second tile of the last step, by all of the warpgroup
+    bool unseen = false;  // whether no query of the warpgroup sees the second tile of the last step
     float decay[2];
 
     __device__ __forceinline__ Consumer(const FullPrecisionForwardSm90& numerics, int slot, int warpgroup)
@@ -97,7 +100,7 @@ struct FullPrecisionForwardSm90 {
 
     __device__ __forceinline__ uint32_t staging() const { return q_rows + threadIdx.x / 32 % 4 * STAGING; }
 
-    // S of all tiles, as a product makes it.
+    // S of all tiles of a step, as the accumulator of one product.
     __device__ __forceinline__ float (&columns())[TILES * 8][4] { return reinterpret_cast<float(&)[TILES * 8][4]>(s); }
 
     __device__ __forceinline__ void start(int stage) {
@@ -119,7 +122,7 @@ struct FullPrecisionForwardSm90 {
                -CUDART_INF_F);
       }
       float scale = of.p.shape.softmax_scale * ptx::LOG2_E;
-      float row_max[2], largest[2];  // of a row, and of a warpgroup of its keys where P is quantized
+      float row_max[2], largest[2];  // maxima of a row, and of a group of 16 of its keys where P is quantized
       if constexpr (TILES == 1) P::maxima(row_max, largest, s);
       else P::maxima(row_max, largest, columns());
 #pragma unroll
@@ -128,11 +131,11 @@ struct FullPrecisionForwardSm90 {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float shift = softmax.shift(r), sum = 0.0f;
-        // Before the others: scales are made while those are under way.
+        // Before the other exponentials, so that the scale is computed while those are in flight.
         if constexpr (TILES == 1) scales[r] = typename P::template RowScales<T>(ptx::exp2(fmaf(largest[r], scale, -shift)));
 #pragma unroll
         for (int t = 0; t < TILES; ++t) {
-          // Costs little then.
+          // A tile that no query sees needs no exponentials.
           if (MASKED && t == 1 && unseen) {
 #pragma unroll
             for (int n = 0; n < 8; ++n) s[t][n][2 * r] = s[t][n][2 * r + 1] = 0.0f;
@@ -152,7 +155,7 @@ struct FullPrecisionForwardSm90 {
     }
 
     __device__ __forceinline__ void add(int stage) { add_tiles<TILES>(stage); }
-    // A tile that no query of the warpgroup sees is not multiplied with zeros: what is no number there would come through.
+    // Skips a tile of values that no query of the warpgroup sees: zeros times a NaN there would give NaN.
     __device__ __forceinline__ void add_last(int stage) {
       if (TILES > 1 && unseen) add_tiles<1>(stage);
       else add_tiles<TILES>(stage);

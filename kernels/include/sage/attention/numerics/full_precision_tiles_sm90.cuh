@@ -1,4 +1,5 @@
-// What the two backwards of 16-bit operands on Hopper share: what lies in shared memory, and P out of the sums of S.
+// Shared by the two backwards of 16-bit operands on Hopper: the layout of shared memory, the copies into it, and P from the
+// accumulators of S.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90.cuh>
@@ -6,8 +7,9 @@
 
 namespace sage::attention {
 
-// A block's shared memory: K, V, and what S is made from besides; stages of Q, dO, what S is made from, log-sum-exp, delta, ..;
-// slots of dS^T; dQ on its way; what P needs.
+// The layout of a block's shared memory: K, V, and the keys' codes if S needs them; stages of Q, dO, the queries' codes if S
+// needs them, and the row state (log-sum-exp, delta, the row sum if P needs it, the scale of the codes); two slots of dS^T;
+// staging memory of dQ; the memory that P needs for each warp.
 template <class T, int HEAD_DIM, params::Plan PLAN, class P, class Source>
 struct FullPrecisionTilesSm90 {
   using Type = T;
@@ -37,11 +39,11 @@ struct FullPrecisionTilesSm90 {
   __device__ __forceinline__ uint32_t ds_rows(int slot, int warpgroup) const {
     return shared + DS_AT + slot * DS_BYTES + warpgroup * CONSUMER_KEYS * TILE * 2;
   }
-  // Minus the log-sum-exps of a tile's queries; minus delta and the others follow.
+  // The row state of a stage: minus the log-sum-exps of the tile's queries, then minus their deltas, and what P and S need.
   __device__ __forceinline__ const float* state(int stage) const {
     return reinterpret_cast<const float*>(memory + stage_at(stage) + STATE_AT);
   }
-  // What P::make_scales keeps for this warp.
+  // The memory of this warp where P::make_scales leaves its scales.
   __device__ __forceinline__ void* scales() const { return memory + WARPS_AT + threadIdx.x / 32 * P::WARP_BYTES; }
 
   __device__ __forceinline__ void load_keys() {
@@ -58,7 +60,7 @@ struct FullPrecisionTilesSm90 {
     });
   }
 
-  // One thread's part of fetching a tile: what lies in one piece, and rows where `mapped`.
+  // Issues the bulk copies of a tile, by one thread: codes and row state, and Q and dO where `mapped`.
   __device__ __forceinline__ void load_by_bulk(const QueryTile& tile, int stage, bool mapped, uint32_t mbarrier) {
     uint32_t at = shared + stage_at(stage);
     ptx::mbarrier_arrive_expect_tx(mbarrier, (mapped ? 2 * Q_BYTES : 0) + S::BULK_BYTES + STATE_VALUES * 4);
@@ -75,7 +77,7 @@ struct FullPrecisionTilesSm90 {
     if (P::QUERY_VALUES == 3) ptx::cp_async_bulk(at + STATE_AT + 2 * TILE * 4, p.row_sums + rows, TILE * 4, mbarrier);
   }
 
-  // P^T of a warpgroup's 64 keys, out of the sums of S^T.
+  // Computes P^T of a consumer's 64 keys from the accumulators of S^T.
   __device__ __forceinline__ void make_probabilities(Scores& s, const typename S::Sums& sums, float k_factor, int tile, int stage,
                                                      int warpgroup, bool masked) const {
     int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16;

@@ -1,5 +1,5 @@
-// Attn-QAT's forward for inference, in products of NVFP4 codes (arXiv 2603.00040, section 3): S = Q K^T and O = P V, P
-// quantized in registers. Its values are those of the forward that trains (probabilities.cuh), up to the order of sums.
+// The forward of Attn-QAT for inference, in products of NVFP4 codes (arXiv 2603.00040, section 3): S = Q K^T and O = P V, with P
+// quantized in registers. Its outputs are those of the forward for training (probabilities.cuh), up to the order of sums.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm80.cuh>
@@ -39,11 +39,11 @@ struct Nvfp4ForwardSm80 {
         first_key_tile(int64_t(b.key_head(p.shape)) * p.shape.key_tiles + b.segment.key_tile),
         scale(p.shape.softmax_scale * ptx::LOG2_E) {}
 
-  // The offset of a stage's keys in shared memory; its values come next.
+  // The offset of a tile's keys in shared memory; its values follow them.
   static __device__ __forceinline__ int keys_at(int tile) { return Q_BYTES + (tile & 1) * 2 * Tile::BYTES; }
 
   __device__ __forceinline__ void load_queries() {
-    // The second tile may not exist; its rows are then read from the first, and never stored.
+    // If the second tile does not exist, the first is copied in its place: its outputs are never stored.
     const int8_t* codes = p.codes.q + first_query_tile * Tile::BYTES;
 #pragma unroll
     for (int i = 0; i < FORWARD_QUERIES / TILE; ++i)
@@ -59,13 +59,13 @@ struct Nvfp4ForwardSm80 {
                                     p.codes.v_transposed + (first_key_tile + tile) * Tile::BYTES, threadIdx.x);
   }
 
-  // The four scales of a row's 64 codes, number `step`.
+  // The four scales of a row's codes 64 step .. 64 step + 63.
   template <int SCALES>
   __device__ __forceinline__ uint32_t scales(int tile_at, int row, int step) const {
     return *reinterpret_cast<const uint32_t*>(memory + tile_at + Tile::CODES_BYTES + row * SCALES + step * 4);
   }
 
-  // S = Q K^T. A warp's 16 queries are in one tile.
+  // Computes S = Q K^T of a tile. A warp's 16 queries are in one tile of queries.
   __device__ __forceinline__ void multiply(int tile, Logits& s) {
     int lane = threadIdx.x % 32, g = lane / 4;
     int q_at = warp * 16 / TILE * Tile::BYTES, q_row = warp * 16 % TILE, k_at = keys_at(tile);
@@ -89,7 +89,7 @@ struct Nvfp4ForwardSm80 {
     }
   }
 
-  // Writes -inf over the keys that a query does not see.
+  // Masks S: writes -inf where a query does not see a key.
   static __device__ __forceinline__ void hide(Logits& s, const Segment& segment, int first_query, int first_key, int lane) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -105,7 +105,7 @@ struct Nvfp4ForwardSm80 {
     int lane = threadIdx.x % 32, v_at = keys_at(tile) + Tile::BYTES;
     if constexpr (MASKED) hide(s, segment, warp_first, tile * TILE, lane);
 
-    // A lane has eight keys of each of two groups, of which its neighbour has the others: groups t / 2 and 2 + t / 2.
+    // Lane t of a row's four has eight keys of each of two groups of 16, t / 2 and 2 + t / 2; the lane t ^ 1 has the other eight.
     float largest[2][2], row_max[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -141,7 +141,7 @@ struct Nvfp4ForwardSm80 {
         bytes |= ptx::code_of_e4m3(group.dequant) << (16 * half);
       }
       softmax.state(RowSoftmax::State::SUM, h) += sum;
-      // The other two groups of the row are those of the lane two further.
+      // Lane t ^ 2 has the scales of the row's other two groups.
       own_scales[h] = bytes | __shfl_xor_sync(~0u, bytes, 2) << 8;
     }
     uint32_t p_scales = lane & 1 ? own_scales[1] : own_scales[0];

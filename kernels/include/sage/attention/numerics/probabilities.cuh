@@ -1,11 +1,16 @@
-// What products take for P: P itself in 16 bit, or its NVFP4 values as well. The walks with 16-bit operands are the same
-// for both (full_precision_{forward,backward}*.cuh).
+// Policies for the operand P of products in 16 bit: P itself, or P and its NVFP4 values. The numerics of 16-bit operands are the
+// same for both (full_precision_{forward,backward}*.cuh).
 //
-// A policy has, for the forward: OUTPUTS, how many outputs there are; SLACK, see Softmax; maxima(of rows, of groups, logits);
-// reference(params, largest logit); RowScales, made of the largest probability of a group; pack(operands, probabilities,
-// scales), 16-bit left operands for each output. For the backward: QUERY_VALUES, how many values of a query a tile comes with; WARP_BYTES, shared memory of a warp;
-// make_scales(P^T, values of the tile's queries beyond log-sum-exp and delta, that memory, lane), and then
-// pack_transposed(operand, P^T, that memory, lane), what dV is made from.
+// A policy has, for the forward:
+// - OUTPUTS: the number of outputs. SLACK: see Softmax.
+// - maxima(row maxima, group maxima, logits): computes both from the logits.
+// - reference(params, largest logit): what the exponents of a row are relative to.
+// - RowScales: a row's scales, from the largest probability of a group.
+// - pack(operands, probabilities, scales): makes the 16-bit A operands of each output.
+// For the backward:
+// - QUERY_VALUES: values of row state for each query of a tile. WARP_BYTES: shared memory of a warp.
+// - make_scales(P^T, values of the tile's queries beyond log-sum-exp and delta, that memory, lane): computes scales of P^T.
+// - pack_transposed(operand, P^T, that memory, lane): called after it, makes the A operand of dV.
 #pragma once
 
 #include <math_constants.h>
@@ -15,10 +20,11 @@
 
 namespace sage::attention {
 
-// Scores of a warp in the backward, x[n][2h + e]: row 8h + g of its 16 keys, column 8n + 2t + e of the 64 queries.
+// Transposed scores of a warp in the backward: x[n][2h + e] of lane 4g + t is row 8h + g of the 16 keys, column 8n + 2t + e of
+// the 64 queries.
 using Scores = float[8][4];
 
-// Scores in 16 bit, as left operands of 16 keys x 16 queries.
+// Packs scores in 16 bit, as A fragments of 16 keys x 16 queries.
 template <class T>
 __device__ __forceinline__ void pack_scores(uint32_t (&x)[4][4], const Scores& s) {
 #pragma unroll
@@ -28,7 +34,7 @@ __device__ __forceinline__ void pack_scores(uint32_t (&x)[4][4], const Scores& s
       x[step][i] = ptx::pack_16<T>(s[2 * step + i / 2][2 * (i & 1)], s[2 * step + i / 2][2 * (i & 1) + 1]);
 }
 
-// P as it is.
+// The operand is P itself.
 struct PlainProbabilities {
   static constexpr int OUTPUTS = 1, SLACK = 8;
   static constexpr int QUERY_VALUES = 2, WARP_BYTES = 0;
@@ -47,7 +53,7 @@ struct PlainProbabilities {
     }
   }
 
-  // The same of one strip of queries over 8 N keys.
+  // The maxima of one strip of 16 queries over 8 N keys.
   template <int N>
   static __device__ __forceinline__ void maxima(float (&row)[2], float (&)[2], const float (&x)[N][4]) {
 #pragma unroll
@@ -80,21 +86,22 @@ struct PlainProbabilities {
   }
 };
 
-// Attn-QAT (arXiv 2603.00040): O from NVFP4 values of P, groups of 16 keys, and a second output from P itself; dV from
-// NVFP4 values again. In the forward they are exact in 16 bit, so that products of them are those of FP4 units, up to the order of
-// sums; in dV they are over the row's sum, and rounded.
+// Attn-QAT (arXiv 2603.00040): O is computed from NVFP4 values of P in groups of 16 keys, a second output from P itself, and dV
+// from NVFP4 values again. In the forward these values are exact in 16 bit, so that products of them equal those of FP4 units, up
+// to the order of sums; for dV they are divided by the row's sum, and rounded to 16 bit.
 struct Nvfp4Probabilities {
   static constexpr int OUTPUTS = 2, SLACK = 0;
-  static constexpr int QUERY_VALUES = 3;           // the third: the row's sum, relative to what P is quantized
+  static constexpr int QUERY_VALUES = 3;         // the third is the row's sum of P, relative to the reference of the codes
   static constexpr int WARP_BYTES = 32 * 4 * 4;
 
-  // A power of two, so that a running maximum changes no code while scales have all their bits.
+  // A power of two unless p_literal, so that a growing maximum moves scales by powers of two, and changes no code as long as
+  // scales keep all their bits.
   static __device__ __forceinline__ float reference(const params::Forward& p, float max) {
     return p.p_literal ? max : ceilf(max) - p.p_lift;
   }
 
-  // Maxima over the logits of each row: of the group that this lane makes the scale of, group t for lane t of the row's
-  // four, and of the row. The largest probability of a group is that of its largest logit.
+  // Computes maxima over the logits of each row: over the row, and over the group whose scale this lane makes, which is group t
+  // for lane t of the row's four. The largest probability of a group is that of its largest logit.
   template <int M>
   static __device__ __forceinline__ void maxima(float (&row)[2 * M], float (&group)[2 * M], const float (&x)[M][8][4]) {
     bool upper_half = threadIdx.x & 2, odd = threadIdx.x & 1;
@@ -114,11 +121,11 @@ struct Nvfp4Probabilities {
     }
   }
 
-  // The scales of a row's groups, each in the lane that makes it.
+  // The scales of a row's four groups, of which each of the row's lanes makes and holds one.
   template <class T>
   struct RowScales {
     float quant;
-    uint32_t dequant;  // in both halves
+    uint32_t dequant;  // in 16 bit, in both halves
 
     // `largest`: the largest probability of this lane's group.
     __device__ __forceinline__ explicit RowScales(float largest) {
@@ -126,7 +133,7 @@ struct Nvfp4Probabilities {
       quant = scale.quant, dequant = ptx::twice<T>(scale.dequant);
     }
     RowScales() = default;
-    // Those of one group, in all lanes.
+    // Broadcasts the scales of one group to the row's four lanes.
     __device__ __forceinline__ RowScales of(int group) const {
       RowScales scales;
       scales.quant = __shfl_sync(~0u, quant, group, 4), scales.dequant = __shfl_sync(~0u, dequant, group, 4);
@@ -156,15 +163,16 @@ struct Nvfp4Probabilities {
     }
   }
 
-  // A warp's 16 keys are a group of each query. A lane has two of them for 16 queries; lane 4g + t makes the scales of
-  // queries 8g + 2t and 8g + 2t + 1, and leaves in shared memory what to multiply with: quantizing, and back.
+  // A warp's 16 keys are one group of each query. A lane holds two of the keys for 16 queries; lane 4g + t computes the scales of
+  // queries 8g + 2t and 8g + 2t + 1, and stores the factors that quantize x, and those that dequantize the codes, in shared
+  // memory. Both factors include the row's sum, because x is already divided by it.
   static __device__ __forceinline__ void make_scales(const Scores& x, const float* sums, void* shared, int lane) {
     float max[8][2];
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e) max[n][e] = fmaxf(x[n][e], x[n][2 + e]);
-    // Halves of the queries change places with the lane that differs in a bit of g.
+    // A butterfly: each step exchanges half of the queries with the lane that differs in one bit of g, and halves their number.
 #pragma unroll
     for (int count = 4; count > 0; count /= 2) {
       bool upper = lane & (4 * count);
@@ -178,7 +186,7 @@ struct Nvfp4Probabilities {
     }
     float2 sum = reinterpret_cast<const float2*>(sums)[lane];
     quant::Nvfp4Scale a = quant::nvfp4_scale_of(max[0][0] * sum.x), b = quant::nvfp4_scale_of(max[0][1] * sum.y);
-    __syncwarp();  // All have read those of the tile before.
+    __syncwarp();  // all lanes have read the previous tile's factors
     static_cast<float4*>(shared)[lane] = make_float4(a.quant * sum.x, b.quant * sum.y, a.dequant * ptx::reciprocal(sum.x),
                                                      b.dequant * ptx::reciprocal(sum.y));
   }
@@ -193,7 +201,8 @@ struct Nvfp4Probabilities {
       for (int h = 0; h < 2; ++h) {
         float low = x[n][2 * h] * f.x, high = x[n][2 * h + 1] * f.y;
         uint32_t& pair = p[n / 2][2 * (n & 1) + h];
-        // In bf16 the scale is rounded like a probability; in f16 small ones would lose bits.
+        // In bf16 the scale is rounded as a probability would be. In f16 a small scale would lose bits, so there the product is
+        // taken in f32, and then rounded.
         if constexpr (std::is_same_v<T, __half>)
           pair = ptx::pack_16<T>(quant::e2m1_of_positive(low) * f.z, quant::e2m1_of_positive(high) * f.w);
         else

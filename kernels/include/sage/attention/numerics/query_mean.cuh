@@ -1,4 +1,4 @@
-// Logits of the mean that Q smoothing takes out of a tile of queries: mean . (K - mean of K), unquantized
+// Logits of the mean that Q smoothing subtracts from a tile of queries: mean . (K - mean of K), unquantized
 // (arXiv 2603.02170, sections 3 and 6).
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace sage::attention {
 
-// For `query_tiles` tiles from `query_tile` on (of the padded buffers) and `keys` keys from `first_key` on:
-// out[tile * keys + key], in base-2 logits. All threads of the block take part; call a barrier before reading.
+// Computes out[tile * keys + key], as base-2 logits, for `query_tiles` tiles from `query_tile` on (of the padded buffers) and
+// `keys` keys from `first_key` on. All threads of the block take part; a barrier must come before `out` is read.
 template <class T, int D>
 __device__ __forceinline__ void query_mean_logits(const params::View& view, const params::Codes& codes,
                                                   const params::Shape& shape, const Segment& segment,

@@ -1,4 +1,5 @@
-// SageBwd backward on INT8 codes (arXiv 2603.02170, algorithm 2): S, dV, dQ and dK as s8 x s8 -> s32, dP in 16 bit.
+// The backward of SageBwd on INT8 codes (arXiv 2603.02170, algorithm 2): S, dV, dQ and dK are products s8 x s8 -> s32, dP is one
+// of 16-bit operands.
 #pragma once
 
 #include <sage/attention/numerics/query_mean.cuh>
@@ -6,16 +7,16 @@
 
 namespace sage::attention {
 
-// GENERAL: takes the ablations too. Scales may be shared by groups of vectors, and Q may be smoothed, which adds a row
-// to the logits and a rank-one term to dK.
+// GENERAL: supports the ablations too. Scales may be shared by groups of vectors, and Q may be smoothed, which adds a row to the
+// logits and a rank-one term to dK.
 template <class T, int HEAD_DIM, params::Plan PLAN, bool GENERAL = false>
 struct SageBwdBackwardSm80 {
   using Type = T;
   using Plan = BackwardPlan<PLAN>;
   static constexpr int D = HEAD_DIM;
   static constexpr int KEYS = Plan::KEYS;
-  // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO; slots of dS^T; slots of
-  // its codes; the largest of each warp; logits of Q's mean.
+  // Shared memory: codes of K and K^T, and V; stages of codes of Q, Q^T and dO^T, and dO, log-sum-exp, delta, scales of dO^T; two
+  // slots of dS^T; two slots of its codes; each warp's maximum; with Q smoothing logits of the mean of Q.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = KEYS * D, V_AT = 2 * KEYS * D, STAGES_AT = 4 * KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
@@ -23,13 +24,14 @@ struct SageBwdBackwardSm80 {
   static constexpr int DS_AT = STAGES_AT + Plan::STAGES * STAGE_BYTES;
   static constexpr int DS_BYTES = KEYS * TILE * 2;
   static constexpr int CODES_AT = DS_AT + 2 * DS_BYTES;
-  // A warp's codes of dS, 16 queries x 64 keys, and their two scales a lane.
+  // For each warp its codes of dS, 16 queries x 64 keys, and two scales for each lane.
   static constexpr int CODES_BYTES = Plan::PARTS > 1 ? Plan::WARPS * (1024 + 256) : 0;
   static constexpr int MAXIMA_AT = CODES_AT + 2 * CODES_BYTES;
   static constexpr int MEAN_AT = MAXIMA_AT + Plan::WARPS * 4;
   static constexpr int SHARED_BYTES = MEAN_AT + (GENERAL ? KEYS * 4 : 0);
   static_assert(PLAN.row_bytes == D && PLAN.shared_bytes == SHARED_BYTES);
-  // With one part a warp makes the codes it needs on the spot.
+  // With PARTS = 1 each warp makes its codes for dQ just before the product. With 2 the warps that share a strip of queries make
+  // them together, an iteration earlier.
   static constexpr int LAG = Plan::PARTS;
   static constexpr bool COOPERATES = GENERAL;
 
@@ -40,8 +42,8 @@ struct SageBwdBackwardSm80 {
   int warp;
   float k_dequant;  // of the warp's keys
   float dk[D / 8][4] = {}, dv[D / 8][4] = {};
-  float magic_part[2] = {0.0f, 0.0f};  // of dK's rows, in units of MAGIC
-  int magic_tiles = 0;                 // since it was taken out
+  float magic_part[2] = {0.0f, 0.0f};  // what MAGIC has added to the two rows of dk, in units of MAGIC
+  int magic_tiles = 0;                 // tiles since it was subtracted
 
   __device__ __forceinline__ SageBwdBackwardSm80(const params::Backward& p, const BackwardBlock& b, unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32) {
@@ -86,7 +88,7 @@ struct SageBwdBackwardSm80 {
                               block.first_key, KEYS, mean_logits);
       __syncthreads();
     }
-    // Scales shared among warps need all of them.
+    // A warp may skip the tile only if its scales are not shared with other warps.
     if (!visibility.seen && (!GENERAL || p.group <= 16)) {
       store_zeros(ds_rows, lane);
       return;
@@ -97,11 +99,11 @@ struct SageBwdBackwardSm80 {
     {
       int x[8][4];
       multiply_score_codes<D>(x, shared + warp * 16 * D, at, lane);
-      // Asked for early, where registers allow it: the matrix units work on it while P is computed.
+      // dP is computed this early where registers allow it, so that the tensor cores work on it while P is computed.
       if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
       float factor = q_dequant * k_dequant * (p.shape.softmax_scale * ptx::LOG2_E);
-      // MAGIC and the log-sum-exp in one addend. What that rounds off is at most half a unit of sums whose own error, from
-      // the codes of Q and K, is about a hundred.
+      // MAGIC and the log-sum-exp are subtracted as one addend. Its rounding error is at most half a unit of the integer sums,
+      // whose own error, from the codes of Q and K, is about a hundred.
       float magic = -quant::MAGIC * factor;
       if (__builtin_expect(factor > quant::MAGIC_FACTOR, false)) {
 #pragma unroll
@@ -144,10 +146,10 @@ struct SageBwdBackwardSm80 {
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
-    // bf16 also for f16 inputs: real dS is about 1e-7, which f16 cannot fence_operand.
+    // In bf16 for f16 inputs too: real dS is about 1e-7, which f16 cannot hold.
     store_scores<__nv_bfloat16>(ds_rows, s, lane);
     if (smooth_q) {
-      // dK = dS^T (Q - mean) + (dS^T 1) mean: the second term, from unquantized dS.
+      // dK = dS^T (Q - mean) + (dS^T 1) mean. This adds the second term, from unquantized dS.
       float sums[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int n = 0; n < 8; ++n)
@@ -169,12 +171,12 @@ struct SageBwdBackwardSm80 {
       for (int e = 0; e < 4; ++e) dk[n][e] = fmaf(__int_as_float(y[e]), ds_dequant[e >> 1], dk[n][e]);
     };
     multiply_codes(ds_codes, at + CODES, lane, add_dk);
-    // The sums came as MAGIC + integer; what MAGIC added goes out again before it grows large.
+    // The products are floats MAGIC + sum. What MAGIC adds to dk is counted, and subtracted before it grows large.
     magic_part[0] += ds_dequant[0], magic_part[1] += ds_dequant[1];
     if (++magic_tiles == quant::MAGIC_TILES) flush_magic();
   }
 
-  // Takes out of dK what MAGIC added since the last time.
+  // Subtracts from dk what MAGIC has added since the last time.
   __device__ __forceinline__ void flush_magic() {
 #pragma unroll
     for (int n = 0; n < D / 8; ++n)
@@ -184,8 +186,8 @@ struct SageBwdBackwardSm80 {
     magic_tiles = 0;
   }
 
-  // Codes of dS for 16 queries over one tile of keys, out of a slot of dS and into the same slot of codes. The warps of
-  // a strip of queries share the work: each makes the codes over one tile of keys.
+  // Quantizes dS for dQ: 16 queries over one tile of keys, from a slot of dS^T into the same slot of codes. The warps that share
+  // a strip of queries divide the keys: each makes the codes over one tile.
   __device__ __forceinline__ void prepare_dq(int slot) {
     int lane = threadIdx.x % 32;
     ScoreCodes codes;
@@ -200,12 +202,12 @@ struct SageBwdBackwardSm80 {
     scales[warp * 32 + lane] = dequant;
   }
 
-  // dQ += dS K for 16 queries of a tile, and a part of the channels.
+  // Adds dQ = dS K of the warp's strip of 16 queries, and its part of the channels.
   __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqAccumulator& sums) {
     constexpr int CHANNELS = D / Plan::PARTS;
     int lane = threadIdx.x % 32, strip = warp % 4, part = warp / 4;
-    ScoreCodes codes[Plan::PARTS];  // of a tile of keys
-    float2 dequant[Plan::PARTS];    // of queries g and g + 8
+    ScoreCodes codes[Plan::PARTS];  // one for each tile of keys
+    float2 dequant[Plan::PARTS];    // scales of queries g and g + 8
     if constexpr (Plan::PARTS == 1) {
       quantize_queries(codes[0], dequant[0], k_dequant, ds_rows_of(slot ^ 1, part), strip, lane,
                        [&](float(&largest)[2]) { share_maxima(largest, lane); });
@@ -252,17 +254,17 @@ struct SageBwdBackwardSm80 {
   }
 
  private:
-  // factor * (x - MAGIC) with one rounding; `factor` is short.
+  // factor * (x - MAGIC) with one rounding; `factor` is a quant::short_factor.
   static __device__ __forceinline__ float scaled(int x, float factor) {
     return fmaf(__int_as_float(x), factor, -quant::MAGIC * factor);
   }
 
-  // dS^T over a part of the keys.
+  // dS^T of a slot, over the block's tile of keys number `part`.
   __device__ __forceinline__ uint32_t ds_rows_of(int slot, int part) const {
     return shared + DS_AT + slot * DS_BYTES + part * TILE * TILE * 2;
   }
 
-  // Makes the maxima of rows g and g + 8 those of their groups.
+  // Replaces the maxima of rows g and g + 8 by those of their groups.
   __device__ __forceinline__ void share_maxima(float (&largest)[2], int lane) const {
     if (!GENERAL || p.group == 1) return;
 #pragma unroll
@@ -281,7 +283,8 @@ struct SageBwdBackwardSm80 {
     largest[1] = largest[0];
   }
 
-  // Codes times 64 transposed queries, [D][64]; hands on the sums, MAGIC and all, eight channels at a time.
+  // Multiplies codes with 64 transposed queries, [D][64], and calls use(n, sums) for each eight channels n; sums are floats
+  // MAGIC + sum.
   template <class Use>
   __device__ __forceinline__ void multiply_codes(const ScoreCodes& codes, uint32_t rows, int lane, Use use) const {
     layout::ReaderB<TILE> reader(rows, lane);

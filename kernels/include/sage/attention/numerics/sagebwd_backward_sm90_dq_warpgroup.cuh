@@ -1,4 +1,5 @@
-// SageBwd backward on Hopper: what sagebwd_backward.cuh computes, one scale a vector, by a part for each warpgroup.
+// The backward of SageBwd on Hopper: it computes what sagebwd_backward_sm80.cuh does, with one scale for each vector, by
+// specialized warpgroups.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
@@ -10,10 +11,11 @@ template <class T, int HEAD_DIM, params::Plan PLAN>
 struct SageBwdBackwardSm90DqWarpgroup {
   using Type = T;
   static constexpr int D = HEAD_DIM, STAGES = PLAN.stages, CONSUMER_REGISTERS = CONSUMERS_KEEP_DK<D> ? 192 : 160;
-  // Channels go through a product a chunk at a time: as many as registers allow.
+  // Products are computed for CHUNK channels at a time: as many as registers allow.
   static constexpr int CHUNK = CONSUMERS_KEEP_DK<D> ? 64 : 32, CHUNKS = D / CHUNK;
-  // Shared memory: K, K^T, V; stages of Q, Q^T, dO^T, dO, log-sum-exp, delta, scales of dO and Q; dS^T; slots of its codes for
-  // dQ and, where the sums' warpgroup adds dK, for that, and of their scales; dQ on its way; units of dS.
+  // Shared memory: codes of K and K^T, and V; stages of codes of Q, Q^T and dO^T, and dO, log-sum-exp, delta, scales of dO^T and
+  // Q; dS^T; two slots of its codes for dQ and, where the dQ warpgroup computes dK, of those for dK, and of their scales; staging
+  // memory of dQ; the units of dS.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = SM90_KEYS * D, V_AT = 2 * SM90_KEYS * D, STAGES_AT = 4 * SM90_KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
@@ -38,23 +40,23 @@ struct SageBwdBackwardSm90DqWarpgroup {
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)) {}
 
   static __device__ __forceinline__ int stage_at(int stage) { return STAGES_AT + stage * STAGE_BYTES; }
-  // Of a keys' warpgroup alone: written between SLOT_EMPTY and WITHIN_CONSUMER, read by all its warps from WITHIN_CONSUMER until the next SLOT_EMPTY, where all of
-  // them meet. So are the units.
+  // The dS^T of a consumer, which no other warpgroup reads. Its warps write it between SLOT_EMPTY and WITHIN_CONSUMER, and read
+  // it between WITHIN_CONSUMER and the next SLOT_EMPTY, where all of them meet. The same holds for `units`.
   __device__ __forceinline__ uint32_t ds_rows(int warpgroup) const { return shared + DS_AT + warpgroup * CONSUMER_KEYS * TILE * 2; }
-  // Of dS^T, for each warp.
+  // The units of a consumer's dS^T (DsUnit), one for each warp.
   __device__ __forceinline__ float4* units(int warpgroup) const { return reinterpret_cast<float4*>(memory + UNITS_AT) + warpgroup; }
   static __device__ __forceinline__ int slot_at(int slot) { return SLOTS_AT + slot * SLOT_BYTES; }
   __device__ __forceinline__ uint32_t dq_codes(int slot, int warpgroup) const {
     return shared + slot_at(slot) + warpgroup * CONSUMER_KEYS * TILE;
   }
   __device__ __forceinline__ uint32_t dk_codes(int slot, int warpgroup) const { return dq_codes(slot, warpgroup) + DK_CODES_AT; }
-  // Of each query's codes over a warpgroup's keys, times that of K.
+  // The dequant_scale of each query's codes of dS over a consumer's keys, times that of K.
   __device__ __forceinline__ float* dq_dequant(int slot, int warpgroup) const {
     return reinterpret_cast<float*>(memory + slot_at(slot) + SCALES_AT) + warpgroup * TILE;
   }
-  // Of each key's, times that of Q.
+  // The dequant_scale of each key's codes of dS, times that of Q.
   __device__ __forceinline__ float* dk_dequant(int slot, int warpgroup) const { return dq_dequant(slot, warpgroup) + CONSUMERS * TILE; }
-  // Codes of 16 rows, number `row` and on, each 64 of the reduction, and the scales of rows g and g + 8.
+  // Stores codes of 16 rows, from `row` on, over 64 of the reduction, and the scales `low` of row g and `high` of row g + 8.
   static __device__ __forceinline__ void store_codes(uint32_t rows, float* scales, int row, int lane, const ScoreCodes& codes,
                                                      float low, float high) {
     layout::ReaderA<TILE> writer(rows + row * TILE, lane);
@@ -71,7 +73,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
   }
   __device__ __forceinline__ void keys_arrived() { transpose_keys<SM90_KEYS, D, CONSUMER_THREADS>(memory + KT_AT, memory); }
 
-  // Codes and what belongs to them by one thread, dO by it too or by all.
+  // Arrivals at the mbarrier for each tile: one for the bulk copies of codes and row state, and one of each thread that copies
+  // the rest: one thread if dO has a map, else all.
   static __device__ __forceinline__ int fetching(const params::Backward& p) { return p.dout.mapped ? 2 : WARPGROUP_THREADS + 1; }
   __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread, uint32_t mbarrier) {
     const Segment& s = block.segment;
@@ -108,7 +111,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
     __device__ __forceinline__ KeyConsumer(const SageBwdBackwardSm90DqWarpgroup& numerics, int warpgroup)
         : of(numerics), warpgroup(warpgroup), k_dequant(k_dequant_of(numerics.p, numerics.block, warpgroup)) {}
 
-    // Registers do not allow S^T of the next tile beside the product of this one.
+    // Whether S^T of the next tile is issued beside the last products of this one: at head_dim 128 registers do not allow it.
     static constexpr bool AHEAD = D == 64;
 
     __device__ __forceinline__ void start(int stage) {
@@ -125,7 +128,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
     template <class Free, class Done, class Ready, class Next>
     __device__ __forceinline__ void scores(int tile, int stage, int slot, bool masked, Free free, Done done, Ready ready,
                                            Next next) {
-      // Opaque where what follows from it would cost registers that the products need.
+      // Opaque at head_dim 128, so that values that depend on it are computed anew: kept, they would cost registers that the
+      // products need.
       int thread = CONSUMERS_KEEP_DK<D> ? int(threadIdx.x) : ptx::opaque(threadIdx.x);
       int lane = thread % 32, row = thread / 32 % 4 * 16;
       uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(warpgroup) + row * TILE * 2;
@@ -134,14 +138,15 @@ struct SageBwdBackwardSm90DqWarpgroup {
       float q_dequant = *reinterpret_cast<const float*>(of.memory + stage_at(stage) + Q_SCALE_AT);
 
       if constexpr (!AHEAD) multiply(stage);
-      // P = 2^(logit - LSE), in the reverse of dS's unit
+      // P = 2^(logit - LSE), divided by the unit of dS so that dS is in its unit: the unit's exponent is added to that of P.
       float2 lse[8];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         lse[n] = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
         lse[n].x += ds_unit.exponent, lse[n].y += ds_unit.exponent;
       }
-      // dP^T - D: read before, and set after the product under way, which ptxas would wait for first.
+      // dP^T - D. -D is read while S^T is in flight, but the accumulator is set to it after the wait, because ptxas would wait
+      // for the product in flight before it sets another accumulator.
       ColumnValues minus_delta(minus_lse2 + TILE, lane);
       ptx::wgmma_wait<0>(x);
       Scores s, dp;
@@ -153,7 +158,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] = fmaf(float(x[n][e]), factor, e & 1 ? lse[n].y : lse[n].x);
       take_exponentials(s, masked, of.block.segment, tile * TILE, of.block.first_key + warpgroup * CONSUMER_KEYS + row, lane);
-      // dS = P o (dP - D), side by side with the codes of P: each waits for its maxima.
+      // dS = P o (dP - D), interleaved with the codes of P: while one waits for its maxima (shuffles), the other computes.
       ptx::wgmma_wait<0>(dp);
       PackedScores p, w;
       pack<__nv_bfloat16>(p, s);
@@ -172,7 +177,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
       float dequant[2];
       quantize_probabilities(p, p_largest, codes, dequant);
       dequant[0] *= ds_unit.unit, dequant[1] *= ds_unit.unit;
-      int y[2][CHUNK / 8][4];  // products under way, for a chunk each
+      int y[2][CHUNK / 8][4];  // accumulators of two products in flight, of a chunk each
       start_values(y[0], codes, at, 0);
       float unit = ds_unit.keep(w, largest, s);
       free();
@@ -187,7 +192,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
         ptx::fence_proxy_async();
         done();
       }
-      // What dQ needs, of 16 queries: from the dS of all warps of the warpgroup.
+      // Each warp makes the codes of 16 queries for dQ, from the dS of all warps of the consumer.
       ptx::named_barrier_sync(WITHIN_CONSUMER + warpgroup, WARPGROUP_THREADS);
       ScoreCodes dq_codes;
       float2 dq_dequant;
@@ -198,7 +203,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
       ready();
       if constexpr (AHEAD) next();
 
-      // The products that follow one another: dV's, then dK's.
+      // The chunks of dV, then those of dK: the next product is in flight while the last is added.
       constexpr int PRODUCTS = CONSUMERS_KEEP_DK<D> ? 2 * CHUNKS : CHUNKS;
 #pragma unroll
       for (int i = 0; i < PRODUCTS; ++i) {
@@ -207,7 +212,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
           else
             multiply_codes<2>(y[i + 1 & 1], ds_codes,
                               ptx::row_descriptor<TILE>(at + CODES + (i + 1 - CHUNKS) * CHUNK * TILE));
-          if (AHEAD && i == 0) ptx::wgmma_wait<2>(y[0]);  // S^T of the next tile is between the two
+          if (AHEAD && i == 0) ptx::wgmma_wait<2>(y[0]);  // S^T of the next tile was issued between the two
           else ptx::wgmma_wait<1>(y[i & 1]);
         } else {
           ptx::wgmma_wait<0>(y[i & 1]);
@@ -228,7 +233,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
     }
 
    private:
-    // P^T dO for a chunk of the channels.
+    // Issues P^T dO for a chunk of the channels.
     static __device__ __forceinline__ void start_values(int (&y)[CHUNK / 8][4], const ScoreCodes& codes, uint32_t stage, int chunk) {
       multiply_codes<2>(y, codes, ptx::row_descriptor<TILE>(stage + 2 * CODES + chunk * CHUNK * TILE));
     }
@@ -240,7 +245,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
 
     __device__ __forceinline__ explicit DqConsumer(const SageBwdBackwardSm90DqWarpgroup& numerics) : of(numerics) {}
 
-    // dK += dS^T Q: the next product under the addition of the last.
+    // Adds dK += dS^T Q of a consumer's keys: the product of the next chunk is in flight while the last is added.
     __device__ __forceinline__ void add_keys(int warpgroup, int stage, int slot) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
       const float* scales = of.dk_dequant(slot, warpgroup) + strip * 16 + lane / 4;
@@ -270,18 +275,19 @@ struct SageBwdBackwardSm90DqWarpgroup {
     }
     __device__ __forceinline__ void added() {}
 
-    // dQ += dS K: codes of each warpgroup's keys on their own. Not started early: registers are short.
+    // dQ = dS K, with one product for the codes of each consumer's keys, which have different scales. None is issued early,
+    // because registers are short.
     __device__ __forceinline__ void start(int) {}
     template <class Sums, class Read>
     __device__ __forceinline__ void add_dq(int padded_tile, int slot, const Sums& sums, Read read) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
-      float2 dequant[CONSUMERS];  // of queries g and g + 8
+      float2 dequant[CONSUMERS];  // scales of queries g and g + 8
 #pragma unroll
       for (int g = 0; g < CONSUMERS; ++g) {
         const float* scales = of.dq_dequant(slot, g) + strip * 16 + lane / 4;
         dequant[g] = make_float2(scales[0], scales[8]);
       }
-      // Not unrolled: chunks side by side would need more registers than there are.
+      // Not unrolled, because interleaved chunks would need more registers than there are.
 #pragma unroll 1
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         int y[CONSUMERS][CHUNK / 8][4];

@@ -1,4 +1,4 @@
-// SageBwd forward on INT8 codes (arXiv 2603.02170, algorithm 1): S = Q K^T and O = P V as s8 x s8 -> s32.
+// The forward of SageBwd on INT8 codes (arXiv 2603.02170, algorithm 1): S = Q K^T and O = P V are products s8 x s8 -> s32.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm80.cuh>
@@ -9,14 +9,14 @@
 
 namespace sage::attention {
 
-// QK: whether Q is smoothed as well, which adds a row to the logits of each tile.
+// QK: whether Q is smoothed as well as K, which adds a row to the logits of each tile.
 template <class T, int HEAD_DIM, params::Plan PLAN, bool QK = false>
 struct SageBwdForwardSm80 {
   using Type = T;
   static constexpr int D = HEAD_DIM;
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
-  using Logits = int[M][8][4];  // as the floats MAGIC + sum
-  static constexpr int BLOCKS = HEAD_DIM == 64 && !QK ? 3 : 2;  // of a multiprocessor: what the accumulators leave of its registers
+  using Logits = int[M][8][4];  // the bits of floats MAGIC + sum
+  static constexpr int BLOCKS = HEAD_DIM == 64 && !QK ? 3 : 2;  // blocks a multiprocessor: as many as its registers hold
   using RowSoftmax = Softmax<D, M, THREADS, HEAD_DIM == 64>;
   static constexpr bool COOPERATES = QK;
   static constexpr int Q_BYTES = FORWARD_QUERIES * D;
@@ -50,14 +50,15 @@ struct SageBwdForwardSm80 {
   __device__ __forceinline__ uint32_t k_tile(int tile) const { return shared + Q_BYTES + (tile & 1) * 2 * TILE_BYTES; }
 
   __device__ __forceinline__ void load_queries() {
-    // The second tile may not exist; its rows are then read from the first, and never stored.
+    // If the second tile does not exist, the first is copied in its place: its outputs are never stored.
     const int8_t* codes = p.codes.q + query_tile * TILE_BYTES;
     copy_tile<TILE * D, THREADS>(shared, codes, threadIdx.x);
     copy_tile<TILE * D, THREADS>(shared + TILE_BYTES, codes + (query_tiles_left > 1 ? TILE_BYTES : 0),
                                         threadIdx.x);
   }
 
-  // Addresses are worked out anew for each tile: kept, they would cost registers that the products need.
+  // The thread index is opaque, so that addresses are computed anew for each tile: kept, they would cost registers that the
+  // products need.
   __device__ __forceinline__ void load_keys(int tile) {
     copy_tile<TILE * D, THREADS>(k_tile(tile), p.codes.k + int64_t(first_key_tile + tile) * TILE_BYTES,
                                 ptx::opaque(threadIdx.x));
@@ -69,7 +70,7 @@ struct SageBwdForwardSm80 {
                                 ptx::opaque(threadIdx.x));
   }
 
-  // S = Q K^T.
+  // Computes S = Q K^T of a tile.
   __device__ __forceinline__ void multiply(int tile, Logits& x) {
     int lane = ptx::opaque(threadIdx.x) % 32;
     layout::ReaderA<D> q_reader(shared + warp * 16 * M * D, lane);
@@ -103,11 +104,12 @@ struct SageBwdForwardSm80 {
       __syncthreads();
     }
 
-    // A tile of zeros has scale 0; any factor then gives logits of 0, and minus infinity stays what it is.
+    // A tile of zeros has scale 0. Any other factor gives logits of 0 too, and keeps minus infinity, which 0 would turn into NaN.
     float factor = quant::short_factor(q_factor * k_dequant);
     if (factor == 0.0f) factor = 1e-30f;
     if constexpr (QK) {
-      // Back to integers in f32: the mean's logits are added to them, in their unit, and the maximum is of the sum.
+      // Converts MAGIC + sum to the sum in f32, and adds the logits of Q's mean in the same unit, so that the row maximum is that
+      // of complete logits.
       float unit = 1.0f / factor;
       const float* row = mean_logits + warp * 16 * M / TILE * TILE;
 #pragma unroll
@@ -138,7 +140,7 @@ struct SageBwdForwardSm80 {
           for (int e = 0; e < 2; ++e) largest = fmaxf(largest, __int_as_float(x[r >> 1][n][2 * (r & 1) + e]));
         row_max[r] = quad_max(largest) * factor;
       } else {
-        // All are positive floats, or minus infinity: their order is that of the integers.
+        // All values are positive floats or minus infinity, whose order is that of their bits as integers.
         int largest = x[r >> 1][0][2 * (r & 1)];
 #pragma unroll
         for (int n = 0; n < 8; ++n)
@@ -146,16 +148,16 @@ struct SageBwdForwardSm80 {
           for (int e = 0; e < 2; ++e) largest = max(largest, x[r >> 1][n][2 * (r & 1) + e]);
         row_max[r] = fmaf(__int_as_float(quad_max(largest)), factor, exact_offset);
       }
-      // 2^(x factor + offset) is 127 at the row's largest logit, or a little less: rounded down, for 128 is no code.
-      // What the rounding changes, up to 2^-24 of MAGIC * factor, is the same for the whole row and goes into its
-      // dequant_scale below.
+      // 2^(x factor + offset) is 127 at the row's largest logit or a little less: it is rounded down, because 128 is not a code.
+      // This rounding changes the offset by up to 2^-24 of MAGIC * factor, the same for the whole row, and dequant_scale below
+      // takes it into account.
       offset[r] = __fadd_rd(exact_offset, quant::LOG2_127 - row_max[r]);
       if (MASKED && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
     }
     softmax.follow(row_max);
 
     float v_dequant = __ldg(p.codes.v_dequant_scale + first_key_tile + tile);
-    // Codes of P, one scale a row: an operand of 16 x 32 for each (32 keys, m).
+    // Codes of P with one scale a row: A fragments of 16 queries x 32 keys, for each (32 keys, m).
     uint32_t codes[2][M][4];
     float dequant[2 * M];
 #pragma unroll
@@ -174,7 +176,7 @@ struct SageBwdForwardSm80 {
       }
       float p_dequant = ptx::exp2(exact_offset - offset[r] - softmax.shift(r));
       if (MASKED && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
-      // The sum is of the unquantized probabilities.
+      // The row's sum is that of the unquantized probabilities.
       softmax.state(RowSoftmax::State::SUM, r) += p_dequant * sum;
       dequant[r] = p_dequant * v_dequant;
     }
@@ -203,14 +205,14 @@ struct SageBwdForwardSm80 {
             acc = fmaf(__int_as_float(y[m][i][e]), dequant[2 * m + (e >> 1)], acc);
           }
     }
-    // What MAGIC adds to the rows, in units of MAGIC: see flush_magic.
+    // Counts what MAGIC has added to each row, in units of MAGIC, for flush_magic.
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) softmax.state(RowSoftmax::State::MAGIC, r) += dequant[r];
     if (__builtin_expect(tile % quant::MAGIC_TILES == quant::MAGIC_TILES - 1, false)) flush_magic(softmax);
   }
 
-  // The sums came as MAGIC + integer. Takes out of the accumulator what MAGIC added since the last time, before it grows
-  // large.
+  // The products are floats MAGIC + sum. Subtracts from the accumulator what MAGIC has added since the last time, before it
+  // grows large.
   __device__ __forceinline__ void flush_magic(RowSoftmax& softmax) {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {

@@ -1,7 +1,9 @@
-// SageBwd forward on Hopper: what sagebwd_forward.cuh computes, without Q smoothing, in steps of two tiles of keys.
+// The forward of SageBwd on Hopper: it computes what sagebwd_forward_sm80.cuh does, without Q smoothing, in steps of two tiles of
+// keys.
 //
-// A query has one scale of P for the 128 keys of a step. Their values have two, one a tile, and so the ratio of these
-// goes into P before it is quantized: P V is then one sum of integers. P's codes are u8, 0 to 254: twice as fine as s8.
+// P has one scale for each query and the 128 keys of a step. The values of these keys have two scales, one a tile, so P is
+// multiplied with the ratio of the two before it is quantized, and P V is one sum of integers. The codes of P are u8, 0 to 254,
+// and so twice as fine as s8.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm90.cuh>
@@ -9,18 +11,19 @@
 
 namespace sage::attention {
 
-// Scales of a step's two tiles.
+// The scales of a step's two tiles.
 struct __align__(16) StepScales {
   float k[2];          // dequant_scale of K
-  float log2_v[2];     // log2 of V's over the larger of the two: 0 or less, but not under LEAST
+  float log2_v[2];     // log2 of the ratio of each dequant_scale of V to the larger one, at least LEAST and at most 0
   float inverse_v[2];  // 2^-log2_v
-  float v;             // the larger of V's two
-  float first_v;       // the first, for queries that do not see the second tile: nothing there must change what they get
-  int beyond;          // by what power of two the ratio is under 2^log2_v: 0, nearly always; a byte for each tile
+  float v;             // the larger dequant_scale of V
+  float first_v;       // that of the first tile, for queries that do not see the second, which must not change their output
+  int beyond;          // the power of two by which the ratio is below 2^log2_v, nearly always 0; a byte for each tile
 
-  // Sums of P are of exponentials that log2_v is in, in f16. At this ratio P under 2^-13 of the row's largest rounds to zero
-  // there, and all of them together are under 64 2^-13 of the sum. What is smaller goes into the codes alone: a tile that
-  // has nearly all of a query's attention then loses bits of its codes, up to 2^-28 of the other tile's values.
+  // The sums of P are taken in f16, from exponentials that include log2_v. At this ratio a P below 2^-13 of the row's largest
+  // rounds to zero there, and all such P of a tile together are below 64 x 2^-13 of the row's sum. The part of a ratio below
+  // LEAST is applied to the codes alone, after the sums: a tile that has nearly all of a query's attention then loses low bits of
+  // its codes, which are worth up to 2^-28 of the other tile's values.
   static constexpr float LEAST = -20.0f;
 
   __device__ __forceinline__ StepScales(float k0, float k1, float v0, float v1)
@@ -28,7 +31,7 @@ struct __align__(16) StepScales {
     float tile[2] = {v0, v1}, inverse = ptx::reciprocal(v);
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
-      // Where both are zero this is NaN, which fmaxf and fminf pass over.
+      // If both scales are zero, ratio is NaN, which fmaxf and fminf ignore.
       float ratio = __log2f(tile[t] * inverse), power = fminf(fmaxf(ceilf(LEAST - ratio), 0.0f), 9.0f);
       log2_v[t] = fminf(fmaxf(ratio + power, LEAST), 0.0f);
       inverse_v[t] = ptx::exp2(-log2_v[t]);
@@ -42,16 +45,16 @@ struct SageBwdForwardSm90 {
   using Type = T;
   static constexpr int D = HEAD_DIM;
   using Warpgroups = ForwardWarpgroups<2, PLAN.rows == 192 ? 32 : 40, PLAN>;
-  static constexpr int PRODUCER_THREADS = 32;  // one of them, indeed
-  static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // bulk copies; and scales
+  static constexpr int PRODUCER_THREADS = 32;  // one warp, whose lane 0 issues all bulk copies
+  static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // of a step: one for the bulk copies, one for the scales
   static constexpr bool VALUES_FIRST = true;
-  // Shared memory: Q, twice; stages of K, V^T of two tiles; scales of each stage.
+  // Shared memory: two slots of Q; stages of K and V^T, of two tiles each; the StepScales of each stage.
   static constexpr int TILE_BYTES = TILE * D, Q_BYTES = Warpgroups::CONSUMERS * TILE_BYTES;
   static constexpr int SCALES_AT = 2 * Q_BYTES + Warpgroups::STAGES * 4 * TILE_BYTES;
   static constexpr int SHARED_BYTES = SCALES_AT + Warpgroups::STAGES * int(sizeof(StepScales));
   static_assert(PLAN.row_bytes == D && PLAN.shared_bytes == SHARED_BYTES);
 
-  static constexpr int STAGING = TILE_BYTES / 4;  // of a warp: its own softmax of the queries, which no other warp reads
+  static constexpr int STAGING = TILE_BYTES / 4;  // of a warp: its rows of the queries' codes, which no other warp reads
 
   const params::Forward& p;
   const ForwardBlock& block;
@@ -69,7 +72,8 @@ struct SageBwdForwardSm90 {
     return reinterpret_cast<StepScales*>(memory + SCALES_AT)[stage];
   }
 
-  // In the padded buffers; that of a warpgroup beyond the end is read from the last tile, and never stored.
+  // The number of a consumer's tile of queries in the padded buffers. A consumer beyond the segment's end reads the last tile,
+  // and its output is never stored.
   __device__ __forceinline__ int64_t query_tile(int warpgroup) const {
     int tile = min(block.first / TILE + warpgroup, block.segment.query_tiles() - 1);
     return int64_t(block.head) * p.shape.query_tiles + block.segment.query_tile + tile;
@@ -86,7 +90,8 @@ struct SageBwdForwardSm90 {
       ptx::cp_async_bulk(queries(slot, warpgroup), p.codes.q + query_tile(warpgroup) * TILE_BYTES, TILE_BYTES, mbarrier);
   }
 
-  // Of a second tile beyond the end there are no codes: what was there before is as good, since its keys are hidden.
+  // Issues the copies of a step, by lane 0 of the producer. A second tile beyond the segment's end has no codes: the stage keeps
+  // what was there before, and the mask hides its keys.
   __device__ __forceinline__ void load(int step, int stage, int thread, uint32_t mbarrier) {
     if (thread != 0) return;
     int both = min(block.segment.key_tiles() - 2 * step, 2), bytes = both * TILE_BYTES;
@@ -105,9 +110,9 @@ struct SageBwdForwardSm90 {
     float q_factor;  // q dequant_scale * softmax_scale * log2 e
     Softmax<D, 1, WARPGROUP_THREADS, false> softmax;
     int x[16][4];          // S of both tiles
-    uint32_t codes[4][4];  // of P under way, 32 keys each
-    float dequant[2];      // of what is added, one a row
-    int y[D / 8][4];       // P V under way
+    uint32_t codes[4][4];  // codes of P, the A operand of P V: 32 keys each
+    float dequant[2];      // the scale of P V for each row
+    int y[D / 8][4];       // P V of the current step
 
     __device__ __forceinline__ Consumer(const SageBwdForwardSm90& numerics, int slot, int warpgroup)
         : of(numerics), queries(of.queries(slot, warpgroup)),
@@ -122,12 +127,14 @@ struct SageBwdForwardSm90 {
     template <bool MASKED, int PENDING>
     __device__ __forceinline__ void online_softmax(int step, int stage, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;
-      // In registers, or read where they are wanted: 5 % of the kernel either way, for what else ptxas then does.
+      // At head_dim 64 the scales are copied to registers, at 128 they are read from shared memory where they are used. Either
+      // choice makes the kernel 5 % faster than the other, because ptxas then orders the other instructions differently.
       const std::conditional_t<D == 64, StepScales, StepScales&> scales = of.scales(stage);
       float factor[2];
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
-        // A tile of zeros has scale 0; any factor then gives logits of 0, and minus infinity stays what it is.
+        // A tile of zeros has scale 0. Any other factor gives logits of 0 too, and keeps minus infinity, which 0 would turn into
+        // NaN.
         factor[t] = q_factor * scales.k[t];
         if (factor[t] == 0.0f) factor[t] = 1e-30f;
       }
@@ -142,7 +149,7 @@ struct SageBwdForwardSm90 {
         if constexpr (MASKED)
           mask(s[t], segment, first + threadIdx.x / 32 % 4 * 16, (2 * step + t) * TILE, lane, -CUDART_INF_F);
       }
-      // The largest logit of each row, where those of the tile with the smaller values count for less.
+      // The maximum of each row over logits plus log2_v: logits of the tile with the smaller values count for less.
       float row_max[2], offset[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -162,16 +169,17 @@ struct SageBwdForwardSm90 {
           of_tile[t] = fmaf(of_tile[t], factor[t], scales.log2_v[t]);
         }
         row_max[r] = quad_max(fmaxf(of_tile[0], of_tile[1]));
-        // 2^(x factor + log2_v + offset) is 254 at that logit. All that is rounded on the way is less than 2^-21 of it.
+        // 2^(x factor + log2_v + offset) is 254 at that maximum. 2^-21 of the maximum is subtracted, because the roundings on the
+        // way are less than that, so that no code exceeds 254.
         offset[r] = fmaf(fabsf(row_max[r]), -0x1p-21f, quant::LOG2_254 - row_max[r]);
         if (MASKED && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
       }
       softmax.follow(row_max);
-      // Adds nothing. But else exponentials are taken before the branch of `follow`, alone, and packed after it; on one side
-      // they go together, while other units work.
+      // Adds 0. The false dependency on the branch in `follow` makes ptxas schedule ex2 and packing in one basic block, where
+      // several units work at once; without it ex2 is hoisted above the branch and serializes.
 #pragma unroll
       for (int r = 0; r < 2; ++r) offset[r] = fmaf(softmax.shift(r), 0.0f, offset[r]);
-      // Rows that do not see the second tile.
+      // alone: the row sees no key of the second tile.
       const int second = (2 * step + 1) * TILE;
       bool alone[2] = {};
       if constexpr (MASKED) {
@@ -179,12 +187,12 @@ struct SageBwdForwardSm90 {
         for (int r = 0; r < 2; ++r)
           alone[r] = segment.visible_keys(first + threadIdx.x / 32 % 4 * 16 + row_of(r, lane)) <= second;
       }
-      // Codes, and the sum of what they are codes of, both from f16: 2^-11 of a probability is a quarter of what codes round
-      // off, and errors of a sum average out.
+      // Codes of P, and the sum of P, are both computed from f16: its rounding, up to 2^-11 of a probability, is a quarter of
+      // that of the codes, and in the sum such errors average out.
       float sum[2][2];
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
-        // A second tile that nobody sees costs little.
+        // A second tile that no query of the warpgroup sees needs no exponentials.
         if (MASKED && t == 1 && segment.visible_keys(first + TILE - 1) <= second) {
 #pragma unroll
           for (int i = 2; i < 4; ++i) codes[i][0] = codes[i][1] = codes[i][2] = codes[i][3] = 0;
@@ -193,7 +201,7 @@ struct SageBwdForwardSm90 {
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          // For softmax that are alone the other tile's scales could be anything.
+          // For rows that do not see the second tile its scales may be anything, even NaN.
           float start = offset[r] + scales.log2_v[t], by = t == 1 && alone[r] ? 1.0f : factor[t];
           __half2 pairs[8];
 #pragma unroll
@@ -219,7 +227,8 @@ struct SageBwdForwardSm90 {
 #pragma unroll
         for (int t = 0; t < 2; ++t) softmax.state(softmax.state.SUM, r) += p_dequant * scales.inverse_v[t] * sum[t][r];
       }
-      // Here, where it parts nothing that should go together: a factor at the source costs 2 % at head_dim 64.
+      // The codes are shifted last, where the branch separates no instructions that should be interleaved: a factor where P is
+      // computed costs 2 % at head_dim 64.
       if (__builtin_expect(scales.beyond != 0, false)) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)

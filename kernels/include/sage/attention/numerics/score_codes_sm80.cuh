@@ -1,4 +1,4 @@
-// What SageBwd's backward does to a warp's scores: codes of P and dS.
+// INT8 codes of P and dS in the backward of SageBwd, and the products and copies of codes of K and Q.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm80.cuh>
@@ -8,21 +8,21 @@
 
 namespace sage::attention {
 
-// Codes of a warp's scores as left operands: 16 rows x 32 of the reduction, twice.
+// Codes of a warp's scores as A fragments: 16 rows x 32 of the reduction, twice.
 using ScoreCodes = uint32_t[2][4];
 
-// Largest of the four lanes of a row; a NaN wins.
+// The maximum over the four lanes of a row, for x that is not negative; a NaN wins.
 __device__ __forceinline__ float quad_max_abs(float x) { return __int_as_float(quad_max(__float_as_int(x))); }
 
-// Codes of a warp's scores, one scale a key or a group of them: `share` makes the maxima of rows g and g + 8 those of
-// their groups.
+// Quantizes a warp's scores with one scale for each key or group of keys: `share` replaces the maxima of rows g and g + 8 by
+// those of their groups. POSITIVE: no score is negative.
 template <bool POSITIVE, class Share>
 __device__ __forceinline__ void quantize_scores(const Scores& s, ScoreCodes& codes, float (&dequant)[2], Share share) {
   float largest[2], scale[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if constexpr (POSITIVE) {
-      // The order of positive floats is that of the integers, with NaN on top.
+      // Floats that are not negative are ordered as their bits are as integers, with NaN above all.
       int bits = 0;
 #pragma unroll
       for (int n = 0; n < 8; ++n) bits = max(max(bits, __float_as_int(s[n][2 * h])), __float_as_int(s[n][2 * h + 1]));
@@ -50,13 +50,13 @@ __device__ __forceinline__ void quantize_scores(const Scores& s, ScoreCodes& cod
     }
 }
 
-// Codes of dS for 16 queries, number `strip`, over a tile of keys whose dS^T lies in `rows`, in bf16: one scale a query
-// or a group of them, in which `dequant` includes that of the keys.
+// Quantizes dS of the 16 queries of a strip over one tile of keys, whose dS^T is in `rows` in bf16, with one scale for each query
+// or group of queries; `dequant` includes the dequant_scale of the keys.
 template <class Share>
 __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequant, float k_dequant, uint32_t rows,
                                                  int strip, int lane, Share share) {
   layout::TransposedReaderA<TILE * 2> reader(rows, lane);
-  uint32_t r[4][4];  // (16 keys, register): 0 and 2 are query g, 1 and 3 query g + 8, each of two keys in bf16
+  uint32_t r[4][4];  // (16 keys, register): registers 0 and 2 are query g, 1 and 3 query g + 8; each has two keys in bf16
   uint32_t largest16[2] = {0, 0};
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequ
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      // Four slots are two keys of the low eight and two of the high eight: layout/permutation.cuh.
+      // Four slots hold two keys of the low eight and two of the high eight: layout/permutation.cuh.
       uint32_t low = r[2 * i + j / 2][j & 1], high = r[2 * i + j / 2][(j & 1) + 2];
       codes[i][j] = quant::codes(__uint_as_float(low << 16), __uint_as_float(low & 0xffff0000u),
                                  __uint_as_float(high << 16), __uint_as_float(high & 0xffff0000u), scale[j & 1]);
@@ -83,7 +83,7 @@ __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequ
   dequant = make_float2(largest[0] * (1.0f / 127.0f) * k_dequant, largest[1] * (1.0f / 127.0f) * k_dequant);
 }
 
-// S^T = K Q^T of codes, 16 keys of a warp and 64 queries: MAGIC and the sum.
+// Computes S^T = K Q^T of codes, for a warp's 16 keys and 64 queries. The results are floats MAGIC + sum.
 template <int D>
 __device__ __forceinline__ void multiply_score_codes(int (&x)[8][4], uint32_t k_rows, uint32_t q_rows, int lane) {
   layout::ReaderA<D> k_reader(k_rows, lane);
@@ -102,7 +102,7 @@ __device__ __forceinline__ void multiply_score_codes(int (&x)[8][4], uint32_t k_
   }
 }
 
-// K^T, [D][KEYS] with permuted keys, out of K, [KEYS][D]; both swizzled in shared memory. By THREADS threads.
+// Transposes codes in shared memory, by THREADS threads: K, [KEYS][D], to K^T, [D][KEYS] with permuted keys; both swizzled.
 template <int KEYS, int D, int THREADS>
 __device__ __forceinline__ void transpose_keys(unsigned char* k_transposed, const unsigned char* k) {
   for (int i = threadIdx.x; i < D * (KEYS / 16); i += THREADS) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void transpose_keys(unsigned char* k_transposed, cons
   }
 }
 
-// The block's first tile of keys in the padded buffers, and whether it has a second.
+// The number of the block's first tile of keys in the padded buffers; and whether the block has its tile number `part`.
 __device__ __forceinline__ int64_t first_key_tile(const params::Backward& p, const BackwardBlock& block) {
   return int64_t(block.key_head) * p.shape.key_tiles + block.segment.key_tile + block.first_key / TILE;
 }
@@ -120,7 +120,7 @@ __device__ __forceinline__ bool key_tile_exists(const BackwardBlock& block, int 
   return block.first_key + part * TILE < block.segment.key_len;
 }
 
-// Copies the codes of a block's keys, PARTS tiles: rows of D bytes.
+// Issues the asynchronous copies of the codes of a block's keys: PARTS tiles, with rows of D bytes.
 template <int PARTS, int D, int THREADS>
 __device__ __forceinline__ void copy_key_tiles(uint32_t shared, const params::Backward& p, const BackwardBlock& block) {
 #pragma unroll
@@ -131,7 +131,7 @@ __device__ __forceinline__ void copy_key_tiles(uint32_t shared, const params::Ba
   }
 }
 
-// K's dequant_scale of a part of the block's keys.
+// The dequant_scale of K for the block's tile number `part`, 0 if it does not exist.
 __device__ __forceinline__ float k_dequant_of(const params::Backward& p, const BackwardBlock& block, int part) {
   return key_tile_exists(block, part) ? __ldg(p.codes.k_dequant_scale + first_key_tile(p, block) + part) : 0.0f;
 }

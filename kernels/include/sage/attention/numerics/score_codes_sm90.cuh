@@ -1,12 +1,12 @@
-// Codes of P and dS on Hopper, two values an instruction: P in bf16, dS in f16 in units of a power of two that each warp
-// keeps near its largest.
+// INT8 codes of P and dS on Hopper, computed two values an instruction: P in bf16, and dS in f16 in units of a power of two that
+// each warp chooses so that its largest dS stays well inside the range of f16.
 #pragma once
 
 #include <sage/attention/numerics/score_codes_sm80.cuh>
 
 namespace sage::attention {
 
-// A warp's scores in 16 bit: w[n][h] is columns 8n + 2t and 8n + 2t + 1 of row 8h + g.
+// A warp's scores in 16 bit: w[n][h] of lane 4g + t is columns 8n + 2t and 8n + 2t + 1 of row 8h + g.
 using PackedScores = uint32_t[8][2];
 
 template <class T>
@@ -17,7 +17,7 @@ __device__ __forceinline__ void pack(PackedScores& w, const Scores& s) {
     for (int h = 0; h < 2; ++h) w[n][h] = ptx::pack_16<T>(s[n][2 * h], s[n][2 * h + 1]);
 }
 
-// As left operands of 16 keys x 16 queries, which is how they are stored.
+// Stores scores in shared memory. Their registers are already A fragments of 16 keys x 16 queries.
 __device__ __forceinline__ void store(uint32_t rows, const PackedScores& w, int lane) {
   layout::ReaderA<TILE * 2> writer(rows, lane);
 #pragma unroll
@@ -25,27 +25,27 @@ __device__ __forceinline__ void store(uint32_t rows, const PackedScores& w, int 
     writer.store({w[2 * step][0], w[2 * step][1], w[2 * step + 1][0], w[2 * step + 1][1]}, 0, step, lane);
 }
 
-// The largest of two rows, each over the two halves of a word, as the halves of one word.
+// Takes the maximum of each row over the two halves of its word; returns those of two rows as the halves of one word.
 template <class Max>
 __device__ __forceinline__ uint32_t join_rows(const uint32_t (&rows)[2], Max max) {
   return max(__byte_perm(rows[0], rows[1], 0x5410), __byte_perm(rows[0], rows[1], 0x7632));
 }
-// Over the four lanes of a row.
+// Takes such maxima over the four lanes of a row.
 template <class Max>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t x, Max max) {
   x = max(x, __shfl_xor_sync(~0u, x, 1));
   return max(x, __shfl_xor_sync(~0u, x, 2));
 }
-// Largest |x| of f16, with any sign.
+// The larger |x| of f16 values, with any sign.
 struct MaxAbs {
   __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return ptx::max_abs_2(a, b); }
 };
-// Of bf16 that are not negative: their order is that of the integers, with NaN on top.
+// The larger of bf16 values that are not negative: they are ordered as their bits are as integers, with NaN above all.
 struct MaxPositive {
   __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return __vmaxu2(a, b); }
 };
 
-// Largest of this lane's part of rows g and g + 8, as two halves.
+// The maxima of this lane's share of rows g and g + 8, as two halves.
 template <class Max>
 __device__ __forceinline__ uint32_t largest_of(const PackedScores& w, Max max) {
   uint32_t largest[2] = {w[0][0], w[0][1]};
@@ -56,8 +56,8 @@ __device__ __forceinline__ uint32_t largest_of(const PackedScores& w, Max max) {
   return join_rows(largest, max);
 }
 
-// Codes of P, one scale a key, in bf16: its 8 bits are more than codes of 7 have, and in [128, 256) its last bit is 1, so
-// that adding 128 rounds to a code. `largest`: of rows g and g + 8.
+// Quantizes P with one scale for each key, in bf16: its 8 significant bits are more than the 7 of a code, and in [128, 256) its
+// last bit is worth 1, so that adding 128 rounds to a code. `largest`: the maxima of rows g and g + 8.
 __device__ __forceinline__ void quantize_probabilities(const PackedScores& w, uint32_t largest, ScoreCodes& codes,
                                                        float (&dequant)[2]) {
   constexpr uint32_t MAGIC = 0x43004300;  // 128, twice
@@ -65,7 +65,7 @@ __device__ __forceinline__ void quantize_probabilities(const PackedScores& w, ui
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float x = __uint_as_float(h == 0 ? largest << 16 : largest & 0xffff0000u);
-    // Infinite for zeros, whose codes are then anything, and their dequant_scale zero.
+    // Infinite for a row of zeros: its codes are then arbitrary, and its dequant_scale is zero.
     float quant = 127.0f * ptx::reciprocal(x);
     scale[h] = ptx::pack_16<__nv_bfloat16>(quant, quant);
     dequant[h] = ptx::reciprocal(__uint_as_float(scale[h] & 0xffff0000u));
@@ -80,13 +80,14 @@ __device__ __forceinline__ void quantize_probabilities(const PackedScores& w, ui
     }
 }
 
-// Scales of two rows in f16, out of their largest, two halves. Where 127 / max overflows the scale stays at the largest f16.
+// The scales of two rows in f16, from their maxima, the halves of `largest`. Where 127 / max overflows f16, the quant_scale is
+// the largest f16.
 struct HalfScales {
   uint32_t quant[2];
   float dequant[2];
 
   __device__ __forceinline__ explicit HalfScales(uint32_t largest) {
-    largest &= 0x7fff7fffu;  // of any sign
+    largest &= 0x7fff7fffu;  // MaxAbs leaves any sign
     constexpr float LARGEST = 65504.0f;
     float2 x = __half22float2(reinterpret_cast<const __half2&>(largest));
     float scale[2] = {fminf(127.0f * ptx::reciprocal(x.x), LARGEST), fminf(127.0f * ptx::reciprocal(x.y), LARGEST)};
@@ -94,29 +95,29 @@ struct HalfScales {
     dequant[0] = ptx::max_abs(x.x * (1.0f / 127.0f), 1.0f / LARGEST);
     dequant[1] = ptx::max_abs(x.y * (1.0f / 127.0f), 1.0f / LARGEST);
   }
-  // Codes of row `h`, four values. In [1024, 2048) the last bit of f16 is 1.
+  // Quantizes four values of row `h`. In [1024, 2048) the last bit of f16 is worth 1.
   __device__ __forceinline__ uint32_t codes(int h, uint32_t a, uint32_t b) const {
     constexpr uint32_t MAGIC = 0x66006600;  // 1536, twice
     return __byte_perm(ptx::fma_2<__half>(a, quant[h], MAGIC), ptx::fma_2<__half>(b, quant[h], MAGIC), 0x6420);
   }
 };
 
-// The power of two that a warp multiplies dS with, so that its largest is somewhere in [LOW, HIGH] in f16: real dS is about
-// 1e-7, which f16 cannot fence_operand. It follows dS when that leaves the window. A row whose largest is under 2^-9, at least 2^9
-// below the largest of the 16 keys, gets coarser codes: HalfScales. dS beyond 2^75, or beyond 2^38 right after tiles of next
-// to nothing, becomes infinite.
+// The unit of a warp's dS: a power of two that dS is divided by, so that its largest lies in [LOW, HIGH] in f16. Real dS is about
+// 1e-7, which f16 cannot hold. The unit changes when the largest dS leaves this window. A row whose largest is below 2^-9 in this
+// unit, at least 2^9 below the largest of the 16 keys, gets coarser codes, because HalfScales bounds its scale. dS beyond 2^75,
+// or beyond 2^38 right after tiles whose dS is next to zero, becomes infinite.
 struct DsUnit {
   static constexpr uint32_t LOW = 0x3c00, HIGH = 0x7800;  // 1, 2^15 in f16
   static constexpr int TARGET = 12, LEAST = -60, MOST = 90, STEP = 100;
   float exponent = 20.0f, unit = 1.0f / (1 << 20);  // 2^-exponent
 
-  // Takes the unit of others, if they have one, so that all have the same.
+  // Adopts the warpgroup's common exponent; 0 means that all of its dS is zero.
   __device__ __forceinline__ void follow(float other) {
     if (other == 0.0f) return;
     unit = other, exponent = float(127 - int(__float_as_uint(other) >> 23));
   }
-  // `w` is dS in units of this, packed out of `s`, and `largest` that of rows g and g + 8: all change when the unit must.
-  // Returns the unit that others are to reckon with: 0 where all is zero, which every unit holds.
+  // `w` is dS in this unit, packed from `s`, and `largest` has the maxima of rows g and g + 8. If the warp's largest dS has left
+  // the window, changes the unit, and all three with it. Returns the unit of `w`, or 0 if all of dS is zero, in any unit.
   __device__ __forceinline__ float keep(PackedScores& w, uint32_t& largest, Scores& s) {
     uint32_t top = max(largest & 0x7fffu, largest >> 16 & 0x7fffu);
     if (__builtin_expect(__all_sync(~0u, top - LOW <= HIGH - LOW), true)) return unit;
@@ -127,7 +128,7 @@ struct DsUnit {
 #pragma unroll
       for (int e = 0; e < 4; ++e) bits = max(bits, quant::abs_bits(s[n][e]));
     int power = int(__reduce_max_sync(~0u, bits) >> 23) - 127;
-    // Zeros, and what is not finite, say nothing of what comes.
+    // Neither zeros nor values that are not finite tell the size of the next tiles.
     if (power <= -127) return 0.0f;
     if (power >= 128) return unit;
     int now = int(exponent), next = min(max(now + min(max(TARGET - power, -STEP), STEP), LEAST), MOST);
@@ -143,7 +144,7 @@ struct DsUnit {
   }
 };
 
-// Codes of dS, one scale a key; `largest` of rows g and g + 8.
+// Quantizes dS with one scale for each key. `largest`: the maxima of rows g and g + 8.
 __device__ __forceinline__ void quantize_keys(const PackedScores& w, uint32_t largest, ScoreCodes& codes, float (&dequant)[2]) {
   HalfScales scales(largest);
   dequant[0] = scales.dequant[0], dequant[1] = scales.dequant[1];
@@ -156,17 +157,17 @@ __device__ __forceinline__ void quantize_keys(const PackedScores& w, uint32_t la
     }
 }
 
-// Codes of dS for 16 queries, number `strip`, over a tile of keys whose dS^T lies in `rows`, each 16 keys in one of `units`:
-// one scale a query. Returns the largest unit, 0 if all is zero.
+// Quantizes dS of the 16 queries of a strip over one tile of keys, with one scale for each query. dS^T is in `rows`, each 16 keys
+// in their warp's unit. Returns the largest unit, which is 0 if all of dS is zero.
 __device__ __forceinline__ float quantize_queries(ScoreCodes& codes, float2& dequant, uint32_t rows, const float4* units_at,
                                                   int strip, int lane) {
   float4 units = *units_at;
   float unit = fmaxf(fmaxf(units.x, units.y), fmaxf(units.z, units.w));
   layout::TransposedReaderA<TILE * 2> reader(rows, lane);
-  uint32_t r[4][4];  // (16 keys, register): 0 and 2 are query g, 1 and 3 query g + 8, each of two keys
+  uint32_t r[4][4];  // (16 keys, register): registers 0 and 2 are query g, 1 and 3 query g + 8; each has two keys
 #pragma unroll
   for (int step = 0; step < 4; ++step) reader.load(r[step], step * 16, strip);
-  // Where they differ, all in the largest.
+  // If the units differ, converts all dS to the largest.
   if (__builtin_expect(fminf(fminf(units.x, units.y), fminf(units.z, units.w)) != unit, false)) {
     float of_step[4] = {units.x, units.y, units.z, units.w};
 #pragma unroll
@@ -187,7 +188,7 @@ __device__ __forceinline__ float quantize_queries(ScoreCodes& codes, float2& deq
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      // Four slots are two keys of the low eight and two of the high eight: layout/permutation.cuh.
+      // Four slots hold two keys of the low eight and two of the high eight: layout/permutation.cuh.
       codes[i][j] = scales.codes(j & 1, r[2 * i + j / 2][j & 1], r[2 * i + j / 2][(j & 1) + 2]);
   dequant = make_float2(scales.dequant[0] * unit, scales.dequant[1] * unit);
   return unit;

@@ -1,9 +1,12 @@
-// What S^T = K Q^T is made from in a backward whose other products are in 16 bit: the rows of K and Q, or INT8 codes of both
-// (SageBwd with its recomputed scores alone in INT8).
+// Policies for the operands of S^T = K Q^T in a backward whose other products are in 16 bit: the rows of K and Q, or INT8 codes
+// of both (SageBwd that recomputes only its scores in INT8).
 //
-// A policy has: KEY_BYTES of a key and TILE_BYTES of a tile of queries in shared memory, besides the rows; load_keys and load,
-// which copy them; multiply, sums for 16 keys of a warp and 64 queries; and factor, what turns a sum into a base-2 logit, of
-// which k_factor stays the same for a block's part of 64 keys.
+// A policy has:
+// - KEY_BYTES, TILE_BYTES: shared memory of the codes of a key, and of a tile of queries; 0 if the rows are the operands.
+// - load_keys, load: issue the asynchronous copies of these codes.
+// - multiply: computes the sums of S^T for a warp's 16 keys and 64 queries.
+// - factor: what a sum is multiplied with to give a base-2 logit. k_factor: the part of it that is the same for 64 keys of a
+//   block and all tiles of queries.
 #pragma once
 
 #include <sage/attention/numerics/score_codes_sm80.cuh>
@@ -54,7 +57,7 @@ struct ScoresOfCodes {
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] = __int_as_float(x[n][e]) - quant::MAGIC;
   }
-  // What a block keeps of the factor.
+  // The part of the factor that a block keeps.
   static __device__ __forceinline__ float k_factor(const params::Backward& p, const BackwardBlock& block, int part) {
     return k_dequant_of(p, block, part) * (p.shape.softmax_scale * ptx::LOG2_E);
   }
@@ -64,9 +67,10 @@ struct ScoresOfCodes {
   }
 };
 
-// Takes K's token mean out of a block's rows in shared memory, which `at(row, chunk of 8 channels)` tells of; rows beyond the
-// last key come to nothing anyway. Full precision has no mean. (All of SageBwd's backward must see the same K: rows of dS do
-// not sum to exactly zero when O and P are not exact, and what is left would be multiplied with the mean.)
+// Subtracts the mean over tokens from a block's rows of K in shared memory, whose layout is `at(row, chunk of 8 channels)`. Rows
+// beyond the last key do not matter, because their dS is 0. Without a mean (full precision) nothing is done. (All products of a
+// backward with a smoothed forward must see the same K: rows of dS do not sum to exactly zero when O and P are not exact, and the
+// remainder would be multiplied with the mean.)
 template <class T, int KEYS, int D, int THREADS, class At>
 __device__ __forceinline__ void subtract_key_mean(unsigned char* memory, const params::Backward& p, const BackwardBlock& block, At at) {
   if (!p.codes.k_mean) return;

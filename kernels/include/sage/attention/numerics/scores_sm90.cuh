@@ -1,8 +1,12 @@
-// What S^T is made from, as scores.cuh has it, by a warpgroup of Hopper: 64 keys, and a tile of 64 queries.
+// The policies of scores_sm80.cuh for the operands of S^T, for a warpgroup on Hopper: 64 keys, and a tile of 64 queries.
 //
-// Besides what S has: Sums; start, their product, with keys in shared memory or as KeyFragments out of read_keys; load_by_bulk,
-// by one thread, of BULK_BYTES and, with ARRIVALS = 2, an arrival of its own; factor_at, from the scale that this left behind
-// the tile's other values.
+// Besides what S has, such a policy has:
+// - Sums: the accumulators of S^T.
+// - start: issues S^T, with K in shared memory or in registers as KeyFragments, which read_keys loads.
+// - load_by_bulk: issues a tile's bulk copies, BULK_BYTES in all, by one thread. With codes it also copies their scale, behind
+//   the row state.
+// - ARRIVALS: that thread's arrivals at the mbarrier: one for the bulk copies, and with codes one for the scale.
+// - factor_at: the factor of a tile, with that scale.
 #pragma once
 
 #include <sage/attention/panels.cuh>
@@ -53,7 +57,7 @@ struct WarpgroupScores<ScoresOfCodes<T, D>> : ScoresOfCodes<T, D> {
   static __device__ __forceinline__ void start(Sums& sums, const KeyFragments& k, uint32_t, uint32_t q_codes) {
     multiply_codes<D / 32>(sums, k, ptx::row_descriptor<D>(q_codes));
   }
-  // With the tile's scale.
+  // Multiplies in the scale of the tile's codes.
   static __device__ __forceinline__ float factor_at(float k_factor, const float* q_dequant_scale) { return k_factor * *q_dequant_scale; }
 };
 
