@@ -1,4 +1,4 @@
-//! Attn-QAT on the CPU: products in f32 on values that NVFP4 holds.
+//! Attn-QAT on the CPU: f32 products of values that NVFP4 holds.
 
 use std::ops::Range;
 
@@ -14,10 +14,10 @@ use super::{Gradients, OnCpu, Past, backward, forward, lanes};
 use crate::nvfp4::{Axis, GROUP, Packed, Scale, e2m1};
 use crate::scheme::{AttnQat as Settings, PReference, Smoothing, ValueGroups};
 
-/// Rows that are summed first when K's mean is made, as in SageBwd.
+/// Rows that are summed first in the computation of K's mean, as in SageBwd.
 const MEAN_ROWS: usize = 64;
 
-/// What the forward keeps.
+/// What the forward keeps for the backward.
 #[derive(Debug)]
 pub(super) struct Kept {
     codes: Codes,
@@ -29,13 +29,13 @@ pub(super) struct Kept {
     high_precision_out: Vec<f32>,
 }
 
-/// Q, K and V in NVFP4: one for each segment and head.
+/// Q, K and V in NVFP4, one entry per segment and head.
 #[derive(Debug)]
 struct Codes {
     q: Vec<Packed>,
     k: Vec<Packed>,
     v: Vec<Packed>,
-    /// K's token mean, if it is taken out.
+    /// The token mean that was subtracted from K, if any was.
     k_mean: Vec<Option<Vec<f32>>>,
 }
 
@@ -190,7 +190,8 @@ impl RowSource for Backward<'_> {
     }
 }
 
-/// The output gradient of one head, and the sums that its probabilities are relative to.
+/// The output's gradient of one head, and for each query the sum that makes its probabilities relative to its
+/// reference: `p * sum`.
 struct Grads {
     dout: Rows,
     sum: Vec<f32>,
@@ -249,7 +250,8 @@ impl BackwardNumerics for Backward<'_> {
     }
 }
 
-/// Turns a tile of logits into probabilities relative to the new references, and moves what was accumulated to them.
+/// Turns a tile of logits into probabilities relative to the new references, and rescales sums and
+/// accumulators to them.
 #[multiversion(targets = "simd")]
 fn online_softmax(reference: PReference, cols: usize, logits: &mut [f32], softmax: &mut Softmax<2>) {
     let Softmax { reference: references, sum, acc: [first, second] } = softmax;
@@ -258,7 +260,7 @@ fn online_softmax(reference: PReference, cols: usize, logits: &mut [f32], softma
     for (row, ((old, sum), (first, second))) in logits.chunks_exact_mut(cols).zip(state) {
         let new = reference.of(lanes::max(row));
         let new = if new > *old { new } else { *old };
-        // Where nothing is visible yet every term is 2^-inf, whatever is subtracted.
+        // While no key is visible every term is 2^-inf, whatever finite number is subtracted.
         let shift = if new == f32::NEG_INFINITY { 0.0 } else { new };
         let decay = lanes::exp2(*old - shift);
         for x in row.iter_mut() {
@@ -272,10 +274,11 @@ fn online_softmax(reference: PReference, cols: usize, logits: &mut [f32], softma
     }
 }
 
-/// Fake-quantizes a row of probabilities `p`, of which `p * sum` is relative to the row's reference, in groups of 16 keys.
+/// Fake-quantizes a row of probabilities `p` in groups of 16 keys; `p * sum` is relative to the row's
+/// reference.
 #[multiversion(targets = "simd")]
 fn quantize_probabilities(p: &[f32], sum: f32, quantized: &mut [f32]) {
-    // A query that sees nothing has no probabilities and no sum.
+    // A query that sees no key has no probabilities, and a sum of 0.
     let (sum, inverse) = if sum == 0.0 { (1.0, 1.0) } else { (sum, 1.0 / sum) };
     for (p, quantized) in p.chunks(GROUP).zip(quantized.chunks_mut(GROUP)) {
         let scale = Scale::of(f32::from_bits(lanes::max_abs_bits(p)) * sum);
@@ -290,8 +293,9 @@ fn quantize_probabilities(p: &[f32], sum: f32, quantized: &mut [f32]) {
 mod tests {
     use super::*;
 
-    /// References are powers of two: the backward, whose probabilities are relative to the row's final reference, has
-    /// the forward's codes, made relative to a lower one, wherever scales have all their bits.
+    /// References are powers of two. So the backward, whose probabilities are relative to the row's final
+    /// reference, has the codes that the forward made relative to a lower one, wherever scales have all their
+    /// bits.
     #[test]
     fn the_backward_meets_the_forwards_codes() {
         let logits: Vec<f32> = (0..64).map(|i| ((i * 29 % 64) as f32) * 0.08 - 3.0).collect();
@@ -310,7 +314,7 @@ mod tests {
         for max in [-3.5f32, 0.0, 0.1, 7.0, 1e6] {
             let reference = PReference::RowMax.of(max);
             assert!(reference >= max && reference < max + 1.0 && reference.fract() == 0.0);
-            // The largest probability, 2^11 at most, has a scale that E4M3 holds.
+            // The largest probability, at most 2^11, has a scale that E4M3 holds.
             assert!(lanes::exp2(max - PReference::TwoLevel.of(max)) / 6.0 <= 448.0);
         }
         assert_eq!(PReference::RowMax.of(f32::NEG_INFINITY), f32::NEG_INFINITY);

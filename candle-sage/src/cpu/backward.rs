@@ -1,4 +1,4 @@
-//! The backward walk: for each tile of keys, over the queries that see it.
+//! The backward's mainloop: for each tile of keys, over the queries that see it.
 
 use std::ops::Range;
 
@@ -9,28 +9,28 @@ use super::numerics::{BackwardNumerics, Head, Operands, Problem, Tile, cut, mask
 use super::view::View;
 use super::{Gradients, lanes};
 
-/// The keys of one key head that one thread takes at a time.
+/// One parallel task: keys of one key head.
 struct Item {
     at: Head,
     keys: Range<usize>,
 }
 
-/// The gradients that an item contributes to.
+/// The gradients that a task contributes to.
 struct Part {
     dk: Vec<f32>,
     dv: Vec<f32>,
-    /// For each query head of the group: what the item's keys add, for all queries.
+    /// For each query head of the group: the contribution of the task's keys to dQ, for all queries.
     dq: Vec<Vec<f32>>,
 }
 
-/// With fewer independent heads than this, their keys are split, so that more threads find work.
-/// Each split costs one more buffer of the query's size.
+/// If there are fewer independent heads than this, each head's keys are split, so that more threads have
+/// work. Each split costs one more buffer of the query's size.
 const ENOUGH_ITEMS: usize = 16;
 const MOST_SPLITS: usize = 8;
 
 fn items<N: Operands>(numerics: &N, problem: &Problem<'_>) -> Vec<Item> {
     let heads = problem.shape.key_heads();
-    // A function of the shape alone: the order of additions must not depend on the threads.
+    // The number of splits depends on the shape alone: the order of additions must not depend on the threads.
     let splits = ENOUGH_ITEMS.div_ceil(problem.segments.len() * heads).min(MOST_SPLITS);
     let tile_k = numerics.tile().1;
     let mut items = Vec::new();
@@ -125,7 +125,7 @@ fn run_item<N: BackwardNumerics>(numerics: &N, problem: &Problem<'_>, dout: &Vie
     part
 }
 
-/// The products of two matrices row by row, as `D = rowsum(dO o O)` needs them.
+/// The dot products of the rows of two matrices, as `D = rowsum(dO o O)` needs them.
 #[multiversion(targets = "simd")]
 pub(super) fn row_dots(out: &[f32], dout: &[f32], d: usize) -> Vec<f32> {
     let mut delta = vec![0.0; out.len() / d];
@@ -135,11 +135,11 @@ pub(super) fn row_dots(out: &[f32], dout: &[f32], d: usize) -> Vec<f32> {
     delta
 }
 
-/// Turns logits into probabilities, `P = 2^(T - LSE)`, in place.
+/// Turns base-2 logits T into probabilities, `P = 2^(T - LSE)`, in place.
 #[multiversion(targets = "simd")]
 fn probabilities(cols: usize, lse2: &[f32], t: &mut [f32]) {
     for (row, &lse2) in t.chunks_exact_mut(cols).zip(lse2) {
-        // A query that sees no key has an LSE of minus infinity; its row is all masked.
+        // A query that sees no key has an LSE of minus infinity; all of its logits are masked.
         let lse2 = if lse2 == f32::NEG_INFINITY { 0.0 } else { lse2 };
         for x in row {
             *x = lanes::exp2(*x - lse2);
@@ -147,7 +147,7 @@ fn probabilities(cols: usize, lse2: &[f32], t: &mut [f32]) {
     }
 }
 
-/// `dS = P o (dP - D)`, over dP.
+/// `dS = P o (dP - D)`, in place of dP.
 #[multiversion(targets = "simd")]
 fn softmax_backward(cols: usize, p: &[f32], delta: &[f32], dp: &mut [f32]) {
     for ((dp, p), &delta) in dp.chunks_exact_mut(cols).zip(p.chunks_exact(cols)).zip(delta) {

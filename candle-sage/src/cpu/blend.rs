@@ -1,9 +1,10 @@
-//! The mixture of what a query sees exactly and of the linear tail.
+//! The mixture of attention over selected keys and the linear tail, on the CPU.
 
 use super::lanes;
 use crate::shape::AttentionShape;
 
-/// The share of what is seen exactly, for a row with so many tokens seen exactly and left to the tail.
+/// The weight `a` of attention over selected keys, for a row that sees `exact` keys exactly and leaves `left`
+/// keys to the tail.
 fn share(theta: f32, (exact, left): (u32, u32), by_count: bool) -> f32 {
     if left == 0 {
         return 1.0;
@@ -12,8 +13,8 @@ fn share(theta: f32, (exact, left): (u32, u32), by_count: bool) -> f32 {
     1.0 / (1.0 + (-(theta + odds)).exp())
 }
 
-/// Calls `f` for each row of (batch, token, query heads), with its number, query head and share; `odds` are those of (key
-/// heads, batch, token).
+/// Calls `f` for each row of (batch, token, query heads) with its index, its query head and its weight `a`;
+/// `odds` has (exact, left) for each (key heads, batch, token).
 fn each_row(
     shape: &AttentionShape,
     odds: &[(u32, u32)],

@@ -1,4 +1,4 @@
-//! The forward walk: for each tile of queries, over the keys that it sees.
+//! The forward's mainloop: for each tile of queries, over the keys that it sees.
 
 use std::ops::Range;
 
@@ -6,11 +6,11 @@ use rayon::prelude::*;
 
 use super::numerics::{Finished, ForwardNumerics, Head, Problem, Tile, mask};
 
-/// Queries that one thread takes at a time; they share one reading of the keys.
+/// Queries of one parallel task. They share one copy of the keys.
 const QUERIES_PER_ITEM: usize = 512;
 
-/// Returns the outputs, (batch, query, query heads, head_dim), and the states, (batch, query heads, query), of all
-/// queries.
+/// Returns the outputs, (batch, query, query heads, head_dim), and the states, (batch, query heads, query),
+/// of all queries.
 pub(super) fn run<N: ForwardNumerics>(numerics: &N, problem: &Problem<'_>) -> Finished {
     let (shape, d) = (problem.shape, problem.head_dim());
     let step = QUERIES_PER_ITEM.next_multiple_of(numerics.tile().0);

@@ -1,4 +1,4 @@
-//! Every product in f32.
+//! Full precision on the CPU: every product in f32.
 
 use multiversion::multiversion;
 
@@ -14,7 +14,7 @@ use super::{Gradients, OnCpu, Past, backward, forward, lanes};
 pub(super) struct FullPrecision;
 
 impl OnCpu for FullPrecision {
-    /// The base-2 log-sum-exps.
+    /// The base-2 log-sum-exps, (batch, query heads, query).
     type Kept = Vec<f32>;
 
     fn forward(&self, problem: &Problem<'_>) -> (Vec<f32>, Self::Kept) {
@@ -101,8 +101,8 @@ impl BackwardNumerics for Backward<'_> {
     }
 }
 
-/// Turns a tile of logits into probabilities relative to the new row maxima, and scales what was
-/// accumulated so far to them.
+/// Turns a tile of logits into probabilities relative to the new row maxima, and rescales sums and
+/// accumulators to them.
 #[multiversion(targets = "simd")]
 fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax) {
     let Softmax { reference, sum, acc: [acc] } = softmax;
@@ -111,7 +111,7 @@ fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax) {
     for (row, ((max, sum), acc)) in logits.chunks_exact_mut(cols).zip(state) {
         let row_max = lanes::max(row);
         let new_max = if row_max > *max { row_max } else { *max };
-        // Where nothing is visible yet every term is 2^-inf, whatever is subtracted.
+        // While no key is visible every term is 2^-inf, whatever finite number is subtracted.
         let shift = if new_max == f32::NEG_INFINITY { 0.0 } else { new_max };
         let decay = lanes::exp2(*max - shift);
         for x in row.iter_mut() {

@@ -1,23 +1,23 @@
-//! Arithmetic on rows of f32 that the compiler turns into vector instructions.
+//! Arithmetic on rows of f32 that the compiler vectorizes.
 //!
-//! Every function is `inline(always)` and is called from functions marked `multiversion`, which are
-//! compiled for AVX-512, AVX2, NEON and plain code, one of which is picked at run time. Sums and
-//! maxima run in [`LANES`] fixed lanes, so that a result does not depend on how a row lies in memory.
+//! Every function is `inline(always)` and is called from functions marked `multiversion`, which are compiled
+//! for AVX-512, AVX2, NEON and scalar code; one version is chosen at run time. Sums and maxima run in
+//! [`LANES`] fixed lanes, so that a result does not depend on a row's position in memory.
 
 const LANES: usize = 16;
 
-/// `127 = 2^LOG2_127`, the largest code.
+/// `log2(127)`, where 127 is the largest code.
 pub(crate) const LOG2_127: f32 = 6.988_684_7;
 
-/// `2^x` within `2^-22` of its value; 0 below -126, infinity from 128 on, NaN for NaN.
+/// `2^x` with a relative error below `2^-22`; 0 below -126, infinity from 128 on, NaN for NaN.
 #[inline(always)]
 pub(crate) fn exp2(x: f32) -> f32 {
-    // Adding and subtracting 1.5 * 2^23 rounds to a whole number n; the sum's low bits are n.
+    // Adding 1.5 * 2^23 rounds to a whole number n, which the low bits of the sum hold.
     const ROUND: f32 = 12_582_912.0;
     let clamped = if x < -126.0 { -126.0 } else { x };
     let shifted = clamped + ROUND;
     let f = clamped - (shifted - ROUND);
-    // Minimax in relative error on [-1/2, 1/2], 1.9e-9 before rounding.
+    // Minimax polynomial in relative error on [-1/2, 1/2]: 1.9e-9 before rounding.
     let p = 1.534_581_2e-4_f32
         .mul_add(f, 1.339_993_1e-3)
         .mul_add(f, 9.618_489e-3)
@@ -26,12 +26,12 @@ pub(crate) fn exp2(x: f32) -> f32 {
         .mul_add(f, 6.931_472e-1)
         .mul_add(f, 1.0);
     let scaled = f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23));
-    // Adding the exponent is right for the range only; a NaN must stay one, whatever its low bits.
+    // Adding n to the exponent is right inside the range alone; a NaN must stay one, whatever its low bits.
     let in_range = if x < -126.0 { 0.0 } else { scaled };
     if x < 128.0 { in_range } else { x + f32::INFINITY }
 }
 
-/// Folds a row lane by lane, then the lanes in a fixed order.
+/// Folds a row lane by lane, then folds the lanes in a fixed order.
 #[inline(always)]
 fn fold<T: Copy>(row: &[f32], start: T, step: impl Fn(T, f32) -> T, join: impl Fn(T, T) -> T) -> T {
     let mut lanes = [start; LANES];
@@ -67,7 +67,7 @@ pub(crate) fn sum(row: &[f32]) -> f32 {
     fold(row, 0.0, |a, x| a + x, |a, b| a + b)
 }
 
-/// The sum of products of two rows.
+/// The dot product of two rows.
 #[inline(always)]
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut lanes = [0.0f32; LANES];
@@ -83,7 +83,7 @@ pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     sum(&lanes)
 }
 
-/// The bits of `|x|`. They order as the values do, with NaN above everything, so that a maximum
+/// The bits of `|x|`. As integers they order as the values do, with NaN above everything, so that a maximum
 /// over bits does not lose a NaN.
 #[inline(always)]
 pub(crate) fn abs_bits(x: f32) -> u32 {

@@ -1,7 +1,7 @@
-//! What a scheme supplies to the walks over tiles: operands and products, a tile at a time.
+//! The interface between the mainloops and a scheme: operands and products, one tile at a time.
 //!
-//! Tiles come in the order of FlashAttention-2: the forward keeps a tile of queries and walks the keys, the backward
-//! keeps a tile of keys and walks the queries.
+//! Tiles come in the order of FlashAttention-2: the forward keeps a tile of queries and iterates over the
+//! keys, the backward keeps a tile of keys and iterates over the queries.
 
 use std::ops::Range;
 
@@ -11,13 +11,13 @@ use super::view::View;
 use crate::selection::Lists;
 use crate::shape::{AttentionShape, Segment};
 
-/// One attention call: shape, inputs and softmax scale.
+/// One attention call: its shape, inputs and softmax scale.
 #[derive(Debug)]
 pub(crate) struct Problem<'a> {
     pub(crate) shape: &'a AttentionShape,
     pub(crate) segments: Vec<Segment>,
     pub(crate) softmax_scale: f32,
-    /// The blocks of keys to look at, where not at all.
+    /// The lists of the selection. `None`: queries attend to all keys that the mask leaves.
     pub(super) lists: Option<&'a Lists>,
     q: View<'a>,
     k: View<'a>,
@@ -34,7 +34,8 @@ impl<'a> Problem<'a> {
         Self { shape, segments: shape.segments(), softmax_scale, lists, q, k, v }
     }
 
-    /// Rows of a tile of queries and of keys, for numerics that any tiles suit: 64, or less where blocks are smaller.
+    /// Rows of a query tile and of a key tile, for numerics that need no tile size of their own: 64, or 32 or
+    /// 16 where the selection's blocks are no multiples of more.
     pub(super) fn tile(&self) -> (usize, usize) {
         let of_block =
             |block: usize| [64, 32].into_iter().find(|tile| block.is_multiple_of(*tile)).unwrap_or(16);
@@ -50,7 +51,7 @@ impl<'a> Problem<'a> {
         self.q.is_f16()
     }
 
-    /// Rows of the query of one head; `tokens` count inside the segment.
+    /// Rows of one query head; `tokens` are indices inside the segment.
     pub(crate) fn q_rows(&self, at: Head, tokens: Range<usize>) -> Vec<f32> {
         self.query_rows(&self.q, at, tokens)
     }
@@ -78,7 +79,7 @@ impl<'a> Problem<'a> {
         Head { segment: at.segment, head: at.head / self.shape.group() }
     }
 
-    /// Where the log-sum-exps of one query head start in (batch, query heads, query) order.
+    /// Index of a query head's first log-sum-exp in (batch, query heads, query) order.
     pub(crate) fn lse_start(&self, at: Head) -> usize {
         let segment = &self.segments[at.segment];
         (segment.batch * self.shape.query_heads() + at.head) * self.shape.query_len() + segment.query.start
@@ -89,15 +90,15 @@ fn inside(segment: &Range<usize>, tokens: Range<usize>) -> Range<usize> {
     segment.start + tokens.start..segment.start + tokens.end
 }
 
-/// One head of one segment; a query head or a key head, as the user says.
+/// One head of one segment: a query head or a key head, as its user decides.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Head {
     pub(crate) segment: usize,
     pub(crate) head: usize,
 }
 
-/// A tile of the (query, key) plane of one head, counted inside the segment. Starts are multiples
-/// of the tile size; the last tile of a row or column may be smaller.
+/// A tile of the (query, key) plane of one head, in indices inside the segment. Starts are multiples of the
+/// tile size; the last tile of a row or column may be smaller.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tile {
     pub(crate) row: usize,
@@ -106,19 +107,19 @@ pub(crate) struct Tile {
     pub(crate) cols: usize,
 }
 
-/// Cuts the rows `at..at + count` out of a row-major matrix whose first row is number `start`.
+/// The rows `at..at + count` of a row-major matrix whose first row has number `start`.
 pub(crate) fn cut(values: &[f32], start: usize, at: usize, count: usize, width: usize) -> &[f32] {
     &values[(at - start) * width..(at - start + count) * width]
 }
 
-/// The running softmax of a tile of queries, with as many accumulators as the scheme has outputs.
+/// The online softmax of a tile of queries, with an accumulator for each output of the scheme.
 #[derive(Debug)]
 pub(crate) struct Softmax<const OUTPUTS: usize = 1> {
-    /// What exponents are taken relative to: the largest base-2 logit so far, unless the scheme says otherwise.
+    /// Base-2 logit that exponents are relative to: the largest so far, unless the scheme says otherwise.
     pub(crate) reference: Vec<f32>,
     /// Sum of `2^(logit - reference)`.
     pub(crate) sum: Vec<f32>,
-    /// Weighted sums of the values, (rows, head_dim), not yet divided by `sum`.
+    /// Accumulators: values weighted by `2^(logit - reference)`, (rows, head_dim), not yet divided by `sum`.
     pub(crate) acc: [Vec<f32>; OUTPUTS],
 }
 
@@ -131,13 +132,13 @@ impl<const OUTPUTS: usize> Softmax<OUTPUTS> {
         }
     }
 
-    /// Divides by the sums. `sees` tells whether a row of the tile sees any key.
+    /// Divides the accumulators by the sums. `sees` tells whether a row of the tile sees any key.
     pub(crate) fn finish(self, sees: &dyn Fn(usize) -> bool) -> Finished {
         let Self { reference, sum, mut acc } = self;
         let d = acc[0].len() / sum.len();
         let mut lse2 = Vec::with_capacity(sum.len());
         for (r, (&reference, &sum)) in reference.iter().zip(&sum).enumerate() {
-            // Only a query that sees no key gives zeros: a sum that came to 0 otherwise gives NaN.
+            // Only a query that sees no key gives zeros. Any other sum of 0 gives NaN.
             let (inverse, row_lse2) =
                 if sees(r) { (1.0 / sum, reference + sum.log2()) } else { (0.0, f32::NEG_INFINITY) };
             for acc in &mut acc {
@@ -149,27 +150,27 @@ impl<const OUTPUTS: usize> Softmax<OUTPUTS> {
     }
 }
 
-/// What is left of some queries when all their keys were attended to; of one tile, and of a whole call.
+/// The forward's results for some queries, after all their keys: for one tile, or for a whole call.
 #[derive(Debug)]
 pub(crate) struct Finished {
-    /// One vector of head_dim values a query in each. The first is the output.
+    /// For each output one vector of head_dim values per query. The first is the attention's output.
     pub(crate) outputs: Vec<Vec<f32>>,
-    /// One value a query in each. The first is the base-2 log-sum-exp.
+    /// For each state one value per query. The first is the base-2 log-sum-exp.
     pub(crate) states: Vec<Vec<f32>>,
 }
 
 impl Finished {
-    /// The output and the log-sum-exp, of a scheme that has no more.
+    /// The output and the log-sum-exp, for a scheme that has no others.
     pub(crate) fn out_and_lse2(mut self) -> (Vec<f32>, Vec<f32>) {
         (self.outputs.swap_remove(0), self.states.swap_remove(0))
     }
 }
 
-/// What both walks read: Q, K and V as the scheme has them, and the logits of a tile.
+/// What both mainloops read: Q, K and V as the scheme represents them, and the logits of a tile.
 pub(crate) trait Operands: Sync {
-    /// Key and value of one head, ready for products.
+    /// Key and value of one head, as operands of products.
     type Keys;
-    /// Query of one head, ready for products.
+    /// Query of one head, as an operand of products.
     type Queries;
 
     /// Rows of a query tile and of a key tile.
@@ -184,18 +185,18 @@ pub(crate) trait Operands: Sync {
 
 /// The products of a scheme's forward.
 pub(crate) trait ForwardNumerics: Operands {
-    /// The running state of a tile of queries: the online softmax and the accumulators.
+    /// The state of a tile of queries: the online softmax and the accumulators.
     type Rows;
-    /// How many tensors of the query's shape come out: see [`Finished`].
+    /// Number of results with the query's shape: see [`Finished::outputs`].
     const OUTPUTS: usize;
-    /// How many values a query come out.
+    /// Number of results with one value per query: see [`Finished::states`].
     const STATES: usize;
 
-    /// The state before any key.
+    /// The state before the first key.
     fn rows(&self, count: usize) -> Self::Rows;
 
-    /// One step of the online softmax: folds a tile of logits, masked with minus infinity, into
-    /// `rows`. Overwrites `logits`.
+    /// One step of the online softmax: adds a tile of logits, masked with minus infinity, to `rows`.
+    /// Overwrites `logits`.
     fn attend(&self, keys: &Self::Keys, tile: Tile, logits: &mut [f32], rows: &mut Self::Rows);
 
     /// The results of a tile of queries. `sees` tells whether a row of the tile sees any key.
@@ -204,13 +205,14 @@ pub(crate) trait ForwardNumerics: Operands {
 
 /// The products of a scheme's backward.
 pub(crate) trait BackwardNumerics: Operands {
-    /// Output gradient of one head, ready for products.
+    /// Output gradient of one head, as an operand of products.
     type Grads;
 
     /// The base-2 log-sum-exps, (batch, query heads, query).
     fn lse2(&self) -> &[f32];
 
-    /// `D` of each query of a head, which `dS = P o (dP - D)` subtracts: `rowsum(P o dP)`, or what stands for it.
+    /// `D` of each query of a head, which `dS = P o (dP - D)` subtracts: `rowsum(P o dP)`, or the scheme's
+    /// substitute.
     fn delta(&self, at: Head, dout: &[f32]) -> Vec<f32>;
 
     fn grads(&self, at: Head, dout: Vec<f32>) -> Self::Grads;
@@ -228,7 +230,7 @@ pub(crate) trait BackwardNumerics: Operands {
     fn add_dk(&self, ds: &[f32], queries: &Self::Queries, tile: Tile, dk: &mut [f32]);
 }
 
-/// Calls `make` for every head of every segment, on all threads: (segment, head) order.
+/// Calls `make` for every head of every segment, on all threads. The results are in (segment, head) order.
 pub(crate) fn per_head<T: Send>(
     problem: &Problem<'_>,
     heads: usize,
@@ -240,9 +242,9 @@ pub(crate) fn per_head<T: Send>(
         .collect()
 }
 
-/// Hides the keys that a query of the tile does not see.
+/// Sets the logits of keys that a query of the tile does not see to minus infinity.
 pub(crate) fn mask(segment: &Segment, tile: Tile, logits: &mut [f32]) {
-    // Later queries see at least as many keys, so the first row decides whether anything is hidden.
+    // Later queries see at least as many keys, so the first row decides whether anything is masked.
     if segment.visible_keys(tile.row) >= tile.col + tile.cols {
         return;
     }

@@ -1,5 +1,5 @@
-//! Linear attention over blocks of keys, by sums of outer products a block: the same numbers as attention with weights
-//! `phi(q) . phi(k)`, in time linear in the sequence.
+//! Linear attention over blocks of keys, by sums of outer products per block: the same results as attention
+//! with weights `phi(q) . phi(k)`, in time linear in the sequence.
 
 use rayon::prelude::*;
 
@@ -9,7 +9,8 @@ use super::view::View;
 use super::{Gradients, lanes};
 use crate::selection::{Blocks, Lists};
 
-/// The state before, or of, a block: `sum phi(k)^T v`, (head_dim, head_dim), and `sum phi(k)`.
+/// The state of a block, or the sum of the states before it: `h = sum phi(k)^T v`, (head_dim, head_dim), and
+/// `z = sum phi(k)`.
 #[derive(Clone)]
 struct State {
     h: Vec<f32>,
@@ -26,7 +27,8 @@ impl State {
         pairs.for_each(|(x, y)| *x += y);
     }
 
-    /// Adds `phi^T x` and `phi^T w`: rows of one width, one `w` a row.
+    /// Adds `phi^T x` to `h` and `phi^T w` to `z`: `phi` and `x` have rows of the same width, `w` has one
+    /// value per row.
     fn add_rows(&mut self, phi: &[f32], x: &[f32], w: &[f32]) {
         let d = self.z.len();
         let phi = Mat::new(phi, w.len(), d);
@@ -35,7 +37,7 @@ impl State {
     }
 }
 
-/// `softmax` over the channels, in place.
+/// `phi`: the softmax over the channels, in place.
 fn features(rows: &mut [f32], d: usize) {
     for row in rows.chunks_exact_mut(d) {
         let max = lanes::max(row);
@@ -45,7 +47,7 @@ fn features(rows: &mut [f32], d: usize) {
     }
 }
 
-/// The gradient of the rows from that of their features, over it.
+/// The gradient of the rows, in place of the gradient of their features.
 fn features_backward(phi: &[f32], dphi: &mut [f32], d: usize) {
     for (phi, dphi) in phi.chunks_exact(d).zip(dphi.chunks_exact_mut(d)) {
         let mean = lanes::dot(phi, dphi);
@@ -53,11 +55,12 @@ fn features_backward(phi: &[f32], dphi: &mut [f32], d: usize) {
     }
 }
 
-/// One key head of one segment: the features of its keys, its values, and the state that each block of queries reads.
+/// One key head of one segment: the features of its keys, its values, and the state that each block of
+/// queries reads.
 struct Run<'a> {
     problem: &'a Problem<'a>,
     blocks: &'a Blocks,
-    /// Where the selected blocks are left out.
+    /// The selection whose blocks the sums leave out, if any.
     except: Option<&'a Lists>,
     at: Head,
     d: usize,
@@ -94,7 +97,7 @@ impl<'a> Run<'a> {
                 run.sources(block).for_each(|key_block| state.add(&of_blocks[key_block]));
                 state
             } else {
-                // Later blocks of queries have more candidates.
+                // Later blocks of queries have at least as many candidates, so that the sum only grows.
                 let candidates = blocks.candidates(at.segment, block);
                 of_blocks[next..candidates].iter().for_each(|state| past.add(state));
                 next = candidates;
@@ -105,7 +108,7 @@ impl<'a> Run<'a> {
         run
     }
 
-    /// The blocks of keys that a block of queries reads.
+    /// The blocks of keys that a block of queries sums over.
     fn sources(&self, block: usize) -> impl Iterator<Item = usize> + '_ {
         let seen = self.except.map(|lists| lists.seen(self.at.segment, self.at.head, block));
         (0..self.blocks.candidates(self.at.segment, block)).filter(move |&key_block| {
@@ -122,7 +125,8 @@ impl<'a> Run<'a> {
         Head { segment: self.at.segment, head: self.at.head * self.problem.shape.group() + member }
     }
 
-    /// Features of a block's queries, their outputs, and the inverses of their sums; nothing where there are no keys.
+    /// Features of a block's queries, their outputs, and the reciprocals of their normalizers `phi(q) . z`;
+    /// `None` if the block sums over no keys.
     fn block(&self, at: Head, block: usize) -> Option<(Vec<f32>, Vec<f32>, Vec<f32>)> {
         self.sources(block).next()?;
         let State { h, z } = &self.states[block];
@@ -139,7 +143,7 @@ impl<'a> Run<'a> {
         Some((phi, out, inverses))
     }
 
-    /// Rows of each query head of the group.
+    /// The output's rows of each query head of the group.
     fn forward(&self) -> Vec<Vec<f32>> {
         let count = self.problem.segments[self.at.segment].query.len();
         (0..self.problem.shape.group())
@@ -155,12 +159,12 @@ impl<'a> Run<'a> {
             .collect()
     }
 
-    /// Gradients of each query head of the group, and of key and value.
+    /// The gradients of each query head of the group, of the key and of the value.
     fn backward(&self, dout: &View<'_>) -> (Vec<Vec<f32>>, Vec<f32>, Vec<f32>) {
         let d = self.d;
         let count = self.problem.segments[self.at.segment].query.len();
         let mut dq = vec![vec![0.0; count * d]; self.problem.shape.group()];
-        // What each block of queries adds to the gradient of its state.
+        // The contribution of each block of queries to the gradient of its state.
         let mut dstates = vec![State::zeros(d); self.states.len()];
         for (member, dq) in dq.iter_mut().enumerate() {
             let at = self.query_head(member);
@@ -213,7 +217,8 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Subtracts the rows' mean: of keys where no mask forbids it, and of their gradients, which is its way back.
+/// Subtracts the rows' mean: from keys, where there is no causal mask, and from their gradients, because the
+/// operation is its own backward.
 fn centre(rows: &mut [f32], d: usize) {
     let mut mean = vec![0f64; d];
     for row in rows.chunks_exact(d) {
@@ -225,7 +230,7 @@ fn centre(rows: &mut [f32], d: usize) {
     }
 }
 
-/// All key heads of all segments, on all threads.
+/// Calls `f` for all key heads of all segments, on all threads.
 fn runs<T: Send>(
     problem: &Problem<'_>,
     blocks: &Blocks,
@@ -242,7 +247,7 @@ fn runs<T: Send>(
         .collect()
 }
 
-/// Puts the rows of one head of a segment into a (batch, token, heads, head_dim) tensor.
+/// Copies the rows of one head of a segment into a (batch, token, heads, head_dim) tensor.
 fn put(into: &mut [f32], rows: &[f32], first: usize, heads: usize, head: usize, d: usize) {
     for (r, row) in rows.chunks_exact(d).enumerate() {
         into[((first + r) * heads + head) * d..][..d].copy_from_slice(row);

@@ -1,8 +1,8 @@
-//! Products of small row-major matrices: a checked face of the `gemm` crate.
+//! Products of small row-major matrices: an interface to the `gemm` crate that checks sizes.
 
 use gemm::Parallelism;
 
-/// A row-major f32 matrix without gaps, or its transpose.
+/// A contiguous row-major f32 matrix, or its transpose.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Mat<'a> {
     values: &'a [f32],
@@ -12,6 +12,8 @@ pub(crate) struct Mat<'a> {
 }
 
 impl<'a> Mat<'a> {
+    /// A matrix of `values`.
+    ///
     /// # Panics
     /// When `values` is not `rows * cols` long.
     pub(crate) fn new(values: &'a [f32], rows: usize, cols: usize) -> Self {
@@ -19,22 +21,22 @@ impl<'a> Mat<'a> {
         Self { values, rows, cols, transposed: false }
     }
 
-    /// The transpose, without moving anything.
+    /// The transpose. No value is moved.
     pub(crate) fn t(self) -> Self {
         Self { transposed: !self.transposed, ..self }
     }
 
-    /// (rows, columns, row stride, column stride) of what the product sees.
+    /// (rows, columns, row stride, column stride) of the matrix as the product reads it.
     fn seen(&self) -> (usize, usize, isize, isize) {
         let stride = self.cols as isize;
         if self.transposed { (self.cols, self.rows, 1, stride) } else { (self.rows, self.cols, stride, 1) }
     }
 }
 
-/// `out = factor * a b`, or `out += factor * a b` when `accumulate`; single-threaded, f32 sums.
+/// `out = factor * a b`, or `out += factor * a b` with `accumulate`; single-threaded, f32 sums.
 ///
-/// When every operand is a whole number, the sums are exact below 2^24: so are the INT8 products,
-/// whose codes are at most 127 and whose reductions are at most 1040 long.
+/// Sums of whole numbers are exact below 2^24. The INT8 products stay below it, since codes are at most 127
+/// and reductions at most 1040 long.
 ///
 /// # Panics
 /// When the sizes do not fit together.

@@ -4,21 +4,21 @@ use multiversion::multiversion;
 
 use super::lanes;
 
-/// The two directions of one scale.
+/// A scale and its reciprocal.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Scale {
-    /// Turns codes into values: `max|x| / 127`.
+    /// Factor from codes to values: `max|x| / 127`.
     pub(crate) dequant: f32,
-    /// Turns values into codes: `127 / max|x|`, 0 for a group of zeros. No additive epsilon: real
-    /// gradients have magnitudes of 1e-7.
+    /// Factor from values to codes: `127 / max|x|`, 0 for a group of zeros. There is no additive epsilon,
+    /// since real gradients have magnitudes of 1e-7.
     pub(crate) quant: f32,
 }
 
 impl Scale {
     /// The scale of a group, from the largest [`lanes::abs_bits`] in it.
     ///
-    /// An infinity or a NaN in the group makes the dequantized group non-finite: it is passed on,
-    /// not hidden. Where `127 / max` overflows, under 3.8e-37, the scale stays at `1 / f32::MAX`.
+    /// An infinity or a NaN in the group makes the dequantized group non-finite, so that it is not hidden.
+    /// Where `127 / max` overflows, for maxima under 3.74e-37, the scale stays at `1 / f32::MAX`.
     #[inline(always)]
     pub(crate) fn of(max_abs_bits: u32) -> Self {
         let max = f32::from_bits(max_abs_bits);
@@ -39,16 +39,16 @@ pub(crate) fn code(x: f32, quant_scale: f32) -> f32 {
     (x * quant_scale).round_ties_even()
 }
 
-/// The rows of one head as codes, with one scale a tile of rows.
+/// The rows of one head as codes, with one scale per tile of rows.
 #[derive(Debug)]
 pub(crate) struct TileCodes {
     pub(crate) codes: Vec<i8>,
-    /// One a tile.
+    /// One scale per tile.
     pub(crate) dequant_scale: Vec<f32>,
 }
 
 impl TileCodes {
-    /// Quantizes `rows` of width `d`, `tile_rows` rows to a scale.
+    /// Quantizes `rows` of width `d`, of which `tile_rows` share a scale.
     pub(crate) fn new(rows: &[f32], d: usize, tile_rows: usize) -> Self {
         let size = tile_rows * d;
         let mut codes = vec![0; rows.len()];
@@ -73,8 +73,8 @@ fn quantize(values: &[f32], codes: &mut [i8]) -> f32 {
     scale.dequant
 }
 
-/// The mean of each channel over all rows: tiles of rows are summed first, in order, then the
-/// tiles' sums, in order. Zeros for no rows.
+/// The mean of each channel over all rows; zeros if there are none. Rows are summed in order inside each tile
+/// of `tile_rows`, then the tiles' sums in order, as on the GPU.
 pub(crate) fn channel_mean(rows: &[f32], d: usize, tile_rows: usize) -> Vec<f32> {
     let mut total = vec![0.0; d];
     for tile in rows.chunks(tile_rows * d) {

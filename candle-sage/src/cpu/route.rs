@@ -1,4 +1,5 @@
-//! What a router needs of the CPU: means of blocks, the largest scores, and where attention's mass lies.
+//! The router's computations on the CPU: means of blocks, the largest scores, and the attention mass of
+//! blocks.
 
 use rayon::prelude::*;
 
@@ -9,8 +10,8 @@ use super::view::View;
 use crate::selection::Blocks;
 use crate::shape::{AttentionShape, Segment};
 
-/// The means of a tensor's blocks, (key heads, blocks of all segments, head_dim): over the `heads` of each group and the
-/// tokens that `tokens` gives for a block of a segment.
+/// The means of a tensor's blocks, (key heads, blocks of all segments, head_dim): over the `heads` of each
+/// group and the tokens that `blocks` gives for each block.
 pub(crate) fn pool(
     view: &View<'_>,
     key_heads: usize,
@@ -36,7 +37,8 @@ pub(crate) fn pool(
     rows.concat()
 }
 
-/// The numbers of the `most` largest scores, ascending: NaN counts as largest, of equal ones the first are taken.
+/// The indices of the `most` largest scores, ascending. NaN counts as largest; of equal scores the first are
+/// taken.
 pub(crate) fn largest(scores: &[f32], most: usize) -> Vec<u32> {
     let mut order: Vec<u32> = (0..scores.len() as u32).collect();
     let key = |&at: &u32| {
@@ -49,8 +51,9 @@ pub(crate) fn largest(scores: &[f32], most: usize) -> Vec<u32> {
     order
 }
 
-/// The attention mass of each candidate block, (key heads, blocks of queries, columns), summed over the queries of the block
-/// and the heads of the group; columns are the blocks of keys of a segment, or of all where documents are packed.
+/// The attention mass of each candidate block, (key heads, blocks of queries, columns), summed over the
+/// queries of the block and the heads of the group. Columns are the blocks of keys of one segment, or of all
+/// segments if documents are packed.
 pub(crate) fn block_mass(
     shape: &AttentionShape,
     problem: &Problem<'_>,

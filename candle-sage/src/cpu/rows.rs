@@ -1,4 +1,4 @@
-//! Operands that are rows of f32: the inputs themselves, or what a scheme makes of them.
+//! Operands that are rows of f32: the inputs themselves, or rows that a scheme makes from them.
 
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
@@ -37,7 +37,7 @@ pub(crate) struct Keys {
     pub(super) v: Rows,
 }
 
-/// Where the rows come from. Whoever has them has [`Operands`].
+/// A source of rows. Every source implements [`Operands`].
 pub(super) trait RowSource: Sync {
     fn problem(&self) -> &Problem<'_>;
 

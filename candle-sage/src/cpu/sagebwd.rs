@@ -1,4 +1,4 @@
-//! SageBwd on the CPU: INT8 codes, held as f32 inside a product, where sums of them are exact.
+//! SageBwd on the CPU: INT8 codes, held as f32 in products, where sums of code products are exact.
 
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
@@ -17,7 +17,7 @@ use super::{Gradients, OnCpu, Past, backward, forward, lanes};
 use crate::scheme::{Int8Products, SageBwd as Settings, Smoothing};
 
 impl OnCpu for Settings {
-    /// The base-2 log-sum-exps, and codes and scales of Q and K.
+    /// The base-2 log-sum-exps, and the codes and scales of Q and K.
     type Kept = (Vec<f32>, Codes);
 
     fn forward(&self, problem: &Problem<'_>) -> (Vec<f32>, Self::Kept) {
@@ -40,20 +40,20 @@ impl OnCpu for Settings {
     }
 }
 
-/// What the forward keeps: the codes and scales of Q and K, and the means taken out of them.
+/// What the forward keeps: the codes and scales of Q and K, and the means that were subtracted from them.
 #[derive(Debug)]
 pub(super) struct Codes {
-    /// One for each segment and query head.
+    /// One entry per segment and query head.
     queries: Vec<HeadCodes>,
-    /// One for each segment and key head.
+    /// One entry per segment and key head.
     keys: Vec<HeadCodes>,
 }
 
 #[derive(Debug)]
 struct HeadCodes {
     codes: TileCodes,
-    /// What was subtracted before quantizing: K's token mean, or the mean of each tile of Q.
-    /// Empty without smoothing.
+    /// The mean that was subtracted before quantizing: K's token mean, or the mean of each tile of Q. Empty
+    /// without smoothing.
     mean: Vec<f32>,
 }
 
@@ -85,23 +85,23 @@ impl Codes {
     }
 }
 
-/// See [`crate::scheme::SageBwd`]: the products of a walk, which differ in what they read of V.
+/// The products of [`crate::scheme::SageBwd`] for one of the mainloops, which read V in different forms.
 struct Products<'a, V> {
     settings: &'a Settings,
-    /// Which of the walk's products run on codes: in the forward all.
+    /// Which of the mainloop's products run on codes: all of the forward's.
     int8: Int8Products,
     problem: &'a Problem<'a>,
     codes: &'a Codes,
     values: V,
 }
 
-/// What a walk reads of V.
+/// V in the form that a mainloop reads.
 trait Values: Sync {
-    /// The rows of one key head.
+    /// The rows of one key head, which is number `index` among the codes.
     fn rows(&self, problem: &Problem<'_>, at: Head, index: usize, tokens: Range<usize>) -> Vec<f32>;
 }
 
-/// The forward's: codes, one for each segment and key head.
+/// V in the forward: codes, one entry per segment and key head.
 struct CodesOfV(Vec<TileCodes>);
 
 impl CodesOfV {
@@ -119,7 +119,7 @@ impl Values for CodesOfV {
     }
 }
 
-/// The backward's: V in 16-bit precision, and what else the forward left behind.
+/// V in the backward: in 16-bit precision. Also the forward's log-sum-exp and output.
 struct Values16<'a> {
     lse2: &'a [f32],
     out: &'a View<'a>,
@@ -131,8 +131,8 @@ impl Values for Values16<'_> {
     }
 }
 
-/// Rounds to the 16-bit type that dP is computed from: that of the inputs, bf16 for f32 ones.
-/// (f16 would flush real output gradients to zero.)
+/// Rounds to the 16-bit type that dP is computed from: the inputs' type, or bf16 for f32 inputs. (f16 would
+/// flush real output gradients to zero.)
 fn round16(problem: &Problem<'_>, mut values: Vec<f32>) -> Vec<f32> {
     if problem.is_f16() {
         values.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32());
@@ -155,7 +155,7 @@ impl<V> Products<'_, V> {
         self.codes.keys[keys.index].codes.dequant_scale[tile.col / self.settings.tile_k]
     }
 
-    /// The mean taken out of the tile's queries, if any was.
+    /// The mean that was subtracted from the tile's queries, if any was.
     fn q_mean(&self, queries: &Queries, tile: Tile) -> Option<&[f32]> {
         let mean = &self.codes.queries[queries.index].mean;
         (!mean.is_empty()).then(|| &mean[tile.row / self.settings.tile_q * self.d()..][..self.d()])
@@ -165,34 +165,35 @@ impl<V> Products<'_, V> {
 /// The keys of one head from `start` on.
 pub(super) struct Keys {
     start: usize,
-    /// Which head: its place among the codes.
+    /// Index of the head among the codes.
     index: usize,
     /// Codes of K.
     k: Vec<f32>,
     /// Codes of V in the forward, V in 16-bit precision in the backward.
     v: Vec<f32>,
-    /// K less its mean, unquantized: for the logits of Q's mean, and for products that do not take codes; empty without either.
+    /// K less its mean, unquantized: for the logits of Q's mean, and for products that do not run on codes.
+    /// Empty if neither is needed.
     k_smooth: Vec<f32>,
 }
 
 /// The queries of one head from `start` on.
 pub(super) struct Queries {
     start: usize,
-    /// Which head: its place among the codes.
+    /// Index of the head among the codes.
     index: usize,
     /// Codes of Q.
     q: Vec<f32>,
-    /// Q as it is, for products that do not take codes; empty without.
+    /// Q, unquantized, for products that do not run on codes; otherwise empty.
     q_rows: Vec<f32>,
 }
 
 /// The output gradient of one head.
 pub(super) struct Grads {
-    /// What dV is made from: dO's codes, or dO as it is.
+    /// Operand of dV: dO's codes, or unquantized dO.
     of_dv: Vec<f32>,
-    /// Of the codes, (tile, channel).
+    /// Scales of dO's codes, (tile, channel).
     dequant: Vec<f32>,
-    /// In 16-bit precision, for dP.
+    /// dO in 16-bit precision, for dP.
     dout16: Vec<f32>,
 }
 
@@ -352,7 +353,7 @@ impl BackwardNumerics for Products<'_, Values16<'_>> {
         product(&mut sums, Mat::new(&codes, tile.rows, tile.cols).t(), q, 1.0, false);
         add_rows(dk, &sums, &ds_dequant, self.q_dequant(queries, tile));
         if let Some(mean) = self.q_mean(queries, tile) {
-            // dK = dS^T (Q - mean) + (dS^T 1) mean: the second term from unquantized dS.
+            // dK = dS^T (Q - mean) + (dS^T 1) mean, where the second term uses unquantized dS.
             let ones = vec![1.0; tile.rows];
             let mut column_sums = vec![0.0; tile.cols];
             let ds = Mat::new(ds, tile.rows, tile.cols);
@@ -362,26 +363,26 @@ impl BackwardNumerics for Products<'_, Values16<'_>> {
     }
 }
 
-/// What one step of the online softmax did to a row.
+/// Result of one step of the online softmax for a row.
 #[derive(Debug, Clone, Copy, Default)]
 struct Step {
-    /// Factor of what was accumulated before.
+    /// Factor that rescales the accumulator.
     decay: f32,
     /// dequant_scale of the row's probabilities.
     p_dequant: f32,
 }
 
-/// Turns a tile of logits into codes of the probabilities, one scale a row.
+/// Turns a tile of logits into codes of the probabilities, with one scale per row.
 ///
-/// Relative to the row's own maximum a code is one rounding away: `round(127 * 2^(t - row_max))`,
-/// with the dequant_scale `2^(row_max - max) / 127`.
+/// A code has a single rounding, because it is relative to the row's maximum inside the tile:
+/// `round(127 * 2^(t - row_max))`, with the dequant_scale `2^(row_max - max) / 127`.
 #[multiversion(targets = "simd")]
 fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax, steps: &mut [Step]) {
     let state = softmax.reference.iter_mut().zip(&mut softmax.sum).zip(steps);
     for (row, ((max, sum), step)) in logits.chunks_exact_mut(cols).zip(state) {
         let row_max = lanes::max(row);
         let new_max = if row_max > *max { row_max } else { *max };
-        // Where nothing is visible every term is 2^-inf, whatever is subtracted.
+        // While no key is visible every term is 2^-inf, whatever finite number is subtracted.
         let shift = if new_max == f32::NEG_INFINITY { 0.0 } else { new_max };
         let row_shift = if row_max == f32::NEG_INFINITY { 0.0 } else { row_max } - lanes::LOG2_127;
         for x in row.iter_mut() {
@@ -389,7 +390,7 @@ fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax, steps:
         }
         step.p_dequant = lanes::exp2(row_max - shift - lanes::LOG2_127);
         step.decay = lanes::exp2(*max - shift);
-        // The sum is of the unquantized probabilities.
+        // The sum is of unquantized probabilities.
         *sum = step.decay * *sum + step.p_dequant * lanes::sum(row);
         *max = new_max;
         for x in row.iter_mut() {
@@ -433,8 +434,8 @@ fn add_outer(into: &mut [f32], sums: &[f32], row_dequant: &[f32], column_dequant
     }
 }
 
-/// Quantizes a matrix with one scale for each `group` of neighbouring columns, and returns the
-/// dequant_scale of each column.
+/// Quantizes a matrix with one scale per `group` of adjacent columns, and returns the dequant_scale of each
+/// column.
 #[multiversion(targets = "simd")]
 fn quantize_columns(values: &[f32], cols: usize, group: usize, codes: &mut [f32]) -> Vec<f32> {
     let (mut maxima, mut quant, mut dequant) = (vec![0u32; cols], vec![0.0; cols], vec![0.0; cols]);
@@ -457,8 +458,7 @@ fn quantize_columns(values: &[f32], cols: usize, group: usize, codes: &mut [f32]
     dequant
 }
 
-/// Quantizes a matrix with one scale for each `group` of neighbouring rows, and returns the
-/// dequant_scale of each row.
+/// Quantizes a matrix with one scale per `group` of adjacent rows, and returns the dequant_scale of each row.
 #[multiversion(targets = "simd")]
 fn quantize_rows(values: &[f32], cols: usize, group: usize, codes: &mut [f32]) -> Vec<f32> {
     let mut dequant = Vec::with_capacity(values.len() / cols);

@@ -1,4 +1,4 @@
-//! Reading a 4-D tensor of any float type and any strides, and making one from f32 values.
+//! Views of 4-D tensors of any float type and any strides, and storage for results.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::dtype::unsupported_dtype;
 use crate::error::{Error, Result};
 use crate::shape::Dims;
 
-/// The elements of a tensor, as they lie in memory.
+/// The elements of a tensor's storage.
 #[derive(Debug, Clone, Copy)]
 enum Elements<'a> {
     F32(&'a [f32]),
@@ -28,8 +28,10 @@ pub(crate) struct View<'a> {
 }
 
 impl<'a> View<'a> {
+    /// A view of a tensor.
+    ///
     /// # Errors
-    /// When the elements are not f32, f16 or bf16.
+    /// When the elements are not f32, f16 or bf16, or the tensor does not have four dimensions.
     pub(crate) fn new(storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
         let elements = match storage {
             CpuStorage::F32(values) => Elements::F32(values),
@@ -46,7 +48,7 @@ impl<'a> View<'a> {
         Ok(Self { elements, offset: layout.start_offset(), strides: [sb, ss, sh, sd], dims: (b, s, h, d) })
     }
 
-    /// f32 values in the order of the dimensions, without gaps.
+    /// A view of contiguous f32 values.
     pub(crate) fn contiguous(values: &'a [f32], dims: Dims) -> Self {
         let (_, s, h, d) = dims;
         Self { elements: Elements::F32(values), offset: 0, strides: [s * h * d, h * d, d, 1], dims }

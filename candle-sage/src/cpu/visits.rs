@@ -1,4 +1,4 @@
-//! Which tiles the walks visit: all that the mask leaves, or those of a selection's blocks.
+//! The tiles that the mainloops visit: all that the mask leaves, or those of a selection's blocks.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use super::numerics::{Head, Problem};
 use crate::selection::Lists;
 
 impl Problem<'_> {
-    /// The keys that a tile of queries of a query head sees, at least in part, as runs in ascending order.
+    /// The keys that a tile of queries of a query head sees, at least in part, as ascending ranges.
     pub(super) fn keys_seen(&self, at: Head, queries: Range<usize>) -> Vec<Range<usize>> {
         let visible = self.segments[at.segment].visible_keys(queries.end - 1);
         let Some(lists) = self.lists else { return runs(std::iter::once(0..visible)) };
@@ -18,12 +18,13 @@ impl Problem<'_> {
         }))
     }
 
-    /// The queries that see a tile of keys of a key head, at least in part, as runs in ascending order that start at
+    /// The queries that see a tile of keys of a key head, at least in part, as ascending ranges that start at
     /// multiples of `tile`.
     pub(super) fn queries_that_see(&self, at: Head, keys: Range<usize>, tile: usize) -> Vec<Range<usize>> {
         let segment = &self.segments[at.segment];
         let count = segment.query.len();
-        // Tiles start at multiples of the tile size, also where the first queries see nothing.
+        // The first range starts at a multiple of the tile size too, even if its first queries see none of
+        // the keys.
         let first = segment.first_query(keys.start) / tile * tile;
         let Some(lists) = self.lists else { return runs(std::iter::once(first..count)) };
         let Lists { blocks, .. } = lists;
@@ -35,7 +36,7 @@ impl Problem<'_> {
     }
 }
 
-/// Those that are not empty.
+/// The ranges that are not empty.
 fn runs(all: impl Iterator<Item = Range<usize>>) -> Vec<Range<usize>> {
     all.filter(|run| !run.is_empty()).collect()
 }

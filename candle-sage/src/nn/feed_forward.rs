@@ -15,7 +15,7 @@ pub struct FeedForward {
 }
 
 impl FeedForward {
-    /// From its three maps.
+    /// A network of its three maps.
     pub fn new(gate: Linear, up: Linear, down: Linear) -> Self {
         Self { gate, up, down }
     }

@@ -3,8 +3,8 @@
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 
-/// A linear map of the last dimension, `y = x W^T`, or `y = x W^T + b` where it has a bias. All leading dimensions go into one
-/// product, so that the weight's gradient is one product too.
+/// A linear map of the last dimension, `y = x W^T`, or `y = x W^T + b` with a bias. All leading dimensions
+/// are flattened into the rows of one matrix product, so that the weight's gradient is one product too.
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Tensor,
@@ -12,7 +12,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// From a weight of shape (outputs, inputs), without bias.
+    /// A map with a weight of shape (outputs, inputs) and without bias.
     pub fn new(weight: Tensor) -> Self {
         Self { weight, bias: None }
     }
@@ -23,7 +23,7 @@ impl Linear {
         Self { bias: Some(bias), ..self }
     }
 
-    /// Loads `weight`, initialised as candle's linear layers are.
+    /// Loads `weight`, which a new model initializes as candle's linear layers do.
     ///
     /// # Errors
     /// When it is missing or has another shape.
@@ -32,7 +32,7 @@ impl Linear {
         Ok(Self::new(vb.get_with_hints((outputs, inputs), "weight", init)?))
     }
 
-    /// Loads `weight`, and `bias`, which a new model starts as zero.
+    /// Loads `weight` and `bias`, which a new model initializes to zero.
     ///
     /// # Errors
     /// When one of them is missing or has another shape.

@@ -13,7 +13,7 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// From a weight of shape (width).
+    /// A norm with a weight of shape (width).
     pub fn new(weight: Tensor, eps: f64) -> Self {
         Self { weight, eps }
     }

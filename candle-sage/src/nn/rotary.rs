@@ -15,7 +15,7 @@ pub struct Rotary {
 }
 
 impl Rotary {
-    /// Tables for positions below `max_len`.
+    /// A module with tables for the positions `0..max_len`.
     ///
     /// # Errors
     /// See [`ops::rope_tables`].
@@ -30,7 +30,8 @@ impl Rotary {
         Ok(Self { cos, sin, style })
     }
 
-    /// From tables of your own, (positions, head_dim / 2) each, such as those of [`ops::rope_tables_llama3`].
+    /// A module with given tables, (positions, head_dim / 2) each, such as those of
+    /// [`ops::rope_tables_llama3`].
     ///
     /// # Errors
     /// When they are not two tables of the same shape.
@@ -63,7 +64,7 @@ impl Rotary {
         ops::qk_norm_rope(x, &norm.weight, &cos, &sin, norm.eps, self.style)
     }
 
-    /// The tables from `position` on, as long as the sequence.
+    /// The rows of the tables for the sequence of `x`, whose first token is at `position`.
     fn tables(&self, x: &Tensor, position: usize) -> Result<(Tensor, Tensor)> {
         let len = x.dim(1)?;
         let positions = self.cos.dim(0)?;

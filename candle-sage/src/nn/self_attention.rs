@@ -1,4 +1,4 @@
-//! Self-attention as Llama, Qwen2 and Qwen3 have it, for training and for decoding.
+//! Self-attention of Llama, Qwen2 and Qwen3, for training and for decoding.
 
 use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -12,7 +12,7 @@ use crate::scheme::Scheme;
 /// The dimension of tokens in (batch, sequence, heads, head_dim).
 const SEQUENCE: usize = 1;
 
-/// Which of a layer's maps have a bias.
+/// Which of a layer's linear maps have a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Biases {
     /// None, as in Llama and Qwen3.
@@ -20,7 +20,7 @@ pub enum Biases {
     None,
     /// Those of query, key and value, as in Qwen2.
     QueryKeyValue,
-    /// The output's too: `attention_bias` in the `config.json` of Llama and Qwen3.
+    /// All four, as with `attention_bias` in the `config.json` of Llama and Qwen3.
     All,
 }
 
@@ -29,23 +29,24 @@ pub enum Biases {
 pub struct SelfAttentionConfig {
     /// Width of the layer's input and output.
     pub width: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key and value heads; a divisor of `heads`.
+    /// Number of key and value heads, a divisor of `heads`.
     pub key_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
     /// Epsilon of the per-head RMSNorm of queries and keys before the rotary embedding, as in Qwen3; `None`
     /// leaves the norm out, as in Llama and Qwen2.
     pub qk_norm_eps: Option<f64>,
-    /// Biases of the maps.
+    /// Which maps have a bias.
     pub biases: Biases,
 }
 
-/// Self-attention of a Llama, Qwen2 or Qwen3 block: projections, per-head RMSNorm of queries and keys (QK-norm), rotary
-/// embedding, attention, output projection.
+/// Self-attention of a Llama, Qwen2 or Qwen3 block: projections, per-head RMSNorm of queries and keys
+/// (QK-norm), rotary embedding, attention, output projection.
 ///
-/// [`SelfAttention::forward`] trains; [`SelfAttention::forward_cached`] decodes, with a [`KvCache`] a layer:
+/// [`SelfAttention::forward`] trains; [`SelfAttention::forward_cached`] decodes, with one [`KvCache`] per
+/// layer:
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -80,9 +81,9 @@ pub struct SelfAttention {
 }
 
 impl SelfAttention {
-    /// From its maps `[q, k, v, o]`, with weights (outputs, inputs) of (heads head_dim, width), (key_heads head_dim, width) twice, and
-    /// (width, heads head_dim), and, with QK-norm, the norms of queries and keys. The config's
-    /// epsilon and biases are not used: norms and maps have their own.
+    /// A layer with the maps `[q, k, v, o]`, whose weights (outputs, inputs) are (heads head_dim, width),
+    /// twice (key_heads head_dim, width), and (width, heads head_dim), and with QK-norm the norms of queries
+    /// and keys. The config's epsilon and biases are not used, since norms and maps have their own.
     pub fn new(
         config: SelfAttentionConfig,
         attention: Attention,
@@ -95,7 +96,7 @@ impl SelfAttention {
 
     /// Loads `q_proj`, `k_proj`, `v_proj`, `o_proj` and, with QK-norm, `q_norm` and `k_norm`.
     ///
-    /// `attention` says with which numerics to attend; for a language model make it causal.
+    /// `attention` has the numerics and the mask; for a language model make it causal.
     ///
     /// # Errors
     /// When a weight is missing or has another shape.
@@ -122,15 +123,16 @@ impl SelfAttention {
         Ok(Self::new(config, attention, maps, qk_norm))
     }
 
-    /// Replaces the attention of tokens that follow a prompt in [`SelfAttention::forward_cached`]. By default it is the
-    /// layer's own in full precision: a step of decoding reads every key once, and codes of them would be made anew for each
-    /// token.
+    /// Replaces the attention of tokens that follow a prompt in [`SelfAttention::forward_cached`]. By default
+    /// it is the layer's own in full precision: a step of decoding reads every key once, and would have to
+    /// quantize all keys again for each token.
     #[must_use]
     pub fn decoding(self, decoding: Attention) -> Self {
         Self { decoding, ..self }
     }
 
-    /// `x` is (batch, sequence, width), its first token at position 0; so is the output.
+    /// Attends over a sequence whose first token is at position 0. `x` and the output are (batch, sequence,
+    /// width).
     ///
     /// # Errors
     /// When the shapes do not fit, or the sequence runs past the rotary tables.
@@ -138,9 +140,9 @@ impl SelfAttention {
         self.forward_with(x, rotary, |q, k, v| self.attention.apply(q, k, v))
     }
 
-    /// As [`SelfAttention::forward`], with another attention in the place of its own: `attend` gets
-    /// query, key and value as (batch, sequence, heads, head_dim), normalized and rotated. For looking
-    /// at real tensors, or for numerics of your own.
+    /// As [`SelfAttention::forward`], with `attend` in place of the layer's attention: it gets query, key and
+    /// value as (batch, sequence, heads, head_dim), normalized and rotated. For inspecting a model's tensors,
+    /// or for numerics of your own.
     ///
     /// # Errors
     /// As [`SelfAttention::forward`], and those of `attend`.
@@ -154,21 +156,22 @@ impl SelfAttention {
         self.output(&attend(&q, &k, &v)?)
     }
 
-    /// An empty cache for [`SelfAttention::forward_cached`], with memory for `len` tokens from its first use on. It grows by as
-    /// much where more come.
+    /// An empty cache for [`SelfAttention::forward_cached`]. It allocates memory for `len` tokens at its
+    /// first use, and for `len` more whenever it is full.
     pub fn cache(&self, len: usize) -> KvCache {
         KvCache::new(SEQUENCE, len.max(1))
     }
 
-    /// As [`SelfAttention::forward`] for the tokens that follow those in `cache`, which is left with theirs: first a prompt,
-    /// then a token at a time, or several. `x` is (batch, tokens, width), and the output has its shape.
+    /// As [`SelfAttention::forward`] for tokens that follow those in `cache`, to which their keys and values
+    /// are added: first a prompt, then one token at a time, or several. `x` is (batch, tokens, width), and
+    /// the output has its shape.
     ///
-    /// The prompt goes through the layer's own attention, what follows through [`SelfAttention::decoding`]. The output is
-    /// detached: no gradient goes through a cache.
+    /// The prompt goes through the layer's own attention, later tokens go through
+    /// [`SelfAttention::decoding`]. The output is detached: no gradient goes through a cache.
     ///
     /// # Errors
-    /// As [`SelfAttention::forward`]; when the layer is not causal, since its first tokens would have to see those that come
-    /// later; and when the cache was made for tensors of another layout.
+    /// As [`SelfAttention::forward`]; when the layer is not causal, since its first tokens would have to see
+    /// those that come later; and when the cache was made for tensors of another layout.
     pub fn forward_cached(&self, x: &Tensor, rotary: &Rotary, cache: &mut KvCache) -> Result<Tensor> {
         if !self.attention.is_causal() || !self.decoding.is_causal() {
             return Err(Error::new("attention with a cache is not causal")
@@ -191,7 +194,8 @@ impl SelfAttention {
         Ok(self.output(&attention.apply(&q, &k, &v)?)?.detach())
     }
 
-    /// Query, key and value, (batch, sequence, heads, head_dim) each, of tokens whose first is at `position`.
+    /// Query, key and value, (batch, sequence, heads, head_dim) each, of tokens of which the first is at
+    /// `position`.
     fn project(&self, x: &Tensor, rotary: &Rotary, position: usize) -> Result<[Tensor; 3]> {
         let (batch, sequence, _) = x.dims3()?;
         let SelfAttentionConfig { heads, key_heads, head_dim, .. } = self.config;

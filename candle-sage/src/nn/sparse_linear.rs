@@ -1,4 +1,4 @@
-//! SLA2 as a layer.
+//! SLA2 as an attention layer.
 
 use candle_core::{DType, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
@@ -8,10 +8,11 @@ use crate::ops::Attention;
 use crate::scheme::Scheme;
 use crate::sla2::{Router, Sla2};
 
-/// A [`SelfAttention`] layer that attends by [`Sla2`]: to the blocks that its router picks, and to the rest by linear
-/// attention.
+/// A [`SelfAttention`] layer that attends by [`Sla2`]: exactly to the blocks that its router selects, and to
+/// the rest by linear attention.
 ///
-/// Its output has gradients for the projections, the norms and `theta`; the router learns from [`Self::router_loss`].
+/// Its output has gradients for the projections, the norms and `theta`; the router learns from
+/// [`Self::router_loss`].
 #[derive(Debug, Clone)]
 pub struct SparseLinearAttention {
     layer: SelfAttention,
@@ -21,13 +22,15 @@ pub struct SparseLinearAttention {
 }
 
 impl SparseLinearAttention {
-    /// From a layer of projections, whose own attention is not used, a router and `theta`, (query heads) in f32.
+    /// A layer with the projections of `layer`, whose own attention is not used, a router and `theta`, (query
+    /// heads) in f32.
     pub fn new(layer: SelfAttention, sla2: Sla2, router: Router, theta: Tensor) -> Self {
         Self { layer, sla2, router, theta }
     }
 
-    /// Loads what [`SelfAttention::load`] does, `q_router.weight` and `k_router.weight`, (key heads, head_dim, head_dim), and
-    /// `theta`, (query heads), which a new model starts as 2. For a language model make `sla2` causal.
+    /// Loads what [`SelfAttention::load`] loads, `q_router.weight` and `k_router.weight`, (key heads,
+    /// head_dim, head_dim), and `theta`, (query heads), which a new model initializes to 2. For a language
+    /// model make `sla2` causal.
     ///
     /// # Errors
     /// When a weight is missing or has another shape.
@@ -39,7 +42,8 @@ impl SparseLinearAttention {
         Ok(Self::new(SelfAttention::load(config, unused, vb)?, sla2, router, theta))
     }
 
-    /// `x` is (batch, sequence, width), its first token at position 0; so is the output.
+    /// Attends over a sequence whose first token is at position 0. `x` and the output are (batch, sequence,
+    /// width).
     ///
     /// # Errors
     /// When the shapes do not fit, or the sequence runs past the rotary tables.
@@ -50,8 +54,8 @@ impl SparseLinearAttention {
         })
     }
 
-    /// What the router is to minimize on the layer's queries and keys: [`Sla2::router_loss`]. Its gradient reaches the router
-    /// alone.
+    /// The loss that trains the router on the layer's queries and keys: see [`Sla2::router_loss`]. Its
+    /// gradient reaches the router alone.
     ///
     /// # Errors
     /// As [`Self::forward`].
@@ -59,7 +63,7 @@ impl SparseLinearAttention {
         let mut loss = None;
         self.layer.forward_with(&x.detach(), rotary, |q, k, _| {
             loss = Some(self.sla2.router_loss(&self.router, q, k)?);
-            // What goes on from here is not used.
+            // The layer's output is not used.
             q.zeros_like()
         })?;
         match loss {

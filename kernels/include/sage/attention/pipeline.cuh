@@ -1,4 +1,4 @@
-// A multi-stage producer/consumer pipeline in shared memory, on Hopper. Tile n, counted from 0, goes through stage n % STAGES.
+// A multi-stage producer/consumer pipeline in shared memory, on Hopper. Tile (or work item) n = 0, 1, .. uses stage n % STAGES.
 // Each stage has two mbarriers: a phase of `full` completes when the tile's copies have arrived, a phase of `empty` when all
 // consumers have released the stage.
 #pragma once

@@ -3,9 +3,10 @@
 //
 // A block computes dK and dV of KEYS keys of one key head; each warp has 16 of the keys, and keeps their dK and dV in registers.
 // The mainloop visits the tiles of 64 queries that see the keys, of all query heads of the group, and adds the block's share of
-// dQ to sums in global memory. All warps do the same: they copy the next tile asynchronously while they compute on this one
-// (with two stages), and one __syncthreads a tile orders copies, reads, and dS^T. In deterministic mode a semaphore for each
-// tile of queries orders the blocks that add to its dQ. The numerics say how a tile is computed: numerics/*_backward_sm80.cuh.
+// dQ to sums in global memory. All warps do the same: with two stages they copy the next tile asynchronously while they compute
+// on this one, and one __syncthreads a tile orders copies, reads, and dS^T; with one stage a second barrier precedes the next
+// copies. In deterministic mode a semaphore for each tile of queries orders the blocks that add to its dQ. The numerics say how
+// a tile is computed: numerics/*_backward_sm80.cuh.
 //
 // Scores are computed transposed, S^T = K Q^T: keys are the rows of accumulators, so that P^T and dS^T are the A operands of dV
 // and dK as they are. For dQ = dS K, dS^T goes through shared memory once, in 16 bit; each warp reads 16 queries of it.
@@ -223,12 +224,12 @@ struct DqAccumulator {
   // The threads that add: the first one, their number, and the named barrier where they meet.
   int first, threads, barrier;
 
-  // The address of the sums of a strip of 16 queries, from its group `first` of 8 channels on.
+  // The address of the sums of a strip of 16 queries, from its fragment `first` of 8 channels on.
   template <int D>
   __device__ __forceinline__ float* at(int padded_tile, int strip, int first) const {
     return sums + int64_t(padded_tile) * (TILE * D) + (strip * (D / 8) + first) * 128;
   }
-  // Adds 16 queries x 8 N channels, from group `first` of 8 channels on.
+  // Adds N fragments of 16 queries x 8 channels, from fragment `first` on.
   template <int D, int N>
   __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
     // The address is not taken from `at`, because ptxas would then spill ten times as much for sm_86.
@@ -315,7 +316,7 @@ __device__ __forceinline__ void store_gradient(const params::View& view, const p
 // Numerics has:
 // - Type, D, Plan, SHARED_BYTES: the element type, the padded head_dim, a BackwardPlan, and the size of its shared memory.
 // - COOPERATES: whether warps meet at a barrier inside a tile, so that all of them must take the same path.
-// - Numerics(params, block, shared memory)
+// - Numerics(params, block, shared memory): the constructor.
 // - load_keys(): issues the asynchronous copies of K and V; keys_arrived(): prepares them, when they have arrived.
 // - load(tile, stage): issues the asynchronous copies of a tile of queries into a stage.
 // - scores(tile, stage, slot, visibility): computes S^T, P^T and dS^T, stores dS^T in a slot, and adds to dV and dK.
@@ -325,9 +326,9 @@ __device__ __forceinline__ void store_gradient(const params::View& view, const p
 // - flush_magic(): finishes the accumulators after the last tile.
 // - dk, dv: the accumulators.
 //
-// There is one barrier a tile, because dS^T is stored in one of two slots, and read for dQ an iteration later. The first half of
-// the warps adds dQ before the scores, the second half after them, so that the products of one half run beside the arithmetic of
-// the other. (Not where warps meet at a barrier inside a tile, or at a semaphore: all then add dQ first.)
+// dS^T needs no barrier of its own, because it is stored in one of two slots, and read for dQ an iteration later. Of 8 warps the
+// first 4 add dQ before the scores, and the others after them, so that the products of one half run beside the arithmetic of the
+// other. (All add dQ first if there are only 4 warps, or if warps meet at a barrier inside a tile or at a semaphore.)
 template <class Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   using T = typename Numerics::Type;

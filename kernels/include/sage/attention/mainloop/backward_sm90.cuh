@@ -6,7 +6,7 @@
 //                 their own keys, and of dQ, which sums over all 128 keys, half of the channels each.
 //   producer      Warp 0 of the third warpgroup copies Q, dO and the row state of each tile into a pipeline of STAGES stages.
 //   storer        Warp 1 of it adds dQ from shared memory to its sums in global memory, by one bulk addition for each consumer.
-//   ALL_CONSUMERS Named barrier: dS^T of a tile is in shared memory. It is the only place where the consumers meet.
+//   ALL_CONSUMERS Named barrier: dS^T of a tile is in shared memory. The consumers meet nowhere else in the loop.
 //   DQ_EMPTY, DQ_FULL  Named barriers between each consumer and the storer: they hand over the staging memory of dQ.
 //   dq_semaphore  In deterministic mode the storer waits for its block's order in each tile of queries.
 //
@@ -70,7 +70,7 @@ static_assert(CONSUMERS * KV_CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (CONSUME
 
 // Named barriers; 0 is __syncthreads.
 enum ConsumerBarrier : int {
-  ALL_CONSUMERS = 1,
+  ALL_CONSUMERS = 1,  // of both consumers: K and V, and then dS^T of each tile, are in shared memory
   DQ_EMPTY = 2,  // one for each consumer: the staging memory of its share of dQ may be written
   DQ_FULL = 4,   // one for each consumer: its share of dQ is in staging memory
 };

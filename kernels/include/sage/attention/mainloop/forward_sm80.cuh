@@ -7,11 +7,12 @@
 // orders copies and reads. The numerics say how a tile is computed: numerics/*_forward_sm80.cuh.
 //
 // Numerics has:
-// - Type, D, M, THREADS, SHARED_BYTES: the element type, the padded head_dim, and the sizes above.
+// - Type, D, M, THREADS, SHARED_BYTES: the element type, the padded head_dim, and the sizes above. BLOCKS: blocks a
+//   multiprocessor, for __launch_bounds__ of the entry.
 // - RowSoftmax, STATE_AT: its Softmax, and the offset in shared memory of the row state that this may keep there.
 // - Logits: a warp's accumulators of S for one tile.
 // - COOPERATES: whether warps meet at a barrier inside a tile, so that all of them must compute every tile.
-// - Numerics(params, block, shared memory)
+// - Numerics(params, block, shared memory): the constructor.
 // - load_queries(), load_keys(tile), load_values(tile): issue asynchronous copies, of a tile into buffer tile % 2. (The tiles
 //   that a block visits have even and odd numbers in turn: a listed block of keys has two tiles.)
 // - multiply(tile, logits): computes S of the tile.

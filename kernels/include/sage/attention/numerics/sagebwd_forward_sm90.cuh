@@ -169,8 +169,8 @@ struct SageBwdForwardSm90 {
           of_tile[t] = fmaf(of_tile[t], factor[t], scales.log2_v[t]);
         }
         row_max[r] = quad_max(fmaxf(of_tile[0], of_tile[1]));
-        // 2^(x factor + log2_v + offset) is 254 at that maximum. 2^-21 of the maximum is subtracted, because the roundings on the
-        // way are less than that, so that no code exceeds 254.
+        // 2^(x factor + log2_v + offset) is 254 at that maximum, or a little less: the offset is lowered by 2^-21 of the maximum,
+        // which is more than all roundings on the way, so that no code exceeds 254.
         offset[r] = fmaf(fabsf(row_max[r]), -0x1p-21f, quant::LOG2_254 - row_max[r]);
         if (MASKED && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
       }

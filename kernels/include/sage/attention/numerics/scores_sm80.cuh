@@ -68,9 +68,9 @@ struct ScoresOfCodes {
 };
 
 // Subtracts the mean over tokens from a block's rows of K in shared memory, whose layout is `at(row, chunk of 8 channels)`. Rows
-// beyond the last key do not matter, because their dS is 0. Without a mean (full precision) nothing is done. (All products of a
-// backward with a smoothed forward must see the same K: rows of dS do not sum to exactly zero when O and P are not exact, and the
-// remainder would be multiplied with the mean.)
+// beyond the last key do not matter, because their dS is 0. Full precision has no mean, and does nothing here. (All products of
+// SageBwd's backward must use the same K: rows of dS do not sum to exactly zero when O and P are not exact, and the remainder
+// would be multiplied with the mean.)
 template <class T, int KEYS, int D, int THREADS, class At>
 __device__ __forceinline__ void subtract_key_mean(unsigned char* memory, const params::Backward& p, const BackwardBlock& block, At at) {
   if (!p.codes.k_mean) return;
