@@ -1,10 +1,11 @@
-//! Time and bandwidth of the ops besides attention on a GPU, forward and backward.
+//! Time and bandwidth of all ops but attention on a GPU, forward and backward.
 //!
-//! `cargo bench --features cuda --bench cuda_ops -- [op ...]`; shapes of a Llama of 325 M parameters at 32768 tokens:
-//! width 1024, 16 heads of 64, 3072 hidden channels, 50304 classes, bf16. Bytes are the least there can be: each input
-//! read once, each output written once; the share is of a device-to-device copy measured first. Times are the median of
-//! calls between CUDA events, and include the host where it is slower. candle's share of a backward (a first gradient
-//! of ones, and for each input zeros that the gradient is added to) is measured apart and taken off.
+//! `cargo bench --features cuda --bench cuda_ops -- [op ...]`; the shapes are those of a Llama of 325 M
+//! parameters at 32768 tokens: width 1024, 16 heads of 64, 3072 hidden channels, 50304 classes, bf16. Bytes
+//! are a lower bound: each input is read once, each output written once. The percentage is of a
+//! device-to-device copy, which is measured first. Times are the median of calls between CUDA events, and
+//! include the host where it is slower. candle's own part of a backward (a first gradient of ones, and for
+//! each input zeros to which the gradient is added) is measured apart and subtracted.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::ops::{self, CrossEntropy, RopeStyle};
@@ -19,12 +20,12 @@ const CLASSES: usize = 50304;
 struct Bench {
     device: Device,
     repeats: usize,
-    /// Bytes a second, read and written together.
+    /// Bandwidth of the copy in bytes per second, reads and writes together.
     copy: f64,
 }
 
 impl Bench {
-    /// The median of calls, in milliseconds.
+    /// The median time of a call, in milliseconds.
     fn time(&self, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
         let stream = self.device.as_cuda_device()?.cuda_stream();
         let event = || {
@@ -48,7 +49,7 @@ impl Bench {
         println!("{name:22} {way:4} {ms:8.3} {:8.0} {:6.1} %", rate / 1e9, 100.0 * rate / self.copy);
     }
 
-    /// Both ways of an op. `read` and `written` are bytes of the forward and of the backward.
+    /// Measures an op's forward and backward. `bytes` are those of the forward and of the backward.
     fn op(
         &self,
         name: &str,
@@ -113,7 +114,7 @@ fn main() -> Result<()> {
         let one = 2 * TOKENS * HIDDEN;
         bench.op("swiglu", &[&gate, &up], [3 * one, 5 * one], |x| ops::swiglu(&x[0], &x[1]))?;
     }
-    // Frequencies that fall as those of words do: id n about as often as 1 / (n + 1).
+    // Frequencies that fall as those of words do: id n occurs about as often as 1 / (n + 1).
     let ids: Vec<u32> = (0..TOKENS as u32)
         .map(|n| {
             let uniform = f64::from(n.wrapping_mul(2_654_435_761)) / 2f64.powi(32);

@@ -1,5 +1,5 @@
-//! Peak heap use of forward + backward as the sequence grows: linear for both schemes, quadratic
-//! for attention written with matmul and softmax. And that of the cross-entropy, in chunks and not.
+//! Peak heap use of forward + backward as the sequence grows: linear for both schemes, quadratic for
+//! attention written with matmul and softmax. Then that of the cross-entropy, in chunks and with all logits.
 //!
 //! `cargo bench -p candle-sage --bench memory`
 
@@ -31,7 +31,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Peak bytes above what was held before.
+/// The largest number of bytes held during `run`, less those held before.
 fn peak(run: impl FnOnce() -> Result<()>) -> Result<usize> {
     let before = HELD.load(Relaxed);
     PEAK.store(before, Relaxed);
@@ -69,7 +69,7 @@ fn main() -> Result<()> {
     cross_entropy()
 }
 
-/// The loss of a language model: hidden states and the output matrix to a scalar, and back.
+/// The loss of a language model, from hidden states and the output matrix to a scalar, and its gradients.
 fn cross_entropy() -> Result<()> {
     let (width, classes) = (64, 32 * 1024);
     println!("\ncross-entropy, width {width}, {classes} classes: peak MiB of forward + backward\n");

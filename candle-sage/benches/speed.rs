@@ -1,4 +1,4 @@
-//! Forward and forward + backward time of each scheme, beside the same attention written with
+//! Times of the forward and of forward + backward of each scheme, beside the same attention written with
 //! candle's matmul and softmax.
 //!
 //! `cargo bench -p candle-sage --bench speed`
@@ -17,7 +17,7 @@ struct Case {
     causal: bool,
 }
 
-/// Attention as a candle user writes it today. Tensors are (batch, heads, sequence, head_dim).
+/// Attention written with candle's operators. Tensors are (batch, heads, sequence, head_dim).
 fn composed(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
     let scale = 1.0 / (q.dim(D::Minus1)? as f64).sqrt();
     let mut logits = (q.matmul(&k.t()?)? * scale)?;
@@ -39,7 +39,7 @@ fn time(forward: impl Fn() -> Result<Tensor>) -> Result<(Duration, Duration)> {
         let start = Instant::now();
         let out = forward()?;
         let middle = start.elapsed();
-        // The gradient of a random direction: a sum would send back ones.
+        // The gradient of a random direction: that of a plain sum would be all ones.
         let loss =
             (out.flatten_all()? * Tensor::randn(0f32, 1., out.elem_count(), &Device::Cpu)?)?.sum_all()?;
         let back = Instant::now();
@@ -72,7 +72,7 @@ fn main() -> Result<()> {
 fn run(case: &Case) -> Result<()> {
     let &Case { len, heads, head_dim, causal } = case;
     let var = |dims: (usize, usize, usize, usize)| Var::randn(0f32, 1., dims, &Device::Cpu);
-    // FlashAttention's count: 4 n^2 d a head forward, 2.5 times that backward, half if causal.
+    // FLOPs as FlashAttention counts them: 4 n^2 d per head forward, 2.5 times that backward, half if causal.
     let flops = 3.5 * 4.0 * (len * len * head_dim * heads) as f64 * if causal { 0.5 } else { 1.0 };
     let mut baseline = 0.0;
     let mut print = |name: &str, (fwd, both): (Duration, Duration)| {

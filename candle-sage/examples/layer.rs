@@ -1,5 +1,5 @@
-//! An attention layer swapped into a candle model, and trained on a task that needs attention: say
-//! again what stood at the position that the last token names.
+//! A candle model with this crate's attention layer, trained on a task that needs attention: to repeat the
+//! token at the position that the last token names.
 //!
 //! `cargo run --release -p candle-sage --example layer`
 
@@ -13,7 +13,7 @@ const VOCAB: usize = 16;
 const LEN: usize = 17;
 const WIDTH: usize = 64;
 
-/// A candle model whose attention is ours. Before, `attention` was candle's matmul and softmax.
+/// A candle model with this crate's attention in place of candle's matmul and softmax.
 struct Model {
     embedding: Embedding,
     norms: [RmsNorm; 2],
@@ -53,7 +53,7 @@ impl Model {
     }
 }
 
-/// Random tokens, and a last one that says which of them is the answer.
+/// Random tokens, of which the last one is the position of the answer.
 fn batch(count: usize) -> Result<(Tensor, Tensor)> {
     let draws = Tensor::rand(0f32, VOCAB as f32, (count, LEN), &Device::Cpu)?.to_dtype(DType::U32)?;
     let rows = draws.to_vec2::<u32>()?;

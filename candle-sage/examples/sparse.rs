@@ -1,5 +1,5 @@
-//! Attention to selected blocks: a sliding window with sinks, blocks that a router picks, and SLA2 with its linear tail:
-//! `cargo run --release -p candle-sage --example sparse`
+//! Attention to selected blocks: a sliding window with sinks, blocks that a router selects, and SLA2 with its
+//! linear tail: `cargo run --release -p candle-sage --example sparse`
 
 use std::time::Instant;
 
@@ -9,7 +9,8 @@ use candle_sage::{Attention, AttentionShape, Router, Scheme, Selection, Sla2};
 fn main() -> Result<()> {
     let device = Device::Cpu;
     let dims = (1, 2048, 4, 64);
-    // Four topics, told apart by a direction each: tokens of one come in stretches, and look for their like.
+    // Four topics, each with a direction of its own: tokens of a topic come in runs, and attend to tokens of
+    // the same topic.
     let topics = Tensor::randn(0f32, 2., (4, 1, 4, 64), &device)?;
     let order: Vec<u32> = (0..16).map(|stretch: u32| stretch * 7 % 4).collect();
     let stretches = topics.index_select(&Tensor::new(order, &device)?, 0)?.repeat((1, 128, 1, 1))?;
@@ -35,21 +36,21 @@ fn main() -> Result<()> {
     println!("{:<26} {:>8} {:>10} {:>11}", "", "sparsity", "error of O", "fwd + bwd");
     show("dense", 0.0, &|| attention.apply(&q, &k, &v))?;
 
-    // The four blocks before the diagonal, and the first one of the sequence.
+    // The four blocks before the diagonal, and the first block of the sequence.
     let window = Selection::window(&shape, block, 4, 1, &device)?;
     show("window and sink", window.sparsity()?, &|| attention.clone().select(&window).apply(&q, &k, &v))?;
 
-    // Any lists: here every third block.
+    // Arbitrary lists: here every third block.
     let comb = Selection::from_lists(&shape, block, &device, |at| (0..at.candidates).step_by(3).collect())?;
     show("every third block", comb.sparsity()?, &|| attention.clone().select(&comb).apply(&q, &k, &v))?;
 
-    // What a router picks: eight blocks for each block of queries.
+    // The router's blocks: eight for each block of queries.
     let sla2 = Sla2::new(Scheme::FullPrecision).blocks(8).block(block).causal(true);
     let router = Router::new(4, 64, &device)?;
     let picked = sla2.select(&router, &q, &k)?;
     show("router's blocks", picked.sparsity()?, &|| attention.clone().select(&picked).apply(&q, &k, &v))?;
 
-    // The same, and linear attention for the rest, mixed by a learned share.
+    // The same blocks, mixed with linear attention for the rest by a learned weight.
     let theta = Var::from_tensor(&Tensor::full(2f32, 4, &device)?)?;
     show("SLA2", picked.sparsity()?, &|| sla2.apply(&q, &k, &v, &picked, &theta))?;
     println!("the router's blocks have {:.0} % of the mass", 100.0 * sla2.mass_caught(&picked, &q, &k)?);

@@ -186,7 +186,7 @@ impl Blocks {
 ///
 /// Each segment (batch entry or packed document) is divided into blocks, starting at its first token. The
 /// query heads that share a key head share a list. With a causal mask, the *candidates* of a block of queries
-/// are the blocks of keys that its first query sees as a whole. The blocks on the diagonal are not listed:
+/// are the blocks of keys that its first query sees as a whole. The blocks on the diagonal are no candidates:
 /// they are always seen, and masked by token, so that a list may be empty. Without a mask all blocks are
 /// candidates, and every list has at least one.
 ///

@@ -34,8 +34,8 @@ impl<'a> Problem<'a> {
         Self { shape, segments: shape.segments(), softmax_scale, lists, q, k, v }
     }
 
-    /// Rows of a query tile and of a key tile, for numerics that need no tile size of their own: 64, or 32 or
-    /// 16 where the selection's blocks are no multiples of more.
+    /// Rows of a query tile and of a key tile, for numerics that work with any tile size: 64, or with a
+    /// selection the largest of 64, 32 and 16 that divides its blocks.
     pub(super) fn tile(&self) -> (usize, usize) {
         let of_block =
             |block: usize| [64, 32].into_iter().find(|tile| block.is_multiple_of(*tile)).unwrap_or(16);

@@ -18,7 +18,7 @@ impl Scale {
     /// The scale of a group, from the largest [`lanes::abs_bits`] in it.
     ///
     /// An infinity or a NaN in the group makes the dequantized group non-finite, so that it is not hidden.
-    /// Where `127 / max` overflows, for maxima under 3.74e-37, the scale stays at `1 / f32::MAX`.
+    /// Where `127 / max` overflows, for maxima under 3.73e-37, the scale stays at `1 / f32::MAX`.
     #[inline(always)]
     pub(crate) fn of(max_abs_bits: u32) -> Self {
         let max = f32::from_bits(max_abs_bits);

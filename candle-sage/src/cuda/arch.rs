@@ -1,15 +1,19 @@
-//! The architectures that this build has kernels for, and what differs between them.
+//! The architectures that this build has kernels for, and their differences.
 
 use super::compiled::{ARCHITECTURES, PTX};
 use super::plan::Target;
 use crate::error::{Error, Result};
 
-/// The kernels that a device runs: the machine code of its own major version nearest below, else PTX.
+/// The kernels that a device runs: machine code of its major version, for the highest architecture that is
+/// not above the device's, or else PTX.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Architecture(u32);
 
 impl Architecture {
-    /// For a device of this compute capability.
+    /// The kernels for a device of this compute capability.
+    ///
+    /// # Errors
+    /// When the build has neither machine code nor PTX that the device can run.
     pub(super) fn of(major: u32, minor: u32) -> Result<Self> {
         let device = major * 10 + minor;
         let native = ARCHITECTURES.iter().filter(|&&arch| arch / 10 == major && arch <= device).max();
@@ -25,12 +29,12 @@ impl Architecture {
         }
     }
 
-    /// Whether it multiplies NVFP4 codes: consumer Blackwell, family 12.
+    /// Whether it has FP4 products: consumer Blackwell, family 12.
     pub(super) fn has_nvfp4(self) -> bool {
         self.0 == 120
     }
 
-    /// Whose plans its kernels have.
+    /// The target whose plans its kernels have.
     pub(super) fn target(self) -> Target {
         match self.0 {
             80 => Target::Sm80,

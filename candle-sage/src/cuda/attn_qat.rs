@@ -1,9 +1,10 @@
-//! Attn-QAT on the GPU: operands rounded to NVFP4 before the kernels of 16-bit operands, and what those keep; for inference
-//! operands packed for FP4 products.
+//! Attn-QAT on the GPU: rounds operands to NVFP4 before the kernels of 16-bit operands, or for inference
+//! packs operands for FP4 products.
 //!
-//! The backward rounds them again instead of keeping them: three tensors that a training step would hold for every layer.
-//! K and V go where dK and dV will be: no block reads another's keys, and each writes their gradients when its products are
-//! done. (A block whose keys no query sees writes zeros while its own copies may be under way; nothing uses those.)
+//! The backward rounds Q, K and V again instead of keeping the rounded tensors, three that a training step
+//! would hold for every layer. It rounds K and V into the memory of dK and dV: no block reads another block's
+//! keys, and each writes its gradients after its last product. (A block whose keys no query sees writes zeros
+//! while its own copies may be in flight; nothing uses those.)
 
 use candle_core::{CudaStorage, Result};
 use cudarc::driver::CudaSlice;
@@ -18,26 +19,28 @@ use super::{OnGpu, Past, params};
 use crate::error::Error;
 use crate::scheme::{AttnQat, PReference, Products, Smoothing, ValueGroups};
 
-/// The forward in FP4 products, and the `.cu` file of it and of what packs its operands.
+/// Name of the forward's kernel in FP4 products, and of the `.cu` file with it and the kernel that packs its
+/// operands.
 const NVFP4: &str = "attn_fwd_nvfp4";
 
-/// What the forward's kernel reads and writes besides inputs and output, kept alive until it was launched.
+/// What the forward's kernel reads and writes besides inputs and output, kept alive until its launch.
 pub(super) struct Operands {
     kept: Kept,
-    /// Q, K and V in 16 bit, for products in 16 bit.
+    /// Q, K and V, rounded to NVFP4, for products in 16 bit.
     #[cfg_attr(not(test), expect(dead_code, reason = "kept alive for the kernel; tests read them"))]
     pub(super) rounded: Vec<CudaStorage>,
-    /// Their codes and scales, for FP4 products, by tiles as `kernels/include/sage/layout/nvfp4.cuh` has them.
+    /// Codes and scales of Q, K and V, for FP4 products, in the tiles of
+    /// `kernels/include/sage/layout/nvfp4.cuh`.
     _codes: Vec<CudaSlice<i8>>,
     _k_tile_sums: Option<CudaSlice<f32>>,
 }
 
-/// What the forward keeps.
+/// What the forward keeps for the backward.
 #[derive(Debug)]
 pub(super) struct Kept {
-    /// Without a backward, or if that does without it: none.
+    /// The high-precision output O'. `None` without a backward, or with one that does not use it.
     high_precision_out: Option<(CudaStorage, params::View)>,
-    /// What the probabilities of a row add up to, relative to what they are quantized.
+    /// The sum of a row's probabilities relative to the row's reference. `None` without a backward.
     row_sums: Option<CudaSlice<f32>>,
     k_mean: Option<CudaSlice<f32>>,
 }
@@ -45,7 +48,7 @@ pub(super) struct Kept {
 impl OnGpu for AttnQat {
     type Operands = Operands;
     type Kept = Kept;
-    /// Q as the kernel reads it.
+    /// Q as the backward's kernel reads it.
     type Scratch = Option<CudaStorage>;
 
     fn forward_kernel(&self) -> &'static str {
@@ -58,7 +61,7 @@ impl OnGpu for AttnQat {
     fn backward_kernel(&self) -> &'static str {
         match self.requantized_p {
             true => "attn_bwd_attn_qat",
-            // P as it is: full precision on other operands.
+            // P is not quantized again: the kernel is that of full precision, on other operands.
             false => full_precision::BACKWARD,
         }
     }
@@ -137,10 +140,11 @@ impl OnGpu for AttnQat {
     }
 }
 
-/// Makes the codes and scales of Q, K and V that FP4 products read, and puts their addresses into `params`.
+/// Launches the packing of Q, K and V into the codes and scales that FP4 products read, and sets their
+/// addresses in `params`.
 fn pack(call: &Call<'_>, params: &mut params::Forward) -> Result<[CudaSlice<i8>; 3]> {
     let gpu = &call.gpu;
-    // This crate's own tests run where the instruction is emulated.
+    // This crate's own tests also run where the kernel emulates the instruction.
     if !gpu.architecture.has_nvfp4() && !cfg!(test) {
         return Err(Error::new("this GPU has no FP4 products, or this build no kernels with them")
             .got(format!("kernels for {}", gpu.architecture))
@@ -157,7 +161,8 @@ fn pack(call: &Call<'_>, params: &mut params::Forward) -> Result<[CudaSlice<i8>;
     Ok(codes)
 }
 
-/// Rounds Q, K and V, `from` one place `to` another: to NVFP4 if `quantize`, else to 16 bit alone; K less its mean.
+/// Launches the rounding of Q, K and V into other tensors: to NVFP4 if `quantize`, otherwise to 16 bit alone.
+/// K's mean is subtracted first.
 fn launch_fake_quantize(
     settings: &AttnQat,
     call: &Call<'_>,
@@ -179,7 +184,7 @@ fn launch_fake_quantize(
         value_tokens: (settings.value_groups == ValueGroups::Tokens).into(),
     };
     let blocks = call.query_tiles() + 2 * call.key_tiles();
-    // As many threads as `kernels/fake_quantize.cu` says: two rows of eight channels each.
+    // As many threads as `kernels/fake_quantize.cu` expects: each takes eight channels of two rows.
     let threads = (TILE * call.d / 16) as u32;
     params::launch(&call.gpu, &call.kernel("fake_quantize"), Grid::line(blocks, threads), &params)
 }

@@ -1,4 +1,4 @@
-//! The mixture of what a query sees exactly and of the linear tail, on the GPU.
+//! The mixture of attention over selected keys and the linear tail, on the GPU.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -51,7 +51,7 @@ impl Call {
     }
 }
 
-/// The output, without gaps.
+/// The output, contiguous.
 pub(crate) fn forward(
     selection: &Selection,
     by_count: bool,
@@ -64,7 +64,7 @@ pub(crate) fn forward(
     Ok(out)
 }
 
-/// The gradients of both parts and of theta.
+/// The gradients of `sparse`, `tail` and `theta`.
 pub(crate) fn backward(
     selection: &Selection,
     by_count: bool,

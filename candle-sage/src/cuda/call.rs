@@ -1,4 +1,4 @@
-//! One attention call on a GPU: its tensors, segments and tiles, as kernels see them.
+//! One attention call on a GPU: its tensors, segments and tiles, in the form that kernels take.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Layout, Result};
@@ -12,20 +12,20 @@ use crate::error::Error;
 use crate::selection::Selection;
 use crate::shape::{AttentionShape, Dims};
 
-/// One tensor: what candle hands to an op.
+/// A tensor as candle passes it to an op: storage and layout.
 pub(crate) type Operand<'a> = (&'a CudaStorage, &'a Layout);
 
-/// One attention call: what [`crate::cpu::Problem`] is on the CPU.
+/// One attention call: the GPU's counterpart of [`crate::cpu::Problem`].
 #[derive(Debug)]
 pub(crate) struct Problem<'a> {
     pub(crate) shape: &'a AttentionShape,
     pub(crate) softmax_scale: f32,
-    /// Gradients bit-equal over repeats, at some cost in time.
+    /// Whether gradients have the same bits in repeated runs, which takes longer.
     pub(crate) deterministic: bool,
     pub(crate) q: Operand<'a>,
     pub(crate) k: Operand<'a>,
     pub(crate) v: Operand<'a>,
-    /// The blocks of keys to look at, where not at all.
+    /// The blocks of keys to attend to. `None`: all keys that the mask leaves.
     pub(crate) selection: Option<&'a Selection>,
 }
 
@@ -37,15 +37,15 @@ pub(super) struct Call<'a> {
     pub(super) d: usize,
     pub(super) shape: params::Shape,
     pub(super) problem: &'a Problem<'a>,
-    /// Keeps the memory behind `shape.segments`.
+    /// Owns the memory behind `shape.segments`.
     _geometry: Geometry,
 }
 
-/// What the tensors of a call are, as kernels see it.
+/// The shape of a call in the form that kernels take.
 pub(super) struct Geometry {
-    /// Without a softmax scale.
+    /// The softmax scale is not set.
     pub(super) shape: params::Shape,
-    /// The packed documents, behind `shape.segments`.
+    /// The table of packed documents, to which `shape.segments` points.
     _segments: Option<CudaSlice<params::Segment>>,
 }
 
@@ -73,7 +73,7 @@ impl Geometry {
     pub(super) fn segment_count(&self) -> usize {
         self.shape.segment_count as usize
     }
-    /// Blocks of a selection of the longest segment: of queries, and of keys.
+    /// Numbers of a selection's blocks in the longest segment: of queries, and of keys.
     pub(super) fn blocks(&self) -> (usize, usize) {
         let blocks = |len: i32| (len as usize).div_ceil(SELECTION_BLOCK);
         (blocks(self.shape.query_len), blocks(self.shape.key_len))
@@ -102,7 +102,7 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// The shape, for a kernel whose blocks share `bytes` of each of `heads` heads.
+    /// The shape, for a kernel whose blocks share `bytes` for each of `heads` heads per segment.
     pub(super) fn shape_sharing(&self, plan: &Plan, bytes: usize, heads: usize) -> params::Shape {
         let heads = heads * self.segment_count();
         let at_once = plan::heads_at_once(self.gpu.cache_bytes, plan.cache_parts(), bytes, heads);
@@ -112,11 +112,11 @@ impl<'a> Call<'a> {
     pub(super) fn segment_count(&self) -> usize {
         self.shape.segment_count as usize
     }
-    /// Tiles of queries of all segments and heads.
+    /// Number of query tiles of all segments and heads.
     pub(super) fn query_tiles(&self) -> usize {
         self.shape.query_tiles as usize * self.problem.shape.query_heads()
     }
-    /// Tiles of keys of all segments and heads.
+    /// Number of key tiles of all segments and heads.
     pub(super) fn key_tiles(&self) -> usize {
         self.shape.key_tiles as usize * self.problem.shape.key_heads()
     }
@@ -130,8 +130,8 @@ impl<'a> Call<'a> {
         view(storage, layout, &self.gpu)
     }
 
-    /// Where the forward's plan has tensor maps, sets those of Q, K and V as `params` have them. Without maps, where the copy
-    /// engine cannot read one of them, threads copy.
+    /// Sets the tensor maps of Q, K and V in `params`, if the forward's plan has maps. Where TMA cannot read
+    /// one of the tensors none is set, and the producer's threads copy.
     pub(super) fn set_forward_maps(&self, plan: &Plan, params: &mut params::Forward) -> Result<()> {
         if !plan.mapped() {
             return Ok(());
@@ -146,7 +146,9 @@ impl<'a> Call<'a> {
         Ok(())
     }
 
-    /// The same for the backward: dO, and Q if it is read `as_rows`. Of packed documents only the walk with consumers reads maps.
+    /// As [`Call::set_forward_maps`] for the backward: sets the map of dO, and of Q if the kernel reads it
+    /// `as_rows`. Packed documents have maps only with the mainloop that copies the end of a document without
+    /// them ([`Plan::maps_documents`]).
     pub(super) fn set_backward_maps(
         &self,
         plan: &Plan,
@@ -168,7 +170,7 @@ impl<'a> Call<'a> {
         Ok(())
     }
 
-    /// A new tensor without gaps, and the kernels' view of it.
+    /// A new contiguous tensor, and the kernels' view of it.
     pub(super) fn output(&self, dims: Dims) -> Result<(CudaStorage, params::View)> {
         output(&self.gpu, self.element, dims)
     }
@@ -176,7 +178,8 @@ impl<'a> Call<'a> {
 
 type Lengths = (usize, usize);
 
-/// The longest segment, the table of packed documents (empty without packing), and the tiles of all segments.
+/// The longest lengths of a segment, the table of packed documents (empty without packing), and the number of
+/// tiles of all segments; lengths and tiles of queries and of keys.
 fn segments(shape: &AttentionShape) -> Result<(Lengths, Vec<params::Segment>, Lengths)> {
     let segments = shape.segments();
     let tiles = |len: usize| len.div_ceil(TILE);
@@ -198,7 +201,7 @@ fn segments(shape: &AttentionShape) -> Result<(Lengths, Vec<params::Segment>, Le
         all_blocks = (all_blocks.0 + blocks(s.query.len()), all_blocks.1 + blocks(s.key.len()));
         total = (total.0 + tiles(s.query.len()), total.1 + tiles(s.key.len()));
     }
-    // Tokens, tiles and blocks are counted in 32 bits; elements and bytes in 64.
+    // Kernels count tokens, tiles and blocks in 32 bits, elements and bytes in 64.
     let blocks = segments.len() * tiles(longest.0.max(longest.1)) * shape.query_heads();
     let most = [
         shape.query_len(),

@@ -1,3 +1,4 @@
-//! What `build.rs` made of `kernels/`: an image for each family, the architectures in it, and what ptxas said.
+//! The results of `build.rs`: a fatbin for each family of kernels, the architectures in it, and ptxas's
+//! report.
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));

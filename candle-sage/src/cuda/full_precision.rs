@@ -1,4 +1,4 @@
-//! Full precision on the GPU: inputs as they are, and delta before the backward.
+//! Full precision on the GPU: the inputs as they are, and delta before the backward.
 
 use candle_core::Result;
 
@@ -7,7 +7,7 @@ use super::kernels::Grid;
 use super::plan::Plan;
 use super::{OnGpu, Past, params};
 
-/// Its backward, which other schemes run on operands of their own.
+/// Name of the backward's kernel, which other schemes run on operands of their own.
 pub(super) const BACKWARD: &str = "attn_bwd_full_precision";
 
 /// See [`crate::scheme::Scheme::FullPrecision`].
@@ -46,7 +46,7 @@ impl OnGpu for FullPrecision {
     }
 }
 
-/// Makes `D = rowsum(dO o O)` of what `params.out` and `params.dout` are.
+/// Launches the computation of `D = rowsum(dO o O)` from `params.out` and `params.dout`.
 pub(super) fn launch_delta(call: &Call<'_>, params: &params::Backward) -> Result<()> {
     let kernel = call.kernel("prepare_full_precision");
     call.gpu.launch_backward("quantize", &kernel, Grid::line(call.query_tiles(), 256), params)

@@ -1,4 +1,4 @@
-//! Matrix products that add to what is there, by cuBLAS on candle's own stream.
+//! Matrix products that can add to their output, by cuBLAS on candle's own stream.
 #![allow(unsafe_code)]
 
 use candle_core::backend::BackendStorage;
@@ -11,14 +11,14 @@ use super::ops::tensor::{Float, start};
 use super::params::Address;
 use crate::error::Error;
 
-/// Where a product goes, (rows, columns) without gaps.
+/// Where a product is written: contiguous (rows, columns).
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Out {
     pub(crate) at: Address,
     pub(crate) float: Float,
 }
 
-/// How cuBLAS is told of a matrix: rows without gaps, or columns without gaps, and the distance from one to the next.
+/// cuBLAS's operation and leading dimension for a matrix whose rows or columns are contiguous.
 fn leading(layout: &Layout) -> Result<(sys::cublasOperation_t, i32)> {
     let (rows, cols) = layout.shape().dims2()?;
     let &[row, col] = layout.stride() else { unreachable!("two dimensions") };
@@ -77,8 +77,8 @@ pub(crate) fn gemm(
     };
     let int = |n: usize| super::ops::tensor::count("rows, columns or terms", n);
     let (at_a, at_b) = (start(a, gpu)?, start(b, gpu)?);
-    // SAFETY: all addresses are those of live allocations on this device, as large as their layouts say, which the
-    // caller vouches for in the case of `out`. cuBLAS thinks in columns: it computes the transposed product.
+    // SAFETY: all addresses are those of live allocations on this device, as large as their layouts say; for
+    // `out` the caller vouches. cuBLAS is column-major: it computes the transposed product.
     let status = unsafe {
         result::gemm_ex(
             *gpu.device.cublas_handle().handle(),
@@ -105,7 +105,7 @@ pub(crate) fn gemm(
     status.map_err(|e| candle_core::Error::Msg(format!("a product of {rows} x {inner} x {cols} failed: {e}")))
 }
 
-/// [`gemm`] to a tensor without gaps.
+/// [`gemm`] into a contiguous tensor.
 pub(crate) fn product_into(
     out: Operand<'_>,
     a: Operand<'_>,

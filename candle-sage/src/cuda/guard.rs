@@ -1,5 +1,5 @@
-//! In this crate's own tests every allocation starts as 0xff, which is NaN in every float type, and ends in bytes that
-//! nobody may touch.
+//! In this crate's own tests every allocation starts as 0xff, which is NaN in every float type, and is
+//! followed by a canary that no kernel may change.
 #![allow(unsafe_code)]
 
 use std::cell::RefCell;
@@ -14,7 +14,7 @@ use super::params::Address;
 struct Canary {
     at: Address,
     byte: u8,
-    /// Of the buffer before it.
+    /// Size of the buffer before the canary.
     bytes: usize,
 }
 
@@ -22,7 +22,7 @@ thread_local! {
     static CANARIES: RefCell<Vec<Canary>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Fills an allocation of `bytes` and its canary behind it, unless it holds zeros already.
+/// Registers the canary behind an allocation of `bytes`, and fills both, unless they hold zeros already.
 pub(super) fn watch(gpu: &Gpu, at: Address, bytes: usize, zeros: bool) -> Result<()> {
     if !zeros {
         // SAFETY: the allocation has `bytes` and the canary.
@@ -33,7 +33,7 @@ pub(super) fn watch(gpu: &Gpu, at: Address, bytes: usize, zeros: bool) -> Result
     Ok(())
 }
 
-/// Checks all canaries of this thread, whose allocations must still live, and forgets them.
+/// Checks all canaries of this thread, whose allocations must still be alive, and forgets them.
 pub(super) fn check(gpu: &Gpu) -> Result<()> {
     gpu.stream.synchronize().w()?;
     for canary in CANARIES.take() {

@@ -1,4 +1,4 @@
-//! The compiled kernels: loading them, once a device, and launching them.
+//! The compiled kernels: loading them, once per device, and launching them.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -22,12 +22,12 @@ pub(crate) struct Gpu {
     pub(super) device: CudaDevice,
     pub(super) stream: Arc<CudaStream>,
     pub(super) architecture: Architecture,
-    /// Of the second-level cache.
+    /// Size of the L2 cache.
     pub(super) cache_bytes: usize,
     pub(super) multiprocessors: usize,
 }
 
-/// How many blocks of how many threads, and the shared memory of each.
+/// Blocks of a grid, threads of a block, and bytes of dynamic shared memory of a block.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Grid {
     pub(super) blocks: (u32, u32, u32),
@@ -36,19 +36,19 @@ pub(super) struct Grid {
 }
 
 impl Grid {
-    /// Blocks and threads in one dimension, no shared memory beyond the kernel's own.
+    /// Blocks and threads in one dimension, without dynamic shared memory.
     pub(super) fn line(blocks: usize, threads: u32) -> Self {
         Self { blocks: (blocks as u32, 1, 1), threads: (threads, 1, 1), shared_bytes: 0 }
     }
 }
 
-/// Elements to allocate for `len`: in tests there is a canary behind them.
+/// Elements to allocate for `len`: at least one, and in this crate's own tests a canary behind them.
 fn room(len: usize, element_bytes: usize) -> usize {
     let behind = if cfg!(test) { CANARY_BYTES.div_ceil(element_bytes) } else { 0 };
     (len + behind).max(1)
 }
 
-/// In this crate's own tests lie behind every allocation, to be left alone.
+/// Size of the canary behind every allocation in this crate's own tests, which no kernel may change.
 pub(super) const CANARY_BYTES: usize = 256;
 
 impl Gpu {
@@ -62,11 +62,11 @@ impl Gpu {
         Ok(Self { device: device.clone(), stream, architecture, cache_bytes, multiprocessors })
     }
 
-    /// Launches a kernel of a family (a `.cu` file) with one argument.
+    /// Launches a kernel of a family (a `.cu` file) with one argument. Without blocks it launches nothing.
     ///
     /// # Safety
-    /// All addresses in `params` must be those of live allocations on this device, as large as the kernel expects for
-    /// the shape in `params`.
+    /// All addresses in `params` must be those of live allocations on this device, as large as the kernel
+    /// expects for the shape in `params`.
     pub(super) unsafe fn launch<P: DeviceRepr>(
         &self,
         family: &str,
@@ -99,7 +99,7 @@ impl Gpu {
         grid: Grid,
         params: &params::Forward,
     ) -> Result<()> {
-        // SAFETY: params of a forward are made by this module's parent alone, from live allocations.
+        // SAFETY: only this module's parent makes the parameters of a forward, from live allocations.
         unsafe { self.launch(family, kernel, grid, params) }
     }
 
@@ -115,9 +115,9 @@ impl Gpu {
         unsafe { self.launch(family, kernel, grid, params) }
     }
 
-    /// Memory for `len` elements, not initialized. (At least one: an empty allocation has no address.)
+    /// Uninitialized memory for `len` elements. (At least one: an empty allocation has no address.)
     pub(super) fn alloc<T: DeviceRepr>(&self, len: usize) -> Result<CudaSlice<T>> {
-        // SAFETY: elements are written by a kernel before any is read; none has a destructor.
+        // SAFETY: a kernel writes the elements before any is read; none has a destructor.
         let slice = unsafe { self.device.alloc::<T>(room(len, size_of::<T>())) }?;
         #[cfg(test)]
         super::guard::watch(self, super::tensor::address(&slice, self), len * size_of::<T>(), false)?;
@@ -136,7 +136,7 @@ impl Gpu {
         type Key = (usize, String);
         static LOADED: OnceLock<Mutex<HashMap<Key, Arc<CudaModule>>>> = OnceLock::new();
         static FUNCTIONS: OnceLock<Mutex<HashMap<Key, CudaFunction>>> = OnceLock::new();
-        // A loaded module keeps its context alive, so that the address stays its own.
+        // A loaded module keeps its context alive, so that no other context gets its address.
         let context = Arc::as_ptr(self.stream.context()) as usize;
         let key = (context, kernel.to_string());
         let mut functions =
@@ -157,7 +157,7 @@ impl Gpu {
             }
         };
         let function = module.load_function(kernel).w()?;
-        // Without this a block gets 48 KiB, what the kernel declares statically included.
+        // The default limit is 48 KiB per block, with the shared memory that the kernel declares statically.
         let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(attribute, shared_bytes as i32).w()?;
         functions.insert(key, function.clone());
@@ -169,7 +169,7 @@ impl Gpu {
 mod tests {
     use crate::cuda::compiled::RESOURCES;
 
-    /// What ptxas said of each kernel: its line, and the number before `what`.
+    /// What ptxas reported of each kernel: its line, and the number before `what`.
     fn reported(what: &str) -> Vec<(&'static str, u32)> {
         let mut kernel = "";
         let mut found = Vec::new();
@@ -185,10 +185,11 @@ mod tests {
         found
     }
 
-    /// The attention kernels use all the registers there are, and ptxas leaves a few values of some in memory around a
-    /// tile: up to 140 bytes a thread, by version and architecture, in the first-level cache. An accumulator in memory
-    /// (512 bytes) would cost more than it is worth, and no other kernel has a reason to spill. Most comes from SageBwd's
-    /// backward for head_dim 128 on Hopper, where dK and products under way leave few registers to the rest.
+    /// The attention kernels use all registers, and ptxas spills a few values of some of them around a tile:
+    /// up to 140 bytes per thread, depending on its version and the architecture, which stay in the L1 cache.
+    /// A spilled accumulator (512 bytes) would cost more than it is worth, and no other kernel has a reason
+    /// to spill. SageBwd's backward for head_dim 128 on Hopper spills the most, because dK and products in
+    /// flight leave few registers for the rest.
     #[test]
     fn no_kernel_keeps_its_accumulators_in_memory() {
         const SOME_VALUES: u32 = 128;
@@ -206,15 +207,15 @@ mod tests {
         }
     }
 
-    /// ptxas runs the asynchronous products of a whole kernel one after the other when it cannot follow one accumulator, or
-    /// waits where nobody asked for it, and only says so (C7510 to C7517).
+    /// ptxas serializes all asynchronous products of a kernel, or adds waits, when it cannot follow an
+    /// accumulator through it, and reports that as information only (C7510 to C7517).
     #[test]
     fn products_of_a_warpgroup_stay_asynchronous() {
         let lost: Vec<&str> = RESOURCES.lines().filter(|line| line.contains("(C751")).collect();
         assert!(lost.is_empty(), "{}", lost.join("\n"));
     }
 
-    /// Plans leave a KiB of a block's shared memory for it.
+    /// Plans leave 1 KiB of a block's shared memory for static declarations.
     #[test]
     fn what_attention_kernels_declare_fits_beside_their_plans() {
         for (kernel, bytes) in reported("bytes smem") {

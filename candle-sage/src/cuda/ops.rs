@@ -1,4 +1,4 @@
-//! All ops but attention on NVIDIA GPUs: launches of the kernels of the same names, on candle's own stream.
+//! All ops but attention on NVIDIA GPUs: launches of the kernels of the same names on candle's own stream.
 
 pub(crate) mod adamw;
 pub(crate) mod cross_entropy;

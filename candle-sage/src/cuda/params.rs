@@ -1,4 +1,4 @@
-//! What crosses to the device, byte for byte as in `kernels/include/sage/params/attention.cuh`.
+//! The kernels' arguments, byte for byte as in `kernels/include/sage/params/attention.cuh`.
 #![allow(unsafe_code)]
 
 pub(super) mod sla2;
@@ -18,15 +18,17 @@ pub(super) trait Params: DeviceRepr {
 
 /// Launches a kernel on candle's stream.
 pub(super) fn launch<P: Params>(gpu: &Gpu, kernel: &str, grid: Grid, params: &P) -> Result<()> {
-    // SAFETY: parameters are made by this module's siblings alone: from live allocations of this device, as large as
-    // the sizes beside them say. Work on one stream is in order, so that what is freed after a launch is used before.
+    // SAFETY: only this module's siblings make parameters: from live allocations of this device, as large as
+    // the sizes beside them say. Work on one stream is in order, so that memory that is freed after a launch
+    // is reused only after the kernel.
     unsafe { gpu.launch(P::FAMILY, kernel, grid, params) }
 }
 
-/// Says of types which family takes them.
+/// Implements [`Params`] for argument types, with the family of kernels that takes each.
 macro_rules! kernel_params {
     ($($type:ty: $family:literal),* $(,)?) => {$(
-        // SAFETY: plain data in C layout, the same on the device: the assertions below have twins in the header.
+        // SAFETY: plain data in C layout, the same on the device: the header has the same assertions as the
+        // end of this file.
         unsafe impl cudarc::driver::DeviceRepr for $type {}
         impl $crate::cuda::params::Params for $type {
             const FAMILY: &'static str = $family;
@@ -47,13 +49,14 @@ pub(super) struct View {
     pub(super) token: i64,
     pub(super) head: i64,
     pub(super) channel: i64,
-    /// Whether 16-byte loads of eight channels work.
+    /// Whether 16-byte loads of eight channels are possible.
     pub(super) vector: i32,
-    /// Of dO: whether [`TensorMap`]s of all that is read a tile at a time go along.
+    /// Of `q` in the forward and `dout` in the backward: whether the [`TensorMap`]s of the parameters are
+    /// set.
     pub(super) mapped: i32,
 }
 
-/// How a tensor is copied a tile at a time, by Hopper's copy engine.
+/// A CUtensorMap, by which TMA copies a tensor tile by tile.
 #[repr(C, align(64))]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct TensorMap {
@@ -106,7 +109,7 @@ pub(super) struct Codes {
     pub(super) k_tile_sums: Address,
 }
 
-/// Which blocks of keys each block of queries sees.
+/// The blocks of keys that each block of queries sees, and the inverse lists.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Lists {
@@ -184,7 +187,8 @@ pub(super) struct FakeQuantize {
     pub(super) value_tokens: i32,
 }
 
-// SAFETY: plain data in C layout, the same on the device: the assertions here have twins in the header.
+// SAFETY: plain data in C layout, the same on the device: the header has the same assertions as the end of
+// this file.
 unsafe impl DeviceRepr for Forward {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for Backward {}

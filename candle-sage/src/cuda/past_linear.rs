@@ -1,4 +1,4 @@
-//! The linear tail on the GPU: states along the sequence, and products with them.
+//! The linear tail on the GPU: states that are summed along the sequence, and products with them.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -16,7 +16,7 @@ use super::tensor::{Element, address, output, view};
 use crate::selection::Blocks;
 use crate::shape::AttentionShape;
 
-/// Threads of the kernel that adds up chunks, one for each value of a state.
+/// Threads of a block of the kernel that adds up chunks, one for each value of a state.
 const SCAN_THREADS: u32 = 256;
 
 /// What the launches of a call share.
@@ -38,14 +38,15 @@ impl<'a> Call<'a> {
         let (d, geometry) = (plan::padded_head_dim(shape)?, Geometry::new(&gpu, shape)?);
         let heads = shape.key_heads() * geometry.segment_count();
         let (longest, _) = geometry.blocks();
-        // As many blocks of threads as run at once, as far as chunks keep some length: their sums are written once more.
+        // As many chunks as thread blocks run at once, as long as a chunk has about LEAST_BLOCKS blocks or
+        // more: a chunk's sum is written and read once more.
         const LEAST_BLOCKS: usize = 4;
         let at_once = gpu.multiprocessors * if d == 64 { 2 } else { 1 };
         let chunks = (at_once / heads).clamp(1, longest.div_ceil(LEAST_BLOCKS).max(1));
         let chunk_blocks = longest.div_ceil(chunks);
         let chunks = longest.div_ceil(chunk_blocks);
         let count = shape.key_heads() * blocks.rows();
-        let states = gpu.alloc::<bf16>(count * d * d)?; // of either 16-bit type
+        let states = gpu.alloc::<bf16>(count * d * d)?; // or f16: both take 2 bytes
         let sums = [gpu.alloc::<f32>(count * d)?, gpu.alloc::<f32>(heads * chunks * (d + 1) * d)?];
         let params = Linear {
             q: view(q.0, q.1, &gpu)?,
@@ -64,7 +65,7 @@ impl<'a> Call<'a> {
         Ok(Self { gpu, shape, element, d, geometry, params, _states: states, _sums: sums })
     }
 
-    /// Launches a kernel of the table of plans: a block of threads for each of `blocks` of each segment and of `heads`.
+    /// Launches a kernel of the table of plans, with a grid of `blocks` x segments x `heads`.
     fn launch(&self, kernel: &str, blocks: usize, heads: usize) -> Result<()> {
         let plan = Plan::of(kernel, self.d, self.gpu.architecture, Visits::Listed)?;
         let grid = Grid {
@@ -75,7 +76,8 @@ impl<'a> Call<'a> {
         launch(&self.gpu, &format!("{kernel}_{}_{}", self.element.name(), self.d), grid, &self.params)
     }
 
-    /// Makes the states: what lies before each block of queries, or with `params.backward` after each block of keys.
+    /// Computes the states: for each block of queries the sum over the keys before it, or with
+    /// `params.backward` for each block of keys the sum over the queries after it.
     fn make_states(&self) -> Result<()> {
         let (chunks, heads) = (self.params.chunks as usize, self.shape.key_heads());
         self.launch("linear_sum_chunks", chunks, heads)?;
@@ -89,14 +91,14 @@ impl<'a> Call<'a> {
         self.launch("linear_scan_blocks", chunks, heads)
     }
 
-    /// Launches a kernel that multiplies blocks of rows with states.
+    /// Launches a kernel that multiplies blocks of rows by states.
     fn multiply(&self, kernel: &str, heads: usize) -> Result<()> {
         let (longest, _) = self.geometry.blocks();
         self.launch(kernel, longest, heads)
     }
 }
 
-/// The output, without gaps.
+/// The output, contiguous.
 pub(crate) fn forward(
     shape: &AttentionShape,
     blocks: &Blocks,
@@ -110,8 +112,8 @@ pub(crate) fn forward(
     Ok(out)
 }
 
-/// The gradients of query, key and value, without gaps; or what lies in `onto` and they together, in its memory. States are
-/// made again: they are as large as K.
+/// The gradients of query, key and value: contiguous, in new tensors, or with `onto` added to those tensors
+/// in place. The states are computed again, not kept, since they are as large as K.
 pub(crate) fn backward(
     shape: &AttentionShape,
     blocks: &Blocks,

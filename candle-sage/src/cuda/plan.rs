@@ -1,4 +1,5 @@
-//! How a kernel runs: the rows of the table of plans (`kernels/include/sage/params/plans.def`), which kernels are made from too.
+//! How kernels run: the rows of the table of plans (`kernels/include/sage/params/plans.def`), which the
+//! kernels include too.
 
 use super::arch::Architecture;
 use crate::error::{Error, Result};
@@ -7,10 +8,10 @@ use crate::shape::AttentionShape;
 /// Tokens that share a scale, and the unit of all padded buffers.
 pub(super) const TILE: usize = 64;
 
-/// Tokens of a block of a selection.
+/// Tokens of a selection's block.
 pub(super) const SELECTION_BLOCK: usize = 128;
 
-/// The width that head_dim is padded to inside the kernels.
+/// head_dim as padded inside the kernels.
 pub(super) fn padded_head_dim(shape: &AttentionShape) -> Result<usize> {
     match shape.head_dim() {
         0..=64 => Ok(64),
@@ -22,12 +23,12 @@ pub(super) fn padded_head_dim(shape: &AttentionShape) -> Result<usize> {
     }
 }
 
-/// What a plan is for: architectures whose blocks have as much shared memory and whose kernels have the same mainloops.
+/// What a plan is for: architectures with the same shared memory per block and the same mainloops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Target {
     /// A100.
     Sm80,
-    /// All that have the small memory: sm_86, sm_89, sm_120 and PTX.
+    /// All with the smallest shared memory: sm_86, sm_89, sm_120 and PTX.
     Sm86,
     /// Hopper.
     Sm90,
@@ -43,17 +44,17 @@ impl Target {
     }
 }
 
-/// What a mainloop visits.
+/// Which tiles a mainloop visits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Visits {
     /// All that the mask leaves.
     Every,
-    /// The blocks of a selection.
+    /// Those of a selection's blocks.
     Listed,
 }
 
 impl Visits {
-    /// How kernels that visit it are called.
+    /// Suffix of the names of kernels that visit these tiles.
     fn suffix(self) -> &'static str {
         match self {
             Visits::Every => "",
@@ -65,15 +66,16 @@ impl Visits {
 /// The mainloops of `kernels/include/sage/attention/mainloop`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mainloop {
-    /// A loop of the kernel's own.
+    /// The kernel has a loop of its own.
     None,
     ForwardSm80,
-    /// Producer and consumers, persistent: one block a multiprocessor takes one tile of queries after the other.
+    /// Producer and consumers, persistent: one block per multiprocessor takes one work tile after the other.
     ForwardSm90,
     BackwardSm80,
-    /// A producer, two consumers that keep dK and dV, and a warp that stores dQ.
+    /// A producer, two consumers that keep dK and dV in registers, and a warp that adds dQ to global memory.
     BackwardSm90,
-    /// Two consumers for scores, dV and perhaps dK; the third warpgroup is the producer, and makes dQ.
+    /// Two consumers compute the scores, dV and at head_dim 64 dK; the third warpgroup is the producer, and
+    /// computes dQ and at head_dim 128 dK.
     BackwardSm90DqWarpgroup,
 }
 
@@ -82,29 +84,30 @@ pub(super) enum Mainloop {
 pub(super) struct Plan {
     /// The `.cu` file of the kernel.
     pub(super) family: &'static str,
-    /// The kernel, without what its visits, element type and head_dim add to its name.
+    /// Name of the kernel without the suffixes for visits, element type and head_dim.
     pub(super) kernel: &'static str,
-    /// The width that heads are padded to.
+    /// head_dim as padded inside the kernel.
     head_dim: usize,
     targets: &'static [Target],
     visits: &'static [Visits],
     mainloop: Mainloop,
-    /// Of a block: queries in the forward, keys in the backward.
+    /// Rows of a block: queries in the forward, keys in the backward.
     pub(super) rows: usize,
     pub(super) threads: u32,
-    /// Bytes of a row of K in shared memory, and of one of V.
+    /// Bytes of a row of K in shared memory, and of a row of V.
     pub(super) row_bytes: usize,
-    /// Buffers of the pipeline that tiles come through. The kernels' own affair: tests read it.
+    /// Stages of the pipeline. Only kernels and tests use it.
     #[cfg_attr(not(test), expect(dead_code, reason = "a column of the table that only kernels use"))]
     stages: usize,
     pub(super) shared_bytes: usize,
 }
 
 impl Plan {
-    /// The plan of a kernel. Every kernel that a scheme can name has one for every target: a test goes through all.
+    /// The plan of a kernel. There is one for every kernel that a scheme names and every target, as a test
+    /// checks.
     ///
     /// # Errors
-    /// If the table has none.
+    /// When the table has none.
     pub(super) fn of(
         kernel: &str,
         head_dim: usize,
@@ -125,12 +128,12 @@ impl Plan {
         })
     }
 
-    /// The kernel's name but for element type and head_dim.
+    /// The kernel's name without the suffixes for element type and head_dim.
     pub(super) fn name(&self, visits: Visits) -> String {
         format!("{}{}", self.kernel, visits.suffix())
     }
 
-    /// Whether it takes tensor maps: the producers of Hopper's mainloops do, for operands in 16 bit.
+    /// Whether the kernel takes tensor maps, with which producers on Hopper copy 16-bit operands.
     pub(super) fn mapped(&self) -> bool {
         match self.mainloop {
             Mainloop::ForwardSm90 => self.row_bytes == 2 * self.head_dim,
@@ -139,30 +142,33 @@ impl Plan {
         }
     }
 
-    /// Whether a producer that copies by tensor maps ends with a document, so that packed ones may have them.
+    /// Whether the mainloop copies a packed document's last, partial tile without a tensor map, which would
+    /// read on into the next document. Only then may packed documents have maps.
     pub(super) fn maps_documents(&self) -> bool {
         self.mainloop != Mainloop::BackwardSm90DqWarpgroup
     }
 
-    /// Into how many parts the channels of dQ's sums are divided inside a tile: one for each consumer that makes them.
+    /// Number of parts that the channels of dQ's accumulator are divided into inside a tile: one per consumer
+    /// that computes dQ.
     pub(super) fn dq_parts(&self) -> usize {
         if self.mainloop == Mainloop::BackwardSm90 { 2 } else { 1 }
     }
 
-    /// Whether one block a multiprocessor does all the work, piece by piece.
+    /// Whether the kernel is persistent: one block per multiprocessor, which takes one work tile after the
+    /// other.
     pub(super) fn persistent(&self) -> bool {
         self.mainloop == Mainloop::ForwardSm90
     }
 
-    /// Blocks that run together should read no more than what one of so many parts of the second-level cache holds.
+    /// The working set of concurrent blocks should be at most the L2 cache divided by this number.
     pub(super) fn cache_parts(&self) -> usize {
         if self.mainloop == Mainloop::ForwardSm90 { 8 } else { 2 }
     }
 }
 
-/// How many heads run side by side, when blocks of a head share `bytes` and the second-level cache holds `cache_bytes`:
-/// as many as fit in one of so many `parts` of it. The long blocks of each come first, so that many heads at once end more
-/// evenly.
+/// The number of heads whose blocks run side by side, if the blocks of a head share `bytes` and the L2 cache
+/// holds `cache_bytes`: as many as fit 1 / `parts` of it. The longest blocks of these heads start first, so
+/// that the more heads there are, the more evenly they end.
 pub(super) fn heads_at_once(cache_bytes: usize, parts: usize, bytes: usize, heads: usize) -> usize {
     (cache_bytes / parts / bytes.max(1)).clamp(1, heads.max(1))
 }
@@ -216,18 +222,19 @@ mod tests {
         }
     }
 
-    /// A scheme may name a kernel that nobody compiled: what ptxas reported has the entries of each architecture.
+    /// A plan could be one of a kernel that was not compiled: ptxas's report has the entries of each
+    /// architecture.
     #[test]
     fn every_plan_is_one_of_a_kernel_that_was_compiled() {
         for plan in PLANS {
             for &number in ARCHITECTURES {
-                // The forward in FP4 products is built for what has them, and for Hopper.
+                // The forward in FP4 products is built for the architectures that have them, and for Hopper.
                 let built = plan.family != "attn_fwd_nvfp4" || [90, 120].contains(&number);
                 if !built || !plan.targets.contains(&Architecture::from_number(number).target()) {
                     continue;
                 }
                 for visits in plan.visits {
-                    // The router's and the tail's kernels visit lists alone, and have no other of the same name.
+                    // The kernels of the router and of the tail exist for lists alone, without the suffix.
                     let visits = if plan.mainloop == Mainloop::None { Visits::Every } else { *visits };
                     for element in ["bf16", "f16"] {
                         let entry =

@@ -1,4 +1,5 @@
-//! What a router needs of the GPU: means of blocks, the largest scores, and where dense attention's mass lies.
+//! The router's computations on the GPU: means of blocks, the largest scores, and the attention mass of
+//! blocks.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -13,8 +14,8 @@ use super::tensor::{Element, address, view};
 use crate::selection::Blocks;
 use crate::shape::AttentionShape;
 
-/// The means of the blocks of queries, over the last `pool` up to the first of each with a causal mask, or of keys without
-/// `pool`: (key heads, blocks, head_dim).
+/// The means of blocks, (key heads, blocks, head_dim): with `pool` of the blocks of queries, with a causal
+/// mask over the last `pool` queries up to the block's first; without `pool` of the blocks of keys.
 pub(crate) fn pool(
     shape: &AttentionShape,
     blocks: &Blocks,
@@ -42,7 +43,7 @@ pub(crate) fn pool(
     Ok(CudaStorage::wrap_cuda_slice(means, gpu.device.clone()))
 }
 
-/// The lists of the largest scores, (key heads, blocks of queries, 1 + width).
+/// The lists of the candidates with the largest scores, (key heads, blocks of queries, 1 + width).
 pub(crate) fn choose(
     shape: &AttentionShape,
     blocks: &Blocks,
@@ -54,7 +55,7 @@ pub(crate) fn choose(
     let (storage, layout) = scores;
     let gpu = Gpu::new(storage.device())?;
     let geometry = Geometry::new(&gpu, shape)?;
-    // Zeros: what lies behind a list's end is read by nobody but copied.
+    // Zeros: no kernel reads the entries behind a list's end, but they are copied with it.
     let lists = gpu.alloc_zeros::<u32>(blocks.key_heads * blocks.rows() * (1 + width))?;
     let start = (layout.start_offset() * size_of::<f32>()) as params::Address;
     let params = sla2::Choose {

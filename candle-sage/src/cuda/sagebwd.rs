@@ -1,4 +1,4 @@
-//! SageBwd on the GPU: codes and scales around the kernels.
+//! SageBwd on the GPU: its kernels, and the codes and scales that they read.
 
 use candle_core::Result;
 use cudarc::driver::CudaSlice;
@@ -28,7 +28,7 @@ impl OnGpu for SageBwd {
         match self.products {
             Int8Products::FORWARD => full_precision::BACKWARD,
             Int8Products::FORWARD_AND_S => "attn_bwd_sagebwd_s",
-            // The same with the ablations, which cost the usual case some time.
+            // The same kernel with the ablations, which would slow down the usual case.
             _ if self.smoothing == Smoothing::Qk || self.granularity != Granularity::Vector => {
                 "attn_bwd_sagebwd_general"
             }
@@ -57,7 +57,7 @@ impl OnGpu for SageBwd {
     ) -> Result<Option<Transposed>> {
         match kept {
             Kept::Codes(codes) if self.products == Int8Products::PAPER => {
-                // Q's codes have memory of their own.
+                // Q is read as codes, which need no tensor map.
                 call.set_backward_maps(plan, false, past.dout.1, params)?;
                 return prepare(call, self, codes, params).map(Some);
             }
@@ -71,7 +71,7 @@ impl OnGpu for SageBwd {
     }
 }
 
-/// Rejects settings that the kernels do not have.
+/// Rejects settings that no kernel supports.
 fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
     if settings.tile_q != TILE || settings.tile_k != TILE {
         return Err(Error::new("SageBwd on CUDA has tiles of one size")
@@ -105,37 +105,37 @@ fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
     }
 }
 
-/// What the forward keeps, as far as the backward's products want it.
+/// What the forward keeps, as far as the backward's products need it.
 #[derive(Debug)]
 pub(super) enum Kept {
     Codes(Box<Codes>),
-    /// What was taken out of K, if anything was.
+    /// The mean that was subtracted from K, if any was.
     KeyMean(Option<CudaSlice<f32>>),
 }
 
-/// What the forward makes and the backward may read: codes and scales of Q and K, and the means taken out of them. Buffers are (head, tile, ..)
-/// with tiles of 64 tokens.
+/// The codes and scales of Q and K that the forward makes, and the means that were subtracted from them.
+/// Buffers are (head, tile, ..) with tiles of 64 tokens.
 #[derive(Debug)]
 pub(super) struct Codes {
     pub(super) q: CudaSlice<i8>,
     pub(super) k: CudaSlice<i8>,
     pub(super) q_dequant_scale: CudaSlice<f32>,
     pub(super) k_dequant_scale: CudaSlice<f32>,
-    /// Empty without Q smoothing.
+    /// `None` without smoothing of Q, or of K.
     q_mean: Option<CudaSlice<f32>>,
     k_mean: Option<CudaSlice<f32>>,
 }
 
-/// What the forward needs: V's codes go when it has run.
+/// What the forward's kernel reads. V's codes are freed after the forward.
 #[cfg_attr(not(test), expect(dead_code, reason = "kept alive for the kernels; tests read them"))]
 pub(super) struct Operands {
     pub(super) codes: Codes,
-    /// Codes and scales.
+    /// V's codes and scales.
     pub(super) v: (CudaSlice<i8>, CudaSlice<f32>),
     _k_tile_sums: Option<CudaSlice<f32>>,
 }
 
-/// Makes the codes of Q, K and V, and puts their addresses into `params`.
+/// Launches the quantization of Q, K and V, and sets the addresses of the codes in `params`.
 pub(super) fn quantize(
     call: &Call<'_>,
     settings: &SageBwd,
@@ -184,7 +184,8 @@ impl Codes {
     }
 }
 
-/// Makes K's token mean, where `params.codes` has room for it and for the sums on the way.
+/// Launches the computation of K's token mean, for which `params.codes` has a buffer and one for the tiles'
+/// sums.
 pub(super) fn launch_key_mean(call: &Call<'_>, params: &params::Forward) -> Result<()> {
     let (gpu, heads) = (&call.gpu, call.problem.shape.key_heads());
     gpu.launch_forward("quantize", &call.kernel("sum_tiles"), Grid::line(call.key_tiles(), 256), params)?;
@@ -192,7 +193,7 @@ pub(super) fn launch_key_mean(call: &Call<'_>, params: &params::Forward) -> Resu
     gpu.launch_forward("quantize", &format!("mean_of_tiles_{}", call.d), grid, params)
 }
 
-/// What the backward needs besides the forward's codes.
+/// What the backward's kernel reads besides the forward's codes.
 #[cfg_attr(not(test), expect(dead_code, reason = "kept alive for the kernels; tests read them"))]
 pub(super) struct Transposed {
     pub(super) q: CudaSlice<i8>,
@@ -200,7 +201,8 @@ pub(super) struct Transposed {
     pub(super) dout_dequant_scale: CudaSlice<f32>,
 }
 
-/// Makes the transposed codes of Q and dO, and delta; puts their addresses into `params`.
+/// Launches the computation of the transposed codes of Q and dO and of delta, and sets their addresses in
+/// `params`.
 pub(super) fn prepare(
     call: &Call<'_>,
     settings: &SageBwd,
@@ -216,7 +218,7 @@ pub(super) fn prepare(
     params.dout_transposed = address(&dout, gpu);
     params.dout_dequant_scale = address(&dout_dequant_scale, gpu);
     params.group = settings.granularity.vectors(TILE) as i32;
-    // A group of channels counts from the start; the padding beyond head_dim is zero and changes no maximum.
+    // Groups of channels start at channel 0; the padding beyond head_dim is zero and changes no maximum.
     params.dout_group = match settings.granularity {
         Granularity::Tile => d,
         other => other.vectors(d),

@@ -1,4 +1,4 @@
-//! A selection on the GPU: its lists, and their inverse.
+//! The lists of a selection on the GPU, and their inverse.
 
 use candle_core::{Result, Storage};
 use cudarc::driver::CudaSlice;
@@ -11,12 +11,12 @@ use super::tensor::address;
 use crate::error::Error;
 use crate::selection::{Blocks, Selection};
 
-/// Blocks of a selection that one block of threads takes.
+/// Warps of a thread block of the kernels that invert lists; each warp takes one block of keys.
 const WARPS: usize = 4;
 
-/// Checks that blocks are those of the kernels.
+/// Checks that the kernels support a selection's blocks.
 pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
-    // Segments and heads are the second and third dimension of grids.
+    // Segments and heads are the second and third dimensions of grids, which CUDA limits to 65535.
     const MOST: usize = 65_535;
     if blocks.segments() * blocks.key_heads > MOST {
         return Err(Error::new("a selection has too many segments for one launch")
@@ -35,7 +35,7 @@ pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
         .into())
 }
 
-/// Lists at an address.
+/// Lists that start at an address.
 pub(super) fn lists_at(seen: Address, blocks: &Blocks, stride: usize) -> params::Lists {
     params::Lists {
         seen,
@@ -46,7 +46,7 @@ pub(super) fn lists_at(seen: Address, blocks: &Blocks, stride: usize) -> params:
     }
 }
 
-/// The lists of a selection, as kernels see them. The selection keeps the memory.
+/// The lists of a selection in the form that kernels take. The selection owns their memory.
 pub(super) fn lists(selection: &Selection, gpu: &Gpu) -> Result<params::Lists> {
     check_blocks(selection.blocks())?;
     let (storage, layout) = selection.lists().storage_and_layout();
@@ -59,7 +59,7 @@ pub(super) fn lists(selection: &Selection, gpu: &Gpu) -> Result<params::Lists> {
     Ok(lists_at(seen, selection.blocks(), stride))
 }
 
-/// The lists and, for each block of keys, the blocks of queries that see it.
+/// The lists and their inverse: for each block of keys, the blocks of queries that see it.
 #[derive(Debug)]
 pub(super) struct Users {
     pub(super) params: params::Lists,

@@ -1,4 +1,4 @@
-//! Tests from inside, on a GPU: primitives, codes to the bit, bounds.
+//! Tests of the module's internals, on a GPU: primitives, codes to the bit, bounds of buffers.
 #![allow(unsafe_code)]
 
 mod nvfp4_products;
@@ -26,7 +26,7 @@ fn gpu() -> Gpu {
     Gpu::new(device().as_cuda_device().expect("a GPU")).expect("a GPU")
 }
 
-/// Numbers that look random, the same for the same seed.
+/// Pseudo-random numbers, the same for the same seed.
 fn numbers(seed: u64, len: usize) -> Vec<u64> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..len)
@@ -90,7 +90,7 @@ fn run_threads<A: DeviceRepr + Copy + 'static, X: DeviceRepr + Copy>(
 fn products_of_codes_are_exact() -> Result<()> {
     for (kernel, width) in [("selftest_codes_64", 64), ("selftest_codes_128", 128)] {
         let mut extremes = (codes(1, 16 * width), codes(2, 16 * width));
-        // The largest sums there are: 127^2 each.
+        // The largest possible sums: 127^2 per term.
         extremes.0[..width].fill(127);
         extremes.1[..width].fill(127);
         extremes.1[width..2 * width].fill(-127);
@@ -106,7 +106,7 @@ fn products_of_codes_are_exact() -> Result<()> {
     Ok(())
 }
 
-/// `wgmma`, its descriptors of swizzled rows, and its fragments, in every form that the kernels use.
+/// `wgmma` with its descriptors of swizzled rows and its fragments, in every form that the kernels use.
 #[test]
 #[ignore = "needs a Hopper GPU"]
 fn products_of_a_warpgroup_are_exact() -> Result<()> {
@@ -121,7 +121,7 @@ fn products_of_a_warpgroup_are_exact() -> Result<()> {
             ("unsigned", 128),
         ] {
             let (mut a, mut b) = (codes(5, 64 * width), codes(6, columns * width));
-            // -1 is 255 where codes have no sign.
+            // As an unsigned code -1 is 255.
             let (most, value): (i8, fn(i8) -> i32) =
                 if form == "unsigned" { (-1, |x| i32::from(x as u8)) } else { (127, i32::from) };
             a[..width].fill(most);
@@ -194,7 +194,7 @@ fn fragments_go_to_shared_memory_and_back() -> Result<()> {
     Ok(())
 }
 
-/// The token in a slot of 16: `layout/permutation.cuh`.
+/// The token in a slot of 16: see `layout/permutation.cuh`.
 fn token_of_slot(slot: usize) -> usize {
     8 * (slot / 2 % 2) + 2 * (slot / 4) + slot % 2
 }
@@ -203,7 +203,7 @@ fn token_of_slot(slot: usize) -> usize {
 #[ignore = "needs a GPU"]
 fn packed_accumulators_meet_permuted_tokens() -> Result<()> {
     let (s, v) = (codes(6, 16 * 32), codes(7, 32 * 16));
-    // V^T: (16 channels, 64 bytes), of which 32 tokens are used.
+    // V^T: (16 channels, 64 bytes), of which the first 32 bytes hold tokens.
     let mut turned = vec![0i8; 16 * 64];
     for channel in 0..16 {
         for slot in 0..32 {
@@ -225,11 +225,12 @@ fn packed_accumulators_meet_permuted_tokens() -> Result<()> {
 fn conversions_round_ties_to_even() -> Result<()> {
     let mut x: Vec<f32> = numbers(8, 96).into_iter().map(|n| (n % 254_000) as f32 / 1000.0).collect();
     x.extend((0..32).map(|i| i as f32 * 8.0 + 0.5));
-    // From 128 on these are codes without a sign.
+    // From 128 on these are unsigned codes.
     let got: Vec<u8> = run("selftest_conversions", &x, &x, 256)?;
     for (i, x) in x.iter().enumerate() {
         assert_eq!(got[i], x.round_ties_even() as u8, "codes of {x}");
-        // Through f16, whose steps are 1/8 at most: values that close to a tie may go either way.
+        // This conversion goes through f16, whose spacing is at most 1/8: a value that close to a tie may go
+        // either way.
         let distance = (f32::from(got[128 + i]) - x).abs();
         assert!(distance <= 0.5 + 1.0 / 16.0, "{} for {x}", got[128 + i]);
     }
@@ -251,7 +252,7 @@ fn codes_over_powers_of_two_are_rounded() -> Result<()> {
     Ok(())
 }
 
-/// Inputs of an attention call on the GPU, and as f32.
+/// Inputs of an attention call, on the GPU and as f32.
 struct Inputs {
     shape: AttentionShape,
     tensors: Vec<Tensor>,
@@ -271,7 +272,7 @@ impl Inputs {
         let mut tensors = Vec::new();
         for (n, dims) in [dims[0], dims[1], dims[1], dims[0]].into_iter().enumerate() {
             let len = dims.0 * dims.1 * dims.2 * dims.3;
-            // Channels and heads of different sizes, a mean, and zeros here and there.
+            // Channels and heads of different sizes, and a mean.
             let data: Vec<f32> = numbers(10 + n as u64, len)
                 .into_iter()
                 .enumerate()
@@ -306,7 +307,7 @@ impl Inputs {
         f(&problem, &operands)
     }
 
-    /// Rows of one head, tokens `range`.
+    /// Rows of one head of tensor `n`, for the tokens of `range`.
     fn rows(&self, n: usize, heads: usize, head: usize, range: std::ops::Range<usize>) -> Vec<f32> {
         let d = self.shape.head_dim();
         range.flat_map(|t| self.values[n][(t * heads + head) * d..][..d].to_vec()).collect()
@@ -325,12 +326,12 @@ fn cases() -> Vec<Case> {
         ((200, 300), (4, 2), 40, None),
         ((129, 64), (3, 1), 97, None),
         ((200, 190), (2, 1), 64, Some(packing)),
-        // More tiles than the sums of means are read at once.
+        // More tiles than the kernel of the mean reads sums of at once.
         ((70, 4200), (1, 1), 64, None),
     ]
 }
 
-/// The quantizer gives the bits of the CPU's: codes, scales and means.
+/// The quantizer gives the CPU's bits: codes, scales and means.
 #[test]
 #[ignore = "needs a GPU"]
 fn codes_and_scales_are_the_cpus_to_the_bit() -> Result<()> {
@@ -350,7 +351,7 @@ fn codes_and_scales_are_the_cpus_to_the_bit() -> Result<()> {
     Ok(())
 }
 
-/// The parameters of a forward before it prepares anything.
+/// The parameters of a forward before anything is prepared.
 fn inputs_of(call: &Call<'_>) -> Result<params::Forward> {
     let Problem { q, k, v, .. } = *call.problem;
     let [q, k, v] = [call.view(q)?, call.view(k)?, call.view(v)?];
@@ -388,8 +389,8 @@ fn compare_codes(
     let (q_turned, dout_turned) = (bytes(&made.q)?, bytes(&made.dout)?);
     let dout_dequant_scale = floats(&made.dout_dequant_scale)?;
 
-    // Codes of a tile, rows of `d`, as they lie: row-major, or transposed with tokens permuted; 16-byte chunks of a row
-    // swizzled as in layout/swizzle.cuh; padding is zero.
+    // The layout of a tile whose codes are rows of `d`: row-major, or transposed with permuted tokens;
+    // 16-byte chunks of a row swizzled as in layout/swizzle.cuh; padding is zero.
     let lies = |codes: &[i8], turned: bool| -> Vec<i8> {
         let width = if turned { TILE } else { padded };
         let mut out = vec![0; TILE * padded];
@@ -515,8 +516,8 @@ fn kernels_fill_their_buffers_and_no_more() -> Result<()> {
     Ok(())
 }
 
-/// Conversions and scales are those of `nvfp4.rs`, and E4M3 is the hardware's, where it has it, for values, midpoints and
-/// numbers of all sizes.
+/// Conversions and scales have the bits of `nvfp4.rs`, and E4M3 those of the hardware, where it has the
+/// conversion: for values, midpoints and numbers of all magnitudes.
 #[test]
 #[ignore = "needs a GPU"]
 fn nvfp4_is_the_cpus_to_the_bit() -> Result<()> {
@@ -530,7 +531,7 @@ fn nvfp4_is_the_cpus_to_the_bit() -> Result<()> {
     let near = |x: &f32| [x.to_bits() + 1, x.to_bits().saturating_sub(1)].map(f32::from_bits);
     let neighbours: Vec<f32> = x.iter().flat_map(near).collect();
     x.extend(neighbours);
-    // Negative ones are for E2M1 alone.
+    // Scales and E4M3 take magnitudes; only E2M1 takes negative numbers.
     x.extend(numbers(9, COUNT - x.len()).into_iter().map(|n| f32::from_bits(n as u32 % 0x7f80_0000)));
     for sign in [1.0, -1.0] {
         let x: Vec<f32> = x.iter().map(|x| sign * x).collect();
@@ -549,7 +550,7 @@ fn nvfp4_is_the_cpus_to_the_bit() -> Result<()> {
     Ok(())
 }
 
-/// Q, K and V as Attn-QAT's products read them are the CPU's to the bit.
+/// Q, K and V, as Attn-QAT's products read them, have the CPU's bits.
 #[test]
 #[ignore = "needs a GPU"]
 fn rounded_operands_are_the_cpus_to_the_bit() -> Result<()> {

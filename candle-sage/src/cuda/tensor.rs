@@ -32,7 +32,7 @@ impl Element {
         }
     }
 
-    /// As it stands in the names of kernels.
+    /// The type in the names of kernels.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::F16 => "f16",
@@ -40,7 +40,7 @@ impl Element {
         }
     }
 
-    /// A new tensor of `len` elements, not initialized.
+    /// A new tensor of `len` elements, uninitialized.
     pub(super) fn alloc(self, gpu: &Gpu, len: usize) -> Result<CudaStorage> {
         Ok(match self {
             Self::F16 => CudaStorage::wrap_cuda_slice(gpu.alloc::<f16>(len)?, gpu.device.clone()),
@@ -49,7 +49,7 @@ impl Element {
     }
 }
 
-/// A new tensor without gaps, not initialized, and the kernels' view of it.
+/// A new contiguous tensor, uninitialized, and the kernels' view of it.
 pub(super) fn output(gpu: &Gpu, element: Element, dims: Dims) -> Result<(CudaStorage, View)> {
     let layout = Layout::contiguous(dims);
     let storage = element.alloc(gpu, layout.shape().elem_count())?;
@@ -71,7 +71,7 @@ fn start_address(storage: &CudaStorage, gpu: &Gpu) -> Result<Address> {
 
 const ELEMENT_BYTES: usize = 2;
 
-/// A (batch, token, head, channel) tensor as kernels see it.
+/// The kernels' view of a (batch, token, head, channel) tensor.
 pub(super) fn view(storage: &CudaStorage, layout: &Layout, gpu: &Gpu) -> Result<View> {
     let (&[_, _, _, head_dim], &[batch, token, head, channel]) = (layout.dims(), layout.stride()) else {
         return Err(Error::new("attention takes tensors of four dimensions")
@@ -95,12 +95,13 @@ pub(super) fn view(storage: &CudaStorage, layout: &Layout, gpu: &Gpu) -> Result<
     })
 }
 
-/// How Hopper's copy engine takes tiles of 64 tokens and 64 channels out of a (batch, token, head, channel) tensor, swizzled
-/// as `kernels/include/sage/layout/swizzle.cuh` has it. None where it cannot: for strides that are no multiples of 16 bytes,
-/// or tensors that repeat themselves.
+/// The tensor map by which TMA copies tiles of 64 tokens and 64 channels from a (batch, token, head, channel)
+/// tensor, swizzled as in `kernels/include/sage/layout/swizzle.cuh`. `None` where TMA cannot read the tensor:
+/// when a stride is no multiple of 16 bytes, or is 0 because the tensor is broadcast.
 pub(super) fn tensor_map(view: &View, dims: &[usize], element: Element) -> Result<Option<TensorMap>> {
     let &[batch, tokens, heads, head_dim] = dims else { return Ok(None) };
-    // From the innermost on, whose stride is one element; where there is one only its stride does not matter.
+    // From the innermost dimension on, whose stride is one element. The stride of a dimension of extent 1 has
+    // no effect, but must be valid.
     let extents = [head_dim, tokens, heads, batch].map(|n| n as u64);
     let strides = [(view.token, tokens), (view.head, heads), (view.batch, batch)]
         .map(|(stride, extent)| if extent == 1 { 16 } else { stride * ELEMENT_BYTES as i64 });
@@ -111,8 +112,8 @@ pub(super) fn tensor_map(view: &View, dims: &[usize], element: Element) -> Resul
     }
     let strides = strides.map(|n| n as u64);
     let mut map = TensorMap::default();
-    // SAFETY: the map has the size and alignment of a CUtensorMap; dims, strides (one less), box and steps are as many as the
-    // rank says. Nothing is read from `data` here.
+    // SAFETY: the map has the size and alignment of a CUtensorMap; there are as many dims, strides (one
+    // less), box sizes and steps as the rank says. The call reads nothing from `data`.
     unsafe {
         sys::cuTensorMapEncodeTiled(
             (&raw mut map).cast(),

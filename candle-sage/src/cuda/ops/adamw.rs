@@ -1,4 +1,4 @@
-//! The optimizer's pass on the GPU.
+//! AdamW and the sum of squares on the GPU.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -11,11 +11,11 @@ use crate::cuda::tensor::address;
 use crate::error::Error;
 use crate::update::AdamW;
 
-/// Threads of a block, and elements that each takes at once: as in `kernels/adamw.cu`.
+/// Threads of a block, and elements that a thread takes at once, as in `kernels/adamw.cu`.
 const THREADS: u32 = 256;
 const V: usize = 4;
 
-/// An f64 scalar.
+/// The sum of squares, an f64 scalar.
 pub(crate) fn sum_of_squares(x: Operand<'_>) -> Result<CudaStorage> {
     let gpu = Gpu::new(x.0.device())?;
     let len = x.1.shape().elem_count();
@@ -37,7 +37,7 @@ pub(crate) fn sum_of_squares(x: Operand<'_>) -> Result<CudaStorage> {
     Ok(CudaStorage::wrap_cuda_slice(out, gpu.device.clone()))
 }
 
-/// Updates weights and moments, (3, parameters), and the weights' copy in 16 bits.
+/// Updates weights and moments, (3, parameters), and the 16-bit copy of the weights.
 pub(crate) fn update(
     state: Operand<'_>,
     gradient: Operand<'_>,

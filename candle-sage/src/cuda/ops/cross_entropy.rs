@@ -1,4 +1,4 @@
-//! Cross-entropy on the GPU: the products are cuBLAS', the rest is ours.
+//! Cross-entropy on the GPU: cuBLAS computes the matrix products, this crate's kernels the rest.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Layout, Result};
@@ -18,11 +18,12 @@ use crate::error::Error;
 const NAME: &str = "cross-entropy";
 const LINEAR: &str = "linear-cross-entropy";
 
-/// Threads of a block at most, and packs that a thread loads at once: as in `kernels/cross_entropy.cu`.
+/// The largest number of threads of a block, and the packs that a thread loads at once, as in
+/// `kernels/cross_entropy.cu`.
 const MAX_THREADS: usize = 512;
 const BATCH: usize = 4;
 
-/// What the backward of logits needs.
+/// What the backward from logits needs.
 #[derive(Debug)]
 pub(crate) struct Saved {
     targets: Ids,
@@ -30,7 +31,7 @@ pub(crate) struct Saved {
     z_loss: f32,
 }
 
-/// One launch over rows of logits: `rows` of them, whose targets and losses begin at `first`.
+/// One launch over `rows` rows of logits, whose targets and losses start at row `first`.
 struct Rows<'a> {
     gpu: &'a Gpu,
     float: Float,
@@ -70,7 +71,7 @@ fn mean(gpu: &Gpu, losses: &CudaSlice<f32>, rows: usize, targets: &Ids) -> Resul
     Ok(out)
 }
 
-/// The loss of logits, and what the check of the targets found.
+/// The loss of logits, the state for the backward, and what the check of the targets found.
 pub(crate) fn forward(
     logits: Operand<'_>,
     targets: Operand<'_>,
@@ -117,8 +118,8 @@ pub(crate) fn backward(saved: &Saved, logits: Operand<'_>, dloss: Operand<'_>) -
     Ok(out)
 }
 
-/// Gradients of the sum of losses: they are still to be multiplied by the loss' gradient over the targets that count,
-/// which keeps 16-bit numbers away from the end of their range.
+/// What the backward from hidden states needs: gradients of the sum of the losses. It multiplies them by the
+/// loss's gradient over the number of targets that count. Gradients of the mean could underflow in 16 bit.
 #[derive(Debug)]
 pub(crate) struct LinearSaved {
     targets: Ids,
@@ -129,7 +130,7 @@ pub(crate) struct LinearSaved {
     weight_len: usize,
 }
 
-/// out = from * dloss / count, or out += from.
+/// `out = from * dloss / count`, or `out += from` with `accumulate`.
 struct Scaling {
     from: (Float, Address),
     to: (Float, Address),
@@ -139,7 +140,7 @@ struct Scaling {
     accumulate: bool,
 }
 
-/// `to += from`, without gaps; `to` is f32.
+/// `to += from`, where `to` is contiguous and f32.
 pub(crate) fn add(to: Operand<'_>, from: Operand<'_>) -> Result<()> {
     let gpu = &Gpu::new(to.0.device())?;
     let from = Dense::new(from, gpu)?;
@@ -172,25 +173,26 @@ fn scale(gpu: &Gpu, scaling: &Scaling) -> Result<()> {
     launch(gpu, &kernel, elementwise(len, packs), &params)
 }
 
-/// What a pass over the chunks of logits is asked for.
+/// Settings of a pass over the chunks of logits.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Linear {
     pub(crate) ignored: Option<i64>,
-    /// Rows of logits at a time.
+    /// Rows of logits that are computed at a time.
     pub(crate) chunk_rows: usize,
     pub(crate) z_loss: f32,
 }
 
-/// Where a pass puts gradients of the sum of losses times `factor`.
+/// Where a pass writes the gradients of the sum of the losses, times `factor`.
 #[derive(Default)]
 struct Into {
     hidden: Option<Address>,
-    /// In f32; whether to add to what is there.
+    /// An address for f32, and whether to add to what it holds.
     weight: Option<(Address, bool)>,
     factor: f32,
 }
 
-/// The loss of `hidden weight^T`, whose gradients go where asked; and the checked targets.
+/// Computes the loss of `hidden weight^T`, and writes the gradients for which `into` has an address. Returns
+/// the loss and the checked targets.
 fn pass(
     gpu: &Gpu,
     [hidden, weight]: [&Dense<'_>; 2],
@@ -247,8 +249,8 @@ fn pass(
     Ok((mean(gpu, &losses, rows, &targets)?, targets))
 }
 
-/// The loss of `hidden weight^T`, the gradients that are `wanted` of hidden states and weight, and what the check of the
-/// targets found.
+/// The loss of `hidden weight^T`, the state for the backward with the gradients that are `wanted` of hidden
+/// states and weight, and what the check of the targets found.
 pub(crate) fn linear_forward(
     hidden: Operand<'_>,
     weight: Operand<'_>,
@@ -274,8 +276,9 @@ pub(crate) fn linear_forward(
     Ok((loss, saved, checked))
 }
 
-/// The loss of `hidden weight^T`, its gradient times `factor` for the hidden states, and the same added to `dweight`. All
-/// targets count, whatever the settings say. The check of the targets is not waited for: a bad one makes the loss NaN.
+/// The loss of `hidden weight^T` and its gradient times `factor` for the hidden states; that of the weight is
+/// added to `dweight`. All targets count: the caller has checked that `settings.ignored` is `None`. The check
+/// of the targets is not waited for: a bad one makes the loss NaN.
 pub(crate) fn linear_into(
     dweight: Operand<'_>,
     hidden: Operand<'_>,
@@ -298,7 +301,7 @@ pub(crate) fn linear_into(
     Ok([loss, dhidden])
 }
 
-/// The gradients of the hidden states and of the weight, where wanted.
+/// The gradients of the hidden states and of the weight, where they were wanted.
 pub(crate) fn linear_backward(saved: &LinearSaved, dloss: Operand<'_>) -> Result<[Option<CudaStorage>; 2]> {
     let gpu = &Gpu::new(dloss.0.device())?;
     let dloss = Dense::new(dloss, gpu)?;

@@ -1,4 +1,4 @@
-//! Rows of a table by id on the GPU.
+//! Embedding on the GPU: the rows of a table that ids name.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -13,11 +13,11 @@ use crate::cuda::tensor::address;
 
 const NAME: &str = "embedding";
 
-/// Threads of a block, and ids of a piece: as in `kernels/embedding.cu`.
+/// Threads of a block, and ids of a piece, as in `kernels/embedding.cu`.
 const THREADS: usize = 256;
 const PIECE: usize = 32;
 
-/// [`forward`] for those who do not wait for the check.
+/// [`forward`] without waiting for the check of the ids.
 pub(crate) fn rows(table: Operand<'_>, ids: Operand<'_>) -> Result<CudaStorage> {
     Ok(gather(table, ids)?.0)
 }
@@ -27,7 +27,7 @@ pub(crate) fn rows(table: Operand<'_>, ids: Operand<'_>) -> Result<CudaStorage> 
 pub(crate) struct Saved(Ids);
 
 impl Saved {
-    /// For a backward alone: the check is not waited for.
+    /// Ids for a backward alone, without waiting for their check.
     pub(crate) fn new(ids: Operand<'_>, rows: usize) -> Result<Self> {
         let gpu = Gpu::new(ids.0.device())?;
         Ok(Self(Ids::new(&gpu, NAME, &Dense::new(ids, &gpu)?, rows, None)?))
@@ -42,7 +42,7 @@ pub(crate) fn forward(table: Operand<'_>, ids: Operand<'_>) -> Result<(CudaStora
     Ok((out, Saved(places), checked))
 }
 
-/// The rows; NaN for ids that are not in the table. The table is read where it lies.
+/// The rows; NaN for ids that are not in the table. The table is read in place.
 fn gather(table: Operand<'_>, ids: Operand<'_>) -> Result<(CudaStorage, Ids)> {
     let gpu = Gpu::new(table.0.device())?;
     let float = Float::of(NAME, table.0)?;
@@ -73,7 +73,7 @@ fn gather(table: Operand<'_>, ids: Operand<'_>) -> Result<(CudaStorage, Ids)> {
     Ok((out, places))
 }
 
-/// The gradient of the table, (rows, width): sums in an order that the ids alone decide.
+/// The gradient of the table, (rows, width), summed in an order that the ids alone decide.
 pub(crate) fn backward(saved: &Saved, dout: Operand<'_>, rows: usize, width: usize) -> Result<CudaStorage> {
     let gpu = Gpu::new(dout.0.device())?;
     let float = Float::of(NAME, dout.0)?;

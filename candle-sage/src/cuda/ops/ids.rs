@@ -1,4 +1,4 @@
-//! Ids on the GPU: checked against a table, and sorted.
+//! Ids on the GPU: checked against the size of a table, and sorted.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Result};
@@ -11,20 +11,20 @@ use crate::cuda::params::Address;
 use crate::cuda::tensor::address;
 use crate::error::Error;
 
-/// What the host learns about ids.
+/// What the host learns from the check of ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Checked {
-    /// The first that is not in the table, and is not the ignored one.
+    /// The first id that is neither in the table nor the ignored one.
     pub(crate) bad: Option<i64>,
-    /// How many are in the table.
+    /// Number of ids that are in the table and are not the ignored one.
     pub(crate) counted: usize,
 }
 
-/// Ids as places in a table.
+/// Ids as rows of a table.
 #[derive(Debug)]
 pub(super) struct Ids {
     places: CudaSlice<u32>,
-    /// See `CheckIds` in `kernels/include/sage/params/ops.cuh`.
+    /// The result of the check: see `CheckIds` in `kernels/include/sage/params/ops.cuh`.
     status: CudaSlice<u32>,
     len: usize,
 }
@@ -32,7 +32,7 @@ pub(super) struct Ids {
 const THREADS: usize = 256;
 
 impl Ids {
-    /// Starts the check: ids are below `limit`, or `ignored`. [`Ids::checked`] tells how it went.
+    /// Launches the check that ids are below `limit`, or `ignored`. [`Ids::checked`] reads its result.
     pub(super) fn new(
         gpu: &Gpu,
         op: &str,
@@ -77,7 +77,8 @@ impl Ids {
         address(&self.status, gpu)
     }
 
-    /// Reads eight bytes back, and so waits for all work before: ask last.
+    /// Reads the eight bytes of the result, and so waits for all work that was launched before: callers do it
+    /// last.
     pub(super) fn checked(&self, gpu: &Gpu, ids: &Dense<'_>) -> Result<Checked> {
         let status = gpu.device.clone_dtoh(&self.status)?;
         let bad = match status[0] as usize {
@@ -88,7 +89,7 @@ impl Ids {
     }
 }
 
-/// One id.
+/// One id, read back from the device.
 fn one(gpu: &Gpu, ids: &Dense<'_>, at: usize) -> Result<i64> {
     fn read<T>(gpu: &Gpu, storage: &CudaStorage, at: usize) -> Result<i64>
     where
@@ -105,24 +106,25 @@ fn one(gpu: &Gpu, ids: &Dense<'_>, at: usize) -> Result<i64> {
     }
 }
 
-/// Sorted ids, and where each came from.
+/// Sorted ids, and the position from which each came.
 #[derive(Debug)]
 pub(super) struct Sorted {
     pub(super) ids: CudaSlice<u32>,
     pub(super) order: CudaSlice<u32>,
 }
 
-/// Ids that one block sorts, and values of a digit: TILE and DIGITS of `kernels/ids.cu`.
+/// Ids that one block sorts, and bits of a digit: TILE and DIGITS of `kernels/ids.cu`.
 const TILE: usize = 2048;
 const DIGIT_BITS: u32 = 8;
 
-/// Sorts ids below `limit`; equal ones stay in order.
+/// Sorts ids below `limit`, stably.
 pub(super) fn sort(gpu: &Gpu, ids: &Ids, limit: usize) -> Result<Sorted> {
     let room = || -> Result<Sorted> { Ok(Sorted { ids: gpu.alloc(ids.len)?, order: gpu.alloc(ids.len)? }) };
     let tiles = ids.len.div_ceil(TILE);
     let counts = gpu.alloc::<u32>(tiles << DIGIT_BITS)?;
     let grid = Grid::line(tiles, THREADS as u32);
-    // One value more than there are ids: NO_PLACE, cut to these bits, still comes last.
+    // The bits of `limit`, which is above every id: NO_PLACE, truncated to them, has only ones and still
+    // comes last.
     let bits = usize::BITS - limit.leading_zeros();
     let mut sorted: Option<Sorted> = None;
     for pass in 0..bits.div_ceil(DIGIT_BITS).max(1) {

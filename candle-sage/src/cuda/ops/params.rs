@@ -1,4 +1,4 @@
-//! What crosses to the device, byte for byte as in `kernels/include/sage/params/ops.cuh`, and the launches that take it.
+//! The kernels' arguments, byte for byte as in `kernels/include/sage/params/ops.cuh`.
 #![allow(unsafe_code)]
 
 use std::mem::{offset_of, size_of};
@@ -33,7 +33,7 @@ pub(super) struct PartialSums {
     pub(super) width: i32,
 }
 
-/// Rows without gaps, of which one is in the sum's place already.
+/// Contiguous rows to add up in order; the term at `place` is in `sum` already.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct SumInOrder {
@@ -44,7 +44,7 @@ pub(super) struct SumInOrder {
     pub(super) place: i32,
 }
 
-/// A (batch, token, head, channel) tensor whose channels are neighbours; strides in elements.
+/// A (batch, token, head, channel) tensor whose channels are adjacent; strides in elements.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Heads {

@@ -12,11 +12,12 @@ use crate::cuda::tensor::address;
 
 const NAME: &str = "rms-norm";
 
-/// Packs that a thread keeps in registers, and threads of a block at most: as in `kernels/rms_norm.cu`.
+/// Packs that a thread keeps in registers, and the largest number of threads of a block, as in
+/// `kernels/rms_norm.cu`.
 const KEEP: usize = 4;
 const MAX_THREADS: usize = 512;
 
-/// Addresses that not every launch has.
+/// Addresses that only some launches have.
 #[derive(Default)]
 struct Extras {
     residual: Address,
@@ -25,7 +26,7 @@ struct Extras {
     partials: Address,
 }
 
-/// Normalizes the last dimension of `x`; `dy` and `partials` make it the way back. Returns y or dx.
+/// Launches a kernel over the last dimension of `x`. Returns y, or with `dy` and `partials` dx.
 fn run(
     gpu: &Gpu,
     what: &str,
@@ -65,7 +66,7 @@ pub(crate) fn forward(x: Operand<'_>, weight: Operand<'_>, eps: f32) -> Result<C
     run(&gpu, "rms_norm_fwd", &Dense::new(x, &gpu)?, &Dense::new(weight, &gpu)?, eps, &Extras::default())
 }
 
-/// `x + residual`, and that normalized.
+/// `x + residual`, and the norm of it.
 pub(crate) fn residual_forward(
     x: Operand<'_>,
     residual: Operand<'_>,
@@ -82,7 +83,7 @@ pub(crate) fn residual_forward(
     Ok([sum, out])
 }
 
-/// Gradients of x, to which `residual` is added, and of the weight.
+/// The gradients of x, to which `residual` is added, and of the weight.
 pub(crate) fn backward(
     x: Operand<'_>,
     weight: Operand<'_>,
@@ -92,7 +93,7 @@ pub(crate) fn backward(
 ) -> Result<[CudaStorage; 2]> {
     let gpu = Gpu::new(x.0.device())?;
     let width = weight.1.shape().elem_count();
-    // Zeros: blocks without rows write nothing, and rows too wide for the registers are added up here.
+    // Zeros: blocks without rows write nothing, and channels beyond the registers are summed here.
     let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
     let [x, dy] = [Dense::new(x, &gpu)?, Dense::new(dy, &gpu)?];
     let residual = residual.map(|residual| Dense::new(residual, &gpu)).transpose()?;

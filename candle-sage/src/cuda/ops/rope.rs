@@ -14,10 +14,10 @@ use crate::error::Error;
 
 const NAME: &str = "rope";
 
-/// Threads of a block at most: as in `kernels/rope.cu`.
+/// The largest number of threads of a block, as in `kernels/rope.cu`.
 const MAX_THREADS: usize = 512;
 
-/// Positions' angles, and which channels turn together.
+/// The angles of the positions, and which channels are rotated as a pair.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rotation<'a> {
     pub(crate) cos: Operand<'a>,
@@ -25,7 +25,7 @@ pub(crate) struct Rotation<'a> {
     pub(crate) interleaved: bool,
 }
 
-/// A table of angles as f32, without gaps.
+/// A table of cosines or sines, contiguous and f32.
 struct Table<'a> {
     dense: Dense<'a>,
     converted: Option<CudaStorage>,
@@ -46,7 +46,7 @@ impl<'a> Table<'a> {
     }
 }
 
-/// A (batch, sequence, heads, head_dim) tensor: as it lies if channels are neighbours, else a copy.
+/// A (batch, sequence, heads, head_dim) tensor: in place if its channels are adjacent, otherwise a copy.
 struct Heads<'a> {
     given: Operand<'a>,
     copy: Option<Dense<'a>>,
@@ -73,7 +73,8 @@ impl<'a> Heads<'a> {
     }
 }
 
-/// Room for something of the shape of each of `all`, heads side by side in one tensor: that, and where each starts.
+/// A new tensor for results with the shapes of `all`, concatenated along the heads, and the place of each
+/// result.
 fn beside(gpu: &Gpu, all: &[Operand<'_>]) -> Result<(CudaStorage, Vec<params::Heads>)> {
     let dims = all.iter().map(|x| x.1.shape().dims4()).collect::<Result<Vec<_>>>()?;
     let (batch, sequence, _, d) = dims[0];
@@ -92,11 +93,11 @@ fn beside(gpu: &Gpu, all: &[Operand<'_>]) -> Result<(CudaStorage, Vec<params::He
     Ok((out, places))
 }
 
-/// What surrounds the rotation.
+/// The norm before the rotation.
 struct Norm<'a> {
     weight: &'a Dense<'a>,
     eps: f32,
-    /// The way back: the output's gradient, and room for the weight's.
+    /// In the backward: the output's gradient, and the buffer for partial sums of the weight's gradient.
     gradient: Option<(&'a Heads<'a>, &'a CudaSlice<f32>)>,
 }
 
@@ -127,11 +128,12 @@ fn run(
         direction,
         ..Default::default()
     };
-    // Rows start on 16 bytes when all strides and both halves of a head are multiples of them; so do tables then.
+    // Rows start at multiples of 16 bytes if all strides and half a head are multiples; then the tables' rows
+    // do too.
     let mut strides = vec![half];
     strides.extend(x.strides());
     strides.extend([out.batch, out.token, out.head].map(|stride| stride as usize));
-    // Heads of a token that a group takes at once: HEADS of the kernels.
+    // Heads of a token that a group of lanes takes with the same angles: HEADS of the kernels.
     let mut heads_at_once = 4;
     let mut most = usize::MAX;
     if let Some(Norm { weight, eps, gradient }) = norm {
@@ -162,7 +164,7 @@ fn run(
     launch(gpu, &packs.kernel(what), team.grid(items, most), &params)
 }
 
-/// Rotates by the angles times `direction`; the heads of the results lie side by side.
+/// Rotates by the angles times `direction`; the results are concatenated along the heads.
 pub(crate) fn rotate(all: &[Operand<'_>], rotation: Rotation<'_>, direction: f32) -> Result<CudaStorage> {
     let gpu = Gpu::new(all[0].0.device())?;
     let (out, places) = beside(&gpu, all)?;
@@ -186,7 +188,8 @@ pub(crate) fn norm_forward(
     Ok(out)
 }
 
-/// Gradients of inputs, whose heads lie side by side, and of their weights, from each input, weight and output's gradient.
+/// The gradients of the inputs, concatenated along the heads, and of their weights; `all` has each input, its
+/// weight and its output's gradient.
 pub(crate) fn norm_backward(
     all: &[[Operand<'_>; 3]],
     rotation: Rotation<'_>,
@@ -198,7 +201,7 @@ pub(crate) fn norm_backward(
     let mut weights = Vec::with_capacity(all.len());
     for (&[x, weight, dy], place) in all.iter().zip(places) {
         let width = weight.1.shape().elem_count();
-        // Zeros: with few heads some blocks are left out.
+        // Zeros: with few heads some blocks are not launched.
         let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
         let (dense, dy) = (Dense::new(weight, &gpu)?, Heads::new(dy, &gpu)?);
         let norm = Norm { weight: &dense, eps, gradient: Some((&dy, &partials)) };

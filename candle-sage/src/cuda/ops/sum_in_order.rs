@@ -1,4 +1,4 @@
-//! The sum of several GPUs' gradients.
+//! The sum of several GPUs' gradients, in a fixed order.
 
 use candle_core::Result;
 use candle_core::backend::BackendStorage;
@@ -9,10 +9,10 @@ use crate::cuda::Operand;
 use crate::cuda::kernels::Gpu;
 use crate::error::Error;
 
-/// Elements that a thread takes at once: as in `kernels/partial_sums.cu`.
+/// Elements that a thread takes at once, as in `kernels/partial_sums.cu`.
 const V: usize = 4;
 
-/// `sum = parts[0] + .. + sum + parts[place] + ..`, rows without gaps.
+/// `sum = parts[0] + .. + sum + parts[place] + ..`, contiguous rows.
 pub(crate) fn sum(sum: Operand<'_>, parts: Operand<'_>, place: usize) -> Result<()> {
     let gpu = Gpu::new(sum.0.device())?;
     let width = sum.1.shape().elem_count();

@@ -11,12 +11,12 @@ use crate::dtype::row_stride;
 
 const NAME: &str = "swiglu";
 
-/// A tensor as rows of its last dimension: as it lies if they are equally far apart, else a copy.
+/// A tensor as rows of its last dimension: in place if they are equally far apart, otherwise a copy.
 struct Rows<'a> {
     given: Operand<'a>,
     copy: Option<Dense<'a>>,
     columns: usize,
-    /// Elements from one row to the next.
+    /// Distance in elements between consecutive rows.
     stride: usize,
 }
 
@@ -34,7 +34,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// `gate` and `up` in rows, and how a thread goes through them.
+/// The parameters for the rows of `gate` and `up`, and the packs in which threads take them.
 fn problem(
     float: Float,
     [gate, up]: [&Rows<'_>; 2],
@@ -45,7 +45,7 @@ fn problem(
     let (len, columns) = (gate.operand().1.shape().elem_count(), gate.columns);
     let (gate_at, up_at) = (start(gate.operand(), gpu)?, start(up.operand(), gpu)?);
     let starts = [&[gate_at, up_at], others].concat();
-    // One long row where nothing has gaps: rows then need not be whole packs.
+    // Without gaps all rows are one long row: a row then need not be a whole number of packs.
     let dense = [gate.stride, up.stride, out_row].iter().all(|&stride| stride == columns);
     let columns = if dense { len.max(1) } else { columns };
     let strides = if dense { vec![] } else { vec![columns, gate.stride, up.stride, out_row] };
@@ -74,8 +74,8 @@ pub(crate) fn forward(gate: Operand<'_>, up: Operand<'_>) -> Result<CudaStorage>
     Ok(out)
 }
 
-/// Gradients of gate and up, `beside` each other in each row or one after the other, and where `again` is true the output
-/// once more.
+/// The gradients of gate and up, `beside` each other in each row or one after the other, and with `again`
+/// also the output.
 pub(crate) fn backward(
     gate: Operand<'_>,
     up: Operand<'_>,

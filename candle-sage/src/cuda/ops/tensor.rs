@@ -1,4 +1,4 @@
-//! Tensors of any float type on the device, and how their rows are shared out among threads.
+//! Tensors of any float type on the device, and how threads divide their rows.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result};
@@ -13,7 +13,8 @@ use crate::cuda::tensor::address;
 use crate::dtype::unsupported_dtype;
 use crate::error::Error;
 
-/// The element types of tensors that are computed with; the numbers are those of `kernels/include/sage/elements/pack.cuh`.
+/// The element types that the ops compute with; the numbers are those of
+/// `kernels/include/sage/elements/pack.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Float {
     F32 = 0,
@@ -31,7 +32,7 @@ impl Float {
         }
     }
 
-    /// As it stands in the names of kernels.
+    /// The type in the names of kernels.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -44,7 +45,7 @@ impl Float {
         if self == Self::F32 { 4 } else { 2 }
     }
 
-    /// A new tensor of `len` elements, not initialized.
+    /// A new tensor of `len` elements, uninitialized.
     pub(super) fn alloc(self, gpu: &Gpu, len: usize) -> Result<CudaStorage> {
         let device = gpu.device.clone();
         Ok(match self {
@@ -55,7 +56,8 @@ impl Float {
     }
 }
 
-/// How many elements a thread moves at once: 16 bytes where all rows start on 16 bytes, else one.
+/// How many elements a thread moves at once, a *pack*: 16 bytes if all rows start at multiples of 16 bytes,
+/// otherwise one element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Packs {
     float: Float,
@@ -63,7 +65,7 @@ pub(super) struct Packs {
 }
 
 impl Packs {
-    /// For rows that start at multiples of `strides` elements from each of `starts`.
+    /// The packs of rows that start at multiples of `strides` elements from each of `starts`.
     pub(super) fn of(float: Float, starts: &[Address], strides: &[usize]) -> Self {
         let aligned = starts.iter().all(|start| start.is_multiple_of(16));
         Self { float, vector: aligned && strides.iter().all(|n| (n * float.bytes()).is_multiple_of(16)) }
@@ -84,7 +86,8 @@ impl Packs {
     }
 }
 
-/// The threads of a row, and the rows of a block: a power of two of lanes up to a warp, several rows a block; or one row.
+/// The threads of a row (lanes) and the rows of a block: a power of two of lanes, up to a warp with several
+/// rows per block, or more with one row per block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Team {
     pub(super) lanes: usize,
@@ -92,33 +95,37 @@ pub(super) struct Team {
 }
 
 impl Team {
-    /// Threads of a block of several rows.
+    /// Threads of a block with several rows.
     const THREADS: usize = 256;
 
-    /// For rows of `packs`, of which a lane of a team beyond a warp takes about `each`; at most `most` lanes.
+    /// The team for rows of `packs`, with at most `most` lanes. In a team larger than a warp a lane takes
+    /// about `each` packs.
     pub(super) fn of(packs: usize, each: usize, most: usize) -> Self {
         let lanes = if packs <= 32 { packs.max(1) } else { packs.div_ceil(each).max(32) };
         let lanes = lanes.next_power_of_two().min(most);
         Self { lanes, rows: if lanes <= 32 { Self::THREADS / lanes } else { 1 } }
     }
 
-    /// Blocks for all of `rows`, `most` at most.
+    /// A grid for `rows` of at most `most` blocks.
     pub(super) fn grid(self, rows: usize, most: usize) -> Grid {
         Grid::line(rows.div_ceil(self.rows).min(most), (self.lanes * self.rows) as u32)
     }
 }
 
-/// Blocks of 256 threads, a pack a thread.
+/// Blocks of 256 threads, one pack per thread.
 pub(super) fn elementwise(len: usize, packs: Packs) -> Grid {
     elementwise_of(len, packs.elements())
 }
 
-/// Blocks of 256 threads, so many elements a thread.
+/// Blocks of 256 threads, `each` elements per thread.
 pub(super) fn elementwise_of(len: usize, each: usize) -> Grid {
     Grid::line(len.div_ceil(each).div_ceil(256), 256)
 }
 
 /// A number of things that kernels count in 32 bits, with room to step past the end.
+///
+/// # Errors
+/// When there are too many.
 pub(crate) fn count(what: &str, n: usize) -> Result<i32> {
     i32::try_from(n).ok().filter(|&n| n <= i32::MAX / 2).ok_or_else(|| {
         Error::new(format!("too many {what} for one launch"))
@@ -129,7 +136,7 @@ pub(crate) fn count(what: &str, n: usize) -> Result<i32> {
     })
 }
 
-/// Where a tensor starts.
+/// The address at which a tensor starts.
 pub(crate) fn start((storage, layout): Operand<'_>, gpu: &Gpu) -> Result<Address> {
     let base = match storage.dtype() {
         DType::F32 => address(storage.as_cuda_slice::<f32>()?, gpu),
@@ -144,12 +151,12 @@ pub(crate) fn start((storage, layout): Operand<'_>, gpu: &Gpu) -> Result<Address
     Ok(base + (layout.start_offset() * storage.dtype().size_in_bytes()) as u64)
 }
 
-/// Where a new tensor without gaps starts.
+/// The address at which a new contiguous tensor starts.
 pub(crate) fn start_of(storage: &CudaStorage, gpu: &Gpu) -> Result<Address> {
     start((storage, &Layout::contiguous(())), gpu)
 }
 
-/// A tensor without gaps: the one given, or a copy of it.
+/// A contiguous tensor: the given one, or a copy of it.
 #[derive(Debug)]
 pub(super) struct Dense<'a> {
     given: &'a CudaStorage,
@@ -191,11 +198,11 @@ impl<'a> Dense<'a> {
     }
 }
 
-/// Blocks that sums over rows are split into at most: a number that no device decides, so that neither does the order of
-/// additions. Four for each multiprocessor of an H100.
+/// The largest number of blocks that a sum over rows is split into. It does not depend on the device, so that
+/// the order of additions does not either. It is four for each multiprocessor of an H100.
 pub(super) const PARTS: usize = 528;
 
-/// Adds up the columns of (parts, width) in a fixed order.
+/// Sums the columns of (parts, width) in a fixed order.
 pub(super) fn partial_sums(
     gpu: &Gpu,
     partials: &CudaSlice<f32>,

@@ -1,5 +1,5 @@
-//! What crosses for selections, their router, the linear tail and the mixture, byte for byte as in
-//! `kernels/include/sage/params/sla2.cuh`.
+//! The arguments of the kernels for selections, their router, the linear tail and the mixture, byte for byte
+//! as in `kernels/include/sage/params/sla2.cuh`.
 
 use std::mem::{offset_of, size_of};
 

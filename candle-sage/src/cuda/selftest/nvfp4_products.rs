@@ -1,4 +1,5 @@
-//! The forward in FP4 products, on GPUs that emulate them: packing, layouts, softmax, scales and sums.
+//! The forward in FP4 products, on GPUs that have or emulate them: packing, layouts, softmax, scales and
+//! sums.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
@@ -16,8 +17,9 @@ fn error(got: &Tensor, expected: &Tensor) -> Result<f64> {
     Ok(norm(&(got - &expected)?)? / norm(&expected)?.max(1e-30))
 }
 
-/// The output is that of products in 16 bit, whose operands hold the same values: two roundings to 16 bit apart, and where sums
-/// in another order put a probability on the other side of a midpoint. That is rare, and worth a group's step of one key.
+/// The output is that of 16-bit products, whose operands hold the same values. The two differ by two
+/// roundings to 16 bit, and where sums in another order put a probability on the other side of a midpoint.
+/// That is rare, and changes one key's code by one step.
 #[test]
 #[ignore = "needs a GPU of compute capability 9.0 or 12.x"]
 fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {
@@ -25,7 +27,7 @@ fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {
     for (lens, heads, d, packing) in cases() {
         for dtype in [DType::BF16, DType::F16] {
             let inputs = Inputs::new(lens, heads, d, packing.clone(), dtype)?;
-            // Logits of a few units: attention that is neither one key nor all of them.
+            // Logits of a few units, so that attention is neither on one key nor on all of them.
             let q = (&inputs.tensors[0] * 0.1)?;
             for settings in [
                 AttnQat::default(),
@@ -63,7 +65,7 @@ fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {
     Ok(())
 }
 
-/// Selected blocks, with FP4 products and without.
+/// Selected blocks, compared with 16-bit products.
 #[test]
 #[ignore = "needs a GPU of compute capability 9.0 or 12.x"]
 fn fp4_products_take_lists() -> Result<()> {
@@ -81,7 +83,7 @@ fn fp4_products_take_lists() -> Result<()> {
     Ok(())
 }
 
-/// A NaN in a key reaches what sees it, and nothing else; a query that sees nothing gives zeros.
+/// A NaN in a key reaches the queries that see the key, and no others; a query that sees no key gives zeros.
 #[test]
 #[ignore = "needs a GPU of compute capability 9.0 or 12.x"]
 fn fp4_products_pass_on_what_is_not_a_number() -> Result<()> {

@@ -53,6 +53,9 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 // wrote shared memory by ordinary stores or cp.async calls it, then reaches a barrier; products and bulk copies that are issued
 // after the barrier see the writes.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// fence.proxy.async of every state space: what this thread has observed of global memory, such as a semaphore that it acquired,
+// comes before the bulk operations that it issues from here on.
+__device__ __forceinline__ void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // The registers that the compiler gives to each thread of a block that has a multiprocessor to itself.
 template <int THREADS>

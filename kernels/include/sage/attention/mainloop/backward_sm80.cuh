@@ -313,23 +313,35 @@ __device__ __forceinline__ void store_gradient(const params::View& view, const p
   }
 }
 
-// Numerics has:
-// - Type, D, Plan, SHARED_BYTES: the element type, the padded head_dim, a BackwardPlan, and the size of its shared memory.
-// - COOPERATES: whether warps meet at a barrier inside a tile, so that all of them must take the same path.
-// - Numerics(params, block, shared memory): the constructor.
-// - load_keys(): issues the asynchronous copies of K and V; keys_arrived(): prepares them, when they have arrived.
-// - load(tile, stage): issues the asynchronous copies of a tile of queries into a stage.
-// - scores(tile, stage, slot, visibility): computes S^T, P^T and dS^T, stores dS^T in a slot, and adds to dV and dK.
-// - LAG: how many iterations after its scores the dQ of a tile is added. prepare_dq(slot): with LAG = 2, what is done in the
-//   iteration between, with the slot of the scores.
-// - add_dq(the tile's number in the padded buffers, this iteration's slot, sums): computes dQ of the tile, and adds it.
-// - flush_magic(): finishes the accumulators after the last tile.
-// - dk, dv: the accumulators.
-//
+// What the mainloop asks of its numerics.
+template <class N>
+concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, const BackwardBlock& block, unsigned char* shared,
+                                        const QueryTile& tile, TileVisibility visibility, const DqAccumulator& sums) {
+  typename N::Type;
+  requires N::D % 64 == 0;                  // the padded head_dim
+  requires N::Plan::THREADS == N::Plan::WARPS * 32 && N::SHARED_BYTES > 0;  // a BackwardPlan
+  N::COOPERATES || true;                    // whether warps meet at a barrier inside a tile, so that all must take the same path
+  requires N::LAG == 1 || N::LAG == 2;      // how many iterations after its scores the dQ of a tile is added
+  N(p, block, shared);
+  numerics.load_keys();     // issues the asynchronous copies of K and V
+  numerics.keys_arrived();  // prepares them, when they have arrived
+  // Issues the asynchronous copies of a tile of queries into a stage.
+  numerics.load(tile, 0);
+  // scores(tile, stage, slot, visibility): computes S^T, P^T and dS^T, stores dS^T in a slot, and adds to dV and dK.
+  numerics.scores(tile, 0, 0, visibility);
+  // With LAG = 2, what is done in the iteration between, with the slot of the scores.
+  numerics.prepare_dq(0);
+  // add_dq(the tile's number in the padded buffers, this iteration's slot, sums): computes dQ of the tile, and adds it.
+  numerics.add_dq(0, 0, sums);
+  // Finishes the accumulators after the last tile.
+  numerics.flush_magic();
+  numerics.dk, numerics.dv;
+};
+
 // dS^T needs no barrier of its own, because it is stored in one of two slots, and read for dQ an iteration later. Of 8 warps the
 // first 4 add dQ before the scores, and the others after them, so that the products of one half run beside the arithmetic of the
 // other. (All add dQ first if there are only 4 warps, or if warps meet at a barrier inside a tile or at a semaphore.)
-template <class Numerics, class Queries = EveryQuery>
+template <BackwardSm80Numerics Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   using T = typename Numerics::Type;
   using Plan = typename Numerics::Plan;
@@ -361,7 +373,7 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
     __syncthreads();
     if (i == 0) {
       numerics.keys_arrived();
-        __syncthreads();
+      __syncthreads();
     }
     if (Plan::STAGES == 2) {
       if (i + 1 < iterations) numerics.load(next, stage ^ 1);

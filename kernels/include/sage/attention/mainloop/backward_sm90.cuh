@@ -66,7 +66,7 @@ __device__ __forceinline__ void take_exponentials(Scores& s, bool masked, const 
 // Registers of a thread: of the consumers, and of the warpgroup of producer and storer.
 constexpr int KV_CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
 static_assert(CONSUMERS * KV_CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (CONSUMERS + 1) * ptx::LAUNCH_REGISTERS<SM90_THREADS>,
-              "who asks for more waits for ever");
+              "setmaxnreg.inc would wait for ever: the warpgroups ask for more registers than the block has at launch");
 
 // Named barriers; 0 is __syncthreads.
 enum ConsumerBarrier : int {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
     int padded = sums.set_order(Queries::added(tile), 1);
     if (p.dq_semaphore && lane == 0) {
       while (ptx::load_acquire(p.dq_semaphore + padded) != sums.order) {}
-      ptx::fence_proxy_async();
+      ptx::fence_proxy_async_all();
     }
     float* to = p.dq_accum + int64_t(padded) * (CONSUMERS * PART_BYTES / 4);
 #pragma unroll
@@ -116,17 +116,32 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
   if (lane == 0) ptx::cp_async_bulk_wait_read<0>();
 }
 
-// Numerics is the layout of the block's shared memory. It has:
-// - Type, D, STAGES, SHARED_BYTES: the element type, the padded head_dim, the stages of the pipeline, and the size.
-// - DQ_AT, DQ_PART_BYTES: the staging memory of dQ, and a consumer's share of it.
-// - ARRIVALS: the producer's arrivals at the mbarrier for each tile.
-// - load_keys(): issues the asynchronous copies of K and V, by the consumers; keys_arrived(): prepares them, when they have
-//   arrived.
-// - load(tile, stage, mbarrier): issues the copies of a tile of queries, by the producer.
-// - Consumer: what a consumer keeps in registers. It has:
-//   - visit(the tile's number, stage, slot, masked): computes all products of a tile, with dS^T in a slot.
-//   - dv, dk: the accumulators.
-template <class Numerics, class Queries = EveryQuery>
+// What the mainloops for Hopper ask of their numerics, which are the layout of a block's shared memory.
+template <class N>
+concept BackwardTilesSm90 = requires(N numerics, const params::Backward& p, const BackwardBlock& block, unsigned char* shared) {
+  typename N::Type;
+  requires N::D % 64 == 0;                           // the padded head_dim
+  requires N::STAGES >= 2 && N::SHARED_BYTES > 0;    // of the pipeline
+  N(p, block, shared);
+  numerics.load_keys();     // issues the asynchronous copies of K and V, by the consumers
+  numerics.keys_arrived();  // prepares them, when they have arrived
+};
+
+// What this mainloop asks besides, and of their Consumer, which is what a consumer keeps in registers.
+template <class N>
+concept BackwardSm90Numerics =
+    BackwardTilesSm90<N> && requires(N numerics, const QueryTile& tile, uint32_t mbarrier, typename N::Consumer consumer) {
+      requires N::DQ_AT + CONSUMERS * N::DQ_PART_BYTES <= N::SHARED_BYTES;  // the staging memory of dQ, and a consumer's share
+      requires N::ARRIVALS >= 1;  // the producer's arrivals at the mbarrier for each tile
+      // Issues the copies of a tile of queries into a stage, by the producer.
+      numerics.load(tile, 0, mbarrier);
+      (typename N::Consumer(numerics, 0));
+      // visit(the tile's number, stage, slot, masked): computes all products of a tile, with dS^T in a slot.
+      consumer.visit(0, 0, 0, true);
+      consumer.dv, consumer.dk;
+    };
+
+template <BackwardSm90Numerics Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
   using T = typename Numerics::Type;
   using Tiles = Pipeline<Numerics::STAGES>;

@@ -66,6 +66,11 @@ struct BulkDqAccumulator : DqAccumulator {
     __syncwarp();
     if (lane == 0) ptx::cp_reduce_async_bulk(this->at<D>(padded_tile, strip, first), at, WARP_BYTES);
   }
+  __device__ __forceinline__ void acquire(int padded_tile) const {
+    if (!semaphore) return;
+    DqAccumulator::acquire(padded_tile);
+    ptx::fence_proxy_async_all();
+  }
   __device__ __forceinline__ void release(int padded_tile) const {
     if (!semaphore) return;
     if (threadIdx.x % 32 == 0) ptx::cp_async_bulk_wait();
@@ -95,29 +100,45 @@ __device__ __forceinline__ auto choose_accumulator(const DqAccumulator& sums, ui
   else return AtomicDqAccumulator{sums};
 }
 
-// Numerics is the layout of the block's shared memory. It has:
-// - Type, D, STAGES, SHARED_BYTES: the element type, the padded head_dim, the stages of the pipeline, and the size.
-// - CONSUMER_REGISTERS: registers of a consumer's thread. STAGING_AT: the staging memory of BulkDqAccumulator, at head_dim 64.
-// - load_keys(): issues the asynchronous copies of K and V, by the consumers; keys_arrived(): prepares them, when they have
-//   arrived.
-// - load(tile, stage, thread, mbarrier): issues the copies of a tile of queries, by the first thread of the dQ warpgroup if the
-//   tensors have maps (params: dout.mapped), else by all of its threads.
-// - fetching(params): the producer's arrivals at the mbarrier for each tile.
-// - KeyConsumer: what a consumer keeps in registers. It has:
-//   - start(stage): issues S^T of a tile that has arrived, if registers allow that early.
-//   - scores(the tile's number, stage, slot, masked, free, done, ready, next): computes P, dS, dV and perhaps dK. It calls free()
-//     before it writes to the slot, done() when the operands of dK are there, ready() when those of dQ are there, and next() as
-//     soon as registers allow it, which starts the next tile.
-//   - end(): waits for the product that the last next() started.
-//   - dv, perhaps dk: the accumulators.
-// - DqConsumer: what the dQ warpgroup keeps in registers. It has:
-//   - add_keys(consumer, stage, slot): adds to dK of a consumer's keys, where the consumers do not; added(): waits until these
-//     products no longer read the tile.
-//   - start(slot): issues the first product of dQ, if registers allow that early.
-//   - add_dq(the tile's number in the padded buffers, slot, sums, read): computes dQ and adds it. It calls read() when the slot
-//     is no longer read.
-//   - perhaps dk: the accumulators, for each consumer.
-template <class Numerics, class Queries = EveryQuery>
+// What this mainloop asks besides; of their KeyConsumer, which is what a consumer keeps in registers; and of their DqConsumer,
+// which is what the dQ warpgroup does.
+template <class N>
+concept BackwardSm90DqWarpgroupNumerics =
+    BackwardTilesSm90<N> && requires(N numerics, const params::Backward& p, const QueryTile& tile, uint32_t mbarrier,
+                                     typename N::KeyConsumer keys, typename N::DqConsumer dq, void (*call)(),
+                                     decltype(choose_accumulator<N::D>(DqAccumulator{}, 0)) sums) {
+      requires N::CONSUMER_REGISTERS % 8 == 0;  // registers of a consumer's thread
+      requires N::STAGING_AT <= N::SHARED_BYTES;  // the staging memory of BulkDqAccumulator, at head_dim 64
+      // Issues the copies of a tile of queries: (tile, stage, thread, mbarrier). By the first thread of the dQ warpgroup if the
+      // tensors have maps (params: dout.mapped), else by all of its threads.
+      numerics.load(tile, 0, 0, mbarrier);
+      // The producer's arrivals at the mbarrier for each tile.
+      N::fetching(p);
+      (typename N::KeyConsumer(numerics, 0));
+      // Issues S^T of a tile that has arrived, if registers allow that early.
+      keys.start(0);
+      // scores(the tile's number, stage, slot, masked, free, done, ready, next): computes P, dS, dV and perhaps dK. It calls free()
+      // before it writes to the slot, done() when the operands of dK are there, ready() when those of dQ are there, and next()
+      // as soon as registers allow it, which starts the next tile.
+      keys.scores(0, 0, 0, true, call, call, call, call);
+      // Waits for the product that the last next() started.
+      keys.end();
+      keys.dv;
+      (typename N::DqConsumer(numerics));
+      // Issues the first product of dQ, if registers allow that early.
+      dq.start(0);
+      // add_dq(the tile's number in the padded buffers, slot, sums, read): computes dQ and adds it. It calls read() when the slot
+      // is no longer read.
+      dq.add_dq(0, 0, sums, call);
+    } && (CONSUMERS_KEEP_DK<N::D> ? requires(typename N::KeyConsumer keys) { keys.dk; } : requires(typename N::DqConsumer dq) {
+      // Adds to dK of a consumer's keys: (consumer, stage, slot).
+      dq.add_keys(0, 0, 0);
+      // Waits until these products no longer read the tile.
+      dq.added();
+      dq.dk;
+    });
+
+template <BackwardSm90DqWarpgroupNumerics Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backward& p) {
   using T = typename Numerics::Type;
   using Tiles = Pipeline<Numerics::STAGES>;

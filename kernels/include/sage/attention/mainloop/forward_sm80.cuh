@@ -4,21 +4,7 @@
 // A block computes the output and the log-sum-exp of 128 queries of one head; each warp has 16 M of the queries, and keeps their
 // accumulators in registers. The mainloop visits the tiles of 64 keys that the queries see. All warps do the same: they copy the
 // next tile of K and V asynchronously into one of two buffers while they compute on the other, and one __syncthreads a tile
-// orders copies and reads. The numerics say how a tile is computed: numerics/*_forward_sm80.cuh.
-//
-// Numerics has:
-// - Type, D, M, THREADS, SHARED_BYTES: the element type, the padded head_dim, and the sizes above. BLOCKS: blocks a
-//   multiprocessor, for __launch_bounds__ of the entry.
-// - RowSoftmax, STATE_AT: its Softmax, and the offset in shared memory of the row state that this may keep there.
-// - Logits: a warp's accumulators of S for one tile.
-// - COOPERATES: whether warps meet at a barrier inside a tile, so that all of them must compute every tile.
-// - Numerics(params, block, shared memory): the constructor.
-// - load_queries(), load_keys(tile), load_values(tile): issue asynchronous copies, of a tile into buffer tile % 2. (The tiles
-//   that a block visits have even and odd numbers in turn: a listed block of keys has two tiles.)
-// - multiply(tile, logits): computes S of the tile.
-// - attend<MASKED>(tile, logits, softmax, segment, the warp's first query): computes the online softmax, and adds P V; MASKED if
-//   some query may not see some key.
-// - flush_magic(softmax): finishes the accumulator after the last tile.
+// orders copies and reads. The numerics say how a tile is computed (ForwardSm80Numerics below; numerics/*_forward_sm80.cuh).
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -190,7 +176,33 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
   }
 }
 
-template <class Numerics, class Block = EveryKey>
+// What the mainloop asks of its numerics.
+template <class N>
+concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, const ForwardBlock& block, unsigned char* shared,
+                                       typename N::Logits& logits, typename N::RowSoftmax& softmax) {
+  typename N::Type;
+  requires N::D % 64 == 0;         // the padded head_dim
+  requires N::M * 16 * N::THREADS / 32 == FORWARD_QUERIES;  // a warp has 16 M queries
+  requires N::BLOCKS >= 1;         // blocks a multiprocessor, for __launch_bounds__ of the entry
+  requires N::STATE_AT + N::RowSoftmax::State::BYTES <= N::SHARED_BYTES;  // where the row state is, if it is in shared memory
+  N::COOPERATES || true;           // whether warps meet at a barrier inside a tile, so that all must compute every tile
+  N(p, block, shared);
+  // Issue asynchronous copies, of a tile into buffer tile % 2. (The tiles that a block visits have even and odd numbers in turn: a
+  // listed block of keys has two tiles.)
+  numerics.load_queries();
+  numerics.load_keys(0);
+  numerics.load_values(0);
+  // Computes S of a tile: logits are a warp's accumulators.
+  numerics.multiply(0, logits);
+  // attend<MASKED>(tile, step, logits, softmax, segment, the warp's first query): computes the online softmax, and adds P V.
+  // MASKED if some query may not see some key. `step` counts the tiles that were visited.
+  numerics.template attend<true>(0, 0, logits, softmax, block.segment, 0);
+  numerics.template attend<false>(0, 0, logits, softmax, block.segment, 0);
+  // Finishes the accumulator after the last tile.
+  numerics.flush_magic(softmax);
+};
+
+template <ForwardSm80Numerics Numerics, class Block = EveryKey>
 __device__ __forceinline__ void forward_sm80(const params::Forward& p) {
   using T = typename Numerics::Type;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -224,12 +236,12 @@ __device__ __forceinline__ void forward_sm80(const params::Forward& p) {
     // Warps that meet at a barrier inside a tile must all take the same branch.
     if (!Numerics::COOPERATES && __builtin_expect(step < whole_tiles, true)) {
       numerics.multiply(tile, logits);
-      numerics.template attend<false>(tile, logits, softmax, segment, 0);
+      numerics.template attend<false>(tile, step, logits, softmax, segment, 0);
     } else {
       int warp_first = block.first + threadIdx.x / 32 * 16 * Numerics::M;
       if (Numerics::COOPERATES || step * TILE < block.visible(warp_first + 16 * Numerics::M - 1)) {
         numerics.multiply(tile, logits);
-        numerics.template attend<true>(tile, logits, softmax, segment, warp_first);
+        numerics.template attend<true>(tile, step, logits, softmax, segment, warp_first);
       }
     }
   }

@@ -34,10 +34,6 @@
 
 namespace sage::attention {
 
-// The number of consumers that a block has registers for.
-template <int D>
-constexpr int DEFAULT_CONSUMERS = D == 64 ? 3 : 2;
-
 template <int TILES_, int PRODUCER_REGISTERS_, params::Plan PLAN>
 struct ForwardWarpgroups {
   static constexpr int CONSUMERS = PLAN.rows / 64, TILES = TILES_;  // TILES: tiles of keys a step
@@ -73,32 +69,55 @@ __device__ __forceinline__ Block next_work(const params::Forward& p, bool first)
   return none;
 }
 
-// Numerics is the layout of a block's shared memory. It has:
-// - Type, D, Warpgroups, SHARED_BYTES: the element type, the padded head_dim, a ForwardWarpgroups, and the size.
-// - PRODUCER_THREADS: the threads that produce. QUERY_ARRIVALS, STEP_ARRIVALS: their arrivals at the mbarrier for each item's
-//   queries, and for each stage of the kv pipeline.
-// - STAGING: bytes of shared memory that the epilogue has for each warp.
-// - load_queries(slot, thread, mbarrier): issues the asynchronous copies of an item's queries.
-// - load(step, stage, thread, mbarrier): issues those of a step's keys and values; without VALUES_FIRST load(values, step, ..),
-//   of either the values or the keys.
-// - Consumer: what a consumer keeps in registers. It has:
-//   - start(stage): issues S of a step whose keys have arrived.
-//   - scored<PENDING>(), without VALUES_FIRST: waits for S, while P V of PENDING steps may stay in flight; after it the keys are
-//     no longer read.
-//   - online_softmax<MASKED, PENDING>(step, stage, segment, the consumer's first query): computes P from S. With VALUES_FIRST it
-//     waits for S.
-//   - take(), without VALUES_FIRST: rescales O, and makes P the operand of the next add; no product may be in flight.
-//   - add(stage): issues P V of a step; add_last(stage): that of an item's last step.
-//   - added<PENDING>(): waits for P V, while PENDING later products may stay in flight; after it the values are no longer read.
-//     With VALUES_FIRST it then adds the product to O.
-//   - softmax: the Softmax of its queries, with O. staging(): the address of the calling warp's STAGING bytes.
-// - VALUES_FIRST: the order in which the products of a step are issued.
-//   - If true, P V of the previous step is issued before S, and is waited for while S is in flight: registers do not hold both S
-//     and P V while the softmax runs. The softmax of the other consumers hides the wait. Keys and values share a stage.
-//   - If false, S is issued before P V of the previous step, which is in flight during the softmax of S. Keys and values have
-//     stages of their own in the kv pipeline, in the order in which consumers need them: keys 0, keys 1, values 0, keys 2,
-//     values 1, .. A stage of keys is then released long before the values of its step are needed.
-template <class Numerics, class Block = EveryKey>
+// What the mainloop asks of its numerics, which are the layout of a block's shared memory, and of their Consumer, which is what
+// a consumer keeps in registers. Indices of stages are those of the kv pipeline.
+//
+// VALUES_FIRST is the order in which the products of a step are issued.
+// - If true, P V of the previous step is issued before S, and is waited for while S is in flight: registers do not hold both S
+//   and P V while the softmax runs. The softmax of the other consumers hides the wait. Keys and values share a stage.
+// - If false, S is issued before P V of the previous step, which is in flight during the softmax of S. Keys and values have
+//   stages of their own in the kv pipeline, in the order in which consumers need them: keys 0, keys 1, values 0, keys 2,
+//   values 1, .. A stage of keys is then released long before the values of its step are needed.
+template <class N>
+concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, const ForwardBlock& block, unsigned char* shared,
+                                       typename N::Consumer consumer, uint32_t mbarrier) {
+  typename N::Type;
+  requires N::D % 64 == 0;                      // the padded head_dim
+  requires N::Warpgroups::CONSUMERS >= 2;       // a ForwardWarpgroups
+  requires N::PRODUCER_THREADS <= 32;           // the threads that produce
+  requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // their arrivals at the mbarrier for each item's queries, and stage
+  requires N::STAGING >= 0 && N::SHARED_BYTES > 0;           // bytes of shared memory: of the epilogue for each warp, and in all
+  N(p, block, shared);
+  // Issues the asynchronous copies of an item's queries into one of two slots: (slot, thread, mbarrier).
+  numerics.load_queries(0, 0, mbarrier);
+  (typename N::Consumer(numerics, 0, 0));  // the slot of its queries, and its number
+  // Issues S of a step whose keys have arrived.
+  consumer.start(0);
+  // online_softmax<MASKED, PENDING>(step, stage, segment, the consumer's first query): computes P from S. With VALUES_FIRST it
+  // waits for S.
+  consumer.template online_softmax<true, 0>(0, 0, block.segment, 0);
+  consumer.template online_softmax<false, 0>(0, 0, block.segment, 0);
+  // Issue P V of a step, and of an item's last step.
+  consumer.add(0);
+  consumer.add_last(0);
+  // added<PENDING>(): waits for P V, while PENDING later products may stay in flight; after it the values are no longer read. With
+  // VALUES_FIRST it then adds the product to O.
+  consumer.template added<0>();
+  consumer.softmax;    // the Softmax of its queries, with O
+  consumer.staging();  // the address of the calling warp's STAGING bytes
+} && (N::VALUES_FIRST ? requires(N numerics, uint32_t mbarrier) {
+  // Issues the asynchronous copies of a step's keys and values: (step, stage, thread, mbarrier).
+  numerics.load(0, 0, 0, mbarrier);
+} : requires(N numerics, typename N::Consumer consumer, uint32_t mbarrier) {
+  // Issues those of either the values or the keys of a step: (values, step, stage, thread, mbarrier).
+  numerics.load(true, 0, 0, 0, mbarrier);
+  // scored<PENDING>(): waits for S, while P V of PENDING steps may stay in flight; after it the keys are no longer read.
+  consumer.template scored<0>();
+  // Rescales O, and makes P the operand of the next add; no product may be in flight.
+  consumer.take();
+});
+
+template <ForwardSm90Numerics Numerics, class Block = EveryKey>
 __device__ __forceinline__ void forward_sm90(const params::Forward& p) {
   using T = typename Numerics::Type;
   using Warpgroups = typename Numerics::Warpgroups;

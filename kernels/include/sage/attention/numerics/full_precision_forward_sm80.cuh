@@ -86,7 +86,7 @@ struct FullPrecisionForwardSm80 {
   }
 
   template <bool MASKED>
-  __device__ __forceinline__ void attend(int tile, Logits& s, RowSoftmax& softmax, const Segment& segment,
+  __device__ __forceinline__ void attend(int tile, int, Logits& s, RowSoftmax& softmax, const Segment& segment,
                                          int warp_first) {
     int lane = ptx::opaque(threadIdx.x) % 32;
     if constexpr (MASKED) mask(s, segment, warp_first, tile * TILE, lane, -CUDART_INF_F);

@@ -101,7 +101,7 @@ struct Nvfp4ForwardSm80 {
   }
 
   template <bool MASKED>
-  __device__ __forceinline__ void attend(int tile, Logits& s, RowSoftmax& softmax, const Segment& segment, int warp_first) {
+  __device__ __forceinline__ void attend(int tile, int, Logits& s, RowSoftmax& softmax, const Segment& segment, int warp_first) {
     int lane = threadIdx.x % 32, v_at = keys_at(tile) + Tile::BYTES;
     if constexpr (MASKED) hide(s, segment, warp_first, tile * TILE, lane);
 

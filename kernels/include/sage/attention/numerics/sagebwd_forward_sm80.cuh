@@ -94,7 +94,7 @@ struct SageBwdForwardSm80 {
   }
 
   template <bool MASKED>
-  __device__ __forceinline__ void attend(int tile, Logits& x, RowSoftmax& softmax, const Segment& segment,
+  __device__ __forceinline__ void attend(int tile, int step, Logits& x, RowSoftmax& softmax, const Segment& segment,
                                          int warp_first) {
     int lane = ptx::opaque(threadIdx.x) % 32;
     float k_dequant = __ldg(p.codes.k_dequant_scale + first_key_tile + tile);
@@ -208,7 +208,7 @@ struct SageBwdForwardSm80 {
     // Counts what MAGIC has added to each row, in units of MAGIC, for flush_magic.
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) softmax.state(RowSoftmax::State::MAGIC, r) += dequant[r];
-    if (__builtin_expect(tile % quant::MAGIC_TILES == quant::MAGIC_TILES - 1, false)) flush_magic(softmax);
+    if (__builtin_expect(step % quant::MAGIC_TILES == quant::MAGIC_TILES - 1, false)) flush_magic(softmax);
   }
 
   // The products are floats MAGIC + sum. Subtracts from the accumulator what MAGIC has added since the last time, before it
