@@ -22,8 +22,8 @@ fn main() -> Result<()> {
     let sage = SageBwd::default();
     let schemes: [(&str, Scheme); 4] = [
         ("vector", sage.into()),
-        ("group-16", SageBwd { granularity: Granularity::Group(16), ..sage }.into()),
-        ("tile", SageBwd { granularity: Granularity::Tile, ..sage }.into()),
+        ("group-16", sage.granularity(Granularity::Group(16)).into()),
+        ("tile", sage.granularity(Granularity::Tile).into()),
         ("full precision", Scheme::FullPrecision),
     ];
     for head_dim in [64, 128] {

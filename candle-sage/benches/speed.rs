@@ -100,8 +100,8 @@ fn run(case: &Case) -> Result<()> {
     let schemes = [
         ("full precision", Scheme::FullPrecision),
         ("sagebwd", sage.into()),
-        ("sagebwd, tile scales", SageBwd { granularity: Granularity::Tile, ..sage }.into()),
-        ("sagebwd, qk smoothing", SageBwd { smoothing: Smoothing::Qk, ..sage }.into()),
+        ("sagebwd, tile scales", sage.granularity(Granularity::Tile).into()),
+        ("sagebwd, qk smoothing", sage.smoothing(Smoothing::Qk).into()),
         ("attn-qat", AttnQat::default().into()),
     ];
     for (name, scheme) in schemes {

@@ -29,7 +29,8 @@ fn main() -> Result<()> {
             (Granularity::Tile, 64),
             (Granularity::Tile, 128),
         ] {
-            let scheme = SageBwd { smoothing, granularity, tile_q: tile, tile_k: tile, ..SageBwd::default() };
+            let scheme =
+                SageBwd::default().smoothing(smoothing).granularity(granularity).tile_q(tile).tile_k(tile);
             let error = norm(&(gradient(scheme.into())? - &exact)?)? / norm(&exact)?;
             println!(
                 "{:<10} {:<12} {:>8}  {:.2} %",

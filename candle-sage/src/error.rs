@@ -9,10 +9,50 @@ use std::fmt;
 /// error made from it displays the same text.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub struct Error {
+    kind: ErrorKind,
     what: String,
     got: Option<String>,
     allowed: Option<String>,
     hint: Option<String>,
+}
+
+/// What kind of error an [`Error`] is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// An argument, a setting or the contents of a file are not what they must be.
+    Invalid,
+    /// What was asked for is well-formed, and this device or build cannot do it.
+    Unsupported,
+    /// The memory of the device is full.
+    OutOfMemory,
+    /// Something outside the program failed: a file, a connection, a device.
+    Failed,
+}
+
+impl ErrorKind {
+    /// The kind of an error of candle's: [`ErrorKind::OutOfMemory`] if a GPU had no memory left, else
+    /// [`ErrorKind::Failed`].
+    pub fn of(error: &candle_core::Error) -> Self {
+        use candle_core::Error::{Context, WithBacktrace, WithPath};
+        match error {
+            Context { inner, .. } | WithBacktrace { inner, .. } | WithPath { inner, .. } => Self::of(inner),
+            #[cfg(feature = "cuda")]
+            candle_core::Error::Cuda(error) if device_memory_is_full(&**error) => Self::OutOfMemory,
+            _ => Self::Failed,
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn device_memory_is_full(error: &(dyn std::error::Error + 'static)) -> bool {
+    use candle_core::cuda_backend::CudaError;
+    use cudarc::driver::{DriverError, sys::CUresult};
+    let driver = match error.downcast_ref::<CudaError>() {
+        Some(CudaError::Cuda(driver)) => Some(driver),
+        _ => error.downcast_ref::<DriverError>(),
+    };
+    driver.is_some_and(|error| error.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY)
 }
 
 /// The result of this crate's functions that do not return candle's `Result`.
@@ -21,7 +61,25 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl Error {
     /// An error about `what`; the other methods add the details.
     pub fn new(what: impl Into<String>) -> Self {
-        Self { what: what.into(), got: None, allowed: None, hint: None }
+        Self { kind: ErrorKind::Invalid, what: what.into(), got: None, allowed: None, hint: None }
+    }
+
+    /// Creates an error about something well-formed that this device or build cannot do:
+    /// [`ErrorKind::Unsupported`].
+    pub fn unsupported(what: impl Into<String>) -> Self {
+        Self::new(what).with_kind(ErrorKind::Unsupported)
+    }
+
+    /// Sets what kind of error it is.
+    #[must_use]
+    pub fn with_kind(mut self, kind: ErrorKind) -> Self {
+        self.kind = kind;
+        self
+    }
+
+    /// What kind of error it is, for programs that act on it: the text is for people, and may change.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
     }
 
     /// Adds what the caller gave.
@@ -63,5 +121,27 @@ impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
         // `Error::wrap` would append a backtrace, which does not help to explain a mistake in the arguments.
         candle_core::Error::Wrapped(Box::new(error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kinds_are_kept_and_found_inside_other_errors() {
+        assert_eq!(Error::new("a").got(1).hint("b").kind(), ErrorKind::Invalid);
+        assert_eq!(Error::unsupported("a").allowed("b").kind(), ErrorKind::Unsupported);
+        let inner = candle_core::Error::Msg("a".into()).context("b");
+        assert_eq!(ErrorKind::of(&inner), ErrorKind::Failed);
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn full_memory_of_a_gpu_is_known_by_its_code() {
+        use cudarc::driver::{DriverError, sys::CUresult};
+        let full = DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+        let error = candle_core::Error::from(candle_core::cuda_backend::CudaError::Cuda(full));
+        assert_eq!(ErrorKind::of(&error.context("a step")), ErrorKind::OutOfMemory);
     }
 }

@@ -44,7 +44,7 @@ pub mod shape;
 pub mod sla2;
 mod update;
 
-pub use error::{Error, Result};
+pub use error::{Error, ErrorKind, Result};
 pub use ops::{Attention, flash_attn, flash_attn_varlen};
 pub use scheme::{
     AttnQat, Granularity, Int8Products, PReference, Products, SageBwd, Scheme, Smoothing, ValueGroups,

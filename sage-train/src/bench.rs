@@ -114,7 +114,7 @@ pub fn usual_rows() -> Vec<Row> {
 /// What is measured: every scheme, and SageBwd's sets of products.
 fn schemes() -> Vec<Scheme> {
     let sets = [Int8Products::FORWARD_AND_S, Int8Products::FORWARD];
-    let sets = sets.map(|products| SageBwd { products, ..SageBwd::default() }.into());
+    let sets = sets.map(|products| SageBwd::default().products(products).into());
     Scheme::all()
         .into_iter()
         .flat_map(|scheme| match scheme {

@@ -8,7 +8,7 @@ mod summary;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use candle_sage::{Error, Result, SageBwd, Scheme};
+use candle_sage::{Error, Result, Scheme};
 use serde::Deserialize;
 
 use crate::checks::{above_zero, in_range};
@@ -371,8 +371,7 @@ pub fn folder_of_runs(out: &Path) -> PathBuf {
 fn scheme_of_blocks(scheme: Scheme, sla2: Option<&Sla2Config>) -> Scheme {
     match (scheme, sla2) {
         (Scheme::SageBwd(sage), Some(sla2)) => {
-            SageBwd { tile_q: sage.tile_q.min(sla2.block), tile_k: sage.tile_k.min(sla2.block), ..sage }
-                .into()
+            sage.tile_q(sage.tile_q.min(sla2.block)).tile_k(sage.tile_k.min(sla2.block)).into()
         }
         (scheme, _) => scheme,
     }

@@ -30,19 +30,22 @@ pub mod sweep;
 pub mod train;
 pub mod trained;
 
-pub use candle_sage::{Error, Result};
+pub use candle_sage::{Error, ErrorKind, Result};
 
 /// Turns an error of a library into one of ours, saying what was being done.
 pub(crate) fn during<E: std::fmt::Display>(what: impl Into<String>) -> impl FnOnce(E) -> Error {
     let what = what.into();
-    move |error| Error::new(what).got(error)
+    move |error| Error::new(what).got(error).with_kind(ErrorKind::Failed)
 }
 
 /// Turns an error of writing a file into one of ours.
 pub(crate) fn writing<E: std::fmt::Display>(path: &std::path::Path) -> impl FnOnce(E) -> Error {
     let what = format!("cannot write {}", path.display());
     move |error| {
-        Error::new(what).got(error).hint("is there room, and may the folder be written? --out names another")
+        Error::new(what)
+            .got(error)
+            .hint("is there room, and may the folder be written? --out names another")
+            .with_kind(ErrorKind::Failed)
     }
 }
 

@@ -1,4 +1,4 @@
-//! The Llama: its shape, its parameters, its forward and backward.
+//! The Llama: its shape, its parameters, its forward and its backward.
 
 mod attention;
 mod block;

@@ -20,7 +20,7 @@ impl Architecture {
         match native {
             Some(&arch) => Ok(Self(arch)),
             None if device >= PTX => Ok(Self(PTX)),
-            None => Err(Error::new("the GPU is too old, or this build has no kernels for it")
+            None => Err(Error::unsupported("the GPU is too old, or this build has no kernels for it")
                 .got(format!("compute capability {major}.{minor}"))
                 .allowed(format!("machine code for {ARCHITECTURES:?}, PTX for {PTX} and later"))
                 .hint(

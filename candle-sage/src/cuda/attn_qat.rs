@@ -146,7 +146,7 @@ fn pack(call: &Call<'_>, params: &mut params::Forward) -> Result<[CudaSlice<i8>;
     let gpu = &call.gpu;
     // This crate's own tests also run where the kernel emulates the instruction.
     if !gpu.architecture.has_nvfp4() && !cfg!(test) {
-        return Err(Error::new("this GPU has no FP4 products, or this build no kernels with them")
+        return Err(Error::unsupported("this GPU has no FP4 products, or this build no kernels with them")
             .got(format!("kernels for {}", gpu.architecture))
             .allowed("compute capability 12.x, a build with CUDA 12.9 or later (12.8 for 12.0)")
             .hint("AttnQat::products(Products::SixteenBit) gives the same values everywhere")

@@ -84,7 +84,7 @@ impl<'a> Call<'a> {
     pub(super) fn new(problem: &'a Problem<'a>) -> Result<Self> {
         let shape = problem.shape;
         if problem.softmax_scale.is_nan() || problem.softmax_scale <= 0.0 {
-            return Err(Error::new("softmax scale is out of range on CUDA")
+            return Err(Error::unsupported("softmax scale is out of range on CUDA")
                 .got(problem.softmax_scale)
                 .allowed("above 0")
                 .hint("negate the query for a negative scale; the CPU takes any")

@@ -16,7 +16,7 @@ pub(super) fn padded_head_dim(shape: &AttentionShape) -> Result<usize> {
     match shape.head_dim() {
         0..=64 => Ok(64),
         65..=128 => Ok(128),
-        d => Err(Error::new("head_dim is out of range on CUDA")
+        d => Err(Error::unsupported("head_dim is out of range on CUDA")
             .got(d)
             .allowed("8 to 128")
             .hint("the CPU takes up to 256")),

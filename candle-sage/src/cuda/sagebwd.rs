@@ -74,21 +74,21 @@ impl OnGpu for SageBwd {
 /// Rejects settings that no kernel supports.
 fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
     if settings.tile_q != TILE || settings.tile_k != TILE {
-        return Err(Error::new("SageBwd on CUDA has tiles of one size")
+        return Err(Error::unsupported("SageBwd on CUDA has tiles of one size")
             .got(format!("tile_q {}, tile_k {}", settings.tile_q, settings.tile_k))
             .allowed("64 for both")
             .hint("other sizes run on the CPU"));
     }
     match (settings.products, settings.smoothing) {
         (Int8Products::FORWARD_AND_S, Smoothing::Qk) => {
-            return Err(Error::new("these products do not go with Q smoothing on CUDA")
+            return Err(Error::unsupported("these products do not go with Q smoothing on CUDA")
                 .got(format!("products {}, smoothing {}", settings.products, settings.smoothing))
                 .allowed("smoothing none or k; with smoothing qk products paper or forward")
                 .hint("the CPU takes any"));
         }
         (Int8Products::PAPER | Int8Products::FORWARD_AND_S | Int8Products::FORWARD, _) => {}
         (other, _) => {
-            return Err(Error::new("this set of INT8 products does not run on CUDA")
+            return Err(Error::unsupported("this set of INT8 products does not run on CUDA")
                 .got(format!("products {other}"))
                 .allowed("paper, forward-and-s, forward")
                 .hint("other sets run on the CPU"));
@@ -96,7 +96,7 @@ fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
     }
     match settings.granularity {
         Granularity::Group(size) if !size.is_power_of_two() => {
-            Err(Error::new("this scale group does not run on CUDA")
+            Err(Error::unsupported("this scale group does not run on CUDA")
                 .got(settings.granularity)
                 .allowed("vector, group-2, group-4, group-8, group-16, group-32, group-64, tile")
                 .hint("other groups run on the CPU"))

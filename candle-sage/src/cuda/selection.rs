@@ -28,7 +28,7 @@ pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
     if (blocks.query, blocks.key) == (SELECTION_BLOCK, SELECTION_BLOCK) {
         return Ok(());
     }
-    Err(Error::new("selections on CUDA have blocks of one size")
+    Err(Error::unsupported("selections on CUDA have blocks of one size")
         .got(format!("{} queries x {} keys", blocks.query, blocks.key))
         .allowed("128 x 128")
         .hint("other sizes run on the CPU")

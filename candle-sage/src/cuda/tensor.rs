@@ -24,7 +24,7 @@ impl Element {
         match dtype {
             DType::F16 => Ok(Self::F16),
             DType::BF16 => Ok(Self::BF16),
-            other => Err(Error::new("attention on CUDA does not take this element type")
+            other => Err(Error::unsupported("attention on CUDA does not take this element type")
                 .got(other.as_str())
                 .allowed("f16, bf16")
                 .hint("convert with `to_dtype(DType::BF16)`; f32 runs on the CPU")

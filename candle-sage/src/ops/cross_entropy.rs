@@ -25,6 +25,7 @@ const LINEAR: &str = "linear-cross-entropy";
 
 /// Settings of a cross-entropy.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[non_exhaustive]
 pub struct CrossEntropy {
     /// Targets with this id do not count (PyTorch's default is -100). `None`: all targets count.
     pub ignore_id: Option<i64>,
@@ -34,6 +35,26 @@ pub struct CrossEntropy {
     /// The z-loss: `z_loss * logsumexp(logits[n])^2` is added to the loss of each target, which keeps logits
     /// from drifting (PaLM, arXiv 2204.02311, section 5, with 1e-4). 0 adds nothing.
     pub z_loss: f32,
+}
+
+impl CrossEntropy {
+    /// Sets [`CrossEntropy::ignore_id`]: an id, or `None`.
+    #[must_use]
+    pub fn ignore_id(self, id: impl Into<Option<i64>>) -> Self {
+        Self { ignore_id: id.into(), ..self }
+    }
+
+    /// Sets [`CrossEntropy::chunk_rows`]: a number of rows, or `None`.
+    #[must_use]
+    pub fn chunk_rows(self, rows: impl Into<Option<usize>>) -> Self {
+        Self { chunk_rows: rows.into(), ..self }
+    }
+
+    /// Sets [`CrossEntropy::z_loss`].
+    #[must_use]
+    pub fn z_loss(self, weight: f32) -> Self {
+        Self { z_loss: weight, ..self }
+    }
 }
 
 /// Mean over the targets of `logsumexp(logits[n]) - logits[n][target[n]]`, in nats, and of the z-loss.

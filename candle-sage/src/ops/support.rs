@@ -26,7 +26,7 @@ pub(super) fn supported(op: &str, tensors: &[&Tensor]) -> Result<()> {
         Device::Cpu => Ok(()),
         #[cfg(feature = "cuda")]
         Device::Cuda(_) => Ok(()),
-        _ => Err(Error::new(format!("{op} does not run on this device"))
+        _ => Err(Error::unsupported(format!("{op} does not run on this device"))
             .got(format!("a tensor on {:?}", first.location()))
             .allowed(if cfg!(feature = "cuda") { "Device::Cpu, Device::Cuda" } else { "Device::Cpu" })
             .hint("build candle-sage with feature `cuda` for NVIDIA GPUs")

@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 /// On Hopper GPUs the forward's P has one scale per row of two key tiles, weighted with V's scales, and
 /// unsigned codes, 0 to 254: the error of O is a tenth smaller at sigma 1, and no larger at 3 to 10.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SageBwd {
     /// Operands whose token means are subtracted before quantizing.
     pub smoothing: Smoothing,
@@ -48,6 +49,7 @@ impl Default for SageBwd {
 
 /// The operands whose token means are subtracted before quantizing (SageBwd, sections 3 and 6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Smoothing {
     /// None. Channels with a large mean then use up the codes' range.
     None,
@@ -164,6 +166,7 @@ impl std::str::FromStr for Int8Products {
 /// A vector lies along the product's reduction, along which a scale must be constant: dS has scales by query
 /// row for dQ and by key column for dK; for dV, P has scales by key column and dO by channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Granularity {
     /// One scale per vector: the only choice that reaches the paper's accuracy at sigma 1.
     #[default]
@@ -241,6 +244,36 @@ impl Granularity {
 }
 
 impl SageBwd {
+    /// Sets [`SageBwd::smoothing`].
+    #[must_use]
+    pub fn smoothing(self, smoothing: Smoothing) -> Self {
+        Self { smoothing, ..self }
+    }
+
+    /// Sets [`SageBwd::products`].
+    #[must_use]
+    pub fn products(self, products: Int8Products) -> Self {
+        Self { products, ..self }
+    }
+
+    /// Sets [`SageBwd::granularity`].
+    #[must_use]
+    pub fn granularity(self, granularity: Granularity) -> Self {
+        Self { granularity, ..self }
+    }
+
+    /// Sets [`SageBwd::tile_q`].
+    #[must_use]
+    pub fn tile_q(self, rows: usize) -> Self {
+        Self { tile_q: rows, ..self }
+    }
+
+    /// Sets [`SageBwd::tile_k`].
+    #[must_use]
+    pub fn tile_k(self, rows: usize) -> Self {
+        Self { tile_k: rows, ..self }
+    }
+
     pub(super) fn in_words(&self) -> Vec<(&'static str, String)> {
         vec![
             ("smoothing", self.smoothing.to_string()),

@@ -13,18 +13,11 @@ fn schemes() -> Vec<Scheme> {
     vec![
         Scheme::FullPrecision,
         sage.into(),
-        SageBwd { smoothing: Smoothing::None, granularity: Granularity::Tile, ..sage }.into(),
-        SageBwd {
-            smoothing: Smoothing::Qk,
-            granularity: Granularity::Group(8),
-            tile_q: 16,
-            tile_k: 48,
-            ..sage
-        }
-        .into(),
-        SageBwd { products: Int8Products::FORWARD_AND_S, smoothing: Smoothing::Qk, ..sage }.into(),
-        SageBwd { products: Int8Products::FORWARD, ..sage }.into(),
-        SageBwd { products: Int8Products { dk: true, dv: true, ..Int8Products::FORWARD }, ..sage }.into(),
+        sage.smoothing(Smoothing::None).granularity(Granularity::Tile).into(),
+        sage.smoothing(Smoothing::Qk).granularity(Granularity::Group(8)).tile_q(16).tile_k(48).into(),
+        sage.products(Int8Products::FORWARD_AND_S).smoothing(Smoothing::Qk).into(),
+        sage.products(Int8Products::FORWARD).into(),
+        sage.products(Int8Products { dk: true, dv: true, ..Int8Products::FORWARD }).into(),
         AttnQat::default().into(),
         AttnQat::default()
             .smoothing(Smoothing::K)

@@ -218,7 +218,7 @@ fn loss(place: &Place) -> Result<()> {
     let targets: Vec<u32> = (0..rows as u32).map(|n| n * 7 % classes as u32).collect();
     let targets = Tensor::from_vec(targets, rows, &place.device)?;
     for (chunk_rows, z_loss) in [(None, 0.0), (Some(7), 0.0), (Some(7), 0.01)] {
-        let settings = CrossEntropy { chunk_rows, z_loss, ..CrossEntropy::default() };
+        let settings = CrossEntropy::default().chunk_rows(chunk_rows).z_loss(z_loss);
         let expected = ops::linear_cross_entropy(&hidden, &weight, &targets, settings)?;
         let grads = expected.backward()?;
         let grad = |var: &Var| grads.get(var).expect("a gradient").to_dtype(DType::F32);

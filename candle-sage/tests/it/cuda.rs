@@ -352,14 +352,14 @@ fn run_settings(schemes: &[Scheme], head_dims: &[usize]) -> Result<()> {
 fn settings_of_sagebwd() -> Result<()> {
     let mut schemes: Vec<Scheme> = Vec::new();
     for smoothing in [Smoothing::None, Smoothing::K, Smoothing::Qk] {
-        schemes.push(SageBwd { smoothing, ..sage() }.into());
+        schemes.push(sage().smoothing(smoothing).into());
     }
     for products in [Int8Products::FORWARD_AND_S, Int8Products::FORWARD] {
-        schemes.push(SageBwd { products, smoothing: Smoothing::None, ..sage() }.into());
+        schemes.push(sage().products(products).smoothing(Smoothing::None).into());
     }
-    schemes.push(SageBwd { products: Int8Products::FORWARD, smoothing: Smoothing::Qk, ..sage() }.into());
+    schemes.push(sage().products(Int8Products::FORWARD).smoothing(Smoothing::Qk).into());
     for granularity in [2, 4, 8, 16, 32, 64].map(Granularity::Group).into_iter().chain([Granularity::Tile]) {
-        schemes.push(SageBwd { granularity, ..sage() }.into());
+        schemes.push(sage().granularity(granularity).into());
     }
     run_settings(&schemes, &[64, 128])
 }
@@ -446,7 +446,7 @@ fn errors_reproduce_the_published_table() -> Result<()> {
             });
             let cases = cases.collect::<Result<Vec<_>>>()?;
             for products in [Int8Products::PAPER, Int8Products::FORWARD_AND_S, Int8Products::FORWARD] {
-                let scheme: Scheme = SageBwd { products, ..sage() }.into();
+                let scheme: Scheme = sage().products(products).into();
                 let mut mean = [0.0; 4];
                 for (case, exact) in &cases {
                     let got = case.run_on(&device, &case.attention(scheme), DType::BF16)?;
@@ -523,9 +523,7 @@ fn messages() -> Result<()> {
     says(candle_sage::Attention::default(), new(64, DType::F32)?, "f16, bf16");
     says(candle_sage::Attention::default(), new(136, DType::BF16)?, "8 to 128");
     says(candle_sage::Attention::default().softmax_scale(-1.0), new(64, DType::BF16)?, "above 0");
-    for settings in
-        [SageBwd { tile_q: 128, ..sage() }, SageBwd { granularity: Granularity::Group(3), ..sage() }]
-    {
+    for settings in [sage().tile_q(128), sage().granularity(Granularity::Group(3))] {
         says(candle_sage::Attention::new(settings), new(64, DType::BF16)?, "CPU");
     }
     Ok(())

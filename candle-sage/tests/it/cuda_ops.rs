@@ -297,7 +297,7 @@ fn cross_entropy() -> Result<()> {
                 continue;
             }
             let z_loss = if ignore_id == Some(0) { 0.01 } else { 0.0 };
-            let settings = CrossEntropy { ignore_id, z_loss, ..Default::default() };
+            let settings = CrossEntropy::default().ignore_id(ignore_id).z_loss(z_loss);
             let inputs = [draw(&mut normals, &[rows, classes])];
             check(&format!("cross_entropy {rows} x {classes}, {ignore_id:?}"), &inputs, 1.0, &|x| {
                 let targets = Tensor::new(targets.as_slice(), x[0].device())?;
@@ -340,7 +340,7 @@ fn linear_cross_entropy() -> Result<()> {
                     })
                     .collect();
             let z_loss = if ignore_id == Some(2) { 0.01 } else { 0.0 };
-            let settings = CrossEntropy { ignore_id, chunk_rows, z_loss };
+            let settings = CrossEntropy::default().ignore_id(ignore_id).chunk_rows(chunk_rows).z_loss(z_loss);
             let (hidden, mut weight) =
                 (draw(&mut normals, &[rows, width]), draw(&mut normals, &[classes, width]));
             weight.0.iter_mut().for_each(|w| *w /= (width as f32).sqrt());
@@ -392,7 +392,7 @@ fn messages() -> Result<()> {
         let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, device);
         let ids = |ids: &[i64]| Tensor::new(ids, device);
         let (logits, targets) = (zeros(&[4, 7])?, ids(&[1, 7, -2, 0])?);
-        let ignoring = |id| CrossEntropy { ignore_id: Some(id), ..Default::default() };
+        let ignoring = |id| CrossEntropy::default().ignore_id(Some(id));
         let failures = [
             ops::cross_entropy(&logits, &targets, CrossEntropy::default()),
             ops::cross_entropy(&logits, &targets, ignoring(7)),

@@ -12,7 +12,7 @@ const BLOCKS: (usize, usize) = (128, 128);
 
 fn schemes() -> Vec<Scheme> {
     let mut schemes = crate::support::schemes();
-    schemes.push(SageBwd { smoothing: Smoothing::Qk, ..SageBwd::default() }.into());
+    schemes.push(SageBwd::default().smoothing(Smoothing::Qk).into());
     schemes
 }
 

@@ -69,16 +69,8 @@ fn messages() {
                 &good,
             ),
         ),
-        ("tile", attend(Attention::new(SageBwd { tile_q: 8, ..sage }), &good, &good, &good)),
-        (
-            "group",
-            attend(
-                Attention::new(SageBwd { granularity: Granularity::Group(1), ..sage }),
-                &good,
-                &good,
-                &good,
-            ),
-        ),
+        ("tile", attend(Attention::new(sage.tile_q(8)), &good, &good, &good)),
+        ("group", attend(Attention::new(sage.granularity(Granularity::Group(1))), &good, &good, &good)),
         ("rms_norm", ops::rms_norm(&zeros(&[2, 3]), &zeros(&[2]), 1e-6)),
         ("swiglu", ops::swiglu(&zeros(&[2, 3]), &zeros(&[3, 2]))),
         ("rope", ops::rope(&zeros(&good), &zeros(&[3, 8]), &zeros(&[3, 8]), Default::default())),
@@ -104,7 +96,7 @@ fn messages() {
                 &zeros(&[2, 3]),
                 &zeros(&[5, 3]),
                 &ids(&[1, 1]),
-                CrossEntropy { chunk_rows: Some(0), ..Default::default() },
+                CrossEntropy::default().chunk_rows(Some(0)),
             ),
         ),
         ("past the rotary tables", {
@@ -118,11 +110,7 @@ fn messages() {
         ("target", ops::cross_entropy(&zeros(&[2, 3]), &ids(&[0, 3]), CrossEntropy::default())),
         (
             "no target",
-            ops::cross_entropy(
-                &zeros(&[2, 3]),
-                &ids(&[1, 1]),
-                CrossEntropy { ignore_id: Some(1), ..Default::default() },
-            ),
+            ops::cross_entropy(&zeros(&[2, 3]), &ids(&[1, 1]), CrossEntropy::default().ignore_id(Some(1))),
         ),
         (
             "linear_cross_entropy",

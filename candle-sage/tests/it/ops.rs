@@ -204,7 +204,7 @@ fn cross_entropy() -> Result<()> {
     for (classes, ignore_id, z_loss) in
         [(19, None, 0.0), (19, Some(7), 0.0), (300, None, 0.0), (19, None, 0.1), (300, Some(7), 0.01)]
     {
-        let settings = CrossEntropy { ignore_id, z_loss, ..Default::default() };
+        let settings = CrossEntropy::default().ignore_id(ignore_id).z_loss(z_loss);
         let counted: Vec<Option<usize>> =
             [4, 18, 7, 0, 7].into_iter().map(|t| (ignore_id != Some(t as i64)).then_some(t)).collect();
         Checked {
@@ -230,7 +230,7 @@ fn linear_cross_entropy_in_any_chunks() -> Result<()> {
         (None, None, 0.1),
         (Some(3), Some(2), 0.01),
     ] {
-        let settings = CrossEntropy { ignore_id, chunk_rows, z_loss };
+        let settings = CrossEntropy::default().ignore_id(ignore_id).chunk_rows(chunk_rows).z_loss(z_loss);
         let counted: Vec<Option<usize>> =
             ids.into_iter().map(|t| (ignore_id != Some(t as i64)).then_some(t)).collect();
         let mut normals = Normals::new(6);
@@ -411,7 +411,7 @@ fn ops_do_not_depend_on_the_number_of_threads() -> Result<()> {
                 1e-6,
             )?;
             let hidden = ops::swiglu(&hidden, &hidden)?;
-            let settings = CrossEntropy { chunk_rows: Some(600), ..Default::default() };
+            let settings = CrossEntropy::default().chunk_rows(Some(600));
             let targets = Tensor::new(ids.as_slice(), &Device::Cpu)?;
             let loss = ops::linear_cross_entropy(&hidden, &weight, &targets, settings)?;
             let grads = loss.backward()?;

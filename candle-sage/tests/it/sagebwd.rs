@@ -46,7 +46,7 @@ fn products_that_are_left_out_are_more_accurate() -> Result<()> {
     let errors = |products: Int8Products, sigma: f32| -> Result<[f64; 4]> {
         let mut mean = [0.0; 4];
         for seed in 0..SEEDS {
-            let errors = sigma_errors(SageBwd { products, ..sage() }.into(), 64, sigma, seed)?;
+            let errors = sigma_errors(sage().products(products).into(), 64, sigma, seed)?;
             mean.iter_mut().zip(errors).for_each(|(mean, e)| *mean += e / SEEDS as f64);
         }
         println!("{products}, sigma {sigma}: {mean:.4?}");
@@ -96,7 +96,7 @@ fn coarser_scales_are_less_accurate_at_sigma_one() -> Result<()> {
         [Granularity::Vector, Granularity::Group(8), Granularity::Group(32), Granularity::Tile];
     let mut last = [0.0; 4];
     for granularity in granularities {
-        let errors = sigma_errors(SageBwd { granularity, ..sage() }.into(), 128, 1.0, 0)?;
+        let errors = sigma_errors(sage().granularity(granularity).into(), 128, 1.0, 0)?;
         for n in 1..4 {
             assert!(
                 errors[n] > 1.02 * last[n],
@@ -127,7 +127,7 @@ fn smoothing_takes_out_a_key_bias() -> Result<()> {
     for n in 0..4 {
         assert!((smooth[n] / plain[n] - 1.0).abs() < 0.05, "{}: {plain:?} became {smooth:?}", NAMES[n]);
     }
-    let rough = case.errors(SageBwd { smoothing: Smoothing::None, ..sage() }.into(), DType::F32)?;
+    let rough = case.errors(sage().smoothing(Smoothing::None).into(), DType::F32)?;
     assert!(rough[1] > 5.0 * smooth[1] && rough[0] > 2.0 * smooth[0], "{rough:?} against {smooth:?}");
     Ok(())
 }
@@ -165,7 +165,7 @@ fn rows_of_ds_sum_to_about_zero() -> Result<()> {
         key[0] = 1.0;
     }
     for (scheme, tolerance) in
-        [(Scheme::FullPrecision, 1e-5), (SageBwd { smoothing: Smoothing::None, ..sage() }.into(), 0.05)]
+        [(Scheme::FullPrecision, 1e-5), (sage().smoothing(Smoothing::None).into(), 0.05)]
     {
         let [_, dq, dk, _] = case.run(scheme, DType::F32)?;
         let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
@@ -191,7 +191,7 @@ fn q_smoothing_keeps_its_rank_one_term() -> Result<()> {
         query.iter_mut().zip(&bias).for_each(|(q, b)| *q += b);
     }
     let exact = case.exact();
-    let smoothed = case.run(SageBwd { smoothing: Smoothing::Qk, ..sage() }.into(), DType::F32)?;
+    let smoothed = case.run(sage().smoothing(Smoothing::Qk).into(), DType::F32)?;
     let errors: Vec<f64> = smoothed.iter().zip(&exact).map(|(a, b)| relative_l2(a, b)).collect();
     let k_only = case.errors(sage().into(), DType::F32)?;
     for n in 0..4 {
@@ -243,11 +243,11 @@ fn zero_tensors_give_zero_gradients() -> Result<()> {
     for smoothing in [Smoothing::None, Smoothing::K, Smoothing::Qk] {
         let mut case = Case::new(1, (70, 70), (2, 1), 16, true);
         case.data[3].fill(0.0);
-        let [_, dq, dk, dv] = case.run(SageBwd { smoothing, ..sage() }.into(), DType::F32)?;
+        let [_, dq, dk, dv] = case.run(sage().smoothing(smoothing).into(), DType::F32)?;
         assert!(dq.iter().chain(&dk).chain(&dv).all(|&x| x == 0.0));
         case.data[0].fill(0.0);
         case.data[1].fill(0.0);
-        let out = &case.run(SageBwd { smoothing, ..sage() }.into(), DType::F32)?[0];
+        let out = &case.run(sage().smoothing(smoothing).into(), DType::F32)?[0];
         assert!(out.iter().all(|x| x.is_finite()));
     }
     Ok(())

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use candle_sage::{Error, Result};
@@ -69,10 +69,7 @@ impl Verification {
     pub fn end(&self) -> Result<Vec<Error>> {
         let Some(receiver) = &self.0 else { return Ok(Vec::new()) };
         let until = Instant::now() + PATIENCE;
-        let next = || match receiver.recv_timeout(until.saturating_duration_since(Instant::now())) {
-            Ok(compared) => Some(compared),
-            Err(RecvTimeoutError::Disconnected | RecvTimeoutError::Timeout) => None,
-        };
+        let next = || receiver.recv_timeout(until.saturating_duration_since(Instant::now())).ok();
         sorted(std::iter::from_fn(next))
     }
 }

@@ -160,7 +160,7 @@ impl Llama {
         let (sum, hidden) = self.norm.enter(&stream)?;
         drop(stream);
         let (table, dtable) = (&self.embedding.value, self.embedding.gradient()?);
-        let settings = CrossEntropy { z_loss: self.z_loss, ..CrossEntropy::default() };
+        let settings = CrossEntropy::default().z_loss(self.z_loss);
         let (loss, dhidden) =
             ops::linear_cross_entropy_into(dtable, &hidden, table, &targets.flatten_all()?, settings, 1.0)?;
         drop(hidden);

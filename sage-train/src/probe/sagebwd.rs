@@ -237,7 +237,7 @@ mod tests {
             (Smoothing::None, Granularity::Tile),
             (Smoothing::Qk, Granularity::Group(16)),
         ] {
-            let settings = SageBwd { smoothing, granularity, ..SageBwd::default() };
+            let settings = SageBwd::default().smoothing(smoothing).granularity(granularity);
             let inputs = inputs(200, 32, 2.0);
             let codes = compute(&inputs, settings, false, Low::All);
             let exact = compute(&inputs, settings, false, Low::None);

@@ -78,13 +78,11 @@ impl Attn {
             Kind::Sla2(_) => settings.sla2_numerics.map_or(SageBwd::default().into(), |text| text.0.0),
         };
         Some(match scheme {
-            Scheme::SageBwd(default) => SageBwd {
-                smoothing: settings.smoothing.map_or(default.smoothing, Smoothing::from),
-                products: settings.products.map_or(default.products, |text| text.0),
-                granularity: settings.granularity.map_or(default.granularity, |text| text.0),
-                ..default
-            }
-            .into(),
+            Scheme::SageBwd(default) => default
+                .smoothing(settings.smoothing.map_or(default.smoothing, Smoothing::from))
+                .products(settings.products.map_or(default.products, |text| text.0))
+                .granularity(settings.granularity.map_or(default.granularity, |text| text.0))
+                .into(),
             Scheme::AttnQat(default) => default
                 .smoothing(settings.smoothing.map_or(default.smoothing, Smoothing::from))
                 .value_groups(settings.value_groups.map_or(default.value_groups, |text| text.0))

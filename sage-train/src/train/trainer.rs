@@ -2,7 +2,7 @@
 //! later: on a GPU, when the next one is under way.
 
 use candle_core::{DType, Device, Tensor};
-use candle_sage::{Error, Result};
+use candle_sage::{Error, ErrorKind, Result};
 
 use crate::config::Config;
 use crate::data::{Batches, Dataset, Feed, Sequences};
@@ -373,9 +373,9 @@ fn other_than_first(all: &[Vec<f64>]) -> Option<usize> {
 
 /// An error of the device.
 fn failed(error: candle_core::Error, at: &str) -> Error {
-    let memory = error.to_string().contains("OUT_OF_MEMORY");
-    let error = during(at)(error);
-    if memory {
+    let kind = ErrorKind::of(&error);
+    let error = during(at)(error).with_kind(kind);
+    if kind == ErrorKind::OutOfMemory {
         return error.hint(
             "the GPU's memory is full: halve --micro-batch, or --recompute attention, or --recompute block; --dry-run \
              estimates",

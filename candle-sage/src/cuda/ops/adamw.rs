@@ -54,7 +54,7 @@ pub(crate) fn update(
         Some(copy) => (start(copy, &gpu)?, Float::of("adamw", copy.0)?),
     };
     if [weights, gradient, copy].iter().any(|at| !at.is_multiple_of(16)) || !len.is_multiple_of(V) {
-        return Err(Error::new("adamw on CUDA moves 16 bytes at a time")
+        return Err(Error::unsupported("adamw on CUDA moves 16 bytes at a time")
             .got(format!("{len} parameters"))
             .allowed("tensors that start on 16 bytes, a multiple of 4 parameters")
             .hint("put zeros behind them")

@@ -151,7 +151,7 @@ fn run(
     let packs = Packs::of(float, &starts, &strides);
     let pairs = half / packs.elements();
     if pairs > MAX_THREADS {
-        return Err(Error::new("head_dim is out of range on CUDA")
+        return Err(Error::unsupported("head_dim is out of range on CUDA")
             .got(head_dim)
             .allowed(format!("up to {}", 2 * MAX_THREADS * packs.elements()))
             .hint("make the input contiguous, or use the CPU")

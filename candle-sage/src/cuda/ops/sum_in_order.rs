@@ -24,7 +24,7 @@ pub(crate) fn sum(sum: Operand<'_>, parts: Operand<'_>, place: usize) -> Result<
         place: place as i32,
     };
     if [params.parts, params.sum].iter().any(|at| !at.is_multiple_of(16)) || !width.is_multiple_of(V) {
-        return Err(Error::new("sum_in_order on CUDA moves 16 bytes at a time")
+        return Err(Error::unsupported("sum_in_order on CUDA moves 16 bytes at a time")
             .got(format!("{width} elements"))
             .allowed("tensors that start on 16 bytes, a multiple of 4 elements")
             .hint("put zeros behind them")
