@@ -1,8 +1,8 @@
-//! Ranges of numbers that were typed.
+//! Range checks of numbers that were typed.
 
 use candle_sage::{Error, Result};
 
-/// Checks that a number is above zero, also as the f32 that it becomes.
+/// Checks that a number is finite and above zero, also after rounding to f32.
 ///
 /// # Errors
 /// When it is not.
@@ -16,7 +16,7 @@ pub fn above_zero(name: &str, value: f64) -> Result<f64> {
         .hint(format!("--{name}")))
 }
 
-/// Checks that a number lies between two others.
+/// Checks that a number lies between two others, both included.
 ///
 /// # Errors
 /// When it does not.

@@ -1,4 +1,4 @@
-//! What was typed.
+//! The command line.
 
 mod bench;
 mod data;
@@ -116,7 +116,7 @@ enum Verb {
 }
 
 impl Cli {
-    /// What was typed. A list of values for a setting makes a sweep of it.
+    /// Parses the command line. A list of values for a setting makes a sweep of it.
     pub fn typed() -> Self {
         let typed = Typed::new(std::env::args_os().collect());
         let parse = |words: &[OsString]| Self::try_parse_from(words);
@@ -135,10 +135,10 @@ impl Cli {
         }
     }
 
-    /// Does what was typed.
+    /// Executes the command.
     ///
     /// # Errors
-    /// Whatever goes wrong, ready to be printed.
+    /// Every error of the command, ready to be printed.
     pub fn run(self) -> Result<()> {
         match self.verb {
             Some(Verb::Corpus { megabytes, seed }) => write_corpus(megabytes, seed),

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use candle_sage::{Error, Result, Scheme};
 use serde::Deserialize;
+use toml::Table;
 
 use crate::checks::{above_zero, in_range};
 use crate::data::{Cut, Tokenizer};
@@ -18,7 +19,7 @@ use crate::during;
 use crate::model::{LlamaConfig, Sla2Config};
 use crate::optim::{AdamWConfig, LearningRate};
 use crate::quantity::{Quantity, grouped};
-use crate::settings::{Attn, Preset, Settings, SourceSetting, Switch};
+use crate::settings::{Attn, Preset, Settings, SourceSetting, Switch, tables};
 
 pub use identity::{Identity, differing, is_seed, of_attention};
 
@@ -310,17 +311,23 @@ impl Config {
         let text = std::fs::read_to_string(path)
             .map_err(during::<std::io::Error>(format!("cannot read the settings in {}", path.display())))
             .map_err(|error| error.hint("--config takes a TOML file; every run leaves one, config.toml"))?;
-        toml::from_str(&text).map_err(|error| {
+        let unusable = |error: toml::de::Error| {
             Error::new(format!("cannot use the settings in {}", path.display()))
                 .got(in_short(&error))
                 .hint("keys are the long flags without the dashes, e.g. tokens-per-step = \"256k\"")
-        })
+        };
+        // A file without tables says in which line it is wrong.
+        let table: Table = toml::from_str(&text).map_err(unusable)?;
+        match table.values().any(|value| value.is_table() || value.is_bool()) {
+            true => Settings::deserialize(tables::flat(table)?).map_err(unusable),
+            false => toml::from_str(&text).map_err(unusable),
+        }
     }
 
     /// The settings as TOML, without the run's name: run again, they make a folder of their own.
     pub fn to_toml(&self) -> String {
         let settings = Settings { name: None, ..self.settings.clone() };
-        let mut table = toml::Table::try_from(&settings).expect("settings are plain values");
+        let mut table = Table::try_from(&settings).expect("settings are plain values");
         // What a scheme leaves to its own defaults is said too: those of a later version may be others.
         for (key, value) in self.attn.own_settings(self.model.scheme, self.model.sla2.as_ref()) {
             let with = |value: &str| {
@@ -330,7 +337,7 @@ impl Config {
             };
             table = with(&value).unwrap_or(table);
         }
-        toml::to_string(&table).expect("settings are plain values")
+        toml::to_string(&tables::in_tables(table)).expect("settings are plain values")
     }
 
     /// Tokens of the whole run.

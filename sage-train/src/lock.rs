@@ -1,4 +1,4 @@
-//! One process at a time works in a folder.
+//! A lock file for a folder: one process at a time works in it.
 
 use std::fs::{File, TryLockError};
 use std::path::Path;
@@ -10,26 +10,27 @@ use crate::writing;
 
 const LOCK: &str = ".lock";
 
-/// Longer than a look takes.
+/// How long taking a lock is retried. It is longer than [`Lock::is_held`] holds one.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// A file that is held; the system lets go of it when the process ends, however it ends.
+/// A locked file. The system releases the lock when the process ends, however it ends.
 #[derive(Debug)]
 pub struct Lock(#[allow(dead_code, reason = "it is held, and nothing else")] File);
 
 impl Lock {
-    /// Takes a file, which is made if it is not there.
+    /// Locks a file, and creates it if it does not exist.
     ///
     /// # Errors
-    /// When another process has it.
+    /// When another process holds the lock, or the file cannot be created.
     pub fn take(path: &Path) -> Result<Self> {
         Self::hold(File::create(path).map_err(writing(path))?, path)
     }
 
-    /// Takes a file that was left. One that is gone by now is in somebody's hands.
+    /// Locks a file that was left behind. A file that does not exist any more counts as held: another process
+    /// has just taken it over.
     ///
     /// # Errors
-    /// When another process has it.
+    /// When another process holds the lock.
     pub fn take_existing(path: &Path) -> Result<Self> {
         let file = File::options().write(true).open(path).map_err(|_| in_use(path))?;
         Self::hold(file, path)
@@ -40,7 +41,7 @@ impl Lock {
         loop {
             match file.try_lock() {
                 Ok(()) => return Ok(Self(file)),
-                // Who merely looks whether it is held holds it for a moment.
+                // [`Lock::is_held`] in another process takes a shared lock for a moment.
                 Err(TryLockError::WouldBlock) if began.elapsed() < LOOK => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
@@ -50,22 +51,24 @@ impl Lock {
         }
     }
 
-    /// Whether a process works in the folder of a run. It leaves nothing there, and those who look do not see each other.
+    /// Whether a process holds the lock of a run's folder. It creates no file, and takes a shared lock, so
+    /// that several callers do not take each other for a holder.
     pub fn is_held(folder: &Path) -> bool {
         let file = File::options().write(true).open(folder.join(LOCK));
         file.is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
     }
 
-    /// Whether a process of this program ever worked in a folder, or made it and no more.
+    /// Whether this program has worked in a folder: it has a lock file, or is empty because the process that
+    /// made it ended before it made the lock file.
     pub fn marks(folder: &Path) -> bool {
         let empty = || std::fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_none());
         folder.join(LOCK).exists() || empty()
     }
 
-    /// Takes the folder of a run.
+    /// Locks the folder of a run.
     ///
     /// # Errors
-    /// When another process has it.
+    /// When another process holds the lock.
     pub fn run(folder: &Path) -> Result<Self> {
         Self::take(&folder.join(LOCK))
     }

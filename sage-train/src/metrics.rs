@@ -1,4 +1,4 @@
-//! What is measured: a point for each step, an outcome for each run.
+//! What a run measures: a point for each step, and an outcome for the run.
 
 use std::path::PathBuf;
 
@@ -9,55 +9,56 @@ use crate::settings::Attn;
 /// One optimizer step: a line of `metrics.jsonl` and of `metrics.csv`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Point {
-    /// The step, from 1.
+    /// Number of the step, from 1.
     pub step: u64,
-    /// Tokens trained on so far.
+    /// Tokens trained on, up to and including this step.
     pub tokens: u64,
-    /// Mean training loss of the step, nats a token.
+    /// Mean training loss of the step, nats per token.
     pub loss: f64,
     /// Norm of the gradient before clipping.
     pub grad_norm: f64,
     /// Learning rate.
     pub lr: f64,
-    /// Speed of this step.
+    /// Tokens per second of this step.
     pub tokens_per_second: f64,
-    /// Standard deviations of the loss above its mean over the steps before: see [`crate::train::guard`].
+    /// Standard deviations of the loss above its mean over the recent steps: see [`crate::train::guard`].
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub loss_z: Option<f64>,
-    /// The same of the gradient's norm.
+    /// Standard deviations of the gradient norm above its mean over the recent steps.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub grad_norm_z: Option<f64>,
-    /// Whether the update was left out because of a spike.
+    /// Whether the update was skipped because of a spike.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub skipped: bool,
-    /// Share of the machine's peak FLOP/s, where the peak is known.
+    /// Model FLOP/s utilization: share of the machine's peak FLOP/s, if the peak is known.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub mfu: Option<f64>,
-    /// What the GPU drew when the step was done, watts.
+    /// Power draw of the GPU after the step, watts.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub gpu_watts: Option<f64>,
-    /// Its clock then, MHz.
+    /// Clock of the GPU after the step, MHz.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub gpu_mhz: Option<f64>,
-    /// Its memory in use then, GiB.
+    /// Memory in use on the GPU after the step, GiB.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub gpu_gib: Option<f64>,
-    /// Validation loss after the step, nats a token.
+    /// Validation loss after the step, nats per token.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub val_loss: Option<f64>,
-    /// The same in bits a byte of text.
+    /// Validation loss after the step, bits per byte of text.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub val_bits_per_byte: Option<f64>,
-    /// The validation loss under the attention of `--eval-attn`, with the same weights.
+    /// Validation loss with the same weights under the attention of `--eval-attn`, nats per token.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub eval_attn_loss: Option<f64>,
-    /// The part of the step that is not gradients: the update, and with several ranks to wait for the slowest and to reduce.
+    /// Share of the step's time that is not spent on gradients: the update, and with several ranks also
+    /// waiting for the slowest one and reducing gradients.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub update_share: Option<f64>,
     /// The rank whose gradients took longest, in the step before.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub slowest_rank: Option<u64>,
-    /// Its time over the median of all ranks.
+    /// Time of the slowest rank's gradients over the median of all ranks.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub slowest_ratio: Option<f64>,
     /// Seconds since the start.
@@ -65,7 +66,7 @@ pub struct Point {
 }
 
 impl Point {
-    /// Every number by its name, those that are not there as `None`.
+    /// Every number with its name; `None` for one that was not measured.
     pub fn numbers(&self) -> [(&'static str, Option<f64>); 20] {
         [
             ("step", Some(self.step as f64)),
@@ -96,14 +97,15 @@ impl Point {
         Self::default().numbers().map(|(name, _)| name).join(",")
     }
 
-    /// A line of such numbers; what is not there stays empty.
+    /// The numbers of [`Point::numbers`], separated by commas; a number that was not measured is an empty
+    /// cell.
     pub fn csv(&self) -> String {
         self.numbers().map(|(_, number)| number.map_or(String::new(), |n| n.to_string())).join(",")
     }
 }
 
 impl Point {
-    /// A line of a file with this head, as [`Point::csv`] wrote it; nothing of another.
+    /// Parses a line that [`Point::csv`] wrote under this head; `None` if the line does not fit the head.
     pub fn from_csv(head: &str, line: &str) -> Option<Self> {
         let mut values = serde_json::Map::new();
         for (name, cell) in head.split(',').zip(line.split(',')).filter(|(_, cell)| !cell.is_empty()) {
@@ -121,20 +123,21 @@ impl Point {
     }
 }
 
-/// What a run came to.
+/// The result of a run.
 #[derive(Debug, Clone)]
 pub struct Outcome {
     /// The run's folder.
     pub folder: PathBuf,
-    /// How it attended.
+    /// The attention that the run was trained with.
     pub attn: Attn,
-    /// Validation loss at the end, nats a token.
+    /// Validation loss at the end, nats per token.
     pub val_loss: f64,
-    /// The same in bits per byte of text.
+    /// Validation loss at the end, bits per byte of text.
     pub val_bits_per_byte: f64,
-    /// What frequencies of single tokens reach, nats a token.
+    /// Unigram entropy of the data, nats per token: the loss of a model that knows the frequencies of tokens
+    /// alone.
     pub unigram_entropy: f64,
-    /// Training speed without validation.
+    /// Training speed without validation, tokens per second.
     pub tokens_per_second: f64,
     /// Every step.
     pub points: Vec<Point>,

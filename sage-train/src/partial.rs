@@ -1,4 +1,4 @@
-//! What is there is whole: files and folders are made under another name, and renamed when they are on the disk.
+//! Atomic files and folders: each is written under another name, synced to disk, and then renamed.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -8,13 +8,15 @@ use candle_sage::{Error, Result};
 use crate::lock::Lock;
 use crate::writing;
 
-/// The end of the other name.
+/// Ending of the temporary name.
 pub const PARTIAL: &str = ".partial";
 
-/// By this file the folder of an unfinished work is known, and locked.
+/// The file that marks a folder as unfinished by this program. Its lock says whether a process works on the
+/// folder.
 const MARK: &str = "unfinished-by-sage-train";
 
-/// By this one it is known that the work can go on from where it was. Whoever works in the folder writes it.
+/// The journal of a work that can be continued. The process that works in the folder writes it, and a folder
+/// that has one is not removed.
 pub const JOURNAL: &str = "progress.json";
 
 fn other_name(path: &Path) -> PathBuf {
@@ -23,7 +25,7 @@ fn other_name(path: &Path) -> PathBuf {
     path.with_file_name(name)
 }
 
-/// Waits until a file, or the names in a folder, are on the disk.
+/// Waits until a file, or the entries of a folder, are on disk.
 pub fn sync(path: &Path) -> Result<()> {
     if cfg!(windows) && path.is_dir() {
         return Ok(());
@@ -31,11 +33,11 @@ pub fn sync(path: &Path) -> Result<()> {
     File::open(path).and_then(|file| file.sync_all()).map_err(writing(path))
 }
 
-/// Makes a file, or puts it in the place of one: `write` gets the other name, which is this process' own. When it fails
-/// nothing is left.
+/// Creates or replaces a file atomically: `write` gets the temporary name, which contains the number of this
+/// process. When it fails, the temporary file is removed.
 ///
 /// # Errors
-/// Those of `write`, and when the file cannot be renamed.
+/// Those of `write`, and when the file cannot be synced or renamed.
 pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let mut own = path.as_os_str().to_owned();
     own.push(format!(".{}", std::process::id()));
@@ -49,10 +51,11 @@ pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> 
     written
 }
 
-/// Checks that nothing of this name is there. `what` it is to be, and the `flag` that names it, are for the message.
+/// Checks that nothing exists at `path`. The message names `what` it is to become and the `flag` that sets
+/// it.
 ///
 /// # Errors
-/// When there is something.
+/// When something exists there.
 pub fn check_free(path: &Path, what: &str, flag: &str) -> Result<()> {
     if !path.exists() {
         return Ok(());
@@ -63,12 +66,13 @@ pub fn check_free(path: &Path, what: &str, flag: &str) -> Result<()> {
         .hint(format!("{flag} names another; nothing is ever overwritten")))
 }
 
-/// Whether a folder is one of [`Folder`].
+/// Whether a folder is an unfinished [`Folder`].
 pub fn is_unfinished(folder: &Path) -> bool {
     folder.join(MARK).exists()
 }
 
-/// A folder in the making. Dropped before it is finished it is removed, unless it has a journal.
+/// A folder that is being written. It is removed if it is dropped before [`Folder::finish`], unless it has a
+/// journal.
 #[derive(Debug)]
 pub struct Folder {
     target: PathBuf,
@@ -77,24 +81,25 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// Begins a folder that does not exist. What an earlier try left is removed; what somebody else made is not.
+    /// Begins a folder that does not exist. The unfinished folder of an earlier attempt is removed; a folder
+    /// that this program did not make is not.
     ///
     /// # Errors
-    /// When it exists, or another process makes it.
+    /// When the folder exists, another process is making it, or an earlier attempt left a journal.
     pub fn begin(target: &Path) -> Result<Self> {
         Self::open(target, false)
     }
 
-    /// As [`Folder::begin`], but work with a journal is still there.
+    /// As [`Folder::begin`], but continues an unfinished folder that has a journal.
     ///
     /// # Errors
-    /// As [`Folder::begin`].
+    /// When the folder exists, or another process is making it.
     pub fn take_up(target: &Path) -> Result<Self> {
         Self::open(target, true)
     }
 
     fn open(target: &Path, goes_on: bool) -> Result<Self> {
-        // Without a slash at the end.
+        // Removes a trailing slash.
         let target: PathBuf = target.components().collect();
         check_free(&target, "folder", "--to")?;
         let partial = other_name(&target);
@@ -128,17 +133,17 @@ impl Folder {
         Ok(Self { target, partial, lock })
     }
 
-    /// Where to write.
+    /// The folder to write into.
     pub fn path(&self) -> &Path {
         &self.partial
     }
 
-    /// Gives it its name.
+    /// Gives the folder its final name.
     ///
     /// # Errors
-    /// When it cannot be renamed.
+    /// When it cannot be synced or renamed.
     pub fn finish(mut self) -> Result<()> {
-        // Whatever fails from here on, the work is done and stays.
+        // The lock leaves `self`, so that a failure from here on does not remove the finished work on drop.
         let lock = self.lock.take();
         for entry in std::fs::read_dir(&self.partial).map_err(writing(&self.partial))? {
             sync(&entry.map_err(writing(&self.partial))?.path())?;
@@ -148,7 +153,7 @@ impl Folder {
         sync(&self.partial)?;
         std::fs::rename(&self.partial, &self.target).map_err(writing(&self.target))?;
         drop(lock);
-        // Last of all: until here the work could go on from it.
+        // The journal is removed last: until here the work could be continued from it.
         let journal = self.target.join(JOURNAL);
         if journal.exists() {
             std::fs::remove_file(&journal).map_err(writing(&journal))?;
@@ -172,7 +177,7 @@ impl Drop for Folder {
 mod tests {
     use super::*;
 
-    /// Work that can go on is nobody else's room, and is left where it is by all that fails.
+    /// A folder with a journal survives every failure, and another work does not take its place.
     #[test]
     fn a_folder_with_a_journal_is_kept_until_it_is_whole() {
         let scratch = tempfile::tempdir().expect("a folder");
@@ -186,7 +191,7 @@ mod tests {
         assert!(error.contains("an interrupted `data prepare` is in the way"), "{error}");
         Folder::take_up(&target).expect("it goes on").finish().expect("an end");
         assert_eq!(std::fs::read_dir(&target).expect("a folder").count(), 0);
-        // Without one there is nothing to go on from: whatever is there goes.
+        // Without a journal nothing can be continued: the unfinished folder is removed.
         let other = scratch.path().join("other");
         std::fs::create_dir(scratch.path().join("other.partial")).expect("a folder");
         for name in [MARK, "weights"] {
@@ -210,7 +215,7 @@ mod tests {
         folder.finish().expect("an end");
         assert_eq!(std::fs::read_dir(&target).expect("a folder").count(), 1);
         assert!(Folder::begin(&target).is_err());
-        // Of somebody else.
+        // A folder that this program did not make is not touched.
         std::fs::create_dir(scratch.path().join("b.partial")).expect("a folder");
         assert!(Folder::begin(&scratch.path().join("b")).is_err());
         assert!(scratch.path().join("b.partial").exists());

@@ -1,6 +1,6 @@
-//! Errors of low-bit attention against full precision: on the tensors of a trained model, layer by layer and head by head
-//! (Table 2 of arXiv 2603.02170), what each product contributes, how large what is quantized is; and on random tensors
-//! (Table 1).
+//! Errors of low-bit attention against full precision: on the tensors of a trained model, layer by layer and
+//! head by head (Table 2 of arXiv 2603.02170), with the error of each part of the arithmetic alone and the
+//! sizes of the quantized tensors; and on random tensors (Table 1).
 
 pub mod anatomy;
 mod attn_qat;
@@ -32,24 +32,24 @@ use measures::{Sums, outlying};
 use sagebwd::SageBwdAnatomy;
 pub use sigma::{Shape, SigmaRow, sigma_table};
 
-/// What has an error, in the order of the computation.
+/// The quantities whose errors are measured, in the order of the computation.
 pub const QUANTITIES: [&str; 8] = ["delta", "P", "dP", "dS", "O", "dQ", "dK", "dV"];
 
-/// The results among them.
+/// Those quantities that are results of attention.
 pub const RESULTS: [&str; 4] = ["O", "dQ", "dK", "dV"];
 
-/// What to look at.
+/// What to measure.
 #[derive(Debug, Clone, Copy)]
 pub struct Look {
-    /// Validation sequences.
+    /// Number of validation sequences.
     pub sequences: usize,
-    /// A row for each head, and not for each layer alone.
+    /// Whether each head has a row too.
     pub heads: bool,
-    /// What each part of the arithmetic contributes alone.
+    /// Whether each part of the arithmetic is measured alone.
     pub products: bool,
-    /// Queries and keys times this.
+    /// Factor of queries and keys.
     pub qk_scale: f64,
-    /// A scale for each token of Q and K: what it would mend.
+    /// Whether each token of Q and K has a scale of its own instead of the scale of its tile.
     pub token_scales: bool,
 }
 
@@ -59,55 +59,58 @@ impl Default for Look {
     }
 }
 
-/// The errors of a layer, or of a head of it.
+/// The errors of a layer, or of one of its heads.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Row {
     /// The layer, from 0.
     pub layer: usize,
-    /// The query head, from 0; nothing of a whole layer.
+    /// The query head, from 0; `None` for the whole layer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub head: Option<usize>,
-    /// By the names of [`QUANTITIES`]. dK and dV of heads that share a key head are with the first of them.
+    /// Errors by the names of [`QUANTITIES`]. dK and dV are sums over the query heads of a key head, and are
+    /// in the row of the first of them.
     pub errors: BTreeMap<String, Distance>,
-    /// How large things are.
+    /// Sizes of the tensors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sizes: Option<Sizes>,
-    /// With one part of the arithmetic in low bits alone: relative L2 of the results that are this head's.
+    /// For each part of the arithmetic, relative L2 of the four [`RESULTS`] with that part alone in low bits;
+    /// `None` for a gradient that is in another head's row.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub products: Vec<(String, [Option<f64>; 4])>,
-    /// The part of the groups of each operand that become zeros, in a scheme with such groups.
+    /// For each operand, the fraction of its NVFP4 groups that become zeros; empty for a scheme without such
+    /// groups.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub vanished: Vec<(String, f64)>,
 }
 
-/// What was probed, and the errors found.
+/// A probe: what was measured, and the errors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Probed {
-    /// The numerics whose error it is.
+    /// The numerics whose errors these are.
     pub scheme: String,
-    /// Steps that the model was trained for, where that is known.
+    /// Steps that the model was trained for, if known.
     pub step: Option<u64>,
     /// Tokens in a sequence.
     pub context: usize,
-    /// Validation sequences looked at.
+    /// Number of validation sequences.
     pub sequences: usize,
-    /// Queries and keys were multiplied by this.
+    /// Factor by which queries and keys were multiplied.
     pub qk_scale: f64,
-    /// Whether every token of Q and K had a scale of its own.
+    /// Whether each token of Q and K had a scale of its own.
     #[serde(default)]
     pub token_scales: bool,
-    /// For each layer its row, and then its heads' where they were asked for.
+    /// A row for each layer, followed by the rows of its heads if they were asked for.
     pub rows: Vec<Row>,
 }
 
-/// Runs validation sequences through the model of a run, or of one of its checkpoints, with full-precision attention, and
-/// computes every layer's attention again with the run's low-bit scheme (SageBwd, if it has none) on the tensors found there.
-/// `settings` win over the run's.
+/// Probes a run, one of its checkpoints, or a model in Hugging Face's format. Validation sequences run
+/// through the model with full-precision attention; on the tensors of each layer, attention is then computed
+/// again with the run's low-bit scheme (SageBwd, if it has none). `settings` win over the run's.
 ///
 /// # Errors
-/// When the folder is not a run with weights, its data is gone or another, or the model has no attention.
+/// When the folder has no weights, the run's data is missing or has changed, or the model has no attention.
 pub fn probe(folder: &Path, look: Look, settings: Settings) -> Result<Probed> {
-    // In f32, wherever it was trained.
+    // On the CPU, and therefore in f32, wherever the model was trained.
     let trained = Trained::open(folder, Place::Cpu, settings, true)?;
     trained.check_attention(folder, "probe")?;
     let Trained { config, parameters, .. } = &trained;
@@ -128,7 +131,7 @@ pub fn probe(folder: &Path, look: Look, settings: Settings) -> Result<Probed> {
     Ok(probed)
 }
 
-/// The scheme whose error is asked for: SageBwd of a model that was trained in full precision.
+/// The scheme to probe: the model's, or SageBwd for a model that was trained in full precision.
 pub fn low_bit(scheme: Option<Scheme>, settings: &Settings) -> Scheme {
     match scheme {
         Some(scheme) if scheme != Scheme::FullPrecision => scheme,
@@ -136,7 +139,7 @@ pub fn low_bit(scheme: Option<Scheme>, settings: &Settings) -> Scheme {
     }
 }
 
-/// A scheme taken apart.
+/// The dense f64 implementation of a scheme.
 fn anatomy_of(scheme: Scheme, token_scales: bool) -> Result<Box<dyn Anatomy>> {
     match scheme {
         Scheme::SageBwd(settings) => Ok(Box::new(SageBwdAnatomy { settings, token_scales })),
@@ -152,10 +155,10 @@ fn anatomy_of(scheme: Scheme, token_scales: bool) -> Result<Box<dyn Anatomy>> {
     }
 }
 
-/// As [`probe`], of a model on the CPU that was made for training.
+/// As [`probe`], for a model on the CPU whose parameters are in memory.
 ///
 /// # Errors
-/// When there is no memory, or the scheme has no insides and they are asked for.
+/// When memory is short, or the scheme has no dense implementation here.
 pub fn probe_model(
     config: &LlamaConfig,
     parameters: &Parameters,
@@ -177,7 +180,8 @@ pub fn probe_model(
             .allowed("shorter sequences: P, dP and dS are held whole")
             .hint("--context says how long they are"));
     }
-    // Attention over whole sequences: documents would be sequences of their own lengths.
+    // Attention spans whole sequences. With attention inside documents, each document would be a sequence of
+    // its own length.
     let cut = Cut { end_of_document: None, ..cut };
     let batches = Batches::new(text, cut);
     let sequences = look.sequences.min(batches.sequences() as usize);
@@ -206,7 +210,7 @@ pub fn probe_model(
     })
 }
 
-/// Query, key, value and output gradient of every layer, with full-precision attention.
+/// Query, key, value and output gradient of every layer, under full-precision attention.
 fn trace(
     model: &LlamaConfig,
     parameters: &Parameters,
@@ -228,7 +232,7 @@ fn trace(
     Ok(layers)
 }
 
-/// What was found in a layer: of each query head, and of the layer.
+/// The measurements of a layer, for each query head.
 struct Found {
     heads: Vec<OfHead>,
 }
@@ -237,10 +241,10 @@ struct Found {
 struct OfHead {
     errors: BTreeMap<&'static str, Sums>,
     sizes: Option<Sizes>,
-    /// In the order of the scheme's parts.
+    /// Sums for each part of the arithmetic, in the order of [`Anatomy::parts`].
     products: Vec<(&'static str, [Option<Sums>; 4])>,
     vanished: Vec<(&'static str, f64)>,
-    /// Sequences that are in it.
+    /// Number of sequences that are summed.
     count: usize,
 }
 
@@ -303,7 +307,8 @@ fn head_of(x: &Tensor, sequence: usize, head: usize) -> candle_core::Result<Vec<
     x.get(sequence)?.narrow(1, head, 1)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
 }
 
-/// Every quantity of a scheme, in f64.
+/// Measures a layer: computes attention of every sequence and head in f64, exactly and in low bits, and
+/// compares the quantities.
 fn insides(
     tensors: &[Tensor; 4],
     [heads, key_heads]: [usize; 2],
@@ -315,7 +320,7 @@ fn insides(
     let pieces: Vec<(usize, usize)> =
         (0..key_heads).flat_map(|key| (0..sequences).map(move |sequence| (key, sequence))).collect();
     let piece = |&(key, sequence): &(usize, usize)| -> candle_core::Result<Vec<(usize, OfHead)>> {
-        // Query heads of one key head: its gradients are sums over them.
+        // The query heads of one key head go together, because its gradients are sums over them.
         let inputs = (0..group)
             .map(|n| {
                 let head = key * group + n;
@@ -356,7 +361,7 @@ fn insides(
         Ok(found)
     };
     let mut all = vec![OfHead::default(); heads];
-    // As many at once as there is memory for.
+    // As many pieces at the same time as fit the free memory.
     let at_once = (available() / bytes(tokens, group)).clamp(1, 1 << 16) as usize;
     for pieces in pieces.chunks(at_once) {
         let found = pieces.par_iter().map(piece).collect::<candle_core::Result<Vec<_>>>()?;
@@ -365,12 +370,13 @@ fn insides(
     Ok(Found { heads: all })
 }
 
-/// Bytes of memory that are free, or a guess where the system does not say.
+/// Bytes of free memory; 8 GiB if the system does not report it.
 fn available() -> u64 {
     free_memory().unwrap_or(8 << 30)
 }
 
-/// The gradients of a key head are sums over its query heads: the first one gets them.
+/// Adds the gradients of the key head, dK and dV, that the other query heads contribute to those of the first
+/// one.
 fn share(heads: &mut [Quantities]) {
     let (first, others) = heads.split_at_mut(1);
     for other in others {
@@ -381,7 +387,8 @@ fn share(heads: &mut [Quantities]) {
     }
 }
 
-/// `first`: of its key head, whose gradients it has.
+/// The errors of a query head. `first` says whether it is the first one of its key head, whose dK and dV it
+/// holds.
 fn errors(got: &Quantities, exact: &Quantities, first: bool) -> BTreeMap<&'static str, Sums> {
     let pairs: [(&[f64], &[f64]); 8] = [
         (&got.delta, &exact.delta),
@@ -396,7 +403,7 @@ fn errors(got: &Quantities, exact: &Quantities, first: bool) -> BTreeMap<&'stati
     let all = QUANTITIES.into_iter().zip(pairs);
     all.filter(|(name, _)| first || !["dK", "dV"].contains(name))
         .map(|(name, (got, exact))| match name {
-            // A query does not see what comes later, and no sum has it.
+            // Above the diagonal P is 0, because a query does not see later keys: no result depends on dP there.
             "dP" => (name, Sums::of(&seen(got, exact.len()), &seen(exact, exact.len()))),
             _ => (name, Sums::of(got, exact)),
         })
@@ -421,7 +428,8 @@ fn sizes(inputs: &Inputs, exact: &Quantities, anatomy: &dyn Anatomy) -> Sizes {
         rms_p: rms(&p),
         rms_dp: rms(&dp),
         rms_ds: rms(&ds),
-        // Over the half of the plane that is seen there are N (N + 1) / 2 values, and N rows whose squares sum to 1 at most.
+        // The causal half has N (N + 1) / 2 values, and the squares of each of the N rows of P sum to at most
+        // 1.
         bound_ds: apart * (2.0 / (n as f64 + 1.0)).sqrt(),
         largest_q: largest(&inputs.rows[0]),
         largest_k: largest(&inputs.rows[1]),
@@ -431,10 +439,10 @@ fn sizes(inputs: &Inputs, exact: &Quantities, anatomy: &dyn Anatomy) -> Sizes {
     }
 }
 
-/// As [`probe`], under way: of the weights that a run just wrote.
+/// As [`probe`], during training: probes the weights that the run has just written.
 ///
 /// # Errors
-/// When they cannot be read, or there is no memory.
+/// When they cannot be read, or memory is short.
 pub fn probe_weights(
     config: &crate::config::Config,
     weights: &Path,

@@ -1,4 +1,4 @@
-//! Whole numbers as people type them: `256k` is 262,144.
+//! Whole numbers with units, as people type them: `256k` is 262,144.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,8 +6,9 @@ use std::str::FromStr;
 use candle_sage::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// A count. `k`, `m` and `g` stand for 1024, 1024^2 and 1024^3 (64 sequences of 4096 are 256k), `b` for a billion, as tokens
-/// are counted; plain numbers are taken as they are, with `_` between digits or an exponent (`1e6`) if you like.
+/// A count. `k`, `m` and `g` stand for 1024, 1024^2 and 1024^3 (64 sequences of 4096 are 256k), and `b` for
+/// 10^9, as tokens are counted. A plain number stands for itself, and may have `_` between its digits or an
+/// exponent (`1e6`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Quantity(pub u64);
 
@@ -30,7 +31,8 @@ impl FromStr for Quantity {
         let value = match digits.contains(['.', 'e']) {
             _ if !digits.starts_with(|c: char| c.is_ascii_digit()) => None,
             false => digits.parse::<u64>().ok().and_then(|n| n.checked_mul(unit)),
-            // 1.5k is 1536 and 2.1m, as people write it, 2,202,010; a plain fraction is a mistake.
+            // With a unit, a fraction is rounded: 1.5k is 1536, and 2.1m is 2,202,010. A fraction without a
+            // unit is an error.
             true => digits
                 .parse::<f64>()
                 .ok()
@@ -48,7 +50,7 @@ impl FromStr for Quantity {
 }
 
 impl fmt::Display for Quantity {
-    /// The shortest form that reads back as the same number.
+    /// The shortest form that parses to the same number.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (shift, unit) in [(30, "g"), (20, "m"), (10, "k")] {
             if self.0 > 0 && self.0.trailing_zeros() >= shift {
@@ -101,7 +103,7 @@ pub fn gib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 30)
 }
 
-/// `1234567` as `1,234,567`.
+/// Groups digits by threes: `1234567` as `1,234,567`.
 pub fn grouped(n: u64) -> String {
     let digits = n.to_string();
     let mut out = String::new();

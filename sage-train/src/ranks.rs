@@ -1,7 +1,7 @@
-//! Several processes that train one model, each with a GPU of its own: who they are, how they meet, how they exchange tensors,
-//! and how they notice that one of them is gone.
+//! Several processes, the ranks, that train one model, each with a GPU of its own: how a process learns its
+//! rank, how ranks connect, how they exchange tensors, and how they detect that one of them has died.
 //!
-//! A run with one process has one rank, and takes the same way.
+//! A run with one process is a run with one rank, on the same code path.
 
 mod group;
 mod launch;
@@ -35,14 +35,14 @@ use transport::Transport;
 
 use crate::during;
 
-/// How long a rank may make no progress, where nothing else is said.
+/// The default of how long a rank may go without progress.
 pub const STALL: Duration = Duration::from_secs(120);
 
-/// Whether this process has met others.
+/// Whether this process has joined other ranks.
 static MET: AtomicBool = AtomicBool::new(false);
 
-/// Ends a process that was one of several ranks; any other goes on to its own end. What a GPU's libraries do when a process
-/// ends may wait for ranks that are gone.
+/// Exits the process at once if it was one of several ranks; otherwise returns, and the process ends
+/// normally. The exit handlers of the GPU's libraries may wait for ranks that have died.
 pub fn end(code: u8) {
     if MET.load(Ordering::Relaxed) {
         let _ = std::io::stdout().flush();
@@ -50,30 +50,32 @@ pub fn end(code: u8) {
     }
 }
 
-/// What this process is to the ranks of a run.
+/// The part that this process plays in a run.
 #[derive(Debug)]
 pub enum Role {
-    /// It started them, and they have ended with this code.
+    /// It started the ranks, which have ended. The number is the exit code of the run.
     Launcher(i32),
-    /// One of them, that has met the others.
+    /// It is one of the ranks, and is connected to the others.
     Rank {
-        /// The others.
+        /// The control channel to the other ranks.
         words: Words,
-        /// Which it is on its machine.
+        /// This rank among the ranks of its machine.
         local: Rank,
     },
 }
 
 impl Role {
-    /// The only one.
+    /// The only rank of a run.
     pub fn alone() -> Self {
         Self::Rank { words: Words::alone(), local: Rank::ALONE }
     }
 
-    /// By the environment; else it starts as many ranks as `gpus` says, and waits for them.
+    /// Takes the rank from the environment, if a launcher has set it. Otherwise starts `gpus` ranks and waits
+    /// for them, or is the only rank.
     ///
     /// # Errors
-    /// When the environment says half of it or something else, ranks cannot be started, or do not meet.
+    /// When the environment is incomplete or contradicts `gpus` or `restarts`, when the ranks cannot be
+    /// started, or when they do not connect.
     pub fn take(gpus: Option<usize>, restarts: u32, stall: Duration) -> Result<Self> {
         gpus.map_or(Ok(()), launch::check)?;
         match (gpus, World::from_environment()?) {
@@ -100,7 +102,8 @@ impl Role {
     }
 }
 
-/// The ranks of a run, as one of them sees them: words by way of their meeting, tensors by way of their devices.
+/// The ranks of a run, as seen from one of them: a control channel for text, and groups for tensors on the
+/// devices.
 #[derive(Debug)]
 pub struct Ranks {
     mesh: Mesh,
@@ -112,17 +115,17 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// One process.
+    /// The ranks of a run with one process.
     pub fn alone() -> Self {
         let alone = Group::alone;
         let (all, shards, replicas, context) = (alone(), alone(), alone(), alone());
         Self { mesh: Mesh::ALONE, all, shards, replicas, context, words: Words::alone() }
     }
 
-    /// Connects the devices of ranks that have met and lie so.
+    /// Connects the devices of ranks that have met, in the groups of `mesh`.
     ///
     /// # Errors
-    /// When they cannot reach each other.
+    /// When the devices cannot reach each other.
     pub fn connect(words: Words, mesh: Mesh, device: &Device) -> Result<Self> {
         let Some(meeting) = &words.meeting else { return Ok(Self { mesh, ..Self::alone() }) };
         let transport: Rc<dyn Transport> = match device {
@@ -146,42 +149,42 @@ impl Ranks {
         })
     }
 
-    /// Which one this is.
+    /// This rank among all ranks.
     pub fn rank(&self) -> Rank {
         self.mesh.rank()
     }
 
-    /// How they lie.
+    /// The arrangement of the ranks in nodes and groups.
     pub fn mesh(&self) -> Mesh {
         self.mesh
     }
 
-    /// Everybody.
+    /// All ranks.
     pub fn all(&self) -> &Group {
         &self.all
     }
 
-    /// Those of this node.
+    /// The ranks of this node.
     pub fn shards(&self) -> &Group {
         &self.shards
     }
 
-    /// Those that have this one's place on the other nodes.
+    /// The ranks that hold the same shard as this one, one on each node.
     pub fn replicas(&self) -> &Group {
         &self.replicas
     }
 
-    /// Those that have one sequence together.
+    /// The ranks that share each sequence with this one.
     pub fn context(&self) -> &Group {
         &self.context
     }
 
-    /// How words travel.
+    /// The control channel.
     pub fn words(&self) -> &Words {
         &self.words
     }
 
-    /// The numbers of each rank, as many of each.
+    /// Gathers numbers, equally many from each rank: the numbers of each rank, in the order of the ranks.
     ///
     /// # Errors
     /// When another rank cannot be reached.
@@ -200,7 +203,8 @@ impl Ranks {
     }
 }
 
-/// What ranks say to each other, from any thread. All must come to a topic equally often.
+/// The control channel of the ranks: collective operations on text, callable from any thread. Calls are
+/// matched by topic, so all ranks must make the same number of calls on each topic.
 #[derive(Debug, Clone)]
 pub struct Words {
     rank: Rank,
@@ -208,29 +212,29 @@ pub struct Words {
 }
 
 impl Words {
-    /// One process has nobody to talk to.
+    /// The control channel of a run with one process, which connects to nothing.
     pub fn alone() -> Self {
         Self { rank: Rank::ALONE, meeting: None }
     }
 
-    /// Meets the others. `stall` is how long a rank may make no progress.
+    /// Connects to the other ranks. `stall` is how long a rank may go without progress.
     ///
     /// # Errors
-    /// When they do not come, or are of another version.
+    /// When the other ranks do not connect in time, or run another version of this program.
     pub fn meet(world: &World, stall: Duration) -> Result<Self> {
         MET.store(true, Ordering::Relaxed);
         Ok(Self { rank: world.rank, meeting: Some(Arc::new(Meeting::join(world, stall)?)) })
     }
 
-    /// Which rank this is.
+    /// This rank among all ranks.
     pub fn rank(&self) -> Rank {
         self.rank
     }
 
-    /// What each rank says.
+    /// An all-gather of text: what each rank says, in the order of the ranks.
     ///
     /// # Errors
-    /// When another rank is gone.
+    /// Never; the death of another rank ends this process.
     pub fn share(&self, topic: &str, text: &str) -> Result<Vec<String>> {
         match &self.meeting {
             None => Ok(vec![text.to_owned()]),
@@ -238,52 +242,54 @@ impl Words {
         }
     }
 
-    /// What rank 0 says.
+    /// A broadcast of the text of rank 0.
     ///
     /// # Errors
-    /// When another rank is gone.
+    /// As [`Words::share`].
     pub fn from_first(&self, topic: &str, text: &str) -> Result<String> {
         Ok(self.share(topic, if self.rank.is_first() { text } else { "" })?.swap_remove(0))
     }
 
-    /// Waits until all have come so far.
+    /// A barrier: waits until all ranks have reached it.
     ///
     /// # Errors
-    /// When another rank is gone.
+    /// As [`Words::share`].
     pub fn wait(&self, topic: &str) -> Result<()> {
         self.share(topic, "").map(drop)
     }
 
-    /// Checks that all ranks have the same.
+    /// Checks that all ranks pass the same text.
     ///
     /// # Errors
-    /// When one has something else.
+    /// When a rank passes another text.
     pub fn agree(&self, what: &str, text: &str) -> Result<()> {
         self.meeting.as_ref().map_or(Ok(()), |meeting| meeting.agree(what, text))
     }
 
-    /// Something was done: the others see that it goes on.
+    /// Reports progress: resets the time after which the other ranks consider this one as stalled.
     pub fn tick(&self) {
         if let Some(meeting) = &self.meeting {
             meeting.tick();
         }
     }
 
-    /// What is being done, for the others to know.
+    /// Reports what this rank is doing, for messages of the other ranks.
     pub fn doing(&self, what: &str) {
         if let Some(meeting) = &self.meeting {
             meeting.doing(what, false);
         }
     }
 
-    /// Begins a step, from 1: a rank that is at an earlier one than the rest holds them up.
+    /// Reports the start of a step, from 1. In a stall the ranks at the earliest step are the ones that hold
+    /// up the others.
     pub fn step(&self, step: u64, what: &str) {
         if let Some(meeting) = &self.meeting {
             meeting.step(step, what);
         }
     }
 
-    /// Does something that may take long, and for which the others wait.
+    /// Runs `work`, which may take long while the other ranks wait for it: a limit of 6 hours replaces that
+    /// for stalls.
     pub fn aside<T>(&self, what: &str, work: impl FnOnce() -> T) -> T {
         let Some(meeting) = &self.meeting else { return work() };
         meeting.doing(what, true);
@@ -292,14 +298,15 @@ impl Words {
         done
     }
 
-    /// What to do, told why, where other ranks end this process.
+    /// Sets a function that is called with the reason before another rank's failure ends this process.
     pub fn at_end(&self, last_word: impl FnOnce(&str) + Send + 'static) {
         if let Some(meeting) = &self.meeting {
             meeting.at_end(Box::new(last_word));
         }
     }
 
-    /// Leaves, as was agreed or because of an error, which ends the others.
+    /// Leaves the run: with `None` at its regular end, otherwise because of an error, which ends the other
+    /// ranks too.
     pub fn leave(&self, failed: Option<&Error>) {
         if let Some(meeting) = &self.meeting {
             meeting.leave(failed);

@@ -1,4 +1,4 @@
-//! The folders that runs leave: what a run was, where it ran, what it measured, how it ended.
+//! Reads the folders that runs leave: the settings of a run, where it ran, what it measured and how it ended.
 
 mod provenance;
 
@@ -15,15 +15,15 @@ use crate::probe::Probed;
 
 pub use provenance::Start;
 
-/// A line for each step.
+/// File with one [`Point`] a line, one for each step.
 pub const METRICS: &str = "metrics.jsonl";
-/// A line for each probe of attention's errors, where `--probe-every` asked for them: a [`Probed`].
+/// File with one [`Probed`] a line, one for each probe of attention's errors that `--probe-every` asked for.
 pub const PROBES: &str = "probes.jsonl";
-/// The settings.
+/// File with the settings.
 pub const CONFIG: &str = "config.toml";
-/// How it ended: an [`Ending`]. It is not there while a run is under way.
+/// File with an [`Ending`]. It does not exist while a run is under way.
 pub const ENDING: &str = "ending.json";
-/// Where and when it ran: a [`Start`] for each time that it was started.
+/// File with a [`Start`] for each time that the run was started.
 pub const STARTS: &str = "starts.json";
 
 /// How a run ended.
@@ -32,11 +32,12 @@ pub const STARTS: &str = "starts.json";
 pub enum Status {
     /// All steps are done.
     Finished,
-    /// A loss or a gradient was not finite, or too many updates were skipped as spikes: a result.
+    /// A loss or a gradient was not finite, or too many updates were skipped as spikes. This is a result, not
+    /// a failure.
     Diverged,
-    /// It was asked to stop, and was saved.
+    /// A signal asked the run to stop, and it saved a checkpoint.
     Interrupted,
-    /// Something else went wrong: no room, no memory, a bug.
+    /// Any other error: a full disk, too little memory, a bug.
     Failed,
 }
 
@@ -51,30 +52,30 @@ impl std::fmt::Display for Status {
     }
 }
 
-/// The end of a run.
+/// The recorded end of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ending {
-    /// How.
+    /// How the run ended.
     pub status: Status,
-    /// Why, where it is not finished.
+    /// Why the run ended, unless it finished.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
 }
 
-/// What the folder of a run says.
+/// The contents of a run's folder.
 #[derive(Debug, Clone)]
 pub struct Run {
     /// The folder.
     pub folder: PathBuf,
-    /// What was asked for.
+    /// The resolved settings.
     pub config: Config,
     /// Every step that was measured.
     pub points: Vec<Point>,
     /// Every probe of attention's errors.
     pub probes: Vec<Probed>,
-    /// Every time that it was started.
+    /// Every start of the run.
     pub starts: Vec<Start>,
-    /// How it ended; nothing of a run that is under way, or that was cut off.
+    /// How the run ended; `None` for a run that is under way or whose process was killed.
     pub ending: Option<Ending>,
 }
 
@@ -84,10 +85,10 @@ impl Run {
         folder.join(CONFIG).is_file() && folder.join(METRICS).is_file()
     }
 
-    /// Reads the folder of a run, finished or not, of this machine or another.
+    /// Reads the folder of a run, finished or not, from this machine or another.
     ///
     /// # Errors
-    /// When it is none, or cannot be read.
+    /// When it is not the folder of a run, or cannot be read.
     pub fn read(folder: &Path) -> Result<Self> {
         let config = Config::resolve(Config::read_settings(&folder.join(CONFIG))?)?;
         Ok(Self {
@@ -100,11 +101,11 @@ impl Run {
         })
     }
 
-    /// The runs in these folders: each is the folder of a run, or one that has such folders in it, as a sweep's has. In the
-    /// order of their names, each once.
+    /// Finds the runs in `folders`. Each is the folder of a run, or contains such folders, as the folder of a
+    /// sweep does. Runs are in the order of `folders` and, inside a folder, of their names; each occurs once.
     ///
     /// # Errors
-    /// When a folder has none.
+    /// When a folder contains no run.
     pub fn find(folders: &[PathBuf]) -> Result<Found> {
         let (mut found, mut warnings): (Vec<PathBuf>, Vec<String>) = (Vec::new(), Vec::new());
         for folder in folders {
@@ -139,14 +140,16 @@ impl Run {
         Ok(Found { runs, warnings })
     }
 
-    /// The run as its own validations saw it and, where there was a second one of each, as that did.
+    /// The run with the validation losses of its own attention and, where `--eval-attn` validated it a second
+    /// time, once more with the losses of that attention.
     pub fn seen(self) -> Vec<Self> {
         if self.config.eval_scheme.is_none() {
             return vec![self];
         }
         let again = self.points.iter().map(|point| Point { val_loss: point.eval_attn_loss, ..point.clone() });
         let mut again = Self { points: again.collect(), probes: Vec::new(), ..self.clone() };
-        // A second loss that is not finite is not written down, and ends a run as the first one would.
+        // Metrics omit a second loss that is not finite. Such a run counts as diverged, as if its first loss
+        // were not finite.
         let last = self.points.last();
         if last.is_some_and(|point| point.val_loss.is_some() && point.eval_attn_loss.is_none()) {
             let reason = Some("the second validation loss is not finite".into());
@@ -155,13 +158,14 @@ impl Run {
         vec![Self { config: Config { eval_scheme: None, ..self.config }, ..self }, again]
     }
 
-    /// The last part of the folder's name.
+    /// The name of the folder.
     pub fn name(&self) -> String {
         let name = self.folder.file_name().unwrap_or(self.folder.as_os_str());
         name.to_string_lossy().into_owned()
     }
 
-    /// How it ended, as far as the folder says: one that was left by an earlier version says it by its last step.
+    /// How the run ended, if the folder says so. A folder of an earlier version has no ending; its run is
+    /// finished if it has all steps and a validation loss.
     pub fn status(&self) -> Option<Status> {
         match &self.ending {
             Some(ending) => Some(ending.status),
@@ -179,38 +183,39 @@ impl Run {
         self.points.iter().rev().find_map(|point| point.val_loss)
     }
 
-    /// The validation loss after the last step of a run that is finished.
+    /// The validation loss after the last step, for a run that is finished.
     pub fn final_loss(&self) -> Option<f64> {
         let last = self.points.last().filter(|point| point.step == self.config.steps)?;
         last.val_loss.filter(|_| self.status() == Some(Status::Finished))
     }
 
-    /// What it learned from, as far as it said it.
+    /// Hash of the data that the run was trained on, from its last start.
     pub fn data_fingerprint(&self) -> Option<&str> {
         self.starts.last().map(|start| start.data_fingerprint.as_str())
     }
 
-    /// Tokens a second of a usual step: the median, which a first step, a validation or a neighbour does not move.
+    /// Median tokens per second over the steps: a slow first step, a validation or another process on the
+    /// device does not move it.
     pub fn usual_speed(&self) -> Option<f64> {
         median(self.points.iter().map(|point| point.tokens_per_second))
     }
 }
 
-/// The hash of the tokenizer that a run has, as far as it said it.
+/// The hash of a run's tokenizer, from its last start.
 pub fn tokenizer_hash(run: &Path) -> Option<String> {
     optional::<Vec<Start>>(&run.join(STARTS)).ok()??.pop()?.tokenizer
 }
 
-/// Runs that were found.
+/// The result of [`Run::find`].
 #[derive(Debug, Clone)]
 pub struct Found {
-    /// Those that can be read.
+    /// Runs that can be read.
     pub runs: Vec<Run>,
-    /// What cannot, and runs that left nothing to read.
+    /// Messages about runs that cannot be read, and about runs that crashed.
     pub warnings: Vec<String>,
 }
 
-/// Runs of a sweep whose process ended without a word, and that did not go on since.
+/// A message for each run of a sweep whose process crashed and that has not ended properly since.
 pub fn crashed(sweep: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(sweep.join(PLAN)) else { return Vec::new() };
     let mut warnings: Vec<String> = entries
@@ -227,14 +232,14 @@ pub fn crashed(sweep: &Path) -> Vec<String> {
     warnings
 }
 
-/// Whether the run in a folder of a sweep's said how it ended after its process had crashed.
+/// Whether a run of a sweep recorded an ending after its crash record was written.
 pub fn ended_since(sweep: &Path, name: &str) -> bool {
     let changed = |path: PathBuf| std::fs::metadata(path).and_then(|about| about.modified()).ok();
     let crash = changed(sweep.join(PLAN).join(format!("{name}.crash.json")));
     crash.zip(changed(sweep.join(name).join(ENDING))).is_some_and(|(crash, ending)| ending > crash)
 }
 
-/// The middle of some numbers; of an even count of them the mean of the two in the middle.
+/// The median of some numbers; for an even count the mean of the two middle ones. `None` without numbers.
 pub fn median(numbers: impl Iterator<Item = f64>) -> Option<f64> {
     let mut sorted: Vec<f64> = numbers.collect();
     sorted.sort_by(f64::total_cmp);
@@ -243,13 +248,14 @@ pub fn median(numbers: impl Iterator<Item = f64>) -> Option<f64> {
     Some(if sorted.len() % 2 == 1 { upper } else { (sorted[middle - 1] + upper) / 2.0 })
 }
 
-/// The values in a file of JSON lines; a line that was cut off ends them.
+/// The values in a file of JSON lines, up to the first line that does not parse: the last line may be cut
+/// off.
 pub(crate) fn json_lines<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
     let text = std::fs::read_to_string(path).map_err(during(format!("cannot read {}", path.display())))?;
     Ok(text.lines().map_while(|line| serde_json::from_str(line).ok()).collect())
 }
 
-/// What a JSON file says, where there is one.
+/// The value in a JSON file; `None` if the file does not exist.
 fn optional<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>> {
     let text = match std::fs::read(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),

@@ -3,6 +3,7 @@
 
 mod attention;
 mod sla2;
+pub mod tables;
 
 use std::path::PathBuf;
 

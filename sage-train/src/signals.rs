@@ -1,5 +1,5 @@
-//! SIGINT, SIGTERM and, on Linux, SIGHUP: the first asks to stop, the second stops. A run of a sweep is also asked to stop when the
-//! sweep's process is gone.
+//! SIGINT, SIGTERM and, on Linux, SIGHUP: the first signal asks the program to stop, the second ends it. A
+//! run of a sweep is also asked to stop when the sweep's process is gone.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -18,16 +18,17 @@ use crate::tell;
 pub enum Second {
     /// It ends the program at once.
     Ends,
-    /// [`asked_again`] says so: what runs on the program's behalf is ended first.
+    /// [`asked_again`] reports it: the program ends its child processes before it ends.
     IsNoted,
-    /// There need be none: the first ends what is under way, of which nothing is kept.
+    /// Nothing: the first signal ends the work under way, of which nothing is kept.
     IsNotNeeded,
 }
 
-/// The environment variable in which a sweep tells its runs the number of its process.
+/// The environment variable in which a sweep or a launcher passes its process id to its children.
 pub const PARENT: &str = "SAGE_TRAIN_SWEEP_PROCESS";
 
-/// One stop reaches a process twice where a sweep passes on what a whole group of processes was sent: it is one.
+/// Time within which several signals count as one. A stop reaches a process twice where the terminal signals
+/// the whole process group and the sweep passes the signal on.
 #[cfg(unix)]
 const TOGETHER: Duration = Duration::from_millis(250);
 
@@ -39,10 +40,10 @@ struct Seen {
 
 static SEEN: OnceLock<Arc<Seen>> = OnceLock::new();
 
-/// From now on signals are noted for [`received`].
+/// Starts to record signals for [`received`]. Only the first call has an effect.
 ///
 /// # Errors
-/// When the system does not take a handler.
+/// When the system does not accept a handler.
 pub fn watch(second: Second) -> Result<()> {
     let seen = Arc::new(Seen::default());
     if SEEN.set(seen.clone()).is_err() {
@@ -75,7 +76,8 @@ fn listen(seen: Arc<Seen>, second: Second) -> std::io::Result<()> {
     std::thread::Builder::new().name("signals".into()).spawn(note).map(drop)
 }
 
-/// Without a thread of its own the second signal of any kind ends the program.
+/// Without a thread that counts signals, a second signal of either kind ends the program, whatever `Second`
+/// says.
 #[cfg(not(unix))]
 fn listen(seen: Arc<Seen>, _: Second) -> std::io::Result<()> {
     use signal_hook::flag;
@@ -88,7 +90,7 @@ fn listen(seen: Arc<Seen>, _: Second) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The signal of a terminal that is gone, unless it is ignored, as `nohup` has it.
+/// SIGHUP, which a closing terminal sends, unless the process ignores it, as `nohup` arranges.
 #[cfg(target_os = "linux")]
 fn hang_up() -> Option<i32> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
@@ -105,7 +107,7 @@ fn hang_up() -> Option<i32> {
 
 static DOING: Mutex<String> = Mutex::new(String::new());
 
-/// Says what a signal will wait for: `step 3 of 300`.
+/// Records the work that a first signal will wait for, for its message: `step 3 of 300`.
 pub fn doing(what: &str) {
     let mut doing = DOING.lock().unwrap_or_else(PoisonError::into_inner);
     doing.clear();
@@ -122,25 +124,25 @@ fn doing_now() -> String {
     }
 }
 
-/// The signal that asked to stop.
+/// The signal that asked this process to stop. SIGTERM stands for a parent that is gone.
 pub fn received() -> Option<u8> {
     let signal = SEEN.get()?.first.load(Ordering::Relaxed);
     if signal == 0 && is_orphan() { Some(SIGTERM as u8) } else { (signal != 0).then_some(signal as u8) }
 }
 
-/// Notes a signal that another process of the run received.
+/// Records a signal that another rank of the run received.
 pub fn hear_of(signal: u8) {
     if let Some(seen) = SEEN.get() {
         let _ = seen.first.compare_exchange(0, usize::from(signal), Ordering::Relaxed, Ordering::Relaxed);
     }
 }
 
-/// Whether it was asked more than once.
+/// Whether more than one signal was received.
 pub fn asked_again() -> bool {
     SEEN.get().is_some_and(|seen| seen.times.load(Ordering::Relaxed) > 1)
 }
 
-/// Whether the sweep or the launcher that started this process is gone.
+/// Whether the sweep or the launcher that started this process is gone: the parent is then another process.
 #[cfg(unix)]
 pub fn is_orphan() -> bool {
     static SWEEP: OnceLock<Option<i32>> = OnceLock::new();
@@ -149,7 +151,7 @@ pub fn is_orphan() -> bool {
     sweep.is_some_and(|sweep| parent != sweep)
 }
 
-/// Whether the sweep or the launcher that started this process is gone: nobody can tell.
+/// Always false: the parent's process id cannot be read here.
 #[cfg(not(unix))]
 pub fn is_orphan() -> bool {
     false

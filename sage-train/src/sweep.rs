@@ -1,10 +1,13 @@
-//! Many runs that differ in a few settings: planned from a file or from lists on the command line, run by child processes,
-//! skipped where they are finished, resumed where they were cut off.
+//! A sweep: many runs that differ in a few settings. A sweep is planned from a file or from lists on the
+//! command line; child processes run it. Runs that are finished are skipped, and interrupted ones are
+//! resumed.
 //!
-//! The state of a sweep is its folder and nothing else: `SWEEP/NAME/` is the folder of a run like any other, and is
-//! known by its settings; `SWEEP/plan/NAME.toml` says what it is asked to be, `NAME.stderr` what it said there,
-//! `NAME.crash.json` that its process ended without a word, and `NAME.attempt-N` is what a start left that could not be
-//! resumed. So processes, machines and job arrays can share one.
+//! The folder of a sweep is its whole state. `SWEEP/NAME/` is the folder of a run like any other, and is
+//! identified by the settings in it. In `SWEEP/plan/`, `NAME.toml` holds the settings that the run in
+//! `SWEEP/NAME/` was started with, `NAME.stderr` the standard error of its process, `NAME.crash.json` the
+//! record of a process that ended without writing an `ending.json`, and `NAME.attempt-N` the folder of an
+//! attempt that could not be resumed. Because nothing else is kept, several processes, machines and job
+//! arrays can work on one sweep.
 
 mod estimate;
 mod file;
@@ -31,30 +34,32 @@ pub use slurm::script;
 pub use state::State;
 pub use worker::{Limits, Tally, run};
 
-/// A run of a sweep.
+/// One run of a sweep.
 #[derive(Debug, Clone)]
 pub struct Planned {
-    /// What differs, as the name of a folder.
+    /// The name of the run's folder: the settings that tell the run from the others.
     pub name: String,
-    /// What to run.
+    /// The resolved settings of the run.
     pub config: Config,
     identity: Identity,
 }
 
-/// Runs, and where they go.
+/// The runs of a sweep, and the folder that they are written to.
 #[derive(Debug, Clone)]
 pub struct Sweep {
     /// The folder of the sweep.
     pub folder: PathBuf,
-    /// Every run once, in the order in which they begin: all of one seed before the next.
+    /// Every distinct run, in the order in which the runs start: all runs of one seed before those of the
+    /// next.
     pub runs: Vec<Planned>,
 }
 
 impl Sweep {
-    /// A sweep of these runs in a folder, which does not have to exist. Runs that compute the same are one.
+    /// Plans a sweep of these runs in `folder`, which does not have to exist. Runs with the same [`Identity`]
+    /// compute the same and are planned once.
     ///
     /// # Errors
-    /// When the folder is something else than a sweep's.
+    /// When the folder exists and is not that of a sweep.
     pub fn plan(folder: PathBuf, configs: Vec<Config>) -> Result<Self> {
         if folder.exists() && !folder.join(PLAN).is_dir() {
             return Err(Error::new("the folder is not that of a sweep")
@@ -68,7 +73,7 @@ impl Sweep {
             .map(|config| (config.identity(), config))
             .filter_map(|(identity, config)| seen.insert(identity.clone()).then_some((config, identity)))
             .collect();
-        // Whatever ends early ends with whole comparisons.
+        // Sorted by seed: a sweep that stops early has run every arm for the seeds that it finished.
         kept.sort_by_key(|(config, _)| {
             (config.seed, config.weights_seed, config.data.order_seed, config.data.corpus_seed)
         });
@@ -82,12 +87,12 @@ impl Sweep {
         Ok(Self { folder, runs })
     }
 
-    /// Where it says what was asked for.
+    /// The folder that holds the settings of each run, and the record of its process.
     pub fn plan_folder(&self) -> PathBuf {
         self.folder.join(PLAN)
     }
 
-    /// The settings that differ between runs, and their values, in the order of the plan.
+    /// The settings in which the runs differ, and their values, in the order of the plan.
     pub fn axes(&self) -> Vec<(String, Vec<String>)> {
         let identities: Vec<&Identity> = self.runs.iter().map(|run| &run.identity).collect();
         let axis = |key: String| {
@@ -103,17 +108,18 @@ impl Sweep {
     }
 }
 
-/// Longer names are cut: with their endings they must fit what file systems take.
+/// Longest name of a run in bytes. Longer names are cut, so that a name with its endings (`.attempt-2`,
+/// `.crash.json`) stays within the 255 bytes that file systems allow.
 const LONGEST_NAME: usize = 180;
 
-/// What distinguishes each of these, as the name of a folder.
+/// A folder name for each identity, made of the settings in which the identities differ.
 fn names(identities: &[&Identity]) -> Vec<String> {
     let keys = differing(identities);
     let mut names: Vec<String> = Vec::new();
     for identity in identities {
         let parts: Vec<String> = keys.iter().filter_map(|key| Some(part(key, identity.get(key)?))).collect();
         let mut name = if parts.is_empty() { identity["attn"].clone() } else { parts.join("_") };
-        // It is ASCII.
+        // The name is ASCII, so that any byte is a character boundary.
         name.truncate(LONGEST_NAME);
         let mut unique = name.clone();
         let mut n = 2;
@@ -126,7 +132,7 @@ fn names(identities: &[&Identity]) -> Vec<String> {
     names
 }
 
-/// A setting in the name of a folder: `sagebwd`, `seed-1`, `tokens-per-step-64k`.
+/// One setting as a part of a folder's name: `sagebwd`, `seed-1`, `tokens-per-step-64k`.
 fn part(key: &str, value: &str) -> String {
     let plain: String =
         value.chars().map(|c| if c.is_ascii_alphanumeric() || "-.=".contains(c) { c } else { '-' }).collect();
@@ -155,7 +161,7 @@ mod tests {
         ];
         let sweep = Sweep::plan("nowhere".into(), texts.map(config).to_vec()).expect("a plan");
         let names: Vec<&str> = sweep.runs.iter().map(|run| run.name.as_str()).collect();
-        // Full precision has neither smoothing nor granularity: they do not tell it from the others.
+        // Full precision has neither smoothing nor granularity, so that the two fpa runs are one.
         assert_eq!(
             names,
             [

@@ -1,4 +1,4 @@
-//! Training: what a run begins with, and how it ends.
+//! Training: how a run starts, and how it ends.
 
 pub mod checkpoint;
 pub mod guard;
@@ -37,11 +37,11 @@ use steps::Run;
 pub use stop::Stop;
 use trainer::Trainer;
 
-/// Checks what can be checked before anything long begins: that the data exists, and that the run's
-/// folder can. [`run`] finds the same mistakes, but later.
+/// Checks before anything long starts that the data exists, and that the run's folder can be made. [`run`]
+/// finds the same mistakes, but later.
 ///
 /// # Errors
-/// When it does not, or cannot.
+/// When the data does not exist, or the folder cannot be made.
 pub fn check(config: &Config, begin: &Begin) -> Result<()> {
     for source in &config.data.sources {
         source::find(&source.path, &config.out)?;
@@ -56,14 +56,14 @@ pub fn check(config: &Config, begin: &Begin) -> Result<()> {
     if matches!(begin, Begin::New) { RunDir::check_free(config) } else { Ok(()) }
 }
 
-/// What a run begins with.
+/// What a run starts from.
 #[derive(Debug)]
 pub enum Begin {
-    /// Nothing: its folder is made.
+    /// From initial weights, in a new folder.
     New,
-    /// Nothing, in the folder that its name says: it was ended there before its first checkpoint.
+    /// From initial weights, in the existing folder of a run that ended before its first checkpoint.
     Again,
-    /// A checkpoint, in the folder of its run.
+    /// From a checkpoint, in the folder of its run.
     From(Box<Found>),
 }
 
@@ -76,7 +76,7 @@ impl Begin {
     }
 }
 
-/// Trains as the config says, in this process alone.
+/// Trains as the configuration says, in this process alone.
 ///
 /// # Errors
 /// As [`run_as`].
@@ -84,13 +84,13 @@ pub fn run(config: &Config, begin: &Begin) -> std::result::Result<Outcome, Stop>
     run_as(config, begin, &Words::alone(), Parallel::ALONE)
 }
 
-/// Trains as one of the ranks that have met, in the way that `parallel` says. Rank 0 writes the run's folder, and all have
-/// the outcome.
+/// Trains as one of the connected ranks, in the way that `parallel` says. Rank 0 writes the run's folder; all
+/// ranks return the outcome.
 ///
 /// # Errors
-/// When data, folder or settings cannot be used, and when a loss or gradient is not finite. In that
-/// case nothing is updated any more, and the folder keeps the metrics, their plot, the reason, and the
-/// weights of the last validation. When the run is interrupted by a signal: it is saved then.
+/// When data, folder or settings cannot be used. When a loss or gradient is not finite: then no later update
+/// happens, and the folder keeps the metrics, their plot, the reason, and the weights of the last validation.
+/// When a signal interrupts the run, which is saved first.
 pub fn run_as(
     config: &Config,
     begin: &Begin,
@@ -107,7 +107,8 @@ pub fn run_as(
     let ranks = Ranks::connect(words.clone(), parallel.mesh(words)?, &device)?;
     let started = Instant::now();
     let mut progress = Progress::new(config.steps, rank);
-    // Until the first step there is nothing to save, and a signal ends the program as it does any other.
+    // Before the call of `signals::watch` below there is nothing to save, and a signal ends the program in
+    // the default way.
     let data = load(config, words, &progress)?;
     let fingerprint = data.fingerprint()?;
     words.agree("data", &fingerprint)?;
@@ -175,7 +176,7 @@ pub fn run_as(
 
     let trainer = Trainer::new(config, &data, &parameters, (&device, &ranks), parallel.overlap)
         .map_err(during("cannot make the model"))?;
-    // Time goes on where it stopped.
+    // The run's clock continues where the earlier processes stopped.
     let before = Duration::from_secs_f64(points.last().map_or(0.0, |point: &Point| point.seconds.max(0.0)));
     let mut run = Run {
         config,
@@ -198,11 +199,11 @@ pub fn run_as(
         Ok(training_seconds) => run.finish(training_seconds),
         Err(stop) => {
             run.progress.note(&format!("error: {stop}"));
-            // A checkpoint may be under way.
+            // A checkpoint may still be in the process of being written.
             if let Err(unsaved) = words.aside("the last checkpoint", || run.checkpoints.wait()) {
                 run.progress.say(&format!("warning: {unsaved}"));
             }
-            // The reason of the stop is what the caller needs to hear, not a plot that failed as well.
+            // An error of the plot must not replace the reason of the stop, which the caller needs.
             if !run.points.is_empty() {
                 let _ = run.plot();
             }
@@ -213,7 +214,7 @@ pub fn run_as(
         Ok(_) => Ending { status: Status::Finished, reason: None },
         Err(stop) => Ending { status: stop.status(), reason: Some(stop.to_string()) },
     };
-    // How it ended is known: that it cannot be written down does not change it.
+    // A failure to write down how the run ended does not change how it ended.
     if rank.is_first()
         && let Err(error) = write_json(&path.join(ENDING), &ending)
     {
@@ -222,14 +223,14 @@ pub fn run_as(
     ended
 }
 
-/// What ranks must agree on before anything long begins.
+/// The text that all ranks must agree on before anything long starts.
 fn said(config: &Config, resumed: Option<&Found>, parallel: Parallel) -> String {
     let step = resumed.map_or("a new run".into(), |found| format!("after step {}", found.about.step));
-    // Where the data lies is a machine's own; what it is, is compared when it is read.
+    // Paths differ between machines; the data behind them is compared once it is read.
     let own = |key: &str| matches!(key, "data" | "tokenizer" | "init-from");
     let settings = config.identity().into_iter().filter(|(key, _)| !own(key));
     let settings = settings.map(|(key, value)| format!("{key} = {value}"));
-    // What decides when all validate and save.
+    // These settings decide when the ranks validate and save, which they do together.
     let (checkpoints, eval) = (config.checkpoints.every, config.eval_every);
     let rest = format!(
         "device = {}\nrecompute = {:?}\neval-every = {eval}\nprobe-every = {}\ncheckpoint-every = {checkpoints}\ncontext-parallel = {}\noverlap = {:?}\npiece-mb = {:?}",
@@ -243,7 +244,7 @@ fn said(config: &Config, resumed: Option<&Found>, parallel: Parallel) -> String 
     settings.chain([rest, step]).collect::<Vec<_>>().join("\n")
 }
 
-/// Rank 0 goes before: what it makes of the text, the others find.
+/// Rank 0 loads first, because it tokenizes the text; the other ranks read its result.
 fn load(config: &Config, words: &Words, progress: &Progress) -> Result<Dataset> {
     let load = || words.aside("reading the data", || Dataset::load(&config.data, &|line| progress.say(line)));
     let first = words.rank().is_first().then(load).transpose()?;
@@ -251,7 +252,7 @@ fn load(config: &Config, words: &Words, progress: &Progress) -> Result<Dataset> 
     first.map_or_else(load, Ok)
 }
 
-/// Rank 0 makes or opens the run's folder; the others read there.
+/// Rank 0 makes or opens the run's folder; the other ranks read from it.
 fn open_folder(config: &Config, begin: &Begin, words: &Words) -> Result<(RunDir, Vec<Point>)> {
     let first = begin.found().map_or(0, |found| found.about.step);
     if words.rank().is_first() {
@@ -270,11 +271,11 @@ fn open_folder(config: &Config, begin: &Begin, words: &Words) -> Result<(RunDir,
     RunDir::look_on(path, first)
 }
 
-/// Checks what a plan needs not have: a device, and memory for what can be reckoned beforehand, which is the built-in corpus
-/// with its tokens, and on a CPU the model.
+/// Checks what a run needs and a plan (`--dry-run`) does not: the device, and enough memory for what can be
+/// estimated beforehand, which is the built-in corpus with its tokens and, on a CPU, the model.
 ///
 /// # Errors
-/// When this build or this machine lacks it.
+/// When this build or this machine lacks one of these.
 pub fn check_machine(config: &Config) -> Result<()> {
     config.device.check()?;
     let corpus = if config.data.sources.is_empty() { 2 * config.data.corpus_bytes } else { 0 };
@@ -296,7 +297,7 @@ pub fn check_machine(config: &Config) -> Result<()> {
     }
 }
 
-/// Checks that the folder of runs can be written, or made, before anything long begins.
+/// Checks before anything long starts that the folder of runs can be made or written.
 fn try_out(config: &Config) -> Result<()> {
     let there =
         config.out.ancestors().find(|folder| folder.is_dir()).filter(|folder| !folder.as_os_str().is_empty());
@@ -305,7 +306,7 @@ fn try_out(config: &Config) -> Result<()> {
     std::fs::write(&probe, "").and_then(|()| std::fs::remove_file(&probe)).map_err(writing(&config.out))
 }
 
-/// Says that the learning rate's course is not the one that was begun.
+/// Reports that the learning-rate schedule differs from that of the run so far.
 fn tell_of_course(found: &Found, config: &Config, progress: &Progress) {
     let then = found.about.settings.as_ref();
     let steps = then.and_then(|then| then.get("steps")?.parse::<u64>().ok());
@@ -317,7 +318,7 @@ fn tell_of_course(found: &Found, config: &Config, progress: &Progress) {
     }
 }
 
-/// From a checkpoint, from another's folder, or drawn.
+/// Parameters from a checkpoint, from a model's folder, or drawn at random.
 fn parameters(config: &Config, resumed: Option<&Found>, device: &Device, mesh: Mesh) -> Result<Parameters> {
     let dtype = config.device.dtype();
     match (resumed, &config.init_from) {

@@ -1,4 +1,4 @@
-//! The verb that measures speed.
+//! The verb `bench`: measures speed.
 
 use std::path::PathBuf;
 

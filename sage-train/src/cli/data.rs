@@ -1,4 +1,4 @@
-//! The verbs around data.
+//! The verbs `data` and `corpus`.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -198,7 +198,7 @@ pub(super) fn write_corpus(megabytes: u64, seed: u64) -> Result<()> {
         let document = corpus.document(number);
         held += document.len() as u64;
         match writeln!(out, "{document}") {
-            // The reader has seen enough.
+            // The reader has closed the pipe, as `head` does.
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => return Ok(()),
             result => result.map_err(during("cannot write the corpus"))?,
         }

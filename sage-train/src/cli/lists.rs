@@ -8,10 +8,10 @@ use toml::{Table, Value};
 
 use crate::settings::Settings;
 
-/// Flags whose value may have a comma in it, and so is never a list.
+/// Flags whose value may contain a comma, and is therefore never a list.
 const NEVER: [&str; 6] = ["data", "text-field", "tokenizer", "init-from", "out", "name"];
 
-/// What was typed, with the first value of each list in its place; and the lists.
+/// The command line with the first value of each list in the list's place, and the lists.
 #[derive(Debug)]
 pub(super) struct Typed {
     pub(super) words: Vec<OsString>,
@@ -21,14 +21,14 @@ pub(super) struct Typed {
 #[derive(Debug)]
 struct List {
     key: String,
-    /// Where the value stands, and what comes before it in the same word.
+    /// Index of the word that holds the value, and the part of that word before the value (`--seed=`).
     at: usize,
     before: String,
     values: Vec<String>,
 }
 
 impl Typed {
-    /// Finds the lists in what would train; other verbs have none.
+    /// Finds the lists in a command line that trains or sweeps; the other verbs have none.
     pub(super) fn new(mut words: Vec<OsString>) -> Self {
         let verb = words.get(1).and_then(|word| word.to_str()).filter(|word| !word.starts_with('-'));
         if verb.is_some_and(|verb| verb != "sweep") {
@@ -52,7 +52,7 @@ impl Typed {
             if !takes(&key) {
                 continue;
             }
-            // The last word on a flag is the one that counts, as everywhere.
+            // The last occurrence of a flag counts, as for single values.
             lists.retain(|list: &List| list.key != key);
             if value.contains(',') {
                 let values = value.split(',').map(|value| value.trim().to_owned()).collect();
@@ -65,7 +65,8 @@ impl Typed {
         Self { words, lists }
     }
 
-    /// The lists, each value as `settings` reads it from the words that have it in the place of the list.
+    /// The lists by their keys. Each value is parsed by `settings`, from the command line with the value in
+    /// the list's place.
     pub(super) fn tables<E>(
         &self,
         settings: impl Fn(&[OsString]) -> std::result::Result<Settings, E>,
@@ -77,7 +78,7 @@ impl Typed {
                 let mut words = self.words.clone();
                 words[*at] = format!("{before}{value}").into();
                 let read = Table::try_from(settings(&words)?).unwrap_or_default();
-                // What TOML cannot say is refused as it was typed.
+                // A value that TOML cannot represent is kept as it was typed, and the sweep refuses it.
                 list.push(read.get(key).cloned().unwrap_or_else(|| value.clone().into()));
             }
             table.insert(key.clone(), Value::Array(list));
@@ -86,10 +87,10 @@ impl Typed {
     }
 }
 
-/// Checks that no list has a value twice: it would be one run.
+/// Checks that no list contains a value twice: both would be the same run.
 ///
 /// # Errors
-/// When one has.
+/// When one does.
 pub(super) fn check(lists: &Table) -> Result<()> {
     for (key, values) in lists {
         let values = values.as_array().map_or(&[][..], Vec::as_slice);

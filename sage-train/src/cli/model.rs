@@ -1,4 +1,4 @@
-//! The verbs that take a trained model.
+//! The verbs `sample`, `eval` and `export`, which take a trained model.
 
 use std::path::{Path, PathBuf};
 
@@ -78,7 +78,7 @@ impl Sample {
         Ok(())
     }
 
-    /// How many tokens there are, how fast they came, and in which numerics.
+    /// A line about the number of tokens, the speed and the numerics of attention.
     fn say(&self, written: &Written, attn: Attn, writer: &Writer<'_>) -> String {
         let speed =
             written.tokens_per_second().map_or(String::new(), |speed| format!(", {speed:.1} tokens/s"));
@@ -94,7 +94,7 @@ impl Sample {
     }
 }
 
-/// Checks that there are data to do something with a model: those of its run, or others.
+/// Checks that the data is known: a run knows its own, and for any other model `--data` must name it.
 pub(super) fn needs_data(run: &Path, data: Option<&SourceSetting>, what: &str, allowed: &str) -> Result<()> {
     let of_run = run_folder(run).join("config.toml").exists() || !run.join("config.json").exists();
     if of_run || data.is_some() {
@@ -143,7 +143,7 @@ pub(super) struct Eval {
 
 impl Eval {
     pub(super) fn run(&self) -> Result<()> {
-        // Tokens of the data are the model's.
+        // Other data is tokenized with the model's tokenizer.
         let tokenizer = run_folder(&self.run).join("tokenizer.json").display().to_string();
         let usual = if self.all {
             1 << 40
@@ -168,7 +168,7 @@ impl Eval {
         let Trained { config, tokenizer, device, .. } = &trained;
         let model = trained.model()?;
         if let Some(file) = &self.hellaswag {
-            // The file has GPT-2's ids, and does not say so.
+            // The file holds GPT-2's ids, and does not name its tokenizer.
             if (tokenizer.vocab_size(), tokenizer.end_of_text()) != (50_257, 50_256) {
                 return Err(Error::new("HellaSwag's file is in GPT-2's tokens, and the model is not")
                     .got(format!(

@@ -1,4 +1,4 @@
-//! The verb that measures errors.
+//! The verb `probe`: measures the errors of low-bit attention.
 
 use std::path::PathBuf;
 
@@ -97,7 +97,9 @@ impl Probe {
 
     fn of_run(&self, run: &std::path::Path, settings: &Settings) -> Result<()> {
         needs_data(run, self.data.as_ref(), "probe on", "--data PATH")?;
-        // Tokens of other data are the model's; what the run's own make shows whether they are still the same.
+        // Data of `--data` is tokenized with the model's tokenizer. Without `--data` the tokenizer is made
+        // again from the run's own data, and [`probe`] compares it with the saved one, which detects data
+        // that has changed.
         let tokenizer = run_folder(run).join("tokenizer.json").display().to_string();
         let tokenizer = self.data.is_some().then_some(tokenizer);
         let settings = &Settings { tokenizer, ..settings.clone() };

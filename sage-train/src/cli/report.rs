@@ -1,4 +1,4 @@
-//! The verb that compares runs.
+//! The verb `report`: compares runs.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! Going on with a run.
+//! Resuming a run.
 
 use std::path::Path;
 
@@ -11,8 +11,9 @@ use crate::ranks::Rank;
 use crate::settings::{Settings, SourceSetting};
 use crate::train::checkpoint::Found;
 
-/// What may change under way: how long, how fast and how closely watched; not the model, its data or its batches.
-// Where the data lies may change too: the checkpoint knows what it was.
+/// Settings that may change when a run is resumed: its length, its speed, its place and what is measured, but
+/// not the model, the data or the tokens of a step.
+// `data` may change because data may move: the checkpoint holds the fingerprint of the data itself.
 const MAY_CHANGE: [&str; 27] = [
     "data",
     "steps",
@@ -43,7 +44,7 @@ const MAY_CHANGE: [&str; 27] = [
     "peak-tflops",
 ];
 
-/// A run to go on with.
+/// A run to resume.
 #[derive(Debug)]
 pub(super) struct Resumed {
     pub(super) config: Config,
@@ -51,7 +52,7 @@ pub(super) struct Resumed {
 }
 
 impl Resumed {
-    /// Finds the checkpoint, and the settings of its run with what was typed over them.
+    /// Finds the checkpoint, and merges the settings that were typed over those of its run.
     pub(super) fn open(path: &Path, typed: Settings, rank: Rank) -> Result<Self> {
         let found = Found::at(path, rank)?;
         let saved = Config::read_settings(&found.run.join("config.toml"))?;
@@ -68,19 +69,20 @@ impl Resumed {
         let before = Config::resolve(saved)?;
         check_settings(&found, &before)?;
         let mut config = Config::resolve(merged)?;
-        // The run is where it is found, wherever it was made.
+        // The run lies where it was found, which need not be where it was made.
         if let Some(parent) = found.run.parent() {
             (config.out, config.data.out) = (parent.to_owned(), folder_of_runs(parent));
         }
         if config.data.tokenizer.is_some() {
-            // The run has a copy: where it came from may be gone. Its settings stay what they were.
+            // The run has a copy of its tokenizer, and the original may be gone. `settings` keep the original
+            // path, which is part of the run's identity.
             config.data.tokenizer = Some(found.run.join("tokenizer.json").display().to_string());
         }
         Ok(Self { config, found })
     }
 }
 
-/// Data that moved has the weights that it had.
+/// Gives data that moved the weights that it had in the run.
 fn with_weights(
     typed: Option<Vec<SourceSetting>>,
     saved: Option<&Vec<SourceSetting>>,
@@ -98,13 +100,14 @@ fn with_weights(
     Ok(Some(typed))
 }
 
-/// Checks that the run's `config.toml` says what the run was when the checkpoint was written.
+/// Checks that the settings in the run's `config.toml` are those that the checkpoint was written with.
 fn check_settings(found: &Found, config: &Config) -> Result<()> {
     let Some(then) = &found.about.settings else { return Ok(()) };
     let now = config.identity();
-    // What only one of them says is a setting of another version.
+    // A key that only one of the two identities has is a setting of another version.
     let keys = then.keys().filter(|key| now.contains_key(*key));
-    // Data is known by what it is.
+    // The checkpoint identifies data by its fingerprint, so that the settings that lead to it are not
+    // compared.
     let free = |key: &str| MAY_CHANGE.contains(&key) || ["tokenizer", "text-field"].contains(&key);
     let Some(key) = keys.clone().find(|key| !free(key) && then.get(*key) != now.get(*key)) else {
         return Ok(());
@@ -120,7 +123,7 @@ fn table(settings: &Settings) -> Result<Table> {
     Table::try_from(settings).map_err(during("cannot compare the settings"))
 }
 
-/// Keys that are not the same in both.
+/// The keys whose values differ between the two tables.
 fn changed<'a>(before: &'a Table, after: &'a Table) -> impl Iterator<Item = &'a str> {
     let of_either = before.keys().chain(after.keys().filter(|key| !before.contains_key(*key)));
     of_either.filter(|key| before.get(*key) != after.get(*key)).map(String::as_str)

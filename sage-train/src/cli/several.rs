@@ -1,4 +1,4 @@
-//! What has to do with several GPUs.
+//! The flags of training on several GPUs.
 
 use candle_sage::{Error, Result};
 
@@ -54,14 +54,14 @@ pub(super) struct Several {
 }
 
 impl Several {
-    /// How ranks share a step, of which this is one on its machine.
+    /// How the ranks share a step. `local` is this rank among those of its machine.
     pub(super) fn parallel(&self, local: Rank) -> Result<Parallel> {
         let piece = self.piece_mb.map(|mb| in_range("piece-mb", mb, 0.001, 1e6)).transpose()?;
         let piece = piece.map(|mb| (mb * 1e6 / 4.0) as usize);
         Ok(Parallel { local, context: self.context_parallel, overlap: self.overlap, piece })
     }
 
-    /// What a dry run plans for.
+    /// The ranks and their links that a dry run plans for.
     pub(super) fn world(&self) -> Result<World> {
         let shape = || Error::new("ranks do not divide into nodes");
         let (of, on_node) = match self.ranks {
@@ -103,7 +103,8 @@ impl Several {
     }
 }
 
-/// The others, and which this is on its machine. A process that started ranks ends as they did: they have said why.
+/// The connection to the other ranks, and this rank among those of its machine. A launcher has waited for its
+/// ranks here: it exits with their code, without a message, because they have printed theirs.
 pub(super) fn as_rank(role: Role) -> (Words, Rank) {
     match role {
         Role::Launcher(code) => std::process::exit(code),

@@ -1,4 +1,4 @@
-//! The verb that runs many, and what a list on the command line becomes.
+//! The verb `sweep`, and the sweeps that lists on the command line make.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -128,14 +128,14 @@ impl Sweeping {
         let gpus = sweep.runs.iter().any(|run| run.config.device == crate::device::Place::Cuda);
         let name = sweep.folder.file_name().unwrap_or_default().to_string_lossy();
         let text = script(&name, sweep.runs.len(), &sweep.folder, gpus, &words);
-        // Slurm writes there before anything of ours runs.
+        // Slurm opens its output files in this folder before the first task starts.
         std::fs::create_dir_all(sweep.plan_folder()).map_err(writing(&sweep.folder))?;
         std::fs::write(path, text).map_err(writing(path))?;
         print(&format!("{}: {} tasks; sbatch {}\n", path.display(), sweep.runs.len(), path.display()))
     }
 }
 
-/// The runs of a sweep whose folder `name` says, from where the first of them would go.
+/// Plans the sweep. `name` returns the name of its folder from the configuration of the first run.
 pub(super) fn plan(
     spec: &Spec,
     over: Settings,
@@ -175,28 +175,28 @@ pub(super) fn plan(
     Ok(sweep)
 }
 
-/// Settings without those that there are lists of.
+/// Removes the settings for which there are lists.
 fn without(settings: Settings, lists: &Table) -> Settings {
     let Ok(mut table) = Table::try_from(&settings) else { return settings };
     table.retain(|key, _| !lists.contains_key(key));
     table.try_into().unwrap_or(settings)
 }
 
-/// What a person types to go on.
+/// The commands that continue a sweep, for its messages.
 pub(super) struct Again {
     pub(super) goes_on: String,
-    /// ... with what failed.
+    /// The command that also starts failed runs again.
     pub(super) retries: String,
 }
 
-/// Runs what is open, and says what came of it.
+/// Runs what is open, and reports the results. Failed runs, and runs that a signal left undone, are an error.
 pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Again) -> Result<()> {
     tell(&format!("{}: {} runs", sweep.folder.display(), sweep.runs.len()));
     let tally = crate::sweep::run(sweep, limits)?;
     if limits.only.is_none()
         && let Err(error) = report(spec, sweep)
     {
-        // What ran has run: a report can be had again.
+        // The runs are done: a report that fails can be made again with `report`.
         tell(&format!("warning: {error}"));
     }
     tally.check(&again.goes_on)?;
@@ -215,7 +215,7 @@ pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Aga
     Ok(())
 }
 
-/// What the runs that there are come to.
+/// Reports those runs of the sweep that exist.
 fn report(spec: &Spec, sweep: &Sweep) -> Result<()> {
     let folders = sweep.run_folders();
     if folders.is_empty() {
@@ -236,7 +236,7 @@ fn report(spec: &Spec, sweep: &Sweep) -> Result<()> {
     Ok(())
 }
 
-/// The plan: each run, how far it is, and how long the rest takes.
+/// The plan as a table: each run, its state, and the time that the rest of it takes.
 fn table(
     spec: &Spec,
     sweep: &Sweep,
@@ -292,7 +292,7 @@ fn table(
     out
 }
 
-/// Seconds, in the two largest units that matter.
+/// A duration in its two largest units.
 fn duration(seconds: f64) -> String {
     let s = seconds.round() as u64;
     match s {

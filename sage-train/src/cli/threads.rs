@@ -1,4 +1,4 @@
-//! How many threads a verb may take.
+//! The flag `--threads` of the verbs.
 
 use candle_sage::Result;
 
@@ -15,7 +15,7 @@ pub(super) struct Threads {
 }
 
 impl Threads {
-    /// Starts them, where their number was typed.
+    /// Starts the thread pool, if a number of threads was given.
     pub(super) fn start(self) -> Result<()> {
         match self.threads {
             Some(threads) => start(in_range("threads", threads, 1, MOST_THREADS)?),
@@ -34,14 +34,14 @@ pub(super) struct OnThreads<A: clap::Args> {
 }
 
 impl<A: clap::Args> OnThreads<A> {
-    /// The arguments, once the threads have started.
+    /// Starts the threads, and returns the arguments.
     pub(super) fn start(self) -> Result<A> {
         self.threads.start()?;
         Ok(self.arguments)
     }
 }
 
-/// Starts so many threads for all work of this process.
+/// Starts the global thread pool of this process.
 pub(super) fn start(threads: usize) -> Result<()> {
     rayon::ThreadPoolBuilder::new()
         .num_threads(threads)

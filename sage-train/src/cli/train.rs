@@ -1,4 +1,4 @@
-//! `sage-train` without a verb: to train, or to say what would be trained.
+//! `sage-train` without a verb: trains, or prints what would be trained.
 
 use std::path::{Path, PathBuf};
 use std::thread::available_parallelism;
@@ -25,7 +25,7 @@ use crate::sweep::{Limits, Spec};
 use crate::train::{Begin, Stop, checkpoint};
 use crate::{during, hf, partial, ranks, signals, tell, train};
 
-/// What `--resume` takes in the place of a folder.
+/// The value of `--resume` that stands for the newest checkpoint of the run that `--name` names.
 const AUTO: &str = "auto";
 
 #[derive(Debug, clap::Args)]
@@ -99,7 +99,7 @@ impl Train {
             if looks { Role::alone() } else { Role::take(self.several.gpus, self.several.restarts, stall)? };
         let (words, local) = as_rank(role);
         let ended = self.train(file, &words, local);
-        // What all have agreed on ends all of them; an error of one is told to the others.
+        // All ranks end a diverged or interrupted run together; an error of one rank is sent to the others.
         match ended {
             Ok(()) => {
                 words.leave(None);
@@ -108,7 +108,7 @@ impl Train {
             Err(stop @ (Stop::Diverged(_) | Stop::Interrupted(_))) => {
                 words.leave(None);
                 if !words.rank().is_first() {
-                    // Rank 0 tells it.
+                    // Rank 0 prints the reason.
                     ranks::end(signals::received().map_or(1, |signal| 128 + signal));
                 }
                 Err(stop.into())
@@ -120,10 +120,10 @@ impl Train {
         }
     }
 
-    /// Trains, as one of the ranks that have met.
+    /// Trains, as one of the ranks that have connected.
     fn train(self, file: Settings, words: &Words, local: Rank) -> std::result::Result<(), Stop> {
         let rank = words.rank();
-        // Those that go on look for other things than those that begin.
+        // A rank that resumes exchanges other messages than one that begins, so that all must do the same.
         let begins = match self.resume.as_deref() {
             None => "a new run",
             Some(path) if path == Path::new(AUTO) => "--resume auto",
@@ -159,7 +159,7 @@ impl Train {
             return Ok(write_batches(&config, path)?);
         }
         train::check_machine(&config)?;
-        // Processes of one machine share its cores.
+        // The ranks of one machine share its cores.
         let share =
             || (local.of > 1).then(|| available_parallelism().map_or(1, usize::from).div_ceil(local.of));
         if let Some(threads) = config.threads.or_else(share) {
@@ -172,7 +172,7 @@ impl Train {
         Ok(())
     }
 
-    /// Lists of values: every combination of them, in a folder of their own.
+    /// Runs a sweep over every combination of the lists' values.
     fn sweep(self, file: Settings, lists: &Table) -> Result<()> {
         for (flag, given) in [
             ("--resume", self.resume.is_some()),
@@ -211,7 +211,7 @@ impl Train {
     }
 }
 
-/// `--resume auto`: from the newest checkpoint of the run that is named, or from its beginning.
+/// `--resume auto`: resumes the named run from its newest checkpoint, or begins it.
 fn again(typed: Settings, file: Settings, words: &Words) -> Result<(Config, Begin)> {
     let asked = Config::resolve(settle(typed.over(file))?)?;
     let Some(name) = &asked.name else {
@@ -221,10 +221,10 @@ fn again(typed: Settings, file: Settings, words: &Words) -> Result<(Config, Begi
             .hint("a run that is there goes on, another begins: the same command for both"));
     };
     let run = asked.out.join(name);
-    // Rank 0 looks for all, before anybody makes or removes something.
+    // Rank 0 looks for all ranks, before any of them creates or removes a file.
     let found = || match checkpoint::newest(&run) {
         Some(step) => format!("step {step}"),
-        // Begun by this program, and ended before anything was saved.
+        // The run was begun by this program, and ended before its first checkpoint.
         None if Lock::marks(&run) && !finished(&run) => "again".into(),
         None => "new".into(),
     };
@@ -239,12 +239,12 @@ fn again(typed: Settings, file: Settings, words: &Words) -> Result<(Config, Begi
     }
 }
 
-/// Whether a run's folder says that all steps were done.
+/// Whether a run recorded that it finished.
 fn finished(run: &Path) -> bool {
     Run::read(run).is_ok_and(|run| run.ending.is_some_and(|ending| ending.status == Status::Finished))
 }
 
-/// Checks that what was typed has a part in the run.
+/// Checks that every setting of attention and of the corpus that was typed has an effect on the run.
 fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
     let table = Table::try_from(typed).unwrap_or_default();
     let own = config.attn.own_settings(config.model.scheme, config.model.sla2.as_ref());
@@ -275,7 +275,7 @@ fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// The next free number for the folder of a sweep.
+/// The name with the next free number for the folder of a sweep.
 fn free_name(out: &Path, preset: Preset) -> Result<String> {
     let preset = clap::ValueEnum::to_possible_value(&preset);
     let preset = preset.as_ref().map_or("", |value| value.get_name());
@@ -300,7 +300,8 @@ fn write_batches(config: &Config, path: &Path) -> Result<()> {
     written
 }
 
-/// Fills in what files say: the shape of a model to begin with, and the size of a vocabulary that exists.
+/// Fills in the settings that files determine: the model's shape from `--init-from`, and the vocabulary's
+/// size from a tokenizer that exists.
 pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
     if let Some(folder) = settings.init_from.clone() {
         settings = settings.over(hf::settings(&folder)?);
@@ -308,7 +309,8 @@ pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
     if settings.vocab_size.is_none()
         && let Some(tokenizer) = known_tokenizer(&settings)?
     {
-        // Rows of the embedding in whole packs: GPUs take several times as long over odd ones.
+        // The vocabulary is padded to a multiple of 64: GPUs take several times as long over rows of the
+        // embedding that do not fill whole 16-byte packs.
         settings.vocab_size = Some(Quantity(tokenizer.vocab_size().next_multiple_of(64) as u64));
     }
     Ok(settings)

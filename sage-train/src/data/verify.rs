@@ -1,4 +1,4 @@
-//! Whether shards are what their sidecars say, to the byte: found out beside the training, some of them at each start.
+//! Verifies the hashes of shards on a thread beside the training: some shards at each start of a run.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -11,24 +11,25 @@ use super::shard::{Compared, Shard};
 use super::{Dataset, Tokens};
 use crate::during;
 
-/// Bytes that are read at a start, at least one shard: a reader of a second or two.
+/// Bytes that are read at each start, and at least one shard: one or two seconds of reading.
 const MOST: u64 = 2 << 30;
 
-/// How long the end of a run waits for what is left of it.
+/// How long the end of a run waits for the verification.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Shards that a thread is hashing, one after the other.
+/// A thread that hashes shards one after the other.
 #[derive(Debug)]
 pub struct Verification(Option<Receiver<Compared>>);
 
 impl Verification {
-    /// Begins with the shard that the clock picks: other starts verify others.
+    /// Starts the thread. The clock selects the first shard, so that different starts verify different
+    /// shards.
     ///
     /// # Errors
-    /// When there can be no thread for it.
+    /// When the thread cannot be started.
     pub fn start(data: &Dataset) -> Result<Self> {
         let sources = data.train.sources().chain(data.validation.sources());
-        // A shard may be both trained and validated on.
+        // A set, because a shard may be both trained and validated on.
         let shards: BTreeSet<(PathBuf, String)> =
             sources.flat_map(Tokens::shards).filter_map(Shard::hashed).collect();
         let mut shards = Vec::from_iter(shards);
@@ -42,7 +43,7 @@ impl Verification {
         let work = move || {
             let mut read = 0;
             for (path, hash) in shards {
-                // Nobody listens to a run that has ended.
+                // Sending fails when the run has ended.
                 if read >= MOST || sender.send(Shard::compare(&path, &hash)).is_err() {
                     return;
                 }
@@ -54,15 +55,16 @@ impl Verification {
         Ok(Self(Some(receiver)))
     }
 
-    /// What was found so far: shards that could not be read. Training holds files of its own open, so these are no reason to stop.
+    /// The shards so far that could not be read. They are warnings only, because training holds its own open
+    /// files.
     ///
     /// # Errors
-    /// When a shard is not what its sidecar says.
+    /// When a shard's hash is not that of its sidecar.
     pub fn look(&self) -> Result<Vec<Error>> {
         sorted(self.0.iter().flat_map(Receiver::try_iter))
     }
 
-    /// What is found in the end, if it comes soon.
+    /// The remaining shards that could not be read, of those that are hashed within [`PATIENCE`].
     ///
     /// # Errors
     /// As [`Verification::look`].
@@ -74,7 +76,7 @@ impl Verification {
     }
 }
 
-/// The errors of files that could not be read, or that of one that is another.
+/// The errors of files that could not be read; or the error of the first file whose hash differs.
 fn sorted(all: impl Iterator<Item = Compared>) -> Result<Vec<Error>> {
     let mut unread = Vec::new();
     for compared in all {

@@ -14,11 +14,12 @@ use super::sla2::{Sla2Layer, Stage};
 use super::ulysses::{Heads, Ulysses};
 use crate::ranks::Group;
 
-/// Sees each layer's query, key and value, and the gradient of its output, last layer first.
+/// Callback that receives each layer's query, key and value and the gradient of its attention output, in the
+/// order of the backward (last layer first).
 pub type Observe<'a> = dyn FnMut([&Tensor; 3], &Tensor) -> Result<()> + 'a;
 
-/// Where tokens are: angles of the rotary embedding for a sequence, and the documents that attention stays inside of; and
-/// what attention looks at.
+/// The positions of the tokens (rotary angles for one sequence), the packed documents that attention is
+/// confined to, and the stage that decides between dense and sparse attention.
 #[derive(Debug, Clone)]
 pub(super) struct Rotary {
     cos: Tensor,
@@ -33,12 +34,13 @@ impl Rotary {
         Ok(Self { cos, sin, documents: None, stage: Stage::Sparse })
     }
 
-    /// Positions that have angles: the context.
+    /// The number of positions that the tables hold: the model's context.
     pub(super) fn positions(&self) -> usize {
         self.cos.dims()[0]
     }
 
-    /// For sequences of `len` tokens from `position` on. (Angles do not begin again with a document: attention sees differences alone.)
+    /// The tables for sequences of `len` tokens from `position` on. Angles do not restart at a document's
+    /// first token, because attention depends only on differences of positions.
     pub(super) fn narrow(
         &self,
         position: usize,
@@ -58,7 +60,8 @@ impl Rotary {
         }
     }
 
-    /// The gradients of query and key, side by side. Adds those of the norms.
+    /// Returns the gradients of query and key, concatenated along the heads, and adds those of the norms'
+    /// weights.
     fn backward(&self, x: [&Tensor; 2], norms: Option<&[Norm; 2]>, dy: [&Tensor; 2]) -> Result<Tensor> {
         let (cos, sin) = (&self.cos, &self.sin);
         let Some(norms) = norms else {
@@ -74,40 +77,42 @@ impl Rotary {
     }
 }
 
-/// The layer between the norm and the residual stream, (rows, width) -> (rows, width); rows are the tokens of sequences
-/// as long as the rotary tables.
+/// The layer between the norm and the residual stream, (rows, width) -> (rows, width). Rows are the tokens of
+/// all sequences, each as long as the rotary tables.
 #[derive(Debug, Clone)]
 pub(super) struct SelfAttention {
-    /// Query, key and value in one product; their way back, in two.
+    /// The forward projects query, key and value in one product. The backward takes two: query and key leave
+    /// the rotary embedding's backward side by side, while value does not pass through it.
     projection: Linear,
     query_key: Linear,
     value: Linear,
     output: Linear,
     norms: Option<[Norm; 2]>,
-    /// Of query, key, value.
+    /// Numbers of query, key and value heads.
     heads: [usize; 3],
     head_dim: usize,
     attention: Attention,
     pub(super) sla2: Option<Sla2Layer>,
-    /// Where several ranks have one sequence together: `heads` are this one's then.
+    /// Present if several ranks share each sequence. `heads` are then the heads of this rank.
     ulysses: Option<Ulysses>,
 }
 
-/// The keys and values of the tokens before, and the numerics in which others attend to them.
+/// The cached keys and values of earlier tokens, and the scheme in which new tokens attend to them.
 #[derive(Debug)]
 pub(super) struct Cached<'a> {
     pub(super) cache: &'a mut KvCache,
     pub(super) following: Scheme,
 }
 
-/// What was projected lies side by side.
+/// The kinds of heads that the joint projection concatenates.
 const QUERY_KEY_VALUE: [Heads; 3] = [Heads::Queries, Heads::Keys, Heads::Keys];
 
-/// What the way back needs.
+/// What the forward keeps for the backward.
 pub(super) struct Kept {
-    /// Query, key and value as they were projected, side by side: (batch, sequence, heads of all, head_dim).
+    /// The projected query, key and value, concatenated along the heads: (batch, sequence, heads of all
+    /// three, head_dim).
     projected: Tensor,
-    /// What attention read, and the way back through it; made again where it is not kept.
+    /// The operands of attention and its backward. `None` if the backward recomputes them.
     core: Option<Core>,
 }
 
@@ -115,12 +120,12 @@ struct Core {
     /// Query and key after norm and rotation, and value.
     inputs: [Tensor; 3],
     out: Tensor,
-    /// The output of this rank's tokens, (rows, width).
+    /// The attention output for this rank's tokens, (rows, width).
     rows: Tensor,
     vjp: Vjp,
 }
 
-/// The way back through attention.
+/// The backward of attention.
 enum Vjp {
     Dense(Box<AttentionVjp>),
     Sparse(Box<Sla2Vjp>),
@@ -153,7 +158,8 @@ impl SelfAttention {
         })
     }
 
-    /// The layer of a rank that has a part of every sequence; the group has the whole.
+    /// Turns this into the layer of a rank that holds one part of every sequence; the ranks of `group` hold
+    /// the whole sequence together.
     pub(super) fn across(&mut self, group: &Group) {
         let [queries, keys] = match &self.ulysses {
             None => [self.heads[0], self.heads[1]],
@@ -165,7 +171,7 @@ impl SelfAttention {
         self.ulysses = (group.rank().of > 1).then_some(ulysses);
     }
 
-    /// Query, key and value, side by side, of all tokens and this rank's heads.
+    /// Query, key and value, concatenated along the heads, for all tokens and this rank's heads.
     fn project(&self, x: &Tensor, rotary: &Rotary) -> Result<Tensor> {
         let projected = self.projection.forward(x)?;
         self.to_heads(&projected, rotary, &QUERY_KEY_VALUE)
@@ -180,7 +186,7 @@ impl SelfAttention {
         self.ulysses.as_ref().map_or(Ok(rows.clone()), |ulysses| ulysses.to_heads(&rows, kinds))
     }
 
-    /// The way back, of anything with so many elements.
+    /// The inverse of `to_heads`, for a tensor of any shape with that many elements.
     fn to_rows(&self, heads: &Tensor, rotary: &Rotary, rows: usize, kinds: &[Heads]) -> Result<Tensor> {
         let Some(ulysses) = &self.ulysses else { return heads.reshape((rows, ())) };
         let tokens = rotary.cos.dim(0)?;
@@ -188,7 +194,7 @@ impl SelfAttention {
         ulysses.to_tokens(&heads.reshape((batch, tokens, (), self.head_dim))?, kinds)?.reshape((rows, ()))
     }
 
-    /// Query, key and value out of what was projected.
+    /// Splits the projected tensor into query, key and value.
     fn parts(&self, projected: &Tensor) -> Result<[Tensor; 3]> {
         let [query, key, value] = self.heads;
         Ok([
@@ -198,7 +204,7 @@ impl SelfAttention {
         ])
     }
 
-    /// What attention reads: over each sequence, or over all documents as one batch.
+    /// The inputs of attention: one batch entry per sequence, or all packed documents as one batch entry.
     fn inputs(&self, projected: &Tensor, rotary: &Rotary) -> Result<(Attention, [Tensor; 3])> {
         let [query, key, value] = self.parts(projected)?;
         let [query_norm, key_norm] = match &self.norms {
@@ -209,13 +215,13 @@ impl SelfAttention {
         let Some(documents) = &rotary.documents else {
             return Ok((self.attention.clone(), [query, key, value]));
         };
-        // Of the whole: a part would have to be copied.
+        // `value` is sliced from the flattened projection, because flattening a slice would copy it.
         let joined = |x: &Tensor| x.flatten(0, 1)?.unsqueeze(0);
         let [_, _, value] = self.parts(&joined(projected)?)?;
         Ok((self.attention.clone().packing(documents.clone()), [joined(&query)?, joined(&key)?, value]))
     }
 
-    /// Forward only, of whole sequences or of what follows those in a cache.
+    /// The forward without a backward, for whole sequences or for tokens that follow those in a cache.
     pub(super) fn forward(&self, x: &Tensor, rotary: &Rotary, cached: Option<Cached<'_>>) -> Result<Tensor> {
         let (mut attention, mut inputs) = self.inputs(&self.project(x, rotary)?, rotary)?;
         if let Some(Cached { cache, following }) = cached {
@@ -234,7 +240,7 @@ impl SelfAttention {
         self.output.forward(&self.to_rows(&out, rotary, x.dim(0)?, &[Heads::Queries])?)
     }
 
-    /// SLA2, where it is what attention does now.
+    /// The SLA2 part, if the current stage attends sparsely.
     fn sparse(&self, rotary: &Rotary) -> Option<&Sla2Layer> {
         self.sla2.as_ref().filter(|_| rotary.stage == Stage::Sparse)
     }
@@ -256,7 +262,7 @@ impl SelfAttention {
         Ok(Core { inputs, out, rows, vjp })
     }
 
-    /// Forward for training. Without `keep_core` norm, rotation and attention run once more on the way back.
+    /// The forward for training. Without `keep_core` the backward recomputes norm, rotation and attention.
     pub(super) fn train(&self, x: &Tensor, rotary: &Rotary, keep_core: bool) -> Result<(Tensor, Kept)> {
         let projected = self.project(x, rotary)?;
         let core = self.core(&projected, rotary, x.dim(0)?)?;
@@ -264,7 +270,7 @@ impl SelfAttention {
         Ok((y, Kept { projected, core: keep_core.then_some(core) }))
     }
 
-    /// Adds the gradients of the weights; returns the input's.
+    /// Adds the gradients of the weights and returns the gradient of the input.
     pub(super) fn backward(
         &self,
         kept: Kept,

@@ -1,4 +1,5 @@
-//! A block: attention and feed-forward network, each behind a norm and beside the residual stream.
+//! A transformer block: attention and a feed-forward network, each with a norm before it and a residual
+//! connection around it.
 
 use candle_core::{Result, Tensor};
 use candle_sage::ops;
@@ -20,26 +21,26 @@ pub(super) struct Block {
 /// Llama's feed-forward network: `W_down swiglu(W_gate x, W_up x)`.
 #[derive(Debug, Clone)]
 struct FeedForward {
-    /// Both in one product.
+    /// The gate and up projections in one product.
     gate_up: Linear,
     down: Linear,
 }
 
-/// What the way back needs.
+/// What the forward keeps for the backward.
 pub(super) enum Kept {
     Everything(Box<Inner>),
-    /// The stream before; the rest is made again.
+    /// The residual stream at the block's input; the backward recomputes the rest.
     Input(Stream),
 }
 
 pub(super) struct Inner {
-    /// The stream, that normalized, and what attention keeps.
+    /// The residual stream, the normalized stream, and what attention keeps.
     attention: Option<(Tensor, Tensor, AttentionKept)>,
-    /// The stream in the middle, and that normalized.
+    /// The residual stream between attention and the feed-forward network, and the normalized stream.
     middle: (Tensor, Tensor),
-    /// Gate and up, side by side.
+    /// The outputs of the gate and up projections, concatenated along the columns.
     gate_up: Tensor,
-    /// Their product; made again where it is not kept.
+    /// `swiglu(gate, up)`. `None` if the backward recomputes it.
     hidden: Option<Tensor>,
 }
 
@@ -70,12 +71,12 @@ impl Block {
         }
     }
 
-    /// Whether its attention has SLA2.
+    /// Whether the block's attention has SLA2.
     pub(super) fn has_sla2(&self) -> bool {
         self.attention.as_ref().is_some_and(|(_, attention)| attention.sla2.is_some())
     }
 
-    /// Forward only, of whole sequences or of what follows those in a cache.
+    /// The forward without a backward, for whole sequences or for tokens that follow those in a cache.
     pub(super) fn forward(
         &self,
         mut stream: Stream,
@@ -91,7 +92,7 @@ impl Block {
         Ok(Stream { sum, last: Some(self.mlp.down.forward(&ops::swiglu(&gate, &up)?)?) })
     }
 
-    /// Forward for training.
+    /// The forward for training.
     pub(super) fn train(&self, stream: Stream, rotary: &Rotary) -> Result<(Stream, Kept)> {
         let (stream, inner) = self.inner(stream, rotary, self.recompute == Recompute::None)?;
         let kept = match self.recompute {
@@ -121,7 +122,8 @@ impl Block {
         Ok((stream, Inner { attention: kept_attention, middle, gate_up, hidden }))
     }
 
-    /// Adds the gradients of the weights; returns that of the stream before, from that of the stream after.
+    /// Adds the gradients of the weights. Takes the gradient of the block's output stream and returns that of
+    /// its input stream.
     pub(super) fn backward(
         &self,
         kept: Kept,
@@ -152,7 +154,7 @@ impl Block {
     }
 }
 
-/// What lies side by side in (rows, 2 width).
+/// The two halves of (rows, 2 width), each (rows, width).
 fn halves(both: &Tensor) -> Result<[Tensor; 2]> {
     let width = both.dim(1)? / 2;
     Ok([both.narrow(1, 0, width)?, both.narrow(1, width, width)?])

@@ -1,4 +1,4 @@
-//! The shape of a Llama, and what follows from it: parameters, FLOPs, memory.
+//! The shape of a Llama, and the numbers that follow from it: parameters, FLOPs, memory.
 
 use candle_sage::{Error, Result, Scheme};
 use clap::ValueEnum;
@@ -9,9 +9,9 @@ use super::sla2::{Sla2Config, Stage};
 /// The shape of a decoder-only transformer in Llama's style, with a tied embedding.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LlamaConfig {
-    /// Rows of the embedding.
+    /// Vocabulary size: rows of the embedding.
     pub vocab: usize,
-    /// Blocks.
+    /// Number of transformer blocks.
     pub layers: usize,
     /// Width of the residual stream.
     pub width: usize,
@@ -23,29 +23,29 @@ pub struct LlamaConfig {
     pub head_dim: usize,
     /// Hidden width of the feed-forward network.
     pub ffn: usize,
-    /// Longest sequence.
+    /// Longest sequence, in tokens.
     pub context: usize,
     /// Base of the rotary embedding.
     pub rope_base: f64,
     /// Epsilon of every RMSNorm.
     pub norm_eps: f64,
-    /// RMSNorm of each head's queries and keys.
+    /// Whether each head's queries and keys pass through an RMSNorm.
     pub qk_norm: bool,
     /// Standard deviation of the initial weights.
     pub init_std: f64,
-    /// Numerics of attention; `None` leaves attention out.
+    /// Numerics of attention; `None` makes a model without attention.
     pub scheme: Option<Scheme>,
-    /// Attention to selected blocks alone, in those numerics.
+    /// SLA2 settings if attention is to selected blocks alone; its numerics are those of `scheme`.
     pub sla2: Option<Sla2Config>,
-    /// Factor of the z-loss in training.
+    /// Factor of the z-loss in the training loss.
     pub z_loss: f64,
-    /// What the backward makes again instead of keeping it.
+    /// What the backward recomputes instead of keeping it.
     pub recompute: Recompute,
-    /// Whether attention's gradients repeat to the bit on a GPU.
+    /// Whether attention's gradients are bit-reproducible on a GPU.
     pub deterministic: bool,
 }
 
-/// What the backward makes again, to save memory.
+/// What the backward recomputes in order to save memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Recompute {
@@ -57,44 +57,46 @@ pub enum Recompute {
     Block,
 }
 
-/// A matrix with ones on its diagonal, or several.
+/// An identity matrix, or a stack of them: `dims` end with (n, n).
 fn identity(dims: &[usize]) -> Vec<f32> {
     let width = dims.last().copied().unwrap_or(1);
     let all: usize = dims.iter().product();
     (0..all).map(|n| f32::from(u8::from(n / width % width == n % width))).collect()
 }
 
-/// The values of a parameter before training.
+/// How a parameter is initialized.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Start {
-    /// Normal, of this standard deviation.
+    /// Drawn from a normal distribution with mean 0 and this standard deviation.
     Normal(f64),
-    /// All the same.
+    /// A constant.
     Value(f32),
-    /// Of square matrices: ones on the diagonal.
+    /// The identity matrix, for square matrices or stacks of them.
     Identity,
 }
 
-/// A parameter before it exists.
+/// The name, shape and initialization of a parameter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParameterSpec {
     /// Name in a Hugging Face checkpoint.
     pub name: String,
     /// Shape.
     pub dims: Vec<usize>,
-    /// Its values before training.
+    /// Its initialization.
     pub start: Start,
-    /// Whether it lies right behind the one before it, so that both are multiplied at once.
+    /// Whether the parameter lies directly behind the one before it in memory, so that one product multiplies
+    /// by both.
     pub follows: bool,
 }
 
 impl ParameterSpec {
-    /// Whether weight decay applies, and the model computes in its own type: to matrices, not to norms or routers.
+    /// Whether weight decay applies, which is also whether the model reads the parameter in its compute type:
+    /// true for matrices, false for norms, `theta` and routers.
     pub fn decays(&self) -> bool {
         self.dims.len() == 2
     }
 
-    /// Its values before training, where they are not drawn.
+    /// The initial values, unless they are drawn at random.
     pub fn fixed_start(&self) -> Option<Vec<f32>> {
         match self.start {
             Start::Normal(_) => None,
@@ -108,17 +110,17 @@ impl ParameterSpec {
         self.dims.iter().map(|&d| d as u64).product()
     }
 
-    /// Whether there are no elements.
+    /// Whether the parameter has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
 impl LlamaConfig {
-    /// Checks sizes against each other.
+    /// Checks the range of each size, and that sizes fit each other.
     ///
     /// # Errors
-    /// When a size is zero or two do not fit.
+    /// When a size is out of range, or two sizes do not fit each other.
     pub fn validate(&self) -> Result<()> {
         for (name, value, low, high) in [
             ("layers", self.layers, 1, 1000),
@@ -159,10 +161,11 @@ impl LlamaConfig {
         Ok(())
     }
 
-    /// Every parameter, in the order in which it is initialised and updated.
+    /// Every parameter, in the order of initialization and update.
     pub fn parameter_specs(&self) -> Vec<ParameterSpec> {
         let std = self.init_std;
-        // As in GPT-2: what is added into the residual stream shrinks with the number of additions.
+        // As in GPT-2, the initial scale of the projections into the residual stream falls with the number of
+        // additions to the stream.
         let residual_std = std / (2.0 * self.layers as f64).sqrt();
         let matrix = |name: String, rows, columns, std| ParameterSpec {
             name,
@@ -210,19 +213,20 @@ impl LlamaConfig {
         self.parameter_specs().iter().map(ParameterSpec::len).sum()
     }
 
-    /// Parameters of the tied embedding.
+    /// Number of parameters of the tied embedding.
     pub fn embedding_parameters(&self) -> u64 {
         (self.vocab * self.width) as u64
     }
 
-    /// FLOPs of forward and backward for a token: 6 a parameter, and causal attention's
-    /// `6 layers heads head_dim context`, or the part of it that SLA2 computes, with twice `12 layers heads head_dim^2` for
-    /// its tail.
+    /// FLOPs of forward and backward for one token: 6 per parameter, and `6 layers heads head_dim context`
+    /// for causal attention. With SLA2 the attention term is the fraction of it that SLA2 computes, and its
+    /// linear tail adds twice `12 layers heads head_dim^2`.
     pub fn flops_per_token(&self) -> u64 {
         self.flops(self.sla2.as_ref())
     }
 
-    /// The same for a step of training, from 0: before SLA2's own stage attention is dense.
+    /// As [`LlamaConfig::flops_per_token`], at a training step (from 0): attention is dense before SLA2's
+    /// sparse stage.
     pub fn flops_per_token_at(&self, step: u64) -> u64 {
         self.flops(self.sla2.as_ref().filter(|sla2| sla2.stage(step) == Stage::Sparse))
     }
@@ -240,13 +244,14 @@ impl LlamaConfig {
         6 * (self.parameters() + attention as u64)
     }
 
-    /// Estimated bytes at the peak of a backward, with a batch of sequences and elements of so many bytes.
+    /// Estimated peak bytes of activations in a backward, for a batch of sequences and elements of `element`
+    /// bytes.
     pub fn activation_bytes(&self, batch: usize, element: u64) -> u64 {
         let tokens = (batch * self.context) as u64;
         let (width, ffn) = (self.width as u64, self.ffn as u64);
         let (queries, keys) = ((self.heads * self.head_dim) as u64, (self.key_heads * self.head_dim) as u64);
-        // The stream and that normalized, query, key and value as projected; then norm and rotation, the output, and
-        // what the scheme keeps.
+        // `projected`: the residual stream, the normalized stream, and the projected query, key and value.
+        // `core`: query and key after norm and rotation, the output, and what the scheme keeps.
         let (projected, core) = match self.scheme {
             None => (0, 0),
             Some(scheme) => {
@@ -262,14 +267,14 @@ impl LlamaConfig {
             Recompute::Attention => projected + mlp,
             Recompute::Block => element * width,
         };
-        // Of the block at hand: what was made again, and the gradients of the widest part.
+        // For the block in its backward: what it recomputes, and the gradients of its widest part.
         let again = match self.recompute {
             Recompute::None => 0,
             Recompute::Attention => core,
             Recompute::Block => projected + core + mlp,
         };
         let at_hand = again + element * (2 * width + 3 * ffn);
-        // Chunks of logits: see `CrossEntropy::chunk_rows`.
+        // Logits exist in chunks alone: see `CrossEntropy::chunk_rows`.
         let logits = (self.vocab as u64).saturating_mul(tokens * element).min(if element == 4 {
             64 << 20
         } else {

@@ -1,4 +1,5 @@
-//! Text a token at a time: keys and values of all tokens before are kept, so that each goes through the model once.
+//! Incremental decoding: a cache holds the keys and values of all earlier tokens, so that each token passes
+//! through the model once.
 
 use candle_core::{Result, Tensor};
 use candle_sage::nn::KvCache;
@@ -9,7 +10,7 @@ use super::block::Block;
 use super::llama::Llama;
 use super::sla2::Stage;
 
-/// The tokens that went through a model, as its layers keep them.
+/// The cached keys and values of the tokens that have passed through the model, one cache per layer.
 #[derive(Debug)]
 pub struct Past {
     layers: Vec<KvCache>,
@@ -18,33 +19,35 @@ pub struct Past {
 }
 
 impl Past {
-    /// So many went through.
+    /// Number of tokens that have passed through the model.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 }
 
 impl Llama {
-    /// Whether attention is to selected blocks alone, now.
+    /// Whether attention currently is to selected blocks alone.
     pub fn selects_blocks(&self) -> bool {
         self.stage == Stage::Sparse && self.blocks.iter().any(Block::has_sla2)
     }
 
-    /// An empty past of one sequence, with memory for so many tokens; it grows as far as the context. Of a prompt all tokens attend
-    /// in the model's own numerics, what follows in those of `following`.
+    /// An empty cache for one sequence, with memory for `tokens` tokens; it grows up to the context. The
+    /// tokens of the prompt attend in the model's own numerics, later tokens in those of `following`.
     ///
-    /// `None` where attention is to selected blocks: which they are is not settled before their last query is there.
+    /// `None` if attention is to selected blocks: a selection with a causal mask needs as many queries as
+    /// keys, so each new token has to run over its whole sequence.
     pub fn past(&self, tokens: usize, following: Scheme) -> Option<Past> {
-        // Memory grows by as much each time, which must not be nothing.
+        // The cache grows in steps of this size, which must not be 0.
         let layers = self.blocks.iter().map(|_| KvCache::new(1, tokens.max(1))).collect();
         (!self.selects_blocks()).then_some(Past { layers, tokens: 0, following })
     }
 
-    /// Logits of the token after `ids`, (1, tokens), which follow those of `past` and join them: (1, vocab).
+    /// Logits of the token after `ids`, (1, tokens): (1, vocab). `ids` follow the tokens of `past`, and are
+    /// appended to it.
     ///
     /// # Errors
-    /// When an id is not in the vocabulary, the sequence is longer than the context, or an earlier call with this past failed:
-    /// some of its layers may then have kept tokens that others have not.
+    /// When an id is not in the vocabulary, when the sequence is longer than the context, or when an earlier
+    /// call with this `past` failed: some of its layers may then hold tokens that other layers lack.
     pub fn next_logits_after(&self, past: &mut Past, ids: &Tensor) -> Result<Tensor> {
         let Past { layers, tokens, following } = past;
         let sequence = *tokens + ids.dim(1)?;
@@ -55,7 +58,7 @@ impl Llama {
                 .hint("begin a new past with the last tokens")
                 .into());
         }
-        // Layers without attention keep nothing.
+        // Layers without attention cache nothing.
         let kept: Vec<usize> = layers.iter().map(|layer| layer.k_cache().current_seq_len()).collect();
         if kept.iter().any(|&len| len != kept[0] || len != 0 && len != *tokens) {
             return Err(Error::new("the past of a call that failed cannot go on")

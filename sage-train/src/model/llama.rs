@@ -1,5 +1,6 @@
-//! The whole model: embedding, blocks, final norm, and the loss through the tied embedding. Its backward is written out:
-//! activations go as soon as they are used, and gradients are added where they are kept.
+//! The whole model: embedding, blocks, final norm, and the loss through the tied embedding. The backward is
+//! written by hand instead of by candle's graph: it frees activations as soon as they are used, and adds
+//! gradients in place.
 
 use candle_core::{Device, Result, Tensor};
 use candle_sage::ops::{self, CrossEntropy};
@@ -13,13 +14,13 @@ use super::parameters::{EMBEDDING, Parameters, Weight};
 use super::sla2::Stage;
 use crate::ranks::Group;
 
-/// What the model reads: ids, (batch, sequence), and where documents begin in all of them, one behind the other, if
-/// attention is to stay inside.
+/// The model's input: ids, (batch, sequence), and the packed documents if attention is confined to them. The
+/// documents count tokens through all sequences, one after the other.
 #[derive(Debug, Clone, Copy)]
 pub struct Input<'a> {
-    /// The ids.
+    /// Token ids, (batch, sequence).
     pub ids: &'a Tensor,
-    /// The documents.
+    /// The packed documents.
     pub documents: Option<&'a Packing>,
 }
 
@@ -29,12 +30,13 @@ impl<'a> From<&'a Tensor> for Input<'a> {
     }
 }
 
-/// Who looks on while gradients are computed.
+/// Callbacks during the backward.
 #[derive(Default)]
 pub struct Watch<'a, 'b> {
-    /// Sees what attention reads and what comes back to it, last layer first.
+    /// Receives the operands of attention and the gradient of its output, last layer first.
     pub observe: Option<&'a mut Observe<'b>>,
-    /// Is told when the backward has left a layer: the gradients of its parameters are there, and of all that follow.
+    /// Called when the backward has finished a layer: the gradients of this layer's parameters and of all
+    /// later layers are complete.
     pub left: Option<&'a mut Left<'b>>,
 }
 
@@ -44,10 +46,10 @@ impl std::fmt::Debug for Watch<'_, '_> {
     }
 }
 
-/// Told by the layer's number.
+/// Receives the layer's index.
 pub type Left<'a> = dyn FnMut(usize) -> Result<()> + 'a;
 
-/// A Llama with a tied embedding, on views of [`Parameters`].
+/// A Llama with a tied embedding. Its weights are views of [`Parameters`].
 #[derive(Debug, Clone)]
 pub struct Llama {
     pub(super) embedding: Weight,
@@ -56,7 +58,7 @@ pub struct Llama {
     pub(super) rotary: Rotary,
     z_loss: f32,
     pub(super) stage: Stage,
-    /// Parts that a sequence is cut into, of which this rank has one.
+    /// Number of parts that a sequence is cut into; this rank has one of them.
     parts: usize,
 }
 
@@ -79,25 +81,25 @@ impl Llama {
         })
     }
 
-    /// The model of a rank that has a part of every sequence: neighbouring ids, as long as those of the other ranks of the
-    /// group. Losses are of its own part.
+    /// The model of a rank that holds one part of every sequence: consecutive ids, as many as on every other
+    /// rank of the group. Its losses are those of its own part.
     pub fn across(mut self, group: &Group) -> Self {
         self.parts = group.rank().of;
         self.blocks.iter_mut().for_each(|block| block.across(group));
         self
     }
 
-    /// What the model attends to from now on, where it has SLA2: at first the selected blocks.
+    /// Sets the stage, which decides what a model with SLA2 attends to. A new model is in the sparse stage.
     pub fn set_stage(&mut self, stage: Stage) {
         self.stage = stage;
     }
 
-    /// The residual stream before the first block, and the angles for sequences of this length.
+    /// The residual stream before the first block, and the rotary angles for sequences of this length.
     fn enter(&self, input: Input<'_>) -> Result<(Stream, Rotary)> {
         self.enter_at(input, 0)
     }
 
-    /// As `enter`, of tokens that follow so many others.
+    /// As `enter`, for tokens that start at `position` in their sequence.
     pub(super) fn enter_at(
         &self,
         Input { ids, documents }: Input<'_>,
@@ -130,18 +132,19 @@ impl Llama {
         ops::linear_cross_entropy(&hidden, &self.embedding.value, &targets, CrossEntropy::default())
     }
 
-    /// The loss, with the z-loss if there is one, whose gradients are added to those of the parameters.
+    /// Returns the loss, including the z-loss if there is one, and adds its gradients to those of the
+    /// parameters.
     ///
     /// # Errors
-    /// As [`Llama::hidden`], and when the parameters are not trained.
+    /// As [`Llama::hidden`], and when the parameters were not made for training.
     pub fn train<'a>(&self, input: impl Into<Input<'a>>, targets: &Tensor) -> Result<Tensor> {
         self.train_watched(input, targets, Watch::default())
     }
 
-    /// As [`Llama::train`], under somebody's eyes.
+    /// As [`Llama::train`], with callbacks.
     ///
     /// # Errors
-    /// As [`Llama::train`], and those of who watches.
+    /// As [`Llama::train`], and the errors of the callbacks.
     pub fn train_watched<'a>(
         &self,
         input: impl Into<Input<'a>>,
@@ -177,8 +180,8 @@ impl Llama {
         Ok(loss)
     }
 
-    /// Mean cross-entropy of the last tokens alone: `targets`, of one dimension, follow the last `targets` ids of a
-    /// sequence, (1, sequence).
+    /// Mean cross-entropy of the last tokens alone. `targets` has one dimension; its n ids follow the last n
+    /// ids of `ids`, (1, sequence).
     ///
     /// # Errors
     /// As [`Llama::hidden`].

@@ -1,8 +1,10 @@
-//! All parameters of a model in a few pieces of memory, with their moments, gradients and 16-bit copy: an optimizer's step is
-//! one pass over each, and a parameter is a view of one.
+//! All parameters of a model in a few pieces of memory, with their moments, their gradients and their copy in
+//! the compute type. An optimizer step is one pass over each piece, and each parameter is a view into one
+//! piece.
 //!
-//! Where several ranks train, each owns a part of every piece: it alone has the part's weights in f32 and its moments, and
-//! updates it (ZeRO-1, arXiv 1910.02054, section 5.1). Gradients and what the model reads are whole everywhere.
+//! If several ranks train, each rank owns one shard of every piece: it alone holds the shard's weights in f32
+//! and its moments, and updates them (ZeRO-1, arXiv 1910.02054, section 5.1). Every rank holds all gradients
+//! and all weights in the compute type.
 
 use std::ops::Range;
 use std::path::Path;
@@ -22,61 +24,64 @@ use super::state::{State, StateFile};
 use crate::during;
 use crate::ranks::{Mesh, Ranks};
 
-/// The table of the embedding, and of the output.
+/// Name of the embedding, which is also the output matrix.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 
-/// Elements that are summed at once where weights are compared.
+/// Elements per slice in the comparison of weights.
 const SLICE: usize = 1 << 23;
 
-/// The trained tensors of a model. What computes with them holds views: updates show at once.
+/// The trained tensors of a model. Models hold views of them, so that an update takes effect at once.
 #[derive(Debug)]
 pub struct Parameters {
     pub(super) specs: Vec<ParameterSpec>,
     pub(super) layout: Layout,
     mesh: Mesh,
-    /// Of each piece.
+    /// By piece.
     held: Vec<Held>,
-    /// Of all, where something is trained; what was reduced lies in this rank's parts.
+    /// Gradients of all parameters, if the model is trained. After the reduction this rank's shards hold the
+    /// sum over ranks.
     gradients: Option<Tensor>,
-    /// What other ranks of the node send of a piece: one comes while the other is added up. And what other nodes send. Where
-    /// there are others.
+    /// Receive buffers, if there are other ranks. The first two, each for the data of the node's other ranks
+    /// for one piece, alternate: one fills while the other is added up. The third is for the data of other
+    /// nodes.
     pub(super) received: Option<[Tensor; 3]>,
-    /// Of each parameter: see [`Weight`].
+    /// By parameter: see [`Weight`].
     pub(super) filled: Vec<Arc<AtomicBool>>,
 }
 
-/// A piece.
+/// The values of one piece.
 #[derive(Debug)]
 struct Held {
-    /// The weights as the model reads them, of the whole piece.
+    /// The whole piece's weights as the model reads them.
     values: Tensor,
-    /// Weights and moments of this rank's part, (3, part), or (1, part) where nothing is trained.
+    /// Weights and moments of this rank's shard, (3, shard), or weights alone, (1, shard), if nothing is
+    /// trained.
     state: Tensor,
 }
 
-/// Where values come from.
+/// Sources of initial values.
 struct Values<'a> {
     /// The weights of a parameter.
     weights: &'a dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>>,
-    /// Elements of a row of moments, where they are not zero.
+    /// A range of elements of one row of moments. `None` if the moments are zero.
     moments: Option<&'a Moments<'a>>,
 }
 
 type Moments<'a> = dyn Fn(&str, &ParameterSpec, Range<usize>) -> candle_sage::Result<Vec<f32>> + 'a;
 
-/// A parameter of a model, or several as one: its value, and the place for its gradient where it is trained.
+/// A parameter of a model, or several adjacent matrices as one: its value, and its gradient if it is trained.
 #[derive(Debug, Clone)]
 pub struct Weight {
-    /// In the type that the model computes in; vectors and routers in f32.
+    /// In the model's compute type; vectors and routers in f32.
     pub value: Tensor,
     /// In f32.
     pub gradient: Option<Tensor>,
-    /// Whether something is in there since it was cleared: of each parameter that this is.
+    /// Whether the gradient has been written since it was cleared, for each parameter in this weight.
     filled: Vec<Arc<AtomicBool>>,
 }
 
 impl Weight {
-    /// The place for the gradient.
+    /// The tensor that the gradient is added to.
     ///
     /// # Errors
     /// When the model was not made for training.
@@ -87,7 +92,8 @@ impl Weight {
         }
     }
 
-    /// For products that fill the whole gradient: whether this one is to be added to what is there, or is the first since
+    /// For products that write the whole gradient: returns whether the product has to add to the present
+    /// contents, and marks the gradient as written. Returns false for the first product since
     /// [`Parameters::clear_gradients`].
     pub(super) fn take_turn(&self) -> bool {
         let turns: Vec<bool> =
@@ -98,8 +104,8 @@ impl Weight {
 }
 
 impl Parameters {
-    /// Draws every parameter, for training on this rank. Each has a stream of its own, so that two models that differ in one
-    /// part agree in the others. `dtype` is what the model computes in.
+    /// Draws every parameter, for training on this rank. Each parameter has its own random stream, so that
+    /// two models that differ in one part agree in the others. `dtype` is the model's compute type.
     ///
     /// # Errors
     /// When a tensor cannot be allocated.
@@ -113,10 +119,11 @@ impl Parameters {
         Self::from_values(config, &|spec| Ok(draw(spec, seed)), device, dtype, Some(mesh))
     }
 
-    /// Reads every parameter from a safetensors file. `trained`: by which rank, where there will be gradients.
+    /// Reads every parameter from a safetensors file. `trained` is the mesh of ranks if the model is trained,
+    /// and `None` if it needs no gradients.
     ///
     /// # Errors
-    /// When the file cannot be read, or is of another model.
+    /// When the file cannot be read, or belongs to another model.
     pub fn load(
         config: &LlamaConfig,
         path: &Path,
@@ -129,10 +136,10 @@ impl Parameters {
         Self::from_values(config, &|spec| file.values(spec, ""), device, dtype, trained)
     }
 
-    /// Weights whose values `values` gives.
+    /// Makes parameters with the weights that `values` returns. `trained` is as in [`Parameters::load`].
     ///
     /// # Errors
-    /// When it gives an error, or memory is short.
+    /// When `values` fails, or memory is short.
     pub fn from_values(
         config: &LlamaConfig,
         values: &dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>>,
@@ -144,10 +151,11 @@ impl Parameters {
         Self::new(config.parameter_specs(), &values, device, dtype, trained)
     }
 
-    /// Goes on from a checkpoint. `trained` as in [`Parameters::load`]: without, its weights alone.
+    /// Restores parameters from a checkpoint. `trained` is as in [`Parameters::load`]; without it only the
+    /// weights are read.
     ///
     /// # Errors
-    /// When it cannot be read, or is of another model.
+    /// When the checkpoint cannot be read, or belongs to another model.
     pub fn restore(
         config: &LlamaConfig,
         state: &State,
@@ -197,7 +205,8 @@ impl Parameters {
             let make = || -> Result<Held> {
                 let rows = state.len() / own.len();
                 let state = Tensor::from_vec(state, (rows, own.len()), device)?;
-                // What one rank has whole in the type that the model reads, it reads there.
+                // If one rank holds the whole piece in the model's compute type, the model reads those
+                // weights, without a copy.
                 let values = match own.len() == len && dtype == DType::F32 {
                     true => state.get(0)?,
                     false => Tensor::from_vec(whole, len, device)?.to_dtype(dtype)?,
@@ -217,18 +226,18 @@ impl Parameters {
         Ok(Self { specs, layout, mesh, held, gradients, received, filled })
     }
 
-    /// A parameter as the model takes it.
+    /// A parameter as the model uses it.
     ///
     /// # Errors
-    /// When there is none of this name.
+    /// When there is no parameter of this name.
     pub fn weight(&self, name: &str) -> Result<Weight> {
         self.joined(&[name.to_owned()])
     }
 
-    /// Matrices that follow one another, as one with the rows of all.
+    /// Adjacent matrices as one matrix that has the rows of all of them.
     ///
     /// # Errors
-    /// When there is none of a name, or they do not follow one another, or are not of one width.
+    /// When a name is unknown, or the matrices are not adjacent or have different widths.
     pub fn joined(&self, names: &[String]) -> Result<Weight> {
         let Some(first) = names.first() else { candle_core::bail!("no matrices to join") };
         let (number, at) = self.place(first)?;
@@ -265,7 +274,7 @@ impl Parameters {
         all.narrow(0, at, spec.len() as usize)?.reshape(spec.dims.as_slice())
     }
 
-    /// What the parameters are, in the order of [`LlamaConfig::parameter_specs`].
+    /// The specs of all parameters, in the order of [`LlamaConfig::parameter_specs`].
     pub fn specs(&self) -> &[ParameterSpec] {
         &self.specs
     }
@@ -281,7 +290,8 @@ impl Parameters {
         }
     }
 
-    /// Begins new sums of gradients. What the next backward fills whole is left as it is: a pass over the memory less.
+    /// Resets the gradients. Matrices are only marked as empty, because the first product of the next
+    /// backward overwrites them; this saves a pass over memory.
     ///
     /// # Errors
     /// When nothing is trained.
@@ -291,7 +301,7 @@ impl Parameters {
         for piece in self.layout.pieces.iter().filter(|piece| !piece.decays) {
             gradients.narrow(0, piece.range.start, piece.range.len())?.zero_set()?;
         }
-        // The embedding, which two sides add to.
+        // The embedding is zeroed too, since two products add to it: those of the input and of the output.
         self.view(gradients, EMBEDDING)?.zero_set()
     }
 
@@ -309,15 +319,16 @@ impl Parameters {
         Ok(None)
     }
 
-    /// This rank's part of a piece of something that lies as all parameters do.
+    /// This rank's shard of a piece of `all`, a tensor with the layout of the parameters.
     pub(super) fn own(&self, all: &Tensor, piece: usize) -> Result<Tensor> {
         let range = &self.layout.pieces[piece].range;
         let part = self.mesh.shard.part_of(range.len());
         all.narrow(0, range.start + part.start, part.len())
     }
 
-    /// Updates all parameters with the gradients that were reduced, whose sum of squares over all ranks is `squares`. Which
-    /// decay is known here.
+    /// Updates all parameters with the reduced gradients and gathers the new weights from the ranks of the
+    /// node. `squares` is the sum of squares of the gradient over all ranks. The weight decay of `adamw`
+    /// applies to the matrices alone, which this function knows.
     ///
     /// # Errors
     /// When nothing is trained, or a rank cannot be reached.
@@ -332,15 +343,15 @@ impl Parameters {
             let copy = copy.transpose()?;
             adamw.step(state, &gradient, squares, copy.as_ref())?;
             if self.mesh.shard.of > 1 {
-                // It travels while the next piece is updated.
+                // The all-gather of this piece overlaps with the update of the next.
                 last = Some(shards.gather(&copy.map_or_else(|| state.get(0), Ok)?, values)?);
             }
         }
         last.map_or(Ok(()), |last| shards.wait(last))
     }
 
-    /// Numbers that are the same, to the bit, on ranks whose model reads the same weights: two sums of each piece, of which one
-    /// knows signs.
+    /// Numbers that are equal to the bit on all ranks whose models read the same weights: for each piece the
+    /// sum of squares of w, and of w + 1, which also depends on the signs.
     ///
     /// # Errors
     /// When there is no memory for a slice in f32.
@@ -348,7 +359,7 @@ impl Parameters {
         let mut sums = Vec::with_capacity(2 * self.held.len());
         for Held { values, .. } in &self.held {
             let len = values.elem_count();
-            // In slices: there may be no room for a copy of all.
+            // In slices, because memory may not hold a second copy of all weights.
             let (mut squares, mut shifted) = (0.0, 0.0);
             for first in (0..len).step_by(SLICE) {
                 let slice = values.narrow(0, first, SLICE.min(len - first))?.to_dtype(DType::F32)?;
@@ -360,13 +371,13 @@ impl Parameters {
         Ok(sums)
     }
 
-    /// Elements of all parameters, with what lies between them.
+    /// Number of elements of all parameters, including the padding between them.
     pub fn elements(&self) -> usize {
         self.layout.len()
     }
 
-    /// A copy of all weights on the host of the first rank: it stays as it is while training goes on. All ranks must ask for it
-    /// together.
+    /// A copy of all weights in the memory of rank 0's host, which does not change while training continues.
+    /// Returns `None` on the other ranks. All ranks must call it together.
     ///
     /// # Errors
     /// When there is no memory for it, or a rank cannot be reached.
@@ -375,7 +386,8 @@ impl Parameters {
         let of_piece = |held: &Held| -> Result<Option<Tensor>> {
             let own = held.state.get(0)?;
             if shards.rank().of == 1 {
-                // What goes to the host goes with all that it is a view of.
+                // A copy of a view to the host would copy the whole storage behind the view; hence the
+                // contiguous copy first.
                 let own = || on_host(&own.force_contiguous()?.unsqueeze(0)?);
                 return ranks.rank().is_first().then(own).transpose();
             }
@@ -383,15 +395,16 @@ impl Parameters {
             shards.wait(shards.gather(&own, &all)?)?;
             ranks.rank().is_first().then(|| on_host(&all.unsqueeze(0)?)).transpose()
         };
-        // Every piece is gathered, whoever keeps it.
+        // Every rank gathers every piece, because an all-gather needs all ranks, though only rank 0 keeps the
+        // result.
         let pieces = self.held.iter().map(of_piece).collect::<Result<Vec<_>>>()?;
         let pieces: Option<Vec<Tensor>> = pieces.into_iter().collect();
         let firsts = self.layout.pieces.iter().map(|piece| piece.range.start);
         pieces.map(|pieces| self.snapshot(firsts.zip(pieces).collect())).transpose()
     }
 
-    /// A copy of the weights and moments that are this rank's to save, on the host: what it owns, of which each node takes a
-    /// part.
+    /// A copy, on the host, of the weights and moments that this rank writes to a checkpoint: its shard of
+    /// each piece, divided evenly among the nodes, since all nodes hold the same shards.
     ///
     /// # Errors
     /// When there is no memory for it.
@@ -414,7 +427,7 @@ impl Parameters {
     }
 }
 
-/// A copy, in any case.
+/// Copies in every case, also from a CPU tensor.
 fn on_host(tensor: &Tensor) -> Result<Tensor> {
     if tensor.device().is_cpu() { tensor.force_contiguous() } else { tensor.to_device(&Device::Cpu) }
 }
@@ -428,7 +441,7 @@ fn draw(spec: &ParameterSpec, seed: u64) -> Vec<f32> {
     (0..len).map(|_| normal.sample(&mut rng)).collect()
 }
 
-/// The 64-bit FNV-1a hash: a stream number for each name.
+/// The 64-bit FNV-1a hash of a name, which numbers the parameter's random stream.
 fn fnv1a(name: &str) -> u64 {
     name.bytes()
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))

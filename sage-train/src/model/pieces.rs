@@ -1,4 +1,5 @@
-//! Where parameters lie in memory: in pieces, runs of neighbours that are exchanged and updated at once.
+//! The layout of the parameters in memory: pieces, which are runs of adjacent parameters that are reduced,
+//! updated and gathered as one.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -8,42 +9,46 @@ use super::config::{LlamaConfig, ParameterSpec};
 use super::parameters::EMBEDDING;
 use crate::ranks::Mesh;
 
-/// Parameters that follow no other start at multiples of this many elements: 16 bytes are aligned in every element type.
+/// Parameters that follow no other start at multiples of this many elements, which is a multiple of 16 bytes
+/// in every element type.
 pub(super) const ALIGNMENT: usize = 64;
 
-/// A run of neighbouring parameters.
+/// A run of adjacent parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {
-    /// Its elements among those of all, gaps included; so many that every rank has an equal part.
+    /// The elements of the piece in the layout of all parameters, padding included. Their number is a
+    /// multiple of the ranks, so that all shards are equal.
     pub(super) range: Range<usize>,
-    /// Matrices, which decay and which the model reads in its own type; vectors and routers are read in f32.
+    /// True if the piece holds matrices, which decay and are read in the compute type; false if it holds
+    /// vectors and routers, which are read in f32.
     pub(super) decays: bool,
-    /// The first layer that it has something of; none where a backward is done with it at its end alone.
+    /// The first layer with a parameter in the piece. `None` if its gradients are complete only at the end of
+    /// the backward.
     pub(super) first_layer: Option<usize>,
 }
 
 /// Where each parameter of a model lies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Layout {
-    /// The index of its spec, and its first element.
+    /// By name: the index of the parameter's spec, and its first element.
     pub(super) places: HashMap<String, (usize, usize)>,
-    /// Those that decay come first.
+    /// The pieces with weight decay come first.
     pub(super) pieces: Vec<Piece>,
 }
 
 impl Layout {
-    /// For ranks that lie so.
+    /// The layout for the ranks of a mesh.
     pub(super) fn new(specs: &[ParameterSpec], mesh: Mesh) -> Self {
         Self::with_pieces_of(specs, mesh.rank().of, mesh.piece)
     }
 
-    /// A piece is closed when it has enough elements.
+    /// A piece ends before the next parameter once it has at least `enough` elements.
     fn with_pieces_of(specs: &[ParameterSpec], ranks: usize, enough: usize) -> Self {
         let (mut places, mut pieces, mut len) = (HashMap::new(), Vec::new(), 0usize);
         for decays in [true, false] {
             let mut start = len;
             for (n, spec) in specs.iter().enumerate().filter(|(_, spec)| spec.decays() == decays) {
-                // What is multiplied at once lies without gaps, in one piece.
+                // Matrices of one product lie without gaps, in one piece.
                 if !spec.follows {
                     len = len.next_multiple_of(ALIGNMENT);
                     if len - start >= enough {
@@ -69,33 +74,34 @@ impl Layout {
         layout
     }
 
-    /// The numbers of the pieces, in the order in which a backward is done with them.
+    /// The indices of the pieces, in the order in which a backward completes their gradients.
     pub(super) fn backward_order(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.pieces.len()).collect();
         order.sort_by_key(|piece| Reverse(self.pieces[*piece].first_layer));
         order
     }
 
-    /// Elements of all, gaps included.
+    /// Number of elements, padding included.
     pub(super) fn len(&self) -> usize {
         self.pieces.last().map_or(0, |piece| piece.range.end)
     }
 
-    /// Elements that other ranks of a node send of a piece, at most, and that other nodes send of a rank's part of one.
+    /// The largest numbers of elements that a rank receives in a reduction: of one piece from the other ranks
+    /// of its node, and of its shard from other nodes.
     pub(super) fn largest_received(&self, Mesh { shard, replica, .. }: Mesh) -> [usize; 2] {
         let largest = self.pieces.iter().map(|piece| piece.range.len()).max().unwrap_or(0);
         let part = largest / shard.of;
         [part * (shard.of - 1), part / replica.of * (replica.of - 1)]
     }
 
-    /// The piece that an element lies in.
+    /// The index of the piece that contains element `at`.
     pub(super) fn piece_of(&self, at: usize) -> usize {
         self.pieces.partition_point(|piece| piece.range.end <= at)
     }
 }
 
-/// The layer that a parameter belongs to. A backward is done with the last norm before all layers, and with the embedding, which
-/// has none, after them.
+/// The layer of a parameter. A backward completes the final norm before all layers (`usize::MAX`), and the
+/// embedding after them (`None`).
 fn first_layer(name: &str) -> Option<usize> {
     match name.strip_prefix("model.layers.") {
         Some(layer) => layer.split('.').next()?.parse().ok(),
@@ -103,14 +109,14 @@ fn first_layer(name: &str) -> Option<usize> {
     }
 }
 
-/// Bytes that a rank sets aside for what others send.
+/// Bytes of the receive buffers of a rank.
 pub fn received_bytes(model: &LlamaConfig, mesh: Mesh) -> u64 {
     let layout = Layout::new(&model.parameter_specs(), mesh);
     let [others, nodes] = layout.largest_received(mesh);
     4 * (2 * others + nodes) as u64
 }
 
-/// What two ranges share.
+/// The intersection of two ranges, unless it is empty.
 pub(super) fn overlap(a: &Range<usize>, b: &Range<usize>) -> Option<Range<usize>> {
     let both = a.start.max(b.start)..a.end.min(b.end);
     (both.start < both.end).then_some(both)

@@ -1,4 +1,5 @@
-//! Adding up the gradients of all ranks, each its own parts: beside the backward that makes them, or behind it.
+//! The reduction of gradients over all ranks, during the last backward or after it: a reduce-scatter within
+//! each node, and an all-reduce of each shard between nodes.
 
 use candle_core::{Result, Tensor};
 use candle_sage::ops;
@@ -6,34 +7,36 @@ use candle_sage::ops;
 use super::parameters::{EMBEDDING, Parameters};
 use crate::ranks::{Ranks, Transfer};
 
-/// A piece that is on its way.
+/// A piece whose transfer is in flight.
 #[derive(Debug)]
 struct Coming {
     piece: usize,
-    /// What the other ranks of the node send of it.
+    /// The receive buffer for the piece's data from the other ranks of the node.
     parts: Tensor,
     transfer: Transfer,
 }
 
-/// Adds up the gradients of all ranks, in their order, each in the parts that it owns: first those of a node, then those of
-/// the nodes. Pieces go in one order on every rank, that in which a backward is done with them; the next travels while one is
-/// added up.
+/// Sums the gradients of all ranks, in the order of the ranks. Each rank sums the shards that it owns, first
+/// over the ranks of its node, then over the nodes. All ranks send the pieces in the same order, which with
+/// overlap is the order in which a backward completes them. The transfer of a piece overlaps with the
+/// summation of the one before it.
 #[derive(Debug)]
 pub struct Reduction<'a> {
     parameters: &'a Parameters,
     ranks: &'a Ranks,
-    /// In which order pieces go.
+    /// The order in which pieces are sent.
     order: Vec<usize>,
-    /// How many of them went.
+    /// Number of pieces that were sent.
     sent: usize,
     coming: Option<Coming>,
-    /// Of each piece: the sum of squares of this rank's part.
+    /// By piece: the sum of squares of this rank's shard.
     squares: Vec<Option<Tensor>>,
 }
 
 impl<'a> Reduction<'a> {
-    /// Nothing is sent yet. `beside`: a backward will say which layers it has left; else all go at the end, the vectors last,
-    /// which leave least to wait for.
+    /// A reduction that has sent nothing yet. If `beside`, the caller reports the layers that the last
+    /// backward has finished. Otherwise [`Reduction::finish`] sends all pieces, those of vectors last: they
+    /// are small, and the final transfer overlaps with nothing.
     pub fn new(parameters: &'a Parameters, ranks: &'a Ranks, beside: bool) -> Self {
         let pieces = 0..parameters.layout.pieces.len();
         let squares = pieces.clone().map(|_| None).collect();
@@ -41,7 +44,8 @@ impl<'a> Reduction<'a> {
         Self { parameters, ranks, order, sent: 0, coming: None, squares }
     }
 
-    /// The last backward has left this layer, from behind: what no layer before it adds to may go.
+    /// Called when the last backward, which runs from the last layer to the first, has finished `layer`:
+    /// sends the pieces that no earlier layer contributes to.
     ///
     /// # Errors
     /// When a rank cannot be reached.
@@ -56,10 +60,11 @@ impl<'a> Reduction<'a> {
         Ok(())
     }
 
-    /// All gradients are there. Returns the sum of squares of this rank's parts, an f64 scalar.
+    /// Called when all gradients are complete: sends the remaining pieces and sums all of them. Returns the
+    /// sum of squares of this rank's shards, an f64 scalar.
     ///
     /// # Errors
-    /// When nothing is trained, a matrix received no gradient, or a rank cannot be reached.
+    /// When nothing is trained, a matrix received no gradient, or another rank cannot be reached.
     pub fn finish(mut self) -> Result<Tensor> {
         self.parameters.check_filled()?;
         while let Some(&piece) = self.order.get(self.sent) {
@@ -87,7 +92,7 @@ impl<'a> Reduction<'a> {
         };
         let transfer = self.ranks.shards().exchange(&from, &parts)?;
         self.sent += 1;
-        // There is room for two.
+        // There are two receive buffers, so the piece before this one is added up now.
         let before = self.coming.replace(Coming { piece, parts, transfer });
         before.map_or(Ok(()), |before| self.add(before))
     }
@@ -104,7 +109,8 @@ impl<'a> Reduction<'a> {
         Ok(())
     }
 
-    /// What every node has of a part, added up: each of those that have this part adds a part of it, and all gather.
+    /// Sums a shard over the nodes: each of the ranks that hold this shard sums one part of it, and an
+    /// all-gather distributes the parts.
     fn add_nodes(&self, own: &Tensor) -> Result<()> {
         let replicas = self.ranks.replicas();
         let (node, Some([_, _, room])) = (replicas.rank(), &self.parameters.received) else { return Ok(()) };
@@ -121,7 +127,7 @@ impl<'a> Reduction<'a> {
 }
 
 impl Parameters {
-    /// Checks that a backward has filled every matrix.
+    /// Checks that the backward wrote the gradient of every matrix.
     fn check_filled(&self) -> Result<()> {
         for (spec, filled) in self.specs.iter().zip(&self.filled) {
             let filled = filled.load(std::sync::atomic::Ordering::Relaxed);

@@ -1,5 +1,5 @@
-//! SLA2 in the model: what a run settles once, and the part of an attention layer that selects, blends and teaches the
-//! router.
+//! SLA2 in the model: its settings, and the part of an attention layer that selects blocks, blends the two
+//! branches and trains the router.
 
 use candle_core::{Result, Tensor, Var};
 use candle_sage::ops::{self, Alpha, Tail};
@@ -10,49 +10,49 @@ use candle_sage::{Router, Scheme, Selection, Sla2};
 use super::config::{LlamaConfig, ParameterSpec, Start};
 use super::parameters::{Parameters, Weight};
 
-/// How blocks of keys are picked.
+/// How blocks of keys are selected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Choice {
-    /// By a router that learns where dense attention's mass is.
+    /// By a router that learns where dense attention has its probability mass.
     Learned,
-    /// By the router as it starts: the products of block means.
+    /// By an untrained router: the products of block means.
     Identity,
-    /// The nearest blocks and the first one.
+    /// The nearest blocks, and the first block of the sequence.
     Window,
 }
 
-/// SLA2 of a run; its numerics are the model's scheme.
+/// The SLA2 settings of a run. The numerics are the model's scheme.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sla2Config {
-    /// Past blocks that a block of queries sees.
+    /// Past blocks of keys that a block of queries sees, at most.
     pub blocks: usize,
-    /// Tokens of a block, of queries and of keys.
+    /// Tokens per block, of queries and of keys.
     pub block: usize,
-    /// How they are picked.
+    /// How the blocks are selected.
     pub choice: Choice,
-    /// What the linear tail sums over; none leaves it out.
+    /// The blocks that the linear tail sums over; `None` leaves the tail out.
     pub tail: Option<Tail>,
-    /// How the share of the selected blocks comes from `theta`.
+    /// How the weight of the exact branch depends on `theta`.
     pub alpha: Alpha,
-    /// Steps of dense attention at the start, those of the router among them.
+    /// Steps with dense attention at the start, including the router's steps.
     pub dense_steps: u64,
-    /// The last of them, in which router and `theta` learn from dense attention.
+    /// The last of these steps, in which router and `theta` learn from dense attention.
     pub router_steps: u64,
 }
 
-/// What a model attends to.
+/// What the model attends to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// Everything.
+    /// All keys.
     Dense,
-    /// Everything, while the router and `theta` learn from it.
+    /// All keys, while router and `theta` learn from dense attention.
     Router,
-    /// The selected blocks and the tail.
+    /// The selected blocks and the linear tail.
     Sparse,
 }
 
 impl Sla2Config {
-    /// The stage of a step, from 0.
+    /// The stage of a step (from 0).
     pub fn stage(&self, step: u64) -> Stage {
         if step >= self.dense_steps {
             Stage::Sparse
@@ -63,11 +63,12 @@ impl Sla2Config {
         }
     }
 
-    /// The share of (query, key) pairs of a causal sequence that are not computed.
+    /// The fraction of the (query, key) pairs of a causal sequence that are not computed.
     pub fn sparsity(&self, context: usize) -> f64 {
         let pairs = |len: usize| len as f64 * (len as f64 + 1.0) / 2.0;
         let (whole, rest) = (context / self.block, context % self.block);
-        // Past blocks of all whole blocks of queries: 0, 1, 2, ... and from some on all that may be picked.
+        // The past blocks over all whole blocks of queries: 0, 1, 2, ... up to `blocks`, then always
+        // `blocks`.
         let growing = whole.min(self.blocks + 1);
         let past =
             growing as f64 * (growing as f64 - 1.0) / 2.0 + (whole - growing) as f64 * self.blocks as f64;
@@ -76,7 +77,7 @@ impl Sla2Config {
         1.0 - seen / pairs(context)
     }
 
-    /// Parameters of a layer, beside those of attention.
+    /// The parameters that SLA2 adds to an attention layer.
     pub(super) fn parameter_specs(&self, model: &LlamaConfig, at: &str) -> Vec<ParameterSpec> {
         let spec = |name: &str, dims: Vec<usize>, start| ParameterSpec {
             name: format!("{at}.{name}"),
@@ -97,11 +98,11 @@ impl Sla2Config {
     }
 }
 
-/// The gradients of the router and of `theta` in their own stage, times this: AdamW does not feel it, and the clipping of
-/// the whole gradient's norm hardly does.
+/// Factor of the gradients of router and `theta` in the router stage. AdamW does not depend on the scale of a
+/// gradient, and with this factor these gradients hardly affect the clipping by the global norm.
 const TEACHING: f64 = 0.01;
 
-/// The part of an attention layer.
+/// The SLA2 part of an attention layer.
 #[derive(Debug, Clone)]
 pub(super) struct Sla2Layer {
     config: Sla2Config,
@@ -138,7 +139,7 @@ impl Sla2Layer {
         })
     }
 
-    /// For packed documents, or sequences.
+    /// The op for packed documents, or for separate sequences.
     fn op(&self, documents: Option<&Packing>) -> Sla2 {
         match documents {
             Some(documents) => self.op.clone().packing(documents.clone()),
@@ -152,7 +153,7 @@ impl Sla2Layer {
                 let (q_dims, k_dims) = (q.dims4()?, k.dims4()?);
                 let shape = AttentionShape::new(q_dims, k_dims, k_dims, true, documents.cloned())?;
                 let block = (self.config.block, self.config.block);
-                // One of them is the sink.
+                // The first block of the sequence (the attention sink) counts as one of the selected blocks.
                 let nearest = self.config.blocks.saturating_sub(1);
                 return Selection::window(&shape, block, nearest, self.config.blocks.min(1), q.device());
             }
@@ -169,13 +170,13 @@ impl Sla2Layer {
         }
     }
 
-    /// Forward only.
+    /// The forward without a backward.
     pub(super) fn forward(&self, [q, k, v]: [&Tensor; 3], documents: Option<&Packing>) -> Result<Tensor> {
         let selection = self.select(q, k, documents)?;
         self.op(documents).apply(q, k, v, &selection, &self.theta(q)?)
     }
 
-    /// The output, and the way back.
+    /// Returns the output and its vector-Jacobian product.
     pub(super) fn vjp(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -185,7 +186,7 @@ impl Sla2Layer {
         self.op(documents).vjp(q, k, v, &selection, &self.theta(q)?)
     }
 
-    /// The gradients of query, key and value; adds that of `theta`.
+    /// Returns the gradients of query, key and value, and adds that of `theta`.
     pub(super) fn backward(&self, vjp: &Sla2Vjp, dout: &Tensor) -> Result<[Tensor; 3]> {
         let [dq, dk, dv, dtheta] = vjp.apply(dout)?;
         if let Some(theta) = &self.theta {
@@ -194,8 +195,8 @@ impl Sla2Layer {
         Ok([dq, dk, dv])
     }
 
-    /// Adds gradients of the router, towards where dense attention has its mass, and of `theta`, towards dense attention's
-    /// output `out`.
+    /// Adds the gradient of the router towards the probability mass of dense attention, and that of `theta`
+    /// towards dense attention's output `out`.
     pub(super) fn teach(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -215,7 +216,8 @@ impl Sla2Layer {
         }
         let Some(theta) = &self.theta else { return Ok(()) };
         let (blended, vjp) = self.vjp([q, k, v], documents)?;
-        // The mean squared difference over tokens, summed over channels.
+        // The loss of `theta` is the squared difference from `out`, averaged over tokens and summed over
+        // channels.
         let factor = TEACHING * 2.0 / (out.dim(0)? * out.dim(1)?) as f64;
         let dtheta = vjp.theta_gradient(&((blended - out)? * factor)?)?;
         ops::add_into(theta.gradient()?, &dtheta)
@@ -244,7 +246,7 @@ mod tests {
         assert_eq!(Sla2Config { dense_steps: 0, ..CONFIG }.stage(0), Sparse);
     }
 
-    /// Counted by hand: four blocks of 16, of which the third and fourth see two before them.
+    /// Counted by hand: four blocks of 16 tokens, of which the third and fourth see two past blocks each.
     #[test]
     fn sparsity_counts_pairs() {
         let seen = 4 * (16 * 17 / 2) + 16 * 16 + 2 * 2 * 16 * 16;

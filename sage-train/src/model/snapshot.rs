@@ -1,4 +1,4 @@
-//! Weights and moments at one moment, and the files that they become.
+//! Copies of weights and moments at one moment, and the files that they are written to.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -13,23 +13,25 @@ use super::config::ParameterSpec;
 use super::pieces::{Layout, overlap};
 use crate::hex;
 
-/// What the rows of the state are called in a checkpoint, before the parameter's name.
+/// Prefixes of the parameters' names in a checkpoint, by row of the state: weights, first and second moments.
 pub(super) const ROWS: [&str; 3] = ["", "adamw.mean/", "adamw.square/"];
 
-/// Of parameters that a file has in part, by name: the first element, and how many.
+/// The parameters of which a file holds only a part, by name: the first element, and the number of elements.
 pub type Parts = BTreeMap<String, [u64; 2]>;
 
-/// Weights, and moments if they were asked for, at one moment: of all parameters, or of those parts that a rank owns.
+/// A copy of the weights, and of the moments if they were requested: of all parameters, or of the shards that
+/// a rank writes.
 #[derive(Debug)]
 pub struct Snapshot {
     pub(super) specs: Vec<ParameterSpec>,
     pub(super) layout: Layout,
-    /// The first element, and (rows, elements).
+    /// The first element in the layout, and the values, (rows, elements).
     pub(super) held: Vec<(usize, Tensor)>,
 }
 
 impl Snapshot {
-    /// Writes all of it as safetensors, in f32: the weights under their own names. Says what is there in part.
+    /// Writes the snapshot as safetensors in f32, with the weights under their own names. Returns the
+    /// parameters of which the file holds only a part.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -37,7 +39,7 @@ impl Snapshot {
         self.save_as(path, DType::F32)
     }
 
-    /// As [`Snapshot::save`], in another type.
+    /// As [`Snapshot::save`], in another element type.
     ///
     /// # Errors
     /// As [`Snapshot::save`].
@@ -64,9 +66,11 @@ impl Snapshot {
                 }
             }
         }
-        // The library makes files that only their owner may read; these are as open as any other.
+        // safetensors creates files with access for their owner alone; the file keeps the permissions of an
+        // ordinary new file instead.
         let permissions = std::fs::File::create(path)?.metadata()?.permissions();
-        // The state of a checkpoint has a hash of its own.
+        // A hash goes into files of weights alone: the state of a checkpoint has its hash in
+        // `checkpoint.json`.
         let weights = self.held.iter().all(|(_, held)| held.dims()[0] == 1);
         let about = weights.then(|| {
             let hash = hash(tensors.iter().map(|(name, tensor)| (name.as_str(), tensor.data())));
@@ -78,8 +82,9 @@ impl Snapshot {
     }
 }
 
-/// What a file says of itself, as a map that lists it in this order: the same weights are the same file. A map's order is
-/// drawn when it is made, and this one is drawn until it is right. (`format` is what transformers asks for.)
+/// The metadata of a file as a map that iterates in the given order, so that equal weights make equal files.
+/// A `HashMap` draws its order when it is made, so this makes maps until one has the right order.
+/// (transformers requires the entry `format`.)
 fn in_order(about: [(String, String); 2]) -> HashMap<String, String> {
     loop {
         let map = HashMap::from(about.clone());
@@ -89,10 +94,10 @@ fn in_order(about: [(String, String); 2]) -> HashMap<String, String> {
     }
 }
 
-/// What a file of weights says of itself: [`hash`] of its tensors.
+/// Metadata key of the [`hash`] of a file's tensors.
 const HASH: &str = "sage-train-sha256";
 
-/// SHA-256 of tensors, in the order of their names.
+/// SHA-256 of the names and bytes of tensors, in the order of their names.
 fn hash<'a>(tensors: impl Iterator<Item = (&'a str, Cow<'a, [u8]>)>) -> String {
     let sorted: BTreeMap<&str, Cow<'_, [u8]>> = tensors.collect();
     let mut hash = Sha256::new();
@@ -104,7 +109,7 @@ fn hash<'a>(tensors: impl Iterator<Item = (&'a str, Cow<'a, [u8]>)>) -> String {
     hex(&hash.finalize())
 }
 
-/// Whether tensors are not those that their file says, where it says it.
+/// Whether the tensors of a file contradict the hash in its metadata. False for a file without a hash.
 pub(super) fn is_damaged(bytes: &[u8]) -> std::result::Result<bool, safetensors::SafeTensorError> {
     let (_, about) = safetensors::SafeTensors::read_metadata(bytes)?;
     let Some(written) = about.metadata().as_ref().and_then(|about| about.get(HASH)) else { return Ok(false) };

@@ -1,4 +1,4 @@
-//! Reading weights: whole files of any float type, and what a checkpoint is made of.
+//! Reading weights: from whole safetensors files of any float type, and from the files of a checkpoint.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -16,7 +16,7 @@ use super::pieces::overlap;
 use super::snapshot::{Parts, is_damaged};
 use crate::{during, unpanicked};
 
-/// A safetensors file, to take parameters from.
+/// A safetensors file that parameters are read from.
 #[derive(Debug)]
 pub struct StateFile {
     path: PathBuf,
@@ -24,10 +24,10 @@ pub struct StateFile {
 }
 
 impl StateFile {
-    /// Reads the file.
+    /// Reads the file into memory.
     ///
     /// # Errors
-    /// When it is none.
+    /// When the file cannot be read, is not safetensors, or does not match the hash in its metadata.
     pub fn open(path: &Path) -> Result<Self> {
         let what = || format!("cannot read {}", path.display());
         let bytes = std::fs::read(path).map_err(during(what()))?;
@@ -45,15 +45,15 @@ impl StateFile {
         Ok(Self { path: path.to_owned(), tensors })
     }
 
-    /// Whether a tensor of this name is in it.
+    /// Whether the file has a tensor of this name.
     pub fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
 
-    /// The values of a parameter, under its name behind `prefix`.
+    /// The values of a parameter, stored under its name with `prefix` before it.
     ///
     /// # Errors
-    /// When they are not there, or of another shape.
+    /// When the tensor is missing, or has another shape.
     pub fn values(&self, spec: &ParameterSpec, prefix: &str) -> Result<Vec<f32>> {
         let name = format!("{prefix}{}", spec.name);
         let found = self.tensors.get(&name);
@@ -71,45 +71,45 @@ impl StateFile {
     }
 }
 
-/// The longest header of a safetensors file.
+/// Longest header of a safetensors file that is read, in bytes.
 const HEADER: u64 = 100_000_000;
 
-/// A file of a checkpoint's state.
+/// One file of a checkpoint's state.
 #[derive(Debug)]
 struct Part {
     path: PathBuf,
     file: File,
-    /// Where the tensors' bytes begin, and how many there are.
+    /// Offset of the tensors' bytes in the file, and their number.
     data: u64,
     bytes: u64,
     about: Metadata,
     parts: Parts,
 }
 
-/// A checkpoint's weights and moments, in one file or several: read where they are needed, and no more.
+/// A checkpoint's weights and moments, in one file or several. Only the requested ranges are read.
 #[derive(Debug)]
 pub struct State(Vec<Part>);
 
 impl State {
-    /// Opens files, each with what it has in part.
+    /// Opens files, each with the parameters of which it holds only a part.
     ///
     /// # Errors
-    /// When one is none.
+    /// When a file cannot be opened, or its header is not that of safetensors.
     pub fn open(files: Vec<(PathBuf, Parts)>) -> Result<Self> {
         files.into_iter().map(|(path, parts)| Part::open(path, parts)).collect::<Result<_>>().map(Self)
     }
 
-    /// Elements of a parameter, under its name behind `prefix`.
+    /// The elements `range` of a parameter, stored under its name with `prefix` before it.
     ///
     /// # Errors
-    /// When they are not there, or of another shape.
+    /// When some of them are missing or occur twice, or a tensor has another shape or type.
     pub fn values(&self, spec: &ParameterSpec, prefix: &str, range: Range<usize>) -> Result<Vec<f32>> {
         let mut values = vec![0.0; range.len()];
         let mut filled = Vec::new();
         for part in &self.0 {
             filled.extend(part.fill(spec, prefix, &range, &mut values)?);
         }
-        // Each element once: two files with the same half are no whole.
+        // Each element must occur exactly once: two files with the same half do not make a whole.
         filled.sort_by_key(|here| here.start);
         let whole = filled.iter().try_fold(range.start, |at, here| (here.start == at).then_some(here.end));
         if whole == Some(range.end) {
@@ -150,7 +150,8 @@ impl Part {
         Ok(Self { path, file, data, bytes, about, parts })
     }
 
-    /// Writes what it has of the range to its place; says which elements these are.
+    /// Copies the elements of `range` that this file holds into `values`, and returns which elements they
+    /// are.
     fn fill(
         &self,
         spec: &ParameterSpec,

@@ -1,44 +1,46 @@
-//! One sequence over several ranks, as DeepSpeed-Ulysses has it (arXiv 2309.14509, section 3): each has neighbouring tokens of
-//! all sequences, and for attention some heads of all tokens. Attention itself sees whole sequences, as it does on one rank.
+//! Sequence parallelism as in DeepSpeed-Ulysses (arXiv 2309.14509, section 3): each rank has consecutive
+//! tokens of all sequences and, for attention, some heads of all tokens. Attention therefore sees whole
+//! sequences, as it does on one rank.
 
 use candle_core::{DType, Result, Tensor};
 
 use crate::ranks::Group;
 
-/// Carries heads between ranks that have one sequence together.
+/// The all-to-all of heads between the ranks that share each sequence.
 #[derive(Debug, Clone)]
 pub(super) struct Ulysses {
     group: Group,
-    /// Of queries, and of keys or values; of all ranks.
+    /// Numbers of query heads, and of key (or value) heads, over all ranks.
     heads: [usize; 2],
 }
 
-/// What lies side by side in a tensor of heads.
+/// A kind of heads in a tensor that concatenates several kinds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Heads {
-    /// Queries, or outputs.
+    /// Heads of queries, or of outputs.
     Queries,
-    /// Keys, or values.
+    /// Heads of keys, or of values.
     Keys,
 }
 
 impl Ulysses {
-    /// With so many heads of queries and of keys, which divide by the ranks; or each key head is the same for several ranks.
+    /// For these numbers of query and key heads. Both are multiples of the ranks, except that several ranks
+    /// may share each key head.
     pub(super) fn new(group: &Group, heads: [usize; 2]) -> Self {
         Self { group: group.clone(), heads }
     }
 
-    /// Ranks of the group.
+    /// Number of ranks in the group.
     pub(super) fn ranks(&self) -> usize {
         self.group.rank().of
     }
 
-    /// Heads of queries and of keys, of all ranks.
+    /// Numbers of query heads and of key heads, over all ranks.
     pub(super) fn heads(&self) -> [usize; 2] {
         self.heads
     }
 
-    /// With how many each rank attends.
+    /// Numbers of query heads and of key heads that this rank attends with.
     pub(super) fn own(&self) -> [usize; 2] {
         [self.own_of(Heads::Queries), self.own_of(Heads::Keys)]
     }
@@ -51,7 +53,8 @@ impl Ulysses {
         (self.heads_of(kind) / self.ranks()).max(1)
     }
 
-    /// (batch, own tokens, heads of all kinds, head_dim) -> (batch, tokens, own heads of all kinds, head_dim).
+    /// (batch, own tokens, heads of all kinds, head_dim) -> (batch, tokens, own heads of all kinds,
+    /// head_dim).
     pub(super) fn to_heads(&self, x: &Tensor, kinds: &[Heads]) -> Result<Tensor> {
         let (batch, tokens, _, head_dim) = x.dims4()?;
         let of = self.ranks();
@@ -70,8 +73,9 @@ impl Ulysses {
         came.contiguous()?.reshape((batch, of * tokens, own, head_dim))
     }
 
-    /// The way back: (batch, tokens, own heads of all kinds, head_dim) -> (batch, own tokens, heads of all kinds, head_dim).
-    /// What several ranks have of one key head is added up in f32, in their order.
+    /// The inverse: (batch, tokens, own heads of all kinds, head_dim) -> (batch, own tokens, heads of all
+    /// kinds, head_dim). If several ranks share a key head, their values are summed in f32, in the order of
+    /// the ranks.
     pub(super) fn to_tokens(&self, x: &Tensor, kinds: &[Heads]) -> Result<Tensor> {
         let (batch, tokens, own, head_dim) = x.dims4()?;
         let of = self.ranks();
@@ -96,7 +100,7 @@ impl Ulysses {
         Tensor::cat(&all, 2)
     }
 
-    /// Part `j` goes to rank `j`; what came of each, one behind the other.
+    /// Sends part `j` to rank `j`. Returns the received parts, concatenated in the order of the ranks.
     fn all_to_all(&self, parts: &[Tensor]) -> Result<Tensor> {
         let flat = parts.iter().map(|part| part.contiguous()?.flatten_all()).collect::<Result<Vec<_>>>()?;
         let len: usize = flat.iter().map(Tensor::elem_count).sum();
@@ -107,7 +111,7 @@ impl Ulysses {
     }
 }
 
-/// The same as in f32, rounded once.
+/// The sum in f32, in the order of the parts, rounded once.
 fn sum_in_order(parts: &[Tensor]) -> Result<Tensor> {
     let (first, rest) = parts.split_first().expect("at least one rank");
     let sum =

@@ -1,24 +1,26 @@
-//! What attention computes on its way, as dense f64 matrices: what the insides of all schemes share.
+//! Attention with all of its intermediate quantities as dense f64 matrices: the trait of a scheme, and what
+//! the schemes' implementations share.
 //!
-//! The walks of candle-sage never hold P, dP or dS; here they are whole, so that each has an error, and so that one part of
-//! a scheme's arithmetic can be in low bits while the others are exact. With all parts in low bits the results are those of
-//! `candle_sage::Attention` up to its f32 (a test of each scheme).
+//! The tiled implementations of candle-sage never hold P, dP or dS. Here these matrices are whole, so that
+//! each has an error of its own, and so that one part of a scheme's arithmetic can be in low bits while the
+//! others are exact. With all parts in low bits the results are those of `candle_sage::Attention` up to its
+//! f32 arithmetic, which each scheme has a test for.
 
 use candle_core::{Device, Tensor};
 
-/// Which parts of a scheme's arithmetic are in low bits, by their places in [`Anatomy::parts`].
+/// The parts of a scheme's arithmetic that are in low bits, by their indices in [`Anatomy::parts`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Low {
-    /// None: exact attention.
+    /// No part: exact attention.
     None,
-    /// All of them: the scheme.
+    /// All parts: the scheme itself.
     All,
-    /// One of them.
+    /// One part alone.
     One(usize),
 }
 
 impl Low {
-    /// Whether a part is.
+    /// Whether this part is in low bits.
     pub fn has(self, part: usize) -> bool {
         match self {
             Self::None => false,
@@ -28,59 +30,60 @@ impl Low {
     }
 }
 
-/// A scheme taken apart.
+/// A scheme as dense f64 matrices, whose parts can be in low bits one by one.
 pub trait Anatomy: Sync {
     /// The parts that can be in low bits alone, in the order of the computation.
     fn parts(&self) -> &'static [&'static str];
 
-    /// Computes everything, with these parts in low bits.
+    /// Computes all quantities, with the parts of `low` in low bits.
     ///
     /// # Errors
-    /// When there is no memory.
+    /// When memory is short.
     fn compute(&self, inputs: &Inputs, low: Low) -> candle_core::Result<Quantities>;
 
-    /// Queries and keys as they come to be quantized.
+    /// Queries and keys after smoothing, as they are quantized.
     fn smoothed(&self, inputs: &Inputs) -> [Vec<f64>; 2];
 
-    /// Tokens of Q and of K whose largest values are compared to find outliers.
+    /// Tokens of Q and of K in a tile; outliers are tokens that are large in their tile.
     fn tiles(&self) -> [usize; 2];
 
-    /// The part of the groups of each operand that become zeros, where the scheme has such groups.
+    /// For each operand, the fraction of its NVFP4 groups that become zeros; empty for a scheme without such
+    /// groups.
     fn vanished(&self, inputs: &Inputs, exact: &Quantities) -> Vec<(&'static str, f64)>;
 }
 
-/// One query head and its key head: causal attention over a sequence, row-major, (tokens, head_dim).
+/// One query head and its key head, for causal attention over one sequence; row-major (tokens, head_dim).
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// Query, key, value and output gradient.
     pub rows: [Vec<f64>; 4],
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: usize,
     /// Width of a head.
     pub head_dim: usize,
 }
 
-/// What attention computes on its way, forward and back.
+/// The quantities that attention computes, forward and backward.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Quantities {
-    /// Logits, scaled; minus infinity where a query does not see a key.
+    /// Scaled logits S; minus infinity where a query does not see a key.
     pub s: Vec<f64>,
-    /// Probabilities.
+    /// Probabilities P.
     pub p: Vec<f64>,
-    /// Their gradient.
+    /// dP, the gradient of the probabilities.
     pub dp: Vec<f64>,
     /// `rowsum(dO O)`.
     pub delta: Vec<f64>,
-    /// `P (dP - delta)`.
+    /// dS, the gradient of the logits: `P (dP - delta)`.
     pub ds: Vec<f64>,
-    /// Output.
+    /// Output O.
     pub o: Vec<f64>,
-    /// Gradients of query, key, value.
+    /// dQ, dK and dV.
     pub gradients: [Vec<f64>; 3],
 }
 
-/// Bytes that [`Anatomy::compute`] holds at once for so many query heads of one key head, with exact results and others beside:
-/// S, P, dP and dS of each, and what the last one is made of.
+/// Bytes that a probe holds at once for the `heads` query heads of one key head: for each head S, P, dP and
+/// dS of three computations (exact, all parts in low bits, one part alone), and 8 temporary matrices.
 pub(super) fn bytes(tokens: usize, heads: usize) -> u64 {
     8 * (tokens as u64).pow(2) * (12 * heads as u64 + 8)
 }
@@ -96,12 +99,12 @@ pub(super) fn logits(q: &[f64], k: &[f64], tokens: usize, head_dim: usize) -> ca
     Ok(s)
 }
 
-/// Sums of products of rows.
+/// The dot product of each row of `a` with the same row of `b`.
 pub(super) fn row_dots(a: &[f64], b: &[f64], d: usize) -> Vec<f64> {
     a.chunks(d).zip(b.chunks(d)).map(|(a, b)| a.iter().zip(b).map(|(x, y)| x * y).sum()).collect()
 }
 
-/// `P (dP - delta)`; nothing where P is nothing, whatever dP is.
+/// `P (dP - delta)`; 0 where P is 0, even if dP is not finite.
 pub(super) fn logit_gradient(p: &[f64], dp: &[f64], delta: &[f64]) -> Vec<f64> {
     let n = delta.len();
     let at = |(at, (p, dp)): (usize, (&f64, &f64))| if *p == 0.0 { 0.0 } else { p * (dp - delta[at / n]) };
@@ -115,7 +118,7 @@ pub(super) fn mean(rows: &[f64], d: usize) -> Vec<f64> {
     sums.iter().map(|sum| sum / (rows.len() / d) as f64).collect()
 }
 
-/// Of the rows of a square matrix.
+/// The softmax of each row of a square matrix.
 pub(super) fn softmax(s: &[f64], n: usize) -> Vec<f64> {
     s.chunks(n)
         .flat_map(|row| {
@@ -135,7 +138,8 @@ pub(super) enum Order {
     Tn,
 }
 
-/// A product of f64 matrices: `(m, k, n)` says that it is (m, k) by (k, n), after what is transposed.
+/// A product of f64 matrices: (m, k) times (k, n), where `order` says which operand is given as its
+/// transpose.
 pub(super) fn product(
     a: &[f64],
     b: &[f64],
@@ -163,7 +167,7 @@ pub(super) mod tests {
     pub(in crate::probe) fn inputs(tokens: usize, head_dim: usize, sigma: f64) -> Inputs {
         let mut rng = ChaCha8Rng::seed_from_u64(5);
         let mut rows = |sigma: f64| -> Vec<f64> {
-            // Values that f32 holds: the op gets the same.
+            // Values that f32 represents exactly, so that the op gets the same ones.
             let mut sample = || -> f64 { StandardNormal.sample(&mut rng) };
             (0..tokens * head_dim).map(|_| f64::from((sigma * sample()) as f32)).collect()
         };

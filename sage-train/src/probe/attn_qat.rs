@@ -1,4 +1,4 @@
-//! The insides of Attn-QAT: attention on NVFP4 values, with those operands in NVFP4 that are asked for.
+//! Attn-QAT as dense f64 matrices, with any of its operands in NVFP4.
 
 use candle_sage::nvfp4::{Axis, GROUP, Packed, Scale, e4m3_value};
 use candle_sage::{AttnQat, PReference, Smoothing, ValueGroups};
@@ -7,15 +7,15 @@ use super::anatomy::{
     Anatomy, Inputs, Low, Order, Quantities, logit_gradient, logits, mean, product, row_dots,
 };
 
-/// An operand that Attn-QAT quantizes, by its place in [`PARTS`].
+/// An operand that Attn-QAT quantizes, by its index in [`PARTS`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Operand {
     Query,
     Key,
     Value,
-    /// P of O = P V.
+    /// P in O = P V.
     Probability,
-    /// P of dV = P^T dO.
+    /// P in dV = P^T dO.
     ProbabilityAgain,
 }
 
@@ -24,7 +24,7 @@ const PARTS: [&str; 5] = ["Q", "K", "V", "P of O = P V", "P of dV = P^T dO"];
 /// Attn-QAT with its settings.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct AttnQatAnatomy {
-    /// Smoothing, groups of V, P's reference, and what the backward does.
+    /// Smoothing, groups of V, reference of P, and the ablations of the backward.
     pub(super) settings: AttnQat,
 }
 
@@ -53,7 +53,8 @@ impl Anatomy for AttnQatAnatomy {
         let (q_low, k_low) = (of(&q, Axis::Channels, Operand::Query), of(&k, Axis::Channels, Operand::Key));
         let v_low = of(v, self.value_axis(), Operand::Value);
 
-        // The forward: probabilities relative to a row's reference, and their sum, which is of those not yet quantized.
+        // Forward: unnormalized probabilities relative to each row's reference. Their sums are taken before
+        // quantization.
         let s = logits(&q_low, &k_low, n, d)?;
         let rows = Rows::new(&s, n, settings.p_reference);
         let p_forward = match quantized(Operand::Probability) {
@@ -68,7 +69,8 @@ impl Anatomy for AttnQatAnatomy {
         let o = output(&p_forward)?;
         let high_precision = if settings.high_precision_output { output(&rows.relative)? } else { o.clone() };
 
-        // The backward: logits again, of what it is given, under the forward's log-sum-exp.
+        // Backward: the logits are recomputed from the operands that the backward gets, and normalized by the
+        // forward's log-sum-exp.
         let given = |low: Vec<f64>, exact: Vec<f64>| if settings.matched_recomputation { low } else { exact };
         let (q, k, v) = (given(q_low, q), given(k_low, k), given(v_low.clone(), v.clone()));
         let p = rows.probabilities(&logits(&q, &k, n, d)?);
@@ -94,7 +96,8 @@ impl Anatomy for AttnQatAnatomy {
         [q.clone(), k.chunks(*d).flat_map(less).collect()]
     }
 
-    /// Groups do not span tokens, but those of V may.
+    /// 16 tokens, the length of a group. The groups of Q and K lie within a token; only those of V may span
+    /// tokens.
     fn tiles(&self) -> [usize; 2] {
         [GROUP; 2]
     }
@@ -117,7 +120,7 @@ impl Anatomy for AttnQatAnatomy {
     }
 }
 
-/// In NVFP4, which takes f32.
+/// Packs values into NVFP4, which takes f32.
 fn packed(x: &[f64], columns: usize, axis: Axis) -> Packed {
     let x: Vec<f32> = x.iter().map(|x| *x as f32).collect();
     Packed::new(&x, columns, axis)
@@ -127,13 +130,13 @@ fn values(packed: &Packed, rows: usize) -> Vec<f64> {
     packed.rows(0..rows).into_iter().map(f64::from).collect()
 }
 
-/// The rows of the softmax of a square matrix of logits.
+/// The softmax of a square matrix of logits, by rows.
 struct Rows {
     n: usize,
-    /// `2^(logit - reference)`, in base 2.
+    /// `2^(logit - reference)`, with base-2 logits.
     relative: Vec<f64>,
     references: Vec<f64>,
-    /// Of the relative probabilities.
+    /// Sums of the rows of `relative`.
     sums: Vec<f64>,
 }
 
@@ -151,7 +154,8 @@ impl Rows {
         Self { n, relative, references, sums }
     }
 
-    /// Other logits' probabilities, under this softmax's sums: they need not add up to 1.
+    /// The probabilities of other logits under this softmax's references and sums; their rows need not sum to
+    /// 1.
     fn probabilities(&self, s: &[f64]) -> Vec<f64> {
         let row = |(row, (reference, sum)): (&[f64], (&f64, &f64))| -> Vec<f64> {
             row.iter().map(|x| (x * std::f64::consts::LOG2_E - reference).exp2() / sum).collect()
@@ -159,7 +163,8 @@ impl Rows {
         s.chunks(self.n).zip(self.references.iter().zip(&self.sums)).flat_map(row).collect()
     }
 
-    /// Probabilities as the backward quantizes them: relative to the forward's reference, or, by the paper's text, to the sum.
+    /// Probabilities as the backward quantizes them: relative to the forward's reference or, with
+    /// [`PReference::Literal`], to the row's sum.
     fn again(&self, p: &[f64], reference: PReference) -> Vec<f64> {
         let factors = self.factors(reference);
         p.chunks(self.n).zip(factors).flat_map(|(row, factor)| row.iter().map(move |x| x * factor)).collect()
@@ -176,7 +181,7 @@ impl Rows {
         self.sums.iter().map(move |sum| if literal { 1.0 } else { *sum })
     }
 
-    /// Relative probabilities in groups of neighbouring keys.
+    /// Quantizes relative probabilities in groups of 16 neighbouring keys.
     fn quantized(&self, p: &[f64]) -> Vec<f64> {
         let group = |group: &[f64]| -> Vec<f64> {
             let scale = scale_of(group);
@@ -185,7 +190,7 @@ impl Rows {
         p.chunks(self.n).flat_map(|row| row.chunks(GROUP).flat_map(group)).collect()
     }
 
-    /// The part of the groups with something in them that become zeros.
+    /// Fraction of the groups with a non-zero value that become zeros.
     fn vanished(&self, p: &[f64]) -> f64 {
         let (mut all, mut gone) = (0usize, 0usize);
         for group in p.chunks(self.n).flat_map(|row| row.chunks(GROUP)) {
@@ -211,8 +216,8 @@ mod tests {
         AttnQatAnatomy { settings }.compute(inputs, low).expect("memory")
     }
 
-    /// A value that f32 puts on the other side of a midpoint is one step of E2M1 apart: the two differ by a part of what they
-    /// differ from the exact by.
+    /// f32 and f64 may round a value near a midpoint to neighbouring E2M1 values. The two implementations
+    /// therefore differ by a small part of their error: less than a tenth.
     #[test]
     fn with_every_operand_in_nvfp4_it_is_the_op() {
         for settings in [
@@ -251,12 +256,13 @@ mod tests {
         assert_eq!(errors(Operand::Query), [true; 4]);
         assert_eq!(errors(Operand::Key), [true; 4]);
         assert_eq!(errors(Operand::Value), [true, true, true, false]);
-        // O' keeps the codes of P out of delta.
+        // delta is computed from O', which does not depend on the codes of P.
         assert_eq!(errors(Operand::Probability), [true, false, false, false]);
         assert_eq!(errors(Operand::ProbabilityAgain), [false, false, false, true]);
     }
 
-    /// Of diffuse attention over many keys nearly every probability is below what E4M3 scales hold, by the paper's text.
+    /// In diffuse attention over many keys nearly every probability is below the smallest E4M3 scale, if it
+    /// is quantized relative to the row's sum as in the paper's text.
     #[test]
     fn small_probabilities_vanish_relative_to_the_sum() {
         let inputs = inputs(1024, 16, 0.1);

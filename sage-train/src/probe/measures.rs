@@ -1,17 +1,17 @@
-//! Distances between what was computed and what is exact, and sizes, summed over heads and sequences.
+//! Distances to the exact results, and sizes of tensors; both are accumulated over heads and sequences.
 
 use serde::{Deserialize, Serialize};
 
-/// How far one result of attention is from full precision.
+/// The distance of a quantity to its full-precision value.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Distance {
     /// Cosine of the angle between the two.
     pub cosine: f64,
-    /// Norm of the difference over the norm of the exact result.
+    /// L2 norm of the difference over the L2 norm of the exact value.
     pub relative_l2: f64,
 }
 
-/// Sums of squares, of which distances over several heads are made.
+/// Sums from which a distance over several heads is computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Sums {
     products: f64,
@@ -21,7 +21,7 @@ pub(super) struct Sums {
 }
 
 impl Sums {
-    /// Of one pair.
+    /// The sums over one pair of tensors.
     pub(super) fn of(got: &[f64], exact: &[f64]) -> Self {
         let mut sums = Self::default();
         for (a, b) in got.iter().zip(exact) {
@@ -33,7 +33,7 @@ impl Sums {
         sums
     }
 
-    /// Of more values.
+    /// Adds the sums over other values.
     pub(super) fn add(&mut self, other: Self) {
         self.products += other.products;
         self.got += other.got;
@@ -41,7 +41,7 @@ impl Sums {
         self.differences += other.differences;
     }
 
-    /// What they come to: two results that are all zero are the same.
+    /// The distance. Two tensors of zeros are equal: cosine 1, relative L2 0.
     pub(super) fn distance(&self) -> Distance {
         let ratio = |a: f64, b: f64, nothing: f64| if b == 0.0 { nothing } else { a / b };
         Distance {
@@ -51,32 +51,33 @@ impl Sums {
     }
 }
 
-/// How large things are in a layer or a head.
+/// Sizes of the tensors of a layer or a head.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sizes {
-    /// Root mean square of the probabilities that are seen.
+    /// Root mean square of P, where a query sees the key.
     pub rms_p: f64,
-    /// Of their gradient.
+    /// Root mean square of dP, where a query sees the key.
     pub rms_dp: f64,
-    /// Of the logits' gradient.
+    /// Root mean square of dS, where a query sees the key.
     pub rms_ds: f64,
-    /// `max |dP - delta| sqrt(2 / (N + 1))`, which it cannot pass: the N rows of P sum to 1, and N (N + 1) / 2 values are seen
-    /// (SageBwd, section 4, over the causal half).
+    /// `max |dP - delta| sqrt(2 / (N + 1))`, an upper bound of `rms_ds`: the squares of each of the N rows of
+    /// P sum to at most 1, and N (N + 1) / 2 values are seen (SageBwd, section 4, for the causal half).
     pub bound_ds: f64,
-    /// Largest value of the queries.
+    /// Largest absolute value of the queries.
     pub largest_q: f64,
-    /// Of the keys.
+    /// Largest absolute value of the keys.
     pub largest_k: f64,
-    /// Largest scaled logit that is seen, without its sign.
+    /// Largest absolute scaled logit, where a query sees the key.
     pub largest_logit: f64,
-    /// Part of the tokens whose key, smoothed, is more than ten times the median of its tile: they take the tile's scale.
+    /// Fraction of outlying keys: tokens whose smoothed key has a largest absolute value above ten times the
+    /// median of its tile. They determine the tile's scale.
     pub outlying_keys: f64,
-    /// The same of the queries.
+    /// Fraction of outlying queries.
     pub outlying_queries: f64,
 }
 
 impl Sizes {
-    /// Each by its name.
+    /// Each size with its name.
     pub fn named(&self) -> [(&'static str, f64); 9] {
         [
             ("rms_p", self.rms_p),
@@ -91,7 +92,8 @@ impl Sizes {
         ]
     }
 
-    /// Squares are averaged, largest values are the largest of all; `weight` is the part that is new.
+    /// Merges other sizes: means of squares and of fractions are averaged with weight `weight` for `other`,
+    /// and the largest values are maxima.
     pub fn join(&mut self, other: &Self, weight: f64) {
         let square = |a: f64, b: f64| ((1.0 - weight) * a * a + weight * b * b).sqrt();
         let mean = |a: f64, b: f64| (1.0 - weight) * a + weight * b;
@@ -109,7 +111,7 @@ impl Sizes {
     }
 }
 
-/// The part of the tokens that are larger than ten times the median of their tile.
+/// Fraction of the tokens whose largest absolute value is above ten times the median of their tile.
 pub(super) fn outlying(rows: &[f64], d: usize, tile: usize) -> f64 {
     let mut count = 0;
     for tile in rows.chunks(tile * d) {

@@ -1,4 +1,4 @@
-//! The insides of SageBwd: every product of attention, with codes in the products that are asked for.
+//! SageBwd as dense f64 matrices, with any of its products in low bits.
 
 use candle_sage::{SageBwd, Smoothing};
 use half::bf16;
@@ -7,13 +7,13 @@ use super::anatomy::{
     Anatomy, Inputs, Low, Order, Quantities, logit_gradient, mean, product, row_dots, softmax,
 };
 
-/// A product of attention that SageBwd computes in fewer bits, by its place in [`PARTS`].
+/// A product of attention that SageBwd computes in low bits, by its index in [`PARTS`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Product {
     Scores,
     Output,
     ValueGradient,
-    /// In bf16.
+    /// In bf16, where the others are in INT8.
     ProbabilityGradient,
     QueryGradient,
     KeyGradient,
@@ -24,23 +24,25 @@ const PARTS: [&str; 6] = ["S = Q K^T", "O = P V", "dV = P^T dO", "dP = dO V^T", 
 /// SageBwd with its settings.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SageBwdAnatomy {
-    /// Tiles, smoothing and granularity.
+    /// Tiles, smoothing, granularity, and the products that are in INT8.
     pub(super) settings: SageBwd,
-    /// A scale for each token of Q and K, and not for each tile: folded into dS, where dS meets them again.
+    /// Whether each token of Q and K has a scale of its own, instead of one for each tile. In dQ and dK these
+    /// scales are folded into dS.
     pub(super) token_scales: bool,
 }
 
 /// Queries and keys as they are quantized.
 struct Smoothed {
-    /// Queries less the means of their tiles, where those are taken away.
+    /// Queries less the means of their tiles, if those are subtracted.
     q: Vec<f64>,
-    /// What was taken away, a row for each query.
+    /// The means that were subtracted, a row for each query.
     q_means: Vec<f64>,
-    /// Keys less their mean, where that is taken away.
+    /// Keys less their mean, if it is subtracted.
     k: Vec<f64>,
 }
 
-/// K less its mean, Q less the mean of each tile: softmax does not see the first, the second comes back as a row.
+/// Subtracts the mean of K, which adds a constant to each row of S and does not change the softmax, and the
+/// mean of each tile of Q, whose product with K is added to S again.
 fn smoothed(inputs: &Inputs, settings: &SageBwd) -> Smoothed {
     let Inputs { rows: [q, k, ..], tokens: n, head_dim: d } = inputs;
     let (d, tile) = (*d, settings.tile_q);
@@ -101,7 +103,7 @@ impl Anatomy for SageBwdAnatomy {
         )?;
         let mut p = softmax(&s, n);
 
-        // One scale for each row of a tile of P, one for each tile of V.
+        // P has one scale for each row of a tile, V one for each tile.
         let o = product(
             &codes(&p, n, (1, tile_k), Product::Output),
             &codes(v, d, (tile_k, d), Product::Output),
@@ -110,7 +112,8 @@ impl Anatomy for SageBwdAnatomy {
         )?;
         let delta = row_dots(dout, &o, d);
         if !products.s && coded(Product::Scores) {
-            // Recomputed without codes, over the forward's row sums.
+            // With S in 16 bits the backward recomputes P without codes, normalized by the forward's row
+            // sums.
             let exact = logits(&q_smooth, &k_smooth)?;
             let finite = p.iter_mut().zip(exact.iter().zip(&s)).filter(|(p, _)| **p > 0.0);
             finite.for_each(|(p, (exact, s))| *p *= (exact - s).exp());
@@ -130,7 +133,8 @@ impl Anatomy for SageBwdAnatomy {
         let dp = product(&half(dout), &half(v), (n, d, n), Order::Nt)?;
         let ds = logit_gradient(&p, &dp, &delta);
 
-        // The scale of a token lies along the reduction of these products: it is folded into dS, and K and Q are bare codes.
+        // A token's scale varies along the reduction of these products. It is therefore multiplied into dS,
+        // and K and Q are bare codes.
         let (of_keys, of_queries) =
             (scales(&k_smooth, d, self.token_scales), scales(&q_smooth, d, self.token_scales));
         let folded = |by_column: bool, factors: &[f64]| -> Vec<f64> {
@@ -185,7 +189,8 @@ impl Anatomy for SageBwdAnatomy {
     }
 }
 
-/// The factor of each row that is folded: the largest value of a token, or 1.
+/// The factor of each row that is folded into dS: the scale of the token (its largest absolute value / 127),
+/// or 1.
 fn scales(rows: &[f64], d: usize, token_scales: bool) -> Vec<f64> {
     rows.chunks(d).map(|row| if token_scales { largest(row.iter()) / 127.0 } else { 1.0 }).collect()
 }
@@ -194,7 +199,7 @@ fn largest<'a>(values: impl Iterator<Item = &'a f64>) -> f64 {
     values.fold(0.0, |most, x| most.max(x.abs()))
 }
 
-/// `round(x * 127 / max|x|)` times its scale, with one scale for each block of so many rows and columns.
+/// `round(x * 127 / max|x|) * max|x| / 127`, with one maximum for each block of rows and columns.
 fn quantized(values: &[f64], columns: usize, (block_rows, block_columns): (usize, usize)) -> Vec<f64> {
     let (block_rows, block_columns) = (block_rows.max(1), block_columns.max(1));
     let mut out = values.to_vec();
@@ -204,7 +209,7 @@ fn quantized(values: &[f64], columns: usize, (block_rows, block_columns): (usize
             let most = largest(band.chunks(columns).flat_map(|row| &row[first..first + width]));
             let scale = most / 127.0;
             if scale < f64::MIN_POSITIVE {
-                // Probabilities that far down are zeros to any format.
+                // Subnormal scales: probabilities this small are zeros in every format.
                 band.chunks_mut(columns).for_each(|row| row[first..first + width].fill(0.0));
                 continue;
             }
@@ -228,8 +233,9 @@ mod tests {
         SageBwdAnatomy { settings, token_scales }.compute(inputs, low).expect("memory")
     }
 
-    /// A code that rounds the other way in f32 is 1/127 of its scale: a few in ten thousand. So the two differ by a small part of
-    /// what they differ from the exact by.
+    /// f32 and f64 may round a value to neighbouring codes, which differ by 1/127 of the block's largest
+    /// value; that happens to a few codes in ten thousand. The two implementations therefore differ by a
+    /// small part of their error.
     #[test]
     fn with_every_product_in_codes_it_is_the_op() {
         for (smoothing, granularity) in [
@@ -257,7 +263,7 @@ mod tests {
         let settings = SageBwd::default();
         let of = |low, token_scales| compute(&inputs, settings, token_scales, low);
         let exact = of(Low::None, false);
-        // Rows of dS sum to zero, and folding what is not quantized changes nothing.
+        // Rows of dS sum to zero, and folding scales into dS changes nothing where nothing is quantized.
         for row in exact.ds.chunks(96) {
             assert!(row.iter().sum::<f64>().abs() < 1e-12);
         }
@@ -280,7 +286,7 @@ mod tests {
         assert_eq!(errors(Product::KeyGradient), [false, true, false]);
     }
 
-    /// Logits of a model without QK-norm reach ten thousands; all but one probability of a row are next to nothing then.
+    /// Logits of a model without QK-norm can exceed 10,000; all but one probability of a row then underflow.
     #[test]
     fn huge_logits_stay_finite() {
         let mut inputs = inputs(80, 16, 1.0);
@@ -292,14 +298,14 @@ mod tests {
         }
     }
 
-    /// One token a hundred times the others takes the range of its tile; a scale for each token gives it back.
+    /// Token 70 of K and V is a hundred times the others, and takes the range of its tile's scale; a scale
+    /// for each token restores the precision of the others.
     #[test]
     fn a_scale_a_token_mends_an_outlier() {
         let mut inputs = inputs(128, 32, 1.0);
         for operand in [1, 2] {
             inputs.rows[operand][70 * 32..71 * 32].iter_mut().for_each(|x| *x *= 100.0);
         }
-        // A token that all queries see and none looks at.
         let of = |low, token_scales| compute(&inputs, SageBwd::default(), token_scales, low);
         let exact = of(Low::None, false);
         let error = |token_scales| {

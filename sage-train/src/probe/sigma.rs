@@ -12,12 +12,12 @@ use super::measures::{Distance, Sums};
 use super::sagebwd::SageBwdAnatomy;
 use crate::during;
 
-/// What the random tensors are like; attention is causal.
+/// The random tensors; attention is causal.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
     /// Tokens.
     pub tokens: usize,
-    /// Heads, each another sample.
+    /// Heads, each an independent sample.
     pub heads: usize,
     /// Width of a head.
     pub head_dim: usize,
@@ -25,16 +25,17 @@ pub struct Shape {
     pub seed: u64,
 }
 
-/// The errors at one size of queries and keys.
+/// The errors at one sigma.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct SigmaRow {
     /// Standard deviation of Q and K; V and dO have 1.
     pub sigma: f64,
-    /// Of O, dQ, dK, dV.
+    /// Errors of O, dQ, dK, dV.
     pub errors: [Distance; 4],
 }
 
-/// The errors of a scheme against f64, as the op computes it on a device: in f32 on the CPU, in bf16 on a GPU.
+/// The errors against f64 of the op with a scheme on a device: with inputs in f32 on the CPU, in bf16 on a
+/// GPU.
 ///
 /// # Errors
 /// When the device does not support the shape, or memory is short.
@@ -50,7 +51,7 @@ fn at(scheme: Scheme, sigma: f64, shape: Shape, device: &Device) -> candle_core:
     let mut draw = |sigma: f64| {
         let mut sample = || -> f64 { StandardNormal.sample(&mut rng) };
         let values: Vec<f64> = (0..tokens * heads * head_dim).map(|_| sigma * sample()).collect();
-        // As the op reads them: the exact result is of the same values.
+        // Rounded to the type of the op's inputs: the exact result is computed from the same values.
         Tensor::from_vec(values, (1, tokens, heads, head_dim), &Device::Cpu)?.to_dtype(dtype)
     };
     let tensors = [draw(sigma)?, draw(sigma)?, draw(1.0)?, draw(1.0)?];

@@ -1,5 +1,6 @@
-//! What ranks do with each other's tensors: three ways of carrying numbers, and no arithmetic. Every addition is ours, in the
-//! order of the ranks, so that sums have the same bits whatever carried the parts.
+//! Collective operations on tensors: all-to-all and all-gather, which carry numbers and add nothing. The
+//! program adds all numbers itself, in the order of the ranks, so that sums have the same bits whatever
+//! transport carried the parts.
 
 use std::rc::Rc;
 
@@ -8,37 +9,38 @@ use candle_core::{Result, Tensor};
 use super::mesh::Rank;
 use super::transport::{Swap, Transfer, Transport};
 
-/// Some of the ranks, this one among them. They exchange tensors of one dimension without gaps, on their device, in the order in
-/// which all of them call.
+/// A group of ranks that includes this one. Its members exchange contiguous tensors of one dimension on their
+/// device. All members must make the same calls in the same order.
 #[derive(Debug, Clone)]
 pub struct Group {
-    /// None where it is alone.
+    /// `None` in a group of one rank.
     transport: Option<Rc<dyn Transport>>,
-    /// Which member this one is.
+    /// This rank among the members.
     rank: Rank,
-    /// The first of them among all ranks, and how far they are apart.
+    /// The first member's index among all ranks, and the distance from one member to the next.
     first: usize,
     step: usize,
 }
 
 impl Group {
-    /// The only one.
+    /// A group of one rank.
     pub fn alone() -> Self {
         Self { transport: None, rank: Rank::ALONE, first: 0, step: 1 }
     }
 
-    /// `rank.of` ranks from the `first` of all on, `step` apart.
+    /// A group of `rank.of` ranks: `first`, `first + step`, ... among all ranks.
     pub(super) fn new(transport: &Rc<dyn Transport>, rank: Rank, first: usize, step: usize) -> Self {
         let transport = (rank.of > 1).then(|| transport.clone());
         Self { transport, rank, first, step }
     }
 
-    /// Which member this one is.
+    /// This rank among the members.
     pub fn rank(&self) -> Rank {
         self.rank
     }
 
-    /// Swaps with each other member, by its number among them.
+    /// Exchanges tensors with every other member. `with` returns the tensor to send to a member and the one
+    /// to receive into.
     fn swap(&self, with: impl Fn(usize) -> Result<[Tensor; 2]>) -> Result<Transfer> {
         let Some(transport) = &self.transport else { return Ok(Transfer(0)) };
         let others = (0..self.rank.of).filter(|member| *member != self.rank.index);
@@ -49,11 +51,12 @@ impl Group {
         transport.swap(&swaps.collect::<Result<Vec<_>>>()?)
     }
 
-    /// All to all: part `j` of `from` goes to member `j`, and what member `i` sends comes to `into`, one behind the other in
-    /// their order. A member keeps its own part: `into` has one part fewer than `from`, whose parts are equal.
+    /// All-to-all without this member's own part. Part `j` of `from` goes to member `j`; `into` receives the
+    /// parts from the other members, concatenated in their order. `from` has `rank.of` equal parts, `into`
+    /// one part fewer.
     ///
     /// # Errors
-    /// When a rank cannot be reached.
+    /// When the tensors do not fit the group, or another rank cannot be reached.
     pub fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<Transfer> {
         let Rank { index, of } = self.rank;
         let part = from.elem_count() / of;
@@ -66,10 +69,11 @@ impl Group {
         })
     }
 
-    /// All to all, where `into` has every part, this member's own among them: `parts[j]` goes to member `j`.
+    /// All-to-all with this member's own part: `parts[j]` goes to member `j`, and part `i` of `into` comes
+    /// from member `i`.
     ///
     /// # Errors
-    /// When a rank cannot be reached.
+    /// When the tensors do not fit the group, or another rank cannot be reached.
     pub fn all_to_all(&self, parts: &[Tensor], into: &Tensor) -> Result<Transfer> {
         let Rank { index, of } = self.rank;
         let len = into.elem_count() / of;
@@ -77,16 +81,16 @@ impl Group {
             candle_core::bail!("{} parts of {of} ranks for {}", parts.len(), into.elem_count());
         }
         let transfer = self.swap(|member| Ok([parts[member].clone(), into.narrow(0, member * len, len)?]))?;
-        // Beside what travels.
+        // The copy of this member's own part overlaps with the transfer.
         into.slice_set(&parts[index], 0, index * len)?;
         Ok(transfer)
     }
 
-    /// All gather: `part` goes to everybody, and part `i` of `into` comes from member `i`. `part` may be this member's own part
-    /// of `into`, which is filled in any case.
+    /// All-gather: `part` goes to every member, and part `i` of `into` comes from member `i`. `part` may be a
+    /// view of this member's own part of `into`; otherwise it is copied there.
     ///
     /// # Errors
-    /// When a rank cannot be reached.
+    /// When the tensors do not fit the group, or another rank cannot be reached.
     pub fn gather(&self, part: &Tensor, into: &Tensor) -> Result<Transfer> {
         let len = part.elem_count();
         if len * self.rank.of != into.elem_count() {
@@ -98,7 +102,7 @@ impl Group {
         self.swap(|member| Ok([part.clone(), into.narrow(0, member * len, len)?]))
     }
 
-    /// What the device is given from here on finds what came with this transfer, and with all before.
+    /// Makes all later work on the device's stream wait for this transfer and for all transfers before it.
     ///
     /// # Errors
     /// When the device fails.
@@ -107,7 +111,7 @@ impl Group {
     }
 }
 
-/// Whether they are views of one memory: then the one is where it belongs in the other.
+/// Whether two tensors are views of the same storage. In an all-gather the part is then already in place.
 fn share_memory(a: &Tensor, b: &Tensor) -> bool {
     let ((a, _), (b, _)) = (a.storage_and_layout(), b.storage_and_layout());
     std::ptr::eq(&raw const *a, &raw const *b)

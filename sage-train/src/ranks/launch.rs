@@ -1,4 +1,5 @@
-//! `--gpus N`: this process starts N of itself, one for each GPU, and waits for them.
+//! `--gpus N`: this process starts N ranks, each a process with the same command line and a GPU of its own,
+//! and waits for them.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
@@ -14,27 +15,30 @@ use super::world::LAUNCHED;
 use crate::signals::{self, Second};
 use crate::{during, tell};
 
-/// How long ranks may take to leave by themselves when one has ended: what they agreed on may still be written.
+/// How long ranks may take to leave by themselves after one has failed: they may still be writing a
+/// checkpoint.
 const LEAVING: Duration = Duration::from_secs(20);
 
-/// When one was lost, nobody has anything left to do. Those that have not met yet would not notice.
+/// The same after a rank was lost: no rank has anything left to write, and ranks that have not connected yet
+/// would not notice the loss.
 const LEAVING_LOST: Duration = Duration::from_secs(3);
 
-/// How many queues the GPU has for a process' streams. With one, transfers that wait for the gradients cost the kernels before
-/// them nothing; with more, a microsecond or so each (docs/several-gpus.md).
+/// Number of hardware queues for the streams of a process. With one queue, a transfer that waits for
+/// gradients costs the kernels launched before it nothing; with more, about a microsecond each
+/// (docs/several-gpus.md).
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
-/// How many GPUs, and how often to begin again.
+/// The number of ranks, and of restarts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Launch {
-    /// Processes.
+    /// Number of ranks.
     pub ranks: usize,
-    /// How often to begin again when a rank was lost.
+    /// How often the run is restarted after the loss of a rank.
     pub restarts: u32,
 }
 
-/// Starts the ranks with this process' own command line and waits for them. Returns what to exit with: 0, or what the first
-/// rank that failed said, which has told why.
+/// Starts the ranks with this process' command line and waits for them. Returns the exit code: 0, that of the
+/// first rank that failed with an error of its own, which has printed it, or else [`LOST`].
 ///
 /// # Errors
 /// When no process can be started.
@@ -45,7 +49,7 @@ pub(super) fn launch(launch: Launch) -> Result<i32> {
     loop {
         let code = round(launch.ranks)?;
         match signals::received() {
-            // It ended them before they could save.
+            // The signal ended the ranks before they could save a checkpoint.
             Some(signal) if code == LOST => return Ok(128 + i32::from(signal)),
             _ if code != LOST || left == 0 => return Ok(code),
             _ => {}
@@ -68,14 +72,16 @@ fn round(ranks: usize) -> Result<i32> {
                     drop(children.remove(at));
                     let code = code(status);
                     if code != 0 {
-                        // An error of the run's own says more than that others lost it.
+                        // An error of a rank's own takes precedence over the codes of ranks that lost another
+                        // rank.
                         first = Some(first.filter(|&first| first != LOST).unwrap_or(code));
                         ended.get_or_insert_with(Instant::now);
                     }
                 }
             }
         }
-        // The terminal tells a whole group of processes; others only this one. Ranks take two in a row as one.
+        // A terminal signals its whole process group, other senders signal this process alone. So the signal
+        // is always passed on, and a rank counts two in quick succession as one.
         let asked = if signals::asked_again() { 2 } else { usize::from(signals::received().is_some()) };
         if asked > told {
             told = asked;
@@ -87,14 +93,14 @@ fn round(ranks: usize) -> Result<i32> {
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    // What they said last is told before this ends.
+    // The last lines that the ranks wrote are printed before this function returns.
     readers.into_iter().for_each(|reader| drop(reader.join()));
     Ok(first.unwrap_or(0))
 }
 
-/// As a shell says it.
+/// The exit code of a rank.
 fn code(status: ExitStatus) -> i32 {
-    // One that was killed by force is lost, whoever did it.
+    // A rank that a signal killed has no exit code, and counts as lost.
     status.code().unwrap_or(LOST)
 }
 
@@ -134,7 +140,7 @@ fn start(ranks: usize) -> Result<(Vec<Child>, Vec<JoinHandle<()>>)> {
             command.env(CONNECTIONS, "1");
         }
         if rank > 0 {
-            // Rank 0 speaks for all; what others have to say is told who says it.
+            // Rank 0 speaks for all ranks; the lines of the others are printed with their rank.
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         }
         let started = command.spawn();
@@ -156,10 +162,10 @@ fn start(ranks: usize) -> Result<(Vec<Child>, Vec<JoinHandle<()>>)> {
     Ok((children, readers))
 }
 
-/// Checks a number of GPUs that was typed.
+/// Checks the number of GPUs from the command line.
 ///
 /// # Errors
-/// When there is none, or too many to be meant.
+/// When the number is 0 or implausibly large.
 pub(super) fn check(gpus: usize) -> Result<()> {
     if (1..=1024).contains(&gpus) {
         return Ok(());

@@ -1,5 +1,5 @@
-//! Ranks on CPUs: tensors over TCP, each pair of ranks on a connection of its own. It makes real ranks of a few processes on
-//! any machine, with the sums of several GPUs in the same order; it is not made for speed.
+//! The transport for ranks on CPUs: TCP, with one connection for each pair of ranks. It runs a few ranks on
+//! any machine, with sums in the same order as on several GPUs, and is not made for speed.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -13,18 +13,19 @@ use super::meeting::Meeting;
 use super::transport::{Swap, Transfer, Transport};
 use crate::during;
 
-/// How long a rank waits for the watch to say who is gone, before it says itself that something is.
+/// How long a rank with a broken connection leaves it to the threads of [`Meeting`] to name the dead rank and
+/// end the process, before it reports an error of its own.
 const WATCH: Duration = Duration::from_secs(8);
 
 /// Connections to all other ranks.
 #[derive(Debug)]
 pub(super) struct Loopback {
-    /// By rank; none to itself.
+    /// By rank; `None` for this rank.
     peers: Vec<Option<TcpStream>>,
 }
 
 impl Loopback {
-    /// Connects every rank to every other.
+    /// Connects every pair of ranks.
     ///
     /// # Errors
     /// When a rank cannot be reached.
@@ -44,7 +45,7 @@ impl Loopback {
             let (mut stream, _) = listener.accept().map_err(during(failed()))?;
             let mut number = [0; 4];
             stream.set_read_timeout(Some(Duration::from_secs(5))).map_err(during(failed()))?;
-            // Who does not say a rank that is still missing is none of us.
+            // A connection that does not introduce itself as one of the missing ranks is dropped.
             if stream.read_exact(&mut number).is_err() {
                 continue;
             }
@@ -63,7 +64,7 @@ impl Loopback {
 
 impl Transport for Loopback {
     fn swap(&self, swaps: &[Swap]) -> Result<Transfer> {
-        // Its own copy: what is sent may lie where something comes to.
+        // The data is copied, because a tensor that is sent may share storage with one that is received into.
         let sent = swaps.iter().map(|swap| swap.sent.force_contiguous()).collect::<Result<Vec<_>>>()?;
         let peer = |swap: &Swap| self.peers[swap.peer].as_ref().expect("another rank");
         let received = std::thread::scope(|scope| -> std::io::Result<Vec<Vec<u8>>> {
@@ -93,7 +94,7 @@ impl Transport for Loopback {
         Ok(Transfer(0))
     }
 
-    /// Everything has come when it was sent.
+    /// Transfers complete within `swap`.
     fn wait(&self, _: Transfer) -> Result<()> {
         Ok(())
     }

@@ -1,5 +1,5 @@
-//! Where ranks meet: each has one connection to rank 0, for as long as it lives. Over it they say who they are, agree on words,
-//! and notice when one of them is gone.
+//! The rendezvous of the ranks: every rank keeps one TCP connection to rank 0 as long as it lives. Over it
+//! ranks introduce themselves, exchange text, and detect that one of them has died.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -15,26 +15,27 @@ use super::message::{Message, receive, receive_hello, send};
 use super::world::World;
 use crate::{during, signals, tell};
 
-/// How long ranks wait for the others to come.
+/// How long ranks wait for the others to connect.
 const COMING: Duration = Duration::from_secs(300);
 
-/// Between signs of life.
+/// Interval between heartbeats.
 const BEAT: Duration = Duration::from_secs(1);
 
-/// Without a sign of life for so long, a rank's machine is gone, or it was stopped.
+/// A rank without a heartbeat for this long has lost its machine, or its process is stopped.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// Before the first step: the model is made, GPUs connected, kernels loaded.
+/// The limit for progress before the first micro-batch: the model is made, GPUs are connected and kernels
+/// loaded.
 const FIRST: Duration = Duration::from_secs(600);
 
-/// What may take long may take so long: text is tokenized, weights and checkpoints are read and written. A disk or a file
-/// system that hangs is found out after it.
+/// The limit for work that may take long: tokenizing, reading and writing weights and checkpoints. A disk or
+/// file system that hangs is detected only after this time.
 const ASIDE: Duration = Duration::from_secs(6 * 3600);
 
-/// The most ranks that are named in a message.
+/// The most ranks that a message names.
 const NAMED: usize = 10;
 
-/// What a process exits with that lost another: it is worth starting again. (`EX_TEMPFAIL` of sysexits.h.)
+/// Exit code of a process that lost another rank: a restart may succeed (`EX_TEMPFAIL` of sysexits.h).
 pub(super) const LOST: i32 = 75;
 
 /// A connection to another rank.
@@ -42,25 +43,25 @@ pub(super) const LOST: i32 = 75;
 struct Peer {
     rank: usize,
     host: String,
-    /// What is written goes out whole.
+    /// The mutex keeps each message in one piece.
     stream: Mutex<TcpStream>,
     life: Mutex<Life>,
 }
 
-/// What is known of a rank.
+/// What is known of the progress of a rank.
 #[derive(Debug, Clone)]
 struct Life {
-    /// When it was heard last.
+    /// When its last heartbeat came.
     heard: Instant,
-    /// The step that it is at, from 1; 0 before the first.
+    /// The step that it is in, from 1; 0 before the first.
     step: u64,
-    /// How much it has done, and since when no more.
+    /// Its count of units of progress, and when anything in its state last changed.
     ticks: u64,
     since: Instant,
     doing: String,
-    /// Takes as long as it takes.
+    /// It is in work that may take long: [`ASIDE`] is its limit.
     aside: bool,
-    /// It has nothing to say any more.
+    /// It has left the run, and sends nothing more.
     left: bool,
 }
 
@@ -86,28 +87,28 @@ impl Life {
         (self.step, self.ticks, self.doing, self.aside) = (step, ticks, doing, aside);
     }
 
-    /// Whether nothing went on for longer than it may take.
+    /// Whether the rank has made no progress for longer than allowed.
     fn stands_still(&self, limit: Duration) -> bool {
         self.since.elapsed() > if self.aside { ASIDE } else { limit }
     }
 }
 
-/// What is left to do when the ranks are ended, told why.
+/// A function that is called with the reason before another rank's failure ends this process.
 pub(super) type LastWord = Box<dyn FnOnce(&str) + Send>;
 
 struct Shared {
     rank: Rank,
     host: String,
     stall: Duration,
-    /// Rank 0 has all others, the others have rank 0.
+    /// On rank 0 the connections to all other ranks; on the others the connection to rank 0.
     peers: Vec<Peer>,
-    /// Of this rank.
+    /// The state of this rank.
     life: Mutex<Life>,
     ticks: AtomicU64,
-    /// By topic: what each rank said.
+    /// By topic: what each rank has said.
     board: Mutex<BTreeMap<String, Vec<Option<String>>>>,
     news: Condvar,
-    /// This rank has left: nobody is watched any more.
+    /// This rank has left the run, and no longer watches the others.
     left: AtomicBool,
     last_word: Mutex<Option<LastWord>>,
 }
@@ -118,11 +119,11 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-/// The meeting of all ranks of a run.
+/// The rendezvous of all ranks of a run.
 #[derive(Debug)]
 pub(super) struct Meeting {
     shared: Arc<Shared>,
-    /// How often each topic came up.
+    /// By topic: how many calls there were.
     topics: Mutex<BTreeMap<String, u64>>,
 }
 
@@ -131,10 +132,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Meeting {
-    /// Meets the others. `stall` is how long a rank may make no progress once the steps have begun.
+    /// Connects to the other ranks. `stall` is how long a rank may go without progress once the steps have
+    /// begun.
     ///
     /// # Errors
-    /// When they do not come, or are of another version or another run.
+    /// When the other ranks do not connect in time, or belong to another version or another run.
     pub(super) fn join(world: &World, stall: Duration) -> Result<Self> {
         let host = gethostname::gethostname().to_string_lossy().into_owned();
         let peers =
@@ -162,25 +164,25 @@ impl Meeting {
         Ok(Self { shared, topics: Mutex::default() })
     }
 
-    /// Which rank this is.
+    /// This rank among all ranks.
     pub(super) fn rank(&self) -> Rank {
         self.shared.rank
     }
 
-    /// This machine, as the others reach it.
+    /// The address of this machine at which the other ranks reach it.
     ///
     /// # Errors
-    /// When the connection is gone.
+    /// When the connection is closed.
     pub(super) fn address(&self) -> Result<IpAddr> {
         let address = lock(&self.shared.peers[0].stream).local_addr();
         Ok(address.map_err(during("the connection to another rank is gone"))?.ip())
     }
 
-    /// Every rank says something about a topic, and hears what all said, in their order. All must come to a topic equally
-    /// often.
+    /// An all-gather of text: what each rank says about a topic, in the order of the ranks. All ranks must
+    /// make the same number of calls on each topic.
     ///
     /// # Errors
-    /// When a rank cannot be told. (One that is gone ends this process.)
+    /// Never; the death of another rank ends this process.
     pub(super) fn share(&self, topic: &str, text: &str) -> Result<Vec<String>> {
         let topic = {
             let mut topics = lock(&self.topics);
@@ -205,13 +207,13 @@ impl Meeting {
     /// Checks that all ranks say the same as rank 0.
     ///
     /// # Errors
-    /// When one says something else: by rank, and its machine.
+    /// When a rank says something else; the error names the rank and its machine.
     pub(super) fn agree(&self, what: &str, text: &str) -> Result<()> {
         let said = self.share(what, &format!("{}\n{text}", self.shared.host))?;
         let parts: Vec<(&str, &str)> =
             said.iter().map(|said| said.split_once('\n').unwrap_or((said, ""))).collect();
         let Some(other) = (1..parts.len()).find(|&rank| parts[rank].1 != parts[0].1) else { return Ok(()) };
-        // The first line that is not the same says what it is about.
+        // The first line that differs tells what the difference is about.
         let (mut first, mut theirs) = (parts[0].1.lines(), parts[other].1.lines());
         let (expected, got) = loop {
             match (first.next(), theirs.next()) {
@@ -225,30 +227,31 @@ impl Meeting {
             .hint("every rank needs the same command, the same data and the same version of this program"))
     }
 
-    /// Something was done: whoever waits sees that it goes on.
+    /// Counts a unit of progress, which the other ranks see with the next heartbeat.
     pub(super) fn tick(&self) {
         self.shared.ticks.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Says what is being done; `aside`: it may take long.
+    /// Sets what this rank is doing. With `aside` it may take long.
     pub(super) fn doing(&self, what: &str, aside: bool) {
         let mut life = lock(&self.shared.life);
         let (step, ticks) = (life.step, self.shared.ticks.load(Ordering::Relaxed));
         life.hear(step, ticks, what.to_owned(), aside);
     }
 
-    /// Begins a step, from 1.
+    /// Sets the step that begins, from 1.
     pub(super) fn step(&self, step: u64, what: &str) {
         let ticks = self.shared.ticks.load(Ordering::Relaxed);
         lock(&self.shared.life).hear(step, ticks, what.to_owned(), false);
     }
 
-    /// What to do where others end this process.
+    /// Sets the function that is called before another rank's failure ends this process.
     pub(super) fn at_end(&self, last_word: LastWord) {
         *lock(&self.shared.last_word) = Some(last_word);
     }
 
-    /// Leaves, as was agreed or because of an error, which ends the others.
+    /// Leaves the run: with `None` at its regular end, otherwise because of an error, which ends the other
+    /// ranks too.
     pub(super) fn leave(&self, failed: Option<&Error>) {
         let shared = &self.shared;
         shared.left.store(true, Ordering::Relaxed);
@@ -266,12 +269,13 @@ fn start(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
 }
 
 impl Shared {
-    /// Tells a peer. One that cannot be told is gone, and the thread that listens to it says so.
+    /// Sends a message to a peer. A failure is ignored: the thread that listens to this peer notices the
+    /// broken connection.
     fn tell(&self, peer: usize, message: &Message) {
         let _ = send(&mut *lock(&self.peers[peer].stream), message);
     }
 
-    /// Writes on the board what a rank said. Rank 0 passes on what all said.
+    /// Records what a rank said. When all ranks have spoken on a topic, rank 0 sends all texts to the others.
     fn note(&self, topic: &str, rank: usize, text: String) {
         let mut board = lock(&self.board);
         let said = board.entry(topic.to_owned()).or_insert_with(|| vec![None; self.rank.of]);
@@ -284,7 +288,7 @@ impl Shared {
         self.news.notify_all();
     }
 
-    /// Hears one peer until it is gone.
+    /// Receives from one peer until its connection closes.
     fn listen(&self, peer: usize, mut stream: TcpStream) {
         let of = &self.peers[peer];
         loop {
@@ -310,7 +314,7 @@ impl Shared {
         }
     }
 
-    /// Gives signs of life, and looks for those of the others.
+    /// Sends heartbeats, and checks those of the other ranks.
     fn watch(&self) {
         loop {
             std::thread::sleep(BEAT.min(self.stall / 4));
@@ -324,7 +328,8 @@ impl Shared {
                 life.hear(step, ticks, doing, aside);
                 life.clone()
             };
-            // From the first step on a run looks by itself, and saves.
+            // From the first step on, the training loop itself checks for the loss of the launcher, and saves
+            // a checkpoint.
             if own.step == 0 && signals::is_orphan() {
                 return self.end("the process that started the ranks is gone", LOST);
             }
@@ -341,7 +346,8 @@ impl Shared {
                 let seconds = lives[peer].heard.elapsed().as_secs();
                 return self.lose(peer, &format!("gave no sign of life for {seconds} s"));
             }
-            // Who waits for another makes no progress either: one that is at an earlier step than the rest holds them up.
+            // A rank that waits for another makes no progress either, so a stall is the fault of a rank at
+            // the earliest step.
             let limit = if own.ticks == 0 { FIRST.max(self.stall) } else { self.stall };
             let all = || lives.iter().chain([&own]).filter(|life| !life.left);
             if self.rank.is_first() && all().all(|life| life.stands_still(limit)) {
@@ -370,7 +376,7 @@ impl Shared {
         );
     }
 
-    /// Ends this process, and the others: nobody waits for a rank that does not come.
+    /// Ends this process and, on rank 0, all others, so that no rank waits for one that will not come.
     fn end(&self, why: &str, code: i32) {
         if self.rank.is_first() {
             let over = Message::Over { why: why.to_owned(), code };
@@ -381,12 +387,12 @@ impl Shared {
         if let Some(last_word) = lock(&self.last_word).take() {
             last_word(why);
         }
-        // Not by way of what a GPU's library does at the end, which may wait for the rank that is gone.
+        // Exits without the exit handlers of the GPU's libraries, which may wait for the dead rank.
         signal_hook::low_level::exit(code);
     }
 }
 
-/// Rank 0 waits until all others have come.
+/// On rank 0: waits until all other ranks have connected.
 fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
     let failed = |error: std::io::Error| {
         Error::new("cannot wait for the other ranks")
@@ -394,7 +400,7 @@ fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
             .allowed("a port that nobody has")
             .hint("does another run use it? MASTER_PORT names one for torchrun; a job of its own has its own under srun")
     };
-    // Ranks of one machine are nobody else's concern.
+    // If all ranks are on this machine, the port is not opened to the network.
     let own = ["127.0.0.1", "localhost"].contains(&world.host.as_str());
     let listener =
         TcpListener::bind((if own { "127.0.0.1" } else { "0.0.0.0" }, world.port)).map_err(failed)?;
@@ -416,7 +422,7 @@ fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
             Err(error) => return Err(failed(error)),
         };
         let hello = stream.set_nonblocking(false).and_then(|()| receive_hello(&mut stream));
-        // Who says something else is none of us, and the wait goes on.
+        // A connection that does not introduce itself as a rank is ignored.
         let Ok(Message::Hello { version, rank, of, host }) = hello else { continue };
         let refused = if version != VERSION {
             Some(format!("rank {rank} on {host} is version {version}, rank 0 is {VERSION}"))
@@ -440,7 +446,7 @@ fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
     }
     let host = gethostname::gethostname().to_string_lossy().into_owned();
     for peer in peers.values() {
-        // Those that came first had nothing to say until now.
+        // A rank's time of silence starts now, because ranks send no heartbeats before all have connected.
         *lock(&peer.life) = Life::new();
         let welcome =
             Message::Hello { version: VERSION.into(), rank: 0, of: world.rank.of, host: host.clone() };
@@ -449,7 +455,7 @@ fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
     Ok(peers.into_values().collect())
 }
 
-/// Nobody waits for ranks that nobody starts any more.
+/// Checks that the launcher lives, since without it no further ranks will be started.
 fn check_parent() -> Result<()> {
     match signals::is_orphan() {
         true => Err(Error::new("the process that started the ranks is gone")),
@@ -461,7 +467,7 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 fn peer(rank: usize, host: String, stream: TcpStream) -> Result<Peer> {
     let ready = stream.set_read_timeout(None).and_then(|()| stream.set_nodelay(true));
-    // What does not take a message for so long is as good as gone: its listener will say so.
+    // A peer that accepts no data for 5 s counts as dead: the thread that listens to it will report that.
     let ready = ready.and_then(|()| stream.set_write_timeout(Some(Duration::from_secs(5))));
     ready.map_err(during("cannot meet the ranks"))?;
     Ok(Peer { rank, host, stream: Mutex::new(stream), life: Mutex::new(Life::new()) })
@@ -480,7 +486,7 @@ fn missing(world: &World, peers: &BTreeMap<usize, Peer>) -> Error {
         .hint(format!("do they reach {} at port {}? Their own output may say more", world.host, world.port))
 }
 
-/// The others go to rank 0, which may come later than they.
+/// On the other ranks: connects to rank 0, which may start later than they.
 fn go_to_first(world: &World, host: &str) -> Result<Peer> {
     let began = Instant::now();
     let failed = |got: String| {
@@ -499,7 +505,7 @@ fn go_to_first(world: &World, host: &str) -> Result<Peer> {
         let tried = TcpStream::connect((world.host.as_str(), world.port));
         match tried.and_then(|mut stream| send(&mut stream, &hello).map(|()| stream)) {
             Ok(mut stream) => {
-                // Rank 0 may have begun to wait when this one came.
+                // Twice the time, because rank 0 may have started to wait when this rank connected.
                 let ready = stream.set_read_timeout(Some(2 * COMING));
                 return match ready.and_then(|()| receive(&mut stream)) {
                     Ok(Message::Hello { rank: 0, of, host, .. }) if of == world.rank.of => {
@@ -514,7 +520,7 @@ fn go_to_first(world: &World, host: &str) -> Result<Peer> {
                         Err(failed(format!("no answer for {} s", (2 * COMING).as_secs())))
                     }
                     Err(error) => {
-                        // It was there, and died before all had come.
+                        // Rank 0 was reachable, and died before all ranks had connected.
                         tell(&format!("error: rank 0 on {} is gone: {error}", world.host));
                         signal_hook::low_level::exit(LOST)
                     }

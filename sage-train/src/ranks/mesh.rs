@@ -1,4 +1,4 @@
-//! Who the ranks are and how they lie: so many on each node, in groups that have one sequence together.
+//! The arrangement of the ranks: nodes, and within a node groups that share each sequence.
 
 use std::ops::Range;
 
@@ -6,82 +6,85 @@ use candle_sage::{Error, Result};
 
 use super::Words;
 
-/// One of several processes, from 0.
+/// A member of a group of processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rank {
-    /// Which.
+    /// Index, from 0.
     pub index: usize,
-    /// Of how many.
+    /// Number of members.
     pub of: usize,
 }
 
 impl Rank {
-    /// The only one.
+    /// The only member of its group.
     pub const ALONE: Self = Self { index: 0, of: 1 };
 
-    /// Whether it is the one that writes and speaks for all.
+    /// Whether this is member 0, which writes and speaks for all.
     pub fn is_first(self) -> bool {
         self.index == 0
     }
 
-    /// Of `len` elements, a multiple of the ranks: this rank's part.
+    /// The elements of this member, if `len` elements, a multiple of the members, are divided evenly.
     pub fn part_of(self, len: usize) -> Range<usize> {
         let part = len / self.of;
         self.index * part..(self.index + 1) * part
     }
 }
 
-/// Where a rank lies. Optimizer states are sharded over the ranks of a node, and every node is a replica of the others (hybrid
-/// sharding); neighbours on a node may have one sequence together (context parallel).
+/// The position of a rank. Optimizer states are sharded over the ranks of a node, and every node is a replica
+/// (hybrid sharding). Adjacent ranks of a node may share each sequence (context parallelism).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mesh {
-    /// Which rank of its node.
+    /// This rank among the ranks of its node.
     pub shard: Rank,
-    /// Which node.
+    /// This rank's node among the nodes.
     pub replica: Rank,
-    /// Ranks that have one sequence together.
+    /// Number of ranks that share each sequence.
     pub context: usize,
-    /// Elements of gradient that travel at once, at least.
+    /// Elements of gradient in one transfer, at least.
     pub piece: usize,
 }
 
-/// 680 MB of gradient: of several sizes this took two GPUs least for a model of 274M parameters (docs/several-gpus.md). Larger
-/// pieces travel faster, and smaller ones leave less to wait for at the end.
+/// 680 MB of gradient: of several sizes this was the fastest on two GPUs for a model of 274M parameters
+/// (docs/several-gpus.md). Larger pieces have a higher bandwidth; smaller ones make the last transfer, which
+/// overlaps with nothing, shorter.
 pub const PIECE: usize = 170_000_000;
 
-/// Where they travel beside a backward: 200 MB, a few layers.
+/// The size for transfers during a backward: 200 MB, a few layers.
 pub const PIECE_BESIDE: usize = 50_000_000;
 
 impl Mesh {
-    /// Of the only rank.
+    /// The only rank.
     pub const ALONE: Self = Self { shard: Rank::ALONE, replica: Rank::ALONE, context: 1, piece: PIECE };
 
-    /// Of ranks of one node.
+    /// A rank of a run on one node.
     pub fn node(shard: Rank) -> Self {
         Self { shard, ..Self::ALONE }
     }
 
-    /// Which of all ranks.
+    /// This rank among all ranks, which are numbered node by node.
     pub fn rank(&self) -> Rank {
         let Self { shard, replica, .. } = self;
         Rank { index: replica.index * shard.of + shard.index, of: replica.of * shard.of }
     }
 
-    /// Which of the groups that have sequences of their own: a rank, where each has.
+    /// This rank's group among the groups that work on sequences of their own. Without context parallelism
+    /// each rank is such a group.
     pub fn data(&self) -> Rank {
         let Rank { index, of } = self.rank();
         Rank { index: index / self.context, of: of / self.context }
     }
 
-    /// Which part of its group's sequences.
+    /// This rank among the ranks that share its sequences.
     pub fn part(&self) -> Rank {
         Rank { index: self.rank().index % self.context, of: self.context }
     }
 
-    /// What all ranks say of their nodes: which it is on its own, and of how many.
+    /// Agrees on the mesh: every rank reports its index on its node, and the number of ranks there.
     ///
     /// # Errors
-    /// When nodes have different numbers of ranks, their ranks are no neighbours, or groups would span nodes.
+    /// When nodes have different numbers of ranks, when the ranks of a node are not adjacent, or when groups
+    /// that share a sequence would span nodes.
     pub fn agree(words: &Words, local: Rank, context: usize) -> Result<Self> {
         let rank = words.rank();
         let said = words.share("node", &format!("{} of {}", local.index, local.of))?;

@@ -1,4 +1,5 @@
-//! What ranks say to each other: JSON behind its length. Nothing that is too long or makes no sense is taken.
+//! The messages of the control channel: JSON, preceded by its length. Messages that are too long or malformed
+//! are refused.
 
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::TcpStream;
@@ -6,75 +7,75 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-/// The longest message.
+/// Longest message, in bytes.
 const MOST: usize = 16 << 20;
 
-/// The longest that says who somebody is.
+/// Longest greeting, in bytes.
 const MOST_HELLO: usize = 4 << 10;
 
-/// How long it may take.
+/// How long a greeting may take to arrive.
 const HELLO_TIME: Duration = Duration::from_secs(5);
 
-/// One message.
+/// A message of the control channel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub(super) enum Message {
-    /// The first one, both ways.
+    /// The greeting, the first message in both directions.
     Hello {
-        /// Of the program.
+        /// Version of the program.
         version: String,
-        /// The one that speaks.
+        /// Index of the sender.
         rank: usize,
-        /// Of how many.
+        /// Number of ranks in the sender's run.
         of: usize,
-        /// Its machine.
+        /// Name of the sender's machine.
         host: String,
     },
     /// To rank 0: what a rank says about a topic.
     Said {
         /// The topic.
         topic: String,
-        /// What it says.
+        /// The text.
         text: String,
     },
-    /// From rank 0: what all said.
+    /// From rank 0: what all ranks said about a topic.
     All {
         /// The topic.
         topic: String,
-        /// By rank.
+        /// The texts, by rank.
         texts: Vec<String>,
     },
-    /// A sign of life.
+    /// A heartbeat.
     Beat {
-        /// The step that a rank is at, from 1.
+        /// The step that the sender is in, from 1; 0 before the first.
         step: u64,
-        /// Grows with everything that is done.
+        /// The sender's count of units of progress.
         ticks: u64,
-        /// `step 3 of 300`.
+        /// What the sender is doing, such as `step 3 of 300`.
         doing: String,
-        /// It may take long.
+        /// Whether that may take long.
         aside: bool,
     },
-    /// A rank stops because of an error of its own.
+    /// The sender stops because of an error of its own.
     Failed {
         /// The error.
         why: String,
     },
-    /// From rank 0: all stop.
+    /// From rank 0: all ranks stop.
     Over {
-        /// Why.
+        /// The reason.
         why: String,
-        /// What to exit with.
+        /// The exit code.
         code: i32,
     },
-    /// A rank has nothing more to say.
+    /// The sender has left the run.
     Bye,
 }
 
-/// Sends one.
+/// Sends a message.
 ///
 /// # Errors
-/// When the connection is gone.
+/// When the connection is closed.
 pub(super) fn send(to: &mut impl Write, message: &Message) -> Result<()> {
     let text = serde_json::to_vec(message)?;
     let mut bytes = (text.len() as u32).to_le_bytes().to_vec();
@@ -82,23 +83,23 @@ pub(super) fn send(to: &mut impl Write, message: &Message) -> Result<()> {
     to.write_all(&bytes)
 }
 
-/// Receives one.
+/// Receives a message.
 ///
 /// # Errors
-/// When the connection is gone, or what comes is no message.
+/// When the connection is closed, or the bytes are not a message.
 pub(super) fn receive(from: &mut impl Read) -> Result<Message> {
     receive_of(from, MOST)
 }
 
-/// Receives the first one of whoever comes: a short one, and in time.
+/// Receives a greeting from a new connection, with tighter limits on length and time.
 ///
 /// # Errors
-/// As [`receive`], and when it does not come within [`HELLO_TIME`].
+/// As [`receive`], and when the greeting does not arrive within [`HELLO_TIME`].
 pub(super) fn receive_hello(from: &mut TcpStream) -> Result<Message> {
     receive_of(&mut Until { stream: from, end: Instant::now() + HELLO_TIME }, MOST_HELLO)
 }
 
-/// Reads from a stream until a time.
+/// Reads from a connection until a deadline.
 struct Until<'a> {
     stream: &'a mut TcpStream,
     end: Instant,
@@ -122,7 +123,7 @@ fn receive_of(from: &mut impl Read, most: usize) -> Result<Message> {
     if len > most {
         return Err(Error::new(ErrorKind::InvalidData, format!("a message of {len} bytes")));
     }
-    // Not allocated before it comes.
+    // Memory grows with the bytes that arrive, and is not allocated by the announced length.
     let mut text = Vec::new();
     if from.take(len as u64).read_to_end(&mut text)? < len {
         return Err(ErrorKind::UnexpectedEof.into());

@@ -1,9 +1,9 @@
-//! Ranks on GPUs: tensors by way of NCCL, which copies and adds nothing.
+//! The transport for ranks on GPUs: sends and receives of NCCL, which copy and add nothing.
 //!
-//! The library is found when it is needed and not linked: a program with GPU kernels starts where there is none. Transfers have
-//! a stream of their own, of high priority: they begin when candle's stream has come to where they were called, and what is
-//! waited for is there from then on. That stream is not one of cudarc's, which would record events for every tensor as soon as
-//! there are two.
+//! The library is loaded at run time and not linked, so that a program with GPU kernels starts on machines
+//! without NCCL. Transfers run on a stream of their own, of high priority. A transfer starts when candle's
+//! stream has reached the call; `wait` makes candle's stream wait for it. The stream is created through the
+//! driver and not through cudarc, which records events for every tensor as soon as a context has two streams.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -24,12 +24,12 @@ use super::mesh::Rank;
 use super::transport::{Swap, Transfer, Transport};
 use crate::{during, hex};
 
-/// A path to the library, where the system does not find it by itself.
+/// Environment variable with the path of the library, for systems that do not find it by name.
 const PATH: &str = "SAGE_TRAIN_NCCL";
 
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
-/// All bytes are alike (`ncclUint8`).
+/// `ncclUint8`: NCCL copies bytes, whatever the element type.
 const BYTES: c_int = 1;
 
 /// `ncclUniqueId`.
@@ -40,12 +40,13 @@ struct Id([u8; 128]);
 type Communicator = *mut c_void;
 type Stream = CUstream;
 
-/// Transfers that may be under way before the first is waited for.
+/// Number of events that mark the ends of transfers. They take turns: a wait for a transfer whose event was
+/// reused waits for the later transfer.
 const TURNS: usize = 8;
 
 const WAIT: CUevent_wait_flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
 
-/// Declares the functions that are called, and finds them all at once. `nccl.h` of 2.7 and later has each of them.
+/// Declares the functions that are called, and looks up all of them. `nccl.h` has them since version 2.7.
 macro_rules! functions {
     ($($name:ident = $symbol:literal: fn($($arg:ty),*) -> $out:ty;)*) => {
         struct Functions {
@@ -54,12 +55,12 @@ macro_rules! functions {
 
         impl Functions {
             /// # Safety
-            /// The library is NCCL.
+            /// `library` must be NCCL.
             unsafe fn of(library: Library) -> std::result::Result<Self, libloading::Error> {
                 // SAFETY: the signatures are those of `nccl.h`.
                 unsafe {
                     $(let $name = *library.get::<unsafe extern "C" fn($($arg),*) -> $out>($symbol)?;)*
-                    // It has threads of its own, and stays to the end of the process.
+                    // The library has threads of its own, so it stays loaded until the process ends.
                     std::mem::forget(library);
                     Ok(Self { $($name,)* })
                 }
@@ -85,7 +86,8 @@ impl Functions {
         let names = named.as_deref().map_or(NAMES.to_vec(), |path| vec![path]);
         let mut failed = String::new();
         for name in names {
-            // SAFETY: what NCCL does when it is loaded is sound; its signatures are checked by nobody but its header.
+            // SAFETY: loading NCCL has no side effects that break soundness; the signatures are those of its
+            // header.
             let loaded = unsafe { Library::new(name).and_then(|library| Self::of(library)) };
             match loaded {
                 Ok(functions) => return Ok(functions),
@@ -104,7 +106,7 @@ impl Functions {
         if code == 0 {
             return Ok(());
         }
-        // SAFETY: the library returns a text of its own for any number.
+        // SAFETY: the library returns a static string for any number.
         let text = unsafe { CStr::from_ptr((self.error_string)(code)) };
         Err(Error::new(format!("NCCL cannot {what}"))
             .got(text.to_string_lossy())
@@ -113,19 +115,19 @@ impl Functions {
     }
 }
 
-/// A communicator of all ranks.
+/// An NCCL communicator of all ranks.
 pub(super) struct Nccl {
     rank: Rank,
     device: CudaDevice,
     functions: Functions,
     stream: Stream,
-    /// Candle's stream has come to where a transfer was called.
+    /// Recorded on candle's stream at the call of a transfer.
     ready: CUevent,
-    /// A transfer has come, each in its turn.
+    /// Recorded at the ends of transfers, in turn.
     came: [CUevent; TURNS],
     transfers: AtomicU64,
-    /// Never destroyed: that is done together, and a rank that leaves because of an error would wait for the others. The
-    /// process ends soon after.
+    /// Never destroyed: destruction is collective, and a rank that leaves because of an error would wait for
+    /// the others. The process ends soon after.
     communicator: Communicator,
 }
 
@@ -136,19 +138,19 @@ impl Debug for Nccl {
 }
 
 impl Nccl {
-    /// Makes the communicator: all ranks come here.
+    /// Creates the communicator. All ranks must call it.
     pub(super) fn connect(words: &Words, device: &CudaDevice) -> candle_sage::Result<Self> {
         let rank = words.rank();
         let functions = Functions::load()?;
         let mut version = 0;
-        // SAFETY: a number is written where it is lent.
+        // SAFETY: the function writes one int to the given address.
         functions.check("tell its version", unsafe { (functions.version)(&raw mut version) })?;
         words.agree("NCCL", &format!("version {version}"))?;
         check_gpus(words, device)?;
         let mut id = Id([0; 128]);
         let mut said = String::new();
         if rank.is_first() {
-            // SAFETY: 128 bytes are written where they are lent.
+            // SAFETY: the function writes 128 bytes to the given address.
             functions.check("make an id", unsafe { (functions.unique_id)(&raw mut id) })?;
             said = hex(&id.0);
         }
@@ -159,7 +161,8 @@ impl Nccl {
         }
         device.cuda_stream().context().bind_to_thread().map_err(during("cannot use the GPU"))?;
         let mut communicator = std::ptr::null_mut();
-        // SAFETY: the id is rank 0's, the GPU is bound to this thread, and the communicator is written where it is lent.
+        // SAFETY: the id is rank 0's, the GPU is bound to this thread, and the function writes to a valid
+        // address.
         let made = unsafe {
             (functions.init_rank)(&raw mut communicator, rank.of as c_int, id, rank.index as c_int)
         };
@@ -184,11 +187,11 @@ impl Nccl {
         })
     }
 
-    /// Launches a transfer behind what candle's stream has been given so far.
+    /// Enqueues a transfer that starts after all work on candle's stream so far.
     fn transfer(&self, launch: impl FnOnce(Stream) -> Result<()>) -> Result<Transfer> {
         let compute = self.device.cuda_stream().cu_stream();
         let number = self.transfers.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: streams and events live as long as this.
+        // SAFETY: streams and events live as long as `self`.
         unsafe {
             event::record(self.ready, compute).w()?;
             stream::wait_event(self.stream, self.ready, WAIT).w()?;
@@ -198,7 +201,7 @@ impl Nccl {
         Ok(Transfer(number))
     }
 
-    /// Where a tensor without gaps lies, and its bytes.
+    /// The address and the size in bytes of a contiguous tensor.
     fn place(&self, tensor: &Tensor) -> Result<(u64, usize)> {
         let (storage, layout) = tensor.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else {
@@ -229,7 +232,8 @@ impl Nccl {
 }
 
 impl Transport for Nccl {
-    /// Pairs of sends and receives, gathers too: on NVLink they are a fifth faster than NCCL's own.
+    /// Pairs of sends and receives, also for all-gathers: on NVLink they are a fifth faster than NCCL's own
+    /// all-gather.
     fn swap(&self, swaps: &[Swap]) -> Result<Transfer> {
         let places = swaps.iter().map(|swap| {
             let ((sent, out), (comes, back)) = (self.place(&swap.sent)?, self.place(&swap.comes)?);
@@ -237,7 +241,7 @@ impl Transport for Nccl {
         });
         let places = places.collect::<Result<Vec<_>>>()?;
         let Functions { group_start, group_end, send, receive, .. } = &self.functions;
-        // SAFETY: what is sent and where it comes lies in tensors that stay until they are waited for.
+        // SAFETY: the addresses are of tensors that the caller keeps until it has waited for the transfer.
         self.transfer(|stream| unsafe {
             self.check("begin a transfer", group_start())?;
             for ((sent, out), (comes, back), peer) in places {
@@ -250,13 +254,14 @@ impl Transport for Nccl {
 
     fn wait(&self, Transfer(number): Transfer) -> Result<()> {
         let compute = self.device.cuda_stream().cu_stream();
-        // An event that has had its next turn stands for a later transfer of the same stream.
-        // SAFETY: streams and events live as long as this.
+        // If the event was recorded again, it marks a later transfer on the same stream, which ends after
+        // this one.
+        // SAFETY: streams and events live as long as `self`.
         unsafe { stream::wait_event(compute, self.came[number as usize % TURNS], WAIT).w() }
     }
 }
 
-/// Checks that no two ranks have one GPU.
+/// Checks that no two ranks use the same GPU.
 fn check_gpus(words: &Words, device: &CudaDevice) -> candle_sage::Result<()> {
     let uuid = device.cuda_stream().context().uuid().map_err(during("cannot tell the GPU"))?;
     let own = hex(&uuid.bytes.map(|byte| byte as u8));

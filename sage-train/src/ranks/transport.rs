@@ -1,35 +1,35 @@
-//! What carries tensors between ranks.
+//! The interface of the transports, which carry tensors between ranks.
 
 use std::fmt::Debug;
 
 use candle_core::{Result, Tensor};
 
-/// Something that travels, by its number. The device may compute meanwhile; what was sent and what comes must stay until it was
-/// waited for.
+/// The number of a transfer. The device may compute during the transfer; the tensors that are sent and
+/// received into must stay alive until the transfer was waited for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use = "what was sent has not come yet"]
 pub struct Transfer(pub(super) u64);
 
-/// What two ranks send each other: tensors of one dimension without gaps.
+/// An exchange with one other rank, of contiguous tensors of one dimension.
 #[derive(Debug)]
 pub(super) struct Swap {
-    /// The other one.
+    /// Index of the other rank among all ranks.
     pub(super) peer: usize,
-    /// What it gets.
+    /// The tensor to send.
     pub(super) sent: Tensor,
-    /// Where what it sends comes to.
+    /// The tensor to receive into.
     pub(super) comes: Tensor,
 }
 
-/// Carries tensors, between ranks that call in one order. It adds nothing.
+/// Carries tensors between ranks that make the same calls in the same order. It adds nothing.
 pub(super) trait Transport: Debug {
-    /// Sends and receives all at once, when the device has come so far.
+    /// Starts all exchanges together, after the work that the device was given so far.
     ///
     /// # Errors
-    /// When a rank cannot be reached.
+    /// When another rank cannot be reached.
     fn swap(&self, swaps: &[Swap]) -> Result<Transfer>;
 
-    /// What the device is given from here on finds what came with this transfer, and with all before.
+    /// Makes all later work on the device's stream wait for this transfer and for all transfers before it.
     ///
     /// # Errors
     /// When the device fails.

@@ -1,53 +1,53 @@
-//! Who this process is among the ranks: what torchrun, Slurm or `--gpus` say in the environment. Never half of one and half of
-//! another.
+//! The rank of this process as the environment tells it: variables of torchrun, of Slurm, or of `--gpus`. The
+//! variables of two launchers are never mixed.
 
 use candle_sage::{Error, Result};
 
 use super::mesh::Rank;
 
-/// By this a process knows that `--gpus` started it.
+/// Environment variable that marks a process as started by `--gpus`.
 pub(super) const LAUNCHED: &str = "SAGE_TRAIN_LAUNCHED";
 
-/// The variables that torchrun sets, and `--gpus`.
+/// The variables that torchrun and `--gpus` set.
 const NAMES: [&str; 6] =
     ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
 
-/// What says that this process is one of several: a child that is none must not see it.
+/// The variables that mark a process as a rank. A child process that is not a rank must not inherit them.
 pub fn variables() -> impl Iterator<Item = &'static str> {
     NAMES.into_iter().chain(["SLURM_STEP_NUM_TASKS", LAUNCHED])
 }
 
-/// Who started ranks that nobody else did.
+/// The launcher's name if `--gpus` started the ranks.
 const GPUS: &str = "--gpus";
 
 /// The most ranks of a run.
 const MOST: usize = 1 << 16;
 
-/// A place among the ranks.
+/// The position of a process among the ranks, and where they meet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct World {
-    /// Of all.
+    /// This rank among all ranks.
     pub rank: Rank,
-    /// Of those on this machine.
+    /// This rank among the ranks of its machine.
     pub local: Rank,
-    /// Where rank 0 waits for the others.
+    /// The host on which rank 0 listens.
     pub host: String,
-    /// The same.
+    /// The port on which rank 0 listens.
     pub port: u16,
-    /// Who said so.
+    /// The launcher that set the variables.
     pub launcher: &'static str,
 }
 
 impl World {
-    /// What the environment says; nothing where there is one rank.
+    /// The position that the environment tells; `None` for a single process.
     ///
     /// # Errors
-    /// When it says half of it.
+    /// When the environment is incomplete, or its numbers contradict each other.
     pub fn from_environment() -> Result<Option<Self>> {
         Self::from_variables(&|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
     }
 
-    /// Whether `--gpus` started it.
+    /// Whether `--gpus` started this process.
     pub(super) fn is_launched(&self) -> bool {
         self.launcher == GPUS
     }
@@ -86,7 +86,7 @@ impl World {
         }
         let number = |name: &str| number(name, &variable(name).unwrap_or_default());
         let port = number("MASTER_PORT")?;
-        // torchrun's own agent has the port that it names, and everybody takes the next.
+        // torchrun's agent listens on the port that it names; the ranks use the next one.
         let agent = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True");
         let port = u16::try_from(port + usize::from(agent)).ok().filter(|port| *port > 0);
         let port = port.ok_or_else(|| not_a_number("MASTER_PORT", number("MASTER_PORT").unwrap_or(0)))?;
@@ -99,7 +99,8 @@ impl World {
         })
     }
 
-    /// Only a task that `srun` started knows the number of tasks of its step: in a batch script alone there is one process.
+    /// Reads the variables that `srun` sets for a task: in a batch script without `srun` there is one
+    /// process, and the number of tasks of a step is not set.
     fn of_slurm(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let Some(of) = variable("SLURM_STEP_NUM_TASKS") else { return Ok(None) };
         let of = number("SLURM_STEP_NUM_TASKS", &of)?;
@@ -124,7 +125,8 @@ impl World {
             rank: Rank { index: number("SLURM_PROCID", &index)?, of },
             local: Rank { index: local_index, of: most_tasks(&tasks).max(local_index + 1) },
             host: first_host(&nodes),
-            // The same for all ranks of a step, hardly that of another job's, and below those that systems lend.
+            // The port is the same for all ranks of a step, hardly ever that of another job, and below the
+            // ephemeral ports.
             port: 20_000 + (job.wrapping_mul(7).wrapping_add(step) % 12_000) as u16,
             launcher: "Slurm",
         }))
@@ -142,7 +144,7 @@ fn number(name: &str, value: &str) -> Result<usize> {
     value.trim().parse().ok().filter(|&n: &usize| n < 1 << 32).ok_or_else(|| not_a_number(name, value))
 }
 
-/// The first of `node[03-08,10],other`: `node03`.
+/// The first host of a list of Slurm: `node03` of `node[03-08,10],other`.
 fn first_host(list: &str) -> String {
     let Some((name, rest)) = list.split_once('[').filter(|(name, _)| !name.contains(',')) else {
         return list.split(',').next().unwrap_or_default().to_owned();
@@ -152,7 +154,7 @@ fn first_host(list: &str) -> String {
     format!("{name}{first}{}", behind.split(',').next().unwrap_or_default())
 }
 
-/// Of `4(x2),1` the most tasks of a node.
+/// The most tasks of a node, in Slurm's notation: 4 of `4(x2),1`.
 fn most_tasks(list: &str) -> usize {
     let tasks = list.split(',').filter_map(|node| node.split('(').next()?.parse().ok());
     tasks.max().unwrap_or(1)

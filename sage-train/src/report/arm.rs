@@ -1,4 +1,5 @@
-//! One of the things that are compared: runs that differ in their seeds alone, their mean, and its difference to another's.
+//! An arm of a comparison: runs that differ in their seeds alone, their mean, and its difference to the
+//! baseline's.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,41 +9,42 @@ use crate::runs::{Run, Status, median};
 /// Runs that differ in their seeds alone.
 #[derive(Debug, Clone)]
 pub struct Arm {
-    /// What tells it from other arms.
+    /// The settings that tell the arm from other arms, in words.
     pub label: String,
-    /// Its place among all arms: arms of the same name look the same in every panel.
+    /// Index of the arm among the arms of all panels: it selects colour and marker, which are the same in
+    /// every panel.
     pub style: usize,
-    /// What it is, by the keys that differ in the study.
+    /// The settings in which the runs of the study differ, with this arm's values.
     pub settings: Vec<(String, String)>,
-    /// Its runs.
+    /// The runs of the arm.
     pub runs: Vec<Run>,
-    /// Final validation losses of those that are finished.
+    /// Mean of the final validation losses of the finished runs, over seeds.
     pub loss: Option<Mean>,
-    /// Difference of the final losses to the baseline's, percent of the baseline's.
+    /// Difference of the final losses to the baseline's, percent of the baseline's mean.
     pub difference: Option<Difference>,
-    /// Tokens after which its runs reach the milestone, of those that do.
+    /// Mean number of tokens after which runs reach the milestone, over those that reach it.
     pub reached: Option<Mean>,
-    /// How many more tokens than the baseline's of the same seed, percent.
+    /// Difference of these tokens to the baseline's, percent of the baseline's mean.
     pub later: Option<Difference>,
-    /// Tokens a second of a usual step, the median over the runs.
+    /// Median tokens per second: of the steps of each run, then over the runs.
     pub speed: Option<f64>,
 }
 
 /// A mean difference to the baseline.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Difference {
-    /// Percent of the baseline's mean; over the seeds that both have, where there are several.
+    /// Percent of the baseline's mean. Over pairs of runs with the same seeds, where there are several.
     pub mean: Mean,
-    /// Whether it is over pairs of one seed.
+    /// Whether the mean is over pairs of runs with the same seeds.
     pub paired: bool,
-    /// Whether runs are missing that diverged or failed.
+    /// Whether runs of either arm diverged or failed, and are missing from the mean.
     pub of_survivors: bool,
-    /// What may be said.
+    /// The conclusion that the interval allows.
     pub verdict: Verdict,
 }
 
 impl Difference {
-    /// In percent, with its interval: `+0.12 % ± 0.34`.
+    /// The difference in percent, with its interval: `+0.12 % ± 0.34`.
     pub fn numbers(&self) -> String {
         format!("{:+.2} %{}", self.mean.value, self.mean.plus_minus(2))
     }
@@ -69,28 +71,29 @@ impl Arm {
         }
     }
 
-    /// How many of its runs ended so.
+    /// Number of runs that ended with this status.
     pub fn count(&self, status: Status) -> usize {
         self.runs.iter().filter(|run| run.status() == Some(status)).count()
     }
 
-    /// What computed its runs.
+    /// The devices that the runs were trained on.
     pub fn hardware(&self) -> BTreeSet<&str> {
         self.runs.iter().flat_map(|run| &run.starts).map(|start| start.hardware.as_str()).collect()
     }
 
-    /// How many seeds it has.
+    /// Number of distinct seeds.
     pub fn seeds(&self) -> usize {
         self.runs.iter().map(seeds).collect::<BTreeSet<_>>().len()
     }
 
-    /// Whether its run of this run's seeds learned from other data.
+    /// Whether the arm has a run with the seeds of `run` that was trained on other data.
     pub(super) fn has_other_data(&self, run: &Run) -> bool {
         self.runs.iter().any(|twin| seeds(twin) == seeds(run) && !same_data(run, twin))
     }
 
-    /// The difference of a number of its runs to that of the baseline's of the same seeds and data; where fewer than two
-    /// seeds are in common and both arms have more, of the means.
+    /// The difference of `number` to the baseline's, over pairs of runs with the same seeds and data. Where
+    /// there is no pair, or one pair of two arms that each have at least two seeds, it is the difference of
+    /// the two means instead, with Welch's interval.
     pub(super) fn against(
         &self,
         baseline: &Arm,
@@ -114,7 +117,7 @@ impl Arm {
     }
 }
 
-/// Tokens after which the validation loss is down at `loss`, on a straight line between validations.
+/// Tokens after which the validation loss falls to `loss`, interpolated linearly between validations.
 pub(super) fn reached(run: &Run, loss: f64) -> Option<f64> {
     let curve: Vec<(u64, f64)> = validations(run).into_iter().collect();
     let at = curve.iter().position(|(_, value)| *value <= loss)?;
@@ -125,18 +128,19 @@ pub(super) fn reached(run: &Run, loss: f64) -> Option<f64> {
     })
 }
 
-/// What a run drew its chances from.
+/// The seeds of a run: weights, order of the data, corpus.
 pub(super) fn seeds(run: &Run) -> [u64; 3] {
     let config = &run.config;
     [config.weights_seed, config.data.order_seed, config.data.corpus_seed]
 }
 
-/// Whether two runs read the same text, as far as they said it.
+/// Whether two runs were trained on the same data; true if a run did not record its data.
 pub(super) fn same_data(a: &Run, b: &Run) -> bool {
     a.data_fingerprint().zip(b.data_fingerprint()).is_none_or(|(a, b)| a == b)
 }
 
-/// A number of each seed: the mean over the runs of one seed that have it, which are repetitions and no samples of their own.
+/// A number for each seed: the mean over the runs with that seed, which are repetitions and not independent
+/// samples.
 fn by_seed<'a>(
     runs: impl Iterator<Item = &'a Run>,
     number: &dyn Fn(&Run) -> Option<f64>,
@@ -154,7 +158,7 @@ fn mean_over_seeds(runs: &[Run], number: &dyn Fn(&Run) -> Option<f64>) -> Option
     Mean::of(&by_seed(runs.iter(), number).into_values().collect::<Vec<f64>>())
 }
 
-/// What a curve is at some tokens: of each run at the validations that it has.
+/// The validation losses of a run by the number of tokens trained on.
 pub(super) fn validations(run: &Run) -> BTreeMap<u64, f64> {
     run.points.iter().filter_map(|point| Some((point.tokens, point.val_loss?))).collect()
 }

@@ -1,8 +1,8 @@
-//! Line charts as SVG: the one style of all plots.
+//! Line charts as SVG, in one style for all plots.
 //!
-//! Colours are Okabe and Ito's, which people with any colour vision tell apart, the two light ones darker; each comes with
-//! a marker, so that colour and marker together repeat after 28 series.
-//! A page may restyle them for the dark by their values: see [`STYLE`].
+//! The colours are those of Okabe and Ito, which people with any colour vision can tell apart, with the two
+//! light ones made darker. Each series has a marker too: the pair of colour and marker repeats after 28
+//! series. A page may restyle the colours for dark mode: see [`STYLE`].
 
 use std::ops::RangeInclusive;
 
@@ -10,11 +10,12 @@ use candle_sage::{Error, Result};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
-/// The size of a chart without the names below it, in pixels.
+/// The size of a chart without the legend below it, in pixels.
 const SIZE: (u32, u32) = (860, 440);
-/// The height of a name below a chart, in pixels.
+/// The height of a legend entry below a chart, in pixels.
 const LINE: u32 = 20;
-/// Names that are more, or longer, than this cover too much of a chart: they stand below it.
+/// The most entries, and the longest entry in characters, of a legend inside the chart. Others cover too much
+/// of it, and go below.
 const FEW: (usize, usize) = (5, 28);
 const COLORS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
@@ -25,11 +26,12 @@ const COLORS: [RGBColor; 7] = [
     RGBColor(44, 130, 180),
     RGBColor(95, 95, 95),
 ];
-/// Of axes and words.
+/// Colour of axes and text.
 const INK: RGBColor = RGBColor(34, 34, 34);
 const GRID: RGBColor = RGBColor(226, 226, 226);
 
-/// For a page: charts follow its width, and in the dark their paper, ink and blue do too.
+/// CSS for a page: charts follow the width of the page, and in dark mode their background, text, blue and
+/// grey change.
 pub const STYLE: &str = r##"
 svg { width: 100%; height: auto; }
 @media (prefers-color-scheme: dark) { @media screen {
@@ -48,51 +50,51 @@ svg { width: 100%; height: auto; }
 /// A curve.
 #[derive(Debug, Clone, Default)]
 pub struct Series {
-    /// Its name.
+    /// The label in the legend.
     pub label: String,
-    /// Where its colour and marker are among those of the plot; those that mean the same share one.
+    /// Index of colour and marker; curves with the same meaning share one.
     pub style: usize,
-    /// The curve, with a marker at each point.
+    /// Points of the curve, with markers.
     pub points: Vec<(f64, f64)>,
-    /// A thin curve behind it.
+    /// A thin curve behind the first.
     pub faint: Vec<(f64, f64)>,
-    /// What lies between two curves: x, low, high.
+    /// A filled band: x, low, high.
     pub band: Vec<(f64, f64, f64)>,
-    /// Crosses: where it went wrong. Those that lie outside of what is shown stand at its edge.
+    /// Crosses, which mark trouble. One outside the visible range is drawn at its edge.
     pub crosses: Vec<(f64, f64)>,
 }
 
 /// A chart over tokens.
 #[derive(Debug, Clone, Default)]
 pub struct Chart {
-    /// What the vertical axis is.
+    /// Label of the vertical axis.
     pub y: String,
     /// The curves.
     pub series: Vec<Series>,
-    /// A horizontal line, and its name.
+    /// A horizontal line, and its label.
     pub level: Option<(f64, String)>,
-    /// Whether 0 is always in the picture.
+    /// Whether the vertical axis always includes 0.
     pub from_zero: bool,
-    /// The part of the vertical axis that is shown, where not all of it is.
+    /// The visible range of the vertical axis, if it is not that of the data.
     pub limits: Option<(f64, f64)>,
 }
 
 impl Chart {
-    /// Draws it.
+    /// Draws the chart.
     ///
     /// # Errors
-    /// When there is nothing to draw.
+    /// When there is no finite point.
     pub fn to_svg(&self) -> Result<String> {
         let mut svg = String::new();
         self.draw(&mut svg).map_err(|error| Error::new("cannot draw a chart").got(error))?;
-        // For those who hear it.
+        // A title for screen readers.
         let curves: Vec<&str> = self.series.iter().map(|series| series.label.as_str()).collect();
         let title = format!("{} over tokens: {}", self.y, curves.join("; "));
         let title = title.replace('&', "&amp;").replace('<', "&lt;");
         Ok(svg.replacen(">\n", &format!(">\n<title>{title}</title>\n"), 1))
     }
 
-    /// What is seen of the two axes.
+    /// The visible ranges of the two axes.
     fn ranges(&self) -> std::result::Result<[(f64, f64); 2], Box<dyn std::error::Error>> {
         let mut x = (0.0, 1.0f64);
         let mut y = (f64::INFINITY, f64::NEG_INFINITY);
@@ -123,9 +125,9 @@ impl Chart {
         Ok([(0.0, x.1 * 1.02), (y.0 - margin, y.1 + margin)])
     }
 
-    /// Where names hide the fewest points.
+    /// The position inside the chart where a legend hides the fewest points.
     fn free_corner(&self, x: (f64, f64), y: (f64, f64)) -> SeriesLabelPosition {
-        // Their room in parts of the axes; the first of those that are as good.
+        // The area of each position as fractions of the axes. Of equally good positions the first is taken.
         let places = [
             (SeriesLabelPosition::UpperRight, 0.75..=1.0, 0.7..=1.0),
             (SeriesLabelPosition::MiddleRight, 0.75..=1.0, 0.35..=0.65),
@@ -185,7 +187,7 @@ impl Chart {
             chart.draw_series(line)?.label(label.clone()).legend(move |at| {
                 EmptyElement::at(at) + stroke((0, 0), color.stroke_width(2)) + marker(style, (9, 0))
             });
-            // Markers of many points would hide each other.
+            // Only some points have a marker, because markers of many points would overlap.
             let every = points.len().div_ceil(24).max(1);
             let marked = finite(points).filter(shown).skip((every - 1) / 2).step_by(every);
             chart.draw_series(marked.map(|at| EmptyElement::at(at) + marker(style, (0, 0))))?;
@@ -226,7 +228,7 @@ impl Chart {
         Ok(())
     }
 
-    /// Names that are too many or too long for a corner.
+    /// The legend's entries if they are too many or too long for the inside of the chart; else none.
     fn names_below(&self) -> Vec<Name<'_>> {
         let level = self.level.iter().filter(|(_, name)| !name.is_empty()).map(|(_, name)| Name::Level(name));
         let names: Vec<Name<'_>> = self.series.iter().map(Name::Of).chain(level).collect();
@@ -235,7 +237,7 @@ impl Chart {
     }
 }
 
-/// What has a name in a chart.
+/// An entry of the legend.
 #[derive(Clone, Copy)]
 enum Name<'a> {
     Of(&'a Series),
@@ -251,7 +253,7 @@ impl<'a> Name<'a> {
     }
 }
 
-/// A line before a name.
+/// The line in front of a legend entry.
 fn stroke((x, y): (i32, i32), style: ShapeStyle) -> PathElement<(i32, i32)> {
     PathElement::new([(x, y), (x + 18, y)], style)
 }
@@ -264,7 +266,7 @@ fn finite(points: &[(f64, f64)]) -> impl Iterator<Item = (f64, f64)> {
     points.iter().copied().filter(|(x, y)| x.is_finite() && y.is_finite())
 }
 
-/// A filled shape: another for each series.
+/// A filled marker; its shape depends on the style.
 fn marker(style: usize, (x, y): (i32, i32)) -> Polygon<(i32, i32)> {
     let shapes: [&[(i32, i32)]; 4] = [
         &[(-1, -4), (1, -4), (4, -1), (4, 1), (1, 4), (-1, 4), (-4, 1), (-4, -1)],
@@ -276,7 +278,7 @@ fn marker(style: usize, (x, y): (i32, i32)) -> Polygon<(i32, i32)> {
     Polygon::new(shape.collect::<Vec<_>>(), color(style).filled())
 }
 
-/// `1500000` as `1.5M`.
+/// A short form of a number: `1500000` as `1.5M`.
 pub fn short(x: f64) -> String {
     let (value, unit) = match x {
         x if x >= 1e9 => (x / 1e9, "B"),
@@ -326,7 +328,7 @@ mod tests {
         Ok(())
     }
 
-    /// What a page restyles is what is drawn.
+    /// The CSS for dark mode names colours that the charts use.
     #[test]
     fn the_dark_knows_the_colours_of_the_light() {
         let hex = |RGBColor(r, g, b): RGBColor| format!("#{r:02X}{g:02X}{b:02X}");

@@ -1,4 +1,5 @@
-//! The charts of a panel: losses, differences to the baseline and errors of attention over tokens, with a band over seeds.
+//! The charts of a panel: losses, differences to the baseline and errors of attention over tokens, each with
+//! a band over seeds.
 
 use std::collections::BTreeMap;
 
@@ -11,14 +12,15 @@ use super::study::{Panel, Study};
 use crate::probe::Probed;
 use crate::runs::{Run, Status};
 
-/// Standard deviations above the mean of the steps before, from which on a step's loss is marked as a spike.
+/// The z-score of a step's loss above which the step is marked as a spike.
 pub const SPIKE: f64 = 8.0;
 
-/// Part of a run that is not looked at to choose what of the vertical axis is shown: losses fall fast at first.
+/// Fraction of a run at its beginning that does not determine the visible range of the vertical axis, because
+/// losses fall fast there.
 const SETTLING: f64 = 0.25;
 
 impl Study {
-    /// Every chart, by a name for its file.
+    /// Every chart as SVG, with a name for its file.
     ///
     /// # Errors
     /// When one cannot be drawn.
@@ -51,7 +53,7 @@ impl Study {
 }
 
 impl Panel {
-    /// What frequencies of single tokens reach, where its runs say the same.
+    /// The unigram entropy, nats per token, if all runs have the same.
     pub fn unigram_entropy(&self) -> Option<f64> {
         let runs = self.arms.iter().flat_map(|arm| &arm.runs);
         let mut entropies = runs.filter_map(|run| run.starts.last()).map(|start| start.unigram_entropy);
@@ -60,7 +62,8 @@ impl Panel {
     }
 }
 
-/// Validation loss over tokens: the mean of each arm and the range of its seeds, spikes and ends before the end as crosses.
+/// Validation loss over tokens: the mean of each arm, and the range over its seeds. Crosses mark spikes, and
+/// the ends of runs that diverged or failed.
 ///
 /// # Errors
 /// When there is nothing to draw.
@@ -90,8 +93,8 @@ pub fn losses(panel: &Panel) -> Result<String> {
     .to_svg()
 }
 
-/// Difference of the validation loss to the baseline's of the same seed, percent of the baseline's. Nothing where there is
-/// no baseline, or no seed in common.
+/// Difference of the validation loss to that of the baseline's run with the same seeds, percent of the
+/// baseline's. `None` without a baseline, or without common seeds.
 ///
 /// # Errors
 /// When it cannot be drawn.
@@ -122,8 +125,8 @@ pub fn differences(panel: &Panel) -> Result<Option<String>> {
     chart.to_svg().map(Some)
 }
 
-/// Error of dQ over tokens, of the layer where it is largest, as `--probe-every` measured it. Nothing where no run was probed
-/// more than once.
+/// Relative L2 error of dQ over tokens, in the layer where it is largest, as `--probe-every` measured it.
+/// `None` if no run was probed more than once.
 ///
 /// # Errors
 /// When it cannot be drawn.
@@ -147,7 +150,7 @@ pub fn errors(panel: &Panel) -> Result<Option<String>> {
     chart.to_svg().map(Some)
 }
 
-/// The largest error of dQ among the layers, by tokens.
+/// The largest error of dQ over the layers, by tokens.
 fn worst_errors(run: &Run) -> BTreeMap<u64, f64> {
     let worst = |probed: &Probed| {
         let layers = probed.rows.iter().filter(|row| row.head.is_none());
@@ -157,8 +160,8 @@ fn worst_errors(run: &Run) -> BTreeMap<u64, f64> {
     run.probes.iter().filter_map(worst).collect()
 }
 
-/// The runs of an arm that came to their end, or all where none has: of fewer and fewer of them a mean would jump, and end
-/// with the first.
+/// The finished runs of an arm, or all runs if none is finished. A mean over runs of different lengths would
+/// jump where one ends.
 fn whole(arm: &Arm) -> impl Iterator<Item = &Run> {
     let finished = |run: &Run| run.status() == Some(Status::Finished);
     let some = arm.runs.iter().any(finished);
@@ -169,7 +172,7 @@ fn twin<'a>(run: &Run, baseline: &'a Arm) -> Option<&'a Run> {
     whole(baseline).find(|other| seeds(other) == seeds(run) && same_data(other, run))
 }
 
-/// A curve of each seed: the mean of those of its runs, which are repetitions.
+/// A curve for each seed: the mean over the runs with that seed, which are repetitions.
 fn by_seed(arm: &Arm, of: impl Fn(&Run) -> Option<BTreeMap<u64, f64>>) -> Vec<BTreeMap<u64, f64>> {
     let mut all: BTreeMap<[u64; 3], BTreeMap<u64, Vec<f64>>> = BTreeMap::new();
     for run in whole(arm) {
@@ -183,7 +186,7 @@ fn by_seed(arm: &Arm, of: impl Fn(&Run) -> Option<BTreeMap<u64, f64>>) -> Vec<BT
         .collect()
 }
 
-/// Differences where both were validated.
+/// Differences in percent, at the tokens where both runs were validated.
 fn against(run: &Run, twin: &Run) -> BTreeMap<u64, f64> {
     let base = validations(twin);
     let difference = |(tokens, loss): (u64, f64)| {
@@ -193,11 +196,11 @@ fn against(run: &Run, twin: &Run) -> BTreeMap<u64, f64> {
     validations(run).into_iter().filter_map(difference).collect()
 }
 
-/// The mean of curves where all of them are, and its interval.
+/// The mean of several curves and its interval, at the tokens where all curves have a value.
 fn curve(arm: &Arm, curves: &[BTreeMap<u64, f64>]) -> Series {
     let mut values: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
     curves.iter().flatten().for_each(|(&tokens, &value)| values.entry(tokens).or_default().push(value));
-    // Of fewer runs the mean would jump where one ends.
+    // A mean over fewer curves would jump where one ends.
     let most = values.values().map(Vec::len).max().unwrap_or(0);
     let means: Vec<(f64, Mean)> = values
         .iter()
@@ -216,7 +219,7 @@ fn curve(arm: &Arm, curves: &[BTreeMap<u64, f64>]) -> Series {
     }
 }
 
-/// From the lowest to the highest of several curves.
+/// The range of several curves: x, lowest, highest.
 fn range(curves: &[BTreeMap<u64, f64>]) -> Vec<(f64, f64, f64)> {
     let mut ranges: BTreeMap<u64, (f64, f64, usize)> = BTreeMap::new();
     for (&tokens, &value) in curves.iter().flatten() {
@@ -227,7 +230,7 @@ fn range(curves: &[BTreeMap<u64, f64>]) -> Vec<(f64, f64, f64)> {
     several.map(|(tokens, (low, high, _))| (tokens as f64, low, high)).collect()
 }
 
-/// Where a run's loss spiked, and where it ended before its end.
+/// Points to mark: spikes of the loss, and the last step of a run that diverged or failed.
 fn troubles(run: &Run) -> Vec<(f64, f64)> {
     let spikes = run.points.iter().filter(|point| point.loss_z.is_some_and(|z| z > SPIKE));
     let last = run.points.last().filter(|_| matches!(run.status(), Some(Status::Diverged | Status::Failed)));
@@ -235,7 +238,7 @@ fn troubles(run: &Run) -> Vec<(f64, f64)> {
     spikes.chain(last).map(|point| (point.tokens as f64, loss(point.loss))).collect()
 }
 
-/// Where curves and bands are after they have settled.
+/// The range of curves and bands after the first [`SETTLING`] of the tokens.
 fn limits(series: &[Series]) -> Option<(f64, f64)> {
     let end = series.iter().flat_map(|series| &series.points).map(|(x, _)| *x).fold(0.0, f64::max);
     let values = series.iter().flat_map(|series| {

@@ -1,4 +1,4 @@
-//! Errors by layer as a table whose cells are shaded.
+//! Errors of attention by layer, as a table with shaded cells.
 
 use maud::{Markup, html};
 
@@ -6,11 +6,11 @@ use super::study::Study;
 use crate::probe::{Probed, QUANTITIES};
 use crate::runs::Run;
 
-/// The cells' shades: the last one from this relative L2 on.
+/// Relative L2 from which on a cell has the darkest shade.
 const DARKEST: f64 = 0.5;
 
 impl Study {
-    /// The last probe of each run that has one, of the first seed of each arm.
+    /// A table for each arm: the last probe of its first run that has one.
     pub(super) fn errors(&self) -> Markup {
         let arms = self.panels.iter().flat_map(|panel| panel.arms.iter().map(move |arm| (panel, arm)));
         let probed: Vec<(String, &Run, &Probed)> = arms
@@ -59,7 +59,7 @@ fn names(probed: &Probed) -> Vec<&'static str> {
     QUANTITIES.into_iter().filter(has).collect()
 }
 
-/// A number on a shade of the warm colour of the charts, which black and white words can both be read on.
+/// A cell with its number on a shade of the charts' orange, on which both black and white text can be read.
 fn cell(error: Option<f64>) -> Markup {
     let shade = error.map_or(0.0, |error| (error / DARKEST).sqrt().min(1.0) * 70.0);
     html! {

@@ -1,4 +1,4 @@
-//! A study as one HTML file that needs no network: charts, tables, and where everything came from.
+//! A study as one self-contained HTML file: charts, tables, and the provenance of the runs.
 
 use std::path::Path;
 
@@ -46,7 +46,7 @@ impl Study {
     /// Writes the page.
     ///
     /// # Errors
-    /// When a chart cannot be drawn, or the file not be written.
+    /// When a chart cannot be drawn, or the file cannot be written.
     pub fn write_html(&self, path: &Path) -> Result<()> {
         let page = self.to_html()?;
         partial::file(path, |partial| std::fs::write(partial, &page).map_err(writing(partial)))
@@ -92,7 +92,7 @@ impl Study {
         Ok(page.into_string())
     }
 
-    /// What may be said, in sentences.
+    /// Sentences about the arms that lost runs, and then the verdicts.
     fn summary(&self) -> Markup {
         let sentence = |panel: &Panel, arm: &Arm| -> Option<String> {
             let (difference, baseline) = (arm.difference?, &panel.arms.first()?.label);
@@ -181,7 +181,7 @@ impl Study {
         })
     }
 
-    /// What is here beside what was published.
+    /// This study's results next to the published ones.
     fn paper(&self) -> Markup {
         let rows: Vec<[String; 3]> = PUBLISHED
             .iter()
@@ -204,14 +204,14 @@ impl Study {
         }
     }
 
-    /// The arm here that a published row is about.
+    /// The result of the arm that corresponds to a published row.
     fn beside(&self, row: &Published) -> Option<String> {
         let tokens = |arm: &Arm| arm.runs.first().map_or(0, |run| run.config.tokens_per_step());
         let arms =
             || self.panels.iter().flat_map(|panel| panel.arms.iter().map(move |arm| (&panel.arms[0], arm)));
         let sizes = || arms().map(|(_, arm)| tokens(arm));
         let (least, most) = (sizes().min()?, sizes().max()?);
-        // As the paper has it: against full precision at the same tokens a step and with the same normalization.
+        // The paper compares with full precision at the same tokens per step and with the same QK-norm.
         let of_row = |(first, arm): &(&Arm, &Arm)| {
             let (Some(own), Some(base)) = (arm.runs.first(), first.runs.first()) else { return false };
             let (own, base) = (&own.config, &base.config);
@@ -322,11 +322,11 @@ fn start_of(start: &Start) -> Markup {
     }
 }
 
-/// A result of the paper's.
+/// A published result.
 struct Published {
     arm: &'static str,
     qk_norm: bool,
-    /// At the larger step of its two.
+    /// Whether the result is at the larger of the two sizes of a step.
     many: bool,
     said: &'static str,
 }

@@ -5,7 +5,8 @@ use candle_sage::Result;
 use super::chart::{Chart, Series};
 use crate::metrics::Point;
 
-/// Training loss (thin) and validation loss of a run over tokens, beside the unigram entropy.
+/// Training loss (thin) and validation loss of a run over tokens, with the unigram entropy as a horizontal
+/// line.
 ///
 /// # Errors
 /// When there is nothing to draw.

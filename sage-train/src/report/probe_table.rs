@@ -1,10 +1,11 @@
-//! Errors as tables.
+//! Errors of probes as tables.
 
 use std::fmt::Write;
 
 use crate::probe::{Probed, QUANTITIES, RESULTS, Row, SigmaRow, Sizes};
 
-/// SageBwd, Table 2: layer 11, the worst of 20, QK-norm, 2.1M tokens a step: cosine and relative L2.
+/// SageBwd (arXiv 2603.02170), Table 2: layer 11, the worst of 20, QK-norm, 2.1M tokens a step; cosine and
+/// relative L2 of each of [`QUANTITIES`].
 const PAPER: [(f64, f64); 8] = [
     (0.9973, 0.0736),
     (0.9917, 0.1293),
@@ -16,8 +17,8 @@ const PAPER: [(f64, f64); 8] = [
     (0.9985, 0.0540),
 ];
 
-/// Errors of every layer, cosine and relative L2, as the paper's Table 2 gives them; then how large things are, and what each
-/// product alone contributes, where that was asked for.
+/// Cosine and relative L2 of every layer, as in the paper's Table 2; then the sizes of the tensors, the NVFP4
+/// groups that vanish, and the error of each part alone, as far as they were measured.
 pub fn layer_errors(title: &str, probed: &Probed) -> String {
     let rows = &probed.rows;
     let names: Vec<&str> =
@@ -37,7 +38,7 @@ pub fn layer_errors(title: &str, probed: &Probed) -> String {
         }
         out.push('\n');
     }
-    // The paper's table is of its own scheme.
+    // The paper's table is of SageBwd.
     if probed.scheme.starts_with("SageBwd") {
         let _ = write!(out, "{:<7}", "paper");
         for name in &names {
@@ -89,7 +90,7 @@ fn sizes(rows: &[Row]) -> String {
            tile\n"
 }
 
-/// The groups of NVFP4 that come to nothing.
+/// The share of NVFP4 groups whose scale is zero.
 fn vanished(rows: &[Row]) -> String {
     let Some(first) = rows.iter().find(|row| !row.vanished.is_empty()) else { return String::new() };
     let mut out = format!("\n{:<7}", "layer");
@@ -128,7 +129,7 @@ fn products(rows: &[Row]) -> String {
     out + "\none part in low bits, the others exact; share: of the sum of the squares\n"
 }
 
-/// Errors on random tensors, as the paper's Table 1 gives them.
+/// Errors on random tensors, next to the paper's Table 1.
 pub fn sigma_errors(title: &str, rows: &[SigmaRow]) -> String {
     let mut out = format!("{title}\n\n{:<7}", "sigma");
     RESULTS.iter().for_each(|name| out += &format!(" {:>16}", format!("{name} cos/rel L2")));
@@ -150,7 +151,7 @@ pub fn sigma_errors(title: &str, rows: &[SigmaRow]) -> String {
     out + "\npaper: SageBwd (arXiv 2603.02170, Table 1), whose shape and mask are not said\n"
 }
 
-/// SageBwd, Table 1: cosine and relative L2 of O, dQ, dK, dV at a sigma.
+/// SageBwd (arXiv 2603.02170), Table 1: cosine and relative L2 of O, dQ, dK, dV at each sigma.
 const TABLE_1: [(f64, [(f64, f64); 4]); 5] = [
     (1.0, [(0.9999, 0.0160), (0.9998, 0.0184), (0.9998, 0.0220), (0.9999, 0.0159)]),
     (3.0, [(0.9992, 0.0389), (0.9971, 0.0758), (0.9970, 0.0777), (0.9992, 0.0387)]),

@@ -1,24 +1,24 @@
-//! Means with their intervals, differences by pairs, and what may be said of them.
+//! Means with confidence intervals, paired and unpaired differences, and verdicts on them.
 
 use statrs::distribution::{ContinuousCDF, StudentsT};
 
-/// A mean and half of its 95 % interval.
+/// A mean with its 95 % confidence interval.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Mean {
     /// The mean.
     pub value: f64,
-    /// Half of the interval that covers the true mean in 95 of 100 samples, by Student's t; nothing of a single value.
+    /// Half the width of the 95 % confidence interval by Student's t; `None` for a single value.
     pub half: Option<f64>,
-    /// Values.
+    /// Number of values.
     pub count: usize,
     /// Standard error.
     error: f64,
-    /// Degrees of freedom of its t.
+    /// Degrees of freedom of the t distribution.
     freedom: f64,
 }
 
 impl Mean {
-    /// Of values; nothing of none.
+    /// The mean of some values; `None` without values.
     pub fn of(values: &[f64]) -> Option<Self> {
         let count = values.len();
         if count == 0 {
@@ -32,7 +32,7 @@ impl Mean {
         Some(Self { value, half, count, error, freedom: n - 1.0 })
     }
 
-    /// The difference of two means of values that are no pairs, with Welch's interval.
+    /// The difference of two means of unpaired values, with Welch's interval.
     pub fn difference(a: &Self, b: &Self) -> Self {
         let (of_a, of_b) = (a.error.powi(2), b.error.powi(2));
         let error = (of_a + of_b).sqrt();
@@ -45,7 +45,7 @@ impl Mean {
         Self { value: a.value - b.value, half, error, freedom, count: a.count.min(b.count) }
     }
 
-    /// In other units.
+    /// The mean in other units.
     #[must_use]
     pub fn scaled(self, factor: f64) -> Self {
         let Self { value, half, error, .. } = self;
@@ -53,20 +53,21 @@ impl Mean {
         Self { value: value * factor, half: half.map(|half| half * size), error: error * size, ..self }
     }
 
-    /// Half of the interval, with so many digits: ` ± 0.34`; nothing of a single value.
+    /// Half the interval with `digits` decimals, ` ± 0.34`; empty for a single value.
     pub fn plus_minus(&self, digits: usize) -> String {
         self.half.map_or(String::new(), |half| format!(" ± {half:.digits$}"))
     }
 
-    /// Below and above the mean.
+    /// The limits of the 95 % interval.
     pub fn interval(&self) -> Option<(f64, f64)> {
         self.half.map(|half| (self.value - half, self.value + half))
     }
 
-    /// What may be said of a mean difference, where less than `margin` does not matter.
+    /// The verdict on a mean difference, where a difference below `margin` does not matter.
     pub fn verdict(&self, margin: f64) -> Verdict {
         let Some((low, high)) = self.interval() else { return Verdict::OneSeed };
-        // Two one-sided tests at 5 % each: that the difference is at least a margin is refuted on both sides.
+        // Two one-sided tests (TOST) at 5 % each: they reject a difference of at least the margin on both
+        // sides.
         let within = self.value.abs() + quantile(0.95, self.freedom) * self.error;
         match () {
             () if within < margin => Verdict::Matches,
@@ -77,23 +78,23 @@ impl Mean {
     }
 }
 
-/// Of Student's t.
+/// Quantile of Student's t distribution.
 fn quantile(p: f64, freedom: f64) -> f64 {
     StudentsT::new(0.0, 1.0, freedom).map_or(f64::NAN, |t| t.inverse_cdf(p))
 }
 
-/// What a difference and its interval allow to say.
+/// The conclusion that a difference and its interval allow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     /// Equivalent: the 90 % interval lies within the margin.
     Matches,
     /// The 95 % interval lies above 0.
     Higher,
-    /// It lies below.
+    /// The 95 % interval lies below 0.
     Lower,
-    /// Neither: more seeds would tell.
+    /// None of these: more seeds would decide.
     Undecided,
-    /// There is no interval.
+    /// A single seed: there is no interval.
     OneSeed,
 }
 
@@ -116,7 +117,7 @@ mod tests {
 
     #[test]
     fn an_interval_is_students() {
-        // t(0.975) with 2 degrees of freedom is 4.3027; of 1, 2, 3 the standard error is 1 / sqrt 3.
+        // t(0.975) with 2 degrees of freedom is 4.3027; the standard error of 1, 2, 3 is 1 / sqrt 3.
         let mean = Mean::of(&[1.0, 2.0, 3.0]).expect("values");
         assert!((mean.value - 2.0).abs() < 1e-12);
         assert!((mean.half.expect("three values") - 4.302_653 / 3f64.sqrt()).abs() < 1e-4, "{mean:?}");
@@ -127,7 +128,8 @@ mod tests {
     #[test]
     fn means_that_are_no_pairs_have_welchs_interval() {
         let mean = |values: &[f64]| Mean::of(values).expect("values");
-        // Standard errors 1 / sqrt 3 and 2 / sqrt 3: (1/3 + 4/3)^2 / ((1/9 + 16/9) / 2) = 2.941 degrees of freedom.
+        // The standard errors are 1 / sqrt 3 and 2 / sqrt 3: (1/3 + 4/3)^2 / ((1/9 + 16/9) / 2) = 2.941
+        // degrees of freedom.
         let difference = Mean::difference(&mean(&[3.0, 4.0, 5.0]), &mean(&[0.0, 2.0, 4.0]));
         assert!((difference.value - 2.0).abs() < 1e-12);
         assert!((difference.half.expect("values") - 4.154).abs() < 0.01, "{difference:?}");
@@ -143,7 +145,7 @@ mod tests {
         assert_eq!(verdict(&[0.01, 0.02, -0.01], 0.02), Verdict::Undecided);
         assert_eq!(verdict(&[0.5, 0.52, 0.51], 0.2), Verdict::Higher);
         assert_eq!(verdict(&[-0.5, -0.52, -0.51], 0.2), Verdict::Lower);
-        // A difference that is there, and does not matter.
+        // The difference is significant, but lies within the margin.
         assert_eq!(verdict(&[0.05, 0.052, 0.051], 0.2), Verdict::Matches);
         assert_eq!(verdict(&[0.5], 0.2), Verdict::OneSeed);
     }

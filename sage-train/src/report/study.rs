@@ -1,4 +1,5 @@
-//! Runs side by side: which are seeds of the same thing, which are compared with which, and what comes of it.
+//! A comparison of runs: groups runs into arms and panels, finds the baseline, and computes the differences
+//! to it.
 
 use std::collections::BTreeSet;
 
@@ -11,18 +12,18 @@ use crate::config::{Identity, differing, is_seed};
 use crate::runs::Run;
 use crate::settings::Attn;
 
-/// What the caller says about the comparison.
+/// Options of the comparison.
 #[derive(Debug, Clone)]
 pub struct Words {
-    /// What is asked, for people.
+    /// The question that the comparison answers, as a title.
     pub about: Option<String>,
-    /// The arm that others are compared with, by settings of its own; without any, full precision, or the first arm.
+    /// Settings that identify the baseline arm; if empty, full precision or else the first arm.
     pub baseline: Table,
-    /// The settings that tell arms apart, instead of those of attention.
+    /// The settings that tell arms apart; if empty, those of attention.
     pub by: Vec<String>,
-    /// Differences below do not matter, percent of the baseline's loss.
+    /// Equivalence margin: smaller differences do not matter. Percent of the baseline's loss.
     pub margin: f64,
-    /// A loss that is waited for: after how many tokens a run reaches it is compared too.
+    /// A loss; the number of tokens after which runs reach it is compared too.
     pub milestone: Option<f64>,
 }
 
@@ -32,43 +33,43 @@ impl Default for Words {
     }
 }
 
-/// Arms of one panel differ in what is compared alone.
+/// Arms that differ only in the settings that are compared.
 #[derive(Debug, Clone)]
 pub struct Panel {
-    /// What its arms share and other panels do not; empty where there is one panel.
+    /// The settings that tell this panel from the others; empty if there is one panel.
     pub label: String,
-    /// Its arms, the baseline first.
+    /// The arms, the baseline first.
     pub arms: Vec<Arm>,
-    /// Whether the first of them is the baseline, and not merely the first.
+    /// Whether the first arm is the baseline.
     pub has_baseline: bool,
 }
 
-/// Runs side by side.
+/// A comparison of runs.
 #[derive(Debug, Clone)]
 pub struct Study {
-    /// What is asked.
+    /// The question that the comparison answers.
     pub about: Option<String>,
-    /// One for each setting of what is not compared.
+    /// One panel for each combination of the settings that are not compared.
     pub panels: Vec<Panel>,
-    /// What does not matter, percent.
+    /// Equivalence margin, percent of the baseline's loss.
     pub margin: f64,
-    /// The loss that is waited for.
+    /// The loss to reach.
     pub milestone: Option<f64>,
-    /// What a reader has to know.
+    /// Warnings for the reader.
     pub warnings: Vec<String>,
 }
 
-/// The values of some keys.
+/// Some keys with their values.
 type Values = Vec<(String, String)>;
 
-/// What belongs to each of several settings, in the order of their first run.
+/// Combinations of settings, each with a value, in the order in which the runs contain them.
 type Grouped<T> = Vec<(Values, T)>;
 
 impl Study {
-    /// Of runs, in any order.
+    /// Compares runs, which may be in any order.
     ///
     /// # Errors
-    /// When there are none, or the baseline is not among them.
+    /// When there are no runs, `by` names a setting in which they do not differ, or no arm is the baseline.
     pub fn new(runs: Vec<Run>, words: &Words) -> Result<Self> {
         let runs: Vec<Run> = runs.into_iter().flat_map(Run::seen).collect();
         let identities: Vec<Identity> = runs.iter().map(|run| run.config.identity()).collect();
@@ -89,11 +90,11 @@ impl Study {
             let arms = entry(&mut panels, panel);
             entry(arms, arm).push(run);
         }
-        // What all runs have tells none of them apart.
+        // A setting that all runs share does not identify an arm.
         let mut asked = words.baseline.clone();
         asked.retain(|key, value| !identities.iter().all(|run| run.get(key) == Some(&in_words(value))));
         let baseline = baseline(&order, &asked)?;
-        // The baseline before the others, as in all tables.
+        // The baseline is the first arm of all tables.
         if let Some(at) = baseline {
             let first = order.remove(at);
             order.insert(0, first);
@@ -119,7 +120,7 @@ impl Study {
                 for arm in others {
                     arm.difference = arm.against(&first[0], words.margin, &Run::final_loss);
                     if let Some(milestone) = words.milestone {
-                        // No number of tokens is said to be the same: the margin is of losses.
+                        // The margin is one of losses; a number of tokens is never called equivalent.
                         arm.later = arm.against(&first[0], 0.0, &|run| reached(run, milestone));
                     }
                 }
@@ -140,7 +141,7 @@ impl Study {
         }
     }
 
-    /// With more that a reader has to know.
+    /// The study with more warnings before its own.
     #[must_use]
     pub fn with_warnings(mut self, warnings: Vec<String>) -> Self {
         self.warnings.splice(0..0, warnings);
@@ -152,19 +153,19 @@ impl Study {
         self.runs().filter(|run| run.config.eval_scheme.is_none())
     }
 
-    /// Every run, and once more where it was validated twice.
+    /// Every run; twice if `--eval-attn` validated it a second time.
     pub fn runs(&self) -> impl Iterator<Item = &Run> {
         self.panels.iter().flat_map(|panel| &panel.arms).flat_map(|arm| &arm.runs)
     }
 }
 
 impl Panel {
-    /// Its name in a sentence.
+    /// The panel's label in parentheses, for a sentence.
     pub fn place(&self) -> String {
         if self.label.is_empty() { String::new() } else { format!(" ({})", self.label) }
     }
 
-    /// What its numbers leave out.
+    /// Warnings about runs of other lengths or on other data.
     fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         let runs = || self.arms.iter().flat_map(|arm| &arm.runs);
@@ -188,8 +189,8 @@ impl Panel {
     }
 }
 
-/// The keys that tell arms apart: what was asked for, or attention's; where runs do not differ in that, the first one that
-/// they differ in.
+/// The keys that tell arms apart: those of `by`, else those of attention, else the first key in which the
+/// runs differ.
 fn arm_keys(keys: &[String], by: &[String]) -> Result<Vec<String>> {
     if let Some(missing) = by.iter().find(|key| !keys.contains(key)) {
         return Err(Error::new("the runs do not differ in that")
@@ -209,10 +210,10 @@ fn in_words(value: &toml::Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
-/// The place of the arm that others are compared with.
+/// Index of the baseline arm.
 fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
     let has = |arm: &Values, key: &str, value: &str| arm.iter().any(|(k, v)| k == key && v == value);
-    // An arm of second validations comes with the arm of the first ones, which is meant.
+    // A run that was validated twice is two arms; the one of its own attention is preferred.
     let plain = |is: &dyn Fn(&Values) -> bool| {
         let those = || arms.iter().enumerate().filter(|(_, arm)| is(arm)).map(|(at, _)| at);
         let second = |at: &usize| arms[*at].iter().any(|(key, _)| key == "eval-attn");
@@ -223,7 +224,7 @@ fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
         return Ok(exact.or_else(|| if arms.len() > 1 { plain(&|_| true) } else { None }));
     }
     if arms.len() < 2 {
-        // A part of a sweep has nothing to compare with.
+        // A part of a sweep may have one arm only, and nothing to compare it with.
         return Ok(None);
     }
     match plain(&|arm| asked.iter().all(|(key, value)| has(arm, key, &in_words(value)))) {
@@ -235,12 +236,12 @@ fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
     }
 }
 
-/// What tells arms apart, in as few words as do: `sagebwd, smoothing k`.
+/// A label for each arm, with only the settings that tell arms apart: `sagebwd, smoothing k`.
 fn labels(arms: &[Values]) -> Vec<String> {
     fn value<'a>(arm: &'a Values, key: &str) -> Option<&'a str> {
         arm.iter().find(|(k, _)| k == key).map(|(_, value)| value.as_str())
     }
-    // A scheme's settings tell arms of that scheme apart; from arms of another scheme its name does.
+    // A scheme's settings distinguish arms of that scheme; arms of other schemes differ by the scheme's name.
     let tells = |arm: &Values, key: &str| {
         let own = crate::config::of_attention(key) && key != "attn" && value(arm, "attn").is_some();
         let differs = |other: &Values| {
@@ -255,7 +256,7 @@ fn labels(arms: &[Values]) -> Vec<String> {
     };
     let label = |arm: &Values| {
         let mut kept: Values = arm.iter().filter(|(key, _)| tells(arm, key)).cloned().collect();
-        // Where several settings of a scheme are told, those at their defaults go without saying.
+        // Where a label has several settings of a scheme, those at their defaults are left out.
         if kept.iter().filter(|(key, _)| crate::config::of_attention(key)).count() > 2 {
             kept.retain(|(key, value)| !by_default(arm, key, value));
         }
@@ -265,7 +266,7 @@ fn labels(arms: &[Values]) -> Vec<String> {
     arms.iter().map(|arm| or(or(label(arm), &|| unset(arm, arms)), &|| "all runs".into())).collect()
 }
 
-/// What others say and this one does not, for one that has nothing else to say.
+/// The label of a combination without settings: the keys that only others have.
 fn unset(of: &Values, all: &[Values]) -> String {
     let keys: BTreeSet<&String> = all.iter().flatten().map(|(key, _)| key).collect();
     let unset = keys.into_iter().filter(|key| of.iter().all(|(own, _)| own != *key));
@@ -280,7 +281,7 @@ fn text(values: &Values) -> String {
     values.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
-/// Sorts numbers by their size, and `on` before `off`.
+/// A sorting key: numbers by their size, and `on` before `off`.
 fn natural(key: &str, value: &str) -> (String, u64, String) {
     let number = value.parse::<f64>().ok().map(|x| (x * 1e9) as u64);
     let quantity = value.parse::<crate::quantity::Quantity>().ok().map(|q| q.0.saturating_mul(1_000_000_000));
@@ -288,7 +289,7 @@ fn natural(key: &str, value: &str) -> (String, u64, String) {
     (key.into(), rank, value.into())
 }
 
-/// The entry of a key, in the order in which keys came.
+/// The value of a key, which is appended if it is new: the order of insertion is kept.
 fn entry<K: PartialEq, V: Default>(map: &mut Vec<(K, V)>, key: K) -> &mut V {
     let at = map.iter().position(|(other, _)| *other == key).unwrap_or_else(|| {
         map.push((key, V::default()));
@@ -305,7 +306,7 @@ mod tests {
     use crate::report::statistics::Verdict;
     use crate::runs::{Ending, Start, Status};
 
-    /// A run with these settings and validation losses.
+    /// A finished run with these settings and one validation loss for each step.
     fn run(settings: &str, losses: &[f64]) -> Run {
         let settings = format!("{settings}\nsteps = {}", losses.len());
         let config = Config::resolve(toml::from_str(&settings).expect("settings")).expect("a run");
@@ -391,7 +392,7 @@ mod tests {
         assert_eq!((arms[0].loss.expect("a loss").count, arms[0].outcomes().as_str()), (1, "2 of 1 seeds"));
         let difference = arms[1].difference.expect("a pair");
         assert!(difference.verdict == Verdict::OneSeed && difference.mean.value.abs() < 1e-9);
-        // Three seeds of each, the data of one pair another's.
+        // Three seeds of each arm; the data of one pair differs.
         runs.extend([2, 3].map(|seed| of("fpa", seed, 2.0)));
         runs.extend([2, 3].map(|seed| of("sagebwd", seed, 2.0)));
         for (n, run) in runs.iter_mut().enumerate() {

@@ -10,7 +10,7 @@ use crate::metrics::Outcome;
 use crate::quantity::grouped;
 use crate::runs::{Run, Status};
 
-/// One run.
+/// The table of one run.
 pub fn result_table(run: &Outcome) -> String {
     format!(
         "{:<11} {:>9} {:>11} {:>10}  folder\n{:<11} {:>9.4} {:>11.4} {:>10.0}  {}\n\nunigram entropy {:.4} nats: {:.2} {} the validation loss\n",
@@ -30,7 +30,7 @@ pub fn result_table(run: &Outcome) -> String {
 }
 
 impl Arm {
-    /// How many runs are finished, and what became of those that are not.
+    /// Number of finished runs, of seeds where they are fewer than runs, and of runs in every other state.
     pub fn outcomes(&self) -> String {
         let mut text = self.count(Status::Finished).to_string();
         if self.seeds() < self.runs.len() {
@@ -49,7 +49,7 @@ impl Arm {
     }
 }
 
-/// A difference in percent, and what may be said.
+/// A difference in percent with its verdict.
 fn percent(difference: &Difference, margin: f64) -> String {
     let Difference { mean, paired, of_survivors, verdict } = difference;
     let over = match (paired, mean.count) {
@@ -61,13 +61,13 @@ fn percent(difference: &Difference, margin: f64) -> String {
     format!("{} ({}{over}{survivors})", difference.numbers(), verdict.words(margin))
 }
 
-/// What does not break a table of Markdown.
+/// Text as a cell of a Markdown table.
 fn cell(text: &str) -> String {
     text.replace('|', r"\|").replace('\n', " ")
 }
 
 impl Study {
-    /// The heads of its tables; words, which stand to the left, and numbers, which stand to the right.
+    /// The column heads, each with whether the column holds text (aligned left) or numbers (aligned right).
     pub(super) fn heads(&self) -> Vec<(String, bool)> {
         let mut heads = vec![("arm", true), ("seeds", false), ("val loss", false), ("difference", true)];
         heads.extend([("tokens/s", false), ("x first", false)]);
@@ -87,7 +87,7 @@ impl Study {
             None => "-".into(),
             Some(difference) => percent(difference, self.margin),
         };
-        // Speeds of other machines are no ratio.
+        // A ratio of speeds is shown only between runs on the same hardware.
         let first = panel.arms.first().filter(|first| first.hardware() == arm.hardware());
         let ratio = arm.speed.zip(first.and_then(|first| first.speed));
         let ratio = ratio.map_or("-".into(), |(own, first)| format!("{:.2}x", own / first));
@@ -115,7 +115,7 @@ impl Study {
         cells
     }
 
-    /// For a terminal.
+    /// The study as text for a terminal.
     pub fn to_text(&self) -> String {
         let mut out = String::new();
         let heads = self.heads();
@@ -147,12 +147,12 @@ impl Study {
         out + &self.footnote() + "\n" + &self.warned("warning: ")
     }
 
-    /// What a reader has to know, a line each.
+    /// The warnings, one a line.
     fn warned(&self, before: &str) -> String {
         self.warnings.iter().map(|warning| format!("{before}{warning}\n")).collect()
     }
 
-    /// What the numbers are.
+    /// A line that explains the numbers.
     pub fn footnote(&self) -> String {
         let mut entropies = self.panels.iter().map(Panel::unigram_entropy);
         let entropy = entropies.next().flatten().filter(|first| entropies.all(|other| other == Some(*first)));
@@ -163,7 +163,7 @@ impl Study {
         )
     }
 
-    /// As Markdown, to paste.
+    /// The study as Markdown.
     pub fn to_markdown(&self) -> String {
         let mut out = self.about.as_ref().map_or(String::new(), |about| format!("{about}\n\n"));
         for panel in &self.panels {
@@ -181,7 +181,7 @@ impl Study {
         out + &self.footnote() + "\n" + &self.warned("\nWarning: ")
     }
 
-    /// The name of a run among the others: of its folder, with the one that it lies in where two are called the same.
+    /// The name of a run: that of its folder, with the parent folder's name if two runs have the same.
     pub fn name_of(&self, run: &Run) -> String {
         let name = run.name();
         if self.trained().filter(|other| other.name() == name).count() < 2 {
@@ -192,7 +192,7 @@ impl Study {
         format!("{}/{name}", parent.to_string_lossy())
     }
 
-    /// One line for each run, with every setting that differs.
+    /// CSV: one line for each run, with every setting in which the runs differ.
     pub fn to_csv(&self) -> String {
         let arms = || self.panels.iter().flat_map(|panel| &panel.arms);
         let mut keys: Vec<&String> = Vec::new();

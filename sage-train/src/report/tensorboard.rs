@@ -1,5 +1,5 @@
-//! Event files for TensorBoard: scalars of each step, as TFRecords of `Event` messages (protobuf, written by hand: four
-//! fields are all there is).
+//! Event files for TensorBoard: the scalars of each step, as TFRecords of `Event` messages. The protobuf
+//! encoding is written out here, because the messages have only four kinds of fields.
 
 use std::fs::File;
 use std::io::Write;
@@ -65,7 +65,8 @@ fn summary(scalars: &[(&str, f64)]) -> Vec<u8> {
     out
 }
 
-/// TFRecord's checksum: CRC-32C, rotated and offset so that checksums of checksums stay apart.
+/// TFRecord's masked CRC-32C: rotated and offset, so that the CRC of data that contains CRCs stays well
+/// distributed.
 fn masked_crc(bytes: &[u8]) -> u32 {
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }
@@ -80,18 +81,19 @@ fn record(content: &[u8]) -> Vec<u8> {
 }
 
 impl EventFile {
-    /// Begins a file in a folder. `first_step` is the first that will come: what earlier files have from there on is
-    /// void.
+    /// Creates an event file in a folder. `first_step` is the first step to come: TensorBoard then discards
+    /// what earlier files have from that step on.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// When the file cannot be created.
     pub fn create(folder: &Path, first_step: u64) -> Result<Self> {
         let now = now();
         let path = folder.join(format!("events.out.tfevents.{:010}.{}.sage-train", now as u64, first_step));
         let file = File::create(&path).map_err(writing(&path))?;
         let mut events = Self { file, path };
         events.write(&event(now, 0, 3, b"brain.Event:2"))?;
-        // SessionLog { status = START }
+        // `SessionLog { status = START }` makes TensorBoard discard earlier events of this step and later
+        // ones.
         events.write(&event(now, first_step, 7, &[1 << 3 | VARINT, 1]))?;
         Ok(events)
     }
@@ -119,10 +121,12 @@ mod tests {
 
     #[test]
     fn an_event_is_what_tensorboard_writes() {
-        // tf.train.Event(wall_time=1.5, step=300, summary=..(tag="loss", simple_value=2.5)).SerializeToString()
+        // `SerializeToString()` of tf.train.Event(wall_time=1.5, step=300, summary=..), whose one value has the
+        // tag "loss" and the simple_value 2.5.
         let wanted = b"\x09\x00\x00\x00\x00\x00\x00\xf8\x3f\x10\xac\x02\x2a\x0d\x0a\x0b\x0a\x04loss\x15\x00\x00\x20\x40";
         assert_eq!(event(1.5, 300, 5, &summary(&[("loss", 2.5)])), wanted);
-        // The same as TensorBoard's own RecordWriter wraps it: length, its checksum, content, its checksum.
+        // The same event as TensorBoard's own RecordWriter frames it: length, CRC of the length, content, CRC
+        // of the content.
         let mut wrapped = b"\x1b\0\0\0\0\0\0\0\x1a\x0d\x9e\x13".to_vec();
         wrapped.extend(wanted);
         wrapped.extend(b"\x68\x99\x7c\x51");

@@ -1,4 +1,4 @@
-//! Where and when a run ran, and on what.
+//! Where, when and on what a run ran.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -12,38 +12,38 @@ use crate::ranks::Mesh;
 /// One start of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Start {
-    /// What was typed.
+    /// The command line.
     pub command: Vec<String>,
     /// Version of this program.
     pub version: String,
-    /// The commit that it was built from, where that was known.
+    /// The commit that this program was built from, if it is known.
     pub commit: Option<String>,
     /// Name of the machine.
     pub host: String,
-    /// What computes.
+    /// The device that computes, in words.
     pub hardware: String,
-    /// Seconds since 1970.
+    /// Time of the start, seconds since 1970.
     pub time: u64,
-    /// Steps that were done before.
+    /// Steps that were done before this start.
     pub step: u64,
-    /// What it learns from, for people.
+    /// The training data, in words.
     pub data: String,
     /// [`Dataset::fingerprint`].
     pub data_fingerprint: String,
     /// [`crate::data::Tokenizer::hash`].
     #[serde(default)]
     pub tokenizer: Option<String>,
-    /// Entropy of single tokens of the data, nats.
+    /// Unigram entropy of the data, nats per token.
     pub unigram_entropy: f64,
     /// Parameters of the model.
     pub parameters: u64,
-    /// Processes that trained it together.
+    /// Ranks that train the model together.
     #[serde(default = "one")]
     pub ranks: usize,
-    /// So many of them had each sequence together.
+    /// Ranks that share each sequence.
     #[serde(default = "one")]
     pub context_parallel: usize,
-    /// Sequences of a micro-batch. Earlier versions did not say it.
+    /// Sequences of a micro-batch; `None` where an earlier version did not record it.
     #[serde(default)]
     pub micro_batch: Option<usize>,
 }
@@ -53,7 +53,7 @@ fn one() -> usize {
 }
 
 impl Start {
-    /// This process, about to train from `step` on.
+    /// The start of this process, which trains from `step` on.
     pub(crate) fn now(
         config: &Config,
         data: &Dataset,
@@ -81,8 +81,8 @@ impl Start {
         }
     }
 
-    /// What makes sums of this start go in another order than those of the one before, where something does: the curve goes
-    /// on, and not to the bit.
+    /// A message if this start adds in another order than the start before it: the run continues with the
+    /// same sequences, but its losses are not bit-identical to those of an uninterrupted run.
     pub(crate) fn sums_otherwise(&self, before: &Self) -> Option<String> {
         let numbers = |start: &Self| [start.ranks, start.context_parallel, start.micro_batch.unwrap_or(0)];
         let names = ["ranks", "--context-parallel", "--micro-batch"];

@@ -1,4 +1,5 @@
-//! How long a sweep takes, from a measured step of each shape.
+//! Estimates how long a sweep takes: measures a few steps of each distinct shape and scales them to the
+//! tokens that are left.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,8 +17,10 @@ use crate::settings::Settings;
 use crate::signals::{self, Second};
 use crate::{during, tell, writing};
 
-/// Steps that are measured of each shape, of which the first one is not counted, and micro-batches of a step, at most: longer
-/// ones take in proportion. A CPU is slow, and its steps are alike.
+/// Steps to measure for each shape, and the most micro-batches of a measured step. The first step is not
+/// counted, because it includes the warm-up. Time is proportional to the number of micro-batches, so that a
+/// longer step need not be measured whole. On a CPU steps are slow and vary little, so that fewer of them are
+/// enough.
 fn sample(place: Place) -> (u64, u64) {
     match place {
         Place::Cpu => (2, 1),
@@ -25,30 +28,31 @@ fn sample(place: Place) -> (u64, u64) {
     }
 }
 
-/// A run, and how long it would take from where it is.
+/// A run, and how long the rest of it would take.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Estimate {
-    /// How far it is.
+    /// How far the run is.
     pub state: State,
-    /// Tokens left.
+    /// Tokens that are left to train on.
     pub tokens: u64,
-    /// Tokens a second alone on its device; nothing of a run with nothing left to do.
+    /// Tokens per second when the run has its device to itself; `None` for a run with nothing left to do.
     pub speed: Option<f64>,
 }
 
 impl Estimate {
-    /// Of one device.
+    /// Seconds that the rest of the run takes on one device.
     pub fn seconds(&self) -> f64 {
         self.speed.map_or(0.0, |speed| self.tokens as f64 / speed)
     }
 }
 
-/// Measures a few steps of each shape among the runs that are to do, in a folder of their own, which goes.
+/// Measures a few steps of each shape among the runs that are still to do. The measured runs are written to a
+/// scratch folder, which is removed.
 ///
 /// # Errors
-/// When a shape cannot be trained here.
+/// When a shape cannot be trained on this machine.
 pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
-    // A stop ends the child first, and takes away what it left.
+    // A signal must end the measuring child and remove the scratch folder before this process ends.
     signals::watch(Second::IsNotNeeded)?;
     let mut measured: BTreeMap<String, f64> = BTreeMap::new();
     let mut estimates = Vec::new();
@@ -74,7 +78,8 @@ pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
     Ok(estimates)
 }
 
-/// What a step's time depends on.
+/// A key for the settings that the time of a step depends on: the identity without those that change only the
+/// numbers.
 fn shape(config: &Config) -> String {
     let mut identity = config.identity();
     for key in [
@@ -95,7 +100,7 @@ fn shape(config: &Config) -> String {
     format!("{identity:?}")
 }
 
-/// Tokens a second, from a short run in a child: what it leaves in memory goes with it.
+/// Tokens per second, from a short run in a child process, so that all of its memory is freed when it ends.
 fn measure(config: &Config, folder: &Path) -> Result<f64> {
     let parent = folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."));
     let scratch = parent.join(format!(".sage-train-measures.{}", std::process::id()));
@@ -120,7 +125,7 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
         checkpoint_every: Some(Quantity(0)),
         probe_every: Some(Quantity(0)),
         sample_tokens: Some(0),
-        // The sparse stage is what most steps are.
+        // Without the dense and the router stage: the sparse stage is most of a run.
         sla2_dense_steps: config.settings.sla2_dense_steps.map(|_| Quantity(0)),
         sla2_router_steps: config.settings.sla2_router_steps.map(|_| Quantity(0)),
         out: Some(scratch.to_owned()),
@@ -160,11 +165,13 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
     }
 }
 
-/// Waits for a child, which a signal ends: there is nothing of it to save.
+/// Waits for a measuring child. A signal kills the child at once, because a measurement leaves nothing worth
+/// saving.
 fn wait(mut child: Child) -> Result<ExitStatus> {
     loop {
         let ended = child.try_wait().map_err(during("cannot wait for a run"))?;
-        // A terminal's signal reaches the child too, which may be the first to act on it.
+        // A signal from the terminal reaches the child too, and the child may end first: the signal is
+        // checked before the status.
         if let Some(signal) = signals::received() {
             let _ = child.kill();
             let _ = child.wait();

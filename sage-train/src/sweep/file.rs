@@ -1,4 +1,4 @@
-//! A sweep as a file says it, or lists on the command line.
+//! The description of a sweep: a TOML file, or lists on the command line.
 
 use std::path::Path;
 
@@ -9,9 +9,10 @@ use toml::{Table, Value};
 use crate::config::{Config, in_short};
 use crate::during;
 use crate::quantity::Quantity;
+use crate::settings::tables::flat;
 use crate::settings::{Preset, Settings};
 
-/// What to sweep.
+/// The description of a sweep.
 ///
 /// ```toml
 /// about = "Does INT8 cost anything?"
@@ -29,15 +30,15 @@ use crate::settings::{Preset, Settings};
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Spec {
-    /// What it asks, for people.
+    /// The question that the sweep answers, as a title.
     pub about: Option<String>,
-    /// The arm that others are compared with, by what is its own: `{ attn = "fpa" }`.
+    /// Settings that identify the baseline arm: `{ attn = "fpa" }`.
     pub baseline: Table,
-    /// What all runs share.
+    /// Settings of all runs.
     pub settings: Table,
-    /// Lists of values, of which all combinations run.
+    /// Lists of values; all combinations of them are run.
     pub grid: Table,
-    /// Each of these runs with the whole grid.
+    /// Settings that are each run with the whole grid.
     pub points: Vec<Table>,
 }
 
@@ -45,7 +46,7 @@ impl Spec {
     /// Reads a file.
     ///
     /// # Errors
-    /// When it cannot be read, or says something else.
+    /// When it cannot be read, or is not the description of a sweep.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .map_err(during(format!("cannot read the sweep in {}", path.display())))
@@ -53,25 +54,35 @@ impl Spec {
         Self::parse(&text, &path.display().to_string())
     }
 
-    /// Reads the text of a file.
+    /// Parses the text of a file. `name` is for messages.
     ///
     /// # Errors
-    /// When it says something else.
+    /// When it is not the description of a sweep.
     pub fn parse(text: &str, name: &str) -> Result<Self> {
-        toml::from_str(text).map_err(|error| {
+        let spec: Self = toml::from_str(text).map_err(|error| {
             Error::new(format!("cannot use the sweep in {name}"))
                 .got(in_short(&error))
                 .allowed("about, baseline, [settings], [grid], [[points]]")
                 .hint("keys of [settings], [grid] and [[points]] are the long flags without the dashes, e.g. seed = [1, 2, 3]")
+        })?;
+        Ok(Self {
+            settings: flat(spec.settings)?,
+            grid: flat(spec.grid)?,
+            points: spec.points.into_iter().map(flat).collect::<Result<_>>()?,
+            baseline: flat(spec.baseline)?,
+            ..spec
         })
     }
 
-    /// The settings of every run. `over` is what was typed: it wins, and its `lists` replace the file's.
+    /// The settings of every run. `over` are the settings of the command line, which win over the file's, and
+    /// `lists` its lists, which replace the file's values for their keys.
     ///
     /// # Errors
-    /// When a key is no setting or a value not one of it, a list is empty, or there are too many runs.
+    /// When a key is not a setting, a value is not one of its setting, a list is empty, or there are more
+    /// than 10,000 runs.
     pub fn runs(&self, over: &Settings, lists: &Table) -> Result<Vec<Settings>> {
-        // An attention that the command line replaces still says whose settings stand beside it.
+        // A single `attn` stays although a list replaces it: it tells which scheme the settings next to it
+        // are meant for.
         let plain = |table: &Table| -> Table {
             let whose = |key: &str, value: &Value| key == "attn" && !value.is_array();
             let free = table.iter().filter(|(key, value)| !lists.contains_key(*key) || whose(key, value));
@@ -113,11 +124,11 @@ impl Spec {
     }
 }
 
-/// More is a mistake.
+/// More runs than this are taken for a mistake.
 const MOST_RUNS: usize = 10_000;
 
-/// Layers of settings, the first one on top. What one says about attention is meant for the attention that it names itself; or,
-/// where it names none, for the one that the run comes to have.
+/// Merges layers of settings, the topmost first. A layer's settings of attention are meant for the attention
+/// that the layer names or, if it names none, for the run's; they are dropped if the run has another.
 fn merged(layers: [Settings; 5]) -> Settings {
     let attn = layers.iter().find_map(|layer| layer.attn);
     let only = Settings { attn, ..Settings::default() };
@@ -134,12 +145,12 @@ fn settings(table: &Table, place: &str) -> Result<Settings> {
     })
 }
 
-/// How many values a key has.
+/// Number of values of a key.
 fn length(value: &Value) -> usize {
     value.as_array().map_or(1, Vec::len)
 }
 
-/// One table for each combination of the values in lists.
+/// One table for each combination of the values in the lists.
 fn combinations(table: &Table, place: &str) -> Result<Vec<Table>> {
     let mut all = vec![Table::new()];
     for (key, value) in table {
@@ -163,11 +174,12 @@ fn combinations(table: &Table, place: &str) -> Result<Vec<Table>> {
     Ok(all)
 }
 
-/// Validations of a run, where nothing is said: enough for a curve.
+/// Validations of a run whose settings do not say how often to validate: enough for a curve.
 const VALIDATIONS: u64 = 20;
 
-/// Where nothing says how long runs are, each sees the tokens of its preset's run: more tokens a step are fewer steps, as in
-/// the paper. Checkpoints come as often as the preset's validations.
+/// Runs without a length train on the number of tokens of their preset's run, so that runs with more tokens
+/// per step have fewer steps, as in the paper. Where validations are not set either, there are
+/// [`VALIDATIONS`] of them, and checkpoints are as frequent as the preset's validations.
 fn with_equal_budget(mut run: Settings) -> Settings {
     let preset = Config::defaults(run.preset.unwrap_or(Preset::Tiny));
     let value = |quantity: Option<Quantity>| quantity.map_or(1, |quantity| quantity.0.max(1));
@@ -181,7 +193,7 @@ fn with_equal_budget(mut run: Settings) -> Settings {
         run.eval_every = Some(Quantity((steps / VALIDATIONS).max(1)));
         run.checkpoint_every = run.checkpoint_every.or(preset.eval_every);
     }
-    // Text is for one run; tens of them are for their numbers.
+    // A sample of text is of use for one run, and not for each run of a sweep.
     run.sample_tokens = run.sample_tokens.or(Some(0));
     run
 }
@@ -219,7 +231,7 @@ mod tests {
             assert_eq!(config.steps * config.tokens_per_step(), 200 * 8192);
             assert_eq!(config.eval_every, (config.steps / 20).max(1));
         }
-        // The seeds of the command line are the sweep's.
+        // A list of seeds on the command line replaces the file's.
         let lists: Table = toml::from_str("seed = [7, 8, 9]").expect("a table");
         let over = Settings { tokens: Some(Quantity(1 << 20)), ..Settings::default() };
         let runs = spec.runs(&over, &lists).expect("runs");
@@ -257,7 +269,8 @@ mod tests {
         );
         let smoothing: Vec<_> = runs.iter().map(|run| run.smoothing).collect();
         assert_eq!(smoothing, [Some(SmoothingSetting::None), Some(SmoothingSetting::Qk)]);
-        // A run's own file, raced against another scheme: its smoothing is not the other's.
+        // A run's own file, compared with another scheme: the file's smoothing applies to its own scheme
+        // alone.
         let file = spec("[settings]\nattn = \"sagebwd\"\nsmoothing = \"k\"\nlr = 1e-3");
         let lists: Table = toml::from_str("attn = [\"sagebwd\", \"attn-qat\"]").expect("a table");
         let runs = file.runs(&Settings::default(), &lists).expect("runs");

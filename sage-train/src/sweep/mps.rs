@@ -1,8 +1,10 @@
-//! NVIDIA's Multi-Process Service (MPS): kernels of several processes run on a GPU at once, and not in turns.
+//! NVIDIA's Multi-Process Service (MPS): kernels of several processes run on a GPU concurrently instead of in
+//! time slices.
 //!
-//! Small models leave a GPU idle between launches. Four processes that take turns there reach 1.7M tokens/s together, four
-//! that share it 2.2M, where one alone has 2.1M after its start (mini preset, one H100; `docs/sweeps.md`). The price: a GPU
-//! fault of one process, such as an access out of bounds, ends all that share.
+//! A small model leaves a GPU idle between launches. Four processes that share a GPU in time slices reach
+//! 1.7M tokens/s together, and four under MPS 2.2M, where one alone reaches 2.1M after its start (mini
+//! preset, one H100; `docs/sweeps.md`). The price is isolation: a GPU fault of one process, such as an access
+//! out of bounds, ends all processes that share the server.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -21,35 +23,37 @@ pub enum Sharing {
 
 const CONTROL: &str = "nvidia-cuda-mps-control";
 
-/// Where processes look for a server that nobody named.
+/// The pipe directory in which CUDA looks for a server when `CUDA_MPS_PIPE_DIRECTORY` is not set.
 const USUAL: &str = "/tmp/nvidia-mps";
 
-/// A server of its own for one sweep, which ends with it. Nothing of the GPU's settings is changed.
+/// An MPS server of this sweep's own, which is stopped on drop. It changes no setting of the GPU.
 #[derive(Debug)]
 pub(super) struct Mps {
     folder: PathBuf,
 }
 
 impl Mps {
-    /// Starts a server; nothing where there is no MPS, or where one is there already, which runs then use by themselves.
+    /// Starts a server. Returns `None` where MPS is not installed, or where a server runs already, which the
+    /// runs then use by default.
     pub(super) fn start() -> Option<Self> {
         if std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some() || Path::new(USUAL).join("control").exists()
         {
             return None;
         }
-        // Its pipes have short names on every system's longest path.
+        // The server's pipes and sockets lie here. The system limits the length of a socket's path (108 bytes
+        // on Linux), and a path in the temporary folder is short, whatever the sweep's folder is called.
         let folder = std::env::temp_dir().join(format!("sage-train-mps-{}", std::process::id()));
         std::fs::create_dir_all(&folder).ok()?;
         let mps = Self { folder };
-        // Processes name devices as they are without a server: it must know them all.
+        // A client numbers GPUs as if there were no server, so that the server must see all of them.
         let mut server = Command::new(CONTROL);
         let server = mps.set(&mut server).env_remove("CUDA_VISIBLE_DEVICES").arg("-d");
         let started = server.stdin(Stdio::null()).output();
-        // Dropped, it takes its folder away.
+        // If the start failed, `mps` is dropped here, which removes its folder.
         started.is_ok_and(|output| output.status.success()).then_some(mps)
     }
 
-    /// Tells a command which server to use.
+    /// Makes a command a client of this server.
     pub(super) fn set<'a>(&self, command: &'a mut Command) -> &'a mut Command {
         command.env("CUDA_MPS_PIPE_DIRECTORY", &self.folder).env("CUDA_MPS_LOG_DIRECTORY", &self.folder)
     }

@@ -1,4 +1,5 @@
-//! What a person sees of a sweep: a bar for the whole and one for each run under way, or lines where there is no terminal.
+//! Progress of a sweep on standard error: a bar for the sweep and one for each running run, or lines where
+//! there is no terminal.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
@@ -15,21 +16,23 @@ use crate::quantity::grouped;
 use crate::runs::{METRICS, Status};
 use crate::{bar, tell};
 
-/// Between lines where there is no terminal.
+/// Time between two lines where there is no terminal.
 const QUIET: Duration = Duration::from_secs(15);
 
-/// Progress of a sweep, on standard error. It reads what the runs measure, wherever they run.
+/// Progress of a sweep. It is read from the metrics files of the runs.
 #[derive(Debug)]
 pub struct Progress {
     all: MultiProgress,
     whole: ProgressBar,
-    /// Tokens a step, steps and names of the runs, in the order of the plan.
+    /// Tokens per step, steps and name of each run, in the order of the plan.
     runs: Vec<(u64, u64, String)>,
     under_way: BTreeMap<usize, Watched>,
-    /// Tokens of the runs that have ended.
+    /// Tokens of the runs that have ended or were passed over; of an interrupted run, those of its steps so
+    /// far.
     done: u64,
     began: Instant,
-    /// Tokens that were there when the sweep began: they say nothing of its speed.
+    /// Tokens that were trained before the sweep started, or by other processes. The speed does not count
+    /// them.
     before: u64,
     last_line: Instant,
     ended: usize,
@@ -87,7 +90,7 @@ impl Progress {
         self.under_way.insert(index, Watched { bar, metrics, read: 0, step: 0 });
     }
 
-    /// A run that was to be done, and is not this sweep's any more.
+    /// Notes that a run that this sweep was to start is taken by another process, or was ended by it.
     pub(super) fn passed(&mut self, index: usize, place: &Place) {
         let (tokens, steps, name) = &self.runs[index];
         self.done += tokens * steps;
@@ -125,7 +128,7 @@ impl Progress {
         self.say(&format!("[{}/{}] {name}: {outcome}", self.ended, self.count));
     }
 
-    /// Reads what was measured since.
+    /// Reads the metrics that the runs have written since the last call, and updates bars or lines.
     pub(super) fn look(&mut self) {
         for watched in self.under_way.values_mut() {
             if let Some(point) = watched.last_point() {
@@ -168,7 +171,7 @@ impl Progress {
 }
 
 impl Watched {
-    /// The last whole line that was added since.
+    /// The point of the last complete line that was added since the last call.
     fn last_point(&mut self) -> Option<Point> {
         let mut file = File::open(&self.metrics).ok()?;
         file.seek(SeekFrom::Start(self.read)).ok()?;

@@ -1,6 +1,6 @@
-//! Sweeps that are built in.
+//! The built-in sweeps.
 
-/// Names and texts.
+/// Name and TOML text of each built-in sweep.
 pub const SHIPPED: [(&str, &str); 5] = [
     ("tiny", include_str!("../../sweeps/tiny.toml")),
     ("paper-mini", include_str!("../../sweeps/paper-mini.toml")),

@@ -1,8 +1,8 @@
-//! A sweep as a job array of Slurm's: one run a task, in the folder that all of them share.
+//! A sweep as a Slurm job array: each task runs one run, and all tasks share the sweep's folder.
 
 use std::path::Path;
 
-/// The words of a shell that come out as this one.
+/// Quotes a word, so that a shell reads it as this one word.
 fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,%+".contains(c);
     match !word.is_empty() && word.chars().all(plain) {
@@ -11,9 +11,9 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// A batch script that runs a sweep of so many runs. `command` is the sweep as it was typed, without the program and
-/// `--slurm`; each task adds which run is its own. A run that its time ends is asked to save first, and the same script
-/// goes on.
+/// A batch script that runs a sweep of `runs` runs. `command` is the sweep's command line as it was typed,
+/// without the program and `--slurm`; each task adds `--only` with its own index. Slurm sends SIGTERM 120 s
+/// before the time limit: the run then saves a checkpoint, and the same script, submitted again, resumes it.
 pub fn script(name: &str, runs: usize, folder: &Path, gpus: bool, command: &[String]) -> String {
     let program = std::env::current_exe().map_or("sage-train".into(), |path| path.display().to_string());
     let words: Vec<String> = std::iter::once(&program).chain(command).map(|word| quoted(word)).collect();

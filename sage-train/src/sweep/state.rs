@@ -1,4 +1,4 @@
-//! How far each run of a sweep is, as the folder says it.
+//! How far each run of a sweep is, read from the sweep's folder.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -15,20 +15,20 @@ use crate::writing;
 /// How far a run is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
-    /// It has not begun, or left nothing that could be resumed.
+    /// It has not started, or left nothing that could be resumed.
     Waiting,
-    /// Its folder has a checkpoint to go on from.
+    /// It has not ended, and its folder has a checkpoint to resume from.
     CutOff,
-    /// Another process works in its folder.
+    /// Another process holds the lock of its folder.
     Elsewhere,
-    /// It has ended by itself.
+    /// It ended and said how, with any status but interrupted.
     Ended(Status),
-    /// Its process ended without a word.
+    /// Its process ended without recording how.
     Crashed,
 }
 
 impl State {
-    /// Whether it would run now.
+    /// Whether the sweep would start the run now. `retry` also starts runs that failed or crashed.
     pub fn is_open(&self, retry: bool) -> bool {
         match self {
             Self::Waiting | Self::CutOff => true,
@@ -55,18 +55,18 @@ impl std::fmt::Display for State {
 pub(super) struct Place {
     pub(super) folder: PathBuf,
     pub(super) state: State,
-    /// Steps that are done.
+    /// Steps that are measured.
     pub(super) steps: u64,
 }
 
 impl Place {
-    /// The name of its folder, and of what is said about it in the plan.
+    /// The name of the folder, which also names the run's files in the plan folder.
     pub(super) fn name(&self) -> String {
         self.folder.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 }
 
-/// A folder in a sweep's, with what it computes, where that can be known.
+/// A folder inside the sweep's, and the identity of its run, if that is known.
 type Taken = (PathBuf, Option<Identity>);
 
 impl Sweep {
@@ -75,7 +75,7 @@ impl Sweep {
         self.places().into_iter().map(|place| place.state).collect()
     }
 
-    /// The folders of the runs that exist, in the order of the plan.
+    /// The folders of those runs that exist, in the order of the plan.
     pub fn run_folders(&self) -> Vec<PathBuf> {
         self.folders().into_iter().filter(|folder| Run::is(folder)).collect()
     }
@@ -85,7 +85,7 @@ impl Sweep {
         self.runs.iter().zip(folders).map(|(run, folder)| self.place(run, folder)).collect()
     }
 
-    /// How far a run in its folder is, now.
+    /// Reads how far a run in `folder` is.
     pub(super) fn place(&self, run: &Planned, folder: PathBuf) -> Place {
         let read = Run::read(&folder).ok();
         let steps = read.as_ref().map_or(0, Run::steps);
@@ -93,8 +93,9 @@ impl Sweep {
         Place { steps: if state == State::Waiting { 0 } else { steps }, folder, state }
     }
 
-    /// The folder of each run: the one that computes the same, whatever it is called, for its name says what differed when
-    /// it was begun; or else one that nobody has.
+    /// The folder of each run: the existing folder whose run has the same identity, else a free name. Names
+    /// are not compared, because a name holds the settings that differed in the plan that started the run,
+    /// and a later plan may differ in others.
     fn folders(&self) -> Vec<PathBuf> {
         let there = self.taken();
         let of = |run: &Planned| there.iter().find(|(_, identity)| identity.as_ref() == Some(&run.identity));
@@ -111,7 +112,8 @@ impl Sweep {
         folders.into_iter().flatten().collect()
     }
 
-    /// Every folder in the sweep's. One that a run was about to begin in, and left with nothing measured, is that run's.
+    /// Every folder inside the sweep's. A folder without settings and without metrics belongs to the run
+    /// whose settings the plan folder holds under its name: its process ended before it wrote its own.
     fn taken(&self) -> Vec<Taken> {
         let Ok(entries) = std::fs::read_dir(&self.folder) else { return Vec::new() };
         let mut found: Vec<Taken> = entries
@@ -145,19 +147,19 @@ impl Sweep {
         if Lock::is_held(folder) {
             return State::Elsewhere;
         }
-        // A crash that left nothing else may be that of an earlier plan, with other settings under this name.
+        // A crash record without a run's folder may be of an earlier plan that gave other settings this name.
         let asked = || identity_in(&self.asked_file(&name)).as_ref() == Some(&run.identity);
         if self.crash_file(&name).exists() && !ended_since(&self.folder, &name) && asked() {
             return State::Crashed;
         }
-        // Of an earlier version, which did not say how it ended.
+        // Versions before `ending.json` did not record how a run ended.
         if let Some(status) = ended(read.as_ref().and_then(Run::status)) {
             return State::Ended(status);
         }
         if checkpoint::newest(folder).is_some() { State::CutOff } else { State::Waiting }
     }
 
-    /// What the run in the folder of this name was asked to be.
+    /// The file in the plan folder with the settings that the run in the folder `name` was started with.
     pub(super) fn asked_file(&self, name: &str) -> PathBuf {
         self.folder.join(PLAN).join(format!("{name}.toml"))
     }
@@ -166,13 +168,14 @@ impl Sweep {
         self.folder.join(PLAN).join(format!("{name}.crash.json"))
     }
 
-    /// Why the process of the run in the folder of this name ended without a word.
+    /// The crash record of the run in the folder `name`: why its process ended without an `ending.json`.
     pub fn crash(&self, name: &str) -> Option<Ending> {
         serde_json::from_slice(&std::fs::read(self.crash_file(name)).ok()?).ok()
     }
 
-    /// Makes room for a run that begins again: what an earlier start left, which cannot be resumed, goes beside the plan.
-    /// Not where another process works there: whether there is room.
+    /// Makes room for a run that starts from its beginning: moves what an earlier attempt left, and what
+    /// cannot be resumed, into the plan folder. Returns false, and moves nothing, where another process holds
+    /// the folder's lock.
     pub(super) fn set_aside(&self, place: &Place) -> Result<bool> {
         let folder = &place.folder;
         if !folder.exists() {
@@ -181,7 +184,7 @@ impl Sweep {
         let Ok(lock) = Lock::run(folder) else { return Ok(false) };
         let numbered = (1..).map(|n| self.folder.join(PLAN).join(format!("{}.attempt-{n}", place.name())));
         let aside = numbered.into_iter().find(|path| !path.exists()).expect("a number that is free");
-        // Windows moves no folder in which a file is open.
+        // Windows does not rename a folder in which a file is open, so that the lock is released first there.
         let lock = (!cfg!(windows)).then_some(lock);
         std::fs::rename(folder, &aside).map_err(writing(folder))?;
         drop(lock);
@@ -189,7 +192,7 @@ impl Sweep {
     }
 }
 
-/// What the settings in a file compute.
+/// The identity of the settings in a file.
 fn identity_in(path: &Path) -> Option<Identity> {
     Config::read_settings(path).and_then(Config::resolve).ok().map(|config| config.identity())
 }

@@ -1,4 +1,4 @@
-//! Child processes that run a sweep: one for each run, so that whatever ends one ends no other.
+//! Runs a sweep: each run in a child process of its own, so that a run that crashes ends no other.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -19,56 +19,56 @@ use crate::signals::Second;
 use crate::train::checkpoint;
 use crate::{during, ranks, signals, tell, writing};
 
-/// What a process exits with that SIGHUP, SIGINT or SIGTERM asked to stop.
+/// Exit codes of a process that SIGHUP, SIGINT or SIGTERM asked to stop: 128 plus the number of the signal.
 const ASKED_TO_STOP: [i32; 3] = [129, 130, 143];
 
-/// How a sweep runs.
+/// Options of a sweep's execution.
 #[derive(Debug, Clone, Default)]
 pub struct Limits {
-    /// Runs at once on each device.
+    /// Runs at the same time on each device.
     pub jobs: usize,
-    /// How long; then what runs is saved.
+    /// Time after which no more runs are started, and the running ones save a checkpoint and stop.
     pub time: Option<Duration>,
-    /// This one alone, from 0.
+    /// Index of the one run to do, from 0; all runs if `None`.
     pub only: Option<usize>,
-    /// Also what failed or crashed before.
+    /// Whether runs that failed or crashed are started again.
     pub retry: bool,
-    /// How runs side by side share a GPU.
+    /// How several runs share a GPU.
     pub sharing: Sharing,
 }
 
-/// What became of the runs.
+/// How many runs are in each state when the sweep ends.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// All steps are done.
+    /// Runs that did all of their steps.
     pub finished: usize,
-    /// Stopped by a loss or a gradient.
+    /// Runs that stopped because a loss or a gradient was not finite, or because of too many spikes.
     pub diverged: usize,
-    /// Failed, or crashed.
+    /// Runs that failed or crashed.
     pub failed: usize,
-    /// Still to do.
+    /// Runs that are still to do.
     pub open: usize,
-    /// In the hands of another process.
+    /// Runs whose folder another process holds.
     pub elsewhere: usize,
     /// The signal that ended the sweep early.
     pub signal: Option<u8>,
 }
 
-/// A run that a child works on.
+/// A run that a child process works on.
 struct Job {
     child: Child,
     index: usize,
     place: Place,
-    /// The device's number among those of the sweep.
+    /// Index of the slot: the run uses device `slot / jobs`.
     slot: usize,
-    /// Whether it was asked to stop.
+    /// Whether the child was asked to stop.
     stopping: bool,
 }
 
-/// Runs what is open. What ends a run is a result, and no error of the sweep's.
+/// Runs all runs that are open. A run that fails is counted in the tally, and is no error of the sweep.
 ///
 /// # Errors
-/// When the folder cannot be written, or no child be started.
+/// When the folder cannot be written, or a child cannot be started.
 pub fn run(sweep: &Sweep, limits: &Limits) -> Result<Tally> {
     signals::watch(Second::IsNoted)?;
     signals::doing("every run's step");
@@ -124,23 +124,23 @@ pub fn run(sweep: &Sweep, limits: &Limits) -> Result<Tally> {
     }
 }
 
-/// A sweep under way.
+/// The state of a sweep while it runs.
 struct Work<'a> {
     sweep: &'a Sweep,
     limits: &'a Limits,
     mps: Option<&'a Mps>,
     progress: Progress,
-    /// Of every run.
+    /// The folder of each run, in the order of the plan.
     folders: Vec<PathBuf>,
     waiting: VecDeque<usize>,
-    /// Places on devices that are free.
+    /// Free slots; the last one is used first.
     slots: Vec<usize>,
     jobs: Vec<Job>,
     stopping: bool,
 }
 
 impl Work<'_> {
-    /// Takes note of the runs that have ended.
+    /// Collects the children that have ended.
     fn collect(&mut self) -> Result<()> {
         for (job, status) in take_ended(&mut self.jobs)? {
             self.slots.push(job.slot);
@@ -150,7 +150,7 @@ impl Work<'_> {
         Ok(())
     }
 
-    /// Asks what runs to save itself; who asks twice does not want to wait.
+    /// Asks the running children to save and stop; kills them after a second signal.
     fn stop(&mut self) {
         let now = signals::asked_again();
         for job in &mut self.jobs {
@@ -163,12 +163,12 @@ impl Work<'_> {
         self.stopping = true;
     }
 
-    /// Starts runs where there is room.
+    /// Starts waiting runs while there are free slots.
     fn fill(&mut self) -> Result<()> {
         while let (Some(&slot), Some(&index)) = (self.slots.last(), self.waiting.front()) {
             let run = &self.sweep.runs[index];
             self.waiting.pop_front();
-            // Another sweep may have come to it meanwhile.
+            // Another process on the same sweep may have taken or ended the run meanwhile.
             let place = self.sweep.place(run, self.folders[index].clone());
             if !place.state.is_open(self.limits.retry) {
                 self.progress.passed(index, &place);
@@ -200,7 +200,8 @@ fn tally(states: impl Iterator<Item = State>) -> Tally {
     tally
 }
 
-/// A number for every run that can be under way at once; runs in turn get devices in turn.
+/// Free slots, one for each run that can be under way at once. The last is taken first, and slots `n *
+/// jobs..(n + 1) * jobs` are those of device `n`: the first device is filled before the second.
 fn slots(sweep: &Sweep, jobs: usize) -> Vec<usize> {
     let devices = if on_gpu(sweep) { gpus().len().max(1) } else { 1 };
     (0..devices * jobs.max(1)).rev().collect()
@@ -210,7 +211,7 @@ fn on_gpu(sweep: &Sweep) -> bool {
     sweep.runs.first().is_some_and(|run| run.config.device == Device::Cuda)
 }
 
-/// Jobs whose child has ended.
+/// Removes the jobs whose child has ended.
 fn take_ended(jobs: &mut Vec<Job>) -> Result<Vec<(Job, ExitStatus)>> {
     let mut ended = Vec::new();
     let mut n = 0;
@@ -223,7 +224,7 @@ fn take_ended(jobs: &mut Vec<Job>) -> Result<Vec<(Job, ExitStatus)>> {
     Ok(ended)
 }
 
-/// By SIGTERM, before it had a handler.
+/// Whether SIGTERM itself ended the process, which happens before the process has installed its handler.
 fn terminated(status: ExitStatus) -> bool {
     #[cfg(unix)]
     return std::os::unix::process::ExitStatusExt::signal(&status) == Some(signal_hook::consts::SIGTERM);
@@ -231,7 +232,7 @@ fn terminated(status: ExitStatus) -> bool {
     false
 }
 
-/// SIGTERM: the run saves a checkpoint.
+/// Sends SIGTERM, on which a run saves a checkpoint and ends.
 fn ask_to_stop(child: &Child) {
     #[cfg(unix)]
     if let Some(pid) = rustix::process::Pid::from_raw(child.id() as i32) {
@@ -242,7 +243,7 @@ fn ask_to_stop(child: &Child) {
 }
 
 impl Sweep {
-    /// A child for a run; nothing where another process has taken its folder.
+    /// Starts a child for a run. Returns `None` where another process has taken the run's folder.
     fn start(
         &self,
         index: usize,
@@ -279,11 +280,13 @@ impl Sweep {
                 }
             }
         }
-        // A signal to the terminal's processes is passed on by the sweep alone; a sweep that is gone stops its runs.
+        // A process group of its own: a signal from the terminal reaches the sweep alone, which passes it on.
+        // A run whose sweep is gone stops by itself ([`signals::is_orphan`]).
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         command.env(signals::PARENT, std::process::id().to_string());
-        // A launcher may have started this sweep as one of several; its runs are alone all the same.
+        // A launcher (torchrun, srun) may have started this sweep as one of several ranks; its runs are
+        // single processes all the same.
         for name in ranks::variables() {
             command.env_remove(name);
         }
@@ -299,7 +302,8 @@ impl Sweep {
         self.plan_folder().join(format!("{name}.stderr"))
     }
 
-    /// The state of a run whose child has ended. One that left no word of how is given one.
+    /// The state of a run whose child has ended. Writes a crash record where the child recorded no ending
+    /// itself.
     fn after(&self, job: &Job, status: ExitStatus) -> Result<State> {
         let (folder, name) = (&job.place.folder, job.place.name());
         let now = || self.place(&self.runs[job.index], folder.clone()).state;
@@ -307,11 +311,12 @@ impl Sweep {
         if ending.is_some_and(|ending| ending.status != Status::Interrupted) {
             return Ok(now());
         }
-        // Two sweeps may reach for one run.
+        // Two sweeps may have started the same run; the other one holds its folder.
         if Lock::is_held(folder) {
             return Ok(State::Elsewhere);
         }
-        // It was saved, or asked to stop before there was anything to save: it goes on with the next start.
+        // The run was saved, or asked to stop before there was anything to save: the next start of the sweep
+        // continues it.
         let asked = status.code().is_some_and(|code| ASKED_TO_STOP.contains(&code)) || terminated(status);
         if asked || job.stopping {
             return Ok(now());
@@ -328,10 +333,10 @@ impl Sweep {
 }
 
 impl Tally {
-    /// What is left, as an error: a script that waits for a sweep should know.
+    /// Reports what is left as an error, so that a script that waits for the sweep sees a non-zero exit code.
     ///
     /// # Errors
-    /// When a signal ended the sweep, and runs are left that another start would go on with.
+    /// When a signal ended the sweep, and another start would continue runs that are left.
     pub fn check(&self, again: &str) -> Result<()> {
         match self.signal.filter(|_| self.open > 0) {
             Some(signal) => Err(Error::new(format!("interrupted with {} runs to go", self.open))

@@ -1,11 +1,13 @@
-//! Checkpoints: everything that a run needs to go on to the bit.
+//! Checkpoints: everything that a run needs to continue with the same bits.
 //!
-//! `RUN/checkpoints/step-00000250/` holds `state.safetensors` (weights and both moments, f32), `checkpoint.json`
-//! (what it belongs to, and the hash of the state) and the marker `COMPLETE`. All of it is written and synced under
-//! another name, which is then changed: a folder of this name is whole, whatever happened.
+//! `RUN/checkpoints/step-00000250/` holds `state.safetensors` (weights and both moments, f32),
+//! `checkpoint.json` (what it belongs to, and the hash of the state) and the marker `COMPLETE`. All files are
+//! written and synced in a folder of another name, which is then renamed. A folder of this name is therefore
+//! always whole.
 //!
-//! Of several ranks each writes what it owns, `state-00001-of-00004.safetensors` and so on; parameters that a file has in
-//! part stand in `checkpoint.json`. It is one checkpoint all the same, for any number of ranks to go on from.
+//! With several ranks, each rank writes the shards that it owns to `state-00001-of-00004.safetensors` and so
+//! on; `checkpoint.json` lists the parameters of which a file holds only a part. Together they are one
+//! checkpoint, from which any number of ranks can continue.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -24,42 +26,42 @@ use crate::ranks::{Mesh, Rank, Words};
 use crate::{during, hex, writing};
 
 const FOLDER: &str = "checkpoints";
-/// Weights and moments, where they are in one file.
+/// Weights and moments in a single file.
 const STATE: &str = "state.safetensors";
 const ABOUT: &str = "checkpoint.json";
 const MARKER: &str = "COMPLETE";
-/// With one file of state, and with several.
+/// Format versions: with one file of state, and with several.
 const VERSIONS: [u32; 2] = [1, 2];
 
-/// What a checkpoint is of.
+/// The contents of `checkpoint.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct About {
     version: u32,
-    /// Steps taken.
+    /// Number of steps taken.
     pub step: u64,
-    /// [`crate::data::Dataset::fingerprint`] of what it was trained on.
+    /// [`crate::data::Dataset::fingerprint`] of the data that the run was trained on.
     pub data: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     state_bytes: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     state_sha256: Option<String>,
-    /// Where there are several, in the place of the two above.
+    /// The files of several ranks, instead of the two fields above.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     files: Vec<RankFile>,
-    /// What the run is: [`Config::identity`]. Earlier versions did not say it.
+    /// The settings of the run, [`Config::identity`]. Earlier versions did not write them.
     #[serde(default)]
     pub settings: Option<Identity>,
 }
 
-/// A rank's file of weights and moments.
+/// The file of weights and moments of one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RankFile {
     name: String,
     bytes: u64,
     sha256: String,
-    /// What it has in part.
+    /// The parameters of which the file holds only a part.
     #[serde(default, skip_serializing_if = "Parts::is_empty")]
     parts: Parts,
 }
@@ -72,7 +74,7 @@ impl About {
         Self { version, step, data, state_bytes, state_sha256, files, settings: Some(settings) }
     }
 
-    /// The files of state; none where this says nonsense.
+    /// The files of state; `None` if the fields contradict each other.
     fn files(&self) -> Option<Vec<RankFile>> {
         match (self.state_bytes, &self.state_sha256, self.version) {
             (Some(bytes), Some(sha256), 1) if self.files.is_empty() => Some(vec![RankFile {
@@ -91,7 +93,7 @@ impl About {
     }
 }
 
-/// The file that a rank writes.
+/// The name of the file that a rank writes.
 fn state_name(rank: Rank) -> String {
     match rank {
         Rank::ALONE => STATE.into(),
@@ -99,7 +101,7 @@ fn state_name(rank: Rank) -> String {
     }
 }
 
-/// What a checkpoint belongs to.
+/// The run that a checkpoint belongs to.
 #[derive(Debug, Clone)]
 pub(super) struct Belongs {
     /// [`crate::data::Dataset::fingerprint`].
@@ -107,7 +109,7 @@ pub(super) struct Belongs {
     pub(super) settings: Identity,
 }
 
-/// Writes a run's checkpoints, one at a time, beside the training.
+/// Writes a run's checkpoints on a thread beside the training, one at a time.
 #[derive(Debug)]
 pub(super) struct Checkpoints {
     folder: PathBuf,
@@ -118,7 +120,7 @@ pub(super) struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// For a run that was trained on this data. What an interrupted writer left is removed.
+    /// Prepares the folder of checkpoints, and removes what an interrupted writer left.
     pub(super) fn new(run: &Path, belongs: Belongs, config: CheckpointConfig, words: Words) -> Result<Self> {
         let folder = run.join(FOLDER);
         if words.rank().is_first() {
@@ -132,7 +134,7 @@ impl Checkpoints {
         Ok(Self { folder, belongs, config, words, writing: None })
     }
 
-    /// Starts to write a checkpoint. The one before must have been waited for.
+    /// Starts to write a checkpoint. The caller must have waited for the one before.
     pub(super) fn save(&mut self, step: u64, snapshot: Result<Snapshot>) {
         let (folder, belongs, config) = (self.folder.clone(), self.belongs.clone(), self.config);
         let words = self.words.clone();
@@ -142,7 +144,7 @@ impl Checkpoints {
         }));
     }
 
-    /// Waits until what was started is on the disk.
+    /// Waits until the checkpoint that was started is on the disk.
     pub(super) fn wait(&mut self) -> Result<()> {
         let Some(writing) = self.writing.take() else { return Ok(()) };
         writing.join().unwrap_or_else(|_| Err(Error::new("the thread that writes checkpoints died")))
@@ -150,7 +152,7 @@ impl Checkpoints {
 }
 
 impl Drop for Checkpoints {
-    /// A run that ends early still finishes what it began to write.
+    /// A run that ends early still finishes the checkpoint that it is writing.
     fn drop(&mut self) {
         let _ = self.wait();
     }
@@ -160,7 +162,7 @@ fn name(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// Writes this rank's file. Rank 0, which hears how all fared, makes the checkpoint of them.
+/// Writes this rank's file. Rank 0 receives the outcome of all ranks and completes the checkpoint.
 fn write(
     folder: &Path,
     step: u64,
@@ -169,7 +171,7 @@ fn write(
     words: &Words,
 ) -> Result<()> {
     let partial = folder.join(name(step) + PARTIAL);
-    // The others hear of whatever happens here.
+    // A panic becomes an error too, so that the other ranks always receive the outcome of this one.
     let work = || snapshot.and_then(|snapshot| write_state(&partial, &snapshot, words.rank()));
     let own = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err(Error::new("the thread that writes checkpoints died")));
@@ -191,7 +193,8 @@ fn write(
         true => finish(folder, &partial, step, belongs, files),
         false => Ok(()),
     });
-    // No rank leaves before the checkpoint has its name, and none believes in one that has not got it.
+    // No rank leaves before the checkpoint has its name, and no rank takes a checkpoint without its name as
+    // written.
     let failed = written.as_ref().err().map_or(String::new(), Error::to_string);
     let of_first = words.from_first("checkpoint is named", &failed)?;
     let written = match of_first.is_empty() {
@@ -199,7 +202,7 @@ fn write(
         false => written.and(Err(Error::new(of_first))),
     };
     if written.is_err() && words.rank().is_first() {
-        // Its room may be what the next one needs.
+        // The next checkpoint may need the disk space.
         let _ = std::fs::remove_dir_all(&partial);
     }
     written.map_err(|error| {
@@ -210,7 +213,7 @@ fn write(
 }
 
 fn write_state(partial: &Path, snapshot: &Snapshot, rank: Rank) -> Result<RankFile> {
-    // Any rank may be the first to come.
+    // The ranks do not wait for each other here, so each of them makes the folder.
     std::fs::create_dir_all(partial).map_err(writing(partial))?;
     let name = state_name(rank);
     let state = partial.join(&name);
@@ -221,7 +224,7 @@ fn write_state(partial: &Path, snapshot: &Snapshot, rank: Rank) -> Result<RankFi
 }
 
 fn finish(folder: &Path, partial: &Path, step: u64, belongs: Belongs, files: Vec<RankFile>) -> Result<()> {
-    // Machines may have folders of one name on disks of their own.
+    // Machines may have folders of the same name on separate disks.
     let there = |file: &&RankFile| {
         std::fs::metadata(partial.join(&file.name)).is_ok_and(|about| about.len() == file.bytes)
     };
@@ -250,7 +253,7 @@ fn digest(path: &Path) -> std::io::Result<(u64, String)> {
     Ok((bytes, hex(&hash.finalize())))
 }
 
-/// Steps of the whole checkpoints, from the first on.
+/// The steps of the complete checkpoints, in ascending order.
 fn steps(folder: &Path) -> Vec<u64> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
     let step = |entry: std::fs::DirEntry| {
@@ -262,17 +265,18 @@ fn steps(folder: &Path) -> Vec<u64> {
     steps
 }
 
-/// The step that a checkpoint's folder is of, by its name.
+/// The step of a checkpoint, from the name of its folder.
 pub fn step_of(checkpoint: &Path) -> Option<u64> {
     checkpoint.components().next_back()?.as_os_str().to_str()?.strip_prefix("step-")?.parse().ok()
 }
 
-/// The steps of a run's newest checkpoint, if it has one.
+/// The step of a run's newest checkpoint, if there is one.
 pub fn newest(run: &Path) -> Option<u64> {
     steps(&run.join(FOLDER)).pop()
 }
 
-/// Removes what is not to be kept. Each goes under another name first: what has its name is whole.
+/// Removes the checkpoints that need not be kept. Each is renamed first, so that a folder with a checkpoint's
+/// name is always whole.
 fn prune(folder: &Path, config: CheckpointConfig) -> Result<()> {
     let steps = steps(folder);
     let old = &steps[..steps.len().saturating_sub(config.keep_last)];
@@ -287,22 +291,24 @@ fn prune(folder: &Path, config: CheckpointConfig) -> Result<()> {
 /// A checkpoint that was found and checked.
 #[derive(Debug)]
 pub struct Found {
-    /// The folder of its run.
+    /// The folder of the checkpoint's run.
     pub run: PathBuf,
-    /// What it says of itself.
+    /// The contents of its `checkpoint.json`.
     pub about: About,
     path: PathBuf,
     files: Vec<RankFile>,
-    /// Nobody else adds to the run, or prunes what was found. Rank 0 has it for all.
+    /// Keeps other processes from continuing the run and from removing this checkpoint. Rank 0 holds the lock
+    /// for all ranks.
     _lock: Option<Lock>,
 }
 
 impl Found {
-    /// The newest checkpoint of a run's folder, or the one that is named. The run is taken as long as this lives, by rank 0
-    /// for all. Each rank checks its share of the files.
+    /// Finds the newest checkpoint in a run's folder, or the checkpoint at `path`, and checks it; each rank
+    /// checks its share of the files. The value holds the lock on the run, on rank 0 for all ranks.
     ///
     /// # Errors
-    /// When there is none, or it is damaged, cut off, or from a later version, and when another process has the run.
+    /// When there is no checkpoint, when it is damaged, incomplete or from a later version, and when another
+    /// process holds the lock on the run.
     pub fn at(path: &Path, rank: Rank) -> Result<Self> {
         let take = |run: &Path| rank.is_first().then(|| Lock::run(run)).transpose();
         if path.join(ABOUT).exists() || path.join(STATE).exists() {
@@ -387,7 +393,7 @@ impl Found {
         Ok(Self { run, about, path, files, _lock: lock })
     }
 
-    /// Checks that nothing newer would be in the way.
+    /// Checks that the run has no newer checkpoints, which a continued run would have to overwrite.
     ///
     /// # Errors
     /// When there are newer checkpoints.
@@ -401,10 +407,10 @@ impl Found {
             .hint("move the newer ones away, or copy the run's folder"))
     }
 
-    /// The parameters and moments, for a rank.
+    /// The parameters and moments, for the rank at this position in the mesh.
     ///
     /// # Errors
-    /// When they are of another model.
+    /// When they belong to another model.
     pub fn restore(&self, config: &Config, device: &Device, dtype: DType, mesh: Mesh) -> Result<Parameters> {
         let state = State::open(paths(&self.path, self.files.clone()))?;
         Parameters::restore(&config.model, &state, device, dtype, Some(mesh))
@@ -420,10 +426,10 @@ pub fn is_one(folder: &Path) -> bool {
     folder.join(ABOUT).is_file() || folder.join(STATE).is_file()
 }
 
-/// The state of a checkpoint's folder, to use and not to go on with.
+/// The state of a checkpoint, for uses other than continuing its run.
 ///
 /// # Errors
-/// When it is none.
+/// When the folder is not a checkpoint.
 pub fn state(checkpoint: &Path) -> Result<State> {
     let path = checkpoint.join(ABOUT);
     let failed = || format!("cannot use {}", path.display());

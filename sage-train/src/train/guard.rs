@@ -1,32 +1,34 @@
-//! Spikes: how far a step's loss and gradient norm are from those of the steps before.
+//! Detection of spikes: the distance of a step's loss and gradient norm from those of recent steps.
 
 use crate::metrics::Point;
 
-/// Steps that a step is compared with, at most.
+/// Largest number of recent steps that a step is compared with.
 const WINDOW: usize = 128;
 
-/// And at least: earlier there is no score.
+/// Smallest number; with less history there is no score.
 const FEWEST: usize = 16;
 
-/// Mean and standard deviation of the losses and gradient norms of recent steps, those that were skipped left out.
+/// Mean and standard deviation of the losses and of the gradient norms of recent steps, without skipped
+/// steps.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Recent {
     loss: (f64, f64),
     grad_norm: (f64, f64),
 }
 
-/// From where on a step is a spike.
+/// The limits above which a step counts as a spike.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Limits {
-    /// Mean loss of the step.
+    /// Largest mean loss of the step.
     pub loss: f64,
-    /// Norm of its gradient.
+    /// Largest norm of its gradient.
     pub grad_norm: f64,
 }
 
 impl Recent {
-    /// What is known when step `step` (from 0) is launched. A GPU gets a step before the results of the last one are
-    /// there, so that one never counts: on no device, and not after a resume either.
+    /// The statistics that are known when step `step` (from 0) is launched. On a GPU a step is launched
+    /// before the results of the step before it arrive. So that step is left out on every device, and also
+    /// after a resume.
     pub fn before(step: u64, points: &[Point]) -> Option<Self> {
         let known = &points[..points.len().min((step as usize).saturating_sub(1))];
         let counted: Vec<&Point> = known.iter().rev().filter(|point| !point.skipped).take(WINDOW).collect();
@@ -38,19 +40,20 @@ impl Recent {
             let mean = counted.iter().map(|point| number(point)).sum::<f64>() / n;
             let variance =
                 counted.iter().map(|point| (number(point) - mean).powi(2)).sum::<f64>() / (n - 1.0);
-            // Numbers that are nearly the same do not make a step that differs a little a spike.
+            // The floor of 1e-3 of the mean keeps small deviations among nearly equal numbers from being
+            // spikes.
             (mean, variance.sqrt().max(1e-3 * mean.abs()))
         };
         Some(Self { loss: spread(|point| point.loss), grad_norm: spread(|point| point.grad_norm) })
     }
 
-    /// Standard deviations above the mean: of the loss, and of the norm.
+    /// Standard deviations above the mean, of the loss and of the norm.
     pub fn scores(&self, loss: f64, grad_norm: f64) -> (f64, f64) {
         let score = |x: f64, (mean, deviation): (f64, f64)| (x - mean) / deviation;
         (score(loss, self.loss), score(grad_norm, self.grad_norm))
     }
 
-    /// What lies `z` standard deviations above the mean.
+    /// The values `z` standard deviations above the mean.
     pub fn limits(&self, z: f64) -> Limits {
         let limit = |(mean, deviation): (f64, f64)| mean + z * deviation;
         Limits { loss: limit(self.loss), grad_norm: limit(self.grad_norm) }

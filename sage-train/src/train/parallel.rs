@@ -10,36 +10,36 @@ use crate::ranks::{Mesh, PIECE, PIECE_BESIDE, Rank, Words};
 /// How several ranks share a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Parallel {
-    /// Which this rank is on its node.
+    /// This rank among the ranks of its node.
     pub local: Rank,
-    /// Neighbouring ranks that have one sequence together.
+    /// Number of adjacent ranks that share each sequence.
     pub context: usize,
-    /// When gradients travel.
+    /// When gradients are reduced.
     pub overlap: Overlap,
-    /// Elements of gradient that travel at once, at least, where it is said.
+    /// Elements of gradient in one transfer, at least; `None` takes the default.
     pub piece: Option<usize>,
 }
 
 impl Parallel {
-    /// How the ranks lie, and in what pieces their gradients travel.
+    /// The arrangement of the ranks, and the size of the pieces in which gradients are reduced.
     ///
     /// # Errors
-    /// When they are not dealt out evenly.
+    /// When the ranks are not distributed evenly.
     pub(super) fn mesh(&self, words: &Words) -> Result<Mesh> {
         Ok(self.in_pieces(Mesh::agree(words, self.local, self.context)?))
     }
 
-    /// Ranks that lie so, whose gradients travel in such pieces.
+    /// `mesh` with the size of the pieces set.
     pub fn in_pieces(&self, mesh: Mesh) -> Mesh {
         let usual = if self.overlap.is_beside(mesh) { PIECE_BESIDE } else { PIECE };
         Mesh { piece: self.piece.unwrap_or(usual), ..mesh }
     }
 
-    /// One rank.
+    /// A single rank.
     pub const ALONE: Self = Self { local: Rank::ALONE, context: 1, overlap: Overlap::Auto, piece: None };
 }
 
-/// When gradients travel.
+/// When gradients are reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Overlap {
     /// Behind the backward
@@ -51,7 +51,7 @@ pub enum Overlap {
 }
 
 impl Overlap {
-    /// Whether they travel beside the backward of ranks that lie so.
+    /// Whether gradients are transferred during the backward, on the ranks of this mesh.
     pub(super) fn is_beside(self, mesh: Mesh) -> bool {
         mesh.rank().of > 1
             && match self {
@@ -62,8 +62,8 @@ impl Overlap {
     }
 }
 
-/// Checks that so many ranks, of which `context` have one sequence together, can share a step, and that each has something to
-/// do.
+/// Checks that `ranks` ranks, in groups of `context` that share each sequence, can share a step, and that
+/// each has a micro-batch to compute.
 ///
 /// # Errors
 /// When they cannot.

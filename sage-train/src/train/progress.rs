@@ -1,5 +1,5 @@
-//! What a person sees: a bar on a terminal, a line now and then in a pipe; in the log everything that is said, and steps now
-//! and then: the metrics have them all.
+//! Progress for the person who started the run: a progress bar on a terminal, otherwise occasional lines. The
+//! log has all messages, and occasional steps; the metrics have every step.
 
 use std::cell::OnceCell;
 use std::fs::File;
@@ -13,25 +13,26 @@ use crate::metrics::Point;
 use crate::ranks::Rank;
 use crate::{bar, tell};
 
-/// Between lines when there is no terminal, and between those of steps in the log, but for the first steps.
+/// Intervals: between lines without a terminal, and between lines of steps in the log after the first
+/// `FIRST_STEPS` steps.
 const QUIET: Duration = Duration::from_secs(5);
 const QUIET_LOG: Duration = Duration::from_secs(10);
 const FIRST_STEPS: u64 = 10;
 
-/// Progress of one run, on standard error.
+/// The progress of one run, on standard error.
 #[derive(Debug)]
 pub(super) struct Progress {
     bar: ProgressBar,
     steps: u64,
     log: Option<(PathBuf, OnceCell<Option<File>>)>,
-    /// One rank speaks for all; of the others it is warnings that are heard.
+    /// True on rank 0. The other ranks print warnings alone.
     speaks: bool,
-    /// The step that the clock started at.
+    /// The step at which the clock started.
     first: u64,
     started: Instant,
     last_line: Instant,
     last_log: Instant,
-    /// The last validation, shown on the bar until the next.
+    /// The last validation loss, which the bar shows until the next validation.
     validation: Option<f64>,
 }
 
@@ -55,12 +56,12 @@ impl Progress {
         }
     }
 
-    /// Also writes everything to a file from now on, which is there from the first line on.
+    /// Writes all messages to a file as well. The file is created with the first message.
     pub(super) fn log_to(&mut self, path: PathBuf) {
         self.log = Some((path, OnceCell::new()));
     }
 
-    /// Says something above the bar.
+    /// Prints a message above the bar.
     pub(super) fn say(&self, text: &str) {
         if !self.speaks && !text.starts_with("warning") {
             return;
@@ -90,7 +91,7 @@ impl Progress {
             (Some(watts), Some(mhz), Some(gib)) => format!(" {watts:.0} W {mhz:.0} MHz {gib:.1} GiB"),
             _ => String::new(),
         };
-        // A line says what its step measured; the bar, which stays, also the last validation.
+        // A line shows what its step measured. The bar stays, so it also shows the last validation.
         let (step, steps, lr) = (point.step, self.steps, point.lr);
         let line = format!("step {step}/{steps}: {} lr {lr:.2e}{gpu}", text(point.val_loss));
         let (early, ends) = (step - self.first <= FIRST_STEPS, step == steps);
@@ -116,14 +117,14 @@ impl Progress {
         self.bar.finish();
     }
 
-    /// Writes to the log only, with the time in UTC. A log that cannot be written does not stop a run: the metrics,
-    /// which matter, do.
+    /// Writes to the log alone, with the time in UTC. A log that cannot be written does not stop a run;
+    /// metrics that cannot be written do.
     pub(super) fn note(&self, text: &str) {
         let Some((path, file)) = &self.log else { return };
         let open = || File::options().create(true).append(true).open(path).ok();
         if let Some(mut file) = file.get_or_init(open).as_ref() {
             let time = chrono::Utc::now().format("%Y-%m-%d %H:%M:%SZ");
-            // In one piece, so that lines of processes that write at once stay whole.
+            // In one write, so that the lines of several processes do not interleave.
             let lines: String = text.lines().map(|line| format!("{time} {line}\n")).collect();
             let _ = file.write_all(lines.as_bytes());
         }

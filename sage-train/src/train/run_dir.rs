@@ -1,4 +1,4 @@
-//! A run's folder.
+//! The folder of a run.
 
 use std::fs::File;
 use std::io::Write;
@@ -20,17 +20,16 @@ use crate::{during, partial, tell, writing};
 
 const CSV: &str = "metrics.csv";
 
-/// The folder of one run. One process writes there; other ranks of the run look on, and what they have to write is written
-/// already.
+/// The folder of one run. Only rank 0 writes to it; on the other ranks most methods that write do nothing.
 #[derive(Debug)]
 pub(super) struct RunDir {
     path: PathBuf,
     writer: Option<Writer>,
-    /// Of a new run; that of a resumed one came with its checkpoint.
+    /// The lock of a run that starts without a checkpoint. A resumed run has its lock in its checkpoint.
     _lock: Option<Lock>,
 }
 
-/// The open metrics.
+/// The open files of metrics.
 #[derive(Debug)]
 struct Writer {
     metrics: File,
@@ -39,7 +38,7 @@ struct Writer {
 }
 
 impl RunDir {
-    /// Makes a folder that did not exist: the named one, or the next free number.
+    /// Makes a new folder, with the given name or the next free number.
     pub(super) fn create(config: &Config) -> Result<Self> {
         let preset = config.settings.preset.and_then(|preset| preset.to_possible_value());
         let preset = preset.as_ref().map_or("", |value| value.get_name());
@@ -62,9 +61,11 @@ impl RunDir {
         Err(taken(&config.out.join(config.name.as_deref().unwrap_or(""))))
     }
 
-    /// Opens the folder of a run again, and takes its metrics back to `step`; returns them. `lock`: where no checkpoint has it.
+    /// Opens the folder of an existing run, truncates its metrics to `step` steps and returns them. `lock` is
+    /// given if no checkpoint holds the lock.
     pub(super) fn reopen(path: &Path, step: u64, lock: Option<Lock>) -> Result<(Self, Vec<Point>)> {
-        // What a process that was killed did not finish: the run is ours alone.
+        // Removes the unfinished files of a killed process. No process is writing them, since this one holds
+        // the lock.
         for entry in std::fs::read_dir(path).map_err(writing(path))?.flatten() {
             if entry.path().is_file() && entry.file_name().to_string_lossy().ends_with(partial::PARTIAL) {
                 std::fs::remove_file(entry.path()).map_err(writing(&entry.path()))?;
@@ -81,7 +82,7 @@ impl RunDir {
         Ok((Self::open(path.to_owned(), lock, &points)?, points))
     }
 
-    /// The folder of a run that another rank writes, whose metrics go to `step` at least.
+    /// Opens the folder of a run that another rank writes, with its metrics up to `step`.
     pub(super) fn look_on(path: PathBuf, step: u64) -> Result<(Self, Vec<Point>)> {
         let points = points_until(&path, step)?;
         Ok((Self { path, writer: None, _lock: None }, points))
@@ -93,7 +94,7 @@ impl RunDir {
         Ok(Self { path, writer: Some(Writer { metrics, csv, events }), _lock: lock })
     }
 
-    /// Writes the metrics again, where something became known later.
+    /// Rewrites the metrics, after a value of an earlier step became known.
     pub(super) fn rewrite_metrics(&mut self, points: &[Point]) -> Result<()> {
         if let Some(writer) = &mut self.writer {
             (writer.metrics, writer.csv) = begin_metrics(&self.path, points)?;
@@ -101,7 +102,7 @@ impl RunDir {
         Ok(())
     }
 
-    /// Checks that a named folder is free, before anything long begins.
+    /// Checks before anything long starts that a named folder does not exist.
     pub(super) fn check_free(config: &Config) -> Result<()> {
         match config.name.as_ref().map(|name| config.out.join(name)) {
             Some(path) if path.exists() => Err(taken(&path)),
@@ -113,7 +114,8 @@ impl RunDir {
         &self.path
     }
 
-    /// The log of a rank: of the one that writes, or of another, which is made when that has something to say.
+    /// The path of a rank's log. That of rank 0 is created here, those of the others with their first
+    /// message.
     pub(super) fn log(&self, rank: Rank) -> Result<PathBuf> {
         if !rank.is_first() {
             return Ok(self.path.join(format!("log.rank-{}.txt", rank.index)));
@@ -123,7 +125,7 @@ impl RunDir {
         Ok(path)
     }
 
-    /// Writes a file whole or not at all.
+    /// Writes a file atomically.
     pub(super) fn write(&self, name: &str, text: &str) -> Result<()> {
         if self.writer.is_none() {
             return Ok(());
@@ -132,7 +134,7 @@ impl RunDir {
         partial::file(&self.path.join(name), write)
     }
 
-    /// Removes a file that may be there.
+    /// Removes a file if it exists.
     pub(super) fn remove(&self, name: &str) -> Result<()> {
         if self.writer.is_none() {
             return Ok(());
@@ -144,7 +146,7 @@ impl RunDir {
         }
     }
 
-    /// Adds an entry to a file that is a list in JSON. What cannot be read as one begins again.
+    /// Appends an entry to a file that holds a list in JSON. A file that is not such a list is replaced.
     pub(super) fn add_json<T: Serialize>(&self, name: &str, entry: T) -> Result<()> {
         if self.writer.is_none() {
             return Ok(());
@@ -156,26 +158,26 @@ impl RunDir {
         write_json(&path, &list)
     }
 
-    /// What [`RunDir::add_json`] added to a list; nothing where there is none.
+    /// The entries that [`RunDir::add_json`] wrote; empty if there is no such file.
     pub(super) fn read_json<T: DeserializeOwned>(&self, name: &str) -> Vec<T> {
         let text = std::fs::read(self.path.join(name)).unwrap_or_default();
         serde_json::from_slice(&text).unwrap_or_default()
     }
 
-    /// Waits until the metrics are on the disk: a checkpoint is worth nothing without them.
+    /// Waits until the metrics are on the disk, because a run cannot resume from a checkpoint without them.
     pub(super) fn sync(&self) -> Result<()> {
         let Some(writer) = &self.writer else { return Ok(()) };
         writer.metrics.sync_data().map_err(writing(&self.path.join(METRICS)))
     }
 
-    /// Adds a probe to the others.
+    /// Appends a probe.
     pub(super) fn append_probe(&self, probed: &Probed) -> Result<()> {
         let path = self.path.join(PROBES);
         let file = File::options().create(true).append(true).open(&path);
         file.and_then(|mut file| writeln!(file, "{}", json(probed))).map_err(writing(&path))
     }
 
-    /// Adds a step to the metrics.
+    /// Appends a step to the metrics.
     pub(super) fn append_metrics(&mut self, point: &Point) -> Result<()> {
         let Some(writer) = &mut self.writer else { return Ok(()) };
         writeln!(writer.metrics, "{}", json(point)).map_err(writing(&self.path.join(METRICS)))?;
@@ -187,14 +189,14 @@ impl RunDir {
     }
 }
 
-/// The metrics of a run's first steps.
+/// The metrics of a run's first `step` steps.
 fn points_until(path: &Path, step: u64) -> Result<Vec<Point>> {
     if step == 0 {
         return Ok(Vec::new());
     }
     let file = path.join(METRICS);
     let text = std::fs::read(&file).map_err(during(format!("cannot read {}", file.display())))?;
-    // What a run that was cut off did not finish to write ends them.
+    // The points end at the first line that is incomplete, which a process that was cut off leaves.
     let first_of = |points: &mut dyn Iterator<Item = Option<Point>>| -> Vec<Point> {
         let whole = points.map_while(|point| point).zip(1..=step);
         whole.map_while(|(point, n)| (point.step == n).then_some(point)).collect()
@@ -202,7 +204,7 @@ fn points_until(path: &Path, step: u64) -> Result<Vec<Point>> {
     let lines = text.split(|&byte| byte == b'\n');
     let mut points = first_of(&mut lines.map(|line| serde_json::from_slice(line).ok()));
     if points.len() as u64 != step {
-        // A damaged line: the same numbers stand in the other file.
+        // A line is damaged; the CSV file holds the same numbers.
         let csv = std::fs::read_to_string(path.join(CSV)).unwrap_or_default();
         let mut lines = csv.lines();
         let head = lines.next().unwrap_or_default();
@@ -223,7 +225,7 @@ fn points_until(path: &Path, step: u64) -> Result<Vec<Point>> {
     Ok(points)
 }
 
-/// Writes a JSON file whole or not at all.
+/// Writes a JSON file atomically.
 pub(super) fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<()> {
     let text = serde_json::to_string_pretty(value).expect("plain values") + "\n";
     partial::file(path, |partial| std::fs::write(partial, &text).map_err(writing(partial)))
@@ -233,7 +235,7 @@ fn json<T: Serialize>(value: &T) -> String {
     serde_json::to_string(value).expect("plain numbers")
 }
 
-/// The metrics with these points, open to add to them.
+/// Writes the metrics files anew with these points, and opens them for appending.
 fn begin_metrics(folder: &Path, points: &[Point]) -> Result<(File, File)> {
     let lines = |head: Option<String>, line: fn(&Point) -> String| {
         head.into_iter().chain(points.iter().map(line)).map(|line| line + "\n").collect::<String>()
@@ -244,7 +246,7 @@ fn begin_metrics(folder: &Path, points: &[Point]) -> Result<(File, File)> {
     ))
 }
 
-/// A file with these contents, open to add to it.
+/// Writes a file with this text, and opens it for appending.
 fn begin(path: &Path, text: &str) -> Result<File> {
     partial::file(path, |partial| std::fs::write(partial, text).map_err(writing(partial)))?;
     File::options().append(true).open(path).map_err(writing(path))

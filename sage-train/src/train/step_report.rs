@@ -1,42 +1,44 @@
-//! What ranks tell each other of a step.
+//! The numbers that ranks gather in each step.
 
 use crate::config::Config;
 use crate::ranks::{Mesh, Ranks};
 
-/// What a rank asks of all others, with the results of a step: they hear it at the same time, and do the same.
+/// The requests that a rank sends with the results of a step. All ranks receive them with the same step, and
+/// so act alike.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Asked {
-    /// To stop, because of a signal.
+    /// To stop, because of this signal.
     pub(super) signal: Option<u8>,
     /// To write a checkpoint.
     pub(super) save: bool,
 }
 
 impl Asked {
-    /// Both.
+    /// The union of two requests.
     pub(super) fn or(self, other: Self) -> Self {
         Self { signal: self.signal.or(other.signal), save: self.save || other.save }
     }
 }
 
-/// What a rank has to say of a step, in f64 numbers: the losses of its micro-batches (some have one fewer, and a zero), the sum
-/// of squares of the gradients that it owns, what it asks for, and how long its gradients took in the step before.
+/// The layout of a rank's report on a step, in f64 numbers: the losses of its micro-batches (padded with a
+/// zero on ranks with one micro-batch fewer), the sum of squares of the gradient shards that it owns, its
+/// requests, and how long its gradients took in the step before.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Report {
-    /// Micro-batches of a step, of all ranks.
+    /// Micro-batches in a step, over all ranks.
     micro_batches: usize,
     pub(super) mesh: Mesh,
 }
 
 impl Report {
-    /// What it asks for, and its time.
+    /// The requests (signal, save) and the time.
     pub(super) const REST: usize = 3;
 
     pub(super) fn of(config: &Config, ranks: &Ranks) -> Self {
         Self { micro_batches: config.accumulation, mesh: ranks.mesh() }
     }
 
-    /// Losses of a rank, at most.
+    /// The most losses that a rank has.
     pub(super) fn losses(self) -> usize {
         self.micro_batches.div_ceil(self.mesh.data().of)
     }
@@ -49,20 +51,21 @@ impl Report {
         self.mesh.rank().of
     }
 
-    /// Where the losses of all lie among all reports, in the order of the micro-batches, each with those of its parts: number `k`
-    /// is group `k mod groups`'s.
+    /// The indices of the losses in the concatenated reports, in the order of the micro-batches, one index
+    /// for each part of the sequences. Micro-batch `k` belongs to group `k mod groups`.
     pub(super) fn places_of_losses(self) -> impl Iterator<Item = Vec<usize>> {
         let (groups, parts) = (self.mesh.data().of, self.mesh.context);
         let place = move |k: usize, part: usize| (k % groups * parts + part) * self.len() + k / groups;
         (0..self.micro_batches).map(move |k| (0..parts).map(|part| place(k, part)).collect())
     }
 
-    /// The same of the sums of squares: those of one node, which every node has.
+    /// The indices of the sums of squares. Only the reports of one node are used, because all nodes have the
+    /// same sums.
     pub(super) fn places_of_squares(self) -> impl Iterator<Item = usize> {
         (0..self.mesh.shard.of).map(move |rank| rank * self.len() + self.losses())
     }
 
-    /// The losses of all micro-batches, each the mean of its parts'.
+    /// The losses of all micro-batches; each is the mean over the parts of the sequences.
     pub(super) fn losses_of_all(self, reports: &[f64]) -> Vec<f64> {
         let sum = |places: Vec<usize>| places.into_iter().map(|place| reports[place]).sum::<f64>();
         self.places_of_losses().map(|places| sum(places) / self.mesh.context as f64).collect()
@@ -76,7 +79,7 @@ impl Report {
         reports.chunks_exact(self.len()).map(of_rank).fold(Asked::default(), Asked::or)
     }
 
-    /// The rank that took longest, and its time over the median; none where no step was timed yet.
+    /// The rank that took longest, and its time divided by the median; `None` while no step was timed.
     pub(super) fn slowest(self, reports: &[f64]) -> Option<(usize, f64)> {
         let times: Vec<f64> =
             reports.chunks_exact(self.len()).map(|report| report[self.losses() + 3]).collect();
@@ -95,7 +98,7 @@ mod tests {
 
     #[test]
     fn reports_are_read_as_they_are_written() {
-        // Five micro-batches of two ranks: the second has a zero in the place of a third.
+        // Five micro-batches on two ranks; the second rank has a zero instead of a third loss.
         let mesh = Mesh::node(Rank { index: 0, of: 2 });
         let report = Report { micro_batches: 5, mesh };
         let reports = [1.0, 3.0, 5.0, 10.0, 0.0, 0.0, 0.5, 2.0, 4.0, 0.0, 20.0, 15.0, 1.0, 0.75];
@@ -104,7 +107,8 @@ mod tests {
         assert_eq!(report.places_of_squares().map(|place| reports[place]).sum::<f64>(), 30.0);
         assert_eq!(report.asked(&reports), Asked { signal: Some(15), save: true });
         assert_eq!(report.slowest(&reports), Some((1, 1.5)));
-        // The same two with one sequence together, on nodes of their own: three micro-batches of two parts.
+        // The same reports for two nodes of one rank that share each sequence: three micro-batches of two
+        // parts.
         let replica = Rank { index: 0, of: 2 };
         let mesh = Mesh { shard: Rank::ALONE, replica, context: 2, ..Mesh::ALONE };
         let report = Report { micro_batches: 3, mesh };

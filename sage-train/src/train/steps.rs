@@ -1,4 +1,4 @@
-//! All steps of a run, with what comes between them: validation, probes, checkpoints.
+//! The loop over the steps of a run, with validation, probes and checkpoints between steps.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -25,38 +25,41 @@ use crate::report::loss_plot;
 use crate::sample::{Sampling, Writer};
 use crate::{during, partial, signals, writing};
 
-/// Updates in a row that may be skipped: what lasts longer is no spike, and nothing would be learned any more.
+/// The most updates in a row that may be skipped: a longer deviation is no spike, and with every update
+/// skipped nothing would be learned.
 const MOST_SKIPPED: usize = 64;
 
-/// A rank that takes so much longer than the median, so many steps in a row, is named.
+/// A rank is reported as slow when it takes more than this factor of the median time in so many steps in a
+/// row.
 const SLOW: (f64, usize) = (1.1, 20);
 
-/// A run under way.
+/// A run in progress.
 pub(super) struct Run<'a> {
     pub(super) config: &'a Config,
     pub(super) data: &'a Dataset,
     pub(super) ranks: &'a Ranks,
-    /// Before the folder, whose lock it needs to the end.
+    /// Declared before `folder`, so that it is dropped first: a checkpoint that is being written needs the
+    /// folder's lock.
     pub(super) checkpoints: Checkpoints,
     pub(super) folder: RunDir,
     pub(super) progress: Progress,
     pub(super) trainer: Trainer<'a>,
     pub(super) points: Vec<Point>,
-    /// The step that it begins with, from 0.
+    /// The first step of this process, from 0.
     pub(super) first: u64,
-    /// Why the last validation's weights could not be written.
+    /// The error of writing the weights of the last validation, if it failed.
     pub(super) unsaved: Option<Error>,
-    /// Of the shards that are read.
+    /// The verification of the shards that the run reads.
     pub(super) verification: Option<Verification>,
-    /// The rank that was named as slow last.
+    /// The rank that was last reported as slow.
     pub(super) slow: Option<u64>,
     pub(super) started: Instant,
-    /// What it took up to there.
+    /// The run's duration in earlier processes.
     pub(super) before: Duration,
 }
 
 impl Run<'_> {
-    /// All steps; returns the seconds that they took, validation not counted.
+    /// Runs all steps; returns the seconds that they took, without validation.
     pub(super) fn train(&mut self) -> std::result::Result<f64, Stop> {
         self.progress.start(self.first);
         let batches = self.trainer.batches();
@@ -75,10 +78,10 @@ impl Run<'_> {
 
     fn steps(&mut self, feed: &Feed) -> std::result::Result<f64, Stop> {
         let config = self.config;
-        // A GPU gets its next step before the results of the last one are looked at.
+        // A GPU is given its next step before the host looks at the results of the step before.
         let ahead = self.trainer.runs_ahead();
         let alone = self.ranks.rank().of == 1;
-        // Where each began with files of its own, these must have been the same.
+        // Ranks may have read the initial weights from files of their own, which must have been equal.
         self.trainer.check_weights(self.first)?;
         let (mut aside, mut under_way) = (Duration::ZERO, None);
         let started = Instant::now();
@@ -95,7 +98,7 @@ impl Run<'_> {
             let asks = Asked { signal: signals::received(), save: late && self.ranks.rank().is_first() };
             let launched = self.trainer.launch(step, limits, asks, feed);
             let mut asked = Asked::default();
-            // What the last step came to is kept, whatever became of this one.
+            // The results of the last step are recorded even if the launch of this one failed.
             if let Some(last) = under_way.take() {
                 let (point, heard) = self.trainer.collect(last)?;
                 self.record(point)?;
@@ -103,14 +106,15 @@ impl Run<'_> {
             }
             under_way = launched?;
             if let Some(signal) = signals::received().filter(|_| under_way.is_none()) {
-                // In the middle of the step: what was done before it is kept.
+                // The signal came in the middle of the step: the steps before it are kept.
                 if step != saved {
                     self.checkpoint(step);
                 }
                 self.checkpoints.wait()?;
                 return Err(Stop::Interrupted(self.interrupted(signal, step)));
             }
-            // One process need not hear what it asks; of several all hear it with the results of one step.
+            // A single process acts on its own requests at once. Several ranks all act on them when they
+            // arrive with the results of a step.
             if alone {
                 asked = Asked { signal: signals::received(), ..asks };
             }
@@ -154,13 +158,14 @@ impl Run<'_> {
         Ok((started.elapsed() - aside).as_secs_f64())
     }
 
-    /// Starts to write a checkpoint. That the one before was not written is no reason to stop.
+    /// Starts to write a checkpoint. An error of the checkpoint before is reported and does not stop the run.
     fn checkpoint(&mut self, step: u64) {
-        // However slow the disk is, the other ranks wait for it.
+        // The other ranks wait for this one, however slow its disk is, so the limit for stalls does not
+        // apply.
         if let Err(error) = self.ranks.words().aside("a checkpoint", || self.checkpoints.wait()) {
             self.progress.say(&format!("warning: {error}"));
         }
-        // A rank that cannot says so with the others: a checkpoint is of all or of none.
+        // A rank whose copy fails reports that with the others, because a checkpoint needs all ranks.
         let copy = || self.trainer.state().map_err(during("cannot copy the weights"));
         let synced = self.ranks.words().aside("a checkpoint", || self.folder.sync());
         let state = synced.and_then(|()| copy());
@@ -181,7 +186,7 @@ impl Run<'_> {
             .hint(format!("go on: sage-train --resume {}", self.folder.path().display()))
     }
 
-    /// Validates, and keeps the weights.
+    /// Validates, and writes the weights.
     fn validate(&mut self, point: &mut Point) -> std::result::Result<(), Stop> {
         let (config, data) = (self.config, self.data);
         let measure = |model: &Llama| {
@@ -192,7 +197,8 @@ impl Run<'_> {
         };
         let Evaluation { loss, bits_per_byte, .. } = measure(&self.trainer.model)?;
         if let Some(model) = &self.trainer.under_eval_attn {
-            // One that is not finite is a result, and no reason to stop: training does not use it.
+            // A loss that is not finite is a result and no reason to stop, since training does not use this
+            // scheme.
             point.eval_attn_loss = Some(measure(model)?.loss).filter(|loss| loss.is_finite());
         }
         if !loss.is_finite() {
@@ -205,7 +211,8 @@ impl Run<'_> {
             ));
         }
         (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
-        // Room for them may come back before the end; then they must be there.
+        // A failure to write the weights is only a warning here, because disk space may be freed before the
+        // end of the run; by then they must be written.
         let weights = self.weights()?;
         self.unsaved = self.save_weights(weights).err();
         if let Some(error) = &self.unsaved {
@@ -214,7 +221,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Measures attention's errors with the weights that the validation kept. That it cannot is no reason to stop.
+    /// Measures the errors of attention with the weights of the last validation. A failure does not stop the
+    /// run.
     fn probe(&mut self, step: u64) {
         if self.config.model.scheme.is_none() || self.unsaved.is_some() {
             return;
@@ -226,7 +234,7 @@ impl Run<'_> {
         }
     }
 
-    /// Keeps and shows what a step measured.
+    /// Records and shows the results of a step.
     fn record(&mut self, mut point: Point) -> std::result::Result<(), Stop> {
         for unread in self.verification.as_ref().map_or(Ok(Vec::new()), Verification::look)? {
             self.progress.say(&format!("warning: {unread}"));
@@ -280,20 +288,21 @@ impl Run<'_> {
         self.unsaved.take().map_or(saved, Err)?;
         let mut last = self.points.last().expect("at least one step").clone();
         if last.val_loss.is_none() {
-            // Nothing was left to do but this: the run was interrupted right at its end.
+            // Only the validation was left to do: the run was resumed at its last step, which has no
+            // validation loss.
             self.validate(&mut last)?;
             self.unsaved.take().map_or(Ok(()), Err)?;
             self.points.pop();
             self.points.push(last.clone());
             self.folder.rewrite_metrics(&self.points)?;
         } else if self.first == config.steps {
-            // The weights that are there may be those of another end.
+            // The folder may hold weights of another step.
             let weights = self.weights()?;
             self.save_weights(weights)?;
         }
         let steps = config.steps - self.first;
         let tokens_per_second = match steps {
-            // Nothing was left to do.
+            // No step was left to do.
             0 => last.tokens_per_second,
             _ => (config.tokens_per_step() * steps) as f64 / training_seconds,
         };
@@ -308,7 +317,7 @@ impl Run<'_> {
         })
     }
 
-    /// The plot of the losses, and a sample of text.
+    /// Writes the plot of the losses and a sample of text.
     fn show(&self) -> Result<()> {
         self.plot()?;
         let config = self.config;
@@ -336,13 +345,13 @@ impl Run<'_> {
         self.folder.write("loss.svg", &plot)
     }
 
-    /// All weights as they are now, where they are to be written: every rank must come here.
+    /// A copy of all weights on the rank that writes them; all ranks must call this.
     fn weights(&self) -> Result<Option<Snapshot>> {
         self.trainer.weights().map_err(during("cannot copy the weights"))
     }
 
-    /// Weights with a finite validation loss, in the place of the last ones: whenever the run is cut off, the folder has
-    /// whole weights.
+    /// Replaces the weights in the folder by ones with a finite validation loss. The file is replaced
+    /// atomically, so the folder has whole weights whenever the run is cut off.
     fn save_weights(&self, weights: Option<Snapshot>) -> Result<()> {
         let Some(weights) = weights else { return Ok(()) };
         let save = |partial: &Path| weights.save(partial).map(drop).map_err(writing(partial));
@@ -351,7 +360,8 @@ impl Run<'_> {
     }
 }
 
-/// The rank that held up the others in each of the last steps, and by how much at least.
+/// The rank that was the slowest in each of the last `SLOW.1` steps, and its smallest ratio to the median, if
+/// that is above `SLOW.0`.
 fn slow_rank(points: &[Point]) -> Option<(u64, f64)> {
     let last = &points[points.len().checked_sub(SLOW.1)?..];
     let rank = last[0].slowest_rank?;

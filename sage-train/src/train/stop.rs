@@ -1,4 +1,4 @@
-//! Why a run did not come to its end.
+//! The reasons for which a run ends before its last step.
 
 use candle_sage::Error;
 
@@ -9,14 +9,14 @@ use crate::runs::Status;
 pub enum Stop {
     /// A loss or a gradient was not finite, or too many updates were skipped as spikes.
     Diverged(Error),
-    /// It was asked to stop, and was saved.
+    /// A signal asked the run to stop, and it was saved, unless it was still in its first step.
     Interrupted(Error),
-    /// Anything else.
+    /// Any other error.
     Failed(Error),
 }
 
 impl Stop {
-    /// The same, as the folder of the run says it.
+    /// The status that the run's folder records.
     pub fn status(&self) -> Status {
         match self {
             Self::Diverged(_) => Status::Diverged,

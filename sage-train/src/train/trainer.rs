@@ -1,5 +1,5 @@
-//! One optimizer step after the other. A step is launched without waiting for anything, and its results are collected
-//! later: on a GPU, when the next one is under way.
+//! Optimizer steps. A step is launched without waiting for the device; its results are collected later, on a
+//! GPU while the next step runs.
 
 use candle_core::{DType, Device, Tensor};
 use candle_sage::{Error, ErrorKind, Result};
@@ -16,7 +16,7 @@ use crate::train::step_report::{Asked, Report};
 use crate::train::stop::Stop;
 use crate::{during, signals};
 
-/// Micro-batches on their way to the device at once.
+/// Largest number of micro-batches in flight to the device.
 const AHEAD: usize = 16;
 
 /// The state that a step changes.
@@ -25,27 +25,29 @@ pub(super) struct Trainer<'a> {
     device: &'a Device,
     parameters: &'a Parameters,
     ranks: &'a Ranks,
-    /// Whether gradients travel beside the backward.
+    /// Whether gradients are transferred during the backward.
     beside: bool,
     data: &'a Dataset,
     monitor: Monitor,
     pub(super) model: Llama,
-    /// The same weights under the attention of `--eval-attn`.
+    /// The same weights with the attention of `--eval-attn`.
     pub(super) under_eval_attn: Option<Llama>,
-    /// 0, and NaN from the first step on whose loss or gradient is not finite: no update comes after.
+    /// 0, or NaN after any step whose loss or gradient was not finite. It is added to the norm, which
+    /// disables all later updates on the device.
     stop: Tensor,
-    /// For the results of the steps under way, two at most: what each rank has, and 0, or NaN where the update was skipped.
+    /// Readback of the results of the steps in flight, at most two: the reports of all ranks, and a number
+    /// that is NaN if the update was skipped and otherwise 0.
     mailboxes: [Mailbox; 2],
     upload: Upload,
-    /// Seconds that the gradients took, in the last step whose results are there.
+    /// Seconds that this rank's gradients took, in the last step that was collected.
     busy: f64,
 }
 
-/// A step under way: where its results will be.
+/// A step in flight.
 pub(super) struct Launched {
     step: u64,
     lr: f64,
-    /// The place of its results.
+    /// Index of the mailbox that receives the results.
     mailbox: usize,
 }
 
@@ -59,7 +61,7 @@ impl<'a> Trainer<'a> {
     ) -> candle_core::Result<Self> {
         let mut model = Llama::new(&config.model, parameters, device)?.across(ranks.context());
         if let Some(sla2) = &config.model.sla2 {
-            // Where no step is left to do.
+            // The stage of the last step, for a process that has no step left to do.
             model.set_stage(sla2.stage(config.steps - 1));
         }
         let under = |scheme| {
@@ -97,17 +99,17 @@ impl<'a> Trainer<'a> {
         self.device
     }
 
-    /// Whether a step takes its course without this thread.
+    /// Whether a launched step runs without this thread.
     pub(super) fn runs_ahead(&self) -> bool {
         self.device.is_cuda()
     }
 
-    /// All weights as they are after the steps that were launched, for rank 0. Every rank must ask for them.
+    /// A copy of all weights after the steps launched so far, on rank 0. All ranks must call this.
     pub(super) fn weights(&self) -> candle_core::Result<Option<Snapshot>> {
         self.parameters.weights(self.ranks)
     }
 
-    /// The weights and moments that this rank owns.
+    /// The weights and moments that this rank writes to a checkpoint.
     pub(super) fn state(&self) -> candle_core::Result<Snapshot> {
         self.parameters.state()
     }
@@ -115,7 +117,7 @@ impl<'a> Trainer<'a> {
     /// Checks that all ranks have the same weights.
     ///
     /// # Errors
-    /// When one has others, by its number.
+    /// When a rank has other weights than rank 0; the error names the first such rank.
     pub(super) fn check_weights(&self, step: u64) -> Result<()> {
         if self.ranks.rank().of == 1 {
             return Ok(());
@@ -128,7 +130,7 @@ impl<'a> Trainer<'a> {
             .hint("its memory or its links may be broken: go on without that machine from the checkpoint before"))
     }
 
-    /// The micro-batches of a step that are this rank's.
+    /// The indices of this rank's micro-batches in a step.
     fn own(&self) -> impl Iterator<Item = u64> + Send + use<> {
         let group = self.ranks.mesh().data();
         (group.index as u64..self.config.accumulation as u64).step_by(group.of)
@@ -144,14 +146,15 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    /// Batches of the run.
+    /// The batches of the run.
     pub(super) fn batches(&self) -> Batches<'a> {
         Batches::new(&self.data.train, self.config.data.cut(&self.data.tokenizer))
     }
 
-    /// Launches an optimizer step. Whether loss and gradients are finite is decided where they are: if not nothing is
-    /// updated, now or later. Beyond the limits this step alone updates nothing. None where a signal came between its
-    /// micro-batches, and there is nobody to agree with: then nothing of it was done.
+    /// Launches an optimizer step. The device decides whether loss and gradients are finite; if not, neither
+    /// this update nor any later one changes the weights. Above `limits` only this step's update is skipped.
+    /// Returns `None`, with no weights changed, if a signal came between two micro-batches; with several
+    /// ranks a step always completes.
     pub(super) fn launch(
         &mut self,
         step: u64,
@@ -160,7 +163,8 @@ impl<'a> Trainer<'a> {
         feed: &Feed,
     ) -> Result<Option<Launched>> {
         let lr = self.config.learning_rate.at(step);
-        // Their thread has them ready: an error of theirs is told from one of the device here.
+        // The batches are taken first, so that an error of the thread that reads them is not taken for one of
+        // the device.
         let part = self.ranks.mesh().part();
         let batches: Vec<Sequences> =
             self.own().map(|_| Ok(feed.next()?.part(part))).collect::<Result<_>>()?;
@@ -182,7 +186,7 @@ impl<'a> Trainer<'a> {
         }
         self.mailboxes[mailbox].begin()?;
         let mut reduction = Reduction::new(self.parameters, self.ranks, self.beside);
-        // Several ranks agree with the results of the step, and not before.
+        // Several ranks agree on a stop with the results of a step, so that no rank leaves a step alone.
         let alone = self.ranks.rank().of == 1;
         let until = || alone && signals::received().is_some();
         let losses = self.gradients(batches, Some(&mut reduction).filter(|_| self.beside), until)?;
@@ -203,8 +207,8 @@ impl<'a> Trainer<'a> {
         for place in report.places_of_squares() {
             squares = (squares + number(place)?)?;
         }
-        // A loss that is not finite, without such a gradient, stops as well. (One after the other: a reduction of candle's
-        // sends its shape to the device, and waits for everything before.)
+        // A loss that is not finite also stops the run if its gradient is finite. The losses are added one by
+        // one, because candle's reductions copy their shape to the device, which waits for all earlier work.
         for loss in &losses {
             self.stop = (&self.stop + (loss * 0.0)?)?;
         }
@@ -217,7 +221,7 @@ impl<'a> Trainer<'a> {
         Ok(Some(Launched { step, lr, mailbox }))
     }
 
-    /// What every rank has to say of a step, one behind the other.
+    /// Gathers the reports of all ranks on a step, in the order of the ranks.
     fn report_to_all(
         &self,
         losses: &[Tensor],
@@ -225,7 +229,8 @@ impl<'a> Trainer<'a> {
         asked: Asked,
     ) -> candle_core::Result<Tensor> {
         let report = self.report();
-        // Numbers of the host's travel as arguments of a kernel: a copy to the device would wait.
+        // Numbers of the host become kernel arguments (of `affine`), because a copy to the device would wait
+        // for it.
         let zero = Tensor::zeros((), DType::F64, self.device)?;
         let number = |n: f64| zero.affine(0.0, n);
         let mut own =
@@ -247,8 +252,8 @@ impl<'a> Trainer<'a> {
         Ok(all)
     }
 
-    /// 0, or NaN beyond a limit: what lies above becomes 0, whose inverse is infinite. (No comparison of candle's, which
-    /// would send its bound to the device, and wait.)
+    /// 0, or NaN if loss or norm is above its limit: `relu(limit - x)` is then 0 and its inverse infinite,
+    /// and 0 times infinity is NaN. candle's comparisons would copy the limit to the device, and wait.
     fn skip(
         &self,
         losses: &[Tensor],
@@ -267,13 +272,13 @@ impl<'a> Trainer<'a> {
         below(&sum, limits.loss * micro_batches)? + below(squares, most * most)?
     }
 
-    /// How many means the sum of a step's gradients has: of each micro-batch, or of each part of it.
+    /// The number of mean gradients in the sum of a step's gradients: one for each part of each micro-batch.
     fn gradients_of_a_step(&self) -> usize {
         self.config.accumulation * self.ranks.mesh().context
     }
 
-    /// The gradients of a step, and the losses of its micro-batches, or of those before `until` holds. The last backward tells
-    /// `beside` what may travel.
+    /// Computes the gradients of a step. Returns the losses of its micro-batches, or of those computed before
+    /// `until` became true. The last backward tells `beside` which layers it has finished.
     fn gradients(
         &mut self,
         batches: &[Sequences],
@@ -297,7 +302,7 @@ impl<'a> Trainer<'a> {
         Ok(losses)
     }
 
-    /// Waits for a step, and says how it went, and what a rank asked for.
+    /// Waits for a step, and returns its results and the requests of all ranks.
     pub(super) fn collect(&mut self, launched: Launched) -> std::result::Result<(Point, Asked), Stop> {
         let Launched { step, lr, mailbox } = launched;
         let (accumulation, report) = (self.config.accumulation, self.report());
@@ -342,9 +347,10 @@ impl<'a> Trainer<'a> {
         Ok((point, report.asked(reports)))
     }
 
-    /// The first parameter whose gradient was not finite, of the first rank that has one.
+    /// The first parameter with a gradient that is not finite, on the first rank that has one.
     fn culprit(&mut self, step: u64) -> Result<String> {
-        // The next step may be under way, but it changed no weight: these are the gradients again, before they are summed.
+        // Recomputes this rank's gradients of the step, before any reduction. The weights are still the same,
+        // even if the next step is in flight, because its update is disabled.
         let (mut batches, part) = (self.batches(), self.ranks.mesh().part());
         let firsts = self.firsts(step).take(self.own().count());
         let again: Vec<Sequences> = firsts
@@ -365,13 +371,13 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// The first whose numbers are not those of the first one, to the bit.
+/// The first index whose numbers differ from those of index 0, to the bit.
 fn other_than_first(all: &[Vec<f64>]) -> Option<usize> {
     let bits = |numbers: &[f64]| numbers.iter().map(|number| number.to_bits()).collect::<Vec<_>>();
     all.iter().position(|numbers| bits(numbers) != bits(&all[0]))
 }
 
-/// An error of the device.
+/// Turns an error of the device into one with a hint if memory is full.
 fn failed(error: candle_core::Error, at: &str) -> Error {
     let kind = ErrorKind::of(&error);
     let error = during(at)(error).with_kind(kind);
@@ -386,7 +392,7 @@ fn failed(error: candle_core::Error, at: &str) -> Error {
 
 pub(super) const STOP_HINT: &str = "a lower --lr, a longer --warmup-steps or --qk-norm on";
 
-/// A run that must not go on.
+/// The error of a run that diverged.
 fn stopped(what: String, step: u64) -> Stop {
     let error = Error::new(format!("stopped before the update: {what}"))
         .got(format!("{step} good steps"))

@@ -44,6 +44,16 @@ fn a_run_leaves_everything_and_its_config_makes_it_again() {
         std::fs::read(scratch.path().join("runs").join(run).join("model.safetensors")).expect("weights")
     };
     assert!(weights("tiny-sagebwd-001") == weights("tiny-sagebwd-002"));
+
+    // Earlier versions saved the same settings without tables, and switches as words.
+    let saved = scratch.path().join("runs/tiny-sagebwd-001/config.toml");
+    let tables: toml::Table =
+        std::fs::read_to_string(saved).expect("settings").parse().expect("a settings file");
+    let mut flat = sage_train::settings::tables::flat(tables).expect("flat settings");
+    assert!(flat["qk-norm"] == "on".into());
+    scratch.file("flat.toml", flat.to_string());
+    scratch.ok(&["--config", "flat.toml"]);
+    assert!(weights("tiny-sagebwd-001") == weights("tiny-sagebwd-003"));
 }
 
 #[test]
@@ -294,7 +304,7 @@ fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
     };
     let saved = std::fs::read_to_string(scratch.path().join("runs/stages/config.toml")).expect("settings");
     for line in
-        ["sla2-block = 16", "sla2-blocks = 1", "sla2-dense-steps = \"5\"", "sla2-router-steps = \"2\""]
+        ["[sla2]", "\nblock = 16", "\nblocks = 1", "\ndense-steps = \"5\"", "\nrouter-steps = \"2\""]
     {
         assert!(saved.contains(line), "{line} in {saved}");
     }

@@ -1,0 +1,170 @@
+//! Settings in the tables of a TOML file: `[optimizer] lr = 1e-3` and `lr = 1e-3` at the top of a file are the same.
+//!
+//! The tables are the headings of `--help`, so that a setting is in the table under whose heading its flag stands.
+
+use candle_sage::{Error, Result};
+use clap::{Arg, Args as _, Command};
+use toml::{Table, Value};
+
+use super::Settings;
+
+/// A table, the heading of its flags, and what its keys lack of the flags' names.
+const TABLES: [(&str, &str, &str); 7] = [
+    ("attention", "Attention", ""),
+    ("batch", "Batch and length", ""),
+    ("data", "Data", ""),
+    ("model", "Model", ""),
+    ("optimizer", "Optimizer", ""),
+    ("run", "Run", ""),
+    ("sla2", "SLA2", "sla2-"),
+];
+
+/// What `data` is called inside of `[data]`.
+const SOURCES: &str = "sources";
+
+/// The settings as flags: name, heading, and whether they are switches.
+fn flags() -> Vec<(String, &'static str, bool)> {
+    let about = |arg: &Arg| {
+        let heading = arg.get_help_heading()?;
+        let (table, _, _) = TABLES.into_iter().find(|(_, of, _)| *of == heading)?;
+        let values = arg.get_possible_values();
+        let switch = values.iter().map(|value| value.get_name()).eq(["on", "off"]);
+        Some((arg.get_long()?.to_owned(), table, switch))
+    };
+    Settings::augment_args(Command::new("")).get_arguments().filter_map(about).collect()
+}
+
+/// The name of the flag that a key of a table stands for.
+fn flag_of(table: &str, key: &str) -> String {
+    let prefix = TABLES.iter().find(|(name, ..)| *name == table).map_or("", |(_, _, prefix)| prefix);
+    match (table, key) {
+        ("data", SOURCES) => "data".into(),
+        _ if key.starts_with(prefix) => key.into(),
+        _ => format!("{prefix}{key}"),
+    }
+}
+
+/// The key of a flag in its table.
+fn key_of(table: &str, flag: &str) -> String {
+    let prefix = TABLES.iter().find(|(name, ..)| *name == table).map_or("", |(_, _, prefix)| prefix);
+    match (table, flag) {
+        ("data", "data") => SOURCES.into(),
+        _ => flag.strip_prefix(prefix).unwrap_or(flag).into(),
+    }
+}
+
+/// The same settings by the names of the flags, without tables. Switches may be booleans, in lists too.
+///
+/// # Errors
+/// When a key is in a table that it does not belong to, or is given twice.
+pub fn flat(settings: Table) -> Result<Table> {
+    let flags = flags();
+    let mut flat = Table::new();
+    let mut add = |flag: String, value: Value| -> Result<()> {
+        let switch = flags.iter().any(|(name, _, switch)| *name == flag && *switch);
+        let value = if switch { spoken(value) } else { value };
+        match flat.insert(flag.clone(), value) {
+            None => Ok(()),
+            Some(_) => Err(Error::new("a setting is given twice in one file")
+                .got(format!("`{flag}` in a table and outside of it"))
+                .allowed("one of them")
+                .hint("tables are for people: [optimizer] lr = 1e-3 is lr = 1e-3")),
+        }
+    };
+    for (key, value) in settings {
+        let is_table = TABLES.iter().any(|(name, ..)| *name == key);
+        let inner = match value {
+            Value::Table(inner) if is_table => inner,
+            other => {
+                add(key, other)?;
+                continue;
+            }
+        };
+        for (name, value) in inner {
+            let flag = flag_of(&key, &name);
+            let table = flags.iter().find(|(other, ..)| *other == flag).map(|(_, table, _)| *table);
+            if let Some(table) = table.filter(|table| *table != key) {
+                return Err(Error::new("a setting is in another table")
+                    .got(format!("`{name}` in [{key}]"))
+                    .allowed(format!("[{table}], or the top of the file"))
+                    .hint("tables are the headings of `sage-train --help`"));
+            }
+            add(flag, value)?;
+        }
+    }
+    Ok(flat)
+}
+
+/// A boolean as a switch says it.
+fn spoken(value: Value) -> Value {
+    match value {
+        Value::Boolean(true) => "on".into(),
+        Value::Boolean(false) => "off".into(),
+        Value::Array(list) => Value::Array(list.into_iter().map(spoken).collect()),
+        other => other,
+    }
+}
+
+/// The same settings in their tables, switches as booleans.
+pub fn in_tables(settings: Table) -> Table {
+    let flags = flags();
+    let mut tables = Table::new();
+    for (flag, value) in settings {
+        let Some((_, table, switch)) = flags.iter().find(|(name, ..)| *name == flag) else {
+            tables.insert(flag, value);
+            continue;
+        };
+        let value = match (switch, value.as_str()) {
+            (true, Some("on")) => true.into(),
+            (true, Some("off")) => false.into(),
+            _ => value,
+        };
+        let entry = tables.entry(*table).or_insert_with(|| Table::new().into());
+        entry.as_table_mut().expect("made here").insert(key_of(table, &flag), value);
+    }
+    tables
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table(text: &str) -> Table {
+        toml::from_str(text).expect("TOML")
+    }
+
+    #[test]
+    fn every_setting_has_a_table() {
+        let flags = flags();
+        let all = Settings::augment_args(Command::new(""));
+        let named: Vec<_> = all.get_arguments().filter_map(Arg::get_long).collect();
+        assert_eq!(flags.iter().map(|(name, ..)| name.as_str()).collect::<Vec<_>>(), named);
+        // No flag is called as a table, but for `data`, whose table calls it otherwise.
+        let tables = TABLES.map(|(name, ..)| name);
+        let twice: Vec<_> = named.into_iter().filter(|name| tables.contains(name)).collect();
+        assert_eq!(twice, ["data"]);
+    }
+
+    #[test]
+    fn tables_and_flat_keys_are_the_same() {
+        let flat_keys =
+            table("lr = 1\nqk-norm = \"on\"\nsla2-block = 32\ndata = \"a.txt\"\npreset = \"tiny\"");
+        let tables = table(
+            "[run]\npreset = \"tiny\"\n[optimizer]\nlr = 1\n[attention]\nqk-norm = true\n[sla2]\nblock = 32\n\
+             [data]\nsources = \"a.txt\"",
+        );
+        assert_eq!(flat(tables.clone()), Ok(flat_keys.clone()));
+        assert_eq!(flat(flat_keys.clone()), Ok(flat_keys.clone()));
+        assert_eq!(in_tables(flat_keys), tables);
+        let lists = flat(table("qk-norm = [true, \"off\"]\nseed = [1, 2]"));
+        assert_eq!(lists, Ok(table("qk-norm = [\"on\", \"off\"]\nseed = [1, 2]")));
+    }
+
+    #[test]
+    fn a_key_in_another_table_or_given_twice_is_refused() {
+        let error = flat(table("[data]\nlr = 1")).expect_err("of the optimizer").to_string();
+        assert!(error.contains("`lr` in [data]") && error.contains("[optimizer]"), "{error}");
+        let error = flat(table("lr = 1\n[optimizer]\nlr = 2")).expect_err("twice").to_string();
+        assert!(error.contains("given twice"), "{error}");
+    }
+}
