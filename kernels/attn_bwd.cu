@@ -23,7 +23,7 @@ using namespace sage;
         Numerics<T, D, params::plan(#kernel, D, params::LISTED) __VA_OPT__(, ) __VA_ARGS__>)
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// With products in 16 bit alone the best division of the work among warpgroups depends on head_dim: docs/kernels/attention.md.
+// With products in 16 bit alone the best division of the work among warpgroups depends on head_dim: docs/kernels/log.md.
 #define MAINLOOP_64 backward_sm90_dq_warpgroup
 #define MAINLOOP_128 backward_sm90
 #define NUMERICS_64(Numerics) Numerics##Sm90DqWarpgroup

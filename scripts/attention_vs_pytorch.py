@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Attention of this project beside PyTorch's, on one GPU in one run.
+"""Compares the speed and memory of attention with PyTorch's, on one GPU in one run.
 
     cargo build --release -p sage-train --features cuda
     python3 scripts/attention_vs_pytorch.py [--binary target/release/sage-train] [D:N:CAUSAL ...]
 
-PyTorch's scaled_dot_product_attention runs with its FlashAttention-2 backend (mma.sync, the same class of instructions)
-and with cuDNN's. All measure bf16, 16384 tokens, heads = 2048 / D, medians between CUDA events, inputs that rotate,
-forward alone (nothing kept for a backward) and forward + backward. Ratios are PyTorch's time over ours: above 1 is
-faster. Memory is the peak beyond the inputs during forward + backward.
+PyTorch's scaled_dot_product_attention runs with its FlashAttention-2 backend (mma.sync instructions) and with
+cuDNN's. Every time is the median between CUDA events, for bf16, 16384 tokens, heads = 2048 / D and inputs in
+rotation: of the forward alone (which keeps nothing for a backward), and of forward + backward. Ratios are the
+time of FlashAttention-2 over the row's: above 1 the row is faster. Memory is the peak beyond the inputs
+during forward + backward; its ratio is the row's over that of FlashAttention-2.
 """
 import argparse
 import csv
@@ -23,7 +24,7 @@ USUAL = [f"{d}:{n}:1" for d in (64, 128) for n in (1024, 8192, 16384)]
 
 
 def ours(binary, rows, repeats):
-    """{(D, N, causal, attn): row of the CSV}"""
+    """Measures sage-train. Returns {(D, N, causal, attn): row of the CSV}."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "bench.csv")
         command = [binary, "bench", "attention", *rows, "--device", "cuda", "--repeats", str(repeats), "--csv", path]
@@ -48,9 +49,9 @@ def median_ms(call, repeats):
 
 
 def theirs(backend, d, n, causal, repeats):
-    """(forward ms, forward + backward ms, peak extra bytes)"""
+    """Measures a backend of PyTorch. Returns (forward ms, forward + backward ms, peak extra bytes)."""
     batch, heads = max(1, 16384 // n), 2048 // d
-    # The layout of both: (batch, sequence, heads, head_dim) in memory.
+    # The memory layout of sage-train: (batch, sequence, heads, head_dim).
     new = lambda grad: torch.randn(batch, n, heads, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_(grad)
     sets = [([new(True) for _ in range(3)], new(False)) for _ in range(3)]
     attention = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=bool(causal))

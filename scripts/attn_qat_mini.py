@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Attn-QAT's ablation at a small scale: drop-in QAT, each principle taken away, Attn-QAT, full precision, FP4 without
-training for it, and fine-tuning of a full-precision model; several seeds each, with intervals.
+"""Runs the ablation of Attn-QAT at a small scale. The arms are drop-in QAT, Attn-QAT without each of its
+principles, Attn-QAT, full precision, FP4 inference without training for it, and fine-tuning of a
+full-precision model. Each arm has several seeds, and its difference to full precision a confidence interval.
 
-  attn_qat_mini.py SAGE_TRAIN DATA --out FOLDER [--seeds 3] [--jobs 4] [--steps 600] [--parts NAME,..] [--csv FILE]
-                   [--plot FILE]
+  attn_qat_mini.py SAGE_TRAIN DATA --out FOLDER [--seeds 3] [--jobs 4] [--steps 600] [--parts NAME,..]
+                   [--csv FILE] [--plot FILE]
 
-DATA is a folder of shards (sage-train data prepare). A run that is finished in FOLDER is not run again. Differences to full
-precision are paired by seed (same initial weights, same batches); intervals are Student's, 95 %.
+DATA is a folder of shards (sage-train data prepare). A run that is finished in FOLDER is not run again.
+Differences to full precision are paired by seed (the same initial weights and batches); intervals are
+Student's t, 95 %.
 
-needs a sage-train binary; a GPU to end in minutes
+Needs a sage-train binary; with a GPU it takes minutes.
 """
 import argparse
 import concurrent.futures
@@ -34,7 +36,7 @@ PRETRAIN = {
 }
 FINE_TUNE = {"full precision": ["--attn", "fpa"], "attn-qat": QAT, "drop-in": DROP_IN}
 PARTS = ["QK-norm", "no QK-norm", "context 4k", "fine-tune"]
-# Two-sided 95 % of Student's t by degrees of freedom.
+# Two-sided 95 % quantiles of Student's t by degrees of freedom.
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
@@ -47,7 +49,8 @@ class Bench:
         self.args = args
 
     def train(self, name, flags):
-        """Final validation loss, largest gradient norm, and where a run that failed stopped."""
+        """Trains a run, if it is not finished. Returns its final validation loss, the mean training loss of its
+        last 20 steps, its largest gradient norm after a fifth of its steps, its last step, and its error."""
         name = f"{name}-{self.args.steps}"
         folder = pathlib.Path(self.args.out) / name
         result = folder / "result.json"
@@ -55,7 +58,7 @@ class Bench:
             done = call(self.args.sage_train, "--preset", "mini", "--data", self.args.data, "--out", self.args.out,
                         "--name", name, "--sample-tokens", 0, "--eval-tokens", self.args.eval_tokens, "--eval-every", 0,
                         *flags)
-            # A loss that is not finite is a result; anything else that fails is not.
+            # A loss that is not finite is a result; any other failure ends the script.
             if done.returncode != 0 and "stopped before the update" not in done.stderr:
                 raise SystemExit(f"{name} failed:\n{done.stderr}")
             points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -77,7 +80,7 @@ class Bench:
         return float(found.group(1)) if found else None
 
     def seed(self, seed):
-        """All arms of one seed: (part, arm) -> results."""
+        """Runs all arms of one seed. Returns (part, arm) -> results."""
         a, results = self.args, {}
         parts = (("QK-norm", [], list(PRETRAIN)),
                  ("no QK-norm", ["--qk-norm", "off"], list(COLOURS)),
@@ -113,7 +116,7 @@ DASHES = {"full precision": "", "attn-qat": "7 3", "no high-precision output": "
 
 
 def plot(path, out, seeds, steps):
-    """Training loss without QK-norm, mean over 10 steps, a line for each seed: an SVG without anything else."""
+    """Writes an SVG of the training loss without QK-norm: means over 10 steps, a line for each seed."""
     width, height, left, right, top, bottom = 760, 380, 60, 210, 34, 46
     curves = []
     for arm in COLOURS:
@@ -151,7 +154,7 @@ def plot(path, out, seeds, steps):
 
 
 def interval(values):
-    """Mean and half of the 95 % interval."""
+    """Mean, and half the width of its 95 % confidence interval."""
     if len(values) < 2:
         return (values[0] if values else math.nan), math.nan
     return statistics.mean(values), T95[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))

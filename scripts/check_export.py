@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Loads an exported model with transformers and prints its mean loss over shards of tokens: what `sage-train eval` prints
-of the same folder and data.
+"""Loads an exported model with transformers and prints its mean loss over sequences of a shard, which must be
+the loss that `sage-train eval` prints for the same model and data.
 
 usage: check_export.py EXPORT SHARD.bin CONTEXT SEQUENCES [DTYPE]   (needs torch, transformers)
 """

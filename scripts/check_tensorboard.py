@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Reads a run's event files with TensorBoard itself and compares every scalar with metrics.jsonl.
+"""Reads a run's event files with TensorBoard's own reader and compares every scalar with metrics.jsonl.
 
 usage: check_tensorboard.py RUN      (needs tensorboard)
 """
@@ -27,7 +27,7 @@ def main():
         got = [(event.step, event.value) for event in events.Scalars(name)]
         assert [step for step, _ in got] == [step for step, _ in values], (name, got)
         for (_, a), (_, b) in zip(got, values):
-            # Scalars are kept in 32 bits.
+            # Event files hold scalars in f32.
             assert abs(a - b) <= 1e-6 * abs(b) + 1e-30, (name, a, b)
             compared += 1
     print(f"{compared} scalars of {len(wanted)} names are those of metrics.jsonl")

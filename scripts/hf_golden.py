@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the golden models of sage-train/tests/golden: a Llama and a Qwen3 of transformers with random weights, what their
-logits are, and a tokenizer.
+"""Writes the golden models of sage-train/tests/golden: a Llama and a Qwen3 of transformers with random
+weights, each with the logits of random ids and a tokenizer.
 
 usage: hf_golden.py FOLDER        (needs torch, transformers, tokenizers, safetensors)
 """
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 
 def tokenizer(folder):
-    """A byte-level BPE of 300 entries, as sage-train trains them."""
+    """Trains and saves a byte-level BPE of 300 entries, as sage-train trains its tokenizers."""
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
@@ -47,7 +47,7 @@ def main():
         folder.mkdir(parents=True)
         model = model(config(**shape, rope_theta=theta)).float().eval()
         with torch.no_grad():
-            # Norms that are not all ones.
+            # Weights of norms differ from 1, so that a missing factor shows.
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.uniform_(0.5, 1.5)

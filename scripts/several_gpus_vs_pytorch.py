@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""The 325M preset on one GPU and on all of this machine: sage-train beside PyTorch's DistributedDataParallel, in turn.
+"""Compares the scaling of sage-train with that of PyTorch's DistributedDataParallel, on the 325M preset: on
+one GPU and on all GPUs of this machine, by turns.
 
   several_gpus_vs_pytorch.py SAGE_TRAIN [--tokens 32k,8k,4k] [--repeats 3] [--steps 24]
 
-For each number of tokens a GPU and step: milliseconds of a step on one GPU and on all, and what part of as many single GPUs
-all of them are. The same work on both sides: a Llama of 20 layers, 16 heads of 64, width 1024, SwiGLU 3072, 50,304 tokens,
-QK-norm, context 4096, bf16 on f32 weights, clipped AdamW; PyTorch with torch.compile, cuDNN's attention and fused AdamW.
-Medians over steps, then over repeats.
+For each number of tokens per GPU and step it prints the milliseconds of a step on one GPU and on all, and
+their ratio, which is the parallel efficiency. Both programs do the same work: a Llama of 20 layers, 16 heads
+of 64, width 1024, SwiGLU 3072, 50,304 tokens, QK-norm, context 4096, bf16 on f32 weights, clipped AdamW.
+PyTorch runs with torch.compile, cuDNN's attention and fused AdamW. Times are medians over steps, then over
+repeats.
 
-needs torch, at least two NVIDIA GPUs, NCCL where sage-train finds it (SAGE_TRAIN_NCCL)
+Needs torch, at least two NVIDIA GPUs, and NCCL where sage-train finds it (SAGE_TRAIN_NCCL).
 """
 import argparse
 import json
@@ -84,7 +86,7 @@ class Llama(nn.Module):
 
 
 def pytorch_rank(rank, ranks, port, micro_batch, steps, results):
-    """One process; rank 0 writes the milliseconds of its steps."""
+    """Trains as one rank; rank 0 writes the milliseconds of its steps to `results`."""
     torch.cuda.set_device(rank)
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
@@ -141,7 +143,7 @@ def sage_train(program, ranks, micro_batch, steps, scratch):
     tokenizer = scratch / "tokenizer.json"
     words += ["--tokenizer", str(tokenizer), "--vocab-size", "50257"] if tokenizer.exists() else []
     words += ["--gpus", str(ranks)] if ranks > 1 else []
-    # It is stopped when its steps are there: what comes after them is not measured.
+    # The run is killed after its measured steps: validation and checkpoints at its end are not measured.
     one = {} if ranks > 1 else {"CUDA_VISIBLE_DEVICES": "0"}
     log = (scratch / f"{name}.log").open("w")
     child = subprocess.Popen(

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The peer of `sage-train data prepare`: Python's tokenizers on JSON lines, batch by batch, into a file of 16-bit ids.
+"""Measures Python's tokenizers, for comparison with `sage-train data prepare`: encodes JSON lines in batches
+into a file of 16-bit ids.
 
 usage: tokenize_with_python.py TOKENIZER.json DATA.jsonl OUT.bin     (needs tokenizers, numpy)
 """

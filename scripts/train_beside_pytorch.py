@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""The same initial weights and the same batches for PyTorch and for sage-train: are the gradients of the first step the
-same, and the losses of all of them?
+"""Trains PyTorch and sage-train from the same initial weights on the same batches, and compares the gradients
+of the first step and the losses of all steps.
 
   train_beside_pytorch.py init FOLDER TOKENIZER.json [layers width heads head_dim ffn vocab]
-      writes a Qwen3 of transformers with random weights (default: the 325M preset), for --init-from
+      writes a Qwen3 of transformers with random weights, for --init-from (default: the 325M preset's shape)
   train_beside_pytorch.py compare FOLDER BATCHES.bin CONTEXT ONE_STEP_RUN RUN [RUN ...]
-      BATCHES.bin      of --write-batches, with the settings of the runs
-      ONE_STEP_RUN     --steps 1 --clip 0: its first moment is the gradient, times 1 - beta1
-      RUN ...          of the steps to compare; the first says how many steps, and the learning rates
+      BATCHES.bin      the file that --write-batches writes with the settings of the runs
+      ONE_STEP_RUN     a run with --steps 1 --clip 0, whose first moment is the gradient times 1 - beta1
+      RUN ...          the runs to compare; the first one determines the steps and the learning rates
 
-needs torch, transformers, safetensors, a GPU
+Needs torch, transformers, safetensors and a GPU.
 """
 import json
 import pathlib
@@ -70,7 +70,8 @@ def relative(a, b):
 
 
 def compare_gradients(folder, batch, run, beta1):
-    """Both errors against f32: ours may be at most twice PyTorch's own, and 2^-9, one rounding to bf16, on top."""
+    """Compares the errors of both programs' gradients against f32. The relative error of sage-train may be at
+    most twice that of PyTorch plus 2^-9, one rounding to bf16."""
     torch.backends.cuda.matmul.allow_tf32 = False
     model = model_of(folder)
     exact = gradients(model, batch, 1, False)
@@ -116,7 +117,9 @@ def train(folder, all_sequences, rates, per_step, micro, settings):
 
 def compare(folder, batches, context, one_step, *runs):
     context, one_step, runs = int(context), pathlib.Path(one_step), [pathlib.Path(run) for run in runs]
-    settings = tomllib.loads((runs[0] / "config.toml").read_text())
+    # Settings are in tables, which have no key in common.
+    tables = tomllib.loads((runs[0] / "config.toml").read_text())
+    settings = {key: value for table in tables.values() for key, value in table.items()}
     points = {run.name: [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs}
     first = points[runs[0].name]
     per_step = first[0]["tokens"] // context

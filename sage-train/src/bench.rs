@@ -1,4 +1,5 @@
-//! Speed of attention: rows of shapes, forward and forward + backward, all quantization inside.
+//! Speed of attention over rows of shapes: forward, and forward with backward. Times include all
+//! quantization.
 
 mod clock;
 pub mod links;
@@ -12,7 +13,7 @@ use clock::{Clock, peak_bytes};
 
 use crate::during;
 
-/// Inputs that calls take in turn, so that none finds its own in the cache.
+/// Number of input sets that calls use in turn, so that no call finds its inputs in the cache.
 const ROTATING: usize = 3;
 
 /// A row of the benchmark: `D:N:causal`.
@@ -43,18 +44,18 @@ impl std::str::FromStr for Row {
     }
 }
 
-/// What is measured.
+/// What to measure.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// Where.
+    /// The device.
     pub device: Device,
-    /// Shapes.
+    /// The shapes.
     pub rows: Vec<Row>,
-    /// Tokens of all sequences together; a longer sequence runs alone.
+    /// Tokens of all sequences of a batch. A longer sequence is a batch of its own.
     pub total_tokens: usize,
     /// Width of all heads together: heads = width / head_dim.
     pub width: usize,
-    /// Timed calls of each kind, of which the median counts.
+    /// Timed calls of each kind; the result is their median.
     pub repeats: usize,
 }
 
@@ -64,46 +65,47 @@ impl Plan {
         ((self.total_tokens / tokens).max(1), tokens, (self.width / head_dim).max(1), head_dim)
     }
 
-    /// What is attended in: bf16, and f32 on the CPU.
+    /// The element type of the inputs: bf16, and f32 on the CPU.
     fn dtype(&self) -> DType {
         if self.device.is_cpu() { DType::F32 } else { DType::BF16 }
     }
 }
 
-/// One scheme on one row.
+/// The result of one scheme on one row.
 #[derive(Debug, Clone)]
 pub struct Measured {
     /// The shape.
     pub row: Row,
-    /// Sequences and heads.
+    /// Batch size: number of sequences.
     pub batch: usize,
-    /// Heads.
+    /// Number of heads.
     pub heads: usize,
     /// The numerics.
     pub scheme: Scheme,
-    /// Milliseconds of a forward, without anything kept for a backward.
+    /// Milliseconds of a forward that keeps nothing for a backward.
     pub forward_ms: f64,
     /// Milliseconds of a forward and its backward.
     pub both_ms: f64,
-    /// Most memory in use at once during a forward and backward, in bytes, beyond the inputs. Not known on the CPU.
+    /// Peak memory of a forward and backward, in bytes, beyond the inputs. Not known on the CPU.
     pub extra_bytes: Option<u64>,
 }
 
 impl Measured {
-    /// Operations of the forward: 4 B H N^2 D, half of it if causal.
+    /// Operations of the forward: 4 B H N^2 D, half of that with a causal mask.
     fn operations(&self) -> f64 {
         let all =
             4.0 * (self.batch * self.heads * self.row.head_dim) as f64 * (self.row.tokens as f64).powi(2);
         if self.row.causal { all / 2.0 } else { all }
     }
 
-    /// TFLOP/s of forward, and of forward and backward (3.5 times the operations), in 16-bit-equivalent operations.
+    /// TFLOP/s of the forward, and of forward and backward (3.5 times the operations), in 16-bit-equivalent
+    /// operations.
     pub fn tflops(&self) -> (f64, f64) {
         (self.operations() / self.forward_ms / 1e9, 3.5 * self.operations() / self.both_ms / 1e9)
     }
 }
 
-/// The usual rows: short and long, both native head_dims, causal.
+/// The default rows: short and long sequences, both native head_dims, causal.
 pub fn usual_rows() -> Vec<Row> {
     [64, 128]
         .into_iter()
@@ -111,7 +113,7 @@ pub fn usual_rows() -> Vec<Row> {
         .collect()
 }
 
-/// What is measured: every scheme, and SageBwd's sets of products.
+/// The schemes to measure: every scheme, and SageBwd with fewer INT8 products.
 fn schemes() -> Vec<Scheme> {
     let sets = [Int8Products::FORWARD_AND_S, Int8Products::FORWARD];
     let sets = sets.map(|products| SageBwd::default().products(products).into());
@@ -124,7 +126,7 @@ fn schemes() -> Vec<Scheme> {
         .collect()
 }
 
-/// What a scheme is called in a row: its name, and its products where they are not the usual ones.
+/// The name of a scheme in the table: with its INT8 products unless they are the default.
 fn label(scheme: &Scheme) -> String {
     match scheme {
         Scheme::SageBwd(settings) if settings.products != Int8Products::default() => {
@@ -134,7 +136,7 @@ fn label(scheme: &Scheme) -> String {
     }
 }
 
-/// Measures one row, all schemes one after the other.
+/// Measures one row, one scheme after the other.
 ///
 /// # Errors
 /// When the device has no kernels for the shape, or runs out of memory.
@@ -203,7 +205,7 @@ pub fn table_line(m: &Measured) -> String {
     )
 }
 
-/// Three digits of it, however small.
+/// TFLOP/s with more decimals for smaller values, so that slow devices show digits too.
 fn speed(tflops: f64) -> String {
     match tflops {
         ..0.01 => format!("{tflops:.5}"),
@@ -212,7 +214,7 @@ fn speed(tflops: f64) -> String {
     }
 }
 
-/// All of it as comma-separated values.
+/// All results as comma-separated values.
 pub fn csv(all: &[Measured]) -> String {
     let mut out = String::from(
         "head_dim,tokens,causal,batch,heads,attn,forward_ms,both_ms,forward_tflops,both_tflops,extra_bytes\n",

@@ -29,3 +29,19 @@ pub fn in_range<T: PartialOrd + std::fmt::Display>(name: &str, value: T, low: T,
         .allowed(format!("{low} to {high}"))
         .hint(format!("--{name}")))
 }
+
+/// A setting that every preset fills in.
+///
+/// # Panics
+/// When a preset lacks it, which a test of the presets detects.
+pub fn need<T>(setting: Option<T>) -> T {
+    setting.expect("presets fill in every setting that is not optional")
+}
+
+/// Checks that a seed is at most 2^63 - 1: the settings are saved as TOML, whose integers are signed.
+///
+/// # Errors
+/// When it is larger.
+pub fn seed(name: &str, seed: u64) -> Result<u64> {
+    in_range(name, seed, 0, i64::MAX as u64)
+}

@@ -1,26 +1,29 @@
 //! What will run: every setting resolved and checked, printable, saved beside the results.
 
+mod batch;
+mod checkpoints;
 mod identity;
+mod model;
 mod preset;
 pub mod several;
 mod summary;
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use candle_sage::{Error, Result, Scheme};
 use serde::Deserialize;
 use toml::Table;
 
-use crate::checks::{above_zero, in_range};
-use crate::data::{Cut, Tokenizer};
+use crate::checks::{self, above_zero, in_range, need};
+use crate::data::DataConfig;
 use crate::device::Place;
 use crate::during;
-use crate::model::{LlamaConfig, Sla2Config};
+use crate::model::LlamaConfig;
 use crate::optim::{AdamWConfig, LearningRate};
-use crate::quantity::{Quantity, grouped};
-use crate::settings::{Attn, Preset, Settings, SourceSetting, Switch, tables};
+use crate::quantity::Quantity;
+use crate::settings::{Attn, Preset, Settings, tables};
 
+pub use checkpoints::CheckpointConfig;
 pub use identity::{Identity, differing, is_seed, of_attention};
 
 /// The folder in a sweep's that holds what was asked for.
@@ -82,71 +85,6 @@ pub struct Config {
 /// More than any machine's cores: a mistake.
 pub(crate) const MOST_THREADS: usize = 4096;
 
-/// Micro-batches of a step, at most.
-const MOST_MICRO_BATCHES: u64 = 1 << 16;
-
-/// Which checkpoints are written and kept.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct CheckpointConfig {
-    /// Steps between them; 0 for the end only.
-    pub every: u64,
-    /// The longest time between them.
-    pub within: Option<Duration>,
-    /// How many are kept.
-    pub keep_last: usize,
-    /// Those of every so many steps are kept as well; 0 for none.
-    pub keep_every: u64,
-}
-
-/// Where the text comes from and how it is cut.
-#[derive(Debug, Clone, PartialEq)]
-pub struct DataConfig {
-    /// Files, folders and patterns, with weights; none for the built-in corpus.
-    pub sources: Vec<SourceSetting>,
-    /// The key or column of text.
-    pub text_field: String,
-    /// A file or a name, where it is not found by itself.
-    pub tokenizer: Option<String>,
-    /// Whether attention stays inside documents.
-    pub document_mask: bool,
-    /// Bytes of built-in corpus.
-    pub corpus_bytes: u64,
-    /// Part kept for validation.
-    pub val_fraction: f64,
-    /// Entries of the vocabulary, at most.
-    pub vocab_size: usize,
-    /// Tokens in a sequence.
-    pub context: usize,
-    /// Folder of runs, which is never read as data.
-    pub out: PathBuf,
-    /// Seed of the order.
-    pub order_seed: u64,
-    /// Seed of the built-in corpus.
-    pub corpus_seed: u64,
-}
-
-impl DataConfig {
-    /// The weight of each source, the built-in corpus among them.
-    pub fn weights(&self) -> Vec<f64> {
-        if self.sources.is_empty() { vec![1.0] } else { self.sources.iter().map(|s| s.weight).collect() }
-    }
-
-    /// How tokens become sequences.
-    pub fn cut(&self, tokenizer: &Tokenizer) -> Cut {
-        Cut {
-            context: self.context,
-            seed: self.order_seed,
-            vocab: tokenizer.vocab_size(),
-            end_of_document: self.document_mask.then_some(tokenizer.end_of_text()),
-        }
-    }
-
-    /// Where trained tokenizers are kept.
-    pub fn cache(&self) -> PathBuf {
-        self.out.join("cache")
-    }
-}
-
 impl Config {
     /// Resolves settings over a preset's.
     ///
@@ -162,108 +100,36 @@ impl Config {
                 .hint("tokens = steps x tokens-per-step"));
         }
         let mut s = settings.over(preset::defaults(preset));
-        let (attn, qk_norm) = (need(s.attn), need(s.qk_norm) == Switch::On);
-        let heads = need(s.heads);
-        let context = need(s.context).0 as usize;
-        let micro_batch = in_range("micro-batch", need(s.micro_batch) as u64, 1, 1 << 20)? as usize;
-        let tokens_per_step = in_range("tokens-per-step", need(s.tokens_per_step).0, 1, 1 << 40)?;
-        let steps = match (s.steps, s.tokens) {
-            (Some(steps), _) => steps.0,
-            (None, Some(tokens)) => tokens.0.div_ceil(tokens_per_step),
-            (None, None) => unreachable!("presets name steps"),
-        };
-        let steps = in_range("steps", steps, 1, 1 << 40)?;
-        let sla2 = attn.sla2(&s, context, steps, need(s.device) == Place::Cuda)?;
+        let attn = need(s.attn);
+        let steps = batch::steps(&s)?;
+        let sla2 = attn.sla2(&s, need(s.context).0 as usize, steps, need(s.device) == Place::Cuda)?;
         if let Some(sla2) = &sla2 {
             // As it came out: on another device, over another context or for more steps it would come out otherwise.
             (s.sla2_block, s.sla2_blocks, s.sla2_sparsity) = (Some(sla2.block), Some(sla2.blocks), None);
             s.sla2_dense_steps = Some(Quantity(sla2.dense_steps));
             s.sla2_router_steps = Some(Quantity(sla2.router_steps));
         }
-        let model = LlamaConfig {
-            vocab: model_vocab(preset, need(s.vocab_size).0 as usize),
-            layers: need(s.layers),
-            width: need(s.width),
-            heads,
-            key_heads: s.key_heads.unwrap_or(heads),
-            head_dim: need(s.head_dim),
-            ffn: need(s.ffn),
-            context,
-            rope_base: need(s.rope_base),
-            norm_eps: above_zero("norm-eps", need(s.norm_eps))?,
-            qk_norm,
-            init_std: need(s.init_std),
-            scheme: attn.scheme(&s).map(|scheme| scheme_of_blocks(scheme, sla2.as_ref())),
-            sla2,
-            z_loss: in_range("z-loss", need(s.z_loss), 0.0, 1.0)?,
-            recompute: need(s.recompute),
-            deterministic: need(s.deterministic) == Switch::On,
-        };
-        model.validate()?;
-        let eval_scheme = s.eval_attn.map(|eval| eval.instead_of(attn)).transpose()?;
-        // The same twice would say nothing.
-        let eval_scheme = eval_scheme.filter(|scheme| Some(*scheme) != model.scheme);
-        if let Some(scheme) = eval_scheme {
-            LlamaConfig { scheme: Some(scheme), ..model.clone() }.validate()?;
-        }
-        let accumulation = accumulation(tokens_per_step, micro_batch, model.context)?;
-        if steps.checked_mul(tokens_per_step).is_none() {
-            return Err(Error::new("the run is too long to count its tokens")
-                .got(format!("{steps} steps of {tokens_per_step} tokens"))
-                .allowed("fewer than 2^64 tokens")
-                .hint("--steps or --tokens-per-step"));
-        }
-        let warmup = match asked_warmup {
-            None => need(s.warmup_steps).0.min(steps / 10),
-            Some(warmup) => in_range("warmup-steps", warmup.0, 0, steps - 1)?,
-        };
+        let model = model::resolve(preset, &s, sla2)?;
+        let eval_scheme = eval_scheme(&s, &model)?;
+        let (micro_batch, accumulation) = batch::resolve(&s, model.context, steps)?;
+        let learning_rate = LearningRate::resolve(&s, steps, asked_warmup)?;
         // Left open where it was: a longer run from the saved settings warms up longer.
         s.warmup_steps = asked_warmup;
-        let in_part = |name: &str, value: f64| in_range(name, value, 0.0, 1.0);
-        let peak = above_zero("lr", need(s.lr))?;
         let out = need(s.out.clone());
-        // TOML, which keeps the settings, has no larger numbers.
-        let seed_of = |name: &str, seed: u64| in_range(name, seed, 0, i64::MAX as u64);
-        let seed = seed_of("seed", need(s.seed))?;
-        let corpus_mb = in_range("corpus-mb", need(s.corpus_mb), 0, 1 << 40)?;
+        let seed = checks::seed("seed", need(s.seed))?;
         let config = Self {
             attn,
-            data: DataConfig {
-                sources: s.data.clone().unwrap_or_default(),
-                text_field: need(s.text_field.clone()),
-                tokenizer: s.tokenizer.clone(),
-                document_mask: need(s.document_mask) == Switch::On,
-                corpus_bytes: corpus_mb.saturating_mul(1_000_000),
-                val_fraction: in_range("val-fraction", need(s.val_fraction), 0.0001, 0.9)?,
-                vocab_size: need(s.vocab_size).0 as usize,
-                context: model.context,
-                out: folder_of_runs(&out),
-                order_seed: seed_of("order-seed", s.order_seed.unwrap_or(seed))?,
-                corpus_seed: seed_of("corpus-seed", s.corpus_seed.unwrap_or(seed))?,
-            },
+            data: DataConfig::resolve(&s, folder_of_runs(&out), seed)?,
             model,
             micro_batch,
             accumulation,
             steps,
-            learning_rate: LearningRate {
-                peak,
-                floor: peak * in_part("min-lr", need(s.min_lr))?,
-                warmup,
-                steps,
-                schedule: need(s.schedule),
-                decay_fraction: in_part("decay-fraction", need(s.decay_fraction))?,
-            },
-            adamw: AdamWConfig {
-                beta1: in_range("beta1", need(s.beta1), 0.0, 0.999_999)?,
-                beta2: in_range("beta2", need(s.beta2), 0.0, 0.999_999)?,
-                eps: above_zero("adam-eps", need(s.adam_eps))?,
-                weight_decay: in_part("weight-decay", need(s.weight_decay))?,
-                clip: Some(in_range("clip", need(s.clip), 0.0, 1e9)?).filter(|norm| *norm > 0.0),
-            },
+            learning_rate,
+            adamw: AdamWConfig::resolve(&s)?,
             init_from: s.init_from.clone(),
             skip_spikes: Some(in_range("skip-spikes", need(s.skip_spikes), 0.0, 1e6)?).filter(|z| *z > 0.0),
             device: need(s.device),
-            weights_seed: seed_of("weights-seed", s.weights_seed.unwrap_or(seed))?,
+            weights_seed: checks::seed("weights-seed", s.weights_seed.unwrap_or(seed))?,
             seed,
             out,
             name: s.name.clone(),
@@ -271,23 +137,21 @@ impl Config {
             eval_tokens: in_range("eval-tokens", need(s.eval_tokens).0, 1, 1 << 40)?,
             eval_scheme,
             probe_every: need(s.probe_every).0,
-            checkpoints: CheckpointConfig {
-                every: s.checkpoint_every.unwrap_or(need(s.eval_every)).0,
-                within: Some(in_range("checkpoint-minutes", need(s.checkpoint_minutes), 0.0, 1e6)?)
-                    .filter(|minutes| *minutes > 0.0)
-                    .map(|minutes| Duration::from_secs_f64(60.0 * minutes)),
-                keep_last: in_range("keep-last", need(s.keep_last) as u64, 1, 1 << 20)? as usize,
-                keep_every: need(s.keep_every).0,
-            },
+            checkpoints: CheckpointConfig::resolve(&s)?,
             sample_tokens: in_range("sample-tokens", need(s.sample_tokens), 0, 1 << 40)?,
-            threads: s.threads,
+            threads: s.threads.map(|threads| in_range("threads", threads, 1, MOST_THREADS)).transpose()?,
             peak_flops: s.peak_tflops.map(|t| above_zero("peak-tflops", t).map(|t| t * 1e12)).transpose()?,
             settings: s,
         };
-        config.threads.map(|threads| in_range("threads", threads, 1, MOST_THREADS)).transpose()?;
-        config.name.as_deref().map_or(Ok(()), check_name)?;
-        let sources = config.data.sources.iter().map(|source| &source.path);
-        for path in sources.chain([&config.out]).chain(&config.init_from) {
+        config.check_names()?;
+        Ok(config)
+    }
+
+    /// Checks the names of the run's folder and of what it reads.
+    fn check_names(&self) -> Result<()> {
+        self.name.as_deref().map_or(Ok(()), check_name)?;
+        let sources = self.data.sources.iter().map(|source| &source.path);
+        for path in sources.chain([&self.out]).chain(&self.init_from) {
             if path.to_str().is_none() {
                 return Err(Error::new("a path is not UTF-8")
                     .got(path.display())
@@ -295,7 +159,7 @@ impl Config {
                     .hint("use a link with another name"));
             }
         }
-        Ok(config)
+        Ok(())
     }
 
     /// What a preset says, with every setting that is not optional.
@@ -351,6 +215,16 @@ impl Config {
     }
 }
 
+/// What a second validation attends with: the same as training twice would say nothing.
+fn eval_scheme(s: &Settings, model: &LlamaConfig) -> Result<Option<Scheme>> {
+    let asked = s.eval_attn.map(|eval| eval.instead_of(need(s.attn))).transpose()?;
+    let other = asked.filter(|scheme| Some(*scheme) != model.scheme);
+    if let Some(scheme) = other {
+        LlamaConfig { scheme: Some(scheme), ..model.clone() }.validate()?;
+    }
+    Ok(other)
+}
+
 /// Checks that a run or a sweep can be called so.
 ///
 /// # Errors
@@ -374,16 +248,6 @@ pub fn folder_of_runs(out: &Path) -> PathBuf {
     }
 }
 
-/// On small blocks SageBwd has smaller tiles.
-fn scheme_of_blocks(scheme: Scheme, sla2: Option<&Sla2Config>) -> Scheme {
-    match (scheme, sla2) {
-        (Scheme::SageBwd(sage), Some(sla2)) => {
-            sage.tile_q(sage.tile_q.min(sla2.block)).tile_k(sage.tile_k.min(sla2.block)).into()
-        }
-        (scheme, _) => scheme,
-    }
-}
-
 /// What is wrong with a TOML file; a key that is not one is told the nearest that is, and not all of them.
 pub fn in_short(error: &toml::de::Error) -> String {
     let text = error.to_string();
@@ -397,49 +261,4 @@ pub fn in_short(error: &toml::de::Error) -> String {
     let before = text.split("unknown field").next().unwrap_or("");
     format!("{before}unknown setting `{unknown}`{}", nearest.unwrap_or_default())
         .replace('\n', "\n           ")
-}
-
-/// A setting that every preset fills in.
-fn need<T>(setting: Option<T>) -> T {
-    setting.expect("presets fill in every setting that is not optional")
-}
-
-/// Rows of the embedding: the paper's is padded to a multiple of 128 for the sake of GPUs.
-fn model_vocab(preset: Preset, vocab_size: usize) -> usize {
-    if preset == Preset::Paper325m { vocab_size.next_multiple_of(128) } else { vocab_size }
-}
-
-/// How many micro-batches make a step. Both factors are in range, and so is their product.
-fn accumulation(tokens_per_step: u64, micro_batch: usize, context: usize) -> Result<usize> {
-    let micro = (micro_batch * context) as u64;
-    if tokens_per_step.is_multiple_of(micro) {
-        let count = tokens_per_step / micro;
-        return match count <= MOST_MICRO_BATCHES {
-            true => Ok(count as usize),
-            false => Err(Error::new("a step has too many micro-batches")
-                .got(format!("{} of {} tokens", grouped(count), grouped(micro)))
-                .allowed(format!("at most {}", grouped(MOST_MICRO_BATCHES)))
-                .hint("--micro-batch makes them larger, --tokens-per-step the step smaller")),
-        };
-    }
-    let below = tokens_per_step / micro * micro;
-    let nearest: Vec<String> = [below, below + micro]
-        .into_iter()
-        .filter(|&tokens| tokens > 0)
-        .map(|tokens| format!("--tokens-per-step {}", Quantity(tokens)))
-        .collect();
-    let sequences = tokens_per_step / context as u64;
-    let fits = (tokens_per_step.is_multiple_of(context as u64) && sequences > 0)
-        .then(|| (1..=sequences.min(micro_batch as u64)).rev().find(|m| sequences.is_multiple_of(*m)))
-        .flatten()
-        .map(|m| format!(", or --micro-batch {m}"))
-        .unwrap_or_default();
-    Err(Error::new("tokens per step is not a whole number of micro-batches")
-        .got(format!(
-            "{} tokens = {:.3} x (micro-batch {micro_batch} x context {context})",
-            grouped(tokens_per_step),
-            tokens_per_step as f64 / micro as f64,
-        ))
-        .allowed(format!("a multiple of {} tokens", grouped(micro)))
-        .hint(format!("nearest: {}{fits}", nearest.join(" or "))))
 }

@@ -5,6 +5,7 @@
 
 mod batches;
 pub mod check;
+mod config;
 pub mod corpus;
 mod feed;
 pub mod hub;
@@ -20,6 +21,7 @@ mod tokens;
 mod verify;
 
 pub use batches::{Batch, Batches, Cut, Sequences};
+pub use config::DataConfig;
 pub use feed::Feed;
 pub use mixture::Mixture;
 pub use tokenizer::Tokenizer;
@@ -31,7 +33,6 @@ use std::collections::BTreeSet;
 use candle_sage::{Error, Result};
 use sha2::{Digest, Sha256};
 
-use crate::config::DataConfig;
 use crate::hex;
 use crate::settings::{Settings, SourceSetting};
 use corpus::Corpus;

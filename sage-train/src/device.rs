@@ -1,4 +1,4 @@
-//! Where a run computes, and how much memory that has.
+//! The device that a run computes on, its memory, and transfers that do not stall it.
 
 mod hardware;
 mod monitor;
@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::during;
 use crate::ranks::Rank;
 
-/// Where something runs.
+/// The kind of device that something runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Place {
@@ -45,7 +45,7 @@ impl std::fmt::Display for Place {
 }
 
 impl Place {
-    /// What activations are computed in.
+    /// The element type of activations.
     pub fn dtype(self) -> DType {
         match self {
             Self::Cpu => DType::F32,
@@ -53,10 +53,10 @@ impl Place {
         }
     }
 
-    /// Checks that this build can go there.
+    /// Checks that this build supports the device.
     ///
     /// # Errors
-    /// When it has no kernels for GPUs.
+    /// When the device is a GPU and the build has no kernels for GPUs.
     pub fn check(self) -> Result<()> {
         if self == Self::Cuda && !cfg!(feature = "cuda") {
             return Err(Error::new("this build has no kernels for GPUs")
@@ -67,11 +67,11 @@ impl Place {
         Ok(())
     }
 
-    /// The device of a process that is `local` among those of this machine: its GPU has that number, unless it is the only
-    /// one that the process may see. Memory that a GPU frees is kept for the next step.
+    /// Opens the device of process `local` of this machine: the GPU with that index, or the only GPU that the
+    /// process may see. Memory that the program frees on a GPU stays in the pool for the next step.
     ///
     /// # Errors
-    /// When there is none.
+    /// When there is no such device.
     pub fn open(self, local: Rank) -> Result<Device> {
         self.check()?;
         match self {
@@ -99,30 +99,31 @@ impl Place {
     }
 }
 
-/// Where the numbers of a piece of work come to while the device works on, and how long it took there.
+/// Asynchronous readback of a step's numbers, and the device time of the step.
 #[derive(Debug)]
 pub enum Mailbox {
-    /// On the CPU they are there at once.
+    /// On the CPU the numbers are available at once.
     Here {
         /// The numbers.
         numbers: Vec<f64>,
-        /// When the work began.
+        /// When the step began.
         began: Instant,
-        /// How long it took to where it was marked.
+        /// Seconds from the beginning to the mark.
         marked: f64,
-        /// How long it took.
+        /// Seconds of the step.
         seconds: f64,
     },
-    /// A GPU writes them to page-locked memory. (To allocate that is to wait for everything: it is done once.)
+    /// A GPU copies the numbers to page-locked memory. This memory is allocated once, because the allocation
+    /// waits for all earlier work.
     #[cfg(feature = "cuda")]
     PageLocked(memory::Letter),
 }
 
 impl Mailbox {
-    /// For so many numbers.
+    /// A mailbox for `len` numbers.
     ///
     /// # Errors
-    /// When there is no memory.
+    /// When memory is short.
     pub fn new(device: &Device, len: usize) -> candle_core::Result<Self> {
         match device {
             #[cfg(feature = "cuda")]
@@ -131,10 +132,10 @@ impl Mailbox {
         }
     }
 
-    /// Starts the clock, where the device is by then.
+    /// Starts the clock at this point of the device's work.
     ///
     /// # Errors
-    /// When the device does not take it.
+    /// When the device reports an error.
     pub fn begin(&mut self) -> candle_core::Result<()> {
         match self {
             Self::Here { began, .. } => *began = Instant::now(),
@@ -144,10 +145,10 @@ impl Mailbox {
         Ok(())
     }
 
-    /// Marks a moment of the work: where the device is by then.
+    /// Takes an intermediate time at this point of the device's work.
     ///
     /// # Errors
-    /// When the device does not take it.
+    /// When the device reports an error.
     pub fn mark(&mut self) -> candle_core::Result<()> {
         match self {
             Self::Here { began, marked, .. } => *marked = began.elapsed().as_secs_f64(),
@@ -157,10 +158,11 @@ impl Mailbox {
         Ok(())
     }
 
-    /// Sends for an f64 tensor of one dimension, as long as the box, and stops the clock when it has come.
+    /// Starts the readback of an f64 tensor of one dimension with `len` elements, and stops the clock behind
+    /// it.
     ///
     /// # Errors
-    /// When it is something else.
+    /// When the tensor does not fit, or the device reports an error.
     pub fn send(&mut self, tensor: &Tensor) -> candle_core::Result<()> {
         match self {
             Self::Here { numbers, began, seconds, .. } => {
@@ -173,11 +175,11 @@ impl Mailbox {
         Ok(())
     }
 
-    /// Waits for what was sent for, and for nothing that was launched later: the numbers, and the seconds to the mark and to
-    /// the end.
+    /// Waits for the readback, and for nothing that was launched after it. Returns the numbers, the seconds
+    /// to the mark, and the seconds in all.
     ///
     /// # Errors
-    /// When something went wrong on the way.
+    /// When nothing was sent, or the device failed.
     pub fn open(&self) -> candle_core::Result<(Vec<f64>, [f64; 2])> {
         match self {
             Self::Here { numbers, marked, seconds, .. } => Ok((numbers.clone(), [*marked, *seconds])),
@@ -187,19 +189,19 @@ impl Mailbox {
     }
 }
 
-/// Bytes of a GPU's memory.
+/// Memory of a GPU, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
     /// In use now.
     pub used: u64,
-    /// Most in use at once since [`reset_peak`].
+    /// The peak of use since [`reset_peak`].
     pub peak: u64,
 }
 
-/// What is in use; `None` on the CPU.
+/// The memory in use; `None` on the CPU.
 ///
 /// # Errors
-/// When the driver does not say.
+/// When the driver's query fails.
 pub fn memory(device: &Device) -> candle_core::Result<Option<Memory>> {
     match device {
         #[cfg(feature = "cuda")]
@@ -208,10 +210,10 @@ pub fn memory(device: &Device) -> candle_core::Result<Option<Memory>> {
     }
 }
 
-/// Begins a new peak.
+/// Resets the peak of memory use.
 ///
 /// # Errors
-/// When the driver does not take it.
+/// When the driver reports an error.
 pub fn reset_peak(device: &Device) -> candle_core::Result<()> {
     match device {
         #[cfg(feature = "cuda")]
@@ -220,7 +222,7 @@ pub fn reset_peak(device: &Device) -> candle_core::Result<()> {
     }
 }
 
-/// The device's memory pool, which every allocation comes from, keeps the books.
+/// Statistics of the device's memory pool, from which every allocation comes.
 #[cfg(feature = "cuda")]
 #[allow(unsafe_code)]
 mod memory {
@@ -231,8 +233,8 @@ mod memory {
     use cudarc::driver::sys::{self, CUmemPool_attribute as Attribute};
     use cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice};
 
-    /// Numbers in page-locked memory, and events on both sides of the work that they come from. (cudarc's own event is
-    /// not recorded while a context has one stream.)
+    /// Numbers in page-locked memory, with events before and after the step that they come from. (cudarc
+    /// records no events of its own while a context has one stream.)
     #[derive(Debug)]
     pub struct Letter {
         stream: Arc<CudaStream>,
@@ -245,7 +247,8 @@ mod memory {
     impl Letter {
         pub(super) fn new(device: &CudaDevice, len: usize) -> Result<Self> {
             let stream = device.cuda_stream();
-            // SAFETY: any bits are an f64; `open` waits for the copy into them, and `drop` before they go.
+            // SAFETY: any bits are valid f64; `open` waits for the copy into the memory, and `drop` waits
+            // before it is freed.
             let host = unsafe { stream.context().alloc_pinned_with_flags(len, 0) }.w()?;
             let began = stream.record_event(TIMED).w()?;
             Ok(Self { stream, host, began, marked: None, came: None })
@@ -283,7 +286,7 @@ mod memory {
     }
 
     impl Drop for Letter {
-        /// A copy may be under way.
+        /// A copy may still be in flight.
         fn drop(&mut self) {
             let _ = self.stream.synchronize();
         }
@@ -294,7 +297,7 @@ mod memory {
     fn pool(device: &CudaDevice) -> Result<sys::CUmemoryPool> {
         let mut pool = std::ptr::null_mut();
         let device = device.cuda_stream().context().cu_device();
-        // SAFETY: a query of the driver that fills in `pool`.
+        // SAFETY: a query of the driver that writes to `pool`.
         unsafe { sys::cuDeviceGetDefaultMemPool(&mut pool, device).result().w()? };
         Ok(pool)
     }
@@ -313,7 +316,8 @@ mod memory {
         unsafe { sys::cuMemPoolSetAttribute(pool(device)?, attribute, (&raw mut value).cast()).result().w() }
     }
 
-    /// Without this the pool gives everything back whenever the host waits, and has to ask for it again.
+    /// By default the pool returns its free memory to the driver at every synchronization, and then has to
+    /// allocate it again.
     pub(super) fn keep_what_is_freed(device: &Device) -> Result<()> {
         set(device.as_cuda_device()?, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)
     }

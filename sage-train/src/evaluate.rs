@@ -1,4 +1,4 @@
-//! Loss on text that is not trained on, and HellaSwag.
+//! Validation loss on text outside the training data, and HellaSwag.
 
 use std::path::Path;
 
@@ -14,27 +14,28 @@ use crate::ranks::Ranks;
 /// The result of a validation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Evaluation {
-    /// Nats a token.
+    /// Mean loss, nats per token.
     pub loss: f64,
-    /// Bits a byte of text: comparable between tokenizers.
+    /// Mean loss, bits per byte of text, which is comparable between tokenizers.
     pub bits_per_byte: f64,
-    /// Tokens that were predicted.
+    /// Number of tokens that were predicted.
     pub tokens: u64,
-    /// Tokens in all sequences that there are.
+    /// Number of tokens in all sequences of the data.
     pub of: u64,
 }
 
 /// How much to evaluate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
-    /// At least so many tokens, in whole sequences, as far as there are.
+    /// Lower bound of the number of tokens, which is rounded up to whole sequences, as far as the data has
+    /// them.
     pub tokens: u64,
-    /// Sequences at a time.
+    /// Sequences per batch.
     pub batch: usize,
 }
 
-/// Mean loss over the first tokens in whole sequences, always the same ones, which ranks deal out among themselves. `seen` is
-/// told how many are done, and of how many.
+/// Mean loss over the first sequences of the data, which are the same in every validation. The ranks divide
+/// the batches among themselves. `seen` receives the number of tokens done, and of all tokens.
 ///
 /// # Errors
 /// When the data cannot be read, or the device fails.
@@ -50,7 +51,7 @@ pub fn evaluate(
     let batches = Batches::new(data, cut);
     let wanted = tokens.div_ceil(cut.context as u64).min(batches.sequences());
     let (mesh, data_rank) = (ranks.mesh(), ranks.mesh().data());
-    // The sum of losses of each batch of sequences, where this rank has it, and the bytes of the text.
+    // The sum of losses of each batch, 0 for batches of other ranks; and the number of bytes of the text.
     let (mut sums, mut bytes, mut first) = (Vec::new(), 0, 0);
     while first < wanted {
         let count = (batch as u64).min(wanted - first);
@@ -60,7 +61,7 @@ pub fn evaluate(
             continue;
         }
         let sequences = batches.in_order(first, count as usize)?.part(mesh.part());
-        // The bytes of exactly the tokens that were predicted.
+        // The bytes of exactly the tokens that are predicted.
         bytes += sequences.targets().iter().map(|&id| tokenizer.bytes(id)).sum::<u64>();
         let loss = || -> candle_core::Result<f32> {
             let batch = sequences.to_device(device)?;
@@ -75,7 +76,7 @@ pub fn evaluate(
     let batches_done = sums.len();
     sums.push(bytes as f64);
     let all = ranks.gather(&sums, device)?;
-    // In the order of the text, whoever has computed them.
+    // The sum runs in the order of the text, whichever rank computed a batch.
     let parts = |n: usize| n % data_rank.of * mesh.context..(n % data_rank.of + 1) * mesh.context;
     let mean = |n: usize| all[parts(n)].iter().map(|of_rank| of_rank[n]).sum::<f64>() / mesh.context as f64;
     let sum: f64 = (0..batches_done).map(mean).sum();
@@ -87,23 +88,24 @@ pub fn evaluate(
     Ok(Evaluation { loss, bits_per_byte: bits / bytes, tokens, of })
 }
 
-/// The same tokens predicted twice: from sequences that are computed whole, as in training, and each from the tokens before
-/// it alone, as decoding in the same numerics has them (`sample --attn`). Numerics that look ahead, a mean over all keys or a scale of a tile, differ in the two.
+/// The loss of the same tokens in two computations: in whole sequences, as in training, and each token from
+/// the tokens before it alone, as decoding in the same numerics computes it (`sample --attn`). The two differ
+/// in numerics that use later tokens, through a mean over all keys or a scale of a tile.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TokenByToken {
-    /// Nats a token of whole sequences.
+    /// Nats per token in whole sequences.
     pub whole: f64,
-    /// Nats a token from what comes before.
+    /// Nats per token from the tokens before it alone.
     pub alone: f64,
-    /// Tokens that were predicted, each way.
+    /// Number of tokens that were predicted in each way.
     pub tokens: u64,
 }
 
-/// Measures [`TokenByToken`]: half the square of the context for each sequence. `seen` is told how many tokens are done, and of
-/// how many.
+/// Measures [`TokenByToken`]. A sequence costs half the square of the context in tokens. `seen` receives the
+/// number of tokens done, and of all tokens.
 ///
 /// # Errors
-/// When attention stays inside documents, the data cannot be read, or the device fails.
+/// When attention is confined to documents, when the data cannot be read, or when the device fails.
 pub fn token_by_token(
     model: &Llama,
     data: &Mixture,
@@ -146,14 +148,14 @@ pub fn token_by_token(
     Ok(TokenByToken { whole: whole / wanted as f64, alone: alone / wanted as f64, tokens: all })
 }
 
-/// A beginning, and endings to choose from.
+/// A multiple-choice example: a beginning, and endings to choose from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Example {
     /// Tokens of the beginning.
     pub context: Vec<u32>,
     /// Tokens of each ending.
     pub endings: Vec<Vec<u32>>,
-    /// The right one.
+    /// Index of the right ending.
     pub label: usize,
 }
 
@@ -162,12 +164,12 @@ const MAGIC: [i32; 2] = [20_240_522, 1];
 const HEADER: usize = 1024;
 const BEGIN: u16 = u16::MAX;
 
-/// Reads HellaSwag as llm.c's `hellaswag_val.bin` has it: a header of 256 numbers of 32 bits, then for each example in 16
-/// bits a number: 65535, its bytes, its index, the label, the number of endings, then length and tokens of the context
-/// and of each ending.
+/// Reads HellaSwag in the format of llm.c's `hellaswag_val.bin`: a header of 256 numbers of 32 bits; then for
+/// each example, in numbers of 16 bits, 65535, the example's length in bytes, its index, the label, the
+/// number of endings, and the length and tokens of the context and of each ending.
 ///
 /// # Errors
-/// When the file is something else.
+/// When the file cannot be read, or has another format.
 pub fn read_examples(path: &Path) -> Result<Vec<Example>> {
     let failed = |got: String| {
         Error::new(format!("{} is not a file of examples", path.display()))
@@ -226,17 +228,17 @@ impl Words<'_> {
     }
 }
 
-/// How many examples the model gets right: the ending with the lowest mean loss of its tokens counts as its choice
-/// (llm.c's and lm-eval's `acc_norm`).
+/// The number of examples that the model gets right. It chooses the ending with the lowest mean loss per
+/// token (`acc_norm` of llm.c and lm-eval).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Choices {
-    /// Right ones.
+    /// Number of right choices.
     pub right: usize,
-    /// Of so many.
+    /// Number of examples.
     pub examples: usize,
 }
 
-/// Lets a model choose. A beginning that does not fit the context loses its first tokens.
+/// Lets a model choose endings. A beginning that does not fit the context loses its first tokens.
 ///
 /// # Errors
 /// When an id is not in the vocabulary, or the device fails.
@@ -258,7 +260,7 @@ pub fn choose(
     Ok(choices)
 }
 
-/// Mean loss of each ending.
+/// The mean loss of each ending.
 fn losses(
     model: &Llama,
     example: &Example,
@@ -281,7 +283,7 @@ fn losses(
 mod tests {
     use super::*;
 
-    /// As `write_evalfile` lays it out.
+    /// A file as `write_evalfile` lays it out.
     fn file(examples: &[Example]) -> Vec<u8> {
         let mut out = Vec::new();
         let header = [20_240_522, 1, examples.len() as i32, 0];

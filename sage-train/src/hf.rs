@@ -1,5 +1,6 @@
-//! Hugging Face's format, both ways: a Llama where QK-norm is off, a Qwen3 where it is on. `config.json` is the shape,
-//! `model.safetensors` (or several, with an index) the weights, under the names that a run's own have.
+//! Hugging Face's format, for import and export: a Llama without QK-norm, a Qwen3 with it. `config.json`
+//! holds the shape; `model.safetensors` (or several files with an index) the weights, under the same names as
+//! in a run.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path};
@@ -19,13 +20,13 @@ use crate::settings::{Settings, SmoothingSetting, Switch};
 use crate::{during, writing};
 
 const CONFIG: &str = "config.json";
-/// What a low-bit attention runtime needs to know, of a model that was trained for one.
+/// For a model trained with a low-bit scheme: the settings that an attention runtime needs.
 const ATTENTION: &str = "attention.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const HINT: &str = "models like SmolLM and Qwen3-0.6B can be: Llama or Qwen3, a tied embedding, plain angles";
 
-/// What of a `config.json` matters here; what would change the computation is checked.
+/// The part of a `config.json` that is used. Fields that would change the computation are checked.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 struct HfConfig {
     model_type: String,
@@ -49,7 +50,7 @@ struct HfConfig {
     hidden_act: Option<String>,
     rope_theta: Option<f64>,
     rope_scaling: Option<Rope>,
-    /// Of transformers 5, in the place of the two before.
+    /// Replaces the two fields before in transformers 5.
     rope_parameters: Option<Rope>,
 }
 
@@ -117,10 +118,11 @@ impl HfConfig {
     }
 }
 
-/// The settings that a folder's `config.json` stands for. The context stays open: any up to the model's will do.
+/// The settings in a folder's `config.json`. The context is not set: any length up to the model's is
+/// possible.
 ///
 /// # Errors
-/// When it is a model of another kind.
+/// When the files cannot be read, or describe another kind of model.
 pub fn settings(folder: &Path) -> Result<Settings> {
     let config = HfConfig::read(folder)?;
     let tokenizer = folder.join("tokenizer.json");
@@ -140,7 +142,7 @@ pub fn settings(folder: &Path) -> Result<Settings> {
     })
 }
 
-/// The attention that a model was trained for, where its export says so.
+/// The attention that a model was trained with, if the folder has `attention.json`.
 fn attention(folder: &Path) -> Result<Settings> {
     let path = folder.join(ATTENTION);
     if !path.exists() {
@@ -169,7 +171,7 @@ fn attention(folder: &Path) -> Result<Settings> {
     settings().map_err(|error| unusable(error.to_string().replace('\n', "\n           ")))
 }
 
-/// Its longest sequence.
+/// The model's longest sequence, in tokens.
 ///
 /// # Errors
 /// As [`settings`].
@@ -177,10 +179,11 @@ pub fn longest(folder: &Path) -> Result<usize> {
     Ok(HfConfig::read(folder)?.max_position_embeddings)
 }
 
-/// The weights of a folder; a router and a share that it has none of start as they do. Rows that the embedding has beyond the file's are not invented: the shape must be the same.
+/// The weights of a folder. A router or `theta` of SLA2 that the files lack keeps its initial values. The
+/// embedding must have as many rows as the model: missing rows are not made up.
 ///
 /// # Errors
-/// When a file is missing, damaged, or of another shape.
+/// When a file is missing or damaged, or a tensor has another shape.
 pub fn load(
     folder: &Path,
     config: &LlamaConfig,
@@ -201,7 +204,7 @@ pub fn load(
     Parameters::from_values(config, &values, device, dtype, trained)
 }
 
-/// One file, or those that the index names.
+/// The name of the single file of weights, or the names in the index.
 fn weight_files(folder: &Path) -> Result<BTreeSet<String>> {
     let index = folder.join(INDEX);
     if folder.join(WEIGHTS).exists() || !index.exists() {
@@ -226,7 +229,7 @@ fn weight_files(folder: &Path) -> Result<BTreeSet<String>> {
     }
 }
 
-/// A model's `config.json`.
+/// The `config.json` of a model.
 fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Value {
     let (kind, class) =
         if config.qk_norm { ("qwen3", "Qwen3ForCausalLM") } else { ("llama", "LlamaForCausalLM") };
@@ -258,26 +261,26 @@ fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Value {
     })
 }
 
-/// A model to be written.
+/// A model to export.
 #[derive(Debug, Clone, Copy)]
 pub struct Model<'a> {
-    /// Its shape.
+    /// The model's shape.
     pub config: &'a LlamaConfig,
-    /// Its weights.
+    /// The model's weights.
     pub parameters: &'a Parameters,
-    /// Its tokenizer.
+    /// The model's tokenizer.
     pub tokenizer: &'a Tokenizer,
 }
 
-/// Whether a parameter is one that SLA2 adds to a layer.
+/// Whether a parameter is one of those that SLA2 adds to a layer.
 fn is_of_sla2(name: &str) -> bool {
     ["_router.weight", ".theta"].iter().any(|end| name.ends_with(end))
 }
 
-/// Writes a model into a new folder, as `transformers` loads it.
+/// Exports a model to a new folder that `transformers` can load.
 ///
 /// # Errors
-/// When the folder exists or cannot be written, or the model has no attention.
+/// When the folder exists or cannot be written, or the model has no attention or has SLA2.
 pub fn export(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
     if model.config.scheme.is_none() {
         return Err(Error::new("a model without attention has no name in transformers")

@@ -1,11 +1,20 @@
 //! Pre-training of small Llamas with low-bit attention, and fair comparison with full precision.
 //!
-//! `settings` is what may be said, `config` what will run, `device` where, `data` text to batches, `model` the Llama,
-//! `optim` the update, `ranks` several processes that train one model, `train` the loop over them and its checkpoints, `evaluate` and `sample` what a model can, `hf` the
-//! way to Hugging Face's format and back, `probe` the errors of a trained model, `bench` the speed of attention, `report`
-//! the pictures, `partial` and `lock` what keeps files whole, `signals` how a run is asked to stop, `cli` the command.
+//! - `cli`: the command line; `settings`: every option of it; `config`: the resolved, checked configuration
+//!   of a run.
+//! - `data`: from text to batches; `model`: the Llama; `optim`: AdamW's settings and learning-rate schedules.
+//! - `train`: the training loop; `checkpoint`: the state that a run resumes from; `ranks`: several processes
+//!   that train one model; `device`: where a process computes; `signals`: how a run is asked to stop.
+//! - `evaluate` and `sample`: validation and generated text; `probe`: errors of attention in a trained model;
+//!   `bench`: speed of attention.
+//! - `trained`: a trained model, from a run or, through `hf`, in Hugging Face's format.
+//! - `metrics` and `runs`: what runs measured and how they ended; `report`: tables and plots of them;
+//!   `sweep`: many runs.
+//! - `partial` and `lock`: files that are whole, folders with one writer; `checks` and `quantity`: ranges and
+//!   notation of numbers.
 
 pub mod bench;
+pub mod checkpoint;
 pub mod checks;
 pub mod cli;
 pub mod config;
@@ -32,13 +41,13 @@ pub mod trained;
 
 pub use candle_sage::{Error, ErrorKind, Result};
 
-/// Turns an error of a library into one of ours, saying what was being done.
+/// Turns an error of a library into an [`Error`] that tells what was attempted.
 pub(crate) fn during<E: std::fmt::Display>(what: impl Into<String>) -> impl FnOnce(E) -> Error {
     let what = what.into();
     move |error| Error::new(what).got(error).with_kind(ErrorKind::Failed)
 }
 
-/// Turns an error of writing a file into one of ours.
+/// Turns an error of writing a file into an [`Error`].
 pub(crate) fn writing<E: std::fmt::Display>(path: &std::path::Path) -> impl FnOnce(E) -> Error {
     let what = format!("cannot write {}", path.display());
     move |error| {
@@ -54,20 +63,21 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// A progress bar on standard error; hidden where that is no terminal.
+/// A progress bar on standard error, hidden if that is not a terminal.
 pub(crate) fn bar(len: u64, template: &str) -> indicatif::ProgressBar {
     let style = indicatif::ProgressStyle::with_template(template);
     indicatif::ProgressBar::new(len)
         .with_style(style.unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()))
 }
 
-/// A line on standard error. Nobody reading it is no reason to stop.
+/// Prints a line to standard error. A write error is ignored, because a run does not stop when nobody reads
+/// its output.
 pub(crate) fn tell(text: &str) {
     use std::io::Write;
     let _ = writeln!(std::io::stderr(), "{}", text.trim_end());
 }
 
-/// Runs code of a library that may panic over a broken file: a panic becomes an error.
+/// Runs code of a library that may panic on a damaged file. A panic becomes an error.
 pub(crate) fn unpanicked<T>(
     work: impl FnOnce() -> std::result::Result<T, String>,
 ) -> std::result::Result<T, String> {

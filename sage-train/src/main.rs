@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use sage_train::cli::Cli;
 
-/// Tokenizing is half allocation: with the system's allocator it takes half as long again.
+/// Half of the time of tokenizing is allocation: with the system's allocator it takes half as long again.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -14,7 +14,7 @@ fn main() -> ExitCode {
         Ok(()) => 0,
         Err(error) => {
             tell(&error);
-            // As a shell says it of a program that a signal ended.
+            // Shells report the same code for a program that a signal ended.
             sage_train::signals::received().map_or(1, |signal| 128 + signal)
         }
     };
@@ -22,7 +22,7 @@ fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-/// Prints an error. Nobody reading it changes nothing.
+/// Prints an error to standard error. A write error is ignored.
 fn tell(error: &dyn std::fmt::Display) {
     let _ = writeln!(std::io::stderr(), "error: {error}");
 }

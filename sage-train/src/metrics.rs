@@ -1,7 +1,10 @@
-//! What a run measures: a point for each step, and an outcome for the run.
+//! What a run measures: a point for each step, an outcome for the run, and the probes of its attention.
+
+mod probed;
 
 use std::path::PathBuf;
 
+pub use probed::{Distance, Probed, QUANTITIES, RESULTS, Row, Sizes};
 use serde::{Deserialize, Serialize};
 
 use crate::settings::Attn;

@@ -1,4 +1,4 @@
-//! Settings of AdamW, and learning rates.
+//! Settings of AdamW, and learning-rate schedules.
 
 mod adamw;
 mod schedule;

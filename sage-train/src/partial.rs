@@ -85,7 +85,8 @@ impl Folder {
     /// that this program did not make is not.
     ///
     /// # Errors
-    /// When the folder exists, another process is making it, or an earlier attempt left a journal.
+    /// When the folder exists, something else has its temporary name, another process is making it, or an
+    /// earlier attempt left a journal.
     pub fn begin(target: &Path) -> Result<Self> {
         Self::open(target, false)
     }
@@ -93,7 +94,7 @@ impl Folder {
     /// As [`Folder::begin`], but continues an unfinished folder that has a journal.
     ///
     /// # Errors
-    /// When the folder exists, or another process is making it.
+    /// When the folder exists, something else has its temporary name, or another process is making it.
     pub fn take_up(target: &Path) -> Result<Self> {
         Self::open(target, true)
     }

@@ -14,10 +14,10 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use candle_sage::{Error, Result, SageBwd, Scheme};
 use rayon::prelude::*;
-use serde::{Deserialize, Serialize};
 
 use crate::data::{Batches, Cut, Dataset, Mixture, Tokenizer};
 use crate::device::{Place, free_memory};
+use crate::metrics::{Probed, QUANTITIES, RESULTS, Row, Sizes};
 use crate::model::{Llama, LlamaConfig, Parameters, Watch};
 use crate::quantity::gib;
 use crate::ranks::Mesh;
@@ -27,16 +27,9 @@ use crate::{bar, during, tell};
 
 use anatomy::{Anatomy, Inputs, Low, Quantities, bytes};
 use attn_qat::AttnQatAnatomy;
-pub use measures::{Distance, Sizes};
 use measures::{Sums, outlying};
 use sagebwd::SageBwdAnatomy;
 pub use sigma::{Shape, SigmaRow, sigma_table};
-
-/// The quantities whose errors are measured, in the order of the computation.
-pub const QUANTITIES: [&str; 8] = ["delta", "P", "dP", "dS", "O", "dQ", "dK", "dV"];
-
-/// Those quantities that are results of attention.
-pub const RESULTS: [&str; 4] = ["O", "dQ", "dK", "dV"];
 
 /// What to measure.
 #[derive(Debug, Clone, Copy)]
@@ -57,50 +50,6 @@ impl Default for Look {
     fn default() -> Self {
         Self { sequences: 4, heads: false, products: false, qk_scale: 1.0, token_scales: false }
     }
-}
-
-/// The errors of a layer, or of one of its heads.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Row {
-    /// The layer, from 0.
-    pub layer: usize,
-    /// The query head, from 0; `None` for the whole layer.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub head: Option<usize>,
-    /// Errors by the names of [`QUANTITIES`]. dK and dV are sums over the query heads of a key head, and are
-    /// in the row of the first of them.
-    pub errors: BTreeMap<String, Distance>,
-    /// Sizes of the tensors.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub sizes: Option<Sizes>,
-    /// For each part of the arithmetic, relative L2 of the four [`RESULTS`] with that part alone in low bits;
-    /// `None` for a gradient that is in another head's row.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub products: Vec<(String, [Option<f64>; 4])>,
-    /// For each operand, the fraction of its NVFP4 groups that become zeros; empty for a scheme without such
-    /// groups.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub vanished: Vec<(String, f64)>,
-}
-
-/// A probe: what was measured, and the errors.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Probed {
-    /// The numerics whose errors these are.
-    pub scheme: String,
-    /// Steps that the model was trained for, if known.
-    pub step: Option<u64>,
-    /// Tokens in a sequence.
-    pub context: usize,
-    /// Number of validation sequences.
-    pub sequences: usize,
-    /// Factor by which queries and keys were multiplied.
-    pub qk_scale: f64,
-    /// Whether each token of Q and K had a scale of its own.
-    #[serde(default)]
-    pub token_scales: bool,
-    /// A row for each layer, followed by the rows of its heads if they were asked for.
-    pub rows: Vec<Row>,
 }
 
 /// Probes a run, one of its checkpoints, or a model in Hugging Face's format. Validation sequences run
@@ -403,7 +352,7 @@ fn errors(got: &Quantities, exact: &Quantities, first: bool) -> BTreeMap<&'stati
     let all = QUANTITIES.into_iter().zip(pairs);
     all.filter(|(name, _)| first || !["dK", "dV"].contains(name))
         .map(|(name, (got, exact))| match name {
-            // Above the diagonal P is 0, because a query does not see later keys: no result depends on dP there.
+            // Above the diagonal P is 0, since no query sees later keys: no result depends on dP there.
             "dP" => (name, Sums::of(&seen(got, exact.len()), &seen(exact, exact.len()))),
             _ => (name, Sums::of(got, exact)),
         })

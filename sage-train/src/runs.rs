@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::{Config, PLAN};
 use crate::during;
 use crate::metrics::Point;
-use crate::probe::Probed;
+use crate::metrics::Probed;
 
 pub use provenance::Start;
 

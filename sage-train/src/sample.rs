@@ -1,4 +1,4 @@
-//! Text from a model, token by token.
+//! Generation of text, token by token.
 
 use std::time::Instant;
 
@@ -11,61 +11,62 @@ use crate::data::Tokenizer;
 use crate::during;
 use crate::model::{Llama, Past};
 
-/// How the next token is drawn.
+/// How the next token is sampled.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// Logits are divided by it; 0 always takes the likeliest token.
+    /// Temperature, by which logits are divided; 0 always takes the likeliest token.
     pub temperature: f64,
-    /// Draw among so many of the likeliest tokens only; 0 is all.
+    /// Samples among this many of the likeliest tokens; 0 means all.
     pub top_k: usize,
-    /// Draw among the likeliest tokens that together have this probability only; 1 is all.
+    /// Samples among the likeliest tokens with this cumulative probability; 1 means all.
     pub top_p: f64,
-    /// Seed of the draws.
+    /// Seed of the random numbers.
     pub seed: u64,
 }
 
 impl Default for Sampling {
-    /// Cooler than 1, so that a small model's mistakes do not pile up.
+    /// A temperature below 1, because a small model's mistakes accumulate.
     fn default() -> Self {
         Self { temperature: 0.8, top_k: 0, top_p: 1.0, seed: 0 }
     }
 }
 
-/// What a model wrote.
+/// A generated text.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Written {
-    /// What follows the prompt.
+    /// The text after the prompt.
     pub text: String,
-    /// Its tokens.
+    /// Number of tokens.
     pub tokens: usize,
-    /// Seconds from the first of them to the last, one fewer than there are.
+    /// Seconds from the first token to the last, which is the time of `tokens - 1` tokens.
     pub seconds: f64,
 }
 
 impl Written {
-    /// Tokens a second, where there are two.
+    /// Tokens per second; `None` for fewer than two tokens.
     pub fn tokens_per_second(&self) -> Option<f64> {
         (self.tokens > 1).then(|| (self.tokens - 1) as f64 / self.seconds)
     }
 }
 
-/// A model that writes.
+/// A model that generates text.
 #[derive(Debug, Clone, Copy)]
 pub struct Writer<'a> {
     /// The model.
     pub model: &'a Llama,
-    /// The numerics in which tokens after the prompt attend to those before them.
+    /// The scheme in which tokens after the prompt attend to the tokens before them.
     pub following: Scheme,
     /// The tokenizer.
     pub tokenizer: &'a Tokenizer,
-    /// The most tokens that the model looks back. Where they are full, the older half is forgotten.
+    /// The most tokens that the model attends to. When the cache is full, its older half is dropped.
     pub context: usize,
-    /// Where it computes.
+    /// The device.
     pub device: &'a Device,
 }
 
 impl Writer<'_> {
-    /// Goes on with `prompt` (with nothing: begins a document) until the document ends or is `tokens` longer.
+    /// Continues `prompt` until the document ends, by at most `tokens` tokens. An empty prompt starts a
+    /// document.
     ///
     /// # Errors
     /// When the model or the tokenizer fails.
@@ -93,7 +94,7 @@ impl Writer<'_> {
         Ok(Written { text: self.tokenizer.decode(&ids[begun..])?, tokens: ids.len() - begun, seconds })
     }
 
-    /// Logits of the token after `ids`, of which `past` has all but the last, or none.
+    /// Logits of the token after `ids`. `past` holds all of them but the last, or nothing.
     fn logits(&self, ids: &[u32], past: &mut Option<Past>) -> candle_core::Result<Vec<f32>> {
         let tensor = |ids: &[u32]| Tensor::new(ids, self.device)?.unsqueeze(0);
         let full = past.as_ref().is_none_or(|past| past.tokens() == self.context);
@@ -118,7 +119,7 @@ impl Writer<'_> {
 
 impl Sampling {
     fn draw(&self, logits: &[f32], rng: &mut ChaCha8Rng) -> u32 {
-        // Likeliest first; the same order whatever comes, also where two are equal.
+        // Likeliest first. The sort is stable, so the order is deterministic for equal logits too.
         let mut order: Vec<u32> = (0..logits.len() as u32).collect();
         order.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]));
         if self.temperature == 0.0 {

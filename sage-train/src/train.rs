@@ -1,6 +1,5 @@
 //! Training: how a run starts, and how it ends.
 
-pub mod checkpoint;
 pub mod guard;
 mod parallel;
 mod progress;
@@ -29,7 +28,7 @@ use crate::runs::{CONFIG, ENDING, Ending, STARTS, Start, Status};
 use crate::signals::Second;
 use crate::{during, partial, signals, tell, writing};
 
-use checkpoint::{Belongs, Checkpoints, Found};
+use crate::checkpoint::{Belongs, Checkpoints, Found};
 pub use parallel::{Overlap, Parallel, check_parallel};
 use progress::Progress;
 use run_dir::{RunDir, write_json};

@@ -1,10 +1,12 @@
-//! A trained model with all that it takes to use it: from the folder of a run, or one in Hugging Face's format.
+//! A trained model with its settings and tokenizer, from a run's folder, a checkpoint, or a folder in Hugging
+//! Face's format.
 
 use std::path::Path;
 
 use candle_core::Device;
 use candle_sage::{Error, Result};
 
+use crate::checkpoint;
 use crate::config::Config;
 use crate::data::Tokenizer;
 use crate::device::Place;
@@ -15,9 +17,8 @@ use crate::quantity::Quantity;
 use crate::ranks::{Mesh, Rank};
 use crate::runs::{Run, STARTS, tokenizer_hash};
 use crate::settings::{Attn, Settings};
-use crate::train::checkpoint;
 
-/// What the model of a run attended to at its end, where it has SLA2.
+/// The stage that the model of a run was in at its end, if it has SLA2.
 fn last_stage(saved: &Settings) -> Stage {
     let of_tokens = saved.tokens.zip(saved.tokens_per_step).map(|(all, step)| all.0.div_ceil(step.0.max(1)));
     let steps = saved.steps.map(|steps| steps.0).or(of_tokens);
@@ -27,13 +28,14 @@ fn last_stage(saved: &Settings) -> Stage {
     }
 }
 
-/// The step of the weights that a run has: that of its last validation.
+/// The step of the weights in a run's folder: that of its last validation.
 fn last_step(run: &Path) -> Option<u64> {
     let points = Run::read(run).ok()?.points;
     points.iter().rev().find(|point| point.val_loss.is_some()).map(|point| point.step)
 }
 
-/// Nothing is trained in steps: one fits whatever context and micro-batch were asked for.
+/// Settings with one step of one micro-batch, which are valid for any context and micro-batch: a trained
+/// model takes no steps.
 fn one_micro_batch(settings: Settings) -> Settings {
     let micro_batch = settings.micro_batch.unwrap_or(8);
     let tokens = settings.context.map(|context| Quantity(context.0.saturating_mul(micro_batch as u64)));
@@ -50,7 +52,7 @@ fn one_micro_batch(settings: Settings) -> Settings {
     }
 }
 
-/// The folder of the run that a folder is of: itself, or that of a checkpoint's run.
+/// The folder of the run: `folder` itself, or the run that the checkpoint `folder` belongs to.
 pub fn run_folder(folder: &Path) -> &Path {
     match checkpoint::is_one(folder) {
         true => folder.parent().and_then(Path::parent).unwrap_or(folder),
@@ -58,28 +60,29 @@ pub fn run_folder(folder: &Path) -> &Path {
     }
 }
 
-/// A model, its settings and its tokenizer.
+/// A model with its settings and its tokenizer.
 #[derive(Debug)]
 pub struct Trained {
-    /// The run's settings; of a folder in Hugging Face's format what can be known.
+    /// The run's settings. For a folder in Hugging Face's format, the settings that its files tell.
     pub config: Config,
     /// The weights.
     pub parameters: Parameters,
     /// The tokenizer.
     pub tokenizer: Tokenizer,
-    /// Where it computes.
+    /// The device.
     pub device: Device,
-    /// Steps that it was trained for, where that is known.
+    /// Number of steps that the model was trained for, if that is known.
     pub step: Option<u64>,
-    /// What it attends to, where it has SLA2.
+    /// What the model attends to, if it has SLA2.
     stage: Stage,
 }
 
 impl Trained {
-    /// Opens a folder. `settings` win over the run's. `trained`: whether there will be gradients.
+    /// Opens a folder. `settings` override those of the run. `trained`: whether the parameters have
+    /// gradients.
     ///
     /// # Errors
-    /// When it is no such folder, or a file of it is missing or damaged.
+    /// When the folder is no run, checkpoint or model, or a file is missing or damaged.
     pub fn open(folder: &Path, place: Place, settings: Settings, trained: bool) -> Result<Self> {
         let trained = trained.then_some(Mesh::ALONE);
         let settings = Settings { device: Some(place), ..settings };
@@ -100,7 +103,7 @@ impl Trained {
         if !saved.exists() && folder.join("config.json").exists() {
             let context = settings.context.unwrap_or(Quantity(hf::longest(folder)?.min(4096) as u64));
             let settings = settings.over(hf::settings(folder)?);
-            // As it was published: in full precision, where nothing else is asked for.
+            // In full precision, as the model was published, unless a scheme is requested.
             let attn = settings.attn.or(Some(Attn::EXACT));
             let config =
                 Config::resolve(one_micro_batch(Settings { context: Some(context), attn, ..settings }))?;
@@ -133,7 +136,7 @@ impl Trained {
     /// The model.
     ///
     /// # Errors
-    /// When there is no memory for its tables.
+    /// When memory is short for the rotary tables.
     pub fn model(&self) -> Result<Llama> {
         let model = &self.config.model;
         let mut llama =
@@ -142,10 +145,10 @@ impl Trained {
         Ok(llama)
     }
 
-    /// Checks that it attends to something.
+    /// Checks that the model has attention.
     ///
     /// # Errors
-    /// When it does not.
+    /// When the model has no attention.
     pub fn check_attention(&self, folder: &Path, what: &str) -> Result<()> {
         if self.config.model.scheme.is_some() {
             return Ok(());

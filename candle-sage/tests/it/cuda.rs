@@ -158,7 +158,7 @@ fn head_dims_are_padded_inside() -> Result<()> {
 }
 
 /// Gradients of 1e-18 and of 1e12 are as good as those of 1, and so are those of queries 2^9 smaller than their neighbours:
-/// dS is kept in 16 bit in units that follow its size (`attention/packed_scores.cuh`).
+/// dS is kept in 16 bit in units that follow its size (`attention/numerics/score_codes_sm90.cuh`).
 #[test]
 #[ignore = "needs a GPU"]
 fn gradients_of_any_size() -> Result<()> {
@@ -202,7 +202,7 @@ fn gradients_of_any_size() -> Result<()> {
 
 /// Values that are up to 2^20 smaller than those of the next tile, or all zero, come out as good as others for queries that
 /// see them alone; beyond that they lose bits, then vanish, but never grow. (Two tiles of values share a sum of integers on
-/// Hopper: `attention/sagebwd_forward_roles.cuh`.)
+/// Hopper: `attention/numerics/sagebwd_forward_sm90.cuh`.)
 #[test]
 #[ignore = "needs a GPU"]
 fn values_of_any_size() -> Result<()> {

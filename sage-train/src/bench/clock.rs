@@ -1,4 +1,4 @@
-//! Time and memory of calls on a device: CUDA events where there are, else the wall clock.
+//! Time and memory of calls on a device: CUDA events on a GPU, otherwise the wall clock.
 
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use candle_core::{Device, Result};
 
 use crate::device::{memory, reset_peak};
 
-/// Calls before the clock starts: modules are loaded, memory pools grow.
+/// Number of calls before the timed ones, which load modules and grow memory pools.
 const WARM_UP: usize = 3;
 
 pub(super) enum Clock {
@@ -26,7 +26,7 @@ impl Clock {
         }
     }
 
-    /// The median of `repeats` calls, in milliseconds; `call` gets the number of the call.
+    /// The median time of `repeats` calls, in milliseconds. `call` receives the index of the call.
     pub(super) fn median(&self, repeats: usize, call: impl Fn(usize) -> Result<()>) -> Result<f64> {
         for n in 0..WARM_UP {
             call(n)?;
@@ -47,7 +47,7 @@ impl Clock {
     }
 }
 
-/// The most memory in use at once during a call, beyond what was in use before. Not known on the CPU.
+/// Peak memory during a call, in bytes, beyond the memory in use before. Not known on the CPU.
 pub(super) fn peak_bytes(device: &Device, call: impl FnOnce() -> Result<()>) -> Result<Option<u64>> {
     device.synchronize()?;
     reset_peak(device)?;
@@ -57,7 +57,8 @@ pub(super) fn peak_bytes(device: &Device, call: impl FnOnce() -> Result<()>) -> 
     Ok(memory(device)?.zip(before).map(|(after, before)| after.peak.saturating_sub(before.used)))
 }
 
-/// Calls follow each other without a wait, as in training: between two events lies the time of the device.
+/// Launches the calls without waiting between them, as in training; the time between two events is device
+/// time.
 #[cfg(feature = "cuda")]
 fn on_events(
     stream: &Arc<cudarc::driver::CudaStream>,

@@ -1,4 +1,4 @@
-//! What the links between GPUs give, and the update of a model over them.
+//! Bandwidth of the links between GPUs, and the time of a model's update over them.
 
 use std::fmt::Write as _;
 
@@ -11,45 +11,45 @@ use crate::during;
 use crate::model::{Llama, LlamaConfig, Parameters, Reduction};
 use crate::ranks::Ranks;
 
-/// Megabytes of f32 that are exchanged; the gather has half of each, in 16 bits. A layer of the paper's model, its embedding, and
-/// all of it.
+/// Megabytes of f32 in an exchange; the gather has half of that, in 16 bits. The sizes are 4 MB, a layer of
+/// the paper's model, its embedding, and all of its parameters.
 const SIZES: [f64; 4] = [4.0, 54.5, 206.0, 1297.0];
 
-/// A size, and what it took.
+/// The times of one size.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Link {
     /// Bytes of f32 on each rank.
     pub bytes: u64,
-    /// Milliseconds of an exchange of them.
+    /// Milliseconds of an exchange of these bytes.
     pub exchange: f64,
-    /// Milliseconds of a gather of half of them.
+    /// Milliseconds of a gather of half of these bytes.
     pub gather: f64,
 }
 
-/// The update of a model: reduction of the gradients, norm, AdamW, gather of the weights.
+/// The time of a model's update: reduction of the gradients, norm, AdamW, all-gather of the weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Update {
-    /// Parameters.
+    /// Number of parameters.
     pub parameters: u64,
-    /// Milliseconds of each rank alone.
+    /// Milliseconds if each rank updates the whole model alone.
     pub alone: f64,
-    /// Milliseconds of all together.
+    /// Milliseconds if the ranks share the update.
     pub together: f64,
 }
 
-/// Everything that is measured.
+/// All measurements.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Links {
     ranks: usize,
-    /// By size.
+    /// The times, by size.
     pub links: Vec<Link>,
     /// Milliseconds of a gather of 64 bytes.
     pub latency: f64,
-    /// Of the model.
+    /// The update of the model.
     pub update: Update,
 }
 
-/// Measures; every rank must come here. `most` megabytes are the most that is exchanged.
+/// Measures exchanges of up to `most` megabytes; all ranks must call this.
 ///
 /// # Errors
 /// When another rank cannot be reached, or memory is short.
@@ -95,7 +95,7 @@ fn update(
 ) -> candle_core::Result<f64> {
     let model = LlamaConfig { context: 64, ..config.model.clone() };
     let parameters = Parameters::init(&model, 0, ranks.mesh(), device, config.device.dtype())?;
-    // A step, so that there are gradients.
+    // One backward makes the gradients that the update needs.
     parameters.clear_gradients()?;
     let ids = Tensor::zeros((1, model.context), DType::U32, device)?;
     Llama::new(&model, &parameters, device)?.train(&ids, &ids)?;
@@ -115,7 +115,7 @@ fn update(
     })
 }
 
-/// What was measured, as a table.
+/// The measurements as a table.
 pub fn table(measured: &Links) -> String {
     let mut out = format!(
         "{} ranks; a rank and direction\n{:>10} {:>22} {:>26}\n",

@@ -1,4 +1,4 @@
-//! Speed of SLA2 beside dense attention of the same numerics: router, lists and tail inside.
+//! Speed of SLA2 and of dense attention in the same numerics. Times include router, lists and tail.
 
 use candle_core::Tensor;
 use candle_sage::{Attention, AttentionShape, Error, Result, Router, Scheme, Selection, Sla2};
@@ -9,14 +9,14 @@ use crate::during;
 use crate::model::Sla2Config;
 use crate::settings::{Attn, Settings, Share};
 
-/// A row of the benchmark: `D:N:SPARSITY`, causal.
+/// A row of the benchmark: `D:N:SPARSITY`, with a causal mask.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Row {
     /// head_dim.
     pub head_dim: usize,
     /// Tokens of a sequence.
     pub tokens: usize,
-    /// The part of the pairs that is not computed.
+    /// The fraction of the (query, key) pairs that is not computed.
     pub sparsity: Share,
 }
 
@@ -40,45 +40,47 @@ impl std::str::FromStr for Row {
     }
 }
 
-/// The usual rows.
+/// The default rows.
 pub fn usual_rows() -> Vec<Row> {
     let row = |tokens, sparsity| Row { head_dim: 128, tokens, sparsity: Share(sparsity) };
     vec![row(4096, 0.85), row(16384, 0.9), row(32768, 0.95), row(131_072, 0.95)]
 }
 
-/// One row, in milliseconds; a forward is one without anything kept.
+/// The result of one scheme on one row. Times are in milliseconds; a forward keeps nothing for a backward.
 #[derive(Debug, Clone)]
 pub struct Measured {
     /// The shape.
     pub row: Row,
-    /// Past blocks that a block of queries picks, and the sparsity that this comes to.
+    /// Past blocks that a block of queries selects.
     pub blocks: usize,
-    /// Of the pairs.
+    /// The resulting sparsity, a fraction of the (query, key) pairs.
     pub sparsity: f64,
-    /// Sequences and heads.
+    /// Batch size: number of sequences.
     pub batch: usize,
-    /// Heads.
+    /// Number of heads.
     pub heads: usize,
     /// The numerics.
     pub scheme: Scheme,
-    /// Dense attention: forward, forward and backward.
+    /// Dense attention: forward, and forward with backward.
     pub dense: [f64; 2],
-    /// The selected blocks alone, with lists that are there already.
+    /// The selected blocks alone, with lists made beforehand: forward, and forward with backward.
     pub sparse: [f64; 2],
-    /// All of SLA2: router, lists, tail and mixture.
+    /// All of SLA2, with router, lists, tail and mixture: forward, and forward with backward.
     pub sla2: [f64; 2],
-    /// The selected blocks alone where everyone picks the first and the nearest ones.
+    /// Forward and backward of the selected blocks alone, if every block of queries selects the first and the
+    /// nearest blocks.
     pub sink: f64,
-    /// The router and its lists.
+    /// The router and the lists that it makes.
     pub select: f64,
-    /// Most memory during forward and backward beyond the inputs: dense, SLA2. Not known on the CPU.
+    /// Peak memory of a forward and backward beyond the inputs, in bytes: dense, SLA2. Not known on the CPU.
     pub extra_bytes: Option<[u64; 2]>,
 }
 
-/// Measures one row, full precision and SageBwd one after the other.
+/// Measures one row, first full precision, then SageBwd.
 ///
 /// # Errors
-/// When the sparsity cannot be had, the device has no kernels for the shape, or runs out of memory.
+/// When no number of blocks has the sparsity, when the device has no kernels for the shape, or when it runs
+/// out of memory.
 pub fn measure(plan: &Plan, row: Row) -> Result<Vec<Measured>> {
     let settings = Settings { sla2_sparsity: Some(row.sparsity), ..Settings::default() };
     let attn: Attn = "sla2".parse()?;

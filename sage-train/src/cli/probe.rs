@@ -8,7 +8,8 @@ use super::model::needs_data;
 use super::print;
 use crate::checks::above_zero;
 use crate::device::Place;
-use crate::probe::{Look, Probed, Shape, probe, sigma_table};
+use crate::metrics::Probed;
+use crate::probe::{Look, Shape, probe, sigma_table};
 use crate::quantity::Quantity;
 use crate::ranks::Rank;
 use crate::report::{layer_errors, probe_csv, sigma_errors};
@@ -170,7 +171,7 @@ impl Probe {
         if let Some(path) = &self.csv {
             let mut text = String::from("sigma,quantity,cosine,relative_l2\n");
             for row in &rows {
-                for (name, error) in crate::probe::RESULTS.iter().zip(row.errors) {
+                for (name, error) in crate::metrics::RESULTS.iter().zip(row.errors) {
                     text += &format!("{},{name},{},{}\n", row.sigma, error.cosine, error.relative_l2);
                 }
             }

@@ -5,11 +5,11 @@ use std::path::Path;
 use candle_sage::{Error, Result};
 use toml::{Table, Value};
 
+use crate::checkpoint::Found;
 use crate::config::{Config, Identity, folder_of_runs};
 use crate::during;
 use crate::ranks::Rank;
 use crate::settings::{Settings, SourceSetting};
-use crate::train::checkpoint::Found;
 
 /// Settings that may change when a run is resumed: its length, its speed, its place and what is measured, but
 /// not the model, the data or the tokens of a step.

@@ -12,6 +12,7 @@ use super::resume::Resumed;
 use super::several::{Several, as_rank};
 use super::sweep::{self, Again};
 use super::threads;
+use crate::checkpoint;
 use crate::checks::in_range;
 use crate::config::{Config, of_attention};
 use crate::data::{Batches, Dataset, known_tokenizer};
@@ -22,7 +23,7 @@ use crate::report::result_table;
 use crate::runs::{Run, Status};
 use crate::settings::{Attn, Preset, Settings};
 use crate::sweep::{Limits, Spec};
-use crate::train::{Begin, Stop, checkpoint};
+use crate::train::{Begin, Stop};
 use crate::{during, hf, partial, ranks, signals, tell, train};
 
 /// The value of `--resume` that stands for the newest checkpoint of the run that `--name` names.

@@ -1,4 +1,4 @@
-//! Which sequences make up a step: a pure function of (seed, step).
+//! The sequences of each step: a pure function of (seed, step).
 
 use std::path::Path;
 
@@ -15,18 +15,18 @@ use super::shard::{Format, ShardWriter};
 use super::tokens::check_ids;
 use super::{Mixture, Tokenizer};
 
-/// Ids and the ids one position later, both (sequences, context).
+/// Input ids, and target ids one position later; both are (sequences, context).
 #[derive(Debug)]
 pub struct Batch {
-    /// What the model reads.
+    /// Input of the model.
     pub ids: Tensor,
-    /// What it should say.
+    /// The token after each input token.
     pub targets: Tensor,
-    /// The documents, where attention stays inside of them.
+    /// The documents, if attention stays inside documents.
     pub documents: Option<Packing>,
 }
 
-/// The same on the host.
+/// A [`Batch`] in host memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sequences {
     ids: Vec<u32>,
@@ -36,7 +36,7 @@ pub struct Sequences {
 }
 
 impl Sequences {
-    /// Where the model computes.
+    /// Copies the sequences to a device.
     ///
     /// # Errors
     /// When tensors cannot be allocated.
@@ -50,7 +50,8 @@ impl Sequences {
         })
     }
 
-    /// One of equal parts of every sequence: neighbouring tokens. Documents stay those of the whole.
+    /// This rank's part of every sequence: consecutive tokens, as many as in every other part. `documents`
+    /// stay those of the whole sequences.
     pub fn part(self, part: Rank) -> Self {
         if part.of == 1 {
             return self;
@@ -66,17 +67,17 @@ impl Sequences {
         }
     }
 
-    /// What the model reads.
+    /// Input ids.
     pub fn ids(&self) -> &[u32] {
         &self.ids
     }
 
-    /// What the model should say.
+    /// Target ids.
     pub fn targets(&self) -> &[u32] {
         &self.targets
     }
 
-    /// The documents, where attention stays inside of them.
+    /// The documents, if attention stays inside documents.
     pub fn documents(&self) -> Option<&Packing> {
         self.documents.as_ref()
     }
@@ -89,29 +90,29 @@ pub struct Cut {
     pub context: usize,
     /// Seed of the order.
     pub seed: u64,
-    /// Entries of the vocabulary: every id is below.
+    /// Size of the vocabulary: every id is below.
     pub vocab: usize,
-    /// The token that ends a document, where attention stays inside documents.
+    /// The token that ends a document, if attention stays inside documents.
     pub end_of_document: Option<u32>,
 }
 
-/// Sequences of `context` tokens, back to back in each source. Every epoch of a source visits each once, in an order of
-/// its own.
+/// Batches of a mixture. Each source is cut into consecutive sequences of `context` tokens, and each epoch of
+/// a source visits every sequence once, in an order of its own.
 #[derive(Debug)]
 pub struct Batches<'a> {
     mixture: &'a Mixture,
     cut: Cut,
-    /// Of each source: the epoch at hand, and its order.
+    /// For each source the current epoch and its order.
     orders: Vec<Option<(u64, Vec<u32>)>>,
 }
 
 impl<'a> Batches<'a> {
-    /// Sequences of sources that are each longer than the context.
+    /// Sequences of a mixture, each source of which must be longer than the context.
     pub fn new(mixture: &'a Mixture, cut: Cut) -> Self {
         Self { mixture, cut, orders: mixture.sources().map(|_| None).collect() }
     }
 
-    /// Sequences of all sources.
+    /// Number of sequences in all sources.
     pub fn sequences(&self) -> u64 {
         (0..self.orders.len()).map(|source| self.sequences_of(source)).sum()
     }
@@ -120,19 +121,19 @@ impl<'a> Batches<'a> {
         self.mixture.source(source).len().saturating_sub(1) / self.cut.context as u64
     }
 
-    /// Sequences `first..first + count` of all that are ever visited.
+    /// Sequences `first..first + count` in the order of training, which has no end.
     ///
     /// # Errors
-    /// When a shard cannot be read.
+    /// When a shard cannot be read, or an id is not in the vocabulary.
     pub fn shuffled(&mut self, first: u64, count: usize) -> Result<Sequences> {
         let places: Vec<_> = (first..first + count as u64).map(|n| self.place(n)).collect();
         self.sequences_at(&places)
     }
 
-    /// Sequences `first..first + count` in the order of the text.
+    /// Sequences `first..first + count`, those of each source in the order of its text.
     ///
     /// # Errors
-    /// When a shard cannot be read.
+    /// When a shard cannot be read, or an id is not in the vocabulary.
     pub fn in_order(&self, first: u64, count: usize) -> Result<Sequences> {
         let place = |n| {
             let (source, index) = self.mixture.draw(n);
@@ -141,11 +142,11 @@ impl<'a> Batches<'a> {
         self.sequences_at(&(first..first + count as u64).map(place).collect::<Vec<_>>())
     }
 
-    /// Writes the first `count` sequences that are visited, one behind the other with the token after each, as a shard: what
-    /// it takes to teach another program the same.
+    /// Writes the first `count` sequences in the order of training to a shard, each with its next token, as a
+    /// document of its own. With this shard another program can be trained on the same sequences.
     ///
     /// # Errors
-    /// When a shard cannot be read, or the file not written.
+    /// When there are too many sequences for a shard, a shard cannot be read, or the file cannot be written.
     pub fn write(&mut self, count: u64, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
         let tokens = count.saturating_mul(self.cut.context as u64 + 1);
         if tokens > u64::from(u32::MAX) {
@@ -165,7 +166,7 @@ impl<'a> Batches<'a> {
         writer.finish().map(|_| ())
     }
 
-    /// The source of sequence `n`, and its first token there.
+    /// The source of sequence `n`, and the index of its first token in the source.
     fn place(&mut self, n: u64) -> (usize, u64) {
         let (source, index) = self.mixture.draw(n);
         let sequences = self.sequences_of(source);
@@ -198,20 +199,21 @@ impl<'a> Batches<'a> {
     }
 }
 
-/// Where documents begin: with a sequence, and behind the token that ends one.
+/// The bounds of documents: a document starts at the beginning of a sequence, and after a token that ends
+/// one.
 fn documents(ids: &[u32], context: usize, end: u32) -> Packing {
     let begins = |&at: &usize| at.is_multiple_of(context) || ids[at - 1] == end;
     let bounds = (0..ids.len()).filter(begins).chain([ids.len()]);
     Packing::self_attention(bounds.collect())
 }
 
-/// The most sequences of a source: their order is held in 32 bits each.
+/// The most sequences of a source: an epoch's order holds 32-bit indices.
 const MOST_SEQUENCES: u64 = u32::MAX as u64;
 
-/// Checks that a list of tokens can be cut.
+/// Checks that a list of tokens can be cut into sequences.
 ///
 /// # Errors
-/// When it is shorter than one sequence, or too long.
+/// When it is shorter than one sequence, or has too many.
 pub(super) fn check(what: &str, tokens: u64, context: usize) -> Result<()> {
     if tokens <= context as u64 {
         return Err(Error::new(format!("the {what} text is shorter than one sequence"))
@@ -252,7 +254,7 @@ mod tests {
         sorted.sort_unstable();
         assert_eq!(sorted, (0..10).map(|n| n * 10).collect::<Vec<_>>());
         assert_ne!(first, second);
-        // Looking back gives the same again.
+        // Earlier sequences can be read again.
         assert_eq!(firsts(&mut batches, 3..7), first[3..7]);
         assert_ne!(firsts(&mut Batches::new(&tokens, cut(5)), 0..10), first);
         let batch = batches.shuffled(8, 4)?.to_device(&Device::Cpu).expect("tensors");
@@ -268,7 +270,7 @@ mod tests {
         let mixture = Mixture::new(vec![(source(0), 3.0), (source(1000), 1.0)]);
         let mut batches = Batches::new(&mixture, cut(0));
         let mut seen = firsts(&mut batches, 0..40);
-        // Three epochs of the first, one of the second.
+        // Three epochs of the first source, one of the second.
         seen.sort_unstable();
         let first = (0..30).map(|n| n / 3 * 10);
         assert_eq!(seen, first.chain((0..10).map(|n| 1000 + n * 10)).collect::<Vec<_>>());

@@ -1,4 +1,4 @@
-//! Whether a folder of shards is whole.
+//! Checks that a folder of shards is complete and unchanged.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,19 +12,20 @@ use super::source::{self, Source};
 use super::tokenizer::Tokenizer;
 use super::tokens::{Tokens, check_ids};
 
-/// What [`check`] looked at.
+/// The result of [`check`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Checked {
-    /// Shards.
+    /// Number of shards.
     pub shards: usize,
-    /// Those without a sidecar, of which less is known.
+    /// Number of shards without a sidecar, whose hash is not known.
     pub without_sidecar: usize,
 }
 
-/// Reads every shard of a folder and compares it with its sidecar, the tokenizer, and the list in `dataset.json`.
+/// Reads every shard of a folder and compares it with its sidecar, the tokenizer, and the list in
+/// `dataset.json`.
 ///
 /// # Errors
-/// When one is missing, is not what its sidecar says, or holds an id that is not in the vocabulary.
+/// When a shard is missing, does not match its sidecar, or holds an id that is not in the vocabulary.
 pub fn check(folder: &Path) -> Result<Checked> {
     let Source::Shards(files) = source::find(folder, Path::new(""))? else {
         return Err(Error::new("no shards of tokens")
@@ -55,10 +56,10 @@ pub fn check(folder: &Path) -> Result<Checked> {
     Ok(Checked { shards: all.len(), without_sidecar: bare.into_inner() })
 }
 
-/// Checks that the shards that a folder's `dataset.json` lists are there, where it has one.
+/// Checks that every shard that the folder's `dataset.json` lists exists. A folder without that file passes.
 ///
 /// # Errors
-/// When one is not.
+/// When one does not exist.
 pub fn check_listed(folder: &Path) -> Result<()> {
     if !folder.join(LIST).exists() {
         return Ok(());

@@ -1,6 +1,7 @@
-//! The built-in corpus: documents made from a grammar, each a pure function of (seed, number).
+//! The built-in corpus: documents generated from a grammar. Each document is a pure function of (seed,
+//! number).
 //!
-//! They have the structure that attention is for: names, things and places that return, quoted
+//! The documents have structure that attention is needed for: names, things and places that recur, quoted
 //! speech, ledgers whose entries are asked for later, sums, and brackets that must close in order.
 
 use std::collections::BTreeMap;
@@ -28,7 +29,7 @@ struct Grammar {
     sentences: BTreeMap<String, Vec<String>>,
 }
 
-/// What a document has bound: `{hero}` and the like.
+/// The words that a document uses for `{hero}` and other names throughout.
 type Bound = BTreeMap<String, String>;
 
 impl Corpus {
@@ -77,7 +78,7 @@ impl Corpus {
     fn bind(&self, rng: &mut ChaCha8Rng) -> Bound {
         let mut bound = Bound::new();
         for (name, list) in &self.grammar.bind {
-            // Hero and friend are never the same.
+            // Each name is bound to another word: hero and friend are never the same.
             let free: Vec<&String> = self.grammar.words[list]
                 .iter()
                 .filter(|word| bound.values().all(|taken| taken != *word))
@@ -95,7 +96,7 @@ impl Corpus {
         self.grammar.words[list].choose(rng).expect("no list is empty")
     }
 
-    /// A sentence of a kind with its `{..}` filled in.
+    /// A sentence of a kind, with its `{..}` filled in.
     fn sentence(&self, kind: &str, bound: &Bound, rng: &mut ChaCha8Rng) -> String {
         let mut rest = self.grammar.sentences[kind].choose(rng).expect("no kind is empty").as_str();
         let mut out = String::new();
@@ -127,7 +128,7 @@ impl Corpus {
         }
     }
 
-    /// Keys with numbers, then questions about them in another order.
+    /// Keys with numbers, followed by questions about them in another order.
     fn ledger(&self, bound: &Bound, rng: &mut ChaCha8Rng, text: &mut String) {
         let keys: Vec<&String> =
             self.grammar.words["object"].choose_multiple(rng, rng.clone().random_range(3..=5)).collect();

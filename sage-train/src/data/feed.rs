@@ -1,4 +1,4 @@
-//! Batches made ahead on a thread of their own, so that no step waits for them.
+//! Prefetches batches on a thread, so that no step waits for them.
 
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::Scope;
@@ -7,16 +7,16 @@ use candle_sage::{Error, Result};
 
 use super::{Batches, Sequences};
 
-/// Micro-batches that are kept ready.
+/// Micro-batches in the queue.
 const AHEAD: usize = 4;
 
-/// Micro-batches of a run in their order.
+/// The micro-batches of a run, in their order.
 #[derive(Debug)]
 pub struct Feed(Receiver<Result<Sequences>>);
 
 impl Feed {
-    /// Starts the thread, which makes micro-batches of so many sequences, from each of `firsts` on; it ends when the feed is
-    /// dropped.
+    /// Starts the thread. It makes a micro-batch of `micro_batch` sequences from each number in `firsts` on,
+    /// and ends when the feed is dropped.
     pub fn start<'scope>(
         scope: &'scope Scope<'scope, '_>,
         mut batches: Batches<'scope>,
@@ -34,7 +34,7 @@ impl Feed {
         Self(receiver)
     }
 
-    /// The next one.
+    /// The next micro-batch.
     ///
     /// # Errors
     /// When a shard cannot be read.

@@ -1,5 +1,6 @@
-//! Files of the Hugging Face Hub, kept in its own cache (`HF_HOME`), so that nothing is fetched twice. `HF_ENDPOINT`
-//! names another server, `HF_TOKEN` or a login whose data may be read.
+//! Files of the Hugging Face Hub. They are kept in the hub's own cache (`HF_HOME`), so that no file is
+//! downloaded twice. `HF_ENDPOINT` names another server; `HF_TOKEN` or a stored login gives access to gated
+//! data.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -10,7 +11,7 @@ use serde::Deserialize;
 
 use crate::{bar, unpanicked};
 
-/// Times that a download is taken up again where it broke off.
+/// Attempts to continue an interrupted download.
 const RETRIES: usize = 3;
 
 const RECIPES: [(&str, &str); 3] = [
@@ -19,21 +20,21 @@ const RECIPES: [(&str, &str); 3] = [
     ("fineweb-edu", include_str!("../../data/recipes/fineweb-edu.toml")),
 ];
 
-/// A data set that is known by a short name.
+/// A data set with a short name.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Recipe {
-    /// What it is.
+    /// Description of the data set.
     pub about: String,
-    /// Its name on the hub.
+    /// Name on the hub.
     pub dataset: String,
-    /// Which of its files.
+    /// Pattern of its files.
     pub files: String,
-    /// The column of the text.
+    /// Column of the text.
     pub text_field: String,
-    /// How much that is.
+    /// Size, in words.
     pub size: String,
-    /// Under which terms.
+    /// Licence.
     pub licence: String,
 }
 
@@ -42,28 +43,28 @@ pub fn recipes() -> impl Iterator<Item = (&'static str, Recipe)> {
     RECIPES.into_iter().map(|(name, text)| (name, toml::from_str(text).expect("recipes are tested")))
 }
 
-/// The recipe that somebody may have meant.
+/// The recipe whose name is most similar to `name`, if one is similar.
 pub(super) fn nearest(name: &str) -> Option<&'static str> {
     let near = recipes().map(|(recipe, _)| (strsim::jaro_winkler(name, recipe), recipe));
     near.filter(|(near, _)| *near > 0.8).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, recipe)| recipe)
 }
 
-/// What `hf:OWNER/NAME`, `hf:OWNER/NAME:PATTERN` or the name of a recipe stands for.
+/// The data set that `hf:OWNER/NAME`, `hf:OWNER/NAME:PATTERN` or the name of a recipe stands for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Named {
-    /// The data set.
+    /// Name of the data set on the hub.
     pub dataset: String,
-    /// Which of its files.
+    /// Pattern of its files.
     pub pattern: String,
-    /// The column of the text, if it is known.
+    /// Column of the text, if a recipe names it.
     pub text_field: Option<String>,
 }
 
 impl Named {
-    /// Reads a name; `None` where it is a path.
+    /// Parses a name; `None` if it is a path.
     ///
     /// # Errors
-    /// When it begins as a name and does not go on as one.
+    /// When it begins with `hf:` and is not a valid name.
     pub fn parse(text: &str) -> Result<Option<Self>> {
         if let Some((_, recipe)) = recipes().find(|(name, _)| *name == text) {
             let Recipe { dataset, files, text_field, .. } = recipe;
@@ -76,7 +77,7 @@ impl Named {
     }
 }
 
-/// A name becomes a part of paths: nothing else than a name may be in there.
+/// Checks a name. Names become parts of paths, and must not contain anything else.
 fn check_name(name: &str) -> Result<()> {
     let part = |part: &str| {
         !part.is_empty()
@@ -93,7 +94,7 @@ fn check_name(name: &str) -> Result<()> {
         .hint("hf:roneneldan/TinyStories; `sage-train data recipes` lists short names"))
 }
 
-/// The same of files: nothing that leaves the folder.
+/// Checks that the path of a file stays inside its folder.
 fn check_file(file: &str) -> Result<()> {
     let normal = |path: &Path| path.components().all(|part| matches!(part, Component::Normal(_)));
     if !file.is_empty() && !file.contains(['\\', '\0', '?', '#']) && normal(Path::new(file)) {
@@ -105,7 +106,7 @@ fn check_file(file: &str) -> Result<()> {
         .hint("do not use this data set, and tell the hub"))
 }
 
-/// The hub, with the settings of the environment.
+/// A client of the hub, with its cache.
 #[derive(Debug)]
 pub struct Hub {
     api: Api,
@@ -113,7 +114,7 @@ pub struct Hub {
 }
 
 impl Hub {
-    /// With cache, server and token from the environment.
+    /// A client with cache, server and token from the environment.
     ///
     /// # Errors
     /// When the library cannot start.
@@ -123,17 +124,17 @@ impl Hub {
         Ok(Self { api, cache: Cache::from_env() })
     }
 
-    /// The `tokenizer.json` of a model. `gpt2` is `openai-community/gpt2`.
+    /// The path of a model's `tokenizer.json`. `gpt2` stands for `openai-community/gpt2`.
     ///
     /// # Errors
-    /// When there is none, or it cannot be fetched.
+    /// When the model has none, or it cannot be downloaded.
     pub fn tokenizer(&self, model: &str) -> Result<PathBuf> {
         let model = if model == "gpt2" { "openai-community/gpt2" } else { model };
         check_name(model)?;
         self.get(&Repo::model(model.into()), "tokenizer.json")
     }
 
-    /// The names of a data set's files that match a pattern, in order.
+    /// The names of a data set's files that match its pattern, sorted.
     ///
     /// # Errors
     /// When the hub does not know the data set, or no file matches.
@@ -159,10 +160,10 @@ impl Hub {
         Ok(found)
     }
 
-    /// A file of a data set, from the cache or fetched.
+    /// The path of a data set's file, which is downloaded if it is not in the cache.
     ///
     /// # Errors
-    /// When it cannot be fetched whole.
+    /// When it cannot be downloaded completely.
     pub fn dataset_file(&self, dataset: &str, file: &str) -> Result<PathBuf> {
         check_name(dataset)?;
         check_file(file)?;
@@ -178,19 +179,19 @@ impl Hub {
         let what = format!("{} of {}", file, repo.url());
         let metadata = unpanicked(|| self.api.metadata(&remote.url(file)).map_err(|e| e.to_string()));
         let metadata = metadata.map_err(failed(&what))?;
-        // Both become parts of paths.
+        // Both come from the server and become parts of paths.
         for part in [metadata.etag(), metadata.commit_hash()] {
             if part.is_empty() || !part.chars().all(|c| c.is_ascii_alphanumeric() || "-_\":".contains(c)) {
                 return Err(failed(&what)(format!("the server calls it `{part}`")));
             }
         }
-        // What an earlier try left, if it is too long to be the beginning of the file.
+        // A partial download that is not shorter than the file cannot be its beginning, and is removed.
         let partial = cached.blob_path(metadata.etag()).with_extension("part");
         if partial.metadata().is_ok_and(|held| held.len() >= metadata.size() as u64) {
             let _ = std::fs::remove_file(&partial);
         }
         let path = unpanicked(|| download(&remote, file)).map_err(failed(&what))?;
-        // The library asked once more for the names: what came must lie where the cache is.
+        // The library has asked the server for the names again: the file must lie inside the cache.
         let inside = match (path.canonicalize(), self.cache.path().canonicalize()) {
             (Ok(path), Ok(cache)) => path.starts_with(cache),
             _ => false,
@@ -200,7 +201,7 @@ impl Hub {
         }
         let held = path.metadata().map(|held| held.len()).map_err(|e| failed(&what)(e.to_string()))?;
         if held != metadata.size() as u64 {
-            // The cache must not hand it out again.
+            // Removed, so that the cache does not return an incomplete file.
             let _ = path.canonicalize().and_then(std::fs::remove_file);
             let _ = std::fs::remove_file(&path);
             return Err(failed(&what)(format!("{held} bytes of {}", metadata.size())));

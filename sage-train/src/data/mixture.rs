@@ -1,4 +1,4 @@
-//! Several lists of tokens, drawn from in proportion.
+//! A mixture of several lists of tokens, drawn in proportion to their weights.
 
 use super::Tokens;
 
@@ -9,7 +9,7 @@ pub struct Mixture {
 }
 
 impl Mixture {
-    /// Sources with weights above zero; only their ratios count.
+    /// A mixture of sources with weights above zero; only the ratios of the weights count.
     pub fn new(sources: Vec<(Tokens, f64)>) -> Self {
         Self { sources }
     }
@@ -19,7 +19,7 @@ impl Mixture {
         self.sources.iter().map(|(tokens, _)| tokens)
     }
 
-    /// One of the lists.
+    /// The list of source `n`.
     pub fn source(&self, n: usize) -> &Tokens {
         &self.sources[n].0
     }
@@ -29,13 +29,14 @@ impl Mixture {
         self.sources().map(Tokens::len).sum()
     }
 
-    /// Whether there are none.
+    /// Whether there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The list that draw `n` takes from, and how many draws before took from it: a pure function, exact after any
-    /// number of draws. Each source takes its share of what the ones before it left.
+    /// The source that draw `n` takes from, and the number of earlier draws from that source. It is a pure
+    /// function of `n`: each source takes its share of the draws that the sources before it left, so that the
+    /// counts are exact after any number of draws.
     pub fn draw(&self, mut n: u64) -> (usize, u64) {
         let mut left: f64 = self.sources.iter().map(|(_, weight)| weight).sum();
         let last = self.sources.len() - 1;

@@ -1,4 +1,4 @@
-//! A file to documents, a piece at a time: text, JSON lines and parquet, also compressed.
+//! Reads the documents of a file in pieces: text, JSON lines and parquet, also compressed.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -14,13 +14,13 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use super::tokenizer::{PIECE, piece_end};
 use crate::{during, unpanicked};
 
-/// What can be read, by the end of a file's name.
+/// The kinds of files that can be read, by the endings of their names.
 pub const KINDS: &str = ".txt, .jsonl (each also .gz, .zst), .parquet";
 
-/// The longest document of a file that has many.
+/// The longest JSON line, in bytes.
 const LONGEST: u64 = 256 << 20;
 
-/// Rows of a parquet file that are decoded at once.
+/// Rows of a parquet file that are decoded at the same time.
 const ROWS: usize = 64;
 
 /// A document, or a part of a long one.
@@ -28,19 +28,20 @@ const ROWS: usize = 64;
 pub struct Piece {
     /// The text.
     pub text: String,
-    /// Whether the document ends here.
+    /// Whether the piece is the last one of its document.
     pub ends: bool,
 }
 
-/// Takes pieces as they come.
+/// A function that takes the pieces one by one.
 pub type Each<'a> = dyn FnMut(Piece) -> Result<()> + 'a;
 
-/// What becomes of a document that cannot be read.
+/// What happens to a document that cannot be read.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Bad<'a> {
-    /// It ends the reading.
+    /// Reading ends with an error.
     Refused,
-    /// It is left out, and counted. A text file is left out from there on.
+    /// The document is skipped and counted. A text file, which is one document, is skipped from the bad byte
+    /// on.
     Skipped(&'a AtomicU64),
 }
 
@@ -85,12 +86,12 @@ fn kind(path: &Path) -> Option<(Kind, Packed)> {
     }
 }
 
-/// Whether a file's name says that it can be read.
+/// Whether a file's name has an ending of [`KINDS`].
 pub fn is_known(path: &Path) -> bool {
     kind(path).is_some()
 }
 
-/// The error of a name that says nothing.
+/// The error for a name without a known ending.
 pub(super) fn unknown_kind(path: &Path) -> Error {
     Error::new("the data is of an unknown kind")
         .got(path.display())
@@ -98,16 +99,16 @@ pub(super) fn unknown_kind(path: &Path) -> Error {
         .hint("the name's ending says what a file is; parquet is compressed inside")
 }
 
-/// Reads the documents of a file. `field` is the key or column that holds the text. A long text file comes in pieces,
-/// cut as [`super::Tokenizer::encode`] cuts; everything else whole.
+/// Reads the documents of a file. `field` is the JSON key or the column that holds the text. A long text file
+/// comes in the pieces that [`super::Tokenizer::encode`] would cut it into; every other document comes whole.
 ///
 /// # Errors
-/// When the file cannot be read or is not what its name says, and those of `each`.
+/// When the file cannot be read or does not have the format of its name, and the errors of `each`.
 pub fn read(path: &Path, field: &str, each: &mut Each<'_>) -> Result<()> {
     read_counted(path, field, Bad::Refused, &AtomicU64::new(0), each)
 }
 
-/// As [`read`]; adds the bytes of the file that have been read to `done`, as far as it is known.
+/// As [`read`]; adds the bytes of the file that have been read to `done`. For parquet they are estimated.
 pub(super) fn read_counted(
     path: &Path,
     field: &str,
@@ -132,10 +133,10 @@ pub(super) fn read_counted(
     }
 }
 
-/// Text whose lines end as on Unix: of `\r\n` the second is read. A `\r` that stands alone stays.
+/// A reader that replaces `\r\n` by `\n`. A `\r` that no `\n` follows stays.
 struct UnixLines<R> {
     inner: BufReader<R>,
-    /// A `\r` was the last byte, and has not been given on.
+    /// Whether the last byte of `inner` was a `\r` that has not been returned yet.
     held: bool,
 }
 
@@ -156,11 +157,11 @@ impl<R: Read> Read for UnixLines<R> {
                 break;
             };
             if std::mem::take(&mut self.held) && next != b'\n' {
-                // It stood alone.
+                // No `\n` follows the `\r`.
                 (bytes[read], read) = (b'\r', read + 1);
                 continue;
             }
-            // Up to the next `\r`, at once.
+            // Copies all bytes up to the next `\r` together.
             let there = self.inner.fill_buf()?;
             let len =
                 there.iter().position(|&byte| byte == b'\r').unwrap_or(there.len()).min(bytes.len() - read);
@@ -174,7 +175,7 @@ impl<R: Read> Read for UnixLines<R> {
     }
 }
 
-/// Counts what is read of a file.
+/// A file that counts the bytes that are read.
 struct Counted<'a> {
     file: File,
     done: &'a AtomicU64,
@@ -193,7 +194,7 @@ fn unreadable<E: std::fmt::Display>(path: &Path) -> impl FnOnce(E) -> Error {
     move |cause| error(cause).hint("is the file whole, readable, and what its name says?")
 }
 
-/// The error of bytes that are not UTF-8, at a place in words.
+/// The error for bytes that are not UTF-8, with their place in words.
 fn not_utf8(path: &Path, at: String, bytes: &[u8]) -> Error {
     let hint = match bytes {
         [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => {
@@ -208,10 +209,10 @@ fn not_utf8(path: &Path, at: String, bytes: &[u8]) -> Error {
         .hint(hint)
 }
 
-/// One document, however long.
+/// Reads a text file as one document, however long.
 fn text(path: &Path, mut reader: Box<dyn Read + '_>, bad: Bad<'_>, each: &mut Each<'_>) -> Result<()> {
     let (mut held, mut before) = (Vec::new(), 0);
-    // What says that a file is UTF-8 is none of its text.
+    // A byte order mark is not part of the text.
     let mark = "\u{feff}".as_bytes();
     reader.by_ref().take(mark.len() as u64).read_to_end(&mut held).map_err(unreadable(path))?;
     if held == mark {
@@ -219,13 +220,14 @@ fn text(path: &Path, mut reader: Box<dyn Read + '_>, bad: Bad<'_>, each: &mut Ea
         before = mark.len();
     }
     loop {
-        // More than a piece, so that a cut does not depend on how the bytes came.
+        // Reads up to two pieces, so that [`piece_end`] has a whole piece and more, and cuts do not depend on
+        // the sizes of reads.
         let wanted = (2 * PIECE).saturating_sub(held.len()) as u64;
         let read = reader.by_ref().take(wanted).read_to_end(&mut held).map_err(unreadable(path))?;
         let last = (read as u64) < wanted;
         let valid = match std::str::from_utf8(&held) {
             Ok(valid) => valid,
-            // A character may be cut in two where the bytes end, unless they end for good.
+            // The bytes may end inside a character, unless they are the last ones of the file.
             Err(error) if !last && error.error_len().is_none() => {
                 std::str::from_utf8(&held[..error.valid_up_to()]).expect("checked so far")
             }
@@ -234,7 +236,7 @@ fn text(path: &Path, mut reader: Box<dyn Read + '_>, bad: Bad<'_>, each: &mut Ea
                 return end_early(before > 0, each);
             }
         };
-        // Bytes of zero are UTF-8, and of no text.
+        // A zero byte is valid UTF-8, but does not occur in text.
         if let Some(at) = valid.find('\0') {
             bad.take(not_utf8(path, format!("a byte of zero, number {}", before + at), valid.as_bytes()))?;
             return end_early(before > 0, each);
@@ -250,12 +252,12 @@ fn text(path: &Path, mut reader: Box<dyn Read + '_>, bad: Bad<'_>, each: &mut Ea
     }
 }
 
-/// Ends a document of which pieces have been given.
+/// Ends a document some of whose pieces have been passed on.
 fn end_early(begun: bool, each: &mut Each<'_>) -> Result<()> {
     if begun { each(Piece { text: String::new(), ends: true }) } else { Ok(()) }
 }
 
-/// A document a line.
+/// Reads JSON lines: each line is a document.
 fn json_lines(
     path: &Path,
     mut reader: impl BufRead,
@@ -299,7 +301,7 @@ fn json_lines(
         let text = Field(field).deserialize(&mut json).and_then(|text| json.end().map(|()| text));
         match text {
             Ok(Some(text)) => each(Piece { text, ends: true })?,
-            // Null is no document, as in a column of parquet.
+            // A null is no document, as in a column of parquet.
             Ok(None) => {}
             Err(error) => bad.take(
                 Error::new("a line is not a JSON object with text")
@@ -312,7 +314,7 @@ fn json_lines(
     Ok(())
 }
 
-/// Picks one field of a JSON object.
+/// Deserializes one field of a JSON object, and ignores the others.
 struct Field<'a>(&'a str);
 
 impl<'de> DeserializeSeed<'de> for Field<'_> {
@@ -346,7 +348,7 @@ impl<'de> Visitor<'de> for Field<'_> {
     }
 }
 
-/// A document a row of one column.
+/// Reads a column of a parquet file: each row is a document.
 fn parquet(
     path: &Path,
     file: File,
@@ -423,7 +425,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A parquet file with an optional column of text beside another; `None` is null.
+    /// Writes a parquet file with a column of ids and an optional column of text, where `None` is null.
     pub(crate) fn write_parquet(path: &Path, rows: &[Option<&str>], compression: Compression) {
         let schema = "message m { required binary id (UTF8); optional binary text (UTF8); }";
         let schema = Arc::new(parse_message_type(schema).expect("a schema"));
@@ -564,7 +566,7 @@ pub(crate) mod tests {
         Ok(())
     }
 
-    /// Every text of up to seven of three characters, however it is read.
+    /// Every text of up to seven characters among three, read with every size of buffer from 1 to 3.
     #[test]
     fn lines_end_as_on_unix() {
         for n in 0..3usize.pow(7) {

@@ -1,5 +1,6 @@
-//! Files of tokens: the headered `.bin` of llm.c and modded-nanogpt, and nanoGPT's headerless one. Each that is written
-//! here has a sidecar, `NAME.bin.json`, that says what made it and where its documents end.
+//! Shards, files of tokens: the `.bin` format with a header of llm.c and modded-nanogpt, and nanoGPT's
+//! without one. Each shard that is written here has a sidecar, `NAME.bin.json`, with its origin, its hash and
+//! the bounds of its documents.
 
 use std::fs::File;
 use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
@@ -16,7 +17,7 @@ use crate::{during, hex, partial, writing};
 /// Bytes of llm.c's header: 256 numbers of 32 bits.
 const HEADER: u64 = 1024;
 
-/// What tells a format, and how wide its tokens are.
+/// The format of a shard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Format {
@@ -40,12 +41,12 @@ impl std::fmt::Display for Format {
 }
 
 impl Format {
-    /// The smallest headered format that holds every id of a vocabulary.
+    /// The smallest format with a header that holds every id of a vocabulary.
     pub fn for_vocab(vocab: usize) -> Self {
         if vocab <= 1 << 16 { Self::LlmcU16 } else { Self::LlmcU32 }
     }
 
-    /// Checks that it holds every id of a vocabulary.
+    /// Checks that the format holds every id of a vocabulary.
     ///
     /// # Errors
     /// When it does not.
@@ -64,7 +65,7 @@ impl Format {
         if self == Self::LlmcU32 { 4 } else { 2 }
     }
 
-    /// Magic number and version, where there is a header.
+    /// Magic number and version; `None` for the format without a header.
     fn magic(self) -> Option<(i32, i32)> {
         match self {
             Self::LlmcU16 => Some((20_240_520, 1)),
@@ -77,7 +78,8 @@ impl Format {
         if self.magic().is_some() { HEADER } else { 0 }
     }
 
-    /// What the first bytes of a file say. Whatever has no known magic number is taken for nanoGPT's.
+    /// The format that the first bytes of a file indicate. A file without a known magic number is taken for
+    /// nanoGPT's.
     fn of(start: &[u8]) -> Self {
         let magic = start.first_chunk().map(|&bytes| i32::from_le_bytes(bytes));
         [Self::LlmcU16, Self::LlmcU32]
@@ -86,7 +88,7 @@ impl Format {
             .unwrap_or(Self::NanoGpt)
     }
 
-    /// The bytes of tokens that fit the format.
+    /// Appends the bytes of tokens, which must fit the format.
     fn encode(self, tokens: &[u32], bytes: &mut Vec<u8>) {
         match self.width() {
             2 => bytes.extend(tokens.iter().flat_map(|&token| (token as u16).to_le_bytes())),
@@ -102,37 +104,37 @@ impl Format {
     }
 }
 
-/// What stands beside a shard: `NAME.bin.json`.
+/// The sidecar of a shard, `NAME.bin.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Sidecar {
     /// The format of the shard.
     pub format: Format,
-    /// Tokens in it.
+    /// Tokens in the shard.
     pub tokens: u64,
-    /// SHA-256 of the whole shard.
+    /// SHA-256 of the whole file.
     pub sha256: String,
-    /// [`super::Tokenizer::hash`] of the tokenizer that made it.
+    /// [`super::Tokenizer::hash`] of the tokenizer that made the tokens.
     pub tokenizer: String,
     /// Entries of that tokenizer.
     pub vocab_size: usize,
     /// Bytes of text that the tokens stand for.
     pub text_bytes: u64,
-    /// Tokens of each document, its end-of-text token included, in order: they add up to `tokens`.
+    /// Tokens of each document in order, including its end-of-text token. They add up to `tokens`.
     pub document_tokens: Vec<u64>,
-    /// Whether the last document goes on in the next shard.
+    /// Whether the last document continues in the next shard.
     pub continues: bool,
 }
 
 impl Sidecar {
-    /// The place of a shard's sidecar.
+    /// The path of a shard's sidecar.
     pub fn path(shard: &Path) -> PathBuf {
         let mut name = shard.as_os_str().to_owned();
         name.push(".json");
         name.into()
     }
 
-    /// Reads a shard's sidecar; `None` where there is none.
+    /// Reads a shard's sidecar; `None` if there is none.
     ///
     /// # Errors
     /// When it cannot be read, or contradicts itself.
@@ -157,22 +159,22 @@ impl Sidecar {
     }
 }
 
-/// A shard that is open for reading: its size is checked, its tokens stay in the file.
+/// A shard that is open for reading. Its size is checked, and its tokens stay in the file.
 #[derive(Debug)]
 pub struct Shard {
     path: PathBuf,
     file: File,
     format: Format,
     tokens: u64,
-    /// What stands beside it.
+    /// The sidecar, if there is one.
     pub sidecar: Option<Sidecar>,
 }
 
 impl Shard {
-    /// Opens a shard and checks its header, its length and its sidecar against each other.
+    /// Opens a shard, and checks its header, its length and its sidecar against each other.
     ///
     /// # Errors
-    /// When it cannot be read, is cut off or longer than it says, or its sidecar is of another file.
+    /// When it cannot be read, is shorter or longer than its header says, or contradicts its sidecar.
     pub fn open(path: &Path) -> Result<Self> {
         let failed = || during::<std::io::Error>(format!("cannot read the shard {}", path.display()));
         let file = File::open(path).map_err(failed())?;
@@ -208,7 +210,8 @@ impl Shard {
         if size == 0 {
             return refuse("0 bytes".into(), "a header, or tokens".into());
         }
-        // A count from the file is compared with the file's length before anything is done with it.
+        // The count comes from the file: it is compared with the file's length before anything is allocated
+        // for it.
         if size < format.header() || payload != tokens * format.width() {
             return refuse(
                 format!("{size} bytes"),
@@ -225,17 +228,17 @@ impl Shard {
         Ok(Self { path: path.to_owned(), file, format, tokens, sidecar })
     }
 
-    /// Tokens in it.
+    /// Number of tokens.
     pub fn len(&self) -> u64 {
         self.tokens
     }
 
-    /// Whether it holds no tokens.
+    /// Whether the shard holds no tokens.
     pub fn is_empty(&self) -> bool {
         self.tokens == 0
     }
 
-    /// Checks that its sidecar, if there is one, names this tokenizer.
+    /// Checks that the sidecar, if there is one, names this tokenizer.
     ///
     /// # Errors
     /// When it names another.
@@ -251,10 +254,13 @@ impl Shard {
         }
     }
 
-    /// Appends tokens `start..start + count`, which must be there.
+    /// Appends tokens `start..start + count` to `tokens`.
     ///
     /// # Errors
     /// When the file cannot be read, or has become shorter.
+    ///
+    /// # Panics
+    /// When the range exceeds the shard.
     pub fn read(&self, start: u64, count: usize, tokens: &mut Vec<u32>) -> Result<()> {
         assert!(start + count as u64 <= self.tokens, "tokens of the shard");
         let mut bytes = vec![0; count * self.format.width() as usize];
@@ -266,8 +272,8 @@ impl Shard {
         Ok(())
     }
 
-    /// Adds what tells it from others to a hash: its sidecar's hash of all of it, where it has one, and its first
-    /// and last tokens.
+    /// Adds to a hash what identifies the shard: the SHA-256 in its sidecar, if it has one, and its first and
+    /// last 4096 tokens.
     ///
     /// # Errors
     /// When it cannot be read.
@@ -285,10 +291,10 @@ impl Shard {
         Ok(())
     }
 
-    /// Reads all of it and compares it with its sidecar.
+    /// Reads the whole file and compares its SHA-256 with the sidecar's. A shard without a sidecar passes.
     ///
     /// # Errors
-    /// When a token is not in the vocabulary or the bytes are not the sidecar's.
+    /// When the hashes differ, or the file cannot be read.
     pub fn check(&self) -> Result<()> {
         match self.hashed().map_or(Compared::Same, |(path, hash)| Self::compare(&path, &hash)) {
             Compared::Same => Ok(()),
@@ -296,12 +302,12 @@ impl Shard {
         }
     }
 
-    /// Its place, and the hash that its sidecar has of it.
+    /// Path and expected SHA-256, if there is a sidecar.
     pub(super) fn hashed(&self) -> Option<(PathBuf, String)> {
         self.sidecar.as_ref().map(|sidecar| (self.path.clone(), sidecar.sha256.clone()))
     }
 
-    /// Reads all of a file and compares it with a hash.
+    /// Reads a whole file and compares its SHA-256 with an expected one.
     pub(super) fn compare(path: &Path, expected: &str) -> Compared {
         let mut hash = Sha256::new();
         if let Err(error) = File::open(path).and_then(|mut file| std::io::copy(&mut file, &mut hash)) {
@@ -321,14 +327,14 @@ impl Shard {
     }
 }
 
-/// What a file is beside the hash in its sidecar.
+/// The result of comparing a file with the hash in its sidecar.
 #[derive(Debug)]
 pub(super) enum Compared {
-    /// What the sidecar says.
+    /// The hashes are the same.
     Same,
-    /// Something else.
+    /// The hashes differ.
     Another(Error),
-    /// It could not be read.
+    /// The file could not be read.
     Unread(Error),
 }
 
@@ -349,21 +355,21 @@ fn read_exact_at(file: &File, mut bytes: &mut [u8], mut at: u64) -> std::io::Res
     Ok(())
 }
 
-/// A shard in the making.
+/// The state of a shard that is being written, from which writing can be resumed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Begun {
     sidecar: Sidecar,
-    /// Tokens of the document at hand.
+    /// Tokens of the current document so far.
     document: u64,
 }
 
-/// Writes one shard. Nothing counts until [`ShardWriter::finish`].
+/// Writes one shard, which is not complete before [`ShardWriter::finish`].
 #[derive(Debug)]
 pub struct ShardWriter {
     path: PathBuf,
     file: BufWriter<File>,
     sidecar: Sidecar,
-    /// Tokens of the document at hand.
+    /// Tokens of the current document so far.
     document: u64,
     buffer: Vec<u8>,
 }
@@ -372,12 +378,13 @@ impl ShardWriter {
     /// Begins a shard that does not exist.
     ///
     /// # Errors
-    /// When the file cannot be made.
+    /// When the file cannot be created.
     pub fn create(path: &Path, format: Format, tokenizer: &str, vocab_size: usize) -> Result<Self> {
         let mut file = BufWriter::with_capacity(1 << 20, File::create_new(path).map_err(writing(path))?);
         let mut header = vec![0; format.header() as usize];
         if let Some((magic, version)) = format.magic() {
-            // The largest count until all is there: who finds it before knows that it is not whole.
+            // The count is 2^32 - 1 until the shard is complete: [`Shard::open`] refuses it, because the
+            // length does not match.
             let numbers = [magic.to_le_bytes(), version.to_le_bytes(), [0xff; 4]];
             header[..12].copy_from_slice(numbers.as_flattened());
         }
@@ -395,7 +402,7 @@ impl ShardWriter {
         Ok(Self { path: path.to_owned(), file, sidecar, document: 0, buffer: Vec::new() })
     }
 
-    /// What there is so far, once it is on the disk: for [`ShardWriter::reopen`].
+    /// The state so far, for [`ShardWriter::reopen`], once its tokens are on disk.
     ///
     /// # Errors
     /// When it cannot be written.
@@ -405,10 +412,10 @@ impl ShardWriter {
         Ok(Begun { sidecar: self.sidecar.clone(), document: self.document })
     }
 
-    /// Goes on with a shard. Whatever was written since is cut off.
+    /// Continues a shard from a saved state. Tokens that were written after that state are cut off.
     ///
     /// # Errors
-    /// When the file is gone, or shorter than it was.
+    /// When the file does not exist, or is shorter than the state says.
     pub fn reopen(path: &Path, Begun { sidecar, document }: Begun) -> Result<Self> {
         let failed = || writing(path);
         let mut file = File::options().write(true).open(path).map_err(failed())?;
@@ -424,7 +431,7 @@ impl ShardWriter {
         let _ = std::fs::remove_file(Sidecar::path(path));
         file.set_len(len).map_err(failed())?;
         if format.magic().is_some() {
-            // As in `create`: it may have been completed since.
+            // As in `create`: the shard may have been completed after the state was saved.
             file.seek(SeekFrom::Start(8)).and_then(|_| file.write_all(&[0xff; 4])).map_err(failed())?;
         }
         file.seek(SeekFrom::Start(len)).map_err(failed())?;
@@ -437,7 +444,7 @@ impl ShardWriter {
         self.sidecar.tokens
     }
 
-    /// Adds tokens, and the text that they stand for.
+    /// Appends tokens, which stand for `text_bytes` bytes of text.
     ///
     /// # Errors
     /// When the file cannot be written, or an id does not fit the format.
@@ -457,15 +464,15 @@ impl ShardWriter {
         Ok(())
     }
 
-    /// Ends the document at hand.
+    /// Ends the current document.
     pub fn end_document(&mut self) {
         self.sidecar.document_tokens.push(std::mem::take(&mut self.document));
     }
 
-    /// Completes the shard on the disk, and writes its sidecar.
+    /// Completes the shard on disk, and writes its sidecar.
     ///
     /// # Errors
-    /// When a file cannot be written.
+    /// When a file cannot be written, or the shard has too many tokens for its header.
     pub fn finish(mut self) -> Result<Sidecar> {
         self.sidecar.continues = self.document > 0;
         if self.sidecar.continues {
@@ -530,7 +537,7 @@ mod tests {
             let mut tokens = Vec::new();
             shard.read(98, 5, &mut tokens)?;
             assert_eq!(tokens, [98 * 300, 99 * 300, 1, 301, 601]);
-            // Without its sidecar it is read all the same.
+            // A shard without a sidecar can be read.
             std::fs::remove_file(Sidecar::path(&path)).expect("removed");
             assert_eq!(Shard::open(&path)?.len(), 510);
         }

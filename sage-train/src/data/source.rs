@@ -1,4 +1,4 @@
-//! What a path stands for: files of text, or shards of tokens.
+//! Resolves the path of a source to files of text or shards of tokens.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,25 +12,25 @@ use crate::{during, partial};
 /// The files of one source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
-    /// Text to tokenize.
+    /// Files of text, which are tokenized.
     Text(Vec<PathBuf>),
-    /// Tokens.
+    /// Shards of tokens.
     Shards(ShardFiles),
 }
 
-/// Shards of one source, in the order of their names.
+/// The shards of one source, in the order of their names.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ShardFiles {
-    /// To train on.
+    /// Shards to train on.
     pub train: Vec<PathBuf>,
-    /// Those with `val` in their name.
+    /// Shards to validate on: those with `val` or `validation` as a part of their name.
     pub validation: Vec<PathBuf>,
-    /// The `tokenizer.json` beside them.
+    /// The `tokenizer.json` in the folder of the shards.
     pub tokenizer: Option<PathBuf>,
 }
 
 impl Source {
-    /// Every file of it.
+    /// All files, of both parts.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         let (text, shards) = match self {
             Self::Text(files) => (files.as_slice(), [].as_slice()),
@@ -41,27 +41,28 @@ impl Source {
 }
 
 impl ShardFiles {
-    /// One of them, for messages.
+    /// One of the shards, for messages.
     pub fn first(&self) -> &Path {
         self.train.first().or(self.validation.first()).map_or(Path::new(""), PathBuf::as_path)
     }
 }
 
-/// What every message about kinds allows.
+/// The kinds of files, for messages.
 fn allowed() -> String {
     format!("{KINDS}; .bin for shards of tokens; folders and patterns (*) of them")
 }
 
-/// Finds the files of a path: itself, those below a folder, or those that match a pattern. `out`, the folder of runs, is
-/// left out: its logs and samples are not data; so is what is hidden in a folder.
+/// Finds the files of a path: the file itself, the files below a folder, or the files that match a pattern.
+/// The folder of runs, `out`, is left out because its logs and samples are not data, and so are hidden files
+/// in folders.
 ///
 /// # Errors
-/// When there is none, or it cannot be listed.
+/// When there is no file, text and shards are mixed, or a folder cannot be listed.
 pub fn find(path: &Path, out: &Path) -> Result<Source> {
     find_and_pass_over(path, out, &mut PassedOver::default())
 }
 
-/// Files of a folder that are no data: how many of each kind, by the ends of their names.
+/// Files in a folder that are not data: their number by the ending of their names.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct PassedOver(BTreeMap<String, usize>);
 
@@ -74,7 +75,7 @@ impl PassedOver {
         *self.0.entry(kind).or_default() += 1;
     }
 
-    /// How many, and of which kinds; none where there are none.
+    /// The number of files and their most frequent kinds, in words; `None` if there are none.
     pub(super) fn in_words(&self) -> Option<String> {
         let all: usize = self.0.values().sum();
         let mut kinds: Vec<(&String, &usize)> = self.0.iter().collect();
@@ -86,7 +87,7 @@ impl PassedOver {
     }
 }
 
-/// As [`find`]; adds what lies in a folder besides to `passed_over`.
+/// As [`find`]; adds the files in folders that are not data to `passed_over`.
 pub(super) fn find_and_pass_over(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Source> {
     let files = files(path, out, passed_over)?;
     let (shards, text): (Vec<PathBuf>, Vec<PathBuf>) = files.into_iter().partition(|file| is_shard(file));
@@ -149,7 +150,7 @@ fn files(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
     let matches = glob::glob(pattern).map_err(during(format!("not a pattern: {pattern}")))?;
     let matches =
         matches.collect::<std::result::Result<Vec<_>, _>>().map_err(during("cannot list the data"))?;
-    // Folders that the pattern itself names were asked for.
+    // A folder that the pattern names literally was asked for, and is not left out.
     let literal = pattern.split(['*', '?', '[']).next().and_then(|text| text.rsplit_once('/'));
     let depth = literal.map_or(0, |(folder, _)| Path::new(folder).components().count());
     let inside = |path: &PathBuf| {
@@ -177,11 +178,11 @@ fn below(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
         };
         for entry in std::fs::read_dir(&folder).map_err(failed())? {
             let entry = entry.map_err(failed())?;
-            // Hidden files are not what somebody means by a folder's text.
+            // Hidden files are not data: editors and version control make them.
             if entry.file_name().to_string_lossy().starts_with('.') {
                 continue;
             }
-            // Links to folders are not followed: they may lead round in circles.
+            // Links to folders are not followed, because they may form a cycle.
             if entry.file_type().map_err(failed())?.is_dir() {
                 if !same(&entry.path(), out) && !partial::is_unfinished(&entry.path()) {
                     folders.push(entry.path());
@@ -197,7 +198,7 @@ fn below(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
     Ok(found)
 }
 
-/// Whether two paths are one folder.
+/// Whether two paths are the same folder.
 fn same(a: &Path, b: &Path) -> bool {
     matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
@@ -239,7 +240,7 @@ mod tests {
         assert!(
             matches!(find(&at("fw_train_*.bin"), out), Ok(Source::Shards(files)) if files.validation.is_empty())
         );
-        // The folder of runs is passed over where a pattern meets it, and not where it is named.
+        // The folder of runs is left out where a pattern matches it, but not where it is named.
         std::fs::create_dir(at("runs")).expect("a folder");
         std::fs::write(at("runs/log.txt"), "").expect("a file");
         assert!(find(&at("*/*.txt"), &at("runs")).is_err());

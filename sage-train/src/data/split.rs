@@ -1,4 +1,4 @@
-//! The shards of one part of the data: those to train on, or those to validate on.
+//! Writes the shards of one part of the data: training or validation.
 
 use std::path::Path;
 
@@ -8,12 +8,12 @@ use serde::{Deserialize, Serialize};
 use super::shard::{Begun, Format, ShardWriter};
 use super::tokenizer::Tokenizer;
 
-/// Part of the data: what it holds.
+/// The contents of one part of the data.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
     /// Names of the shards.
     pub shards: Vec<String>,
-    /// Tokens, end-of-text tokens included.
+    /// Tokens, including end-of-text tokens.
     pub tokens: u64,
     /// Documents.
     pub documents: u64,
@@ -21,15 +21,15 @@ pub struct Part {
     pub text_bytes: u64,
 }
 
-/// A part in the making.
+/// The state of a part that is being written, from which writing can be resumed.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Split {
     pub(super) part: Part,
-    /// Its last shard, where that is not complete.
+    /// State of the last shard, if it is not complete.
     pub(super) open: Option<Begun>,
 }
 
-/// The shards of one part, one after the other.
+/// Writes the shards of one part, one after the other.
 pub(super) struct SplitWriter<'a> {
     folder: &'a Path,
     name: &'a str,
@@ -41,7 +41,7 @@ pub(super) struct SplitWriter<'a> {
 }
 
 impl<'a> SplitWriter<'a> {
-    /// Goes on after what was written before, of which nothing is there at the beginning.
+    /// Continues after the state of an earlier start; the default state begins the part.
     pub(super) fn new(
         folder: &'a Path,
         name: &'a str,
@@ -49,20 +49,20 @@ impl<'a> SplitWriter<'a> {
         tokenizer: &'a Tokenizer,
         Split { part, open }: Split,
     ) -> Result<Self> {
-        // nanoGPT reads one file a part.
+        // nanoGPT reads one file for each part.
         let shard_tokens = if format == Format::NanoGpt { u64::MAX } else { shard_tokens };
         let at = part.shards.last().map(|name| folder.join(name));
         let open = at.zip(open).map(|(path, begun)| ShardWriter::reopen(&path, begun)).transpose()?;
         Ok(Self { folder, name, format, shard_tokens, tokenizer, open, part })
     }
 
-    /// What there is so far, once it is on the disk.
+    /// The state so far, once its tokens are on disk.
     pub(super) fn state(&mut self) -> Result<Split> {
         let open = self.open.as_mut().map(ShardWriter::begun).transpose()?;
         Ok(Split { part: self.part.clone(), open })
     }
 
-    /// Shards that are complete.
+    /// Number of complete shards.
     pub(super) fn complete(&self) -> usize {
         self.part.shards.len() - usize::from(self.open.is_some())
     }
@@ -72,7 +72,8 @@ impl<'a> SplitWriter<'a> {
         self.part.tokens
     }
 
-    /// Adds tokens of a document, and whether it ends with them. A shard that is full is cut wherever that is.
+    /// Adds tokens of a document; `ends` says whether they are its last. A full shard ends anywhere in a
+    /// document.
     pub(super) fn write(&mut self, mut tokens: &[u32], ends: bool) -> Result<()> {
         while !tokens.is_empty() {
             let shard = match &mut self.open {

@@ -1,4 +1,4 @@
-//! A byte-level BPE, trained on the data and cached.
+//! Tokenizers: any `tokenizer.json`, or a byte-level BPE that is trained on the data and cached.
 
 use std::hash::Hasher;
 use std::path::{Path, PathBuf};
@@ -11,37 +11,38 @@ use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer as Inner};
 
+use super::DataConfig;
 use super::hub::Hub;
-use crate::config::DataConfig;
 use crate::{during, hex, partial, unpanicked, writing};
 
-/// What ends a document in the tokenizers that are trained here.
+/// The end-of-text token of tokenizers that are trained here.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
-/// And in others: GPT-2's and Qwen's, Llama 3's, Llama 2's, Gemma's.
+/// End-of-text tokens of known tokenizers: GPT-2's and Qwen's, Llama 3's, Llama 2's, Gemma's, ChatML's.
 const ENDS: [&str; 5] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>"];
 
-/// Bytes that merges are learned from; more of the same text changes little.
+/// Bytes of text that merges are learned from; more of the same text changes little.
 pub(super) const TRAINING_BYTES: usize = 16 << 20;
 
-/// Text is encoded in pieces of about this size, cut at line ends.
+/// The size of the pieces in which text is encoded, in bytes. Pieces end at line ends where possible.
 pub(super) const PIECE: usize = 64 << 10;
 
-/// Text to ids and back. Every byte has an id of its own, so that any text can be encoded.
+/// Text to ids and back. Byte-level tokenizers have an id for every byte, so that they encode any text.
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: Inner,
     end_of_text: u32,
-    /// SHA-256 of its JSON.
+    /// SHA-256 of the tokenizer's JSON.
     hash: String,
     /// Bytes of text that each id stands for.
     bytes: Vec<u64>,
-    /// Where to keep it, when it was trained and not read.
+    /// Path in the cache, for a tokenizer that was trained and is not in the cache yet.
     uncached: Option<PathBuf>,
 }
 
 impl Tokenizer {
-    /// A tokenizer trained on the documents, from the cache if the same text was seen before.
+    /// A tokenizer that is trained on the documents, or loaded from the cache if the same text was seen
+    /// before.
     ///
     /// # Errors
     /// When the library fails.
@@ -68,7 +69,7 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// Keeps a tokenizer that was trained for the next run.
+    /// Writes a tokenizer that was trained to the cache.
     ///
     /// # Errors
     /// When the cache cannot be written.
@@ -80,7 +81,7 @@ impl Tokenizer {
         partial::file(path, |partial| self.save(partial))
     }
 
-    /// Trains a byte-level BPE on the first 16 MiB of some documents.
+    /// Trains a byte-level BPE on the first 16 MiB of the documents.
     ///
     /// # Errors
     /// When the library fails.
@@ -106,20 +107,20 @@ impl Tokenizer {
         Self::new(inner).map_err(during("cannot train a tokenizer"))
     }
 
-    /// Reads a `tokenizer.json`.
+    /// Loads a `tokenizer.json`.
     ///
     /// # Errors
-    /// When it cannot be read, or says nowhere how a document ends.
+    /// When it cannot be read, or has no end-of-text token.
     pub fn load(path: &Path) -> Result<Self> {
         let what = || during::<String>(format!("cannot use the tokenizer {}", path.display()));
         let hint = "a tokenizer is a tokenizer.json, as `tokenizers` writes them";
         let bytes = std::fs::read(path).map_err(|e| what()(e.to_string()).hint(hint))?;
-        // The library panics over some files that are no tokenizers.
+        // The library panics on some files that are not tokenizers.
         let inner = unpanicked(|| Inner::from_bytes(&bytes).map_err(|error| error.to_string()));
         inner.and_then(Self::new).map_err(|error| what()(error).hint(hint))
     }
 
-    /// A tokenizer by the name of a file, or of a model on the Hugging Face Hub.
+    /// Loads a tokenizer by the path of its file, or by the name of a model on the Hugging Face Hub.
     ///
     /// # Errors
     /// When there is none.
@@ -138,9 +139,9 @@ impl Tokenizer {
     }
 
     fn new(mut inner: Inner) -> std::result::Result<Self, String> {
-        // A text that happens to spell the end-of-text token is text.
+        // Text that contains the spelling of the end-of-text token is encoded as text.
         inner.set_encode_special_tokens(true);
-        // Some files ask for texts of one length: here nothing is cut off or filled up.
+        // Some files truncate or pad texts to a fixed length; both are switched off.
         inner.with_truncation(None).map_err(|error| error.to_string())?;
         inner.with_padding(None);
         let entries = inner.get_vocab_size(true);
@@ -164,7 +165,7 @@ impl Tokenizer {
         Ok(Self { inner, end_of_text, hash, bytes, uncached: None })
     }
 
-    /// SHA-256 of what `tokenizer.json` holds, however it is laid out.
+    /// SHA-256 of the tokenizer's contents; it does not depend on the layout of `tokenizer.json`.
     pub fn hash(&self) -> &str {
         &self.hash
     }
@@ -203,7 +204,8 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// The ids of several texts, on all threads; a long text is not left to one alone.
+    /// The ids of several texts, encoded in pieces on all threads, so that a long text is shared by several
+    /// threads.
     ///
     /// # Errors
     /// When the library fails.
@@ -229,7 +231,7 @@ impl Tokenizer {
         self.inner.decode(ids, true).map_err(during("cannot turn tokens into text"))
     }
 
-    /// Bytes of text that an id stands for; none for the end-of-text token.
+    /// Bytes of text that an id stands for; 0 for special tokens, such as the end-of-text token.
     pub fn bytes(&self, id: u32) -> u64 {
         self.bytes[id as usize]
     }
@@ -239,22 +241,22 @@ impl Tokenizer {
         self.inner.get_vocab_size(true)
     }
 
-    /// How an id is written in the vocabulary.
+    /// The entry of an id, as the vocabulary spells it.
     ///
     /// # Errors
-    /// When it is not in there.
+    /// When the vocabulary has no such id.
     pub fn entry(&self, id: u32) -> Result<String> {
         self.inner.id_to_token(id).ok_or_else(|| Error::new("the tokenizer has no such id").got(id))
     }
 
-    /// The token between documents.
+    /// The token that ends a document.
     pub fn end_of_text(&self) -> u32 {
         self.end_of_text
     }
 }
 
-/// Bytes of text that an entry stands for. In a byte-level vocabulary each character is one byte; in SentencePiece's
-/// `▁` is a space, and `<0xAB>` a byte.
+/// Bytes of text that an entry stands for. In a byte-level vocabulary each character is one byte; in
+/// SentencePiece's, `▁` is a space, and `<0xAB>` a byte.
 fn text_bytes(entry: &str, byte_level: bool) -> u64 {
     if byte_level {
         entry.chars().count() as u64
@@ -265,12 +267,12 @@ fn text_bytes(entry: &str, byte_level: bool) -> u64 {
     }
 }
 
-/// Part of a cached tokenizer's name: to be raised whenever training would give another result.
+/// Part of the name of a cached tokenizer: to be increased whenever training would give another result.
 const VERSION: u32 = 1;
 
-/// Where the tokenizer of these documents is kept: its name is a hash of what it is made from.
+/// Path of the documents' tokenizer in the cache: its name contains a hash of the documents.
 fn cached(documents: &[&String], config: &DataConfig) -> PathBuf {
-    // SipHash with fixed keys; its values have not changed since Rust 1.13.
+    // SipHash with fixed keys, whose values have not changed since Rust 1.13.
     #[allow(deprecated)]
     let mut hasher = std::hash::SipHasher::new();
     for document in documents {
@@ -280,7 +282,7 @@ fn cached(documents: &[&String], config: &DataConfig) -> PathBuf {
     config.cache().join(format!("bpe-v{VERSION}-{}-{:016x}.json", config.vocab_size, hasher.finish()))
 }
 
-/// A text in pieces that end at line ends, or where a line is longer than a piece, at characters.
+/// Cuts a text into pieces that end at line ends, or at characters where a line is longer than a piece.
 pub(super) fn pieces(text: &str) -> impl Iterator<Item = &str> {
     let mut rest = text;
     std::iter::from_fn(move || {
@@ -290,7 +292,7 @@ pub(super) fn pieces(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Where the first piece of a text ends: it depends on the first [`PIECE`] bytes, and on whether there are more.
+/// The end of a text's first piece. It depends on the first [`PIECE`] bytes, and on whether there are more.
 pub(super) fn piece_end(text: &str) -> usize {
     if text.len() <= PIECE {
         return text.len();

@@ -1,4 +1,4 @@
-//! One long list of tokens, in memory or in shards.
+//! A list of tokens in memory or in shards.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,14 +8,14 @@ use sha2::{Digest, Sha256};
 
 use super::shard::Shard;
 
-/// A list of tokens. What is in files stays there until it is read.
+/// A list of tokens. Tokens in shards stay in their files until they are read.
 #[derive(Debug, Clone, Default)]
 pub struct Tokens {
     parts: Vec<Part>,
     len: u64,
 }
 
-/// A piece of memory or of a shard, and the place of its first token in the list.
+/// A range of a vector or of a shard, and the index of its first token in the list.
 #[derive(Debug, Clone)]
 struct Part {
     from: From,
@@ -37,7 +37,7 @@ impl std::convert::From<Vec<u32>> for Tokens {
 }
 
 impl std::convert::From<Vec<Shard>> for Tokens {
-    /// The shards one behind the other.
+    /// Concatenates the shards.
     fn from(shards: Vec<Shard>) -> Self {
         let mut all = Self::default();
         for shard in shards {
@@ -50,12 +50,12 @@ impl std::convert::From<Vec<Shard>> for Tokens {
 }
 
 impl Tokens {
-    /// Tokens in all.
+    /// Number of tokens.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// The shards that parts of it lie in.
+    /// The shards that the list has parts of.
     pub(super) fn shards(&self) -> impl Iterator<Item = &Shard> {
         self.parts.iter().filter_map(|part| match &part.from {
             From::Memory(_) => None,
@@ -63,12 +63,12 @@ impl Tokens {
         })
     }
 
-    /// Whether there are none.
+    /// Whether the list is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// A part of the list.
+    /// A range of the list.
     #[must_use]
     pub fn slice(&self, range: Range<u64>) -> Self {
         let mut all = Self::default();
@@ -83,7 +83,7 @@ impl Tokens {
         all
     }
 
-    /// Appends tokens `start..start + count`, which must be there, to a list.
+    /// Appends tokens `start..start + count` to `out`. The range must lie inside the list.
     ///
     /// # Errors
     /// When a shard cannot be read.
@@ -108,7 +108,7 @@ impl Tokens {
         Ok(())
     }
 
-    /// Adds what tells this list from others to a hash: all tokens in memory, and of a shard what it says of itself.
+    /// Adds to a hash what identifies the list: all tokens in memory, and [`Shard::fingerprint`] of shards.
     ///
     /// # Errors
     /// As [`Tokens::read`].
@@ -127,7 +127,7 @@ impl Tokens {
         Ok(())
     }
 
-    /// Hands out the first `count` tokens a million at a time, each with the place of the first of them.
+    /// Passes the first `count` tokens to `each` in chunks of 2^20, each with the index of its first token.
     ///
     /// # Errors
     /// As [`Tokens::read`], and those of `each`.
@@ -142,10 +142,11 @@ impl Tokens {
     }
 }
 
-/// Tokens that are held at once.
+/// Tokens of a chunk.
 const CHUNK: usize = 1 << 20;
 
-/// Checks that ids, the first of them behind `start` others of a place, are in the vocabulary.
+/// Checks that ids are in the vocabulary. `place` and `start`, the index of the first id there, are for the
+/// message.
 ///
 /// # Errors
 /// When one is not.

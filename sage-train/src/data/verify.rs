@@ -64,7 +64,7 @@ impl Verification {
         sorted(self.0.iter().flat_map(Receiver::try_iter))
     }
 
-    /// The remaining shards that could not be read, of those that are hashed within [`PATIENCE`].
+    /// The remaining shards that could not be read. Waits for the thread for at most 10 s.
     ///
     /// # Errors
     /// As [`Verification::look`].

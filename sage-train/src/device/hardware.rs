@@ -1,13 +1,13 @@
-//! What computes, by its name.
+//! Names of devices, free memory, and the GPUs of a machine.
 
 use candle_core::Device;
 
-/// A device, for people.
+/// The name of a device, for messages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hardware(String);
 
 impl Hardware {
-    /// Of a device.
+    /// The name of `device`.
     pub fn of(device: &Device) -> Self {
         Self(match device {
             #[cfg(feature = "cuda")]
@@ -25,7 +25,7 @@ impl std::fmt::Display for Hardware {
     }
 }
 
-/// The number of cores, and whose they are where the system says it in a file.
+/// The number of cores, and the processor's name on systems with `/proc/cpuinfo`.
 fn cpu() -> String {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -34,8 +34,8 @@ fn cpu() -> String {
     format!("{cores} cores of {model}")
 }
 
-/// Bytes of the machine's memory that are free, swap among them, or what a container leaves of them; none where the system does
-/// not say it.
+/// Free memory of the machine in bytes, including free swap, or what a container's limit leaves of it. `None`
+/// if the system does not report it.
 pub fn free_memory() -> Option<u64> {
     let mut system = sysinfo::System::new();
     system.refresh_memory();
@@ -44,14 +44,14 @@ pub fn free_memory() -> Option<u64> {
         return None;
     }
     let free = system.available_memory() + system.free_swap();
-    // A container's pages of files are given back when memory is wanted: only what programs hold counts. Its swap is not known
-    // for sure, and not counted.
+    // Of a container's memory only that of programs counts, since the page cache is released on demand. Swap
+    // is not counted, because the container's share of it is not known.
     let limits = system.cgroup_limits().filter(|limits| limits.total_memory < total);
     Some(limits.map_or(free, |limits| free.min(limits.total_memory.saturating_sub(limits.rss))))
 }
 
-/// The GPUs that a child may be told to use, as `CUDA_VISIBLE_DEVICES` names them: those that it names now, or all that
-/// there are.
+/// The GPUs that a child process may be given, in the notation of `CUDA_VISIBLE_DEVICES`: those of this
+/// variable, or else all.
 pub fn gpus() -> Vec<String> {
     if let Ok(visible) = std::env::var("CUDA_VISIBLE_DEVICES") {
         return visible

@@ -1,19 +1,19 @@
-//! Power, clock and memory of the GPU, as its driver's library (NVML) gives them.
+//! Power, clock and memory of the GPU, from the driver's library NVML.
 
 use candle_core::Device;
 
-/// What a GPU draws and does at one moment.
+/// The state of a GPU at one moment.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Reading {
-    /// Watts.
+    /// Power, W.
     pub power: f64,
     /// Clock of the multiprocessors, MHz.
     pub clock: f64,
-    /// Memory in use, by everybody, GiB.
+    /// Memory in use by all processes, GiB.
     pub memory: f64,
 }
 
-/// Reads one GPU; nothing where there is no NVML.
+/// Reads the state of one GPU. Without NVML there are no readings.
 #[derive(Debug)]
 pub struct Monitor {
     #[cfg(feature = "cuda")]
@@ -21,7 +21,7 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// For a device. A CPU, and a machine without NVML, have no readings.
+    /// A monitor of the device. A CPU, and a machine without NVML, have no readings.
     pub fn new(device: &Device) -> Self {
         #[cfg(feature = "cuda")]
         {
@@ -34,7 +34,7 @@ impl Monitor {
         }
     }
 
-    /// What the GPU does now.
+    /// The state of the GPU now.
     pub fn read(&self) -> Option<Reading> {
         #[cfg(feature = "cuda")]
         {
@@ -51,7 +51,7 @@ impl Monitor {
     }
 }
 
-/// By this NVML and CUDA mean the same GPU, whatever `CUDA_VISIBLE_DEVICES` makes of their numbers.
+/// The UUID identifies a GPU for both NVML and CUDA, whose indices differ under `CUDA_VISIBLE_DEVICES`.
 #[cfg(feature = "cuda")]
 fn uuid(device: &Device) -> Option<String> {
     let Device::Cuda(device) = device else { return None };

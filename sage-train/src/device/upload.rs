@@ -1,9 +1,9 @@
-//! Token ids on their way to the device, without a wait: a copy from memory that is not page-locked waits for everything that the
-//! device was given before, and the device then waits for its next work.
+//! Asynchronous upload of token ids through page-locked memory. A copy from pageable memory would wait for
+//! all earlier work, and the device would then be idle until its next launch.
 
 use candle_core::{Device, Result, Tensor};
 
-/// Sends ids and targets of micro-batches of one size.
+/// Uploads the ids and targets of micro-batches of one size.
 #[derive(Debug)]
 pub struct Upload {
     device: Device,
@@ -13,10 +13,10 @@ pub struct Upload {
 }
 
 impl Upload {
-    /// For micro-batches of (sequences, context) ids. `ahead` of them may be on their way at once.
+    /// For micro-batches of (sequences, context) ids, of which up to `ahead` may be in flight.
     ///
     /// # Errors
-    /// When there is no memory.
+    /// When memory is short.
     pub fn new(device: &Device, dims: (usize, usize), ahead: usize) -> Result<Self> {
         #[cfg(not(feature = "cuda"))]
         let _ = ahead;
@@ -31,10 +31,10 @@ impl Upload {
         })
     }
 
-    /// Ids and targets on the device. On a GPU they are there until the next are sent, in the order of its stream.
+    /// Returns ids and targets on the device. On a GPU the next call overwrites them, in stream order.
     ///
     /// # Errors
-    /// When the device does not take them.
+    /// When the lists do not fit the size, or the device reports an error.
     pub fn send(&mut self, ids: &[u32], targets: &[u32]) -> Result<[Tensor; 2]> {
         #[cfg(feature = "cuda")]
         if let Some(ring) = &mut self.ring {
@@ -55,15 +55,15 @@ mod ring {
     use cudarc::driver::result::memcpy_htod_async;
     use cudarc::driver::{CudaEvent, CudaStream, DevicePtr, PinnedHostSlice};
 
-    /// Page-locked memory that takes turns, and one place on the device: what is sent next overwrites it when what came
-    /// before was used.
+    /// A ring of page-locked buffers, and one tensor on the device. Each upload overwrites this tensor, in
+    /// stream order after the work that reads the upload before.
     #[derive(Debug)]
     pub(super) struct Ring {
         stream: Arc<CudaStream>,
-        /// Each with the moment up to which it is read.
+        /// The buffers, each with the event after which it may be overwritten.
         turns: Vec<(PinnedHostSlice<u32>, Option<CudaEvent>)>,
         next: usize,
-        /// Ids and targets, (2, sequences, context), and where they lie.
+        /// Ids and targets, (2, sequences, context), and the address of the tensor.
         here: Tensor,
         address: u64,
     }
@@ -76,7 +76,7 @@ mod ring {
         ) -> Result<Self> {
             let stream = device.cuda_stream();
             let turn = || -> Result<_> {
-                // SAFETY: any bits are ids; they are written before they are sent.
+                // SAFETY: any bits are valid ids, and they are written before they are sent.
                 let memory =
                     unsafe { stream.context().alloc_pinned_with_flags(2 * rows * columns, 0) }.w()?;
                 Ok((memory, None))
@@ -109,7 +109,7 @@ mod ring {
             }
             slice[..ids.len()].copy_from_slice(ids);
             slice[ids.len()..].copy_from_slice(targets);
-            // SAFETY: the tensor is as long as the slice, and the slice is not written again before the event.
+            // SAFETY: the tensor is as long as the slice, and the slice is not overwritten before the event.
             unsafe { memcpy_htod_async(self.address, slice, self.stream.cu_stream()).w()? };
             *read = Some(self.stream.record_event(None).w()?);
             Ok([self.here.get(0)?, self.here.get(1)?])
@@ -117,7 +117,7 @@ mod ring {
     }
 
     impl Drop for Ring {
-        /// Copies may be under way.
+        /// Copies may still be in flight.
         fn drop(&mut self) {
             let _ = self.stream.synchronize();
         }

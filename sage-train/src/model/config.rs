@@ -15,9 +15,9 @@ pub struct LlamaConfig {
     pub layers: usize,
     /// Width of the residual stream.
     pub width: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key and value heads.
+    /// Number of key heads, and of value heads.
     pub key_heads: usize,
     /// Width of a head.
     pub head_dim: usize,

@@ -380,7 +380,7 @@ impl Parameters {
     /// Returns `None` on the other ranks. All ranks must call it together.
     ///
     /// # Errors
-    /// When there is no memory for it, or a rank cannot be reached.
+    /// When there is no memory for the copy, or a rank cannot be reached.
     pub fn weights(&self, ranks: &Ranks) -> Result<Option<Snapshot>> {
         let shards = ranks.shards();
         let of_piece = |held: &Held| -> Result<Option<Tensor>> {
@@ -407,7 +407,7 @@ impl Parameters {
     /// each piece, divided evenly among the nodes, since all nodes hold the same shards.
     ///
     /// # Errors
-    /// When there is no memory for it.
+    /// When there is no memory for the copy.
     pub fn state(&self) -> Result<Snapshot> {
         let Mesh { shard, replica, .. } = self.mesh;
         let of_piece = |(piece, held): (&Piece, &Held)| -> Result<(usize, Tensor)> {

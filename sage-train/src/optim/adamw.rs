@@ -1,24 +1,42 @@
-//! Settings of AdamW that stay the same for a run; the update itself is [`candle_sage::ops::AdamW`].
+//! The settings of AdamW for a run. The update itself is [`candle_sage::ops::AdamW`].
 
+use candle_sage::Result;
 use candle_sage::ops::AdamW;
 
-/// Settings that stay the same for a run.
+use crate::checks::{above_zero, in_range, need};
+use crate::settings::Settings;
+
+/// The settings of AdamW, which do not change during a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWConfig {
-    /// Decay of the mean of gradients.
+    /// Decay of the first moment, the mean of gradients.
     pub beta1: f64,
-    /// Decay of the mean of squared gradients.
+    /// Decay of the second moment, the mean of squared gradients.
     pub beta2: f64,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f64,
     /// Decoupled weight decay of matrices.
     pub weight_decay: f64,
-    /// Largest gradient norm; `None` does not clip.
+    /// Largest gradient norm; `None` turns clipping off.
     pub clip: Option<f64>,
 }
 
 impl AdamWConfig {
-    /// The update of a step, from 1, whose gradients are the sum of `micro_batches`.
+    /// The optimizer that settings describe: part of table `[optimizer]`.
+    ///
+    /// # Errors
+    /// When a setting is out of range.
+    pub fn resolve(s: &Settings) -> Result<Self> {
+        Ok(Self {
+            beta1: in_range("beta1", need(s.beta1), 0.0, 0.999_999)?,
+            beta2: in_range("beta2", need(s.beta2), 0.0, 0.999_999)?,
+            eps: above_zero("adam-eps", need(s.adam_eps))?,
+            weight_decay: in_range("weight-decay", need(s.weight_decay), 0.0, 1.0)?,
+            clip: Some(in_range("clip", need(s.clip), 0.0, 1e9)?).filter(|norm| *norm > 0.0),
+        })
+    }
+
+    /// The update of a step (from 1) whose gradient is the sum of `micro_batches` mean gradients.
     pub fn step(&self, step: u64, lr: f64, micro_batches: usize) -> AdamW {
         AdamW {
             lr,

@@ -1,26 +1,51 @@
-//! The course of the learning rate.
+//! Learning-rate schedules.
 
-use crate::settings::Schedule;
+use candle_sage::Result;
 
-/// Linear warm-up, then a schedule.
+use crate::checks::{above_zero, in_range, need};
+use crate::quantity::Quantity;
+use crate::settings::{Schedule, Settings};
+
+/// A linear warm-up, then a schedule.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LearningRate {
-    /// Highest rate, reached at the end of the warm-up.
+    /// Highest rate, at the end of the warm-up.
     pub peak: f64,
-    /// Rate at the last step.
+    /// Rate at the last step, unless the schedule is constant.
     pub floor: f64,
     /// Steps of warm-up.
     pub warmup: u64,
-    /// Steps in all.
+    /// Number of steps of the run.
     pub steps: u64,
-    /// Course after the warm-up.
+    /// Schedule after the warm-up.
     pub schedule: Schedule,
-    /// Part of the run in which [`Schedule::Wsd`] decays.
+    /// Fraction of the run over which [`Schedule::Wsd`] decays.
     pub decay_fraction: f64,
 }
 
 impl LearningRate {
-    /// The rate of a step, counted from 0.
+    /// The schedule that settings describe (part of table `[optimizer]`), for a run of `steps` steps. Without
+    /// `asked_warmup` the warm-up is that of the preset, at most a tenth of the steps.
+    ///
+    /// # Errors
+    /// When a setting is out of range.
+    pub fn resolve(s: &Settings, steps: u64, asked_warmup: Option<Quantity>) -> Result<Self> {
+        let warmup = match asked_warmup {
+            None => need(s.warmup_steps).0.min(steps / 10),
+            Some(warmup) => in_range("warmup-steps", warmup.0, 0, steps - 1)?,
+        };
+        let peak = above_zero("lr", need(s.lr))?;
+        Ok(Self {
+            peak,
+            floor: peak * in_range("min-lr", need(s.min_lr), 0.0, 1.0)?,
+            warmup,
+            steps,
+            schedule: need(s.schedule),
+            decay_fraction: in_range("decay-fraction", need(s.decay_fraction), 0.0, 1.0)?,
+        })
+    }
+
+    /// The rate of a step (from 0).
     pub fn at(&self, step: u64) -> f64 {
         if step < self.warmup {
             return self.peak * (step + 1) as f64 / self.warmup as f64;

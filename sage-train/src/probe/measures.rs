@@ -1,15 +1,6 @@
-//! Distances to the exact results, and sizes of tensors; both are accumulated over heads and sequences.
+//! Distances to the exact results, accumulated over heads and sequences; and outliers.
 
-use serde::{Deserialize, Serialize};
-
-/// The distance of a quantity to its full-precision value.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Distance {
-    /// Cosine of the angle between the two.
-    pub cosine: f64,
-    /// L2 norm of the difference over the L2 norm of the exact value.
-    pub relative_l2: f64,
-}
+use crate::metrics::Distance;
 
 /// Sums from which a distance over several heads is computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -48,66 +39,6 @@ impl Sums {
             cosine: ratio(self.products, (self.got * self.exact).sqrt(), 1.0),
             relative_l2: ratio(self.differences, self.exact, 0.0).sqrt(),
         }
-    }
-}
-
-/// Sizes of the tensors of a layer or a head.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
-pub struct Sizes {
-    /// Root mean square of P, where a query sees the key.
-    pub rms_p: f64,
-    /// Root mean square of dP, where a query sees the key.
-    pub rms_dp: f64,
-    /// Root mean square of dS, where a query sees the key.
-    pub rms_ds: f64,
-    /// `max |dP - delta| sqrt(2 / (N + 1))`, an upper bound of `rms_ds`: the squares of each of the N rows of
-    /// P sum to at most 1, and N (N + 1) / 2 values are seen (SageBwd, section 4, for the causal half).
-    pub bound_ds: f64,
-    /// Largest absolute value of the queries.
-    pub largest_q: f64,
-    /// Largest absolute value of the keys.
-    pub largest_k: f64,
-    /// Largest absolute scaled logit, where a query sees the key.
-    pub largest_logit: f64,
-    /// Fraction of outlying keys: tokens whose smoothed key has a largest absolute value above ten times the
-    /// median of its tile. They determine the tile's scale.
-    pub outlying_keys: f64,
-    /// Fraction of outlying queries.
-    pub outlying_queries: f64,
-}
-
-impl Sizes {
-    /// Each size with its name.
-    pub fn named(&self) -> [(&'static str, f64); 9] {
-        [
-            ("rms_p", self.rms_p),
-            ("rms_dp", self.rms_dp),
-            ("rms_ds", self.rms_ds),
-            ("bound_ds", self.bound_ds),
-            ("largest_q", self.largest_q),
-            ("largest_k", self.largest_k),
-            ("largest_logit", self.largest_logit),
-            ("outlying_queries", self.outlying_queries),
-            ("outlying_keys", self.outlying_keys),
-        ]
-    }
-
-    /// Merges other sizes: means of squares and of fractions are averaged with weight `weight` for `other`,
-    /// and the largest values are maxima.
-    pub fn join(&mut self, other: &Self, weight: f64) {
-        let square = |a: f64, b: f64| ((1.0 - weight) * a * a + weight * b * b).sqrt();
-        let mean = |a: f64, b: f64| (1.0 - weight) * a + weight * b;
-        *self = Self {
-            rms_p: square(self.rms_p, other.rms_p),
-            rms_dp: square(self.rms_dp, other.rms_dp),
-            rms_ds: square(self.rms_ds, other.rms_ds),
-            bound_ds: self.bound_ds.max(other.bound_ds),
-            largest_q: self.largest_q.max(other.largest_q),
-            largest_k: self.largest_k.max(other.largest_k),
-            largest_logit: self.largest_logit.max(other.largest_logit),
-            outlying_keys: mean(self.outlying_keys, other.outlying_keys),
-            outlying_queries: mean(self.outlying_queries, other.outlying_queries),
-        };
     }
 }
 

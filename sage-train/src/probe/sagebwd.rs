@@ -112,8 +112,7 @@ impl Anatomy for SageBwdAnatomy {
         )?;
         let delta = row_dots(dout, &o, d);
         if !products.s && coded(Product::Scores) {
-            // With S in 16 bits the backward recomputes P without codes, normalized by the forward's row
-            // sums.
+            // The backward's S is not in INT8: P is recomputed without codes, over the forward's row sums.
             let exact = logits(&q_smooth, &k_smooth)?;
             let finite = p.iter_mut().zip(exact.iter().zip(&s)).filter(|(p, _)| **p > 0.0);
             finite.for_each(|(p, (exact, s))| *p *= (exact - s).exp());
@@ -209,7 +208,7 @@ fn quantized(values: &[f64], columns: usize, (block_rows, block_columns): (usize
             let most = largest(band.chunks(columns).flat_map(|row| &row[first..first + width]));
             let scale = most / 127.0;
             if scale < f64::MIN_POSITIVE {
-                // Subnormal scales: probabilities this small are zeros in every format.
+                // The scale is zero or subnormal: probabilities this small are zeros in every format.
                 band.chunks_mut(columns).for_each(|row| row[first..first + width].fill(0.0));
                 continue;
             }

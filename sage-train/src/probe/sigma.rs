@@ -8,9 +8,10 @@ use rand_distr::{Distribution, StandardNormal};
 use serde::Serialize;
 
 use super::anatomy::{Anatomy, Inputs, Low};
-use super::measures::{Distance, Sums};
+use super::measures::Sums;
 use super::sagebwd::SageBwdAnatomy;
 use crate::during;
+use crate::metrics::Distance;
 
 /// The random tensors; attention is causal.
 #[derive(Debug, Clone, Copy)]

@@ -9,7 +9,7 @@ use super::arm::{Arm, same_data, seeds, validations};
 use super::chart::{Chart, Series};
 use super::statistics::Mean;
 use super::study::{Panel, Study};
-use crate::probe::Probed;
+use crate::metrics::Probed;
 use crate::runs::{Run, Status};
 
 /// The z-score of a step's loss above which the step is marked as a spike.
@@ -93,8 +93,8 @@ pub fn losses(panel: &Panel) -> Result<String> {
     .to_svg()
 }
 
-/// Difference of the validation loss to that of the baseline's run with the same seeds, percent of the
-/// baseline's. `None` without a baseline, or without common seeds.
+/// Difference of the validation loss to that of the baseline's run with the same seeds and data, percent of
+/// the baseline's. `None` without a baseline, or without such a run.
 ///
 /// # Errors
 /// When it cannot be drawn.
@@ -196,7 +196,7 @@ fn against(run: &Run, twin: &Run) -> BTreeMap<u64, f64> {
     validations(run).into_iter().filter_map(difference).collect()
 }
 
-/// The mean of several curves and its interval, at the tokens where all curves have a value.
+/// The mean of several curves and its interval, at the tokens where the most curves have a value.
 fn curve(arm: &Arm, curves: &[BTreeMap<u64, f64>]) -> Series {
     let mut values: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
     curves.iter().flatten().for_each(|(&tokens, &value)| values.entry(tokens).or_default().push(value));

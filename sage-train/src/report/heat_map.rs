@@ -3,7 +3,7 @@
 use maud::{Markup, html};
 
 use super::study::Study;
-use crate::probe::{Probed, QUANTITIES};
+use crate::metrics::{Probed, QUANTITIES};
 use crate::runs::Run;
 
 /// Relative L2 from which on a cell has the darkest shade.

@@ -2,7 +2,8 @@
 
 use std::fmt::Write;
 
-use crate::probe::{Probed, QUANTITIES, RESULTS, Row, SigmaRow, Sizes};
+use crate::metrics::{Probed, QUANTITIES, RESULTS, Row, Sizes};
+use crate::probe::SigmaRow;
 
 /// SageBwd (arXiv 2603.02170), Table 2: layer 11, the worst of 20, QK-norm, 2.1M tokens a step; cosine and
 /// relative L2 of each of [`QUANTITIES`].

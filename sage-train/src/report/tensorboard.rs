@@ -121,8 +121,8 @@ mod tests {
 
     #[test]
     fn an_event_is_what_tensorboard_writes() {
-        // `SerializeToString()` of tf.train.Event(wall_time=1.5, step=300, summary=..), whose one value has the
-        // tag "loss" and the simple_value 2.5.
+        // `SerializeToString()` of tf.train.Event(wall_time=1.5, step=300, summary=..), whose only value has
+        // the tag "loss" and the simple_value 2.5.
         let wanted = b"\x09\x00\x00\x00\x00\x00\x00\xf8\x3f\x10\xac\x02\x2a\x0d\x0a\x0b\x0a\x04loss\x15\x00\x00\x20\x40";
         assert_eq!(event(1.5, 300, 5, &summary(&[("loss", 2.5)])), wanted);
         // The same event as TensorBoard's own RecordWriter frames it: length, CRC of the length, content, CRC

@@ -17,10 +17,10 @@ use crate::settings::Settings;
 use crate::signals::{self, Second};
 use crate::{during, tell, writing};
 
-/// Steps to measure for each shape, and the most micro-batches of a measured step. The first step is not
-/// counted, because it includes the warm-up. Time is proportional to the number of micro-batches, so that a
-/// longer step need not be measured whole. On a CPU steps are slow and vary little, so that fewer of them are
-/// enough.
+/// Steps to measure for each shape, and the most micro-batches of a measured step. The first step of a
+/// process is slower than the others, and is not counted. Time is proportional to the number of
+/// micro-batches, so that a longer step need not be measured whole. On a CPU steps are slow and vary little,
+/// so that fewer of them are enough.
 fn sample(place: Place) -> (u64, u64) {
     match place {
         Place::Cpu => (2, 1),

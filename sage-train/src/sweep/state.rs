@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use candle_sage::Result;
 
 use super::{Planned, Sweep};
+use crate::checkpoint;
 use crate::config::{Config, Identity, PLAN};
 use crate::lock::Lock;
 use crate::runs::{CONFIG, Ending, METRICS, Run, Status, ended_since};
-use crate::train::checkpoint;
 use crate::writing;
 
 /// How far a run is.

@@ -12,11 +12,11 @@ use super::mps::{Mps, Sharing};
 use super::progress::Progress;
 use super::state::Place;
 use super::{State, Sweep};
+use crate::checkpoint;
 use crate::device::{Place as Device, gpus};
 use crate::lock::Lock;
 use crate::runs::{Ending, Run, Status};
 use crate::signals::Second;
-use crate::train::checkpoint;
 use crate::{during, ranks, signals, tell, writing};
 
 /// Exit codes of a process that SIGHUP, SIGINT or SIGTERM asked to stop: 128 plus the number of the signal.
@@ -200,11 +200,17 @@ fn tally(states: impl Iterator<Item = State>) -> Tally {
     tally
 }
 
-/// Free slots, one for each run that can be under way at once. The last is taken first, and slots `n *
-/// jobs..(n + 1) * jobs` are those of device `n`: the first device is filled before the second.
+/// Free slots, one for each run that can be under way at once. Those of device `n` are
+/// `n * jobs..(n + 1) * jobs`. The last one is taken first: every device has a run before one has two.
 fn slots(sweep: &Sweep, jobs: usize) -> Vec<usize> {
-    let devices = if on_gpu(sweep) { gpus().len().max(1) } else { 1 };
-    (0..devices * jobs.max(1)).rev().collect()
+    in_turn(if on_gpu(sweep) { gpus().len().max(1) } else { 1 }, jobs.max(1))
+}
+
+fn in_turn(devices: usize, jobs: usize) -> Vec<usize> {
+    let of_job = |job| (0..devices).map(move |device| device * jobs + job);
+    let mut slots: Vec<usize> = (0..jobs).flat_map(of_job).collect();
+    slots.reverse();
+    slots
 }
 
 fn on_gpu(sweep: &Sweep) -> bool {
@@ -344,5 +350,19 @@ impl Tally {
                 .hint(format!("what ran is saved; go on: {again}"))),
             None => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::in_turn;
+
+    #[test]
+    fn every_device_has_a_run_before_one_has_two() {
+        let devices = |slots: Vec<usize>, jobs: usize| -> Vec<usize> {
+            slots.into_iter().rev().map(|slot| slot / jobs).collect()
+        };
+        assert_eq!(devices(in_turn(2, 3), 3), [0, 1, 0, 1, 0, 1]);
+        assert_eq!(devices(in_turn(1, 2), 2), [0, 0]);
     }
 }

@@ -66,7 +66,7 @@ impl Overlap {
 /// each has a micro-batch to compute.
 ///
 /// # Errors
-/// When they cannot.
+/// When a sequence cannot be cut into `context` parts, or a group would have no micro-batch.
 pub fn check_parallel(config: &Config, ranks: usize, context: usize) -> Result<()> {
     check_context(config, ranks, context)?;
     let groups = ranks / context;

@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use crate::config::Config;
 use crate::lock::Lock;
 use crate::metrics::Point;
-use crate::probe::Probed;
+use crate::metrics::Probed;
 use crate::ranks::Rank;
 use crate::report::EventFile;
 use crate::runs::{METRICS, PROBES, json_lines};

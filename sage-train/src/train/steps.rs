@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 
 use candle_sage::{Error, Result, Scheme};
 
-use super::checkpoint::Checkpoints;
 use super::guard::Recent;
 use super::progress::Progress;
 use super::run_dir::RunDir;
 use super::step_report::Asked;
 use super::stop::Stop;
 use super::trainer::{STOP_HINT, Trainer};
+use crate::checkpoint::Checkpoints;
 use crate::config::Config;
 use crate::data::{Dataset, Feed, Verification};
 use crate::device::{memory, reset_peak};
@@ -29,8 +29,8 @@ use crate::{during, partial, signals, writing};
 /// skipped nothing would be learned.
 const MOST_SKIPPED: usize = 64;
 
-/// A rank is reported as slow when it takes more than this factor of the median time in so many steps in a
-/// row.
+/// A rank is reported as slow when it takes more than this factor of the median time, in this number of
+/// consecutive steps.
 const SLOW: (f64, usize) = (1.1, 20);
 
 /// A run in progress.

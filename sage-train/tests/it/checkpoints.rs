@@ -1,4 +1,4 @@
-//! Checkpoints: a run that is cut off anywhere goes on to the bit.
+//! Checkpoints: a run that is cut off at any point continues with the same bits.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -6,18 +6,18 @@ use std::time::{Duration, Instant};
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use sage_train::checkpoint::Found;
 use sage_train::config::Config;
 use sage_train::device::Place;
 use sage_train::metrics::Point;
 use sage_train::quantity::Quantity;
 use sage_train::ranks::Rank;
 use sage_train::settings::{Schedule, Settings, Switch};
-use sage_train::train::checkpoint::Found;
 use sage_train::train::{self, Begin};
 
 use crate::support::{Scratch, small, wait_until};
 
-/// Runs that start in milliseconds: their data is prepared.
+/// Data that is prepared once, so that runs start in milliseconds.
 fn prepared() -> Scratch {
     let scratch = Scratch::new();
     let text = scratch.ok(&["corpus", "--megabytes", "1"]);
@@ -37,7 +37,7 @@ fn run_of(scratch: &Scratch, name: &str) -> PathBuf {
     scratch.path().join("runs").join(name)
 }
 
-/// What is computed: everything but times.
+/// The computed values: everything but times.
 fn numbers(points: &[Point]) -> Vec<Point> {
     let bare =
         |point: &Point| Point { seconds: 0.0, tokens_per_second: 0.0, update_share: None, ..point.clone() };
@@ -48,7 +48,7 @@ fn state(run: &Path, step: u64) -> Vec<u8> {
     std::fs::read(run.join(format!("checkpoints/step-{step:08}/state.safetensors"))).expect("a checkpoint")
 }
 
-/// Names of the folders of checkpoints.
+/// The names of the folders of checkpoints.
 fn checkpoints(run: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(run.join("checkpoints")) else { return Vec::new() };
     let mut names: Vec<String> =
@@ -88,11 +88,11 @@ fn a_hundred_kills_change_nothing() {
             resumed += 1;
             scratch.start(&["--resume", &path])
         } else {
-            // Cut off before its first checkpoint: there is nothing to lose.
+            // The run was cut off before its first checkpoint, so it starts anew.
             let _ = std::fs::remove_dir_all(&folder);
             scratch.start(&flags(&[&run[..], &["--name", &name]].concat()))
         };
-        // The last runs are left alone, so that one comes to its end.
+        // After 100 kills a run may finish.
         let patience = if kills < 100 { rng.random_range(5..150) } else { 120_000 };
         let deadline = Instant::now() + Duration::from_millis(patience);
         let status = loop {
@@ -160,7 +160,7 @@ fn a_signal_saves_and_leaves_and_the_run_goes_on() {
 #[test]
 fn a_second_signal_leaves_at_once() {
     let scratch = prepared();
-    // A micro-batch of seconds.
+    // One micro-batch takes seconds.
     let slow = ["--tokens-per-step", "256k", "--micro-batch", "8192", "--steps", "3", "--name", "slow"];
     let mut child = scratch.start(&flags(&slow));
     let log = run_of(&scratch, "slow").join("log.txt");
@@ -175,12 +175,13 @@ fn a_second_signal_leaves_at_once() {
     assert!(checkpoints(&run_of(&scratch, "slow")).is_empty());
 }
 
-/// A step of many micro-batches is left in its middle: what was done before it is saved, and goes on to the bit.
+/// A signal interrupts a step between its micro-batches: the steps before are saved, and the run continues
+/// with the same bits.
 #[cfg(unix)]
 #[test]
 fn a_long_step_is_left_in_its_middle() {
     let scratch = prepared();
-    // Some seconds a step, of two hundred micro-batches.
+    // A step takes some seconds, for 200 micro-batches.
     let long = [
         "--tokens-per-step",
         "102400",
@@ -220,7 +221,7 @@ fn a_long_step_is_left_in_its_middle() {
     assert!(checkpoints(&run_of(&scratch, "first")).is_empty());
 }
 
-/// A limit on the size of files stands for a disk that is full: neither state nor weights fit, only the metrics do.
+/// A limit on file size imitates a full disk: neither state nor weights fit, only the metrics do.
 #[cfg(unix)]
 #[test]
 fn a_full_disk_loses_no_earlier_checkpoint() {
@@ -235,7 +236,7 @@ fn a_full_disk_loses_no_earlier_checkpoint() {
     let newest = checkpoints(&folder).pop().expect("one");
     let path = folder.join("checkpoints").join(&newest).join("state.safetensors");
     let before = std::fs::read(&path).expect("a state");
-    // In units of 1024 bytes. Metrics and plot of 300 steps take less.
+    // In units of 1024 bytes. Metrics and plot of 300 steps are smaller.
     let weights = before.len() / 3 / 1024;
     let command = format!("trap '' XFSZ; ulimit -f {}; exec \"$0\" --resume runs/full", weights - 5);
     let output = Command::new("bash")
@@ -298,7 +299,7 @@ fn the_last_ones_are_kept_and_some_of_the_others() {
     scratch.ok(&flags);
     let wanted = [8, 16, 18, 20].map(|step| format!("step-{step:08}"));
     assert_eq!(checkpoints(&run_of(&scratch, "k")), wanted);
-    // A longer run goes on from the end.
+    // A run with more steps continues from the last checkpoint.
     scratch.ok(&["--resume", "runs/k", "--steps", "22"]);
     assert_eq!(scratch.metrics("k").len(), 22);
 }
@@ -313,7 +314,7 @@ fn what_is_not_a_whole_checkpoint_of_this_run_is_refused() {
     let mut refused = |name: &str, args: &[&str]| {
         let error = scratch.fails(args);
         let error = &error[error.find("error:").expect("an error")..];
-        // Hashes are of this build.
+        // Hashes differ between builds.
         let plain: Vec<String> = error
             .split(' ')
             .map(|word| {
@@ -382,7 +383,7 @@ fn two_processes_do_not_work_on_one_run() {
 #[test]
 fn spikes_are_skipped_and_nothing_else_changes_them() {
     let scratch = prepared();
-    // A limit that every other step crosses.
+    // A limit that many steps exceed.
     let run = ["--steps", "60", "--checkpoint-every", "25", "--eval-every", "0", "--skip-spikes", "0.5"];
     scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
     let points = scratch.metrics("whole");
@@ -396,10 +397,10 @@ fn spikes_are_skipped_and_nothing_else_changes_them() {
     scratch.ok(&flags(&[&run[..], &["--steps", "60", "--name", "none", "--skip-spikes", "0"]].concat()));
     let plain = scratch.metrics("none");
     assert!(plain.iter().all(|point| !point.skipped) && plain[20].loss_z.is_some());
-    // Up to the first spike both are one run.
+    // Up to the first spike the two runs are equal.
     let first = points.iter().position(|point| point.skipped).expect("a spike");
     assert_eq!(numbers(&points[..first]), numbers(&plain[..first]));
-    // A resumed run decides as the whole one did.
+    // A resumed run skips the same updates as the uninterrupted one.
     std::fs::remove_dir_all(run_of(&scratch, "whole").join("checkpoints/step-00000060")).expect("gone");
     std::fs::rename(run_of(&scratch, "whole"), run_of(&scratch, "again")).expect("moved");
     scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
@@ -407,7 +408,8 @@ fn spikes_are_skipped_and_nothing_else_changes_them() {
     assert_same(&scratch, "again", "whole", 60);
 }
 
-/// With the deterministic switch a GPU goes on to the bit too: twenty steps are ten and ten more.
+/// With the deterministic switch a run on a GPU continues with the same bits too: 40 steps are 23 and 17
+/// more.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_runs_go_on_to_the_bit() {
@@ -453,8 +455,8 @@ fn cuda_runs_go_on_to_the_bit() {
     );
 }
 
-/// What a run is stands in its checkpoint: settings that were edited meanwhile are refused, as flags are. What it reads may have
-/// moved, if it is the same.
+/// A checkpoint contains the settings of its run, so a run with edited settings is refused, as one with other
+/// flags is. The data may have moved if its contents are the same.
 #[test]
 fn an_edited_run_does_not_go_on_as_another() {
     let scratch = Scratch::new();
@@ -480,7 +482,7 @@ fn an_edited_run_does_not_go_on_as_another() {
     assert_eq!(scratch.metrics("r").len(), 6);
 }
 
-/// One damaged line of the metrics is made again from the other file that has them.
+/// A damaged line of the metrics is restored from the CSV file.
 #[test]
 fn damaged_metrics_are_made_again() {
     let scratch = Scratch::new();
@@ -494,7 +496,7 @@ fn damaged_metrics_are_made_again() {
     assert_eq!((after.len(), &after[..6]), (8, &before[..]));
 }
 
-/// Without validations a checkpoint comes by the clock; files are as open as the umask has them.
+/// Without validations, checkpoints are written by time. Files have the permissions of the umask.
 #[cfg(unix)]
 #[test]
 fn a_checkpoint_comes_by_the_clock() {

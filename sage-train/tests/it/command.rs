@@ -1,4 +1,4 @@
-//! Help, dry runs, and the other verb.
+//! Help, dry runs, the precedence of settings, and the verb `corpus`.
 
 use crate::support::Scratch;
 
@@ -57,7 +57,7 @@ fn corpus_is_deterministic_and_may_be_cut_off() {
     assert_eq!(text, corpus("0"));
     assert_ne!(text, corpus("1"));
 
-    // A reader that has seen enough, as `head` has.
+    // A reader that closes the pipe early, as `head` does.
     let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_sage-train"))
         .args(["corpus", "--megabytes", "50"])
         .stdout(std::process::Stdio::piped())

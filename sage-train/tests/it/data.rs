@@ -1,4 +1,4 @@
-//! From text to shards, and training on them.
+//! Preparing text as shards, and training on shards.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use sage_train::data::prepare::Prepared;
 
 use crate::support::{Scratch, json_lines, small, wait_until};
 
-/// Tokens of all shards whose name begins so.
+/// The tokens of all shards whose name begins with `part`.
 fn tokens(folder: &Path, part: &str) -> Vec<u32> {
     let mut files: Vec<_> = std::fs::read_dir(folder)
         .expect("a folder")
@@ -57,7 +57,7 @@ fn formats_and_sizes_of_shards_hold_the_same_tokens() {
             assert!(read("whole") == read(other), "{other}, {part}");
         }
     }
-    // Everything in the description is so.
+    // The description agrees with the shards and the documents.
     let train = tokens(&scratch.path().join("whole"), "train");
     assert_eq!(whole.train.tokens, train.len() as u64);
     let ends = train.iter().filter(|&&token| token == whole.end_of_text).count() as u64;
@@ -68,7 +68,8 @@ fn formats_and_sizes_of_shards_hold_the_same_tokens() {
     assert_eq!(whole.train.text_bytes + whole.validation.text_bytes, bytes as u64);
     assert_eq!(small_shards.train.text_bytes, whole.train.text_bytes);
 
-    // A run on any of them is the same run, and so is one on foreign shards without sidecars.
+    // Runs on each of the folders are the same, and so are runs on shards without sidecars, as other programs
+    // write them.
     for entry in std::fs::read_dir(scratch.path().join("nano")).expect("a folder").flatten() {
         if entry.file_name().to_string_lossy().ends_with(".bin.json") {
             std::fs::remove_file(entry.path()).expect("gone");
@@ -150,7 +151,7 @@ fn several_sources_are_mixed_by_weight_and_come_back_from_the_config() {
 #[test]
 fn attention_stays_inside_documents_where_it_is_told_to() {
     let scratch = Scratch::new();
-    // Short documents, that say nothing about each other.
+    // Short documents that are independent of each other.
     let lines: String =
         (0..3000).map(|n| format!("{{\"text\": \"{} is {}\"}}\n", n, n * 7919 % 1000)).collect();
     scratch.file("a.jsonl", lines);
@@ -175,7 +176,7 @@ fn the_sequences_of_a_run_can_be_written_out() {
         tokens
     };
     let (two, three) = (of("2", "two.bin"), of("3", "three.bin"));
-    // 256 tokens a step are eight sequences of 32, and each has the token after it.
+    // 256 tokens per step are eight sequences of 32, and each is written with its next token.
     assert_eq!((two.len(), three.len()), (2 * 8 * 33, 3 * 8 * 33));
     assert!(two == three[..two.len()]);
     let all = tokens(&scratch.path().join("shards"), "train");
@@ -231,13 +232,13 @@ fn messages_about_data() {
         let error = scratch.fails(&args);
         text += &format!("-- {name}\n{}\n", error[error.find("error:").expect("an error")..].trim_end());
     }
-    // Where preparing fails nothing is left.
+    // A preparation that fails leaves no folder.
     assert!(!scratch.path().join("new").exists() && !scratch.path().join("new.partial").exists());
     let hashes = regexless(&text);
     insta::assert_snapshot!(hashes);
 }
 
-/// Hashes and addresses in memory of text become dots: they are of one build.
+/// Replaces 12-digit hashes by `HASH`, because they may differ between builds.
 fn regexless(text: &str) -> String {
     let hidden = |word: &str| word.len() == 12 && word.bytes().all(|b| b.is_ascii_hexdigit());
     text.lines()
@@ -254,19 +255,19 @@ fn what_an_interrupted_preparation_left_is_in_nobodys_way() {
     scratch.file("new.partial/unfinished-by-sage-train", "");
     scratch.file("new.partial/train_000001.bin", "half a shard");
     scratch.ok(&["data", "prepare", "a.jsonl", "--to", "new", "--vocab-size", "400"]);
-    // One that can go on is not lost where it cannot be read.
+    // Work with a journal that cannot be read is not removed.
     scratch.file("going.partial/unfinished-by-sage-train", "");
     scratch.file("going.partial/progress.json", "not for export");
     let error = scratch.fails(&["data", "prepare", "a.jsonl", "--to", "going", "--vocab-size", "400"]);
     assert!(error.contains("cannot go on with") && error.contains("rm -r"), "{error}");
     assert!(scratch.path().join("going.partial/progress.json").exists());
-    // A folder of somebody else is not touched.
+    // A folder that this program did not make is not touched.
     scratch.file("other.partial/precious", "mine");
     scratch.fails(&["data", "prepare", "a.jsonl", "--to", "other", "--vocab-size", "400"]);
     assert!(scratch.path().join("other.partial/precious").exists());
 }
 
-/// A byte that has changed since the shards were made ends a run, and `data check` finds it.
+/// A byte of a shard that changed after preparation ends a run, and `data check` reports it.
 #[test]
 fn changed_bytes_of_shards_end_a_run() {
     let scratch = Scratch::new();
@@ -287,7 +288,7 @@ fn changed_bytes_of_shards_end_a_run() {
     let shard = scratch.path().join("shards/train_000003.bin");
     let mut bytes = std::fs::read(&shard).expect("a shard");
     let middle = (bytes.len() / 2) & !1;
-    // Another token, which is in the vocabulary too.
+    // The changed token is in the vocabulary too.
     bytes[middle] ^= 1;
     std::fs::write(&shard, bytes).expect("a shard");
     let error = scratch.fails(&run);
@@ -311,19 +312,19 @@ fn lines_that_end_as_on_windows_are_read_as_on_unix() {
     assert!(of("windows") == of("unix"));
 }
 
-/// Every file of a folder, with its bytes.
+/// Every file of a folder by name, with its bytes.
 fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry"));
     let read = |path: PathBuf| std::fs::read(path).expect("a file");
     entries.map(|entry| (entry.file_name().to_string_lossy().into_owned(), read(entry.path()))).collect()
 }
 
-/// Killed at any moment, a preparation goes on where it was, and ends in the same bytes.
+/// A preparation that is killed at any moment continues where it was, and ends with the same bytes.
 #[test]
 #[cfg(unix)]
 fn a_killed_preparation_goes_on_where_it_was() {
     let scratch = Scratch::new();
-    // Small files, a large one in the middle of which it will be, and a document of many pieces.
+    // Small files, a large one in which the preparation is killed, and a document of many pieces.
     scratch.file("text/a.jsonl", json_lines(300_000));
     scratch.file("text/b.jsonl", json_lines(12_000_000));
     scratch.file("text/c.txt", "One long story, and nothing but this story. ".repeat(100_000));
@@ -347,7 +348,7 @@ fn a_killed_preparation_goes_on_where_it_was() {
             said = String::from_utf8_lossy(&output.stderr).into_owned();
         }
         assert!(kills == 1 || said.contains("goes on where an earlier start was interrupted"), "{said}");
-        // Another one is not mixed into it, and takes nothing away.
+        // Work with another seed is refused, and leaves the interrupted work as it is.
         let error = scratch.fails(&with("parts", "4"));
         assert!(error.contains("other --seed") && error.contains("rm -r"), "{error}");
         let output = scratch.run(&with("parts", "3"));
@@ -361,7 +362,7 @@ fn a_killed_preparation_goes_on_where_it_was() {
     }
 }
 
-/// A document that cannot be read, late in the text, costs nothing that came before it.
+/// A document that cannot be read, late in the text, does not lose the work before it.
 #[test]
 fn a_preparation_that_fails_late_goes_on_without_what_it_failed_over() {
     let scratch = Scratch::new();
@@ -378,7 +379,7 @@ fn a_preparation_that_fails_late_goes_on_without_what_it_failed_over() {
     let prepared = Prepared::read(&scratch.path().join("new")).expect("a list");
     assert_eq!(prepared.files.len(), 2);
     assert_eq!((prepared.files[1].documents, prepared.files[1].skipped), (2, 1));
-    // Text that has changed under way is not taken for what it was.
+    // Text that changes during an interrupted preparation is detected.
     scratch.file("text/b.jsonl", "{\"text\": bad}\n");
     let other = [&args[..3], &["--to", "other"], &args[5..]].concat();
     scratch.fails(&other);
@@ -387,8 +388,8 @@ fn a_preparation_that_fails_late_goes_on_without_what_it_failed_over() {
     assert!(error.contains("a.jsonl has another size or time") && error.contains("rm -r"), "{error}");
 }
 
-/// What stands in a folder beside the text, and what says that a file is UTF-8, is no text; a file counts once; a shard that
-/// went missing is missed by training too.
+/// Other files in a folder of text and the byte order mark of a file are not read as text. A file that two
+/// sources contain is refused. A shard that is missing ends a run.
 #[test]
 fn what_is_no_text_is_not_read_as_such() {
     let scratch = Scratch::new();
@@ -399,7 +400,7 @@ fn what_is_no_text_is_not_read_as_such() {
         let log =
             std::fs::read_to_string(scratch.path().join("runs").join(name).join("log.txt")).expect("a log");
         let line = log.lines().find(|line| line.contains("training and")).expect("a summary");
-        // Without the time.
+        // The line without its time.
         line.split_once("Z ").expect("a time").1.to_owned()
     };
     scratch.file("plain/a.txt", &text);

@@ -1,4 +1,4 @@
-//! Hugging Face's format: golden models of transformers, made by scripts/hf_golden.py, and the way back.
+//! Hugging Face's format: golden models of transformers, made by scripts/hf_golden.py, and exports of them.
 
 use std::path::{Path, PathBuf};
 
@@ -21,7 +21,8 @@ fn open(folder: &Path, place: Place) -> Trained {
     Trained::open(folder, place, Settings::default(), false).expect("a model")
 }
 
-/// The largest difference between our logits and those of transformers, over the largest logit.
+/// The largest difference between the model's logits and those of transformers, relative to the largest
+/// logit.
 fn distance(folder: &Path, kind: &str) -> Result<f64> {
     let trained = open(folder, Place::Cpu);
     let golden = candle_core::safetensors::load(golden(kind).join("logits.safetensors"), &Device::Cpu)?;
@@ -30,7 +31,7 @@ fn distance(folder: &Path, kind: &str) -> Result<f64> {
     let logits = hidden.matmul(&table.t()?)?.reshape(golden["logits"].dims())?;
     let largest = |x: &Tensor| x.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
     let difference = largest(&(&logits - &golden["logits"])?)?;
-    // Rounding of f32 in sums of at most 64 terms and two blocks: some tens of 2^-24.
+    // The rounding error of f32 in sums of at most 64 terms through two blocks: some tens of 2^-24.
     Ok(f64::from(difference / largest(&golden["logits"])?))
 }
 
@@ -43,7 +44,8 @@ fn logits_are_those_of_transformers() -> Result<()> {
     Ok(())
 }
 
-/// A published model, trained for no step, is exported as it was; with a step it is another.
+/// A published model that is trained with a learning rate of 1e-30 is exported unchanged; with 1e-2 it
+/// changes.
 #[test]
 fn a_model_comes_in_goes_on_and_out_again() -> Result<()> {
     for kind in KINDS {
@@ -66,7 +68,7 @@ fn a_model_comes_in_goes_on_and_out_again() -> Result<()> {
         let at = |name: &str| scratch.path().join(name);
         assert!(distance(&at("same"), kind)? < 5e-6);
         assert!(distance(&at("other"), kind)? > 1e-2);
-        // The weights are bit for bit those that came in, and so is the tokenizer's vocabulary.
+        // The exported weights have the bits of the imported ones, or of their rounding to bf16.
         let load = |path: PathBuf| candle_core::safetensors::load(path, &Device::Cpu);
         let (before, after) =
             (load(golden(kind).join("model.safetensors"))?, load(at("same/model.safetensors"))?);
@@ -101,21 +103,22 @@ fn a_continued_run_needs_the_folder_no_more() {
     assert_eq!(scratch.metrics("r").len(), 5);
 }
 
-/// The mean loss of each ending, from the logits of transformers themselves.
+/// The mean loss of each ending, from the logits of transformers.
 #[test]
 fn the_ending_with_the_lowest_mean_loss_is_chosen() -> Result<()> {
     let trained = open(&golden("qwen3"), Place::Cpu);
     let golden = candle_core::safetensors::load(golden("qwen3").join("logits.safetensors"), &Device::Cpu)?;
     let ids: Vec<Vec<u32>> = golden["ids"].to_dtype(DType::U32)?.to_vec2()?;
     let losses = candle_nn::ops::log_softmax(&golden["logits"], 2)?.to_vec3::<f32>()?;
-    // Endings that are what follows in the golden sequences: their losses are known for one context each.
+    // The long endings are the next six tokens of the golden sequences, so that the golden logits give their
+    // losses in one context each.
     let known = |row: usize, at: usize, len: usize| -> f32 {
         (at..at + len).map(|n| -losses[row][n - 1][ids[row][n] as usize]).sum::<f32>() / len as f32
     };
     let (mut right, mut wrong) = (Vec::new(), Vec::new());
     for (at, likeliest) in [(5, true), (12, false), (30, true), (20, false)] {
-        // Beside it an ending of one token, whose loss can be read off the same row: sometimes it is better than the mean
-        // of the six, sometimes worse.
+        // The other ending is one token, whose loss the same row gives: for the likeliest token it is below
+        // the mean of the six, for the least likely above.
         let row = &losses[0][at - 1];
         let mut order: Vec<u32> = (0..300).collect();
         order.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
@@ -197,7 +200,8 @@ fn weights_may_be_in_several_files() -> Result<()> {
     Ok(())
 }
 
-/// A model that was trained for FP4 says so beside its weights, and goes on from there; others say nothing.
+/// The export of a model trained for FP4 has the settings of its attention in a file of its own, and a
+/// continued run adopts them. Other exports have no such file.
 #[test]
 fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
     let scratch = Scratch::new();
@@ -223,7 +227,7 @@ fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
     Ok(())
 }
 
-/// The real thing: transformers computes the loss of an exported model over the same tokens.
+/// transformers itself computes the loss of an exported model over the same tokens.
 #[test]
 #[ignore = "needs python3 with torch and transformers"]
 fn transformers_computes_the_same_loss() {
@@ -266,7 +270,7 @@ fn transformers_computes_the_same_loss() {
     }
 }
 
-/// Contexts that no preset's step is a multiple of, and no data of its own.
+/// A folder in Hugging Face's format has no data, and its context need not divide the step of a preset.
 #[test]
 fn a_folder_is_used_whatever_its_context() {
     let scratch = Scratch::new();
@@ -281,7 +285,7 @@ fn a_folder_is_used_whatever_its_context() {
     scratch.file("a.jsonl", json_lines(300_000));
     let text = scratch.ok(&["sample", "m", "the quick", "--tokens", "5", "--seed", "3"]);
     assert!(text.starts_with("the quick"));
-    // Longer than the model looks back: 64 tokens.
+    // The text is longer than the model's context of 64 tokens.
     let llama = golden("llama").display().to_string();
     for attn in [&[][..], &["--attn", "sagebwd"]] {
         let output =

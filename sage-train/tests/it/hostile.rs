@@ -1,6 +1,7 @@
-//! Readers of files, on files that are broken in random ways: no panic, and no memory because a file says so.
+//! Reads files with random damage: no reader may panic, or allocate memory only because a file claims to need
+//! it.
 //!
-//! `HOSTILE_CASES` says how many variants of each file are tried (default 300).
+//! `HOSTILE_CASES` is the number of variants of each file (default 300).
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -8,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use sage_train::checkpoint::{self, Found};
 use sage_train::config::Config;
 use sage_train::data::shard::{Format, Shard, ShardWriter};
 use sage_train::data::{Tokenizer, reader};
@@ -15,11 +17,10 @@ use sage_train::evaluate::read_examples;
 use sage_train::hf;
 use sage_train::model::{Parameters, Parts, State};
 use sage_train::ranks::Rank;
-use sage_train::train::checkpoint::{self, Found};
 
 use crate::support::{Scratch, json_lines, small};
 
-/// The system's allocator, which notes the largest single request of each thread.
+/// The system's allocator, which records the largest single request of each thread.
 struct Noting;
 
 thread_local! {
@@ -30,7 +31,7 @@ fn note(bytes: usize) {
     let _ = LARGEST.try_with(|largest| largest.set(largest.get().max(bytes)));
 }
 
-// SAFETY: every call goes to the system's allocator as it came.
+// SAFETY: every call is forwarded unchanged to the system's allocator.
 #[allow(unsafe_code)]
 unsafe impl GlobalAlloc for Noting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -60,14 +61,15 @@ fn cases() -> usize {
     std::env::var("HOSTILE_CASES").map_or(300, |n| n.parse().expect("HOSTILE_CASES is a number"))
 }
 
-/// One to four changes: bits, bytes, numbers that are often lengths, cuts, and pieces that are there twice.
+/// One to four random changes: flipped bits, bytes, numbers that often occur as lengths, truncations, and
+/// duplicated pieces.
 fn broken(whole: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
     let mut bytes = whole.to_vec();
     for _ in 0..rng.random_range(1..=4) {
         if bytes.is_empty() {
             return bytes;
         }
-        // Headers matter more than what follows.
+        // Half of the changes are in the first 256 bytes, because headers matter more than what follows.
         let end = if rng.random_bool(0.5) { bytes.len().min(256) } else { bytes.len() };
         let at = rng.random_range(0..end);
         match rng.random_range(0..6) {
@@ -87,7 +89,7 @@ fn broken(whole: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
                 bytes.splice(at..at, piece);
             }
             _ => {
-                // A number written out.
+                // Makes a decimal number longer.
                 if let Some(digit) = bytes[at..].iter().position(u8::is_ascii_digit) {
                     bytes.splice(at + digit..=at + digit, *b"99999999999");
                 }
@@ -97,7 +99,8 @@ fn broken(whole: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
     bytes
 }
 
-/// Tries broken variants of a file. A reader that panics ends the test; one that succeeds may.
+/// Reads damaged variants of a file. A reader may return an error or succeed; one that panics or allocates
+/// too much fails the test.
 fn try_all(what: &str, path: &Path, limit: usize, read: &dyn Fn(&Path) -> bool) {
     let whole = std::fs::read(path).expect("a file");
     assert!(read(path), "{what} is read while it is whole");
@@ -115,7 +118,7 @@ fn try_all(what: &str, path: &Path, limit: usize, read: &dyn Fn(&Path) -> bool) 
     println!("{what}: {} variants, {accepted} of them accepted", cases());
 }
 
-/// What one allocation may take of a file of some kilobytes.
+/// The largest allocation, in bytes, for a file of some kilobytes.
 const LIMIT: usize = 16 << 20;
 
 #[test]
@@ -159,8 +162,8 @@ fn text_json_lines_and_parquet() {
     ];
     for (name, bytes) in files {
         let path = scratch.file(name, bytes);
-        // Decoders reserve windows and pages: zstd up to 128 MiB where a header asks for it, parquet a page as long as
-        // a number of 32 bits says.
+        // Decoders allocate windows and pages of the size in the header: zstd up to 128 MiB, parquet up to
+        // 2 GiB for a page, whose size is a signed number of 32 bits.
         let limit = match name {
             "a.jsonl.zst" => 130 << 20,
             "a.parquet" => (2 << 30) + 64,
@@ -201,7 +204,7 @@ fn checkpoints() {
     for file in ["checkpoint.json", "COMPLETE", "state.safetensors"] {
         try_all(file, &step.join(file), LIMIT, &found);
     }
-    // Past the hash, what reads the tensors themselves.
+    // The reader of the tensors without the check of the hash.
     let config =
         Config::resolve(Config::read_settings(&run.join("config.toml")).expect("settings")).expect("a run");
     let restore = |path: &Path| {
@@ -210,7 +213,7 @@ fn checkpoints() {
         state.and_then(|state| Parameters::restore(&config.model, &state, device, dtype, None)).is_ok()
     };
     try_all("tensors of a state", &step.join("state.safetensors"), LIMIT, &restore);
-    // Of two ranks, with what each has in part.
+    // A checkpoint of two ranks, each of which wrote a part of the state.
     scratch.ok(&small(&["--steps", "2", "--name", "two", "--gpus", "2", "--device", "cpu"]));
     let step = scratch.path().join("runs/two/checkpoints/step-00000002");
     let use_it = |_: &Path| {

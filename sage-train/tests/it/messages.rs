@@ -1,4 +1,4 @@
-//! What a user reads when a run cannot start. Nothing may be left half written.
+//! The messages of runs that cannot start. Such a run leaves no files.
 
 use crate::support::{Scratch, small};
 
@@ -93,7 +93,7 @@ fn messages() {
         scratch.path().join("runs/taken/model.safetensors"),
     )
     .expect("a copy");
-    // The data of a run may change behind its back.
+    // Data that changes after its run has ended.
     scratch.file("moving.txt", "What was said then. ".repeat(900));
     scratch.ok(&small(&["--steps", "1", "--data", "moving.txt", "--name", "moved"]));
     scratch.file("moving.txt", "Something else stands here now. ".repeat(900));
@@ -109,7 +109,7 @@ fn messages() {
     insta::assert_snapshot!(text);
 }
 
-/// Every file and folder, by name.
+/// The path of every file and folder, relative to the scratch folder.
 fn listing(scratch: &Scratch) -> Vec<String> {
     let mut found = Vec::new();
     let mut folders = vec![scratch.path().to_owned()];

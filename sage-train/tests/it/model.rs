@@ -1,4 +1,4 @@
-//! The model's written-out backward against candle's graph, over the modules that `candle_sage::nn` has for others.
+//! The model's hand-written backward against candle's graph over the modules of `candle_sage::nn`.
 
 use std::collections::HashMap;
 
@@ -30,7 +30,7 @@ fn config() -> LlamaConfig {
     }
 }
 
-/// Whatever the sizes: nothing lies between matrices that are multiplied at once.
+/// For sizes that are no multiples of the alignment: there is no padding between matrices of one product.
 #[test]
 fn matrices_of_one_input_are_one() -> Result<()> {
     let config = LlamaConfig { width: 36, heads: 3, key_heads: 1, head_dim: 10, ffn: 7, ..config() };
@@ -56,7 +56,7 @@ fn batch(config: &LlamaConfig, device: &Device) -> Result<(Tensor, Tensor)> {
     Ok((Tensor::from_vec(ids(0), (2, 40), device)?, Tensor::from_vec(ids(1), (2, 40), device)?))
 }
 
-/// Loss and gradients by the graph.
+/// Loss and gradients from candle's graph.
 fn graph(config: &LlamaConfig, parameters: &Parameters) -> Result<(f32, HashMap<String, Tensor>)> {
     let device = &Device::Cpu;
     let vars = parameters
@@ -104,7 +104,7 @@ fn graph(config: &LlamaConfig, parameters: &Parameters) -> Result<(f32, HashMap<
     let loss = linear_cross_entropy(&hidden, table, &targets.flatten_all()?, CrossEntropy::default())?;
     let grads = loss.backward()?;
     let gradients =
-        // A router has no gradient: what it picks is no function of it.
+        // A router has no gradient, because the selection is not a differentiable function of it.
         vars.iter().filter_map(|(name, var)| Some((name.clone(), grads.get(var)?.clone()))).collect();
     Ok((loss.to_scalar()?, gradients))
 }
@@ -138,7 +138,7 @@ fn gradients_are_those_of_the_graph() -> Result<()> {
             let (ids, targets) = batch(&config, &Device::Cpu)?;
             let loss = model.loss(&ids, &targets)?.to_scalar::<f32>()?;
             assert!((loss / expected_loss - 1.0).abs() < 1e-6, "{loss} {expected_loss}");
-            // Twice: gradients add up.
+            // Twice, because gradients accumulate.
             for times in [1.0, 2.0] {
                 assert_eq!(model.train(&ids, &targets)?.to_scalar::<f32>()?, loss);
                 for (name, expected) in &expected {
@@ -147,7 +147,7 @@ fn gradients_are_those_of_the_graph() -> Result<()> {
                     assert!(error < LIMIT, "{name} x {times}, {scheme:?}, {recompute:?}: {error:.1e}");
                 }
             }
-            // New sums forget the old ones.
+            // After a reset, gradients do not include the old sums.
             parameters.clear_gradients()?;
             model.train(&ids, &targets)?;
             for (name, expected) in &expected {
@@ -159,7 +159,8 @@ fn gradients_are_those_of_the_graph() -> Result<()> {
     Ok(())
 }
 
-/// SLA2 with blocks of 16 in sequences of 40: the third block picks one of two.
+/// SLA2 with blocks of 16 tokens in sequences of 40: the third block of queries selects one of two
+/// candidates.
 fn with_sla2() -> LlamaConfig {
     let sla2 = Sla2Config {
         blocks: 1,
@@ -188,7 +189,7 @@ fn gradients_of_sla2_are_those_of_the_graph() -> Result<()> {
             let error = relative(&parameters.weight(name)?.gradient()?.clone(), expected)?;
             assert!(error < LIMIT, "{name}, {recompute:?}: {error:.1e}");
         }
-        // The router is not touched, and dense attention is another model.
+        // The router does not change, and dense attention gives another loss.
         let router = parameters.weight("model.layers.1.self_attn.q_router.weight")?;
         assert_eq!(router.gradient()?.abs()?.max_all()?.to_scalar::<f32>()?, 0.0);
         assert_eq!(
@@ -202,8 +203,8 @@ fn gradients_of_sla2_are_those_of_the_graph() -> Result<()> {
     Ok(())
 }
 
-/// In its stage the router gets gradients and nothing else changes: the loss and the other gradients are those of dense
-/// attention.
+/// In the router stage router and `theta` receive gradients and nothing else changes: the loss and the other
+/// gradients are those of dense attention.
 #[test]
 fn the_routers_stage_is_dense_attention_that_teaches() -> Result<()> {
     let config = with_sla2();
@@ -230,7 +231,8 @@ fn the_routers_stage_is_dense_attention_that_teaches() -> Result<()> {
     Ok(())
 }
 
-/// The logits of each next token, of a prompt and then a token at a time, against the whole sequence each time.
+/// The logits of each next token, from a prompt and then token by token with a cache, against those of the
+/// whole sequence.
 #[test]
 fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
     let device = &Device::Cpu;
@@ -239,7 +241,7 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
         let config = LlamaConfig { scheme, qk_norm, ..config() };
         let parameters = Parameters::init(&config, 7, Mesh::ALONE, device, DType::F32)?;
         let whole = Llama::new(&config, &parameters, device)?;
-        // The whole in full precision, which is what follows the prompt.
+        // The whole sequence in full precision, the scheme of the tokens after the prompt.
         let exact = LlamaConfig { scheme: scheme.map(|_| Scheme::FullPrecision), ..config.clone() };
         let exact = Llama::new(&exact, &parameters, device)?;
         let ids = batch(&config, device)?.0.narrow(0, 0, 1)?.contiguous()?;
@@ -247,7 +249,7 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
         let mut past = whole.past(config.context, Scheme::FullPrecision).expect("dense attention");
         let prompt = whole.next_logits_after(&mut past, &first(17)?)?;
         assert_eq!(relative(&prompt, &whole.next_logits(&first(17)?)?)?, 0.0);
-        // The values of the prompt are those of the model's own attention from the second layer on.
+        // From the second layer on, the cached values of the prompt depend on the model's own scheme.
         let limit = if scheme == Some(int8) { 0.05 } else { LIMIT };
         for len in 18..=40 {
             let next = ids.narrow(1, len - 1, 1)?.contiguous()?;
@@ -256,7 +258,7 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
             assert!(error < limit, "{scheme:?}, {len} tokens: {error}");
         }
         assert_eq!(past.tokens(), 40);
-        // More than the context cannot follow, and says so.
+        // A sequence longer than the context is refused.
         let more = Tensor::zeros((1, config.context), DType::U32, device)?;
         let error = whole.next_logits_after(&mut past, &more).expect_err("no angles").to_string();
         assert!(error.contains("longer than the model's context"), "{error}");
@@ -271,7 +273,8 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
     Ok(())
 }
 
-/// INT8 after a prompt is another sum than full precision after it, and near the whole sequence in INT8.
+/// INT8 attention after a prompt differs from full precision after it, and is close to the whole sequence in
+/// INT8.
 fn following_numerics_are_those_that_were_asked_for(device: &Device) -> Result<()> {
     let int8 = Scheme::from(SageBwd::default());
     let config = LlamaConfig { scheme: Some(int8), ..config() };
@@ -286,12 +289,13 @@ fn following_numerics_are_those_that_were_asked_for(device: &Device) -> Result<(
     let (exact, low) = (logits(Scheme::FullPrecision)?, logits(int8)?);
     let whole = model.next_logits(&ids.narrow(1, 0, 18)?.contiguous()?)?;
     let (moved, error) = (relative(&low, &exact)?, relative(&low, &whole)?);
-    // The last token's attention alone differs, by the error of codes (about a hundredth) in each layer.
+    // Only the attention of the last token differs, in each layer by the error of INT8 codes (about 0.01).
     assert!(moved > 1e-6 && error < 0.05, "{moved} {error}");
     Ok(())
 }
 
-/// Documents behind one another in a sequence are as good as alone, whatever is recomputed.
+/// Packed documents in a sequence give the same loss and gradients as each document alone, with and without
+/// recomputation.
 fn documents_apart(device: &Device, dtype: DType, schemes: &[(Scheme, f64)]) -> Result<()> {
     for &(scheme, limit) in schemes {
         for recompute in [Recompute::None, Recompute::Block] {
@@ -328,7 +332,7 @@ fn documents_apart(device: &Device, dtype: DType, schemes: &[(Scheme, f64)]) -> 
                 let error = relative(&got, &expected)?;
                 assert!(error < limit, "{name}, {scheme:?}, {recompute:?}: {error:.1e}");
             }
-            // And they are not what attention across them gives.
+            // Attention across documents gives another loss.
             let across = f64::from(model.loss(&ids, &targets)?.to_scalar::<f32>()?);
             assert!((across / loss - 1.0).abs() > 1e-4, "{across} {loss}");
         }
@@ -338,8 +342,9 @@ fn documents_apart(device: &Device, dtype: DType, schemes: &[(Scheme, f64)]) -> 
 
 #[test]
 fn documents_in_a_sequence_are_as_good_as_alone() -> Result<()> {
-    // Angles count from the sequence's start, so that codes round elsewhere: that is the error of INT8 itself, a few per
-    // cent of a gradient, and more of q_norm's, which is a small difference of large sums.
+    // Rotary angles count from the start of the sequence, so the codes round differently. The limit is the
+    // error of INT8 itself: a few per cent of a gradient, and more of that of q_norm, which is a small
+    // difference of large sums.
     let sage = SageBwd::default().into();
     documents_apart(&Device::Cpu, DType::F32, &[(Scheme::FullPrecision, LIMIT), (sage, 0.1)])
 }
@@ -363,7 +368,7 @@ fn the_z_loss_is_in_training_and_not_in_validation() -> Result<()> {
     };
     let (plain, raised) = (losses(&plain)?, losses(&raised)?);
     assert_eq!((plain.0, plain.1), (plain.1, raised.1));
-    // At the start the log-sum-exp is near that of equal logits.
+    // At initialization the log-sum-exp is close to that of equal logits.
     let lse = f64::from(config().vocab as u32).ln();
     let expected = 0.1 * lse * lse;
     assert!((f64::from(raised.0 - plain.0) / expected - 1.0).abs() < 0.1, "{raised:?} {plain:?} {expected}");
@@ -382,9 +387,10 @@ fn a_gradient_that_is_not_finite_is_named() -> Result<()> {
     Ok(())
 }
 
-/// The same step in bf16 on a GPU and in f32 on the CPU. Every activation is rounded to 2^-9, relative, some ten times a
-/// block; through three blocks and back the errors add up like independent ones: sqrt(60) 2^-9 = 1.5 %, and SageBwd's own
-/// are the same on both sides but for codes that fall on the other side of a tie.
+/// One step in bf16 on a GPU against f32 on the CPU. Every activation is rounded to 2^-9, relative, some ten
+/// times per block. Forward and backward through three blocks make sixty roundings, whose errors add up as if
+/// independent: sqrt(60) 2^-9 = 1.5 %. The errors of SageBwd itself are the same on both sides, except for
+/// codes near a tie.
 #[cfg(feature = "cuda")]
 #[test]
 #[ignore = "needs a GPU"]
@@ -393,7 +399,8 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
     for (scheme, limit) in [(Scheme::FullPrecision, 0.03), (SageBwd::default().into(), 0.08)] {
         let mut first: Option<f32> = None;
         for recompute in [Recompute::None, Recompute::Attention, Recompute::Block] {
-            // Larger than by default, so that logits and gradients are not all noise; head_dim of the kernels.
+            // Larger than the default, so that logits and gradients are not mere noise; a head_dim of the
+            // kernels.
             let config =
                 LlamaConfig { scheme: Some(scheme), recompute, head_dim: 64, init_std: 0.1, ..config() };
             let run = |device: &Device, dtype| -> Result<(f32, Parameters)> {
@@ -424,9 +431,10 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Thirty steps of a small model on both devices. They start alike and drift apart as roundings differ: loss by well under a
-/// hundredth. Attn-QAT has other codes wherever a rounding crosses a midpoint, a quarter of a probability at a time: steps of the
-/// steep start were 2.4 % apart, and ends of three seeds 1.0, 0.1 and 0.0 %. With the deterministic switch the GPU repeats itself to the bit.
+/// Thirty steps of a small model on both devices. The losses start equal and drift apart as roundings differ,
+/// by well under 1 %. With Attn-QAT a rounding that crosses a midpoint changes an FP4 code, and thereby a
+/// probability by a quarter: losses in the steep first steps differed by 2.4 %, final losses of three seeds
+/// by 1.0, 0.1 and 0.0 %. With the deterministic switch the GPU repeats its results to the bit.
 #[cfg(feature = "cuda")]
 #[test]
 #[ignore = "needs a GPU"]
@@ -475,7 +483,8 @@ fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {
     Ok(())
 }
 
-/// A GPU is a step ahead when it hears that a loss is not finite; nothing has been updated all the same.
+/// The host of a GPU learns that a loss is not finite after it has launched the next step; still, no weight
+/// changes.
 #[cfg(feature = "cuda")]
 #[test]
 #[ignore = "needs a GPU"]

@@ -1,4 +1,5 @@
-//! Several processes that train one model: the same run for any number of them, and none that stays behind when one is gone.
+//! Several processes that train one model: the results are the same for any number of ranks, and no process
+//! survives the loss of a rank.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -13,7 +14,7 @@ use sage_train::metrics::Point;
 
 use crate::support::{Scratch, small, wait_until};
 
-/// Six micro-batches a step: no number of ranks but 1, 2, 3 and 6 divides them.
+/// Six micro-batches per step, which only 1, 2, 3 and 6 ranks share evenly.
 fn flags<'a>(more: &[&'a str]) -> Vec<&'a str> {
     let own = ["--attn", "fpa", "--tokens-per-step", "768", "--eval-tokens", "512", "--device", "cpu"];
     small(&[&own[..], more].concat())
@@ -25,7 +26,7 @@ fn train(scratch: &Scratch, ranks: &str, name: &str, more: &[&str]) -> Vec<Point
     scratch.metrics(name)
 }
 
-/// What is computed: everything but times.
+/// The computed values: everything but times.
 fn numbers(points: &[Point]) -> Vec<Point> {
     let bare = |point: &Point| Point {
         seconds: 0.0,
@@ -42,7 +43,7 @@ fn run_of(scratch: &Scratch, name: &str) -> PathBuf {
     scratch.path().join("runs").join(name)
 }
 
-/// The largest difference of losses, and of validation losses.
+/// The largest difference of losses and of validation losses.
 fn difference(a: &[Point], b: &[Point]) -> f64 {
     assert_eq!(a.len(), b.len());
     let of = |a: Option<f64>, b: Option<f64>| (a.unwrap_or(0.0) - b.unwrap_or(0.0)).abs();
@@ -50,7 +51,7 @@ fn difference(a: &[Point], b: &[Point]) -> f64 {
     losses.fold(0.0, f64::max)
 }
 
-/// Sums of f32 in another order: 1e-6 of the gradient, and what 30 steps make of that.
+/// Sums of f32 in another order: 1e-6 of the gradient, and its effect over 30 steps.
 #[test]
 fn any_number_of_ranks_trains_the_same() {
     let scratch = Scratch::new();
@@ -63,12 +64,12 @@ fn any_number_of_ranks_trains_the_same() {
         let loss = difference(&one, &several);
         assert!(loss < 1e-4, "{ranks} ranks: losses are off by {loss:e}");
     }
-    // Whole weights are there, as one process leaves them.
+    // The folder has whole weights, as after a run with one process.
     scratch.ok(&["eval", "runs/3", "--device", "cpu"]);
     scratch.ok(&["eval", "runs/3/checkpoints/step-00000030", "--device", "cpu"]);
 }
 
-/// As often as it is started, interrupted and gone on with.
+/// The bits do not depend on how often the run is started, interrupted and resumed.
 #[test]
 fn the_same_ranks_give_the_same_bits() {
     let scratch = Scratch::new();
@@ -76,7 +77,7 @@ fn the_same_ranks_give_the_same_bits() {
     let with = |steps| [&["--steps", steps], &more[..]].concat();
     let whole = train(&scratch, "3", "whole", &with("30"));
     assert_eq!(numbers(&whole), numbers(&train(&scratch, "3", "again", &with("30"))));
-    // A learning rate that does not know the end.
+    // A schedule that does not depend on the number of steps.
     let constant =
         |steps| [&["--steps", steps, "--schedule", "constant", "--warmup-steps", "2"], &more[..]].concat();
     let whole = train(&scratch, "3", "whole-constant", &constant("30"));
@@ -95,7 +96,7 @@ fn the_same_ranks_give_the_same_bits() {
     (1..=3).for_each(|rank| assert!(state("whole-constant", rank) == state("parts", rank)));
 }
 
-/// A checkpoint belongs to no number of ranks, and to no micro-batch.
+/// A checkpoint can be resumed with any number of ranks and any micro-batch.
 #[test]
 fn other_ranks_go_on() {
     let scratch = Scratch::new();
@@ -122,7 +123,7 @@ fn other_ranks_go_on() {
     }
     let loss = whole.iter().zip(&parts).map(|(a, b)| (a.loss - b.loss).abs()).fold(0.0, f64::max);
     assert!(loss < 1e-4, "losses are off by {loss:e}");
-    // A file of a rank that was changed is named, by whoever checks it.
+    // A changed file of a rank is named, whichever rank checks it.
     let file = run_of(&scratch, "parts").join("checkpoints/step-00000030/state-00003-of-00004.safetensors");
     let mut bytes = std::fs::read(&file).expect("a checkpoint");
     *bytes.last_mut().expect("bytes") ^= 1;
@@ -133,7 +134,7 @@ fn other_ranks_go_on() {
     }
 }
 
-/// The processes of the ranks: the children of the one that was started.
+/// The processes of the ranks: the children of the launcher.
 fn ranks_of(launcher: &Child) -> Vec<Pid> {
     let output = Command::new("pgrep").args(["-P", &launcher.id().to_string()]).output().expect("pgrep");
     let text = String::from_utf8_lossy(&output.stdout);
@@ -147,7 +148,7 @@ fn ended(mut child: Child) -> (Option<i32>, String) {
 }
 
 fn alive(pid: Pid) -> bool {
-    // One that has ended and was not waited for has no memory any more.
+    // A process that has ended but was not waited for has no memory.
     let status =
         std::fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).unwrap_or_default();
     status.contains("VmRSS")
@@ -160,7 +161,8 @@ fn steps_of(scratch: &Scratch, name: &str) -> usize {
 
 const LONG: [&str; 6] = ["--steps", "100000", "--eval-every", "100000", "--checkpoint-every", "20"];
 
-/// Whoever dies, rank 0 among them: all are gone within seconds, say who it was, and the run goes on from its checkpoint.
+/// If any rank dies, rank 0 included, all processes end within seconds and name the dead rank, and the run
+/// can be resumed from its checkpoint.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_rank_that_dies_ends_all() {
@@ -190,7 +192,7 @@ fn a_rank_that_dies_ends_all() {
     }
 }
 
-/// Before the others have met it.
+/// The rank dies before the others have connected to it.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_rank_that_dies_at_the_start_ends_all() {
@@ -208,7 +210,7 @@ fn a_rank_that_dies_at_the_start_ends_all() {
     }
 }
 
-/// Started again by itself, it goes on.
+/// With `--restarts` the launcher starts the run again, which continues from its checkpoint.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_rank_that_dies_may_begin_again() {
@@ -224,7 +226,7 @@ fn a_rank_that_dies_may_begin_again() {
     assert_eq!(steps_of(&scratch, "again"), 60);
 }
 
-/// It lives, and does nothing.
+/// The process lives, but makes no progress.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_rank_that_stands_still_is_named() {
@@ -240,7 +242,7 @@ fn a_rank_that_stands_still_is_named() {
     wait_until(|| ranks.iter().all(|rank| !alive(*rank)));
 }
 
-/// All hear of a signal to one, and stop after the same step.
+/// A signal to one rank reaches all, which stop after the same step.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_signal_to_one_rank_stops_and_saves_all() {
@@ -259,7 +261,7 @@ fn a_signal_to_one_rank_stops_and_saves_all() {
     }
 }
 
-/// Nobody stays behind.
+/// When the launcher dies, no rank survives.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_launcher_that_dies_takes_its_ranks_along() {
@@ -270,10 +272,10 @@ fn a_launcher_that_dies_takes_its_ranks_along() {
     launcher.kill().expect("it lives");
     launcher.wait().expect("an end");
     wait_until(|| ranks.iter().all(|rank| !alive(*rank)));
-    // They were asked to stop, and saved.
+    // The ranks received a request to stop, and saved a checkpoint.
     let steps = steps_of(&scratch, "r");
     assert!(run_of(&scratch, "r").join(format!("checkpoints/step-{steps:08}/COMPLETE")).exists());
-    // At their very start too.
+    // The same while the ranks start.
     let mut launcher = scratch.start(&flags(&[&["--gpus", "2", "--name", "s"], &LONG[..]].concat()));
     wait_until(|| ranks_of(&launcher).len() == 2);
     let ranks = ranks_of(&launcher);
@@ -282,7 +284,7 @@ fn a_launcher_that_dies_takes_its_ranks_along() {
     wait_until(|| ranks.iter().all(|rank| !alive(*rank)));
 }
 
-/// Killed at any moment, half-written files left, and gone on with by any number of ranks.
+/// Ranks are killed at random moments, leave partial files, and runs are resumed with any number of ranks.
 #[test]
 #[cfg(target_os = "linux")]
 fn kills_at_random_cost_steps_and_nothing_else() {
@@ -342,7 +344,7 @@ fn free_port() -> String {
     port.to_string()
 }
 
-/// As torchrun would start one of `of`, so many on a node, with a command of its own for each.
+/// Starts rank `rank` of `of` as torchrun would, with `on_node` ranks per node and its own command line.
 fn by_hand(
     scratch: &Scratch,
     port: &str,
@@ -362,7 +364,7 @@ fn by_hand(
         .expect("the command starts")
 }
 
-/// A run of four ranks, so many on a node.
+/// A run of four ranks, with `on_node` ranks per node.
 fn train_on_nodes(scratch: &Scratch, on_node: usize, name: &str, more: &[&str]) -> Vec<Point> {
     let (port, args) = (free_port(), flags(&[&["--name", name], more].concat()));
     let ranks: Vec<Child> = (0..4).map(|rank| by_hand(scratch, &port, rank, (4, on_node), &args)).collect();
@@ -372,7 +374,7 @@ fn train_on_nodes(scratch: &Scratch, on_node: usize, name: &str, more: &[&str]) 
     scratch.metrics(name)
 }
 
-/// The first gradient's norm within 1e-6, and losses within 1e-4 over 30 steps.
+/// The first gradient's norm agrees within 1e-6, and losses within 1e-4 over 30 steps.
 fn assert_same_course(what: &str, one: &[Point], other: &[Point]) {
     let norm = (other[0].grad_norm / one[0].grad_norm - 1.0).abs();
     assert!(norm < 1e-6, "{what}: the first gradient's norm is off by {norm:e}");
@@ -380,10 +382,11 @@ fn assert_same_course(what: &str, one: &[Point], other: &[Point]) {
     assert!(loss < 1e-4, "{what}: losses are off by {loss:e}");
 }
 
-/// Parameters of several pieces, which go one after the other.
+/// Settings with parameters in several pieces, which are reduced one after the other.
 const PIECES: [&str; 4] = ["--layers", "3", "--piece-mb", "0.02"];
 
-/// Each node has all of the state, and what they save together is one checkpoint, which any number of ranks reads.
+/// Every node holds all of the optimizer state. The files of all ranks are one checkpoint, which any number
+/// of ranks can resume.
 #[test]
 fn nodes_of_any_size_train_the_same() {
     let scratch = Scratch::new();
@@ -399,7 +402,7 @@ fn nodes_of_any_size_train_the_same() {
         );
         assert_same_course(&name, &one, &several);
     }
-    // When they travel is nothing that sums depend on.
+    // Sums do not depend on when gradients are transferred.
     assert_eq!(numbers(&scratch.metrics("4-after")), numbers(&scratch.metrics("4-beside")));
     assert_eq!(numbers(&scratch.metrics("2-after")), numbers(&scratch.metrics("2-beside")));
     for (name, ranks) in [("2-after", "1"), ("1-auto", "3")] {
@@ -416,7 +419,8 @@ fn nodes_of_any_size_train_the_same() {
     }
 }
 
-/// Each has a part of every sequence, and some heads of the whole: key heads for each, and one for two.
+/// Each rank holds one part of every sequence, and attends with some of the heads of whole sequences. Cases
+/// with key heads for each rank, and with a key head that two ranks share.
 #[test]
 fn ranks_share_sequences() {
     let scratch = Scratch::new();
@@ -436,7 +440,7 @@ fn ranks_share_sequences() {
             assert_same_course(&format!("{name}, {context} of {ranks}"), &one, &several);
         }
     }
-    // What was not shared before is now, and the other way round.
+    // A run without context parallelism is resumed with it, and the other way round.
     scratch.ok(&["--resume", "runs/fpa", "--steps", "34", "--gpus", "2", "--context-parallel", "2"]);
     scratch.ok(&["--resume", "runs/fpa-4-4", "--steps", "34"]);
     let [a, b] = ["fpa", "fpa-4-4"].map(|name| scratch.metrics(name));
@@ -452,13 +456,13 @@ fn ranks_of_another_run_are_refused() {
     for (other, expected) in [
         (with(&["--data", "a.txt", "--lr", "0.5"]), "lr = 0.5 at rank 1"),
         (with(&["--data", "b.txt"]), "its data is another"),
-        // What is made again decides what travels.
+        // The recompute setting determines which transfers happen.
         (with(&["--data", "a.txt", "--recompute", "block"]), "recompute = Block at rank 1"),
         (with(&["--data", "a.txt", "--resume", "auto", "--name", "r"]), "--resume auto at rank 1"),
     ] {
         let port = free_port();
         let second = by_hand(&scratch, &port, 1, (2, 2), &other);
-        // Somebody who is none of us comes first.
+        // A client that is not a rank connects first.
         let first = by_hand(&scratch, &port, 0, (2, 2), &with(&["--data", "a.txt"]));
         wait_until(|| match TcpStream::connect(("127.0.0.1", port.parse().expect("a port"))) {
             Ok(mut stranger) => stranger.write_all(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n").is_ok(),
@@ -472,7 +476,7 @@ fn ranks_of_another_run_are_refused() {
     }
 }
 
-/// A rank may come later than another's silence would be borne.
+/// A rank may connect later than the limits for stalls and heartbeats would allow a rank to be silent.
 #[test]
 fn ranks_that_come_late_are_waited_for() {
     let scratch = Scratch::new();
@@ -488,7 +492,7 @@ fn ranks_that_come_late_are_waited_for() {
     }
 }
 
-/// It is no lost rank that another start would bring back.
+/// The error is not that of a lost rank, since a restart would not help.
 #[test]
 fn another_server_in_the_place_of_rank_0_is_named() {
     let scratch = Scratch::new();
@@ -502,7 +506,7 @@ fn another_server_in_the_place_of_rank_0_is_named() {
     assert!(said.contains("something that is not this program") && said.contains("MASTER_PORT"), "{said}");
 }
 
-/// The runs of a sweep are none of each other's ranks, whoever started the sweep.
+/// The runs of a sweep are not ranks of one run, even if a launcher started the sweep.
 #[test]
 fn a_sweep_under_a_launcher_has_runs_of_their_own() {
     let scratch = Scratch::new();
@@ -541,7 +545,7 @@ fn mistakes_are_told() {
         let error = scratch.fails(&args);
         assert!(error.contains(expected) && error.contains("hint:"), "{error}");
     }
-    // What has come to its end is not begun again, whatever became of its checkpoints; nor is a folder of somebody else's.
+    // `--resume auto` refuses a finished run, even without its checkpoints, and a folder that is not a run.
     scratch.ok(&flags(&["--steps", "2", "--name", "done"]));
     std::fs::remove_dir_all(run_of(&scratch, "done").join("checkpoints")).expect("checkpoints");
     scratch.file("runs/theirs/a.txt", "a");
@@ -554,7 +558,8 @@ fn mistakes_are_told() {
     assert!(!half.status.success() && error.contains("half of who this rank is"), "{error}");
 }
 
-/// A rank's disk is full: the others' files are of no use, and training goes on.
+/// The disk of one rank is full: the files of the other ranks do not make a checkpoint, and training
+/// continues.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_checkpoint_that_one_rank_cannot_write_is_none() {
@@ -572,7 +577,7 @@ fn a_checkpoint_that_one_rank_cannot_write_is_none() {
         "100",
     ]));
     wait_until(|| steps_of(&scratch, "r") > 0);
-    // In the place of the file that rank 1 is to write lies a folder.
+    // A folder at the path of the file that rank 1 will write makes the write fail.
     let in_the_way = |step: usize| {
         let partial = format!("checkpoints/step-{step:08}.partial/state-00002-of-00002.safetensors");
         run_of(&scratch, "r").join(partial)

@@ -1,4 +1,4 @@
-//! What runs compute and leave behind.
+//! The results of runs, and the files that they leave.
 
 use crate::support::{Scratch, small, wait_until};
 
@@ -29,7 +29,7 @@ fn a_run_leaves_everything_and_its_config_makes_it_again() {
         let mfu = point.mfu.expect("the peak is given");
         assert!(mfu > 0.0 && mfu < 1.0, "{mfu}");
     }
-    // One byte of English text is worth a few bits, whatever the tokens are.
+    // loss / (bits per byte x ln 2) is the number of bytes per token.
     let bits = first[5].val_bits_per_byte.expect("validated");
     let (loss, tokens_a_byte) = (first[5].val_loss.expect("validated"), bits * std::f64::consts::LN_2);
     assert!((1.0..6.0).contains(&(loss / tokens_a_byte)), "{loss} nats, {bits} bits a byte");
@@ -49,7 +49,7 @@ fn a_run_leaves_everything_and_its_config_makes_it_again() {
     let saved = scratch.path().join("runs/tiny-sagebwd-001/config.toml");
     let tables: toml::Table =
         std::fs::read_to_string(saved).expect("settings").parse().expect("a settings file");
-    let mut flat = sage_train::settings::tables::flat(tables).expect("flat settings");
+    let flat = sage_train::settings::tables::flat(tables).expect("flat settings");
     assert!(flat["qk-norm"] == "on".into());
     scratch.file("flat.toml", flat.to_string());
     scratch.ok(&["--config", "flat.toml"]);
@@ -59,7 +59,7 @@ fn a_run_leaves_everything_and_its_config_makes_it_again() {
 #[test]
 fn results_do_not_depend_on_threads_but_on_the_seed() {
     let scratch = Scratch::new();
-    // Long enough that the backward splits keys among threads.
+    // Long enough that the backward divides the keys among threads.
     let long = ["--context", "256", "--tokens-per-step", "1k"];
     for attn in ["fpa", "sagebwd"] {
         for (name, threads, seed) in
@@ -86,7 +86,7 @@ fn accumulation_does_not_change_the_step() {
     for (name, micro) in [("whole", "8"), ("parts", "2")] {
         scratch.ok(&small(&["--attn", "fpa", "--steps", "3", "--micro-batch", micro, "--name", name]));
     }
-    // The same tokens; sums in another order, f32.
+    // The same tokens, with f32 sums in another order.
     for (a, b) in scratch.metrics("whole").iter().zip(scratch.metrics("parts")) {
         assert!((a.loss / b.loss - 1.0).abs() < 1e-5, "{} {}", a.loss, b.loss);
         assert!((a.grad_norm / b.grad_norm - 1.0).abs() < 1e-4, "{} {}", a.grad_norm, b.grad_norm);
@@ -118,7 +118,7 @@ fn training_learns_and_comparison_prints_both() {
         last("c/sagebwd"),
         last("c/fpa")
     );
-    // What attention is worth shows later than this; that it is gone shows at once.
+    // The benefit of attention shows only in longer runs; that the model differs shows at once.
     assert_ne!(last("c/none"), last("c/fpa"));
     assert!(scratch.path().join("runs/c/report.html").exists());
 }
@@ -169,7 +169,7 @@ fn a_run_that_diverges_stops_before_the_update_and_says_where() {
         error.contains("stopped before the update") && error.contains("at step") && error.contains("hint:"),
         "{error}"
     );
-    // What was measured stays, every line of it finite, and the log says why it ended.
+    // The metrics remain, with finite values in every line, and the log has the reason of the end.
     let points = scratch.metrics("boom");
     assert!(!points.is_empty() && points.len() < 50);
     assert!(points.iter().all(|p| p.loss.is_finite() && p.grad_norm.is_finite()));
@@ -215,7 +215,7 @@ fn probe_measures_every_layer_of_a_finished_run() {
     let flags =
         ["--attn", "fpa", "--layers", "2", "--context", "128", "--tokens-per-step", "512", "--steps", "4"];
     scratch.ok(&small(&flags));
-    // Relative L2 of the results, a row for each layer.
+    // Relative L2 errors of the results, one row per layer.
     let errors = |more: &[&str]| -> Vec<Vec<f64>> {
         let probe = ["probe", "runs/tiny-fpa-001", "--sequences", "2", "--csv", "probe.csv"];
         let table = scratch.ok(&[&probe[..], more].concat());
@@ -233,7 +233,7 @@ fn probe_measures_every_layer_of_a_finished_run() {
     let (vector, tile) = (errors(&[]), errors(&["--granularity", "tile"]));
     for (vector, tile) in vector.iter().zip(&tile) {
         assert!(vector.iter().all(|e| *e > 0.0 && *e < 0.1), "{vector:?}");
-        // The forward does not know about the backward's scales; every gradient does.
+        // The backward's scales do not affect the forward, and affect every gradient.
         assert_eq!(vector[0], tile[0]);
         assert!(
             vector[1..].iter().zip(&tile[1..]).all(|(vector, tile)| vector < tile),
@@ -253,14 +253,15 @@ fn probe_measures_every_layer_of_a_finished_run() {
     }
 }
 
-/// The real thing: TensorBoard reads what runs leave, also one that was resumed, and finds the metrics in it.
+/// TensorBoard itself reads the event files of a run, also of a resumed one, and finds the metrics in them.
 #[test]
 #[ignore = "needs python3 with tensorboard"]
 fn tensorboard_reads_the_metrics() {
     let scratch = Scratch::new();
     scratch.ok(&small(&["--steps", "20", "--eval-every", "7", "--checkpoint-every", "6", "--name", "r"]));
     std::fs::remove_dir_all(scratch.path().join("runs/r/checkpoints/step-00000020")).expect("gone");
-    // The event files of the steps that are taken again are void from there on.
+    // The event file of the resumed run voids the repeated steps of the earlier one. Its name has the time in
+    // seconds, hence the pause.
     std::thread::sleep(std::time::Duration::from_millis(1100));
     scratch.ok(&["--resume", "runs/r"]);
     let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/check_tensorboard.py");
@@ -287,7 +288,8 @@ fn nobody_listening_is_no_reason_to_stop() {
     assert!(scratch.path().join("runs/alone/model.safetensors").exists());
 }
 
-/// Its stages in one run; what was resolved is saved, so that the folder is evaluated as it was trained.
+/// The three stages in one run. The resolved settings are saved, so that the folder is evaluated as the model
+/// was trained.
 #[test]
 fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
     let scratch = Scratch::new();
@@ -303,19 +305,18 @@ fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
         number.unwrap_or_else(|| panic!("no loss in {text}"))
     };
     let saved = std::fs::read_to_string(scratch.path().join("runs/stages/config.toml")).expect("settings");
-    for line in
-        ["[sla2]", "\nblock = 16", "\nblocks = 1", "\ndense-steps = \"5\"", "\nrouter-steps = \"2\""]
+    for line in ["[sla2]", "\nblock = 16", "\nblocks = 1", "\ndense-steps = \"5\"", "\nrouter-steps = \"2\""]
     {
         assert!(saved.contains(line), "{line} in {saved}");
     }
-    // As it was trained; and dense attention is another model.
+    // Evaluated as trained; dense attention gives another loss.
     let tokens = ["--tokens", "2k", "--device", "cpu"];
     let sparse = loss(&[&["eval", "runs/stages"], &tokens[..]].concat());
     let dense = loss(&[&["eval", "runs/stages", "--attn", "sagebwd"], &tokens[..]].concat());
     assert!((sparse - last).abs() < 0.2 && sparse != dense, "{sparse}, {dense}, in training {last}");
     scratch.ok(&["sample", "runs/stages", "--tokens", "5"]);
     scratch.ok(&["probe", "runs/stages", "--sequences", "1"]);
-    // Longer, from where it stopped: its stages stay where they were.
+    // A longer run continues from the checkpoint, with its stages at the same steps.
     scratch.ok(&["--resume", "runs/stages", "--steps", "10"]);
     assert_eq!(scratch.metrics("stages").len(), 10);
     let refused = scratch.fails(&["export", "runs/stages", "--to", "hf"]);
@@ -324,7 +325,8 @@ fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
     assert!(scratch.fails(&small(&dense_run)).contains("sla2-dense-steps"));
 }
 
-/// In full precision a token owes nothing to later ones; SageBwd's codes and means do, a little.
+/// In full precision a token does not depend on later tokens; SageBwd's codes and means depend on them a
+/// little.
 #[test]
 fn tokens_are_predicted_one_by_one() {
     let scratch = Scratch::new();
@@ -353,7 +355,8 @@ fn tokens_are_predicted_one_by_one() {
     }
 }
 
-/// A second validation of the same weights; a report has both as arms, the plain one as the baseline.
+/// A second validation of the same weights in another scheme. A report shows both as arms, with the plain one
+/// as baseline.
 #[test]
 fn a_second_validation_attends_otherwise() {
     let scratch = Scratch::new();
@@ -380,7 +383,7 @@ fn a_second_validation_attends_otherwise() {
     assert!(is_baseline("eval-attn not set ") && !is_baseline("eval-attn attn-qat "), "{report}");
 }
 
-/// One flipped byte in what a run leaves is not evaluated, sampled or exported as if nothing were.
+/// Files of a run with one flipped byte are not evaluated, sampled or exported.
 #[test]
 fn a_damaged_model_is_refused() {
     let scratch = Scratch::new();

@@ -1,11 +1,11 @@
-//! Running the command in a folder of its own.
+//! Runs the command in a scratch folder.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
 use tempfile::TempDir;
 
-/// A scratch folder with runs in it.
+/// A scratch folder, in which the command runs.
 pub(crate) struct Scratch(TempDir);
 
 impl Scratch {
@@ -27,12 +27,12 @@ impl Scratch {
         path
     }
 
-    /// Runs the command here.
+    /// Runs the command in the folder.
     pub(crate) fn run(&self, args: &[&str]) -> Output {
         self.run_with(args, &[])
     }
 
-    /// Runs the command here, with variables of the environment.
+    /// Runs the command in the folder, with environment variables.
     pub(crate) fn run_with(&self, args: &[&str], variables: &[(&str, &str)]) -> Output {
         Command::new(env!("CARGO_BIN_EXE_sage-train"))
             .args(args)
@@ -43,7 +43,7 @@ impl Scratch {
             .expect("the command starts")
     }
 
-    /// Starts the command here, and does not wait for it.
+    /// Starts the command in the folder without waiting for it.
     pub(crate) fn start(&self, args: &[&str]) -> Child {
         Command::new(env!("CARGO_BIN_EXE_sage-train"))
             .args(args)
@@ -55,7 +55,7 @@ impl Scratch {
             .expect("the command starts")
     }
 
-    /// Runs the command, which must succeed, and returns standard output.
+    /// Runs the command, which must succeed, and returns its standard output.
     pub(crate) fn ok(&self, args: &[&str]) -> String {
         let output = self.run(args);
         let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -63,7 +63,7 @@ impl Scratch {
         out.into_owned()
     }
 
-    /// Runs the command, which must fail without a panic, and returns standard error.
+    /// Runs the command, which must fail without a panic, and returns its standard error.
     pub(crate) fn fails(&self, args: &[&str]) -> String {
         let output = self.run(args);
         let err = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -73,7 +73,7 @@ impl Scratch {
         err
     }
 
-    /// The lines of a run's metrics.
+    /// The points of a run's metrics.
     pub(crate) fn metrics(&self, run: &str) -> Vec<sage_train::metrics::Point> {
         let text = std::fs::read_to_string(self.path().join("runs").join(run).join("metrics.jsonl"))
             .expect("metrics");
@@ -81,7 +81,7 @@ impl Scratch {
     }
 }
 
-/// Waits for what a command that runs beside is about to do.
+/// Waits up to 60 s until `done` returns true, which a concurrent command causes.
 pub(crate) fn wait_until(done: impl Fn() -> bool) {
     let began = std::time::Instant::now();
     while !done() {
@@ -96,7 +96,7 @@ pub(crate) fn json_lines(bytes: u64) -> String {
     documents.iter().map(|d| serde_json::json!({ "text": d }).to_string() + "\n").collect()
 }
 
-/// A model that trains in a second.
+/// Flags of a model that trains in a second.
 pub(crate) const SMALL: [&str; 18] = [
     "--layers",
     "1",
@@ -118,7 +118,7 @@ pub(crate) const SMALL: [&str; 18] = [
     "256",
 ];
 
-/// [`SMALL`], and more.
+/// [`SMALL`] with more flags.
 pub(crate) fn small<'a>(more: &[&'a str]) -> Vec<&'a str> {
     let data = if more.contains(&"--data") { vec![] } else { vec!["--corpus-mb", "1"] };
     [&SMALL[..], &["--sample-tokens", "0"], data.as_slice(), more].concat()

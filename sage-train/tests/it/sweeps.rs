@@ -1,18 +1,18 @@
-//! Many runs: planned, run, passed over, resumed, reported.
+//! Sweeps: planning, running, skipping, resuming and reporting.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use crate::support::{Scratch, small, wait_until};
 
-/// A sweep of small runs with these tables.
+/// Writes the file of a sweep of small runs, with these tables appended.
 fn file(scratch: &Scratch, name: &str, tables: &str) -> PathBuf {
     let shared = "[settings]\nlayers = 1\nwidth = 32\nheads = 2\nhead-dim = 16\nffn = 48\ncontext = 32\nvocab-size = 300\n\
                   micro-batch = 4\ntokens-per-step = 256\ncorpus-mb = 1\neval-tokens = \"1k\"\n";
     scratch.file(name, format!("{shared}{tables}"))
 }
 
-/// Names of the folders of a sweep that are runs.
+/// The names of those folders of a sweep that are runs.
 fn runs(sweep: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(sweep).expect("a sweep").flatten();
     let is_run = |path: &Path| path.join("metrics.jsonl").exists();
@@ -34,14 +34,14 @@ fn start(scratch: &Scratch, args: &[&str]) -> Child {
         .expect("the command starts")
 }
 
-/// The processes that one started.
+/// The process ids of a child's own children.
 #[cfg(unix)]
 fn children(child: &Child) -> Vec<String> {
     let output = Command::new("pgrep").args(["-P", &child.id().to_string()]).output().expect("pgrep");
     String::from_utf8_lossy(&output.stdout).split_whitespace().map(Into::into).collect()
 }
 
-/// Whether a process has ended; one that nobody waits for may still be listed.
+/// Whether a process has ended. One that no process waits for stays listed as a zombie.
 #[cfg(unix)]
 fn is_gone(pid: &str) -> bool {
     let output = Command::new("ps").args(["-o", "stat=", "-p", pid]).output().expect("ps");
@@ -65,13 +65,13 @@ fn finished_runs_are_passed_over_and_seeds_added_later() {
         std::fs::metadata(path).and_then(|about| about.modified()).expect("metrics")
     };
     let before = written("fpa_seed-1");
-    // A run of the sweep is what the same settings are alone.
+    // A run of the sweep has the same weights as a single run with the same settings.
     let alone =
         small(&["--attn", "fpa", "--steps", "6", "--eval-every", "3", "--eval-tokens", "1k", "--seed", "1"]);
     scratch.ok(&alone);
     let weights = |run: &str| std::fs::read(scratch.path().join("runs").join(run).join("model.safetensors"));
     assert!(weights("s/fpa_seed-1").expect("weights") == weights("tiny-fpa-001").expect("weights"));
-    // More seeds, from the command line: what was there stays, and counts.
+    // More seeds on the command line: the existing runs stay, and are part of the report.
     scratch.ok(&["sweep", "s.toml", "--seed", "1,2,3"]);
     assert_eq!(runs(&sweep).len(), 6);
     assert_eq!(written("fpa_seed-1"), before);
@@ -95,7 +95,7 @@ fn what_diverges_or_fails_is_a_result_and_ends_no_other() {
     assert!(out.contains("1 diverged"), "{out}{err}");
     let names = runs(&scratch.path().join("runs/s"));
     assert_eq!(names.len(), 2, "{names:?}");
-    // It is not tried again before it is asked for.
+    // A failed or crashed run is started again with `--retry` alone.
     let again = String::from_utf8_lossy(&scratch.run(&["sweep", "s.toml"]).stderr).into_owned();
     assert!(again.contains("3 of 3 runs are done") && !again.contains("crashed"), "{again}");
     let retried = String::from_utf8_lossy(&scratch.run(&["sweep", "s.toml", "--retry"]).stderr).into_owned();
@@ -114,7 +114,7 @@ fn a_sweep_that_is_stopped_or_killed_goes_on_to_the_same_bits() {
     let sweep = scratch.path().join("runs/s");
     let checkpoints =
         |run: &str| std::fs::read_dir(sweep.join(run).join("checkpoints")).map_or(0, Iterator::count);
-    // Asked to stop, it saves what runs.
+    // A sweep that is asked to stop saves its runs.
     let mut child = start(&scratch, &args);
     wait_until(|| checkpoints("fpa") > 0 && checkpoints("sagebwd") > 0);
     Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill");
@@ -124,7 +124,7 @@ fn a_sweep_that_is_stopped_or_killed_goes_on_to_the_same_bits() {
         text.contains("interrupted")
     };
     assert!(interrupted("fpa") && interrupted("sagebwd"));
-    // Killed with its children, it leaves what was saved.
+    // A sweep that is killed together with its runs keeps their checkpoints.
     let before = checkpoints("fpa");
     let mut child = start(&scratch, &args);
     wait_until(|| !interrupted("fpa") && !interrupted("sagebwd") && (checkpoints("fpa") > 0 || before > 0));
@@ -133,7 +133,7 @@ fn a_sweep_that_is_stopped_or_killed_goes_on_to_the_same_bits() {
     child.wait().expect("an end");
     Command::new("kill").arg("-KILL").args(&pids).stderr(Stdio::null()).status().ok();
     wait_until(|| pids.iter().all(|pid| is_gone(pid)));
-    // Killed alone, it takes its children along.
+    // Runs whose sweep is killed stop by themselves.
     let mut child = start(&scratch, &args);
     wait_until(|| children(&child).len() == 2);
     let pids = children(&child);
@@ -149,7 +149,8 @@ fn a_sweep_that_is_stopped_or_killed_goes_on_to_the_same_bits() {
     assert_eq!(runs(&sweep).len(), 2);
 }
 
-/// Whatever is done to a sweep between two starts, nothing that was measured is lost, and no run is taken for another.
+/// Whatever is changed by hand between two starts of a sweep, no measurement is lost, and no run is taken for
+/// another.
 #[cfg(unix)]
 #[test]
 fn a_sweep_that_is_changed_by_hand_loses_nothing() {
@@ -161,17 +162,18 @@ fn a_sweep_that_is_changed_by_hand_loses_nothing() {
     };
     file(&scratch, "s.toml", &tables(1));
     let sweep = scratch.path().join("runs/s");
-    // Something of the user's has a run's name.
+    // A folder of the user's has the name of a run.
     scratch.ok(&["sweep", "s.toml", "--only", "0"]);
     scratch.file("runs/s/seed-2/notes.txt", "mine");
     scratch.ok(&["sweep", "s.toml"]);
     assert_eq!(runs(&sweep), ["seed-1", "seed-2-2"]);
     assert!(sweep.join("seed-2/notes.txt").exists());
-    // Another learning rate is another run, in a folder of its own.
+    // A run with another learning rate is another run, and has its own folder.
     file(&scratch, "s.toml", &tables(2));
     scratch.ok(&["sweep", "s.toml"]);
     assert_eq!(runs(&sweep), ["seed-1", "seed-1-2", "seed-2-2", "seed-2-3"]);
-    // A checkpoint that is damaged is a crash, and said; what is there stays where it was, or goes beside the plan.
+    // A run with a damaged checkpoint is reported as crashed. Its folder stays, or moves into the plan folder
+    // when the run starts from its beginning.
     let run = sweep.join("seed-1");
     std::fs::write(run.join("ending.json"), "{\"status\": \"interrupted\"}").expect("an ending");
     std::fs::write(run.join("checkpoints/step-00000040/state.safetensors"), "?").expect("a state");
@@ -187,7 +189,7 @@ fn a_sweep_that_is_changed_by_hand_loses_nothing() {
     assert!(sweep.join("plan/seed-1.attempt-1/metrics.jsonl").exists());
 }
 
-/// A run that has its own copy of a tokenizer is the same run after it was cut off.
+/// A run with its own copy of a tokenizer has the same identity after it was interrupted.
 #[cfg(unix)]
 #[test]
 fn a_run_with_a_tokenizer_goes_on_as_itself() {
@@ -218,14 +220,14 @@ fn lists_on_the_command_line_are_a_sweep() {
         ["fpa_order-seed-1", "fpa_order-seed-2", "sagebwd_order-seed-1", "sagebwd_order-seed-2"]
     );
     assert!(table.contains("fpa") && table.contains("±"), "{table}");
-    // The same weights and corpus, another order.
+    // Both runs have the same weights and corpus, and another order of the data.
     let first = |run: &str| scratch.metrics(&format!("both/{run}"))[0].loss;
     assert_ne!(first("fpa_order-seed-1"), first("fpa_order-seed-2"));
     let refused = scratch.fails(&["--seed", "1,2", "--resume", "runs/both/fpa_order-seed-1"]);
     assert!(refused.contains("many runs") && refused.contains("hint:"), "{refused}");
     let wrong = scratch.fails(&["--attn", "fpa,sage"]);
     assert!(wrong.contains("invalid value 'sage'"), "{wrong}");
-    // A folder that is something else is not taken over.
+    // A folder that is not a sweep's is not taken over.
     scratch.file("runs/mine/notes.txt", "mine");
     let taken = scratch.fails(&small(&["--seed", "1,2", "--steps", "2", "--name", "mine"]));
     assert!(taken.contains("not that of a sweep"), "{taken}");
@@ -240,7 +242,7 @@ fn one_run_of_a_sweep_and_a_job_array() {
     assert!(told.contains("3 tasks"), "{told}");
     let script = std::fs::read_to_string(scratch.path().join("array.sh")).expect("a script");
     assert!(script.contains("--array=0-2") && script.contains("sweep s.toml --only"), "{script}");
-    // The same state: a task, and then the rest.
+    // One task runs its run, and the sweep then runs the others: both have the same state.
     let task = script.replace("\"$SLURM_ARRAY_TASK_ID\"", "1");
     scratch.file("task.sh", task);
     let status =
@@ -261,7 +263,8 @@ fn runs_of_anywhere_are_reported() {
         let flags = ["--attn", attn, "--seed", seed, "--steps", "12", "--eval-every", "4", "--name", &name];
         scratch.ok(&small(&flags));
     }
-    // One that is under way, with its last line cut off, from before anything was said about starts.
+    // An unfinished run of an earlier version: its last metrics line is cut off, and there is no
+    // `starts.json`.
     let cut = scratch.path().join("runs/sagebwd2");
     let metrics = std::fs::read_to_string(cut.join("metrics.jsonl")).expect("metrics");
     std::fs::write(cut.join("metrics.jsonl"), &metrics[..metrics.len() * 3 / 4]).expect("a file");
@@ -279,7 +282,7 @@ fn runs_of_anywhere_are_reported() {
     assert!(
         std::fs::read_to_string(scratch.path().join("r.md")).expect("Markdown").contains("| arm | seeds |")
     );
-    // All of a folder; another baseline; what is not there.
+    // All runs of a folder; another baseline; a baseline, runs and a key that do not exist.
     let table = scratch.ok(&["report", "runs", "--baseline", "attn=none"]);
     let none = table.lines().find(|line| line.starts_with("none")).expect("an arm");
     assert!(none.contains("baseline"), "{table}");
@@ -288,7 +291,7 @@ fn runs_of_anywhere_are_reported() {
     assert!(scratch.fails(&["report", "runs", "--by", "lr"]).contains("do not differ"));
 }
 
-/// What is shipped is a plan on every machine.
+/// A built-in sweep can be planned on every machine.
 #[test]
 fn sweeps_that_are_built_in_are_plans() {
     let scratch = Scratch::new();
@@ -297,7 +300,7 @@ fn sweeps_that_are_built_in_are_plans() {
         assert!(plan.contains(&format!("\n{runs} runs, ")), "{plan}");
         assert!(scratch.ok(&["sweep", name, "--print"]).contains("[[points]]"));
     }
-    // Its data is not here.
+    // The data of this sweep does not exist here.
     let plan = scratch.fails(&["sweep", "paper", "--dry-run", "--no-measure", "--device", "cpu"]);
     assert!(plan.contains("openwebtext"), "{plan}");
     scratch.file("openwebtext/a.txt", "Some text. ".repeat(100_000));

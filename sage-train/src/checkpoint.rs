@@ -103,15 +103,15 @@ fn state_name(rank: Rank) -> String {
 
 /// The run that a checkpoint belongs to.
 #[derive(Debug, Clone)]
-pub(super) struct Belongs {
-    /// [`crate::data::Dataset::fingerprint`].
-    pub(super) data: String,
-    pub(super) settings: Identity,
+pub(crate) struct Belongs {
+    /// [`crate::data::Dataset::fingerprint`] of the run's data.
+    pub(crate) data: String,
+    pub(crate) settings: Identity,
 }
 
-/// Writes a run's checkpoints on a thread beside the training, one at a time.
+/// Writes a run's checkpoints on a thread of its own during training, one at a time.
 #[derive(Debug)]
-pub(super) struct Checkpoints {
+pub(crate) struct Checkpoints {
     folder: PathBuf,
     belongs: Belongs,
     config: CheckpointConfig,
@@ -121,7 +121,7 @@ pub(super) struct Checkpoints {
 
 impl Checkpoints {
     /// Prepares the folder of checkpoints, and removes what an interrupted writer left.
-    pub(super) fn new(run: &Path, belongs: Belongs, config: CheckpointConfig, words: Words) -> Result<Self> {
+    pub(crate) fn new(run: &Path, belongs: Belongs, config: CheckpointConfig, words: Words) -> Result<Self> {
         let folder = run.join(FOLDER);
         if words.rank().is_first() {
             std::fs::create_dir_all(&folder).map_err(writing(&folder))?;
@@ -135,7 +135,7 @@ impl Checkpoints {
     }
 
     /// Starts to write a checkpoint. The caller must have waited for the one before.
-    pub(super) fn save(&mut self, step: u64, snapshot: Result<Snapshot>) {
+    pub(crate) fn save(&mut self, step: u64, snapshot: Result<Snapshot>) {
         let (folder, belongs, config) = (self.folder.clone(), self.belongs.clone(), self.config);
         let words = self.words.clone();
         self.writing = Some(std::thread::spawn(move || {
@@ -145,7 +145,7 @@ impl Checkpoints {
     }
 
     /// Waits until the checkpoint that was started is on the disk.
-    pub(super) fn wait(&mut self) -> Result<()> {
+    pub(crate) fn wait(&mut self) -> Result<()> {
         let Some(writing) = self.writing.take() else { return Ok(()) };
         writing.join().unwrap_or_else(|_| Err(Error::new("the thread that writes checkpoints died")))
     }

@@ -1,0 +1,37 @@
+//! The settings of checkpoints, resolved: part of table `[run]`.
+
+use std::time::Duration;
+
+use candle_sage::Result;
+
+use crate::checks::{in_range, need};
+use crate::settings::Settings;
+
+/// Which checkpoints are written and kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CheckpointConfig {
+    /// Steps between them; 0 for the end only.
+    pub every: u64,
+    /// The longest time between them.
+    pub within: Option<Duration>,
+    /// How many are kept.
+    pub keep_last: usize,
+    /// Those of every so many steps are kept as well; 0 for none.
+    pub keep_every: u64,
+}
+
+impl CheckpointConfig {
+    /// The checkpoints that settings ask for.
+    ///
+    /// # Errors
+    /// When a setting is out of range.
+    pub(super) fn resolve(s: &Settings) -> Result<Self> {
+        let minutes = in_range("checkpoint-minutes", need(s.checkpoint_minutes), 0.0, 1e6)?;
+        Ok(Self {
+            every: s.checkpoint_every.unwrap_or(need(s.eval_every)).0,
+            within: (minutes > 0.0).then(|| Duration::from_secs_f64(60.0 * minutes)),
+            keep_last: in_range("keep-last", need(s.keep_last) as u64, 1, 1 << 20)? as usize,
+            keep_every: need(s.keep_every).0,
+        })
+    }
+}

@@ -1,0 +1,79 @@
+//! The settings of the data, resolved and checked.
+
+use std::path::PathBuf;
+
+use candle_sage::Result;
+
+use super::{Cut, Tokenizer};
+use crate::checks::{self, in_range, need};
+use crate::settings::{Settings, SourceSetting, Switch};
+
+/// Where the text comes from and how it is cut.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DataConfig {
+    /// Files, folders and patterns, with weights; none for the built-in corpus.
+    pub sources: Vec<SourceSetting>,
+    /// The key or column of text.
+    pub text_field: String,
+    /// A file or a name, where it is not found by itself.
+    pub tokenizer: Option<String>,
+    /// Whether attention stays inside documents.
+    pub document_mask: bool,
+    /// Bytes of built-in corpus.
+    pub corpus_bytes: u64,
+    /// Part kept for validation.
+    pub val_fraction: f64,
+    /// Entries of the vocabulary, at most.
+    pub vocab_size: usize,
+    /// Tokens in a sequence.
+    pub context: usize,
+    /// Folder of runs, which is never read as data.
+    pub out: PathBuf,
+    /// Seed of the order.
+    pub order_seed: u64,
+    /// Seed of the built-in corpus.
+    pub corpus_seed: u64,
+}
+
+impl DataConfig {
+    /// The data that settings describe: table `[data]`. `out` is the folder of runs.
+    ///
+    /// # Errors
+    /// When a setting is out of range.
+    pub fn resolve(s: &Settings, out: PathBuf, seed: u64) -> Result<Self> {
+        let corpus_mb = in_range("corpus-mb", need(s.corpus_mb), 0, 1 << 40)?;
+        Ok(Self {
+            sources: s.data.clone().unwrap_or_default(),
+            text_field: need(s.text_field.clone()),
+            tokenizer: s.tokenizer.clone(),
+            document_mask: need(s.document_mask) == Switch::On,
+            corpus_bytes: corpus_mb.saturating_mul(1_000_000),
+            val_fraction: in_range("val-fraction", need(s.val_fraction), 0.0001, 0.9)?,
+            vocab_size: need(s.vocab_size).0 as usize,
+            context: need(s.context).0 as usize,
+            out,
+            order_seed: checks::seed("order-seed", s.order_seed.unwrap_or(seed))?,
+            corpus_seed: checks::seed("corpus-seed", s.corpus_seed.unwrap_or(seed))?,
+        })
+    }
+
+    /// The weight of each source, the built-in corpus among them.
+    pub fn weights(&self) -> Vec<f64> {
+        if self.sources.is_empty() { vec![1.0] } else { self.sources.iter().map(|s| s.weight).collect() }
+    }
+
+    /// How tokens become sequences.
+    pub fn cut(&self, tokenizer: &Tokenizer) -> Cut {
+        Cut {
+            context: self.context,
+            seed: self.order_seed,
+            vocab: tokenizer.vocab_size(),
+            end_of_document: self.document_mask.then_some(tokenizer.end_of_text()),
+        }
+    }
+
+    /// Where trained tokenizers are kept.
+    pub fn cache(&self) -> PathBuf {
+        self.out.join("cache")
+    }
+}

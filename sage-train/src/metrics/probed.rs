@@ -1,0 +1,124 @@
+//! What a probe measures: errors of low-bit attention, and sizes of the tensors that cause them. A line of `probes.jsonl`.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// The quantities whose errors are measured, in the order of the computation.
+pub const QUANTITIES: [&str; 8] = ["delta", "P", "dP", "dS", "O", "dQ", "dK", "dV"];
+
+/// Those quantities that are results of attention.
+pub const RESULTS: [&str; 4] = ["O", "dQ", "dK", "dV"];
+
+/// The errors of a layer, or of one of its heads.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    /// The layer, from 0.
+    pub layer: usize,
+    /// The query head, from 0; `None` for the whole layer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub head: Option<usize>,
+    /// Errors by the names of [`QUANTITIES`]. dK and dV are sums over the query heads of a key head, and are
+    /// in the row of the first of them.
+    pub errors: BTreeMap<String, Distance>,
+    /// Sizes of the tensors.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sizes: Option<Sizes>,
+    /// For each part of the arithmetic, relative L2 of the four [`RESULTS`] with that part alone in low bits;
+    /// `None` for a gradient that is in another head's row.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub products: Vec<(String, [Option<f64>; 4])>,
+    /// For each operand, the fraction of its NVFP4 groups that become zeros; empty for a scheme without such
+    /// groups.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub vanished: Vec<(String, f64)>,
+}
+
+/// A probe: what was measured, and the errors.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Probed {
+    /// The numerics whose errors these are.
+    pub scheme: String,
+    /// Steps that the model was trained for, if known.
+    pub step: Option<u64>,
+    /// Tokens in a sequence.
+    pub context: usize,
+    /// Number of validation sequences.
+    pub sequences: usize,
+    /// Factor by which queries and keys were multiplied.
+    pub qk_scale: f64,
+    /// Whether each token of Q and K had a scale of its own.
+    #[serde(default)]
+    pub token_scales: bool,
+    /// A row for each layer, followed by the rows of its heads if they were asked for.
+    pub rows: Vec<Row>,
+}
+
+/// The distance of a quantity to its full-precision value.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Distance {
+    /// Cosine of the angle between the two.
+    pub cosine: f64,
+    /// L2 norm of the difference over the L2 norm of the exact value.
+    pub relative_l2: f64,
+}
+
+/// Sizes of the tensors of a layer or a head.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sizes {
+    /// Root mean square of P, where a query sees the key.
+    pub rms_p: f64,
+    /// Root mean square of dP, where a query sees the key.
+    pub rms_dp: f64,
+    /// Root mean square of dS, where a query sees the key.
+    pub rms_ds: f64,
+    /// `max |dP - delta| sqrt(2 / (N + 1))`, an upper bound of `rms_ds`: the squares of each of the N rows of
+    /// P sum to at most 1, and N (N + 1) / 2 values are seen (SageBwd, section 4, for the causal half).
+    pub bound_ds: f64,
+    /// Largest absolute value of the queries.
+    pub largest_q: f64,
+    /// Largest absolute value of the keys.
+    pub largest_k: f64,
+    /// Largest absolute scaled logit, where a query sees the key.
+    pub largest_logit: f64,
+    /// Fraction of outlying keys: tokens whose smoothed key has a largest absolute value above ten times the
+    /// median of its tile. They determine the tile's scale.
+    pub outlying_keys: f64,
+    /// Fraction of outlying queries.
+    pub outlying_queries: f64,
+}
+
+impl Sizes {
+    /// Each size with its name.
+    pub fn named(&self) -> [(&'static str, f64); 9] {
+        [
+            ("rms_p", self.rms_p),
+            ("rms_dp", self.rms_dp),
+            ("rms_ds", self.rms_ds),
+            ("bound_ds", self.bound_ds),
+            ("largest_q", self.largest_q),
+            ("largest_k", self.largest_k),
+            ("largest_logit", self.largest_logit),
+            ("outlying_queries", self.outlying_queries),
+            ("outlying_keys", self.outlying_keys),
+        ]
+    }
+
+    /// Merges other sizes: means of squares and of fractions are averaged with weight `weight` for `other`,
+    /// and the largest values are maxima.
+    pub fn join(&mut self, other: &Self, weight: f64) {
+        let square = |a: f64, b: f64| ((1.0 - weight) * a * a + weight * b * b).sqrt();
+        let mean = |a: f64, b: f64| (1.0 - weight) * a + weight * b;
+        *self = Self {
+            rms_p: square(self.rms_p, other.rms_p),
+            rms_dp: square(self.rms_dp, other.rms_dp),
+            rms_ds: square(self.rms_ds, other.rms_ds),
+            bound_ds: self.bound_ds.max(other.bound_ds),
+            largest_q: self.largest_q.max(other.largest_q),
+            largest_k: self.largest_k.max(other.largest_k),
+            largest_logit: self.largest_logit.max(other.largest_logit),
+            outlying_keys: mean(self.outlying_keys, other.outlying_keys),
+            outlying_queries: mean(self.outlying_queries, other.outlying_queries),
+        };
+    }
+}
