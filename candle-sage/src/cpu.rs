@@ -11,6 +11,7 @@ mod forward;
 mod full_precision;
 pub(crate) mod lanes;
 mod numerics;
+pub(crate) mod ops;
 pub(crate) mod past_linear;
 pub(crate) mod product;
 pub(crate) mod quantize;

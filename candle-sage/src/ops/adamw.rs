@@ -3,22 +3,17 @@
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, InplaceOp3, Layout, Result, Shape, Tensor};
-use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
 use super::support::with_cuda;
 use super::support::{f32_values, f32_values_mut, shape_error, supported};
+use crate::cpu::ops::adamw::{squares, step};
 #[cfg(feature = "cuda")]
 use crate::cuda;
 pub use crate::update::AdamW;
-use crate::update::Factors;
 
 const NAME: &str = "adamw";
 const SQUARES: &str = "sum-of-squares";
-
-/// Elements of one parallel task. Each task makes one partial sum, which makes the order of additions
-/// independent of the number of threads.
-const SPAN: usize = 32 * 1024;
 
 /// The sum of squares of all elements of an f32 tensor: an f64 scalar. It is summed in f64, and so is finite
 /// if all elements are, in an order that does not depend on the number of threads.
@@ -42,20 +37,7 @@ impl CustomOp1 for SumOfSquares {
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let values = f32_values(SQUARES, x, layout)?;
-        let parts: Vec<f64> = values
-            .par_chunks(SPAN)
-            .map(|span| {
-                // Independent partial sums, so that an addition does not wait for the one before it.
-                let mut lanes = [0f64; 8];
-                for chunk in span.chunks(8) {
-                    for (lane, &x) in lanes.iter_mut().zip(chunk) {
-                        *lane += f64::from(x) * f64::from(x);
-                    }
-                }
-                lanes.iter().sum::<f64>()
-            })
-            .collect();
-        Ok((CpuStorage::F64(vec![parts.iter().sum()]), Shape::from(())))
+        Ok((CpuStorage::F64(vec![squares(&values)]), Shape::from(())))
     }
 
     #[cfg(feature = "cuda")]
@@ -134,29 +116,9 @@ impl InplaceOp3 for Step<'_> {
         sum_of_squares: &CpuStorage,
         sum_layout: &Layout,
     ) -> Result<()> {
-        let AdamW { beta1, beta2, eps, decayed, gradient_factor, clip, .. } = *self.settings;
-        let norm = gradient_factor * sum_of_squares.as_slice::<f64>()?[sum_layout.start_offset()].sqrt();
-        if !norm.is_finite() {
-            return Ok(());
-        }
-        let clipped = clip.map_or(1.0, |clip| if norm > clip { clip / norm } else { 1.0 });
-        let factor = (gradient_factor * clipped) as f32;
-        let (beta1, beta2, eps) = (beta1 as f32, beta2 as f32, eps as f32);
-        let Factors { rate, root, keep } = self.settings.factors();
+        let sum = sum_of_squares.as_slice::<f64>()?[sum_layout.start_offset()];
         let gradient = f32_values(NAME, gradient, gradient_layout)?;
-        let (weights, moments) = f32_values_mut(NAME, state, layout)?.split_at_mut(gradient.len());
-        let (mean, square) = moments.split_at_mut(gradient.len());
-        let spans =
-            weights.par_chunks_mut(SPAN).zip(mean.par_chunks_mut(SPAN).zip(square.par_chunks_mut(SPAN)));
-        spans.zip(gradient.par_chunks(SPAN)).enumerate().for_each(|(n, ((w, (m, v)), g))| {
-            for (i, (((w, m), v), g)) in w.iter_mut().zip(m).zip(v).zip(g).enumerate() {
-                let g = g * factor;
-                *m = beta1 * *m + (1.0 - beta1) * g;
-                *v = beta2 * *v + (1.0 - beta2) * (g * g);
-                let keep = if n * SPAN + i < decayed { keep } else { 1.0 };
-                *w = keep * *w - rate * *m / ((root * *v).sqrt() + eps);
-            }
-        });
+        step(self.settings, sum, f32_values_mut(NAME, state, layout)?, &gradient);
         Ok(())
     }
 

@@ -7,11 +7,11 @@ use std::sync::OnceLock;
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
-use rayon::prelude::*;
 
 use super::support::{cpu_storage, f32_tensor, ids, shape_error, supported, with_f32};
 #[cfg(feature = "cuda")]
 use super::support::{cuda_tensor, with_cuda};
+use crate::cpu::ops::embedding::add_rows;
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::dtype::unsupported_dtype;
@@ -188,18 +188,5 @@ fn cpu_backward(id: &Tensor, dout: &Tensor, rows: usize, width: usize) -> Result
         let (storage, layout) = id.storage_and_layout();
         ids(NAME, cpu_storage(&storage, NAME)?, layout)?
     };
-    // Sorted by row, then by position, so that each row of the gradient adds its positions in order.
-    let mut places: Vec<(usize, usize)> =
-        ids.into_iter().enumerate().map(|(n, id)| (id as usize, n)).collect();
-    places.sort_unstable();
-    with_f32(NAME, [dout], |[dout]| {
-        let mut grad = vec![0.0; rows * width];
-        grad.par_chunks_mut(width).enumerate().with_min_len(64).for_each(|(row, grad)| {
-            let first = places.partition_point(|&(id, _)| id < row);
-            for &(_, n) in places[first..].iter().take_while(|&&(id, _)| id == row) {
-                grad.iter_mut().zip(&dout[n * width..(n + 1) * width]).for_each(|(g, x)| *g += x);
-            }
-        });
-        Ok(grad)
-    })
+    with_f32(NAME, [dout], |[dout]| Ok(add_rows(ids, dout, rows, width)))
 }

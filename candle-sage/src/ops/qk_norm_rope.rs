@@ -5,11 +5,12 @@ use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 
-use super::rms_norm::{self, checked_eps};
+use super::rms_norm::checked_eps;
 use super::rope::{RopeStyle, beside, check};
 #[cfg(feature = "cuda")]
 use super::support::{cuda_tensor, with_all_cuda, with_cuda};
 use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
+use crate::cpu::ops::rms_norm;
 use crate::cpu::view::to_storage;
 #[cfg(feature = "cuda")]
 use crate::cuda;

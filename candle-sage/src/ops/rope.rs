@@ -4,11 +4,11 @@
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Device, Layout, Result, Shape, Tensor};
-use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
 use super::support::{cuda_tensor, with_all_cuda};
 use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
+use crate::cpu::ops::rope::rotate;
 use crate::cpu::view::to_storage;
 #[cfg(feature = "cuda")]
 use crate::cuda;
@@ -209,26 +209,7 @@ impl RopeStyle {
         sin: &[f32],
         direction: f32,
     ) -> Vec<f32> {
-        let (sequence, heads, d) = (dims[1], dims[2], dims[3]);
-        let half = d / 2;
-        let mut out = vec![0.0; x.len()];
-        let token = (heads * d).max(1);
-        out.par_chunks_mut(token).zip(x.par_chunks(token)).enumerate().for_each(|(n, (out, x))| {
-            let at = n % sequence * half;
-            let (cos, sin) = (&cos[at..at + half], &sin[at..at + half]);
-            for (out, x) in out.chunks_exact_mut(d).zip(x.chunks_exact(d)) {
-                for i in 0..half {
-                    let (p, q) = match self {
-                        RopeStyle::Halves => (i, i + half),
-                        RopeStyle::Interleaved => (2 * i, 2 * i + 1),
-                    };
-                    let (cos, sin) = (cos[i], sin[i] * direction);
-                    out[p] = x[p] * cos - x[q] * sin;
-                    out[q] = x[p] * sin + x[q] * cos;
-                }
-            }
-        });
-        out
+        rotate(self == RopeStyle::Interleaved, dims, x, cos, sin, direction)
     }
 
     /// The tables and the style, as the GPU's launcher takes them.

@@ -6,13 +6,12 @@ use std::ops::Range;
 use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
-use multiversion::multiversion;
 use rayon::prelude::*;
 
 use super::support::{Rows, SPAN, cpu_storage, f32_tensor, shape_error, supported};
 #[cfg(feature = "cuda")]
 use super::support::{cuda_tensor, with_cuda};
-use crate::cpu::lanes;
+use crate::cpu::ops::swiglu::{gated, gated_backward};
 use crate::cpu::view::to_storage;
 #[cfg(feature = "cuda")]
 use crate::cuda;
@@ -46,30 +45,6 @@ fn check(gate: &Tensor, other: &Tensor) -> Result<()> {
 }
 
 struct SwiGlu;
-
-#[inline(always)]
-fn sigmoid(x: f32) -> f32 {
-    let e = -x * std::f32::consts::LOG2_E;
-    // Where 2^e would be infinite, the sigmoid and its product with x are 0.
-    if e > 127.0 { 0.0 } else { 1.0 / (1.0 + lanes::exp2(e)) }
-}
-
-#[multiversion(targets = "simd")]
-fn gated(out: &mut [f32], gate: &[f32], up: &[f32]) {
-    for ((out, &gate), up) in out.iter_mut().zip(gate).zip(up) {
-        *out = gate * sigmoid(gate) * up;
-    }
-}
-
-#[multiversion(targets = "simd")]
-fn gated_backward(dgate: &mut [f32], dup: &mut [f32], gate: &[f32], up: &[f32], dy: &[f32]) {
-    let inputs = gate.iter().zip(up).zip(dy);
-    for ((dgate, dup), ((&gate, up), dy)) in dgate.iter_mut().zip(dup).zip(inputs) {
-        let s = sigmoid(gate);
-        *dup = dy * gate * s;
-        *dgate = dy * up * s * (1.0 + gate * (1.0 - s));
-    }
-}
 
 /// The gradients of gate and up for the output's gradient `dout`, and with `again` also the output, for
 /// callers that have not kept it. For training loops that do not use candle's graph. See [`swiglu`].

@@ -1,0 +1,8 @@
+//! The arithmetic of the operators besides attention, on slices of f32: one file for each, as in `ops/` and `cuda/ops/`.
+
+pub(crate) mod adamw;
+pub(crate) mod cross_entropy;
+pub(crate) mod embedding;
+pub(crate) mod rms_norm;
+pub(crate) mod rope;
+pub(crate) mod swiglu;
