@@ -1,18 +1,24 @@
 //! Reads the documents of a file in pieces: text, JSON lines and parquet, also compressed.
 
+mod columns;
+mod json_lines;
+
+mod unix_lines;
+
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufReader, Read};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_sage::{Error, Result};
 use flate2::bufread::MultiGzDecoder;
-use parquet::column::reader::ColumnReader;
-use parquet::file::reader::{FileReader, SerializedFileReader};
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+
+use columns::parquet;
+use json_lines::json_lines;
+use unix_lines::UnixLines;
 
 use super::tokenizer::{PIECE, piece_end};
-use crate::{during, unpanicked};
+use crate::during;
 
 /// The kinds of files that can be read, by the endings of their names.
 pub const KINDS: &str = ".txt, .jsonl (each also .gz, .zst), .parquet";
@@ -133,48 +139,6 @@ pub(super) fn read_counted(
     }
 }
 
-/// A reader that replaces `\r\n` by `\n`. A `\r` that no `\n` follows stays.
-struct UnixLines<R> {
-    inner: BufReader<R>,
-    /// Whether the last byte of `inner` was a `\r` that has not been returned yet.
-    held: bool,
-}
-
-impl<R: Read> UnixLines<R> {
-    fn new(inner: R) -> Self {
-        Self { inner: BufReader::with_capacity(1 << 16, inner), held: false }
-    }
-}
-
-impl<R: Read> Read for UnixLines<R> {
-    fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<usize> {
-        let mut read = 0;
-        while read < bytes.len() {
-            let Some(&next) = self.inner.fill_buf()?.first() else {
-                if std::mem::take(&mut self.held) {
-                    (bytes[read], read) = (b'\r', read + 1);
-                }
-                break;
-            };
-            if std::mem::take(&mut self.held) && next != b'\n' {
-                // No `\n` follows the `\r`.
-                (bytes[read], read) = (b'\r', read + 1);
-                continue;
-            }
-            // Copies all bytes up to the next `\r` together.
-            let there = self.inner.fill_buf()?;
-            let len =
-                there.iter().position(|&byte| byte == b'\r').unwrap_or(there.len()).min(bytes.len() - read);
-            bytes[read..read + len].copy_from_slice(&there[..len]);
-            read += len;
-            self.held = there.get(len) == Some(&b'\r') && read < bytes.len();
-            let taken = len + usize::from(self.held);
-            self.inner.consume(taken);
-        }
-        Ok(read)
-    }
-}
-
 /// A file that counts the bytes that are read.
 struct Counted<'a> {
     file: File,
@@ -255,162 +219,6 @@ fn text(path: &Path, mut reader: Box<dyn Read + '_>, bad: Bad<'_>, each: &mut Ea
 /// Ends a document some of whose pieces have been passed on.
 fn end_early(begun: bool, each: &mut Each<'_>) -> Result<()> {
     if begun { each(Piece { text: String::new(), ends: true }) } else { Ok(()) }
-}
-
-/// Reads JSON lines: each line is a document.
-fn json_lines(
-    path: &Path,
-    mut reader: impl BufRead,
-    field: &str,
-    bad: Bad<'_>,
-    each: &mut Each<'_>,
-) -> Result<()> {
-    let mut line = Vec::new();
-    for number in 1.. {
-        line.clear();
-        let read =
-            reader.by_ref().take(LONGEST + 1).read_until(b'\n', &mut line).map_err(unreadable(path))?;
-        if read == 0 {
-            break;
-        }
-        if read as u64 > LONGEST {
-            bad.take(
-                Error::new("a line is too long")
-                    .got(format!("{}, line {number}", path.display()))
-                    .allowed(format!("up to {} MiB", LONGEST >> 20))
-                    .hint("every line is one document"),
-            )?;
-            while line.last().is_some_and(|byte| *byte != b'\n') {
-                line.clear();
-                reader.by_ref().take(LONGEST).read_until(b'\n', &mut line).map_err(unreadable(path))?;
-            }
-            continue;
-        }
-        let text = match std::str::from_utf8(&line) {
-            Ok(text) => text,
-            Err(error) => {
-                bad.take(not_utf8(path, format!("line {number}, byte {}", error.valid_up_to()), &line))?;
-                continue;
-            }
-        };
-        let text = text.trim().trim_start_matches('\u{feff}');
-        if text.is_empty() {
-            continue;
-        }
-        let mut json = serde_json::Deserializer::from_str(text);
-        let text = Field(field).deserialize(&mut json).and_then(|text| json.end().map(|()| text));
-        match text {
-            Ok(Some(text)) => each(Piece { text, ends: true })?,
-            // A null is no document, as in a column of parquet.
-            Ok(None) => {}
-            Err(error) => bad.take(
-                Error::new("a line is not a JSON object with text")
-                    .got(format!("{}, line {number}: {error}", path.display()))
-                    .allowed(format!("{{\"{field}\": \"...\"}}; other fields are passed over"))
-                    .hint("every line is one document; --text-field names the field"),
-            )?,
-        }
-    }
-    Ok(())
-}
-
-/// Deserializes one field of a JSON object, and ignores the others.
-struct Field<'a>(&'a str);
-
-impl<'de> DeserializeSeed<'de> for Field<'_> {
-    type Value = Option<String>;
-
-    fn deserialize<D: Deserializer<'de>>(
-        self,
-        deserializer: D,
-    ) -> std::result::Result<Self::Value, D::Error> {
-        deserializer.deserialize_map(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Field<'_> {
-    type Value = Option<String>;
-
-    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("a JSON object")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Self::Value, A::Error> {
-        let mut text = None;
-        while let Some(key) = map.next_key::<std::borrow::Cow<'_, str>>()? {
-            if key == self.0 {
-                text = Some(map.next_value()?);
-            } else {
-                map.next_value::<IgnoredAny>()?;
-            }
-        }
-        text.ok_or_else(|| serde::de::Error::custom(format!("missing field `{}`", self.0)))
-    }
-}
-
-/// Reads a column of a parquet file: each row is a document.
-fn parquet(
-    path: &Path,
-    file: File,
-    field: &str,
-    bad: Bad<'_>,
-    done: &AtomicU64,
-    each: &mut Each<'_>,
-) -> Result<()> {
-    let size = file.metadata().map_err(unreadable(path))?.len();
-    let guarded = |work: &mut dyn FnMut() -> parquet::errors::Result<()>| {
-        unpanicked(|| work().map_err(|error| error.to_string())).map_err(unreadable(path))
-    };
-    let mut opened = None;
-    let mut file = Some(file);
-    guarded(&mut || {
-        opened = file.take().map(SerializedFileReader::new).transpose()?;
-        Ok(())
-    })?;
-    let reader = opened.expect("opened, or an error");
-    let schema = reader.metadata().file_metadata().schema_descr();
-    let names: Vec<String> = schema.columns().iter().map(|column| column.path().string()).collect();
-    let fits = |n: &usize| {
-        schema.column(*n).physical_type() == parquet::basic::Type::BYTE_ARRAY
-            && schema.column(*n).max_rep_level() == 0
-    };
-    let Some(column) = names.iter().position(|name| name == field).filter(fits) else {
-        return Err(Error::new("the parquet file has no such column of text")
-            .got(format!("{}: columns {}", path.display(), names.join(", ")))
-            .allowed(format!("a column `{field}` of strings"))
-            .hint("--text-field names the column"));
-    };
-    for group in 0..reader.num_row_groups() {
-        let mut rows = None;
-        guarded(&mut || {
-            rows = Some(reader.get_row_group(group)?.get_column_reader(column)?);
-            Ok(())
-        })?;
-        let Some(ColumnReader::ByteArrayColumnReader(mut rows)) = rows else {
-            return Err(unreadable(path)("a column that changes its type"));
-        };
-        loop {
-            let (mut levels, mut values, mut read) = (Vec::new(), Vec::new(), 0);
-            guarded(&mut || {
-                read = rows.read_records(ROWS, Some(&mut levels), None, &mut values)?.0;
-                Ok(())
-            })?;
-            if read == 0 {
-                break;
-            }
-            for value in &values {
-                match std::str::from_utf8(value.data()) {
-                    Ok(text) => each(Piece { text: text.to_owned(), ends: true })?,
-                    Err(error) => {
-                        let at = format!("a row, byte {}", error.valid_up_to());
-                        bad.take(not_utf8(path, at, value.data()))?;
-                    }
-                }
-            }
-        }
-        done.fetch_add(size / reader.num_row_groups() as u64, Ordering::Relaxed);
-    }
-    Ok(())
 }
 
 #[cfg(test)]

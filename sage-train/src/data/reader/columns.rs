@@ -1,0 +1,77 @@
+//! Documents from Parquet files.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use candle_sage::{Error, Result};
+use parquet::column::reader::ColumnReader;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+
+use super::{Bad, Each, Piece, ROWS, not_utf8, unreadable};
+use crate::unpanicked;
+
+/// Reads a column of a parquet file: each row is a document.
+pub(super) fn parquet(
+    path: &Path,
+    file: File,
+    field: &str,
+    bad: Bad<'_>,
+    done: &AtomicU64,
+    each: &mut Each<'_>,
+) -> Result<()> {
+    let size = file.metadata().map_err(unreadable(path))?.len();
+    let guarded = |work: &mut dyn FnMut() -> parquet::errors::Result<()>| {
+        unpanicked(|| work().map_err(|error| error.to_string())).map_err(unreadable(path))
+    };
+    let mut opened = None;
+    let mut file = Some(file);
+    guarded(&mut || {
+        opened = file.take().map(SerializedFileReader::new).transpose()?;
+        Ok(())
+    })?;
+    let reader = opened.expect("opened, or an error");
+    let schema = reader.metadata().file_metadata().schema_descr();
+    let names: Vec<String> = schema.columns().iter().map(|column| column.path().string()).collect();
+    let fits = |n: &usize| {
+        schema.column(*n).physical_type() == parquet::basic::Type::BYTE_ARRAY
+            && schema.column(*n).max_rep_level() == 0
+    };
+    let Some(column) = names.iter().position(|name| name == field).filter(fits) else {
+        return Err(Error::new("the parquet file has no such column of text")
+            .got(format!("{}: columns {}", path.display(), names.join(", ")))
+            .allowed(format!("a column `{field}` of strings"))
+            .hint("--text-field names the column"));
+    };
+    for group in 0..reader.num_row_groups() {
+        let mut rows = None;
+        guarded(&mut || {
+            rows = Some(reader.get_row_group(group)?.get_column_reader(column)?);
+            Ok(())
+        })?;
+        let Some(ColumnReader::ByteArrayColumnReader(mut rows)) = rows else {
+            return Err(unreadable(path)("a column that changes its type"));
+        };
+        loop {
+            let (mut levels, mut values, mut read) = (Vec::new(), Vec::new(), 0);
+            guarded(&mut || {
+                read = rows.read_records(ROWS, Some(&mut levels), None, &mut values)?.0;
+                Ok(())
+            })?;
+            if read == 0 {
+                break;
+            }
+            for value in &values {
+                match std::str::from_utf8(value.data()) {
+                    Ok(text) => each(Piece { text: text.to_owned(), ends: true })?,
+                    Err(error) => {
+                        let at = format!("a row, byte {}", error.valid_up_to());
+                        bad.take(not_utf8(path, at, value.data()))?;
+                    }
+                }
+            }
+        }
+        done.fetch_add(size / reader.num_row_groups() as u64, Ordering::Relaxed);
+    }
+    Ok(())
+}
