@@ -47,7 +47,7 @@ fn main() {
 }
 
 fn build() -> Result<(), String> {
-    let root = PathBuf::from("kernels");
+    let root = kernels()?;
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let nvcc = find_nvcc()?;
     let version = output(Command::new(&nvcc).arg("--version"))?;
@@ -95,6 +95,16 @@ fn build() -> Result<(), String> {
     writeln!(table, "pub(super) const PTX: u32 = {PTX};").expect("a string");
     writeln!(table, "#[cfg(test)]\npub(super) const RESOURCES: &str = {report:?};").expect("a string");
     fs::write(out.join("kernels.rs"), table).map_err(|e| e.to_string())
+}
+
+/// The folder of the kernels. In the repository `kernels` is a symbolic link, which a checkout without links (Git on Windows)
+/// leaves as a file with the path in it; a package has the folder itself.
+fn kernels() -> Result<PathBuf, String> {
+    let path = PathBuf::from("kernels");
+    match path.is_file() {
+        false => Ok(path),
+        true => fs::read_to_string(&path).map(|link| link.trim().into()).map_err(|e| format!("kernels: {e}")),
+    }
 }
 
 fn compile(nvcc: &Path, flags: &[String], source: &Path, to: &Path, report: &Path) -> Result<(), String> {

@@ -1,4 +1,6 @@
-//! Validation loss on text outside the training data, and HellaSwag.
+//! Validation loss on text outside the training data, by position too, and HellaSwag.
+
+mod position;
 
 use std::path::Path;
 
@@ -10,6 +12,8 @@ use crate::data::{Batches, Cut, Mixture, Tokenizer};
 use crate::during;
 use crate::model::{Input, Llama};
 use crate::ranks::Ranks;
+
+pub use position::{OfPositions, by_position};
 
 /// The result of a validation.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -10,7 +10,10 @@ use super::print;
 use crate::checks::{above_zero, in_range};
 use crate::data::Dataset;
 use crate::device::Place;
-use crate::evaluate::{Choices, Extent, choose, evaluate, read_examples, token_by_token};
+use crate::evaluate::{
+    Choices, Extent, OfPositions, by_position, choose, evaluate, read_examples, token_by_token,
+};
+use crate::model::Llama;
 use crate::quantity::Quantity;
 use crate::ranks::Ranks;
 use crate::sample::{Sampling, Writer, Written};
@@ -124,6 +127,9 @@ pub(super) struct Eval {
     /// Also predict each token from those before it alone, with these numerics for every token: what attention owes to its looks ahead
     #[arg(long, conflicts_with = "hellaswag")]
     token_by_token: bool,
+    /// The loss of eight parts of the sequences as well: whether tokens with more before them are predicted better
+    #[arg(long, conflicts_with_all = ["hellaswag", "token_by_token"])]
+    by_position: bool,
     /// Sequences that go through the model at once
     #[arg(long, value_name = "N")]
     micro_batch: Option<usize>,
@@ -168,31 +174,7 @@ impl Eval {
         let Trained { config, tokenizer, device, .. } = &trained;
         let model = trained.model()?;
         if let Some(file) = &self.hellaswag {
-            // The file holds GPT-2's ids, and does not name its tokenizer.
-            if (tokenizer.vocab_size(), tokenizer.end_of_text()) != (50_257, 50_256) {
-                return Err(Error::new("HellaSwag's file is in GPT-2's tokens, and the model is not")
-                    .got(format!(
-                        "{} entries, end of text {}",
-                        tokenizer.vocab_size(),
-                        tokenizer.end_of_text()
-                    ))
-                    .allowed("GPT-2's tokenizer: 50257 entries, end of text 50256")
-                    .hint("train with --tokenizer gpt2"));
-            }
-            let examples = read_examples(file)?;
-            let bar = indicatif::ProgressBar::new(examples.len() as u64);
-            let Choices { right, examples } =
-                choose(&model, &examples, config.model.context, device, &mut |choices| {
-                    bar.set_position(choices.examples as u64);
-                })?;
-            bar.finish_and_clear();
-            let part = right as f64 / examples as f64;
-            let deviation = (part * (1.0 - part) / examples as f64).sqrt();
-            return print(&format!(
-                "HellaSwag      {right} of {examples} = {:.2} % +- {:.2} (chance 25 %)\n",
-                100.0 * part,
-                100.0 * deviation
-            ));
+            return hellaswag(file, &trained, &model);
         }
         let data = Dataset::load_to_validate(&config.data, &|line| tell(line))?;
         let cut = config.data.cut(tokenizer);
@@ -230,8 +212,44 @@ impl Eval {
             result.loss,
             result.loss.exp(),
             result.bits_per_byte
-        ))
+        ))?;
+        if !self.by_position {
+            return Ok(());
+        }
+        let parts = by_position(&model, &data.validation, cut, extent, device, &mut |_, _| {})?;
+        let mut table = String::from("positions           loss\n");
+        for OfPositions { positions, loss } in parts {
+            let range = format!("{} to {}", positions.start, positions.end - 1);
+            table += &format!("{range:<15}{loss:>9.4}\n");
+        }
+        print(&table)
     }
+}
+
+/// Prints how many of HellaSwag's endings a model chooses right.
+fn hellaswag(file: &Path, trained: &Trained, model: &Llama) -> Result<()> {
+    let Trained { config, tokenizer, device, .. } = trained;
+    // The file holds GPT-2's ids, and does not name its tokenizer.
+    if (tokenizer.vocab_size(), tokenizer.end_of_text()) != (50_257, 50_256) {
+        return Err(Error::new("HellaSwag's file is in GPT-2's tokens, and the model is not")
+            .got(format!("{} entries, end of text {}", tokenizer.vocab_size(), tokenizer.end_of_text()))
+            .allowed("GPT-2's tokenizer: 50257 entries, end of text 50256")
+            .hint("train with --tokenizer gpt2"));
+    }
+    let examples = read_examples(file)?;
+    let bar = indicatif::ProgressBar::new(examples.len() as u64);
+    let Choices { right, examples } =
+        choose(model, &examples, config.model.context, device, &mut |choices| {
+            bar.set_position(choices.examples as u64);
+        })?;
+    bar.finish_and_clear();
+    let part = right as f64 / examples as f64;
+    let deviation = (part * (1.0 - part) / examples as f64).sqrt();
+    print(&format!(
+        "HellaSwag      {right} of {examples} = {:.2} % +- {:.2} (chance 25 %)\n",
+        100.0 * part,
+        100.0 * deviation
+    ))
 }
 
 /// Types of exported weights.

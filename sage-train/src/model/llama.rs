@@ -123,6 +123,11 @@ impl Llama {
         Ok(self.norm.enter(&stream)?.1)
     }
 
+    /// The matrix that makes logits of hidden states, (vocab, width): the embedding.
+    pub fn output(&self) -> &Tensor {
+        &self.embedding.value
+    }
+
     /// Mean cross-entropy of `targets`, the ids one position later: an f32 scalar.
     ///
     /// # Errors

@@ -352,6 +352,12 @@ fn tokens_are_predicted_one_by_one() {
         let all = scratch.ok(&["eval", &folder, "--all"]);
         assert_eq!(tokens(&same), [224, tokens(&all)[0]], "{same}{all}");
         assert!(tokens(&all)[0] > 224 && !all.contains("--all"), "{all}");
+        // The losses of eight parts of the sequences have the loss of all as their mean.
+        let parted = scratch.ok(&["eval", &folder, "--tokens", "200", "--by-position", "--micro-batch", "3"]);
+        let table = parted.lines().skip_while(|line| !line.starts_with("positions")).skip(1);
+        let losses: Vec<f64> = table.map(|line| line.rsplit(' ').next().unwrap().parse().unwrap()).collect();
+        let mean = losses.iter().sum::<f64>() / 8.0;
+        assert!(losses.len() == 8 && (mean - whole).abs() < 2e-4, "{mean}, {whole} in {parted}");
     }
 }
 

@@ -1,0 +1,71 @@
+//! Validation loss by the position of the predicted token in its sequence: what far tokens are worth to a model.
+
+use std::ops::Range;
+
+use candle_core::Device;
+use candle_sage::Result;
+use candle_sage::ops::{self, CrossEntropy};
+
+use super::Extent;
+use crate::data::{Batches, Cut, Mixture};
+use crate::during;
+use crate::model::{Input, Llama};
+
+/// Parts of a sequence, as far as it has so many tokens.
+const PARTS: usize = 8;
+
+/// The loss of the tokens of some positions.
+#[derive(Debug, Clone, PartialEq)]
+pub struct OfPositions {
+    /// Positions of the inputs, from 0.
+    pub positions: Range<usize>,
+    /// Mean loss of the tokens that follow them, nats per token.
+    pub loss: f64,
+}
+
+/// Mean losses of eight equal parts of the sequences, in order; together their mean is that of
+/// [`super::evaluate`] over the same tokens. `seen` receives the number of tokens done, and of all tokens.
+///
+/// # Errors
+/// When the data cannot be read, or the device fails.
+pub fn by_position(
+    model: &Llama,
+    data: &Mixture,
+    cut: Cut,
+    Extent { tokens, batch }: Extent,
+    device: &Device,
+    seen: &mut dyn FnMut(u64, u64),
+) -> Result<Vec<OfPositions>> {
+    let batches = Batches::new(data, cut);
+    let wanted = tokens.div_ceil(cut.context as u64).min(batches.sequences());
+    let parts = PARTS.min(cut.context);
+    let bounds: Vec<usize> = (0..=parts).map(|n| n * cut.context / parts).collect();
+    let (mut sums, mut first) = (vec![0.0; parts], 0);
+    while first < wanted {
+        let count = (batch as u64).min(wanted - first);
+        let sequences = batches.in_order(first, count as usize)?;
+        let mut losses = || -> candle_core::Result<()> {
+            let batch = sequences.to_device(device)?;
+            let input = Input { ids: &batch.ids, documents: batch.documents.as_ref() };
+            let (rows, context) = batch.targets.dims2()?;
+            let hidden = model.hidden(input)?.reshape((rows, context, ()))?;
+            for (sum, bounds) in sums.iter_mut().zip(bounds.windows(2)) {
+                let (start, len) = (bounds[0], bounds[1] - bounds[0]);
+                let hidden = hidden.narrow(1, start, len)?.flatten(0, 1)?.contiguous()?;
+                let targets = batch.targets.narrow(1, start, len)?.flatten_all()?.contiguous()?;
+                let loss =
+                    ops::linear_cross_entropy(&hidden, model.output(), &targets, CrossEntropy::default())?;
+                *sum += f64::from(loss.to_scalar::<f32>()?) * count as f64;
+            }
+            Ok(())
+        };
+        losses().map_err(during("validation"))?;
+        first += count;
+        seen(first * cut.context as u64, wanted * cut.context as u64);
+    }
+    let of = |(sum, bounds): (f64, &[usize])| OfPositions {
+        positions: bounds[0]..bounds[1],
+        loss: sum / wanted as f64,
+    };
+    Ok(sums.into_iter().zip(bounds.windows(2)).map(of).collect())
+}
