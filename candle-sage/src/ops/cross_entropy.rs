@@ -23,7 +23,7 @@ const NAME: &str = "cross-entropy";
 pub struct CrossEntropy {
     /// Targets with this id do not count (PyTorch's default is -100). `None`: all targets count.
     pub ignore_id: Option<i64>,
-    /// Rows of logits that [`linear_cross_entropy`] computes at a time. `None`: as many as fit 64 MiB, on a
+    /// Rows of logits that [`linear_cross_entropy`](crate::ops::linear_cross_entropy) computes at a time. `None`: as many as fit 64 MiB, on a
     /// GPU 256 MiB.
     pub chunk_rows: Option<usize>,
     /// The z-loss: `z_loss * logsumexp(logits[n])^2` is added to the loss of each target, which keeps logits
@@ -55,7 +55,7 @@ impl CrossEntropy {
 ///
 /// `logits` is (rows, classes) in f32, f16 or bf16, `targets` is (rows) in u8, u32 or i64; the result is an
 /// f32 scalar. The logits receive the gradient `((1 + 2 z_loss logsumexp) softmax - onehot) / targets that
-/// count`. The forward keeps one f32 per row. For a language model prefer [`linear_cross_entropy`], which
+/// count`. The forward keeps one f32 per row. For a language model prefer [`linear_cross_entropy`](crate::ops::linear_cross_entropy), which
 /// never holds all logits. On a GPU the check of the targets waits for the device.
 ///
 /// # Errors

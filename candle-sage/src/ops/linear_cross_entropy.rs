@@ -20,7 +20,7 @@ use crate::cuda;
 
 const LINEAR: &str = "linear-cross-entropy";
 
-/// [`cross_entropy`] of `hidden weight^T`, without ever holding all logits.
+/// [`cross_entropy`](crate::ops::cross_entropy) of `hidden weight^T`, without ever holding all logits.
 ///
 /// `hidden` is (rows, width), `weight` (classes, width) in f32, f16 or bf16, `targets` (rows); the result is
 /// an f32 scalar. Logits are computed and used [`CrossEntropy::chunk_rows`] at a time. When an input is
@@ -29,7 +29,7 @@ const LINEAR: &str = "linear-cross-entropy";
 /// have the element type of the inputs, which must be one, and everything else is f32.
 ///
 /// # Errors
-/// As [`cross_entropy`].
+/// As [`cross_entropy`](crate::ops::cross_entropy).
 pub fn linear_cross_entropy(
     hidden: &Tensor,
     weight: &Tensor,
