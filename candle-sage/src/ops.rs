@@ -19,6 +19,7 @@ mod qk_norm_rope;
 mod rms_norm;
 mod rope;
 mod route;
+mod soft_top_k;
 mod support;
 mod swiglu;
 
@@ -35,4 +36,5 @@ pub use qk_norm_rope::{QkNormRopeGrad, qk_norm_rope, qk_norm_rope_backward};
 pub use rms_norm::{residual_rms_norm, rms_norm, rms_norm_backward};
 pub use rope::{Llama3Scaling, RopeStyle, rope, rope_backward, rope_tables, rope_tables_llama3};
 pub(crate) use route::{block_mass, choose, pool_keys, pool_queries};
+pub use soft_top_k::soft_top_k;
 pub use swiglu::{swiglu, swiglu_backward};

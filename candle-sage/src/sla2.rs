@@ -20,6 +20,7 @@
 //! ```
 
 mod router;
+mod soft;
 
 use candle_core::{Result, Tensor};
 pub use router::Router;

@@ -5,4 +5,5 @@ pub(crate) mod cross_entropy;
 pub(crate) mod embedding;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
+pub(crate) mod soft_top_k;
 pub(crate) mod swiglu;

@@ -18,5 +18,6 @@ mod plans;
 mod reference;
 mod sagebwd;
 mod sla2;
+mod sla2_soft;
 mod sparse;
 mod support;

@@ -1,0 +1,82 @@
+//! A choice of the k largest that has a gradient.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
+use rayon::prelude::*;
+
+use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
+use crate::cpu::ops::soft_top_k::{gradient, weights};
+use crate::cpu::view::to_storage;
+use crate::error::Error;
+
+const NAME: &str = "soft-top-k";
+
+/// SoftTop-k over the last dimension: `m_j = sigmoid(s_j / tau + shift)`, with the shift of each row for which its weights add up
+/// to `count` (SLA2, arXiv 2602.12675, equation 16). As `tau` goes to 0 the `count` largest have weight 1.
+///
+/// `scores` is (.., columns) in f32, and so is the output. Scores of minus infinity are no candidates: their weight is 0. A row
+/// with at most `count` candidates gives each of them weight 1. Scores receive gradients, through the shift too: with
+/// `w = m (1 - m)` these are `w (dm - sum(w dm) / sum(w)) / tau`. It runs on the CPU, in f64.
+///
+/// # Errors
+/// When the scores are not f32 or on a GPU, or `tau` is not above 0.
+pub fn soft_top_k(scores: &Tensor, count: usize, tau: f64) -> Result<Tensor> {
+    if scores.dtype() != DType::F32 || scores.rank() == 0 {
+        return Err(shape_error(
+            "soft_top_k takes rows of scores",
+            (scores.dims(), scores.dtype()),
+            "(.., columns) in f32",
+            "convert with `to_dtype`",
+        ));
+    }
+    if !(tau > 0.0 && tau.is_finite()) {
+        return Err(shape_error("soft_top_k: tau is out of range", tau, "above 0", "0.1 is published"));
+    }
+    if scores.device().is_cuda() {
+        return Err(Error::unsupported("soft_top_k runs on the CPU")
+            .got("scores on a GPU")
+            .allowed("scores on the CPU")
+            .hint("Sla2::router_loss trains a router on every device")
+            .into());
+    }
+    supported(NAME, &[scores])?;
+    scores.apply_op1(SoftTopK { count, tau })
+}
+
+struct SoftTopK {
+    count: usize,
+    tau: f64,
+}
+
+impl SoftTopK {
+    /// Makes `f` of each row of `values`, `columns` wide.
+    fn rows(values: &[f32], columns: usize, f: impl Fn(usize, &[f32]) -> Vec<f64> + Sync) -> Vec<f32> {
+        let rows = values.par_chunks(columns.max(1)).enumerate();
+        rows.flat_map_iter(|(n, row)| f(n, row).into_iter().map(|x| x as f32)).collect()
+    }
+}
+
+impl CustomOp1 for SoftTopK {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(&self, scores: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let columns = *layout.dims().last().expect("a dimension");
+        let values = f32_values(NAME, scores, layout)?;
+        let out = Self::rows(&values, columns, |_, row| weights(row, self.count, self.tau));
+        Ok((to_storage(out, scores.dtype())?, layout.shape().clone()))
+    }
+
+    /// The weights are made again in f64, where small ones keep the digits that `m (1 - m)` needs.
+    fn bwd(&self, scores: &Tensor, _out: &Tensor, dout: &Tensor) -> Result<Option<Tensor>> {
+        let columns = scores.dim(candle_core::D::Minus1)?;
+        let grad = with_f32(NAME, [scores, dout], |[scores, dout]| {
+            Ok(Self::rows(scores, columns, |n, row| {
+                let dm = &dout[n * columns..(n + 1) * columns];
+                gradient(&weights(row, self.count, self.tau), dm, self.tau)
+            }))
+        })?;
+        f32_tensor(grad, scores.shape(), scores.dtype()).map(Some)
+    }
+}
