@@ -101,11 +101,13 @@ __device__ __forceinline__ uint32_t mul_2(uint32_t a, uint32_t b) {
 
 // max.NaN.xorsign.abs.f16x2, "Half Precision Floating Point Instructions: max": the larger of |a| and |b| for two pairs of f16;
 // a NaN wins. The sign is the exclusive or of the operands' signs, which the caller ignores. sm_86 and later; elsewhere it
-// returns 0, and no kernel calls it there.
+// traps, and no kernel calls it there.
 __device__ __forceinline__ uint32_t max_abs_2(uint32_t a, uint32_t b) {
   uint32_t d = 0;
 #if __CUDA_ARCH__ >= 860
   asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+#else
+  __trap();
 #endif
   return d;
 }

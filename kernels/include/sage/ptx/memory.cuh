@@ -64,6 +64,8 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1; fence.mbarrier_init.release.cluster;" ::"r"(barrier), "r"(arrivals)
                : "memory");
+#else
+  __trap();
 #endif
 }
 // "Parallel Synchronization and Communication Instructions: mbarrier.arrive", with .expect_tx: one arrival, which announces the
@@ -71,6 +73,8 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#else
+  __trap();
 #endif
 }
 // "Data Movement and Conversion Instructions: cp.async.bulk": one thread copies `bytes`, a multiple of 16, between addresses
@@ -81,6 +85,8 @@ __device__ __forceinline__ void cp_async_bulk(uint32_t shared, const void* globa
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
+#else
+  __trap();
 #endif
 }
 // "Data Movement and Conversion Instructions: cp.async.bulk.tensor" (TMA): one thread copies a tile of the tensor that `map`
@@ -94,6 +100,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor(uint32_t shared, const void
           shared),
       "l"(map), "r"(channel), "r"(token), "r"(head), "r"(batch), "r"(barrier)
       : "memory");
+#else
+  __trap();
 #endif
 }
 // "Data Movement and Conversion Instructions: cp.reduce.async.bulk": one thread adds floats, a multiple of 16 bytes, from
@@ -106,6 +114,8 @@ __device__ __forceinline__ void cp_reduce_async_bulk(float* global, uint32_t sha
       "cp.async.bulk.commit_group;" ::"l"(global),
       "r"(shared), "r"(bytes)
       : "memory");
+#else
+  __trap();
 #endif
 }
 // "Data Movement and Conversion Instructions: cp.async.bulk.wait_group", with .read: waits until all but PENDING of the calling
@@ -114,12 +124,16 @@ template <int PENDING = 0>
 __device__ __forceinline__ void cp_async_bulk_wait_read() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+#else
+  __trap();
 #endif
 }
 // The same without .read: waits until all bulk groups of the calling thread have also written global memory.
 __device__ __forceinline__ void cp_async_bulk_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#else
+  __trap();
 #endif
 }
 // "Parallel Synchronization and Communication Instructions: cp.async.mbarrier.arrive": the calling thread's arrival, counted in
@@ -134,6 +148,8 @@ __device__ __forceinline__ void mbarrier_arrive_on_copies(uint32_t barrier, bool
     asm volatile("cp.async.wait_all; fence.proxy.async.shared::cta; mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier)
                  : "memory");
   }
+#else
+  __trap();
 #endif
 }
 // "Parallel Synchronization and Communication Instructions: mbarrier.arrive": one arrival of the calling thread, which releases
@@ -141,6 +157,8 @@ __device__ __forceinline__ void mbarrier_arrive_on_copies(uint32_t barrier, bool
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+#else
+  __trap();
 #endif
 }
 // "Parallel Synchronization and Communication Instructions: mbarrier.test_wait, mbarrier.try_wait": the calling thread waits
@@ -154,6 +172,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int phase) {
       "@!open bra again;}" ::"r"(barrier),
       "r"(phase & 1)
       : "memory");
+#else
+  __trap();
 #endif
 }
 

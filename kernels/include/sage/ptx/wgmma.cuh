@@ -70,6 +70,8 @@ __device__ __forceinline__ void setmaxnreg() {
   constexpr int START = LAUNCH_REGISTERS<THREADS>;
   if constexpr (REGISTERS > START) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
   if constexpr (REGISTERS < START) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#else
+  __trap();
 #endif
 }
 
@@ -152,7 +154,7 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define SAGE_ON_HOPPER(...) __VA_ARGS__
 #else
-#define SAGE_ON_HOPPER(...)
+#define SAGE_ON_HOPPER(...) __trap();
 #endif
 
 // Defines wgmma_s8 and wgmma_u8 for each number of columns, with as many registers of D: A by its descriptor, or A in
