@@ -48,6 +48,7 @@ fn main() {
 
 fn build() -> Result<(), String> {
     let root = kernels()?;
+    println!("cargo:rerun-if-changed={}", root.display());
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let nvcc = find_nvcc()?;
     let version = output(Command::new(&nvcc).arg("--version"))?;
@@ -74,6 +75,7 @@ fn build() -> Result<(), String> {
 
     let definitions = fs::read_to_string(root.join(PLANS)).map_err(|e| format!("{PLANS}: {e}"))?;
     fs::write(out.join("plans.rs"), plans::table(&definitions)?).map_err(|e| e.to_string())?;
+    let images = shared_by_builds(&out)?;
     let sources = fingerprint::files(&root, "cu").map_err(|e| e.to_string())?;
     let mut table = String::from("pub(super) static FAMILIES: &[(&str, &[u8])] = &[\n");
     let mut report = String::new();
@@ -82,7 +84,7 @@ fn build() -> Result<(), String> {
         let name = source.file_stem().and_then(|s| s.to_str()).ok_or("a kernel's name is not UTF-8")?;
         let flags = [&flags[..], if name == NVFP4.0 { &nvfp4_targets } else { &targets }].concat();
         let print = fingerprint::of(&inputs, &[&version, &flags.join(" ")]).map_err(|e| e.to_string())?;
-        let fatbin = out.join(format!("{name}-{print:016x}.fatbin"));
+        let fatbin = images.join(format!("{name}-{print:016x}.fatbin"));
         let resources = fatbin.with_extension("txt");
         if !(fatbin.exists() && resources.exists()) {
             compile(&nvcc, &flags, source, &fatbin, &resources)?;
@@ -107,8 +109,19 @@ fn kernels() -> Result<PathBuf, String> {
     }
 }
 
+/// A folder for compiled kernels that builds of the same profile share, which else would compile them once for `cargo build` and once
+/// more for `cargo doc` or another set of features: `target/PROFILE/build/candle-sage-kernels` beside `OUT_DIR`'s own
+/// `target/PROFILE/build/candle-sage-HASH/out`. Names carry the fingerprint of all that a kernel depends on, and files come
+/// under their names when they are whole, so that builds at the same time do no harm.
+fn shared_by_builds(out: &Path) -> Result<PathBuf, String> {
+    let builds = out.ancestors().nth(2).filter(|builds| builds.ends_with("build"));
+    let folder = builds.map_or_else(|| out.to_owned(), |builds| builds.join("candle-sage-kernels"));
+    fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+    Ok(folder)
+}
+
 fn compile(nvcc: &Path, flags: &[String], source: &Path, to: &Path, report: &Path) -> Result<(), String> {
-    let partial = to.with_extension("partial");
+    let partial = to.with_extension(format!("{}.partial", std::process::id()));
     let result = Command::new(nvcc).args(flags).arg("-o").arg(&partial).arg(source).output();
     let result = result.map_err(|e| format!("{} did not start: {e}", nvcc.display()))?;
     let text =
@@ -116,8 +129,10 @@ fn compile(nvcc: &Path, flags: &[String], source: &Path, to: &Path, report: &Pat
     if !result.status.success() {
         return Err(format!("nvcc could not compile {}:\n{text}", source.display()));
     }
-    // The fatbin gets its name when it is complete, so that the next build does not take a partial one.
-    fs::write(report, text).and_then(|()| fs::rename(&partial, to)).map_err(|e| e.to_string())
+    // Files get their names when they are complete, so that no other build takes a partial one.
+    let partial_report = partial.with_extension("report");
+    let named = fs::write(&partial_report, text).and_then(|()| fs::rename(&partial_report, report));
+    named.and_then(|()| fs::rename(&partial, to)).map_err(|e| e.to_string())
 }
 
 /// The architectures to build: those that nvcc knows, or those of `CANDLE_SAGE_CUDA_ARCHS`.

@@ -133,6 +133,11 @@ __device__ __forceinline__ void store_rows(const Rows<T>& to, const unsigned cha
   }
 }
 
+// Whether the plan of a kernel that multiplies blocks of rows with a state is that of its shared memory: OPERANDS bytes of rows, and
+// the state.
+template <int D, params::Plan PLAN, int OPERANDS>
+constexpr bool PLAN_FITS = PLAN.rows == BLOCK && PLAN.threads == THREADS && PLAN.shared_bytes == OPERANDS + D * D * 2;
+
 // Sums of a chunk of blocks of a key head, from the front or from the end. A warp keeps a part of the state in its
 // accumulators: 16 channels of the features by COLUMNS of the values, and its part of z.
 template <class T, int D>
@@ -404,6 +409,7 @@ __device__ __forceinline__ void forward(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   __shared__ float sums[D], norms[BLOCK];
   using At = Tile<T, D>;
+  static_assert(PLAN_FITS<D, params::plan("linear_forward", D, params::LISTED), 1 * At::ROWS_BYTES>);
   At at(p);
   if (at.first >= at.segment.query_len) return;
   Rows<T> q = at.queries(p, p.q), out = at.queries(p, p.out);
@@ -441,6 +447,7 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   __shared__ float sums[D], norms[BLOCK];
   using At = Tile<T, D>;
+  static_assert(PLAN_FITS<D, params::plan("linear_backward_queries", D, params::LISTED), 2 * At::ROWS_BYTES>);
   At at(p);
   if (at.first >= at.segment.query_len) return;
   Rows<T> q = at.queries(p, p.q), dout = at.queries(p, p.dout), dq = at.queries(p, p.dq);
@@ -498,6 +505,7 @@ __device__ __forceinline__ void backward_keys(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   __shared__ float sums[D];
   using At = Tile<T, D>;
+  static_assert(PLAN_FITS<D, params::plan("linear_backward_keys", D, params::LISTED), 2 * At::ROWS_BYTES>);
   At at(p);
   if (at.first >= at.segment.key_len) return;
   Rows<T> k = at.keys(p, p.k), v = at.keys(p, p.v), dk = at.keys(p, p.dk), dv = at.keys(p, p.dv);

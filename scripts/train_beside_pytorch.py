@@ -117,9 +117,10 @@ def train(folder, all_sequences, rates, per_step, micro, settings):
 
 def compare(folder, batches, context, one_step, *runs):
     context, one_step, runs = int(context), pathlib.Path(one_step), [pathlib.Path(run) for run in runs]
-    # Settings are in tables, which have no key in common.
-    tables = tomllib.loads((runs[0] / "config.toml").read_text())
-    settings = {key: value for table in tables.values() for key, value in table.items()}
+    # Settings are in tables, which have no key in common; earlier versions wrote none.
+    settings = tomllib.loads((runs[0] / "config.toml").read_text())
+    for table in [value for value in settings.values() if isinstance(value, dict)]:
+        settings = settings | table
     points = {run.name: [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs}
     first = points[runs[0].name]
     per_step = first[0]["tokens"] // context

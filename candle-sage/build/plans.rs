@@ -44,7 +44,7 @@ pub(crate) fn table(definitions: &str) -> Result<String, String> {
         written.expect("a string takes everything");
     }
     Ok(format!(
-        "pub(super) static TARGETS: &[(Target, usize)] = &[\n{targets}];\n\
+        "#[cfg(test)]\npub(super) static TARGETS: &[(Target, usize)] = &[\n{targets}];\n\
          pub(super) static PLANS: &[Plan] = &[\n{plans}];\n"
     ))
 }

@@ -31,12 +31,17 @@ pub enum ErrorKind {
 }
 
 impl ErrorKind {
-    /// The kind of an error of candle's: [`ErrorKind::OutOfMemory`] if a GPU had no memory left, else
-    /// [`ErrorKind::Failed`].
+    /// The kind of an error that candle returned: of this crate's errors their own, [`ErrorKind::OutOfMemory`] if a GPU had no
+    /// memory left, else [`ErrorKind::Failed`].
     pub fn of(error: &candle_core::Error) -> Self {
         use candle_core::Error::{Context, WithBacktrace, WithPath};
         match error {
             Context { inner, .. } | WithBacktrace { inner, .. } | WithPath { inner, .. } => Self::of(inner),
+            // An error of this crate, as `From` below hands it to candle.
+            candle_core::Error::Io(error) => error
+                .get_ref()
+                .and_then(|error| error.downcast_ref::<Error>())
+                .map_or(Self::Failed, Error::kind),
             #[cfg(feature = "cuda")]
             candle_core::Error::Cuda(error) if device_memory_is_full(&**error) => Self::OutOfMemory,
             _ => Self::Failed,
@@ -119,8 +124,9 @@ impl fmt::Display for Error {
 
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
-        // `Error::wrap` would append a backtrace, which does not help to explain a mistake in the arguments.
-        candle_core::Error::Wrapped(Box::new(error))
+        // Of candle's errors this one keeps the value, for `ErrorKind::of`, and adds neither text nor a backtrace: these are
+        // mistakes to explain, not bugs to trace.
+        candle_core::Error::Io(std::io::Error::other(error))
     }
 }
 
@@ -132,6 +138,11 @@ mod tests {
     fn kinds_are_kept_and_found_inside_other_errors() {
         assert_eq!(Error::new("a").got(1).hint("b").kind(), ErrorKind::Invalid);
         assert_eq!(Error::unsupported("a").allowed("b").kind(), ErrorKind::Unsupported);
+        let own = candle_core::Error::from(Error::unsupported("a").hint("b"));
+        assert_eq!(own.to_string(), "a\n  hint:    b");
+        assert_eq!(ErrorKind::of(&own.context("c")), ErrorKind::Unsupported);
+        let file = candle_core::Error::from(std::io::Error::from(std::io::ErrorKind::NotFound));
+        assert_eq!(ErrorKind::of(&file), ErrorKind::Failed);
         let inner = candle_core::Error::Msg("a".into()).context("b");
         assert_eq!(ErrorKind::of(&inner), ErrorKind::Failed);
     }

@@ -183,7 +183,9 @@ impl Config {
         // A file without tables says in which line it is wrong.
         let table: Table = toml::from_str(&text).map_err(unusable)?;
         match table.values().any(|value| value.is_table() || value.is_bool()) {
-            true => Settings::deserialize(tables::flat(table)?).map_err(unusable),
+            true => {
+                Settings::deserialize(tables::flat(table, &path.display().to_string())?).map_err(unusable)
+            }
             false => toml::from_str(&text).map_err(unusable),
         }
     }

@@ -9,9 +9,9 @@ use candle_sage::ops::{self, CrossEntropy};
 use candle_sage::{Error, Result};
 
 use crate::data::{Batches, Cut, Mixture, Tokenizer};
-use crate::during;
 use crate::model::{Input, Llama};
 use crate::ranks::Ranks;
+use crate::{during, on_device};
 
 pub use position::{OfPositions, by_position};
 
@@ -72,7 +72,7 @@ pub fn evaluate(
             let input = Input { ids: &batch.ids, documents: batch.documents.as_ref() };
             model.loss(input, &batch.targets)?.to_scalar::<f32>()
         };
-        sums.push(f64::from(loss().map_err(during("validation"))?) * count as f64);
+        sums.push(f64::from(loss().map_err(on_device("validation"))?) * count as f64);
         first += count;
         ranks.words().tick();
         seen(first * cut.context as u64, wanted * cut.context as u64);
@@ -125,7 +125,7 @@ pub fn token_by_token(
     while first < wanted {
         let count = (batch as u64).min(wanted - first);
         let sequences =
-            batches.in_order(first, count as usize)?.to_device(device).map_err(during("validation"))?;
+            batches.in_order(first, count as usize)?.to_device(device).map_err(on_device("validation"))?;
         if sequences.documents.is_some() {
             return Err(Error::new("tokens cannot be predicted one by one inside documents")
                 .got("document-mask on")
@@ -146,7 +146,7 @@ pub fn token_by_token(
             }
             Ok(())
         };
-        measure().map_err(during("validation"))?;
+        measure().map_err(on_device("validation"))?;
         first += count;
     }
     Ok(TokenByToken { whole: whole / wanted as f64, alone: alone / wanted as f64, tokens: all })

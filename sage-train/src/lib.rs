@@ -47,6 +47,21 @@ pub(crate) fn during<E: std::fmt::Display>(what: impl Into<String>) -> impl FnOn
     move |error| Error::new(what).got(error).with_kind(ErrorKind::Failed)
 }
 
+/// Turns an error of candle's into one of ours, saying what was being done: of a GPU without memory with what helps.
+pub(crate) fn on_device(what: &str) -> impl FnOnce(candle_core::Error) -> Error {
+    move |error| {
+        let kind = ErrorKind::of(&error);
+        let error = Error::new(what).got(error).with_kind(kind);
+        match kind {
+            ErrorKind::OutOfMemory => error.hint(
+                "the GPU's memory is full: halve --micro-batch, or --recompute attention, or --recompute block; --dry-run \
+                 estimates",
+            ),
+            _ => error,
+        }
+    }
+}
+
 /// Turns an error of writing a file into an [`Error`].
 pub(crate) fn writing<E: std::fmt::Display>(path: &std::path::Path) -> impl FnOnce(E) -> Error {
     let what = format!("cannot write {}", path.display());

@@ -104,9 +104,14 @@ impl Folder {
         let target: PathBuf = target.components().collect();
         check_free(&target, "folder", "--to")?;
         let partial = other_name(&target);
-        if is_unfinished(&partial) {
-            let abandoned = Lock::take_existing(&partial.join(MARK))?;
-            if partial.join(JOURNAL).exists() {
+        let has_journal = partial.join(JOURNAL).exists();
+        // A start that ended between its mark's removal and the new name left the journal alone.
+        if is_unfinished(&partial) || has_journal {
+            let abandoned = match is_unfinished(&partial) {
+                true => Lock::take_existing(&partial.join(MARK))?,
+                false => Lock::take(&partial.join(MARK))?,
+            };
+            if has_journal {
                 if goes_on {
                     return Ok(Self { target, partial, lock: Some(abandoned) });
                 }
@@ -154,11 +159,8 @@ impl Folder {
         sync(&self.partial)?;
         std::fs::rename(&self.partial, &self.target).map_err(writing(&self.target))?;
         drop(lock);
-        // The journal is removed last: until here the work could be continued from it.
-        let journal = self.target.join(JOURNAL);
-        if journal.exists() {
-            std::fs::remove_file(&journal).map_err(writing(&journal))?;
-        }
+        // Last of all: until the folder has its name the work can go on from it. One that stays is in nobody's way.
+        let _ = std::fs::remove_file(self.target.join(JOURNAL));
         match self.target.parent() {
             Some(parent) if parent != Path::new("") => sync(parent),
             _ => sync(Path::new(".")),

@@ -26,7 +26,7 @@ use crate::quantity::gib;
 use crate::ranks::{Mesh, Ranks, Words};
 use crate::runs::{CONFIG, ENDING, Ending, STARTS, Start, Status};
 use crate::signals::Second;
-use crate::{during, partial, signals, tell, writing};
+use crate::{on_device, partial, signals, tell, writing};
 
 use crate::checkpoint::{Belongs, Checkpoints, Found};
 pub use parallel::{Overlap, Parallel, check_parallel};
@@ -174,7 +174,7 @@ pub fn run_as(
     words.wait("folder is ready")?;
 
     let trainer = Trainer::new(config, &data, &parameters, (&device, &ranks), parallel.overlap)
-        .map_err(during("cannot make the model"))?;
+        .map_err(on_device("cannot make the model"))?;
     // The run's clock continues where the earlier processes stopped.
     let before = Duration::from_secs_f64(points.last().map_or(0.0, |point: &Point| point.seconds.max(0.0)));
     let mut run = Run {

@@ -10,9 +10,9 @@ use crate::checkpoint;
 use crate::config::Config;
 use crate::data::Tokenizer;
 use crate::device::Place;
-use crate::during;
 use crate::hf;
 use crate::model::{Llama, Parameters, Stage};
+use crate::on_device;
 use crate::quantity::Quantity;
 use crate::ranks::{Mesh, Rank};
 use crate::runs::{Run, STARTS, tokenizer_hash};
@@ -140,7 +140,7 @@ impl Trained {
     pub fn model(&self) -> Result<Llama> {
         let model = &self.config.model;
         let mut llama =
-            Llama::new(model, &self.parameters, &self.device).map_err(during("cannot make the model"))?;
+            Llama::new(model, &self.parameters, &self.device).map_err(on_device("cannot make the model"))?;
         llama.set_stage(self.stage);
         Ok(llama)
     }

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::{CudaError, WrapErr};
 use candle_core::{CudaDevice, Result};
 use cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
 use cudarc::driver::{
@@ -86,8 +86,9 @@ impl Gpu {
             shared_mem_bytes: grid.shared_bytes as u32,
         };
         // SAFETY: the caller vouches for the argument; grid and shared memory are those of the kernel's plan.
-        unsafe { launch.launch(config) }
-            .map_err(|e| candle_core::Error::Msg(format!("launching {kernel} with {grid:?} failed: {e}")))?;
+        unsafe { launch.launch(config) }.map_err(CudaError::from).map_err(|e| {
+            candle_core::Error::from(e).context(format!("launching {kernel} with {grid:?} failed"))
+        })?;
         Ok(())
     }
 

@@ -36,6 +36,7 @@ pub(super) enum Target {
     Sm100,
 }
 
+#[cfg(test)]
 impl Target {
     /// Bytes of shared memory that a plan may ask for.
     pub(super) fn shared_bytes(self) -> usize {
@@ -97,7 +98,6 @@ pub(super) struct Plan {
     /// Bytes of a row of K in shared memory, and of a row of V.
     pub(super) row_bytes: usize,
     /// Stages of the pipeline. Only kernels and tests use it.
-    #[cfg_attr(not(test), expect(dead_code, reason = "a column of the table that only kernels use"))]
     stages: usize,
     pub(super) shared_bytes: usize,
 }

@@ -253,7 +253,7 @@ fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
     }
     let format = plan.format.unwrap_or(Format::for_vocab(tokenizer.vocab_size()));
     format.check_vocab(tokenizer.vocab_size())?;
-    if done == Done::new(&tokenizer) {
+    if tokenizer.check_same(&saved).is_err() {
         partial::file(&saved, |to| tokenizer.save(to))?;
     }
     let written = write(plan, &work.files, &tokenizer, format, (folder, journal, done));

@@ -171,6 +171,12 @@ impl<'a> Journal<'a> {
         // What is complete was written by an earlier start: it is opened once more before anything is added to it.
         for shard in kept.iter().filter(|path| kept.contains(&Sidecar::path(path))) {
             Shard::open(shard).map_err(|error| error.hint(hint()))?;
+            if Sidecar::read(shard)?.is_none() {
+                return Err(Error::new("a complete shard has lost its sidecar")
+                    .got(shard.display())
+                    .allowed("a shard with the file that describes it")
+                    .hint(hint()));
+            }
         }
         self.shards = done.as_ref().map_or(0, |done| {
             [&done.train, &done.validation].map(|split| split.part.shards.len()).iter().sum()

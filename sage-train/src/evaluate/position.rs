@@ -8,8 +8,8 @@ use candle_sage::ops::{self, CrossEntropy};
 
 use super::Extent;
 use crate::data::{Batches, Cut, Mixture};
-use crate::during;
 use crate::model::{Input, Llama};
+use crate::on_device;
 
 /// Parts of a sequence, as far as it has so many tokens.
 const PARTS: usize = 8;
@@ -23,8 +23,8 @@ pub struct OfPositions {
     pub loss: f64,
 }
 
-/// Mean losses of eight equal parts of the sequences, in order; together their mean is that of
-/// [`super::evaluate`] over the same tokens. `seen` receives the number of tokens done, and of all tokens.
+/// Mean losses of up to eight parts of the sequences, as equal as can be, in order; their mean, weighted by
+/// their lengths, is that of [`super::evaluate`] over the same tokens. `seen` receives the number of tokens done, and of all tokens.
 ///
 /// # Errors
 /// When the data cannot be read, or the device fails.
@@ -59,7 +59,7 @@ pub fn by_position(
             }
             Ok(())
         };
-        losses().map_err(during("validation"))?;
+        losses().map_err(on_device("validation"))?;
         first += count;
         seen(first * cut.context as u64, wanted * cut.context as u64);
     }

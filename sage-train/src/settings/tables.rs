@@ -56,8 +56,8 @@ fn key_of(table: &str, flag: &str) -> String {
 /// The same settings by the names of the flags, without tables. Switches may be booleans, in lists too.
 ///
 /// # Errors
-/// When a key is in a table that it does not belong to, or is given twice.
-pub fn flat(settings: Table) -> Result<Table> {
+/// When a key is in a table that it does not belong to, or is given twice; `place` says where.
+pub fn flat(settings: Table, place: &str) -> Result<Table> {
     let flags = flags();
     let mut flat = Table::new();
     let mut add = |flag: String, value: Value| -> Result<()> {
@@ -66,7 +66,7 @@ pub fn flat(settings: Table) -> Result<Table> {
         match flat.insert(flag.clone(), value) {
             None => Ok(()),
             Some(_) => Err(Error::new("a setting is given twice in one file")
-                .got(format!("`{flag}` in a table and outside of it"))
+                .got(format!("`{flag}` in a table and outside of it, in {place}"))
                 .allowed("one of them")
                 .hint("tables are for people: [optimizer] lr = 1e-3 is lr = 1e-3")),
         }
@@ -85,7 +85,7 @@ pub fn flat(settings: Table) -> Result<Table> {
             let table = flags.iter().find(|(other, ..)| *other == flag).map(|(_, table, _)| *table);
             if let Some(table) = table.filter(|table| *table != key) {
                 return Err(Error::new("a setting is in another table")
-                    .got(format!("`{name}` in [{key}]"))
+                    .got(format!("`{name}` in [{key}], in {place}"))
                     .allowed(format!("[{table}], or the top of the file"))
                     .hint("tables are the headings of `sage-train --help`"));
             }
@@ -153,18 +153,18 @@ mod tests {
             "[run]\npreset = \"tiny\"\n[optimizer]\nlr = 1\n[attention]\nqk-norm = true\n[sla2]\nblock = 32\n\
              [data]\nsources = \"a.txt\"",
         );
-        assert_eq!(flat(tables.clone()), Ok(flat_keys.clone()));
-        assert_eq!(flat(flat_keys.clone()), Ok(flat_keys.clone()));
+        assert_eq!(flat(tables.clone(), "a file"), Ok(flat_keys.clone()));
+        assert_eq!(flat(flat_keys.clone(), "a file"), Ok(flat_keys.clone()));
         assert_eq!(in_tables(flat_keys), tables);
-        let lists = flat(table("qk-norm = [true, \"off\"]\nseed = [1, 2]"));
+        let lists = flat(table("qk-norm = [true, \"off\"]\nseed = [1, 2]"), "a file");
         assert_eq!(lists, Ok(table("qk-norm = [\"on\", \"off\"]\nseed = [1, 2]")));
     }
 
     #[test]
     fn a_key_in_another_table_or_given_twice_is_refused() {
-        let error = flat(table("[data]\nlr = 1")).expect_err("of the optimizer").to_string();
+        let error = flat(table("[data]\nlr = 1"), "a file").expect_err("of the optimizer").to_string();
         assert!(error.contains("`lr` in [data]") && error.contains("[optimizer]"), "{error}");
-        let error = flat(table("lr = 1\n[optimizer]\nlr = 2")).expect_err("twice").to_string();
+        let error = flat(table("lr = 1\n[optimizer]\nlr = 2"), "a file").expect_err("twice").to_string();
         assert!(error.contains("given twice"), "{error}");
     }
 }

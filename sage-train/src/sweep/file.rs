@@ -66,10 +66,14 @@ impl Spec {
                 .hint("keys of [settings], [grid] and [[points]] are the long flags without the dashes, e.g. seed = [1, 2, 3]")
         })?;
         Ok(Self {
-            settings: flat(spec.settings)?,
-            grid: flat(spec.grid)?,
-            points: spec.points.into_iter().map(flat).collect::<Result<_>>()?,
-            baseline: flat(spec.baseline)?,
+            settings: flat(spec.settings, &format!("[settings] of {name}"))?,
+            grid: flat(spec.grid, &format!("[grid] of {name}"))?,
+            points: spec
+                .points
+                .into_iter()
+                .map(|point| flat(point, &format!("[[points]] of {name}")))
+                .collect::<Result<_>>()?,
+            baseline: flat(spec.baseline, &format!("baseline of {name}"))?,
             ..spec
         })
     }

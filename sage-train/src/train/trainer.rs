@@ -2,7 +2,7 @@
 //! GPU while the next step runs.
 
 use candle_core::{DType, Device, Tensor};
-use candle_sage::{Error, ErrorKind, Result};
+use candle_sage::{Error, Result};
 
 use crate::config::Config;
 use crate::data::{Batches, Dataset, Feed, Sequences};
@@ -14,7 +14,7 @@ use crate::train::guard::Limits;
 use crate::train::parallel::Overlap;
 use crate::train::step_report::{Asked, Report};
 use crate::train::stop::Stop;
-use crate::{during, signals};
+use crate::{during, on_device, signals};
 
 /// Largest number of micro-batches in flight to the device.
 const AHEAD: usize = 16;
@@ -169,7 +169,7 @@ impl<'a> Trainer<'a> {
         let batches: Vec<Sequences> =
             self.own().map(|_| Ok(feed.next()?.part(part))).collect::<Result<_>>()?;
         let launched = self.launch_at(step, lr, limits, asked, &batches);
-        launched.map_err(|error| failed(error, &format!("step {}", step + 1)))
+        launched.map_err(|error| on_device(&format!("step {}", step + 1))(error))
     }
 
     fn launch_at(
@@ -306,8 +306,9 @@ impl<'a> Trainer<'a> {
     pub(super) fn collect(&mut self, launched: Launched) -> std::result::Result<(Point, Asked), Stop> {
         let Launched { step, lr, mailbox } = launched;
         let (accumulation, report) = (self.config.accumulation, self.report());
-        let (results, [busy, seconds]) =
-            self.mailboxes[mailbox].open().map_err(|error| failed(error, &format!("step {}", step + 1)))?;
+        let (results, [busy, seconds]) = self.mailboxes[mailbox]
+            .open()
+            .map_err(|error| on_device(&format!("step {}", step + 1))(error))?;
         self.busy = busy;
         let (skip, reports) = results.split_last().expect("at least one number");
         let losses = report.losses_of_all(reports);
@@ -360,7 +361,7 @@ impl<'a> Trainer<'a> {
             self.gradients(&again, None, || false)?;
             self.parameters.first_non_finite()
         };
-        let own = find().map_err(|error| failed(error, &format!("step {}", step + 1)))?;
+        let own = find().map_err(|error| on_device(&format!("step {}", step + 1))(error))?;
         let found = self.ranks.words().share("gradient", own.unwrap_or(""))?;
         let first = found.iter().enumerate().find(|(_, name)| !name.is_empty());
         Ok(match first {
@@ -375,19 +376,6 @@ impl<'a> Trainer<'a> {
 fn other_than_first(all: &[Vec<f64>]) -> Option<usize> {
     let bits = |numbers: &[f64]| numbers.iter().map(|number| number.to_bits()).collect::<Vec<_>>();
     all.iter().position(|numbers| bits(numbers) != bits(&all[0]))
-}
-
-/// Turns an error of the device into one with a hint if memory is full.
-fn failed(error: candle_core::Error, at: &str) -> Error {
-    let kind = ErrorKind::of(&error);
-    let error = during(at)(error).with_kind(kind);
-    if kind == ErrorKind::OutOfMemory {
-        return error.hint(
-            "the GPU's memory is full: halve --micro-batch, or --recompute attention, or --recompute block; --dry-run \
-             estimates",
-        );
-    }
-    error
 }
 
 pub(super) const STOP_HINT: &str = "a lower --lr, a longer --warmup-steps or --qk-norm on";

@@ -49,7 +49,7 @@ fn a_run_leaves_everything_and_its_config_makes_it_again() {
     let saved = scratch.path().join("runs/tiny-sagebwd-001/config.toml");
     let tables: toml::Table =
         std::fs::read_to_string(saved).expect("settings").parse().expect("a settings file");
-    let flat = sage_train::settings::tables::flat(tables).expect("flat settings");
+    let flat = sage_train::settings::tables::flat(tables, "config.toml").expect("flat settings");
     assert!(flat["qk-norm"] == "on".into());
     scratch.file("flat.toml", flat.to_string());
     scratch.ok(&["--config", "flat.toml"]);

@@ -3,8 +3,12 @@
 
 namespace sage::params {
 
+// The mainloops of attention/mainloop/. NONE: the kernel has a loop of its own.
+enum Mainloop : unsigned { NONE, FORWARD_SM80, FORWARD_SM90, BACKWARD_SM80, BACKWARD_SM90, BACKWARD_SM90_DQ_WARPGROUP };
+
 // The plan of one kernel; plans.def explains the numbers.
 struct Plan {
+  Mainloop mainloop;
   int rows, threads, row_bytes, stages, shared_bytes;
   bool operator==(const Plan&) const = default;
 };
@@ -33,7 +37,7 @@ struct PlanRow {
 constexpr PlanRow PLANS[] = {
 #define SAGE_TARGET(name, kib)
 #define SAGE_FAMILY(name)
-#define SAGE_PLAN(kernel, head_dim, targets, visits, mainloop, ...) {#kernel, head_dim, targets, visits, {__VA_ARGS__}},
+#define SAGE_PLAN(kernel, head_dim, targets, visits, ...) {#kernel, head_dim, targets, visits, {__VA_ARGS__}},
 #include <sage/params/plans.def>
 #undef SAGE_TARGET
 #undef SAGE_FAMILY

@@ -30,6 +30,7 @@ struct BackwardPlan {
   static constexpr int SHARED_BYTES = PLAN.shared_bytes;
   static constexpr int WARPS = KEYS / 16;
   static constexpr int THREADS = WARPS * 32;
+  static_assert(PLAN.mainloop == params::BACKWARD_SM80);
   static_assert(PLAN.threads == THREADS);
   static constexpr int PARTS = KEYS / TILE;  // warps that share a strip of 16 queries of dQ, each with 1 / PARTS of the channels
 };

@@ -40,6 +40,7 @@ struct ForwardWarpgroups {
   static constexpr int QUERIES = 64 * CONSUMERS, KEYS = TILE * TILES;
   static constexpr int STAGES = PLAN.stages;
   static constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS;
+  static_assert(PLAN.mainloop == params::FORWARD_SM90);
   static_assert(PLAN.rows == QUERIES && PLAN.threads == THREADS);
   // The warpgroups' registers must sum to at most the block's allocation at launch: setmaxnreg.inc would wait for ever for more.
   static constexpr int PRODUCER_REGISTERS = PRODUCER_REGISTERS_, ALL_REGISTERS = ptx::LAUNCH_REGISTERS<THREADS> * (CONSUMERS + 1);

@@ -13,6 +13,7 @@ struct FullPrecisionBackwardSm90 : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, 
   using Tiles::D, Tiles::K_BYTES, Tiles::Q_BYTES, Tiles::K_CODES_AT, Tiles::Q_CODES_AT, Tiles::STATE_AT, Tiles::DQ_AT;
   using Tiles::p, Tiles::block, Tiles::shared, Tiles::stage_at, Tiles::ds_rows;
   using typename Tiles::S;
+  static_assert(PLAN.mainloop == params::BACKWARD_SM90);
   using Tiles::Tiles;
   static constexpr int DQ_PART_BYTES = Tiles::DQ_BYTES / CONSUMERS;
   static constexpr int ARRIVALS = S::ARRIVALS;

@@ -15,6 +15,7 @@ struct FullPrecisionBackwardSm90DqWarpgroup : FullPrecisionTilesSm90<T, HEAD_DIM
   using Tiles::D, Tiles::K_BYTES, Tiles::Q_BYTES, Tiles::K_CODES_AT, Tiles::Q_CODES_AT, Tiles::STATE_AT;
   using Tiles::p, Tiles::block, Tiles::shared, Tiles::stage_at, Tiles::ds_rows;
   using typename Tiles::S;
+  static_assert(PLAN.mainloop == params::BACKWARD_SM90_DQ_WARPGROUP);
   using Tiles::Tiles;
   static constexpr int STAGING_AT = Tiles::DQ_AT, CONSUMER_REGISTERS = 208;
   static_assert(CONSUMERS_KEEP_DK<D> && STAGING_BYTES<D> == Tiles::DQ_BYTES);

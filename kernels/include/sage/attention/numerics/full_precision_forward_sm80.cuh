@@ -25,6 +25,7 @@ struct FullPrecisionForwardSm80 {
   // The row state is kept in shared memory where the plan has room for it, because registers are short.
   using RowSoftmax = Softmax<D, M, THREADS, (PLAN.shared_bytes > STATE_AT), OUTPUTS, P::SLACK>;
   static constexpr int SHARED_BYTES = STATE_AT + RowSoftmax::State::BYTES;
+  static_assert(PLAN.mainloop == params::FORWARD_SM80 || PLAN.mainloop == params::NONE);
   static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == ROW && PLAN.stages == 2 && PLAN.shared_bytes == SHARED_BYTES);
 
   const params::Forward& p;

@@ -23,6 +23,7 @@ struct Nvfp4ForwardSm80 {
   static constexpr int Q_BYTES = FORWARD_QUERIES / TILE * Tile::BYTES;
   static constexpr int STATE_AT = Q_BYTES + 4 * Tile::BYTES;
   static constexpr int SHARED_BYTES = STATE_AT + RowSoftmax::State::BYTES;
+  static_assert(PLAN.mainloop == params::FORWARD_SM80);
   static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == Tile::ROW + Tile::SCALES && PLAN.stages == 2 && PLAN.shared_bytes == SHARED_BYTES);
 
   const params::Forward& p;

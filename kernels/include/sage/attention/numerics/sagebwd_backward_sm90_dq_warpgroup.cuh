@@ -29,6 +29,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
   static constexpr int STAGING_AT = SLOTS_AT + 2 * SLOT_BYTES;
   static constexpr int UNITS_AT = STAGING_AT + STAGING_BYTES<D>;
   static constexpr int SHARED_BYTES = UNITS_AT + CONSUMERS * 4 * 4;
+  static_assert(PLAN.mainloop == params::BACKWARD_SM90_DQ_WARPGROUP);
   static_assert(PLAN.rows == SM90_KEYS && PLAN.threads == SM90_THREADS && PLAN.row_bytes == D && PLAN.shared_bytes == SHARED_BYTES);
 
   const params::Backward& p;

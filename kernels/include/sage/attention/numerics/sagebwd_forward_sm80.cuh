@@ -25,6 +25,7 @@ struct SageBwdForwardSm80 {
   static constexpr int STATE_AT = Q_BYTES + 4 * TILE_BYTES;
   static constexpr int ROWS_AT = STATE_AT + RowSoftmax::State::BYTES;
   static constexpr int SHARED_BYTES = ROWS_AT + ROWS_BYTES;
+  static_assert(PLAN.mainloop == params::FORWARD_SM80);
   static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == D && PLAN.stages == 2 && PLAN.shared_bytes == SHARED_BYTES);
 
   uint32_t shared;
