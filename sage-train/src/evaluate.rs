@@ -38,6 +38,19 @@ pub struct Extent {
     pub batch: usize,
 }
 
+impl Extent {
+    /// The number of sequences to evaluate.
+    fn sequences(self, batches: &Batches<'_>, cut: Cut) -> u64 {
+        self.tokens.div_ceil(cut.context as u64).min(batches.sequences())
+    }
+
+    /// The batches of so many sequences: the first sequence of each, and how many it has.
+    fn batches(self, sequences: u64) -> impl Iterator<Item = (u64, u64)> {
+        let batch = self.batch as u64;
+        (0..sequences).step_by(self.batch).map(move |first| (first, batch.min(sequences - first)))
+    }
+}
+
 /// Mean loss over the first sequences of the data, which are the same in every validation. The ranks divide
 /// the batches among themselves. `seen` receives the number of tokens done, and of all tokens.
 ///
@@ -48,20 +61,18 @@ pub fn evaluate(
     data: &Mixture,
     cut: Cut,
     tokenizer: &Tokenizer,
-    Extent { tokens, batch }: Extent,
+    extent: Extent,
     (device, ranks): (&Device, &Ranks),
     seen: &mut dyn FnMut(u64, u64),
 ) -> Result<Evaluation> {
     let batches = Batches::new(data, cut);
-    let wanted = tokens.div_ceil(cut.context as u64).min(batches.sequences());
+    let wanted = extent.sequences(&batches, cut);
     let (mesh, data_rank) = (ranks.mesh(), ranks.mesh().data());
     // The sum of losses of each batch, 0 for batches of other ranks; and the number of bytes of the text.
-    let (mut sums, mut bytes, mut first) = (Vec::new(), 0, 0);
-    while first < wanted {
-        let count = (batch as u64).min(wanted - first);
+    let (mut sums, mut bytes) = (Vec::new(), 0);
+    for (first, count) in extent.batches(wanted) {
         if sums.len() % data_rank.of != data_rank.index {
             sums.push(0.0);
-            first += count;
             continue;
         }
         let sequences = batches.in_order(first, count as usize)?.part(mesh.part());
@@ -73,9 +84,8 @@ pub fn evaluate(
             model.loss(input, &batch.targets)?.to_scalar::<f32>()
         };
         sums.push(f64::from(loss().map_err(on_device("validation"))?) * count as f64);
-        first += count;
         ranks.words().tick();
-        seen(first * cut.context as u64, wanted * cut.context as u64);
+        seen((first + count) * cut.context as u64, wanted * cut.context as u64);
     }
     let batches_done = sums.len();
     sums.push(bytes as f64);
@@ -114,16 +124,15 @@ pub fn token_by_token(
     model: &Llama,
     data: &Mixture,
     cut: Cut,
-    Extent { tokens, batch }: Extent,
+    extent: Extent,
     device: &Device,
     seen: &mut dyn FnMut(u64, u64),
 ) -> Result<TokenByToken> {
     let batches = Batches::new(data, cut);
-    let wanted = tokens.div_ceil(cut.context as u64).min(batches.sequences());
+    let wanted = extent.sequences(&batches, cut);
     let all = wanted * cut.context as u64;
-    let (mut whole, mut alone, mut first, mut done) = (0.0, 0.0, 0, 0);
-    while first < wanted {
-        let count = (batch as u64).min(wanted - first);
+    let (mut whole, mut alone, mut done) = (0.0, 0.0, 0);
+    for (first, count) in extent.batches(wanted) {
         let sequences =
             batches.in_order(first, count as usize)?.to_device(device).map_err(on_device("validation"))?;
         if sequences.documents.is_some() {
@@ -147,7 +156,6 @@ pub fn token_by_token(
             Ok(())
         };
         measure().map_err(on_device("validation"))?;
-        first += count;
     }
     Ok(TokenByToken { whole: whole / wanted as f64, alone: alone / wanted as f64, tokens: all })
 }

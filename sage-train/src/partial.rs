@@ -104,10 +104,10 @@ impl Folder {
         let target: PathBuf = target.components().collect();
         check_free(&target, "folder", "--to")?;
         let partial = other_name(&target);
-        let has_journal = partial.join(JOURNAL).exists();
+        let (is_marked, has_journal) = (is_unfinished(&partial), partial.join(JOURNAL).exists());
         // A start that ended between its mark's removal and the new name left the journal alone.
-        if is_unfinished(&partial) || has_journal {
-            let abandoned = match is_unfinished(&partial) {
+        if is_marked || has_journal {
+            let abandoned = match is_marked {
                 true => Lock::take_existing(&partial.join(MARK))?,
                 false => Lock::take(&partial.join(MARK))?,
             };

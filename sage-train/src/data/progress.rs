@@ -64,9 +64,8 @@ pub(super) struct Work {
 impl Work {
     /// What of it is another, in words.
     fn difference(&self, other: &Self) -> String {
-        let paths = |work: &Self| work.files.iter().map(|file| file.path.clone()).collect::<Vec<_>>();
-        let fields = |work: &Self| work.files.iter().map(|file| file.field.clone()).collect::<Vec<_>>();
-        let others = paths(self) != paths(other);
+        let others = self.files.iter().map(|file| &file.path).ne(other.files.iter().map(|file| &file.path));
+        let fields = self.files.iter().map(|file| &file.field).ne(other.files.iter().map(|file| &file.field));
         let pairs = || self.files.iter().zip(&other.files);
         if let Some((file, _)) =
             pairs().find(|(a, b)| (a.bytes, a.modified) != (b.bytes, b.modified) && !others)
@@ -75,7 +74,7 @@ impl Work {
         }
         let numbers = [
             ("files of text", others),
-            ("--text-field", !others && fields(self) != fields(other)),
+            ("--text-field", !others && fields),
             ("--tokenizer", self.tokenizer != other.tokenizer),
             ("--vocab-size", self.vocab_size != other.vocab_size),
             ("--format", self.format != other.format),
@@ -170,8 +169,7 @@ impl<'a> Journal<'a> {
         }
         // What is complete was written by an earlier start: it is opened once more before anything is added to it.
         for shard in kept.iter().filter(|path| kept.contains(&Sidecar::path(path))) {
-            Shard::open(shard).map_err(|error| error.hint(hint()))?;
-            if Sidecar::read(shard)?.is_none() {
+            if Shard::open(shard).map_err(|error| error.hint(hint()))?.hashed().is_none() {
                 return Err(Error::new("a complete shard has lost its sidecar")
                     .got(shard.display())
                     .allowed("a shard with the file that describes it")

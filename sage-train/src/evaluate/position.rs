@@ -32,17 +32,16 @@ pub fn by_position(
     model: &Llama,
     data: &Mixture,
     cut: Cut,
-    Extent { tokens, batch }: Extent,
+    extent: Extent,
     device: &Device,
     seen: &mut dyn FnMut(u64, u64),
 ) -> Result<Vec<OfPositions>> {
     let batches = Batches::new(data, cut);
-    let wanted = tokens.div_ceil(cut.context as u64).min(batches.sequences());
+    let wanted = extent.sequences(&batches, cut);
     let parts = PARTS.min(cut.context);
     let bounds: Vec<usize> = (0..=parts).map(|n| n * cut.context / parts).collect();
-    let (mut sums, mut first) = (vec![0.0; parts], 0);
-    while first < wanted {
-        let count = (batch as u64).min(wanted - first);
+    let mut sums = vec![0.0; parts];
+    for (first, count) in extent.batches(wanted) {
         let sequences = batches.in_order(first, count as usize)?;
         let mut losses = || -> candle_core::Result<()> {
             let batch = sequences.to_device(device)?;
@@ -60,8 +59,7 @@ pub fn by_position(
             Ok(())
         };
         losses().map_err(on_device("validation"))?;
-        first += count;
-        seen(first * cut.context as u64, wanted * cut.context as u64);
+        seen((first + count) * cut.context as u64, wanted * cut.context as u64);
     }
     let of = |(sum, bounds): (f64, &[usize])| OfPositions {
         positions: bounds[0]..bounds[1],

@@ -36,7 +36,7 @@ fn flags() -> Vec<(String, &'static str, bool)> {
 
 /// The name of the flag that a key of a table stands for.
 fn flag_of(table: &str, key: &str) -> String {
-    let prefix = TABLES.iter().find(|(name, ..)| *name == table).map_or("", |(_, _, prefix)| prefix);
+    let prefix = prefix_of(table);
     match (table, key) {
         ("data", SOURCES) => "data".into(),
         _ if key.starts_with(prefix) => key.into(),
@@ -44,12 +44,16 @@ fn flag_of(table: &str, key: &str) -> String {
     }
 }
 
+/// What a table's keys lack of the flags' names.
+fn prefix_of(table: &str) -> &'static str {
+    TABLES.iter().find(|(name, ..)| *name == table).map_or("", |(_, _, prefix)| prefix)
+}
+
 /// The key of a flag in its table.
 fn key_of(table: &str, flag: &str) -> String {
-    let prefix = TABLES.iter().find(|(name, ..)| *name == table).map_or("", |(_, _, prefix)| prefix);
     match (table, flag) {
         ("data", "data") => SOURCES.into(),
-        _ => flag.strip_prefix(prefix).unwrap_or(flag).into(),
+        _ => flag.strip_prefix(prefix_of(table)).unwrap_or(flag).into(),
     }
 }
 

@@ -234,11 +234,17 @@ impl Run<'_> {
         }
     }
 
-    /// Records and shows the results of a step.
-    fn record(&mut self, mut point: Point) -> std::result::Result<(), Stop> {
-        for unread in self.verification.as_ref().map_or(Ok(Vec::new()), Verification::look)? {
+    /// Names the shards that the verification beside the steps could not read.
+    fn warn_of_unread(&self, results: impl FnOnce(&Verification) -> Result<Vec<Error>>) -> Result<()> {
+        for unread in self.verification.as_ref().map_or(Ok(Vec::new()), results)? {
             self.progress.say(&format!("warning: {unread}"));
         }
+        Ok(())
+    }
+
+    /// Records and shows the results of a step.
+    fn record(&mut self, mut point: Point) -> std::result::Result<(), Stop> {
+        self.warn_of_unread(Verification::look)?;
         point.seconds = (self.before + self.started.elapsed()).as_secs_f64();
         if let Some(recent) = Recent::before(point.step - 1, &self.points) {
             let (loss, grad_norm) = recent.scores(point.loss, point.grad_norm);
@@ -277,9 +283,7 @@ impl Run<'_> {
     pub(super) fn finish(mut self, training_seconds: f64) -> std::result::Result<Outcome, Stop> {
         let config = self.config;
         self.progress.say("the steps are done; the last checkpoint is on its way to the disk");
-        for unread in self.verification.as_ref().map_or(Ok(Vec::new()), Verification::end)? {
-            self.progress.say(&format!("warning: {unread}"));
-        }
+        self.warn_of_unread(Verification::end)?;
         if self.ranks.rank().is_first() {
             self.ranks.words().aside("the sample", || self.show())?;
         }

@@ -1,0 +1,86 @@
+//! The bits of all results on a GPU, `deterministic`, as they were when `bits/` was written: a change of the kernels that is
+//! meant to change nothing changes none of them.
+//!
+//! `CANDLE_SAGE_BITS=FILE` writes what this build computes. A change that is meant commits it as `bits/sm_90.txt`.
+
+use std::fmt::Write as _;
+
+use candle_core::{DType, Result};
+use candle_sage::{Packing, Selection};
+
+use crate::support::{Case, Results, gpu, schemes};
+
+/// Results of a H100 or a H200.
+const HOPPER: &str = include_str!("bits/sm_90.txt");
+
+fn cases() -> Vec<(String, Case)> {
+    let mut cases = Vec::new();
+    for d in [40, 64, 128] {
+        let mut add = |name: &str, lens, heads, causal, packing: Option<Packing>| {
+            let mut case = Case::new(1, lens, heads, d, causal);
+            case.packing = packing;
+            cases.push((format!("{name} d{d}"), case));
+        };
+        for lens in [(1, 1), (64, 64), (129, 129), (203, 113), (113, 203), (1023, 1024)] {
+            for causal in [false, true] {
+                let name = format!("{}x{}{}", lens.0, lens.1, if causal { " causal" } else { "" });
+                add(&name, lens, (2, 1), causal, None);
+            }
+        }
+        add("many", (1200, 1200), (24, 8), true, None);
+        let documents = Packing::self_attention(vec![0, 1, 64, 64, 193, 450, 500]);
+        add("packed", (500, 500), (4, 2), true, Some(documents));
+    }
+    cases
+}
+
+/// Numbers in (-2, 2) that are the same on every machine: multiples of 2^-5, exact in both types.
+fn fill(case: &mut Case) {
+    let mut state = 1u64;
+    for values in &mut case.data {
+        for x in values {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            *x = ((state >> 57) as i32 - 63) as f32 / 32.0;
+        }
+    }
+}
+
+/// FNV-1a over the results' bits.
+fn hash(results: &Results) -> u64 {
+    let bytes = results.iter().flatten().flat_map(|x| x.to_bits().to_le_bytes());
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+}
+
+/// A line for each case, dense and on lists, scheme and type.
+fn lines() -> Result<String> {
+    let (device, mut lines) = (gpu(), String::new());
+    for (name, mut case) in cases() {
+        fill(&mut case);
+        let window = Selection::window(&case.shape(), (64, 64), 2, 1, &device)?;
+        for scheme in schemes() {
+            for dtype in [DType::BF16, DType::F16] {
+                let dense = case.attention(scheme).deterministic(true);
+                let lists = dense.clone().select(&window);
+                for (what, attention) in [("dense", dense), ("lists", lists)] {
+                    let hash = hash(&case.run_on(&device, &attention, dtype)?);
+                    writeln!(lines, "{hash:016x} {name} {what} {dtype:?} {scheme}").expect("a string");
+                }
+            }
+        }
+    }
+    Ok(lines)
+}
+
+#[test]
+#[ignore = "needs a GPU of compute capability 9.0"]
+fn results_have_the_bits_they_had() -> Result<()> {
+    let lines = lines()?;
+    if let Some(path) = std::env::var_os("CANDLE_SAGE_BITS") {
+        std::fs::write(path, &lines)?;
+        return Ok(());
+    }
+    let other: Vec<_> = lines.lines().zip(HOPPER.lines()).filter(|(now, then)| now != then).collect();
+    assert!(other.is_empty(), "{} lines differ, first (now, then): {:?}", other.len(), other[0]);
+    assert_eq!(lines.len(), HOPPER.len());
+    Ok(())
+}
