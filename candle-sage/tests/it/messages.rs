@@ -12,37 +12,54 @@ fn attend(attention: Attention, q: &[usize], k: &[usize], v: &[usize]) -> Result
     attention.apply(&zeros(q), &zeros(k), &zeros(v))
 }
 
-#[test]
-fn messages() {
-    let plain = || Attention::new(Scheme::FullPrecision);
-    let sage = SageBwd::default();
-    let good = [1, 4, 2, 16];
-    let ids = |ids: &[i64]| Tensor::new(ids, &Device::Cpu).expect("ids");
-    let bad: Vec<(&str, Result<Tensor>)> = vec![
+/// What was asked for, and what came.
+type Case = (&'static str, Result<Tensor>);
+
+/// Dimensions that every scheme takes.
+const GOOD: [usize; 4] = [1, 4, 2, 16];
+
+fn plain() -> Attention {
+    Attention::new(Scheme::FullPrecision)
+}
+
+fn ids(ids: &[i64]) -> Tensor {
+    Tensor::new(ids, &Device::Cpu).expect("ids")
+}
+
+/// Schemes, shapes and types that attention does not take.
+fn attention() -> Vec<Case> {
+    vec![
         ("a gradient of FP4 products", {
-            let x = candle_core::Var::from_tensor(&zeros(&good)).expect("a variable");
+            let x = candle_core::Var::from_tensor(&zeros(&GOOD)).expect("a variable");
             Attention::new(AttnQat::default().products(Products::Nvfp4)).apply(&x, &x, &x)
         }),
         ("FP4 products of V by channels", {
             let settings = AttnQat::default().products(Products::Nvfp4).value_groups(ValueGroups::HeadDim);
-            attend(Attention::new(settings), &good, &good, &good)
+            attend(Attention::new(settings), &GOOD, &GOOD, &GOOD)
         }),
-        ("three dimensions", attend(plain(), &[4, 2, 16], &good, &good)),
+        ("three dimensions", attend(plain(), &[4, 2, 16], &GOOD, &GOOD)),
         ("head_dim 0", attend(plain(), &[1, 4, 2, 0], &[1, 4, 2, 0], &[1, 4, 2, 0])),
         ("head_dim 512", attend(plain(), &[1, 4, 2, 512], &[1, 4, 2, 512], &[1, 4, 2, 512])),
-        ("no tokens", attend(plain(), &[1, 0, 2, 16], &good, &good)),
-        ("key and value differ", attend(plain(), &good, &good, &[1, 5, 2, 16])),
-        ("batch differs", attend(plain(), &good, &[2, 4, 2, 16], &[2, 4, 2, 16])),
-        ("heads do not divide", attend(plain(), &[1, 4, 3, 16], &good, &good)),
+        ("no tokens", attend(plain(), &[1, 0, 2, 16], &GOOD, &GOOD)),
+        ("key and value differ", attend(plain(), &GOOD, &GOOD, &[1, 5, 2, 16])),
+        ("batch differs", attend(plain(), &GOOD, &[2, 4, 2, 16], &[2, 4, 2, 16])),
+        ("heads do not divide", attend(plain(), &[1, 4, 3, 16], &GOOD, &GOOD)),
         (
             "types differ",
-            plain().apply(&zeros(&good), &zeros(&good), &zeros(&good).to_dtype(DType::BF16).expect("bf16")),
+            plain().apply(&zeros(&GOOD), &zeros(&GOOD), &zeros(&GOOD).to_dtype(DType::BF16).expect("bf16")),
         ),
         ("f64", {
-            let x = zeros(&good).to_dtype(DType::F64).expect("f64");
+            let x = zeros(&GOOD).to_dtype(DType::F64).expect("f64");
             plain().apply(&x, &x, &x)
         }),
-        ("scale", attend(plain().softmax_scale(f64::NAN), &good, &good, &good)),
+        ("scale", attend(plain().softmax_scale(f64::NAN), &GOOD, &GOOD, &GOOD)),
+    ]
+}
+
+/// Packings that do not cover the tokens, and settings out of range.
+fn packings_and_settings() -> Vec<Case> {
+    let sage = SageBwd::default();
+    vec![
         (
             "packing over two batches",
             attend(
@@ -54,31 +71,37 @@ fn messages() {
         ),
         (
             "packing that ends early",
-            attend(plain().packing(Packing::self_attention(vec![0, 1, 3])), &good, &good, &good),
+            attend(plain().packing(Packing::self_attention(vec![0, 1, 3])), &GOOD, &GOOD, &GOOD),
         ),
         (
             "packing that falls",
-            attend(plain().packing(Packing::self_attention(vec![0, 3, 2, 4])), &good, &good, &good),
+            attend(plain().packing(Packing::self_attention(vec![0, 3, 2, 4])), &GOOD, &GOOD, &GOOD),
         ),
         (
             "packing of two kinds",
             attend(
                 plain().packing(Packing { cu_seqlens_q: vec![0, 4], cu_seqlens_k: vec![0, 1, 4] }),
-                &good,
-                &good,
-                &good,
+                &GOOD,
+                &GOOD,
+                &GOOD,
             ),
         ),
-        ("tile", attend(Attention::new(sage.tile_q(8)), &good, &good, &good)),
-        ("group", attend(Attention::new(sage.granularity(Granularity::Group(1))), &good, &good, &good)),
+        ("tile", attend(Attention::new(sage.tile_q(8)), &GOOD, &GOOD, &GOOD)),
+        ("group", attend(Attention::new(sage.granularity(Granularity::Group(1))), &GOOD, &GOOD, &GOOD)),
+    ]
+}
+
+/// Widths and rotary tables that do not fit.
+fn widths_and_rotary_tables() -> Vec<Case> {
+    vec![
         ("rms_norm", ops::rms_norm(&zeros(&[2, 3]), &zeros(&[2]), 1e-6)),
         ("swiglu", ops::swiglu(&zeros(&[2, 3]), &zeros(&[3, 2]))),
-        ("rope", ops::rope(&zeros(&good), &zeros(&[3, 8]), &zeros(&[3, 8]), Default::default())),
+        ("rope", ops::rope(&zeros(&GOOD), &zeros(&[3, 8]), &zeros(&[3, 8]), Default::default())),
         ("rope tables", ops::rope_tables(4, 7, 1e4, &Device::Cpu).map(|(cos, _)| cos)),
         (
             "tracked rope tables",
             ops::rope(
-                &zeros(&good),
+                &zeros(&GOOD),
                 &candle_core::Var::zeros((4, 8), DType::F32, &Device::Cpu).expect("a var"),
                 &zeros(&[4, 8]),
                 Default::default(),
@@ -86,8 +109,14 @@ fn messages() {
         ),
         ("qk_norm_rope", {
             let table = zeros(&[4, 8]);
-            ops::qk_norm_rope(&zeros(&good), &zeros(&[8]), &table, &table, 1e-6, Default::default())
+            ops::qk_norm_rope(&zeros(&GOOD), &zeros(&[8]), &table, &table, 1e-6, Default::default())
         }),
+    ]
+}
+
+/// Arguments out of range.
+fn arguments() -> Vec<Case> {
+    vec![
         ("an empty table", ops::embedding(&zeros(&[0, 2]), &ids(&[0]))),
         ("eps", ops::rms_norm(&zeros(&[2, 3]), &zeros(&[3]), f64::NAN)),
         (
@@ -104,6 +133,12 @@ fn messages() {
                 candle_sage::nn::Rotary::new(4, 16, 1e4, Default::default(), &Device::Cpu).expect("tables");
             rotary.forward(&zeros(&[1, 3, 2, 16]), 2)
         }),
+    ]
+}
+
+/// Ids and targets that do not exist.
+fn ids_and_targets() -> Vec<Case> {
+    vec![
         ("embedding", ops::embedding(&zeros(&[3, 2]), &ids(&[0, 3]))),
         ("negative id", ops::embedding(&zeros(&[3, 2]), &ids(&[-1]))),
         ("float ids", ops::embedding(&zeros(&[3, 2]), &zeros(&[2]))),
@@ -121,9 +156,15 @@ fn messages() {
                 CrossEntropy::default(),
             ),
         ),
-    ];
+    ]
+}
+
+#[test]
+fn messages() {
+    let groups =
+        [attention(), packings_and_settings(), widths_and_rotary_tables(), arguments(), ids_and_targets()];
     let mut text = String::new();
-    for (name, result) in bad {
+    for (name, result) in groups.into_iter().flatten() {
         let error = result.err().unwrap_or_else(|| panic!("{name} should have failed"));
         text += &format!("-- {name}\n{error}\n");
     }

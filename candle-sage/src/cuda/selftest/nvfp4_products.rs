@@ -3,7 +3,8 @@
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
-use super::{Inputs, cases};
+use super::inputs::{Inputs, cases};
+use crate::cuda::guard;
 use crate::nvfp4;
 use crate::ops::Attention;
 use crate::scheme::{AttnQat, PReference, Products, Smoothing};
@@ -43,7 +44,7 @@ fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {
                         op.apply(&to(&q)?, &to(&inputs.tensors[1])?, &to(&inputs.tensors[2])?)
                     };
                     let got = attend(settings.products(Products::Nvfp4), &super::device(), dtype)?;
-                    super::super::guard::check(&super::gpu())?;
+                    guard::check(&super::gpu())?;
                     let references = [
                         attend(settings, &super::device(), dtype)?,
                         attend(settings, &Device::Cpu, DType::F32)?,

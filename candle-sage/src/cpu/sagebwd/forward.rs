@@ -1,0 +1,102 @@
+//! The forward of SageBwd on the CPU: an online softmax whose probabilities become codes, and products with codes of V.
+
+use std::ops::Range;
+
+use multiversion::multiversion;
+
+use super::{Keys, Products, Settings, Values};
+use crate::cpu::lanes;
+use crate::cpu::numerics::{Finished, ForwardNumerics, Head, Problem, Softmax, Tile, cut, per_head};
+use crate::cpu::product::{Mat, product};
+use crate::cpu::quantize::TileCodes;
+
+/// V in the forward: codes, one entry per segment and key head.
+pub(super) struct CodesOfV(Vec<TileCodes>);
+
+impl CodesOfV {
+    pub(super) fn new(settings: &Settings, problem: &Problem<'_>) -> Self {
+        Self(per_head(problem, problem.shape.key_heads(), |at| {
+            let rows = problem.v_rows(at, 0..problem.segments[at.segment].key.len());
+            TileCodes::new(&rows, problem.head_dim(), settings.tile_k)
+        }))
+    }
+}
+
+impl Values for CodesOfV {
+    fn rows(&self, problem: &Problem<'_>, _: Head, index: usize, tokens: Range<usize>) -> Vec<f32> {
+        self.0[index].rows_f32(tokens, problem.head_dim())
+    }
+}
+
+impl ForwardNumerics for Products<'_, CodesOfV> {
+    type Rows = Softmax;
+    const OUTPUTS: usize = 1;
+    const STATES: usize = 1;
+
+    fn rows(&self, count: usize) -> Softmax {
+        Softmax::new(count, self.d())
+    }
+
+    fn attend(&self, keys: &Keys, tile: Tile, logits: &mut [f32], rows: &mut Softmax) {
+        let d = self.d();
+        let v_dequant = self.values.0[keys.index].dequant_scale[tile.col / self.settings.tile_k];
+        let mut steps = vec![Step::default(); tile.rows];
+        online_softmax(tile.cols, logits, rows, &mut steps);
+        let mut pv = vec![0.0; tile.rows * d];
+        let v = Mat::new(cut(&keys.v, keys.start, tile.col, tile.cols, d), tile.cols, d);
+        product(&mut pv, Mat::new(logits, tile.rows, tile.cols), v, 1.0, false);
+        accumulate_steps(&mut rows.acc[0], &pv, &steps, v_dequant);
+    }
+
+    fn finish(&self, rows: Softmax, sees: &dyn Fn(usize) -> bool) -> Finished {
+        rows.finish(sees)
+    }
+}
+
+/// Result of one step of the online softmax for a row.
+#[derive(Debug, Clone, Copy, Default)]
+struct Step {
+    /// Factor that rescales the accumulator.
+    decay: f32,
+    /// dequant_scale of the row's probabilities.
+    p_dequant: f32,
+}
+
+/// Turns a tile of logits into codes of the probabilities, with one scale per row.
+///
+/// A code has a single rounding, because it is relative to the row's maximum inside the tile:
+/// `round(127 * 2^(t - row_max))`, with the dequant_scale `2^(row_max - max) / 127`.
+#[multiversion(targets = "simd")]
+fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax, steps: &mut [Step]) {
+    let state = softmax.reference.iter_mut().zip(&mut softmax.sum).zip(steps);
+    for (row, ((max, sum), step)) in logits.chunks_exact_mut(cols).zip(state) {
+        let row_max = lanes::max(row);
+        let new_max = if row_max > *max { row_max } else { *max };
+        // While no key is visible every term is 2^-inf, whatever finite number is subtracted.
+        let shift = if new_max == f32::NEG_INFINITY { 0.0 } else { new_max };
+        let row_shift = if row_max == f32::NEG_INFINITY { 0.0 } else { row_max } - lanes::LOG2_127;
+        for x in row.iter_mut() {
+            *x = lanes::exp2(*x - row_shift);
+        }
+        step.p_dequant = lanes::exp2(row_max - shift - lanes::LOG2_127);
+        step.decay = lanes::exp2(*max - shift);
+        // The sum is of unquantized probabilities.
+        *sum = step.decay * *sum + step.p_dequant * lanes::sum(row);
+        *max = new_max;
+        for x in row.iter_mut() {
+            *x = x.round_ties_even();
+        }
+    }
+}
+
+/// `acc = decay * acc + pv * (p_dequant * v_dequant)`, row by row.
+#[multiversion(targets = "simd")]
+fn accumulate_steps(acc: &mut [f32], pv: &[f32], steps: &[Step], v_dequant: f32) {
+    let d = acc.len() / steps.len();
+    for ((acc, pv), step) in acc.chunks_exact_mut(d).zip(pv.chunks_exact(d)).zip(steps) {
+        let dequant = step.p_dequant * v_dequant;
+        for (acc, pv) in acc.iter_mut().zip(pv) {
+            *acc = step.decay * *acc + dequant * pv;
+        }
+    }
+}

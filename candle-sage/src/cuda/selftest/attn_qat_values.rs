@@ -1,0 +1,68 @@
+//! The operands of Attn-QAT's products: the values that the CPU rounds them to.
+
+use candle_core::{DType, Result};
+
+use super::inputs::{Inputs, cases, inputs_of};
+use crate::cpu::quantize::{channel_mean, subtract_mean};
+use crate::cuda::plan::TILE;
+use crate::cuda::{Call, OnGpu, Problem, guard};
+use crate::nvfp4::{Axis, Packed};
+use crate::scheme::{AttnQat, Smoothing, ValueGroups};
+
+/// Q, K and V, as Attn-QAT's products read them, have the CPU's bits.
+#[test]
+#[ignore = "needs a GPU"]
+fn rounded_operands_are_the_cpus_to_the_bit() -> Result<()> {
+    for (lens, heads, d, packing) in cases() {
+        for dtype in [DType::BF16, DType::F16] {
+            for settings in [
+                AttnQat::default(),
+                AttnQat::default().smoothing(Smoothing::K).value_groups(ValueGroups::HeadDim),
+            ] {
+                let inputs = Inputs::new(lens, heads, d, packing.clone(), dtype)?;
+                inputs.with(false, |problem, _| compare_rounded(&inputs, problem, &settings))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn compare_rounded(inputs: &Inputs, problem: &Problem<'_>, settings: &AttnQat) -> Result<()> {
+    let call = Call::new(problem)?;
+    let (shape, d) = (&inputs.shape, inputs.shape.head_dim());
+    let mut forward = inputs_of(&call)?;
+    let operands = OnGpu::before_forward(settings, &call, false, &mut forward)?;
+    guard::check(&call.gpu)?;
+    let rounded = &operands.rounded;
+    let dims = [shape.query_dims(), shape.key_dims(), shape.key_dims()];
+    for (n, (storage, dims)) in rounded.iter().zip(dims).enumerate() {
+        let storage = candle_core::backend::BackendStorage::to_cpu_storage(storage)?;
+        let got: Vec<f32> = match &storage {
+            candle_core::CpuStorage::BF16(x) => x.iter().map(|x| x.to_f32()).collect(),
+            candle_core::CpuStorage::F16(x) => x.iter().map(|x| x.to_f32()).collect(),
+            _ => unreachable!("16-bit tensors"),
+        };
+        let along_tokens = n == 2 && settings.value_groups == ValueGroups::Tokens;
+        let axis = if along_tokens { Axis::Rows } else { Axis::Channels };
+        for segment in shape.segments() {
+            let tokens = if n == 0 { segment.query.clone() } else { segment.key.clone() };
+            for head in 0..dims.2 {
+                let mut rows = inputs.rows(n, dims.2, head, tokens.clone());
+                if n == 1 && settings.smoothing != Smoothing::None {
+                    let mean = channel_mean(&rows, d, TILE);
+                    subtract_mean(&mut rows, &mean);
+                }
+                let expected = Packed::new(&rows, d, axis).rows(0..tokens.len());
+                for (i, token) in tokens.clone().enumerate() {
+                    let got = &got[(token * dims.2 + head) * d..][..d];
+                    assert_eq!(
+                        got,
+                        &expected[i * d..(i + 1) * d],
+                        "tensor {n}, token {token}, head {head}, {settings}"
+                    );
+                }
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,49 @@
+//! Buffers of whole calls: every element is written, and nothing beyond the end.
+
+use candle_core::{DType, Layout, Result, Storage, Tensor};
+
+use super::inputs::{Inputs, cases};
+use crate::cuda::{Past, forward};
+use crate::scheme::{AttnQat, Granularity, SageBwd, Scheme, Smoothing, ValueGroups};
+
+/// Buffers start as NaN and end in canaries.
+#[test]
+#[ignore = "needs a GPU"]
+fn kernels_fill_their_buffers_and_no_more() -> Result<()> {
+    let schemes: [Scheme; 6] = [
+        Scheme::FullPrecision,
+        SageBwd::default().into(),
+        AttnQat::default().into(),
+        AttnQat::default().smoothing(Smoothing::K).value_groups(ValueGroups::HeadDim).into(),
+        AttnQat::default().matched_recomputation(false).high_precision_output(false).into(),
+        SageBwd { smoothing: Smoothing::Qk, granularity: Granularity::Tile, ..SageBwd::default() }.into(),
+    ];
+    for (lens, heads, d, packing) in cases() {
+        for dtype in [DType::BF16, DType::F16] {
+            for scheme in &schemes {
+                for deterministic in [false, true] {
+                    let inputs = Inputs::new(lens, heads, d, packing.clone(), dtype)?;
+                    inputs.with(deterministic, |problem, operands| {
+                        let (out, ran) = forward(scheme, problem, true)?;
+                        let layout = Layout::contiguous(inputs.shape.query_dims());
+                        let ran = ran.expect("a forward that keeps its state");
+                        let grads =
+                            ran.backward(problem, &Past { out: (&out, &layout), dout: operands[3] })?;
+                        let dims =
+                            [inputs.shape.query_dims(), inputs.shape.key_dims(), inputs.shape.key_dims()];
+                        for (storage, dims) in
+                            grads.into_iter().zip(dims).chain([(out, inputs.shape.query_dims())])
+                        {
+                            let none = candle_core::op::BackpropOp::none();
+                            let t = Tensor::from_storage(Storage::Cuda(storage), dims, none, false);
+                            let sum = t.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?;
+                            assert!(sum.is_finite(), "{lens:?}, d {d}, {scheme}: something was not written");
+                        }
+                        Ok(())
+                    })?;
+                }
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,100 @@
+//! Inputs of attention calls, and the cases that the tests run over.
+
+use candle_core::{DType, Device, Result, Storage, Tensor};
+
+use super::{device, numbers};
+use crate::cuda::params;
+use crate::cuda::{Call, Operand, Problem};
+use crate::shape::{AttentionShape, Packing};
+
+/// Inputs of an attention call, on the GPU and as f32.
+pub(super) struct Inputs {
+    pub(super) shape: AttentionShape,
+    pub(super) tensors: Vec<Tensor>,
+    pub(super) values: Vec<Vec<f32>>,
+}
+
+impl Inputs {
+    pub(super) fn new(
+        lens: (usize, usize),
+        heads: (usize, usize),
+        d: usize,
+        packing: Option<Packing>,
+        dtype: DType,
+    ) -> Result<Self> {
+        let dims = [(1, lens.0, heads.0, d), (1, lens.1, heads.1, d)];
+        let shape = AttentionShape::new(dims[0], dims[1], dims[1], true, packing)?;
+        let mut tensors = Vec::new();
+        for (n, dims) in [dims[0], dims[1], dims[1], dims[0]].into_iter().enumerate() {
+            let len = dims.0 * dims.1 * dims.2 * dims.3;
+            // Channels and heads of different sizes, and a mean.
+            let data: Vec<f32> = numbers(10 + n as u64, len)
+                .into_iter()
+                .enumerate()
+                .map(|(i, x)| ((x % 2001) as f32 / 1000.0 - 1.0) * (1 + i % 7) as f32 + 0.3)
+                .collect();
+            tensors.push(Tensor::from_vec(data, dims, &Device::Cpu)?.to_dtype(dtype)?.to_device(&device())?);
+        }
+        let values = tensors
+            .iter()
+            .map(|t| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1())
+            .collect::<Result<_>>()?;
+        Ok(Self { shape, tensors, values })
+    }
+
+    /// Calls `f` with the problem and the operands: query, key, value and output gradient.
+    pub(super) fn with<T>(
+        &self,
+        deterministic: bool,
+        f: impl FnOnce(&Problem<'_>, &[Operand<'_>]) -> Result<T>,
+    ) -> Result<T> {
+        let guards: Vec<_> = self.tensors.iter().map(Tensor::storage_and_layout).collect();
+        let operands: Vec<Operand<'_>> = guards
+            .iter()
+            .map(|(storage, layout)| match &**storage {
+                Storage::Cuda(storage) => (storage, *layout),
+                _ => unreachable!("tensors are on the GPU"),
+            })
+            .collect();
+        let [q, k, v] = [operands[0], operands[1], operands[2]];
+        let problem =
+            Problem { shape: &self.shape, softmax_scale: 0.125, deterministic, q, k, v, selection: None };
+        f(&problem, &operands)
+    }
+
+    /// Rows of one head of tensor `n`, for the tokens of `range`.
+    pub(super) fn rows(
+        &self,
+        n: usize,
+        heads: usize,
+        head: usize,
+        range: std::ops::Range<usize>,
+    ) -> Vec<f32> {
+        let d = self.shape.head_dim();
+        range.flat_map(|t| self.values[n][(t * heads + head) * d..][..d].to_vec()).collect()
+    }
+}
+
+/// Lengths and heads of query and key, head_dim, packed documents.
+pub(super) type Case = ((usize, usize), (usize, usize), usize, Option<Packing>);
+
+pub(super) fn cases() -> Vec<Case> {
+    let packing = Packing { cu_seqlens_q: vec![0, 1, 70, 70, 200], cu_seqlens_k: vec![0, 65, 130, 131, 190] };
+    vec![
+        ((1, 1), (1, 1), 64, None),
+        ((63, 65), (2, 1), 64, None),
+        ((130, 128), (2, 2), 128, None),
+        ((200, 300), (4, 2), 40, None),
+        ((129, 64), (3, 1), 97, None),
+        ((200, 190), (2, 1), 64, Some(packing)),
+        // More tiles than the kernel of the mean reads sums of at once.
+        ((70, 4200), (1, 1), 64, None),
+    ]
+}
+
+/// The parameters of a forward before anything is prepared.
+pub(super) fn inputs_of(call: &Call<'_>) -> Result<params::Forward> {
+    let Problem { q, k, v, .. } = *call.problem;
+    let [q, k, v] = [call.view(q)?, call.view(k)?, call.view(v)?];
+    Ok(params::Forward { q, k, v, shape: call.shape, ..params::Forward::default() })
+}

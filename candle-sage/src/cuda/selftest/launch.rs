@@ -1,0 +1,49 @@
+//! Launches of one primitive of `kernels/selftest.cu`.
+#![allow(unsafe_code)]
+
+use candle_core::Result;
+use cudarc::driver::DeviceRepr;
+
+use super::gpu;
+use crate::cuda::guard;
+use crate::cuda::kernels::Grid;
+use crate::cuda::params::Address;
+use crate::cuda::tensor::address;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Params {
+    a: Address,
+    b: Address,
+    out: Address,
+}
+// SAFETY: plain data, the same in kernels/selftest.cu.
+unsafe impl DeviceRepr for Params {}
+
+/// Runs one warp of a kernel on two buffers.
+pub(super) fn run<A: DeviceRepr + Copy + 'static, X: DeviceRepr + Copy>(
+    kernel: &str,
+    a: &[A],
+    b: &[A],
+    len: usize,
+) -> Result<Vec<X>> {
+    run_threads(32, kernel, a, b, len)
+}
+
+/// Runs so many threads of a kernel on two buffers.
+pub(super) fn run_threads<A: DeviceRepr + Copy + 'static, X: DeviceRepr + Copy>(
+    threads: u32,
+    kernel: &str,
+    a: &[A],
+    b: &[A],
+    len: usize,
+) -> Result<Vec<X>> {
+    let gpu = gpu();
+    let (a, b) = (gpu.device.clone_htod(a)?, gpu.device.clone_htod(b)?);
+    let out = gpu.alloc::<X>(len)?;
+    let params = Params { a: address(&a, &gpu), b: address(&b, &gpu), out: address(&out, &gpu) };
+    // SAFETY: the kernels read up to 64 rows, and write `len` elements.
+    unsafe { gpu.launch("selftest", kernel, Grid::line(1, threads), &params)? };
+    guard::check(&gpu)?;
+    Ok(gpu.device.clone_dtoh(&out)?[..len].to_vec())
+}

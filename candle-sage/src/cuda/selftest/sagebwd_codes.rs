@@ -1,0 +1,209 @@
+//! What SageBwd's kernels read: codes and scales of Q, K, V and dO, which are the CPU's.
+
+use candle_core::{DType, Result};
+
+use super::inputs::{Inputs, cases, inputs_of};
+use super::token_of_slot;
+use crate::cpu::lanes::abs_bits;
+use crate::cpu::quantize::{Scale, TileCodes, channel_mean, code, subtract_mean};
+use crate::cuda::plan::TILE;
+use crate::cuda::tensor::address;
+use crate::cuda::{Call, Operand, Problem, guard, params, sagebwd};
+use crate::scheme::{Granularity, SageBwd, Smoothing};
+use crate::shape::Segment;
+
+/// The quantizer gives the CPU's bits: codes, scales and means.
+#[test]
+#[ignore = "needs a GPU"]
+fn codes_and_scales_are_the_cpus_to_the_bit() -> Result<()> {
+    for (lens, heads, d, packing) in cases() {
+        for dtype in [DType::BF16, DType::F16] {
+            for smoothing in [Smoothing::None, Smoothing::K, Smoothing::Qk] {
+                for granularity in [Granularity::Vector, Granularity::Group(4), Granularity::Tile] {
+                    let inputs = Inputs::new(lens, heads, d, packing.clone(), dtype)?;
+                    let settings = SageBwd { smoothing, granularity, ..SageBwd::default() };
+                    inputs.with(false, |problem, operands| {
+                        compare_codes(&inputs, problem, operands[3], &settings)
+                    })?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What the quantizer and the backward's preparation wrote, on the host.
+struct Written {
+    q: Vec<i8>,
+    k: Vec<i8>,
+    v_transposed: Vec<i8>,
+    q_transposed: Vec<i8>,
+    dout_transposed: Vec<i8>,
+    q_dequant_scale: Vec<f32>,
+    k_dequant_scale: Vec<f32>,
+    v_dequant_scale: Vec<f32>,
+    dout_dequant_scale: Vec<f32>,
+}
+
+impl Written {
+    fn of(call: &Call<'_>, dout: Operand<'_>, settings: &SageBwd) -> Result<Self> {
+        let gpu = &call.gpu;
+        let mut forward = inputs_of(call)?;
+        let operands = sagebwd::quantize(call, settings, &mut forward)?;
+        let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
+        let mut backward = params::Backward {
+            out: call.view(call.problem.q)?,
+            dout: call.view(dout)?,
+            minus_delta: address(&minus_delta, gpu),
+            shape: call.shape,
+            ..params::Backward::default()
+        };
+        let made = sagebwd::prepare(call, settings, &operands.codes, &mut backward)?;
+        guard::check(gpu)?;
+        let bytes = |slice| gpu.device.clone_dtoh(slice);
+        let floats = |slice| gpu.device.clone_dtoh(slice);
+        Ok(Self {
+            q: bytes(&operands.codes.q)?,
+            k: bytes(&operands.codes.k)?,
+            v_transposed: bytes(&operands.v.0)?,
+            q_transposed: bytes(&made.q)?,
+            dout_transposed: bytes(&made.dout)?,
+            q_dequant_scale: floats(&operands.codes.q_dequant_scale)?,
+            k_dequant_scale: floats(&operands.codes.k_dequant_scale)?,
+            v_dequant_scale: floats(&operands.v.1)?,
+            dout_dequant_scale: floats(&made.dout_dequant_scale)?,
+        })
+    }
+}
+
+/// How the codes of a tile lie in memory.
+#[derive(Clone, Copy, PartialEq)]
+enum Lies {
+    RowMajor,
+    /// With permuted tokens.
+    Transposed,
+}
+
+/// A tile whose codes are rows of `d`, as it lies in memory: 16-byte chunks of a row are swizzled as in layout/swizzle.cuh, and
+/// the padding to `padded` channels is zero.
+fn tile(codes: &[i8], (d, padded): (usize, usize), lies: Lies) -> Vec<i8> {
+    let width = if lies == Lies::Transposed { TILE } else { padded };
+    let mut out = vec![0; TILE * padded];
+    for (t, row) in codes.chunks(d).enumerate() {
+        for (c, &code) in row.iter().enumerate() {
+            let slot = (0..16).find(|&s| token_of_slot(s) == t % 16).expect("a slot");
+            let (row, column) = if lies == Lies::Transposed { (c, t / 16 * 16 + slot) } else { (t, c) };
+            let mask = if width == 64 { row / 2 % 4 } else { row % 8 };
+            out[row * width + ((column / 16) ^ mask) * 16 + column % 16] = code;
+        }
+    }
+    out
+}
+
+/// The CPU's codes of a tile of dO, and the scale of each channel.
+fn gradient_codes(grads: &[f32], d: usize, granularity: Granularity) -> (Vec<i8>, Vec<Scale>) {
+    let group = granularity.vectors(d);
+    let scales: Vec<Scale> = (0..d)
+        .map(|c| {
+            let first = c / group * group;
+            let of_group = (first..(first + group).min(d))
+                .flat_map(|c| grads.iter().skip(c).step_by(d))
+                .map(|&x| abs_bits(x));
+            Scale::of(of_group.max().unwrap_or(0))
+        })
+        .collect();
+    let codes = grads.iter().enumerate().map(|(i, &x)| code(x, scales[i % d].quant) as i8).collect();
+    (codes, scales)
+}
+
+/// Compares what was written with the CPU's codes.
+struct Comparison<'a> {
+    inputs: &'a Inputs,
+    call: &'a Call<'a>,
+    settings: &'a SageBwd,
+    written: Written,
+}
+
+impl Comparison<'_> {
+    fn same_codes(&self, what: &str, got: &[i8], at: usize, codes: &[i8], lies: Lies) {
+        let (d, padded) = (self.inputs.shape.head_dim(), self.call.d);
+        assert!(
+            got[at * TILE * padded..][..TILE * padded] == tile(codes, (d, padded), lies),
+            "{what}, tile {at}, {}",
+            self.settings
+        );
+    }
+
+    fn same_scale(&self, what: &str, got: f32, expected: f32) {
+        assert_eq!(got.to_bits(), expected.to_bits(), "scale of {what}, {}", self.settings);
+    }
+
+    /// Q and dO of a query head, whose first tile in the segment has number `first`.
+    fn queries(&self, segment: &Segment, head: usize, first: usize) {
+        let (shape, written, d) = (&self.inputs.shape, &self.written, self.inputs.shape.head_dim());
+        let mut rows = self.inputs.rows(0, shape.query_heads(), head, segment.query.clone());
+        if self.settings.smoothing == Smoothing::Qk {
+            for tile in rows.chunks_mut(TILE * d) {
+                let mean = channel_mean(tile, d, TILE);
+                subtract_mean(tile, &mean);
+            }
+        }
+        let expected = TileCodes::new(&rows, d, TILE);
+        let grads = self.inputs.rows(3, shape.query_heads(), head, segment.query.clone());
+        let tiles = expected.codes.chunks(TILE * d).zip(grads.chunks(TILE * d));
+        for (t, (codes, grads)) in tiles.enumerate() {
+            let at = head * self.call.shape.query_tiles as usize + first + t;
+            self.same_codes("Q", &written.q, at, codes, Lies::RowMajor);
+            self.same_codes("Q^T", &written.q_transposed, at, codes, Lies::Transposed);
+            self.same_scale("Q", written.q_dequant_scale[at], expected.dequant_scale[t]);
+            let (codes, scales) = gradient_codes(grads, d, self.settings.granularity);
+            self.same_codes("dO^T", &written.dout_transposed, at, &codes, Lies::Transposed);
+            for (c, scale) in scales.iter().enumerate() {
+                self.same_scale("dO", written.dout_dequant_scale[at * self.call.d + c], scale.dequant);
+            }
+        }
+    }
+
+    /// K and V of a key head, whose first tile in the segment has number `first`.
+    fn keys(&self, segment: &Segment, head: usize, first: usize) {
+        let (shape, written, d) = (&self.inputs.shape, &self.written, self.inputs.shape.head_dim());
+        let rows = |n: usize| self.inputs.rows(n, shape.key_heads(), head, segment.key.clone());
+        let mut keys = rows(1);
+        if self.settings.smoothing != Smoothing::None {
+            let mean = channel_mean(&keys, d, TILE);
+            subtract_mean(&mut keys, &mean);
+        }
+        let (keys, values) = (TileCodes::new(&keys, d, TILE), TileCodes::new(&rows(2), d, TILE));
+        let tiles = keys.codes.chunks(TILE * d).zip(values.codes.chunks(TILE * d));
+        for (t, (key, value)) in tiles.enumerate() {
+            let at = head * self.call.shape.key_tiles as usize + first + t;
+            self.same_codes("K", &written.k, at, key, Lies::RowMajor);
+            self.same_codes("V^T", &written.v_transposed, at, value, Lies::Transposed);
+            self.same_scale("K", written.k_dequant_scale[at], keys.dequant_scale[t]);
+            self.same_scale("V", written.v_dequant_scale[at], values.dequant_scale[t]);
+        }
+    }
+}
+
+fn compare_codes(
+    inputs: &Inputs,
+    problem: &Problem<'_>,
+    dout: Operand<'_>,
+    settings: &SageBwd,
+) -> Result<()> {
+    let (call, shape) = (Call::new(problem)?, &inputs.shape);
+    let written = Written::of(&call, dout, settings)?;
+    let comparison = Comparison { inputs, call: &call, settings, written };
+    let (mut first_query_tile, mut first_key_tile) = (0, 0);
+    for segment in shape.segments() {
+        for head in 0..shape.query_heads() {
+            comparison.queries(&segment, head, first_query_tile);
+        }
+        for head in 0..shape.key_heads() {
+            comparison.keys(&segment, head, first_key_tile);
+        }
+        first_query_tile += segment.query.len().div_ceil(TILE);
+        first_key_tile += segment.key.len().div_ceil(TILE);
+    }
+    Ok(())
+}

@@ -1,0 +1,116 @@
+//! Selections that are made by hand: from lists, of every candidate, or as a sliding window.
+
+use candle_core::{Device, Tensor};
+
+use super::{Blocks, Selection};
+use crate::error::{Error, Result};
+use crate::shape::AttentionShape;
+
+/// One block of queries, for the query heads that share a key head and therefore a list.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueryBlock {
+    /// Index of the segment: a batch entry, or a packed document.
+    pub segment: usize,
+    /// The key head; the query heads that share it share the list.
+    pub key_head: usize,
+    /// Index of the block inside its segment.
+    pub block: usize,
+    /// Number of blocks of keys that may be listed: they are `0..candidates`.
+    pub candidates: usize,
+}
+
+impl Selection {
+    /// A selection from lists that the caller makes. `list` returns the candidates that a block of queries
+    /// sees, in any order. `blocks` is the number of tokens of a block of queries and of a block of keys;
+    /// `device` is the device on which attention will run.
+    ///
+    /// # Errors
+    /// When a list has a block twice, or a block that is no candidate; when a block of queries sees nothing;
+    /// when a block has no tokens; when the mask is causal and a segment has different numbers of queries and
+    /// keys.
+    pub fn from_lists(
+        shape: &AttentionShape,
+        blocks: (usize, usize),
+        device: &Device,
+        mut list: impl FnMut(QueryBlock) -> Vec<usize>,
+    ) -> candle_core::Result<Self> {
+        let blocks = Blocks::new(shape, blocks)?;
+        let mut all = Vec::with_capacity(blocks.key_heads * blocks.rows());
+        for key_head in 0..blocks.key_heads {
+            for (segment, block) in blocks.each() {
+                let candidates = blocks.candidates(segment, block);
+                let at = QueryBlock { segment, key_head, block, candidates };
+                let mut seen = list(at);
+                seen.sort_unstable();
+                check_list(&seen, at)?;
+                seen.extend(blocks.always(segment, block));
+                if seen.is_empty() {
+                    return Err(Error::new("a block of queries sees nothing")
+                        .got(format!("an empty list for {at:?}"))
+                        .allowed("at least one block of keys where there is no causal mask")
+                        .hint("list the block at the same place")
+                        .into());
+                }
+                all.push(seen);
+            }
+        }
+        let width = all.iter().map(Vec::len).max().unwrap_or(0);
+        let mut values = Vec::with_capacity(all.len() * (1 + width));
+        for seen in &all {
+            values.push(seen.len() as u32);
+            values.extend(seen.iter().map(|&block| block as u32));
+            values.resize(values.len() + width - seen.len(), 0);
+        }
+        let lists = Tensor::from_vec(values, (blocks.key_heads, blocks.rows(), 1 + width), device)?;
+        Ok(Self::from_tensor(shape, blocks, lists))
+    }
+
+    /// A selection of every candidate: dense attention.
+    ///
+    /// # Errors
+    /// As [`Selection::from_lists`].
+    pub fn all(shape: &AttentionShape, blocks: (usize, usize), device: &Device) -> candle_core::Result<Self> {
+        Self::from_lists(shape, blocks, device, |at| (0..at.candidates).collect())
+    }
+
+    /// A sliding window: the `nearest` candidates and the first `sinks` blocks of each segment. With a causal
+    /// mask the nearest candidates are the last ones, otherwise those around the position of the block of
+    /// queries.
+    ///
+    /// # Errors
+    /// As [`Selection::from_lists`].
+    pub fn window(
+        shape: &AttentionShape,
+        blocks: (usize, usize),
+        nearest: usize,
+        sinks: usize,
+        device: &Device,
+    ) -> candle_core::Result<Self> {
+        let (query, key) = blocks;
+        Self::from_lists(shape, blocks, device, |at| {
+            let near = if shape.causal() {
+                at.candidates.saturating_sub(nearest)..at.candidates
+            } else {
+                // The block of keys at the position of the middle query of the block of queries.
+                let middle = ((2 * at.block + 1) * query / (2 * key)).min(at.candidates.saturating_sub(1));
+                let first = middle.saturating_sub(nearest / 2).min(at.candidates.saturating_sub(nearest));
+                first..(first + nearest).min(at.candidates)
+            };
+            let sinks = 0..sinks.min(at.candidates);
+            sinks.clone().chain(near.filter(|block| !sinks.contains(block))).collect()
+        })
+    }
+}
+
+fn check_list(seen: &[usize], at: QueryBlock) -> Result<()> {
+    let twice = seen.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0]);
+    let beyond = seen.last().copied().filter(|&last| last >= at.candidates);
+    let Some(wrong) = twice.or(beyond) else { return Ok(()) };
+    Err(Error::new(match twice {
+        Some(_) => "a block of keys is listed twice",
+        None => "a block of keys is listed that is no candidate",
+    })
+    .got(format!("block {wrong} in {at:?}"))
+    .allowed(format!("each of the blocks below {} at most once", at.candidates))
+    .hint("with a causal mask candidates end before the first query of the block; the diagonal is seen in any case"))
+}

@@ -1,0 +1,126 @@
+//! Lengths, heads, head_dims, packed documents and strides.
+
+use candle_core::{DType, Result, Tensor};
+use candle_sage::Packing;
+
+use super::{all, run};
+use crate::support::{Case, gpu};
+
+#[test]
+#[ignore = "needs a GPU"]
+fn lengths() -> Result<()> {
+    let lengths = [
+        (1, 1),
+        (63, 63),
+        (64, 64),
+        (127, 127),
+        (128, 128),
+        (129, 129),
+        (1000, 1000),
+        (113, 203),
+        (203, 113),
+        (1023, 1024),
+        (1, 300),
+        (300, 1),
+    ];
+    for (seed, lens) in lengths.into_iter().enumerate() {
+        for causal in [false, true] {
+            for d in [64, 128] {
+                let mut case = Case::new(1, lens, (2, 2), d, causal);
+                run(&format!("{lens:?}, causal {causal}, d {d}"), &mut case, &all(), seed as u64)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_long_sequence() -> Result<()> {
+    let mut case = Case::new(1, (4096, 4096), (1, 1), 64, true);
+    run("4096", &mut case, &all(), 1)
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn head_layouts() -> Result<()> {
+    for (heads, batch) in [((4, 4), 2), ((4, 2), 2), ((6, 1), 1), ((8, 2), 3)] {
+        for d in [64, 128] {
+            let mut case = Case::new(batch, (150, 150), heads, d, true);
+            run(&format!("heads {heads:?}, batch {batch}, d {d}"), &mut case, &all(), 2)?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn head_dims_are_padded_inside() -> Result<()> {
+    for d in [8, 24, 33, 40, 63, 72, 80, 96, 97, 127] {
+        for causal in [false, true] {
+            let mut case = Case::new(2, (100, 130), (2, 1), d, causal);
+            run(&format!("d {d}, causal {causal}"), &mut case, &all(), 3)?;
+        }
+    }
+    Ok(())
+}
+/// Blocks that do one piece of work after the other, on a GPU of up to 143 multiprocessors; some queries see no key.
+#[test]
+#[ignore = "needs a GPU"]
+fn more_work_than_multiprocessors() -> Result<()> {
+    for d in [64, 128] {
+        let mut case = Case::new(3, (700, 500), (12, 4), d, true);
+        run(&format!("700 x 500, 36 heads, d {d}"), &mut case, &all(), 11)?;
+        let mut case = Case::new(1, (1200, 1200), (12, 4), d, true);
+        case.packing = Some(Packing::self_attention(vec![0, 3, 500, 501, 600, 1200]));
+        run(&format!("packed, 12 heads, d {d}"), &mut case, &all(), 12)?;
+    }
+    Ok(())
+}
+#[test]
+#[ignore = "needs a GPU"]
+fn packed_documents() -> Result<()> {
+    for d in [64, 128] {
+        let mut case = Case::new(1, (500, 500), (2, 1), d, true);
+        case.packing = Some(Packing::self_attention(vec![0, 1, 64, 64, 193, 450, 500]));
+        run(&format!("packed, d {d}"), &mut case, &all(), 4)?;
+        let mut case = Case::new(1, (300, 400), (2, 2), d, false);
+        case.packing = Some(Packing {
+            cu_seqlens_q: vec![0, 10, 10, 200, 300],
+            cu_seqlens_k: vec![0, 100, 130, 130, 400],
+        });
+        run(&format!("packed with different lengths, d {d}"), &mut case, &all(), 5)?;
+    }
+    Ok(())
+}
+/// Strides of any kind give the results of the same numbers without gaps.
+#[test]
+#[ignore = "needs a GPU"]
+fn strided_inputs() -> Result<()> {
+    let device = gpu();
+    let attention = |scheme| candle_sage::Attention::new(scheme).causal(true).deterministic(true);
+    for scheme in all() {
+        // Heads before tokens; channels apart; a narrow view that starts off 16 bytes; one head for all.
+        let base = Tensor::randn(0f32, 1., (2, 3, 70, 64), &device)?.to_dtype(DType::BF16)?;
+        let apart = Tensor::randn(0f32, 1., (2, 64, 3, 70), &device)?.to_dtype(DType::BF16)?;
+        let wide = Tensor::randn(0f32, 1., (2, 70, 3, 71), &device)?.to_dtype(DType::BF16)?;
+        let one = Tensor::randn(0f32, 1., (2, 70, 1, 64), &device)?.to_dtype(DType::BF16)?;
+        let views = [
+            base.transpose(1, 2)?,
+            apart.permute((0, 3, 2, 1))?,
+            wide.narrow(3, 5, 64)?,
+            one.broadcast_as((2, 70, 3, 64))?,
+        ];
+        for (n, x) in views.iter().enumerate() {
+            let plain = x.force_contiguous()?;
+            let run = |x: &Tensor| -> Result<Vec<Vec<f32>>> {
+                let (out, vjp) = attention(scheme).vjp(x, &views[(n + 1) % 4], x)?;
+                let grads = vjp.apply(x)?;
+                let all = [vec![out], grads.to_vec()].concat();
+                all.iter().map(|t| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1()).collect()
+            };
+            assert!(run(x)? == run(&plain)?, "{scheme}, view {n}");
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,128 @@
+// The backward of a block of queries, from the states that the forward read, and that of a block of keys, from the states summed
+// from the end.
+#pragma once
+
+#include <sage/past_linear/state_product.cuh>
+
+namespace sage::past_linear {
+
+// With u = H dO, n = phi . z and t = dO . out = phi . u / n: dphi = (u - t z) / n, whose product with phi is zero, so that
+// dq = phi o (u - t z) / n. Also stores each query's factors of dO and of 1, 1 / n and -t / n, for the states that the keys read.
+// Since H and z are means over the tokens before the block, these factors must still be divided by the number of tokens: here
+// they are divided by the number of blocks, in backward_keys by the tokens of a block.
+template <class T, int D>
+__device__ __forceinline__ void backward_queries(const params::Linear& p) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  __shared__ float sums[D], norms[BLOCK];
+  using At = Tile<T, D>;
+  static_assert(PLAN_FITS<D, params::plan("linear_backward_queries", D, params::LISTED), 2 * At::ROWS_BYTES>);
+  At at(p);
+  if (at.first >= at.segment.query_len) return;
+  Rows<T> q = at.queries(p, p.q), dout = at.queries(p, p.dout), dq = at.queries(p, p.dq);
+  uint32_t memory = ptx::shared_address(shared), state = memory + 2 * At::ROWS_BYTES;
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float u[D / 8][4] = {};
+  if (at.block > 0) {
+    int64_t row = at.row(p, at.head / (p.shape.query_heads / p.shape.key_heads));
+    copy_block<T, D>(memory, q, at.first);
+    copy_block<T, D>(memory + At::ROWS_BYTES, dout, at.first);
+    at.load_state(state, p, row);
+    for (int c = threadIdx.x; c < D; c += THREADS) sums[c] = p.sums[row * D + c];
+    __syncthreads();
+    ptx::cp_async_wait<0>();
+    make_query_features<T, D>(memory, q, at.first, sums, norms);
+    __syncthreads();
+    multiply_state<T, D, true>(u, memory + At::ROWS_BYTES + warp * 16 * D * 2, state, lane);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    int row = warp * 16 + lane / 4 + 8 * h;
+    bool real = at.block > 0 && at.first + row < at.segment.query_len;
+    float inverse = real ? 1.0f / norms[row] : 0.0f, t = 0.0f;
+    if (at.block > 0) {
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) t += element<T, D>(shared, row, n * 8 + 2 * (lane & 3) + e) * u[n][2 * h + e];
+    }
+    t = row_sum<4>(t) * inverse;
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n) {
+      float x[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        int column = n * 8 + 2 * (lane & 3) + e;
+        float phi = at.block > 0 ? element<T, D>(shared, row, column) : 0.0f;
+        x[e] = real ? phi * inverse * (u[n][2 * h + e] - t * sums[column]) : 0.0f;
+      }
+      leave_2<T, D>(shared + At::ROWS_BYTES, row, n * 8 + 2 * (lane & 3), x[0], x[1]);
+    }
+    if (lane % 4 == 0 && at.first + row < at.segment.query_len) {
+      float factor = real ? inverse / float(at.block) : 0.0f;
+      float* to = p.rows + 2 * (at.padded + row);
+      to[0] = factor, to[1] = -factor * t;
+    }
+  }
+  store_rows<T, D>(dq, shared + At::ROWS_BYTES, warp * 16, at.first, p.add);
+}
+
+// With G and z the sums over all later blocks of queries: dphi = G v + z, dk = phi o (dphi - phi . dphi), dv = phi G. G and z
+// still have to be divided by the tokens of a block (see backward_queries): BY_TOKEN is applied to both results.
+template <class T, int D>
+__device__ __forceinline__ void backward_keys(const params::Linear& p) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  __shared__ float sums[D];
+  using At = Tile<T, D>;
+  static_assert(PLAN_FITS<D, params::plan("linear_backward_keys", D, params::LISTED), 2 * At::ROWS_BYTES>);
+  At at(p);
+  if (at.first >= at.segment.key_len) return;
+  Rows<T> k = at.keys(p, p.k), v = at.keys(p, p.v), dk = at.keys(p, p.dk), dv = at.keys(p, p.dv);
+  uint32_t memory = ptx::shared_address(shared), state = memory + 2 * At::ROWS_BYTES;
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int64_t number = at.row(p, at.head);
+  copy_block<T, D>(memory, k, at.first);
+  copy_block<T, D>(memory + At::ROWS_BYTES, v, at.first);
+  at.load_state(state, p, number);
+  for (int c = threadIdx.x; c < D; c += THREADS) sums[c] = p.sums[number * D + c];
+  ptx::cp_async_wait<0>();
+  make_features<T, D>(memory, k.count - at.first, k.head_dim, [](int, int, const float(&)[8]) {});
+  __syncthreads();
+  constexpr float BY_TOKEN = 1.0f / BLOCK;
+  float acc[D / 8][4];
+  // dK comes first, because its operand V is not needed after it: its place in shared memory takes the results.
+  multiply_state<T, D, true>(acc, memory + At::ROWS_BYTES + warp * 16 * D * 2, state, lane);
+  __syncwarp();
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    int row = warp * 16 + lane / 4 + 8 * h;
+    float mean = 0.0f;
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        int column = n * 8 + 2 * (lane & 3) + e;
+        float& x = acc[n][2 * h + e];
+        x = (x + sums[column]) * BY_TOKEN;
+        mean += element<T, D>(shared, row, column) * x;
+      }
+    mean = row_sum<4>(mean);
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n) {
+      int column = n * 8 + 2 * (lane & 3);
+      leave_2<T, D>(shared + At::ROWS_BYTES, row, column, element<T, D>(shared, row, column) * (acc[n][2 * h] - mean),
+                    element<T, D>(shared, row, column + 1) * (acc[n][2 * h + 1] - mean));
+    }
+  }
+  store_rows<T, D>(dk, shared + At::ROWS_BYTES, warp * 16, at.first, p.add);
+  multiply_state<T, D, false>(acc, memory + warp * 16 * D * 2, state, lane);
+  __syncwarp();
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n)
+      leave_2<T, D>(shared, warp * 16 + lane / 4 + 8 * h, n * 8 + 2 * (lane & 3), acc[n][2 * h] * BY_TOKEN,
+                    acc[n][2 * h + 1] * BY_TOKEN);
+  store_rows<T, D>(dv, shared, warp * 16, at.first, p.add);
+}
+
+}  // namespace sage::past_linear

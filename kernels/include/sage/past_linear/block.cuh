@@ -1,0 +1,129 @@
+// Blocks of rows of the linear tail in shared memory: how they come there, phi of them, factors, and how results leave.
+#pragma once
+
+#include <math_constants.h>
+#include <sage/attention/rows.cuh>
+#include <sage/attention/segment.cuh>
+#include <sage/layout/swizzle.cuh>
+#include <sage/ptx/math.cuh>
+#include <sage/ptx/memory.cuh>
+
+namespace sage::past_linear {
+
+using attention::pack_8;
+using attention::Rows;
+using attention::unpack_8;
+
+constexpr int THREADS = 256, WARPS = THREADS / 32;
+constexpr int BLOCK = attention::SELECTION_BLOCK;
+
+// Sum and maximum over the LANES lanes that share a row.
+template <int LANES>
+__device__ __forceinline__ float row_sum(float x) {
+#pragma unroll
+  for (int step = LANES / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+template <int LANES>
+__device__ __forceinline__ float row_max(float x) {
+#pragma unroll
+  for (int step = LANES / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+
+// How threads share the rows of a block: D / 8 lanes a row, eight channels each, as copy_rows divides them. Each thread
+// therefore changes in shared memory only what it has copied itself, and only products need a barrier before them.
+template <int D>
+struct Share {
+  static constexpr int LANES = D / 8, STEP = THREADS / LANES;
+  int row = threadIdx.x / LANES, chunk = threadIdx.x % LANES;
+};
+
+// Copies 128 rows into shared memory asynchronously, with zeros beyond the end.
+template <class T, int D>
+__device__ __forceinline__ void copy_block(uint32_t shared, const Rows<T>& rows, int first) {
+  attention::copy_rows<BLOCK, D, THREADS>(shared, rows, first, threadIdx.x);
+}
+
+// Replaces rows in shared memory, of which the first `count` exist, by phi of them, and calls f(row, chunk, phi as rounded).
+template <class T, int D, class F>
+__device__ __forceinline__ void make_features(uint32_t shared, int count, int head_dim, F f) {
+  using S = Share<D>;
+  S at;
+#pragma unroll 2
+  for (int row = at.row; row < BLOCK; row += S::STEP) {
+    uint32_t address = shared + layout::swizzled<D * 2>(row, at.chunk);
+    float x[8], largest = -CUDART_INF_F, sum = 0.0f;
+    unpack_8<T>(ptx::load_16(address), x);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      if (at.chunk * 8 + c >= head_dim) x[c] = -CUDART_INF_F;
+      largest = fmaxf(largest, x[c]);
+    }
+    largest = row_max<S::LANES>(largest);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      x[c] = ptx::exp2((x[c] - largest) * ptx::LOG2_E);
+      sum += x[c];
+    }
+    sum = row_sum<S::LANES>(sum);
+    float inverse = row < count ? 1.0f / sum : 0.0f;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) x[c] *= inverse;
+    uint4 words = pack_8<T>(x);
+    ptx::store_16(address, words);
+    unpack_8<T>(words, x);
+    f(row, at.chunk, x);
+  }
+}
+
+// Multiplies each row in shared memory by its factor.
+template <class T, int D, class F>
+__device__ __forceinline__ void scale_rows(uint32_t shared, F factor) {
+  using S = Share<D>;
+  S at;
+#pragma unroll
+  for (int row = at.row; row < BLOCK; row += S::STEP) {
+    uint32_t address = shared + layout::swizzled<D * 2>(row, at.chunk);
+    float f = factor(row), x[8];
+    unpack_8<T>(ptx::load_16(address), x);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) x[c] *= f;
+    ptx::store_16(address, pack_8<T>(x));
+  }
+}
+
+// One element of a swizzled matrix in shared memory.
+template <class T, int D>
+__device__ __forceinline__ float element(const unsigned char* rows, int row, int column) {
+  return ptx::to_float(*reinterpret_cast<const T*>(rows + layout::swizzled<D * 2>(row, column / 8) + column % 8 * 2));
+}
+
+// Stores two neighbouring channels of a warp's 16 rows of results in shared memory, from where store_rows writes whole rows.
+// The rows overwrite an operand that this warp alone has read.
+template <class T, int D>
+__device__ __forceinline__ void leave_2(unsigned char* rows, int row, int column, float a, float b) {
+  *reinterpret_cast<uint32_t*>(rows + layout::swizzled<D * 2>(row, column / 8) + column % 8 * 2) = ptx::pack_16<T>(a, b);
+}
+// Writes a warp's 16 rows, from `row` on in shared memory, to the rows from `first` on of `to`, or adds them to those with
+// `add`.
+template <class T, int D>
+__device__ __forceinline__ void store_rows(const Rows<T>& to, const unsigned char* rows, int row, int first, bool add) {
+  constexpr int LANES = D / 8;
+  __syncwarp();
+#pragma unroll 2
+  for (int r = row + threadIdx.x % 32 / LANES; r < row + 16; r += 32 / LANES) {
+    int chunk = threadIdx.x % LANES;
+    uint4 words = *reinterpret_cast<const uint4*>(rows + layout::swizzled<D * 2>(r, chunk));
+    if (add) {
+      float x[8], y[8];
+      unpack_8<T>(words, x), unpack_8<T>(to.load_8(first + r, chunk * 8), y);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) x[c] += y[c];
+      words = pack_8<T>(x);
+    }
+    to.store_8(first + r, chunk * 8, words);
+  }
+}
+
+}  // namespace sage::past_linear

@@ -1,0 +1,90 @@
+// Products of a block of rows with a state: what the forward and both parts of the backward share.
+#pragma once
+
+#include <sage/layout/fragments.cuh>
+#include <sage/params/plans.cuh>
+#include <sage/params/sla2.cuh>
+#include <sage/past_linear/block.cuh>
+#include <sage/ptx/mma.cuh>
+
+namespace sage::past_linear {
+
+using attention::first_query_block;
+using attention::Segment;
+using attention::TILE;
+
+// Whether the plan of a kernel that multiplies blocks of rows with a state is that of its shared memory: OPERANDS bytes of rows, and
+// the state.
+template <int D, params::Plan PLAN, int OPERANDS>
+constexpr bool PLAN_FITS = PLAN.rows == BLOCK && PLAN.threads == THREADS && PLAN.shared_bytes == OPERANDS + D * D * 2;
+
+// The rows that a thread block works on: a block of queries, or of keys, of a head.
+template <class T, int D>
+struct Tile {
+  static constexpr int ROWS_BYTES = BLOCK * D * 2;
+  Segment segment;
+  int segment_index, head, block, first;
+  int64_t padded;  // the first query's place in the padded buffers
+
+  __device__ __forceinline__ Tile(const params::Linear& p)
+      : segment(p.shape, blockIdx.y), segment_index(blockIdx.y), head(blockIdx.z), block(blockIdx.x), first(block * BLOCK),
+        padded((int64_t(head) * p.shape.query_tiles + segment.query_tile) * TILE + first) {}
+
+  __device__ __forceinline__ Rows<T> queries(const params::Linear& p, const params::View& view) const {
+    return {view, segment.batch, segment.query_start, head, segment.query_len, p.shape.head_dim};
+  }
+  __device__ __forceinline__ Rows<T> keys(const params::Linear& p, const params::View& view) const {
+    return {view, segment.batch, segment.key_start, head, segment.key_len, p.shape.head_dim};
+  }
+  __device__ __forceinline__ int64_t row(const params::Linear& p, int key_head) const {
+    return int64_t(key_head) * p.blocks + first_query_block(p.shape, segment_index) + block;
+  }
+  // Copies a state into shared memory asynchronously.
+  __device__ __forceinline__ void load_state(uint32_t shared, const params::Linear& p, int64_t row) const {
+    const T* state = static_cast<const T*>(p.states) + row * D * D;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < D * D / 8; i += THREADS)
+      ptx::cp_async_16(shared + layout::swizzled<D * 2>(i / (D / 8), i % (D / 8)), state + i * 8, true);
+    ptx::cp_async_commit();
+  }
+};
+
+// acc = A S, or A S^T: a warp's 16 rows by the state.
+template <class T, int D, bool TRANSPOSED>
+__device__ __forceinline__ void multiply_state(float (&acc)[D / 8][4], uint32_t rows, uint32_t state, int lane) {
+#pragma unroll
+  for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) acc[n][e] = 0.0f;
+  layout::ReaderA<D * 2> a_reader(rows, lane);
+  layout::ReaderB<D * 2> along(state, lane);
+  layout::TransposedReaderB<D * 2> across(state, lane);
+#pragma unroll 1
+  for (int step = 0; step < D / 16; ++step) {
+    uint32_t a[4];
+    a_reader.load(a, 0, step);
+#pragma unroll
+    for (int n = 0; n < D / 8; n += 2) {
+      uint32_t b[4];
+      if constexpr (TRANSPOSED) along.load(b, n * 8, step);
+      else across.load(b, step * 16, n / 2);
+      ptx::mma_16<T>(acc[n], a, b[0], b[1]);
+      ptx::mma_16<T>(acc[n + 1], a, b[2], b[3]);
+    }
+  }
+}
+
+// Replaces queries in shared memory, from `first` on, by phi of them, and stores each one's normalizer phi . z in `norms`.
+template <class T, int D>
+__device__ __forceinline__ void make_query_features(uint32_t shared, const Rows<T>& q, int first, const float (&z)[D],
+                                                    float (&norms)[BLOCK]) {
+  make_features<T, D>(shared, q.count - first, q.head_dim, [&](int row, int chunk, const float(&phi)[8]) {
+    float dot = 0.0f;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) dot += phi[c] * z[chunk * 8 + c];
+    dot = row_sum<D / 8>(dot);
+    if (chunk == 0) norms[row] = dot;
+  });
+}
+
+}  // namespace sage::past_linear
