@@ -86,6 +86,10 @@ enum Verb {
         /// Seed; run N trains on corpus N
         #[arg(long, default_value_t = 0)]
         seed: u64,
+        /// Instead, JSON lines for --data: documents of at least so many words that ask for what they said far before
+        /// (`eval --recall` measures who remembers)
+        #[arg(long, value_name = "WORDS")]
+        recall: Option<usize>,
     },
     /// Measure the speed of attention: full precision and SageBwd, forward and backward
     Bench {
@@ -141,7 +145,7 @@ impl Cli {
     /// Every error of the command, ready to be printed.
     pub fn run(self) -> Result<()> {
         match self.verb {
-            Some(Verb::Corpus { megabytes, seed }) => write_corpus(megabytes, seed),
+            Some(Verb::Corpus { megabytes, seed, recall }) => write_corpus(megabytes, seed, recall),
             Some(Verb::Bench { what, threads }) => threads.start().and_then(|()| what.run()),
             Some(Verb::Data { what, threads }) => threads.start().and_then(|()| what.run()),
             Some(Verb::Sample(sample)) => sample.start()?.run(),

@@ -13,6 +13,7 @@ mod mixture;
 pub mod prepare;
 mod progress;
 pub mod reader;
+pub mod recall;
 pub mod shard;
 pub mod source;
 mod split;

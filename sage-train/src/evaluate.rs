@@ -1,6 +1,7 @@
-//! Validation loss on text outside the training data, by position too, and HellaSwag.
+//! Validation loss on text outside the training data, by position too; recall over distances; and HellaSwag.
 
 mod position;
+mod recall;
 
 use std::path::Path;
 
@@ -14,6 +15,7 @@ use crate::ranks::Ranks;
 use crate::{during, on_device};
 
 pub use position::{OfPositions, by_position};
+pub use recall::{Recalled, recall};
 
 /// The result of a validation.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -12,6 +12,7 @@ use crate::data::check::{Checked, check};
 use crate::data::corpus::Corpus;
 use crate::data::hub::recipes;
 use crate::data::prepare::{Part, Plan, prepare, train_tokenizer};
+use crate::data::recall::{self, Recall};
 use crate::data::shard::Format;
 use crate::during;
 use crate::partial;
@@ -187,17 +188,29 @@ impl TrainTokenizer {
     }
 }
 
-pub(super) fn write_corpus(megabytes: u64, seed: u64) -> Result<()> {
+/// Fewest words of a document of recall: it then has a few paragraphs.
+const FEWEST_WORDS: usize = 50;
+
+/// Checks the number of words of documents of recall.
+pub(super) fn recall_words(words: usize) -> Result<usize> {
+    in_range("recall", words, FEWEST_WORDS, 1 << 20)
+}
+
+pub(super) fn write_corpus(megabytes: u64, seed: u64, recall: Option<usize>) -> Result<()> {
     let corpus = Corpus::new(seed);
+    let recall = recall.map(recall_words).transpose()?.map(|words| Recall { words, seed });
     let mut out = std::io::stdout().lock();
     let (mut held, wanted) = (0, megabytes.saturating_mul(1_000_000));
     for number in 0.. {
         if held >= wanted {
             break;
         }
-        let document = corpus.document(number);
-        held += document.len() as u64;
-        match writeln!(out, "{document}") {
+        let line = match recall {
+            Some(recall) => serde_json::json!({ "text": recall::text(&recall.document(number)) }).to_string(),
+            None => corpus.document(number),
+        };
+        held += line.len() as u64;
+        match writeln!(out, "{line}") {
             // The reader has closed the pipe, as `head` does.
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => return Ok(()),
             result => result.map_err(during("cannot write the corpus"))?,

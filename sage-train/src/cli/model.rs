@@ -6,12 +6,15 @@ use candle_core::DType;
 use candle_sage::{Error, Result, Scheme};
 use clap::ValueEnum;
 
+use super::data::recall_words;
 use super::print;
 use crate::checks::{above_zero, in_range};
 use crate::data::Dataset;
+use crate::data::recall::Asked;
 use crate::device::Place;
 use crate::evaluate::{
-    Choices, Extent, OfPositions, by_position, choose, evaluate, read_examples, token_by_token,
+    Choices, Extent, OfPositions, Recalled, by_position, choose, evaluate, read_examples, recall,
+    token_by_token,
 };
 use crate::model::Llama;
 use crate::quantity::Quantity;
@@ -130,6 +133,10 @@ pub(super) struct Eval {
     /// The loss of eight parts of the sequences as well: whether tokens with more before them are predicted better
     #[arg(long, conflicts_with_all = ["hellaswag", "token_by_token"])]
     by_position: bool,
+    /// How often numbers are recalled, by distance, in documents of at least so many words (of `sage-train corpus --recall`,
+    /// which the model should be trained on); as many documents as --tokens fill
+    #[arg(long, value_name = "WORDS", conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "all", "data"])]
+    recall: Option<usize>,
     /// Sequences that go through the model at once
     #[arg(long, value_name = "N")]
     micro_batch: Option<usize>,
@@ -159,7 +166,8 @@ impl Eval {
             1 << 20
         };
         let tokens = in_range("tokens", self.tokens.map_or(usual, |tokens| tokens.0), 1, 1 << 40)?;
-        if self.hellaswag.is_none() {
+        let recall = self.recall.map(recall_words).transpose()?;
+        if self.hellaswag.is_none() && recall.is_none() {
             needs_data(&self.run, self.data.as_ref(), "evaluate on", "--data PATH, or --hellaswag FILE")?;
         }
         let settings = Settings {
@@ -175,6 +183,9 @@ impl Eval {
         let model = trained.model()?;
         if let Some(file) = &self.hellaswag {
             return hellaswag(file, &trained, &model);
+        }
+        if let Some(words) = recall {
+            return recalled(&trained, &model, words, tokens);
         }
         let data = Dataset::load_to_validate(&config.data, &|line| tell(line))?;
         let cut = config.data.cut(tokenizer);
@@ -224,6 +235,31 @@ impl Eval {
         }
         print(&table)
     }
+}
+
+/// Prints how often a model recalls numbers, by the place of the question and by distance.
+fn recalled(trained: &Trained, model: &Llama, words: usize, tokens: u64) -> Result<()> {
+    let Trained { config, tokenizer, device, .. } = trained;
+    let context = config.model.context;
+    let documents = tokens.div_ceil(context as u64);
+    let bar = crate::bar(documents, "{bar:30.cyan/blue} {pos}/{len} documents, ETA {eta}");
+    let rows =
+        recall(model, tokenizer, (context, device), words, documents, &mut |done, _| bar.set_position(done))?;
+    bar.finish_and_clear();
+    let mut table = String::from("question     tokens before    asked   right\n");
+    for Recalled { asked, distances, questions, right } in rows.into_iter().filter(|row| row.questions > 0) {
+        let asked = match asked {
+            Asked::AfterStory => "after story",
+            Asked::Suddenly => "suddenly",
+        };
+        let range = match distances.end {
+            usize::MAX => format!("{} and more", distances.start),
+            end => format!("{} to {}", distances.start, end - 1),
+        };
+        let share = 100.0 * right as f64 / questions as f64;
+        table += &format!("{asked:<12} {range:<14} {questions:>7} {share:>5.1} %\n");
+    }
+    print(&table)
 }
 
 /// Prints how many of HellaSwag's endings a model chooses right.

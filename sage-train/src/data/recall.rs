@@ -1,0 +1,239 @@
+//! Documents in which what was said once, far before, is asked for. Each document is a pure function of (seed, number).
+//!
+//! Every name of a document has a number, said in a sentence such as `Baruto keeps the number 42.` A document is a row of
+//! paragraphs:
+//!
+//! - a *beginning* says a name's number, and goes on with a story that has the name in each of its sentences;
+//! - a *return* is a story about a name that began before, and ends with its number ([`Asked::AfterStory`]);
+//! - a *question* is that sentence alone, where nothing led up to it ([`Asked::Suddenly`]);
+//! - a *roll* lists names with numbers and then the same in another order, so that looking up is learnt at short distances.
+//!
+//! A number is asked for once, after distances that are spread evenly in their logarithms.
+
+use rand::seq::{IndexedRandom, SliceRandom};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+const SYLLABLES: [&str; 16] =
+    ["ba", "ce", "do", "fi", "gu", "ha", "ke", "lo", "mi", "nu", "ra", "se", "to", "vi", "wu", "ze"];
+
+/// Names there are: two syllables and an ending.
+const NAMES: usize = 1024;
+
+/// Numbers that a name may have.
+const NUMBERS: std::ops::Range<u32> = 10..100;
+
+const STORIES: [&str; 12] = [
+    "In the morning {} walked down to the river.",
+    "Nobody had seen {} at the market that week.",
+    "Then {} mended the roof before the rain came.",
+    "The letters of {} lay unopened on the table.",
+    "After dark {} lit a lamp and read for a while.",
+    "Some said that {} had once lived by the sea.",
+    "A dog followed {} over the bridge and back.",
+    "The neighbours asked {} for bread and for news.",
+    "When winter ended {} opened all the windows.",
+    "For an hour {} listened to the old clock.",
+    "Under the mill {} found a key without a lock.",
+    "In the evening {} counted the boats again.",
+];
+
+/// Where a number is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Asked {
+    /// At the end of a story about its name: what precedes tells what will be needed.
+    AfterStory,
+    /// Where nothing led up to it.
+    Suddenly,
+}
+
+/// A number that is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Question {
+    /// Where.
+    pub asked: Asked,
+    /// Index of the piece that said it.
+    pub said: usize,
+}
+
+/// A piece of a document, which starts with a space or at the start of a line, where tokenizers cut.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Piece {
+    /// The text.
+    pub text: String,
+    /// Set if the piece is the answer to a question.
+    pub question: Option<Question>,
+}
+
+/// A generator of documents.
+#[derive(Debug, Clone, Copy)]
+pub struct Recall {
+    /// Words of a document, at least.
+    pub words: usize,
+    /// Which documents these are.
+    pub seed: u64,
+}
+
+/// A document in the making.
+struct Draft {
+    pieces: Vec<Piece>,
+    words: usize,
+    /// Names that are not in use yet.
+    unused: Vec<usize>,
+    /// What was said and not asked for: name, number, index of the piece, the paragraph's number.
+    open: Vec<(String, u32, usize, usize)>,
+    paragraphs: usize,
+}
+
+impl Draft {
+    fn push(&mut self, text: String) {
+        self.words += text.split_whitespace().count();
+        self.pieces.push(Piece { text, question: None });
+    }
+
+    fn name(&mut self) -> Option<String> {
+        let index = self.unused.pop()?;
+        let syllable = |n: usize| SYLLABLES[n % SYLLABLES.len()];
+        let end = ["n", "r", "l", "s"][index / 256 % 4];
+        let name = format!("{}{}{end}", syllable(index / 16), syllable(index));
+        let (first, rest) = name.split_at(1);
+        Some(first.to_uppercase() + rest)
+    }
+
+    /// `NAME keeps the number N.`; returns the index of the piece that is the number.
+    fn say(&mut self, name: &str, number: u32, question: Option<Question>) -> usize {
+        self.push(format!("{name} keeps the number"));
+        let index = self.pieces.len();
+        self.push(format!(" {number}"));
+        self.pieces[index].question = question;
+        self.push(".".into());
+        index
+    }
+
+    fn story(&mut self, name: &str, words: usize, rng: &mut ChaCha8Rng) {
+        let until = self.words + words;
+        while self.words < until {
+            let sentence = STORIES.choose(rng).expect("there are some").replace("{}", name);
+            self.push(format!(" {sentence}"));
+        }
+    }
+
+    /// Takes what was said at a distance that is drawn evenly from the logarithms of 1 to all paragraphs.
+    fn take(&mut self, rng: &mut ChaCha8Rng) -> Option<(String, u32, usize)> {
+        let wanted = ((self.paragraphs.max(2) as f64).ln() * rng.random::<f64>()).exp() as usize;
+        let distance = |paragraph: usize| (self.paragraphs - paragraph).abs_diff(wanted);
+        let nearest = (0..self.open.len()).min_by_key(|&n| distance(self.open[n].3))?;
+        let (name, number, index, _) = self.open.remove(nearest);
+        Some((name, number, index))
+    }
+}
+
+impl Recall {
+    /// Words of a paragraph's story: a fortieth of the document, so that it has some twenty names to return to.
+    fn story_words(self) -> usize {
+        (self.words / 40).max(8)
+    }
+
+    /// Document `number`.
+    pub fn document(self, number: u64) -> Vec<Piece> {
+        let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
+        rng.set_stream(number);
+        let mut unused: Vec<usize> = (0..NAMES).collect();
+        unused.shuffle(&mut rng);
+        let mut draft = Draft { pieces: Vec::new(), words: 0, unused, open: Vec::new(), paragraphs: 0 };
+        while draft.words < self.words {
+            if self.paragraph(&mut draft, &mut rng).is_none() {
+                break;
+            }
+            draft.paragraphs += 1;
+            draft.push("\n".into());
+        }
+        draft.pieces
+    }
+
+    /// Adds a paragraph; `None` when all names are used up.
+    fn paragraph(self, draft: &mut Draft, rng: &mut ChaCha8Rng) -> Option<()> {
+        let kind = rng.random_range(0..10);
+        let returning = if matches!(kind, 3..=7) { draft.take(rng) } else { None };
+        match (kind, returning) {
+            (3..=5, Some((name, number, said))) => {
+                draft.push(format!("{name} again."));
+                draft.story(&name, self.story_words(), rng);
+                draft.push(" So".into());
+                let question = Question { asked: Asked::AfterStory, said };
+                draft.say(&format!(" {name}"), number, Some(question));
+            }
+            (6 | 7, Some((name, number, said))) => {
+                draft.say(&name, number, Some(Question { asked: Asked::Suddenly, said }));
+            }
+            (8 | 9, _) => {
+                let mut roll = Vec::new();
+                for _ in 0..4 {
+                    roll.push((draft.name()?, rng.random_range(NUMBERS)));
+                }
+                for round in 0..2 {
+                    for (n, (name, number)) in roll.iter().enumerate() {
+                        let space = if round == 0 && n == 0 { "" } else { " " };
+                        draft.say(&format!("{space}{name}"), *number, None);
+                    }
+                    roll.shuffle(rng);
+                }
+            }
+            _ => {
+                let (name, number) = (draft.name()?, rng.random_range(NUMBERS));
+                let said = draft.say(&name, number, None);
+                draft.story(&name, self.story_words(), rng);
+                draft.open.push((name, number, said, draft.paragraphs));
+            }
+        }
+        Some(())
+    }
+}
+
+/// The text of a document.
+pub fn text(pieces: &[Piece]) -> String {
+    pieces.iter().map(|piece| piece.text.as_str()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_answer_was_said_and_distances_spread() {
+        let recall = Recall { words: 4000, seed: 3 };
+        let mut far = [0; 2];
+        for number in 0..50 {
+            let pieces = recall.document(number);
+            assert_eq!(pieces, recall.document(number));
+            assert!(text(&pieces).split_whitespace().count() >= 4000);
+            let name = |index: usize| {
+                let words = pieces[index - 1].text.trim().split(' ').next().expect("a name");
+                words.to_owned()
+            };
+            let mut said = std::collections::BTreeSet::new();
+            for (index, piece) in pieces.iter().enumerate() {
+                let Some(question) = piece.question else { continue };
+                assert!(question.said < index && said.insert(question.said), "asked once, and later");
+                assert_eq!(pieces[question.said].text, piece.text);
+                assert_eq!(name(question.said), name(index));
+                far[usize::from(index - question.said > pieces.len() / 4)] += 1;
+            }
+        }
+        assert!(far.iter().all(|&count| count > 150), "{far:?}");
+        assert_ne!(recall.document(1), recall.document(2));
+    }
+
+    #[test]
+    fn names_differ() {
+        let mut draft = Draft {
+            pieces: Vec::new(),
+            words: 0,
+            unused: (0..NAMES).collect(),
+            open: Vec::new(),
+            paragraphs: 0,
+        };
+        let names: std::collections::BTreeSet<_> = std::iter::from_fn(|| draft.name()).collect();
+        assert_eq!(names.len(), NAMES);
+    }
+}
