@@ -7,6 +7,17 @@ use std::fmt;
 ///
 /// It displays as up to four short lines: the problem, what was given, what is allowed, and a hint. A candle
 /// error made from it displays the same text.
+///
+/// ```
+/// use candle_sage::Error;
+///
+/// let error = Error::new("the batch is empty").got(0).allowed("1 or more").hint("read some text first");
+/// assert_eq!(
+///     error.to_string(),
+///     "the batch is empty\n  got:     0\n  allowed: 1 or more\n  hint:    read some text first"
+/// );
+/// assert_eq!(candle_core::Error::from(error.clone()).to_string(), error.to_string());
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub struct Error {
     kind: ErrorKind,
@@ -17,6 +28,14 @@ pub struct Error {
 }
 
 /// What kind of error an [`Error`] is.
+///
+/// ```
+/// use candle_sage::{Error, ErrorKind};
+///
+/// assert_eq!(Error::new("a tile of 0").kind(), ErrorKind::Invalid);
+/// assert_eq!(Error::unsupported("tiles of 32 on CUDA").kind(), ErrorKind::Unsupported);
+/// assert_eq!(Error::new("no answer").with_kind(ErrorKind::Failed).kind(), ErrorKind::Failed);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -33,6 +52,18 @@ pub enum ErrorKind {
 impl ErrorKind {
     /// The kind of an error that candle returned: of this crate's errors their own, [`ErrorKind::OutOfMemory`] if a GPU had no
     /// memory left, else [`ErrorKind::Failed`].
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_sage::{Attention, ErrorKind};
+    ///
+    /// // A head_dim of 4 is out of range.
+    /// let x = Tensor::zeros((1, 3, 2, 4), DType::F32, &Device::Cpu)?;
+    /// let error = Attention::default().apply(&x, &x, &x).unwrap_err();
+    /// assert_eq!(ErrorKind::of(&error), ErrorKind::Invalid);
+    /// assert_eq!(ErrorKind::of(&candle_core::Error::Msg("no such file".into())), ErrorKind::Failed);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     pub fn of(error: &candle_core::Error) -> Self {
         use candle_core::Error::{Context, WithBacktrace, WithPath};
         match error {

@@ -48,6 +48,12 @@ fn round_magnitude(x: f32, step: f32, smallest: f32) -> f32 {
 /// at 6.
 ///
 /// A NaN gives 6: the scale of its group is NaN, which makes the product NaN.
+///
+/// ```
+/// use candle_sage::nvfp4::e2m1;
+///
+/// assert_eq!([0.3, 2.5, 3.5, -100.0].map(e2m1), [0.5, 2.0, 4.0, -6.0]);
+/// ```
 #[inline(always)]
 pub fn e2m1(x: f32) -> f32 {
     let saturated = if x.abs() < E2M1_MAX { x.abs() } else { E2M1_MAX };
@@ -55,6 +61,12 @@ pub fn e2m1(x: f32) -> f32 {
 }
 
 /// The nearest E4M3 value, ties to the even code, saturating at 448. A NaN stays a NaN.
+///
+/// ```
+/// use candle_sage::nvfp4::e4m3;
+///
+/// assert_eq!([0.3, 17.0, 19.0, 1e6].map(e4m3), [0.3125, 16.0, 20.0, 448.0]);
+/// ```
 #[inline(always)]
 pub fn e4m3(x: f32) -> f32 {
     let saturated = if x.abs() > E4M3_MAX { E4M3_MAX } else { x.abs() };
@@ -62,6 +74,13 @@ pub fn e4m3(x: f32) -> f32 {
 }
 
 /// The code of an E2M1 value, 0 to 15.
+///
+/// ```
+/// use candle_sage::nvfp4::{e2m1_code, e2m1_value};
+///
+/// assert_eq!([0.0, 1.5, 6.0, -6.0].map(e2m1_code), [0, 3, 7, 15]);
+/// assert!((0..16).all(|code| e2m1_code(e2m1_value(code)) == code));
+/// ```
 ///
 /// # Panics
 /// When `value` is not an E2M1 value.
@@ -73,6 +92,12 @@ pub fn e2m1_code(value: f32) -> u8 {
 }
 
 /// The value of an E2M1 code; bits beyond the fourth are ignored.
+///
+/// ```
+/// use candle_sage::nvfp4::e2m1_value;
+///
+/// assert_eq!([1, 5, 7, 8 | 7].map(e2m1_value), [0.5, 3.0, 6.0, -6.0]);
+/// ```
 #[inline(always)]
 pub fn e2m1_value(code: u8) -> f32 {
     const VALUES: [f32; 16] =
@@ -81,6 +106,12 @@ pub fn e2m1_value(code: u8) -> f32 {
 }
 
 /// The code of a non-negative E4M3 value; 0x7f for NaN.
+///
+/// ```
+/// use candle_sage::nvfp4::e4m3_code;
+///
+/// assert_eq!([0.0, 1.0, 448.0, f32::NAN].map(e4m3_code), [0, 0x38, 0x7e, 0x7f]);
+/// ```
 ///
 /// # Panics
 /// When `value` is not such a value.
@@ -99,6 +130,13 @@ pub fn e4m3_code(value: f32) -> u8 {
 }
 
 /// The value of an E4M3 code.
+///
+/// ```
+/// use candle_sage::nvfp4::e4m3_value;
+///
+/// assert_eq!([0x01, 0x38, 0x7e].map(e4m3_value), [1.0 / 512.0, 1.0, 448.0]);
+/// assert!(e4m3_value(0x7f).is_nan());
+/// ```
 #[inline(always)]
 pub fn e4m3_value(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
@@ -111,6 +149,14 @@ pub fn e4m3_value(code: u8) -> f32 {
 }
 
 /// A group's scale and its reciprocal.
+///
+/// ```
+/// use candle_sage::nvfp4::Scale;
+///
+/// let scale = Scale::of(12.0);
+/// assert_eq!((scale.dequant, scale.quant), (2.0, 0.5));
+/// assert_eq!([12.0, 4.9, 0.4].map(|x| scale.fake_quantize(x)), [12.0, 4.0, 0.0]);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scale {
     /// Factor from codes to values; an E4M3 value.
@@ -144,6 +190,17 @@ pub enum Axis {
 }
 
 /// A matrix in NVFP4, in the "Packed format" of the [module](self).
+///
+/// ```
+/// use candle_sage::nvfp4::{Axis, Packed};
+///
+/// let values: Vec<f32> = (0..32).map(|i| i as f32 / 8.0).collect();
+/// let packed = Packed::new(&values, 16, Axis::Channels);
+/// assert_eq!((packed.codes().len(), packed.scales().len()), (16, 2));
+/// // 3.875 / 6 is rounded to a scale of 0.625, of which the largest code is 6 times as much.
+/// assert_eq!(packed.rows(1..2)[15], 3.75);
+/// assert_eq!(Packed::new(&values, 16, Axis::Rows).scales().len(), 16);
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Packed {
     channels: usize,

@@ -98,6 +98,19 @@ fn softmax(row: &Row, d: usize, scale: f64, q: &[f64], k: &[f64]) -> (Vec<f64>, 
 
 /// `out = softmax(softmax_scale Q K^T) V`.
 ///
+/// ```
+/// use candle_sage::{AttentionShape, reference};
+///
+/// let dims = (1, 2, 1, 8);
+/// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+/// // Logits of 0: each query takes the mean of the values that the mask leaves.
+/// let (zeros, v) = ([0.0; 16], [[1.0; 8], [3.0; 8]].concat());
+/// let got = reference::forward(&shape, 1.0, &zeros, &zeros, &v);
+/// assert!((got.out[0] - 1.0).abs() < 1e-12 && (got.out[8] - 2.0).abs() < 1e-12);
+/// assert_eq!(got.lse, [0.0, 2f64.ln()]);
+/// # Ok::<(), candle_sage::Error>(())
+/// ```
+///
 /// # Panics
 /// When a slice does not have the shape's length.
 pub fn forward(shape: &AttentionShape, softmax_scale: f64, q: &[f64], k: &[f64], v: &[f64]) -> Forward {
@@ -105,6 +118,18 @@ pub fn forward(shape: &AttentionShape, softmax_scale: f64, q: &[f64], k: &[f64],
 }
 
 /// As [`forward`], over the pairs that `pattern` accepts.
+///
+/// ```
+/// use candle_sage::{AttentionShape, reference};
+///
+/// let dims = (1, 2, 1, 8);
+/// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+/// // Each query sees the key at its own place alone.
+/// let (zeros, v) = ([0.0; 16], [[1.0; 8], [3.0; 8]].concat());
+/// let own = |pair: reference::Pair| pair.key == pair.query;
+/// assert_eq!(reference::sparse_forward(&shape, &own, 1.0, [&zeros, &zeros, &v]).out, v);
+/// # Ok::<(), candle_sage::Error>(())
+/// ```
 ///
 /// # Panics
 /// When a slice does not have the shape's length.
@@ -136,6 +161,20 @@ pub fn sparse_forward(
 ///
 /// `dV = P^T dO`, `dP = dO V^T`, `dS = P o (dP - rowsum(P o dP))`, `dQ = scale dS K`, `dK = scale dS^T Q`.
 ///
+/// ```
+/// use candle_sage::{AttentionShape, reference};
+///
+/// let dims = (1, 2, 1, 8);
+/// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+/// // The first key is seen by both queries, the second one by the second query, which gives half of its weight to each.
+/// let (zeros, ones) = ([0.0; 16], [1.0; 16]);
+/// let got = reference::backward(&shape, 1.0, &zeros, &zeros, &ones, &ones);
+/// assert!((got.dv[0] - 1.5).abs() < 1e-12 && (got.dv[8] - 0.5).abs() < 1e-12);
+/// // All values are the same, so that the probabilities do not matter.
+/// assert!(got.dq.iter().chain(&got.dk).all(|x| x.abs() < 1e-12));
+/// # Ok::<(), candle_sage::Error>(())
+/// ```
+///
 /// # Panics
 /// When a slice does not have the shape's length.
 pub fn backward(
@@ -150,6 +189,18 @@ pub fn backward(
 }
 
 /// As [`backward`], over the pairs that `pattern` accepts.
+///
+/// ```
+/// use candle_sage::{AttentionShape, reference};
+///
+/// let dims = (1, 2, 1, 8);
+/// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+/// let (zeros, dout) = ([0.0; 16], [[1.0; 8], [3.0; 8]].concat());
+/// let own = |pair: reference::Pair| pair.key == pair.query;
+/// let got = reference::sparse_backward(&shape, &own, 1.0, [&zeros, &zeros, &zeros], &dout);
+/// assert_eq!(got.dv, dout);
+/// # Ok::<(), candle_sage::Error>(())
+/// ```
 ///
 /// # Panics
 /// When a slice does not have the shape's length.

@@ -12,6 +12,16 @@ pub use sagebwd::{Granularity, Int8Products, SageBwd, Smoothing};
 use crate::error::Result;
 
 /// The numerics of an attention call.
+///
+/// ```
+/// use candle_sage::{AttnQat, SageBwd, Scheme, Smoothing};
+///
+/// let scheme: Scheme = SageBwd::default().smoothing(Smoothing::Qk).into();
+/// scheme.validate()?;
+/// assert_eq!(scheme.to_string(), "SageBwd, smoothing qk, granularity vector, tiles 64x64");
+/// assert_ne!(scheme, Scheme::from(AttnQat::default()));
+/// # Ok::<(), candle_sage::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Scheme {
@@ -27,6 +37,13 @@ pub enum Scheme {
 
 impl Scheme {
     /// Every scheme, with its default settings.
+    ///
+    /// ```
+    /// use candle_sage::Scheme;
+    ///
+    /// let names: Vec<_> = Scheme::all().iter().map(Scheme::name).collect();
+    /// assert_eq!(names, ["fpa", "sagebwd", "attn-qat"]);
+    /// ```
     pub fn all() -> Vec<Self> {
         vec![Self::FullPrecision, Self::SageBwd(SageBwd::default()), Self::AttnQat(AttnQat::default())]
     }
@@ -51,6 +68,14 @@ impl Scheme {
 
     /// Every setting of the scheme, as its name and its value in words. Schemes with the same name and
     /// settings compute the same results.
+    ///
+    /// ```
+    /// use candle_sage::{SageBwd, Scheme};
+    ///
+    /// let settings = Scheme::from(SageBwd::default().tile_q(32)).settings();
+    /// assert!(settings.contains(&("tile-q", "32".to_string())));
+    /// assert!(Scheme::FullPrecision.settings().is_empty());
+    /// ```
     pub fn settings(&self) -> Vec<(&'static str, String)> {
         match self {
             Self::FullPrecision => Vec::new(),
@@ -62,6 +87,14 @@ impl Scheme {
     /// Bytes per token that a forward on a GPU keeps for its backward, besides inputs, output and single
     /// values per row. `queries` and `keys` are the numbers of channels of all query heads and of all key
     /// heads; `element` is the size of an input's element in bytes.
+    ///
+    /// ```
+    /// use candle_sage::{SageBwd, Scheme};
+    ///
+    /// // Eight query heads and two key heads of 64 channels in bf16: codes of one byte each of Q and K.
+    /// let scheme = Scheme::from(SageBwd::default());
+    /// assert_eq!(scheme.kept_bytes(8 * 64, 2 * 64, 2), 640);
+    /// ```
     pub fn kept_bytes(&self, queries: u64, keys: u64, element: u64) -> u64 {
         match self {
             Self::FullPrecision => 0,
@@ -74,6 +107,14 @@ impl Scheme {
 
     /// What a low-bit inference runtime must know to compute the attention that a model was trained for, as
     /// names and values. Empty if the model may run with any exact attention.
+    ///
+    /// ```
+    /// use candle_sage::{AttnQat, Scheme};
+    ///
+    /// let settings = Scheme::from(AttnQat::default()).runtime_settings();
+    /// assert!(settings.contains(&("format", "nvfp4".to_string())));
+    /// assert!(Scheme::FullPrecision.runtime_settings().is_empty());
+    /// ```
     pub fn runtime_settings(&self) -> Vec<(&'static str, String)> {
         match self {
             Self::FullPrecision | Self::SageBwd(_) => Vec::new(),
@@ -83,6 +124,13 @@ impl Scheme {
 
     /// Numbers of queries and of keys that the block sizes of a [`Selection`](crate::Selection) must be
     /// multiples of.
+    ///
+    /// ```
+    /// use candle_sage::{SageBwd, Scheme};
+    ///
+    /// assert_eq!(Scheme::FullPrecision.block_unit(), (16, 16));
+    /// assert_eq!(Scheme::from(SageBwd::default()).block_unit(), (64, 64));
+    /// ```
     pub fn block_unit(&self) -> (usize, usize) {
         match self {
             Self::FullPrecision | Self::AttnQat(_) => (16, 16),
@@ -96,6 +144,13 @@ impl Scheme {
     }
 
     /// Checks the settings.
+    ///
+    /// ```
+    /// use candle_sage::{SageBwd, Scheme};
+    ///
+    /// assert!(Scheme::from(SageBwd::default().tile_k(128)).validate().is_ok());
+    /// assert!(Scheme::from(SageBwd::default().tile_k(8)).validate().is_err());
+    /// ```
     ///
     /// # Errors
     /// When a setting is out of range, or when settings do not fit together.

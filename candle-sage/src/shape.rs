@@ -8,6 +8,15 @@ use crate::error::{Error, Result};
 pub type Dims = (usize, usize, usize, usize);
 
 /// The supported values of `head_dim`.
+///
+/// ```
+/// use candle_sage::{AttentionShape, shape::HEAD_DIM};
+///
+/// for head_dim in [HEAD_DIM.start() - 1, *HEAD_DIM.end() + 1] {
+///     let dims = (1, 4, 2, head_dim);
+///     assert!(AttentionShape::new(dims, dims, dims, false, None).is_err());
+/// }
+/// ```
 pub const HEAD_DIM: std::ops::RangeInclusive<usize> = 8..=256;
 
 /// Several documents, concatenated along the sequence into a batch of one.
@@ -15,6 +24,20 @@ pub const HEAD_DIM: std::ops::RangeInclusive<usize> = 8..=256;
 /// Document `n` holds the query tokens `cu_seqlens_q[n]..cu_seqlens_q[n + 1]` and the key tokens
 /// `cu_seqlens_k[n]..cu_seqlens_k[n + 1]`; a token attends to its own document only. This is the "varlen"
 /// form of FlashAttention. A document may be empty.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::{Attention, Packing, Scheme};
+///
+/// let x = Tensor::randn(0f32, 1., (1, 5, 1, 8), &Device::Cpu)?;
+/// let alone = Attention::new(Scheme::FullPrecision);
+/// let packed = alone.clone().packing(Packing::self_attention(vec![0, 2, 5]));
+/// // The second document is attended to as if it were alone.
+/// let second = x.narrow(1, 2, 3)?;
+/// let (packed, alone) = (packed.apply(&x, &x, &x)?.narrow(1, 2, 3)?, alone.apply(&second, &second, &second)?);
+/// assert!((packed - alone)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Packing {
     /// Cumulative query lengths: the first is 0, they never decrease, and the last is the number of query
@@ -26,6 +49,13 @@ pub struct Packing {
 
 impl Packing {
     /// A packing for self-attention, in which queries and keys have the same document bounds.
+    ///
+    /// ```
+    /// use candle_sage::Packing;
+    ///
+    /// let packing = Packing::self_attention(vec![0, 2, 5]);
+    /// assert_eq!(packing.cu_seqlens_q, packing.cu_seqlens_k);
+    /// ```
     pub fn self_attention(cu_seqlens: Vec<usize>) -> Self {
         Self { cu_seqlens_k: cu_seqlens.clone(), cu_seqlens_q: cu_seqlens }
     }
@@ -35,6 +65,18 @@ impl Packing {
 ///
 /// Tensors are (batch, sequence, heads, head_dim). `query_heads` is a multiple of `key_heads`
 /// (grouped-query attention: query head `h` reads key head `h / group()`).
+///
+/// ```
+/// use candle_sage::AttentionShape;
+///
+/// let (q, k) = ((2, 10, 4, 16), (2, 30, 2, 16));
+/// let shape = AttentionShape::new(q, k, k, true, None)?;
+/// assert_eq!((shape.group(), shape.default_softmax_scale()), (2, 0.25));
+/// let odd = (2, 30, 3, 16);
+/// let message = AttentionShape::new(q, odd, odd, true, None).unwrap_err().to_string();
+/// assert!(message.contains("4 query heads, 3 key heads"));
+/// # Ok::<(), candle_sage::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttentionShape {
     batch: usize,
@@ -48,6 +90,19 @@ pub struct AttentionShape {
 }
 
 /// One independent attention problem: the tokens of one batch entry, or of one packed document.
+///
+/// ```
+/// use candle_sage::{AttentionShape, Packing};
+///
+/// let dims = (1, 5, 1, 8);
+/// let packing = Packing::self_attention(vec![0, 2, 5]);
+/// let shape = AttentionShape::new(dims, dims, dims, true, Some(packing))?;
+/// let second = &shape.segments()[1];
+/// assert_eq!((second.batch, second.query.clone()), (0, 2..5));
+/// // The first query of the second document sees one key; its last key is seen by the last query alone.
+/// assert_eq!((second.visible_keys(0), second.first_query(2)), (1, 2));
+/// # Ok::<(), candle_sage::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Segment {
     /// Index of the batch entry that holds the tokens.

@@ -56,6 +56,20 @@ use crate::shape::{AttentionShape, Packing};
 /// block's first query, no candidate holds a later key, and the tail sums over candidates alone. (With
 /// [`SageBwd`](crate::SageBwd) K's mean over all tokens is subtracted before quantizing, so that later tokens
 /// change how codes are rounded; with full precision there is no such dependence.)
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::{Attention, Router, Scheme, Sla2};
+///
+/// let x = Tensor::randn(0f32, 1., (1, 64, 2, 8), &Device::Cpu)?;
+/// let (router, theta) = (Router::new(2, 8, &Device::Cpu)?, Tensor::zeros(2, DType::F32, &Device::Cpu)?);
+/// // With as many blocks as there are, nothing is left to the tail: the result is dense attention.
+/// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(4).causal(true);
+/// let out = sla2.apply(&x, &x, &x, &sla2.select(&router, &x, &x)?, &theta)?;
+/// let dense = Attention::new(Scheme::FullPrecision).causal(true).apply(&x, &x, &x)?;
+/// assert!((out - dense)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-5);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Sla2 {
     /// Attention without the selection, which each call adds.
@@ -173,6 +187,20 @@ impl Sla2 {
     /// largest scores, at most [`Sla2::blocks`] of them; of equal scores the first is taken. The selection
     /// has no gradient.
     ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_sage::{Router, Scheme, Sla2};
+    ///
+    /// let x = Tensor::randn(0f32, 1., (1, 64, 2, 8), &Device::Cpu)?;
+    /// let router = Router::new(2, 8, &Device::Cpu)?;
+    /// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true);
+    /// let selection = sla2.select(&router, &x, &x)?;
+    /// // The first block of queries has the diagonal alone; the last one has a block before it and the diagonal.
+    /// assert_eq!(selection.list(0, 0, 0)?, [0]);
+    /// assert_eq!(selection.list(0, 0, 3)?.len(), 2);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// When shapes or settings do not fit.
     pub fn select(&self, router: &Router, q: &Tensor, k: &Tensor) -> Result<Selection> {
@@ -202,6 +230,21 @@ impl Sla2 {
 
     /// Computes the output outside candle's graph, together with its vector-Jacobian product: for training
     /// loops that do not use candle's graph.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_sage::{Router, Scheme, Sla2};
+    ///
+    /// let x = Tensor::randn(0f32, 1., (1, 64, 2, 8), &Device::Cpu)?;
+    /// let router = Router::new(2, 8, &Device::Cpu)?;
+    /// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true);
+    /// let theta = Tensor::full(2f32, 2, &Device::Cpu)?;
+    /// let (out, vjp) = sla2.vjp(&x, &x, &x, &sla2.select(&router, &x, &x)?, &theta)?;
+    /// let [dq, dk, dv, dtheta] = vjp.apply(&out)?;
+    /// assert!([dq, dk, dv].iter().all(|gradient| gradient.dims() == x.dims()));
+    /// assert_eq!(dtheta.to_vec1::<f32>()?, vjp.theta_gradient(&out)?.to_vec1::<f32>()?);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     ///
     /// # Errors
     /// As [`Sla2::apply`].
@@ -236,6 +279,18 @@ impl Sla2 {
     ///
     /// It replaces the published training of the router through a soft choice.
     ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_sage::{Router, Scheme, Sla2};
+    ///
+    /// let x = Tensor::randn(0f32, 1., (1, 64, 2, 8), &Device::Cpu)?;
+    /// let router = Router::new(2, 8, &Device::Cpu)?;
+    /// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true);
+    /// let gradients = sla2.router_loss(&router, &x, &x)?.backward()?;
+    /// assert!(router.weights().iter().all(|weight| gradients.get(weight).is_some()));
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// When shapes or settings do not fit.
     pub fn router_loss(&self, router: &Router, q: &Tensor, k: &Tensor) -> Result<Tensor> {
@@ -249,6 +304,20 @@ impl Sla2 {
 
     /// The fraction of dense attention's mass on the candidates that a selection covers, over all heads and
     /// blocks: 1 is all of it. On a GPU this waits for the device.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_sage::{Router, Scheme, Sla2};
+    ///
+    /// let x = Tensor::randn(0f32, 1., (1, 64, 2, 8), &Device::Cpu)?;
+    /// let router = Router::new(2, 8, &Device::Cpu)?;
+    /// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true);
+    /// let some = sla2.select(&router, &x, &x)?;
+    /// let all = sla2.clone().blocks(4).select(&router, &x, &x)?;
+    /// let (some, all) = (sla2.mass_caught(&some, &x, &x)?, sla2.mass_caught(&all, &x, &x)?);
+    /// assert!(0.0 < some && some < all && (all - 1.0).abs() < 1e-6);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     ///
     /// # Errors
     /// When shapes or settings do not fit.

@@ -7,6 +7,22 @@ use super::Linear;
 use crate::ops;
 
 /// Llama's feed-forward network: `W_down swiglu(W_gate x, W_up x)`.
+///
+/// ```
+/// use candle_core::{DType, Device, Module, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use candle_sage::nn::FeedForward;
+///
+/// let variables = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
+/// let network = FeedForward::load(8, 24, vb)?;
+/// let x = Tensor::randn(0f32, 1., (2, 5, 8), &Device::Cpu)?;
+/// let out = network.forward(&x)?;
+/// assert_eq!(out.dims(), x.dims());
+/// let gradients = out.sqr()?.sum_all()?.backward()?;
+/// assert!(variables.all_vars().iter().all(|weight| gradients.get(weight).is_some()));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct FeedForward {
     gate: Linear,

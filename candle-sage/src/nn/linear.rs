@@ -5,6 +5,17 @@ use candle_nn::{Init, VarBuilder};
 
 /// A linear map of the last dimension, `y = x W^T`, or `y = x W^T + b` with a bias. All leading dimensions
 /// are flattened into the rows of one matrix product, so that the weight's gradient is one product too.
+///
+/// ```
+/// use candle_core::{Device, Module, Tensor};
+/// use candle_sage::nn::Linear;
+///
+/// let weight = Tensor::new(&[[1f32, 0.], [0., 2.], [1., 1.]], &Device::Cpu)?;
+/// let map = Linear::new(weight).with_bias(Tensor::new(&[0f32, 0., 10.], &Device::Cpu)?);
+/// let x = Tensor::new(&[[3f32, 4.]], &Device::Cpu)?;
+/// assert_eq!(map.forward(&x)?.to_vec2::<f32>()?, [[3., 8., 17.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Tensor,
@@ -24,6 +35,19 @@ impl Linear {
     }
 
     /// Loads `weight`, which a new model initializes as candle's linear layers do.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Module, Tensor};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// use candle_sage::nn::Linear;
+    ///
+    /// let (variables, device) = (VarMap::new(), Device::Cpu);
+    /// let vb = VarBuilder::from_varmap(&variables, DType::F32, &device);
+    /// let map = Linear::load(4, 6, vb.pp("up_proj"))?;
+    /// assert_eq!(map.forward(&Tensor::zeros((2, 3, 4), DType::F32, &device)?)?.dims(), [2, 3, 6]);
+    /// assert!(variables.data().lock().unwrap().contains_key("up_proj.weight"));
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     ///
     /// # Errors
     /// When it is missing or has another shape.

@@ -6,6 +6,17 @@ use candle_nn::{Init, VarBuilder};
 use crate::ops;
 
 /// Root-mean-square normalization over the last dimension, (.., width): see [`ops::rms_norm`].
+///
+/// ```
+/// use candle_core::{Device, Module, Tensor};
+/// use candle_sage::nn::RmsNorm;
+///
+/// let norm = RmsNorm::new(Tensor::new(&[1f32, 1., 2., 2.], &Device::Cpu)?, 0.0);
+/// // The root of the mean square is 2.
+/// let x = Tensor::new(&[[2f32, -2., 2., -2.]], &Device::Cpu)?;
+/// assert_eq!(norm.forward(&x)?.to_vec2::<f32>()?, [[1., -1., 2., -2.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
     pub(super) weight: Tensor,

@@ -7,6 +7,20 @@ use crate::error::Error;
 use crate::ops::{self, RopeStyle};
 
 /// Rotary position embedding with its tables: see [`ops::rope`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::{nn::Rotary, ops::RopeStyle};
+///
+/// let rotary = Rotary::new(16, 8, 10_000.0, RopeStyle::Halves, &Device::Cpu)?;
+/// let x = Tensor::randn(0f32, 1., (1, 4, 2, 8), &Device::Cpu)?;
+/// // Tokens three and four of a sequence rotate as they do in the whole sequence.
+/// let whole = rotary.forward(&x, 0)?.narrow(1, 2, 2)?;
+/// let part = rotary.forward(&x.narrow(1, 2, 2)?, 2)?;
+/// assert_eq!(part.flatten_all()?.to_vec1::<f32>()?, whole.flatten_all()?.to_vec1::<f32>()?);
+/// assert!(rotary.forward(&x, 13).is_err());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Rotary {
     cos: Tensor,
@@ -33,6 +47,19 @@ impl Rotary {
     /// A module with given tables, (positions, head_dim / 2) each, such as those of
     /// [`ops::rope_tables_llama3`].
     ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_sage::{nn::Rotary, ops::RopeStyle};
+    ///
+    /// // A table of zero angles rotates nothing.
+    /// let (cos, sin) = (Tensor::full(1f32, (3, 4), &Device::Cpu)?, Tensor::full(0f32, (3, 4), &Device::Cpu)?);
+    /// let rotary = Rotary::from_tables(cos.clone(), sin, RopeStyle::Halves)?;
+    /// let x = Tensor::randn(0f32, 1., (1, 3, 1, 8), &Device::Cpu)?;
+    /// assert_eq!((rotary.forward(&x, 0)? - &x)?.abs()?.max_all()?.to_scalar::<f32>()?, 0.0);
+    /// assert!(Rotary::from_tables(cos.clone(), cos.narrow(0, 0, 2)?, RopeStyle::Halves).is_err());
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// When they are not two tables of the same shape.
     pub fn from_tables(cos: Tensor, sin: Tensor, style: RopeStyle) -> Result<Self> {
@@ -56,6 +83,20 @@ impl Rotary {
     }
 
     /// Normalizes each head of `x`, then rotates it, in one op: see [`ops::qk_norm_rope`].
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Module, Tensor};
+    /// use candle_sage::nn::{RmsNorm, Rotary};
+    /// use candle_sage::ops::RopeStyle;
+    ///
+    /// let norm = RmsNorm::new(Tensor::ones(8, DType::F32, &Device::Cpu)?, 1e-6);
+    /// let rotary = Rotary::new(16, 8, 10_000.0, RopeStyle::Halves, &Device::Cpu)?;
+    /// let x = Tensor::randn(0f32, 1., (1, 4, 2, 8), &Device::Cpu)?;
+    /// let fused = rotary.forward_normalized(&x, &norm, 0)?;
+    /// let steps = rotary.forward(&norm.forward(&x)?, 0)?;
+    /// assert!((fused - steps)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-5);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     ///
     /// # Errors
     /// As [`Rotary::forward`], and when the norm's weight is not as wide as a head.

@@ -13,6 +13,23 @@ use crate::scheme::Scheme;
 const SEQUENCE: usize = 1;
 
 /// Which of a layer's linear maps have a bias.
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use candle_sage::Attention;
+/// use candle_sage::nn::{Biases, SelfAttention, SelfAttentionConfig};
+///
+/// let qwen2 = SelfAttentionConfig {
+///     width: 16, heads: 2, key_heads: 1, head_dim: 8, qk_norm_eps: None, biases: Biases::QueryKeyValue,
+/// };
+/// let variables = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
+/// SelfAttention::load(qwen2, Attention::default().causal(true), vb)?;
+/// // Four weights and three biases.
+/// assert_eq!(variables.all_vars().len(), 7);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Biases {
     /// None, as in Llama and Qwen3.
@@ -143,6 +160,27 @@ impl SelfAttention {
     /// As [`SelfAttention::forward`], with `attend` in place of the layer's attention: it gets query, key and
     /// value as (batch, sequence, heads, head_dim), normalized and rotated. For inspecting a model's tensors,
     /// or for numerics of your own.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Tensor};
+    /// # use candle_nn::{VarBuilder, VarMap};
+    /// # use candle_sage::nn::{Biases, Rotary, SelfAttention, SelfAttentionConfig};
+    /// # use candle_sage::{Attention, ops::RopeStyle};
+    /// # let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+    /// # let rotary = Rotary::new(8, 8, 10_000.0, RopeStyle::Halves, &Device::Cpu)?;
+    /// let config =
+    ///     SelfAttentionConfig { width: 16, heads: 2, key_heads: 1, head_dim: 8, qk_norm_eps: None, biases: Biases::None };
+    /// let attention = Attention::default().causal(true);
+    /// let layer = SelfAttention::load(config, attention.clone(), vb)?;
+    /// let x = Tensor::randn(0f32, 1., (1, 4, 16), &Device::Cpu)?;
+    /// let mut dims = None;
+    /// layer.forward_with(&x, &rotary, |q, k, v| {
+    ///     dims = Some((q.dims4()?, k.dims4()?));
+    ///     attention.apply(q, k, v)
+    /// })?;
+    /// assert_eq!(dims, Some(((1, 4, 2, 8), (1, 4, 1, 8))));
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     ///
     /// # Errors
     /// As [`SelfAttention::forward`], and those of `attend`.

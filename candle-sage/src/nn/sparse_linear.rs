@@ -13,6 +13,25 @@ use crate::sla2::{Router, Sla2};
 ///
 /// Its output has gradients for the projections, the norms and `theta`; the router learns from
 /// [`Self::router_loss`].
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use candle_sage::nn::{Biases, Rotary, SelfAttentionConfig, SparseLinearAttention};
+/// use candle_sage::{Scheme, Sla2, ops::RopeStyle};
+///
+/// let config =
+///     SelfAttentionConfig { width: 16, heads: 2, key_heads: 1, head_dim: 8, qk_norm_eps: None, biases: Biases::None };
+/// let map = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu);
+/// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true);
+/// let layer = SparseLinearAttention::load(config, sla2, vb)?;
+/// let rotary = Rotary::new(64, 8, 10_000.0, RopeStyle::Halves, &Device::Cpu)?;
+/// let x = Tensor::randn(0f32, 1., (1, 64, 16), &Device::Cpu)?;
+/// assert_eq!(layer.forward(&x, &rotary)?.dims(), x.dims());
+/// assert!(layer.router_loss(&x, &rotary)?.to_scalar::<f32>()? > 0.0);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct SparseLinearAttention {
     layer: SelfAttention,

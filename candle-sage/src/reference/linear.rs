@@ -31,6 +31,19 @@ fn features_backward(phi: &[f64], dphi: &[f64], d: usize) -> Vec<f64> {
 /// `w_ij = phi(q_i) . phi(k_j)` and `phi` the softmax over the channels. A query that sees no key gives
 /// zeros.
 ///
+/// ```
+/// use candle_sage::{AttentionShape, reference};
+///
+/// let dims = (1, 2, 1, 8);
+/// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+/// // Each query sees the keys before its own place: the first one sees none.
+/// let (zeros, v) = ([0.0; 16], [[1.0; 8], [3.0; 8]].concat());
+/// let past = |pair: reference::Pair| pair.key < pair.query;
+/// let out = reference::linear_forward(&shape, &past, [&zeros, &zeros, &v]);
+/// assert_eq!(out, [[0.0; 8], [1.0; 8]].concat());
+/// # Ok::<(), candle_sage::Error>(())
+/// ```
+///
 /// # Panics
 /// When a slice does not have the shape's length.
 pub fn linear_forward(shape: &AttentionShape, pattern: Pattern<'_>, [q, k, v]: [&[f64]; 3]) -> Vec<f64> {
@@ -51,6 +64,19 @@ pub fn linear_forward(shape: &AttentionShape, pattern: Pattern<'_>, [q, k, v]: [
 }
 
 /// The gradients of [`linear_forward`].
+///
+/// ```
+/// use candle_sage::{AttentionShape, reference};
+///
+/// let dims = (1, 2, 1, 8);
+/// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+/// let (zeros, dout) = ([0.0; 16], [[1.0; 8], [3.0; 8]].concat());
+/// let past = |pair: reference::Pair| pair.key < pair.query;
+/// let got = reference::linear_backward(&shape, &past, [&zeros, &zeros, &zeros], &dout);
+/// // The second query alone sees the first key.
+/// assert_eq!(got.dv, [[3.0; 8], [0.0; 8]].concat());
+/// # Ok::<(), candle_sage::Error>(())
+/// ```
 ///
 /// # Panics
 /// When a slice does not have the shape's length.

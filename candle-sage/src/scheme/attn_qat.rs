@@ -26,6 +26,19 @@ use crate::error::{Error, Result};
 ///
 /// Each ablation of the paper is one setting; [`AttnQat::drop_in`] is the paper's baseline that replaces the
 /// forward alone.
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use candle_sage::{Attention, AttnQat, PReference};
+///
+/// let var = || Var::randn(0f32, 1., (1, 32, 2, 16), &Device::Cpu);
+/// let (q, k, v) = (var()?, var()?, var()?);
+/// let scheme = AttnQat::default().p_reference(PReference::TwoLevel);
+/// let out = Attention::new(scheme).causal(true).apply(&q, &k, &v)?;
+/// let gradients = out.sqr()?.sum_all()?.backward()?;
+/// assert!([&q, &k, &v].iter().all(|x| gradients.get(x).is_some()));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AttnQat {
@@ -65,6 +78,19 @@ impl Default for AttnQat {
 }
 
 /// The instructions that multiply the codes.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use candle_sage::{Attention, AttnQat, Products};
+///
+/// let inference = Attention::new(AttnQat::default().products(Products::Nvfp4));
+/// let x = Tensor::randn(0f32, 1., (1, 32, 2, 16), &Device::Cpu)?;
+/// assert_eq!(inference.apply(&x, &x, &x)?.dims(), x.dims());
+/// // A variable would need a backward.
+/// let x = Var::from_tensor(&x)?;
+/// assert!(inference.apply(&x, &x, &x).is_err());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Products {
@@ -82,6 +108,15 @@ pub enum Products {
 }
 
 /// The axis along which 16 values of V share a scale.
+///
+/// ```
+/// use candle_sage::{AttnQat, ValueGroups};
+///
+/// let groups: ValueGroups = "head-dim".parse()?;
+/// assert_eq!(AttnQat::default().value_groups(groups).value_groups, ValueGroups::HeadDim);
+/// assert_eq!(ValueGroups::default().to_string(), "tokens");
+/// # Ok::<(), candle_sage::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum ValueGroups {
@@ -99,6 +134,15 @@ pub enum ValueGroups {
 
 /// The reference that a row's probabilities are divided by before they are quantized. E4M3 scales have their
 /// four significant bits only from 2^-6 on, so the reference decides which probabilities survive.
+///
+/// ```
+/// use candle_sage::PReference;
+///
+/// let reference: PReference = "two-level".parse()?;
+/// assert_eq!(reference, PReference::TwoLevel);
+/// assert_eq!(PReference::default().to_string(), "row-max");
+/// # Ok::<(), candle_sage::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum PReference {
@@ -118,6 +162,13 @@ pub enum PReference {
 
 impl AttnQat {
     /// The baseline that replaces the forward alone: a stock backward on unquantized Q, K and V.
+    ///
+    /// ```
+    /// use candle_sage::AttnQat;
+    ///
+    /// let baseline = AttnQat::drop_in();
+    /// assert!(!baseline.high_precision_output && !baseline.matched_recomputation && !baseline.requantized_p);
+    /// ```
     pub fn drop_in() -> Self {
         Self {
             high_precision_output: false,
@@ -209,6 +260,14 @@ impl AttnQat {
 
     /// Checks the settings.
     ///
+    /// ```
+    /// use candle_sage::{AttnQat, Smoothing};
+    ///
+    /// assert!(AttnQat::default().smoothing(Smoothing::K).validate().is_ok());
+    /// let error = AttnQat::default().smoothing(Smoothing::Qk).validate().unwrap_err();
+    /// assert!(error.to_string().contains("allowed: none, k"));
+    /// ```
+    ///
     /// # Errors
     /// When Q is to be smoothed, since Attn-QAT smooths K alone; when FP4 products are to have groups of V
     /// along head_dim, which is not their reduction.
@@ -232,6 +291,13 @@ impl AttnQat {
 impl PReference {
     /// The base-2 exponent of the reference of a row whose largest base-2 logit is `max`. Relative to it a
     /// probability is `2^(logit - exponent)`.
+    ///
+    /// ```
+    /// use candle_sage::PReference;
+    ///
+    /// let all = [PReference::RowMax, PReference::TwoLevel, PReference::Literal];
+    /// assert_eq!(all.map(|reference| reference.of(2.5)), [3.0, -8.0, 2.5]);
+    /// ```
     #[inline(always)]
     pub fn of(self, max: f32) -> f32 {
         match self {

@@ -20,6 +20,19 @@ use crate::error::{Error, Result};
 ///
 /// On Hopper GPUs the forward's P has one scale per row of two key tiles, weighted with V's scales, and
 /// unsigned codes, 0 to 254: the error of O is a tenth smaller at sigma 1, and no larger at 3 to 10.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::{Attention, SageBwd, Scheme};
+///
+/// let x = || Tensor::randn(0f32, 1., (1, 64, 2, 32), &Device::Cpu);
+/// let (q, k, v) = (x()?, x()?, x()?);
+/// let exact = Attention::new(Scheme::FullPrecision).apply(&q, &k, &v)?;
+/// let coded = Attention::new(SageBwd::default().tile_q(32)).apply(&q, &k, &v)?;
+/// let error = ((coded - &exact)?.sqr()?.sum_all()? / exact.sqr()?.sum_all()?)?.to_scalar::<f32>()?;
+/// assert!(0.0 < error.sqrt() && error.sqrt() < 0.05);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SageBwd {
@@ -48,6 +61,14 @@ impl Default for SageBwd {
 }
 
 /// The operands whose token means are subtracted before quantizing (SageBwd, sections 3 and 6).
+///
+/// ```
+/// use candle_sage::{AttnQat, SageBwd, Smoothing};
+///
+/// assert_eq!(SageBwd::default().smoothing, Smoothing::K);
+/// assert_eq!(AttnQat::default().smoothing, Smoothing::None);
+/// assert_eq!(Smoothing::Qk.to_string(), "qk");
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Smoothing {
@@ -82,6 +103,16 @@ pub enum Smoothing {
 ///
 /// A set is written as `paper`, `forward-and-s`, `forward`, or a list that begins with `forward`:
 /// `forward,s,dv,dk`. CUDA has the three named sets, the CPU has all.
+///
+/// ```
+/// use candle_sage::Int8Products;
+///
+/// let set: Int8Products = "forward,s,dv".parse()?;
+/// assert!(set.s && set.dv && !set.dq && !set.dk);
+/// assert_eq!("forward,s".parse::<Int8Products>()?, Int8Products::FORWARD_AND_S);
+/// assert!("forward,dp".parse::<Int8Products>().is_err());
+/// # Ok::<(), candle_sage::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Int8Products {
     /// `S = Q K^T`, recomputed in the backward.
@@ -165,6 +196,15 @@ impl std::str::FromStr for Int8Products {
 ///
 /// A vector lies along the product's reduction, along which a scale must be constant: dS has scales by query
 /// row for dQ and by key column for dK; for dV, P has scales by key column and dO by channel.
+///
+/// ```
+/// use candle_sage::Granularity;
+///
+/// let granularity: Granularity = "group-8".parse()?;
+/// assert_eq!(granularity, Granularity::Group(8));
+/// assert!("group-65".parse::<Granularity>().is_err());
+/// # Ok::<(), candle_sage::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Granularity {
@@ -179,6 +219,13 @@ pub enum Granularity {
 
 impl Granularity {
     /// The number of vectors that share a scale in a tile of `extent` vectors.
+    ///
+    /// ```
+    /// use candle_sage::Granularity;
+    ///
+    /// let all = [Granularity::Vector, Granularity::Group(8), Granularity::Tile];
+    /// assert_eq!(all.map(|granularity| granularity.vectors(64)), [1, 8, 64]);
+    /// ```
     pub fn vectors(self, extent: usize) -> usize {
         match self {
             Granularity::Vector => 1,
@@ -289,6 +336,15 @@ impl SageBwd {
     pub const TILE_ROWS: std::ops::RangeInclusive<usize> = 16..=256;
 
     /// Checks the settings.
+    ///
+    /// ```
+    /// use candle_sage::{Granularity, Int8Products, SageBwd};
+    ///
+    /// let tile = SageBwd::default().granularity(Granularity::Tile);
+    /// assert!(tile.validate().is_ok());
+    /// // Where the backward quantizes nothing, a granularity has no effect.
+    /// assert!(tile.products(Int8Products::FORWARD).validate().is_err());
+    /// ```
     ///
     /// # Errors
     /// When a tile or group size is out of range, or when a granularity is set that no product uses.

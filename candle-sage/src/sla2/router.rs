@@ -10,6 +10,18 @@ use crate::shape::AttentionShape;
 /// Scores blocks of keys: `s_IJ = (Rq qbar_I) . (Rk kbar_J) / sqrt(head_dim)`, where `qbar_I` and `kbar_J`
 /// are the means of the blocks and each key head has its own matrices `Rq` and `Rk`. Identities, the start,
 /// make the score the scaled product of the means.
+///
+/// ```
+/// use candle_core::Device;
+/// use candle_sage::Router;
+///
+/// let router = Router::new(2, 8, &Device::Cpu)?;
+/// let [query, key] = router.weights();
+/// assert_eq!((query.dims(), key.dims()), (&[2, 8, 8][..], &[2, 8, 8][..]));
+/// // Variables, for an optimizer.
+/// assert!(query.is_variable() && key.is_variable());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Router {
     query: Tensor,
@@ -32,6 +44,16 @@ impl Router {
 
     /// A router with given matrices, both (key heads, head_dim, head_dim) in f32.
     ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_sage::Router;
+    ///
+    /// let matrices = Tensor::randn(0f32, 1., (2, 8, 8), &Device::Cpu)?;
+    /// assert!(Router::from_tensors(matrices.clone(), matrices.clone()).is_ok());
+    /// assert!(Router::from_tensors(matrices.clone(), matrices.narrow(0, 0, 1)?).is_err());
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// When the shapes or types do not fit.
     pub fn from_tensors(query: Tensor, key: Tensor) -> Result<Self> {
@@ -53,6 +75,19 @@ impl Router {
     /// A router from a model's variables `q_router.weight` and `k_router.weight`, in f32. Matrices that a
     /// `VarMap` does not have start at random; those of [`Router::new`] start as identities, whose choice is
     /// better than random.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// use candle_sage::Router;
+    ///
+    /// let variables = VarMap::new();
+    /// let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
+    /// assert_eq!(Router::load(2, 8, vb)?.weights()[0].dims(), [2, 8, 8]);
+    /// let names = variables.data().lock().unwrap();
+    /// assert!(names.contains_key("q_router.weight") && names.contains_key("k_router.weight"));
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     ///
     /// # Errors
     /// When they are missing or have another shape.

@@ -13,6 +13,7 @@ mod cuda_ops;
 mod cuda_sla2;
 mod fingerprint;
 mod imports;
+mod lengths;
 mod messages;
 mod modules;
 mod ops;
