@@ -8,7 +8,7 @@
 //! - a *question* is that sentence alone, where nothing led up to it ([`Asked::Suddenly`]);
 //! - a *roll* lists names with numbers and then the same in another order, so that looking up is learnt at short distances.
 //!
-//! A number is asked for once, after distances that are spread evenly in their logarithms.
+//! A number is asked for once, after distances of which half are even and half have even logarithms.
 
 use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{Rng, SeedableRng};
@@ -106,7 +106,8 @@ impl Draft {
         let index = self.pieces.len();
         self.push(format!(" {number}"));
         self.pieces[index].question = question;
-        self.push(".".into());
+        // Not a word.
+        self.pieces.push(Piece { text: ".".into(), question: None });
         index
     }
 
@@ -118,9 +119,10 @@ impl Draft {
         }
     }
 
-    /// Takes what was said at a distance that is drawn evenly from the logarithms of 1 to all paragraphs.
+    /// Takes what was said at a distance of 1 to all paragraphs, drawn evenly, or evenly among the logarithms.
     fn take(&mut self, rng: &mut ChaCha8Rng) -> Option<(String, u32, usize)> {
-        let wanted = ((self.paragraphs.max(2) as f64).ln() * rng.random::<f64>()).exp() as usize;
+        let (most, part) = (self.paragraphs.max(2) as f64, rng.random::<f64>());
+        let wanted = if rng.random_bool(0.5) { most * part } else { most.powf(part) } as usize;
         let distance = |paragraph: usize| (self.paragraphs - paragraph).abs_diff(wanted);
         let nearest = (0..self.open.len()).min_by_key(|&n| distance(self.open[n].3))?;
         let (name, number, index, _) = self.open.remove(nearest);
@@ -153,20 +155,21 @@ impl Recall {
 
     /// Adds a paragraph; `None` when all names are used up.
     fn paragraph(self, draft: &mut Draft, rng: &mut ChaCha8Rng) -> Option<()> {
+        // More names begin than are asked for, so that there is something to ask for at every distance.
         let kind = rng.random_range(0..10);
-        let returning = if matches!(kind, 3..=7) { draft.take(rng) } else { None };
+        let returning = if kind <= 3 { draft.take(rng) } else { None };
         match (kind, returning) {
-            (3..=5, Some((name, number, said))) => {
+            (0 | 1, Some((name, number, said))) => {
                 draft.push(format!("{name} again."));
                 draft.story(&name, self.story_words(), rng);
                 draft.push(" So".into());
                 let question = Question { asked: Asked::AfterStory, said };
                 draft.say(&format!(" {name}"), number, Some(question));
             }
-            (6 | 7, Some((name, number, said))) => {
+            (2 | 3, Some((name, number, said))) => {
                 draft.say(&name, number, Some(Question { asked: Asked::Suddenly, said }));
             }
-            (8 | 9, _) => {
+            (4, _) => {
                 let mut roll = Vec::new();
                 for _ in 0..4 {
                     roll.push((draft.name()?, rng.random_range(NUMBERS)));
@@ -182,7 +185,7 @@ impl Recall {
             _ => {
                 let (name, number) = (draft.name()?, rng.random_range(NUMBERS));
                 let said = draft.say(&name, number, None);
-                draft.story(&name, self.story_words(), rng);
+                draft.story(&name, self.story_words() / 2, rng);
                 draft.open.push((name, number, said, draft.paragraphs));
             }
         }
