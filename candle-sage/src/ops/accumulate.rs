@@ -1,14 +1,11 @@
 //! Sums in place: the gradients of training loops that do not use candle's graph.
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
-use candle_core::{CpuStorage, DType, InplaceOp2, InplaceOp3, Layout, Result, Tensor};
+use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp2, InplaceOp3, Layout, Result, Tensor};
 use rayon::prelude::*;
 
 use super::support::{SPAN, check_sum, f32_values, f32_values_mut, shape_error, supported};
 use crate::cpu::product::{Mat, product_parallel};
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::launch::Launch;
 
 const ADD: &str = "add-into";
 const PRODUCT: &str = "product-into";
@@ -26,7 +23,7 @@ pub fn add_into(sum: &Tensor, x: &Tensor) -> Result<()> {
     sum.inplace_op2(&x.detach(), &AddInto)
 }
 
-struct AddInto;
+pub(crate) struct AddInto;
 
 impl InplaceOp2 for AddInto {
     fn name(&self) -> &'static str {
@@ -48,7 +45,6 @@ impl InplaceOp2 for AddInto {
         Ok(())
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         sum: &mut CudaStorage,
@@ -56,7 +52,7 @@ impl InplaceOp2 for AddInto {
         x: &CudaStorage,
         x_layout: &Layout,
     ) -> Result<()> {
-        cuda::ops::cross_entropy::add((sum, layout), (x, x_layout))
+        self.launch([(&*sum, layout), (x, x_layout)])
     }
 }
 
@@ -85,8 +81,8 @@ pub fn sum_in_order(sum: &Tensor, parts: &Tensor, place: usize) -> Result<()> {
     sum.inplace_op2(&parts.detach(), &InOrder { place })
 }
 
-struct InOrder {
-    place: usize,
+pub(crate) struct InOrder {
+    pub(crate) place: usize,
 }
 
 impl InplaceOp2 for InOrder {
@@ -116,7 +112,6 @@ impl InplaceOp2 for InOrder {
         Ok(())
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         sum: &mut CudaStorage,
@@ -124,7 +119,7 @@ impl InplaceOp2 for InOrder {
         parts: &CudaStorage,
         parts_layout: &Layout,
     ) -> Result<()> {
-        cuda::ops::sum_in_order::sum((sum, layout), (parts, parts_layout), self.place)
+        self.launch([(&*sum, layout), (parts, parts_layout)])
     }
 }
 
@@ -165,9 +160,9 @@ pub fn product_into(out: &Tensor, a: &Tensor, b: &Tensor, factor: f64, add: bool
     out.inplace_op3(&a.detach(), &b.detach(), &ProductInto { factor: factor as f32, add })
 }
 
-struct ProductInto {
-    factor: f32,
-    add: bool,
+pub(crate) struct ProductInto {
+    pub(crate) factor: f32,
+    pub(crate) add: bool,
 }
 
 impl InplaceOp3 for ProductInto {
@@ -196,7 +191,6 @@ impl InplaceOp3 for ProductInto {
         Ok(())
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         out: &mut CudaStorage,
@@ -206,8 +200,7 @@ impl InplaceOp3 for ProductInto {
         b: &CudaStorage,
         b_layout: &Layout,
     ) -> Result<()> {
-        let beta = if self.add { 1.0 } else { 0.0 };
-        cuda::gemm::product_into((out, layout), (a, a_layout), (b, b_layout), [self.factor, beta])
+        self.launch([(&*out, layout), (a, a_layout), (b, b_layout)])
     }
 }
 

@@ -1,15 +1,10 @@
 //! AdamW over all parameters at once, and the sum of squares for the norm of their gradient.
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, InplaceOp3, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, InplaceOp3, Layout, Result, Shape, Tensor};
 
-#[cfg(feature = "cuda")]
-use super::support::with_cuda;
-use super::support::{f32_values, f32_values_mut, shape_error, supported};
+use super::support::{f32_values, f32_values_mut, shape_error, supported, with_cuda};
 use crate::cpu::ops::adamw::{squares, step};
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::launch::{Launch, Operand};
 pub use crate::update::AdamW;
 
 const NAME: &str = "adamw";
@@ -28,7 +23,7 @@ pub fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
     x.detach().apply_op1_no_bwd(&SumOfSquares)
 }
 
-struct SumOfSquares;
+pub(crate) struct SumOfSquares;
 
 impl CustomOp1 for SumOfSquares {
     fn name(&self) -> &'static str {
@@ -40,9 +35,8 @@ impl CustomOp1 for SumOfSquares {
         Ok((CpuStorage::F64(vec![squares(&values)]), Shape::from(())))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        Ok((cuda::ops::adamw::sum_of_squares((x, layout))?, Shape::from(())))
+        Ok((self.launch([(x, layout)])?, Shape::from(())))
     }
 }
 
@@ -98,7 +92,6 @@ impl AdamW {
 
 struct Step<'a> {
     settings: &'a AdamW,
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "on the CPU there is none"))]
     copy: Option<&'a Tensor>,
 }
 
@@ -124,7 +117,6 @@ impl InplaceOp3 for Step<'_> {
 
     /// The copy is written through its shared storage, since candle lends only one tensor at a time for
     /// writing.
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         state: &mut CudaStorage,
@@ -134,13 +126,10 @@ impl InplaceOp3 for Step<'_> {
         sum_of_squares: &CudaStorage,
         sum_layout: &Layout,
     ) -> Result<()> {
-        let (state, gradient) = ((&*state, layout), (gradient, gradient_layout));
-        let sum = (sum_of_squares, sum_layout);
+        let all = [(&*state, layout), (gradient, gradient_layout), (sum_of_squares, sum_layout)];
         match self.copy {
-            None => cuda::ops::adamw::update(state, gradient, sum, None, self.settings),
-            Some(copy) => with_cuda(NAME, [copy], |[copy]| {
-                cuda::ops::adamw::update(state, gradient, sum, Some(copy), self.settings)
-            }),
+            None => self.settings.launch((all, None::<Operand<'_>>)),
+            Some(copy) => with_cuda(NAME, [copy], |[copy]| self.settings.launch((all, Some(copy)))),
         }
     }
 }

@@ -1,17 +1,12 @@
 //! The learned mixture of attention over selected keys and the linear tail.
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 
-#[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_cuda};
-use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
+use super::support::{cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_cuda, with_f32};
 use crate::cpu::blend;
 use crate::cpu::view::to_storage;
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::launch::Launch;
 use crate::selection::Selection;
 
 const NAME: &str = "blend";
@@ -62,12 +57,12 @@ pub fn blend_backward(
     dout: &Tensor,
 ) -> Result<[Tensor; 3]> {
     let theta = &theta.contiguous()?;
-    Blend::new([sparse, tail, theta], selection, alpha)?.gradients([sparse, tail, theta], dout)
+    Gradients(&Blend::new([sparse, tail, theta], selection, alpha)?).of([sparse, tail, theta], dout)
 }
 
-struct Blend {
-    selection: Selection,
-    alpha: Alpha,
+pub(crate) struct Blend {
+    pub(crate) selection: Selection,
+    pub(crate) alpha: Alpha,
 }
 
 impl Blend {
@@ -90,8 +85,13 @@ impl Blend {
         supported(NAME, &[sparse, tail, theta, selection.lists()])?;
         Ok(Self { selection: selection.clone(), alpha })
     }
+}
 
-    fn gradients(&self, [sparse, tail, theta]: [&Tensor; 3], dout: &Tensor) -> Result<[Tensor; 3]> {
+/// The gradients of the inputs of a mixture, for them and the output's gradient.
+pub(crate) struct Gradients<'a>(pub(crate) &'a Blend);
+
+impl Gradients<'_> {
+    fn of(&self, [sparse, tail, theta]: [&Tensor; 3], dout: &Tensor) -> Result<[Tensor; 3]> {
         if dout.dims() != sparse.dims() || dout.dtype() != sparse.dtype() {
             return Err(shape_error(
                 "blend: the output's gradient does not fit the output",
@@ -101,25 +101,18 @@ impl Blend {
             ));
         }
         supported(NAME, &[sparse, tail, theta, dout])?;
-        #[cfg(feature = "cuda")]
+        let Blend { selection, alpha } = self.0;
         if sparse.device().is_cuda() {
-            let [dsparse, dtail, dtheta] =
-                with_cuda(NAME, [sparse, tail, theta, dout], |[sparse, tail, theta, dout]| {
-                    cuda::blend::backward(
-                        &self.selection,
-                        self.alpha == Alpha::Count,
-                        [sparse, tail, theta],
-                        dout,
-                    )
-                })?;
+            let tensors = [sparse, tail, theta, dout];
+            let [dsparse, dtail, dtheta] = with_cuda(NAME, tensors, |operands| self.launch(operands))?;
             let like = |storage| cuda_tensor(storage, sparse.shape());
             return Ok([like(dsparse), like(dtail), cuda_tensor(dtheta, theta.shape())]);
         }
-        let odds = self.selection.host()?.odds();
+        let odds = selection.host()?.odds();
         let [dsparse, dtail, dtheta] =
             with_f32(NAME, [sparse, tail, theta, dout], |[sparse, tail, theta, dout]| {
-                let shape = self.selection.shape();
-                Ok(blend::backward(shape, &odds, self.alpha == Alpha::Count, [sparse, tail, theta], dout))
+                let shape = selection.shape();
+                Ok(blend::backward(shape, &odds, *alpha == Alpha::Count, [sparse, tail, theta], dout))
             })?;
         let like = |values| f32_tensor(values, sparse.shape(), sparse.dtype());
         Ok([like(dsparse)?, like(dtail)?, f32_tensor(dtheta, theta.shape(), DType::F32)?])
@@ -151,7 +144,6 @@ impl CustomOp3 for Blend {
         Ok((to_storage(out, sparse.dtype())?, sparse_layout.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         sparse: &CudaStorage,
@@ -162,7 +154,7 @@ impl CustomOp3 for Blend {
         theta_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let inputs = [(sparse, sparse_layout), (tail, tail_layout), (theta, theta_layout)];
-        let out = cuda::blend::forward(&self.selection, self.alpha == Alpha::Count, inputs)?;
+        let out = self.launch(inputs)?;
         Ok((out, sparse_layout.shape().clone()))
     }
 
@@ -174,7 +166,7 @@ impl CustomOp3 for Blend {
         _: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [dsparse, dtail, dtheta] = self.gradients([sparse, tail, theta], dout)?;
+        let [dsparse, dtail, dtheta] = Gradients(self).of([sparse, tail, theta], dout)?;
         Ok((Some(dsparse), Some(dtail), Some(dtheta)))
     }
 }

@@ -2,18 +2,16 @@
 
 use std::sync::OnceLock;
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 
-use super::support::{cpu_storage, f32_tensor, f32_values, ids, shape_error, supported, with_f32};
-#[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_cuda};
+use super::support::{
+    cpu_storage, cuda_tensor, f32_tensor, f32_values, ids, shape_error, supported, with_cuda, with_f32,
+};
 use crate::cpu::ops::cross_entropy::{log_sum_exp, mean_loss, row_loss, to_gradient};
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::dtype::Checked;
 use crate::error::Error;
+use crate::launch::{Backward, Launch};
 
 const NAME: &str = "cross-entropy";
 
@@ -80,18 +78,11 @@ pub(super) fn classes(
     classes: usize,
     settings: CrossEntropy,
 ) -> Result<(Vec<Option<usize>>, usize)> {
-    let mut out = Vec::with_capacity(targets.len());
-    for &target in targets {
-        let ignored = settings.ignore_id == Some(target);
-        if !ignored && !(0..classes as i64).contains(&target) {
-            return Err(not_a_class(target, classes).into());
-        }
-        out.push((!ignored).then_some(target as usize));
-    }
+    let counts = |target: i64| settings.ignore_id != Some(target);
+    let bad = targets.iter().copied().find(|&t| counts(t) && !(0..classes as i64).contains(&t));
+    let out: Vec<_> = targets.iter().map(|&target| counts(target).then_some(target as usize)).collect();
     let counted = out.iter().flatten().count();
-    if counted == 0 {
-        return Err(none_counts(out.len()).into());
-    }
+    verdict(Checked { bad, counted }, targets.len(), classes)?;
     Ok((out, counted))
 }
 
@@ -109,12 +100,11 @@ fn none_counts(targets: usize) -> Error {
         .hint("skip the batch")
 }
 
-/// The error, if any, that a GPU's check of the targets found.
-#[cfg(feature = "cuda")]
-pub(super) fn verdict(checked: cuda::ops::Checked, targets: usize, classes: usize) -> Result<()> {
+/// The error, if any, that a check of the targets found.
+pub(super) fn verdict(checked: Checked, targets: usize, classes: usize) -> Result<()> {
     match checked {
-        cuda::ops::Checked { bad: Some(target), .. } => Err(not_a_class(target, classes).into()),
-        cuda::ops::Checked { counted: 0, .. } => Err(none_counts(targets).into()),
+        Checked { bad: Some(target), .. } => Err(not_a_class(target, classes).into()),
+        Checked { counted: 0, .. } => Err(none_counts(targets).into()),
         _ => Ok(()),
     }
 }
@@ -127,8 +117,8 @@ pub(super) fn no_forward() -> Error {
     Error::new("cross-entropy has no forward to go back from")
 }
 
-struct LogitsOp {
-    settings: CrossEntropy,
+pub(crate) struct LogitsOp {
+    pub(crate) settings: CrossEntropy,
     saved: OnceLock<Saved>,
 }
 
@@ -136,8 +126,7 @@ struct LogitsOp {
 enum Saved {
     /// The log-sum-exp of each row.
     Cpu(Vec<f32>),
-    #[cfg(feature = "cuda")]
-    Cuda(cuda::ops::cross_entropy::Saved),
+    Cuda(Backward<2, CudaStorage>),
 }
 
 impl CustomOp2 for LogitsOp {
@@ -165,7 +154,6 @@ impl CustomOp2 for LogitsOp {
         Ok((CpuStorage::F32(vec![loss]), Shape::from(())))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         logits: &CudaStorage,
@@ -174,12 +162,7 @@ impl CustomOp2 for LogitsOp {
         targets_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let (rows, classes) = logits_layout.shape().dims2()?;
-        let (loss, saved, checked) = cuda::ops::cross_entropy::forward(
-            (logits, logits_layout),
-            (targets, targets_layout),
-            self.settings.ignore_id,
-            self.settings.z_loss,
-        )?;
+        let (loss, saved, checked) = self.launch([(logits, logits_layout), (targets, targets_layout)])?;
         verdict(checked, rows, classes)?;
         self.saved.set(Saved::Cuda(saved)).map_err(run_twice)?;
         Ok((loss, Shape::from(())))
@@ -192,17 +175,10 @@ impl CustomOp2 for LogitsOp {
         _loss: &Tensor,
         dloss: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        #[cfg_attr(
-            not(feature = "cuda"),
-            expect(clippy::infallible_destructuring_match, reason = "one device")
-        )]
         let lse = match self.saved.get().ok_or_else(no_forward)? {
             Saved::Cpu(lse) => lse,
-            #[cfg(feature = "cuda")]
             Saved::Cuda(saved) => {
-                let grad = with_cuda(NAME, [logits, dloss], |[logits, dloss]| {
-                    cuda::ops::cross_entropy::backward(saved, logits, dloss)
-                })?;
+                let grad = with_cuda(NAME, [logits, dloss], |operands| saved.launch(operands))?;
                 return Ok((Some(cuda_tensor(grad, logits.shape())), None));
             }
         };

@@ -1,21 +1,17 @@
 //! The rows of a table that ids name, with a deterministic, parallel backward.
 
-#[cfg(feature = "cuda")]
 use std::sync::OnceLock;
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor};
 
-use super::support::{cpu_storage, f32_tensor, ids, shape_error, supported, with_f32};
-#[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_cuda};
+use super::support::{
+    cpu_storage, cuda_tensor, f32_tensor, ids, shape_error, supported, with_cuda, with_f32,
+};
 use crate::cpu::ops::embedding::add_rows;
-#[cfg(feature = "cuda")]
-use crate::cuda;
-use crate::dtype::unsupported_dtype;
+use crate::dtype::{Checked, unsupported_dtype};
 use crate::error::Error;
+use crate::launch::{Backward, Launch};
 
 const NAME: &str = "embedding";
 
@@ -40,9 +36,8 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
 /// As [`embedding`]; on a GPU an id that is not in the table is no error.
 pub fn embedding_forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     let shape = check(table, ids)?;
-    #[cfg(feature = "cuda")]
     if table.device().is_cuda() {
-        let out = with_cuda(NAME, [table, ids], |[table, ids]| cuda::ops::embedding::rows(table, ids))?;
+        let out = with_cuda(NAME, [table, ids], |operands| Rows.launch(operands))?;
         return Ok(cuda_tensor(out, shape));
     }
     table.apply_op2_no_bwd(ids, &Embedding::default())?.reshape(shape)
@@ -72,10 +67,12 @@ fn check(table: &Tensor, ids: &Tensor) -> Result<Vec<usize>> {
 
 /// One call of the op. On a GPU it keeps the checked ids for the backward.
 #[derive(Default)]
-struct Embedding {
-    #[cfg(feature = "cuda")]
-    saved: OnceLock<cuda::ops::embedding::Saved>,
+pub(crate) struct Embedding {
+    saved: OnceLock<Backward<1, CudaStorage>>,
 }
+
+/// The op without the check of its ids, which is left out on a GPU.
+pub(crate) struct Rows;
 
 fn not_in_the_table(id: i64, rows: usize) -> Error {
     Error::new("embedding: an id is not in the table")
@@ -117,7 +114,6 @@ impl CustomOp2 for Embedding {
         Ok((out, Shape::from((ids.len(), width))))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         table: &CudaStorage,
@@ -126,8 +122,8 @@ impl CustomOp2 for Embedding {
         id_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let (rows, width) = table_layout.shape().dims2()?;
-        let (out, saved, checked) = cuda::ops::embedding::forward((table, table_layout), (id, id_layout))?;
-        if let Some(id) = checked.bad {
+        let (out, saved, Checked { bad, .. }) = self.launch([(table, table_layout), (id, id_layout)])?;
+        if let Some(id) = bad {
             return Err(not_in_the_table(id, rows).into());
         }
         self.saved.set(saved).map_err(|_| Error::new("an embedding op value was run twice"))?;
@@ -142,15 +138,13 @@ impl CustomOp2 for Embedding {
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (rows, width) = table.dims2()?;
-        #[cfg(feature = "cuda")]
         if dout.device().is_cuda() {
             let saved =
                 self.saved.get().ok_or_else(|| Error::new("embedding has no forward to go back from"))?;
-            let grad =
-                with_cuda(NAME, [dout], |[dout]| cuda::ops::embedding::backward(saved, dout, rows, width))?;
+            let grad = with_cuda(NAME, [dout], |operands| saved.launch(operands))?;
             return Ok((Some(cuda_tensor(grad, (rows, width))), None));
         }
-        let grad = cpu_backward(id, dout, rows, width)?;
+        let grad = Gradient { rows }.on_cpu(id, dout, width)?;
         Ok((Some(f32_tensor(grad, (rows, width), table.dtype())?), None))
     }
 }
@@ -172,21 +166,25 @@ pub fn embedding_backward(ids: &Tensor, dout: &Tensor, rows: usize) -> Result<Te
         ));
     }
     supported(NAME, &[dout, ids])?;
-    #[cfg(feature = "cuda")]
+    let gradient = Gradient { rows };
     if dout.device().is_cuda() {
-        let grad = with_cuda(NAME, [ids, dout], |[ids, dout]| {
-            let saved = cuda::ops::embedding::Saved::new(ids, rows)?;
-            cuda::ops::embedding::backward(&saved, dout, rows, width)
-        })?;
+        let grad = with_cuda(NAME, [ids, dout], |operands| gradient.launch(operands))?;
         return Ok(cuda_tensor(grad, (rows, width)));
     }
-    f32_tensor(cpu_backward(ids, dout, rows, width)?, (rows, width), dout.dtype())
+    f32_tensor(gradient.on_cpu(ids, dout, width)?, (rows, width), dout.dtype())
 }
 
-fn cpu_backward(id: &Tensor, dout: &Tensor, rows: usize, width: usize) -> Result<Vec<f32>> {
-    let ids = {
-        let (storage, layout) = id.storage_and_layout();
-        ids(NAME, cpu_storage(&storage, NAME)?, layout)?
-    };
-    with_f32(NAME, [dout], |[dout]| Ok(add_rows(ids, dout, rows, width)))
+/// The gradient of a table of so many rows.
+pub(crate) struct Gradient {
+    pub(crate) rows: usize,
+}
+
+impl Gradient {
+    fn on_cpu(&self, id: &Tensor, dout: &Tensor, width: usize) -> Result<Vec<f32>> {
+        let ids = {
+            let (storage, layout) = id.storage_and_layout();
+            ids(NAME, cpu_storage(&storage, NAME)?, layout)?
+        };
+        with_f32(NAME, [dout], |[dout]| Ok(add_rows(ids, dout, self.rows, width)))
+    }
 }

@@ -1,17 +1,12 @@
 //! Rotary position embedding with a backward.
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, Device, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, Device, Layout, Result, Shape, Tensor};
 
-#[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_all_cuda};
-use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
+use super::support::{cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_all_cuda, with_f32};
 use crate::cpu::ops::rope::rotate;
 use crate::cpu::view::to_storage;
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::launch::Launch;
 
 const NAME: &str = "rope";
 
@@ -112,7 +107,7 @@ fn tables(len: usize, frequencies: Vec<f64>, device: &Device) -> Result<(Tensor,
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<Tensor> {
     check("rope", x, cos, sin)?;
     supported(NAME, &[x, cos, sin])?;
-    x.apply_op3(cos, sin, Rope { style })
+    x.apply_op3(cos, sin, Rope { style, direction: 1.0 })
 }
 
 /// The gradients of inputs of [`rope`] for the outputs' gradients `douts`, which are rotated by the opposite
@@ -129,17 +124,17 @@ pub fn rope_backward(douts: &[&Tensor], cos: &Tensor, sin: &Tensor, style: RopeS
         supported(NAME, &[dout, cos, sin])?;
     }
     let dims = beside("rope", douts)?;
-    #[cfg(feature = "cuda")]
+    let back = Rope { style, direction: -1.0 };
     if cos.device().is_cuda() {
         let dx = with_all_cuda(NAME, &[douts, &[cos, sin]].concat(), |all| {
             let (douts, tables) = all.split_at(douts.len());
-            cuda::ops::rope::rotate(douts, style.rotation(tables[0], tables[1]), -1.0)
+            back.launch((douts, [tables[0], tables[1]]))
         })?;
         return Ok(cuda_tensor(dx, dims));
     }
     let dx = |dout: &&Tensor| {
         let dx = with_f32(NAME, [dout, cos, sin], |[dout_values, cos, sin]| {
-            Ok(style.rotate(dout.dims(), dout_values, cos, sin, -1.0))
+            Ok(style.rotate(dout.dims(), dout_values, cos, sin, back.direction))
         })?;
         f32_tensor(dx, dout.shape(), dout.dtype())
     };
@@ -195,8 +190,11 @@ pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<
     Ok(())
 }
 
-struct Rope {
-    style: RopeStyle,
+/// It rotates by the tables' angles times `direction`. On a GPU it takes any number of tensors, and concatenates them
+/// along the heads.
+pub(crate) struct Rope {
+    pub(crate) style: RopeStyle,
+    pub(crate) direction: f32,
 }
 
 impl RopeStyle {
@@ -210,16 +208,6 @@ impl RopeStyle {
         direction: f32,
     ) -> Vec<f32> {
         rotate(self == RopeStyle::Interleaved, dims, x, cos, sin, direction)
-    }
-
-    /// The tables and the style, as the GPU's launcher takes them.
-    #[cfg(feature = "cuda")]
-    pub(super) fn rotation<'a>(
-        self,
-        cos: cuda::Operand<'a>,
-        sin: cuda::Operand<'a>,
-    ) -> cuda::ops::rope::Rotation<'a> {
-        cuda::ops::rope::Rotation { cos, sin, interleaved: self == RopeStyle::Interleaved }
     }
 }
 
@@ -239,12 +227,11 @@ impl CustomOp3 for Rope {
     ) -> Result<(CpuStorage, Shape)> {
         let values = f32_values(NAME, x, x_layout)?;
         let (cos, sin) = (f32_values(NAME, cos, cos_layout)?, f32_values(NAME, sin, sin_layout)?);
-        let out = self.style.rotate(x_layout.dims(), &values, &cos, &sin, 1.0);
+        let out = self.style.rotate(x_layout.dims(), &values, &cos, &sin, self.direction);
         let dtype = x.dtype();
         Ok((to_storage(out, dtype)?, x_layout.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         x: &CudaStorage,
@@ -254,8 +241,9 @@ impl CustomOp3 for Rope {
         sin: &CudaStorage,
         sin_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let rotation = self.style.rotation((cos, cos_layout), (sin, sin_layout));
-        Ok((cuda::ops::rope::rotate(&[(x, x_layout)], rotation, 1.0)?, x_layout.shape().clone()))
+        let tables = [(cos, cos_layout), (sin, sin_layout)];
+        let out = self.launch((&[(x, x_layout)][..], tables))?;
+        Ok((out, x_layout.shape().clone()))
     }
 
     fn bwd(
