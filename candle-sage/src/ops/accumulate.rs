@@ -15,6 +15,17 @@ const IN_ORDER: &str = "sum-in-order";
 ///
 /// `sum` is contiguous and f32; `x` has the same shape, in f32, f16 or bf16.
 ///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::add_into;
+///
+/// let sum = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
+/// add_into(&sum, &Tensor::new(&[1f32, 2.], &Device::Cpu)?)?;
+/// add_into(&sum, &Tensor::new(&[10f32, 20.], &Device::Cpu)?)?;
+/// assert_eq!(sum.to_vec1::<f32>()?, [11., 22.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// When they do not fit together.
 pub fn add_into(sum: &Tensor, x: &Tensor) -> Result<()> {
@@ -62,6 +73,18 @@ impl InplaceOp2 for AddInto {
 ///
 /// `parts` is (n, ..), and `sum` has the shape of one of them; both are contiguous and f32. `place` is 0 to
 /// n.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::ops::sum_in_order;
+///
+/// // The second of three processes holds its own gradient, and receives those of the first and the third.
+/// let gradient = Tensor::new(&[2f32, 20.], &Device::Cpu)?;
+/// let others = Tensor::new(&[[1f32, 10.], [4., 40.]], &Device::Cpu)?;
+/// sum_in_order(&gradient, &others, 1)?;
+/// assert_eq!(gradient.to_vec1::<f32>()?, [7., 70.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// When they do not fit together; on CUDA, when one does not start on 16 bytes, or the number of elements of
@@ -129,6 +152,19 @@ impl InplaceOp2 for InOrder {
 /// columns (a transpose needs no copy); `out` is contiguous (rows, columns), in f32 or, on a GPU, in the type
 /// of `a`. For a linear map `y = x W^T` the gradients are `product_into(dw, dy.t(), x, 1.0, true)` and
 /// `product_into(dx, dy, w, 1.0, true)`.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::product_into;
+///
+/// // The gradient of W in y = x W^T, added to what is there.
+/// let x = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?;
+/// let dy = Tensor::new(&[[1f32, 0., 1.], [0., 1., 1.]], &Device::Cpu)?;
+/// let dw = Tensor::ones((3, 2), DType::F32, &Device::Cpu)?;
+/// product_into(&dw, &dy.t()?, &x, 1.0, true)?;
+/// assert_eq!(dw.to_vec2::<f32>()?, [[2., 3.], [4., 5.], [5., 7.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// When shapes, types or strides do not fit.

@@ -13,6 +13,15 @@ const SQUARES: &str = "sum-of-squares";
 /// The sum of squares of all elements of an f32 tensor: an f64 scalar. It is summed in f64, and so is finite
 /// if all elements are, in an order that does not depend on the number of threads.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::ops::sum_of_squares;
+///
+/// let gradient = Tensor::new(&[3f32, 4.], &Device::Cpu)?;
+/// assert_eq!(sum_of_squares(&gradient)?.to_scalar::<f64>()?, 25.0);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// When `x` is not f32.
 pub fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
@@ -49,6 +58,23 @@ impl AdamW {
     /// `state` is contiguous (3, parameters) in f32: weights, m, v. `gradient` is (parameters) in f32, and
     /// `sum_of_squares` the result of [`sum_of_squares`] for it. `copy`, on a GPU, receives the new weights
     /// in f16 or bf16, in which models compute. When the norm is not finite nothing changes.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_sage::ops::{AdamW, sum_of_squares};
+    ///
+    /// let settings = AdamW {
+    ///     lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, decayed: 0,
+    ///     step: 1, gradient_factor: 1.0, clip: Some(1.0),
+    /// };
+    /// let state = Tensor::zeros((3, 2), DType::F32, &Device::Cpu)?;
+    /// let gradient = Tensor::new(&[3f32, -4.], &Device::Cpu)?;
+    /// settings.step(&state, &gradient, &sum_of_squares(&gradient)?, None)?;
+    /// // The first step moves each weight by the learning rate, against the sign of its gradient.
+    /// let weights = state.get(0)?.to_vec1::<f32>()?;
+    /// assert!((weights[0] + 0.1).abs() < 1e-6 && (weights[1] - 0.1).abs() < 1e-6);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     ///
     /// # Errors
     /// When the tensors do not fit together; on CUDA, when one does not start on 16 bytes, or the number of

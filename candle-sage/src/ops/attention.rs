@@ -218,6 +218,21 @@ impl Attention {
 
 /// The backward of one forward: see [`Attention::vjp`]. It holds the inputs, the output and the state that
 /// the forward kept.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::Attention;
+///
+/// let x = || Tensor::randn(0f32, 1., (1, 16, 2, 32), &Device::Cpu);
+/// let (q, k, v) = (x()?, x()?, x()?);
+/// let (out, vjp) = Attention::default().causal(true).vjp(&q, &k, &v)?;
+/// let [dq, dk, dv] = vjp.apply(&out.ones_like()?)?;
+/// assert_eq!((dq.dims(), dk.dims()), (q.dims(), k.dims()));
+/// // The probabilities of each of the 16 queries sum to 1.
+/// let sums = dv.sum(1)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert!(sums.iter().all(|sum| (sum - 16.0).abs() < 1e-4));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub struct AttentionVjp {
     op: AttentionOp,
     inputs: [Tensor; 3],

@@ -14,6 +14,28 @@ const NAME: &str = "blend";
 /// How `a`, the weight of attention over the selected keys in `a sparse + (1 - a) tail`, is computed.
 ///
 /// In every form `a` is 1 where no key is left to the tail.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{Alpha, blend};
+/// # use candle_sage::{AttentionShape, Selection};
+/// # let dims = (1, 4, 1, 8);
+/// # let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+///
+/// // Two blocks of two keys: the second block of queries leaves the first block of keys to the tail.
+/// let selection = Selection::window(&shape, (2, 2), 0, 0, &Device::Cpu)?;
+/// let sparse = Tensor::ones(dims, DType::F32, &Device::Cpu)?;
+/// let (tail, theta) = (sparse.zeros_like()?, Tensor::zeros(1, DType::F32, &Device::Cpu)?);
+/// let a = |alpha| {
+///     let out = blend(&sparse, &tail, &theta, &selection, alpha)?;
+///     out.narrow(3, 0, 1)?.flatten_all()?.to_vec1::<f32>()
+/// };
+/// assert_eq!(a(Alpha::Constant)?, [1., 1., 0.5, 0.5]);
+/// // The third query sees one key exactly, the fourth two.
+/// let by_count = a(Alpha::Count)?;
+/// assert!((by_count[2] - 1. / 3.).abs() < 1e-6 && (by_count[3] - 1. / 2.).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Alpha {
     /// `a_i = sigmoid(theta + log(keys that i sees exactly / keys left to its tail))`: a learned `theta`
@@ -31,6 +53,24 @@ pub enum Alpha {
 /// f32. All receive gradients: `dsparse = a dout`, `dtail = (1 - a) dout`, `dtheta = sum a (1 - a) dout .
 /// (sparse - tail)`.
 ///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use candle_sage::ops::{Alpha, blend};
+/// use candle_sage::{AttentionShape, Selection};
+///
+/// let dims = (1, 4, 1, 8);
+/// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+/// let selection = Selection::window(&shape, (2, 2), 0, 0, &Device::Cpu)?;
+/// let sparse = Tensor::ones(dims, DType::F32, &Device::Cpu)?;
+/// let tail = sparse.zeros_like()?;
+/// let theta = Var::zeros(1, DType::F32, &Device::Cpu)?;
+/// let out = blend(&sparse, &tail, &theta, &selection, Alpha::Constant)?;
+/// // Two queries have a tail: dtheta is a (1 - a), summed over their eight channels.
+/// let gradients = out.sum_all()?.backward()?;
+/// assert_eq!(gradients.get(&theta).unwrap().to_vec1::<f32>()?, [16. * 0.25]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// When shapes and types do not fit.
 pub fn blend(
@@ -47,6 +87,24 @@ pub fn blend(
 
 /// The gradients of `sparse`, `tail` and `theta` of [`blend`] for its output's gradient: for training loops
 /// that do not use candle's graph.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{Alpha, blend_backward};
+/// # use candle_sage::{AttentionShape, Selection};
+/// # let dims = (1, 4, 1, 8);
+/// # let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+///
+/// let selection = Selection::window(&shape, (2, 2), 0, 0, &Device::Cpu)?;
+/// let x = || Tensor::randn(0f32, 1., dims, &Device::Cpu);
+/// let (sparse, tail, dout) = (x()?, x()?, x()?);
+/// let theta = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
+/// let [dsparse, dtail, _] = blend_backward([&sparse, &tail, &theta], &selection, Alpha::Count, &dout)?;
+/// // The weights a and 1 - a sum to 1.
+/// let difference = ((dsparse + dtail)? - dout)?.abs()?.max_all()?.to_scalar::<f32>()?;
+/// assert!(difference < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`blend`], and when `dout` does not fit.

@@ -16,6 +16,20 @@ use crate::launch::{Backward, Launch};
 const NAME: &str = "cross-entropy";
 
 /// Settings of a cross-entropy.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{CrossEntropy, cross_entropy};
+///
+/// let logits = Tensor::zeros((2, 4), DType::F32, &Device::Cpu)?;
+/// let targets = Tensor::new(&[1i64, -100], &Device::Cpu)?;
+/// let settings = CrossEntropy::default().ignore_id(-100).z_loss(1e-4);
+/// let loss = cross_entropy(&logits, &targets, settings)?.to_scalar::<f32>()?;
+/// // Of four classes with equal logits, and one target that counts.
+/// let expected = 4f32.ln() + 1e-4 * 4f32.ln().powi(2);
+/// assert!((loss - expected).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[non_exhaustive]
 pub struct CrossEntropy {
@@ -55,6 +69,20 @@ impl CrossEntropy {
 /// f32 scalar. The logits receive the gradient `((1 + 2 z_loss logsumexp) softmax - onehot) / targets that
 /// count`. The forward keeps one f32 per row. For a language model prefer [`linear_cross_entropy`](crate::ops::linear_cross_entropy), which
 /// never holds all logits. On a GPU the check of the targets waits for the device.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use candle_sage::ops::{CrossEntropy, cross_entropy};
+///
+/// let logits = Var::zeros((2, 2), DType::F32, &Device::Cpu)?;
+/// let targets = Tensor::new(&[0u32, 1], &Device::Cpu)?;
+/// let loss = cross_entropy(&logits, &targets, CrossEntropy::default())?;
+/// assert!((loss.to_scalar::<f32>()? - 2f32.ln()).abs() < 1e-6);
+/// let gradients = loss.backward()?;
+/// let dlogits = gradients.get(&logits).unwrap().to_vec2::<f32>()?;
+/// assert!((dlogits[0][0] + 0.25).abs() < 1e-6 && (dlogits[0][1] - 0.25).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// When the shapes do not match, a target is not a class, or no target counts.

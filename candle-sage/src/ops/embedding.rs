@@ -22,6 +22,19 @@ const NAME: &str = "embedding";
 /// output's gradients for its id, in an order that the ids alone decide. On a GPU the check of the ids waits
 /// for the device.
 ///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use candle_sage::ops::embedding;
+///
+/// let table = Var::new(&[[0f32, 1.], [2., 3.], [4., 5.]], &Device::Cpu)?;
+/// let ids = Tensor::new(&[2u32, 0, 2], &Device::Cpu)?;
+/// let rows = embedding(&table, &ids)?;
+/// assert_eq!(rows.to_vec2::<f32>()?, [[4., 5.], [0., 1.], [4., 5.]]);
+/// let gradients = rows.sum_all()?.backward()?;
+/// assert_eq!(gradients.get(&table).unwrap().to_vec2::<f32>()?, [[1., 1.], [0., 0.], [2., 2.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// When an id is not below the number of rows, or the types are not supported.
 pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
@@ -31,6 +44,18 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
 
 /// [`embedding`] outside candle's graph. On a GPU it does not wait for the device: the output's row for an id
 /// that is not in the table is NaN. For training loops that do not use candle's graph.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::ops::embedding_forward;
+///
+/// let table = Tensor::new(&[[0f32, 1.], [2., 3.], [4., 5.]], &Device::Cpu)?;
+/// // A batch of two sequences of one token.
+/// let ids = Tensor::new(&[[2u32], [1]], &Device::Cpu)?;
+/// let rows = embedding_forward(&table, &ids)?;
+/// assert_eq!(rows.to_vec3::<f32>()?, [[[4., 5.]], [[2., 3.]]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`embedding`]; on a GPU an id that is not in the table is no error.
@@ -152,6 +177,17 @@ impl CustomOp2 for Embedding {
 /// The gradient of a table of `rows`, for the gradient `dout` of its [`embedding`]: (rows, width), in the
 /// type of `dout`. Ids that are not in the table are left out. For training loops that do not use candle's
 /// graph.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::ops::embedding_backward;
+///
+/// let ids = Tensor::new(&[2u32, 0, 2], &Device::Cpu)?;
+/// let dout = Tensor::new(&[[1f32, 2.], [10., 20.], [100., 200.]], &Device::Cpu)?;
+/// let dtable = embedding_backward(&ids, &dout, 3)?;
+/// assert_eq!(dtable.to_vec2::<f32>()?, [[10., 20.], [0., 0.], [101., 202.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// When `dout` does not have the shape of the output.

@@ -23,6 +23,22 @@ const LINEAR: &str = "linear-cross-entropy";
 /// backward multiplies it by the loss's gradient. On the CPU all of it is f32; on a GPU logits and products
 /// have the element type of the inputs, which must be one, and everything else is f32.
 ///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use candle_sage::ops::{CrossEntropy, cross_entropy, linear_cross_entropy};
+///
+/// let hidden = Var::randn(0f32, 1., (4, 8), &Device::Cpu)?;
+/// let weight = Var::randn(0f32, 1., (16, 8), &Device::Cpu)?;
+/// let targets = Tensor::new(&[3u32, 1, 4, 1], &Device::Cpu)?;
+/// let loss = linear_cross_entropy(&hidden, &weight, &targets, CrossEntropy::default())?;
+/// // The same as from logits.
+/// let logits = hidden.matmul(&weight.t()?)?;
+/// let expected = cross_entropy(&logits, &targets, CrossEntropy::default())?.to_scalar::<f32>()?;
+/// assert!((loss.to_scalar::<f32>()? - expected).abs() < 1e-5);
+/// assert_eq!(loss.backward()?.get(&weight).unwrap().dims(), weight.dims());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`cross_entropy`](crate::ops::cross_entropy).
 pub fn linear_cross_entropy(
@@ -48,6 +64,24 @@ pub fn linear_cross_entropy(
 /// f32.
 ///
 /// All targets count. On a GPU it does not wait for the device: a target that is no class makes the loss NaN.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{CrossEntropy, linear_cross_entropy_into};
+///
+/// let hidden = Tensor::ones((2, 3), DType::F32, &Device::Cpu)?;
+/// let weight = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
+/// let targets = Tensor::new(&[0u32, 0], &Device::Cpu)?;
+/// let dweight = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
+/// let (loss, dhidden) =
+///     linear_cross_entropy_into(&dweight, &hidden, &weight, &targets, CrossEntropy::default(), 1.0)?;
+/// assert!((loss.to_scalar::<f32>()? - 2f32.ln()).abs() < 1e-6);
+/// assert_eq!(dhidden.dims(), hidden.dims());
+/// // Both classes have the probability 1/2, and the first is the target.
+/// let of_target = dweight.get(0)?.to_vec1::<f32>()?;
+/// assert!(of_target.iter().all(|x| (x + 0.5).abs() < 1e-6));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`linear_cross_entropy`], and when `dweight` does not fit or `ignore_id` is set; on a GPU a target that

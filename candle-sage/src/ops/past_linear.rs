@@ -14,6 +14,22 @@ use crate::shape::AttentionShape;
 const NAME: &str = "past-linear";
 
 /// The blocks of keys that the linear tail of a selection sums over.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{Tail, past_linear};
+/// use candle_sage::{AttentionShape, Selection};
+///
+/// let dims = (1, 4, 1, 8);
+/// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+/// // The second block of queries selects its only candidate.
+/// let selection = Selection::window(&shape, (2, 2), 1, 0, &Device::Cpu)?;
+/// let x = Tensor::ones(dims, DType::F32, &Device::Cpu)?;
+/// let sum = |tail| past_linear(&x, &x, &x, &selection, tail)?.sum_all()?.to_scalar::<f32>();
+/// assert!((sum(Tail::Past)? - 16.0).abs() < 1e-5);
+/// assert_eq!(sum(Tail::Complement)?, 0.0);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Tail {
     /// All candidates, also the selected ones: one running sum serves all queries.
@@ -34,6 +50,25 @@ pub enum Tail {
 /// causal mask that mean would depend on later tokens. Sums run in f32; on CUDA the states `H` are rounded to
 /// the inputs' type.
 ///
+/// ```
+/// use candle_core::{DType, Device, Var};
+/// use candle_sage::ops::{Tail, past_linear};
+/// use candle_sage::{AttentionShape, Selection};
+///
+/// let dims = (1, 4, 1, 8);
+/// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+/// let selection = Selection::window(&shape, (2, 2), 0, 0, &Device::Cpu)?;
+/// let (q, k) = (Var::randn(0f32, 1., dims, &Device::Cpu)?, Var::randn(0f32, 1., dims, &Device::Cpu)?);
+/// let v = Var::ones(dims, DType::F32, &Device::Cpu)?;
+/// let out = past_linear(&q, &k, &v, &selection, Tail::Past)?;
+/// // The first block of queries has no block of keys before it; the weights of the second sum to 1.
+/// let sums = out.sum(3)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert_eq!(sums[..2], [0., 0.]);
+/// assert!(sums[2..].iter().all(|sum| (sum - 8.0).abs() < 1e-5));
+/// assert!(out.sum_all()?.backward()?.get(&v).is_some());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// When shapes and types do not fit, or the selection was made for another shape; on CUDA, for any tail but
 /// [`Tail::Past`] with a causal mask.
@@ -44,6 +79,24 @@ pub fn past_linear(q: &Tensor, k: &Tensor, v: &Tensor, selection: &Selection, ta
 
 /// The gradients of query, key and value of [`past_linear`] for its output's gradient: for training loops
 /// that do not use candle's graph.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::ops::{Tail, past_linear_backward};
+/// # use candle_sage::{AttentionShape, Selection};
+/// # let dims = (1, 4, 1, 8);
+/// # let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+///
+/// let selection = Selection::window(&shape, (2, 2), 0, 0, &Device::Cpu)?;
+/// let x = || Tensor::randn(0f32, 1., dims, &Device::Cpu);
+/// let (q, k, v, dout) = (x()?, x()?, x()?, x()?.ones_like()?);
+/// let [_, _, dv] = past_linear_backward([&q, &k, &v], &selection, Tail::Past, &dout)?;
+/// // The weights of the two queries with a tail sum to 1, and only the first block of keys has any.
+/// let sums = dv.sum(3)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert!((sums[0] + sums[1] - 16.0).abs() < 1e-4);
+/// assert_eq!(sums[2..], [0., 0.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`past_linear`], and when `dout` does not have the query's shape and type.
@@ -58,6 +111,25 @@ pub fn past_linear_backward(
 
 /// As [`past_linear_backward`], added to the given gradients. On a GPU the sums replace the gradients in
 /// their own memory, which nothing else may use any more.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::ops::{Tail, past_linear_backward, past_linear_backward_onto};
+/// # use candle_sage::{AttentionShape, Selection};
+/// # let dims = (1, 4, 1, 8);
+/// # let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+/// # let selection = Selection::window(&shape, (2, 2), 0, 0, &Device::Cpu)?;
+/// # let x = || Tensor::randn(0f32, 1., dims, &Device::Cpu);
+/// # let (q, k, v, dout) = (x()?, x()?, x()?, x()?);
+///
+/// let zeros = [q.zeros_like()?, k.zeros_like()?, v.zeros_like()?];
+/// let once = past_linear_backward_onto([&q, &k, &v], &selection, Tail::Past, &dout, zeros)?;
+/// let expected = past_linear_backward([&q, &k, &v], &selection, Tail::Past, &dout)?;
+/// for (once, expected) in once.iter().zip(&expected) {
+///     assert_eq!(once.flatten_all()?.to_vec1::<f32>()?, expected.flatten_all()?.to_vec1::<f32>()?);
+/// }
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`past_linear_backward`], and when the gradients do not have the inputs' shapes and types.

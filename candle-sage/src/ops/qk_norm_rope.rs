@@ -22,6 +22,21 @@ const NAME: &str = "qk-norm-rope";
 /// [`rms_norm`](super::rms_norm()) for the output's gradient rotated by the opposite angle. (QK-norm: arXiv
 /// 2302.05442, section 3; its order with the rotation is that of Qwen3.)
 ///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use candle_sage::ops::{RopeStyle, qk_norm_rope, rms_norm, rope, rope_tables};
+///
+/// let x = Var::randn(0f32, 1., (1, 4, 2, 8), &Device::Cpu)?;
+/// let weight = Var::ones(8, DType::F32, &Device::Cpu)?;
+/// let (cos, sin) = rope_tables(4, 8, 10000.0, &Device::Cpu)?;
+/// let y = qk_norm_rope(&x, &weight, &cos, &sin, 1e-6, RopeStyle::Halves)?;
+/// let expected = rope(&rms_norm(&x, &weight, 1e-6)?, &cos, &sin, RopeStyle::Halves)?;
+/// let difference = (&y - expected)?.abs()?.max_all()?.to_scalar::<f32>()?;
+/// assert!(difference < 1e-6);
+/// assert!(y.sqr()?.sum_all()?.backward()?.get(&weight).is_some());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// When the tables or the weight do not match `x`, the tables are tracked, or the types are not floats.
 pub fn qk_norm_rope(
@@ -53,6 +68,26 @@ pub struct QkNormRopeGrad<'a> {
 /// Those of the inputs are concatenated along the heads, (batch, sequence, heads of all, head_dim), as the
 /// operand of a single backward product if a single product made query and key. Each alone is a `narrow` of
 /// dimension 2. Those of the weights are in the order of `all`.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{QkNormRopeGrad, RopeStyle, qk_norm_rope_backward, rope_tables};
+///
+/// let x = |heads: usize| Tensor::randn(0f32, 1., (1, 4, heads, 8), &Device::Cpu);
+/// let (q, dq, k, dk) = (x(2)?, x(2)?, x(1)?, x(1)?);
+/// let weight = Tensor::ones(8, DType::F32, &Device::Cpu)?;
+/// let (cos, sin) = rope_tables(4, 8, 10000.0, &Device::Cpu)?;
+/// let both = [
+///     QkNormRopeGrad { x: &q, weight: &weight, dout: &dq },
+///     QkNormRopeGrad { x: &k, weight: &weight, dout: &dk },
+/// ];
+/// let (dx, dweights) = qk_norm_rope_backward(&both, [&cos, &sin], 1e-6, RopeStyle::Halves)?;
+/// assert_eq!((dx.dims4()?, dweights.len()), ((1, 4, 2 + 1, 8), 2));
+/// // A norm does not see its input's length: no gradient points along the input.
+/// let along = (dx.narrow(2, 0, 2)? * &q)?.sum(3)?.abs()?.max_all()?.to_scalar::<f32>()?;
+/// assert!(along < 1e-4);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`qk_norm_rope`]; when a `dout` does not have the shape and type of its `x`; when `all` is empty, or

@@ -19,6 +19,20 @@ const NAME: &str = "rms-norm";
 /// type of `x`. Sums run in f32. Both inputs receive gradients: `dx = r (g - x r^2 mean(g o x))` with
 /// `g = dy o weight`, and `dweight = sum(dy o x r)` over all vectors. (RMSNorm: arXiv 1910.07467.)
 ///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use candle_sage::ops::rms_norm;
+///
+/// let x = Var::new(&[[1f32, 7.], [3., 4.]], &Device::Cpu)?;
+/// let weight = Tensor::ones(2, DType::F32, &Device::Cpu)?;
+/// let y = rms_norm(&x, &weight, 0.0)?;
+/// // The mean square of the first vector is 25.
+/// let first = y.get(0)?.to_vec1::<f32>()?;
+/// assert!((first[0] - 1. / 5.).abs() < 1e-6 && (first[1] - 7. / 5.).abs() < 1e-6);
+/// assert!(y.sum_all()?.backward()?.get(&x).is_some());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// When the weight does not match the last dimension, or the types are not floats.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
@@ -32,6 +46,19 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 ///
 /// Inputs and outputs have the same shape and type; the norm is of the rounded sum. For training loops that
 /// do not use candle's graph; [`rms_norm_backward`] is the backward.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{residual_rms_norm, rms_norm};
+///
+/// let x = Tensor::new(&[[1f32, 2.]], &Device::Cpu)?;
+/// let residual = Tensor::new(&[[10f32, 20.]], &Device::Cpu)?;
+/// let weight = Tensor::ones(2, DType::F32, &Device::Cpu)?;
+/// let (sum, y) = residual_rms_norm(&x, &residual, &weight, 1e-6)?;
+/// assert_eq!(sum.to_vec2::<f32>()?, [[11., 22.]]);
+/// assert_eq!(y.to_vec2::<f32>()?, rms_norm(&sum, &weight, 1e-6)?.to_vec2::<f32>()?);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`rms_norm`], and when the inputs differ in shape or type.
@@ -56,6 +83,20 @@ pub fn residual_rms_norm(
 /// The gradients of `x` and the weight of [`rms_norm`] for the output's gradient `dout`. `residual`, the
 /// gradient of `x` through the residual connection past the norm, is added to that of `x` in the same pass,
 /// before it is rounded.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use candle_sage::ops::{rms_norm, rms_norm_backward};
+///
+/// let x = Var::randn(0f32, 1., (3, 8), &Device::Cpu)?;
+/// let weight = Var::ones(8, DType::F32, &Device::Cpu)?;
+/// let y = rms_norm(&x, &weight, 1e-6)?;
+/// let [dx, dweight] = rms_norm_backward(&x, &weight, &y.ones_like()?, None, 1e-6)?;
+/// let gradients = y.sum_all()?.backward()?;
+/// assert_eq!(dx.to_vec2::<f32>()?, gradients.get(&x).unwrap().to_vec2::<f32>()?);
+/// assert_eq!(dweight.to_vec1::<f32>()?, gradients.get(&weight).unwrap().to_vec1::<f32>()?);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`rms_norm`], and when a gradient does not have the shape and type of `x`.

@@ -26,6 +26,18 @@ pub enum RopeStyle {
 ///
 /// For packed documents, each of which starts at position 0, take rows with `index_select`.
 ///
+/// ```
+/// use candle_core::Device;
+/// use candle_sage::ops::rope_tables;
+///
+/// let (cos, sin) = rope_tables(16, 8, 10000.0, &Device::Cpu)?;
+/// assert_eq!((cos.dims(), sin.dims()), (&[16, 4][..], &[16, 4][..]));
+/// // The first pair of channels turns by one radian a token, the second by 10000^(-1/4).
+/// let at_3 = sin.get(3)?.to_vec1::<f32>()?;
+/// assert!((at_3[0] - 3f32.sin()).abs() < 1e-6 && (at_3[1] - 0.3f32.sin()).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// When `head_dim` is odd or zero, or `base` is not above zero.
 pub fn rope_tables(len: usize, head_dim: usize, base: f64, device: &Device) -> Result<(Tensor, Tensor)> {
@@ -48,6 +60,21 @@ pub struct Llama3Scaling {
 
 /// As [`rope_tables`], with frequencies scaled as in Llama 3.1: one with `t` turns in `original_len` tokens
 /// is multiplied by `s + (1 - s) / factor`, where `s = (t - low) / (high - low)` is clamped to 0 to 1.
+///
+/// ```
+/// use candle_core::Device;
+/// use candle_sage::ops::{Llama3Scaling, rope_tables, rope_tables_llama3};
+///
+/// let scaling =
+///     Llama3Scaling { factor: 8., low_freq_factor: 1., high_freq_factor: 4., original_len: 8192 };
+/// let (_, scaled) = rope_tables_llama3(2, 128, 500000.0, scaling, &Device::Cpu)?;
+/// let (_, plain) = rope_tables(2, 128, 500000.0, &Device::Cpu)?;
+/// let (scaled, plain) = (scaled.get(1)?.to_vec1::<f32>()?, plain.get(1)?.to_vec1::<f32>()?);
+/// // High frequencies stay, low ones are divided by the factor.
+/// assert_eq!(scaled[0], plain[0]);
+/// assert!((scaled[63] - plain[63] / 8.).abs() < 1e-9);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`rope_tables`], and when the factor is not above zero or `high_freq_factor` not above
@@ -102,6 +129,20 @@ fn tables(len: usize, frequencies: Vec<f64>, device: &Device) -> Result<(Tensor,
 /// (sequence, head_dim / 2), see [`rope_tables`]. The output has the shape and type of `x`. Only `x` receives
 /// a gradient: the output's gradient, rotated by the opposite angle.
 ///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use candle_sage::ops::{RopeStyle, rope, rope_tables};
+///
+/// let x = Var::randn(0f32, 1., (1, 4, 2, 8), &Device::Cpu)?;
+/// let (cos, sin) = rope_tables(4, 8, 10000.0, &Device::Cpu)?;
+/// let y = rope(&x, &cos, &sin, RopeStyle::Halves)?;
+/// // The first position has the angle 0.
+/// let first = |t: &Tensor| t.narrow(1, 0, 1)?.flatten_all()?.to_vec1::<f32>();
+/// assert_eq!(first(&y)?, first(&x)?);
+/// assert!(y.sqr()?.sum_all()?.backward()?.get(&x).is_some());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// When the tables do not match `x` or are tracked, or the types are not floats.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<Tensor> {
@@ -115,6 +156,21 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<
 ///
 /// They are concatenated along the heads, (batch, sequence, heads of all, head_dim), as the operand of a
 /// single backward product if a single product made query and key. Each alone is a `narrow` of dimension 2.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::ops::{RopeStyle, rope, rope_backward, rope_tables};
+///
+/// let dq = Tensor::randn(0f32, 1., (1, 4, 2, 8), &Device::Cpu)?;
+/// let dk = Tensor::randn(0f32, 1., (1, 4, 1, 8), &Device::Cpu)?;
+/// let (cos, sin) = rope_tables(4, 8, 10000.0, &Device::Cpu)?;
+/// let both = rope_backward(&[&dq, &dk], &cos, &sin, RopeStyle::Halves)?;
+/// assert_eq!(both.dims(), [1, 4, 2 + 1, 8]);
+/// // It is the inverse rotation.
+/// let again = rope(&both.narrow(2, 0, 2)?, &cos, &sin, RopeStyle::Halves)?;
+/// assert!((again - dq)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-5);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`rope`], and when `douts` is empty, or its tensors differ in more than heads.

@@ -19,6 +19,21 @@ const NAME: &str = "swiglu";
 /// `dup = dy o silu(gate)`, `dgate = dy o up o s (1 + gate (1 - s))` with `s = 1 / (1 + exp(-gate))`.
 /// (SwiGLU: arXiv 2002.05202.)
 ///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use candle_sage::ops::swiglu;
+///
+/// let gate = Var::new(&[0f32, 1.], &Device::Cpu)?;
+/// let up = Tensor::new(&[5f32, 2.], &Device::Cpu)?;
+/// let y = swiglu(&gate, &up)?;
+/// let values = y.to_vec1::<f32>()?;
+/// assert!(values[0] == 0.0 && (values[1] - 2.0 / (1.0 + (-1f32).exp())).abs() < 1e-6);
+/// // The slope of silu at 0 is 1/2.
+/// let dgate = y.sum_all()?.backward()?.get(&gate).unwrap().to_vec1::<f32>()?;
+/// assert!((dgate[0] - 2.5).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// When the shapes or types differ, or the types are not floats.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
@@ -47,6 +62,21 @@ pub(crate) struct SwiGlu;
 /// The gradients are concatenated along the last dimension, (.., 2 width), as the operand of a single
 /// backward product if a single product made gate and up. Each alone is `narrow(D::Minus1, 0, width)` and
 /// `narrow(D::Minus1, width, width)`.
+///
+/// ```
+/// use candle_core::{D, Device, Tensor, Var};
+/// use candle_sage::ops::{swiglu, swiglu_backward};
+///
+/// let gate = Var::randn(0f32, 1., (3, 4), &Device::Cpu)?;
+/// let up = Var::randn(0f32, 1., (3, 4), &Device::Cpu)?;
+/// let y = swiglu(&gate, &up)?;
+/// let (both, again) = swiglu_backward(&gate, &up, &y.ones_like()?, true)?;
+/// assert_eq!(again.unwrap().to_vec2::<f32>()?, y.to_vec2::<f32>()?);
+/// let dup = both.narrow(D::Minus1, 4, 4)?;
+/// let gradients = y.sum_all()?.backward()?;
+/// assert_eq!(dup.to_vec2::<f32>()?, gradients.get(&up).unwrap().to_vec2::<f32>()?);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`swiglu`], and when `dout` does not fit, or the inputs have no dimensions.
