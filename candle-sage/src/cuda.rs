@@ -5,19 +5,19 @@
 
 mod arch;
 mod attn_qat;
-pub(crate) mod blend;
+mod blend;
 mod call;
 mod compiled;
 mod full_precision;
-pub(crate) mod gemm;
+mod gemm;
 #[cfg(test)]
 mod guard;
 mod kernels;
-pub(crate) mod ops;
+mod ops;
 mod params;
-pub(crate) mod past_linear;
+mod past_linear;
 mod plan;
-pub(crate) mod route;
+mod route;
 mod sagebwd;
 mod selection;
 #[cfg(test)]
@@ -27,7 +27,7 @@ mod tensor;
 use std::fmt::Debug;
 
 use call::Call;
-pub(crate) use call::{Operand, Problem};
+use call::Problem;
 use candle_core::{CudaStorage, Result};
 use cudarc::driver::CudaSlice;
 use full_precision::FullPrecision;
@@ -36,6 +36,8 @@ use plan::{Plan, TILE, Visits};
 use selection::{Users, lists};
 use tensor::address;
 
+use crate::launch::{Launch, Operand};
+use crate::ops::attention::{AttentionOp, RanOnGpu};
 use crate::scheme::Scheme;
 
 /// A scheme on a GPU. Each scheme implements it in the file of its name. It names its kernels; `plan` says
@@ -79,17 +81,20 @@ trait OnGpu: Debug + Send + Sync + 'static {
 
 /// The forward's output, and the gradient of the loss with respect to it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Past<'a> {
-    pub(crate) out: Operand<'a>,
-    pub(crate) dout: Operand<'a>,
+struct Past<'a> {
+    out: Operand<'a>,
+    dout: Operand<'a>,
 }
 
 /// A completed forward: the scheme with the state that its forward kept. No other type has a backward, so
 /// that scheme and state always match.
-pub(crate) trait Ran: Debug + Send + Sync {
+trait Ran: for<'a> Launch<BackwardInputs<'a>, [CudaStorage; 3]> + Debug + Send + Sync {
     /// Contiguous gradients of query, key and value.
     fn backward(&self, problem: &Problem<'_>, past: &Past<'_>) -> Result<[CudaStorage; 3]>;
 }
+
+/// An op, its inputs, its output and that one's gradient.
+type BackwardInputs<'a> = (&'a AttentionOp, [Operand<'a>; 5]);
 
 #[derive(Debug)]
 struct Pair<S: OnGpu> {
@@ -105,9 +110,26 @@ impl<S: OnGpu> Ran for Pair<S> {
     }
 }
 
+impl<'a, S: OnGpu> Launch<BackwardInputs<'a>, [CudaStorage; 3]> for Pair<S> {
+    fn launch(&self, (op, [q, k, v, out, dout]): BackwardInputs<'a>) -> Result<[CudaStorage; 3]> {
+        self.backward(&Problem::new(op, [q, k, v]), &Past { out, dout })
+    }
+}
+
+/// With `true` the forward keeps what its backward needs.
+impl Launch<([Operand<'_>; 3], bool), (CudaStorage, Option<Box<RanOnGpu>>)> for AttentionOp {
+    fn launch(
+        &self,
+        (inputs, keep): ([Operand<'_>; 3], bool),
+    ) -> Result<(CudaStorage, Option<Box<RanOnGpu>>)> {
+        let (out, ran) = forward(&self.scheme, &Problem::new(self, inputs), keep)?;
+        Ok((out, ran.map(|ran| ran as Box<RanOnGpu>)))
+    }
+}
+
 /// Computes the output, contiguous (batch, query, query heads, head_dim), and if `keep` the state for a
 /// backward.
-pub(crate) fn forward(
+fn forward(
     scheme: &Scheme,
     problem: &Problem<'_>,
     keep: bool,

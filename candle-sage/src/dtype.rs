@@ -1,8 +1,17 @@
-//! Checks of tensors that the CPU and GPU operators share: element types and the layout of rows.
+//! Checks of tensors that the CPU and GPU operators share: element types, the layout of rows, and ids.
 
 use candle_core::{DType, Layout};
 
 use crate::error::Error;
+
+/// What a check of ids found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Checked {
+    /// The first id that is neither in the table nor the ignored one.
+    pub(crate) bad: Option<i64>,
+    /// Number of ids that are in the table and are not the ignored one.
+    pub(crate) counted: usize,
+}
 
 /// The error for an element type that operator `op` does not take.
 pub(crate) fn unsupported_dtype(op: &str, dtype: DType) -> Error {

@@ -34,6 +34,7 @@ mod cpu;
 mod cuda;
 mod dtype;
 mod error;
+mod launch;
 pub mod nn;
 pub mod nvfp4;
 pub mod ops;

@@ -6,22 +6,22 @@
 //! function (`.._backward`, `.._into`, [`Attention::vjp`]). Such a loop also needs sums in place
 //! ([`add_into`], [`product_into`]) and the update of the parameters ([`AdamW`]).
 
-mod accumulate;
-mod adamw;
-mod attention;
-mod blend;
-mod cross_entropy;
-mod embedding;
+pub(crate) mod accumulate;
+pub(crate) mod adamw;
+pub(crate) mod attention;
+pub(crate) mod blend;
+pub(crate) mod cross_entropy;
+pub(crate) mod embedding;
 mod flash_attn;
-mod linear_cross_entropy;
-mod past_linear;
-mod qk_norm_rope;
-mod rms_norm;
-mod rope;
-mod route;
+pub(crate) mod linear_cross_entropy;
+pub(crate) mod past_linear;
+pub(crate) mod qk_norm_rope;
+pub(crate) mod rms_norm;
+pub(crate) mod rope;
+pub(crate) mod route;
 mod soft_top_k;
 mod support;
-mod swiglu;
+pub(crate) mod swiglu;
 
 pub use accumulate::{add_into, product_into, sum_in_order};
 pub use adamw::{AdamW, sum_of_squares};

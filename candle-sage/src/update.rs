@@ -2,6 +2,26 @@
 
 /// One step of AdamW (Adam with decoupled weight decay, arXiv 1711.05101), with clipping by the global
 /// gradient norm.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{AdamW, sum_of_squares};
+///
+/// let mut settings = AdamW {
+///     lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, decayed: 1,
+///     step: 0, gradient_factor: 1.0, clip: None,
+/// };
+/// // Weights, of which the first decays, and their two moments.
+/// let state = Tensor::new(&[[1f32, 1.], [0., 0.], [0., 0.]], &Device::Cpu)?;
+/// let gradient = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
+/// for step in 1..=2 {
+///     settings.step = step;
+///     settings.step(&state, &gradient, &sum_of_squares(&gradient)?, None)?;
+/// }
+/// let weights = state.get(0)?.to_vec1::<f32>()?;
+/// assert!((weights[0] - 0.99 * 0.99).abs() < 1e-6 && weights[1] == 1.0);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamW {
     /// Learning rate of this step.

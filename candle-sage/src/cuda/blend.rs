@@ -3,38 +3,38 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
-use super::Operand;
 use super::call::Geometry;
 use super::kernels::{Gpu, Grid};
-use super::params::sla2::Blend;
-use super::params::{Address, launch};
+use super::params::{Address, launch, sla2};
 use super::plan;
 use super::selection::lists;
 use super::tensor::{Element, address, output, view};
-use crate::selection::Selection;
+use crate::launch::{Launch, Operand};
+use crate::ops::Alpha;
+use crate::ops::blend::{Blend, Gradients};
 
 struct Call {
     gpu: Gpu,
     element: Element,
     geometry: Geometry,
-    params: Blend,
+    params: sla2::Blend,
 }
 
 impl Call {
-    fn new(selection: &Selection, by_count: bool, [sparse, tail, theta]: [Operand<'_>; 3]) -> Result<Self> {
+    fn new(Blend { selection, alpha }: &Blend, [sparse, tail, theta]: [Operand<'_>; 3]) -> Result<Self> {
         let gpu = Gpu::new(sparse.0.device())?;
         let shape = selection.shape();
         plan::padded_head_dim(shape)?;
         let geometry = Geometry::new(&gpu, shape)?;
         let start = (theta.1.start_offset() * size_of::<f32>()) as Address;
-        let params = Blend {
+        let params = sla2::Blend {
             sparse: view(sparse.0, sparse.1, &gpu)?,
             tail: view(tail.0, tail.1, &gpu)?,
             theta: address(theta.0.as_cuda_slice::<f32>()?, &gpu) + start,
             lists: lists(selection, &gpu)?,
             shape: geometry.shape,
-            by_count: by_count.into(),
-            ..Blend::default()
+            by_count: (*alpha == Alpha::Count).into(),
+            ..sla2::Blend::default()
         };
         let element = Element::of(sparse.0.dtype())?;
         Ok(Self { gpu, element, geometry, params })
@@ -52,36 +52,32 @@ impl Call {
 }
 
 /// The output, contiguous.
-pub(crate) fn forward(
-    selection: &Selection,
-    by_count: bool,
-    inputs: [Operand<'_>; 3],
-) -> Result<CudaStorage> {
-    let mut call = Call::new(selection, by_count, inputs)?;
-    let (out, out_view) = output(&call.gpu, call.element, selection.shape().query_dims())?;
-    call.params.out = out_view;
-    call.launch("blend_forward")?;
-    Ok(out)
+impl Launch<[Operand<'_>; 3], CudaStorage> for Blend {
+    fn launch(&self, inputs: [Operand<'_>; 3]) -> Result<CudaStorage> {
+        let mut call = Call::new(self, inputs)?;
+        let (out, out_view) = output(&call.gpu, call.element, self.selection.shape().query_dims())?;
+        call.params.out = out_view;
+        call.launch("blend_forward")?;
+        Ok(out)
+    }
 }
 
 /// The gradients of `sparse`, `tail` and `theta`.
-pub(crate) fn backward(
-    selection: &Selection,
-    by_count: bool,
-    inputs: [Operand<'_>; 3],
-    dout: Operand<'_>,
-) -> Result<[CudaStorage; 3]> {
-    let mut call = Call::new(selection, by_count, inputs)?;
-    let (dsparse, dsparse_view) = output(&call.gpu, call.element, selection.shape().query_dims())?;
-    let (dtail, dtail_view) = output(&call.gpu, call.element, selection.shape().query_dims())?;
-    let heads = selection.shape().query_heads();
-    let parts = call.gpu.alloc::<f32>(heads * selection.blocks().rows())?;
-    let dtheta = call.gpu.alloc::<f32>(heads)?;
-    call.params.dout = view(dout.0, dout.1, &call.gpu)?;
-    (call.params.out, call.params.dtail) = (dsparse_view, dtail_view);
-    call.params.parts = address(&parts, &call.gpu);
-    call.params.dtheta = address(&dtheta, &call.gpu);
-    call.launch("blend_backward")?;
-    launch(&call.gpu, "blend_sum_theta", Grid::line(heads, 32), &call.params)?;
-    Ok([dsparse, dtail, CudaStorage::wrap_cuda_slice(dtheta, call.gpu.device.clone())])
+impl Launch<[Operand<'_>; 4], [CudaStorage; 3]> for Gradients<'_> {
+    fn launch(&self, [sparse, tail, theta, dout]: [Operand<'_>; 4]) -> Result<[CudaStorage; 3]> {
+        let selection = &self.0.selection;
+        let mut call = Call::new(self.0, [sparse, tail, theta])?;
+        let (dsparse, dsparse_view) = output(&call.gpu, call.element, selection.shape().query_dims())?;
+        let (dtail, dtail_view) = output(&call.gpu, call.element, selection.shape().query_dims())?;
+        let heads = selection.shape().query_heads();
+        let parts = call.gpu.alloc::<f32>(heads * selection.blocks().rows())?;
+        let dtheta = call.gpu.alloc::<f32>(heads)?;
+        call.params.dout = view(dout.0, dout.1, &call.gpu)?;
+        (call.params.out, call.params.dtail) = (dsparse_view, dtail_view);
+        call.params.parts = address(&parts, &call.gpu);
+        call.params.dtheta = address(&dtheta, &call.gpu);
+        call.launch("blend_backward")?;
+        launch(&call.gpu, "blend_sum_theta", Grid::line(heads, 32), &call.params)?;
+        Ok([dsparse, dtail, CudaStorage::wrap_cuda_slice(dtheta, call.gpu.device.clone())])
+    }
 }

@@ -9,11 +9,10 @@ use super::params;
 use super::plan::{self, Plan, SELECTION_BLOCK, TILE};
 use super::tensor::{Element, address, output, tensor_map, view};
 use crate::error::Error;
+use crate::launch::Operand;
+use crate::ops::attention::AttentionOp;
 use crate::selection::Selection;
 use crate::shape::{AttentionShape, Dims};
-
-/// A tensor as candle passes it to an op: storage and layout.
-pub(crate) type Operand<'a> = (&'a CudaStorage, &'a Layout);
 
 /// One attention call: the GPU's counterpart of [`crate::cpu::Problem`].
 #[derive(Debug)]
@@ -27,6 +26,20 @@ pub(crate) struct Problem<'a> {
     pub(crate) v: Operand<'a>,
     /// The blocks of keys to attend to. `None`: all keys that the mask leaves.
     pub(crate) selection: Option<&'a Selection>,
+}
+
+impl<'a> Problem<'a> {
+    pub(super) fn new(op: &'a AttentionOp, [q, k, v]: [Operand<'a>; 3]) -> Self {
+        Self {
+            shape: &op.shape,
+            softmax_scale: op.softmax_scale,
+            deterministic: op.deterministic,
+            q,
+            k,
+            v,
+            selection: op.selection.as_ref(),
+        }
+    }
 }
 
 /// What all launches of a call share.

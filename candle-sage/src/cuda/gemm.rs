@@ -5,11 +5,12 @@ use candle_core::backend::BackendStorage;
 use candle_core::{Layout, Result};
 use cudarc::cublas::{result, sys};
 
-use super::Operand;
 use super::kernels::Gpu;
 use super::ops::tensor::{Float, start};
 use super::params::Address;
 use crate::error::Error;
+use crate::launch::{Launch, Operand};
+use crate::ops::accumulate::ProductInto;
 
 /// Where a product is written: contiguous (rows, columns).
 #[derive(Debug, Clone, Copy)]
@@ -106,13 +107,10 @@ pub(crate) fn gemm(
 }
 
 /// [`gemm`] into a contiguous tensor.
-pub(crate) fn product_into(
-    out: Operand<'_>,
-    a: Operand<'_>,
-    b: Operand<'_>,
-    factors: [f32; 2],
-) -> Result<()> {
-    let gpu = &Gpu::new(out.0.device())?;
-    let to = Out { at: start(out, gpu)?, float: Float::of("a matrix product", out.0)? };
-    gemm(gpu, to, a, b, factors)
+impl Launch<[Operand<'_>; 3], ()> for ProductInto {
+    fn launch(&self, [out, a, b]: [Operand<'_>; 3]) -> Result<()> {
+        let gpu = &Gpu::new(out.0.device())?;
+        let to = Out { at: start(out, gpu)?, float: Float::of("a matrix product", out.0)? };
+        gemm(gpu, to, a, b, [self.factor, if self.add { 1.0 } else { 0.0 }])
+    }
 }

@@ -5,15 +5,15 @@ use candle_core::{CudaStorage, Result};
 use cudarc::driver::CudaSlice;
 use half::bf16;
 
-use super::Operand;
 use super::call::Geometry;
 use super::kernels::{Gpu, Grid};
-use super::params::launch;
 use super::params::sla2::Linear;
+use super::params::{View, launch};
 use super::plan::{self, Plan, TILE, Visits};
 use super::selection::check_blocks;
 use super::tensor::{Element, address, output, view};
-use crate::selection::Blocks;
+use crate::launch::{Launch, Operand};
+use crate::ops::past_linear::{Gradients, PastLinear};
 use crate::shape::AttentionShape;
 
 /// Threads of a block of the kernel that adds up chunks, one for each value of a state.
@@ -32,7 +32,8 @@ struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    fn new(shape: &'a AttentionShape, blocks: &Blocks, [q, k, v]: [Operand<'_>; 3]) -> Result<Self> {
+    fn new(op: &'a PastLinear, [q, k, v]: [Operand<'_>; 3]) -> Result<Self> {
+        let (shape, blocks) = (&op.shape, op.selection.blocks());
         check_blocks(blocks)?;
         let gpu = Gpu::new(q.0.device())?;
         let (d, geometry) = (plan::padded_head_dim(shape)?, Geometry::new(&gpu, shape)?);
@@ -96,56 +97,55 @@ impl<'a> Call<'a> {
         let (longest, _) = self.geometry.blocks();
         self.launch(kernel, longest, heads)
     }
+
+    /// Writes the gradients, or adds them with `params.add`. The states are computed again, not kept, since they
+    /// are as large as K.
+    fn backward(mut self, dout: Operand<'_>, [dq, dk, dv]: [View; 3]) -> Result<()> {
+        let padded = self.shape.query_heads() * self.params.shape.query_tiles as usize * TILE;
+        let rows = self.gpu.alloc::<f32>(2 * padded)?;
+        self.params.dout = view(dout.0, dout.1, &self.gpu)?;
+        (self.params.dq, self.params.dk, self.params.dv) = (dq, dk, dv);
+        self.params.rows = address(&rows, &self.gpu);
+        self.make_states()?;
+        self.multiply("linear_backward_queries", self.shape.query_heads())?;
+        self.params.backward = 1;
+        self.make_states()?;
+        self.multiply("linear_backward_keys", self.shape.key_heads())
+    }
 }
 
 /// The output, contiguous.
-pub(crate) fn forward(
-    shape: &AttentionShape,
-    blocks: &Blocks,
-    inputs: [Operand<'_>; 3],
-) -> Result<CudaStorage> {
-    let mut call = Call::new(shape, blocks, inputs)?;
-    let (out, out_view) = output(&call.gpu, call.element, shape.query_dims())?;
-    call.params.out = out_view;
-    call.make_states()?;
-    call.multiply("linear_forward", shape.query_heads())?;
-    Ok(out)
+impl Launch<[Operand<'_>; 3], CudaStorage> for PastLinear {
+    fn launch(&self, inputs: [Operand<'_>; 3]) -> Result<CudaStorage> {
+        let mut call = Call::new(self, inputs)?;
+        let (out, out_view) = output(&call.gpu, call.element, self.shape.query_dims())?;
+        call.params.out = out_view;
+        call.make_states()?;
+        call.multiply("linear_forward", self.shape.query_heads())?;
+        Ok(out)
+    }
 }
 
-/// The gradients of query, key and value: contiguous, in new tensors, or with `onto` added to those tensors
-/// in place. The states are computed again, not kept, since they are as large as K.
-pub(crate) fn backward(
-    shape: &AttentionShape,
-    blocks: &Blocks,
-    inputs: [Operand<'_>; 3],
-    dout: Operand<'_>,
-    onto: Option<[Operand<'_>; 3]>,
-) -> Result<Option<[CudaStorage; 3]>> {
-    let mut call = Call::new(shape, blocks, inputs)?;
-    let mut made = None;
-    let [dq_view, dk_view, dv_view] = match onto {
-        Some([dq, dk, dv]) => {
-            let at = |(storage, layout): Operand<'_>| view(storage, layout, &call.gpu);
-            [at(dq)?, at(dk)?, at(dv)?]
-        }
-        None => {
-            let (dq, dq_view) = output(&call.gpu, call.element, shape.query_dims())?;
-            let (dk, dk_view) = output(&call.gpu, call.element, shape.key_dims())?;
-            let (dv, dv_view) = output(&call.gpu, call.element, shape.key_dims())?;
-            made = Some([dq, dk, dv]);
-            [dq_view, dk_view, dv_view]
-        }
-    };
-    call.params.add = onto.is_some().into();
-    let padded = shape.query_heads() * call.params.shape.query_tiles as usize * TILE;
-    let rows = call.gpu.alloc::<f32>(2 * padded)?;
-    call.params.dout = view(dout.0, dout.1, &call.gpu)?;
-    (call.params.dq, call.params.dk, call.params.dv) = (dq_view, dk_view, dv_view);
-    call.params.rows = address(&rows, &call.gpu);
-    call.make_states()?;
-    call.multiply("linear_backward_queries", shape.query_heads())?;
-    call.params.backward = 1;
-    call.make_states()?;
-    call.multiply("linear_backward_keys", shape.key_heads())?;
-    Ok(made)
+/// The gradients of query, key and value, contiguous.
+impl Launch<[Operand<'_>; 4], [CudaStorage; 3]> for Gradients<'_> {
+    fn launch(&self, [q, k, v, dout]: [Operand<'_>; 4]) -> Result<[CudaStorage; 3]> {
+        let shape = &self.0.shape;
+        let call = Call::new(self.0, [q, k, v])?;
+        let (dq, dq_view) = output(&call.gpu, call.element, shape.query_dims())?;
+        let (dk, dk_view) = output(&call.gpu, call.element, shape.key_dims())?;
+        let (dv, dv_view) = output(&call.gpu, call.element, shape.key_dims())?;
+        call.backward(dout, [dq_view, dk_view, dv_view])?;
+        Ok([dq, dk, dv])
+    }
+}
+
+/// The gradients, added to the last three tensors in place.
+impl Launch<[Operand<'_>; 7], ()> for Gradients<'_> {
+    fn launch(&self, [q, k, v, dout, dq, dk, dv]: [Operand<'_>; 7]) -> Result<()> {
+        let mut call = Call::new(self.0, [q, k, v])?;
+        let at = |(storage, layout): Operand<'_>| view(storage, layout, &call.gpu);
+        let onto = [at(dq)?, at(dk)?, at(dv)?];
+        call.params.add = 1;
+        call.backward(dout, onto)
+    }
 }

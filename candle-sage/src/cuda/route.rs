@@ -4,106 +4,99 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
-use super::Operand;
 use super::call::Geometry;
 use super::kernels::{Gpu, Grid};
 use super::params::{self, launch, sla2};
 use super::plan::{self, Plan, Visits};
 use super::selection::{check_blocks, lists_at};
 use super::tensor::{Element, address, view};
-use crate::selection::Blocks;
-use crate::shape::AttentionShape;
+use crate::launch::{Launch, Operand};
+use crate::ops::route::{Choice, Mass, Means};
 
 /// The means of blocks, (key heads, blocks, head_dim): with `pool` of the blocks of queries, with a causal
 /// mask over the last `pool` queries up to the block's first; without `pool` of the blocks of keys.
-pub(crate) fn pool(
-    shape: &AttentionShape,
-    blocks: &Blocks,
-    x: Operand<'_>,
-    pool: Option<usize>,
-) -> Result<CudaStorage> {
-    check_blocks(blocks)?;
-    let gpu = Gpu::new(x.0.device())?;
-    plan::padded_head_dim(shape)?;
-    let geometry = Geometry::new(&gpu, shape)?;
-    let count = if pool.is_some() { blocks.rows() } else { blocks.all_key_blocks() };
-    let means = gpu.alloc::<f32>(blocks.key_heads * count * shape.head_dim())?;
-    let params = sla2::Pool {
-        x: view(x.0, x.1, &gpu)?,
-        means: address(&means, &gpu),
-        shape: geometry.shape,
-        query: pool.is_some().into(),
-        heads: if pool.is_some() { shape.group() } else { 1 } as i32,
-        pool: pool.unwrap_or(0).min(i32::MAX as usize) as i32,
-        blocks: count as i32,
-    };
-    let grid = Grid { blocks: (count as u32, blocks.key_heads as u32, 1), ..Grid::line(1, 128) };
-    let element = Element::of(x.0.dtype())?;
-    launch(&gpu, &format!("pool_{}", element.name()), grid, &params)?;
-    Ok(CudaStorage::wrap_cuda_slice(means, gpu.device.clone()))
+impl Launch<[Operand<'_>; 1], CudaStorage> for Means<'_> {
+    fn launch(&self, [x]: [Operand<'_>; 1]) -> Result<CudaStorage> {
+        let Self { shape, blocks, pool } = *self;
+        check_blocks(blocks)?;
+        let gpu = Gpu::new(x.0.device())?;
+        plan::padded_head_dim(shape)?;
+        let geometry = Geometry::new(&gpu, shape)?;
+        let count = if pool.is_some() { blocks.rows() } else { blocks.all_key_blocks() };
+        let means = gpu.alloc::<f32>(blocks.key_heads * count * shape.head_dim())?;
+        let params = sla2::Pool {
+            x: view(x.0, x.1, &gpu)?,
+            means: address(&means, &gpu),
+            shape: geometry.shape,
+            query: pool.is_some().into(),
+            heads: if pool.is_some() { shape.group() } else { 1 } as i32,
+            pool: pool.unwrap_or(0).min(i32::MAX as usize) as i32,
+            blocks: count as i32,
+        };
+        let grid = Grid { blocks: (count as u32, blocks.key_heads as u32, 1), ..Grid::line(1, 128) };
+        let element = Element::of(x.0.dtype())?;
+        launch(&gpu, &format!("pool_{}", element.name()), grid, &params)?;
+        Ok(CudaStorage::wrap_cuda_slice(means, gpu.device.clone()))
+    }
 }
 
 /// The lists of the candidates with the largest scores, (key heads, blocks of queries, 1 + width).
-pub(crate) fn choose(
-    shape: &AttentionShape,
-    blocks: &Blocks,
-    scores: Operand<'_>,
-    most: usize,
-    width: usize,
-) -> Result<CudaStorage> {
-    check_blocks(blocks)?;
-    let (storage, layout) = scores;
-    let gpu = Gpu::new(storage.device())?;
-    let geometry = Geometry::new(&gpu, shape)?;
-    // Zeros: no kernel reads the entries behind a list's end, but they are copied with it.
-    let lists = gpu.alloc_zeros::<u32>(blocks.key_heads * blocks.rows() * (1 + width))?;
-    let start = (layout.start_offset() * size_of::<f32>()) as params::Address;
-    let params = sla2::Choose {
-        scores: address(storage.as_cuda_slice::<f32>()?, &gpu) + start,
-        lists: lists_at(address(&lists, &gpu), blocks, 1 + width),
-        shape: geometry.shape,
-        columns: blocks.columns() as i32,
-        most: most.min(i32::MAX as usize) as i32,
-    };
-    let grid =
-        Grid { blocks: (blocks.rows().div_ceil(4) as u32, blocks.key_heads as u32, 1), ..Grid::line(1, 128) };
-    launch(&gpu, "choose_blocks", grid, &params)?;
-    Ok(CudaStorage::wrap_cuda_slice(lists, gpu.device.clone()))
+impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
+    fn launch(&self, [(storage, layout)]: [Operand<'_>; 1]) -> Result<CudaStorage> {
+        let Self { shape, blocks, most, width } = *self;
+        check_blocks(blocks)?;
+        let gpu = Gpu::new(storage.device())?;
+        let geometry = Geometry::new(&gpu, shape)?;
+        // Zeros: no kernel reads the entries behind a list's end, but they are copied with it.
+        let lists = gpu.alloc_zeros::<u32>(blocks.key_heads * blocks.rows() * (1 + width))?;
+        let start = (layout.start_offset() * size_of::<f32>()) as params::Address;
+        let params = sla2::Choose {
+            scores: address(storage.as_cuda_slice::<f32>()?, &gpu) + start,
+            lists: lists_at(address(&lists, &gpu), blocks, 1 + width),
+            shape: geometry.shape,
+            columns: blocks.columns() as i32,
+            most: most.min(i32::MAX as usize) as i32,
+        };
+        let grid = Grid {
+            blocks: (blocks.rows().div_ceil(4) as u32, blocks.key_heads as u32, 1),
+            ..Grid::line(1, 128)
+        };
+        launch(&gpu, "choose_blocks", grid, &params)?;
+        Ok(CudaStorage::wrap_cuda_slice(lists, gpu.device.clone()))
+    }
 }
 
 /// The attention mass of each candidate, (key heads, blocks of queries, columns).
-pub(crate) fn block_mass(
-    shape: &AttentionShape,
-    blocks: &Blocks,
-    [q, k]: [Operand<'_>; 2],
-    softmax_scale: f32,
-) -> Result<CudaStorage> {
-    check_blocks(blocks)?;
-    let gpu = Gpu::new(q.0.device())?;
-    let d = plan::padded_head_dim(shape)?;
-    let geometry = Geometry::new(&gpu, shape)?;
-    let mass = gpu.alloc_zeros::<f32>(blocks.key_heads * blocks.rows() * blocks.columns())?;
-    let (q, element) = (view(q.0, q.1, &gpu)?, Element::of(q.0.dtype())?);
-    let k = view(k.0, k.1, &gpu)?;
-    let params = sla2::Mass {
-        forward: params::Forward {
-            q,
-            k,
-            v: k,
-            shape: params::Shape { softmax_scale, ..geometry.shape },
-            ..params::Forward::default()
-        },
-        mass: address(&mass, &gpu),
-        query_blocks: blocks.rows() as i32,
-        columns: blocks.columns() as i32,
-    };
-    let (longest, _) = geometry.blocks();
-    let plan = Plan::of("block_mass", d, gpu.architecture, Visits::Listed)?;
-    let grid = Grid {
-        blocks: (longest as u32, geometry.segment_count() as u32, blocks.key_heads as u32),
-        shared_bytes: plan.shared_bytes,
-        ..Grid::line(1, plan.threads)
-    };
-    launch(&gpu, &format!("block_mass_{}_{d}", element.name()), grid, &params)?;
-    Ok(CudaStorage::wrap_cuda_slice(mass, gpu.device.clone()))
+impl Launch<[Operand<'_>; 2], CudaStorage> for Mass<'_> {
+    fn launch(&self, [q, k]: [Operand<'_>; 2]) -> Result<CudaStorage> {
+        let Self { shape, blocks, softmax_scale } = *self;
+        check_blocks(blocks)?;
+        let gpu = Gpu::new(q.0.device())?;
+        let d = plan::padded_head_dim(shape)?;
+        let geometry = Geometry::new(&gpu, shape)?;
+        let mass = gpu.alloc_zeros::<f32>(blocks.key_heads * blocks.rows() * blocks.columns())?;
+        let (q, element) = (view(q.0, q.1, &gpu)?, Element::of(q.0.dtype())?);
+        let k = view(k.0, k.1, &gpu)?;
+        let params = sla2::Mass {
+            forward: params::Forward {
+                q,
+                k,
+                v: k,
+                shape: params::Shape { softmax_scale, ..geometry.shape },
+                ..params::Forward::default()
+            },
+            mass: address(&mass, &gpu),
+            query_blocks: blocks.rows() as i32,
+            columns: blocks.columns() as i32,
+        };
+        let (longest, _) = geometry.blocks();
+        let plan = Plan::of("block_mass", d, gpu.architecture, Visits::Listed)?;
+        let grid = Grid {
+            blocks: (longest as u32, geometry.segment_count() as u32, blocks.key_heads as u32),
+            shared_bytes: plan.shared_bytes,
+            ..Grid::line(1, plan.threads)
+        };
+        launch(&gpu, &format!("block_mass_{}_{d}", element.name()), grid, &params)?;
+        Ok(CudaStorage::wrap_cuda_slice(mass, gpu.device.clone()))
+    }
 }

@@ -1,14 +1,11 @@
 //! Sums in place: the gradients of training loops that do not use candle's graph.
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
-use candle_core::{CpuStorage, DType, InplaceOp2, InplaceOp3, Layout, Result, Tensor};
+use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp2, InplaceOp3, Layout, Result, Tensor};
 use rayon::prelude::*;
 
 use super::support::{SPAN, check_sum, f32_values, f32_values_mut, shape_error, supported};
 use crate::cpu::product::{Mat, product_parallel};
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::launch::Launch;
 
 const ADD: &str = "add-into";
 const PRODUCT: &str = "product-into";
@@ -18,6 +15,17 @@ const IN_ORDER: &str = "sum-in-order";
 ///
 /// `sum` is contiguous and f32; `x` has the same shape, in f32, f16 or bf16.
 ///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::add_into;
+///
+/// let sum = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
+/// add_into(&sum, &Tensor::new(&[1f32, 2.], &Device::Cpu)?)?;
+/// add_into(&sum, &Tensor::new(&[10f32, 20.], &Device::Cpu)?)?;
+/// assert_eq!(sum.to_vec1::<f32>()?, [11., 22.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// When they do not fit together.
 pub fn add_into(sum: &Tensor, x: &Tensor) -> Result<()> {
@@ -26,7 +34,7 @@ pub fn add_into(sum: &Tensor, x: &Tensor) -> Result<()> {
     sum.inplace_op2(&x.detach(), &AddInto)
 }
 
-struct AddInto;
+pub(crate) struct AddInto;
 
 impl InplaceOp2 for AddInto {
     fn name(&self) -> &'static str {
@@ -48,7 +56,6 @@ impl InplaceOp2 for AddInto {
         Ok(())
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         sum: &mut CudaStorage,
@@ -56,7 +63,7 @@ impl InplaceOp2 for AddInto {
         x: &CudaStorage,
         x_layout: &Layout,
     ) -> Result<()> {
-        cuda::ops::cross_entropy::add((sum, layout), (x, x_layout))
+        self.launch([(&*sum, layout), (x, x_layout)])
     }
 }
 
@@ -66,6 +73,18 @@ impl InplaceOp2 for AddInto {
 ///
 /// `parts` is (n, ..), and `sum` has the shape of one of them; both are contiguous and f32. `place` is 0 to
 /// n.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::ops::sum_in_order;
+///
+/// // The second of three processes holds its own gradient, and receives those of the first and the third.
+/// let gradient = Tensor::new(&[2f32, 20.], &Device::Cpu)?;
+/// let others = Tensor::new(&[[1f32, 10.], [4., 40.]], &Device::Cpu)?;
+/// sum_in_order(&gradient, &others, 1)?;
+/// assert_eq!(gradient.to_vec1::<f32>()?, [7., 70.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// When they do not fit together; on CUDA, when one does not start on 16 bytes, or the number of elements of
@@ -85,8 +104,8 @@ pub fn sum_in_order(sum: &Tensor, parts: &Tensor, place: usize) -> Result<()> {
     sum.inplace_op2(&parts.detach(), &InOrder { place })
 }
 
-struct InOrder {
-    place: usize,
+pub(crate) struct InOrder {
+    pub(crate) place: usize,
 }
 
 impl InplaceOp2 for InOrder {
@@ -116,7 +135,6 @@ impl InplaceOp2 for InOrder {
         Ok(())
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         sum: &mut CudaStorage,
@@ -124,7 +142,7 @@ impl InplaceOp2 for InOrder {
         parts: &CudaStorage,
         parts_layout: &Layout,
     ) -> Result<()> {
-        cuda::ops::sum_in_order::sum((sum, layout), (parts, parts_layout), self.place)
+        self.launch([(&*sum, layout), (parts, parts_layout)])
     }
 }
 
@@ -134,6 +152,19 @@ impl InplaceOp2 for InOrder {
 /// columns (a transpose needs no copy); `out` is contiguous (rows, columns), in f32 or, on a GPU, in the type
 /// of `a`. For a linear map `y = x W^T` the gradients are `product_into(dw, dy.t(), x, 1.0, true)` and
 /// `product_into(dx, dy, w, 1.0, true)`.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::product_into;
+///
+/// // The gradient of W in y = x W^T, added to what is there.
+/// let x = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?;
+/// let dy = Tensor::new(&[[1f32, 0., 1.], [0., 1., 1.]], &Device::Cpu)?;
+/// let dw = Tensor::ones((3, 2), DType::F32, &Device::Cpu)?;
+/// product_into(&dw, &dy.t()?, &x, 1.0, true)?;
+/// assert_eq!(dw.to_vec2::<f32>()?, [[2., 3.], [4., 5.], [5., 7.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// When shapes, types or strides do not fit.
@@ -165,9 +196,9 @@ pub fn product_into(out: &Tensor, a: &Tensor, b: &Tensor, factor: f64, add: bool
     out.inplace_op3(&a.detach(), &b.detach(), &ProductInto { factor: factor as f32, add })
 }
 
-struct ProductInto {
-    factor: f32,
-    add: bool,
+pub(crate) struct ProductInto {
+    pub(crate) factor: f32,
+    pub(crate) add: bool,
 }
 
 impl InplaceOp3 for ProductInto {
@@ -196,7 +227,6 @@ impl InplaceOp3 for ProductInto {
         Ok(())
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         out: &mut CudaStorage,
@@ -206,8 +236,7 @@ impl InplaceOp3 for ProductInto {
         b: &CudaStorage,
         b_layout: &Layout,
     ) -> Result<()> {
-        let beta = if self.add { 1.0 } else { 0.0 };
-        cuda::gemm::product_into((out, layout), (a, a_layout), (b, b_layout), [self.factor, beta])
+        self.launch([(&*out, layout), (a, a_layout), (b, b_layout)])
     }
 }
 

@@ -1,15 +1,10 @@
 //! AdamW over all parameters at once, and the sum of squares for the norm of their gradient.
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp1, DType, InplaceOp3, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, InplaceOp3, Layout, Result, Shape, Tensor};
 
-#[cfg(feature = "cuda")]
-use super::support::with_cuda;
-use super::support::{f32_values, f32_values_mut, shape_error, supported};
+use super::support::{f32_values, f32_values_mut, shape_error, supported, with_cuda};
 use crate::cpu::ops::adamw::{squares, step};
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::launch::{Launch, Operand};
 pub use crate::update::AdamW;
 
 const NAME: &str = "adamw";
@@ -17,6 +12,15 @@ const SQUARES: &str = "sum-of-squares";
 
 /// The sum of squares of all elements of an f32 tensor: an f64 scalar. It is summed in f64, and so is finite
 /// if all elements are, in an order that does not depend on the number of threads.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::ops::sum_of_squares;
+///
+/// let gradient = Tensor::new(&[3f32, 4.], &Device::Cpu)?;
+/// assert_eq!(sum_of_squares(&gradient)?.to_scalar::<f64>()?, 25.0);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// When `x` is not f32.
@@ -28,7 +32,7 @@ pub fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
     x.detach().apply_op1_no_bwd(&SumOfSquares)
 }
 
-struct SumOfSquares;
+pub(crate) struct SumOfSquares;
 
 impl CustomOp1 for SumOfSquares {
     fn name(&self) -> &'static str {
@@ -40,9 +44,8 @@ impl CustomOp1 for SumOfSquares {
         Ok((CpuStorage::F64(vec![squares(&values)]), Shape::from(())))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        Ok((cuda::ops::adamw::sum_of_squares((x, layout))?, Shape::from(())))
+        Ok((self.launch([(x, layout)])?, Shape::from(())))
     }
 }
 
@@ -55,6 +58,23 @@ impl AdamW {
     /// `state` is contiguous (3, parameters) in f32: weights, m, v. `gradient` is (parameters) in f32, and
     /// `sum_of_squares` the result of [`sum_of_squares`] for it. `copy`, on a GPU, receives the new weights
     /// in f16 or bf16, in which models compute. When the norm is not finite nothing changes.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_sage::ops::{AdamW, sum_of_squares};
+    ///
+    /// let settings = AdamW {
+    ///     lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, decayed: 0,
+    ///     step: 1, gradient_factor: 1.0, clip: Some(1.0),
+    /// };
+    /// let state = Tensor::zeros((3, 2), DType::F32, &Device::Cpu)?;
+    /// let gradient = Tensor::new(&[3f32, -4.], &Device::Cpu)?;
+    /// settings.step(&state, &gradient, &sum_of_squares(&gradient)?, None)?;
+    /// // The first step moves each weight by the learning rate, against the sign of its gradient.
+    /// let weights = state.get(0)?.to_vec1::<f32>()?;
+    /// assert!((weights[0] + 0.1).abs() < 1e-6 && (weights[1] - 0.1).abs() < 1e-6);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
     ///
     /// # Errors
     /// When the tensors do not fit together; on CUDA, when one does not start on 16 bytes, or the number of
@@ -98,7 +118,6 @@ impl AdamW {
 
 struct Step<'a> {
     settings: &'a AdamW,
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "on the CPU there is none"))]
     copy: Option<&'a Tensor>,
 }
 
@@ -124,7 +143,6 @@ impl InplaceOp3 for Step<'_> {
 
     /// The copy is written through its shared storage, since candle lends only one tensor at a time for
     /// writing.
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         state: &mut CudaStorage,
@@ -134,13 +152,10 @@ impl InplaceOp3 for Step<'_> {
         sum_of_squares: &CudaStorage,
         sum_layout: &Layout,
     ) -> Result<()> {
-        let (state, gradient) = ((&*state, layout), (gradient, gradient_layout));
-        let sum = (sum_of_squares, sum_layout);
+        let all = [(&*state, layout), (gradient, gradient_layout), (sum_of_squares, sum_layout)];
         match self.copy {
-            None => cuda::ops::adamw::update(state, gradient, sum, None, self.settings),
-            Some(copy) => with_cuda(NAME, [copy], |[copy]| {
-                cuda::ops::adamw::update(state, gradient, sum, Some(copy), self.settings)
-            }),
+            None => self.settings.launch((all, None::<Operand<'_>>)),
+            Some(copy) => with_cuda(NAME, [copy], |[copy]| self.settings.launch((all, Some(copy)))),
         }
     }
 }

@@ -2,19 +2,14 @@
 
 use std::sync::OnceLock;
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 
-use super::support::{cpu_storage, f32_tensor, supported};
-#[cfg(feature = "cuda")]
-use super::support::{cuda_storage, cuda_tensor};
+use super::support::{cpu_storage, cuda_tensor, f32_tensor, supported, with_cuda};
 use crate::cpu::view::{View, to_storage};
 use crate::cpu::{self, Problem};
-#[cfg(feature = "cuda")]
-use crate::cuda;
 use crate::error::Error;
+use crate::launch::{Launch, Operand};
 use crate::scheme::Scheme;
 use crate::selection::{Lists, Selection};
 use crate::shape::{AttentionShape, Dims, Packing};
@@ -223,6 +218,21 @@ impl Attention {
 
 /// The backward of one forward: see [`Attention::vjp`]. It holds the inputs, the output and the state that
 /// the forward kept.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::Attention;
+///
+/// let x = || Tensor::randn(0f32, 1., (1, 16, 2, 32), &Device::Cpu);
+/// let (q, k, v) = (x()?, x()?, x()?);
+/// let (out, vjp) = Attention::default().causal(true).vjp(&q, &k, &v)?;
+/// let [dq, dk, dv] = vjp.apply(&out.ones_like()?)?;
+/// assert_eq!((dq.dims(), dk.dims()), (q.dims(), k.dims()));
+/// // The probabilities of each of the 16 queries sum to 1.
+/// let sums = dv.sum(1)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert!(sums.iter().all(|sum| (sum - 16.0).abs() < 1e-4));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 pub struct AttentionVjp {
     op: AttentionOp,
     inputs: [Tensor; 3],
@@ -269,22 +279,26 @@ pub(super) fn dims4(name: &str, tensor: &Tensor) -> Result<Dims> {
 }
 
 /// The op of one call. Every call makes a new value, since the state of the call is kept in it.
-struct AttentionOp {
-    scheme: Scheme,
-    shape: AttentionShape,
-    softmax_scale: f32,
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "on the CPU results never vary"))]
-    deterministic: bool,
-    selection: Option<Selection>,
+pub(crate) struct AttentionOp {
+    pub(crate) scheme: Scheme,
+    pub(crate) shape: AttentionShape,
+    pub(crate) softmax_scale: f32,
+    #[allow(dead_code, reason = "only kernels ask for it: on the CPU results never vary")]
+    pub(crate) deterministic: bool,
+    pub(crate) selection: Option<Selection>,
     /// Set by the forward; `None` when no input is tracked.
     saved: Option<OnceLock<Saved>>,
 }
 
+/// A forward on a GPU, with the state that its backward needs: from query, key, value, the output and its gradient it
+/// makes the gradients of the first three.
+pub(crate) type RanOnGpu =
+    dyn for<'a> Launch<(&'a AttentionOp, [Operand<'a>; 5]), [CudaStorage; 3]> + Send + Sync;
+
 /// What a forward keeps for its backward, by the device on which it ran.
 enum Saved {
     Cpu(Box<dyn cpu::Ran>),
-    #[cfg(feature = "cuda")]
-    Cuda(Box<dyn cuda::Ran>),
+    Cuda(Box<RanOnGpu>),
 }
 
 type Gradients = (Option<Tensor>, Option<Tensor>, Option<Tensor>);
@@ -326,29 +340,8 @@ impl AttentionOp {
         ))
     }
 
-    #[cfg(feature = "cuda")]
-    fn cuda_problem<'a>(&'a self, [q, k, v]: [cuda::Operand<'a>; 3]) -> cuda::Problem<'a> {
-        cuda::Problem {
-            shape: &self.shape,
-            softmax_scale: self.softmax_scale,
-            deterministic: self.deterministic,
-            q,
-            k,
-            v,
-            selection: self.selection.as_ref(),
-        }
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_bwd(&self, ran: &dyn cuda::Ran, tensors: [&Tensor; 5]) -> Result<Gradients> {
-        let guards = tensors.map(Tensor::storage_and_layout);
-        let mut operands = Vec::with_capacity(guards.len());
-        for (storage, layout) in &guards {
-            operands.push((cuda_storage(storage, NAME)?, *layout));
-        }
-        let &[q, k, v, out, dout] = operands.as_slice() else { unreachable!("five tensors, five operands") };
-        let problem = self.cuda_problem([q, k, v]);
-        let [dq, dk, dv] = ran.backward(&problem, &cuda::Past { out, dout })?;
+    fn cuda_bwd(&self, ran: &RanOnGpu, tensors: [&Tensor; 5]) -> Result<Gradients> {
+        let [dq, dk, dv] = with_cuda(NAME, tensors, |operands| ran.launch((self, operands)))?;
         let tensor = |storage, dims| Some(cuda_tensor(storage, shape_of(dims)));
         Ok((
             tensor(dq, self.shape.query_dims()),
@@ -380,7 +373,6 @@ impl CustomOp3 for AttentionOp {
         Ok((to_storage(out, dtype)?, shape_of(self.shape.query_dims())))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         q: &CudaStorage,
@@ -390,8 +382,8 @@ impl CustomOp3 for AttentionOp {
         v: &CudaStorage,
         v_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let problem = self.cuda_problem([(q, q_layout), (k, k_layout), (v, v_layout)]);
-        let (out, ran) = cuda::forward(&self.scheme, &problem, self.saved.is_some())?;
+        let inputs = [(q, q_layout), (k, k_layout), (v, v_layout)];
+        let (out, ran): (_, Option<Box<RanOnGpu>>) = self.launch((inputs, self.saved.is_some()))?;
         if let Some(ran) = ran {
             self.save(Saved::Cuda(ran))?;
         }
@@ -401,7 +393,6 @@ impl CustomOp3 for AttentionOp {
     fn bwd(&self, q: &Tensor, k: &Tensor, v: &Tensor, out: &Tensor, dout: &Tensor) -> Result<Gradients> {
         match self.saved.as_ref().and_then(OnceLock::get) {
             Some(Saved::Cpu(ran)) => self.cpu_bwd(ran.as_ref(), [q, k, v, out, dout]),
-            #[cfg(feature = "cuda")]
             Some(Saved::Cuda(ran)) => self.cuda_bwd(ran.as_ref(), [q, k, v, out, dout]),
             None => Err(Error::new("attention has no forward to go back from").into()),
         }

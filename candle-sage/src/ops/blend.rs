@@ -1,17 +1,12 @@
 //! The learned mixture of attention over selected keys and the linear tail.
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 
-#[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_cuda};
-use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
+use super::support::{cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_cuda, with_f32};
 use crate::cpu::blend;
 use crate::cpu::view::to_storage;
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::launch::Launch;
 use crate::selection::Selection;
 
 const NAME: &str = "blend";
@@ -19,6 +14,28 @@ const NAME: &str = "blend";
 /// How `a`, the weight of attention over the selected keys in `a sparse + (1 - a) tail`, is computed.
 ///
 /// In every form `a` is 1 where no key is left to the tail.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{Alpha, blend};
+/// # use candle_sage::{AttentionShape, Selection};
+/// # let dims = (1, 4, 1, 8);
+/// # let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+///
+/// // Two blocks of two keys: the second block of queries leaves the first block of keys to the tail.
+/// let selection = Selection::window(&shape, (2, 2), 0, 0, &Device::Cpu)?;
+/// let sparse = Tensor::ones(dims, DType::F32, &Device::Cpu)?;
+/// let (tail, theta) = (sparse.zeros_like()?, Tensor::zeros(1, DType::F32, &Device::Cpu)?);
+/// let a = |alpha| {
+///     let out = blend(&sparse, &tail, &theta, &selection, alpha)?;
+///     out.narrow(3, 0, 1)?.flatten_all()?.to_vec1::<f32>()
+/// };
+/// assert_eq!(a(Alpha::Constant)?, [1., 1., 0.5, 0.5]);
+/// // The third query sees one key exactly, the fourth two.
+/// let by_count = a(Alpha::Count)?;
+/// assert!((by_count[2] - 1. / 3.).abs() < 1e-6 && (by_count[3] - 1. / 2.).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Alpha {
     /// `a_i = sigmoid(theta + log(keys that i sees exactly / keys left to its tail))`: a learned `theta`
@@ -35,6 +52,24 @@ pub enum Alpha {
 /// `sparse` and `tail` are (batch, sequence, query heads, head_dim) of one type, `theta` is (query heads) in
 /// f32. All receive gradients: `dsparse = a dout`, `dtail = (1 - a) dout`, `dtheta = sum a (1 - a) dout .
 /// (sparse - tail)`.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use candle_sage::ops::{Alpha, blend};
+/// use candle_sage::{AttentionShape, Selection};
+///
+/// let dims = (1, 4, 1, 8);
+/// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+/// let selection = Selection::window(&shape, (2, 2), 0, 0, &Device::Cpu)?;
+/// let sparse = Tensor::ones(dims, DType::F32, &Device::Cpu)?;
+/// let tail = sparse.zeros_like()?;
+/// let theta = Var::zeros(1, DType::F32, &Device::Cpu)?;
+/// let out = blend(&sparse, &tail, &theta, &selection, Alpha::Constant)?;
+/// // Two queries have a tail: dtheta is a (1 - a), summed over their eight channels.
+/// let gradients = out.sum_all()?.backward()?;
+/// assert_eq!(gradients.get(&theta).unwrap().to_vec1::<f32>()?, [16. * 0.25]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// When shapes and types do not fit.
@@ -53,6 +88,24 @@ pub fn blend(
 /// The gradients of `sparse`, `tail` and `theta` of [`blend`] for its output's gradient: for training loops
 /// that do not use candle's graph.
 ///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{Alpha, blend_backward};
+/// # use candle_sage::{AttentionShape, Selection};
+/// # let dims = (1, 4, 1, 8);
+/// # let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+///
+/// let selection = Selection::window(&shape, (2, 2), 0, 0, &Device::Cpu)?;
+/// let x = || Tensor::randn(0f32, 1., dims, &Device::Cpu);
+/// let (sparse, tail, dout) = (x()?, x()?, x()?);
+/// let theta = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
+/// let [dsparse, dtail, _] = blend_backward([&sparse, &tail, &theta], &selection, Alpha::Count, &dout)?;
+/// // The weights a and 1 - a sum to 1.
+/// let difference = ((dsparse + dtail)? - dout)?.abs()?.max_all()?.to_scalar::<f32>()?;
+/// assert!(difference < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`blend`], and when `dout` does not fit.
 pub fn blend_backward(
@@ -62,12 +115,12 @@ pub fn blend_backward(
     dout: &Tensor,
 ) -> Result<[Tensor; 3]> {
     let theta = &theta.contiguous()?;
-    Blend::new([sparse, tail, theta], selection, alpha)?.gradients([sparse, tail, theta], dout)
+    Gradients(&Blend::new([sparse, tail, theta], selection, alpha)?).of([sparse, tail, theta], dout)
 }
 
-struct Blend {
-    selection: Selection,
-    alpha: Alpha,
+pub(crate) struct Blend {
+    pub(crate) selection: Selection,
+    pub(crate) alpha: Alpha,
 }
 
 impl Blend {
@@ -90,8 +143,13 @@ impl Blend {
         supported(NAME, &[sparse, tail, theta, selection.lists()])?;
         Ok(Self { selection: selection.clone(), alpha })
     }
+}
 
-    fn gradients(&self, [sparse, tail, theta]: [&Tensor; 3], dout: &Tensor) -> Result<[Tensor; 3]> {
+/// The gradients of the inputs of a mixture, for them and the output's gradient.
+pub(crate) struct Gradients<'a>(pub(crate) &'a Blend);
+
+impl Gradients<'_> {
+    fn of(&self, [sparse, tail, theta]: [&Tensor; 3], dout: &Tensor) -> Result<[Tensor; 3]> {
         if dout.dims() != sparse.dims() || dout.dtype() != sparse.dtype() {
             return Err(shape_error(
                 "blend: the output's gradient does not fit the output",
@@ -101,25 +159,18 @@ impl Blend {
             ));
         }
         supported(NAME, &[sparse, tail, theta, dout])?;
-        #[cfg(feature = "cuda")]
+        let Blend { selection, alpha } = self.0;
         if sparse.device().is_cuda() {
-            let [dsparse, dtail, dtheta] =
-                with_cuda(NAME, [sparse, tail, theta, dout], |[sparse, tail, theta, dout]| {
-                    cuda::blend::backward(
-                        &self.selection,
-                        self.alpha == Alpha::Count,
-                        [sparse, tail, theta],
-                        dout,
-                    )
-                })?;
+            let tensors = [sparse, tail, theta, dout];
+            let [dsparse, dtail, dtheta] = with_cuda(NAME, tensors, |operands| self.launch(operands))?;
             let like = |storage| cuda_tensor(storage, sparse.shape());
             return Ok([like(dsparse), like(dtail), cuda_tensor(dtheta, theta.shape())]);
         }
-        let odds = self.selection.host()?.odds();
+        let odds = selection.host()?.odds();
         let [dsparse, dtail, dtheta] =
             with_f32(NAME, [sparse, tail, theta, dout], |[sparse, tail, theta, dout]| {
-                let shape = self.selection.shape();
-                Ok(blend::backward(shape, &odds, self.alpha == Alpha::Count, [sparse, tail, theta], dout))
+                let shape = selection.shape();
+                Ok(blend::backward(shape, &odds, *alpha == Alpha::Count, [sparse, tail, theta], dout))
             })?;
         let like = |values| f32_tensor(values, sparse.shape(), sparse.dtype());
         Ok([like(dsparse)?, like(dtail)?, f32_tensor(dtheta, theta.shape(), DType::F32)?])
@@ -151,7 +202,6 @@ impl CustomOp3 for Blend {
         Ok((to_storage(out, sparse.dtype())?, sparse_layout.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         sparse: &CudaStorage,
@@ -162,7 +212,7 @@ impl CustomOp3 for Blend {
         theta_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let inputs = [(sparse, sparse_layout), (tail, tail_layout), (theta, theta_layout)];
-        let out = cuda::blend::forward(&self.selection, self.alpha == Alpha::Count, inputs)?;
+        let out = self.launch(inputs)?;
         Ok((out, sparse_layout.shape().clone()))
     }
 
@@ -174,7 +224,7 @@ impl CustomOp3 for Blend {
         _: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [dsparse, dtail, dtheta] = self.gradients([sparse, tail, theta], dout)?;
+        let [dsparse, dtail, dtheta] = Gradients(self).of([sparse, tail, theta], dout)?;
         Ok((Some(dsparse), Some(dtail), Some(dtheta)))
     }
 }

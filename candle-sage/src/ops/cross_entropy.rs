@@ -2,22 +2,34 @@
 
 use std::sync::OnceLock;
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 
-use super::support::{cpu_storage, f32_tensor, f32_values, ids, shape_error, supported, with_f32};
-#[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_cuda};
+use super::support::{
+    cpu_storage, cuda_tensor, f32_tensor, f32_values, ids, shape_error, supported, with_cuda, with_f32,
+};
 use crate::cpu::ops::cross_entropy::{log_sum_exp, mean_loss, row_loss, to_gradient};
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::dtype::Checked;
 use crate::error::Error;
+use crate::launch::{Backward, Launch};
 
 const NAME: &str = "cross-entropy";
 
 /// Settings of a cross-entropy.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{CrossEntropy, cross_entropy};
+///
+/// let logits = Tensor::zeros((2, 4), DType::F32, &Device::Cpu)?;
+/// let targets = Tensor::new(&[1i64, -100], &Device::Cpu)?;
+/// let settings = CrossEntropy::default().ignore_id(-100).z_loss(1e-4);
+/// let loss = cross_entropy(&logits, &targets, settings)?.to_scalar::<f32>()?;
+/// // Of four classes with equal logits, and one target that counts.
+/// let expected = 4f32.ln() + 1e-4 * 4f32.ln().powi(2);
+/// assert!((loss - expected).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[non_exhaustive]
 pub struct CrossEntropy {
@@ -58,6 +70,20 @@ impl CrossEntropy {
 /// count`. The forward keeps one f32 per row. For a language model prefer [`linear_cross_entropy`](crate::ops::linear_cross_entropy), which
 /// never holds all logits. On a GPU the check of the targets waits for the device.
 ///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use candle_sage::ops::{CrossEntropy, cross_entropy};
+///
+/// let logits = Var::zeros((2, 2), DType::F32, &Device::Cpu)?;
+/// let targets = Tensor::new(&[0u32, 1], &Device::Cpu)?;
+/// let loss = cross_entropy(&logits, &targets, CrossEntropy::default())?;
+/// assert!((loss.to_scalar::<f32>()? - 2f32.ln()).abs() < 1e-6);
+/// let gradients = loss.backward()?;
+/// let dlogits = gradients.get(&logits).unwrap().to_vec2::<f32>()?;
+/// assert!((dlogits[0][0] + 0.25).abs() < 1e-6 && (dlogits[0][1] - 0.25).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// When the shapes do not match, a target is not a class, or no target counts.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor, settings: CrossEntropy) -> Result<Tensor> {
@@ -80,18 +106,11 @@ pub(super) fn classes(
     classes: usize,
     settings: CrossEntropy,
 ) -> Result<(Vec<Option<usize>>, usize)> {
-    let mut out = Vec::with_capacity(targets.len());
-    for &target in targets {
-        let ignored = settings.ignore_id == Some(target);
-        if !ignored && !(0..classes as i64).contains(&target) {
-            return Err(not_a_class(target, classes).into());
-        }
-        out.push((!ignored).then_some(target as usize));
-    }
+    let counts = |target: i64| settings.ignore_id != Some(target);
+    let bad = targets.iter().copied().find(|&t| counts(t) && !(0..classes as i64).contains(&t));
+    let out: Vec<_> = targets.iter().map(|&target| counts(target).then_some(target as usize)).collect();
     let counted = out.iter().flatten().count();
-    if counted == 0 {
-        return Err(none_counts(out.len()).into());
-    }
+    verdict(Checked { bad, counted }, targets.len(), classes)?;
     Ok((out, counted))
 }
 
@@ -109,12 +128,11 @@ fn none_counts(targets: usize) -> Error {
         .hint("skip the batch")
 }
 
-/// The error, if any, that a GPU's check of the targets found.
-#[cfg(feature = "cuda")]
-pub(super) fn verdict(checked: cuda::ops::Checked, targets: usize, classes: usize) -> Result<()> {
+/// The error, if any, that a check of the targets found.
+pub(super) fn verdict(checked: Checked, targets: usize, classes: usize) -> Result<()> {
     match checked {
-        cuda::ops::Checked { bad: Some(target), .. } => Err(not_a_class(target, classes).into()),
-        cuda::ops::Checked { counted: 0, .. } => Err(none_counts(targets).into()),
+        Checked { bad: Some(target), .. } => Err(not_a_class(target, classes).into()),
+        Checked { counted: 0, .. } => Err(none_counts(targets).into()),
         _ => Ok(()),
     }
 }
@@ -127,8 +145,8 @@ pub(super) fn no_forward() -> Error {
     Error::new("cross-entropy has no forward to go back from")
 }
 
-struct LogitsOp {
-    settings: CrossEntropy,
+pub(crate) struct LogitsOp {
+    pub(crate) settings: CrossEntropy,
     saved: OnceLock<Saved>,
 }
 
@@ -136,8 +154,7 @@ struct LogitsOp {
 enum Saved {
     /// The log-sum-exp of each row.
     Cpu(Vec<f32>),
-    #[cfg(feature = "cuda")]
-    Cuda(cuda::ops::cross_entropy::Saved),
+    Cuda(Backward<2, CudaStorage>),
 }
 
 impl CustomOp2 for LogitsOp {
@@ -165,7 +182,6 @@ impl CustomOp2 for LogitsOp {
         Ok((CpuStorage::F32(vec![loss]), Shape::from(())))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         logits: &CudaStorage,
@@ -174,12 +190,7 @@ impl CustomOp2 for LogitsOp {
         targets_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let (rows, classes) = logits_layout.shape().dims2()?;
-        let (loss, saved, checked) = cuda::ops::cross_entropy::forward(
-            (logits, logits_layout),
-            (targets, targets_layout),
-            self.settings.ignore_id,
-            self.settings.z_loss,
-        )?;
+        let (loss, saved, checked) = self.launch([(logits, logits_layout), (targets, targets_layout)])?;
         verdict(checked, rows, classes)?;
         self.saved.set(Saved::Cuda(saved)).map_err(run_twice)?;
         Ok((loss, Shape::from(())))
@@ -192,17 +203,10 @@ impl CustomOp2 for LogitsOp {
         _loss: &Tensor,
         dloss: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        #[cfg_attr(
-            not(feature = "cuda"),
-            expect(clippy::infallible_destructuring_match, reason = "one device")
-        )]
         let lse = match self.saved.get().ok_or_else(no_forward)? {
             Saved::Cpu(lse) => lse,
-            #[cfg(feature = "cuda")]
             Saved::Cuda(saved) => {
-                let grad = with_cuda(NAME, [logits, dloss], |[logits, dloss]| {
-                    cuda::ops::cross_entropy::backward(saved, logits, dloss)
-                })?;
+                let grad = with_cuda(NAME, [logits, dloss], |operands| saved.launch(operands))?;
                 return Ok((Some(cuda_tensor(grad, logits.shape())), None));
             }
         };

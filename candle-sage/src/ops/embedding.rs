@@ -1,21 +1,17 @@
 //! The rows of a table that ids name, with a deterministic, parallel backward.
 
-#[cfg(feature = "cuda")]
 use std::sync::OnceLock;
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor};
 
-use super::support::{cpu_storage, f32_tensor, ids, shape_error, supported, with_f32};
-#[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_cuda};
+use super::support::{
+    cpu_storage, cuda_tensor, f32_tensor, ids, shape_error, supported, with_cuda, with_f32,
+};
 use crate::cpu::ops::embedding::add_rows;
-#[cfg(feature = "cuda")]
-use crate::cuda;
-use crate::dtype::unsupported_dtype;
+use crate::dtype::{Checked, unsupported_dtype};
 use crate::error::Error;
+use crate::launch::{Backward, Launch};
 
 const NAME: &str = "embedding";
 
@@ -25,6 +21,19 @@ const NAME: &str = "embedding";
 /// shape.., width) in the table's type. The table receives a gradient: each row is the f32 sum of the
 /// output's gradients for its id, in an order that the ids alone decide. On a GPU the check of the ids waits
 /// for the device.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use candle_sage::ops::embedding;
+///
+/// let table = Var::new(&[[0f32, 1.], [2., 3.], [4., 5.]], &Device::Cpu)?;
+/// let ids = Tensor::new(&[2u32, 0, 2], &Device::Cpu)?;
+/// let rows = embedding(&table, &ids)?;
+/// assert_eq!(rows.to_vec2::<f32>()?, [[4., 5.], [0., 1.], [4., 5.]]);
+/// let gradients = rows.sum_all()?.backward()?;
+/// assert_eq!(gradients.get(&table).unwrap().to_vec2::<f32>()?, [[1., 1.], [0., 0.], [2., 2.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// When an id is not below the number of rows, or the types are not supported.
@@ -36,13 +45,24 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
 /// [`embedding`] outside candle's graph. On a GPU it does not wait for the device: the output's row for an id
 /// that is not in the table is NaN. For training loops that do not use candle's graph.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::ops::embedding_forward;
+///
+/// let table = Tensor::new(&[[0f32, 1.], [2., 3.], [4., 5.]], &Device::Cpu)?;
+/// // A batch of two sequences of one token.
+/// let ids = Tensor::new(&[[2u32], [1]], &Device::Cpu)?;
+/// let rows = embedding_forward(&table, &ids)?;
+/// assert_eq!(rows.to_vec3::<f32>()?, [[[4., 5.]], [[2., 3.]]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`embedding`]; on a GPU an id that is not in the table is no error.
 pub fn embedding_forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     let shape = check(table, ids)?;
-    #[cfg(feature = "cuda")]
     if table.device().is_cuda() {
-        let out = with_cuda(NAME, [table, ids], |[table, ids]| cuda::ops::embedding::rows(table, ids))?;
+        let out = with_cuda(NAME, [table, ids], |operands| Rows.launch(operands))?;
         return Ok(cuda_tensor(out, shape));
     }
     table.apply_op2_no_bwd(ids, &Embedding::default())?.reshape(shape)
@@ -72,10 +92,12 @@ fn check(table: &Tensor, ids: &Tensor) -> Result<Vec<usize>> {
 
 /// One call of the op. On a GPU it keeps the checked ids for the backward.
 #[derive(Default)]
-struct Embedding {
-    #[cfg(feature = "cuda")]
-    saved: OnceLock<cuda::ops::embedding::Saved>,
+pub(crate) struct Embedding {
+    saved: OnceLock<Backward<1, CudaStorage>>,
 }
+
+/// The op without the check of its ids, which is left out on a GPU.
+pub(crate) struct Rows;
 
 fn not_in_the_table(id: i64, rows: usize) -> Error {
     Error::new("embedding: an id is not in the table")
@@ -117,7 +139,6 @@ impl CustomOp2 for Embedding {
         Ok((out, Shape::from((ids.len(), width))))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         table: &CudaStorage,
@@ -126,8 +147,8 @@ impl CustomOp2 for Embedding {
         id_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let (rows, width) = table_layout.shape().dims2()?;
-        let (out, saved, checked) = cuda::ops::embedding::forward((table, table_layout), (id, id_layout))?;
-        if let Some(id) = checked.bad {
+        let (out, saved, Checked { bad, .. }) = self.launch([(table, table_layout), (id, id_layout)])?;
+        if let Some(id) = bad {
             return Err(not_in_the_table(id, rows).into());
         }
         self.saved.set(saved).map_err(|_| Error::new("an embedding op value was run twice"))?;
@@ -142,15 +163,13 @@ impl CustomOp2 for Embedding {
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (rows, width) = table.dims2()?;
-        #[cfg(feature = "cuda")]
         if dout.device().is_cuda() {
             let saved =
                 self.saved.get().ok_or_else(|| Error::new("embedding has no forward to go back from"))?;
-            let grad =
-                with_cuda(NAME, [dout], |[dout]| cuda::ops::embedding::backward(saved, dout, rows, width))?;
+            let grad = with_cuda(NAME, [dout], |operands| saved.launch(operands))?;
             return Ok((Some(cuda_tensor(grad, (rows, width))), None));
         }
-        let grad = cpu_backward(id, dout, rows, width)?;
+        let grad = Gradient { rows }.on_cpu(id, dout, width)?;
         Ok((Some(f32_tensor(grad, (rows, width), table.dtype())?), None))
     }
 }
@@ -158,6 +177,17 @@ impl CustomOp2 for Embedding {
 /// The gradient of a table of `rows`, for the gradient `dout` of its [`embedding`]: (rows, width), in the
 /// type of `dout`. Ids that are not in the table are left out. For training loops that do not use candle's
 /// graph.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::ops::embedding_backward;
+///
+/// let ids = Tensor::new(&[2u32, 0, 2], &Device::Cpu)?;
+/// let dout = Tensor::new(&[[1f32, 2.], [10., 20.], [100., 200.]], &Device::Cpu)?;
+/// let dtable = embedding_backward(&ids, &dout, 3)?;
+/// assert_eq!(dtable.to_vec2::<f32>()?, [[10., 20.], [0., 0.], [101., 202.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// When `dout` does not have the shape of the output.
@@ -172,21 +202,25 @@ pub fn embedding_backward(ids: &Tensor, dout: &Tensor, rows: usize) -> Result<Te
         ));
     }
     supported(NAME, &[dout, ids])?;
-    #[cfg(feature = "cuda")]
+    let gradient = Gradient { rows };
     if dout.device().is_cuda() {
-        let grad = with_cuda(NAME, [ids, dout], |[ids, dout]| {
-            let saved = cuda::ops::embedding::Saved::new(ids, rows)?;
-            cuda::ops::embedding::backward(&saved, dout, rows, width)
-        })?;
+        let grad = with_cuda(NAME, [ids, dout], |operands| gradient.launch(operands))?;
         return Ok(cuda_tensor(grad, (rows, width)));
     }
-    f32_tensor(cpu_backward(ids, dout, rows, width)?, (rows, width), dout.dtype())
+    f32_tensor(gradient.on_cpu(ids, dout, width)?, (rows, width), dout.dtype())
 }
 
-fn cpu_backward(id: &Tensor, dout: &Tensor, rows: usize, width: usize) -> Result<Vec<f32>> {
-    let ids = {
-        let (storage, layout) = id.storage_and_layout();
-        ids(NAME, cpu_storage(&storage, NAME)?, layout)?
-    };
-    with_f32(NAME, [dout], |[dout]| Ok(add_rows(ids, dout, rows, width)))
+/// The gradient of a table of so many rows.
+pub(crate) struct Gradient {
+    pub(crate) rows: usize,
+}
+
+impl Gradient {
+    fn on_cpu(&self, id: &Tensor, dout: &Tensor, width: usize) -> Result<Vec<f32>> {
+        let ids = {
+            let (storage, layout) = id.storage_and_layout();
+            ids(NAME, cpu_storage(&storage, NAME)?, layout)?
+        };
+        with_f32(NAME, [dout], |[dout]| Ok(add_rows(ids, dout, self.rows, width)))
+    }
 }

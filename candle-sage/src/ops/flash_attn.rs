@@ -36,6 +36,21 @@ pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal
 /// reads them, and so waits for the device that computes them; [`Attention::packing`] takes lengths that the
 /// host has, and does not wait.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::{flash_attn, flash_attn_varlen};
+///
+/// // Documents of 5 and 7 tokens.
+/// let q = Tensor::randn(0f32, 1., (12, 2, 32), &Device::Cpu)?;
+/// let lengths = Tensor::new(&[0u32, 5, 12], &Device::Cpu)?;
+/// let out = flash_attn_varlen(&q, &q, &q, &lengths, &lengths, 7, 7, 0.2, true)?;
+/// let second = q.narrow(0, 5, 7)?.unsqueeze(0)?;
+/// let alone = flash_attn(&second, &second, &second, 0.2, true)?.squeeze(0)?;
+/// let difference = (out.narrow(0, 5, 7)? - alone)?.abs()?.max_all()?.to_scalar::<f32>()?;
+/// assert!(difference < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`Attention::apply`], and when the lengths are no such list, or a document is longer than its
 /// `max_seqlen`.

@@ -2,21 +2,16 @@
 
 use std::sync::OnceLock;
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, InplaceOp3, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, InplaceOp3, Layout, Result, Shape, Tensor};
 
-#[cfg(feature = "cuda")]
-use super::cross_entropy::verdict;
-use super::cross_entropy::{CrossEntropy, classes, no_forward, run_twice};
-use super::support::{cpu_storage, f32_tensor, f32_values, f32_values_mut, ids, shape_error, supported};
-#[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_cuda};
+use super::cross_entropy::{CrossEntropy, classes, no_forward, run_twice, verdict};
+use super::support::{
+    cpu_storage, cuda_tensor, f32_tensor, f32_values, f32_values_mut, ids, shape_error, supported, with_cuda,
+};
 use crate::cpu::ops::cross_entropy::{Linear, linear_pass};
 use crate::cpu::product::Mat;
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::launch::{Backward, Launch};
 
 const LINEAR: &str = "linear-cross-entropy";
 
@@ -27,6 +22,22 @@ const LINEAR: &str = "linear-cross-entropy";
 /// tracked the forward also computes its gradient, chunk by chunk, so that logits are computed only once; the
 /// backward multiplies it by the loss's gradient. On the CPU all of it is f32; on a GPU logits and products
 /// have the element type of the inputs, which must be one, and everything else is f32.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use candle_sage::ops::{CrossEntropy, cross_entropy, linear_cross_entropy};
+///
+/// let hidden = Var::randn(0f32, 1., (4, 8), &Device::Cpu)?;
+/// let weight = Var::randn(0f32, 1., (16, 8), &Device::Cpu)?;
+/// let targets = Tensor::new(&[3u32, 1, 4, 1], &Device::Cpu)?;
+/// let loss = linear_cross_entropy(&hidden, &weight, &targets, CrossEntropy::default())?;
+/// // The same as from logits.
+/// let logits = hidden.matmul(&weight.t()?)?;
+/// let expected = cross_entropy(&logits, &targets, CrossEntropy::default())?.to_scalar::<f32>()?;
+/// assert!((loss.to_scalar::<f32>()? - expected).abs() < 1e-5);
+/// assert_eq!(loss.backward()?.get(&weight).unwrap().dims(), weight.dims());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`cross_entropy`](crate::ops::cross_entropy).
@@ -53,6 +64,24 @@ pub fn linear_cross_entropy(
 /// f32.
 ///
 /// All targets count. On a GPU it does not wait for the device: a target that is no class makes the loss NaN.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{CrossEntropy, linear_cross_entropy_into};
+///
+/// let hidden = Tensor::ones((2, 3), DType::F32, &Device::Cpu)?;
+/// let weight = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
+/// let targets = Tensor::new(&[0u32, 0], &Device::Cpu)?;
+/// let dweight = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
+/// let (loss, dhidden) =
+///     linear_cross_entropy_into(&dweight, &hidden, &weight, &targets, CrossEntropy::default(), 1.0)?;
+/// assert!((loss.to_scalar::<f32>()? - 2f32.ln()).abs() < 1e-6);
+/// assert_eq!(dhidden.dims(), hidden.dims());
+/// // Both classes have the probability 1/2, and the first is the target.
+/// let of_target = dweight.get(0)?.to_vec1::<f32>()?;
+/// assert!(of_target.iter().all(|x| (x + 0.5).abs() < 1e-6));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`linear_cross_entropy`], and when `dweight` does not fit or `ignore_id` is set; on a GPU a target that
@@ -108,8 +137,7 @@ fn check_linear(hidden: &Tensor, weight: &Tensor, targets: &Tensor, settings: Cr
 /// What a linear forward keeps for its backward, by the device on which it ran.
 enum LinearSaved {
     Cpu(UnitGradients),
-    #[cfg(feature = "cuda")]
-    Cuda(Box<cuda::ops::cross_entropy::LinearSaved>),
+    Cuda(Backward<1, [Option<CudaStorage>; 2]>),
 }
 
 /// Gradients for a loss's gradient of 1; empty where none is wanted.
@@ -118,22 +146,20 @@ struct UnitGradients {
     weight: Vec<f32>,
 }
 
-struct LinearOp {
-    settings: CrossEntropy,
+pub(crate) struct LinearOp {
+    pub(crate) settings: CrossEntropy,
     /// Whether the hidden states and the weight are tracked. Nothing is computed for the gradient of an
     /// untracked one.
-    wanted: [bool; 2],
+    pub(crate) wanted: [bool; 2],
     saved: OnceLock<LinearSaved>,
 }
 
 /// Bytes of logits that are held at once.
 const CPU_BYTES: usize = 64 << 20;
-#[cfg(feature = "cuda")]
-const GPU_BYTES: usize = 256 << 20;
 
 impl CrossEntropy {
     /// Rows of logits to compute at a time, if logits may take `bytes`.
-    fn rows_at_once(self, classes: usize, element: usize, bytes: usize) -> usize {
+    pub(crate) fn rows_at_once(self, classes: usize, element: usize, bytes: usize) -> usize {
         self.chunk_rows.unwrap_or((bytes / element / classes).max(1))
     }
 
@@ -151,17 +177,6 @@ impl CrossEntropy {
         let chunk_rows = self.rows_at_once(outputs, size_of::<f32>(), CPU_BYTES);
         let linear = Linear { targets: &targets, counted, chunk_rows, z_loss: self.z_loss };
         Ok(linear_pass(hidden, weight, [outputs, width], &linear, factor, gradients))
-    }
-}
-
-#[cfg(feature = "cuda")]
-impl CrossEntropy {
-    fn on_gpu(self, classes: usize, element: usize) -> cuda::ops::cross_entropy::Linear {
-        cuda::ops::cross_entropy::Linear {
-            ignored: self.ignore_id,
-            chunk_rows: self.rows_at_once(classes, element, GPU_BYTES),
-            z_loss: self.z_loss,
-        }
     }
 }
 
@@ -198,7 +213,6 @@ impl CustomOp3 for LinearOp {
         Ok((CpuStorage::F32(vec![loss]), Shape::from(())))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         hidden: &CudaStorage,
@@ -210,16 +224,11 @@ impl CustomOp3 for LinearOp {
     ) -> Result<(CudaStorage, Shape)> {
         let (rows, _) = hidden_layout.shape().dims2()?;
         let (classes, _) = weight_layout.shape().dims2()?;
-        let (loss, saved, checked) = cuda::ops::cross_entropy::linear_forward(
-            (hidden, hidden_layout),
-            (weight, weight_layout),
-            (targets, targets_layout),
-            self.settings.on_gpu(classes, hidden.dtype().size_in_bytes()),
-            self.wanted,
-        )?;
+        let all = [(hidden, hidden_layout), (weight, weight_layout), (targets, targets_layout)];
+        let (loss, saved, checked) = self.launch(all)?;
         verdict(checked, rows, classes)?;
         if self.wanted.contains(&true) {
-            self.saved.set(LinearSaved::Cuda(Box::new(saved))).map_err(run_twice)?;
+            self.saved.set(LinearSaved::Cuda(saved)).map_err(run_twice)?;
         }
         Ok((loss, Shape::from(())))
     }
@@ -232,17 +241,11 @@ impl CustomOp3 for LinearOp {
         _loss: &Tensor,
         dloss: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        #[cfg_attr(
-            not(feature = "cuda"),
-            expect(clippy::infallible_destructuring_match, reason = "one device")
-        )]
         let unit = match self.saved.get().ok_or_else(no_forward)? {
             LinearSaved::Cpu(unit) => unit,
-            #[cfg(feature = "cuda")]
             LinearSaved::Cuda(saved) => {
-                let [dhidden, dweight] = with_cuda(LINEAR, [dloss], |[dloss]| {
-                    cuda::ops::cross_entropy::linear_backward(saved, dloss)
-                })?;
+                let [dhidden, dweight]: [Option<_>; 2] =
+                    with_cuda(LINEAR, [dloss], |operands| saved.launch(operands))?;
                 return Ok((
                     dhidden.map(|grad| cuda_tensor(grad, hidden.shape())),
                     dweight.map(|grad| cuda_tensor(grad, weight.shape())),
@@ -265,10 +268,10 @@ impl CustomOp3 for LinearOp {
 
 /// Adds the weight's gradient in place, and leaves the other results, the loss and the gradient of the hidden
 /// states, in `made`.
-struct LinearInto {
+pub(crate) struct LinearInto {
     targets: Tensor,
-    settings: CrossEntropy,
-    factor: f32,
+    pub(crate) settings: CrossEntropy,
+    pub(crate) factor: f32,
     made: OnceLock<(Tensor, Tensor)>,
 }
 
@@ -304,7 +307,6 @@ impl InplaceOp3 for LinearInto {
         self.made.set((loss, dhidden)).map_err(|made| run_twice(made).into())
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         dweight: &mut CudaStorage,
@@ -314,19 +316,11 @@ impl InplaceOp3 for LinearInto {
         weight: &CudaStorage,
         weight_layout: &Layout,
     ) -> Result<()> {
-        let (classes, _) = weight_layout.shape().dims2()?;
-        let settings = self.settings.on_gpu(classes, hidden.dtype().size_in_bytes());
-        let [loss, dhidden] = with_cuda(LINEAR, [&self.targets], |[targets]| {
-            cuda::ops::cross_entropy::linear_into(
-                (dweight, dweight_layout),
-                (hidden, hidden_layout),
-                (weight, weight_layout),
-                targets,
-                settings,
-                self.factor,
-            )
-        })?;
-        let made = (cuda_tensor(loss, ()), cuda_tensor(dhidden, hidden_layout.shape()));
+        let (dweight, hidden) = ((&*dweight, dweight_layout), (hidden, hidden_layout));
+        let weight = (weight, weight_layout);
+        let [loss, dhidden] =
+            with_cuda(LINEAR, [&self.targets], |[targets]| self.launch([dweight, hidden, weight, targets]))?;
+        let made = (cuda_tensor(loss, ()), cuda_tensor(dhidden, hidden.1.shape()));
         self.made.set(made).map_err(|made| run_twice(made).into())
     }
 }

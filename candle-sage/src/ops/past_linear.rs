@@ -1,24 +1,35 @@
 //! Linear attention over the keys that block-sparse attention leaves out.
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor};
 
 use super::attention::dims4;
-use super::support::{cpu_storage, f32_tensor, shape_error, supported};
-#[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_cuda};
+use super::support::{cpu_storage, cuda_tensor, f32_tensor, shape_error, supported, with_cuda};
 use crate::cpu::view::{View, to_storage};
 use crate::cpu::{self, Problem};
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::launch::Launch;
 use crate::selection::Selection;
 use crate::shape::AttentionShape;
 
 const NAME: &str = "past-linear";
 
 /// The blocks of keys that the linear tail of a selection sums over.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{Tail, past_linear};
+/// use candle_sage::{AttentionShape, Selection};
+///
+/// let dims = (1, 4, 1, 8);
+/// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+/// // The second block of queries selects its only candidate.
+/// let selection = Selection::window(&shape, (2, 2), 1, 0, &Device::Cpu)?;
+/// let x = Tensor::ones(dims, DType::F32, &Device::Cpu)?;
+/// let sum = |tail| past_linear(&x, &x, &x, &selection, tail)?.sum_all()?.to_scalar::<f32>();
+/// assert!((sum(Tail::Past)? - 16.0).abs() < 1e-5);
+/// assert_eq!(sum(Tail::Complement)?, 0.0);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Tail {
     /// All candidates, also the selected ones: one running sum serves all queries.
@@ -39,6 +50,25 @@ pub enum Tail {
 /// causal mask that mean would depend on later tokens. Sums run in f32; on CUDA the states `H` are rounded to
 /// the inputs' type.
 ///
+/// ```
+/// use candle_core::{DType, Device, Var};
+/// use candle_sage::ops::{Tail, past_linear};
+/// use candle_sage::{AttentionShape, Selection};
+///
+/// let dims = (1, 4, 1, 8);
+/// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+/// let selection = Selection::window(&shape, (2, 2), 0, 0, &Device::Cpu)?;
+/// let (q, k) = (Var::randn(0f32, 1., dims, &Device::Cpu)?, Var::randn(0f32, 1., dims, &Device::Cpu)?);
+/// let v = Var::ones(dims, DType::F32, &Device::Cpu)?;
+/// let out = past_linear(&q, &k, &v, &selection, Tail::Past)?;
+/// // The first block of queries has no block of keys before it; the weights of the second sum to 1.
+/// let sums = out.sum(3)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert_eq!(sums[..2], [0., 0.]);
+/// assert!(sums[2..].iter().all(|sum| (sum - 8.0).abs() < 1e-5));
+/// assert!(out.sum_all()?.backward()?.get(&v).is_some());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// When shapes and types do not fit, or the selection was made for another shape; on CUDA, for any tail but
 /// [`Tail::Past`] with a causal mask.
@@ -50,6 +80,24 @@ pub fn past_linear(q: &Tensor, k: &Tensor, v: &Tensor, selection: &Selection, ta
 /// The gradients of query, key and value of [`past_linear`] for its output's gradient: for training loops
 /// that do not use candle's graph.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::ops::{Tail, past_linear_backward};
+/// # use candle_sage::{AttentionShape, Selection};
+/// # let dims = (1, 4, 1, 8);
+/// # let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+///
+/// let selection = Selection::window(&shape, (2, 2), 0, 0, &Device::Cpu)?;
+/// let x = || Tensor::randn(0f32, 1., dims, &Device::Cpu);
+/// let (q, k, v, dout) = (x()?, x()?, x()?, x()?.ones_like()?);
+/// let [_, _, dv] = past_linear_backward([&q, &k, &v], &selection, Tail::Past, &dout)?;
+/// // The weights of the two queries with a tail sum to 1, and only the first block of keys has any.
+/// let sums = dv.sum(3)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert!((sums[0] + sums[1] - 16.0).abs() < 1e-4);
+/// assert_eq!(sums[2..], [0., 0.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`past_linear`], and when `dout` does not have the query's shape and type.
 pub fn past_linear_backward(
@@ -58,11 +106,30 @@ pub fn past_linear_backward(
     tail: Tail,
     dout: &Tensor,
 ) -> Result<[Tensor; 3]> {
-    PastLinear::new([q, k, v], selection, tail)?.gradients([q, k, v], dout)
+    Gradients(&PastLinear::new([q, k, v], selection, tail)?).of([q, k, v], dout)
 }
 
 /// As [`past_linear_backward`], added to the given gradients. On a GPU the sums replace the gradients in
 /// their own memory, which nothing else may use any more.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::ops::{Tail, past_linear_backward, past_linear_backward_onto};
+/// # use candle_sage::{AttentionShape, Selection};
+/// # let dims = (1, 4, 1, 8);
+/// # let shape = AttentionShape::new(dims, dims, dims, true, None)?;
+/// # let selection = Selection::window(&shape, (2, 2), 0, 0, &Device::Cpu)?;
+/// # let x = || Tensor::randn(0f32, 1., dims, &Device::Cpu);
+/// # let (q, k, v, dout) = (x()?, x()?, x()?, x()?);
+///
+/// let zeros = [q.zeros_like()?, k.zeros_like()?, v.zeros_like()?];
+/// let once = past_linear_backward_onto([&q, &k, &v], &selection, Tail::Past, &dout, zeros)?;
+/// let expected = past_linear_backward([&q, &k, &v], &selection, Tail::Past, &dout)?;
+/// for (once, expected) in once.iter().zip(&expected) {
+///     assert_eq!(once.flatten_all()?.to_vec1::<f32>()?, expected.flatten_all()?.to_vec1::<f32>()?);
+/// }
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`past_linear_backward`], and when the gradients do not have the inputs' shapes and types.
@@ -84,26 +151,22 @@ pub fn past_linear_backward_onto(
             ));
         }
     }
-    #[cfg(feature = "cuda")]
     if q.device().is_cuda() {
         op.check_cuda()?;
         op.check_dout(q, dout)?;
         let [dq, dk, dv] = &gradients;
         supported(NAME, &[q, k, v, dout, dq, dk, dv])?;
-        with_cuda(NAME, [q, k, v, dout, dq, dk, dv], |[q, k, v, dout, dq, dk, dv]| {
-            let blocks = op.selection.blocks();
-            cuda::past_linear::backward(&op.shape, blocks, [q, k, v], dout, Some([dq, dk, dv]))
-        })?;
+        with_cuda::<7, ()>(NAME, [q, k, v, dout, dq, dk, dv], |operands| Gradients(&op).launch(operands))?;
         return Ok(gradients);
     }
-    let more = op.gradients([q, k, v], dout)?;
+    let more = Gradients(&op).of([q, k, v], dout)?;
     let [dq, dk, dv] = [0, 1, 2].map(|n| &gradients[n] + &more[n]);
     Ok([dq?, dk?, dv?])
 }
 
-struct PastLinear {
-    shape: AttentionShape,
-    selection: Selection,
+pub(crate) struct PastLinear {
+    pub(crate) shape: AttentionShape,
+    pub(crate) selection: Selection,
     tail: Tail,
 }
 
@@ -136,30 +199,6 @@ impl PastLinear {
         Ok(())
     }
 
-    fn gradients(&self, [q, k, v]: [&Tensor; 3], dout: &Tensor) -> Result<[Tensor; 3]> {
-        self.check_dout(q, dout)?;
-        supported(NAME, &[q, k, v, dout])?;
-        #[cfg(feature = "cuda")]
-        if q.device().is_cuda() {
-            self.check_cuda()?;
-            let made = with_cuda(NAME, [q, k, v, dout], |[q, k, v, dout]| {
-                cuda::past_linear::backward(&self.shape, self.selection.blocks(), [q, k, v], dout, None)
-            })?;
-            let Some([dq, dk, dv]) = made else { unreachable!("gradients of their own") };
-            return Ok([cuda_tensor(dq, q.shape()), cuda_tensor(dk, k.shape()), cuda_tensor(dv, v.shape())]);
-        }
-        let guards = [q, k, v, dout].map(Tensor::storage_and_layout);
-        let view =
-            |n: usize| -> Result<View<'_>> { Ok(View::new(cpu_storage(&guards[n].0, NAME)?, guards[n].1)?) };
-        let problem = Problem::new(&self.shape, 1.0, None, [view(0)?, view(1)?, view(2)?]);
-        let except = (self.tail == Tail::Complement).then(|| self.selection.host()).transpose()?;
-        let dout = view(3)?;
-        let gradients = cpu::past_linear::backward(&problem, self.selection.blocks(), except, &dout);
-        let tensor = |values, like: &Tensor| f32_tensor(values, like.shape(), like.dtype());
-        Ok([tensor(gradients.dq, q)?, tensor(gradients.dk, k)?, tensor(gradients.dv, v)?])
-    }
-
-    #[cfg(feature = "cuda")]
     fn check_cuda(&self) -> Result<()> {
         if self.tail == Tail::Complement || !self.shape.causal() {
             let mask = if self.shape.causal() { "causal" } else { "no mask" };
@@ -171,6 +210,32 @@ impl PastLinear {
             ));
         }
         Ok(())
+    }
+}
+
+/// The gradients of query, key and value, for them and the output's gradient. On a GPU three more tensors may follow, to
+/// which they are added in place.
+pub(crate) struct Gradients<'a>(pub(crate) &'a PastLinear);
+
+impl Gradients<'_> {
+    fn of(&self, [q, k, v]: [&Tensor; 3], dout: &Tensor) -> Result<[Tensor; 3]> {
+        let op = self.0;
+        op.check_dout(q, dout)?;
+        supported(NAME, &[q, k, v, dout])?;
+        if q.device().is_cuda() {
+            op.check_cuda()?;
+            let [dq, dk, dv] = with_cuda(NAME, [q, k, v, dout], |operands| self.launch(operands))?;
+            return Ok([cuda_tensor(dq, q.shape()), cuda_tensor(dk, k.shape()), cuda_tensor(dv, v.shape())]);
+        }
+        let guards = [q, k, v, dout].map(Tensor::storage_and_layout);
+        let view =
+            |n: usize| -> Result<View<'_>> { Ok(View::new(cpu_storage(&guards[n].0, NAME)?, guards[n].1)?) };
+        let problem = Problem::new(&op.shape, 1.0, None, [view(0)?, view(1)?, view(2)?]);
+        let except = (op.tail == Tail::Complement).then(|| op.selection.host()).transpose()?;
+        let dout = view(3)?;
+        let gradients = cpu::past_linear::backward(&problem, op.selection.blocks(), except, &dout);
+        let tensor = |values, like: &Tensor| f32_tensor(values, like.shape(), like.dtype());
+        Ok([tensor(gradients.dq, q)?, tensor(gradients.dk, k)?, tensor(gradients.dv, v)?])
     }
 }
 
@@ -195,7 +260,6 @@ impl CustomOp3 for PastLinear {
         Ok((to_storage(out, q.dtype())?, q_layout.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         q: &CudaStorage,
@@ -207,10 +271,7 @@ impl CustomOp3 for PastLinear {
     ) -> Result<(CudaStorage, Shape)> {
         self.check_cuda()?;
         let inputs = [(q, q_layout), (k, k_layout), (v, v_layout)];
-        Ok((
-            cuda::past_linear::forward(&self.shape, self.selection.blocks(), inputs)?,
-            q_layout.shape().clone(),
-        ))
+        Ok((self.launch(inputs)?, q_layout.shape().clone()))
     }
 
     fn bwd(
@@ -221,7 +282,7 @@ impl CustomOp3 for PastLinear {
         _: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [dq, dk, dv] = self.gradients([q, k, v], dout)?;
+        let [dq, dk, dv] = Gradients(self).of([q, k, v], dout)?;
         Ok((Some(dq), Some(dk), Some(dv)))
     }
 }

@@ -1,19 +1,16 @@
 //! RMSNorm over each head of queries or keys and their rotary embedding, in one op.
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor};
 
 use super::rms_norm::checked_eps;
 use super::rope::{RopeStyle, beside, check};
-#[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_all_cuda, with_cuda};
-use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
+use super::support::{
+    cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_all_cuda, with_cuda, with_f32,
+};
 use crate::cpu::ops::rms_norm;
 use crate::cpu::view::to_storage;
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::launch::Launch;
 
 const NAME: &str = "qk-norm-rope";
 
@@ -24,6 +21,21 @@ const NAME: &str = "qk-norm-rope";
 /// and type of `x`. Nothing is rounded between the two steps. `x` and `weight` receive the gradients of
 /// [`rms_norm`](super::rms_norm()) for the output's gradient rotated by the opposite angle. (QK-norm: arXiv
 /// 2302.05442, section 3; its order with the rotation is that of Qwen3.)
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use candle_sage::ops::{RopeStyle, qk_norm_rope, rms_norm, rope, rope_tables};
+///
+/// let x = Var::randn(0f32, 1., (1, 4, 2, 8), &Device::Cpu)?;
+/// let weight = Var::ones(8, DType::F32, &Device::Cpu)?;
+/// let (cos, sin) = rope_tables(4, 8, 10000.0, &Device::Cpu)?;
+/// let y = qk_norm_rope(&x, &weight, &cos, &sin, 1e-6, RopeStyle::Halves)?;
+/// let expected = rope(&rms_norm(&x, &weight, 1e-6)?, &cos, &sin, RopeStyle::Halves)?;
+/// let difference = (&y - expected)?.abs()?.max_all()?.to_scalar::<f32>()?;
+/// assert!(difference < 1e-6);
+/// assert!(y.sqr()?.sum_all()?.backward()?.get(&weight).is_some());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// When the tables or the weight do not match `x`, the tables are tracked, or the types are not floats.
@@ -57,6 +69,26 @@ pub struct QkNormRopeGrad<'a> {
 /// operand of a single backward product if a single product made query and key. Each alone is a `narrow` of
 /// dimension 2. Those of the weights are in the order of `all`.
 ///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{QkNormRopeGrad, RopeStyle, qk_norm_rope_backward, rope_tables};
+///
+/// let x = |heads: usize| Tensor::randn(0f32, 1., (1, 4, heads, 8), &Device::Cpu);
+/// let (q, dq, k, dk) = (x(2)?, x(2)?, x(1)?, x(1)?);
+/// let weight = Tensor::ones(8, DType::F32, &Device::Cpu)?;
+/// let (cos, sin) = rope_tables(4, 8, 10000.0, &Device::Cpu)?;
+/// let both = [
+///     QkNormRopeGrad { x: &q, weight: &weight, dout: &dq },
+///     QkNormRopeGrad { x: &k, weight: &weight, dout: &dk },
+/// ];
+/// let (dx, dweights) = qk_norm_rope_backward(&both, [&cos, &sin], 1e-6, RopeStyle::Halves)?;
+/// assert_eq!((dx.dims4()?, dweights.len()), ((1, 4, 2 + 1, 8), 2));
+/// // A norm does not see its input's length: no gradient points along the input.
+/// let along = (dx.narrow(2, 0, 2)? * &q)?.sum(3)?.abs()?.max_all()?.to_scalar::<f32>()?;
+/// assert!(along < 1e-4);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`qk_norm_rope`]; when a `dout` does not have the shape and type of its `x`; when `all` is empty, or
 /// its inputs differ in more than heads.
@@ -79,15 +111,14 @@ pub fn qk_norm_rope_backward(
         supported(NAME, &[x, dout])?;
     }
     let dims = beside("qk_norm_rope", &all.iter().map(|grad| grad.x).collect::<Vec<_>>())?;
-    let eps = eps as f32;
-    #[cfg(feature = "cuda")]
+    let gradients = Gradients { eps: eps as f32, style };
     if cos.device().is_cuda() {
         let tensors: Vec<&Tensor> =
             all.iter().flat_map(|grad| [grad.x, grad.weight, grad.dout]).chain([cos, sin]).collect();
-        let (dx, dweights) = with_all_cuda(NAME, &tensors, |operands| {
+        let (dx, dweights): (_, Vec<_>) = with_all_cuda(NAME, &tensors, |operands| {
             let (inputs, tables) = operands.split_at(3 * all.len());
             let (inputs, _) = inputs.as_chunks::<3>();
-            cuda::ops::rope::norm_backward(inputs, style.rotation(tables[0], tables[1]), eps)
+            gradients.launch((inputs, [tables[0], tables[1]]))
         })?;
         let dweights = dweights.into_iter().zip(all).map(|(dw, grad)| cuda_tensor(dw, grad.weight.shape()));
         return Ok((cuda_tensor(dx, dims), dweights.collect()));
@@ -95,8 +126,8 @@ pub fn qk_norm_rope_backward(
     let (mut dxs, mut dweights) = (Vec::new(), Vec::new());
     for QkNormRopeGrad { x, weight, dout } in all {
         let (dx, dw) = with_f32(NAME, [x, weight, dout, cos, sin], |[values, w, dy, cos, sin]| {
-            let dnormalized = style.rotate(x.dims(), dy, cos, sin, -1.0);
-            Ok(rms_norm::backward(values, w, &dnormalized, eps))
+            let dnormalized = gradients.style.rotate(x.dims(), dy, cos, sin, -1.0);
+            Ok(rms_norm::backward(values, w, &dnormalized, gradients.eps))
         })?;
         dxs.push(f32_tensor(dx, x.shape(), x.dtype())?);
         dweights.push(f32_tensor(dw, weight.shape(), weight.dtype())?);
@@ -105,11 +136,17 @@ pub fn qk_norm_rope_backward(
 }
 
 /// The tables are fields, since they have no gradients and candle's ops have at most three inputs.
-struct QkNormRope {
+pub(crate) struct QkNormRope {
     cos: Tensor,
     sin: Tensor,
-    eps: f32,
-    style: RopeStyle,
+    pub(crate) eps: f32,
+    pub(crate) style: RopeStyle,
+}
+
+/// The gradients of any number of inputs, which a GPU concatenates along the heads, and of their weights.
+pub(crate) struct Gradients {
+    pub(crate) eps: f32,
+    pub(crate) style: RopeStyle,
 }
 
 impl QkNormRope {
@@ -156,7 +193,6 @@ impl CustomOp2 for QkNormRope {
         Ok((to_storage(out, dtype)?, x_layout.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         x: &CudaStorage,
@@ -165,8 +201,7 @@ impl CustomOp2 for QkNormRope {
         w_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let out = with_cuda(NAME, [&self.cos, &self.sin], |[cos, sin]| {
-            let rotation = self.style.rotation(cos, sin);
-            cuda::ops::rope::norm_forward((x, x_layout), (w, w_layout), rotation, self.eps)
+            self.launch([(x, x_layout), (w, w_layout), cos, sin])
         })?;
         Ok((out, x_layout.shape().clone()))
     }

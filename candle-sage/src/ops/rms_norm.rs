@@ -1,18 +1,15 @@
 //! Root-mean-square normalization with a backward.
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 
-use super::support::{SPAN, f32_tensor, f32_values, shape_error, supported, with_f32};
-#[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_cuda};
+use super::support::{
+    SPAN, cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_cuda, with_f32,
+};
 use crate::cpu::ops::rms_norm::{backward, forward};
 use crate::cpu::view::to_storage;
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::launch::Launch;
 
 const NAME: &str = "rms-norm";
 
@@ -21,6 +18,20 @@ const NAME: &str = "rms-norm";
 /// `x` is (.., width) in f32, f16 or bf16 with any strides, `weight` is (width); the output has the shape and
 /// type of `x`. Sums run in f32. Both inputs receive gradients: `dx = r (g - x r^2 mean(g o x))` with
 /// `g = dy o weight`, and `dweight = sum(dy o x r)` over all vectors. (RMSNorm: arXiv 1910.07467.)
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use candle_sage::ops::rms_norm;
+///
+/// let x = Var::new(&[[1f32, 7.], [3., 4.]], &Device::Cpu)?;
+/// let weight = Tensor::ones(2, DType::F32, &Device::Cpu)?;
+/// let y = rms_norm(&x, &weight, 0.0)?;
+/// // The mean square of the first vector is 25.
+/// let first = y.get(0)?.to_vec1::<f32>()?;
+/// assert!((first[0] - 1. / 5.).abs() < 1e-6 && (first[1] - 7. / 5.).abs() < 1e-6);
+/// assert!(y.sum_all()?.backward()?.get(&x).is_some());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// When the weight does not match the last dimension, or the types are not floats.
@@ -36,6 +47,19 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// Inputs and outputs have the same shape and type; the norm is of the rounded sum. For training loops that
 /// do not use candle's graph; [`rms_norm_backward`] is the backward.
 ///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{residual_rms_norm, rms_norm};
+///
+/// let x = Tensor::new(&[[1f32, 2.]], &Device::Cpu)?;
+/// let residual = Tensor::new(&[[10f32, 20.]], &Device::Cpu)?;
+/// let weight = Tensor::ones(2, DType::F32, &Device::Cpu)?;
+/// let (sum, y) = residual_rms_norm(&x, &residual, &weight, 1e-6)?;
+/// assert_eq!(sum.to_vec2::<f32>()?, [[11., 22.]]);
+/// assert_eq!(y.to_vec2::<f32>()?, rms_norm(&sum, &weight, 1e-6)?.to_vec2::<f32>()?);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`rms_norm`], and when the inputs differ in shape or type.
 pub fn residual_rms_norm(
@@ -47,11 +71,8 @@ pub fn residual_rms_norm(
     let op = RmsNorm::new(x, weight, eps)?;
     same_shape("the residual", x, residual)?;
     supported(NAME, &[x, residual, weight])?;
-    #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
-        let [sum, y] = with_cuda(NAME, [x, residual, weight], |[x, residual, weight]| {
-            cuda::ops::rms_norm::residual_forward(x, residual, weight, op.eps)
-        })?;
+        let [sum, y] = with_cuda(NAME, [x, residual, weight], |operands| op.launch(operands))?;
         return Ok((cuda_tensor(sum, x.shape()), cuda_tensor(y, x.shape())));
     }
     let sum = (x.detach() + residual.detach())?;
@@ -62,6 +83,20 @@ pub fn residual_rms_norm(
 /// The gradients of `x` and the weight of [`rms_norm`] for the output's gradient `dout`. `residual`, the
 /// gradient of `x` through the residual connection past the norm, is added to that of `x` in the same pass,
 /// before it is rounded.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use candle_sage::ops::{rms_norm, rms_norm_backward};
+///
+/// let x = Var::randn(0f32, 1., (3, 8), &Device::Cpu)?;
+/// let weight = Var::ones(8, DType::F32, &Device::Cpu)?;
+/// let y = rms_norm(&x, &weight, 1e-6)?;
+/// let [dx, dweight] = rms_norm_backward(&x, &weight, &y.ones_like()?, None, 1e-6)?;
+/// let gradients = y.sum_all()?.backward()?;
+/// assert_eq!(dx.to_vec2::<f32>()?, gradients.get(&x).unwrap().to_vec2::<f32>()?);
+/// assert_eq!(dweight.to_vec1::<f32>()?, gradients.get(&weight).unwrap().to_vec1::<f32>()?);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`rms_norm`], and when a gradient does not have the shape and type of `x`.
@@ -78,18 +113,15 @@ pub fn rms_norm_backward(
         same_shape("the residual's gradient", x, residual)?;
     }
     supported(NAME, &[x, weight, dout, residual.unwrap_or(x)])?;
-    #[cfg(feature = "cuda")]
+    let gradients = Gradients { eps: op.eps, residual: residual.is_some() };
+    let tensors = [x, weight, dout, residual.unwrap_or(x)];
     if x.device().is_cuda() {
-        let [dx, dw] =
-            with_cuda(NAME, [x, weight, dout, residual.unwrap_or(x)], |[x, weight, dout, other]| {
-                let residual = residual.is_some().then_some(other);
-                cuda::ops::rms_norm::backward(x, weight, dout, residual, op.eps)
-            })?;
+        let [dx, dw] = with_cuda(NAME, tensors, |operands| gradients.launch(operands))?;
         return Ok([cuda_tensor(dx, x.shape()), cuda_tensor(dw, weight.shape())]);
     }
-    let (dx, dw) = with_f32(NAME, [x, weight, dout, residual.unwrap_or(x)], |[x, w, dy, other]| {
-        let (mut dx, dw) = backward(x, w, dy, op.eps);
-        if residual.is_some() {
+    let (dx, dw) = with_f32(NAME, tensors, |[x, w, dy, other]| {
+        let (mut dx, dw) = backward(x, w, dy, gradients.eps);
+        if gradients.residual {
             dx.par_chunks_mut(SPAN).zip(other.par_chunks(SPAN)).for_each(|(dx, other)| {
                 dx.iter_mut().zip(other).for_each(|(dx, other)| *dx += other);
             });
@@ -119,8 +151,16 @@ pub(super) fn checked_eps(op: &str, eps: f64) -> Result<f32> {
     Err(shape_error(&format!("{op}: eps is out of range"), eps, "0 and up", "1e-6 is the usual eps"))
 }
 
-struct RmsNorm {
-    eps: f32,
+/// On a GPU it is launched for `x` and the weight, or for `x`, a residual and the weight: then it also makes their sum.
+pub(crate) struct RmsNorm {
+    pub(crate) eps: f32,
+}
+
+/// The gradients of `x` and the weight for both and that of the output; a fourth tensor is added to the first of them if
+/// it is a `residual`.
+pub(crate) struct Gradients {
+    pub(crate) eps: f32,
+    pub(crate) residual: bool,
 }
 
 impl RmsNorm {
@@ -155,7 +195,6 @@ impl CustomOp2 for RmsNorm {
         Ok((to_storage(forward(&values, &weight, self.eps), dtype)?, x_layout.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         x: &CudaStorage,
@@ -163,7 +202,7 @@ impl CustomOp2 for RmsNorm {
         w: &CudaStorage,
         w_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let out = cuda::ops::rms_norm::forward((x, x_layout), (w, w_layout), self.eps)?;
+        let out = self.launch([(x, x_layout), (w, w_layout)])?;
         Ok((out, x_layout.shape().clone()))
     }
 

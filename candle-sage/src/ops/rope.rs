@@ -1,17 +1,12 @@
 //! Rotary position embedding with a backward.
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, Device, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, Device, Layout, Result, Shape, Tensor};
 
-#[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_all_cuda};
-use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
+use super::support::{cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_all_cuda, with_f32};
 use crate::cpu::ops::rope::rotate;
 use crate::cpu::view::to_storage;
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::launch::Launch;
 
 const NAME: &str = "rope";
 
@@ -30,6 +25,18 @@ pub enum RopeStyle {
 /// `angle[p][i] = p * base^(-2 i / head_dim)`, computed in f64. (RoFormer: arXiv 2104.09864.)
 ///
 /// For packed documents, each of which starts at position 0, take rows with `index_select`.
+///
+/// ```
+/// use candle_core::Device;
+/// use candle_sage::ops::rope_tables;
+///
+/// let (cos, sin) = rope_tables(16, 8, 10000.0, &Device::Cpu)?;
+/// assert_eq!((cos.dims(), sin.dims()), (&[16, 4][..], &[16, 4][..]));
+/// // The first pair of channels turns by one radian a token, the second by 10000^(-1/4).
+/// let at_3 = sin.get(3)?.to_vec1::<f32>()?;
+/// assert!((at_3[0] - 3f32.sin()).abs() < 1e-6 && (at_3[1] - 0.3f32.sin()).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// When `head_dim` is odd or zero, or `base` is not above zero.
@@ -53,6 +60,21 @@ pub struct Llama3Scaling {
 
 /// As [`rope_tables`], with frequencies scaled as in Llama 3.1: one with `t` turns in `original_len` tokens
 /// is multiplied by `s + (1 - s) / factor`, where `s = (t - low) / (high - low)` is clamped to 0 to 1.
+///
+/// ```
+/// use candle_core::Device;
+/// use candle_sage::ops::{Llama3Scaling, rope_tables, rope_tables_llama3};
+///
+/// let scaling =
+///     Llama3Scaling { factor: 8., low_freq_factor: 1., high_freq_factor: 4., original_len: 8192 };
+/// let (_, scaled) = rope_tables_llama3(2, 128, 500000.0, scaling, &Device::Cpu)?;
+/// let (_, plain) = rope_tables(2, 128, 500000.0, &Device::Cpu)?;
+/// let (scaled, plain) = (scaled.get(1)?.to_vec1::<f32>()?, plain.get(1)?.to_vec1::<f32>()?);
+/// // High frequencies stay, low ones are divided by the factor.
+/// assert_eq!(scaled[0], plain[0]);
+/// assert!((scaled[63] - plain[63] / 8.).abs() < 1e-9);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`rope_tables`], and when the factor is not above zero or `high_freq_factor` not above
@@ -107,12 +129,26 @@ fn tables(len: usize, frequencies: Vec<f64>, device: &Device) -> Result<(Tensor,
 /// (sequence, head_dim / 2), see [`rope_tables`]. The output has the shape and type of `x`. Only `x` receives
 /// a gradient: the output's gradient, rotated by the opposite angle.
 ///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use candle_sage::ops::{RopeStyle, rope, rope_tables};
+///
+/// let x = Var::randn(0f32, 1., (1, 4, 2, 8), &Device::Cpu)?;
+/// let (cos, sin) = rope_tables(4, 8, 10000.0, &Device::Cpu)?;
+/// let y = rope(&x, &cos, &sin, RopeStyle::Halves)?;
+/// // The first position has the angle 0.
+/// let first = |t: &Tensor| t.narrow(1, 0, 1)?.flatten_all()?.to_vec1::<f32>();
+/// assert_eq!(first(&y)?, first(&x)?);
+/// assert!(y.sqr()?.sum_all()?.backward()?.get(&x).is_some());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// When the tables do not match `x` or are tracked, or the types are not floats.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<Tensor> {
     check("rope", x, cos, sin)?;
     supported(NAME, &[x, cos, sin])?;
-    x.apply_op3(cos, sin, Rope { style })
+    x.apply_op3(cos, sin, Rope { style, direction: 1.0 })
 }
 
 /// The gradients of inputs of [`rope`] for the outputs' gradients `douts`, which are rotated by the opposite
@@ -120,6 +156,21 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<
 ///
 /// They are concatenated along the heads, (batch, sequence, heads of all, head_dim), as the operand of a
 /// single backward product if a single product made query and key. Each alone is a `narrow` of dimension 2.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::ops::{RopeStyle, rope, rope_backward, rope_tables};
+///
+/// let dq = Tensor::randn(0f32, 1., (1, 4, 2, 8), &Device::Cpu)?;
+/// let dk = Tensor::randn(0f32, 1., (1, 4, 1, 8), &Device::Cpu)?;
+/// let (cos, sin) = rope_tables(4, 8, 10000.0, &Device::Cpu)?;
+/// let both = rope_backward(&[&dq, &dk], &cos, &sin, RopeStyle::Halves)?;
+/// assert_eq!(both.dims(), [1, 4, 2 + 1, 8]);
+/// // It is the inverse rotation.
+/// let again = rope(&both.narrow(2, 0, 2)?, &cos, &sin, RopeStyle::Halves)?;
+/// assert!((again - dq)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-5);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`rope`], and when `douts` is empty, or its tensors differ in more than heads.
@@ -129,17 +180,17 @@ pub fn rope_backward(douts: &[&Tensor], cos: &Tensor, sin: &Tensor, style: RopeS
         supported(NAME, &[dout, cos, sin])?;
     }
     let dims = beside("rope", douts)?;
-    #[cfg(feature = "cuda")]
+    let back = Rope { style, direction: -1.0 };
     if cos.device().is_cuda() {
         let dx = with_all_cuda(NAME, &[douts, &[cos, sin]].concat(), |all| {
             let (douts, tables) = all.split_at(douts.len());
-            cuda::ops::rope::rotate(douts, style.rotation(tables[0], tables[1]), -1.0)
+            back.launch((douts, [tables[0], tables[1]]))
         })?;
         return Ok(cuda_tensor(dx, dims));
     }
     let dx = |dout: &&Tensor| {
         let dx = with_f32(NAME, [dout, cos, sin], |[dout_values, cos, sin]| {
-            Ok(style.rotate(dout.dims(), dout_values, cos, sin, -1.0))
+            Ok(style.rotate(dout.dims(), dout_values, cos, sin, back.direction))
         })?;
         f32_tensor(dx, dout.shape(), dout.dtype())
     };
@@ -195,8 +246,11 @@ pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<
     Ok(())
 }
 
-struct Rope {
-    style: RopeStyle,
+/// It rotates by the tables' angles times `direction`. On a GPU it takes any number of tensors, and concatenates them
+/// along the heads.
+pub(crate) struct Rope {
+    pub(crate) style: RopeStyle,
+    pub(crate) direction: f32,
 }
 
 impl RopeStyle {
@@ -210,16 +264,6 @@ impl RopeStyle {
         direction: f32,
     ) -> Vec<f32> {
         rotate(self == RopeStyle::Interleaved, dims, x, cos, sin, direction)
-    }
-
-    /// The tables and the style, as the GPU's launcher takes them.
-    #[cfg(feature = "cuda")]
-    pub(super) fn rotation<'a>(
-        self,
-        cos: cuda::Operand<'a>,
-        sin: cuda::Operand<'a>,
-    ) -> cuda::ops::rope::Rotation<'a> {
-        cuda::ops::rope::Rotation { cos, sin, interleaved: self == RopeStyle::Interleaved }
     }
 }
 
@@ -239,12 +283,11 @@ impl CustomOp3 for Rope {
     ) -> Result<(CpuStorage, Shape)> {
         let values = f32_values(NAME, x, x_layout)?;
         let (cos, sin) = (f32_values(NAME, cos, cos_layout)?, f32_values(NAME, sin, sin_layout)?);
-        let out = self.style.rotate(x_layout.dims(), &values, &cos, &sin, 1.0);
+        let out = self.style.rotate(x_layout.dims(), &values, &cos, &sin, self.direction);
         let dtype = x.dtype();
         Ok((to_storage(out, dtype)?, x_layout.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         x: &CudaStorage,
@@ -254,8 +297,9 @@ impl CustomOp3 for Rope {
         sin: &CudaStorage,
         sin_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let rotation = self.style.rotation((cos, cos_layout), (sin, sin_layout));
-        Ok((cuda::ops::rope::rotate(&[(x, x_layout)], rotation, 1.0)?, x_layout.shape().clone()))
+        let tables = [(cos, cos_layout), (sin, sin_layout)];
+        let out = self.launch((&[(x, x_layout)][..], tables))?;
+        Ok((out, x_layout.shape().clone()))
     }
 
     fn bwd(

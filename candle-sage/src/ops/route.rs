@@ -4,14 +4,11 @@
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::attention::dims4;
-use super::support::{cpu_storage, supported};
-#[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_cuda};
+use super::support::{cpu_storage, cuda_tensor, supported, with_cuda};
 use crate::cpu::view::View;
 use crate::cpu::{self, Problem};
-#[cfg(feature = "cuda")]
-use crate::cuda;
 use crate::error::Error;
+use crate::launch::Launch;
 use crate::selection::{Blocks, Selection};
 use crate::shape::AttentionShape;
 
@@ -26,32 +23,40 @@ pub(crate) fn pool_queries(
     blocks: &Blocks,
     pool: usize,
 ) -> Result<Tensor> {
-    means(q, shape, blocks, Some(pool))
+    Means { shape, blocks, pool: Some(pool) }.of(q)
 }
 
 /// The means of the blocks of keys, (key heads, blocks of all segments, head_dim) in f32.
 pub(crate) fn pool_keys(k: &Tensor, shape: &AttentionShape, blocks: &Blocks) -> Result<Tensor> {
-    means(k, shape, blocks, None)
+    Means { shape, blocks, pool: None }.of(k)
 }
 
 /// The means of blocks of queries if there is a `pool`, otherwise of blocks of keys.
-fn means(x: &Tensor, shape: &AttentionShape, blocks: &Blocks, pool: Option<usize>) -> Result<Tensor> {
-    supported(NAME, &[x])?;
-    dims4("query or key", x)?;
-    let count = if pool.is_some() { blocks.rows() } else { blocks.all_key_blocks() };
-    let dims = (shape.key_heads(), count, shape.head_dim());
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        let [means] = with_cuda(NAME, [x], |[x]| Ok([cuda::route::pool(shape, blocks, x, pool)?]))?;
-        return Ok(cuda_tensor(means, dims));
+pub(crate) struct Means<'a> {
+    pub(crate) shape: &'a AttentionShape,
+    pub(crate) blocks: &'a Blocks,
+    pub(crate) pool: Option<usize>,
+}
+
+impl Means<'_> {
+    fn of(&self, x: &Tensor) -> Result<Tensor> {
+        let Self { shape, blocks, pool } = *self;
+        supported(NAME, &[x])?;
+        dims4("query or key", x)?;
+        let count = if pool.is_some() { blocks.rows() } else { blocks.all_key_blocks() };
+        let dims = (shape.key_heads(), count, shape.head_dim());
+        if x.device().is_cuda() {
+            let means = with_cuda(NAME, [x], |operands| self.launch(operands))?;
+            return Ok(cuda_tensor(means, dims));
+        }
+        let (storage, layout) = x.storage_and_layout();
+        let view = View::new(cpu_storage(&storage, NAME)?, layout)?;
+        let (spans, heads) = match pool {
+            Some(pool) => (blocks.pooled_queries(pool), shape.group()),
+            None => (blocks.pooled_keys(), 1),
+        };
+        Tensor::from_vec(cpu::route::pool(&view, shape.key_heads(), heads, &spans), dims, &Device::Cpu)
     }
-    let (storage, layout) = x.storage_and_layout();
-    let view = View::new(cpu_storage(&storage, NAME)?, layout)?;
-    let (spans, heads) = match pool {
-        Some(pool) => (blocks.pooled_queries(pool), shape.group()),
-        None => (blocks.pooled_keys(), 1),
-    };
-    Tensor::from_vec(cpu::route::pool(&view, shape.key_heads(), heads, &spans), dims, &Device::Cpu)
 }
 
 /// The selection of the `most` candidates with the largest scores. `scores` are (key heads, blocks of
@@ -63,31 +68,43 @@ pub(crate) fn choose(
     most: usize,
 ) -> Result<Selection> {
     let most = most.min(blocks.most_candidates());
-    let width = most + blocks.most_always();
-    #[cfg(feature = "cuda")]
-    if scores.device().is_cuda() {
-        let scores = &scores.contiguous()?;
-        let [lists] = with_cuda(NAME, [scores], |[scores]| {
-            Ok([cuda::route::choose(shape, blocks, scores, most, width)?])
-        })?;
-        let lists = cuda_tensor(lists, (blocks.key_heads, blocks.rows(), 1 + width));
-        return Ok(Selection::from_tensor(shape, blocks.clone(), lists));
-    }
-    let values = scores.to_dtype(DType::F32)?.to_vec3::<f32>()?;
-    let mut lists = Vec::with_capacity(blocks.key_heads * blocks.rows() * (1 + width));
-    for of_head in &values {
-        for (scores, (segment, block)) in of_head.iter().zip(blocks.each()) {
-            let first = blocks.first_column(segment);
-            let candidates = &scores[first..first + blocks.candidates(segment, block)];
-            let mut seen = cpu::route::largest(candidates, most);
-            seen.extend(blocks.always(segment, block).map(|block| block as u32));
-            lists.push(seen.len() as u32);
-            lists.extend(&seen);
-            lists.resize(lists.len() + width - seen.len(), 0);
+    let choice = Choice { shape, blocks, most, width: most + blocks.most_always() };
+    let dims = (blocks.key_heads, blocks.rows(), 1 + choice.width);
+    let lists = if scores.device().is_cuda() {
+        let lists = with_cuda(NAME, [&scores.contiguous()?], |operands| choice.launch(operands))?;
+        cuda_tensor(lists, dims)
+    } else {
+        Tensor::from_vec(choice.on_cpu(scores)?, dims, &Device::Cpu)?
+    };
+    Ok(Selection::from_tensor(choice.shape, blocks.clone(), lists))
+}
+
+/// The lists of the `most` candidates with the largest scores, each with room for `width` blocks.
+pub(crate) struct Choice<'a> {
+    pub(crate) shape: &'a AttentionShape,
+    pub(crate) blocks: &'a Blocks,
+    pub(crate) most: usize,
+    pub(crate) width: usize,
+}
+
+impl Choice<'_> {
+    fn on_cpu(&self, scores: &Tensor) -> Result<Vec<u32>> {
+        let Self { blocks, most, width, .. } = *self;
+        let values = scores.to_dtype(DType::F32)?.to_vec3::<f32>()?;
+        let mut lists = Vec::with_capacity(blocks.key_heads * blocks.rows() * (1 + width));
+        for of_head in &values {
+            for (scores, (segment, block)) in of_head.iter().zip(blocks.each()) {
+                let first = blocks.first_column(segment);
+                let candidates = &scores[first..first + blocks.candidates(segment, block)];
+                let mut seen = cpu::route::largest(candidates, most);
+                seen.extend(blocks.always(segment, block).map(|block| block as u32));
+                lists.push(seen.len() as u32);
+                lists.extend(&seen);
+                lists.resize(lists.len() + width - seen.len(), 0);
+            }
         }
+        Ok(lists)
     }
-    let lists = Tensor::from_vec(lists, (blocks.key_heads, blocks.rows(), 1 + width), &Device::Cpu)?;
-    Ok(Selection::from_tensor(shape, blocks.clone(), lists))
 }
 
 /// The attention mass of each candidate, (key heads, blocks of queries, columns) in f32: the sum of the
@@ -100,21 +117,32 @@ pub(crate) fn block_mass(
     softmax_scale: f32,
 ) -> Result<Tensor> {
     supported(NAME, &[q, k])?;
-    let columns = blocks.columns();
-    let dims = (blocks.key_heads, blocks.rows(), columns);
-    #[cfg(feature = "cuda")]
+    let mass = Mass { shape, blocks, softmax_scale };
+    let dims = (blocks.key_heads, blocks.rows(), blocks.columns());
     if q.device().is_cuda() {
-        let [mass] = with_cuda(NAME, [q, k], |[q, k]| {
-            Ok([cuda::route::block_mass(shape, blocks, [q, k], softmax_scale)?])
-        })?;
+        let mass = with_cuda(NAME, [q, k], |operands| mass.launch(operands))?;
         return Ok(cuda_tensor(mass, dims));
     }
-    let guards = [q, k].map(Tensor::storage_and_layout);
-    let view =
-        |n: usize| -> Result<View<'_>> { Ok(View::new(cpu_storage(&guards[n].0, NAME)?, guards[n].1)?) };
-    if dims4("query", q)? != shape.query_dims() || dims4("key", k)? != shape.key_dims() {
-        return Err(Error::new("query and key do not fit the shape").into());
+    Tensor::from_vec(mass.on_cpu([q, k])?, dims, &Device::Cpu)
+}
+
+/// The attention mass of each candidate.
+pub(crate) struct Mass<'a> {
+    pub(crate) shape: &'a AttentionShape,
+    pub(crate) blocks: &'a Blocks,
+    pub(crate) softmax_scale: f32,
+}
+
+impl Mass<'_> {
+    fn on_cpu(&self, [q, k]: [&Tensor; 2]) -> Result<Vec<f32>> {
+        let Self { shape, blocks, softmax_scale } = *self;
+        let guards = [q, k].map(Tensor::storage_and_layout);
+        let view =
+            |n: usize| -> Result<View<'_>> { Ok(View::new(cpu_storage(&guards[n].0, NAME)?, guards[n].1)?) };
+        if dims4("query", q)? != shape.query_dims() || dims4("key", k)? != shape.key_dims() {
+            return Err(Error::new("query and key do not fit the shape").into());
+        }
+        let problem = Problem::new(shape, softmax_scale, None, [view(0)?, view(1)?, view(1)?]);
+        Ok(cpu::route::block_mass(shape, &problem, blocks, blocks.columns()))
     }
-    let problem = Problem::new(shape, softmax_scale, None, [view(0)?, view(1)?, view(1)?]);
-    Tensor::from_vec(cpu::route::block_mass(shape, &problem, blocks, columns), dims, &Device::Cpu)
 }

@@ -18,6 +18,20 @@ const NAME: &str = "soft-top-k";
 /// with at most `count` candidates gives each of them weight 1. Scores receive gradients, through the shift too: with
 /// `w = m (1 - m)` these are `w (dm - sum(w dm) / sum(w)) / tau`. It runs on the CPU, in f64.
 ///
+/// ```
+/// use candle_core::{Device, Var};
+/// use candle_sage::ops::soft_top_k;
+///
+/// let scores = Var::new(&[[0.3f32, 0.1, 0.9, 0.7]], &Device::Cpu)?;
+/// let soft = soft_top_k(&scores, 2, 0.1)?;
+/// assert!((soft.sum_all()?.to_scalar::<f32>()? - 2.0).abs() < 1e-5);
+/// // A small tau leaves the two largest.
+/// let hard = soft_top_k(&scores, 2, 0.001)?.round()?;
+/// assert_eq!(hard.to_vec2::<f32>()?, [[0., 0., 1., 1.]]);
+/// assert!(soft.sqr()?.sum_all()?.backward()?.get(&scores).is_some());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
 /// # Errors
 /// When the scores are not f32 or on a GPU, or `tau` is not above 0.
 pub fn soft_top_k(scores: &Tensor, count: usize, tau: f64) -> Result<Tensor> {

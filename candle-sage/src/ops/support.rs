@@ -3,11 +3,12 @@
 use std::borrow::Cow;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor};
+use candle_core::{CpuStorage, CudaStorage, DType, Device, Layout, Result, Shape, Storage, Tensor};
 use rayon::prelude::*;
 
 use crate::dtype::{row_stride, unsupported_dtype};
 use crate::error::Error;
+use crate::launch::{HAS_KERNELS, HOW_TO_GET_KERNELS, Operand};
 
 /// Elements of one parallel task.
 pub(super) const SPAN: usize = 16 * 1024;
@@ -24,19 +25,17 @@ pub(super) fn supported(op: &str, tensors: &[&Tensor]) -> Result<()> {
     }
     match first {
         Device::Cpu => Ok(()),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) => Ok(()),
+        Device::Cuda(_) if HAS_KERNELS => Ok(()),
         _ => Err(Error::unsupported(format!("{op} does not run on this device"))
             .got(format!("a tensor on {:?}", first.location()))
-            .allowed(if cfg!(feature = "cuda") { "Device::Cpu, Device::Cuda" } else { "Device::Cpu" })
-            .hint("build candle-sage with feature `cuda` for NVIDIA GPUs")
+            .allowed(if HAS_KERNELS { "Device::Cpu, Device::Cuda" } else { "Device::Cpu" })
+            .hint(HOW_TO_GET_KERNELS)
             .into()),
     }
 }
 
 /// The CUDA storage behind a tensor.
-#[cfg(feature = "cuda")]
-pub(super) fn cuda_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a candle_core::CudaStorage> {
+fn cuda_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a CudaStorage> {
     match storage {
         Storage::Cuda(storage) => Ok(storage),
         _ => Err(Error::new(format!("{op}: inputs are on different devices")).into()),
@@ -44,8 +43,7 @@ pub(super) fn cuda_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a can
 }
 
 /// A contiguous tensor from the storage that a kernel wrote.
-#[cfg(feature = "cuda")]
-pub(super) fn cuda_tensor(storage: candle_core::CudaStorage, shape: impl Into<Shape>) -> Tensor {
+pub(super) fn cuda_tensor(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, candle_core::op::BackpropOp::none(), false)
 }
 
@@ -58,21 +56,19 @@ pub(super) fn cpu_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a CpuS
 }
 
 /// Calls `f` with the storages and layouts of CUDA tensors.
-#[cfg(feature = "cuda")]
 pub(super) fn with_cuda<const N: usize, T>(
     op: &str,
     tensors: [&Tensor; N],
-    f: impl FnOnce([crate::cuda::Operand<'_>; N]) -> Result<T>,
+    f: impl FnOnce([Operand<'_>; N]) -> Result<T>,
 ) -> Result<T> {
     with_all_cuda(op, &tensors, |operands| f(std::array::from_fn(|n| operands[n])))
 }
 
 /// As [`with_cuda`], for any number of tensors.
-#[cfg(feature = "cuda")]
 pub(super) fn with_all_cuda<T>(
     op: &str,
     tensors: &[&Tensor],
-    f: impl FnOnce(&[crate::cuda::Operand<'_>]) -> Result<T>,
+    f: impl FnOnce(&[Operand<'_>]) -> Result<T>,
 ) -> Result<T> {
     let guards: Vec<_> = tensors.iter().map(|tensor| tensor.storage_and_layout()).collect();
     let mut operands = Vec::with_capacity(guards.len());

@@ -2,19 +2,14 @@
 
 use std::ops::Range;
 
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 
-use super::support::{Rows, SPAN, cpu_storage, f32_tensor, shape_error, supported};
-#[cfg(feature = "cuda")]
-use super::support::{cuda_tensor, with_cuda};
+use super::support::{Rows, SPAN, cpu_storage, cuda_tensor, f32_tensor, shape_error, supported, with_cuda};
 use crate::cpu::ops::swiglu::{gated, gated_backward};
 use crate::cpu::view::to_storage;
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::launch::Launch;
 
 const NAME: &str = "swiglu";
 
@@ -23,6 +18,21 @@ const NAME: &str = "swiglu";
 /// Both inputs have the same shape and type (f32, f16, bf16; any strides) and receive gradients:
 /// `dup = dy o silu(gate)`, `dgate = dy o up o s (1 + gate (1 - s))` with `s = 1 / (1 + exp(-gate))`.
 /// (SwiGLU: arXiv 2002.05202.)
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use candle_sage::ops::swiglu;
+///
+/// let gate = Var::new(&[0f32, 1.], &Device::Cpu)?;
+/// let up = Tensor::new(&[5f32, 2.], &Device::Cpu)?;
+/// let y = swiglu(&gate, &up)?;
+/// let values = y.to_vec1::<f32>()?;
+/// assert!(values[0] == 0.0 && (values[1] - 2.0 / (1.0 + (-1f32).exp())).abs() < 1e-6);
+/// // The slope of silu at 0 is 1/2.
+/// let dgate = y.sum_all()?.backward()?.get(&gate).unwrap().to_vec1::<f32>()?;
+/// assert!((dgate[0] - 2.5).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// When the shapes or types differ, or the types are not floats.
@@ -44,7 +54,7 @@ fn check(gate: &Tensor, other: &Tensor) -> Result<()> {
     ))
 }
 
-struct SwiGlu;
+pub(crate) struct SwiGlu;
 
 /// The gradients of gate and up for the output's gradient `dout`, and with `again` also the output, for
 /// callers that have not kept it. For training loops that do not use candle's graph. See [`swiglu`].
@@ -52,6 +62,21 @@ struct SwiGlu;
 /// The gradients are concatenated along the last dimension, (.., 2 width), as the operand of a single
 /// backward product if a single product made gate and up. Each alone is `narrow(D::Minus1, 0, width)` and
 /// `narrow(D::Minus1, width, width)`.
+///
+/// ```
+/// use candle_core::{D, Device, Tensor, Var};
+/// use candle_sage::ops::{swiglu, swiglu_backward};
+///
+/// let gate = Var::randn(0f32, 1., (3, 4), &Device::Cpu)?;
+/// let up = Var::randn(0f32, 1., (3, 4), &Device::Cpu)?;
+/// let y = swiglu(&gate, &up)?;
+/// let (both, again) = swiglu_backward(&gate, &up, &y.ones_like()?, true)?;
+/// assert_eq!(again.unwrap().to_vec2::<f32>()?, y.to_vec2::<f32>()?);
+/// let dup = both.narrow(D::Minus1, 4, 4)?;
+/// let gradients = y.sum_all()?.backward()?;
+/// assert_eq!(dup.to_vec2::<f32>()?, gradients.get(&up).unwrap().to_vec2::<f32>()?);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`swiglu`], and when `dout` does not fit, or the inputs have no dimensions.
@@ -65,58 +90,63 @@ pub fn swiglu_backward(
         let hint = "reshape them to one dimension";
         return Err(shape_error("swiglu: gate and up have no width", gate.dims(), "(.., width)", hint));
     }
-    gradients([gate, up, dout], again, true)
+    Gradients { again, beside: true }.of([gate, up, dout])
 }
 
-/// The gradients of gate and up: with `beside` concatenated along the last dimension, otherwise stacked along
-/// a new first one.
-fn gradients([gate, up, dout]: [&Tensor; 3], again: bool, beside: bool) -> Result<(Tensor, Option<Tensor>)> {
-    check(gate, up)?;
-    check(gate, dout)?;
-    supported(NAME, &[gate, up, dout])?;
-    let mut dims = gate.dims().to_vec();
-    match dims.last_mut() {
-        Some(width) if beside => *width *= 2,
-        _ => dims.insert(0, 2),
-    }
-    #[cfg(feature = "cuda")]
-    if gate.device().is_cuda() {
-        let (both, y) = with_cuda(NAME, [gate, up, dout], |[gate, up, dy]| {
-            cuda::ops::swiglu::backward(gate, up, dy, again, beside)
-        })?;
-        return Ok((cuda_tensor(both, dims), y.map(|y| cuda_tensor(y, gate.shape()))));
-    }
-    let y = again.then(|| swiglu(&gate.detach(), &up.detach())).transpose()?;
-    let width = gate.dims().last().copied().unwrap_or(1);
-    let guards = [gate, up, dout].map(Tensor::storage_and_layout);
-    let rows = |n: usize| Rows::new(NAME, cpu_storage(&guards[n].0, NAME)?, guards[n].1);
-    let (gates, ups, dys) = (rows(0)?, rows(1)?, rows(2)?);
-    let mut both = vec![0.0; 2 * gate.elem_count()];
-    let span = |row: usize, at: Range<usize>, dgate: &mut [f32], dup: &mut [f32]| {
-        let [gate, up, dy] = [&gates, &ups, &dys].map(|rows| rows.part(row, at.clone()));
-        gated_backward(dgate, dup, gate, up, dy);
-    };
-    let of_row = |row: usize, dgate: &mut [f32], dup: &mut [f32]| {
-        if width <= SPAN {
-            return span(row, 0..width, dgate, dup);
+/// The gradients of gate and up, and with `again` also the output.
+pub(crate) struct Gradients {
+    pub(crate) again: bool,
+    /// Whether they are concatenated along the last dimension, and not stacked along a new first one.
+    pub(crate) beside: bool,
+}
+
+impl Gradients {
+    fn of(&self, [gate, up, dout]: [&Tensor; 3]) -> Result<(Tensor, Option<Tensor>)> {
+        check(gate, up)?;
+        check(gate, dout)?;
+        supported(NAME, &[gate, up, dout])?;
+        let mut dims = gate.dims().to_vec();
+        match dims.last_mut() {
+            Some(width) if self.beside => *width *= 2,
+            _ => dims.insert(0, 2),
         }
-        let parts = dgate.par_chunks_mut(SPAN).zip(dup.par_chunks_mut(SPAN));
-        parts.enumerate().for_each(|(n, (dgate, dup))| {
-            span(row, n * SPAN..n * SPAN + dgate.len(), dgate, dup);
-        });
-    };
-    let (step, tasks) = (width.max(1), SPAN.div_ceil(width.max(1)));
-    if beside {
-        both.par_chunks_mut(2 * step).with_min_len(tasks).enumerate().for_each(|(row, both)| {
-            let (dgate, dup) = both.split_at_mut(step);
-            of_row(row, dgate, dup);
-        });
-    } else {
-        let (dgate, dup) = both.split_at_mut(gate.elem_count());
-        let rows = dgate.par_chunks_mut(step).zip(dup.par_chunks_mut(step)).with_min_len(tasks);
-        rows.enumerate().for_each(|(row, (dgate, dup))| of_row(row, dgate, dup));
+        if gate.device().is_cuda() {
+            let (both, y): (_, Option<_>) =
+                with_cuda(NAME, [gate, up, dout], |operands| self.launch(operands))?;
+            return Ok((cuda_tensor(both, dims), y.map(|y| cuda_tensor(y, gate.shape()))));
+        }
+        let y = self.again.then(|| swiglu(&gate.detach(), &up.detach())).transpose()?;
+        let width = gate.dims().last().copied().unwrap_or(1);
+        let guards = [gate, up, dout].map(Tensor::storage_and_layout);
+        let rows = |n: usize| Rows::new(NAME, cpu_storage(&guards[n].0, NAME)?, guards[n].1);
+        let (gates, ups, dys) = (rows(0)?, rows(1)?, rows(2)?);
+        let mut both = vec![0.0; 2 * gate.elem_count()];
+        let span = |row: usize, at: Range<usize>, dgate: &mut [f32], dup: &mut [f32]| {
+            let [gate, up, dy] = [&gates, &ups, &dys].map(|rows| rows.part(row, at.clone()));
+            gated_backward(dgate, dup, gate, up, dy);
+        };
+        let of_row = |row: usize, dgate: &mut [f32], dup: &mut [f32]| {
+            if width <= SPAN {
+                return span(row, 0..width, dgate, dup);
+            }
+            let parts = dgate.par_chunks_mut(SPAN).zip(dup.par_chunks_mut(SPAN));
+            parts.enumerate().for_each(|(n, (dgate, dup))| {
+                span(row, n * SPAN..n * SPAN + dgate.len(), dgate, dup);
+            });
+        };
+        let (step, tasks) = (width.max(1), SPAN.div_ceil(width.max(1)));
+        if self.beside {
+            both.par_chunks_mut(2 * step).with_min_len(tasks).enumerate().for_each(|(row, both)| {
+                let (dgate, dup) = both.split_at_mut(step);
+                of_row(row, dgate, dup);
+            });
+        } else {
+            let (dgate, dup) = both.split_at_mut(gate.elem_count());
+            let rows = dgate.par_chunks_mut(step).zip(dup.par_chunks_mut(step)).with_min_len(tasks);
+            rows.enumerate().for_each(|(row, (dgate, dup))| of_row(row, dgate, dup));
+        }
+        Ok((f32_tensor(both, dims, gate.dtype())?, y))
     }
-    Ok((f32_tensor(both, dims, gate.dtype())?, y))
 }
 
 impl CustomOp2 for SwiGlu {
@@ -150,7 +180,6 @@ impl CustomOp2 for SwiGlu {
         Ok((to_storage(out, dtype)?, gate_layout.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
         gate: &CudaStorage,
@@ -158,7 +187,7 @@ impl CustomOp2 for SwiGlu {
         up: &CudaStorage,
         up_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let out = cuda::ops::swiglu::forward((gate, gate_layout), (up, up_layout))?;
+        let out = self.launch([(gate, gate_layout), (up, up_layout)])?;
         Ok((out, gate_layout.shape().clone()))
     }
 
@@ -169,7 +198,7 @@ impl CustomOp2 for SwiGlu {
         _out: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (both, _) = gradients([gate, up, dout], false, false)?;
+        let (both, _) = Gradients { again: false, beside: false }.of([gate, up, dout])?;
         Ok((Some(both.get(0)?), Some(both.get(1)?)))
     }
 }

@@ -5,10 +5,11 @@ use candle_core::{CudaStorage, Result};
 
 use super::params::{self, launch};
 use super::tensor::{Dense, Float, PARTS, elementwise_of, start};
-use crate::cuda::Operand;
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::tensor::address;
 use crate::error::Error;
+use crate::launch::{Launch, Operand};
+use crate::ops::adamw::SumOfSquares;
 use crate::update::AdamW;
 
 /// Threads of a block, and elements that a thread takes at once, as in `kernels/adamw.cu`.
@@ -16,70 +17,71 @@ const THREADS: u32 = 256;
 const V: usize = 4;
 
 /// The sum of squares, an f64 scalar.
-pub(crate) fn sum_of_squares(x: Operand<'_>) -> Result<CudaStorage> {
-    let gpu = Gpu::new(x.0.device())?;
-    let len = x.1.shape().elem_count();
-    let x = Dense::new(x, &gpu)?;
-    x.operand().0.as_cuda_slice::<f32>()?;
-    let (partials, out) = (gpu.alloc::<f64>(PARTS)?, gpu.alloc::<f64>(1)?);
-    let parts = len.div_ceil(THREADS as usize * V).clamp(1, PARTS);
-    let at = x.start(&gpu)?;
-    let params = params::SumOfSquares {
-        x: at,
-        partials: address(&partials, &gpu),
-        out: address(&out, &gpu),
-        len: len as i64,
-        parts: parts as i32,
-        vector: at.is_multiple_of(16).into(),
-    };
-    launch(&gpu, "sum_of_squares", Grid::line(parts, THREADS), &params)?;
-    launch(&gpu, "sum_of_squares_end", Grid::line(1, THREADS), &params)?;
-    Ok(CudaStorage::wrap_cuda_slice(out, gpu.device.clone()))
+impl Launch<[Operand<'_>; 1], CudaStorage> for SumOfSquares {
+    fn launch(&self, [x]: [Operand<'_>; 1]) -> Result<CudaStorage> {
+        let gpu = Gpu::new(x.0.device())?;
+        let len = x.1.shape().elem_count();
+        let x = Dense::new(x, &gpu)?;
+        x.operand().0.as_cuda_slice::<f32>()?;
+        let (partials, out) = (gpu.alloc::<f64>(PARTS)?, gpu.alloc::<f64>(1)?);
+        let parts = len.div_ceil(THREADS as usize * V).clamp(1, PARTS);
+        let at = x.start(&gpu)?;
+        let params = params::SumOfSquares {
+            x: at,
+            partials: address(&partials, &gpu),
+            out: address(&out, &gpu),
+            len: len as i64,
+            parts: parts as i32,
+            vector: at.is_multiple_of(16).into(),
+        };
+        launch(&gpu, "sum_of_squares", Grid::line(parts, THREADS), &params)?;
+        launch(&gpu, "sum_of_squares_end", Grid::line(1, THREADS), &params)?;
+        Ok(CudaStorage::wrap_cuda_slice(out, gpu.device.clone()))
+    }
 }
 
-/// Updates weights and moments, (3, parameters), and the 16-bit copy of the weights.
-pub(crate) fn update(
-    state: Operand<'_>,
-    gradient: Operand<'_>,
-    sum_of_squares: Operand<'_>,
-    copy: Option<Operand<'_>>,
-    settings: &AdamW,
-) -> Result<()> {
-    let gpu = Gpu::new(state.0.device())?;
-    let (_, len) = state.1.shape().dims2()?;
-    let weights = start(state, &gpu)?;
-    let (gradient, sum) = (start(gradient, &gpu)?, start(sum_of_squares, &gpu)?);
-    let (copy, copy_type) = match copy {
-        None => (0, Float::F32),
-        Some(copy) => (start(copy, &gpu)?, Float::of("adamw", copy.0)?),
-    };
-    if [weights, gradient, copy].iter().any(|at| !at.is_multiple_of(16)) || !len.is_multiple_of(V) {
-        return Err(Error::unsupported("adamw on CUDA moves 16 bytes at a time")
-            .got(format!("{len} parameters"))
-            .allowed("tensors that start on 16 bytes, a multiple of 4 parameters")
-            .hint("put zeros behind them")
-            .into());
+/// The state, the gradient and its sum of squares, and the 16-bit copy of the weights.
+type Tensors<'a> = ([Operand<'a>; 3], Option<Operand<'a>>);
+
+/// Updates weights and moments, (3, parameters), and the copy.
+impl Launch<Tensors<'_>, ()> for AdamW {
+    fn launch(&self, ([state, gradient, sum_of_squares], copy): Tensors<'_>) -> Result<()> {
+        let gpu = Gpu::new(state.0.device())?;
+        let (_, len) = state.1.shape().dims2()?;
+        let weights = start(state, &gpu)?;
+        let (gradient, sum) = (start(gradient, &gpu)?, start(sum_of_squares, &gpu)?);
+        let (copy, copy_type) = match copy {
+            None => (0, Float::F32),
+            Some(copy) => (start(copy, &gpu)?, Float::of("adamw", copy.0)?),
+        };
+        if [weights, gradient, copy].iter().any(|at| !at.is_multiple_of(16)) || !len.is_multiple_of(V) {
+            return Err(Error::unsupported("adamw on CUDA moves 16 bytes at a time")
+                .got(format!("{len} parameters"))
+                .allowed("tensors that start on 16 bytes, a multiple of 4 parameters")
+                .hint("put zeros behind them")
+                .into());
+        }
+        let factors = self.factors();
+        let params = params::AdamW {
+            weights,
+            mean: weights + 4 * len as u64,
+            square: weights + 8 * len as u64,
+            gradient,
+            sum_of_squares: sum,
+            copy,
+            len: len as i64,
+            decayed: self.decayed as i64,
+            factor: self.gradient_factor as f32,
+            clip: self.clip.map_or(f32::INFINITY, |clip| clip as f32),
+            beta1: self.beta1 as f32,
+            beta2: self.beta2 as f32,
+            rate: factors.rate,
+            root: factors.root,
+            eps: self.eps as f32,
+            keep: factors.keep,
+            copy_type: copy_type as i32,
+            padding: 0,
+        };
+        launch(&gpu, "adamw", elementwise_of(len, V), &params)
     }
-    let factors = settings.factors();
-    let params = params::AdamW {
-        weights,
-        mean: weights + 4 * len as u64,
-        square: weights + 8 * len as u64,
-        gradient,
-        sum_of_squares: sum,
-        copy,
-        len: len as i64,
-        decayed: settings.decayed as i64,
-        factor: settings.gradient_factor as f32,
-        clip: settings.clip.map_or(f32::INFINITY, |clip| clip as f32),
-        beta1: settings.beta1 as f32,
-        beta2: settings.beta2 as f32,
-        rate: factors.rate,
-        root: factors.root,
-        eps: settings.eps as f32,
-        keep: factors.keep,
-        copy_type: copy_type as i32,
-        padding: 0,
-    };
-    launch(&gpu, "adamw", elementwise_of(len, V), &params)
 }

@@ -4,16 +4,20 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Layout, Result};
 use cudarc::driver::CudaSlice;
 
-use super::Checked;
 use super::ids::Ids;
 use super::params::{self, launch};
 use super::tensor::{Dense, Float, Packs, Team, count, elementwise, start, start_of};
-use crate::cuda::Operand;
 use crate::cuda::gemm::{Out, gemm};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::Address;
 use crate::cuda::tensor::address;
+use crate::dtype::Checked;
 use crate::error::Error;
+use crate::launch::{self, Launch, Operand};
+use crate::ops::CrossEntropy;
+use crate::ops::accumulate::AddInto;
+use crate::ops::cross_entropy::LogitsOp;
+use crate::ops::linear_cross_entropy::{LinearInto, LinearOp};
 
 const NAME: &str = "cross-entropy";
 const LINEAR: &str = "linear-cross-entropy";
@@ -25,7 +29,7 @@ const BATCH: usize = 4;
 
 /// What the backward from logits needs.
 #[derive(Debug)]
-pub(crate) struct Saved {
+struct Saved {
     targets: Ids,
     lse: CudaSlice<f32>,
     z_loss: f32,
@@ -71,57 +75,59 @@ fn mean(gpu: &Gpu, losses: &CudaSlice<f32>, rows: usize, targets: &Ids) -> Resul
     Ok(out)
 }
 
-/// The loss of logits, the state for the backward, and what the check of the targets found.
-pub(crate) fn forward(
-    logits: Operand<'_>,
-    targets: Operand<'_>,
-    ignored: Option<i64>,
-    z_loss: f32,
-) -> Result<(CudaStorage, Saved, Checked)> {
-    let gpu = Gpu::new(logits.0.device())?;
-    let float = Float::of(NAME, logits.0)?;
-    let (rows, classes) = logits.1.shape().dims2()?;
-    let (logits, ids) = (Dense::new(logits, &gpu)?, Dense::new(targets, &gpu)?);
-    let targets = Ids::new(&gpu, NAME, &ids, classes, ignored)?;
-    let (losses, lse) = (gpu.alloc::<f32>(rows)?, gpu.alloc::<f32>(rows)?);
-    let params = params::CrossEntropy {
-        logits: logits.start(&gpu)?,
-        losses: address(&losses, &gpu),
-        lse: address(&lse, &gpu),
-        z_loss,
-        ..Default::default()
-    };
-    Rows { gpu: &gpu, float, targets: &targets, first: 0, rows, classes }
-        .launch("cross_entropy_fwd", params)?;
-    let loss = mean(&gpu, &losses, rows, &targets)?;
-    let checked = targets.checked(&gpu, &ids)?;
-    Ok((loss, Saved { targets, lse, z_loss }, checked))
+/// The loss of logits, the backward, and what the check of the targets found.
+type Forward = (CudaStorage, launch::Backward<2, CudaStorage>, Checked);
+
+impl Launch<[Operand<'_>; 2], Forward> for LogitsOp {
+    fn launch(&self, [logits, targets]: [Operand<'_>; 2]) -> Result<Forward> {
+        let CrossEntropy { ignore_id, z_loss, .. } = self.settings;
+        let gpu = Gpu::new(logits.0.device())?;
+        let float = Float::of(NAME, logits.0)?;
+        let (rows, classes) = logits.1.shape().dims2()?;
+        let (logits, ids) = (Dense::new(logits, &gpu)?, Dense::new(targets, &gpu)?);
+        let targets = Ids::new(&gpu, NAME, &ids, classes, ignore_id)?;
+        let (losses, lse) = (gpu.alloc::<f32>(rows)?, gpu.alloc::<f32>(rows)?);
+        let params = params::CrossEntropy {
+            logits: logits.start(&gpu)?,
+            losses: address(&losses, &gpu),
+            lse: address(&lse, &gpu),
+            z_loss,
+            ..Default::default()
+        };
+        Rows { gpu: &gpu, float, targets: &targets, first: 0, rows, classes }
+            .launch("cross_entropy_fwd", params)?;
+        let loss = mean(&gpu, &losses, rows, &targets)?;
+        let checked = targets.checked(&gpu, &ids)?;
+        Ok((loss, Box::new(Saved { targets, lse, z_loss }), checked))
+    }
 }
 
 /// The gradient of the logits.
-pub(crate) fn backward(saved: &Saved, logits: Operand<'_>, dloss: Operand<'_>) -> Result<CudaStorage> {
-    let gpu = Gpu::new(logits.0.device())?;
-    let float = Float::of(NAME, logits.0)?;
-    let (rows, classes) = logits.1.shape().dims2()?;
-    let (logits, dloss) = (Dense::new(logits, &gpu)?, Dense::new(dloss, &gpu)?);
-    let out = float.alloc(&gpu, rows * classes)?;
-    let params = params::CrossEntropy {
-        logits: logits.start(&gpu)?,
-        gradient: start_of(&out, &gpu)?,
-        dloss: dloss.start(&gpu)?,
-        lse: address(&saved.lse, &gpu),
-        z_loss: saved.z_loss,
-        ..Default::default()
-    };
-    let rows = Rows { gpu: &gpu, float, targets: &saved.targets, first: 0, rows, classes };
-    rows.launch("cross_entropy_bwd", params)?;
-    Ok(out)
+impl Launch<[Operand<'_>; 2], CudaStorage> for Saved {
+    fn launch(&self, [logits, dloss]: [Operand<'_>; 2]) -> Result<CudaStorage> {
+        let gpu = Gpu::new(logits.0.device())?;
+        let float = Float::of(NAME, logits.0)?;
+        let (rows, classes) = logits.1.shape().dims2()?;
+        let (logits, dloss) = (Dense::new(logits, &gpu)?, Dense::new(dloss, &gpu)?);
+        let out = float.alloc(&gpu, rows * classes)?;
+        let params = params::CrossEntropy {
+            logits: logits.start(&gpu)?,
+            gradient: start_of(&out, &gpu)?,
+            dloss: dloss.start(&gpu)?,
+            lse: address(&self.lse, &gpu),
+            z_loss: self.z_loss,
+            ..Default::default()
+        };
+        let rows = Rows { gpu: &gpu, float, targets: &self.targets, first: 0, rows, classes };
+        rows.launch("cross_entropy_bwd", params)?;
+        Ok(out)
+    }
 }
 
 /// What the backward from hidden states needs: gradients of the sum of the losses. It multiplies them by the
 /// loss's gradient over the number of targets that count. Gradients of the mean could underflow in 16 bit.
 #[derive(Debug)]
-pub(crate) struct LinearSaved {
+struct LinearSaved {
     targets: Ids,
     float: Float,
     hidden: Option<CudaStorage>,
@@ -141,18 +147,20 @@ struct Scaling {
 }
 
 /// `to += from`, where `to` is contiguous and f32.
-pub(crate) fn add(to: Operand<'_>, from: Operand<'_>) -> Result<()> {
-    let gpu = &Gpu::new(to.0.device())?;
-    let from = Dense::new(from, gpu)?;
-    let scaling = Scaling {
-        from: (Float::of("add_into", from.operand().0)?, from.start(gpu)?),
-        to: (Float::F32, start(to, gpu)?),
-        len: to.1.shape().elem_count(),
-        dloss: 0,
-        status: 0,
-        accumulate: true,
-    };
-    scale(gpu, &scaling)
+impl Launch<[Operand<'_>; 2], ()> for AddInto {
+    fn launch(&self, [to, from]: [Operand<'_>; 2]) -> Result<()> {
+        let gpu = &Gpu::new(to.0.device())?;
+        let from = Dense::new(from, gpu)?;
+        let scaling = Scaling {
+            from: (Float::of("add_into", from.operand().0)?, from.start(gpu)?),
+            to: (Float::F32, start(to, gpu)?),
+            len: to.1.shape().elem_count(),
+            dloss: 0,
+            status: 0,
+            accumulate: true,
+        };
+        scale(gpu, &scaling)
+    }
 }
 
 fn scale(gpu: &Gpu, scaling: &Scaling) -> Result<()> {
@@ -175,11 +183,22 @@ fn scale(gpu: &Gpu, scaling: &Scaling) -> Result<()> {
 
 /// Settings of a pass over the chunks of logits.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Linear {
-    pub(crate) ignored: Option<i64>,
+struct Linear {
+    ignored: Option<i64>,
     /// Rows of logits that are computed at a time.
-    pub(crate) chunk_rows: usize,
-    pub(crate) z_loss: f32,
+    chunk_rows: usize,
+    z_loss: f32,
+}
+
+/// Bytes of logits that are held at once.
+const BYTES: usize = 256 << 20;
+
+impl Linear {
+    fn new(settings: CrossEntropy, hidden: Operand<'_>, weight: Operand<'_>) -> Result<Self> {
+        let (classes, _) = weight.1.shape().dims2()?;
+        let chunk_rows = settings.rows_at_once(classes, hidden.0.dtype().size_in_bytes(), BYTES);
+        Ok(Self { ignored: settings.ignore_id, chunk_rows, z_loss: settings.z_loss })
+    }
 }
 
 /// Where a pass writes the gradients of the sum of the losses, times `factor`.
@@ -249,71 +268,69 @@ fn pass(
     Ok((mean(gpu, &losses, rows, &targets)?, targets))
 }
 
-/// The loss of `hidden weight^T`, the state for the backward with the gradients that are `wanted` of hidden
-/// states and weight, and what the check of the targets found.
-pub(crate) fn linear_forward(
-    hidden: Operand<'_>,
-    weight: Operand<'_>,
-    targets: Operand<'_>,
-    settings: Linear,
-    [hidden_wanted, weight_wanted]: [bool; 2],
-) -> Result<(CudaStorage, LinearSaved, Checked)> {
-    let gpu = &Gpu::new(hidden.0.device())?;
-    let float = Float::of(LINEAR, hidden.0)?;
-    let (hidden_len, weight_len) = (hidden.1.shape().elem_count(), weight.1.shape().elem_count());
-    let (hidden, weight, ids) =
-        (Dense::new(hidden, gpu)?, Dense::new(weight, gpu)?, Dense::new(targets, gpu)?);
-    let dhidden = hidden_wanted.then(|| float.alloc(gpu, hidden_len)).transpose()?;
-    let dweight = weight_wanted.then(|| gpu.alloc::<f32>(weight_len)).transpose()?;
-    let into = Into {
-        hidden: dhidden.as_ref().map(|dhidden| start_of(dhidden, gpu)).transpose()?,
-        weight: dweight.as_ref().map(|dweight| (address(dweight, gpu), false)),
-        factor: 1.0,
-    };
-    let (loss, targets) = pass(gpu, [&hidden, &weight], &ids, settings, &into)?;
-    let checked = targets.checked(gpu, &ids)?;
-    let saved = LinearSaved { targets, float, hidden: dhidden, hidden_len, weight: dweight, weight_len };
-    Ok((loss, saved, checked))
+/// The loss of `hidden weight^T`, the backward with the gradients that are wanted of hidden states and weight, and
+/// what the check of the targets found.
+type LinearForward = (CudaStorage, launch::Backward<1, [Option<CudaStorage>; 2]>, Checked);
+
+impl Launch<[Operand<'_>; 3], LinearForward> for LinearOp {
+    fn launch(&self, [hidden, weight, targets]: [Operand<'_>; 3]) -> Result<LinearForward> {
+        let ([hidden_wanted, weight_wanted], settings) =
+            (self.wanted, Linear::new(self.settings, hidden, weight)?);
+        let gpu = &Gpu::new(hidden.0.device())?;
+        let float = Float::of(LINEAR, hidden.0)?;
+        let (hidden_len, weight_len) = (hidden.1.shape().elem_count(), weight.1.shape().elem_count());
+        let (hidden, weight, ids) =
+            (Dense::new(hidden, gpu)?, Dense::new(weight, gpu)?, Dense::new(targets, gpu)?);
+        let dhidden = hidden_wanted.then(|| float.alloc(gpu, hidden_len)).transpose()?;
+        let dweight = weight_wanted.then(|| gpu.alloc::<f32>(weight_len)).transpose()?;
+        let into = Into {
+            hidden: dhidden.as_ref().map(|dhidden| start_of(dhidden, gpu)).transpose()?,
+            weight: dweight.as_ref().map(|dweight| (address(dweight, gpu), false)),
+            factor: 1.0,
+        };
+        let (loss, targets) = pass(gpu, [&hidden, &weight], &ids, settings, &into)?;
+        let checked = targets.checked(gpu, &ids)?;
+        let saved = LinearSaved { targets, float, hidden: dhidden, hidden_len, weight: dweight, weight_len };
+        Ok((loss, Box::new(saved), checked))
+    }
 }
 
 /// The loss of `hidden weight^T` and its gradient times `factor` for the hidden states; that of the weight is
-/// added to `dweight`. All targets count: the caller has checked that `settings.ignored` is `None`. The check
-/// of the targets is not waited for: a bad one makes the loss NaN.
-pub(crate) fn linear_into(
-    dweight: Operand<'_>,
-    hidden: Operand<'_>,
-    weight: Operand<'_>,
-    targets: Operand<'_>,
-    settings: Linear,
-    factor: f32,
-) -> Result<[CudaStorage; 2]> {
-    let gpu = &Gpu::new(hidden.0.device())?;
-    let rows = targets.1.shape().elem_count();
-    let dhidden = Float::of(LINEAR, hidden.0)?.alloc(gpu, hidden.1.shape().elem_count())?;
-    let (hidden, weight, ids) =
-        (Dense::new(hidden, gpu)?, Dense::new(weight, gpu)?, Dense::new(targets, gpu)?);
-    let into = Into {
-        hidden: Some(start_of(&dhidden, gpu)?),
-        weight: Some((start(dweight, gpu)?, true)),
-        factor: factor / rows as f32,
-    };
-    let (loss, _) = pass(gpu, [&hidden, &weight], &ids, settings, &into)?;
-    Ok([loss, dhidden])
+/// added to `dweight`. All targets count: the op has checked that `ignore_id` is `None`. The check of the targets is
+/// not waited for: a bad one makes the loss NaN.
+impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for LinearInto {
+    fn launch(&self, [dweight, hidden, weight, targets]: [Operand<'_>; 4]) -> Result<[CudaStorage; 2]> {
+        let settings = Linear::new(self.settings, hidden, weight)?;
+        let gpu = &Gpu::new(hidden.0.device())?;
+        let rows = targets.1.shape().elem_count();
+        let dhidden = Float::of(LINEAR, hidden.0)?.alloc(gpu, hidden.1.shape().elem_count())?;
+        let (hidden, weight, ids) =
+            (Dense::new(hidden, gpu)?, Dense::new(weight, gpu)?, Dense::new(targets, gpu)?);
+        let into = Into {
+            hidden: Some(start_of(&dhidden, gpu)?),
+            weight: Some((start(dweight, gpu)?, true)),
+            factor: self.factor / rows as f32,
+        };
+        let (loss, _) = pass(gpu, [&hidden, &weight], &ids, settings, &into)?;
+        Ok([loss, dhidden])
+    }
 }
 
 /// The gradients of the hidden states and of the weight, where they were wanted.
-pub(crate) fn linear_backward(saved: &LinearSaved, dloss: Operand<'_>) -> Result<[Option<CudaStorage>; 2]> {
-    let gpu = &Gpu::new(dloss.0.device())?;
-    let dloss = Dense::new(dloss, gpu)?;
-    let scaled = |from: Option<(Float, Address)>, len| -> Result<Option<CudaStorage>> {
-        let Some(from) = from else { return Ok(None) };
-        let out = saved.float.alloc(gpu, len)?;
-        let to = (saved.float, start_of(&out, gpu)?);
-        let (dloss, status) = (dloss.start(gpu)?, saved.targets.status(gpu));
-        scale(gpu, &Scaling { from, to, len, dloss, status, accumulate: false })?;
-        Ok(Some(out))
-    };
-    let hidden = saved.hidden.as_ref().map(|sum| start_of(sum, gpu)).transpose()?;
-    let weight = saved.weight.as_ref().map(|sum| (Float::F32, address(sum, gpu)));
-    Ok([scaled(hidden.map(|at| (saved.float, at)), saved.hidden_len)?, scaled(weight, saved.weight_len)?])
+impl Launch<[Operand<'_>; 1], [Option<CudaStorage>; 2]> for LinearSaved {
+    fn launch(&self, [dloss]: [Operand<'_>; 1]) -> Result<[Option<CudaStorage>; 2]> {
+        let gpu = &Gpu::new(dloss.0.device())?;
+        let dloss = Dense::new(dloss, gpu)?;
+        let scaled = |from: Option<(Float, Address)>, len| -> Result<Option<CudaStorage>> {
+            let Some(from) = from else { return Ok(None) };
+            let out = self.float.alloc(gpu, len)?;
+            let to = (self.float, start_of(&out, gpu)?);
+            let (dloss, status) = (dloss.start(gpu)?, self.targets.status(gpu));
+            scale(gpu, &Scaling { from, to, len, dloss, status, accumulate: false })?;
+            Ok(Some(out))
+        };
+        let hidden = self.hidden.as_ref().map(|sum| start_of(sum, gpu)).transpose()?;
+        let weight = self.weight.as_ref().map(|sum| (Float::F32, address(sum, gpu)));
+        Ok([scaled(hidden.map(|at| (self.float, at)), self.hidden_len)?, scaled(weight, self.weight_len)?])
+    }
 }

@@ -3,13 +3,14 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
-use super::Checked;
 use super::ids::{Ids, sort};
 use super::params::{self, launch};
 use super::tensor::{Dense, Float, Packs, Team, count, start, start_of};
-use crate::cuda::Operand;
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::tensor::address;
+use crate::dtype::Checked;
+use crate::launch::{Backward, Launch, Operand};
+use crate::ops::embedding::{Embedding, Gradient, Rows};
 
 const NAME: &str = "embedding";
 
@@ -17,29 +18,40 @@ const NAME: &str = "embedding";
 const THREADS: usize = 256;
 const PIECE: usize = 32;
 
-/// [`forward`] without waiting for the check of the ids.
-pub(crate) fn rows(table: Operand<'_>, ids: Operand<'_>) -> Result<CudaStorage> {
-    Ok(gather(table, ids)?.0)
-}
-
-/// Checked ids, for the backward.
-#[derive(Debug)]
-pub(crate) struct Saved(Ids);
-
-impl Saved {
-    /// Ids for a backward alone, without waiting for their check.
-    pub(crate) fn new(ids: Operand<'_>, rows: usize) -> Result<Self> {
-        let gpu = Gpu::new(ids.0.device())?;
-        Ok(Self(Ids::new(&gpu, NAME, &Dense::new(ids, &gpu)?, rows, None)?))
+/// It does not wait for the check of the ids.
+impl Launch<[Operand<'_>; 2], CudaStorage> for Rows {
+    fn launch(&self, [table, ids]: [Operand<'_>; 2]) -> Result<CudaStorage> {
+        Ok(gather(table, ids)?.0)
     }
 }
 
-/// The rows, (ids, width), and what the check of the ids found.
-pub(crate) fn forward(table: Operand<'_>, ids: Operand<'_>) -> Result<(CudaStorage, Saved, Checked)> {
-    let gpu = Gpu::new(table.0.device())?;
-    let (out, places) = gather(table, ids)?;
-    let checked = places.checked(&gpu, &Dense::new(ids, &gpu)?)?;
-    Ok((out, Saved(places), checked))
+/// The rows, (ids, width), the backward, and what the check of the ids found.
+type Forward = (CudaStorage, Backward<1, CudaStorage>, Checked);
+
+impl Launch<[Operand<'_>; 2], Forward> for Embedding {
+    fn launch(&self, [table, ids]: [Operand<'_>; 2]) -> Result<Forward> {
+        let gpu = Gpu::new(table.0.device())?;
+        let (out, places) = gather(table, ids)?;
+        let checked = places.checked(&gpu, &Dense::new(ids, &gpu)?)?;
+        let (rows, _) = table.1.shape().dims2()?;
+        Ok((out, Box::new(Saved { ids: places, rows }), checked))
+    }
+}
+
+/// Ids whose check was launched, as rows of a table of so many.
+#[derive(Debug)]
+struct Saved {
+    ids: Ids,
+    rows: usize,
+}
+
+/// It does not wait for the check of the ids.
+impl Launch<[Operand<'_>; 2], CudaStorage> for Gradient {
+    fn launch(&self, [ids, dout]: [Operand<'_>; 2]) -> Result<CudaStorage> {
+        let gpu = Gpu::new(ids.0.device())?;
+        let ids = Ids::new(&gpu, NAME, &Dense::new(ids, &gpu)?, self.rows, None)?;
+        Saved { ids, rows: self.rows }.launch([dout])
+    }
 }
 
 /// The rows; NaN for ids that are not in the table. The table is read in place.
@@ -74,33 +86,36 @@ fn gather(table: Operand<'_>, ids: Operand<'_>) -> Result<(CudaStorage, Ids)> {
 }
 
 /// The gradient of the table, (rows, width), summed in an order that the ids alone decide.
-pub(crate) fn backward(saved: &Saved, dout: Operand<'_>, rows: usize, width: usize) -> Result<CudaStorage> {
-    let gpu = Gpu::new(dout.0.device())?;
-    let float = Float::of(NAME, dout.0)?;
-    let len = dout.1.shape().elem_count() / width;
-    let dout = Dense::new(dout, &gpu)?;
-    let sorted = sort(&gpu, &saved.0, rows)?;
-    let starts = gpu.alloc::<u32>(rows + 1)?;
-    let pieces = gpu.alloc::<f32>(len / PIECE * width)?;
-    let out = float.alloc(&gpu, rows * width)?;
-    let from = dout.start(&gpu)?;
-    let packs = Packs::of(float, &[from], &[width]);
-    let team = Team::of(width / packs.elements(), 1, THREADS);
-    let params = params::Embedding {
-        from,
-        ids: address(&sorted.ids, &gpu),
-        order: address(&sorted.order, &gpu),
-        starts: address(&starts, &gpu),
-        pieces: address(&pieces, &gpu),
-        out: start_of(&out, &gpu)?,
-        len: count("ids", len)?,
-        rows: count("rows", rows)?,
-        width: count("columns", width)?,
-        lanes: team.lanes as i32,
-        ..Default::default()
-    };
-    launch(&gpu, "embedding_starts", Grid::line((rows + 1).div_ceil(THREADS), THREADS as u32), &params)?;
-    launch(&gpu, &packs.kernel("embedding_pieces"), team.grid(len / PIECE, usize::MAX), &params)?;
-    launch(&gpu, &packs.kernel("embedding_bwd"), team.grid(rows, usize::MAX), &params)?;
-    Ok(out)
+impl Launch<[Operand<'_>; 1], CudaStorage> for Saved {
+    fn launch(&self, [dout]: [Operand<'_>; 1]) -> Result<CudaStorage> {
+        let gpu = Gpu::new(dout.0.device())?;
+        let float = Float::of(NAME, dout.0)?;
+        let (rows, width) = (self.rows, dout.1.dims().last().copied().unwrap_or(1));
+        let len = dout.1.shape().elem_count() / width;
+        let dout = Dense::new(dout, &gpu)?;
+        let sorted = sort(&gpu, &self.ids, rows)?;
+        let starts = gpu.alloc::<u32>(rows + 1)?;
+        let pieces = gpu.alloc::<f32>(len / PIECE * width)?;
+        let out = float.alloc(&gpu, rows * width)?;
+        let from = dout.start(&gpu)?;
+        let packs = Packs::of(float, &[from], &[width]);
+        let team = Team::of(width / packs.elements(), 1, THREADS);
+        let params = params::Embedding {
+            from,
+            ids: address(&sorted.ids, &gpu),
+            order: address(&sorted.order, &gpu),
+            starts: address(&starts, &gpu),
+            pieces: address(&pieces, &gpu),
+            out: start_of(&out, &gpu)?,
+            len: count("ids", len)?,
+            rows: count("rows", rows)?,
+            width: count("columns", width)?,
+            lanes: team.lanes as i32,
+            ..Default::default()
+        };
+        launch(&gpu, "embedding_starts", Grid::line((rows + 1).div_ceil(THREADS), THREADS as u32), &params)?;
+        launch(&gpu, &packs.kernel("embedding_pieces"), team.grid(len / PIECE, usize::MAX), &params)?;
+        launch(&gpu, &packs.kernel("embedding_bwd"), team.grid(rows, usize::MAX), &params)?;
+        Ok(out)
+    }
 }

@@ -9,16 +9,8 @@ use super::tensor::{Dense, count};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::Address;
 use crate::cuda::tensor::address;
+use crate::dtype::Checked;
 use crate::error::Error;
-
-/// What the host learns from the check of ids.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Checked {
-    /// The first id that is neither in the table nor the ignored one.
-    pub(crate) bad: Option<i64>,
-    /// Number of ids that are in the table and are not the ignored one.
-    pub(crate) counted: usize,
-}
 
 /// Ids as rows of a table.
 #[derive(Debug)]

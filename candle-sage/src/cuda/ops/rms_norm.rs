@@ -5,10 +5,11 @@ use candle_core::{CudaStorage, Result};
 
 use super::params::{self, launch};
 use super::tensor::{Dense, Float, PARTS, Packs, Team, count, partial_sums, start_of};
-use crate::cuda::Operand;
 use crate::cuda::kernels::Gpu;
 use crate::cuda::params::Address;
 use crate::cuda::tensor::address;
+use crate::launch::{Launch, Operand};
+use crate::ops::rms_norm::{Gradients, RmsNorm};
 
 const NAME: &str = "rms-norm";
 
@@ -61,49 +62,45 @@ fn run(
     Ok(out)
 }
 
-pub(crate) fn forward(x: Operand<'_>, weight: Operand<'_>, eps: f32) -> Result<CudaStorage> {
-    let gpu = Gpu::new(x.0.device())?;
-    run(&gpu, "rms_norm_fwd", &Dense::new(x, &gpu)?, &Dense::new(weight, &gpu)?, eps, &Extras::default())
+impl Launch<[Operand<'_>; 2], CudaStorage> for RmsNorm {
+    fn launch(&self, [x, weight]: [Operand<'_>; 2]) -> Result<CudaStorage> {
+        let gpu = Gpu::new(x.0.device())?;
+        let [x, weight] = [Dense::new(x, &gpu)?, Dense::new(weight, &gpu)?];
+        run(&gpu, "rms_norm_fwd", &x, &weight, self.eps, &Extras::default())
+    }
 }
 
 /// `x + residual`, and the norm of it.
-pub(crate) fn residual_forward(
-    x: Operand<'_>,
-    residual: Operand<'_>,
-    weight: Operand<'_>,
-    eps: f32,
-) -> Result<[CudaStorage; 2]> {
-    let gpu = Gpu::new(x.0.device())?;
-    let [x, residual, weight] =
-        [Dense::new(x, &gpu)?, Dense::new(residual, &gpu)?, Dense::new(weight, &gpu)?];
-    let (storage, layout) = x.operand();
-    let sum = Float::of(NAME, storage)?.alloc(&gpu, layout.shape().elem_count())?;
-    let extras = Extras { residual: residual.start(&gpu)?, sum: start_of(&sum, &gpu)?, ..Extras::default() };
-    let out = run(&gpu, "rms_norm_fwd", &x, &weight, eps, &extras)?;
-    Ok([sum, out])
+impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for RmsNorm {
+    fn launch(&self, [x, residual, weight]: [Operand<'_>; 3]) -> Result<[CudaStorage; 2]> {
+        let gpu = Gpu::new(x.0.device())?;
+        let [x, residual, weight] =
+            [Dense::new(x, &gpu)?, Dense::new(residual, &gpu)?, Dense::new(weight, &gpu)?];
+        let (storage, layout) = x.operand();
+        let sum = Float::of(NAME, storage)?.alloc(&gpu, layout.shape().elem_count())?;
+        let extras =
+            Extras { residual: residual.start(&gpu)?, sum: start_of(&sum, &gpu)?, ..Extras::default() };
+        let out = run(&gpu, "rms_norm_fwd", &x, &weight, self.eps, &extras)?;
+        Ok([sum, out])
+    }
 }
 
-/// The gradients of x, to which `residual` is added, and of the weight.
-pub(crate) fn backward(
-    x: Operand<'_>,
-    weight: Operand<'_>,
-    dy: Operand<'_>,
-    residual: Option<Operand<'_>>,
-    eps: f32,
-) -> Result<[CudaStorage; 2]> {
-    let gpu = Gpu::new(x.0.device())?;
-    let width = weight.1.shape().elem_count();
-    // Zeros: blocks without rows write nothing, and channels beyond the registers are summed here.
-    let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
-    let [x, dy] = [Dense::new(x, &gpu)?, Dense::new(dy, &gpu)?];
-    let residual = residual.map(|residual| Dense::new(residual, &gpu)).transpose()?;
-    let extras = Extras {
-        residual: residual.as_ref().map_or(Ok(0), |residual| residual.start(&gpu))?,
-        dy: dy.start(&gpu)?,
-        partials: address(&partials, &gpu),
-        ..Extras::default()
-    };
-    let dx = run(&gpu, "rms_norm_bwd", &x, &Dense::new(weight, &gpu)?, eps, &extras)?;
-    let dw = partial_sums(&gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?;
-    Ok([dx, dw])
+impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for Gradients {
+    fn launch(&self, [x, weight, dy, other]: [Operand<'_>; 4]) -> Result<[CudaStorage; 2]> {
+        let gpu = Gpu::new(x.0.device())?;
+        let width = weight.1.shape().elem_count();
+        // Zeros: blocks without rows write nothing, and channels beyond the registers are summed here.
+        let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
+        let [x, dy] = [Dense::new(x, &gpu)?, Dense::new(dy, &gpu)?];
+        let residual = self.residual.then(|| Dense::new(other, &gpu)).transpose()?;
+        let extras = Extras {
+            residual: residual.as_ref().map_or(Ok(0), |residual| residual.start(&gpu))?,
+            dy: dy.start(&gpu)?,
+            partials: address(&partials, &gpu),
+            ..Extras::default()
+        };
+        let dx = run(&gpu, "rms_norm_bwd", &x, &Dense::new(weight, &gpu)?, self.eps, &extras)?;
+        let dw = partial_sums(&gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?;
+        Ok([dx, dw])
+    }
 }

@@ -6,23 +6,26 @@ use cudarc::driver::CudaSlice;
 
 use super::params::{self, launch};
 use super::tensor::{Dense, Float, PARTS, Packs, Team, count, partial_sums, start, start_of};
-use crate::cuda::Operand;
 use crate::cuda::kernels::Gpu;
 use crate::cuda::params::Address;
 use crate::cuda::tensor::address;
 use crate::error::Error;
+use crate::launch::{Launch, Operand};
+use crate::ops::RopeStyle;
+use crate::ops::qk_norm_rope::{Gradients, QkNormRope};
+use crate::ops::rope::Rope;
 
 const NAME: &str = "rope";
 
 /// The largest number of threads of a block, as in `kernels/rope.cu`.
 const MAX_THREADS: usize = 512;
 
-/// The angles of the positions, and which channels are rotated as a pair.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Rotation<'a> {
-    pub(crate) cos: Operand<'a>,
-    pub(crate) sin: Operand<'a>,
-    pub(crate) interleaved: bool,
+/// The angles of the positions, their sign, and which channels are rotated as a pair.
+#[derive(Clone, Copy)]
+struct Rotation<'a> {
+    tables: [Operand<'a>; 2],
+    direction: f32,
+    style: RopeStyle,
 }
 
 /// A table of cosines or sines, contiguous and f32.
@@ -106,7 +109,6 @@ fn run(
     what: &str,
     x: &Heads<'_>,
     rotation: Rotation<'_>,
-    direction: f32,
     norm: Option<Norm<'_>>,
     out: params::Heads,
 ) -> Result<()> {
@@ -114,7 +116,8 @@ fn run(
     let float = Float::of(NAME, storage)?;
     let (batch, sequence, heads, head_dim) = layout.shape().dims4()?;
     let half = head_dim / 2;
-    let (cos, sin) = (Table::new(rotation.cos, gpu)?, Table::new(rotation.sin, gpu)?);
+    let [cos, sin] = rotation.tables;
+    let (cos, sin) = (Table::new(cos, gpu)?, Table::new(sin, gpu)?);
     let mut params = params::Rope {
         x: x.params(gpu)?,
         out,
@@ -124,8 +127,8 @@ fn run(
         sequence: count("tokens", sequence)?,
         heads: count("heads", heads)?,
         half: count("channels", half)?,
-        interleaved: rotation.interleaved.into(),
-        direction,
+        interleaved: (rotation.style == RopeStyle::Interleaved).into(),
+        direction: rotation.direction,
         ..Default::default()
     };
     // Rows start at multiples of 16 bytes if all strides and half a head are multiples; then the tables' rows
@@ -164,49 +167,50 @@ fn run(
     launch(gpu, &packs.kernel(what), team.grid(items, most), &params)
 }
 
-/// Rotates by the angles times `direction`; the results are concatenated along the heads.
-pub(crate) fn rotate(all: &[Operand<'_>], rotation: Rotation<'_>, direction: f32) -> Result<CudaStorage> {
-    let gpu = Gpu::new(all[0].0.device())?;
-    let (out, places) = beside(&gpu, all)?;
-    for (&x, place) in all.iter().zip(places) {
-        run(&gpu, "rope", &Heads::new(x, &gpu)?, rotation, direction, None, place)?;
+/// The results are concatenated along the heads.
+impl<'a> Launch<(&'a [Operand<'a>], [Operand<'a>; 2]), CudaStorage> for Rope {
+    fn launch(&self, (all, tables): (&'a [Operand<'a>], [Operand<'a>; 2])) -> Result<CudaStorage> {
+        let gpu = Gpu::new(all[0].0.device())?;
+        let rotation = Rotation { tables, direction: self.direction, style: self.style };
+        let (out, places) = beside(&gpu, all)?;
+        for (&x, place) in all.iter().zip(places) {
+            run(&gpu, "rope", &Heads::new(x, &gpu)?, rotation, None, place)?;
+        }
+        Ok(out)
     }
-    Ok(out)
 }
 
-/// Normalizes each head, then rotates it.
-pub(crate) fn norm_forward(
-    x: Operand<'_>,
-    weight: Operand<'_>,
-    rotation: Rotation<'_>,
-    eps: f32,
-) -> Result<CudaStorage> {
-    let gpu = Gpu::new(x.0.device())?;
-    let norm = Norm { weight: &Dense::new(weight, &gpu)?, eps, gradient: None };
-    let (out, places) = beside(&gpu, &[x])?;
-    run(&gpu, "qk_norm_rope_fwd", &Heads::new(x, &gpu)?, rotation, 1.0, Some(norm), places[0])?;
-    Ok(out)
+impl Launch<[Operand<'_>; 4], CudaStorage> for QkNormRope {
+    fn launch(&self, [x, weight, cos, sin]: [Operand<'_>; 4]) -> Result<CudaStorage> {
+        let gpu = Gpu::new(x.0.device())?;
+        let rotation = Rotation { tables: [cos, sin], direction: 1.0, style: self.style };
+        let norm = Norm { weight: &Dense::new(weight, &gpu)?, eps: self.eps, gradient: None };
+        let (out, places) = beside(&gpu, &[x])?;
+        run(&gpu, "qk_norm_rope_fwd", &Heads::new(x, &gpu)?, rotation, Some(norm), places[0])?;
+        Ok(out)
+    }
 }
 
-/// The gradients of the inputs, concatenated along the heads, and of their weights; `all` has each input, its
-/// weight and its output's gradient.
-pub(crate) fn norm_backward(
-    all: &[[Operand<'_>; 3]],
-    rotation: Rotation<'_>,
-    eps: f32,
-) -> Result<(CudaStorage, Vec<CudaStorage>)> {
-    let inputs: Vec<Operand<'_>> = all.iter().map(|&[x, ..]| x).collect();
-    let gpu = Gpu::new(inputs[0].0.device())?;
-    let (out, places) = beside(&gpu, &inputs)?;
-    let mut weights = Vec::with_capacity(all.len());
-    for (&[x, weight, dy], place) in all.iter().zip(places) {
-        let width = weight.1.shape().elem_count();
-        // Zeros: with few heads some blocks are not launched.
-        let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
-        let (dense, dy) = (Dense::new(weight, &gpu)?, Heads::new(dy, &gpu)?);
-        let norm = Norm { weight: &dense, eps, gradient: Some((&dy, &partials)) };
-        run(&gpu, "qk_norm_rope_bwd", &Heads::new(x, &gpu)?, rotation, -1.0, Some(norm), place)?;
-        weights.push(partial_sums(&gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?);
+/// Each input with its weight and its output's gradient, and the tables.
+type BackwardInputs<'a> = (&'a [[Operand<'a>; 3]], [Operand<'a>; 2]);
+
+/// The gradients of the inputs, concatenated along the heads, and of their weights.
+impl<'a> Launch<BackwardInputs<'a>, (CudaStorage, Vec<CudaStorage>)> for Gradients {
+    fn launch(&self, (all, tables): BackwardInputs<'a>) -> Result<(CudaStorage, Vec<CudaStorage>)> {
+        let rotation = Rotation { tables, direction: -1.0, style: self.style };
+        let inputs: Vec<Operand<'_>> = all.iter().map(|&[x, ..]| x).collect();
+        let gpu = Gpu::new(inputs[0].0.device())?;
+        let (out, places) = beside(&gpu, &inputs)?;
+        let mut weights = Vec::with_capacity(all.len());
+        for (&[x, weight, dy], place) in all.iter().zip(places) {
+            let width = weight.1.shape().elem_count();
+            // Zeros: with few heads some blocks are not launched.
+            let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
+            let (dense, dy) = (Dense::new(weight, &gpu)?, Heads::new(dy, &gpu)?);
+            let norm = Norm { weight: &dense, eps: self.eps, gradient: Some((&dy, &partials)) };
+            run(&gpu, "qk_norm_rope_bwd", &Heads::new(x, &gpu)?, rotation, Some(norm), place)?;
+            weights.push(partial_sums(&gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?);
+        }
+        Ok((out, weights))
     }
-    Ok((out, weights))
 }

@@ -5,30 +5,33 @@ use candle_core::backend::BackendStorage;
 
 use super::params::{self, launch};
 use super::tensor::{count, elementwise_of, start};
-use crate::cuda::Operand;
 use crate::cuda::kernels::Gpu;
 use crate::error::Error;
+use crate::launch::{Launch, Operand};
+use crate::ops::accumulate::InOrder;
 
 /// Elements that a thread takes at once, as in `kernels/partial_sums.cu`.
 const V: usize = 4;
 
 /// `sum = parts[0] + .. + sum + parts[place] + ..`, contiguous rows.
-pub(crate) fn sum(sum: Operand<'_>, parts: Operand<'_>, place: usize) -> Result<()> {
-    let gpu = Gpu::new(sum.0.device())?;
-    let width = sum.1.shape().elem_count();
-    let params = params::SumInOrder {
-        parts: start(parts, &gpu)?,
-        sum: start(sum, &gpu)?,
-        width: width as i64,
-        count: count("parts", parts.1.shape().elem_count() / width.max(1))?,
-        place: place as i32,
-    };
-    if [params.parts, params.sum].iter().any(|at| !at.is_multiple_of(16)) || !width.is_multiple_of(V) {
-        return Err(Error::unsupported("sum_in_order on CUDA moves 16 bytes at a time")
-            .got(format!("{width} elements"))
-            .allowed("tensors that start on 16 bytes, a multiple of 4 elements")
-            .hint("put zeros behind them")
-            .into());
+impl Launch<[Operand<'_>; 2], ()> for InOrder {
+    fn launch(&self, [sum, parts]: [Operand<'_>; 2]) -> Result<()> {
+        let gpu = Gpu::new(sum.0.device())?;
+        let width = sum.1.shape().elem_count();
+        let params = params::SumInOrder {
+            parts: start(parts, &gpu)?,
+            sum: start(sum, &gpu)?,
+            width: width as i64,
+            count: count("parts", parts.1.shape().elem_count() / width.max(1))?,
+            place: self.place as i32,
+        };
+        if [params.parts, params.sum].iter().any(|at| !at.is_multiple_of(16)) || !width.is_multiple_of(V) {
+            return Err(Error::unsupported("sum_in_order on CUDA moves 16 bytes at a time")
+                .got(format!("{width} elements"))
+                .allowed("tensors that start on 16 bytes, a multiple of 4 elements")
+                .hint("put zeros behind them")
+                .into());
+        }
+        launch(&gpu, "sum_in_order", elementwise_of(width, V), &params)
     }
-    launch(&gpu, "sum_in_order", elementwise_of(width, V), &params)
 }

@@ -5,9 +5,10 @@ use candle_core::{CudaStorage, Result};
 
 use super::params::{self, launch};
 use super::tensor::{Dense, Float, Packs, elementwise, start, start_of};
-use crate::cuda::Operand;
 use crate::cuda::kernels::Gpu;
 use crate::dtype::row_stride;
+use crate::launch::{Launch, Operand};
+use crate::ops::swiglu::{Gradients, SwiGlu};
 
 const NAME: &str = "swiglu";
 
@@ -62,41 +63,42 @@ fn problem(
     Ok((params, Packs::of(float, &starts, &strides)))
 }
 
-pub(crate) fn forward(gate: Operand<'_>, up: Operand<'_>) -> Result<CudaStorage> {
-    let gpu = Gpu::new(gate.0.device())?;
-    let float = Float::of(NAME, gate.0)?;
-    let len = gate.1.shape().elem_count();
-    let (gate, up) = (Rows::new(gate, &gpu)?, Rows::new(up, &gpu)?);
-    let out = float.alloc(&gpu, len)?;
-    let (params, packs) = problem(float, [&gate, &up], &[], gate.columns, &gpu)?;
-    let params = params::SwiGlu { out: start_of(&out, &gpu)?, ..params };
-    launch(&gpu, &packs.kernel("swiglu_fwd"), elementwise(len, packs), &params)?;
-    Ok(out)
+impl Launch<[Operand<'_>; 2], CudaStorage> for SwiGlu {
+    fn launch(&self, [gate, up]: [Operand<'_>; 2]) -> Result<CudaStorage> {
+        let gpu = Gpu::new(gate.0.device())?;
+        let float = Float::of(NAME, gate.0)?;
+        let len = gate.1.shape().elem_count();
+        let (gate, up) = (Rows::new(gate, &gpu)?, Rows::new(up, &gpu)?);
+        let out = float.alloc(&gpu, len)?;
+        let (params, packs) = problem(float, [&gate, &up], &[], gate.columns, &gpu)?;
+        let params = params::SwiGlu { out: start_of(&out, &gpu)?, ..params };
+        launch(&gpu, &packs.kernel("swiglu_fwd"), elementwise(len, packs), &params)?;
+        Ok(out)
+    }
 }
 
-/// The gradients of gate and up, `beside` each other in each row or one after the other, and with `again`
-/// also the output.
-pub(crate) fn backward(
-    gate: Operand<'_>,
-    up: Operand<'_>,
-    dy: Operand<'_>,
-    again: bool,
-    beside: bool,
-) -> Result<(CudaStorage, Option<CudaStorage>)> {
-    let gpu = Gpu::new(gate.0.device())?;
-    let float = Float::of(NAME, gate.0)?;
-    let len = gate.1.shape().elem_count();
-    let (gate, up, dy) = (Rows::new(gate, &gpu)?, Rows::new(up, &gpu)?, Dense::new(dy, &gpu)?);
-    let both = float.alloc(&gpu, 2 * len)?;
-    let y = again.then(|| float.alloc(&gpu, len)).transpose()?;
-    let dy = dy.start(&gpu)?;
-    let columns = gate.columns;
-    let (out_row, distance) = if beside { (2 * columns, columns) } else { (columns, len) };
-    let dgate = start_of(&both, &gpu)?;
-    let dup = dgate + (distance * float.bytes()) as u64;
-    let (params, packs) = problem(float, [&gate, &up], &[dy, dup], out_row, &gpu)?;
-    let params =
-        params::SwiGlu { dy, out: dgate, dup, y: y.as_ref().map_or(Ok(0), |y| start_of(y, &gpu))?, ..params };
-    launch(&gpu, &packs.kernel("swiglu_bwd"), elementwise(len, packs), &params)?;
-    Ok((both, y))
+impl Launch<[Operand<'_>; 3], (CudaStorage, Option<CudaStorage>)> for Gradients {
+    fn launch(&self, [gate, up, dy]: [Operand<'_>; 3]) -> Result<(CudaStorage, Option<CudaStorage>)> {
+        let gpu = Gpu::new(gate.0.device())?;
+        let float = Float::of(NAME, gate.0)?;
+        let len = gate.1.shape().elem_count();
+        let (gate, up, dy) = (Rows::new(gate, &gpu)?, Rows::new(up, &gpu)?, Dense::new(dy, &gpu)?);
+        let both = float.alloc(&gpu, 2 * len)?;
+        let y = self.again.then(|| float.alloc(&gpu, len)).transpose()?;
+        let dy = dy.start(&gpu)?;
+        let columns = gate.columns;
+        let (out_row, distance) = if self.beside { (2 * columns, columns) } else { (columns, len) };
+        let dgate = start_of(&both, &gpu)?;
+        let dup = dgate + (distance * float.bytes()) as u64;
+        let (params, packs) = problem(float, [&gate, &up], &[dy, dup], out_row, &gpu)?;
+        let params = params::SwiGlu {
+            dy,
+            out: dgate,
+            dup,
+            y: y.as_ref().map_or(Ok(0), |y| start_of(y, &gpu))?,
+            ..params
+        };
+        launch(&gpu, &packs.kernel("swiglu_bwd"), elementwise(len, packs), &params)?;
+        Ok((both, y))
+    }
 }

@@ -6,12 +6,12 @@ use cudarc::driver::CudaSlice;
 use half::{bf16, f16};
 
 use super::params::{self, launch};
-use crate::cuda::Operand;
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::Address;
 use crate::cuda::tensor::address;
 use crate::dtype::unsupported_dtype;
 use crate::error::Error;
+use crate::launch::Operand;
 
 /// The element types that the ops compute with; the numbers are those of
 /// `kernels/include/sage/elements/pack.cuh`.

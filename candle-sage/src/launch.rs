@@ -1,0 +1,33 @@
+//! The seam between operators and kernels: what an operator asks of a GPU, in words that every build has.
+
+use candle_core::{CudaStorage, Layout, Result};
+
+/// A tensor on a GPU as candle passes it to an op: storage and layout.
+pub(crate) type Operand<'a> = (&'a CudaStorage, &'a Layout);
+
+/// Whether this build has kernels for NVIDIA GPUs.
+pub(crate) const HAS_KERNELS: bool = cfg!(feature = "cuda");
+
+/// What to do where a build has none.
+pub(crate) const HOW_TO_GET_KERNELS: &str = "build candle-sage with feature `cuda` for NVIDIA GPUs";
+
+/// A computation on a GPU: `In` has its operands, and `Out` is what its kernels write.
+///
+/// The operators launch their own types, and `cuda` implements this trait for them. No operator names a launcher, so
+/// that its source is the same in builds with and without kernels.
+pub(crate) trait Launch<In, Out> {
+    /// Launches the kernels, on candle's own stream.
+    fn launch(&self, inputs: In) -> Result<Out>;
+}
+
+/// The backward that a forward on a GPU returns, together with the state that it needs.
+pub(crate) type Backward<const N: usize, Out> = Box<dyn for<'a> Launch<[Operand<'a>; N], Out> + Send + Sync>;
+
+/// In a build without kernels every launch fails. The operators check their inputs' device first, so that none is tried.
+#[cfg(not(feature = "cuda"))]
+impl<T, In, Out> Launch<In, Out> for T {
+    fn launch(&self, _: In) -> Result<Out> {
+        let error = crate::error::Error::unsupported("this build has no kernels for GPUs");
+        Err(error.hint(HOW_TO_GET_KERNELS).into())
+    }
+}
