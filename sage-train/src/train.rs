@@ -129,7 +129,7 @@ pub fn run_as(
     }
     let belongs = Belongs { data: fingerprint, settings: config.identity() };
     let checkpoints = Checkpoints::new(folder.path(), belongs, config.checkpoints, words.clone())?;
-    words.wait("folder is ready")?;
+    words.wait("folder is ready");
 
     let trainer = Trainer::new(config, &data, &parameters, (&device, &ranks), parallel.overlap)
         .map_err(on_device("cannot make the model"))?;
@@ -271,7 +271,7 @@ fn said(config: &Config, resumed: Option<&Found>, parallel: Parallel) -> String 
 fn load(config: &Config, words: &Words, progress: &Progress) -> Result<Dataset> {
     let load = || words.aside("reading the data", || Dataset::load(&config.data, &|line| progress.say(line)));
     let first = words.rank().is_first().then(load).transpose()?;
-    words.wait("data is read")?;
+    words.wait("data is read");
     first.map_or_else(load, Ok)
 }
 
@@ -287,10 +287,10 @@ fn open_folder(config: &Config, begin: &Begin, words: &Words) -> Result<(RunDir,
                 RunDir::reopen(&path, 0, Some(Lock::run(&path)?))?
             }
         };
-        words.from_first("folder", &opened.0.path().to_string_lossy())?;
+        words.from_first("folder", &opened.0.path().to_string_lossy());
         return Ok(opened);
     }
-    let path = PathBuf::from(words.from_first("folder", "")?);
+    let path = PathBuf::from(words.from_first("folder", ""));
     RunDir::look_on(path, first)
 }
 
