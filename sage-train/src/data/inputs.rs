@@ -1,6 +1,7 @@
 //! The files of text that a preparation reads: which they are, what came out of them, and a tokenizer trained on their first
 //! text.
 
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::time::UNIX_EPOCH;
@@ -110,12 +111,12 @@ fn find_text(path: &Path) -> Result<Source> {
     Ok(found)
 }
 
-/// Reads the pieces of a file, in order, and says what was read.
+/// Reads the pieces of a file, in order, until `each` has enough, and says what was read.
 pub(super) fn read_file(
     file: &TextFile,
     skip_bad: bool,
     done: &AtomicU64,
-    each: &mut reader::Each<'_>,
+    each: &mut reader::EachUntil<'_>,
 ) -> Result<FileRead> {
     let skipped = AtomicU64::new(0);
     let bad = if skip_bad { Bad::Skipped(&skipped) } else { Bad::Refused };
@@ -150,18 +151,16 @@ pub fn train_tokenizer(
 }
 
 pub(super) fn trained(files: &[TextFile], vocab_size: usize, skip_bad: bool) -> Result<Tokenizer> {
-    let (mut documents, mut held, mut enough) = (Vec::new(), 0, false);
+    let (mut documents, mut held) = (Vec::new(), 0);
     for file in files {
-        let read = read_file(file, skip_bad, &AtomicU64::new(0), &mut |piece| {
+        read_file(file, skip_bad, &AtomicU64::new(0), &mut |piece| {
             held += piece.text.len();
             documents.push(piece.text);
-            enough = held >= TRAINING_BYTES;
-            if enough { Err(Error::new("enough")) } else { Ok(()) }
-        });
-        if enough {
+            Ok(if held >= TRAINING_BYTES { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+        })?;
+        if held >= TRAINING_BYTES {
             break;
         }
-        read?;
     }
     if documents.iter().all(|document| document.trim().is_empty()) {
         return Err(no_text());

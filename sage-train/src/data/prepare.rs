@@ -1,5 +1,6 @@
 //! From text to shards: one thread reads, all tokenize, and what is written counts when all of it is.
 
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -170,7 +171,9 @@ fn write(
             for (n, file) in files.iter().enumerate().skip(first) {
                 let past = if n == first { past } else { 0 };
                 chunks.number = 0;
-                let read = read_file(file, plan.skip_bad, &done, &mut |piece| chunks.push(piece, past))?;
+                let read = read_file(file, plan.skip_bad, &done, &mut |piece| {
+                    chunks.push(piece, past).map(ControlFlow::Continue)
+                })?;
                 chunks.chunk.files.push(read);
                 chunks.chunk.pieces_of_next = 0;
             }
