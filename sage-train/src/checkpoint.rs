@@ -179,7 +179,7 @@ fn write(
         Ok(file) => Ok(file.clone()),
         Err(error) => Err(error.to_string()),
     };
-    let said = words.share("checkpoint", &serde_json::to_string(&said).expect("plain values"))?;
+    let said = words.share("checkpoint", &serde_json::to_string(&said).expect("plain values"));
     let files = said.iter().enumerate().map(|(rank, said)| {
         let file: std::result::Result<RankFile, String> =
             serde_json::from_str(said).map_err(during("another rank says nonsense"))?;
@@ -196,7 +196,7 @@ fn write(
     // No rank leaves before the checkpoint has its name, and no rank takes a checkpoint without its name as
     // written.
     let failed = written.as_ref().err().map_or(String::new(), Error::to_string);
-    let of_first = words.from_first("checkpoint is named", &failed)?;
+    let of_first = words.from_first("checkpoint is named", &failed);
     let written = match of_first.is_empty() {
         true => written,
         false => written.and(Err(Error::new(of_first))),

@@ -1,7 +1,8 @@
 //! Text to batches. `source` finds files, `reader` makes documents of them, `tokenizer` ids, `shard` keeps ids in
 //! files, `tokens` are a list of them, `mixture` several lists, `batches` the order, `feed` has them ready. `prepare`
-//! is the way from text to shards (`split` the shards of a part, `progress` how far it came), `hub` from a name to files; `check` and
-//! `verify` compare shards with what is written of them, before a run and beside it.
+//! is the way from text to shards (`inputs` the files of text, `split` the shards of a part, `progress` how far it came),
+//! `hub` from a name to files; `check` and `verify` compare shards with what is written of them, before a run and
+//! beside it.
 
 mod batches;
 pub mod check;
@@ -9,6 +10,7 @@ mod config;
 pub mod corpus;
 mod feed;
 pub mod hub;
+mod inputs;
 mod mixture;
 pub mod prepare;
 mod progress;

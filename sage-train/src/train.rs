@@ -111,73 +111,31 @@ pub fn run_as(
     let data = load(config, words, &progress)?;
     let fingerprint = data.fingerprint()?;
     words.agree("data", &fingerprint)?;
-    let first = resumed.map_or(0, |found| found.about.step);
-    if let Some(found) = resumed {
-        found.check_newest()?;
-        if found.about.data != fingerprint {
-            return Err(Error::new("the data is not what the run was trained on")
-                .got(format!("data {fingerprint:.12}"))
-                .allowed(format!("{:.12}, as in the checkpoint", found.about.data))
-                .hint("has a file been added or changed since? Hidden files and byte-order marks are no data any more. A new run on other data: --init-from")
-                .into());
-        }
-        if first > config.steps {
-            return Err(Error::new("the run is longer already")
-                .got(format!("a checkpoint after step {first}, --steps {}", config.steps))
-                .allowed(format!("at least {first} steps"))
-                .hint(format!("--resume {} --steps {}", found.run.display(), 2 * first))
-                .into());
-        }
-    }
+    resumed.map_or(Ok(()), |found| check_goes_on(found, config, &fingerprint))?;
     let read = || parameters(config, resumed, &device, ranks.mesh());
     let parameters = words.aside("reading the weights", read)?;
     let (folder, points) = open_folder(config, begin, words)?;
     signals::watch(Second::Ends)?;
     progress.log_to(folder.log(rank)?);
     progress.say(&format!("run: {}", folder.path().display()));
-    if let Some(found) = resumed {
-        tell_of_course(found, config, &progress);
-    }
-    if first > 0 {
-        progress.say(&match first == config.steps {
-            true => format!("all {first} steps are done; --steps makes the run longer"),
-            false => format!("resumed after step {first}"),
-        });
-    }
-    progress.say(&format!("{config}"));
-    progress.say(&format!(
-        "{}, {:.2} epochs, unigram entropy {:.3} nats",
-        data.summary,
-        config.tokens() as f64 / data.train.len() as f64,
-        data.unigram_entropy,
-    ));
+    tell_what_runs(config, resumed, &data, &progress);
     folder.write(CONFIG, &config.to_toml())?;
-    folder.remove(ENDING)?;
-    if rank.is_first() {
-        let path = folder.path().join(ENDING);
-        words.at_end(move |why| {
-            let _ = write_json(&path, &Ending { status: Status::Failed, reason: Some(why.into()) });
-        });
-    }
-    let hardware = Hardware::of(&device);
-    let start = Start::now(config, &data, fingerprint.clone(), &hardware, (first, ranks.mesh()));
-    let before: Vec<Start> = folder.read_json(STARTS);
-    if let Some(change) = before.last().and_then(|before| start.sums_otherwise(before)) {
-        progress.say(&change);
-    }
-    folder.add_json(STARTS, start)?;
+    no_ending_yet(&folder, words)?;
+    let first = resumed.map_or(0, |found| found.about.step);
+    let start = Start::now(config, &data, fingerprint.clone(), &Hardware::of(&device), (first, ranks.mesh()));
+    add_start(&folder, start, &progress)?;
     if rank.is_first() {
         partial::file(&folder.path().join("tokenizer.json"), |partial| data.tokenizer.save(partial))?;
     }
     let belongs = Belongs { data: fingerprint, settings: config.identity() };
     let checkpoints = Checkpoints::new(folder.path(), belongs, config.checkpoints, words.clone())?;
-    words.wait("folder is ready")?;
+    words.wait("folder is ready");
 
     let trainer = Trainer::new(config, &data, &parameters, (&device, &ranks), parallel.overlap)
         .map_err(on_device("cannot make the model"))?;
     // The run's clock continues where the earlier processes stopped.
     let before = Duration::from_secs_f64(points.last().map_or(0.0, |point: &Point| point.seconds.max(0.0)));
-    let mut run = Run {
+    let run = Run {
         config,
         data: &data,
         ranks: &ranks,
@@ -193,6 +151,72 @@ pub fn run_as(
         started,
         before,
     };
+    to_its_end(run, words)
+}
+
+/// Checks that a run can go on from a checkpoint: the data is that of the run so far, and there are steps left to do.
+fn check_goes_on(found: &Found, config: &Config, fingerprint: &str) -> Result<()> {
+    found.check_newest()?;
+    if found.about.data != fingerprint {
+        return Err(Error::new("the data is not what the run was trained on")
+            .got(format!("data {fingerprint:.12}"))
+            .allowed(format!("{:.12}, as in the checkpoint", found.about.data))
+            .hint("has a file been added or changed since? Hidden files and byte-order marks are no data any more. A new run on other data: --init-from"));
+    }
+    let first = found.about.step;
+    if first > config.steps {
+        return Err(Error::new("the run is longer already")
+            .got(format!("a checkpoint after step {first}, --steps {}", config.steps))
+            .allowed(format!("at least {first} steps"))
+            .hint(format!("--resume {} --steps {}", found.run.display(), 2 * first)));
+    }
+    Ok(())
+}
+
+/// Reports from where the run goes on, its settings and its data.
+fn tell_what_runs(config: &Config, resumed: Option<&Found>, data: &Dataset, progress: &Progress) {
+    if let Some(found) = resumed {
+        tell_of_course(found, config, progress);
+    }
+    let first = resumed.map_or(0, |found| found.about.step);
+    if first > 0 {
+        progress.say(&match first == config.steps {
+            true => format!("all {first} steps are done; --steps makes the run longer"),
+            false => format!("resumed after step {first}"),
+        });
+    }
+    progress.say(&format!("{config}"));
+    progress.say(&format!(
+        "{}, {:.2} epochs, unigram entropy {:.3} nats",
+        data.summary,
+        config.tokens() as f64 / data.train.len() as f64,
+        data.unigram_entropy,
+    ));
+}
+
+/// Removes the ending of an earlier start. If another rank's failure ends this process, the failure is written as the ending.
+fn no_ending_yet(folder: &RunDir, words: &Words) -> Result<()> {
+    folder.remove(ENDING)?;
+    if words.rank().is_first() {
+        let path = folder.path().join(ENDING);
+        words.at_end(move |why| {
+            let _ = write_json(&path, &Ending { status: Status::Failed, reason: Some(why.into()) });
+        });
+    }
+    Ok(())
+}
+
+/// Adds a start to those of the run, and reports if it sums in another order than the start before.
+fn add_start(folder: &RunDir, start: Start, progress: &Progress) -> Result<()> {
+    let before: Vec<Start> = folder.read_json(STARTS);
+    if let Some(change) = before.last().and_then(|before| start.sums_otherwise(before)) {
+        progress.say(&change);
+    }
+    folder.add_json(STARTS, start)
+}
+
+/// Trains, and writes the results, or what remains after an error, and how the run ended.
+fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, Stop> {
     let path = run.folder.path().to_owned();
     let ended = match run.train() {
         Ok(training_seconds) => run.finish(training_seconds),
@@ -214,7 +238,7 @@ pub fn run_as(
         Err(stop) => Ending { status: stop.status(), reason: Some(stop.to_string()) },
     };
     // A failure to write down how the run ended does not change how it ended.
-    if rank.is_first()
+    if words.rank().is_first()
         && let Err(error) = write_json(&path.join(ENDING), &ending)
     {
         tell(&format!("warning: {error}"));
@@ -247,7 +271,7 @@ fn said(config: &Config, resumed: Option<&Found>, parallel: Parallel) -> String 
 fn load(config: &Config, words: &Words, progress: &Progress) -> Result<Dataset> {
     let load = || words.aside("reading the data", || Dataset::load(&config.data, &|line| progress.say(line)));
     let first = words.rank().is_first().then(load).transpose()?;
-    words.wait("data is read")?;
+    words.wait("data is read");
     first.map_or_else(load, Ok)
 }
 
@@ -263,10 +287,10 @@ fn open_folder(config: &Config, begin: &Begin, words: &Words) -> Result<(RunDir,
                 RunDir::reopen(&path, 0, Some(Lock::run(&path)?))?
             }
         };
-        words.from_first("folder", &opened.0.path().to_string_lossy())?;
+        words.from_first("folder", &opened.0.path().to_string_lossy());
         return Ok(opened);
     }
-    let path = PathBuf::from(words.from_first("folder", "")?);
+    let path = PathBuf::from(words.from_first("folder", ""));
     RunDir::look_on(path, first)
 }
 

@@ -229,7 +229,7 @@ fn again(typed: Settings, file: Settings, words: &Words) -> Result<(Config, Begi
         None if Lock::marks(&run) && !finished(&run) => "again".into(),
         None => "new".into(),
     };
-    match words.from_first("what there is of the run", &found())?.as_str() {
+    match words.from_first("what there is of the run", &found()).as_str() {
         "new" => Ok((asked, Begin::New)),
         "again" => Ok((asked, Begin::Again)),
         _ => {

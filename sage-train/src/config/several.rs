@@ -66,62 +66,74 @@ fn update_seconds(parameters: u64, ranks: usize, link: f64) -> f64 {
 impl Config {
     /// What each of several ranks would do, hold and send, and how long a step would take.
     pub fn of_ranks(&self, world: World) -> String {
-        let World { mesh, link, network, .. } = world;
-        let (ranks, groups) = (mesh.rank().of, mesh.data().of);
-        let (all, parameters) = (self.accumulation, self.model.parameters());
-        let (most, fewest) = (all.div_ceil(groups), all / groups);
-        let with_most = all - fewest * groups;
-        let who = if mesh.context > 1 { format!(" groups of {}", mesh.context) } else { String::new() };
-        let dealt = match with_most {
-            0 => format!("{most} each"),
-            n => format!("{most} for {n} of them, {fewest} for {}", groups - n),
-        };
-        let idle = 100.0 * (1.0 - all as f64 / (most * groups) as f64);
+        let mesh = world.mesh;
         let memory = self.memory_of_ranks(mesh);
-        let element = self.device.dtype().size_in_bytes() as u64;
-        let on_node = (mesh.shard.of as u64, (mesh.shard.of - 1) as u64);
-        let sent = |bytes: u64| gib(parameters * bytes / on_node.0 * on_node.1);
-        let seconds = self.seconds(world, most);
+        let seconds = self.seconds(world, self.accumulation.div_ceil(mesh.data().of));
         let mut rows = vec![
-            (
-                "ranks",
-                format!(
-                    "{ranks} on {} of {}, {}with {dealt} of {all} micro-batches of a step: {idle:.0} % idle",
-                    nodes(mesh.replica.of),
-                    mesh.shard.of,
-                    if who.is_empty() { who } else { format!("{groups}{who}, ") },
-                ),
-            ),
+            ("ranks", self.dealt(mesh)),
             (
                 "memory of each",
                 format!("about {} MiB, and the data: {memory}", grouped(memory.total() >> 20)),
             ),
-            (
-                "sent in a step",
-                format!(
-                    "gradients {:.2} GiB, weights {:.2} GiB each way and rank, links of {:.0} GB/s",
-                    sent(4),
-                    sent(element),
-                    link / 1e9
-                ),
-            ),
+            ("sent in a step", self.sent(mesh, world.link)),
         ];
         if mesh.replica.of > 1 {
-            let others = (mesh.replica.of - 1) as f64 / mesh.replica.of as f64;
-            let bytes = 2.0 * others * 4.0 * parameters as f64 / mesh.shard.of as f64;
-            rows.push((
-                "between nodes",
-                format!(
-                    "{:.2} GiB each way and rank, {:.1} ms at {:.0} GB/s, of which the backward hides {:.1}",
-                    bytes / f64::from(1 << 30),
-                    1e3 * seconds.network,
-                    network / 1e9,
-                    1e3 * (seconds.network - seconds.exposed),
-                ),
-            ));
+            rows.push(("between nodes", self.between_nodes(world, &seconds)));
         }
+        rows.push(("step", self.step(world, &seconds)));
+        rows.iter().map(|(label, text)| format!("{label:<14} {text}\n")).collect()
+    }
+
+    /// How the micro-batches of a step are dealt to the ranks.
+    fn dealt(&self, mesh: Mesh) -> String {
+        let (all, groups) = (self.accumulation, mesh.data().of);
+        let (most, fewest) = (all.div_ceil(groups), all / groups);
+        let dealt = match all - fewest * groups {
+            0 => format!("{most} each"),
+            n => format!("{most} for {n} of them, {fewest} for {}", groups - n),
+        };
+        let who = match mesh.context {
+            1 => String::new(),
+            of => format!("{groups} groups of {of}, "),
+        };
+        let idle = 100.0 * (1.0 - all as f64 / (most * groups) as f64);
+        format!(
+            "{} on {} of {}, {who}with {dealt} of {all} micro-batches of a step: {idle:.0} % idle",
+            mesh.rank().of,
+            nodes(mesh.replica.of),
+            mesh.shard.of,
+        )
+    }
+
+    /// What a rank sends over the links of its node in a step.
+    fn sent(&self, mesh: Mesh, link: f64) -> String {
+        let of = mesh.shard.of as u64;
+        let sent = |bytes: u64| gib(self.model.parameters() * bytes / of * (of - 1));
+        format!(
+            "gradients {:.2} GiB, weights {:.2} GiB each way and rank, links of {:.0} GB/s",
+            sent(4),
+            sent(self.device.dtype().size_in_bytes() as u64),
+            link / 1e9
+        )
+    }
+
+    /// What a rank sends to other nodes in a step.
+    fn between_nodes(&self, World { mesh, network, .. }: World, seconds: &Seconds) -> String {
+        let others = (mesh.replica.of - 1) as f64 / mesh.replica.of as f64;
+        let bytes = 2.0 * others * 4.0 * self.model.parameters() as f64 / mesh.shard.of as f64;
+        format!(
+            "{:.2} GiB each way and rank, {:.1} ms at {:.0} GB/s, of which the backward hides {:.1}",
+            bytes / f64::from(1 << 30),
+            1e3 * seconds.network,
+            network / 1e9,
+            1e3 * (seconds.network - seconds.exposed),
+        )
+    }
+
+    /// How long a step takes, by what it goes to, and how that compares with single GPUs.
+    fn step(&self, world: World, seconds: &Seconds) -> String {
         let of_step = |part: f64| 100.0 * part / seconds.all();
-        let shared = match mesh.context {
+        let shared = match world.mesh.context {
             1 => String::new(),
             _ => format!(", {:.1} to share sequences", 1e3 * seconds.shared),
         };
@@ -129,24 +141,20 @@ impl Config {
             None => format!("at {:.0} % of an H100's peak", 100.0 * H100.1),
             Some(gpu) => format!("at {} tokens/s", grouped(gpu as u64)),
         };
-        rows.push((
-            "step",
-            format!(
-                "about {:.1} ms: {:.1} gradients {speed}{shared}, {:.1} update ({:.1} %){}; {} tokens/s, {:.1} % of as many \
-                 single GPUs",
-                1e3 * seconds.all(),
-                1e3 * seconds.gradients,
-                1e3 * seconds.update,
-                of_step(seconds.update),
-                match seconds.exposed > 0.0 {
-                    true => format!(", {:.1} waits for other nodes", 1e3 * seconds.exposed),
-                    false => String::new(),
-                },
-                grouped((self.tokens_per_step() as f64 / seconds.all()) as u64),
-                100.0 * self.efficiency(world, &seconds),
-            ),
-        ));
-        rows.iter().map(|(label, text)| format!("{label:<14} {text}\n")).collect()
+        format!(
+            "about {:.1} ms: {:.1} gradients {speed}{shared}, {:.1} update ({:.1} %){}; {} tokens/s, {:.1} % of as many \
+             single GPUs",
+            1e3 * seconds.all(),
+            1e3 * seconds.gradients,
+            1e3 * seconds.update,
+            of_step(seconds.update),
+            match seconds.exposed > 0.0 {
+                true => format!(", {:.1} waits for other nodes", 1e3 * seconds.exposed),
+                false => String::new(),
+            },
+            grouped((self.tokens_per_step() as f64 / seconds.all()) as u64),
+            100.0 * self.efficiency(world, seconds),
+        )
     }
 
     fn tokens_a_second(&self, world: World) -> f64 {

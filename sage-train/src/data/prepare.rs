@@ -1,5 +1,6 @@
 //! From text to shards: one thread reads, all tokenize, and what is written counts when all of it is.
 
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -8,14 +9,14 @@ use std::time::{Duration, Instant};
 use candle_sage::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use super::hub::{Hub, Named};
-use super::progress::{Done, Journal, TextFile, Work};
-use super::reader::{self, Bad, Piece, is_known};
+pub use super::inputs::{FileRead, train_tokenizer};
+use super::inputs::{TextFile, is_blank, no_text, read_file, text_files, trained};
+use super::progress::{Done, Journal, Work};
+use super::reader::Piece;
 use super::shard::Format;
-use super::source::{self, PassedOver, Source};
 pub use super::split::Part;
 use super::split::SplitWriter;
-use super::tokenizer::{TRAINING_BYTES, Tokenizer};
+use super::tokenizer::Tokenizer;
 use crate::partial::{self, Folder};
 use crate::quantity::grouped;
 use crate::{bar, during, tell, writing};
@@ -52,26 +53,6 @@ pub struct Plan {
     pub skip_bad: bool,
 }
 
-/// A file that was read.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FileRead {
-    /// Where it was.
-    pub path: PathBuf,
-    /// Its size.
-    pub bytes: u64,
-    /// Documents with text.
-    pub documents: u64,
-    /// Bytes of their text.
-    pub text_bytes: u64,
-    /// Documents that could not be read and were left out.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub skipped: u64,
-}
-
-fn is_zero(count: &u64) -> bool {
-    *count == 0
-}
-
 /// What was prepared, beside the shards: a [`Prepared`].
 pub(super) const LIST: &str = "dataset.json";
 
@@ -95,115 +76,6 @@ pub struct Prepared {
     /// Every file that was read, in order. Empty in folders of older versions.
     #[serde(default)]
     pub files: Vec<FileRead>,
-}
-
-/// Finds every file of text that was named; those of the hub are fetched.
-fn text_files(names: &[String], field: Option<&str>) -> Result<Vec<TextFile>> {
-    let mut found = Vec::new();
-    for name in names {
-        let (files, recipes_field) = match Named::parse(name)? {
-            // A file of that name is meant where there is one.
-            Some(named) if !Path::new(name).exists() => {
-                let hub = Hub::open()?;
-                let files = hub.files(&named)?;
-                if let Some(file) = files.iter().map(Path::new).find(|file| !is_known(file)) {
-                    return Err(reader::unknown_kind(file));
-                }
-                tell(&format!("{}: {} files", named.dataset, files.len()));
-                let fetch = |file: &String| hub.dataset_file(&named.dataset, file);
-                (files.iter().map(fetch).collect::<Result<Vec<_>>>()?, named.text_field)
-            }
-            _ => match find_text(Path::new(name))? {
-                Source::Text(files) => (files, None),
-                Source::Shards(files) => {
-                    return Err(Error::new("the data is tokenized already")
-                        .got(files.first().display())
-                        .allowed(reader::KINDS)
-                        .hint("train on it: sage-train --data PATH"));
-                }
-            },
-        };
-        let field = field.map(str::to_owned).or(recipes_field).unwrap_or_else(|| "text".into());
-        found.extend(files.iter().map(|file| TextFile::new(file, &field)));
-    }
-    Ok(found)
-}
-
-/// What a path stands for; says what else lies there.
-fn find_text(path: &Path) -> Result<Source> {
-    let mut passed_over = PassedOver::default();
-    let found = source::find_and_pass_over(path, Path::new(""), &mut passed_over)?;
-    if let Some(words) = passed_over.in_words() {
-        tell(&format!("{}: {words}", path.display()));
-    }
-    Ok(found)
-}
-
-/// Reads the pieces of a file, in order, and says what was read.
-fn read_file(
-    file: &TextFile,
-    skip_bad: bool,
-    done: &AtomicU64,
-    each: &mut reader::Each<'_>,
-) -> Result<FileRead> {
-    let skipped = AtomicU64::new(0);
-    let bad = if skip_bad { Bad::Skipped(&skipped) } else { Bad::Refused };
-    let mut read = FileRead { path: file.path.clone(), bytes: file.bytes(), ..FileRead::default() };
-    let mut continued = false;
-    reader::read_counted(&file.path, &file.field, bad, done, &mut |piece| {
-        let blank = !continued && piece.ends && is_blank(&piece);
-        read.documents += u64::from(piece.ends && !blank);
-        read.text_bytes += if blank { 0 } else { piece.text.len() as u64 };
-        continued = !piece.ends;
-        each(piece)
-    })?;
-    Ok(FileRead { skipped: skipped.into_inner(), ..read })
-}
-
-/// A document of spaces is none.
-fn is_blank(piece: &Piece) -> bool {
-    piece.text.trim().is_empty()
-}
-
-/// A tokenizer trained on the first text of files.
-///
-/// # Errors
-/// When they cannot be read, or hold no text.
-pub fn train_tokenizer(
-    names: &[String],
-    field: Option<&str>,
-    vocab_size: usize,
-    skip_bad: bool,
-) -> Result<Tokenizer> {
-    trained(&text_files(names, field)?, vocab_size, skip_bad)
-}
-
-fn trained(files: &[TextFile], vocab_size: usize, skip_bad: bool) -> Result<Tokenizer> {
-    let (mut documents, mut held, mut enough) = (Vec::new(), 0, false);
-    for file in files {
-        let read = read_file(file, skip_bad, &AtomicU64::new(0), &mut |piece| {
-            held += piece.text.len();
-            documents.push(piece.text);
-            enough = held >= TRAINING_BYTES;
-            if enough { Err(Error::new("enough")) } else { Ok(()) }
-        });
-        if enough {
-            break;
-        }
-        read?;
-    }
-    if documents.iter().all(|document| document.trim().is_empty()) {
-        return Err(no_text());
-    }
-    tell(&format!("training a tokenizer of {vocab_size} entries on {:.1} MB", held as f64 / 1e6));
-    Tokenizer::train(documents.iter().map(String::as_str), vocab_size)
-}
-
-fn no_text() -> Error {
-    Error::new("there is no text")
-        .got("no document that is not empty")
-        .allowed(reader::KINDS)
-        .hint("--text-field names the key or column of the text")
 }
 
 /// Prepares a folder of shards that did not exist. What an earlier start of the same work has done is done.
@@ -299,7 +171,9 @@ fn write(
             for (n, file) in files.iter().enumerate().skip(first) {
                 let past = if n == first { past } else { 0 };
                 chunks.number = 0;
-                let read = read_file(file, plan.skip_bad, &done, &mut |piece| chunks.push(piece, past))?;
+                let read = read_file(file, plan.skip_bad, &done, &mut |piece| {
+                    chunks.push(piece, past).map(ControlFlow::Continue)
+                })?;
                 chunks.chunk.files.push(read);
                 chunks.chunk.pieces_of_next = 0;
             }

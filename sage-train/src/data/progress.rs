@@ -2,12 +2,12 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use candle_sage::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use super::prepare::FileRead;
+use super::inputs::{FileRead, TextFile};
 use super::shard::{Format, Shard, Sidecar};
 use super::split::Split;
 use super::tokenizer::Tokenizer;
@@ -16,35 +16,6 @@ use crate::{during, partial, writing};
 
 /// Between two states on the disk, where no shard was completed.
 const BETWEEN: Duration = Duration::from_secs(1);
-
-/// A file of text to be read.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct TextFile {
-    pub(super) path: PathBuf,
-    bytes: u64,
-    /// Nanoseconds since 1970.
-    modified: u64,
-    /// Key or column of the text.
-    pub(super) field: String,
-}
-
-impl TextFile {
-    pub(super) fn new(path: &Path, field: &str) -> Self {
-        let about = path.metadata().ok();
-        let modified =
-            about.as_ref().and_then(|about| about.modified().ok()?.duration_since(UNIX_EPOCH).ok());
-        Self {
-            path: path.to_owned(),
-            bytes: about.map_or(0, |about| about.len()),
-            modified: modified.map_or(0, |time| time.as_nanos() as u64),
-            field: field.into(),
-        }
-    }
-
-    pub(super) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-}
 
 /// What decides which tokens come out. (Whether broken documents are left out may change under way: of the files that were read
 /// they stay left out, and counted.)
@@ -67,9 +38,7 @@ impl Work {
         let others = self.files.iter().map(|file| &file.path).ne(other.files.iter().map(|file| &file.path));
         let fields = self.files.iter().map(|file| &file.field).ne(other.files.iter().map(|file| &file.field));
         let pairs = || self.files.iter().zip(&other.files);
-        if let Some((file, _)) =
-            pairs().find(|(a, b)| (a.bytes, a.modified) != (b.bytes, b.modified) && !others)
-        {
+        if let Some((file, _)) = pairs().find(|(a, b)| a.has_changed_since(b) && !others) {
             return format!("{} has another size or time", file.path.display());
         }
         let numbers = [

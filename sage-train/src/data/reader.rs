@@ -7,6 +7,7 @@ mod unix_lines;
 
 use std::fs::File;
 use std::io::{BufReader, Read};
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -40,6 +41,9 @@ pub struct Piece {
 
 /// A function that takes the pieces one by one.
 pub type Each<'a> = dyn FnMut(Piece) -> Result<()> + 'a;
+
+/// A function that takes the pieces one by one until it has enough, which ends the reading.
+pub(super) type EachUntil<'a> = dyn FnMut(Piece) -> Result<ControlFlow<()>> + 'a;
 
 /// What happens to a document that cannot be read.
 #[derive(Debug, Clone, Copy)]
@@ -111,16 +115,19 @@ pub(super) fn unknown_kind(path: &Path) -> Error {
 /// # Errors
 /// When the file cannot be read or does not have the format of its name, and the errors of `each`.
 pub fn read(path: &Path, field: &str, each: &mut Each<'_>) -> Result<()> {
-    read_counted(path, field, Bad::Refused, &AtomicU64::new(0), each)
+    read_counted(path, field, Bad::Refused, &AtomicU64::new(0), &mut |piece| {
+        each(piece).map(ControlFlow::Continue)
+    })
 }
 
-/// As [`read`]; adds the bytes of the file that have been read to `done`. For parquet they are estimated.
+/// As [`read`], until `each` has enough; adds the bytes of the file that have been read to `done`. For parquet they are
+/// estimated.
 pub(super) fn read_counted(
     path: &Path,
     field: &str,
     bad: Bad<'_>,
     done: &AtomicU64,
-    each: &mut Each<'_>,
+    each: &mut EachUntil<'_>,
 ) -> Result<()> {
     let (kind, packed) = kind(path).ok_or_else(|| unknown_kind(path))?;
     let file = File::open(path).map_err(unreadable(path))?;
@@ -174,7 +181,7 @@ fn not_utf8(path: &Path, at: String, bytes: &[u8]) -> Error {
 }
 
 /// Reads a text file as one document, however long.
-fn text(path: &Path, mut reader: Box<dyn Read + '_>, bad: Bad<'_>, each: &mut Each<'_>) -> Result<()> {
+fn text(path: &Path, mut reader: Box<dyn Read + '_>, bad: Bad<'_>, each: &mut EachUntil<'_>) -> Result<()> {
     let (mut held, mut before) = (Vec::new(), 0);
     // A byte order mark is not part of the text.
     let mark = "\u{feff}".as_bytes();
@@ -207,18 +214,20 @@ fn text(path: &Path, mut reader: Box<dyn Read + '_>, bad: Bad<'_>, each: &mut Ea
         }
         if last {
             let text = valid.to_owned();
-            return each(Piece { text, ends: true });
+            return each(Piece { text, ends: true }).map(drop);
         }
         let end = piece_end(valid);
-        each(Piece { text: valid[..end].to_owned(), ends: false })?;
+        if each(Piece { text: valid[..end].to_owned(), ends: false })?.is_break() {
+            return Ok(());
+        }
         held.drain(..end);
         before += end;
     }
 }
 
 /// Ends a document some of whose pieces have been passed on.
-fn end_early(begun: bool, each: &mut Each<'_>) -> Result<()> {
-    if begun { each(Piece { text: String::new(), ends: true }) } else { Ok(()) }
+fn end_early(begun: bool, each: &mut EachUntil<'_>) -> Result<()> {
+    if begun { each(Piece { text: String::new(), ends: true }).map(drop) } else { Ok(()) }
 }
 
 #[cfg(test)]
@@ -334,7 +343,7 @@ pub(crate) mod tests {
             read_counted(&at(name), "text", Bad::Skipped(&count), &AtomicU64::new(0), &mut |piece| {
                 documents += u32::from(piece.ends);
                 bytes += piece.text.len();
-                Ok(())
+                Ok(ControlFlow::Continue(()))
             })?;
             assert_eq!((documents, count.into_inner()), (wanted, left_out), "{name}");
             assert!(bytes <= long.len());

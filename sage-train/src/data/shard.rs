@@ -2,6 +2,8 @@
 //! without one. Each shard that is written here has a sidecar, `NAME.bin.json`, with its origin, its hash and
 //! the bounds of its documents.
 
+mod format;
+mod sidecar;
 mod writer;
 
 use std::fs::File;
@@ -9,159 +11,15 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
-use clap::ValueEnum;
-use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+pub use format::Format;
+use format::HEADER;
+pub use sidecar::Sidecar;
 pub use writer::{Begun, ShardWriter};
 
 use super::Tokenizer;
 use crate::{during, hex};
-
-/// Bytes of llm.c's header: 256 numbers of 32 bits.
-const HEADER: u64 = 1024;
-
-/// The format of a shard.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Format {
-    /// llm.c and modded-nanogpt: header (magic 20240520, version 1), then 16 bits a token
-    #[value(name = "llmc-u16")]
-    #[serde(rename = "llmc-u16")]
-    LlmcU16,
-    /// llm.c for large vocabularies: header (magic 20240801, version 7), then 32 bits a token
-    #[value(name = "llmc-u32")]
-    #[serde(rename = "llmc-u32")]
-    LlmcU32,
-    /// nanoGPT: no header, 16 bits a token
-    #[value(name = "nanogpt")]
-    NanoGpt,
-}
-
-impl std::fmt::Display for Format {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.to_possible_value().expect("no variant is skipped").get_name())
-    }
-}
-
-impl Format {
-    /// The smallest format with a header that holds every id of a vocabulary.
-    pub fn for_vocab(vocab: usize) -> Self {
-        if vocab <= 1 << 16 { Self::LlmcU16 } else { Self::LlmcU32 }
-    }
-
-    /// Checks that the format holds every id of a vocabulary.
-    ///
-    /// # Errors
-    /// When it does not.
-    pub fn check_vocab(self, vocab: usize) -> Result<()> {
-        if self.width() == 4 || vocab <= 1 << 16 {
-            return Ok(());
-        }
-        Err(Error::new("the vocabulary does not fit the format")
-            .got(format!("{vocab} entries, 16 bits a token in {self}"))
-            .allowed("up to 65536 entries")
-            .hint("--format llmc-u32"))
-    }
-
-    /// Bytes of a token.
-    fn width(self) -> u64 {
-        if self == Self::LlmcU32 { 4 } else { 2 }
-    }
-
-    /// Magic number and version; `None` for the format without a header.
-    fn magic(self) -> Option<(i32, i32)> {
-        match self {
-            Self::LlmcU16 => Some((20_240_520, 1)),
-            Self::LlmcU32 => Some((20_240_801, 7)),
-            Self::NanoGpt => None,
-        }
-    }
-
-    fn header(self) -> u64 {
-        if self.magic().is_some() { HEADER } else { 0 }
-    }
-
-    /// The format that the first bytes of a file indicate. A file without a known magic number is taken for
-    /// nanoGPT's.
-    fn of(start: &[u8]) -> Self {
-        let magic = start.first_chunk().map(|&bytes| i32::from_le_bytes(bytes));
-        [Self::LlmcU16, Self::LlmcU32]
-            .into_iter()
-            .find(|format| format.magic().map(|(number, _)| number) == magic)
-            .unwrap_or(Self::NanoGpt)
-    }
-
-    /// Appends the bytes of tokens, which must fit the format.
-    fn encode(self, tokens: &[u32], bytes: &mut Vec<u8>) {
-        match self.width() {
-            2 => bytes.extend(tokens.iter().flat_map(|&token| (token as u16).to_le_bytes())),
-            _ => bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes())),
-        }
-    }
-
-    fn decode(self, bytes: &[u8], tokens: &mut Vec<u32>) {
-        match self.width() {
-            2 => tokens.extend(bytes.as_chunks().0.iter().map(|&b| u32::from(u16::from_le_bytes(b)))),
-            _ => tokens.extend(bytes.as_chunks().0.iter().map(|&b| u32::from_le_bytes(b))),
-        }
-    }
-}
-
-/// The sidecar of a shard, `NAME.bin.json`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Sidecar {
-    /// The format of the shard.
-    pub format: Format,
-    /// Tokens in the shard.
-    pub tokens: u64,
-    /// SHA-256 of the whole file.
-    pub sha256: String,
-    /// [`super::Tokenizer::hash`] of the tokenizer that made the tokens.
-    pub tokenizer: String,
-    /// Entries of that tokenizer.
-    pub vocab_size: usize,
-    /// Bytes of text that the tokens stand for.
-    pub text_bytes: u64,
-    /// Tokens of each document in order, including its end-of-text token. They add up to `tokens`.
-    pub document_tokens: Vec<u64>,
-    /// Whether the last document continues in the next shard.
-    pub continues: bool,
-}
-
-impl Sidecar {
-    /// The path of a shard's sidecar.
-    pub fn path(shard: &Path) -> PathBuf {
-        let mut name = shard.as_os_str().to_owned();
-        name.push(".json");
-        name.into()
-    }
-
-    /// Reads a shard's sidecar; `None` if there is none.
-    ///
-    /// # Errors
-    /// When it cannot be read, or contradicts itself.
-    pub fn read(shard: &Path) -> Result<Option<Self>> {
-        let path = Self::path(shard);
-        if !path.exists() {
-            return Ok(None);
-        }
-        let failed = || format!("cannot use the sidecar {}", path.display());
-        let hint = "`sage-train data prepare` writes shard and sidecar together; without a sidecar a shard is read as it is";
-        let text = std::fs::read(&path).map_err(during(failed())).map_err(|error| error.hint(hint))?;
-        let sidecar: Self =
-            serde_json::from_slice(&text).map_err(during(failed())).map_err(|error| error.hint(hint))?;
-        let sum = sidecar.document_tokens.iter().try_fold(0u64, |sum, &n| sum.checked_add(n));
-        if sum != Some(sidecar.tokens) || sidecar.continues && sidecar.document_tokens.is_empty() {
-            return Err(Error::new(failed())
-                .got(format!("documents of {sum:?} tokens, {} tokens in all", sidecar.tokens))
-                .allowed("documents that add up")
-                .hint(hint));
-        }
-        Ok(Some(sidecar))
-    }
-}
 
 /// A shard that is open for reading. Its size is checked, and its tokens stay in the file.
 #[derive(Debug)]

@@ -1,6 +1,6 @@
 //! SageBwd as dense f64 matrices, with any of its products in low bits.
 
-use candle_sage::{SageBwd, Smoothing};
+use candle_sage::{Int8Products, SageBwd, Smoothing};
 use half::bf16;
 
 use super::anatomy::{
@@ -58,6 +58,119 @@ fn smoothed(inputs: &Inputs, settings: &SageBwd) -> Smoothed {
     }
 }
 
+/// Which products are computed in low bits.
+#[derive(Clone, Copy)]
+struct Coding {
+    low: Low,
+    products: Int8Products,
+}
+
+impl Coding {
+    fn has(self, product: Product) -> bool {
+        self.low.has(product as usize)
+            && match product {
+                Product::ValueGradient => self.products.dv,
+                Product::QueryGradient => self.products.dq,
+                Product::KeyGradient => self.products.dk,
+                _ => true,
+            }
+    }
+
+    /// An operand of a product: quantized with a scale for each block if the product is in INT8, otherwise as it is.
+    fn operand(self, x: &[f64], columns: usize, block: (usize, usize), product: Product) -> Vec<f64> {
+        if self.has(product) { quantized(x, columns, block) } else { x.to_vec() }
+    }
+
+    /// An operand of dP, which is rounded to bf16.
+    fn half_precision(self, x: &[f64]) -> Vec<f64> {
+        match self.has(Product::ProbabilityGradient) {
+            true => x.iter().map(|x| bf16::from_f64(*x).to_f64()).collect(),
+            false => x.to_vec(),
+        }
+    }
+}
+
+/// Queries and keys, exact and quantized. Each is quantized once, for all products that it is an operand of.
+struct Operands {
+    smoothed: Smoothed,
+    q_codes: Vec<f64>,
+    k_codes: Vec<f64>,
+}
+
+impl Operands {
+    /// Queries and keys as a product takes them.
+    fn queries_and_keys(&self, coding: Coding, product: Product) -> [&[f64]; 2] {
+        match coding.has(product) {
+            true => [&self.q_codes, &self.k_codes],
+            false => [&self.smoothed.q, &self.smoothed.k],
+        }
+    }
+
+    /// The part of `Q K^T` that comes from the subtracted means of Q; it is never quantized.
+    fn of_means(&self, n: usize, d: usize) -> candle_core::Result<Vec<f64>> {
+        product(&self.smoothed.q_means, &self.smoothed.k, (n, d, n), Order::Nt)
+    }
+}
+
+/// `(Q K^T + the part of the means) / sqrt(d)`; minus infinity where a query does not see a key.
+fn logits(q: &[f64], k: &[f64], of_means: &[f64], d: usize) -> candle_core::Result<Vec<f64>> {
+    let (n, scale) = (q.len() / d, 1.0 / (d as f64).sqrt());
+    let of_codes = product(q, k, (n, d, n), Order::Nt)?;
+    let mut s: Vec<f64> = of_codes.iter().zip(of_means).map(|(a, b)| (a + b) * scale).collect();
+    for (i, row) in s.chunks_mut(n).enumerate() {
+        row[i + 1..].fill(f64::NEG_INFINITY);
+    }
+    Ok(s)
+}
+
+impl SageBwdAnatomy {
+    fn operands(&self, inputs: &Inputs) -> Operands {
+        let (d, smoothed) = (inputs.head_dim, smoothed(inputs, &self.settings));
+        let rows_of = |tile: usize| if self.token_scales { 1 } else { tile };
+        Operands {
+            q_codes: quantized(&smoothed.q, d, (rows_of(self.settings.tile_q), d)),
+            k_codes: quantized(&smoothed.k, d, (rows_of(self.settings.tile_k), d)),
+            smoothed,
+        }
+    }
+
+    /// dQ and dK from dS. A token's scale varies along the reduction of these products. It is therefore multiplied into
+    /// dS, and K and Q are bare codes.
+    fn query_and_key_gradients(
+        &self,
+        operands: &Operands,
+        ds: &[f64],
+        (n, d): (usize, usize),
+        coding: Coding,
+    ) -> candle_core::Result<[Vec<f64>; 2]> {
+        let SageBwd { granularity, tile_q, tile_k, .. } = self.settings;
+        let Smoothed { q, q_means, k } = &operands.smoothed;
+        let (of_keys, of_queries) = (scales(k, d, self.token_scales), scales(q, d, self.token_scales));
+        let by_key: Vec<f64> = ds.iter().enumerate().map(|(at, x)| x * of_keys[at % n]).collect();
+        let by_query: Vec<f64> = ds.iter().enumerate().map(|(at, x)| x * of_queries[at / n]).collect();
+        let [_, k_rows] = operands.queries_and_keys(coding, Product::QueryGradient);
+        let block = (granularity.vectors(tile_q), tile_k);
+        let dq = product(
+            &coding.operand(&by_key, n, block, Product::QueryGradient),
+            &bare(k_rows, &of_keys, d),
+            (n, n, d),
+            Order::Nn,
+        )?;
+        let [q_rows, _] = operands.queries_and_keys(coding, Product::KeyGradient);
+        let block = (tile_q, granularity.vectors(tile_k));
+        let of_q = product(
+            &coding.operand(&by_query, n, block, Product::KeyGradient),
+            &bare(q_rows, &of_queries, d),
+            (n, n, d),
+            Order::Tn,
+        )?;
+        let of_q_means = product(ds, q_means, (n, n, d), Order::Tn)?;
+        let scale = 1.0 / (d as f64).sqrt();
+        let dk = of_q.iter().zip(&of_q_means).map(|(a, b)| (a + b) * scale).collect();
+        Ok([dq.into_iter().map(|x| x * scale).collect(), dk])
+    }
+}
+
 impl Anatomy for SageBwdAnatomy {
     fn parts(&self) -> &'static [&'static str] {
         &PARTS
@@ -65,113 +178,38 @@ impl Anatomy for SageBwdAnatomy {
 
     fn compute(&self, inputs: &Inputs, low: Low) -> candle_core::Result<Quantities> {
         let Inputs { rows: [_, _, v, dout], tokens: n, head_dim: d } = inputs;
-        let (n, d, settings) = (*n, *d, &self.settings);
-        let SageBwd { granularity, products, tile_q, tile_k, .. } = *settings;
-        let coded = |product: Product| {
-            low.has(product as usize)
-                && match product {
-                    Product::ValueGradient => products.dv,
-                    Product::QueryGradient => products.dq,
-                    Product::KeyGradient => products.dk,
-                    _ => true,
-                }
-        };
-        let codes = |x: &[f64], columns: usize, block: (usize, usize), product: Product| {
-            if coded(product) { quantized(x, columns, block) } else { x.to_vec() }
-        };
-        let scale = 1.0 / (d as f64).sqrt();
-
-        let Smoothed { q: q_smooth, q_means, k: k_smooth } = smoothed(inputs, settings);
-        let rows_of = |tile: usize| if self.token_scales { 1 } else { tile };
-        let q_codes = quantized(&q_smooth, d, (rows_of(tile_q), d));
-        let k_codes = quantized(&k_smooth, d, (rows_of(tile_k), d));
-        let choose =
-            |exact: &[f64], codes: &[f64], product| if coded(product) { codes } else { exact }.to_vec();
-
-        let of_means = product(&q_means, &k_smooth, (n, d, n), Order::Nt)?;
-        let logits = |q: &[f64], k: &[f64]| -> candle_core::Result<Vec<f64>> {
-            let of_codes = product(q, k, (n, d, n), Order::Nt)?;
-            let mut s: Vec<f64> = of_codes.iter().zip(&of_means).map(|(a, b)| (a + b) * scale).collect();
-            for (i, row) in s.chunks_mut(n).enumerate() {
-                row[i + 1..].fill(f64::NEG_INFINITY);
-            }
-            Ok(s)
-        };
-        let s = logits(
-            &choose(&q_smooth, &q_codes, Product::Scores),
-            &choose(&k_smooth, &k_codes, Product::Scores),
-        )?;
+        let (n, d, coding) = (*n, *d, Coding { low, products: self.settings.products });
+        let SageBwd { granularity, tile_q, tile_k, .. } = self.settings;
+        let operands = self.operands(inputs);
+        let of_means = operands.of_means(n, d)?;
+        let [q, k] = operands.queries_and_keys(coding, Product::Scores);
+        let s = logits(q, k, &of_means, d)?;
         let mut p = softmax(&s, n);
 
         // P has one scale for each row of a tile, V one for each tile.
         let o = product(
-            &codes(&p, n, (1, tile_k), Product::Output),
-            &codes(v, d, (tile_k, d), Product::Output),
+            &coding.operand(&p, n, (1, tile_k), Product::Output),
+            &coding.operand(v, d, (tile_k, d), Product::Output),
             (n, n, d),
             Order::Nn,
         )?;
         let delta = row_dots(dout, &o, d);
-        if !products.s && coded(Product::Scores) {
+        if !coding.products.s && coding.has(Product::Scores) {
             // The backward's S is not in INT8: P is recomputed without codes, over the forward's row sums.
-            let exact = logits(&q_smooth, &k_smooth)?;
+            let exact = logits(&operands.smoothed.q, &operands.smoothed.k, &of_means, d)?;
             let finite = p.iter_mut().zip(exact.iter().zip(&s)).filter(|(p, _)| **p > 0.0);
             finite.for_each(|(p, (exact, s))| *p *= (exact - s).exp());
         }
         let dv = product(
-            &codes(&p, n, (tile_q, granularity.vectors(tile_k)), Product::ValueGradient),
-            &codes(dout, d, (tile_q, granularity.vectors(d)), Product::ValueGradient),
+            &coding.operand(&p, n, (tile_q, granularity.vectors(tile_k)), Product::ValueGradient),
+            &coding.operand(dout, d, (tile_q, granularity.vectors(d)), Product::ValueGradient),
             (n, n, d),
             Order::Tn,
         )?;
-        let half = |x: &[f64]| -> Vec<f64> {
-            match coded(Product::ProbabilityGradient) {
-                true => x.iter().map(|x| bf16::from_f64(*x).to_f64()).collect(),
-                false => x.to_vec(),
-            }
-        };
-        let dp = product(&half(dout), &half(v), (n, d, n), Order::Nt)?;
+        let dp = product(&coding.half_precision(dout), &coding.half_precision(v), (n, d, n), Order::Nt)?;
         let ds = logit_gradient(&p, &dp, &delta);
-
-        // A token's scale varies along the reduction of these products. It is therefore multiplied into dS,
-        // and K and Q are bare codes.
-        let (of_keys, of_queries) =
-            (scales(&k_smooth, d, self.token_scales), scales(&q_smooth, d, self.token_scales));
-        let folded = |by_column: bool, factors: &[f64]| -> Vec<f64> {
-            ds.iter()
-                .enumerate()
-                .map(|(at, x)| x * factors[if by_column { at % n } else { at / n }])
-                .collect()
-        };
-        let bare = |codes: &[f64], factors: &[f64]| -> Vec<f64> {
-            codes
-                .chunks(d)
-                .zip(factors)
-                .flat_map(|(row, f)| row.iter().map(move |x| if *f == 0.0 { 0.0 } else { x / f }))
-                .collect()
-        };
-        let k_rows = choose(&k_smooth, &k_codes, Product::QueryGradient);
-        let dq = product(
-            &codes(&folded(true, &of_keys), n, (granularity.vectors(tile_q), tile_k), Product::QueryGradient),
-            &bare(&k_rows, &of_keys),
-            (n, n, d),
-            Order::Nn,
-        )?;
-        let q_rows = choose(&q_smooth, &q_codes, Product::KeyGradient);
-        let of_q = product(
-            &codes(
-                &folded(false, &of_queries),
-                n,
-                (tile_q, granularity.vectors(tile_k)),
-                Product::KeyGradient,
-            ),
-            &bare(&q_rows, &of_queries),
-            (n, n, d),
-            Order::Tn,
-        )?;
-        let of_q_means = product(&ds, &q_means, (n, n, d), Order::Tn)?;
-        let scaled = |x: Vec<f64>| -> Vec<f64> { x.into_iter().map(|x| x * scale).collect() };
-        let dk = of_q.iter().zip(&of_q_means).map(|(a, b)| a + b).collect();
-        Ok(Quantities { s, p, dp, delta, ds, o, gradients: [scaled(dq), scaled(dk), dv] })
+        let [dq, dk] = self.query_and_key_gradients(&operands, &ds, (n, d), coding)?;
+        Ok(Quantities { s, p, dp, delta, ds, o, gradients: [dq, dk, dv] })
     }
 
     fn smoothed(&self, inputs: &Inputs) -> [Vec<f64>; 2] {
@@ -192,6 +230,14 @@ impl Anatomy for SageBwdAnatomy {
 /// or 1.
 fn scales(rows: &[f64], d: usize, token_scales: bool) -> Vec<f64> {
     rows.chunks(d).map(|row| if token_scales { largest(row.iter()) / 127.0 } else { 1.0 }).collect()
+}
+
+/// Rows without the factors that are folded into dS.
+fn bare(rows: &[f64], factors: &[f64], d: usize) -> Vec<f64> {
+    rows.chunks(d)
+        .zip(factors)
+        .flat_map(|(row, f)| row.iter().map(move |x| if *f == 0.0 { 0.0 } else { x / f }))
+        .collect()
 }
 
 fn largest<'a>(values: impl Iterator<Item = &'a f64>) -> f64 {

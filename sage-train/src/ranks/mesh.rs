@@ -87,7 +87,7 @@ impl Mesh {
     /// that share a sequence would span nodes.
     pub fn agree(words: &Words, local: Rank, context: usize) -> Result<Self> {
         let rank = words.rank();
-        let said = words.share("node", &format!("{} of {}", local.index, local.of))?;
+        let said = words.share("node", &format!("{} of {}", local.index, local.of));
         for (index, said) in said.iter().enumerate() {
             let expected = format!("{} of {}", index % local.of, local.of);
             if *said != expected || !rank.of.is_multiple_of(local.of) {

@@ -154,7 +154,7 @@ impl Nccl {
             functions.check("make an id", unsafe { (functions.unique_id)(&raw mut id) })?;
             said = hex(&id.0);
         }
-        let said = words.from_first("NCCL's id", &said)?;
+        let said = words.from_first("NCCL's id", &said);
         for (byte, digits) in id.0.iter_mut().zip(said.as_bytes().chunks(2)) {
             let digits = std::str::from_utf8(digits).unwrap_or_default();
             *byte = u8::from_str_radix(digits, 16).map_err(during("rank 0 sent an id that is none"))?;
@@ -266,7 +266,7 @@ fn check_gpus(words: &Words, device: &CudaDevice) -> candle_sage::Result<()> {
     let uuid = device.cuda_stream().context().uuid().map_err(during("cannot tell the GPU"))?;
     let own = hex(&uuid.bytes.map(|byte| byte as u8));
     let host = gethostname::gethostname().to_string_lossy().into_owned();
-    let all = words.share("GPU", &own)?;
+    let all = words.share("GPU", &own);
     let twice =
         all.iter().enumerate().find_map(|(n, gpu)| Some((all[..n].iter().position(|g| g == gpu)?, n)));
     match twice {

@@ -8,6 +8,7 @@ use std::ops::RangeInclusive;
 
 use candle_sage::{Error, Result};
 use plotters::coord::Shift;
+use plotters::coord::types::RangedCoordf64;
 use plotters::prelude::*;
 
 /// The size of a chart without the legend below it, in pixels.
@@ -63,6 +64,12 @@ pub struct Series {
     /// Crosses, which mark trouble. One outside the visible range is drawn at its edge.
     pub crosses: Vec<(f64, f64)>,
 }
+
+/// The axes of a chart in the process of being drawn.
+type Axes<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
+
+/// What drawing returns.
+type Drawn = std::result::Result<(), Box<dyn std::error::Error>>;
 
 /// A chart over tokens.
 #[derive(Debug, Clone, Default)]
@@ -146,7 +153,7 @@ impl Chart {
         best.map_or(SeriesLabelPosition::UpperRight, |(place, ..)| place)
     }
 
-    fn draw(&self, svg: &mut String) -> std::result::Result<(), Box<dyn std::error::Error>> {
+    fn draw(&self, svg: &mut String) -> Drawn {
         let [x, y] = self.ranges()?;
         let below = self.names_below();
         let size = (SIZE.0, SIZE.1 + LINE * below.len() as u32);
@@ -171,28 +178,11 @@ impl Chart {
             .y_label_formatter(&|y| format!("{y:.digits$}"))
             .label_style(("sans-serif", 14).into_font().color(&INK))
             .draw()?;
-        for Series { band, style, .. } in &self.series {
-            let upper = band.iter().map(|&(x, _, high)| (x, high));
-            let outline: Vec<(f64, f64)> =
-                upper.chain(band.iter().rev().map(|&(x, low, _)| (x, low))).collect();
-            chart
-                .draw_series((!outline.is_empty()).then(|| Polygon::new(outline, color(*style).mix(0.15))))?;
+        for series in &self.series {
+            series.draw_band(&mut chart)?;
         }
-        for Series { label, style, points, faint, crosses, .. } in &self.series {
-            let color = color(*style);
-            let shown = |(_, value): &(f64, f64)| (y.0..=y.1).contains(value);
-            chart.draw_series(LineSeries::new(finite(faint).filter(shown), color.mix(0.3)))?;
-            let line = LineSeries::new(finite(points).filter(shown), color.stroke_width(2));
-            let style = *style;
-            chart.draw_series(line)?.label(label.clone()).legend(move |at| {
-                EmptyElement::at(at) + stroke((0, 0), color.stroke_width(2)) + marker(style, (9, 0))
-            });
-            // Only some points have a marker, because markers of many points would overlap.
-            let every = points.len().div_ceil(24).max(1);
-            let marked = finite(points).filter(shown).skip((every - 1) / 2).step_by(every);
-            chart.draw_series(marked.map(|at| EmptyElement::at(at) + marker(style, (0, 0))))?;
-            let at_edge = finite(crosses).map(|(at, value)| (at, value.clamp(y.0, y.1)));
-            chart.draw_series(at_edge.map(|at| Cross::new(at, 6, color.stroke_width(3))))?;
+        for series in &self.series {
+            series.draw_curves(&mut chart, y)?;
         }
         if let Some((level, name)) = &self.level {
             let line = [(x.0, *level), (x.1, *level)];
@@ -201,26 +191,17 @@ impl Chart {
                 series.label(name.clone()).legend(|at| stroke(at, INK.stroke_width(1)));
             }
         }
-        let font = ("sans-serif", 14).into_font().color(&INK);
         if below.is_empty() {
             chart
                 .configure_series_labels()
                 .position(self.free_corner(x, y))
                 .background_style(WHITE.mix(0.9))
                 .border_style(GRID)
-                .label_font(font)
+                .label_font(("sans-serif", 14).into_font().color(&INK))
                 .draw()?;
-        } else {
-            let from = 78;
-            for (row, name) in below.into_iter().enumerate() {
-                let middle = (LINE as usize * row + 4) as i32;
-                let color = if let Name::Of(series) = name { color(series.style) } else { INK };
-                names.draw(&stroke((from, middle), color.stroke_width(if color == INK { 1 } else { 2 })))?;
-                if let Name::Of(series) = name {
-                    names.draw(&marker(series.style, (from + 9, middle)))?;
-                }
-                names.draw(&Text::new(name.text().to_owned(), (from + 26, middle - 6), font.clone()))?;
-            }
+        }
+        for (row, name) in below.into_iter().enumerate() {
+            name.draw(&names, (LINE as usize * row + 4) as i32)?;
         }
         whole.present()?;
         drop(chart);
@@ -237,6 +218,37 @@ impl Chart {
     }
 }
 
+impl Series {
+    /// Draws the filled band.
+    fn draw_band(&self, chart: &mut Axes<'_, '_>) -> Drawn {
+        let upper = self.band.iter().map(|&(x, _, high)| (x, high));
+        let outline: Vec<(f64, f64)> =
+            upper.chain(self.band.iter().rev().map(|&(x, low, _)| (x, low))).collect();
+        let filled = color(self.style).mix(0.15);
+        chart.draw_series((!outline.is_empty()).then(|| Polygon::new(outline, filled)))?;
+        Ok(())
+    }
+
+    /// Draws the thin curve, the curve with its markers, and the crosses, within the visible range `y`.
+    fn draw_curves<'a, 'b: 'a>(&self, chart: &mut Axes<'a, 'b>, y: (f64, f64)) -> Drawn {
+        let Series { label, style, points, faint, crosses, .. } = self;
+        let (style, color) = (*style, color(*style));
+        let shown = |(_, value): &(f64, f64)| (y.0..=y.1).contains(value);
+        chart.draw_series(LineSeries::new(finite(faint).filter(shown), color.mix(0.3)))?;
+        let line = LineSeries::new(finite(points).filter(shown), color.stroke_width(2));
+        chart.draw_series(line)?.label(label.clone()).legend(move |at| {
+            EmptyElement::at(at) + stroke((0, 0), color.stroke_width(2)) + marker(style, (9, 0))
+        });
+        // Only some points have a marker, because markers of many points would overlap.
+        let every = points.len().div_ceil(24).max(1);
+        let marked = finite(points).filter(shown).skip((every - 1) / 2).step_by(every);
+        chart.draw_series(marked.map(|at| EmptyElement::at(at) + marker(style, (0, 0))))?;
+        let at_edge = finite(crosses).map(|(at, value)| (at, value.clamp(y.0, y.1)));
+        chart.draw_series(at_edge.map(|at| Cross::new(at, 6, color.stroke_width(3))))?;
+        Ok(())
+    }
+}
+
 /// An entry of the legend.
 #[derive(Clone, Copy)]
 enum Name<'a> {
@@ -250,6 +262,19 @@ impl<'a> Name<'a> {
             Self::Of(series) => &series.label,
             Self::Level(name) => name,
         }
+    }
+
+    /// Draws the entry into the area below the chart, with its middle at this height.
+    fn draw(self, area: &DrawingArea<SVGBackend<'_>, Shift>, middle: i32) -> Drawn {
+        let from = 78;
+        let color = if let Name::Of(series) = self { color(series.style) } else { INK };
+        area.draw(&stroke((from, middle), color.stroke_width(if color == INK { 1 } else { 2 })))?;
+        if let Name::Of(series) = self {
+            area.draw(&marker(series.style, (from + 9, middle)))?;
+        }
+        let font = ("sans-serif", 14).into_font().color(&INK);
+        area.draw(&Text::new(self.text().to_owned(), (from + 26, middle - 6), font))?;
+        Ok(())
     }
 }
 

@@ -87,12 +87,7 @@ impl Run<'_> {
         let started = Instant::now();
         let (mut saved, mut saved_at) = (self.first, started);
         for step in self.first..config.steps {
-            let doing = format!("step {} of {}", step + 1, config.steps);
-            signals::doing(&match alone && config.accumulation > 1 {
-                true => format!("a micro-batch of {doing}"),
-                false => doing.clone(),
-            });
-            self.ranks.words().step(step + 1, &doing);
+            let doing = self.announce(step);
             let limits = config.skip_spikes.and_then(|z| Some(Recent::before(step, &self.points)?.limits(z)));
             let late = config.checkpoints.within.is_some_and(|within| saved_at.elapsed() >= within);
             let asks = Asked { signal: signals::received(), save: late && self.ranks.rank().is_first() };
@@ -156,6 +151,18 @@ impl Run<'_> {
             aside += collected.elapsed();
         }
         Ok((started.elapsed() - aside).as_secs_f64())
+    }
+
+    /// Tells the handler of signals and the other ranks which step begins, and returns its name.
+    fn announce(&self, step: u64) -> String {
+        let doing = format!("step {} of {}", step + 1, self.config.steps);
+        let leaves_between = self.ranks.rank().of == 1 && self.config.accumulation > 1;
+        signals::doing(&match leaves_between {
+            true => format!("a micro-batch of {doing}"),
+            false => doing.clone(),
+        });
+        self.ranks.words().step(step + 1, &doing);
+        doing
     }
 
     /// Starts to write a checkpoint. An error of the checkpoint before is reported and does not stop the run.

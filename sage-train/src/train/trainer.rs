@@ -362,7 +362,7 @@ impl<'a> Trainer<'a> {
             self.parameters.first_non_finite()
         };
         let own = find().map_err(|error| on_device(&format!("step {}", step + 1))(error))?;
-        let found = self.ranks.words().share("gradient", own.unwrap_or(""))?;
+        let found = self.ranks.words().share("gradient", own.unwrap_or(""));
         let first = found.iter().enumerate().find(|(_, name)| !name.is_empty());
         Ok(match first {
             None => "a parameter".into(),

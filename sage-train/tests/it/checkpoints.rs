@@ -1,5 +1,8 @@
 //! Checkpoints: a run that is cut off at any point continues with the same bits.
 
+mod signals;
+mod spikes;
+
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
@@ -131,96 +134,6 @@ fn signal(child: &Child, signal: &str) {
     assert!(sent.success());
 }
 
-#[cfg(unix)]
-#[test]
-fn a_signal_saves_and_leaves_and_the_run_goes_on() {
-    let scratch = prepared();
-    let run = ["--steps", "150", "--checkpoint-every", "0", "--eval-every", "0"];
-    scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
-    for (flag, code) in [("-TERM", 143), ("-INT", 130)] {
-        let name = format!("run{flag}");
-        let mut child = scratch.start(&flags(&[&run[..], &["--name", &name]].concat()));
-        let metrics = run_of(&scratch, &name).join("metrics.jsonl");
-        wait_until(|| metrics.metadata().map_or(0, |m| m.len()) > 0);
-        signal(&child, flag);
-        let mut text = String::new();
-        std::io::Read::read_to_string(&mut child.stderr.take().expect("piped"), &mut text).expect("text");
-        assert_eq!(child.wait().expect("an end").code(), Some(code), "{text}");
-        assert!(
-            text.contains("interrupted, and saved after step") && text.contains("--resume runs/run-"),
-            "{text}"
-        );
-        assert_eq!(checkpoints(&run_of(&scratch, &name)).len(), 1);
-        scratch.ok(&["--resume", &format!("runs/{name}")]);
-        assert_same(&scratch, &name, "whole", 150);
-    }
-}
-
-#[cfg(unix)]
-#[test]
-fn a_second_signal_leaves_at_once() {
-    let scratch = prepared();
-    // One micro-batch takes seconds.
-    let slow = ["--tokens-per-step", "256k", "--micro-batch", "8192", "--steps", "3", "--name", "slow"];
-    let mut child = scratch.start(&flags(&slow));
-    let log = run_of(&scratch, "slow").join("log.txt");
-    wait_until(|| log.exists());
-    signal(&child, "-INT");
-    std::thread::sleep(Duration::from_millis(500));
-    assert!(child.try_wait().expect("a child").is_none(), "the first waits for the step");
-    signal(&child, "-INT");
-    let sent = Instant::now();
-    assert_eq!(child.wait().expect("an end").code(), Some(130));
-    assert!(sent.elapsed() < Duration::from_millis(500), "{:?}", sent.elapsed());
-    assert!(checkpoints(&run_of(&scratch, "slow")).is_empty());
-}
-
-/// A signal interrupts a step between its micro-batches: the steps before are saved, and the run continues
-/// with the same bits.
-#[cfg(unix)]
-#[test]
-fn a_long_step_is_left_in_its_middle() {
-    let scratch = prepared();
-    // A step takes some seconds, for 200 micro-batches.
-    let long = [
-        "--tokens-per-step",
-        "102400",
-        "--micro-batch",
-        "16",
-        "--checkpoint-every",
-        "100",
-        "--eval-every",
-        "100",
-    ];
-    let with = |steps, name| {
-        flags(
-            &[
-                &long[..],
-                &["--schedule", "constant", "--warmup-steps", "1", "--steps", steps, "--name", name],
-            ]
-            .concat(),
-        )
-    };
-    scratch.ok(&with("2", "whole"));
-    let mut child = scratch.start(&with("2", "left"));
-    let metrics = run_of(&scratch, "left").join("metrics.jsonl");
-    wait_until(|| std::fs::read_to_string(&metrics).is_ok_and(|text| text.lines().count() == 1));
-    std::thread::sleep(Duration::from_millis(50));
-    signal(&child, "-TERM");
-    assert_eq!(child.wait().expect("an end").code(), Some(143));
-    assert_eq!(checkpoints(&run_of(&scratch, "left")), ["step-00000001"]);
-    scratch.ok(&["--resume", &run_of(&scratch, "left").display().to_string()]);
-    assert_same(&scratch, "left", "whole", 2);
-    // In the first step there is nothing to save.
-    let mut child = scratch.start(&with("2", "first"));
-    let log = run_of(&scratch, "first").join("log.txt");
-    wait_until(|| std::fs::read_to_string(&log).is_ok_and(|text| text.contains("epochs")));
-    std::thread::sleep(Duration::from_millis(300));
-    signal(&child, "-TERM");
-    assert_eq!(child.wait().expect("an end").code(), Some(143));
-    assert!(checkpoints(&run_of(&scratch, "first")).is_empty());
-}
-
 /// A limit on file size imitates a full disk: neither state nor weights fit, only the metrics do.
 #[cfg(unix)]
 #[test]
@@ -268,17 +181,6 @@ fn a_run_that_was_interrupted_at_its_very_end_is_validated() {
     std::fs::remove_dir_all(run_of(&scratch, "r").join("checkpoints/step-00000008")).expect("gone");
     let table = scratch.ok(&["--resume", "runs/r", "--steps", "5"]);
     assert!(table.contains("val loss"), "{table}");
-}
-
-#[test]
-fn a_level_that_stays_up_is_no_spike() {
-    let scratch = prepared();
-    let run = ["--checkpoint-every", "30", "--eval-every", "0", "--name", "r"];
-    scratch.ok(&flags(&[&run[..], &["--steps", "30"]].concat()));
-    let raised = ["--resume", "runs/r", "--steps", "200", "--z-loss", "1", "--skip-spikes", "5"];
-    let error = scratch.fails(&raised);
-    assert!(error.contains("65 updates in a row were skipped"), "{error}");
-    assert_eq!(scratch.metrics("r").len(), 95);
 }
 
 #[test]
@@ -378,34 +280,6 @@ fn two_processes_do_not_work_on_one_run() {
     child.kill().expect("it runs");
     child.wait().expect("an end");
     assert!(error.contains("is in use"), "{error}");
-}
-
-#[test]
-fn spikes_are_skipped_and_nothing_else_changes_them() {
-    let scratch = prepared();
-    // A limit that many steps exceed.
-    let run = ["--steps", "60", "--checkpoint-every", "25", "--eval-every", "0", "--skip-spikes", "0.5"];
-    scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
-    let points = scratch.metrics("whole");
-    let skipped = points.iter().filter(|point| point.skipped).count();
-    assert!((1..45).contains(&skipped), "{skipped} skipped");
-    for point in &points {
-        let over = |z: Option<f64>| z.is_some_and(|z| z > 0.5);
-        let spike = over(point.loss_z) || over(point.grad_norm_z);
-        assert_eq!(point.skipped, spike, "step {}", point.step);
-    }
-    scratch.ok(&flags(&[&run[..], &["--steps", "60", "--name", "none", "--skip-spikes", "0"]].concat()));
-    let plain = scratch.metrics("none");
-    assert!(plain.iter().all(|point| !point.skipped) && plain[20].loss_z.is_some());
-    // Up to the first spike the two runs are equal.
-    let first = points.iter().position(|point| point.skipped).expect("a spike");
-    assert_eq!(numbers(&points[..first]), numbers(&plain[..first]));
-    // A resumed run skips the same updates as the uninterrupted one.
-    std::fs::remove_dir_all(run_of(&scratch, "whole").join("checkpoints/step-00000060")).expect("gone");
-    std::fs::rename(run_of(&scratch, "whole"), run_of(&scratch, "again")).expect("moved");
-    scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
-    scratch.ok(&["--resume", "runs/again"]);
-    assert_same(&scratch, "again", "whole", 60);
 }
 
 /// With the deterministic switch a run on a GPU continues with the same bits too: 40 steps are 23 and 17

@@ -2,9 +2,8 @@
 
 use crate::support::{Scratch, small};
 
-#[test]
-fn messages() {
-    let scratch = Scratch::new();
+/// Files that the cases name.
+fn write_files(scratch: &Scratch) {
     scratch.file("empty.txt", "");
     scratch.file("blank.jsonl", "\n\n");
     scratch.file("short.txt", "Too short.");
@@ -25,68 +24,77 @@ fn messages() {
     scratch.file("preset.toml", "preset = \"tiny\"\n");
     scratch.file("both.toml", "steps = 1\ntokens = \"4k\"\n");
     scratch.file("a-file", "in the way");
-    let before = listing(&scratch);
+}
 
-    let bad: Vec<(&str, Vec<&str>)> = vec![
-        ("unknown flag", vec!["--tokens-per-stp", "256k"]),
-        ("unknown attention", vec!["--attn", "flash"]),
-        ("an attention that cannot validate", vec!["--attn", "fpa", "--eval-attn", "sla2"]),
-        ("not a count", vec!["--tokens-per-step", "256q"]),
-        ("a step of part of a micro-batch", vec!["--tokens-per-step", "10000"]),
-        ("a step smaller than a micro-batch", vec!["--tokens-per-step", "512"]),
-        ("a huge micro-batch", vec!["--micro-batch", "1000000000000"]),
-        ("a run without end", vec!["--steps", "1024g", "--tokens-per-step", "512g"]),
-        ("no steps", vec!["--steps", "0"]),
-        ("a warm-up without an end", vec!["--steps", "20", "--warmup-steps", "20"]),
-        ("weights that f32 cannot hold", vec!["--init-std", "1e39"]),
-        ("an odd head", vec!["--head-dim", "33"]),
-        ("head_dim 0", vec!["--head-dim", "0"]),
-        ("heads that do not divide", vec!["--heads", "4", "--key-heads", "3"]),
-        ("a vocabulary below the bytes", vec!["--vocab-size", "100"]),
-        ("a negative rate", vec!["--lr=-1"]),
-        ("NaN as a rate", vec!["--lr", "nan"]),
-        ("a granularity", vec!["--granularity", "rows"]),
-        ("a name with a slash", vec!["--name", "../x"]),
-        ("no data", vec!["--data", "missing.txt"]),
-        ("an empty file", vec!["--data", "empty.txt"]),
-        ("blank lines", vec!["--data", "blank.jsonl"]),
-        ("less than a sequence", vec!["--data", "short.txt"]),
-        (
-            "a context longer than the data",
-            vec!["--data", "one-sequence.txt", "--context", "2k", "--tokens-per-step", "32k"],
-        ),
-        ("not UTF-8", vec!["--data", "latin1.txt"]),
-        ("a broken line", vec!["--data", "broken.jsonl"]),
-        ("NaN in the data", vec!["--data", "nan.jsonl"]),
-        ("not zstd", vec!["--data", "broken.txt.zst"]),
-        ("an unknown kind", vec!["--data", "picture.png"]),
-        ("a folder without text", vec!["--data", "none"]),
-        ("the folder of runs", vec!["--data", "none", "--out", "none"]),
-        ("the folder of tokenizers", vec!["--name", "cache"]),
-        ("no settings", vec!["--config", "missing.toml"]),
-        ("an unknown key", vec!["--config", "bad-key.toml"]),
-        ("a bad value", vec!["--config", "bad-value.toml"]),
-        ("a bad choice", vec!["--config", "bad-type.toml"]),
-        ("a negative count", vec!["--config", "negative.toml"]),
-        ("a preset against the file's", vec!["--config", "preset.toml", "--preset", "mini"]),
-        ("steps and tokens", vec!["--config", "both.toml"]),
-        ("an attention twice", vec!["--compare", "fpa,fpa"]),
-        ("a folder that cannot be", vec!["--out", "a-file/runs"]),
-    ];
+/// Cases of runs that cannot start, with their arguments.
+const CASES: &[(&str, &[&str])] = &[
+    ("unknown flag", &["--tokens-per-stp", "256k"]),
+    ("unknown attention", &["--attn", "flash"]),
+    ("an attention that cannot validate", &["--attn", "fpa", "--eval-attn", "sla2"]),
+    ("not a count", &["--tokens-per-step", "256q"]),
+    ("a step of part of a micro-batch", &["--tokens-per-step", "10000"]),
+    ("a step smaller than a micro-batch", &["--tokens-per-step", "512"]),
+    ("a huge micro-batch", &["--micro-batch", "1000000000000"]),
+    ("a run without end", &["--steps", "1024g", "--tokens-per-step", "512g"]),
+    ("no steps", &["--steps", "0"]),
+    ("a warm-up without an end", &["--steps", "20", "--warmup-steps", "20"]),
+    ("weights that f32 cannot hold", &["--init-std", "1e39"]),
+    ("an odd head", &["--head-dim", "33"]),
+    ("head_dim 0", &["--head-dim", "0"]),
+    ("heads that do not divide", &["--heads", "4", "--key-heads", "3"]),
+    ("a vocabulary below the bytes", &["--vocab-size", "100"]),
+    ("a negative rate", &["--lr=-1"]),
+    ("NaN as a rate", &["--lr", "nan"]),
+    ("a granularity", &["--granularity", "rows"]),
+    ("a name with a slash", &["--name", "../x"]),
+    ("no data", &["--data", "missing.txt"]),
+    ("an empty file", &["--data", "empty.txt"]),
+    ("blank lines", &["--data", "blank.jsonl"]),
+    ("less than a sequence", &["--data", "short.txt"]),
+    (
+        "a context longer than the data",
+        &["--data", "one-sequence.txt", "--context", "2k", "--tokens-per-step", "32k"],
+    ),
+    ("not UTF-8", &["--data", "latin1.txt"]),
+    ("a broken line", &["--data", "broken.jsonl"]),
+    ("NaN in the data", &["--data", "nan.jsonl"]),
+    ("not zstd", &["--data", "broken.txt.zst"]),
+    ("an unknown kind", &["--data", "picture.png"]),
+    ("a folder without text", &["--data", "none"]),
+    ("the folder of runs", &["--data", "none", "--out", "none"]),
+    ("the folder of tokenizers", &["--name", "cache"]),
+    ("no settings", &["--config", "missing.toml"]),
+    ("an unknown key", &["--config", "bad-key.toml"]),
+    ("a bad value", &["--config", "bad-value.toml"]),
+    ("a bad choice", &["--config", "bad-type.toml"]),
+    ("a negative count", &["--config", "negative.toml"]),
+    ("a preset against the file's", &["--config", "preset.toml", "--preset", "mini"]),
+    ("steps and tokens", &["--config", "both.toml"]),
+    ("an attention twice", &["--compare", "fpa,fpa"]),
+    ("a folder that cannot be", &["--out", "a-file/runs"]),
+];
+
+#[test]
+fn messages() {
+    let scratch = Scratch::new();
+    write_files(&scratch);
+    let before = listing(&scratch);
     let mut text = String::new();
-    for (name, args) in bad {
-        let error = scratch.fails(&args);
+    for (name, args) in CASES {
+        let error = scratch.fails(args);
         let error = error[error.find("error:").unwrap_or(0)..]
             .replace(&scratch.path().display().to_string(), "SCRATCH");
         text += &format!("-- {name}\n{}\n", error.trim_end());
     }
     assert_eq!(before, listing(&scratch), "a run that cannot start leaves nothing");
+    text += &messages_beside_runs(&scratch);
+    insta::assert_snapshot!(text);
+}
+
+/// The messages of commands that find a run which is not what they need.
+fn messages_beside_runs(scratch: &Scratch) -> String {
     scratch.ok(&small(&["--steps", "1", "--name", "taken"]));
-    let error = scratch.fails(&small(&["--steps", "1", "--name", "taken"]));
-    text += &format!(
-        "-- a name that is taken\n{}\n",
-        error[error.find("error:").expect("an error")..].trim_end()
-    );
+    let taken = scratch.fails(&small(&["--steps", "1", "--name", "taken"]));
     scratch.ok(&small(&["--steps", "1", "--attn", "none", "--name", "plain"]));
     std::fs::copy(
         scratch.path().join("runs/plain/model.safetensors"),
@@ -97,16 +105,17 @@ fn messages() {
     scratch.file("moving.txt", "What was said then. ".repeat(900));
     scratch.ok(&small(&["--steps", "1", "--data", "moving.txt", "--name", "moved"]));
     scratch.file("moving.txt", "Something else stands here now. ".repeat(900));
-    for (name, run) in [
+    let probes = [
         ("other data than the run's", "runs/moved"),
         ("no run to probe", "runs/gone"),
         ("nothing to probe", "runs/plain"),
         ("foreign weights", "runs/taken"),
-    ] {
-        let error = scratch.fails(&["probe", run]);
-        text += &format!("-- {name}\n{}\n", error[error.find("error:").expect("an error")..].trim_end());
-    }
-    insta::assert_snapshot!(text);
+    ]
+    .map(|(name, run)| (name, scratch.fails(&["probe", run])));
+    let told = |(name, error): &(&str, String)| {
+        format!("-- {name}\n{}\n", error[error.find("error:").expect("an error")..].trim_end())
+    };
+    [("a name that is taken", taken)].iter().chain(&probes).map(told).collect()
 }
 
 /// The path of every file and folder, relative to the scratch folder.

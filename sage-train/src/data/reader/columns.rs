@@ -8,7 +8,7 @@ use candle_sage::{Error, Result};
 use parquet::column::reader::ColumnReader;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use super::{Bad, Each, Piece, ROWS, not_utf8, unreadable};
+use super::{Bad, EachUntil, Piece, ROWS, not_utf8, unreadable};
 use crate::unpanicked;
 
 /// Reads a column of a parquet file: each row is a document.
@@ -18,7 +18,7 @@ pub(super) fn parquet(
     field: &str,
     bad: Bad<'_>,
     done: &AtomicU64,
-    each: &mut Each<'_>,
+    each: &mut EachUntil<'_>,
 ) -> Result<()> {
     let size = file.metadata().map_err(unreadable(path))?.len();
     let guarded = |work: &mut dyn FnMut() -> parquet::errors::Result<()>| {
@@ -63,7 +63,11 @@ pub(super) fn parquet(
             }
             for value in &values {
                 match std::str::from_utf8(value.data()) {
-                    Ok(text) => each(Piece { text: text.to_owned(), ends: true })?,
+                    Ok(text) => {
+                        if each(Piece { text: text.to_owned(), ends: true })?.is_break() {
+                            return Ok(());
+                        }
+                    }
                     Err(error) => {
                         let at = format!("a row, byte {}", error.valid_up_to());
                         bad.take(not_utf8(path, at, value.data()))?;

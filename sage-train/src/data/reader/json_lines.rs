@@ -6,7 +6,7 @@ use std::path::Path;
 use candle_sage::{Error, Result};
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
-use super::{Bad, Each, LONGEST, Piece, not_utf8, unreadable};
+use super::{Bad, EachUntil, LONGEST, Piece, not_utf8, unreadable};
 
 /// Reads JSON lines: each line is a document.
 pub(super) fn json_lines(
@@ -14,7 +14,7 @@ pub(super) fn json_lines(
     mut reader: impl BufRead,
     field: &str,
     bad: Bad<'_>,
-    each: &mut Each<'_>,
+    each: &mut EachUntil<'_>,
 ) -> Result<()> {
     let mut line = Vec::new();
     for number in 1.. {
@@ -51,7 +51,11 @@ pub(super) fn json_lines(
         let mut json = serde_json::Deserializer::from_str(text);
         let text = Field(field).deserialize(&mut json).and_then(|text| json.end().map(|()| text));
         match text {
-            Ok(Some(text)) => each(Piece { text, ends: true })?,
+            Ok(Some(text)) => {
+                if each(Piece { text, ends: true })?.is_break() {
+                    return Ok(());
+                }
+            }
             // A null is no document, as in a column of parquet.
             Ok(None) => {}
             Err(error) => bad.take(

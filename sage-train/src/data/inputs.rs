@@ -1,0 +1,177 @@
+//! The files of text that a preparation reads: which they are, what came out of them, and a tokenizer trained on their first
+//! text.
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicU64;
+use std::time::UNIX_EPOCH;
+
+use candle_sage::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+use super::hub::{Hub, Named};
+use super::reader::{self, Bad, Piece, is_known};
+use super::source::{self, PassedOver, Source};
+use super::tokenizer::{TRAINING_BYTES, Tokenizer};
+use crate::tell;
+
+/// A file of text to be read.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct TextFile {
+    pub(super) path: PathBuf,
+    bytes: u64,
+    /// Nanoseconds since 1970.
+    modified: u64,
+    /// Key or column of the text.
+    pub(super) field: String,
+}
+
+impl TextFile {
+    pub(super) fn new(path: &Path, field: &str) -> Self {
+        let about = path.metadata().ok();
+        let modified =
+            about.as_ref().and_then(|about| about.modified().ok()?.duration_since(UNIX_EPOCH).ok());
+        Self {
+            path: path.to_owned(),
+            bytes: about.map_or(0, |about| about.len()),
+            modified: modified.map_or(0, |time| time.as_nanos() as u64),
+            field: field.into(),
+        }
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Whether the file had another size or time when `other` was made of it.
+    pub(super) fn has_changed_since(&self, other: &Self) -> bool {
+        (self.bytes, self.modified) != (other.bytes, other.modified)
+    }
+}
+
+/// A file that was read.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileRead {
+    /// Where it was.
+    pub path: PathBuf,
+    /// Its size.
+    pub bytes: u64,
+    /// Documents with text.
+    pub documents: u64,
+    /// Bytes of their text.
+    pub text_bytes: u64,
+    /// Documents that could not be read and were left out.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub skipped: u64,
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
+}
+
+/// Finds every file of text that was named; those of the hub are fetched.
+pub(super) fn text_files(names: &[String], field: Option<&str>) -> Result<Vec<TextFile>> {
+    let mut found = Vec::new();
+    for name in names {
+        let (files, recipes_field) = match Named::parse(name)? {
+            // A file of that name is meant where there is one.
+            Some(named) if !Path::new(name).exists() => {
+                let hub = Hub::open()?;
+                let files = hub.files(&named)?;
+                if let Some(file) = files.iter().map(Path::new).find(|file| !is_known(file)) {
+                    return Err(reader::unknown_kind(file));
+                }
+                tell(&format!("{}: {} files", named.dataset, files.len()));
+                let fetch = |file: &String| hub.dataset_file(&named.dataset, file);
+                (files.iter().map(fetch).collect::<Result<Vec<_>>>()?, named.text_field)
+            }
+            _ => match find_text(Path::new(name))? {
+                Source::Text(files) => (files, None),
+                Source::Shards(files) => {
+                    return Err(Error::new("the data is tokenized already")
+                        .got(files.first().display())
+                        .allowed(reader::KINDS)
+                        .hint("train on it: sage-train --data PATH"));
+                }
+            },
+        };
+        let field = field.map(str::to_owned).or(recipes_field).unwrap_or_else(|| "text".into());
+        found.extend(files.iter().map(|file| TextFile::new(file, &field)));
+    }
+    Ok(found)
+}
+
+/// What a path stands for; says what else lies there.
+fn find_text(path: &Path) -> Result<Source> {
+    let mut passed_over = PassedOver::default();
+    let found = source::find_and_pass_over(path, Path::new(""), &mut passed_over)?;
+    if let Some(words) = passed_over.in_words() {
+        tell(&format!("{}: {words}", path.display()));
+    }
+    Ok(found)
+}
+
+/// Reads the pieces of a file, in order, until `each` has enough, and says what was read.
+pub(super) fn read_file(
+    file: &TextFile,
+    skip_bad: bool,
+    done: &AtomicU64,
+    each: &mut reader::EachUntil<'_>,
+) -> Result<FileRead> {
+    let skipped = AtomicU64::new(0);
+    let bad = if skip_bad { Bad::Skipped(&skipped) } else { Bad::Refused };
+    let mut read = FileRead { path: file.path.clone(), bytes: file.bytes(), ..FileRead::default() };
+    let mut continued = false;
+    reader::read_counted(&file.path, &file.field, bad, done, &mut |piece| {
+        let blank = !continued && piece.ends && is_blank(&piece);
+        read.documents += u64::from(piece.ends && !blank);
+        read.text_bytes += if blank { 0 } else { piece.text.len() as u64 };
+        continued = !piece.ends;
+        each(piece)
+    })?;
+    Ok(FileRead { skipped: skipped.into_inner(), ..read })
+}
+
+/// A document of spaces is none.
+pub(super) fn is_blank(piece: &Piece) -> bool {
+    piece.text.trim().is_empty()
+}
+
+/// A tokenizer trained on the first text of files.
+///
+/// # Errors
+/// When they cannot be read, or hold no text.
+pub fn train_tokenizer(
+    names: &[String],
+    field: Option<&str>,
+    vocab_size: usize,
+    skip_bad: bool,
+) -> Result<Tokenizer> {
+    trained(&text_files(names, field)?, vocab_size, skip_bad)
+}
+
+pub(super) fn trained(files: &[TextFile], vocab_size: usize, skip_bad: bool) -> Result<Tokenizer> {
+    let (mut documents, mut held) = (Vec::new(), 0);
+    for file in files {
+        read_file(file, skip_bad, &AtomicU64::new(0), &mut |piece| {
+            held += piece.text.len();
+            documents.push(piece.text);
+            Ok(if held >= TRAINING_BYTES { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+        })?;
+        if held >= TRAINING_BYTES {
+            break;
+        }
+    }
+    if documents.iter().all(|document| document.trim().is_empty()) {
+        return Err(no_text());
+    }
+    tell(&format!("training a tokenizer of {vocab_size} entries on {:.1} MB", held as f64 / 1e6));
+    Tokenizer::train(documents.iter().map(String::as_str), vocab_size)
+}
+
+pub(super) fn no_text() -> Error {
+    Error::new("there is no text")
+        .got("no document that is not empty")
+        .allowed(reader::KINDS)
+        .hint("--text-field names the key or column of the text")
+}

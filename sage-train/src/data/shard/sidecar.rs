@@ -1,0 +1,64 @@
+//! The sidecar of a shard, `NAME.bin.json`: its origin, its hash and the bounds of its documents.
+
+use std::path::{Path, PathBuf};
+
+use candle_sage::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+use super::Format;
+use crate::during;
+
+/// The sidecar of a shard, `NAME.bin.json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sidecar {
+    /// The format of the shard.
+    pub format: Format,
+    /// Tokens in the shard.
+    pub tokens: u64,
+    /// SHA-256 of the whole file.
+    pub sha256: String,
+    /// [`crate::data::Tokenizer::hash`] of the tokenizer that made the tokens.
+    pub tokenizer: String,
+    /// Entries of that tokenizer.
+    pub vocab_size: usize,
+    /// Bytes of text that the tokens stand for.
+    pub text_bytes: u64,
+    /// Tokens of each document in order, including its end-of-text token. They add up to `tokens`.
+    pub document_tokens: Vec<u64>,
+    /// Whether the last document continues in the next shard.
+    pub continues: bool,
+}
+
+impl Sidecar {
+    /// The path of a shard's sidecar.
+    pub fn path(shard: &Path) -> PathBuf {
+        let mut name = shard.as_os_str().to_owned();
+        name.push(".json");
+        name.into()
+    }
+
+    /// Reads a shard's sidecar; `None` if there is none.
+    ///
+    /// # Errors
+    /// When it cannot be read, or contradicts itself.
+    pub fn read(shard: &Path) -> Result<Option<Self>> {
+        let path = Self::path(shard);
+        if !path.exists() {
+            return Ok(None);
+        }
+        let failed = || format!("cannot use the sidecar {}", path.display());
+        let hint = "`sage-train data prepare` writes shard and sidecar together; without a sidecar a shard is read as it is";
+        let text = std::fs::read(&path).map_err(during(failed())).map_err(|error| error.hint(hint))?;
+        let sidecar: Self =
+            serde_json::from_slice(&text).map_err(during(failed())).map_err(|error| error.hint(hint))?;
+        let sum = sidecar.document_tokens.iter().try_fold(0u64, |sum, &n| sum.checked_add(n));
+        if sum != Some(sidecar.tokens) || sidecar.continues && sidecar.document_tokens.is_empty() {
+            return Err(Error::new(failed())
+                .got(format!("documents of {sum:?} tokens, {} tokens in all", sidecar.tokens))
+                .allowed("documents that add up")
+                .hint(hint));
+        }
+        Ok(Some(sidecar))
+    }
+}

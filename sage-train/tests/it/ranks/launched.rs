@@ -1,0 +1,152 @@
+//! Ranks that a launcher such as torchrun starts, on one node or several: how they meet, and who is refused.
+
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use sage_train::metrics::Point;
+
+use super::{assert_same_course, ended, flags, numbers, run_of, train};
+use crate::support::{Scratch, wait_until};
+
+fn free_port() -> String {
+    let port = TcpListener::bind(("127.0.0.1", 0)).and_then(|free| free.local_addr()).expect("a port").port();
+    port.to_string()
+}
+
+/// Starts rank `rank` of `of` as torchrun would, with `on_node` ranks per node and its own command line.
+fn by_hand(
+    scratch: &Scratch,
+    port: &str,
+    rank: usize,
+    (of, on_node): (usize, usize),
+    args: &[&str],
+) -> Child {
+    let [rank, local, of, on_node] = [rank, rank % on_node, of, on_node].map(|n| n.to_string());
+    Command::new(env!("CARGO_BIN_EXE_sage-train"))
+        .args(args)
+        .current_dir(scratch.path())
+        .envs([("RANK", rank), ("LOCAL_RANK", local), ("WORLD_SIZE", of), ("LOCAL_WORLD_SIZE", on_node)])
+        .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port), ("RUST_BACKTRACE", "0")])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command starts")
+}
+
+/// A run of four ranks, with `on_node` ranks per node.
+fn train_on_nodes(scratch: &Scratch, on_node: usize, name: &str, more: &[&str]) -> Vec<Point> {
+    let (port, args) = (free_port(), flags(&[&["--name", name], more].concat()));
+    let ranks: Vec<Child> = (0..4).map(|rank| by_hand(scratch, &port, rank, (4, on_node), &args)).collect();
+    for (code, said) in ranks.into_iter().map(ended) {
+        assert_eq!(code, Some(0), "{said}");
+    }
+    scratch.metrics(name)
+}
+
+/// Settings with parameters in several pieces, which are reduced one after the other.
+const PIECES: [&str; 4] = ["--layers", "3", "--piece-mb", "0.02"];
+
+/// Every node holds all of the optimizer state. The files of all ranks are one checkpoint, which any number
+/// of ranks can resume.
+#[test]
+fn nodes_of_any_size_train_the_same() {
+    let scratch = Scratch::new();
+    let steps = ["--steps", "30", "--eval-every", "15", "--schedule", "constant", "--warmup-steps", "2"];
+    let one = train(&scratch, "1", "one", &[&PIECES[..], &steps].concat());
+    for (on_node, overlap) in [(4, "after"), (4, "beside"), (2, "after"), (2, "beside"), (1, "auto")] {
+        let name = format!("{on_node}-{overlap}");
+        let several = train_on_nodes(
+            &scratch,
+            on_node,
+            &name,
+            &[&PIECES[..], &steps, &["--overlap", overlap]].concat(),
+        );
+        assert_same_course(&name, &one, &several);
+    }
+    // Sums do not depend on when gradients are transferred.
+    assert_eq!(numbers(&scratch.metrics("4-after")), numbers(&scratch.metrics("4-beside")));
+    assert_eq!(numbers(&scratch.metrics("2-after")), numbers(&scratch.metrics("2-beside")));
+    for (name, ranks) in [("2-after", "1"), ("1-auto", "3")] {
+        let state = run_of(&scratch, name).join("checkpoints/step-00000030/state-00004-of-00004.safetensors");
+        assert!(state.exists(), "every rank saves a part");
+        scratch.ok(&["--resume", &format!("runs/{name}"), "--steps", "40", "--gpus", ranks]);
+    }
+    let longer = train(&scratch, "1", "longer", &[&PIECES[..], &steps, &["--steps", "40"]].concat());
+    for name in ["2-after", "1-auto"] {
+        let bare = |point: &Point| Point { val_loss: None, ..point.clone() };
+        let [a, b] =
+            [&longer, &scratch.metrics(name)].map(|points| points.iter().map(bare).collect::<Vec<_>>());
+        assert_same_course(name, &a, &b);
+    }
+}
+
+#[test]
+fn ranks_of_another_run_are_refused() {
+    let scratch = Scratch::new();
+    scratch.file("a.txt", "one text and no other. ".repeat(4000));
+    scratch.file("b.txt", "one text and another. ".repeat(4000));
+    let with = |more: &[&'static str]| flags(&[&["--steps", "2"], more].concat());
+    for (other, expected) in [
+        (with(&["--data", "a.txt", "--lr", "0.5"]), "lr = 0.5 at rank 1"),
+        (with(&["--data", "b.txt"]), "its data is another"),
+        // The recompute setting determines which transfers happen.
+        (with(&["--data", "a.txt", "--recompute", "block"]), "recompute = Block at rank 1"),
+        (with(&["--data", "a.txt", "--resume", "auto", "--name", "r"]), "--resume auto at rank 1"),
+    ] {
+        let port = free_port();
+        let second = by_hand(&scratch, &port, 1, (2, 2), &other);
+        // A client that is not a rank connects first.
+        let first = by_hand(&scratch, &port, 0, (2, 2), &with(&["--data", "a.txt"]));
+        wait_until(|| match TcpStream::connect(("127.0.0.1", port.parse().expect("a port"))) {
+            Ok(mut stranger) => stranger.write_all(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n").is_ok(),
+            Err(_) => true,
+        });
+        let (said, others) = (ended(first), ended(second));
+        for (code, said) in [&said, &others] {
+            assert_eq!(*code, Some(1), "{said}");
+        }
+        assert!(said.1.contains(expected) || others.1.contains(expected), "{}\n{}", said.1, others.1);
+    }
+}
+
+/// A rank may connect later than the limits for stalls and heartbeats would allow a rank to be silent.
+#[test]
+fn ranks_that_come_late_are_waited_for() {
+    let scratch = Scratch::new();
+    let (port, args) = (free_port(), flags(&["--steps", "2", "--name", "r", "--stall-timeout", "2"]));
+    let mut ranks = Vec::new();
+    for (rank, pause) in [(1, 0), (0, 3), (2, 0)] {
+        ranks.push(by_hand(&scratch, &port, rank, (3, 3), &args));
+        std::thread::sleep(Duration::from_secs(pause));
+    }
+    for rank in ranks {
+        let (code, said) = ended(rank);
+        assert_eq!(code, Some(0), "{said}");
+    }
+}
+
+/// The error is not that of a lost rank, since a restart would not help.
+#[test]
+fn another_server_in_the_place_of_rank_0_is_named() {
+    let scratch = Scratch::new();
+    let server = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+    let port = server.local_addr().expect("an address").port().to_string();
+    let rank = by_hand(&scratch, &port, 1, (2, 2), &flags(&["--steps", "2"]));
+    let (mut stream, _) = server.accept().expect("a rank");
+    stream.write_all(b"SSH-2.0-OpenSSH_9.6\r\n").expect("it listens");
+    let (code, said) = ended(rank);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("something that is not this program") && said.contains("MASTER_PORT"), "{said}");
+}
+
+/// The runs of a sweep are not ranks of one run, even if a launcher started the sweep.
+#[test]
+fn a_sweep_under_a_launcher_has_runs_of_their_own() {
+    let scratch = Scratch::new();
+    let args = flags(&["--steps", "2", "--seed", "1,2", "--name", "s", "--sample-tokens", "0"]);
+    let sweep = by_hand(&scratch, &free_port(), 1, (2, 2), &args);
+    let (code, said) = ended(sweep);
+    assert_eq!(code, Some(0), "{said}");
+}
