@@ -19,8 +19,8 @@ using past_linear::THREADS;
     past_linear::function<__VA_ARGS__>(p);                                                                                  \
   }
 #define HEAD_DIM(type, T, D)                                             \
-  KERNEL(1, linear_sum_chunks, sum_chunks, type##_##D, T, D)             \
-  KERNEL(1, linear_scan_blocks, scan_blocks, type##_##D, T, D)           \
+  KERNEL(2, linear_sum_chunks, sum_chunks, type##_##D, T, D)             \
+  KERNEL(2, linear_scan_blocks, scan_blocks, type##_##D, T, D)           \
   KERNEL(2, linear_forward, forward, type##_##D, T, D)                   \
   KERNEL(2, linear_backward_queries, backward_queries, type##_##D, T, D) \
   KERNEL(2, linear_backward_keys, backward_keys, type##_##D, T, D)

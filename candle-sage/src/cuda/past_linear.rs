@@ -27,6 +27,8 @@ struct Call<'a> {
     d: usize,
     geometry: Geometry,
     params: Linear,
+    /// Thread blocks that share a state's columns.
+    split: usize,
     _states: CudaSlice<bf16>,
     _sums: [CudaSlice<f32>; 2],
 }
@@ -39,16 +41,19 @@ impl<'a> Call<'a> {
         let (d, geometry) = (plan::padded_head_dim(shape)?, Geometry::new(&gpu, shape)?);
         let heads = shape.key_heads() * geometry.segment_count();
         let (longest, _) = geometry.blocks();
-        // As many chunks as thread blocks run at once, as long as a chunk has about LEAST_BLOCKS blocks or
-        // more: a chunk's sum is written and read once more.
+        // As many chunks as thread blocks run at once, two a multiprocessor, as long as a chunk has about
+        // LEAST_BLOCKS blocks or more: what comes before a chunk is summed once more.
         const LEAST_BLOCKS: usize = 4;
-        let at_once = gpu.multiprocessors * if d == 64 { 2 } else { 1 };
-        let chunks = (at_once / heads).clamp(1, longest.div_ceil(LEAST_BLOCKS).max(1));
+        let plan = Plan::of("linear_scan_blocks", d, gpu.architecture, Visits::Listed)?;
+        let split = 2 * d / plan.row_bytes;
+        let chunks = (2 * gpu.multiprocessors / (heads * split).max(1))
+            .clamp(1, longest.div_ceil(LEAST_BLOCKS).max(1));
         let chunk_blocks = longest.div_ceil(chunks);
-        let chunks = longest.div_ceil(chunk_blocks);
+        let chunks = longest.div_ceil(chunk_blocks.max(1));
         let count = shape.key_heads() * blocks.rows();
         let states = gpu.alloc::<bf16>(count * d * d)?; // or f16: both take 2 bytes
-        let sums = [gpu.alloc::<f32>(count * d)?, gpu.alloc::<f32>(heads * chunks * (d + 1) * d)?];
+        let chunk_sums = if chunks > 1 { heads * chunks * (d + 1) * d } else { 0 };
+        let sums = [gpu.alloc::<f32>(count * d)?, gpu.alloc::<f32>(chunk_sums)?];
         let params = Linear {
             q: view(q.0, q.1, &gpu)?,
             k: view(k.0, k.1, &gpu)?,
@@ -63,7 +68,7 @@ impl<'a> Call<'a> {
             ..Linear::default()
         };
         let element = Element::of(q.0.dtype())?;
-        Ok(Self { gpu, shape, element, d, geometry, params, _states: states, _sums: sums })
+        Ok(Self { gpu, shape, element, d, geometry, params, split, _states: states, _sums: sums })
     }
 
     /// Launches a kernel of the table of plans, with a grid of `blocks` x segments x `heads`.
@@ -81,15 +86,23 @@ impl<'a> Call<'a> {
     /// `params.backward` for each block of keys the sum over the queries after it.
     fn make_states(&self) -> Result<()> {
         let (chunks, heads) = (self.params.chunks as usize, self.shape.key_heads());
-        self.launch("linear_sum_chunks", chunks, heads)?;
+        if chunks > 1 {
+            // No chunk needs the sum of the last one.
+            self.launch("linear_sum_chunks", (chunks - 1) * self.split, heads)?;
+            self.add_chunks(heads)?;
+        }
+        self.launch("linear_scan_blocks", chunks * self.split, heads)
+    }
+
+    /// Replaces the sums of chunks by those of all chunks before each.
+    fn add_chunks(&self, heads: usize) -> Result<()> {
         let values = (self.d + 1) * self.d;
         let lines = heads * self.geometry.segment_count();
         let grid = Grid {
             blocks: (values.div_ceil(SCAN_THREADS as usize) as u32, lines as u32, 1),
             ..Grid::line(1, SCAN_THREADS)
         };
-        launch(&self.gpu, &format!("linear_scan_chunks_{}", self.d), grid, &self.params)?;
-        self.launch("linear_scan_blocks", chunks, heads)
+        launch(&self.gpu, &format!("linear_scan_chunks_{}", self.d), grid, &self.params)
     }
 
     /// Launches a kernel that multiplies blocks of rows by states.

@@ -6,7 +6,7 @@
 //! - a *beginning* says a name's number, and goes on with a story that has the name in each of its sentences;
 //! - a *return* is a story about a name that began before, and ends with its number ([`Asked::AfterStory`]);
 //! - a *question* is that sentence alone, where nothing led up to it ([`Asked::Suddenly`]);
-//! - a *roll* lists names with numbers and then the same in another order, so that looking up is learnt at short distances.
+//! - a *roll* lists other names with numbers and then the same in another order, so that looking up is learnt at short distances.
 //!
 //! A number is asked for once, after distances of which half are even and half have even logarithms.
 
@@ -17,8 +17,14 @@ use rand_chacha::ChaCha8Rng;
 const SYLLABLES: [&str; 16] =
     ["ba", "ce", "do", "fi", "gu", "ha", "ke", "lo", "mi", "nu", "ra", "se", "to", "vi", "wu", "ze"];
 
-/// Names there are: two syllables and an ending.
-const NAMES: usize = 1024;
+/// Names there are, of two syllables: few and short, so that a tokenizer that is trained on them has them whole.
+const NAMES: usize = 256;
+
+/// Names of rolls, which are listed again and again with other numbers. The others have one number each in a document.
+const ROLL_NAMES: usize = 64;
+
+/// Names of a roll.
+const ROLL: usize = 8;
 
 /// Numbers that a name may have.
 const NUMBERS: std::ops::Range<u32> = 10..100;
@@ -74,12 +80,21 @@ pub struct Recall {
     pub seed: u64,
 }
 
+fn name(index: usize) -> String {
+    let syllable = |n: usize| SYLLABLES[n % SYLLABLES.len()];
+    let name = format!("{}{}", syllable(index / SYLLABLES.len()), syllable(index));
+    let (first, rest) = name.split_at(1);
+    first.to_uppercase() + rest
+}
+
 /// A document in the making.
 struct Draft {
     pieces: Vec<Piece>,
     words: usize,
-    /// Names that are not in use yet.
-    unused: Vec<usize>,
+    /// Names of rolls.
+    rolled: Vec<String>,
+    /// Names that have no number yet.
+    unused: Vec<String>,
     /// What was said and not asked for: name, number, index of the piece, the paragraph's number.
     open: Vec<(String, u32, usize, usize)>,
     paragraphs: usize,
@@ -89,15 +104,6 @@ impl Draft {
     fn push(&mut self, text: String) {
         self.words += text.split_whitespace().count();
         self.pieces.push(Piece { text, question: None });
-    }
-
-    fn name(&mut self) -> Option<String> {
-        let index = self.unused.pop()?;
-        let syllable = |n: usize| SYLLABLES[n % SYLLABLES.len()];
-        let end = ["n", "r", "l", "s"][index / 256 % 4];
-        let name = format!("{}{}{end}", syllable(index / 16), syllable(index));
-        let (first, rest) = name.split_at(1);
-        Some(first.to_uppercase() + rest)
     }
 
     /// `NAME keeps the number N.`; returns the index of the piece that is the number.
@@ -140,9 +146,11 @@ impl Recall {
     pub fn document(self, number: u64) -> Vec<Piece> {
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(number);
-        let mut unused: Vec<usize> = (0..NAMES).collect();
+        let mut unused: Vec<String> = (0..NAMES).map(name).collect();
         unused.shuffle(&mut rng);
-        let mut draft = Draft { pieces: Vec::new(), words: 0, unused, open: Vec::new(), paragraphs: 0 };
+        let rolled = unused.split_off(NAMES - ROLL_NAMES);
+        let mut draft =
+            Draft { pieces: Vec::new(), words: 0, rolled, unused, open: Vec::new(), paragraphs: 0 };
         while draft.words < self.words {
             if self.paragraph(&mut draft, &mut rng).is_none() {
                 break;
@@ -156,8 +164,8 @@ impl Recall {
     /// Adds a paragraph; `None` when all names are used up.
     fn paragraph(self, draft: &mut Draft, rng: &mut ChaCha8Rng) -> Option<()> {
         // More names begin than are asked for, so that there is something to ask for at every distance.
-        let kind = rng.random_range(0..10);
-        let returning = if kind <= 3 { draft.take(rng) } else { None };
+        let kind = rng.random_range(0..12);
+        let returning = if kind < 3 { draft.take(rng) } else { None };
         match (kind, returning) {
             (0 | 1, Some((name, number, said))) => {
                 draft.push(format!("{name} again."));
@@ -166,14 +174,13 @@ impl Recall {
                 let question = Question { asked: Asked::AfterStory, said };
                 draft.say(&format!(" {name}"), number, Some(question));
             }
-            (2 | 3, Some((name, number, said))) => {
+            (2, Some((name, number, said))) => {
                 draft.say(&name, number, Some(Question { asked: Asked::Suddenly, said }));
             }
-            (4, _) => {
-                let mut roll = Vec::new();
-                for _ in 0..4 {
-                    roll.push((draft.name()?, rng.random_range(NUMBERS)));
-                }
+            (7.., _) => {
+                let names: Vec<String> = draft.rolled.choose_multiple(rng, ROLL).cloned().collect();
+                let mut roll: Vec<(String, u32)> =
+                    names.into_iter().map(|name| (name, rng.random_range(NUMBERS))).collect();
                 for round in 0..2 {
                     for (n, (name, number)) in roll.iter().enumerate() {
                         let space = if round == 0 && n == 0 { "" } else { " " };
@@ -183,7 +190,7 @@ impl Recall {
                 }
             }
             _ => {
-                let (name, number) = (draft.name()?, rng.random_range(NUMBERS));
+                let (name, number) = (draft.unused.pop()?, rng.random_range(NUMBERS));
                 let said = draft.say(&name, number, None);
                 draft.story(&name, self.story_words() / 2, rng);
                 draft.open.push((name, number, said, draft.paragraphs));
@@ -229,14 +236,7 @@ mod tests {
 
     #[test]
     fn names_differ() {
-        let mut draft = Draft {
-            pieces: Vec::new(),
-            words: 0,
-            unused: (0..NAMES).collect(),
-            open: Vec::new(),
-            paragraphs: 0,
-        };
-        let names: std::collections::BTreeSet<_> = std::iter::from_fn(|| draft.name()).collect();
+        let names: std::collections::BTreeSet<_> = (0..NAMES).map(name).collect();
         assert_eq!(names.len(), NAMES);
     }
 }

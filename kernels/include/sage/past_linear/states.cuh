@@ -1,5 +1,5 @@
-// Sums of states along the sequence: each chunk of blocks on its own, then the sums before each chunk, then the states inside
-// of it.
+// Sums of states along the sequence. Where there are too few heads to fill the GPU, a sequence is cut into chunks of blocks: each
+// is summed on its own, then the sums before each chunk are added up, then come the states inside of it.
 #pragma once
 
 #include <sage/layout/fragments.cuh>
@@ -15,30 +15,34 @@ using attention::Segment;
 using attention::selection_blocks;
 using attention::TILE;
 
-// Sums of a chunk of blocks of a key head, from the front or from the end. A warp keeps a part of the state in its
-// accumulators: 16 channels of the features by COLUMNS of the values, and its part of z.
+// Sums of a chunk of blocks of a key head, from the front or from the end. A thread block has VALUES columns of the state, and
+// makes all features for them again: two thread blocks then fit on a multiprocessor, and one's features are made beside the
+// other's products. A warp keeps a part of the state in its accumulators: 16 channels of the features by COLUMNS of the values,
+// and, for the first columns, its part of z.
 template <class T, int D>
 struct StateKernel {
-  static constexpr int STRIPS = D / 16, PARTS = WARPS / STRIPS, COLUMNS = D / PARTS;
-  static constexpr int ROWS_BYTES = BLOCK * D * 2;
-  // Shared memory: stages of features and values, two where there is room; then the weights of each stage's rows.
-  static constexpr int STAGE_BYTES = 2 * ROWS_BYTES, WEIGHTS_BYTES = BLOCK * 4;
+  static constexpr int VALUES = 32, SPLIT = D / VALUES;
+  static constexpr int STRIPS = D / 16, PARTS = WARPS / STRIPS, COLUMNS = VALUES / PARTS;
+  // Shared memory: stages of features and values; then the weights of each stage's rows.
+  static constexpr int FEATURE_BYTES = BLOCK * D * 2, VALUE_BYTES = BLOCK * VALUES * 2;
+  static constexpr int STAGE_BYTES = FEATURE_BYTES + VALUE_BYTES, WEIGHTS_BYTES = BLOCK * 4;
   static constexpr params::Plan PLAN = params::plan("linear_sum_chunks", D, params::LISTED);
   static_assert(PLAN == params::plan("linear_scan_blocks", D, params::LISTED));
   static constexpr int STAGES = PLAN.stages;
   static_assert(PLAN.rows == BLOCK && PLAN.threads == THREADS && PLAN.shared_bytes == STAGES * (STAGE_BYTES + WEIGHTS_BYTES));
+  static_assert(PLAN.row_bytes == VALUES * 2 && STAGES == 2);
   static constexpr int WIDTH = (D + 1) * D;  // values of a chunk's sums: H and z
 
   const params::Linear& p;
   unsigned char* memory;
   uint32_t shared;
   Segment segment;
-  int segment_index, key_head, strip, part, group;
+  int segment_index, key_head, chunk, first_column, strip, part, group;
   float h[COLUMNS / 8][4] = {}, z[4] = {};
 
   __device__ __forceinline__ StateKernel(const params::Linear& p, unsigned char* memory)
       : p(p), memory(memory), shared(ptx::shared_address(memory)), segment(p.shape, blockIdx.y), segment_index(blockIdx.y),
-        key_head(blockIdx.z), strip(threadIdx.x / 32 % STRIPS), part(threadIdx.x / 32 / STRIPS),
+        key_head(blockIdx.z), chunk(blockIdx.x / SPLIT), first_column(blockIdx.x % SPLIT * VALUES), strip(threadIdx.x / 32 % STRIPS), part(threadIdx.x / 32 / STRIPS),
         group(p.backward ? p.shape.query_heads / p.shape.key_heads : 1) {}
 
   __device__ __forceinline__ uint32_t features(int stage) const { return shared + stage % STAGES * STAGE_BYTES; }
@@ -62,7 +66,9 @@ struct StateKernel {
 
   __device__ __forceinline__ void load(int stage, Item it) {
     copy_block<T, D>(features(stage), rows(p.backward ? p.q : p.k, it.head), it.block * BLOCK);
-    copy_block<T, D>(features(stage) + ROWS_BYTES, rows(p.backward ? p.dout : p.v, it.head), it.block * BLOCK);
+    Rows<T> values = rows(p.backward ? p.dout : p.v, it.head);
+    values.skip_channels(first_column);
+    copy_block<T, VALUES>(features(stage) + FEATURE_BYTES, values, it.block * BLOCK);
   }
 
   // Replaces what this thread copied: by features and, in the backward, by dO times the query's factor.
@@ -70,7 +76,7 @@ struct StateKernel {
     int first = it.block * BLOCK, count = segment.query_len - first;
     make_features<T, D>(features(stage), count, p.shape.head_dim, [](int, int, const float(&)[8]) {});
     const float* factors = p.rows + 2 * ((int64_t(it.head) * p.shape.query_tiles + segment.query_tile) * TILE + first);
-    if (p.backward) scale_rows<T, D>(features(stage) + ROWS_BYTES, [&](int row) { return row < count ? factors[2 * row] : 0.0f; });
+    if (p.backward) scale_rows<T, VALUES>(features(stage) + FEATURE_BYTES, [&](int row) { return row < count ? factors[2 * row] : 0.0f; });
     for (int row = threadIdx.x; row < BLOCK; row += THREADS)
       weights(stage)[row] = row >= count ? 0.0f : p.backward ? factors[2 * row + 1] : 1.0f;
   }
@@ -78,7 +84,7 @@ struct StateKernel {
   __device__ __forceinline__ void multiply(int stage) {
     int lane = threadIdx.x % 32;
     layout::TransposedReaderA<D * 2> phi(features(stage), lane);
-    layout::TransposedReaderB<D * 2> values(features(stage) + ROWS_BYTES, lane);
+    layout::TransposedReaderB<VALUES * 2> values(features(stage) + FEATURE_BYTES, lane);
 #pragma unroll 2
     for (int step = 0; step < BLOCK / 16; ++step) {
       uint32_t a[4];
@@ -90,6 +96,7 @@ struct StateKernel {
         ptx::mma_16<T>(h[n], a, b[0], b[1]);
         ptx::mma_16<T>(h[n + 1], a, b[2], b[3]);
       }
+      if (!has_z()) continue;
       // B for z: its first column is the weights, the other columns are zero.
       uint32_t w[2] = {};
       if (lane / 4 == 0) {
@@ -113,16 +120,15 @@ struct StateKernel {
       // After the barrier all threads see the features, and have finished with the stage of the previous item, which may be
       // refilled.
       __syncthreads();
-      if (STAGES == 2 && i + 1 < items) load(i + 1, item(i + 1, first, end));
+      if (i + 1 < items) load(i + 1, item(i + 1, first, end));
       ptx::cp_async_commit();
       multiply(i);
-      if (STAGES == 1) {
-        __syncthreads();
-        if (i + 1 < items) load(i + 1, item(i + 1, first, end));
-        ptx::cp_async_commit();
-      }
     }
   }
+
+  // The warp's first column of H, and whether it has a part of z.
+  __device__ __forceinline__ int column() const { return first_column + part * COLUMNS; }
+  __device__ __forceinline__ bool has_z() const { return column() == 0; }
 
   // Calls f(index, value) for the warp's part of a state, D + 1 rows of D: H, then z.
   template <class F>
@@ -132,8 +138,8 @@ struct StateKernel {
     for (int e = 0; e < 4; ++e) {
       int row = strip * 16 + lane / 4 + 8 * (e >> 1);
 #pragma unroll
-      for (int n = 0; n < COLUMNS / 8; ++n) f(row * D + part * COLUMNS + n * 8 + 2 * (lane & 3) + (e & 1), h[n][e]);
-      if (part == 0 && lane % 4 == 0 && (e & 1) == 0) f(D * D + row, z[e]);
+      for (int n = 0; n < COLUMNS / 8; ++n) f(row * D + column() + n * 8 + 2 * (lane & 3) + (e & 1), h[n][e]);
+      if (has_z() && lane % 4 == 0 && (e & 1) == 0) f(D * D + row, z[e]);
     }
   }
 
@@ -146,8 +152,8 @@ struct StateKernel {
       int row = strip * 16 + lane / 4 + 8 * half;
 #pragma unroll
       for (int n = 0; n < COLUMNS / 8; ++n)
-        f(row * D + part * COLUMNS + n * 8 + 2 * (lane & 3), h[n][2 * half], h[n][2 * half + 1]);
-      if (part == 0 && lane % 4 == 0) g(row, z[2 * half]);
+        f(row * D + column() + n * 8 + 2 * (lane & 3), h[n][2 * half], h[n][2 * half + 1]);
+      if (has_z() && lane % 4 == 0) g(row, z[2 * half]);
     }
   }
 
@@ -155,20 +161,23 @@ struct StateKernel {
     return p.chunk_sums + ((int64_t(key_head) * p.shape.segment_count + segment_index) * p.chunks + chunk) * WIDTH;
   }
 
-  // Writes the sums of a chunk.
+  // Writes the sums of a chunk: of all but the one that no other comes after.
   __device__ __forceinline__ void sum() {
-    int first = blockIdx.x * p.chunk_blocks, end = min(first + p.chunk_blocks, selection_blocks(segment.query_len));
+    int number = p.backward ? chunk + 1 : chunk;
+    int first = number * p.chunk_blocks, end = min(first + p.chunk_blocks, selection_blocks(segment.query_len));
     walk(first, end, max(end - first, 0) * group, [](int) {});
-    float* to = chunk_sums(blockIdx.x);
+    float* to = chunk_sums(number);
     each([&](int at, float x) { to[at] = x; });
   }
 
   // Writes the states inside a chunk, starting from the sums of all chunks before it, or in the backward after it.
   __device__ __forceinline__ void scan() {
-    int first = blockIdx.x * p.chunk_blocks, end = min(first + p.chunk_blocks, selection_blocks(segment.query_len));
+    int first = chunk * p.chunk_blocks, end = min(first + p.chunk_blocks, selection_blocks(segment.query_len));
     if (first >= end) return;
-    const float* from = chunk_sums(blockIdx.x);
-    each([&](int at, float& x) { x = from[at]; });
+    if (p.chunks > 1) {
+      const float* from = chunk_sums(chunk);
+      each([&](int at, float& x) { x = from[at]; });
+    }
     auto leave = [&](int block) {
       int64_t row = int64_t(key_head) * p.blocks + first_query_block(p.shape, segment_index) + block;
       T* states = static_cast<T*>(p.states) + row * D * D;
@@ -201,7 +210,8 @@ __device__ __forceinline__ void scan_chunks(const params::Linear& p) {
   float *from = p.chunk_sums + int64_t(blockIdx.y) * p.chunks * WIDTH + at, sum = 0.0f;
   for (int i = 0; i < p.chunks; ++i) {
     float& x = from[int64_t(p.backward ? p.chunks - 1 - i : i) * WIDTH];
-    float own = x;
+    // The last one's own sum was not made, since no chunk comes after it.
+    float own = i + 1 < p.chunks ? x : 0.0f;
     x = sum, sum += own;
   }
 }
