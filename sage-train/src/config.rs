@@ -21,7 +21,7 @@ use crate::during;
 use crate::model::LlamaConfig;
 use crate::optim::{AdamWConfig, LearningRate};
 use crate::quantity::Quantity;
-use crate::settings::{Attn, Preset, Settings, tables};
+use crate::settings::{Attn, Preset, Settings, Sla2Settings, tables};
 
 pub use checkpoints::CheckpointConfig;
 pub use identity::{Identity, differing, is_seed, of_attention};
@@ -91,32 +91,38 @@ impl Config {
     /// # Errors
     /// When a setting is out of range or two do not fit together.
     pub fn resolve(settings: Settings) -> Result<Self> {
-        let preset = settings.preset.unwrap_or(Preset::Tiny);
-        let asked_warmup = settings.warmup_steps;
-        if settings.steps.is_some() && settings.tokens.is_some() {
+        let preset = settings.run.preset.unwrap_or(Preset::Tiny);
+        let asked_warmup = settings.optimizer.warmup_steps;
+        if settings.batch.steps.is_some() && settings.batch.tokens.is_some() {
             return Err(Error::new("both steps and tokens are given")
                 .got("steps and tokens in one place")
                 .allowed("one of them")
                 .hint("tokens = steps x tokens-per-step"));
         }
         let mut s = settings.over(preset::defaults(preset));
-        let attn = need(s.attn);
-        let steps = batch::steps(&s)?;
-        let sla2 = attn.sla2(&s, need(s.context).0 as usize, steps, need(s.device) == Place::Cuda)?;
+        let attn = need(s.attention.attn);
+        let steps = batch::steps(&s.batch)?;
+        let sla2 =
+            attn.sla2(&s.sla2, need(s.data.context).0 as usize, steps, need(s.run.device) == Place::Cuda)?;
         if let Some(sla2) = &sla2 {
             // As it came out: on another device, over another context or for more steps it would come out otherwise.
-            (s.sla2_block, s.sla2_blocks, s.sla2_sparsity) = (Some(sla2.block), Some(sla2.blocks), None);
-            s.sla2_dense_steps = Some(Quantity(sla2.dense_steps));
-            s.sla2_router_steps = Some(Quantity(sla2.router_steps));
+            s.sla2 = Sla2Settings {
+                sla2_block: Some(sla2.block),
+                sla2_blocks: Some(sla2.blocks),
+                sla2_sparsity: None,
+                sla2_dense_steps: Some(Quantity(sla2.dense_steps)),
+                sla2_router_steps: Some(Quantity(sla2.router_steps)),
+                ..s.sla2
+            };
         }
         let model = model::resolve(preset, &s, sla2)?;
         let eval_scheme = eval_scheme(&s, &model)?;
-        let (micro_batch, accumulation) = batch::resolve(&s, model.context, steps)?;
-        let learning_rate = LearningRate::resolve(&s, steps, asked_warmup)?;
+        let (micro_batch, accumulation) = batch::resolve(&s.batch, model.context, steps)?;
+        let learning_rate = LearningRate::resolve(&s.optimizer, steps, asked_warmup)?;
         // Left open where it was: a longer run from the saved settings warms up longer.
-        s.warmup_steps = asked_warmup;
-        let out = need(s.out.clone());
-        let seed = checks::seed("seed", need(s.seed))?;
+        s.optimizer.warmup_steps = asked_warmup;
+        let out = need(s.run.out.clone());
+        let seed = checks::seed("seed", need(s.run.seed))?;
         let config = Self {
             attn,
             data: DataConfig::resolve(&s, folder_of_runs(&out), seed)?,
@@ -125,22 +131,31 @@ impl Config {
             accumulation,
             steps,
             learning_rate,
-            adamw: AdamWConfig::resolve(&s)?,
-            init_from: s.init_from.clone(),
-            skip_spikes: Some(in_range("skip-spikes", need(s.skip_spikes), 0.0, 1e6)?).filter(|z| *z > 0.0),
-            device: need(s.device),
-            weights_seed: checks::seed("weights-seed", s.weights_seed.unwrap_or(seed))?,
+            adamw: AdamWConfig::resolve(&s.optimizer)?,
+            init_from: s.model.init_from.clone(),
+            skip_spikes: Some(in_range("skip-spikes", need(s.optimizer.skip_spikes), 0.0, 1e6)?)
+                .filter(|z| *z > 0.0),
+            device: need(s.run.device),
+            weights_seed: checks::seed("weights-seed", s.run.weights_seed.unwrap_or(seed))?,
             seed,
             out,
-            name: s.name.clone(),
-            eval_every: need(s.eval_every).0,
-            eval_tokens: in_range("eval-tokens", need(s.eval_tokens).0, 1, 1 << 40)?,
+            name: s.run.name.clone(),
+            eval_every: need(s.run.eval_every).0,
+            eval_tokens: in_range("eval-tokens", need(s.run.eval_tokens).0, 1, 1 << 40)?,
             eval_scheme,
-            probe_every: need(s.probe_every).0,
-            checkpoints: CheckpointConfig::resolve(&s)?,
-            sample_tokens: in_range("sample-tokens", need(s.sample_tokens), 0, 1 << 40)?,
-            threads: s.threads.map(|threads| in_range("threads", threads, 1, MOST_THREADS)).transpose()?,
-            peak_flops: s.peak_tflops.map(|t| above_zero("peak-tflops", t).map(|t| t * 1e12)).transpose()?,
+            probe_every: need(s.run.probe_every).0,
+            checkpoints: CheckpointConfig::resolve(&s.run)?,
+            sample_tokens: in_range("sample-tokens", need(s.run.sample_tokens), 0, 1 << 40)?,
+            threads: s
+                .run
+                .threads
+                .map(|threads| in_range("threads", threads, 1, MOST_THREADS))
+                .transpose()?,
+            peak_flops: s
+                .run
+                .peak_tflops
+                .map(|t| above_zero("peak-tflops", t).map(|t| t * 1e12))
+                .transpose()?,
             settings: s,
         };
         config.check_names()?;
@@ -192,7 +207,8 @@ impl Config {
 
     /// The settings as TOML, without the run's name: run again, they make a folder of their own.
     pub fn to_toml(&self) -> String {
-        let settings = Settings { name: None, ..self.settings.clone() };
+        let mut settings = self.settings.clone();
+        settings.run.name = None;
         let mut table = Table::try_from(&settings).expect("settings are plain values");
         // What a scheme leaves to its own defaults is said too: those of a later version may be others.
         for (key, value) in self.attn.own_settings(self.model.scheme, self.model.sla2.as_ref()) {
@@ -219,7 +235,7 @@ impl Config {
 
 /// What a second validation attends with: the same as training twice would say nothing.
 fn eval_scheme(s: &Settings, model: &LlamaConfig) -> Result<Option<Scheme>> {
-    let asked = s.eval_attn.map(|eval| eval.instead_of(need(s.attn))).transpose()?;
+    let asked = s.run.eval_attn.map(|eval| eval.instead_of(need(s.attention.attn))).transpose()?;
     let other = asked.filter(|scheme| Some(*scheme) != model.scheme);
     if let Some(scheme) = other {
         LlamaConfig { scheme: Some(scheme), ..model.clone() }.validate()?;

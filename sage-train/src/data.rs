@@ -251,11 +251,11 @@ fn tokenizer(opened: &[Opened], config: &DataConfig, say: &dyn Fn(&str)) -> Resu
 /// # Errors
 /// When it is named and cannot be used.
 pub fn known_tokenizer(settings: &Settings) -> Result<Option<Tokenizer>> {
-    if let Some(name) = &settings.tokenizer {
+    if let Some(name) = &settings.data.tokenizer {
         return Tokenizer::named(name).map(Some);
     }
-    let out = settings.out.as_deref().unwrap_or(std::path::Path::new("runs"));
-    for source in settings.data.iter().flatten() {
+    let out = settings.run.out.as_deref().unwrap_or(std::path::Path::new("runs"));
+    for source in settings.data.sources.iter().flatten() {
         // A path that leads nowhere is reported when the data is opened.
         if let Ok(Source::Shards(ShardFiles { tokenizer: Some(path), .. })) = source::find(&source.path, out)
         {

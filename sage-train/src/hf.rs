@@ -16,7 +16,7 @@ use crate::model::{LlamaConfig, ParameterSpec, Parameters, StateFile};
 use crate::partial::Folder;
 use crate::quantity::Quantity;
 use crate::ranks::{Mesh, Ranks};
-use crate::settings::{Settings, SmoothingSetting, Switch};
+use crate::settings::{AttentionSettings, Settings, SmoothingSetting, Switch};
 use crate::{during, writing};
 
 const CONFIG: &str = "config.json";
@@ -126,27 +126,28 @@ impl HfConfig {
 pub fn settings(folder: &Path) -> Result<Settings> {
     let config = HfConfig::read(folder)?;
     let tokenizer = folder.join("tokenizer.json");
-    Ok(Settings {
-        vocab_size: Some(Quantity(config.vocab_size as u64)),
-        layers: Some(config.num_hidden_layers),
-        width: Some(config.hidden_size),
-        heads: Some(config.num_attention_heads),
-        key_heads: config.num_key_value_heads,
-        head_dim: Some(config.head_dim.unwrap_or(config.hidden_size / config.num_attention_heads)),
-        ffn: Some(config.intermediate_size),
-        norm_eps: Some(config.rms_norm_eps),
-        rope_base: Some(config.rope_theta()),
-        qk_norm: Some(if config.model_type == "qwen3" { Switch::On } else { Switch::Off }),
-        tokenizer: tokenizer.exists().then(|| tokenizer.display().to_string()),
-        ..attention(folder)?
-    })
+    let attention = attention(folder)?;
+    Ok(Settings::with(|s| {
+        s.attention = attention;
+        s.attention.qk_norm = Some(if config.model_type == "qwen3" { Switch::On } else { Switch::Off });
+        s.data.vocab_size = Some(Quantity(config.vocab_size as u64));
+        s.data.tokenizer = tokenizer.exists().then(|| tokenizer.display().to_string());
+        s.model.layers = Some(config.num_hidden_layers);
+        s.model.width = Some(config.hidden_size);
+        s.model.heads = Some(config.num_attention_heads);
+        s.model.key_heads = config.num_key_value_heads;
+        s.model.head_dim = Some(config.head_dim.unwrap_or(config.hidden_size / config.num_attention_heads));
+        s.model.ffn = Some(config.intermediate_size);
+        s.model.norm_eps = Some(config.rms_norm_eps);
+        s.model.rope_base = Some(config.rope_theta());
+    }))
 }
 
 /// The attention that a model was trained with, if the folder has `attention.json`.
-fn attention(folder: &Path) -> Result<Settings> {
+fn attention(folder: &Path) -> Result<AttentionSettings> {
     let path = folder.join(ATTENTION);
     if !path.exists() {
-        return Ok(Settings::default());
+        return Ok(AttentionSettings::default());
     }
     let unusable = |got: String| {
         Error::new(format!("cannot use {}", path.display()))
@@ -158,14 +159,14 @@ fn attention(folder: &Path) -> Result<Settings> {
     let said: BTreeMap<String, String> =
         serde_json::from_str(&text).map_err(|error| unusable(error.to_string()))?;
     let word = |name: &str| said.get(name).map(String::as_str);
-    let settings = || -> Result<Settings> {
+    let settings = || -> Result<AttentionSettings> {
         let smoothing = word("smoothing").map(|text| SmoothingSetting::from_str(text, false));
-        Ok(Settings {
+        Ok(AttentionSettings {
             attn: word("scheme").map(str::parse).transpose()?,
             value_groups: word("value_groups").map(str::parse).transpose()?,
             p_reference: word("probability_reference").map(str::parse).transpose()?,
             smoothing: smoothing.transpose().map_err(|error| Error::new("unknown smoothing").got(error))?,
-            ..Settings::default()
+            ..AttentionSettings::default()
         })
     };
     settings().map_err(|error| unusable(error.to_string().replace('\n', "\n           ")))

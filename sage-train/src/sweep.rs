@@ -80,7 +80,7 @@ impl Sweep {
         let identities: Vec<&Identity> = kept.iter().map(|(_, identity)| identity).collect();
         let names = names(&identities);
         let runs = kept.into_iter().zip(names).map(|((mut config, identity), name)| {
-            (config.out, config.settings.out) = (folder.clone(), Some(folder.clone()));
+            (config.out, config.settings.run.out) = (folder.clone(), Some(folder.clone()));
             Planned { name, config, identity }
         });
         let runs = runs.collect();

@@ -16,13 +16,14 @@ use crate::on_device;
 use crate::quantity::Quantity;
 use crate::ranks::{Mesh, Rank};
 use crate::runs::{Run, STARTS, tokenizer_hash};
-use crate::settings::{Attn, Settings};
+use crate::settings::{Attn, BatchSettings, Settings};
 
 /// The stage that the model of a run was in at its end, if it has SLA2.
 fn last_stage(saved: &Settings) -> Stage {
-    let of_tokens = saved.tokens.zip(saved.tokens_per_step).map(|(all, step)| all.0.div_ceil(step.0.max(1)));
-    let steps = saved.steps.map(|steps| steps.0).or(of_tokens);
-    match (steps, saved.sla2_dense_steps) {
+    let of_tokens =
+        saved.batch.tokens.zip(saved.batch.tokens_per_step).map(|(all, step)| all.0.div_ceil(step.0.max(1)));
+    let steps = saved.batch.steps.map(|steps| steps.0).or(of_tokens);
+    match (steps, saved.sla2.sla2_dense_steps) {
         (Some(steps), Some(dense)) if dense.0 >= steps => Stage::Dense,
         _ => Stage::Sparse,
     }
@@ -36,20 +37,20 @@ fn last_step(run: &Path) -> Option<u64> {
 
 /// Settings with one step of one micro-batch, which are valid for any context and micro-batch: a trained
 /// model takes no steps.
-fn one_micro_batch(settings: Settings) -> Settings {
-    let micro_batch = settings.micro_batch.unwrap_or(8);
-    let tokens = settings.context.map(|context| Quantity(context.0.saturating_mul(micro_batch as u64)));
-    Settings {
+fn one_micro_batch(mut settings: Settings) -> Settings {
+    let micro_batch = settings.batch.micro_batch.unwrap_or(8);
+    let tokens = settings.data.context.map(|context| Quantity(context.0.saturating_mul(micro_batch as u64)));
+    settings.batch = BatchSettings {
         micro_batch: Some(micro_batch),
-        tokens_per_step: tokens.or(settings.tokens_per_step),
+        tokens_per_step: tokens.or(settings.batch.tokens_per_step),
         steps: Some(Quantity(1)),
         tokens: None,
-        warmup_steps: None,
-        eval_attn: None,
-        sla2_dense_steps: Some(Quantity(0)),
-        sla2_router_steps: Some(Quantity(0)),
-        ..settings
-    }
+    };
+    settings.sla2.sla2_dense_steps = Some(Quantity(0));
+    settings.sla2.sla2_router_steps = Some(Quantity(0));
+    settings.optimizer.warmup_steps = None;
+    settings.run.eval_attn = None;
+    settings
 }
 
 /// The folder of the run: `folder` itself, or the run that the checkpoint `folder` belongs to.
@@ -83,9 +84,9 @@ impl Trained {
     ///
     /// # Errors
     /// When the folder is no run, checkpoint or model, or a file is missing or damaged.
-    pub fn open(folder: &Path, place: Place, settings: Settings, trained: bool) -> Result<Self> {
+    pub fn open(folder: &Path, place: Place, mut settings: Settings, trained: bool) -> Result<Self> {
         let trained = trained.then_some(Mesh::ALONE);
-        let settings = Settings { device: Some(place), ..settings };
+        settings.run.device = Some(place);
         let device = place.open(Rank::ALONE)?;
         let run = run_folder(folder);
         let tokenizer = || {
@@ -101,12 +102,12 @@ impl Trained {
         };
         let saved = run.join("config.toml");
         if !saved.exists() && folder.join("config.json").exists() {
-            let context = settings.context.unwrap_or(Quantity(hf::longest(folder)?.min(4096) as u64));
-            let settings = settings.over(hf::settings(folder)?);
+            let context = settings.data.context.unwrap_or(Quantity(hf::longest(folder)?.min(4096) as u64));
+            let mut settings = settings.over(hf::settings(folder)?);
+            settings.data.context = Some(context);
             // In full precision, as the model was published, unless a scheme is requested.
-            let attn = settings.attn.or(Some(Attn::EXACT));
-            let config =
-                Config::resolve(one_micro_batch(Settings { context: Some(context), attn, ..settings }))?;
+            settings.attention.attn = settings.attention.attn.or(Some(Attn::EXACT));
+            let config = Config::resolve(one_micro_batch(settings))?;
             let parameters = hf::load(folder, &config.model, &device, place.dtype(), trained)?;
             return Ok(Self {
                 config,

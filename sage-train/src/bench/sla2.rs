@@ -82,10 +82,10 @@ pub struct Measured {
 /// When no number of blocks has the sparsity, when the device has no kernels for the shape, or when it runs
 /// out of memory.
 pub fn measure(plan: &Plan, row: Row) -> Result<Vec<Measured>> {
-    let settings = Settings { sla2_sparsity: Some(row.sparsity), ..Settings::default() };
+    let settings = Settings::with(|s| s.sla2.sla2_sparsity = Some(row.sparsity));
     let attn: Attn = "sla2".parse()?;
     let on_gpu = !plan.device.is_cpu();
-    let Some(config) = attn.sla2(&settings, row.tokens, 1, on_gpu)? else { return Ok(Vec::new()) };
+    let Some(config) = attn.sla2(&settings.sla2, row.tokens, 1, on_gpu)? else { return Ok(Vec::new()) };
     let failed = |e| during(format!("cannot measure {}:{}:{}", row.head_dim, row.tokens, row.sparsity))(e);
     [Scheme::FullPrecision, candle_sage::SageBwd::default().into()]
         .into_iter()

@@ -158,7 +158,10 @@ impl BenchLinks {
     fn measure(&self, words: &Words, local: Rank) -> Result<links::Links> {
         words.agree("command", "bench links")?;
         let place = self.device.unwrap_or_default();
-        let settings = Settings { preset: Some(self.preset), device: Some(place), ..Settings::default() };
+        let settings = Settings::with(|s| {
+            s.run.preset = Some(self.preset);
+            s.run.device = Some(place);
+        });
         let config = Config::resolve(settings)?;
         let device = place.open(local)?;
         let ranks = Ranks::connect(words.clone(), Mesh::agree(words, local, 1)?, &device)?;

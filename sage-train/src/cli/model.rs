@@ -67,7 +67,7 @@ impl Sample {
         };
         let tokens = in_range("tokens", self.tokens, 1, 1 << 24)?;
         let place = self.device.unwrap_or_default();
-        let settings = Settings { attn: self.attn, ..Settings::default() };
+        let settings = Settings::with(|s| s.attention.attn = self.attn);
         let trained = Trained::open(&self.run, place, settings, false)?;
         let Trained { config, tokenizer, device, .. } = &trained;
         let asked = config.model.scheme.filter(|_| self.attn.is_some());
@@ -170,14 +170,13 @@ impl Eval {
         if self.hellaswag.is_none() && recall.is_none() {
             needs_data(&self.run, self.data.as_ref(), "evaluate on", "--data PATH, or --hellaswag FILE")?;
         }
-        let settings = Settings {
-            data: self.data.clone().map(|data| vec![data]),
-            tokenizer: Some(tokenizer),
-            micro_batch: self.micro_batch,
-            context: self.context,
-            attn: self.attn,
-            ..Settings::default()
-        };
+        let settings = Settings::with(|s| {
+            s.attention.attn = self.attn;
+            s.data.sources = self.data.clone().map(|data| vec![data]);
+            s.data.tokenizer = Some(tokenizer);
+            s.data.context = self.context;
+            s.batch.micro_batch = self.micro_batch;
+        });
         let trained = Trained::open(&self.run, self.device.unwrap_or_default(), settings, false)?;
         let Trained { config, tokenizer, device, .. } = &trained;
         let model = trained.model()?;

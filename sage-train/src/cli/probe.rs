@@ -82,14 +82,13 @@ impl Probe {
                 .allowed("a low-bit scheme")
                 .hint("leave --attn out for the run's own, or sagebwd where it has none"));
         }
-        let settings = Settings {
-            data: self.data.clone().map(|data| vec![data]),
-            attn: self.attn,
-            smoothing: self.smoothing,
-            granularity: self.granularity,
-            context: self.context,
-            ..Settings::default()
-        };
+        let settings = Settings::with(|s| {
+            s.attention.attn = self.attn;
+            s.attention.smoothing = self.smoothing;
+            s.attention.granularity = self.granularity;
+            s.data.sources = self.data.clone().map(|data| vec![data]);
+            s.data.context = self.context;
+        });
         match &self.run {
             Some(run) => self.of_run(run, &settings),
             None => self.of_random(&settings),
@@ -103,7 +102,8 @@ impl Probe {
         // that has changed.
         let tokenizer = run_folder(run).join("tokenizer.json").display().to_string();
         let tokenizer = self.data.is_some().then_some(tokenizer);
-        let settings = &Settings { tokenizer, ..settings.clone() };
+        let mut settings = settings.clone();
+        settings.data.tokenizer = tokenizer;
         let mut all: Vec<Probed> = Vec::new();
         self.qk_scale.iter().try_for_each(|scale| above_zero("qk-scale", *scale).map(drop))?;
         for &qk_scale in &self.qk_scale {

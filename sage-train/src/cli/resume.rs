@@ -53,10 +53,10 @@ pub(super) struct Resumed {
 
 impl Resumed {
     /// Finds the checkpoint, and merges the settings that were typed over those of its run.
-    pub(super) fn open(path: &Path, typed: Settings, rank: Rank) -> Result<Self> {
+    pub(super) fn open(path: &Path, mut typed: Settings, rank: Rank) -> Result<Self> {
         let found = Found::at(path, rank)?;
         let saved = Config::read_settings(&found.run.join("config.toml"))?;
-        let typed = Settings { data: with_weights(typed.data, saved.data.as_ref())?, ..typed };
+        typed.data.sources = with_weights(typed.data.sources.take(), saved.data.sources.as_ref())?;
         let merged = typed.over(saved.clone());
         let (before, after) = (table(&saved)?, table(&merged)?);
         if let Some(key) = changed(&before, &after).find(|key| !MAY_CHANGE.contains(key)) {
@@ -136,8 +136,8 @@ mod tests {
 
     #[test]
     fn what_may_change_are_settings() {
-        let config = Config::resolve(Settings { preset: Some(Preset::Tiny), ..Settings::default() })
-            .expect("a preset");
+        let config =
+            Config::resolve(Settings::with(|s| s.run.preset = Some(Preset::Tiny))).expect("a preset");
         let known = table(&config.settings).expect("plain values");
         let unset =
             ["data", "tokens", "checkpoint-every", "threads", "peak-tflops", "warmup-steps", "eval-attn"];

@@ -68,8 +68,8 @@ impl Sweeping {
                 .map_or_else(|| std::fs::read_to_string(&self.file).unwrap_or_default(), |s| s.1.into());
             return print(&text);
         }
-        let settings = Settings { name: None, ..self.settings.clone() };
-        let name = self.settings.name.clone().unwrap_or(stem);
+        let mut settings = self.settings.clone();
+        let name = settings.run.name.take().unwrap_or(stem);
         let sweep = plan(&spec, settings, &lists, |_| Ok(name.clone()))?;
         if let Some(only) = self.only.filter(|only| *only >= sweep.runs.len()) {
             return Err(Error::new("the sweep has no such run")

@@ -77,7 +77,7 @@ impl Train {
                 .hint("--resume auto goes on from the newest checkpoint"));
         }
         let file = self.config.as_deref().map(Config::read_settings).transpose()?.unwrap_or_default();
-        if let (Some(flag), Some(in_file)) = (self.settings.preset, file.preset)
+        if let (Some(flag), Some(in_file)) = (self.settings.run.preset, file.run.preset)
             && flag != in_file
         {
             return Err(Error::new("the preset is given twice")
@@ -191,8 +191,8 @@ impl Train {
                     .hint("a sweep goes on when its command is given again with its --name"));
             }
         }
-        let typed = Settings { name: None, ..self.settings.clone() };
-        let (name, preset) = (self.settings.name.clone(), typed.preset.or(file.preset));
+        let mut typed = self.settings.clone();
+        let (name, preset) = (typed.run.name.take(), typed.run.preset.or(file.run.preset));
         let shared = Table::try_from(&file).map_err(during("cannot use the file's settings"))?;
         let spec = Spec { settings: shared, ..Spec::default() };
         let free = |config: &Config| match name {
@@ -233,7 +233,8 @@ fn again(typed: Settings, file: Settings, words: &Words) -> Result<(Config, Begi
         "new" => Ok((asked, Begin::New)),
         "again" => Ok((asked, Begin::Again)),
         _ => {
-            let settings = Settings { name: None, out: None, ..asked.settings };
+            let mut settings = asked.settings;
+            (settings.run.name, settings.run.out) = (None, None);
             let Resumed { config, found } = Resumed::open(&run, settings, words.rank())?;
             Ok((config, Begin::From(Box::new(found))))
         }
@@ -267,7 +268,7 @@ fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
             })
             .hint("leave it out, or name the attention that has it: --attn"));
     }
-    if typed.data.is_some() && typed.corpus_mb.is_some() {
+    if typed.data.sources.is_some() && typed.data.corpus_mb.is_some() {
         return Err(Error::new("the built-in corpus has no part in this run")
             .got("--corpus-mb with --data")
             .allowed("one of them")
@@ -304,15 +305,15 @@ fn write_batches(config: &Config, path: &Path) -> Result<()> {
 /// Fills in the settings that files determine: the model's shape from `--init-from`, and the vocabulary's
 /// size from a tokenizer that exists.
 pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
-    if let Some(folder) = settings.init_from.clone() {
+    if let Some(folder) = settings.model.init_from.clone() {
         settings = settings.over(hf::settings(&folder)?);
     }
-    if settings.vocab_size.is_none()
+    if settings.data.vocab_size.is_none()
         && let Some(tokenizer) = known_tokenizer(&settings)?
     {
         // The vocabulary is padded to a multiple of 64: GPUs take several times as long over rows of the
         // embedding that do not fill whole 16-byte packs.
-        settings.vocab_size = Some(Quantity(tokenizer.vocab_size().next_multiple_of(64) as u64));
+        settings.data.vocab_size = Some(Quantity(tokenizer.vocab_size().next_multiple_of(64) as u64));
     }
     Ok(settings)
 }

@@ -4,7 +4,7 @@ use candle_sage::{Error, Result};
 
 use crate::checks::{in_range, need};
 use crate::quantity::{Quantity, grouped};
-use crate::settings::Settings;
+use crate::settings::BatchSettings;
 
 /// Micro-batches of a step, at most.
 const MOST_MICRO_BATCHES: u64 = 1 << 16;
@@ -13,7 +13,7 @@ const MOST_MICRO_BATCHES: u64 = 1 << 16;
 ///
 /// # Errors
 /// When a setting is out of range.
-pub(super) fn steps(s: &Settings) -> Result<u64> {
+pub(super) fn steps(s: &BatchSettings) -> Result<u64> {
     let steps = match (s.steps, s.tokens) {
         (Some(steps), _) => steps.0,
         (None, Some(tokens)) => tokens.0.div_ceil(tokens_per_step(s)?),
@@ -22,7 +22,7 @@ pub(super) fn steps(s: &Settings) -> Result<u64> {
     in_range("steps", steps, 1, 1 << 40)
 }
 
-fn tokens_per_step(s: &Settings) -> Result<u64> {
+fn tokens_per_step(s: &BatchSettings) -> Result<u64> {
     in_range("tokens-per-step", need(s.tokens_per_step).0, 1, 1 << 40)
 }
 
@@ -30,7 +30,7 @@ fn tokens_per_step(s: &Settings) -> Result<u64> {
 ///
 /// # Errors
 /// When a setting is out of range, or a step is not a whole number of micro-batches.
-pub(super) fn resolve(s: &Settings, context: usize, steps: u64) -> Result<(usize, usize)> {
+pub(super) fn resolve(s: &BatchSettings, context: usize, steps: u64) -> Result<(usize, usize)> {
     let micro_batch = in_range("micro-batch", need(s.micro_batch) as u64, 1, 1 << 20)? as usize;
     let tokens_per_step = tokens_per_step(s)?;
     let accumulation = accumulation(tokens_per_step, micro_batch, context)?;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use candle_sage::Result;
 
 use crate::checks::{in_range, need};
-use crate::settings::Settings;
+use crate::settings::RunSettings;
 
 /// Which checkpoints are written and kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +25,7 @@ impl CheckpointConfig {
     ///
     /// # Errors
     /// When a setting is out of range.
-    pub(super) fn resolve(s: &Settings) -> Result<Self> {
+    pub(super) fn resolve(s: &RunSettings) -> Result<Self> {
         let minutes = in_range("checkpoint-minutes", need(s.checkpoint_minutes), 0.0, 1e6)?;
         Ok(Self {
             every: s.checkpoint_every.unwrap_or(need(s.eval_every)).0,

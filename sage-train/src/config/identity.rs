@@ -178,29 +178,39 @@ mod tests {
     fn what_is_said_in_other_words_is_the_same_run() {
         let plain = identity(Settings::default());
         let same = [
-            Settings { smoothing: Some(SmoothingSetting::K), ..Settings::default() },
-            Settings { tokens: Some(Quantity(300 * 4096)), ..Settings::default() },
-            Settings { weights_seed: Some(0), corpus_seed: Some(0), ..Settings::default() },
-            Settings { eval_every: Some(Quantity(7)), name: Some("a".into()), ..Settings::default() },
-            Settings { warmup_steps: Some(Quantity(20)), ..Settings::default() },
-            Settings { decay_fraction: Some(0.5), ..Settings::default() },
+            Settings::with(|s| s.attention.smoothing = Some(SmoothingSetting::K)),
+            Settings::with(|s| s.batch.tokens = Some(Quantity(300 * 4096))),
+            Settings::with(|s| {
+                s.run.weights_seed = Some(0);
+                s.run.corpus_seed = Some(0);
+            }),
+            Settings::with(|s| {
+                s.run.eval_every = Some(Quantity(7));
+                s.run.name = Some("a".into());
+            }),
+            Settings::with(|s| s.optimizer.warmup_steps = Some(Quantity(20))),
+            Settings::with(|s| s.optimizer.decay_fraction = Some(0.5)),
         ];
         for settings in same {
             assert_eq!(identity(settings.clone()), plain, "{settings:?}");
         }
         let other = [
-            Settings { smoothing: Some(SmoothingSetting::None), ..Settings::default() },
-            Settings { steps: Some(Quantity(301)), ..Settings::default() },
-            Settings { order_seed: Some(1), ..Settings::default() },
-            Settings { attn: Some(Attn::EXACT), ..Settings::default() },
-            Settings { min_lr: Some(0.2), ..Settings::default() },
-            Settings { eval_tokens: Some(Quantity(4096)), ..Settings::default() },
+            Settings::with(|s| s.attention.smoothing = Some(SmoothingSetting::None)),
+            Settings::with(|s| s.batch.steps = Some(Quantity(301))),
+            Settings::with(|s| s.run.order_seed = Some(1)),
+            Settings::with(|s| s.attention.attn = Some(Attn::EXACT)),
+            Settings::with(|s| s.optimizer.min_lr = Some(0.2)),
+            Settings::with(|s| s.run.eval_tokens = Some(Quantity(4096))),
         ];
         for settings in other {
             assert_ne!(identity(settings.clone()), plain, "{settings:?}");
         }
-        let exact =
-            |smoothing| identity(Settings { attn: Some(Attn::EXACT), smoothing, ..Settings::default() });
+        let exact = |smoothing| {
+            identity(Settings::with(|s| {
+                s.attention.attn = Some(Attn::EXACT);
+                s.attention.smoothing = smoothing;
+            }))
+        };
         assert_eq!(exact(None), exact(Some(SmoothingSetting::K)));
     }
 

@@ -11,25 +11,25 @@ use crate::settings::{Preset, Settings, Switch};
 /// # Errors
 /// When a setting is out of range, or two do not fit together.
 pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) -> Result<LlamaConfig> {
-    let heads = need(s.heads);
+    let heads = need(s.model.heads);
     let model = LlamaConfig {
-        vocab: model_vocab(preset, need(s.vocab_size).0 as usize),
-        layers: need(s.layers),
-        width: need(s.width),
+        vocab: model_vocab(preset, need(s.data.vocab_size).0 as usize),
+        layers: need(s.model.layers),
+        width: need(s.model.width),
         heads,
-        key_heads: s.key_heads.unwrap_or(heads),
-        head_dim: need(s.head_dim),
-        ffn: need(s.ffn),
-        context: need(s.context).0 as usize,
-        rope_base: need(s.rope_base),
-        norm_eps: above_zero("norm-eps", need(s.norm_eps))?,
-        qk_norm: need(s.qk_norm) == Switch::On,
-        init_std: need(s.init_std),
-        scheme: need(s.attn).scheme(s).map(|scheme| scheme_of_blocks(scheme, sla2.as_ref())),
+        key_heads: s.model.key_heads.unwrap_or(heads),
+        head_dim: need(s.model.head_dim),
+        ffn: need(s.model.ffn),
+        context: need(s.data.context).0 as usize,
+        rope_base: need(s.model.rope_base),
+        norm_eps: above_zero("norm-eps", need(s.model.norm_eps))?,
+        qk_norm: need(s.attention.qk_norm) == Switch::On,
+        init_std: need(s.model.init_std),
+        scheme: need(s.attention.attn).scheme(s).map(|scheme| scheme_of_blocks(scheme, sla2.as_ref())),
         sla2,
-        z_loss: in_range("z-loss", need(s.z_loss), 0.0, 1.0)?,
-        recompute: need(s.recompute),
-        deterministic: need(s.deterministic) == Switch::On,
+        z_loss: in_range("z-loss", need(s.optimizer.z_loss), 0.0, 1.0)?,
+        recompute: need(s.run.recompute),
+        deterministic: need(s.run.deterministic) == Switch::On,
     };
     model.validate()?;
     Ok(model)

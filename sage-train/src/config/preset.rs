@@ -7,7 +7,10 @@ use candle_sage::SageBwd;
 use crate::device::Place;
 use crate::model::Recompute;
 use crate::quantity::Quantity;
-use crate::settings::{Preset, Schedule, Settings, Switch};
+use crate::settings::{
+    AttentionSettings, BatchSettings, DataSettings, ModelSettings, OptimizerSettings, Preset, RunSettings,
+    Schedule, Settings, Sla2Settings, Switch,
+};
 
 /// What differs between presets.
 struct Size {
@@ -86,63 +89,30 @@ fn size(preset: Preset) -> Size {
     }
 }
 
-/// Every setting that is not optional.
+/// Every setting that is not optional. A table with defaults names all of its settings, so that a new one does not compile
+/// before its default is decided.
 pub(super) fn defaults(preset: Preset) -> Settings {
     let size = size(preset);
     Settings {
+        run: run(preset, &size),
+        attention: attention(),
+        // What is left open follows from the run: its context, its steps, its device.
+        sla2: Sla2Settings::default(),
+        data: data(&size),
+        batch: BatchSettings {
+            tokens_per_step: Some(Quantity(size.tokens_per_step)),
+            micro_batch: Some(size.micro_batch),
+            steps: Some(Quantity(size.steps)),
+            tokens: None,
+        },
+        optimizer: optimizer(&size),
+        model: model(&size),
+    }
+}
+
+fn run(preset: Preset, size: &Size) -> RunSettings {
+    RunSettings {
         preset: Some(preset),
-        attn: Some(SageBwd::default().into()),
-        qk_norm: Some(Switch::On),
-        smoothing: None,
-        products: None,
-        granularity: None,
-        value_groups: None,
-        p_reference: None,
-        high_precision_output: None,
-        matched_recomputation: None,
-        requantized_p: None,
-        sla2_numerics: None,
-        sla2_sparsity: None,
-        sla2_blocks: None,
-        sla2_block: None,
-        sla2_tail: None,
-        sla2_alpha: None,
-        sla2_dense_steps: None,
-        sla2_router_steps: None,
-        data: None,
-        text_field: Some("text".into()),
-        tokenizer: None,
-        document_mask: Some(Switch::Off),
-        corpus_mb: Some(8),
-        val_fraction: Some(0.05),
-        vocab_size: Some(Quantity(size.vocab)),
-        context: Some(Quantity(size.context)),
-        tokens_per_step: Some(Quantity(size.tokens_per_step)),
-        micro_batch: Some(size.micro_batch),
-        steps: Some(Quantity(size.steps)),
-        tokens: None,
-        lr: Some(size.lr),
-        min_lr: Some(0.1),
-        warmup_steps: Some(Quantity(size.warmup)),
-        schedule: Some(Schedule::Cosine),
-        decay_fraction: Some(0.2),
-        beta1: Some(0.9),
-        beta2: Some(0.95),
-        adam_eps: Some(1e-8),
-        weight_decay: Some(0.1),
-        clip: Some(1.0),
-        z_loss: Some(0.0),
-        skip_spikes: Some(0.0),
-        init_from: None,
-        layers: Some(size.layers),
-        width: Some(size.width),
-        heads: Some(size.heads),
-        key_heads: None,
-        head_dim: Some(size.head_dim),
-        ffn: Some(size.ffn),
-        init_std: Some(size.init_std),
-        rope_base: Some(10_000.0),
-        norm_eps: Some(1e-6),
         device: Some(Place::default()),
         recompute: Some(Recompute::None),
         deterministic: Some(Switch::Off),
@@ -163,5 +133,65 @@ pub(super) fn defaults(preset: Preset) -> Settings {
         sample_tokens: Some(160),
         threads: None,
         peak_tflops: None,
+    }
+}
+
+fn attention() -> AttentionSettings {
+    AttentionSettings {
+        attn: Some(SageBwd::default().into()),
+        qk_norm: Some(Switch::On),
+        smoothing: None,
+        products: None,
+        granularity: None,
+        value_groups: None,
+        p_reference: None,
+        high_precision_output: None,
+        matched_recomputation: None,
+        requantized_p: None,
+    }
+}
+
+fn data(size: &Size) -> DataSettings {
+    DataSettings {
+        sources: None,
+        text_field: Some("text".into()),
+        tokenizer: None,
+        document_mask: Some(Switch::Off),
+        corpus_mb: Some(8),
+        val_fraction: Some(0.05),
+        vocab_size: Some(Quantity(size.vocab)),
+        context: Some(Quantity(size.context)),
+    }
+}
+
+fn optimizer(size: &Size) -> OptimizerSettings {
+    OptimizerSettings {
+        lr: Some(size.lr),
+        min_lr: Some(0.1),
+        warmup_steps: Some(Quantity(size.warmup)),
+        schedule: Some(Schedule::Cosine),
+        decay_fraction: Some(0.2),
+        beta1: Some(0.9),
+        beta2: Some(0.95),
+        adam_eps: Some(1e-8),
+        weight_decay: Some(0.1),
+        clip: Some(1.0),
+        z_loss: Some(0.0),
+        skip_spikes: Some(0.0),
+    }
+}
+
+fn model(size: &Size) -> ModelSettings {
+    ModelSettings {
+        init_from: None,
+        layers: Some(size.layers),
+        width: Some(size.width),
+        heads: Some(size.heads),
+        key_heads: None,
+        head_dim: Some(size.head_dim),
+        ffn: Some(size.ffn),
+        init_std: Some(size.init_std),
+        rope_base: Some(10_000.0),
+        norm_eps: Some(1e-6),
     }
 }

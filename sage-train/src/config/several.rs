@@ -227,15 +227,14 @@ mod tests {
     use crate::settings::{Preset, Settings};
 
     fn config(micro_batch: usize, context: u64, sequences: u64) -> Config {
-        Config::resolve(Settings {
-            preset: Some(Preset::Paper325m),
-            micro_batch: Some(micro_batch),
-            context: Some(Quantity(context)),
-            tokens_per_step: Some(Quantity(sequences * context)),
-            vocab_size: Some(Quantity(1078)),
-            device: Some(Place::Cuda),
-            ..Settings::default()
-        })
+        Config::resolve(Settings::with(|s| {
+            s.run.preset = Some(Preset::Paper325m);
+            s.run.device = Some(Place::Cuda);
+            s.data.context = Some(Quantity(context));
+            s.data.vocab_size = Some(Quantity(1078));
+            s.batch.micro_batch = Some(micro_batch);
+            s.batch.tokens_per_step = Some(Quantity(sequences * context));
+        }))
         .expect("settings")
     }
 

@@ -41,19 +41,19 @@ impl DataConfig {
     /// # Errors
     /// When a setting is out of range.
     pub fn resolve(s: &Settings, out: PathBuf, seed: u64) -> Result<Self> {
-        let corpus_mb = in_range("corpus-mb", need(s.corpus_mb), 0, 1 << 40)?;
+        let corpus_mb = in_range("corpus-mb", need(s.data.corpus_mb), 0, 1 << 40)?;
         Ok(Self {
-            sources: s.data.clone().unwrap_or_default(),
-            text_field: need(s.text_field.clone()),
-            tokenizer: s.tokenizer.clone(),
-            document_mask: need(s.document_mask) == Switch::On,
+            sources: s.data.sources.clone().unwrap_or_default(),
+            text_field: need(s.data.text_field.clone()),
+            tokenizer: s.data.tokenizer.clone(),
+            document_mask: need(s.data.document_mask) == Switch::On,
             corpus_bytes: corpus_mb.saturating_mul(1_000_000),
-            val_fraction: in_range("val-fraction", need(s.val_fraction), 0.0001, 0.9)?,
-            vocab_size: need(s.vocab_size).0 as usize,
-            context: need(s.context).0 as usize,
+            val_fraction: in_range("val-fraction", need(s.data.val_fraction), 0.0001, 0.9)?,
+            vocab_size: need(s.data.vocab_size).0 as usize,
+            context: need(s.data.context).0 as usize,
             out,
-            order_seed: checks::seed("order-seed", s.order_seed.unwrap_or(seed))?,
-            corpus_seed: checks::seed("corpus-seed", s.corpus_seed.unwrap_or(seed))?,
+            order_seed: checks::seed("order-seed", s.run.order_seed.unwrap_or(seed))?,
+            corpus_seed: checks::seed("corpus-seed", s.run.corpus_seed.unwrap_or(seed))?,
         })
     }
 

@@ -356,7 +356,8 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let documents = Corpus::new(2).documents(100_000);
         let documents: Vec<&String> = documents.iter().collect();
-        let settings = crate::settings::Settings { out: Some(folder.path().into()), ..Default::default() };
+        let mut settings = crate::settings::Settings::default();
+        settings.run.out = Some(folder.path().into());
         let config = DataConfig { vocab_size: 400, ..crate::config::Config::resolve(settings)?.data };
         let said = std::cell::RefCell::new(Vec::new());
         let say = |line: &str| said.borrow_mut().push(line.to_owned());

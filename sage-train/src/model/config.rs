@@ -291,8 +291,8 @@ mod tests {
 
     #[test]
     fn the_paper_preset_has_the_papers_size() {
-        let config = Config::resolve(Settings { preset: Some(Preset::Paper325m), ..Settings::default() })
-            .expect("a preset");
+        let config =
+            Config::resolve(Settings::with(|s| s.run.preset = Some(Preset::Paper325m))).expect("a preset");
         // 324.1M in the paper's arithmetic; norms and the padded vocabulary add 0.1M.
         assert_eq!(config.model.parameters() / 100_000, 3241);
         assert_eq!(config.tokens_per_step(), 2_097_152);

@@ -4,7 +4,7 @@ use candle_sage::Result;
 use candle_sage::ops::AdamW;
 
 use crate::checks::{above_zero, in_range, need};
-use crate::settings::Settings;
+use crate::settings::OptimizerSettings;
 
 /// The settings of AdamW, which do not change during a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -26,7 +26,7 @@ impl AdamWConfig {
     ///
     /// # Errors
     /// When a setting is out of range.
-    pub fn resolve(s: &Settings) -> Result<Self> {
+    pub fn resolve(s: &OptimizerSettings) -> Result<Self> {
         Ok(Self {
             beta1: in_range("beta1", need(s.beta1), 0.0, 0.999_999)?,
             beta2: in_range("beta2", need(s.beta2), 0.0, 0.999_999)?,

@@ -4,7 +4,7 @@ use candle_sage::Result;
 
 use crate::checks::{above_zero, in_range, need};
 use crate::quantity::Quantity;
-use crate::settings::{Schedule, Settings};
+use crate::settings::{OptimizerSettings, Schedule};
 
 /// A linear warm-up, then a schedule.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -29,7 +29,7 @@ impl LearningRate {
     ///
     /// # Errors
     /// When a setting is out of range.
-    pub fn resolve(s: &Settings, steps: u64, asked_warmup: Option<Quantity>) -> Result<Self> {
+    pub fn resolve(s: &OptimizerSettings, steps: u64, asked_warmup: Option<Quantity>) -> Result<Self> {
         let warmup = match asked_warmup {
             None => need(s.warmup_steps).0.min(steps / 10),
             Some(warmup) => in_range("warmup-steps", warmup.0, 0, steps - 1)?,

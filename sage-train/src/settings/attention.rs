@@ -2,14 +2,60 @@
 
 use std::sync::LazyLock;
 
-use candle_sage::{AttnQat, Error, SageBwd, Scheme, Smoothing};
-use clap::ValueEnum;
+use candle_sage::{
+    AttnQat, Error, Granularity, Int8Products, PReference, SageBwd, Scheme, Smoothing, ValueGroups,
+};
 use clap::builder::PossibleValue;
+use clap::{Args, ValueEnum};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::sla2::{self, Form};
+use super::layer::layer;
+use super::sla2::{self, Form, Sla2Settings};
+use super::text::Text;
 use super::{Settings, Switch};
 use crate::model::Sla2Config;
+
+/// Table `[attention]`: how to attend, and the settings of each scheme.
+#[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
+pub struct AttentionSettings {
+    /// How to attend [default: sagebwd]
+    #[arg(long, value_enum)]
+    pub attn: Option<Attn>,
+    /// RMSNorm of each head's queries and keys before the rotary embedding [default: on]
+    #[arg(long, value_enum)]
+    pub qk_norm: Option<Switch>,
+    /// Token means subtracted before quantizing [default: k for sagebwd, none for attn-qat]
+    #[arg(long, value_enum)]
+    pub smoothing: Option<SmoothingSetting>,
+    /// SageBwd: products in INT8: paper, forward-and-s, forward, or a list such as forward,s,dv [default: paper]
+    #[arg(long)]
+    pub products: Option<Text<Int8Products>>,
+    /// SageBwd: vectors that share a scale in the backward: vector, group-N, tile [default: vector]
+    #[arg(long)]
+    pub granularity: Option<Text<Granularity>>,
+    /// Attn-QAT: along what 16 values of V share a scale: tokens, head-dim [default: tokens]
+    #[arg(long)]
+    pub value_groups: Option<Text<ValueGroups>>,
+    /// Attn-QAT: what probabilities are relative to when quantized: row-max, two-level, literal [default: row-max]
+    #[arg(long)]
+    pub p_reference: Option<Text<PReference>>,
+    /// Attn-QAT: compute dS with the output of unquantized probabilities [default: on]
+    #[arg(long, value_enum)]
+    pub high_precision_output: Option<Switch>,
+    /// Attn-QAT: compute the backward from the quantized query, key and value [default: on]
+    #[arg(long, value_enum)]
+    pub matched_recomputation: Option<Switch>,
+    /// Attn-QAT: compute dV from quantized probabilities [default: on]
+    #[arg(long, value_enum)]
+    pub requantized_p: Option<Switch>,
+}
+
+layer! {
+    AttentionSettings:
+    attn, qk_norm, smoothing, products, granularity, value_groups, p_reference,
+    high_precision_output, matched_recomputation, requantized_p
+}
 
 /// How to attend: a scheme, by its name and with its default settings, SLA2 over one, or not at all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,7 +85,7 @@ impl Attn {
     /// When its settings are out of range.
     pub fn sla2(
         self,
-        settings: &Settings,
+        settings: &Sla2Settings,
         context: usize,
         steps: u64,
         gpu: bool,
@@ -75,21 +121,29 @@ impl Attn {
         let scheme = match self.0 {
             Kind::None => return None,
             Kind::Dense(scheme) => scheme,
-            Kind::Sla2(_) => settings.sla2_numerics.map_or(SageBwd::default().into(), |text| text.0.0),
+            Kind::Sla2(_) => {
+                settings.sla2.sla2_numerics.map_or(SageBwd::default().into(), |text| text.0.scheme())
+            }
         };
         Some(match scheme {
             Scheme::SageBwd(default) => default
-                .smoothing(settings.smoothing.map_or(default.smoothing, Smoothing::from))
-                .products(settings.products.map_or(default.products, |text| text.0))
-                .granularity(settings.granularity.map_or(default.granularity, |text| text.0))
+                .smoothing(settings.attention.smoothing.map_or(default.smoothing, Smoothing::from))
+                .products(settings.attention.products.map_or(default.products, |text| text.0))
+                .granularity(settings.attention.granularity.map_or(default.granularity, |text| text.0))
                 .into(),
             Scheme::AttnQat(default) => default
-                .smoothing(settings.smoothing.map_or(default.smoothing, Smoothing::from))
-                .value_groups(settings.value_groups.map_or(default.value_groups, |text| text.0))
-                .p_reference(settings.p_reference.map_or(default.p_reference, |text| text.0))
-                .high_precision_output(on(settings.high_precision_output, default.high_precision_output))
-                .matched_recomputation(on(settings.matched_recomputation, default.matched_recomputation))
-                .requantized_p(on(settings.requantized_p, default.requantized_p))
+                .smoothing(settings.attention.smoothing.map_or(default.smoothing, Smoothing::from))
+                .value_groups(settings.attention.value_groups.map_or(default.value_groups, |text| text.0))
+                .p_reference(settings.attention.p_reference.map_or(default.p_reference, |text| text.0))
+                .high_precision_output(on(
+                    settings.attention.high_precision_output,
+                    default.high_precision_output,
+                ))
+                .matched_recomputation(on(
+                    settings.attention.matched_recomputation,
+                    default.matched_recomputation,
+                ))
+                .requantized_p(on(settings.attention.requantized_p, default.requantized_p))
                 .into(),
             // A scheme without settings of its own.
             other => other,
@@ -182,30 +236,6 @@ impl<'de> Deserialize<'de> for Attn {
     }
 }
 
-/// A scheme by its name, with its default settings.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Numerics(Scheme);
-
-impl std::str::FromStr for Numerics {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        let all = Scheme::all();
-        all.iter().find(|scheme| scheme.name() == text).map(|scheme| Self(*scheme)).ok_or_else(|| {
-            Error::new("unknown numerics")
-                .got(format!("`{text}`"))
-                .allowed(all.iter().map(Scheme::name).collect::<Vec<_>>().join(", "))
-                .hint("the form of SLA2 is what --attn says")
-        })
-    }
-}
-
-impl std::fmt::Display for Numerics {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.0.name())
-    }
-}
-
 /// Which token means are subtracted before quantizing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -228,30 +258,6 @@ impl From<SmoothingSetting> for Smoothing {
     }
 }
 
-/// A value of candle-sage in the words of its `Display`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Text<T>(pub T);
-
-impl<T: std::str::FromStr> std::str::FromStr for Text<T> {
-    type Err = T::Err;
-
-    fn from_str(text: &str) -> Result<Self, T::Err> {
-        text.parse().map(Text)
-    }
-}
-
-impl<T: std::fmt::Display> Serialize for Text<T> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(&self.0)
-    }
-}
-
-impl<'de, T: std::str::FromStr<Err: std::fmt::Display>> Deserialize<'de> for Text<T> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -267,11 +273,10 @@ mod tests {
 
     #[test]
     fn settings_reach_their_scheme() {
-        let settings = Settings {
-            smoothing: Some(SmoothingSetting::K),
-            requantized_p: Some(Switch::Off),
-            ..Settings::default()
-        };
+        let settings = Settings::with(|s| {
+            s.attention.smoothing = Some(SmoothingSetting::K);
+            s.attention.requantized_p = Some(Switch::Off);
+        });
         let qat = AttnQat::default();
         let expected = qat.smoothing(Smoothing::K).requantized_p(false);
         assert_eq!(Attn::from(qat).scheme(&settings), Some(expected.into()));

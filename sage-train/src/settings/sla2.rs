@@ -4,12 +4,50 @@ use std::str::FromStr;
 
 use candle_sage::Error;
 use candle_sage::ops::{Alpha, Tail};
-use clap::ValueEnum;
+use clap::{Args, ValueEnum};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::Settings;
+use super::layer::layer;
+use super::text::{Numerics, Text};
 use crate::checks::in_range;
 use crate::model::{Choice, Sla2Config};
+use crate::quantity::Quantity;
+
+/// Table `[sla2]`: the settings of SLA2, whose keys lack the `sla2-` of the flags there.
+#[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Sla2Settings {
+    /// Numerics of the selected blocks, and of the dense attention before: fpa, sagebwd, attn-qat [default: sagebwd]
+    #[arg(long, value_name = "SCHEME")]
+    pub sla2_numerics: Option<Text<Numerics>>,
+    /// Part of the (query, key) pairs that is not computed, such as 90% [default: 90%]
+    #[arg(long, value_name = "SHARE")]
+    pub sla2_sparsity: Option<Share>,
+    /// Blocks of keys that a block of queries picks, instead of a sparsity
+    #[arg(long, value_name = "N")]
+    pub sla2_blocks: Option<usize>,
+    /// Tokens of a block; on a GPU 128 [default on the CPU: a sixteenth of the context, 16 to 128]
+    #[arg(long, value_name = "N")]
+    pub sla2_block: Option<usize>,
+    /// What the linear tail sums over [default: past]
+    #[arg(long, value_enum)]
+    pub sla2_tail: Option<TailSetting>,
+    /// How the share of the selected blocks comes from what is learned [default: count]
+    #[arg(long, value_enum)]
+    pub sla2_alpha: Option<AlphaSetting>,
+    /// Steps of dense attention at the start [default: 60 % of the run]
+    #[arg(long, value_name = "N")]
+    pub sla2_dense_steps: Option<Quantity>,
+    /// The last of them, in which the router learns where dense attention looks [default: 100, at most a tenth of the run]
+    #[arg(long, value_name = "N")]
+    pub sla2_router_steps: Option<Quantity>,
+}
+
+layer! {
+    Sla2Settings:
+    sla2_numerics, sla2_sparsity, sla2_blocks, sla2_block, sla2_tail, sla2_alpha, sla2_dense_steps,
+    sla2_router_steps
+}
 
 /// A form of SLA2: the whole, or a part of it left out, to see what that is worth.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -128,7 +166,7 @@ pub(super) fn own_settings(sla2: &Sla2Config) -> Vec<(&'static str, String)> {
 /// When a setting is out of range, or the sparsity cannot be had.
 pub(super) fn resolve(
     form: Form,
-    settings: &Settings,
+    settings: &Sla2Settings,
     context: usize,
     steps: u64,
     gpu: bool,
@@ -225,7 +263,7 @@ mod tests {
 
     #[test]
     fn sparsity_becomes_blocks() {
-        let settings = |share| Settings { sla2_sparsity: Some(Share(share)), ..Settings::default() };
+        let settings = |share| Sla2Settings { sla2_sparsity: Some(Share(share)), ..Sla2Settings::default() };
         let blocks = |share, context| {
             resolve(Form::Learned, &settings(share), context, 1000, true).map(|config| config.blocks)
         };

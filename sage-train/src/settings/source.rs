@@ -51,7 +51,7 @@ impl Serialize for SourceSetting {
 }
 
 /// One source, or a list of them.
-pub(super) fn sources<'de, D: Deserializer<'de>>(
+pub(super) fn one_or_more<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Option<Vec<SourceSetting>>, D::Error> {
     #[derive(Deserialize)]

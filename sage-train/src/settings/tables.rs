@@ -22,8 +22,8 @@ const TABLES: [(&str, &str, &str); 7] = [
 /// What `data` is called inside of `[data]`.
 const SOURCES: &str = "sources";
 
-/// The settings as flags: name, heading, and whether they are switches.
-fn flags() -> Vec<(String, &'static str, bool)> {
+/// The settings as flags: name, table, and whether they are switches.
+pub(super) fn flags() -> Vec<(String, &'static str, bool)> {
     let about = |arg: &Arg| {
         let heading = arg.get_help_heading()?;
         let (table, _, _) = TABLES.into_iter().find(|(_, of, _)| *of == heading)?;

@@ -13,7 +13,6 @@ use crate::config::Config;
 use crate::device::Place;
 use crate::quantity::Quantity;
 use crate::runs::{Run, median};
-use crate::settings::Settings;
 use crate::signals::{self, Second};
 use crate::{during, tell, writing};
 
@@ -114,23 +113,21 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
     let micro_batch = (config.micro_batch * config.model.context) as u64;
     let (steps, micro_batches) = sample(config.device);
     let tokens = config.tokens_per_step().min(micro_batches * micro_batch);
-    let few = Settings {
-        steps: Some(Quantity(steps)),
-        tokens: None,
-        tokens_per_step: Some(Quantity(tokens)),
-        warmup_steps: None,
-        eval_every: Some(Quantity(0)),
-        eval_tokens: Some(Quantity(1)),
-        eval_attn: None,
-        checkpoint_every: Some(Quantity(0)),
-        probe_every: Some(Quantity(0)),
-        sample_tokens: Some(0),
-        // Without the dense and the router stage: the sparse stage is most of a run.
-        sla2_dense_steps: config.settings.sla2_dense_steps.map(|_| Quantity(0)),
-        sla2_router_steps: config.settings.sla2_router_steps.map(|_| Quantity(0)),
-        out: Some(scratch.to_owned()),
-        ..config.settings.clone()
-    };
+    let mut few = config.settings.clone();
+    few.batch.steps = Some(Quantity(steps));
+    few.batch.tokens = None;
+    few.batch.tokens_per_step = Some(Quantity(tokens));
+    few.optimizer.warmup_steps = None;
+    // Without the dense and the router stage: the sparse stage is most of a run.
+    few.sla2.sla2_dense_steps = few.sla2.sla2_dense_steps.map(|_| Quantity(0));
+    few.sla2.sla2_router_steps = few.sla2.sla2_router_steps.map(|_| Quantity(0));
+    few.run.eval_every = Some(Quantity(0));
+    few.run.eval_tokens = Some(Quantity(1));
+    few.run.eval_attn = None;
+    few.run.checkpoint_every = Some(Quantity(0));
+    few.run.probe_every = Some(Quantity(0));
+    few.run.sample_tokens = Some(0);
+    few.run.out = Some(scratch.to_owned());
     let (settings, name) = (scratch.join("settings.toml"), "measured");
     let text = Config::resolve(few)?.to_toml();
     std::fs::write(&settings, text).map_err(writing(&settings))?;

@@ -134,10 +134,16 @@ const MOST_RUNS: usize = 10_000;
 /// Merges layers of settings, the topmost first. A layer's settings of attention are meant for the attention
 /// that the layer names or, if it names none, for the run's; they are dropped if the run has another.
 fn merged(layers: [Settings; 5]) -> Settings {
-    let attn = layers.iter().find_map(|layer| layer.attn);
-    let only = Settings { attn, ..Settings::default() };
-    let meant = layers.into_iter().map(|layer| Settings { attn: None, ..only.clone().over(layer) });
-    Settings { attn, ..meant.reduce(Settings::over).unwrap_or_default() }
+    let attn = layers.iter().find_map(|layer| layer.attention.attn);
+    let only = Settings::with(|s| s.attention.attn = attn);
+    let meant = layers.into_iter().map(|layer| {
+        let mut meant = only.clone().over(layer);
+        meant.attention.attn = None;
+        meant
+    });
+    let mut merged = meant.reduce(Settings::over).unwrap_or_default();
+    merged.attention.attn = attn;
+    merged
 }
 
 fn settings(table: &Table, place: &str) -> Result<Settings> {
@@ -185,20 +191,20 @@ const VALIDATIONS: u64 = 20;
 /// per step have fewer steps, as in the paper. Where validations are not set either, there are
 /// [`VALIDATIONS`] of them, and checkpoints are as frequent as the preset's validations.
 fn with_equal_budget(mut run: Settings) -> Settings {
-    let preset = Config::defaults(run.preset.unwrap_or(Preset::Tiny));
+    let preset = Config::defaults(run.run.preset.unwrap_or(Preset::Tiny));
     let value = |quantity: Option<Quantity>| quantity.map_or(1, |quantity| quantity.0.max(1));
-    let usual = value(preset.tokens_per_step);
-    if run.steps.is_none() && run.tokens.is_none() {
-        run.tokens = Some(Quantity(value(preset.steps) * usual));
+    let usual = value(preset.batch.tokens_per_step);
+    if run.batch.steps.is_none() && run.batch.tokens.is_none() {
+        run.batch.tokens = Some(Quantity(value(preset.batch.steps) * usual));
     }
-    if run.eval_every.is_none() {
-        let step = run.tokens_per_step.map_or(usual, |tokens| tokens.0.max(1));
-        let steps = run.steps.map_or_else(|| value(run.tokens) / step, |steps| steps.0);
-        run.eval_every = Some(Quantity((steps / VALIDATIONS).max(1)));
-        run.checkpoint_every = run.checkpoint_every.or(preset.eval_every);
+    if run.run.eval_every.is_none() {
+        let step = run.batch.tokens_per_step.map_or(usual, |tokens| tokens.0.max(1));
+        let steps = run.batch.steps.map_or_else(|| value(run.batch.tokens) / step, |steps| steps.0);
+        run.run.eval_every = Some(Quantity((steps / VALIDATIONS).max(1)));
+        run.run.checkpoint_every = run.run.checkpoint_every.or(preset.run.eval_every);
     }
     // A sample of text is of use for one run, and not for each run of a sweep.
-    run.sample_tokens = run.sample_tokens.or(Some(0));
+    run.run.sample_tokens = run.run.sample_tokens.or(Some(0));
     run
 }
 
@@ -229,7 +235,7 @@ mod tests {
         let spec = Spec::parse(TEXT, "text").expect("a sweep");
         let runs = spec.runs(&Settings::default(), &Table::new()).expect("runs");
         assert_eq!(runs.len(), 3 * 4);
-        assert_eq!(runs.iter().filter(|run| run.lr == Some(2e-3)).count(), 8);
+        assert_eq!(runs.iter().filter(|run| run.optimizer.lr == Some(2e-3)).count(), 8);
         for run in &runs {
             let config = Config::resolve(run.clone()).expect("a run");
             assert_eq!(config.steps * config.tokens_per_step(), 200 * 8192);
@@ -237,10 +243,10 @@ mod tests {
         }
         // A list of seeds on the command line replaces the file's.
         let lists: Table = toml::from_str("seed = [7, 8, 9]").expect("a table");
-        let over = Settings { tokens: Some(Quantity(1 << 20)), ..Settings::default() };
+        let over = Settings::with(|s| s.batch.tokens = Some(Quantity(1 << 20)));
         let runs = spec.runs(&over, &lists).expect("runs");
         assert_eq!(runs.len(), 3 * 2 * 3);
-        assert!(runs.iter().all(|run| run.seed >= Some(7) && run.tokens == over.tokens));
+        assert!(runs.iter().all(|run| run.run.seed >= Some(7) && run.batch.tokens == over.batch.tokens));
     }
 
     #[test]
@@ -271,14 +277,14 @@ mod tests {
         let runs = runs(
             "[settings]\nattn = \"fpa\"\n[grid]\nsmoothing = [\"none\", \"qk\"]\n[[points]]\nattn = \"sagebwd\"",
         );
-        let smoothing: Vec<_> = runs.iter().map(|run| run.smoothing).collect();
+        let smoothing: Vec<_> = runs.iter().map(|run| run.attention.smoothing).collect();
         assert_eq!(smoothing, [Some(SmoothingSetting::None), Some(SmoothingSetting::Qk)]);
         // A run's own file, compared with another scheme: the file's smoothing applies to its own scheme
         // alone.
         let file = spec("[settings]\nattn = \"sagebwd\"\nsmoothing = \"k\"\nlr = 1e-3");
         let lists: Table = toml::from_str("attn = [\"sagebwd\", \"attn-qat\"]").expect("a table");
         let runs = file.runs(&Settings::default(), &lists).expect("runs");
-        let smoothing: Vec<_> = runs.iter().map(|run| (run.smoothing, run.lr)).collect();
+        let smoothing: Vec<_> = runs.iter().map(|run| (run.attention.smoothing, run.optimizer.lr)).collect();
         assert_eq!(smoothing, [(Some(SmoothingSetting::K), Some(1e-3)), (None, Some(1e-3))]);
     }
 }

@@ -40,7 +40,7 @@ struct Writer {
 impl RunDir {
     /// Makes a new folder, with the given name or the next free number.
     pub(super) fn create(config: &Config) -> Result<Self> {
-        let preset = config.settings.preset.and_then(|preset| preset.to_possible_value());
+        let preset = config.settings.run.preset.and_then(|preset| preset.to_possible_value());
         let preset = preset.as_ref().map_or("", |value| value.get_name());
         let candidates: Box<dyn Iterator<Item = String>> = match &config.name {
             Some(name) => Box::new(std::iter::once(name.clone())),

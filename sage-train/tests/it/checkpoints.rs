@@ -288,20 +288,21 @@ fn two_processes_do_not_work_on_one_run() {
 #[ignore = "needs a GPU"]
 fn cuda_runs_go_on_to_the_bit() {
     let scratch = Scratch::new();
-    let settings = |name: &str, steps: u64| Settings {
-        name: Some(name.into()),
-        out: Some(scratch.path().into()),
-        device: Some(Place::Cuda),
-        deterministic: Some(Switch::On),
-        document_mask: Some(Switch::On),
-        skip_spikes: Some(2.0),
-        schedule: Some(Schedule::Constant),
-        warmup_steps: Some(Quantity(0)),
-        steps: Some(Quantity(steps)),
-        tokens_per_step: Some(Quantity(8 << 10)),
-        corpus_mb: Some(1),
-        sample_tokens: Some(0),
-        ..Settings::default()
+    let settings = |name: &str, steps: u64| {
+        Settings::with(|s| {
+            s.run.name = Some(name.into());
+            s.run.out = Some(scratch.path().into());
+            s.run.device = Some(Place::Cuda);
+            s.run.deterministic = Some(Switch::On);
+            s.run.sample_tokens = Some(0);
+            s.data.document_mask = Some(Switch::On);
+            s.data.corpus_mb = Some(1);
+            s.batch.steps = Some(Quantity(steps));
+            s.batch.tokens_per_step = Some(Quantity(8 << 10));
+            s.optimizer.skip_spikes = Some(2.0);
+            s.optimizer.schedule = Some(Schedule::Constant);
+            s.optimizer.warmup_steps = Some(Quantity(0));
+        })
     };
     let config = |name, steps| Config::resolve(settings(name, steps)).expect("settings");
     let whole = train::run(&config("whole", 40), &Begin::New).expect("a run");

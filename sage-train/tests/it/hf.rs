@@ -320,7 +320,10 @@ fn a_folder_is_used_whatever_its_context() {
 #[test]
 fn settings_come_from_the_folder() {
     let settings = hf::settings(&golden("qwen3")).expect("a model");
-    assert_eq!((settings.layers, settings.key_heads, settings.head_dim), (Some(2), Some(2), Some(16)));
-    assert_eq!((settings.rope_base, settings.norm_eps), (Some(1e6), Some(1e-5)));
+    assert_eq!(
+        (settings.model.layers, settings.model.key_heads, settings.model.head_dim),
+        (Some(2), Some(2), Some(16))
+    );
+    assert_eq!((settings.model.rope_base, settings.model.norm_eps), (Some(1e6), Some(1e-5)));
     assert_eq!(hf::longest(&golden("qwen3")).expect("a model"), 64);
 }

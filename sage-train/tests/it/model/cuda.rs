@@ -79,20 +79,19 @@ fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {
         (AttnQat::default().into(), 0.05, 0.02),
     ] {
         let run = |name: &str, device: Place, recompute| {
-            let config = Config::resolve(Settings {
-                attn: Some(attn),
-                device: Some(device),
-                recompute: Some(recompute),
-                deterministic: Some(Switch::On),
-                steps: Some(Quantity(30)),
-                micro_batch: Some(4),
-                corpus_mb: Some(1),
-                sample_tokens: Some(20),
-                eval_tokens: Some(Quantity(4096)),
-                out: Some(folder.path().to_owned()),
-                name: Some(format!("{attn}-{name}")),
-                ..Settings::default()
-            })?;
+            let config = Config::resolve(Settings::with(|s| {
+                s.run.device = Some(device);
+                s.run.recompute = Some(recompute);
+                s.run.deterministic = Some(Switch::On);
+                s.run.sample_tokens = Some(20);
+                s.run.eval_tokens = Some(Quantity(4096));
+                s.run.out = Some(folder.path().to_owned());
+                s.run.name = Some(format!("{attn}-{name}"));
+                s.attention.attn = Some(attn);
+                s.data.corpus_mb = Some(1);
+                s.batch.steps = Some(Quantity(30));
+                s.batch.micro_batch = Some(4);
+            }))?;
             train::run(&config, &Begin::New)
         };
         let numbers = |outcome: &Outcome| -> Vec<(f64, f64)> {
@@ -119,15 +118,14 @@ fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {
 #[ignore = "needs a GPU"]
 fn cuda_runs_that_diverge_stop() {
     let folder = tempfile::tempdir().expect("a folder");
-    let config = Config::resolve(Settings {
-        device: Some(Place::Cuda),
-        steps: Some(Quantity(30)),
-        lr: Some(1e30),
-        warmup_steps: Some(Quantity(0)),
-        corpus_mb: Some(1),
-        out: Some(folder.path().to_owned()),
-        ..Settings::default()
-    });
+    let config = Config::resolve(Settings::with(|s| {
+        s.run.device = Some(Place::Cuda);
+        s.run.out = Some(folder.path().to_owned());
+        s.data.corpus_mb = Some(1);
+        s.batch.steps = Some(Quantity(30));
+        s.optimizer.lr = Some(1e30);
+        s.optimizer.warmup_steps = Some(Quantity(0));
+    }));
     let error =
         config.and_then(|config| Ok(train::run(&config, &Begin::New)?)).expect_err("it diverges").to_string();
     assert!(error.contains("stopped before the update") && error.contains("good steps"), "{error}");

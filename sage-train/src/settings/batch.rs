@@ -1,0 +1,30 @@
+//! The settings of table `[batch]`.
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use super::layer::layer;
+use crate::quantity::Quantity;
+
+/// Table `[batch]`: how much is trained on, in a step and in all.
+#[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
+pub struct BatchSettings {
+    /// Tokens in an optimizer step, e.g. 256k = 262,144
+    #[arg(long, value_name = "N")]
+    pub tokens_per_step: Option<Quantity>,
+    /// Sequences that go through the model at once
+    #[arg(long, value_name = "N")]
+    pub micro_batch: Option<usize>,
+    /// Optimizer steps
+    #[arg(long, value_name = "N", conflicts_with = "tokens")]
+    pub steps: Option<Quantity>,
+    /// Tokens in all, instead of steps
+    #[arg(long, value_name = "N")]
+    pub tokens: Option<Quantity>,
+}
+
+layer! {
+    BatchSettings:
+    tokens_per_step, micro_batch, steps, tokens
+}

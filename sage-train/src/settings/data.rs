@@ -1,0 +1,48 @@
+//! The settings of table `[data]`.
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use super::Switch;
+use super::layer::layer;
+use super::source::{SourceSetting, one_or_more};
+use crate::quantity::Quantity;
+
+/// Table `[data]`: what to train on, and how it is cut.
+#[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
+pub struct DataSettings {
+    /// What to train on: .txt, .jsonl (each also .gz, .zst), .parquet, or .bin shards of tokens; a folder or a
+    /// 'pattern*' of them; given again, with weights, a mixture [default: the built-in corpus]
+    #[arg(long = "data", value_name = "PATH[=WEIGHT]")]
+    #[serde(rename = "data", deserialize_with = "one_or_more")]
+    pub sources: Option<Vec<SourceSetting>>,
+    /// Key of JSON lines, or column of parquet, that holds the text [default: text]
+    #[arg(long, value_name = "NAME")]
+    pub text_field: Option<String>,
+    /// A tokenizer.json, or a model on the Hugging Face Hub that has one, e.g. gpt2
+    /// [default: the one beside the shards; for text, trained on it]
+    #[arg(long, value_name = "FILE")]
+    pub tokenizer: Option<String>,
+    /// Keep attention inside each document of a sequence [default: off]
+    #[arg(long, value_enum)]
+    pub document_mask: Option<Switch>,
+    /// Megabytes of built-in corpus [default: 8]
+    #[arg(long, value_name = "MB")]
+    pub corpus_mb: Option<u64>,
+    /// Part of the data kept for validation [default: 0.05]
+    #[arg(long, value_name = "PART")]
+    pub val_fraction: Option<f64>,
+    /// Entries of the model's vocabulary, and of the byte-level BPE trained on the data [default: the tokenizer's,
+    /// where there is one, up to a multiple of 64]
+    #[arg(long, value_name = "N")]
+    pub vocab_size: Option<Quantity>,
+    /// Tokens in a sequence
+    #[arg(long, value_name = "N")]
+    pub context: Option<Quantity>,
+}
+
+layer! {
+    DataSettings:
+    sources, text_field, tokenizer, document_mask, corpus_mb, val_fraction, vocab_size, context
+}

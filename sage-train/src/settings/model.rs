@@ -1,0 +1,49 @@
+//! The settings of table `[model]`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use super::layer::layer;
+
+/// Table `[model]`: the shape of the model, and its initial weights.
+#[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
+pub struct ModelSettings {
+    /// Begin with the weights, the shape and the tokenizer of a Hugging Face folder: a Llama, or a Qwen3 with QK-norm
+    #[arg(long, value_name = "DIR")]
+    pub init_from: Option<PathBuf>,
+    /// Transformer blocks
+    #[arg(long, value_name = "N")]
+    pub layers: Option<usize>,
+    /// Width of the residual stream
+    #[arg(long, value_name = "N")]
+    pub width: Option<usize>,
+    /// Query heads
+    #[arg(long, value_name = "N")]
+    pub heads: Option<usize>,
+    /// Key and value heads, a divisor of the query heads [default: as many]
+    #[arg(long, value_name = "N")]
+    pub key_heads: Option<usize>,
+    /// Width of a head
+    #[arg(long, value_name = "N")]
+    pub head_dim: Option<usize>,
+    /// Hidden width of the SwiGLU network
+    #[arg(long, value_name = "N")]
+    pub ffn: Option<usize>,
+    /// Standard deviation of the initial weights
+    #[arg(long, value_name = "STD")]
+    pub init_std: Option<f64>,
+    /// Base of the rotary embedding [default: 10000]
+    #[arg(long, value_name = "BASE")]
+    pub rope_base: Option<f64>,
+    /// Epsilon of every RMSNorm [default: 1e-6]
+    #[arg(long, value_name = "EPS")]
+    pub norm_eps: Option<f64>,
+}
+
+layer! {
+    ModelSettings:
+    init_from, layers, width, heads, key_heads, head_dim, ffn, init_std, rope_base, norm_eps
+}

@@ -1,0 +1,80 @@
+//! The settings of table `[optimizer]`, and the schedules of the learning rate.
+
+use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
+
+use super::layer::layer;
+use crate::quantity::Quantity;
+
+/// How the learning rate moves after the warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Schedule {
+    /// Half a cosine down to `min-lr`
+    Cosine,
+    /// Warm-up, stable, decay: constant, then straight down to `min-lr` over `decay-fraction`
+    Wsd,
+    /// Constant
+    Constant,
+}
+
+impl Schedule {
+    /// The keys of the settings that are its own.
+    pub fn own_settings(self) -> &'static [&'static str] {
+        match self {
+            Self::Cosine => &["min-lr"],
+            Self::Wsd => &["min-lr", "decay-fraction"],
+            Self::Constant => &[],
+        }
+    }
+}
+
+/// Table `[optimizer]`: AdamW, the learning rate, and the loss.
+#[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
+pub struct OptimizerSettings {
+    /// Peak learning rate
+    #[arg(long, value_name = "LR")]
+    pub lr: Option<f64>,
+    /// Learning rate at the end, as a part of the peak [default: 0.1, ours: the paper does not say]
+    #[arg(long, value_name = "PART")]
+    pub min_lr: Option<f64>,
+    /// Steps of linear warm-up [default: the preset's, at most a tenth of the steps]
+    #[arg(long, value_name = "N")]
+    pub warmup_steps: Option<Quantity>,
+    /// Course of the learning rate after the warm-up [default: cosine]
+    #[arg(long, value_enum)]
+    pub schedule: Option<Schedule>,
+    /// Part of the run in which `wsd` decays [default: 0.2]
+    #[arg(long, value_name = "PART")]
+    pub decay_fraction: Option<f64>,
+    /// AdamW beta1 [default: 0.9, ours]
+    #[arg(long, value_name = "BETA")]
+    pub beta1: Option<f64>,
+    /// AdamW beta2 [default: 0.95, ours]
+    #[arg(long, value_name = "BETA")]
+    pub beta2: Option<f64>,
+    /// AdamW epsilon [default: 1e-8, ours]
+    #[arg(long, value_name = "EPS")]
+    pub adam_eps: Option<f64>,
+    /// Weight decay, of matrices only [default: 0.1, ours]
+    #[arg(long, value_name = "DECAY")]
+    pub weight_decay: Option<f64>,
+    /// Largest norm of the gradient; 0 does not clip [default: 1, ours]
+    #[arg(long, value_name = "NORM")]
+    pub clip: Option<f64>,
+    /// Factor of the z-loss, which keeps logits from drifting (PaLM: 1e-4); part of the training loss, not of the
+    /// validation's [default: 0]
+    #[arg(long, value_name = "Z")]
+    pub z_loss: Option<f64>,
+    /// Skip updates whose loss or gradient norm lies so many standard deviations above the mean of the last 128
+    /// steps; 0 skips none [default: 0]
+    #[arg(long, value_name = "Z")]
+    pub skip_spikes: Option<f64>,
+}
+
+layer! {
+    OptimizerSettings:
+    lr, min_lr, warmup_steps, schedule, decay_fraction, beta1, beta2, adam_eps, weight_decay, clip,
+    z_loss, skip_spikes
+}

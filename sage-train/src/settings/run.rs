@@ -1,0 +1,104 @@
+//! The settings of table `[run]`, and the presets.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
+
+use super::layer::layer;
+use super::{Attn, Switch};
+use crate::device::Place;
+use crate::model::Recompute;
+use crate::quantity::Quantity;
+
+/// A named set of defaults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Preset {
+    /// 1M parameters, context 256: trains in about a minute on two cores
+    Tiny,
+    /// 12M parameters, context 512: minutes to hours on a CPU
+    Mini,
+    /// The paper's Llama: 20 layers, width 1024, 16 heads of 64, context 4096
+    #[value(name = "325m")]
+    #[serde(rename = "325m")]
+    Paper325m,
+}
+
+/// Table `[run]`: the preset, the machine, seeds, folders, and what is measured and saved on the way.
+#[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
+pub struct RunSettings {
+    /// A named set of defaults [default: tiny]
+    #[arg(long, value_enum)]
+    pub preset: Option<Preset>,
+    /// Where to train [default: cuda if this build has it]
+    #[arg(long, value_enum)]
+    pub device: Option<Place>,
+    /// What the backward makes again instead of keeping it [default: none]
+    #[arg(long, value_enum)]
+    pub recompute: Option<Recompute>,
+    /// Results repeat to the bit on a GPU too; attention's backward takes longer [default: off]
+    #[arg(long, value_enum)]
+    pub deterministic: Option<Switch>,
+    /// Seed of weights, order of the data, built-in corpus and sample [default: 0]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Seed of the initial weights alone [default: --seed]
+    #[arg(long, value_name = "N")]
+    pub weights_seed: Option<u64>,
+    /// Seed of the order of the data alone [default: --seed]
+    #[arg(long, value_name = "N")]
+    pub order_seed: Option<u64>,
+    /// Seed of the built-in corpus alone [default: --seed]
+    #[arg(long, value_name = "N")]
+    pub corpus_seed: Option<u64>,
+    /// Folder that gets a folder for the run [default: runs]
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Name of the run's folder, or the sweep's [default: made from preset and attention, and numbered; a sweep file's]
+    #[arg(long)]
+    pub name: Option<String>,
+    /// Steps between validations; 0 validates at the end only
+    #[arg(long, value_name = "N")]
+    pub eval_every: Option<Quantity>,
+    /// Validation tokens of each validation
+    #[arg(long, value_name = "N")]
+    pub eval_tokens: Option<Quantity>,
+    /// Validate a second time with this attention, by its defaults: `--attn fpa --eval-attn attn-qat` follows what FP4 would
+    /// cost a model that is not trained for it
+    #[arg(long, value_enum, value_name = "ATTN")]
+    pub eval_attn: Option<Attn>,
+    /// Steps between probes of attention's errors, which validate as well and take some time on the CPU; 0 for none
+    /// [default: 0]
+    #[arg(long, value_name = "N")]
+    pub probe_every: Option<Quantity>,
+    /// Steps between checkpoints; 0 saves at the end only [default: as eval-every]
+    #[arg(long, value_name = "N")]
+    pub checkpoint_every: Option<Quantity>,
+    /// Minutes after which a checkpoint is written in any case; 0 for none [default: 10]
+    #[arg(long, value_name = "MINUTES")]
+    pub checkpoint_minutes: Option<f64>,
+    /// Checkpoints that are kept, the last ones [default: 2]
+    #[arg(long, value_name = "N")]
+    pub keep_last: Option<usize>,
+    /// Also keep the checkpoint of every so many steps; 0 for none [default: 0]
+    #[arg(long, value_name = "N")]
+    pub keep_every: Option<Quantity>,
+    /// Tokens of sample text at the end; 0 for none [default: 160]
+    #[arg(long, value_name = "N")]
+    pub sample_tokens: Option<usize>,
+    /// Threads; results do not depend on them [default: all cores]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Peak speed of this machine in TFLOP/s, for the MFU
+    #[arg(long, value_name = "TFLOPS")]
+    pub peak_tflops: Option<f64>,
+}
+
+layer! {
+    RunSettings:
+    preset, device, recompute, deterministic, seed, weights_seed, order_seed, corpus_seed, out,
+    name, eval_every, eval_tokens, eval_attn, probe_every, checkpoint_every, checkpoint_minutes,
+    keep_last, keep_every, sample_tokens, threads, peak_tflops
+}
