@@ -1,5 +1,5 @@
 // Tests of the primitives that the attention kernels are made of, each run by one warp or one warpgroup. The host compares the
-// results with plain loops (candle-sage/src/cuda/selftest.rs).
+// results with plain loops (candle-sage/src/cuda/selftest/).
 #include <sage/layout/fragments.cuh>
 #include <sage/layout/permutation.cuh>
 #include <sage/ptx/mma.cuh>

@@ -13,6 +13,7 @@ mod gemm;
 #[cfg(test)]
 mod guard;
 mod kernels;
+mod mixture;
 mod ops;
 mod params;
 mod past_linear;

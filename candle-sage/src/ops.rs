@@ -14,6 +14,7 @@ pub(crate) mod cross_entropy;
 pub(crate) mod embedding;
 mod flash_attn;
 pub(crate) mod linear_cross_entropy;
+pub(crate) mod mixture;
 pub(crate) mod past_linear;
 pub(crate) mod qk_norm_rope;
 pub(crate) mod rms_norm;

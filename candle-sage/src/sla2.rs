@@ -26,11 +26,9 @@ use candle_core::{Result, Tensor};
 pub use router::Router;
 
 use crate::error::Error;
+use crate::ops::mixture::Mixture;
 pub use crate::ops::{Alpha, Tail};
-use crate::ops::{
-    Attention, AttentionVjp, blend, blend_backward, block_mass, choose, past_linear,
-    past_linear_backward_onto, pool_keys, pool_queries,
-};
+use crate::ops::{Attention, AttentionVjp, blend, block_mass, choose, past_linear, pool_keys, pool_queries};
 use crate::scheme::Scheme;
 use crate::selection::{Blocks, Selection};
 use crate::shape::{AttentionShape, Packing};
@@ -257,19 +255,16 @@ impl Sla2 {
         theta: &Tensor,
     ) -> Result<(Tensor, Sla2Vjp)> {
         let (sparse, attention) = self.attention.clone().select(selection).vjp(q, k, v)?;
-        let inputs = [q, k, v, theta].map(Tensor::detach);
-        let [q, k, v, theta] = &inputs;
-        let (out, linear) = match self.tail {
-            None => (sparse.clone(), None),
+        let inputs = [q, k, v, &sparse, theta].map(Tensor::detach);
+        let (out, mixture) = match self.tail {
+            None => (sparse, None),
             Some(tail) => {
-                let linear = past_linear(q, k, v, selection, tail)?;
-                (blend(&sparse, &linear, theta, selection, self.alpha)?, Some((tail, linear)))
+                let mixture = Mixture::new(inputs.each_ref(), selection, tail, self.alpha)?;
+                let (out, kept) = mixture.forward(inputs.each_ref())?;
+                (out, Some((mixture, kept)))
             }
         };
-        Ok((
-            out,
-            Sla2Vjp { attention, inputs, sparse, linear, alpha: self.alpha, selection: selection.clone() },
-        ))
+        Ok((out, Sla2Vjp { attention, inputs, mixture }))
     }
 
     /// The loss that trains the router: the cross-entropy of the softmax of its scores over the candidates
@@ -350,11 +345,10 @@ impl Sla2 {
 /// The backward of one forward: see [`Sla2::vjp`].
 pub struct Sla2Vjp {
     attention: AttentionVjp,
-    inputs: [Tensor; 4],
-    sparse: Tensor,
-    linear: Option<(Tail, Tensor)>,
-    alpha: Alpha,
-    selection: Selection,
+    /// Query, key, value, the output of exact attention, and `theta`.
+    inputs: [Tensor; 5],
+    /// The mixture with the tail, and the tail's output where it is kept.
+    mixture: Option<(Mixture, Option<Tensor>)>,
 }
 
 impl Sla2Vjp {
@@ -364,11 +358,9 @@ impl Sla2Vjp {
     /// # Errors
     /// When `dout` does not fit the output.
     pub fn theta_gradient(&self, dout: &Tensor) -> Result<Tensor> {
-        let theta = &self.inputs[3];
-        let Some((_, linear)) = &self.linear else { return theta.zeros_like() };
-        let [_, _, dtheta] =
-            blend_backward([&self.sparse, linear, theta], &self.selection, self.alpha, dout)?;
-        Ok(dtheta)
+        let [.., theta] = &self.inputs;
+        let Some((mixture, tail)) = &self.mixture else { return theta.zeros_like() };
+        mixture.theta_gradient(self.inputs.each_ref(), tail.as_ref(), dout)
     }
 
     /// The gradients of query, key, value and `theta` for the output's gradient `dout`. That of `theta` is
@@ -377,22 +369,19 @@ impl Sla2Vjp {
     /// # Errors
     /// When `dout` does not fit the output.
     pub fn apply(&self, dout: &Tensor) -> Result<[Tensor; 4]> {
-        let [q, k, v, theta] = &self.inputs;
-        let Some((tail, linear)) = &self.linear else {
-            let [dq, dk, dv] = self.attention.apply(dout)?;
+        let exact = |dout: &Tensor| self.attention.apply(dout);
+        let Some((mixture, tail)) = &self.mixture else {
+            let [.., theta] = &self.inputs;
+            let [dq, dk, dv] = exact(dout)?;
             return Ok([dq, dk, dv, theta.zeros_like()?]);
         };
-        let [dsparse, dlinear, dtheta] =
-            blend_backward([&self.sparse, linear, theta], &self.selection, self.alpha, dout)?;
-        let sparse = self.attention.apply(&dsparse)?;
-        drop(dsparse);
-        let [dq, dk, dv] = past_linear_backward_onto([q, k, v], &self.selection, *tail, &dlinear, sparse)?;
-        Ok([dq, dk, dv, dtheta])
+        mixture.backward(self.inputs.each_ref(), tail.as_ref(), dout, exact)
     }
 }
 
 impl std::fmt::Debug for Sla2Vjp {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Sla2Vjp").field("out", &self.sparse.dims()).finish_non_exhaustive()
+        let [.., sparse, _] = &self.inputs;
+        f.debug_struct("Sla2Vjp").field("out", &sparse.dims()).finish_non_exhaustive()
     }
 }

@@ -30,7 +30,7 @@ struct uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
-struct dim3 { int x, y; };
+struct dim3 { int x, y, z; };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -124,8 +124,8 @@ inline void resume(int fiber) {
 }
 
 // Runs one block to its end.
-inline void run(int index, int threads, std::function<void()> body, int row = 0) {
-  block.threads = threads, block.body = std::move(body), block.all = Barrier(), place = {index, row};
+inline void run(dim3 at, int threads, std::function<void()> body) {
+  block.threads = threads, block.body = std::move(body), block.all = Barrier(), place = at;
   for (Barrier& warp : block.warps) warp = Barrier();
   for (int i = 0; i < threads; ++i) block.started[i] = block.done[i] = false;
   for (bool under_way = true; under_way;) {
@@ -134,17 +134,18 @@ inline void run(int index, int threads, std::function<void()> body, int row = 0)
     for (int i = 0; i < threads; ++i)
       if (!block.done[i]) under_way = true, resume(i);
     if (under_way && block.steps == before) {
-      fprintf(stderr, "block %d: threads wait at a barrier that the others do not come to\n", index);
+      fprintf(stderr, "block %d, %d, %d: threads wait at a barrier that the others do not come to\n", at.x, at.y, at.z);
       abort();
     }
   }
 }
+inline void run(int index, int threads, std::function<void()> body, int row = 0) { run({index, row, 0}, threads, std::move(body)); }
 
 }  // namespace host
 
 #define threadIdx host::thread
 #define blockIdx host::place
-#define blockDim dim3{host::block.threads, 1}
+#define blockDim dim3{host::block.threads, 1, 1}
 
 inline void __syncthreads() { host::meet(host::block.all, host::block.threads); }
 inline void __syncwarp() { host::meet(host::block.warps[host::block.current / 32], 32); }

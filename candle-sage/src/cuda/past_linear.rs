@@ -20,13 +20,13 @@ use crate::shape::AttentionShape;
 const SCAN_THREADS: u32 = 256;
 
 /// What the launches of a call share.
-struct Call<'a> {
-    gpu: Gpu,
+pub(super) struct Call<'a> {
+    pub(super) gpu: Gpu,
     shape: &'a AttentionShape,
-    element: Element,
+    pub(super) element: Element,
     d: usize,
-    geometry: Geometry,
-    params: Linear,
+    pub(super) geometry: Geometry,
+    pub(super) params: Linear,
     /// Thread blocks that share a state's columns.
     split: usize,
     _states: CudaSlice<bf16>,
@@ -34,7 +34,7 @@ struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    fn new(op: &'a PastLinear, [q, k, v]: [Operand<'_>; 3]) -> Result<Self> {
+    pub(super) fn new(op: &'a PastLinear, [q, k, v]: [Operand<'_>; 3]) -> Result<Self> {
         let (shape, blocks) = (&op.shape, op.selection.blocks());
         check_blocks(blocks)?;
         let gpu = Gpu::new(q.0.device())?;
@@ -111,9 +111,18 @@ impl<'a> Call<'a> {
         self.launch(kernel, longest, heads)
     }
 
+    /// Writes the output: the tail's, or with `params.mixture` the mixture's.
+    pub(super) fn forward(mut self) -> Result<CudaStorage> {
+        let (out, out_view) = output(&self.gpu, self.element, self.shape.query_dims())?;
+        self.params.out = out_view;
+        self.make_states()?;
+        self.multiply("linear_forward", self.shape.query_heads())?;
+        Ok(out)
+    }
+
     /// Writes the gradients, or adds them with `params.add`. The states are computed again, not kept, since they
     /// are as large as K.
-    fn backward(mut self, dout: Operand<'_>, [dq, dk, dv]: [View; 3]) -> Result<()> {
+    pub(super) fn backward(mut self, dout: Operand<'_>, [dq, dk, dv]: [View; 3]) -> Result<()> {
         let padded = self.shape.query_heads() * self.params.shape.query_tiles as usize * TILE;
         let rows = self.gpu.alloc::<f32>(2 * padded)?;
         self.params.dout = view(dout.0, dout.1, &self.gpu)?;
@@ -130,12 +139,7 @@ impl<'a> Call<'a> {
 /// The output, contiguous.
 impl Launch<[Operand<'_>; 3], CudaStorage> for PastLinear {
     fn launch(&self, inputs: [Operand<'_>; 3]) -> Result<CudaStorage> {
-        let mut call = Call::new(self, inputs)?;
-        let (out, out_view) = output(&call.gpu, call.element, self.shape.query_dims())?;
-        call.params.out = out_view;
-        call.make_states()?;
-        call.multiply("linear_forward", self.shape.query_heads())?;
-        Ok(out)
+        Call::new(self, inputs)?.forward()
     }
 }
 

@@ -124,7 +124,11 @@ pub(crate) struct Blend {
 }
 
 impl Blend {
-    fn new([sparse, tail, theta]: [&Tensor; 3], selection: &Selection, alpha: Alpha) -> Result<Self> {
+    pub(super) fn new(
+        [sparse, tail, theta]: [&Tensor; 3],
+        selection: &Selection,
+        alpha: Alpha,
+    ) -> Result<Self> {
         let shape = selection.shape();
         let (batch, len, heads, d) = shape.query_dims();
         if sparse.dims() != [batch, len, heads, d]

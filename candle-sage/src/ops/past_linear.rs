@@ -167,11 +167,11 @@ pub fn past_linear_backward_onto(
 pub(crate) struct PastLinear {
     pub(crate) shape: AttentionShape,
     pub(crate) selection: Selection,
-    tail: Tail,
+    pub(super) tail: Tail,
 }
 
 impl PastLinear {
-    fn new([q, k, v]: [&Tensor; 3], selection: &Selection, tail: Tail) -> Result<Self> {
+    pub(super) fn new([q, k, v]: [&Tensor; 3], selection: &Selection, tail: Tail) -> Result<Self> {
         supported(NAME, &[q, k, v, selection.lists()])?;
         let shape = selection.shape().clone();
         let given = [dims4("query", q)?, dims4("key", k)?, dims4("value", v)?];
@@ -187,7 +187,7 @@ impl PastLinear {
         Ok(Self { shape, selection: selection.clone(), tail })
     }
 
-    fn check_dout(&self, q: &Tensor, dout: &Tensor) -> Result<()> {
+    pub(super) fn check_dout(&self, q: &Tensor, dout: &Tensor) -> Result<()> {
         if dout.dims() != q.dims() || dout.dtype() != q.dtype() {
             return Err(shape_error(
                 "past_linear: the output's gradient does not fit the query",
@@ -199,7 +199,7 @@ impl PastLinear {
         Ok(())
     }
 
-    fn check_cuda(&self) -> Result<()> {
+    pub(super) fn check_cuda(&self) -> Result<()> {
         if self.tail == Tail::Complement || !self.shape.causal() {
             let mask = if self.shape.causal() { "causal" } else { "no mask" };
             return Err(shape_error(

@@ -48,6 +48,16 @@ pub(in crate::cuda) struct Mass {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
+pub(in crate::cuda) struct Mixture {
+    pub(in crate::cuda) theta: Address,
+    pub(in crate::cuda) parts: Address,
+    pub(in crate::cuda) lists: Lists,
+    pub(in crate::cuda) by_count: i32,
+    pub(in crate::cuda) padding: i32,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(in crate::cuda) struct Linear {
     pub(in crate::cuda) q: View,
     pub(in crate::cuda) k: View,
@@ -57,10 +67,12 @@ pub(in crate::cuda) struct Linear {
     pub(in crate::cuda) dq: View,
     pub(in crate::cuda) dk: View,
     pub(in crate::cuda) dv: View,
+    pub(in crate::cuda) sparse: View,
     pub(in crate::cuda) states: Address,
     pub(in crate::cuda) sums: Address,
     pub(in crate::cuda) chunk_sums: Address,
     pub(in crate::cuda) rows: Address,
+    pub(in crate::cuda) mixture: Mixture,
     pub(in crate::cuda) shape: Shape,
     pub(in crate::cuda) blocks: i32,
     pub(in crate::cuda) chunks: i32,
@@ -78,13 +90,9 @@ pub(in crate::cuda) struct Blend {
     pub(in crate::cuda) out: View,
     pub(in crate::cuda) dtail: View,
     pub(in crate::cuda) dout: View,
-    pub(in crate::cuda) theta: Address,
-    pub(in crate::cuda) parts: Address,
     pub(in crate::cuda) dtheta: Address,
-    pub(in crate::cuda) lists: Lists,
+    pub(in crate::cuda) mixture: Mixture,
     pub(in crate::cuda) shape: Shape,
-    pub(in crate::cuda) by_count: i32,
-    pub(in crate::cuda) padding: i32,
 }
 
 kernel_params! {
@@ -101,8 +109,9 @@ const _: () = {
     assert!(size_of::<Choose>() == 112 && offset_of!(Choose, shape) == 48);
     assert!(size_of::<Pool>() == 128 && offset_of!(Pool, shape) == 56);
     assert!(size_of::<Mass>() == 896 && offset_of!(Mass, mass) == 832);
-    assert!(size_of::<Linear>() == 496);
-    assert!(offset_of!(Linear, states) == 384 && offset_of!(Linear, shape) == 416);
+    assert!(size_of::<Mixture>() == 64 && offset_of!(Mixture, by_count) == 56);
+    assert!(size_of::<Linear>() == 608 && offset_of!(Linear, states) == 432);
+    assert!(offset_of!(Linear, mixture) == 464 && offset_of!(Linear, shape) == 528);
     assert!(size_of::<Blend>() == 368);
-    assert!(offset_of!(Blend, theta) == 240 && offset_of!(Blend, shape) == 304);
+    assert!(offset_of!(Blend, mixture) == 248 && offset_of!(Blend, shape) == 312);
 };

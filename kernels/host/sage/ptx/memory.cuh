@@ -8,16 +8,25 @@ namespace sage::attention {
 inline thread_local __attribute__((aligned(1024))) unsigned char shared[227 << 10];
 inline size_t shared_bytes = 0;  // that the launch asked for
 }
+namespace sage::past_linear {
+inline thread_local __attribute__((aligned(1024))) unsigned char shared[sizeof attention::shared];
+}
 
 namespace host {
 
+// The shared memory of the kernels that run: each namespace has its own, as `extern __shared__` declares it.
+inline unsigned char* memory = sage::attention::shared;
+
 // Runs one block with `shared_bytes` of shared memory, filled with NaN, and aborts if it wrote beyond them.
-inline void run_with_shared(int index, int threads, size_t shared_bytes, std::function<void()> body) {
+inline void run_with_shared(dim3 at, int threads, size_t shared_bytes, std::function<void()> body) {
   sage::attention::shared_bytes = shared_bytes;
-  memset(sage::attention::shared, 0xff, sizeof sage::attention::shared);
-  run(index, threads, std::move(body));
+  memset(memory, 0xff, sizeof sage::attention::shared);
+  run(at, threads, std::move(body));
   for (size_t i = shared_bytes; i < sizeof sage::attention::shared; ++i)
-    if (sage::attention::shared[i] != 0xff) fprintf(stderr, "block %d wrote beyond its shared memory\n", index), abort();
+    if (memory[i] != 0xff) fprintf(stderr, "block %d wrote beyond its shared memory\n", at.x), abort();
+}
+inline void run_with_shared(int index, int threads, size_t shared_bytes, std::function<void()> body) {
+  run_with_shared(dim3{index, 0, 0}, threads, shared_bytes, std::move(body));
 }
 
 }  // namespace host
@@ -25,7 +34,7 @@ inline void run_with_shared(int index, int threads, size_t shared_bytes, std::fu
 namespace sage::ptx {
 
 inline uint32_t shared_address(const void* pointer) {
-  return uint32_t(static_cast<const unsigned char*>(pointer) - attention::shared);
+  return uint32_t(static_cast<const unsigned char*>(pointer) - host::memory);
 }
 // The memory at an address, which must be aligned and within the launch's shared memory.
 inline unsigned char* at_shared(uint32_t address, uint32_t aligned) {
@@ -33,7 +42,7 @@ inline unsigned char* at_shared(uint32_t address, uint32_t aligned) {
     fprintf(stderr, "shared memory has no %u bytes at %u\n", aligned, address);
     abort();
   }
-  return attention::shared + address;
+  return host::memory + address;
 }
 inline void cp_async_16(uint32_t shared, const void* global, bool valid) {
   if (valid) memcpy(at_shared(shared, 16), global, 16);

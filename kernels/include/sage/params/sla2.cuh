@@ -43,7 +43,16 @@ struct Mass {
   int32_t columns;
 };
 
-// Linear attention over past blocks.
+// The mixture a sparse + (1 - a) tail of exact attention over the selected blocks and the linear tail.
+struct Mixture {
+  const float* theta;  // (query head); null: no mixture
+  float* parts;        // (query head, block of queries): sums for dtheta
+  Lists lists;
+  int32_t by_count;
+  int32_t padding;
+};
+
+// Linear attention over past blocks, or its mixture with exact attention.
 struct Linear {
   View q;
   View k;
@@ -53,11 +62,13 @@ struct Linear {
   View dq;
   View dk;
   View dv;
+  View sparse;        // with a mixture: the output of exact attention
   void* states;       // (key head, block, D, D) in 16 bit: H of the tokens before a block of queries, divided by their number;
                       // with `backward`, the sum over the queries after a block of keys, not divided.
   float* sums;        // (key head, block, D): z, the same sums of the features alone
   float* chunk_sums;  // (key head, segment, chunk, D + 1, D): H and z of each chunk of blocks
   float* rows;        // (query head, padded query, 2): backward only, the query's factors of dO in H and of 1 in z
+  Mixture mixture;
   Shape shape;
   int32_t blocks;        // of all segments
   int32_t chunks;        // of a segment
@@ -67,27 +78,24 @@ struct Linear {
   int32_t padding;
 };
 
-// out = a sparse + (1 - a) tail.
+// The mixture by itself. In the backward, `tail` and `dtail` without data leave out their parts.
 struct Blend {
   View sparse;
   View tail;
   View out;  // in the backward: dsparse
   View dtail;
   View dout;
-  const float* theta;
-  float* parts;   // (query head, block of queries): sums for dtheta
   float* dtheta;
-  Lists lists;
+  Mixture mixture;
   Shape shape;
-  int32_t by_count;
-  int32_t padding;
 };
 
 static_assert(sizeof(Users) == 120 && offsetof(Users, shape) == 64);
 static_assert(sizeof(Choose) == 112 && offsetof(Choose, shape) == 48);
 static_assert(sizeof(Pool) == 128 && offsetof(Pool, shape) == 56);
 static_assert(sizeof(Mass) == 896 && offsetof(Mass, mass) == 832);
-static_assert(sizeof(Linear) == 496 && offsetof(Linear, states) == 384 && offsetof(Linear, shape) == 416);
-static_assert(sizeof(Blend) == 368 && offsetof(Blend, theta) == 240 && offsetof(Blend, shape) == 304);
+static_assert(sizeof(Mixture) == 64 && offsetof(Mixture, by_count) == 56);
+static_assert(sizeof(Linear) == 608 && offsetof(Linear, states) == 432 && offsetof(Linear, mixture) == 464 && offsetof(Linear, shape) == 528);
+static_assert(sizeof(Blend) == 368 && offsetof(Blend, mixture) == 248 && offsetof(Blend, shape) == 312);
 
 }  // namespace sage::params

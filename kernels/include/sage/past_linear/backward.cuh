@@ -2,6 +2,7 @@
 // from the end.
 #pragma once
 
+#include <sage/attention/mixture.cuh>
 #include <sage/past_linear/state_product.cuh>
 
 namespace sage::past_linear {
@@ -10,6 +11,9 @@ namespace sage::past_linear {
 // dq = phi o (u - t z) / n. Also stores each query's factors of dO and of 1, 1 / n and -t / n, for the states that the keys read.
 // Since H and z are means over the tokens before the block, these factors must still be divided by the number of tokens: here
 // they are divided by the number of blocks, in backward_keys by the tokens of a block.
+//
+// In a mixture dO is of the mixture: 1 - a of it is the tail's, and dtheta loses a (1 - a) t, which is added to the part that the
+// exact branch has left.
 template <class T, int D>
 __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -34,6 +38,8 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
     __syncthreads();
     multiply_state<T, D, true>(u, memory + At::ROWS_BYTES + warp * 16 * D * 2, state, lane);
   }
+  bool mixed = p.mixture.theta && at.block > 0;
+  float dtheta = 0.0f;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     int row = warp * 16 + lane / 4 + 8 * h;
@@ -46,6 +52,12 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
         for (int e = 0; e < 2; ++e) t += element<T, D>(shared, row, n * 8 + 2 * (lane & 3) + e) * u[n][2 * h + e];
     }
     t = row_sum<4>(t) * inverse;
+    if (mixed && real) {
+      attention::MixtureWeights weights(p.mixture, p.shape, at.segment, at.segment_index, at.head, at.block);
+      float a = weights.of_exact(at.first + row);
+      if (lane % 4 == 0) dtheta -= a * (1.0f - a) * t;
+      inverse *= 1.0f - a;
+    }
 #pragma unroll
     for (int n = 0; n < D / 8; ++n) {
       float x[2];
@@ -64,6 +76,9 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
     }
   }
   store_rows<T, D>(dq, shared + At::ROWS_BYTES, warp * 16, at.first, p.add);
+  if (!mixed) return;
+  float sum = attention::sum_of_block<WARPS>(dtheta);
+  if (threadIdx.x == 0) attention::theta_part(p.mixture, p.shape, at.segment_index, at.head, at.block) += sum;
 }
 
 // With G and z the sums over all later blocks of queries: dphi = G v + z, dk = phi o (dphi - phi . dphi), dv = phi G. G and z

@@ -105,25 +105,33 @@ template <class T, int D>
 __device__ __forceinline__ void leave_2(unsigned char* rows, int row, int column, float a, float b) {
   *reinterpret_cast<uint32_t*>(rows + layout::swizzled<D * 2>(row, column / 8) + column % 8 * 2) = ptx::pack_16<T>(a, b);
 }
-// Writes a warp's 16 rows, from `row` on in shared memory, to the rows from `first` on of `to`, or adds them to those with
-// `add`.
-template <class T, int D>
-__device__ __forceinline__ void store_rows(const Rows<T>& to, const unsigned char* rows, int row, int first, bool add) {
+// Writes a warp's 16 rows, from `row` on in shared memory, to the rows from `first` on of `to`, after change(row, channel, eight
+// channels).
+template <class T, int D, class F>
+__device__ __forceinline__ void change_and_store_rows(const Rows<T>& to, const unsigned char* rows, int row, int first, F change) {
   constexpr int LANES = D / 8;
   __syncwarp();
 #pragma unroll 2
   for (int r = row + threadIdx.x % 32 / LANES; r < row + 16; r += 32 / LANES) {
     int chunk = threadIdx.x % LANES;
+    float x[8];
     uint4 words = *reinterpret_cast<const uint4*>(rows + layout::swizzled<D * 2>(r, chunk));
-    if (add) {
-      float x[8], y[8];
-      unpack_8<T>(words, x), unpack_8<T>(to.load_8(first + r, chunk * 8), y);
-#pragma unroll
-      for (int c = 0; c < 8; ++c) x[c] += y[c];
-      words = pack_8<T>(x);
-    }
-    to.store_8(first + r, chunk * 8, words);
+    unpack_8<T>(words, x);
+    change(first + r, chunk * 8, x);
+    to.store_8(first + r, chunk * 8, pack_8<T>(x));
   }
+}
+
+// The same, or with `add` adds them to the rows of `to`.
+template <class T, int D>
+__device__ __forceinline__ void store_rows(const Rows<T>& to, const unsigned char* rows, int row, int first, bool add) {
+  change_and_store_rows<T, D>(to, rows, row, first, [&](int r, int column, float(&x)[8]) {
+    if (!add) return;
+    float y[8];
+    unpack_8<T>(to.load_8(r, column), y);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) x[c] += y[c];
+  });
 }
 
 }  // namespace sage::past_linear

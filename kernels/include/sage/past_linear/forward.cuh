@@ -1,6 +1,7 @@
-// The output of a block of queries: phi(q) H / (phi(q) . z).
+// The output of a block of queries: phi(q) H / (phi(q) . z), or its mixture with the output of exact attention.
 #pragma once
 
+#include <sage/attention/mixture.cuh>
 #include <sage/past_linear/state_product.cuh>
 
 namespace sage::past_linear {
@@ -36,7 +37,19 @@ __device__ __forceinline__ void forward(const params::Linear& p) {
     for (int n = 0; n < D / 8; ++n)
       leave_2<T, D>(shared, row, n * 8 + 2 * (lane & 3), acc[n][2 * h] * inverse, acc[n][2 * h + 1] * inverse);
   }
-  store_rows<T, D>(out, shared, warp * 16, at.first, false);
+  if (!p.mixture.theta) {
+    store_rows<T, D>(out, shared, warp * 16, at.first, false);
+    return;
+  }
+  attention::MixtureWeights weights(p.mixture, p.shape, at.segment, at.segment_index, at.head, at.block);
+  Rows<T> sparse = at.queries(p, p.sparse);
+  change_and_store_rows<T, D>(out, shared, warp * 16, at.first, [&](int row, int column, float(&tail)[8]) {
+    if (row >= at.segment.query_len) return;
+    float a = weights.of_exact(row), exact[8];
+    unpack_8<T>(sparse.load_8(row, column), exact);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) tail[c] = a < 1.0f ? a * exact[c] + (1.0f - a) * tail[c] : exact[c];
+  });
 }
 
 }  // namespace sage::past_linear

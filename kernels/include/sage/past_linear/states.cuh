@@ -96,8 +96,7 @@ struct StateKernel {
         ptx::mma_16<T>(h[n], a, b[0], b[1]);
         ptx::mma_16<T>(h[n + 1], a, b[2], b[3]);
       }
-      if (!has_z()) continue;
-      // B for z: its first column is the weights, the other columns are zero.
+      // B for z, which the first columns' warps keep: its first column is the weights, the other columns are zero.
       uint32_t w[2] = {};
       if (lane / 4 == 0) {
         const float* at = weights(stage) + step * 16 + 2 * (lane & 3);

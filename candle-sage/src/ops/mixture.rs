@@ -1,0 +1,138 @@
+//! The linear tail mixed with attention over selected keys in one step, for vector-Jacobian products outside candle's graph.
+//!
+//! On a GPU the tail's kernels mix as they write: neither the tail's output nor its gradient is ever in memory. On the CPU the
+//! two ops follow one another.
+
+use candle_core::{CudaStorage, Result, Tensor};
+
+use super::blend::{Alpha, Blend, blend, blend_backward};
+use super::past_linear::{PastLinear, Tail, past_linear, past_linear_backward_onto};
+use super::support::{cuda_tensor, supported, with_cuda};
+use crate::launch::Launch;
+use crate::selection::Selection;
+
+const NAME: &str = "past-linear mixture";
+
+/// `a sparse + (1 - a) tail` for the linear tail of query, key and value: see [`blend`] and [`past_linear`].
+pub(crate) struct Mixture {
+    pub(crate) tail: PastLinear,
+    pub(crate) blend: Blend,
+}
+
+/// Query, key, value, the output of exact attention, and `theta`.
+type Inputs<'a> = [&'a Tensor; 5];
+
+impl Mixture {
+    /// Checks the inputs.
+    ///
+    /// # Errors
+    /// When they do not fit the selection, or each other.
+    pub(crate) fn new(
+        [q, k, v, sparse, theta]: Inputs<'_>,
+        selection: &Selection,
+        tail: Tail,
+        alpha: Alpha,
+    ) -> Result<Self> {
+        let tail = PastLinear::new([q, k, v], selection, tail)?;
+        // The tail's output has the query's shape and type.
+        let blend = Blend::new([sparse, q, theta], selection, alpha)?;
+        Ok(Self { tail, blend })
+    }
+
+    /// The tail's output by itself.
+    fn tail_of(&self, [q, k, v, ..]: Inputs<'_>) -> Result<Tensor> {
+        past_linear(q, k, v, &self.tail.selection, self.tail.tail)
+    }
+
+    /// The output, and what its backward needs of it.
+    ///
+    /// # Errors
+    /// On CUDA, for any tail but [`Tail::Past`] with a causal mask.
+    pub(crate) fn forward(&self, inputs: Inputs<'_>) -> Result<(Tensor, Option<Tensor>)> {
+        let [q, k, v, sparse, theta] = inputs;
+        if q.device().is_cuda() {
+            self.tail.check_cuda()?;
+            let theta = &theta.contiguous()?;
+            let out = with_cuda(NAME, [q, k, v, sparse, theta], |operands| self.launch(operands))?;
+            return Ok((cuda_tensor(out, q.shape()), None));
+        }
+        let tail = self.tail_of(inputs)?;
+        let out = blend(sparse, &tail, theta, &self.blend.selection, self.blend.alpha)?;
+        Ok((out, Some(tail)))
+    }
+
+    /// The gradient of `theta` alone. The tail is computed again where it was not kept.
+    ///
+    /// # Errors
+    /// When `dout` does not fit the output.
+    pub(crate) fn theta_gradient(
+        &self,
+        inputs: Inputs<'_>,
+        tail: Option<&Tensor>,
+        dout: &Tensor,
+    ) -> Result<Tensor> {
+        let [.., sparse, theta] = inputs;
+        let tail = tail.map_or_else(|| self.tail_of(inputs), |tail| Ok(tail.clone()))?;
+        let [_, _, dtheta] =
+            blend_backward([sparse, &tail, theta], &self.blend.selection, self.blend.alpha, dout)?;
+        Ok(dtheta)
+    }
+
+    /// The gradients of query, key, value and `theta`, where `exact` gives the first three of exact attention for
+    /// the gradient of its output.
+    ///
+    /// # Errors
+    /// When `dout` does not fit the output, and those of `exact`.
+    pub(crate) fn backward(
+        &self,
+        inputs: Inputs<'_>,
+        tail: Option<&Tensor>,
+        dout: &Tensor,
+        exact: impl FnOnce(&Tensor) -> Result<[Tensor; 3]>,
+    ) -> Result<[Tensor; 4]> {
+        let [q, k, v, sparse, theta] = inputs;
+        let selection = &self.blend.selection;
+        let Some(tail) = tail else { return self.backward_on_cuda(inputs, dout, exact) };
+        let [dsparse, dtail, dtheta] =
+            blend_backward([sparse, tail, theta], selection, self.blend.alpha, dout)?;
+        let gradients = exact(&dsparse)?;
+        let [dq, dk, dv] =
+            past_linear_backward_onto([q, k, v], selection, self.tail.tail, &dtail, gradients)?;
+        Ok([dq, dk, dv, dtheta])
+    }
+
+    fn backward_on_cuda(
+        &self,
+        [q, k, v, sparse, theta]: Inputs<'_>,
+        dout: &Tensor,
+        exact: impl FnOnce(&Tensor) -> Result<[Tensor; 3]>,
+    ) -> Result<[Tensor; 4]> {
+        let theta = &theta.contiguous()?;
+        self.tail.check_dout(q, dout)?;
+        supported(NAME, &[q, k, v, sparse, theta, dout])?;
+        let gradients = Gradients(self);
+        let [dsparse, parts]: [CudaStorage; 2] =
+            with_cuda(NAME, [sparse, theta, dout], |operands| gradients.launch(operands))?;
+        let (dsparse, parts) = (cuda_tensor(dsparse, q.shape()), cuda_tensor(parts, gradients.parts()));
+        let [dq, dk, dv] = exact(&dsparse)?;
+        // The tail's gradients are added in place, so that memory peaks no higher than with attention alone.
+        drop(dsparse);
+        let all = [q, k, v, sparse, theta, dout, &dq, &dk, &dv, &parts];
+        let dtheta: CudaStorage = with_cuda(NAME, all, |operands| gradients.launch(operands))?;
+        Ok([dq, dk, dv, cuda_tensor(dtheta, theta.shape())])
+    }
+}
+
+/// The gradients on a GPU, in two launches with the backward of exact attention between them. The first takes the output of
+/// exact attention, `theta` and the gradient of the mixture; it gives the gradient of that output, and parts of that of `theta`.
+/// The second adds the tail's gradients in place to those of query, key and value, and its share to the parts; it gives the
+/// gradient of `theta`.
+pub(crate) struct Gradients<'a>(pub(crate) &'a Mixture);
+
+impl Gradients<'_> {
+    /// Parts of the gradient of `theta`: one for each query head and block of queries.
+    pub(crate) fn parts(&self) -> usize {
+        let selection = &self.0.blend.selection;
+        selection.shape().query_heads() * selection.blocks().rows()
+    }
+}

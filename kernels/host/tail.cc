@@ -1,0 +1,249 @@
+// Runs the sources of the linear tail and of the mixture on a CPU, thread by thread, and compares them with definitions in
+// doubles: states in chunks and in one pass, features, products with states, weights of the mixture, all gradients.
+#include <initializer_list>
+
+#include "../blend.cu"
+#undef KERNEL
+#include "../past_linear.cu"
+
+using namespace sage;
+
+namespace {
+
+constexpr int BLOCK = past_linear::BLOCK;
+
+struct Case {
+  int batch, tokens, query_heads, key_heads, head_dim, chunk_blocks;
+  std::vector<int> starts;  // of packed documents, and the end of the last one
+};
+
+uint32_t state = 1;
+double random_value() {
+  double sum = 0;
+  for (int i = 0; i < 3; ++i) {
+    state = state * 1664525u + 1013904223u;
+    sum += double(state >> 8) / 8388608.0 - 1.0;
+  }
+  return sum;
+}
+
+template <class T>
+struct Tensor {
+  std::vector<T> values;
+  params::View view;
+  int tokens, heads, channels;
+  Tensor(const Case& c, int heads, double size) : values(size_t(c.batch) * c.tokens * heads * c.head_dim + 16), tokens(c.tokens), heads(heads), channels(c.head_dim) {
+    for (T& x : values) x = ptx::from_float<T>(float(size * random_value()));
+    view = {values.data(), int64_t(tokens) * heads * channels, int64_t(heads) * channels, channels, 1, channels % 8 == 0, 0};
+  }
+  // The channels of a token of a head.
+  std::vector<double> row(int batch, int token, int head) const {
+    const T* at = &values[((size_t(batch) * tokens + token) * heads + head) * channels];
+    return std::vector<double>(at, at + channels);
+  }
+};
+
+double dot(const std::vector<double>& a, const std::vector<double>& b) {
+  double sum = 0;
+  for (size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
+  return sum;
+}
+std::vector<double> softmax(std::vector<double> x) {
+  double largest = -INFINITY, sum = 0;
+  for (double value : x) largest = fmax(largest, value);
+  for (double& value : x) sum += value = exp(value - largest);
+  for (double& value : x) value /= sum;
+  return x;
+}
+void add(std::vector<double>& sum, double factor, const std::vector<double>& x) {
+  for (size_t i = 0; i < x.size(); ++i) sum[i] += factor * x[i];
+}
+// The gradient of a vector for that of its softmax.
+std::vector<double> of_logits(const std::vector<double>& phi, const std::vector<double>& gradient) {
+  double mean = dot(phi, gradient);
+  std::vector<double> x(phi.size());
+  for (size_t i = 0; i < x.size(); ++i) x[i] = phi[i] * (gradient[i] - mean);
+  return x;
+}
+
+struct Error {
+  double wrong = 0, right = 0;
+  void add(const std::vector<double>& got, const std::vector<double>& expected, double most = 50) {
+    for (size_t i = 0; i < got.size(); ++i) {
+      wrong += (got[i] - expected[i]) * (got[i] - expected[i]), right += expected[i] * expected[i];
+      if (!(fabs(got[i]) < most)) wrong = INFINITY;  // tensors start with values of size 100: this one was not written
+    }
+  }
+  double relative() const { return right > 0 ? sqrt(wrong / right) : sqrt(wrong); }
+};
+
+struct Errors {
+  Error out, dsparse, dq, dk, dv, dtheta;
+};
+
+// The blocks of a kernel's launch, over all segments and heads.
+template <class F>
+void launch(int blocks, int segments, int heads, int threads, size_t shared_bytes, F kernel) {
+  for (int z = 0; z < heads; ++z)
+    for (int y = 0; y < segments; ++y)
+      for (int x = 0; x < blocks; ++x) host::run_with_shared(dim3{x, y, z}, threads, shared_bytes, kernel);
+}
+
+template <class T, int D>
+void make_states(const params::Linear& p) {
+  using Kernel = past_linear::StateKernel<T, D>;
+  int threads = Kernel::PLAN.threads, bytes = Kernel::PLAN.shared_bytes, segments = p.shape.segment_count, heads = p.shape.key_heads;
+  if (p.chunks > 1) {
+    launch((p.chunks - 1) * Kernel::SPLIT, segments, heads, threads, bytes, [&] { past_linear::sum_chunks<T, D>(p); });
+    launch((Kernel::WIDTH + 255) / 256, segments * heads, 1, 256, 0, [&] { past_linear::scan_chunks<D>(p); });
+  }
+  launch(p.chunks * Kernel::SPLIT, segments, heads, threads, bytes, [&] { past_linear::scan_blocks<T, D>(p); });
+}
+
+// Runs a case, with a mixture or the tail alone, and returns the errors.
+template <class T, int D>
+Errors run(const Case& c, bool mixed, bool by_count) {
+  Tensor<T> q(c, c.query_heads, 1), k(c, c.key_heads, 1), v(c, c.key_heads, 1), sparse(c, c.query_heads, 1), dout(c, c.query_heads, 1);
+  Tensor<T> out(c, c.query_heads, 100), dsparse(c, c.query_heads, 100), dq(c, c.query_heads, 100), dk(c, c.key_heads, 100), dv(c, c.key_heads, 100);
+  std::vector<params::Segment> segments;
+  int longest = 0, tiles = 0, blocks = 0, count = c.starts.empty() ? c.batch : int(c.starts.size()) - 1;
+  for (int i = 0; i < count; ++i) {
+    int start = c.starts.empty() ? 0 : c.starts[i], len = c.starts.empty() ? c.tokens : c.starts[i + 1] - start;
+    segments.push_back({start, len, start, len, tiles, tiles, blocks, blocks});
+    longest = max(longest, len), tiles += (len + 63) / 64, blocks += (len + BLOCK - 1) / BLOCK;
+  }
+  // Lists: some of the candidates, then the block on the diagonal.
+  int stride = blocks + 1;
+  std::vector<uint32_t> lists(size_t(c.key_heads) * blocks * stride);
+  for (int head = 0; head < c.key_heads; ++head)
+    for (const params::Segment& s : segments)
+      for (int block = 0; block * BLOCK < s.query_len; ++block) {
+        uint32_t* list = &lists[(size_t(head) * blocks + s.query_block + block) * stride];
+        for (int other = 0; other <= block; ++other)
+          if (other == block || random_value() > 0.5) list[++list[0]] = other;
+      }
+  std::vector<float> theta(c.query_heads), dtheta(c.query_heads), parts(size_t(c.query_heads) * blocks, NAN);
+  for (float& x : theta) x = float(random_value());
+
+  params::Linear p = {};
+  p.q = q.view, p.k = k.view, p.v = v.view, p.out = out.view, p.dout = dout.view, p.dq = dq.view, p.dk = dk.view, p.dv = dv.view;
+  p.sparse = sparse.view;
+  p.shape = {c.starts.empty() ? nullptr : segments.data(), count, longest, longest, c.query_heads, c.key_heads, c.head_dim, 1, 1.0f, tiles, tiles, 1, 0};
+  p.blocks = blocks, p.chunk_blocks = c.chunk_blocks, p.chunks = ((longest + BLOCK - 1) / BLOCK + c.chunk_blocks - 1) / c.chunk_blocks;
+  std::vector<T> states(size_t(c.key_heads) * blocks * D * D, ptx::from_float<T>(NAN));
+  std::vector<float> sums(size_t(c.key_heads) * blocks * D, NAN), chunk_sums(size_t(c.key_heads) * count * p.chunks * (D + 1) * D, NAN);
+  std::vector<float> rows(size_t(2) * c.query_heads * tiles * 64, NAN);
+  p.states = states.data(), p.sums = sums.data(), p.chunk_sums = chunk_sums.data(), p.rows = rows.data();
+  if (mixed) p.mixture = {theta.data(), parts.data(), {lists.data(), nullptr, nullptr, stride, blocks, blocks, 0}, by_count, 0};
+
+  auto multiply = [&](params::Plan plan, int heads, auto kernel) {
+    launch((longest + BLOCK - 1) / BLOCK, count, heads, plan.threads, plan.shared_bytes, kernel);
+  };
+  make_states<T, D>(p);
+  multiply(params::plan("linear_forward", D, params::LISTED), c.query_heads, [&] { past_linear::forward<T, D>(p); });
+  if (mixed) {
+    params::Blend b = {};
+    b.sparse = sparse.view, b.dout = dout.view, b.out = dsparse.view, b.dtheta = dtheta.data(), b.mixture = p.mixture, b.shape = p.shape;
+    launch((longest + BLOCK - 1) / BLOCK, count, c.query_heads, THREADS, 0, [&] { blend_backward<T, false>(b); });
+  }
+  multiply(params::plan("linear_backward_queries", D, params::LISTED), c.query_heads, [&] { past_linear::backward_queries<T, D>(p); });
+  p.backward = 1;
+  make_states<T, D>(p);
+  multiply(params::plan("linear_backward_keys", D, params::LISTED), c.key_heads, [&] { past_linear::backward_keys<T, D>(p); });
+  if (mixed) {
+    params::Blend b = {};
+    b.dtheta = dtheta.data(), b.mixture = p.mixture, b.shape = p.shape;
+    launch(c.query_heads, 1, 1, 32, 0, [&] { blend_sum_theta(b); });
+  }
+
+  Errors errors;
+  std::vector<double> exact_dtheta(c.query_heads);
+  for (int i = 0; i < count; ++i) {
+    const params::Segment& s = segments[i];
+    int batch = c.starts.empty() ? i : 0, group = c.query_heads / c.key_heads;
+    for (int key_head = 0; key_head < c.key_heads; ++key_head) {
+      std::vector<std::vector<double>> phi_k, values, dphi_k, exact_dv;
+      for (int j = 0; j < s.key_len; ++j) {
+        phi_k.push_back(softmax(k.row(batch, s.key_start + j, key_head)));
+        values.push_back(v.row(batch, s.key_start + j, key_head));
+        dphi_k.push_back(std::vector<double>(c.head_dim)), exact_dv.push_back(dphi_k.back());
+      }
+      for (int head = key_head * group; head < (key_head + 1) * group; ++head)
+        for (int query = 0; query < s.query_len; ++query) {
+          int block = query / BLOCK, past = block * BLOCK, token = s.query_start + query, chosen = 0;
+          const uint32_t* list = &lists[(size_t(key_head) * blocks + s.query_block + block) * stride];
+          for (uint32_t n = 1; n <= list[0]; ++n) chosen += int(list[n]) < block ? BLOCK : 0;
+          double odds = by_count ? log(double(chosen + query + 1 - past) / double(past - chosen)) : 0;
+          double a = !mixed ? 0 : past == chosen ? 1 : 1 / (1 + exp(-(double(theta[head]) + odds)));
+          std::vector<double> phi = softmax(q.row(batch, token, head)), g = dout.row(batch, token, head), exact = sparse.row(batch, token, head);
+          std::vector<double> tail(c.head_dim), dphi(c.head_dim);
+          double n = 0;
+          for (int j = 0; j < past; ++j) n += dot(phi, phi_k[j]), add(tail, dot(phi, phi_k[j]), values[j]);
+          for (double& x : tail) x = past > 0 ? x / n : 0;
+          double t = dot(g, tail);
+          for (int j = 0; j < past; ++j) {
+            double weight = (1 - a) * dot(phi, phi_k[j]) / n, gain = (1 - a) * (dot(g, values[j]) - t) / n;
+            add(exact_dv[j], weight, g), add(dphi_k[j], gain, phi), add(dphi, gain, phi_k[j]);
+          }
+          std::vector<double> expected = tail;
+          for (double& x : expected) x *= 1 - a;
+          if (mixed) add(expected, a, exact);
+          errors.out.add(out.row(batch, token, head), expected);
+          errors.dq.add(dq.row(batch, token, head), of_logits(phi, dphi));
+          if (!mixed) continue;
+          exact_dtheta[head] += a * (1 - a) * (dot(g, exact) - t);
+          for (double& x : g) x *= a;
+          errors.dsparse.add(dsparse.row(batch, token, head), g);
+        }
+      for (int j = 0; j < s.key_len; ++j) {
+        errors.dk.add(dk.row(batch, s.key_start + j, key_head), of_logits(phi_k[j], dphi_k[j]));
+        errors.dv.add(dv.row(batch, s.key_start + j, key_head), exact_dv[j]);
+      }
+    }
+  }
+  if (mixed) errors.dtheta.add(std::vector<double>(dtheta.begin(), dtheta.end()), exact_dtheta, INFINITY);
+  return errors;
+}
+
+}  // namespace
+
+int main() {
+  host::memory = past_linear::shared;
+  const Case cases[] = {
+      {1, 1, 1, 1, 64, 4, {}},
+      {2, 129, 2, 1, 64, 1, {}},
+      {1, 390, 1, 1, 128, 2, {}},
+      {1, 390, 2, 1, 40, 8, {}},
+      {1, 520, 1, 1, 72, 1, {0, 1, 130, 130, 520}},
+  };
+  using B = __nv_bfloat16;
+  struct Row {
+    const char* name;
+    Errors (*of_64)(const Case&, bool, bool);
+    Errors (*of_128)(const Case&, bool, bool);
+    bool mixed, by_count;
+    double limit;
+  };
+  // Features, states and products round by 2^-9 (bf16) or 2^-12 (f16) at most, and a gradient has five of them behind it.
+  const Row rows[] = {
+      {"tail, bf16", run<B, 64>, run<B, 128>, false, false, 5 * ldexp(1, -9)},
+      {"mixture by count, bf16", run<B, 64>, run<B, 128>, true, true, 5 * ldexp(1, -9)},
+      {"mixture, f16", run<__half, 64>, run<__half, 128>, true, false, 5 * ldexp(1, -12)},
+  };
+  int failed = 0;
+  printf("relative L2 error         tokens  head_dim  chunk    O         dsparse   dQ        dK        dV        dtheta\n");
+  for (const Row& row : rows)
+    for (const Case& c : cases) {
+      state = 5;
+      Errors e = (c.head_dim > 64 ? row.of_128 : row.of_64)(c, row.mixed, row.by_count);
+      printf("%-24s %7d %9d %7d ", row.name, c.tokens, c.head_dim, c.chunk_blocks);
+      bool good = true;
+      for (const Error* error : {&e.out, &e.dsparse, &e.dq, &e.dk, &e.dv, &e.dtheta}) {
+        printf("  %.6f", error->relative());
+        good &= error->relative() <= row.limit;
+      }
+      printf("%s\n", good ? "" : "   WRONG");
+      failed += !good;
+    }
+  return failed != 0;
+}
