@@ -6,6 +6,7 @@ pub mod anatomy;
 mod attn_qat;
 mod measures;
 mod sagebwd;
+pub mod selected;
 mod sigma;
 
 use std::collections::BTreeMap;

@@ -9,10 +9,11 @@ use super::print;
 use crate::checks::above_zero;
 use crate::device::Place;
 use crate::metrics::Probed;
+use crate::probe::selected::{Selecting, probe_selections};
 use crate::probe::{Look, Shape, probe, sigma_table};
 use crate::quantity::Quantity;
 use crate::ranks::Rank;
-use crate::report::{layer_errors, probe_csv, sigma_errors};
+use crate::report::{layer_errors, probe_csv, selections_csv, selections_table, sigma_errors};
 use crate::settings::{Attn, Settings, SmoothingSetting, SourceSetting, Text};
 use crate::trained::run_folder;
 use crate::writing;
@@ -54,6 +55,16 @@ pub(super) struct Probe {
     /// Queries and keys times these; a table for each
     #[arg(long, value_name = "FACTOR,..", value_delimiter = ',', default_value = "1")]
     qk_scale: Vec<f64>,
+    /// What selected blocks and a tail would leave of attention, by how they are chosen and by what stands for the rest: SLA2,
+    /// before any training with it. Half of the sequences fit it, the others are measured
+    #[arg(long, conflicts_with_all = ["sigma", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "granularity"])]
+    selections: bool,
+    /// Blocks that a block of queries picks
+    #[arg(long, value_name = "N", default_value_t = 4, requires = "selections")]
+    blocks: usize,
+    /// Tokens of a block [default: a sixteenth of the context, 16 to 128]
+    #[arg(long, value_name = "N", requires = "selections")]
+    block: Option<usize>,
     /// Random tensors instead of a model's: queries and keys of these standard deviations, as 1,3,5,8,10
     #[arg(long, value_name = "SIGMA,..", value_delimiter = ',', conflicts_with_all = ["run", "heads", "products", "token_scales", "qk_scale", "sequences"])]
     sigma: Vec<f64>,
@@ -104,6 +115,9 @@ impl Probe {
         let tokenizer = self.data.is_some().then_some(tokenizer);
         let mut settings = settings.clone();
         settings.data.tokenizer = tokenizer;
+        if self.selections {
+            return self.of_selections(run, settings);
+        }
         let mut all: Vec<Probed> = Vec::new();
         self.qk_scale.iter().try_for_each(|scale| above_zero("qk-scale", *scale).map(drop))?;
         for &qk_scale in &self.qk_scale {
@@ -137,6 +151,30 @@ impl Probe {
         }
         match &self.csv {
             Some(path) => std::fs::write(path, probe_csv(&all)).map_err(writing(path)),
+            None => Ok(()),
+        }
+    }
+
+    fn of_selections(&self, run: &std::path::Path, settings: Settings) -> Result<()> {
+        let selecting =
+            Selecting { sequences: usize::from(self.sequences), blocks: self.blocks, block: self.block };
+        let found = probe_selections(run, selecting, settings)?;
+        let title = format!(
+            "{}: {} blocks of {} of {} tokens, {:.1} % sparse, against dense attention, {} sequences",
+            run.display(),
+            self.blocks,
+            found.block,
+            found.context,
+            100.0 * found.sparsity,
+            found.measured
+        );
+        print(&selections_table(&title, &found))?;
+        if let Some(path) = &self.json {
+            let text = serde_json::to_string_pretty(&found).expect("plain numbers");
+            std::fs::write(path, text).map_err(writing(path))?;
+        }
+        match &self.csv {
+            Some(path) => std::fs::write(path, selections_csv(&found)).map_err(writing(path)),
             None => Ok(()),
         }
     }

@@ -1,0 +1,385 @@
+//! What selected blocks and a tail leave of attention on the heads of a trained model, by how the blocks are chosen and by
+//! what stands for the rest (SLA2, arXiv 2602.12675): errors of the output, before any training with them.
+
+use std::path::Path;
+
+use candle_core::{D, DType, Device, Tensor, Var};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW};
+use candle_sage::ops::{Alpha, Tail, blend, past_linear};
+use candle_sage::shape::AttentionShape;
+use candle_sage::{Attention, Result, Router, Scheme, Selection, Sla2};
+use serde::Serialize;
+
+use super::{bar, during, trace};
+use crate::checks::in_range;
+use crate::data::{Batches, Cut, Dataset};
+use crate::device::Place;
+use crate::settings::Settings;
+use crate::tell;
+use crate::trained::Trained;
+
+/// Steps in which the router learns, and the rate, which falls to zero.
+const ROUTER_STEPS: usize = 100;
+const ROUTER_LR: f64 = 3e-3;
+
+/// How blocks are selected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Chosen {
+    /// Those with most of dense attention's mass, which no router knows beforehand.
+    Best,
+    /// By a router that has learnt, on other sequences, where the mass is.
+    Learned,
+    /// By the router as it starts: products of block means.
+    Identity,
+    /// The nearest blocks and the first one.
+    Window,
+}
+
+/// What stands for the blocks that are not selected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Rest {
+    /// Linear attention over all past blocks.
+    Linear,
+    /// The same with a constant weight of .85 for the selected blocks.
+    Constant,
+    /// The mean of all past values.
+    Mean,
+    /// Softmax attention over the past blocks' mean keys, with their mean values.
+    Pooled,
+    /// Nothing.
+    Nothing,
+}
+
+/// The ways that are measured.
+pub const WAYS: [(Chosen, Rest); 10] = [
+    (Chosen::Best, Rest::Linear),
+    (Chosen::Learned, Rest::Linear),
+    (Chosen::Identity, Rest::Linear),
+    (Chosen::Window, Rest::Linear),
+    (Chosen::Best, Rest::Nothing),
+    (Chosen::Identity, Rest::Nothing),
+    (Chosen::Window, Rest::Nothing),
+    (Chosen::Identity, Rest::Constant),
+    (Chosen::Identity, Rest::Mean),
+    (Chosen::Identity, Rest::Pooled),
+];
+
+/// What to measure.
+#[derive(Debug, Clone, Copy)]
+pub struct Selecting {
+    /// Validation sequences: the first half fits routers and `theta`, the second half is measured.
+    pub sequences: usize,
+    /// Blocks that a block of queries picks.
+    pub blocks: usize,
+    /// Tokens of a block; `None` is a sixteenth of the context, 16 to 128.
+    pub block: Option<usize>,
+}
+
+/// A layer's results, over its heads and the measured sequences.
+#[derive(Debug, Clone, Serialize)]
+pub struct OfLayer {
+    /// From 0.
+    pub layer: usize,
+    /// Relative L2 of the output against dense attention, in the order of [`WAYS`].
+    pub errors: Vec<f64>,
+    /// Share of dense attention's mass on past blocks that the selected ones have: best, learned, identity, window.
+    pub mass: [f64; 4],
+}
+
+/// The selections of a model's heads.
+#[derive(Debug, Clone, Serialize)]
+pub struct Selections {
+    /// Tokens of a sequence.
+    pub context: usize,
+    /// Tokens of a block.
+    pub block: usize,
+    /// Sequences that are measured.
+    pub measured: usize,
+    /// Fraction of the pairs that are not computed.
+    pub sparsity: f64,
+    /// Each layer.
+    pub layers: Vec<OfLayer>,
+}
+
+/// Measures the heads of a run, or of any model with data.
+///
+/// # Errors
+/// When the folder has no weights or data, or the context has fewer than two blocks.
+pub fn probe_selections(folder: &Path, selecting: Selecting, settings: Settings) -> Result<Selections> {
+    let trained = Trained::open(folder, Place::Cpu, settings, true)?;
+    trained.check_attention(folder, "probe")?;
+    let Trained { config, parameters, .. } = &trained;
+    let data = Dataset::load_to_validate(&config.data, &|line| tell(line))?;
+    let cut = Cut { end_of_document: None, ..config.data.cut(&data.tokenizer) };
+    let block = selecting.block.unwrap_or((cut.context / 16).clamp(16, 128));
+    in_range("block", block, 1, cut.context / 2)?;
+    in_range("blocks", selecting.blocks, 0, cut.context / block)?;
+    let batches = Batches::new(&data.validation, cut);
+    let sequences = in_range("sequences", selecting.sequences.min(batches.sequences() as usize), 2, 1 << 12)?;
+    let layers = trace(&config.model, parameters, &batches, sequences)?;
+    let bar = bar(layers.len() as u64, "{bar:30.cyan/blue} layer {pos}/{len} [{elapsed}, ETA {eta}]");
+    let (mut found, mut sparsity) = (Vec::new(), 0.0);
+    for (layer, [q, k, v, _]) in layers.into_iter().enumerate() {
+        let measured =
+            of_layer([&q, &k, &v], (selecting.blocks, block)).map_err(during("probing selections"))?;
+        sparsity = measured.2;
+        found.push(OfLayer { layer, errors: measured.0, mass: measured.1 });
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let measured = sequences - sequences / 2;
+    Ok(Selections { context: cut.context, block, measured, sparsity, layers: found })
+}
+
+/// Some sequences of a layer: query, key, value and the output of dense attention.
+struct Part {
+    inputs: [Tensor; 3],
+    out: Tensor,
+    shape: AttentionShape,
+}
+
+impl Part {
+    fn new(inputs: [&Tensor; 3], first: usize, count: usize) -> candle_core::Result<Self> {
+        let [q, k, v] = inputs.map(|x| x.narrow(0, first, count)?.contiguous());
+        let inputs = [q?, k?, v?];
+        let [q, k, v] = &inputs;
+        let out = Attention::new(Scheme::FullPrecision).causal(true).apply(q, k, v)?;
+        let shape = AttentionShape::new(q.dims4()?, k.dims4()?, v.dims4()?, true, None)?;
+        Ok(Self { inputs, out, shape })
+    }
+
+    /// The probability mass of each query on each block of keys, (batch, token, query head, block): attention whose
+    /// values say which block a key is in, as many blocks at once as a head has channels.
+    fn mass(&self, block: usize) -> candle_core::Result<Tensor> {
+        let [q, k, _] = &self.inputs;
+        let (batch, tokens, key_heads, d) = k.dims4()?;
+        let number = |first: usize, token: usize, channel: usize| token / block == first + channel;
+        let parts = (0..tokens.div_ceil(block)).step_by(d).map(|first| {
+            let ones: Vec<f32> = (0..tokens)
+                .flat_map(|token| {
+                    (0..d).map(move |channel| f32::from(u8::from(number(first, token, channel))))
+                })
+                .collect();
+            let values = Tensor::from_vec(ones, (1, tokens, 1, d), &Device::Cpu)?;
+            let values = values.broadcast_as((batch, tokens, key_heads, d))?.contiguous()?;
+            Attention::new(Scheme::FullPrecision).causal(true).apply(q, k, &values)
+        });
+        Tensor::cat(&parts.collect::<candle_core::Result<Vec<_>>>()?, D::Minus1)
+    }
+
+    /// The blocks with most of the mass.
+    fn best(&self, blocks: usize, block: usize) -> candle_core::Result<Selection> {
+        let (group, len) = (self.shape.group(), self.shape.query_len());
+        let mass = self.mass(block)?;
+        let mut of_blocks = Vec::new();
+        for first in (0..len).step_by(block) {
+            let rows = mass.narrow(1, first, block.min(len - first))?.sum(1)?;
+            let (batch, heads, columns) = rows.dims3()?;
+            of_blocks.push(rows.reshape((batch, heads / group, group, columns))?.sum(2)?.to_vec3::<f32>()?);
+        }
+        Selection::from_lists(&self.shape, (block, block), &Device::Cpu, |at| {
+            let mass = &of_blocks[at.block][at.segment][at.key_head];
+            let mut order: Vec<usize> = (0..at.candidates).collect();
+            order.sort_by(|&a, &b| mass[b].total_cmp(&mass[a]));
+            order.truncate(blocks);
+            order
+        })
+    }
+
+    /// What stands for the rest, for a weight of the selected blocks that is computed from their number.
+    fn tail(&self, selection: &Selection, rest: Rest, block: usize) -> candle_core::Result<Tensor> {
+        let [q, k, v] = &self.inputs;
+        match rest {
+            Rest::Linear | Rest::Constant => past_linear(q, k, v, selection, Tail::Past),
+            // All features are the same where queries and keys are.
+            Rest::Mean => past_linear(&q.zeros_like()?, &k.zeros_like()?, v, selection, Tail::Past),
+            Rest::Pooled => self.pooled(block),
+            Rest::Nothing => self.out.zeros_like(),
+        }
+    }
+
+    /// Softmax attention over the mean keys of past blocks, with their mean values; zeros where there are none.
+    fn pooled(&self, block: usize) -> candle_core::Result<Tensor> {
+        let [q, k, v] = &self.inputs;
+        let (batch, tokens, heads, d) = q.dims4()?;
+        let (whole, group) = (tokens / block, self.shape.group());
+        let means = |x: &Tensor| -> candle_core::Result<Tensor> {
+            let (_, _, key_heads, _) = x.dims4()?;
+            let x = x.narrow(1, 0, whole * block)?.reshape((batch, whole, block, key_heads, d))?.mean(2)?;
+            // (batch, key heads, blocks, d), once for each query head of a group.
+            let x = x.transpose(1, 2)?.unsqueeze(2)?;
+            x.broadcast_as((batch, key_heads, group, whole, d))?.reshape((batch, heads, whole, d))
+        };
+        let logits = (q.transpose(1, 2)?.contiguous()?.matmul(&means(k)?.t()?.contiguous()?)?
+            * self.shape.default_softmax_scale())?;
+        let hidden: Vec<f32> = (0..tokens)
+            .flat_map(|token| {
+                (0..whole).map(move |at| if at < token / block { 0.0 } else { f32::NEG_INFINITY })
+            })
+            .collect();
+        // The first block has no block before it: any finite logits will do, its weight is zero.
+        let hidden: Vec<f32> =
+            hidden.into_iter().enumerate().map(|(n, x)| if n < block * whole { 0.0 } else { x }).collect();
+        let logits = logits.broadcast_add(&Tensor::from_vec(hidden, (tokens, whole), &Device::Cpu)?)?;
+        let weights = candle_nn::ops::softmax_last_dim(&logits.contiguous()?)?;
+        weights.matmul(&means(v)?.contiguous()?)?.transpose(1, 2)?.contiguous()
+    }
+
+    /// Squared distances from dense attention of each query head, where `theta` is one value for all.
+    fn distances(
+        &self,
+        [sparse, tail]: [&Tensor; 2],
+        selection: &Selection,
+        theta: &[f32],
+        alpha: Alpha,
+    ) -> candle_core::Result<Vec<f32>> {
+        let theta = Tensor::new(theta, &Device::Cpu)?;
+        let out = blend(sparse, tail, &theta, selection, alpha)?;
+        (out - &self.out)?.sqr()?.sum((0, 1, 3))?.to_vec1()
+    }
+}
+
+/// `theta` that some sequences would have, a value for each query head: the best of a grid.
+fn fit(part: &Part, selection: &Selection, rest: Rest, block: usize) -> candle_core::Result<Vec<f32>> {
+    let heads = part.shape.query_heads();
+    match rest {
+        // sigmoid(1.7346) = .85
+        Rest::Constant => return Ok(vec![1.7346; heads]),
+        Rest::Nothing => return Ok(vec![f32::INFINITY; heads]),
+        _ => {}
+    }
+    let [sparse, tail] = [sparse(part, selection)?, part.tail(selection, rest, block)?];
+    let mut best = vec![(f32::INFINITY, 0.0); heads];
+    for step in -24..=40 {
+        let theta = step as f32 / 4.0;
+        let distances = part.distances([&sparse, &tail], selection, &vec![theta; heads], Alpha::Count)?;
+        for (best, distance) in best.iter_mut().zip(distances) {
+            if distance < best.0 {
+                *best = (distance, theta);
+            }
+        }
+    }
+    Ok(best.into_iter().map(|(_, theta)| theta).collect())
+}
+
+fn sparse(part: &Part, selection: &Selection) -> candle_core::Result<Tensor> {
+    let [q, k, v] = &part.inputs;
+    Attention::new(Scheme::FullPrecision).causal(true).select(selection).apply(q, k, v)
+}
+
+/// A router that has learnt where dense attention looks.
+fn learn(op: &Sla2, part: &Part) -> candle_core::Result<Router> {
+    let [q, k, _] = &part.inputs;
+    let start = Router::new(part.shape.key_heads(), part.shape.head_dim(), &Device::Cpu)?;
+    let vars = start.weights().map(Var::from_tensor);
+    let [query, key] = vars;
+    let (query, key) = (query?, key?);
+    let settings = ParamsAdamW { lr: ROUTER_LR, weight_decay: 0.0, ..ParamsAdamW::default() };
+    let mut adam = AdamW::new(vec![query.clone(), key.clone()], settings)?;
+    let router = Router::from_tensors(query.as_tensor().clone(), key.as_tensor().clone())?;
+    for step in 0..ROUTER_STEPS {
+        adam.set_learning_rate(ROUTER_LR * (1.0 - step as f64 / ROUTER_STEPS as f64));
+        adam.backward_step(&op.router_loss(&router, q, k)?)?;
+    }
+    Router::from_tensors(query.as_detached_tensor(), key.as_detached_tensor())
+}
+
+/// Errors in the order of [`WAYS`], the mass caught by each choice, and the sparsity.
+fn of_layer(
+    inputs: [&Tensor; 3],
+    (blocks, block): (usize, usize),
+) -> candle_core::Result<(Vec<f64>, [f64; 4], f64)> {
+    let sequences = inputs[0].dim(0)?;
+    let half = sequences / 2;
+    let (seen, held) = (Part::new(inputs, 0, half)?, Part::new(inputs, half, sequences - half)?);
+    let op = Sla2::new(Scheme::FullPrecision).blocks(blocks).block((block, block)).causal(true);
+    let learned = learn(&op, &seen)?;
+    let identity = Router::new(seen.shape.key_heads(), seen.shape.head_dim(), &Device::Cpu)?;
+    let select = |part: &Part, chosen: Chosen| -> candle_core::Result<Selection> {
+        let [q, k, _] = &part.inputs;
+        match chosen {
+            Chosen::Best => part.best(blocks, block),
+            Chosen::Learned => op.select(&learned, q, k),
+            Chosen::Identity => op.select(&identity, q, k),
+            Chosen::Window => {
+                let (nearest, sinks) = (blocks.saturating_sub(1), blocks.min(1));
+                Selection::window(&part.shape, (block, block), nearest, sinks, &Device::Cpu)
+            }
+        }
+    };
+    let all = [Chosen::Best, Chosen::Learned, Chosen::Identity, Chosen::Window];
+    let mut selections = Vec::new();
+    for chosen in all {
+        selections.push((chosen, select(&seen, chosen)?, select(&held, chosen)?));
+    }
+    let [q, k, _] = &held.inputs;
+    let mut mass = [0.0; 4];
+    for (mass, (_, _, selection)) in mass.iter_mut().zip(&selections) {
+        *mass = op.mass_caught(selection, q, k)?;
+    }
+    let size = held.out.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?;
+    let mut errors = Vec::new();
+    for (chosen, rest) in WAYS {
+        let (_, fitted, selection) =
+            selections.iter().find(|(other, ..)| *other == chosen).expect("each has its selections");
+        let theta = fit(&seen, fitted, rest, block)?;
+        let alpha = if rest == Rest::Constant { Alpha::Constant } else { Alpha::Count };
+        let [sparse, tail] = [sparse(&held, selection)?, held.tail(selection, rest, block)?];
+        let wrong: f32 = held.distances([&sparse, &tail], selection, &theta, alpha)?.iter().sum();
+        errors.push((f64::from(wrong) / size).sqrt());
+    }
+    let sparsity = selections[2].2.sparsity()?;
+    Ok((errors, mass, sparsity))
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::SeedableRng;
+    use rand_chacha::ChaCha8Rng;
+    use rand_distr::{Distribution, StandardNormal};
+
+    use super::*;
+
+    fn normal(dims: (usize, usize, usize, usize), seed: u64) -> candle_core::Result<Tensor> {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let count = dims.0 * dims.1 * dims.2 * dims.3;
+        let values: Vec<f32> = (0..count).map(|_| StandardNormal.sample(&mut rng)).collect();
+        Tensor::from_vec(values, dims, &Device::Cpu)
+    }
+
+    /// Where all past blocks are selected nothing is left of the error; with fewer, the best choice knows most mass, and a fitted
+    /// tail does better than none.
+    #[test]
+    fn errors_are_those_of_what_is_left_out() -> candle_core::Result<()> {
+        let dims = (4, 96, 2, 16);
+        let (q, k, v) = (normal(dims, 1)?, normal(dims, 2)?, normal(dims, 3)?);
+        let (errors, mass, sparsity) = of_layer([&q, &k, &v], (6, 16))?;
+        assert!(
+            errors.iter().zip(WAYS).all(|(error, (chosen, _))| *error < 1e-5 || chosen == Chosen::Window)
+        );
+        assert!(mass[..3].iter().all(|mass| (mass - 1.0).abs() < 1e-5) && sparsity.abs() < 1e-9, "{mass:?}");
+        let (errors, mass, _) = of_layer([&q, &k, &v], (2, 16))?;
+        let of = |way| errors[WAYS.iter().position(|other| *other == way).expect("one of them")];
+        for chosen in [Chosen::Best, Chosen::Identity, Chosen::Window] {
+            let [linear, nothing] = [Rest::Linear, Rest::Nothing].map(|rest| of((chosen, rest)));
+            assert!(linear < 0.9 * nothing, "{chosen:?}: {linear}, {nothing}");
+        }
+        assert!(mass[1..].iter().all(|&other| other < mass[0]), "{mass:?}");
+        Ok(())
+    }
+
+    /// One block before, whose mean is its only key: attention over means is that block's mean value.
+    #[test]
+    fn pooled_tail_is_attention_over_means() -> candle_core::Result<()> {
+        let dims = (1, 8, 1, 8);
+        let (q, k, v) = (normal(dims, 1)?, normal(dims, 2)?, normal(dims, 3)?);
+        let pooled = Part::new([&q, &k, &v], 0, 1)?.pooled(4)?;
+        let mean = v.narrow(1, 0, 4)?.mean_keepdim(1)?;
+        let difference =
+            pooled.narrow(1, 4, 4)?.broadcast_sub(&mean)?.abs()?.max_all()?.to_scalar::<f32>()?;
+        assert!(difference < 1e-6);
+        Ok(())
+    }
+}
