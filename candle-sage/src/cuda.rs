@@ -1,8 +1,10 @@
 //! Attention on NVIDIA GPUs: launches the kernels of `kernels/` on candle's own stream.
 //!
 //! As on the CPU, `forward` and `backward` are the same for all schemes, and what a scheme adds is in the
-//! file of its name. Besides the CPU's matrix product, only this module has `unsafe` code.
+//! file of its name. Besides the CPU's matrix product, only this module has `unsafe` code. What kernels get borrows
+//! the memory that they read and write (`address.rs`), so that the compiler sees that it is alive at every launch.
 
+mod address;
 mod arch;
 mod attn_qat;
 mod blend;
@@ -27,6 +29,7 @@ mod tensor;
 
 use std::fmt::Debug;
 
+use address::{address, address_if_any};
 use call::Call;
 use call::Problem;
 use candle_core::{CudaStorage, Result};
@@ -34,8 +37,7 @@ use cudarc::driver::CudaSlice;
 use full_precision::FullPrecision;
 use kernels::Grid;
 use plan::{Plan, TILE, Visits};
-use selection::{Users, lists};
-use tensor::address;
+use selection::{Seen, Users};
 
 use crate::launch::{Launch, Operand};
 use crate::ops::attention::{AttentionOp, RanOnGpu};
@@ -44,11 +46,11 @@ use crate::scheme::Scheme;
 /// A scheme on a GPU. Each scheme implements it in the file of its name. It names its kernels; `plan` says
 /// how they run.
 trait OnGpu: Debug + Send + Sync + 'static {
-    /// Buffers that the forward's kernel reads besides the inputs.
+    /// Buffers that the forward's kernels read and write besides inputs and output.
     type Operands;
     /// State that the forward keeps for the backward besides the log-sum-exp.
     type Kept: Debug + Send + Sync + 'static;
-    /// Buffers that the backward's kernel reads besides the inputs, freed after its launch.
+    /// Buffers that the backward's kernel reads besides inputs and state, freed after its launch.
     type Scratch;
 
     /// Name of the forward's kernel in the table of plans.
@@ -56,28 +58,34 @@ trait OnGpu: Debug + Send + Sync + 'static {
     /// Name of the backward's kernel in the table of plans.
     fn backward_kernel(&self) -> &'static str;
 
-    /// Launches the kernels that prepare the forward's operands, and sets their addresses in `params`. `keep`
-    /// says that a backward will follow.
-    fn before_forward(
+    /// Allocates the forward's operands. `keep` says that a backward will follow.
+    fn operands(&self, call: &Call<'_>, keep: bool) -> Result<Self::Operands>;
+
+    /// Launches the kernels that prepare the forward's operands, and sets their addresses in `params`.
+    fn before_forward<'p>(
         &self,
         call: &Call<'_>,
-        keep: bool,
-        params: &mut params::Forward,
-    ) -> Result<Self::Operands>;
+        operands: &'p Self::Operands,
+        params: &mut params::Forward<'p>,
+    ) -> Result<()>;
 
     /// The part of the operands that the backward needs.
     fn keep(&self, operands: Self::Operands) -> Self::Kept;
 
+    /// Allocates the backward's scratch memory.
+    fn scratch(&self, call: &Call<'_>, kept: &Self::Kept) -> Result<Self::Scratch>;
+
     /// Launches the kernels that prepare the backward's operands, delta among them, and sets their addresses
     /// in `params`.
-    fn before_backward(
+    fn before_backward<'p>(
         &self,
         call: &Call<'_>,
         plan: &Plan,
-        kept: &Self::Kept,
+        kept: &'p Self::Kept,
+        scratch: &'p Self::Scratch,
         past: &Past<'_>,
-        params: &mut params::Backward,
-    ) -> Result<Self::Scratch>;
+        params: &mut params::Backward<'p>,
+    ) -> Result<()>;
 }
 
 /// The forward's output, and the gradient of the loss with respect to it.
@@ -161,28 +169,29 @@ fn run_forward<S: OnGpu>(
     keep: bool,
 ) -> Result<(CudaStorage, Option<Box<dyn Ran>>)> {
     let call = Call::new(problem)?;
-    let lists = problem.selection.map(|selection| lists(selection, &call.gpu)).transpose()?;
-    let visits = if lists.is_some() { Visits::Listed } else { Visits::Every };
+    let seen = problem.selection.map(Seen::new).transpose()?;
+    let visits = if seen.is_some() { Visits::Listed } else { Visits::Every };
     let plan = Plan::of(scheme.forward_kernel(), call.d, call.gpu.architecture, visits)?;
-    let (out, out_view) = call.output(problem.shape.query_dims())?;
+    let out = call.output(problem.shape.query_dims())?;
     let minus_lse2 = keep.then(|| call.gpu.alloc::<f32>(call.query_tiles() * TILE)).transpose()?;
     // Bytes of K and V per query head: the query heads of a group share them.
-    let keys = 2 * call.shape.key_len as usize * plan.row_bytes / problem.shape.group();
+    let keys = 2 * call.geometry.sizes.key_len as usize * plan.row_bytes / problem.shape.group();
+    let operands = scheme.operands(&call, keep)?;
     let mut params = params::Forward {
         q: call.view(problem.q)?,
         k: call.view(problem.k)?,
         v: call.view(problem.v)?,
-        out: out_view,
-        minus_lse2: minus_lse2.as_ref().map_or(0, |lse2| address(lse2, &call.gpu)),
+        out: out.view(&call.gpu)?,
+        minus_lse2: address_if_any(minus_lse2.as_ref(), &call.gpu),
         shape: call.shape_sharing(plan, keys, problem.shape.query_heads()),
-        lists: lists.unwrap_or_default(),
+        lists: seen.as_ref().map(|seen| seen.lists(&call.gpu)).transpose()?.unwrap_or_default(),
         ..params::Forward::default()
     };
-    let operands = scheme.before_forward(&call, keep, &mut params)?;
+    scheme.before_forward(&call, &operands, &mut params)?;
     call.set_forward_maps(plan, &mut params)?;
     let mut blocks = call.segment_count()
         * problem.shape.query_heads()
-        * (call.shape.query_len as usize).div_ceil(plan.rows);
+        * (call.geometry.sizes.query_len as usize).div_ceil(plan.rows);
     let scheduler_counter = plan.persistent().then(|| call.gpu.alloc_zeros::<i32>(1)).transpose()?;
     if let Some(scheduler_counter) = &scheduler_counter {
         params.scheduler_counter = address(scheduler_counter, &call.gpu);
@@ -198,7 +207,7 @@ fn run_forward<S: OnGpu>(
         let kept = scheme.keep(operands);
         Box::new(Pair { scheme, minus_lse2, kept }) as Box<dyn Ran>
     });
-    Ok((out, ran))
+    Ok((out.storage, ran))
 }
 
 fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>) -> Result<[CudaStorage; 3]> {
@@ -212,44 +221,48 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
     // A counter for each tile of queries, and the tile scheduler's counter.
     let dq_semaphore =
         problem.deterministic.then(|| gpu.alloc_zeros::<i32>(call.query_tiles() + 1)).transpose()?;
-    let (dk, dk_view) = call.output(problem.shape.key_dims())?;
-    let (dv, dv_view) = call.output(problem.shape.key_dims())?;
+    let dk = call.output(problem.shape.key_dims())?;
+    let dv = call.output(problem.shape.key_dims())?;
     // Bytes that the blocks of a key head share, 9 per element of its queries: 4 for dQ's f32 sums, and for Q
     // and dO 4 in 16 bit, or 5 with SageBwd (codes of Q, Q^T and dO^T, and dO in 16 bit).
-    let shared = call.shape.query_len as usize * problem.shape.group() * call.d * 9;
-    let mut params = params::Backward {
+    let shared = call.geometry.sizes.query_len as usize * problem.shape.group() * call.d * 9;
+    let given = params::Backward {
         q: call.view(problem.q)?,
         k: call.view(problem.k)?,
         v: call.view(problem.v)?,
         out: call.view(past.out)?,
         dout: call.view(past.dout)?,
-        dk: dk_view,
-        dv: dv_view,
+        dk: dk.view(gpu)?,
+        dv: dv.view(gpu)?,
         minus_lse2: address(&ran.minus_lse2, gpu),
         minus_delta: address(&minus_delta, gpu),
         dq_accum: address(&dq_accum, gpu),
-        dq_semaphore: dq_semaphore.as_ref().map_or(0, |dq_semaphore| address(dq_semaphore, gpu)),
+        dq_semaphore: address_if_any(dq_semaphore.as_ref(), gpu),
         shape: call.shape_sharing(plan, shared, problem.shape.key_heads()),
         dq_parts: plan.dq_parts() as i32,
-        lists: users.as_ref().map_or(params::Lists::default(), |users| users.params),
+        lists: users.as_ref().map(|users| users.lists(gpu)).transpose()?.unwrap_or_default(),
         ..params::Backward::default()
     };
-    let scratch = ran.scheme.before_backward(&call, plan, &ran.kept, past, &mut params)?;
-    let blocks =
-        call.segment_count() * problem.shape.key_heads() * (call.shape.key_len as usize).div_ceil(plan.rows);
+    let scratch = ran.scheme.scratch(&call, &ran.kept)?;
+    let mut params = given;
+    ran.scheme.before_backward(&call, plan, &ran.kept, &scratch, past, &mut params)?;
+    let blocks = call.segment_count()
+        * problem.shape.key_heads()
+        * (call.geometry.sizes.key_len as usize).div_ceil(plan.rows);
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
     let kernel = call.kernel(&plan.name(visits));
     gpu.launch_backward(plan.family, &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;
-    // The scratch memory is freed before dQ is allocated, since memory use peaks here.
+    // The scratch memory is freed before dQ is allocated, since memory use peaks here. The parameters of the last
+    // kernel have no address in it, because they are made from those that `before_backward` did not change.
     drop(scratch);
-    let (dq, dq_view) = call.output(problem.shape.query_dims())?;
-    params.dq = dq_view;
-    let tiles = (call.shape.query_len as usize).div_ceil(TILE);
+    let dq = call.output(problem.shape.query_dims())?;
+    let params = params::Backward { dq: dq.view(gpu)?, ..given };
+    let tiles = (call.geometry.sizes.query_len as usize).div_ceil(TILE);
     let grid = Grid::line(tiles * problem.shape.query_heads() * call.segment_count(), 256);
     gpu.launch_backward(plan.family, &call.kernel("finish_dq"), grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;
-    Ok([dq, dk, dv])
+    Ok([dq, dk, dv].map(|gradient| gradient.storage))
 }

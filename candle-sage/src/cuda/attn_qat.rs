@@ -6,15 +6,16 @@
 //! keys, and each writes its gradients after its last product. (A block whose keys no query sees writes zeros
 //! while its own copies may be in flight; nothing uses those.)
 
-use candle_core::{CudaStorage, Result};
+use candle_core::Result;
 use cudarc::driver::CudaSlice;
 
+use super::address::{Address, address, address_if_any};
 use super::call::Call;
 use super::full_precision::{self, launch_delta};
 use super::kernels::Grid;
 use super::plan::{Plan, TILE};
 use super::sagebwd::launch_key_mean;
-use super::tensor::address;
+use super::tensor::Output;
 use super::{OnGpu, Past, params};
 use crate::error::Error;
 use crate::scheme::{AttnQat, PReference, Products, Smoothing, ValueGroups};
@@ -23,23 +24,26 @@ use crate::scheme::{AttnQat, PReference, Products, Smoothing, ValueGroups};
 /// operands.
 const NVFP4: &str = "attn_fwd_nvfp4";
 
-/// What the forward's kernel reads and writes besides inputs and output, kept alive until its launch.
+/// What the forward's kernels read and write besides inputs and output.
 pub(super) struct Operands {
     kept: Kept,
-    /// Q, K and V, rounded to NVFP4, for products in 16 bit.
-    #[cfg_attr(not(test), expect(dead_code, reason = "kept alive for the kernel; tests read them"))]
-    pub(super) rounded: Vec<CudaStorage>,
-    /// Codes and scales of Q, K and V, for FP4 products, in the tiles of
-    /// `kernels/include/sage/layout/nvfp4.cuh`.
-    _codes: Vec<CudaSlice<i8>>,
-    _k_tile_sums: Option<CudaSlice<f32>>,
+    pub(super) rounded: Rounded,
+    k_tile_sums: Option<CudaSlice<f32>>,
+}
+
+/// Q, K and V as the forward's products take them.
+pub(super) enum Rounded {
+    /// For products in 16 bit, tensors of values that are rounded to NVFP4.
+    Values(Box<[Output; 3]>),
+    /// For FP4 products, codes and scales in the tiles of `kernels/include/sage/layout/nvfp4.cuh`.
+    Codes([CudaSlice<i8>; 3]),
 }
 
 /// What the forward keeps for the backward.
 #[derive(Debug)]
 pub(super) struct Kept {
     /// The high-precision output O'. `None` without a backward, or with one that does not use it.
-    high_precision_out: Option<(CudaStorage, params::View)>,
+    high_precision_out: Option<Output>,
     /// The sum of a row's probabilities relative to the row's reference. `None` without a backward.
     row_sums: Option<CudaSlice<f32>>,
     k_mean: Option<CudaSlice<f32>>,
@@ -49,7 +53,7 @@ impl OnGpu for AttnQat {
     type Operands = Operands;
     type Kept = Kept;
     /// Q as the backward's kernel reads it.
-    type Scratch = Option<CudaStorage>;
+    type Scratch = Option<Output>;
 
     fn forward_kernel(&self) -> &'static str {
         match self.products {
@@ -66,83 +70,91 @@ impl OnGpu for AttnQat {
         }
     }
 
-    fn before_forward(&self, call: &Call<'_>, keep: bool, params: &mut params::Forward) -> Result<Operands> {
+    fn operands(&self, call: &Call<'_>, keep: bool) -> Result<Operands> {
         let (gpu, shape) = (&call.gpu, call.problem.shape);
         let smooth = self.smoothing != Smoothing::None;
         let means = call.segment_count() * shape.key_heads() * call.d;
         let k_mean = smooth.then(|| gpu.alloc(means)).transpose()?;
-        let sums = smooth.then(|| gpu.alloc(call.key_tiles() * call.d)).transpose()?;
-        if let (Some(mean), Some(sums)) = (&k_mean, &sums) {
+        let k_tile_sums = smooth.then(|| gpu.alloc(call.key_tiles() * call.d)).transpose()?;
+        if self.products == Products::Nvfp4 {
+            let kept = Kept { high_precision_out: None, row_sums: None, k_mean };
+            return Ok(Operands { kept, rounded: Rounded::Codes(codes(call)?), k_tile_sums });
+        }
+        let (q, k) = (call.output(shape.query_dims())?, call.output(shape.key_dims())?);
+        let rounded = Rounded::Values(Box::new([q, k, call.output(shape.key_dims())?]));
+        let second = keep && self.high_precision_output;
+        let high_precision_out = second.then(|| call.output(shape.query_dims())).transpose()?;
+        let row_sums = keep.then(|| gpu.alloc(call.query_tiles() * TILE)).transpose()?;
+        Ok(Operands { kept: Kept { high_precision_out, row_sums, k_mean }, rounded, k_tile_sums })
+    }
+
+    fn before_forward<'p>(
+        &self,
+        call: &Call<'_>,
+        operands: &'p Operands,
+        params: &mut params::Forward<'p>,
+    ) -> Result<()> {
+        let gpu = &call.gpu;
+        let Kept { high_precision_out, row_sums, k_mean } = &operands.kept;
+        if let (Some(mean), Some(sums)) = (k_mean, &operands.k_tile_sums) {
             params.codes.k_mean = address(mean, gpu);
             params.codes.k_tile_sums = address(sums, gpu);
             launch_key_mean(call, params)?;
         }
         params.p_literal = (self.p_reference == PReference::Literal).into();
         params.p_lift = -self.p_reference.of(0.0);
-        if self.products == Products::Nvfp4 {
-            let _codes = pack(call, params)?.into();
-            let kept = Kept { high_precision_out: None, row_sums: None, k_mean };
-            return Ok(Operands { kept, rounded: Vec::new(), _codes, _k_tile_sums: sums });
+        let [q, k, v] = match &operands.rounded {
+            Rounded::Codes(codes) => return pack(call, codes, params),
+            Rounded::Values(rounded) => rounded.as_ref(),
+        };
+        let to = [q.view(gpu)?, k.view(gpu)?, v.view(gpu)?];
+        let from = [params.q, params.k, params.v];
+        launch_fake_quantize(self, call, from, to, params.codes.k_mean, true)?;
+        [params.q, params.k, params.v] = to;
+        if let Some(out) = high_precision_out {
+            params.high_precision_out = out.view(gpu)?;
         }
-        let (q, q_to) = call.output(shape.query_dims())?;
-        let (k, k_to) = call.output(shape.key_dims())?;
-        let (v, v_to) = call.output(shape.key_dims())?;
-        let k_mean_at = params.codes.k_mean;
-        launch_fake_quantize(
-            self,
-            call,
-            [params.q, params.k, params.v],
-            [q_to, k_to, v_to],
-            k_mean_at,
-            true,
-        )?;
-        (params.q, params.k, params.v) = (q_to, k_to, v_to);
-        let second = keep && self.high_precision_output;
-        let high_precision_out = second.then(|| call.output(shape.query_dims())).transpose()?;
-        let row_sums = keep.then(|| gpu.alloc(call.query_tiles() * TILE)).transpose()?;
-        params.high_precision_out =
-            high_precision_out.as_ref().map_or_else(Default::default, |(_, view)| *view);
-        params.row_sums = row_sums.as_ref().map_or(0, |sums| address(sums, gpu));
-        let kept = Kept { high_precision_out, row_sums, k_mean };
-        Ok(Operands { kept, rounded: vec![q, k, v], _codes: Vec::new(), _k_tile_sums: sums })
+        params.row_sums = address_if_any(row_sums.as_ref(), gpu);
+        Ok(())
     }
 
     fn keep(&self, operands: Operands) -> Kept {
         operands.kept
     }
 
-    fn before_backward(
+    fn scratch(&self, call: &Call<'_>, kept: &Kept) -> Result<Option<Output>> {
+        let again = self.matched_recomputation || kept.k_mean.is_some();
+        again.then(|| call.output(call.problem.shape.query_dims())).transpose()
+    }
+
+    fn before_backward<'p>(
         &self,
         call: &Call<'_>,
         plan: &Plan,
-        kept: &Kept,
+        kept: &'p Kept,
+        scratch: &'p Option<Output>,
         past: &Past<'_>,
-        params: &mut params::Backward,
-    ) -> Result<Option<CudaStorage>> {
-        let (gpu, shape) = (&call.gpu, call.problem.shape);
-        if let Some((_, view)) = &kept.high_precision_out {
-            params.out = *view;
+        params: &mut params::Backward<'p>,
+    ) -> Result<()> {
+        let gpu = &call.gpu;
+        if let Some(out) = &kept.high_precision_out {
+            params.out = out.view(gpu)?;
         }
-        params.row_sums = kept.row_sums.as_ref().map_or(0, |sums| address(sums, gpu));
-        let k_mean = kept.k_mean.as_ref().map_or(0, |mean| address(mean, gpu));
-        let mut scratch = None;
-        if self.matched_recomputation || k_mean != 0 {
-            let (q, q_to) = call.output(shape.query_dims())?;
-            let to = [q_to, params.dk, params.dv];
+        params.row_sums = address_if_any(kept.row_sums.as_ref(), gpu);
+        let k_mean = address_if_any(kept.k_mean.as_ref(), gpu);
+        if let Some(q) = scratch {
+            let to = [q.view(gpu)?, params.dk, params.dv];
             let from = [params.q, params.k, params.v];
             launch_fake_quantize(self, call, from, to, k_mean, self.matched_recomputation)?;
             [params.q, params.k, params.v] = to;
-            scratch = Some(q);
         }
         call.set_backward_maps(plan, true, past.dout.1, params)?;
-        launch_delta(call, params)?;
-        Ok(scratch)
+        launch_delta(call, params)
     }
 }
 
-/// Launches the packing of Q, K and V into the codes and scales that FP4 products read, and sets their
-/// addresses in `params`.
-fn pack(call: &Call<'_>, params: &mut params::Forward) -> Result<[CudaSlice<i8>; 3]> {
+/// Memory for the codes and scales of Q, K and V that FP4 products read.
+fn codes(call: &Call<'_>) -> Result<[CudaSlice<i8>; 3]> {
     let gpu = &call.gpu;
     // This crate's own tests also run where the kernel emulates the instruction.
     if !gpu.architecture.has_nvfp4() && !cfg!(test) {
@@ -153,12 +165,16 @@ fn pack(call: &Call<'_>, params: &mut params::Forward) -> Result<[CudaSlice<i8>;
             .into());
     }
     let of_tiles = |tiles: usize| gpu.alloc::<i8>(tiles * TILE * (call.d / 2 + call.d / 16));
-    let codes = [of_tiles(call.query_tiles())?, of_tiles(call.key_tiles())?, of_tiles(call.key_tiles())?];
+    Ok([of_tiles(call.query_tiles())?, of_tiles(call.key_tiles())?, of_tiles(call.key_tiles())?])
+}
+
+/// Launches the packing of Q, K and V into codes and scales, and sets their addresses in `params`.
+fn pack<'p>(call: &Call<'_>, codes: &'p [CudaSlice<i8>; 3], params: &mut params::Forward<'p>) -> Result<()> {
+    let gpu = &call.gpu;
     let [q, k, v] = codes.each_ref().map(|codes| address(codes, gpu));
     (params.codes.q, params.codes.k, params.codes.v_transposed) = (q, k, v);
     let grid = Grid::line(call.query_tiles() + 2 * call.key_tiles(), 256);
-    gpu.launch_forward(NVFP4, &call.kernel("pack_nvfp4"), grid, params)?;
-    Ok(codes)
+    gpu.launch_forward(NVFP4, &call.kernel("pack_nvfp4"), grid, params)
 }
 
 /// Launches the rounding of Q, K and V into other tensors: to NVFP4 if `quantize`, otherwise to 16 bit alone.
@@ -166,9 +182,9 @@ fn pack(call: &Call<'_>, params: &mut params::Forward) -> Result<[CudaSlice<i8>;
 fn launch_fake_quantize(
     settings: &AttnQat,
     call: &Call<'_>,
-    [q, k, v]: [params::View; 3],
-    [q_to, k_to, v_to]: [params::View; 3],
-    k_mean: params::Address,
+    [q, k, v]: [params::View<'_>; 3],
+    [q_to, k_to, v_to]: [params::View<'_>; 3],
+    k_mean: Address<'_>,
     quantize: bool,
 ) -> Result<()> {
     let params = params::FakeQuantize {
@@ -179,7 +195,7 @@ fn launch_fake_quantize(
         k_to,
         v_to,
         k_mean,
-        shape: call.shape,
+        shape: call.shape(),
         quantize: quantize.into(),
         value_tokens: (settings.value_groups == ValueGroups::Tokens).into(),
     };

@@ -3,75 +3,89 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
+use super::address::{address, address_at, first_index};
 use super::call::Geometry;
 use super::kernels::{Gpu, Grid};
-use super::params::{Address, launch, sla2};
+use super::params::{launch, sla2};
 use super::plan;
-use super::selection::lists;
-use super::tensor::{Element, address, output, view};
+use super::selection::Seen;
+use super::tensor::{Element, Output, view};
 use crate::launch::{Launch, Operand};
 use crate::ops::Alpha;
 use crate::ops::blend::{Blend, Gradients};
 
 /// One call of the mixture's own kernels.
-pub(super) struct Call {
+pub(super) struct Call<'a> {
     pub(super) gpu: Gpu,
     pub(super) element: Element,
     geometry: Geometry,
-    pub(super) params: sla2::Blend,
+    sparse: Operand<'a>,
+    weights: Weights<'a>,
 }
 
 /// What weights are made of: `theta`, and what each query sees.
-pub(super) fn mixture(
-    Blend { selection, alpha }: &Blend,
-    theta: Operand<'_>,
-    gpu: &Gpu,
-) -> Result<sla2::Mixture> {
-    let start = (theta.1.start_offset() * size_of::<f32>()) as Address;
-    Ok(sla2::Mixture {
-        theta: address(theta.0.as_cuda_slice::<f32>()?, gpu) + start,
-        lists: lists(selection, gpu)?,
-        by_count: (*alpha == Alpha::Count).into(),
-        ..sla2::Mixture::default()
-    })
+pub(super) struct Weights<'a> {
+    theta: Operand<'a>,
+    seen: Seen<'a>,
+    alpha: Alpha,
 }
 
-impl Call {
-    pub(super) fn new(blend: &Blend, sparse: Operand<'_>, theta: Operand<'_>) -> Result<Self> {
+impl<'a> Weights<'a> {
+    pub(super) fn new(blend: &'a Blend, theta: Operand<'a>) -> Result<Self> {
+        Ok(Self { theta, seen: Seen::new(&blend.selection)?, alpha: blend.alpha })
+    }
+
+    /// The weights in the form that kernels take.
+    pub(super) fn mixture(&self, gpu: &Gpu) -> Result<sla2::Mixture<'_>> {
+        let (storage, layout) = self.theta;
+        Ok(sla2::Mixture {
+            theta: address_at(storage.as_cuda_slice::<f32>()?, first_index(layout), gpu)?,
+            lists: self.seen.lists(gpu)?,
+            by_count: (self.alpha == Alpha::Count).into(),
+            ..sla2::Mixture::default()
+        })
+    }
+}
+
+impl<'a> Call<'a> {
+    pub(super) fn new(blend: &'a Blend, sparse: Operand<'a>, theta: Operand<'a>) -> Result<Self> {
         let gpu = Gpu::new(sparse.0.device())?;
         let shape = blend.selection.shape();
         plan::padded_head_dim(shape)?;
         let geometry = Geometry::new(&gpu, shape)?;
-        let params = sla2::Blend {
-            sparse: view(sparse.0, sparse.1, &gpu)?,
-            mixture: mixture(blend, theta, &gpu)?,
-            shape: geometry.shape,
-            ..sla2::Blend::default()
-        };
         let element = Element::of(sparse.0.dtype())?;
-        Ok(Self { gpu, element, geometry, params })
+        Ok(Self { gpu, element, geometry, sparse, weights: Weights::new(blend, theta)? })
     }
 
-    pub(super) fn launch(&self, what: &str) -> Result<()> {
+    /// The parameters that all kernels take.
+    pub(super) fn params(&self) -> Result<sla2::Blend<'_>> {
+        Ok(sla2::Blend {
+            sparse: view(self.sparse, &self.gpu)?,
+            mixture: self.weights.mixture(&self.gpu)?,
+            shape: self.geometry.shape(&self.gpu),
+            ..sla2::Blend::default()
+        })
+    }
+
+    pub(super) fn launch(&self, what: &str, params: &sla2::Blend<'_>) -> Result<()> {
         let (longest, _) = self.geometry.blocks();
-        let heads = self.params.shape.query_heads as u32;
+        let heads = self.geometry.sizes.query_heads as u32;
         let grid = Grid {
             blocks: (longest as u32, self.geometry.segment_count() as u32, heads),
             ..Grid::line(1, 256)
         };
-        launch(&self.gpu, &format!("{what}_{}", self.element.name()), grid, &self.params)
+        launch(&self.gpu, &format!("{what}_{}", self.element.name()), grid, params)
     }
 }
 
 /// The output, contiguous.
 impl Launch<[Operand<'_>; 3], CudaStorage> for Blend {
     fn launch(&self, [sparse, tail, theta]: [Operand<'_>; 3]) -> Result<CudaStorage> {
-        let mut call = Call::new(self, sparse, theta)?;
-        let (out, out_view) = output(&call.gpu, call.element, self.selection.shape().query_dims())?;
-        call.params.tail = view(tail.0, tail.1, &call.gpu)?;
-        call.params.out = out_view;
-        call.launch("blend_forward")?;
-        Ok(out)
+        let call = Call::new(self, sparse, theta)?;
+        let out = Output::new(&call.gpu, call.element, self.selection.shape().query_dims())?;
+        let (tail, to) = (view(tail, &call.gpu)?, out.view(&call.gpu)?);
+        call.launch("blend_forward", &sla2::Blend { tail, out: to, ..call.params()? })?;
+        Ok(out.storage)
     }
 }
 
@@ -79,19 +93,24 @@ impl Launch<[Operand<'_>; 3], CudaStorage> for Blend {
 impl Launch<[Operand<'_>; 4], [CudaStorage; 3]> for Gradients<'_> {
     fn launch(&self, [sparse, tail, theta, dout]: [Operand<'_>; 4]) -> Result<[CudaStorage; 3]> {
         let selection = &self.0.selection;
-        let mut call = Call::new(self.0, sparse, theta)?;
-        let (dsparse, dsparse_view) = output(&call.gpu, call.element, selection.shape().query_dims())?;
-        let (dtail, dtail_view) = output(&call.gpu, call.element, selection.shape().query_dims())?;
+        let call = Call::new(self.0, sparse, theta)?;
+        let gpu = &call.gpu;
+        let dsparse = Output::new(gpu, call.element, selection.shape().query_dims())?;
+        let dtail = Output::new(gpu, call.element, selection.shape().query_dims())?;
         let heads = selection.shape().query_heads();
-        let parts = call.gpu.alloc::<f32>(heads * selection.blocks().rows())?;
-        let dtheta = call.gpu.alloc::<f32>(heads)?;
-        call.params.tail = view(tail.0, tail.1, &call.gpu)?;
-        call.params.dout = view(dout.0, dout.1, &call.gpu)?;
-        (call.params.out, call.params.dtail) = (dsparse_view, dtail_view);
-        call.params.mixture.parts = address(&parts, &call.gpu);
-        call.params.dtheta = address(&dtheta, &call.gpu);
-        call.launch("blend_backward")?;
-        launch(&call.gpu, "blend_sum_theta", Grid::line(heads, 32), &call.params)?;
-        Ok([dsparse, dtail, CudaStorage::wrap_cuda_slice(dtheta, call.gpu.device.clone())])
+        let parts = gpu.alloc::<f32>(heads * selection.blocks().rows())?;
+        let dtheta = gpu.alloc::<f32>(heads)?;
+        let mut params = sla2::Blend {
+            tail: view(tail, gpu)?,
+            dout: view(dout, gpu)?,
+            out: dsparse.view(gpu)?,
+            dtail: dtail.view(gpu)?,
+            dtheta: address(&dtheta, gpu),
+            ..call.params()?
+        };
+        params.mixture.parts = address(&parts, gpu);
+        call.launch("blend_backward", &params)?;
+        launch(gpu, "blend_sum_theta", Grid::line(heads, 32), &params)?;
+        Ok([dsparse.storage, dtail.storage, CudaStorage::wrap_cuda_slice(dtheta, gpu.device.clone())])
     }
 }

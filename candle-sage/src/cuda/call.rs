@@ -1,13 +1,14 @@
 //! One attention call on a GPU: its tensors, segments and tiles, in the form that kernels take.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CudaStorage, Layout, Result};
+use candle_core::{Layout, Result};
 use cudarc::driver::CudaSlice;
 
+use super::address::address_if_any;
 use super::kernels::Gpu;
 use super::params;
 use super::plan::{self, Plan, SELECTION_BLOCK, TILE};
-use super::tensor::{Element, address, output, tensor_map, view};
+use super::tensor::{Element, Output, tensor_map, view};
 use crate::error::Error;
 use crate::launch::Operand;
 use crate::ops::attention::AttentionOp;
@@ -48,18 +49,17 @@ pub(super) struct Call<'a> {
     pub(super) element: Element,
     /// head_dim as padded inside the kernels.
     pub(super) d: usize,
-    pub(super) shape: params::Shape,
+    pub(super) geometry: Geometry,
     pub(super) problem: &'a Problem<'a>,
-    /// Owns the memory behind `shape.segments`.
-    _geometry: Geometry,
 }
 
 /// The shape of a call in the form that kernels take.
 pub(super) struct Geometry {
-    /// The softmax scale is not set.
-    pub(super) shape: params::Shape,
-    /// The table of packed documents, to which `shape.segments` points.
-    _segments: Option<CudaSlice<params::Segment>>,
+    /// All but the address of the table of packed documents, which [`Geometry::shape`] sets. Only a [`Call`] sets the
+    /// softmax scale.
+    pub(super) sizes: params::Shape<'static>,
+    /// The table of packed documents.
+    segments: Option<CudaSlice<params::Segment>>,
 }
 
 impl Geometry {
@@ -67,8 +67,7 @@ impl Geometry {
         let (lengths, table, tiles) = segments(shape)?;
         let packed = !table.is_empty();
         let segments = packed.then(|| gpu.device.clone_htod(&table)).transpose()?;
-        let shape = params::Shape {
-            segments: segments.as_ref().map_or(0, |s| address(s, gpu)),
+        let sizes = params::Shape {
             segment_count: if packed { table.len() } else { shape.batch() } as i32,
             query_len: lengths.0 as i32,
             key_len: lengths.1 as i32,
@@ -80,16 +79,21 @@ impl Geometry {
             key_tiles: tiles.1 as i32,
             ..params::Shape::default()
         };
-        Ok(Self { shape, _segments: segments })
+        Ok(Self { sizes, segments })
+    }
+
+    /// The shape in the form that kernels take.
+    pub(super) fn shape(&self, gpu: &Gpu) -> params::Shape<'_> {
+        params::Shape { segments: address_if_any(self.segments.as_ref(), gpu), ..self.sizes }
     }
 
     pub(super) fn segment_count(&self) -> usize {
-        self.shape.segment_count as usize
+        self.sizes.segment_count as usize
     }
     /// Numbers of a selection's blocks in the longest segment: of queries, and of keys.
     pub(super) fn blocks(&self) -> (usize, usize) {
         let blocks = |len: i32| (len as usize).div_ceil(SELECTION_BLOCK);
-        (blocks(self.shape.query_len), blocks(self.shape.key_len))
+        (blocks(self.sizes.query_len), blocks(self.sizes.key_len))
     }
 }
 
@@ -104,34 +108,39 @@ impl<'a> Call<'a> {
                 .into());
         }
         let gpu = Gpu::new(problem.q.0.device())?;
-        let geometry = Geometry::new(&gpu, shape)?;
+        let mut geometry = Geometry::new(&gpu, shape)?;
+        geometry.sizes.softmax_scale = problem.softmax_scale;
         Ok(Self {
             element: Element::of(problem.q.0.dtype())?,
             d: plan::padded_head_dim(shape)?,
-            shape: params::Shape { softmax_scale: problem.softmax_scale, ..geometry.shape },
+            geometry,
             gpu,
             problem,
-            _geometry: geometry,
         })
     }
 
+    /// The shape in the form that kernels take.
+    pub(super) fn shape(&self) -> params::Shape<'_> {
+        self.geometry.shape(&self.gpu)
+    }
+
     /// The shape, for a kernel whose blocks share `bytes` for each of `heads` heads per segment.
-    pub(super) fn shape_sharing(&self, plan: &Plan, bytes: usize, heads: usize) -> params::Shape {
+    pub(super) fn shape_sharing(&self, plan: &Plan, bytes: usize, heads: usize) -> params::Shape<'_> {
         let heads = heads * self.segment_count();
         let at_once = plan::heads_at_once(self.gpu.cache_bytes, plan.cache_parts(), bytes, heads);
-        params::Shape { heads_at_once: at_once as i32, ..self.shape }
+        params::Shape { heads_at_once: at_once as i32, ..self.shape() }
     }
 
     pub(super) fn segment_count(&self) -> usize {
-        self.shape.segment_count as usize
+        self.geometry.segment_count()
     }
     /// Number of query tiles of all segments and heads.
     pub(super) fn query_tiles(&self) -> usize {
-        self.shape.query_tiles as usize * self.problem.shape.query_heads()
+        self.geometry.sizes.query_tiles as usize * self.problem.shape.query_heads()
     }
     /// Number of key tiles of all segments and heads.
     pub(super) fn key_tiles(&self) -> usize {
-        self.shape.key_tiles as usize * self.problem.shape.key_heads()
+        self.geometry.sizes.key_tiles as usize * self.problem.shape.key_heads()
     }
 
     /// A kernel's full name.
@@ -139,19 +148,19 @@ impl<'a> Call<'a> {
         format!("{what}_{}_{}", self.element.name(), self.d)
     }
 
-    pub(super) fn view(&self, (storage, layout): Operand<'_>) -> Result<params::View> {
-        view(storage, layout, &self.gpu)
+    pub(super) fn view<'t>(&self, operand: Operand<'t>) -> Result<params::View<'t>> {
+        view(operand, &self.gpu)
     }
 
     /// Sets the tensor maps of Q, K and V in `params`, if the forward's plan has maps. Where TMA cannot read
     /// one of the tensors none is set, and the producer's threads copy.
-    pub(super) fn set_forward_maps(&self, plan: &Plan, params: &mut params::Forward) -> Result<()> {
+    pub(super) fn set_forward_maps(&self, plan: &Plan, params: &mut params::Forward<'_>) -> Result<()> {
         if !plan.mapped() {
             return Ok(());
         }
         let map = |view, of: Operand<'_>| tensor_map(view, of.1.dims(), self.element);
         let problem = self.problem;
-        let maps = (map(&params.q, problem.q)?, map(&params.k, problem.k)?, map(&params.v, problem.v)?);
+        let maps = (map(params.q, problem.q)?, map(params.k, problem.k)?, map(params.v, problem.v)?);
         if let (Some(q), Some(k), Some(v)) = maps {
             params.q.mapped = 1;
             (params.q_map, params.k_map, params.v_map) = (q, k, v);
@@ -167,25 +176,25 @@ impl<'a> Call<'a> {
         plan: &Plan,
         as_rows: bool,
         dout: &Layout,
-        params: &mut params::Backward,
+        params: &mut params::Backward<'_>,
     ) -> Result<()> {
         if !plan.mapped() || (self.problem.shape.is_packed() && !plan.maps_documents()) {
             return Ok(());
         }
         let q = match as_rows {
-            true => tensor_map(&params.q, self.problem.q.1.dims(), self.element)?,
+            true => tensor_map(params.q, self.problem.q.1.dims(), self.element)?,
             false => Some(params::TensorMap::default()),
         };
-        if let (Some(q), Some(dout)) = (q, tensor_map(&params.dout, dout.dims(), self.element)?) {
+        if let (Some(q), Some(dout)) = (q, tensor_map(params.dout, dout.dims(), self.element)?) {
             params.dout.mapped = 1;
             (params.q_map, params.dout_map) = (q, dout);
         }
         Ok(())
     }
 
-    /// A new contiguous tensor, and the kernels' view of it.
-    pub(super) fn output(&self, dims: Dims) -> Result<(CudaStorage, params::View)> {
-        output(&self.gpu, self.element, dims)
+    /// A new contiguous tensor, uninitialized.
+    pub(super) fn output(&self, dims: Dims) -> Result<Output> {
+        Output::new(&self.gpu, self.element, dims)
     }
 }
 

@@ -27,19 +27,28 @@ impl OnGpu for FullPrecision {
         BACKWARD
     }
 
-    fn before_forward(&self, _: &Call<'_>, _: bool, _: &mut params::Forward) -> Result<()> {
+    fn operands(&self, _: &Call<'_>, _: bool) -> Result<()> {
+        Ok(())
+    }
+
+    fn before_forward<'p>(&self, _: &Call<'_>, (): &'p (), _: &mut params::Forward<'p>) -> Result<()> {
         Ok(())
     }
 
     fn keep(&self, (): ()) {}
 
-    fn before_backward(
+    fn scratch(&self, _: &Call<'_>, (): &()) -> Result<()> {
+        Ok(())
+    }
+
+    fn before_backward<'p>(
         &self,
         call: &Call<'_>,
         plan: &Plan,
-        (): &(),
+        (): &'p (),
+        (): &'p (),
         past: &Past<'_>,
-        params: &mut params::Backward,
+        params: &mut params::Backward<'p>,
     ) -> Result<()> {
         call.set_backward_maps(plan, true, past.dout.1, params)?;
         launch_delta(call, params)
@@ -47,7 +56,7 @@ impl OnGpu for FullPrecision {
 }
 
 /// Launches the computation of `D = rowsum(dO o O)` from `params.out` and `params.dout`.
-pub(super) fn launch_delta(call: &Call<'_>, params: &params::Backward) -> Result<()> {
+pub(super) fn launch_delta(call: &Call<'_>, params: &params::Backward<'_>) -> Result<()> {
     let kernel = call.kernel("prepare_full_precision");
     call.gpu.launch_backward("quantize", &kernel, Grid::line(call.query_tiles(), 256), params)
 }

@@ -5,17 +5,17 @@ use candle_core::backend::BackendStorage;
 use candle_core::{Layout, Result};
 use cudarc::cublas::{result, sys};
 
+use super::address::Address;
 use super::kernels::Gpu;
 use super::ops::tensor::{Float, start};
-use super::params::Address;
 use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::ops::accumulate::ProductInto;
 
 /// Where a product is written: contiguous (rows, columns).
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Out {
-    pub(crate) at: Address,
+pub(crate) struct Out<'a> {
+    pub(crate) at: Address<'a>,
     pub(crate) float: Float,
 }
 
@@ -43,7 +43,7 @@ fn leading(layout: &Layout) -> Result<(sys::cublasOperation_t, i32)> {
 /// `out = alpha a b + beta out`; a is (rows, inner), b (inner, columns), both of one type; sums in f32.
 pub(crate) fn gemm(
     gpu: &Gpu,
-    out: Out,
+    out: Out<'_>,
     a: Operand<'_>,
     b: Operand<'_>,
     [alpha, beta]: [f32; 2],
@@ -78,8 +78,9 @@ pub(crate) fn gemm(
     };
     let int = |n: usize| super::ops::tensor::count("rows, columns or terms", n);
     let (at_a, at_b) = (start(a, gpu)?, start(b, gpu)?);
-    // SAFETY: all addresses are those of live allocations on this device, as large as their layouts say; for
-    // `out` the caller vouches. cuBLAS is column-major: it computes the transposed product.
+    // SAFETY: by their type all addresses are inside allocations that are borrowed, and therefore alive. `a` and `b` are as
+    // large as their layouts say. The type does not guarantee the size and the element type of `out`: for this the caller
+    // vouches. cuBLAS is column-major: it computes the transposed product.
     let status = unsafe {
         result::gemm_ex(
             *gpu.device.cublas_handle().handle(),
@@ -89,14 +90,14 @@ pub(crate) fn gemm(
             int(rows)?,
             int(inner)?,
             (&raw const alpha).cast(),
-            at_b as *const _,
+            at_b.number() as *const _,
             of(float),
             ldb,
-            at_a as *const _,
+            at_a.number() as *const _,
             of(float),
             lda,
             (&raw const beta).cast(),
-            out.at as *mut _,
+            out.at.number() as *mut _,
             of(out.float),
             int(cols)?,
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,

@@ -8,11 +8,12 @@ use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use cudarc::driver::result;
 
+use super::address::Address;
 use super::kernels::{CANARY_BYTES, Gpu};
-use super::params::Address;
 
 struct Canary {
-    at: Address,
+    /// The address, without the borrow: see [`check`].
+    at: u64,
     byte: u8,
     /// Size of the buffer before the canary.
     bytes: usize,
@@ -23,7 +24,8 @@ thread_local! {
 }
 
 /// Registers the canary behind an allocation of `bytes`, and fills both, unless they hold zeros already.
-pub(super) fn watch(gpu: &Gpu, at: Address, bytes: usize, zeros: bool) -> Result<()> {
+pub(super) fn watch(gpu: &Gpu, at: Address<'_>, bytes: usize, zeros: bool) -> Result<()> {
+    let at = at.number();
     if !zeros {
         // SAFETY: the allocation has `bytes` and the canary.
         unsafe { result::memset_d8_async(at, 0xff, bytes + CANARY_BYTES, gpu.stream.cu_stream()) }.w()?;

@@ -98,9 +98,9 @@ impl Gpu {
         family: &str,
         kernel: &str,
         grid: Grid,
-        params: &params::Forward,
+        params: &params::Forward<'_>,
     ) -> Result<()> {
-        // SAFETY: only this module's parent makes the parameters of a forward, from live allocations.
+        // SAFETY: as in `params::launch`.
         unsafe { self.launch(family, kernel, grid, params) }
     }
 
@@ -110,9 +110,9 @@ impl Gpu {
         family: &str,
         kernel: &str,
         grid: Grid,
-        params: &params::Backward,
+        params: &params::Backward<'_>,
     ) -> Result<()> {
-        // SAFETY: as for the forward.
+        // SAFETY: as in `params::launch`.
         unsafe { self.launch(family, kernel, grid, params) }
     }
 
@@ -121,7 +121,7 @@ impl Gpu {
         // SAFETY: a kernel writes the elements before any is read; none has a destructor.
         let slice = unsafe { self.device.alloc::<T>(room(len, size_of::<T>())) }?;
         #[cfg(test)]
-        super::guard::watch(self, super::tensor::address(&slice, self), len * size_of::<T>(), false)?;
+        super::guard::watch(self, super::address::address(&slice, self), len * size_of::<T>(), false)?;
         Ok(slice)
     }
 
@@ -129,7 +129,7 @@ impl Gpu {
     pub(super) fn alloc_zeros<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> Result<CudaSlice<T>> {
         let slice = self.device.alloc_zeros(room(len, size_of::<T>()))?;
         #[cfg(test)]
-        super::guard::watch(self, super::tensor::address(&slice, self), len * size_of::<T>(), true)?;
+        super::guard::watch(self, super::address::address(&slice, self), len * size_of::<T>(), true)?;
         Ok(slice)
     }
 

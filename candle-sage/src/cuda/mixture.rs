@@ -2,9 +2,11 @@
 
 use candle_core::{CudaStorage, Result};
 
+use super::address::address;
 use super::kernels::Grid;
 use super::params::launch;
-use super::tensor::{address, output, view};
+use super::params::sla2::{Blend, Linear};
+use super::tensor::{Output, view};
 use super::{blend, past_linear};
 use crate::launch::{Launch, Operand};
 use crate::ops::mixture::{Gradients, Mixture};
@@ -12,10 +14,10 @@ use crate::ops::mixture::{Gradients, Mixture};
 /// The output of query, key, value, exact attention and `theta`.
 impl Launch<[Operand<'_>; 5], CudaStorage> for Mixture {
     fn launch(&self, [q, k, v, sparse, theta]: [Operand<'_>; 5]) -> Result<CudaStorage> {
-        let mut call = past_linear::Call::new(&self.tail, [q, k, v])?;
-        call.params.sparse = view(sparse.0, sparse.1, &call.gpu)?;
-        call.params.mixture = blend::mixture(&self.blend, theta, &call.gpu)?;
-        call.forward()
+        let call = past_linear::Call::new(&self.tail, [q, k, v])?;
+        let weights = blend::Weights::new(&self.blend, theta)?;
+        let (sparse, mixture) = (view(sparse, &call.gpu)?, weights.mixture(&call.gpu)?);
+        call.forward(Linear { sparse, mixture, ..call.params()? })
     }
 }
 
@@ -23,14 +25,14 @@ impl Launch<[Operand<'_>; 5], CudaStorage> for Mixture {
 impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for Gradients<'_> {
     fn launch(&self, [sparse, theta, dout]: [Operand<'_>; 3]) -> Result<[CudaStorage; 2]> {
         let selection = &self.0.blend.selection;
-        let mut call = blend::Call::new(&self.0.blend, sparse, theta)?;
-        let (dsparse, dsparse_view) = output(&call.gpu, call.element, selection.shape().query_dims())?;
-        let parts = call.gpu.alloc::<f32>(selection.shape().query_heads() * selection.blocks().rows())?;
-        call.params.dout = view(dout.0, dout.1, &call.gpu)?;
-        call.params.out = dsparse_view;
-        call.params.mixture.parts = address(&parts, &call.gpu);
-        call.launch("blend_backward_exact")?;
-        Ok([dsparse, CudaStorage::wrap_cuda_slice(parts, call.gpu.device.clone())])
+        let call = blend::Call::new(&self.0.blend, sparse, theta)?;
+        let gpu = &call.gpu;
+        let dsparse = Output::new(gpu, call.element, selection.shape().query_dims())?;
+        let parts = gpu.alloc::<f32>(selection.shape().query_heads() * selection.blocks().rows())?;
+        let mut params = Blend { dout: view(dout, gpu)?, out: dsparse.view(gpu)?, ..call.params()? };
+        params.mixture.parts = address(&parts, gpu);
+        call.launch("blend_backward_exact", &params)?;
+        Ok([dsparse.storage, CudaStorage::wrap_cuda_slice(parts, gpu.device.clone())])
     }
 }
 
@@ -41,19 +43,19 @@ impl Launch<[Operand<'_>; 10], CudaStorage> for Gradients<'_> {
         [q, k, v, sparse, theta, dout, dq, dk, dv, parts]: [Operand<'_>; 10],
     ) -> Result<CudaStorage> {
         let Mixture { tail, blend } = self.0;
-        let mut call = past_linear::Call::new(tail, [q, k, v])?;
-        let gpu = call.gpu.clone();
-        let at = |(storage, layout): Operand<'_>| view(storage, layout, &gpu);
-        let onto = [at(dq)?, at(dk)?, at(dv)?];
-        call.params.add = 1;
-        let mut sums = blend::Call::new(blend, sparse, theta)?;
-        sums.params.mixture.parts = address(parts.0.as_cuda_slice::<f32>()?, &gpu);
-        call.params.mixture = sums.params.mixture;
-        call.backward(dout, onto)?;
+        let call = past_linear::Call::new(tail, [q, k, v])?;
+        let weights = blend::Call::new(blend, sparse, theta)?;
+        let gpu = &weights.gpu;
+        let onto = [view(dq, gpu)?, view(dk, gpu)?, view(dv, gpu)?];
+        let mut sums = weights.params()?;
+        sums.mixture.parts = address(parts.0.as_cuda_slice::<f32>()?, gpu);
+        call.backward(Linear { add: 1, mixture: sums.mixture, ..call.params()? }, dout, onto)?;
+        // The states are freed before the last launch: its kernel does not read them.
+        drop(call);
         let heads = blend.selection.shape().query_heads();
         let dtheta = gpu.alloc::<f32>(heads)?;
-        sums.params.dtheta = address(&dtheta, &gpu);
-        launch(&gpu, "blend_sum_theta", Grid::line(heads, 32), &sums.params)?;
+        let sums = Blend { dtheta: address(&dtheta, gpu), ..sums };
+        launch(gpu, "blend_sum_theta", Grid::line(heads, 32), &sums)?;
         Ok(CudaStorage::wrap_cuda_slice(dtheta, gpu.device.clone()))
     }
 }

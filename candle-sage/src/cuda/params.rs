@@ -3,14 +3,16 @@
 
 pub(super) mod sla2;
 
+use std::marker::PhantomData;
 use std::mem::{offset_of, size_of};
 
 use candle_core::Result;
 use cudarc::driver::DeviceRepr;
 
+use super::address::Address;
 use super::kernels::{Gpu, Grid};
 
-/// The argument of the kernels of one family.
+/// The argument of the kernels of one family. Its addresses borrow the memory that the kernels read and write.
 pub(super) trait Params: DeviceRepr {
     /// The `.cu` file of the kernels that take it.
     const FAMILY: &'static str;
@@ -18,9 +20,13 @@ pub(super) trait Params: DeviceRepr {
 
 /// Launches a kernel on candle's stream.
 pub(super) fn launch<P: Params>(gpu: &Gpu, kernel: &str, grid: Grid, params: &P) -> Result<()> {
-    // SAFETY: only this module's siblings make parameters: from live allocations of this device, as large as
-    // the sizes beside them say. Work on one stream is in order, so that memory that is freed after a launch
-    // is reused only after the kernel.
+    // SAFETY: by its type every address in `params`, and in its tensor maps, is null or inside an allocation that is
+    // borrowed, and therefore alive, at the launch. Work on one stream is in order, so that memory that is freed after
+    // the launch is reused only after the kernel. The types do not guarantee the rest: that the allocations are as
+    // large as the sizes in `params` say, have the elements that `kernel` expects, and belong to this device and
+    // stream, that an address which the kernel uses is not null, and that `kernel` and `grid` fit `params`. For this
+    // the modules beside this one vouch, which alone make parameters: they allocate for the sizes that they pass, and
+    // the ops check the tensors of callers.
     unsafe { gpu.launch(P::FAMILY, kernel, grid, params) }
 }
 
@@ -37,14 +43,11 @@ macro_rules! kernel_params {
 }
 pub(super) use kernel_params;
 
-/// An address on the device; 0 is null.
-pub(super) type Address = u64;
-
 /// A (batch, token, head, channel) tensor of 16-bit elements; strides in elements.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct View {
-    pub(super) data: Address,
+pub(super) struct View<'a> {
+    pub(super) data: Address<'a>,
     pub(super) batch: i64,
     pub(super) token: i64,
     pub(super) head: i64,
@@ -56,11 +59,12 @@ pub(super) struct View {
     pub(super) mapped: i32,
 }
 
-/// A CUtensorMap, by which TMA copies a tensor tile by tile.
+/// A CUtensorMap, by which TMA copies a tensor tile by tile. It has the tensor's address in it, and borrows the tensor.
 #[repr(C, align(64))]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct TensorMap {
-    pub(super) opaque: [u64; 16],
+pub(super) struct TensorMap<'a> {
+    opaque: [u64; 16],
+    tensor: PhantomData<&'a ()>,
 }
 
 /// One packed document.
@@ -79,8 +83,8 @@ pub(super) struct Segment {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Shape {
-    pub(super) segments: Address,
+pub(super) struct Shape<'a> {
+    pub(super) segments: Address<'a>,
     pub(super) segment_count: i32,
     pub(super) query_len: i32,
     pub(super) key_len: i32,
@@ -97,25 +101,25 @@ pub(super) struct Shape {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Codes {
-    pub(super) q: Address,
-    pub(super) k: Address,
-    pub(super) v_transposed: Address,
-    pub(super) q_dequant_scale: Address,
-    pub(super) k_dequant_scale: Address,
-    pub(super) v_dequant_scale: Address,
-    pub(super) q_mean: Address,
-    pub(super) k_mean: Address,
-    pub(super) k_tile_sums: Address,
+pub(super) struct Codes<'a> {
+    pub(super) q: Address<'a>,
+    pub(super) k: Address<'a>,
+    pub(super) v_transposed: Address<'a>,
+    pub(super) q_dequant_scale: Address<'a>,
+    pub(super) k_dequant_scale: Address<'a>,
+    pub(super) v_dequant_scale: Address<'a>,
+    pub(super) q_mean: Address<'a>,
+    pub(super) k_mean: Address<'a>,
+    pub(super) k_tile_sums: Address<'a>,
 }
 
 /// The blocks of keys that each block of queries sees, and the inverse lists.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Lists {
-    pub(super) seen: Address,
-    pub(super) users: Address,
-    pub(super) first_users: Address,
+pub(super) struct Lists<'a> {
+    pub(super) seen: Address<'a>,
+    pub(super) users: Address<'a>,
+    pub(super) first_users: Address<'a>,
     pub(super) stride: i32,
     pub(super) query_blocks: i32,
     pub(super) key_blocks: i32,
@@ -124,79 +128,80 @@ pub(super) struct Lists {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Forward {
-    pub(super) q: View,
-    pub(super) k: View,
-    pub(super) v: View,
-    pub(super) out: View,
-    pub(super) minus_lse2: Address,
-    pub(super) scheduler_counter: Address,
-    pub(super) codes: Codes,
-    pub(super) shape: Shape,
-    pub(super) high_precision_out: View,
-    pub(super) row_sums: Address,
+pub(super) struct Forward<'a> {
+    pub(super) q: View<'a>,
+    pub(super) k: View<'a>,
+    pub(super) v: View<'a>,
+    pub(super) out: View<'a>,
+    pub(super) minus_lse2: Address<'a>,
+    pub(super) scheduler_counter: Address<'a>,
+    pub(super) codes: Codes<'a>,
+    pub(super) shape: Shape<'a>,
+    pub(super) high_precision_out: View<'a>,
+    pub(super) row_sums: Address<'a>,
     pub(super) p_lift: f32,
     pub(super) p_literal: i32,
-    pub(super) lists: Lists,
-    pub(super) q_map: TensorMap,
-    pub(super) k_map: TensorMap,
-    pub(super) v_map: TensorMap,
+    pub(super) lists: Lists<'a>,
+    pub(super) q_map: TensorMap<'a>,
+    pub(super) k_map: TensorMap<'a>,
+    pub(super) v_map: TensorMap<'a>,
 }
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Backward {
-    pub(super) q: View,
-    pub(super) k: View,
-    pub(super) v: View,
-    pub(super) out: View,
-    pub(super) dout: View,
-    pub(super) dq: View,
-    pub(super) dk: View,
-    pub(super) dv: View,
-    pub(super) minus_lse2: Address,
-    pub(super) minus_delta: Address,
-    pub(super) dq_accum: Address,
-    pub(super) q_transposed: Address,
-    pub(super) dout_transposed: Address,
-    pub(super) dout_dequant_scale: Address,
-    pub(super) dq_semaphore: Address,
-    pub(super) codes: Codes,
-    pub(super) shape: Shape,
+pub(super) struct Backward<'a> {
+    pub(super) q: View<'a>,
+    pub(super) k: View<'a>,
+    pub(super) v: View<'a>,
+    pub(super) out: View<'a>,
+    pub(super) dout: View<'a>,
+    pub(super) dq: View<'a>,
+    pub(super) dk: View<'a>,
+    pub(super) dv: View<'a>,
+    pub(super) minus_lse2: Address<'a>,
+    pub(super) minus_delta: Address<'a>,
+    pub(super) dq_accum: Address<'a>,
+    pub(super) q_transposed: Address<'a>,
+    pub(super) dout_transposed: Address<'a>,
+    pub(super) dout_dequant_scale: Address<'a>,
+    pub(super) dq_semaphore: Address<'a>,
+    pub(super) codes: Codes<'a>,
+    pub(super) shape: Shape<'a>,
     pub(super) group: i32,
     pub(super) dout_group: i32,
     pub(super) dq_parts: i32,
-    pub(super) row_sums: Address,
-    pub(super) lists: Lists,
-    pub(super) q_map: TensorMap,
-    pub(super) dout_map: TensorMap,
+    pub(super) row_sums: Address<'a>,
+    pub(super) lists: Lists<'a>,
+    pub(super) q_map: TensorMap<'a>,
+    pub(super) dout_map: TensorMap<'a>,
 }
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct FakeQuantize {
-    pub(super) q: View,
-    pub(super) k: View,
-    pub(super) v: View,
-    pub(super) q_to: View,
-    pub(super) k_to: View,
-    pub(super) v_to: View,
-    pub(super) k_mean: Address,
-    pub(super) shape: Shape,
+pub(super) struct FakeQuantize<'a> {
+    pub(super) q: View<'a>,
+    pub(super) k: View<'a>,
+    pub(super) v: View<'a>,
+    pub(super) q_to: View<'a>,
+    pub(super) k_to: View<'a>,
+    pub(super) v_to: View<'a>,
+    pub(super) k_mean: Address<'a>,
+    pub(super) shape: Shape<'a>,
     pub(super) quantize: i32,
     pub(super) value_tokens: i32,
 }
 
 // SAFETY: plain data in C layout, the same on the device: the header has the same assertions as the end of
 // this file.
-unsafe impl DeviceRepr for Forward {}
+unsafe impl DeviceRepr for Forward<'_> {}
 // SAFETY: as above.
-unsafe impl DeviceRepr for Backward {}
-kernel_params!(FakeQuantize: "fake_quantize");
+unsafe impl DeviceRepr for Backward<'_> {}
+kernel_params!(FakeQuantize<'_>: "fake_quantize");
 // SAFETY: as above.
 unsafe impl DeviceRepr for Segment {}
 
 const _: () = {
+    assert!(size_of::<Address>() == 8 && size_of::<TensorMap>() == 128);
     assert!(size_of::<View>() == 48 && offset_of!(View, vector) == 40);
     assert!(size_of::<Segment>() == 32);
     assert!(size_of::<Lists>() == 40 && offset_of!(Lists, stride) == 24);

@@ -5,13 +5,14 @@ use candle_core::{CudaStorage, Result};
 use cudarc::driver::CudaSlice;
 use half::bf16;
 
+use super::address::address;
 use super::call::Geometry;
 use super::kernels::{Gpu, Grid};
 use super::params::sla2::Linear;
 use super::params::{View, launch};
 use super::plan::{self, Plan, TILE, Visits};
 use super::selection::check_blocks;
-use super::tensor::{Element, address, output, view};
+use super::tensor::{Element, Output, view};
 use crate::launch::{Launch, Operand};
 use crate::ops::past_linear::{Gradients, PastLinear};
 use crate::shape::AttentionShape;
@@ -26,18 +27,22 @@ pub(super) struct Call<'a> {
     pub(super) element: Element,
     d: usize,
     pub(super) geometry: Geometry,
-    pub(super) params: Linear,
+    inputs: [Operand<'a>; 3],
+    blocks: usize,
+    chunks: usize,
+    chunk_blocks: usize,
     /// Thread blocks that share a state's columns.
     split: usize,
-    _states: CudaSlice<bf16>,
-    _sums: [CudaSlice<f32>; 2],
+    states: CudaSlice<bf16>,
+    sums: CudaSlice<f32>,
+    chunk_sums: CudaSlice<f32>,
 }
 
 impl<'a> Call<'a> {
-    pub(super) fn new(op: &'a PastLinear, [q, k, v]: [Operand<'_>; 3]) -> Result<Self> {
+    pub(super) fn new(op: &'a PastLinear, inputs: [Operand<'a>; 3]) -> Result<Self> {
         let (shape, blocks) = (&op.shape, op.selection.blocks());
         check_blocks(blocks)?;
-        let gpu = Gpu::new(q.0.device())?;
+        let gpu = Gpu::new(inputs[0].0.device())?;
         let (d, geometry) = (plan::padded_head_dim(shape)?, Geometry::new(&gpu, shape)?);
         let heads = shape.key_heads() * geometry.segment_count();
         let (longest, _) = geometry.blocks();
@@ -53,93 +58,117 @@ impl<'a> Call<'a> {
         let count = shape.key_heads() * blocks.rows();
         let states = gpu.alloc::<bf16>(count * d * d)?; // or f16: both take 2 bytes
         let chunk_sums = if chunks > 1 { heads * chunks * (d + 1) * d } else { 0 };
-        let sums = [gpu.alloc::<f32>(count * d)?, gpu.alloc::<f32>(chunk_sums)?];
-        let params = Linear {
-            q: view(q.0, q.1, &gpu)?,
-            k: view(k.0, k.1, &gpu)?,
-            v: view(v.0, v.1, &gpu)?,
-            states: address(&states, &gpu),
-            sums: address(&sums[0], &gpu),
-            chunk_sums: address(&sums[1], &gpu),
-            shape: geometry.shape,
-            blocks: blocks.rows() as i32,
-            chunks: chunks as i32,
-            chunk_blocks: chunk_blocks as i32,
+        let (sums, chunk_sums) = (gpu.alloc::<f32>(count * d)?, gpu.alloc::<f32>(chunk_sums)?);
+        let (element, blocks) = (Element::of(inputs[0].0.dtype())?, blocks.rows());
+        Ok(Self {
+            gpu,
+            shape,
+            element,
+            d,
+            geometry,
+            inputs,
+            blocks,
+            chunks,
+            chunk_blocks,
+            split,
+            states,
+            sums,
+            chunk_sums,
+        })
+    }
+
+    /// The parameters that all kernels take.
+    pub(super) fn params(&self) -> Result<Linear<'_>> {
+        let (gpu, [q, k, v]) = (&self.gpu, self.inputs);
+        Ok(Linear {
+            q: view(q, gpu)?,
+            k: view(k, gpu)?,
+            v: view(v, gpu)?,
+            states: address(&self.states, gpu),
+            sums: address(&self.sums, gpu),
+            chunk_sums: address(&self.chunk_sums, gpu),
+            shape: self.geometry.shape(gpu),
+            blocks: self.blocks as i32,
+            chunks: self.chunks as i32,
+            chunk_blocks: self.chunk_blocks as i32,
             ..Linear::default()
-        };
-        let element = Element::of(q.0.dtype())?;
-        Ok(Self { gpu, shape, element, d, geometry, params, split, _states: states, _sums: sums })
+        })
     }
 
     /// Launches a kernel of the table of plans, with a grid of `blocks` x segments x `heads`.
-    fn launch(&self, kernel: &str, blocks: usize, heads: usize) -> Result<()> {
+    fn launch(&self, kernel: &str, blocks: usize, heads: usize, params: &Linear<'_>) -> Result<()> {
         let plan = Plan::of(kernel, self.d, self.gpu.architecture, Visits::Listed)?;
         let grid = Grid {
             blocks: (blocks as u32, self.geometry.segment_count() as u32, heads as u32),
             shared_bytes: plan.shared_bytes,
             ..Grid::line(1, plan.threads)
         };
-        launch(&self.gpu, &format!("{kernel}_{}_{}", self.element.name(), self.d), grid, &self.params)
+        launch(&self.gpu, &format!("{kernel}_{}_{}", self.element.name(), self.d), grid, params)
     }
 
     /// Computes the states: for each block of queries the sum over the keys before it, or with
     /// `params.backward` for each block of keys the sum over the queries after it.
-    fn make_states(&self) -> Result<()> {
-        let (chunks, heads) = (self.params.chunks as usize, self.shape.key_heads());
-        if chunks > 1 {
+    fn make_states(&self, params: &Linear<'_>) -> Result<()> {
+        let heads = self.shape.key_heads();
+        if self.chunks > 1 {
             // No chunk needs the sum of the last one.
-            self.launch("linear_sum_chunks", (chunks - 1) * self.split, heads)?;
-            self.add_chunks(heads)?;
+            self.launch("linear_sum_chunks", (self.chunks - 1) * self.split, heads, params)?;
+            self.add_chunks(heads, params)?;
         }
-        self.launch("linear_scan_blocks", chunks * self.split, heads)
+        self.launch("linear_scan_blocks", self.chunks * self.split, heads, params)
     }
 
     /// Replaces the sums of chunks by those of all chunks before each.
-    fn add_chunks(&self, heads: usize) -> Result<()> {
+    fn add_chunks(&self, heads: usize, params: &Linear<'_>) -> Result<()> {
         let values = (self.d + 1) * self.d;
         let lines = heads * self.geometry.segment_count();
         let grid = Grid {
             blocks: (values.div_ceil(SCAN_THREADS as usize) as u32, lines as u32, 1),
             ..Grid::line(1, SCAN_THREADS)
         };
-        launch(&self.gpu, &format!("linear_scan_chunks_{}", self.d), grid, &self.params)
+        launch(&self.gpu, &format!("linear_scan_chunks_{}", self.d), grid, params)
     }
 
     /// Launches a kernel that multiplies blocks of rows by states.
-    fn multiply(&self, kernel: &str, heads: usize) -> Result<()> {
+    fn multiply(&self, kernel: &str, heads: usize, params: &Linear<'_>) -> Result<()> {
         let (longest, _) = self.geometry.blocks();
-        self.launch(kernel, longest, heads)
+        self.launch(kernel, longest, heads, params)
     }
 
     /// Writes the output: the tail's, or with `params.mixture` the mixture's.
-    pub(super) fn forward(mut self) -> Result<CudaStorage> {
-        let (out, out_view) = output(&self.gpu, self.element, self.shape.query_dims())?;
-        self.params.out = out_view;
-        self.make_states()?;
-        self.multiply("linear_forward", self.shape.query_heads())?;
-        Ok(out)
+    pub(super) fn forward(&self, params: Linear<'_>) -> Result<CudaStorage> {
+        let out = Output::new(&self.gpu, self.element, self.shape.query_dims())?;
+        let params = Linear { out: out.view(&self.gpu)?, ..params };
+        self.make_states(&params)?;
+        self.multiply("linear_forward", self.shape.query_heads(), &params)?;
+        Ok(out.storage)
     }
 
     /// Writes the gradients, or adds them with `params.add`. The states are computed again, not kept, since they
     /// are as large as K.
-    pub(super) fn backward(mut self, dout: Operand<'_>, [dq, dk, dv]: [View; 3]) -> Result<()> {
-        let padded = self.shape.query_heads() * self.params.shape.query_tiles as usize * TILE;
+    pub(super) fn backward(
+        &self,
+        params: Linear<'_>,
+        dout: Operand<'_>,
+        [dq, dk, dv]: [View<'_>; 3],
+    ) -> Result<()> {
+        let padded = self.shape.query_heads() * self.geometry.sizes.query_tiles as usize * TILE;
         let rows = self.gpu.alloc::<f32>(2 * padded)?;
-        self.params.dout = view(dout.0, dout.1, &self.gpu)?;
-        (self.params.dq, self.params.dk, self.params.dv) = (dq, dk, dv);
-        self.params.rows = address(&rows, &self.gpu);
-        self.make_states()?;
-        self.multiply("linear_backward_queries", self.shape.query_heads())?;
-        self.params.backward = 1;
-        self.make_states()?;
-        self.multiply("linear_backward_keys", self.shape.key_heads())
+        let (dout, rows) = (view(dout, &self.gpu)?, address(&rows, &self.gpu));
+        let mut params = Linear { dout, dq, dk, dv, rows, ..params };
+        self.make_states(&params)?;
+        self.multiply("linear_backward_queries", self.shape.query_heads(), &params)?;
+        params.backward = 1;
+        self.make_states(&params)?;
+        self.multiply("linear_backward_keys", self.shape.key_heads(), &params)
     }
 }
 
 /// The output, contiguous.
 impl Launch<[Operand<'_>; 3], CudaStorage> for PastLinear {
     fn launch(&self, inputs: [Operand<'_>; 3]) -> Result<CudaStorage> {
-        Call::new(self, inputs)?.forward()
+        let call = Call::new(self, inputs)?;
+        call.forward(call.params()?)
     }
 }
 
@@ -148,21 +177,20 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 3]> for Gradients<'_> {
     fn launch(&self, [q, k, v, dout]: [Operand<'_>; 4]) -> Result<[CudaStorage; 3]> {
         let shape = &self.0.shape;
         let call = Call::new(self.0, [q, k, v])?;
-        let (dq, dq_view) = output(&call.gpu, call.element, shape.query_dims())?;
-        let (dk, dk_view) = output(&call.gpu, call.element, shape.key_dims())?;
-        let (dv, dv_view) = output(&call.gpu, call.element, shape.key_dims())?;
-        call.backward(dout, [dq_view, dk_view, dv_view])?;
-        Ok([dq, dk, dv])
+        let gpu = &call.gpu;
+        let dq = Output::new(gpu, call.element, shape.query_dims())?;
+        let dk = Output::new(gpu, call.element, shape.key_dims())?;
+        let dv = Output::new(gpu, call.element, shape.key_dims())?;
+        call.backward(call.params()?, dout, [dq.view(gpu)?, dk.view(gpu)?, dv.view(gpu)?])?;
+        Ok([dq, dk, dv].map(|gradient| gradient.storage))
     }
 }
 
 /// The gradients, added to the last three tensors in place.
 impl Launch<[Operand<'_>; 7], ()> for Gradients<'_> {
     fn launch(&self, [q, k, v, dout, dq, dk, dv]: [Operand<'_>; 7]) -> Result<()> {
-        let mut call = Call::new(self.0, [q, k, v])?;
-        let at = |(storage, layout): Operand<'_>| view(storage, layout, &call.gpu);
-        let onto = [at(dq)?, at(dk)?, at(dv)?];
-        call.params.add = 1;
-        call.backward(dout, onto)
+        let call = Call::new(self.0, [q, k, v])?;
+        let onto = [view(dq, &call.gpu)?, view(dk, &call.gpu)?, view(dv, &call.gpu)?];
+        call.backward(Linear { add: 1, ..call.params()? }, dout, onto)
     }
 }

@@ -4,12 +4,13 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
+use super::address::{address, address_at, first_index};
 use super::call::Geometry;
 use super::kernels::{Gpu, Grid};
 use super::params::{self, launch, sla2};
 use super::plan::{self, Plan, Visits};
 use super::selection::{check_blocks, lists_at};
-use super::tensor::{Element, address, view};
+use super::tensor::{Element, view};
 use crate::launch::{Launch, Operand};
 use crate::ops::route::{Choice, Mass, Means};
 
@@ -25,9 +26,9 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Means<'_> {
         let count = if pool.is_some() { blocks.rows() } else { blocks.all_key_blocks() };
         let means = gpu.alloc::<f32>(blocks.key_heads * count * shape.head_dim())?;
         let params = sla2::Pool {
-            x: view(x.0, x.1, &gpu)?,
+            x: view(x, &gpu)?,
             means: address(&means, &gpu),
-            shape: geometry.shape,
+            shape: geometry.shape(&gpu),
             query: pool.is_some().into(),
             heads: if pool.is_some() { shape.group() } else { 1 } as i32,
             pool: pool.unwrap_or(0).min(i32::MAX as usize) as i32,
@@ -49,11 +50,10 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
         let geometry = Geometry::new(&gpu, shape)?;
         // Zeros: no kernel reads the entries behind a list's end, but they are copied with it.
         let lists = gpu.alloc_zeros::<u32>(blocks.key_heads * blocks.rows() * (1 + width))?;
-        let start = (layout.start_offset() * size_of::<f32>()) as params::Address;
         let params = sla2::Choose {
-            scores: address(storage.as_cuda_slice::<f32>()?, &gpu) + start,
+            scores: address_at(storage.as_cuda_slice::<f32>()?, first_index(layout), &gpu)?,
             lists: lists_at(address(&lists, &gpu), blocks, 1 + width),
-            shape: geometry.shape,
+            shape: geometry.shape(&gpu),
             columns: blocks.columns() as i32,
             most: most.min(i32::MAX as usize) as i32,
         };
@@ -75,14 +75,14 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for Mass<'_> {
         let d = plan::padded_head_dim(shape)?;
         let geometry = Geometry::new(&gpu, shape)?;
         let mass = gpu.alloc_zeros::<f32>(blocks.key_heads * blocks.rows() * blocks.columns())?;
-        let (q, element) = (view(q.0, q.1, &gpu)?, Element::of(q.0.dtype())?);
-        let k = view(k.0, k.1, &gpu)?;
+        let (q, element) = (view(q, &gpu)?, Element::of(q.0.dtype())?);
+        let k = view(k, &gpu)?;
         let params = sla2::Mass {
             forward: params::Forward {
                 q,
                 k,
                 v: k,
-                shape: params::Shape { softmax_scale, ..geometry.shape },
+                shape: params::Shape { softmax_scale, ..geometry.shape(&gpu) },
                 ..params::Forward::default()
             },
             mass: address(&mass, &gpu),

@@ -3,11 +3,11 @@
 use candle_core::Result;
 use cudarc::driver::CudaSlice;
 
+use super::address::{address, address_if_any};
 use super::call::Call;
 use super::full_precision::{self, FullPrecision};
 use super::kernels::Grid;
 use super::plan::{Plan, TILE};
-use super::tensor::address;
 use super::{OnGpu, Past, params};
 use crate::error::Error;
 use crate::scheme::{Granularity, Int8Products, SageBwd, Smoothing};
@@ -36,8 +36,17 @@ impl OnGpu for SageBwd {
         }
     }
 
-    fn before_forward(&self, call: &Call<'_>, _: bool, params: &mut params::Forward) -> Result<Operands> {
-        quantize(call, self, params)
+    fn operands(&self, call: &Call<'_>, _: bool) -> Result<Operands> {
+        Operands::new(call, self)
+    }
+
+    fn before_forward<'p>(
+        &self,
+        call: &Call<'_>,
+        operands: &'p Operands,
+        params: &mut params::Forward<'p>,
+    ) -> Result<()> {
+        quantize(call, operands, params)
     }
 
     fn keep(&self, operands: Operands) -> Kept {
@@ -47,27 +56,29 @@ impl OnGpu for SageBwd {
         }
     }
 
-    fn before_backward(
+    fn scratch(&self, call: &Call<'_>, _: &Kept) -> Result<Option<Transposed>> {
+        (self.products == Int8Products::PAPER).then(|| Transposed::new(call)).transpose()
+    }
+
+    fn before_backward<'p>(
         &self,
         call: &Call<'_>,
         plan: &Plan,
-        kept: &Kept,
+        kept: &'p Kept,
+        scratch: &'p Option<Transposed>,
         past: &Past<'_>,
-        params: &mut params::Backward,
-    ) -> Result<Option<Transposed>> {
-        match kept {
-            Kept::Codes(codes) if self.products == Int8Products::PAPER => {
+        params: &mut params::Backward<'p>,
+    ) -> Result<()> {
+        match (kept, scratch) {
+            (Kept::Codes(codes), Some(transposed)) => {
                 // Q is read as codes, which need no tensor map.
                 call.set_backward_maps(plan, false, past.dout.1, params)?;
-                return prepare(call, self, codes, params).map(Some);
+                return prepare(call, self, codes, transposed, params);
             }
-            Kept::Codes(codes) => params.codes = codes.params(call),
-            Kept::KeyMean(mean) => {
-                params.codes.k_mean = mean.as_ref().map_or(0, |mean| address(mean, &call.gpu));
-            }
+            (Kept::Codes(codes), None) => params.codes = codes.params(call),
+            (Kept::KeyMean(mean), _) => params.codes.k_mean = address_if_any(mean.as_ref(), &call.gpu),
         }
-        FullPrecision.before_backward(call, plan, &(), past, params)?;
-        Ok(None)
+        FullPrecision.before_backward(call, plan, &(), &(), past, params)
     }
 }
 
@@ -127,58 +138,64 @@ pub(super) struct Codes {
 }
 
 /// What the forward's kernel reads. V's codes are freed after the forward.
-#[cfg_attr(not(test), expect(dead_code, reason = "kept alive for the kernels; tests read them"))]
 pub(super) struct Operands {
     pub(super) codes: Codes,
     /// V's codes and scales.
     pub(super) v: (CudaSlice<i8>, CudaSlice<f32>),
-    _k_tile_sums: Option<CudaSlice<f32>>,
+    k_tile_sums: Option<CudaSlice<f32>>,
+}
+
+impl Operands {
+    pub(super) fn new(call: &Call<'_>, settings: &SageBwd) -> Result<Self> {
+        check_settings(settings)?;
+        let (gpu, d) = (&call.gpu, call.d);
+        let (queries, keys) = (call.query_tiles(), call.key_tiles());
+        let smooth_q = settings.smoothing == Smoothing::Qk;
+        let smooth_k = settings.smoothing != Smoothing::None;
+        let means = call.segment_count() * call.problem.shape.key_heads() * d;
+        let codes = Codes {
+            q: gpu.alloc(queries * TILE * d)?,
+            k: gpu.alloc(keys * TILE * d)?,
+            q_dequant_scale: gpu.alloc(queries)?,
+            k_dequant_scale: gpu.alloc(keys)?,
+            q_mean: smooth_q.then(|| gpu.alloc(queries * d)).transpose()?,
+            k_mean: smooth_k.then(|| gpu.alloc(means)).transpose()?,
+        };
+        let v = (gpu.alloc(keys * TILE * d)?, gpu.alloc(keys)?);
+        let k_tile_sums = smooth_k.then(|| gpu.alloc(keys * d)).transpose()?;
+        Ok(Self { codes, v, k_tile_sums })
+    }
 }
 
 /// Launches the quantization of Q, K and V, and sets the addresses of the codes in `params`.
-pub(super) fn quantize(
+pub(super) fn quantize<'p>(
     call: &Call<'_>,
-    settings: &SageBwd,
-    params: &mut params::Forward,
-) -> Result<Operands> {
-    check_settings(settings)?;
-    let (gpu, d) = (&call.gpu, call.d);
-    let (queries, keys) = (call.query_tiles(), call.key_tiles());
-    let smooth_q = settings.smoothing == Smoothing::Qk;
-    let smooth_k = settings.smoothing != Smoothing::None;
-    let means = call.segment_count() * call.problem.shape.key_heads() * d;
-    let codes = Codes {
-        q: gpu.alloc(queries * TILE * d)?,
-        k: gpu.alloc(keys * TILE * d)?,
-        q_dequant_scale: gpu.alloc(queries)?,
-        k_dequant_scale: gpu.alloc(keys)?,
-        q_mean: smooth_q.then(|| gpu.alloc(queries * d)).transpose()?,
-        k_mean: smooth_k.then(|| gpu.alloc(means)).transpose()?,
-    };
-    let v = (gpu.alloc(keys * TILE * d)?, gpu.alloc(keys)?);
-    let sums = smooth_k.then(|| gpu.alloc(keys * d)).transpose()?;
+    operands: &'p Operands,
+    params: &mut params::Forward<'p>,
+) -> Result<()> {
+    let Operands { codes, v, k_tile_sums } = operands;
+    let gpu = &call.gpu;
     params.codes = codes.params(call);
     params.codes.v_transposed = address(&v.0, gpu);
     params.codes.v_dequant_scale = address(&v.1, gpu);
-    params.codes.k_tile_sums = sums.as_ref().map_or(0, |sums| address(sums, gpu));
-
-    if smooth_k {
+    params.codes.k_tile_sums = address_if_any(k_tile_sums.as_ref(), gpu);
+    if k_tile_sums.is_some() {
         launch_key_mean(call, params)?;
     }
-    gpu.launch_forward("quantize", &call.kernel("quantize"), Grid::line(queries + 2 * keys, 256), params)?;
-    Ok(Operands { codes, v, _k_tile_sums: sums })
+    let tiles = call.query_tiles() + 2 * call.key_tiles();
+    gpu.launch_forward("quantize", &call.kernel("quantize"), Grid::line(tiles, 256), params)
 }
 
 impl Codes {
-    fn params(&self, call: &Call<'_>) -> params::Codes {
+    fn params(&self, call: &Call<'_>) -> params::Codes<'_> {
         let gpu = &call.gpu;
         params::Codes {
             q: address(&self.q, gpu),
             k: address(&self.k, gpu),
             q_dequant_scale: address(&self.q_dequant_scale, gpu),
             k_dequant_scale: address(&self.k_dequant_scale, gpu),
-            q_mean: self.q_mean.as_ref().map_or(0, |mean| address(mean, gpu)),
-            k_mean: self.k_mean.as_ref().map_or(0, |mean| address(mean, gpu)),
+            q_mean: address_if_any(self.q_mean.as_ref(), gpu),
+            k_mean: address_if_any(self.k_mean.as_ref(), gpu),
             ..params::Codes::default()
         }
     }
@@ -186,43 +203,51 @@ impl Codes {
 
 /// Launches the computation of K's token mean, for which `params.codes` has a buffer and one for the tiles'
 /// sums.
-pub(super) fn launch_key_mean(call: &Call<'_>, params: &params::Forward) -> Result<()> {
+pub(super) fn launch_key_mean(call: &Call<'_>, params: &params::Forward<'_>) -> Result<()> {
     let (gpu, heads) = (&call.gpu, call.problem.shape.key_heads());
     gpu.launch_forward("quantize", &call.kernel("sum_tiles"), Grid::line(call.key_tiles(), 256), params)?;
-    let grid = Grid { blocks: (call.shape.segment_count as u32, heads as u32, 1), ..Grid::line(1, 256) };
+    let grid = Grid { blocks: (call.segment_count() as u32, heads as u32, 1), ..Grid::line(1, 256) };
     gpu.launch_forward("quantize", &format!("mean_of_tiles_{}", call.d), grid, params)
 }
 
 /// What the backward's kernel reads besides the forward's codes.
-#[cfg_attr(not(test), expect(dead_code, reason = "kept alive for the kernels; tests read them"))]
 pub(super) struct Transposed {
     pub(super) q: CudaSlice<i8>,
     pub(super) dout: CudaSlice<i8>,
     pub(super) dout_dequant_scale: CudaSlice<f32>,
 }
 
+impl Transposed {
+    pub(super) fn new(call: &Call<'_>) -> Result<Self> {
+        let (gpu, d, queries) = (&call.gpu, call.d, call.query_tiles());
+        Ok(Self {
+            q: gpu.alloc(queries * TILE * d)?,
+            dout: gpu.alloc(queries * TILE * d)?,
+            dout_dequant_scale: gpu.alloc(queries * d)?,
+        })
+    }
+}
+
 /// Launches the computation of the transposed codes of Q and dO and of delta, and sets their addresses in
 /// `params`.
-pub(super) fn prepare(
+pub(super) fn prepare<'p>(
     call: &Call<'_>,
     settings: &SageBwd,
-    codes: &Codes,
-    params: &mut params::Backward,
-) -> Result<Transposed> {
-    let (gpu, d, queries) = (&call.gpu, call.d, call.query_tiles());
-    let q = gpu.alloc(queries * TILE * d)?;
-    let dout = gpu.alloc(queries * TILE * d)?;
-    let dout_dequant_scale = gpu.alloc(queries * d)?;
+    codes: &'p Codes,
+    transposed: &'p Transposed,
+    params: &mut params::Backward<'p>,
+) -> Result<()> {
+    let gpu = &call.gpu;
     params.codes = codes.params(call);
-    params.q_transposed = address(&q, gpu);
-    params.dout_transposed = address(&dout, gpu);
-    params.dout_dequant_scale = address(&dout_dequant_scale, gpu);
+    params.q_transposed = address(&transposed.q, gpu);
+    params.dout_transposed = address(&transposed.dout, gpu);
+    params.dout_dequant_scale = address(&transposed.dout_dequant_scale, gpu);
     params.group = settings.granularity.vectors(TILE) as i32;
     // Groups of channels start at channel 0; the padding beyond head_dim is zero and changes no maximum.
     params.dout_group = match settings.granularity {
-        Granularity::Tile => d,
-        other => other.vectors(d),
+        Granularity::Tile => call.d,
+        other => other.vectors(call.d),
     } as i32;
-    gpu.launch_backward("quantize", &call.kernel("prepare_sagebwd"), Grid::line(queries, 256), params)?;
-    Ok(Transposed { q, dout, dout_dequant_scale })
+    let grid = Grid::line(call.query_tiles(), 256);
+    gpu.launch_backward("quantize", &call.kernel("prepare_sagebwd"), grid, params)
 }

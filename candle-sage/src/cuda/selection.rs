@@ -1,13 +1,13 @@
 //! The lists of a selection on the GPU, and their inverse.
 
-use candle_core::{Result, Storage};
+use candle_core::{Layout, Result, Storage, StorageRef};
 use cudarc::driver::CudaSlice;
 
+use super::address::{Address, address, address_at, first_index};
 use super::call::Geometry;
 use super::kernels::{Gpu, Grid};
-use super::params::{self, Address, launch};
+use super::params::{self, launch};
 use super::plan::SELECTION_BLOCK;
-use super::tensor::address;
 use crate::error::Error;
 use crate::selection::{Blocks, Selection};
 
@@ -36,7 +36,7 @@ pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
 }
 
 /// Lists that start at an address.
-pub(super) fn lists_at(seen: Address, blocks: &Blocks, stride: usize) -> params::Lists {
+pub(super) fn lists_at<'a>(seen: Address<'a>, blocks: &Blocks, stride: usize) -> params::Lists<'a> {
     params::Lists {
         seen,
         stride: stride as i32,
@@ -46,29 +46,42 @@ pub(super) fn lists_at(seen: Address, blocks: &Blocks, stride: usize) -> params:
     }
 }
 
-/// The lists of a selection in the form that kernels take. The selection owns their memory.
-pub(super) fn lists(selection: &Selection, gpu: &Gpu) -> Result<params::Lists> {
-    check_blocks(selection.blocks())?;
-    let (storage, layout) = selection.lists().storage_and_layout();
-    let (_, _, stride) = layout.shape().dims3()?;
-    let Storage::Cuda(storage) = &*storage else {
-        return Err(Error::new("the selection is on another device").into());
-    };
-    let start = (layout.start_offset() * size_of::<u32>()) as Address;
-    let seen = address(storage.as_cuda_slice::<u32>()?, gpu) + start;
-    Ok(lists_at(seen, selection.blocks(), stride))
+/// The lists of a selection, whose memory it lends.
+pub(super) struct Seen<'a> {
+    storage: StorageRef<'a>,
+    layout: &'a Layout,
+    blocks: &'a Blocks,
+}
+
+impl<'a> Seen<'a> {
+    pub(super) fn new(selection: &'a Selection) -> Result<Self> {
+        check_blocks(selection.blocks())?;
+        let (storage, layout) = selection.lists().storage_and_layout();
+        Ok(Self { storage, layout, blocks: selection.blocks() })
+    }
+
+    /// The lists in the form that kernels take.
+    pub(super) fn lists(&self, gpu: &Gpu) -> Result<params::Lists<'_>> {
+        let (_, _, stride) = self.layout.shape().dims3()?;
+        let Storage::Cuda(storage) = &*self.storage else {
+            return Err(Error::new("the selection is on another device").into());
+        };
+        let seen = address_at(storage.as_cuda_slice::<u32>()?, first_index(self.layout), gpu)?;
+        Ok(lists_at(seen, self.blocks, stride))
+    }
 }
 
 /// The lists and their inverse: for each block of keys, the blocks of queries that see it.
-#[derive(Debug)]
-pub(super) struct Users {
-    pub(super) params: params::Lists,
-    _memory: (CudaSlice<u64>, CudaSlice<u32>),
+pub(super) struct Users<'a> {
+    seen: Seen<'a>,
+    users: CudaSlice<u64>,
+    first_users: CudaSlice<u32>,
 }
 
-impl Users {
-    pub(super) fn new(selection: &Selection, gpu: &Gpu) -> Result<Self> {
-        let lists = lists(selection, gpu)?;
+impl<'a> Users<'a> {
+    pub(super) fn new(selection: &'a Selection, gpu: &Gpu) -> Result<Self> {
+        let seen = Seen::new(selection)?;
+        let lists = seen.lists(gpu)?;
         let blocks = selection.blocks();
         let geometry = Geometry::new(gpu, selection.shape())?;
         let (heads, columns) = (blocks.key_heads, blocks.all_key_blocks());
@@ -88,7 +101,7 @@ impl Users {
             users: address(&users, gpu),
             first_users: address(&first_users, gpu),
             counts: address(&counts, gpu),
-            shape: geometry.shape,
+            shape: geometry.shape(gpu),
         };
         let (_, longest) = geometry.blocks();
         let grid = Grid {
@@ -97,7 +110,12 @@ impl Users {
         };
         launch(gpu, "count_users", grid, &params)?;
         launch(gpu, "fill_users", grid, &params)?;
-        let params = params::Lists { users: params.users, first_users: params.first_users, ..params.lists };
-        Ok(Self { params, _memory: (users, first_users) })
+        Ok(Self { seen, users, first_users })
+    }
+
+    /// The lists and their inverse in the form that kernels take.
+    pub(super) fn lists(&self, gpu: &Gpu) -> Result<params::Lists<'_>> {
+        let (users, first_users) = (address(&self.users, gpu), address(&self.first_users, gpu));
+        Ok(params::Lists { users, first_users, ..self.seen.lists(gpu)? })
     }
 }

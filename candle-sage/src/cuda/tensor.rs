@@ -4,12 +4,14 @@
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::{CudaStorage, DType, Layout, Result};
-use cudarc::driver::{CudaSlice, DevicePtr, sys};
+use cudarc::driver::sys;
 use half::{bf16, f16};
 
+use super::address::{Address, address_at, first_index};
 use super::kernels::Gpu;
-use super::params::{Address, TensorMap, View};
+use super::params::{TensorMap, View};
 use crate::error::Error;
+use crate::launch::Operand;
 use crate::shape::Dims;
 
 /// The 16-bit types that the matrix instructions take.
@@ -49,30 +51,38 @@ impl Element {
     }
 }
 
-/// A new contiguous tensor, uninitialized, and the kernels' view of it.
-pub(super) fn output(gpu: &Gpu, element: Element, dims: Dims) -> Result<(CudaStorage, View)> {
-    let layout = Layout::contiguous(dims);
-    let storage = element.alloc(gpu, layout.shape().elem_count())?;
-    let view = view(&storage, &layout, gpu)?;
-    Ok((storage, view))
+/// A new contiguous tensor, uninitialized.
+#[derive(Debug)]
+pub(super) struct Output {
+    pub(super) storage: CudaStorage,
+    layout: Layout,
 }
 
-/// The address of an allocation, for work that is launched on the device's own stream.
-pub(super) fn address<T>(slice: &CudaSlice<T>, gpu: &Gpu) -> Address {
-    slice.device_ptr(&gpu.stream).0
+impl Output {
+    pub(super) fn new(gpu: &Gpu, element: Element, dims: Dims) -> Result<Self> {
+        let layout = Layout::contiguous(dims);
+        Ok(Self { storage: element.alloc(gpu, layout.shape().elem_count())?, layout })
+    }
+
+    /// The kernels' view of it.
+    pub(super) fn view(&self, gpu: &Gpu) -> Result<View<'_>> {
+        view((&self.storage, &self.layout), gpu)
+    }
 }
 
-fn start_address(storage: &CudaStorage, gpu: &Gpu) -> Result<Address> {
-    Ok(match Element::of(storage.dtype())? {
-        Element::F16 => address(storage.as_cuda_slice::<f16>()?, gpu),
-        Element::BF16 => address(storage.as_cuda_slice::<bf16>()?, gpu),
-    })
+fn start<'a>((storage, layout): Operand<'a>, gpu: &Gpu) -> Result<Address<'a>> {
+    let first = first_index(layout);
+    match Element::of(storage.dtype())? {
+        Element::F16 => address_at(storage.as_cuda_slice::<f16>()?, first, gpu),
+        Element::BF16 => address_at(storage.as_cuda_slice::<bf16>()?, first, gpu),
+    }
 }
 
 const ELEMENT_BYTES: usize = 2;
 
 /// The kernels' view of a (batch, token, head, channel) tensor.
-pub(super) fn view(storage: &CudaStorage, layout: &Layout, gpu: &Gpu) -> Result<View> {
+pub(super) fn view<'a>(operand: Operand<'a>, gpu: &Gpu) -> Result<View<'a>> {
+    let (_, layout) = operand;
     let (&[_, _, _, head_dim], &[batch, token, head, channel]) = (layout.dims(), layout.stride()) else {
         return Err(Error::new("attention takes tensors of four dimensions")
             .got(format!("{:?}", layout.dims()))
@@ -80,7 +90,7 @@ pub(super) fn view(storage: &CudaStorage, layout: &Layout, gpu: &Gpu) -> Result<
             .hint("add a dimension of 1 with `unsqueeze`")
             .into());
     };
-    let data = start_address(storage, gpu)? + (layout.start_offset() * ELEMENT_BYTES) as u64;
+    let data = start(operand, gpu)?;
     let vector = channel == 1
         && data.is_multiple_of(16)
         && [batch, token, head, head_dim].iter().all(|n| (n * ELEMENT_BYTES).is_multiple_of(16));
@@ -98,7 +108,11 @@ pub(super) fn view(storage: &CudaStorage, layout: &Layout, gpu: &Gpu) -> Result<
 /// The tensor map by which TMA copies tiles of 64 tokens and 64 channels from a (batch, token, head, channel)
 /// tensor, swizzled as in `kernels/include/sage/layout/swizzle.cuh`. `None` where TMA cannot read the tensor:
 /// when a stride is no multiple of 16 bytes, or is 0 because the tensor is broadcast.
-pub(super) fn tensor_map(view: &View, dims: &[usize], element: Element) -> Result<Option<TensorMap>> {
+pub(super) fn tensor_map<'a>(
+    view: View<'a>,
+    dims: &[usize],
+    element: Element,
+) -> Result<Option<TensorMap<'a>>> {
     let &[batch, tokens, heads, head_dim] = dims else { return Ok(None) };
     // From the innermost dimension on, whose stride is one element. The stride of a dimension of extent 1 has
     // no effect, but must be valid.
@@ -122,7 +136,7 @@ pub(super) fn tensor_map(view: &View, dims: &[usize], element: Element) -> Resul
                 Element::BF16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             },
             4,
-            view.data as *mut _,
+            view.data.number() as *mut _,
             extents.as_ptr(),
             strides.as_ptr(),
             [64, 64, 1, 1].as_ptr(),

@@ -4,9 +4,9 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
 use super::params::{self, launch};
-use super::tensor::{Dense, Float, PARTS, elementwise_of, start};
+use super::tensor::{Dense, Float, PARTS, element, elementwise_of, start};
+use crate::cuda::address::{Address, address, first_index};
 use crate::cuda::kernels::{Gpu, Grid};
-use crate::cuda::tensor::address;
 use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::ops::adamw::SumOfSquares;
@@ -48,10 +48,11 @@ impl Launch<Tensors<'_>, ()> for AdamW {
     fn launch(&self, ([state, gradient, sum_of_squares], copy): Tensors<'_>) -> Result<()> {
         let gpu = Gpu::new(state.0.device())?;
         let (_, len) = state.1.shape().dims2()?;
-        let weights = start(state, &gpu)?;
+        let row = |n| element(state.0, first_index(state.1) + n * len, &gpu);
+        let (weights, mean, square) = (row(0)?, row(1)?, row(2)?);
         let (gradient, sum) = (start(gradient, &gpu)?, start(sum_of_squares, &gpu)?);
         let (copy, copy_type) = match copy {
-            None => (0, Float::F32),
+            None => (Address::NULL, Float::F32),
             Some(copy) => (start(copy, &gpu)?, Float::of("adamw", copy.0)?),
         };
         if [weights, gradient, copy].iter().any(|at| !at.is_multiple_of(16)) || !len.is_multiple_of(V) {
@@ -64,8 +65,8 @@ impl Launch<Tensors<'_>, ()> for AdamW {
         let factors = self.factors();
         let params = params::AdamW {
             weights,
-            mean: weights + 4 * len as u64,
-            square: weights + 8 * len as u64,
+            mean,
+            square,
             gradient,
             sum_of_squares: sum,
             copy,

@@ -6,11 +6,10 @@ use cudarc::driver::CudaSlice;
 
 use super::ids::Ids;
 use super::params::{self, launch};
-use super::tensor::{Dense, Float, Packs, Team, count, elementwise, start, start_of};
+use super::tensor::{Dense, Float, Packs, Team, count, element, elementwise, start, start_of};
+use crate::cuda::address::{Address, address, address_at};
 use crate::cuda::gemm::{Out, gemm};
 use crate::cuda::kernels::{Gpu, Grid};
-use crate::cuda::params::Address;
-use crate::cuda::tensor::address;
 use crate::dtype::Checked;
 use crate::error::Error;
 use crate::launch::{self, Launch, Operand};
@@ -46,11 +45,11 @@ struct Rows<'a> {
 }
 
 impl Rows<'_> {
-    fn launch(&self, what: &str, params: params::CrossEntropy) -> Result<()> {
+    fn launch(&self, what: &str, params: params::CrossEntropy<'_>) -> Result<()> {
         let packs = Packs::of(self.float, &[params.logits, params.gradient], &[self.classes]);
         let team = Team::of(self.classes / packs.elements(), BATCH, MAX_THREADS);
         let params = params::CrossEntropy {
-            targets: self.targets.places(self.gpu) + 4 * self.first as Address,
+            targets: self.targets.places(self.first, self.gpu)?,
             status: self.targets.status(self.gpu),
             rows: count("rows", self.rows)?,
             classes: count("classes", self.classes)?,
@@ -137,12 +136,12 @@ struct LinearSaved {
 }
 
 /// `out = from * dloss / count`, or `out += from` with `accumulate`.
-struct Scaling {
-    from: (Float, Address),
-    to: (Float, Address),
+struct Scaling<'a> {
+    from: (Float, Address<'a>),
+    to: (Float, Address<'a>),
     len: usize,
-    dloss: Address,
-    status: Address,
+    dloss: Address<'a>,
+    status: Address<'a>,
     accumulate: bool,
 }
 
@@ -155,15 +154,15 @@ impl Launch<[Operand<'_>; 2], ()> for AddInto {
             from: (Float::of("add_into", from.operand().0)?, from.start(gpu)?),
             to: (Float::F32, start(to, gpu)?),
             len: to.1.shape().elem_count(),
-            dloss: 0,
-            status: 0,
+            dloss: Address::NULL,
+            status: Address::NULL,
             accumulate: true,
         };
         scale(gpu, &scaling)
     }
 }
 
-fn scale(gpu: &Gpu, scaling: &Scaling) -> Result<()> {
+fn scale(gpu: &Gpu, scaling: &Scaling<'_>) -> Result<()> {
     let Scaling { from, to, len, dloss, status, accumulate } = *scaling;
     let params = params::Scale {
         from: from.1,
@@ -203,21 +202,21 @@ impl Linear {
 
 /// Where a pass writes the gradients of the sum of the losses, times `factor`.
 #[derive(Default)]
-struct Into {
-    hidden: Option<Address>,
+struct Into<'a> {
+    hidden: Option<&'a CudaStorage>,
     /// An address for f32, and whether to add to what it holds.
-    weight: Option<(Address, bool)>,
+    weight: Option<(Address<'a>, bool)>,
     factor: f32,
 }
 
-/// Computes the loss of `hidden weight^T`, and writes the gradients for which `into` has an address. Returns
+/// Computes the loss of `hidden weight^T`, and writes the gradients for which `into` has a place. Returns
 /// the loss and the checked targets.
 fn pass(
     gpu: &Gpu,
     [hidden, weight]: [&Dense<'_>; 2],
     ids: &Dense<'_>,
     settings: Linear,
-    into: &Into,
+    into: &Into<'_>,
 ) -> Result<(CudaStorage, Ids)> {
     let ((hidden, hidden_layout), weight) = (hidden.operand(), weight.operand());
     let float = Float::of(LINEAR, hidden)?;
@@ -243,7 +242,7 @@ fn pass(
         let params = params::CrossEntropy {
             logits: start,
             gradient: start,
-            losses: address(&losses, gpu) + 4 * first as Address,
+            losses: address_at(&losses, first, gpu)?,
             z_loss: settings.z_loss,
             ..Default::default()
         };
@@ -255,8 +254,8 @@ fn pass(
         }
         rows.launch("cross_entropy_in_place", params)?;
         let dlogits = Layout::contiguous((n, classes));
-        if let Some(at) = into.hidden {
-            let at = at + (first * width * float.bytes()) as Address;
+        if let Some(hidden) = into.hidden {
+            let at = element(hidden, first * width, gpu)?;
             gemm(gpu, Out { at, float }, (&logits, &dlogits), weight, [into.factor, 0.0])?;
         }
         if let Some((at, add)) = into.weight {
@@ -284,7 +283,7 @@ impl Launch<[Operand<'_>; 3], LinearForward> for LinearOp {
         let dhidden = hidden_wanted.then(|| float.alloc(gpu, hidden_len)).transpose()?;
         let dweight = weight_wanted.then(|| gpu.alloc::<f32>(weight_len)).transpose()?;
         let into = Into {
-            hidden: dhidden.as_ref().map(|dhidden| start_of(dhidden, gpu)).transpose()?,
+            hidden: dhidden.as_ref(),
             weight: dweight.as_ref().map(|dweight| (address(dweight, gpu), false)),
             factor: 1.0,
         };
@@ -307,7 +306,7 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for LinearInto {
         let (hidden, weight, ids) =
             (Dense::new(hidden, gpu)?, Dense::new(weight, gpu)?, Dense::new(targets, gpu)?);
         let into = Into {
-            hidden: Some(start_of(&dhidden, gpu)?),
+            hidden: Some(&dhidden),
             weight: Some((start(dweight, gpu)?, true)),
             factor: self.factor / rows as f32,
         };
@@ -321,7 +320,7 @@ impl Launch<[Operand<'_>; 1], [Option<CudaStorage>; 2]> for LinearSaved {
     fn launch(&self, [dloss]: [Operand<'_>; 1]) -> Result<[Option<CudaStorage>; 2]> {
         let gpu = &Gpu::new(dloss.0.device())?;
         let dloss = Dense::new(dloss, gpu)?;
-        let scaled = |from: Option<(Float, Address)>, len| -> Result<Option<CudaStorage>> {
+        let scaled = |from: Option<(Float, Address<'_>)>, len| -> Result<Option<CudaStorage>> {
             let Some(from) = from else { return Ok(None) };
             let out = self.float.alloc(gpu, len)?;
             let to = (self.float, start_of(&out, gpu)?);

@@ -6,8 +6,8 @@ use candle_core::{CudaStorage, Result};
 use super::ids::{Ids, sort};
 use super::params::{self, launch};
 use super::tensor::{Dense, Float, Packs, Team, count, start, start_of};
+use crate::cuda::address::address;
 use crate::cuda::kernels::{Gpu, Grid};
-use crate::cuda::tensor::address;
 use crate::dtype::Checked;
 use crate::launch::{Backward, Launch, Operand};
 use crate::ops::embedding::{Embedding, Gradient, Rows};
@@ -72,7 +72,7 @@ fn gather(table: Operand<'_>, ids: Operand<'_>) -> Result<(CudaStorage, Ids)> {
     let team = Team::of(width / packs.elements(), 1, THREADS);
     let params = params::Embedding {
         from,
-        ids: places.places(&gpu),
+        ids: places.places(0, &gpu)?,
         out: start_of(&out, &gpu)?,
         row_stride: row_stride as i64,
         column_stride: column_stride as i64,

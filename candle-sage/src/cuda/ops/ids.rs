@@ -6,9 +6,8 @@ use cudarc::driver::CudaSlice;
 
 use super::params::{self, launch};
 use super::tensor::{Dense, count};
+use crate::cuda::address::{Address, address, address_at, address_if_any};
 use crate::cuda::kernels::{Gpu, Grid};
-use crate::cuda::params::Address;
-use crate::cuda::tensor::address;
 use crate::dtype::Checked;
 use crate::error::Error;
 
@@ -61,11 +60,12 @@ impl Ids {
         Ok(made)
     }
 
-    pub(super) fn places(&self, gpu: &Gpu) -> Address {
-        address(&self.places, gpu)
+    /// The places from the one of id `first` on.
+    pub(super) fn places(&self, first: usize, gpu: &Gpu) -> Result<Address<'_>> {
+        address_at(&self.places, first, gpu)
     }
 
-    pub(super) fn status(&self, gpu: &Gpu) -> Address {
+    pub(super) fn status(&self, gpu: &Gpu) -> Address<'_> {
         address(&self.status, gpu)
     }
 
@@ -122,8 +122,8 @@ pub(super) fn sort(gpu: &Gpu, ids: &Ids, limit: usize) -> Result<Sorted> {
     for pass in 0..bits.div_ceil(DIGIT_BITS).max(1) {
         let next = room()?;
         let params = params::SortIds {
-            ids: sorted.as_ref().map_or(ids.places(gpu), |last| address(&last.ids, gpu)),
-            order: sorted.as_ref().map_or(0, |last| address(&last.order, gpu)),
+            ids: address(sorted.as_ref().map_or(&ids.places, |last| &last.ids), gpu),
+            order: address_if_any(sorted.as_ref().map(|last| &last.order), gpu),
             sorted_ids: address(&next.ids, gpu),
             sorted_order: address(&next.order, gpu),
             counts: address(&counts, gpu),

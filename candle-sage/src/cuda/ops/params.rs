@@ -3,19 +3,20 @@
 
 use std::mem::{offset_of, size_of};
 
+use crate::cuda::address::Address;
+use crate::cuda::params::kernel_params;
 pub(super) use crate::cuda::params::launch;
-use crate::cuda::params::{Address, kernel_params};
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct RmsNorm {
-    pub(super) x: Address,
-    pub(super) weight: Address,
-    pub(super) dy: Address,
-    pub(super) residual: Address,
-    pub(super) sum: Address,
-    pub(super) out: Address,
-    pub(super) partials: Address,
+pub(super) struct RmsNorm<'a> {
+    pub(super) x: Address<'a>,
+    pub(super) weight: Address<'a>,
+    pub(super) dy: Address<'a>,
+    pub(super) residual: Address<'a>,
+    pub(super) sum: Address<'a>,
+    pub(super) out: Address<'a>,
+    pub(super) partials: Address<'a>,
     pub(super) rows: i32,
     pub(super) width: i32,
     pub(super) lanes: i32,
@@ -26,9 +27,9 @@ pub(super) struct RmsNorm {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct PartialSums {
-    pub(super) partials: Address,
-    pub(super) out: Address,
+pub(super) struct PartialSums<'a> {
+    pub(super) partials: Address<'a>,
+    pub(super) out: Address<'a>,
     pub(super) parts: i32,
     pub(super) width: i32,
 }
@@ -36,9 +37,9 @@ pub(super) struct PartialSums {
 /// Contiguous rows to add up in order; the term at `place` is in `sum` already.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct SumInOrder {
-    pub(super) parts: Address,
-    pub(super) sum: Address,
+pub(super) struct SumInOrder<'a> {
+    pub(super) parts: Address<'a>,
+    pub(super) sum: Address<'a>,
     pub(super) width: i64,
     pub(super) count: i32,
     pub(super) place: i32,
@@ -47,8 +48,8 @@ pub(super) struct SumInOrder {
 /// A (batch, token, head, channel) tensor whose channels are adjacent; strides in elements.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Heads {
-    pub(super) data: Address,
+pub(super) struct Heads<'a> {
+    pub(super) data: Address<'a>,
     pub(super) batch: i64,
     pub(super) token: i64,
     pub(super) head: i64,
@@ -56,14 +57,14 @@ pub(super) struct Heads {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Rope {
-    pub(super) x: Heads,
-    pub(super) dy: Heads,
-    pub(super) out: Heads,
-    pub(super) cos: Address,
-    pub(super) sin: Address,
-    pub(super) weight: Address,
-    pub(super) partials: Address,
+pub(super) struct Rope<'a> {
+    pub(super) x: Heads<'a>,
+    pub(super) dy: Heads<'a>,
+    pub(super) out: Heads<'a>,
+    pub(super) cos: Address<'a>,
+    pub(super) sin: Address<'a>,
+    pub(super) weight: Address<'a>,
+    pub(super) partials: Address<'a>,
     pub(super) tokens: i32,
     pub(super) sequence: i32,
     pub(super) heads: i32,
@@ -78,13 +79,13 @@ pub(super) struct Rope {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct SwiGlu {
-    pub(super) gate: Address,
-    pub(super) up: Address,
-    pub(super) dy: Address,
-    pub(super) out: Address,
-    pub(super) dup: Address,
-    pub(super) y: Address,
+pub(super) struct SwiGlu<'a> {
+    pub(super) gate: Address<'a>,
+    pub(super) up: Address<'a>,
+    pub(super) dy: Address<'a>,
+    pub(super) out: Address<'a>,
+    pub(super) dup: Address<'a>,
+    pub(super) y: Address<'a>,
     pub(super) len: i64,
     pub(super) columns: i64,
     pub(super) gate_row: i64,
@@ -94,10 +95,10 @@ pub(super) struct SwiGlu {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct CheckIds {
-    pub(super) ids: Address,
-    pub(super) places: Address,
-    pub(super) status: Address,
+pub(super) struct CheckIds<'a> {
+    pub(super) ids: Address<'a>,
+    pub(super) places: Address<'a>,
+    pub(super) status: Address<'a>,
     pub(super) limit: i64,
     pub(super) ignored: i64,
     pub(super) ignores: i32,
@@ -106,25 +107,25 @@ pub(super) struct CheckIds {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct SortIds {
-    pub(super) ids: Address,
-    pub(super) order: Address,
-    pub(super) sorted_ids: Address,
-    pub(super) sorted_order: Address,
-    pub(super) counts: Address,
+pub(super) struct SortIds<'a> {
+    pub(super) ids: Address<'a>,
+    pub(super) order: Address<'a>,
+    pub(super) sorted_ids: Address<'a>,
+    pub(super) sorted_order: Address<'a>,
+    pub(super) counts: Address<'a>,
     pub(super) len: i32,
     pub(super) shift: i32,
 }
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Embedding {
-    pub(super) from: Address,
-    pub(super) ids: Address,
-    pub(super) order: Address,
-    pub(super) starts: Address,
-    pub(super) pieces: Address,
-    pub(super) out: Address,
+pub(super) struct Embedding<'a> {
+    pub(super) from: Address<'a>,
+    pub(super) ids: Address<'a>,
+    pub(super) order: Address<'a>,
+    pub(super) starts: Address<'a>,
+    pub(super) pieces: Address<'a>,
+    pub(super) out: Address<'a>,
     pub(super) row_stride: i64,
     pub(super) column_stride: i64,
     pub(super) len: i32,
@@ -135,14 +136,14 @@ pub(super) struct Embedding {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct CrossEntropy {
-    pub(super) logits: Address,
-    pub(super) gradient: Address,
-    pub(super) targets: Address,
-    pub(super) status: Address,
-    pub(super) dloss: Address,
-    pub(super) losses: Address,
-    pub(super) lse: Address,
+pub(super) struct CrossEntropy<'a> {
+    pub(super) logits: Address<'a>,
+    pub(super) gradient: Address<'a>,
+    pub(super) targets: Address<'a>,
+    pub(super) status: Address<'a>,
+    pub(super) dloss: Address<'a>,
+    pub(super) losses: Address<'a>,
+    pub(super) lse: Address<'a>,
     pub(super) rows: i32,
     pub(super) classes: i32,
     pub(super) lanes: i32,
@@ -151,11 +152,11 @@ pub(super) struct CrossEntropy {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Scale {
-    pub(super) from: Address,
-    pub(super) out: Address,
-    pub(super) dloss: Address,
-    pub(super) status: Address,
+pub(super) struct Scale<'a> {
+    pub(super) from: Address<'a>,
+    pub(super) out: Address<'a>,
+    pub(super) dloss: Address<'a>,
+    pub(super) status: Address<'a>,
     pub(super) len: i64,
     pub(super) accumulate: i32,
     pub(super) padding: i32,
@@ -163,10 +164,10 @@ pub(super) struct Scale {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct SumOfSquares {
-    pub(super) x: Address,
-    pub(super) partials: Address,
-    pub(super) out: Address,
+pub(super) struct SumOfSquares<'a> {
+    pub(super) x: Address<'a>,
+    pub(super) partials: Address<'a>,
+    pub(super) out: Address<'a>,
     pub(super) len: i64,
     pub(super) parts: i32,
     pub(super) vector: i32,
@@ -174,13 +175,13 @@ pub(super) struct SumOfSquares {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct AdamW {
-    pub(super) weights: Address,
-    pub(super) mean: Address,
-    pub(super) square: Address,
-    pub(super) gradient: Address,
-    pub(super) sum_of_squares: Address,
-    pub(super) copy: Address,
+pub(super) struct AdamW<'a> {
+    pub(super) weights: Address<'a>,
+    pub(super) mean: Address<'a>,
+    pub(super) square: Address<'a>,
+    pub(super) gradient: Address<'a>,
+    pub(super) sum_of_squares: Address<'a>,
+    pub(super) copy: Address<'a>,
     pub(super) len: i64,
     pub(super) decayed: i64,
     pub(super) factor: f32,
@@ -196,18 +197,18 @@ pub(super) struct AdamW {
 }
 
 kernel_params! {
-    RmsNorm: "rms_norm",
-    PartialSums: "partial_sums",
-    SumInOrder: "partial_sums",
-    Rope: "rope",
-    SwiGlu: "swiglu",
-    CheckIds: "ids",
-    SortIds: "ids",
-    Embedding: "embedding",
-    CrossEntropy: "cross_entropy",
-    Scale: "cross_entropy",
-    SumOfSquares: "adamw",
-    AdamW: "adamw",
+    RmsNorm<'_>: "rms_norm",
+    PartialSums<'_>: "partial_sums",
+    SumInOrder<'_>: "partial_sums",
+    Rope<'_>: "rope",
+    SwiGlu<'_>: "swiglu",
+    CheckIds<'_>: "ids",
+    SortIds<'_>: "ids",
+    Embedding<'_>: "embedding",
+    CrossEntropy<'_>: "cross_entropy",
+    Scale<'_>: "cross_entropy",
+    SumOfSquares<'_>: "adamw",
+    AdamW<'_>: "adamw",
 }
 
 const _: () = {

@@ -5,9 +5,8 @@ use candle_core::{CudaStorage, Result};
 
 use super::params::{self, launch};
 use super::tensor::{Dense, Float, PARTS, Packs, Team, count, partial_sums, start_of};
+use crate::cuda::address::{Address, address};
 use crate::cuda::kernels::Gpu;
-use crate::cuda::params::Address;
-use crate::cuda::tensor::address;
 use crate::launch::{Launch, Operand};
 use crate::ops::rms_norm::{Gradients, RmsNorm};
 
@@ -20,11 +19,11 @@ const MAX_THREADS: usize = 512;
 
 /// Addresses that only some launches have.
 #[derive(Default)]
-struct Extras {
-    residual: Address,
-    sum: Address,
-    dy: Address,
-    partials: Address,
+struct Extras<'a> {
+    residual: Address<'a>,
+    sum: Address<'a>,
+    dy: Address<'a>,
+    partials: Address<'a>,
 }
 
 /// Launches a kernel over the last dimension of `x`. Returns y, or with `dy` and `partials` dx.
@@ -34,7 +33,7 @@ fn run(
     x: &Dense<'_>,
     weight: &Dense<'_>,
     eps: f32,
-    extras: &Extras,
+    extras: &Extras<'_>,
 ) -> Result<CudaStorage> {
     let (storage, layout) = x.operand();
     let float = Float::of(NAME, storage)?;
@@ -57,7 +56,7 @@ fn run(
     let packs = Packs::of(float, &[params.x, params.weight, params.dy, params.residual], &[width]);
     let team = Team::of(width / packs.elements(), KEEP, MAX_THREADS);
     params.lanes = team.lanes as i32;
-    let most = if extras.partials == 0 { usize::MAX } else { PARTS };
+    let most = if extras.partials == Address::NULL { usize::MAX } else { PARTS };
     launch(gpu, &packs.kernel(what), team.grid(len / width, most), &params)?;
     Ok(out)
 }
@@ -94,7 +93,7 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for Gradients {
         let [x, dy] = [Dense::new(x, &gpu)?, Dense::new(dy, &gpu)?];
         let residual = self.residual.then(|| Dense::new(other, &gpu)).transpose()?;
         let extras = Extras {
-            residual: residual.as_ref().map_or(Ok(0), |residual| residual.start(&gpu))?,
+            residual: residual.as_ref().map_or(Ok(Address::NULL), |residual| residual.start(&gpu))?,
             dy: dy.start(&gpu)?,
             partials: address(&partials, &gpu),
             ..Extras::default()

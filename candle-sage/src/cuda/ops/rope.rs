@@ -5,10 +5,9 @@ use candle_core::{CudaStorage, DType, Layout, Result};
 use cudarc::driver::CudaSlice;
 
 use super::params::{self, launch};
-use super::tensor::{Dense, Float, PARTS, Packs, Team, count, partial_sums, start, start_of};
+use super::tensor::{Dense, Float, PARTS, Packs, Team, count, element, partial_sums, start, start_of};
+use crate::cuda::address::{Address, address};
 use crate::cuda::kernels::Gpu;
-use crate::cuda::params::Address;
-use crate::cuda::tensor::address;
 use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::ops::RopeStyle;
@@ -44,7 +43,7 @@ impl<'a> Table<'a> {
         Ok(Self { dense: Dense::new(table, gpu)?, converted })
     }
 
-    fn start(&self, gpu: &Gpu) -> Result<Address> {
+    fn start(&self, gpu: &Gpu) -> Result<Address<'_>> {
         self.converted.as_ref().map_or_else(|| self.dense.start(gpu), |table| start_of(table, gpu))
     }
 }
@@ -70,30 +69,43 @@ impl<'a> Heads<'a> {
         [strides[0], strides[1], strides[2]]
     }
 
-    fn params(&self, gpu: &Gpu) -> Result<params::Heads> {
+    fn params(&self, gpu: &Gpu) -> Result<params::Heads<'_>> {
         let [batch, token, head] = self.strides().map(|stride| stride as i64);
         Ok(params::Heads { data: start(self.operand(), gpu)?, batch, token, head })
     }
 }
 
-/// A new tensor for results with the shapes of `all`, concatenated along the heads, and the place of each
-/// result.
-fn beside(gpu: &Gpu, all: &[Operand<'_>]) -> Result<(CudaStorage, Vec<params::Heads>)> {
-    let dims = all.iter().map(|x| x.1.shape().dims4()).collect::<Result<Vec<_>>>()?;
-    let (batch, sequence, _, d) = dims[0];
-    let heads: usize = dims.iter().map(|dims| dims.2).sum();
-    let float = Float::of(NAME, all[0].0)?;
-    let out = float.alloc(gpu, batch * sequence * heads * d)?;
-    let start = start_of(&out, gpu)?;
-    let token = (heads * d) as i64;
-    let mut before = 0;
-    let places = dims.iter().map(|dims| {
-        let data = start + (before * d * float.bytes()) as u64;
-        before += dims.2;
-        params::Heads { data, batch: token * sequence as i64, token, head: d as i64 }
-    });
-    let places = places.collect();
-    Ok((out, places))
+/// A new tensor for several results, concatenated along the heads.
+struct Beside {
+    storage: CudaStorage,
+    sequence: usize,
+    heads: usize,
+    head_dim: usize,
+    /// The first head of each result.
+    first: Vec<usize>,
+}
+
+impl Beside {
+    /// For results with the shapes of `all`.
+    fn new(gpu: &Gpu, all: &[Operand<'_>]) -> Result<Self> {
+        let dims = all.iter().map(|x| x.1.shape().dims4()).collect::<Result<Vec<_>>>()?;
+        let (batch, sequence, _, head_dim) = dims[0];
+        let mut heads = 0;
+        let mut first = Vec::with_capacity(all.len());
+        for (_, _, of_result, _) in dims {
+            first.push(heads);
+            heads += of_result;
+        }
+        let storage = Float::of(NAME, all[0].0)?.alloc(gpu, batch * sequence * heads * head_dim)?;
+        Ok(Self { storage, sequence, heads, head_dim, first })
+    }
+
+    /// Where a result is written.
+    fn place(&self, result: usize, gpu: &Gpu) -> Result<params::Heads<'_>> {
+        let (token, head) = ((self.heads * self.head_dim) as i64, self.head_dim as i64);
+        let data = element(&self.storage, self.first[result] * self.head_dim, gpu)?;
+        Ok(params::Heads { data, batch: token * self.sequence as i64, token, head })
+    }
 }
 
 /// The norm before the rotation.
@@ -110,7 +122,7 @@ fn run(
     x: &Heads<'_>,
     rotation: Rotation<'_>,
     norm: Option<Norm<'_>>,
-    out: params::Heads,
+    out: params::Heads<'_>,
 ) -> Result<()> {
     let (storage, layout): (&CudaStorage, &Layout) = x.operand();
     let float = Float::of(NAME, storage)?;
@@ -172,11 +184,11 @@ impl<'a> Launch<(&'a [Operand<'a>], [Operand<'a>; 2]), CudaStorage> for Rope {
     fn launch(&self, (all, tables): (&'a [Operand<'a>], [Operand<'a>; 2])) -> Result<CudaStorage> {
         let gpu = Gpu::new(all[0].0.device())?;
         let rotation = Rotation { tables, direction: self.direction, style: self.style };
-        let (out, places) = beside(&gpu, all)?;
-        for (&x, place) in all.iter().zip(places) {
-            run(&gpu, "rope", &Heads::new(x, &gpu)?, rotation, None, place)?;
+        let out = Beside::new(&gpu, all)?;
+        for (n, &x) in all.iter().enumerate() {
+            run(&gpu, "rope", &Heads::new(x, &gpu)?, rotation, None, out.place(n, &gpu)?)?;
         }
-        Ok(out)
+        Ok(out.storage)
     }
 }
 
@@ -185,9 +197,9 @@ impl Launch<[Operand<'_>; 4], CudaStorage> for QkNormRope {
         let gpu = Gpu::new(x.0.device())?;
         let rotation = Rotation { tables: [cos, sin], direction: 1.0, style: self.style };
         let norm = Norm { weight: &Dense::new(weight, &gpu)?, eps: self.eps, gradient: None };
-        let (out, places) = beside(&gpu, &[x])?;
-        run(&gpu, "qk_norm_rope_fwd", &Heads::new(x, &gpu)?, rotation, Some(norm), places[0])?;
-        Ok(out)
+        let out = Beside::new(&gpu, &[x])?;
+        run(&gpu, "qk_norm_rope_fwd", &Heads::new(x, &gpu)?, rotation, Some(norm), out.place(0, &gpu)?)?;
+        Ok(out.storage)
     }
 }
 
@@ -200,17 +212,17 @@ impl<'a> Launch<BackwardInputs<'a>, (CudaStorage, Vec<CudaStorage>)> for Gradien
         let rotation = Rotation { tables, direction: -1.0, style: self.style };
         let inputs: Vec<Operand<'_>> = all.iter().map(|&[x, ..]| x).collect();
         let gpu = Gpu::new(inputs[0].0.device())?;
-        let (out, places) = beside(&gpu, &inputs)?;
+        let out = Beside::new(&gpu, &inputs)?;
         let mut weights = Vec::with_capacity(all.len());
-        for (&[x, weight, dy], place) in all.iter().zip(places) {
+        for (n, &[x, weight, dy]) in all.iter().enumerate() {
             let width = weight.1.shape().elem_count();
             // Zeros: with few heads some blocks are not launched.
             let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
             let (dense, dy) = (Dense::new(weight, &gpu)?, Heads::new(dy, &gpu)?);
             let norm = Norm { weight: &dense, eps: self.eps, gradient: Some((&dy, &partials)) };
-            run(&gpu, "qk_norm_rope_bwd", &Heads::new(x, &gpu)?, rotation, Some(norm), place)?;
+            run(&gpu, "qk_norm_rope_bwd", &Heads::new(x, &gpu)?, rotation, Some(norm), out.place(n, &gpu)?)?;
             weights.push(partial_sums(&gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?);
         }
-        Ok((out, weights))
+        Ok((out.storage, weights))
     }
 }

@@ -4,7 +4,8 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
 use super::params::{self, launch};
-use super::tensor::{Dense, Float, Packs, elementwise, start, start_of};
+use super::tensor::{Dense, Float, Packs, element, elementwise, start, start_of};
+use crate::cuda::address::Address;
 use crate::cuda::kernels::Gpu;
 use crate::dtype::row_stride;
 use crate::launch::{Launch, Operand};
@@ -36,13 +37,13 @@ impl<'a> Rows<'a> {
 }
 
 /// The parameters for the rows of `gate` and `up`, and the packs in which threads take them.
-fn problem(
+fn problem<'a>(
     float: Float,
-    [gate, up]: [&Rows<'_>; 2],
-    others: &[u64],
+    [gate, up]: [&'a Rows<'_>; 2],
+    others: &[Address<'a>],
     out_row: usize,
     gpu: &Gpu,
-) -> Result<(params::SwiGlu, Packs)> {
+) -> Result<(params::SwiGlu<'a>, Packs)> {
     let (len, columns) = (gate.operand().1.shape().elem_count(), gate.columns);
     let (gate_at, up_at) = (start(gate.operand(), gpu)?, start(up.operand(), gpu)?);
     let starts = [&[gate_at, up_at], others].concat();
@@ -89,13 +90,13 @@ impl Launch<[Operand<'_>; 3], (CudaStorage, Option<CudaStorage>)> for Gradients 
         let columns = gate.columns;
         let (out_row, distance) = if self.beside { (2 * columns, columns) } else { (columns, len) };
         let dgate = start_of(&both, &gpu)?;
-        let dup = dgate + (distance * float.bytes()) as u64;
+        let dup = element(&both, distance, &gpu)?;
         let (params, packs) = problem(float, [&gate, &up], &[dy, dup], out_row, &gpu)?;
         let params = params::SwiGlu {
             dy,
             out: dgate,
             dup,
-            y: y.as_ref().map_or(Ok(0), |y| start_of(y, &gpu))?,
+            y: y.as_ref().map_or(Ok(Address::NULL), |y| start_of(y, &gpu))?,
             ..params
         };
         launch(&gpu, &packs.kernel("swiglu_bwd"), elementwise(len, packs), &params)?;

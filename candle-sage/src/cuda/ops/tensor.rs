@@ -6,9 +6,8 @@ use cudarc::driver::CudaSlice;
 use half::{bf16, f16};
 
 use super::params::{self, launch};
+use crate::cuda::address::{Address, address, address_at, first_index};
 use crate::cuda::kernels::{Gpu, Grid};
-use crate::cuda::params::Address;
-use crate::cuda::tensor::address;
 use crate::dtype::unsupported_dtype;
 use crate::error::Error;
 use crate::launch::Operand;
@@ -66,7 +65,7 @@ pub(super) struct Packs {
 
 impl Packs {
     /// The packs of rows that start at multiples of `strides` elements from each of `starts`.
-    pub(super) fn of(float: Float, starts: &[Address], strides: &[usize]) -> Self {
+    pub(super) fn of(float: Float, starts: &[Address<'_>], strides: &[usize]) -> Self {
         let aligned = starts.iter().all(|start| start.is_multiple_of(16));
         Self { float, vector: aligned && strides.iter().all(|n| (n * float.bytes()).is_multiple_of(16)) }
     }
@@ -136,24 +135,28 @@ pub(crate) fn count(what: &str, n: usize) -> Result<i32> {
     })
 }
 
+/// The address of a storage's element, or of its end.
+pub(super) fn element<'a>(storage: &'a CudaStorage, index: usize, gpu: &Gpu) -> Result<Address<'a>> {
+    match storage.dtype() {
+        DType::F32 => address_at(storage.as_cuda_slice::<f32>()?, index, gpu),
+        DType::F64 => address_at(storage.as_cuda_slice::<f64>()?, index, gpu),
+        DType::F16 => address_at(storage.as_cuda_slice::<f16>()?, index, gpu),
+        DType::BF16 => address_at(storage.as_cuda_slice::<bf16>()?, index, gpu),
+        DType::U8 => address_at(storage.as_cuda_slice::<u8>()?, index, gpu),
+        DType::U32 => address_at(storage.as_cuda_slice::<u32>()?, index, gpu),
+        DType::I64 => address_at(storage.as_cuda_slice::<i64>()?, index, gpu),
+        other => Err(unsupported_dtype("an op on CUDA", other).into()),
+    }
+}
+
 /// The address at which a tensor starts.
-pub(crate) fn start((storage, layout): Operand<'_>, gpu: &Gpu) -> Result<Address> {
-    let base = match storage.dtype() {
-        DType::F32 => address(storage.as_cuda_slice::<f32>()?, gpu),
-        DType::F64 => address(storage.as_cuda_slice::<f64>()?, gpu),
-        DType::F16 => address(storage.as_cuda_slice::<f16>()?, gpu),
-        DType::BF16 => address(storage.as_cuda_slice::<bf16>()?, gpu),
-        DType::U8 => address(storage.as_cuda_slice::<u8>()?, gpu),
-        DType::U32 => address(storage.as_cuda_slice::<u32>()?, gpu),
-        DType::I64 => address(storage.as_cuda_slice::<i64>()?, gpu),
-        other => return Err(unsupported_dtype("an op on CUDA", other).into()),
-    };
-    Ok(base + (layout.start_offset() * storage.dtype().size_in_bytes()) as u64)
+pub(crate) fn start<'a>((storage, layout): Operand<'a>, gpu: &Gpu) -> Result<Address<'a>> {
+    element(storage, first_index(layout), gpu)
 }
 
 /// The address at which a new contiguous tensor starts.
-pub(crate) fn start_of(storage: &CudaStorage, gpu: &Gpu) -> Result<Address> {
-    start((storage, &Layout::contiguous(())), gpu)
+pub(crate) fn start_of<'a>(storage: &'a CudaStorage, gpu: &Gpu) -> Result<Address<'a>> {
+    element(storage, 0, gpu)
 }
 
 /// A contiguous tensor: the given one, or a copy of it.
@@ -193,7 +196,7 @@ impl<'a> Dense<'a> {
         (self.copied.as_ref().unwrap_or(self.given), &self.layout)
     }
 
-    pub(super) fn start(&self, gpu: &Gpu) -> Result<Address> {
+    pub(super) fn start(&self, gpu: &Gpu) -> Result<Address<'_>> {
         start(self.operand(), gpu)
     }
 }

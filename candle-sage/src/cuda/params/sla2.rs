@@ -3,34 +3,35 @@
 
 use std::mem::{offset_of, size_of};
 
-use super::{Address, Forward, Lists, Shape, View, kernel_params};
+use super::{Forward, Lists, Shape, View, kernel_params};
+use crate::cuda::address::Address;
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(in crate::cuda) struct Users {
-    pub(in crate::cuda) lists: Lists,
-    pub(in crate::cuda) users: Address,
-    pub(in crate::cuda) first_users: Address,
-    pub(in crate::cuda) counts: Address,
-    pub(in crate::cuda) shape: Shape,
+pub(in crate::cuda) struct Users<'a> {
+    pub(in crate::cuda) lists: Lists<'a>,
+    pub(in crate::cuda) users: Address<'a>,
+    pub(in crate::cuda) first_users: Address<'a>,
+    pub(in crate::cuda) counts: Address<'a>,
+    pub(in crate::cuda) shape: Shape<'a>,
 }
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(in crate::cuda) struct Choose {
-    pub(in crate::cuda) scores: Address,
-    pub(in crate::cuda) lists: Lists,
-    pub(in crate::cuda) shape: Shape,
+pub(in crate::cuda) struct Choose<'a> {
+    pub(in crate::cuda) scores: Address<'a>,
+    pub(in crate::cuda) lists: Lists<'a>,
+    pub(in crate::cuda) shape: Shape<'a>,
     pub(in crate::cuda) columns: i32,
     pub(in crate::cuda) most: i32,
 }
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(in crate::cuda) struct Pool {
-    pub(in crate::cuda) x: View,
-    pub(in crate::cuda) means: Address,
-    pub(in crate::cuda) shape: Shape,
+pub(in crate::cuda) struct Pool<'a> {
+    pub(in crate::cuda) x: View<'a>,
+    pub(in crate::cuda) means: Address<'a>,
+    pub(in crate::cuda) shape: Shape<'a>,
     pub(in crate::cuda) query: i32,
     pub(in crate::cuda) heads: i32,
     pub(in crate::cuda) pool: i32,
@@ -39,41 +40,41 @@ pub(in crate::cuda) struct Pool {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(in crate::cuda) struct Mass {
-    pub(in crate::cuda) forward: Forward,
-    pub(in crate::cuda) mass: Address,
+pub(in crate::cuda) struct Mass<'a> {
+    pub(in crate::cuda) forward: Forward<'a>,
+    pub(in crate::cuda) mass: Address<'a>,
     pub(in crate::cuda) query_blocks: i32,
     pub(in crate::cuda) columns: i32,
 }
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(in crate::cuda) struct Mixture {
-    pub(in crate::cuda) theta: Address,
-    pub(in crate::cuda) parts: Address,
-    pub(in crate::cuda) lists: Lists,
+pub(in crate::cuda) struct Mixture<'a> {
+    pub(in crate::cuda) theta: Address<'a>,
+    pub(in crate::cuda) parts: Address<'a>,
+    pub(in crate::cuda) lists: Lists<'a>,
     pub(in crate::cuda) by_count: i32,
     pub(in crate::cuda) padding: i32,
 }
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(in crate::cuda) struct Linear {
-    pub(in crate::cuda) q: View,
-    pub(in crate::cuda) k: View,
-    pub(in crate::cuda) v: View,
-    pub(in crate::cuda) out: View,
-    pub(in crate::cuda) dout: View,
-    pub(in crate::cuda) dq: View,
-    pub(in crate::cuda) dk: View,
-    pub(in crate::cuda) dv: View,
-    pub(in crate::cuda) sparse: View,
-    pub(in crate::cuda) states: Address,
-    pub(in crate::cuda) sums: Address,
-    pub(in crate::cuda) chunk_sums: Address,
-    pub(in crate::cuda) rows: Address,
-    pub(in crate::cuda) mixture: Mixture,
-    pub(in crate::cuda) shape: Shape,
+pub(in crate::cuda) struct Linear<'a> {
+    pub(in crate::cuda) q: View<'a>,
+    pub(in crate::cuda) k: View<'a>,
+    pub(in crate::cuda) v: View<'a>,
+    pub(in crate::cuda) out: View<'a>,
+    pub(in crate::cuda) dout: View<'a>,
+    pub(in crate::cuda) dq: View<'a>,
+    pub(in crate::cuda) dk: View<'a>,
+    pub(in crate::cuda) dv: View<'a>,
+    pub(in crate::cuda) sparse: View<'a>,
+    pub(in crate::cuda) states: Address<'a>,
+    pub(in crate::cuda) sums: Address<'a>,
+    pub(in crate::cuda) chunk_sums: Address<'a>,
+    pub(in crate::cuda) rows: Address<'a>,
+    pub(in crate::cuda) mixture: Mixture<'a>,
+    pub(in crate::cuda) shape: Shape<'a>,
     pub(in crate::cuda) blocks: i32,
     pub(in crate::cuda) chunks: i32,
     pub(in crate::cuda) chunk_blocks: i32,
@@ -84,24 +85,24 @@ pub(in crate::cuda) struct Linear {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(in crate::cuda) struct Blend {
-    pub(in crate::cuda) sparse: View,
-    pub(in crate::cuda) tail: View,
-    pub(in crate::cuda) out: View,
-    pub(in crate::cuda) dtail: View,
-    pub(in crate::cuda) dout: View,
-    pub(in crate::cuda) dtheta: Address,
-    pub(in crate::cuda) mixture: Mixture,
-    pub(in crate::cuda) shape: Shape,
+pub(in crate::cuda) struct Blend<'a> {
+    pub(in crate::cuda) sparse: View<'a>,
+    pub(in crate::cuda) tail: View<'a>,
+    pub(in crate::cuda) out: View<'a>,
+    pub(in crate::cuda) dtail: View<'a>,
+    pub(in crate::cuda) dout: View<'a>,
+    pub(in crate::cuda) dtheta: Address<'a>,
+    pub(in crate::cuda) mixture: Mixture<'a>,
+    pub(in crate::cuda) shape: Shape<'a>,
 }
 
 kernel_params! {
-    Users: "selection",
-    Choose: "selection",
-    Pool: "selection",
-    Mass: "selection",
-    Linear: "past_linear",
-    Blend: "blend",
+    Users<'_>: "selection",
+    Choose<'_>: "selection",
+    Pool<'_>: "selection",
+    Mass<'_>: "selection",
+    Linear<'_>: "past_linear",
+    Blend<'_>: "blend",
 }
 
 const _: () = {

@@ -4,6 +4,7 @@ use candle_core::{DType, Result};
 
 use super::inputs::{Inputs, cases, inputs_of};
 use crate::cpu::quantize::{channel_mean, subtract_mean};
+use crate::cuda::attn_qat::Rounded;
 use crate::cuda::plan::TILE;
 use crate::cuda::{Call, OnGpu, Problem, guard};
 use crate::nvfp4::{Axis, Packed};
@@ -30,13 +31,14 @@ fn rounded_operands_are_the_cpus_to_the_bit() -> Result<()> {
 fn compare_rounded(inputs: &Inputs, problem: &Problem<'_>, settings: &AttnQat) -> Result<()> {
     let call = Call::new(problem)?;
     let (shape, d) = (&inputs.shape, inputs.shape.head_dim());
+    let operands = settings.operands(&call, false)?;
     let mut forward = inputs_of(&call)?;
-    let operands = OnGpu::before_forward(settings, &call, false, &mut forward)?;
+    OnGpu::before_forward(settings, &call, &operands, &mut forward)?;
     guard::check(&call.gpu)?;
-    let rounded = &operands.rounded;
+    let Rounded::Values(rounded) = &operands.rounded else { unreachable!("products in 16 bit") };
     let dims = [shape.query_dims(), shape.key_dims(), shape.key_dims()];
-    for (n, (storage, dims)) in rounded.iter().zip(dims).enumerate() {
-        let storage = candle_core::backend::BackendStorage::to_cpu_storage(storage)?;
+    for (n, (output, dims)) in rounded.iter().zip(dims).enumerate() {
+        let storage = candle_core::backend::BackendStorage::to_cpu_storage(&output.storage)?;
         let got: Vec<f32> = match &storage {
             candle_core::CpuStorage::BF16(x) => x.iter().map(|x| x.to_f32()).collect(),
             candle_core::CpuStorage::F16(x) => x.iter().map(|x| x.to_f32()).collect(),

@@ -3,7 +3,8 @@
 use candle_core::{DType, Layout, Result, Storage, Tensor};
 
 use super::inputs::{Inputs, cases};
-use crate::cuda::{Past, forward};
+use crate::cuda::address::address_at;
+use crate::cuda::{Past, forward, guard};
 use crate::scheme::{AttnQat, Granularity, SageBwd, Scheme, Smoothing, ValueGroups};
 
 /// Buffers start as NaN and end in canaries.
@@ -46,4 +47,15 @@ fn kernels_fill_their_buffers_and_no_more() -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn addresses_lie_inside_of_their_memory() -> Result<()> {
+    let gpu = super::gpu();
+    let slice = gpu.alloc::<f32>(8)?;
+    let start = address_at(&slice, 0, &gpu)?.number();
+    assert_eq!(address_at(&slice, slice.len(), &gpu)?.number(), start + 4 * slice.len() as u64);
+    assert!(address_at(&slice, slice.len() + 1, &gpu).is_err());
+    guard::check(&gpu)
 }

@@ -93,8 +93,8 @@ pub(super) fn cases() -> Vec<Case> {
 }
 
 /// The parameters of a forward before anything is prepared.
-pub(super) fn inputs_of(call: &Call<'_>) -> Result<params::Forward> {
+pub(super) fn inputs_of<'a>(call: &'a Call<'_>) -> Result<params::Forward<'a>> {
     let Problem { q, k, v, .. } = *call.problem;
     let [q, k, v] = [call.view(q)?, call.view(k)?, call.view(v)?];
-    Ok(params::Forward { q, k, v, shape: call.shape, ..params::Forward::default() })
+    Ok(params::Forward { q, k, v, shape: call.shape(), ..params::Forward::default() })
 }

@@ -5,20 +5,19 @@ use candle_core::Result;
 use cudarc::driver::DeviceRepr;
 
 use super::gpu;
+use crate::cuda::address::{Address, address};
 use crate::cuda::guard;
 use crate::cuda::kernels::Grid;
-use crate::cuda::params::Address;
-use crate::cuda::tensor::address;
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Params {
-    a: Address,
-    b: Address,
-    out: Address,
+struct Params<'a> {
+    a: Address<'a>,
+    b: Address<'a>,
+    out: Address<'a>,
 }
 // SAFETY: plain data, the same in kernels/selftest.cu.
-unsafe impl DeviceRepr for Params {}
+unsafe impl DeviceRepr for Params<'_> {}
 
 /// Runs one warp of a kernel on two buffers.
 pub(super) fn run<A: DeviceRepr + Copy + 'static, X: DeviceRepr + Copy>(

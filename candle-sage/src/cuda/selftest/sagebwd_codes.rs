@@ -6,8 +6,8 @@ use super::inputs::{Inputs, cases, inputs_of};
 use super::token_of_slot;
 use crate::cpu::lanes::abs_bits;
 use crate::cpu::quantize::{Scale, TileCodes, channel_mean, code, subtract_mean};
+use crate::cuda::address::address;
 use crate::cuda::plan::TILE;
-use crate::cuda::tensor::address;
 use crate::cuda::{Call, Operand, Problem, guard, params, sagebwd};
 use crate::scheme::{Granularity, SageBwd, Smoothing};
 use crate::shape::Segment;
@@ -48,17 +48,18 @@ struct Written {
 impl Written {
     fn of(call: &Call<'_>, dout: Operand<'_>, settings: &SageBwd) -> Result<Self> {
         let gpu = &call.gpu;
-        let mut forward = inputs_of(call)?;
-        let operands = sagebwd::quantize(call, settings, &mut forward)?;
+        let operands = sagebwd::Operands::new(call, settings)?;
+        sagebwd::quantize(call, &operands, &mut inputs_of(call)?)?;
         let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
         let mut backward = params::Backward {
             out: call.view(call.problem.q)?,
             dout: call.view(dout)?,
             minus_delta: address(&minus_delta, gpu),
-            shape: call.shape,
+            shape: call.shape(),
             ..params::Backward::default()
         };
-        let made = sagebwd::prepare(call, settings, &operands.codes, &mut backward)?;
+        let made = sagebwd::Transposed::new(call)?;
+        sagebwd::prepare(call, settings, &operands.codes, &made, &mut backward)?;
         guard::check(gpu)?;
         let bytes = |slice| gpu.device.clone_dtoh(slice);
         let floats = |slice| gpu.device.clone_dtoh(slice);
@@ -152,7 +153,7 @@ impl Comparison<'_> {
         let grads = self.inputs.rows(3, shape.query_heads(), head, segment.query.clone());
         let tiles = expected.codes.chunks(TILE * d).zip(grads.chunks(TILE * d));
         for (t, (codes, grads)) in tiles.enumerate() {
-            let at = head * self.call.shape.query_tiles as usize + first + t;
+            let at = head * self.call.geometry.sizes.query_tiles as usize + first + t;
             self.same_codes("Q", &written.q, at, codes, Lies::RowMajor);
             self.same_codes("Q^T", &written.q_transposed, at, codes, Lies::Transposed);
             self.same_scale("Q", written.q_dequant_scale[at], expected.dequant_scale[t]);
@@ -176,7 +177,7 @@ impl Comparison<'_> {
         let (keys, values) = (TileCodes::new(&keys, d, TILE), TileCodes::new(&rows(2), d, TILE));
         let tiles = keys.codes.chunks(TILE * d).zip(values.codes.chunks(TILE * d));
         for (t, (key, value)) in tiles.enumerate() {
-            let at = head * self.call.shape.key_tiles as usize + first + t;
+            let at = head * self.call.geometry.sizes.key_tiles as usize + first + t;
             self.same_codes("K", &written.k, at, key, Lies::RowMajor);
             self.same_codes("V^T", &written.v_transposed, at, value, Lies::Transposed);
             self.same_scale("K", written.k_dequant_scale[at], keys.dequant_scale[t]);

@@ -1,0 +1,84 @@
+//! Addresses that kernels get, each of which borrows the memory that it points into.
+
+use std::marker::PhantomData;
+
+use candle_core::{Layout, Result};
+use cudarc::driver::{CudaSlice, DevicePtr};
+
+use super::kernels::Gpu;
+use crate::error::Error;
+
+/// An address on the device: null, or inside an allocation that is borrowed for `'a`. Only this module makes one, and only from a
+/// borrowed allocation. Parameters that hold it therefore cannot be launched after the memory was freed: the compiler rejects a
+/// `drop` of the allocation before the launch.
+///
+/// The borrow is shared even where a kernel writes. This is sound, because the host holds no reference to the elements, and the
+/// kernels of one stream run one after the other. `&mut` is not to be had: ops that add in place write to tensors that candle
+/// lends as `&CudaStorage`, and one buffer is often an input and an output of the same launch.
+#[repr(transparent)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Address<'a>(u64, PhantomData<&'a ()>);
+
+impl Address<'_> {
+    pub(super) const NULL: Self = Self(0, PhantomData);
+
+    /// The number, for interfaces that do not know the type. It borrows nothing.
+    pub(super) fn number(self) -> u64 {
+        self.0
+    }
+
+    /// Whether the address is aligned to so many bytes; null is.
+    pub(super) fn is_multiple_of(self, bytes: u64) -> bool {
+        self.0.is_multiple_of(bytes)
+    }
+}
+
+impl Default for Address<'_> {
+    fn default() -> Self {
+        Self::NULL
+    }
+}
+
+/// The address of an allocation, for work that is launched on the device's own stream.
+pub(super) fn address<'a, T>(slice: &'a CudaSlice<T>, gpu: &Gpu) -> Address<'a> {
+    Address(slice.device_ptr(&gpu.stream).0, PhantomData)
+}
+
+/// The address of an allocation that only some launches have, or null.
+pub(super) fn address_if_any<'a, T>(slice: Option<&'a CudaSlice<T>>, gpu: &Gpu) -> Address<'a> {
+    slice.map_or(Address::NULL, |slice| address(slice, gpu))
+}
+
+/// The address of an element, or of the end.
+///
+/// # Errors
+/// When the allocation has fewer elements.
+pub(super) fn address_at<'a, T>(slice: &'a CudaSlice<T>, index: usize, gpu: &Gpu) -> Result<Address<'a>> {
+    if index > slice.len() {
+        return Err(Error::new("an address would be outside of the memory that it is made from")
+            .got(format!("element {index}"))
+            .allowed(format!("up to {}", slice.len()))
+            .into());
+    }
+    Ok(Address(address(slice, gpu).0 + (index * size_of::<T>()) as u64, PhantomData))
+}
+
+/// The index of a tensor's first element in its memory. The offset of a tensor without elements may lie behind the end of the
+/// memory; since no kernel reads such a tensor, the index is 0.
+pub(super) fn first_index(layout: &Layout) -> usize {
+    if layout.shape().elem_count() == 0 { 0 } else { layout.start_offset() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tensor_without_elements_starts_inside_its_memory() -> Result<()> {
+        let all = Layout::contiguous((2, 3));
+        assert_eq!(first_index(&all.narrow(0, 1, 1)?.narrow(1, 2, 1)?), 5);
+        let none = all.narrow(0, 2, 0)?.narrow(1, 3, 0)?;
+        assert_eq!((none.start_offset(), first_index(&none)), (9, 0));
+        Ok(())
+    }
+}
