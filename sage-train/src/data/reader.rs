@@ -1,5 +1,9 @@
 //! Reads the documents of a file in pieces: text, JSON lines and parquet, also compressed.
 
+#[cfg(feature = "parquet")]
+mod columns;
+#[cfg(not(feature = "parquet"))]
+#[path = "reader/no_columns.rs"]
 mod columns;
 mod json_lines;
 
@@ -26,9 +30,6 @@ pub const KINDS: &str = ".txt, .jsonl (each also .gz, .zst), .parquet";
 
 /// The longest JSON line, in bytes.
 const LONGEST: u64 = 256 << 20;
-
-/// Rows of a parquet file that are decoded at the same time.
-const ROWS: usize = 64;
 
 /// A document, or a part of a long one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -230,7 +231,7 @@ fn end_early(begun: bool, each: &mut EachUntil<'_>) -> Result<()> {
     if begun { each(Piece { text: String::new(), ends: true }).map(drop) } else { Ok(()) }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "parquet"))]
 pub(crate) mod tests {
     use std::sync::Arc;
 

@@ -8,8 +8,11 @@ use candle_sage::{Error, Result};
 use parquet::column::reader::ColumnReader;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use super::{Bad, EachUntil, Piece, ROWS, not_utf8, unreadable};
+use super::{Bad, EachUntil, Piece, not_utf8, unreadable};
 use crate::unpanicked;
+
+/// Rows of a parquet file that are decoded at the same time.
+const ROWS: usize = 64;
 
 /// Reads a column of a parquet file: each row is a document.
 pub(super) fn parquet(

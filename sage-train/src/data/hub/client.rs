@@ -1,0 +1,156 @@
+//! The client of the hub.
+
+use std::path::{Component, Path, PathBuf};
+
+use candle_sage::{Error, Result};
+use hf_hub::api::sync::{Api, ApiBuilder, ApiRepo};
+use hf_hub::{Cache, Repo};
+
+use super::{Named, check_name};
+use crate::{bar, unpanicked};
+
+/// Attempts to continue an interrupted download.
+const RETRIES: usize = 3;
+
+/// A client of the hub, with its cache.
+#[derive(Debug)]
+pub struct Hub {
+    api: Api,
+    cache: Cache,
+}
+
+impl Hub {
+    /// A client with cache, server and token from the environment.
+    ///
+    /// # Errors
+    /// When the library cannot start.
+    pub fn open() -> Result<Self> {
+        let builder = || ApiBuilder::from_env().with_retries(RETRIES).with_progress(false).build();
+        let api = unpanicked(|| builder().map_err(|e| e.to_string())).map_err(failed("the hub"))?;
+        Ok(Self { api, cache: Cache::from_env() })
+    }
+
+    /// The path of a model's `tokenizer.json`. `gpt2` stands for `openai-community/gpt2`.
+    ///
+    /// # Errors
+    /// When the model has none, or it cannot be downloaded.
+    pub fn tokenizer(&self, model: &str) -> Result<PathBuf> {
+        let model = if model == "gpt2" { "openai-community/gpt2" } else { model };
+        check_name(model)?;
+        self.get(&Repo::model(model.into()), "tokenizer.json")
+    }
+
+    /// The names of a data set's files that match its pattern, sorted.
+    ///
+    /// # Errors
+    /// When the hub does not know the data set, or no file matches.
+    pub fn files(&self, named: &Named) -> Result<Vec<String>> {
+        check_name(&named.dataset)?;
+        let pattern = glob::Pattern::new(&named.pattern).map_err(|error| {
+            Error::new("not a pattern")
+                .got(format!("`{}`: {error}", named.pattern))
+                .hint("hf:OWNER/NAME:data/*.parquet")
+        })?;
+        let repo = self.api.repo(Repo::dataset(named.dataset.clone()));
+        let info = unpanicked(|| repo.info().map_err(|e| e.to_string())).map_err(failed(&named.dataset))?;
+        let all: Vec<String> = info.siblings.into_iter().map(|file| file.rfilename).collect();
+        let mut found: Vec<String> = all.iter().filter(|name| pattern.matches(name)).cloned().collect();
+        if found.is_empty() {
+            return Err(Error::new("no file of the data set matches")
+                .got(format!("`{}` among {} files of {}", named.pattern, all.len(), named.dataset))
+                .allowed(all.iter().take(5).cloned().collect::<Vec<_>>().join(", "))
+                .hint("hf:OWNER/NAME:PATTERN, e.g. hf:roneneldan/TinyStories:data/train-*.parquet"));
+        }
+        found.iter().try_for_each(|file| check_file(file))?;
+        found.sort();
+        Ok(found)
+    }
+
+    /// The path of a data set's file, which is downloaded if it is not in the cache.
+    ///
+    /// # Errors
+    /// When it cannot be downloaded completely.
+    pub fn dataset_file(&self, dataset: &str, file: &str) -> Result<PathBuf> {
+        check_name(dataset)?;
+        check_file(file)?;
+        self.get(&Repo::dataset(dataset.into()), file)
+    }
+
+    fn get(&self, repo: &Repo, file: &str) -> Result<PathBuf> {
+        let cached = self.cache.repo(repo.clone());
+        if let Some(path) = cached.get(file) {
+            return Ok(path);
+        }
+        let remote = self.api.repo(repo.clone());
+        let what = format!("{} of {}", file, repo.url());
+        let metadata = unpanicked(|| self.api.metadata(&remote.url(file)).map_err(|e| e.to_string()));
+        let metadata = metadata.map_err(failed(&what))?;
+        // Both come from the server and become parts of paths.
+        for part in [metadata.etag(), metadata.commit_hash()] {
+            if part.is_empty() || !part.chars().all(|c| c.is_ascii_alphanumeric() || "-_\":".contains(c)) {
+                return Err(failed(&what)(format!("the server calls it `{part}`")));
+            }
+        }
+        // A partial download that is not shorter than the file cannot be its beginning, and is removed.
+        let partial = cached.blob_path(metadata.etag()).with_extension("part");
+        if partial.metadata().is_ok_and(|held| held.len() >= metadata.size() as u64) {
+            let _ = std::fs::remove_file(&partial);
+        }
+        let path = unpanicked(|| download(&remote, file)).map_err(failed(&what))?;
+        // The library has asked the server for the names again: the file must lie inside the cache.
+        let inside = match (path.canonicalize(), self.cache.path().canonicalize()) {
+            (Ok(path), Ok(cache)) => path.starts_with(cache),
+            _ => false,
+        };
+        if !inside {
+            return Err(failed(&what)(format!("the server put it at {}", path.display())));
+        }
+        let held = path.metadata().map(|held| held.len()).map_err(|e| failed(&what)(e.to_string()))?;
+        if held != metadata.size() as u64 {
+            // Removed, so that the cache does not return an incomplete file.
+            let _ = path.canonicalize().and_then(std::fs::remove_file);
+            let _ = std::fs::remove_file(&path);
+            return Err(failed(&what)(format!("{held} bytes of {}", metadata.size())));
+        }
+        Ok(path)
+    }
+}
+
+fn download(repo: &ApiRepo, file: &str) -> std::result::Result<PathBuf, String> {
+    let bar = bar(0, "{msg} {bar:30.cyan/blue} {bytes}/{total_bytes} {bytes_per_sec}, ETA {eta}");
+    repo.download_with_progress(file, bar).map_err(|error| error.to_string())
+}
+
+fn failed(what: &str) -> impl FnOnce(String) -> Error {
+    let what = format!("cannot fetch {what}");
+    move |error| {
+        Error::new(what)
+            .got(error)
+            .hint("is the name right, and the network there? Run again: what was fetched is kept. HF_TOKEN opens gated data")
+    }
+}
+
+/// Checks that the path of a file stays inside its folder.
+fn check_file(file: &str) -> Result<()> {
+    let normal = |path: &Path| path.components().all(|part| matches!(part, Component::Normal(_)));
+    if !file.is_empty() && !file.contains(['\\', '\0', '?', '#']) && normal(Path::new(file)) {
+        return Ok(());
+    }
+    Err(Error::new("the hub names a file that leaves its folder")
+        .got(format!("`{file}`"))
+        .allowed("paths below the data set's folder")
+        .hint("do not use this data set, and tell the hub"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_stay_in_their_folder() -> Result<()> {
+        for bad in ["", "../x", "/x", "a/../b", "a\\b", "a\0", "a?b"] {
+            assert!(check_file(bad).is_err(), "{bad}");
+        }
+        check_file("data/train-00000-of-00004.parquet")
+    }
+}
