@@ -10,7 +10,7 @@ mod json_lines;
 mod unix_lines;
 
 use std::fs::File;
-use std::io::{BufReader, Read};
+use std::io::{BufRead, BufReader, Read};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -139,7 +139,7 @@ pub(super) fn read_counted(
     let reader: Box<dyn Read + '_> = match packed {
         Packed::Plain => Box::new(file),
         Packed::Gzip => Box::new(MultiGzDecoder::new(file)),
-        Packed::Zstd => Box::new(zstd::Decoder::with_buffer(file).map_err(unreadable(path))?),
+        Packed::Zstd => zstd(path, file)?,
     };
     match kind {
         Kind::Text => text(path, Box::new(UnixLines::new(reader)), bad, each),
@@ -226,12 +226,27 @@ fn text(path: &Path, mut reader: Box<dyn Read + '_>, bad: Bad<'_>, each: &mut Ea
     }
 }
 
+/// What a file of zstd holds.
+#[cfg(feature = "zstd")]
+fn zstd<'a>(path: &Path, file: impl BufRead + 'a) -> Result<Box<dyn Read + 'a>> {
+    Ok(Box::new(zstd::Decoder::with_buffer(file).map_err(unreadable(path))?))
+}
+
+/// Says what the build lacks.
+#[cfg(not(feature = "zstd"))]
+fn zstd<'a>(path: &Path, _: impl BufRead + 'a) -> Result<Box<dyn Read + 'a>> {
+    Err(Error::new("this build does not read .zst")
+        .got(path.display())
+        .allowed("plain text, .gz")
+        .hint("leave --no-default-features out of the build, or add --features zstd"))
+}
+
 /// Ends a document some of whose pieces have been passed on.
 fn end_early(begun: bool, each: &mut EachUntil<'_>) -> Result<()> {
     if begun { each(Piece { text: String::new(), ends: true }).map(drop) } else { Ok(()) }
 }
 
-#[cfg(all(test, feature = "parquet"))]
+#[cfg(all(test, feature = "parquet", feature = "zstd"))]
 pub(crate) mod tests {
     use std::sync::Arc;
 
