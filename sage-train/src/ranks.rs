@@ -25,6 +25,7 @@ use candle_sage::{Error, Result};
 
 pub use group::Group;
 pub use mesh::{Mesh, PIECE, PIECE_BESIDE, Rank};
+pub use message::first_message;
 pub use transport::Transfer;
 pub use world::{World, variables};
 

@@ -91,6 +91,15 @@ pub(super) fn receive(from: &mut impl Read) -> Result<Message> {
     receive_of(from, MOST)
 }
 
+/// What the first message among bytes of a control channel says, in JSON, and the bytes after it: for whoever listens to one.
+///
+/// # Errors
+/// When the bytes are not a message, or not all of one.
+pub fn first_message(mut bytes: &[u8]) -> Result<(String, &[u8])> {
+    let message = receive(&mut bytes)?;
+    Ok((serde_json::to_string(&message)?, bytes))
+}
+
 /// Receives a greeting from a new connection, with tighter limits on length and time.
 ///
 /// # Errors

@@ -16,7 +16,7 @@ use sage_train::data::{Tokenizer, reader};
 use sage_train::evaluate::read_examples;
 use sage_train::hf;
 use sage_train::model::{Parameters, Parts, State};
-use sage_train::ranks::Rank;
+use sage_train::ranks::{Rank, first_message};
 
 use crate::support::{Scratch, json_lines, small};
 
@@ -141,6 +141,39 @@ fn shards_and_their_sidecars() {
         let sidecar = path.with_extension("bin.json");
         try_all(&format!("{format} sidecar"), &sidecar, LIMIT, &read);
     }
+}
+
+/// What ranks say to each other: every kind of message, one after the other.
+#[test]
+fn messages_of_ranks() {
+    let scratch = Scratch::new();
+    let long = "a".repeat(2000);
+    let messages = [
+        r#"{"hello":{"version":"0.1.0","rank":3,"of":8,"host":"node"}}"#.to_owned(),
+        format!(r#"{{"said":{{"topic":"data","text":"{long}"}}}}"#),
+        r#"{"all":{"topic":"data","texts":["one","two"]}}"#.to_owned(),
+        r#"{"beat":{"step":7,"ticks":123,"doing":"step 7 of 9","aside":false}}"#.to_owned(),
+        r#"{"failed":{"why":"no room"}}"#.to_owned(),
+        r#"{"over":{"why":"no room","code":75}}"#.to_owned(),
+        r#""bye""#.to_owned(),
+    ];
+    let bytes: Vec<u8> = messages
+        .iter()
+        .flat_map(|text| (text.len() as u32).to_le_bytes().into_iter().chain(text.bytes()))
+        .collect();
+    let path = scratch.path().join("messages");
+    std::fs::write(&path, bytes).expect("a file");
+    let read = |path: &Path| {
+        let bytes = std::fs::read(path).expect("a file");
+        let mut rest = bytes.as_slice();
+        while !rest.is_empty() {
+            let Ok((said, after)) = first_message(rest) else { return false };
+            assert!(said.len() <= 64 * rest.len(), "a message is as long as its bytes");
+            rest = after;
+        }
+        true
+    };
+    try_all("messages", &path, LIMIT, &read);
 }
 
 #[test]
