@@ -184,6 +184,43 @@ __device__ __forceinline__ void pool(const params::Pool& p) {
   }
 }
 
+// Raises the reference of a lane's row number `r` to its largest logit so far, from the logits of a tile, and rescales its sum.
+template <int M>
+__device__ __forceinline__ void raise_reference(const float (&s)[M][8][4], int r, float scale, float& reference, float& sum) {
+  float largest = -CUDART_INF_F;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) largest = fmaxf(largest, fmaxf(s[r >> 1][n][2 * (r & 1)], s[r >> 1][n][2 * (r & 1) + 1]));
+  float next = fmaxf(reference, attention::quad_max(largest) * scale);
+  sum *= ptx::exp2(reference - (next == -CUDART_INF_F ? 0.0f : next));
+  reference = next;
+}
+
+// The sum of 2^(logit - reference) over this lane's share of a row's logits of a tile.
+template <int M>
+__device__ __forceinline__ float sum_of_exponentials(const float (&s)[M][8][4], int r, float scale, float reference) {
+  float shift = reference == -CUDART_INF_F ? 0.0f : reference, sum = 0.0f;
+#pragma unroll
+  for (int n = 0; n < 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) sum += ptx::exp2(fmaf(s[r >> 1][n][2 * (r & 1) + e], scale, -shift));
+  return sum;
+}
+
+// Adds the threads' probabilities over a block of keys, whose tiles are the one of number `tile` and perhaps the one before, to
+// the block's mass. The warps' sums are in `parts`, and are added in order.
+template <int PARTS>
+__device__ __forceinline__ void add_mass(float probabilities, float (&parts)[PARTS], float* mass, int tile) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) probabilities += __shfl_xor_sync(~0u, probabilities, step);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = probabilities;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    float all = 0.0f;
+    for (int i = 0; i < PARTS; ++i) all += parts[i];
+    mass[tile / 2] += all;
+  }
+}
+
 // A block takes a block of queries of a key head. For each query head of the group it passes over the keys twice: once for the
 // log-sum-exps, once for the sums of probabilities over each block of keys.
 template <class T, int D>
@@ -231,32 +268,13 @@ __device__ __forceinline__ void block_mass(const params::Mass& p) {
         attention::mask(s, segment, warp_first, tile * TILE, lane, -CUDART_INF_F);
 #pragma unroll
         for (int r = 0; r < 2 * M; ++r) {
-          if (sweep == 0) {
-            float largest = -CUDART_INF_F;
-#pragma unroll
-            for (int n = 0; n < 8; ++n) largest = fmaxf(largest, fmaxf(s[r >> 1][n][2 * (r & 1)], s[r >> 1][n][2 * (r & 1) + 1]));
-            float next = fmaxf(reference[r], attention::quad_max(largest) * numerics.scale);
-            sum[r] *= ptx::exp2(reference[r] - (next == -CUDART_INF_F ? 0.0f : next));
-            reference[r] = next;
-          }
-          float shift = reference[r] == -CUDART_INF_F ? 0.0f : reference[r], of_tile = 0.0f;
-#pragma unroll
-          for (int n = 0; n < 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) of_tile += ptx::exp2(fmaf(s[r >> 1][n][2 * (r & 1) + e], numerics.scale, -shift));
+          if (sweep == 0) raise_reference(s, r, numerics.scale, reference[r], sum[r]);
+          float of_tile = sum_of_exponentials(s, r, numerics.scale, reference[r]);
           if (sweep == 0) sum[r] += of_tile;
           else if (warp_first + attention::row_of(r, lane) < segment.query_len) of_block += of_tile;
         }
         if (sweep == 1 && (tile % 2 == 1 || tile + 1 == end)) {
-#pragma unroll
-          for (int step = 16; step > 0; step /= 2) of_block += __shfl_xor_sync(~0u, of_block, step);
-          if (lane == 0) parts[warp] = of_block;
-          __syncthreads();
-          if (threadIdx.x == 0) {
-            float all = 0.0f;
-            for (int i = 0; i < PARTS; ++i) all += parts[i];
-            mass[tile / 2] += all;
-          }
+          add_mass(of_block, parts, mass, tile);
           of_block = 0.0f;
         }
       }

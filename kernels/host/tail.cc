@@ -89,119 +89,165 @@ void launch(int blocks, int segments, int heads, int threads, size_t shared_byte
       for (int x = 0; x < blocks; ++x) host::run_with_shared(dim3{x, y, z}, threads, shared_bytes, kernel);
 }
 
-template <class T, int D>
-void make_states(const params::Linear& p) {
-  using Kernel = past_linear::StateKernel<T, D>;
-  int threads = Kernel::PLAN.threads, bytes = Kernel::PLAN.shared_bytes, segments = p.shape.segment_count, heads = p.shape.key_heads;
-  if (p.chunks > 1) {
-    launch((p.chunks - 1) * Kernel::SPLIT, segments, heads, threads, bytes, [&] { past_linear::sum_chunks<T, D>(p); });
-    launch((Kernel::WIDTH + 255) / 256, segments * heads, 1, 256, 0, [&] { past_linear::scan_chunks<D>(p); });
+// The segments of a case, the entries of its batch or its documents, and lists: some of the candidates, then the block on the
+// diagonal.
+struct Layout {
+  std::vector<params::Segment> segments;
+  bool packed;
+  int longest = 0, tiles = 0, blocks = 0, stride;
+  std::vector<uint32_t> lists;
+  explicit Layout(const Case& c) : packed(!c.starts.empty()) {
+    for (int i = 0; i < (packed ? int(c.starts.size()) - 1 : c.batch); ++i) {
+      int start = packed ? c.starts[i] : 0, len = packed ? c.starts[i + 1] - start : c.tokens;
+      segments.push_back({start, len, start, len, tiles, tiles, blocks, blocks});
+      longest = max(longest, len), tiles += (len + 63) / 64, blocks += (len + BLOCK - 1) / BLOCK;
+    }
+    stride = blocks + 1, lists.resize(size_t(c.key_heads) * blocks * stride);
+    for (int head = 0; head < c.key_heads; ++head)
+      for (const params::Segment& s : segments)
+        for (int block = 0; block * BLOCK < s.query_len; ++block) {
+          uint32_t* list = &lists[row_of(head, s, block)];
+          for (int other = 0; other <= block; ++other)
+            if (other == block || random_value() > 0.5) list[++list[0]] = other;
+        }
   }
-  launch(p.chunks * Kernel::SPLIT, segments, heads, threads, bytes, [&] { past_linear::scan_blocks<T, D>(p); });
-}
+  int count() const { return int(segments.size()); }
+  int batch(int i) const { return packed ? 0 : i; }
+  size_t row_of(int key_head, const params::Segment& s, int block) const {
+    return (size_t(key_head) * blocks + s.query_block + block) * stride;
+  }
+};
+
+// A case for the kernels, with a mixture or the tail alone: its tensors, their buffers and parameters.
+template <class T, int D>
+struct Problem {
+  const Case& c;
+  bool mixed, by_count;
+  Tensor<T> q, k, v, sparse, dout, out, dsparse, dq, dk, dv;
+  Layout layout;
+  std::vector<float> theta, dtheta, parts, sums, chunk_sums, rows;
+  std::vector<T> states;
+  params::Linear p = {};
+
+  Problem(const Case& c, bool mixed, bool by_count)
+      : c(c), mixed(mixed), by_count(by_count), q(c, c.query_heads, 1), k(c, c.key_heads, 1), v(c, c.key_heads, 1),
+        sparse(c, c.query_heads, 1), dout(c, c.query_heads, 1), out(c, c.query_heads, 100), dsparse(c, c.query_heads, 100),
+        dq(c, c.query_heads, 100), dk(c, c.key_heads, 100), dv(c, c.key_heads, 100), layout(c), theta(c.query_heads),
+        dtheta(c.query_heads), parts(size_t(c.query_heads) * layout.blocks, NAN), sums(size_t(c.key_heads) * layout.blocks * D, NAN),
+        rows(size_t(2) * c.query_heads * layout.tiles * 64, NAN),
+        states(size_t(c.key_heads) * layout.blocks * D * D, ptx::from_float<T>(NAN)) {
+    for (float& x : theta) x = float(random_value());
+    p.q = q.view, p.k = k.view, p.v = v.view, p.out = out.view, p.dout = dout.view, p.dq = dq.view, p.dk = dk.view, p.dv = dv.view;
+    p.sparse = sparse.view;
+    p.shape = {layout.packed ? layout.segments.data() : nullptr, layout.count(), layout.longest, layout.longest, c.query_heads, c.key_heads, c.head_dim, 1, 1.0f, layout.tiles, layout.tiles, 1, 0};
+    p.blocks = layout.blocks, p.chunk_blocks = c.chunk_blocks, p.chunks = (longest_blocks() + c.chunk_blocks - 1) / c.chunk_blocks;
+    chunk_sums.assign(size_t(c.key_heads) * layout.count() * p.chunks * (D + 1) * D, NAN);
+    p.states = states.data(), p.sums = sums.data(), p.chunk_sums = chunk_sums.data(), p.rows = rows.data();
+    if (mixed) p.mixture = {theta.data(), parts.data(), {layout.lists.data(), nullptr, nullptr, layout.stride, layout.blocks, layout.blocks, 0}, by_count, 0};
+  }
+  int longest_blocks() const { return (layout.longest + BLOCK - 1) / BLOCK; }
+
+  void make_states() {
+    using Kernel = past_linear::StateKernel<T, D>;
+    int threads = Kernel::PLAN.threads, bytes = Kernel::PLAN.shared_bytes, segments = layout.count(), heads = c.key_heads;
+    if (p.chunks > 1) {
+      launch((p.chunks - 1) * Kernel::SPLIT, segments, heads, threads, bytes, [&] { past_linear::sum_chunks<T, D>(p); });
+      launch((Kernel::WIDTH + 255) / 256, segments * heads, 1, 256, 0, [&] { past_linear::scan_chunks<D>(p); });
+    }
+    launch(p.chunks * Kernel::SPLIT, segments, heads, threads, bytes, [&] { past_linear::scan_blocks<T, D>(p); });
+  }
+
+  template <class F>
+  void multiply(params::Plan plan, int heads, F kernel) {
+    launch(longest_blocks(), layout.count(), heads, plan.threads, plan.shared_bytes, kernel);
+  }
+
+  void forward() {
+    make_states();
+    multiply(params::plan("linear_forward", D, params::LISTED), c.query_heads, [&] { past_linear::forward<T, D>(p); });
+  }
+
+  void backward() {
+    params::Blend b = {};
+    b.sparse = sparse.view, b.dout = dout.view, b.out = dsparse.view, b.dtheta = dtheta.data(), b.mixture = p.mixture, b.shape = p.shape;
+    if (mixed) launch(longest_blocks(), layout.count(), c.query_heads, THREADS, 0, [&] { blend_backward<T, false>(b); });
+    multiply(params::plan("linear_backward_queries", D, params::LISTED), c.query_heads, [&] { past_linear::backward_queries<T, D>(p); });
+    p.backward = 1;
+    make_states();
+    multiply(params::plan("linear_backward_keys", D, params::LISTED), c.key_heads, [&] { past_linear::backward_keys<T, D>(p); });
+    if (mixed) launch(c.query_heads, 1, 1, 32, 0, [&] { blend_sum_theta(b); });
+  }
+
+  // The weight of the sparse output in the mixture of a query.
+  double weight(int head, int key_head, const params::Segment& s, int query) const {
+    int block = query / BLOCK, past = block * BLOCK, chosen = 0;
+    const uint32_t* list = &layout.lists[layout.row_of(key_head, s, block)];
+    for (uint32_t n = 1; n <= list[0]; ++n) chosen += int(list[n]) < block ? BLOCK : 0;
+    double odds = by_count ? log(double(chosen + query + 1 - past) / double(past - chosen)) : 0;
+    return !mixed ? 0 : past == chosen ? 1 : 1 / (1 + exp(-(double(theta[head]) + odds)));
+  }
+
+  // Keys of a segment and head, and the sums of their gradients, by definition.
+  struct Keys {
+    std::vector<std::vector<double>> phi, values, dphi, dv;
+  };
+
+  // Compares the results of a query with the definition, and adds its share of the keys' gradients and of theta's.
+  void compare_query(int i, int head, int key_head, int query, Keys& keys, double& exact_dtheta, Errors& errors) const {
+    const params::Segment& s = layout.segments[i];
+    int batch = layout.batch(i), token = s.query_start + query, past = query / BLOCK * BLOCK;
+    double a = weight(head, key_head, s, query);
+    std::vector<double> phi = softmax(q.row(batch, token, head)), g = dout.row(batch, token, head), exact = sparse.row(batch, token, head);
+    std::vector<double> tail(c.head_dim), dphi(c.head_dim);
+    double n = 0;
+    for (int j = 0; j < past; ++j) n += dot(phi, keys.phi[j]), add(tail, dot(phi, keys.phi[j]), keys.values[j]);
+    for (double& x : tail) x = past > 0 ? x / n : 0;
+    double t = dot(g, tail);
+    for (int j = 0; j < past; ++j) {
+      double share = (1 - a) * dot(phi, keys.phi[j]) / n, gain = (1 - a) * (dot(g, keys.values[j]) - t) / n;
+      add(keys.dv[j], share, g), add(keys.dphi[j], gain, phi), add(dphi, gain, keys.phi[j]);
+    }
+    std::vector<double> expected = tail;
+    for (double& x : expected) x *= 1 - a;
+    if (mixed) add(expected, a, exact);
+    errors.out.add(out.row(batch, token, head), expected);
+    errors.dq.add(dq.row(batch, token, head), of_logits(phi, dphi));
+    if (!mixed) return;
+    exact_dtheta += a * (1 - a) * (dot(g, exact) - t);
+    for (double& x : g) x *= a;
+    errors.dsparse.add(dsparse.row(batch, token, head), g);
+  }
+
+  // Compares the results of a segment and key head with the definition.
+  void compare(int i, int key_head, std::vector<double>& exact_dtheta, Errors& errors) const {
+    const params::Segment& s = layout.segments[i];
+    int batch = layout.batch(i), group = c.query_heads / c.key_heads;
+    Keys keys;
+    for (int j = 0; j < s.key_len; ++j) {
+      keys.phi.push_back(softmax(k.row(batch, s.key_start + j, key_head)));
+      keys.values.push_back(v.row(batch, s.key_start + j, key_head));
+      keys.dphi.push_back(std::vector<double>(c.head_dim)), keys.dv.push_back(keys.dphi.back());
+    }
+    for (int head = key_head * group; head < (key_head + 1) * group; ++head)
+      for (int query = 0; query < s.query_len; ++query) compare_query(i, head, key_head, query, keys, exact_dtheta[head], errors);
+    for (int j = 0; j < s.key_len; ++j) {
+      errors.dk.add(dk.row(batch, s.key_start + j, key_head), of_logits(keys.phi[j], keys.dphi[j]));
+      errors.dv.add(dv.row(batch, s.key_start + j, key_head), keys.dv[j]);
+    }
+  }
+};
 
 // Runs a case, with a mixture or the tail alone, and returns the errors.
 template <class T, int D>
 Errors run(const Case& c, bool mixed, bool by_count) {
-  Tensor<T> q(c, c.query_heads, 1), k(c, c.key_heads, 1), v(c, c.key_heads, 1), sparse(c, c.query_heads, 1), dout(c, c.query_heads, 1);
-  Tensor<T> out(c, c.query_heads, 100), dsparse(c, c.query_heads, 100), dq(c, c.query_heads, 100), dk(c, c.key_heads, 100), dv(c, c.key_heads, 100);
-  std::vector<params::Segment> segments;
-  int longest = 0, tiles = 0, blocks = 0, count = c.starts.empty() ? c.batch : int(c.starts.size()) - 1;
-  for (int i = 0; i < count; ++i) {
-    int start = c.starts.empty() ? 0 : c.starts[i], len = c.starts.empty() ? c.tokens : c.starts[i + 1] - start;
-    segments.push_back({start, len, start, len, tiles, tiles, blocks, blocks});
-    longest = max(longest, len), tiles += (len + 63) / 64, blocks += (len + BLOCK - 1) / BLOCK;
-  }
-  // Lists: some of the candidates, then the block on the diagonal.
-  int stride = blocks + 1;
-  std::vector<uint32_t> lists(size_t(c.key_heads) * blocks * stride);
-  for (int head = 0; head < c.key_heads; ++head)
-    for (const params::Segment& s : segments)
-      for (int block = 0; block * BLOCK < s.query_len; ++block) {
-        uint32_t* list = &lists[(size_t(head) * blocks + s.query_block + block) * stride];
-        for (int other = 0; other <= block; ++other)
-          if (other == block || random_value() > 0.5) list[++list[0]] = other;
-      }
-  std::vector<float> theta(c.query_heads), dtheta(c.query_heads), parts(size_t(c.query_heads) * blocks, NAN);
-  for (float& x : theta) x = float(random_value());
-
-  params::Linear p = {};
-  p.q = q.view, p.k = k.view, p.v = v.view, p.out = out.view, p.dout = dout.view, p.dq = dq.view, p.dk = dk.view, p.dv = dv.view;
-  p.sparse = sparse.view;
-  p.shape = {c.starts.empty() ? nullptr : segments.data(), count, longest, longest, c.query_heads, c.key_heads, c.head_dim, 1, 1.0f, tiles, tiles, 1, 0};
-  p.blocks = blocks, p.chunk_blocks = c.chunk_blocks, p.chunks = ((longest + BLOCK - 1) / BLOCK + c.chunk_blocks - 1) / c.chunk_blocks;
-  std::vector<T> states(size_t(c.key_heads) * blocks * D * D, ptx::from_float<T>(NAN));
-  std::vector<float> sums(size_t(c.key_heads) * blocks * D, NAN), chunk_sums(size_t(c.key_heads) * count * p.chunks * (D + 1) * D, NAN);
-  std::vector<float> rows(size_t(2) * c.query_heads * tiles * 64, NAN);
-  p.states = states.data(), p.sums = sums.data(), p.chunk_sums = chunk_sums.data(), p.rows = rows.data();
-  if (mixed) p.mixture = {theta.data(), parts.data(), {lists.data(), nullptr, nullptr, stride, blocks, blocks, 0}, by_count, 0};
-
-  auto multiply = [&](params::Plan plan, int heads, auto kernel) {
-    launch((longest + BLOCK - 1) / BLOCK, count, heads, plan.threads, plan.shared_bytes, kernel);
-  };
-  make_states<T, D>(p);
-  multiply(params::plan("linear_forward", D, params::LISTED), c.query_heads, [&] { past_linear::forward<T, D>(p); });
-  if (mixed) {
-    params::Blend b = {};
-    b.sparse = sparse.view, b.dout = dout.view, b.out = dsparse.view, b.dtheta = dtheta.data(), b.mixture = p.mixture, b.shape = p.shape;
-    launch((longest + BLOCK - 1) / BLOCK, count, c.query_heads, THREADS, 0, [&] { blend_backward<T, false>(b); });
-  }
-  multiply(params::plan("linear_backward_queries", D, params::LISTED), c.query_heads, [&] { past_linear::backward_queries<T, D>(p); });
-  p.backward = 1;
-  make_states<T, D>(p);
-  multiply(params::plan("linear_backward_keys", D, params::LISTED), c.key_heads, [&] { past_linear::backward_keys<T, D>(p); });
-  if (mixed) {
-    params::Blend b = {};
-    b.dtheta = dtheta.data(), b.mixture = p.mixture, b.shape = p.shape;
-    launch(c.query_heads, 1, 1, 32, 0, [&] { blend_sum_theta(b); });
-  }
-
+  Problem<T, D> problem(c, mixed, by_count);
+  problem.forward();
+  problem.backward();
   Errors errors;
   std::vector<double> exact_dtheta(c.query_heads);
-  for (int i = 0; i < count; ++i) {
-    const params::Segment& s = segments[i];
-    int batch = c.starts.empty() ? i : 0, group = c.query_heads / c.key_heads;
-    for (int key_head = 0; key_head < c.key_heads; ++key_head) {
-      std::vector<std::vector<double>> phi_k, values, dphi_k, exact_dv;
-      for (int j = 0; j < s.key_len; ++j) {
-        phi_k.push_back(softmax(k.row(batch, s.key_start + j, key_head)));
-        values.push_back(v.row(batch, s.key_start + j, key_head));
-        dphi_k.push_back(std::vector<double>(c.head_dim)), exact_dv.push_back(dphi_k.back());
-      }
-      for (int head = key_head * group; head < (key_head + 1) * group; ++head)
-        for (int query = 0; query < s.query_len; ++query) {
-          int block = query / BLOCK, past = block * BLOCK, token = s.query_start + query, chosen = 0;
-          const uint32_t* list = &lists[(size_t(key_head) * blocks + s.query_block + block) * stride];
-          for (uint32_t n = 1; n <= list[0]; ++n) chosen += int(list[n]) < block ? BLOCK : 0;
-          double odds = by_count ? log(double(chosen + query + 1 - past) / double(past - chosen)) : 0;
-          double a = !mixed ? 0 : past == chosen ? 1 : 1 / (1 + exp(-(double(theta[head]) + odds)));
-          std::vector<double> phi = softmax(q.row(batch, token, head)), g = dout.row(batch, token, head), exact = sparse.row(batch, token, head);
-          std::vector<double> tail(c.head_dim), dphi(c.head_dim);
-          double n = 0;
-          for (int j = 0; j < past; ++j) n += dot(phi, phi_k[j]), add(tail, dot(phi, phi_k[j]), values[j]);
-          for (double& x : tail) x = past > 0 ? x / n : 0;
-          double t = dot(g, tail);
-          for (int j = 0; j < past; ++j) {
-            double weight = (1 - a) * dot(phi, phi_k[j]) / n, gain = (1 - a) * (dot(g, values[j]) - t) / n;
-            add(exact_dv[j], weight, g), add(dphi_k[j], gain, phi), add(dphi, gain, phi_k[j]);
-          }
-          std::vector<double> expected = tail;
-          for (double& x : expected) x *= 1 - a;
-          if (mixed) add(expected, a, exact);
-          errors.out.add(out.row(batch, token, head), expected);
-          errors.dq.add(dq.row(batch, token, head), of_logits(phi, dphi));
-          if (!mixed) continue;
-          exact_dtheta[head] += a * (1 - a) * (dot(g, exact) - t);
-          for (double& x : g) x *= a;
-          errors.dsparse.add(dsparse.row(batch, token, head), g);
-        }
-      for (int j = 0; j < s.key_len; ++j) {
-        errors.dk.add(dk.row(batch, s.key_start + j, key_head), of_logits(phi_k[j], dphi_k[j]));
-        errors.dv.add(dv.row(batch, s.key_start + j, key_head), exact_dv[j]);
-      }
-    }
-  }
-  if (mixed) errors.dtheta.add(std::vector<double>(dtheta.begin(), dtheta.end()), exact_dtheta, INFINITY);
+  for (int i = 0; i < problem.layout.count(); ++i)
+    for (int key_head = 0; key_head < c.key_heads; ++key_head) problem.compare(i, key_head, exact_dtheta, errors);
+  if (mixed) errors.dtheta.add(std::vector<double>(problem.dtheta.begin(), problem.dtheta.end()), exact_dtheta, INFINITY);
   return errors;
 }
 

@@ -138,13 +138,128 @@ concept BackwardSm90DqWarpgroupNumerics =
       dq.dk;
     });
 
+// The dQ warpgroup as the producer: it copies tiles of queries into the pipeline, AHEAD of the one whose dQ it computes.
+template <class Numerics, class Queries, class Tiles>
+struct TileProducer {
+  // How many tiles ahead the producer copies. With more than two stages it fills the stage of the tile before the current one, so that it
+  // rarely waits for consumers; with two stages it fills that of the current tile, once all have released it.
+  static constexpr int AHEAD = Numerics::STAGES == 2 ? 2 : Numerics::STAGES - 1;
+
+  const params::Backward& p;
+  Numerics& numerics;
+  const Queries& queries;
+  const Tiles& pipeline;
+  typename Queries::Tile next;  // the tile to copy
+
+  __device__ __forceinline__ void fetch(int number) {
+    // Opaque, so that addresses are computed anew for each tile: kept, they would cost registers that the products need.
+    int thread = ptx::opaque(threadIdx.x) - CONSUMER_THREADS;
+    if (number < queries.count && (!p.dout.mapped || thread == 0)) {
+      pipeline.wait_empty(number);
+      numerics.load(next, pipeline.stage(number), thread, pipeline.full(number));
+    }
+    queries.advance(next);
+  }
+};
+
+// The dQ warpgroup's loop, and its epilogue: copies tiles of queries, from `tile` on, computes dQ from the consumers' dS, and dK
+// where the consumers do not.
+template <class Numerics, class Queries, class Tiles>
+__device__ __forceinline__ void add_dq_of_tiles(const params::Backward& p, Numerics& numerics, const Queries& queries,
+                                                const Tiles& pipeline, typename Queries::Tile tile, uint32_t shared, int warp_key) {
+  using T = typename Numerics::Type;
+  constexpr bool KEEP_DK = CONSUMERS_KEEP_DK<Numerics::D>;
+  const BackwardBlock& block = numerics.block;
+  int iterations = queries.count;
+  auto sums = choose_accumulator<Numerics::D>({p.dq_accum, p.dq_semaphore, block.first_key / SM90_KEYS, CONSUMER_THREADS, WARPGROUP_THREADS, DQ_WARPGROUP},
+                                       shared + Numerics::STAGING_AT);
+  TileProducer<Numerics, Queries, Tiles> producer{p, numerics, queries, pipeline, tile};
+  auto free_slot = [&](int number) {
+    if (number >= iterations) return;
+#pragma unroll
+    for (int g = 0; g < CONSUMERS; ++g) ptx::named_barrier_arrive(named_barrier(SLOT_EMPTY, number, g), 2 * WARPGROUP_THREADS);
+  };
+#pragma unroll 1
+  for (int n = 0; n < producer.AHEAD; ++n) producer.fetch(n);
+  free_slot(0), free_slot(1);
+  typename Numerics::DqConsumer part(numerics);
+  for (int i = 0; i < iterations; ++i) {
+    if constexpr (!KEEP_DK) {
+#pragma unroll
+      for (int g = 0; g < CONSUMERS; ++g) {
+        ptx::named_barrier_sync(named_barrier(DK_OPERANDS_FULL, i, g), 2 * WARPGROUP_THREADS);
+        part.add_keys(g, pipeline.stage(i), i & 1);
+      }
+      part.added();
+      pipeline.release(i);
+    }
+    producer.fetch(i + producer.AHEAD);
+    ptx::named_barrier_sync(named_barrier(DS_FULL, i), SM90_THREADS);
+    part.start(i & 1);
+    sums.set_order(Queries::added(tile), 1);
+    sums.acquire(tile.padded);
+    part.add_dq(tile.padded, i & 1, sums, [&] { free_slot(i + 2); });
+    sums.release(tile.padded);
+    queries.advance(tile);
+  }
+  sums.end();
+  if constexpr (!KEEP_DK) {
+#pragma unroll
+    for (int g = 0; g < CONSUMERS; ++g)
+      store_gradient<T>(p.dk, p, block, warp_key + g * CONSUMER_KEYS, part.dk[g], p.shape.softmax_scale);
+  }
+}
+
+// The consumers copy the block's K and V to shared memory, and prepare them.
+template <class Numerics>
+__device__ __forceinline__ void load_keys(Numerics& numerics) {
+  numerics.load_keys();
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+  ptx::named_barrier_sync(KEYS_LOADED, CONSUMER_THREADS);
+  numerics.keys_arrived();
+  ptx::fence_proxy_async();
+  ptx::named_barrier_sync(KEYS_LOADED, CONSUMER_THREADS);
+}
+
+// A consumer's loop: S, dP, P, dS and dV of its keys, and dK where registers allow it. `warpgroup` is a reference because ptxas
+// schedules the epilogue in another way if it is a value.
+template <bool KEEP_DK, class Queries, class Tiles, class KeyConsumer>
+__device__ __forceinline__ void consume_tiles(const params::Backward& p, const Queries& queries, const Tiles& pipeline,
+                                              KeyConsumer& part, const int& warpgroup, const int (&masked_until)[CONSUMERS]) {
+  int iterations = queries.count;
+  auto come = [&](int number) {
+    pipeline.wait(number);
+    if (!p.dout.mapped) ptx::fence_proxy_async();
+  };
+  if (iterations > 0) come(0);
+  part.start(0);
+  int number = queries.first;  // of the tile in the segment, or with a selection the one that gives the same mask
+  for (int i = 0; i < iterations; ++i) {
+    auto free = [&] { ptx::named_barrier_sync(named_barrier(SLOT_EMPTY, i, warpgroup), 2 * WARPGROUP_THREADS); };
+    auto done = [&] {
+      if (!KEEP_DK) ptx::named_barrier_arrive(named_barrier(DK_OPERANDS_FULL, i, warpgroup), 2 * WARPGROUP_THREADS);
+    };
+    auto ready = [&] { ptx::named_barrier_arrive(named_barrier(DS_FULL, i), SM90_THREADS); };
+    auto next = [&] {
+      // Issued after the last tile too, on stale data: if a product were in flight on some paths only, ptxas would serialize the
+      // kernel's products.
+      if (i + 1 < iterations) come(i + 1);
+      part.start(pipeline.stage(i + 1));
+    };
+    part.scores(number, pipeline.stage(i), i & 1, number < masked_until[warpgroup], free, done, ready, next);
+    pipeline.release(i);
+    if (++number == queries.end) number = queries.first;
+  }
+  part.end();
+}
+
 template <BackwardSm90DqWarpgroupNumerics Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backward& p) {
   using T = typename Numerics::Type;
   using Tiles = Pipeline<Numerics::STAGES>;
   constexpr bool KEEP_DK = CONSUMERS_KEEP_DK<Numerics::D>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const params::Shape& shape = p.shape;
   // In shared memory, because the products need the registers.
   __shared__ BackwardBlock block;
   int index = backward_index(p);
@@ -152,102 +267,23 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
   __shared__ typename Tiles::Barriers barriers;
   Tiles pipeline(barriers);
   int warps = (CONSUMER_THREADS + (KEEP_DK ? 0 : WARPGROUP_THREADS)) / 32;
-  prepare_keys(shape, index, pipeline, Numerics::fetching(p), warps, block, masked_until);
+  prepare_keys(p.shape, index, pipeline, Numerics::fetching(p), warps, block, masked_until);
   if (block.first_key >= block.segment.key_len) return;
   Queries queries(p, block);
-  int iterations = queries.count;
   typename Queries::Tile tile = queries.start();
   Numerics numerics(p, block, shared);
   int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
   int warp_key = block.first_key + threadIdx.x / 32 % 4 * 16;
-
   if (warpgroup == CONSUMERS) {
     ptx::setmaxnreg<DQ_REGISTERS<Numerics::CONSUMER_REGISTERS>, SM90_THREADS>();
-    auto sums = choose_accumulator<Numerics::D>({p.dq_accum, p.dq_semaphore, block.first_key / SM90_KEYS, CONSUMER_THREADS, WARPGROUP_THREADS, DQ_WARPGROUP},
-                                         ptx::shared_address(shared) + Numerics::STAGING_AT);
-    // How many tiles ahead the producer copies. With more than two stages it fills the stage of the tile before the current one,
-    // so that it rarely waits for consumers; with two stages it fills that of the current tile, once all have released it.
-    constexpr int AHEAD = Numerics::STAGES == 2 ? 2 : Numerics::STAGES - 1;
-    typename Queries::Tile next = tile;
-    auto fetch = [&](int number) {
-      // Opaque, so that addresses are computed anew for each tile: kept, they would cost registers that the products need.
-      int thread = ptx::opaque(threadIdx.x) - CONSUMER_THREADS;
-      if (number < iterations && (!p.dout.mapped || thread == 0)) {
-        pipeline.wait_empty(number);
-        numerics.load(next, pipeline.stage(number), thread, pipeline.full(number));
-      }
-      queries.advance(next);
-    };
-    auto free_slot = [&](int number) {
-      if (number >= iterations) return;
-#pragma unroll
-      for (int g = 0; g < CONSUMERS; ++g) ptx::named_barrier_arrive(named_barrier(SLOT_EMPTY, number, g), 2 * WARPGROUP_THREADS);
-    };
-#pragma unroll 1
-    for (int n = 0; n < AHEAD; ++n) fetch(n);
-    free_slot(0), free_slot(1);
-    typename Numerics::DqConsumer part(numerics);
-    for (int i = 0; i < iterations; ++i) {
-      if constexpr (!KEEP_DK) {
-#pragma unroll
-        for (int g = 0; g < CONSUMERS; ++g) {
-          ptx::named_barrier_sync(named_barrier(DK_OPERANDS_FULL, i, g), 2 * WARPGROUP_THREADS);
-          part.add_keys(g, pipeline.stage(i), i & 1);
-        }
-        part.added();
-        pipeline.release(i);
-      }
-      fetch(i + AHEAD);
-      ptx::named_barrier_sync(named_barrier(DS_FULL, i), SM90_THREADS);
-      part.start(i & 1);
-      sums.set_order(Queries::added(tile), 1);
-      sums.acquire(tile.padded);
-      part.add_dq(tile.padded, i & 1, sums, [&] { free_slot(i + 2); });
-      sums.release(tile.padded);
-      queries.advance(tile);
-    }
-    sums.end();
-    if constexpr (!KEEP_DK) {
-#pragma unroll
-      for (int g = 0; g < CONSUMERS; ++g)
-        store_gradient<T>(p.dk, p, block, warp_key + g * CONSUMER_KEYS, part.dk[g], shape.softmax_scale);
-    }
+    add_dq_of_tiles(p, numerics, queries, pipeline, tile, ptx::shared_address(shared), warp_key);
   } else {
     ptx::setmaxnreg<Numerics::CONSUMER_REGISTERS, SM90_THREADS>();
-    numerics.load_keys();
-    ptx::cp_async_commit();
-    ptx::cp_async_wait<0>();
-    ptx::named_barrier_sync(KEYS_LOADED, CONSUMER_THREADS);
-    numerics.keys_arrived();
-    ptx::fence_proxy_async();
-    ptx::named_barrier_sync(KEYS_LOADED, CONSUMER_THREADS);
+    load_keys(numerics);
     typename Numerics::KeyConsumer part(numerics, warpgroup);
-    auto come = [&](int number) {
-      pipeline.wait(number);
-      if (!p.dout.mapped) ptx::fence_proxy_async();
-    };
-    if (iterations > 0) come(0);
-    part.start(0);
-    int number = queries.first;  // of the tile in the segment, or with a selection the one that gives the same mask
-    for (int i = 0; i < iterations; ++i) {
-      auto free = [&] { ptx::named_barrier_sync(named_barrier(SLOT_EMPTY, i, warpgroup), 2 * WARPGROUP_THREADS); };
-      auto done = [&] {
-        if (!KEEP_DK) ptx::named_barrier_arrive(named_barrier(DK_OPERANDS_FULL, i, warpgroup), 2 * WARPGROUP_THREADS);
-      };
-      auto ready = [&] { ptx::named_barrier_arrive(named_barrier(DS_FULL, i), SM90_THREADS); };
-      auto next = [&] {
-        // Issued after the last tile too, on stale data: if a product were in flight on some paths only, ptxas would serialize
-        // the kernel's products.
-        if (i + 1 < iterations) come(i + 1);
-        part.start(pipeline.stage(i + 1));
-      };
-      part.scores(number, pipeline.stage(i), i & 1, number < masked_until[warpgroup], free, done, ready, next);
-      pipeline.release(i);
-      if (++number == queries.end) number = queries.first;
-    }
-    part.end();
+    consume_tiles<KEEP_DK>(p, queries, pipeline, part, warpgroup, masked_until);
     store_gradient<T>(p.dv, p, block, warp_key + warpgroup * CONSUMER_KEYS, part.dv, 1.0f);
-    if constexpr (KEEP_DK) store_gradient<T>(p.dk, p, block, warp_key + warpgroup * CONSUMER_KEYS, part.dk, shape.softmax_scale);
+    if constexpr (KEEP_DK) store_gradient<T>(p.dk, p, block, warp_key + warpgroup * CONSUMER_KEYS, part.dk, p.shape.softmax_scale);
   }
 }
 

@@ -118,9 +118,202 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   consumer.take();
 });
 
+// The number of steps whose keys some of `queries` queries of a block, from `first` on, see.
+template <class Warpgroups, class Block>
+__device__ __forceinline__ int steps_of(const Block& block, int first, int queries) {
+  int last = block.last_of(first, queries);
+  return first <= last ? (block.visible(last) + Warpgroups::KEYS - 1) / Warpgroups::KEYS : 0;
+}
+
+// The order of an item's keys and values in the kv pipeline. A piece is what has a stage of its own: the keys and values of a
+// step (VALUES_FIRST), or either of them.
+template <bool VALUES_FIRST>
+struct KvOrder {
+  int before;  // stages that earlier items used
+  int steps;   // of the item, for all of its queries
+
+  __device__ __forceinline__ int pieces() const { return VALUES_FIRST ? steps : 2 * steps; }
+  // The numbers of a step's keys and values in the pipeline.
+  __device__ __forceinline__ int keys_of(int step) const { return before + (VALUES_FIRST ? step : max(2 * step - 1, 0)); }
+  __device__ __forceinline__ int values_of(int step) const {
+    return before + (VALUES_FIRST ? step : min(2 * step + 2, 2 * steps - 1));
+  }
+};
+
+// The producer's part of an item: copies its keys and values as stages of the pipeline become empty.
+template <class Numerics, class Block, class KvPipeline>
+__device__ __forceinline__ void produce_keys_and_values(Numerics& numerics, const Block& block, const KvPipeline& kv,
+                                                        const KvOrder<Numerics::VALUES_FIRST>& order, int thread) {
+  constexpr int TILES = Numerics::Warpgroups::TILES;
+  int pieces = order.pieces();
+#pragma unroll 1
+  for (int piece = 0; piece < pieces; ++piece) {
+    int n = order.before + piece;
+    kv.wait_empty(n);
+    if constexpr (Numerics::VALUES_FIRST) {
+      numerics.load(block.template number<TILES>(piece), kv.stage(n), thread, kv.full(n));
+    } else {
+      bool values = piece + 1 == pieces || (piece > 0 && piece % 2 == 0);
+      int step = piece + 1 == pieces ? order.steps - 1 : values ? piece / 2 - 1 : (piece + 1) / 2;
+      numerics.load(values, block.template number<TILES>(step), kv.stage(n), thread, kv.full(n));
+    }
+  }
+}
+
+// The producer's loop: takes items from the tile scheduler, and copies their queries, keys and values. An item without a head
+// ends the consumers' loops too.
+template <class Numerics, class Block, class KvPipeline, class WorkPipeline>
+__device__ __forceinline__ void produce(const params::Forward& p, unsigned char* shared, Block (&blocks)[2], const KvPipeline& kv,
+                                        const WorkPipeline& work) {
+  using Warpgroups = typename Numerics::Warpgroups;
+  int thread = ptx::opaque(threadIdx.x) - Warpgroups::CONSUMERS * WARPGROUP_THREADS;
+  if (thread >= Numerics::PRODUCER_THREADS) return;
+  int before = 0;
+  for (int item = 0;; ++item) {
+    work.wait_empty(item);
+    Block& block = blocks[item % 2];
+    if (thread == 0) {
+      block = next_work<Block, Warpgroups::QUERIES>(p, item == 0);
+      ptx::mbarrier_arrive(work.full(item));
+    }
+    ptx::named_barrier_sync(PRODUCERS, Numerics::PRODUCER_THREADS);
+    if (block.head < 0) {
+      if (thread < Numerics::QUERY_ARRIVALS) ptx::mbarrier_arrive(work.full(item));
+      break;
+    }
+    Numerics numerics(p, block, shared);
+    numerics.load_queries(item % 2, thread, work.full(item));
+    KvOrder<Numerics::VALUES_FIRST> order{before, steps_of<Warpgroups>(block, block.first, Warpgroups::QUERIES)};
+    produce_keys_and_values(numerics, block, kv, order, thread);
+    before += order.pieces();
+  }
+  ptx::cp_async_wait_all();
+}
+
+// A consumer's part of an item: for each step S, the online softmax, and O += P V.
+template <class Numerics, class KvPipeline>
+struct ItemConsumer {
+  using Warpgroups = typename Numerics::Warpgroups;
+  static constexpr bool VALUES_FIRST = Numerics::VALUES_FIRST;
+
+  typename Numerics::Consumer& consumer;
+  const KvPipeline& kv;
+  KvOrder<VALUES_FIRST> order;
+  const Segment& segment;
+  int warpgroup, first;            // the consumer's number, and its first query
+  int whole_steps, skipped_steps;  // steps that need no mask; steps of keys that are not visited (ListedKeys)
+
+  // Consumers take turns in issuing products, so that the products of one run under the softmax of another.
+  __device__ __forceinline__ void acquire_order() const { ptx::named_barrier_sync(MMA_ORDER + warpgroup, 2 * WARPGROUP_THREADS); }
+  __device__ __forceinline__ void release_order() const {
+    ptx::named_barrier_arrive(MMA_ORDER + (warpgroup + 1) % Warpgroups::CONSUMERS, 2 * WARPGROUP_THREADS);
+  }
+
+  __device__ __forceinline__ void start(int step) const {
+    kv.wait(order.keys_of(step));
+    consumer.start(kv.stage(order.keys_of(step)));
+  }
+  __device__ __forceinline__ void add(int step) const {
+    if constexpr (!VALUES_FIRST) kv.wait(order.values_of(step));
+    consumer.add(kv.stage(order.values_of(step)));
+  }
+  // Computes P of a step from S, while PENDING later products may stay in flight.
+  template <int PENDING>
+  __device__ __forceinline__ void online_softmax(int step) const {
+    if constexpr (!VALUES_FIRST) {
+      consumer.template scored<PENDING>();
+      kv.release(order.keys_of(step));
+    }
+    int stage = kv.stage(order.keys_of(step));
+    if (__builtin_expect(step < whole_steps, true))
+      consumer.template online_softmax<false, PENDING>(step + skipped_steps, stage, segment, first);
+    else
+      consumer.template online_softmax<true, PENDING>(step + skipped_steps, stage, segment, first);
+  }
+
+  // S and the softmax of the first step.
+  __device__ __forceinline__ void begin() const {
+    if constexpr (!VALUES_FIRST) acquire_order();
+    start(0);
+    if constexpr (!VALUES_FIRST) release_order();
+    online_softmax<0>(0);
+    if constexpr (!VALUES_FIRST) consumer.take();
+  }
+  // S and the softmax of a later step, and P V of the step before it.
+  __device__ __forceinline__ void advance(int step) const {
+    if constexpr (VALUES_FIRST) {
+      add(step - 1);
+      start(step);
+      consumer.template added<1>();
+      kv.release(order.values_of(step - 1));
+      online_softmax<0>(step);
+    } else {
+      acquire_order();
+      start(step);
+      add(step - 1);
+      release_order();
+      online_softmax<1>(step);
+      consumer.template added<0>();
+      kv.release(order.values_of(step - 1));
+      consumer.take();
+    }
+  }
+  // P V of the last step.
+  __device__ __forceinline__ void end(int steps) const {
+    if constexpr (!VALUES_FIRST) kv.wait(order.values_of(steps - 1));
+    consumer.add_last(kv.stage(order.values_of(steps - 1)));
+    consumer.template added<0>();
+    kv.release(order.values_of(steps - 1));
+  }
+  // A step whose keys only the queries of other consumers see: this one releases its stages, and passes its turn on.
+  __device__ __forceinline__ void skip(int step) const {
+    kv.wait(order.keys_of(step));
+    kv.release(order.keys_of(step));
+    if constexpr (!VALUES_FIRST) {
+      acquire_order();
+      release_order();
+      kv.wait(order.values_of(step));
+      kv.release(order.values_of(step));
+    }
+  }
+};
+
+// A consumer's loop: its part of each item, and the epilogue.
+template <class Numerics, class Block, class KvPipeline, class WorkPipeline>
+__device__ __forceinline__ void consume(const params::Forward& p, unsigned char* shared, const Block (&blocks)[2],
+                                        const KvPipeline& kv, const WorkPipeline& work, int warpgroup) {
+  using T = typename Numerics::Type;
+  using Warpgroups = typename Numerics::Warpgroups;
+  int before = 0;
+  // The last consumer passes its turn on, so that consumer 0 begins.
+  if (!Numerics::VALUES_FIRST && warpgroup == Warpgroups::CONSUMERS - 1) ptx::named_barrier_arrive(MMA_ORDER, 2 * WARPGROUP_THREADS);
+  for (int item = 0;; ++item) {
+    work.wait(item);
+    const Block& block = blocks[item % 2];
+    if (block.head < 0) break;
+    Numerics numerics(p, block, shared);
+    int first = block.first + warpgroup * 64;
+    typename Numerics::Consumer consumer(numerics, item % 2, warpgroup);
+    int steps = steps_of<Warpgroups>(block, first, 64), whole_steps = block.visible(first) / Warpgroups::KEYS;
+    const int skipped_steps = block.skipped / Warpgroups::KEYS;
+    KvOrder<Numerics::VALUES_FIRST> order{before, steps_of<Warpgroups>(block, block.first, Warpgroups::QUERIES)};
+    ItemConsumer<Numerics, KvPipeline> part{consumer, kv, order, block.segment, warpgroup, first, whole_steps, skipped_steps};
+    if (steps > 0) {
+      part.begin();
+      for (int step = 1; step < steps; ++step) part.advance(step);
+      part.end(steps);
+    }
+    for (int step = steps; step < order.steps; ++step) part.skip(step);
+    before += order.pieces();
+    ptx::named_barrier_sync(QUERIES_READ + warpgroup, WARPGROUP_THREADS);
+    store<T, Numerics::STAGING>(p, block, consumer.softmax, consumer.staging());
+    ptx::fence_proxy_async();
+    ptx::mbarrier_arrive(work.empty(item));  // by each thread, because each has read the item
+  }
+}
+
 template <ForwardSm90Numerics Numerics, class Block = EveryKey>
 __device__ __forceinline__ void forward_sm90(const params::Forward& p) {
-  using T = typename Numerics::Type;
   using Warpgroups = typename Numerics::Warpgroups;
   using KvPipeline = Pipeline<Warpgroups::STAGES>;
   using WorkPipeline = Pipeline<2>;
@@ -135,137 +328,13 @@ __device__ __forceinline__ void forward_sm90(const params::Forward& p) {
     work.prepare(1 + Numerics::QUERY_ARRIVALS, Warpgroups::CONSUMERS * WARPGROUP_THREADS);  // 1: the item itself
   }
   __syncthreads();
-  auto steps_of = [](const Block& block, int first, int queries) {
-    int last = block.last_of(first, queries);
-    return first <= last ? (block.visible(last) + Warpgroups::KEYS - 1) / Warpgroups::KEYS : 0;
-  };
   int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
-  int before = 0;  // stages of the kv pipeline that earlier items used
-
   if (warpgroup == Warpgroups::CONSUMERS) {
     ptx::setmaxnreg<Warpgroups::PRODUCER_REGISTERS, Warpgroups::THREADS>();
-    int thread = ptx::opaque(threadIdx.x) - Warpgroups::CONSUMERS * WARPGROUP_THREADS;
-    if (thread >= Numerics::PRODUCER_THREADS) return;
-    for (int item = 0;; ++item) {
-      work.wait_empty(item);
-      Block& block = blocks[item % 2];
-      if (thread == 0) {
-        block = next_work<Block, Warpgroups::QUERIES>(p, item == 0);
-        ptx::mbarrier_arrive(work.full(item));
-      }
-      ptx::named_barrier_sync(PRODUCERS, Numerics::PRODUCER_THREADS);
-      if (block.head < 0) {
-        if (thread < Numerics::QUERY_ARRIVALS) ptx::mbarrier_arrive(work.full(item));
-        break;
-      }
-      Numerics numerics(p, block, shared);
-      numerics.load_queries(item % 2, thread, work.full(item));
-      int steps = steps_of(block, block.first, Warpgroups::QUERIES);
-      int pieces = Numerics::VALUES_FIRST ? steps : 2 * steps;
-#pragma unroll 1
-      for (int piece = 0; piece < pieces; ++piece) {
-        int n = before + piece;
-        kv.wait_empty(n);
-        if constexpr (Numerics::VALUES_FIRST) {
-          numerics.load(block.template number<Warpgroups::TILES>(piece), kv.stage(n), thread, kv.full(n));
-        } else {
-          bool values = piece + 1 == pieces || (piece > 0 && piece % 2 == 0);
-          int step = piece + 1 == pieces ? steps - 1 : values ? piece / 2 - 1 : (piece + 1) / 2;
-          numerics.load(values, block.template number<Warpgroups::TILES>(step), kv.stage(n), thread, kv.full(n));
-        }
-      }
-      before += pieces;
-    }
-    ptx::cp_async_wait_all();
-    return;
-  }
-
-  ptx::setmaxnreg<Warpgroups::CONSUMER_REGISTERS, Warpgroups::THREADS>();
-  // The last consumer passes its turn on, so that consumer 0 begins.
-  if (!Numerics::VALUES_FIRST && warpgroup == Warpgroups::CONSUMERS - 1) ptx::named_barrier_arrive(MMA_ORDER, 2 * WARPGROUP_THREADS);
-  for (int item = 0;; ++item) {
-    work.wait(item);
-    const Block& block = blocks[item % 2];
-    if (block.head < 0) break;
-    const Segment& segment = block.segment;
-    Numerics numerics(p, block, shared);
-    int first = block.first + warpgroup * 64;
-    typename Numerics::Consumer consumer(numerics, item % 2, warpgroup);
-    int steps = steps_of(block, first, 64), whole_steps = block.visible(first) / Warpgroups::KEYS;
-    const int skipped_steps = block.skipped / Warpgroups::KEYS;
-    constexpr bool VALUES_FIRST = Numerics::VALUES_FIRST;
-    int all_steps = steps_of(block, block.first, Warpgroups::QUERIES);
-    // The numbers of a step's keys and values in the kv pipeline.
-    auto keys_of = [&](int step) { return before + (VALUES_FIRST ? step : max(2 * step - 1, 0)); };
-    auto values_of = [&](int step) { return before + (VALUES_FIRST ? step : min(2 * step + 2, 2 * all_steps - 1)); };
-    auto start = [&](int step) {
-      kv.wait(keys_of(step));
-      consumer.start(kv.stage(keys_of(step)));
-    };
-    auto add = [&](int step) {
-      if constexpr (!VALUES_FIRST) kv.wait(values_of(step));
-      consumer.add(kv.stage(values_of(step)));
-    };
-    auto online_softmax = [&](int step, auto pending) {
-      constexpr int PENDING = decltype(pending)::value;
-      if constexpr (!VALUES_FIRST) {
-        consumer.template scored<PENDING>();
-        kv.release(keys_of(step));
-      }
-      int stage = kv.stage(keys_of(step));
-      if (__builtin_expect(step < whole_steps, true))
-        consumer.template online_softmax<false, PENDING>(step + skipped_steps, stage, segment, first);
-      else
-        consumer.template online_softmax<true, PENDING>(step + skipped_steps, stage, segment, first);
-    };
-    // Consumers take turns in issuing products, so that the products of one run under the softmax of another.
-    auto acquire_order = [&] { ptx::named_barrier_sync(MMA_ORDER + warpgroup, 2 * WARPGROUP_THREADS); };
-    auto release_order = [&] { ptx::named_barrier_arrive(MMA_ORDER + (warpgroup + 1) % Warpgroups::CONSUMERS, 2 * WARPGROUP_THREADS); };
-    if (steps > 0) {
-      if constexpr (!VALUES_FIRST) acquire_order();
-      start(0);
-      if constexpr (!VALUES_FIRST) release_order();
-      online_softmax(0, std::integral_constant<int, 0>());
-      if constexpr (!VALUES_FIRST) consumer.take();
-      for (int step = 1; step < steps; ++step) {
-        if constexpr (VALUES_FIRST) {
-          add(step - 1);
-          start(step);
-          consumer.template added<1>();
-          kv.release(values_of(step - 1));
-          online_softmax(step, std::integral_constant<int, 0>());
-        } else {
-          acquire_order();
-          start(step);
-          add(step - 1);
-          release_order();
-          online_softmax(step, std::integral_constant<int, 1>());
-          consumer.template added<0>();
-          kv.release(values_of(step - 1));
-          consumer.take();
-        }
-      }
-      if constexpr (!VALUES_FIRST) kv.wait(values_of(steps - 1));
-      consumer.add_last(kv.stage(values_of(steps - 1)));
-      consumer.template added<0>();
-      kv.release(values_of(steps - 1));
-    }
-    // Steps whose keys only the queries of other consumers see: this one releases their stages, and passes its turns on.
-    for (int step = steps; step < all_steps; ++step) {
-      kv.wait(keys_of(step));
-      kv.release(keys_of(step));
-      if constexpr (!VALUES_FIRST) {
-        acquire_order();
-        release_order();
-        kv.wait(values_of(step));
-        kv.release(values_of(step));
-      }
-    }
-    before += VALUES_FIRST ? all_steps : 2 * all_steps;
-    ptx::named_barrier_sync(QUERIES_READ + warpgroup, WARPGROUP_THREADS);
-    store<T, Numerics::STAGING>(p, block, consumer.softmax, consumer.staging());
-    ptx::fence_proxy_async();
-    ptx::mbarrier_arrive(work.empty(item));  // by each thread, because each has read the item
+    produce<Numerics>(p, shared, blocks, kv, work);
+  } else {
+    ptx::setmaxnreg<Warpgroups::CONSUMER_REGISTERS, Warpgroups::THREADS>();
+    consume<Numerics>(p, shared, blocks, kv, work, warpgroup);
   }
 }
 

@@ -96,35 +96,7 @@ struct SageBwdBackwardSm80 {
 
     Scores s;
     Scores dp;
-    {
-      int x[8][4];
-      multiply_score_codes<D>(x, shared + warp * 16 * D, at, lane);
-      // dP is computed this early where registers allow it, so that the tensor cores work on it while P is computed.
-      if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
-      float factor = q_dequant * k_dequant * (p.shape.softmax_scale * ptx::LOG2_E);
-      // MAGIC and the log-sum-exp are subtracted as one addend. Its rounding error is at most half a unit of the integer sums,
-      // whose own error, from the codes of Q and K, is about a hundred.
-      float magic = -quant::MAGIC * factor;
-      if (__builtin_expect(factor > quant::MAGIC_FACTOR, false)) {
-#pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) x[n][e] = __float_as_int(__int_as_float(x[n][e]) - quant::MAGIC);
-        magic = 0.0f;
-      }
-      float add[2] = {0.0f, 0.0f};
-      if (smooth_q) add[0] = mean_logits[warp * 16 + lane / 4], add[1] = mean_logits[warp * 16 + lane / 4 + 8];
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        float2 l = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
-        float2 offset = make_float2(magic + l.x, magic + l.y);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float logit = fmaf(__int_as_float(x[n][e]), factor, e & 1 ? offset.y : offset.x);
-          s[n][e] = ptx::exp2(smooth_q ? logit + add[e >> 1] : logit);
-        }
-      }
-    }
+    compute_probabilities(s, dp, at, minus_lse2, q_dequant, mean_logits, smooth_q, lane);
     if (visibility.masked) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
 
     auto share = [&](float(&largest)[2]) { share_maxima(largest, lane); };
@@ -148,20 +120,7 @@ struct SageBwdBackwardSm80 {
       for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
     // In bf16 for f16 inputs too: real dS is about 1e-7, which f16 cannot hold.
     store_scores<__nv_bfloat16>(ds_rows, s, lane);
-    if (smooth_q) {
-      // dK = dS^T (Q - mean) + (dS^T 1) mean. This adds the second term, from unquantized dS.
-      float sums[2] = {0.0f, 0.0f};
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sums[e >> 1] += s[n][e];
-      sums[0] = quad_sum(sums[0]), sums[1] = quad_sum(sums[1]);
-#pragma unroll
-      for (int n = 0; n < D / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          dk[n][e] = fmaf(sums[e >> 1], __ldg(p.codes.q_mean + int64_t(tile.padded) * D + n * 8 + 2 * (lane & 3) + (e & 1)), dk[n][e]);
-    }
+    if (smooth_q) add_mean_term(s, tile, lane);
     ScoreCodes ds_codes;
     float ds_dequant[2];
     quantize_scores<false>(s, ds_codes, ds_dequant, share);
@@ -254,6 +213,54 @@ struct SageBwdBackwardSm80 {
   }
 
  private:
+  // Computes P^T = 2^(logit - LSE), without a mask, of the tile in the stage `at`, and dP^T - D where registers allow it this early.
+  // With Q smoothing (smooth_q) the logits include mean_logits.
+  __device__ __forceinline__ void compute_probabilities(Scores& s, Scores& dp, uint32_t at, const float* minus_lse2, float q_dequant,
+                                                        const float* mean_logits, bool smooth_q, int lane) const {
+    int x[8][4];
+    multiply_score_codes<D>(x, shared + warp * 16 * D, at, lane);
+    // dP is computed this early where registers allow it, so that the tensor cores work on it while P is computed.
+    if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
+    float factor = q_dequant * k_dequant * (p.shape.softmax_scale * ptx::LOG2_E);
+    // MAGIC and the log-sum-exp are subtracted as one addend. Its rounding error is at most half a unit of the integer sums,
+    // whose own error, from the codes of Q and K, is about a hundred.
+    float magic = -quant::MAGIC * factor;
+    if (__builtin_expect(factor > quant::MAGIC_FACTOR, false)) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[n][e] = __float_as_int(__int_as_float(x[n][e]) - quant::MAGIC);
+      magic = 0.0f;
+    }
+    float add[2] = {0.0f, 0.0f};
+    if (smooth_q) add[0] = mean_logits[warp * 16 + lane / 4], add[1] = mean_logits[warp * 16 + lane / 4 + 8];
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      float2 l = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
+      float2 offset = make_float2(magic + l.x, magic + l.y);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float logit = fmaf(__int_as_float(x[n][e]), factor, e & 1 ? offset.y : offset.x);
+        s[n][e] = ptx::exp2(smooth_q ? logit + add[e >> 1] : logit);
+      }
+    }
+  }
+
+  // dK = dS^T (Q - mean) + (dS^T 1) mean. Adds the second term, from unquantized dS.
+  __device__ __forceinline__ void add_mean_term(const Scores& s, const QueryTile& tile, int lane) {
+    float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[e >> 1] += s[n][e];
+    sums[0] = quad_sum(sums[0]), sums[1] = quad_sum(sums[1]);
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        dk[n][e] = fmaf(sums[e >> 1], __ldg(p.codes.q_mean + int64_t(tile.padded) * D + n * 8 + 2 * (lane & 3) + (e & 1)), dk[n][e]);
+  }
+
   // factor * (x - MAGIC) with one rounding; `factor` is a quant::short_factor.
   static __device__ __forceinline__ float scaled(int x, float factor) {
     return fmaf(__int_as_float(x), factor, -quant::MAGIC * factor);

@@ -139,26 +139,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
       float q_dequant = *reinterpret_cast<const float*>(of.memory + stage_at(stage) + Q_SCALE_AT);
 
       if constexpr (!AHEAD) multiply(stage);
-      // P = 2^(logit - LSE), divided by the unit of dS so that dS is in its unit: the unit's exponent is added to that of P.
-      float2 lse[8];
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        lse[n] = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
-        lse[n].x += ds_unit.exponent, lse[n].y += ds_unit.exponent;
-      }
-      // dP^T - D. -D is read while S^T is in flight, but the accumulator is set to it after the wait, because ptxas would wait
-      // for the product in flight before it sets another accumulator.
-      ColumnValues minus_delta(minus_lse2 + TILE, lane);
-      ptx::wgmma_wait<0>(x);
       Scores s, dp;
-      minus_delta.set(dp);
-      multiply_rows<T, D, SM90_KEYS, true>(dp, of.shared + V_AT + warpgroup * CONSUMER_KEYS * 128, at + DOUT_AT);
-      float factor = q_dequant * k_dequant * (of.p.shape.softmax_scale * ptx::LOG2_E);
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[n][e] = fmaf(float(x[n][e]), factor, e & 1 ? lse[n].y : lse[n].x);
-      take_exponentials(s, masked, of.block.segment, tile * TILE, of.block.first_key + warpgroup * CONSUMER_KEYS + row, lane);
+      compute_probabilities(s, dp, tile, masked, q_dequant, at, minus_lse2, row, lane);
       // dS = P o (dP - D), interleaved with the codes of P: while one waits for its maxima (shuffles), the other computes.
       ptx::wgmma_wait<0>(dp);
       PackedScores p, w;
@@ -193,18 +175,55 @@ struct SageBwdBackwardSm90DqWarpgroup {
         ptx::fence_proxy_async();
         done();
       }
-      // Each warp makes the codes of 16 queries for dQ, from the dS of all warps of the consumer.
+      make_dq_codes(slot, row, lane);
+      ptx::fence_proxy_async();
+      ready();
+      if constexpr (AHEAD) next();
+
+      add_products(y, codes, ds_codes, dequant, ds_dequant, at, dout_dequant, lane);
+      if constexpr (!AHEAD) next();
+    }
+
+   private:
+    // Waits for S^T, issues dP^T - D, and computes P, divided by the unit of dS.
+    __device__ __forceinline__ void compute_probabilities(Scores& s, Scores& dp, int tile, bool masked, float q_dequant,
+                                                          uint32_t at, const float* minus_lse2, int row, int lane) {
+      // P = 2^(logit - LSE), divided by the unit of dS so that dS is in its unit: the unit's exponent is added to that of P.
+      float2 lse[8];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        lse[n] = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
+        lse[n].x += ds_unit.exponent, lse[n].y += ds_unit.exponent;
+      }
+      // dP^T - D. -D is read while S^T is in flight, but the accumulator is set to it after the wait, because ptxas would wait
+      // for the product in flight before it sets another accumulator.
+      ColumnValues minus_delta(minus_lse2 + TILE, lane);
+      ptx::wgmma_wait<0>(x);
+      minus_delta.set(dp);
+      multiply_rows<T, D, SM90_KEYS, true>(dp, of.shared + V_AT + warpgroup * CONSUMER_KEYS * 128, at + DOUT_AT);
+      float factor = q_dequant * k_dequant * (of.p.shape.softmax_scale * ptx::LOG2_E);
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[n][e] = fmaf(float(x[n][e]), factor, e & 1 ? lse[n].y : lse[n].x);
+      take_exponentials(s, masked, of.block.segment, tile * TILE, of.block.first_key + warpgroup * CONSUMER_KEYS + row, lane);
+    }
+
+    // Each warp makes the codes of 16 queries for dQ, from the dS of all warps of the consumer.
+    __device__ __forceinline__ void make_dq_codes(int slot, int row, int lane) {
       ptx::named_barrier_sync(WITHIN_CONSUMER + warpgroup, WARPGROUP_THREADS);
       ScoreCodes dq_codes;
       float2 dq_dequant;
       ds_unit.follow(quantize_queries(dq_codes, dq_dequant, of.ds_rows(warpgroup), of.units(warpgroup), row / 16, lane));
       store_codes(of.dq_codes(slot, warpgroup), of.dq_dequant(slot, warpgroup), row, lane, dq_codes, dq_dequant.x * k_dequant,
                   dq_dequant.y * k_dequant);
-      ptx::fence_proxy_async();
-      ready();
-      if constexpr (AHEAD) next();
+    }
 
-      // The chunks of dV, then those of dK: the next product is in flight while the last is added.
+    // Adds the chunks of dV, then those of dK, from the codes of P and dS: the next product is in flight while the last is added.
+    // That of the first chunk was issued already, into y[0].
+    __device__ __forceinline__ void add_products(int (&y)[2][CHUNK / 8][4], const ScoreCodes& codes, const ScoreCodes& ds_codes,
+                                                 const float (&dequant)[2], const float (&ds_dequant)[2], uint32_t at,
+                                                 const float* dout_dequant, int lane) {
       constexpr int PRODUCTS = CONSUMERS_KEEP_DK<D> ? 2 * CHUNKS : CHUNKS;
 #pragma unroll
       for (int i = 0; i < PRODUCTS; ++i) {
@@ -230,10 +249,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
           }
         }
       }
-      if constexpr (!AHEAD) next();
     }
 
-   private:
     // Issues P^T dO for a chunk of the channels.
     static __device__ __forceinline__ void start_values(int (&y)[CHUNK / 8][4], const ScoreCodes& codes, uint32_t stage, int chunk) {
       multiply_codes<2>(y, codes, ptx::row_descriptor<TILE>(stage + 2 * CODES + chunk * CHUNK * TILE));

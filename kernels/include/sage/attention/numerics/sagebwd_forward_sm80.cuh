@@ -108,73 +108,28 @@ struct SageBwdForwardSm80 {
     // A tile of zeros has scale 0. Any other factor gives logits of 0 too, and keeps minus infinity, which 0 would turn into NaN.
     float factor = quant::short_factor(q_factor * k_dequant);
     if (factor == 0.0f) factor = 1e-30f;
-    if constexpr (QK) {
-      // Converts MAGIC + sum to the sum in f32, and adds the logits of Q's mean in the same unit, so that the row maximum is that
-      // of complete logits.
-      float unit = 1.0f / factor;
-      const float* row = mean_logits + warp * 16 * M / TILE * TILE;
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float add = row[n * 8 + 2 * (lane & 3) + e] * unit;
-#pragma unroll
-          for (int m = 0; m < M; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              int& at = x[m][n][2 * h + e];
-              at = __float_as_int((__int_as_float(at) - quant::MAGIC) + add);
-            }
-        }
-    }
+    if constexpr (QK) add_mean_logits(x, factor, lane);
     if constexpr (MASKED) mask(x, segment, warp_first, tile * TILE, lane, __float_as_int(-CUDART_INF_F));
 
     const float exact_offset = QK ? 0.0f : -quant::MAGIC * factor;
     float row_max[2 * M], offset[2 * M];
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
-      if constexpr (QK) {
-        float largest = -CUDART_INF_F;
-#pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) largest = fmaxf(largest, __int_as_float(x[r >> 1][n][2 * (r & 1) + e]));
-        row_max[r] = quad_max(largest) * factor;
-      } else {
-        // All values are positive floats or minus infinity, whose order is that of their bits as integers.
-        int largest = x[r >> 1][0][2 * (r & 1)];
-#pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) largest = max(largest, x[r >> 1][n][2 * (r & 1) + e]);
-        row_max[r] = fmaf(__int_as_float(quad_max(largest)), factor, exact_offset);
-      }
+      row_max[r] = row_maximum(x, r, factor, exact_offset);
       // 2^(x factor + offset) is 127 at the row's largest logit or a little less: it is rounded down, because 128 is not a code.
-      // This rounding changes the offset by up to 2^-24 of MAGIC * factor, the same for the whole row, and dequant_scale below
-      // takes it into account.
+      // This rounding changes the offset by up to 2^-24 of MAGIC * factor, the same for the whole row, and p_dequant below takes
+      // it into account.
       offset[r] = __fadd_rd(exact_offset, quant::LOG2_127 - row_max[r]);
       if (MASKED && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
     }
     softmax.follow(row_max);
 
     float v_dequant = __ldg(p.codes.v_dequant_scale + first_key_tile + tile);
-    // Codes of P with one scale a row: A fragments of 16 queries x 32 keys, for each (32 keys, m).
-    uint32_t codes[2][M][4];
+    ProbabilityCodes codes;
     float dequant[2 * M];
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int n = 0; n < 8; n += 2) {
-        float e[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          e[i] = ptx::exp2(fmaf(__int_as_float(x[r >> 1][n + (i >> 1)][2 * (r & 1) + (i & 1)]), factor, offset[r]));
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum += e[i];
-        codes[n >> 2][r >> 1][(r & 1) + 2 * ((n >> 1) & 1)] = quant::codes_of_positive(e[0], e[1], e[2], e[3]);
-      }
+      float sum = quantize_row(x, r, factor, offset[r], codes);
       float p_dequant = ptx::exp2(exact_offset - offset[r] - softmax.shift(r));
       if (MASKED && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
       // The row's sum is that of the unquantized probabilities.
@@ -182,6 +137,94 @@ struct SageBwdForwardSm80 {
       dequant[r] = p_dequant * v_dequant;
     }
 
+    add_values(tile, codes, dequant, softmax, lane);
+    // Counts what MAGIC has added to each row, in units of MAGIC, for flush_magic.
+#pragma unroll
+    for (int r = 0; r < 2 * M; ++r) softmax.state(RowSoftmax::State::MAGIC, r) += dequant[r];
+    if (__builtin_expect(step % quant::MAGIC_TILES == quant::MAGIC_TILES - 1, false)) flush_magic(softmax);
+  }
+
+  // The products are floats MAGIC + sum. Subtracts from the accumulator what MAGIC has added since the last time, before it
+  // grows large.
+  __device__ __forceinline__ void flush_magic(RowSoftmax& softmax) {
+#pragma unroll
+    for (int r = 0; r < 2 * M; ++r) {
+      float& part = softmax.state(RowSoftmax::State::MAGIC, r);
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& acc = softmax.acc[r >> 1][n][2 * (r & 1) + e];
+          acc = fmaf(-quant::MAGIC, part, acc);
+        }
+      part = 0.0f;
+    }
+  }
+
+ private:
+  // Codes of P with one scale a row: A fragments of 16 queries x 32 keys, for each (32 keys, m).
+  using ProbabilityCodes = uint32_t[2][M][4];
+
+  // Converts MAGIC + sum to the sum in f32, and adds the logits of Q's mean in the same unit, so that the row maximum is that of
+  // complete logits.
+  __device__ __forceinline__ void add_mean_logits(Logits& x, float factor, int lane) const {
+    float unit = 1.0f / factor;
+    const float* row = mean_logits + warp * 16 * M / TILE * TILE;
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float add = row[n * 8 + 2 * (lane & 3) + e] * unit;
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            int& at = x[m][n][2 * h + e];
+            at = __float_as_int((__int_as_float(at) - quant::MAGIC) + add);
+          }
+      }
+  }
+
+  // The largest logit of a row, x * factor + exact_offset, over the four lanes that share the row.
+  static __device__ __forceinline__ float row_maximum(const Logits& x, int r, float factor, float exact_offset) {
+    if constexpr (QK) {
+      float largest = -CUDART_INF_F;
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) largest = fmaxf(largest, __int_as_float(x[r >> 1][n][2 * (r & 1) + e]));
+      return quad_max(largest) * factor;
+    } else {
+      // All values are positive floats or minus infinity, whose order is that of their bits as integers.
+      int largest = x[r >> 1][0][2 * (r & 1)];
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) largest = max(largest, x[r >> 1][n][2 * (r & 1) + e]);
+      return fmaf(__int_as_float(quad_max(largest)), factor, exact_offset);
+    }
+  }
+
+  // Computes 2^(x factor + offset) of a row, and its codes. Returns this lane's share of their sum before they are rounded.
+  static __device__ __forceinline__ float quantize_row(const Logits& x, int r, float factor, float offset, ProbabilityCodes& codes) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      float e[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        e[i] = ptx::exp2(fmaf(__int_as_float(x[r >> 1][n + (i >> 1)][2 * (r & 1) + (i & 1)]), factor, offset));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum += e[i];
+      codes[n >> 2][r >> 1][(r & 1) + 2 * ((n >> 1) & 1)] = quant::codes_of_positive(e[0], e[1], e[2], e[3]);
+    }
+    return sum;
+  }
+
+  // O += P V of a tile.
+  __device__ __forceinline__ void add_values(int tile, const ProbabilityCodes& codes, const float (&dequant)[2 * M],
+                                             RowSoftmax& softmax, int lane) const {
     layout::ReaderB<TILE> v_reader(k_tile(tile) + TILE_BYTES, lane);
 #pragma unroll
     for (int n = 0; n < D / 8; n += 2) {
@@ -205,27 +248,6 @@ struct SageBwdForwardSm80 {
             float& acc = softmax.acc[m][n + i][e];
             acc = fmaf(__int_as_float(y[m][i][e]), dequant[2 * m + (e >> 1)], acc);
           }
-    }
-    // Counts what MAGIC has added to each row, in units of MAGIC, for flush_magic.
-#pragma unroll
-    for (int r = 0; r < 2 * M; ++r) softmax.state(RowSoftmax::State::MAGIC, r) += dequant[r];
-    if (__builtin_expect(step % quant::MAGIC_TILES == quant::MAGIC_TILES - 1, false)) flush_magic(softmax);
-  }
-
-  // The products are floats MAGIC + sum. Subtracts from the accumulator what MAGIC has added since the last time, before it
-  // grows large.
-  __device__ __forceinline__ void flush_magic(RowSoftmax& softmax) {
-#pragma unroll
-    for (int r = 0; r < 2 * M; ++r) {
-      float& part = softmax.state(RowSoftmax::State::MAGIC, r);
-#pragma unroll
-      for (int n = 0; n < D / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& acc = softmax.acc[r >> 1][n][2 * (r & 1) + e];
-          acc = fmaf(-quant::MAGIC, part, acc);
-        }
-      part = 0.0f;
     }
   }
 };

@@ -130,50 +130,12 @@ struct SageBwdForwardSm90 {
       // At head_dim 64 the scales are copied to registers, at 128 they are read from shared memory where they are used. Either
       // choice makes the kernel 5 % faster than the other, because ptxas then orders the other instructions differently.
       const std::conditional_t<D == 64, StepScales, StepScales&> scales = of.scales(stage);
-      float factor[2];
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        // A tile of zeros has scale 0. Any other factor gives logits of 0 too, and keeps minus infinity, which 0 would turn into
-        // NaN.
-        factor[t] = q_factor * scales.k[t];
-        if (factor[t] == 0.0f) factor[t] = 1e-30f;
-      }
+      const float factor[2] = {logit_factor(scales.k[0]), logit_factor(scales.k[1])};
       ptx::wgmma_wait<PENDING>(x);
-      float s[2][1][8][4];
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-#pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) s[t][0][n][e] = float(x[t * 8 + n][e]);
-        if constexpr (MASKED)
-          mask(s[t], segment, first + threadIdx.x / 32 % 4 * 16, (2 * step + t) * TILE, lane, -CUDART_INF_F);
-      }
-      // The maximum of each row over logits plus log2_v: logits of the tile with the smaller values count for less.
+      Logits s[2];
+      take_logits<MASKED>(s, step, segment, first, lane);
       float row_max[2], offset[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float of_tile[2];
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          if constexpr (MASKED) {
-            of_tile[t] = -CUDART_INF_F;
-#pragma unroll
-            for (int n = 0; n < 8; ++n) of_tile[t] = fmaxf(of_tile[t], fmaxf(s[t][0][n][2 * r], s[t][0][n][2 * r + 1]));
-          } else {
-            int largest = x[t * 8][2 * r];
-#pragma unroll
-            for (int n = 0; n < 8; ++n) largest = max(max(largest, x[t * 8 + n][2 * r]), x[t * 8 + n][2 * r + 1]);
-            of_tile[t] = float(largest);
-          }
-          of_tile[t] = fmaf(of_tile[t], factor[t], scales.log2_v[t]);
-        }
-        row_max[r] = quad_max(fmaxf(of_tile[0], of_tile[1]));
-        // 2^(x factor + log2_v + offset) is 254 at that maximum, or a little less: the offset is lowered by 2^-21 of the maximum,
-        // which is more than all roundings on the way, so that no code exceeds 254.
-        offset[r] = fmaf(fabsf(row_max[r]), -0x1p-21f, quant::LOG2_254 - row_max[r]);
-        if (MASKED && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
-      }
+      find_maxima<MASKED>(s, factor, scales, row_max, offset);
       softmax.follow(row_max);
       // Adds 0. The false dependency on the branch in `follow` makes ptxas schedule ex2 and packing in one basic block, where
       // several units work at once; without it ex2 is hoisted above the branch and serializes.
@@ -229,13 +191,7 @@ struct SageBwdForwardSm90 {
       }
       // The codes are shifted last, where the branch separates no instructions that should be interleaved: a factor where P is
       // computed costs 2 % at head_dim 64.
-      if (__builtin_expect(scales.beyond != 0, false)) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            if (i >= 2 || !alone[j % 2]) codes[i][j] = quant::codes_over(codes[i][j], scales.beyond >> 8 * (i / 2) & 255);
-      }
+      if (__builtin_expect(scales.beyond != 0, false)) shift_codes(scales, alone);
     }
 
     __device__ __forceinline__ void add_last(int stage) { add(stage); }
@@ -254,6 +210,69 @@ struct SageBwdForwardSm90 {
       for (int n = 0; n < D / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) softmax.acc[0][n][e] = fmaf(float(y[n][e]), dequant[e >> 1], softmax.acc[0][n][e]);
+    }
+
+   private:
+    using Logits = float[1][8][4];  // S of a tile, as the sums of codes
+
+    // What logits are multiplied with, for the dequant_scale of a tile's keys. A tile of zeros has scale 0. Any other factor gives
+    // logits of 0 too, and keeps minus infinity, which 0 would turn into NaN.
+    __device__ __forceinline__ float logit_factor(float k_dequant) const {
+      float factor = q_factor * k_dequant;
+      return factor == 0.0f ? 1e-30f : factor;
+    }
+
+    // Converts S of both tiles to floats, and masks it.
+    template <bool MASKED>
+    __device__ __forceinline__ void take_logits(Logits (&s)[2], int step, const Segment& segment, int first, int lane) const {
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[t][0][n][e] = float(x[t * 8 + n][e]);
+        if constexpr (MASKED)
+          mask(s[t], segment, first + threadIdx.x / 32 % 4 * 16, (2 * step + t) * TILE, lane, -CUDART_INF_F);
+      }
+    }
+
+    // Computes the maximum of each row over logits plus log2_v, because logits of the tile with the smaller values count for less;
+    // and the offset with which 2^(x factor + log2_v + offset) is in the range of the codes.
+    template <bool MASKED>
+    __device__ __forceinline__ void find_maxima(const Logits (&s)[2], const float (&factor)[2], const StepScales& scales,
+                                                float (&row_max)[2], float (&offset)[2]) const {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float of_tile[2];
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          if constexpr (MASKED) {
+            of_tile[t] = -CUDART_INF_F;
+#pragma unroll
+            for (int n = 0; n < 8; ++n) of_tile[t] = fmaxf(of_tile[t], fmaxf(s[t][0][n][2 * r], s[t][0][n][2 * r + 1]));
+          } else {
+            int largest = x[t * 8][2 * r];
+#pragma unroll
+            for (int n = 0; n < 8; ++n) largest = max(max(largest, x[t * 8 + n][2 * r]), x[t * 8 + n][2 * r + 1]);
+            of_tile[t] = float(largest);
+          }
+          of_tile[t] = fmaf(of_tile[t], factor[t], scales.log2_v[t]);
+        }
+        row_max[r] = quad_max(fmaxf(of_tile[0], of_tile[1]));
+        // 2^(x factor + log2_v + offset) is 254 at that maximum, or a little less: the offset is lowered by 2^-21 of the maximum,
+        // which is more than all roundings on the way, so that no code exceeds 254.
+        offset[r] = fmaf(fabsf(row_max[r]), -0x1p-21f, quant::LOG2_254 - row_max[r]);
+        if (MASKED && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
+      }
+    }
+
+    // Applies the powers of two of `beyond` to the codes, but not to the first tile's of rows that see it alone.
+    __device__ __forceinline__ void shift_codes(const StepScales& scales, const bool (&alone)[2]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          if (i >= 2 || !alone[j % 2]) codes[i][j] = quant::codes_over(codes[i][j], scales.beyond >> 8 * (i / 2) & 255);
     }
   };
 };
