@@ -61,6 +61,7 @@ __device__ __forceinline__ void blend_forward(const params::Blend& p) {
 // exact branch and its part.
 template <class T, bool TAIL>
 __device__ __forceinline__ void blend_backward(const params::Blend& p) {
+  __shared__ float parts[WARPS];
   Place at(p);
   if (at.first >= at.end) return;
   MixtureWeights weights = at.weights(p);
@@ -88,7 +89,7 @@ __device__ __forceinline__ void blend_backward(const params::Blend& p) {
     dsparse.store_8(row, column, words);
     if constexpr (TAIL) dtail.store_8(row, column, rest);
   }
-  float sum = attention::sum_of_block<WARPS>(dtheta);
+  float sum = attention::sum_of_block<WARPS>(dtheta, parts);
   if (threadIdx.x == 0) attention::theta_part(p.mixture, p.shape, blockIdx.y, at.head, blockIdx.x) = sum;
 }
 

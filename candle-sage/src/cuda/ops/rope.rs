@@ -78,6 +78,7 @@ impl<'a> Heads<'a> {
 /// A new tensor for several results, concatenated along the heads.
 struct Beside {
     storage: CudaStorage,
+    tokens: usize,
     sequence: usize,
     heads: usize,
     head_dim: usize,
@@ -97,13 +98,15 @@ impl Beside {
             heads += of_result;
         }
         let storage = Float::of(NAME, all[0].0)?.alloc(gpu, batch * sequence * heads * head_dim)?;
-        Ok(Self { storage, sequence, heads, head_dim, first })
+        Ok(Self { storage, tokens: batch * sequence, sequence, heads, head_dim, first })
     }
 
     /// Where a result is written.
     fn place(&self, result: usize, gpu: &Gpu) -> Result<params::Heads<'_>> {
         let (token, head) = ((self.heads * self.head_dim) as i64, self.head_dim as i64);
-        let data = element(&self.storage, self.first[result] * self.head_dim, gpu)?;
+        // Without tokens the storage is empty, and no kernel writes to it.
+        let first = if self.tokens == 0 { 0 } else { self.first[result] * self.head_dim };
+        let data = element(&self.storage, first, gpu)?;
         Ok(params::Heads { data, batch: token * self.sequence as i64, token, head })
     }
 }

@@ -46,10 +46,10 @@ __device__ __forceinline__ float& theta_part(const params::Mixture& mixture, con
   return mixture.parts[int64_t(head) * mixture.lists.query_blocks + first_query_block(shape, segment_index) + block];
 }
 
-// The sum of a value of each thread of WARPS warps, for thread 0; all threads call it, once.
+// The sum of a value of each thread of WARPS warps, for thread 0; all threads call it. `parts` is shared memory for a value a
+// warp, which nobody reads any more.
 template <int WARPS>
-__device__ __forceinline__ float sum_of_block(float x) {
-  __shared__ float parts[WARPS];
+__device__ __forceinline__ float sum_of_block(float x, float* parts) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;

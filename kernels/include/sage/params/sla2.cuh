@@ -78,7 +78,7 @@ struct Linear {
   int32_t padding;
 };
 
-// The mixture by itself. In the backward, `tail` and `dtail` without data leave out their parts.
+// The mixture by itself. `blend_backward_exact` reads and writes no `tail` and `dtail`.
 struct Blend {
   View sparse;
   View tail;

@@ -55,6 +55,8 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
     if (mixed && real) {
       attention::MixtureWeights weights(p.mixture, p.shape, at.segment, at.segment_index, at.head, at.block);
       float a = weights.of_exact(at.first + row);
+      // Where no key is left to the tail nothing of it reaches a gradient, whatever its normalizer is.
+      if (a >= 1.0f) t = 0.0f, inverse = 0.0f;
       if (lane % 4 == 0) dtheta -= a * (1.0f - a) * t;
       inverse *= 1.0f - a;
     }
@@ -77,7 +79,8 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   }
   store_rows<T, D>(dq, shared + At::ROWS_BYTES, warp * 16, at.first, p.add);
   if (!mixed) return;
-  float sum = attention::sum_of_block<WARPS>(dtheta);
+  __syncthreads();  // all warps have read the normalizers
+  float sum = attention::sum_of_block<WARPS>(dtheta, norms);
   if (threadIdx.x == 0) attention::theta_part(p.mixture, p.shape, at.segment_index, at.head, at.block) += sum;
 }
 
