@@ -9,8 +9,12 @@
 #include <sage/quant/pack_nvfp4.cuh>
 
 #include "../quantize.cu"
+#include "tensor.h"
 
 using namespace sage;
+using host::random_value;
+using host::state;
+using host::Tensor;
 
 namespace {
 
@@ -18,33 +22,6 @@ struct Case {
   int batch, queries, keys, query_heads, key_heads, head_dim;
   bool causal, smooth;
   std::vector<int> query_starts, key_starts;  // of packed documents, and the end of the last one
-};
-
-uint32_t state = 1;
-float random_value() {
-  float sum = 0.0f;
-  for (int i = 0; i < 3; ++i) {
-    state = state * 1664525u + 1013904223u;
-    sum += float(state >> 8) / 8388608.0f - 1.0f;
-  }
-  return sum;
-}
-
-template <class T>
-struct Tensor {
-  std::vector<T> values;
-  params::View view;
-  int tokens, heads, channels;
-  Tensor(int batch, int tokens, int heads, int channels, float size)
-      : values(size_t(batch) * tokens * heads * channels + 16), tokens(tokens), heads(heads), channels(channels) {
-    for (T& x : values) x = ptx::from_float<T>(size * random_value() + 0.2f * size);
-    bool vector = channels % 8 == 0;
-    // Rows start on 16 bytes, because a vector's memory does.
-    view = {values.data(), int64_t(tokens) * heads * channels, int64_t(heads) * channels, channels, 1, vector, 0};
-  }
-  float at(int batch, int token, int head, int channel) const {
-    return float(values[((size_t(batch) * tokens + token) * heads + head) * channels + channel]);
-  }
 };
 
 // Rounds sixteen values to NVFP4 by the formats' definitions: candle-sage/src/nvfp4.rs.

@@ -5,8 +5,12 @@
 #include "../blend.cu"
 #undef KERNEL
 #include "../past_linear.cu"
+#include "tensor.h"
 
 using namespace sage;
+using host::random_value;
+using host::state;
+using host::Tensor;
 
 namespace {
 
@@ -15,32 +19,6 @@ constexpr int BLOCK = past_linear::BLOCK;
 struct Case {
   int batch, tokens, query_heads, key_heads, head_dim, chunk_blocks;
   std::vector<int> starts;  // of packed documents, and the end of the last one
-};
-
-uint32_t state = 1;
-double random_value() {
-  double sum = 0;
-  for (int i = 0; i < 3; ++i) {
-    state = state * 1664525u + 1013904223u;
-    sum += double(state >> 8) / 8388608.0 - 1.0;
-  }
-  return sum;
-}
-
-template <class T>
-struct Tensor {
-  std::vector<T> values;
-  params::View view;
-  int tokens, heads, channels;
-  Tensor(const Case& c, int heads, double size) : values(size_t(c.batch) * c.tokens * heads * c.head_dim + 16), tokens(c.tokens), heads(heads), channels(c.head_dim) {
-    for (T& x : values) x = ptx::from_float<T>(float(size * random_value()));
-    view = {values.data(), int64_t(tokens) * heads * channels, int64_t(heads) * channels, channels, 1, channels % 8 == 0, 0};
-  }
-  // The channels of a token of a head.
-  std::vector<double> row(int batch, int token, int head) const {
-    const T* at = &values[((size_t(batch) * tokens + token) * heads + head) * channels];
-    return std::vector<double>(at, at + channels);
-  }
 };
 
 double dot(const std::vector<double>& a, const std::vector<double>& b) {
@@ -130,13 +108,13 @@ struct Problem {
   params::Linear p = {};
 
   Problem(const Case& c, bool mixed, bool by_count)
-      : c(c), mixed(mixed), by_count(by_count), q(c, c.query_heads, 1), k(c, c.key_heads, 1), v(c, c.key_heads, 1),
-        sparse(c, c.query_heads, 1), dout(c, c.query_heads, 1), out(c, c.query_heads, 100), dsparse(c, c.query_heads, 100),
-        dq(c, c.query_heads, 100), dk(c, c.key_heads, 100), dv(c, c.key_heads, 100), layout(c), theta(c.query_heads),
+      : c(c), mixed(mixed), by_count(by_count), q(tensor(c.query_heads, 1)), k(tensor(c.key_heads, 1)), v(tensor(c.key_heads, 1)),
+        sparse(tensor(c.query_heads, 1)), dout(tensor(c.query_heads, 1)), out(tensor(c.query_heads, 100)),
+        dsparse(tensor(c.query_heads, 100)), dq(tensor(c.query_heads, 100)), dk(tensor(c.key_heads, 100)), dv(tensor(c.key_heads, 100)), layout(c), theta(c.query_heads),
         dtheta(c.query_heads), parts(size_t(c.query_heads) * layout.blocks, NAN), sums(size_t(c.key_heads) * layout.blocks * D, NAN),
         rows(size_t(2) * c.query_heads * layout.tiles * 64, NAN),
         states(size_t(c.key_heads) * layout.blocks * D * D, ptx::from_float<T>(NAN)) {
-    for (float& x : theta) x = float(random_value());
+    for (float& x : theta) x = random_value();
     p.q = q.view, p.k = k.view, p.v = v.view, p.out = out.view, p.dout = dout.view, p.dq = dq.view, p.dk = dk.view, p.dv = dv.view;
     p.sparse = sparse.view;
     p.shape = {layout.packed ? layout.segments.data() : nullptr, layout.count(), layout.longest, layout.longest, c.query_heads, c.key_heads, c.head_dim, 1, 1.0f, layout.tiles, layout.tiles, 1, 0};
@@ -145,6 +123,7 @@ struct Problem {
     p.states = states.data(), p.sums = sums.data(), p.chunk_sums = chunk_sums.data(), p.rows = rows.data();
     if (mixed) p.mixture = {theta.data(), parts.data(), {layout.lists.data(), nullptr, nullptr, layout.stride, layout.blocks, layout.blocks, 0}, by_count, 0};
   }
+  Tensor<T> tensor(int heads, float size) const { return Tensor<T>(c.batch, c.tokens, heads, c.head_dim, size); }
   int longest_blocks() const { return (layout.longest + BLOCK - 1) / BLOCK; }
 
   void make_states() {
