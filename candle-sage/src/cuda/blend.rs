@@ -98,7 +98,7 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 3]> for Gradients<'_> {
         let dsparse = Output::new(gpu, call.element, selection.shape().query_dims())?;
         let dtail = Output::new(gpu, call.element, selection.shape().query_dims())?;
         let heads = selection.shape().query_heads();
-        let parts = gpu.alloc::<f32>(heads * selection.blocks().rows())?;
+        let parts = gpu.alloc::<f32>(self.0.theta_parts())?;
         let dtheta = gpu.alloc::<f32>(heads)?;
         let mut params = sla2::Blend {
             tail: view(tail, gpu)?,

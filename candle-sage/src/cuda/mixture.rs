@@ -2,14 +2,14 @@
 
 use candle_core::{CudaStorage, Result};
 
-use super::address::address;
+use super::address::{address, address_at, first_index};
 use super::kernels::Grid;
 use super::params::launch;
-use super::params::sla2::{Blend, Linear};
+use super::params::sla2::{self, Blend, Linear};
 use super::tensor::{Output, view};
 use super::{blend, past_linear};
 use crate::launch::{Launch, Operand};
-use crate::ops::mixture::{Gradients, Mixture};
+use crate::ops::mixture::Mixture;
 
 /// The output of query, key, value, exact attention and `theta`.
 impl Launch<[Operand<'_>; 5], CudaStorage> for Mixture {
@@ -22,13 +22,13 @@ impl Launch<[Operand<'_>; 5], CudaStorage> for Mixture {
 }
 
 /// The gradient of exact attention's output, and a part of that of `theta` for each block of queries.
-impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for Gradients<'_> {
+impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for Mixture {
     fn launch(&self, [sparse, theta, dout]: [Operand<'_>; 3]) -> Result<[CudaStorage; 2]> {
-        let selection = &self.0.blend.selection;
-        let call = blend::Call::new(&self.0.blend, sparse, theta)?;
+        let blend = &self.blend;
+        let call = blend::Call::new(blend, sparse, theta)?;
         let gpu = &call.gpu;
-        let dsparse = Output::new(gpu, call.element, selection.shape().query_dims())?;
-        let parts = gpu.alloc::<f32>(selection.shape().query_heads() * selection.blocks().rows())?;
+        let dsparse = Output::new(gpu, call.element, blend.selection.shape().query_dims())?;
+        let parts = gpu.alloc::<f32>(blend.theta_parts())?;
         let mut params = Blend { dout: view(dout, gpu)?, out: dsparse.view(gpu)?, ..call.params()? };
         params.mixture.parts = address(&parts, gpu);
         call.launch("blend_backward_exact", &params)?;
@@ -37,25 +37,21 @@ impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for Gradients<'_> {
 }
 
 /// Adds the tail's gradients to those of query, key and value, its part of `theta`'s to the parts, and returns their sum.
-impl Launch<[Operand<'_>; 10], CudaStorage> for Gradients<'_> {
-    fn launch(
-        &self,
-        [q, k, v, sparse, theta, dout, dq, dk, dv, parts]: [Operand<'_>; 10],
-    ) -> Result<CudaStorage> {
-        let Mixture { tail, blend } = self.0;
+impl Launch<[Operand<'_>; 9], CudaStorage> for Mixture {
+    fn launch(&self, [q, k, v, theta, dout, dq, dk, dv, parts]: [Operand<'_>; 9]) -> Result<CudaStorage> {
+        let Self { tail, blend } = self;
         let call = past_linear::Call::new(tail, [q, k, v])?;
-        let weights = blend::Call::new(blend, sparse, theta)?;
-        let gpu = &weights.gpu;
-        let onto = [view(dq, gpu)?, view(dk, gpu)?, view(dv, gpu)?];
-        let mut sums = weights.params()?;
-        sums.mixture.parts = address(parts.0.as_cuda_slice::<f32>()?, gpu);
-        call.backward(Linear { add: 1, mixture: sums.mixture, ..call.params()? }, dout, onto)?;
+        let (gpu, weights) = (call.gpu.clone(), blend::Weights::new(blend, theta)?);
+        let onto = [view(dq, &gpu)?, view(dk, &gpu)?, view(dv, &gpu)?];
+        let parts = address_at(parts.0.as_cuda_slice::<f32>()?, first_index(parts.1), &gpu)?;
+        let mixture = sla2::Mixture { parts, ..weights.mixture(&gpu)? };
+        call.backward(Linear { add: 1, mixture, ..call.params()? }, dout, onto)?;
         // The states are freed before the last launch: its kernel does not read them.
         drop(call);
         let heads = blend.selection.shape().query_heads();
         let dtheta = gpu.alloc::<f32>(heads)?;
-        let sums = Blend { dtheta: address(&dtheta, gpu), ..sums };
-        launch(gpu, "blend_sum_theta", Grid::line(heads, 32), &sums)?;
+        let sums = Blend { dtheta: address(&dtheta, &gpu), mixture, ..Blend::default() };
+        launch(&gpu, "blend_sum_theta", Grid::line(heads, 32), &sums)?;
         Ok(CudaStorage::wrap_cuda_slice(dtheta, gpu.device.clone()))
     }
 }

@@ -24,9 +24,9 @@ const SCAN_THREADS: u32 = 256;
 pub(super) struct Call<'a> {
     pub(super) gpu: Gpu,
     shape: &'a AttentionShape,
-    pub(super) element: Element,
+    element: Element,
     d: usize,
-    pub(super) geometry: Geometry,
+    geometry: Geometry,
     inputs: [Operand<'a>; 3],
     blocks: usize,
     chunks: usize,

@@ -149,6 +149,13 @@ impl Blend {
     }
 }
 
+impl Blend {
+    /// Parts that a GPU sums the gradient of `theta` from: one for each query head and block of queries.
+    pub(crate) fn theta_parts(&self) -> usize {
+        self.selection.shape().query_heads() * self.selection.blocks().rows()
+    }
+}
+
 /// The gradients of the inputs of a mixture, for them and the output's gradient.
 pub(crate) struct Gradients<'a>(pub(crate) &'a Blend);
 

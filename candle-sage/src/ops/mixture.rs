@@ -101,6 +101,9 @@ impl Mixture {
         Ok([dq, dk, dv, dtheta])
     }
 
+    /// The same on a GPU, in two launches with the backward of exact attention between them. The first gives the gradient of exact
+    /// attention's output, and parts of that of `theta`; the second adds the tail's gradients in place to those of query, key and
+    /// value, its share to the parts, and gives the gradient of `theta`.
     fn backward_on_cuda(
         &self,
         [q, k, v, sparse, theta]: Inputs<'_>,
@@ -110,29 +113,15 @@ impl Mixture {
         let theta = &theta.contiguous()?;
         self.tail.check_dout(q, dout)?;
         supported(NAME, &[q, k, v, sparse, theta, dout])?;
-        let gradients = Gradients(self);
         let [dsparse, parts]: [CudaStorage; 2] =
-            with_cuda(NAME, [sparse, theta, dout], |operands| gradients.launch(operands))?;
-        let (dsparse, parts) = (cuda_tensor(dsparse, q.shape()), cuda_tensor(parts, gradients.parts()));
+            with_cuda(NAME, [sparse, theta, dout], |operands| self.launch(operands))?;
+        let (dsparse, parts) =
+            (cuda_tensor(dsparse, q.shape()), cuda_tensor(parts, self.blend.theta_parts()));
         let [dq, dk, dv] = exact(&dsparse)?;
         // The tail's gradients are added in place, so that memory peaks no higher than with attention alone.
         drop(dsparse);
-        let all = [q, k, v, sparse, theta, dout, &dq, &dk, &dv, &parts];
-        let dtheta: CudaStorage = with_cuda(NAME, all, |operands| gradients.launch(operands))?;
+        let all = [q, k, v, theta, dout, &dq, &dk, &dv, &parts];
+        let dtheta: CudaStorage = with_cuda(NAME, all, |operands| self.launch(operands))?;
         Ok([dq, dk, dv, cuda_tensor(dtheta, theta.shape())])
-    }
-}
-
-/// The gradients on a GPU, in two launches with the backward of exact attention between them. The first takes the output of
-/// exact attention, `theta` and the gradient of the mixture; it gives the gradient of that output, and parts of that of `theta`.
-/// The second adds the tail's gradients in place to those of query, key and value, and its share to the parts; it gives the
-/// gradient of `theta`.
-pub(crate) struct Gradients<'a>(pub(crate) &'a Mixture);
-
-impl Gradients<'_> {
-    /// Parts of the gradient of `theta`: one for each query head and block of queries.
-    pub(crate) fn parts(&self) -> usize {
-        let selection = &self.0.blend.selection;
-        selection.shape().query_heads() * selection.blocks().rows()
     }
 }

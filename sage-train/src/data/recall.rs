@@ -1,6 +1,6 @@
 //! Documents in which what was said once, far before, is asked for. Each document is a pure function of (seed, number).
 //!
-//! Every name of a document has a number, said in a sentence such as `Baruto keeps the number 42.` A document is a row of
+//! Every name of a document has a number, said in a sentence such as `Bara keeps the number 42.` A document is a row of
 //! paragraphs:
 //!
 //! - a *beginning* says a name's number, and goes on with a story that has the name in each of its sentences;
@@ -62,7 +62,7 @@ pub struct Question {
     pub said: usize,
 }
 
-/// A piece of a document, which starts with a space or at the start of a line, where tokenizers cut.
+/// A piece of a document, which begins and ends where tokenizers cut: at spaces, ends of lines and punctuation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Piece {
     /// The text.

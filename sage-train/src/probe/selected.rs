@@ -188,16 +188,19 @@ impl Part {
         })
     }
 
-    /// What stands for the rest, for a weight of the selected blocks that is computed from their number.
-    fn tail(&self, selection: &Selection, rest: Rest, block: usize) -> candle_core::Result<Tensor> {
+    /// All that can stand for the rest. Of the selection its blocks count alone.
+    fn tails(&self, selection: &Selection, block: usize) -> candle_core::Result<[(Rest, Tensor); 5]> {
         let [q, k, v] = &self.inputs;
-        match rest {
-            Rest::Linear | Rest::Constant => past_linear(q, k, v, selection, Tail::Past),
-            // All features are the same where queries and keys are.
-            Rest::Mean => past_linear(&q.zeros_like()?, &k.zeros_like()?, v, selection, Tail::Past),
-            Rest::Pooled => self.pooled(block),
-            Rest::Nothing => self.out.zeros_like(),
-        }
+        let linear = past_linear(q, k, v, selection, Tail::Past)?;
+        // All features are the same where queries and keys are.
+        let mean = past_linear(&q.zeros_like()?, &k.zeros_like()?, v, selection, Tail::Past)?;
+        Ok([
+            (Rest::Linear, linear.clone()),
+            (Rest::Constant, linear),
+            (Rest::Mean, mean),
+            (Rest::Pooled, self.pooled(block)?),
+            (Rest::Nothing, self.out.zeros_like()?),
+        ])
     }
 
     /// Softmax attention over the mean keys of past blocks, with their mean values; zeros where there are none.
@@ -227,22 +230,36 @@ impl Part {
         weights.matmul(&means(v)?.contiguous()?)?.transpose(1, 2)?.contiguous()
     }
 
-    /// Squared distances from dense attention of each query head, where `theta` is one value for all.
+    /// Squared distances from dense attention of each query head.
     fn distances(
         &self,
-        [sparse, tail]: [&Tensor; 2],
-        selection: &Selection,
+        picked: &Picked,
+        tail: &Tensor,
         theta: &[f32],
         alpha: Alpha,
     ) -> candle_core::Result<Vec<f32>> {
         let theta = Tensor::new(theta, &Device::Cpu)?;
-        let out = blend(sparse, tail, &theta, selection, alpha)?;
+        let out = blend(&picked.out, tail, &theta, &picked.selection, alpha)?;
         (out - &self.out)?.sqr()?.sum((0, 1, 3))?.to_vec1()
     }
 }
 
+/// Blocks that were picked for some sequences, and attention over them.
+struct Picked {
+    selection: Selection,
+    out: Tensor,
+}
+
+impl Picked {
+    fn new(part: &Part, selection: Selection) -> candle_core::Result<Self> {
+        let [q, k, v] = &part.inputs;
+        let out = Attention::new(Scheme::FullPrecision).causal(true).select(&selection).apply(q, k, v)?;
+        Ok(Self { selection, out })
+    }
+}
+
 /// `theta` that some sequences would have, a value for each query head: the best of a grid.
-fn fit(part: &Part, selection: &Selection, rest: Rest, block: usize) -> candle_core::Result<Vec<f32>> {
+fn fit(part: &Part, picked: &Picked, rest: Rest, tail: &Tensor) -> candle_core::Result<Vec<f32>> {
     let heads = part.shape.query_heads();
     match rest {
         // sigmoid(1.7346) = .85
@@ -250,11 +267,10 @@ fn fit(part: &Part, selection: &Selection, rest: Rest, block: usize) -> candle_c
         Rest::Nothing => return Ok(vec![f32::INFINITY; heads]),
         _ => {}
     }
-    let [sparse, tail] = [sparse(part, selection)?, part.tail(selection, rest, block)?];
     let mut best = vec![(f32::INFINITY, 0.0); heads];
     for step in -24..=40 {
         let theta = step as f32 / 4.0;
-        let distances = part.distances([&sparse, &tail], selection, &vec![theta; heads], Alpha::Count)?;
+        let distances = part.distances(picked, tail, &vec![theta; heads], Alpha::Count)?;
         for (best, distance) in best.iter_mut().zip(distances) {
             if distance < best.0 {
                 *best = (distance, theta);
@@ -262,11 +278,6 @@ fn fit(part: &Part, selection: &Selection, rest: Rest, block: usize) -> candle_c
         }
     }
     Ok(best.into_iter().map(|(_, theta)| theta).collect())
-}
-
-fn sparse(part: &Part, selection: &Selection) -> candle_core::Result<Tensor> {
-    let [q, k, v] = &part.inputs;
-    Attention::new(Scheme::FullPrecision).causal(true).select(selection).apply(q, k, v)
 }
 
 /// A router that has learnt where dense attention looks.
@@ -309,28 +320,35 @@ fn of_layer(
             }
         }
     };
+    let picked = |chosen: Chosen| -> candle_core::Result<[Picked; 2]> {
+        Ok([Picked::new(&seen, select(&seen, chosen)?)?, Picked::new(&held, select(&held, chosen)?)?])
+    };
     let all = [Chosen::Best, Chosen::Learned, Chosen::Identity, Chosen::Window];
-    let mut selections = Vec::new();
-    for chosen in all {
-        selections.push((chosen, select(&seen, chosen)?, select(&held, chosen)?));
-    }
+    let all = all.map(|chosen| Ok((chosen, picked(chosen)?)));
+    let all = all.into_iter().collect::<candle_core::Result<Vec<_>>>()?;
     let [q, k, _] = &held.inputs;
     let mut mass = [0.0; 4];
-    for (mass, (_, _, selection)) in mass.iter_mut().zip(&selections) {
-        *mass = op.mass_caught(selection, q, k)?;
+    for (mass, (_, [_, held])) in mass.iter_mut().zip(&all) {
+        *mass = op.mass_caught(&held.selection, q, k)?;
     }
+    // Any of the selections serves the tails, which take its blocks alone.
+    let (_, [of_seen, of_held]) = &all[0];
+    let fitted_tails = seen.tails(&of_seen.selection, block)?;
+    let tails = held.tails(&of_held.selection, block)?;
     let size = held.out.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?;
     let mut errors = Vec::new();
     for (chosen, rest) in WAYS {
-        let (_, fitted, selection) =
-            selections.iter().find(|(other, ..)| *other == chosen).expect("each has its selections");
-        let theta = fit(&seen, fitted, rest, block)?;
+        let (_, picked) = all.iter().find(|(other, _)| *other == chosen).expect("all were picked");
+        let of = |tails: &[(Rest, Tensor)]| {
+            let (_, tail) = tails.iter().find(|(other, _)| *other == rest).expect("all were made");
+            tail.clone()
+        };
+        let theta = fit(&seen, &picked[0], rest, &of(&fitted_tails))?;
         let alpha = if rest == Rest::Constant { Alpha::Constant } else { Alpha::Count };
-        let [sparse, tail] = [sparse(&held, selection)?, held.tail(selection, rest, block)?];
-        let wrong: f32 = held.distances([&sparse, &tail], selection, &theta, alpha)?.iter().sum();
+        let wrong: f32 = held.distances(&picked[1], &of(&tails), &theta, alpha)?.iter().sum();
         errors.push((f64::from(wrong) / size).sqrt());
     }
-    let sparsity = selections[2].2.sparsity()?;
+    let sparsity = of_held.selection.sparsity()?;
     Ok((errors, mass, sparsity))
 }
 

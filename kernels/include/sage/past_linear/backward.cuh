@@ -39,7 +39,12 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
     multiply_state<T, D, true>(u, memory + At::ROWS_BYTES + warp * 16 * D * 2, state, lane);
   }
   bool mixed = p.mixture.theta && at.block > 0;
-  float dtheta = 0.0f;
+  float dtheta = 0.0f, weight_of_exact[2] = {};
+  if (mixed) {
+    attention::MixtureWeights weights(p.mixture, p.shape, at.segment, at.segment_index, at.head, at.block);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) weight_of_exact[h] = weights.of_exact(at.first + warp * 16 + lane / 4 + 8 * h);
+  }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     int row = warp * 16 + lane / 4 + 8 * h;
@@ -53,8 +58,7 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
     }
     t = row_sum<4>(t) * inverse;
     if (mixed && real) {
-      attention::MixtureWeights weights(p.mixture, p.shape, at.segment, at.segment_index, at.head, at.block);
-      float a = weights.of_exact(at.first + row);
+      float a = weight_of_exact[h];
       // Where no key is left to the tail nothing of it reaches a gradient, whatever its normalizer is.
       if (a >= 1.0f) t = 0.0f, inverse = 0.0f;
       if (lane % 4 == 0) dtheta -= a * (1.0f - a) * t;

@@ -19,6 +19,6 @@ pub(super) fn parquet(
 ) -> Result<()> {
     Err(Error::new("this build does not read parquet")
         .got(path.display())
-        .allowed(".txt, .jsonl (each also .gz, .zst)")
+        .allowed(".txt, .jsonl")
         .hint("leave --no-default-features out of the build, or add --features parquet"))
 }
