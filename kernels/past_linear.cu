@@ -12,21 +12,22 @@
 #include <sage/past_linear/states.cuh>
 
 using namespace sage;
+using past_linear::STATE_THREADS;
 using past_linear::THREADS;
 
-#define KERNEL(BLOCKS, name, function, suffix, ...)                                                                         \
-  extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) name##_##suffix(const __grid_constant__ params::Linear p) { \
-    past_linear::function<__VA_ARGS__>(p);                                                                                  \
+#define KERNEL(COUNT, BLOCKS, name, function, suffix, ...)                                                                \
+  extern "C" __global__ void __launch_bounds__(COUNT, BLOCKS) name##_##suffix(const __grid_constant__ params::Linear p) { \
+    past_linear::function<__VA_ARGS__>(p);                                                                                \
   }
-#define HEAD_DIM(type, T, D)                                             \
-  KERNEL(2, linear_sum_chunks, sum_chunks, type##_##D, T, D)             \
-  KERNEL(2, linear_scan_blocks, scan_blocks, type##_##D, T, D)           \
-  KERNEL(2, linear_forward, forward, type##_##D, T, D)                   \
-  KERNEL(2, linear_backward_queries, backward_queries, type##_##D, T, D) \
-  KERNEL(2, linear_backward_keys, backward_keys, type##_##D, T, D)
+#define HEAD_DIM(type, T, D)                                                      \
+  KERNEL(STATE_THREADS, 1, linear_sum_chunks, sum_chunks, type##_##D, T, D)       \
+  KERNEL(STATE_THREADS, 1, linear_scan_blocks, scan_blocks, type##_##D, T, D)     \
+  KERNEL(THREADS, 2, linear_forward, forward, type##_##D, T, D)                   \
+  KERNEL(THREADS, 2, linear_backward_queries, backward_queries, type##_##D, T, D) \
+  KERNEL(THREADS, 2, linear_backward_keys, backward_keys, type##_##D, T, D)
 HEAD_DIM(bf16, __nv_bfloat16, 64)
 HEAD_DIM(bf16, __nv_bfloat16, 128)
 HEAD_DIM(f16, __half, 64)
 HEAD_DIM(f16, __half, 128)
-KERNEL(1, linear_scan_chunks, scan_chunks, 64, 64)
-KERNEL(1, linear_scan_chunks, scan_chunks, 128, 128)
+KERNEL(THREADS, 1, linear_scan_chunks, scan_chunks, 64, 64)
+KERNEL(THREADS, 1, linear_scan_chunks, scan_chunks, 128, 128)

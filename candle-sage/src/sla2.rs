@@ -222,6 +222,11 @@ impl Sla2 {
     ) -> Result<Tensor> {
         let sparse = self.attention.clone().select(selection).apply(q, k, v)?;
         let Some(tail) = self.tail else { return Ok(sparse) };
+        let inputs = [q, k, v, &sparse, theta];
+        if !inputs.iter().any(|input| input.track_op()) {
+            // Nothing is differentiated: the tail needs no place in a graph.
+            return Ok(Mixture::new(inputs, selection, tail, self.alpha)?.forward(inputs)?.0);
+        }
         let linear = past_linear(q, k, v, selection, tail)?;
         blend(&sparse, &linear, theta, selection, self.alpha)
     }

@@ -20,6 +20,19 @@ use crate::shape::AttentionShape;
 /// Threads of a block of the kernel that adds up chunks, one for each value of a state.
 const SCAN_THREADS: u32 = 256;
 
+/// Chunks that sequences of at most `longest` blocks are cut into, where one chunk of all of them is `parts` thread blocks, of which
+/// each multiprocessor runs one at a time: those that take the fewest steps. What comes before a chunk is summed once more.
+fn chunks(longest: usize, parts: usize, multiprocessors: usize) -> usize {
+    // Two more launches take about as long as two blocks, and a sum that is written, added up and read as long as one.
+    const LAUNCHES: usize = 2;
+    let steps = |chunks: usize| {
+        let waves = |chunks: usize| (parts * chunks).div_ceil(multiprocessors);
+        let adding = if chunks > 1 { LAUNCHES + waves(chunks) } else { 0 };
+        (waves(chunks) + waves(chunks - 1)) * longest.div_ceil(chunks) + adding
+    };
+    (1..=longest.max(1)).min_by_key(|&chunks| steps(chunks)).unwrap_or(1)
+}
+
 /// What the launches of a call share.
 pub(super) struct Call<'a> {
     pub(super) gpu: Gpu,
@@ -46,13 +59,9 @@ impl<'a> Call<'a> {
         let (d, geometry) = (plan::padded_head_dim(shape)?, Geometry::new(&gpu, shape)?);
         let heads = shape.key_heads() * geometry.segment_count();
         let (longest, _) = geometry.blocks();
-        // As many chunks as thread blocks run at once, two a multiprocessor, as long as a chunk has about
-        // LEAST_BLOCKS blocks or more: what comes before a chunk is summed once more.
-        const LEAST_BLOCKS: usize = 4;
         let plan = Plan::of("linear_scan_blocks", d, gpu.architecture, Visits::Listed)?;
         let split = 2 * d / plan.row_bytes;
-        let chunks = (2 * gpu.multiprocessors / (heads * split).max(1))
-            .clamp(1, longest.div_ceil(LEAST_BLOCKS).max(1));
+        let chunks = chunks(longest, heads * split, gpu.multiprocessors);
         let chunk_blocks = longest.div_ceil(chunks);
         let chunks = longest.div_ceil(chunk_blocks.max(1));
         let count = shape.key_heads() * blocks.rows();
@@ -192,5 +201,23 @@ impl Launch<[Operand<'_>; 7], ()> for Gradients<'_> {
         let call = Call::new(self.0, [q, k, v])?;
         let onto = [view(dq, &call.gpu)?, view(dk, &call.gpu)?, view(dv, &call.gpu)?];
         call.backward(Linear { add: 1, ..call.params()? }, dout, onto)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::chunks;
+
+    #[test]
+    fn chunks_fill_the_gpu() {
+        // Enough heads: nothing is summed twice. A quarter of them: four chunks. A tail of a wave costs more than it gives.
+        assert_eq!(chunks(32, 128, 132), 1);
+        assert_eq!(chunks(128, 32, 132), 4);
+        assert_eq!(chunks(256, 16, 132), 8);
+        assert_eq!(chunks(32, 1000, 132), 1);
+        // Short sequences, and none at all.
+        assert_eq!(chunks(1, 2, 132), 1);
+        assert_eq!(chunks(3, 2, 132), 1);
+        assert_eq!(chunks(0, 2, 132), 1);
     }
 }

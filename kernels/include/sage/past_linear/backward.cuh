@@ -37,6 +37,7 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
     make_query_features<T, D>(memory, q, at.first, sums, norms);
     __syncthreads();
     multiply_state<T, D, true>(u, memory + At::ROWS_BYTES + warp * 16 * D * 2, state, lane);
+    __syncwarp();  // the results overwrite the operand
   }
   bool mixed = p.mixture.theta && at.block > 0;
   float dtheta = 0.0f, weight_of_exact[2] = {};

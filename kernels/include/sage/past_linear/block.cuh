@@ -14,6 +14,7 @@ using attention::pack_8;
 using attention::Rows;
 using attention::unpack_8;
 
+// Threads of the kernels that multiply blocks of rows by states.
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int BLOCK = attention::SELECTION_BLOCK;
 
@@ -31,43 +32,46 @@ __device__ __forceinline__ float row_max(float x) {
   return x;
 }
 
-// How threads share the rows of a block: D / 8 lanes a row, eight channels each, as copy_rows divides them. Each thread
+// How COUNT threads share the rows of a block: D / 8 lanes a row, eight channels each, as copy_rows divides them. Each thread
 // therefore changes in shared memory only what it has copied itself, and only products need a barrier before them.
-template <int D>
+template <int D, int COUNT>
 struct Share {
-  static constexpr int LANES = D / 8, STEP = THREADS / LANES;
+  static constexpr int LANES = D / 8, STEP = COUNT / LANES;
   int row = threadIdx.x / LANES, chunk = threadIdx.x % LANES;
 };
 
 // Copies 128 rows into shared memory asynchronously, with zeros beyond the end.
-template <class T, int D>
+template <class T, int D, int COUNT = THREADS>
 __device__ __forceinline__ void copy_block(uint32_t shared, const Rows<T>& rows, int first) {
-  attention::copy_rows<BLOCK, D, THREADS>(shared, rows, first, threadIdx.x);
+  attention::copy_rows<BLOCK, D, COUNT>(shared, rows, first, threadIdx.x);
 }
 
 // Replaces rows in shared memory, of which the first `count` exist, by phi of them, and calls f(row, chunk, phi as rounded).
-template <class T, int D, class F>
+template <class T, int D, int COUNT = THREADS, class F>
 __device__ __forceinline__ void make_features(uint32_t shared, int count, int head_dim, F f) {
-  using S = Share<D>;
+  using S = Share<D, COUNT>;
   S at;
 #pragma unroll 2
   for (int row = at.row; row < BLOCK; row += S::STEP) {
     uint32_t address = shared + layout::swizzled<D * 2>(row, at.chunk);
     float x[8], largest = -CUDART_INF_F, sum = 0.0f;
     unpack_8<T>(ptx::load_16(address), x);
+    if (head_dim < D) {
 #pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      if (at.chunk * 8 + c >= head_dim) x[c] = -CUDART_INF_F;
-      largest = fmaxf(largest, x[c]);
+      for (int c = 0; c < 8; ++c)
+        if (at.chunk * 8 + c >= head_dim) x[c] = -CUDART_INF_F;
     }
-    largest = row_max<S::LANES>(largest);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) largest = fmaxf(largest, x[c]);
+    // What rounding does to the shift is a factor of the whole row, which the normalization cancels.
+    float shift = -ptx::LOG2_E * row_max<S::LANES>(largest);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-      x[c] = ptx::exp2((x[c] - largest) * ptx::LOG2_E);
+      x[c] = ptx::exp2(fmaf(x[c], ptx::LOG2_E, shift));
       sum += x[c];
     }
     sum = row_sum<S::LANES>(sum);
-    float inverse = row < count ? 1.0f / sum : 0.0f;
+    float inverse = row < count ? ptx::reciprocal(sum) : 0.0f;
 #pragma unroll
     for (int c = 0; c < 8; ++c) x[c] *= inverse;
     uint4 words = pack_8<T>(x);
@@ -77,18 +81,18 @@ __device__ __forceinline__ void make_features(uint32_t shared, int count, int he
   }
 }
 
-// Multiplies each row in shared memory by its factor.
-template <class T, int D, class F>
-__device__ __forceinline__ void scale_rows(uint32_t shared, F factor) {
-  using S = Share<D>;
+// Multiplies the calling thread's part of each row in shared memory by the row's factor.
+template <class T, int D, int COUNT>
+__device__ __forceinline__ void scale_rows(uint32_t shared, const float (&factors)[BLOCK / Share<D, COUNT>::STEP]) {
+  using S = Share<D, COUNT>;
   S at;
 #pragma unroll
-  for (int row = at.row; row < BLOCK; row += S::STEP) {
-    uint32_t address = shared + layout::swizzled<D * 2>(row, at.chunk);
-    float f = factor(row), x[8];
+  for (int i = 0; i < BLOCK / S::STEP; ++i) {
+    uint32_t address = shared + layout::swizzled<D * 2>(at.row + i * S::STEP, at.chunk);
+    float x[8];
     unpack_8<T>(ptx::load_16(address), x);
 #pragma unroll
-    for (int c = 0; c < 8; ++c) x[c] *= f;
+    for (int c = 0; c < 8; ++c) x[c] *= factors[i];
     ptx::store_16(address, pack_8<T>(x));
   }
 }

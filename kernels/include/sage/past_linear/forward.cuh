@@ -28,6 +28,7 @@ __device__ __forceinline__ void forward(const params::Linear& p) {
     make_query_features<T, D>(memory, q, at.first, sums, norms);
     __syncthreads();
     multiply_state<T, D, false>(acc, memory + warp * 16 * D * 2, memory + At::ROWS_BYTES, lane);
+    __syncwarp();  // the results overwrite the operand
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

@@ -15,14 +15,17 @@ using attention::Segment;
 using attention::selection_blocks;
 using attention::TILE;
 
-// Sums of a chunk of blocks of a key head, from the front or from the end. A thread block has VALUES columns of the state, and
-// makes all features for them again: two thread blocks then fit on a multiprocessor, and one's features are made beside the
-// other's products. A warp keeps a part of the state in its accumulators: 16 channels of the features by COLUMNS of the values,
-// and, for the first columns, its part of z.
+// Threads of the kernels that sum states: one thread block fills a multiprocessor.
+constexpr int STATE_THREADS = 512;
+
+// Sums of a chunk of blocks of a key head, from the front or from the end. A thread block has VALUES columns of the state. The
+// thread blocks of the other columns make the same features once more, and features are most of the work: hence as many columns
+// as a multiprocessor's shared memory takes, and all of its threads. A warp keeps a part of the state in its accumulators: 16
+// channels of the features by COLUMNS of the values, and, for the first columns, its part of z.
 template <class T, int D>
 struct StateKernel {
-  static constexpr int VALUES = 32, SPLIT = D / VALUES;
-  static constexpr int STRIPS = D / 16, PARTS = WARPS / STRIPS, COLUMNS = VALUES / PARTS;
+  static constexpr int VALUES = 64, SPLIT = D / VALUES, THREADS = STATE_THREADS;
+  static constexpr int STRIPS = D / 16, PARTS = THREADS / 32 / STRIPS, COLUMNS = VALUES / PARTS;
   // Shared memory: stages of features and values; then the weights of each stage's rows.
   static constexpr int FEATURE_BYTES = BLOCK * D * 2, VALUE_BYTES = BLOCK * VALUES * 2;
   static constexpr int STAGE_BYTES = FEATURE_BYTES + VALUE_BYTES, WEIGHTS_BYTES = BLOCK * 4;
@@ -30,7 +33,7 @@ struct StateKernel {
   static_assert(PLAN == params::plan("linear_scan_blocks", D, params::LISTED));
   static constexpr int STAGES = PLAN.stages;
   static_assert(PLAN.rows == BLOCK && PLAN.threads == THREADS && PLAN.shared_bytes == STAGES * (STAGE_BYTES + WEIGHTS_BYTES));
-  static_assert(PLAN.row_bytes == VALUES * 2 && STAGES == 2);
+  static_assert(PLAN.row_bytes == VALUES * 2 && STAGES >= 2);
   static constexpr int WIDTH = (D + 1) * D;  // values of a chunk's sums: H and z
 
   const params::Linear& p;
@@ -65,20 +68,32 @@ struct StateKernel {
   }
 
   __device__ __forceinline__ void load(int stage, Item it) {
-    copy_block<T, D>(features(stage), rows(p.backward ? p.q : p.k, it.head), it.block * BLOCK);
+    copy_block<T, D, THREADS>(features(stage), rows(p.backward ? p.q : p.k, it.head), it.block * BLOCK);
     Rows<T> values = rows(p.backward ? p.dout : p.v, it.head);
     values.skip_channels(first_column);
-    copy_block<T, VALUES>(features(stage) + FEATURE_BYTES, values, it.block * BLOCK);
+    copy_block<T, VALUES, THREADS>(features(stage) + FEATURE_BYTES, values, it.block * BLOCK);
   }
 
   // Replaces what this thread copied: by features and, in the backward, by dO times the query's factor.
   __device__ __forceinline__ void prepare(int stage, Item it) {
+    using S = Share<VALUES, THREADS>;
     int first = it.block * BLOCK, count = segment.query_len - first;
-    make_features<T, D>(features(stage), count, p.shape.head_dim, [](int, int, const float(&)[8]) {});
+    // Factors are read before the features are made, which hides how long it takes.
     const float* factors = p.rows + 2 * ((int64_t(it.head) * p.shape.query_tiles + segment.query_tile) * TILE + first);
-    if (p.backward) scale_rows<T, VALUES>(features(stage) + FEATURE_BYTES, [&](int row) { return row < count ? factors[2 * row] : 0.0f; });
-    for (int row = threadIdx.x; row < BLOCK; row += THREADS)
-      weights(stage)[row] = row >= count ? 0.0f : p.backward ? factors[2 * row + 1] : 1.0f;
+    float factor_of_values[BLOCK / S::STEP], weight = 0.0f;
+    if (p.backward) {
+#pragma unroll
+      for (int i = 0; i < BLOCK / S::STEP; ++i) {
+        int row = S().row + i * S::STEP;
+        factor_of_values[i] = row < count ? factors[2 * row] : 0.0f;
+      }
+    }
+    static_assert(THREADS >= BLOCK);
+    int row = threadIdx.x;
+    if (row < min(BLOCK, count)) weight = p.backward ? factors[2 * row + 1] : 1.0f;
+    make_features<T, D, THREADS>(features(stage), count, p.shape.head_dim, [](int, int, const float(&)[8]) {});
+    if (p.backward) scale_rows<T, VALUES, THREADS>(features(stage) + FEATURE_BYTES, factor_of_values);
+    if (row < BLOCK) weights(stage)[row] = weight;
   }
 
   __device__ __forceinline__ void multiply(int stage) {
@@ -96,7 +111,8 @@ struct StateKernel {
         ptx::mma_16<T>(h[n], a, b[0], b[1]);
         ptx::mma_16<T>(h[n + 1], a, b[2], b[3]);
       }
-      // B for z, which the first columns' warps keep: its first column is the weights, the other columns are zero.
+      if (!has_z()) continue;
+      // B for z: its first column is the weights, the other columns are zero.
       uint32_t w[2] = {};
       if (lane / 4 == 0) {
         const float* at = weights(stage) + step * 16 + 2 * (lane & 3);
@@ -109,18 +125,21 @@ struct StateKernel {
   // Adds blocks to the state one after the other; before(block) is called before the first head of each.
   template <class F>
   __device__ __forceinline__ void walk(int first, int end, int items, F before) {
-    if (items > 0) load(0, item(0, first, end));
-    ptx::cp_async_commit();
+    auto prefetch = [&](int i) {
+      if (i < items) load(i, item(i, first, end));
+      ptx::cp_async_commit();
+    };
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) prefetch(i);
     for (int i = 0; i < items; ++i) {
       Item it = item(i, first, end);
       if (i % group == 0) before(it.block);
-      ptx::cp_async_wait<0>();
+      ptx::cp_async_wait<STAGES - 2>();
       prepare(i, it);
       // After the barrier all threads see the features, and have finished with the stage of the previous item, which may be
       // refilled.
       __syncthreads();
-      if (i + 1 < items) load(i + 1, item(i + 1, first, end));
-      ptx::cp_async_commit();
+      prefetch(i + STAGES - 1);
       multiply(i);
     }
   }
