@@ -5,8 +5,7 @@
 // that queries read in the forward, summed from the front, and those that keys read in the backward, summed from the end: in
 // the backward the "keys" are the queries, and the "values" are the gradients of their outputs.
 //
-// The forward's states are stored in 16 bit as means over the tokens before the block: no sum outgrows f16, and the
-// normalization cancels the factor.
+// The forward's states are stored in 16 bit as means over the tokens before the block, but for a power of two (inverse_blocks).
 #include <sage/past_linear/backward.cuh>
 #include <sage/past_linear/forward.cuh>
 #include <sage/past_linear/states.cuh>
@@ -20,8 +19,8 @@ using past_linear::THREADS;
     past_linear::function<__VA_ARGS__>(p);                                                                                \
   }
 #define HEAD_DIM(type, T, D)                                                      \
-  KERNEL(STATE_THREADS, 1, linear_sum_chunks, sum_chunks, type##_##D, T, D)       \
   KERNEL(STATE_THREADS, 1, linear_scan_blocks, scan_blocks, type##_##D, T, D)     \
+  KERNEL(THREADS, 4, linear_scan_chunks, scan_chunks, type##_##D, T, D)           \
   KERNEL(THREADS, 2, linear_forward, forward, type##_##D, T, D)                   \
   KERNEL(THREADS, 2, linear_backward_queries, backward_queries, type##_##D, T, D) \
   KERNEL(THREADS, 2, linear_backward_keys, backward_keys, type##_##D, T, D)
@@ -29,5 +28,3 @@ HEAD_DIM(bf16, __nv_bfloat16, 64)
 HEAD_DIM(bf16, __nv_bfloat16, 128)
 HEAD_DIM(f16, __half, 64)
 HEAD_DIM(f16, __half, 128)
-KERNEL(THREADS, 1, linear_scan_chunks, scan_chunks, 64, 64)
-KERNEL(THREADS, 1, linear_scan_chunks, scan_chunks, 128, 128)

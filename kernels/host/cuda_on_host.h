@@ -4,6 +4,7 @@
 // barrier is not detected.
 #pragma once
 
+#include <bit>
 #include <setjmp.h>
 #include <stdint.h>
 #include <ucontext.h>
@@ -46,6 +47,7 @@ inline To same_bits(From from) {
 inline float __uint_as_float(uint32_t x) { return same_bits<float>(x); }
 inline uint32_t __float_as_uint(float x) { return same_bits<uint32_t>(x); }
 inline float __int_as_float(int x) { return same_bits<float>(x); }
+inline int __clz(int x) { return std::countl_zero(uint32_t(x)); }
 inline int __float_as_int(float x) { return same_bits<int>(x); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 // Rounds towards minus infinity.

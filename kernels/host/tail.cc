@@ -1,5 +1,5 @@
 // Runs the sources of the linear tail and of the mixture on a CPU, thread by thread, and compares them with definitions in
-// doubles: states in chunks and in one pass, features, products with states, weights of the mixture, all gradients.
+// doubles: states in chunks and in one, features, products with states, weights of the mixture, all gradients.
 #include <initializer_list>
 
 #include "../blend.cu"
@@ -104,7 +104,7 @@ struct Problem {
   Tensor<T> q, k, v, sparse, dout, out, dsparse, dq, dk, dv;
   Layout layout;
   std::vector<float> theta, dtheta, parts, sums, chunk_sums, rows;
-  std::vector<T> states;
+  std::vector<T> states, chunk_states;
   params::Linear p = {};
 
   Problem(const Case& c, bool mixed, bool by_count)
@@ -120,6 +120,7 @@ struct Problem {
     p.shape = {layout.packed ? layout.segments.data() : nullptr, layout.count(), layout.longest, layout.longest, c.query_heads, c.key_heads, c.head_dim, 1, 1.0f, layout.tiles, layout.tiles, 1, 0};
     p.blocks = layout.blocks, p.chunk_blocks = c.chunk_blocks, p.chunks = (longest_blocks() + c.chunk_blocks - 1) / c.chunk_blocks;
     chunk_sums.assign(size_t(c.key_heads) * layout.count() * p.chunks * (D + 1) * D, NAN);
+    chunk_states.assign(chunk_sums.size(), ptx::from_float<T>(NAN)), p.chunk_states = chunk_states.data();
     p.states = states.data(), p.sums = sums.data(), p.chunk_sums = chunk_sums.data(), p.rows = rows.data();
     if (mixed) p.mixture = {theta.data(), parts.data(), {layout.lists.data(), nullptr, nullptr, layout.stride, layout.blocks, layout.blocks, 0}, by_count, 0};
   }
@@ -129,11 +130,9 @@ struct Problem {
   void make_states() {
     using Kernel = past_linear::StateKernel<T, D>;
     int threads = Kernel::PLAN.threads, bytes = Kernel::PLAN.shared_bytes, segments = layout.count(), heads = c.key_heads;
-    if (p.chunks > 1) {
-      launch((p.chunks - 1) * Kernel::SPLIT, segments, heads, threads, bytes, [&] { past_linear::sum_chunks<T, D>(p); });
-      launch((Kernel::WIDTH + 255) / 256, segments * heads, 1, 256, 0, [&] { past_linear::scan_chunks<D>(p); });
-    }
     launch(p.chunks * Kernel::SPLIT, segments, heads, threads, bytes, [&] { past_linear::scan_blocks<T, D>(p); });
+    if (p.chunks > 1)
+      launch((Kernel::WIDTH + 255) / 256, segments * heads, 1, 256, 0, [&] { past_linear::scan_chunks<T, D>(p); });
   }
 
   template <class F>

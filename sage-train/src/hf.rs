@@ -73,7 +73,12 @@ impl HfConfig {
         let path = folder.join(CONFIG);
         let failed = || format!("cannot use {}", path.display());
         let text = std::fs::read(&path).map_err(during(failed())).map_err(|error| {
-            error.hint("--init-from takes a folder with config.json, model.safetensors, tokenizer.json")
+            if folder.join("config.toml").exists() {
+                let run = folder.display();
+                error.hint(format!("this is a run: `sage-train export {run} --to DIR` writes what is taken here"))
+            } else {
+                error.hint("this takes a folder with config.json, model.safetensors, tokenizer.json")
+            }
         })?;
         let config: Self =
             serde_json::from_slice(&text).map_err(during(failed())).map_err(|error| error.hint(HINT))?;

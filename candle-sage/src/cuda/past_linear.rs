@@ -21,14 +21,13 @@ use crate::shape::AttentionShape;
 const SCAN_THREADS: u32 = 256;
 
 /// Chunks that sequences of at most `longest` blocks are cut into, where one chunk of all of them is `parts` thread blocks, of which
-/// each multiprocessor runs one at a time: those that take the fewest steps. What comes before a chunk is summed once more.
+/// each multiprocessor runs one at a time: those that take the fewest steps.
 fn chunks(longest: usize, parts: usize, multiprocessors: usize) -> usize {
-    // Two more launches take about as long as two blocks, and a sum that is written, added up and read as long as one.
-    const LAUNCHES: usize = 2;
+    // One more launch takes about as long as a block, and so does a sum that is written, added up and read.
     let steps = |chunks: usize| {
-        let waves = |chunks: usize| (parts * chunks).div_ceil(multiprocessors);
-        let adding = if chunks > 1 { LAUNCHES + waves(chunks) } else { 0 };
-        (waves(chunks) + waves(chunks - 1)) * longest.div_ceil(chunks) + adding
+        let waves = (parts * chunks).div_ceil(multiprocessors);
+        let adding = if chunks > 1 { 1 + waves } else { 0 };
+        waves * longest.div_ceil(chunks) + adding
     };
     (1..=longest.max(1)).min_by_key(|&chunks| steps(chunks)).unwrap_or(1)
 }
@@ -49,6 +48,7 @@ pub(super) struct Call<'a> {
     states: CudaSlice<bf16>,
     sums: CudaSlice<f32>,
     chunk_sums: CudaSlice<f32>,
+    chunk_states: CudaSlice<bf16>,
 }
 
 impl<'a> Call<'a> {
@@ -66,8 +66,10 @@ impl<'a> Call<'a> {
         let chunks = longest.div_ceil(chunk_blocks.max(1));
         let count = shape.key_heads() * blocks.rows();
         let states = gpu.alloc::<bf16>(count * d * d)?; // or f16: both take 2 bytes
-        let chunk_sums = if chunks > 1 { heads * chunks * (d + 1) * d } else { 0 };
-        let (sums, chunk_sums) = (gpu.alloc::<f32>(count * d)?, gpu.alloc::<f32>(chunk_sums)?);
+        let in_chunks = if chunks > 1 { heads * chunks } else { 0 };
+        let (sums, chunk_sums) =
+            (gpu.alloc::<f32>(count * d)?, gpu.alloc::<f32>(in_chunks * (d + 1) * d)?);
+        let chunk_states = gpu.alloc::<bf16>(in_chunks * d * d)?;
         let (element, blocks) = (Element::of(inputs[0].0.dtype())?, blocks.rows());
         Ok(Self {
             gpu,
@@ -83,6 +85,7 @@ impl<'a> Call<'a> {
             states,
             sums,
             chunk_sums,
+            chunk_states,
         })
     }
 
@@ -96,6 +99,7 @@ impl<'a> Call<'a> {
             states: address(&self.states, gpu),
             sums: address(&self.sums, gpu),
             chunk_sums: address(&self.chunk_sums, gpu),
+            chunk_states: address(&self.chunk_states, gpu),
             shape: self.geometry.shape(gpu),
             blocks: self.blocks as i32,
             chunks: self.chunks as i32,
@@ -119,15 +123,11 @@ impl<'a> Call<'a> {
     /// `params.backward` for each block of keys the sum over the queries after it.
     fn make_states(&self, params: &Linear<'_>) -> Result<()> {
         let heads = self.shape.key_heads();
-        if self.chunks > 1 {
-            // No chunk needs the sum of the last one.
-            self.launch("linear_sum_chunks", (self.chunks - 1) * self.split, heads, params)?;
-            self.add_chunks(heads, params)?;
-        }
-        self.launch("linear_scan_blocks", self.chunks * self.split, heads, params)
+        self.launch("linear_scan_blocks", self.chunks * self.split, heads, params)?;
+        if self.chunks > 1 { self.add_chunks(heads, params) } else { Ok(()) }
     }
 
-    /// Replaces the sums of chunks by those of all chunks before each.
+    /// Adds up what comes before each chunk.
     fn add_chunks(&self, heads: usize, params: &Linear<'_>) -> Result<()> {
         let values = (self.d + 1) * self.d;
         let lines = heads * self.geometry.segment_count();
@@ -135,7 +135,7 @@ impl<'a> Call<'a> {
             blocks: (values.div_ceil(SCAN_THREADS as usize) as u32, lines as u32, 1),
             ..Grid::line(1, SCAN_THREADS)
         };
-        launch(&self.gpu, &format!("linear_scan_chunks_{}", self.d), grid, params)
+        launch(&self.gpu, &format!("linear_scan_chunks_{}_{}", self.element.name(), self.d), grid, params)
     }
 
     /// Launches a kernel that multiplies blocks of rows by states.
@@ -210,10 +210,12 @@ mod tests {
 
     #[test]
     fn chunks_fill_the_gpu() {
-        // Enough heads: nothing is summed twice. A quarter of them: four chunks. A tail of a wave costs more than it gives.
+        // A thread block for each multiprocessor, or a little less.
         assert_eq!(chunks(32, 128, 132), 1);
-        assert_eq!(chunks(128, 32, 132), 4);
-        assert_eq!(chunks(256, 16, 132), 8);
+        assert_eq!(chunks(32, 64, 132), 2);
+        assert_eq!(chunks(128, 16, 132), 8);
+        assert_eq!(chunks(256, 8, 132), 16);
+        // Many heads fill it by themselves.
         assert_eq!(chunks(32, 1000, 132), 1);
         // Short sequences, and none at all.
         assert_eq!(chunks(1, 2, 132), 1);

@@ -1,14 +1,15 @@
-//! Documents in which what was said once, far before, is asked for. Each document is a pure function of (seed, number).
+//! Documents in which what was said far before is asked for. Each document is a pure function of (seed, number).
 //!
 //! Every name of a document has a number, said in a sentence such as `Bara keeps the number 42.` A document is a row of
 //! paragraphs:
 //!
 //! - a *beginning* says a name's number, and goes on with a story that has the name in each of its sentences;
 //! - a *return* is a story about a name that began before, and ends with its number ([`Asked::AfterStory`]);
-//! - a *question* is that sentence alone, where nothing led up to it ([`Asked::Suddenly`]);
-//! - a *roll* lists other names with numbers and then the same in another order, so that looking up is learnt at short distances.
+//! - *questions* are that sentence for several names, where nothing led up to them ([`Asked::Suddenly`]);
+//! - a *roll* lists other names with numbers and then the same in another order.
 //!
-//! A number is asked for once, after distances of which half are even and half have even logarithms.
+//! A name is asked for again and again, at distances from where its number was last said of which half are even and half have even
+//! logarithms. Looking up is thus learnt at short distances first, in rolls and where a document has just begun.
 
 use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{Rng, SeedableRng};
@@ -25,6 +26,9 @@ const ROLL_NAMES: usize = 64;
 
 /// Names of a roll.
 const ROLL: usize = 8;
+
+/// Names that a paragraph of questions asks for.
+const QUESTIONS: usize = 6;
 
 /// Numbers that a name may have.
 const NUMBERS: std::ops::Range<u32> = 10..100;
@@ -87,6 +91,15 @@ fn name(index: usize) -> String {
     first.to_uppercase() + rest
 }
 
+/// A name that began, and where its number was last said.
+struct Known {
+    name: String,
+    number: u32,
+    /// Index of the piece that is the number.
+    said: usize,
+    paragraph: usize,
+}
+
 /// A document in the making.
 struct Draft {
     pieces: Vec<Piece>,
@@ -95,8 +108,7 @@ struct Draft {
     rolled: Vec<String>,
     /// Names that have no number yet.
     unused: Vec<String>,
-    /// What was said and not asked for: name, number, index of the piece, the paragraph's number.
-    open: Vec<(String, u32, usize, usize)>,
+    known: Vec<Known>,
     paragraphs: usize,
 }
 
@@ -125,14 +137,22 @@ impl Draft {
         }
     }
 
-    /// Takes what was said at a distance of 1 to all paragraphs, drawn evenly, or evenly among the logarithms.
-    fn take(&mut self, rng: &mut ChaCha8Rng) -> Option<(String, u32, usize)> {
+    /// Draws a name whose number was last said at a distance of 1 to all paragraphs, even, or of even logarithm.
+    fn draw(&self, rng: &mut ChaCha8Rng) -> Option<usize> {
         let (most, part) = (self.paragraphs.max(2) as f64, rng.random::<f64>());
         let wanted = if rng.random_bool(0.5) { most * part } else { most.powf(part) } as usize;
-        let distance = |paragraph: usize| (self.paragraphs - paragraph).abs_diff(wanted);
-        let nearest = (0..self.open.len()).min_by_key(|&n| distance(self.open[n].3))?;
-        let (name, number, index, _) = self.open.remove(nearest);
-        Some((name, number, index))
+        let distance = |n: &usize| self.paragraphs - self.known[*n].paragraph;
+        (0..self.known.len())
+            .filter(|n| distance(n) > 0)
+            .min_by_key(|n| distance(n).abs_diff(wanted))
+    }
+
+    /// Says the number of a name that is known, after `before`.
+    fn ask(&mut self, n: usize, before: &str, asked: Asked) {
+        let Known { name, number, said, .. } = &self.known[n];
+        let (text, number, said) = (format!("{before}{name}"), *number, *said);
+        let said = self.say(&text, number, Some(Question { asked, said }));
+        (self.known[n].said, self.known[n].paragraph) = (said, self.paragraphs);
     }
 }
 
@@ -150,7 +170,7 @@ impl Recall {
         unused.shuffle(&mut rng);
         let rolled = unused.split_off(NAMES - ROLL_NAMES);
         let mut draft =
-            Draft { pieces: Vec::new(), words: 0, rolled, unused, open: Vec::new(), paragraphs: 0 };
+            Draft { pieces: Vec::new(), words: 0, rolled, unused, known: Vec::new(), paragraphs: 0 };
         while draft.words < self.words {
             if self.paragraph(&mut draft, &mut rng).is_none() {
                 break;
@@ -163,21 +183,22 @@ impl Recall {
 
     /// Adds a paragraph; `None` when all names are used up.
     fn paragraph(self, draft: &mut Draft, rng: &mut ChaCha8Rng) -> Option<()> {
-        // More names begin than are asked for, so that there is something to ask for at every distance.
-        let kind = rng.random_range(0..12);
-        let returning = if kind < 3 { draft.take(rng) } else { None };
-        match (kind, returning) {
-            (0 | 1, Some((name, number, said))) => {
+        match (rng.random_range(0..12), draft.draw(rng)) {
+            (0..2, Some(n)) => {
+                let name = draft.known[n].name.clone();
                 draft.push(format!("{name} again."));
                 draft.story(&name, self.story_words(), rng);
                 draft.push(" So".into());
-                let question = Question { asked: Asked::AfterStory, said };
-                draft.say(&format!(" {name}"), number, Some(question));
+                draft.ask(n, " ", Asked::AfterStory);
             }
-            (2, Some((name, number, said))) => {
-                draft.say(&name, number, Some(Question { asked: Asked::Suddenly, said }));
+            (2..6, Some(first)) => {
+                draft.ask(first, "", Asked::Suddenly);
+                for _ in 1..QUESTIONS {
+                    let Some(n) = draft.draw(rng) else { break };
+                    draft.ask(n, " ", Asked::Suddenly);
+                }
             }
-            (7.., _) => {
+            (6..8, _) => {
                 let names: Vec<String> = draft.rolled.choose_multiple(rng, ROLL).cloned().collect();
                 let mut roll: Vec<(String, u32)> =
                     names.into_iter().map(|name| (name, rng.random_range(NUMBERS))).collect();
@@ -193,7 +214,7 @@ impl Recall {
                 let (name, number) = (draft.unused.pop()?, rng.random_range(NUMBERS));
                 let said = draft.say(&name, number, None);
                 draft.story(&name, self.story_words() / 2, rng);
-                draft.open.push((name, number, said, draft.paragraphs));
+                draft.known.push(Known { name, number, said, paragraph: draft.paragraphs });
             }
         }
         Some(())

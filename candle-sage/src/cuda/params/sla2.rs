@@ -72,6 +72,7 @@ pub(in crate::cuda) struct Linear<'a> {
     pub(in crate::cuda) states: Address<'a>,
     pub(in crate::cuda) sums: Address<'a>,
     pub(in crate::cuda) chunk_sums: Address<'a>,
+    pub(in crate::cuda) chunk_states: Address<'a>,
     pub(in crate::cuda) rows: Address<'a>,
     pub(in crate::cuda) mixture: Mixture<'a>,
     pub(in crate::cuda) shape: Shape<'a>,
@@ -111,8 +112,8 @@ const _: () = {
     assert!(size_of::<Pool>() == 128 && offset_of!(Pool, shape) == 56);
     assert!(size_of::<Mass>() == 896 && offset_of!(Mass, mass) == 832);
     assert!(size_of::<Mixture>() == 64 && offset_of!(Mixture, by_count) == 56);
-    assert!(size_of::<Linear>() == 608 && offset_of!(Linear, states) == 432);
-    assert!(offset_of!(Linear, mixture) == 464 && offset_of!(Linear, shape) == 528);
+    assert!(size_of::<Linear>() == 616 && offset_of!(Linear, states) == 432);
+    assert!(offset_of!(Linear, mixture) == 472 && offset_of!(Linear, shape) == 536);
     assert!(size_of::<Blend>() == 368);
     assert!(offset_of!(Blend, mixture) == 248 && offset_of!(Blend, shape) == 312);
 };

@@ -39,6 +39,11 @@ inline uint32_t min_2(uint32_t a, uint32_t b) {
   return pack_16<T>(fminf(half_of<T>(a, 0), half_of<T>(b, 0)), fminf(half_of<T>(a, 1), half_of<T>(b, 1)));
 }
 template <class T>
+inline uint32_t fma_2(uint32_t a, uint32_t b, uint32_t c) {
+  auto of = [&](int n) { return fmaf(half_of<T>(a, n), half_of<T>(b, n), half_of<T>(c, n)); };
+  return pack_16<T>(of(0), of(1));
+}
+template <class T>
 inline uint32_t mul_2(uint32_t a, uint32_t b) {
   return pack_16<T>(half_of<T>(a, 0) * half_of<T>(b, 0), half_of<T>(a, 1) * half_of<T>(b, 1));
 }

@@ -63,10 +63,11 @@ struct Linear {
   View dk;
   View dv;
   View sparse;        // with a mixture: the output of exact attention
-  void* states;       // (key head, block, D, D) in 16 bit: H of the tokens before a block of queries, divided by their number;
-                      // with `backward`, the sum over the queries after a block of keys, not divided.
+  void* states;       // (key head, block, D, D) in 16 bit: H of the tokens before a block of queries in its chunk, times
+                      // inverse_blocks(block) / BLOCK; with `backward`, of the queries after a block of keys in its chunk.
   float* sums;        // (key head, block, D): z, the same sums of the features alone
-  float* chunk_sums;  // (key head, segment, chunk, D + 1, D): H and z of each chunk of blocks
+  float* chunk_sums;  // (key head, segment, chunk, D + 1, D): H and z of each chunk of blocks; then z of all before a chunk
+  void* chunk_states; // (key head, segment, chunk, D, D) in 16 bit: H of all tokens before a chunk, or with `backward` after it
   float* rows;        // (query head, padded query, 2): backward only, the query's factors of dO in H and of 1 in z
   Mixture mixture;
   Shape shape;
@@ -95,7 +96,7 @@ static_assert(sizeof(Choose) == 112 && offsetof(Choose, shape) == 48);
 static_assert(sizeof(Pool) == 128 && offsetof(Pool, shape) == 56);
 static_assert(sizeof(Mass) == 896 && offsetof(Mass, mass) == 832);
 static_assert(sizeof(Mixture) == 64 && offsetof(Mixture, by_count) == 56);
-static_assert(sizeof(Linear) == 608 && offsetof(Linear, states) == 432 && offsetof(Linear, mixture) == 464 && offsetof(Linear, shape) == 528);
+static_assert(sizeof(Linear) == 616 && offsetof(Linear, states) == 432 && offsetof(Linear, mixture) == 472 && offsetof(Linear, shape) == 536);
 static_assert(sizeof(Blend) == 368 && offsetof(Blend, mixture) == 248 && offsetof(Blend, shape) == 312);
 
 }  // namespace sage::params

@@ -9,8 +9,8 @@ namespace sage::past_linear {
 
 // With u = H dO, n = phi . z and t = dO . out = phi . u / n: dphi = (u - t z) / n, whose product with phi is zero, so that
 // dq = phi o (u - t z) / n. Also stores each query's factors of dO and of 1, 1 / n and -t / n, for the states that the keys read.
-// Since H and z are means over the tokens before the block, these factors must still be divided by the number of tokens: here
-// they are divided by the number of blocks, in backward_keys by the tokens of a block.
+// Since H and z are stored times inverse_blocks(block) / BLOCK, these factors must be multiplied by it too: here by the first part,
+// in backward_keys by the second.
 //
 // In a mixture dO is of the mixture: 1 - a of it is the tail's, and dtheta loses a (1 - a) t, which is added to the part that the
 // exact branch has left.
@@ -27,13 +27,13 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float u[D / 8][4] = {};
   if (at.block > 0) {
-    int64_t row = at.row(p, at.head / (p.shape.query_heads / p.shape.key_heads));
+    int key_head = at.head / (p.shape.query_heads / p.shape.key_heads);
     copy_block<T, D>(memory, q, at.first);
     copy_block<T, D>(memory + At::ROWS_BYTES, dout, at.first);
-    at.load_state(state, p, row);
-    for (int c = threadIdx.x; c < D; c += THREADS) sums[c] = p.sums[row * D + c];
-    __syncthreads();
+    at.load_state(state, p, at.row(p, key_head));
     ptx::cp_async_wait<0>();
+    at.complete_state(state, sums, p, key_head);
+    __syncthreads();
     make_query_features<T, D>(memory, q, at.first, sums, norms);
     __syncthreads();
     multiply_state<T, D, true>(u, memory + At::ROWS_BYTES + warp * 16 * D * 2, state, lane);
@@ -77,7 +77,7 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
       leave_2<T, D>(shared + At::ROWS_BYTES, row, n * 8 + 2 * (lane & 3), x[0], x[1]);
     }
     if (lane % 4 == 0 && at.first + row < at.segment.query_len) {
-      float factor = real ? inverse / float(at.block) : 0.0f;
+      float factor = real ? inverse * inverse_blocks(at.block) : 0.0f;
       float* to = p.rows + 2 * (at.padded + row);
       to[0] = factor, to[1] = -factor * t;
     }
@@ -102,12 +102,11 @@ __device__ __forceinline__ void backward_keys(const params::Linear& p) {
   Rows<T> k = at.keys(p, p.k), v = at.keys(p, p.v), dk = at.keys(p, p.dk), dv = at.keys(p, p.dv);
   uint32_t memory = ptx::shared_address(shared), state = memory + 2 * At::ROWS_BYTES;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int64_t number = at.row(p, at.head);
   copy_block<T, D>(memory, k, at.first);
   copy_block<T, D>(memory + At::ROWS_BYTES, v, at.first);
-  at.load_state(state, p, number);
-  for (int c = threadIdx.x; c < D; c += THREADS) sums[c] = p.sums[number * D + c];
+  at.load_state(state, p, at.row(p, at.head));
   ptx::cp_async_wait<0>();
+  at.complete_state(state, sums, p, at.head);
   make_features<T, D>(memory, k.count - at.first, k.head_dim, [](int, int, const float(&)[8]) {});
   __syncthreads();
   constexpr float BY_TOKEN = 1.0f / BLOCK;

@@ -18,6 +18,14 @@ using attention::unpack_8;
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int BLOCK = attention::SELECTION_BLOCK;
 
+// One over a number of blocks, which is rounded up to a power of two, so that multiplying by it is exact. Sums over the tokens
+// before a block are stored times this and 1 / BLOCK, about as means over those tokens: no sum then outgrows f16, and normalizing
+// cancels the factor.
+__device__ __forceinline__ float inverse_blocks(int blocks) {
+  int exponent = blocks > 1 ? 32 - __clz(blocks - 1) : 0;
+  return __int_as_float((127 - exponent) << 23);
+}
+
 // Sum and maximum over the LANES lanes that share a row.
 template <int LANES>
 __device__ __forceinline__ float row_sum(float x) {

@@ -19,12 +19,12 @@ __device__ __forceinline__ void forward(const params::Linear& p) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float acc[D / 8][4] = {};
   if (at.block > 0) {
-    int64_t row = at.row(p, at.head / (p.shape.query_heads / p.shape.key_heads));
+    int key_head = at.head / (p.shape.query_heads / p.shape.key_heads);
     copy_block<T, D>(memory, q, at.first);
-    at.load_state(memory + At::ROWS_BYTES, p, row);
-    for (int c = threadIdx.x; c < D; c += THREADS) sums[c] = p.sums[row * D + c];
-    __syncthreads();
+    at.load_state(memory + At::ROWS_BYTES, p, at.row(p, key_head));
     ptx::cp_async_wait<0>();
+    at.complete_state(memory + At::ROWS_BYTES, sums, p, key_head);
+    __syncthreads();
     make_query_features<T, D>(memory, q, at.first, sums, norms);
     __syncthreads();
     multiply_state<T, D, false>(acc, memory + warp * 16 * D * 2, memory + At::ROWS_BYTES, lane);

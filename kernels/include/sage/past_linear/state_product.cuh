@@ -43,9 +43,33 @@ struct Tile {
   __device__ __forceinline__ void load_state(uint32_t shared, const params::Linear& p, int64_t row) const {
     const T* state = static_cast<const T*>(p.states) + row * D * D;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < D * D / 8; i += THREADS)
-      ptx::cp_async_16(shared + layout::swizzled<D * 2>(i / (D / 8), i % (D / 8)), state + i * 8, true);
+    for (int i = threadIdx.x; i < D * D / 8; i += THREADS) ptx::cp_async_16(place(shared, i), state + i * 8, true);
     ptx::cp_async_commit();
+  }
+  // Completes a state that the calling thread's copies have brought, by what comes before the block's chunk, or in the backward
+  // after it; and reads z, of which it does the same.
+  __device__ __forceinline__ void complete_state(uint32_t shared, float (&sums)[D], const params::Linear& p, int key_head) const {
+    int chunk = block / p.chunk_blocks;
+    bool none_before = p.backward ? chunk + 1 == p.chunks : chunk == 0;
+    float factor = p.backward ? 1.0f : inverse_blocks(block) / inverse_blocks(chunk * p.chunk_blocks);
+    int64_t line = (int64_t(key_head) * p.shape.segment_count + segment_index) * p.chunks + chunk;
+    const float *z = p.sums + row(p, key_head) * D, *z_before = p.chunk_sums + (line * (D + 1) + D) * D;
+    for (int c = threadIdx.x; c < D; c += THREADS) sums[c] = z[c] + (none_before ? 0.0f : factor * z_before[c]);
+    if (none_before) return;
+    const uint4* before = reinterpret_cast<const uint4*>(static_cast<const T*>(p.chunk_states) + line * D * D);
+    uint32_t twice = ptx::twice<T>(factor);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < D * D / 8; i += THREADS) {
+      uint4 more = before[i], state = ptx::load_16(place(shared, i));
+      ptx::store_16(place(shared, i), make_uint4(ptx::fma_2<T>(more.x, twice, state.x), ptx::fma_2<T>(more.y, twice, state.y),
+                                                 ptx::fma_2<T>(more.z, twice, state.z), ptx::fma_2<T>(more.w, twice, state.w)));
+    }
+  }
+
+ private:
+  // Where 16 bytes of a state lie in shared memory.
+  static __device__ __forceinline__ uint32_t place(uint32_t shared, int i) {
+    return shared + layout::swizzled<D * 2>(i / (D / 8), i % (D / 8));
   }
 };
 

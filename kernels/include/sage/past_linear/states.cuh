@@ -1,5 +1,6 @@
-// Sums of states along the sequence. Where there are too few heads to fill the GPU, a sequence is cut into chunks of blocks: each
-// is summed on its own, then the sums before each chunk are added up, then come the states inside of it.
+// Sums of states along the sequence, in chunks of blocks, so that all multiprocessors have work: each chunk's states are summed
+// from its own first block on. What comes before a chunk is added up afterwards, and whoever reads a state adds it
+// (state_product.cuh).
 #pragma once
 
 #include <sage/layout/fragments.cuh>
@@ -18,22 +19,21 @@ using attention::TILE;
 // Threads of the kernels that sum states: one thread block fills a multiprocessor.
 constexpr int STATE_THREADS = 512;
 
-// Sums of a chunk of blocks of a key head, from the front or from the end. A thread block has VALUES columns of the state. The
-// thread blocks of the other columns make the same features once more, and features are most of the work: hence as many columns
-// as a multiprocessor's shared memory takes, and all of its threads. A warp keeps a part of the state in its accumulators: 16
-// channels of the features by COLUMNS of the values, and, for the first columns, its part of z.
+// Sums of a chunk of blocks of a key head, from the front or from the end. A thread block has VALUES columns of the state: all of
+// them where the multiprocessor's shared memory suffices, since the thread blocks of the other columns would make the same
+// features once more, and features are most of the work. A warp keeps a part of the state in its accumulators: 16 channels of the
+// features by COLUMNS of the values, and, for the first columns, its part of z.
 template <class T, int D>
 struct StateKernel {
-  static constexpr int VALUES = 64, SPLIT = D / VALUES, THREADS = STATE_THREADS;
+  static constexpr params::Plan PLAN = params::plan("linear_scan_blocks", D, params::LISTED);
+  static constexpr int VALUES = PLAN.row_bytes / 2, SPLIT = D / VALUES, THREADS = STATE_THREADS;
   static constexpr int STRIPS = D / 16, PARTS = THREADS / 32 / STRIPS, COLUMNS = VALUES / PARTS;
   // Shared memory: stages of features and values; then the weights of each stage's rows.
   static constexpr int FEATURE_BYTES = BLOCK * D * 2, VALUE_BYTES = BLOCK * VALUES * 2;
   static constexpr int STAGE_BYTES = FEATURE_BYTES + VALUE_BYTES, WEIGHTS_BYTES = BLOCK * 4;
-  static constexpr params::Plan PLAN = params::plan("linear_sum_chunks", D, params::LISTED);
-  static_assert(PLAN == params::plan("linear_scan_blocks", D, params::LISTED));
   static constexpr int STAGES = PLAN.stages;
   static_assert(PLAN.rows == BLOCK && PLAN.threads == THREADS && PLAN.shared_bytes == STAGES * (STAGE_BYTES + WEIGHTS_BYTES));
-  static_assert(PLAN.row_bytes == VALUES * 2 && STAGES >= 2);
+  static_assert(D % VALUES == 0 && STAGES >= 2);
   static constexpr int WIDTH = (D + 1) * D;  // values of a chunk's sums: H and z
 
   const params::Linear& p;
@@ -148,22 +148,9 @@ struct StateKernel {
   __device__ __forceinline__ int column() const { return first_column + part * COLUMNS; }
   __device__ __forceinline__ bool has_z() const { return column() == 0; }
 
-  // Calls f(index, value) for the warp's part of a state, D + 1 rows of D: H, then z.
-  template <class F>
-  __device__ __forceinline__ void each(F f) {
-    int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      int row = strip * 16 + lane / 4 + 8 * (e >> 1);
-#pragma unroll
-      for (int n = 0; n < COLUMNS / 8; ++n) f(row * D + column() + n * 8 + 2 * (lane & 3) + (e & 1), h[n][e]);
-      if (has_z() && lane % 4 == 0 && (e & 1) == 0) f(D * D + row, z[e]);
-    }
-  }
-
-  // The same for pairs of neighbouring channels: f(index, two values) of H, and g(index, value) of z.
+  // Calls f(index, two values) for pairs of neighbouring channels in the warp's part of H, and g(index, value) for z.
   template <class F, class G>
-  __device__ __forceinline__ void each_2(F f, G g) {
+  __device__ __forceinline__ void each(F f, G g) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -179,58 +166,51 @@ struct StateKernel {
     return p.chunk_sums + ((int64_t(key_head) * p.shape.segment_count + segment_index) * p.chunks + chunk) * WIDTH;
   }
 
-  // Writes the sums of a chunk: of all but the one that no other comes after.
-  __device__ __forceinline__ void sum() {
-    int number = p.backward ? chunk + 1 : chunk;
-    int first = number * p.chunk_blocks, end = min(first + p.chunk_blocks, selection_blocks(segment.query_len));
-    walk(first, end, max(end - first, 0) * group, [](int) {});
-    float* to = chunk_sums(number);
-    each([&](int at, float x) { to[at] = x; });
-  }
-
-  // Writes the states inside a chunk, starting from the sums of all chunks before it, or in the backward after it.
+  // Writes the states inside a chunk, and the chunk's sums, unless no other chunk comes after it.
   __device__ __forceinline__ void scan() {
     int first = chunk * p.chunk_blocks, end = min(first + p.chunk_blocks, selection_blocks(segment.query_len));
-    if (first >= end) return;
-    if (p.chunks > 1) {
-      const float* from = chunk_sums(chunk);
-      each([&](int at, float& x) { x = from[at]; });
-    }
+    int blocks = max(end - first, 0);
+    bool summed = p.backward ? chunk > 0 : chunk + 1 < p.chunks;
     auto leave = [&](int block) {
       int64_t row = int64_t(key_head) * p.blocks + first_query_block(p.shape, segment_index) + block;
       T* states = static_cast<T*>(p.states) + row * D * D;
-      float *sums = p.sums + row * D, factor = p.backward ? 1.0f : 1.0f / float(max(block * BLOCK, 1));
-      each_2([&](int at, float x, float y) { *reinterpret_cast<uint32_t*>(states + at) = ptx::pack_16<T>(x * factor, y * factor); },
+      float *sums = p.sums + row * D, factor = p.backward ? 1.0f : inverse_blocks(block) / BLOCK;
+      each([&](int at, float x, float y) { *reinterpret_cast<uint32_t*>(states + at) = ptx::pack_16<T>(x * factor, y * factor); },
              [&](int at, float x) { sums[at] = x * factor; });
     };
-    walk(first, end, (end - first - 1) * group, leave);
-    leave(p.backward ? first : end - 1);
+    // The last block comes before no other state of this chunk: it is added for the chunk's sums alone.
+    walk(first, end, max(blocks - (summed ? 0 : 1), 0) * group, leave);
+    if (!summed && blocks > 0) leave(p.backward ? first : end - 1);
+    if (!summed) return;
+    float* to = p.chunk_sums + ((int64_t(key_head) * p.shape.segment_count + segment_index) * p.chunks + chunk) * WIDTH;
+    each([&](int at, float x, float y) { *reinterpret_cast<float2*>(to + at) = make_float2(x, y); },
+         [&](int at, float x) { to[D * D + at] = x; });
   }
 };
 
-template <class T, int D>
-__device__ __forceinline__ void sum_chunks(const params::Linear& p) {
-  extern __shared__ __align__(1024) unsigned char shared[];
-  StateKernel<T, D>(p, shared).sum();
-}
 template <class T, int D>
 __device__ __forceinline__ void scan_blocks(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   StateKernel<T, D>(p, shared).scan();
 }
 
-// Replaces the sums of each chunk by the sums of all chunks before it, or in the backward after it.
-template <int D>
+// Adds up what comes before each chunk, or in the backward after it: H rounded to 16 bit, z in place of the chunk's own. Both are
+// stored as the state of the chunk's first block is.
+template <class T, int D>
 __device__ __forceinline__ void scan_chunks(const params::Linear& p) {
   constexpr int WIDTH = (D + 1) * D;
   int at = blockIdx.x * blockDim.x + threadIdx.x;
   if (at >= WIDTH) return;
-  float *from = p.chunk_sums + int64_t(blockIdx.y) * p.chunks * WIDTH + at, sum = 0.0f;
+  int64_t line = int64_t(blockIdx.y) * p.chunks;
+  float sum = 0.0f;
   for (int i = 0; i < p.chunks; ++i) {
-    float& x = from[int64_t(p.backward ? p.chunks - 1 - i : i) * WIDTH];
-    // The last one's own sum was not made, since no chunk comes after it.
-    float own = i + 1 < p.chunks ? x : 0.0f;
-    x = sum, sum += own;
+    int chunk = p.backward ? p.chunks - 1 - i : i;
+    float& own = p.chunk_sums[(line + chunk) * WIDTH + at];
+    // No chunk comes after the last one, whose own sum was not made.
+    float added = i + 1 < p.chunks ? own : 0.0f, stored = sum * (p.backward ? 1.0f : inverse_blocks(chunk * p.chunk_blocks) / BLOCK);
+    if (at < D * D) static_cast<T*>(p.chunk_states)[(line + chunk) * D * D + at] = ptx::from_float<T>(stored);
+    else own = stored;
+    sum += added;
   }
 }
 
