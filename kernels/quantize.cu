@@ -66,6 +66,34 @@ __device__ void mean_of_tiles(const params::Forward& p) {
         __fdiv_rn(total, float(max(segment.key_len, 1)));
 }
 
+// K's mean over a sample: key_sample tokens at even distances, or all of a shorter segment, added in order: (key head, segment,
+// channel). One block for each segment and head, which all rows pass through shared memory, 64 at a time.
+template <class T, int D>
+__device__ void mean_of_sample(const params::Forward& p) {
+  constexpr int AT_ONCE = 64, CHUNKS = D / 8;
+  __shared__ uint4 rows[AT_ONCE * CHUNKS];
+  const params::Shape& shape = p.shape;
+  Segment segment(shape, blockIdx.x);
+  Rows<T> k(p.k, segment.batch, segment.key_start, blockIdx.y, segment.key_len, shape.head_dim);
+  int count = min(p.key_sample, segment.key_len);
+  float total = 0.0f;
+  for (int first = 0; first < count; first += AT_ONCE) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < AT_ONCE * CHUNKS; i += MEAN_THREADS) {
+      int at = i + threadIdx.x, token = first + at / CHUNKS;
+      if (token < count) rows[at] = k.load_8(int(int64_t(token) * segment.key_len / count), at % CHUNKS * 8);
+    }
+    __syncthreads();
+#pragma unroll 16
+    for (int i = 0; i < min(count - first, AT_ONCE); ++i)
+      total = __fadd_rn(total, ptx::to_float(reinterpret_cast<const T*>(rows)[i * D + threadIdx.x % D]));
+  }
+  if (threadIdx.x < D)
+    p.codes.k_mean[(int64_t(blockIdx.y) * shape.segment_count + blockIdx.x) * D + threadIdx.x] =
+        __fdiv_rn(total, float(max(count, 1)));
+}
+
 template <class T, int D>
 __device__ void quantize_queries(const params::Forward& p, int tile, int head) {
   const params::Shape& shape = p.shape;
@@ -219,6 +247,7 @@ __device__ void prepare(const params::Backward& p) {
   }
 #define KERNELS(type, T, D)                                             \
   FORWARD(sum_tiles_##type##_##D, quant::TILE_THREADS, sum_tiles<T, D>) \
+  FORWARD(mean_of_sample_##type##_##D, MEAN_THREADS, mean_of_sample<T, D>) \
   FORWARD(quantize_##type##_##D, quant::TILE_THREADS, quantize<T, D>)   \
   BACKWARD(prepare_full_precision_##type##_##D, prepare<T, D, false>)   \
   BACKWARD(prepare_sagebwd_##type##_##D, prepare<T, D, true>)

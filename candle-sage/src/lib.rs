@@ -48,7 +48,8 @@ mod update;
 pub use error::{Error, ErrorKind, Result};
 pub use ops::{Attention, flash_attn, flash_attn_varlen};
 pub use scheme::{
-    AttnQat, Granularity, Int8Products, PReference, Products, SageBwd, Scheme, Smoothing, ValueGroups,
+    AttnQat, Granularity, Int8Products, KeyMean, PReference, Products, SageBwd, Scheme, Smoothing,
+    ValueGroups,
 };
 pub use selection::Selection;
 pub use shape::{AttentionShape, Packing};

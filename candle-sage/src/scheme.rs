@@ -5,9 +5,11 @@
 
 mod attn_qat;
 mod sagebwd;
+mod smoothing;
 
 pub use attn_qat::{AttnQat, PReference, Products, ValueGroups};
-pub use sagebwd::{Granularity, Int8Products, SageBwd, Smoothing};
+pub use sagebwd::{Granularity, Int8Products, SageBwd};
+pub use smoothing::{KeyMean, Smoothing};
 
 use crate::error::Result;
 

@@ -8,7 +8,7 @@ pub mod sla2;
 use std::fmt::Write as _;
 
 use candle_core::{DType, Device, Tensor};
-use candle_sage::{Attention, Error, Int8Products, Result, SageBwd, Scheme};
+use candle_sage::{Attention, Error, Int8Products, KeyMean, Result, SageBwd, Scheme};
 use clock::{Clock, peak_bytes};
 
 use crate::during;
@@ -113,10 +113,11 @@ pub fn usual_rows() -> Vec<Row> {
         .collect()
 }
 
-/// The schemes to measure: every scheme, and SageBwd with fewer INT8 products.
+/// The schemes to measure: every scheme, and SageBwd with fewer INT8 products, and with K's mean over a sample.
 fn schemes() -> Vec<Scheme> {
-    let sets = [Int8Products::FORWARD_AND_S, Int8Products::FORWARD];
-    let sets = sets.map(|products| SageBwd::default().products(products).into());
+    let few = SageBwd::default().products(Int8Products::FORWARD_AND_S);
+    let sets =
+        [few, few.key_mean(KeyMean::Sample(64)), few.products(Int8Products::FORWARD)].map(Scheme::from);
     Scheme::all()
         .into_iter()
         .flat_map(|scheme| match scheme {
@@ -126,14 +127,19 @@ fn schemes() -> Vec<Scheme> {
         .collect()
 }
 
-/// The name of a scheme in the table: with its INT8 products unless they are the default.
+/// The name of a scheme in the table: with its INT8 products and the tokens of K's mean unless they are the default.
 fn label(scheme: &Scheme) -> String {
-    match scheme {
-        Scheme::SageBwd(settings) if settings.products != Int8Products::default() => {
-            format!("{}/{}", scheme.name(), settings.products)
+    let mut label = scheme.name().to_owned();
+    if let Scheme::SageBwd(settings) = scheme {
+        let default = SageBwd::default();
+        if settings.products != default.products {
+            label += &format!("/{}", settings.products);
         }
-        other => other.name().into(),
+        if settings.key_mean != default.key_mean {
+            label += &format!("/{}", settings.key_mean);
+        }
     }
+    label
 }
 
 /// Measures one row, one scheme after the other.

@@ -75,7 +75,9 @@ impl HfConfig {
         let text = std::fs::read(&path).map_err(during(failed())).map_err(|error| {
             if folder.join("config.toml").exists() {
                 let run = folder.display();
-                error.hint(format!("this is a run: `sage-train export {run} --to DIR` writes what is taken here"))
+                error.hint(format!(
+                    "this is a run: `sage-train export {run} --to DIR` writes what is taken here"
+                ))
             } else {
                 error.hint("this takes a folder with config.json, model.safetensors, tokenizer.json")
             }

@@ -3,6 +3,7 @@
 use multiversion::multiversion;
 
 use super::lanes;
+use crate::scheme::{KeyMean, SageBwd};
 
 /// A scale and its reciprocal.
 #[derive(Debug, Clone, Copy)]
@@ -90,6 +91,14 @@ pub(crate) fn channel_mean(rows: &[f32], d: usize, tile_rows: usize) -> Vec<f32>
     }
     let count = (rows.len() / d).max(1) as f32;
     total.iter().map(|x| x / count).collect()
+}
+
+/// The mean that smoothing subtracts from K's rows: over all of them in tiles, or over a sample, in the order of the tokens.
+pub(crate) fn key_mean(rows: &[f32], d: usize, settings: &SageBwd) -> Vec<f32> {
+    let KeyMean::Sample(count) = settings.key_mean else { return channel_mean(rows, d, settings.tile_k) };
+    let sample: Vec<f32> =
+        settings.key_mean.tokens(rows.len() / d).flat_map(|token| &rows[token * d..][..d]).copied().collect();
+    channel_mean(&sample, d, count)
 }
 
 /// Subtracts `mean` from every row.

@@ -11,7 +11,7 @@ use forward::CodesOfV;
 
 use super::numerics::{Head, Operands, Problem, Tile, cut, per_head};
 use super::product::{Mat, product};
-use super::quantize::{TileCodes, channel_mean, subtract_mean};
+use super::quantize::{TileCodes, channel_mean, key_mean, subtract_mean};
 use super::{Gradients, OnCpu, Past};
 use crate::scheme::{Int8Products, SageBwd as Settings, Smoothing};
 
@@ -75,7 +75,7 @@ impl Codes {
             let mut rows = problem.k_rows(at, 0..problem.segments[at.segment].key.len());
             let mut mean = Vec::new();
             if settings.smoothing != Smoothing::None {
-                mean = channel_mean(&rows, d, settings.tile_k);
+                mean = key_mean(&rows, d, settings);
                 subtract_mean(&mut rows, &mean);
             }
             HeadCodes { codes: TileCodes::new(&rows, d, settings.tile_k), mean }

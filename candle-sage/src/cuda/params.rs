@@ -142,6 +142,8 @@ pub(super) struct Forward<'a> {
     pub(super) p_lift: f32,
     pub(super) p_literal: i32,
     pub(super) lists: Lists<'a>,
+    pub(super) key_sample: i32,
+    pub(super) padding: i32,
     pub(super) q_map: TensorMap<'a>,
     pub(super) k_map: TensorMap<'a>,
     pub(super) v_map: TensorMap<'a>,
@@ -210,6 +212,7 @@ const _: () = {
     assert!(size_of::<Forward>() == 832 && offset_of!(Forward, q_map) == 448);
     assert!(offset_of!(Forward, minus_lse2) == 192 && offset_of!(Forward, shape) == 280);
     assert!(offset_of!(Forward, row_sums) == 384 && offset_of!(Forward, lists) == 400);
+    assert!(offset_of!(Forward, key_sample) == 440);
     assert!(size_of::<FakeQuantize>() == 360 && offset_of!(FakeQuantize, shape) == 296);
     assert!(size_of::<Backward>() == 896 && offset_of!(Backward, q_map) == 640);
     assert!(offset_of!(Backward, minus_lse2) == 384 && offset_of!(Backward, codes) == 440);

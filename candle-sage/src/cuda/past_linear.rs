@@ -67,8 +67,7 @@ impl<'a> Call<'a> {
         let count = shape.key_heads() * blocks.rows();
         let states = gpu.alloc::<bf16>(count * d * d)?; // or f16: both take 2 bytes
         let in_chunks = if chunks > 1 { heads * chunks } else { 0 };
-        let (sums, chunk_sums) =
-            (gpu.alloc::<f32>(count * d)?, gpu.alloc::<f32>(in_chunks * (d + 1) * d)?);
+        let (sums, chunk_sums) = (gpu.alloc::<f32>(count * d)?, gpu.alloc::<f32>(in_chunks * (d + 1) * d)?);
         let chunk_states = gpu.alloc::<bf16>(in_chunks * d * d)?;
         let (element, blocks) = (Element::of(inputs[0].0.dtype())?, blocks.rows());
         Ok(Self {

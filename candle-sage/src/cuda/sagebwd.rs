@@ -10,7 +10,7 @@ use super::kernels::Grid;
 use super::plan::{Plan, TILE};
 use super::{OnGpu, Past, params};
 use crate::error::Error;
-use crate::scheme::{Granularity, Int8Products, SageBwd, Smoothing};
+use crate::scheme::{Granularity, Int8Products, KeyMean, SageBwd, Smoothing};
 
 impl OnGpu for SageBwd {
     type Operands = Operands;
@@ -142,7 +142,9 @@ pub(super) struct Operands {
     pub(super) codes: Codes,
     /// V's codes and scales.
     pub(super) v: (CudaSlice<i8>, CudaSlice<f32>),
+    /// `None` without smoothing of K, and with a mean over a sample.
     k_tile_sums: Option<CudaSlice<f32>>,
+    key_mean: KeyMean,
 }
 
 impl Operands {
@@ -162,8 +164,9 @@ impl Operands {
             k_mean: smooth_k.then(|| gpu.alloc(means)).transpose()?,
         };
         let v = (gpu.alloc(keys * TILE * d)?, gpu.alloc(keys)?);
-        let k_tile_sums = smooth_k.then(|| gpu.alloc(keys * d)).transpose()?;
-        Ok(Self { codes, v, k_tile_sums })
+        let key_mean = settings.key_mean;
+        let k_tile_sums = (smooth_k && key_mean == KeyMean::All).then(|| gpu.alloc(keys * d)).transpose()?;
+        Ok(Self { codes, v, k_tile_sums, key_mean })
     }
 }
 
@@ -173,14 +176,20 @@ pub(super) fn quantize<'p>(
     operands: &'p Operands,
     params: &mut params::Forward<'p>,
 ) -> Result<()> {
-    let Operands { codes, v, k_tile_sums } = operands;
+    let Operands { codes, v, k_tile_sums, key_mean } = operands;
     let gpu = &call.gpu;
     params.codes = codes.params(call);
     params.codes.v_transposed = address(&v.0, gpu);
     params.codes.v_dequant_scale = address(&v.1, gpu);
     params.codes.k_tile_sums = address_if_any(k_tile_sums.as_ref(), gpu);
-    if k_tile_sums.is_some() {
-        launch_key_mean(call, params)?;
+    if codes.k_mean.is_some() {
+        match *key_mean {
+            KeyMean::All => launch_key_mean(call, params)?,
+            KeyMean::Sample(count) => {
+                params.key_sample = count as i32;
+                gpu.launch_forward("quantize", &call.kernel("mean_of_sample"), key_mean_grid(call), params)?;
+            }
+        }
     }
     let tiles = call.query_tiles() + 2 * call.key_tiles();
     gpu.launch_forward("quantize", &call.kernel("quantize"), Grid::line(tiles, 256), params)
@@ -204,10 +213,15 @@ impl Codes {
 /// Launches the computation of K's token mean, for which `params.codes` has a buffer and one for the tiles'
 /// sums.
 pub(super) fn launch_key_mean(call: &Call<'_>, params: &params::Forward<'_>) -> Result<()> {
-    let (gpu, heads) = (&call.gpu, call.problem.shape.key_heads());
+    let gpu = &call.gpu;
     gpu.launch_forward("quantize", &call.kernel("sum_tiles"), Grid::line(call.key_tiles(), 256), params)?;
-    let grid = Grid { blocks: (call.segment_count() as u32, heads as u32, 1), ..Grid::line(1, 256) };
-    gpu.launch_forward("quantize", &format!("mean_of_tiles_{}", call.d), grid, params)
+    gpu.launch_forward("quantize", &format!("mean_of_tiles_{}", call.d), key_mean_grid(call), params)
+}
+
+/// A thread block for each segment and key head.
+fn key_mean_grid(call: &Call<'_>) -> Grid {
+    let blocks = (call.segment_count() as u32, call.problem.shape.key_heads() as u32, 1);
+    Grid { blocks, ..Grid::line(1, 256) }
 }
 
 /// What the backward's kernel reads besides the forward's codes.

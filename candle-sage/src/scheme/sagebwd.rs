@@ -1,5 +1,6 @@
 //! Settings of SageBwd, INT8 attention for training (arXiv 2603.02170; first described in 2505.11594).
 
+use super::{KeyMean, Smoothing};
 use crate::error::{Error, Result};
 
 /// SageBwd: six of the seven attention products (`S = Q K^T` counts in the forward and in the backward) on
@@ -38,6 +39,8 @@ use crate::error::{Error, Result};
 pub struct SageBwd {
     /// Operands whose token means are subtracted before quantizing.
     pub smoothing: Smoothing,
+    /// Tokens that K's mean is taken over.
+    pub key_mean: KeyMean,
     /// Products of the backward that run on codes.
     pub products: Int8Products,
     /// Number of vectors that share a scale in the backward.
@@ -52,35 +55,13 @@ impl Default for SageBwd {
     fn default() -> Self {
         Self {
             smoothing: Smoothing::default(),
+            key_mean: KeyMean::default(),
             products: Int8Products::default(),
             granularity: Granularity::default(),
             tile_q: 64,
             tile_k: 64,
         }
     }
-}
-
-/// The operands whose token means are subtracted before quantizing (SageBwd, sections 3 and 6).
-///
-/// ```
-/// use candle_sage::{AttnQat, SageBwd, Smoothing};
-///
-/// assert_eq!(SageBwd::default().smoothing, Smoothing::K);
-/// assert_eq!(AttnQat::default().smoothing, Smoothing::None);
-/// assert_eq!(Smoothing::Qk.to_string(), "qk");
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum Smoothing {
-    /// None. Channels with a large mean then use up the codes' range.
-    None,
-    /// Subtracts from K its mean over all tokens of the sequence. Neither the softmax nor the gradients
-    /// change, because every row of the exact dS sums to zero.
-    #[default]
-    K,
-    /// As `K`, and subtracts from each tile of Q its mean, whose product with K is added to the logits as a
-    /// row and whose part of dK is added as a rank-one term.
-    Qk,
 }
 
 /// The products of the backward that run on INT8 codes. The forward's `S = Q K^T` and `O = P V` always do.
@@ -237,22 +218,15 @@ impl Granularity {
 
 impl std::fmt::Display for SageBwd {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { smoothing, products, granularity, tile_q, tile_k } = self;
+        let Self { smoothing, key_mean, products, granularity, tile_q, tile_k } = self;
         write!(f, "SageBwd, smoothing {smoothing}, ")?;
+        if *key_mean != KeyMean::All {
+            write!(f, "mean of {key_mean}, ")?;
+        }
         if *products != Int8Products::PAPER {
             write!(f, "products {products}, ")?;
         }
         write!(f, "granularity {granularity}, tiles {tile_q}x{tile_k}")
-    }
-}
-
-impl std::fmt::Display for Smoothing {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Smoothing::None => "none",
-            Smoothing::K => "k",
-            Smoothing::Qk => "qk",
-        })
     }
 }
 
@@ -297,6 +271,12 @@ impl SageBwd {
         Self { smoothing, ..self }
     }
 
+    /// Sets [`SageBwd::key_mean`].
+    #[must_use]
+    pub fn key_mean(self, key_mean: KeyMean) -> Self {
+        Self { key_mean, ..self }
+    }
+
     /// Sets [`SageBwd::products`].
     #[must_use]
     pub fn products(self, products: Int8Products) -> Self {
@@ -324,6 +304,7 @@ impl SageBwd {
     pub(super) fn in_words(&self) -> Vec<(&'static str, String)> {
         vec![
             ("smoothing", self.smoothing.to_string()),
+            ("key-mean", self.key_mean.to_string()),
             ("products", self.products.to_string()),
             ("granularity", self.granularity.to_string()),
             ("tile-q", self.tile_q.to_string()),
@@ -347,7 +328,8 @@ impl SageBwd {
     /// ```
     ///
     /// # Errors
-    /// When a tile or group size is out of range, or when a granularity is set that no product uses.
+    /// When a tile, a group or a sample is out of range, when a granularity is set that no product uses, or a
+    /// mean that nothing subtracts.
     pub fn validate(&self) -> Result<()> {
         for (name, rows) in [("tile_q", self.tile_q), ("tile_k", self.tile_k)] {
             if !Self::TILE_ROWS.contains(&rows) {
@@ -362,6 +344,18 @@ impl SageBwd {
                 .got(self.granularity)
                 .allowed("group-2 to group-64")
                 .hint("Granularity::Vector has one scale a vector, Granularity::Tile one a tile"));
+        }
+        if !self.key_mean.in_range() {
+            return Err(Error::new("the sample for K's mean is out of range")
+                .got(self.key_mean)
+                .allowed("sample-1 to sample-4096")
+                .hint("KeyMean::Sample(64) is as exact as KeyMean::All"));
+        }
+        if self.key_mean != KeyMean::All && self.smoothing == Smoothing::None {
+            return Err(Error::new("this mean of K does nothing without smoothing")
+                .got(format!("key_mean {}, smoothing {}", self.key_mean, self.smoothing))
+                .allowed("smoothing k or qk; or key_mean all")
+                .hint("key_mean says which tokens the mean is taken over that smoothing subtracts"));
         }
         if self.granularity != Granularity::Vector && !self.products.quantizes_gradients() {
             return Err(Error::new("this granularity does nothing with these products")

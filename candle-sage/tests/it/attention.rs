@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::{
-    Attention, AttnQat, Granularity, Int8Products, PReference, Packing, SageBwd, Scheme, Smoothing,
+    Attention, AttnQat, Granularity, Int8Products, KeyMean, PReference, Packing, SageBwd, Scheme, Smoothing,
     ValueGroups,
 };
 
@@ -17,6 +17,7 @@ fn schemes() -> Vec<Scheme> {
         sage.smoothing(Smoothing::Qk).granularity(Granularity::Group(8)).tile_q(16).tile_k(48).into(),
         sage.products(Int8Products::FORWARD_AND_S).smoothing(Smoothing::Qk).into(),
         sage.products(Int8Products::FORWARD).into(),
+        sage.key_mean(KeyMean::Sample(7)).into(),
         sage.products(Int8Products { dk: true, dv: true, ..Int8Products::FORWARD }).into(),
         AttnQat::default().into(),
         AttnQat::default()

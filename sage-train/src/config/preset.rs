@@ -141,6 +141,7 @@ fn attention() -> AttentionSettings {
         attn: Some(SageBwd::default().into()),
         qk_norm: Some(Switch::On),
         smoothing: None,
+        key_mean: None,
         products: None,
         granularity: None,
         value_groups: None,

@@ -1,12 +1,12 @@
 //! Documents in which what was said far before is asked for. Each document is a pure function of (seed, number).
 //!
-//! Every name of a document has a number, said in a sentence such as `Bara keeps the number 42.` A document is a row of
-//! paragraphs:
+//! Every name of a document has a number, said in notes such as `Note: Bara 42, Kelo 17.` The number follows the name itself, so
+//! that a model need not learn first which words of a sentence belong together. A document is a row of paragraphs:
 //!
 //! - a *beginning* says a name's number, and goes on with a story that has the name in each of its sentences;
 //! - a *return* is a story about a name that began before, and ends with its number ([`Asked::AfterStory`]);
-//! - *questions* are that sentence for several names, where nothing led up to them ([`Asked::Suddenly`]);
-//! - a *roll* lists other names with numbers and then the same in another order.
+//! - *questions* are a note of several names, where nothing led up to them ([`Asked::Suddenly`]);
+//! - a *roll* notes other names with numbers and then the same in another order.
 //!
 //! A name is asked for again and again, at distances from where its number was last said of which half are even and half have even
 //! logarithms. Looking up is thus learnt at short distances first, in rolls and where a document has just begun.
@@ -28,7 +28,7 @@ const ROLL_NAMES: usize = 64;
 const ROLL: usize = 8;
 
 /// Names that a paragraph of questions asks for.
-const QUESTIONS: usize = 6;
+const QUESTIONS: usize = 8;
 
 /// Numbers that a name may have.
 const NUMBERS: std::ops::Range<u32> = 10..100;
@@ -114,19 +114,24 @@ struct Draft {
 
 impl Draft {
     fn push(&mut self, text: String) {
-        self.words += text.split_whitespace().count();
+        // A comma belongs to the word before it.
+        self.words += text.split_whitespace().filter(|word| *word != ",").count();
         self.pieces.push(Piece { text, question: None });
     }
 
-    /// `NAME keeps the number N.`; returns the index of the piece that is the number.
-    fn say(&mut self, name: &str, number: u32, question: Option<Question>) -> usize {
-        self.push(format!("{name} keeps the number"));
+    /// `BEFORE NAME N`; returns the index of the piece that is the number.
+    fn say(&mut self, before: &str, name: &str, number: u32, question: Option<Question>) -> usize {
+        self.push(format!("{before} {name}"));
         let index = self.pieces.len();
         self.push(format!(" {number}"));
         self.pieces[index].question = question;
+        index
+    }
+
+    /// Ends a note.
+    fn stop(&mut self) {
         // Not a word.
         self.pieces.push(Piece { text: ".".into(), question: None });
-        index
     }
 
     fn story(&mut self, name: &str, words: usize, rng: &mut ChaCha8Rng) {
@@ -142,16 +147,14 @@ impl Draft {
         let (most, part) = (self.paragraphs.max(2) as f64, rng.random::<f64>());
         let wanted = if rng.random_bool(0.5) { most * part } else { most.powf(part) } as usize;
         let distance = |n: &usize| self.paragraphs - self.known[*n].paragraph;
-        (0..self.known.len())
-            .filter(|n| distance(n) > 0)
-            .min_by_key(|n| distance(n).abs_diff(wanted))
+        (0..self.known.len()).filter(|n| distance(n) > 0).min_by_key(|n| distance(n).abs_diff(wanted))
     }
 
     /// Says the number of a name that is known, after `before`.
     fn ask(&mut self, n: usize, before: &str, asked: Asked) {
         let Known { name, number, said, .. } = &self.known[n];
-        let (text, number, said) = (format!("{before}{name}"), *number, *said);
-        let said = self.say(&text, number, Some(Question { asked, said }));
+        let (name, number, said) = (name.clone(), *number, *said);
+        let said = self.say(before, &name, number, Some(Question { asked, said }));
         (self.known[n].said, self.known[n].paragraph) = (said, self.paragraphs);
     }
 }
@@ -188,15 +191,16 @@ impl Recall {
                 let name = draft.known[n].name.clone();
                 draft.push(format!("{name} again."));
                 draft.story(&name, self.story_words(), rng);
-                draft.push(" So".into());
-                draft.ask(n, " ", Asked::AfterStory);
+                draft.ask(n, " So note:", Asked::AfterStory);
+                draft.stop();
             }
             (2..6, Some(first)) => {
-                draft.ask(first, "", Asked::Suddenly);
+                draft.ask(first, "Note:", Asked::Suddenly);
                 for _ in 1..QUESTIONS {
                     let Some(n) = draft.draw(rng) else { break };
-                    draft.ask(n, " ", Asked::Suddenly);
+                    draft.ask(n, ",", Asked::Suddenly);
                 }
+                draft.stop();
             }
             (6..8, _) => {
                 let names: Vec<String> = draft.rolled.choose_multiple(rng, ROLL).cloned().collect();
@@ -204,15 +208,17 @@ impl Recall {
                     names.into_iter().map(|name| (name, rng.random_range(NUMBERS))).collect();
                 for round in 0..2 {
                     for (n, (name, number)) in roll.iter().enumerate() {
-                        let space = if round == 0 && n == 0 { "" } else { " " };
-                        draft.say(&format!("{space}{name}"), *number, None);
+                        let before = if round + n == 0 { "Note:" } else { "," };
+                        draft.say(before, name, *number, None);
                     }
                     roll.shuffle(rng);
                 }
+                draft.stop();
             }
             _ => {
                 let (name, number) = (draft.unused.pop()?, rng.random_range(NUMBERS));
-                let said = draft.say(&name, number, None);
+                let said = draft.say("Note:", &name, number, None);
+                draft.stop();
                 draft.story(&name, self.story_words() / 2, rng);
                 draft.known.push(Known { name, number, said, paragraph: draft.paragraphs });
             }
@@ -239,8 +245,8 @@ mod tests {
             assert_eq!(pieces, recall.document(number));
             assert!(text(&pieces).split_whitespace().count() >= 4000);
             let name = |index: usize| {
-                let words = pieces[index - 1].text.trim().split(' ').next().expect("a name");
-                words.to_owned()
+                let last = pieces[index - 1].text.split(' ').next_back().expect("a name");
+                last.to_owned()
             };
             let mut said = std::collections::BTreeSet::new();
             for (index, piece) in pieces.iter().enumerate() {

@@ -46,7 +46,13 @@ struct Smoothed {
 fn smoothed(inputs: &Inputs, settings: &SageBwd) -> Smoothed {
     let Inputs { rows: [q, k, ..], tokens: n, head_dim: d } = inputs;
     let (d, tile) = (*d, settings.tile_q);
-    let k_mean = if settings.smoothing == Smoothing::None { vec![0.0; d] } else { mean(k, d) };
+    let k_mean = if settings.smoothing == Smoothing::None {
+        vec![0.0; d]
+    } else {
+        let rows: Vec<f64> =
+            settings.key_mean.tokens(*n).flat_map(|token| &k[token * d..][..d]).copied().collect();
+        mean(&rows, d)
+    };
     let q_means: Vec<f64> = match settings.smoothing {
         Smoothing::Qk => q.chunks(tile * d).flat_map(|tile| mean(tile, d).repeat(tile.len() / d)).collect(),
         _ => vec![0.0; n * d],

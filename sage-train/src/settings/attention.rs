@@ -3,7 +3,7 @@
 use std::sync::LazyLock;
 
 use candle_sage::{
-    AttnQat, Error, Granularity, Int8Products, PReference, SageBwd, Scheme, Smoothing, ValueGroups,
+    AttnQat, Error, Granularity, Int8Products, KeyMean, PReference, SageBwd, Scheme, Smoothing, ValueGroups,
 };
 use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
@@ -28,6 +28,9 @@ pub struct AttentionSettings {
     /// Token means subtracted before quantizing [default: k for sagebwd, none for attn-qat]
     #[arg(long, value_enum)]
     pub smoothing: Option<SmoothingSetting>,
+    /// SageBwd: tokens that K's mean is taken over: all, or sample-N, N tokens at even distances [default: all]
+    #[arg(long)]
+    pub key_mean: Option<Text<KeyMean>>,
     /// SageBwd: products in INT8: paper, forward-and-s, forward, or a list such as forward,s,dv [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
@@ -53,7 +56,7 @@ pub struct AttentionSettings {
 
 layer! {
     AttentionSettings:
-    attn, qk_norm, smoothing, products, granularity, value_groups, p_reference,
+    attn, qk_norm, smoothing, key_mean, products, granularity, value_groups, p_reference,
     high_precision_output, matched_recomputation, requantized_p
 }
 
@@ -128,6 +131,7 @@ impl Attn {
         Some(match scheme {
             Scheme::SageBwd(default) => default
                 .smoothing(settings.attention.smoothing.map_or(default.smoothing, Smoothing::from))
+                .key_mean(settings.attention.key_mean.map_or(default.key_mean, |text| text.0))
                 .products(settings.attention.products.map_or(default.products, |text| text.0))
                 .granularity(settings.attention.granularity.map_or(default.granularity, |text| text.0))
                 .into(),

@@ -5,11 +5,11 @@ use candle_core::{DType, Result};
 use super::inputs::{Inputs, cases, inputs_of};
 use super::token_of_slot;
 use crate::cpu::lanes::abs_bits;
-use crate::cpu::quantize::{Scale, TileCodes, channel_mean, code, subtract_mean};
+use crate::cpu::quantize::{Scale, TileCodes, channel_mean, code, key_mean, subtract_mean};
 use crate::cuda::address::address;
 use crate::cuda::plan::TILE;
 use crate::cuda::{Call, Operand, Problem, guard, params, sagebwd};
-use crate::scheme::{Granularity, SageBwd, Smoothing};
+use crate::scheme::{Granularity, KeyMean, SageBwd, Smoothing};
 use crate::shape::Segment;
 
 /// The quantizer gives the CPU's bits: codes, scales and means.
@@ -18,14 +18,17 @@ use crate::shape::Segment;
 fn codes_and_scales_are_the_cpus_to_the_bit() -> Result<()> {
     for (lens, heads, d, packing) in cases() {
         for dtype in [DType::BF16, DType::F16] {
-            for smoothing in [Smoothing::None, Smoothing::K, Smoothing::Qk] {
-                for granularity in [Granularity::Vector, Granularity::Group(4), Granularity::Tile] {
-                    let inputs = Inputs::new(lens, heads, d, packing.clone(), dtype)?;
-                    let settings = SageBwd { smoothing, granularity, ..SageBwd::default() };
-                    inputs.with(false, |problem, operands| {
-                        compare_codes(&inputs, problem, operands[3], &settings)
-                    })?;
-                }
+            let inputs = Inputs::new(lens, heads, d, packing.clone(), dtype)?;
+            let settings =
+                [Smoothing::None, Smoothing::K, Smoothing::Qk].into_iter().flat_map(|smoothing| {
+                    [Granularity::Vector, Granularity::Group(4), Granularity::Tile]
+                        .map(|granularity| SageBwd { smoothing, granularity, ..SageBwd::default() })
+                });
+            let samples = [1, 64, 100].map(|count| SageBwd::default().key_mean(KeyMean::Sample(count)));
+            for settings in settings.chain(samples) {
+                inputs.with(false, |problem, operands| {
+                    compare_codes(&inputs, problem, operands[3], &settings)
+                })?;
             }
         }
     }
@@ -171,7 +174,7 @@ impl Comparison<'_> {
         let rows = |n: usize| self.inputs.rows(n, shape.key_heads(), head, segment.key.clone());
         let mut keys = rows(1);
         if self.settings.smoothing != Smoothing::None {
-            let mean = channel_mean(&keys, d, TILE);
+            let mean = key_mean(&keys, d, self.settings);
             subtract_mean(&mut keys, &mean);
         }
         let (keys, values) = (TileCodes::new(&keys, d, TILE), TileCodes::new(&rows(2), d, TILE));

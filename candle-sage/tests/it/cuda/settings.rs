@@ -1,7 +1,7 @@
 //! The settings of the schemes, and the accuracy that papers have published.
 
 use candle_core::{DType, Result};
-use candle_sage::{AttnQat, Granularity, Int8Products, PReference, Scheme, Smoothing, ValueGroups};
+use candle_sage::{AttnQat, Granularity, Int8Products, KeyMean, PReference, Scheme, Smoothing, ValueGroups};
 
 use super::{NAMES, run, sage};
 use crate::support::{Case, PUBLISHED, gpu, relative_l2};
@@ -27,6 +27,10 @@ fn settings_of_sagebwd() -> Result<()> {
         schemes.push(sage().products(products).smoothing(Smoothing::None).into());
     }
     schemes.push(sage().products(Int8Products::FORWARD).smoothing(Smoothing::Qk).into());
+    schemes.push(sage().key_mean(KeyMean::Sample(100)).smoothing(Smoothing::Qk).into());
+    for products in [Int8Products::PAPER, Int8Products::FORWARD_AND_S, Int8Products::FORWARD] {
+        schemes.push(sage().key_mean(KeyMean::Sample(64)).products(products).into());
+    }
     for granularity in [2, 4, 8, 16, 32, 64].map(Granularity::Group).into_iter().chain([Granularity::Tile]) {
         schemes.push(sage().granularity(granularity).into());
     }

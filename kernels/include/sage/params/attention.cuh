@@ -66,7 +66,7 @@ struct Codes {
   float* v_dequant_scale;
   float* q_mean;       // (head, tile, D): the mean that was subtracted from Q; null without Q smoothing
   float* k_mean;       // (head, segment, D): the mean that was subtracted from K; null without smoothing
-  float* k_tile_sums;  // (head, tile, D): sums over a tile's tokens, from which k_mean is computed
+  float* k_tile_sums;  // (head, tile, D): sums over a tile's tokens, from which k_mean is computed; null: it is of a sample
 };
 
 // A user of a block of keys: a block of queries whose list has it, and its place in that list.
@@ -103,6 +103,8 @@ struct Forward {
   float p_lift;                // Attn-QAT: P is quantized relative to the reference 2^(ceil(largest logit) - p_lift),
   int32_t p_literal;           // or, with p_literal, 2^(largest logit), and in the backward relative to its row sum
   Lists lists;
+  int32_t key_sample;          // tokens of a segment that k_mean is computed from, where there are no k_tile_sums
+  int32_t padding;
   TensorMap q_map;
   TensorMap k_map;
   TensorMap v_map;
@@ -156,7 +158,7 @@ static_assert(sizeof(Lists) == 40 && offsetof(Lists, stride) == 24);
 static_assert(sizeof(Shape) == 56 && offsetof(Shape, softmax_scale) == 36);
 static_assert(sizeof(Codes) == 72);
 static_assert(sizeof(Forward) == 832 && offsetof(Forward, q_map) == 448 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 280 &&
-              offsetof(Forward, row_sums) == 384 && offsetof(Forward, lists) == 400);
+              offsetof(Forward, row_sums) == 384 && offsetof(Forward, lists) == 400 && offsetof(Forward, key_sample) == 440);
 static_assert(sizeof(FakeQuantize) == 360 && offsetof(FakeQuantize, shape) == 296);
 static_assert(sizeof(Backward) == 896 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
               offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 568 && offsetof(Backward, row_sums) == 584 &&

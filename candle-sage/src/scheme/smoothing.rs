@@ -1,0 +1,126 @@
+//! Smoothing: what is subtracted from operands before they are quantized.
+
+use crate::error::{Error, Result};
+
+/// The operands whose token means are subtracted before quantizing (SageBwd, sections 3 and 6).
+///
+/// ```
+/// use candle_sage::{AttnQat, SageBwd, Smoothing};
+///
+/// assert_eq!(SageBwd::default().smoothing, Smoothing::K);
+/// assert_eq!(AttnQat::default().smoothing, Smoothing::None);
+/// assert_eq!(Smoothing::Qk.to_string(), "qk");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Smoothing {
+    /// None. Channels with a large mean then use up the codes' range.
+    None,
+    /// Subtracts from K its mean over the tokens of the sequence, or over some of them ([`KeyMean`]).
+    /// Neither the softmax nor the gradients change, because every row of the exact dS sums to zero.
+    #[default]
+    K,
+    /// As `K`, and subtracts from each tile of Q its mean, whose product with K is added to the logits as a
+    /// row and whose part of dK is added as a rank-one term.
+    Qk,
+}
+
+/// The tokens that the mean is taken over which [`Smoothing`] subtracts from K.
+///
+/// Whatever is subtracted from all keys alike changes neither the softmax nor the gradients. Only the codes need it: their range
+/// should not be spent on what all keys have in common, and a few dozen keys tell what that is. A sample spares reading all of
+/// K once more; `docs/sagebwd_products.md` has errors and times of both.
+///
+/// ```
+/// use candle_sage::KeyMean;
+///
+/// let sample: KeyMean = "sample-4".parse()?;
+/// assert_eq!(sample, KeyMean::Sample(4));
+/// // Of ten tokens: every second or third one.
+/// assert_eq!(sample.tokens(10).collect::<Vec<_>>(), [0, 2, 5, 7]);
+/// assert_eq!(sample.tokens(3).collect::<Vec<_>>(), [0, 1, 2]);
+/// assert_eq!(KeyMean::All.tokens(3).collect::<Vec<_>>(), [0, 1, 2]);
+/// # Ok::<(), candle_sage::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum KeyMean {
+    /// All tokens of the sequence, or of each packed one, as in the paper.
+    #[default]
+    All,
+    /// At most this many tokens of the sequence, or of each packed one, 1 to 4096, at even distances from the first token on:
+    /// number `i` of `m` is token `floor(i n / m)` of `n`.
+    Sample(usize),
+}
+
+impl KeyMean {
+    /// The tokens of a sequence of `n`.
+    pub fn tokens(self, n: usize) -> impl Iterator<Item = usize> {
+        let count = match self {
+            Self::All => n,
+            Self::Sample(count) => count.min(n),
+        };
+        (0..count).map(move |i| i * n / count)
+    }
+
+    pub(super) fn in_range(self) -> bool {
+        !matches!(self, Self::Sample(count) if !(1..=4096).contains(&count))
+    }
+}
+
+impl std::fmt::Display for Smoothing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Smoothing::None => "none",
+            Smoothing::K => "k",
+            Smoothing::Qk => "qk",
+        })
+    }
+}
+
+impl std::fmt::Display for KeyMean {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            KeyMean::All => f.write_str("all"),
+            KeyMean::Sample(count) => write!(f, "sample-{count}"),
+        }
+    }
+}
+
+impl std::str::FromStr for KeyMean {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let parsed = match text {
+            "all" => Some(KeyMean::All),
+            _ => text.strip_prefix("sample-").and_then(|n| n.parse().ok()).map(KeyMean::Sample),
+        };
+        parsed.filter(|mean| mean.in_range()).ok_or_else(|| {
+            Error::new("unknown tokens for K's mean")
+                .got(format!("`{text}`"))
+                .allowed("all, sample-1 to sample-4096")
+                .hint("sample-64 is as exact as all, and faster")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn key_mean_prints_and_parses() {
+        for mean in [KeyMean::All, KeyMean::Sample(1), KeyMean::Sample(64), KeyMean::Sample(4096)] {
+            assert_eq!(mean.to_string().parse(), Ok(mean));
+        }
+        for bad in ["", "sample", "sample-", "sample-0", "sample-4097", "64", "All"] {
+            assert!(bad.parse::<KeyMean>().is_err(), "{bad}");
+        }
+        for (count, tokens) in [(64, 1), (64, 63), (64, 64), (64, 65), (64, 4096), (1, 7), (4096, 5000)] {
+            let sample: Vec<_> = KeyMean::Sample(count).tokens(tokens).collect();
+            assert_eq!(sample.len(), count.min(tokens));
+            assert!(sample.windows(2).all(|pair| pair[0] < pair[1]) && *sample.last().unwrap() < tokens);
+        }
+        assert_eq!(KeyMean::Sample(8).tokens(0).count() + KeyMean::All.tokens(0).count(), 0);
+    }
+}
