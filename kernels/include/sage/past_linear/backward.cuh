@@ -50,7 +50,7 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   for (int h = 0; h < 2; ++h) {
     int row = warp * 16 + lane / 4 + 8 * h;
     bool real = at.block > 0 && at.first + row < at.segment.query_len;
-    float inverse = real ? 1.0f / norms[row] : 0.0f, t = 0.0f;
+    float inverse = real ? inverse_norm(norms[row]) : 0.0f, t = 0.0f;
     if (at.block > 0) {
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)

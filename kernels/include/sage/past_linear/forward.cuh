@@ -33,7 +33,7 @@ __device__ __forceinline__ void forward(const params::Linear& p) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     int row = warp * 16 + lane / 4 + 8 * h;
-    float inverse = at.block > 0 ? 1.0f / norms[row] : 0.0f;
+    float inverse = at.block > 0 ? inverse_norm(norms[row]) : 0.0f;
 #pragma unroll
     for (int n = 0; n < D / 8; ++n)
       leave_2<T, D>(shared, row, n * 8 + 2 * (lane & 3), acc[n][2 * h] * inverse, acc[n][2 * h + 1] * inverse);

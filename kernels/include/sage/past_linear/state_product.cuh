@@ -98,6 +98,10 @@ __device__ __forceinline__ void multiply_state(float (&acc)[D / 8][4], uint32_t 
   }
 }
 
+// One over a query's normalizer. In f16 features below 2^-24 are zero, so that a query may meet no key at all: its output is then
+// zero, and so are its gradients. A NaN stays one.
+__device__ __forceinline__ float inverse_norm(float norm) { return norm == 0.0f ? 0.0f : 1.0f / norm; }
+
 // Replaces queries in shared memory, from `first` on, by phi of them, and stores each one's normalizer phi . z in `norms`.
 template <class T, int D>
 __device__ __forceinline__ void make_query_features(uint32_t shared, const Rows<T>& q, int first, const float (&z)[D],
