@@ -2,6 +2,7 @@
 
 mod position;
 mod recall;
+mod selected;
 
 use std::path::Path;
 
@@ -16,6 +17,7 @@ use crate::{during, on_device};
 
 pub use position::{OfPositions, by_position};
 pub use recall::{Recalled, recall};
+pub use selected::selected;
 
 /// The result of a validation.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -64,13 +64,26 @@ pub struct Point {
     /// Time of the slowest rank's gradients over the median of all ranks.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub slowest_ratio: Option<f64>,
+    /// SLA2, after a validation: share of the (query, key) pairs that selected blocks leave out.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub sla2_sparsity: Option<f64>,
+    /// SLA2, after a validation: the mean weight of exact attention in its mixture with the tail.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub sla2_exact_weight: Option<f64>,
+    /// SLA2, after a validation: share of dense attention's mass on past blocks that the selected ones have.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub sla2_mass_caught: Option<f64>,
+    /// SLA2, after a validation: blocks of queries that see the block of keys which most of them see, over those that see
+    /// the average one.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub sla2_users_ratio: Option<f64>,
     /// Seconds since the start.
     pub seconds: f64,
 }
 
 impl Point {
     /// Every number with its name; `None` for one that was not measured.
-    pub fn numbers(&self) -> [(&'static str, Option<f64>); 20] {
+    pub fn numbers(&self) -> [(&'static str, Option<f64>); 24] {
         [
             ("step", Some(self.step as f64)),
             ("tokens", Some(self.tokens as f64)),
@@ -91,6 +104,10 @@ impl Point {
             ("update_share", self.update_share),
             ("slowest_rank", self.slowest_rank.map(|rank| rank as f64)),
             ("slowest_ratio", self.slowest_ratio),
+            ("sla2_sparsity", self.sla2_sparsity),
+            ("sla2_exact_weight", self.sla2_exact_weight),
+            ("sla2_mass_caught", self.sla2_mass_caught),
+            ("sla2_users_ratio", self.sla2_users_ratio),
             ("seconds", Some(self.seconds)),
         ]
     }

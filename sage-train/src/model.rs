@@ -21,6 +21,6 @@ pub use llama::{Input, Left, Llama, Watch};
 pub use parameters::{Parameters, Weight};
 pub use pieces::received_bytes;
 pub use reduction::Reduction;
-pub use sla2::{Choice, Sla2Config, Stage};
+pub use sla2::{Choice, Selected, Sla2Config, Stage};
 pub use snapshot::{Parts, Snapshot};
 pub use state::{State, StateFile};

@@ -10,7 +10,7 @@ use candle_sage::{Attention, Scheme};
 use super::config::LlamaConfig;
 use super::layers::{Linear, Norm};
 use super::parameters::Parameters;
-use super::sla2::{Sla2Layer, Stage};
+use super::sla2::{Selected, Sla2Layer, Stage};
 use super::ulysses::{Heads, Ulysses};
 use crate::ranks::Group;
 
@@ -238,6 +238,13 @@ impl SelfAttention {
             None => attention.apply(query, key, value)?,
         };
         self.output.forward(&self.to_rows(&out, rotary, x.dim(0)?, &[Heads::Queries])?)
+    }
+
+    /// Measures the selection of SLA2 for this input; `None` without SLA2.
+    pub(super) fn selected(&self, x: &Tensor, rotary: &Rotary) -> Result<Option<Selected>> {
+        let Some(sla2) = &self.sla2 else { return Ok(None) };
+        let (_, [query, key, _]) = self.inputs(&self.project(x, rotary)?, rotary)?;
+        sla2.selected([&query, &key], rotary.documents.as_ref()).map(Some)
     }
 
     /// The SLA2 part, if the current stage attends sparsely.

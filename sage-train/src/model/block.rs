@@ -8,6 +8,7 @@ use super::attention::{Cached, Kept as AttentionKept, Observe, Rotary, SelfAtten
 use super::config::{LlamaConfig, Recompute};
 use super::layers::{Linear, Norm, Stream};
 use super::parameters::Parameters;
+use super::sla2::Selected;
 use crate::ranks::Group;
 
 #[derive(Debug, Clone)]
@@ -74,6 +75,12 @@ impl Block {
     /// Whether the block's attention has SLA2.
     pub(super) fn has_sla2(&self) -> bool {
         self.attention.as_ref().is_some_and(|(_, attention)| attention.sla2.is_some())
+    }
+
+    /// See [`SelfAttention::selected`].
+    pub(super) fn selected(&self, stream: &Stream, rotary: &Rotary) -> Result<Option<Selected>> {
+        let Some((norm, attention)) = &self.attention else { return Ok(None) };
+        attention.selected(&norm.enter(stream)?.1, rotary)
     }
 
     /// The forward without a backward, for whole sequences or for tokens that follow those in a cache.

@@ -11,7 +11,7 @@ use super::block::Block;
 use super::config::LlamaConfig;
 use super::layers::{Norm, Stream};
 use super::parameters::{EMBEDDING, Parameters, Weight};
-use super::sla2::Stage;
+use super::sla2::{Selected, Stage};
 use crate::ranks::Group;
 
 /// The model's input: ids, (batch, sequence), and the packed documents if attention is confined to them. The
@@ -121,6 +121,20 @@ impl Llama {
             stream = block.forward(stream, &rotary, None)?;
         }
         Ok(self.norm.enter(&stream)?.1)
+    }
+
+    /// What SLA2 selects in these sequences, as the mean over layers; `None` without SLA2.
+    ///
+    /// # Errors
+    /// As [`Llama::hidden`].
+    pub fn selected<'a>(&self, input: impl Into<Input<'a>>) -> Result<Option<Selected>> {
+        let (mut stream, rotary) = self.enter(input.into())?;
+        let mut layers = Vec::new();
+        for block in &self.blocks {
+            layers.extend(block.selected(&stream, &rotary)?);
+            stream = block.forward(stream, &rotary, None)?;
+        }
+        Ok(Selected::mean(&layers))
     }
 
     /// The matrix that makes logits of hidden states, (vocab, width): the embedding.

@@ -1,7 +1,7 @@
 //! SLA2 in the model: its settings, and the part of an attention layer that selects blocks, blends the two
 //! branches and trains the router.
 
-use candle_core::{Result, Tensor, Var};
+use candle_core::{DType, Result, Tensor, Var};
 use candle_sage::ops::{self, Alpha, Tail};
 use candle_sage::shape::{AttentionShape, Packing};
 use candle_sage::sla2::Sla2Vjp;
@@ -98,6 +98,49 @@ impl Sla2Config {
     }
 }
 
+/// What a selection is for the queries and keys of a layer, or the mean over layers.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Selected {
+    /// The fraction of the (query, key) pairs that are left out.
+    pub sparsity: f64,
+    /// The mean weight of exact attention in its mixture with the tail; 1 without a tail.
+    pub exact_weight: f64,
+    /// The fraction of dense attention's mass on past blocks that the selected ones have.
+    pub mass_caught: f64,
+    /// The number of blocks of queries that see the block of keys which most of them see, over the mean number.
+    pub users_ratio: f64,
+}
+
+impl Selected {
+    /// The mean over layers; `None` of none.
+    pub(super) fn mean(layers: &[Self]) -> Option<Self> {
+        let mean = |of: fn(&Self) -> f64| layers.iter().map(of).sum::<f64>() / layers.len() as f64;
+        (!layers.is_empty()).then(|| Self {
+            sparsity: mean(|layer| layer.sparsity),
+            exact_weight: mean(|layer| layer.exact_weight),
+            mass_caught: mean(|layer| layer.mass_caught),
+            users_ratio: mean(|layer| layer.users_ratio),
+        })
+    }
+}
+
+/// The largest number of blocks of queries that list one block of keys, over the mean number.
+fn users_ratio(selection: &Selection) -> Result<f64> {
+    let (shape, (rows, columns)) = (selection.shape(), selection.block());
+    let mut users: Vec<usize> = Vec::new();
+    for (number, segment) in shape.segments().into_iter().enumerate() {
+        for key_head in 0..shape.key_heads() {
+            let mut of_head = vec![0; segment.key.len().div_ceil(columns)];
+            for block in 0..segment.query.len().div_ceil(rows) {
+                selection.list(number, key_head, block)?.into_iter().for_each(|at| of_head[at] += 1);
+            }
+            users.extend(of_head);
+        }
+    }
+    let mean = users.iter().sum::<usize>() as f64 / users.len().max(1) as f64;
+    Ok(users.into_iter().max().unwrap_or(0) as f64 / mean.max(1.0))
+}
+
 /// Factor of the gradients of router and `theta` in the router stage. AdamW does not depend on the scale of a
 /// gradient, and with this factor these gradients hardly affect the clipping by the global norm.
 const TEACHING: f64 = 0.01;
@@ -166,7 +209,7 @@ impl Sla2Layer {
     fn theta(&self, q: &Tensor) -> Result<Tensor> {
         match &self.theta {
             Some(theta) => Ok(theta.value.clone()),
-            None => Tensor::zeros(q.dim(2)?, candle_core::DType::F32, q.device()),
+            None => Tensor::zeros(q.dim(2)?, DType::F32, q.device()),
         }
     }
 
@@ -174,6 +217,26 @@ impl Sla2Layer {
     pub(super) fn forward(&self, [q, k, v]: [&Tensor; 3], documents: Option<&Packing>) -> Result<Tensor> {
         let selection = self.select(q, k, documents)?;
         self.op(documents).apply(q, k, v, &selection, &self.theta(q)?)
+    }
+
+    /// Measures the selection for queries and keys. On a GPU this waits for the device.
+    pub(super) fn selected(&self, [q, k]: [&Tensor; 2], documents: Option<&Packing>) -> Result<Selected> {
+        let selection = self.select(q, k, documents)?;
+        let exact_weight = match self.config.tail {
+            None => 1.0,
+            // The mixture of ones with zeros is the weight.
+            Some(_) => {
+                let (ones, zeros) = (q.ones_like()?, q.zeros_like()?);
+                let weights = ops::blend(&ones, &zeros, &self.theta(q)?, &selection, self.config.alpha)?;
+                f64::from(weights.to_dtype(DType::F32)?.mean_all()?.to_scalar::<f32>()?)
+            }
+        };
+        Ok(Selected {
+            sparsity: selection.sparsity()?,
+            exact_weight,
+            mass_caught: self.op(documents).mass_caught(&selection, q, k)?,
+            users_ratio: users_ratio(&selection)?,
+        })
     }
 
     /// Returns the output and its vector-Jacobian product.

@@ -15,7 +15,7 @@ use crate::checkpoint::Checkpoints;
 use crate::config::Config;
 use crate::data::{Dataset, Feed, Verification};
 use crate::device::{memory, reset_peak};
-use crate::evaluate::{Evaluation, Extent, evaluate};
+use crate::evaluate::{Evaluation, Extent, evaluate, selected};
 use crate::metrics::{Outcome, Point};
 use crate::model::{Llama, Snapshot};
 use crate::probe::probe_weights;
@@ -218,6 +218,14 @@ impl Run<'_> {
             ));
         }
         (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
+        if config.model.sla2.is_some() && self.ranks.rank().index == 0 {
+            let cut = config.data.cut(&data.tokenizer);
+            let of = selected(&self.trainer.model, &data.validation, cut, self.trainer.device())?;
+            point.sla2_sparsity = of.map(|selected| selected.sparsity);
+            point.sla2_exact_weight = of.map(|selected| selected.exact_weight);
+            point.sla2_mass_caught = of.map(|selected| selected.mass_caught);
+            point.sla2_users_ratio = of.map(|selected| selected.users_ratio);
+        }
         // A failure to write the weights is only a warning here, because disk space may be freed before the
         // end of the run; by then they must be written.
         let weights = self.weights()?;

@@ -299,6 +299,17 @@ fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
     let points = scratch.metrics("stages");
     assert_eq!(points.len(), 8);
     let last = points[7].val_loss.expect("validated");
+    // What is selected, in the dense stage too: each block of 16 of 128 tokens sees itself and one block before it.
+    let seen = 8 * (16 * 17 / 2) + 7 * 16 * 16;
+    let sparsity = 1.0 - f64::from(seen) / f64::from(128 * 129 / 2);
+    assert_eq!(points[2].sla2_sparsity, None);
+    for point in [&points[3], &points[7]] {
+        let of = |number: Option<f64>| number.expect("measured with a validation");
+        assert!((of(point.sla2_sparsity) - sparsity).abs() < 1e-9, "{point:?}");
+        assert!((0.05..1.0).contains(&of(point.sla2_mass_caught)), "{point:?}");
+        assert!((0.5..1.0).contains(&of(point.sla2_exact_weight)), "{point:?}");
+        assert!((1.0..=8.0).contains(&of(point.sla2_users_ratio)), "{point:?}");
+    }
     let loss = |args: &[&str]| -> f64 {
         let text = scratch.ok(args);
         let number = text.split_whitespace().filter_map(|word| word.parse::<f64>().ok()).find(|x| *x > 1.0);
