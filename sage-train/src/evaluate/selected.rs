@@ -1,0 +1,22 @@
+//! What SLA2 selects in text outside the training data.
+
+use candle_core::Device;
+use candle_sage::Result;
+
+use crate::data::{Batches, Cut, Mixture};
+use crate::model::{Input, Llama, Selected};
+use crate::on_device;
+
+/// What a model with SLA2 selects in the first sequence of the data, which is the same in every validation, in whatever stage the
+/// model is; `None` of another model.
+///
+/// # Errors
+/// When the data cannot be read, or the device fails.
+pub fn selected(model: &Llama, data: &Mixture, cut: Cut, device: &Device) -> Result<Option<Selected>> {
+    let sequences = Batches::new(data, cut).in_order(0, 1)?;
+    let measure = || {
+        let batch = sequences.to_device(device)?;
+        model.selected(Input { ids: &batch.ids, documents: batch.documents.as_ref() })
+    };
+    measure().map_err(on_device("validation"))
+}
