@@ -8,8 +8,9 @@
 //! - *questions* are a note of several names, where nothing led up to them ([`Asked::Suddenly`]);
 //! - a *roll* notes other names with numbers and then the same in another order.
 //!
-//! A name is asked for again and again, at distances from where its number was last said of which half are even and half have even
-//! logarithms. Looking up is thus learnt at short distances first, in rolls and where a document has just begun.
+//! A name is asked for at distances from where its number was last said of which half are even and half have even logarithms. Half
+//! of the names are asked for often, in questions, so that looking up is learnt at short distances first; the others seldom, in
+//! returns and at the end of questions, so that there is something to ask for from far.
 
 use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{Rng, SeedableRng};
@@ -98,6 +99,7 @@ struct Known {
     /// Index of the piece that is the number.
     said: usize,
     paragraph: usize,
+    often: bool,
 }
 
 /// A document in the making.
@@ -142,12 +144,15 @@ impl Draft {
         }
     }
 
-    /// Draws a name whose number was last said at a distance of 1 to all paragraphs, even, or of even logarithm.
-    fn draw(&self, rng: &mut ChaCha8Rng) -> Option<usize> {
+    /// Draws a name, of those that are asked for often or of the others, whose number was last said at a distance of 1 to all
+    /// paragraphs, even, or of even logarithm.
+    fn draw(&self, often: bool, rng: &mut ChaCha8Rng) -> Option<usize> {
         let (most, part) = (self.paragraphs.max(2) as f64, rng.random::<f64>());
         let wanted = if rng.random_bool(0.5) { most * part } else { most.powf(part) } as usize;
         let distance = |n: &usize| self.paragraphs - self.known[*n].paragraph;
-        (0..self.known.len()).filter(|n| distance(n) > 0).min_by_key(|n| distance(n).abs_diff(wanted))
+        (0..self.known.len())
+            .filter(|n| self.known[*n].often == often && distance(n) > 0)
+            .min_by_key(|n| distance(n).abs_diff(wanted))
     }
 
     /// Says the number of a name that is known, after `before`.
@@ -186,7 +191,8 @@ impl Recall {
 
     /// Adds a paragraph; `None` when all names are used up.
     fn paragraph(self, draft: &mut Draft, rng: &mut ChaCha8Rng) -> Option<()> {
-        match (rng.random_range(0..12), draft.draw(rng)) {
+        let kind = rng.random_range(0..12);
+        match (kind, draft.draw(kind >= 2, rng)) {
             (0..2, Some(n)) => {
                 let name = draft.known[n].name.clone();
                 draft.push(format!("{name} again."));
@@ -196,9 +202,10 @@ impl Recall {
             }
             (2..6, Some(first)) => {
                 draft.ask(first, "Note:", Asked::Suddenly);
-                for _ in 1..QUESTIONS {
-                    let Some(n) = draft.draw(rng) else { break };
-                    draft.ask(n, ",", Asked::Suddenly);
+                for question in 1..QUESTIONS {
+                    if let Some(n) = draft.draw(question + 1 < QUESTIONS, rng) {
+                        draft.ask(n, ",", Asked::Suddenly);
+                    }
                 }
                 draft.stop();
             }
@@ -220,7 +227,8 @@ impl Recall {
                 let said = draft.say("Note:", &name, number, None);
                 draft.stop();
                 draft.story(&name, self.story_words() / 2, rng);
-                draft.known.push(Known { name, number, said, paragraph: draft.paragraphs });
+                let often = draft.known.len() % 2 == 0;
+                draft.known.push(Known { name, number, said, paragraph: draft.paragraphs, often });
             }
         }
         Some(())
@@ -257,7 +265,7 @@ mod tests {
                 far[usize::from(index - question.said > pieces.len() / 4)] += 1;
             }
         }
-        assert!(far.iter().all(|&count| count > 150), "{far:?}");
+        assert!(far.iter().all(|&count| count > 300), "{far:?}");
         assert_ne!(recall.document(1), recall.document(2));
     }
 
