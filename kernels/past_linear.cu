@@ -5,7 +5,8 @@
 // that queries read in the forward, summed from the front, and those that keys read in the backward, summed from the end: in
 // the backward the "keys" are the queries, and the "values" are the gradients of their outputs.
 //
-// The forward's states are stored in 16 bit as means over the tokens before the block, but for a power of two (inverse_blocks).
+// States are stored in 16 bit: sums over the tokens of a chunk that come before the block, times a power of two that makes them
+// about means over all tokens before it (inverse_blocks), so that no sum outgrows f16.
 #include <sage/past_linear/backward.cuh>
 #include <sage/past_linear/forward.cuh>
 #include <sage/past_linear/states.cuh>

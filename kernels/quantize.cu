@@ -66,7 +66,7 @@ __device__ void mean_of_tiles(const params::Forward& p) {
         __fdiv_rn(total, float(max(segment.key_len, 1)));
 }
 
-// K's mean over a sample: key_sample tokens at even distances, or all of a shorter segment, added in order: (key head, segment,
+// K's mean over a sample: the middles of key_sample even parts, or all of a shorter segment, added in order: (key head, segment,
 // channel). One block for each segment and head, which all rows pass through shared memory, 64 at a time.
 template <class T, int D>
 __device__ void mean_of_sample(const params::Forward& p) {
@@ -82,7 +82,7 @@ __device__ void mean_of_sample(const params::Forward& p) {
 #pragma unroll
     for (int i = 0; i < AT_ONCE * CHUNKS; i += MEAN_THREADS) {
       int at = i + threadIdx.x, token = first + at / CHUNKS;
-      if (token < count) rows[at] = k.load_8(int(int64_t(token) * segment.key_len / count), at % CHUNKS * 8);
+      if (token < count) rows[at] = k.load_8(int((2 * int64_t(token) + 1) * segment.key_len / (2 * count)), at % CHUNKS * 8);
     }
     __syncthreads();
 #pragma unroll 16

@@ -37,6 +37,12 @@ impl State {
     }
 }
 
+/// One over a query's normalizer; 0 where that is too small for it, so that a query whose features meet no key has
+/// no output and no gradients. A NaN stays one.
+fn inverse_norm(norm: f32) -> f32 {
+    if norm < f32::MIN_POSITIVE { 0.0 } else { 1.0 / norm }
+}
+
 /// `phi`: the softmax over the channels, in place.
 fn features(rows: &mut [f32], d: usize) {
     for row in rows.chunks_exact_mut(d) {
@@ -136,7 +142,7 @@ impl<'a> Run<'a> {
         let rows = phi.len() / d;
         let mut out = vec![0.0; rows * d];
         product(&mut out, Mat::new(&phi, rows, d), Mat::new(h, d, d), 1.0, false);
-        let inverses: Vec<f32> = phi.chunks_exact(d).map(|phi| 1.0 / lanes::dot(phi, z)).collect();
+        let inverses: Vec<f32> = phi.chunks_exact(d).map(|phi| inverse_norm(lanes::dot(phi, z))).collect();
         for (row, inverse) in out.chunks_exact_mut(d).zip(&inverses) {
             row.iter_mut().for_each(|x| *x *= inverse);
         }

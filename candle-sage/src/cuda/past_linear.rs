@@ -61,7 +61,9 @@ impl<'a> Call<'a> {
         let (longest, _) = geometry.blocks();
         let plan = Plan::of("linear_scan_blocks", d, gpu.architecture, Visits::Listed)?;
         let split = 2 * d / plan.row_bytes;
-        let chunks = chunks(longest, heads * split, gpu.multiprocessors);
+        // As many sequences of the longest one's blocks as all of them make.
+        let sequences = blocks.rows().div_ceil(longest.max(1));
+        let chunks = chunks(longest, shape.key_heads() * sequences * split, gpu.multiprocessors);
         let chunk_blocks = longest.div_ceil(chunks);
         let chunks = longest.div_ceil(chunk_blocks.max(1));
         let count = shape.key_heads() * blocks.rows();

@@ -349,7 +349,7 @@ impl SageBwd {
             return Err(Error::new("the sample for K's mean is out of range")
                 .got(self.key_mean)
                 .allowed("sample-1 to sample-4096")
-                .hint("KeyMean::Sample(64) is as exact as KeyMean::All"));
+                .hint("KeyMean::Sample(64) takes 64 tokens, KeyMean::All all"));
         }
         if self.key_mean != KeyMean::All && self.smoothing == Smoothing::None {
             return Err(Error::new("this mean of K does nothing without smoothing")

@@ -36,8 +36,8 @@ pub enum Smoothing {
 ///
 /// let sample: KeyMean = "sample-4".parse()?;
 /// assert_eq!(sample, KeyMean::Sample(4));
-/// // Of ten tokens: every second or third one.
-/// assert_eq!(sample.tokens(10).collect::<Vec<_>>(), [0, 2, 5, 7]);
+/// // Of ten tokens: the middles of four parts.
+/// assert_eq!(sample.tokens(10).collect::<Vec<_>>(), [1, 3, 6, 8]);
 /// assert_eq!(sample.tokens(3).collect::<Vec<_>>(), [0, 1, 2]);
 /// assert_eq!(KeyMean::All.tokens(3).collect::<Vec<_>>(), [0, 1, 2]);
 /// # Ok::<(), candle_sage::Error>(())
@@ -48,8 +48,9 @@ pub enum KeyMean {
     /// All tokens of the sequence, or of each packed one, as in the paper.
     #[default]
     All,
-    /// At most this many tokens of the sequence, or of each packed one, 1 to 4096, at even distances from the first token on:
-    /// number `i` of `m` is token `floor(i n / m)` of `n`.
+    /// At most this many tokens of the sequence, or of each packed one, 1 to 4096, at even distances: number `i` of
+    /// `m` is token `floor((2 i + 1) n / 2 m)` of `n`, the middle of a part. The first token, whose key is unlike
+    /// the others where it is an attention sink, is thus not one of a few.
     Sample(usize),
 }
 
@@ -60,7 +61,7 @@ impl KeyMean {
             Self::All => n,
             Self::Sample(count) => count.min(n),
         };
-        (0..count).map(move |i| i * n / count)
+        (0..count).map(move |i| ((2 * i as u64 + 1) * n as u64 / (2 * count as u64)) as usize)
     }
 
     pub(super) fn in_range(self) -> bool {
@@ -99,7 +100,7 @@ impl std::str::FromStr for KeyMean {
             Error::new("unknown tokens for K's mean")
                 .got(format!("`{text}`"))
                 .allowed("all, sample-1 to sample-4096")
-                .hint("sample-64 is as exact as all, and faster")
+                .hint("all is the paper's; sample-64 spares reading all of K once more")
         })
     }
 }

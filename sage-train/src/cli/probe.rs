@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use candle_sage::{Error, Granularity, Result, SageBwd};
+use candle_sage::{Error, Granularity, KeyMean, Result, SageBwd};
 
 use super::model::needs_data;
 use super::print;
@@ -96,6 +96,10 @@ impl Probe {
         let settings = Settings::with(|s| {
             s.attention.attn = self.attn;
             s.attention.smoothing = self.smoothing;
+            if self.smoothing == Some(SmoothingSetting::None) {
+                // Of a run whose mean is of a sample nothing is left to take it of.
+                s.attention.key_mean = Some(Text(KeyMean::All));
+            }
             s.attention.granularity = self.granularity;
             s.data.sources = self.data.clone().map(|data| vec![data]);
             s.data.context = self.context;

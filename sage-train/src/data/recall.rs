@@ -227,7 +227,7 @@ impl Recall {
                 let said = draft.say("Note:", &name, number, None);
                 draft.stop();
                 draft.story(&name, self.story_words() / 2, rng);
-                let often = draft.known.len() % 2 == 0;
+                let often = draft.known.len().is_multiple_of(2);
                 draft.known.push(Known { name, number, said, paragraph: draft.paragraphs, often });
             }
         }

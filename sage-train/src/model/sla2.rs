@@ -228,6 +228,8 @@ impl Sla2Layer {
             Some(_) => {
                 let (ones, zeros) = (q.ones_like()?, q.zeros_like()?);
                 let weights = ops::blend(&ones, &zeros, &self.theta(q)?, &selection, self.config.alpha)?;
+                // All channels of a head have one weight.
+                let weights = weights.narrow(3, 0, 1)?.contiguous()?;
                 f64::from(weights.to_dtype(DType::F32)?.mean_all()?.to_scalar::<f32>()?)
             }
         };

@@ -246,7 +246,7 @@ impl<'de> Deserialize<'de> for Attn {
 pub enum SmoothingSetting {
     /// None
     None,
-    /// K's mean over all tokens
+    /// K's mean (--key-mean says over which tokens)
     K,
     /// K's mean, and the mean of each tile of Q
     Qk,

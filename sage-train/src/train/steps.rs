@@ -220,7 +220,12 @@ impl Run<'_> {
         (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
         if config.model.sla2.is_some() && self.ranks.rank().index == 0 {
             let cut = config.data.cut(&data.tokenizer);
-            let of = selected(&self.trainer.model, &data.validation, cut, self.trainer.device())?;
+            let (model, device) = (&self.trainer.model, self.trainer.device());
+            let look = || selected(model, &data.validation, cut, device);
+            let of = self.ranks.words().aside("the metrics of SLA2", look).unwrap_or_else(|error| {
+                self.progress.say(&format!("warning: {error}"));
+                None
+            });
             point.sla2_sparsity = of.map(|selected| selected.sparsity);
             point.sla2_exact_weight = of.map(|selected| selected.exact_weight);
             point.sla2_mass_caught = of.map(|selected| selected.mass_caught);

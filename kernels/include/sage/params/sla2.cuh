@@ -64,10 +64,11 @@ struct Linear {
   View dv;
   View sparse;        // with a mixture: the output of exact attention
   void* states;       // (key head, block, D, D) in 16 bit: H of the tokens before a block of queries in its chunk, times
-                      // inverse_blocks(block) / BLOCK; with `backward`, of the queries after a block of keys in its chunk.
+                      // inverse_blocks(block) / BLOCK; with `backward`, of the queries after a block of keys in its chunk, times 1.
   float* sums;        // (key head, block, D): z, the same sums of the features alone
   float* chunk_sums;  // (key head, segment, chunk, D + 1, D): H and z of each chunk of blocks; then z of all before a chunk
-  void* chunk_states; // (key head, segment, chunk, D, D) in 16 bit: H of all tokens before a chunk, or with `backward` after it
+  void* chunk_states; // (key head, segment, chunk, D, D) in 16 bit: H of all tokens before a chunk, or with `backward` after it,
+                      // times the factor of the chunk's first block; so is z in chunk_sums
   float* rows;        // (query head, padded query, 2): backward only, the query's factors of dO in H and of 1 in z
   Mixture mixture;
   Shape shape;

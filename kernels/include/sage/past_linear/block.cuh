@@ -71,7 +71,8 @@ __device__ __forceinline__ void make_features(uint32_t shared, int count, int he
     }
 #pragma unroll
     for (int c = 0; c < 8; ++c) largest = fmaxf(largest, x[c]);
-    // What rounding does to the shift is a factor of the whole row, which the normalization cancels.
+    // What rounding does to the shift is a factor of the whole row, which the normalization cancels (up to |x| = 1e9, where the factor
+    // itself would overflow).
     float shift = -ptx::LOG2_E * row_max<S::LANES>(largest);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {

@@ -47,7 +47,8 @@ struct Tile {
     ptx::cp_async_commit();
   }
   // Completes a state that the calling thread's copies have brought, by what comes before the block's chunk, or in the backward
-  // after it; and reads z, of which it does the same.
+  // after it; and reads z, of which it does the same. What comes before is stored times the factor of the chunk's first block:
+  // `factor` brings it to that of this block.
   __device__ __forceinline__ void complete_state(uint32_t shared, float (&sums)[D], const params::Linear& p, int key_head) const {
     int chunk = block / p.chunk_blocks;
     bool none_before = p.backward ? chunk + 1 == p.chunks : chunk == 0;
@@ -99,8 +100,8 @@ __device__ __forceinline__ void multiply_state(float (&acc)[D / 8][4], uint32_t 
 }
 
 // One over a query's normalizer. In f16 features below 2^-24 are zero, so that a query may meet no key at all: its output is then
-// zero, and so are its gradients. A NaN stays one.
-__device__ __forceinline__ float inverse_norm(float norm) { return norm == 0.0f ? 0.0f : 1.0f / norm; }
+// zero, and so are its gradients, as they are where the normalizer is too small for its inverse. A NaN stays one.
+__device__ __forceinline__ float inverse_norm(float norm) { return norm < 0x1p-126f ? 0.0f : 1.0f / norm; }
 
 // Replaces queries in shared memory, from `first` on, by phi of them, and stores each one's normalizer phi . z in `norms`.
 template <class T, int D>

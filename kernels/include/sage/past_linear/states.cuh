@@ -182,7 +182,7 @@ struct StateKernel {
     walk(first, end, max(blocks - (summed ? 0 : 1), 0) * group, leave);
     if (!summed && blocks > 0) leave(p.backward ? first : end - 1);
     if (!summed) return;
-    float* to = p.chunk_sums + ((int64_t(key_head) * p.shape.segment_count + segment_index) * p.chunks + chunk) * WIDTH;
+    float* to = chunk_sums(chunk);
     each([&](int at, float x, float y) { *reinterpret_cast<float2*>(to + at) = make_float2(x, y); },
          [&](int at, float x) { to[D * D + at] = x; });
   }
