@@ -14,7 +14,7 @@ use crate::on_device;
 const FIRST: u64 = 1 << 40;
 
 /// Distances between what was said and its answer, in tokens: the ends of the ranges.
-const ENDS: [usize; 6] = [256, 512, 1024, 2048, 4096, usize::MAX];
+const ENDS: [usize; 9] = [32, 64, 128, 256, 512, 1024, 2048, 4096, usize::MAX];
 
 /// Answers at some distances.
 #[derive(Debug, Clone, PartialEq, Eq)]
