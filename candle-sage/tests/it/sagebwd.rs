@@ -133,7 +133,8 @@ fn smoothing_takes_out_a_key_bias() -> Result<()> {
 }
 
 /// A mean of 64 of 1024 keys serves as well as that of all: with keys alike, with a bias of ten times their size, and with one that
-/// grows along the sequence. Errors are within 3 % of each other; without smoothing the bias costs 5 times as much in dQ.
+/// grows along the sequence. Errors are at most 3 % larger (where the bias grows some are smaller, since neither mean fits all keys);
+/// without smoothing the bias costs 5 times as much in dQ.
 #[test]
 fn a_sample_tells_the_mean_of_keys() -> Result<()> {
     let bias = crate::support::Normals::new(7).vec(128, 10.0);
@@ -148,7 +149,7 @@ fn a_sample_tells_the_mean_of_keys() -> Result<()> {
         let sampled = case.errors(sage().key_mean(KeyMean::Sample(64)).into(), DType::F32)?;
         for i in 0..4 {
             let ratio = sampled[i] / all[i];
-            assert!((ratio - 1.0).abs() < 0.03, "drift {n}, {}: {sampled:.4?} against {all:.4?}", NAMES[i]);
+            assert!((0.9..1.03).contains(&ratio), "drift {n}, {}: {sampled:.4?} against {all:.4?}", NAMES[i]);
         }
         assert_ne!(all, sampled, "another mean gives other codes");
     }
