@@ -151,7 +151,8 @@ struct StateKernel {
   // Calls f(index, two values) for pairs of neighbouring channels in the warp's part of H, and g(index, value) for z.
   template <class F, class G>
   __device__ __forceinline__ void each(F f, G g) {
-    int lane = threadIdx.x % 32;
+    // Computed anew, so that places are not kept in registers beside the accumulators.
+    int lane = ptx::opaque(threadIdx.x) % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int row = strip * 16 + lane / 4 + 8 * half;
