@@ -14,7 +14,7 @@ __device__ __forceinline__ void forward(const params::Linear& p) {
   static_assert(PLAN_FITS<D, params::plan("linear_forward", D, params::LISTED), 1 * At::ROWS_BYTES>);
   At at(p);
   if (at.first >= at.segment.query_len) return;
-  Rows<T> q = at.queries(p, p.q), out = at.queries(p, p.out);
+  Rows<T> q = at.queries(p, p.q);
   uint32_t memory = ptx::shared_address(shared);
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float acc[D / 8][4] = {};
@@ -38,6 +38,7 @@ __device__ __forceinline__ void forward(const params::Linear& p) {
     for (int n = 0; n < D / 8; ++n)
       leave_2<T, D>(shared, row, n * 8 + 2 * (lane & 3), acc[n][2 * h] * inverse, acc[n][2 * h + 1] * inverse);
   }
+  Rows<T> out = at.queries(p, p.out);
   if (!p.mixture.theta) {
     store_rows<T, D>(out, shared, warp * 16, at.first, false);
     return;

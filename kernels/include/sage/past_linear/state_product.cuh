@@ -59,7 +59,7 @@ struct Tile {
     if (none_before) return;
     const uint4* before = reinterpret_cast<const uint4*>(static_cast<const T*>(p.chunk_states) + line * D * D);
     uint32_t twice = ptx::twice<T>(factor);
-#pragma unroll 4
+#pragma unroll 2
     for (int i = threadIdx.x; i < D * D / 8; i += THREADS) {
       uint4 more = before[i], state = ptx::load_16(place(shared, i));
       ptx::store_16(place(shared, i), make_uint4(ptx::fma_2<T>(more.x, twice, state.x), ptx::fma_2<T>(more.y, twice, state.y),
