@@ -67,7 +67,7 @@ __device__ void mean_of_tiles(const params::Forward& p) {
 }
 
 // K's mean over a sample: the middles of key_sample even parts, or all of a shorter segment, added in order: (key head, segment,
-// channel). One block for each segment and head, which all rows pass through shared memory, 64 at a time.
+// channel). One thread block for each segment and head; the rows pass through its shared memory, 64 at a time.
 template <class T, int D>
 __device__ void mean_of_sample(const params::Forward& p) {
   constexpr int AT_ONCE = 64, CHUNKS = D / 8;

@@ -115,7 +115,7 @@ fn gradients_over_lists_repeat_to_the_bit_when_asked_to() -> Result<()> {
 }
 
 /// Features, states and products in 16 bit: each rounds by 2^-9 (bf16) or 2^-12 (f16) at most, and a gradient has five of
-/// them behind it. dtheta is a sum of products of both branches' errors with dO.
+/// them behind it, or seven where a state is put together from chunks; being independent, they add up as squares. dtheta is a sum of products of both branches' errors with dO.
 #[test]
 #[ignore = "needs a GPU"]
 fn sla2_follows_f64() -> Result<()> {

@@ -177,7 +177,7 @@ struct StateKernel {
       T* states = static_cast<T*>(p.states) + row * D * D;
       float *sums = p.sums + row * D, factor = p.backward ? 1.0f : inverse_blocks(block) / BLOCK;
       each([&](int at, float x, float y) { *reinterpret_cast<uint32_t*>(states + at) = ptx::pack_16<T>(x * factor, y * factor); },
-             [&](int at, float x) { sums[at] = x * factor; });
+           [&](int at, float x) { sums[at] = x * factor; });
     };
     // The last block comes before no other state of this chunk: it is added for the chunk's sums alone.
     walk(first, end, max(blocks - (summed ? 0 : 1), 0) * group, leave);
