@@ -18,9 +18,9 @@ const ARCHITECTURES: [u32; 6] = [80, 86, 89, 90, 100, 120];
 /// memory.
 const PTX: u32 = 89;
 
-/// The `.cu` file with FP4 products and its architectures: 120, which has the instruction, and Hopper, where
-/// tests emulate it.
-const NVFP4: (&str, [u32; 2]) = ("attn_fwd_nvfp4", [90, 120]);
+/// The `.cu` file with FP4 products and its architectures: 100 and 120, which have the instructions, and Hopper,
+/// where tests emulate those of 120.
+const NVFP4: (&str, [u32; 3]) = ("attn_fwd_nvfp4", [90, 100, 120]);
 
 /// The table of plans, which the kernels include and from which the host's table is generated.
 const PLANS: &str = "include/sage/params/plans.def";
@@ -63,12 +63,12 @@ fn build() -> Result<(), String> {
     let mut targets: Vec<String> = architectures.iter().map(|&arch| machine_code(arch, own(arch))).collect();
     let ptx = format!("-gencode=arch=compute_{PTX},code=compute_{PTX}");
     targets.push(ptx.clone());
-    // FP4 products need the family target sm_120f, or sm_120a with compilers before 12.9, which know no
-    // families.
+    // FP4 products need the family targets sm_100f and sm_120f, or sm_100a and sm_120a with compilers before
+    // 12.9, which know no families.
     let family = if release(&version) >= (12, 9) { "f" } else { "a" };
     let with_nvfp4 = architectures.iter().filter(|arch| NVFP4.1.contains(arch));
     let mut nvfp4_targets: Vec<String> =
-        with_nvfp4.map(|&arch| machine_code(arch, if arch == 120 { family } else { own(arch) })).collect();
+        with_nvfp4.map(|&arch| machine_code(arch, if arch >= 100 { family } else { own(arch) })).collect();
     if nvfp4_targets.is_empty() {
         nvfp4_targets.push(ptx);
     }

@@ -1,23 +1,33 @@
 // Attention forward in NVFP4 products, for inference with a model that Attn-QAT trained: a kernel that packs Q, K and V, and for
 // each (element type, head_dim) one kernel that visits all visible keys, and one that visits the blocks of a selection (sparse).
-// sm_120 has such products; elsewhere they are emulated, for tests.
+// Family 10 has such products out of tensor memory, family 12 in mma.sync; elsewhere the latter are emulated, for tests.
+#include <sage/attention/numerics/nvfp4_forward_sm100.cuh>
 #include <sage/attention/numerics/nvfp4_forward_sm80.cuh>
 #include <sage/quant/pack_nvfp4.cuh>
 
 using namespace sage;
 
+#if SAGE_HAS_TCGEN05
+#define MAINLOOP forward_sm100
+#define NUMERICS Nvfp4ForwardSm100
+#else
+#define MAINLOOP forward_sm80
+#define NUMERICS Nvfp4ForwardSm80
+#endif
+
 #define FORWARD(name, Block, ...)                                                                               \
   extern "C" __global__ void __launch_bounds__(attention::__VA_ARGS__::THREADS, attention::__VA_ARGS__::BLOCKS) \
       name(const __grid_constant__ params::Forward p) {                                                         \
-    attention::forward_sm80<attention::__VA_ARGS__, attention::Block>(p);                                            \
+    attention::MAINLOOP<attention::__VA_ARGS__, attention::Block>(p);                                           \
   }
 
-#define KERNELS(type, T, D)                                                           \
-  FORWARD(attn_fwd_nvfp4_##type##_##D, EveryKey, Nvfp4ForwardSm80<T, D, params::plan("attn_fwd_nvfp4", D, params::EVERY)>)          \
-  FORWARD(attn_fwd_nvfp4_sparse_##type##_##D, ListedKeys, Nvfp4ForwardSm80<T, D, params::plan("attn_fwd_nvfp4", D, params::LISTED)>)  \
-  extern "C" __global__ void __launch_bounds__(quant::PACK_THREADS)                   \
-      pack_nvfp4_##type##_##D(const __grid_constant__ params::Forward p) {            \
-    quant::pack_nvfp4<T, D>(p);                                                       \
+#define KERNELS(type, T, D)                                                                                            \
+  FORWARD(attn_fwd_nvfp4_##type##_##D, EveryKey, NUMERICS<T, D, params::plan("attn_fwd_nvfp4", D, params::EVERY)>)     \
+  FORWARD(attn_fwd_nvfp4_sparse_##type##_##D, ListedKeys,                                                              \
+          NUMERICS<T, D, params::plan("attn_fwd_nvfp4", D, params::LISTED)>)                                           \
+  extern "C" __global__ void __launch_bounds__(quant::PACK_THREADS)                                                    \
+      pack_nvfp4_##type##_##D(const __grid_constant__ params::Forward p) {                                             \
+    quant::pack_nvfp4<T, D>(p);                                                                                        \
   }
 
 KERNELS(bf16, __nv_bfloat16, 64)

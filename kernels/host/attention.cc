@@ -1,17 +1,23 @@
-// Runs the sources of the portable forward and backward on a CPU, thread by thread, and compares them with definitions in
-// doubles: mainloops, copies, layouts, masks, softmax and sums, with products of 16-bit operands, of SageBwd's codes and, in
-// the forward, of NVFP4 codes. NVFP4 products run as mma_nvfp4.cuh emulates them.
+// Runs the sources of the portable forward and backward, and of the forward for family 10, on a CPU, thread by thread, and
+// compares them with definitions in doubles: mainloops, copies, layouts, masks, softmax and sums, with products of 16-bit
+// operands, of SageBwd's codes and, in the forward, of NVFP4 codes. NVFP4 products run as mma_nvfp4.cuh and host/sage/ptx/
+// tcgen05.cuh emulate them.
 #include <sage/attention/numerics/full_precision_backward_sm80.cuh>
 #include <sage/attention/numerics/full_precision_forward_sm80.cuh>
+#include <sage/attention/numerics/nvfp4_forward_sm100.cuh>
 #include <sage/attention/numerics/nvfp4_forward_sm80.cuh>
 #include <sage/attention/numerics/sagebwd_backward_sm80.cuh>
 #include <sage/attention/numerics/sagebwd_forward_sm80.cuh>
 #include <sage/quant/pack_nvfp4.cuh>
 
 #include "../quantize.cu"
+#include "definition.h"
 #include "tensor.h"
 
 using namespace sage;
+using host::Definition;
+using host::Error;
+using host::Errors;
 using host::random_value;
 using host::state;
 using host::Tensor;
@@ -24,105 +30,8 @@ struct Case {
   std::vector<int> query_starts, key_starts;  // of packed documents, and the end of the last one
 };
 
-// Rounds sixteen values to NVFP4 by the formats' definitions: candle-sage/src/nvfp4.rs.
-void fake_quantize(double* x, int count, int stride) {
-  static const double E2M1[] = {0, .5, 1, 1.5, 2, 3, 4, 6};
-  auto nearest = [](double x, double below, double above, bool below_is_even) {
-    return x - below < above - x || (x - below == above - x && below_is_even) ? below : above;
-  };
-  double largest = 0;
-  for (int i = 0; i < count; ++i) largest = fmax(largest, fabs(x[i * stride]));
-  double wanted = fmin(double(float(largest) / 6.0f), 448.0), step = ldexp(1.0, int(floor(log2(fmax(wanted, ldexp(1.0, -6))))) - 3);
-  double scale = nearbyint(wanted / step) * step;
-  for (int i = 0; i < count; ++i) {
-    double quantized = scale == 0 ? 0 : double(float(fabs(x[i * stride])) * (1.0f / float(scale))), value = 6;
-    for (int n = 0; n < 7; ++n)
-      if (quantized >= E2M1[n] && quantized < E2M1[n + 1]) value = nearest(quantized, E2M1[n], E2M1[n + 1], n % 2 == 0);
-    x[i * stride] = copysign(value * scale, x[i * stride]);
-  }
-}
-
-// The definition of a head's output, row by row: one value a channel.
-struct Definition {
-  int keys, d;
-  std::vector<double> k, v;
-  template <class T>
-  Definition(const Tensor<T>& k_, const Tensor<T>& v_, int batch, int start, int keys, int head, bool nvfp4, const float* mean)
-      : keys(keys), d(k_.channels) {
-    for (int j = 0; j < keys; ++j)
-      for (int c = 0; c < d; ++c) {
-        k.push_back(nvfp4 && mean ? double(k_.at(batch, start + j, head, c) - mean[c]) : double(k_.at(batch, start + j, head, c)));
-        v.push_back(v_.at(batch, start + j, head, c));
-      }
-    if (!nvfp4) return;
-    for (int j = 0; j < keys; ++j)
-      for (int c = 0; c < d; c += 16) fake_quantize(&k[j * d + c], std::min(16, d - c), 1);
-    for (int j = 0; j < keys; j += 16)
-      for (int c = 0; c < d; ++c) fake_quantize(&v[j * d + c], std::min(16, keys - j), d);
-  }
-  std::vector<double> row(std::vector<double> q, int visible, double scale, bool nvfp4) const {
-    std::vector<double> out(d, 0.0);
-    if (nvfp4)
-      for (int c = 0; c < d; c += 16) fake_quantize(&q[c], std::min(16, d - c), 1);
-    double reference = -INFINITY, sum = 0;
-    for (int first = 0; first < visible; first += 64) {
-      std::vector<double> p(64, -INFINITY);
-      double largest = -INFINITY;
-      for (int j = first; j < std::min(first + 64, visible); ++j) {
-        double dot = 0;
-        for (int c = 0; c < d; ++c) dot += q[c] * k[j * d + c];
-        largest = fmax(largest, p[j - first] = dot * scale / log(2.0));
-      }
-      // Rounded to f32 first, as the kernel does before it rounds up to a power of two.
-      double next = fmax(reference, nvfp4 ? double(ceilf(float(largest))) : largest), decay = ::exp2(reference - next);
-      sum *= decay;
-      for (double& x : out) x *= decay;
-      reference = next;
-      for (double& x : p) sum += x = ::exp2(x - reference);
-      if (nvfp4)
-        for (int j = 0; j < 64; j += 16) fake_quantize(&p[j], 16, 1);
-      for (int j = first; j < std::min(first + 64, visible); ++j)
-        for (int c = 0; c < d; ++c) out[c] += p[j - first] * v[j * d + c];
-    }
-    for (double& x : out) x = sum > 0 ? x / sum : 0;
-    return out;
-  }
-};
-
-// Gradients of one query in full precision: adds those of the keys to dk and dv, (key, channel), and returns the query's.
-std::vector<double> row_gradients(const Definition& x, const std::vector<double>& q, const std::vector<double>& dout, int visible,
-                                  double scale, std::vector<double>& dk, std::vector<double>& dv) {
-  std::vector<double> p(visible), dp(visible), dq(x.d, 0.0);
-  double largest = -INFINITY, sum = 0, delta = 0;
-  for (int j = 0; j < visible; ++j) {
-    for (int c = 0; c < x.d; ++c) p[j] += scale * q[c] * x.k[j * x.d + c], dp[j] += dout[c] * x.v[j * x.d + c];
-    largest = fmax(largest, p[j]);
-  }
-  for (double& value : p) sum += value = exp(value - largest);
-  for (int j = 0; j < visible; ++j) delta += (p[j] /= sum) * dp[j];
-  for (int j = 0; j < visible; ++j)
-    for (int c = 0; c < x.d; ++c) {
-      double ds = p[j] * (dp[j] - delta) * scale;
-      dq[c] += ds * x.k[j * x.d + c], dk[j * x.d + c] += ds * q[c], dv[j * x.d + c] += p[j] * dout[c];
-    }
-  return dq;
-}
-
-// Relative L2 errors, each the largest of all heads.
-struct Errors {
-  double out = 0, dq = 0, dk = 0, dv = 0;
-};
-struct Error {
-  double wrong = 0, right = 0;
-  void add(double got, double expected) {
-    wrong += (got - expected) * (got - expected), right += expected * expected;
-    if (!(got == got) || fabs(got) > 50) wrong = INFINITY;  // outputs start with values of size 100: this one was not written
-  }
-  void into(double& worst) const { worst = fmax(worst, sqrt(wrong / fmax(right, 1e-30))); }
-};
-
 // The backward of SAGEBWD_S has S alone in INT8, that of SAGEBWD_FORWARD nothing.
-enum Numerics { FULL_PRECISION, SAGEBWD, SAGEBWD_QK, SAGEBWD_S, SAGEBWD_FORWARD, NVFP4_PRODUCTS };
+enum Numerics { FULL_PRECISION, SAGEBWD, SAGEBWD_QK, SAGEBWD_S, SAGEBWD_FORWARD, NVFP4_PRODUCTS, NVFP4_TCGEN05 };
 
 constexpr int tiles_of(int tokens) { return (tokens + 63) / 64; }
 
@@ -150,7 +59,7 @@ struct Segments {
 // A case for the kernels: its tensors, their buffers and parameters.
 template <class T, int D, Numerics NUMERICS>
 struct Problem {
-  static constexpr bool NVFP4 = NUMERICS == NVFP4_PRODUCTS;
+  static constexpr bool NVFP4 = NUMERICS == NVFP4_PRODUCTS || NUMERICS == NVFP4_TCGEN05;
   static constexpr bool CODES = NUMERICS == SAGEBWD || NUMERICS == SAGEBWD_QK;  // whether the backward is one of codes
   const Case& c;
   Segments segments;
@@ -191,10 +100,28 @@ struct Problem {
         }
   }
 
-  template <class Kernel>
+  template <class Kernel, class Block>
   void launch_forward() {
     for (int i = 0; i < segments.count() * c.query_heads * ((segments.longest_queries + 127) / 128); ++i)
-      host::run_with_shared(i, Kernel::THREADS, Kernel::SHARED_BYTES, [&] { attention::forward_sm80<Kernel>(p); });
+      host::run_with_shared(i, Kernel::THREADS, Kernel::SHARED_BYTES, [&] {
+        if constexpr (NUMERICS == NVFP4_TCGEN05) attention::forward_sm100<Kernel, Block>(p);
+        else attention::forward_sm80<Kernel, Block>(p);
+      });
+  }
+
+  // Returns whether a kernel's output does not depend on when its asynchronous operations run.
+  template <class Kernel, class Block>
+  bool launch_forward_in_many_orders() {
+    launch_forward<Kernel, Block>();
+    std::vector<T> first = out.values;
+    bool same = true;
+    host::late = true;
+    for (int order = 0; order < 3; ++order) {
+      launch_forward<Kernel, Block>();
+      same &= memcmp(first.data(), out.values.data(), first.size() * sizeof(T)) == 0;
+    }
+    host::late = false;
+    return same;
   }
 
   // Packs Q, K and V as NVFP4. Returns whether the kernels left the tile beyond the end of each buffer as it was.
@@ -226,17 +153,21 @@ struct Problem {
     for (int i = 0; i < query_tiles + 2 * key_tiles; ++i) host::run(i, quant::TILE_THREADS, [&] { quantize<T, D>(p); });
   }
 
-  // Returns whether the kernels wrote nothing beyond their buffers.
+  // Returns whether the kernels wrote nothing beyond their buffers, and wait for what they need.
+  template <class Block = attention::EveryKey>
   bool forward() {
     if constexpr (NVFP4) {
       if (!pack()) return false;
-      launch_forward<attention::Nvfp4ForwardSm80<T, D, params::plan("attn_fwd_nvfp4", D)>>();
+      if constexpr (NUMERICS == NVFP4_TCGEN05)
+        return launch_forward_in_many_orders<
+            attention::Nvfp4ForwardSm100<T, D, params::plan("attn_fwd_nvfp4", D, params::EVERY, params::SM100)>, Block>();
+      else launch_forward<attention::Nvfp4ForwardSm80<T, D, params::plan("attn_fwd_nvfp4", D)>, Block>();
     } else if constexpr (NUMERICS == FULL_PRECISION) {
-      launch_forward<attention::FullPrecisionForwardSm80<T, D, params::plan("attn_fwd_full_precision", D)>>();
+      launch_forward<attention::FullPrecisionForwardSm80<T, D, params::plan("attn_fwd_full_precision", D)>, Block>();
     } else {
       quantize_to_codes();
       constexpr bool QK = NUMERICS == SAGEBWD_QK;
-      launch_forward<attention::SageBwdForwardSm80<T, D, params::plan(QK ? "attn_fwd_sagebwd_qk" : "attn_fwd_sagebwd", D), QK>>();
+      launch_forward<attention::SageBwdForwardSm80<T, D, params::plan(QK ? "attn_fwd_sagebwd_qk" : "attn_fwd_sagebwd", D), QK>, Block>();
     }
     return true;
   }
@@ -289,7 +220,7 @@ struct Problem {
         for (int channel = 0; channel < c.head_dim; ++channel)
           of_out.add(out.at(batch, s.query_start + query, head, channel), expected[channel]);
         if (NVFP4) continue;
-        expected = row_gradients(definition, row, grad, visible, scale, dk_row, dv_row);
+        expected = host::row_gradients(definition, row, grad, visible, scale, dk_row, dv_row);
         for (int channel = 0; channel < c.head_dim; ++channel) of_dq.add(dq_at(head, s, query, channel), expected[channel]);
       }
       of_out.into(errors.out);
@@ -311,11 +242,34 @@ template <class T, int D, Numerics NUMERICS>
 Errors run(const Case& c) {
   Problem<T, D, NUMERICS> problem(c);
   if (!problem.forward()) return {INFINITY};
-  if constexpr (NUMERICS != NVFP4_PRODUCTS) problem.backward();
+  if constexpr (!Problem<T, D, NUMERICS>::NVFP4) problem.backward();
   Errors errors;
   for (int i = 0; i < problem.segments.count(); ++i)
     for (int key_head = 0; key_head < c.key_heads; ++key_head) problem.compare(i, key_head, errors);
   return errors;
+}
+
+// Whether blocks of keys that are not listed might as well not be there.
+template <class T, int D, Numerics NUMERICS>
+bool lists_leave_out_blocks() {
+  constexpr int KEYS = 600, BLOCK = attention::SELECTION_BLOCK;
+  constexpr uint32_t LISTED[] = {4, 0, 2, 3, 4};  // the count, and all blocks but the second
+  Case all = {1, 200, KEYS, 1, 1, D, false, false, {}, {}}, fewer = all;
+  fewer.keys -= BLOCK;
+  Problem<T, D, NUMERICS> with(all), without(fewer);
+  without.q.values = with.q.values;
+  for (int row = 0; row < fewer.keys; ++row) {
+    int64_t from = (row + (row < BLOCK ? 0 : BLOCK)) * D;
+    std::copy_n(&with.k.values[from], D, &without.k.values[row * D]);
+    std::copy_n(&with.v.values[from], D, &without.v.values[row * D]);
+  }
+  // Their rows start elsewhere than those of the vectors that they replace.
+  without.p.q = without.q.view = {without.q.values.data(), 0, D, D, 1, true, 0};
+  std::vector<uint32_t> lists;
+  for (int block = 0; block < 2; ++block) lists.insert(lists.end(), std::begin(LISTED), std::end(LISTED));
+  with.p.lists.seen = lists.data(), with.p.lists.stride = std::size(LISTED), with.p.lists.query_blocks = 2;
+  if (!with.template forward<attention::ListedKeys>() || !without.forward()) return false;
+  return memcmp(with.out.values.data(), without.out.values.data(), all.queries * D * sizeof(T)) == 0;
 }
 
 // Whether one product of random codes and scales, as mma_nvfp4.cuh emulates it, is that of the PTX ISA's fragments.
@@ -367,10 +321,15 @@ int main() {
       {1, 200, 150, 2, 1, 40, true, true, {}, {}},
       {1, 70, 64, 3, 1, 97, true, false, {}, {}},
       {1, 200, 190, 2, 1, 64, true, true, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}},
+      {1, 130, 650, 1, 1, 128, true, false, {}, {}},
   };
   int failed = !product_is_the_manuals();
   if (failed) printf("the emulated NVFP4 product is not that of the PTX manual\n");
   using B = __nv_bfloat16;
+  bool lists = lists_leave_out_blocks<B, 64, FULL_PRECISION>() && lists_leave_out_blocks<B, 128, NVFP4_PRODUCTS>() &&
+               lists_leave_out_blocks<B, 64, NVFP4_TCGEN05>() && lists_leave_out_blocks<B, 128, NVFP4_TCGEN05>();
+  if (!lists) printf("a block of keys that is not listed changes the output\n");
+  failed += !lists;
   struct Row {
     const char* name;
     Errors (*of_64)(const Case&);
@@ -387,6 +346,8 @@ int main() {
       {"SageBwd with S, bf16", run<B, 64, SAGEBWD_S>, run<B, 128, SAGEBWD_S>, 2.5e-2, 2.5e-2},
       {"SageBwd forward, bf16", run<B, 64, SAGEBWD_FORWARD>, run<B, 128, SAGEBWD_FORWARD>, 2.5e-2, 2.5e-2},
       {"NVFP4 products, bf16", run<B, 64, NVFP4_PRODUCTS>, run<B, 128, NVFP4_PRODUCTS>, 3e-3, 0},
+      {"NVFP4 tcgen05, bf16", run<B, 64, NVFP4_TCGEN05>, run<B, 128, NVFP4_TCGEN05>, 3e-3, 0},
+      {"NVFP4 tcgen05, f16", run<__half, 64, NVFP4_TCGEN05>, run<__half, 128, NVFP4_TCGEN05>, 1.5e-3, 0},
       {"NVFP4 products, f16", run<__half, 64, NVFP4_PRODUCTS>, run<__half, 128, NVFP4_PRODUCTS>, 1.5e-3, 0},
   };
   printf("relative L2 error        queries  keys  head_dim   O         dQ        dK        dV\n");

@@ -1,7 +1,8 @@
 // The part of CUDA that the portable kernels use, on a CPU, for tests without a GPU. Each thread of a block is a fiber that
 // runs until it reaches a barrier; lanes of a warp exchange values through memory. Arithmetic, addresses and the order of
-// barriers are the GPU's. Asynchronous copies complete at once and fibers run in a fixed order, so that a missing wait or
-// barrier is not detected.
+// barriers are the GPU's. Fibers run in a fixed order, and cp.async copies complete at once, so that a missing wait for one or a
+// missing barrier is not detected. Bulk copies and tcgen05 instructions run at once, or, with host::late, as late and in as many
+// orders as the kernel's own waits allow: then a missing wait gives wrong results.
 #pragma once
 
 #include <bit>
@@ -104,6 +105,46 @@ inline void meet(Barrier& barrier, int count) {
   while (barrier.phase == phase) yield();
 }
 
+// An asynchronous operation that has been issued.
+struct Operation {
+  enum Kind { BULK_COPY, SCALES_COPY, PRODUCT, COMMIT } kind;
+  uint32_t accumulator;  // of a product
+  std::function<void()> execute;
+
+  // Whether it comes after an operation that was issued before it (PTX ISA, "tcgen05 Memory Consistency Model", pipelined
+  // instructions). In particular no copy of scales waits for the products that still read the old ones.
+  bool follows(const Operation& earlier) const {
+    bool tensor = earlier.kind == SCALES_COPY || earlier.kind == PRODUCT;
+    if (kind == COMMIT) return tensor;
+    return kind == PRODUCT && (earlier.kind == SCALES_COPY || (earlier.kind == PRODUCT && earlier.accumulator == accumulator));
+  }
+};
+inline bool late = false;
+inline std::vector<Operation> pending;
+inline uint32_t choice = 1;
+
+inline void issue(Operation::Kind kind, std::function<void()> execute, uint32_t accumulator = 0) {
+  if (late) pending.push_back({kind, accumulator, std::move(execute)});
+  else execute();
+}
+
+// Executes one of the pending operations, any that need not wait for another. Returns whether there was one.
+inline bool execute_one() {
+  std::vector<size_t> ready;
+  for (size_t i = 0; i < pending.size(); ++i) {
+    bool free = true;
+    for (size_t before = 0; before < i; ++before) free &= !pending[i].follows(pending[before]);
+    if (free) ready.push_back(i);
+  }
+  if (ready.empty()) return false;
+  choice = choice * 1664525u + 1013904223u;
+  size_t chosen = ready[(choice >> 16) % ready.size()];
+  Operation operation = std::move(pending[chosen]);
+  pending.erase(pending.begin() + chosen);
+  operation.execute();
+  return true;
+}
+
 inline void enter() {
   block.body();
   block.done[block.current] = true, ++block.steps;
@@ -135,11 +176,12 @@ inline void run(dim3 at, int threads, std::function<void()> body) {
     long before = block.steps;
     for (int i = 0; i < threads; ++i)
       if (!block.done[i]) under_way = true, resume(i);
-    if (under_way && block.steps == before) {
+    if (under_way && block.steps == before && !execute_one()) {
       fprintf(stderr, "block %d, %d, %d: threads wait at a barrier that the others do not come to\n", at.x, at.y, at.z);
       abort();
     }
   }
+  if (!pending.empty()) fprintf(stderr, "block %d ended before its asynchronous operations\n", at.x), abort();
 }
 inline void run(int index, int threads, std::function<void()> body, int row = 0) { run({index, row, 0}, threads, std::move(body)); }
 

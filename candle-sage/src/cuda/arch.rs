@@ -29,9 +29,9 @@ impl Architecture {
         }
     }
 
-    /// Whether it has FP4 products: consumer Blackwell, family 12.
+    /// Whether it has FP4 products: data-centre Blackwell, family 10, and consumer Blackwell, family 12.
     pub(super) fn has_nvfp4(self) -> bool {
-        self.0 == 120
+        matches!(self.0, 100 | 120)
     }
 
     /// The target whose plans its kernels have.

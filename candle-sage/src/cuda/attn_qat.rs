@@ -13,7 +13,7 @@ use super::address::{Address, address, address_if_any};
 use super::call::Call;
 use super::full_precision::{self, launch_delta};
 use super::kernels::Grid;
-use super::plan::{Plan, TILE};
+use super::plan::{Plan, TILE, Visits};
 use super::sagebwd::launch_key_mean;
 use super::tensor::Output;
 use super::{OnGpu, Past, params};
@@ -160,11 +160,12 @@ fn codes(call: &Call<'_>) -> Result<[CudaSlice<i8>; 3]> {
     if !gpu.architecture.has_nvfp4() && !cfg!(test) {
         return Err(Error::unsupported("this GPU has no FP4 products, or this build no kernels with them")
             .got(format!("kernels for {}", gpu.architecture))
-            .allowed("compute capability 12.x, a build with CUDA 12.9 or later (12.8 for 12.0)")
+            .allowed("compute capability 10.0, 10.3 or 12.x, a build with CUDA 12.9 or later (12.8 for 10.0 and 12.0)")
             .hint("AttnQat::products(Products::SixteenBit) gives the same values everywhere")
             .into());
     }
-    let of_tiles = |tiles: usize| gpu.alloc::<i8>(tiles * TILE * (call.d / 2 + call.d / 16));
+    let plan = Plan::of(NVFP4, call.d, gpu.architecture, Visits::Every)?;
+    let of_tiles = |tiles: usize| gpu.alloc::<i8>(tiles * TILE * plan.row_bytes);
     Ok([of_tiles(call.query_tiles())?, of_tiles(call.key_tiles())?, of_tiles(call.key_tiles())?])
 }
 

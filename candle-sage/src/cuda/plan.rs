@@ -72,6 +72,8 @@ pub(super) enum Mainloop {
     ForwardSm80,
     /// Producer and consumers, persistent: one block per multiprocessor takes one work tile after the other.
     ForwardSm90,
+    /// A producer, a thread that issues products out of tensor memory, and a thread for each query.
+    ForwardSm100,
     BackwardSm80,
     /// A producer, two consumers that keep dK and dV in registers, and a warp that adds dQ to global memory.
     BackwardSm90,
@@ -138,7 +140,7 @@ impl Plan {
         match self.mainloop {
             Mainloop::ForwardSm90 => self.row_bytes == 2 * self.head_dim,
             Mainloop::BackwardSm90 | Mainloop::BackwardSm90DqWarpgroup => true,
-            Mainloop::None | Mainloop::ForwardSm80 | Mainloop::BackwardSm80 => false,
+            Mainloop::None | Mainloop::ForwardSm80 | Mainloop::ForwardSm100 | Mainloop::BackwardSm80 => false,
         }
     }
 
@@ -229,7 +231,7 @@ mod tests {
         for plan in PLANS {
             for &number in ARCHITECTURES {
                 // The forward in FP4 products is built for the architectures that have them, and for Hopper.
-                let built = plan.family != "attn_fwd_nvfp4" || [90, 120].contains(&number);
+                let built = plan.family != "attn_fwd_nvfp4" || [90, 100, 120].contains(&number);
                 if !built || !plan.targets.contains(&Architecture::from_number(number).target()) {
                     continue;
                 }

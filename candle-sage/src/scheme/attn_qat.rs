@@ -97,12 +97,12 @@ pub enum Products {
     /// 16-bit products (f32 on the CPU) of values that NVFP4 holds: forward and backward, on every device.
     #[default]
     SixteenBit,
-    /// Block-scaled FP4 products, `mma.kind::mxf4nvf4`, for inference: a forward alone, on GPUs of compute
-    /// capability 12.x. (The CPU computes as with [`Products::SixteenBit`].) O' is not computed; a tracked
-    /// input is an error.
+    /// Block-scaled FP4 products, kind `mxf4nvf4`, for inference: a forward alone, on GPUs of compute
+    /// capability 10.0, 10.3 (`tcgen05.mma`) and 12.x (`mma`). (The CPU computes as with
+    /// [`Products::SixteenBit`].) O' is not computed; a tracked input is an error.
     ///
-    /// **The kernel has not run on such a GPU.** It is assembled for them, and its source runs on a CPU,
-    /// thread by thread, with the instruction as the PTX manual describes it (`kernels/host/run`): within
+    /// **The kernels have not run on such GPUs.** They are assembled for them, and their sources run on a CPU,
+    /// thread by thread, with the instructions as the PTX manual describes them (`kernels/host/run`): within
     /// rounding of a definition in f64.
     Nvfp4,
 }

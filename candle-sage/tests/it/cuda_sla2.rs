@@ -115,19 +115,23 @@ fn gradients_over_lists_repeat_to_the_bit_when_asked_to() -> Result<()> {
 }
 
 /// Features, states and products in 16 bit: each rounds by 2^-9 (bf16) or 2^-12 (f16) at most, and a gradient has five of
-/// them behind it, or seven where a state is put together from chunks; being independent, they add up as squares. dtheta is a sum of products of both branches' errors with dO.
+/// them behind it, or seven where a state is put together from chunks; being independent, they add up as squares. dtheta is
+/// a sum of products of both branches' errors with dO.
 #[test]
 #[ignore = "needs a GPU"]
 fn sla2_follows_f64() -> Result<()> {
     let device = gpu();
-    // So many heads that a chunk of the tail has several blocks.
-    let many = Case::new(8, (1030, 1030), (8, 8), 128, true);
+    // So many heads that a chunk of the tail has several blocks. In f64 they take half a minute of a core: once is enough.
+    let many = Case::new(8, (800, 800), (8, 8), 128, true);
     for (seed, mut case) in cases().into_iter().chain([many]).enumerate() {
         if !case.causal {
             continue;
         }
         for (dtype, limit) in [(DType::BF16, 5.0 * 2f64.powi(-9)), (DType::F16, 5.0 * 2f64.powi(-12))] {
             for alpha in [Alpha::Count, Alpha::Constant] {
+                if case.batch == 8 && (dtype, alpha) != (DType::BF16, Alpha::Count) {
+                    continue;
+                }
                 case.draw(1.0, seed as u64);
                 case.round_to(dtype)?;
                 let selection = random_selection(&case.shape(), BLOCKS, 1, seed as u64, &Device::Cpu)?;

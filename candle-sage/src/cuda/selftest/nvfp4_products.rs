@@ -22,7 +22,7 @@ fn error(got: &Tensor, expected: &Tensor) -> Result<f64> {
 /// roundings to 16 bit, and where sums in another order put a probability on the other side of a midpoint.
 /// That is rare, and changes one key's code by one step.
 #[test]
-#[ignore = "needs a GPU of compute capability 9.0 or 12.x"]
+#[ignore = "needs a GPU of compute capability 9.0, 10.x or 12.x"]
 fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {
     let mut worst = [0.0f64; 2];
     for (lens, heads, d, packing) in cases() {
@@ -68,7 +68,7 @@ fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {
 
 /// Selected blocks, compared with 16-bit products.
 #[test]
-#[ignore = "needs a GPU of compute capability 9.0 or 12.x"]
+#[ignore = "needs a GPU of compute capability 9.0, 10.x or 12.x"]
 fn fp4_products_take_lists() -> Result<()> {
     let (n, heads, d) = (640, 2, 64);
     let inputs = Inputs::new((n, n), (heads, heads), d, None, DType::BF16)?;
@@ -86,7 +86,7 @@ fn fp4_products_take_lists() -> Result<()> {
 
 /// A NaN in a key reaches the queries that see the key, and no others; a query that sees no key gives zeros.
 #[test]
-#[ignore = "needs a GPU of compute capability 9.0 or 12.x"]
+#[ignore = "needs a GPU of compute capability 9.0, 10.x or 12.x"]
 fn fp4_products_pass_on_what_is_not_a_number() -> Result<()> {
     let inputs = Inputs::new((130, 100), (1, 1), 64, None, DType::BF16)?;
     let mut keys: Vec<f32> = inputs.values[1].clone();

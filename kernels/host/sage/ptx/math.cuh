@@ -31,6 +31,14 @@ inline uint32_t pack_16(float low, float high) {
   return same_bits<uint16_t>(from_float<T>(low)) | uint32_t(same_bits<uint16_t>(from_float<T>(high))) << 16;
 }
 template <class T>
+inline uint32_t pack_16_towards_zero(float low, float high) {
+  auto truncated = [](float x) {
+    uint16_t bits = same_bits<uint16_t>(from_float<T>(x));
+    return uint32_t(fabsf(float(same_bits<T>(bits))) > fabsf(x) ? bits - 1 : bits);
+  };
+  return truncated(low) | truncated(high) << 16;
+}
+template <class T>
 inline uint32_t twice(float x) { return pack_16<T>(x, x); }
 template <class T>
 inline float half_of(uint32_t pair, int n) { return float(same_bits<T>(uint16_t(pair >> (16 * n)))); }

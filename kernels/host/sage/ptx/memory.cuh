@@ -1,8 +1,10 @@
-// include/sage/ptx/memory.cuh on a CPU: shared memory is an array, addresses are offsets in it, and asynchronous copies
-// complete at once.
+// include/sage/ptx/memory.cuh on a CPU: shared memory is an array, and addresses are offsets in it. What kernels declare
+// statically lies outside of the array, at offsets beyond its ends.
 #pragma once
 
 #include <cuda_on_host.h>
+
+#include <map>
 
 namespace sage::attention {
 inline thread_local __attribute__((aligned(1024))) unsigned char shared[227 << 10];
@@ -14,6 +16,17 @@ inline thread_local __attribute__((aligned(1024))) unsigned char shared[sizeof a
 
 namespace host {
 
+// An mbarrier: the phases that are complete, and what the phase under way still waits for.
+struct Mbarrier {
+  int arrivals = 0, missing = 0, bytes = 0, completed = 0;
+  void arrive(int count, int more_bytes) {
+    missing -= count, bytes += more_bytes;
+    if (missing < 0) fprintf(stderr, "more arrivals than an mbarrier was made for\n"), abort();
+    if (missing == 0 && bytes == 0) missing = arrivals, ++completed, ++block.steps;
+  }
+};
+inline std::map<uint32_t, Mbarrier> mbarriers;
+
 // The shared memory of the kernels that run: each namespace has its own, as `extern __shared__` declares it.
 inline unsigned char* memory = sage::attention::shared;
 
@@ -21,6 +34,7 @@ inline unsigned char* memory = sage::attention::shared;
 inline void run_with_shared(dim3 at, int threads, size_t shared_bytes, std::function<void()> body) {
   sage::attention::shared_bytes = shared_bytes;
   memset(memory, 0xff, sizeof sage::attention::shared);
+  mbarriers.clear();
   run(at, threads, std::move(body));
   for (size_t i = shared_bytes; i < sizeof sage::attention::shared; ++i)
     if (memory[i] != 0xff) fprintf(stderr, "block %d wrote beyond its shared memory\n", at.x), abort();
@@ -86,6 +100,26 @@ inline void stmatrix(const uint32_t (&r)[4], uint32_t address, int lane) {
   __syncwarp();
 }
 
+inline host::Mbarrier& mbarrier_at(uint32_t address) {
+  auto found = host::mbarriers.find(address);
+  if (found == host::mbarriers.end()) fprintf(stderr, "no mbarrier was initialized at %u\n", address), abort();
+  return found->second;
+}
+inline void mbarrier_init(uint32_t address, int arrivals) { host::mbarriers[address] = {arrivals, arrivals}; }
+inline void mbarrier_arrive(uint32_t address) { mbarrier_at(address).arrive(1, 0); }
+inline void mbarrier_arrive_expect_tx(uint32_t address, int bytes) { mbarrier_at(address).arrive(1, bytes); }
+inline void mbarrier_wait(uint32_t address, int phase) {
+  while (mbarrier_at(address).completed % 2 == (phase & 1)) host::yield();
+}
+inline void cp_async_bulk(uint32_t shared, const void* global, int bytes, uint32_t address) {
+  at_shared(shared + bytes - 16, 16);
+  if (bytes % 16 || shared % 16 || reinterpret_cast<uintptr_t>(global) % 16) fprintf(stderr, "a bulk copy is not aligned\n"), abort();
+  host::issue(host::Operation::BULK_COPY, [=] {
+    memcpy(host::memory + shared, global, bytes);
+    mbarrier_at(address).arrive(0, -bytes);
+  });
+}
+inline void fence_proxy_async() {}
 inline void cp_async_wait_all() {}
 inline void red_add_4(float* at, float a, float b, float c, float d) { at[0] += a, at[1] += b, at[2] += c, at[3] += d; }
 inline int load_acquire(const int* at) { return *at; }

@@ -1,4 +1,4 @@
-// A multi-stage producer/consumer pipeline in shared memory, on Hopper. Tile (or work item) n = 0, 1, .. uses stage n % STAGES.
+// A multi-stage producer/consumer pipeline in shared memory, from Hopper on. Tile (or work item) n = 0, 1, .. uses stage n % STAGES.
 // Each stage has two mbarriers: a phase of `full` completes when the tile's copies have arrived, a phase of `empty` when all
 // consumers have released the stage.
 #pragma once
@@ -30,6 +30,15 @@ struct Pipeline {
   // The producer waits until the stage of tile n is empty: until tile n - STAGES is released.
   __device__ __forceinline__ void wait_empty(int n) const {
     if (n >= STAGES) ptx::mbarrier_wait(empty(n), round(n) - 1);
+  }
+  // The producer waits until all tiles before tile n, its last ones, are released.
+  __device__ __forceinline__ void drain(int n) const {
+    for (int i = 0; i < STAGES; ++i) wait_empty(n + i);
+  }
+  // Makes tile n full on behalf of the calling warp, which is one of the producers: its lane 0 arrives once all lanes have written.
+  __device__ __forceinline__ void publish(int n) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(full(n));
   }
   // Releases tile n for the calling warp: its lane 0 arrives once all lanes have read.
   __device__ __forceinline__ void release(int n) const {

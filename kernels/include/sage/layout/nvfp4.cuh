@@ -1,10 +1,15 @@
 // The layout of NVFP4 codes in global and in shared memory, in tiles of 64 tokens: the rows of codes, two a byte, swizzled, and
-// behind them a row of scales for each, one byte for 16 codes.
+// behind them the rows' scales, one byte for 16 codes.
 //
-// A product may sum over keys in any order, as long as both operands use the same order. A lane of an accumulator holds columns
-// 8n + 2t and 8n + 2t + 1 (t = lane % 4), whereas an operand of P wants keys 8t to 8t + 7 and 32 + 8t to 32 + 8t + 7. K's rows
-// are therefore permuted, so that the accumulators of a lane belong to these keys, in order. V's keys are not permuted, and its
-// groups of 16 are neighbouring tokens.
+// Scales lie as tensor memory has them (PTX ISA, tcgen05.mma, "Block Scaling"): 32 rows of 16 bytes. Row r of the tile has its
+// scales in row r % 32 of these, four bytes for 64 codes at a time: (codes 0-63: r / 32 = 0, 1, ..), (codes 64-127: ..). At
+// D = 64 half of each row is left over. The order is as good as any for mma.sync, whose lanes read single words.
+//
+// A product may sum over keys in any order, as long as both operands use the same order. A lane of an accumulator of mma.sync
+// holds columns 8n + 2t and 8n + 2t + 1 (t = lane % 4), whereas an operand of P wants keys 8t to 8t + 7 and 32 + 8t to 32 + 8t +
+// 7. K's rows are therefore permuted, so that the accumulators of a lane belong to these keys, in order. V's keys are not
+// permuted, and its groups of 16 are neighbouring tokens. With tcgen05 a thread has all columns of a row, so that the order does
+// not matter, and K's is the same.
 #pragma once
 
 #include <sage/layout/swizzle.cuh>
@@ -25,11 +30,18 @@ static_assert(row_of_key(key_of_slot(0, 3)) == 6 && row_of_key(key_of_slot(3, 1)
 // Sizes of a tile of D channels, in bytes. A row of Q and K is a token, a row of V is a channel.
 template <int D>
 struct Nvfp4Tile {
-  static constexpr int ROW = D / 2, SCALES = D / 16, V_ROW = 32, V_SCALES = 4;
-  static constexpr int CODES_BYTES = 64 * ROW;     // the same for V
-  static constexpr int SCALES_BYTES = 64 * SCALES;  // the same for V
+  static constexpr int ROW = D / 2, V_ROW = 32;  // bytes of a row of codes
+  static constexpr int GROUPS = D / 16, V_GROUPS = 4;  // scales of a row
+  static constexpr int CODES_BYTES = 64 * ROW;   // the same for V
+  static constexpr int SCALES_BYTES = 512;
   static constexpr int BYTES = CODES_BYTES + SCALES_BYTES;
-  static_assert(D * V_ROW == CODES_BYTES && D * V_SCALES == SCALES_BYTES);
+  static_assert(D * V_ROW == CODES_BYTES && 64 * GROUPS <= SCALES_BYTES && D * V_GROUPS <= SCALES_BYTES);
+
+  // Where the scales of codes 64 step to 64 step + 63 of a row are, among the scales of a tile of ROWS rows.
+  template <int ROWS>
+  static __host__ __device__ constexpr int scales_at(int row, int step) {
+    return row % 32 * 16 + step * (ROWS / 32 * 4) + row / 32 * 4;
+  }
 };
 
 }  // namespace sage::layout

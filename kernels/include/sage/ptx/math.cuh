@@ -63,6 +63,19 @@ __device__ __forceinline__ uint32_t pack_16<__half>(float low, float high) {
   return packed;
 }
 
+// Two floats rounded to 16 bit towards zero, `low` in the low half: cvt.rz.f16x2.f32 (the same section), or the upper halves of
+// both, which are bf16.
+template <class T>
+__device__ __forceinline__ uint32_t pack_16_towards_zero(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    uint32_t packed;
+    asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+  } else {
+    return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+  }
+}
+
 // fma.rn.f16x2 or fma.rn.bf16x2, "Half Precision Floating Point Instructions: fma": a * b + c of two values at once, each
 // rounded once.
 template <class T>

@@ -177,6 +177,26 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int phase) {
 #endif
 }
 
+// fence.proxy.async (PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence"): every thread that
+// wrote shared memory by ordinary stores or cp.async calls it, then reaches a barrier; asynchronous products and bulk copies
+// that are issued after the barrier see the writes. From sm_90 on.
+__device__ __forceinline__ void fence_proxy_async() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#else
+  __trap();
+#endif
+}
+// fence.proxy.async of every state space: what this thread has observed of global memory, such as a semaphore that it acquired,
+// comes before the bulk operations that it issues from here on.
+__device__ __forceinline__ void fence_proxy_async_all() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async;" ::: "memory");
+#else
+  __trap();
+#endif
+}
+
 // "Warp-level matrix load instruction: ldmatrix": all lanes of the warp load four 8 x 8 matrices of 16-bit elements. Lanes 8i
 // to 8i + 7 give the addresses of the rows of matrix i; r[i] of lane (g, t) = (lane / 4, lane % 4) receives bytes 4t to 4t + 3
 // of row g. It serves 8-bit elements too, as eight rows of 16 bytes.

@@ -49,14 +49,6 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 // wgmma.commit_group (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.commit_group"): closes the group of
 // products that the warpgroup has issued so far.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// fence.proxy.async (PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence"): every thread that
-// wrote shared memory by ordinary stores or cp.async calls it, then reaches a barrier; products and bulk copies that are issued
-// after the barrier see the writes.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// fence.proxy.async of every state space: what this thread has observed of global memory, such as a semaphore that it acquired,
-// comes before the bulk operations that it issues from here on.
-__device__ __forceinline__ void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
 // The registers that the compiler gives to each thread of a block that has a multiprocessor to itself.
 template <int THREADS>
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;

@@ -34,8 +34,8 @@ struct Nvfp4Group {
 template <class T, int D, bool KEYS>
 __device__ __forceinline__ void pack_tokens(const attention::Rows<T>& from, int first, const float* mean, uint8_t* to) {
   using Tile = layout::Nvfp4Tile<D>;
-  for (int i = threadIdx.x; i < 64 * Tile::SCALES; i += PACK_THREADS) {
-    int token = i / Tile::SCALES, group = i % Tile::SCALES, row = KEYS ? layout::row_of_key(token) : token;
+  for (int i = threadIdx.x; i < 64 * Tile::GROUPS; i += PACK_THREADS) {
+    int token = i / Tile::GROUPS, group = i % Tile::GROUPS, row = KEYS ? layout::row_of_key(token) : token;
     float x[NVFP4_GROUP];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void pack_tokens(const attention::Rows<T>& from, int 
     }
     Nvfp4Group packed(x);
     *reinterpret_cast<uint2*>(to + layout::swizzled<Tile::ROW>(row, group / 2) + group % 2 * 8) = packed.codes;
-    to[Tile::CODES_BYTES + row * Tile::SCALES + group] = packed.scale;
+    to[Tile::CODES_BYTES + Tile::template scales_at<64>(row, group / 4) + group % 4] = packed.scale;
   }
 }
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ void pack_tokens(const attention::Rows<T>& from, int 
 template <class T, int D>
 __device__ __forceinline__ void pack_channels(const attention::Rows<T>& from, int first, uint8_t* to) {
   using Tile = layout::Nvfp4Tile<D>;
-  for (int i = threadIdx.x; i < D * Tile::V_SCALES; i += PACK_THREADS) {
+  for (int i = threadIdx.x; i < D * Tile::V_GROUPS; i += PACK_THREADS) {
     int channel = i % D, group = i / D;
     float x[NVFP4_GROUP];
 #pragma unroll
@@ -68,7 +68,7 @@ __device__ __forceinline__ void pack_channels(const attention::Rows<T>& from, in
     }
     Nvfp4Group packed(x);
     *reinterpret_cast<uint2*>(to + layout::swizzled<Tile::V_ROW>(channel, group / 2) + group % 2 * 8) = packed.codes;
-    to[Tile::CODES_BYTES + channel * Tile::V_SCALES + group] = packed.scale;
+    to[Tile::CODES_BYTES + Tile::template scales_at<D>(channel, 0) + group] = packed.scale;
   }
 }
 
@@ -88,7 +88,11 @@ __device__ __forceinline__ void pack_nvfp4(const params::Forward& p) {
   attention::Rows<T> rows(query ? p.q : value ? p.v : p.k, segment.batch, start, head, count, shape.head_dim);
   int64_t at = int64_t(head) * (query ? shape.query_tiles : shape.key_tiles) + tile;
   int8_t* all = query ? p.codes.q : value ? p.codes.v_transposed : p.codes.k;
-  uint8_t* to = reinterpret_cast<uint8_t*>(all) + at * layout::Nvfp4Tile<D>::BYTES;
+  using Tile = layout::Nvfp4Tile<D>;
+  uint8_t* to = reinterpret_cast<uint8_t*>(all) + at * Tile::BYTES;
+  // What is left over of the rows of scales is copied with them.
+  if (64 * Tile::GROUPS < Tile::SCALES_BYTES && threadIdx.x < 32)
+    *reinterpret_cast<uint2*>(to + Tile::CODES_BYTES + threadIdx.x * 16 + 8) = make_uint2(0, 0);
   if (query) {
     pack_tokens<T, D, false>(rows, first, nullptr, to);
   } else if (value) {

@@ -24,7 +24,7 @@ struct Nvfp4ForwardSm80 {
   static constexpr int STATE_AT = Q_BYTES + 4 * Tile::BYTES;
   static constexpr int SHARED_BYTES = STATE_AT + RowSoftmax::State::BYTES;
   static_assert(PLAN.mainloop == params::FORWARD_SM80);
-  static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == Tile::ROW + Tile::SCALES && PLAN.stages == 2 && PLAN.shared_bytes == SHARED_BYTES);
+  static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == Tile::BYTES / TILE && PLAN.stages == 2 && PLAN.shared_bytes == SHARED_BYTES);
 
   const params::Forward& p;
   const unsigned char* memory;
@@ -60,10 +60,10 @@ struct Nvfp4ForwardSm80 {
                                     p.codes.v_transposed + (first_key_tile + tile) * Tile::BYTES, threadIdx.x);
   }
 
-  // The four scales of a row's codes 64 step .. 64 step + 63.
-  template <int SCALES>
+  // The four scales of codes 64 step .. 64 step + 63 of a row, in a tile of ROWS rows.
+  template <int ROWS>
   __device__ __forceinline__ uint32_t scales(int tile_at, int row, int step) const {
-    return *reinterpret_cast<const uint32_t*>(memory + tile_at + Tile::CODES_BYTES + row * SCALES + step * 4);
+    return *reinterpret_cast<const uint32_t*>(memory + tile_at + Tile::CODES_BYTES + Tile::template scales_at<ROWS>(row, step));
   }
 
   // Computes S = Q K^T of a tile. A warp's 16 queries are in one tile of queries.
@@ -78,14 +78,14 @@ struct Nvfp4ForwardSm80 {
     layout::ReaderB<Tile::ROW> k_reader(shared + k_at, lane);
 #pragma unroll
     for (int step = 0; step < D / 64; ++step) {
-      uint32_t a[4], a_scales = scales<Tile::SCALES>(q_at, q_row + g + (lane & 1) * 8, step);
+      uint32_t a[4], a_scales = scales<TILE>(q_at, q_row + g + (lane & 1) * 8, step);
       q_reader.load(a, 0, step);
 #pragma unroll
       for (int n = 0; n < 8; n += 2) {
         uint32_t b[4];
         k_reader.load(b, n * 8, step);
-        ptx::mma_nvfp4(s[0][n], a, b[0], b[1], a_scales, scales<Tile::SCALES>(k_at, n * 8 + g, step));
-        ptx::mma_nvfp4(s[0][n + 1], a, b[2], b[3], a_scales, scales<Tile::SCALES>(k_at, n * 8 + 8 + g, step));
+        ptx::mma_nvfp4(s[0][n], a, b[0], b[1], a_scales, scales<TILE>(k_at, n * 8 + g, step));
+        ptx::mma_nvfp4(s[0][n + 1], a, b[2], b[3], a_scales, scales<TILE>(k_at, n * 8 + 8 + g, step));
       }
     }
   }
@@ -151,9 +151,9 @@ struct Nvfp4ForwardSm80 {
     for (int n = 0; n < D / 8; n += 2) {
       uint32_t b[4];
       v_reader.load(b, n * 8, 0);
-      ptx::mma_nvfp4(softmax.acc[0][n], operand, b[0], b[1], p_scales, scales<Tile::V_SCALES>(v_at, n * 8 + lane / 4, 0));
+      ptx::mma_nvfp4(softmax.acc[0][n], operand, b[0], b[1], p_scales, scales<D>(v_at, n * 8 + lane / 4, 0));
       ptx::mma_nvfp4(softmax.acc[0][n + 1], operand, b[2], b[3], p_scales,
-                     scales<Tile::V_SCALES>(v_at, n * 8 + 8 + lane / 4, 0));
+                     scales<D>(v_at, n * 8 + 8 + lane / 4, 0));
     }
   }
 

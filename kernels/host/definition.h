@@ -1,0 +1,107 @@
+// What attention gives by its definition, in doubles, and errors to it, for the program that runs its kernels on a CPU.
+#pragma once
+
+#include "tensor.h"
+
+#include <algorithm>
+
+namespace host {
+
+// Rounds sixteen values to NVFP4 by the formats' definitions: candle-sage/src/nvfp4.rs.
+inline void fake_quantize(double* x, int count, int stride) {
+  static const double E2M1[] = {0, .5, 1, 1.5, 2, 3, 4, 6};
+  auto nearest = [](double x, double below, double above, bool below_is_even) {
+    return x - below < above - x || (x - below == above - x && below_is_even) ? below : above;
+  };
+  double largest = 0;
+  for (int i = 0; i < count; ++i) largest = fmax(largest, fabs(x[i * stride]));
+  double wanted = fmin(double(float(largest) / 6.0f), 448.0), step = ldexp(1.0, int(floor(log2(fmax(wanted, ldexp(1.0, -6))))) - 3);
+  double scale = nearbyint(wanted / step) * step;
+  for (int i = 0; i < count; ++i) {
+    double quantized = scale == 0 ? 0 : double(float(fabs(x[i * stride])) * (1.0f / float(scale))), value = 6;
+    for (int n = 0; n < 7; ++n)
+      if (quantized >= E2M1[n] && quantized < E2M1[n + 1]) value = nearest(quantized, E2M1[n], E2M1[n + 1], n % 2 == 0);
+    x[i * stride] = copysign(value * scale, x[i * stride]);
+  }
+}
+
+// The definition of a head's output, row by row: one value a channel.
+struct Definition {
+  int keys, d;
+  std::vector<double> k, v;
+  template <class T>
+  Definition(const Tensor<T>& k_, const Tensor<T>& v_, int batch, int start, int keys, int head, bool nvfp4, const float* mean)
+      : keys(keys), d(k_.channels) {
+    for (int j = 0; j < keys; ++j)
+      for (int c = 0; c < d; ++c) {
+        k.push_back(nvfp4 && mean ? double(k_.at(batch, start + j, head, c) - mean[c]) : double(k_.at(batch, start + j, head, c)));
+        v.push_back(v_.at(batch, start + j, head, c));
+      }
+    if (!nvfp4) return;
+    for (int j = 0; j < keys; ++j)
+      for (int c = 0; c < d; c += 16) fake_quantize(&k[j * d + c], std::min(16, d - c), 1);
+    for (int j = 0; j < keys; j += 16)
+      for (int c = 0; c < d; ++c) fake_quantize(&v[j * d + c], std::min(16, keys - j), d);
+  }
+  std::vector<double> row(std::vector<double> q, int visible, double scale, bool nvfp4) const {
+    std::vector<double> out(d, 0.0);
+    if (nvfp4)
+      for (int c = 0; c < d; c += 16) fake_quantize(&q[c], std::min(16, d - c), 1);
+    double reference = -INFINITY, sum = 0;
+    for (int first = 0; first < visible; first += 64) {
+      std::vector<double> p(64, -INFINITY);
+      double largest = -INFINITY;
+      for (int j = first; j < std::min(first + 64, visible); ++j) {
+        double dot = 0;
+        for (int c = 0; c < d; ++c) dot += q[c] * k[j * d + c];
+        largest = fmax(largest, p[j - first] = dot * scale / log(2.0));
+      }
+      // Rounded to f32 first, as the kernel does before it rounds up to a power of two.
+      double next = fmax(reference, nvfp4 ? double(ceilf(float(largest))) : largest), decay = ::exp2(reference - next);
+      sum *= decay;
+      for (double& x : out) x *= decay;
+      reference = next;
+      for (double& x : p) sum += x = ::exp2(x - reference);
+      if (nvfp4)
+        for (int j = 0; j < 64; j += 16) fake_quantize(&p[j], 16, 1);
+      for (int j = first; j < std::min(first + 64, visible); ++j)
+        for (int c = 0; c < d; ++c) out[c] += p[j - first] * v[j * d + c];
+    }
+    for (double& x : out) x = sum > 0 ? x / sum : 0;
+    return out;
+  }
+};
+
+// Gradients of one query in full precision: adds those of the keys to dk and dv, (key, channel), and returns the query's.
+inline std::vector<double> row_gradients(const Definition& x, const std::vector<double>& q, const std::vector<double>& dout, int visible,
+                                  double scale, std::vector<double>& dk, std::vector<double>& dv) {
+  std::vector<double> p(visible), dp(visible), dq(x.d, 0.0);
+  double largest = -INFINITY, sum = 0, delta = 0;
+  for (int j = 0; j < visible; ++j) {
+    for (int c = 0; c < x.d; ++c) p[j] += scale * q[c] * x.k[j * x.d + c], dp[j] += dout[c] * x.v[j * x.d + c];
+    largest = fmax(largest, p[j]);
+  }
+  for (double& value : p) sum += value = exp(value - largest);
+  for (int j = 0; j < visible; ++j) delta += (p[j] /= sum) * dp[j];
+  for (int j = 0; j < visible; ++j)
+    for (int c = 0; c < x.d; ++c) {
+      double ds = p[j] * (dp[j] - delta) * scale;
+      dq[c] += ds * x.k[j * x.d + c], dk[j * x.d + c] += ds * q[c], dv[j * x.d + c] += p[j] * dout[c];
+    }
+  return dq;
+}
+
+// Relative L2 errors, each the largest of all heads.
+struct Errors {
+  double out = 0, dq = 0, dk = 0, dv = 0;
+};
+struct Error {
+  double wrong = 0, right = 0;
+  void add(double got, double expected) {
+    wrong += (got - expected) * (got - expected), right += expected * expected;
+    if (!(got == got) || fabs(got) > 50) wrong = INFINITY;  // outputs start with values of size 100: this one was not written
+  }
+  void into(double& worst) const { worst = fmax(worst, sqrt(wrong / fmax(right, 1e-30))); }
+};
+
+}  // namespace host

@@ -1,0 +1,139 @@
+// include/sage/ptx/tcgen05.cuh on a CPU. Descriptors are decoded, and operands and scales found, as the PTX ISA's tables and
+// figures have them, by other code than what the kernels encode them with.
+#pragma once
+
+#include <sage/ptx/convert_nvfp4.cuh>
+#include <sage/ptx/memory.cuh>
+#include <sage/ptx/tcgen05_descriptors.cuh>
+
+#define SAGE_HAS_TCGEN05 1
+
+namespace host {
+
+// Tensor memory. Columns that no block has allocated hold NaN.
+struct TensorMemory {
+  uint32_t words[128][512];
+  int first = 0, columns = 0;  // of the block that runs
+
+  void allocate(int count) {
+    if (columns || count < 32 || count > 512 || count & (count - 1)) fprintf(stderr, "%d columns cannot be allocated\n", count), abort();
+    // The columns of one block begin at the first, those of another further on.
+    first = blockIdx.x % 2 ? 512 - count : 0, columns = count;
+    for (auto& lane : words)
+      for (uint32_t& word : lane) word = 0x7fffffff;
+  }
+  void release(uint32_t address, int count) {
+    if (int(address) != first || count != columns) fprintf(stderr, "columns that were not allocated\n"), abort();
+    columns = 0;
+  }
+  uint32_t& at(uint32_t address, int lane, int column) {
+    lane += int(address >> 16), column += int(address & 0xffff);
+    if (lane >= 128 || column < first || column >= first + columns) {
+      fprintf(stderr, "lane %d, column %d of tensor memory are not allocated\n", lane, column);
+      abort();
+    }
+    return words[lane][column];
+  }
+};
+inline TensorMemory tensor_memory;
+
+// Byte `byte` of row `row` of an operand in shared memory: "Shared memory descriptor", "Canonical layouts", K-major.
+inline uint8_t byte_of(uint64_t descriptor, int row, int byte) {
+  uint32_t start = uint32_t(descriptor & 0x3fff) << 4, eight_rows = uint32_t(descriptor >> 32 & 0x3fff) << 4;
+  int swizzle = int(descriptor >> 61);
+  if ((descriptor >> 46 & 0x7f) != 1) fprintf(stderr, "bits 46 to 52 of a descriptor are not 0b0000001\n"), abort();
+  int row_bytes = swizzle == 0 ? 16 : swizzle == 6 ? 32 : swizzle == 4 ? 64 : swizzle == 2 ? 128 : 0;
+  if (row_bytes == 0 || byte >= row_bytes) fprintf(stderr, "swizzle %d has no byte %d\n", swizzle, byte), abort();
+  uint32_t address = start + row / 8 * eight_rows + row % 8 * row_bytes + byte;
+  // Chunks of 16 bytes are permuted by the number of the line of 128 bytes.
+  address ^= (address >> 7 & (row_bytes / 16 - 1)) << 4;
+  return *sage::ptx::at_shared(address, 1);
+}
+
+// The operand of a product: rows of 64 codes, as twice their values, and of four scales.
+struct Operand {
+  int8_t twice[256][64];
+  float scales[256][4];
+  Operand(uint64_t descriptor, uint32_t scales_at, int rows, bool accumulator_rows) {
+    using namespace sage::ptx;
+    for (int row = 0; row < rows; ++row) {
+      for (int k = 0; k < 64; ++k) twice[row][k] = int8_t(2 * value_of_e2m1(byte_of(descriptor, row, k / 2) >> (4 * (k % 2))));
+      // Every quarter of the lanes has the scales; a row of the accumulator takes them from its own.
+      int lane = row % 32 + (accumulator_rows ? row / 32 * 32 : 64);
+      uint32_t four = tensor_memory.at(scales_at, lane, row / 32);
+      for (int group = 0; group < 4; ++group) scales[row][group] = value_of_e4m3(four >> (8 * group));
+    }
+  }
+};
+
+}  // namespace host
+
+namespace sage::ptx {
+
+template <int COLUMNS>
+inline void tcgen05_alloc(uint32_t shared) {
+  if (threadIdx.x % 32 == 0) {
+    host::tensor_memory.allocate(COLUMNS);
+    memcpy(host::memory + int32_t(shared), &host::tensor_memory.first, 4);
+  }
+  __syncwarp();
+}
+template <int COLUMNS>
+inline void tcgen05_dealloc(uint32_t address) {
+  if (threadIdx.x % 32 == 0) host::tensor_memory.release(address, COLUMNS);
+}
+inline void tcgen05_fence_before() {}
+inline void tcgen05_fence_after() {}
+inline void tcgen05_commit(uint32_t mbarrier) {
+  host::issue(host::Operation::COMMIT, [=] { mbarrier_arrive(mbarrier); });
+}
+
+// A warp reaches the quarter of the lanes that its number has.
+inline void check_quarter(uint32_t address) {
+  if ((address >> 16) != threadIdx.x / 32 % 4 * 32u) fprintf(stderr, "lane %u is not of warp %d\n", address >> 16, threadIdx.x / 32), abort();
+}
+inline void tcgen05_load(float (&x)[32], uint32_t address) {
+  check_quarter(address);
+  for (int i = 0; i < 32; ++i) x[i] = __uint_as_float(host::tensor_memory.at(address, threadIdx.x % 32, i));
+  __syncwarp();
+}
+inline void tcgen05_store(uint32_t address, const float (&x)[32]) {
+  check_quarter(address);
+  for (int i = 0; i < 32; ++i) host::tensor_memory.at(address, threadIdx.x % 32, i) = __float_as_uint(x[i]);
+  __syncwarp();
+}
+
+inline void tcgen05_copy_scales(uint32_t address, uint64_t rows) {
+  host::issue(host::Operation::SCALES_COPY, [=] {
+    for (int lane = 0; lane < 128; ++lane)
+      for (int byte = 0; byte < 16; ++byte) {
+        uint32_t& word = host::tensor_memory.at(address, lane, byte / 4);
+        int shift = byte % 4 * 8;
+        word = (word & ~(0xffu << shift)) | uint32_t(host::byte_of(rows, lane % 32, byte)) << shift;
+      }
+  });
+}
+
+inline void tcgen05_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales, uint32_t b_scales,
+                              bool accumulate) {
+  host::issue(host::Operation::PRODUCT, [=] {
+    // "Instruction descriptor", kind::mxf4nvf4: bits 7 to 9 and 10 to 11 the types (1: E2M1), 17 to 22 N / 8, 27 to 28 M / 128; the
+    // others are 0, for scales in E4M3, operands as they are, and a reduction of 64.
+    int columns = int(instruction >> 17 & 63) * 8;
+    if ((instruction & ~(63u << 17)) != (1u << 7 | 1u << 10 | 1u << 27) || columns < 8) fprintf(stderr, "not this product\n"), abort();
+    host::Operand left(a, a_scales, 128, true), right(b, b_scales, columns, false);
+    for (int row = 0; row < 128; ++row)
+      for (int column = 0; column < columns; ++column) {
+        uint32_t& word = host::tensor_memory.at(d, row, column);
+        float sum = accumulate ? __uint_as_float(word) : 0.0f;
+        for (int group = 0; group < 4; ++group) {
+          int products = 0;
+          for (int k = 16 * group; k < 16 * group + 16; ++k) products += left.twice[row][k] * right.twice[column][k];
+          sum = fmaf(float(products), 0.25f * left.scales[row][group] * right.scales[column][group], sum);
+        }
+        word = __float_as_uint(sum);
+      }
+  }, d);
+}
+
+}  // namespace sage::ptx

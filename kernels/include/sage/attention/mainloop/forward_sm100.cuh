@@ -1,0 +1,248 @@
+// The forward mainloop for family 10 (sm_100, sm_103): warp-specialized, with products out of tensor memory (tcgen05). A block
+// computes the output and the log-sum-exp of 128 queries of one head, of which each thread of four warps has one; tiles have 64
+// keys. Two blocks share a multiprocessor and its tensor memory, so that the products of one run under the softmax of the other.
+//
+//   softmax        Warps 0 to 3. Thread i has query i: it reads row i of S out of tensor memory, makes P, rescales O, and writes
+//                  the epilogue.
+//   producer       A thread of warp 4 copies Q, and tiles of K and V.
+//   products       A thread of warp 5 issues S = Q K^T and O += P V. The warp allocates the tensor memory.
+//   keys, values   Pipelines from the producer to the products.
+//   scores         Pipeline of one stage, for S in tensor memory, from the products to the softmax. A thread holds its row in
+//                  registers, so that the next S is computed during the softmax of this one.
+//   probabilities  Pipeline of two stages, for P in shared memory, from the softmax to the products. An empty stage says besides
+//                  that O += P V of its step is complete.
+//
+//   producer   Q K0 V0|K1 V1|K2 V2|..
+//   products          |S0|      S1|          |PV0|S2      |PV1 ..
+//   softmax              |read S0|softmax 0, P0  |read S1|softmax 1, P1 ..
+#pragma once
+
+#include <concepts>
+
+#include <sage/attention/mainloop/forward_sm80.cuh>
+#include <sage/attention/pipeline.cuh>
+#include <sage/params/plans.cuh>
+#include <sage/ptx/tcgen05.cuh>
+
+namespace sage::attention {
+
+struct ForwardSm100Warps {
+  static constexpr int SOFTMAX = 4, PRODUCER = 4, PRODUCTS = 5, ALL = 6;
+};
+
+// The columns of tensor memory that a block allocates, half of all.
+constexpr int FORWARD_SM100_COLUMNS = 256;
+
+template <int STAGES>
+struct ForwardSm100Barriers {
+  typename Pipeline<STAGES>::Barriers keys, values;
+  Pipeline<1>::Barriers scores;
+  Pipeline<2>::Barriers probabilities;
+  uint64_t queries;  // Q, and its scales, are in shared memory
+};
+
+// The pipelines of a block.
+template <int STAGES>
+struct ForwardSm100Pipelines {
+  Pipeline<STAGES> keys, values;
+  Pipeline<1> scores;
+  Pipeline<2> probabilities;
+  uint32_t queries;
+
+  __device__ __forceinline__ explicit ForwardSm100Pipelines(const ForwardSm100Barriers<STAGES>& at)
+      : keys(at.keys), values(at.values), scores(at.scores), probabilities(at.probabilities), queries(ptx::shared_address(&at.queries)) {}
+
+  // Initializes all mbarriers; one thread calls it. Products arrive once for all, by tcgen05_commit.
+  __device__ __forceinline__ void prepare(int query_arrivals) const {
+    keys.prepare(1, 1), values.prepare(1, 1);
+    scores.prepare(1, ForwardSm100Warps::SOFTMAX), probabilities.prepare(ForwardSm100Warps::SOFTMAX, 1);
+    ptx::mbarrier_init(queries, query_arrivals);
+  }
+};
+
+// What the mainloop asks of its numerics. Tensor memory is addressed from the block's first column, lane 0, on.
+template <class N>
+concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, const ForwardBlock& block, unsigned char* shared,
+                                        uint32_t mbarrier, uint32_t tensor, typename N::Row row) {
+  typename N::Type;
+  requires N::D % 64 == 0;  // the padded head_dim
+  requires N::THREADS == ForwardSm100Warps::ALL * 32 && N::STAGES >= 2;
+  requires N::OUTPUT_AT % 32 == 0 && N::OUTPUT_AT + N::D <= FORWARD_SM100_COLUMNS;  // the column of O's first channel
+  requires N::QUERY_ARRIVALS >= 1;  // arrivals at the mbarrier of the queries, by both calls that follow
+  N(p, block, shared);
+  // Copies Q: the producer's part, and that of each thread of the softmax.
+  numerics.load_queries(mbarrier);
+  numerics.store_queries(mbarrier);
+  // Issue the copies of a tile into a stage.
+  numerics.load_keys(0, 0, mbarrier);
+  numerics.load_values(0, 0, mbarrier);
+  // Issue products: what comes before the first; S of a stage's keys; O = P V, or O += P V, of a stage's values and of a step's P.
+  numerics.start(tensor);
+  numerics.multiply(tensor, 0);
+  numerics.add(tensor, 0, 0);
+  // A thread's query: reads its row of S; finds its reference and returns whether O must be rescaled by row.decay; makes P; stores P.
+  row.read(tensor);
+  { row.template follow<true>(p, 0) } -> std::same_as<bool>;
+  row.make_probabilities();
+  numerics.store_probabilities(row, 0);
+  { row.sum + row.reference + row.decay } -> std::same_as<float>;
+};
+
+// The producer thread.
+template <class Numerics, class Block, class Pipelines>
+__device__ __forceinline__ void produce_sm100(Numerics& numerics, const Block& block, const Pipelines& pipelines, int steps) {
+  numerics.load_queries(pipelines.queries);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    int tile = block.template number<1>(step), stage = pipelines.keys.stage(step);
+    pipelines.keys.wait_empty(step);
+    numerics.load_keys(tile, stage, pipelines.keys.full(step));
+    pipelines.values.wait_empty(step);
+    numerics.load_values(tile, stage, pipelines.values.full(step));
+  }
+  // Arrivals that come later would find the memory of another block.
+  pipelines.keys.drain(steps);
+  pipelines.values.drain(steps);
+}
+
+// The thread that issues products. S of a step overwrites what the softmax has read of the last, and its keys' scales the last
+// ones: the softmax has seen that product's end.
+template <class Numerics, class Pipelines>
+__device__ __forceinline__ void issue_products(Numerics& numerics, const Pipelines& pipelines, uint32_t tensor, int steps) {
+  auto add = [&](int step) {
+    pipelines.values.wait(step);
+    pipelines.probabilities.wait(step);
+    ptx::tcgen05_fence_after();
+    numerics.add(tensor, pipelines.values.stage(step), step);
+    ptx::tcgen05_commit(pipelines.values.empty(step));
+    ptx::tcgen05_commit(pipelines.probabilities.empty(step));
+  };
+  ptx::mbarrier_wait(pipelines.queries, 0);
+  numerics.start(tensor);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    pipelines.keys.wait(step);
+    pipelines.scores.wait_empty(step);
+    ptx::tcgen05_fence_after();
+    numerics.multiply(tensor, pipelines.keys.stage(step));
+    ptx::tcgen05_commit(pipelines.keys.empty(step));
+    ptx::tcgen05_commit(pipelines.scores.full(step));
+    if (step > 0) add(step - 1);
+  }
+  add(steps - 1);
+}
+
+// Multiplies the calling warp's rows of O by the threads' `decay`.
+template <class Numerics>
+__device__ __forceinline__ void rescale_output(uint32_t warp_tensor, float decay) {
+#pragma unroll 1
+  for (int column = 0; column < Numerics::D; column += 32) {
+    float x[32];
+    ptx::tcgen05_load(x, warp_tensor + Numerics::OUTPUT_AT + column);
+#pragma unroll
+    for (float& value : x) value *= decay;
+    ptx::tcgen05_store(warp_tensor + Numerics::OUTPUT_AT + column, x);
+  }
+}
+
+// The loop of a softmax thread. `query` is its query, and `warp_tensor` tensor memory from its warp's first lane on.
+template <class Numerics, class Block, class Pipelines>
+__device__ __forceinline__ void online_softmax(Numerics& numerics, typename Numerics::Row& row, const params::Forward& p,
+                                               const Block& block, const Pipelines& pipelines, uint32_t warp_tensor, int query, int steps) {
+  numerics.store_queries(pipelines.queries);
+  int visible = block.visible(query), whole = __shfl_sync(~0u, visible, 0) / TILE;  // tiles that the warp's first query sees whole
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    pipelines.scores.wait(step);
+    ptx::tcgen05_fence_after();
+    row.read(warp_tensor);
+    ptx::tcgen05_fence_before();
+    pipelines.scores.release(step);
+    bool behind = step < whole ? row.template follow<false>(p, 0) : row.template follow<true>(p, visible - step * TILE);
+    if (__any_sync(~0u, behind) && step > 0) {
+      pipelines.probabilities.wait_empty(step + 1);  // O += P V of the last step is complete
+      ptx::tcgen05_fence_after();
+      rescale_output<Numerics>(warp_tensor, row.decay);
+    }
+    row.make_probabilities();
+    pipelines.probabilities.wait_empty(step);
+    numerics.store_probabilities(row, step);
+    ptx::fence_proxy_async();
+    ptx::tcgen05_fence_before();
+    pipelines.probabilities.publish(step);
+  }
+}
+
+// The epilogue of a softmax thread: writes its query's output and log-sum-exp.
+template <class Numerics, class Block>
+__device__ __forceinline__ void store_sm100(const params::Forward& p, const Block& block, const typename Numerics::Row& row,
+                                            uint32_t warp_tensor, int query, int steps) {
+  using T = typename Numerics::Type;
+  const params::Shape& shape = p.shape;
+  const Segment& segment = block.segment;
+  bool sees = segment.visible_keys(query) > 0;
+  // Only a query that sees no key gets an output of zeros. A sum that is 0 for another reason gives NaN.
+  float inverse = sees ? 1.0f / row.sum : 0.0f;
+  Rows<T> out(p.out, segment.batch, segment.query_start, block.head, min(segment.query_len, block.end), shape.head_dim);
+#pragma unroll 1
+  for (int column = 0; column < Numerics::D; column += 32) {
+    float x[32] = {};
+    if (steps > 0) ptx::tcgen05_load(x, warp_tensor + Numerics::OUTPUT_AT + column);
+#pragma unroll
+    for (int i = 0; i < 32; i += 8) {
+      float eight[8];
+#pragma unroll
+      for (int c = 0; c < 8; ++c) eight[c] = sees ? x[i + c] * inverse : 0.0f;
+      out.store_8(query, column + i, pack_8<T>(eight));
+    }
+  }
+  if (query < block.end && p.minus_lse2) {
+    int64_t padded = (int64_t(block.head) * shape.query_tiles + segment.query_tile) * TILE;
+    p.minus_lse2[padded + query] = query < segment.query_len && sees ? -(row.reference + log2f(row.sum)) : -CUDART_INF_F;
+  }
+}
+
+template <ForwardSm100Numerics Numerics, class Block = EveryKey>
+__device__ __forceinline__ void forward_sm100(const params::Forward& p) {
+  using Warps = ForwardSm100Warps;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  __shared__ Block block;
+  __shared__ ForwardSm100Barriers<Numerics::STAGES> barriers;
+  __shared__ uint32_t allocated;
+  int warp = ptx::uniform(threadIdx.x / 32);
+  ForwardSm100Pipelines<Numerics::STAGES> pipelines(barriers);
+  if (threadIdx.x == 0) {
+    block = Block(p, blockIdx.x, FORWARD_QUERIES);
+    pipelines.prepare(Numerics::QUERY_ARRIVALS);
+  }
+  __syncthreads();
+  if (block.first >= block.end) return;
+  if (warp == Warps::PRODUCTS) ptx::tcgen05_alloc<FORWARD_SM100_COLUMNS>(ptx::shared_address(&allocated));
+  ptx::tcgen05_fence_before();
+  __syncthreads();
+  ptx::tcgen05_fence_after();
+  uint32_t tensor = allocated;
+  int steps = (block.visible(block.last_of(block.first, FORWARD_QUERIES)) + TILE - 1) / TILE;
+
+  Numerics numerics(p, block, shared);
+  if (warp < Warps::SOFTMAX) {
+    typename Numerics::Row row;
+    int query = block.first + threadIdx.x;
+    uint32_t warp_tensor = tensor + (uint32_t(warp * 32) << 16);
+    if (steps > 0) {
+      online_softmax(numerics, row, p, block, pipelines, warp_tensor, query, steps);
+      pipelines.probabilities.drain(steps);
+      ptx::tcgen05_fence_after();
+    }
+    store_sm100<Numerics>(p, block, row, warp_tensor, query, steps);
+    ptx::tcgen05_fence_before();
+  } else if (steps > 0 && threadIdx.x % 32 == 0) {
+    if (warp == Warps::PRODUCER) produce_sm100(numerics, block, pipelines, steps);
+    else issue_products(numerics, pipelines, tensor, steps);
+  }
+  __syncthreads();
+  ptx::tcgen05_fence_after();
+  if (warp == Warps::PRODUCTS) ptx::tcgen05_dealloc<FORWARD_SM100_COLUMNS>(tensor);
+}
+
+}  // namespace sage::attention
