@@ -95,6 +95,7 @@ fn build() -> Result<(), String> {
     table.push_str("];\n");
     writeln!(table, "pub(super) const ARCHITECTURES: &[u32] = &{architectures:?};").expect("a string");
     writeln!(table, "pub(super) const PTX: u32 = {PTX};").expect("a string");
+    writeln!(table, "pub(super) const NVFP4_FAMILIES: bool = {};", family == "f").expect("a string");
     writeln!(table, "#[cfg(test)]\npub(super) const RESOURCES: &str = {report:?};").expect("a string");
     fs::write(out.join("kernels.rs"), table).map_err(|e| e.to_string())
 }

@@ -28,6 +28,7 @@ struct Case {
   int batch, queries, keys, query_heads, key_heads, head_dim;
   bool causal, smooth;
   std::vector<int> query_starts, key_starts;  // of packed documents, and the end of the last one
+  bool literal = false;                       // P relative to the row's maximum (NVFP4)
 };
 
 // The backward of SAGEBWD_S has S alone in INT8, that of SAGEBWD_FORWARD nothing.
@@ -86,6 +87,7 @@ struct Problem {
     p.shape = {segments.packed ? segments.all.data() : nullptr, segments.count(), segments.longest_queries, segments.longest_keys,
                c.query_heads, c.key_heads, c.head_dim, c.causal, 1.0f / sqrtf(float(c.head_dim)), segments.query_tiles,
                segments.key_tiles, 2, 0};
+    p.p_literal = c.literal;
     if (c.smooth) compute_means();
   }
 
@@ -116,11 +118,12 @@ struct Problem {
     std::vector<T> first = out.values;
     bool same = true;
     host::late = true;
-    for (int order = 0; order < 3; ++order) {
+    for (int order = 0; order < 6; ++order) {
+      host::skewed = order >= 3;
       launch_forward<Kernel, Block>();
       same &= memcmp(first.data(), out.values.data(), first.size() * sizeof(T)) == 0;
     }
-    host::late = false;
+    host::late = host::skewed = false;
     return same;
   }
 
@@ -216,7 +219,11 @@ struct Problem {
           grad.push_back(dout.at(batch, s.query_start + query, head, channel));
         }
         int visible = c.causal ? min(max(query + 1 + s.key_len - s.query_len, 0), s.key_len) : s.key_len;
-        std::vector<double> expected = definition.row(row, visible, scale, NVFP4);
+        double lse2;
+        std::vector<double> expected = definition.row(row, visible, scale, NVFP4, c.literal, lse2);
+        float got = -minus_lse2[(int64_t(head) * segments.query_tiles + s.query_tile) * 64 + query];
+        // That of SageBwd is one of smoothed logits, which the backward's checks are for.
+        if (NVFP4 || NUMERICS == FULL_PRECISION) errors.lse_good &= visible == 0 ? got == INFINITY : fabs(got - lse2) < 1e-3;
         for (int channel = 0; channel < c.head_dim; ++channel)
           of_out.add(out.at(batch, s.query_start + query, head, channel), expected[channel]);
         if (NVFP4) continue;
@@ -252,24 +259,43 @@ Errors run(const Case& c) {
 // Whether blocks of keys that are not listed might as well not be there.
 template <class T, int D, Numerics NUMERICS>
 bool lists_leave_out_blocks() {
-  constexpr int KEYS = 600, BLOCK = attention::SELECTION_BLOCK;
-  constexpr uint32_t LISTED[] = {4, 0, 2, 3, 4};  // the count, and all blocks but the second
-  Case all = {1, 200, KEYS, 1, 1, D, false, false, {}, {}}, fewer = all;
-  fewer.keys -= BLOCK;
-  Problem<T, D, NUMERICS> with(all), without(fewer);
-  without.q.values = with.q.values;
-  for (int row = 0; row < fewer.keys; ++row) {
-    int64_t from = (row + (row < BLOCK ? 0 : BLOCK)) * D;
-    std::copy_n(&with.k.values[from], D, &without.k.values[row * D]);
-    std::copy_n(&with.v.values[from], D, &without.v.values[row * D]);
+  constexpr int KEYS = 600, BLOCK = attention::SELECTION_BLOCK, STRIDE = 5;
+  constexpr uint32_t LISTS[2][STRIDE] = {{4, 0, 2, 3, 4}, {1, 4}};  // of each block of queries: the count, and the blocks
+  Case all = {1, 200, KEYS, 1, 1, D, false, false, {}, {}};
+  Problem<T, D, NUMERICS> with(all);
+  with.p.lists.seen = LISTS[0], with.p.lists.stride = STRIDE, with.p.lists.query_blocks = 2;
+  if (!with.template forward<attention::ListedKeys>()) return false;
+  for (int queries = 0; queries < 2; ++queries) {
+    std::vector<T> k, v;
+    for (uint32_t i = 1; i <= LISTS[queries][0]; ++i) {
+      int first = LISTS[queries][i] * BLOCK, end = min(first + BLOCK, KEYS);
+      k.insert(k.end(), &with.k.values[first * D], &with.k.values[end * D]);
+      v.insert(v.end(), &with.v.values[first * D], &with.v.values[end * D]);
+    }
+    Case fewer = all;
+    fewer.keys = int(k.size()) / D;
+    Problem<T, D, NUMERICS> without(fewer);
+    std::copy(k.begin(), k.end(), without.k.values.begin());
+    std::copy(v.begin(), v.end(), without.v.values.begin());
+    std::copy(with.q.values.begin(), with.q.values.end(), without.q.values.begin());
+    if (!without.forward()) return false;
+    int first = queries * BLOCK, count = min(all.queries - first, BLOCK);
+    if (memcmp(&with.out.values[first * D], &without.out.values[first * D], count * D * sizeof(T))) return false;
   }
-  // Their rows start elsewhere than those of the vectors that they replace.
-  without.p.q = without.q.view = {without.q.values.data(), 0, D, D, 1, true, 0};
-  std::vector<uint32_t> lists;
-  for (int block = 0; block < 2; ++block) lists.insert(lists.end(), std::begin(LISTED), std::end(LISTED));
-  with.p.lists.seen = lists.data(), with.p.lists.stride = std::size(LISTED), with.p.lists.query_blocks = 2;
-  if (!with.template forward<attention::ListedKeys>() || !without.forward()) return false;
-  return memcmp(with.out.values.data(), without.out.values.data(), all.queries * D * sizeof(T)) == 0;
+  return true;
+}
+
+// Whether a NaN in a key reaches the queries that see the key, and no others.
+template <class T, int D, Numerics NUMERICS>
+bool nan_goes_where_the_key_is_seen() {
+  constexpr int TOKENS = 200, KEY = 130;
+  Case one = {1, TOKENS, TOKENS, 1, 1, D, true, false, {}, {}};
+  Problem<T, D, NUMERICS> problem(one);
+  problem.k.values[KEY * D + 5] = ptx::from_float<T>(NAN);
+  problem.forward();
+  bool right = true;
+  for (int query = 0; query < TOKENS; ++query) right &= std::isnan(problem.out.at(0, query, 0, 7)) == (query >= KEY);
+  return right;
 }
 
 // Whether one product of random codes and scales, as mma_nvfp4.cuh emulates it, is that of the PTX ISA's fragments.
@@ -322,6 +348,10 @@ int main() {
       {1, 70, 64, 3, 1, 97, true, false, {}, {}},
       {1, 200, 190, 2, 1, 64, true, true, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}},
       {1, 130, 650, 1, 1, 128, true, false, {}, {}},
+      // A block of queries that see no key; a document without keys; a reference that moves with every tile.
+      {1, 300, 100, 1, 1, 64, true, false, {}, {}},
+      {1, 200, 90, 2, 1, 64, false, false, {0, 130, 200}, {0, 0, 90}},
+      {1, 130, 330, 1, 1, 64, false, false, {}, {}, true},
   };
   int failed = !product_is_the_manuals();
   if (failed) printf("the emulated NVFP4 product is not that of the PTX manual\n");
@@ -330,6 +360,9 @@ int main() {
                lists_leave_out_blocks<B, 64, NVFP4_TCGEN05>() && lists_leave_out_blocks<B, 128, NVFP4_TCGEN05>();
   if (!lists) printf("a block of keys that is not listed changes the output\n");
   failed += !lists;
+  bool nan = nan_goes_where_the_key_is_seen<B, 64, NVFP4_PRODUCTS>() && nan_goes_where_the_key_is_seen<B, 128, NVFP4_TCGEN05>();
+  if (!nan) printf("a NaN in a key is lost, or comes where the key is not seen\n");
+  failed += !nan;
   struct Row {
     const char* name;
     Errors (*of_64)(const Case&);
@@ -356,7 +389,7 @@ int main() {
       state = 7;
       Errors e = (c.head_dim > 64 ? row.of_128 : row.of_64)(c);
       // With one key the exact dS is zero, and the computed one is rounding errors: there is nothing to compare.
-      bool one = c.keys == 1, good = e.out < row.out && (one || (e.dq <= row.grads && e.dk <= row.grads)) && e.dv <= row.grads;
+      bool one = c.keys == 1, good = e.lse_good && e.out < row.out && (one || (e.dq <= row.grads && e.dk <= row.grads)) && e.dv <= row.grads;
       printf("%-24s %7d %5d %9d   %.5f", row.name, c.queries, c.keys, c.head_dim, e.out);
       for (double error : {one ? NAN : e.dq, one ? NAN : e.dk, e.dv})
         if (row.grads > 0 && error == error) printf("   %.5f", error);

@@ -2,7 +2,7 @@
 // runs until it reaches a barrier; lanes of a warp exchange values through memory. Arithmetic, addresses and the order of
 // barriers are the GPU's. Fibers run in a fixed order, and cp.async copies complete at once, so that a missing wait for one or a
 // missing barrier is not detected. Bulk copies and tcgen05 instructions run at once, or, with host::late, as late and in as many
-// orders as the kernel's own waits allow: then a missing wait gives wrong results.
+// orders as the kernel's own waits allow: then a missing wait gives wrong results. With host::skewed warps come to be far apart.
 #pragma once
 
 #include <bit>
@@ -119,13 +119,18 @@ struct Operation {
     return kind == PRODUCT && (earlier.kind == SCALES_COPY || (earlier.kind == PRODUCT && earlier.accumulator == accumulator));
   }
 };
-inline bool late = false;
+inline bool late = false, skewed = false;
 inline std::vector<Operation> pending;
 inline uint32_t choice = 1;
 
 inline void issue(Operation::Kind kind, std::function<void()> execute, uint32_t accumulator = 0) {
   if (late) pending.push_back({kind, accumulator, std::move(execute)});
   else execute();
+}
+
+inline uint32_t random_below(uint32_t end) {
+  choice = choice * 1664525u + 1013904223u;
+  return (choice >> 8) % end;
 }
 
 // Executes one of the pending operations, any that need not wait for another. Returns whether there was one.
@@ -137,13 +142,23 @@ inline bool execute_one() {
     if (free) ready.push_back(i);
   }
   if (ready.empty()) return false;
-  choice = choice * 1664525u + 1013904223u;
-  size_t chosen = ready[(choice >> 16) % ready.size()];
+  size_t chosen = ready[random_below(ready.size())];
   Operation operation = std::move(pending[chosen]);
   pending.erase(pending.begin() + chosen);
   operation.execute();
   return true;
 }
+
+// The fences of tcgen05 that a thread still needs: before it synchronizes with others, because it has accessed tensor memory, and
+// before it accesses tensor memory, because it has synchronized.
+struct TensorFences {
+  bool before = false, after = false;
+};
+inline TensorFences tensor_fences[MOST_THREADS];
+inline void synchronizes() {
+  if (tensor_fences[block.current].before) fprintf(stderr, "thread %d lacks tcgen05.fence::before_thread_sync\n", block.current), abort();
+}
+inline void synchronized() { tensor_fences[block.current].after = true; }
 
 inline void enter() {
   block.body();
@@ -170,13 +185,22 @@ inline void resume(int fiber) {
 inline void run(dim3 at, int threads, std::function<void()> body) {
   block.threads = threads, block.body = std::move(body), block.all = Barrier(), place = at;
   for (Barrier& warp : block.warps) warp = Barrier();
-  for (int i = 0; i < threads; ++i) block.started[i] = block.done[i] = false;
+  for (int i = 0; i < threads; ++i) block.started[i] = block.done[i] = false, tensor_fences[i] = {};
+  // In a round each thread runs until it waits. With `skewed`, warps miss rounds at random, so that they come to be far apart.
   for (bool under_way = true; under_way;) {
     under_way = false;
+    bool skipped = false, skips = false;
     long before = block.steps;
-    for (int i = 0; i < threads; ++i)
-      if (!block.done[i]) under_way = true, resume(i);
-    if (under_way && block.steps == before && !execute_one()) {
+    for (int i = 0; i < threads; ++i) {
+      if (i % 32 == 0) skips = skewed && random_below(3) == 0;
+      if (block.done[i]) continue;
+      under_way = true;
+      if (skips) skipped = true;
+      else resume(i);
+    }
+    if (skipped) {
+      if (random_below(4) == 0) execute_one();
+    } else if (under_way && block.steps == before && !execute_one()) {
       fprintf(stderr, "block %d, %d, %d: threads wait at a barrier that the others do not come to\n", at.x, at.y, at.z);
       abort();
     }
@@ -191,7 +215,11 @@ inline void run(int index, int threads, std::function<void()> body, int row = 0)
 #define blockIdx host::place
 #define blockDim dim3{host::block.threads, 1, 1}
 
-inline void __syncthreads() { host::meet(host::block.all, host::block.threads); }
+inline void __syncthreads() {
+  host::synchronizes();
+  host::meet(host::block.all, host::block.threads);
+  host::synchronized();
+}
 inline void __syncwarp() { host::meet(host::block.warps[host::block.current / 32], 32); }
 
 template <class T>

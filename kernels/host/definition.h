@@ -43,7 +43,9 @@ struct Definition {
     for (int j = 0; j < keys; j += 16)
       for (int c = 0; c < d; ++c) fake_quantize(&v[j * d + c], std::min(16, keys - j), d);
   }
-  std::vector<double> row(std::vector<double> q, int visible, double scale, bool nvfp4) const {
+  // With `literal` P is relative to the row's largest logit, and not to the next power of two. `lse2` becomes the log-sum-exp in
+  // base 2, -inf for a query that sees no key.
+  std::vector<double> row(std::vector<double> q, int visible, double scale, bool nvfp4, bool literal, double& lse2) const {
     std::vector<double> out(d, 0.0);
     if (nvfp4)
       for (int c = 0; c < d; c += 16) fake_quantize(&q[c], std::min(16, d - c), 1);
@@ -57,7 +59,7 @@ struct Definition {
         largest = fmax(largest, p[j - first] = dot * scale / log(2.0));
       }
       // Rounded to f32 first, as the kernel does before it rounds up to a power of two.
-      double next = fmax(reference, nvfp4 ? double(ceilf(float(largest))) : largest), decay = ::exp2(reference - next);
+      double next = fmax(reference, nvfp4 && !literal ? double(ceilf(float(largest))) : largest), decay = ::exp2(reference - next);
       sum *= decay;
       for (double& x : out) x *= decay;
       reference = next;
@@ -67,6 +69,7 @@ struct Definition {
       for (int j = first; j < std::min(first + 64, visible); ++j)
         for (int c = 0; c < d; ++c) out[c] += p[j - first] * v[j * d + c];
     }
+    lse2 = reference + log2(sum);
     for (double& x : out) x = sum > 0 ? x / sum : 0;
     return out;
   }
@@ -94,6 +97,7 @@ inline std::vector<double> row_gradients(const Definition& x, const std::vector<
 // Relative L2 errors, each the largest of all heads.
 struct Errors {
   double out = 0, dq = 0, dk = 0, dv = 0;
+  bool lse_good = true;
 };
 struct Error {
   double wrong = 0, right = 0;

@@ -27,6 +27,10 @@ struct Mbarrier {
 };
 inline std::map<uint32_t, Mbarrier> mbarriers;
 
+// Shared memory as the async proxy sees it, and what each thread has stored since its last fence of that proxy.
+inline unsigned char async_memory[sizeof sage::attention::shared];
+inline std::vector<std::pair<uint32_t, int>> unfenced[MOST_THREADS];
+
 // The shared memory of the kernels that run: each namespace has its own, as `extern __shared__` declares it.
 inline unsigned char* memory = sage::attention::shared;
 
@@ -35,6 +39,8 @@ inline void run_with_shared(dim3 at, int threads, size_t shared_bytes, std::func
   sage::attention::shared_bytes = shared_bytes;
   memset(memory, 0xff, sizeof sage::attention::shared);
   mbarriers.clear();
+  memset(async_memory, 0xff, sizeof async_memory);
+  for (auto& stores : unfenced) stores.clear();
   run(at, threads, std::move(body));
   for (size_t i = shared_bytes; i < sizeof sage::attention::shared; ++i)
     if (memory[i] != 0xff) fprintf(stderr, "block %d wrote beyond its shared memory\n", at.x), abort();
@@ -63,7 +69,13 @@ inline void cp_async_16(uint32_t shared, const void* global, bool valid) {
   else memset(at_shared(shared, 16), 0, 16);
 }
 inline void cp_async_4(uint32_t shared, const void* global) { memcpy(at_shared(shared, 4), global, 4); }
-inline void store_16(uint32_t shared, uint4 words) { memcpy(at_shared(shared, 16), &words, 16); }
+// A store by the calling thread, which the async proxy does not see before that thread's fence.
+inline void store(uint32_t shared, const void* from, int bytes) {
+  memcpy(at_shared(shared, bytes), from, bytes);
+  host::unfenced[host::block.current].push_back({shared, bytes});
+}
+inline void store_16(uint32_t shared, uint4 words) { store(shared, &words, 16); }
+inline void store_4(uint32_t shared, uint32_t word) { store(shared, &word, 4); }
 inline uint4 load_16(uint32_t shared) {
   uint4 words;
   memcpy(&words, at_shared(shared, 16), 16);
@@ -106,20 +118,27 @@ inline host::Mbarrier& mbarrier_at(uint32_t address) {
   return found->second;
 }
 inline void mbarrier_init(uint32_t address, int arrivals) { host::mbarriers[address] = {arrivals, arrivals}; }
-inline void mbarrier_arrive(uint32_t address) { mbarrier_at(address).arrive(1, 0); }
+inline void mbarrier_arrive(uint32_t address) {
+  host::synchronizes();
+  mbarrier_at(address).arrive(1, 0);
+}
 inline void mbarrier_arrive_expect_tx(uint32_t address, int bytes) { mbarrier_at(address).arrive(1, bytes); }
 inline void mbarrier_wait(uint32_t address, int phase) {
   while (mbarrier_at(address).completed % 2 == (phase & 1)) host::yield();
+  host::synchronized();
 }
 inline void cp_async_bulk(uint32_t shared, const void* global, int bytes, uint32_t address) {
   at_shared(shared + bytes - 16, 16);
   if (bytes % 16 || shared % 16 || reinterpret_cast<uintptr_t>(global) % 16) fprintf(stderr, "a bulk copy is not aligned\n"), abort();
   host::issue(host::Operation::BULK_COPY, [=] {
-    memcpy(host::memory + shared, global, bytes);
+    memcpy(host::memory + shared, global, bytes), memcpy(host::async_memory + shared, global, bytes);
     mbarrier_at(address).arrive(0, -bytes);
   });
 }
-inline void fence_proxy_async() {}
+inline void fence_proxy_async() {
+  for (auto [at, bytes] : host::unfenced[host::block.current]) memcpy(host::async_memory + at, host::memory + at, bytes);
+  host::unfenced[host::block.current].clear();
+}
 inline void cp_async_wait_all() {}
 inline void red_add_4(float* at, float a, float b, float c, float d) { at[0] += a, at[1] += b, at[2] += c, at[3] += d; }
 inline int load_acquire(const int* at) { return *at; }

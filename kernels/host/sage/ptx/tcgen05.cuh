@@ -47,7 +47,8 @@ inline uint8_t byte_of(uint64_t descriptor, int row, int byte) {
   uint32_t address = start + row / 8 * eight_rows + row % 8 * row_bytes + byte;
   // Chunks of 16 bytes are permuted by the number of the line of 128 bytes.
   address ^= (address >> 7 & (row_bytes / 16 - 1)) << 4;
-  return *sage::ptx::at_shared(address, 1);
+  sage::ptx::at_shared(address, 1);
+  return async_memory[address];
 }
 
 // The operand of a product: rows of 64 codes, as twice their values, and of four scales.
@@ -70,8 +71,19 @@ struct Operand {
 
 namespace sage::ptx {
 
+inline void tcgen05_fence_before() { host::tensor_fences[host::block.current].before = false; }
+inline void tcgen05_fence_after() { host::tensor_fences[host::block.current].after = false; }
+// The calling thread accesses tensor memory: `waited` says that it has waited for the access to end, and must fence that.
+inline void touch_tensor_memory(bool waited) {
+  host::TensorFences& fences = host::tensor_fences[host::block.current];
+  if (fences.after) fprintf(stderr, "thread %d lacks tcgen05.fence::after_thread_sync\n", threadIdx.x), abort();
+  fences.before |= waited;
+}
+inline bool elect() { return threadIdx.x % 32 == 0; }
+
 template <int COLUMNS>
 inline void tcgen05_alloc(uint32_t shared) {
+  host::tensor_fences[host::block.current] = {true, false};
   if (threadIdx.x % 32 == 0) {
     host::tensor_memory.allocate(COLUMNS);
     memcpy(host::memory + int32_t(shared), &host::tensor_memory.first, 4);
@@ -80,16 +92,16 @@ inline void tcgen05_alloc(uint32_t shared) {
 }
 template <int COLUMNS>
 inline void tcgen05_dealloc(uint32_t address) {
+  touch_tensor_memory(false);
   if (threadIdx.x % 32 == 0) host::tensor_memory.release(address, COLUMNS);
 }
-inline void tcgen05_fence_before() {}
-inline void tcgen05_fence_after() {}
 inline void tcgen05_commit(uint32_t mbarrier) {
-  host::issue(host::Operation::COMMIT, [=] { mbarrier_arrive(mbarrier); });
+  host::issue(host::Operation::COMMIT, [=] { mbarrier_at(mbarrier).arrive(1, 0); });
 }
 
 // A warp reaches the quarter of the lanes that its number has.
 inline void check_quarter(uint32_t address) {
+  touch_tensor_memory(true);
   if ((address >> 16) != threadIdx.x / 32 % 4 * 32u) fprintf(stderr, "lane %u is not of warp %d\n", address >> 16, threadIdx.x / 32), abort();
 }
 inline void tcgen05_load(float (&x)[32], uint32_t address) {
@@ -104,6 +116,7 @@ inline void tcgen05_store(uint32_t address, const float (&x)[32]) {
 }
 
 inline void tcgen05_copy_scales(uint32_t address, uint64_t rows) {
+  touch_tensor_memory(false);
   host::issue(host::Operation::SCALES_COPY, [=] {
     for (int lane = 0; lane < 128; ++lane)
       for (int byte = 0; byte < 16; ++byte) {
@@ -116,6 +129,7 @@ inline void tcgen05_copy_scales(uint32_t address, uint64_t rows) {
 
 inline void tcgen05_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales, uint32_t b_scales,
                               bool accumulate) {
+  touch_tensor_memory(false);
   host::issue(host::Operation::PRODUCT, [=] {
     // "Instruction descriptor", kind::mxf4nvf4: bits 7 to 9 and 10 to 11 the types (1: E2M1), 17 to 22 N / 8, 27 to 28 M / 128; the
     // others are 0, for scales in E4M3, operands as they are, and a reduction of 64.

@@ -1,9 +1,9 @@
 // The layout of NVFP4 codes in global and in shared memory, in tiles of 64 tokens: the rows of codes, two a byte, swizzled, and
 // behind them the rows' scales, one byte for 16 codes.
 //
-// Scales lie as tensor memory has them (PTX ISA, tcgen05.mma, "Block Scaling"): 32 rows of 16 bytes. Row r of the tile has its
-// scales in row r % 32 of these, four bytes for 64 codes at a time: (codes 0-63: r / 32 = 0, 1, ..), (codes 64-127: ..). At
-// D = 64 half of each row is left over. The order is as good as any for mma.sync, whose lanes read single words.
+// Scales lie as tensor memory has them (PTX ISA, tcgen05.mma, "Block Scaling"): 32 rows of 16 bytes. In a tile of R rows the scale
+// of row r, group g of codes is byte (r % 32) 16 + (g / 4) (R / 32) 4 + (r / 32) 4 + g % 4. At D = 64 half of each 16 bytes is
+// left over. The order is as good as any for mma.sync, whose lanes read single words.
 //
 // A product may sum over keys in any order, as long as both operands use the same order. A lane of an accumulator of mma.sync
 // holds columns 8n + 2t and 8n + 2t + 1 (t = lane % 4), whereas an operand of P wants keys 8t to 8t + 7 and 32 + 8t to 32 + 8t +

@@ -22,8 +22,14 @@ __device__ __forceinline__ float value_of_e4m3(uint32_t code) {
   return code < 8 ? float(code) * (1.0f / 512.0f) : __uint_as_float((code << 20) + (120u << 23));
 }
 
-// The code of an E4M3 value that is not negative; 0x7f for a NaN.
+// The code of an E4M3 value that is not negative; 0x7f for a NaN. cvt.rn.satfinite.e4m3x2.f32 (PTX ISA, "Data Movement and
+// Conversion Instructions: cvt") where the architecture has it.
 __device__ __forceinline__ uint32_t code_of_e4m3(float value) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(0.0f), "f"(value));
+  return codes;
+#endif
   if (value != value) return 0x7f;
   return value < 1.0f / 64.0f ? uint32_t(value * 512.0f) : (__float_as_uint(value) - (120u << 23)) >> 20;
 }

@@ -32,6 +32,11 @@ __device__ __forceinline__ void store_16(uint32_t shared, uint4 words) {
                : "memory");
 }
 
+// st.shared, the same section: the calling thread stores 4 bytes.
+__device__ __forceinline__ void store_4(uint32_t shared, uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
+}
+
 // ld.shared.v4, "Data Movement and Conversion Instructions: ld": the calling thread loads 16 bytes.
 __device__ __forceinline__ uint4 load_16(uint32_t shared) {
   uint4 words;

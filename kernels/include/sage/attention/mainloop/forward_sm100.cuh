@@ -4,8 +4,8 @@
 //
 //   softmax        Warps 0 to 3. Thread i has query i: it reads row i of S out of tensor memory, makes P, rescales O, and writes
 //                  the epilogue.
-//   producer       A thread of warp 4 copies Q, and tiles of K and V.
-//   products       A thread of warp 5 issues S = Q K^T and O += P V. The warp allocates the tensor memory.
+//   producer       Warp 4: its elected lane copies Q, and tiles of K and V.
+//   products       Warp 5: its elected lane issues S = Q K^T and O += P V. The warp allocates the tensor memory.
 //   keys, values   Pipelines from the producer to the products.
 //   scores         Pipeline of one stage, for S in tensor memory, from the products to the softmax. A thread holds its row in
 //                  registers, so that the next S is computed during the softmax of this one.
@@ -30,7 +30,8 @@ struct ForwardSm100Warps {
   static constexpr int SOFTMAX = 4, PRODUCER = 4, PRODUCTS = 5, ALL = 6;
 };
 
-// The columns of tensor memory that a block allocates, half of all.
+// The columns of tensor memory that a block allocates, half of all. A third block, if registers and shared memory had room for
+// it, would wait for columns until another ends.
 constexpr int FORWARD_SM100_COLUMNS = 256;
 
 template <int STAGES>
@@ -88,45 +89,50 @@ concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, co
   { row.sum + row.reference + row.decay } -> std::same_as<float>;
 };
 
-// The producer thread.
+// The producer warp.
 template <class Numerics, class Block, class Pipelines>
 __device__ __forceinline__ void produce_sm100(Numerics& numerics, const Block& block, const Pipelines& pipelines, int steps) {
-  numerics.load_queries(pipelines.queries);
+  if (ptx::elect()) numerics.load_queries(pipelines.queries);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     int tile = block.template number<1>(step), stage = pipelines.keys.stage(step);
     pipelines.keys.wait_empty(step);
-    numerics.load_keys(tile, stage, pipelines.keys.full(step));
+    if (ptx::elect()) numerics.load_keys(tile, stage, pipelines.keys.full(step));
     pipelines.values.wait_empty(step);
-    numerics.load_values(tile, stage, pipelines.values.full(step));
+    if (ptx::elect()) numerics.load_values(tile, stage, pipelines.values.full(step));
   }
   // Arrivals that come later would find the memory of another block.
   pipelines.keys.drain(steps);
   pipelines.values.drain(steps);
 }
 
-// The thread that issues products. S of a step overwrites what the softmax has read of the last, and its keys' scales the last
-// ones: the softmax has seen that product's end.
+// The warp that issues products. S of a step may overwrite S of the last, and the columns of its keys' scales: an empty stage of
+// `scores` says that all threads have the last S in registers, hence that its product is complete.
 template <class Numerics, class Pipelines>
 __device__ __forceinline__ void issue_products(Numerics& numerics, const Pipelines& pipelines, uint32_t tensor, int steps) {
   auto add = [&](int step) {
     pipelines.values.wait(step);
     pipelines.probabilities.wait(step);
     ptx::tcgen05_fence_after();
-    numerics.add(tensor, pipelines.values.stage(step), step);
-    ptx::tcgen05_commit(pipelines.values.empty(step));
-    ptx::tcgen05_commit(pipelines.probabilities.empty(step));
+    if (ptx::elect()) {
+      numerics.add(tensor, pipelines.values.stage(step), step);
+      ptx::tcgen05_commit(pipelines.values.empty(step));
+      ptx::tcgen05_commit(pipelines.probabilities.empty(step));
+    }
   };
   ptx::mbarrier_wait(pipelines.queries, 0);
-  numerics.start(tensor);
+  ptx::tcgen05_fence_after();
+  if (ptx::elect()) numerics.start(tensor);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     pipelines.keys.wait(step);
     pipelines.scores.wait_empty(step);
     ptx::tcgen05_fence_after();
-    numerics.multiply(tensor, pipelines.keys.stage(step));
-    ptx::tcgen05_commit(pipelines.keys.empty(step));
-    ptx::tcgen05_commit(pipelines.scores.full(step));
+    if (ptx::elect()) {
+      numerics.multiply(tensor, pipelines.keys.stage(step));
+      ptx::tcgen05_commit(pipelines.keys.empty(step));
+      ptx::tcgen05_commit(pipelines.scores.full(step));
+    }
     if (step > 0) add(step - 1);
   }
   add(steps - 1);
@@ -236,7 +242,7 @@ __device__ __forceinline__ void forward_sm100(const params::Forward& p) {
     }
     store_sm100<Numerics>(p, block, row, warp_tensor, query, steps);
     ptx::tcgen05_fence_before();
-  } else if (steps > 0 && threadIdx.x % 32 == 0) {
+  } else if (steps > 0) {
     if (warp == Warps::PRODUCER) produce_sm100(numerics, block, pipelines, steps);
     else issue_products(numerics, pipelines, tensor, steps);
   }

@@ -28,20 +28,19 @@ struct Nvfp4ForwardSm100 {
   // The hardware's swizzle begins anew every eight rows.
   static_assert(KEYS_AT % (8 * Tile::ROW) == 0 && Tile::BYTES % (8 * Tile::ROW) == 0 && P_AT % (8 * Tile::V_ROW) == 0);
   // Columns of tensor memory: S, O, and scales, four columns for 32 rows of 16 bytes. K's have two columns for each step, since a
-  // tile has 64 rows. Those of P and V have two buffers: a step's are copied while the products of the last may be under way.
+  // tile has 64 rows, so that the second step's begin two columns further on. Those of P and V have two buffers: a step's are copied while the products of the last may be under way.
   static constexpr int SCORES_AT = 0, OUTPUT_AT = 64, SCALE_COLUMNS = 4;
   static constexpr int Q_COLUMNS_AT = OUTPUT_AT + D, K_COLUMNS_AT = Q_COLUMNS_AT + STEPS * SCALE_COLUMNS;
   static constexpr int P_COLUMNS_AT = K_COLUMNS_AT + SCALE_COLUMNS, V_COLUMNS_AT = P_COLUMNS_AT + 2 * SCALE_COLUMNS;
   static_assert(V_COLUMNS_AT + 2 * SCALE_COLUMNS <= FORWARD_SM100_COLUMNS);
 
   const params::Forward& p;
-  unsigned char* memory;
   uint32_t shared;
   int query_tiles;
   const int8_t *queries, *keys, *values;  // the block's first tiles
 
   __device__ __forceinline__ Nvfp4ForwardSm100(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
-      : p(p), memory(memory), shared(ptx::shared_address(memory)), query_tiles(b.segment.query_tiles() - b.first / TILE) {
+      : p(p), shared(ptx::shared_address(memory)), query_tiles(b.segment.query_tiles() - b.first / TILE) {
     int64_t key_tile = int64_t(b.key_head(p.shape)) * p.shape.key_tiles + b.segment.key_tile;
     int64_t query_tile = int64_t(b.head) * p.shape.query_tiles + b.segment.query_tile + b.first / TILE;
     queries = p.codes.q + query_tile * Tile::BYTES;
@@ -64,8 +63,8 @@ struct Nvfp4ForwardSm100 {
     const int8_t* scales = query_tile(query / TILE) + Tile::CODES_BYTES;
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
-      *reinterpret_cast<uint32_t*>(memory + Q_SCALES_AT + step * Tile::SCALES_BYTES + Tile::template scales_at<FORWARD_QUERIES>(query, 0)) =
-          *reinterpret_cast<const uint32_t*>(scales + Tile::template scales_at<TILE>(query % TILE, step));
+      ptx::store_4(shared + Q_SCALES_AT + step * Tile::SCALES_BYTES + Tile::template scales_at<FORWARD_QUERIES>(query, 0),
+                   *reinterpret_cast<const uint32_t*>(scales + Tile::template scales_at<TILE>(query % TILE, step)));
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive(mbarrier);
   }
@@ -177,8 +176,7 @@ struct Nvfp4ForwardSm100 {
     for (int chunk = 0; chunk < 2; ++chunk)
       ptx::store_16(shared + P_AT + buffer * P_BYTES + layout::swizzled<Tile::V_ROW>(query, chunk),
                     make_uint4(row.codes[4 * chunk], row.codes[4 * chunk + 1], row.codes[4 * chunk + 2], row.codes[4 * chunk + 3]));
-    *reinterpret_cast<uint32_t*>(memory + P_SCALES_AT + buffer * Tile::SCALES_BYTES + Tile::template scales_at<FORWARD_QUERIES>(query, 0)) =
-        row.scales;
+    ptx::store_4(shared + P_SCALES_AT + buffer * Tile::SCALES_BYTES + Tile::template scales_at<FORWARD_QUERIES>(query, 0), row.scales);
   }
 };
 
