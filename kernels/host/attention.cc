@@ -298,6 +298,25 @@ bool nan_goes_where_the_key_is_seen() {
   return right;
 }
 
+// Whether quant::e2m1_pair rounds to the nearest value, and midpoints up: floats of all magnitudes, midpoints and their neighbours.
+template <class T>
+bool pairs_round_to_the_nearest() {
+  constexpr float VALUES[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  auto right = [&](float x) {
+    float nearest = VALUES[0];
+    for (float value : VALUES)
+      if (fabs(double(value) - x) <= fabs(double(nearest) - x)) nearest = value;
+    uint32_t pair = quant::e2m1_pair<T>(x, 1.0f), swapped = quant::e2m1_pair<T>(1.0f, x);
+    return ptx::half_of<T>(pair, 0) == nearest && ptx::half_of<T>(swapped, 1) == nearest && ptx::half_of<T>(pair, 1) == 1.0f;
+  };
+  bool all = true;
+  for (uint32_t bits = 0; bits < 0x4a800000u; bits += 499) all &= right(__uint_as_float(bits));
+  for (int i = 0; i < 7; ++i)
+    for (int beside = -1; beside <= 1; ++beside)
+      all &= right(__uint_as_float(__float_as_uint((VALUES[i] + VALUES[i + 1]) / 2) + beside));
+  return all;
+}
+
 // Whether one product of random codes and scales, as mma_nvfp4.cuh emulates it, is that of the PTX ISA's fragments.
 bool product_is_the_manuals() {
   uint32_t a[4][32], b[2][32], a_scales[32], b_scales[32];
@@ -356,6 +375,9 @@ int main() {
   int failed = !product_is_the_manuals();
   if (failed) printf("the emulated NVFP4 product is not that of the PTX manual\n");
   using B = __nv_bfloat16;
+  bool pairs = pairs_round_to_the_nearest<B>() && pairs_round_to_the_nearest<__half>();
+  if (!pairs) printf("two values at once are not rounded to the nearest E2M1 values\n");
+  failed += !pairs;
   bool lists = lists_leave_out_blocks<B, 64, FULL_PRECISION>() && lists_leave_out_blocks<B, 128, NVFP4_PRODUCTS>() &&
                lists_leave_out_blocks<B, 64, NVFP4_TCGEN05>() && lists_leave_out_blocks<B, 128, NVFP4_TCGEN05>();
   if (!lists) printf("a block of keys that is not listed changes the output\n");
