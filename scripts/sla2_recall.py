@@ -1,0 +1,185 @@
+#!/usr/bin/env python3
+"""Asks what block-sparse attention remembers: trains a small model until dense attention answers every question
+about what was said thousands of tokens before, then goes on with selected blocks, and counts right answers by
+distance.
+
+  sla2_recall.py SAGE_TRAIN --out FOLDER [--arms fpa,sla2:3,sla2-window:3,..] [--seeds 2,3,4] [--tokens 16m]
+                 [--dense-steps 100] [--router-steps 60] [--jobs 5] [--csv FILE] [--plot FILE]
+  sla2_recall.py --plot FILE --from CSV ..
+
+An arm is a form of attention and the number of past blocks of 128 tokens that it selects. The dense model is
+trained on documents of 200, 800, 3000 and 6000 words in turn, at contexts of 256 to 8192: on long ones alone it
+does not come to look anything up. What is finished in FOLDER is not run again. An H100 takes two minutes for the
+dense model and half a minute for five arms at a time.
+"""
+import argparse
+import concurrent.futures
+import csv
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+# Words of a document, megabytes of text, context, tokens of training, micro-batch, learning rate.
+STAGES = [
+    (200, 200, 256, "70m", 64, "2e-3"),
+    (800, 240, 1024, "60m", 16, "1.5e-3"),
+    (3000, 240, 4096, "60m", 4, "1e-3"),
+    (6000, 300, 8192, "80m", 2, "1e-3"),
+]
+WORDS, _, CONTEXT, _, _, _ = STAGES[-1]
+MODEL = "--preset mini --layers 4 --width 256 --heads 4 --eval-tokens 128k --sample-tokens 0".split()
+ARMS = "fpa,sla2:3,sla2-identity:3,sla2-sparse:3,sla2-window:3"
+ROW = re.compile(r"^(after story|suddenly)\s+(\d+) (?:to (\d+)|and more)\s+(\d+)\s+([\d.]+) %", re.MULTILINE)
+
+
+class Lab:
+    def __init__(self, args):
+        self.args, self.out = args, pathlib.Path(args.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+
+    def call(self, *words):
+        done = subprocess.run([self.args.sage_train, *map(str, words)], capture_output=True, text=True)
+        if done.returncode != 0:
+            sys.exit(f"sage-train {' '.join(map(str, words))}\n{done.stderr}")
+        return done.stdout
+
+    def data(self, number):
+        """Shards of a stage's documents. All stages have the tokenizer of the first."""
+        words, megabytes, *_ = STAGES[number]
+        shards, text = self.out / f"shards-{words}", self.out / f"documents-{words}.jsonl"
+        if not (shards / "dataset.json").exists():
+            text.write_text(self.call("corpus", "--recall", words, "--megabytes", megabytes, "--seed", number + 1))
+            first = self.out / f"shards-{STAGES[0][0]}" / "tokenizer.json"
+            tokenizer = ["--vocab-size", "2k"] if number == 0 else ["--tokenizer", first]
+            self.call("data", "prepare", text, "--to", shards, "--val-fraction", 0.004, *tokenizer)
+            text.unlink()
+        return shards
+
+    def run(self, name, stage, *flags):
+        """Trains a run on a stage's documents, if it is not finished, and returns its folder."""
+        folder = self.out / "runs" / name
+        ending = folder / "ending.json"
+        if not (ending.exists() and json.loads(ending.read_text())["status"] == "finished"):
+            self.call(*MODEL, "--data", self.data(stage), "--context", STAGES[stage][2], "--out", self.out / "runs", "--name", name, *flags)
+        return folder
+
+    def dense(self):
+        """The model that remembers, exported."""
+        before = []
+        for stage, (words, _, _, tokens, micro_batch, rate) in enumerate(STAGES):
+            exported = self.out / f"dense-{words}"
+            if not (exported / "config.json").exists():
+                run = self.run(f"dense-{words}", stage, "--attn", "fpa", "--schedule", "wsd", "--tokens", tokens, "--lr", rate,
+                               "--tokens-per-step", "16k", "--micro-batch", micro_batch, *before)
+                self.call("export", run, "--to", exported)
+            before = ["--init-from", exported]
+        return exported
+
+    def arm(self, arm, seed, start):
+        """Rows of one arm: arm, seed, how it was asked, from, to (empty: no end), questions, right answers in percent."""
+        attention, _, blocks = arm.partition(":")
+        args = self.args
+        select = ["--sla2-numerics", "fpa", "--sla2-blocks", blocks, "--sla2-dense-steps", args.dense_steps,
+                  "--sla2-router-steps", args.router_steps] if blocks else []
+        name = f"{arm.replace(':', '-')}-{args.tokens}-seed-{seed}"
+        run = self.run(name, len(STAGES) - 1, "--attn", attention, "--seed", seed, "--init-from", start, "--tokens", args.tokens,
+                       "--lr", "3e-4", "--tokens-per-step", "32k", "--micro-batch", 4, *select)
+        answers = self.call("eval", run, "--recall", WORDS, "--tokens", "4m")
+        return [(arm, seed, *row) for row in ROW.findall(answers)]
+
+
+def report(rows):
+    """A line for each arm and way of asking: right answers by distance, in percent, means over seeds."""
+    ranges = sorted({int(row[3]) for row in rows})
+    print(f"{'':<22} {'asked':<12}" + "".join(f" {first:>6}+" for first in ranges))
+    for arm in dict.fromkeys(row[0] for row in rows):
+        for asked in ("after story", "suddenly"):
+            line = f"{arm:<22} {asked:<12}"
+            for first in ranges:
+                right = [float(row[6]) for row in rows if row[0] == arm and row[2] == asked and int(row[3]) == first]
+                line += f" {sum(right) / len(right):>6.1f} " if right else " " * 8
+            print(line)
+
+
+def plot(path, rows):
+    """Writes an SVG: right answers to sudden questions by distance, a line for each arm, dashed for a window."""
+    width, height, left, right, top, bottom = 760, 360, 52, 190, 34, 52
+    palette = ["#000000", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e"]
+    rows = [row for row in rows if row[2] == "suddenly" and int(row[3]) in range(64, 4096)]
+    ranges = sorted({int(row[3]) for row in rows})
+    arms = list(dict.fromkeys(row[0] for row in rows))
+    budgets = list(dict.fromkeys(arm.partition(":")[2] for arm in arms))
+    svg = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
+           f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+           f'<text x="{left}" y="20" font-size="15">Right answers by distance, in percent</text>']
+    across = [left + 20 + (width - left - right - 20) * n / max(len(ranges) - 1, 1) for n in range(len(ranges))]
+
+    def up(percent):
+        return top + (height - top - bottom) * (1 - percent / 100)
+
+    for tick in range(0, 101, 20):
+        svg.append(f'<line x1="{left}" y1="{up(tick):.1f}" x2="{width - right}" y2="{up(tick):.1f}" stroke="#dddddd"/>'
+                   f'<text x="{left - 8}" y="{up(tick) + 4:.1f}" text-anchor="end">{tick}</text>')
+    for x, first in zip(across, ranges):
+        svg.append(f'<text x="{x:.1f}" y="{height - bottom + 18}" text-anchor="middle">{first}+</text>')
+    svg.append(f'<text x="{(left + width - right) / 2}" y="{height - 10}" text-anchor="middle">tokens before the question</text>')
+    for n, arm in enumerate(arms):
+        colour = palette[budgets.index(arm.partition(":")[2]) % len(palette)]
+        look = f'stroke="{colour}" stroke-width="2"' + (' stroke-dasharray="5 4"' if "window" in arm else "")
+        means = []
+        for first in ranges:
+            values = [float(row[6]) for row in rows if row[0] == arm and int(row[3]) == first]
+            means.append(sum(values) / len(values))
+        line = " ".join(f"{x:.1f},{up(mean):.1f}" for x, mean in zip(across, means))
+        y = top + 12 + 20 * n
+        svg.append(f'<polyline points="{line}" fill="none" {look}/><line x1="{width - right + 14}" y1="{y}" x2="{width - right + 44}" '
+                   f'y2="{y}" {look}/><text x="{width - right + 52}" y="{y + 4}">{arm}</text>')
+    pathlib.Path(path).write_text("\n".join(svg) + "\n</svg>\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sage_train", nargs="?")
+    parser.add_argument("--out")
+    parser.add_argument("--arms", help=f"default: {ARMS}; with --from all of the tables")
+    parser.add_argument("--seeds", default="2,3,4")
+    parser.add_argument("--tokens", default="16m")
+    parser.add_argument("--dense-steps", type=int, default=100)
+    parser.add_argument("--router-steps", type=int, default=60)
+    parser.add_argument("--jobs", type=int, default=5)
+    parser.add_argument("--csv")
+    parser.add_argument("--plot")
+    parser.add_argument("--from", dest="tables", nargs="+", default=[])
+    args = parser.parse_args()
+    if args.tables:
+        rows = []
+        for table in args.tables:
+            with open(table, newline="") as file:
+                rows += [tuple(row.values()) for row in csv.DictReader(file)]
+        if args.arms:
+            rows = [row for arm in args.arms.split(",") for row in rows if row[0] == arm]
+        report(rows)
+        if args.plot:
+            plot(args.plot, rows)
+        return
+    if not (args.sage_train and args.out):
+        parser.error("SAGE_TRAIN and --out are needed, or --from with tables of earlier runs")
+    lab = Lab(args)
+    start = lab.dense()
+    jobs = [(arm, int(seed), start) for seed in args.seeds.split(",") for arm in (args.arms or ARMS).split(",")]
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        rows = [row for rows in pool.map(lambda job: lab.arm(*job), jobs) for row in rows]
+    report(rows)
+    if args.csv:
+        with open(args.csv, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["arm", "seed", "asked", "from", "to", "questions", "right_percent"])
+            writer.writerows(rows)
+    if args.plot:
+        plot(args.plot, rows)
+
+
+if __name__ == "__main__":
+    main()
