@@ -117,9 +117,11 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
   const float* scores = p.scores + line * p.columns + (shape.segments ? first_key_block(shape, index) : 0);
   uint32_t* list = const_cast<uint32_t*>(p.lists.seen) + line * p.lists.stride + 1;
 
+  // The nearest candidates are above all others, and a NaN above all numbers.
+  auto key_of = [&](int i) { return i >= count - p.nearest ? ~0u : min(ordered(scores[i]), ~0u - 1); };
   auto count_from = [&](uint32_t least) {
     int n = 0;
-    for (int i = lane; i < count; i += 32) n += ordered(scores[i]) >= least;
+    for (int i = lane; i < count; i += 32) n += key_of(i) >= least;
     return __reduce_add_sync(~0u, n);
   };
   uint32_t least = 0;
@@ -131,7 +133,7 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
   int equal = most - above, written = 0;  // how many of the scores equal to the smallest chosen one are taken: the first ones
   for (int first = 0; first < count; first += 32) {
     int i = first + lane;
-    uint32_t key = i < count ? ordered(scores[i]) : 0;
+    uint32_t key = i < count ? key_of(i) : 0;
     bool same = i < count && (most == count || key == least);
     uint32_t sames = __ballot_sync(~0u, same);
     bool taken = i < count && (most == count || key > least || (same && __popc(sames & ((1u << lane) - 1)) < equal));

@@ -7,7 +7,8 @@ distance.
                  [--dense-steps 100] [--router-steps 60] [--jobs 5] [--csv FILE] [--plot FILE]
   sla2_recall.py --plot FILE --from CSV ..
 
-An arm is a form of attention and the number of past blocks of 128 tokens that it selects. The dense model is
+An arm is a form of attention, the number of past blocks of 128 tokens that it selects, and how many of them are
+the nearest (sla2:6:2). The dense model is
 trained on documents of 200, 800, 3000 and 6000 words in turn, at contexts of 256 to 8192: on long ones alone it
 does not come to look anything up. What is finished in FOLDER is not run again. An H100 takes two minutes for the
 dense model and half a minute for five arms at a time.
@@ -79,9 +80,10 @@ class Lab:
 
     def arm(self, arm, seed, start):
         """Rows of one arm: arm, seed, how it was asked, from, to (empty: no end), questions, right answers in percent."""
-        attention, _, blocks = arm.partition(":")
+        attention, blocks, nearest = (arm.split(":") + ["", ""])[:3]
         args = self.args
-        select = ["--sla2-numerics", "fpa", "--sla2-blocks", blocks, "--sla2-dense-steps", args.dense_steps,
+        select = ["--sla2-nearest", nearest] if nearest else []
+        select += ["--sla2-numerics", "fpa", "--sla2-blocks", blocks, "--sla2-dense-steps", args.dense_steps,
                   "--sla2-router-steps", args.router_steps] if blocks else []
         name = f"{arm.replace(':', '-')}-{args.tokens}-seed-{seed}"
         run = self.run(name, len(STAGES) - 1, "--attn", attention, "--seed", seed, "--init-from", start, "--tokens", args.tokens,
@@ -104,13 +106,17 @@ def report(rows):
 
 
 def plot(path, rows):
-    """Writes an SVG: right answers to sudden questions by distance, a line for each arm, dashed for a window."""
+    """Writes an SVG: right answers to sudden questions by distance, a line for each arm, dashed for a window, dash-dotted with nearest blocks."""
     width, height, left, right, top, bottom = 760, 360, 52, 190, 34, 52
     palette = ["#000000", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e"]
     rows = [row for row in rows if row[2] == "suddenly" and int(row[3]) in range(64, 4096)]
     ranges = sorted({int(row[3]) for row in rows})
     arms = list(dict.fromkeys(row[0] for row in rows))
-    budgets = list(dict.fromkeys(arm.partition(":")[2] for arm in arms))
+
+    def blocks(arm):
+        return (arm.split(":") + [""])[1]
+
+    budgets = list(dict.fromkeys(map(blocks, arms)))
     svg = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
            f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
            f'<text x="{left}" y="20" font-size="15">Right answers by distance, in percent</text>']
@@ -126,8 +132,9 @@ def plot(path, rows):
         svg.append(f'<text x="{x:.1f}" y="{height - bottom + 18}" text-anchor="middle">{first}+</text>')
     svg.append(f'<text x="{(left + width - right) / 2}" y="{height - 10}" text-anchor="middle">tokens before the question</text>')
     for n, arm in enumerate(arms):
-        colour = palette[budgets.index(arm.partition(":")[2]) % len(palette)]
-        look = f'stroke="{colour}" stroke-width="2"' + (' stroke-dasharray="5 4"' if "window" in arm else "")
+        colour = palette[budgets.index(blocks(arm)) % len(palette)]
+        look = f'stroke="{colour}" stroke-width="2"' + (
+            ' stroke-dasharray="5 4"' if "window" in arm else ' stroke-dasharray="9 3 2 3"' if arm.count(":") == 2 else "")
         means = []
         for first in ranges:
             values = [float(row[6]) for row in rows if row[0] == arm and int(row[3]) == first]

@@ -73,6 +73,7 @@ pub struct Sla2 {
     /// Attention without the selection, which each call adds.
     attention: Attention,
     count: usize,
+    nearest: usize,
     block: (usize, usize),
     pool: Option<usize>,
     tail: Option<Tail>,
@@ -86,6 +87,7 @@ impl Sla2 {
         Self {
             attention: Attention::new(scheme),
             count: 4,
+            nearest: 0,
             block: (128, 128),
             pool: None,
             tail: Some(Tail::Past),
@@ -98,6 +100,28 @@ impl Sla2 {
     #[must_use]
     pub fn blocks(mut self, count: usize) -> Self {
         self.count = count;
+        self
+    }
+
+    /// With a causal mask: how many of these are the nearest blocks before the diagonal, whatever the router
+    /// says; it picks the others. A router gives near blocks away for far ones, which costs what a window would
+    /// have for certain. At most [`Sla2::blocks`]; the default is 0.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_sage::{Router, Scheme, Sla2};
+    ///
+    /// let x = Tensor::randn(0f32, 1., (1, 128, 2, 8), &Device::Cpu)?;
+    /// let router = Router::new(2, 8, &Device::Cpu)?;
+    /// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(3).nearest(2).causal(true);
+    /// let list = sla2.select(&router, &x, &x)?.list(0, 0, 7)?;
+    /// // The router's block, the two nearest ones, and the diagonal.
+    /// assert!(list[0] < 5 && list[1..] == [5, 6, 7]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    #[must_use]
+    pub fn nearest(mut self, count: usize) -> Self {
+        self.nearest = count;
         self
     }
 
@@ -165,6 +189,14 @@ impl Sla2 {
                 .hint("only with a causal mask is the block on the diagonal always seen")
                 .into());
         }
+        if self.nearest > self.count || self.nearest > 0 && !shape.causal() {
+            let mask = if shape.causal() { "a causal mask" } else { "no causal mask" };
+            return Err(Error::new("the nearest blocks cannot be listed")
+                .got(format!("{} nearest of {} blocks, {mask}", self.nearest, self.count))
+                .allowed("with a causal mask, at most as many as there are blocks")
+                .hint("they are among `blocks`; the router picks the others")
+                .into());
+        }
         if self.pool == Some(0) {
             return Err(Error::new("the router's mean of no queries")
                 .got("pool 0")
@@ -181,7 +213,8 @@ impl Sla2 {
         Ok([pool_queries(&q.detach(), shape, blocks, pool)?, pool_keys(&k.detach(), shape, blocks)?])
     }
 
-    /// The router's selection for these queries and keys: for each block of queries the candidates with the
+    /// The router's selection for these queries and keys: for each block of queries the
+    /// [nearest](Sla2::nearest) candidates and those with the
     /// largest scores, at most [`Sla2::blocks`] of them; of equal scores the first is taken. The selection
     /// has no gradient.
     ///
@@ -204,7 +237,7 @@ impl Sla2 {
     pub fn select(&self, router: &Router, q: &Tensor, k: &Tensor) -> Result<Selection> {
         let (shape, blocks) = self.shape(q, k)?;
         let scores = router.detached().scores(self.pooled([q, k], &shape, &blocks)?, &shape)?;
-        choose(&scores, &shape, &blocks, self.count)
+        choose(&scores, &shape, &blocks, self.count, self.nearest)
     }
 
     /// Computes the output in candle's graph: query, key, value and `theta` receive gradients.

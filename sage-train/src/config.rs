@@ -109,6 +109,7 @@ impl Config {
             s.sla2 = Sla2Settings {
                 sla2_block: Some(sla2.block),
                 sla2_blocks: Some(sla2.blocks),
+                sla2_nearest: Some(sla2.nearest),
                 sla2_sparsity: None,
                 sla2_dense_steps: Some(Quantity(sla2.dense_steps)),
                 sla2_router_steps: Some(Quantity(sla2.router_steps)),

@@ -44,7 +44,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Means<'_> {
 /// The lists of the candidates with the largest scores, (key heads, blocks of queries, 1 + width).
 impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
     fn launch(&self, [(storage, layout)]: [Operand<'_>; 1]) -> Result<CudaStorage> {
-        let Self { shape, blocks, most, width } = *self;
+        let Self { shape, blocks, most, nearest, width } = *self;
         check_blocks(blocks)?;
         let gpu = Gpu::new(storage.device())?;
         let geometry = Geometry::new(&gpu, shape)?;
@@ -56,6 +56,8 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
             shape: geometry.shape(&gpu),
             columns: blocks.columns() as i32,
             most: most.min(i32::MAX as usize) as i32,
+            nearest: nearest.min(most).min(i32::MAX as usize) as i32,
+            padding: 0,
         };
         let grid = Grid {
             blocks: (blocks.rows().div_ceil(4) as u32, blocks.key_heads as u32, 1),

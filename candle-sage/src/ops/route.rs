@@ -59,16 +59,17 @@ impl Means<'_> {
     }
 }
 
-/// The selection of the `most` candidates with the largest scores. `scores` are (key heads, blocks of
+/// The selection of at most `most` candidates: the `nearest` last ones, and those with the largest scores. `scores` are (key heads, blocks of
 /// queries, columns) in f32; for columns see [`Blocks::first_column`].
 pub(crate) fn choose(
     scores: &Tensor,
     shape: &AttentionShape,
     blocks: &Blocks,
     most: usize,
+    nearest: usize,
 ) -> Result<Selection> {
     let most = most.min(blocks.most_candidates());
-    let choice = Choice { shape, blocks, most, width: most + blocks.most_always() };
+    let choice = Choice { shape, blocks, most, nearest, width: most + blocks.most_always() };
     let dims = (blocks.key_heads, blocks.rows(), 1 + choice.width);
     let lists = if scores.device().is_cuda() {
         let lists = with_cuda(NAME, [&scores.contiguous()?], |operands| choice.launch(operands))?;
@@ -79,24 +80,30 @@ pub(crate) fn choose(
     Ok(Selection::from_tensor(choice.shape, blocks.clone(), lists))
 }
 
-/// The lists of the `most` candidates with the largest scores, each with room for `width` blocks.
+/// The lists of at most `most` candidates, the `nearest` last ones and those with the largest scores, each with
+/// room for `width` blocks.
 pub(crate) struct Choice<'a> {
     pub(crate) shape: &'a AttentionShape,
     pub(crate) blocks: &'a Blocks,
     pub(crate) most: usize,
+    pub(crate) nearest: usize,
     pub(crate) width: usize,
 }
 
 impl Choice<'_> {
     fn on_cpu(&self, scores: &Tensor) -> Result<Vec<u32>> {
-        let Self { blocks, most, width, .. } = *self;
+        let Self { blocks, most, nearest, width, .. } = *self;
         let values = scores.to_dtype(DType::F32)?.to_vec3::<f32>()?;
         let mut lists = Vec::with_capacity(blocks.key_heads * blocks.rows() * (1 + width));
         for of_head in &values {
             for (scores, (segment, block)) in of_head.iter().zip(blocks.each()) {
                 let first = blocks.first_column(segment);
                 let candidates = &scores[first..first + blocks.candidates(segment, block)];
-                let mut seen = cpu::route::largest(candidates, most);
+                let (others, most) = (candidates.len().saturating_sub(nearest), most.min(candidates.len()));
+                let mut seen = cpu::route::largest(&candidates[..others], most.saturating_sub(nearest));
+                seen.extend(
+                    (candidates.len() - nearest.min(most)..candidates.len()).map(|block| block as u32),
+                );
                 seen.extend(blocks.always(segment, block).map(|block| block as u32));
                 lists.push(seen.len() as u32);
                 lists.extend(&seen);

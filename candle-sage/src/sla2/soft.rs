@@ -33,7 +33,7 @@ impl Sla2 {
     /// the CPU.
     ///
     /// # Errors
-    /// As [`Sla2::apply`]; on a GPU; with packed documents; when `tau` is not above 0.
+    /// As [`Sla2::apply`]; on a GPU; with packed documents or [nearest](Sla2::nearest) blocks; when `tau` is not above 0.
     pub fn apply_soft(
         &self,
         router: &Router,
@@ -47,6 +47,13 @@ impl Sla2 {
                 .got(format!("{} documents", shape.segments().len()))
                 .allowed("batch entries of equal length")
                 .hint("Sla2::router_loss takes packed documents")
+                .into());
+        }
+        if self.nearest > 0 {
+            return Err(Error::unsupported("a soft choice beside blocks that are listed in any case")
+                .got(format!("{} nearest blocks", self.nearest))
+                .allowed("nearest 0")
+                .hint("Sla2::apply takes them")
                 .into());
         }
         let (batch, heads, key_heads) = (shape.batch(), shape.query_heads(), shape.key_heads());

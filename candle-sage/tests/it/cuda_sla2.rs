@@ -167,13 +167,14 @@ fn inputs(case: &Case, device: &Device) -> Result<[Tensor; 3]> {
 #[ignore = "needs a GPU"]
 fn the_router_is_that_of_the_cpu() -> Result<()> {
     let device = gpu();
-    for case in cases() {
+    for (number, case) in cases().into_iter().enumerate() {
         let (_, _, key_heads, d) = case.shape().key_dims();
         let mut normals = Normals::new(5);
         let mut weight =
             || Tensor::from_vec(normals.vec(key_heads * d * d, 0.3), (key_heads, d, d), &Device::Cpu);
         let weights = [weight()?, weight()?];
-        let mut sla2 = Sla2::new(Scheme::FullPrecision).blocks(2).causal(case.causal);
+        let nearest = if case.causal { number % 3 } else { 0 };
+        let mut sla2 = Sla2::new(Scheme::FullPrecision).blocks(2).nearest(nearest).causal(case.causal);
         if let Some(packing) = &case.packing {
             sla2 = sla2.packing(packing.clone());
         }
@@ -219,6 +220,12 @@ fn scores_that_are_equal_or_no_numbers() -> Result<()> {
     let key = Tensor::cat(&parts, 1)?;
     let selection = sla2.select(&router, &zeros, &key)?;
     assert_eq!(selection.list(0, 0, 9)?, [0, 1, 5, 9]);
+    // The nearest blocks come before it.
+    for (nearest, list) in [(1, [0, 5, 8, 9]), (2, [5, 7, 8, 9]), (3, [6, 7, 8, 9])] {
+        let selection = sla2.clone().nearest(nearest).select(&router, &zeros, &key)?;
+        assert_eq!(selection.list(0, 0, 9)?, list);
+        assert_eq!(selection.list(0, 0, 2)?, [0, 1, 2]);
+    }
     Ok(())
 }
 

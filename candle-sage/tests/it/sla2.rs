@@ -267,9 +267,15 @@ fn nothing_leaks_from_later_tokens() -> Result<()> {
     let router = some_router(2, 32)?;
     let theta = Tensor::new(&[2f32, 1.0, 0.0, -1.0], &Device::Cpu)?;
     for tail in [Some(Tail::Past), Some(Tail::Complement), None] {
-        for (block, pool, count) in [((32, 32), None, 2), ((32, 16), Some(1), 3), ((16, 64), Some(50), 1)] {
-            let mut sla2 =
-                Sla2::new(Scheme::FullPrecision).blocks(count).block(block).causal(true).tail(tail);
+        for (block, pool, count, nearest) in
+            [((32, 32), None, 2, 0), ((32, 16), Some(1), 3, 2), ((16, 64), Some(50), 1, 1)]
+        {
+            let mut sla2 = Sla2::new(Scheme::FullPrecision)
+                .blocks(count)
+                .nearest(nearest)
+                .block(block)
+                .causal(true)
+                .tail(tail);
             if let Some(pool) = pool {
                 sla2 = sla2.pool(pool);
             }
@@ -291,6 +297,38 @@ fn nothing_leaks_from_later_tokens() -> Result<()> {
                 let prefix = sla2.apply(&q, &k, &v, &part, &theta)?;
                 let difference = (prefix - out.narrow(1, 0, len)?)?.abs()?.max_all()?.to_scalar::<f32>()?;
                 assert!(difference < 1e-6, "{len} tokens, {block:?}, {tail:?}: {difference:e}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The nearest blocks of each document are listed, one after the other, whatever the scores; the others are those that
+/// the router would have picked of what is left.
+#[test]
+fn the_nearest_blocks_are_always_listed() -> Result<()> {
+    let mut case = Case::new(1, (300, 300), (4, 2), 32, true);
+    case.packing = Some(Packing::self_attention(vec![0, 20, 20, 150, 300]));
+    let [q, k, _] = tensors(&case)?;
+    let k =
+        Tensor::cat(&[k.narrow(1, 0, 40)?, (k.narrow(1, 40, 10)? * f64::NAN)?, k.narrow(1, 50, 250)?], 1)?;
+    let router = some_router(2, 32)?;
+    let packing = case.packing.clone().expect("documents");
+    let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).causal(true).packing(packing);
+    for nearest in 0..=3 {
+        let with = sla2.clone().blocks(3).nearest(nearest).select(&router, &q, &k)?;
+        for (number, segment) in case.shape().segments().iter().enumerate() {
+            for (key_head, block) in
+                (0..2).flat_map(|head| (0..segment.query.len().div_ceil(16)).map(move |n| (head, n)))
+            {
+                let list = with.list(number, key_head, block)?;
+                let first = block - block.min(nearest);
+                assert!((first..=block).all(|near| list.contains(&near)), "{nearest}: {list:?}");
+                assert_eq!(list.len(), block.min(3) + 1, "{nearest}: {list:?}");
+                // The best candidates of all are among them, as long as they are not near.
+                let best = sla2.clone().blocks(3 - nearest.min(3)).select(&router, &q, &k)?;
+                let best = best.list(number, key_head, block)?;
+                assert!(best.iter().all(|at| list.contains(at)), "{nearest}: {list:?}, best {best:?}");
             }
         }
     }
@@ -387,6 +425,10 @@ fn what_does_not_fit_is_an_error() -> Result<()> {
     let message = |error: candle_core::Error| error.to_string();
     let none = sla2.clone().blocks(0).select(&router, &q, &k);
     assert!(message(none.expect_err("nothing")).contains("nothing would be selected"));
+    let near = sla2.clone().nearest(1).select(&router, &q, &k);
+    assert!(message(near.expect_err("not causal")).contains("no causal mask"));
+    let near = sla2.clone().causal(true).blocks(1).nearest(2).select(&router, &q, &k);
+    assert!(message(near.expect_err("too many")).contains("2 nearest of 1 blocks"));
     let router = Router::new(2, 16, &Device::Cpu)?;
     assert!(message(sla2.select(&router, &q, &k).expect_err("heads")).contains("other heads"));
     let selection = Selection::all(&case.shape(), (16, 16), &Device::Cpu)?;

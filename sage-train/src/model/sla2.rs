@@ -26,6 +26,8 @@ pub enum Choice {
 pub struct Sla2Config {
     /// Past blocks of keys that a block of queries sees, at most.
     pub blocks: usize,
+    /// How many of them are the nearest ones, whatever the router picks.
+    pub nearest: usize,
     /// Tokens per block, of queries and of keys.
     pub block: usize,
     /// How the blocks are selected.
@@ -171,6 +173,7 @@ impl Sla2Layer {
             config: *config,
             op: Sla2::new(scheme)
                 .blocks(config.blocks)
+                .nearest(config.nearest)
                 .block((config.block, config.block))
                 .causal(true)
                 .tail(config.tail)
@@ -299,6 +302,7 @@ mod tests {
         choice: Choice::Learned,
         tail: Some(Tail::Past),
         alpha: Alpha::Count,
+        nearest: 0,
         dense_steps: 60,
         router_steps: 10,
     };

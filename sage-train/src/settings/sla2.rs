@@ -26,6 +26,9 @@ pub struct Sla2Settings {
     /// Blocks of keys that a block of queries picks, instead of a sparsity
     #[arg(long, value_name = "N")]
     pub sla2_blocks: Option<usize>,
+    /// How many of them are the nearest past blocks, whatever the router picks [default: 0]
+    #[arg(long, value_name = "N")]
+    pub sla2_nearest: Option<usize>,
     /// Tokens of a block; on a GPU 128 [default on the CPU: a sixteenth of the context, 16 to 128]
     #[arg(long, value_name = "N")]
     pub sla2_block: Option<usize>,
@@ -45,7 +48,7 @@ pub struct Sla2Settings {
 
 layer! {
     Sla2Settings:
-    sla2_numerics, sla2_sparsity, sla2_blocks, sla2_block, sla2_tail, sla2_alpha, sla2_dense_steps,
+    sla2_numerics, sla2_sparsity, sla2_blocks, sla2_nearest, sla2_block, sla2_tail, sla2_alpha, sla2_dense_steps,
     sla2_router_steps
 }
 
@@ -153,6 +156,7 @@ pub(super) fn own_settings(sla2: &Sla2Config) -> Vec<(&'static str, String)> {
     vec![
         ("sla2-block", sla2.block.to_string()),
         ("sla2-blocks", sla2.blocks.to_string()),
+        ("sla2-nearest", sla2.nearest.to_string()),
         ("sla2-tail", sla2.tail.map_or("none", tail).into()),
         ("sla2-alpha", alpha.into()),
         ("sla2-dense-steps", sla2.dense_steps.to_string()),
@@ -194,6 +198,7 @@ pub(super) fn resolve(
         settings.sla2_router_steps.map_or((steps / 10).min(100).min(dense_steps), |steps| steps.0);
     let mut config = Sla2Config {
         blocks: 0,
+        nearest: settings.sla2_nearest.unwrap_or(0),
         block,
         choice: match form {
             Form::Learned | Form::Sparse => Choice::Learned,
@@ -236,6 +241,17 @@ pub(super) fn resolve(
         }
         (None, None) => nearest(&config, context, most, 0.9).clamp(1, most.max(1)),
     };
+    if config.nearest > config.blocks || config.nearest > 0 && form == Form::Window {
+        return Err(Error::new("sla2-nearest is out of range")
+            .got(format!(
+                "{} nearest of {} blocks{}",
+                config.nearest,
+                config.blocks,
+                if form == Form::Window { ", a window" } else { "" }
+            ))
+            .allowed("at most as many as there are blocks, beside a router")
+            .hint("--sla2-blocks N; the router picks those that are not the nearest"));
+    }
     Ok(config)
 }
 

@@ -166,6 +166,7 @@ fn gradients_are_those_of_the_graph() -> Result<()> {
 fn with_sla2() -> LlamaConfig {
     let sla2 = Sla2Config {
         blocks: 1,
+        nearest: 0,
         block: 16,
         choice: Choice::Learned,
         tail: Some(Tail::Past),

@@ -24,6 +24,8 @@ pub(in crate::cuda) struct Choose<'a> {
     pub(in crate::cuda) shape: Shape<'a>,
     pub(in crate::cuda) columns: i32,
     pub(in crate::cuda) most: i32,
+    pub(in crate::cuda) nearest: i32,
+    pub(in crate::cuda) padding: i32,
 }
 
 #[repr(C)]
@@ -108,7 +110,7 @@ kernel_params! {
 
 const _: () = {
     assert!(size_of::<Users>() == 120 && offset_of!(Users, shape) == 64);
-    assert!(size_of::<Choose>() == 112 && offset_of!(Choose, shape) == 48);
+    assert!(size_of::<Choose>() == 120 && offset_of!(Choose, shape) == 48);
     assert!(size_of::<Pool>() == 128 && offset_of!(Pool, shape) == 56);
     assert!(size_of::<Mass>() == 896 && offset_of!(Mass, mass) == 832);
     assert!(size_of::<Mixture>() == 64 && offset_of!(Mixture, by_count) == 56);

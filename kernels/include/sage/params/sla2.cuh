@@ -22,6 +22,8 @@ struct Choose {
   Shape shape;
   int32_t columns;
   int32_t most;
+  int32_t nearest;  // of these the last candidates, whatever their scores
+  int32_t padding;
 };
 
 // Means of the tokens of each block of queries, or of keys.
@@ -93,7 +95,7 @@ struct Blend {
 };
 
 static_assert(sizeof(Users) == 120 && offsetof(Users, shape) == 64);
-static_assert(sizeof(Choose) == 112 && offsetof(Choose, shape) == 48);
+static_assert(sizeof(Choose) == 120 && offsetof(Choose, shape) == 48);
 static_assert(sizeof(Pool) == 128 && offsetof(Pool, shape) == 56);
 static_assert(sizeof(Mass) == 896 && offsetof(Mass, mass) == 832);
 static_assert(sizeof(Mixture) == 64 && offsetof(Mixture, by_count) == 56);
