@@ -241,18 +241,20 @@ pub(super) fn resolve(
         }
         (None, None) => nearest(&config, context, most, 0.9).clamp(1, most.max(1)),
     };
-    if config.nearest > config.blocks || config.nearest > 0 && form == Form::Window {
-        return Err(Error::new("sla2-nearest is out of range")
-            .got(format!(
-                "{} nearest of {} blocks{}",
-                config.nearest,
-                config.blocks,
-                if form == Form::Window { ", a window" } else { "" }
-            ))
-            .allowed("at most as many as there are blocks, beside a router")
-            .hint("--sla2-blocks N; the router picks those that are not the nearest"));
-    }
+    check_nearest(&config)?;
     Ok(config)
+}
+
+fn check_nearest(config: &Sla2Config) -> Result<(), Error> {
+    let window = config.choice == Choice::Window;
+    if config.nearest <= config.blocks && !(window && config.nearest > 0) {
+        return Ok(());
+    }
+    let form = if window { ", a window" } else { "" };
+    Err(Error::new("sla2-nearest is out of range")
+        .got(format!("{} nearest of {} blocks{form}", config.nearest, config.blocks))
+        .allowed("at most as many as there are blocks, beside a router")
+        .hint("--sla2-blocks N; the router picks those that are not the nearest"))
 }
 
 /// How many blocks come nearest to a sparsity.
@@ -264,6 +266,27 @@ fn nearest(config: &Sla2Config, context: usize, most: usize, sparsity: f64) -> u
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_nearest_blocks_are_some_of_all_beside_a_router() {
+        let of = |form, blocks, nearest| {
+            let settings = Sla2Settings {
+                sla2_blocks: Some(blocks),
+                sla2_nearest: Some(nearest),
+                ..Sla2Settings::default()
+            };
+            resolve(form, &settings, 8192, 1000, true).map(|config| config.nearest)
+        };
+        assert_eq!(
+            (of(Form::Learned, 3, 3), of(Form::Sparse, 3, 0), of(Form::Window, 3, 0)),
+            (Ok(3), Ok(0), Ok(0))
+        );
+        for (form, got) in
+            [(Form::Learned, "4 nearest of 3 blocks"), (Form::Window, "4 nearest of 3 blocks, a window")]
+        {
+            assert!(of(form, 3, 4).expect_err("too many").to_string().contains(got));
+        }
+    }
 
     #[test]
     fn shares_read_back() {
