@@ -16,11 +16,11 @@ use crate::model::{LlamaConfig, ParameterSpec, Parameters, StateFile};
 use crate::partial::Folder;
 use crate::quantity::Quantity;
 use crate::ranks::{Mesh, Ranks};
-use crate::settings::{AttentionSettings, Settings, SmoothingSetting, Switch};
+use crate::settings::{self, AttentionSettings, Settings, Sla2Settings, SmoothingSetting, Switch};
 use crate::{during, writing};
 
 const CONFIG: &str = "config.json";
-/// For a model trained with a low-bit scheme: the settings that an attention runtime needs.
+/// For a model trained with FP4 or with SLA2: the settings that an attention runtime needs.
 const ATTENTION: &str = "attention.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -133,9 +133,10 @@ impl HfConfig {
 pub fn settings(folder: &Path) -> Result<Settings> {
     let config = HfConfig::read(folder)?;
     let tokenizer = folder.join("tokenizer.json");
-    let attention = attention(folder)?;
+    let (attention, sla2) = attention(folder)?;
     Ok(Settings::with(|s| {
         s.attention = attention;
+        s.sla2 = sla2;
         s.attention.qk_norm = Some(if config.model_type == "qwen3" { Switch::On } else { Switch::Off });
         s.data.vocab_size = Some(Quantity(config.vocab_size as u64));
         s.data.tokenizer = tokenizer.exists().then(|| tokenizer.display().to_string());
@@ -151,10 +152,10 @@ pub fn settings(folder: &Path) -> Result<Settings> {
 }
 
 /// The attention that a model was trained with, if the folder has `attention.json`.
-fn attention(folder: &Path) -> Result<AttentionSettings> {
+fn attention(folder: &Path) -> Result<(AttentionSettings, Sla2Settings)> {
     let path = folder.join(ATTENTION);
     if !path.exists() {
-        return Ok(AttentionSettings::default());
+        return Ok(Default::default());
     }
     let unusable = |got: String| {
         Error::new(format!("cannot use {}", path.display()))
@@ -166,15 +167,16 @@ fn attention(folder: &Path) -> Result<AttentionSettings> {
     let said: BTreeMap<String, String> =
         serde_json::from_str(&text).map_err(|error| unusable(error.to_string()))?;
     let word = |name: &str| said.get(name).map(String::as_str);
-    let settings = || -> Result<AttentionSettings> {
+    let settings = || -> Result<(AttentionSettings, Sla2Settings)> {
         let smoothing = word("smoothing").map(|text| SmoothingSetting::from_str(text, false));
-        Ok(AttentionSettings {
+        let attention = AttentionSettings {
             attn: word("scheme").map(str::parse).transpose()?,
             value_groups: word("value_groups").map(str::parse).transpose()?,
             p_reference: word("probability_reference").map(str::parse).transpose()?,
             smoothing: smoothing.transpose().map_err(|error| Error::new("unknown smoothing").got(error))?,
             ..AttentionSettings::default()
-        })
+        };
+        Ok((attention, settings::of_runtime(word)?))
     };
     settings().map_err(|error| unusable(error.to_string().replace('\n', "\n           ")))
 }
@@ -285,22 +287,17 @@ fn is_of_sla2(name: &str) -> bool {
     ["_router.weight", ".theta"].iter().any(|end| name.ends_with(end))
 }
 
-/// Exports a model to a new folder that `transformers` can load.
+/// Exports a model to a new folder that `transformers` can load. It computes dense attention: of SLA2 it ignores router and
+/// `theta`, which are among the weights, as [`load`] does not.
 ///
 /// # Errors
-/// When the folder exists or cannot be written, or the model has no attention or has SLA2.
+/// When the folder exists or cannot be written, or the model has no attention.
 pub fn export(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
     if model.config.scheme.is_none() {
         return Err(Error::new("a model without attention has no name in transformers")
             .got("--attn none")
             .allowed("a run with attention: any --attn but none")
             .hint("its weights are in model.safetensors, under the same names"));
-    }
-    if model.config.sla2.is_some() {
-        return Err(Error::new("transformers has no SLA2")
-            .got("a run with --attn sla2")
-            .allowed("dense attention: fpa, sagebwd, attn-qat")
-            .hint("the run's model.safetensors has the weights, those of the router too"));
     }
     let folder = Folder::begin(to)?;
     export_into(model, folder.path(), dtype)?;
@@ -320,10 +317,14 @@ fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
     write("tokenizer_config.json", &tokenizer_config(tokenizer, config.context)?)?;
     tokenizer.save(&to.join("tokenizer.json"))?;
     if let Some(scheme) = config.scheme {
-        let settings = scheme.runtime_settings();
-        if !settings.is_empty() {
-            let name = [("scheme", scheme.name().to_string())];
-            let all = name.into_iter().chain(settings).map(|(key, text)| (key.to_string(), text.into()));
+        let name = [("scheme", scheme.name().to_string())];
+        let words = match (&config.sla2, scheme.runtime_settings()) {
+            (Some(sla2), _) => settings::runtime_settings(sla2, scheme.name()),
+            (None, own) if own.is_empty() => own,
+            (None, own) => name.into_iter().chain(own).collect(),
+        };
+        if !words.is_empty() {
+            let all = words.into_iter().map(|(key, text)| (key.to_string(), text.into()));
             write(ATTENTION, &Value::Object(all.collect()))?;
         }
     }

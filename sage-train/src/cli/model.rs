@@ -322,9 +322,10 @@ impl Export {
         let Trained { config, parameters, tokenizer, .. } = &trained;
         hf::export(hf::Model { config: &config.model, parameters, tokenizer }, &self.to, dtype)?;
         print(&format!(
-            "{}: {} for transformers\n",
+            "{}: {} for transformers{}\n",
             self.to.display(),
-            if trained.config.model.qk_norm { "Qwen3" } else { "Llama" }
+            if trained.config.model.qk_norm { "Qwen3" } else { "Llama" },
+            if config.model.sla2.is_some() { ", which computes dense attention: it has no SLA2" } else { "" }
         ))
     }
 }

@@ -164,6 +164,62 @@ pub(super) fn own_settings(sla2: &Sla2Config) -> Vec<(&'static str, String)> {
     ]
 }
 
+/// What a runtime needs to know of a model that was trained so, as words: the form of `--attn` under `scheme`, and the keys of
+/// the settings but those of its stages.
+pub(crate) fn runtime_settings(sla2: &Sla2Config, numerics: &str) -> Vec<(&'static str, String)> {
+    let form = match (sla2.choice, sla2.tail) {
+        (Choice::Window, _) => Form::Window,
+        (Choice::Identity, _) => Form::Identity,
+        (Choice::Learned, Some(_)) => Form::Learned,
+        (Choice::Learned, None) => Form::Sparse,
+    };
+    let words = own_settings(sla2).into_iter().filter(|(key, _)| !key.ends_with("-steps"));
+    [("scheme", form.name().to_owned()), ("sla2-numerics", numerics.to_owned())]
+        .into_iter()
+        .chain(words)
+        .collect()
+}
+
+/// The settings that such words say.
+///
+/// # Errors
+/// When a word is none of its setting's.
+pub(crate) fn of_runtime<'a>(word: impl Fn(&str) -> Option<&'a str>) -> Result<Sla2Settings, Error> {
+    fn one_of<T: ValueEnum>(text: &str) -> Result<T, Error> {
+        let names = || {
+            T::value_variants()
+                .iter()
+                .filter_map(|value| Some(value.to_possible_value()?.get_name().to_owned()))
+        };
+        T::from_str(text, false).map_err(|_| {
+            Error::new("unknown word of SLA2")
+                .got(format!("`{text}`"))
+                .allowed(names().collect::<Vec<_>>().join(", "))
+                .hint("attention.json is written by `sage-train export`")
+        })
+    }
+    let number = |key: &str| {
+        let read = |text: &str| {
+            text.parse().map_err(|_| {
+                Error::new(format!("{key} is no number"))
+                    .got(format!("`{text}`"))
+                    .allowed("a whole number")
+                    .hint("attention.json is written by `sage-train export`")
+            })
+        };
+        word(key).map(read).transpose()
+    };
+    Ok(Sla2Settings {
+        sla2_numerics: word("sla2-numerics").map(str::parse).transpose()?.map(Text),
+        sla2_blocks: number("sla2-blocks")?,
+        sla2_nearest: number("sla2-nearest")?,
+        sla2_block: number("sla2-block")?,
+        sla2_tail: word("sla2-tail").filter(|&tail| tail != "none").map(one_of).transpose()?,
+        sla2_alpha: word("sla2-alpha").map(one_of).transpose()?,
+        ..Sla2Settings::default()
+    })
+}
+
 /// SLA2 as the settings say, for a run of so many steps over sequences of `context` tokens. Blocks are 128 tokens on a GPU.
 ///
 /// # Errors
