@@ -227,6 +227,32 @@ fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
     Ok(())
 }
 
+/// An export has router, `theta` and settings: evaluated it has the run's own loss, and a run that starts from it is SLA2 again.
+#[test]
+fn an_export_of_sla2_is_sla2_again() {
+    let scratch = Scratch::new();
+    let sla2 = ["--attn", "sla2", "--context", "128", "--sla2-block", "16", "--sla2-blocks", "1"];
+    let stages = ["--steps", "6", "--sla2-dense-steps", "3", "--sla2-router-steps", "2"];
+    scratch.ok(&small(&[&sla2[..], &stages, &["--tokens-per-step", "512", "--name", "stages"]].concat()));
+    let said = scratch.ok(&["export", "runs/stages", "--to", "hf"]);
+    assert!(said.contains("it has no SLA2"), "{said}");
+    let text = scratch.ok(&["corpus", "--megabytes", "1", "--seed", "9"]);
+    scratch.file("other.txt", &text[..20_000]);
+    let data = ["--data", "other.txt", "--context", "128", "--tokens", "2k", "--device", "cpu"];
+    let eval = |from: &str| scratch.loss(&[&["eval", from], &data[..]].concat());
+    assert_eq!(eval("runs/stages"), eval("hf"), "of a run and of its export");
+    let further = ["--init-from", "hf", "--context", "128", "--name", "further"];
+    scratch.ok(&small(
+        &[&further[..], &["--steps", "2", "--sla2-dense-steps", "0", "--tokens-per-step", "512"]].concat(),
+    ));
+    let log = std::fs::read_to_string(scratch.path().join("runs/further/log.txt")).expect("a log");
+    assert!(log.contains("SLA2: 1 blocks of 16 and the diagonal"), "{log}");
+    std::fs::write(scratch.path().join("hf/attention.json"), r#"{"scheme": "sla2", "sla2-tail": "long"}"#)
+        .expect("a file");
+    let error = scratch.fails(&[&["eval", "hf"], &data[..]].concat());
+    assert!(error.contains("`long`") && error.contains("past, complement"), "{error}");
+}
+
 /// transformers itself computes the loss of an exported model over the same tokens.
 #[test]
 #[ignore = "needs python3 with torch and transformers"]

@@ -317,45 +317,16 @@ fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
     }
     // Evaluated as trained; dense attention gives another loss.
     let tokens = ["--tokens", "2k", "--device", "cpu"];
-    let sparse = loss(&scratch, &[&["eval", "runs/stages"], &tokens[..]].concat());
-    let dense = loss(&scratch, &[&["eval", "runs/stages", "--attn", "sagebwd"], &tokens[..]].concat());
+    let sparse = scratch.loss(&[&["eval", "runs/stages"], &tokens[..]].concat());
+    let dense = scratch.loss(&[&["eval", "runs/stages", "--attn", "sagebwd"], &tokens[..]].concat());
     assert!((sparse - last).abs() < 0.2 && sparse != dense, "{sparse}, {dense}, in training {last}");
     scratch.ok(&["sample", "runs/stages", "--tokens", "5"]);
     scratch.ok(&["probe", "runs/stages", "--sequences", "1"]);
     // A longer run continues from the checkpoint, with its stages at the same steps.
     scratch.ok(&["--resume", "runs/stages", "--steps", "10"]);
     assert_eq!(scratch.metrics("stages").len(), 10);
-    exports_of_sla2_are_what_they_were(&scratch);
     let dense_run = ["--attn", "sla2", "--context", "128", "--steps", "2", "--sla2-dense-steps", "3"];
     assert!(scratch.fails(&small(&dense_run)).contains("sla2-dense-steps"));
-}
-
-/// The loss that a command prints.
-fn loss(scratch: &Scratch, args: &[&str]) -> f64 {
-    let text = scratch.ok(args);
-    let number = text.split_whitespace().filter_map(|word| word.parse::<f64>().ok()).find(|x| *x > 1.0);
-    number.unwrap_or_else(|| panic!("no loss in {text}"))
-}
-
-/// An export has router, `theta` and settings: evaluated it has the run's own loss, and a run that starts from it is SLA2 again.
-fn exports_of_sla2_are_what_they_were(scratch: &Scratch) {
-    let said = scratch.ok(&["export", "runs/stages", "--to", "hf"]);
-    assert!(said.contains("it has no SLA2"), "{said}");
-    let text = scratch.ok(&["corpus", "--megabytes", "1", "--seed", "9"]);
-    scratch.file("other.txt", &text[..20_000]);
-    let data = ["--data", "other.txt", "--context", "128", "--tokens", "2k", "--device", "cpu"];
-    let eval = |from: &str| loss(scratch, &[&["eval", from], &data[..]].concat());
-    assert_eq!(eval("runs/stages"), eval("hf"), "of a run and of its export");
-    let further = ["--init-from", "hf", "--context", "128", "--name", "further"];
-    scratch.ok(&small(
-        &[&further[..], &["--steps", "2", "--sla2-dense-steps", "0", "--tokens-per-step", "512"]].concat(),
-    ));
-    let log = std::fs::read_to_string(scratch.path().join("runs/further/log.txt")).expect("a log");
-    assert!(log.contains("SLA2: 1 blocks of 16 and the diagonal"), "{log}");
-    std::fs::write(scratch.path().join("hf/attention.json"), r#"{"scheme": "sla2", "sla2-tail": "long"}"#)
-        .expect("a file");
-    let error = scratch.fails(&[&["eval", "hf"], &data[..]].concat());
-    assert!(error.contains("`long`") && error.contains("past, complement"), "{error}");
 }
 
 /// In full precision a token does not depend on later tokens; SageBwd's codes and means depend on them a

@@ -17,6 +17,13 @@ impl Scratch {
         self.0.path()
     }
 
+    /// The loss that a command prints.
+    pub(crate) fn loss(&self, args: &[&str]) -> f64 {
+        let text = self.ok(args);
+        let number = text.split_whitespace().filter_map(|word| word.parse::<f64>().ok()).find(|x| *x > 1.0);
+        number.unwrap_or_else(|| panic!("no loss in {text}"))
+    }
+
     /// Writes a file and returns its path.
     pub(crate) fn file(&self, name: &str, contents: impl AsRef<[u8]>) -> PathBuf {
         let path = self.path().join(name);
