@@ -2,7 +2,10 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::ops::{self, CrossEntropy};
-use candle_sage::{Attention, AttnQat, Granularity, Packing, Products, SageBwd, Scheme, ValueGroups};
+use candle_sage::{
+    Attention, AttnQat, Granularity, KeyMean, Packing, Products, Router, SageBwd, Scheme, Sla2, Smoothing,
+    ValueGroups,
+};
 
 fn zeros(dims: &[usize]) -> Tensor {
     Tensor::zeros(dims, DType::F32, &Device::Cpu).expect("zeros")
@@ -88,7 +91,24 @@ fn packings_and_settings() -> Vec<Case> {
         ),
         ("tile", attend(Attention::new(sage.tile_q(8)), &GOOD, &GOOD, &GOOD)),
         ("group", attend(Attention::new(sage.granularity(Granularity::Group(1))), &GOOD, &GOOD, &GOOD)),
+        ("a mean of no keys", attend(Attention::new(sage.key_mean(KeyMean::Sample(0))), &GOOD, &GOOD, &GOOD)),
+        ("a mean that is not subtracted", {
+            let settings = sage.smoothing(Smoothing::None).key_mean(KeyMean::Sample(64));
+            attend(Attention::new(settings), &GOOD, &GOOD, &GOOD)
+        }),
+        (
+            "a mean's name",
+            "sample-some".parse::<KeyMean>().map(|_| zeros(&[1])).map_err(candle_core::Error::from),
+        ),
+        ("nearest blocks without a mask", nearest(false, 4, 1)),
+        ("more nearest blocks than blocks", nearest(true, 2, 3)),
     ]
+}
+
+fn nearest(causal: bool, blocks: usize, count: usize) -> Result<Tensor> {
+    let x = zeros(&[1, 64, 2, 16]);
+    let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).causal(causal).blocks(blocks).nearest(count);
+    sla2.select(&Router::new(2, 16, &Device::Cpu)?, &x, &x).map(|_| x)
 }
 
 /// Widths and rotary tables that do not fit.
