@@ -31,6 +31,7 @@ STAGES = [
 ]
 WORDS, _, CONTEXT, _, _, _ = STAGES[-1]
 MODEL = "--preset mini --layers 4 --width 256 --heads 4 --eval-tokens 128k --sample-tokens 0".split()
+DASHES = {"window": "5 4", "identity": "2 3", "sparse": "12 3"}
 ARMS = "fpa,sla2:3,sla2-identity:3,sla2-sparse:3,sla2-window:3"
 ROW = re.compile(r"^(after story|suddenly)\s+(\d+) (?:to (\d+)|and more)\s+(\d+)\s+([\d.]+) %", re.MULTILINE)
 
@@ -59,10 +60,11 @@ class Lab:
         return shards
 
     def run(self, name, stage, *flags):
-        """Trains a run on a stage's documents, if it is not finished, and returns its folder."""
+        """Trains a run on a stage's documents, or goes on with it, if it is not finished, and returns its folder."""
         folder = self.out / "runs" / name
         ending = folder / "ending.json"
         if not (ending.exists() and json.loads(ending.read_text())["status"] == "finished"):
+            flags = [*flags, "--resume", "auto"]
             self.call(*MODEL, "--data", self.data(stage), "--context", STAGES[stage][2], "--out", self.out / "runs", "--name", name, *flags)
         return folder
 
@@ -85,11 +87,14 @@ class Lab:
         select = ["--sla2-nearest", nearest] if nearest else []
         select += ["--sla2-numerics", "fpa", "--sla2-blocks", blocks, "--sla2-dense-steps", args.dense_steps,
                   "--sla2-router-steps", args.router_steps] if blocks else []
-        name = f"{arm.replace(':', '-')}-{args.tokens}-seed-{seed}"
+        stages = f"-{args.dense_steps}-{args.router_steps}" if blocks else ""
+        name = f"{arm.replace(':', '-')}-{args.tokens}{stages}-seed-{seed}"
         run = self.run(name, len(STAGES) - 1, "--attn", attention, "--seed", seed, "--init-from", start, "--tokens", args.tokens,
                        "--lr", "3e-4", "--tokens-per-step", "32k", "--micro-batch", 4, *select)
-        answers = self.call("eval", run, "--recall", WORDS, "--tokens", "4m")
-        return [(arm, seed, *row) for row in ROW.findall(answers)]
+        answers = run / "recall.txt"
+        if not answers.exists():
+            answers.write_text(self.call("eval", run, "--recall", WORDS, "--tokens", "4m"))
+        return [(arm, seed, *row) for row in ROW.findall(answers.read_text())]
 
 
 def report(rows):
@@ -106,7 +111,8 @@ def report(rows):
 
 
 def plot(path, rows):
-    """Writes an SVG: right answers to sudden questions by distance, a line for each arm, dashed for a window, dash-dotted with nearest blocks."""
+    """Writes an SVG: right answers to sudden questions by distance, a line for each arm, a colour for each
+    number of blocks, dashed by form."""
     width, height, left, right, top, bottom = 760, 360, 52, 190, 34, 52
     palette = ["#000000", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e"]
     rows = [row for row in rows if row[2] == "suddenly" and int(row[3]) in range(64, 4096)]
@@ -119,7 +125,7 @@ def plot(path, rows):
     budgets = list(dict.fromkeys(map(blocks, arms)))
     svg = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
            f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-           f'<text x="{left}" y="20" font-size="15">Right answers by distance, in percent</text>']
+           f'<text x="{left}" y="20" font-size="15">Right answers to sudden questions by distance, in percent</text>']
     across = [left + 20 + (width - left - right - 20) * n / max(len(ranges) - 1, 1) for n in range(len(ranges))]
 
     def up(percent):
@@ -133,8 +139,8 @@ def plot(path, rows):
     svg.append(f'<text x="{(left + width - right) / 2}" y="{height - 10}" text-anchor="middle">tokens before the question</text>')
     for n, arm in enumerate(arms):
         colour = palette[budgets.index(blocks(arm)) % len(palette)]
-        look = f'stroke="{colour}" stroke-width="2"' + (
-            ' stroke-dasharray="5 4"' if "window" in arm else ' stroke-dasharray="9 3 2 3"' if arm.count(":") == 2 else "")
+        part = next((look for name, look in DASHES.items() if name in arm), "9 3 2 3" if arm.count(":") == 2 else "none")
+        look = f'stroke="{colour}" stroke-width="2" stroke-dasharray="{part}"'
         means = []
         for first in ranges:
             values = [float(row[6]) for row in rows if row[0] == arm and int(row[3]) == first]
@@ -151,14 +157,14 @@ def main():
     parser.add_argument("sage_train", nargs="?")
     parser.add_argument("--out")
     parser.add_argument("--arms", help=f"default: {ARMS}; with --from all of the tables")
-    parser.add_argument("--seeds", default="2,3,4")
-    parser.add_argument("--tokens", default="16m")
-    parser.add_argument("--dense-steps", type=int, default=100)
-    parser.add_argument("--router-steps", type=int, default=60)
-    parser.add_argument("--jobs", type=int, default=5)
-    parser.add_argument("--csv")
-    parser.add_argument("--plot")
-    parser.add_argument("--from", dest="tables", nargs="+", default=[])
+    parser.add_argument("--seeds", default="2,3,4", help="of the arms' batches [%(default)s]")
+    parser.add_argument("--tokens", default="16m", help="that an arm trains on [%(default)s]")
+    parser.add_argument("--dense-steps", type=int, default=100, help="of an arm, of 32k tokens, before it selects [%(default)s]")
+    parser.add_argument("--router-steps", type=int, default=60, help="the last of them, in which the router learns [%(default)s]")
+    parser.add_argument("--jobs", type=int, default=5, help="arms at a time [%(default)s]")
+    parser.add_argument("--csv", help="table to write: right answers of each arm, seed and distance")
+    parser.add_argument("--plot", help="SVG to write")
+    parser.add_argument("--from", dest="tables", nargs="+", default=[], help="tables of earlier runs of one length, to print and to plot")
     args = parser.parse_args()
     if args.tables:
         rows = []
@@ -166,6 +172,9 @@ def main():
             with open(table, newline="") as file:
                 rows += [tuple(row.values()) for row in csv.DictReader(file)]
         if args.arms:
+            unknown = set(args.arms.split(",")) - {row[0] for row in rows}
+            if unknown:
+                parser.error(f"the tables have no {', '.join(sorted(unknown))}")
             rows = [row for arm in args.arms.split(",") for row in rows if row[0] == arm]
         report(rows)
         if args.plot:
@@ -173,9 +182,13 @@ def main():
         return
     if not (args.sage_train and args.out):
         parser.error("SAGE_TRAIN and --out are needed, or --from with tables of earlier runs")
+    arms = (args.arms or ARMS).split(",")
+    for arm in arms:
+        if not re.fullmatch(r"fpa|sagebwd|sla2(-identity|-sparse|-window)?:[0-9]+(:[0-9]+)?", arm):
+            parser.error(f"no arm: {arm} (allowed: fpa, sagebwd, or a form of SLA2 with its blocks, such as sla2:6 or sla2:6:2)")
     lab = Lab(args)
     start = lab.dense()
-    jobs = [(arm, int(seed), start) for seed in args.seeds.split(",") for arm in (args.arms or ARMS).split(",")]
+    jobs = [(arm, int(seed), start) for seed in args.seeds.split(",") for arm in arms]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         rows = [row for rows in pool.map(lambda job: lab.arm(*job), jobs) for row in rows]
     report(rows)

@@ -103,9 +103,11 @@ impl Sla2 {
         self
     }
 
-    /// With a causal mask: how many of these are the nearest blocks before the diagonal, whatever the router
-    /// says; it picks the others. A router gives near blocks away for far ones, which costs what a window would
-    /// have for certain. At most [`Sla2::blocks`]; the default is 0.
+    /// With a causal mask: how many of the selected blocks are the nearest ones before the diagonal, whatever the
+    /// router says; it picks the others. A router gives near blocks away for far ones, which costs what a window
+    /// would have for certain. At most [`Sla2::blocks`], with which the router has no say; the default is 0. A
+    /// block of queries with fewer blocks before it lists all of them. The router still learns from all
+    /// candidates.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};

@@ -16,7 +16,9 @@ use crate::model::{LlamaConfig, ParameterSpec, Parameters, StateFile};
 use crate::partial::Folder;
 use crate::quantity::Quantity;
 use crate::ranks::{Mesh, Ranks};
-use crate::settings::{self, AttentionSettings, Settings, Sla2Settings, SmoothingSetting, Switch};
+use crate::settings::{
+    AttentionSettings, Settings, Sla2Settings, SmoothingSetting, Switch, exported_settings, form_name,
+};
 use crate::{during, writing};
 
 const CONFIG: &str = "config.json";
@@ -164,21 +166,29 @@ fn attention(folder: &Path) -> Result<(AttentionSettings, Sla2Settings)> {
             .hint("without the file the model is computed as any other; --attn says how")
     };
     let text = std::fs::read_to_string(&path).map_err(|error| unusable(error.to_string()))?;
+    let said: Value = serde_json::from_str(&text).map_err(|error| unusable(error.to_string()))?;
+    if said.get("attn").is_some() {
+        let told: Settings = serde_json::from_value(said).map_err(|error| unusable(error.to_string()))?;
+        return match (told.sla2.sla2_blocks, told.sla2.sla2_block) {
+            (Some(_), Some(_)) => Ok((told.attention, told.sla2)),
+            _ => Err(unusable("SLA2 without sla2-blocks or sla2-block".into())),
+        };
+    }
     let said: BTreeMap<String, String> =
-        serde_json::from_str(&text).map_err(|error| unusable(error.to_string()))?;
+        serde_json::from_value(said).map_err(|error| unusable(error.to_string()))?;
     let word = |name: &str| said.get(name).map(String::as_str);
-    let settings = || -> Result<(AttentionSettings, Sla2Settings)> {
+    let settings = || -> Result<AttentionSettings> {
         let smoothing = word("smoothing").map(|text| SmoothingSetting::from_str(text, false));
-        let attention = AttentionSettings {
+        Ok(AttentionSettings {
             attn: word("scheme").map(str::parse).transpose()?,
             value_groups: word("value_groups").map(str::parse).transpose()?,
             p_reference: word("probability_reference").map(str::parse).transpose()?,
             smoothing: smoothing.transpose().map_err(|error| Error::new("unknown smoothing").got(error))?,
             ..AttentionSettings::default()
-        };
-        Ok((attention, settings::of_runtime(word)?))
+        })
     };
-    settings().map_err(|error| unusable(error.to_string().replace('\n', "\n           ")))
+    let settings = settings().map(|attention| (attention, Sla2Settings::default()));
+    settings.map_err(|error| unusable(error.to_string().replace('\n', "\n           ")))
 }
 
 /// The model's longest sequence, in tokens.
@@ -189,7 +199,8 @@ pub fn longest(folder: &Path) -> Result<usize> {
     Ok(HfConfig::read(folder)?.max_position_embeddings)
 }
 
-/// The weights of a folder. A router or `theta` of SLA2 that the files lack keeps its initial values. The
+/// The weights of a folder. A router or `theta` of SLA2 that the files lack keeps its initial values, unless the folder is an
+/// export of this form of SLA2, which has them. The
 /// embedding must have as many rows as the model: missing rows are not made up.
 ///
 /// # Errors
@@ -202,12 +213,14 @@ pub fn load(
     trained: Option<Mesh>,
 ) -> Result<Parameters> {
     HfConfig::read(folder)?;
+    let exported = attention(folder)?.0.attn.map(|attn| attn.to_string());
+    let complete = config.sla2.as_ref().is_some_and(|sla2| exported.as_deref() == Some(form_name(sla2)));
     let files = weight_files(folder)?;
     let opened = files.iter().map(|name| StateFile::open(&folder.join(name))).collect::<Result<Vec<_>>>()?;
     let values = |spec: &ParameterSpec| {
         let holder = opened.iter().find(|file| file.contains(&spec.name));
         match (holder, spec.fixed_start()) {
-            (None, Some(start)) if is_of_sla2(&spec.name) => Ok(start),
+            (None, Some(start)) if is_of_sla2(&spec.name) && !complete => Ok(start),
             _ => holder.unwrap_or(&opened[0]).values(spec, ""),
         }
     };
@@ -319,12 +332,15 @@ fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
     if let Some(scheme) = config.scheme {
         let name = [("scheme", scheme.name().to_string())];
         let words = match (&config.sla2, scheme.runtime_settings()) {
-            (Some(sla2), _) => settings::runtime_settings(sla2, scheme.name()),
+            (Some(sla2), _) => exported_settings(sla2, &scheme),
             (None, own) if own.is_empty() => own,
             (None, own) => name.into_iter().chain(own).collect(),
         };
         if !words.is_empty() {
-            let all = words.into_iter().map(|(key, text)| (key.to_string(), text.into()));
+            // The words of SLA2 are settings, of which some are numbers.
+            let number = |text: &str| config.sla2.and_then(|_| text.parse::<u64>().ok());
+            let typed = |text: String| number(&text).map_or_else(|| text.clone().into(), Value::from);
+            let all = words.into_iter().map(|(key, text)| (key.to_string(), typed(text)));
             write(ATTENTION, &Value::Object(all.collect()))?;
         }
     }

@@ -24,7 +24,7 @@ pub use optimizer::{OptimizerSettings, Schedule};
 pub use run::{Preset, RunSettings};
 use serde::{Deserialize, Serialize};
 pub use sla2::{AlphaSetting, Share, Sla2Settings, TailSetting};
-pub(crate) use sla2::{of_runtime, runtime_settings};
+pub(crate) use sla2::{exported_settings, form_name};
 pub use source::SourceSetting;
 pub use text::{Numerics, Text};
 

@@ -79,6 +79,11 @@ pub struct Trained {
 }
 
 impl Trained {
+    /// What the model attends to, if it has SLA2.
+    pub fn stage(&self) -> Stage {
+        self.stage
+    }
+
     /// Opens a folder. `settings` override those of the run. `trained`: whether the parameters have
     /// gradients.
     ///

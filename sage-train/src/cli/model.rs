@@ -16,7 +16,7 @@ use crate::evaluate::{
     Choices, Extent, OfPositions, Recalled, by_position, choose, evaluate, read_examples, recall,
     token_by_token,
 };
-use crate::model::Llama;
+use crate::model::{Llama, Stage};
 use crate::quantity::Quantity;
 use crate::ranks::Ranks;
 use crate::sample::{Sampling, Writer, Written};
@@ -27,7 +27,7 @@ use crate::{hf, tell};
 /// What to write.
 #[derive(Debug, clap::Args)]
 pub(super) struct Sample {
-    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (which is computed with full-precision attention, over 4096
+    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (which is computed with full-precision attention or what its attention.json says, over 4096
     /// tokens at most where nothing else is said)
     run: PathBuf,
     /// Text to go on with; without it a document is begun
@@ -115,7 +115,7 @@ pub(super) fn needs_data(run: &Path, data: Option<&SourceSetting>, what: &str, a
 /// What to evaluate on.
 #[derive(Debug, clap::Args)]
 pub(super) struct Eval {
-    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (which is computed with full-precision attention, over 4096
+    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (which is computed with full-precision attention or what its attention.json says, over 4096
     /// tokens at most where nothing else is said)
     run: PathBuf,
     /// Text or shards, whose validation part is taken [default: the run's own]
@@ -320,12 +320,19 @@ impl Export {
         let trained = Trained::open(&self.run, Place::Cpu, Settings::default(), false)?;
         let dtype = if self.dtype == Exported::Bf16 { DType::BF16 } else { DType::F32 };
         let Trained { config, parameters, tokenizer, .. } = &trained;
-        hf::export(hf::Model { config: &config.model, parameters, tokenizer }, &self.to, dtype)?;
+        let mut model = config.model.clone();
+        // A run that ended in its dense stage is a dense model.
+        model.sla2 = model.sla2.filter(|_| trained.stage() == Stage::Sparse);
+        hf::export(hf::Model { config: &model, parameters, tokenizer }, &self.to, dtype)?;
         print(&format!(
             "{}: {} for transformers{}\n",
             self.to.display(),
-            if trained.config.model.qk_norm { "Qwen3" } else { "Llama" },
-            if config.model.sla2.is_some() { ", which computes dense attention: it has no SLA2" } else { "" }
+            if model.qk_norm { "Qwen3" } else { "Llama" },
+            match model.sla2 {
+                Some(_) =>
+                    ", which computes dense attention: it has no SLA2. --init-from, eval and sample do",
+                None => "",
+            }
         ))
     }
 }

@@ -17,6 +17,7 @@ use crate::checks::in_range;
 use crate::config::{Config, of_attention};
 use crate::data::{Batches, Dataset, known_tokenizer};
 use crate::lock::Lock;
+use crate::model::Choice;
 use crate::quantity::Quantity;
 use crate::ranks::{Rank, Role, Words};
 use crate::report::result_table;
@@ -267,6 +268,13 @@ fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
                 settings.join(", ")
             })
             .hint("leave it out, or name the attention that has it: --attn"));
+    }
+    let window = config.model.sla2.as_ref().is_some_and(|sla2| sla2.choice == Choice::Window);
+    if window && typed.sla2.sla2_nearest.is_some_and(|nearest| nearest > 0) {
+        return Err(Error::new("--sla2-nearest is no setting of a window")
+            .got(format!("--sla2-nearest with --attn {}", config.attn))
+            .allowed("sla2, sla2-identity, sla2-sparse")
+            .hint("a window is the nearest blocks and the first one: --sla2-blocks says how many"));
     }
     if typed.data.sources.is_some() && typed.data.corpus_mb.is_some() {
         return Err(Error::new("the built-in corpus has no part in this run")

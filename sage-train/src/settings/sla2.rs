@@ -2,8 +2,8 @@
 
 use std::str::FromStr;
 
-use candle_sage::Error;
 use candle_sage::ops::{Alpha, Tail};
+use candle_sage::{Error, Scheme};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -164,60 +164,25 @@ pub(super) fn own_settings(sla2: &Sla2Config) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// What a runtime needs to know of a model that was trained so, as words: the form of `--attn` under `scheme`, and the keys of
-/// the settings but those of its stages.
-pub(crate) fn runtime_settings(sla2: &Sla2Config, numerics: &str) -> Vec<(&'static str, String)> {
+/// The form that was resolved, by its name in `--attn`.
+pub(crate) fn form_name(sla2: &Sla2Config) -> &'static str {
     let form = match (sla2.choice, sla2.tail) {
         (Choice::Window, _) => Form::Window,
         (Choice::Identity, _) => Form::Identity,
         (Choice::Learned, Some(_)) => Form::Learned,
         (Choice::Learned, None) => Form::Sparse,
     };
-    let words = own_settings(sla2).into_iter().filter(|(key, _)| !key.ends_with("-steps"));
-    [("scheme", form.name().to_owned()), ("sla2-numerics", numerics.to_owned())]
-        .into_iter()
-        .chain(words)
-        .collect()
+    form.name()
 }
 
-/// The settings that such words say.
-///
-/// # Errors
-/// When a word is none of its setting's.
-pub(crate) fn of_runtime<'a>(word: impl Fn(&str) -> Option<&'a str>) -> Result<Sla2Settings, Error> {
-    fn one_of<T: ValueEnum>(text: &str) -> Result<T, Error> {
-        let names = || {
-            T::value_variants()
-                .iter()
-                .filter_map(|value| Some(value.to_possible_value()?.get_name().to_owned()))
-        };
-        T::from_str(text, false).map_err(|_| {
-            Error::new("unknown word of SLA2")
-                .got(format!("`{text}`"))
-                .allowed(names().collect::<Vec<_>>().join(", "))
-                .hint("attention.json is written by `sage-train export`")
-        })
-    }
-    let number = |key: &str| {
-        let read = |text: &str| {
-            text.parse().map_err(|_| {
-                Error::new(format!("{key} is no number"))
-                    .got(format!("`{text}`"))
-                    .allowed("a whole number")
-                    .hint("attention.json is written by `sage-train export`")
-            })
-        };
-        word(key).map(read).transpose()
-    };
-    Ok(Sla2Settings {
-        sla2_numerics: word("sla2-numerics").map(str::parse).transpose()?.map(Text),
-        sla2_blocks: number("sla2-blocks")?,
-        sla2_nearest: number("sla2-nearest")?,
-        sla2_block: number("sla2-block")?,
-        sla2_tail: word("sla2-tail").filter(|&tail| tail != "none").map(one_of).transpose()?,
-        sla2_alpha: word("sla2-alpha").map(one_of).transpose()?,
-        ..Sla2Settings::default()
-    })
+/// What must be known of a model beside its weights to compute it so, by the keys of settings: all but the stages of its training.
+pub(crate) fn exported_settings(sla2: &Sla2Config, scheme: &Scheme) -> Vec<(&'static str, String)> {
+    let told = [("attn", form_name(sla2).to_owned()), ("sla2-numerics", scheme.name().to_owned())];
+    let own = own_settings(sla2).into_iter().filter(|(key, text)| !key.ends_with("-steps") && text != "none");
+    told.into_iter()
+        .chain(scheme.settings().into_iter().filter(|(key, _)| !key.starts_with("tile-")))
+        .chain(own)
+        .collect()
 }
 
 /// SLA2 as the settings say, for a run of so many steps over sequences of `context` tokens. Blocks are 128 tokens on a GPU.
@@ -254,7 +219,8 @@ pub(super) fn resolve(
         settings.sla2_router_steps.map_or((steps / 10).min(100).min(dense_steps), |steps| steps.0);
     let mut config = Sla2Config {
         blocks: 0,
-        nearest: settings.sla2_nearest.unwrap_or(0),
+        // A window is nothing else; what it took over from a router's run says nothing to it.
+        nearest: if form == Form::Window { 0 } else { settings.sla2_nearest.unwrap_or(0) },
         block,
         choice: match form {
             Form::Learned | Form::Sparse => Choice::Learned,
@@ -302,14 +268,12 @@ pub(super) fn resolve(
 }
 
 fn check_nearest(config: &Sla2Config) -> Result<(), Error> {
-    let window = config.choice == Choice::Window;
-    if config.nearest <= config.blocks && !(window && config.nearest > 0) {
+    if config.nearest <= config.blocks {
         return Ok(());
     }
-    let form = if window { ", a window" } else { "" };
     Err(Error::new("sla2-nearest is out of range")
-        .got(format!("{} nearest of {} blocks{form}", config.nearest, config.blocks))
-        .allowed("at most as many as there are blocks, beside a router")
+        .got(format!("{} nearest of {} blocks", config.nearest, config.blocks))
+        .allowed("at most as many as there are blocks")
         .hint("--sla2-blocks N; the router picks those that are not the nearest"))
 }
 
@@ -334,14 +298,10 @@ mod tests {
             resolve(form, &settings, 8192, 1000, true).map(|config| config.nearest)
         };
         assert_eq!(
-            (of(Form::Learned, 3, 3), of(Form::Sparse, 3, 0), of(Form::Window, 3, 0)),
+            (of(Form::Learned, 3, 3), of(Form::Sparse, 3, 0), of(Form::Window, 3, 1)),
             (Ok(3), Ok(0), Ok(0))
         );
-        for (form, got) in
-            [(Form::Learned, "4 nearest of 3 blocks"), (Form::Window, "4 nearest of 3 blocks, a window")]
-        {
-            assert!(of(form, 3, 4).expect_err("too many").to_string().contains(got));
-        }
+        assert!(of(Form::Learned, 3, 4).expect_err("too many").to_string().contains("4 nearest of 3 blocks"));
     }
 
     #[test]

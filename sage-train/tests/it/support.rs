@@ -20,7 +20,8 @@ impl Scratch {
     /// The loss that a command prints.
     pub(crate) fn loss(&self, args: &[&str]) -> f64 {
         let text = self.ok(args);
-        let number = text.split_whitespace().filter_map(|word| word.parse::<f64>().ok()).find(|x| *x > 1.0);
+        let after = text.split_whitespace().skip_while(|word| *word != "loss").nth(1);
+        let number = after.and_then(|word| word.parse().ok());
         number.unwrap_or_else(|| panic!("no loss in {text}"))
     }
 
