@@ -295,7 +295,13 @@ fn an_export_of_sla2_is_sla2_again() {
     let last = |name: &str| scratch.metrics(name).pop().expect("steps").loss;
     assert_ne!(last("far"), last("stages"), "with and without a nearest block");
 
-    // What nobody wrote is refused.
+    refused_where_nobody_wrote_it(&scratch, &told);
+}
+
+/// An `attention.json` with a key, a word or a gap that no export has; and a window with nearest blocks.
+fn refused_where_nobody_wrote_it(scratch: &Scratch, told: &serde_json::Value) {
+    let path = scratch.path().join("hf/attention.json");
+    let data = ["--data", "other.txt", "--context", "128", "--tokens", "2k", "--device", "cpu"];
     let with = |key: &str, value: serde_json::Value| {
         let mut other = told.clone();
         other[key] = value;
