@@ -154,6 +154,23 @@ pub(super) struct Eval {
     device: Option<Place>,
 }
 
+/// What a model attends to, and in which numerics.
+fn attention_of(trained: &Trained) -> String {
+    let config = &trained.config;
+    let scheme = config.model.scheme.map_or("none".into(), |scheme| scheme.to_string());
+    match &config.model.sla2 {
+        Some(sla2) if trained.stage() == Stage::Sparse => {
+            let nearest =
+                if sla2.nearest > 0 { format!(" ({} nearest)", sla2.nearest) } else { String::new() };
+            format!(
+                "{}: {} blocks of {}{nearest} and the diagonal; {scheme}",
+                config.attn, sla2.blocks, sla2.block
+            )
+        }
+        _ => scheme,
+    }
+}
+
 impl Eval {
     pub(super) fn run(&self) -> Result<()> {
         // Other data is tokenized with the model's tokenizer.
@@ -188,7 +205,7 @@ impl Eval {
         }
         let data = Dataset::load_to_validate(&config.data, &|line| tell(line))?;
         let cut = config.data.cut(tokenizer);
-        let scheme = config.model.scheme.map_or("none".into(), |scheme| scheme.to_string());
+        let scheme = attention_of(&trained);
         let bar = crate::bar(0, "{bar:30.cyan/blue} {human_pos}/{human_len} tokens, ETA {eta}");
         let mut seen = |done, all| {
             bar.set_length(all);

@@ -272,6 +272,8 @@ fn an_export_of_sla2_is_sla2_again() {
     let data = ["--data", "other.txt", "--context", "128", "--tokens", "2k", "--device", "cpu"];
     let eval = |from: &str, attn: &[&str]| scratch.loss(&[&["eval", from], &data[..], attn].concat());
     assert_eq!(eval("runs/stages", &[]), eval("hf", &[]), "of a run and of its export");
+    let printed = scratch.ok(&[&["eval", "hf"], &data[..]].concat());
+    assert!(printed.contains("sla2: 2 blocks of 16 (1 nearest) and the diagonal; Attn-QAT"), "{printed}");
     assert_ne!(eval("hf", &[]), eval("hf", &["--attn", "fpa"]), "SLA2 and dense attention");
     let further = [
         "--init-from",
