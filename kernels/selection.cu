@@ -69,8 +69,40 @@ __device__ __forceinline__ int each_user(const params::Users& p, const Segment& 
   return found;
 }
 
+// A warp cuts the `count` users of a block of keys into parts, if they are more than two parts and a slot is left, and sets the
+// slot's sums to zero. The number of parts is bounded by the lists' length, that of slots is not.
+__device__ __forceinline__ void cut(const params::Users& p, int segment, int key_head, int block, int column, uint32_t count) {
+  int lane = threadIdx.x % 32;
+  uint32_t slot = params::NOT_CUT;
+  if (count > 2 * p.cuts.users) {
+    if (lane == 0) slot = atomicAdd(p.used, 1u);
+    slot = __shfl_sync(~0u, slot, 0);
+    if (slot >= uint32_t(p.most_slots)) slot = params::NOT_CUT;
+  }
+  if (lane == 0) p.cuts.slots[int64_t(key_head) * p.lists.key_blocks + column] = slot;
+  if (slot == params::NOT_CUT) return;
+  uint32_t parts = (count + p.cuts.users - 1) / p.cuts.users, first = 0;
+  if (lane == 0) first = atomicAdd(p.used + 1, parts - 1);
+  first = __shfl_sync(~0u, first, 0);
+  for (uint32_t i = lane + 1; i < parts; i += 32)
+    p.cuts.parts[first + i - 1] = params::Part{uint32_t(segment), uint32_t(key_head), uint32_t(block), i};
+  float4* sums = reinterpret_cast<float4*>(p.cuts.sums + int64_t(slot) * p.slot_floats);
+  for (int i = lane; i < p.slot_floats / 4; i += 32) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  constexpr int ARRIVALS = 2 * SELECTION_BLOCK / 16;
+  for (int i = lane; i < ARRIVALS; i += 32) p.cuts.arrivals[slot * ARRIVALS + i] = 0;
+}
+
+// Sets what `cut` counts and lists to none, by all threads of the grid.
+__device__ __forceinline__ void prepare_cuts(const params::Users& p) {
+  int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x, threads = gridDim.x * gridDim.y * gridDim.z * blockDim.x;
+  int thread = block * blockDim.x + threadIdx.x;
+  if (thread < 2) p.used[thread] = 0;
+  for (int i = thread; i < p.most_parts; i += threads) p.cuts.parts[i] = params::Part{0, 0, 0, 0};
+}
+
 template <bool FILL>
 __device__ __forceinline__ void users(const params::Users& p) {
+  if (!FILL && p.cuts.slots) prepare_cuts(p);
   Segment segment(p.shape, blockIdx.y);
   int block = blockIdx.x * WARPS + threadIdx.x / 32, key_head = blockIdx.z, lane = threadIdx.x % 32;
   if (block >= selection_blocks(segment.key_len)) return;
@@ -92,6 +124,7 @@ __device__ __forceinline__ void users(const params::Users& p) {
     first_users[column] = start;
     if (column + 1 == columns) first_users[columns] = start + counts[column];
   }
+  if (p.cuts.slots) cut(p, blockIdx.y, key_head, block, column, counts[column]);
   each_user(p, segment, blockIdx.y, key_head, block, [&](int number, int query_block, int place) {
     p.users[start + number] = params::User{uint32_t(query_block), uint32_t(place)};
   });

@@ -36,7 +36,7 @@ use candle_core::{CudaStorage, Result};
 use cudarc::driver::CudaSlice;
 use full_precision::FullPrecision;
 use kernels::Grid;
-use plan::{Plan, TILE, Visits};
+use plan::{Plan, SELECTION_BLOCK, TILE, Visits};
 use selection::{Seen, Users};
 
 use crate::launch::{Launch, Operand};
@@ -213,7 +213,9 @@ fn run_forward<S: OnGpu>(
 fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>) -> Result<[CudaStorage; 3]> {
     let call = Call::new(problem)?;
     let gpu = &call.gpu;
-    let users = problem.selection.map(|selection| Users::new(selection, gpu)).transpose()?;
+    // Parts of a list add in any order, so that nothing is cut where the bits must not depend on it.
+    let cut = (!problem.deterministic).then_some(call.d);
+    let users = problem.selection.map(|selection| Users::new(selection, gpu, cut)).transpose()?;
     let visits = if users.is_some() { Visits::Listed } else { Visits::Every };
     let plan = Plan::of(ran.scheme.backward_kernel(), call.d, gpu.architecture, visits)?;
     let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
@@ -240,23 +242,28 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
         dq_semaphore: address_if_any(dq_semaphore.as_ref(), gpu),
         shape: call.shape_sharing(plan, shared, problem.shape.key_heads()),
         dq_parts: plan.dq_parts() as i32,
-        lists: users.as_ref().map(|users| users.lists(gpu)).transpose()?.unwrap_or_default(),
         ..params::Backward::default()
     };
     let scratch = ran.scheme.scratch(&call, &ran.kept)?;
-    let mut params = given;
+    let mut params = params::Backward {
+        lists: users.as_ref().map(|users| users.lists(gpu)).transpose()?.unwrap_or_default(),
+        cuts: users.as_ref().map(|users| users.cuts(gpu)).unwrap_or_default(),
+        ..given
+    };
     ran.scheme.before_backward(&call, plan, &ran.kept, &scratch, past, &mut params)?;
     let blocks = call.segment_count()
         * problem.shape.key_heads()
-        * (call.geometry.sizes.key_len as usize).div_ceil(plan.rows);
+        * (call.geometry.sizes.key_len as usize).div_ceil(plan.rows)
+        + users.as_ref().map_or(0, Users::more_blocks) * SELECTION_BLOCK.div_ceil(plan.rows);
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
     let kernel = call.kernel(&plan.name(visits));
     gpu.launch_backward(plan.family, &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;
-    // The scratch memory is freed before dQ is allocated, since memory use peaks here. The parameters of the last
-    // kernel have no address in it, because they are made from those that `before_backward` did not change.
+    // The scratch memory and the lists' are freed before dQ is allocated, since memory use peaks here. The parameters of
+    // the last kernel have no address in them, because they are made from those of `given`.
     drop(scratch);
+    drop(users);
     let dq = call.output(problem.shape.query_dims())?;
     let params = params::Backward { dq: dq.view(gpu)?, ..given };
     let tiles = (call.geometry.sizes.query_len as usize).div_ceil(TILE);

@@ -68,6 +68,7 @@ inline void __stcg(float4* at, float4 x) { *at = x; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
+inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 // The block of threads that is running.
 namespace host {
@@ -90,7 +91,7 @@ struct Block {
   uint32_t traded[MOST_THREADS];
 };
 inline Block block;
-inline dim3 thread, place;
+inline dim3 thread, place, grid{1, 1, 1};
 
 inline void yield() {
   if (_setjmp(block.fibers[block.current]) == 0) _longjmp(block.scheduler, 1);
@@ -213,6 +214,7 @@ inline void run(int index, int threads, std::function<void()> body, int row = 0)
 
 #define threadIdx host::thread
 #define blockIdx host::place
+#define gridDim host::grid
 #define blockDim dim3{host::block.threads, 1, 1}
 
 inline void __syncthreads() {
@@ -244,12 +246,24 @@ inline uint32_t atomicMax(uint32_t* at, uint32_t value) {
   *at = max(before, value);
   return before;
 }
-inline int atomicAdd(int* at, int value) {
-  int before = *at;
+template <class T>
+inline T atomicAdd(T* at, T value) {
+  T before = *at;
   *at += value;
   return before;
 }
 inline void __threadfence() {}
+inline uint32_t __ballot_sync(uint32_t, bool value) {
+  uint32_t all = 0;
+  for (int lane = 0; lane < 32; ++lane) all |= __shfl_sync(~0u, uint32_t(value), lane) << lane;
+  return all;
+}
+inline uint32_t __reduce_add_sync(uint32_t, uint32_t value) {
+  uint32_t sum = 0;
+  for (int lane = 0; lane < 32; ++lane) sum += __shfl_sync(~0u, value, lane);
+  return sum;
+}
+inline int __popc(uint32_t x) { return std::popcount(x); }
 inline bool __any_sync(uint32_t mask, bool value) {
   bool any = false;
   for (int lane = 0; lane < 32; ++lane) any |= __shfl_sync(mask, uint32_t(value), lane) != 0;

@@ -128,6 +128,17 @@ pub(super) struct Lists<'a> {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Cuts<'a> {
+    pub(super) parts: Address<'a>,
+    pub(super) slots: Address<'a>,
+    pub(super) sums: Address<'a>,
+    pub(super) arrivals: Address<'a>,
+    pub(super) users: u32,
+    pub(super) padding: i32,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Forward<'a> {
     pub(super) q: View<'a>,
     pub(super) k: View<'a>,
@@ -174,6 +185,7 @@ pub(super) struct Backward<'a> {
     pub(super) dq_parts: i32,
     pub(super) row_sums: Address<'a>,
     pub(super) lists: Lists<'a>,
+    pub(super) cuts: Cuts<'a>,
     pub(super) q_map: TensorMap<'a>,
     pub(super) dout_map: TensorMap<'a>,
 }
@@ -207,6 +219,7 @@ const _: () = {
     assert!(size_of::<View>() == 48 && offset_of!(View, vector) == 40);
     assert!(size_of::<Segment>() == 32);
     assert!(size_of::<Lists>() == 40 && offset_of!(Lists, stride) == 24);
+    assert!(size_of::<Cuts>() == 40 && offset_of!(Cuts, users) == 32);
     assert!(size_of::<Shape>() == 56 && offset_of!(Shape, softmax_scale) == 36);
     assert!(size_of::<Codes>() == 72);
     assert!(size_of::<Forward>() == 832 && offset_of!(Forward, q_map) == 448);
@@ -214,8 +227,9 @@ const _: () = {
     assert!(offset_of!(Forward, row_sums) == 384 && offset_of!(Forward, lists) == 400);
     assert!(offset_of!(Forward, key_sample) == 440);
     assert!(size_of::<FakeQuantize>() == 360 && offset_of!(FakeQuantize, shape) == 296);
-    assert!(size_of::<Backward>() == 896 && offset_of!(Backward, q_map) == 640);
+    assert!(size_of::<Backward>() == 960 && offset_of!(Backward, q_map) == 704);
     assert!(offset_of!(Backward, minus_lse2) == 384 && offset_of!(Backward, codes) == 440);
     assert!(offset_of!(Backward, shape) == 512 && offset_of!(Backward, group) == 568);
     assert!(offset_of!(Backward, row_sums) == 584 && offset_of!(Backward, lists) == 592);
+    assert!(offset_of!(Backward, cuts) == 632);
 };

@@ -71,15 +71,80 @@ impl<'a> Seen<'a> {
     }
 }
 
+/// Users of a part of a list that is cut, at least: fewer do not pay for another block of threads that reads the keys.
+const LEAST_USERS: usize = 8;
+/// Into how many parts a multiprocessor's share of the work is cut, if all of it is in long lists.
+const PARTS_OF_A_SHARE: usize = 8;
+
+/// How the users of the most wanted blocks are cut into parts for thread blocks of their own, whose dK and dV are added in f32.
+/// In which order they add is not defined.
+struct Cuts {
+    /// Users of a part, at most. Lists of more than two such parts are cut.
+    users: usize,
+    /// Parts beyond the first ones of their lists, at most.
+    most_parts: usize,
+    /// Lists that can be cut. The memory of their sums is bounded, and with more long lists than multiprocessors none of
+    /// them leaves a multiprocessor without work for long.
+    most_slots: usize,
+    parts: CudaSlice<u32>,
+    slots: CudaSlice<u32>,
+    sums: CudaSlice<f32>,
+    arrivals: CudaSlice<u32>,
+}
+
+impl Cuts {
+    /// For lists with `entries` in all, the longest of at most `longest`, and keys of `d` channels. `None`: no list is long.
+    fn new(gpu: &Gpu, columns: usize, entries: usize, longest: usize, d: usize) -> Result<Option<Self>> {
+        // In this crate's own tests parts are short, so that small cases have some.
+        let least = if cfg!(test) { 1 } else { LEAST_USERS };
+        let users = entries.div_ceil(gpu.multiprocessors * PARTS_OF_A_SHARE).max(least);
+        if longest <= 2 * users {
+            return Ok(None);
+        }
+        let most_slots = (entries / (2 * users)).min(gpu.multiprocessors);
+        let most_parts = (entries / users).min(most_slots * (longest.div_ceil(users) - 1));
+        Ok(Some(Self {
+            users,
+            most_parts,
+            most_slots,
+            parts: gpu.alloc(most_parts * PART_WORDS)?,
+            slots: gpu.alloc(columns)?,
+            sums: gpu.alloc(most_slots * slot_floats(d))?,
+            arrivals: gpu.alloc(most_slots * 2 * SELECTION_BLOCK / 16)?,
+        }))
+    }
+
+    fn params(&self, gpu: &Gpu) -> params::Cuts<'_> {
+        params::Cuts {
+            parts: address(&self.parts, gpu),
+            slots: address(&self.slots, gpu),
+            sums: address(&self.sums, gpu),
+            arrivals: address(&self.arrivals, gpu),
+            users: self.users as u32,
+            padding: 0,
+        }
+    }
+}
+
+/// Words of an entry of the table of parts.
+const PART_WORDS: usize = 4;
+
+/// Sums of a list: of dK and dV of a block of keys.
+fn slot_floats(d: usize) -> usize {
+    2 * SELECTION_BLOCK * d
+}
+
 /// The lists and their inverse: for each block of keys, the blocks of queries that see it.
 pub(super) struct Users<'a> {
     seen: Seen<'a>,
     users: CudaSlice<u64>,
     first_users: CudaSlice<u32>,
+    cuts: Option<Cuts>,
 }
 
 impl<'a> Users<'a> {
-    pub(super) fn new(selection: &'a Selection, gpu: &Gpu) -> Result<Self> {
+    /// `cut`: the channels of keys, if long lists are to be cut.
+    pub(super) fn new(selection: &'a Selection, gpu: &Gpu, cut: Option<usize>) -> Result<Self> {
         let seen = Seen::new(selection)?;
         let lists = seen.lists(gpu)?;
         let blocks = selection.blocks();
@@ -96,26 +161,46 @@ impl<'a> Users<'a> {
         let users = gpu.alloc::<u64>(room)?;
         let first_users = gpu.alloc::<u32>(heads * (columns + 1))?;
         let counts = gpu.alloc::<u32>(heads * columns)?;
+        let used = gpu.alloc::<u32>(2)?;
+        let (longest_users, longest) = geometry.blocks();
+        let cuts = match cut {
+            Some(d) => Cuts::new(gpu, heads * columns, room, longest_users, d)?,
+            None => None,
+        };
         let params = params::sla2::Users {
             lists,
             users: address(&users, gpu),
             first_users: address(&first_users, gpu),
             counts: address(&counts, gpu),
+            used: address(&used, gpu),
             shape: geometry.shape(gpu),
+            cuts: cuts.as_ref().map(|cuts| cuts.params(gpu)).unwrap_or_default(),
+            most_slots: cuts.as_ref().map_or(0, |cuts| cuts.most_slots) as i32,
+            most_parts: cuts.as_ref().map_or(0, |cuts| cuts.most_parts) as i32,
+            slot_floats: cut.map_or(0, slot_floats) as i32,
+            padding: 0,
         };
-        let (_, longest) = geometry.blocks();
         let grid = Grid {
             blocks: (longest.div_ceil(WARPS) as u32, geometry.segment_count() as u32, heads as u32),
             ..Grid::line(1, WARPS as u32 * 32)
         };
         launch(gpu, "count_users", grid, &params)?;
         launch(gpu, "fill_users", grid, &params)?;
-        Ok(Self { seen, users, first_users })
+        Ok(Self { seen, users, first_users, cuts })
     }
 
     /// The lists and their inverse in the form that kernels take.
     pub(super) fn lists(&self, gpu: &Gpu) -> Result<params::Lists<'_>> {
         let (users, first_users) = (address(&self.users, gpu), address(&self.first_users, gpu));
         Ok(params::Lists { users, first_users, ..self.seen.lists(gpu)? })
+    }
+
+    /// The parts of long lists, in the form that kernels take.
+    pub(super) fn cuts(&self, gpu: &Gpu) -> params::Cuts<'_> {
+        self.cuts.as_ref().map(|cuts| cuts.params(gpu)).unwrap_or_default()
+    }
+    /// Blocks of keys that the parts beyond the first ones read again, at most.
+    pub(super) fn more_blocks(&self) -> usize {
+        self.cuts.as_ref().map_or(0, |cuts| cuts.most_parts)
     }
 }

@@ -162,8 +162,9 @@ fn attention_of(trained: &Trained) -> String {
         Some(sla2) if trained.stage() == Stage::Sparse => {
             let nearest =
                 if sla2.nearest > 0 { format!(" ({} nearest)", sla2.nearest) } else { String::new() };
+            let tail = if sla2.tail.is_none() { ", no tail" } else { "" };
             format!(
-                "{}: {} blocks of {}{nearest} and the diagonal; {scheme}",
+                "{}: {} blocks of {}{nearest} and the diagonal{tail}; {scheme}",
                 config.attn, sla2.blocks, sla2.block
             )
         }

@@ -129,11 +129,12 @@ impl Config {
                 let norm = if m.qk_norm { "on" } else { "off" };
                 let sla2 = m.sla2.as_ref().map_or(String::new(), |sla2| {
                     format!(
-                        "SLA2: {} blocks of {}{} and the diagonal, {:.1} % sparse, after {} dense steps (the router's {} among \
-                         them); ",
+                        "SLA2: {} blocks of {}{} and the diagonal{}, {:.1} % sparse, after {} dense steps (the router's {} \
+                         among them); ",
                         sla2.blocks,
                         sla2.block,
                         if sla2.nearest > 0 { format!(" ({} nearest)", sla2.nearest) } else { String::new() },
+                        if sla2.tail.is_none() { ", no tail" } else { "" },
                         sla2.sparsity(m.context) * 100.0,
                         sla2.dense_steps,
                         sla2.router_steps,

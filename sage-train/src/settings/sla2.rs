@@ -131,6 +131,8 @@ pub enum TailSetting {
     Past,
     /// Those that are not selected, as published (on the CPU)
     Complement,
+    /// Nothing: attention is over the selected blocks alone
+    None,
 }
 
 /// How the share of the selected blocks comes from what is learned.
@@ -178,7 +180,7 @@ pub(crate) fn form_name(sla2: &Sla2Config) -> &'static str {
 /// What must be known of a model beside its weights to compute it so, by the keys of settings: all but the stages of its training.
 pub(crate) fn exported_settings(sla2: &Sla2Config, scheme: &Scheme) -> Vec<(&'static str, String)> {
     let told = [("attn", form_name(sla2).to_owned()), ("sla2-numerics", scheme.name().to_owned())];
-    let own = own_settings(sla2).into_iter().filter(|(key, text)| !key.ends_with("-steps") && text != "none");
+    let own = own_settings(sla2).into_iter().filter(|(key, _)| !key.ends_with("-steps"));
     told.into_iter()
         .chain(scheme.settings().into_iter().filter(|(key, _)| !key.starts_with("tile-")))
         .chain(own)
@@ -228,7 +230,7 @@ pub(super) fn resolve(
             Form::Window => Choice::Window,
         },
         tail: match (form, settings.sla2_tail) {
-            (Form::Sparse, _) => None,
+            (Form::Sparse, _) | (_, Some(TailSetting::None)) => None,
             (_, Some(TailSetting::Complement)) => Some(Tail::Complement),
             (_, Some(TailSetting::Past) | None) => Some(Tail::Past),
         },

@@ -1,5 +1,7 @@
 //! Hugging Face's format: golden models of transformers, made by scripts/hf_golden.py, and exports of them.
 
+mod sla2;
+
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -225,105 +227,6 @@ fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
     let loss = |attn: &[&str]| scratch.ok(&[&["eval", "runs/sagebwd", "--tokens", "4k"], attn].concat());
     assert_ne!(loss(&["--attn", "attn-qat"]), loss(&["--attn", "fpa"]), "eval --attn changes the numerics");
     Ok(())
-}
-
-/// An export has router, `theta` and every setting: evaluated it has the run's own loss, and a run that starts from it is the
-/// same SLA2 again.
-#[test]
-fn an_export_of_sla2_is_sla2_again() {
-    let scratch = Scratch::new();
-    let sla2 = [
-        "--attn",
-        "sla2",
-        "--context",
-        "128",
-        "--sla2-block",
-        "16",
-        "--sla2-blocks",
-        "2",
-        "--sla2-nearest",
-        "1",
-    ];
-    let others = ["--sla2-alpha", "constant", "--sla2-numerics", "attn-qat", "--value-groups", "head-dim"];
-    let stages = ["--steps", "6", "--sla2-dense-steps", "3", "--sla2-router-steps", "2", "--lr", "3e-2"];
-    let tokens = ["--tokens-per-step", "512"];
-    scratch.ok(&small(&[&sla2[..], &others, &stages, &tokens, &["--name", "stages"]].concat()));
-    let said = scratch.ok(&["export", "runs/stages", "--to", "hf"]);
-    assert!(said.contains("it has no SLA2"), "{said}");
-    let path = scratch.path().join("hf/attention.json");
-    let told: serde_json::Value =
-        serde_json::from_str(&std::fs::read_to_string(&path).expect("a file")).expect("JSON");
-    let expected = [
-        ("attn", "sla2"),
-        ("sla2-numerics", "attn-qat"),
-        ("sla2-alpha", "constant"),
-        ("value-groups", "head-dim"),
-    ];
-    for (key, word) in expected {
-        assert_eq!(told[key], word, "{key}");
-    }
-    assert_eq!(
-        (&told["sla2-blocks"], &told["sla2-nearest"], &told["sla2-block"]),
-        (&2.into(), &1.into(), &16.into())
-    );
-
-    let text = scratch.ok(&["corpus", "--megabytes", "1", "--seed", "9"]);
-    scratch.file("other.txt", &text[..20_000]);
-    let data = ["--data", "other.txt", "--context", "128", "--tokens", "2k", "--device", "cpu"];
-    let eval = |from: &str, attn: &[&str]| scratch.loss(&[&["eval", from], &data[..], attn].concat());
-    assert_eq!(eval("runs/stages", &[]), eval("hf", &[]), "of a run and of its export");
-    let printed = scratch.ok(&[&["eval", "hf"], &data[..]].concat());
-    assert!(printed.contains("sla2: 2 blocks of 16 (1 nearest) and the diagonal; Attn-QAT"), "{printed}");
-    assert_ne!(eval("hf", &[]), eval("hf", &["--attn", "fpa"]), "SLA2 and dense attention");
-    let further = [
-        "--init-from",
-        "hf",
-        "--context",
-        "128",
-        "--name",
-        "further",
-        "--steps",
-        "2",
-        "--sla2-dense-steps",
-        "0",
-    ];
-    scratch.ok(&small(&[&further[..], &tokens].concat()));
-    let log = std::fs::read_to_string(scratch.path().join("runs/further/log.txt")).expect("a log");
-    assert!(log.contains("SLA2: 2 blocks of 16 (1 nearest)") && log.contains("values by head-dim"), "{log}");
-
-    // The nearest blocks reach the model: without them it learns something else.
-    let far = sla2.iter().map(|&word| if word == "1" { "0" } else { word }).collect::<Vec<_>>();
-    scratch.ok(&small(&[&far[..], &others, &stages, &tokens, &["--name", "far"]].concat()));
-    let last = |name: &str| scratch.metrics(name).pop().expect("steps").loss;
-    assert_ne!(last("far"), last("stages"), "with and without a nearest block");
-
-    refused_where_nobody_wrote_it(&scratch, &told);
-}
-
-/// An `attention.json` with a key, a word or a gap that no export has; and a window with nearest blocks.
-fn refused_where_nobody_wrote_it(scratch: &Scratch, told: &serde_json::Value) {
-    let path = scratch.path().join("hf/attention.json");
-    let data = ["--data", "other.txt", "--context", "128", "--tokens", "2k", "--device", "cpu"];
-    let with = |key: &str, value: serde_json::Value| {
-        let mut other = told.clone();
-        other[key] = value;
-        std::fs::write(&path, other.to_string()).expect("a file");
-        scratch.fails(&[&["eval", "hf"], &data[..]].concat())
-    };
-    assert!(with("sla2-bloks", 3.into()).contains("sla2-bloks"));
-    assert!(with("sla2-alpha", "long".into()).contains("long"));
-    assert!(with("sla2-blocks", serde_json::Value::Null).contains("without sla2-blocks"));
-    let error = scratch.fails(&small(&[
-        "--attn",
-        "sla2-window",
-        "--context",
-        "128",
-        "--sla2-nearest",
-        "1",
-        "--tokens-per-step",
-        "512",
-    ]));
-    assert!(error.contains("no setting of a window"), "{error}");
 }
 
 /// transformers itself computes the loss of an exported model over the same tokens.

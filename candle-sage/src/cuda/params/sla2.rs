@@ -3,7 +3,7 @@
 
 use std::mem::{offset_of, size_of};
 
-use super::{Forward, Lists, Shape, View, kernel_params};
+use super::{Cuts, Forward, Lists, Shape, View, kernel_params};
 use crate::cuda::address::Address;
 
 #[repr(C)]
@@ -13,7 +13,13 @@ pub(in crate::cuda) struct Users<'a> {
     pub(in crate::cuda) users: Address<'a>,
     pub(in crate::cuda) first_users: Address<'a>,
     pub(in crate::cuda) counts: Address<'a>,
+    pub(in crate::cuda) used: Address<'a>,
     pub(in crate::cuda) shape: Shape<'a>,
+    pub(in crate::cuda) cuts: Cuts<'a>,
+    pub(in crate::cuda) most_slots: i32,
+    pub(in crate::cuda) most_parts: i32,
+    pub(in crate::cuda) slot_floats: i32,
+    pub(in crate::cuda) padding: i32,
 }
 
 #[repr(C)]
@@ -109,7 +115,8 @@ kernel_params! {
 }
 
 const _: () = {
-    assert!(size_of::<Users>() == 120 && offset_of!(Users, shape) == 64);
+    assert!(size_of::<Users>() == 184 && offset_of!(Users, shape) == 72);
+    assert!(offset_of!(Users, cuts) == 128);
     assert!(size_of::<Choose>() == 120 && offset_of!(Choose, shape) == 48);
     assert!(size_of::<Pool>() == 128 && offset_of!(Pool, shape) == 56);
     assert!(size_of::<Mass>() == 896 && offset_of!(Mass, mass) == 832);

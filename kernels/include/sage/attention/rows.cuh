@@ -79,18 +79,20 @@ struct Rows {
 template <int ROWS, int D, int THREADS, class T>
 __device__ __forceinline__ void copy_rows(uint32_t shared, const Rows<T>& rows, int first, int thread) {
   constexpr int CHUNKS = D / 8, STEP = THREADS / CHUNKS;
-  static_assert(STEP % 8 == 0, "the swizzle of a thread's rows must be the same");
   int row = thread / CHUNKS, column = thread % CHUNKS * 8;
-  uint32_t to = shared + layout::swizzled<D * 2>(row, column / 8);
+  // Rows that are eight apart have the same swizzle.
+  auto to = [&, first_row = shared + layout::swizzled<D * 2>(row, column / 8)](int i) {
+    return STEP % 8 == 0 ? first_row + i * D * 2 : shared + layout::swizzled<D * 2>(row + i, column / 8);
+  };
   if (rows.vector) {
     const T* from = rows.at(first + row, column);
     int left = column < rows.head_dim ? rows.count - first - row : 0;
 #pragma unroll
     for (int i = 0; i < ROWS; i += STEP, from += STEP * rows.token)
-      ptx::cp_async_16(to + i * D * 2, i < left ? from : rows.data, i < left);
+      ptx::cp_async_16(to(i), i < left ? from : rows.data, i < left);
   } else {
 #pragma unroll 1
-    for (int i = 0; i < ROWS; i += STEP) ptx::store_16(to + i * D * 2, rows.load_8(first + row + i, column));
+    for (int i = 0; i < ROWS; i += STEP) ptx::store_16(to(i), rows.load_8(first + row + i, column));
   }
 }
 

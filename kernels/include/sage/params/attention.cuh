@@ -87,6 +87,27 @@ struct Lists {
   int32_t padding;
 };
 
+// A part of the users of a block of keys, which a block of threads of its own takes.
+struct Part {
+  uint32_t segment;
+  uint32_t key_head;
+  uint32_t block;   // of keys, in the segment
+  uint32_t number;  // of the part, from 1 on: the first part is not in the table; 0: none
+};
+
+// The slot of a list that is not cut.
+constexpr uint32_t NOT_CUT = ~0u;
+
+// How the backward cuts long lists of users into parts: attention/query_tiles.cuh.
+struct Cuts {
+  Part* parts;      // a block of 128 keys each
+  uint32_t* slots;  // (key head, key_blocks): number of a list's sums, or NOT_CUT. Null: no list is cut
+  float* sums;      // (slot, dK or dV, 16 keys, ..): sums of the parts, in the order of the fragments
+  int* arrivals;    // (slot, dK or dV, 16 keys): how many parts have added
+  uint32_t users;   // that a part has at most
+  int32_t padding;
+};
+
 struct Forward {
   View q;
   View k;
@@ -134,6 +155,7 @@ struct Backward {
   int32_t dq_parts;           // parts that the channels of a tile of dq_accum are divided into: (part, 16 queries, 8 channels)
   const float* row_sums;
   Lists lists;
+  Cuts cuts;
   TensorMap q_map;
   TensorMap dout_map;
 };
@@ -155,13 +177,14 @@ struct FakeQuantize {
 static_assert(sizeof(View) == 48 && offsetof(View, vector) == 40);
 static_assert(sizeof(Segment) == 32);
 static_assert(sizeof(Lists) == 40 && offsetof(Lists, stride) == 24);
+static_assert(sizeof(Part) == 16 && sizeof(Cuts) == 40 && offsetof(Cuts, users) == 32);
 static_assert(sizeof(Shape) == 56 && offsetof(Shape, softmax_scale) == 36);
 static_assert(sizeof(Codes) == 72);
 static_assert(sizeof(Forward) == 832 && offsetof(Forward, q_map) == 448 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 280 &&
               offsetof(Forward, row_sums) == 384 && offsetof(Forward, lists) == 400 && offsetof(Forward, key_sample) == 440);
 static_assert(sizeof(FakeQuantize) == 360 && offsetof(FakeQuantize, shape) == 296);
-static_assert(sizeof(Backward) == 896 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
+static_assert(sizeof(Backward) == 960 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
               offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 568 && offsetof(Backward, row_sums) == 584 &&
-              offsetof(Backward, lists) == 592 && offsetof(Backward, q_map) == 640);
+              offsetof(Backward, lists) == 592 && offsetof(Backward, cuts) == 632 && offsetof(Backward, q_map) == 704);
 
 }  // namespace sage::params

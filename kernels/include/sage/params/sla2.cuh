@@ -6,13 +6,19 @@
 
 namespace sage::params {
 
-// Inverts a selection's lists: finds the users of each block of keys.
+// Inverts a selection's lists: finds the users of each block of keys, and cuts those of the most wanted blocks into parts.
 struct Users {
   Lists lists;
   User* users;            // (key head, query_blocks x (stride - 1))
   uint32_t* first_users;  // (key head, key_blocks + 1)
   uint32_t* counts;       // (key head, key_blocks): the number of users
+  uint32_t* used;         // slots and parts that are used
   Shape shape;
+  Cuts cuts;              // slots null: no list is cut
+  int32_t most_slots;
+  int32_t most_parts;
+  int32_t slot_floats;    // of a slot's sums
+  int32_t padding;
 };
 
 // Writes the lists of a selection: the blocks with the largest scores of each row.
@@ -94,7 +100,7 @@ struct Blend {
   Shape shape;
 };
 
-static_assert(sizeof(Users) == 120 && offsetof(Users, shape) == 64);
+static_assert(sizeof(Users) == 184 && offsetof(Users, shape) == 72 && offsetof(Users, cuts) == 128);
 static_assert(sizeof(Choose) == 120 && offsetof(Choose, shape) == 48);
 static_assert(sizeof(Pool) == 128 && offsetof(Pool, shape) == 56);
 static_assert(sizeof(Mass) == 896 && offsetof(Mass, mass) == 832);

@@ -13,9 +13,9 @@
 #pragma once
 
 #include <math_constants.h>
+#include <sage/attention/key_gradients.cuh>
 #include <sage/attention/numerics/probabilities.cuh>
-#include <sage/attention/rows.cuh>
-#include <sage/attention/segment.cuh>
+#include <sage/attention/query_tiles.cuh>
 #include <sage/layout/fragments.cuh>
 #include <sage/params/plans.cuh>
 #include <sage/ptx/mma.cuh>
@@ -33,109 +33,6 @@ struct BackwardPlan {
   static_assert(PLAN.mainloop == params::BACKWARD_SM80);
   static_assert(PLAN.threads == THREADS);
   static constexpr int PARTS = KEYS / TILE;  // warps that share a strip of 16 queries of dQ, each with 1 / PARTS of the channels
-};
-
-// The segment, key head and keys of a block.
-struct BackwardBlock {
-  int segment_index, key_head, first_key;
-  Segment segment;
-
-  BackwardBlock() = default;
-  __device__ __forceinline__ BackwardBlock(const params::Shape& shape, int index, int keys) {
-    Place place(shape, index, shape.key_heads, (shape.key_len + keys - 1) / keys);
-    key_head = place.head, segment_index = place.segment, first_key = place.tile * keys;
-    segment = Segment(shape, segment_index);
-  }
-};
-
-// A tile of 64 queries of one query head.
-struct QueryTile {
-  int head;
-  int tile;    // its number in the segment
-  int padded;  // its number in the padded buffers
-};
-
-// A block visits, of each query head of the group, all tiles of queries from the first that sees one of its keys.
-struct EveryQuery {
-  using Tile = QueryTile;
-  using Added = int;  // what the mainloop keeps of a tile until its dQ is added: its number in the padded buffers
-
-  const params::Shape& shape;
-  const BackwardBlock& block;
-  int first, end;  // tiles first .. end of each head
-  int count;       // tiles of all heads together
-
-  __device__ __forceinline__ EveryQuery(const params::Backward& p, const BackwardBlock& block)
-      : shape(p.shape), block(block), end(block.segment.query_tiles()) {
-    int first_query = block.segment.first_query(block.first_key);
-    first = first_query / TILE;
-    int tiles = block.segment.query_len > first_query ? end - first : 0;
-    count = tiles * (shape.query_heads / shape.key_heads);
-  }
-
-  __device__ __forceinline__ Tile start() const {
-    int head = block.key_head * (shape.query_heads / shape.key_heads);
-    return {head, first, head * shape.query_tiles + block.segment.query_tile + first};
-  }
-  // Advances to the next tile of the same head, or to the first of the next head.
-  __device__ __forceinline__ void advance(Tile& tile) const {
-    ++tile.tile, ++tile.padded;
-    if (tile.tile == end) {
-      ++tile.head;
-      tile.padded += shape.query_tiles - (tile.tile - first);
-      tile.tile = first;
-    }
-  }
-  static __device__ __forceinline__ Added added(const Tile& tile) { return tile.padded; }
-};
-
-// With a selection a block visits the blocks of queries that list its block of keys. With a causal mask the first of them is the
-// block at the same position, which always lists it, and the later ones see the keys whole. The tiles can therefore be counted
-// from that position without gaps, `first` to `end`: these numbers give the same masks as the tiles' own.
-struct ListedQueries {
-  struct Tile : QueryTile {
-    int position;  // in the list of users, in tiles
-    int rank;      // position of the block of keys in the list of the tile's block of queries
-  };
-  struct Added {
-    int padded, rank;
-  };
-  static constexpr int BLOCK_TILES = SELECTION_BLOCK / TILE;
-
-  const params::Shape& shape;
-  const BackwardBlock& block;
-  const params::User* users;
-  int first, end, count;
-
-  __device__ __forceinline__ ListedQueries(const params::Backward& p, const BackwardBlock& block) : shape(p.shape), block(block) {
-    int number = block.first_key / SELECTION_BLOCK;
-    int64_t column = int64_t(block.key_head) * (p.lists.key_blocks + 1) + first_key_block(shape, block.segment_index) + number;
-    uint32_t from = p.lists.first_users[column], to = p.lists.first_users[column + 1];
-    users = p.lists.users + from;
-    int tiles = BLOCK_TILES * int(to - from);
-    // The segment's last block of queries may have one tile only.
-    if (tiles > 0) tiles += min(block.segment.query_tiles() - BLOCK_TILES * int(users[to - from - 1].block + 1), 0);
-    first = BLOCK_TILES * number, end = first + tiles;
-    count = tiles * (shape.query_heads / shape.key_heads);
-  }
-
-  __device__ __forceinline__ void look_up(Tile& tile) const {
-    params::User user = count > 0 ? users[tile.position / BLOCK_TILES] : params::User{0, 0};
-    tile.tile = BLOCK_TILES * int(user.block) + tile.position % BLOCK_TILES;
-    tile.padded = tile.head * shape.query_tiles + block.segment.query_tile + tile.tile;
-    tile.rank = user.rank;
-  }
-  __device__ __forceinline__ Tile start() const {
-    Tile tile;
-    tile.head = block.key_head * (shape.query_heads / shape.key_heads), tile.position = 0;
-    look_up(tile);
-    return tile;
-  }
-  __device__ __forceinline__ void advance(Tile& tile) const {
-    if (++tile.position == end - first) ++tile.head, tile.position = 0;
-    look_up(tile);
-  }
-  static __device__ __forceinline__ Added added(const Tile& tile) { return {tile.padded, tile.rank}; }
 };
 
 // out += A B^T of 16-bit operands in shared memory, both with the reduction along their rows: 16 rows of A, 64 rows of B.
@@ -291,29 +188,6 @@ struct TileVisibility {
   }
 };
 
-// The epilogue: writes the gradient of a warp's 16 keys, from `first_key` on, times `scale`.
-template <class T, int N>
-__device__ __forceinline__ void store_gradient(const params::View& view, const params::Backward& p, const BackwardBlock& block,
-                                               int first_key, const float (&x)[N][4], float scale) {
-  const Segment& segment = block.segment;
-  Rows<T> rows(view, segment.batch, segment.key_start, block.key_head, segment.key_len, p.shape.head_dim);
-  int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    int row = first_key + lane / 4 + 8 * h, column = 2 * (lane & 3);
-    if (rows.vector) {
-      // One address a row, because there are few registers beside the accumulators.
-      uint32_t* at = reinterpret_cast<uint32_t*>(rows.at(row, column));
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-        if (row < rows.count && n * 8 < rows.head_dim) at[n * 4] = ptx::pack_16<T>(x[n][2 * h] * scale, x[n][2 * h + 1] * scale);
-    } else {
-#pragma unroll
-      for (int n = 0; n < N; ++n) rows.store_2(row, n * 8 + column, x[n][2 * h] * scale, x[n][2 * h + 1] * scale);
-    }
-  }
-}
-
 // What the mainloop asks of its numerics.
 template <class N>
 concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, const BackwardBlock& block, unsigned char* shared,
@@ -348,9 +222,7 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   using Plan = typename Numerics::Plan;
   constexpr int LAG = Numerics::LAG;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const params::Shape& shape = p.shape;
-
-  BackwardBlock block(shape, backward_index(p), Plan::KEYS);
+  BackwardBlock block = Queries::take(p, backward_index(p), Plan::KEYS);
   const Segment& segment = block.segment;
   if (block.first_key >= segment.key_len) return;
   int warp_key = block.first_key + threadIdx.x / 32 * 16;
@@ -404,8 +276,8 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
     tile = next;
   }
   numerics.flush_magic();
-  store_gradient<T>(p.dk, p, block, warp_key, numerics.dk, shape.softmax_scale);
-  store_gradient<T>(p.dv, p, block, warp_key, numerics.dv, 1.0f);
+  store_gradient<DK, Queries, T>(p, block, warp_key, numerics.dk);
+  store_gradient<DV, Queries, T>(p, block, warp_key, numerics.dv);
 }
 
 }  // namespace sage::attention

@@ -41,12 +41,12 @@ __device__ __forceinline__ int masked_tiles(const Segment& segment, int first_ke
 
 // One thread prepares what the block's warps share: the pipeline (`arrivals` of its producer, `warps` that release a stage), the
 // block, and the tiles of queries that need a mask.
-template <class Tiles>
-__device__ __forceinline__ void prepare_keys(const params::Shape& shape, int index, Tiles& pipeline, int arrivals, int warps,
+template <class Queries, class Tiles>
+__device__ __forceinline__ void prepare_keys(const params::Backward& p, int index, Tiles& pipeline, int arrivals, int warps,
                                              BackwardBlock& block, int (&masked_until)[CONSUMERS]) {
   if (threadIdx.x == 0) {
     pipeline.prepare(arrivals, warps);
-    block = BackwardBlock(shape, index, SM90_KEYS);
+    block = Queries::take(p, index, SM90_KEYS);
     for (int g = 0; g < CONSUMERS; ++g) masked_until[g] = masked_tiles(block.segment, block.first_key + g * CONSUMER_KEYS);
   }
   __syncthreads();
@@ -146,14 +146,13 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
   using T = typename Numerics::Type;
   using Tiles = Pipeline<Numerics::STAGES>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const params::Shape& shape = p.shape;
   // In shared memory, because the products need the registers.
   __shared__ BackwardBlock block;
   int index = backward_index(p);
   __shared__ int masked_until[CONSUMERS];
   __shared__ typename Tiles::Barriers barriers;
   Tiles pipeline(barriers);
-  prepare_keys(shape, index, pipeline, Numerics::ARRIVALS, CONSUMER_THREADS / 32, block, masked_until);
+  prepare_keys<Queries>(p, index, pipeline, Numerics::ARRIVALS, CONSUMER_THREADS / 32, block, masked_until);
   if (block.first_key >= block.segment.key_len) return;
   Queries queries(p, block);
   Numerics numerics(p, block, shared);
@@ -193,8 +192,8 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
       if (++number == queries.end) number = queries.first;
     }
     int warp_key = block.first_key + warpgroup * CONSUMER_KEYS + threadIdx.x / 32 % 4 * 16;
-    store_gradient<T>(p.dv, p, block, warp_key, consumer.dv, 1.0f);
-    store_gradient<T>(p.dk, p, block, warp_key, consumer.dk, shape.softmax_scale);
+    store_gradient<DV, Queries, T>(p, block, warp_key, consumer.dv);
+    store_gradient<DK, Queries, T>(p, block, warp_key, consumer.dk);
   }
 }
 

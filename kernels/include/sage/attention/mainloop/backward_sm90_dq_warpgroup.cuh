@@ -206,7 +206,7 @@ __device__ __forceinline__ void add_dq_of_tiles(const params::Backward& p, Numer
   if constexpr (!KEEP_DK) {
 #pragma unroll
     for (int g = 0; g < CONSUMERS; ++g)
-      store_gradient<T>(p.dk, p, block, warp_key + g * CONSUMER_KEYS, part.dk[g], p.shape.softmax_scale);
+      store_gradient<DK, Queries, T>(p, block, warp_key + g * CONSUMER_KEYS, part.dk[g]);
   }
 }
 
@@ -267,7 +267,7 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
   __shared__ typename Tiles::Barriers barriers;
   Tiles pipeline(barriers);
   int warps = (CONSUMER_THREADS + (KEEP_DK ? 0 : WARPGROUP_THREADS)) / 32;
-  prepare_keys(p.shape, index, pipeline, Numerics::fetching(p), warps, block, masked_until);
+  prepare_keys<Queries>(p, index, pipeline, Numerics::fetching(p), warps, block, masked_until);
   if (block.first_key >= block.segment.key_len) return;
   Queries queries(p, block);
   typename Queries::Tile tile = queries.start();
@@ -282,8 +282,8 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
     load_keys(numerics);
     typename Numerics::KeyConsumer part(numerics, warpgroup);
     consume_tiles<KEEP_DK>(p, queries, pipeline, part, warpgroup, masked_until);
-    store_gradient<T>(p.dv, p, block, warp_key + warpgroup * CONSUMER_KEYS, part.dv, 1.0f);
-    if constexpr (KEEP_DK) store_gradient<T>(p.dk, p, block, warp_key + warpgroup * CONSUMER_KEYS, part.dk, p.shape.softmax_scale);
+    store_gradient<DV, Queries, T>(p, block, warp_key + warpgroup * CONSUMER_KEYS, part.dv);
+    if constexpr (KEEP_DK) store_gradient<DK, Queries, T>(p, block, warp_key + warpgroup * CONSUMER_KEYS, part.dk);
   }
 }
 

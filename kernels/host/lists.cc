@@ -1,0 +1,172 @@
+// Runs the kernels that invert selections on a CPU, and the portable backward over lists: users are the lists' inverse, the blocks of
+// threads together visit each user once however lists are cut into parts, and parts change gradients by rounding alone.
+#include <map>
+#include <tuple>
+
+namespace {
+__align__(1024) __shared__ unsigned char shared[1024];  // of block_mass, which does not run here
+}
+#include "../selection.cu"
+#include "problem.h"
+
+namespace {
+
+using B = __nv_bfloat16;
+constexpr int BLOCK = attention::SELECTION_BLOCK;
+
+// The lists of a case: each block of queries of a key head has the blocks on its diagonal, or the last one, and of the other
+// candidates all, or the first one and some at random.
+struct Lists {
+  int stride, query_blocks, key_blocks;
+  std::vector<uint32_t> seen;
+
+  Lists(const Case& c, const Segments& segments, bool all)
+      : stride(attention::selection_blocks(segments.longest_keys) + 1), query_blocks(segments.query_blocks), key_blocks(segments.key_blocks),
+        seen(size_t(c.key_heads) * query_blocks * stride) {
+    uint32_t* row = seen.data();
+    for (int head = 0; head < c.key_heads; ++head)
+      for (const params::Segment& s : segments.all)
+        for (int block = 0; block < attention::selection_blocks(s.query_len); ++block, row += stride) {
+          auto visible = [&](int query) { return c.causal ? max(min(query + 1 + s.key_len - s.query_len, s.key_len), 0) : s.key_len; };
+          int candidates = c.causal ? visible(block * BLOCK) / BLOCK : attention::selection_blocks(s.key_len);
+          int end = attention::selection_blocks(visible(min((block + 1) * BLOCK, s.query_len) - 1));
+          for (int key = 0; key < end; ++key)
+            if (all || key == 0 || key >= candidates || random_value() > 0.5f) row[++row[0]] = key;
+        }
+  }
+};
+
+// A backward over the lists of a case. A part has at most `users` of them; 0: no list is cut.
+template <int D>
+struct Backward {
+  const Case& c;
+  Lists lists;
+  Problem<B, D, FULL_PRECISION> problem;
+  std::vector<params::User> users;
+  std::vector<uint32_t> first_users, counts, slots, used = {9, 9};
+  std::vector<params::Part> parts;
+  std::vector<float> sums;
+  std::vector<int> arrivals;
+  params::Users u = {};
+  params::Backward b = {};
+
+  Backward(const Case& c, bool all, int users_of_part, int most_slots) : c(c), lists(c, Segments(c), all), problem(c) {
+    int room = lists.query_blocks * (lists.stride - 1) * c.key_heads, columns = lists.key_blocks * c.key_heads;
+    int most_parts = users_of_part ? room / users_of_part : 0;
+    users.resize(room), first_users.resize(columns + c.key_heads), counts.resize(columns), slots.resize(columns, 7);
+    parts.resize(most_parts, {5, 5, 5, 5}), sums.resize(most_slots * 2 * BLOCK * D, NAN), arrivals.resize(most_slots * 2 * BLOCK / 16, 9);
+    u.lists = {lists.seen.data(), users.data(), first_users.data(), lists.stride, lists.query_blocks, lists.key_blocks, 0};
+    u.users = users.data(), u.first_users = first_users.data(), u.counts = counts.data(), u.used = used.data();
+    u.shape = problem.p.shape;
+    if (users_of_part) u.cuts = {parts.data(), slots.data(), sums.data(), arrivals.data(), uint32_t(users_of_part), 0};
+    u.most_slots = most_slots, u.most_parts = most_parts, u.slot_floats = 2 * BLOCK * D;
+    each_warp([&] { ::users<false>(u); });
+    each_warp([&] { ::users<true>(u); });
+    b.lists = u.lists, b.cuts = u.cuts, b.shape = problem.p.shape;
+  }
+  template <class F>
+  void each_warp(F kernel) {
+    host::grid = {(attention::selection_blocks(problem.segments.longest_keys) + WARPS - 1) / WARPS, problem.segments.count(), c.key_heads};
+    for (int z = 0; z < host::grid.z; ++z)
+      for (int y = 0; y < host::grid.y; ++y)
+        for (int x = 0; x < host::grid.x; ++x) host::run({x, y, z}, WARPS * 32, kernel);
+  }
+
+  long count_cut() const { return std::count_if(slots.begin(), slots.end(), [](uint32_t slot) { return slot != params::NOT_CUT; }); }
+
+  // Whether blocks of `keys` keys visit each tile of each user of their keys once, with its place in that one's list.
+  bool visits_are_right(int keys) const {
+    std::map<std::tuple<int, int, int, int>, int> visits;  // of (segment, first key, query head, tile)
+    int all = problem.segments.count() * c.key_heads * ((problem.segments.longest_keys + keys - 1) / keys);
+    for (int i = 0; i < all + int(parts.size()) * (BLOCK / keys); ++i) {
+      attention::BackwardBlock block = attention::ListedQueries::take(b, i, keys);
+      if (block.first_key >= block.segment.key_len) continue;
+      attention::ListedQueries queries(b, block);
+      auto tile = queries.start();
+      for (int n = 0; n < queries.count; ++n, queries.advance(tile)) {
+        int row = problem.segments.all[block.segment_index].query_block + tile.tile * 64 / BLOCK;
+        const uint32_t* list = &lists.seen[(size_t(block.key_head) * lists.query_blocks + row) * lists.stride];
+        if (tile.rank >= int(list[0]) || int(list[1 + tile.rank]) != block.first_key / BLOCK) return false;
+        if (tile.tile >= block.segment.query_tiles()) return false;
+        ++visits[{block.segment_index, block.first_key, tile.head, tile.tile}];
+      }
+    }
+    size_t expected = 0;
+    for (int head = 0; head < c.key_heads; ++head)
+      for (const params::Segment& s : problem.segments.all)
+        for (int tile = 0; tile < tiles_of(s.query_len); ++tile) {
+          const uint32_t* list = &lists.seen[(size_t(head) * lists.query_blocks + s.query_block + tile * 64 / BLOCK) * lists.stride];
+          for (uint32_t n = 1; n <= list[0]; ++n)
+            expected += (min(s.key_len - int(list[n]) * BLOCK, BLOCK) + keys - 1) / keys * (c.query_heads / c.key_heads);
+        }
+    return visits.size() == expected && std::all_of(visits.begin(), visits.end(), [](auto& visit) { return visit.second == 1; });
+  }
+
+  void forward() {
+    problem.p.lists = b.lists;
+    problem.template forward<attention::ListedKeys>();
+  }
+  void backward() { problem.template backward<attention::ListedQueries>(b, int(parts.size())); }
+};
+
+template <class T>
+double difference(const std::vector<T>& got, const std::vector<T>& expected) {
+  double wrong = 0, size = 0;
+  for (size_t i = 0; i < got.size(); ++i) wrong += pow(float(got[i]) - float(expected[i]), 2), size += pow(float(expected[i]), 2);
+  return sqrt(wrong / size);
+}
+
+template <int D>
+bool check(const Case& c) {
+  bool good = true;
+  auto expect = [&](bool right, const char* what) {
+    if (!right) printf("%d queries, %d keys, head_dim %d: %s\n", c.queries, c.keys, c.head_dim, what);
+    good &= right;
+  };
+  auto begin = [] { state = 7; };
+  begin();
+  Backward<D> whole(c, false, 0, 0);
+  whole.forward();
+  whole.backward();
+  for (int users : {1, 2})
+    for (int most_slots : {100, 1}) {
+      begin();
+      Backward<D> cut(c, false, users, most_slots);
+      expect(cut.count_cut() <= most_slots && (users == 2 || cut.count_cut() > 0), "not as many lists are cut as there are slots");
+      expect(cut.visits_are_right(64) && cut.visits_are_right(128), "not every user is visited once");
+      if (users == 2) continue;
+      cut.problem.out.values = whole.problem.out.values, cut.problem.minus_lse2 = whole.problem.minus_lse2;
+      cut.problem.out.view.data = cut.problem.out.values.data(), cut.problem.p.minus_lse2 = cut.problem.minus_lse2.data();
+      cut.backward();
+      // An element of 16 bit whose sum lies at a midpoint may round the other way, by 2^-8 of itself; sums of f32 differ by 2^-24
+      // an addition.
+      expect(difference(cut.problem.dk.values, whole.problem.dk.values) < ldexp(1.0, -11), "dK of parts is not that of whole lists");
+      expect(difference(cut.problem.dv.values, whole.problem.dv.values) < ldexp(1.0, -11), "dV of parts is not that of whole lists");
+      expect(difference(cut.problem.dq_accum, whole.problem.dq_accum) < 1e-5, "dQ of parts is not that of whole lists");
+    }
+  begin();
+  Backward<D> listed(c, true, 0, 0);
+  expect(listed.visits_are_right(64) && listed.visits_are_right(128), "not every user is visited once");
+  listed.forward();
+  listed.backward();
+  begin();
+  Lists(c, Segments(c), true);
+  Problem<B, D, FULL_PRECISION> dense(c);
+  dense.forward();
+  dense.backward();
+  auto same = [](const auto& a, const auto& b) { return memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0; };
+  expect(same(listed.problem.dk.values, dense.dk.values) && same(listed.problem.dv.values, dense.dv.values),
+         "gradients over all blocks are not those without lists");
+  return good;
+}
+
+}  // namespace
+
+int main() {
+  const Case grouped = {1, 400, 400, 2, 1, 64, true, false, {}, {}};
+  const Case whole = {2, 400, 150, 1, 1, 128, false, false, {}, {}};
+  const Case packed = {1, 700, 700, 1, 1, 40, true, false, {0, 70, 70, 590, 700}, {0, 70, 70, 590, 700}};
+  bool good = check<64>(grouped) & check<128>(whole) & check<64>(packed);
+  printf("lists of users, whole and in parts: %s\n", good ? "right" : "WRONG");
+  return !good;
+}

@@ -1,0 +1,62 @@
+// The epilogue of a backward: the gradients of keys and values.
+#pragma once
+
+#include <sage/attention/query_tiles.cuh>
+#include <sage/attention/rows.cuh>
+
+namespace sage::attention {
+
+enum KeyGradient { DK, DV };
+
+// Adds a warp's share of a gradient of 16 keys to the sums of a list that is cut, in the order of the fragments. Returns whether
+// the other parts have added theirs before: the warp that comes last gets the sums of all.
+template <int N>
+__device__ __forceinline__ bool add_part(const params::Cuts& cuts, const Cut& cut, KeyGradient gradient, int strip, float (&x)[N][4]) {
+  int64_t number = (int64_t(cut.slot) * 2 + gradient) * (SELECTION_BLOCK / 16) + strip;
+  int lane = threadIdx.x % 32;
+  float* sums = cuts.sums + (number * (N * 32) + lane) * 4;
+#pragma unroll
+  for (int n = 0; n < N; ++n) ptx::red_add_4(sums + n * 128, x[n][0], x[n][1], x[n][2], x[n][3]);
+  __threadfence();
+  __syncwarp();
+  int arrived = 0;
+  if (lane == 0) arrived = atomicAdd(cuts.arrivals + number, 1);
+  if (__shfl_sync(~0u, arrived, 0) + 1 != int(cut.parts)) return false;
+  __threadfence();
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    float4 sum = __ldcg(reinterpret_cast<const float4*>(sums + n * 128));
+    x[n][0] = sum.x, x[n][1] = sum.y, x[n][2] = sum.z, x[n][3] = sum.w;
+  }
+  return true;
+}
+
+// Writes the gradient of a warp's 16 keys, from `first_key` on: of a list that is cut, when all parts have come.
+template <KeyGradient GRADIENT, class Queries, class T, int N>
+__device__ __forceinline__ void store_gradient(const params::Backward& p, const BackwardBlock& block, int first_key, float (&x)[N][4]) {
+  if constexpr (Queries::LISTED) {
+    Cut cut(p, block);
+    if (cut.slot != params::NOT_CUT && !add_part(p.cuts, cut, GRADIENT, first_key % SELECTION_BLOCK / 16, x)) return;
+  }
+  const params::View& view = GRADIENT == DK ? p.dk : p.dv;
+  float scale = GRADIENT == DK ? p.shape.softmax_scale : 1.0f;
+  const Segment& segment = block.segment;
+  Rows<T> rows(view, segment.batch, segment.key_start, block.key_head, segment.key_len, p.shape.head_dim);
+  int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    int row = first_key + lane / 4 + 8 * h, column = 2 * (lane & 3);
+    if (rows.vector) {
+      // One address a row, because there are few registers beside the accumulators.
+      uint32_t* at = reinterpret_cast<uint32_t*>(rows.at(row, column));
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+        if (row < rows.count && n * 8 < rows.head_dim) at[n * 4] = ptx::pack_16<T>(x[n][2 * h] * scale, x[n][2 * h + 1] * scale);
+    } else {
+#pragma unroll
+      for (int n = 0; n < N; ++n) rows.store_2(row, n * 8 + column, x[n][2 * h] * scale, x[n][2 * h + 1] * scale);
+    }
+  }
+}
+
+}  // namespace sage::attention
