@@ -50,6 +50,10 @@ HEAD_DIM(bf16, __nv_bfloat16, 64)
 HEAD_DIM(bf16, __nv_bfloat16, 128)
 HEAD_DIM(f16, __half, 64)
 HEAD_DIM(f16, __half, 128)
+#ifdef SAGE_HEAD_DIM_256
+KERNEL(backward_sm80, attn_bwd_full_precision, bf16, __nv_bfloat16, 256, FullPrecisionBackwardSm80)
+KERNEL(backward_sm80, attn_bwd_full_precision, f16, __half, 256, FullPrecisionBackwardSm80)
+#endif
 
 namespace {
 
@@ -93,5 +97,7 @@ __device__ void finish(const params::Backward& p) {
   }
 FINISH(bf16, __nv_bfloat16, 64)
 FINISH(bf16, __nv_bfloat16, 128)
+FINISH(bf16, __nv_bfloat16, 256)
 FINISH(f16, __half, 64)
 FINISH(f16, __half, 128)
+FINISH(f16, __half, 256)

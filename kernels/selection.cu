@@ -70,39 +70,30 @@ __device__ __forceinline__ int each_user(const params::Users& p, const Segment& 
 }
 
 // A warp cuts the `count` users of a block of keys into parts, if they are more than two parts and a slot is left, and sets the
-// slot's sums to zero. The number of parts is bounded by the lists' length, that of slots is not.
+// slot's sums to zero. The number of parts is bounded by that of all users, the number of slots is not.
 __device__ __forceinline__ void cut(const params::Users& p, int segment, int key_head, int block, int column, uint32_t count) {
   int lane = threadIdx.x % 32;
-  uint32_t slot = params::NOT_CUT;
-  if (count > 2 * p.cuts.users) {
-    if (lane == 0) slot = atomicAdd(p.used, 1u);
-    slot = __shfl_sync(~0u, slot, 0);
-    if (slot >= uint32_t(p.most_slots)) slot = params::NOT_CUT;
+  uint32_t all = p.used[2], most = max(p.least_users, (all + p.shares - 1) / p.shares);
+  params::CutList list = {0, 1};
+  if (count > 2 * most) {
+    if (lane == 0) list.slot = atomicAdd(p.used, 1u);
+    list.slot = __shfl_sync(~0u, list.slot, 0);
+    if (list.slot < uint32_t(p.most_slots)) list.parts = (count + most - 1) / most;
   }
-  if (lane == 0) p.cuts.slots[int64_t(key_head) * p.lists.key_blocks + column] = slot;
-  if (slot == params::NOT_CUT) return;
-  uint32_t parts = (count + p.cuts.users - 1) / p.cuts.users, first = 0;
-  if (lane == 0) first = atomicAdd(p.used + 1, parts - 1);
+  if (lane == 0) p.cuts.lists[int64_t(key_head) * p.lists.key_blocks + column] = list;
+  if (list.parts == 1) return;
+  uint32_t first = 0;
+  if (lane == 0) first = atomicAdd(p.used + 1, list.parts - 1);
   first = __shfl_sync(~0u, first, 0);
-  for (uint32_t i = lane + 1; i < parts; i += 32)
+  for (uint32_t i = lane + 1; i < list.parts; i += 32)
     p.cuts.parts[first + i - 1] = params::Part{uint32_t(segment), uint32_t(key_head), uint32_t(block), i};
-  float4* sums = reinterpret_cast<float4*>(p.cuts.sums + int64_t(slot) * p.slot_floats);
+  float4* sums = reinterpret_cast<float4*>(p.cuts.sums + int64_t(list.slot) * p.slot_floats);
   for (int i = lane; i < p.slot_floats / 4; i += 32) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  constexpr int ARRIVALS = 2 * SELECTION_BLOCK / 16;
-  for (int i = lane; i < ARRIVALS; i += 32) p.cuts.arrivals[slot * ARRIVALS + i] = 0;
-}
-
-// Sets what `cut` counts and lists to none, by all threads of the grid.
-__device__ __forceinline__ void prepare_cuts(const params::Users& p) {
-  int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x, threads = gridDim.x * gridDim.y * gridDim.z * blockDim.x;
-  int thread = block * blockDim.x + threadIdx.x;
-  if (thread < 2) p.used[thread] = 0;
-  for (int i = thread; i < p.most_parts; i += threads) p.cuts.parts[i] = params::Part{0, 0, 0, 0};
+  for (int i = lane; i < p.slot_pieces; i += 32) p.cuts.arrivals[list.slot * p.slot_pieces + i] = 0;
 }
 
 template <bool FILL>
 __device__ __forceinline__ void users(const params::Users& p) {
-  if (!FILL && p.cuts.slots) prepare_cuts(p);
   Segment segment(p.shape, blockIdx.y);
   int block = blockIdx.x * WARPS + threadIdx.x / 32, key_head = blockIdx.z, lane = threadIdx.x % 32;
   if (block >= selection_blocks(segment.key_len)) return;
@@ -110,7 +101,10 @@ __device__ __forceinline__ void users(const params::Users& p) {
   uint32_t* counts = p.counts + int64_t(key_head) * columns;
   if (!FILL) {
     int found = each_user(p, segment, blockIdx.y, key_head, block, [](int, int, int) {});
-    if (lane == 0) counts[column] = found;
+    if (lane == 0) {
+      counts[column] = found;
+      if (p.cuts.lists) atomicAdd(p.used + 2, uint32_t(found));
+    }
     return;
   }
   uint32_t before = 0;
@@ -124,7 +118,7 @@ __device__ __forceinline__ void users(const params::Users& p) {
     first_users[column] = start;
     if (column + 1 == columns) first_users[columns] = start + counts[column];
   }
-  if (p.cuts.slots) cut(p, blockIdx.y, key_head, block, column, counts[column]);
+  if (p.cuts.lists) cut(p, blockIdx.y, key_head, block, column, counts[column]);
   each_user(p, segment, blockIdx.y, key_head, block, [&](int number, int query_block, int place) {
     p.users[start + number] = params::User{uint32_t(query_block), uint32_t(place)};
   });

@@ -171,7 +171,7 @@ fn run_forward<S: OnGpu>(
     let call = Call::new(problem)?;
     let seen = problem.selection.map(Seen::new).transpose()?;
     let visits = if seen.is_some() { Visits::Listed } else { Visits::Every };
-    let plan = Plan::of(scheme.forward_kernel(), call.d, call.gpu.architecture, visits)?;
+    let plan = call.plan(scheme.forward_kernel(), visits)?;
     let out = call.output(problem.shape.query_dims())?;
     let minus_lse2 = keep.then(|| call.gpu.alloc::<f32>(call.query_tiles() * TILE)).transpose()?;
     // Bytes of K and V per query head: the query heads of a group share them.
@@ -217,7 +217,7 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
     let cut = (!problem.deterministic).then_some(call.d);
     let users = problem.selection.map(|selection| Users::new(selection, gpu, cut)).transpose()?;
     let visits = if users.is_some() { Visits::Listed } else { Visits::Every };
-    let plan = Plan::of(ran.scheme.backward_kernel(), call.d, gpu.architecture, visits)?;
+    let plan = call.plan(ran.scheme.backward_kernel(), visits)?;
     let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
     let dq_accum = gpu.alloc_zeros::<f32>(call.query_tiles() * TILE * call.d)?;
     // A counter for each tile of queries, and the tile scheduler's counter.
@@ -255,6 +255,7 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
         * problem.shape.key_heads()
         * (call.geometry.sizes.key_len as usize).div_ceil(plan.rows)
         + users.as_ref().map_or(0, Users::more_blocks) * SELECTION_BLOCK.div_ceil(plan.rows);
+    let blocks = blocks * plan.channel_parts();
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
     let kernel = call.kernel(&plan.name(visits));
     gpu.launch_backward(plan.family, &kernel, grid, &params)?;

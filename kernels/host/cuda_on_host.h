@@ -91,7 +91,7 @@ struct Block {
   uint32_t traded[MOST_THREADS];
 };
 inline Block block;
-inline dim3 thread, place, grid{1, 1, 1};
+inline dim3 thread, place;
 
 inline void yield() {
   if (_setjmp(block.fibers[block.current]) == 0) _longjmp(block.scheduler, 1);
@@ -214,7 +214,6 @@ inline void run(int index, int threads, std::function<void()> body, int row = 0)
 
 #define threadIdx host::thread
 #define blockIdx host::place
-#define gridDim host::grid
 #define blockDim dim3{host::block.threads, 1, 1}
 
 inline void __syncthreads() {

@@ -43,42 +43,52 @@ struct Backward {
   Lists lists;
   Problem<B, D, FULL_PRECISION> problem;
   std::vector<params::User> users;
-  std::vector<uint32_t> first_users, counts, slots, used = {9, 9};
-  std::vector<params::Part> parts;
+  std::vector<uint32_t> first_users, counts, used = {0, 0, 0};
+  std::vector<params::CutList> cuts;
+  std::vector<params::Part> parts;  // and two behind the end that must stay as they are
+  int most_slots, most_parts = 0, most_users;
   std::vector<float> sums;
   std::vector<int> arrivals;
   params::Users u = {};
   params::Backward b = {};
 
-  Backward(const Case& c, bool all, int users_of_part, int most_slots) : c(c), lists(c, Segments(c), all), problem(c) {
+  Backward(const Case& c, bool all, int users_of_part, int most_slots) : c(c), lists(c, Segments(c), all), problem(c), most_slots(most_slots), most_users(users_of_part) {
     int room = lists.query_blocks * (lists.stride - 1) * c.key_heads, columns = lists.key_blocks * c.key_heads;
-    int most_parts = users_of_part ? room / users_of_part : 0;
-    users.resize(room), first_users.resize(columns + c.key_heads), counts.resize(columns), slots.resize(columns, 7);
-    parts.resize(most_parts, {5, 5, 5, 5}), sums.resize(most_slots * 2 * BLOCK * D, NAN), arrivals.resize(most_slots * 2 * BLOCK / 16, 9);
+    // The bounds of candle-sage/src/cuda/selection.rs, with one share for all users: parts then have the least number of users.
+    int longest = attention::selection_blocks(problem.segments.longest_queries);
+    if (users_of_part) most_parts = most_slots * ((longest + users_of_part - 1) / users_of_part - 1);
+    users.resize(room), first_users.resize(columns + c.key_heads), counts.resize(columns), cuts.resize(columns, {7, 7});
+    parts.resize(most_parts, {0, 0, 0, 0}), parts.resize(most_parts + 2, {5, 5, 5, 5}), sums.resize(most_slots * 2 * BLOCK * D, NAN), arrivals.resize(most_slots * 4 * BLOCK / 16, 9);
     u.lists = {lists.seen.data(), users.data(), first_users.data(), lists.stride, lists.query_blocks, lists.key_blocks, 0};
     u.users = users.data(), u.first_users = first_users.data(), u.counts = counts.data(), u.used = used.data();
     u.shape = problem.p.shape;
-    if (users_of_part) u.cuts = {parts.data(), slots.data(), sums.data(), arrivals.data(), uint32_t(users_of_part), 0};
-    u.most_slots = most_slots, u.most_parts = most_parts, u.slot_floats = 2 * BLOCK * D;
+    if (users_of_part) u.cuts = {parts.data(), cuts.data(), sums.data(), arrivals.data()};
+    u.least_users = users_of_part, u.shares = 1 << 20, u.most_slots = most_slots, u.most_parts = most_parts, u.slot_floats = 2 * BLOCK * D, u.slot_pieces = 2 * BLOCK / 16 * (D > 128 ? 2 : 1);
     each_warp([&] { ::users<false>(u); });
     each_warp([&] { ::users<true>(u); });
     b.lists = u.lists, b.cuts = u.cuts, b.shape = problem.p.shape;
   }
   template <class F>
   void each_warp(F kernel) {
-    host::grid = {(attention::selection_blocks(problem.segments.longest_keys) + WARPS - 1) / WARPS, problem.segments.count(), c.key_heads};
-    for (int z = 0; z < host::grid.z; ++z)
-      for (int y = 0; y < host::grid.y; ++y)
-        for (int x = 0; x < host::grid.x; ++x) host::run({x, y, z}, WARPS * 32, kernel);
+    int blocks = (attention::selection_blocks(problem.segments.longest_keys) + WARPS - 1) / WARPS;
+    for (int z = 0; z < c.key_heads; ++z)
+      for (int y = 0; y < problem.segments.count(); ++y)
+        for (int x = 0; x < blocks; ++x) host::run({x, y, z}, WARPS * 32, kernel);
   }
 
-  long count_cut() const { return std::count_if(slots.begin(), slots.end(), [](uint32_t slot) { return slot != params::NOT_CUT; }); }
+  // Whether all lists of more than two parts are cut that there are slots for, and the table of parts is not overrun.
+  bool cut_as_many_as_it_should() const {
+    auto is_cut = [](const params::CutList& list) { return list.parts > 1; };
+    long expected = std::count_if(counts.begin(), counts.end(), [&](uint32_t count) { return count > 2u * most_users; });
+    bool whole = parts[most_parts].segment == 5 && parts[most_parts + 1].number == 5 && int(used[1]) <= most_parts;
+    return whole && std::count_if(cuts.begin(), cuts.end(), is_cut) == std::min(expected, long(most_slots)) && expected > 0;
+  }
 
   // Whether blocks of `keys` keys visit each tile of each user of their keys once, with its place in that one's list.
   bool visits_are_right(int keys) const {
     std::map<std::tuple<int, int, int, int>, int> visits;  // of (segment, first key, query head, tile)
     int all = problem.segments.count() * c.key_heads * ((problem.segments.longest_keys + keys - 1) / keys);
-    for (int i = 0; i < all + int(parts.size()) * (BLOCK / keys); ++i) {
+    for (int i = 0; i < all + most_parts * (BLOCK / keys); ++i) {
       attention::BackwardBlock block = attention::ListedQueries::take(b, i, keys);
       if (block.first_key >= block.segment.key_len) continue;
       attention::ListedQueries queries(b, block);
@@ -106,7 +116,7 @@ struct Backward {
     problem.p.lists = b.lists;
     problem.template forward<attention::ListedKeys>();
   }
-  void backward() { problem.template backward<attention::ListedQueries>(b, int(parts.size())); }
+  void backward() { problem.template backward<attention::ListedQueries>(b, most_parts); }
 };
 
 template <class T>
@@ -132,7 +142,7 @@ bool check(const Case& c) {
     for (int most_slots : {100, 1}) {
       begin();
       Backward<D> cut(c, false, users, most_slots);
-      expect(cut.count_cut() <= most_slots && (users == 2 || cut.count_cut() > 0), "not as many lists are cut as there are slots");
+      expect(users == 2 || cut.cut_as_many_as_it_should(), "other lists are cut than those that should be");
       expect(cut.visits_are_right(64) && cut.visits_are_right(128), "not every user is visited once");
       if (users == 2) continue;
       cut.problem.out.values = whole.problem.out.values, cut.problem.minus_lse2 = whole.problem.minus_lse2;

@@ -188,11 +188,12 @@ struct Problem {
                                    : NUMERICS == SAGEBWD_QK ? "attn_bwd_sagebwd_general"
                                    : NUMERICS == SAGEBWD_S  ? "attn_bwd_sagebwd_s"
                                                             : "attn_bwd_full_precision";
-    constexpr params::Plan PLAN = params::plan(KERNEL, D, params::EVERY, params::SM86);
+    constexpr params::Plan PLAN = params::plan(KERNEL, D, params::EVERY, D > 128 ? params::SM80 : params::SM86);
     using Scores = std::conditional_t<NUMERICS == SAGEBWD_S, attention::ScoresOfCodes<T, D>, attention::ScoresOfRows<T, D>>;
     using Kernel = std::conditional_t<CODES, attention::SageBwdBackwardSm80<T, D, PLAN, NUMERICS == SAGEBWD_QK>,
                                       attention::FullPrecisionBackwardSm80<T, D, PLAN, attention::PlainProbabilities, Scores>>;
     int blocks = segments.count() * c.key_heads * ((segments.longest_keys + PLAN.rows - 1) / PLAN.rows) + more_blocks * (128 / PLAN.rows);
+    if constexpr (!CODES) blocks *= Kernel::CHANNEL_PARTS;
     for (int i = 0; i < blocks; ++i)
       host::run_with_shared(i, PLAN.threads, Kernel::SHARED_BYTES, [&] { attention::backward_sm80<Kernel, Queries>(b); });
   }

@@ -113,8 +113,12 @@ pub fn usual_rows() -> Vec<Row> {
         .collect()
 }
 
-/// The schemes to measure: every scheme, and SageBwd with fewer INT8 products, and with K's mean over a sample.
-fn schemes() -> Vec<Scheme> {
+/// The schemes to measure: every scheme, and SageBwd with fewer INT8 products, and with K's mean over a sample. Of heads over 128
+/// channels a GPU has full precision alone.
+fn schemes(row: Row, device: &Device) -> Vec<Scheme> {
+    if row.head_dim > 128 && !device.is_cpu() {
+        return vec![Scheme::FullPrecision];
+    }
     let few = SageBwd::default().products(Int8Products::FORWARD_AND_S);
     let sets =
         [few, few.key_mean(KeyMean::Sample(64)), few.products(Int8Products::FORWARD)].map(Scheme::from);
@@ -156,7 +160,7 @@ pub fn measure(plan: &Plan, row: Row) -> Result<Vec<Measured>> {
         .collect::<candle_core::Result<_>>()
         .map_err(failed)?;
     let clock = Clock::new(&plan.device).map_err(failed)?;
-    schemes()
+    schemes(row, &plan.device)
         .into_iter()
         .map(|scheme| {
             let attention = Attention::new(scheme).causal(row.causal);

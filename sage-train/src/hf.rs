@@ -17,7 +17,8 @@ use crate::partial::Folder;
 use crate::quantity::Quantity;
 use crate::ranks::{Mesh, Ranks};
 use crate::settings::{
-    AttentionSettings, Settings, Sla2Settings, SmoothingSetting, Switch, exported_settings, form_name,
+    AttentionSettings, Settings, Sla2Settings, SmoothingSetting, Switch, TailSetting, exported_settings,
+    form_name,
 };
 use crate::{during, writing};
 
@@ -213,8 +214,13 @@ pub fn load(
     trained: Option<Mesh>,
 ) -> Result<Parameters> {
     HfConfig::read(folder)?;
-    let exported = attention(folder)?.0.attn.map(|attn| attn.to_string());
-    let complete = config.sla2.as_ref().is_some_and(|sla2| exported.as_deref() == Some(form_name(sla2)));
+    let (attention, told) = attention(folder)?;
+    let exported = attention.attn.map(|attn| attn.to_string());
+    let no_tail = exported.as_deref() == Some("sla2-sparse") || told.sla2_tail == Some(TailSetting::None);
+    let complete = config
+        .sla2
+        .as_ref()
+        .is_some_and(|sla2| exported.as_deref() == Some(form_name(sla2)) && no_tail == sla2.tail.is_none());
     let files = weight_files(folder)?;
     let opened = files.iter().map(|name| StateFile::open(&folder.join(name))).collect::<Result<Vec<_>>>()?;
     let values = |spec: &ParameterSpec| {

@@ -51,7 +51,7 @@ impl<'a> Call<'a> {
     pub(super) fn new(blend: &'a Blend, sparse: Operand<'a>, theta: Operand<'a>) -> Result<Self> {
         let gpu = Gpu::new(sparse.0.device())?;
         let shape = blend.selection.shape();
-        plan::padded_head_dim(shape)?;
+        plan::small_head_dim(shape)?;
         let geometry = Geometry::new(&gpu, shape)?;
         let element = Element::of(sparse.0.dtype())?;
         Ok(Self { gpu, element, geometry, sparse, weights: Weights::new(blend, theta)? })

@@ -7,7 +7,7 @@ use cudarc::driver::CudaSlice;
 use super::address::address_if_any;
 use super::kernels::Gpu;
 use super::params;
-use super::plan::{self, Plan, SELECTION_BLOCK, TILE};
+use super::plan::{self, Plan, SELECTION_BLOCK, TILE, Visits};
 use super::tensor::{Element, Output, tensor_map, view};
 use crate::error::Error;
 use crate::launch::Operand;
@@ -112,10 +112,29 @@ impl<'a> Call<'a> {
         geometry.sizes.softmax_scale = problem.softmax_scale;
         Ok(Self {
             element: Element::of(problem.q.0.dtype())?,
-            d: plan::padded_head_dim(shape)?,
+            d: plan::padded_head_dim(shape),
             geometry,
             gpu,
             problem,
+        })
+    }
+
+    /// The plan of a scheme's kernel.
+    ///
+    /// # Errors
+    /// When it does not take heads of this size on this GPU.
+    pub(super) fn plan(&self, kernel: &str, visits: Visits) -> Result<&'static Plan> {
+        Plan::of(kernel, self.d, self.gpu.architecture, visits).map_err(|missing| match self.d {
+            ..=128 => missing,
+            _ => Error::unsupported("head_dim is out of range on CUDA")
+                .got(format!(
+                    "{} for `{kernel}` on {:?}",
+                    self.problem.shape.head_dim(),
+                    self.gpu.architecture
+                ))
+                .allowed("8 to 128; to 256 in full precision on compute capability 8.0, 9.0 and 10.x")
+                .hint("Scheme::FullPrecision; the CPU takes up to 256 in every scheme")
+                .into(),
         })
     }
 

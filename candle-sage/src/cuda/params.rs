@@ -130,11 +130,9 @@ pub(super) struct Lists<'a> {
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Cuts<'a> {
     pub(super) parts: Address<'a>,
-    pub(super) slots: Address<'a>,
+    pub(super) lists: Address<'a>,
     pub(super) sums: Address<'a>,
     pub(super) arrivals: Address<'a>,
-    pub(super) users: u32,
-    pub(super) padding: i32,
 }
 
 #[repr(C)]
@@ -219,7 +217,7 @@ const _: () = {
     assert!(size_of::<View>() == 48 && offset_of!(View, vector) == 40);
     assert!(size_of::<Segment>() == 32);
     assert!(size_of::<Lists>() == 40 && offset_of!(Lists, stride) == 24);
-    assert!(size_of::<Cuts>() == 40 && offset_of!(Cuts, users) == 32);
+    assert!(size_of::<Cuts>() == 32 && offset_of!(Cuts, sums) == 16);
     assert!(size_of::<Shape>() == 56 && offset_of!(Shape, softmax_scale) == 36);
     assert!(size_of::<Codes>() == 72);
     assert!(size_of::<Forward>() == 832 && offset_of!(Forward, q_map) == 448);

@@ -56,7 +56,7 @@ impl<'a> Call<'a> {
         let (shape, blocks) = (&op.shape, op.selection.blocks());
         check_blocks(blocks)?;
         let gpu = Gpu::new(inputs[0].0.device())?;
-        let (d, geometry) = (plan::padded_head_dim(shape)?, Geometry::new(&gpu, shape)?);
+        let (d, geometry) = (plan::small_head_dim(shape)?, Geometry::new(&gpu, shape)?);
         let heads = shape.key_heads() * geometry.segment_count();
         let (longest, _) = geometry.blocks();
         let plan = Plan::of("linear_scan_blocks", d, gpu.architecture, Visits::Listed)?;

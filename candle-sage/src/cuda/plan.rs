@@ -11,13 +11,17 @@ pub(super) const TILE: usize = 64;
 /// Tokens of a selection's block.
 pub(super) const SELECTION_BLOCK: usize = 128;
 
-/// head_dim as padded inside the kernels.
-pub(super) fn padded_head_dim(shape: &AttentionShape) -> Result<usize> {
-    match shape.head_dim() {
-        0..=64 => Ok(64),
-        65..=128 => Ok(128),
-        d => Err(Error::unsupported("head_dim is out of range on CUDA")
-            .got(d)
+/// head_dim as padded inside the kernels: 64, 128 or 256.
+pub(super) fn padded_head_dim(shape: &AttentionShape) -> usize {
+    shape.head_dim().next_power_of_two().max(64)
+}
+
+/// The same, for kernels that take 128 channels at most.
+pub(super) fn small_head_dim(shape: &AttentionShape) -> Result<usize> {
+    match padded_head_dim(shape) {
+        d @ ..=128 => Ok(d),
+        _ => Err(Error::unsupported("head_dim is out of range on CUDA")
+            .got(shape.head_dim())
             .allowed("8 to 128")
             .hint("the CPU takes up to 256")),
     }
@@ -105,8 +109,8 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// The plan of a kernel. There is one for every kernel that a scheme names and every target, as a test
-    /// checks.
+    /// The plan of a kernel. There is one for every kernel that a scheme names and every target up to a `head_dim` of 128, as
+    /// a test checks; at 256 for full precision where thread blocks have enough shared memory.
     ///
     /// # Errors
     /// When the table has none.
@@ -154,6 +158,11 @@ impl Plan {
     /// that computes dQ.
     pub(super) fn dq_parts(&self) -> usize {
         if self.mainloop == Mainloop::BackwardSm90 { 2 } else { 1 }
+    }
+
+    /// Blocks of a backward that divide the channels of the same keys among them.
+    pub(super) fn channel_parts(&self) -> usize {
+        if self.mainloop == Mainloop::BackwardSm80 { self.head_dim.div_ceil(128) } else { 1 }
     }
 
     /// Whether the kernel is persistent: one block per multiprocessor, which takes one work tile after the

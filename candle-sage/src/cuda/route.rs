@@ -21,7 +21,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Means<'_> {
         let Self { shape, blocks, pool } = *self;
         check_blocks(blocks)?;
         let gpu = Gpu::new(x.0.device())?;
-        plan::padded_head_dim(shape)?;
+        plan::small_head_dim(shape)?;
         let geometry = Geometry::new(&gpu, shape)?;
         let count = if pool.is_some() { blocks.rows() } else { blocks.all_key_blocks() };
         let means = gpu.alloc::<f32>(blocks.key_heads * count * shape.head_dim())?;
@@ -74,7 +74,7 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for Mass<'_> {
         let Self { shape, blocks, softmax_scale } = *self;
         check_blocks(blocks)?;
         let gpu = Gpu::new(q.0.device())?;
-        let d = plan::padded_head_dim(shape)?;
+        let d = plan::small_head_dim(shape)?;
         let geometry = Geometry::new(&gpu, shape)?;
         let mass = gpu.alloc_zeros::<f32>(blocks.key_heads * blocks.rows() * blocks.columns())?;
         let (q, element) = (view(q, &gpu)?, Element::of(q.0.dtype())?);

@@ -71,57 +71,53 @@ impl<'a> Seen<'a> {
     }
 }
 
-/// Users of a part of a list that is cut, at least: fewer do not pay for another block of threads that reads the keys.
-const LEAST_USERS: usize = 8;
-/// Into how many parts a multiprocessor's share of the work is cut, if all of it is in long lists.
+/// Users of a part of a list that is cut, at least: fewer do not pay for another block of threads that reads the keys. In this
+/// crate's own tests one, so that small cases have parts.
+const LEAST_USERS: usize = if cfg!(test) { 1 } else { 8 };
+/// Into how many parts a multiprocessor's share of all users is cut, if they are in long lists.
 const PARTS_OF_A_SHARE: usize = 8;
 
-/// How the users of the most wanted blocks are cut into parts for thread blocks of their own, whose dK and dV are added in f32.
-/// In which order they add is not defined.
+/// How the users of the most wanted blocks are cut into parts for thread blocks of their own, whose dK and dV are added in f32, in an
+/// order that is not defined. The device decides, which knows how many users there are.
 struct Cuts {
-    /// Users of a part, at most. Lists of more than two such parts are cut.
-    users: usize,
+    /// Parts that all users together would be cut into.
+    shares: usize,
     /// Parts beyond the first ones of their lists, at most.
     most_parts: usize,
-    /// Lists that can be cut. The memory of their sums is bounded, and with more long lists than multiprocessors none of
-    /// them leaves a multiprocessor without work for long.
+    /// Lists that can be cut, which bounds the memory of their sums. Of more long lists some stay whole.
     most_slots: usize,
     parts: CudaSlice<u32>,
-    slots: CudaSlice<u32>,
+    lists: CudaSlice<u64>,
     sums: CudaSlice<f32>,
     arrivals: CudaSlice<u32>,
 }
 
 impl Cuts {
-    /// For lists with `entries` in all, the longest of at most `longest`, and keys of `d` channels. `None`: no list is long.
-    fn new(gpu: &Gpu, columns: usize, entries: usize, longest: usize, d: usize) -> Result<Option<Self>> {
-        // In this crate's own tests parts are short, so that small cases have some.
-        let least = if cfg!(test) { 1 } else { LEAST_USERS };
-        let users = entries.div_ceil(gpu.multiprocessors * PARTS_OF_A_SHARE).max(least);
-        if longest <= 2 * users {
+    /// For so many lists, the longest of at most `longest` users, and keys of `d` channels. `None`: no list is long.
+    fn new(gpu: &Gpu, lists: usize, longest: usize, d: usize) -> Result<Option<Self>> {
+        if longest <= 2 * LEAST_USERS {
             return Ok(None);
         }
-        let most_slots = (entries / (2 * users)).min(gpu.multiprocessors);
-        let most_parts = (entries / users).min(most_slots * (longest.div_ceil(users) - 1));
+        let shares = gpu.multiprocessors * PARTS_OF_A_SHARE;
+        let most_slots = lists.min(gpu.multiprocessors);
+        let most_parts = shares.min(most_slots * (longest.div_ceil(LEAST_USERS) - 1));
         Ok(Some(Self {
-            users,
+            shares,
             most_parts,
             most_slots,
-            parts: gpu.alloc(most_parts * PART_WORDS)?,
-            slots: gpu.alloc(columns)?,
+            parts: gpu.alloc_zeros(most_parts * PART_WORDS)?,
+            lists: gpu.alloc(lists)?,
             sums: gpu.alloc(most_slots * slot_floats(d))?,
-            arrivals: gpu.alloc(most_slots * 2 * SELECTION_BLOCK / 16)?,
+            arrivals: gpu.alloc(most_slots * slot_pieces(d))?,
         }))
     }
 
     fn params(&self, gpu: &Gpu) -> params::Cuts<'_> {
         params::Cuts {
             parts: address(&self.parts, gpu),
-            slots: address(&self.slots, gpu),
+            lists: address(&self.lists, gpu),
             sums: address(&self.sums, gpu),
             arrivals: address(&self.arrivals, gpu),
-            users: self.users as u32,
-            padding: 0,
         }
     }
 }
@@ -132,6 +128,11 @@ const PART_WORDS: usize = 4;
 /// Sums of a list: of dK and dV of a block of keys.
 fn slot_floats(d: usize) -> usize {
     2 * SELECTION_BLOCK * d
+}
+
+/// Pieces of these sums that a warp has: 16 keys, and 128 channels at most, of dK or dV.
+fn slot_pieces(d: usize) -> usize {
+    2 * SELECTION_BLOCK / 16 * d.div_ceil(128)
 }
 
 /// The lists and their inverse: for each block of keys, the blocks of queries that see it.
@@ -161,10 +162,10 @@ impl<'a> Users<'a> {
         let users = gpu.alloc::<u64>(room)?;
         let first_users = gpu.alloc::<u32>(heads * (columns + 1))?;
         let counts = gpu.alloc::<u32>(heads * columns)?;
-        let used = gpu.alloc::<u32>(2)?;
+        let used = gpu.alloc_zeros::<u32>(3)?;
         let (longest_users, longest) = geometry.blocks();
         let cuts = match cut {
-            Some(d) => Cuts::new(gpu, heads * columns, room, longest_users, d)?,
+            Some(d) => Cuts::new(gpu, heads * columns, longest_users, d)?,
             None => None,
         };
         let params = params::sla2::Users {
@@ -175,10 +176,12 @@ impl<'a> Users<'a> {
             used: address(&used, gpu),
             shape: geometry.shape(gpu),
             cuts: cuts.as_ref().map(|cuts| cuts.params(gpu)).unwrap_or_default(),
+            least_users: LEAST_USERS as u32,
+            shares: cuts.as_ref().map_or(0, |cuts| cuts.shares) as i32,
             most_slots: cuts.as_ref().map_or(0, |cuts| cuts.most_slots) as i32,
             most_parts: cuts.as_ref().map_or(0, |cuts| cuts.most_parts) as i32,
             slot_floats: cut.map_or(0, slot_floats) as i32,
-            padding: 0,
+            slot_pieces: cut.map_or(0, slot_pieces) as i32,
         };
         let grid = Grid {
             blocks: (longest.div_ceil(WARPS) as u32, geometry.segment_count() as u32, heads as u32),
@@ -186,6 +189,9 @@ impl<'a> Users<'a> {
         };
         launch(gpu, "count_users", grid, &params)?;
         launch(gpu, "fill_users", grid, &params)?;
+        // The counts are freed here, and with them their canaries.
+        #[cfg(test)]
+        super::guard::check(gpu)?;
         Ok(Self { seen, users, first_users, cuts })
     }
 

@@ -96,8 +96,9 @@ impl Attention {
     }
 
     /// Whether gradients on CUDA have the same bits in repeated runs. By default thread blocks add to dQ with
-    /// atomic f32 additions in an order that varies, which changes the last bits; with this switch each block
-    /// waits for its turn, which takes longer. On the CPU results never vary.
+    /// atomic f32 additions in an order that varies, which changes the last bits, and with a selection so do those of
+    /// dK and dV of blocks of keys that many list; with this switch each block waits for its turn, which takes
+    /// longer. On the CPU results never vary.
     #[must_use]
     pub fn deterministic(mut self, deterministic: bool) -> Self {
         self.deterministic = deterministic;
@@ -105,8 +106,8 @@ impl Attention {
     }
 
     /// Restricts attention to the listed blocks of keys, forward and backward, with any scheme: block-sparse
-    /// attention. Keys that are not listed are as if masked. Time and nothing else depends on the lists'
-    /// lengths.
+    /// attention. Keys that are not listed are as if masked. Time depends on the lists' lengths, and on
+    /// CUDA the order of sums.
     ///
     /// The selection's blocks must be multiples of the scheme's tiles on the CPU ([`Scheme::block_unit`]),
     /// and 128 x 128 on CUDA. Smoothing (of K and Q) and NVFP4 scales are those of the whole sequences:

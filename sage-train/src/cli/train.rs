@@ -314,7 +314,12 @@ fn write_batches(config: &Config, path: &Path) -> Result<()> {
 /// size from a tokenizer that exists.
 pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
     if let Some(folder) = settings.model.init_from.clone() {
-        settings = settings.over(hf::settings(&folder)?);
+        let mut told = hf::settings(&folder)?;
+        // The tail is a part of the form that the folder was trained in: another form has its own.
+        if settings.attention.attn.is_some() && settings.attention.attn != told.attention.attn {
+            told.sla2.sla2_tail = None;
+        }
+        settings = settings.over(told);
     }
     if settings.data.vocab_size.is_none()
         && let Some(tokenizer) = known_tokenizer(&settings)?

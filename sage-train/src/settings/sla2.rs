@@ -180,7 +180,10 @@ pub(crate) fn form_name(sla2: &Sla2Config) -> &'static str {
 /// What must be known of a model beside its weights to compute it so, by the keys of settings: all but the stages of its training.
 pub(crate) fn exported_settings(sla2: &Sla2Config, scheme: &Scheme) -> Vec<(&'static str, String)> {
     let told = [("attn", form_name(sla2).to_owned()), ("sla2-numerics", scheme.name().to_owned())];
-    let own = own_settings(sla2).into_iter().filter(|(key, _)| !key.ends_with("-steps"));
+    // `sla2-sparse` says by itself that there is no tail.
+    let sparse = form_name(sla2) == Form::Sparse.name();
+    let said = |key: &str| key == "sla2-tail" && sparse;
+    let own = own_settings(sla2).into_iter().filter(|(key, _)| !key.ends_with("-steps") && !said(key));
     told.into_iter()
         .chain(scheme.settings().into_iter().filter(|(key, _)| !key.starts_with("tile-")))
         .chain(own)
@@ -210,8 +213,8 @@ pub(super) fn resolve(
     let complement = settings.sla2_tail == Some(TailSetting::Complement);
     if gpu && (block != 128 || complement) {
         return Err(Error::new("this form of SLA2 does not run on a GPU")
-            .got(format!("blocks of {block}, tail {}", if complement { "complement" } else { "past" }))
-            .allowed("blocks of 128 and the past tail")
+            .got(format!("blocks of {block}{}", if complement { ", the tail of the complement" } else { "" }))
+            .allowed("blocks of 128, the tail of the past or none")
             .hint("--device cpu takes the others"));
     }
     let usual_steps = steps * 6 / 10;

@@ -16,10 +16,12 @@ pub(in crate::cuda) struct Users<'a> {
     pub(in crate::cuda) used: Address<'a>,
     pub(in crate::cuda) shape: Shape<'a>,
     pub(in crate::cuda) cuts: Cuts<'a>,
+    pub(in crate::cuda) least_users: u32,
+    pub(in crate::cuda) shares: i32,
     pub(in crate::cuda) most_slots: i32,
     pub(in crate::cuda) most_parts: i32,
     pub(in crate::cuda) slot_floats: i32,
-    pub(in crate::cuda) padding: i32,
+    pub(in crate::cuda) slot_pieces: i32,
 }
 
 #[repr(C)]

@@ -2,51 +2,82 @@
 
 use candle_core::{DType, Layout, Result, Storage, Tensor};
 
+use super::device;
 use super::inputs::{Inputs, cases};
 use crate::cuda::address::address_at;
 use crate::cuda::{Past, forward, guard};
 use crate::scheme::{AttnQat, Granularity, SageBwd, Scheme, Smoothing, ValueGroups};
+use crate::selection::Selection;
+use crate::shape::Packing;
 
-/// Buffers start as NaN and end in canaries.
-#[test]
-#[ignore = "needs a GPU"]
-fn kernels_fill_their_buffers_and_no_more() -> Result<()> {
-    let schemes: [Scheme; 6] = [
+fn schemes() -> [Scheme; 6] {
+    [
         Scheme::FullPrecision,
         SageBwd::default().into(),
         AttnQat::default().into(),
         AttnQat::default().smoothing(Smoothing::K).value_groups(ValueGroups::HeadDim).into(),
         AttnQat::default().matched_recomputation(false).high_precision_output(false).into(),
         SageBwd { smoothing: Smoothing::Qk, granularity: Granularity::Tile, ..SageBwd::default() }.into(),
-    ];
+    ]
+}
+
+/// Runs forward and backward, of which the guard checks the buffers' ends, and checks that all results are written.
+fn run(inputs: &Inputs, scheme: &Scheme, deterministic: bool) -> Result<()> {
+    inputs.with(deterministic, |problem, operands| {
+        let (out, ran) = forward(scheme, problem, true)?;
+        let layout = Layout::contiguous(inputs.shape.query_dims());
+        let ran = ran.expect("a forward that keeps its state");
+        let grads = ran.backward(problem, &Past { out: (&out, &layout), dout: operands[3] })?;
+        let dims = [inputs.shape.query_dims(), inputs.shape.key_dims(), inputs.shape.key_dims()];
+        for (storage, dims) in grads.into_iter().zip(dims).chain([(out, inputs.shape.query_dims())]) {
+            let none = candle_core::op::BackpropOp::none();
+            let t = Tensor::from_storage(Storage::Cuda(storage), dims, none, false);
+            let sum = t.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?;
+            assert!(sum.is_finite(), "{:?}, {scheme}: something was not written", inputs.shape);
+        }
+        Ok(())
+    })
+}
+
+/// Buffers start as NaN and end in canaries.
+#[test]
+#[ignore = "needs a GPU"]
+fn kernels_fill_their_buffers_and_no_more() -> Result<()> {
     for (lens, heads, d, packing) in cases() {
         for dtype in [DType::BF16, DType::F16] {
-            for scheme in &schemes {
+            for scheme in &schemes() {
                 for deterministic in [false, true] {
-                    let inputs = Inputs::new(lens, heads, d, packing.clone(), dtype)?;
-                    inputs.with(deterministic, |problem, operands| {
-                        let (out, ran) = forward(scheme, problem, true)?;
-                        let layout = Layout::contiguous(inputs.shape.query_dims());
-                        let ran = ran.expect("a forward that keeps its state");
-                        let grads =
-                            ran.backward(problem, &Past { out: (&out, &layout), dout: operands[3] })?;
-                        let dims =
-                            [inputs.shape.query_dims(), inputs.shape.key_dims(), inputs.shape.key_dims()];
-                        for (storage, dims) in
-                            grads.into_iter().zip(dims).chain([(out, inputs.shape.query_dims())])
-                        {
-                            let none = candle_core::op::BackpropOp::none();
-                            let t = Tensor::from_storage(Storage::Cuda(storage), dims, none, false);
-                            let sum = t.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?;
-                            assert!(sum.is_finite(), "{lens:?}, d {d}, {scheme}: something was not written");
-                        }
-                        Ok(())
-                    })?;
+                    run(&Inputs::new(lens, heads, d, packing.clone(), dtype)?, scheme, deterministic)?;
                 }
             }
         }
     }
     Ok(())
+}
+
+/// The same over lists, of which the longest are cut (here into parts of one user), and with heads of 256 channels.
+#[test]
+#[ignore = "needs a GPU"]
+fn kernels_over_lists_fill_their_buffers_and_no_more() -> Result<()> {
+    let packing = Packing::self_attention(vec![0, 1, 70, 70, 700]);
+    for (lens, d, packing) in [
+        ((900, 900), 64, None),
+        ((500, 650), 128, None),
+        ((700, 700), 40, Some(packing)),
+        ((400, 400), 256, None),
+    ] {
+        let mut inputs = Inputs::new(lens, (2, 1), d, packing, DType::BF16)?;
+        inputs.selection = Some(Selection::from_lists(&inputs.shape, (128, 128), &device(), |at| {
+            vec![0; at.candidates.min(1)]
+        })?);
+        for scheme in schemes().iter().take(if d > 128 { 1 } else { 6 }) {
+            for deterministic in [false, true] {
+                run(&inputs, scheme, deterministic)?;
+            }
+        }
+    }
+    let large = Inputs::new((300, 290), (2, 1), 200, None, DType::F16)?;
+    run(&large, &Scheme::FullPrecision, false)
 }
 
 #[test]

@@ -5,6 +5,7 @@ use candle_core::{DType, Device, Result, Storage, Tensor};
 use super::{device, numbers};
 use crate::cuda::params;
 use crate::cuda::{Call, Operand, Problem};
+use crate::selection::Selection;
 use crate::shape::{AttentionShape, Packing};
 
 /// Inputs of an attention call, on the GPU and as f32.
@@ -12,6 +13,7 @@ pub(super) struct Inputs {
     pub(super) shape: AttentionShape,
     pub(super) tensors: Vec<Tensor>,
     pub(super) values: Vec<Vec<f32>>,
+    pub(super) selection: Option<Selection>,
 }
 
 impl Inputs {
@@ -39,7 +41,7 @@ impl Inputs {
             .iter()
             .map(|t| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1())
             .collect::<Result<_>>()?;
-        Ok(Self { shape, tensors, values })
+        Ok(Self { shape, tensors, values, selection: None })
     }
 
     /// Calls `f` with the problem and the operands: query, key, value and output gradient.
@@ -57,8 +59,8 @@ impl Inputs {
             })
             .collect();
         let [q, k, v] = [operands[0], operands[1], operands[2]];
-        let problem =
-            Problem { shape: &self.shape, softmax_scale: 0.125, deterministic, q, k, v, selection: None };
+        let selection = self.selection.as_ref();
+        let problem = Problem { shape: &self.shape, softmax_scale: 0.125, deterministic, q, k, v, selection };
         f(&problem, &operands)
     }
 

@@ -1,10 +1,10 @@
 //! Lengths, heads, head_dims, packed documents and strides.
 
-use candle_core::{DType, Result, Tensor};
-use candle_sage::Packing;
+use candle_core::{DType, Device, Result, Tensor};
+use candle_sage::{Packing, Scheme, Selection};
 
-use super::{all, run};
-use crate::support::{Case, gpu};
+use super::{all, check_against, run};
+use crate::support::{Case, gpu, pattern};
 
 #[test]
 #[ignore = "needs a GPU"]
@@ -62,6 +62,49 @@ fn head_dims_are_padded_inside() -> Result<()> {
             run(&format!("d {d}, causal {causal}"), &mut case, &all(), 3)?;
         }
     }
+    Ok(())
+}
+/// Full precision above 128 channels, where a block of the backward has half of them: lengths, groups, documents, strides
+/// without vectors, gradients that repeat, and lists of users that are cut.
+#[test]
+#[ignore = "needs a GPU"]
+fn large_heads() -> Result<()> {
+    let full = [Scheme::FullPrecision];
+    for d in [129, 136, 160, 192, 255, 256] {
+        let long = if d == 256 { 700 } else { 300 };
+        for (lens, causal) in [((1, 1), true), ((100, 130), false), ((203, 113), true), ((long, long), true)]
+        {
+            let mut case = Case::new(2, lens, (2, 1), d, causal);
+            run(&format!("{lens:?}, d {d}, causal {causal}"), &mut case, &full, d as u64)?;
+        }
+        let mut case = Case::new(1, (500, 500), (2, 1), d, true);
+        case.packing = Some(Packing::self_attention(vec![0, 1, 64, 64, 193, 450, 500]));
+        run(&format!("packed, d {d}"), &mut case, &full, 4)?;
+    }
+    let device = gpu();
+    let mut case = Case::new(1, (2500, 2500), (2, 1), 256, true);
+    case.draw(1.0, 1);
+    case.round_to(DType::BF16)?;
+    let selection = Selection::from_lists(&case.shape(), (128, 128), &Device::Cpu, |at| {
+        (0..at.candidates).filter(|&block| block % 7 == 0 || block + 1 == at.candidates).collect()
+    })?;
+    let listed = case.attention(full[0]).select(&selection);
+    let (exact, cpu) =
+        (case.exact_over(&pattern(&selection)), case.run_on(&Device::Cpu, &listed, DType::BF16)?);
+    let on_gpu = case.attention(full[0]).select(&selection.to_device(&device)?);
+    let repeated = [false, true, true]
+        .map(|deterministic| case.run_on(&device, &on_gpu.clone().deterministic(deterministic), DType::BF16));
+    let [any_order, first, second] = repeated;
+    check_against("lists, d 256", full[0], DType::BF16, &any_order?, [&exact, &cpu], 2500);
+    let (first, second) = (first?, second?);
+    check_against("lists in order, d 256", full[0], DType::BF16, &first, [&exact, &cpu], 2500);
+    assert_eq!(first, second, "gradients over lists repeat");
+    let dense = case.attention(full[0]).deterministic(true);
+    assert_eq!(
+        case.run_on(&device, &dense, DType::BF16)?,
+        case.run_on(&device, &dense, DType::BF16)?,
+        "gradients repeat"
+    );
     Ok(())
 }
 /// Blocks that do one piece of work after the other, on a GPU of up to 143 multiprocessors; some queries see no key.

@@ -10,19 +10,24 @@ enum KeyGradient { DK, DV };
 
 // Adds a warp's share of a gradient of 16 keys to the sums of a list that is cut, in the order of the fragments. Returns whether
 // the other parts have added theirs before: the warp that comes last gets the sums of all.
+// `piece`: which of the slot's pieces, of 16 keys and the warp's channels each.
 template <int N>
-__device__ __forceinline__ bool add_part(const params::Cuts& cuts, const Cut& cut, KeyGradient gradient, int strip, float (&x)[N][4]) {
-  int64_t number = (int64_t(cut.slot) * 2 + gradient) * (SELECTION_BLOCK / 16) + strip;
+__device__ __forceinline__ bool add_part(const params::Cuts& cuts, params::CutList list, int pieces, int piece, float (&x)[N][4]) {
+  int64_t number = int64_t(list.slot) * pieces + piece;
   int lane = threadIdx.x % 32;
   float* sums = cuts.sums + (number * (N * 32) + lane) * 4;
 #pragma unroll
   for (int n = 0; n < N; ++n) ptx::red_add_4(sums + n * 128, x[n][0], x[n][1], x[n][2], x[n][3]);
-  __threadfence();
+  // Lane 0 releases what all lanes have added, and acquires for all what the other parts have.
   __syncwarp();
   int arrived = 0;
-  if (lane == 0) arrived = atomicAdd(cuts.arrivals + number, 1);
-  if (__shfl_sync(~0u, arrived, 0) + 1 != int(cut.parts)) return false;
-  __threadfence();
+  if (lane == 0) {
+    __threadfence();
+    arrived = atomicAdd(cuts.arrivals + number, 1);
+    __threadfence();
+  }
+  if (__shfl_sync(~0u, arrived, 0) + 1 != int(list.parts)) return false;
+  __syncwarp();
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     float4 sum = __ldcg(reinterpret_cast<const float4*>(sums + n * 128));
@@ -32,16 +37,21 @@ __device__ __forceinline__ bool add_part(const params::Cuts& cuts, const Cut& cu
 }
 
 // Writes the gradient of a warp's 16 keys, from `first_key` on: of a list that is cut, when all parts have come.
-template <KeyGradient GRADIENT, class Queries, class T, int N>
+// The block has one of CHANNEL_PARTS parts of the channels.
+template <KeyGradient GRADIENT, class Queries, class T, int CHANNEL_PARTS = 1, int N>
 __device__ __forceinline__ void store_gradient(const params::Backward& p, const BackwardBlock& block, int first_key, float (&x)[N][4]) {
   if constexpr (Queries::LISTED) {
-    Cut cut(p, block);
-    if (cut.slot != params::NOT_CUT && !add_part(p.cuts, cut, GRADIENT, first_key % SELECTION_BLOCK / 16, x)) return;
+    params::CutList list = Cut(p, block).list;
+    constexpr int STRIPS = SELECTION_BLOCK / 16;
+    int piece = first_key % SELECTION_BLOCK / 16 + GRADIENT * STRIPS;
+    if constexpr (CHANNEL_PARTS > 1) piece += block.channel_part * 2 * STRIPS;
+    if (list.parts > 1 && !add_part(p.cuts, list, CHANNEL_PARTS * 2 * STRIPS, piece, x)) return;
   }
   const params::View& view = GRADIENT == DK ? p.dk : p.dv;
   float scale = GRADIENT == DK ? p.shape.softmax_scale : 1.0f;
   const Segment& segment = block.segment;
   Rows<T> rows(view, segment.batch, segment.key_start, block.key_head, segment.key_len, p.shape.head_dim);
+  if constexpr (CHANNEL_PARTS > 1) rows.skip_channels(block.channel_part * (N * 8));
   int lane = threadIdx.x % 32;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

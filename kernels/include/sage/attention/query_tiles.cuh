@@ -5,15 +5,16 @@
 
 namespace sage::attention {
 
-// The segment, key head and keys of a block, and with a list that is cut into parts the number of its part.
+// The segment, key head and keys of a block, and with a list that is cut into parts the number of its part. At head_dim 256 a
+// block has some of the channels of dK, dV and dQ, those of its `channel_part`.
 struct BackwardBlock {
-  int segment_index, key_head, first_key, part;
+  int segment_index, key_head, first_key, part, channel_part;
   Segment segment;
 
   BackwardBlock() = default;
   __device__ __forceinline__ BackwardBlock(const params::Shape& shape, int index, int keys) {
     Place place(shape, index, shape.key_heads, (shape.key_len + keys - 1) / keys);
-    key_head = place.head, segment_index = place.segment, first_key = place.tile * keys, part = 0;
+    key_head = place.head, segment_index = place.segment, first_key = place.tile * keys, part = channel_part = 0;
     segment = Segment(shape, segment_index);
   }
   // The number of the block of keys of a selection, among those of its segment, and of all segments and key heads.
@@ -73,18 +74,16 @@ struct EveryQuery {
 // of dK and dV in global memory (key_gradients.cuh).
 struct Cut {
   uint32_t from, to;  // all users, as indices into Lists::users
-  uint32_t slot;      // the number of the list's sums; NOT_CUT without
-  uint32_t parts;
+  params::CutList list = {0, 1};
 
   __device__ __forceinline__ Cut(const params::Backward& p, const BackwardBlock& block) {
     int column = block.column(p);
     const uint32_t* first_users = p.lists.first_users + column + block.key_head;
     from = first_users[0], to = first_users[1];
-    slot = p.cuts.slots ? p.cuts.slots[column] : params::NOT_CUT;
-    parts = slot == params::NOT_CUT ? 1 : (to - from + p.cuts.users - 1) / p.cuts.users;
+    if (p.cuts.lists) list = p.cuts.lists[column];
   }
   // The users of a part; no part is empty.
-  __device__ __forceinline__ uint32_t of_part() const { return (to - from + parts - 1) / parts; }
+  __device__ __forceinline__ uint32_t of_part() const { return (to - from + list.parts - 1) / list.parts; }
 };
 
 // With a selection a block visits the blocks of queries that list its block of keys. With a causal mask the first of them is the
@@ -124,7 +123,7 @@ struct ListedQueries {
     int blocks = SELECTION_BLOCK / keys;
     params::Part part = p.cuts.parts[(index - all) / blocks];
     BackwardBlock block;
-    block.segment_index = part.segment, block.key_head = part.key_head, block.part = part.number;
+    block.segment_index = part.segment, block.key_head = part.key_head, block.part = part.number, block.channel_part = 0;
     block.segment = Segment(p.shape, part.segment);
     block.first_key = part.number == 0 ? block.segment.key_len : part.block * SELECTION_BLOCK + (index - all) % blocks * keys;
     return block;

@@ -95,17 +95,18 @@ struct Part {
   uint32_t number;  // of the part, from 1 on: the first part is not in the table; 0: none
 };
 
-// The slot of a list that is not cut.
-constexpr uint32_t NOT_CUT = ~0u;
+// How a list is cut: into how many parts, whose sums are in which slot. One part: it is not cut.
+struct CutList {
+  uint32_t slot;
+  uint32_t parts;
+};
 
 // How the backward cuts long lists of users into parts: attention/query_tiles.cuh.
 struct Cuts {
-  Part* parts;      // a block of 128 keys each
-  uint32_t* slots;  // (key head, key_blocks): number of a list's sums, or NOT_CUT. Null: no list is cut
-  float* sums;      // (slot, dK or dV, 16 keys, ..): sums of the parts, in the order of the fragments
-  int* arrivals;    // (slot, dK or dV, 16 keys): how many parts have added
-  uint32_t users;   // that a part has at most
-  int32_t padding;
+  Part* parts;      // a block of 128 keys each; those that are not used are zeros
+  CutList* lists;   // (key head, key_blocks); null: no list is cut
+  float* sums;      // (slot, 128 channels, dK or dV, 16 keys, ..): sums of the parts, in the order of the fragments
+  int* arrivals;    // (slot, 128 channels, dK or dV, 16 keys): how many parts have added
 };
 
 struct Forward {
@@ -177,7 +178,7 @@ struct FakeQuantize {
 static_assert(sizeof(View) == 48 && offsetof(View, vector) == 40);
 static_assert(sizeof(Segment) == 32);
 static_assert(sizeof(Lists) == 40 && offsetof(Lists, stride) == 24);
-static_assert(sizeof(Part) == 16 && sizeof(Cuts) == 40 && offsetof(Cuts, users) == 32);
+static_assert(sizeof(Part) == 16 && sizeof(CutList) == 8 && sizeof(Cuts) == 32 && offsetof(Cuts, sums) == 16);
 static_assert(sizeof(Shape) == 56 && offsetof(Shape, softmax_scale) == 36);
 static_assert(sizeof(Codes) == 72);
 static_assert(sizeof(Forward) == 832 && offsetof(Forward, q_map) == 448 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 280 &&

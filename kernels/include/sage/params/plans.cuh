@@ -27,6 +27,11 @@ constexpr Target TARGET = SM100;
 constexpr Target TARGET = SM86;
 #endif
 
+// Whether the target has plans for head_dim 256.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
+#define SAGE_HEAD_DIM_256
+#endif
+
 struct PlanRow {
   const char* kernel;
   int head_dim;

@@ -12,13 +12,15 @@ struct Users {
   User* users;            // (key head, query_blocks x (stride - 1))
   uint32_t* first_users;  // (key head, key_blocks + 1)
   uint32_t* counts;       // (key head, key_blocks): the number of users
-  uint32_t* used;         // slots and parts that are used
+  uint32_t* used;         // slots and parts that are used, and the number of all users; zeros before
   Shape shape;
-  Cuts cuts;              // slots null: no list is cut
+  Cuts cuts;              // parts are zeros before; lists null: no list is cut
+  uint32_t least_users;   // of a part
+  int32_t shares;         // into which all users together would be cut, if all lists were long
   int32_t most_slots;
   int32_t most_parts;
   int32_t slot_floats;    // of a slot's sums
-  int32_t padding;
+  int32_t slot_pieces;    // that they are divided into, each with the sums of a warp
 };
 
 // Writes the lists of a selection: the blocks with the largest scores of each row.

@@ -211,6 +211,7 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
   // Finishes the accumulators after the last tile.
   numerics.flush_magic();
   numerics.dk, numerics.dv;
+  requires N::CHANNEL_PARTS >= 1;  // parts that the channels of dK, dV and dQ are divided into, a block each
 };
 
 // dS^T needs no barrier of its own, because it is stored in one of two slots, and read for dQ an iteration later. Of 8 warps the
@@ -222,13 +223,18 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   using Plan = typename Numerics::Plan;
   constexpr int LAG = Numerics::LAG;
   extern __shared__ __align__(1024) unsigned char shared[];
-  BackwardBlock block = Queries::take(p, backward_index(p), Plan::KEYS);
+  constexpr int PARTS = Numerics::CHANNEL_PARTS;
+  int index = backward_index(p);
+  BackwardBlock block = Queries::take(p, index / PARTS, Plan::KEYS);
+  if constexpr (PARTS > 1) block.channel_part = index % PARTS;
   const Segment& segment = block.segment;
   if (block.first_key >= segment.key_len) return;
   int warp_key = block.first_key + threadIdx.x / 32 * 16;
   Queries queries(p, block);
   int iterations = queries.count;
-  DqAccumulator sums{p.dq_accum, p.dq_semaphore, block.first_key / Plan::KEYS, 0, Plan::THREADS, 0};
+  int order = block.first_key / Plan::KEYS * PARTS;
+  if constexpr (PARTS > 1) order += block.channel_part;
+  DqAccumulator sums{p.dq_accum, p.dq_semaphore, order, 0, Plan::THREADS, 0};
 
   Numerics numerics(p, block, shared);
   numerics.load_keys();
@@ -256,7 +262,7 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
     for (int half = 0; half < 2; ++half) {
       if ((half == 1) == late) {
         if (i >= LAG) {
-          int padded = sums.set_order(past[LAG - 1], SELECTION_BLOCK / Plan::KEYS);
+          int padded = sums.set_order(past[LAG - 1], SELECTION_BLOCK / Plan::KEYS * PARTS);
           sums.acquire(padded);
           numerics.add_dq(padded, i & 1, sums);
           sums.release(padded);
@@ -276,8 +282,8 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
     tile = next;
   }
   numerics.flush_magic();
-  store_gradient<DK, Queries, T>(p, block, warp_key, numerics.dk);
-  store_gradient<DV, Queries, T>(p, block, warp_key, numerics.dv);
+  store_gradient<DK, Queries, T, PARTS>(p, block, warp_key, numerics.dk);
+  store_gradient<DV, Queries, T, PARTS>(p, block, warp_key, numerics.dv);
 }
 
 }  // namespace sage::attention

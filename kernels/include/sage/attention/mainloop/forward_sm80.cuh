@@ -4,7 +4,8 @@
 // A block computes the output and the log-sum-exp of 128 queries of one head; each warp has 16 M of the queries, and keeps their
 // accumulators in registers. The mainloop visits the tiles of 64 keys that the queries see. All warps do the same: they copy the
 // next tile of K and V asynchronously into one of two buffers while they compute on the other, and one __syncthreads a tile
-// orders copies and reads. The numerics say how a tile is computed (ForwardSm80Numerics below; numerics/*_forward_sm80.cuh).
+// orders copies and reads. With one stage V is copied while S is computed, and the next K while P V is; that takes two barriers
+// a tile. The numerics say how a tile is computed (ForwardSm80Numerics below; numerics/*_forward_sm80.cuh).
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -184,6 +185,7 @@ concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, con
   requires N::D % 64 == 0;         // the padded head_dim
   requires N::M * 16 * N::THREADS / 32 == FORWARD_QUERIES;  // a warp has 16 M queries
   requires N::BLOCKS >= 1;         // blocks a multiprocessor, for __launch_bounds__ of the entry
+  requires N::STAGES == 2 || (N::STAGES == 1 && !N::COOPERATES);
   requires N::STATE_AT + N::RowSoftmax::State::BYTES <= N::SHARED_BYTES;  // where the row state is, if it is in shared memory
   N::COOPERATES || true;           // whether warps meet at a barrier inside a tile, so that all must compute every tile
   N(p, block, shared);
@@ -202,25 +204,10 @@ concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, con
   numerics.flush_magic(softmax);
 };
 
-template <ForwardSm80Numerics Numerics, class Block = EveryKey>
-__device__ __forceinline__ void forward_sm80(const params::Forward& p) {
-  using T = typename Numerics::Type;
-  extern __shared__ __align__(1024) unsigned char shared[];
-  __shared__ Block block;
-  if (threadIdx.x == 0) block = Block(p, blockIdx.x, FORWARD_QUERIES);
-  __syncthreads();
-  const Segment& segment = block.segment;
-  if (block.first >= block.end) return;
-  int key_tiles = (block.visible(block.last_of(block.first, FORWARD_QUERIES)) + TILE - 1) / TILE;
-  // The tiles, of those that the block visits, that need no mask: the warp's first query sees them whole, and so do the others.
-  int whole_tiles = block.visible(block.first + threadIdx.x / 32 * 16 * Numerics::M) / TILE;
-
-  Numerics numerics(p, block, shared);
-  typename Numerics::RowSoftmax softmax(shared + Numerics::STATE_AT);
-  numerics.load_queries();
-  int next = key_tiles > 0 ? block.template number<1>(0) : 0;
-  if (key_tiles > 0) numerics.load_keys(next), numerics.load_values(next);
-  ptx::cp_async_commit();
+// The loop over tiles, whose first one, `next`, is on its way; the first `whole_tiles` need no mask. With two buffers for K and V:
+template <class Numerics, class Block>
+__device__ __forceinline__ void visit_in_two_stages(Numerics& numerics, typename Numerics::RowSoftmax& softmax, const Block& block,
+                                                    int key_tiles, int whole_tiles, int next) {
   for (int step = 0; step < key_tiles; ++step) {
     ptx::cp_async_wait<0>();
     // After the barrier all threads' copies of this tile are visible, and all warps have read the previous tile, whose buffer
@@ -236,15 +223,63 @@ __device__ __forceinline__ void forward_sm80(const params::Forward& p) {
     // Warps that meet at a barrier inside a tile must all take the same branch.
     if (!Numerics::COOPERATES && __builtin_expect(step < whole_tiles, true)) {
       numerics.multiply(tile, logits);
-      numerics.template attend<false>(tile, step, logits, softmax, segment, 0);
+      numerics.template attend<false>(tile, step, logits, softmax, block.segment, 0);
     } else {
       int warp_first = block.first + threadIdx.x / 32 * 16 * Numerics::M;
       if (Numerics::COOPERATES || step * TILE < block.visible(warp_first + 16 * Numerics::M - 1)) {
         numerics.multiply(tile, logits);
-        numerics.template attend<true>(tile, step, logits, softmax, segment, warp_first);
+        numerics.template attend<true>(tile, step, logits, softmax, block.segment, warp_first);
       }
     }
   }
+}
+
+// With one buffer for K and one for V, of which K of the first tile is on its way:
+template <class Numerics, class Block>
+__device__ __forceinline__ void visit_in_one_stage(Numerics& numerics, typename Numerics::RowSoftmax& softmax, const Block& block,
+                                                   int key_tiles, int whole_tiles) {
+  int warp_first = block.first + threadIdx.x / 32 * 16 * Numerics::M;
+  int seen_tiles = (block.visible(warp_first + 16 * Numerics::M - 1) + TILE - 1) / TILE;
+  for (int step = 0; step < key_tiles; ++step) {
+    int tile = block.template number<1>(step);
+    ptx::cp_async_wait<0>();
+    // After the barrier K is visible, and all warps have read V of the previous tile.
+    __syncthreads();
+    numerics.load_values(tile);
+    ptx::cp_async_commit();
+    typename Numerics::Logits logits;
+    if (step < seen_tiles) numerics.multiply(tile, logits);
+    ptx::cp_async_wait<0>();
+    // After the barrier V is visible, and all warps have read K.
+    __syncthreads();
+    if (step + 1 < key_tiles) numerics.load_keys(block.template number<1>(step + 1));
+    ptx::cp_async_commit();
+    if (step < whole_tiles) numerics.template attend<false>(tile, step, logits, softmax, block.segment, 0);
+    else if (step < seen_tiles) numerics.template attend<true>(tile, step, logits, softmax, block.segment, warp_first);
+  }
+}
+
+template <ForwardSm80Numerics Numerics, class Block = EveryKey>
+__device__ __forceinline__ void forward_sm80(const params::Forward& p) {
+  using T = typename Numerics::Type;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  __shared__ Block block;
+  if (threadIdx.x == 0) block = Block(p, blockIdx.x, FORWARD_QUERIES);
+  __syncthreads();
+  if (block.first >= block.end) return;
+  int key_tiles = (block.visible(block.last_of(block.first, FORWARD_QUERIES)) + TILE - 1) / TILE;
+  // The tiles, of those that the block visits, that need no mask: the warp's first query sees them whole, and so do the others.
+  int whole_tiles = block.visible(block.first + threadIdx.x / 32 * 16 * Numerics::M) / TILE;
+
+  Numerics numerics(p, block, shared);
+  typename Numerics::RowSoftmax softmax(shared + Numerics::STATE_AT);
+  numerics.load_queries();
+  int next = key_tiles > 0 ? block.template number<1>(0) : 0;
+  if (key_tiles > 0) numerics.load_keys(next);
+  if (Numerics::STAGES == 2 && key_tiles > 0) numerics.load_values(next);
+  ptx::cp_async_commit();
+  if constexpr (Numerics::STAGES == 1) visit_in_one_stage(numerics, softmax, block, key_tiles, whole_tiles);
+  else visit_in_two_stages(numerics, softmax, block, key_tiles, whole_tiles, next);
   numerics.flush_magic(softmax);
   store<T>(p, block, softmax);
 }

@@ -11,6 +11,9 @@ struct FullPrecisionBackwardSm80 {
   using Type = T;
   using Plan = BackwardPlan<PLAN>;
   static constexpr int D = HEAD_DIM;
+  // The registers of a warp hold dK and dV of 16 keys and 128 channels. With more a block has some of the channels, and computes S
+  // and dP over all of them.
+  static constexpr int CHANNELS = D < 128 ? D : 128, CHANNEL_PARTS = D / CHANNELS;
   static constexpr int ROW = 2 * D;
   static constexpr int K_BYTES = Plan::KEYS * ROW;
   static constexpr int Q_BYTES = TILE * ROW;
@@ -32,7 +35,7 @@ struct FullPrecisionBackwardSm80 {
   unsigned char* memory;
   uint32_t shared;
   int warp;
-  float dk[D / 8][4] = {}, dv[D / 8][4] = {};
+  float dk[CHANNELS / 8][4] = {}, dv[CHANNELS / 8][4] = {};
 
   __device__ __forceinline__ FullPrecisionBackwardSm80(const params::Backward& p, const BackwardBlock& b,
                                                    unsigned char* memory)
@@ -104,36 +107,46 @@ struct FullPrecisionBackwardSm80 {
 
   // Adds dQ of the previous tile, whose dS lies in the other slot.
   __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqAccumulator& sums) {
-    constexpr int CHANNELS = D / Plan::PARTS;
+    constexpr int OWN = CHANNELS / Plan::PARTS;  // channels of the warp
     int lane = threadIdx.x % 32, strip = warp % 4, part = warp / 4;
     layout::TransposedReaderA<TILE * 2> ds_reader(shared + DS_AT + (slot ^ 1) * DS_BYTES, lane);
     layout::TransposedReaderB<ROW> k_reader(shared, lane);
-    float dq[CHANNELS / 8][4] = {};
+    to_channels(k_reader);
+    float dq[OWN / 8][4] = {};
 #pragma unroll
     for (int step = 0; step < Plan::KEYS / 16; ++step) {
       uint32_t a[4];
       ds_reader.load(a, step * 16, strip);
 #pragma unroll
-      for (int n = 0; n < CHANNELS / 8; n += 2) {
+      for (int n = 0; n < OWN / 8; n += 2) {
         uint32_t b[4];
-        k_reader.load(b, step * 16, part * (CHANNELS / 16) + n / 2);
+        k_reader.load(b, step * 16, part * (OWN / 16) + n / 2);
         ptx::mma_16<T>(dq[n], a, b[0], b[1]);
         ptx::mma_16<T>(dq[n + 1], a, b[2], b[3]);
       }
     }
-    sums.template add<D>(padded_tile, strip, part * (CHANNELS / 8), lane, dq);
+    int first = part * (OWN / 8);
+    if constexpr (CHANNEL_PARTS > 1) first += block.channel_part * (CHANNELS / 8);
+    sums.template add<D>(padded_tile, strip, first, lane, dq);
   }
 
   __device__ __forceinline__ void flush_magic() {}
 
  private:
+  // Moves a reader to the first channel of the block's part. A part is 256 bytes of a row, which the swizzle leaves in their place.
+  __device__ __forceinline__ void to_channels(layout::TransposedReaderB<ROW>& reader) const {
+    static_assert(CHANNEL_PARTS == 1 || CHANNELS == 128);
+    if constexpr (CHANNEL_PARTS > 1) reader.address ^= block.channel_part * 256;
+  }
+
   // out += X^T B: X^T (P^T or dS^T of the warp's 16 keys) in registers, and B, 64 rows of queries, in shared memory.
-  __device__ __forceinline__ void add_keys(float (&out)[D / 8][4], const uint32_t (&a)[4][4], uint32_t rows, int lane) {
+  __device__ __forceinline__ void add_keys(float (&out)[CHANNELS / 8][4], const uint32_t (&a)[4][4], uint32_t rows, int lane) {
     layout::TransposedReaderB<ROW> reader(rows, lane);
+    to_channels(reader);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
 #pragma unroll
-      for (int n = 0; n < D / 8; n += 2) {
+      for (int n = 0; n < CHANNELS / 8; n += 2) {
         uint32_t b[4];
         reader.load(b, step * 16, n / 2);
         ptx::mma_16<T>(out[n], a[step], b[0], b[1]);

@@ -15,18 +15,19 @@ struct FullPrecisionForwardSm80 {
   using Type = T;
   static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
-  static constexpr int BLOCKS = OUTPUTS == 1 ? 2 : 1;  // blocks a multiprocessor: as many as its registers hold
+  static constexpr int BLOCKS = OUTPUTS == 1 && D <= 128 ? 2 : 1;  // blocks a multiprocessor: as many as its registers hold
+  static constexpr int STAGES = PLAN.stages;
   static constexpr bool COOPERATES = false;
   using Logits = float[M][8][4];
   static constexpr int ROW = D * 2;
   static constexpr int Q_BYTES = FORWARD_QUERIES * ROW;
   static constexpr int TILE_BYTES = TILE * ROW;
-  static constexpr int STATE_AT = Q_BYTES + 4 * TILE_BYTES;
+  static constexpr int STATE_AT = Q_BYTES + STAGES * 2 * TILE_BYTES;
   // The row state is kept in shared memory where the plan has room for it, because registers are short.
   using RowSoftmax = Softmax<D, M, THREADS, (PLAN.shared_bytes > STATE_AT), OUTPUTS, P::SLACK>;
   static constexpr int SHARED_BYTES = STATE_AT + RowSoftmax::State::BYTES;
   static_assert(PLAN.mainloop == params::FORWARD_SM80 || PLAN.mainloop == params::NONE);
-  static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == ROW && PLAN.stages == 2 && PLAN.shared_bytes == SHARED_BYTES);
+  static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == ROW && PLAN.shared_bytes == SHARED_BYTES);
 
   const params::Forward& p;
   uint32_t shared;
@@ -41,7 +42,7 @@ struct FullPrecisionForwardSm80 {
         k(p.k, b.segment.batch, b.segment.key_start, b.key_head(p.shape), b.segment.key_len, p.shape.head_dim),
         v(p.v, b.segment.batch, b.segment.key_start, b.key_head(p.shape), b.segment.key_len, p.shape.head_dim) {}
 
-  __device__ __forceinline__ uint32_t k_tile(int tile) const { return shared + Q_BYTES + (tile & 1) * 2 * TILE_BYTES; }
+  __device__ __forceinline__ uint32_t k_tile(int tile) const { return shared + Q_BYTES + (STAGES == 2 ? tile & 1 : 0) * 2 * TILE_BYTES; }
 
   __device__ __forceinline__ void load_queries() {
     copy_rows<FORWARD_QUERIES, D, THREADS>(shared, q, first, threadIdx.x);

@@ -15,7 +15,7 @@ template <class T, int HEAD_DIM, params::Plan PLAN>
 struct Nvfp4ForwardSm80 {
   using Type = T;
   using Tile = layout::Nvfp4Tile<HEAD_DIM>;
-  static constexpr int D = HEAD_DIM, BLOCKS = 1;
+  static constexpr int D = HEAD_DIM, BLOCKS = 1, STAGES = PLAN.stages;
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
   using RowSoftmax = Softmax<D, M, THREADS, false, 1, Nvfp4Probabilities::SLACK>;
   static constexpr bool COOPERATES = false;

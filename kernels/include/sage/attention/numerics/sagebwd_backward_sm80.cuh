@@ -33,6 +33,7 @@ struct SageBwdBackwardSm80 {
   // With PARTS = 1 each warp makes its codes for dQ just before the product. With 2 the warps that share a strip of queries make
   // them together, an iteration earlier.
   static constexpr int LAG = Plan::PARTS;
+  static constexpr int CHANNEL_PARTS = 1;
   static constexpr bool COOPERATES = GENERAL;
 
   const params::Backward& p;

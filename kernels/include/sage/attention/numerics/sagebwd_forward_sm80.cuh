@@ -17,6 +17,7 @@ struct SageBwdForwardSm80 {
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
   using Logits = int[M][8][4];  // the bits of floats MAGIC + sum
   static constexpr int BLOCKS = HEAD_DIM == 64 && !QK ? 3 : 2;  // blocks a multiprocessor: as many as its registers hold
+  static constexpr int STAGES = PLAN.stages;
   using RowSoftmax = Softmax<D, M, THREADS, HEAD_DIM == 64>;
   static constexpr bool COOPERATES = QK;
   static constexpr int Q_BYTES = FORWARD_QUERIES * D;
