@@ -62,7 +62,7 @@ fn kernels_over_lists_fill_their_buffers_and_no_more() -> Result<()> {
     let packing = Packing::self_attention(vec![0, 1, 70, 70, 700]);
     for (lens, d, packing) in [
         ((900, 900), 64, None),
-        ((500, 650), 128, None),
+        ((600, 600), 128, None),
         ((700, 700), 40, Some(packing)),
         ((400, 400), 256, None),
     ] {
