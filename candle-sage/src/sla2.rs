@@ -329,12 +329,35 @@ impl Sla2 {
     /// # Errors
     /// When shapes or settings do not fit.
     pub fn router_loss(&self, router: &Router, q: &Tensor, k: &Tensor) -> Result<Tensor> {
+        let [entropy, mass] = self.router_loss_sums(router, q, k)?;
+        entropy / mass
+    }
+
+    /// The two sums whose quotient is [`Sla2::router_loss`]: `-sum_IJ T_IJ log softmax_J(s_IJ)`, and `sum T`, which has no
+    /// gradient. Whoever divides heads among devices adds each of them before dividing.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_sage::{Router, Scheme, Sla2};
+    ///
+    /// let x = Tensor::randn(0f32, 1., (1, 64, 2, 8), &Device::Cpu)?;
+    /// let router = Router::new(2, 8, &Device::Cpu)?;
+    /// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true);
+    /// let [entropy, mass] = sla2.router_loss_sums(&router, &x, &x)?;
+    /// let quotient = (entropy / mass)?.to_scalar::<f32>()?;
+    /// assert_eq!(quotient, sla2.router_loss(&router, &x, &x)?.to_scalar::<f32>()?);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When shapes or settings do not fit.
+    pub fn router_loss_sums(&self, router: &Router, q: &Tensor, k: &Tensor) -> Result<[Tensor; 2]> {
         let (shape, blocks) = self.shape(q, k)?;
         let (q, k) = (q.detach(), k.detach());
         let scores = router.scores(self.pooled([&q, &k], &shape, &blocks)?, &shape)?;
         let scale = shape.default_softmax_scale() as f32;
         let mass = block_mass([&q, &k], &shape, &blocks, scale)?;
-        router::cross_entropy(&scores, &mass, &blocks)
+        router::entropy_sums(&scores, &mass, &blocks)
     }
 
     /// The fraction of dense attention's mass on the candidates that a selection covers, over all heads and

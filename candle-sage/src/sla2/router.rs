@@ -131,8 +131,8 @@ impl Router {
     }
 }
 
-/// The cross-entropy `-sum T log softmax(s) / sum T`, with the softmax over the candidates of each row.
-pub(super) fn cross_entropy(scores: &Tensor, mass: &Tensor, blocks: &Blocks) -> Result<Tensor> {
+/// The sums `-sum T log softmax(s)` and `sum T`, with the softmax over the candidates of each row. Their quotient is a cross-entropy.
+pub(super) fn entropy_sums(scores: &Tensor, mass: &Tensor, blocks: &Blocks) -> Result<[Tensor; 2]> {
     let columns = blocks.columns();
     let mut hidden = Vec::with_capacity(blocks.rows() * columns);
     for (segment, block) in blocks.each() {
@@ -149,5 +149,5 @@ pub(super) fn cross_entropy(scores: &Tensor, mass: &Tensor, blocks: &Blocks) -> 
     // The smallest normal number makes the quotient 0 when there is no mass, because no block has a
     // candidate.
     let all = (mass.sum_all()? + f64::from(f32::MIN_POSITIVE))?;
-    (mass * log_softmax)?.sum_all()?.neg()? / all
+    Ok([(mass * log_softmax)?.sum_all()?.neg()?, all])
 }

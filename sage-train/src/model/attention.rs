@@ -169,6 +169,9 @@ impl SelfAttention {
         let [queries, keys] = ulysses.own();
         self.heads = [queries, keys, keys];
         self.ulysses = (group.rank().of > 1).then_some(ulysses);
+        if let Some(sla2) = &mut self.sla2 {
+            sla2.share(self.ulysses.as_ref());
+        }
     }
 
     /// Query, key and value, concatenated along the heads, for all tokens and this rank's heads.

@@ -9,6 +9,7 @@ use candle_sage::{Router, Scheme, Selection, Sla2};
 
 use super::config::{LlamaConfig, ParameterSpec, Start};
 use super::parameters::{Parameters, Weight};
+use super::ulysses::Ulysses;
 
 /// How blocks of keys are selected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -152,9 +153,17 @@ const TEACHING: f64 = 0.01;
 pub(super) struct Sla2Layer {
     config: Sla2Config,
     op: Sla2,
-    heads: (usize, usize),
+    head_dim: usize,
     router: Option<[Weight; 2]>,
     theta: Option<Weight>,
+    /// Present if several ranks share each sequence: each selects, mixes and teaches for its own heads, whose router and `theta`
+    /// are a part of the weights along their first dimension.
+    ulysses: Option<Ulysses>,
+}
+
+/// The part of a weight, or of its gradient, from `first` on with as many entries as there are heads.
+fn part(weight: &Tensor, own: Option<(usize, usize)>) -> Result<Tensor> {
+    own.map_or(Ok(weight.clone()), |(first, len)| weight.narrow(0, first, len)?.contiguous())
 }
 
 impl Sla2Layer {
@@ -179,10 +188,40 @@ impl Sla2Layer {
                 .tail(config.tail)
                 .alpha(config.alpha)
                 .deterministic(model.deterministic),
-            heads: (model.key_heads, model.head_dim),
+            head_dim: model.head_dim,
             router: router.transpose()?,
             theta: config.tail.map(|_| weight("theta")).transpose()?,
+            ulysses: None,
         })
+    }
+
+    /// Turns this into the layer of a rank that attends with some of the heads.
+    pub(super) fn share(&mut self, ulysses: Option<&Ulysses>) {
+        self.ulysses = ulysses.cloned();
+    }
+
+    /// The first of this rank's query heads and their number, if it has not all of them.
+    fn queries(&self) -> Option<(usize, usize)> {
+        self.ulysses.as_ref().map(|ulysses| (ulysses.first()[0], ulysses.own()[0]))
+    }
+
+    /// The same for its key heads.
+    fn keys(&self) -> Option<(usize, usize)> {
+        self.ulysses.as_ref().map(|ulysses| (ulysses.first()[1], ulysses.own()[1]))
+    }
+
+    /// Adds to the gradient of a weight, or of this rank's part of it.
+    fn add(weight: &Weight, own: Option<(usize, usize)>, gradient: &Tensor) -> Result<()> {
+        match own {
+            None => ops::add_into(weight.gradient()?, gradient),
+            Some((first, len)) => ops::add_into(&weight.gradient()?.narrow(0, first, len)?, gradient),
+        }
+    }
+
+    /// The factor of gradients that come from no loss of this rank's tokens: gradients are averaged over the ranks, of which each
+    /// has those of its own heads.
+    fn ranks(&self) -> f64 {
+        self.ulysses.as_ref().map_or(1.0, |ulysses| ulysses.ranks() as f64)
     }
 
     /// The op for packed documents, or for separate sequences.
@@ -203,15 +242,17 @@ impl Sla2Layer {
                 let nearest = self.config.blocks.saturating_sub(1);
                 return Selection::window(&shape, block, nearest, self.config.blocks.min(1), q.device());
             }
-            (_, Some([query, key])) => Router::from_tensors(query.value.clone(), key.value.clone())?,
-            (_, None) => Router::new(self.heads.0, self.heads.1, q.device())?,
+            (_, Some([query, key])) => {
+                Router::from_tensors(part(&query.value, self.keys())?, part(&key.value, self.keys())?)?
+            }
+            (_, None) => Router::new(k.dim(2)?, self.head_dim, q.device())?,
         };
         self.op(documents).select(&router, q, k)
     }
 
     fn theta(&self, q: &Tensor) -> Result<Tensor> {
         match &self.theta {
-            Some(theta) => Ok(theta.value.clone()),
+            Some(theta) => part(&theta.value, self.queries()),
             None => Tensor::zeros(q.dim(2)?, DType::F32, q.device()),
         }
     }
@@ -258,7 +299,7 @@ impl Sla2Layer {
     pub(super) fn backward(&self, vjp: &Sla2Vjp, dout: &Tensor) -> Result<[Tensor; 3]> {
         let [dq, dk, dv, dtheta] = vjp.apply(dout)?;
         if let Some(theta) = &self.theta {
-            ops::add_into(theta.gradient()?, &dtheta)?;
+            Self::add(theta, self.queries(), &dtheta)?;
         }
         Ok([dq, dk, dv])
     }
@@ -272,13 +313,17 @@ impl Sla2Layer {
         documents: Option<&Packing>,
     ) -> Result<()> {
         if let Some([query, key]) = &self.router {
-            let vars = [Var::from_tensor(&query.value)?, Var::from_tensor(&key.value)?];
+            let var = |weight: &Weight| Var::from_tensor(&part(&weight.value, self.keys())?);
+            let vars = [var(query)?, var(key)?];
             let [q_var, k_var] = &vars;
             let router = Router::from_tensors(q_var.as_tensor().clone(), k_var.as_tensor().clone())?;
-            let gradients = (self.op(documents).router_loss(&router, q, k)? * TEACHING)?.backward()?;
+            let [entropy, mass] = self.op(documents).router_loss_sums(&router, q, k)?;
+            // The mass of all heads, so that the loss is that of one rank with all of them.
+            let mass = self.ulysses.as_ref().map_or(Ok(mass.clone()), |ulysses| ulysses.sum(&mass))?;
+            let gradients = ((entropy / mass)? * (TEACHING * self.ranks()))?.backward()?;
             for (weight, var) in [query, key].into_iter().zip(&vars) {
                 if let Some(gradient) = gradients.get(var) {
-                    ops::add_into(weight.gradient()?, &gradient.contiguous()?)?;
+                    Self::add(weight, self.keys(), &gradient.contiguous()?)?;
                 }
             }
         }
@@ -286,9 +331,9 @@ impl Sla2Layer {
         let (blended, vjp) = self.vjp([q, k, v], documents)?;
         // The loss of `theta` is the squared difference from `out`, averaged over tokens and summed over
         // channels.
-        let factor = TEACHING * 2.0 / (out.dim(0)? * out.dim(1)?) as f64;
+        let factor = TEACHING * self.ranks() * 2.0 / (out.dim(0)? * out.dim(1)?) as f64;
         let dtheta = vjp.theta_gradient(&((blended - out)? * factor)?)?;
-        ops::add_into(theta.gradient()?, &dtheta)
+        Self::add(theta, self.queries(), &dtheta)
     }
 }
 

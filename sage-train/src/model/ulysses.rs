@@ -45,6 +45,19 @@ impl Ulysses {
         [self.own_of(Heads::Queries), self.own_of(Heads::Keys)]
     }
 
+    /// The first of the query heads, and of the key heads, that this rank attends with.
+    pub(super) fn first(&self) -> [usize; 2] {
+        self.heads.map(|heads| self.group.rank().index * heads / self.ranks())
+    }
+
+    /// The sum of a scalar over all ranks, in their order.
+    pub(super) fn sum(&self, x: &Tensor) -> Result<Tensor> {
+        let all = Tensor::zeros(self.ranks(), x.dtype(), x.device())?;
+        let transfer = self.group.gather(&x.reshape(1)?, &all)?;
+        self.group.wait(transfer)?;
+        all.sum_all()
+    }
+
     fn heads_of(&self, kind: Heads) -> usize {
         self.heads[usize::from(kind == Heads::Keys)]
     }

@@ -35,7 +35,6 @@ const ASIDE: Duration = Duration::from_secs(6 * 3600);
 /// The most ranks that a message names.
 const NAMED: usize = 10;
 
-/// Exit code of a process that lost another rank: a restart may succeed (`EX_TEMPFAIL` of sysexits.h).
 pub(super) const LOST: i32 = 75;
 
 /// A connection to another rank.
@@ -110,6 +109,8 @@ struct Shared {
     news: Condvar,
     /// This rank has left the run, and no longer watches the others.
     left: AtomicBool,
+    /// A failure is ending this process: the ranks that it makes rank 0 send away are not failures of their own.
+    ending: AtomicBool,
     last_word: Mutex<Option<LastWord>>,
 }
 
@@ -151,6 +152,7 @@ impl Meeting {
             board: Mutex::default(),
             news: Condvar::new(),
             left: AtomicBool::new(false),
+            ending: AtomicBool::new(false),
             last_word: Mutex::default(),
         });
         for peer in 0..shared.peers.len() {
@@ -373,8 +375,12 @@ impl Shared {
         );
     }
 
-    /// Ends this process and, on rank 0, all others, so that no rank waits for one that will not come.
+    /// Ends this process and, on rank 0, all others, so that no rank waits for one that will not come. The first failure is told;
+    /// the connections that break because of it are not.
     fn end(&self, why: &str, code: i32) {
+        if self.ending.swap(true, Ordering::Relaxed) {
+            return;
+        }
         if self.rank.is_first() {
             let over = Message::Over { why: why.to_owned(), code };
             (0..self.peers.len()).for_each(|peer| self.tell(peer, &over));

@@ -113,11 +113,12 @@ fn check_context(config: &Config, ranks: usize, context: usize) -> Result<()> {
             );
         }
     }
-    if model.sla2.is_some() {
-        return Err(Error::new("SLA2 does not share sequences among ranks yet")
-            .got(format!("--attn sla2 --context-parallel {context}"))
-            .allowed("--context-parallel 1, or fpa, sagebwd, attn-qat")
-            .hint("--recompute attention makes room for longer sequences on one GPU"));
+    // A selection is one of a key head and of all query heads of its group.
+    if model.sla2.is_some() && !model.key_heads.is_multiple_of(context) {
+        return wrong(
+            format!("{} key heads", model.key_heads),
+            "with SLA2 a divisor of the key heads".into(),
+        );
     }
     Ok(())
 }

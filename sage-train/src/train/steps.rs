@@ -220,8 +220,9 @@ impl Run<'_> {
         (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
         if config.model.sla2.is_some() && self.ranks.rank().index == 0 {
             let cut = config.data.cut(&data.tokenizer);
-            let (model, device) = (&self.trainer.model, self.trainer.device());
-            let look = || selected(model, &data.validation, cut, device);
+            // Alone: with shared sequences the other ranks do not take part.
+            let (model, device) = (self.trainer.model.clone().across(&Group::alone()), self.trainer.device());
+            let look = || selected(&model, &data.validation, cut, device);
             let of = self.ranks.words().aside("the metrics of SLA2", look).unwrap_or_else(|error| {
                 self.progress.say(&format!("warning: {error}"));
                 None
