@@ -4,12 +4,13 @@
 //! Each operator is a candle custom op: it joins candle's autograd graph, and `backward()` gives the
 //! gradients of its inputs. For training loops that do not use candle's graph, each backward is also a plain
 //! function (`.._backward`, `.._into`, [`Attention::vjp`]). Such a loop also needs sums in place
-//! ([`add_into`], [`product_into`]) and the update of the parameters ([`AdamW`]).
+//! ([`add_into`], [`product_into`]), copies of heads ([`copy_heads`]) and the update of the parameters ([`AdamW`]).
 
 pub(crate) mod accumulate;
 pub(crate) mod adamw;
 pub(crate) mod attention;
 pub(crate) mod blend;
+pub(crate) mod copy_heads;
 pub(crate) mod cross_entropy;
 pub(crate) mod embedding;
 mod flash_attn;
@@ -23,11 +24,13 @@ pub(crate) mod route;
 mod soft_top_k;
 mod support;
 pub(crate) mod swiglu;
+mod widths;
 
 pub use accumulate::{add_into, product_into, sum_in_order};
 pub use adamw::{AdamW, sum_of_squares};
 pub use attention::{Attention, AttentionVjp};
 pub use blend::{Alpha, blend, blend_backward};
+pub use copy_heads::copy_heads;
 pub use cross_entropy::{CrossEntropy, cross_entropy};
 pub use embedding::{embedding, embedding_backward, embedding_forward};
 pub use flash_attn::{flash_attn, flash_attn_varlen};

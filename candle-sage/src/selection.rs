@@ -143,7 +143,8 @@ impl Selection {
     /// queries, of keys).
     pub(crate) fn check(&self, shape: &AttentionShape, unit: (usize, usize)) -> Result<()> {
         let (query, key) = self.block();
-        if *shape != self.shape {
+        // Lists are the same for heads of any width.
+        if shape.with_head_dim(self.shape.head_dim()) != self.shape {
             return Err(Error::new("the selection is one of another shape")
                 .got(format!("{shape:?}"))
                 .allowed(format!("{:?}", self.shape))

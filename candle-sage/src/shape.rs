@@ -160,7 +160,9 @@ impl AttentionShape {
             return Err(Error::new("key and value differ in shape")
                 .got(format!("key {k:?}, value {v:?}"))
                 .allowed("the same (batch, sequence, heads, head_dim)")
-                .hint("different head_dims for key and value are not supported"));
+                .hint(
+                    "`Attention` takes values of another head_dim (8 to 256), where all else is the same",
+                ));
         }
         if k.0 != batch || k.3 != head_dim {
             return Err(Error::new("query and key do not fit together")
@@ -179,6 +181,11 @@ impl AttentionShape {
             shape.check_packing(packing)?;
         }
         Ok(shape)
+    }
+
+    /// The same tokens and heads, with another head_dim.
+    pub(crate) fn with_head_dim(&self, head_dim: usize) -> Self {
+        Self { head_dim, ..self.clone() }
     }
 
     fn check_packing(&self, packing: &Packing) -> Result<()> {

@@ -1,6 +1,7 @@
 //! All ops but attention on NVIDIA GPUs: launches of the kernels of the same names on candle's own stream.
 
 mod adamw;
+mod copy_heads;
 mod cross_entropy;
 mod embedding;
 mod ids;

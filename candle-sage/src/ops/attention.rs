@@ -6,6 +6,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 
 use super::support::{cpu_storage, cuda_tensor, f32_tensor, supported, with_cuda};
+use super::widths::Widths;
 use crate::cpu::view::{View, to_storage};
 use crate::cpu::{self, Problem};
 use crate::error::Error;
@@ -20,7 +21,8 @@ const NAME: &str = "attention";
 ///
 /// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16, with any strides; the
 /// output has the query's shape and type. The number of query heads may be a multiple of the number of key
-/// heads. All three inputs receive gradients through candle's `backward()`, of the first order: gradients
+/// heads. Values may have another head_dim than queries and keys (128 beside 192, as in multi-head latent attention), and the output has
+/// theirs; this takes the time and the memory of heads as wide as the wider of the two. All three inputs receive gradients through candle's `backward()`, of the first order: gradients
 /// have no graph of their own. (candle-nn's fused `softmax_last_dim`, `rms_norm` and `rope` have no gradient
 /// and report no error: a model that trains needs those of [`crate::ops`].) [`Attention::apply_heads_first`]
 /// takes tensors that are (batch, heads, sequence, head_dim).
@@ -125,6 +127,10 @@ impl Attention {
     /// # Errors
     /// When shapes, element types or settings are not supported: see [`AttentionShape::new`].
     pub fn apply(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        if let Some(widths) = Widths::of([q, k, v]) {
+            let [wide_q, wide_k, wide_v] = widths.widen([q, k, v])?;
+            return widths.narrow_output(&self.scaled_for(q)?.apply(&wide_q, &wide_k, &wide_v)?);
+        }
         let tracked = q.track_op() || k.track_op() || v.track_op();
         let op = self.op(q, k, v, tracked)?;
         if tracked { q.apply_op3(k, v, op) } else { q.apply_op3_no_bwd(k, v, &op) }
@@ -151,10 +157,23 @@ impl Attention {
     /// # Errors
     /// As [`Attention::apply`].
     pub fn vjp(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, AttentionVjp)> {
-        let op = self.op(q, k, v, true)?;
         let inputs = [q, k, v].map(Tensor::detach);
-        let out = inputs[0].apply_op3_no_bwd(&inputs[1], &inputs[2], &op)?;
-        Ok((out.clone(), AttentionVjp { op, inputs, out }))
+        let widths = Widths::of(inputs.each_ref());
+        let (attention, inputs) = match widths {
+            None => (self.clone(), inputs),
+            Some(widths) => (self.scaled_for(q)?, widths.widen(inputs.each_ref())?),
+        };
+        let [q, k, v] = &inputs;
+        let op = attention.op(q, k, v, true)?;
+        let out = q.apply_op3_no_bwd(k, v, &op)?;
+        let narrow = widths.map_or(Ok(out.clone()), |widths| widths.narrow_output(&out))?;
+        Ok((narrow, AttentionVjp { op, inputs, out, widths }))
+    }
+
+    /// With the softmax scale that the query's own head_dim gives, for a query that is widened.
+    fn scaled_for(&self, q: &Tensor) -> Result<Self> {
+        let scale = 1.0 / (q.dim(candle_core::D::Minus1)? as f64).sqrt();
+        Ok(Self { softmax_scale: self.softmax_scale.or(Some(scale)), ..self.clone() })
     }
 
     /// The validated shape of a call.
@@ -236,8 +255,11 @@ impl Attention {
 /// ```
 pub struct AttentionVjp {
     op: AttentionOp,
+    /// The inputs and the output, all as wide as the widest.
     inputs: [Tensor; 3],
     out: Tensor,
+    /// If values have another head_dim than queries and keys.
+    widths: Option<Widths>,
 }
 
 impl AttentionVjp {
@@ -247,17 +269,25 @@ impl AttentionVjp {
     /// # Errors
     /// When `dout` does not fit the output.
     pub fn apply(&self, dout: &Tensor) -> Result<[Tensor; 3]> {
-        if dout.dims() != self.out.dims() || dout.dtype() != self.out.dtype() {
+        let mut dims = self.out.dims().to_vec();
+        if let Some(widths) = self.widths {
+            dims[3] = widths.value();
+        }
+        if dout.dims() != dims || dout.dtype() != self.out.dtype() {
             return Err(Error::new("the output's gradient does not fit the output")
                 .got(format!("{:?} {:?}", dout.dims(), dout.dtype()))
-                .allowed(format!("{:?} {:?}", self.out.dims(), self.out.dtype()))
+                .allowed(format!("{dims:?} {:?}", self.out.dtype()))
                 .hint("it has the output's shape and element type")
                 .into());
         }
         supported(NAME, &[&self.out, dout])?;
+        let dout = self.widths.map_or(Ok(dout.clone()), |widths| widths.widen_output(dout))?;
         let [q, k, v] = &self.inputs;
-        match self.op.bwd(q, k, v, &self.out, dout)? {
-            (Some(dq), Some(dk), Some(dv)) => Ok([dq, dk, dv]),
+        match self.op.bwd(q, k, v, &self.out, &dout)? {
+            (Some(dq), Some(dk), Some(dv)) => match self.widths {
+                None => Ok([dq, dk, dv]),
+                Some(widths) => widths.narrow([dq, dk, dv]),
+            },
             _ => unreachable!("attention has three gradients"),
         }
     }

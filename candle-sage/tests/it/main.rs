@@ -3,6 +3,7 @@
 mod attention;
 mod attn_qat;
 mod by_hand;
+mod copies;
 #[cfg(feature = "cuda")]
 mod cuda;
 #[cfg(feature = "cuda")]
@@ -24,3 +25,4 @@ mod sla2;
 mod sla2_soft;
 mod sparse;
 mod support;
+mod widths;

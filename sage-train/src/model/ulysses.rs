@@ -3,6 +3,7 @@
 //! sequences, as it does on one rank.
 
 use candle_core::{DType, Result, Tensor};
+use candle_sage::ops;
 
 use crate::ranks::Group;
 
@@ -67,67 +68,97 @@ impl Ulysses {
     }
 
     /// (batch, own tokens, heads of all kinds, head_dim) -> (batch, tokens, own heads of all kinds,
-    /// head_dim).
+    /// head_dim). What is sent is gathered in one pass, and what comes is where it belongs.
     pub(super) fn to_heads(&self, x: &Tensor, kinds: &[Heads]) -> Result<Tensor> {
         let (batch, tokens, _, head_dim) = x.dims4()?;
-        let of = self.ranks();
-        let of_rank = |rank: usize| {
-            let mut before = 0;
-            let runs = kinds.iter().map(|kind| {
-                let first = before + rank * self.heads_of(*kind) / of;
-                before += self.heads_of(*kind);
-                x.narrow(2, first, self.own_of(*kind))
-            });
-            Tensor::cat(&runs.collect::<Result<Vec<_>>>()?, 2)
-        };
-        let came = self.all_to_all(&(0..of).map(of_rank).collect::<Result<Vec<_>>>()?)?;
+        let (of, me) = (self.ranks(), self.group.rank().index);
         let own: usize = kinds.iter().map(|kind| self.own_of(*kind)).sum();
-        let came = came.reshape((of, batch, tokens, own, head_dim))?.transpose(0, 1)?;
-        came.contiguous()?.reshape((batch, of * tokens, own, head_dim))
+        let to_send = place((of * batch, tokens, own, head_dim), x)?;
+        let out = place((batch, of * tokens, own, head_dim), x)?;
+        // Copies the heads of a rank.
+        let gather = |rank: usize, into: &Tensor| -> Result<()> {
+            let (mut first, mut before) = (0, 0);
+            for kind in kinds {
+                let count = self.own_of(*kind);
+                let heads = x.narrow(2, before + rank * self.heads_of(*kind) / of, count)?;
+                ops::copy_heads(&into.narrow(2, first, count)?, &heads)?;
+                (first, before) = (first + count, before + self.heads_of(*kind));
+            }
+            Ok(())
+        };
+        for rank in (0..of).filter(|rank| *rank != me) {
+            gather(rank, &to_send.narrow(0, rank * batch, batch)?)?;
+        }
+        let transfer = self.group.swap(|rank| {
+            let sequence =
+                |n| Ok([to_send.get(rank * batch + n)?, out.get(n)?.narrow(0, rank * tokens, tokens)?]);
+            (0..batch).map(sequence).collect()
+        })?;
+        // The copy of this rank's own part overlaps with the transfer.
+        gather(me, &out.narrow(1, me * tokens, tokens)?)?;
+        self.group.wait(transfer)?;
+        Ok(out)
     }
 
     /// The inverse: (batch, tokens, own heads of all kinds, head_dim) -> (batch, own tokens, heads of all
     /// kinds, head_dim). If several ranks share a key head, their values are summed in f32, in the order of
     /// the ranks.
     pub(super) fn to_tokens(&self, x: &Tensor, kinds: &[Heads]) -> Result<Tensor> {
+        let x = x.contiguous()?;
         let (batch, tokens, own, head_dim) = x.dims4()?;
-        let of = self.ranks();
+        let (of, me) = (self.ranks(), self.group.rank().index);
         let tokens = tokens / of;
-        let of_rank = |rank: usize| x.narrow(1, rank * tokens, tokens);
-        let came = self.all_to_all(&(0..of).map(of_rank).collect::<Result<Vec<_>>>()?)?;
-        let came = came.reshape((of, batch, tokens, own, head_dim))?;
-        let (mut first, mut all) = (0, Vec::new());
-        for kind in kinds {
-            let count = self.own_of(*kind);
-            let parts = (0..of).map(|rank| came.get(rank)?.narrow(2, first, count));
-            let parts = parts.collect::<Result<Vec<_>>>()?;
-            first += count;
-            match of * count / self.heads_of(*kind) {
-                1 => all.extend(parts),
-                same => {
-                    let sums = parts.chunks(same).map(sum_in_order);
-                    all.extend(sums.collect::<Result<Vec<_>>>()?);
+        let came = place((of * batch, tokens, own, head_dim), &x)?;
+        let transfer = self.group.swap(|rank| {
+            let sequence = |n| Ok([x.get(n)?.narrow(0, rank * tokens, tokens)?, came.get(rank * batch + n)?]);
+            (0..batch).map(sequence).collect()
+        })?;
+        let all: usize = kinds.iter().map(|kind| self.heads_of(*kind)).sum();
+        let out = place((batch, tokens, all, head_dim), &x)?;
+        let part = |rank: usize, first: usize, count: usize| -> Result<Tensor> {
+            match rank == me {
+                true => x.narrow(1, me * tokens, tokens)?.narrow(2, first, count),
+                false => came.narrow(0, rank * batch, batch)?.narrow(2, first, count),
+            }
+        };
+        // The copy of this rank's own part overlaps with the transfer.
+        for came in [false, true] {
+            if came {
+                self.group.wait(transfer)?;
+            }
+            let (mut first, mut before) = (0, 0);
+            for kind in kinds {
+                let (count, heads) = (self.own_of(*kind), self.heads_of(*kind));
+                let same = of * count / heads;
+                for ranks in (0..of).step_by(same).map(|rank| rank..rank + same) {
+                    if came != (ranks == (me..me + 1)) {
+                        let into = out.narrow(2, before + ranks.start / same * count, count)?;
+                        ops::copy_heads(&into, &sum_in_order(ranks.map(|rank| part(rank, first, count)))?)?;
+                    }
                 }
+                (first, before) = (first + count, before + heads);
             }
         }
-        Tensor::cat(&all, 2)
-    }
-
-    /// Sends part `j` to rank `j`. Returns the received parts, concatenated in the order of the ranks.
-    fn all_to_all(&self, parts: &[Tensor]) -> Result<Tensor> {
-        let flat = parts.iter().map(|part| part.contiguous()?.flatten_all()).collect::<Result<Vec<_>>>()?;
-        let len: usize = flat.iter().map(Tensor::elem_count).sum();
-        let into = Tensor::zeros(len, parts[0].dtype(), parts[0].device())?;
-        let transfer = self.group.all_to_all(&flat, &into)?;
-        self.group.wait(transfer)?;
-        Ok(into)
+        Ok(out)
     }
 }
 
-/// The sum in f32, in the order of the parts, rounded once.
-fn sum_in_order(parts: &[Tensor]) -> Result<Tensor> {
-    let (first, rest) = parts.split_first().expect("at least one rank");
-    let sum =
-        rest.iter().try_fold(first.to_dtype(DType::F32)?, |sum, part| sum + part.to_dtype(DType::F32)?)?;
+/// A tensor of which every element will be written, of the type and on the device of `like`.
+fn place(dims: (usize, usize, usize, usize), like: &Tensor) -> Result<Tensor> {
+    // SAFETY: [`Ulysses`] reads no element before a copy or a transfer has written it: `to_send` and `came` have a place for this
+    // rank's own part, which nobody reads.
+    #[allow(unsafe_code)]
+    unsafe {
+        Tensor::empty(dims, like.dtype(), like.device())
+    }
+}
+
+/// The sum in f32, in the order of the parts, rounded once; one part alone is as it is.
+fn sum_in_order(mut parts: impl ExactSizeIterator<Item = Result<Tensor>>) -> Result<Tensor> {
+    let first = parts.next().expect("at least one rank")?;
+    if parts.len() == 0 {
+        return Ok(first);
+    }
+    let sum = parts.try_fold(first.to_dtype(DType::F32)?, |sum, part| sum + part?.to_dtype(DType::F32)?)?;
     sum.to_dtype(first.dtype())
 }

@@ -9,8 +9,7 @@ use candle_core::{Result, Tensor};
 use super::mesh::Rank;
 use super::transport::{Swap, Transfer, Transport};
 
-/// A group of ranks that includes this one. Its members exchange contiguous tensors of one dimension on their
-/// device. All members must make the same calls in the same order.
+/// A group of ranks that includes this one. Its members exchange contiguous tensors on their device. All members must make the same calls in the same order.
 #[derive(Debug, Clone)]
 pub struct Group {
     /// `None` in a group of one rank.
@@ -39,13 +38,15 @@ impl Group {
         self.rank
     }
 
-    /// Exchanges tensors with every other member. `with` returns the tensor to send to a member and the one
-    /// to receive into.
-    fn swap(&self, with: impl Fn(usize) -> Result<[Tensor; 2]>) -> Result<Transfer> {
+    /// Exchanges tensors with every other member. `with` returns, for a member, pairs of a tensor to send and one to receive into.
+    ///
+    /// # Errors
+    /// When another rank cannot be reached.
+    pub fn swap(&self, with: impl Fn(usize) -> Result<Vec<[Tensor; 2]>>) -> Result<Transfer> {
         let Some(transport) = &self.transport else { return Ok(Transfer(0)) };
         let others = (0..self.rank.of).filter(|member| *member != self.rank.index);
         let swaps = others.map(|member| {
-            let [sent, comes] = with(member)?;
+            let (sent, comes) = with(member)?.into_iter().map(|[sent, comes]| (sent, comes)).unzip();
             Ok(Swap { peer: self.first + member * self.step, sent, comes })
         });
         transport.swap(&swaps.collect::<Result<Vec<_>>>()?)
@@ -65,25 +66,8 @@ impl Group {
         }
         self.swap(|member| {
             let comes = member - usize::from(member > index);
-            Ok([from.narrow(0, member * part, part)?, into.narrow(0, comes * part, part)?])
+            Ok(vec![[from.narrow(0, member * part, part)?, into.narrow(0, comes * part, part)?]])
         })
-    }
-
-    /// All-to-all with this member's own part: `parts[j]` goes to member `j`, and part `i` of `into` comes
-    /// from member `i`.
-    ///
-    /// # Errors
-    /// When the tensors do not fit the group, or another rank cannot be reached.
-    pub fn all_to_all(&self, parts: &[Tensor], into: &Tensor) -> Result<Transfer> {
-        let Rank { index, of } = self.rank;
-        let len = into.elem_count() / of;
-        if parts.len() != of || parts.iter().any(|part| part.elem_count() != len) {
-            candle_core::bail!("{} parts of {of} ranks for {}", parts.len(), into.elem_count());
-        }
-        let transfer = self.swap(|member| Ok([parts[member].clone(), into.narrow(0, member * len, len)?]))?;
-        // The copy of this member's own part overlaps with the transfer.
-        into.slice_set(&parts[index], 0, index * len)?;
-        Ok(transfer)
     }
 
     /// All-gather: `part` goes to every member, and part `i` of `into` comes from member `i`. `part` may be a
@@ -99,7 +83,7 @@ impl Group {
         if !share_memory(part, into) {
             into.slice_set(part, 0, self.rank.index * len)?;
         }
-        self.swap(|member| Ok([part.clone(), into.narrow(0, member * len, len)?]))
+        self.swap(|member| Ok(vec![[part.clone(), into.narrow(0, member * len, len)?]]))
     }
 
     /// Makes all later work on the device's stream wait for this transfer and for all transfers before it.

@@ -65,18 +65,21 @@ impl Loopback {
 impl Transport for Loopback {
     fn swap(&self, swaps: &[Swap]) -> Result<Transfer> {
         // The data is copied, because a tensor that is sent may share storage with one that is received into.
-        let sent = swaps.iter().map(|swap| swap.sent.force_contiguous()).collect::<Result<Vec<_>>>()?;
+        let copies = |swap: &Swap| swap.sent.iter().map(Tensor::force_contiguous).collect::<Result<Vec<_>>>();
+        let sent = swaps.iter().map(copies).collect::<Result<Vec<_>>>()?;
         let peer = |swap: &Swap| self.peers[swap.peer].as_ref().expect("another rank");
-        let received = std::thread::scope(|scope| -> std::io::Result<Vec<Vec<u8>>> {
+        let received = std::thread::scope(|scope| -> std::io::Result<Vec<Vec<Vec<u8>>>> {
             let sends = swaps.iter().zip(&sent).map(|(swap, sent)| {
                 let mut peer = peer(swap);
-                scope.spawn(move || peer.write_all(&sent.data()))
+                scope.spawn(move || sent.iter().try_for_each(|sent| peer.write_all(&sent.data())))
             });
             let senders: Vec<_> = sends.collect();
-            let receives = swaps.iter().map(|swap| {
-                let mut bytes = vec![0; swap.comes.elem_count() * swap.comes.dtype().size_in_bytes()];
+            let receive = |swap: &Swap, comes: &Tensor| {
+                let mut bytes = vec![0; comes.elem_count() * comes.dtype().size_in_bytes()];
                 peer(swap).read_exact(&mut bytes).map(|()| bytes)
-            });
+            };
+            let receives =
+                swaps.iter().map(|swap| swap.comes.iter().map(|comes| receive(swap, comes)).collect());
             let received = receives.collect();
             for sender in senders {
                 sender.join().expect("no panic in sending")?;
@@ -87,9 +90,9 @@ impl Transport for Loopback {
             std::thread::sleep(WATCH);
             Error::new("another rank cannot be reached").got(error)
         })?;
-        for (swap, bytes) in swaps.iter().zip(received) {
-            let (dtype, len) = (swap.comes.dtype(), swap.comes.elem_count());
-            swap.comes.slice_set(&Tensor::from_raw_buffer(&bytes, dtype, &[len], &Device::Cpu)?, 0, 0)?;
+        for (comes, bytes) in swaps.iter().flat_map(|swap| &swap.comes).zip(received.into_iter().flatten()) {
+            let came = Tensor::from_raw_buffer(&bytes, comes.dtype(), comes.dims(), &Device::Cpu)?;
+            comes.slice_set(&came, 0, 0)?;
         }
         Ok(Transfer(0))
     }

@@ -235,18 +235,24 @@ impl Transport for Nccl {
     /// Pairs of sends and receives, also for all-gathers: on NVLink they are a fifth faster than NCCL's own
     /// all-gather.
     fn swap(&self, swaps: &[Swap]) -> Result<Transfer> {
-        let places = swaps.iter().map(|swap| {
-            let ((sent, out), (comes, back)) = (self.place(&swap.sent)?, self.place(&swap.comes)?);
-            Ok(((sent as *const c_void, out), (comes as *mut c_void, back), swap.peer as c_int))
-        });
-        let places = places.collect::<Result<Vec<_>>>()?;
+        let places = |tensors: &[Tensor]| tensors.iter().map(|x| self.place(x)).collect::<Result<Vec<_>>>();
+        let swaps =
+            swaps.iter().map(|swap| Ok((places(&swap.sent)?, places(&swap.comes)?, swap.peer as c_int)));
+        let swaps = swaps.collect::<Result<Vec<_>>>()?;
         let Functions { group_start, group_end, send, receive, .. } = &self.functions;
         // SAFETY: the addresses are of tensors that the caller keeps until it has waited for the transfer.
         self.transfer(|stream| unsafe {
             self.check("begin a transfer", group_start())?;
-            for ((sent, out), (comes, back), peer) in places {
-                self.check("send", send(sent, out, BYTES, peer, self.communicator, stream))?;
-                self.check("receive", receive(comes, back, BYTES, peer, self.communicator, stream))?;
+            // Between two ranks messages keep their order.
+            for (sent, comes, peer) in swaps {
+                for (at, len) in sent {
+                    let at = at as *const c_void;
+                    self.check("send", send(at, len, BYTES, peer, self.communicator, stream))?;
+                }
+                for (at, len) in comes {
+                    let at = at as *mut c_void;
+                    self.check("receive", receive(at, len, BYTES, peer, self.communicator, stream))?;
+                }
             }
             self.check("exchange", group_end())
         })

@@ -10,15 +10,15 @@ use candle_core::{Result, Tensor};
 #[must_use = "what was sent has not come yet"]
 pub struct Transfer(pub(super) u64);
 
-/// An exchange with one other rank, of contiguous tensors of one dimension.
+/// An exchange with one other rank, of contiguous tensors. Both ranks send as many, of the sizes that the other expects.
 #[derive(Debug)]
 pub(super) struct Swap {
     /// Index of the other rank among all ranks.
     pub(super) peer: usize,
-    /// The tensor to send.
-    pub(super) sent: Tensor,
-    /// The tensor to receive into.
-    pub(super) comes: Tensor,
+    /// The tensors to send, in order.
+    pub(super) sent: Vec<Tensor>,
+    /// The tensors to receive into, in the order in which the other rank sends.
+    pub(super) comes: Vec<Tensor>,
 }
 
 /// Carries tensors between ranks that make the same calls in the same order. It adds nothing.

@@ -57,6 +57,17 @@ pub(super) struct Heads<'a> {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
+pub(super) struct CopyHeads<'a> {
+    pub(super) x: Heads<'a>,
+    pub(super) out: Heads<'a>,
+    pub(super) tokens: i32,
+    pub(super) sequence: i32,
+    pub(super) heads: i32,
+    pub(super) packs: i32,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Rope<'a> {
     pub(super) x: Heads<'a>,
     pub(super) dy: Heads<'a>,
@@ -200,6 +211,7 @@ kernel_params! {
     RmsNorm<'_>: "rms_norm",
     PartialSums<'_>: "partial_sums",
     SumInOrder<'_>: "partial_sums",
+    CopyHeads<'_>: "copy_heads",
     Rope<'_>: "rope",
     SwiGlu<'_>: "swiglu",
     CheckIds<'_>: "ids",
@@ -216,6 +228,7 @@ const _: () = {
     assert!(size_of::<PartialSums>() == 24);
     assert!(size_of::<SumInOrder>() == 32 && offset_of!(SumInOrder, count) == 24);
     assert!(size_of::<Heads>() == 32);
+    assert!(size_of::<CopyHeads>() == 80 && offset_of!(CopyHeads, tokens) == 64);
     assert!(size_of::<Rope>() == 168 && offset_of!(Rope, out) == 64);
     assert!(offset_of!(Rope, tokens) == 128 && offset_of!(Rope, eps) == 156);
     assert!(size_of::<SwiGlu>() == 88 && offset_of!(SwiGlu, out_row) == 80);

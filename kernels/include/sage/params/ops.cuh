@@ -49,6 +49,16 @@ struct Heads {
   int64_t head;
 };
 
+// out = x, head by head.
+struct CopyHeads {
+  Heads x;
+  Heads out;
+  int32_t tokens;    // of all batch entries
+  int32_t sequence;
+  int32_t heads;
+  int32_t packs;     // of a head
+};
+
 struct Rope {
   Heads x;            // the input of the rotation, or of the norm before it
   Heads dy;           // the output's gradient: with norm, backward only
@@ -183,6 +193,7 @@ struct AdamW {
 static_assert(sizeof(RmsNorm) == 80 && offsetof(RmsNorm, rows) == 56 && offsetof(RmsNorm, eps) == 72);
 static_assert(sizeof(PartialSums) == 24);
 static_assert(sizeof(Heads) == 32);
+static_assert(sizeof(CopyHeads) == 80 && offsetof(CopyHeads, tokens) == 64);
 static_assert(sizeof(Rope) == 168 && offsetof(Rope, out) == 64 && offsetof(Rope, tokens) == 128 &&
               offsetof(Rope, eps) == 156);
 static_assert(sizeof(SwiGlu) == 88 && offsetof(SwiGlu, out_row) == 80);

@@ -1,0 +1,51 @@
+//! Copies of heads on the GPU.
+
+use candle_core::Result;
+use candle_core::backend::BackendStorage;
+
+use super::params::{self, launch};
+use super::tensor::{Float, Packs, count, elementwise, start};
+use crate::cuda::kernels::Gpu;
+use crate::launch::{Launch, Operand};
+use crate::ops::copy_heads::CopyHeads;
+
+/// Packs of a thread, as in `kernels/copy_heads.cu`.
+const AT_ONCE: usize = 4;
+
+fn place<'a>(operand: Operand<'a>, gpu: &Gpu) -> Result<params::Heads<'a>> {
+    let strides = operand.1.stride();
+    let stride = |dim: usize| strides[dim] as i64;
+    Ok(params::Heads { data: start(operand, gpu)?, batch: stride(0), token: stride(1), head: stride(2) })
+}
+
+/// `out = x`, (batch, token, head, channel) with adjacent channels.
+impl Launch<[Operand<'_>; 2], ()> for CopyHeads {
+    fn launch(&self, [out, x]: [Operand<'_>; 2]) -> Result<()> {
+        let gpu = Gpu::new(out.0.device())?;
+        let float = Float::of("copy-heads", out.0)?;
+        let (batch, sequence, heads, channels) = out.1.shape().dims4()?;
+        // Heads that lie side by side in both are one head of more channels.
+        let beside = [x, out].iter().all(|(_, layout)| heads == 1 || layout.stride()[2] == channels);
+        let (heads, channels) = if beside { (1, heads * channels) } else { (heads, channels) };
+        let (from, into) = (place(x, &gpu)?, place(out, &gpu)?);
+        // The strides of dimensions that have one place alone do not matter.
+        let extents = [batch, sequence, heads];
+        let strides = [x, out].into_iter().flat_map(|(_, layout)| layout.stride().iter().zip(extents));
+        let mut strides: Vec<usize> =
+            strides.filter(|(_, extent)| *extent > 1).map(|(stride, _)| *stride).collect();
+        strides.push(channels);
+        let packs = Packs::of(float, &[from.data, into.data], &strides);
+        let params = params::CopyHeads {
+            x: from,
+            out: into,
+            tokens: count("tokens", batch * sequence)?,
+            sequence: count("tokens", sequence)?,
+            heads: count("heads", heads)?,
+            packs: count("channels", channels / packs.elements())?,
+        };
+        let items = batch * sequence * heads * channels;
+        count("elements", items / packs.elements())?;
+        let grid = elementwise(items.div_ceil(AT_ONCE), packs);
+        launch(&gpu, &packs.kernel("copy_heads"), grid, &params)
+    }
+}

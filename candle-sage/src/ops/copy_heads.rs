@@ -1,0 +1,119 @@
+//! Copies between tensors of heads with other strides.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, InplaceOp2, Layout, Result, Tensor};
+
+use super::support::{shape_error, supported};
+use crate::dtype::unsupported_dtype;
+use crate::launch::Launch;
+
+const NAME: &str = "copy-heads";
+
+/// `out = x`, both (batch, sequence, heads, head_dim) of one type: f32, f16 or bf16.
+///
+/// Each may be a view with any strides, but for adjacent channels: some heads of a tensor of more heads, or some tokens of a
+/// longer sequence. So heads are gathered, or put side by side, in one pass, which on a GPU moves 16 bytes at a time where all heads
+/// start on 16 bytes.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::copy_heads;
+///
+/// // The second and third of four heads, of two tokens with one channel each.
+/// let x = Tensor::arange(0f32, 8., &Device::Cpu)?.reshape((1, 2, 4, 1))?;
+/// let out = Tensor::zeros((1, 2, 2, 1), DType::F32, &Device::Cpu)?;
+/// copy_heads(&out, &x.narrow(2, 1, 2)?)?;
+/// assert_eq!(out.flatten_all()?.to_vec1::<f32>()?, [1., 2., 5., 6.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// When shapes, types or devices differ, channels are not adjacent, `out` is broadcast, or both are views of one tensor.
+pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
+    if out.rank() != 4 || out.dims() != x.dims() || out.dtype() != x.dtype() {
+        return Err(shape_error(
+            "copy_heads: the tensors do not fit together",
+            ((x.dims(), x.dtype()), (out.dims(), out.dtype())),
+            "two tensors (batch, sequence, heads, head_dim) of one type",
+            "`narrow` the larger one",
+        ));
+    }
+    let adjacent = |tensor: &Tensor| tensor.dims()[3] == 1 || tensor.stride()[3] == 1;
+    let broadcast = out.dims().iter().zip(out.stride()).any(|(&extent, &stride)| extent > 1 && stride == 0);
+    if !adjacent(x) || !adjacent(out) || broadcast {
+        return Err(shape_error(
+            "copy_heads does not take these strides",
+            (x.stride(), out.stride()),
+            "adjacent channels, and an output with a place for each element",
+            "make it `contiguous()`",
+        ));
+    }
+    if share_storage(out, x) {
+        return Err(shape_error(
+            "copy_heads: the output is part of the input's tensor",
+            (x.dims(), out.dims()),
+            "two tensors of their own",
+            "`copy()` one of them",
+        ));
+    }
+    supported(NAME, &[out, x])?;
+    if out.elem_count() == 0 {
+        return Ok(());
+    }
+    out.inplace_op2(&x.detach(), &CopyHeads)
+}
+
+/// Whether both are views of one storage, which can be locked for one of them alone.
+fn share_storage(a: &Tensor, b: &Tensor) -> bool {
+    let ((a, _), (b, _)) = (a.storage_and_layout(), b.storage_and_layout());
+    std::ptr::eq(&raw const *a, &raw const *b)
+}
+
+pub(crate) struct CopyHeads;
+
+impl InplaceOp2 for CopyHeads {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        out: &mut CpuStorage,
+        layout: &Layout,
+        x: &CpuStorage,
+        x_layout: &Layout,
+    ) -> Result<()> {
+        match (out, x) {
+            (CpuStorage::F32(out), CpuStorage::F32(x)) => copy(out, layout, x, x_layout),
+            (CpuStorage::F16(out), CpuStorage::F16(x)) => copy(out, layout, x, x_layout),
+            (CpuStorage::BF16(out), CpuStorage::BF16(x)) => copy(out, layout, x, x_layout),
+            (out, _) => return Err(unsupported_dtype(NAME, out.dtype()).into()),
+        }
+        Ok(())
+    }
+
+    fn cuda_fwd(
+        &self,
+        out: &mut CudaStorage,
+        layout: &Layout,
+        x: &CudaStorage,
+        x_layout: &Layout,
+    ) -> Result<()> {
+        self.launch([(&*out, layout), (x, x_layout)])
+    }
+}
+
+/// The start of each head, in row-major order.
+fn heads(layout: &Layout) -> impl Iterator<Item = usize> + '_ {
+    let (dims, strides) = (layout.dims(), layout.stride());
+    let tokens = (0..dims[0])
+        .flat_map(move |batch| (0..dims[1]).map(move |token| batch * strides[0] + token * strides[1]));
+    tokens.flat_map(move |at| (0..dims[2]).map(move |head| layout.start_offset() + at + head * strides[2]))
+}
+
+fn copy<T: Copy>(out: &mut [T], layout: &Layout, x: &[T], x_layout: &Layout) {
+    let channels = layout.dims()[3];
+    for (to, from) in heads(layout).zip(heads(x_layout)) {
+        out[to..to + channels].copy_from_slice(&x[from..from + channels]);
+    }
+}

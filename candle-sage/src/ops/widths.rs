@@ -1,0 +1,64 @@
+//! Values whose heads are narrower or wider than those of queries and keys: channels of zeros make them equal.
+
+use candle_core::{D, Result, Tensor};
+
+use crate::shape::HEAD_DIM;
+
+/// The head_dims of a call whose values have another than its queries and keys.
+///
+/// A zero channel of Q and K adds nothing to a logit, and one of V is a zero channel of O. In low bits zeros change no scale, because they
+/// are no maximum.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Widths {
+    query: usize,
+    value: usize,
+}
+
+impl Widths {
+    /// `None` if all head_dims are the same. It is also `None` where anything else does not fit, which is for
+    /// [`AttentionShape::new`](crate::AttentionShape::new) to say.
+    pub(super) fn of([q, k, v]: [&Tensor; 3]) -> Option<Self> {
+        let (&[.., query], &[ref key_outer @ .., key], &[ref value_outer @ .., value]) =
+            (q.dims(), k.dims(), v.dims())
+        else {
+            return None;
+        };
+        let fits =
+            query == key && key_outer == value_outer && [query, value].iter().all(|n| HEAD_DIM.contains(n));
+        (fits && query != value).then_some(Self { query, value })
+    }
+
+    /// Query, key and value with as many channels as the wider of them.
+    pub(super) fn widen(self, inputs: [&Tensor; 3]) -> Result<[Tensor; 3]> {
+        let [q, k, v] = inputs.map(|x| widen(x, self.query.max(self.value)));
+        Ok([q?, k?, v?])
+    }
+
+    /// The output's gradient, with channels of zeros.
+    pub(super) fn widen_output(self, dout: &Tensor) -> Result<Tensor> {
+        widen(dout, self.query.max(self.value))
+    }
+
+    /// The output without the channels that were added.
+    pub(super) fn narrow_output(self, out: &Tensor) -> Result<Tensor> {
+        out.narrow(D::Minus1, 0, self.value)
+    }
+
+    /// The head_dim of values and outputs.
+    pub(super) fn value(self) -> usize {
+        self.value
+    }
+
+    /// The gradients of query, key and value without them.
+    pub(super) fn narrow(self, [dq, dk, dv]: [Tensor; 3]) -> Result<[Tensor; 3]> {
+        let first = |x: Tensor, channels| x.narrow(D::Minus1, 0, channels);
+        Ok([first(dq, self.query)?, first(dk, self.query)?, first(dv, self.value)?])
+    }
+}
+
+fn widen(x: &Tensor, channels: usize) -> Result<Tensor> {
+    match channels - x.dim(D::Minus1)? {
+        0 => Ok(x.clone()),
+        missing => x.pad_with_zeros(D::Minus1, 0, missing),
+    }
+}
