@@ -34,7 +34,10 @@ pub(super) struct Probe {
     /// Token means subtracted before quantizing [default: the run's]
     #[arg(long, value_enum)]
     smoothing: Option<SmoothingSetting>,
-    /// Vectors that share a scale in the backward [default: the run's]
+    /// Tokens that K's mean is over: all, or sample-64 (sagebwd) [default: the run's]
+    #[arg(long)]
+    key_mean: Option<Text<KeyMean>>,
+    /// Vectors that share a scale in the backward (sagebwd) [default: the run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
     /// The numerics to probe [default: the run's; of a full-precision run sagebwd]
@@ -57,7 +60,7 @@ pub(super) struct Probe {
     qk_scale: Vec<f64>,
     /// What selected blocks and a tail would leave of attention, by how they are chosen and by what stands for the rest: SLA2,
     /// before any training with it. Half of the sequences fit it, the others are measured
-    #[arg(long, conflicts_with_all = ["sigma", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "granularity"])]
+    #[arg(long, conflicts_with_all = ["sigma", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     selections: bool,
     /// Blocks that a block of queries picks
     #[arg(long, value_name = "N", default_value_t = 4, requires = "selections")]
@@ -96,10 +99,9 @@ impl Probe {
         let settings = Settings::with(|s| {
             s.attention.attn = self.attn;
             s.attention.smoothing = self.smoothing;
-            if self.smoothing == Some(SmoothingSetting::None) {
-                // Of a run whose mean is of a sample nothing is left to take it of.
-                s.attention.key_mean = Some(Text(KeyMean::All));
-            }
+            // Of a run whose mean is of a sample nothing is left to take it of.
+            let without = self.run.is_some() && self.smoothing == Some(SmoothingSetting::None);
+            s.attention.key_mean = self.key_mean.or(without.then_some(Text(KeyMean::All)));
             s.attention.granularity = self.granularity;
             s.data.sources = self.data.clone().map(|data| vec![data]);
             s.data.context = self.context;
@@ -193,6 +195,8 @@ impl Probe {
                 .allowed("a low-bit scheme")
                 .hint("--attn sagebwd, or attn-qat"));
         };
+        super::train::check_own(settings, attn, Some(scheme), None)?;
+        scheme.validate()?;
         let shape = Shape {
             tokens: crate::checks::in_range("context", self.context.map_or(1024, |n| n.0), 1, 1 << 14)?
                 as usize,

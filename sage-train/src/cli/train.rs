@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::thread::available_parallelism;
 use std::time::Duration;
 
-use candle_sage::{Error, Result};
+use candle_sage::{Error, Result, Scheme};
 use toml::Table;
 
 use super::print;
@@ -17,7 +17,7 @@ use crate::checks::in_range;
 use crate::config::{Config, of_attention};
 use crate::data::{Batches, Dataset, known_tokenizer};
 use crate::lock::Lock;
-use crate::model::Choice;
+use crate::model::{Choice, Sla2Config};
 use crate::quantity::Quantity;
 use crate::ranks::{Rank, Role, Words};
 use crate::report::result_table;
@@ -247,28 +247,33 @@ fn finished(run: &Path) -> bool {
     Run::read(run).is_ok_and(|run| run.ending.is_some_and(|ending| ending.status == Status::Finished))
 }
 
-/// Checks that every setting of attention and of the corpus that was typed has an effect on the run.
-fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
+/// Checks that every setting of attention that was typed is one of this attention.
+pub(super) fn check_own(
+    typed: &Settings,
+    attn: Attn,
+    scheme: Option<Scheme>,
+    sla2: Option<&Sla2Config>,
+) -> Result<()> {
     let table = Table::try_from(typed).unwrap_or_default();
-    let own = config.attn.own_settings(config.model.scheme, config.model.sla2.as_ref());
+    let own = attn.own_settings(scheme, sla2);
     let idle = |key: &&String| {
         let of_another = !matches!(key.as_str(), "attn" | "eval-attn")
             && of_attention(key)
             && !own.iter().any(|(name, _)| name == key);
-        of_another && !(config.model.sla2.is_some() && key.starts_with("sla2-"))
+        of_another && !(sla2.is_some() && key.starts_with("sla2-"))
     };
-    if let Some(key) = table.keys().find(idle) {
-        let mut settings: Vec<&str> = own.iter().map(|(name, _)| *name).collect();
-        settings.retain(|name| !name.starts_with("tile"));
-        return Err(Error::new(format!("--{key} is no setting of this attention"))
-            .got(format!("--{key} with --attn {}", config.attn))
-            .allowed(if settings.is_empty() {
-                "none: it has no settings".into()
-            } else {
-                settings.join(", ")
-            })
-            .hint("leave it out, or name the attention that has it: --attn"));
-    }
+    let Some(key) = table.keys().find(idle) else { return Ok(()) };
+    let mut settings: Vec<&str> = own.iter().map(|(name, _)| *name).collect();
+    settings.retain(|name| !name.starts_with("tile"));
+    Err(Error::new(format!("--{key} is no setting of this attention"))
+        .got(format!("--{key} with --attn {attn}"))
+        .allowed(if settings.is_empty() { "none: it has no settings".into() } else { settings.join(", ") })
+        .hint("leave it out, or name the attention that has it: --attn"))
+}
+
+/// Checks that every setting of attention and of the corpus that was typed has an effect on the run.
+fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
+    check_own(typed, config.attn, config.model.scheme, config.model.sla2.as_ref())?;
     let window = config.model.sla2.as_ref().is_some_and(|sla2| sla2.choice == Choice::Window);
     if window && typed.sla2.sla2_nearest.is_some_and(|nearest| nearest > 0) {
         return Err(Error::new("--sla2-nearest is no setting of a window")

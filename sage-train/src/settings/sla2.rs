@@ -210,7 +210,17 @@ pub(super) fn resolve(
             .allowed("16, 32, 64, 128, ... 1024")
             .hint("on a GPU it is 128"));
     }
-    let complement = settings.sla2_tail == Some(TailSetting::Complement);
+    let tail = settings.sla2_tail;
+    if form == Form::Sparse
+        && let Some(other @ (TailSetting::Past | TailSetting::Complement)) = tail
+    {
+        let other = if other == TailSetting::Past { "past" } else { "complement" };
+        return Err(Error::new("sla2-sparse is the form without a tail")
+            .got(format!("--attn sla2-sparse --sla2-tail {other}"))
+            .allowed("none")
+            .hint("--attn sla2 has the same router, and a tail"));
+    }
+    let complement = tail == Some(TailSetting::Complement);
     if gpu && (block != 128 || complement) {
         return Err(Error::new("this form of SLA2 does not run on a GPU")
             .got(format!("blocks of {block}{}", if complement { ", the tail of the complement" } else { "" }))

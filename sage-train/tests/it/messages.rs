@@ -31,6 +31,7 @@ const CASES: &[(&str, &[&str])] = &[
     ("unknown flag", &["--tokens-per-stp", "256k"]),
     ("unknown attention", &["--attn", "flash"]),
     ("an attention that cannot validate", &["--attn", "fpa", "--eval-attn", "sla2"]),
+    ("a tail of the form without one", &["--attn", "sla2-sparse", "--sla2-tail", "past"]),
     ("not a count", &["--tokens-per-step", "256q"]),
     ("a step of part of a micro-batch", &["--tokens-per-step", "10000"]),
     ("a step smaller than a micro-batch", &["--tokens-per-step", "512"]),
