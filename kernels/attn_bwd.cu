@@ -1,6 +1,6 @@
 // Attention backward: for each (scheme, element type, head_dim) one kernel that visits all queries that see a block's keys, and
-// one that visits those that select them (sparse). Hopper has its own mainloops, except for SageBwd's ablations. Attn-QAT
-// without requantized P runs the kernel of full precision, on its own operands. finish_dq converts the sums of dQ afterwards.
+// one that visits those that select them (sparse). Hopper has its own mainloops, except for SageBwd's ablations and
+// heads of more than 128 channels. Attn-QAT without requantized P runs the kernel of full precision, on its own operands. finish_dq converts the sums of dQ afterwards.
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
 #include <sage/attention/numerics/full_precision_backward_sm80.cuh>
 #include <sage/attention/numerics/full_precision_backward_sm90.cuh>

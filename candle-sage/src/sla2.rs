@@ -245,8 +245,7 @@ impl Sla2 {
     /// Computes the output in candle's graph: query, key, value and `theta` receive gradients.
     ///
     /// # Errors
-    /// When shapes, types or settings do not fit; on CUDA, when there is a tail other than [`Tail::Past`]
-    /// with a causal mask.
+    /// When shapes, types or settings do not fit.
     pub fn apply(
         &self,
         q: &Tensor,

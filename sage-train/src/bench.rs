@@ -105,12 +105,11 @@ impl Measured {
     }
 }
 
-/// The default rows: short and long sequences, both native head_dims, causal.
-pub fn usual_rows() -> Vec<Row> {
-    [64, 128]
-        .into_iter()
-        .flat_map(|head_dim| [1024, 8192, 16384].map(|tokens| Row { head_dim, tokens, causal: true }))
-        .collect()
+/// The default rows: short and long sequences, both native head_dims, causal; on the CPU short ones alone.
+pub fn usual_rows(device: &Device) -> Vec<Row> {
+    let lengths: &[usize] = if device.is_cpu() { &[1024] } else { &[1024, 8192, 16384] };
+    let of = |head_dim| lengths.iter().map(move |&tokens| Row { head_dim, tokens, causal: true });
+    [64, 128].into_iter().flat_map(of).collect()
 }
 
 /// The schemes to measure: every scheme, and SageBwd with fewer INT8 products, and with K's mean over a sample. Of heads over 128
@@ -150,7 +149,7 @@ fn label(scheme: &Scheme) -> String {
 ///
 /// # Errors
 /// When the device has no kernels for the shape, or runs out of memory.
-pub fn measure(plan: &Plan, row: Row) -> Result<Vec<Measured>> {
+pub fn measure(plan: &Plan, row: Row, seen: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
     let dims = plan.dims(row.head_dim, row.tokens);
     let (batch, _, heads, _) = dims;
     let failed = |e| during(format!("cannot measure {row}"))(e);
@@ -160,25 +159,25 @@ pub fn measure(plan: &Plan, row: Row) -> Result<Vec<Measured>> {
         .collect::<candle_core::Result<_>>()
         .map_err(failed)?;
     let clock = Clock::new(&plan.device).map_err(failed)?;
-    schemes(row, &plan.device)
-        .into_iter()
-        .map(|scheme| {
-            let attention = Attention::new(scheme).causal(row.causal);
-            let forward = |n: usize| {
-                let [q, k, v, _] = &inputs[n % ROTATING];
-                attention.apply(q, k, v).map(drop)
-            };
-            let both = |n: usize| {
-                let [q, k, v, dout] = &inputs[n % ROTATING];
-                attention.vjp(q, k, v)?.1.apply(dout).map(drop)
-            };
+    for scheme in schemes(row, &plan.device) {
+        let attention = Attention::new(scheme).causal(row.causal);
+        let forward = |n: usize| {
+            let [q, k, v, _] = &inputs[n % ROTATING];
+            attention.apply(q, k, v).map(drop)
+        };
+        let both = |n: usize| {
+            let [q, k, v, dout] = &inputs[n % ROTATING];
+            attention.vjp(q, k, v)?.1.apply(dout).map(drop)
+        };
+        let measured = || -> candle_core::Result<Measured> {
             let forward_ms = clock.median(plan.repeats, forward)?;
             let both_ms = clock.median(plan.repeats, both)?;
             let extra_bytes = peak_bytes(&plan.device, || both(0))?;
             Ok(Measured { row, batch, heads, scheme, forward_ms, both_ms, extra_bytes })
-        })
-        .collect::<candle_core::Result<_>>()
-        .map_err(failed)
+        };
+        seen(measured().map_err(failed)?)?;
+    }
+    Ok(())
 }
 
 impl std::fmt::Display for Row {
@@ -191,7 +190,7 @@ impl std::fmt::Display for Row {
 pub fn table_head(plan: &Plan) -> String {
     let place = if plan.device.is_cpu() { "CPU, f32" } else { "GPU, bf16" };
     format!(
-        "{place}; TFLOP/s in 16-bit-equivalent operations; memory beyond the inputs\n\n{:>4} {:>7} {:>6} {:>5} {:>5}  {:<21} {:>9} {:>9} {:>8} {:>8} {:>9}\n",
+        "{place}; TFLOP/s in 16-bit-equivalent operations; memory beyond the inputs\n\n{:>4} {:>7} {:>6} {:>5} {:>5}  {:<31} {:>9} {:>9} {:>8} {:>8} {:>9}\n",
         "D", "N", "causal", "batch", "heads", "attn", "fwd ms", "f+b ms", "fwd TF", "f+b TF", "MiB"
     )
 }
@@ -201,7 +200,7 @@ pub fn table_line(m: &Measured) -> String {
     let (forward, both) = m.tflops();
     let mib = m.extra_bytes.map_or("-".into(), |bytes| format!("{:.0}", bytes as f64 / (1 << 20) as f64));
     format!(
-        "{:>4} {:>7} {:>6} {:>5} {:>5}  {:<21} {:>9.3} {:>9.3} {:>8} {:>8} {mib:>9}\n",
+        "{:>4} {:>7} {:>6} {:>5} {:>5}  {:<31} {:>9.3} {:>9.3} {:>8} {:>8} {mib:>9}\n",
         m.row.head_dim,
         m.row.tokens,
         if m.row.causal { "yes" } else { "no" },
@@ -256,7 +255,7 @@ mod tests {
 
     #[test]
     fn rows_print_and_parse() {
-        for row in usual_rows() {
+        for row in usual_rows(&Device::Cpu) {
             assert_eq!(row.to_string().parse(), Ok(row));
         }
         for bad in ["", "64", "64:8192", "64:8192:2", "0:8192:1", "64:0:1", "a:b:c"] {

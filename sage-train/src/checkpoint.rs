@@ -328,7 +328,10 @@ impl Found {
             Error::new("there is no checkpoint to resume from")
                 .got(path.display())
                 .allowed(format!("the folder of a run with {FOLDER} in it, or one of these"))
-                .hint("a run writes them every --checkpoint-every steps, at its end, and when it is interrupted")
+                .hint(
+                    "a run writes them every --checkpoint-every steps, at its end, and when it is interrupted; one that \
+                     has none yet is begun again by its own command with --name NAME --resume auto",
+                )
         })?;
         Self::checked(lock, path.to_owned(), folder.join(name(step)), rank)
     }

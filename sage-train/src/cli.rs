@@ -11,6 +11,7 @@ mod several;
 mod sweep;
 mod threads;
 mod train;
+mod typed;
 
 use std::ffi::OsString;
 use std::io::Write;

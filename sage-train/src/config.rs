@@ -1,5 +1,6 @@
 //! What will run: every setting resolved and checked, printable, saved beside the results.
 
+mod attention;
 mod batch;
 mod checkpoints;
 mod identity;
@@ -23,6 +24,7 @@ use crate::optim::{AdamWConfig, LearningRate};
 use crate::quantity::Quantity;
 use crate::settings::{Attn, Preset, Settings, Sla2Settings, tables};
 
+pub use attention::check_own;
 pub use checkpoints::CheckpointConfig;
 pub use identity::{Identity, differing, is_seed, of_attention};
 
@@ -194,7 +196,10 @@ impl Config {
         let unusable = |error: toml::de::Error| {
             Error::new(format!("cannot use the settings in {}", path.display()))
                 .got(in_short(&error))
-                .hint("keys are the long flags without the dashes, e.g. tokens-per-step = \"256k\"")
+                .hint(
+                    "keys are the long flags that --help lists as settings, without the dashes; text is in quotes: \
+                     tokens-per-step = \"256k\"; a file with lists is for `sage-train sweep FILE`",
+                )
         };
         // A file without tables says in which line it is wrong.
         let table: Table = toml::from_str(&text).map_err(unusable)?;

@@ -104,6 +104,12 @@ impl Dataset {
                 .allowed(format!("up to {}", config.vocab_size))
                 .hint(format!("--vocab-size {}", tokenizer.vocab_size())));
         }
+        let (found, rows) = (tokenizer.vocab_size(), config.vocab_size);
+        if rows > 2 * found {
+            say(&format!(
+                "the tokenizer has {found} entries, the model's embedding {rows}: --vocab-size {found} is enough"
+            ));
+        }
         let (mut train, mut validation) = (Vec::new(), Vec::new());
         let (mut bytes, mut documents) = (0, 0);
         for (source, weight) in opened.iter().zip(config.weights()) {

@@ -20,7 +20,7 @@ use crate::settings::{
     AttentionSettings, Settings, Sla2Settings, SmoothingSetting, Switch, TailSetting, exported_settings,
     form_name,
 };
-use crate::{during, writing};
+use crate::{during, tell, writing};
 
 const CONFIG: &str = "config.json";
 /// For a model trained with FP4 or with SLA2: the settings that an attention runtime needs.
@@ -223,6 +223,7 @@ pub fn load(
         .is_some_and(|sla2| exported.as_deref() == Some(form_name(sla2)) && no_tail == sla2.tail.is_none());
     let files = weight_files(folder)?;
     let opened = files.iter().map(|name| StateFile::open(&folder.join(name))).collect::<Result<Vec<_>>>()?;
+    tell_of_others(folder, config, &opened);
     let values = |spec: &ParameterSpec| {
         let holder = opened.iter().find(|file| file.contains(&spec.name));
         match (holder, spec.fixed_start()) {
@@ -231,6 +232,26 @@ pub fn load(
         }
     };
     Parameters::from_values(config, &values, device, dtype, trained)
+}
+
+/// Warns of weights that a model of this shape has not: it computes something else than it was trained to.
+fn tell_of_others(folder: &Path, config: &LlamaConfig, files: &[StateFile]) {
+    let specs = config.parameter_specs();
+    let known: BTreeSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
+    // The head is the embedding, and the angles are computed.
+    let derived = |name: &str| name == "lm_head.weight" || name.ends_with("rotary_emb.inv_freq");
+    let left: BTreeSet<&str> = files
+        .iter()
+        .flat_map(StateFile::names)
+        .filter(|name| !known.contains(name) && !derived(name))
+        .collect();
+    if let Some(first) = left.first() {
+        tell(&format!(
+            "warning: {} weights of {} have no place in this model, such as {first}: with other settings it is another model",
+            left.len(),
+            folder.display()
+        ));
+    }
 }
 
 /// The name of the single file of weights, or the names in the index.

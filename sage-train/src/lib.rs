@@ -68,7 +68,7 @@ pub(crate) fn writing<E: std::fmt::Display>(path: &std::path::Path) -> impl FnOn
     move |error| {
         Error::new(what)
             .got(error)
-            .hint("is there room, and may the folder be written? --out names another")
+            .hint("is there room, and may the folder be written? if not, name another")
             .with_kind(ErrorKind::Failed)
     }
 }

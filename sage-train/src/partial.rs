@@ -19,7 +19,8 @@ const MARK: &str = "unfinished-by-sage-train";
 /// that has one is not removed.
 pub const JOURNAL: &str = "progress.json";
 
-fn other_name(path: &Path) -> PathBuf {
+/// Where a file or folder is written before it has its name.
+pub fn of(path: &Path) -> PathBuf {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(PARTIAL);
     path.with_file_name(name)
@@ -41,7 +42,7 @@ pub fn sync(path: &Path) -> Result<()> {
 pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let mut own = path.as_os_str().to_owned();
     own.push(format!(".{}", std::process::id()));
-    let partial = other_name(Path::new(&own));
+    let partial = of(Path::new(&own));
     let written = write(&partial)
         .and_then(|()| sync(&partial))
         .and_then(|()| std::fs::rename(&partial, path).map_err(writing(path)));
@@ -103,7 +104,7 @@ impl Folder {
         // Removes a trailing slash.
         let target: PathBuf = target.components().collect();
         check_free(&target, "folder", "--to")?;
-        let partial = other_name(&target);
+        let partial = of(&target);
         let (is_marked, has_journal) = (is_unfinished(&partial), partial.join(JOURNAL).exists());
         // A start that ended between its mark's removal and the new name left the journal alone.
         if is_marked || has_journal {

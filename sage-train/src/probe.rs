@@ -16,6 +16,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_sage::{Error, Result, SageBwd, Scheme};
 use rayon::prelude::*;
 
+use crate::config::check_own;
 use crate::data::{Batches, Cut, Dataset, Mixture, Tokenizer};
 use crate::device::{Place, free_memory};
 use crate::metrics::{Probed, QUANTITIES, RESULTS, Row, Sizes};
@@ -55,16 +56,19 @@ impl Default for Look {
 
 /// Probes a run, one of its checkpoints, or a model in Hugging Face's format. Validation sequences run
 /// through the model with full-precision attention; on the tensors of each layer, attention is then computed
-/// again with the run's low-bit scheme (SageBwd, if it has none). `settings` win over the run's.
+/// again with the run's low-bit scheme (SageBwd, if it has none). `settings` win over the run's; those that were `typed` must be the
+/// scheme's own.
 ///
 /// # Errors
 /// When the folder has no weights, the run's data is missing or has changed, or the model has no attention.
-pub fn probe(folder: &Path, look: Look, settings: Settings) -> Result<Probed> {
+pub fn probe(folder: &Path, look: Look, settings: Settings, typed: &Settings) -> Result<Probed> {
     // On the CPU, and therefore in f32, wherever the model was trained.
     let trained = Trained::open(folder, Place::Cpu, settings, true)?;
     trained.check_attention(folder, "probe")?;
     let Trained { config, parameters, .. } = &trained;
     let scheme = low_bit(config.model.scheme, &config.settings);
+    check_own(typed, scheme.into(), Some(scheme), None)?;
+    scheme.validate()?;
     let data = Dataset::load_to_validate(&config.data, &|line| tell(line))?;
     let run = run_folder(folder);
     if run.join("tokenizer.json").exists() {

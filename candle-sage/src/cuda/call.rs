@@ -127,11 +127,7 @@ impl<'a> Call<'a> {
         Plan::of(kernel, self.d, self.gpu.architecture, visits).map_err(|missing| match self.d {
             ..=128 => missing,
             _ => Error::unsupported("head_dim is out of range on CUDA")
-                .got(format!(
-                    "{} for `{kernel}` on {:?}",
-                    self.problem.shape.head_dim(),
-                    self.gpu.architecture
-                ))
+                .got(format!("{} for `{kernel}` on {}", self.problem.shape.head_dim(), self.gpu.architecture))
                 .allowed("8 to 128; to 256 in full precision on compute capability 8.0, 9.0 and 10.x")
                 .hint("Scheme::FullPrecision; the CPU takes up to 256 in every scheme")
                 .into(),

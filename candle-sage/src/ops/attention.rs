@@ -422,6 +422,10 @@ impl CustomOp3 for AttentionOp {
     }
 
     fn bwd(&self, q: &Tensor, k: &Tensor, v: &Tensor, out: &Tensor, dout: &Tensor) -> Result<Gradients> {
+        // Kernels read channels that are not adjacent one by one: the gradient of a narrowed output may have such.
+        let copied =
+            (dout.device().is_cuda() && dout.stride()[3] != 1).then(|| dout.contiguous()).transpose()?;
+        let dout = copied.as_ref().unwrap_or(dout);
         match self.saved.as_ref().and_then(OnceLock::get) {
             Some(Saved::Cpu(ran)) => self.cpu_bwd(ran.as_ref(), [q, k, v, out, dout]),
             Some(Saved::Cuda(ran)) => self.cuda_bwd(ran.as_ref(), [q, k, v, out, dout]),

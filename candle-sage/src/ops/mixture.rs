@@ -1,7 +1,7 @@
 //! The linear tail mixed with attention over selected keys in one step, for vector-Jacobian products outside candle's graph.
 //!
-//! On a GPU the tail's kernels mix as they write: neither the tail's output nor its gradient is ever in memory. On the CPU the
-//! two ops follow one another.
+//! On a GPU the tail's kernels mix as they write: neither the tail's output nor its gradient is ever in memory. On the CPU, and
+//! for tails without kernels, the two ops follow one another.
 
 use candle_core::{CudaStorage, Result, Tensor};
 
@@ -47,11 +47,10 @@ impl Mixture {
     /// The output, and what its backward needs of it.
     ///
     /// # Errors
-    /// On CUDA, for any tail but [`Tail::Past`] with a causal mask.
+    /// When the device fails.
     pub(crate) fn forward(&self, inputs: Inputs<'_>) -> Result<(Tensor, Option<Tensor>)> {
         let [q, k, v, sparse, theta] = inputs;
-        if q.device().is_cuda() {
-            self.tail.check_cuda()?;
+        if q.device().is_cuda() && !self.tail.lacks_kernels(q) {
             let theta = &theta.contiguous()?;
             let out = with_cuda(NAME, [q, k, v, sparse, theta], |operands| self.launch(operands))?;
             return Ok((cuda_tensor(out, q.shape()), None));

@@ -1,5 +1,7 @@
 //! Linear attention over the keys that block-sparse attention leaves out.
 
+mod products;
+
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor};
 
@@ -35,7 +37,7 @@ pub enum Tail {
     /// All candidates, also the selected ones: one running sum serves all queries.
     #[default]
     Past,
-    /// The candidates that are not selected, as published (arXiv 2602.12675). It runs on the CPU alone.
+    /// The candidates that are not selected, as published (arXiv 2602.12675).
     Complement,
 }
 
@@ -47,8 +49,9 @@ pub enum Tail {
 /// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides, as
 /// [`Attention`](crate::Attention) takes them, and all receive gradients; the output has the query's shape
 /// and type. Where the selection is not causal, `phi` is taken of K less its mean over the segment; with a
-/// causal mask that mean would depend on later tokens. Sums run in f32; on CUDA the states `H` are rounded to
-/// the inputs' type.
+/// causal mask that mean would depend on later tokens. Sums run in f32. On CUDA [`Tail::Past`] with a causal mask has kernels, which round the
+/// states `H` to the inputs' type; the other tails are products of matrices by candle's operators, slower and with more memory: their
+/// states are f32, and so are copies of all inputs.
 ///
 /// ```
 /// use candle_core::{DType, Device, Var};
@@ -70,10 +73,12 @@ pub enum Tail {
 /// ```
 ///
 /// # Errors
-/// When shapes and types do not fit, or the selection was made for another shape; on CUDA, for any tail but
-/// [`Tail::Past`] with a causal mask.
+/// When shapes and types do not fit, or the selection was made for another shape.
 pub fn past_linear(q: &Tensor, k: &Tensor, v: &Tensor, selection: &Selection, tail: Tail) -> Result<Tensor> {
     let op = PastLinear::new([q, k, v], selection, tail)?;
+    if op.lacks_kernels(q) {
+        return products::forward(&op, [q, k, v]);
+    }
     q.apply_op3(k, v, op)
 }
 
@@ -151,8 +156,7 @@ pub fn past_linear_backward_onto(
             ));
         }
     }
-    if q.device().is_cuda() {
-        op.check_cuda()?;
+    if q.device().is_cuda() && !op.lacks_kernels(q) {
         op.check_dout(q, dout)?;
         let [dq, dk, dv] = &gradients;
         supported(NAME, &[q, k, v, dout, dq, dk, dv])?;
@@ -199,17 +203,9 @@ impl PastLinear {
         Ok(())
     }
 
-    pub(super) fn check_cuda(&self) -> Result<()> {
-        if self.tail == Tail::Complement || !self.shape.causal() {
-            let mask = if self.shape.causal() { "causal" } else { "no mask" };
-            return Err(shape_error(
-                "this linear tail does not run on CUDA",
-                (self.tail, mask),
-                "Tail::Past with a causal mask",
-                "the others run on the CPU",
-            ));
-        }
-        Ok(())
+    /// Whether the inputs are on a GPU, where this tail is one of [`products`].
+    pub(super) fn lacks_kernels(&self, q: &Tensor) -> bool {
+        q.device().is_cuda() && (self.tail == Tail::Complement || !self.shape.causal())
     }
 }
 
@@ -222,8 +218,10 @@ impl Gradients<'_> {
         let op = self.0;
         op.check_dout(q, dout)?;
         supported(NAME, &[q, k, v, dout])?;
+        if op.lacks_kernels(q) {
+            return products::backward(op, [q, k, v], dout);
+        }
         if q.device().is_cuda() {
-            op.check_cuda()?;
             let [dq, dk, dv] = with_cuda(NAME, [q, k, v, dout], |operands| self.launch(operands))?;
             return Ok([cuda_tensor(dq, q.shape()), cuda_tensor(dk, k.shape()), cuda_tensor(dv, v.shape())]);
         }
@@ -269,7 +267,6 @@ impl CustomOp3 for PastLinear {
         v: &CudaStorage,
         v_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        self.check_cuda()?;
         let inputs = [(q, q_layout), (k, k_layout), (v, v_layout)];
         Ok((self.launch(inputs)?, q_layout.shape().clone()))
     }

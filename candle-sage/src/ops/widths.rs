@@ -59,6 +59,7 @@ impl Widths {
 fn widen(x: &Tensor, channels: usize) -> Result<Tensor> {
     match channels - x.dim(D::Minus1)? {
         0 => Ok(x.clone()),
-        missing => x.pad_with_zeros(D::Minus1, 0, missing),
+        // Of other strides candle's concatenation would leave channels that are not adjacent, which kernels read one by one.
+        missing => x.contiguous()?.pad_with_zeros(D::Minus1, 0, missing),
     }
 }

@@ -39,21 +39,21 @@ impl Bench {
 /// quantization and smoothing is inside.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchAttention {
-    /// Shapes: head_dim, tokens, 1 if causal; over 128 channels a GPU has full precision alone [default: D 64 and 128, N 1024, 8192, 16384, causal]
+    /// Shapes: head_dim, tokens, 1 if causal; over 128 channels a GPU has full precision alone [default: D 64 and 128, N 1024 and on a GPU 8192, 16384, causal]
     #[arg(value_name = "D:N:CAUSAL")]
     rows: Vec<Row>,
     /// Where to measure [default: cuda if this build has it]
     #[arg(long, value_enum)]
     device: Option<Place>,
-    /// Tokens of all sequences together; a longer sequence runs alone
-    #[arg(long, value_name = "N", default_value_t = 16384)]
-    total_tokens: usize,
+    /// Tokens of all sequences together; a longer sequence runs alone [default: 16384; on the CPU one sequence]
+    #[arg(long, value_name = "N")]
+    total_tokens: Option<usize>,
     /// Width of all heads together: heads = width / D
     #[arg(long, value_name = "N", default_value_t = 2048)]
     width: usize,
-    /// Timed calls of each kind
-    #[arg(long, value_name = "N", default_value_t = 30, value_parser = clap::value_parser!(u16).range(1..))]
-    repeats: u16,
+    /// Timed calls of each kind [default: 30; on the CPU 3]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    repeats: Option<u16>,
     /// Also write the results as comma-separated values
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
@@ -62,20 +62,22 @@ pub(super) struct BenchAttention {
 impl BenchAttention {
     fn run(&self) -> Result<()> {
         let device = self.device.unwrap_or_default().open(Rank::ALONE)?;
+        let (repeats, total_tokens) = if device.is_cpu() { (3, 1) } else { (30, 16384) };
         let plan = bench::Plan {
+            rows: if self.rows.is_empty() { bench::usual_rows(&device) } else { self.rows.clone() },
             device,
-            rows: if self.rows.is_empty() { bench::usual_rows() } else { self.rows.clone() },
-            total_tokens: self.total_tokens,
+            total_tokens: self.total_tokens.unwrap_or(total_tokens),
             width: self.width,
-            repeats: usize::from(self.repeats),
+            repeats: usize::from(self.repeats.unwrap_or(repeats)),
         };
         print(&bench::table_head(&plan))?;
         let mut all = Vec::new();
         for &row in &plan.rows {
-            for measured in bench::measure(&plan, row)? {
+            bench::measure(&plan, row, &mut |measured| {
                 print(&bench::table_line(&measured))?;
                 all.push(measured);
-            }
+                Ok(())
+            })?;
         }
         match &self.csv {
             Some(path) => std::fs::write(path, bench::csv(&all)).map_err(writing(path)),

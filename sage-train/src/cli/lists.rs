@@ -54,8 +54,8 @@ impl Typed {
             }
             // The last occurrence of a flag counts, as for single values.
             lists.retain(|list: &List| list.key != key);
-            if value.contains(',') {
-                let values = value.split(',').map(|value| value.trim().to_owned()).collect();
+            let values = split(&key, value);
+            if values.len() > 1 {
                 lists.push(List { key, at, before, values });
             }
         }
@@ -85,6 +85,18 @@ impl Typed {
         }
         Ok(table)
     }
+}
+
+/// The values of a list. A set of products contains commas itself: `paper,forward,s,dv` are two.
+fn split(key: &str, value: &str) -> Vec<String> {
+    let mut values: Vec<String> = Vec::new();
+    for word in value.split(',').map(str::trim) {
+        match values.last_mut().filter(|_| key == "products" && ["s", "dv", "dq", "dk"].contains(&word)) {
+            Some(set) => *set = format!("{set},{word}"),
+            None => values.push(word.to_owned()),
+        }
+    }
+    values
 }
 
 /// Checks that no list contains a value twice: both would be the same run.
@@ -120,8 +132,11 @@ mod tests {
         let expected = ["sage-train", "--seed", "1", "--data", "a,b.txt", "--lr=1e-3", "--name", "a,b"]
             .map(OsString::from);
         assert_eq!(found.words, expected);
+        let sets = typed(&["sage-train", "--products", "paper,forward, s,dv,forward"]);
+        assert_eq!(sets.lists[0].values, ["paper", "forward,s,dv", "forward"]);
         for other in [
-            &["sage-train", "sample", "run", "One, two"][..],
+            &["sage-train", "--products", "forward,s,dv"][..],
+            &["sage-train", "sample", "run", "One, two"],
             &["sage-train", "probe", "run", "--smoothing", "none,k"],
             &["sage-train", "--seed", "1,2", "--seed", "3"],
         ] {

@@ -8,7 +8,7 @@ use clap::ValueEnum;
 
 use super::data::recall_words;
 use super::print;
-use crate::checks::{above_zero, in_range};
+use crate::checks::in_range;
 use crate::data::Dataset;
 use crate::data::recall::Asked;
 use crate::device::Place;
@@ -34,8 +34,8 @@ pub(super) struct Sample {
     #[arg(default_value = "")]
     prompt: String,
     /// Tokens, at most
-    #[arg(long, value_name = "N", default_value_t = 160)]
-    tokens: usize,
+    #[arg(long, value_name = "N", default_value_t = Quantity(160))]
+    tokens: Quantity,
     /// Divides the logits; 0 always takes the likeliest token
     #[arg(long, value_name = "T", default_value_t = Sampling::default().temperature)]
     temperature: f64,
@@ -62,10 +62,10 @@ impl Sample {
         let sampling = Sampling {
             temperature: in_range("temperature", self.temperature, 0.0, 1e3)?,
             top_k: self.top_k,
-            top_p: above_zero("top-p", in_range("top-p", self.top_p, 0.0, 1.0)?)?,
+            top_p: in_range("top-p", self.top_p, 1e-9, 1.0)?,
             seed: self.seed,
         };
-        let tokens = in_range("tokens", self.tokens, 1, 1 << 24)?;
+        let tokens = in_range("tokens", self.tokens.0, 1, 1 << 24)? as usize;
         let place = self.device.unwrap_or_default();
         let settings = Settings::with(|s| s.attention.attn = self.attn);
         let trained = Trained::open(&self.run, place, settings, false)?;
@@ -95,7 +95,7 @@ impl Sample {
         } else {
             "; after the prompt attention is in full precision: --attn says otherwise"
         };
-        let ended = if written.tokens < self.tokens { ", then the document ends" } else { "" };
+        let ended = if (written.tokens as u64) < self.tokens.0 { ", then the document ends" } else { "" };
         format!("{} tokens{ended}{speed}{numerics}", written.tokens)
     }
 }

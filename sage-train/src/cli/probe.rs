@@ -7,6 +7,7 @@ use candle_sage::{Error, Granularity, KeyMean, Result, SageBwd};
 use super::model::needs_data;
 use super::print;
 use crate::checks::above_zero;
+use crate::config::check_own;
 use crate::device::Place;
 use crate::metrics::Probed;
 use crate::probe::selected::{Selecting, probe_selections};
@@ -96,23 +97,26 @@ impl Probe {
                 .allowed("a low-bit scheme")
                 .hint("leave --attn out for the run's own, or sagebwd where it has none"));
         }
-        let settings = Settings::with(|s| {
+        let typed = Settings::with(|s| {
             s.attention.attn = self.attn;
             s.attention.smoothing = self.smoothing;
-            // Of a run whose mean is of a sample nothing is left to take it of.
-            let without = self.run.is_some() && self.smoothing == Some(SmoothingSetting::None);
-            s.attention.key_mean = self.key_mean.or(without.then_some(Text(KeyMean::All)));
+            s.attention.key_mean = self.key_mean;
             s.attention.granularity = self.granularity;
             s.data.sources = self.data.clone().map(|data| vec![data]);
             s.data.context = self.context;
         });
+        let mut settings = typed.clone();
+        if self.smoothing == Some(SmoothingSetting::None) && self.key_mean.is_none() {
+            // Of a run whose mean is of a sample nothing is left to take it of.
+            settings.attention.key_mean = Some(Text(KeyMean::All));
+        }
         match &self.run {
-            Some(run) => self.of_run(run, &settings),
-            None => self.of_random(&settings),
+            Some(run) => self.of_run(run, &settings, &typed),
+            None => self.of_random(&typed),
         }
     }
 
-    fn of_run(&self, run: &std::path::Path, settings: &Settings) -> Result<()> {
+    fn of_run(&self, run: &std::path::Path, settings: &Settings, typed: &Settings) -> Result<()> {
         needs_data(run, self.data.as_ref(), "probe on", "--data PATH")?;
         // Data of `--data` is tokenized with the model's tokenizer. Without `--data` the tokenizer is made
         // again from the run's own data, and [`probe`] compares it with the saved one, which detects data
@@ -134,7 +138,7 @@ impl Probe {
                 qk_scale,
                 token_scales: self.token_scales,
             };
-            let probed = probe(run, look, settings.clone())?;
+            let probed = probe(run, look, settings.clone(), typed)?;
             let mut title = format!(
                 "{} against full precision, {} sequences of {}, {}",
                 run.display(),
@@ -195,7 +199,7 @@ impl Probe {
                 .allowed("a low-bit scheme")
                 .hint("--attn sagebwd, or attn-qat"));
         };
-        super::train::check_own(settings, attn, Some(scheme), None)?;
+        check_own(settings, attn, Some(scheme), None)?;
         scheme.validate()?;
         let shape = Shape {
             tokens: crate::checks::in_range("context", self.context.map_or(1024, |n| n.0), 1, 1 << 14)?

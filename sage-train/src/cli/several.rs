@@ -61,6 +61,11 @@ impl Several {
         Ok(Parallel { local, context: self.context_parallel, overlap: self.overlap, piece })
     }
 
+    /// Whether a dry run plans for other machines than this one.
+    pub(super) fn elsewhere(&self) -> bool {
+        self.ranks.is_some()
+    }
+
     /// The ranks and their links that a dry run plans for.
     pub(super) fn world(&self) -> Result<World> {
         let shape = || Error::new("ranks do not divide into nodes");
@@ -75,6 +80,12 @@ impl Several {
             || !of.is_multiple_of(on_node)
             || !on_node.is_multiple_of(self.context_parallel.max(1))
         {
+            if self.ranks.is_none() {
+                return Err(shape()
+                    .got(format!("--gpus {of} --context-parallel {}", self.context_parallel))
+                    .allowed("a --context-parallel that divides --gpus")
+                    .hint("--gpus 4 --context-parallel 2"));
+            }
             return Err(shape()
                 .got(format!(
                     "--ranks {of}, --ranks-per-node {on_node}, --context-parallel {}",

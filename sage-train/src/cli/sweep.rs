@@ -21,7 +21,7 @@ use crate::{partial, tell, train, writing};
 /// A sweep. Every flag of a run is taken too: it wins over the file, for all runs, and a list of values replaces the file's.
 #[derive(Debug, Args)]
 pub(super) struct Sweeping {
-    /// A TOML file, or a sweep that is built in: tiny (CPU, minutes), paper-mini (12 minutes of one H100), products-mini and attn-qat-mini (which products in INT8; FP4; half as long), paper (a cluster)
+    /// A TOML file, or a sweep that is built in: tiny (CPU, minutes), paper-mini (12 minutes of one H100), products-mini and attn-qat-mini (which products in INT8; FP4; half as long), sla2-tiny (CPU, 20 minutes), sla2-prose (ten minutes of one H100, from a dense model), paper (a cluster)
     #[arg(value_name = "FILE")]
     file: String,
     /// Print the runs of the sweep, how far each is and how long the rest takes, from a few measured steps of each shape, and
@@ -208,7 +208,10 @@ pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Aga
     }
     if tally.failed > 0 {
         return Err(Error::new(format!("{} of {} runs failed", tally.failed, sweep.runs.len()))
-            .got(format!("see {}/plan/*.crash.json and each run's ending.json", sweep.folder.display()))
+            .got(format!(
+                "see ending.json of each in {0}, and {0}/plan where a process died",
+                sweep.folder.display()
+            ))
             .allowed("runs that finish, or diverge")
             .hint(format!("{} runs them again, from their checkpoints where they have one", again.retries)));
     }

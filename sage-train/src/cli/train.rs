@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::thread::available_parallelism;
 use std::time::Duration;
 
-use candle_sage::{Error, Result, Scheme};
+use candle_sage::{Error, Result};
 use toml::Table;
 
 use super::print;
@@ -12,12 +12,12 @@ use super::resume::Resumed;
 use super::several::{Several, as_rank};
 use super::sweep::{self, Again};
 use super::threads;
+use super::typed::check_typed;
 use crate::checkpoint;
 use crate::checks::in_range;
-use crate::config::{Config, of_attention};
+use crate::config::Config;
 use crate::data::{Batches, Dataset, known_tokenizer};
 use crate::lock::Lock;
-use crate::model::{Choice, Sla2Config};
 use crate::quantity::Quantity;
 use crate::ranks::{Rank, Role, Words};
 use crate::report::result_table;
@@ -97,6 +97,14 @@ impl Train {
         }
         let stall = Duration::from_secs(in_range("stall-timeout", self.several.stall_timeout, 1, 1 << 20)?);
         let looks = self.dry_run || self.write_batches.is_some();
+        if let Some(ranks @ 2..) = self.several.gpus
+            && self.resume.is_none()
+            && !looks
+        {
+            // Said once, before every rank says it.
+            let config = Config::resolve(settle(self.settings.clone().over(file.clone()))?)?;
+            train::check_parallel(&config, ranks, self.several.context_parallel)?;
+        }
         let role =
             if looks { Role::alone() } else { Role::take(self.several.gpus, self.several.restarts, stall)? };
         let (words, local) = as_rank(role);
@@ -148,7 +156,9 @@ impl Train {
             }
         }
         if self.dry_run {
-            if let Err(error) = train::check_machine(&config) {
+            if !self.several.elsewhere()
+                && let Err(error) = train::check_machine(&config)
+            {
                 tell(&format!("warning: {error}"));
             }
             let world = self.several.world()?;
@@ -176,11 +186,13 @@ impl Train {
 
     /// Runs a sweep over every combination of the lists' values.
     fn sweep(self, file: Settings, lists: &Table) -> Result<()> {
-        for (flag, given) in [
-            ("--resume", self.resume.is_some()),
-            ("--write-batches", self.write_batches.is_some()),
-            ("--gpus", self.several.gpus.is_some()),
-            ("--context-parallel", self.several.context_parallel != 1),
+        let goes_on = "a sweep goes on when its command is given again with its --name";
+        let alone = "each run of a sweep is one process: leave it out, or give one value";
+        for (flag, given, hint) in [
+            ("--resume", self.resume.is_some(), goes_on),
+            ("--write-batches", self.write_batches.is_some(), "give one value"),
+            ("--gpus", self.several.gpus.is_some(), alone),
+            ("--context-parallel", self.several.context_parallel != 1, alone),
         ] {
             if given {
                 return Err(Error::new("a list of values is many runs")
@@ -189,7 +201,7 @@ impl Train {
                         lists.keys().cloned().collect::<Vec<_>>().join(", ")
                     ))
                     .allowed("one value for each setting")
-                    .hint("a sweep goes on when its command is given again with its --name"));
+                    .hint(hint));
             }
         }
         let mut typed = self.settings.clone();
@@ -245,49 +257,6 @@ fn again(typed: Settings, file: Settings, words: &Words) -> Result<(Config, Begi
 /// Whether a run recorded that it finished.
 fn finished(run: &Path) -> bool {
     Run::read(run).is_ok_and(|run| run.ending.is_some_and(|ending| ending.status == Status::Finished))
-}
-
-/// Checks that every setting of attention that was typed is one of this attention.
-pub(super) fn check_own(
-    typed: &Settings,
-    attn: Attn,
-    scheme: Option<Scheme>,
-    sla2: Option<&Sla2Config>,
-) -> Result<()> {
-    let table = Table::try_from(typed).unwrap_or_default();
-    let own = attn.own_settings(scheme, sla2);
-    let idle = |key: &&String| {
-        let of_another = !matches!(key.as_str(), "attn" | "eval-attn")
-            && of_attention(key)
-            && !own.iter().any(|(name, _)| name == key);
-        of_another && !(sla2.is_some() && key.starts_with("sla2-"))
-    };
-    let Some(key) = table.keys().find(idle) else { return Ok(()) };
-    let mut settings: Vec<&str> = own.iter().map(|(name, _)| *name).collect();
-    settings.retain(|name| !name.starts_with("tile"));
-    Err(Error::new(format!("--{key} is no setting of this attention"))
-        .got(format!("--{key} with --attn {attn}"))
-        .allowed(if settings.is_empty() { "none: it has no settings".into() } else { settings.join(", ") })
-        .hint("leave it out, or name the attention that has it: --attn"))
-}
-
-/// Checks that every setting of attention and of the corpus that was typed has an effect on the run.
-fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
-    check_own(typed, config.attn, config.model.scheme, config.model.sla2.as_ref())?;
-    let window = config.model.sla2.as_ref().is_some_and(|sla2| sla2.choice == Choice::Window);
-    if window && typed.sla2.sla2_nearest.is_some_and(|nearest| nearest > 0) {
-        return Err(Error::new("--sla2-nearest is no setting of a window")
-            .got(format!("--sla2-nearest with --attn {}", config.attn))
-            .allowed("sla2, sla2-identity, sla2-sparse")
-            .hint("a window is the nearest blocks and the first one: --sla2-blocks says how many"));
-    }
-    if typed.data.sources.is_some() && typed.data.corpus_mb.is_some() {
-        return Err(Error::new("the built-in corpus has no part in this run")
-            .got("--corpus-mb with --data")
-            .allowed("one of them")
-            .hint("--corpus-mb is the size of the corpus that a run without --data reads"));
-    }
-    Ok(())
 }
 
 /// The name with the next free number for the folder of a sweep.

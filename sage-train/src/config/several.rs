@@ -29,7 +29,7 @@ pub const NETWORK: f64 = 45e9;
 const MEMORY: f64 = 3e12;
 
 /// Bytes a second at which sequences are shared among ranks, the copies into the order of heads included: two H200, 64k tokens,
-/// 3 ms a layer (docs/several-gpus.md).
+/// 3 ms a layer (docs/several-gpus.md). Those copies are gone since, and the rate was not measured again.
 const SHARED: f64 = 90e9;
 
 /// What part of the gradients' time may hide what travels between nodes.

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::Config;
-use crate::model::Recompute;
+use crate::model::{Choice, Recompute};
 use crate::quantity::{Quantity, grouped};
 
 impl fmt::Display for Config {
@@ -128,16 +128,29 @@ impl Config {
             Some(scheme) => {
                 let norm = if m.qk_norm { "on" } else { "off" };
                 let sla2 = m.sla2.as_ref().map_or(String::new(), |sla2| {
+                    let chosen = match sla2.choice {
+                        Choice::Learned => "picked by a router that learns",
+                        Choice::Identity => "picked by a router as it starts",
+                        Choice::Window => "the nearest and the first",
+                    };
+                    // Without router and tail nothing learns before the selected blocks.
+                    let learns = sla2.choice == Choice::Learned || sla2.tail.is_some();
+                    let router = if learns { format!(" (in the last {} ", sla2.router_steps) } else { String::new() };
+                    let router = match (sla2.choice, sla2.tail) {
+                        (Choice::Learned, Some(_)) => router + "router and theta learn)",
+                        (Choice::Learned, None) => router + "the router learns)",
+                        (_, Some(_)) => router + "theta learns)",
+                        (_, None) => router,
+                    };
                     format!(
-                        "SLA2: {} blocks of {}{} and the diagonal{}, {:.1} % sparse, after {} dense steps (the router's {} \
-                         among them); ",
+                        "SLA2: {} block{} of {}{}, {chosen}, and the diagonal{}, {:.1} % sparse, after {} dense steps{router}; ",
                         sla2.blocks,
+                        if sla2.blocks == 1 { "" } else { "s" },
                         sla2.block,
                         if sla2.nearest > 0 { format!(" ({} nearest)", sla2.nearest) } else { String::new() },
                         if sla2.tail.is_none() { ", no tail" } else { "" },
                         sla2.sparsity(m.context) * 100.0,
                         sla2.dense_steps,
-                        sla2.router_steps,
                     )
                 });
                 format!("{sla2}{scheme}, QK-norm {norm}")

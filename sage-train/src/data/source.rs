@@ -138,13 +138,7 @@ fn files(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
         return if is_data(path) { Ok(vec![path.to_owned()]) } else { Err(reader::unknown_kind(path)) };
     }
     let missing = || {
-        Error::new("the data does not exist")
-            .got(path.display())
-            .allowed(allowed())
-            .hint(match hub::nearest(&path.to_string_lossy()) {
-                Some(recipe) => format!("for `data prepare` there is a recipe {recipe}; hf:OWNER/NAME is a data set of the hub"),
-                None => "paths are relative to the folder that the command is started in; without --data a run trains on the built-in corpus".into(),
-            })
+        Error::new("the data does not exist").got(path.display()).allowed(allowed()).hint(how_to_get(path))
     };
     let pattern = path.to_str().filter(|text| text.contains(['*', '?', '['])).ok_or_else(missing)?;
     let matches = glob::glob(pattern).map_err(during(format!("not a pattern: {pattern}")))?;
@@ -160,6 +154,27 @@ fn files(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
     let mut found: Vec<PathBuf> = matches.into_iter().filter(|p| is_data(p) && !inside(p)).collect();
     found.sort();
     if found.is_empty() { Err(missing()) } else { Ok(found) }
+}
+
+/// What makes data of this name, if anything does.
+fn how_to_get(path: &Path) -> String {
+    let name = path.to_string_lossy();
+    let prepare = |from: &str, to: &str| {
+        format!(
+            "sage-train data prepare {from} --tokenizer gpt2 --to {to} downloads and tokenizes it; then --data {to}"
+        )
+    };
+    if let Some(rest) = name.strip_prefix("hf:") {
+        let to = rest.split(':').next().and_then(|dataset| dataset.rsplit('/').next()).unwrap_or("data");
+        return prepare(&name, to);
+    }
+    if partial::is_unfinished(&partial::of(path)) {
+        return format!("{} is not finished: the same `data prepare` goes on", partial::of(path).display());
+    }
+    match hub::nearest(&name) {
+        Some(recipe) => prepare(recipe, recipe),
+        None => "paths are relative to the folder that the command is started in; without --data a run trains on the built-in corpus".into(),
+    }
 }
 
 fn below(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<PathBuf>> {

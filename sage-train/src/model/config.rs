@@ -156,6 +156,7 @@ impl LlamaConfig {
                 .allowed("heads = n x key-heads")
                 .hint("--key-heads 1 always fits"));
         }
+        self.scheme.as_ref().map_or(Ok(()), candle_sage::Scheme::validate)?;
         crate::checks::above_zero("init-std", self.init_std)?;
         crate::checks::above_zero("rope-base", self.rope_base)?;
         Ok(())

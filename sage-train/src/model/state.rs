@@ -45,6 +45,11 @@ impl StateFile {
         Ok(Self { path: path.to_owned(), tensors })
     }
 
+    /// The names of its tensors.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
     /// Whether the file has a tensor of this name.
     pub fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
@@ -64,7 +69,15 @@ impl StateFile {
                     Some(tensor) => format!("{name} of shape {:?}", tensor.dims()),
                 })
                 .allowed(format!("{name} of shape {:?}", spec.dims))
-                .hint("weights and settings belong to one run")
+                .hint(match name.as_str() {
+                    name if found.is_none() && (name.ends_with("_router.weight") || name.ends_with(".theta")) => {
+                        "these weights were not trained with SLA2: leave --attn out; --init-from goes on from them with it"
+                    }
+                    name if found.is_none() && name.contains(".self_attn.") => {
+                        "these weights are of another attention: leave --attn and --qk-norm out"
+                    }
+                    _ => "weights and settings belong to one run; those of --init-from bring their sizes along",
+                })
         })?;
         let list = || tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
         list().map_err(during("cannot make the model"))

@@ -51,7 +51,7 @@ impl Ulysses {
         self.heads.map(|heads| self.group.rank().index * heads / self.ranks())
     }
 
-    /// The sum of a scalar over all ranks, in their order.
+    /// The sum of a scalar over all ranks, the same on each.
     pub(super) fn sum(&self, x: &Tensor) -> Result<Tensor> {
         let all = Tensor::zeros(self.ranks(), x.dtype(), x.device())?;
         let transfer = self.group.gather(&x.reshape(1)?, &all)?;
@@ -94,10 +94,10 @@ impl Ulysses {
                 |n| Ok([to_send.get(rank * batch + n)?, out.get(n)?.narrow(0, rank * tokens, tokens)?]);
             (0..batch).map(sequence).collect()
         })?;
-        // The copy of this rank's own part overlaps with the transfer.
-        gather(me, &out.narrow(1, me * tokens, tokens)?)?;
+        // The copy of this rank's own part overlaps with the transfer, which is waited for before any tensor is freed.
+        let own = out.narrow(1, me * tokens, tokens).and_then(|own| gather(me, &own));
         self.group.wait(transfer)?;
-        Ok(out)
+        own.map(|()| out)
     }
 
     /// The inverse: (batch, tokens, own heads of all kinds, head_dim) -> (batch, own tokens, heads of all
@@ -109,10 +109,6 @@ impl Ulysses {
         let (of, me) = (self.ranks(), self.group.rank().index);
         let tokens = tokens / of;
         let came = place((of * batch, tokens, own, head_dim), &x)?;
-        let transfer = self.group.swap(|rank| {
-            let sequence = |n| Ok([x.get(n)?.narrow(0, rank * tokens, tokens)?, came.get(rank * batch + n)?]);
-            (0..batch).map(sequence).collect()
-        })?;
         let all: usize = kinds.iter().map(|kind| self.heads_of(*kind)).sum();
         let out = place((batch, tokens, all, head_dim), &x)?;
         let part = |rank: usize, first: usize, count: usize| -> Result<Tensor> {
@@ -121,29 +117,35 @@ impl Ulysses {
                 false => came.narrow(0, rank * batch, batch)?.narrow(2, first, count),
             }
         };
-        // The copy of this rank's own part overlaps with the transfer.
-        for came in [false, true] {
-            if came {
-                self.group.wait(transfer)?;
-            }
+        // Puts heads in their places: those of this rank alone, or those that others take part in.
+        let put = |others: bool| -> Result<()> {
             let (mut first, mut before) = (0, 0);
             for kind in kinds {
                 let (count, heads) = (self.own_of(*kind), self.heads_of(*kind));
                 let same = of * count / heads;
                 for ranks in (0..of).step_by(same).map(|rank| rank..rank + same) {
-                    if came != (ranks == (me..me + 1)) {
+                    if others != (ranks == (me..me + 1)) {
                         let into = out.narrow(2, before + ranks.start / same * count, count)?;
                         ops::copy_heads(&into, &sum_in_order(ranks.map(|rank| part(rank, first, count)))?)?;
                     }
                 }
                 (first, before) = (first + count, before + heads);
             }
-        }
+            Ok(())
+        };
+        let transfer = self.group.swap(|rank| {
+            let sequence = |n| Ok([x.get(n)?.narrow(0, rank * tokens, tokens)?, came.get(rank * batch + n)?]);
+            (0..batch).map(sequence).collect()
+        })?;
+        let own = put(false);
+        self.group.wait(transfer)?;
+        own?;
+        put(true)?;
         Ok(out)
     }
 }
 
-/// A tensor of which every element will be written, of the type and on the device of `like`.
+/// A tensor of which every element that is read will have been written, of the type and on the device of `like`.
 fn place(dims: (usize, usize, usize, usize), like: &Tensor) -> Result<Tensor> {
     // SAFETY: [`Ulysses`] reads no element before a copy or a transfer has written it: `to_send` and `came` have a place for this
     // rank's own part, which nobody reads.

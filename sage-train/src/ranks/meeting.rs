@@ -32,9 +32,13 @@ const FIRST: Duration = Duration::from_secs(600);
 /// file system that hangs is detected only after this time.
 const ASIDE: Duration = Duration::from_secs(6 * 3600);
 
+/// How long the last word about a failure may take.
+const LAST_WORD: Duration = Duration::from_secs(4);
+
 /// The most ranks that a message names.
 const NAMED: usize = 10;
 
+/// Exit code of a process that lost another rank: a restart may succeed (`EX_TEMPFAIL` of sysexits.h).
 pub(super) const LOST: i32 = 75;
 
 /// A connection to another rank.
@@ -370,7 +374,10 @@ impl Shared {
         let doing = lock(&peer.life).doing.clone();
         let here = lock(&self.life).doing.clone();
         self.end(
-            &format!("rank {} on {} {what}; it was at {doing}, this rank at {here}", peer.rank, peer.host),
+            &format!(
+                "rank {} on {} {what}; last heard of at {doing}, this rank at {here}",
+                peer.rank, peer.host
+            ),
             LOST,
         );
     }
@@ -379,7 +386,9 @@ impl Shared {
     /// the connections that break because of it are not.
     fn end(&self, why: &str, code: i32) {
         if self.ending.swap(true, Ordering::Relaxed) {
-            return;
+            // The first failure ends the process, unless a file system hangs on what it writes of it.
+            std::thread::sleep(LAST_WORD);
+            signal_hook::low_level::exit(code);
         }
         if self.rank.is_first() {
             let over = Message::Over { why: why.to_owned(), code };

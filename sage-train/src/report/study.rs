@@ -389,7 +389,10 @@ mod tests {
             vec![of("fpa", 1, 2.0), of("fpa", 1, 2.2), of("sagebwd", 1, 2.1), of("sagebwd", 1, 2.1)];
         let study = study(runs.clone());
         let arms = &study.panels[0].arms;
-        assert_eq!((arms[0].loss.expect("a loss").count, arms[0].outcomes().as_str()), (1, "2 of 1 seeds"));
+        assert_eq!(
+            (arms[0].loss.expect("a loss").count, arms[0].outcomes().as_str()),
+            (1, "2 runs of 1 seed")
+        );
         let difference = arms[1].difference.expect("a pair");
         assert!(difference.verdict == Verdict::OneSeed && difference.mean.value.abs() < 1e-9);
         // Three seeds of each arm; the data of one pair differs.

@@ -13,7 +13,7 @@ use crate::runs::{Run, Status};
 /// The table of one run.
 pub fn result_table(run: &Outcome) -> String {
     format!(
-        "{:<11} {:>9} {:>11} {:>10}  folder\n{:<11} {:>9.4} {:>11.4} {:>10.0}  {}\n\nunigram entropy {:.4} nats: {:.2} {} the validation loss\n",
+        "{:<13} {:>9} {:>11} {:>10}  folder\n{:<13} {:>9.4} {:>11.4} {:>10.0}  {}\n\nunigram entropy {:.4} nats: {:.2} {} the validation loss\n",
         "attention",
         "val loss",
         "bits / byte",
@@ -30,11 +30,12 @@ pub fn result_table(run: &Outcome) -> String {
 }
 
 impl Arm {
-    /// Number of finished runs, of seeds where they are fewer than runs, and of runs in every other state.
+    /// Number of finished runs, and of seeds where they are fewer than runs, and of runs in every other state.
     pub fn outcomes(&self) -> String {
         let mut text = self.count(Status::Finished).to_string();
         if self.seeds() < self.runs.len() {
-            text += &format!(" of {} seeds", self.seeds());
+            let seeds = self.seeds();
+            text += &format!(" runs of {seeds} seed{}", if seeds == 1 { "" } else { "s" });
         }
         for status in [Status::Diverged, Status::Failed, Status::Interrupted] {
             match self.count(status) {
@@ -217,8 +218,12 @@ impl Study {
             "order_seed",
             "corpus_seed",
         ];
-        let head: Vec<String> =
-            heads.map(String::from).into_iter().chain(keys.iter().map(|key| quoted(key))).collect();
+        // A run may end before the steps that its settings ask for.
+        let column = |key: &&String| match heads.contains(&key.as_str()) {
+            true => format!("asked_{key}"),
+            false => quoted(key),
+        };
+        let head: Vec<String> = heads.map(String::from).into_iter().chain(keys.iter().map(column)).collect();
         let mut out = head.join(",") + "\n";
         for arm in arms() {
             for run in &arm.runs {

@@ -172,6 +172,12 @@ impl Attn {
     }
 }
 
+impl From<Scheme> for Attn {
+    fn from(scheme: Scheme) -> Self {
+        Self(Kind::Dense(scheme))
+    }
+}
+
 impl From<SageBwd> for Attn {
     fn from(scheme: SageBwd) -> Self {
         Self(Kind::Dense(scheme.into()))

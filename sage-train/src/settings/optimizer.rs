@@ -19,6 +19,15 @@ pub enum Schedule {
 }
 
 impl Schedule {
+    /// Its name in `--schedule`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Cosine => "cosine",
+            Self::Wsd => "wsd",
+            Self::Constant => "constant",
+        }
+    }
+
     /// The keys of the settings that are its own.
     pub fn own_settings(self) -> &'static [&'static str] {
         match self {

@@ -20,7 +20,7 @@ pub struct Sla2Settings {
     /// Numerics of the selected blocks, and of the dense attention before: fpa, sagebwd, attn-qat [default: sagebwd]
     #[arg(long, value_name = "SCHEME")]
     pub sla2_numerics: Option<Text<Numerics>>,
-    /// Part of the (query, key) pairs that is not computed, such as 90% [default: 90%]
+    /// Part of the (query, key) pairs that is not computed, such as 90% [default: 90%, with at least one block]
     #[arg(long, value_name = "SHARE")]
     pub sla2_sparsity: Option<Share>,
     /// Blocks of keys that a block of queries picks, instead of a sparsity
@@ -119,7 +119,18 @@ impl Serialize for Share {
 
 impl<'de> Deserialize<'de> for Share {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+        /// A file may say 0.9 as the flag does, and "90%".
+        #[derive(Deserialize)]
+        #[serde(untagged, expecting = "a share: \"90%\", or a number from 0 to less than 1")]
+        enum Said {
+            Text(String),
+            Number(f64),
+        }
+        let text = match Said::deserialize(deserializer)? {
+            Said::Text(text) => text,
+            Said::Number(number) => number.to_string(),
+        };
+        text.parse().map_err(serde::de::Error::custom)
     }
 }
 
@@ -129,7 +140,7 @@ impl<'de> Deserialize<'de> for Share {
 pub enum TailSetting {
     /// All blocks before, the selected ones too
     Past,
-    /// Those that are not selected, as published (on the CPU)
+    /// Those that are not selected, as published (without a kernel: slow on a GPU)
     Complement,
     /// Nothing: attention is over the selected blocks alone
     None,
@@ -210,21 +221,10 @@ pub(super) fn resolve(
             .allowed("16, 32, 64, 128, ... 1024")
             .hint("on a GPU it is 128"));
     }
-    let tail = settings.sla2_tail;
-    if form == Form::Sparse
-        && let Some(other @ (TailSetting::Past | TailSetting::Complement)) = tail
-    {
-        let other = if other == TailSetting::Past { "past" } else { "complement" };
-        return Err(Error::new("sla2-sparse is the form without a tail")
-            .got(format!("--attn sla2-sparse --sla2-tail {other}"))
-            .allowed("none")
-            .hint("--attn sla2 has the same router, and a tail"));
-    }
-    let complement = tail == Some(TailSetting::Complement);
-    if gpu && (block != 128 || complement) {
+    if gpu && block != 128 {
         return Err(Error::new("this form of SLA2 does not run on a GPU")
-            .got(format!("blocks of {block}{}", if complement { ", the tail of the complement" } else { "" }))
-            .allowed("blocks of 128, the tail of the past or none")
+            .got(format!("blocks of {block}"))
+            .allowed("blocks of 128")
             .hint("--device cpu takes the others"));
     }
     let usual_steps = steps * 6 / 10;
@@ -242,11 +242,7 @@ pub(super) fn resolve(
             Form::Identity => Choice::Identity,
             Form::Window => Choice::Window,
         },
-        tail: match (form, settings.sla2_tail) {
-            (Form::Sparse, _) | (_, Some(TailSetting::None)) => None,
-            (_, Some(TailSetting::Complement)) => Some(Tail::Complement),
-            (_, Some(TailSetting::Past) | None) => Some(Tail::Past),
-        },
+        tail: tail(form, settings.sla2_tail),
         alpha: match settings.sla2_alpha {
             Some(AlphaSetting::Constant) => Alpha::Constant,
             Some(AlphaSetting::Count) | None => Alpha::Count,
@@ -278,8 +274,23 @@ pub(super) fn resolve(
         }
         (None, None) => nearest(&config, context, most, 0.9).clamp(1, most.max(1)),
     };
+    if settings.sla2_blocks.is_none() && config.sparsity(context) <= 0.0 {
+        return Err(Error::new("the context is too short for SLA2 to leave anything out")
+            .got(format!("context {context} with blocks of {block}: one past block and the diagonal are all there is"))
+            .allowed(format!("a context of more than {} tokens", 2 * block))
+            .hint("a longer --context, or on the CPU a smaller --sla2-block; --sla2-blocks 1 trains so all the same"));
+    }
     check_nearest(&config)?;
     Ok(config)
+}
+
+/// The linear tail of a form.
+fn tail(form: Form, asked: Option<TailSetting>) -> Option<Tail> {
+    match (form, asked) {
+        (Form::Sparse, _) | (_, Some(TailSetting::None)) => None,
+        (_, Some(TailSetting::Complement)) => Some(Tail::Complement),
+        (_, Some(TailSetting::Past) | None) => Some(Tail::Past),
+    }
 }
 
 fn check_nearest(config: &Sla2Config) -> Result<(), Error> {

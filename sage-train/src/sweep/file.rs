@@ -28,10 +28,14 @@ use crate::settings::{Preset, Settings};
 /// smoothing = ["none", "k"]
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Spec {
     /// The question that the sweep answers, as a title.
     pub about: Option<String>,
+    /// Settings without which the sweep makes no sense, and which its file cannot know: `["data", "init-from"]`.
+    pub needs: Vec<String>,
+    /// What makes them, for the message about a missing one.
+    pub needs_hint: Option<String>,
     /// Settings that identify the baseline arm: `{ attn = "fpa" }`.
     pub baseline: Table,
     /// Settings of all runs.
@@ -62,7 +66,7 @@ impl Spec {
         let spec: Self = toml::from_str(text).map_err(|error| {
             Error::new(format!("cannot use the sweep in {name}"))
                 .got(in_short(&error))
-                .allowed("about, baseline, [settings], [grid], [[points]]")
+                .allowed("about, baseline, needs, needs-hint, [settings], [grid], [[points]]")
                 .hint("keys of [settings], [grid] and [[points]] are the long flags without the dashes, e.g. seed = [1, 2, 3]")
         })?;
         Ok(Self {
@@ -124,7 +128,19 @@ impl Spec {
                 }
             }
         }
+        self.check_needs(&runs)?;
         Ok(runs)
+    }
+
+    fn check_needs(&self, runs: &[Settings]) -> Result<()> {
+        let lacks = |key: &&String| {
+            runs.iter().any(|run| Table::try_from(run).is_ok_and(|run| !run.contains_key(key.as_str())))
+        };
+        let Some(key) = self.needs.iter().find(lacks) else { return Ok(()) };
+        Err(Error::new("the sweep lacks a setting that its file cannot know")
+            .got(format!("no --{key}"))
+            .allowed(self.needs.iter().map(|key| format!("--{key}")).collect::<Vec<_>>().join(", "))
+            .hint(self.needs_hint.as_deref().unwrap_or("--print shows the file, and what it is for")))
     }
 }
 

@@ -115,11 +115,11 @@ impl Progress {
             }
             State::Ended(status) => {
                 let reason = run.and_then(|run| run.ending).and_then(|ending| ending.reason);
-                format!("{status}: {}", reason.as_deref().and_then(|text| text.lines().next()).unwrap_or("?"))
+                format!("{status}: {}", in_a_line(reason.as_deref().unwrap_or_default()))
             }
             State::Crashed => {
                 let reason = sweep.crash(&place.name()).and_then(|ending| ending.reason).unwrap_or_default();
-                format!("crashed: {}", reason.lines().next().unwrap_or("?"))
+                format!("crashed: {}", in_a_line(&reason))
             }
             State::CutOff => format!("saved after step {} of {steps}", watched.step),
             State::Waiting => "stopped before its first checkpoint".into(),
@@ -182,5 +182,15 @@ impl Watched {
             line.clear();
         }
         last
+    }
+}
+
+/// What happened, and what was found there.
+fn in_a_line(reason: &str) -> String {
+    let mut lines = reason.lines().map(str::trim);
+    let what = lines.next().filter(|what| !what.is_empty()).unwrap_or("?");
+    match lines.next().and_then(|line| line.strip_prefix("got:")) {
+        Some(got) => format!("{what}: {}", got.trim()),
+        None => what.into(),
     }
 }

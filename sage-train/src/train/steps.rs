@@ -17,7 +17,7 @@ use crate::data::{Dataset, Feed, Verification};
 use crate::device::{memory, reset_peak};
 use crate::evaluate::{Evaluation, Extent, evaluate, selected};
 use crate::metrics::{Outcome, Point};
-use crate::model::{Llama, Snapshot};
+use crate::model::{Llama, Snapshot, Stage};
 use crate::probe::probe_weights;
 use crate::quantity::gib;
 use crate::ranks::{Group, Ranks};
@@ -289,6 +289,15 @@ impl Run<'_> {
             ));
         }
         self.progress.step(&point);
+        if let Some(sla2) = &self.config.model.sla2
+            && point.step < self.config.steps
+            && sla2.stage(point.step) != sla2.stage(point.step - 1)
+        {
+            self.progress.say(match sla2.stage(point.step) {
+                Stage::Sparse => "from here on attention is over the selected blocks",
+                Stage::Router | Stage::Dense => "from here on dense attention teaches SLA2",
+            });
+        }
         self.points.push(point);
         if let Some((rank, ratio)) = slow_rank(&self.points).filter(|(rank, _)| self.slow != Some(*rank)) {
             self.slow = Some(rank);

@@ -62,7 +62,7 @@ pub(super) fn json_lines(
                 Error::new("a line is not a JSON object with text")
                     .got(format!("{}, line {number}: {error}", path.display()))
                     .allowed(format!("{{\"{field}\": \"...\"}}; other fields are passed over"))
-                    .hint("every line is one document; --text-field names the field"),
+                    .hint("every line is one document; --text-field names the field, and `data prepare --skip-bad` leaves bad lines out"),
             )?,
         }
     }

@@ -132,5 +132,5 @@ fn refused_where_nobody_wrote_it(scratch: &Scratch, told: &serde_json::Value) {
         "--tokens-per-step",
         "512",
     ]));
-    assert!(error.contains("no setting of a window"), "{error}");
+    assert!(error.contains("--sla2-nearest has no part in this run"), "{error}");
 }

@@ -1,0 +1,62 @@
+//! What was typed, against the run that it makes: a setting without an effect is a mistake.
+
+use candle_sage::{Error, Result};
+
+use crate::config::{Config, check_own};
+use crate::model::Choice;
+use crate::settings::{Schedule, Settings, TailSetting};
+
+/// Checks that the settings that were typed have an effect on the run.
+pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
+    check_own(typed, config.attn, config.model.scheme, config.model.sla2.as_ref())?;
+    let sla2 = config.model.sla2.as_ref();
+    let idle = |key: &str, with: String, allowed: &str, hint: &str| {
+        Err(Error::new(format!("--{key} has no part in this run"))
+            .got(format!("--{key} with {with}"))
+            .allowed(allowed)
+            .hint(hint))
+    };
+    let attn = format!("--attn {}", config.attn);
+    let window = sla2.is_some_and(|sla2| sla2.choice == Choice::Window);
+    if window && typed.sla2.sla2_nearest.is_some_and(|nearest| nearest > 0) {
+        let hint = "a window is the nearest blocks and the first one: --sla2-blocks says how many";
+        return idle("sla2-nearest", attn, "sla2, sla2-identity, sla2-sparse", hint);
+    }
+    // Of the forms `sla2-sparse` alone has no tail whatever is asked for.
+    let asked = typed.sla2.sla2_tail.is_some_and(|tail| tail != TailSetting::None);
+    if asked && sla2.is_some_and(|sla2| sla2.tail.is_none()) {
+        return idle(
+            "sla2-tail",
+            attn,
+            "none",
+            "it is the form without a tail; --attn sla2 has the same router, and one",
+        );
+    }
+    if sla2.is_some_and(|sla2| sla2.tail.is_none()) && typed.sla2.sla2_alpha.is_some() {
+        let hint = "without a tail there is nothing to share with: leave it out";
+        return idle("sla2-alpha", format!("{attn}, without a tail"), "a form with a tail", hint);
+    }
+    let schedule = config.learning_rate.schedule;
+    let named = |schedule: Schedule| format!("--schedule {}", schedule.name());
+    for (key, given) in [
+        ("min-lr", typed.optimizer.min_lr.is_some()),
+        ("decay-fraction", typed.optimizer.decay_fraction.is_some()),
+    ] {
+        let has = |schedule: &Schedule| schedule.own_settings().contains(&key);
+        if given && !has(&schedule) {
+            let others =
+                [Schedule::Cosine, Schedule::Wsd].into_iter().filter(has).map(named).collect::<Vec<_>>();
+            return idle(
+                key,
+                named(schedule),
+                &others.join(", "),
+                "leave it out, or name a schedule that has it",
+            );
+        }
+    }
+    if typed.data.sources.is_some() && typed.data.corpus_mb.is_some() {
+        let hint = "it is the size of the corpus that a run without --data reads";
+        return idle("corpus-mb", "--data".into(), "one of them", hint);
+    }
+    Ok(())
+}

@@ -1,0 +1,35 @@
+//! Which settings are those of an attention.
+
+use candle_sage::{Error, Result, Scheme};
+use toml::Table;
+
+use super::of_attention;
+use crate::model::Sla2Config;
+use crate::settings::{Attn, Settings};
+
+/// Checks that every setting of attention that was typed is one of this attention.
+///
+/// # Errors
+/// When one is a setting of another.
+pub fn check_own(
+    typed: &Settings,
+    attn: Attn,
+    scheme: Option<Scheme>,
+    sla2: Option<&Sla2Config>,
+) -> Result<()> {
+    let table = Table::try_from(typed).unwrap_or_default();
+    let own = attn.own_settings(scheme, sla2);
+    let idle = |key: &&String| {
+        let of_another = !matches!(key.as_str(), "attn" | "eval-attn")
+            && of_attention(key)
+            && !own.iter().any(|(name, _)| name == key);
+        of_another && !(sla2.is_some() && key.starts_with("sla2-"))
+    };
+    let Some(key) = table.keys().find(idle) else { return Ok(()) };
+    let mut settings: Vec<&str> = own.iter().map(|(name, _)| *name).collect();
+    settings.retain(|name| !name.starts_with("tile"));
+    Err(Error::new(format!("--{key} is no setting of this attention"))
+        .got(format!("--{key} with --attn {attn}"))
+        .allowed(if settings.is_empty() { "none: it has no settings".into() } else { settings.join(", ") })
+        .hint("leave it out, or name the attention that has it: --attn"))
+}
