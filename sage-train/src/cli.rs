@@ -21,6 +21,7 @@ use clap::{Parser, Subcommand};
 use toml::Table;
 
 use crate::settings::Settings;
+use crate::tell;
 
 use bench::Bench;
 use data::{Data, write_corpus};
@@ -130,7 +131,18 @@ impl Cli {
             let lists = typed.tables(|words| parse(words).map(Self::into_settings))?;
             Ok::<_, clap::Error>(Self { lists, ..cli })
         };
-        read().unwrap_or_else(|error| error.exit())
+        read().unwrap_or_else(|error| {
+            let verb = typed.words.get(1).and_then(|word| word.to_str());
+            if error.kind() == clap::error::ErrorKind::InvalidSubcommand && verb == Some("train") {
+                let error = Error::new("training needs no verb")
+                    .got("sage-train train")
+                    .allowed("sage-train, and settings")
+                    .hint("leave it out: sage-train --data book.txt");
+                tell(&format!("error: {error}"));
+                std::process::exit(2);
+            }
+            error.exit()
+        })
     }
 
     fn into_settings(self) -> Settings {

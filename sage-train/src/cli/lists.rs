@@ -87,10 +87,24 @@ impl Typed {
     }
 }
 
-/// The values of a list. A set of products contains commas itself: `paper,forward,s,dv` are two.
+/// More seeds than this in a range are taken for a mistake.
+const MOST_SEEDS: u64 = 1000;
+
+/// The seeds from the first to the last: `1-3`.
+fn range(word: &str) -> Option<impl Iterator<Item = String> + use<>> {
+    let (first, last) = word.split_once('-')?;
+    let (first, last): (u64, u64) = (first.parse().ok()?, last.parse().ok()?);
+    (first < last && last - first < MOST_SEEDS).then(|| (first..=last).map(|seed| seed.to_string()))
+}
+
+/// The values of a list. A set of products contains commas itself: `paper,forward,s,dv` are two. Of seeds `1-3` are three.
 fn split(key: &str, value: &str) -> Vec<String> {
     let mut values: Vec<String> = Vec::new();
     for word in value.split(',').map(str::trim) {
+        if let Some(seeds) = range(word).filter(|_| key == "seed" || key.ends_with("-seed")) {
+            values.extend(seeds);
+            continue;
+        }
         match values.last_mut().filter(|_| key == "products" && ["s", "dv", "dq", "dk"].contains(&word)) {
             Some(set) => *set = format!("{set},{word}"),
             None => values.push(word.to_owned()),
@@ -134,6 +148,9 @@ mod tests {
         assert_eq!(found.words, expected);
         let sets = typed(&["sage-train", "--products", "paper,forward, s,dv,forward"]);
         assert_eq!(sets.lists[0].values, ["paper", "forward,s,dv", "forward"]);
+        let seeds = typed(&["sage-train", "--seed=1-3,7", "--lr", "1e-3"]);
+        assert_eq!(seeds.lists[0].values, ["1", "2", "3", "7"]);
+        assert_eq!(seeds.lists.len(), 1);
         for other in [
             &["sage-train", "--products", "forward,s,dv"][..],
             &["sage-train", "sample", "run", "One, two"],

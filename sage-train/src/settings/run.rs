@@ -41,7 +41,7 @@ pub struct RunSettings {
     /// Results repeat to the bit on a GPU too; attention's backward takes longer [default: off]
     #[arg(long, value_enum)]
     pub deterministic: Option<Switch>,
-    /// Seed of weights, order of the data, built-in corpus and sample [default: 0]
+    /// Seed of weights, order of the data, built-in corpus and sample; 1,2,3 or 1-3 is a sweep [default: 0]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
     /// Seed of the initial weights alone [default: --seed]

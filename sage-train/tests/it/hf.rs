@@ -224,6 +224,10 @@ fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
         .expect("a file");
     let error = scratch.fails(&small(&["--init-from", "attn-qat", "--steps", "2"]));
     assert!(error.contains("attn-x") && error.contains("hint:"), "{error}");
+    // Weights that another setting leaves out are named.
+    let without = scratch.run(&small(&["--init-from", "sagebwd", "--qk-norm", "off", "--steps", "2"]));
+    let told = String::from_utf8_lossy(&without.stderr).into_owned();
+    assert!(without.status.success() && told.contains("2 weights of sagebwd have no place"), "{told}");
     let loss = |attn: &[&str]| scratch.ok(&[&["eval", "runs/sagebwd", "--tokens", "4k"], attn].concat());
     assert_ne!(loss(&["--attn", "attn-qat"]), loss(&["--attn", "fpa"]), "eval --attn changes the numerics");
     Ok(())

@@ -23,6 +23,7 @@ fn write_files(scratch: &Scratch) {
     scratch.file("negative.toml", "steps = -1\n");
     scratch.file("preset.toml", "preset = \"tiny\"\n");
     scratch.file("both.toml", "steps = 1\ntokens = \"4k\"\n");
+    scratch.file("share.toml", "attn = \"sla2\"\nsla2-sparsity = 1.5\n");
     scratch.file("a-file", "in the way");
 }
 
@@ -32,6 +33,18 @@ const CASES: &[(&str, &[&str])] = &[
     ("unknown attention", &["--attn", "flash"]),
     ("an attention that cannot validate", &["--attn", "fpa", "--eval-attn", "sla2"]),
     ("a tail of the form without one", &["--attn", "sla2-sparse", "--sla2-tail", "past"]),
+    (
+        "a context without room for SLA2",
+        &["--attn", "sla2", "--context", "32", "--sla2-block", "16", "--tokens-per-step", "512"],
+    ),
+    ("a share of a file", &["--config", "share.toml"]),
+    ("smoothing of another scheme", &["--attn", "attn-qat", "--smoothing", "qk"]),
+    ("a decay that never comes", &["--decay-fraction", "0.5"]),
+    ("a rate that never falls", &["--schedule", "constant", "--min-lr", "0.5"]),
+    ("a verb for training", &["train"]),
+    ("data of the hub", &["--data", "hf:owner/name"]),
+    ("a recipe", &["--data", "openwebtext"]),
+    ("a sweep that goes on from a model", &["sweep", "sla2-prose"]),
     ("not a count", &["--tokens-per-step", "256q"]),
     ("a step of part of a micro-batch", &["--tokens-per-step", "10000"]),
     ("a step smaller than a micro-batch", &["--tokens-per-step", "512"]),
