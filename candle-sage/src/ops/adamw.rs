@@ -77,7 +77,7 @@ impl AdamW {
     /// ```
     ///
     /// # Errors
-    /// When the tensors do not fit together; on CUDA, when one does not start on 16 bytes, or the number of
+    /// When the tensors do not fit together, the step is 0 or a beta is out of range; on CUDA, when one does not start on 16 bytes, or the number of
     /// parameters is no multiple of 4.
     pub fn step(
         &self,
@@ -109,6 +109,16 @@ impl AdamW {
                 "state (3, parameters) and gradient (parameters) in f32, the sum an f64 scalar; a copy (parameters) in \
                  f16 or bf16 on a GPU; no gaps",
                 "one tensor holds all parameters, one after the other",
+            ));
+        }
+        // The correction of the moments' bias divides by 1 - beta^step.
+        let betas = [self.beta1, self.beta2];
+        if self.step == 0 || betas.iter().any(|beta| !(0.0..1.0).contains(beta)) {
+            return Err(shape_error(
+                "adamw: a setting is out of range",
+                (self.step, betas),
+                "steps from 1, betas of at least 0 and below 1",
+                "`step` is the number of the step that begins, not of those that are done",
             ));
         }
         supported(NAME, &[state, gradient, sum_of_squares, copy.unwrap_or(state)])?;
@@ -218,6 +228,14 @@ mod tests {
         for bad in [f32::NAN, f32::INFINITY] {
             let gradient = Tensor::new(&[1f32, bad], &Device::Cpu)?;
             AdamW { decayed: 0, ..SETTINGS }.step(&state, &gradient, &sum_of_squares(&gradient)?, None)?;
+            assert_eq!(state.to_vec2::<f32>()?, before);
+        }
+        // Nor does a setting that would divide by zero.
+        let gradient = Tensor::ones(2, DType::F32, &Device::Cpu)?;
+        for wrong in [AdamW { step: 0, ..SETTINGS }, AdamW { beta2: 1.0, ..SETTINGS }] {
+            let error =
+                wrong.step(&state, &gradient, &sum_of_squares(&gradient)?, None).expect_err("an error");
+            assert!(error.to_string().contains("steps from 1"), "{error}");
             assert_eq!(state.to_vec2::<f32>()?, before);
         }
         Ok(())

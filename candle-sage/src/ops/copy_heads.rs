@@ -38,6 +38,9 @@ pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
             "`narrow` the larger one",
         ));
     }
+    if out.elem_count() == 0 {
+        return Ok(());
+    }
     let adjacent = |tensor: &Tensor| tensor.dims()[3] == 1 || tensor.stride()[3] == 1;
     let broadcast = out.dims().iter().zip(out.stride()).any(|(&extent, &stride)| extent > 1 && stride == 0);
     if !adjacent(x) || !adjacent(out) || broadcast {
@@ -57,9 +60,6 @@ pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
         ));
     }
     supported(NAME, &[out, x])?;
-    if out.elem_count() == 0 {
-        return Ok(());
-    }
     out.inplace_op2(&x.detach(), &CopyHeads)
 }
 

@@ -51,6 +51,8 @@ fn copies(device: &Device, dtype: DType) -> Result<()> {
     let out = Tensor::zeros((1, 4, 1, 64), dtype, device)?;
     copy_heads(&out, &x.reshape((1, 4, 1, 64))?)?;
     assert_eq!(values(&out)?, values(&x)?);
+    // Nothing is copied to nothing.
+    copy_heads(&Tensor::zeros((1, 4, 0, 8), dtype, device)?, &Tensor::zeros((1, 4, 0, 8), dtype, device)?)?;
     copy_heads(&out.narrow(1, 0, 0)?, &x.reshape((1, 4, 1, 64))?.narrow(1, 0, 0)?)
 }
 
