@@ -5,16 +5,22 @@
     python3 scripts/attention_vs_pytorch.py [--binary target/release/sage-train] [D:N:CAUSAL ...]
 
 PyTorch's scaled_dot_product_attention runs with its FlashAttention-2 backend (mma.sync instructions) and with
-cuDNN's. Every time is the median between CUDA events, for bf16, 16384 tokens, heads = 2048 / D and inputs in
-rotation: of the forward alone (which keeps nothing for a backward), and of forward + backward. Ratios are the
-time of FlashAttention-2 over the row's: above 1 the row is faster. Memory is the peak beyond the inputs
-during forward + backward; its ratio is the row's over that of FlashAttention-2.
+cuDNN's; FlashAttention-4 runs if `flash_attn.cute` can be imported (pip install flash-attn-4). Every time is the
+median between CUDA events, for bf16, 16384 tokens, heads = 2048 / D and inputs in rotation: of the forward alone
+(which keeps nothing for a backward), and of forward + backward. Ratios are the time of FlashAttention-2 over the
+row's: above 1 the row is faster. Memory is the peak beyond the inputs during forward + backward; its ratio is the
+row's over that of FlashAttention-2.
+
+Under load a GPU has less power than it could use, and slows down by up to a fifth. Who is measured after a rest looks
+faster: so every series of calls, ours and theirs, begins after the same --rest, and a row's are measured one after
+the other. `--rest 1 --repeats 10` measures short bursts, `--rest 0 --repeats 200` what training sees.
 """
 import argparse
 import csv
 import os
 import subprocess
 import tempfile
+import time
 
 import torch
 import torch.nn.functional as F
@@ -23,19 +29,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 USUAL = [f"{d}:{n}:1" for d in (64, 128) for n in (1024, 8192, 16384)]
 
 
-def ours(binary, rows, repeats):
-    """Measures sage-train. Returns {(D, N, causal, attn): row of the CSV}."""
+def ours(binary, row, repeats, rest):
+    """Measures sage-train on a row. Returns lines as those of `theirs`."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "bench.csv")
-        command = [binary, "bench", "attention", *rows, "--device", "cuda", "--repeats", str(repeats), "--csv", path]
+        command = [binary, "bench", "attention", row, "--device", "cuda", "--repeats", str(repeats), "--rest", str(rest), "--csv", path]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         with open(path) as file:
-            return {(int(r["head_dim"]), int(r["tokens"]), int(r["causal"]), r["attn"]): r for r in csv.DictReader(file)}
+            return [(r["attn"], float(r["forward_ms"]), float(r["both_ms"]), int(r["extra_bytes"])) for r in csv.DictReader(file)]
 
 
-def median_ms(call, repeats):
+def median_ms(call, repeats, rest):
     for n in range(3):
         call(n)
+    torch.cuda.synchronize()
+    time.sleep(rest)
     events = []
     for n in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -48,58 +56,79 @@ def median_ms(call, repeats):
     return times[len(times) // 2]
 
 
-def theirs(backend, d, n, causal, repeats):
-    """Measures a backend of PyTorch. Returns (forward ms, forward + backward ms, peak extra bytes)."""
+def sdpa(backend):
+    """PyTorch's attention of (batch, heads, sequence, head_dim) with a backend."""
+
+    def attention(q, k, v, causal):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(1, 2)
+
+    return attention
+
+
+def peers():
+    """The attentions to compare with, by name; all take (batch, sequence, heads, head_dim)."""
+    found = {"fa2": sdpa(SDPBackend.FLASH_ATTENTION), "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION)}
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError:
+        return found
+
+    def fa4(q, k, v, causal):
+        out = flash_attn_func(q, k, v, causal=causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    return found | {"fa4": fa4}
+
+
+def theirs(attention, d, n, causal, repeats, rest):
+    """Measures a peer. Returns (forward ms, forward + backward ms, peak extra bytes)."""
     batch, heads = max(1, 16384 // n), 2048 // d
-    # The memory layout of sage-train: (batch, sequence, heads, head_dim).
-    new = lambda grad: torch.randn(batch, n, heads, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_(grad)
+    new = lambda grad: torch.randn(batch, n, heads, d, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
     sets = [([new(True) for _ in range(3)], new(False)) for _ in range(3)]
-    attention = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=bool(causal))
 
     def forward(i):
         with torch.no_grad():
-            attention(*sets[i % 3][0])
+            attention(*sets[i % 3][0], bool(causal))
 
     def both(i):
         inputs, dout = sets[i % 3]
-        torch.autograd.grad(attention(*inputs), inputs, dout)
+        torch.autograd.grad(attention(*inputs, bool(causal)), inputs, dout)
 
-    with sdpa_kernel(backend):
-        times = median_ms(forward, repeats), median_ms(both, repeats)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        both(0)
-        torch.cuda.synchronize()
-        return (*times, torch.cuda.max_memory_allocated() - before)
+    times = median_ms(forward, repeats, rest), median_ms(both, repeats, rest)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    both(0)
+    torch.cuda.synchronize()
+    return (*times, torch.cuda.max_memory_allocated() - before)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="D:N:CAUSAL", help="shapes [default: %s]" % " ".join(USUAL))
     parser.add_argument("--binary", default="target/release/sage-train")
-    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=30, help="timed calls of a series [default: 30]")
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds of rest before each series [default: 0]")
     args = parser.parse_args()
     rows = args.rows or USUAL
-    mine = ours(args.binary, rows, args.repeats)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}\n")
-    print(f"{'D':>4} {'N':>7} {'causal':>6}  {'attn':<21} {'fwd ms':>8} {'f+b ms':>8} {'fwd TF':>7} {'f+b TF':>7} {'MiB':>6}"
+    print(f"{'D':>4} {'N':>7} {'causal':>6}  {'attn':<31} {'fwd ms':>8} {'f+b ms':>8} {'fwd TF':>7} {'f+b TF':>7} {'MiB':>6}"
           f"  {'fwd/fa2':>8} {'f+b/fa2':>8} {'mem/fa2':>8}")
     for row in rows:
         d, n, causal = map(int, row.split(":"))
         flops = 4 * max(1, 16384 // n) * (2048 // d) * n * n * d / (2 if causal else 1)
         lines = []
-        for name, backend in (("fa2", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+        for name, attention in peers().items():
             try:
-                lines.append((name, *theirs(backend, d, n, causal, args.repeats)))
+                lines.append((name, *theirs(attention, d, n, causal, args.repeats, args.rest)))
             except RuntimeError as error:
-                print(f"{d:>4} {n:>7} {causal:>6}  {name:<21} failed: {str(error)[:80]}")
+                print(f"{d:>4} {n:>7} {causal:>6}  {name:<31} failed: {str(error)[:80]}")
             torch.cuda.empty_cache()
-        for name, r in [(key[3], r) for key, r in mine.items() if key[:3] == (d, n, causal)]:
-            lines.append((name, float(r["forward_ms"]), float(r["both_ms"]), int(r["extra_bytes"])))
+        lines += ours(args.binary, row, args.repeats, args.rest)
         base = lines[0]
         for name, forward, both, extra in lines:
-            print(f"{d:>4} {n:>7} {causal:>6}  {name:<21} {forward:>8.3f} {both:>8.3f} {flops / forward / 1e9:>7.0f}"
+            print(f"{d:>4} {n:>7} {causal:>6}  {name:<31} {forward:>8.3f} {both:>8.3f} {flops / forward / 1e9:>7.0f}"
                   f" {3.5 * flops / both / 1e9:>7.0f} {extra / 2**20:>6.0f}"
                   f"  {base[1] / forward:>7.2f}x {base[2] / both:>7.2f}x {extra / base[3]:>7.2f}x", flush=True)
 

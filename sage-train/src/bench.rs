@@ -6,6 +6,7 @@ pub mod links;
 pub mod sla2;
 
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use candle_sage::{Attention, Error, Int8Products, KeyMean, Result, SageBwd, Scheme};
@@ -57,6 +58,8 @@ pub struct Plan {
     pub width: usize,
     /// Timed calls of each kind; the result is their median.
     pub repeats: usize,
+    /// Pause before each series of timed calls, in which a GPU that power slows down recovers.
+    pub rest: Duration,
 }
 
 impl Plan {
@@ -158,7 +161,7 @@ pub fn measure(plan: &Plan, row: Row, seen: &mut dyn FnMut(Measured) -> Result<(
         .map(|_| Ok([new()?, new()?, new()?, new()?]))
         .collect::<candle_core::Result<_>>()
         .map_err(failed)?;
-    let clock = Clock::new(&plan.device).map_err(failed)?;
+    let clock = Clock::new(&plan.device, plan.rest).map_err(failed)?;
     for scheme in schemes(row, &plan.device) {
         let attention = Attention::new(scheme).causal(row.causal);
         let forward = |n: usize| {

@@ -2,7 +2,7 @@
 
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use candle_core::{Device, Result};
 
@@ -11,19 +11,27 @@ use crate::device::{memory, reset_peak};
 /// Number of calls before the timed ones, which load modules and grow memory pools.
 const WARM_UP: usize = 3;
 
-pub(super) enum Clock {
+pub(super) struct Clock {
+    source: Source,
+    device: Device,
+    rest: Duration,
+}
+
+enum Source {
     Wall,
     #[cfg(feature = "cuda")]
     Events(Arc<cudarc::driver::CudaStream>),
 }
 
 impl Clock {
-    pub(super) fn new(device: &Device) -> Result<Self> {
-        match device {
+    /// A clock that pauses for `rest` before each series of calls.
+    pub(super) fn new(device: &Device, rest: Duration) -> Result<Self> {
+        let source = match device {
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => Ok(Self::Events(device.cuda_stream())),
-            _ => Ok(Self::Wall),
-        }
+            Device::Cuda(device) => Source::Events(device.cuda_stream()),
+            _ => Source::Wall,
+        };
+        Ok(Self { source, device: device.clone(), rest })
     }
 
     /// The median time of `repeats` calls, in milliseconds. `call` receives the index of the call.
@@ -31,8 +39,10 @@ impl Clock {
         for n in 0..WARM_UP {
             call(n)?;
         }
-        let mut times = match self {
-            Self::Wall => (0..repeats)
+        self.device.synchronize()?;
+        std::thread::sleep(self.rest);
+        let mut times = match &self.source {
+            Source::Wall => (0..repeats)
                 .map(|n| {
                     let start = Instant::now();
                     call(n)?;
@@ -40,7 +50,7 @@ impl Clock {
                 })
                 .collect::<Result<Vec<f64>>>()?,
             #[cfg(feature = "cuda")]
-            Self::Events(stream) => on_events(stream, repeats, call)?,
+            Source::Events(stream) => on_events(stream, repeats, call)?,
         };
         times.sort_by(f64::total_cmp);
         Ok(times[times.len() / 2])

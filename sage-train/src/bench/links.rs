@@ -1,6 +1,7 @@
 //! Bandwidth of the links between GPUs, and the time of a model's update over them.
 
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use candle_sage::Result;
@@ -55,7 +56,7 @@ pub struct Links {
 /// When another rank cannot be reached, or memory is short.
 pub fn measure(config: &Config, ranks: &Ranks, device: &Device, repeats: usize, most: f64) -> Result<Links> {
     let measured = || -> candle_core::Result<Links> {
-        let clock = Clock::new(device)?;
+        let clock = Clock::new(device, Duration::ZERO)?;
         let of = ranks.rank().of;
         let group = ranks.all();
         let mut links = Vec::new();

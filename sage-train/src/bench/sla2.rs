@@ -114,7 +114,7 @@ fn measure_scheme(
         inputs.iter().map(|[q, k, ..]| sla2.select(&router, q, k)).collect::<candle_core::Result<_>>()?;
     let shape = AttentionShape::new(dims, dims, dims, true, None)?;
     let sink = Selection::window(&shape, block, config.blocks.saturating_sub(1), 1, device)?;
-    let clock = Clock::new(device)?;
+    let clock = Clock::new(device, plan.rest)?;
     let attend = |attention: &Attention, n: usize, back: bool| {
         let [q, k, v, dout] = &inputs[n % ROTATING];
         match back {

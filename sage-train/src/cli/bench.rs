@@ -1,6 +1,7 @@
 //! The verb `bench`: measures speed.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use candle_sage::Result;
 use clap::Subcommand;
@@ -8,6 +9,7 @@ use clap::Subcommand;
 use super::print;
 use super::several::as_rank;
 use crate::bench::{self, Row, links, sla2};
+use crate::checks::in_range;
 use crate::config::Config;
 use crate::device::Place;
 use crate::ranks::{Mesh, Rank, Ranks, Role, STALL, Words, World};
@@ -35,6 +37,21 @@ impl Bench {
     }
 }
 
+/// How long a GPU rests.
+#[derive(Debug, clap::Args)]
+struct Rest {
+    /// Pause before each series of timed calls. Power slows a GPU down under load, by up to a fifth, so that only figures of the
+    /// same rest and repeats compare: 1 second for short bursts, 0 and many repeats for what training sees
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    rest: f64,
+}
+
+impl Rest {
+    fn duration(&self) -> Result<Duration> {
+        Ok(Duration::from_secs_f64(in_range("rest", self.rest, 0.0, 3600.0)?))
+    }
+}
+
 /// What to measure. Every time is the median of calls that take inputs in turn; on a GPU between CUDA events. All
 /// quantization and smoothing is inside.
 #[derive(Debug, clap::Args)]
@@ -54,6 +71,8 @@ pub(super) struct BenchAttention {
     /// Timed calls of each kind [default: 30; on the CPU 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     repeats: Option<u16>,
+    #[command(flatten)]
+    rest: Rest,
     /// Also write the results as comma-separated values
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
@@ -61,6 +80,7 @@ pub(super) struct BenchAttention {
 
 impl BenchAttention {
     fn run(&self) -> Result<()> {
+        let rest = self.rest.duration()?;
         let device = self.device.unwrap_or_default().open(Rank::ALONE)?;
         let (repeats, total_tokens) = if device.is_cpu() { (3, 1) } else { (30, 16384) };
         let plan = bench::Plan {
@@ -69,6 +89,7 @@ impl BenchAttention {
             total_tokens: self.total_tokens.unwrap_or(total_tokens),
             width: self.width,
             repeats: usize::from(self.repeats.unwrap_or(repeats)),
+            rest,
         };
         print(&bench::table_head(&plan))?;
         let mut all = Vec::new();
@@ -105,16 +126,20 @@ pub(super) struct BenchSla2 {
     /// Timed calls of each kind
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u16).range(1..))]
     repeats: u16,
+    #[command(flatten)]
+    rest: Rest,
 }
 
 impl BenchSla2 {
     fn run(&self) -> Result<()> {
+        let rest = self.rest.duration()?;
         let plan = bench::Plan {
             device: self.device.unwrap_or_default().open(Rank::ALONE)?,
             rows: Vec::new(),
             total_tokens: self.total_tokens,
             width: self.width,
             repeats: usize::from(self.repeats),
+            rest,
         };
         print(&sla2::table_head(&plan))?;
         let rows = if self.rows.is_empty() { sla2::usual_rows() } else { self.rows.clone() };

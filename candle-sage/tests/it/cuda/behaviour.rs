@@ -97,7 +97,7 @@ fn messages() -> Result<()> {
         assert!(message.contains(words) && message.contains("hint:"), "{message}");
     };
     says(candle_sage::Attention::default(), new(64, DType::F32)?, "f16, bf16");
-    says(candle_sage::Attention::default(), new(136, DType::BF16)?, "8 to 128");
+    says(candle_sage::Attention::new(sage()), new(136, DType::BF16)?, "8 to 128");
     says(candle_sage::Attention::default().softmax_scale(-1.0), new(64, DType::BF16)?, "above 0");
     for settings in [sage().tile_q(128), sage().granularity(Granularity::Group(3))] {
         says(candle_sage::Attention::new(settings), new(64, DType::BF16)?, "CPU");
