@@ -50,17 +50,26 @@ pub struct Links {
     pub update: Update,
 }
 
-/// Measures exchanges of up to `most` megabytes; all ranks must call this.
+/// Measures exchanges of up to `most` megabytes; all ranks must call this. `say` is told what is measured next, because all
+/// of it takes minutes on a CPU.
 ///
 /// # Errors
 /// When another rank cannot be reached, or memory is short.
-pub fn measure(config: &Config, ranks: &Ranks, device: &Device, repeats: usize, most: f64) -> Result<Links> {
+pub fn measure(
+    config: &Config,
+    ranks: &Ranks,
+    device: &Device,
+    repeats: usize,
+    most: f64,
+    say: &dyn Fn(&str),
+) -> Result<Links> {
     let measured = || -> candle_core::Result<Links> {
         let clock = Clock::new(device, Duration::ZERO)?;
         let of = ranks.rank().of;
         let group = ranks.all();
         let mut links = Vec::new();
         for megabytes in SIZES.into_iter().filter(|size| *size <= most) {
+            say(&format!("exchange and gather of {megabytes} MB"));
             let len = ((megabytes * 1e6 / 4.0) as usize).next_multiple_of(64 * of);
             let from = Tensor::randn(0f32, 1.0, len, device)?;
             let into = Tensor::zeros(len / of * (of - 1), DType::F32, device)?;
@@ -78,9 +87,12 @@ pub fn measure(config: &Config, ranks: &Ranks, device: &Device, repeats: usize, 
             (Tensor::zeros(8, DType::F64, device)?, Tensor::zeros(8 * of, DType::F64, device)?);
         let latency = clock.median(4 * repeats, |_| group.wait(group.gather(&number, &numbers)?))?;
         let update = |ranks: &Ranks| update(config, ranks, device, &clock, repeats);
-        let alone = update(&Ranks::alone())?;
-        let together = update(ranks)?;
         let parameters = config.model.parameters();
+        let what = format!("update of {:.1}M parameters", parameters as f64 / 1e6);
+        say(&format!("{what}, each rank alone"));
+        let alone = update(&Ranks::alone())?;
+        say(&format!("{what}, together"));
+        let together = update(ranks)?;
         Ok(Links { ranks: of, links, latency, update: Update { parameters, alone, together } })
     };
     measured().map_err(during("cannot measure the links"))

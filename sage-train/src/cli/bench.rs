@@ -14,7 +14,7 @@ use crate::config::Config;
 use crate::device::Place;
 use crate::ranks::{Mesh, Rank, Ranks, Role, STALL, Words, World};
 use crate::settings::{Preset, Settings};
-use crate::writing;
+use crate::{tell, writing};
 
 /// What can be measured.
 #[derive(Debug, Subcommand)]
@@ -193,6 +193,11 @@ impl BenchLinks {
         let device = place.open(local)?;
         let ranks = Ranks::connect(words.clone(), Mesh::agree(words, local, 1)?, &device)?;
         let repeats = usize::from(self.repeats);
-        words.aside("the links", || links::measure(&config, &ranks, &device, repeats, self.most))
+        let say = |text: &str| {
+            if words.rank().is_first() {
+                tell(text);
+            }
+        };
+        words.aside("the links", || links::measure(&config, &ranks, &device, repeats, self.most, &say))
     }
 }

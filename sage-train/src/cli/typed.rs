@@ -3,19 +3,23 @@
 use candle_sage::{Error, Result};
 
 use crate::config::{Config, check_own};
+use crate::data::DataConfig;
+use crate::data::source::{self, Source};
 use crate::model::Choice;
-use crate::settings::{Schedule, Settings, TailSetting};
+use crate::settings::{DataSettings, Schedule, Settings, TailSetting};
+
+/// The error of a setting that was typed beside others with which it has no effect.
+fn idle(key: &str, with: String, allowed: &str, hint: &str) -> Result<()> {
+    Err(Error::new(format!("--{key} has no part in this run"))
+        .got(format!("--{key} with {with}"))
+        .allowed(allowed)
+        .hint(hint))
+}
 
 /// Checks that the settings that were typed have an effect on the run.
 pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
     check_own(typed, config.attn, config.model.scheme, config.model.sla2.as_ref())?;
     let sla2 = config.model.sla2.as_ref();
-    let idle = |key: &str, with: String, allowed: &str, hint: &str| {
-        Err(Error::new(format!("--{key} has no part in this run"))
-            .got(format!("--{key} with {with}"))
-            .allowed(allowed)
-            .hint(hint))
-    };
     let attn = format!("--attn {}", config.attn);
     let window = sla2.is_some_and(|sla2| sla2.choice == Choice::Window);
     if window && typed.sla2.sla2_nearest.is_some_and(|nearest| nearest > 0) {
@@ -54,9 +58,33 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
             );
         }
     }
-    if typed.data.sources.is_some() && typed.data.corpus_mb.is_some() {
+    check_data(&typed.data, &config.data)
+}
+
+/// The same of the data's settings, for which shards are told from text.
+fn check_data(typed: &DataSettings, data: &DataConfig) -> Result<()> {
+    if typed.sources.is_some() && typed.corpus_mb.is_some() {
         let hint = "it is the size of the corpus that a run without --data reads";
         return idle("corpus-mb", "--data".into(), "one of them", hint);
+    }
+    if typed.text_field.is_none() && typed.val_fraction.is_none() {
+        return Ok(());
+    }
+    if data.sources.is_empty() && typed.text_field.is_some() {
+        let hint = "it names the key or column of the text in files of --data";
+        return idle("text-field", "the built-in corpus".into(), "--data", hint);
+    }
+    let found = data.sources.iter().map(|s| source::find(&s.path, &data.out)).collect::<Result<Vec<_>>>()?;
+    let all = |of: fn(&Source) -> bool| !found.is_empty() && found.iter().all(of);
+    if typed.text_field.is_some() && all(|source| matches!(source, Source::Shards(_))) {
+        let hint = "shards are tokens already: `sage-train data prepare --text-field` names the text they are made of";
+        return idle("text-field", "shards".into(), "text in --data", hint);
+    }
+    let own = |source: &Source| matches!(source, Source::Shards(files) if !files.validation.is_empty());
+    if typed.val_fraction.is_some() && all(own) {
+        let hint =
+            "they are validated on their own; leave it out, or give --data the shards to train on alone";
+        return idle("val-fraction", "shards of which some are for validation".into(), "data without", hint);
     }
     Ok(())
 }

@@ -25,6 +25,8 @@ fn write_files(scratch: &Scratch) {
     scratch.file("both.toml", "steps = 1\ntokens = \"4k\"\n");
     scratch.file("share.toml", "attn = \"sla2\"\nsla2-sparsity = 1.5\n");
     scratch.file("a-file", "in the way");
+    scratch.file("shards/all_train_0.bin", "");
+    scratch.file("shards/all_val_0.bin", "");
 }
 
 /// Cases of runs that cannot start, with their arguments.
@@ -76,6 +78,9 @@ const CASES: &[(&str, &[&str])] = &[
     ("an unknown kind", &["--data", "picture.png"]),
     ("a folder without text", &["--data", "none"]),
     ("the folder of runs", &["--data", "none", "--out", "none"]),
+    ("a column of the built-in corpus", &["--text-field", "body"]),
+    ("a column of shards", &["--data", "shards", "--text-field", "body"]),
+    ("a part of shards that are divided", &["--data", "shards", "--val-fraction", "0.1"]),
     ("the folder of tokenizers", &["--name", "cache"]),
     ("no settings", &["--config", "missing.toml"]),
     ("an unknown key", &["--config", "bad-key.toml"]),
