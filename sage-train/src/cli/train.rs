@@ -109,13 +109,13 @@ impl Train {
             if looks { Role::alone() } else { Role::take(self.several.gpus, self.several.restarts, stall)? };
         let (words, local) = as_rank(role);
         let ended = self.train(file, &words, local);
-        // All ranks end a diverged or interrupted run together; an error of one rank is sent to the others.
+        // All ranks end a run together that diverged, was interrupted or cannot be; an error of one rank is sent to the others.
         match ended {
             Ok(()) => {
                 words.leave(None);
                 Ok(())
             }
-            Err(stop @ (Stop::Diverged(_) | Stop::Interrupted(_))) => {
+            Err(stop @ (Stop::Diverged(_) | Stop::Interrupted(_) | Stop::Mistaken(_))) => {
                 words.leave(None);
                 if !words.rank().is_first() {
                     // Rank 0 prints the reason.
@@ -140,20 +140,16 @@ impl Train {
             Some(_) => "--resume RUN",
         };
         words.agree("command", begins)?;
-        let typed = self.settings.clone();
         let (config, begin) = match self.resume.as_deref() {
             Some(path) if path == Path::new(AUTO) => again(self.settings, file, words)?,
             Some(path) => {
                 let Resumed { config, found } = Resumed::open(path, self.settings, rank)?;
                 (config, Begin::From(Box::new(found)))
             }
-            None => (Config::resolve(settle(self.settings.over(file))?)?, Begin::New),
+            None => (asked(self.settings, file, words)?, Begin::New),
         };
-        if !matches!(begin, Begin::From(_)) {
-            check_typed(&typed, &config)?;
-            if rank.is_first() {
-                train::check(&config, &begin)?;
-            }
+        if !matches!(begin, Begin::From(_)) && rank.is_first() {
+            train::check(&config, &begin)?;
         }
         if self.dry_run {
             if !self.several.elsewhere()
@@ -225,14 +221,26 @@ impl Train {
     }
 }
 
+/// The run that flags and a file of settings describe. All ranks find a mistake in them alike, which rank 0 alone is to tell.
+fn asked(typed: Settings, file: Settings, words: &Words) -> std::result::Result<Config, Stop> {
+    let found = settle(typed.clone().over(file)).and_then(Config::resolve).and_then(|config| {
+        check_typed(&typed, &config)?;
+        Ok(config)
+    });
+    let said = found.as_ref().err().map_or_else(|| "settings that can run".to_owned(), ToString::to_string);
+    words.agree("command", &said)?;
+    found.map_err(Stop::Mistaken)
+}
+
 /// `--resume auto`: resumes the named run from its newest checkpoint, or begins it.
-fn again(typed: Settings, file: Settings, words: &Words) -> Result<(Config, Begin)> {
-    let asked = Config::resolve(settle(typed.over(file))?)?;
+fn again(typed: Settings, file: Settings, words: &Words) -> std::result::Result<(Config, Begin), Stop> {
+    let asked = asked(typed, file, words)?;
     let Some(name) = &asked.name else {
         return Err(Error::new("--resume auto does not know which run")
             .got("no --name")
             .allowed("--resume auto --name NAME")
-            .hint("a run that is there goes on, another begins: the same command for both"));
+            .hint("a run that is there goes on, another begins: the same command for both")
+            .into());
     };
     let run = asked.out.join(name);
     // Rank 0 looks for all ranks, before any of them creates or removes a file.

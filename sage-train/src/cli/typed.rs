@@ -84,7 +84,7 @@ fn check_data(typed: &DataSettings, data: &DataConfig) -> Result<()> {
     if typed.val_fraction.is_some() && all(own) {
         let hint =
             "they are validated on their own; leave it out, or give --data the shards to train on alone";
-        return idle("val-fraction", "shards of which some are for validation".into(), "data without", hint);
+        return idle("val-fraction", "shards of which some are for validation".into(), "other data", hint);
     }
     Ok(())
 }

@@ -11,6 +11,8 @@ pub enum Stop {
     Diverged(Error),
     /// A signal asked the run to stop, and it was saved, unless it was still in its first step.
     Interrupted(Error),
+    /// A mistake in the settings that all ranks found alike, before anything began.
+    Mistaken(Error),
     /// Any other error.
     Failed(Error),
 }
@@ -21,14 +23,15 @@ impl Stop {
         match self {
             Self::Diverged(_) => Status::Diverged,
             Self::Interrupted(_) => Status::Interrupted,
-            Self::Failed(_) => Status::Failed,
+            Self::Mistaken(_) | Self::Failed(_) => Status::Failed,
         }
     }
 }
 
 impl std::fmt::Display for Stop {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (Self::Diverged(error) | Self::Interrupted(error) | Self::Failed(error)) = self;
+        let (Self::Diverged(error) | Self::Interrupted(error) | Self::Mistaken(error) | Self::Failed(error)) =
+            self;
         error.fmt(f)
     }
 }
@@ -41,7 +44,8 @@ impl From<Error> for Stop {
 
 impl From<Stop> for Error {
     fn from(stop: Stop) -> Self {
-        let (Stop::Diverged(error) | Stop::Interrupted(error) | Stop::Failed(error)) = stop;
+        let (Stop::Diverged(error) | Stop::Interrupted(error) | Stop::Mistaken(error) | Stop::Failed(error)) =
+            stop;
         error
     }
 }

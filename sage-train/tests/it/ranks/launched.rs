@@ -111,6 +111,23 @@ fn ranks_of_another_run_are_refused() {
     }
 }
 
+/// A mistake that all ranks would tell is told by rank 0 alone.
+#[test]
+fn a_mistake_of_all_ranks_is_told_once() {
+    let scratch = Scratch::new();
+    for mistake in
+        [&["--heads", "4", "--key-heads", "3"][..], &["--decay-fraction", "0.5", "--schedule", "cosine"]]
+    {
+        let (port, args) = (free_port(), flags(&[&["--steps", "2"], mistake].concat()));
+        let ranks: Vec<Child> = (0..3).map(|rank| by_hand(&scratch, &port, rank, (3, 3), &args)).collect();
+        let ends: Vec<_> = ranks.into_iter().map(ended).collect();
+        for (rank, (code, said)) in ends.iter().enumerate() {
+            assert_eq!((*code, said.contains("error: ")), (Some(1), rank == 0), "rank {rank}: {said}");
+        }
+    }
+    assert!(!scratch.path().join("runs").exists(), "nothing was begun");
+}
+
 /// A rank may connect later than the limits for stalls and heartbeats would allow a rank to be silent.
 #[test]
 fn ranks_that_come_late_are_waited_for() {
