@@ -140,6 +140,7 @@ impl Train {
             Some(_) => "--resume RUN",
         };
         words.agree("command", begins)?;
+        let typed = self.settings.clone();
         let (config, begin) = match self.resume.as_deref() {
             Some(path) if path == Path::new(AUTO) => again(self.settings, file, words)?,
             Some(path) => {
@@ -148,8 +149,11 @@ impl Train {
             }
             None => (asked(self.settings, file, words)?, Begin::New),
         };
-        if !matches!(begin, Begin::From(_)) && rank.is_first() {
-            train::check(&config, &begin)?;
+        if !matches!(begin, Begin::From(_)) {
+            alike(check_typed(&typed, &config), words)?;
+            if rank.is_first() {
+                train::check(&config, &begin)?;
+            }
         }
         if self.dry_run {
             if !self.several.elsewhere()
@@ -221,12 +225,13 @@ impl Train {
     }
 }
 
-/// The run that flags and a file of settings describe. All ranks find a mistake in them alike, which rank 0 alone is to tell.
+/// The run that flags and a file of settings describe.
 fn asked(typed: Settings, file: Settings, words: &Words) -> std::result::Result<Config, Stop> {
-    let found = settle(typed.clone().over(file)).and_then(Config::resolve).and_then(|config| {
-        check_typed(&typed, &config)?;
-        Ok(config)
-    });
+    alike(settle(typed.over(file)).and_then(Config::resolve), words)
+}
+
+/// What every rank finds in the same settings: a mistake is that of all, which rank 0 alone is to tell.
+fn alike<T>(found: Result<T>, words: &Words) -> std::result::Result<T, Stop> {
     let said = found.as_ref().err().map_or_else(|| "settings that can run".to_owned(), ToString::to_string);
     words.agree("command", &said)?;
     found.map_err(Stop::Mistaken)
