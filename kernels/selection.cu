@@ -273,7 +273,7 @@ __device__ __forceinline__ void block_mass(const params::Mass& p) {
   for (int head = key_head * group; head < (key_head + 1) * group; ++head) {
     __syncthreads();
     if (threadIdx.x == 0) {
-      block.head = head, block.segment_index = blockIdx.y, block.segment = segment;
+      block.set_place(shape, head, blockIdx.y);
       block.first = first, block.end = first + SELECTION_BLOCK;
     }
     __syncthreads();

@@ -183,7 +183,7 @@ fn run_forward<S: OnGpu>(
         v: call.view(problem.v)?,
         out: out.view(&call.gpu)?,
         minus_lse2: address_if_any(minus_lse2.as_ref(), &call.gpu),
-        shape: call.shape_sharing(plan, keys, problem.shape.query_heads()),
+        shape: call.shape_sharing(keys, problem.shape.query_heads()),
         lists: seen.as_ref().map(|seen| seen.lists(&call.gpu)).transpose()?.unwrap_or_default(),
         ..params::Forward::default()
     };
@@ -240,7 +240,7 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
         minus_delta: address(&minus_delta, gpu),
         dq_accum: address(&dq_accum, gpu),
         dq_semaphore: address_if_any(dq_semaphore.as_ref(), gpu),
-        shape: call.shape_sharing(plan, shared, problem.shape.key_heads()),
+        shape: call.shape_sharing(shared, problem.shape.key_heads()),
         dq_parts: plan.dq_parts() as i32,
         ..params::Backward::default()
     };

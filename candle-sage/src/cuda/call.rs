@@ -140,9 +140,9 @@ impl<'a> Call<'a> {
     }
 
     /// The shape, for a kernel whose blocks share `bytes` for each of `heads` heads per segment.
-    pub(super) fn shape_sharing(&self, plan: &Plan, bytes: usize, heads: usize) -> params::Shape<'_> {
+    pub(super) fn shape_sharing(&self, bytes: usize, heads: usize) -> params::Shape<'_> {
         let heads = heads * self.segment_count();
-        let at_once = plan::heads_at_once(self.gpu.cache_bytes, plan.cache_parts(), bytes, heads);
+        let at_once = plan::heads_at_once(self.gpu.cache_bytes, bytes, heads);
         params::Shape { heads_at_once: at_once as i32, ..self.shape() }
     }
 

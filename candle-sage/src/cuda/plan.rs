@@ -170,18 +170,17 @@ impl Plan {
     pub(super) fn persistent(&self) -> bool {
         self.mainloop == Mainloop::ForwardSm90
     }
-
-    /// The working set of concurrent blocks should be at most the L2 cache divided by this number.
-    pub(super) fn cache_parts(&self) -> usize {
-        if self.mainloop == Mainloop::ForwardSm90 { 8 } else { 2 }
-    }
 }
 
 /// The number of heads whose blocks run side by side, if the blocks of a head share `bytes` and the L2 cache
-/// holds `cache_bytes`: as many as fit 1 / `parts` of it. The longest blocks of these heads start first, so
-/// that the more heads there are, the more evenly they end.
-pub(super) fn heads_at_once(cache_bytes: usize, parts: usize, bytes: usize, heads: usize) -> usize {
-    (cache_bytes / parts / bytes.max(1)).clamp(1, heads.max(1))
+/// holds `cache_bytes`: at most as many as fit half of it, and at least half as many. The longest blocks of
+/// these heads start first, so that multiprocessors end evenly if the last group has as many heads as the
+/// others: of the numbers in question it is the one whose last group lacks the fewest.
+pub(super) fn heads_at_once(cache_bytes: usize, bytes: usize, heads: usize) -> usize {
+    let heads = heads.max(1);
+    let most = (cache_bytes / 2 / bytes.max(1)).clamp(1, heads);
+    let lacking = |at_once: &usize| heads.next_multiple_of(*at_once) - heads;
+    (most.div_ceil(2)..=most).rev().min_by_key(lacking).unwrap_or(most)
 }
 
 include!(concat!(env!("OUT_DIR"), "/plans.rs"));
@@ -306,10 +305,13 @@ mod tests {
     }
 
     #[test]
-    fn heads_share_a_part_of_the_cache() {
-        assert_eq!(heads_at_once(50 << 20, 2, 1 << 20, 64), 25);
-        assert_eq!(heads_at_once(50 << 20, 8, 1 << 20, 64), 6);
-        assert_eq!(heads_at_once(50 << 20, 2, 1 << 30, 64), 1);
-        assert_eq!(heads_at_once(50 << 20, 2, 1, 64), 64);
+    fn heads_share_half_of_the_cache() {
+        assert_eq!(heads_at_once(50 << 20, 1 << 30, 64), 1);
+        assert_eq!(heads_at_once(50 << 20, 1, 64), 64);
+        assert_eq!(heads_at_once(50 << 20, 1, 0), 1);
+        // 25 fit, and 16 divide 64; 3 fit, and 2 divide 16; 3 fit, and the last of 3 lacks one of 17, as that of 2 does.
+        assert_eq!(heads_at_once(50 << 20, 1 << 20, 64), 16);
+        assert_eq!(heads_at_once(50 << 20, 8 << 20, 16), 2);
+        assert_eq!(heads_at_once(50 << 20, 8 << 20, 17), 3);
     }
 }

@@ -117,6 +117,8 @@ inline host::Mbarrier& mbarrier_at(uint32_t address) {
   if (found == host::mbarriers.end()) fprintf(stderr, "no mbarrier was initialized at %u\n", address), abort();
   return found->second;
 }
+inline bool elect() { return threadIdx.x % 32 == 0; }
+
 inline void mbarrier_init(uint32_t address, int arrivals) { host::mbarriers[address] = {arrivals, arrivals}; }
 inline void mbarrier_arrive(uint32_t address) {
   host::synchronizes();

@@ -79,7 +79,6 @@ inline void touch_tensor_memory(bool waited) {
   if (fences.after) fprintf(stderr, "thread %d lacks tcgen05.fence::after_thread_sync\n", threadIdx.x), abort();
   fences.before |= waited;
 }
-inline bool elect() { return threadIdx.x % 32 == 0; }
 
 template <int COLUMNS>
 inline void tcgen05_alloc(uint32_t shared) {

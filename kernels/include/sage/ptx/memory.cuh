@@ -61,6 +61,20 @@ __device__ __forceinline__ void cp_async_wait() {
 // "Data Movement and Conversion Instructions: cp.async.wait_all": waits for all cp.async copies of this thread.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// elect.sync ("Parallel Synchronization and Communication Instructions: elect.sync"): all lanes of a warp call it, and it is true
+// for one of them, always the same. After it ptxas knows that one lane alone issues the asynchronous instructions that follow;
+// for a lane that was chosen by its number it makes a loop around each. From sm_90 on.
+__device__ __forceinline__ bool elect() {
+#if __CUDA_ARCH__ >= 900
+  uint32_t elected;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p;}" : "=r"(elected));
+  return elected != 0;
+#else
+  __trap();
+  return false;
+#endif
+}
+
 // "Parallel Synchronization and Communication Instructions: mbarrier.init". One thread initializes an mbarrier, 8 bytes of
 // shared memory: a phase, counted from 0, completes after `arrivals` arrivals and all bytes that expect_tx announced. The fence
 // makes the initialized mbarrier visible to the async proxy; a barrier of the block makes it visible to the other threads. From

@@ -19,20 +19,6 @@
 
 namespace sage::ptx {
 
-// elect.sync ("Parallel Synchronization and Communication Instructions: elect.sync"): all lanes of a warp call it, and it is true
-// for one of them, always the same. After it ptxas knows that one lane alone issues the asynchronous instructions that follow;
-// for a lane that was chosen by its number it makes a loop around each.
-__device__ __forceinline__ bool elect() {
-#if SAGE_HAS_TCGEN05
-  uint32_t elected;
-  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p;}" : "=r"(elected));
-  return elected != 0;
-#else
-  __trap();
-  return false;
-#endif
-}
-
 // tcgen05.alloc ("Tensor Memory Allocation and Management Instructions"): one warp allocates COLUMNS, a power of two from 32 on,
 // and writes their address to shared memory; it waits while the multiprocessor has no such columns. The permit is given up at
 // once, so that other blocks can allocate.

@@ -13,8 +13,8 @@
 // A tile i of queries with two stages; products are issued, and run while later instructions do:
 //
 //   producer    |Q, dO of tile i + 1, once both consumers have released tile i - 1
-//   consumer 0  |S, dP issued|P, dS|dV issued|dS stored|barrier|dQ, dK issued|dQ staged|S, dP of tile i + 1 ..
-//   consumer 1  |S, dP issued|P, dS|dV issued|dS stored|barrier|dQ, dK issued|dQ staged|S, dP of tile i + 1 ..
+//   consumer 0  |S, dP issued|P, dS|dS stored|dV issued|barrier|dQ, dK issued|dQ staged|S, dP of tile i + 1 ..
+//   consumer 1  |S, dP issued|P, dS|dS stored|dV issued|barrier|dQ, dK issued|dQ staged|S, dP of tile i + 1 ..
 //   storer      |dQ of tile i - 1 added                                                |dQ of tile i added ..
 //
 // FlashAttention-3 (arXiv 2407.08608, section 3.4) divides the work in the same way.

@@ -21,7 +21,7 @@ constexpr int FORWARD_QUERIES = 128;
 // so that the last blocks to start are short. Queries are counted off from the end of the segment, so that the block that is not
 // full is also the shortest. The struct is kept in shared memory, because the products need the registers.
 struct ForwardBlock {
-  int head, segment_index;
+  int head, key_head, segment_index;
   int first, end;  // queries first .. end of the segment, in whole tiles; the block is empty unless end > first
   Segment segment;
 
@@ -29,8 +29,7 @@ struct ForwardBlock {
   __device__ __forceinline__ ForwardBlock(const params::Shape& shape, int index, int queries) {
     int blocks = (shape.query_len + queries - 1) / queries;
     Place place(shape, index, shape.query_heads, blocks);
-    head = place.head, segment_index = place.segment;
-    segment = Segment(shape, segment_index);
+    set_place(shape, place.head, place.segment);
     end = segment.query_tiles() * TILE - place.tile * queries;
     first = max(end - queries, 0);
   }
@@ -40,8 +39,10 @@ struct ForwardBlock {
     return min(min(from + queries, end), segment.query_len) - 1;
   }
 
-  __device__ __forceinline__ int key_head(const params::Shape& shape) const {
-    return head / (shape.query_heads / shape.key_heads);
+  // Sets the query head and the segment, and what follows from them.
+  __device__ __forceinline__ void set_place(const params::Shape& shape, int of_head, int of_segment) {
+    head = of_head, key_head = head / (shape.query_heads / shape.key_heads);
+    segment_index = of_segment, segment = Segment(shape, segment_index);
   }
 };
 
@@ -72,8 +73,7 @@ struct ListedKeys : ForwardBlock {
   __device__ __forceinline__ ListedKeys(const params::Forward& p, int index, int) {
     const params::Shape& shape = p.shape;
     Place place(shape, index, shape.query_heads, selection_blocks(shape.query_len));
-    head = place.head, segment_index = place.segment;
-    segment = Segment(shape, segment_index);
+    set_place(shape, place.head, place.segment);
     int block = selection_blocks(segment.query_len) - 1 - place.tile;
     first = block * SELECTION_BLOCK, end = min(first + SELECTION_BLOCK, segment.query_tiles() * TILE);
     skipped = count = 0;
@@ -81,7 +81,7 @@ struct ListedKeys : ForwardBlock {
       first = end = 0;
       return;
     }
-    int64_t row = int64_t(key_head(shape)) * p.lists.query_blocks + first_query_block(shape, segment_index) + block;
+    int64_t row = int64_t(key_head) * p.lists.query_blocks + first_query_block(shape, segment_index) + block;
     list = p.lists.seen + row * p.lists.stride + 1;
     count = list[-1];
     if (count > 0) skipped = (int(list[count - 1]) - (count - 1)) * SELECTION_BLOCK;

@@ -79,6 +79,9 @@ __device__ __forceinline__ Block next_work(const params::Forward& p, bool first)
 // - If false, S is issued before P V of the previous step, which is in flight during the softmax of S. Keys and values have
 //   stages of their own in the kv pipeline, in the order in which consumers need them: keys 0, keys 1, values 0, keys 2,
 //   values 1, .. A stage of keys is then released long before the values of its step are needed.
+//
+// MASKS_APART: whether the steps that need a mask have a loop of their own. A step then is one basic block but for the rescaling,
+// in which ptxas can move the wait for P V, and what follows it, among the exponentials.
 template <class N>
 concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, const ForwardBlock& block, unsigned char* shared,
                                        typename N::Consumer consumer, uint32_t mbarrier) {
@@ -87,6 +90,7 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   requires N::Warpgroups::CONSUMERS >= 2;       // a ForwardWarpgroups
   requires N::PRODUCER_THREADS <= 32;           // the threads that produce
   requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // their arrivals at the mbarrier for each item's queries, and stage
+  N::MASKS_APART;
   requires N::STAGING >= 0 && N::SHARED_BYTES > 0;           // bytes of shared memory: of the epilogue for each warp, and in all
   N(p, block, shared);
   // Issues the asynchronous copies of an item's queries into one of two slots: (slot, thread, mbarrier).
@@ -190,6 +194,9 @@ __device__ __forceinline__ void produce(const params::Forward& p, unsigned char*
   ptx::cp_async_wait_all();
 }
 
+// Whether the code of a step masks logits.
+enum Mask { NO_MASK, MASK_ALWAYS, MASK_IF_NEEDED };
+
 // A consumer's part of an item: for each step S, the online softmax, and O += P V.
 template <class Numerics, class KvPipeline>
 struct ItemConsumer {
@@ -218,14 +225,14 @@ struct ItemConsumer {
     consumer.add(kv.stage(order.values_of(step)));
   }
   // Computes P of a step from S, while PENDING later products may stay in flight.
-  template <int PENDING>
+  template <Mask MASK, int PENDING>
   __device__ __forceinline__ void online_softmax(int step) const {
     if constexpr (!VALUES_FIRST) {
       consumer.template scored<PENDING>();
       kv.release(order.keys_of(step));
     }
     int stage = kv.stage(order.keys_of(step));
-    if (__builtin_expect(step < whole_steps, true))
+    if (MASK == NO_MASK || (MASK == MASK_IF_NEEDED && __builtin_expect(step < whole_steps, true)))
       consumer.template online_softmax<false, PENDING>(step + skipped_steps, stage, segment, first);
     else
       consumer.template online_softmax<true, PENDING>(step + skipped_steps, stage, segment, first);
@@ -236,23 +243,25 @@ struct ItemConsumer {
     if constexpr (!VALUES_FIRST) acquire_order();
     start(0);
     if constexpr (!VALUES_FIRST) release_order();
-    online_softmax<0>(0);
+    online_softmax<MASK_IF_NEEDED, 0>(0);
     if constexpr (!VALUES_FIRST) consumer.take();
   }
   // S and the softmax of a later step, and P V of the step before it.
+  template <Mask MASK>
   __device__ __forceinline__ void advance(int step) const {
     if constexpr (VALUES_FIRST) {
       add(step - 1);
       start(step);
       consumer.template added<1>();
       kv.release(order.values_of(step - 1));
-      online_softmax<0>(step);
+      online_softmax<MASK, 0>(step);
     } else {
+      kv.wait(order.keys_of(step));
       acquire_order();
-      start(step);
+      consumer.start(kv.stage(order.keys_of(step)));
       add(step - 1);
       release_order();
-      online_softmax<1>(step);
+      online_softmax<MASK, 1>(step);
       consumer.template added<0>();
       kv.release(order.values_of(step - 1));
       consumer.take();
@@ -300,7 +309,14 @@ __device__ __forceinline__ void consume(const params::Forward& p, unsigned char*
     ItemConsumer<Numerics, KvPipeline> part{consumer, kv, order, block.segment, warpgroup, first, whole_steps, skipped_steps};
     if (steps > 0) {
       part.begin();
-      for (int step = 1; step < steps; ++step) part.advance(step);
+      int step = 1;
+      if constexpr (Numerics::MASKS_APART) {
+#pragma unroll 1
+        for (; step < min(steps, whole_steps); ++step) part.template advance<NO_MASK>(step);
+      }
+      constexpr Mask MASK = Numerics::MASKS_APART ? MASK_ALWAYS : MASK_IF_NEEDED;
+#pragma unroll 1
+      for (; step < steps; ++step) part.template advance<MASK>(step);
       part.end(steps);
     }
     for (int step = steps; step < order.steps; ++step) part.skip(step);

@@ -51,16 +51,18 @@ struct FullPrecisionBackwardSm90 : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, 
       int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
       uint32_t at = of.shared + stage_at(stage);
       const float* state = of.state(stage);
-      // dP^T - D = V dO^T - D. The accumulator is set to -D before any product is in flight, because ptxas would wait for that
-      // product first.
+      // The row state is read before any product is issued: while those read shared memory, a load from it takes hundreds of clocks.
+      // dP^T - D = V dO^T - D. The accumulator is set to -D before, too, because ptxas would wait for a product in flight.
       typename S::Sums sums;
       Scores s, dp;
       ColumnValues(state + TILE, lane).set(dp);
+      ColumnValues minus_lse2(state, lane);
+      float factor = S::factor_at(k_factor, state + Tiles::STATE_VALUES);
       ptx::fence_operand(dp);
       S::template start<SM90_KEYS>(sums, of.shared, at, of.shared + K_CODES_AT, at + Q_CODES_AT, warpgroup);
       multiply_rows<T, D, SM90_KEYS, true>(dp, of.shared + K_BYTES + warpgroup * CONSUMER_KEYS * 128, at + Q_BYTES);
       ptx::wgmma_wait<1>(sums);
-      of.make_probabilities(s, sums, k_factor, tile, stage, warpgroup, masked);
+      of.make_probabilities(s, sums, minus_lse2, factor, tile, warpgroup, masked);
       uint32_t probabilities[4][4], ds[4][4];
       P::make_scales(s, state + 2 * TILE, of.scales(), lane);
       P::template pack_transposed<T>(probabilities, s, of.scales(), lane);
@@ -71,9 +73,10 @@ struct FullPrecisionBackwardSm90 : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, 
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
       pack_scores<T>(ds, s);
+      // dS^T is stored before dV is issued, whose reads of shared memory would delay it.
+      store_packed(of.ds_rows(slot, warpgroup) + warp * 16 * TILE * 2, ds, lane);
       // dV += P^T dO
       add_product<T, D>(dv, probabilities, at + Q_BYTES);
-      store_packed(of.ds_rows(slot, warpgroup) + warp * 16 * TILE * 2, ds, lane);
       ptx::fence_proxy_async();
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
       float dq[D / 8 / CONSUMERS][4];

@@ -72,7 +72,8 @@ struct FullPrecisionBackwardSm90DqWarpgroup : FullPrecisionTilesSm90<T, HEAD_DIM
       Scores s, dp;
       minus_delta.set(dp);
       multiply_rows<T, true>(dp, v, at + Q_BYTES);
-      of.make_probabilities(s, sums, k_factor, tile, stage, warpgroup, masked);
+      ColumnValues minus_lse2(state, lane);
+      of.make_probabilities(s, sums, minus_lse2, S::factor_at(k_factor, state + Tiles::STATE_VALUES), tile, warpgroup, masked);
       // Quantizing P takes long, so it then comes after dS, for which the dQ warpgroup waits.
       constexpr bool QUANTIZES = P::WARP_BYTES > 0;
       uint32_t probabilities[4][4], ds[4][4];

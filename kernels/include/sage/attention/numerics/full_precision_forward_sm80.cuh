@@ -39,8 +39,8 @@ struct FullPrecisionForwardSm80 {
       : p(p), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32), first(b.first),
         scale(p.shape.softmax_scale * ptx::LOG2_E),
         q(p.q, b.segment.batch, b.segment.query_start, b.head, b.segment.query_len, p.shape.head_dim),
-        k(p.k, b.segment.batch, b.segment.key_start, b.key_head(p.shape), b.segment.key_len, p.shape.head_dim),
-        v(p.v, b.segment.batch, b.segment.key_start, b.key_head(p.shape), b.segment.key_len, p.shape.head_dim) {}
+        k(p.k, b.segment.batch, b.segment.key_start, b.key_head, b.segment.key_len, p.shape.head_dim),
+        v(p.v, b.segment.batch, b.segment.key_start, b.key_head, b.segment.key_len, p.shape.head_dim) {}
 
   __device__ __forceinline__ uint32_t k_tile(int tile) const { return shared + Q_BYTES + (STAGES == 2 ? tile & 1 : 0) * 2 * TILE_BYTES; }
 

@@ -15,7 +15,7 @@ struct FullPrecisionForwardSm90 {
   static constexpr int TILES = OUTPUTS == 2 ? 1 : 2;
   using Warpgroups = ForwardWarpgroups<TILES, PLAN.rows == 192 ? 32 : 56, PLAN>;
   static constexpr int PRODUCER_THREADS = 32, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 1;
-  static constexpr bool VALUES_FIRST = false;
+  static constexpr bool VALUES_FIRST = false, MASKS_APART = true;
   // Shared memory: two slots of Q; stages, each of K or of V.
   static constexpr int TILE_BYTES = TILE * D * 2, Q_BYTES = Warpgroups::CONSUMERS * TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
   static constexpr int SHARED_BYTES = 2 * Q_BYTES + Warpgroups::STAGES * STAGE_BYTES;
@@ -25,9 +25,14 @@ struct FullPrecisionForwardSm90 {
   const params::Forward& p;
   const ForwardBlock& block;
   uint32_t shared;
+  // Where an item's keys and values are. In registers: reading it from shared memory for each stage would hold the producer up.
+  struct {
+    int batch, head, first, count;
+  } keys;
 
   __device__ __forceinline__ FullPrecisionForwardSm90(const params::Forward& p, const ForwardBlock& b, void* memory)
-      : p(p), block(b), shared(ptx::shared_address(memory)) {}
+      : p(p), block(b), shared(ptx::shared_address(memory)),
+        keys{b.segment.batch, b.key_head, b.segment.key_start, b.segment.key_len} {}
 
   __device__ __forceinline__ uint32_t rows_at(int stage) const { return shared + 2 * Q_BYTES + stage * STAGE_BYTES; }
   // Each consumer's queries have panels of their own.
@@ -47,7 +52,7 @@ struct FullPrecisionForwardSm90 {
                                block.first + warpgroup * TILE, lane);
       publish_copies();
     }
-    if (lane != 0) return;
+    if (!ptx::elect()) return;
     ptx::mbarrier_arrive_expect_tx(mbarrier, p.q.mapped ? Q_BYTES : 0);
     if (p.q.mapped)
 #pragma unroll 1
@@ -58,25 +63,26 @@ struct FullPrecisionForwardSm90 {
   // Issues the copies of a step's keys or values, by the producer warp. Values beyond a document's end are multiplied by P = 0,
   // so they must be finite: a tile of values in which a document ends is copied without the map, with zeros beyond the end.
   __device__ __forceinline__ void load(bool values, int step, int stage, int lane, uint32_t mbarrier) {
-    const Segment& s = block.segment;
-    int first = step * TILES * TILE, head = block.key_head(p.shape);
-    int mapped = p.q.mapped ? TILES : 0;  // tiles that are copied through the map; the others follow them
-    if (mapped && values && p.shape.segments) mapped = min(max(s.key_len - first, 0) / TILE, TILES);
-    if (mapped < TILES) {
+    int first = step * Warpgroups::KEYS;
+    // The tiles that are copied through the map; the others follow them.
+    int mapped = !p.q.mapped ? 0 : values && p.shape.segments ? min(max(keys.count - first, 0) / TILE, TILES) : TILES;
+    if (__builtin_expect(mapped < TILES, false)) {
       const params::View& view = values ? p.v : p.k;
 #pragma unroll 1
       for (int tile = mapped; tile < TILES; ++tile)
         copy_panels_by_warp<D, TILES * TILE>(rows_at(stage) + tile * TILE * 128,
-                                             Rows<T>(view, s.batch, s.key_start, head, s.key_len, p.shape.head_dim),
+                                             Rows<T>(view, keys.batch, keys.first, keys.head, keys.count, p.shape.head_dim),
                                              first + tile * TILE, lane);
       publish_copies();
     }
-    if (lane != 0) return;
+    if (!ptx::elect()) return;
     ptx::mbarrier_arrive_expect_tx(mbarrier, mapped * TILE_BYTES);
-#pragma unroll 1
-    for (int tile = 0; tile < mapped; ++tile)
-      copy_tile_panels<D, TILES * TILE>(rows_at(stage) + tile * TILE * 128, values ? p.v_map : p.k_map, s.batch, head,
-                                        s.key_start + first + tile * TILE, mbarrier);
+    const params::TensorMap& map = values ? p.v_map : p.k_map;
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+      if (tile < mapped)
+        copy_tile_panels<D, TILES * TILE>(rows_at(stage) + tile * TILE * 128, map, keys.batch, keys.head,
+                                          keys.first + first + tile * TILE, mbarrier);
   }
   static __device__ __forceinline__ void publish_copies() {
     ptx::cp_async_wait_all();

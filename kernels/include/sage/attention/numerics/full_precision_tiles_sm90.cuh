@@ -77,15 +77,13 @@ struct FullPrecisionTilesSm90 {
     if (P::QUERY_VALUES == 3) ptx::cp_async_bulk(at + STATE_AT + 2 * TILE * 4, p.row_sums + rows, TILE * 4, mbarrier);
   }
 
-  // Computes P^T of a consumer's 64 keys from the accumulators of S^T.
-  __device__ __forceinline__ void make_probabilities(Scores& s, const typename S::Sums& sums, float k_factor, int tile, int stage,
-                                                     int warpgroup, bool masked) const {
+  // Computes P^T of a consumer's 64 keys from the accumulators of S^T, their factor, and the row state.
+  __device__ __forceinline__ void make_probabilities(Scores& s, const typename S::Sums& sums, const ColumnValues& minus_lse2,
+                                                     float factor, int tile, int warpgroup, bool masked) const {
     int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16;
-    const float* minus_lse2 = state(stage);
-    float factor = S::factor_at(k_factor, minus_lse2 + STATE_VALUES);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      float2 l = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
+      float2 l = minus_lse2.values[n];
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] = fmaf(float(sums[n][e]), factor, e & 1 ? l.y : l.x);
     }

@@ -41,7 +41,7 @@ struct Nvfp4ForwardSm100 {
 
   __device__ __forceinline__ Nvfp4ForwardSm100(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
       : p(p), shared(ptx::shared_address(memory)), query_tiles(b.segment.query_tiles() - b.first / TILE) {
-    int64_t key_tile = int64_t(b.key_head(p.shape)) * p.shape.key_tiles + b.segment.key_tile;
+    int64_t key_tile = int64_t(b.key_head) * p.shape.key_tiles + b.segment.key_tile;
     int64_t query_tile = int64_t(b.head) * p.shape.query_tiles + b.segment.query_tile + b.first / TILE;
     queries = p.codes.q + query_tile * Tile::BYTES;
     keys = p.codes.k + key_tile * Tile::BYTES, values = p.codes.v_transposed + key_tile * Tile::BYTES;

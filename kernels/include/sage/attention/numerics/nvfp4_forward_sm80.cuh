@@ -37,7 +37,7 @@ struct Nvfp4ForwardSm80 {
       : p(p), memory(memory), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32),
         query_tiles(b.segment.query_tiles() - b.first / TILE),
         first_query_tile(int64_t(b.head) * p.shape.query_tiles + b.segment.query_tile + b.first / TILE),
-        first_key_tile(int64_t(b.key_head(p.shape)) * p.shape.key_tiles + b.segment.key_tile),
+        first_key_tile(int64_t(b.key_head) * p.shape.key_tiles + b.segment.key_tile),
         scale(p.shape.softmax_scale * ptx::LOG2_E) {}
 
   // The offset of a tile's keys in shared memory; its values follow them.

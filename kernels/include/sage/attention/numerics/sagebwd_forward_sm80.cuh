@@ -42,7 +42,7 @@ struct SageBwdForwardSm80 {
   __device__ __forceinline__ SageBwdForwardSm80(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
       : shared(ptx::shared_address(memory)),
         mean_logits(reinterpret_cast<float*>(memory + ROWS_AT)),
-        warp(threadIdx.x / 32), first_key_tile(b.key_head(p.shape) * p.shape.key_tiles + b.segment.key_tile),
+        warp(threadIdx.x / 32), first_key_tile(b.key_head * p.shape.key_tiles + b.segment.key_tile),
         query_tile(int64_t(b.head) * p.shape.query_tiles + b.segment.query_tile + b.first / TILE),
         query_tiles_left(b.segment.query_tiles() - b.first / TILE), p(p), block(b) {
     int tile = min(warp * 16 * M / TILE, query_tiles_left - 1);
@@ -101,7 +101,7 @@ struct SageBwdForwardSm80 {
     int lane = ptx::opaque(threadIdx.x) % 32;
     float k_dequant = __ldg(p.codes.k_dequant_scale + first_key_tile + tile);
     if constexpr (QK) {
-      query_mean_logits<T, D>(p.k, p.codes, p.shape, block.segment, block.segment_index, block.key_head(p.shape), query_tile,
+      query_mean_logits<T, D>(p.k, p.codes, p.shape, block.segment, block.segment_index, block.key_head, query_tile,
                               min(query_tiles_left, 2), tile * TILE, TILE, mean_logits);
       __syncthreads();
     }

@@ -45,9 +45,10 @@ struct SageBwdForwardSm90 {
   using Type = T;
   static constexpr int D = HEAD_DIM;
   using Warpgroups = ForwardWarpgroups<2, PLAN.rows == 192 ? 32 : 40, PLAN>;
-  static constexpr int PRODUCER_THREADS = 32;  // one warp, whose lane 0 issues all bulk copies
+  static constexpr int PRODUCER_THREADS = 32;  // one warp, one lane of which issues all bulk copies
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // of a step: one for the bulk copies, one for the scales
   static constexpr bool VALUES_FIRST = true;
+  static constexpr bool MASKS_APART = D == 128;  // at D 64 ptxas would spill in the second loop
   // Shared memory: two slots of Q; stages of K and V^T, of two tiles each; the StepScales of each stage.
   static constexpr int TILE_BYTES = TILE * D, Q_BYTES = Warpgroups::CONSUMERS * TILE_BYTES;
   static constexpr int SCALES_AT = 2 * Q_BYTES + Warpgroups::STAGES * 4 * TILE_BYTES;
@@ -64,7 +65,7 @@ struct SageBwdForwardSm90 {
 
   __device__ __forceinline__ SageBwdForwardSm90(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)),
-        first_key_tile(int64_t(b.key_head(p.shape)) * p.shape.key_tiles + b.segment.key_tile) {}
+        first_key_tile(int64_t(b.key_head) * p.shape.key_tiles + b.segment.key_tile) {}
 
   __device__ __forceinline__ uint32_t keys(int stage) const { return shared + 2 * Q_BYTES + stage * 4 * TILE_BYTES; }
   __device__ __forceinline__ uint32_t values(int stage) const { return keys(stage) + 2 * TILE_BYTES; }
@@ -82,18 +83,18 @@ struct SageBwdForwardSm90 {
     return shared + slot * Q_BYTES + warpgroup * TILE_BYTES;
   }
 
-  __device__ __forceinline__ void load_queries(int slot, int thread, uint32_t mbarrier) {
-    if (thread != 0) return;
+  __device__ __forceinline__ void load_queries(int slot, int, uint32_t mbarrier) {
+    if (!ptx::elect()) return;
     ptx::mbarrier_arrive_expect_tx(mbarrier, Q_BYTES);
 #pragma unroll 1
     for (int warpgroup = 0; warpgroup < Warpgroups::CONSUMERS; ++warpgroup)
       ptx::cp_async_bulk(queries(slot, warpgroup), p.codes.q + query_tile(warpgroup) * TILE_BYTES, TILE_BYTES, mbarrier);
   }
 
-  // Issues the copies of a step, by lane 0 of the producer. A second tile beyond the segment's end has no codes: the stage keeps
+  // Issues the copies of a step, by one lane of the producer. A second tile beyond the segment's end has no codes: the stage keeps
   // what was there before, and the mask hides its keys.
-  __device__ __forceinline__ void load(int step, int stage, int thread, uint32_t mbarrier) {
-    if (thread != 0) return;
+  __device__ __forceinline__ void load(int step, int stage, int, uint32_t mbarrier) {
+    if (!ptx::elect()) return;
     int both = min(block.segment.key_tiles() - 2 * step, 2), bytes = both * TILE_BYTES;
     int64_t at = first_key_tile + 2 * step;
     ptx::mbarrier_arrive_expect_tx(mbarrier, 2 * bytes);
