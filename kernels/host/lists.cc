@@ -1,10 +1,12 @@
 // Runs the kernels that invert selections on a CPU, and the portable backward over lists: users are the lists' inverse, the blocks of
-// threads together visit each user once however lists are cut into parts, and parts change gradients by rounding alone.
+// threads together visit each user once however lists are cut into parts, and parts change gradients by rounding alone. The mass of
+// each block of keys is compared with its definition in doubles.
 #include <map>
+#include <numeric>
 #include <tuple>
 
 namespace {
-__align__(1024) __shared__ unsigned char shared[1024];  // of block_mass, which does not run here
+__align__(1024) __shared__ unsigned char shared[227 << 10];  // of block_mass, as attention::shared is of the others
 }
 #include "../selection.cu"
 #include "problem.h"
@@ -119,10 +121,10 @@ struct Backward {
   void backward() { problem.template backward<attention::ListedQueries>(b, most_parts); }
 };
 
-template <class T>
-double difference(const std::vector<T>& got, const std::vector<T>& expected) {
+template <class T, class U>
+double difference(const std::vector<T>& got, const std::vector<U>& expected) {
   double wrong = 0, size = 0;
-  for (size_t i = 0; i < got.size(); ++i) wrong += pow(float(got[i]) - float(expected[i]), 2), size += pow(float(expected[i]), 2);
+  for (size_t i = 0; i < got.size(); ++i) wrong += pow(double(float(got[i])) - double(expected[i]), 2), size += pow(double(expected[i]), 2);
   return sqrt(wrong / size);
 }
 
@@ -170,13 +172,59 @@ bool check(const Case& c) {
   return good;
 }
 
+// Whether block_mass computes the sums of dense attention's probabilities over each candidate.
+template <int D>
+bool mass_is_right(const Case& c) {
+  state = 7;
+  Problem<B, D, FULL_PRECISION> problem(c);
+  const Segments& segments = problem.segments;
+  int columns = segments.packed ? segments.key_blocks : attention::selection_blocks(segments.longest_keys);
+  std::vector<float> mass(size_t(c.key_heads) * segments.query_blocks * columns);
+  params::Mass p = {problem.p, mass.data(), segments.query_blocks, columns};
+  constexpr params::Plan PLAN = params::plan("block_mass", D, params::LISTED);
+  static_assert(sizeof shared == sizeof attention::shared);
+  host::memory = shared;
+  for (int z = 0; z < c.key_heads; ++z)
+    for (int y = 0; y < segments.count(); ++y)
+      for (int x = 0; x < attention::selection_blocks(segments.longest_queries); ++x)
+        host::run_with_shared({x, y, z}, PLAN.threads, PLAN.shared_bytes, [&] { ::block_mass<B, D>(p); });
+  host::memory = attention::shared;
+
+  std::vector<double> expected(mass.size());
+  int group = c.query_heads / c.key_heads;
+  for (int head = 0; head < c.query_heads; ++head)
+    for (int i = 0; i < segments.count(); ++i) {
+      const params::Segment& s = segments.all[i];
+      for (int query = 0; query < s.query_len; ++query) {
+        attention::Segment segment(problem.p.shape, i);
+        std::vector<double> q = problem.q.row(segments.batch(i), s.query_start + query, head), powers;
+        double sum = 0;
+        for (int key = 0; key < segment.visible_keys(query); ++key) {
+          std::vector<double> k = problem.k.row(segments.batch(i), s.key_start + key, head / group);
+          powers.push_back(exp(std::inner_product(q.begin(), q.end(), k.begin(), 0.0) * problem.p.shape.softmax_scale));
+          sum += powers.back();
+        }
+        int block = query / BLOCK, past = candidates(segment, block);
+        double* row = &expected[(size_t(head / group) * segments.query_blocks + s.query_block + block) * columns + (segments.packed ? s.key_block : 0)];
+        for (int key = 0; key < min(int(powers.size()), past * BLOCK); ++key) row[key / BLOCK] += powers[key] / sum;
+      }
+    }
+  // Probabilities from sums of f32 and exponentials of 2 ulp: 2^-21 each.
+  double error = difference(mass, expected);
+  if (!(error < 1e-5)) printf("mass of blocks: %.1e, %d queries, head_dim %d\n", error, c.queries, c.head_dim);
+  return error < 1e-5;
+}
+
 }  // namespace
 
 int main() {
   const Case grouped = {1, 400, 400, 2, 1, 64, true, false, {}, {}};
   const Case whole = {2, 400, 150, 1, 1, 128, false, false, {}, {}};
   const Case packed = {1, 700, 700, 1, 1, 40, true, false, {0, 70, 70, 590, 700}, {0, 70, 70, 590, 700}};
+  const Case heads = {1, 400, 400, 4, 2, 64, true, false, {}, {}};
   bool good = check<64>(grouped) & check<128>(whole) & check<64>(packed);
   printf("lists of users, whole and in parts: %s\n", good ? "right" : "WRONG");
-  return !good;
+  bool mass = mass_is_right<64>(heads) & mass_is_right<128>(whole) & mass_is_right<64>(packed);
+  printf("mass of blocks of keys: %s\n", mass ? "right" : "WRONG");
+  return !(good && mass);
 }
