@@ -2,7 +2,6 @@
 // threads together visit each user once however lists are cut into parts, and parts change gradients by rounding alone. The mass of
 // each block of keys is compared with its definition in doubles.
 #include <map>
-#include <numeric>
 #include <tuple>
 
 namespace {
@@ -190,23 +189,22 @@ bool mass_is_right(const Case& c) {
         host::run_with_shared({x, y, z}, PLAN.threads, PLAN.shared_bytes, [&] { ::block_mass<B, D>(p); });
   host::memory = attention::shared;
 
+  // With values that say in which block their key is, an output's channels are the probabilities of the blocks.
   std::vector<double> expected(mass.size());
-  int group = c.query_heads / c.key_heads;
   for (int head = 0; head < c.query_heads; ++head)
     for (int i = 0; i < segments.count(); ++i) {
       const params::Segment& s = segments.all[i];
+      attention::Segment segment(problem.p.shape, i);
+      int batch = segments.batch(i), key_head = head / (c.query_heads / c.key_heads);
+      host::Definition definition(problem.k, problem.v, batch, s.key_start, s.key_len, key_head, false, nullptr);
+      for (size_t j = 0; j < definition.v.size(); ++j) definition.v[j] = int(j) % c.head_dim == int(j) / c.head_dim / BLOCK;
       for (int query = 0; query < s.query_len; ++query) {
-        attention::Segment segment(problem.p.shape, i);
-        std::vector<double> q = problem.q.row(segments.batch(i), s.query_start + query, head), powers;
-        double sum = 0;
-        for (int key = 0; key < segment.visible_keys(query); ++key) {
-          std::vector<double> k = problem.k.row(segments.batch(i), s.key_start + key, head / group);
-          powers.push_back(exp(std::inner_product(q.begin(), q.end(), k.begin(), 0.0) * problem.p.shape.softmax_scale));
-          sum += powers.back();
-        }
-        int block = query / BLOCK, past = candidates(segment, block);
-        double* row = &expected[(size_t(head / group) * segments.query_blocks + s.query_block + block) * columns + (segments.packed ? s.key_block : 0)];
-        for (int key = 0; key < min(int(powers.size()), past * BLOCK); ++key) row[key / BLOCK] += powers[key] / sum;
+        double lse2;
+        std::vector<double> of_blocks = definition.row(problem.q.row(batch, s.query_start + query, head), segment.visible_keys(query),
+                                                       problem.p.shape.softmax_scale, false, false, lse2);
+        int block = query / BLOCK;
+        double* row = &expected[(size_t(key_head) * segments.query_blocks + s.query_block + block) * columns + (segments.packed ? s.key_block : 0)];
+        for (int key_block = 0; key_block < candidates(segment, block); ++key_block) row[key_block] += of_blocks[key_block];
       }
     }
   // Probabilities from sums of f32 and exponentials of 2 ulp: 2^-21 each.

@@ -47,6 +47,9 @@ struct ForwardWarpgroups {
   static constexpr int CONSUMER_REGISTERS = (ALL_REGISTERS - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
 };
 
+// The threads that produce: a whole warp, because elect.sync waits for all of its lanes.
+constexpr int PRODUCER_THREADS = 32;
+
 // Named barriers; 0 is __syncthreads.
 enum ForwardBarrier : int {
   PRODUCERS = 1,     // the producer's threads: all see the item that its first thread took
@@ -88,8 +91,7 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   typename N::Type;
   requires N::D % 64 == 0;                      // the padded head_dim
   requires N::Warpgroups::CONSUMERS >= 2;       // a ForwardWarpgroups
-  requires N::PRODUCER_THREADS <= 32;           // the threads that produce
-  requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // their arrivals at the mbarrier for each item's queries, and stage
+  requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // the producer's at the mbarrier for each item's queries, and stage
   N::MASKS_APART;
   requires N::STAGING >= 0 && N::SHARED_BYTES > 0;           // bytes of shared memory: of the epilogue for each warp, and in all
   N(p, block, shared);
@@ -171,7 +173,7 @@ __device__ __forceinline__ void produce(const params::Forward& p, unsigned char*
                                         const WorkPipeline& work) {
   using Warpgroups = typename Numerics::Warpgroups;
   int thread = ptx::opaque(threadIdx.x) - Warpgroups::CONSUMERS * WARPGROUP_THREADS;
-  if (thread >= Numerics::PRODUCER_THREADS) return;
+  if (thread >= PRODUCER_THREADS) return;
   int before = 0;
   for (int item = 0;; ++item) {
     work.wait_empty(item);
@@ -180,7 +182,7 @@ __device__ __forceinline__ void produce(const params::Forward& p, unsigned char*
       block = next_work<Block, Warpgroups::QUERIES>(p, item == 0);
       ptx::mbarrier_arrive(work.full(item));
     }
-    ptx::named_barrier_sync(PRODUCERS, Numerics::PRODUCER_THREADS);
+    ptx::named_barrier_sync(PRODUCERS, PRODUCER_THREADS);
     if (block.head < 0) {
       if (thread < Numerics::QUERY_ARRIVALS) ptx::mbarrier_arrive(work.full(item));
       break;
@@ -216,10 +218,9 @@ struct ItemConsumer {
     ptx::named_barrier_arrive(MMA_ORDER + (warpgroup + 1) % Warpgroups::CONSUMERS, 2 * WARPGROUP_THREADS);
   }
 
-  __device__ __forceinline__ void start(int step) const {
-    kv.wait(order.keys_of(step));
-    consumer.start(kv.stage(order.keys_of(step)));
-  }
+  __device__ __forceinline__ void wait_for_keys(int step) const { kv.wait(order.keys_of(step)); }
+  // Issues S of a step, after wait_for_keys.
+  __device__ __forceinline__ void start(int step) const { consumer.start(kv.stage(order.keys_of(step))); }
   __device__ __forceinline__ void add(int step) const {
     if constexpr (!VALUES_FIRST) kv.wait(order.values_of(step));
     consumer.add(kv.stage(order.values_of(step)));
@@ -241,6 +242,7 @@ struct ItemConsumer {
   // S and the softmax of the first step.
   __device__ __forceinline__ void begin() const {
     if constexpr (!VALUES_FIRST) acquire_order();
+    wait_for_keys(0);
     start(0);
     if constexpr (!VALUES_FIRST) release_order();
     online_softmax<MASK_IF_NEEDED, 0>(0);
@@ -251,14 +253,15 @@ struct ItemConsumer {
   __device__ __forceinline__ void advance(int step) const {
     if constexpr (VALUES_FIRST) {
       add(step - 1);
+      wait_for_keys(step);
       start(step);
       consumer.template added<1>();
       kv.release(order.values_of(step - 1));
       online_softmax<MASK, 0>(step);
     } else {
-      kv.wait(order.keys_of(step));
+      wait_for_keys(step);
       acquire_order();
-      consumer.start(kv.stage(order.keys_of(step)));
+      start(step);
       add(step - 1);
       release_order();
       online_softmax<MASK, 1>(step);
@@ -276,7 +279,7 @@ struct ItemConsumer {
   }
   // A step whose keys only the queries of other consumers see: this one releases its stages, and passes its turn on.
   __device__ __forceinline__ void skip(int step) const {
-    kv.wait(order.keys_of(step));
+    wait_for_keys(step);
     kv.release(order.keys_of(step));
     if constexpr (!VALUES_FIRST) {
       acquire_order();

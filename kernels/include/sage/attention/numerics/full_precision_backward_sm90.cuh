@@ -51,7 +51,8 @@ struct FullPrecisionBackwardSm90 : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, 
       int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
       uint32_t at = of.shared + stage_at(stage);
       const float* state = of.state(stage);
-      // The row state is read before any product is issued: while those read shared memory, a load from it takes hundreds of clocks.
+      // Log-sum-exps and deltas are read before any product is issued: while those read shared memory, a load from it takes hundreds
+      // of clocks.
       // dP^T - D = V dO^T - D. The accumulator is set to -D before, too, because ptxas would wait for a product in flight.
       typename S::Sums sums;
       Scores s, dp;

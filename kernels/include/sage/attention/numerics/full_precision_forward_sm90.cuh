@@ -14,7 +14,7 @@ struct FullPrecisionForwardSm90 {
   // The accumulators of two outputs leave no registers for 128 keys a step.
   static constexpr int TILES = OUTPUTS == 2 ? 1 : 2;
   using Warpgroups = ForwardWarpgroups<TILES, PLAN.rows == 192 ? 32 : 56, PLAN>;
-  static constexpr int PRODUCER_THREADS = 32, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 1;
+  static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = 1;
   static constexpr bool VALUES_FIRST = false, MASKS_APART = true;
   // Shared memory: two slots of Q; stages, each of K or of V.
   static constexpr int TILE_BYTES = TILE * D * 2, Q_BYTES = Warpgroups::CONSUMERS * TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;

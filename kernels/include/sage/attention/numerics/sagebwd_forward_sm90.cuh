@@ -45,7 +45,6 @@ struct SageBwdForwardSm90 {
   using Type = T;
   static constexpr int D = HEAD_DIM;
   using Warpgroups = ForwardWarpgroups<2, PLAN.rows == 192 ? 32 : 40, PLAN>;
-  static constexpr int PRODUCER_THREADS = 32;  // one warp, one lane of which issues all bulk copies
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // of a step: one for the bulk copies, one for the scales
   static constexpr bool VALUES_FIRST = true;
   static constexpr bool MASKS_APART = D == 128;  // at D 64 ptxas would spill in the second loop
