@@ -37,9 +37,9 @@ __device__ void sum_long_rows(const params::SumInOrder& p) {
     constexpr int N = decltype(count)::V;
     float own[N], sum[N], x[N];
     elements::load_floats(p.sum + at, own);
-    for (int term = 0; term <= p.count; ++term) {
-      // The rank's own term, which `sum` holds, comes between those of the ranks before and after it.
-      if (term != p.place) elements::load_floats(p.parts + int64_t(term - (term > p.place)) * p.width + at, x);
+    for (int term = 0; term < p.count; ++term) {
+      // `sum` holds the rank's own term.
+      if (term != p.place) elements::load_floats(p.parts + int64_t(term) * p.width + at, x);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         float next = term == p.place ? own[i] : x[i];

@@ -22,7 +22,7 @@ use crate::config::{CheckpointConfig, Config, Identity};
 use crate::lock::Lock;
 use crate::model::{Parameters, Parts, Snapshot, State};
 use crate::partial::{PARTIAL, sync};
-use crate::ranks::{Mesh, Rank, Words};
+use crate::ranks::{Rank, Ranks, Words};
 use crate::{during, hex, writing};
 
 const FOLDER: &str = "checkpoints";
@@ -410,13 +410,19 @@ impl Found {
             .hint("move the newer ones away, or copy the run's folder"))
     }
 
-    /// The parameters and moments, for the rank at this position in the mesh.
+    /// The parameters and moments, for this rank.
     ///
     /// # Errors
     /// When they belong to another model.
-    pub fn restore(&self, config: &Config, device: &Device, dtype: DType, mesh: Mesh) -> Result<Parameters> {
+    pub fn restore(
+        &self,
+        config: &Config,
+        device: &Device,
+        dtype: DType,
+        ranks: &Ranks,
+    ) -> Result<Parameters> {
         let state = State::open(paths(&self.path, self.files.clone()))?;
-        Parameters::restore(&config.model, &state, device, dtype, Some(mesh))
+        Parameters::restore(&config.model, &state, device, dtype, Some(ranks))
     }
 }
 

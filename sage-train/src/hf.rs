@@ -15,7 +15,7 @@ use crate::data::Tokenizer;
 use crate::model::{LlamaConfig, ParameterSpec, Parameters, StateFile};
 use crate::partial::Folder;
 use crate::quantity::Quantity;
-use crate::ranks::{Mesh, Ranks};
+use crate::ranks::Ranks;
 use crate::settings::{
     AttentionSettings, Settings, Sla2Settings, SmoothingSetting, Switch, TailSetting, exported_settings,
     form_name,
@@ -211,7 +211,7 @@ pub fn load(
     config: &LlamaConfig,
     device: &Device,
     dtype: DType,
-    trained: Option<Mesh>,
+    trained: Option<&Ranks>,
 ) -> Result<Parameters> {
     HfConfig::read(folder)?;
     let (attention, told) = attention(folder)?;

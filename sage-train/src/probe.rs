@@ -22,7 +22,7 @@ use crate::device::{Place, free_memory};
 use crate::metrics::{Probed, QUANTITIES, RESULTS, Row, Sizes};
 use crate::model::{Llama, LlamaConfig, Parameters, Watch};
 use crate::quantity::gib;
-use crate::ranks::Mesh;
+use crate::ranks::Ranks;
 use crate::settings::{Attn, Settings};
 use crate::trained::{Trained, run_folder};
 use crate::{bar, during, tell};
@@ -403,7 +403,8 @@ pub fn probe_weights(
     (text, tokenizer): (&Mixture, &Tokenizer),
     step: u64,
 ) -> Result<Probed> {
-    let parameters = Parameters::load(&config.model, weights, &Device::Cpu, DType::F32, Some(Mesh::ALONE))?;
+    let parameters =
+        Parameters::load(&config.model, weights, &Device::Cpu, DType::F32, Some(&Ranks::alone()))?;
     let scheme = low_bit(config.model.scheme, &config.settings);
     let look = Look { sequences: 1, ..Look::default() };
     let cut = config.data.cut(tokenizer);

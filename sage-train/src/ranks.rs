@@ -26,7 +26,7 @@ use candle_sage::{Error, Result};
 pub use group::Group;
 pub use mesh::{Mesh, PIECE, PIECE_BESIDE, Rank};
 pub use message::first_message;
-pub use transport::Transfer;
+pub use transport::{CopyEngines, Transfer};
 pub use world::{World, variables};
 
 use launch::Launch;
@@ -127,27 +127,39 @@ impl Ranks {
     ///
     /// # Errors
     /// When the devices cannot reach each other.
-    pub fn connect(words: Words, mesh: Mesh, device: &Device) -> Result<Self> {
+    pub fn connect(words: Words, mesh: Mesh, engines: CopyEngines, device: &Device) -> Result<Self> {
         let Some(meeting) = &words.meeting else { return Ok(Self { mesh, ..Self::alone() }) };
         let transport: Rc<dyn Transport> = match device {
+            Device::Cpu if engines == CopyEngines::On => {
+                return Err(Error::new("CPUs have no copy engines")
+                    .got("--copy-engines on, --device cpu")
+                    .allowed("auto or off")
+                    .hint("leave --copy-engines out"));
+            }
             Device::Cpu => Rc::new(Loopback::connect(meeting)?),
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => {
                 words.doing("connecting the GPUs");
-                Rc::new(nccl::Nccl::connect(&words, device)?)
+                Rc::new(nccl::Nccl::connect(&words, mesh, engines, device)?)
             }
             _ => return Err(Error::new("this device has no others to connect to")),
         };
+        let mesh = Mesh { engines: transport.has_engines(), ..mesh };
         let Mesh { shard, replica, .. } = mesh;
         let group = |rank, first, step| Group::new(&transport, rank, first, step);
         Ok(Self {
             mesh,
             all: group(mesh.rank(), 0, 1),
-            shards: group(shard, replica.index * shard.of, 1),
+            shards: Group::node(&transport, shard, replica.index * shard.of),
             replicas: group(replica, shard.index, shard.of),
             context: group(mesh.part(), mesh.data().index * mesh.context, 1),
             words,
         })
+    }
+
+    /// The same ranks with another plan of how they reduce gradients.
+    pub fn planned(self, plan: impl FnOnce(Mesh) -> Mesh) -> Self {
+        Self { mesh: plan(self.mesh), ..self }
     }
 
     /// This rank among all ranks.

@@ -23,7 +23,7 @@ use crate::lock::Lock;
 use crate::metrics::{Outcome, Point};
 use crate::model::Parameters;
 use crate::quantity::gib;
-use crate::ranks::{Mesh, Ranks, Words};
+use crate::ranks::{Ranks, Words};
 use crate::runs::{CONFIG, ENDING, Ending, STARTS, Start, Status};
 use crate::signals::Second;
 use crate::{on_device, partial, signals, tell, writing};
@@ -103,7 +103,7 @@ pub fn run_as(
     check_parallel(config, rank.of, parallel.context)?;
     words.agree("settings", &said(config, resumed, parallel))?;
     let device = config.device.open(parallel.local)?;
-    let ranks = Ranks::connect(words.clone(), parallel.mesh(words)?, &device)?;
+    let ranks = parallel.connect(words, &device, config.tokens_per_step())?;
     let started = Instant::now();
     let mut progress = Progress::new(config.steps, rank);
     // Before the call of `signals::watch` below there is nothing to save, and a signal ends the program in
@@ -112,13 +112,16 @@ pub fn run_as(
     let fingerprint = data.fingerprint()?;
     words.agree("data", &fingerprint)?;
     resumed.map_or(Ok(()), |found| check_goes_on(found, config, &fingerprint))?;
-    let read = || parameters(config, resumed, &device, ranks.mesh());
+    let read = || parameters(config, resumed, &device, &ranks);
     let parameters = words.aside("reading the weights", read)?;
     let (folder, points) = open_folder(config, begin, words)?;
     signals::watch(Second::Ends)?;
     progress.log_to(folder.log(rank)?);
     progress.say(&format!("run: {}", folder.path().display()));
     tell_what_runs(config, resumed, &data, &progress);
+    if rank.of > 1 {
+        progress.say(&parallel::summary(ranks.mesh()));
+    }
     folder.write(CONFIG, &config.to_toml())?;
     no_ending_yet(&folder, words)?;
     let first = resumed.map_or(0, |found| found.about.step);
@@ -131,7 +134,7 @@ pub fn run_as(
     let checkpoints = Checkpoints::new(folder.path(), belongs, config.checkpoints, words.clone())?;
     words.wait("folder is ready");
 
-    let trainer = Trainer::new(config, &data, &parameters, (&device, &ranks), parallel.overlap)
+    let trainer = Trainer::new(config, &data, &parameters, (&device, &ranks))
         .map_err(on_device("cannot make the model"))?;
     // The run's clock continues where the earlier processes stopped.
     let before = Duration::from_secs_f64(points.last().map_or(0.0, |point: &Point| point.seconds.max(0.0)));
@@ -256,13 +259,14 @@ fn said(config: &Config, resumed: Option<&Found>, parallel: Parallel) -> String 
     // These settings decide when the ranks validate and save, which they do together.
     let (checkpoints, eval) = (config.checkpoints.every, config.eval_every);
     let rest = format!(
-        "device = {}\nrecompute = {:?}\neval-every = {eval}\nprobe-every = {}\ncheckpoint-every = {checkpoints}\ncontext-parallel = {}\noverlap = {:?}\npiece-mb = {:?}",
+        "device = {}\nrecompute = {:?}\neval-every = {eval}\nprobe-every = {}\ncheckpoint-every = {checkpoints}\ncontext-parallel = {}\noverlap = {:?}\npiece-mb = {:?}\ncopy-engines = {:?}",
         config.device,
         config.model.recompute,
         config.probe_every,
         parallel.context,
         parallel.overlap,
         parallel.piece,
+        parallel.engines,
     );
     settings.chain([rest, step]).collect::<Vec<_>>().join("\n")
 }
@@ -342,11 +346,16 @@ fn tell_of_course(found: &Found, config: &Config, progress: &Progress) {
 }
 
 /// Parameters from a checkpoint, from a model's folder, or drawn at random.
-fn parameters(config: &Config, resumed: Option<&Found>, device: &Device, mesh: Mesh) -> Result<Parameters> {
+fn parameters(
+    config: &Config,
+    resumed: Option<&Found>,
+    device: &Device,
+    ranks: &Ranks,
+) -> Result<Parameters> {
     let dtype = config.device.dtype();
     match (resumed, &config.init_from) {
-        (Some(found), _) => found.restore(config, device, dtype, mesh),
-        (None, Some(folder)) => hf::load(folder, &config.model, device, dtype, Some(mesh)),
-        (None, None) => Parameters::init(&config.model, config.weights_seed, mesh, device, dtype),
+        (Some(found), _) => found.restore(config, device, dtype, ranks),
+        (None, Some(folder)) => hf::load(folder, &config.model, device, dtype, Some(ranks)),
+        (None, None) => Parameters::init(&config.model, config.weights_seed, ranks, device, dtype),
     }
 }

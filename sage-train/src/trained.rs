@@ -14,7 +14,7 @@ use crate::hf;
 use crate::model::{Llama, Parameters, Stage};
 use crate::on_device;
 use crate::quantity::Quantity;
-use crate::ranks::{Mesh, Rank};
+use crate::ranks::{Rank, Ranks};
 use crate::runs::{Run, STARTS, tokenizer_hash};
 use crate::settings::{Attn, BatchSettings, Settings};
 
@@ -90,7 +90,8 @@ impl Trained {
     /// # Errors
     /// When the folder is no run, checkpoint or model, or a file is missing or damaged.
     pub fn open(folder: &Path, place: Place, mut settings: Settings, trained: bool) -> Result<Self> {
-        let trained = trained.then_some(Mesh::ALONE);
+        let alone = Ranks::alone();
+        let trained = trained.then_some(&alone);
         settings.run.device = Some(place);
         let device = place.open(Rank::ALONE)?;
         let run = run_folder(folder);

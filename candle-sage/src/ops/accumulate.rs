@@ -67,12 +67,12 @@ impl InplaceOp2 for AddInto {
     }
 }
 
-/// `sum = parts[0] + .. + parts[place - 1] + sum + parts[place] + ..`, each element in that order: the
-/// gradients of several GPUs, of which `sum` holds one. The result has the same bits on every GPU that
-/// computes it, whichever gradient that GPU holds itself.
+/// `sum = parts[0] + .. + parts[place - 1] + sum + parts[place + 1] + ..`, each element in that order: the
+/// gradients of several GPUs, of which `sum` holds that of `place`. The result has the same bits on every GPU
+/// that computes it, whichever gradient that GPU holds itself.
 ///
-/// `parts` is (n, ..), and `sum` has the shape of one of them; both are contiguous and f32. `place` is 0 to
-/// n.
+/// `parts` is (n, ..), one for each GPU, of which that of `place` is not read; `sum` has the shape of one of
+/// them. Both are contiguous and f32. `place` is 0 to n - 1.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -80,8 +80,8 @@ impl InplaceOp2 for AddInto {
 ///
 /// // The second of three processes holds its own gradient, and receives those of the first and the third.
 /// let gradient = Tensor::new(&[2f32, 20.], &Device::Cpu)?;
-/// let others = Tensor::new(&[[1f32, 10.], [4., 40.]], &Device::Cpu)?;
-/// sum_in_order(&gradient, &others, 1)?;
+/// let received = Tensor::new(&[[1f32, 10.], [0., 0.], [4., 40.]], &Device::Cpu)?;
+/// sum_in_order(&gradient, &received, 1)?;
 /// assert_eq!(gradient.to_vec1::<f32>()?, [7., 70.]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
@@ -90,12 +90,12 @@ impl InplaceOp2 for AddInto {
 /// When they do not fit together; on CUDA, when one does not start on 16 bytes, or the number of elements of
 /// `sum` is no multiple of 4.
 pub fn sum_in_order(sum: &Tensor, parts: &Tensor, place: usize) -> Result<()> {
-    let parted = parts.dims().split_first().is_some_and(|(&n, dims)| place <= n && dims == sum.dims());
+    let parted = parts.dims().split_first().is_some_and(|(&n, dims)| place < n && dims == sum.dims());
     if !parted || parts.dtype() != DType::F32 || !parts.is_contiguous() {
         return Err(shape_error(
             "sum_in_order: the parts do not fit the sum",
             ((parts.dims(), parts.dtype()), (sum.dims(), sum.dtype()), place),
-            "f32 parts (n, ..) without gaps, a sum (..), and a place up to n",
+            "f32 parts (n, ..) without gaps, a sum (..), and a place below n",
             "stack the parts along a new first dimension",
         ));
     }
@@ -126,9 +126,8 @@ impl InplaceOp2 for InOrder {
         sum.par_chunks_mut(SPAN).enumerate().for_each(|(span, sum)| {
             let own = sum.to_vec();
             let of_part = |part: usize| &parts[part * len + span * SPAN..][..own.len()];
-            let others = parts.len() / len;
-            let terms = (0..self.place).map(of_part).chain([own.as_slice()]);
-            let mut terms = terms.chain((self.place..others).map(of_part));
+            let term = |part| if part == self.place { own.as_slice() } else { of_part(part) };
+            let mut terms = (0..parts.len() / len).map(term);
             sum.copy_from_slice(terms.next().unwrap_or_default());
             terms.for_each(|term| sum.iter_mut().zip(term).for_each(|(sum, x)| *sum += x));
         });

@@ -42,6 +42,8 @@ pub struct Update {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Links {
     ranks: usize,
+    /// Whether copy engines carried what was exchanged.
+    engines: bool,
     /// The times, by size.
     pub links: Vec<Link>,
     /// Milliseconds of a gather of 64 bytes.
@@ -66,15 +68,15 @@ pub fn measure(
     let measured = || -> candle_core::Result<Links> {
         let clock = Clock::new(device, Duration::ZERO)?;
         let of = ranks.rank().of;
-        let group = ranks.all();
+        let on_node = ranks.mesh().replica.of == 1;
+        let group = if on_node { ranks.shards() } else { ranks.all() };
         let mut links = Vec::new();
         for megabytes in SIZES.into_iter().filter(|size| *size <= most) {
             say(&format!("exchange and gather of {megabytes} MB"));
             let len = ((megabytes * 1e6 / 4.0) as usize).next_multiple_of(64 * of);
-            let from = Tensor::randn(0f32, 1.0, len, device)?;
-            let into = Tensor::zeros(len / of * (of - 1), DType::F32, device)?;
-            let dtype = config.device.dtype();
-            let weights = Tensor::zeros(len, dtype, device)?;
+            let from = group.shared(Tensor::randn(0f32, 1.0, len, device)?)?;
+            let into = group.zeros(len, DType::F32, device)?;
+            let weights = group.zeros(len, config.device.dtype(), device)?;
             let own = ranks.rank().part_of(len);
             let part = weights.narrow(0, own.start, own.len())?;
             links.push(Link {
@@ -87,13 +89,13 @@ pub fn measure(
             (Tensor::zeros(8, DType::F64, device)?, Tensor::zeros(8 * of, DType::F64, device)?);
         let latency = clock.median(4 * repeats, |_| group.wait(group.gather(&number, &numbers)?))?;
         let update = |ranks: &Ranks| update(config, ranks, device, &clock, repeats);
-        let parameters = config.model.parameters();
+        let (parameters, engines) = (config.model.parameters(), ranks.mesh().engines);
         let what = format!("update of {:.1}M parameters", parameters as f64 / 1e6);
         say(&format!("{what}, each rank alone"));
         let alone = update(&Ranks::alone())?;
         say(&format!("{what}, together"));
         let together = update(ranks)?;
-        Ok(Links { ranks: of, links, latency, update: Update { parameters, alone, together } })
+        Ok(Links { ranks: of, engines, links, latency, update: Update { parameters, alone, together } })
     };
     measured().map_err(during("cannot measure the links"))
 }
@@ -107,7 +109,7 @@ fn update(
     repeats: usize,
 ) -> candle_core::Result<f64> {
     let model = LlamaConfig { context: 64, ..config.model.clone() };
-    let parameters = Parameters::init(&model, 0, ranks.mesh(), device, config.device.dtype())?;
+    let parameters = Parameters::init(&model, 0, ranks, device, config.device.dtype())?;
     // One backward makes the gradients that the update needs.
     parameters.clear_gradients()?;
     let ids = Tensor::zeros((1, model.context), DType::U32, device)?;
@@ -116,7 +118,7 @@ fn update(
     let (of, group) = (ranks.rank().of, ranks.all());
     let all = Tensor::zeros(of, DType::F64, device)?;
     clock.median(repeats, |_| {
-        let squares = Reduction::new(&parameters, ranks, false).finish()?.unsqueeze(0)?;
+        let squares = Reduction::new(&parameters, ranks).finish()?.unsqueeze(0)?;
         let sum = match of {
             1 => squares.get(0)?,
             _ => {
@@ -131,8 +133,12 @@ fn update(
 /// The measurements as a table.
 pub fn table(measured: &Links) -> String {
     let mut out = format!(
-        "{} ranks; a rank and direction\n{:>10} {:>22} {:>26}\n",
-        measured.ranks, "MB", "exchange, f32", "gather, half of them"
+        "{} ranks, {}; a rank and direction\n{:>10} {:>22} {:>26}\n",
+        measured.ranks,
+        if measured.engines { "copy engines" } else { "no copy engines" },
+        "MB",
+        "exchange, f32",
+        "gather, half of them"
     );
     let others = (measured.ranks - 1) as f64 / measured.ranks as f64;
     for link in &measured.links {

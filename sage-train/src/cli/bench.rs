@@ -12,7 +12,7 @@ use crate::bench::{self, Row, links, sla2};
 use crate::checks::in_range;
 use crate::config::Config;
 use crate::device::Place;
-use crate::ranks::{Mesh, Rank, Ranks, Role, STALL, Words, World};
+use crate::ranks::{CopyEngines, Mesh, Rank, Ranks, Role, STALL, Words, World};
 use crate::settings::{Preset, Settings};
 use crate::{tell, writing};
 
@@ -164,6 +164,9 @@ pub(super) struct BenchLinks {
     /// The model that is updated
     #[arg(long, value_enum, default_value = "325m")]
     preset: Preset,
+    /// Whether GPUs' copy engines carry what a node's GPUs exchange
+    #[arg(long, value_enum, value_name = "WHEN", default_value = "auto")]
+    copy_engines: CopyEngines,
     /// The most to exchange, megabytes
     #[arg(long, value_name = "MB", default_value_t = 1300.0)]
     most: f64,
@@ -191,7 +194,8 @@ impl BenchLinks {
         });
         let config = Config::resolve(settings)?;
         let device = place.open(local)?;
-        let ranks = Ranks::connect(words.clone(), Mesh::agree(words, local, 1)?, &device)?;
+        let mesh = Mesh::agree(words, local, 1)?;
+        let ranks = Ranks::connect(words.clone(), mesh, self.copy_engines, &device)?;
         let repeats = usize::from(self.repeats);
         let say = |text: &str| {
             if words.rank().is_first() {

@@ -5,7 +5,7 @@ use candle_sage::{Error, Result};
 use crate::checks::in_range;
 use crate::config::several::{LINK, NETWORK, World};
 use crate::quantity::Quantity;
-use crate::ranks::{Mesh, Rank, Role, Words};
+use crate::ranks::{CopyEngines, Mesh, Rank, Role, Words};
 use crate::train::{Overlap, Parallel};
 
 /// How a run goes on several GPUs; nothing of what it is.
@@ -21,6 +21,9 @@ pub(super) struct Several {
     /// When gradients travel between GPUs
     #[arg(long, value_enum, value_name = "WHEN", help_heading = "Several GPUs", default_value = "auto")]
     pub(super) overlap: Overlap,
+    /// Whether GPUs' copy engines carry gradients and weights on a node, beside which kernels keep all multiprocessors
+    #[arg(long, value_enum, value_name = "WHEN", help_heading = "Several GPUs", default_value = "auto")]
+    pub(super) copy_engines: CopyEngines,
     /// Megabytes of gradient that travel at once, at least [default: 680, or 200 beside the backward]
     #[arg(long, value_name = "MB", help_heading = "Several GPUs")]
     pub(super) piece_mb: Option<f64>,
@@ -58,7 +61,8 @@ impl Several {
     pub(super) fn parallel(&self, local: Rank) -> Result<Parallel> {
         let piece = self.piece_mb.map(|mb| in_range("piece-mb", mb, 0.001, 1e6)).transpose()?;
         let piece = piece.map(|mb| (mb * 1e6 / 4.0) as usize);
-        Ok(Parallel { local, context: self.context_parallel, overlap: self.overlap, piece })
+        let (context, overlap, engines) = (self.context_parallel, self.overlap, self.copy_engines);
+        Ok(Parallel { local, context, overlap, piece, engines })
     }
 
     /// Whether a dry run plans for other machines than this one.
@@ -66,8 +70,8 @@ impl Several {
         self.ranks.is_some()
     }
 
-    /// The ranks and their links that a dry run plans for.
-    pub(super) fn world(&self) -> Result<World> {
+    /// The ranks and their links that a dry run plans for, GPUs or processes on a CPU, in steps of `tokens` tokens.
+    pub(super) fn world(&self, gpus: bool, tokens: u64) -> Result<World> {
         let shape = || Error::new("ranks do not divide into nodes");
         let (of, on_node) = match self.ranks {
             Some(ranks) => (in_range("ranks", ranks, 1, 1 << 20)?, self.ranks_per_node.min(ranks)),
@@ -98,9 +102,10 @@ impl Several {
         let mesh = Mesh {
             replica: Rank { index: 0, of: of / on_node },
             context: self.context_parallel,
+            engines: gpus && on_node > 1 && self.copy_engines != CopyEngines::Off,
             ..Mesh::node(Rank { index: 0, of: on_node })
         };
-        let mesh = self.parallel(Rank::ALONE)?.in_pieces(mesh);
+        let mesh = self.parallel(Rank::ALONE)?.plan(mesh, tokens);
         Ok(World {
             mesh,
             link: rate("link-rate", self.link_rate)?,

@@ -17,6 +17,7 @@ use crate::checkpoint;
 use crate::checks::in_range;
 use crate::config::Config;
 use crate::data::{Batches, Dataset, known_tokenizer};
+use crate::device::Place;
 use crate::lock::Lock;
 use crate::quantity::Quantity;
 use crate::ranks::{Rank, Role, Words};
@@ -161,7 +162,7 @@ impl Train {
             {
                 tell(&format!("warning: {error}"));
             }
-            let world = self.several.world()?;
+            let world = self.several.world(config.device == Place::Cuda, config.tokens_per_step())?;
             let ranks = world.mesh.rank().of;
             train::check_parallel(&config, ranks, world.mesh.context)?;
             let of_ranks = if ranks > 1 { config.of_ranks(world) } else { String::new() };

@@ -28,9 +28,12 @@ pub const NETWORK: f64 = 45e9;
 /// Bytes a second of a GPU's memory, as updates reach them.
 const MEMORY: f64 = 3e12;
 
-/// Bytes a second at which sequences are shared among ranks, the copies into the order of heads included: two H200, 64k tokens,
-/// 3 ms a layer (docs/several-gpus.md). Those copies are gone since, and the rate was not measured again.
-const SHARED: f64 = 90e9;
+/// Bytes a second at which sequences are shared among ranks, the copies into the order of heads included: two H100, 64k tokens,
+/// 2 ms a layer (docs/several-gpus.md).
+const SHARED: f64 = 130e9;
+
+/// What part of an exchange a backward hides that copy engines carry it beside: two H100 (docs/several-gpus.md).
+const BESIDE: f64 = 0.6;
 
 /// What part of the gradients' time may hide what travels between nodes.
 const HIDES: f64 = 0.6;
@@ -53,14 +56,16 @@ impl Seconds {
     }
 }
 
-/// An update over the links of a node: gradients are exchanged, and three quarters of what it takes to add them up are hidden by
-/// that; weights are gathered beside AdamW (34 bytes a parameter), of which the longer counts, and a quarter of the shorter.
-fn update_seconds(parameters: u64, ranks: usize, link: f64) -> f64 {
-    let (bytes, ranks) = (4.0 * parameters as f64, ranks as f64);
+/// An update over the links of a node: gradients are exchanged and added up, AdamW and the norm move 34 bytes a parameter, and
+/// weights are gathered. Parts overlap, and slow each other down by as much as measured steps show.
+fn update_seconds(parameters: u64, mesh: Mesh, link: f64) -> f64 {
+    let (bytes, ranks) = (4.0 * parameters as f64, mesh.shard.of as f64);
     let others = (ranks - 1.0) / ranks;
-    let (exchange, sums) = (others * bytes / link, (bytes + bytes / ranks) / MEMORY);
-    let (gather, adamw) = (others * bytes / 2.0 / link, 34.0 / 4.0 * bytes / ranks / MEMORY);
-    exchange + sums / 4.0 + gather.max(adamw) + gather.min(adamw) / 4.0
+    let sums = if mesh.shard.of == 1 { 0.0 } else { (bytes + bytes / ranks) / MEMORY };
+    let exchange = others * bytes / link;
+    let (gather, adamw) = (exchange / 2.0, 34.0 / 4.0 * bytes / ranks / MEMORY);
+    let hidden = if mesh.engines && mesh.beside { BESIDE } else { 0.0 };
+    (1.0 - hidden) * exchange + sums + gather + adamw
 }
 
 impl Config {
@@ -181,7 +186,7 @@ impl Config {
         Seconds {
             gradients,
             shared,
-            update: update_seconds(parameters, mesh.shard.of, link),
+            update: update_seconds(parameters, mesh, link),
             network,
             // The last piece has no backward beside it.
             exposed: (network - HIDES * gradients).max(network * last.min(1.0)),
@@ -192,8 +197,8 @@ impl Config {
     fn efficiency(&self, world: World, seconds: &Seconds) -> f64 {
         let ranks = world.mesh.rank().of as f64;
         let tokens = self.tokens_per_step() as f64 / ranks;
-        let alone =
-            tokens / self.tokens_a_second(world) + update_seconds(self.model.parameters(), 1, world.link);
+        let alone = tokens / self.tokens_a_second(world)
+            + update_seconds(self.model.parameters(), Mesh::ALONE, world.link);
         alone / seconds.all()
     }
 
@@ -226,31 +231,39 @@ mod tests {
     use crate::ranks::Rank;
     use crate::settings::{Preset, Settings};
 
-    fn config(micro_batch: usize, context: u64, sequences: u64) -> Config {
+    fn config(micro_batch: usize, context: u64, sequences: u64, vocabulary: u64, heads: usize) -> Config {
         Config::resolve(Settings::with(|s| {
             s.run.preset = Some(Preset::Paper325m);
             s.run.device = Some(Place::Cuda);
             s.data.context = Some(Quantity(context));
-            s.data.vocab_size = Some(Quantity(1078));
+            s.data.vocab_size = Some(Quantity(vocabulary));
+            s.model.heads = Some(heads);
+            s.model.head_dim = Some(1024 / heads);
             s.batch.micro_batch = Some(micro_batch);
             s.batch.tokens_per_step = Some(Quantity(sequences * context));
         }))
         .expect("settings")
     }
 
-    /// docs/several-gpus.md: steps of two H200 from the time of one's gradients, with the vocabulary that they were measured with.
+    /// docs/several-gpus.md: steps of two GPUs from the time of one's gradients, with the vocabularies that they were measured with.
     #[test]
     fn steps_of_two_gpus_are_reckoned_as_they_were_measured() {
-        let node = Mesh::node(Rank { index: 0, of: 2 });
-        let shared = Mesh { context: 2, ..node };
-        for (mesh, micro_batch, context, gradients, measured) in [
-            (node, 1, 4096, 21.94, 26.26),
-            (node, 2, 4096, 39.77, 44.77),
-            (node, 8, 4096, 151.51, 156.39),
-            (shared, 1, 65_536, 1269.43, 696.24),
+        let after = Mesh::node(Rank { index: 0, of: 2 });
+        let beside = Mesh { engines: true, beside: true, ..after };
+        let shared = Mesh { context: 2, ..after };
+        // H200 with NCCL's kernels, then H100 with the copy engines.
+        for (mesh, vocabulary, heads, micro_batch, context, gradients, measured) in [
+            (after, 1078, 16, 1, 4096, 21.94, 26.26),
+            (after, 1078, 16, 2, 4096, 39.77, 44.77),
+            (after, 1078, 16, 8, 4096, 151.51, 156.39),
+            (after, 50_257, 16, 1, 4096, 23.49, 28.90),
+            (beside, 50_257, 16, 1, 4096, 23.49, 28.28),
+            (beside, 50_257, 16, 2, 4096, 44.69, 49.95),
+            (after, 50_257, 16, 8, 4096, 169.64, 176.31),
+            (shared, 50_257, 8, 1, 65_536, 1254.15, 674.24),
         ] {
             let sequences = (micro_batch * mesh.data().of) as u64;
-            let config = config(micro_batch, context, sequences);
+            let config = config(micro_batch, context, sequences, vocabulary, heads);
             let gpu = Some((micro_batch as u64 * context) as f64 / gradients * 1e3);
             let seconds = config.seconds(World { mesh, link: LINK, network: NETWORK, gpu }, 1);
             let reckoned = 1e3 * seconds.all();

@@ -22,7 +22,7 @@ use super::pieces::{Layout, Piece, overlap};
 use super::snapshot::{ROWS, Snapshot};
 use super::state::{State, StateFile};
 use crate::during;
-use crate::ranks::{Mesh, Ranks};
+use crate::ranks::{Group, Mesh, Ranks};
 
 /// Name of the embedding, which is also the output matrix.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -41,9 +41,8 @@ pub struct Parameters {
     /// Gradients of all parameters, if the model is trained. After the reduction this rank's shards hold the
     /// sum over ranks.
     gradients: Option<Tensor>,
-    /// Receive buffers, if there are other ranks. The first two, each for the data of the node's other ranks
-    /// for one piece, alternate: one fills while the other is added up. The third is for the data of other
-    /// nodes.
+    /// Receive buffers, if there are other ranks. The first two, each for the data of the node's ranks for one
+    /// piece, alternate: one fills while the other is added up. The third is for the data of other nodes.
     pub(super) received: Option<[Tensor; 3]>,
     /// By parameter: see [`Weight`].
     pub(super) filled: Vec<Arc<AtomicBool>>,
@@ -112,15 +111,15 @@ impl Parameters {
     pub fn init(
         config: &LlamaConfig,
         seed: u64,
-        mesh: Mesh,
+        ranks: &Ranks,
         device: &Device,
         dtype: DType,
     ) -> candle_sage::Result<Self> {
-        Self::from_values(config, &|spec| Ok(draw(spec, seed)), device, dtype, Some(mesh))
+        Self::from_values(config, &|spec| Ok(draw(spec, seed)), device, dtype, Some(ranks))
     }
 
-    /// Reads every parameter from a safetensors file. `trained` is the mesh of ranks if the model is trained,
-    /// and `None` if it needs no gradients.
+    /// Reads every parameter from a safetensors file. `trained` is the ranks that train the model, and
+    /// `None` if it needs no gradients.
     ///
     /// # Errors
     /// When the file cannot be read, or belongs to another model.
@@ -129,7 +128,7 @@ impl Parameters {
         path: &Path,
         device: &Device,
         dtype: DType,
-        trained: Option<Mesh>,
+        trained: Option<&Ranks>,
     ) -> candle_sage::Result<Self> {
         let file = StateFile::open(path)
             .map_err(|error| error.hint("a run has model.safetensors from its first validation on"))?;
@@ -145,7 +144,7 @@ impl Parameters {
         values: &dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>>,
         device: &Device,
         dtype: DType,
-        trained: Option<Mesh>,
+        trained: Option<&Ranks>,
     ) -> candle_sage::Result<Self> {
         let values = Values { weights: values, moments: None };
         Self::new(config.parameter_specs(), &values, device, dtype, trained)
@@ -161,7 +160,7 @@ impl Parameters {
         state: &State,
         device: &Device,
         dtype: DType,
-        trained: Option<Mesh>,
+        trained: Option<&Ranks>,
     ) -> candle_sage::Result<Self> {
         let values = Values {
             weights: &|spec| state.values(spec, ROWS[0], 0..spec.len() as usize),
@@ -175,10 +174,11 @@ impl Parameters {
         values: &Values<'_>,
         device: &Device,
         dtype: DType,
-        trained: Option<Mesh>,
+        trained: Option<&Ranks>,
     ) -> candle_sage::Result<Self> {
         let failed = || "cannot make the model";
-        let mesh = trained.unwrap_or(Mesh::ALONE);
+        let group = trained.map_or_else(Group::alone, |ranks| ranks.shards().clone());
+        let mesh = trained.map_or(Mesh::ALONE, Ranks::mesh);
         let layout = Layout::new(&specs, mesh);
         let mut held = Vec::with_capacity(layout.pieces.len());
         for piece in &layout.pieces {
@@ -211,16 +211,16 @@ impl Parameters {
                     true => state.get(0)?,
                     false => Tensor::from_vec(whole, len, device)?.to_dtype(dtype)?,
                 };
-                Ok(Held { values, state })
+                Ok(Held { values: group.shared(values)?, state })
             };
             held.push(make().map_err(during(failed()))?);
         }
-        let zeros = |len| Tensor::zeros(len, DType::F32, device).map_err(during(failed()));
+        let zeros = |len| group.zeros(len, DType::F32, device).map_err(during(failed()));
         let gradients = trained.map(|_| zeros(layout.len())).transpose()?;
-        let [others, nodes] = layout.largest_received(mesh);
-        let received = match others + nodes {
+        let [node, nodes] = layout.largest_received(mesh);
+        let received = match node + nodes {
             0 => None,
-            _ => Some([zeros(others)?, zeros(others)?, zeros(nodes)?]),
+            _ => Some([zeros(node)?, zeros(node)?, zeros(nodes)?]),
         };
         let filled = specs.iter().map(|_| Arc::default()).collect();
         Ok(Self { specs, layout, mesh, held, gradients, received, filled })

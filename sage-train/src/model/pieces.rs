@@ -86,12 +86,12 @@ impl Layout {
         self.pieces.last().map_or(0, |piece| piece.range.end)
     }
 
-    /// The largest numbers of elements that a rank receives in a reduction: of one piece from the other ranks
-    /// of its node, and of its shard from other nodes.
+    /// The largest numbers of elements that a rank has room for in a reduction: its shard of one piece from each
+    /// rank of its node, and a part of that from each node.
     pub(super) fn largest_received(&self, Mesh { shard, replica, .. }: Mesh) -> [usize; 2] {
         let largest = self.pieces.iter().map(|piece| piece.range.len()).max().unwrap_or(0);
-        let part = largest / shard.of;
-        [part * (shard.of - 1), part / replica.of * (replica.of - 1)]
+        let room = |len: usize, of: usize| if of == 1 { 0 } else { len };
+        [room(largest, shard.of), room(largest / shard.of, replica.of)]
     }
 
     /// The index of the piece that contains element `at`.
@@ -112,8 +112,8 @@ fn first_layer(name: &str) -> Option<usize> {
 /// Bytes of the receive buffers of a rank.
 pub fn received_bytes(model: &LlamaConfig, mesh: Mesh) -> u64 {
     let layout = Layout::new(&model.parameter_specs(), mesh);
-    let [others, nodes] = layout.largest_received(mesh);
-    4 * (2 * others + nodes) as u64
+    let [node, nodes] = layout.largest_received(mesh);
+    4 * (2 * node + nodes) as u64
 }
 
 /// The intersection of two ranges, unless it is empty.

@@ -11,7 +11,7 @@ use crate::ranks::{Ranks, Transfer};
 #[derive(Debug)]
 struct Coming {
     piece: usize,
-    /// The receive buffer for the piece's data from the other ranks of the node.
+    /// The receive buffer for this rank's shard of the piece from every rank of the node.
     parts: Tensor,
     transfer: Transfer,
 }
@@ -34,10 +34,11 @@ pub struct Reduction<'a> {
 }
 
 impl<'a> Reduction<'a> {
-    /// A reduction that has sent nothing yet. If `beside`, the caller reports the layers that the last
+    /// A reduction that has sent nothing yet. If the mesh's plan is `beside`, the caller reports the layers that the last
     /// backward has finished. Otherwise [`Reduction::finish`] sends all pieces, those of vectors last: they
     /// are small, and the final transfer overlaps with nothing.
-    pub fn new(parameters: &'a Parameters, ranks: &'a Ranks, beside: bool) -> Self {
+    pub fn new(parameters: &'a Parameters, ranks: &'a Ranks) -> Self {
+        let beside = ranks.mesh().beside;
         let pieces = 0..parameters.layout.pieces.len();
         let squares = pieces.clone().map(|_| None).collect();
         let order = if beside { parameters.layout.backward_order() } else { pieces.collect() };
@@ -85,12 +86,15 @@ impl<'a> Reduction<'a> {
         let gradients = self.parameters.gradients()?;
         let range = &layout.pieces[piece].range;
         let from = gradients.narrow(0, range.start, range.len())?;
-        let others = range.len() - range.len() / self.ranks.mesh().shard.of;
-        let parts = match received {
-            Some(received) => received[self.sent % 2].narrow(0, 0, others)?,
-            None => gradients.narrow(0, 0, 0)?,
+        let shards = self.ranks.shards();
+        let (parts, transfer) = match received {
+            Some(received) if shards.rank().of > 1 => {
+                let parts = received[self.sent % 2].narrow(0, 0, range.len())?;
+                let transfer = shards.exchange(&from, &parts)?;
+                (parts, transfer)
+            }
+            _ => (gradients.narrow(0, 0, 0)?, Transfer::NONE),
         };
-        let transfer = self.ranks.shards().exchange(&from, &parts)?;
         self.sent += 1;
         // There are two receive buffers, so the piece before this one is added up now.
         let before = self.coming.replace(Coming { piece, parts, transfer });
@@ -102,7 +106,7 @@ impl<'a> Reduction<'a> {
         let own = self.parameters.own(self.parameters.gradients()?, piece)?;
         shards.wait(transfer)?;
         if shards.rank().of > 1 {
-            ops::sum_in_order(&own, &parts.reshape((shards.rank().of - 1, ()))?, shards.rank().index)?;
+            ops::sum_in_order(&own, &parts.reshape((shards.rank().of, ()))?, shards.rank().index)?;
         }
         self.add_nodes(&own)?;
         self.squares[piece] = Some(ops::sum_of_squares(&own)?);
@@ -118,10 +122,10 @@ impl<'a> Reduction<'a> {
             return Ok(());
         }
         let part = node.part_of(own.elem_count());
-        let parts = room.narrow(0, 0, own.elem_count() - part.len())?;
+        let parts = room.narrow(0, 0, own.elem_count())?;
         replicas.wait(replicas.exchange(own, &parts)?)?;
         let own_part = own.narrow(0, part.start, part.len())?;
-        ops::sum_in_order(&own_part, &parts.reshape((node.of - 1, ()))?, node.index)?;
+        ops::sum_in_order(&own_part, &parts.reshape((node.of, ()))?, node.index)?;
         replicas.wait(replicas.gather(&own_part, own)?)
     }
 }

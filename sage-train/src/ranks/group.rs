@@ -4,7 +4,7 @@
 
 use std::rc::Rc;
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 use super::mesh::Rank;
 use super::transport::{Swap, Transfer, Transport};
@@ -19,18 +19,25 @@ pub struct Group {
     /// The first member's index among all ranks, and the distance from one member to the next.
     first: usize,
     step: usize,
+    /// Whether the members are all ranks of a node, which have collectives of the copy engines.
+    node: bool,
 }
 
 impl Group {
     /// A group of one rank.
     pub fn alone() -> Self {
-        Self { transport: None, rank: Rank::ALONE, first: 0, step: 1 }
+        Self { transport: None, rank: Rank::ALONE, first: 0, step: 1, node: false }
     }
 
     /// A group of `rank.of` ranks: `first`, `first + step`, ... among all ranks.
     pub(super) fn new(transport: &Rc<dyn Transport>, rank: Rank, first: usize, step: usize) -> Self {
         let transport = (rank.of > 1).then(|| transport.clone());
-        Self { transport, rank, first, step }
+        Self { transport, rank, first, step, node: false }
+    }
+
+    /// The group of all ranks of a node.
+    pub(super) fn node(transport: &Rc<dyn Transport>, rank: Rank, first: usize) -> Self {
+        Self { node: true, ..Self::new(transport, rank, first, 1) }
     }
 
     /// This rank among the members.
@@ -38,12 +45,48 @@ impl Group {
         self.rank
     }
 
+    /// Zeros for what [`Group::exchange`] and [`Group::gather`] carry often: where copy engines can, they carry
+    /// tensors of these zeros alone. They may stay in memory until the process ends. All members must call this
+    /// with the same size.
+    ///
+    /// # Errors
+    /// When memory is short.
+    pub fn zeros(&self, len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+        match &self.transport {
+            Some(transport) if self.node && len > 0 => transport.zeros(len, dtype, device),
+            _ => Tensor::zeros(len, dtype, device),
+        }
+    }
+
+    /// A vector in memory as that of [`Group::zeros`]; in a group of one `x` itself.
+    ///
+    /// # Errors
+    /// When memory is short.
+    pub fn shared(&self, x: Tensor) -> Result<Tensor> {
+        if self.rank.of == 1 {
+            return Ok(x);
+        }
+        let shared = self.zeros(x.elem_count(), x.dtype(), x.device())?;
+        shared.slice_set(&x, 0, 0)?;
+        Ok(shared)
+    }
+
+    fn on_engines(
+        &self,
+        collective: impl FnOnce(&dyn Transport) -> Result<Option<Transfer>>,
+    ) -> Result<Option<Transfer>> {
+        match &self.transport {
+            Some(transport) if self.node => collective(&**transport),
+            _ => Ok(None),
+        }
+    }
+
     /// Exchanges tensors with every other member. `with` returns, for a member, pairs of a tensor to send and one to receive into.
     ///
     /// # Errors
     /// When another rank cannot be reached.
     pub fn swap(&self, with: impl Fn(usize) -> Result<Vec<[Tensor; 2]>>) -> Result<Transfer> {
-        let Some(transport) = &self.transport else { return Ok(Transfer(0)) };
+        let Some(transport) = &self.transport else { return Ok(Transfer::NONE) };
         let others = (0..self.rank.of).filter(|member| *member != self.rank.index);
         let swaps = others.map(|member| {
             let (sent, comes) = with(member)?.into_iter().map(|[sent, comes]| (sent, comes)).unzip();
@@ -52,22 +95,22 @@ impl Group {
         transport.swap(&swaps.collect::<Result<Vec<_>>>()?)
     }
 
-    /// All-to-all without this member's own part. Part `j` of `from` goes to member `j`; `into` receives the
-    /// parts from the other members, concatenated in their order. `from` has `rank.of` equal parts, `into`
-    /// one part fewer.
+    /// All-to-all. Part `j` of `from` goes to member `j`, and part `i` of `into` comes from member `i`; whether
+    /// this member's own part is copied is left open. Both have `rank.of` equal parts.
     ///
     /// # Errors
     /// When the tensors do not fit the group, or another rank cannot be reached.
     pub fn exchange(&self, from: &Tensor, into: &Tensor) -> Result<Transfer> {
-        let Rank { index, of } = self.rank;
+        let of = self.rank.of;
         let part = from.elem_count() / of;
-        if part * of != from.elem_count() || part * (of - 1) != into.elem_count() {
+        if part * of != from.elem_count() || from.elem_count() != into.elem_count() {
             candle_core::bail!("{} elements of {of} ranks for {}", from.elem_count(), into.elem_count());
         }
-        self.swap(|member| {
-            let comes = member - usize::from(member > index);
-            Ok(vec![[from.narrow(0, member * part, part)?, into.narrow(0, comes * part, part)?]])
-        })
+        if let Some(transfer) = self.on_engines(|transport| transport.all_to_all(from, into, of))? {
+            return Ok(transfer);
+        }
+        let part = |all: &Tensor, member| all.narrow(0, member * part, part);
+        self.swap(|member| Ok(vec![[part(from, member)?, part(into, member)?]]))
     }
 
     /// All-gather: `part` goes to every member, and part `i` of `into` comes from member `i`. `part` may be a
@@ -83,7 +126,12 @@ impl Group {
         if !share_memory(part, into) {
             into.slice_set(part, 0, self.rank.index * len)?;
         }
-        self.swap(|member| Ok(vec![[part.clone(), into.narrow(0, member * len, len)?]]))
+        let of = |member| into.narrow(0, member * len, len);
+        let part = of(self.rank.index)?;
+        if let Some(transfer) = self.on_engines(|transport| transport.all_gather(&part, into))? {
+            return Ok(transfer);
+        }
+        self.swap(|member| Ok(vec![[part.clone(), of(member)?]]))
     }
 
     /// Makes all later work on the device's stream wait for this transfer and for all transfers before it.

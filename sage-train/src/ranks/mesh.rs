@@ -41,6 +41,10 @@ pub struct Mesh {
     pub replica: Rank,
     /// Number of ranks that share each sequence.
     pub context: usize,
+    /// Whether copy engines carry what the ranks of a node exchange.
+    pub engines: bool,
+    /// Whether gradients are transferred during the backward.
+    pub beside: bool,
     /// Elements of gradient in one transfer, at least.
     pub piece: usize,
 }
@@ -55,7 +59,14 @@ pub const PIECE_BESIDE: usize = 50_000_000;
 
 impl Mesh {
     /// The only rank.
-    pub const ALONE: Self = Self { shard: Rank::ALONE, replica: Rank::ALONE, context: 1, piece: PIECE };
+    pub const ALONE: Self = Self {
+        shard: Rank::ALONE,
+        replica: Rank::ALONE,
+        context: 1,
+        engines: false,
+        beside: false,
+        piece: PIECE,
+    };
 
     /// A rank of a run on one node.
     pub fn node(shard: Rank) -> Self {

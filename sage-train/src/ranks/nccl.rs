@@ -1,4 +1,5 @@
-//! The transport for ranks on GPUs: sends and receives of NCCL, which copy and add nothing.
+//! The transport for ranks on GPUs: sends and receives of NCCL, and collectives on the GPUs' copy engines where
+//! it has them. They copy and add nothing.
 //!
 //! The library is loaded at run time and not linked, so that a program with GPU kernels starts on machines
 //! without NCCL. Transfers run on a stream of their own, of high priority. A transfer starts when candle's
@@ -6,114 +7,33 @@
 //! driver and not through cudarc, which records events for every tensor as soon as a context has two streams.
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+mod engines;
+mod library;
+
+use std::ffi::{c_int, c_void};
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::cuda_backend::WrapErr;
-use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, Tensor};
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Result, Storage, Tensor};
 use candle_sage::Error;
 use cudarc::driver::result::{event, stream};
-use cudarc::driver::sys::{CUevent, CUevent_flags, CUevent_wait_flags, CUstream};
+use cudarc::driver::sys::{CUevent, CUevent_flags, CUevent_wait_flags};
 use cudarc::driver::{CudaSlice, DevicePtr};
+use engines::Engines;
 use half::{bf16, f16};
-use libloading::Library;
+use library::{BYTES, Collectives, Communicator, Functions, Id, Stream};
 
 use super::Words;
-use super::mesh::Rank;
-use super::transport::{Swap, Transfer, Transport};
+use super::mesh::{Mesh, Rank};
+use super::transport::{CopyEngines, Swap, Transfer, Transport};
 use crate::{during, hex};
-
-/// Environment variable with the path of the library, for systems that do not find it by name.
-const PATH: &str = "SAGE_TRAIN_NCCL";
-
-const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
-
-/// `ncclUint8`: NCCL copies bytes, whatever the element type.
-const BYTES: c_int = 1;
-
-/// `ncclUniqueId`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Id([u8; 128]);
-
-type Communicator = *mut c_void;
-type Stream = CUstream;
 
 /// Number of events that mark the ends of transfers. They take turns: a wait for a transfer whose event was
 /// reused waits for the later transfer.
 const TURNS: usize = 8;
 
 const WAIT: CUevent_wait_flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-
-/// Declares the functions that are called, and looks up all of them. `nccl.h` has them since version 2.7.
-macro_rules! functions {
-    ($($name:ident = $symbol:literal: fn($($arg:ty),*) -> $out:ty;)*) => {
-        struct Functions {
-            $($name: unsafe extern "C" fn($($arg),*) -> $out,)*
-        }
-
-        impl Functions {
-            /// # Safety
-            /// `library` must be NCCL.
-            unsafe fn of(library: Library) -> std::result::Result<Self, libloading::Error> {
-                // SAFETY: the signatures are those of `nccl.h`.
-                unsafe {
-                    $(let $name = *library.get::<unsafe extern "C" fn($($arg),*) -> $out>($symbol)?;)*
-                    // The library has threads of its own, so it stays loaded until the process ends.
-                    std::mem::forget(library);
-                    Ok(Self { $($name,)* })
-                }
-            }
-        }
-    };
-}
-
-functions! {
-    version = b"ncclGetVersion": fn(*mut c_int) -> c_int;
-    unique_id = b"ncclGetUniqueId": fn(*mut Id) -> c_int;
-    init_rank = b"ncclCommInitRank": fn(*mut Communicator, c_int, Id, c_int) -> c_int;
-    group_start = b"ncclGroupStart": fn() -> c_int;
-    group_end = b"ncclGroupEnd": fn() -> c_int;
-    send = b"ncclSend": fn(*const c_void, usize, c_int, c_int, Communicator, Stream) -> c_int;
-    receive = b"ncclRecv": fn(*mut c_void, usize, c_int, c_int, Communicator, Stream) -> c_int;
-    error_string = b"ncclGetErrorString": fn(c_int) -> *const c_char;
-}
-
-impl Functions {
-    fn load() -> candle_sage::Result<Self> {
-        let named = std::env::var(PATH).ok();
-        let names = named.as_deref().map_or(NAMES.to_vec(), |path| vec![path]);
-        let mut failed = String::new();
-        for name in names {
-            // SAFETY: loading NCCL has no side effects that break soundness; the signatures are those of its
-            // header.
-            let loaded = unsafe { Library::new(name).and_then(|library| Self::of(library)) };
-            match loaded {
-                Ok(functions) => return Ok(functions),
-                Err(error) => {
-                    failed = format!("{failed}{}{error}", if failed.is_empty() { "" } else { "; " })
-                }
-            }
-        }
-        Err(Error::new("several GPUs need NCCL, and it is not found")
-            .got(failed)
-            .allowed("libnccl.so.2, version 2.7 or later")
-            .hint(format!("it comes with PyTorch (nvidia/nccl/lib) and as nvidia-nccl; {PATH} names a file")))
-    }
-
-    fn check(&self, what: &str, code: c_int) -> candle_sage::Result<()> {
-        if code == 0 {
-            return Ok(());
-        }
-        // SAFETY: the library returns a static string for any number.
-        let text = unsafe { CStr::from_ptr((self.error_string)(code)) };
-        Err(Error::new(format!("NCCL cannot {what}"))
-            .got(text.to_string_lossy())
-            .allowed("GPUs that reach each other")
-            .hint("NCCL_DEBUG=WARN with NCCL_DEBUG_FILE=nccl.%h.%p says more"))
-    }
-}
 
 /// An NCCL communicator of all ranks.
 pub(super) struct Nccl {
@@ -129,6 +49,8 @@ pub(super) struct Nccl {
     /// Never destroyed: destruction is collective, and a rank that leaves because of an error would wait for
     /// the others. The process ends soon after.
     communicator: Communicator,
+    /// Collectives among the ranks of the node.
+    engines: Option<Engines>,
 }
 
 impl Debug for Nccl {
@@ -138,28 +60,22 @@ impl Debug for Nccl {
 }
 
 impl Nccl {
-    /// Creates the communicator. All ranks must call it.
-    pub(super) fn connect(words: &Words, device: &CudaDevice) -> candle_sage::Result<Self> {
+    /// Creates the communicators. All ranks must call it.
+    pub(super) fn connect(
+        words: &Words,
+        mesh: Mesh,
+        wanted: CopyEngines,
+        device: &CudaDevice,
+    ) -> candle_sage::Result<Self> {
         let rank = words.rank();
-        let functions = Functions::load()?;
+        let (functions, collectives) = Functions::load()?;
         let mut version = 0;
         // SAFETY: the function writes one int to the given address.
         functions.check("tell its version", unsafe { (functions.version)(&raw mut version) })?;
         words.agree("NCCL", &format!("version {version}"))?;
         check_gpus(words, device)?;
-        let mut id = Id([0; 128]);
-        let mut said = String::new();
-        if rank.is_first() {
-            // SAFETY: the function writes 128 bytes to the given address.
-            functions.check("make an id", unsafe { (functions.unique_id)(&raw mut id) })?;
-            said = hex(&id.0);
-        }
-        let said = words.from_first("NCCL's id", &said);
-        for (byte, digits) in id.0.iter_mut().zip(said.as_bytes().chunks(2)) {
-            let digits = std::str::from_utf8(digits).unwrap_or_default();
-            *byte = u8::from_str_radix(digits, 16).map_err(during("rank 0 sent an id that is none"))?;
-        }
         device.cuda_stream().context().bind_to_thread().map_err(during("cannot use the GPU"))?;
+        let id = share_id(words, &functions, 0)?;
         let mut communicator = std::ptr::null_mut();
         // SAFETY: the id is rank 0's, the GPU is bound to this thread, and the function writes to a valid
         // address.
@@ -167,6 +83,7 @@ impl Nccl {
             (functions.init_rank)(&raw mut communicator, rank.of as c_int, id, rank.index as c_int)
         };
         functions.check("connect the GPUs", made)?;
+        let engines = connect_engines(words, &functions, collectives, mesh, wanted)?;
         let failed = || "cannot make a stream for the ranks";
         let (_, high) = stream::get_priority_range().map_err(during(failed()))?;
         let event = || event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(during(failed()));
@@ -184,6 +101,7 @@ impl Nccl {
             came,
             transfers: AtomicU64::new(0),
             communicator,
+            engines,
         })
     }
 
@@ -229,9 +147,50 @@ impl Nccl {
     fn check(&self, what: &str, code: c_int) -> Result<()> {
         Ok(self.functions.check(what, code)?)
     }
+
+    /// Launches a collective of the copy engines on two tensors, if there are copy engines and both tensors lie
+    /// in registered memory. That is the same on every rank, since all register the same.
+    fn collective(
+        &self,
+        tensors: [&Tensor; 2],
+        launch: impl FnOnce(&Engines, [(u64, usize); 2], Stream) -> c_int,
+    ) -> Result<Option<Transfer>> {
+        let Some(engines) = &self.engines else { return Ok(None) };
+        let places = [self.place(tensors[0])?, self.place(tensors[1])?];
+        if !places.iter().all(|place| engines.hold(*place)) {
+            return Ok(None);
+        }
+        let launch = |stream| self.check("exchange", launch(engines, places, stream));
+        self.transfer(launch).map(Some)
+    }
 }
 
 impl Transport for Nccl {
+    fn has_engines(&self) -> bool {
+        self.engines.is_some()
+    }
+
+    fn zeros(&self, len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+        match &self.engines {
+            Some(engines) => engines.zeros(&self.functions, len, dtype, device),
+            None => Tensor::zeros(len, dtype, device),
+        }
+    }
+
+    fn all_to_all(&self, from: &Tensor, into: &Tensor, of: usize) -> Result<Option<Transfer>> {
+        self.collective([from, into], |engines, [(from, bytes), (into, _)], stream| {
+            // SAFETY: both are registered, and the caller has checked their sizes and keeps them.
+            unsafe { engines.all_to_all(from, into, bytes / of, stream) }
+        })
+    }
+
+    fn all_gather(&self, part: &Tensor, into: &Tensor) -> Result<Option<Transfer>> {
+        self.collective([part, into], |engines, [(part, bytes), (into, _)], stream| {
+            // SAFETY: both are registered, and the caller has checked their sizes and keeps them.
+            unsafe { engines.all_gather(part, into, bytes, stream) }
+        })
+    }
+
     /// Pairs of sends and receives, also for all-gathers: on NVLink they are a fifth faster than NCCL's own
     /// all-gather.
     fn swap(&self, swaps: &[Swap]) -> Result<Transfer> {
@@ -265,6 +224,57 @@ impl Transport for Nccl {
         // SAFETY: streams and events live as long as `self`.
         unsafe { stream::wait_event(compute, self.came[number as usize % TURNS], WAIT).w() }
     }
+}
+
+/// Makes an id on every rank whose index is a multiple of `every`, or on rank 0 alone if that is 0. Returns that
+/// of the nearest such rank up to this one.
+fn share_id(words: &Words, functions: &Functions, every: usize) -> candle_sage::Result<Id> {
+    let (mut id, mut said) = (Id([0; 128]), String::new());
+    let rank = words.rank().index;
+    let maker = rank.checked_rem(every).map_or(0, |after| rank - after);
+    if rank == maker {
+        // SAFETY: the function writes 128 bytes to the given address.
+        functions.check("make an id", unsafe { (functions.unique_id)(&raw mut id) })?;
+        said = hex(&id.0);
+    }
+    let said = words.share("NCCL's id", &said).swap_remove(maker);
+    for (byte, digits) in id.0.iter_mut().zip(said.as_bytes().chunks(2)) {
+        let digits = std::str::from_utf8(digits).unwrap_or_default();
+        *byte = u8::from_str_radix(digits, 16)
+            .map_err(during(format!("rank {maker} sent an id that is none")))?;
+    }
+    Ok(id)
+}
+
+/// Connects the copy engines of each node, if they are wanted and NCCL has them.
+fn connect_engines(
+    words: &Words,
+    functions: &Functions,
+    collectives: Option<Collectives>,
+    mesh: Mesh,
+    wanted: CopyEngines,
+) -> candle_sage::Result<Option<Engines>> {
+    if wanted == CopyEngines::Off || mesh.shard.of == 1 {
+        return Ok(None);
+    }
+    let without = |got: &str, hint: &str| match wanted {
+        CopyEngines::On => Err(Error::new("NCCL has no collectives on the copy engines here")
+            .got(got)
+            .allowed("version 2.28 or later, GPUs that reach each other's memory over NVLink")
+            .hint(hint)),
+        _ => Ok(None),
+    };
+    let Some(collectives) = collectives else {
+        return without("an earlier version", &format!("{} names a newer libnccl.so.2", library::PATH));
+    };
+    let id = share_id(words, functions, mesh.shard.of)?;
+    let engines = Engines::connect(collectives, functions, id, mesh.shard)?;
+    let reach = engines.allocate(functions, 1)?.is_some();
+    let all = words.share("copy engines", if reach { "yes" } else { "no" });
+    if all.iter().any(|said| said != "yes") {
+        return without("GPUs that do not", "leave --copy-engines out");
+    }
+    Ok(Some(engines))
 }
 
 /// Checks that no two ranks use the same GPU.

@@ -2,13 +2,31 @@
 
 use std::fmt::Debug;
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
+use clap::ValueEnum;
+
+/// Whether copy engines carry what the ranks of a node exchange.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub enum CopyEngines {
+    /// Where NCCL has them: version 2.28 and later, over NVLink
+    #[default]
+    Auto,
+    /// They do, or it is an error
+    On,
+    /// NCCL's kernels do, which take multiprocessors from what runs beside them
+    Off,
+}
 
 /// The number of a transfer. The device may compute during the transfer; the tensors that are sent and
 /// received into must stay alive until the transfer was waited for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use = "what was sent has not come yet"]
 pub struct Transfer(pub(super) u64);
+
+impl Transfer {
+    /// No transfer, among the members of a group of one.
+    pub const NONE: Self = Self(0);
+}
 
 /// An exchange with one other rank, of contiguous tensors. Both ranks send as many, of the sizes that the other expects.
 #[derive(Debug)]
@@ -28,6 +46,37 @@ pub(super) trait Transport: Debug {
     /// # Errors
     /// When another rank cannot be reached.
     fn swap(&self, swaps: &[Swap]) -> Result<Transfer>;
+
+    /// Whether this node's ranks have the collectives below.
+    fn has_engines(&self) -> bool {
+        false
+    }
+
+    /// Zeros in memory that the collectives below carry, which may never be freed. All ranks of the node must
+    /// call it with the same size.
+    ///
+    /// # Errors
+    /// When memory is short.
+    fn zeros(&self, len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+        Tensor::zeros(len, dtype, device)
+    }
+
+    /// All-to-all of the `of` ranks of this node, if there are copy engines for it and both tensors were made by
+    /// [`Transport::zeros`].
+    ///
+    /// # Errors
+    /// When another rank cannot be reached.
+    fn all_to_all(&self, _from: &Tensor, _into: &Tensor, _of: usize) -> Result<Option<Transfer>> {
+        Ok(None)
+    }
+
+    /// All-gather of the ranks of this node, on the same conditions.
+    ///
+    /// # Errors
+    /// When another rank cannot be reached.
+    fn all_gather(&self, _part: &Tensor, _into: &Tensor) -> Result<Option<Transfer>> {
+        Ok(None)
+    }
 
     /// Makes all later work on the device's stream wait for this transfer and for all transfers before it.
     ///

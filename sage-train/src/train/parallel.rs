@@ -1,11 +1,12 @@
 //! How several ranks share a step.
 
+use candle_core::Device;
 use candle_sage::{Error, Result};
 use clap::ValueEnum;
 
 use crate::config::Config;
 use crate::quantity::Quantity;
-use crate::ranks::{Mesh, PIECE, PIECE_BESIDE, Rank, Words};
+use crate::ranks::{CopyEngines, Mesh, PIECE, PIECE_BESIDE, Rank, Ranks, Words};
 
 /// How several ranks share a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,25 +19,42 @@ pub struct Parallel {
     pub overlap: Overlap,
     /// Elements of gradient in one transfer, at least; `None` takes the default.
     pub piece: Option<usize>,
+    /// Whether copy engines carry what the ranks of a node exchange.
+    pub engines: CopyEngines,
 }
 
 impl Parallel {
-    /// The arrangement of the ranks, and the size of the pieces in which gradients are reduced.
+    /// Connects the ranks' devices, for steps of `tokens` tokens.
     ///
     /// # Errors
-    /// When the ranks are not distributed evenly.
-    pub(super) fn mesh(&self, words: &Words) -> Result<Mesh> {
-        Ok(self.in_pieces(Mesh::agree(words, self.local, self.context)?))
+    /// When the ranks are not distributed evenly, or their devices cannot reach each other.
+    pub(super) fn connect(&self, words: &Words, device: &Device, tokens: u64) -> Result<Ranks> {
+        let mesh = Mesh::agree(words, self.local, self.context)?;
+        let ranks = Ranks::connect(words.clone(), mesh, self.engines, device)?;
+        Ok(ranks.planned(|mesh| self.plan(mesh, tokens)))
     }
 
-    /// `mesh` with the size of the pieces set.
-    pub fn in_pieces(&self, mesh: Mesh) -> Mesh {
-        let usual = if self.overlap.is_beside(mesh) { PIECE_BESIDE } else { PIECE };
-        Mesh { piece: self.piece.unwrap_or(usual), ..mesh }
+    /// `mesh` with the plan of how its ranks reduce gradients in steps of `tokens` tokens.
+    pub fn plan(&self, mesh: Mesh, tokens: u64) -> Mesh {
+        let few = tokens / (mesh.rank().of as u64) < FEW_TOKENS;
+        let beside = mesh.rank().of > 1
+            && match self.overlap {
+                Overlap::After => false,
+                Overlap::Beside => true,
+                Overlap::Auto => mesh.replica.of > 1 || mesh.engines && few,
+            };
+        let usual = if beside { PIECE_BESIDE } else { PIECE };
+        Mesh { beside, piece: self.piece.unwrap_or(usual), ..mesh }
     }
 
     /// A single rank.
-    pub const ALONE: Self = Self { local: Rank::ALONE, context: 1, overlap: Overlap::Auto, piece: None };
+    pub const ALONE: Self = Self {
+        local: Rank::ALONE,
+        context: 1,
+        overlap: Overlap::Auto,
+        piece: None,
+        engines: CopyEngines::Auto,
+    };
 }
 
 /// When gradients are reduced.
@@ -46,20 +64,22 @@ pub enum Overlap {
     After,
     /// Beside it: those of a layer as soon as it was left
     Beside,
-    /// Whatever is faster: behind it on one node, beside it between nodes
+    /// Whatever is faster: beside it between nodes, and where copy engines carry them and a GPU has less than 16k tokens of a
+    /// step; else behind it
     Auto,
 }
 
-impl Overlap {
-    /// Whether gradients are transferred during the backward, on the ranks of this mesh.
-    pub(super) fn is_beside(self, mesh: Mesh) -> bool {
-        mesh.rank().of > 1
-            && match self {
-                Self::After => false,
-                Self::Beside => true,
-                Self::Auto => mesh.replica.of > 1,
-            }
-    }
+/// Tokens of a rank and step below which transfers beside the backward are faster than after it, where copy engines
+/// carry them. With more the step is limited by power, of which products and transfers take more together. On two
+/// H100 `beside` was faster by 2.2 % at 4k and 1.3 % at 8k, and slower by 1.1 % at 32k (docs/several-gpus.md);
+/// the limit lies between. The size of the model matters less: products and transfers grow with it alike.
+const FEW_TOKENS: u64 = 16 << 10;
+
+/// How the ranks of a mesh exchange gradients, in words.
+pub(super) fn summary(mesh: Mesh) -> String {
+    let when = if mesh.beside { "beside" } else { "after" };
+    let engines = if mesh.engines { ", on copy engines" } else { "" };
+    format!("{} ranks: gradients travel {when} the backward{engines}", mesh.rank().of)
 }
 
 /// Checks that `ranks` ranks, in groups of `context` that share each sequence, can share a step, and that
@@ -121,4 +141,31 @@ fn check_context(config: &Config, ranks: usize, context: usize) -> Result<()> {
         );
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The faster one of docs/several-gpus.md.
+    #[test]
+    fn gradients_travel_when_it_is_faster() {
+        let node = Mesh::node(Rank { index: 0, of: 2 });
+        let (engines, nodes) =
+            (Mesh { engines: true, ..node }, Mesh { replica: Rank { index: 0, of: 3 }, ..node });
+        let auto = Parallel::ALONE;
+        for (mesh, tokens, beside) in [
+            (Mesh::ALONE, 4096, false),
+            (node, 2 * 4096, false),
+            (engines, 2 * 8192, true),
+            (engines, 2 * 16_384, false),
+            (nodes, 6 * 32_768, true),
+        ] {
+            let plan = auto.plan(mesh, tokens);
+            assert_eq!((plan.beside, plan.piece), (beside, if beside { PIECE_BESIDE } else { PIECE }));
+        }
+        let after = Parallel { overlap: Overlap::After, piece: Some(7), ..auto }.plan(nodes, 6);
+        assert_eq!((after.beside, after.piece), (false, 7));
+        assert!(!Parallel { overlap: Overlap::Beside, ..auto }.plan(Mesh::ALONE, 1).beside);
+    }
 }

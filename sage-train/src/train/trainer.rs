@@ -11,7 +11,6 @@ use crate::metrics::Point;
 use crate::model::{Input, Left, Llama, LlamaConfig, Parameters, Reduction, Snapshot, Watch};
 use crate::ranks::Ranks;
 use crate::train::guard::Limits;
-use crate::train::parallel::Overlap;
 use crate::train::step_report::{Asked, Report};
 use crate::train::stop::Stop;
 use crate::{during, on_device, signals};
@@ -25,8 +24,6 @@ pub(super) struct Trainer<'a> {
     device: &'a Device,
     parameters: &'a Parameters,
     ranks: &'a Ranks,
-    /// Whether gradients are transferred during the backward.
-    beside: bool,
     data: &'a Dataset,
     monitor: Monitor,
     pub(super) model: Llama,
@@ -57,7 +54,6 @@ impl<'a> Trainer<'a> {
         data: &'a Dataset,
         parameters: &'a Parameters,
         (device, ranks): (&'a Device, &'a Ranks),
-        overlap: Overlap,
     ) -> candle_core::Result<Self> {
         let mut model = Llama::new(&config.model, parameters, device)?.across(ranks.context());
         if let Some(sla2) = &config.model.sla2 {
@@ -73,7 +69,6 @@ impl<'a> Trainer<'a> {
         Ok(Self {
             config,
             ranks,
-            beside: overlap.is_beside(ranks.mesh()),
             under_eval_attn: config.eval_scheme.map(under).transpose()?,
             device,
             parameters,
@@ -185,11 +180,12 @@ impl<'a> Trainer<'a> {
             self.model.set_stage(sla2.stage(step));
         }
         self.mailboxes[mailbox].begin()?;
-        let mut reduction = Reduction::new(self.parameters, self.ranks, self.beside);
+        let mut reduction = Reduction::new(self.parameters, self.ranks);
         // Several ranks agree on a stop with the results of a step, so that no rank leaves a step alone.
         let alone = self.ranks.rank().of == 1;
         let until = || alone && signals::received().is_some();
-        let losses = self.gradients(batches, Some(&mut reduction).filter(|_| self.beside), until)?;
+        let losses =
+            self.gradients(batches, Some(&mut reduction).filter(|_| self.ranks.mesh().beside), until)?;
         if losses.len() < batches.len() {
             return Ok(None);
         }

@@ -34,7 +34,7 @@ pub(super) struct PartialSums<'a> {
     pub(super) width: i32,
 }
 
-/// Contiguous rows to add up in order; the term at `place` is in `sum` already.
+/// Contiguous rows to add up in order. `sum` has the term at `place`, whose row is not read.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct SumInOrder<'a> {

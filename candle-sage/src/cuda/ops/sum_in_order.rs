@@ -13,7 +13,7 @@ use crate::ops::accumulate::InOrder;
 /// Elements that a thread takes at once, as in `kernels/partial_sums.cu`.
 const V: usize = 4;
 
-/// `sum = parts[0] + .. + sum + parts[place] + ..`, contiguous rows.
+/// `sum = parts[0] + .. + sum + parts[place + 1] + ..`, contiguous rows.
 impl Launch<[Operand<'_>; 2], ()> for InOrder {
     fn launch(&self, [sum, parts]: [Operand<'_>; 2]) -> Result<()> {
         let gpu = Gpu::new(sum.0.device())?;

@@ -32,7 +32,7 @@ struct PartialSums {
   int32_t width;
 };
 
-// sum[c] = parts[0][c] + .. + parts[place - 1][c] + sum[c] + parts[place][c] + .., in this order.
+// sum[c] = parts[0][c] + .. + parts[place - 1][c] + sum[c] + parts[place + 1][c] + .., in this order.
 struct SumInOrder {
   const float* parts;  // (count, width)
   float* sum;

@@ -8,7 +8,7 @@ use sage_train::device::Place;
 use sage_train::metrics::Outcome;
 use sage_train::model::{Llama, LlamaConfig, Parameters, Recompute};
 use sage_train::quantity::Quantity;
-use sage_train::ranks::Mesh;
+use sage_train::ranks::Ranks;
 use sage_train::settings::{Attn, Settings, Switch};
 use sage_train::train::{self, Begin};
 
@@ -38,7 +38,7 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
             let config =
                 LlamaConfig { scheme: Some(scheme), recompute, head_dim: 64, init_std: 0.1, ..config() };
             let run = |device: &Device, dtype| -> Result<(f32, Parameters)> {
-                let parameters = Parameters::init(&config, 7, Mesh::ALONE, device, dtype)?;
+                let parameters = Parameters::init(&config, 7, &Ranks::alone(), device, dtype)?;
                 let model = Llama::new(&config, &parameters, device)?;
                 let (ids, targets) = batch(&config, device)?;
                 let loss = model.train(&ids, &targets)?.to_scalar::<f32>()?;

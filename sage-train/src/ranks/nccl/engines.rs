@@ -1,0 +1,149 @@
+//! Collectives among the ranks of a node that the GPUs' copy engines carry (NCCL's zero-CTA policy), so that
+//! they take no multiprocessor from the kernels that run beside them. They need memory that NCCL has allocated,
+//! and that every rank has registered.
+
+use std::cell::RefCell;
+use std::ffi::{c_int, c_void};
+use std::ops::Range;
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor};
+use half::{bf16, f16};
+
+use super::library::{BYTES, Collectives, Communicator, Config, Functions, Id, Stream};
+use crate::ranks::mesh::Rank;
+
+/// `NCCL_WIN_COLL_SYMMETRIC`: every rank registers a part of the same size.
+const SYMMETRIC: c_int = 1;
+
+/// Windows start and end at multiples of this many bytes.
+const ALIGNMENT: usize = 4096;
+
+/// The communicator of the ranks of a node, and the memory that is registered in it.
+pub(super) struct Engines {
+    functions: Collectives,
+    /// Never destroyed, like that of [`super::Nccl`].
+    communicator: Communicator,
+    /// The addresses of registered memory.
+    registered: RefCell<Vec<Range<u64>>>,
+}
+
+impl Engines {
+    /// Creates the communicator, of which `id` is made by one rank of the node. All of them must call it.
+    pub(super) fn connect(
+        functions: Collectives,
+        library: &Functions,
+        id: Id,
+        rank: Rank,
+    ) -> candle_sage::Result<Self> {
+        let (mut communicator, mut config) = (std::ptr::null_mut(), Config::zero_cta());
+        // SAFETY: the caller's GPU is bound to this thread; the addresses are valid for the call.
+        let made = unsafe {
+            (functions.init_rank)(
+                &raw mut communicator,
+                rank.of as c_int,
+                id,
+                rank.index as c_int,
+                &raw mut config,
+            )
+        };
+        library.check("connect the GPUs of a node", made)?;
+        Ok(Self { functions, communicator, registered: RefCell::default() })
+    }
+
+    /// Allocates and registers memory; all ranks of the node must call it with the same size. Returns `None`
+    /// where ranks cannot reach each other's memory, for which NCCL has no such windows.
+    pub(super) fn allocate(&self, library: &Functions, bytes: usize) -> candle_sage::Result<Option<u64>> {
+        let bytes = bytes.next_multiple_of(ALIGNMENT);
+        let (mut at, mut window) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the functions write addresses to valid places; the memory is never freed.
+        unsafe {
+            library.check("allocate memory", (self.functions.allocate)(&raw mut at, bytes))?;
+            let registered =
+                (self.functions.register)(self.communicator, at, bytes, &raw mut window, SYMMETRIC);
+            library.check("register memory", registered)?;
+        }
+        let at = at as u64;
+        self.registered.borrow_mut().push(at..at + bytes as u64);
+        Ok((!window.is_null()).then_some(at))
+    }
+
+    /// Zeros, at least one, in registered memory, which is never freed. All ranks of the node must call it with the same size.
+    pub(super) fn zeros(
+        &self,
+        library: &Functions,
+        len: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let Some(at) = self.allocate(library, len * dtype.size_in_bytes())? else {
+            candle_core::bail!("NCCL registers no memory any more")
+        };
+        let tensor = Tensor::zeros(1, dtype, device)?.apply_op1_no_bwd(&Wrapped { at, len })?;
+        // cudarc would free memory that it has not allocated.
+        std::mem::forget(tensor.clone());
+        tensor.zero_set()?;
+        Ok(tensor)
+    }
+
+    /// Whether memory is registered.
+    pub(super) fn hold(&self, (at, bytes): (u64, usize)) -> bool {
+        let end = at + bytes as u64;
+        self.registered.borrow().iter().any(|range| range.start <= at && end <= range.end)
+    }
+
+    /// Part `j` of `from` goes to rank `j`, and part `i` of `into` comes from rank `i`.
+    ///
+    /// # Safety
+    /// Both must be registered, and have a part of `bytes` for each rank.
+    pub(super) unsafe fn all_to_all(&self, from: u64, into: u64, bytes: usize, stream: Stream) -> c_int {
+        let (from, into) = (from as *const c_void, into as *mut c_void);
+        // SAFETY: the caller's.
+        unsafe { (self.functions.all_to_all)(from, into, bytes, BYTES, self.communicator, stream) }
+    }
+
+    /// `part` goes to every rank, and part `i` of `into` comes from rank `i`.
+    ///
+    /// # Safety
+    /// Both must be registered; `part` has `bytes`, and `into` as many for each rank.
+    pub(super) unsafe fn all_gather(&self, part: u64, into: u64, bytes: usize, stream: Stream) -> c_int {
+        let (part, into) = (part as *const c_void, into as *mut c_void);
+        // SAFETY: the caller's.
+        unsafe { (self.functions.all_gather)(part, into, bytes, BYTES, self.communicator, stream) }
+    }
+}
+
+/// Makes a tensor of memory that candle has not allocated. Its operand says type and device.
+struct Wrapped {
+    at: u64,
+    len: usize,
+}
+
+impl Wrapped {
+    fn slice<T: candle_core::cuda_backend::CudaDType>(&self, like: &CudaStorage) -> CudaStorage {
+        let device = like.device().clone();
+        // SAFETY: the memory has room for so many elements, which any bits are valid for.
+        let slice = unsafe { device.cuda_stream().upgrade_device_ptr::<T>(self.at, self.len) };
+        CudaStorage::wrap_cuda_slice(slice, device)
+    }
+}
+
+impl CustomOp1 for Wrapped {
+    fn name(&self) -> &'static str {
+        "memory-of-nccl"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        candle_core::bail!("NCCL's memory is that of a GPU")
+    }
+
+    fn cuda_fwd(&self, like: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        let storage = match like.dtype() {
+            DType::F32 => self.slice::<f32>(like),
+            DType::BF16 => self.slice::<bf16>(like),
+            DType::F16 => self.slice::<f16>(like),
+            other => candle_core::bail!("ranks do not exchange {other:?}"),
+        };
+        Ok((storage, self.len.into()))
+    }
+}
