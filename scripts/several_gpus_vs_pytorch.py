@@ -140,8 +140,9 @@ def sage_train(program, ranks, micro_batch, steps, scratch):
     words = ["--preset", "325m", "--attn", "fpa", "--device", "cuda", "--corpus-mb", "16", "--lr", "3e-4"]
     words += ["--micro-batch", str(micro_batch), "--tokens-per-step", str(tokens), "--name", name]
     words += ["--eval-every", "0", "--eval-tokens", "4096", "--checkpoint-minutes", "0", "--sample-tokens", "0"]
+    # The first run makes the tokenizer, of fewer entries than the embedding has rows; later ones read it.
     tokenizer = scratch / "tokenizer.json"
-    words += ["--tokenizer", str(tokenizer), "--vocab-size", "50257"] if tokenizer.exists() else []
+    words += ["--vocab-size", "50257"] + (["--tokenizer", str(tokenizer)] if tokenizer.exists() else [])
     words += ["--gpus", str(ranks)] if ranks > 1 else []
     # The run is killed after its measured steps: validation and checkpoints at its end are not measured.
     one = {} if ranks > 1 else {"CUDA_VISIBLE_DEVICES": "0"}

@@ -13,7 +13,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 
-use candle_core::{DType, Device};
+use candle_core::Device;
 use candle_sage::{Error, Result};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -414,15 +414,9 @@ impl Found {
     ///
     /// # Errors
     /// When they belong to another model.
-    pub fn restore(
-        &self,
-        config: &Config,
-        device: &Device,
-        dtype: DType,
-        ranks: &Ranks,
-    ) -> Result<Parameters> {
+    pub fn restore(&self, config: &Config, device: &Device, ranks: &Ranks) -> Result<Parameters> {
         let state = State::open(paths(&self.path, self.files.clone()))?;
-        Parameters::restore(&config.model, &state, device, dtype, Some(ranks))
+        Parameters::restore(&config.model, &state, device, config.device.dtype(), Some(ranks))
     }
 }
 

@@ -24,7 +24,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_sage::{Error, Result};
 
 pub use group::Group;
-pub use mesh::{Mesh, PIECE, PIECE_BESIDE, Rank};
+pub use mesh::{FEW_TOKENS, Mesh, PIECE, PIECE_BESIDE, Rank};
 pub use message::first_message;
 pub use transport::{CopyEngines, Transfer};
 pub use world::{World, variables};

@@ -354,7 +354,7 @@ fn parameters(
 ) -> Result<Parameters> {
     let dtype = config.device.dtype();
     match (resumed, &config.init_from) {
-        (Some(found), _) => found.restore(config, device, dtype, ranks),
+        (Some(found), _) => found.restore(config, device, ranks),
         (None, Some(folder)) => hf::load(folder, &config.model, device, dtype, Some(ranks)),
         (None, None) => Parameters::init(&config.model, config.weights_seed, ranks, device, dtype),
     }

@@ -104,7 +104,7 @@ impl BackwardNumerics for Backward<'_> {
 /// Turns a tile of logits into probabilities relative to the new row maxima, and rescales sums and
 /// accumulators to them.
 #[multiversion(targets = "simd")]
-fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax) {
+pub(super) fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax) {
     let Softmax { reference, sum, acc: [acc] } = softmax;
     let d = acc.len() / sum.len();
     let state = reference.iter_mut().zip(sum).zip(acc.chunks_exact_mut(d));

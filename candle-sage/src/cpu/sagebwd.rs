@@ -7,7 +7,7 @@ use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 use backward::Values16;
-use forward::CodesOfV;
+use forward::ForwardValues;
 
 use super::numerics::{Head, Operands, Problem, Tile, cut, per_head};
 use super::product::{Mat, product};
@@ -26,7 +26,7 @@ impl OnCpu for Settings {
             int8: Int8Products::PAPER,
             problem,
             codes: &codes,
-            values: CodesOfV::new(self, problem),
+            values: ForwardValues::new(self, problem),
         };
         let (out, lse2) = super::forward::run(&products, problem).out_and_lse2();
         (out, (lse2, codes))
@@ -87,7 +87,7 @@ impl Codes {
 /// The products of [`crate::scheme::SageBwd`] for one of the mainloops, which read V in different forms.
 struct Products<'a, V> {
     settings: &'a Settings,
-    /// Which of the mainloop's products run on codes: all of the forward's.
+    /// Which of the mainloop's products run on codes; in the forward S does, and `values` say whether O does.
     int8: Int8Products,
     problem: &'a Problem<'a>,
     codes: &'a Codes,
@@ -127,7 +127,7 @@ pub(super) struct Keys {
     index: usize,
     /// Codes of K.
     k: Vec<f32>,
-    /// Codes of V in the forward, V in 16-bit precision in the backward.
+    /// Codes of V in the forward, or V itself; V in 16-bit precision in the backward.
     v: Vec<f32>,
     /// K less its mean, unquantized: for the logits of Q's mean, and for products that do not run on codes.
     /// Empty if neither is needed.

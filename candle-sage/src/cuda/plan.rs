@@ -270,6 +270,21 @@ mod tests {
     }
 
     #[test]
+    fn scores_alone_are_coded_on_hopper() {
+        let settings = SageBwd::default().products(Int8Products::SCORES);
+        for number in ALL {
+            let architecture = Architecture::from_number(number);
+            for (d, visits) in [64, 128].into_iter().flat_map(|d| BOTH.map(|visits| (d, visits))) {
+                let [forward, backward] =
+                    kernels_of(&settings.into()).map(|kernel| Plan::of(kernel, d, architecture, visits));
+                assert_eq!(forward.is_ok(), number == 90, "{number}");
+                assert!(forward.is_err() || forward.is_ok_and(Plan::mapped), "V is copied through a map");
+                assert!(backward.is_ok());
+            }
+        }
+    }
+
+    #[test]
     fn large_memories_get_more_stages() {
         for scheme in &schemes() {
             let [_, hopper] = plans(scheme, 128, 90, Visits::Every);

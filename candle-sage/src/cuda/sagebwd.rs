@@ -12,6 +12,9 @@ use super::{OnGpu, Past, params};
 use crate::error::Error;
 use crate::scheme::{Granularity, Int8Products, KeyMean, SageBwd, Smoothing};
 
+/// Name of the forward's kernel where S alone is a product of codes.
+pub(super) const SCORES: &str = "attn_fwd_sagebwd_scores";
+
 impl OnGpu for SageBwd {
     type Operands = Operands;
     type Kept = Kept;
@@ -19,6 +22,7 @@ impl OnGpu for SageBwd {
 
     fn forward_kernel(&self) -> &'static str {
         match self.smoothing {
+            _ if !self.products.o => SCORES,
             Smoothing::Qk => "attn_fwd_sagebwd_qk",
             _ => "attn_fwd_sagebwd",
         }
@@ -27,7 +31,7 @@ impl OnGpu for SageBwd {
     fn backward_kernel(&self) -> &'static str {
         match self.products {
             Int8Products::FORWARD => full_precision::BACKWARD,
-            Int8Products::FORWARD_AND_S => "attn_bwd_sagebwd_s",
+            Int8Products::FORWARD_AND_S | Int8Products::SCORES => "attn_bwd_sagebwd_s",
             // The same kernel with the ablations, which would slow down the usual case.
             _ if self.smoothing == Smoothing::Qk || self.granularity != Granularity::Vector => {
                 "attn_bwd_sagebwd_general"
@@ -91,17 +95,20 @@ fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
             .hint("other sizes run on the CPU"));
     }
     match (settings.products, settings.smoothing) {
-        (Int8Products::FORWARD_AND_S, Smoothing::Qk) => {
+        (Int8Products::FORWARD_AND_S | Int8Products::SCORES, Smoothing::Qk) => {
             return Err(Error::unsupported("these products do not go with Q smoothing on CUDA")
                 .got(format!("products {}, smoothing {}", settings.products, settings.smoothing))
                 .allowed("smoothing none or k; with smoothing qk products paper or forward")
                 .hint("the CPU takes any"));
         }
-        (Int8Products::PAPER | Int8Products::FORWARD_AND_S | Int8Products::FORWARD, _) => {}
+        (
+            Int8Products::PAPER | Int8Products::FORWARD_AND_S | Int8Products::SCORES | Int8Products::FORWARD,
+            _,
+        ) => {}
         (other, _) => {
             return Err(Error::unsupported("this set of INT8 products does not run on CUDA")
                 .got(format!("products {other}"))
-                .allowed("paper, forward-and-s, forward")
+                .allowed("paper, forward-and-s, scores, forward")
                 .hint("other sets run on the CPU"));
         }
     }
@@ -140,8 +147,8 @@ pub(super) struct Codes {
 /// What the forward's kernel reads. V's codes are freed after the forward.
 pub(super) struct Operands {
     pub(super) codes: Codes,
-    /// V's codes and scales.
-    pub(super) v: (CudaSlice<i8>, CudaSlice<f32>),
+    /// V's codes and scales. `None` where `O = P V` is no product of codes.
+    pub(super) v: Option<(CudaSlice<i8>, CudaSlice<f32>)>,
     /// `None` without smoothing of K, and with a mean over a sample.
     k_tile_sums: Option<CudaSlice<f32>>,
     key_mean: KeyMean,
@@ -163,14 +170,18 @@ impl Operands {
             q_mean: smooth_q.then(|| gpu.alloc(queries * d)).transpose()?,
             k_mean: smooth_k.then(|| gpu.alloc(means)).transpose()?,
         };
-        let v = (gpu.alloc(keys * TILE * d)?, gpu.alloc(keys)?);
+        let v = settings
+            .products
+            .o
+            .then(|| Ok::<_, candle_core::Error>((gpu.alloc(keys * TILE * d)?, gpu.alloc(keys)?)));
+        let v = v.transpose()?;
         let key_mean = settings.key_mean;
         let k_tile_sums = (smooth_k && key_mean == KeyMean::All).then(|| gpu.alloc(keys * d)).transpose()?;
         Ok(Self { codes, v, k_tile_sums, key_mean })
     }
 }
 
-/// Launches the quantization of Q, K and V, and sets the addresses of the codes in `params`.
+/// Launches the quantization of Q, K and perhaps V, and sets the addresses of the codes in `params`.
 pub(super) fn quantize<'p>(
     call: &Call<'_>,
     operands: &'p Operands,
@@ -179,8 +190,8 @@ pub(super) fn quantize<'p>(
     let Operands { codes, v, k_tile_sums, key_mean } = operands;
     let gpu = &call.gpu;
     params.codes = codes.params(call);
-    params.codes.v_transposed = address(&v.0, gpu);
-    params.codes.v_dequant_scale = address(&v.1, gpu);
+    params.codes.v_transposed = address_if_any(v.as_ref().map(|(codes, _)| codes), gpu);
+    params.codes.v_dequant_scale = address_if_any(v.as_ref().map(|(_, scales)| scales), gpu);
     params.codes.k_tile_sums = address_if_any(k_tile_sums.as_ref(), gpu);
     if codes.k_mean.is_some() {
         match *key_mean {
@@ -191,7 +202,8 @@ pub(super) fn quantize<'p>(
             }
         }
     }
-    let tiles = call.query_tiles() + 2 * call.key_tiles();
+    // The blocks of V's tiles come last.
+    let tiles = call.query_tiles() + call.key_tiles() * if v.is_some() { 2 } else { 1 };
     gpu.launch_forward("quantize", &call.kernel("quantize"), Grid::line(tiles, 256), params)
 }
 

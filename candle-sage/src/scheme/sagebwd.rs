@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 
 /// SageBwd: six of the seven attention products (`S = Q K^T` counts in the forward and in the backward) on
 /// INT8 codes with exact accumulation (INT32, or f32 below 2^24 on the CPU), `dP = dO V^T` in 16 bit.
-/// [`Int8Products`] leaves more of the backward in floating point.
+/// [`Int8Products`] leaves more of them in floating point.
 ///
 /// | product | left operand, its scale | right operand, its scale |
 /// |---|---|---|
@@ -41,7 +41,7 @@ pub struct SageBwd {
     pub smoothing: Smoothing,
     /// Tokens that K's mean is taken over.
     pub key_mean: KeyMean,
-    /// Products of the backward that run on codes.
+    /// Products that run on codes.
     pub products: Int8Products,
     /// Number of vectors that share a scale in the backward.
     pub granularity: Granularity,
@@ -64,26 +64,28 @@ impl Default for SageBwd {
     }
 }
 
-/// The products of the backward that run on INT8 codes. The forward's `S = Q K^T` and `O = P V` always do.
-/// `dP = dO V^T` never does: SageBwd finds that rounding it is unstable (arXiv 2603.02170, section 4).
+/// The products that run on INT8 codes. The forward's `S = Q K^T` always does. `dP = dO V^T` never does:
+/// SageBwd finds that rounding it is unstable (arXiv 2603.02170, section 4).
 ///
-/// Any other product that does not run on codes is computed as in full precision, from unquantized Q, dO, P
+/// Any other product that does not run on codes is computed as in full precision, from unquantized Q, V, dO, P
 /// and dS and from K less its mean (see [`Smoothing`]): in f32 on the CPU, from 16-bit operands with f32
 /// accumulators on CUDA.
 ///
-/// | set | `S` | `dV` | `dQ` | `dK` | |
-/// |---|---|---|---|---|---|
-/// | [`PAPER`](Self::PAPER) | INT8 | INT8 | INT8 | INT8 | the paper's algorithm 2 |
-/// | [`FORWARD_AND_S`](Self::FORWARD_AND_S) | INT8 | | | | P is the forward's; on Hopper the fastest |
-/// | [`FORWARD`](Self::FORWARD) | | | | | full precision, whose P is not the forward's |
+/// | set | `O` | `S` of the backward | `dV` | `dQ` | `dK` | |
+/// |---|---|---|---|---|---|---|
+/// | [`PAPER`](Self::PAPER) | INT8 | INT8 | INT8 | INT8 | INT8 | the paper's algorithms 1 and 2 |
+/// | [`FORWARD_AND_S`](Self::FORWARD_AND_S) | INT8 | INT8 | | | | the paper's forward, whose P is the backward's |
+/// | [`SCORES`](Self::SCORES) | | INT8 | | | | S alone, in both directions |
+/// | [`FORWARD`](Self::FORWARD) | INT8 | | | | | the paper's forward before full precision's backward |
 ///
-/// `FORWARD_AND_S` is as exact as an INT8 forward allows. Each further gradient on codes adds error, but not
-/// always speed: quantizing P and dS can cost more than their INT8 products save. S has to be recomputed on
-/// the forward's codes: otherwise the gradients of large logits (sigma 3 and more) are at least 1.6 times as
-/// far off. `docs/sagebwd_products.md` has measured errors and speeds.
+/// `FORWARD_AND_S` is as exact as the paper's forward allows, and `SCORES` as codes of Q and K do. Each further
+/// product on codes adds error, but not always speed: quantizing P and dS can cost more than their INT8 products
+/// save. S has to be recomputed on the forward's codes: otherwise the gradients of large logits (sigma 3 and more)
+/// are at least 1.6 times as far off. `docs/sagebwd_products.md` has measured errors and speeds.
 ///
-/// A set is written as `paper`, `forward-and-s`, `forward`, or a list that begins with `forward`:
-/// `forward,s,dv,dk`. CUDA has the three named sets, the CPU has all.
+/// A set is written as `paper`, `forward-and-s`, `scores`, `forward`, or a list that begins with `forward` (`S` and
+/// `O` of the forward) or with `scores`: `forward,s,dv,dk`, `scores,dv`. CUDA has the named sets, `scores` on
+/// Hopper alone; the CPU has all.
 ///
 /// ```
 /// use candle_sage::Int8Products;
@@ -96,6 +98,8 @@ impl Default for SageBwd {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Int8Products {
+    /// `O = P V`, in the forward.
+    pub o: bool,
     /// `S = Q K^T`, recomputed in the backward.
     pub s: bool,
     /// `dV = P^T dO`.
@@ -107,16 +111,22 @@ pub struct Int8Products {
 }
 
 impl Int8Products {
-    /// All four.
-    pub const PAPER: Self = Self { s: true, dv: true, dq: true, dk: true };
-    /// The recomputed scores alone.
+    /// All five.
+    pub const PAPER: Self = Self { o: true, s: true, dv: true, dq: true, dk: true };
+    /// The forward's, and the recomputed scores.
     pub const FORWARD_AND_S: Self = Self { s: true, ..Self::FORWARD };
-    /// None of the four.
-    pub const FORWARD: Self = Self { s: false, dv: false, dq: false, dk: false };
+    /// Scores alone, in the forward and recomputed.
+    pub const SCORES: Self = Self { o: false, ..Self::FORWARD_AND_S };
+    /// The forward's alone.
+    pub const FORWARD: Self = Self { o: true, s: false, dv: false, dq: false, dk: false };
 
     /// The sets with names.
-    const NAMED: [(&'static str, Self); 3] =
-        [("paper", Self::PAPER), ("forward-and-s", Self::FORWARD_AND_S), ("forward", Self::FORWARD)];
+    const NAMED: [(&'static str, Self); 4] = [
+        ("paper", Self::PAPER),
+        ("forward-and-s", Self::FORWARD_AND_S),
+        ("scores", Self::SCORES),
+        ("forward", Self::FORWARD),
+    ];
 
     fn listed(self) -> [(&'static str, bool); 4] {
         [("s", self.s), ("dv", self.dv), ("dq", self.dq), ("dk", self.dk)]
@@ -139,8 +149,10 @@ impl std::fmt::Display for Int8Products {
         if let Some((name, _)) = Self::NAMED.iter().find(|(_, set)| set == self) {
             return f.write_str(name);
         }
-        f.write_str("forward")?;
-        self.listed().iter().filter(|(_, on)| *on).try_for_each(|(name, _)| write!(f, ",{name}"))
+        // Of a list that begins with `scores`, S is part of the name.
+        f.write_str(if self.o { "forward" } else { "scores" })?;
+        let listed = Self { s: self.s && self.o, ..*self };
+        listed.listed().iter().filter(|(_, on)| *on).try_for_each(|(name, _)| write!(f, ",{name}"))
     }
 }
 
@@ -152,8 +164,9 @@ impl std::str::FromStr for Int8Products {
             return Ok(*set);
         }
         let mut words = text.split(',').map(str::trim);
-        let mut set = Self::FORWARD;
-        let known = words.next() == Some("forward")
+        let first = words.next();
+        let mut set = if first == Some("scores") { Self::SCORES } else { Self::FORWARD };
+        let known = matches!(first, Some("forward" | "scores"))
             && words.all(|word| {
                 let product = match word {
                     "s" => &mut set.s,
@@ -167,8 +180,8 @@ impl std::str::FromStr for Int8Products {
         known.then_some(set).ok_or_else(|| {
             Error::new("unknown set of INT8 products")
                 .got(format!("`{text}`"))
-                .allowed("paper, forward-and-s, forward, or `forward` and some of s, dv, dq, dk, each once, with commas")
-                .hint("the forward's products always run in INT8, and dP never does")
+                .allowed("paper, forward-and-s, scores, forward; or `forward` or `scores` and some of s, dv, dq, dk, each once, with commas")
+                .hint("`scores` has s already; dP never runs in INT8")
         })
     }
 }
@@ -357,6 +370,12 @@ impl SageBwd {
                 .allowed("smoothing k or qk; or key_mean all")
                 .hint("key_mean says which tokens the mean is taken over that smoothing subtracts"));
         }
+        if !self.products.o && !self.products.s {
+            return Err(Error::new("scores in INT8 in the forward alone")
+                .got("products without o and s")
+                .allowed("Int8Products::SCORES, or with o")
+                .hint("a backward of other scores has another P than the forward had"));
+        }
         if self.granularity != Granularity::Vector && !self.products.quantizes_gradients() {
             return Err(Error::new("this granularity does nothing with these products")
                 .got(format!("granularity {}, products {}", self.granularity, self.products))
@@ -373,14 +392,19 @@ mod tests {
 
     #[test]
     fn products_print_and_parse() {
-        for bits in 0..16 {
-            let [s, dv, dq, dk] = [1, 2, 4, 8].map(|bit| bits & bit != 0);
-            let set = Int8Products { s, dv, dq, dk };
-            assert_eq!(set.to_string().parse(), Ok(set), "{set}");
+        for bits in 0..32 {
+            let [o, s, dv, dq, dk] = [1, 2, 4, 8, 16].map(|bit| bits & bit != 0);
+            let set = Int8Products { o, s, dv, dq, dk };
+            // Scores in the forward alone are no set.
+            assert_eq!(SageBwd::default().products(set).validate().is_ok(), o || s, "{set}");
+            if o || s {
+                assert_eq!(set.to_string().parse(), Ok(set), "{set}");
+            }
         }
+        assert_eq!("scores,dk".parse(), Ok(Int8Products { dk: true, ..Int8Products::SCORES }));
         assert_eq!("forward,s".parse(), Ok(Int8Products::FORWARD_AND_S));
         assert_eq!("forward, dk, s, dq, dv".parse(), Ok(Int8Products::PAPER));
-        for bad in ["", "s", "forward,", "forward,dp", "forward,s,s", "paper,s", "Forward"] {
+        for bad in ["", "s", "forward,", "forward,dp", "forward,s,s", "paper,s", "Forward", "scores,s"] {
             assert!(bad.parse::<Int8Products>().is_err(), "{bad}");
         }
     }

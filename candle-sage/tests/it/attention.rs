@@ -17,6 +17,8 @@ fn schemes() -> Vec<Scheme> {
         sage.smoothing(Smoothing::Qk).granularity(Granularity::Group(8)).tile_q(16).tile_k(48).into(),
         sage.products(Int8Products::FORWARD_AND_S).smoothing(Smoothing::Qk).into(),
         sage.products(Int8Products::FORWARD).into(),
+        sage.products(Int8Products::SCORES).into(),
+        sage.products(Int8Products { dv: true, ..Int8Products::SCORES }).smoothing(Smoothing::Qk).into(),
         sage.key_mean(KeyMean::Sample(7)).into(),
         sage.products(Int8Products { dk: true, dv: true, ..Int8Products::FORWARD }).into(),
         AttnQat::default().into(),

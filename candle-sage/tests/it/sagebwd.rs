@@ -80,6 +80,12 @@ fn products_that_are_left_out_are_more_accurate() -> Result<()> {
         }
     }
     assert_eq!(paper[0].to_bits(), errors(Int8Products::FORWARD, 1.0)?[0].to_bits(), "one forward");
+    // With S alone what codes of P and V cost is gone, in O, and in dQ and dK by way of delta = rowsum(dO o O).
+    let scores = errors(Int8Products::SCORES, 1.0)?;
+    assert!(scores[0] < 0.8 * with_s[0], "{scores:.4?} and {with_s:.4?}");
+    for n in 1..4 {
+        assert!(scores[n] < 1.02 * with_s[n], "{}: {scores:.4?} and {with_s:.4?}", NAMES[n]);
+    }
     let (paper, with_s) = (errors(Int8Products::PAPER, 5.0)?, errors(Int8Products::FORWARD_AND_S, 5.0)?);
     errors(Int8Products::FORWARD, 5.0)?;
     for n in 1..4 {

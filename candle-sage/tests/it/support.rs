@@ -18,7 +18,7 @@ pub(crate) const PUBLISHED: [(f32, [f64; 4]); 5] = [
 
 /// Every scheme with its default settings, and SageBwd's sets of products.
 pub(crate) fn schemes() -> Vec<Scheme> {
-    let sets = [Int8Products::FORWARD_AND_S, Int8Products::FORWARD];
+    let sets = [Int8Products::FORWARD_AND_S, Int8Products::SCORES, Int8Products::FORWARD];
     let sets = sets.map(|products| SageBwd::default().products(products).into());
     Scheme::all().into_iter().chain(sets).collect()
 }

@@ -71,12 +71,18 @@ pub fn measure(
         let on_node = ranks.mesh().replica.of == 1;
         let group = if on_node { ranks.shards() } else { ranks.all() };
         let mut links = Vec::new();
-        for megabytes in SIZES.into_iter().filter(|size| *size <= most) {
+        // One buffer each for the largest size, since those that copy engines read stay until the process ends.
+        let len = |megabytes: f64| ((megabytes * 1e6 / 4.0) as usize).next_multiple_of(64 * of);
+        let sizes: Vec<f64> = SIZES.into_iter().filter(|size| *size <= most).collect();
+        let largest = sizes.last().map_or(0, |size| len(*size));
+        let from = group.shared(Tensor::randn(0f32, 1.0, largest, device)?)?;
+        let into = group.zeros(largest, DType::F32, device)?;
+        let weights = group.zeros(largest, config.device.dtype(), device)?;
+        for megabytes in sizes {
             say(&format!("exchange and gather of {megabytes} MB"));
-            let len = ((megabytes * 1e6 / 4.0) as usize).next_multiple_of(64 * of);
-            let from = group.shared(Tensor::randn(0f32, 1.0, len, device)?)?;
-            let into = group.zeros(len, DType::F32, device)?;
-            let weights = group.zeros(len, config.device.dtype(), device)?;
+            let len = len(megabytes);
+            let [from, into, weights] = [&from, &into, &weights].map(|all| all.narrow(0, 0, len));
+            let (from, into, weights) = (from?, into?, weights?);
             let own = ranks.rank().part_of(len);
             let part = weights.narrow(0, own.start, own.len())?;
             links.push(Link {
@@ -89,7 +95,7 @@ pub fn measure(
             (Tensor::zeros(8, DType::F64, device)?, Tensor::zeros(8 * of, DType::F64, device)?);
         let latency = clock.median(4 * repeats, |_| group.wait(group.gather(&number, &numbers)?))?;
         let update = |ranks: &Ranks| update(config, ranks, device, &clock, repeats);
-        let (parameters, engines) = (config.model.parameters(), ranks.mesh().engines);
+        let (parameters, engines) = (config.model.parameters(), on_node && ranks.mesh().engines);
         let what = format!("update of {:.1}M parameters", parameters as f64 / 1e6);
         say(&format!("{what}, each rank alone"));
         let alone = update(&Ranks::alone())?;

@@ -186,7 +186,7 @@ impl BenchLinks {
     }
 
     fn measure(&self, words: &Words, local: Rank) -> Result<links::Links> {
-        words.agree("command", "bench links")?;
+        words.agree("command", &format!("bench links, copy engines {:?}", self.copy_engines))?;
         let place = self.device.unwrap_or_default();
         let settings = Settings::with(|s| {
             s.run.preset = Some(self.preset);

@@ -70,8 +70,9 @@ impl Several {
         self.ranks.is_some()
     }
 
-    /// The ranks and their links that a dry run plans for, GPUs or processes on a CPU, in steps of `tokens` tokens.
-    pub(super) fn world(&self, gpus: bool, tokens: u64) -> Result<World> {
+    /// The ranks and their links that a dry run plans for, GPUs or processes on a CPU, in steps of `tokens` tokens. Copy engines
+    /// are taken for granted on GPUs, unless the flag says otherwise.
+    pub(super) fn world(&self, on_gpus: bool, tokens: u64) -> Result<World> {
         let shape = || Error::new("ranks do not divide into nodes");
         let (of, on_node) = match self.ranks {
             Some(ranks) => (in_range("ranks", ranks, 1, 1 << 20)?, self.ranks_per_node.min(ranks)),
@@ -102,7 +103,7 @@ impl Several {
         let mesh = Mesh {
             replica: Rank { index: 0, of: of / on_node },
             context: self.context_parallel,
-            engines: gpus && on_node > 1 && self.copy_engines != CopyEngines::Off,
+            engines: on_gpus && on_node > 1 && self.copy_engines != CopyEngines::Off,
             ..Mesh::node(Rank { index: 0, of: on_node })
         };
         let mesh = self.parallel(Rank::ALONE)?.plan(mesh, tokens);

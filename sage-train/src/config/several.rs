@@ -4,7 +4,7 @@ use super::Config;
 use super::summary::{H100, Memory};
 use crate::model::received_bytes;
 use crate::quantity::{gib, grouped};
-use crate::ranks::{Mesh, PIECE_BESIDE};
+use crate::ranks::{FEW_TOKENS, Mesh, PIECE_BESIDE};
 
 /// Ranks that somebody thinks of, and how fast they are.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -29,10 +29,10 @@ pub const NETWORK: f64 = 45e9;
 const MEMORY: f64 = 3e12;
 
 /// Bytes a second at which sequences are shared among ranks, the copies into the order of heads included: two H100, 64k tokens,
-/// 2 ms a layer (docs/several-gpus.md).
+/// 2 ms a layer, from the steps in docs/several-gpus.md.
 const SHARED: f64 = 130e9;
 
-/// What part of an exchange a backward hides that copy engines carry it beside: two H100 (docs/several-gpus.md).
+/// What part of an exchange a backward of few tokens hides that copy engines carry it beside: two H100 (docs/several-gpus.md).
 const BESIDE: f64 = 0.6;
 
 /// What part of the gradients' time may hide what travels between nodes.
@@ -57,15 +57,15 @@ impl Seconds {
 }
 
 /// An update over the links of a node: gradients are exchanged and added up, AdamW and the norm move 34 bytes a parameter, and
-/// weights are gathered. Parts overlap, and slow each other down by as much as measured steps show.
-fn update_seconds(parameters: u64, mesh: Mesh, link: f64) -> f64 {
+/// weights are gathered. Parts overlap, and slow each other down by as much as measured steps show. A backward hides a part of the
+/// exchange, at most `hides` seconds of it.
+fn update_seconds(parameters: u64, mesh: Mesh, link: f64, hides: f64) -> f64 {
     let (bytes, ranks) = (4.0 * parameters as f64, mesh.shard.of as f64);
     let others = (ranks - 1.0) / ranks;
     let sums = if mesh.shard.of == 1 { 0.0 } else { (bytes + bytes / ranks) / MEMORY };
     let exchange = others * bytes / link;
     let (gather, adamw) = (exchange / 2.0, 34.0 / 4.0 * bytes / ranks / MEMORY);
-    let hidden = if mesh.engines && mesh.beside { BESIDE } else { 0.0 };
-    (1.0 - hidden) * exchange + sums + gather + adamw
+    exchange - (BESIDE * exchange).min(hides) + sums + gather + adamw
 }
 
 impl Config {
@@ -183,10 +183,15 @@ impl Config {
         let part = 4.0 * parameters as f64 / mesh.shard.of as f64;
         let last = PIECE_BESIDE as f64 / parameters as f64;
         let network = 2.0 * (nodes - 1.0) / nodes * part / network;
+        // With many tokens a step is limited by power, and what is hidden costs as much.
+        let hides = match mesh.engines && mesh.beside && (tokens as u64) < FEW_TOKENS {
+            true => (HIDES * gradients - network).max(0.0),
+            false => 0.0,
+        };
         Seconds {
             gradients,
             shared,
-            update: update_seconds(parameters, mesh, link),
+            update: update_seconds(parameters, mesh, link, hides),
             network,
             // The last piece has no backward beside it.
             exposed: (network - HIDES * gradients).max(network * last.min(1.0)),
@@ -198,7 +203,7 @@ impl Config {
         let ranks = world.mesh.rank().of as f64;
         let tokens = self.tokens_per_step() as f64 / ranks;
         let alone = tokens / self.tokens_a_second(world)
-            + update_seconds(self.model.parameters(), Mesh::ALONE, world.link);
+            + update_seconds(self.model.parameters(), Mesh::ALONE, world.link, 0.0);
         alone / seconds.all()
     }
 
@@ -251,7 +256,7 @@ mod tests {
         let after = Mesh::node(Rank { index: 0, of: 2 });
         let beside = Mesh { engines: true, beside: true, ..after };
         let shared = Mesh { context: 2, ..after };
-        // H200 with NCCL's kernels, then H100 with the copy engines.
+        // H200, then H100 with copy engines but for the last, which shares sequences.
         for (mesh, vocabulary, heads, micro_batch, context, gradients, measured) in [
             (after, 1078, 16, 1, 4096, 21.94, 26.26),
             (after, 1078, 16, 2, 4096, 39.77, 44.77),
@@ -260,6 +265,7 @@ mod tests {
             (beside, 50_257, 16, 1, 4096, 23.49, 28.28),
             (beside, 50_257, 16, 2, 4096, 44.69, 49.95),
             (after, 50_257, 16, 8, 4096, 169.64, 176.31),
+            (beside, 50_257, 16, 8, 4096, 169.64, 178.20),
             (shared, 50_257, 8, 1, 65_536, 1254.15, 674.24),
         ] {
             let sequences = (micro_batch * mesh.data().of) as u64;

@@ -216,11 +216,12 @@ impl Parameters {
             held.push(make().map_err(during(failed()))?);
         }
         let zeros = |len| group.zeros(len, DType::F32, device).map_err(during(failed()));
+        let plain = |len| Tensor::zeros(len, DType::F32, device).map_err(during(failed()));
         let gradients = trained.map(|_| zeros(layout.len())).transpose()?;
         let [node, nodes] = layout.largest_received(mesh);
         let received = match node + nodes {
             0 => None,
-            _ => Some([zeros(node)?, zeros(node)?, zeros(nodes)?]),
+            _ => Some([zeros(node)?, zeros(node)?, plain(nodes)?]),
         };
         let filled = specs.iter().map(|_| Arc::default()).collect();
         Ok(Self { specs, layout, mesh, held, gradients, received, filled })

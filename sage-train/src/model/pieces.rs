@@ -126,6 +126,7 @@ pub(super) fn overlap(a: &Range<usize>, b: &Range<usize>) -> Option<Range<usize>
 mod tests {
     use super::super::config::Start;
     use super::*;
+    use crate::ranks::Rank;
 
     #[test]
     fn pieces_hold_whole_products_and_divide_by_the_ranks() {
@@ -193,6 +194,25 @@ mod tests {
         let firsts: Vec<_> = layout.pieces.iter().map(|piece| piece.first_layer).collect();
         assert_eq!(firsts, [None, Some(0), Some(1), Some(2), Some(0)]);
         assert_eq!(layout.backward_order(), [3, 2, 1, 4, 0]);
+    }
+
+    #[test]
+    fn a_rank_has_room_for_what_others_send() {
+        let spec = |name: &str| ParameterSpec {
+            name: name.into(),
+            dims: vec![64, 96],
+            start: Start::Value(0.0),
+            follows: false,
+        };
+        let layout = Layout::with_pieces_of(&[spec("a"), spec("b")], 6, 1);
+        let largest = 64 * 96;
+        let rank = |of| Rank { index: 0, of };
+        for (shards, replicas, room) in
+            [(1, 1, [0, 0]), (2, 1, [largest, 0]), (1, 3, [0, largest]), (2, 3, [largest, largest / 2])]
+        {
+            let mesh = Mesh { shard: rank(shards), replica: rank(replicas), ..Mesh::ALONE };
+            assert_eq!(layout.largest_received(mesh), room);
+        }
     }
 
     #[test]

@@ -75,6 +75,7 @@ impl Coding {
     fn has(self, product: Product) -> bool {
         self.low.has(product as usize)
             && match product {
+                Product::Output => self.products.o,
                 Product::ValueGradient => self.products.dv,
                 Product::QueryGradient => self.products.dq,
                 Product::KeyGradient => self.products.dk,

@@ -41,7 +41,7 @@ pub struct Mesh {
     pub replica: Rank,
     /// Number of ranks that share each sequence.
     pub context: usize,
-    /// Whether copy engines carry what the ranks of a node exchange.
+    /// Whether copy engines carry gradients and updated weights among the ranks of a node.
     pub engines: bool,
     /// Whether gradients are transferred during the backward.
     pub beside: bool,
@@ -56,6 +56,12 @@ pub const PIECE: usize = 170_000_000;
 
 /// The size for transfers during a backward: 200 MB, a few layers.
 pub const PIECE_BESIDE: usize = 50_000_000;
+
+/// Tokens of a rank and step below which transfers beside the backward are faster than after it, where copy engines
+/// carry them. With more the step is limited by power, of which products and transfers take more together. On two
+/// H100 `beside` was faster by 2.2 % at 4k and 1.3 % at 8k, and slower by 1.1 % at 32k (docs/several-gpus.md);
+/// the limit lies between. The size of the model matters less: products and transfers grow with it alike.
+pub const FEW_TOKENS: u64 = 16 << 10;
 
 impl Mesh {
     /// The only rank.

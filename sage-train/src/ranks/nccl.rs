@@ -18,7 +18,7 @@ use candle_core::cuda_backend::WrapErr;
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Result, Storage, Tensor};
 use candle_sage::Error;
 use cudarc::driver::result::{event, stream};
-use cudarc::driver::sys::{CUevent, CUevent_flags, CUevent_wait_flags};
+use cudarc::driver::sys::{self, CUevent, CUevent_flags, CUevent_wait_flags};
 use cudarc::driver::{CudaSlice, DevicePtr};
 use engines::Engines;
 use half::{bf16, f16};
@@ -83,7 +83,7 @@ impl Nccl {
             (functions.init_rank)(&raw mut communicator, rank.of as c_int, id, rank.index as c_int)
         };
         functions.check("connect the GPUs", made)?;
-        let engines = connect_engines(words, &functions, collectives, mesh, wanted)?;
+        let engines = connect_engines(words, &functions, (version, collectives), mesh, wanted)?;
         let failed = || "cannot make a stream for the ranks";
         let (_, high) = stream::get_priority_range().map_err(during(failed()))?;
         let event = || event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(during(failed()));
@@ -246,35 +246,58 @@ fn share_id(words: &Words, functions: &Functions, every: usize) -> candle_sage::
     Ok(id)
 }
 
-/// Connects the copy engines of each node, if they are wanted and NCCL has them.
+/// Connects the copy engines of each node, if they are wanted and NCCL, `version` of it, has them.
 fn connect_engines(
     words: &Words,
     functions: &Functions,
-    collectives: Option<Collectives>,
+    (version, collectives): (c_int, Option<Collectives>),
     mesh: Mesh,
     wanted: CopyEngines,
 ) -> candle_sage::Result<Option<Engines>> {
     if wanted == CopyEngines::Off || mesh.shard.of == 1 {
         return Ok(None);
     }
-    let without = |got: &str, hint: &str| match wanted {
+    let without = |got: String, hint: &str| match wanted {
         CopyEngines::On => Err(Error::new("NCCL has no collectives on the copy engines here")
             .got(got)
-            .allowed("version 2.28 or later, GPUs that reach each other's memory over NVLink")
+            .allowed("NCCL 2.28 and CUDA 12.5 or later, GPUs that reach each other's memory")
             .hint(hint)),
         _ => Ok(None),
     };
-    let Some(collectives) = collectives else {
-        return without("an earlier version", &format!("{} names a newer libnccl.so.2", library::PATH));
+    // Ranks may differ in driver and environment. What one lacks, all do without.
+    let lacks = match (driver_version(), std::env::var("NCCL_CTA_POLICY")) {
+        _ if collectives.is_none() => format!("NCCL's version {version}"),
+        (driver, _) if driver < OLDEST_DRIVER => format!("a driver for CUDA version {driver}"),
+        (_, Ok(policy)) => format!("NCCL_CTA_POLICY={policy}, which decides instead"),
+        _ => String::new(),
+    };
+    let lacking = words.share("copy engines", &lacks).into_iter().find(|lacks| !lacks.is_empty());
+    let collectives = match (lacking, collectives) {
+        (None, Some(collectives)) => collectives,
+        (lacking, _) => return without(lacking.unwrap_or_default(), "leave --copy-engines out"),
     };
     let id = share_id(words, functions, mesh.shard.of)?;
     let engines = Engines::connect(collectives, functions, id, mesh.shard)?;
     let reach = engines.allocate(functions, 1)?.is_some();
-    let all = words.share("copy engines", if reach { "yes" } else { "no" });
-    if all.iter().any(|said| said != "yes") {
-        return without("GPUs that do not", "leave --copy-engines out");
+    let all = words.share("shared memory", if reach { "yes" } else { "no" });
+    match all.iter().position(|said| said != "yes") {
+        None => Ok(Some(engines)),
+        Some(rank) => without(
+            format!("a GPU of rank {rank} that shares no memory with others"),
+            "NCCL_WIN_ENABLE=0 and NCCL_CUMEM_ENABLE=0 forbid it; else leave --copy-engines out",
+        ),
     }
-    Ok(Some(engines))
+}
+
+/// The first CUDA version with which NCCL has collectives on the copy engines.
+const OLDEST_DRIVER: c_int = 12_050;
+
+/// The CUDA version of the driver, or 0.
+fn driver_version() -> c_int {
+    let mut version = 0;
+    // SAFETY: the function writes one int.
+    let known = unsafe { sys::cuDriverGetVersion(&raw mut version) };
+    if known == sys::CUresult::CUDA_SUCCESS { version } else { 0 }
 }
 
 /// Checks that no two ranks use the same GPU.

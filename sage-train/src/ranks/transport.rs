@@ -5,13 +5,13 @@ use std::fmt::Debug;
 use candle_core::{DType, Device, Result, Tensor};
 use clap::ValueEnum;
 
-/// Whether copy engines carry what the ranks of a node exchange.
+/// Whether copy engines carry gradients and updated weights among the ranks of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum CopyEngines {
-    /// Where NCCL has them: version 2.28 and later, over NVLink
+    /// Where NCCL has them: version 2.28 and later, GPUs that reach each other's memory
     #[default]
     Auto,
-    /// They do, or it is an error
+    /// They do, or it is an error; with one GPU of a node there is nothing to carry
     On,
     /// NCCL's kernels do, which take multiprocessors from what runs beside them
     Off,

@@ -31,7 +31,7 @@ pub struct AttentionSettings {
     /// SageBwd: tokens that K's mean is taken over: all, or sample-N, N tokens at even distances [default: all]
     #[arg(long)]
     pub key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: products in INT8: paper, forward-and-s, forward, or a list such as forward,s,dv [default: paper]
+    /// SageBwd: products in INT8: paper, forward-and-s, scores, forward, or a list such as forward,s,dv [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
     /// SageBwd: vectors that share a scale in the backward: vector, group-N, tile [default: vector]

@@ -6,7 +6,7 @@ use clap::ValueEnum;
 
 use crate::config::Config;
 use crate::quantity::Quantity;
-use crate::ranks::{CopyEngines, Mesh, PIECE, PIECE_BESIDE, Rank, Ranks, Words};
+use crate::ranks::{CopyEngines, FEW_TOKENS, Mesh, PIECE, PIECE_BESIDE, Rank, Ranks, Words};
 
 /// How several ranks share a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,7 +19,7 @@ pub struct Parallel {
     pub overlap: Overlap,
     /// Elements of gradient in one transfer, at least; `None` takes the default.
     pub piece: Option<usize>,
-    /// Whether copy engines carry what the ranks of a node exchange.
+    /// Whether copy engines carry gradients and updated weights among the ranks of a node.
     pub engines: CopyEngines,
 }
 
@@ -68,12 +68,6 @@ pub enum Overlap {
     /// step; else behind it
     Auto,
 }
-
-/// Tokens of a rank and step below which transfers beside the backward are faster than after it, where copy engines
-/// carry them. With more the step is limited by power, of which products and transfers take more together. On two
-/// H100 `beside` was faster by 2.2 % at 4k and 1.3 % at 8k, and slower by 1.1 % at 32k (docs/several-gpus.md);
-/// the limit lies between. The size of the model matters less: products and transfers grow with it alike.
-const FEW_TOKENS: u64 = 16 << 10;
 
 /// How the ranks of a mesh exchange gradients, in words.
 pub(super) fn summary(mesh: Mesh) -> String {

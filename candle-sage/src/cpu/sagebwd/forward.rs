@@ -1,34 +1,47 @@
-//! The forward of SageBwd on the CPU: an online softmax whose probabilities become codes, and products with codes of V.
+//! The forward of SageBwd on the CPU: an online softmax whose probabilities become codes, and products with codes of V; or, where
+//! S alone runs on codes, full precision's.
 
 use std::ops::Range;
 
 use multiversion::multiversion;
 
 use super::{Keys, Products, Settings, Values};
+use crate::cpu::full_precision;
 use crate::cpu::lanes;
 use crate::cpu::numerics::{Finished, ForwardNumerics, Head, Problem, Softmax, Tile, cut, per_head};
 use crate::cpu::product::{Mat, product};
 use crate::cpu::quantize::TileCodes;
 
-/// V in the forward: codes, one entry per segment and key head.
-pub(super) struct CodesOfV(Vec<TileCodes>);
+/// V in the forward.
+pub(super) enum ForwardValues {
+    /// Codes, one entry per segment and key head.
+    Codes(Vec<TileCodes>),
+    /// V itself.
+    Rows,
+}
 
-impl CodesOfV {
+impl ForwardValues {
     pub(super) fn new(settings: &Settings, problem: &Problem<'_>) -> Self {
-        Self(per_head(problem, problem.shape.key_heads(), |at| {
+        if !settings.products.o {
+            return Self::Rows;
+        }
+        Self::Codes(per_head(problem, problem.shape.key_heads(), |at| {
             let rows = problem.v_rows(at, 0..problem.segments[at.segment].key.len());
             TileCodes::new(&rows, problem.head_dim(), settings.tile_k)
         }))
     }
 }
 
-impl Values for CodesOfV {
-    fn rows(&self, problem: &Problem<'_>, _: Head, index: usize, tokens: Range<usize>) -> Vec<f32> {
-        self.0[index].rows_f32(tokens, problem.head_dim())
+impl Values for ForwardValues {
+    fn rows(&self, problem: &Problem<'_>, at: Head, index: usize, tokens: Range<usize>) -> Vec<f32> {
+        match self {
+            Self::Codes(codes) => codes[index].rows_f32(tokens, problem.head_dim()),
+            Self::Rows => problem.v_rows(at, tokens),
+        }
     }
 }
 
-impl ForwardNumerics for Products<'_, CodesOfV> {
+impl ForwardNumerics for Products<'_, ForwardValues> {
     type Rows = Softmax;
     const OUTPUTS: usize = 1;
     const STATES: usize = 1;
@@ -39,11 +52,15 @@ impl ForwardNumerics for Products<'_, CodesOfV> {
 
     fn attend(&self, keys: &Keys, tile: Tile, logits: &mut [f32], rows: &mut Softmax) {
         let d = self.d();
-        let v_dequant = self.values.0[keys.index].dequant_scale[tile.col / self.settings.tile_k];
+        let v = Mat::new(cut(&keys.v, keys.start, tile.col, tile.cols, d), tile.cols, d);
+        let ForwardValues::Codes(codes) = &self.values else {
+            full_precision::online_softmax(tile.cols, logits, rows);
+            return product(&mut rows.acc[0], Mat::new(logits, tile.rows, tile.cols), v, 1.0, true);
+        };
+        let v_dequant = codes[keys.index].dequant_scale[tile.col / self.settings.tile_k];
         let mut steps = vec![Step::default(); tile.rows];
         online_softmax(tile.cols, logits, rows, &mut steps);
         let mut pv = vec![0.0; tile.rows * d];
-        let v = Mat::new(cut(&keys.v, keys.start, tile.col, tile.cols, d), tile.cols, d);
         product(&mut pv, Mat::new(logits, tile.rows, tile.cols), v, 1.0, false);
         accumulate_steps(&mut rows.acc[0], &pv, &steps, v_dequant);
     }

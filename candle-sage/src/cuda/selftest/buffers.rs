@@ -10,11 +10,12 @@ use crate::scheme::{AttnQat, Granularity, Int8Products, SageBwd, Scheme, Smoothi
 use crate::selection::Selection;
 use crate::shape::Packing;
 
-fn schemes() -> [Scheme; 7] {
+fn schemes() -> [Scheme; 8] {
     [
         Scheme::FullPrecision,
         SageBwd::default().into(),
         SageBwd::default().products(Int8Products::FORWARD_AND_S).into(),
+        SageBwd::default().products(Int8Products::SCORES).into(),
         AttnQat::default().into(),
         AttnQat::default().smoothing(Smoothing::K).value_groups(ValueGroups::HeadDim).into(),
         AttnQat::default().matched_recomputation(false).high_precision_output(false).into(),
@@ -71,7 +72,7 @@ fn kernels_over_lists_fill_their_buffers_and_no_more() -> Result<()> {
         inputs.selection = Some(Selection::from_lists(&inputs.shape, (128, 128), &device(), |at| {
             vec![0; at.candidates.min(1)]
         })?);
-        for scheme in schemes().iter().take(if d > 128 { 1 } else { 7 }) {
+        for scheme in schemes().iter().take(if d > 128 { 1 } else { 8 }) {
             for deterministic in [false, true] {
                 run(&inputs, scheme, deterministic)?;
             }

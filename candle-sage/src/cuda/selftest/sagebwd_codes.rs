@@ -64,17 +64,18 @@ impl Written {
         let made = sagebwd::Transposed::new(call)?;
         sagebwd::prepare(call, settings, &operands.codes, &made, &mut backward)?;
         guard::check(gpu)?;
+        let (v_codes, v_scales) = operands.v.as_ref().expect("V in codes");
         let bytes = |slice| gpu.device.clone_dtoh(slice);
         let floats = |slice| gpu.device.clone_dtoh(slice);
         Ok(Self {
             q: bytes(&operands.codes.q)?,
             k: bytes(&operands.codes.k)?,
-            v_transposed: bytes(&operands.v.0)?,
+            v_transposed: bytes(v_codes)?,
             q_transposed: bytes(&made.q)?,
             dout_transposed: bytes(&made.dout)?,
             q_dequant_scale: floats(&operands.codes.q_dequant_scale)?,
             k_dequant_scale: floats(&operands.codes.k_dequant_scale)?,
-            v_dequant_scale: floats(&operands.v.1)?,
+            v_dequant_scale: floats(v_scales)?,
             dout_dequant_scale: floats(&made.dout_dequant_scale)?,
         })
     }

@@ -6,6 +6,10 @@ use candle_sage::{AttnQat, Granularity, Int8Products, KeyMean, PReference, Schem
 use super::{NAMES, run, sage};
 use crate::support::{Case, PUBLISHED, gpu, relative_l2};
 
+/// SageBwd's sets of products that kernels have.
+const NAMED: [Int8Products; 4] =
+    [Int8Products::PAPER, Int8Products::FORWARD_AND_S, Int8Products::SCORES, Int8Products::FORWARD];
+
 fn run_settings(schemes: &[Scheme], head_dims: &[usize]) -> Result<()> {
     for &d in head_dims {
         for lens in [(300, 300), (130, 200)] {
@@ -23,12 +27,12 @@ fn settings_of_sagebwd() -> Result<()> {
     for smoothing in [Smoothing::None, Smoothing::K, Smoothing::Qk] {
         schemes.push(sage().smoothing(smoothing).into());
     }
-    for products in [Int8Products::FORWARD_AND_S, Int8Products::FORWARD] {
+    for products in [Int8Products::FORWARD_AND_S, Int8Products::SCORES, Int8Products::FORWARD] {
         schemes.push(sage().products(products).smoothing(Smoothing::None).into());
     }
     schemes.push(sage().products(Int8Products::FORWARD).smoothing(Smoothing::Qk).into());
     schemes.push(sage().key_mean(KeyMean::Sample(100)).smoothing(Smoothing::Qk).into());
-    for products in [Int8Products::PAPER, Int8Products::FORWARD_AND_S, Int8Products::FORWARD] {
+    for products in NAMED {
         schemes.push(sage().key_mean(KeyMean::Sample(64)).products(products).into());
     }
     for granularity in [2, 4, 8, 16, 32, 64].map(Granularity::Group).into_iter().chain([Granularity::Tile]) {
@@ -92,7 +96,7 @@ fn errors_reproduce_the_published_table() -> Result<()> {
                 Ok((case, exact))
             });
             let cases = cases.collect::<Result<Vec<_>>>()?;
-            for products in [Int8Products::PAPER, Int8Products::FORWARD_AND_S, Int8Products::FORWARD] {
+            for products in NAMED {
                 let scheme: Scheme = sage().products(products).into();
                 let mut mean = [0.0; 4];
                 for (case, exact) in &cases {

@@ -37,6 +37,13 @@ __device__ __forceinline__ void store_4(uint32_t shared, uint32_t word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
 }
 
+// ld.shared, "Data Movement and Conversion Instructions: ld": the calling thread loads a float.
+__device__ __forceinline__ float load_float(uint32_t from) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
+  return x;
+}
+
 // ld.shared.v4, "Data Movement and Conversion Instructions: ld": the calling thread loads 16 bytes.
 __device__ __forceinline__ uint4 load_16(uint32_t shared) {
   uint4 words;

@@ -6,8 +6,10 @@ use std::cell::RefCell;
 use std::ffi::{c_int, c_void};
 use std::ops::Range;
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor};
+use candle_core::cuda_backend::CudaDType;
+use candle_core::op::BackpropOp;
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Result, Storage, Tensor};
+use cudarc::driver::sys;
 use half::{bf16, f16};
 
 use super::library::{BYTES, Collectives, Communicator, Config, Functions, Id, Stream};
@@ -52,7 +54,8 @@ impl Engines {
     }
 
     /// Allocates and registers memory; all ranks of the node must call it with the same size. Returns `None`
-    /// where ranks cannot reach each other's memory, for which NCCL has no such windows.
+    /// where ranks cannot reach each other's memory, for which NCCL has no such windows: it then has no window, or
+    /// (2.28) one of this rank alone, which is no memory of the GPU.
     pub(super) fn allocate(&self, library: &Functions, bytes: usize) -> candle_sage::Result<Option<u64>> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);
         let (mut at, mut window) = (std::ptr::null_mut(), std::ptr::null_mut());
@@ -65,7 +68,7 @@ impl Engines {
         }
         let at = at as u64;
         self.registered.borrow_mut().push(at..at + bytes as u64);
-        Ok((!window.is_null()).then_some(at))
+        Ok(is_on_gpu(window).then_some(at))
     }
 
     /// Zeros, at least one, in registered memory, which is never freed. All ranks of the node must call it with the same size.
@@ -77,9 +80,18 @@ impl Engines {
         device: &Device,
     ) -> Result<Tensor> {
         let Some(at) = self.allocate(library, len * dtype.size_in_bytes())? else {
-            candle_core::bail!("NCCL registers no memory any more")
+            candle_core::bail!(
+                "NCCL no longer shares memory among the ranks of the node; hint: --copy-engines off does without"
+            )
         };
-        let tensor = Tensor::zeros(1, dtype, device)?.apply_op1_no_bwd(&Wrapped { at, len })?;
+        let Device::Cuda(device) = device else { candle_core::bail!("NCCL's memory is that of a GPU") };
+        let storage = match dtype {
+            DType::F32 => wrap::<f32>(at, len, device),
+            DType::BF16 => wrap::<bf16>(at, len, device),
+            DType::F16 => wrap::<f16>(at, len, device),
+            other => candle_core::bail!("ranks do not exchange {other:?}"),
+        };
+        let tensor = Tensor::from_storage(Storage::Cuda(storage), len, BackpropOp::none(), false);
         // cudarc would free memory that it has not allocated.
         std::mem::forget(tensor.clone());
         tensor.zero_set()?;
@@ -113,37 +125,23 @@ impl Engines {
     }
 }
 
-/// Makes a tensor of memory that candle has not allocated. Its operand says type and device.
-struct Wrapped {
-    at: u64,
-    len: usize,
+/// Memory that candle has not allocated.
+fn wrap<T: CudaDType>(at: u64, len: usize, device: &CudaDevice) -> CudaStorage {
+    // SAFETY: the memory has room for so many elements, which any bits are valid for.
+    let slice = unsafe { device.cuda_stream().upgrade_device_ptr::<T>(at, len) };
+    CudaStorage::wrap_cuda_slice(slice, device.clone())
 }
 
-impl Wrapped {
-    fn slice<T: candle_core::cuda_backend::CudaDType>(&self, like: &CudaStorage) -> CudaStorage {
-        let device = like.device().clone();
-        // SAFETY: the memory has room for so many elements, which any bits are valid for.
-        let slice = unsafe { device.cuda_stream().upgrade_device_ptr::<T>(self.at, self.len) };
-        CudaStorage::wrap_cuda_slice(slice, device)
-    }
-}
-
-impl CustomOp1 for Wrapped {
-    fn name(&self) -> &'static str {
-        "memory-of-nccl"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        candle_core::bail!("NCCL's memory is that of a GPU")
-    }
-
-    fn cuda_fwd(&self, like: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        let storage = match like.dtype() {
-            DType::F32 => self.slice::<f32>(like),
-            DType::BF16 => self.slice::<bf16>(like),
-            DType::F16 => self.slice::<f16>(like),
-            other => candle_core::bail!("ranks do not exchange {other:?}"),
-        };
-        Ok((storage, self.len.into()))
-    }
+/// Whether an address is one of a GPU's memory.
+fn is_on_gpu(at: *mut c_void) -> bool {
+    let mut kind = 0u32;
+    // SAFETY: the function writes 4 bytes, or fails for an address that is none of CUDA's.
+    let known = unsafe {
+        sys::cuPointerGetAttribute(
+            (&raw mut kind).cast(),
+            sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+            at as u64,
+        )
+    };
+    known == sys::CUresult::CUDA_SUCCESS && kind == sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32
 }

@@ -89,6 +89,8 @@ pub(super) struct Config {
     nvlink_centric_sched: c_int,
 }
 
+const _: () = assert!(size_of::<Config>() == 80);
+
 impl Config {
     /// `NCCL_CTA_POLICY_ZERO`: collectives take no multiprocessor where that is possible.
     pub(super) fn zero_cta() -> Self {
@@ -156,6 +158,6 @@ impl Functions {
         Err(Error::new(format!("NCCL cannot {what}"))
             .got(text.to_string_lossy())
             .allowed("GPUs that reach each other")
-            .hint("NCCL_DEBUG=WARN with NCCL_DEBUG_FILE=nccl.%h.%p says more"))
+            .hint("NCCL_DEBUG=WARN with NCCL_DEBUG_FILE=nccl.%h.%p says more; --copy-engines off does without shared memory"))
     }
 }

@@ -118,8 +118,8 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
 } : requires(N numerics, typename N::Consumer consumer, uint32_t mbarrier) {
   // Issues those of either the values or the keys of a step: (values, step, stage, thread, mbarrier).
   numerics.load(true, 0, 0, 0, mbarrier);
-  // scored<PENDING>(): waits for S, while P V of PENDING steps may stay in flight; after it the keys are no longer read.
-  consumer.template scored<0>();
+  // scored<PENDING>(stage): waits for S, while P V of PENDING steps may stay in flight; after it the keys are no longer read.
+  consumer.template scored<0>(0);
   // Rescales O, and makes P the operand of the next add; no product may be in flight.
   consumer.take();
 });
@@ -229,7 +229,7 @@ struct ItemConsumer {
   template <Mask MASK, int PENDING>
   __device__ __forceinline__ void online_softmax(int step) const {
     if constexpr (!VALUES_FIRST) {
-      consumer.template scored<PENDING>();
+      consumer.template scored<PENDING>(kv.stage(order.keys_of(step)));
       kv.release(order.keys_of(step));
     }
     int stage = kv.stage(order.keys_of(step));

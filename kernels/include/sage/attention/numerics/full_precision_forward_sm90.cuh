@@ -1,5 +1,5 @@
-// The forward of 16-bit operands with f32 accumulators on Hopper: for full precision, and for Attn-QAT, whose operands hold NVFP4
-// values.
+// The forward of 16-bit operands with f32 accumulators on Hopper: for full precision; for Attn-QAT, whose operands hold NVFP4
+// values; and for SageBwd where S alone is a product of INT8 codes.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm90.cuh>
@@ -7,20 +7,27 @@
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities>
+// What S is computed from: 16-bit rows of Q and K, or their codes.
+enum class Operands { ROWS, CODES };
+
+template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, Operands SOURCE = Operands::ROWS>
 struct FullPrecisionForwardSm90 {
   using Type = T;
   static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
+  static constexpr bool CODES = SOURCE == Operands::CODES;
   // The accumulators of two outputs leave no registers for 128 keys a step.
   static constexpr int TILES = OUTPUTS == 2 ? 1 : 2;
   using Warpgroups = ForwardWarpgroups<TILES, PLAN.rows == 192 ? 32 : 56, PLAN>;
-  static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = 1;
+  static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // with codes one for the scales of K
   static constexpr bool VALUES_FIRST = false, MASKS_APART = true;
-  // Shared memory: two slots of Q; stages, each of K or of V.
-  static constexpr int TILE_BYTES = TILE * D * 2, Q_BYTES = Warpgroups::CONSUMERS * TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
+  // Shared memory: two slots of Q; stages, each of K or of V. Codes of K take half of their stage, and their scales come next.
+  static constexpr int TILE_BYTES = TILE * D * 2, Q_TILE_BYTES = CODES ? TILE * D : TILE_BYTES;
+  static constexpr int Q_BYTES = Warpgroups::CONSUMERS * Q_TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
+  static constexpr int CODE_BYTES = TILE * D, SCALES_AT = TILES * CODE_BYTES;
   static constexpr int SHARED_BYTES = 2 * Q_BYTES + Warpgroups::STAGES * STAGE_BYTES;
   static_assert(PLAN.row_bytes == D * 2 && PLAN.shared_bytes == SHARED_BYTES);
-  static constexpr int STAGING = 16 * 128;  // of a warp: its rows in the queries' first panel, which no other warp reads
+  // Of a warp: its rows in the queries' first panel, or of their codes, which no other warp reads.
+  static constexpr int STAGING = 16 * (CODES ? D : 128);
 
   const params::Forward& p;
   const ForwardBlock& block;
@@ -37,7 +44,13 @@ struct FullPrecisionForwardSm90 {
   __device__ __forceinline__ uint32_t rows_at(int stage) const { return shared + 2 * Q_BYTES + stage * STAGE_BYTES; }
   // Each consumer's queries have panels of their own.
   __device__ __forceinline__ uint32_t q_rows(int slot, int warpgroup) const {
-    return shared + slot * Q_BYTES + warpgroup * TILE_BYTES;
+    return shared + slot * Q_BYTES + warpgroup * Q_TILE_BYTES;
+  }
+  // The number of a consumer's tile of queries in the padded buffers. A consumer beyond the segment's end reads the last tile,
+  // and its output is never stored.
+  __device__ __forceinline__ int64_t query_tile(int warpgroup) const {
+    int tile = min(block.first / TILE + warpgroup, block.segment.query_tiles() - 1);
+    return int64_t(block.head) * p.shape.query_tiles + block.segment.query_tile + tile;
   }
 
   // Issues the copies of an item's queries, by the producer warp. A tensor map does not end where a document ends, so that a tile
@@ -45,6 +58,14 @@ struct FullPrecisionForwardSm90 {
   // because they are masked.
   __device__ __forceinline__ void load_queries(int slot, int lane, uint32_t mbarrier) {
     const Segment& s = block.segment;
+    if constexpr (CODES) {
+      if (!ptx::elect()) return;
+      ptx::mbarrier_arrive_expect_tx(mbarrier, Q_BYTES);
+#pragma unroll 1
+      for (int warpgroup = 0; warpgroup < Warpgroups::CONSUMERS; ++warpgroup)
+        ptx::cp_async_bulk(q_rows(slot, warpgroup), p.codes.q + query_tile(warpgroup) * CODE_BYTES, CODE_BYTES, mbarrier);
+      return;
+    }
     if (!p.q.mapped) {
 #pragma unroll 1
       for (int warpgroup = 0; warpgroup < Warpgroups::CONSUMERS; ++warpgroup)
@@ -63,6 +84,9 @@ struct FullPrecisionForwardSm90 {
   // Issues the copies of a step's keys or values, by the producer warp. Values beyond a document's end are multiplied by P = 0,
   // so they must be finite: a tile of values in which a document ends is copied without the map, with zeros beyond the end.
   __device__ __forceinline__ void load(bool values, int step, int stage, int lane, uint32_t mbarrier) {
+    if constexpr (CODES) {
+      if (!values) return load_codes(step, rows_at(stage), mbarrier);
+    }
     int first = step * Warpgroups::KEYS;
     // The tiles that are copied through the map; the others follow them.
     int mapped = !p.q.mapped ? 0 : values && p.shape.segments ? min(max(keys.count - first, 0) / TILE, TILES) : TILES;
@@ -76,6 +100,7 @@ struct FullPrecisionForwardSm90 {
       publish_copies();
     }
     if (!ptx::elect()) return;
+    if (CODES) ptx::mbarrier_arrive(mbarrier);  // values have no scales
     ptx::mbarrier_arrive_expect_tx(mbarrier, mapped * TILE_BYTES);
     const params::TensorMap& map = values ? p.v_map : p.k_map;
 #pragma unroll
@@ -83,6 +108,19 @@ struct FullPrecisionForwardSm90 {
       if (tile < mapped)
         copy_tile_panels<D, TILES * TILE>(rows_at(stage) + tile * TILE * 128, map, keys.batch, keys.head,
                                           keys.first + first + tile * TILE, mbarrier);
+  }
+  // Issues the copies of a step's codes of K and of their scales. A second tile beyond the segment's end has no codes: the stage
+  // keeps what was there before, whose logits the mask hides, and has the scale of the first.
+  __device__ __forceinline__ void load_codes(int step, uint32_t to, uint32_t mbarrier) {
+    if (!ptx::elect()) return;
+    int tiles = min(block.segment.key_tiles() - TILES * step, TILES);
+    int64_t at = int64_t(keys.head) * p.shape.key_tiles + block.segment.key_tile + TILES * step;
+    ptx::mbarrier_arrive_expect_tx(mbarrier, tiles * CODE_BYTES);
+    ptx::cp_async_bulk(to, p.codes.k + at * CODE_BYTES, tiles * CODE_BYTES, mbarrier);
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+      ptx::cp_async_4(to + SCALES_AT + 4 * tile, p.codes.k_dequant_scale + at + min(tile, tiles - 1));
+    ptx::mbarrier_arrive_on_copies(mbarrier, true);
   }
   static __device__ __forceinline__ void publish_copies() {
     ptx::cp_async_wait_all();
@@ -95,6 +133,8 @@ struct FullPrecisionForwardSm90 {
     uint32_t q_rows;
     Softmax<D, 1, WARPGROUP_THREADS, false, OUTPUTS, P::SLACK> softmax;
     float s[TILES][8][4];  // S, then P
+    int sums[CODES ? TILES * 8 : 1][4];  // S of codes
+    float q_factor, factor[TILES];  // what S of codes is multiplied with: of the queries, and of them and each tile of keys
     uint32_t probabilities[OUTPUTS][TILES][4][4];
     typename P::template RowScales<T> scales[2 * TILES];
     bool behind;
@@ -102,7 +142,10 @@ struct FullPrecisionForwardSm90 {
     float decay[2];
 
     __device__ __forceinline__ Consumer(const FullPrecisionForwardSm90& numerics, int slot, int warpgroup)
-        : of(numerics), q_rows(of.q_rows(slot, warpgroup)), softmax(nullptr) {}
+        : of(numerics), q_rows(of.q_rows(slot, warpgroup)), softmax(nullptr) {
+      if constexpr (CODES)
+        q_factor = of.p.codes.q_dequant_scale[of.query_tile(warpgroup)] * (of.p.shape.softmax_scale * ptx::LOG2_E);
+    }
 
     __device__ __forceinline__ uint32_t staging() const { return q_rows + threadIdx.x / 32 % 4 * STAGING; }
 
@@ -110,11 +153,28 @@ struct FullPrecisionForwardSm90 {
     __device__ __forceinline__ float (&columns())[TILES * 8][4] { return reinterpret_cast<float(&)[TILES * 8][4]>(s); }
 
     __device__ __forceinline__ void start(int stage) {
-      multiply_rows<T, D, 64, false>(columns(), q_rows, of.rows_at(stage));
+      if constexpr (CODES) multiply_codes<D / 32>(sums, ptx::row_descriptor<D>(q_rows), ptx::row_descriptor<D>(of.rows_at(stage)));
+      else multiply_rows<T, D, 64, false>(columns(), q_rows, of.rows_at(stage));
     }
     template <int PENDING>
-    __device__ __forceinline__ void scored() {
-      ptx::wgmma_wait<PENDING * OUTPUTS>(columns());
+    __device__ __forceinline__ void scored(int stage) {
+      if constexpr (CODES) {
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) factor[t] = logit_factor(ptx::load_float(of.rows_at(stage) + SCALES_AT + 4 * t));
+        ptx::wgmma_wait<PENDING * OUTPUTS>(sums);
+#pragma unroll
+        for (int n = 0; n < TILES * 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) columns()[n][e] = float(sums[n][e]);
+      } else {
+        ptx::wgmma_wait<PENDING * OUTPUTS>(columns());
+      }
+    }
+    // What logits are multiplied with, for the dequant_scale of a tile's keys. A tile of zeros has scale 0. Any other factor gives
+    // logits of 0 too, and keeps minus infinity, which 0 would turn into NaN.
+    __device__ __forceinline__ float logit_factor(float k_dequant) const {
+      float factor = q_factor * k_dequant;
+      return factor == 0.0f ? 1e-30f : factor;
     }
 
     template <bool MASKED, int PENDING>
@@ -129,10 +189,11 @@ struct FullPrecisionForwardSm90 {
       }
       float scale = of.p.shape.softmax_scale * ptx::LOG2_E;
       float row_max[2], largest[2];  // maxima of a row, and of a group of 16 of its keys where P is quantized
-      if constexpr (TILES == 1) P::maxima(row_max, largest, s);
+      if constexpr (CODES) find_maxima(row_max);
+      else if constexpr (TILES == 1) P::maxima(row_max, largest, s);
       else P::maxima(row_max, largest, columns());
 #pragma unroll
-      for (int r = 0; r < 2; ++r) row_max[r] = P::reference(of.p, row_max[r] * scale);
+      for (int r = 0; r < 2; ++r) row_max[r] = P::reference(of.p, CODES ? row_max[r] : row_max[r] * scale);
       behind = softmax.catch_up(row_max, decay);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -152,11 +213,27 @@ struct FullPrecisionForwardSm90 {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               float& x = s[t][n][2 * r + e];
-              x = ptx::exp2(fmaf(x, scale, -shift));
+              x = ptx::exp2(fmaf(x, CODES ? factor[t] : scale, -shift));
               sum += x;
             }
         }
         softmax.state(softmax.state.SUM, r) += sum;
+      }
+    }
+
+    // The largest logit of each row, of codes that have a factor for each tile.
+    __device__ __forceinline__ void find_maxima(float (&row_max)[2]) const {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        row_max[r] = -CUDART_INF_F;
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) {
+          float of_tile = -CUDART_INF_F;
+#pragma unroll
+          for (int n = 0; n < 8; ++n) of_tile = fmaxf(of_tile, fmaxf(s[t][n][2 * r], s[t][n][2 * r + 1]));
+          row_max[r] = fmaxf(row_max[r], of_tile * factor[t]);
+        }
+        row_max[r] = quad_max(row_max[r]);
       }
     }
 
