@@ -27,11 +27,7 @@ using namespace sage;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define FORWARD(kernel, type, T, D, Numerics, ...) KERNEL(ENTRY_SM90, kernel, type, T, D, Numerics##Sm90 __VA_OPT__(, ) __VA_ARGS__)
-#define SCORES(type, T, D)                                                                                     \
-  KERNEL(ENTRY_SM90, attn_fwd_sagebwd_scores, type, T, D, FullPrecisionForwardSm90, attention::PlainProbabilities, \
-         attention::Operands::CODES)
 #else
-#define SCORES(type, T, D)
 #define FORWARD(kernel, type, T, D, Numerics, ...) KERNEL(ENTRY_SM80, kernel, type, T, D, Numerics##Sm80 __VA_OPT__(, ) __VA_ARGS__)
 #endif
 
@@ -39,8 +35,9 @@ using namespace sage;
   FORWARD(attn_fwd_full_precision, type, T, D, FullPrecisionForward, attention::PlainProbabilities)         \
   FORWARD(attn_fwd_attn_qat, type, T, D, FullPrecisionForward, attention::Nvfp4Probabilities)               \
   FORWARD(attn_fwd_sagebwd, type, T, D, SageBwdForward)                                                     \
-  KERNEL(ENTRY_SM80, attn_fwd_sagebwd_qk, type, T, D, SageBwdForwardSm80, true)                              \
-  SCORES(type, T, D)
+  FORWARD(attn_fwd_sagebwd_scores, type, T, D, FullPrecisionForward, attention::PlainProbabilities,          \
+          attention::Operands::CODES)                                                                        \
+  KERNEL(ENTRY_SM80, attn_fwd_sagebwd_qk, type, T, D, SageBwdForwardSm80, true)
 
 HEAD_DIM(bf16, __nv_bfloat16, 64)
 HEAD_DIM(bf16, __nv_bfloat16, 128)

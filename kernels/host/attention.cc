@@ -164,6 +164,7 @@ int main() {
       {"SageBwd, bf16", run<B, 64, SAGEBWD>, run<B, 128, SAGEBWD>, nullptr, 2.5e-2, 3.5e-2},
       {"SageBwd with Q, bf16", run<B, 64, SAGEBWD_QK>, run<B, 128, SAGEBWD_QK>, nullptr, 2.5e-2, 3.5e-2},
       {"SageBwd with S, bf16", run<B, 64, SAGEBWD_S>, run<B, 128, SAGEBWD_S>, nullptr, 2.5e-2, 2.5e-2},
+      {"SageBwd scores, bf16", run<B, 64, SAGEBWD_SCORES>, run<B, 128, SAGEBWD_SCORES>, nullptr, 1.7e-2, 2.5e-2},
       {"SageBwd forward, bf16", run<B, 64, SAGEBWD_FORWARD>, run<B, 128, SAGEBWD_FORWARD>, nullptr, 2.5e-2, 2.5e-2},
       {"NVFP4 products, bf16", run<B, 64, NVFP4_PRODUCTS>, run<B, 128, NVFP4_PRODUCTS>, nullptr, 3e-3, 0},
       {"NVFP4 tcgen05, bf16", run<B, 64, NVFP4_TCGEN05>, run<B, 128, NVFP4_TCGEN05>, nullptr, 3e-3, 0},

@@ -29,8 +29,8 @@ struct Case {
   bool literal = false;                       // P relative to the row's maximum (NVFP4)
 };
 
-// The backward of SAGEBWD_S has S alone in INT8, that of SAGEBWD_FORWARD nothing.
-enum Numerics { FULL_PRECISION, SAGEBWD, SAGEBWD_QK, SAGEBWD_S, SAGEBWD_FORWARD, NVFP4_PRODUCTS, NVFP4_TCGEN05 };
+// The backward of SAGEBWD_S has S alone in INT8, and with SAGEBWD_SCORES the forward too; that of SAGEBWD_FORWARD has nothing.
+enum Numerics { FULL_PRECISION, SAGEBWD, SAGEBWD_QK, SAGEBWD_S, SAGEBWD_SCORES, SAGEBWD_FORWARD, NVFP4_PRODUCTS, NVFP4_TCGEN05 };
 
 constexpr int tiles_of(int tokens) { return (tokens + 63) / 64; }
 
@@ -167,6 +167,10 @@ struct Problem {
       else launch_forward<attention::Nvfp4ForwardSm80<T, D, params::plan("attn_fwd_nvfp4", D)>, Block>();
     } else if constexpr (NUMERICS == FULL_PRECISION) {
       launch_forward<attention::FullPrecisionForwardSm80<T, D, params::plan("attn_fwd_full_precision", D)>, Block>();
+    } else if constexpr (NUMERICS == SAGEBWD_SCORES) {
+      quantize_to_codes();
+      constexpr params::Plan PLAN = params::plan("attn_fwd_sagebwd_scores", D);
+      launch_forward<attention::FullPrecisionForwardSm80<T, D, PLAN, attention::PlainProbabilities, attention::Operands::CODES>, Block>();
     } else {
       quantize_to_codes();
       constexpr bool QK = NUMERICS == SAGEBWD_QK;
@@ -183,13 +187,14 @@ struct Problem {
     b.q_transposed = q_transposed.data(), b.dout_transposed = dout_transposed.data(), b.dout_dequant_scale = dout_dequant_scale.data();
     b.codes = p.codes, b.shape = p.shape, b.group = b.dout_group = b.dq_parts = 1;
     for (int i = 0; i < query_tiles; ++i) host::run(i, quant::TILE_THREADS, [&] { prepare<T, D, CODES>(b); });
+    constexpr bool S_OF_CODES = NUMERICS == SAGEBWD_S || NUMERICS == SAGEBWD_SCORES;
     // The plans of SM86, whose small memory takes blocks of 64 keys for some kernels and of 128 for others.
     constexpr const char* KERNEL = NUMERICS == SAGEBWD      ? "attn_bwd_sagebwd"
                                    : NUMERICS == SAGEBWD_QK ? "attn_bwd_sagebwd_general"
-                                   : NUMERICS == SAGEBWD_S  ? "attn_bwd_sagebwd_s"
+                                   : S_OF_CODES             ? "attn_bwd_sagebwd_s"
                                                             : "attn_bwd_full_precision";
     constexpr params::Plan PLAN = params::plan(KERNEL, D, params::EVERY, D > 128 ? params::SM80 : params::SM86);
-    using Scores = std::conditional_t<NUMERICS == SAGEBWD_S, attention::ScoresOfCodes<T, D>, attention::ScoresOfRows<T, D>>;
+    using Scores = std::conditional_t<S_OF_CODES, attention::ScoresOfCodes<T, D>, attention::ScoresOfRows<T, D>>;
     using Kernel = std::conditional_t<CODES, attention::SageBwdBackwardSm80<T, D, PLAN, NUMERICS == SAGEBWD_QK>,
                                       attention::FullPrecisionBackwardSm80<T, D, PLAN, attention::PlainProbabilities, Scores>>;
     int blocks = segments.count() * c.key_heads * ((segments.longest_keys + PLAN.rows - 1) / PLAN.rows) + more_blocks * (128 / PLAN.rows);

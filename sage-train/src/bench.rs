@@ -12,7 +12,6 @@ use candle_core::{DType, Device, Tensor};
 use candle_sage::{Attention, Error, Int8Products, KeyMean, Result, SageBwd, Scheme};
 use clock::{Clock, peak_bytes};
 
-use crate::device::Hardware;
 use crate::during;
 
 /// Number of input sets that calls use in turn, so that no call finds its inputs in the cache.
@@ -124,10 +123,8 @@ fn schemes(row: Row, device: &Device) -> Vec<Scheme> {
     }
     let few = SageBwd::default().products(Int8Products::FORWARD_AND_S);
     let sampled = few.key_mean(KeyMean::Sample(64));
-    let mut sets = vec![few.into(), sampled.into(), few.products(Int8Products::FORWARD).into()];
-    if Hardware::has_scores(device) {
-        sets.push(sampled.products(Int8Products::SCORES).into());
-    }
+    let sets = [few, sampled, few.products(Int8Products::FORWARD), sampled.products(Int8Products::SCORES)];
+    let sets = sets.map(Scheme::from);
     Scheme::all()
         .into_iter()
         .flat_map(|scheme| match scheme {

@@ -9,9 +9,9 @@ use candle_sage::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Config, PLAN};
-use crate::during;
 use crate::metrics::Point;
 use crate::metrics::Probed;
+use crate::{during, partial, writing};
 
 pub use provenance::Start;
 
@@ -25,6 +25,45 @@ pub const CONFIG: &str = "config.toml";
 pub const ENDING: &str = "ending.json";
 /// File with a [`Start`] for each time that the run was started.
 pub const STARTS: &str = "starts.json";
+
+/// The other files that a run writes into its folder, and checkpoints into theirs.
+const OTHERS: [&str; 8] = [
+    "metrics.csv",
+    "log.txt",
+    "loss.svg",
+    "sample.txt",
+    "tokenizer.json",
+    "model.safetensors",
+    "checkpoint.json",
+    "state.safetensors",
+];
+
+/// Checks that a file to write is none that a run or a checkpoint has written.
+///
+/// # Errors
+/// When it is.
+pub fn check_beside(path: &Path) -> Result<()> {
+    let own = [METRICS, PROBES, CONFIG, ENDING, STARTS].into_iter().chain(OTHERS);
+    let named = |name: &str| path.file_name().is_some_and(|file| file == name);
+    // Files of several ranks have numbers.
+    let part = path.extension().is_some_and(|extension| extension == "safetensors");
+    if !path.exists() || !(own.into_iter().any(named) || part) {
+        return Ok(());
+    }
+    Err(Error::new("this file is a run's own, and is not overwritten")
+        .got(path.display())
+        .allowed("another name, or a folder without a run")
+        .hint("e.g. report.csv, probe.json"))
+}
+
+/// Writes the results of a command, whole or not at all, but never over a file of a run.
+///
+/// # Errors
+/// When it would be one, or cannot be written.
+pub fn write_beside(path: &Path, text: &str) -> Result<()> {
+    check_beside(path)?;
+    partial::file(path, |partial| std::fs::write(partial, text).map_err(writing(partial)))
+}
 
 /// How a run ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -122,9 +122,12 @@ pub fn run_as(
     if rank.of > 1 {
         progress.say(&parallel::summary(ranks.mesh()));
     }
-    folder.write(CONFIG, &config.to_toml())?;
-    no_ending_yet(&folder, words)?;
     let first = resumed.map_or(0, |found| found.about.step);
+    // Settings of a run that has no step left would be settings that nothing was trained with.
+    if first < config.steps {
+        folder.write(CONFIG, &config.to_toml())?;
+    }
+    no_ending_yet(&folder, words)?;
     let start = Start::now(config, &data, fingerprint.clone(), &Hardware::of(&device), (first, ranks.mesh()));
     add_start(&folder, start, &progress)?;
     if rank.is_first() {

@@ -8,7 +8,6 @@ use super::address::address_if_any;
 use super::kernels::Gpu;
 use super::params;
 use super::plan::{self, Plan, SELECTION_BLOCK, TILE, Visits};
-use super::sagebwd::SCORES;
 use super::tensor::{Element, Output, tensor_map, view};
 use crate::error::Error;
 use crate::launch::Operand;
@@ -126,13 +125,6 @@ impl<'a> Call<'a> {
     /// When it does not take heads of this size on this GPU.
     pub(super) fn plan(&self, kernel: &str, visits: Visits) -> Result<&'static Plan> {
         Plan::of(kernel, self.d, self.gpu.architecture, visits).map_err(|missing| match self.d {
-            ..=128 if kernel == SCORES => {
-                Error::unsupported("this set of INT8 products runs on Hopper alone")
-                    .got(format!("products scores on {}", self.gpu.architecture))
-                    .allowed("compute capability 9.0; elsewhere paper, forward-and-s, forward")
-                    .hint("the CPU takes any set")
-                    .into()
-            }
             ..=128 => missing,
             _ => Error::unsupported("head_dim is out of range on CUDA")
                 .got(format!("{} for `{kernel}` on {}", self.problem.shape.head_dim(), self.gpu.architecture))

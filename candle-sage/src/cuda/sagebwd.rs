@@ -12,9 +12,6 @@ use super::{OnGpu, Past, params};
 use crate::error::Error;
 use crate::scheme::{Granularity, Int8Products, KeyMean, SageBwd, Smoothing};
 
-/// Name of the forward's kernel where S alone is a product of codes.
-pub(super) const SCORES: &str = "attn_fwd_sagebwd_scores";
-
 impl OnGpu for SageBwd {
     type Operands = Operands;
     type Kept = Kept;
@@ -22,7 +19,7 @@ impl OnGpu for SageBwd {
 
     fn forward_kernel(&self) -> &'static str {
         match self.smoothing {
-            _ if !self.products.o => SCORES,
+            _ if !self.products.o => "attn_fwd_sagebwd_scores",
             Smoothing::Qk => "attn_fwd_sagebwd_qk",
             _ => "attn_fwd_sagebwd",
         }

@@ -84,8 +84,8 @@ impl Default for SageBwd {
 /// are at least 1.6 times as far off. `docs/sagebwd_products.md` has measured errors and speeds.
 ///
 /// A set is written as `paper`, `forward-and-s`, `scores`, `forward`, or a list that begins with `forward` (`S` and
-/// `O` of the forward) or with `scores`: `forward,s,dv,dk`, `scores,dv`. CUDA has the named sets, `scores` on
-/// Hopper alone; the CPU has all.
+/// `O` of the forward) or with `scores`: `forward,s,dv,dk`, `scores,dv`. CUDA has the named sets, the CPU
+/// has all.
 ///
 /// ```
 /// use candle_sage::Int8Products;

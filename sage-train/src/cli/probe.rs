@@ -15,9 +15,9 @@ use crate::probe::{Look, Shape, probe, sigma_table};
 use crate::quantity::Quantity;
 use crate::ranks::Rank;
 use crate::report::{layer_errors, probe_csv, selections_csv, selections_table, sigma_errors};
+use crate::runs::{check_beside, write_beside};
 use crate::settings::{Attn, Settings, SmoothingSetting, SourceSetting, Text};
 use crate::trained::run_folder;
-use crate::writing;
 
 /// What to probe.
 #[derive(Debug, clap::Args)]
@@ -91,6 +91,7 @@ pub(super) struct Probe {
 
 impl Probe {
     pub(super) fn run(&self) -> Result<()> {
+        [&self.json, &self.csv].into_iter().flatten().try_for_each(|path| check_beside(path))?;
         if self.attn == Some(Attn::EXACT) {
             return Err(Error::new("full precision is what errors are measured against")
                 .got("--attn fpa")
@@ -157,10 +158,10 @@ impl Probe {
         }
         if let Some(path) = &self.json {
             let text = serde_json::to_string_pretty(&all).expect("plain numbers");
-            std::fs::write(path, text).map_err(writing(path))?;
+            write_beside(path, &text)?;
         }
         match &self.csv {
-            Some(path) => std::fs::write(path, probe_csv(&all)).map_err(writing(path)),
+            Some(path) => write_beside(path, &probe_csv(&all)),
             None => Ok(()),
         }
     }
@@ -181,10 +182,10 @@ impl Probe {
         print(&selections_table(&title, &found))?;
         if let Some(path) = &self.json {
             let text = serde_json::to_string_pretty(&found).expect("plain numbers");
-            std::fs::write(path, text).map_err(writing(path))?;
+            write_beside(path, &text)?;
         }
         match &self.csv {
-            Some(path) => std::fs::write(path, selections_csv(&found)).map_err(writing(path)),
+            Some(path) => write_beside(path, &selections_csv(&found)),
             None => Ok(()),
         }
     }
@@ -216,7 +217,7 @@ impl Probe {
         print(&sigma_errors(&title, &rows))?;
         if let Some(path) = &self.json {
             let text = serde_json::to_string_pretty(&rows).expect("plain numbers");
-            std::fs::write(path, text).map_err(writing(path))?;
+            write_beside(path, &text)?;
         }
         if let Some(path) = &self.csv {
             let mut text = String::from("sigma,quantity,cosine,relative_l2\n");
@@ -225,7 +226,7 @@ impl Probe {
                     text += &format!("{},{name},{},{}\n", row.sigma, error.cosine, error.relative_l2);
                 }
             }
-            std::fs::write(path, text).map_err(writing(path))?;
+            write_beside(path, &text)?;
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use toml::Table;
 use super::print;
 use crate::checks::above_zero;
 use crate::report::{Study, Words};
-use crate::runs::Run;
+use crate::runs::{Run, check_beside, write_beside};
 use crate::{tell, writing};
 
 /// What to compare.
@@ -66,6 +66,10 @@ impl Reporting {
                 .hint("0.5 says that half a percent of the loss does not matter"));
         }
         let milestone = self.milestone.map(|loss| above_zero("milestone", loss)).transpose()?;
+        [&self.html, &self.markdown, &self.csv]
+            .into_iter()
+            .flatten()
+            .try_for_each(|path| check_beside(path))?;
         let found = Run::find(&self.folders)?;
         let words = Words {
             about: self.about.clone(),
@@ -79,7 +83,7 @@ impl Reporting {
         study.write_html(&page)?;
         for (path, text) in [(&self.markdown, study.to_markdown()), (&self.csv, study.to_csv())] {
             if let Some(path) = path {
-                std::fs::write(path, text).map_err(writing(path))?;
+                write_beside(path, &text)?;
             }
         }
         if let Some(folder) = &self.figures {

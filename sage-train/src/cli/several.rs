@@ -6,6 +6,7 @@ use crate::checks::in_range;
 use crate::config::several::{LINK, NETWORK, World};
 use crate::quantity::Quantity;
 use crate::ranks::{CopyEngines, Mesh, Rank, Role, Words};
+use crate::tell;
 use crate::train::{Overlap, Parallel};
 
 /// How a run goes on several GPUs; nothing of what it is.
@@ -63,6 +64,20 @@ impl Several {
         let piece = piece.map(|mb| (mb * 1e6 / 4.0) as usize);
         let (context, overlap, engines) = (self.context_parallel, self.overlap, self.copy_engines);
         Ok(Parallel { local, context, overlap, piece, engines })
+    }
+
+    /// Warns of flags that one process has no use for. It is no error, so that one command line serves any number of GPUs.
+    pub(super) fn warn_of_idle(&self) {
+        let given = [
+            ("overlap", self.overlap != Overlap::Auto),
+            ("copy-engines", self.copy_engines != CopyEngines::Auto),
+            ("piece-mb", self.piece_mb.is_some()),
+        ];
+        for (flag, _) in given.into_iter().filter(|(_, given)| *given) {
+            tell(&format!(
+                "warning: --{flag} does nothing with one process: there is no other to exchange gradients with"
+            ));
+        }
     }
 
     /// Whether a dry run plans for other machines than this one.

@@ -172,6 +172,9 @@ impl Train {
             return Ok(write_batches(&config, path)?);
         }
         train::check_machine(&config)?;
+        if words.rank().of == 1 {
+            self.several.warn_of_idle();
+        }
         // The ranks of one machine share its cores.
         let share =
             || (local.of > 1).then(|| available_parallelism().map_or(1, usize::from).div_ceil(local.of));

@@ -110,7 +110,7 @@ impl Shard {
                 Err(Error::new("a shard was made with another tokenizer")
                     .got(format!("{}: tokenizer {:.12}", self.path.display(), sidecar.tokenizer))
                     .allowed(format!("{:.12}", tokenizer.hash()))
-                    .hint("--tokenizer names the one to use; sources that are mixed need the same one"))
+                    .hint("train: --tokenizer names the one to use, the same for sources that are mixed; eval: text, or shards of the run's own"))
             }
             _ => Ok(()),
         }

@@ -19,19 +19,6 @@ impl Hardware {
     }
 }
 
-impl Hardware {
-    /// Whether SageBwd's products `scores` run on `device`: on CPUs, and on Hopper.
-    pub fn has_scores(device: &Device) -> bool {
-        match device {
-            #[cfg(feature = "cuda")]
-            Device::Cuda(device) => {
-                device.cuda_stream().context().compute_capability().is_ok_and(|(major, _)| major == 9)
-            }
-            _ => true,
-        }
-    }
-}
-
 impl std::fmt::Display for Hardware {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.0)

@@ -131,7 +131,7 @@ impl Parameters {
         trained: Option<&Ranks>,
     ) -> candle_sage::Result<Self> {
         let file = StateFile::open(path)
-            .map_err(|error| error.hint("a run has model.safetensors from its first validation on"))?;
+            .map_err(|error| error.hint("a run has it from its first validation on; before that name a checkpoint: RUN/checkpoints/step-N"))?;
         Self::from_values(config, &|spec| file.values(spec, ""), device, dtype, trained)
     }
 

@@ -11,7 +11,7 @@ pub enum CopyEngines {
     /// Where NCCL has them: version 2.28 and later, GPUs that reach each other's memory
     #[default]
     Auto,
-    /// They do, or it is an error; with one GPU of a node there is nothing to carry
+    /// They do, or it is an error (with one GPU a node there is nothing to carry)
     On,
     /// NCCL's kernels do, which take multiprocessors from what runs beside them
     Off,

@@ -104,7 +104,10 @@ fn check_context(config: &Config, ranks: usize, context: usize) -> Result<()> {
         Err(Error::new("a sequence cannot be cut into so many parts")
             .got(format!("--context-parallel {context}, {got}"))
             .allowed(allowed)
-            .hint("2, 4 and 8 fit most models"))
+            .hint(match ranks < context {
+                true => format!("one sequence over {context} GPUs needs as many: --gpus {context}"),
+                false => "2, 4 and 8 fit most models".into(),
+            }))
     };
     if context == 1 {
         return Ok(());

@@ -312,7 +312,9 @@ impl Run<'_> {
     /// Writes the results.
     pub(super) fn finish(mut self, training_seconds: f64) -> std::result::Result<Outcome, Stop> {
         let config = self.config;
-        self.progress.say("the steps are done; the last checkpoint is on its way to the disk");
+        if self.first < config.steps {
+            self.progress.say("the steps are done; the last checkpoint is on its way to the disk");
+        }
         self.warn_of_unread(Verification::end)?;
         if self.ranks.rank().is_first() {
             self.ranks.words().aside("the sample", || self.show())?;

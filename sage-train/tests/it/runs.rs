@@ -425,3 +425,20 @@ fn a_damaged_model_is_refused() {
         .expect("a tokenizer");
     assert!(scratch.fails(&["sample", "runs/r", "Once"]).contains("tokenizer"));
 }
+
+/// Neither a report or probe over it nor a resume without steps changes what a run has written.
+#[test]
+fn what_a_run_has_written_stays() {
+    let scratch = Scratch::new();
+    scratch.ok(&small(&["--steps", "2", "--name", "r"]));
+    let read = |name| std::fs::read(scratch.path().join("runs/r").join(name)).expect("a file of the run");
+    let files = || ["config.toml", "model.safetensors", "metrics.csv", "metrics.jsonl"].map(read);
+    let before = files();
+    for flags in [["--html", "config.toml"], ["--markdown", "model.safetensors"], ["--csv", "metrics.csv"]] {
+        let error = scratch.fails(&["report", "runs/r", flags[0], &format!("runs/r/{}", flags[1])]);
+        assert!(error.contains("a run's own") && error.contains("hint:"), "{error}");
+    }
+    scratch.fails(&["probe", "runs/r", "--json", "runs/r/metrics.jsonl"]);
+    scratch.ok(&["--resume", "runs/r", "--lr", "1e-3"]);
+    assert!(before == files());
+}

@@ -1,5 +1,5 @@
-// The forward of 16-bit operands with f32 accumulators (FlashAttention-2, arXiv 2307.08691): for full precision, and for
-// Attn-QAT, whose operands hold NVFP4 values.
+// The forward of 16-bit operands with f32 accumulators (FlashAttention-2, arXiv 2307.08691): for full precision; for Attn-QAT,
+// whose operands hold NVFP4 values; and for SageBwd where S alone is a product of INT8 codes.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm80.cuh>
@@ -7,22 +7,24 @@
 #include <sage/layout/fragments.cuh>
 #include <sage/params/plans.cuh>
 #include <sage/ptx/mma.cuh>
+#include <sage/quant/codes.cuh>
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities>
+template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, Operands SOURCE = Operands::ROWS>
 struct FullPrecisionForwardSm80 {
   using Type = T;
   static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
+  static constexpr bool CODES = SOURCE == Operands::CODES;
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
   static constexpr int BLOCKS = OUTPUTS == 1 && D <= 128 ? 2 : 1;  // blocks a multiprocessor: as many as its registers hold
   static constexpr int STAGES = PLAN.stages;
   static constexpr bool COOPERATES = false;
   using Logits = float[M][8][4];
-  static constexpr int ROW = D * 2;
-  static constexpr int Q_BYTES = FORWARD_QUERIES * ROW;
-  static constexpr int TILE_BYTES = TILE * ROW;
-  static constexpr int STATE_AT = Q_BYTES + STAGES * 2 * TILE_BYTES;
+  static constexpr int ROW = D * 2, KEY_ROW = CODES ? D : ROW;  // bytes of a row of V; of a row of Q or K, or of its codes
+  static constexpr int Q_BYTES = FORWARD_QUERIES * KEY_ROW;
+  static constexpr int K_BYTES = TILE * KEY_ROW, STAGE_BYTES = K_BYTES + TILE * ROW;
+  static constexpr int STATE_AT = Q_BYTES + STAGES * STAGE_BYTES;
   // The row state is kept in shared memory where the plan has room for it, because registers are short.
   using RowSoftmax = Softmax<D, M, THREADS, (PLAN.shared_bytes > STATE_AT), OUTPUTS, P::SLACK>;
   static constexpr int SHARED_BYTES = STATE_AT + RowSoftmax::State::BYTES;
@@ -32,35 +34,56 @@ struct FullPrecisionForwardSm80 {
   const params::Forward& p;
   uint32_t shared;
   int warp, first;
-  float scale;
+  float scale;  // what logits are multiplied with; with codes, but for the scale of a tile of keys
   attention::Rows<T> q, k, v;
+  // With codes: numbers of tiles in the padded buffers, of this head's first keys and of the block's first queries.
+  int64_t first_key_tile, query_tile;
+  int query_tiles_left;
 
   __device__ __forceinline__ FullPrecisionForwardSm80(const params::Forward& p, const ForwardBlock& b, void* memory)
       : p(p), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32), first(b.first),
         scale(p.shape.softmax_scale * ptx::LOG2_E),
         q(p.q, b.segment.batch, b.segment.query_start, b.head, b.segment.query_len, p.shape.head_dim),
         k(p.k, b.segment.batch, b.segment.key_start, b.key_head, b.segment.key_len, p.shape.head_dim),
-        v(p.v, b.segment.batch, b.segment.key_start, b.key_head, b.segment.key_len, p.shape.head_dim) {}
+        v(p.v, b.segment.batch, b.segment.key_start, b.key_head, b.segment.key_len, p.shape.head_dim) {
+    if constexpr (CODES) {
+      first_key_tile = int64_t(b.key_head) * p.shape.key_tiles + b.segment.key_tile;
+      query_tile = int64_t(b.head) * p.shape.query_tiles + b.segment.query_tile + b.first / TILE;
+      query_tiles_left = b.segment.query_tiles() - b.first / TILE;
+      scale *= p.codes.q_dequant_scale[query_tile + min(warp * 16 * M / TILE, query_tiles_left - 1)];
+    }
+  }
 
-  __device__ __forceinline__ uint32_t k_tile(int tile) const { return shared + Q_BYTES + (STAGES == 2 ? tile & 1 : 0) * 2 * TILE_BYTES; }
+  __device__ __forceinline__ uint32_t k_tile(int tile) const { return shared + Q_BYTES + (STAGES == 2 ? tile & 1 : 0) * STAGE_BYTES; }
 
   __device__ __forceinline__ void load_queries() {
-    copy_rows<FORWARD_QUERIES, D, THREADS>(shared, q, first, threadIdx.x);
+    if constexpr (CODES) {
+      // If the second tile does not exist, the first is copied in its place: its outputs are never stored.
+      const int8_t* codes = p.codes.q + query_tile * K_BYTES;
+      copy_tile<K_BYTES, THREADS>(shared, codes, threadIdx.x);
+      copy_tile<K_BYTES, THREADS>(shared + K_BYTES, codes + (query_tiles_left > 1 ? K_BYTES : 0), threadIdx.x);
+    } else {
+      copy_rows<FORWARD_QUERIES, D, THREADS>(shared, q, first, threadIdx.x);
+    }
   }
 
   // The thread index is opaque, so that addresses are computed anew for each tile: kept, they would cost registers that the
   // products need.
   __device__ __forceinline__ void load_keys(int tile) {
-    copy_rows<TILE, D, THREADS>(k_tile(tile), k, tile * TILE, ptx::opaque(threadIdx.x));
+    if constexpr (CODES)
+      copy_tile<K_BYTES, THREADS>(k_tile(tile), p.codes.k + (first_key_tile + tile) * K_BYTES, ptx::opaque(threadIdx.x));
+    else
+      copy_rows<TILE, D, THREADS>(k_tile(tile), k, tile * TILE, ptx::opaque(threadIdx.x));
   }
 
   __device__ __forceinline__ void load_values(int tile) {
-    copy_rows<TILE, D, THREADS>(k_tile(tile) + TILE_BYTES, v, tile * TILE, ptx::opaque(threadIdx.x));
+    copy_rows<TILE, D, THREADS>(k_tile(tile) + K_BYTES, v, tile * TILE, ptx::opaque(threadIdx.x));
   }
 
   // Computes S = Q K^T of a tile.
   __device__ __forceinline__ void multiply(int tile, Logits& s) {
     int lane = ptx::opaque(threadIdx.x) % 32;
+    if constexpr (CODES) return multiply_codes(tile, s, lane);
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -87,12 +110,49 @@ struct FullPrecisionForwardSm80 {
     }
   }
 
+  // The same of codes, as their sums.
+  __device__ __forceinline__ void multiply_codes(int tile, Logits& s, int lane) {
+    layout::ReaderA<D> q_reader(shared + warp * 16 * M * D, lane);
+    layout::ReaderB<D> k_reader(k_tile(tile), lane);
+    int x[M][8][4];  // the bits of floats MAGIC + sum
+#pragma unroll
+    for (int step = 0; step < D / 32; ++step) {
+      uint32_t a[M][4];
+#pragma unroll
+      for (int m = 0; m < M; ++m) q_reader.load(a[m], m * 16, step);
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        uint32_t b[4];
+        k_reader.load(b, n * 8, step);
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+          quant::multiply(x[m][n], a[m], b[0], b[1], step == 0);
+          quant::multiply(x[m][n + 1], a[m], b[2], b[3], step == 0);
+        }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[m][n][e] = __int_as_float(x[m][n][e]) - quant::MAGIC;
+  }
+  // What the logits of a tile are multiplied with. A tile of zeros has scale 0. Any other factor gives logits of 0 too, and keeps
+  // minus infinity, which 0 would turn into NaN.
+  __device__ __forceinline__ float factor_of(int tile) const {
+    if constexpr (!CODES) return scale;
+    float factor = scale * __ldg(p.codes.k_dequant_scale + first_key_tile + tile);
+    return factor == 0.0f ? 1e-30f : factor;
+  }
+
   template <bool MASKED>
   __device__ __forceinline__ void attend(int tile, int, Logits& s, RowSoftmax& softmax, const Segment& segment,
                                          int warp_first) {
     int lane = ptx::opaque(threadIdx.x) % 32;
     if constexpr (MASKED) mask(s, segment, warp_first, tile * TILE, lane, -CUDART_INF_F);
 
+    const float scale = factor_of(tile);
     float row_max[2 * M], group_max[2 * M];
     P::maxima(row_max, group_max, s);
 #pragma unroll
@@ -115,7 +175,7 @@ struct FullPrecisionForwardSm80 {
     }
     uint32_t operands[OUTPUTS][M][4][4];  // A fragments of 16 queries x 16 keys: (output, m, 16 keys)
     P::template pack<T, M>(operands, s, scales);
-    layout::TransposedReaderB<ROW> v_reader(k_tile(tile) + TILE_BYTES, lane);
+    layout::TransposedReaderB<ROW> v_reader(k_tile(tile) + K_BYTES, lane);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
 #pragma unroll

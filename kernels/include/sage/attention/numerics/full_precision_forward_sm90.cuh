@@ -7,9 +7,6 @@
 
 namespace sage::attention {
 
-// What S is computed from: 16-bit rows of Q and K, or their codes.
-enum class Operands { ROWS, CODES };
-
 template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, Operands SOURCE = Operands::ROWS>
 struct FullPrecisionForwardSm90 {
   using Type = T;

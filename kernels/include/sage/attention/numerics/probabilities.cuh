@@ -20,6 +20,9 @@
 
 namespace sage::attention {
 
+// What S is computed from in the forwards of 16-bit values: rows of Q and K, or their codes.
+enum class Operands { ROWS, CODES };
+
 // Transposed scores of a warp in the backward: x[n][2h + e] of lane 4g + t is row 8h + g of the 16 keys, column 8n + 2t + e of
 // the 64 queries.
 using Scores = float[8][4];
