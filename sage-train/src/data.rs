@@ -32,6 +32,7 @@ pub use tokens::Tokens;
 pub use verify::Verification;
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use candle_sage::{Error, Result};
 use sha2::{Digest, Sha256};
@@ -40,7 +41,7 @@ use crate::hex;
 use crate::settings::{Settings, SourceSetting};
 use corpus::Corpus;
 use shard::Shard;
-use source::{ShardFiles, Source};
+use source::{PassedOver, ShardFiles, Source};
 use tokens::check_ids;
 
 /// Everything a run reads: tokens to train on, tokens to validate on, and their tokenizer.
@@ -96,7 +97,7 @@ impl Dataset {
     }
 
     fn unchecked(config: &DataConfig, say: &dyn Fn(&str)) -> Result<Self> {
-        let opened = open(config)?;
+        let opened = open(config, say)?;
         let tokenizer = tokenizer(&opened, config, say)?;
         if tokenizer.vocab_size() > config.vocab_size {
             return Err(Error::new("the tokenizer has more entries than the model")
@@ -172,7 +173,7 @@ impl Dataset {
 }
 
 /// Finds what each source is, and reads what is text.
-fn open(config: &DataConfig) -> Result<Vec<Opened>> {
+fn open(config: &DataConfig, say: &dyn Fn(&str)) -> Result<Vec<Opened>> {
     if config.sources.is_empty() {
         if config.corpus_bytes == 0 {
             return Err(Error::new("an empty corpus")
@@ -184,7 +185,11 @@ fn open(config: &DataConfig) -> Result<Vec<Opened>> {
     }
     let mut seen = BTreeSet::new();
     let mut open = |source: &SourceSetting| {
-        let found = source::find(&source.path, &config.out)?;
+        let mut passed_over = PassedOver::default();
+        let found = source::find_and_pass_over(&source.path, &config.out, &mut passed_over)?;
+        if let Some(others) = passed_over.in_words() {
+            say(&others);
+        }
         for file in found.files() {
             let whole = file.canonicalize().unwrap_or_else(|_| file.to_owned());
             if !seen.insert(whole) {
@@ -201,6 +206,12 @@ fn open(config: &DataConfig) -> Result<Vec<Opened>> {
             }
             Source::Text(files) => files,
         };
+        if let Some(file) = files.iter().find(|file| is_called_validation(file)) {
+            say(&format!(
+                "warning: {} is trained on like the rest: of text --val-fraction is for validation, whatever its files are called",
+                file.display()
+            ));
+        }
         let (mut documents, mut open) = (Vec::new(), String::new());
         for file in files {
             reader::read(&file, &config.text_field, &mut |piece| {
@@ -221,6 +232,12 @@ fn open(config: &DataConfig) -> Result<Vec<Opened>> {
         Ok(Opened::Documents(documents))
     };
     config.sources.iter().map(&mut open).collect()
+}
+
+/// Whether a text file's name says that it is for validation, as a shard's may.
+fn is_called_validation(file: &Path) -> bool {
+    let stem = file.file_stem().map(|stem| stem.to_string_lossy().to_ascii_lowercase());
+    stem.is_some_and(|stem| ["val", "valid", "validation", "dev", "test"].contains(&stem.as_str()))
 }
 
 /// The tokenizer that was named, or that stands beside the shards, or one trained on the documents.

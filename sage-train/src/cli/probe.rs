@@ -98,6 +98,12 @@ impl Probe {
                 .allowed("a low-bit scheme")
                 .hint("leave --attn out for the run's own, or sagebwd where it has none"));
         }
+        if self.attn.is_some_and(|attn| attn.to_string() == "none") {
+            return Err(Error::new("without attention there are no errors to measure")
+                .got("--attn none")
+                .allowed("a low-bit scheme")
+                .hint("leave --attn out for the run's own, or sagebwd where it has none"));
+        }
         let typed = Settings::with(|s| {
             s.attention.attn = self.attn;
             s.attention.smoothing = self.smoothing;

@@ -64,7 +64,10 @@ impl Resumed {
             return Err(Error::new(format!("--{key} cannot change under way"))
                 .got(format!("{} now, {} in the run", show(&after), show(&before)))
                 .allowed(MAY_CHANGE.join(", "))
-                .hint("for another model or other data begin a new run: --init-from takes an exported one"));
+                .hint(match key {
+                    "out" | "name" => "a run goes on in its own folder, which --resume names: leave it out",
+                    _ => "for another model or other data begin a new run: --init-from takes an exported one",
+                }));
         }
         let before = Config::resolve(saved)?;
         check_settings(&found, &before)?;
