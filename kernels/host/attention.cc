@@ -142,7 +142,7 @@ int main() {
   bool pairs = pairs_round_to_the_nearest<B>() && pairs_round_to_the_nearest<__half>();
   if (!pairs) printf("two values at once are not rounded to the nearest E2M1 values\n");
   failed += !pairs;
-  bool lists = lists_leave_out_blocks<B, 64, FULL_PRECISION>() && lists_leave_out_blocks<B, 128, NVFP4_PRODUCTS>() &&
+  bool lists = lists_leave_out_blocks<B, 64, FULL_PRECISION>() && lists_leave_out_blocks<B, 128, SAGEBWD_SCORES>() && lists_leave_out_blocks<B, 128, NVFP4_PRODUCTS>() &&
                lists_leave_out_blocks<B, 64, NVFP4_TCGEN05>() && lists_leave_out_blocks<B, 128, NVFP4_TCGEN05>();
   if (!lists) printf("a block of keys that is not listed changes the output\n");
   failed += !lists;

@@ -26,28 +26,30 @@ pub const ENDING: &str = "ending.json";
 /// File with a [`Start`] for each time that the run was started.
 pub const STARTS: &str = "starts.json";
 
-/// The other files that a run writes into its folder, and checkpoints into theirs.
-const OTHERS: [&str; 8] = [
-    "metrics.csv",
-    "log.txt",
-    "loss.svg",
-    "sample.txt",
-    "tokenizer.json",
-    "model.safetensors",
-    "checkpoint.json",
-    "state.safetensors",
-];
-
-/// Checks that a file to write is none that a run or a checkpoint has written.
+/// Checks that a file to write replaces none that a run or a checkpoint has written.
 ///
 /// # Errors
-/// When it is.
+/// When it does.
 pub fn check_beside(path: &Path) -> Result<()> {
-    let own = [METRICS, PROBES, CONFIG, ENDING, STARTS].into_iter().chain(OTHERS);
-    let named = |name: &str| path.file_name().is_some_and(|file| file == name);
-    // Files of several ranks have numbers.
-    let part = path.extension().is_some_and(|extension| extension == "safetensors");
-    if !path.exists() || !(own.into_iter().any(named) || part) {
+    const OWN: [&str; 10] = [
+        METRICS,
+        PROBES,
+        CONFIG,
+        ENDING,
+        STARTS,
+        "metrics.csv",
+        "loss.svg",
+        "sample.txt",
+        "tokenizer.json",
+        "checkpoint.json",
+    ];
+    let folder = path.parent().unwrap_or(Path::new(""));
+    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    // Logs have the number of their rank, and weights that of their part.
+    let own = OWN.contains(&name.as_str())
+        || name.ends_with(".safetensors")
+        || ["log.", "events."].iter().any(|start| name.starts_with(start));
+    if !own || !path.exists() || !(Run::is(folder) || folder.join("checkpoint.json").exists()) {
         return Ok(());
     }
     Err(Error::new("this file is a run's own, and is not overwritten")

@@ -123,8 +123,8 @@ pub fn run_as(
         progress.say(&parallel::summary(ranks.mesh()));
     }
     let first = resumed.map_or(0, |found| found.about.step);
-    // Settings of a run that has no step left would be settings that nothing was trained with.
-    if first < config.steps {
+    // Of a run that was done already nothing is trained with these settings. One that --steps ends here is shorter than planned.
+    if first < config.steps || resumed.and_then(planned_steps) != Some(config.steps) {
         folder.write(CONFIG, &config.to_toml())?;
     }
     no_ending_yet(&folder, words)?;
@@ -336,11 +336,14 @@ fn try_out(config: &Config) -> Result<()> {
     std::fs::write(&probe, "").and_then(|()| std::fs::remove_file(&probe)).map_err(writing(&config.out))
 }
 
+/// The steps that the run was planned for when the checkpoint was written.
+fn planned_steps(found: &Found) -> Option<u64> {
+    found.about.settings.as_ref()?.get("steps")?.parse().ok()
+}
+
 /// Reports that the learning-rate schedule differs from that of the run so far.
 fn tell_of_course(found: &Found, config: &Config, progress: &Progress) {
-    let then = found.about.settings.as_ref();
-    let steps = then.and_then(|then| then.get("steps")?.parse::<u64>().ok());
-    if let Some(steps) = steps.filter(|steps| *steps != config.steps) {
+    if let Some(steps) = planned_steps(found).filter(|steps| *steps != config.steps) {
         progress.say(&format!(
             "the run was planned for {steps} steps: from here on the learning rate takes the course of a run of {}",
             config.steps

@@ -101,7 +101,7 @@ pub(super) struct Plan {
     /// Rows of a block: queries in the forward, keys in the backward.
     pub(super) rows: usize,
     pub(super) threads: u32,
-    /// Bytes of a row of K in shared memory, and of a row of V.
+    /// Bytes of a row of V in shared memory, and of a row of K but where that is in codes and V is not.
     pub(super) row_bytes: usize,
     /// Stages of the pipeline. Only kernels and tests use it.
     stages: usize,

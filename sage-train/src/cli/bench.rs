@@ -13,8 +13,9 @@ use crate::checks::in_range;
 use crate::config::Config;
 use crate::device::Place;
 use crate::ranks::{CopyEngines, Mesh, Rank, Ranks, Role, STALL, Words, World};
+use crate::runs::{check_beside, write_beside};
 use crate::settings::{Preset, Settings};
-use crate::{tell, writing};
+use crate::tell;
 
 /// What can be measured.
 #[derive(Debug, Subcommand)]
@@ -92,6 +93,7 @@ impl BenchAttention {
             rest,
         };
         print(&bench::table_head(&plan))?;
+        self.csv.as_deref().map_or(Ok(()), check_beside)?;
         let mut all = Vec::new();
         for &row in &plan.rows {
             bench::measure(&plan, row, &mut |measured| {
@@ -101,7 +103,7 @@ impl BenchAttention {
             })?;
         }
         match &self.csv {
-            Some(path) => std::fs::write(path, bench::csv(&all)).map_err(writing(path)),
+            Some(path) => write_beside(path, &bench::csv(&all)),
             None => Ok(()),
         }
     }

@@ -148,6 +148,8 @@ mod tests {
         assert_eq!(found.words, expected);
         let sets = typed(&["sage-train", "--products", "paper,forward, s,dv,forward"]);
         assert_eq!(sets.lists[0].values, ["paper", "forward,s,dv", "forward"]);
+        let sets = typed(&["sage-train", "--products", "scores,dv,scores"]);
+        assert_eq!(sets.lists[0].values, ["scores,dv", "scores"]);
         let seeds = typed(&["sage-train", "--seed=1-3,7", "--lr", "1e-3"]);
         assert_eq!(seeds.lists[0].values, ["1", "2", "3", "7"]);
         assert_eq!(seeds.lists.len(), 1);

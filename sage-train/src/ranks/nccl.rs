@@ -266,15 +266,24 @@ fn connect_engines(
     };
     // Ranks may differ in driver and environment. What one lacks, all do without.
     let lacks = match (driver_version(), std::env::var("NCCL_CTA_POLICY")) {
-        _ if collectives.is_none() => format!("NCCL's version {version}"),
-        (driver, _) if driver < OLDEST_DRIVER => format!("a driver for CUDA version {driver}"),
+        _ if collectives.is_none() => {
+            format!("NCCL {}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
+        }
+        (driver, _) if driver < OLDEST_DRIVER => {
+            format!("a driver for CUDA {}.{}", driver / 1000, driver % 1000 / 10)
+        }
         (_, Ok(policy)) => format!("NCCL_CTA_POLICY={policy}, which decides instead"),
         _ => String::new(),
     };
     let lacking = words.share("copy engines", &lacks).into_iter().find(|lacks| !lacks.is_empty());
     let collectives = match (lacking, collectives) {
         (None, Some(collectives)) => collectives,
-        (lacking, _) => return without(lacking.unwrap_or_default(), "leave --copy-engines out"),
+        (lacking, _) => {
+            return without(
+                lacking.unwrap_or_default(),
+                &format!("{} names a newer libnccl.so.2; else leave --copy-engines out", library::PATH),
+            );
+        }
     };
     let id = share_id(words, functions, mesh.shard.of)?;
     let engines = Engines::connect(collectives, functions, id, mesh.shard)?;

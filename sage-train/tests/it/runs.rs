@@ -426,7 +426,7 @@ fn a_damaged_model_is_refused() {
     assert!(scratch.fails(&["sample", "runs/r", "Once"]).contains("tokenizer"));
 }
 
-/// Neither a report or probe over it nor a resume without steps changes what a run has written.
+/// Neither a report or probe nor a resume without steps changes it.
 #[test]
 fn what_a_run_has_written_stays() {
     let scratch = Scratch::new();
@@ -438,7 +438,13 @@ fn what_a_run_has_written_stays() {
         let error = scratch.fails(&["report", "runs/r", flags[0], &format!("runs/r/{}", flags[1])]);
         assert!(error.contains("a run's own") && error.contains("hint:"), "{error}");
     }
-    scratch.fails(&["probe", "runs/r", "--json", "runs/r/metrics.jsonl"]);
+    scratch.fails(&["probe", "runs/r", "--json", "runs/r/starts.json"]);
     scratch.ok(&["--resume", "runs/r", "--lr", "1e-3"]);
     assert!(before == files());
+    scratch.ok(&small(&["--steps", "4", "--name", "s", "--checkpoint-every", "2"]));
+    let last = scratch.path().join("runs/s/checkpoints/step-00000004");
+    std::fs::remove_dir_all(last).expect("the last checkpoint");
+    scratch.ok(&["--resume", "runs/s", "--steps", "2"]);
+    let settings = std::fs::read_to_string(scratch.path().join("runs/s/config.toml"));
+    assert!(settings.expect("settings").contains("\nsteps = \"2\""));
 }

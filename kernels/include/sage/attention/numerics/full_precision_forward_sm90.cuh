@@ -17,11 +17,12 @@ struct FullPrecisionForwardSm90 {
   using Warpgroups = ForwardWarpgroups<TILES, PLAN.rows == 192 ? 32 : 56, PLAN>;
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // with codes one for the scales of K
   static constexpr bool VALUES_FIRST = false, MASKS_APART = true;
-  // Shared memory: two slots of Q; stages, each of K or of V. Codes of K take half of their stage, and their scales come next.
+  // Shared memory: two slots of Q; stages, each of K or of V; with codes the scales of each stage's tiles.
   static constexpr int TILE_BYTES = TILE * D * 2, Q_TILE_BYTES = CODES ? TILE * D : TILE_BYTES;
   static constexpr int Q_BYTES = Warpgroups::CONSUMERS * Q_TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
-  static constexpr int CODE_BYTES = TILE * D, SCALES_AT = TILES * CODE_BYTES;
-  static constexpr int SHARED_BYTES = 2 * Q_BYTES + Warpgroups::STAGES * STAGE_BYTES;
+  static constexpr int CODE_BYTES = TILE * D, SCALE_BYTES = CODES ? TILES * 4 : 0;
+  static constexpr int SCALES_AT = 2 * Q_BYTES + Warpgroups::STAGES * STAGE_BYTES;
+  static constexpr int SHARED_BYTES = SCALES_AT + Warpgroups::STAGES * SCALE_BYTES;
   static_assert(PLAN.row_bytes == D * 2 && PLAN.shared_bytes == SHARED_BYTES);
   // Of a warp: its rows in the queries' first panel, or of their codes, which no other warp reads.
   static constexpr int STAGING = 16 * (CODES ? D : 128);
@@ -39,6 +40,7 @@ struct FullPrecisionForwardSm90 {
         keys{b.segment.batch, b.key_head, b.segment.key_start, b.segment.key_len} {}
 
   __device__ __forceinline__ uint32_t rows_at(int stage) const { return shared + 2 * Q_BYTES + stage * STAGE_BYTES; }
+  __device__ __forceinline__ uint32_t scales_at(int stage) const { return shared + SCALES_AT + stage * SCALE_BYTES; }
   // Each consumer's queries have panels of their own.
   __device__ __forceinline__ uint32_t q_rows(int slot, int warpgroup) const {
     return shared + slot * Q_BYTES + warpgroup * Q_TILE_BYTES;
@@ -82,7 +84,7 @@ struct FullPrecisionForwardSm90 {
   // so they must be finite: a tile of values in which a document ends is copied without the map, with zeros beyond the end.
   __device__ __forceinline__ void load(bool values, int step, int stage, int lane, uint32_t mbarrier) {
     if constexpr (CODES) {
-      if (!values) return load_codes(step, rows_at(stage), mbarrier);
+      if (!values) return load_codes(step, stage, mbarrier);
     }
     int first = step * Warpgroups::KEYS;
     // The tiles that are copied through the map; the others follow them.
@@ -108,15 +110,15 @@ struct FullPrecisionForwardSm90 {
   }
   // Issues the copies of a step's codes of K and of their scales. A second tile beyond the segment's end has no codes: the stage
   // keeps what was there before, whose logits the mask hides, and has the scale of the first.
-  __device__ __forceinline__ void load_codes(int step, uint32_t to, uint32_t mbarrier) {
+  __device__ __forceinline__ void load_codes(int step, int stage, uint32_t mbarrier) {
     if (!ptx::elect()) return;
     int tiles = min(block.segment.key_tiles() - TILES * step, TILES);
     int64_t at = int64_t(keys.head) * p.shape.key_tiles + block.segment.key_tile + TILES * step;
     ptx::mbarrier_arrive_expect_tx(mbarrier, tiles * CODE_BYTES);
-    ptx::cp_async_bulk(to, p.codes.k + at * CODE_BYTES, tiles * CODE_BYTES, mbarrier);
+    ptx::cp_async_bulk(rows_at(stage), p.codes.k + at * CODE_BYTES, tiles * CODE_BYTES, mbarrier);
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
-      ptx::cp_async_4(to + SCALES_AT + 4 * tile, p.codes.k_dequant_scale + at + min(tile, tiles - 1));
+      ptx::cp_async_4(scales_at(stage) + 4 * tile, p.codes.k_dequant_scale + at + min(tile, tiles - 1));
     ptx::mbarrier_arrive_on_copies(mbarrier, true);
   }
   static __device__ __forceinline__ void publish_copies() {
@@ -157,7 +159,7 @@ struct FullPrecisionForwardSm90 {
     __device__ __forceinline__ void scored(int stage) {
       if constexpr (CODES) {
 #pragma unroll
-        for (int t = 0; t < TILES; ++t) factor[t] = logit_factor(ptx::load_float(of.rows_at(stage) + SCALES_AT + 4 * t));
+        for (int t = 0; t < TILES; ++t) factor[t] = logit_factor(ptx::load_float(of.scales_at(stage) + 4 * t));
         ptx::wgmma_wait<PENDING * OUTPUTS>(sums);
 #pragma unroll
         for (int n = 0; n < TILES * 8; ++n)
