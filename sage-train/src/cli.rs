@@ -15,11 +15,13 @@ mod typed;
 
 use std::ffi::OsString;
 use std::io::Write;
+use std::path::Path;
 
 use candle_sage::{Error, Result};
 use clap::{Parser, Subcommand};
 use toml::Table;
 
+use crate::checks::in_range;
 use crate::settings::Settings;
 use crate::tell;
 
@@ -108,6 +110,7 @@ enum Verb {
         threads: Threads,
     },
     /// Let a trained model write
+    #[command(allow_negative_numbers = true)]
     Sample(OnThreads<Sample>),
     /// Loss, perplexity and bits a byte of a trained model, or its score on HellaSwag
     Eval(OnThreads<Eval>),
@@ -118,7 +121,15 @@ enum Verb {
     /// Run many runs that differ in some settings: planned, skipped where finished, resumed where cut off
     Sweep(Box<Sweeping>),
     /// Compare runs: losses, differences with their intervals, speed, in one HTML file
+    #[command(allow_negative_numbers = true)]
     Report(Reporting),
+}
+
+/// The second of two paths that stand behind `--data`, as the shell leaves them of a pattern.
+fn second_path(words: &[OsString]) -> Option<&Path> {
+    let exists = |word: &OsString| Path::new(word).exists();
+    let three = words.windows(3).find(|three| three[0] == "--data" && three[1..].iter().all(exists))?;
+    Some(Path::new(&three[2]))
 }
 
 impl Cli {
@@ -141,6 +152,14 @@ impl Cli {
                 tell(&format!("error: {error}"));
                 std::process::exit(2);
             }
+            if let Some(path) = second_path(&typed.words) {
+                let error = Error::new("one --data has one path")
+                    .got(format!("{} behind it", path.display()))
+                    .allowed("--data PATH, as often as there are sources")
+                    .hint("quote a pattern, so that the shell leaves it alone: --data 'texts/*.txt'");
+                tell(&format!("error: {error}"));
+                std::process::exit(2);
+            }
             error.exit()
         })
     }
@@ -158,7 +177,9 @@ impl Cli {
     /// Every error of the command, ready to be printed.
     pub fn run(self) -> Result<()> {
         match self.verb {
-            Some(Verb::Corpus { megabytes, seed, recall }) => write_corpus(megabytes, seed, recall),
+            Some(Verb::Corpus { megabytes, seed, recall }) => {
+                write_corpus(in_range("megabytes", megabytes, 1, 1 << 20)?, seed, recall)
+            }
             Some(Verb::Bench { what, threads }) => threads.start().and_then(|()| what.run()),
             Some(Verb::Data { what, threads }) => threads.start().and_then(|()| what.run()),
             Some(Verb::Sample(sample)) => sample.start()?.run(),
