@@ -18,6 +18,7 @@ use std::io::Write;
 use std::path::Path;
 
 use candle_sage::{Error, Result};
+use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 use toml::Table;
 
@@ -144,23 +145,21 @@ impl Cli {
         };
         read().unwrap_or_else(|error| {
             let verb = typed.words.get(1).and_then(|word| word.to_str());
-            if error.kind() == clap::error::ErrorKind::InvalidSubcommand && verb == Some("train") {
-                let error = Error::new("training needs no verb")
+            let known = if error.kind() == ErrorKind::InvalidSubcommand && verb == Some("train") {
+                Error::new("training needs no verb")
                     .got("sage-train train")
                     .allowed("sage-train, and settings")
-                    .hint("leave it out: sage-train --data book.txt");
-                tell(&format!("error: {error}"));
-                std::process::exit(2);
-            }
-            if let Some(path) = second_path(&typed.words) {
-                let error = Error::new("one --data has one path")
+                    .hint("leave it out: sage-train --data book.txt")
+            } else if let Some(path) = second_path(&typed.words).filter(|_| error.use_stderr()) {
+                Error::new("one --data has one path")
                     .got(format!("{} behind it", path.display()))
                     .allowed("--data PATH, as often as there are sources")
-                    .hint("quote a pattern, so that the shell leaves it alone: --data 'texts/*.txt'");
-                tell(&format!("error: {error}"));
-                std::process::exit(2);
-            }
-            error.exit()
+                    .hint("quote a pattern, so that the shell leaves it alone: --data 'texts/*.txt'")
+            } else {
+                error.exit()
+            };
+            tell(&format!("error: {known}"));
+            std::process::exit(2)
         })
     }
 

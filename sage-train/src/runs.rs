@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::{Config, PLAN};
 use crate::metrics::Point;
 use crate::metrics::Probed;
-use crate::{during, partial, writing};
+use crate::{during, writing};
 
 pub use provenance::Start;
 
@@ -58,13 +58,13 @@ pub fn check_beside(path: &Path) -> Result<()> {
         .hint("e.g. report.csv, probe.json"))
 }
 
-/// Writes the results of a command, whole or not at all, but never over a file of a run.
+/// Writes the results of a command, to a device or pipe too, but never over a file of a run.
 ///
 /// # Errors
 /// When it would be one, or cannot be written.
 pub fn write_beside(path: &Path, text: &str) -> Result<()> {
     check_beside(path)?;
-    partial::file(path, |partial| std::fs::write(partial, text).map_err(writing(partial)))
+    std::fs::write(path, text).map_err(writing(path))
 }
 
 /// How a run ended.

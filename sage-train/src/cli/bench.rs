@@ -92,8 +92,8 @@ impl BenchAttention {
             repeats: usize::from(self.repeats.unwrap_or(repeats)),
             rest,
         };
-        print(&bench::table_head(&plan))?;
         self.csv.as_deref().map_or(Ok(()), check_beside)?;
+        print(&bench::table_head(&plan))?;
         let mut all = Vec::new();
         for &row in &plan.rows {
             bench::measure(&plan, row, &mut |measured| {

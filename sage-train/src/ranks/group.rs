@@ -52,8 +52,8 @@ impl Group {
     /// # Errors
     /// When memory is short.
     pub fn zeros(&self, len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
-        match &self.transport {
-            Some(transport) if self.node && len > 0 => transport.zeros(len, dtype, device),
+        match self.of_node() {
+            Some(transport) if len > 0 => transport.zeros(len, dtype, device),
             _ => Tensor::zeros(len, dtype, device),
         }
     }
@@ -71,14 +71,9 @@ impl Group {
         Ok(shared)
     }
 
-    fn on_engines(
-        &self,
-        collective: impl FnOnce(&dyn Transport) -> Result<Option<Transfer>>,
-    ) -> Result<Option<Transfer>> {
-        match &self.transport {
-            Some(transport) if self.node => collective(&**transport),
-            _ => Ok(None),
-        }
+    /// The transport, where it may have collectives for the members.
+    fn of_node(&self) -> Option<&dyn Transport> {
+        self.transport.as_deref().filter(|_| self.node)
     }
 
     /// Exchanges tensors with every other member. `with` returns, for a member, pairs of a tensor to send and one to receive into.
@@ -106,7 +101,9 @@ impl Group {
         if part * of != from.elem_count() || from.elem_count() != into.elem_count() {
             candle_core::bail!("{} elements of {of} ranks for {}", from.elem_count(), into.elem_count());
         }
-        if let Some(transfer) = self.on_engines(|transport| transport.all_to_all(from, into, of))? {
+        if let Some(transport) = self.of_node()
+            && let Some(transfer) = transport.all_to_all(from, into, of)?
+        {
             return Ok(transfer);
         }
         let part = |all: &Tensor, member| all.narrow(0, member * part, part);
@@ -128,7 +125,9 @@ impl Group {
         }
         let of = |member| into.narrow(0, member * len, len);
         let part = of(self.rank.index)?;
-        if let Some(transfer) = self.on_engines(|transport| transport.all_gather(&part, into))? {
+        if let Some(transport) = self.of_node()
+            && let Some(transfer) = transport.all_gather(&part, into)?
+        {
             return Ok(transfer);
         }
         self.swap(|member| Ok(vec![[part.clone(), of(member)?]]))

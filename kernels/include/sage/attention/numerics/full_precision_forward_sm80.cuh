@@ -4,6 +4,7 @@
 
 #include <sage/attention/mainloop/forward_sm80.cuh>
 #include <sage/attention/numerics/probabilities.cuh>
+#include <sage/attention/numerics/query_key_product_sm80.cuh>
 #include <sage/layout/fragments.cuh>
 #include <sage/params/plans.cuh>
 #include <sage/ptx/mma.cuh>
@@ -112,25 +113,8 @@ struct FullPrecisionForwardSm80 {
 
   // The same of codes, as their sums.
   __device__ __forceinline__ void multiply_codes(int tile, Logits& s, int lane) {
-    layout::ReaderA<D> q_reader(shared + warp * 16 * M * D, lane);
-    layout::ReaderB<D> k_reader(k_tile(tile), lane);
-    int x[M][8][4];  // the bits of floats MAGIC + sum
-#pragma unroll
-    for (int step = 0; step < D / 32; ++step) {
-      uint32_t a[M][4];
-#pragma unroll
-      for (int m = 0; m < M; ++m) q_reader.load(a[m], m * 16, step);
-#pragma unroll
-      for (int n = 0; n < 8; n += 2) {
-        uint32_t b[4];
-        k_reader.load(b, n * 8, step);
-#pragma unroll
-        for (int m = 0; m < M; ++m) {
-          quant::multiply(x[m][n], a[m], b[0], b[1], step == 0);
-          quant::multiply(x[m][n + 1], a[m], b[2], b[3], step == 0);
-        }
-      }
-    }
+    int x[M][8][4];
+    multiply_query_codes<D>(x, shared + warp * 16 * M * D, k_tile(tile), lane);
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
