@@ -37,9 +37,10 @@ __device__ __forceinline__ bool add_part(const params::Cuts& cuts, params::CutLi
 }
 
 // Writes the gradient of a warp's 16 keys, from `first_key` on: of a list that is cut, when all parts have come.
-// The block has one of CHANNEL_PARTS parts of the channels.
-template <KeyGradient GRADIENT, class Queries, class T, int CHANNEL_PARTS = 1, int N>
-__device__ __forceinline__ void store_gradient(const params::Backward& p, const BackwardBlock& block, int first_key, float (&x)[N][4]) {
+// The block has one of CHANNEL_PARTS parts of the channels. STAGING is the size of the warp's own `staging`: see store_rows.
+template <KeyGradient GRADIENT, class Queries, class T, int STAGING = 0, int CHANNEL_PARTS = 1, int N>
+__device__ __forceinline__ void store_gradient(const params::Backward& p, const BackwardBlock& block, int first_key, float (&x)[N][4],
+                                               uint32_t staging = 0) {
   if constexpr (Queries::LISTED) {
     params::CutList list = Cut(p, block).list;
     constexpr int STRIPS = SELECTION_BLOCK / 16;
@@ -53,6 +54,10 @@ __device__ __forceinline__ void store_gradient(const params::Backward& p, const 
   Rows<T> rows(view, segment.batch, segment.key_start, block.key_head, segment.key_len, p.shape.head_dim);
   if constexpr (CHANNEL_PARTS > 1) rows.skip_channels(block.channel_part * (N * 8));
   int lane = threadIdx.x % 32;
+  if constexpr (STAGING > 0) {
+    store_rows<STAGING>(rows, first_key, x, {scale, scale}, staging, lane);
+    return;
+  }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     int row = first_key + lane / 4 + 8 * h, column = 2 * (lane & 3);

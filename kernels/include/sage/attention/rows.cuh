@@ -1,6 +1,7 @@
 // Access to rows of the caller's tensors: any strides, any head_dim up to D, zeros beyond the ends.
 #pragma once
 
+#include <sage/layout/fragments.cuh>
 #include <sage/layout/swizzle.cuh>
 #include <sage/params/attention.cuh>
 #include <sage/ptx/math.cuh>
@@ -73,6 +74,45 @@ struct Rows {
     }
   }
 };
+
+// Writes a warp's 16 rows of an output, from row `first` on. With STAGING bytes of shared memory for the warp the rows go through
+// them, so that neighbouring lanes write neighbouring 16-byte chunks.
+template <int STAGING, class T, int N>
+__device__ __forceinline__ void store_rows(const Rows<T>& out, int first, const float (&acc)[N][4], const float (&factor)[2],
+                                           uint32_t staging, int lane) {
+  if constexpr (STAGING > 0) {
+    constexpr int ROW_BYTES = STAGING / 16, STEPS = ROW_BYTES / 32, CHUNKS = ROW_BYTES / 16;
+    if (out.vector) {
+      layout::ReaderA<ROW_BYTES> writer(staging, lane);
+#pragma unroll
+      for (int from = 0; from < N; from += 2 * STEPS) {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+          uint32_t words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float* pair = &acc[from + 2 * step + i / 2][2 * (i & 1)];
+            words[i] = ptx::pack_16<T>(pair[0] * factor[i & 1], pair[1] * factor[i & 1]);
+          }
+          writer.store(words, 0, step, lane);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < CHUNKS / 2; ++i) {
+          int row = (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS;
+          out.store_8(first + row, from * 8 + chunk * 8, ptx::load_16(staging + layout::swizzled<ROW_BYTES>(row, chunk)));
+        }
+        __syncwarp();
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      out.store_2(first + lane / 4 + 8 * h, n * 8 + 2 * (lane & 3), acc[n][2 * h] * factor[h], acc[n][2 * h + 1] * factor[h]);
+}
 
 // Copies ROWS rows of D channels, from row `first` on, into swizzled shared memory. The copies are asynchronous where 16-byte
 // copies work; either way they are visible after cp_async_wait and a barrier.

@@ -282,8 +282,8 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
     tile = next;
   }
   numerics.flush_magic();
-  store_gradient<DK, Queries, T, PARTS>(p, block, warp_key, numerics.dk);
-  store_gradient<DV, Queries, T, PARTS>(p, block, warp_key, numerics.dv);
+  store_gradient<DK, Queries, T, 0, PARTS>(p, block, warp_key, numerics.dk);
+  store_gradient<DV, Queries, T, 0, PARTS>(p, block, warp_key, numerics.dv);
 }
 
 }  // namespace sage::attention

@@ -21,6 +21,7 @@
 #pragma once
 
 #include <limits.h>
+#include <sage/attention/key_gradients.cuh>
 #include <sage/attention/mainloop/backward_sm80.cuh>
 #include <sage/attention/panels.cuh>
 #include <sage/attention/pipeline.cuh>
@@ -116,6 +117,14 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
   if (lane == 0) ptx::cp_async_bulk_wait_read<0>();
 }
 
+// Bytes of shared memory for the gradient of 16 keys on its way out: 64 channels at a time.
+constexpr int GRADIENT_STAGING = 16 * 128;
+// Where they are, given V in panels of 64 channels: its rows of those keys, for dK in the last panel.
+template <int D>
+__device__ __forceinline__ uint32_t gradient_staging_in(uint32_t values, int strip, KeyGradient gradient) {
+  return values + (gradient == DK ? D / 64 - 1 : 0) * (SM90_KEYS * 128) + strip * GRADIENT_STAGING;
+}
+
 // What the mainloops for Hopper ask of their numerics, which are the layout of a block's shared memory.
 template <class N>
 concept BackwardTilesSm90 = requires(N numerics, const params::Backward& p, const BackwardBlock& block, unsigned char* shared) {
@@ -125,6 +134,8 @@ concept BackwardTilesSm90 = requires(N numerics, const params::Backward& p, cons
   N(p, block, shared);
   numerics.load_keys();     // issues the asynchronous copies of K and V, by the consumers
   numerics.keys_arrived();  // prepares them, when they have arrived
+  // The address of GRADIENT_STAGING bytes for the epilogue of 16 keys, by their number: in V, which no product reads any more.
+  numerics.gradient_staging(0, DK);
 };
 
 // What this mainloop asks besides, and of their Consumer, which is what a consumer keeps in registers.
@@ -191,9 +202,9 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
       pipeline.release(i);
       if (++number == queries.end) number = queries.first;
     }
-    int warp_key = block.first_key + warpgroup * CONSUMER_KEYS + threadIdx.x / 32 % 4 * 16;
-    store_gradient<DV, Queries, T>(p, block, warp_key, consumer.dv);
-    store_gradient<DK, Queries, T>(p, block, warp_key, consumer.dk);
+    int strip = threadIdx.x / 32, warp_key = block.first_key + strip * 16;
+    store_gradient<DV, Queries, T, GRADIENT_STAGING>(p, block, warp_key, consumer.dv, numerics.gradient_staging(strip, DV));
+    store_gradient<DK, Queries, T, GRADIENT_STAGING>(p, block, warp_key, consumer.dk, numerics.gradient_staging(strip, DK));
   }
 }
 

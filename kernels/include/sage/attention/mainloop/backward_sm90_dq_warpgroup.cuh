@@ -205,8 +205,9 @@ __device__ __forceinline__ void add_dq_of_tiles(const params::Backward& p, Numer
   sums.end();
   if constexpr (!KEEP_DK) {
 #pragma unroll
-    for (int g = 0; g < CONSUMERS; ++g)
-      store_gradient<DK, Queries, T>(p, block, warp_key + g * CONSUMER_KEYS, part.dk[g]);
+    for (int strip = threadIdx.x / 32 % 4, g = 0; g < CONSUMERS; ++g, strip += CONSUMER_KEYS / 16)
+      store_gradient<DK, Queries, T, GRADIENT_STAGING>(p, block, warp_key + g * CONSUMER_KEYS, part.dk[g],
+                                                       numerics.gradient_staging(strip, DK));
   }
 }
 
@@ -273,7 +274,7 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
   typename Queries::Tile tile = queries.start();
   Numerics numerics(p, block, shared);
   int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
-  int warp_key = block.first_key + threadIdx.x / 32 % 4 * 16;
+  int warp_key = block.first_key + threadIdx.x / 32 % 4 * 16;  // here, because ptxas spills twice as much if it is in the epilogues
   if (warpgroup == CONSUMERS) {
     ptx::setmaxnreg<DQ_REGISTERS<Numerics::CONSUMER_REGISTERS>, SM90_THREADS>();
     add_dq_of_tiles(p, numerics, queries, pipeline, tile, ptx::shared_address(shared), warp_key);
@@ -282,8 +283,11 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
     load_keys(numerics);
     typename Numerics::KeyConsumer part(numerics, warpgroup);
     consume_tiles<KEEP_DK>(p, queries, pipeline, part, warpgroup, masked_until);
-    store_gradient<DV, Queries, T>(p, block, warp_key + warpgroup * CONSUMER_KEYS, part.dv);
-    if constexpr (KEEP_DK) store_gradient<DK, Queries, T>(p, block, warp_key + warpgroup * CONSUMER_KEYS, part.dk);
+    int strip = threadIdx.x / 32;
+    warp_key += warpgroup * CONSUMER_KEYS;
+    store_gradient<DV, Queries, T, GRADIENT_STAGING>(p, block, warp_key, part.dv, numerics.gradient_staging(strip, DV));
+    if constexpr (KEEP_DK)
+      store_gradient<DK, Queries, T, GRADIENT_STAGING>(p, block, warp_key, part.dk, numerics.gradient_staging(strip, DK));
   }
 }
 

@@ -74,6 +74,10 @@ struct SageBwdBackwardSm90DqWarpgroup {
   }
   __device__ __forceinline__ void keys_arrived() { transpose_keys<SM90_KEYS, D, CONSUMER_THREADS>(memory + KT_AT, memory); }
 
+  __device__ __forceinline__ uint32_t gradient_staging(int strip, KeyGradient gradient) const {
+    return gradient_staging_in<D>(shared + V_AT, strip, gradient);
+  }
+
   // Arrivals at the mbarrier for each tile: one for the bulk copies of codes and row state, and one of each thread that copies
   // the rest: one thread if dO has a map, else all.
   static __device__ __forceinline__ int fetching(const params::Backward& p) { return p.dout.mapped ? 2 : WARPGROUP_THREADS + 1; }
