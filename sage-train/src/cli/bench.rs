@@ -143,10 +143,12 @@ impl BenchSla2 {
             repeats: usize::from(self.repeats),
             rest,
         };
-        print(&sla2::table_head(&plan))?;
         let rows = if self.rows.is_empty() { sla2::usual_rows() } else { self.rows.clone() };
+        // Comes with the first line, so that an error is not told under the head of a table.
+        let mut head = Some(sla2::table_head(&plan));
         for row in rows {
             for measured in sla2::measure(&plan, row)? {
+                head.take().map_or(Ok(()), |head| print(&head))?;
                 print(&sla2::table_line(&measured))?;
             }
         }

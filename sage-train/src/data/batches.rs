@@ -219,7 +219,7 @@ pub(super) fn check(what: &str, tokens: u64, context: usize) -> Result<()> {
         return Err(Error::new(format!("the {what} text is shorter than one sequence"))
             .got(format!("{tokens} tokens of {what} text"))
             .allowed(format!("at least {} (context {context} and the token after it)", context + 1))
-            .hint("give more text, or a shorter --context; of what is not split yet --val-fraction says how much"));
+            .hint("give more text (of the built-in corpus --corpus-mb), or a shorter --context; of what is not split yet --val-fraction says how much"));
     }
     if tokens / context as u64 > MOST_SEQUENCES {
         return Err(Error::new(format!("the {what} text has too many sequences"))

@@ -81,7 +81,12 @@ pub(super) fn text_files(names: &[String], field: Option<&str>) -> Result<Vec<Te
                 if let Some(file) = files.iter().map(Path::new).find(|file| !is_known(file)) {
                     return Err(reader::unknown_kind(file));
                 }
-                tell(&format!("{}: {} files", named.dataset, files.len()));
+                tell(&format!(
+                    "{}: {} file{}",
+                    named.dataset,
+                    files.len(),
+                    if files.len() == 1 { "" } else { "s" }
+                ));
                 let fetch = |file: &String| hub.dataset_file(&named.dataset, file);
                 (files.iter().map(fetch).collect::<Result<Vec<_>>>()?, named.text_field)
             }

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use candle_sage::{Error, Result};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
@@ -42,16 +43,16 @@ pub struct RunSettings {
     #[arg(long, value_enum)]
     pub deterministic: Option<Switch>,
     /// Seed of weights, order of the data, built-in corpus and sample; 1,2,3 or 1-3 is a sweep [default: 0]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = seed)]
     pub seed: Option<u64>,
     /// Seed of the initial weights alone [default: --seed]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = seed)]
     pub weights_seed: Option<u64>,
     /// Seed of the order of the data alone [default: --seed]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = seed)]
     pub order_seed: Option<u64>,
     /// Seed of the built-in corpus alone [default: --seed]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = seed)]
     pub corpus_seed: Option<u64>,
     /// Folder that gets a folder for the run [default: runs]
     #[arg(long, value_name = "DIR")]
@@ -101,4 +102,14 @@ layer! {
     preset, device, recompute, deterministic, seed, weights_seed, order_seed, corpus_seed, out,
     name, eval_every, eval_tokens, eval_attn, probe_every, checkpoint_every, checkpoint_minutes,
     keep_last, keep_every, sample_tokens, threads, peak_tflops
+}
+
+/// Parses a seed. Lists and ranges are taken apart before.
+fn seed(text: &str) -> Result<u64> {
+    text.parse().map_err(|_| {
+        Error::new("not a seed")
+            .got(format!("`{text}`"))
+            .allowed("a whole number below 2^64; several, as 1,2,3; or a range of up to 1000, as 1-3")
+            .hint("a range goes from the smaller to the larger")
+    })
 }

@@ -48,6 +48,7 @@ const CASES: &[(&str, &[&str])] = &[
     ("a recipe", &["--data", "openwebtext"]),
     ("a sweep that goes on from a model", &["sweep", "sla2-prose"]),
     ("not a count", &["--tokens-per-step", "256q"]),
+    ("not a seed", &["--seed", "3-1"]),
     ("a step of part of a micro-batch", &["--tokens-per-step", "10000"]),
     ("a step smaller than a micro-batch", &["--tokens-per-step", "512"]),
     ("a huge micro-batch", &["--micro-batch", "1000000000000"]),
