@@ -154,19 +154,16 @@ impl Run {
             if Self::is(folder) {
                 found.push(folder.clone());
             } else {
-                let entries = std::fs::read_dir(folder)
+                let inside = entries_of(folder)
                     .map_err(during(format!("cannot read the runs in {}", folder.display())))?;
-                let mut inside: Vec<PathBuf> =
-                    entries.flatten().map(|entry| entry.path()).filter(|path| Self::is(path)).collect();
-                inside.sort();
-                found.extend(inside);
+                found.extend(inside.into_iter().filter(|path| Self::is(path)));
                 warnings.extend(crashed(folder));
             }
             if found.len() == before {
                 return Err(Error::new("there are no runs to report")
                     .got(folder.display())
                     .allowed("the folder of a run, or one with such folders in it")
-                    .hint("a run leaves config.toml and metrics.jsonl, e.g. in runs/tiny-sagebwd-001"));
+                    .hint(Self::hint_where_runs_are(folder)));
             }
         }
         let mut seen = BTreeSet::new();
@@ -179,6 +176,18 @@ impl Run {
             }
         }
         Ok(Found { runs, warnings })
+    }
+
+    /// Which folders of a folder without runs have some, as those of several sweeps do.
+    fn hint_where_runs_are(folder: &Path) -> String {
+        let has_runs =
+            |inner: &PathBuf| entries_of(inner).is_ok_and(|inside| inside.iter().any(|path| Self::is(path)));
+        let inner = entries_of(folder).unwrap_or_default().into_iter().filter(has_runs);
+        let named: Vec<String> = inner.map(|path| path.display().to_string()).collect();
+        match named.is_empty() {
+            true => "a run leaves config.toml and metrics.jsonl, e.g. in runs/tiny-sagebwd-001".into(),
+            false => format!("folders in it have runs: {}", named.join(" ")),
+        }
     }
 
     /// The run with the validation losses of its own attention and, where `--eval-attn` validated it a second
@@ -254,6 +263,13 @@ pub struct Found {
     pub runs: Vec<Run>,
     /// Messages about runs that cannot be read, and about runs that crashed.
     pub warnings: Vec<String>,
+}
+
+/// What is in a folder, in the order of names.
+fn entries_of(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
+    let mut inside: Vec<PathBuf> = std::fs::read_dir(folder)?.flatten().map(|entry| entry.path()).collect();
+    inside.sort();
+    Ok(inside)
 }
 
 /// A message for each run of a sweep whose process crashed and that has not ended properly since.

@@ -227,6 +227,9 @@ fn lists_on_the_command_line_are_a_sweep() {
     assert!(refused.contains("many runs") && refused.contains("hint:"), "{refused}");
     let wrong = scratch.fails(&["--attn", "fpa,sage"]);
     assert!(wrong.contains("invalid value 'sage'"), "{wrong}");
+    // The folder of several sweeps is none of runs, and is told whose are.
+    let several = scratch.fails(&["report", "runs"]);
+    assert!(several.contains("there are no runs") && several.contains("runs/both"), "{several}");
     // A folder that is not a sweep's is not taken over.
     scratch.file("runs/mine/notes.txt", "mine");
     let taken = scratch.fails(&small(&["--seed", "1,2", "--steps", "2", "--name", "mine"]));
