@@ -134,7 +134,8 @@ concept BackwardTilesSm90 = requires(N numerics, const params::Backward& p, cons
   N(p, block, shared);
   numerics.load_keys();     // issues the asynchronous copies of K and V, by the consumers
   numerics.keys_arrived();  // prepares them, when they have arrived
-  // The address of GRADIENT_STAGING bytes for the epilogue of 16 keys, by their number: in V, which no product reads any more.
+  // The address of GRADIENT_STAGING bytes for the epilogue of 16 keys, by their number. Consumers use V, whose copies have arrived
+  // and which no product reads any more.
   numerics.gradient_staging(0, DK);
 };
 

@@ -30,6 +30,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
   static constexpr int UNITS_AT = STAGING_AT + STAGING_BYTES<D>;
   static constexpr int SHARED_BYTES = UNITS_AT + CONSUMERS * 4 * 4;
   static_assert(PLAN.mainloop == params::BACKWARD_SM90_DQ_WARPGROUP);
+  static_assert(CONSUMERS_KEEP_DK<D> || 4 * GRADIENT_STAGING <= DK_CODES_BYTES);
   static_assert(PLAN.rows == SM90_KEYS && PLAN.threads == SM90_THREADS && PLAN.row_bytes == D && PLAN.shared_bytes == SHARED_BYTES);
 
   const params::Backward& p;
@@ -74,7 +75,10 @@ struct SageBwdBackwardSm90DqWarpgroup {
   }
   __device__ __forceinline__ void keys_arrived() { transpose_keys<SM90_KEYS, D, CONSUMER_THREADS>(memory + KT_AT, memory); }
 
+  // Where the dQ warpgroup has dK, it uses the codes of its own last product: without tiles of queries it meets no barrier after
+  // which the consumers' copies of V have arrived.
   __device__ __forceinline__ uint32_t gradient_staging(int strip, KeyGradient gradient) const {
+    if (!CONSUMERS_KEEP_DK<D> && gradient == DK) return shared + slot_at(0) + DK_CODES_AT + strip % 4 * GRADIENT_STAGING;
     return gradient_staging_in<D>(shared + V_AT, strip, gradient);
   }
 
