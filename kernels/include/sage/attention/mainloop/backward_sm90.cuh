@@ -117,13 +117,9 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
   if (lane == 0) ptx::cp_async_bulk_wait_read<0>();
 }
 
-// Bytes of shared memory for the gradient of 16 keys on its way out: 64 channels at a time.
+// Bytes of shared memory for the gradients of 16 keys on their way out: 64 channels of one at a time. As many as the rows of these
+// keys in a panel of V.
 constexpr int GRADIENT_STAGING = 16 * 128;
-// Where they are, given V in panels of 64 channels: its rows of those keys, for dK in the last panel.
-template <int D>
-__device__ __forceinline__ uint32_t gradient_staging_in(uint32_t values, int strip, KeyGradient gradient) {
-  return values + (gradient == DK ? D / 64 - 1 : 0) * (SM90_KEYS * 128) + strip * GRADIENT_STAGING;
-}
 
 // What the mainloops for Hopper ask of their numerics, which are the layout of a block's shared memory.
 template <class N>
@@ -134,9 +130,9 @@ concept BackwardTilesSm90 = requires(N numerics, const params::Backward& p, cons
   N(p, block, shared);
   numerics.load_keys();     // issues the asynchronous copies of K and V, by the consumers
   numerics.keys_arrived();  // prepares them, when they have arrived
-  // The address of GRADIENT_STAGING bytes for the epilogue of 16 keys, by their number. Consumers use V, whose copies have arrived
-  // and which no product reads any more.
-  numerics.gradient_staging(0, DK);
+  // The address of GRADIENT_STAGING bytes for the epilogue of a consumer's warp, by its number: in V, whose copies have arrived and
+  // which no product reads any more.
+  numerics.gradient_staging(0);
 };
 
 // What this mainloop asks besides, and of their Consumer, which is what a consumer keeps in registers.
@@ -203,9 +199,11 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
       pipeline.release(i);
       if (++number == queries.end) number = queries.first;
     }
-    int strip = threadIdx.x / 32, warp_key = block.first_key + strip * 16;
-    store_gradient<DV, Queries, T, GRADIENT_STAGING>(p, block, warp_key, consumer.dv, numerics.gradient_staging(strip, DV));
-    store_gradient<DK, Queries, T, GRADIENT_STAGING>(p, block, warp_key, consumer.dk, numerics.gradient_staging(strip, DK));
+    int warp = threadIdx.x / 32, warp_key = block.first_key + warp * 16;
+    // dK leaves from the last panel, so that it need not wait for dV.
+    constexpr int LAST_PANEL = (Numerics::D / 64 - 1) * SM90_KEYS * 128;
+    store_gradient<DV, Queries, T, GRADIENT_STAGING>(p, block, warp_key, consumer.dv, numerics.gradient_staging(warp));
+    store_gradient<DK, Queries, T, GRADIENT_STAGING>(p, block, warp_key, consumer.dk, numerics.gradient_staging(warp) + LAST_PANEL);
   }
 }
 

@@ -136,6 +136,8 @@ concept BackwardSm90DqWarpgroupNumerics =
       // Waits until these products no longer read the tile.
       dq.added();
       dq.dk;
+      // The address of GRADIENT_STAGING bytes for the epilogue of the calling warp.
+      dq.gradient_staging();
     });
 
 // The dQ warpgroup as the producer: it copies tiles of queries into the pipeline, AHEAD of the one whose dQ it computes.
@@ -205,9 +207,8 @@ __device__ __forceinline__ void add_dq_of_tiles(const params::Backward& p, Numer
   sums.end();
   if constexpr (!KEEP_DK) {
 #pragma unroll
-    for (int strip = threadIdx.x / 32 % 4, g = 0; g < CONSUMERS; ++g, strip += CONSUMER_KEYS / 16)
-      store_gradient<DK, Queries, T, GRADIENT_STAGING>(p, block, warp_key + g * CONSUMER_KEYS, part.dk[g],
-                                                       numerics.gradient_staging(strip, DK));
+    for (int g = 0; g < CONSUMERS; ++g)
+      store_gradient<DK, Queries, T, GRADIENT_STAGING>(p, block, warp_key + g * CONSUMER_KEYS, part.dk[g], part.gradient_staging());
   }
 }
 
@@ -283,11 +284,11 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
     load_keys(numerics);
     typename Numerics::KeyConsumer part(numerics, warpgroup);
     consume_tiles<KEEP_DK>(p, queries, pipeline, part, warpgroup, masked_until);
-    int strip = threadIdx.x / 32;
+    int warp = threadIdx.x / 32;
     warp_key += warpgroup * CONSUMER_KEYS;
-    store_gradient<DV, Queries, T, GRADIENT_STAGING>(p, block, warp_key, part.dv, numerics.gradient_staging(strip, DV));
+    store_gradient<DV, Queries, T, GRADIENT_STAGING>(p, block, warp_key, part.dv, numerics.gradient_staging(warp));
     if constexpr (KEEP_DK)
-      store_gradient<DK, Queries, T, GRADIENT_STAGING>(p, block, warp_key, part.dk, numerics.gradient_staging(strip, DK));
+      store_gradient<DK, Queries, T, GRADIENT_STAGING>(p, block, warp_key, part.dk, numerics.gradient_staging(warp));
   }
 }
 

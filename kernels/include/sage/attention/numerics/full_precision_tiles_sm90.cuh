@@ -60,9 +60,7 @@ struct FullPrecisionTilesSm90 {
     });
   }
 
-  __device__ __forceinline__ uint32_t gradient_staging(int strip, KeyGradient gradient) const {
-    return gradient_staging_in<D>(shared + K_BYTES, strip, gradient);
-  }
+  __device__ __forceinline__ uint32_t gradient_staging(int warp) const { return shared + K_BYTES + warp * GRADIENT_STAGING; }
 
   // Issues the bulk copies of a tile, by one thread: codes and row state, and Q and dO where `mapped`.
   __device__ __forceinline__ void load_by_bulk(const QueryTile& tile, int stage, bool mapped, uint32_t mbarrier) {

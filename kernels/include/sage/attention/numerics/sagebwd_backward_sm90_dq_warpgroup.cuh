@@ -75,12 +75,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
   }
   __device__ __forceinline__ void keys_arrived() { transpose_keys<SM90_KEYS, D, CONSUMER_THREADS>(memory + KT_AT, memory); }
 
-  // Where the dQ warpgroup has dK, it uses the codes of its own last product: without tiles of queries it meets no barrier after
-  // which the consumers' copies of V have arrived.
-  __device__ __forceinline__ uint32_t gradient_staging(int strip, KeyGradient gradient) const {
-    if (!CONSUMERS_KEEP_DK<D> && gradient == DK) return shared + slot_at(0) + DK_CODES_AT + strip % 4 * GRADIENT_STAGING;
-    return gradient_staging_in<D>(shared + V_AT, strip, gradient);
-  }
+  __device__ __forceinline__ uint32_t gradient_staging(int warp) const { return shared + V_AT + warp * GRADIENT_STAGING; }
 
   // Arrivals at the mbarrier for each tile: one for the bulk copies of codes and row state, and one of each thread that copies
   // the rest: one thread if dO has a map, else all.
@@ -300,6 +295,11 @@ struct SageBwdBackwardSm90DqWarpgroup {
       }
     }
     __device__ __forceinline__ void added() {}
+    // In the codes of the last add_keys, not in V: without tiles of queries this warpgroup meets no barrier after which the consumers'
+    // copies of V have arrived.
+    __device__ __forceinline__ uint32_t gradient_staging() const {
+      return of.shared + slot_at(0) + DK_CODES_AT + threadIdx.x / 32 % 4 * GRADIENT_STAGING;
+    }
 
     // dQ = dS K, with one product for the codes of each consumer's keys, which have different scales. None is issued early,
     // because registers are short.
