@@ -44,6 +44,12 @@ impl Architecture {
         }
     }
 
+    /// Whether its kernels wait by themselves for those before them (`kernels/include/sage/kernel.cuh`), so that they may be
+    /// launched before those have ended.
+    pub(super) fn launches_early(self) -> bool {
+        self.code >= 90
+    }
+
     /// The target whose plans its kernels have.
     pub(super) fn target(self) -> Target {
         match self.code {

@@ -14,6 +14,7 @@ mod cuda_ops;
 mod cuda_sla2;
 mod fingerprint;
 mod imports;
+mod kernels;
 mod lengths;
 mod messages;
 mod modules;
