@@ -31,7 +31,9 @@ def main():
     parser.add_argument("--seconds", type=float, default=3.0, help="how long each type runs")
     args = parser.parse_args()
     pynvml.nvmlInit()
-    gpu = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+    # By its UUID: NVML counts GPUs without regard to CUDA_VISIBLE_DEVICES.
+    uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
     print(f"{torch.cuda.get_device_name()}, {args.size} x {args.size} x {args.size}, random values")
     print(f"{'type':<6}{'TFLOP/s':>9}{'W':>7}{'pJ a FLOP':>11}")
     for name, product in products(args.size):

@@ -1,45 +1,132 @@
-//! Error of SageBwd against exact attention as the logits spread: Table 1 of arXiv 2603.02170.
+//! Error of SageBwd against exact attention: as the logits spread, which is Table 1 of arXiv 2603.02170, and by the mean that is
+//! subtracted from the keys.
 //!
 //! `cargo bench -p candle-sage --bench accuracy`
 
 #[path = "../tests/it/support.rs"]
 mod support;
 
-use candle_core::Result;
-use candle_sage::{Granularity, SageBwd, Scheme};
-use support::{PUBLISHED, sigma_errors};
+use candle_core::{DType, Result};
+use candle_sage::{Granularity, Int8Products, KeyMean, SageBwd, Scheme, Smoothing};
+use support::{Case, Normals, PUBLISHED, sigma_errors};
 
 const SEEDS: u64 = 6;
+const TOKENS: usize = 1024;
 
-fn main() -> Result<()> {
+/// Four errors, each the mean over the seeds.
+fn over_seeds(errors: impl Fn(u64) -> Result<[f64; 4]>) -> Result<[f64; 4]> {
+    let mut mean = [0.0; 4];
+    for seed in 0..SEEDS {
+        mean.iter_mut().zip(errors(seed)?).for_each(|(mean, e)| *mean += e / SEEDS as f64);
+    }
+    Ok(mean)
+}
+
+fn cells(errors: [f64; 4], beside: [f64; 4]) -> String {
+    errors.iter().zip(beside).map(|(e, other)| format!(" {e:>9.5} {:>5.2}x", e / other)).collect()
+}
+
+fn table_1() -> Result<()> {
     println!(
-        "relative L2 error, causal, N 1024, one head, mean of {SEEDS} seeds; beside it the ratio to the published figure\n"
+        "relative L2 error, causal, N {TOKENS}, one head, mean of {SEEDS} seeds; beside it the ratio to the published figure\n"
     );
     println!(
         "{:>3} {:>5}  {:<15} {:>16} {:>16} {:>16} {:>16}",
         "d", "sigma", "scheme", "O", "dQ", "dK", "dV"
     );
     let sage = SageBwd::default();
-    let schemes: [(&str, Scheme); 4] = [
+    let schemes: [(&str, Scheme); 6] = [
         ("vector", sage.into()),
         ("group-16", sage.granularity(Granularity::Group(16)).into()),
         ("tile", sage.granularity(Granularity::Tile).into()),
+        ("forward-and-s", sage.products(Int8Products::FORWARD_AND_S).into()),
+        ("scores", sage.products(Int8Products::SCORES).into()),
         ("full precision", Scheme::FullPrecision),
     ];
     for head_dim in [64, 128] {
         for (sigma, published) in PUBLISHED {
             for (name, scheme) in schemes {
-                let mut mean = [0.0; 4];
-                for seed in 0..SEEDS {
-                    let errors = sigma_errors(scheme, head_dim, sigma, seed)?;
-                    mean.iter_mut().zip(errors).for_each(|(mean, e)| *mean += e / SEEDS as f64);
-                }
-                let cells: String =
-                    mean.iter().zip(published).map(|(e, p)| format!(" {e:>9.5} {:>5.2}x", e / p)).collect();
-                println!("{head_dim:>3} {sigma:>5}  {name:<15}{cells}");
+                let errors = over_seeds(|seed| sigma_errors(scheme, head_dim, sigma, seed))?;
+                println!("{head_dim:>3} {sigma:>5}  {name:<15}{}", cells(errors, published));
             }
         }
         println!();
     }
     Ok(())
+}
+
+/// What keys have in common, in multiples of their own standard deviation, at the first and the last token.
+const COMMON: [(&str, f32, f32); 3] =
+    [("nothing", 0.0, 0.0), ("10 sigma", 10.0, 10.0), ("0 to 20 sigma", 0.0, 20.0)];
+
+/// Keys with something in common, which a seed of its own draws: other keys of the same layer have the same.
+fn case_with(common: (f32, f32), head_dim: usize, sigma: f32, seed: u64) -> Case {
+    let mut case = Case::new(1, (TOKENS, TOKENS), (1, 1), head_dim, true);
+    case.draw(sigma, seed);
+    let direction = Normals::new(1000).vec(head_dim, sigma);
+    for (token, key) in case.data[1].chunks_exact_mut(head_dim).enumerate() {
+        let size = common.0 + (common.1 - common.0) * token as f32 / (TOKENS - 1) as f32;
+        key.iter_mut().zip(&direction).for_each(|(k, part)| *k += size * part);
+    }
+    case
+}
+
+/// Subtracts the mean of the keys of another case. It changes neither the output nor any gradient.
+fn subtract_mean(case: &mut Case, of: &Case) {
+    let mut mean = vec![0.0; case.head_dim];
+    for key in of.data[1].chunks_exact(case.head_dim) {
+        mean.iter_mut().zip(key).for_each(|(mean, k)| *mean += k / TOKENS as f32);
+    }
+    for key in case.data[1].chunks_exact_mut(case.head_dim) {
+        key.iter_mut().zip(&mean).for_each(|(k, mean)| *k -= mean);
+    }
+}
+
+fn means_of_keys() -> Result<()> {
+    println!(
+        "the same by what keys have in common and whose mean is subtracted; beside it the ratio to the mean of all keys\n"
+    );
+    println!(
+        "{:>3} {:>5}  {:<13} {:<7} {:<10} {:>15} {:>16} {:>16} {:>16}",
+        "d", "sigma", "in common", "set", "mean of", "O", "dQ", "dK", "dV"
+    );
+    for (head_dim, sigma) in [(64, 1.0), (64, 3.0), (128, 1.0), (128, 3.0)] {
+        for (common, first, last) in COMMON {
+            for (set, products) in [("paper", Int8Products::PAPER), ("scores", Int8Products::SCORES)] {
+                let sage = SageBwd::default().products(products);
+                let errors = |settings: SageBwd, earlier: bool| {
+                    over_seeds(|seed| {
+                        let mut case = case_with((first, last), head_dim, sigma, seed);
+                        if earlier {
+                            subtract_mean(
+                                &mut case,
+                                &case_with((first, last), head_dim, sigma, seed + SEEDS),
+                            );
+                        }
+                        case.errors(settings.into(), DType::F32)
+                    })
+                };
+                let all = errors(sage, false)?;
+                let rows = [
+                    ("all", all),
+                    ("sample-64", errors(sage.key_mean(KeyMean::Sample(64)), false)?),
+                    ("other keys", errors(sage.smoothing(Smoothing::None), true)?),
+                    ("none", errors(sage.smoothing(Smoothing::None), false)?),
+                ];
+                for (name, errors) in rows {
+                    println!(
+                        "{head_dim:>3} {sigma:>5}  {common:<13} {set:<7} {name:<10}{}",
+                        cells(errors, all)
+                    );
+                }
+            }
+        }
+        println!();
+    }
+    Ok(())
+}
+
+fn main() -> Result<()> {
+    table_1()?;
+    means_of_keys()
 }

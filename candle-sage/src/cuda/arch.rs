@@ -91,6 +91,14 @@ mod tests {
         assert!(of(7, 5).is_err());
     }
 
+    /// Code of earlier architectures, PTX among it, has no instruction that waits.
+    #[test]
+    fn kernels_are_launched_early_where_they_wait() {
+        let early = |code, device| Architecture { code, device }.launches_early();
+        assert!(early(90, 90) && early(100, 103) && early(120, 121));
+        assert!(!early(80, 80) && !early(89, 89) && !early(PTX, 90) && !early(PTX, 130));
+    }
+
     #[test]
     fn fp4_products_are_those_of_the_families_that_code_was_made_for() {
         let has = |code, device| Architecture { code, device }.has_nvfp4();

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
+use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::cuda_backend::{CudaError, WrapErr};
@@ -63,8 +64,8 @@ impl Gpu {
         Ok(Self { device: device.clone(), stream, architecture, cache_bytes, multiprocessors })
     }
 
-    /// Launches a kernel of a family (a `.cu` file) with one argument. Without blocks it launches nothing. From Hopper on the
-    /// kernel's blocks may come before the kernel before it has ended (programmatic dependent launch): `SAGE_KERNEL` makes them wait.
+    /// Launches a kernel of a family (a `.cu` file) with one argument. Without blocks it launches nothing. Code for
+    /// sm_90 and later may start before the kernel before it has ended (programmatic dependent launch): `SAGE_KERNEL` makes it wait.
     ///
     /// # Safety
     /// All addresses in `params` must be those of live allocations on this device, as large as the kernel
@@ -98,20 +99,15 @@ impl Gpu {
             numAttrs: u32::from(self.architecture.launches_early()),
         };
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast()];
-        self.stream.context().bind_to_thread().w()?;
-        // SAFETY: the caller vouches for the argument, which the driver copies; grid and shared memory are those of the kernel's
-        // plan; the attribute lives as long as the call.
-        unsafe {
-            cuLaunchKernelEx(
-                &raw const config,
-                function.cu_function(),
-                arguments.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        }
-        .result()
-        .map_err(CudaError::from)
-        .map_err(|e| candle_core::Error::from(e).context(format!("launching {kernel} with {grid:?} failed")))
+        // SAFETY: the caller vouches for the argument, which the driver copies and does not write to; grid and shared memory are those
+        // of the kernel's plan; attribute and list of arguments live as long as the call.
+        let mut launch = || unsafe {
+            cuLaunchKernelEx(&raw const config, function.cu_function(), arguments.as_mut_ptr(), null_mut())
+                .result()
+        };
+        self.stream.context().bind_to_thread().and_then(|()| launch()).map_err(CudaError::from).map_err(|e| {
+            candle_core::Error::from(e).context(format!("launching {kernel} with {grid:?} failed"))
+        })
     }
 
     /// Launches a kernel on the parameters of a forward.

@@ -70,7 +70,8 @@ impl Attention {
     /// In low bits the products are causal, but not every scale is. SageBwd's smoothing subtracts the mean of
     /// all keys of the sequence, and a tile of 64 keys shares a scale, so that a later token moves an earlier
     /// output within the error of its codes (keys 192 on times 50 move outputs before 128 by up to .016), and
-    /// one NaN in the last key reaches the first output. For Attn-QAT see
+    /// one NaN in the last key reaches the first output. The mean can be avoided: one that is known beforehand serves
+    /// as well, subtracted from the keys of an attention with [`Smoothing::None`](crate::Smoothing::None). For Attn-QAT see
     /// [`ValueGroups`](crate::ValueGroups). Full precision is strictly causal.
     #[must_use]
     pub fn causal(mut self, causal: bool) -> Self {

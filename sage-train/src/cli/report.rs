@@ -18,7 +18,7 @@ pub(super) struct Reporting {
     /// Folders of runs, or folders with such folders in them, as a sweep's: finished or not, from any machine
     #[arg(value_name = "RUN|SWEEP", required = true)]
     folders: Vec<PathBuf>,
-    /// The page to write [default: report.html in the first folder]
+    /// The page to write [default: report.html in the folder; of several folders in the current one]
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     /// Also write the tables as Markdown
@@ -79,7 +79,11 @@ impl Reporting {
             milestone,
         };
         let study = Study::new(found.runs, &words)?.with_warnings(found.warnings);
-        let page = self.html.clone().unwrap_or_else(|| self.folders[0].join("report.html"));
+        // The page of several folders belongs to none of them, and may not replace one's own.
+        let page = self.html.clone().unwrap_or_else(|| match &self.folders[..] {
+            [folder] => folder.join("report.html"),
+            _ => "report.html".into(),
+        });
         study.write_html(&page)?;
         for (path, text) in [(&self.markdown, study.to_markdown()), (&self.csv, study.to_csv())] {
             if let Some(path) = path {

@@ -91,7 +91,10 @@ pub fn check_parallel(config: &Config, ranks: usize, context: usize) -> Result<(
     let several = if context > 1 { format!(", {context} of them with one sequence") } else { String::new() };
     Err(Error::new("there are more ranks than micro-batches in a step")
         .got(format!("{ranks} ranks{several}, {} micro-batches of {tokens} tokens", config.accumulation))
-        .allowed(format!("up to {} ranks", config.accumulation * context))
+        .allowed(match config.accumulation * context {
+            1 => "1 rank".into(),
+            most => format!("up to {most} ranks"),
+        })
         .hint(format!(
             "--tokens-per-step {} gives each one; a smaller --micro-batch makes more of them",
             Quantity(tokens * groups as u64)

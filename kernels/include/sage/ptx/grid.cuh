@@ -13,8 +13,8 @@ __device__ __forceinline__ void wait_for_earlier_grids() {
 #endif
 }
 
-// griddepcontrol.launch_dependents, the same section: once all thread blocks of this grid have called it, those of the next one
-// may take the places that blocks leave.
+// griddepcontrol.launch_dependents, the same section: once all thread blocks of this grid have called it or have ended, those of the
+// next one may take the places that blocks leave.
 __device__ __forceinline__ void launch_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
