@@ -1,6 +1,5 @@
 // The optimizer's pass over all parameters at once, and the norm of the gradient, by which it is clipped.
 #include <sage/elements/pack.cuh>
-#include <sage/kernel.cuh>
 #include <sage/params/ops.cuh>
 
 using namespace sage;
@@ -78,6 +77,9 @@ __device__ void update(const params::AdamW& p) {
 
 }  // namespace
 
-SAGE_KERNEL(sum_of_squares, params::SumOfSquares, (THREADS), squares(p))
-SAGE_KERNEL(sum_of_squares_end, params::SumOfSquares, (THREADS), sum_partials(p))
-SAGE_KERNEL(adamw, params::AdamW, (THREADS), update(p))
+extern "C" __global__ void __launch_bounds__(THREADS) sum_of_squares(const __grid_constant__ params::SumOfSquares p) {
+  squares(p);
+}
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sum_of_squares_end(const __grid_constant__ params::SumOfSquares p) { sum_partials(p); }
+extern "C" __global__ void __launch_bounds__(THREADS) adamw(const __grid_constant__ params::AdamW p) { update(p); }

@@ -7,12 +7,13 @@
 #include <sage/attention/numerics/full_precision_backward_sm90_dq_warpgroup.cuh>
 #include <sage/attention/numerics/sagebwd_backward_sm80.cuh>
 #include <sage/attention/numerics/sagebwd_backward_sm90_dq_warpgroup.cuh>
-#include <sage/kernel.cuh>
 
 using namespace sage;
 
-#define ENTRY(name, mainloop, THREADS, Queries, ...) \
-  SAGE_KERNEL(name, params::Backward, (THREADS, 1), attention::mainloop<attention::__VA_ARGS__, attention::Queries>(p))
+#define ENTRY(name, mainloop, THREADS, Queries, ...)                                                             \
+  extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ params::Backward p) {    \
+    attention::mainloop<attention::__VA_ARGS__, attention::Queries>(p);                                          \
+  }
 
 // The two entries of a kernel, each with its plan.
 #define KERNEL(mainloop, kernel, type, T, D, Numerics, ...)                                                       \
@@ -90,8 +91,10 @@ __device__ void finish(const params::Backward& p) {
 
 }  // namespace
 
-#define FINISH(type, T, D) \
-  SAGE_KERNEL(finish_dq_##type##_##D, params::Backward, (256), finish<T, D>(p))
+#define FINISH(type, T, D)                                                                                           \
+  extern "C" __global__ void __launch_bounds__(256) finish_dq_##type##_##D(const __grid_constant__ params::Backward p) { \
+    finish<T, D>(p);                                                                                                 \
+  }
 FINISH(bf16, __nv_bfloat16, 64)
 FINISH(bf16, __nv_bfloat16, 128)
 FINISH(bf16, __nv_bfloat16, 256)

@@ -4,16 +4,19 @@
 #include <sage/attention/numerics/full_precision_forward_sm90.cuh>
 #include <sage/attention/numerics/sagebwd_forward_sm80.cuh>
 #include <sage/attention/numerics/sagebwd_forward_sm90.cuh>
-#include <sage/kernel.cuh>
 
 using namespace sage;
 
-#define ENTRY_SM80(name, Block, ...)                                                                    \
-  SAGE_KERNEL(name, params::Forward, (attention::__VA_ARGS__::THREADS, attention::__VA_ARGS__::BLOCKS), \
-              attention::forward_sm80<attention::__VA_ARGS__, attention::Block>(p))
-#define ENTRY_SM90(name, Block, ...)                                                   \
-  SAGE_KERNEL(name, params::Forward, (attention::__VA_ARGS__::Warpgroups::THREADS, 1), \
-              attention::forward_sm90<attention::__VA_ARGS__, attention::Block>(p))
+#define ENTRY_SM80(name, Block, ...)                                                                            \
+  extern "C" __global__ void __launch_bounds__(attention::__VA_ARGS__::THREADS, attention::__VA_ARGS__::BLOCKS) \
+      name(const __grid_constant__ params::Forward p) {                                                         \
+    attention::forward_sm80<attention::__VA_ARGS__, attention::Block>(p);                                       \
+  }
+#define ENTRY_SM90(name, Block, ...)                                                             \
+  extern "C" __global__ void __launch_bounds__(attention::__VA_ARGS__::Warpgroups::THREADS, 1)   \
+      name(const __grid_constant__ params::Forward p) {                                          \
+    attention::forward_sm90<attention::__VA_ARGS__, attention::Block>(p);                        \
+  }
 
 // The two entries of a kernel, each with its plan.
 #define KERNEL(ENTRY, kernel, type, T, D, Numerics, ...)                                                          \

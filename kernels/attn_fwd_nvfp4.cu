@@ -3,7 +3,6 @@
 // Family 10 has such products out of tensor memory, family 12 in mma.sync; elsewhere the latter are emulated, for tests.
 #include <sage/attention/numerics/nvfp4_forward_sm100.cuh>
 #include <sage/attention/numerics/nvfp4_forward_sm80.cuh>
-#include <sage/kernel.cuh>
 #include <sage/quant/pack_nvfp4.cuh>
 
 using namespace sage;
@@ -16,15 +15,20 @@ using namespace sage;
 #define NUMERICS Nvfp4ForwardSm80
 #endif
 
-#define FORWARD(name, Block, ...)                                                                       \
-  SAGE_KERNEL(name, params::Forward, (attention::__VA_ARGS__::THREADS, attention::__VA_ARGS__::BLOCKS), \
-              attention::MAINLOOP<attention::__VA_ARGS__, attention::Block>(p))
+#define FORWARD(name, Block, ...)                                                                               \
+  extern "C" __global__ void __launch_bounds__(attention::__VA_ARGS__::THREADS, attention::__VA_ARGS__::BLOCKS) \
+      name(const __grid_constant__ params::Forward p) {                                                         \
+    attention::MAINLOOP<attention::__VA_ARGS__, attention::Block>(p);                                           \
+  }
 
-#define KERNELS(type, T, D)                                                                                        \
-  FORWARD(attn_fwd_nvfp4_##type##_##D, EveryKey, NUMERICS<T, D, params::plan("attn_fwd_nvfp4", D, params::EVERY)>) \
-  FORWARD(attn_fwd_nvfp4_sparse_##type##_##D, ListedKeys,                                                          \
-          NUMERICS<T, D, params::plan("attn_fwd_nvfp4", D, params::LISTED)>)                                       \
-  SAGE_KERNEL(pack_nvfp4_##type##_##D, params::Forward, (quant::PACK_THREADS), quant::pack_nvfp4<T, D>(p))
+#define KERNELS(type, T, D)                                                                                            \
+  FORWARD(attn_fwd_nvfp4_##type##_##D, EveryKey, NUMERICS<T, D, params::plan("attn_fwd_nvfp4", D, params::EVERY)>)     \
+  FORWARD(attn_fwd_nvfp4_sparse_##type##_##D, ListedKeys,                                                              \
+          NUMERICS<T, D, params::plan("attn_fwd_nvfp4", D, params::LISTED)>)                                           \
+  extern "C" __global__ void __launch_bounds__(quant::PACK_THREADS)                                                    \
+      pack_nvfp4_##type##_##D(const __grid_constant__ params::Forward p) {                                             \
+    quant::pack_nvfp4<T, D>(p);                                                                                        \
+  }
 
 KERNELS(bf16, __nv_bfloat16, 64)
 KERNELS(bf16, __nv_bfloat16, 128)

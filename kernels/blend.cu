@@ -2,7 +2,6 @@
 // tail is computed anyway, its own kernels mix (past_linear/); they leave to this one the gradient of the exact branch.
 #include <sage/attention/mixture.cuh>
 #include <sage/attention/rows.cuh>
-#include <sage/kernel.cuh>
 
 using namespace sage;
 using attention::MixtureWeights;
@@ -94,9 +93,20 @@ __device__ __forceinline__ void blend_backward(const params::Blend& p) {
   if (threadIdx.x == 0) attention::theta_part(p.mixture, p.shape, blockIdx.y, at.head, blockIdx.x) = sum;
 }
 
+}  // namespace
+
+#define KERNEL(name, ...) \
+  extern "C" __global__ void __launch_bounds__(THREADS) name(const __grid_constant__ params::Blend p) { __VA_ARGS__(p); }
+#define TYPE(type, T)                                         \
+  KERNEL(blend_forward_##type, blend_forward<T>)              \
+  KERNEL(blend_backward_##type, blend_backward<T, true>)      \
+  KERNEL(blend_backward_exact_##type, blend_backward<T, false>)
+TYPE(bf16, __nv_bfloat16)
+TYPE(f16, __half)
+
 // A warp sums the parts of a head in a fixed order: each lane sums every 32nd part, then a butterfly of shuffles adds the
 // lanes.
-__device__ void sum_theta(const params::Blend& p) {
+extern "C" __global__ void __launch_bounds__(32) blend_sum_theta(const __grid_constant__ params::Blend p) {
   float sum = 0.0f;
   int blocks = p.mixture.lists.query_blocks;
   for (int i = threadIdx.x; i < blocks; i += 32) sum += p.mixture.parts[int64_t(blockIdx.x) * blocks + i];
@@ -104,15 +114,3 @@ __device__ void sum_theta(const params::Blend& p) {
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   if (threadIdx.x == 0) p.dtheta[blockIdx.x] = sum;
 }
-
-}  // namespace
-
-#define KERNEL(name, ...) \
-  SAGE_KERNEL(name, params::Blend, (THREADS), __VA_ARGS__(p))
-#define TYPE(type, T)                                         \
-  KERNEL(blend_forward_##type, blend_forward<T>)              \
-  KERNEL(blend_backward_##type, blend_backward<T, true>)      \
-  KERNEL(blend_backward_exact_##type, blend_backward<T, false>)
-TYPE(bf16, __nv_bfloat16)
-TYPE(f16, __half)
-SAGE_KERNEL(blend_sum_theta, params::Blend, (32), sum_theta(p))

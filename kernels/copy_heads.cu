@@ -1,6 +1,5 @@
 // Copies heads between tensors of other strides, in packs of 16 bytes: the order in which ranks exchange heads.
 #include <sage/elements/pack.cuh>
-#include <sage/kernel.cuh>
 #include <sage/params/ops.cuh>
 
 using namespace sage;
@@ -33,7 +32,8 @@ __device__ void copy(const params::CopyHeads& p) {
 
 }  // namespace
 
-#define KERNELS(name, T, V) \
-  SAGE_KERNEL(copy_heads_##name, params::CopyHeads, (THREADS), copy<T, V>(p))
+#define KERNELS(name, T, V)                                \
+  extern "C" __global__ void __launch_bounds__(THREADS)    \
+      copy_heads_##name(const __grid_constant__ params::CopyHeads p) { copy<T, V>(p); }
 
 SAGE_FLOAT_KERNELS(KERNELS)

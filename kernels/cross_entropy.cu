@@ -3,7 +3,6 @@
 #include <math_constants.h>
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
-#include <sage/kernel.cuh>
 #include <sage/params/ops.cuh>
 
 using namespace sage;
@@ -162,18 +161,24 @@ __device__ void scale(const params::Scale& p) {
 
 }  // namespace
 
-#define ROWS(name, T, V)                                                                                 \
-  SAGE_KERNEL(cross_entropy_fwd_##name, params::CrossEntropy, (MAX_THREADS, 1), forward<T, V, false>(p)) \
-  SAGE_KERNEL(cross_entropy_bwd_##name, params::CrossEntropy, (MAX_THREADS, 1), backward<T, V>(p))       \
-  SAGE_KERNEL(cross_entropy_in_place_##name, params::CrossEntropy, (MAX_THREADS, 1), forward<T, V, true>(p))
+#define ROWS(name, T, V)                                                                                          \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                       \
+      cross_entropy_fwd_##name(const __grid_constant__ params::CrossEntropy p) { forward<T, V, false>(p); }       \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                       \
+      cross_entropy_bwd_##name(const __grid_constant__ params::CrossEntropy p) { backward<T, V>(p); }             \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                       \
+      cross_entropy_in_place_##name(const __grid_constant__ params::CrossEntropy p) { forward<T, V, true>(p); }
 
 SAGE_FLOAT_KERNELS(ROWS)
 
-SAGE_KERNEL(mean_loss, params::CrossEntropy, (MAX_THREADS, 1), mean(p))
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) mean_loss(const __grid_constant__ params::CrossEntropy p) {
+  mean(p);
+}
 
 // From each 16-bit type to itself, to f32 (in which gradients are accumulated), and from f32 to it.
-#define SCALE(name, From, To, V) \
-  SAGE_KERNEL(scale_##name, params::Scale, (256), scale<From, To, V>(p))
+#define SCALE(name, From, To, V)                          \
+  extern "C" __global__ void __launch_bounds__(256)       \
+      scale_##name(const __grid_constant__ params::Scale p) { scale<From, To, V>(p); }
 #define SCALES(type, T)                                     \
   SCALE(type##_to_##type##_vector, T, T, 16 / sizeof(T))    \
   SCALE(type##_to_##type##_single, T, T, 1)                 \

@@ -4,7 +4,6 @@
 // loop.
 #include <math_constants.h>
 #include <sage/elements/pack.cuh>
-#include <sage/kernel.cuh>
 #include <sage/params/ops.cuh>
 
 using namespace sage;
@@ -111,11 +110,16 @@ __device__ void sum_rows(const params::Embedding& p) {
 
 }  // namespace
 
-#define KERNELS(name, T, V)                                                                  \
-  SAGE_KERNEL(embedding_fwd_##name, params::Embedding, (THREADS, 2), gather<T, V>(p))        \
-  SAGE_KERNEL(embedding_pieces_##name, params::Embedding, (THREADS, 2), sum_pieces<T, V>(p)) \
-  SAGE_KERNEL(embedding_bwd_##name, params::Embedding, (THREADS, 2), sum_rows<T, V>(p))
+#define KERNELS(name, T, V)                                                                                     \
+  extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                         \
+      embedding_fwd_##name(const __grid_constant__ params::Embedding p) { gather<T, V>(p); }                    \
+  extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                         \
+      embedding_pieces_##name(const __grid_constant__ params::Embedding p) { sum_pieces<T, V>(p); }             \
+  extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                         \
+      embedding_bwd_##name(const __grid_constant__ params::Embedding p) { sum_rows<T, V>(p); }
 
 SAGE_FLOAT_KERNELS(KERNELS)
 
-SAGE_KERNEL(embedding_starts, params::Embedding, (THREADS), find_starts(p))
+extern "C" __global__ void __launch_bounds__(THREADS) embedding_starts(const __grid_constant__ params::Embedding p) {
+  find_starts(p);
+}

@@ -1,7 +1,6 @@
 // Attn-QAT's operands (arXiv 2603.00040): Q, K and V rounded to NVFP4 values, in 16 bit, which holds such values exactly.
 #include <sage/attention/rows.cuh>
 #include <sage/attention/segment.cuh>
-#include <sage/kernel.cuh>
 #include <sage/quant/codes.cuh>
 #include <sage/quant/nvfp4.cuh>
 
@@ -123,8 +122,11 @@ __device__ void fake_quantize(const params::FakeQuantize& p) {
 
 }  // namespace
 
-#define KERNEL(type, T, D) \
-  SAGE_KERNEL(fake_quantize_##type##_##D, params::FakeQuantize, (THREADS<D>, AT_ONCE / THREADS<D>), fake_quantize<T, D>(p))
+#define KERNEL(type, T, D)                                                         \
+  extern "C" __global__ void __launch_bounds__(THREADS<D>, AT_ONCE / THREADS<D>)   \
+      fake_quantize_##type##_##D(const __grid_constant__ params::FakeQuantize p) { \
+    fake_quantize<T, D>(p);                                                        \
+  }
 KERNEL(bf16, __nv_bfloat16, 64)
 KERNEL(bf16, __nv_bfloat16, 128)
 KERNEL(f16, __half, 64)

@@ -1,5 +1,4 @@
 // Checks ids of tokens, and sorts them.
-#include <sage/kernel.cuh>
 #include <sage/params/ops.cuh>
 
 using namespace sage;
@@ -107,12 +106,17 @@ __device__ void place(const params::SortIds& p) {
 
 }  // namespace
 
-#define CHECK(name, I) \
-  SAGE_KERNEL(check_ids_##name, params::CheckIds, (THREADS), check<I>(p))
+#define CHECK(name, I)                                    \
+  extern "C" __global__ void __launch_bounds__(THREADS)   \
+      check_ids_##name(const __grid_constant__ params::CheckIds p) { check<I>(p); }
 
 CHECK(u8, uint8_t)
 CHECK(u32, uint32_t)
 CHECK(i64, int64_t)
 
-SAGE_KERNEL(count_digits, params::SortIds, (THREADS), count(p))
-SAGE_KERNEL(place_digits, params::SortIds, (THREADS), place(p))
+extern "C" __global__ void __launch_bounds__(THREADS) count_digits(const __grid_constant__ params::SortIds p) {
+  count(p);
+}
+extern "C" __global__ void __launch_bounds__(THREADS) place_digits(const __grid_constant__ params::SortIds p) {
+  place(p);
+}

@@ -1,7 +1,6 @@
 // Sums of columns in a fixed order: many short rows, the partial sums of blocks, which it completes; and few long rows, the
 // gradients that several GPUs sent.
 #include <sage/elements/pack.cuh>
-#include <sage/kernel.cuh>
 #include <sage/params/ops.cuh>
 
 using namespace sage;
@@ -53,11 +52,14 @@ __device__ void sum_long_rows(const params::SumInOrder& p) {
 
 }  // namespace
 
-#define KERNEL(name, T) \
-  SAGE_KERNEL(partial_sums_##name, params::PartialSums, (SIDE* SIDE), sum<T>(p))
+#define KERNEL(name, T)                                                  \
+  extern "C" __global__ void __launch_bounds__(SIDE* SIDE)               \
+      partial_sums_##name(const __grid_constant__ params::PartialSums p) { sum<T>(p); }
 
 KERNEL(f32, float)
 KERNEL(f16, __half)
 KERNEL(bf16, __nv_bfloat16)
 
-SAGE_KERNEL(sum_in_order, params::SumInOrder, (256), sum_long_rows(p))
+extern "C" __global__ void __launch_bounds__(256) sum_in_order(const __grid_constant__ params::SumInOrder p) {
+  sum_long_rows(p);
+}

@@ -7,7 +7,6 @@
 //
 // States are stored in 16 bit: sums over the tokens of a chunk that come before the block, times a power of two that makes them
 // about means over all tokens before it (inverse_blocks), so that no sum outgrows f16.
-#include <sage/kernel.cuh>
 #include <sage/past_linear/backward.cuh>
 #include <sage/past_linear/forward.cuh>
 #include <sage/past_linear/states.cuh>
@@ -16,8 +15,10 @@ using namespace sage;
 using past_linear::STATE_THREADS;
 using past_linear::THREADS;
 
-#define KERNEL(COUNT, BLOCKS, name, function, suffix, ...) \
-  SAGE_KERNEL(name##_##suffix, params::Linear, (COUNT, BLOCKS), past_linear::function<__VA_ARGS__>(p))
+#define KERNEL(COUNT, BLOCKS, name, function, suffix, ...)                                                                \
+  extern "C" __global__ void __launch_bounds__(COUNT, BLOCKS) name##_##suffix(const __grid_constant__ params::Linear p) { \
+    past_linear::function<__VA_ARGS__>(p);                                                                                \
+  }
 #define HEAD_DIM(type, T, D)                                                      \
   KERNEL(STATE_THREADS, 1, linear_scan_blocks, scan_blocks, type##_##D, T, D)     \
   KERNEL(THREADS, 4, linear_scan_chunks, scan_chunks, type##_##D, T, D)           \

@@ -1,6 +1,5 @@
 // SageBwd's quantization kernels. Before the forward: means, codes and scales of Q, K and V (arXiv 2603.02170, section 3).
 // Before the backward: delta and the codes of dO.
-#include <sage/kernel.cuh>
 #include <sage/quant/tile.cuh>
 
 using namespace sage;
@@ -241,9 +240,11 @@ __device__ void prepare(const params::Backward& p) {
 }  // namespace
 
 #define FORWARD(name, threads, ...) \
-  SAGE_KERNEL(name, params::Forward, (threads), __VA_ARGS__(p))
-#define BACKWARD(name, ...) \
-  SAGE_KERNEL(name, params::Backward, (quant::TILE_THREADS), __VA_ARGS__(p))
+  extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ params::Forward p) { __VA_ARGS__(p); }
+#define BACKWARD(name, ...)                                                                                            \
+  extern "C" __global__ void __launch_bounds__(quant::TILE_THREADS) name(const __grid_constant__ params::Backward p) { \
+    __VA_ARGS__(p);                                                                                                    \
+  }
 #define KERNELS(type, T, D)                                             \
   FORWARD(sum_tiles_##type##_##D, quant::TILE_THREADS, sum_tiles<T, D>) \
   FORWARD(mean_of_sample_##type##_##D, MEAN_THREADS, mean_of_sample<T, D>) \

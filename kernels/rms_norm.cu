@@ -2,7 +2,6 @@
 // stream is added in the same pass: to x before the norm in the forward, to dx in the backward.
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
-#include <sage/kernel.cuh>
 #include <sage/params/ops.cuh>
 
 using namespace sage;
@@ -160,8 +159,10 @@ __device__ void backward(const params::RmsNorm& p) {
 
 }  // namespace
 
-#define KERNELS(name, T, V)                                                             \
-  SAGE_KERNEL(rms_norm_fwd_##name, params::RmsNorm, (MAX_THREADS, 1), forward<T, V>(p)) \
-  SAGE_KERNEL(rms_norm_bwd_##name, params::RmsNorm, (MAX_THREADS, 1), backward<T, V>(p))
+#define KERNELS(name, T, V)                                                                                   \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                   \
+      rms_norm_fwd_##name(const __grid_constant__ params::RmsNorm p) { forward<T, V>(p); }                    \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                   \
+      rms_norm_bwd_##name(const __grid_constant__ params::RmsNorm p) { backward<T, V>(p); }
 
 SAGE_FLOAT_KERNELS(KERNELS)

@@ -2,7 +2,6 @@
 // lane, and rotates several heads of a token by the same angles, which it loads once.
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
-#include <sage/kernel.cuh>
 #include <sage/params/ops.cuh>
 
 using namespace sage;
@@ -235,9 +234,12 @@ __device__ void norm_backward(const params::Rope& p) {
 
 }  // namespace
 
-#define KERNELS(name, T, V)                                                                    \
-  SAGE_KERNEL(rope_##name, params::Rope, (MAX_THREADS, 1), forward<T, V, false>(p))            \
-  SAGE_KERNEL(qk_norm_rope_fwd_##name, params::Rope, (MAX_THREADS, 1), forward<T, V, true>(p)) \
-  SAGE_KERNEL(qk_norm_rope_bwd_##name, params::Rope, (MAX_THREADS, 1), norm_backward<T, V>(p))
+#define KERNELS(name, T, V)                                                                                    \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                    \
+      rope_##name(const __grid_constant__ params::Rope p) { forward<T, V, false>(p); }                         \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                    \
+      qk_norm_rope_fwd_##name(const __grid_constant__ params::Rope p) { forward<T, V, true>(p); }              \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                    \
+      qk_norm_rope_bwd_##name(const __grid_constant__ params::Rope p) { norm_backward<T, V>(p); }
 
 SAGE_FLOAT_KERNELS(KERNELS)

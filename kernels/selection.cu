@@ -1,7 +1,6 @@
 // Kernels for selections (candle-sage/src/selection.rs) and their router: means of blocks, the lists of the largest scores, the
 // inverse of the lists, and the attention mass of each block of keys under dense attention.
 #include <sage/attention/numerics/full_precision_forward_sm80.cuh>
-#include <sage/kernel.cuh>
 #include <sage/params/sla2.cuh>
 
 using namespace sage;
@@ -323,13 +322,19 @@ __device__ __forceinline__ void block_mass(const params::Mass& p) {
 
 }  // namespace
 
-SAGE_KERNEL(count_users, params::Users, (WARPS * 32), users<false>(p))
-SAGE_KERNEL(fill_users, params::Users, (WARPS * 32), users<true>(p))
-SAGE_KERNEL(choose_blocks, params::Choose, (WARPS * 32), choose(p))
+extern "C" __global__ void __launch_bounds__(WARPS * 32) count_users(const __grid_constant__ params::Users p) { users<false>(p); }
+extern "C" __global__ void __launch_bounds__(WARPS * 32) fill_users(const __grid_constant__ params::Users p) { users<true>(p); }
+extern "C" __global__ void __launch_bounds__(WARPS * 32) choose_blocks(const __grid_constant__ params::Choose p) { choose(p); }
 
-#define TYPE(type, T)                                                               \
-  SAGE_KERNEL(pool_##type, params::Pool, (128, 1), pool<T>(p))                      \
-  SAGE_KERNEL(block_mass_##type##_64, params::Mass, (128, 1), block_mass<T, 64>(p)) \
-  SAGE_KERNEL(block_mass_##type##_128, params::Mass, (128, 1), block_mass<T, 128>(p))
+#define TYPE(type, T)                                                                                        \
+  extern "C" __global__ void __launch_bounds__(128, 1) pool_##type(const __grid_constant__ params::Pool p) {    \
+    pool<T>(p);                                                                                              \
+  }                                                                                                          \
+  extern "C" __global__ void __launch_bounds__(128, 1) block_mass_##type##_64(const __grid_constant__ params::Mass p) {  \
+    block_mass<T, 64>(p);                                                                                    \
+  }                                                                                                          \
+  extern "C" __global__ void __launch_bounds__(128, 1) block_mass_##type##_128(const __grid_constant__ params::Mass p) { \
+    block_mass<T, 128>(p);                                                                                   \
+  }
 TYPE(bf16, __nv_bfloat16)
 TYPE(f16, __half)

@@ -1,6 +1,5 @@
 // Tests of the primitives that the attention kernels are made of, each run by one warp or one warpgroup. The host compares the
 // results with plain loops (candle-sage/src/cuda/selftest/).
-#include <sage/kernel.cuh>
 #include <sage/layout/fragments.cuh>
 #include <sage/layout/permutation.cuh>
 #include <sage/ptx/mma.cuh>
@@ -227,7 +226,7 @@ __device__ void nvfp4(const Params& p) {
 }  // namespace
 
 #define KERNEL_OF(threads, name, ...) \
-  SAGE_KERNEL(name, Params, (threads), __VA_ARGS__(p))
+  extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Params p) { __VA_ARGS__(p); }
 #define KERNEL(name, ...) KERNEL_OF(32, name, __VA_ARGS__)
 // These kernels are empty where the architecture has no wgmma.
 #define GROUP_KERNEL(name, ...) KERNEL_OF(128, name, __VA_ARGS__)

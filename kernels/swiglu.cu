@@ -1,7 +1,6 @@
 // y = silu(gate) o up, element by element. Each thread takes one pack: the threads of a full GPU then have enough loads in
 // flight. Gate and up may lie side by side in one tensor, and so may their gradients.
 #include <sage/elements/pack.cuh>
-#include <sage/kernel.cuh>
 #include <sage/params/ops.cuh>
 
 using namespace sage;
@@ -65,8 +64,10 @@ __device__ void backward(const params::SwiGlu& p) {
 
 }  // namespace
 
-#define KERNELS(name, T, V)                                                   \
-  SAGE_KERNEL(swiglu_fwd_##name, params::SwiGlu, (THREADS), forward<T, V>(p)) \
-  SAGE_KERNEL(swiglu_bwd_##name, params::SwiGlu, (THREADS), backward<T, V>(p))
+#define KERNELS(name, T, V)                                                                              \
+  extern "C" __global__ void __launch_bounds__(THREADS)                                                  \
+      swiglu_fwd_##name(const __grid_constant__ params::SwiGlu p) { forward<T, V>(p); }                  \
+  extern "C" __global__ void __launch_bounds__(THREADS)                                                  \
+      swiglu_bwd_##name(const __grid_constant__ params::SwiGlu p) { backward<T, V>(p); }
 
 SAGE_FLOAT_KERNELS(KERNELS)

@@ -13,7 +13,7 @@ use crate::error::Error;
 /// `drop` of the allocation before the launch.
 ///
 /// The borrow is shared even where a kernel writes. This is sound, because the host holds no reference to the elements, and the
-/// kernels of one stream read and write one after the other. `&mut` is not to be had: ops that add in place write to tensors that candle
+/// kernels of one stream run one after the other. `&mut` is not to be had: ops that add in place write to tensors that candle
 /// lends as `&CudaStorage`, and one buffer is often an input and an output of the same launch.
 #[repr(transparent)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -44,12 +44,6 @@ impl Architecture {
         }
     }
 
-    /// Whether its kernels wait by themselves for those before them (`kernels/include/sage/kernel.cuh`), so that they may be
-    /// launched before those have ended.
-    pub(super) fn launches_early(self) -> bool {
-        self.code >= 90
-    }
-
     /// The target whose plans its kernels have.
     pub(super) fn target(self) -> Target {
         match self.code {
@@ -89,14 +83,6 @@ mod tests {
         assert_eq!(of(11, 0), Ok(PTX));
         assert_eq!(of(13, 0), Ok(PTX));
         assert!(of(7, 5).is_err());
-    }
-
-    /// Code of earlier architectures, PTX among it, has no instruction that waits.
-    #[test]
-    fn kernels_are_launched_early_where_they_wait() {
-        let early = |code, device| Architecture { code, device }.launches_early();
-        assert!(early(90, 90) && early(100, 103) && early(120, 121));
-        assert!(!early(80, 80) && !early(89, 89) && !early(PTX, 90) && !early(PTX, 130));
     }
 
     #[test]

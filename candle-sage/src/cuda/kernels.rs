@@ -2,16 +2,14 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
-use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::cuda_backend::{CudaError, WrapErr};
 use candle_core::{CudaDevice, Result};
-use cudarc::driver::sys::{
-    CUdevice_attribute, CUfunction_attribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
-    CUlaunchConfig, cuLaunchKernelEx,
+use cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
+use cudarc::driver::{
+    CudaFunction, CudaModule, CudaSlice, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg, ValidAsZeroBits,
 };
-use cudarc::driver::{CudaFunction, CudaModule, CudaSlice, CudaStream, DeviceRepr, ValidAsZeroBits};
 use cudarc::nvrtc::Ptx;
 
 use super::arch::Architecture;
@@ -64,8 +62,7 @@ impl Gpu {
         Ok(Self { device: device.clone(), stream, architecture, cache_bytes, multiprocessors })
     }
 
-    /// Launches a kernel of a family (a `.cu` file) with one argument. Without blocks it launches nothing. Code for
-    /// sm_90 and later may start before the kernel before it has ended (programmatic dependent launch): `SAGE_KERNEL` makes it wait.
+    /// Launches a kernel of a family (a `.cu` file) with one argument. Without blocks it launches nothing.
     ///
     /// # Safety
     /// All addresses in `params` must be those of live allocations on this device, as large as the kernel
@@ -81,33 +78,18 @@ impl Gpu {
             return Ok(());
         }
         let function = self.function(family, kernel, grid.shared_bytes)?;
-        let mut attribute = CUlaunchAttribute {
-            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        let mut launch = self.stream.launch_builder(&function);
+        launch.arg(params);
+        let config = LaunchConfig {
+            grid_dim: grid.blocks,
+            block_dim: grid.threads,
+            shared_mem_bytes: grid.shared_bytes as u32,
         };
-        let config = CUlaunchConfig {
-            gridDimX: grid.blocks.0,
-            gridDimY: grid.blocks.1,
-            gridDimZ: grid.blocks.2,
-            blockDimX: grid.threads.0,
-            blockDimY: grid.threads.1,
-            blockDimZ: grid.threads.2,
-            sharedMemBytes: grid.shared_bytes as u32,
-            hStream: self.stream.cu_stream(),
-            attrs: &raw mut attribute,
-            numAttrs: u32::from(self.architecture.launches_early()),
-        };
-        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast()];
-        // SAFETY: the caller vouches for the argument, which the driver copies and does not write to; grid and shared memory are those
-        // of the kernel's plan; attribute and list of arguments live as long as the call.
-        let mut launch = || unsafe {
-            cuLaunchKernelEx(&raw const config, function.cu_function(), arguments.as_mut_ptr(), null_mut())
-                .result()
-        };
-        self.stream.context().bind_to_thread().and_then(|()| launch()).map_err(CudaError::from).map_err(|e| {
+        // SAFETY: the caller vouches for the argument; grid and shared memory are those of the kernel's plan.
+        unsafe { launch.launch(config) }.map_err(CudaError::from).map_err(|e| {
             candle_core::Error::from(e).context(format!("launching {kernel} with {grid:?} failed"))
-        })
+        })?;
+        Ok(())
     }
 
     /// Launches a kernel on the parameters of a forward.

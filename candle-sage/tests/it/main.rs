@@ -14,7 +14,6 @@ mod cuda_ops;
 mod cuda_sla2;
 mod fingerprint;
 mod imports;
-mod kernels;
 mod lengths;
 mod messages;
 mod modules;
