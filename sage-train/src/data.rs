@@ -190,15 +190,7 @@ fn open(config: &DataConfig, say: &dyn Fn(&str)) -> Result<Vec<Opened>> {
         if let Some(others) = passed_over.in_words() {
             say(&others);
         }
-        for file in found.files() {
-            let whole = file.canonicalize().unwrap_or_else(|_| file.to_owned());
-            if !seen.insert(whole) {
-                return Err(Error::new("a file is given twice")
-                    .got(file.display())
-                    .allowed("each file in one --data")
-                    .hint("a weight makes it count more: --data FILE=2"));
-            }
-        }
+        source::check_once(found.files(), &mut seen)?;
         let files = match found {
             Source::Shards(files) => {
                 check::check_listed(&source.path)?;

@@ -26,12 +26,13 @@ pub const ENDING: &str = "ending.json";
 /// File with a [`Start`] for each time that the run was started.
 pub const STARTS: &str = "starts.json";
 
-/// Checks that a file to write replaces none that a run or a checkpoint has written.
+/// Checks that the results of a command may be written to a file: that it replaces none that a run or a checkpoint has written, and
+/// none of another kind than its own, by its `ending`. Devices take what they get.
 ///
 /// # Errors
 /// When it does.
-pub fn check_beside(path: &Path) -> Result<()> {
-    const OWN: [&str; 10] = [
+pub fn check_beside(path: &Path, ending: &str) -> Result<()> {
+    const OWN: [&str; 12] = [
         METRICS,
         PROBES,
         CONFIG,
@@ -42,28 +43,41 @@ pub fn check_beside(path: &Path) -> Result<()> {
         "sample.txt",
         "tokenizer.json",
         "checkpoint.json",
+        "COMPLETE",
+        ".lock",
     ];
-    let folder = path.parent().unwrap_or(Path::new(""));
-    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    // A link is what it leads to.
+    let file = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    if ["/dev", "/proc"].iter().any(|devices| path.starts_with(devices)) || !file.is_file() {
+        return Ok(());
+    }
+    let folder = file.parent().unwrap_or(Path::new(""));
+    let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     // Logs have the number of their rank, and weights that of their part.
     let own = OWN.contains(&name.as_str())
         || name.ends_with(".safetensors")
         || ["log.", "events."].iter().any(|start| name.starts_with(start));
-    if !own || !path.exists() || !(Run::is(folder) || folder.join("checkpoint.json").exists()) {
+    if own && (Run::is(folder) || folder.join("checkpoint.json").exists()) {
+        return Err(Error::new("this file is a run's own, and is not overwritten")
+            .got(path.display())
+            .allowed("another name, or a folder without a run")
+            .hint(format!("e.g. results.{ending}")));
+    }
+    if file.extension().is_some_and(|found| found.eq_ignore_ascii_case(ending)) {
         return Ok(());
     }
-    Err(Error::new("this file is a run's own, and is not overwritten")
+    Err(Error::new("a file of another kind is not overwritten")
         .got(path.display())
-        .allowed("another name, or a folder without a run")
-        .hint("e.g. report.csv, probe.json"))
+        .allowed(format!("a new file, or one that ends in .{ending}"))
+        .hint("remove it first if nothing in it is needed"))
 }
 
-/// Writes the results of a command, to a device or pipe too, but never over a file of a run.
+/// Writes the results of a command, to a device or pipe too, but never over a file of a run, or of another kind.
 ///
 /// # Errors
 /// When it would be one, or cannot be written.
-pub fn write_beside(path: &Path, text: &str) -> Result<()> {
-    check_beside(path)?;
+pub fn write_beside(path: &Path, ending: &str, text: &str) -> Result<()> {
+    check_beside(path, ending)?;
     std::fs::write(path, text).map_err(writing(path))
 }
 

@@ -92,6 +92,12 @@ impl Sweep {
         self.folder.join(PLAN)
     }
 
+    /// Whether the runs differ in a setting, and none has this value of it.
+    pub fn has_no(&self, key: &str, value: &toml::Value) -> bool {
+        let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        self.axes().iter().any(|(axis, values)| axis == key && !values.contains(&value))
+    }
+
     /// The settings in which the runs differ, and their values, in the order of the plan.
     pub fn axes(&self) -> Vec<(String, Vec<String>)> {
         let identities: Vec<&Identity> = self.runs.iter().map(|run| &run.identity).collect();

@@ -92,7 +92,7 @@ impl BenchAttention {
             repeats: usize::from(self.repeats.unwrap_or(repeats)),
             rest,
         };
-        self.csv.as_deref().map_or(Ok(()), check_beside)?;
+        self.csv.as_deref().map_or(Ok(()), |path| check_beside(path, "csv"))?;
         print(&bench::table_head(&plan))?;
         let mut all = Vec::new();
         for &row in &plan.rows {
@@ -103,7 +103,7 @@ impl BenchAttention {
             })?;
         }
         match &self.csv {
-            Some(path) => write_beside(path, &bench::csv(&all)),
+            Some(path) => write_beside(path, "csv", &bench::csv(&all)),
             None => Ok(()),
         }
     }

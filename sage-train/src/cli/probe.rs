@@ -6,7 +6,7 @@ use candle_sage::{Error, Granularity, KeyMean, Result, SageBwd};
 
 use super::model::needs_data;
 use super::print;
-use crate::checks::above_zero;
+use crate::checks::{above_zero, in_range};
 use crate::config::check_own;
 use crate::device::Place;
 use crate::metrics::Probed;
@@ -91,7 +91,9 @@ pub(super) struct Probe {
 
 impl Probe {
     pub(super) fn run(&self) -> Result<()> {
-        [&self.json, &self.csv].into_iter().flatten().try_for_each(|path| check_beside(path))?;
+        for (path, ending) in [(&self.json, "json"), (&self.csv, "csv")] {
+            path.as_deref().map_or(Ok(()), |path| check_beside(path, ending))?;
+        }
         if self.attn == Some(Attn::EXACT) {
             return Err(Error::new("full precision is what errors are measured against")
                 .got("--attn fpa")
@@ -164,10 +166,10 @@ impl Probe {
         }
         if let Some(path) = &self.json {
             let text = serde_json::to_string_pretty(&all).expect("plain numbers");
-            write_beside(path, &text)?;
+            write_beside(path, "json", &text)?;
         }
         match &self.csv {
-            Some(path) => write_beside(path, &probe_csv(&all)),
+            Some(path) => write_beside(path, "csv", &probe_csv(&all)),
             None => Ok(()),
         }
     }
@@ -188,17 +190,20 @@ impl Probe {
         print(&selections_table(&title, &found))?;
         if let Some(path) = &self.json {
             let text = serde_json::to_string_pretty(&found).expect("plain numbers");
-            write_beside(path, &text)?;
+            write_beside(path, "json", &text)?;
         }
         match &self.csv {
-            Some(path) => write_beside(path, &selections_csv(&found)),
+            Some(path) => write_beside(path, "csv", &selections_csv(&found)),
             None => Ok(()),
         }
     }
 
     fn of_random(&self, settings: &Settings) -> Result<()> {
-        let sigmas =
-            self.sigma.iter().map(|sigma| above_zero("sigma", *sigma)).collect::<Result<Vec<_>>>()?;
+        let sigmas = self
+            .sigma
+            .iter()
+            .map(|sigma| in_range("sigma", *sigma, 1e-3, 1e3))
+            .collect::<Result<Vec<_>>>()?;
         let attn = self.attn.unwrap_or_else(|| SageBwd::default().into());
         let Some(scheme) = attn.scheme(settings) else {
             return Err(Error::new("there is nothing to measure")
@@ -209,8 +214,7 @@ impl Probe {
         check_own(settings, attn, Some(scheme), None)?;
         scheme.validate()?;
         let shape = Shape {
-            tokens: crate::checks::in_range("context", self.context.map_or(1024, |n| n.0), 1, 1 << 14)?
-                as usize,
+            tokens: in_range("context", self.context.map_or(1024, |n| n.0), 1, 1 << 14)? as usize,
             heads: usize::from(self.sigma_heads),
             head_dim: self.head_dim,
             seed: 0,
@@ -223,7 +227,7 @@ impl Probe {
         print(&sigma_errors(&title, &rows))?;
         if let Some(path) = &self.json {
             let text = serde_json::to_string_pretty(&rows).expect("plain numbers");
-            write_beside(path, &text)?;
+            write_beside(path, "json", &text)?;
         }
         if let Some(path) = &self.csv {
             let mut text = String::from("sigma,quantity,cosine,relative_l2\n");
@@ -232,7 +236,7 @@ impl Probe {
                     text += &format!("{},{name},{},{}\n", row.sigma, error.cosine, error.relative_l2);
                 }
             }
-            write_beside(path, &text)?;
+            write_beside(path, "csv", &text)?;
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! The verb `report`: compares runs.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
 use clap::Args;
@@ -8,7 +8,7 @@ use toml::Table;
 
 use super::print;
 use crate::checks::above_zero;
-use crate::report::{Study, Words};
+use crate::report::{GENERATOR, Study, Words};
 use crate::runs::{Run, check_beside, write_beside};
 use crate::{tell, writing};
 
@@ -66,10 +66,10 @@ impl Reporting {
                 .hint("0.5 says that half a percent of the loss does not matter"));
         }
         let milestone = self.milestone.map(|loss| above_zero("milestone", loss)).transpose()?;
-        [&self.html, &self.markdown, &self.csv]
-            .into_iter()
-            .flatten()
-            .try_for_each(|path| check_beside(path))?;
+        for (path, ending) in [(&self.html, "html"), (&self.markdown, "md"), (&self.csv, "csv")] {
+            path.as_deref().map_or(Ok(()), |path| check_beside(path, ending))?;
+        }
+        let page = self.page()?;
         let found = Run::find(&self.folders)?;
         let words = Words {
             about: self.about.clone(),
@@ -79,16 +79,13 @@ impl Reporting {
             milestone,
         };
         let study = Study::new(found.runs, &words)?.with_warnings(found.warnings);
-        // The page of several folders belongs to none of them, and may not replace one's own.
-        let page = self.html.clone().unwrap_or_else(|| match &self.folders[..] {
-            [folder] => folder.join("report.html"),
-            _ => "report.html".into(),
-        });
-        study.write_html(&page)?;
-        for (path, text) in [(&self.markdown, study.to_markdown()), (&self.csv, study.to_csv())] {
-            if let Some(path) = path {
-                write_beside(path, &text)?;
-            }
+        match &self.html {
+            Some(path) => write_beside(path, "html", &study.to_html()?)?,
+            None => study.write_html(&page)?,
+        }
+        let tables = [(&self.markdown, "md", study.to_markdown()), (&self.csv, "csv", study.to_csv())];
+        for (path, ending, text) in tables {
+            path.as_deref().map_or(Ok(()), |path| write_beside(path, ending, &text))?;
         }
         if let Some(folder) = &self.figures {
             std::fs::create_dir_all(folder).map_err(writing(folder))?;
@@ -101,4 +98,26 @@ impl Reporting {
         tell(&format!("report: {}", page.display()));
         Ok(())
     }
+
+    /// Where the page goes. That of several folders belongs to none of them, and lies in the current one, where it replaces no page
+    /// of somebody else's.
+    fn page(&self) -> Result<PathBuf> {
+        match (&self.html, &self.folders[..]) {
+            (Some(path), _) => Ok(path.clone()),
+            (None, [folder]) => Ok(folder.join(PAGE)),
+            (None, _) => {
+                let text = std::fs::read_to_string(PAGE).unwrap_or_default();
+                if Path::new(PAGE).exists() && !text.contains(GENERATOR) {
+                    return Err(Error::new("the page would replace a file that is no report")
+                        .got(format!("{PAGE} in the current folder"))
+                        .allowed("a new file, or an earlier report")
+                        .hint("--html FILE names another"));
+                }
+                Ok(PAGE.into())
+            }
+        }
+    }
 }
+
+/// The page's usual name.
+const PAGE: &str = "report.html";

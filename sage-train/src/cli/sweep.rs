@@ -172,6 +172,11 @@ pub(super) fn plan(
             "{same} of {count} combinations are the same run as another: what differs has no part in the result"
         ));
     }
+    if let Some((key, value)) = spec.baseline.iter().find(|(key, value)| sweep.has_no(key, value)) {
+        tell(&format!(
+            "warning: no run is of the baseline, {key} = {value}: another arm will be what the others are compared with"
+        ));
+    }
     Ok(sweep)
 }
 

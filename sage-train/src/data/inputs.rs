@@ -1,6 +1,7 @@
 //! The files of text that a preparation reads: which they are, what came out of them, and a tokenizer trained on their first
 //! text.
 
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
@@ -103,6 +104,7 @@ pub(super) fn text_files(names: &[String], field: Option<&str>) -> Result<Vec<Te
         let field = field.map(str::to_owned).or(recipes_field).unwrap_or_else(|| "text".into());
         found.extend(files.iter().map(|file| TextFile::new(file, &field)));
     }
+    source::check_once(found.iter().map(|file| file.path.as_path()), &mut BTreeSet::new())?;
     Ok(found)
 }
 

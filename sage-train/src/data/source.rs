@@ -1,6 +1,6 @@
 //! Resolves the path of a source to files of text or shards of tokens.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
@@ -216,6 +216,25 @@ fn below(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
 /// Whether two paths are the same folder.
 fn same(a: &Path, b: &Path) -> bool {
     matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
+}
+
+/// Checks that no file comes twice, by whatever name; `seen` are those that came before.
+///
+/// # Errors
+/// When one does.
+pub(super) fn check_once<'f>(
+    files: impl IntoIterator<Item = &'f Path>,
+    seen: &mut BTreeSet<PathBuf>,
+) -> Result<()> {
+    for file in files {
+        if !seen.insert(file.canonicalize().unwrap_or_else(|_| file.to_owned())) {
+            return Err(Error::new("a file is given twice")
+                .got(file.display())
+                .allowed("each file once, also by another name")
+                .hint("a weight makes the data of a run count more: --data FILE=2"));
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -42,6 +42,9 @@ details { margin: .4rem 0; } summary { cursor: pointer; }
 @media print { body { max-width: none; padding: 0; } figure, tr { break-inside: avoid; } nav { display: none; } details > * { display: block; } }
 ";
 
+/// What the page says it was made by.
+pub const GENERATOR: &str = "sage-train report";
+
 impl Study {
     /// Writes the page.
     ///
@@ -66,6 +69,7 @@ impl Study {
                 head {
                     meta charset="utf-8";
                     meta name="viewport" content="width=device-width, initial-scale=1";
+                    meta name="generator" content=(GENERATOR);
                     title { (title) }
                     style { (PreEscaped(PAGE)) (PreEscaped(STYLE)) }
                 }

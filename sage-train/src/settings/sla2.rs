@@ -258,17 +258,19 @@ pub(super) fn resolve(
                 .allowed("one of them")
                 .hint("--dry-run says what sparsity a number of blocks comes to"));
         }
-        (Some(blocks), None) => in_range("sla2-blocks", blocks as u64, 0, 1 << 20)? as usize,
+        (Some(blocks), None) => in_range("sla2-blocks", blocks, 0, most.max(1))?,
         (None, Some(Share(sparsity))) => {
-            let (least, all) = (config.sparsity(context), Sla2Config { blocks: most, ..config });
+            // A router picks at least one block.
+            let least = Sla2Config { blocks: most.min(1), ..config }.sparsity(context);
+            let all = Sla2Config { blocks: most, ..config };
             if sparsity > least || all.sparsity(context) > sparsity {
                 return Err(Error::new("this sparsity cannot be had")
                     .got(Share(sparsity))
                     .allowed(format!(
-                        "at most {:.1} %: context {context} with blocks of {block}, of which the diagonal is always seen",
+                        "at most {:.1} %: context {context} with blocks of {block}, of which the diagonal and one other are seen",
                         least * 100.0
                     ))
-                    .hint("a longer --context, or on the CPU a smaller --sla2-block"));
+                    .hint("a longer --context, or on the CPU a smaller --sla2-block; --sla2-blocks 0 sees the diagonal alone"));
             }
             nearest(&config, context, most, sparsity)
         }
@@ -352,7 +354,7 @@ mod tests {
         assert_eq!(blocks(0.9, 16384), Ok(6));
         assert_eq!(blocks(0.95, 32768), Ok(6));
         assert_eq!(blocks(0.85, 4096), Ok(2));
-        let message = blocks(0.97, 4096).expect_err("more than the diagonal leaves").to_string();
-        assert!(message.contains("at most 96.9 %"), "{message}");
+        let message = blocks(0.97, 4096).expect_err("more than the diagonal and one other leave").to_string();
+        assert!(message.contains("at most 90.8 %"), "{message}");
     }
 }

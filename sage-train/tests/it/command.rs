@@ -1,6 +1,6 @@
 //! Help, dry runs, the precedence of settings, and the verb `corpus`.
 
-use crate::support::Scratch;
+use crate::support::{Scratch, small};
 
 #[test]
 fn dry_run_prints_the_papers_run_and_writes_nothing() {
@@ -65,4 +65,46 @@ fn corpus_is_deterministic_and_may_be_cut_off() {
         .expect("the command starts");
     drop(child.stdout.take());
     assert!(child.wait().expect("an end").success());
+}
+
+/// Results go where no other file is, or an earlier one of their kind; what a link leads to counts. Devices take them as they are.
+#[test]
+fn results_replace_no_file_of_another_kind() {
+    let scratch = Scratch::new();
+    scratch.ok(&small(&["--steps", "2", "--name", "r"]));
+    let kept = ["tokens.bin", "words.jsonl", "page.txt"].map(|name| scratch.file(name, "precious"));
+    let flags = [["--csv", "tokens.bin"], ["--markdown", "words.jsonl"], ["--html", "page.txt"]];
+    for [flag, file] in flags {
+        let error = scratch.fails(&["report", "runs/r", flag, file]);
+        assert!(error.contains("another kind") && error.contains("hint:"), "{error}");
+    }
+    assert!(kept.iter().all(|file| std::fs::read(file).expect("a file") == b"precious"));
+    for _ in 0..2 {
+        scratch.ok(&["report", "runs/r", "--csv", "r.csv", "--html", "r.html", "--markdown", "r.md"]);
+    }
+    // The page of several folders goes into the current one, but not over a page of somebody else's.
+    scratch.ok(&["report", "runs/r", "runs/r"]);
+    scratch.ok(&["report", "runs/r", "runs/r"]);
+    scratch.file("report.html", "<p>mine</p>");
+    assert!(scratch.fails(&["report", "runs/r", "runs/r"]).contains("no report"));
+    #[cfg(unix)]
+    {
+        let metrics = scratch.path().join("runs/r/metrics.jsonl");
+        std::os::unix::fs::symlink(&metrics, scratch.path().join("link.csv")).expect("a link");
+        assert!(scratch.fails(&["report", "runs/r", "--csv", "link.csv"]).contains("a run's own"));
+        scratch.ok(&["report", "runs/r", "--html", "/dev/null", "--csv", "/dev/null"]);
+        use std::os::unix::fs::FileTypeExt;
+        let null = std::fs::metadata("/dev/null").expect("the device").file_type();
+        assert!(null.is_char_device(), "the device was replaced");
+    }
+}
+
+/// A file that is named twice would count twice without a word.
+#[test]
+fn text_that_is_given_twice_is_refused() {
+    let scratch = Scratch::new();
+    scratch.file("a.txt", "Some text. ".repeat(1000));
+    let error = scratch.fails(&["data", "prepare", "a.txt", "./a.txt", "--to", "shards"]);
+    assert!(error.contains("given twice") && error.contains("hint:"), "{error}");
+    assert!(!scratch.path().join("shards").exists());
 }
