@@ -311,6 +311,7 @@ impl Found {
     /// process holds the lock on the run.
     pub fn at(path: &Path, rank: Rank) -> Result<Self> {
         let take = |run: &Path| rank.is_first().then(|| Lock::run(run)).transpose();
+        crate::check_there(path)?;
         if path.join(ABOUT).exists() || path.join(STATE).exists() {
             let run = path.parent().and_then(Path::parent);
             let run = run.filter(|run| run.join("config.toml").exists()).ok_or_else(|| {

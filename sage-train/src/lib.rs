@@ -62,6 +62,17 @@ pub(crate) fn on_device(what: &str) -> impl FnOnce(candle_core::Error) -> Error 
     }
 }
 
+/// Checks that the folder of a run, a checkpoint or a model is there.
+pub(crate) fn check_there(folder: &std::path::Path) -> Result<()> {
+    if folder.exists() {
+        return Ok(());
+    }
+    Err(Error::new("there is no such folder")
+        .got(folder.display())
+        .allowed("the folder of a run, of one of its checkpoints, or of a model")
+        .hint("a run says where its folder is when it begins: runs/NAME, or what --out says"))
+}
+
 /// Turns an error of writing a file into an [`Error`].
 pub(crate) fn writing<E: std::fmt::Display>(path: &std::path::Path) -> impl FnOnce(E) -> Error {
     let what = format!("cannot write {}", path.display());

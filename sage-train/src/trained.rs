@@ -94,6 +94,7 @@ impl Trained {
         let trained = trained.then_some(&alone);
         settings.run.device = Some(place);
         let device = place.open(Rank::ALONE)?;
+        crate::check_there(folder)?;
         let run = run_folder(folder);
         let tokenizer = || {
             let path = run.join("tokenizer.json");

@@ -105,7 +105,8 @@ impl Config {
         let all = a_token as f64 * self.tokens() as f64;
         let seconds = all / (H100.0 * H100.1);
         let time = match seconds {
-            0.0..60.0 => format!("{seconds:.2} s"),
+            0.0..1.0 => "less than a second".into(),
+            1.0..60.0 => format!("{seconds:.0} s"),
             60.0..3600.0 => format!("{:.1} min", seconds / 60.0),
             _ => format!("{:.1} h", seconds / 3600.0),
         };
