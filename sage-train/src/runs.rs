@@ -2,7 +2,7 @@
 
 mod provenance;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
@@ -134,6 +134,20 @@ pub struct Run {
     pub ending: Option<Ending>,
 }
 
+/// The flags of a start's command line with their values.
+fn flags(start: &Start) -> BTreeMap<&str, &str> {
+    let mut found = BTreeMap::new();
+    let mut words = start.command.iter().map(String::as_str).peekable();
+    while let Some(word) = words.next() {
+        if let Some(flag) = word.strip_prefix("--") {
+            let (key, value) =
+                flag.split_once('=').unwrap_or((flag, words.peek().copied().unwrap_or_default()));
+            found.insert(key, value);
+        }
+    }
+    found
+}
+
 impl Run {
     /// Whether a folder is that of a run.
     pub fn is(folder: &Path) -> bool {
@@ -185,11 +199,32 @@ impl Run {
         let mut runs = Vec::new();
         for folder in found {
             match Self::read(&folder) {
-                Ok(run) => runs.push(run),
+                Ok(run) => {
+                    warnings.extend(run.changed_under_way());
+                    runs.push(run);
+                }
                 Err(error) => warnings.push(format!("{} is left out: {error}", folder.display())),
             }
         }
         Ok(Found { runs, warnings })
+    }
+
+    /// The settings of the run's results that a later start gave anew, in words: its last ones are not those of all its steps.
+    fn changed_under_way(&self) -> Option<String> {
+        let identity = self.config.identity();
+        let begun = self.starts.first().map(flags).unwrap_or_default();
+        let changed = |start: &Start| {
+            let anew = flags(start).into_iter().filter(|(key, value)| {
+                identity.contains_key(*key) && begun.get(key).is_none_or(|before| before != value)
+            });
+            let keys: Vec<&str> = anew.map(|(key, _)| key).collect();
+            (!keys.is_empty()).then(|| format!("{} after step {}", keys.join(", "), start.step))
+        };
+        let changes: Vec<String> =
+            self.starts.iter().filter(|start| start.step > 0).filter_map(changed).collect();
+        (!changes.is_empty()).then(|| {
+            format!("{}: settings were given anew under way, {}", self.folder.display(), changes.join("; "))
+        })
     }
 
     /// Which folders of a folder without runs have some, as those of several sweeps do.

@@ -82,6 +82,12 @@ fn results_replace_no_file_of_another_kind() {
     for _ in 0..2 {
         scratch.ok(&["report", "runs/r", "--csv", "r.csv", "--html", "r.html", "--markdown", "r.md"]);
     }
+    // What a run was given under way is told.
+    scratch.ok(&["--resume", "runs/r", "--steps", "3", "--lr", "1e-3"]);
+    let table = scratch.run(&["report", "runs/r"]);
+    let said = [table.stdout, table.stderr].concat();
+    let said = String::from_utf8_lossy(&said);
+    assert!(said.contains("given anew under way, lr, steps after step 2"), "{said}");
     // The page of several folders goes into the current one, but not over a page of somebody else's.
     scratch.ok(&["report", "runs/r", "runs/r"]);
     scratch.ok(&["report", "runs/r", "runs/r"]);
