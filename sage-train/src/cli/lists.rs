@@ -97,8 +97,22 @@ fn range(word: &str) -> Option<impl Iterator<Item = String> + use<>> {
     (first < last && last - first < MOST_SEEDS).then(|| (first..=last).map(|seed| seed.to_string()))
 }
 
-/// The values of a list. A set of products contains commas itself: `paper,forward,s,dv` are two. Of seeds `1-3` are three.
+/// Whether commas separate the thousands of one number, as in `4,096`: no value of a list begins with a 0.
+fn is_grouped(value: &str) -> bool {
+    let mut words = value.split(',');
+    let of = |word: &str, digits: std::ops::RangeInclusive<usize>| {
+        digits.contains(&word.len()) && word.bytes().all(|byte| byte.is_ascii_digit())
+    };
+    words.next().is_some_and(|first| of(first, 1..=3))
+        && words.clone().all(|word| of(word, 3..=3))
+        && words.any(|word| word.starts_with('0'))
+}
+
+/// The values of a list. A number that commas group is one value, which its own setting refuses. A set of products contains commas itself: `paper,forward,s,dv` are two. Of seeds `1-3` are three.
 fn split(key: &str, value: &str) -> Vec<String> {
+    if is_grouped(value) {
+        return vec![value.to_owned()];
+    }
     let mut values: Vec<String> = Vec::new();
     for word in value.split(',').map(str::trim) {
         if let Some(seeds) = range(word).filter(|_| key == "seed" || key.ends_with("-seed")) {
@@ -146,6 +160,8 @@ mod tests {
         let expected = ["sage-train", "--seed", "1", "--data", "a,b.txt", "--lr=1e-3", "--name", "a,b"]
             .map(OsString::from);
         assert_eq!(found.words, expected);
+        let grouped = typed(&["sage-train", "--tokens-per-step", "4,096", "--steps", "1,200"]);
+        assert_eq!(grouped.lists.iter().map(|list| list.key.as_str()).collect::<Vec<_>>(), ["steps"]);
         let sets = typed(&["sage-train", "--products", "paper,forward, s,dv,forward"]);
         assert_eq!(sets.lists[0].values, ["paper", "forward,s,dv", "forward"]);
         let sets = typed(&["sage-train", "--products", "scores,dv,scores"]);
