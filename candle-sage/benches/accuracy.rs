@@ -64,22 +64,10 @@ fn case_with(common: (f32, f32), head_dim: usize, sigma: f32, seed: u64) -> Case
     let mut case = Case::new(1, (TOKENS, TOKENS), (1, 1), head_dim, true);
     case.draw(sigma, seed);
     let direction = Normals::new(1000).vec(head_dim, sigma);
-    for (token, key) in case.data[1].chunks_exact_mut(head_dim).enumerate() {
-        let size = common.0 + (common.1 - common.0) * token as f32 / (TOKENS - 1) as f32;
-        key.iter_mut().zip(&direction).for_each(|(k, part)| *k += size * part);
-    }
+    case.add_to_keys(&direction, |token| {
+        common.0 + (common.1 - common.0) * token as f32 / (TOKENS - 1) as f32
+    });
     case
-}
-
-/// Subtracts the mean of the keys of another case. It changes neither the output nor any gradient.
-fn subtract_mean(case: &mut Case, of: &Case) {
-    let mut mean = vec![0.0; case.head_dim];
-    for key in of.data[1].chunks_exact(case.head_dim) {
-        mean.iter_mut().zip(key).for_each(|(mean, k)| *mean += k / TOKENS as f32);
-    }
-    for key in case.data[1].chunks_exact_mut(case.head_dim) {
-        key.iter_mut().zip(&mean).for_each(|(k, mean)| *k -= mean);
-    }
 }
 
 fn means_of_keys() -> Result<()> {
@@ -98,10 +86,9 @@ fn means_of_keys() -> Result<()> {
                     over_seeds(|seed| {
                         let mut case = case_with((first, last), head_dim, sigma, seed);
                         if earlier {
-                            subtract_mean(
-                                &mut case,
-                                &case_with((first, last), head_dim, sigma, seed + SEEDS),
-                            );
+                            // It changes neither the output nor any gradient.
+                            let other = case_with((first, last), head_dim, sigma, seed + SEEDS);
+                            case.add_to_keys(&other.mean_of_keys(), |_| -1.0);
                         }
                         case.errors(settings.into(), DType::F32)
                     })

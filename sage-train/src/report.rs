@@ -15,7 +15,7 @@ mod table;
 mod tensorboard;
 
 pub use arm::{Arm, Difference};
-pub use html::GENERATOR;
+pub use html::{GENERATOR, REPORT};
 pub use loss_plot::loss_plot;
 pub use probe_table::{layer_errors, probe_csv, sigma_errors};
 pub use selections_table::{selections_csv, selections_table};

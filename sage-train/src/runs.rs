@@ -32,7 +32,7 @@ pub const STARTS: &str = "starts.json";
 /// # Errors
 /// When it does.
 pub fn check_beside(path: &Path, ending: &str) -> Result<()> {
-    const OWN: [&str; 12] = [
+    const OWN: [&str; 10] = [
         METRICS,
         PROBES,
         CONFIG,
@@ -43,8 +43,6 @@ pub fn check_beside(path: &Path, ending: &str) -> Result<()> {
         "sample.txt",
         "tokenizer.json",
         "checkpoint.json",
-        "COMPLETE",
-        ".lock",
     ];
     // A link is what it leads to.
     let file = path.canonicalize().unwrap_or_else(|_| path.to_owned());

@@ -94,7 +94,7 @@ impl Sweep {
 
     /// Whether the runs differ in a setting, and none has this value of it.
     pub fn has_no(&self, key: &str, value: &toml::Value) -> bool {
-        let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        let value = crate::config::in_words(value);
         self.axes().iter().any(|(axis, values)| axis == key && !values.contains(&value))
     }
 

@@ -126,9 +126,7 @@ fn smoothing_takes_out_a_key_bias() -> Result<()> {
     let plain = case.errors(sage().into(), DType::F32)?;
     let mut normals = crate::support::Normals::new(7);
     let bias = normals.vec(128, 10.0);
-    for key in case.data[1].chunks_exact_mut(128) {
-        key.iter_mut().zip(&bias).for_each(|(k, b)| *k += b);
-    }
+    case.add_to_keys(&bias, |_| 1.0);
     let smooth = case.errors(sage().into(), DType::F32)?;
     for n in 0..4 {
         assert!((smooth[n] / plain[n] - 1.0).abs() < 0.05, "{}: {plain:?} became {smooth:?}", NAMES[n]);
@@ -148,9 +146,7 @@ fn a_sample_tells_the_mean_of_keys() -> Result<()> {
     let drifts: [&dyn Fn(usize) -> f32; 3] = [&|_| 0.0, &|_| 1.0, &growing];
     for (n, drift) in drifts.into_iter().enumerate() {
         let mut case = Case::new(1, (1024, 1024), (1, 1), 128, false);
-        for (token, key) in case.data[1].chunks_exact_mut(128).enumerate() {
-            key.iter_mut().zip(&bias).for_each(|(k, b)| *k += drift(token) * b);
-        }
+        case.add_to_keys(&bias, drift);
         let all = case.errors(sage().into(), DType::F32)?;
         let sampled = case.errors(sage().key_mean(KeyMean::Sample(64)).into(), DType::F32)?;
         for i in 0..4 {
@@ -166,20 +162,15 @@ fn a_sample_tells_the_mean_of_keys() -> Result<()> {
 /// smoothing, changes no result but by the codes. Errors are within 5 % (3 % in the means of six seeds, `benches/accuracy.rs`).
 #[test]
 fn a_mean_known_beforehand_serves() -> Result<()> {
-    let mut normals = crate::support::Normals::new(7);
-    let (bias, others) = (normals.vec(128, 10.0), normals.vec(1024 * 128, 1.0));
-    let mut mean = bias.clone();
-    for key in others.chunks_exact(128) {
-        mean.iter_mut().zip(key).for_each(|(mean, k)| *mean += k / 1024.0);
-    }
+    let bias = crate::support::Normals::new(7).vec(128, 10.0);
     let mut case = Case::new(1, (1024, 1024), (1, 1), 128, true);
-    for key in case.data[1].chunks_exact_mut(128) {
-        key.iter_mut().zip(&bias).for_each(|(k, b)| *k += b);
-    }
+    let mut other = Case::new(1, (1024, 1024), (1, 1), 128, true);
+    other.draw(1.0, 8);
+    other.add_to_keys(&bias, |_| 1.0);
+    let mean = other.mean_of_keys();
+    case.add_to_keys(&bias, |_| 1.0);
     let own = case.errors(sage().into(), DType::F32)?;
-    for key in case.data[1].chunks_exact_mut(128) {
-        key.iter_mut().zip(&mean).for_each(|(k, mean)| *k -= mean);
-    }
+    case.add_to_keys(&mean, |_| -1.0);
     let known = case.errors(sage().smoothing(Smoothing::None).into(), DType::F32)?;
     for n in 0..4 {
         assert!((known[n] / own[n] - 1.0).abs() < 0.05, "{}: {known:.4?} against {own:.4?}", NAMES[n]);

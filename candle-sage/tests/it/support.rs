@@ -108,6 +108,21 @@ impl Case {
         self.data = [normals.vec(q, sigma), normals.vec(k, sigma), normals.vec(k, 1.0), normals.vec(q, 1.0)];
     }
 
+    /// Adds a vector to every key, times what its token says.
+    pub(crate) fn add_to_keys(&mut self, vector: &[f32], times: impl Fn(usize) -> f32) {
+        for (token, key) in self.data[1].chunks_exact_mut(self.head_dim).enumerate() {
+            key.iter_mut().zip(vector).for_each(|(k, x)| *k += times(token) * x);
+        }
+    }
+
+    /// The mean of all keys.
+    pub(crate) fn mean_of_keys(&self) -> Vec<f32> {
+        let keys = self.data[1].chunks_exact(self.head_dim);
+        let (count, mut mean) = (keys.len() as f32, vec![0.0; self.head_dim]);
+        keys.for_each(|key| mean.iter_mut().zip(key).for_each(|(mean, k)| *mean += k / count));
+        mean
+    }
+
     pub(crate) fn dims(&self, query: bool) -> [usize; 4] {
         if query {
             [self.batch, self.lens.0, self.heads.0, self.head_dim]

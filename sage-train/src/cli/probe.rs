@@ -164,14 +164,7 @@ impl Probe {
             print(&(layer_errors(&title, &probed) + "\n"))?;
             all.push(probed);
         }
-        if let Some(path) = &self.json {
-            let text = serde_json::to_string_pretty(&all).expect("plain numbers");
-            write_beside(path, "json", &text)?;
-        }
-        match &self.csv {
-            Some(path) => write_beside(path, "csv", &probe_csv(&all)),
-            None => Ok(()),
-        }
+        self.write(&all, || probe_csv(&all))
     }
 
     fn of_selections(&self, run: &std::path::Path, settings: Settings) -> Result<()> {
@@ -188,14 +181,7 @@ impl Probe {
             found.measured
         );
         print(&selections_table(&title, &found))?;
-        if let Some(path) = &self.json {
-            let text = serde_json::to_string_pretty(&found).expect("plain numbers");
-            write_beside(path, "json", &text)?;
-        }
-        match &self.csv {
-            Some(path) => write_beside(path, "csv", &selections_csv(&found)),
-            None => Ok(()),
-        }
+        self.write(&found, || selections_csv(&found))
     }
 
     fn of_random(&self, settings: &Settings) -> Result<()> {
@@ -225,19 +211,22 @@ impl Probe {
             shape.tokens, shape.heads, shape.head_dim, self.device
         );
         print(&sigma_errors(&title, &rows))?;
-        if let Some(path) = &self.json {
-            let text = serde_json::to_string_pretty(&rows).expect("plain numbers");
-            write_beside(path, "json", &text)?;
-        }
-        if let Some(path) = &self.csv {
+        self.write(&rows, || {
             let mut text = String::from("sigma,quantity,cosine,relative_l2\n");
             for row in &rows {
                 for (name, error) in crate::metrics::RESULTS.iter().zip(row.errors) {
                     text += &format!("{},{name},{},{}\n", row.sigma, error.cosine, error.relative_l2);
                 }
             }
-            write_beside(path, "csv", &text)?;
+            text
+        })
+    }
+
+    /// Writes what was measured to the files that were asked for.
+    fn write(&self, all: &impl serde::Serialize, csv: impl FnOnce() -> String) -> Result<()> {
+        if let Some(path) = &self.json {
+            write_beside(path, "json", &serde_json::to_string_pretty(all).expect("plain numbers"))?;
         }
-        Ok(())
+        self.csv.as_deref().map_or(Ok(()), |path| write_beside(path, "csv", &csv()))
     }
 }

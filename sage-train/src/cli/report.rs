@@ -8,7 +8,7 @@ use toml::Table;
 
 use super::print;
 use crate::checks::above_zero;
-use crate::report::{GENERATOR, Study, Words};
+use crate::report::{GENERATOR, REPORT, Study, Words};
 use crate::runs::{Run, check_beside, write_beside};
 use crate::{tell, writing};
 
@@ -104,20 +104,17 @@ impl Reporting {
     fn page(&self) -> Result<PathBuf> {
         match (&self.html, &self.folders[..]) {
             (Some(path), _) => Ok(path.clone()),
-            (None, [folder]) => Ok(folder.join(PAGE)),
+            (None, [folder]) => Ok(folder.join(REPORT)),
             (None, _) => {
-                let text = std::fs::read_to_string(PAGE).unwrap_or_default();
-                if Path::new(PAGE).exists() && !text.contains(GENERATOR) {
+                let text = std::fs::read_to_string(REPORT).unwrap_or_default();
+                if Path::new(REPORT).exists() && !text.contains(GENERATOR) {
                     return Err(Error::new("the page would replace a file that is no report")
-                        .got(format!("{PAGE} in the current folder"))
+                        .got(format!("{REPORT} in the current folder"))
                         .allowed("a new file, or an earlier report")
                         .hint("--html FILE names another"));
                 }
-                Ok(PAGE.into())
+                Ok(REPORT.into())
             }
         }
     }
 }
-
-/// The page's usual name.
-const PAGE: &str = "report.html";

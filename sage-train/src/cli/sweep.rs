@@ -12,7 +12,7 @@ use super::{lists, print};
 use crate::checks::in_range;
 use crate::config::{Config, check_name};
 use crate::quantity::grouped;
-use crate::report::{Study, Words};
+use crate::report::{REPORT, Study, Words};
 use crate::runs::{Run, crashed};
 use crate::settings::Settings;
 use crate::sweep::{Limits, SHIPPED, Sharing, Spec, Sweep, estimate, script};
@@ -238,7 +238,7 @@ fn report(spec: &Spec, sweep: &Sweep) -> Result<()> {
     })?;
     let study = study.with_warnings(found.warnings);
     print(&study.to_text())?;
-    let page = sweep.folder.join("report.html");
+    let page = sweep.folder.join(REPORT);
     study.write_html(&page)?;
     tell(&format!("report: {}", page.display()));
     Ok(())

@@ -54,7 +54,7 @@ impl Config {
         let kept = table
             .iter()
             .filter(|(key, _)| !LEFT_OUT.contains(&key.as_str()) && !of_attention(key))
-            .map(|(key, value)| (key.clone(), text(value)));
+            .map(|(key, value)| (key.clone(), in_words(value)));
         let mut identity: Identity = kept.collect();
         let mut set = |key: &str, value: String| identity.insert(key.to_owned(), value);
         if let sources @ [_, _, ..] = self.data.sources.as_slice() {
@@ -76,7 +76,7 @@ impl Config {
         // Each schedule has parameters of its own.
         for key in rate.schedule.own_settings() {
             if let Some(value) = table.get(*key) {
-                set(key, text(value));
+                set(key, in_words(value));
             }
         }
         set("schedule", format!("{:?}", rate.schedule).to_lowercase());
@@ -157,10 +157,11 @@ fn equal_budgets(identities: &[&Identity]) -> bool {
     tokens().max().unwrap_or(0) - tokens().min().unwrap_or(0) < step.max(1)
 }
 
-fn text(value: &Value) -> String {
+/// A setting's value as an identity has it.
+pub fn in_words(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
-        Value::Array(values) => values.iter().map(text).collect::<Vec<_>>().join(" "),
+        Value::Array(values) => values.iter().map(in_words).collect::<Vec<_>>().join(" "),
         other => other.to_string(),
     }
 }

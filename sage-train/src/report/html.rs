@@ -42,6 +42,9 @@ details { margin: .4rem 0; } summary { cursor: pointer; }
 @media print { body { max-width: none; padding: 0; } figure, tr { break-inside: avoid; } nav { display: none; } details > * { display: block; } }
 ";
 
+/// The page's usual name.
+pub const REPORT: &str = "report.html";
+
 /// What the page says it was made by.
 pub const GENERATOR: &str = "sage-train report";
 

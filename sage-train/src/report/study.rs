@@ -8,7 +8,7 @@ use toml::Table;
 
 use super::arm::{Arm, reached};
 use super::chart::short;
-use crate::config::{Identity, differing, is_seed};
+use crate::config::{Identity, differing, in_words, is_seed};
 use crate::runs::Run;
 use crate::settings::Attn;
 
@@ -204,10 +204,6 @@ fn arm_keys(keys: &[String], by: &[String]) -> Result<Vec<String>> {
     let attention: Vec<String> =
         keys.iter().filter(|key| crate::config::of_attention(key)).cloned().collect();
     Ok(if attention.is_empty() { keys.iter().take(1).cloned().collect() } else { attention })
-}
-
-fn in_words(value: &toml::Value) -> String {
-    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
 /// Index of the baseline arm.
