@@ -4,6 +4,7 @@
     cargo build --release -p sage-train --features cuda
     python3 scripts/attention_vs_pytorch.py [--binary target/release/sage-train] [D:N:CAUSAL ...]
 
+D is the head_dim, or 192/128 for values of 128 channels beside queries and keys of 192.
 PyTorch's scaled_dot_product_attention runs with its FlashAttention-2 backend (mma.sync instructions) and with
 cuDNN's; FlashAttention-4 runs if `flash_attn.cute` can be imported (pip install flash-attn-4). Every time is the
 median between CUDA events, for bf16, 16384 tokens, heads = 2048 / D and inputs in rotation: of the forward alone
@@ -81,11 +82,11 @@ def peers():
     return found | {"fa4": fa4}
 
 
-def theirs(attention, d, n, causal, repeats, rest):
+def theirs(attention, d, v, n, causal, repeats, rest):
     """Measures a peer. Returns (forward ms, forward + backward ms, peak extra bytes)."""
     batch, heads = max(1, 16384 // n), 2048 // d
-    new = lambda grad: torch.randn(batch, n, heads, d, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
-    sets = [([new(True) for _ in range(3)], new(False)) for _ in range(3)]
+    new = lambda channels, grad: torch.randn(batch, n, heads, channels, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
+    sets = [([new(channels, True) for channels in (d, d, v)], new(v, False)) for _ in range(3)]
 
     def forward(i):
         with torch.no_grad():
@@ -113,23 +114,25 @@ def main():
     args = parser.parse_args()
     rows = args.rows or USUAL
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}\n")
-    print(f"{'D':>4} {'N':>7} {'causal':>6}  {'attn':<31} {'fwd ms':>8} {'f+b ms':>8} {'fwd TF':>7} {'f+b TF':>7} {'MiB':>6}"
+    print(f"{'D':>7} {'N':>7} {'causal':>6}  {'attn':<31} {'fwd ms':>8} {'f+b ms':>8} {'fwd TF':>7} {'f+b TF':>7} {'MiB':>6}"
           f"  {'fwd/fa2':>8} {'f+b/fa2':>8} {'mem/fa2':>8}")
     for row in rows:
-        d, n, causal = map(int, row.split(":"))
-        flops = 4 * max(1, 16384 // n) * (2048 // d) * n * n * d / (2 if causal else 1)
+        channels, n, causal = row.split(":")
+        (d, *narrower), n, causal = map(int, channels.split("/")), int(n), int(causal)
+        v = narrower[0] if narrower else d
+        unit = 2 * max(1, 16384 // n) * (2048 // d) * n * n / (2 if causal else 1)
         lines = []
         for name, attention in peers().items():
             try:
-                lines.append((name, *theirs(attention, d, n, causal, args.repeats, args.rest)))
+                lines.append((name, *theirs(attention, d, v, n, causal, args.repeats, args.rest)))
             except RuntimeError as error:
-                print(f"{d:>4} {n:>7} {causal:>6}  {name:<31} failed: {str(error)[:80]}")
+                print(f"{channels:>7} {n:>7} {causal:>6}  {name:<31} failed: {str(error)[:80]}")
             torch.cuda.empty_cache()
         lines += ours(args.binary, row, args.repeats, args.rest)
-        base = lines[0]
+        base = lines[0]  # FlashAttention-2, or what ran instead
         for name, forward, both, extra in lines:
-            print(f"{d:>4} {n:>7} {causal:>6}  {name:<31} {forward:>8.3f} {both:>8.3f} {flops / forward / 1e9:>7.0f}"
-                  f" {3.5 * flops / both / 1e9:>7.0f} {extra / 2**20:>6.0f}"
+            print(f"{channels:>7} {n:>7} {causal:>6}  {name:<31} {forward:>8.3f} {both:>8.3f} {unit * (d + v) / forward / 1e9:>7.0f}"
+                  f" {unit * (4 * d + 3 * v) / both / 1e9:>7.0f} {extra / 2**20:>6.0f}"
                   f"  {base[1] / forward:>7.2f}x {base[2] / both:>7.2f}x {extra / base[3]:>7.2f}x", flush=True)
 
 

@@ -17,29 +17,44 @@ use crate::during;
 /// Number of input sets that calls use in turn, so that no call finds its inputs in the cache.
 const ROTATING: usize = 3;
 
-/// A row of the benchmark: `D:N:causal`.
+/// A row of the benchmark: `D:N:causal`, or `D/V:N:causal` where values have another head_dim than queries and keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Row {
-    /// head_dim.
+    /// head_dim of queries and keys.
     pub head_dim: usize,
+    /// head_dim of values.
+    pub value_dim: usize,
     /// Tokens of a sequence.
     pub tokens: usize,
     /// Whether the mask is causal.
     pub causal: bool,
 }
 
+impl Row {
+    /// The head_dim: `D`, or `D/V` where that of values is another.
+    fn heads(&self) -> String {
+        match self.value_dim {
+            v if v == self.head_dim => v.to_string(),
+            v => format!("{}/{v}", self.head_dim),
+        }
+    }
+}
+
 impl std::str::FromStr for Row {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let parts: Vec<Option<usize>> = text.split(':').map(|part| part.parse().ok()).collect();
+        let (heads, shape) = text.split_once(':').unwrap_or((text, ""));
+        let (head_dim, value_dim) = heads.split_once('/').unwrap_or((heads, heads));
+        let numbers = [head_dim, value_dim].into_iter().chain(shape.split(':'));
+        let parts: Vec<Option<usize>> = numbers.map(|part| part.parse().ok()).collect();
         match parts.as_slice() {
-            &[Some(head_dim @ 8..=256), Some(tokens @ 1..), Some(causal @ 0..=1)] => {
-                Ok(Self { head_dim, tokens, causal: causal == 1 })
+            &[Some(head_dim @ 8..=256), Some(value_dim @ 8..=256), Some(tokens @ 1..), Some(causal @ 0..=1)] => {
+                Ok(Self { head_dim, value_dim, tokens, causal: causal == 1 })
             }
             _ => Err(Error::new("not a row of the benchmark")
                 .got(format!("`{text}`"))
-                .allowed("D:N:causal, such as 64:8192:1: head_dim 8 to 256, tokens, 0 or 1")
+                .allowed("D:N:causal, such as 64:8192:1: head_dim 8 to 256, tokens, 0 or 1; 192/128:8192:1 for values of 128 beside keys of 192")
                 .hint("without rows the usual ones run")),
         }
     }
@@ -94,31 +109,36 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// Operations of the forward: 4 B H N^2 D, half of that with a causal mask.
-    fn operations(&self) -> f64 {
-        let all =
-            4.0 * (self.batch * self.heads * self.row.head_dim) as f64 * (self.row.tokens as f64).powi(2);
-        if self.row.causal { all / 2.0 } else { all }
+    /// Operations of the forward, and of forward and backward: 2 B H N^2 times the channels that are products' rows or
+    /// reductions, half of that with a causal mask. The forward has D of S and V of P V, the backward those of S, dQ and dK, and of
+    /// dP and dV.
+    fn operations(&self) -> (f64, f64) {
+        let Row { head_dim: d, value_dim: v, tokens, causal } = self.row;
+        let of = |channels| (2 * self.batch * self.heads * channels) as f64 * (tokens as f64).powi(2);
+        let part = if causal { 0.5 } else { 1.0 };
+        (part * of(d + v), part * of(4 * d + 3 * v))
     }
 
-    /// TFLOP/s of the forward, and of forward and backward (3.5 times the operations), in 16-bit-equivalent
-    /// operations.
+    /// TFLOP/s of the forward, and of forward and backward, in 16-bit-equivalent operations.
     pub fn tflops(&self) -> (f64, f64) {
-        (self.operations() / self.forward_ms / 1e9, 3.5 * self.operations() / self.both_ms / 1e9)
+        let (forward, both) = self.operations();
+        (forward / self.forward_ms / 1e9, both / self.both_ms / 1e9)
     }
 }
 
 /// The default rows: short and long sequences, both native head_dims, causal; on the CPU short ones alone.
 pub fn usual_rows(device: &Device) -> Vec<Row> {
     let lengths: &[usize] = if device.is_cpu() { &[1024] } else { &[1024, 8192, 16384] };
-    let of = |head_dim| lengths.iter().map(move |&tokens| Row { head_dim, tokens, causal: true });
+    let of = |head_dim| {
+        lengths.iter().map(move |&tokens| Row { head_dim, value_dim: head_dim, tokens, causal: true })
+    };
     [64, 128].into_iter().flat_map(of).collect()
 }
 
 /// The schemes to measure: every scheme, and SageBwd with fewer INT8 products, and with K's mean over a sample. Of heads over 128
 /// channels a GPU has full precision alone.
 fn schemes(row: Row, device: &Device) -> Vec<Scheme> {
-    if row.head_dim > 128 && !device.is_cpu() {
+    if row.head_dim.max(row.value_dim) > 128 && !device.is_cpu() {
         return vec![Scheme::FullPrecision];
     }
     let few = SageBwd::default().products(Int8Products::FORWARD_AND_S);
@@ -154,12 +174,15 @@ fn label(scheme: &Scheme) -> String {
 /// # Errors
 /// When the device has no kernels for the shape, or runs out of memory.
 pub fn measure(plan: &Plan, row: Row, seen: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
-    let dims = plan.dims(row.head_dim, row.tokens);
-    let (batch, _, heads, _) = dims;
+    let (batch, _, heads, _) = plan.dims(row.head_dim, row.tokens);
     let failed = |e| during(format!("cannot measure {row}"))(e);
-    let new = || Tensor::randn(0f32, 1., dims, &plan.device).and_then(|t| t.to_dtype(plan.dtype()));
+    let new = |channels| {
+        let dims = (batch, row.tokens, heads, channels);
+        Tensor::randn(0f32, 1., dims, &plan.device).and_then(|t| t.to_dtype(plan.dtype()))
+    };
+    let (d, v) = (row.head_dim, row.value_dim);
     let inputs: Vec<[Tensor; 4]> = (0..ROTATING)
-        .map(|_| Ok([new()?, new()?, new()?, new()?]))
+        .map(|_| Ok([new(d)?, new(d)?, new(v)?, new(v)?]))
         .collect::<candle_core::Result<_>>()
         .map_err(failed)?;
     let clock = Clock::new(&plan.device, plan.rest).map_err(failed)?;
@@ -186,7 +209,7 @@ pub fn measure(plan: &Plan, row: Row, seen: &mut dyn FnMut(Measured) -> Result<(
 
 impl std::fmt::Display for Row {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}:{}:{}", self.head_dim, self.tokens, u8::from(self.causal))
+        write!(f, "{}:{}:{}", self.heads(), self.tokens, u8::from(self.causal))
     }
 }
 
@@ -194,7 +217,7 @@ impl std::fmt::Display for Row {
 pub fn table_head(plan: &Plan) -> String {
     let place = if plan.device.is_cpu() { "CPU, f32" } else { "GPU, bf16" };
     format!(
-        "{place}; TFLOP/s in 16-bit-equivalent operations; memory beyond the inputs\n\n{:>4} {:>7} {:>6} {:>5} {:>5}  {:<31} {:>9} {:>9} {:>8} {:>8} {:>9}\n",
+        "{place}; TFLOP/s in 16-bit-equivalent operations; memory beyond the inputs\n\n{:>7} {:>7} {:>6} {:>5} {:>5}  {:<31} {:>9} {:>9} {:>8} {:>8} {:>9}\n",
         "D", "N", "causal", "batch", "heads", "attn", "fwd ms", "f+b ms", "fwd TF", "f+b TF", "MiB"
     )
 }
@@ -204,8 +227,8 @@ pub fn table_line(m: &Measured) -> String {
     let (forward, both) = m.tflops();
     let mib = m.extra_bytes.map_or("-".into(), |bytes| format!("{:.0}", bytes as f64 / (1 << 20) as f64));
     format!(
-        "{:>4} {:>7} {:>6} {:>5} {:>5}  {:<31} {:>9.3} {:>9.3} {:>8} {:>8} {mib:>9}\n",
-        m.row.head_dim,
+        "{:>7} {:>7} {:>6} {:>5} {:>5}  {:<31} {:>9.3} {:>9.3} {:>8} {:>8} {mib:>9}\n",
+        m.row.heads(),
         m.row.tokens,
         if m.row.causal { "yes" } else { "no" },
         m.batch,
@@ -230,14 +253,15 @@ fn speed(tflops: f64) -> String {
 /// All results as comma-separated values.
 pub fn csv(all: &[Measured]) -> String {
     let mut out = String::from(
-        "head_dim,tokens,causal,batch,heads,attn,forward_ms,both_ms,forward_tflops,both_tflops,extra_bytes\n",
+        "head_dim,value_dim,tokens,causal,batch,heads,attn,forward_ms,both_ms,forward_tflops,both_tflops,extra_bytes\n",
     );
     for m in all {
         let (forward, both) = m.tflops();
         let _ = writeln!(
             out,
-            "{},{},{},{},{},{},{:.4},{:.4},{:.2},{:.2},{}",
+            "{},{},{},{},{},{},{},{:.4},{:.4},{:.2},{:.2},{}",
             m.row.head_dim,
+            m.row.value_dim,
             m.row.tokens,
             u8::from(m.row.causal),
             m.batch,
@@ -259,20 +283,37 @@ mod tests {
 
     #[test]
     fn rows_print_and_parse() {
-        for row in usual_rows(&Device::Cpu) {
+        let narrower = Row { head_dim: 192, value_dim: 128, tokens: 4096, causal: false };
+        assert_eq!(narrower.to_string(), "192/128:4096:0");
+        for row in usual_rows(&Device::Cpu).into_iter().chain([narrower]) {
             assert_eq!(row.to_string().parse(), Ok(row));
         }
-        for bad in ["", "64", "64:8192", "64:8192:2", "0:8192:1", "64:0:1", "a:b:c"] {
+        for bad in [
+            "",
+            "64",
+            "64:8192",
+            "64:8192:2",
+            "0:8192:1",
+            "64:0:1",
+            "a:b:c",
+            "64/:8192:1",
+            "64/7:8192:1",
+            "64/64/64:8192:1",
+        ] {
             assert!(bad.parse::<Row>().is_err(), "{bad}");
         }
     }
 
     #[test]
     fn operations_are_those_of_two_products() {
-        let row = Row { head_dim: 64, tokens: 1024, causal: true };
-        let scheme = Scheme::FullPrecision;
-        let m =
-            Measured { row, batch: 2, heads: 3, scheme, forward_ms: 1.0, both_ms: 1.0, extra_bytes: None };
-        assert_eq!(m.operations(), 2.0 * 2.0 * 3.0 * 1024.0 * 1024.0 * 64.0);
+        let of = |value_dim| {
+            let row = Row { head_dim: 64, value_dim, tokens: 1024, causal: true };
+            let scheme = Scheme::FullPrecision;
+            Measured { row, batch: 2, heads: 3, scheme, forward_ms: 1.0, both_ms: 1.0, extra_bytes: None }
+                .operations()
+        };
+        let unit = 2.0 * 3.0 * 1024.0 * 1024.0 * 64.0;
+        assert_eq!(of(64), (2.0 * unit, 7.0 * unit));
+        assert_eq!(of(32), (1.5 * unit, 5.5 * unit));
     }
 }
