@@ -4,6 +4,7 @@
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
 #include <sage/attention/numerics/full_precision_backward_sm80.cuh>
 #include <sage/attention/numerics/full_precision_backward_sm90.cuh>
+#include <sage/attention/numerics/full_precision_backward_sm90_channel_parts.cuh>
 #include <sage/attention/numerics/full_precision_backward_sm90_dq_warpgroup.cuh>
 #include <sage/attention/numerics/sagebwd_backward_sm80.cuh>
 #include <sage/attention/numerics/sagebwd_backward_sm90_dq_warpgroup.cuh>
@@ -28,6 +29,8 @@ using namespace sage;
 #define MAINLOOP_128 backward_sm90
 #define NUMERICS_64(Numerics) Numerics##Sm90DqWarpgroup
 #define NUMERICS_128(Numerics) Numerics##Sm90
+#define MAINLOOP_256 backward_sm90_channel_parts
+#define NUMERICS_256(Numerics) Numerics##Sm90ChannelParts
 #define BACKWARD(kernel, type, T, D, Numerics, ...) \
   KERNEL(MAINLOOP_##D, kernel, type, T, D, NUMERICS_##D(Numerics) __VA_OPT__(, ) __VA_ARGS__)
 #define BACKWARD_DQ_WARPGROUP(kernel, type, T, D, Numerics) \
@@ -51,8 +54,8 @@ HEAD_DIM(bf16, __nv_bfloat16, 128)
 HEAD_DIM(f16, __half, 64)
 HEAD_DIM(f16, __half, 128)
 #ifdef SAGE_HEAD_DIM_256
-KERNEL(backward_sm80, attn_bwd_full_precision, bf16, __nv_bfloat16, 256, FullPrecisionBackwardSm80)
-KERNEL(backward_sm80, attn_bwd_full_precision, f16, __half, 256, FullPrecisionBackwardSm80)
+BACKWARD(attn_bwd_full_precision, bf16, __nv_bfloat16, 256, FullPrecisionBackward)
+BACKWARD(attn_bwd_full_precision, f16, __half, 256, FullPrecisionBackward)
 #endif
 
 namespace {

@@ -44,6 +44,6 @@ HEAD_DIM(bf16, __nv_bfloat16, 128)
 HEAD_DIM(f16, __half, 64)
 HEAD_DIM(f16, __half, 128)
 #ifdef SAGE_HEAD_DIM_256
-KERNEL(ENTRY_SM80, attn_fwd_full_precision, bf16, __nv_bfloat16, 256, FullPrecisionForwardSm80, attention::PlainProbabilities)
-KERNEL(ENTRY_SM80, attn_fwd_full_precision, f16, __half, 256, FullPrecisionForwardSm80, attention::PlainProbabilities)
+FORWARD(attn_fwd_full_precision, bf16, __nv_bfloat16, 256, FullPrecisionForward, attention::PlainProbabilities)
+FORWARD(attn_fwd_full_precision, f16, __half, 256, FullPrecisionForward, attention::PlainProbabilities)
 #endif

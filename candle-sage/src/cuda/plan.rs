@@ -84,6 +84,8 @@ pub(super) enum Mainloop {
     /// Two consumers compute the scores, dV and at head_dim 64 dK; the third warpgroup is the producer, and
     /// computes dQ and at head_dim 128 dK.
     BackwardSm90DqWarpgroup,
+    /// Heads over 128 channels: a block has one part of the channels of dK, dV and dQ.
+    BackwardSm90ChannelParts,
 }
 
 /// A row of the table of plans, `kernels/include/sage/params/plans.def`: how one kernel runs.
@@ -143,7 +145,9 @@ impl Plan {
     pub(super) fn mapped(&self) -> bool {
         match self.mainloop {
             Mainloop::ForwardSm90 => self.row_bytes == 2 * self.head_dim,
-            Mainloop::BackwardSm90 | Mainloop::BackwardSm90DqWarpgroup => true,
+            Mainloop::BackwardSm90
+            | Mainloop::BackwardSm90DqWarpgroup
+            | Mainloop::BackwardSm90ChannelParts => true,
             Mainloop::None | Mainloop::ForwardSm80 | Mainloop::ForwardSm100 | Mainloop::BackwardSm80 => false,
         }
     }
@@ -162,7 +166,7 @@ impl Plan {
 
     /// Blocks of a backward that divide the channels of the same keys among them.
     pub(super) fn channel_parts(&self) -> usize {
-        if self.mainloop == Mainloop::BackwardSm80 { self.head_dim.div_ceil(128) } else { 1 }
+        self.head_dim.div_ceil(128)
     }
 
     /// Whether the kernel is persistent: one block per multiprocessor, which takes one work tile after the
@@ -287,9 +291,17 @@ mod tests {
 
     #[test]
     fn hopper_has_mainloops_of_its_own() {
-        use Mainloop::{BackwardSm80, BackwardSm90, BackwardSm90DqWarpgroup, ForwardSm80, ForwardSm90};
+        use Mainloop::{
+            BackwardSm80, BackwardSm90, BackwardSm90ChannelParts, BackwardSm90DqWarpgroup, ForwardSm80,
+            ForwardSm90,
+        };
         let [full, sage, general, ..] = &schemes();
         let mainloops = |scheme, d, number| plans(scheme, d, number, Visits::Every).map(|plan| plan.mainloop);
+        for (number, of_large) in
+            [(80, [ForwardSm80, BackwardSm80]), (90, [ForwardSm90, BackwardSm90ChannelParts])]
+        {
+            assert_eq!(mainloops(full, 256, number), of_large);
+        }
         for (d, of_full) in [(64, BackwardSm90DqWarpgroup), (128, BackwardSm90)] {
             assert_eq!(mainloops(full, d, 90), [ForwardSm90, of_full]);
             assert_eq!(mainloops(sage, d, 90), [ForwardSm90, BackwardSm90DqWarpgroup]);

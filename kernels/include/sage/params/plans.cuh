@@ -4,7 +4,7 @@
 namespace sage::params {
 
 // The mainloops of attention/mainloop/. NONE: the kernel has a loop of its own.
-enum Mainloop : unsigned { NONE, FORWARD_SM80, FORWARD_SM90, FORWARD_SM100, BACKWARD_SM80, BACKWARD_SM90, BACKWARD_SM90_DQ_WARPGROUP };
+enum Mainloop : unsigned { NONE, FORWARD_SM80, FORWARD_SM90, FORWARD_SM100, BACKWARD_SM80, BACKWARD_SM90, BACKWARD_SM90_DQ_WARPGROUP, BACKWARD_SM90_CHANNEL_PARTS };
 
 // The plan of one kernel; plans.def explains the numbers.
 struct Plan {

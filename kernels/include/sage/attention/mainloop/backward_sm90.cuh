@@ -1,4 +1,4 @@
-// The backward mainloop for Hopper at head_dims over 64, for schemes whose dV, dK and dQ are products of 16-bit operands. A block
+// The backward mainloop for Hopper at head_dims over 64 up to 128, for schemes whose dV, dK and dQ are products of 16-bit operands. A block
 // computes dK and dV of 128 keys of one key head, and its share of dQ for the tiles of 64 queries that see them. Its warpgroups
 // are specialized.
 //
@@ -42,12 +42,13 @@ __device__ __forceinline__ int masked_tiles(const Segment& segment, int first_ke
 
 // One thread prepares what the block's warps share: the pipeline (`arrivals` of its producer, `warps` that release a stage), the
 // block, and the tiles of queries that need a mask.
-template <class Queries, class Tiles>
+template <class Queries, int CHANNEL_PARTS = 1, class Tiles>
 __device__ __forceinline__ void prepare_keys(const params::Backward& p, int index, Tiles& pipeline, int arrivals, int warps,
                                              BackwardBlock& block, int (&masked_until)[CONSUMERS]) {
   if (threadIdx.x == 0) {
     pipeline.prepare(arrivals, warps);
-    block = Queries::take(p, index, SM90_KEYS);
+    block = Queries::take(p, index / CHANNEL_PARTS, SM90_KEYS);
+    if constexpr (CHANNEL_PARTS > 1) block.channel_part = index % CHANNEL_PARTS;
     for (int g = 0; g < CONSUMERS; ++g) masked_until[g] = masked_tiles(block.segment, block.first_key + g * CONSUMER_KEYS);
   }
   __syncthreads();
@@ -126,7 +127,7 @@ template <class N>
 concept BackwardTilesSm90 = requires(N numerics, const params::Backward& p, const BackwardBlock& block, unsigned char* shared) {
   typename N::Type;
   requires N::D % 64 == 0;                           // the padded head_dim
-  requires N::STAGES >= 2 && N::SHARED_BYTES > 0;    // of the pipeline
+  requires N::STAGES >= 1 && N::SHARED_BYTES > 0;    // of the pipeline
   N(p, block, shared);
   numerics.load_keys();     // issues the asynchronous copies of K and V, by the consumers
   numerics.keys_arrived();  // prepares them, when they have arrived

@@ -5,8 +5,8 @@
 //   producer      One warp of the last warpgroup; the other three exit. It takes the items, and copies their queries, keys and
 //                 values: TILES tiles of keys and of values a step.
 //   consumers     Every other warpgroup has 64 queries, and computes S = Q K^T, the online softmax, O += P V, and the epilogue.
-//   work          Pipeline of 2 stages for items and their queries, so that those of the next item, and its first keys, are
-//                 copied during the epilogue of the last.
+//   work          Pipeline of QUERY_SLOTS stages for items and their queries: with two those of the next item, and its first
+//                 keys, are copied during the epilogue of the last.
 //   kv            Pipeline for keys and values: those of a step share a stage (VALUES_FIRST), or have one each (else).
 //   MMA_ORDER     Named barriers (without VALUES_FIRST): consumers issue products in turn, so that the products of one run
 //                 under the softmax of another.
@@ -91,11 +91,12 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   typename N::Type;
   requires N::D % 64 == 0;                      // the padded head_dim
   requires N::Warpgroups::CONSUMERS >= 2;       // a ForwardWarpgroups
+  requires N::QUERY_SLOTS == 1 || N::QUERY_SLOTS == 2;  // items whose queries are in shared memory at a time
   requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // the producer's at the mbarrier for each item's queries, and stage
   N::MASKS_APART;
   requires N::STAGING >= 0 && N::SHARED_BYTES > 0;           // bytes of shared memory: of the epilogue for each warp, and in all
   N(p, block, shared);
-  // Issues the asynchronous copies of an item's queries into one of two slots: (slot, thread, mbarrier).
+  // Issues the asynchronous copies of an item's queries into a slot: (slot, thread, mbarrier).
   numerics.load_queries(0, 0, mbarrier);
   (typename N::Consumer(numerics, 0, 0));  // the slot of its queries, and its number
   // Issues S of a step whose keys have arrived.
@@ -169,7 +170,7 @@ __device__ __forceinline__ void produce_keys_and_values(Numerics& numerics, cons
 // The producer's loop: takes items from the tile scheduler, and copies their queries, keys and values. An item without a head
 // ends the consumers' loops too.
 template <class Numerics, class Block, class KvPipeline, class WorkPipeline>
-__device__ __forceinline__ void produce(const params::Forward& p, unsigned char* shared, Block (&blocks)[2], const KvPipeline& kv,
+__device__ __forceinline__ void produce(const params::Forward& p, unsigned char* shared, Block* blocks, const KvPipeline& kv,
                                         const WorkPipeline& work) {
   using Warpgroups = typename Numerics::Warpgroups;
   int thread = ptx::opaque(threadIdx.x) - Warpgroups::CONSUMERS * WARPGROUP_THREADS;
@@ -177,7 +178,7 @@ __device__ __forceinline__ void produce(const params::Forward& p, unsigned char*
   int before = 0;
   for (int item = 0;; ++item) {
     work.wait_empty(item);
-    Block& block = blocks[item % 2];
+    Block& block = blocks[WorkPipeline::stage(item)];
     if (thread == 0) {
       block = next_work<Block, Warpgroups::QUERIES>(p, item == 0);
       ptx::mbarrier_arrive(work.full(item));
@@ -188,7 +189,7 @@ __device__ __forceinline__ void produce(const params::Forward& p, unsigned char*
       break;
     }
     Numerics numerics(p, block, shared);
-    numerics.load_queries(item % 2, thread, work.full(item));
+    numerics.load_queries(WorkPipeline::stage(item), thread, work.full(item));
     KvOrder<Numerics::VALUES_FIRST> order{before, steps_of<Warpgroups>(block, block.first, Warpgroups::QUERIES)};
     produce_keys_and_values(numerics, block, kv, order, thread);
     before += order.pieces();
@@ -292,7 +293,7 @@ struct ItemConsumer {
 
 // A consumer's loop: its part of each item, and the epilogue.
 template <class Numerics, class Block, class KvPipeline, class WorkPipeline>
-__device__ __forceinline__ void consume(const params::Forward& p, unsigned char* shared, const Block (&blocks)[2],
+__device__ __forceinline__ void consume(const params::Forward& p, unsigned char* shared, const Block* blocks,
                                         const KvPipeline& kv, const WorkPipeline& work, int warpgroup) {
   using T = typename Numerics::Type;
   using Warpgroups = typename Numerics::Warpgroups;
@@ -301,11 +302,11 @@ __device__ __forceinline__ void consume(const params::Forward& p, unsigned char*
   if (!Numerics::VALUES_FIRST && warpgroup == Warpgroups::CONSUMERS - 1) ptx::named_barrier_arrive(MMA_ORDER, 2 * WARPGROUP_THREADS);
   for (int item = 0;; ++item) {
     work.wait(item);
-    const Block& block = blocks[item % 2];
+    const Block& block = blocks[WorkPipeline::stage(item)];
     if (block.head < 0) break;
     Numerics numerics(p, block, shared);
     int first = block.first + warpgroup * 64;
-    typename Numerics::Consumer consumer(numerics, item % 2, warpgroup);
+    typename Numerics::Consumer consumer(numerics, WorkPipeline::stage(item), warpgroup);
     int steps = steps_of<Warpgroups>(block, first, 64), whole_steps = block.visible(first) / Warpgroups::KEYS;
     const int skipped_steps = block.skipped / Warpgroups::KEYS;
     KvOrder<Numerics::VALUES_FIRST> order{before, steps_of<Warpgroups>(block, block.first, Warpgroups::QUERIES)};
@@ -335,9 +336,9 @@ template <ForwardSm90Numerics Numerics, class Block = EveryKey>
 __device__ __forceinline__ void forward_sm90(const params::Forward& p) {
   using Warpgroups = typename Numerics::Warpgroups;
   using KvPipeline = Pipeline<Warpgroups::STAGES>;
-  using WorkPipeline = Pipeline<2>;
+  using WorkPipeline = Pipeline<Numerics::QUERY_SLOTS>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  __shared__ Block blocks[2];  // the current item, and the next, whose queries are copied meanwhile
+  __shared__ Block blocks[Numerics::QUERY_SLOTS];  // the current item, and the next, whose queries are copied meanwhile
   __shared__ typename KvPipeline::Barriers kv_barriers;
   __shared__ typename WorkPipeline::Barriers work_barriers;
   KvPipeline kv(kv_barriers);

@@ -12,16 +12,18 @@ struct FullPrecisionForwardSm90 {
   using Type = T;
   static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
   static constexpr bool CODES = SOURCE == Operands::CODES;
-  // The accumulators of two outputs leave no registers for 128 keys a step.
-  static constexpr int TILES = OUTPUTS == 2 ? 1 : 2;
+  // The accumulators of two outputs, or of heads over 128 channels, leave no registers for 128 keys a step.
+  static constexpr int TILES = OUTPUTS == 2 || D > 128 ? 1 : 2;
   using Warpgroups = ForwardWarpgroups<TILES, PLAN.rows == 192 ? 32 : 56, PLAN>;
+  // Heads over 128 channels leave no shared memory for the queries of two items.
+  static constexpr int QUERY_SLOTS = D > 128 ? 1 : 2;
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // with codes one for the scales of K
   static constexpr bool VALUES_FIRST = false, MASKS_APART = true;
-  // Shared memory: two slots of Q; stages, each of K or of V; with codes the scales of each stage's tiles.
+  // Shared memory: slots of Q; stages, each of K or of V; with codes the scales of each stage's tiles.
   static constexpr int TILE_BYTES = TILE * D * 2, Q_TILE_BYTES = CODES ? TILE * D : TILE_BYTES;
   static constexpr int Q_BYTES = Warpgroups::CONSUMERS * Q_TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
   static constexpr int CODE_BYTES = TILE * D, SCALE_BYTES = CODES ? TILES * 4 : 0;
-  static constexpr int SCALES_AT = 2 * Q_BYTES + Warpgroups::STAGES * STAGE_BYTES;
+  static constexpr int SCALES_AT = QUERY_SLOTS * Q_BYTES + Warpgroups::STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = SCALES_AT + Warpgroups::STAGES * SCALE_BYTES;
   static_assert(PLAN.row_bytes == D * 2 && PLAN.shared_bytes == SHARED_BYTES);
   // Of a warp: its rows in the queries' first panel, or of their codes, which no other warp reads.
@@ -39,7 +41,7 @@ struct FullPrecisionForwardSm90 {
       : p(p), block(b), shared(ptx::shared_address(memory)),
         keys{b.segment.batch, b.key_head, b.segment.key_start, b.segment.key_len} {}
 
-  __device__ __forceinline__ uint32_t rows_at(int stage) const { return shared + 2 * Q_BYTES + stage * STAGE_BYTES; }
+  __device__ __forceinline__ uint32_t rows_at(int stage) const { return shared + QUERY_SLOTS * Q_BYTES + stage * STAGE_BYTES; }
   __device__ __forceinline__ uint32_t scales_at(int stage) const { return shared + SCALES_AT + stage * SCALE_BYTES; }
   // Each consumer's queries have panels of their own.
   __device__ __forceinline__ uint32_t q_rows(int slot, int warpgroup) const {

@@ -1,4 +1,4 @@
-// Shared by the two backwards of 16-bit operands on Hopper: the layout of shared memory, the copies into it, and P from the
+// Shared by the three backwards of 16-bit operands on Hopper: the layout of shared memory, the copies into it, and P from the
 // accumulators of S.
 #pragma once
 
@@ -9,7 +9,7 @@ namespace sage::attention {
 
 // The layout of a block's shared memory: K, V, and the keys' codes if S needs them; stages of Q, dO, the queries' codes if S
 // needs them, and the row state (log-sum-exp, delta, the row sum if P needs it, the scale of the codes); two slots of dS^T;
-// staging memory of dQ; the memory that P needs for each warp.
+// staging memory of dQ, unless channels are divided into parts of 128; the memory that P needs for each warp.
 template <class T, int HEAD_DIM, params::Plan PLAN, class P, class Source>
 struct FullPrecisionTilesSm90 {
   using Type = T;
@@ -21,7 +21,8 @@ struct FullPrecisionTilesSm90 {
   static constexpr int STAGE_BYTES = STATE_AT + 1024, STATE_VALUES = P::QUERY_VALUES * TILE;
   static constexpr int DS_AT = STAGES_AT + STAGES * STAGE_BYTES;
   static constexpr int DS_BYTES = SM90_KEYS * TILE * 2;
-  static constexpr int DQ_AT = DS_AT + 2 * DS_BYTES, DQ_BYTES = TILE * D * 4;
+  static constexpr int CHANNELS = D < 128 ? D : 128, CHANNEL_PARTS = D / CHANNELS;  // of dK, dV and dQ of a block
+  static constexpr int DQ_AT = DS_AT + 2 * DS_BYTES, DQ_BYTES = CHANNEL_PARTS > 1 ? 0 : TILE * D * 4;
   static constexpr int WARPS_AT = DQ_AT + DQ_BYTES;
   static constexpr int SHARED_BYTES = WARPS_AT + SM90_KEYS / 16 * P::WARP_BYTES;
   static_assert((STATE_VALUES + 1) * 4 <= 1024);

@@ -45,7 +45,7 @@ struct SageBwdForwardSm90 {
   using Type = T;
   static constexpr int D = HEAD_DIM;
   using Warpgroups = ForwardWarpgroups<2, PLAN.rows == 192 ? 32 : 40, PLAN>;
-  static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // of a step: one for the bulk copies, one for the scales
+  static constexpr int QUERY_SLOTS = 2, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // of a step: one for the bulk copies, one for the scales
   static constexpr bool VALUES_FIRST = true;
   static constexpr bool MASKS_APART = D == 128;  // at D 64 ptxas would spill in the second loop
   // Shared memory: two slots of Q; stages of K and V^T, of two tiles each; the StepScales of each stage.
