@@ -53,6 +53,13 @@ HEAD_DIM(bf16, __nv_bfloat16, 64)
 HEAD_DIM(bf16, __nv_bfloat16, 128)
 HEAD_DIM(f16, __half, 64)
 HEAD_DIM(f16, __half, 128)
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define HEAD_DIM_192(type, T)                                                                                            \
+  KERNEL(backward_sm90_channel_parts, attn_bwd_full_precision, type, T, 192, FullPrecisionBackwardSm90ChannelParts)        \
+  KERNEL(backward_sm90_channel_parts, attn_bwd_narrow_values, type, T, 192, FullPrecisionBackwardSm90ChannelParts, 128)
+HEAD_DIM_192(bf16, __nv_bfloat16)
+HEAD_DIM_192(f16, __half)
+#endif
 #ifdef SAGE_HEAD_DIM_256
 BACKWARD(attn_bwd_full_precision, bf16, __nv_bfloat16, 256, FullPrecisionBackward)
 BACKWARD(attn_bwd_full_precision, f16, __half, 256, FullPrecisionBackward)
@@ -100,7 +107,9 @@ __device__ void finish(const params::Backward& p) {
   }
 FINISH(bf16, __nv_bfloat16, 64)
 FINISH(bf16, __nv_bfloat16, 128)
+FINISH(bf16, __nv_bfloat16, 192)
 FINISH(bf16, __nv_bfloat16, 256)
 FINISH(f16, __half, 64)
 FINISH(f16, __half, 128)
+FINISH(f16, __half, 192)
 FINISH(f16, __half, 256)

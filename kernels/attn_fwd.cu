@@ -43,6 +43,14 @@ HEAD_DIM(bf16, __nv_bfloat16, 64)
 HEAD_DIM(bf16, __nv_bfloat16, 128)
 HEAD_DIM(f16, __half, 64)
 HEAD_DIM(f16, __half, 128)
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define HEAD_DIM_192(type, T)                                                                                            \
+  KERNEL(ENTRY_SM90, attn_fwd_full_precision, type, T, 192, FullPrecisionForwardSm90, attention::PlainProbabilities)      \
+  KERNEL(ENTRY_SM90, attn_fwd_narrow_values, type, T, 192, FullPrecisionForwardSm90, attention::PlainProbabilities,       \
+         attention::Operands::ROWS, 128)
+HEAD_DIM_192(bf16, __nv_bfloat16)
+HEAD_DIM_192(f16, __half)
+#endif
 #ifdef SAGE_HEAD_DIM_256
 FORWARD(attn_fwd_full_precision, bf16, __nv_bfloat16, 256, FullPrecisionForward, attention::PlainProbabilities)
 FORWARD(attn_fwd_full_precision, f16, __half, 256, FullPrecisionForward, attention::PlainProbabilities)

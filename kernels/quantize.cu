@@ -143,7 +143,7 @@ __device__ void quantize_values(const params::Forward& p, int tile, int head) {
   __shared__ __align__(16) int8_t codes[TILE * PITCH];
   const params::Shape& shape = p.shape;
   Segment segment(shape, segment_of_tile<false>(shape, tile));
-  Rows<T> v(p.v, segment.batch, segment.key_start, head, segment.key_len, shape.head_dim);
+  Rows<T> v(p.v, segment.batch, segment.key_start, head, segment.key_len, shape.value_dim);
   int64_t at = int64_t(head) * shape.key_tiles + tile;
   quant::Tile<D> values;
   values.load(v, (tile - segment.key_tile) * TILE);
@@ -180,8 +180,8 @@ __device__ void prepare(const params::Backward& p) {
   Segment segment(shape, segment_of_tile<true>(shape, tile));
   int first = (tile - segment.query_tile) * TILE;
   int64_t at = int64_t(head) * shape.query_tiles + tile;
-  Rows<T> out(p.out, segment.batch, segment.query_start, head, segment.query_len, shape.head_dim);
-  Rows<T> dout(p.dout, segment.batch, segment.query_start, head, segment.query_len, shape.head_dim);
+  Rows<T> out(p.out, segment.batch, segment.query_start, head, segment.query_len, shape.value_dim);
+  Rows<T> dout(p.dout, segment.batch, segment.query_start, head, segment.query_len, shape.value_dim);
   quant::Tile<D> grads;
   grads.load(dout, first);
 #pragma unroll

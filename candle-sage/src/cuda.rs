@@ -172,7 +172,7 @@ fn run_forward<S: OnGpu>(
     let seen = problem.selection.map(Seen::new).transpose()?;
     let visits = if seen.is_some() { Visits::Listed } else { Visits::Every };
     let plan = call.plan(scheme.forward_kernel(), visits)?;
-    let out = call.output(problem.shape.query_dims())?;
+    let out = call.output(problem.shape.output_dims())?;
     let minus_lse2 = keep.then(|| call.gpu.alloc::<f32>(call.query_tiles() * TILE)).transpose()?;
     // Bytes of K and V per query head: the query heads of a group share them.
     let keys = 2 * call.geometry.sizes.key_len as usize * plan.row_bytes / problem.shape.group();
@@ -224,7 +224,7 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
     let dq_semaphore =
         problem.deterministic.then(|| gpu.alloc_zeros::<i32>(call.query_tiles() + 1)).transpose()?;
     let dk = call.output(problem.shape.key_dims())?;
-    let dv = call.output(problem.shape.key_dims())?;
+    let dv = call.output(problem.shape.value_dims())?;
     // Bytes that the blocks of a key head share, 9 per element of its queries: 4 for dQ's f32 sums, and for Q
     // and dO 4 in 16 bit, or 5 with SageBwd (codes of Q, Q^T and dO^T, and dO in 16 bit).
     let shared = call.geometry.sizes.query_len as usize * problem.shape.group() * call.d * 9;

@@ -85,6 +85,7 @@ pub struct AttentionShape {
     query_heads: usize,
     key_heads: usize,
     head_dim: usize,
+    value_dim: usize,
     causal: bool,
     packing: Option<Packing>,
 }
@@ -176,7 +177,9 @@ impl AttentionShape {
                 .allowed("query heads = n x key heads, n = 1, 2, ...")
                 .hint("tensors are (batch, sequence, heads, head_dim): heads come third"));
         }
-        let shape = Self { batch, query_len, key_len, query_heads, key_heads, head_dim, causal, packing };
+        let value_dim = head_dim;
+        let shape =
+            Self { batch, query_len, key_len, query_heads, key_heads, head_dim, value_dim, causal, packing };
         if let Some(packing) = &shape.packing {
             shape.check_packing(packing)?;
         }
@@ -185,7 +188,32 @@ impl AttentionShape {
 
     /// The same tokens and heads, with another head_dim.
     pub(crate) fn with_head_dim(&self, head_dim: usize) -> Self {
-        Self { head_dim, ..self.clone() }
+        Self { head_dim, value_dim: head_dim, ..self.clone() }
+    }
+
+    /// The same tokens and heads, with values of another head_dim than queries and keys.
+    pub(crate) fn with_value_dim(self, value_dim: usize) -> Self {
+        Self { value_dim, ..self }
+    }
+
+    /// head_dim of values and outputs.
+    pub(crate) fn value_dim(&self) -> usize {
+        self.value_dim
+    }
+
+    /// The larger head_dim.
+    pub(crate) fn widest(&self) -> usize {
+        self.head_dim.max(self.value_dim)
+    }
+
+    /// Dimensions of the output and of its gradient.
+    pub(crate) fn output_dims(&self) -> Dims {
+        (self.batch, self.query_len, self.query_heads, self.value_dim)
+    }
+
+    /// Dimensions of the value and of its gradient.
+    pub(crate) fn value_dims(&self) -> Dims {
+        (self.batch, self.key_len, self.key_heads, self.value_dim)
     }
 
     fn check_packing(&self, packing: &Packing) -> Result<()> {

@@ -74,6 +74,7 @@ impl Geometry {
             query_heads: shape.query_heads() as i32,
             key_heads: shape.key_heads() as i32,
             head_dim: shape.head_dim() as i32,
+            value_dim: shape.value_dim() as i32,
             causal: shape.causal().into(),
             query_tiles: tiles.0 as i32,
             key_tiles: tiles.1 as i32,
@@ -112,22 +113,26 @@ impl<'a> Call<'a> {
         geometry.sizes.softmax_scale = problem.softmax_scale;
         Ok(Self {
             element: Element::of(problem.q.0.dtype())?,
-            d: plan::padded_head_dim(shape),
+            d: plan::padded_head_dim(shape, gpu.architecture),
             geometry,
             gpu,
             problem,
         })
     }
 
-    /// The plan of a scheme's kernel.
+    /// The plan of a scheme's kernel. Where queries and keys have up to 192 channels and values up to 128, full precision has kernels
+    /// of their own.
     ///
     /// # Errors
     /// When it does not take heads of this size on this GPU.
     pub(super) fn plan(&self, kernel: &str, visits: Visits) -> Result<&'static Plan> {
+        let narrow = self.d == 192 && self.problem.shape.value_dim() <= 128;
+        let of_widths = narrow.then(|| kernel.replace("full_precision", "narrow_values"));
+        let kernel = of_widths.as_deref().unwrap_or(kernel);
         Plan::of(kernel, self.d, self.gpu.architecture, visits).map_err(|missing| match self.d {
             ..=128 => missing,
             _ => Error::unsupported("head_dim is out of range on CUDA")
-                .got(format!("{} for `{kernel}` on {}", self.problem.shape.head_dim(), self.gpu.architecture))
+                .got(format!("{} for `{kernel}` on {}", self.problem.shape.widest(), self.gpu.architecture))
                 .allowed("8 to 128; to 256 in full precision on compute capability 8.0, 9.0 and 10.x")
                 .hint("Scheme::FullPrecision; the CPU takes up to 256 in every scheme")
                 .into(),
@@ -160,7 +165,12 @@ impl<'a> Call<'a> {
 
     /// A kernel's full name.
     pub(super) fn kernel(&self, what: &str) -> String {
-        format!("{what}_{}_{}", self.element.name(), self.d)
+        self.kernel_for(what, self.d)
+    }
+
+    /// The full name of a kernel that pads heads to `d` channels.
+    pub(super) fn kernel_for(&self, what: &str, d: usize) -> String {
+        format!("{what}_{}_{d}", self.element.name())
     }
 
     pub(super) fn view<'t>(&self, operand: Operand<'t>) -> Result<params::View<'t>> {

@@ -57,6 +57,7 @@ impl OnGpu for FullPrecision {
 
 /// Launches the computation of `D = rowsum(dO o O)` from `params.out` and `params.dout`.
 pub(super) fn launch_delta(call: &Call<'_>, params: &params::Backward<'_>) -> Result<()> {
-    let kernel = call.kernel("prepare_full_precision");
+    // A row is divided among a power of two of lanes.
+    let kernel = call.kernel_for("prepare_full_precision", call.d.next_power_of_two());
     call.gpu.launch_backward("quantize", &kernel, Grid::line(call.query_tiles(), 256), params)
 }

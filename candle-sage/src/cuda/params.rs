@@ -96,7 +96,7 @@ pub(super) struct Shape<'a> {
     pub(super) query_tiles: i32,
     pub(super) key_tiles: i32,
     pub(super) heads_at_once: i32,
-    pub(super) padding: i32,
+    pub(super) value_dim: i32,
 }
 
 #[repr(C)]

@@ -11,14 +11,17 @@ pub(super) const TILE: usize = 64;
 /// Tokens of a selection's block.
 pub(super) const SELECTION_BLOCK: usize = 128;
 
-/// head_dim as padded inside the kernels: 64, 128 or 256.
-pub(super) fn padded_head_dim(shape: &AttentionShape) -> usize {
-    shape.head_dim().next_power_of_two().max(64)
+/// The wider of the head_dims as padded inside the kernels: 64, 128, on Hopper 192, or 256.
+pub(super) fn padded_head_dim(shape: &AttentionShape, architecture: Architecture) -> usize {
+    match shape.widest() {
+        129..=192 if architecture.target() == Target::Sm90 => 192,
+        d => d.next_power_of_two().max(64),
+    }
 }
 
-/// The same, for kernels that take 128 channels at most.
+/// head_dim padded for kernels that take 128 channels at most.
 pub(super) fn small_head_dim(shape: &AttentionShape) -> Result<usize> {
-    match padded_head_dim(shape) {
+    match shape.widest().next_power_of_two().max(64) {
         d @ ..=128 => Ok(d),
         _ => Err(Error::unsupported("head_dim is out of range on CUDA")
             .got(shape.head_dim())
@@ -301,6 +304,14 @@ mod tests {
             [(80, [ForwardSm80, BackwardSm80]), (90, [ForwardSm90, BackwardSm90ChannelParts])]
         {
             assert_eq!(mainloops(full, 256, number), of_large);
+        }
+        let plan =
+            |kernel| Plan::of(kernel, 192, Architecture::from_number(90), Visits::Every).expect("a plan");
+        for kernels in [kernels_of(full), ["attn_fwd_narrow_values", "attn_bwd_narrow_values"]] {
+            let [forward, backward] = kernels.map(plan);
+            assert_eq!([forward.mainloop, backward.mainloop], [ForwardSm90, BackwardSm90ChannelParts]);
+            assert!(forward.mapped() && backward.mapped());
+            assert_eq!((backward.channel_parts(), backward.dq_parts()), (2, 1));
         }
         for (d, of_full) in [(64, BackwardSm90DqWarpgroup), (128, BackwardSm90)] {
             assert_eq!(mainloops(full, d, 90), [ForwardSm90, of_full]);

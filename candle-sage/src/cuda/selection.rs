@@ -125,9 +125,9 @@ impl Cuts {
 /// Words of an entry of the table of parts.
 const PART_WORDS: usize = 4;
 
-/// Sums of a list: of dK and dV of a block of keys.
+/// Sums of a list: of dK and dV of a block of keys, in pieces of [`slot_pieces`].
 fn slot_floats(d: usize) -> usize {
-    2 * SELECTION_BLOCK * d
+    slot_pieces(d) * 16 * d.min(128)
 }
 
 /// Pieces of these sums that a warp has: 16 keys, and 128 channels at most, of dK or dV.

@@ -128,7 +128,7 @@ impl Attention {
     /// # Errors
     /// When shapes, element types or settings are not supported: see [`AttentionShape::new`].
     pub fn apply(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        if let Some(widths) = Widths::of([q, k, v]) {
+        if let Some(widths) = self.widths([q, k, v]) {
             let [wide_q, wide_k, wide_v] = widths.widen([q, k, v])?;
             return widths.narrow_output(&self.scaled_for(q)?.apply(&wide_q, &wide_k, &wide_v)?);
         }
@@ -159,7 +159,7 @@ impl Attention {
     /// As [`Attention::apply`].
     pub fn vjp(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, AttentionVjp)> {
         let inputs = [q, k, v].map(Tensor::detach);
-        let widths = Widths::of(inputs.each_ref());
+        let widths = self.widths(inputs.each_ref());
         let (attention, inputs) = match widths {
             None => (self.clone(), inputs),
             Some(widths) => (self.scaled_for(q)?, widths.widen(inputs.each_ref())?),
@@ -171,6 +171,12 @@ impl Attention {
         Ok((narrow, AttentionVjp { op, inputs, out, widths }))
     }
 
+    /// The head_dims of values and of queries and keys, if they differ and must be made equal. Kernels of full precision take both.
+    fn widths(&self, inputs: [&Tensor; 3]) -> Option<Widths> {
+        let takes_both = self.scheme == Scheme::FullPrecision && inputs[0].device().is_cuda();
+        Widths::of(inputs).filter(|_| !takes_both)
+    }
+
     /// With the softmax scale that the query's own head_dim gives, for a query that is widened.
     fn scaled_for(&self, q: &Tensor) -> Result<Self> {
         let scale = 1.0 / (q.dim(candle_core::D::Minus1)? as f64).sqrt();
@@ -179,8 +185,14 @@ impl Attention {
 
     /// The validated shape of a call.
     pub(crate) fn shape(&self, [q, k, v]: [&Tensor; 3]) -> Result<AttentionShape> {
+        let value_dim = Widths::of([q, k, v]).map(Widths::value);
         let (q, k, v) = (dims4("query", q)?, dims4("key", k)?, dims4("value", v)?);
-        Ok(AttentionShape::new(q, k, v, self.causal, self.packing.clone())?)
+        let as_wide = if value_dim.is_some() { k } else { v };
+        let shape = AttentionShape::new(q, k, as_wide, self.causal, self.packing.clone())?;
+        Ok(match value_dim {
+            Some(value_dim) => shape.with_value_dim(value_dim),
+            None => shape,
+        })
     }
 
     /// Checks all arguments, and makes the op of one call.
@@ -368,7 +380,7 @@ impl AttentionOp {
         Ok((
             tensor(gradients.dq, self.shape.query_dims())?,
             tensor(gradients.dk, self.shape.key_dims())?,
-            tensor(gradients.dv, self.shape.key_dims())?,
+            tensor(gradients.dv, self.shape.value_dims())?,
         ))
     }
 
@@ -378,7 +390,7 @@ impl AttentionOp {
         Ok((
             tensor(dq, self.shape.query_dims()),
             tensor(dk, self.shape.key_dims()),
-            tensor(dv, self.shape.key_dims()),
+            tensor(dv, self.shape.value_dims()),
         ))
     }
 }
@@ -402,7 +414,7 @@ impl CustomOp3 for AttentionOp {
         let (out, ran) = cpu::forward(&self.scheme, &problem);
         self.save(Saved::Cpu(ran))?;
         let dtype = q.dtype();
-        Ok((to_storage(out, dtype)?, shape_of(self.shape.query_dims())))
+        Ok((to_storage(out, dtype)?, shape_of(self.shape.output_dims())))
     }
 
     fn cuda_fwd(
@@ -419,7 +431,7 @@ impl CustomOp3 for AttentionOp {
         if let Some(ran) = ran {
             self.save(Saved::Cuda(ran))?;
         }
-        Ok((out, shape_of(self.shape.query_dims())))
+        Ok((out, shape_of(self.shape.output_dims())))
     }
 
     fn bwd(&self, q: &Tensor, k: &Tensor, v: &Tensor, out: &Tensor, dout: &Tensor) -> Result<Gradients> {

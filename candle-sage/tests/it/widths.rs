@@ -43,8 +43,14 @@ fn exact(inputs: &[Tensor; 3], dout: &Tensor, group: usize) -> Result<[Vec<f64>;
 }
 
 /// Both ways to the gradients, against f64; their shapes, and the errors of O, dQ, dK and dV.
-fn errors(device: &Device, dtype: DType, scheme: Scheme, (query, value): (usize, usize)) -> Result<[f64; 4]> {
-    let (tokens, heads, group) = (150, 2, 2);
+fn errors(
+    device: &Device,
+    dtype: DType,
+    scheme: Scheme,
+    (query, value): (usize, usize),
+    tokens: usize,
+) -> Result<[f64; 4]> {
+    let (heads, group) = (2, 2);
     let q = normals(1, [2, tokens, heads * group, query], dtype)?;
     let (k, v) =
         (normals(2, [2, tokens, heads, query], dtype)?, normals(3, [2, tokens, heads, value], dtype)?);
@@ -86,7 +92,7 @@ fn values_have_heads_of_another_width() -> Result<()> {
             (SageBwd::default().into(), 0.03),
             (AttnQat::default().into(), 0.25),
         ] {
-            let errors = errors(&Device::Cpu, DType::F32, scheme, widths)?;
+            let errors = errors(&Device::Cpu, DType::F32, scheme, widths, 150)?;
             assert!(errors.iter().all(|error| *error < most), "{widths:?} {scheme:?}: {errors:?}");
         }
     }
@@ -97,7 +103,9 @@ fn values_have_heads_of_another_width() -> Result<()> {
 #[cfg(feature = "cuda")]
 #[ignore = "needs a GPU"]
 fn values_have_heads_of_another_width_on_cuda() -> Result<()> {
-    for widths in [&WIDTHS[..], &[(192, 128), (128, 256)]].concat() {
+    // Over 128 channels Hopper has kernels for values of up to 128 beside keys of up to 192.
+    let large = [(192, 128), (192, 8), (136, 96), (131, 127), (129, 191), (192, 136), (128, 256), (256, 72)];
+    for widths in [&WIDTHS[..], &large].concat() {
         for (scheme, most) in [
             (Scheme::FullPrecision, 2f64.powi(-7)),
             (SageBwd::default().into(), 0.03),
@@ -106,8 +114,65 @@ fn values_have_heads_of_another_width_on_cuda() -> Result<()> {
             if widths.0.max(widths.1) > 128 && scheme != Scheme::FullPrecision {
                 continue;
             }
-            let errors = errors(&crate::support::gpu(), DType::BF16, scheme, widths)?;
-            assert!(errors.iter().all(|error| *error < most), "{widths:?} {scheme:?}: {errors:?}");
+            for dtype in [DType::BF16, DType::F16] {
+                let errors = errors(&crate::support::gpu(), dtype, scheme, widths, 150)?;
+                assert!(
+                    errors.iter().all(|error| *error < most),
+                    "{widths:?} {scheme:?} {dtype:?}: {errors:?}"
+                );
+            }
+        }
+    }
+    let errors = errors(&crate::support::gpu(), DType::BF16, Scheme::FullPrecision, (192, 128), 900)?;
+    assert!(errors.iter().all(|error| *error < 2f64.powi(-7)), "many tiles: {errors:?}");
+    Ok(())
+}
+
+/// Packed documents, lists that are cut, and gradients in order: what kernels make of narrow values is within rounding of what others
+/// make of values that zeros have widened, and repeats where it must.
+#[test]
+#[cfg(feature = "cuda")]
+#[ignore = "needs a GPU"]
+fn narrow_values_are_as_widened_ones_on_cuda() -> Result<()> {
+    use candle_sage::Packing;
+
+    let (tokens, heads, group) = (2500, 1, 2);
+    for (query, value) in [(192, 128), (136, 40), (96, 64), (256, 128)] {
+        let there = |seed, dims: [usize; 4]| {
+            normals(seed, dims, DType::BF16)?.to_dtype(DType::BF16)?.to_device(&crate::support::gpu())
+        };
+        let q = there(1, [1, tokens, heads * group, query])?;
+        let (k, v) = (there(2, [1, tokens, heads, query])?, there(3, [1, tokens, heads, value])?);
+        let dout = there(4, [1, tokens, heads * group, value])?;
+        let wide = |x: &Tensor| x.pad_with_zeros(3, 0, query - value);
+        let dims = [q.dims4()?, k.dims4()?];
+        let shape = candle_sage::AttentionShape::new(dims[0], dims[1], dims[1], true, None)?;
+        let selection = Selection::from_lists(&shape, (128, 128), &Device::Cpu, |at| {
+            (0..at.candidates).filter(|&block| block % 7 == 0 || block + 1 == at.candidates).collect()
+        })?
+        .to_device(q.device())?;
+        let dense = Attention::default().causal(true);
+        let packing = Packing::self_attention(vec![0, 1, 64, 64, 193, 1450, tokens]);
+        for (what, attention) in [
+            ("packed", dense.clone().packing(packing)),
+            ("lists", dense.clone().select(&selection)),
+            ("lists in order", dense.clone().select(&selection).deterministic(true)),
+            ("in order", dense.deterministic(true)),
+        ] {
+            let run = |v: &Tensor, dout: &Tensor| -> Result<Vec<Vec<f64>>> {
+                let (out, vjp) = attention.vjp(&q, &k, v)?;
+                let [dq, dk, dv] = vjp.apply(dout)?;
+                let own = |x: &Tensor| values(&x.narrow(3, 0, value)?.contiguous()?);
+                Ok(vec![own(&out)?, values(&dq)?, values(&dk)?, own(&dv)?])
+            };
+            let (narrow, widened) = (run(&v, &dout)?, run(&wide(&v)?, &wide(&dout)?)?);
+            for (n, (narrow, widened)) in narrow.iter().zip(&widened).enumerate() {
+                let off = relative_l2(narrow, widened);
+                assert!(off < 2f64.powi(-8), "{query}/{value}, {what}, {n}: {off:e}");
+            }
+            if what.ends_with("in order") {
+                assert_eq!(narrow, run(&v, &dout)?, "{query}/{value}, {what} repeats");
+            }
         }
     }
     Ok(())

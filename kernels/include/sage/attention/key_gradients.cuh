@@ -10,12 +10,12 @@ enum KeyGradient { DK, DV };
 
 // Adds a warp's share of a gradient of 16 keys to the sums of a list that is cut, in the order of the fragments. Returns whether
 // the other parts have added theirs before: the warp that comes last gets the sums of all.
-// `piece`: which of the slot's pieces, of 16 keys and the warp's channels each.
-template <int N>
+// `piece`: which of the slot's pieces, of 16 keys and PIECE times eight channels each, of which the warp has N times eight.
+template <int PIECE, int N>
 __device__ __forceinline__ bool add_part(const params::Cuts& cuts, params::CutList list, int pieces, int piece, float (&x)[N][4]) {
   int64_t number = int64_t(list.slot) * pieces + piece;
   int lane = threadIdx.x % 32;
-  float* sums = cuts.sums + (number * (N * 32) + lane) * 4;
+  float* sums = cuts.sums + (number * (PIECE * 32) + lane) * 4;
 #pragma unroll
   for (int n = 0; n < N; ++n) ptx::red_add_4(sums + n * 128, x[n][0], x[n][1], x[n][2], x[n][3]);
   // Lane 0 releases what all lanes have added, and acquires for all what the other parts have.
@@ -37,22 +37,23 @@ __device__ __forceinline__ bool add_part(const params::Cuts& cuts, params::CutLi
 }
 
 // Writes the gradient of a warp's 16 keys, from `first_key` on: of a list that is cut, when all parts have come.
-// The block has one of CHANNEL_PARTS parts of the channels. STAGING is the size of the warp's own `staging`: see store_rows.
+// The block has one of CHANNEL_PARTS parts of the channels, in this gradient from `first_channel` on. STAGING is the size of the warp's own `staging`: see store_rows.
 template <KeyGradient GRADIENT, class Queries, class T, int STAGING = 0, int CHANNEL_PARTS = 1, int N>
 __device__ __forceinline__ void store_gradient(const params::Backward& p, const BackwardBlock& block, int first_key, float (&x)[N][4],
-                                               uint32_t staging = 0) {
+                                               uint32_t staging = 0, int first_channel = 0) {
   if constexpr (Queries::LISTED) {
     params::CutList list = Cut(p, block).list;
     constexpr int STRIPS = SELECTION_BLOCK / 16;
     int piece = first_key % SELECTION_BLOCK / 16 + GRADIENT * STRIPS;
     if constexpr (CHANNEL_PARTS > 1) piece += block.channel_part * 2 * STRIPS;
-    if (list.parts > 1 && !add_part(p.cuts, list, CHANNEL_PARTS * 2 * STRIPS, piece, x)) return;
+    if (list.parts > 1 && !add_part<CHANNEL_PARTS == 1 ? N : 16>(p.cuts, list, CHANNEL_PARTS * 2 * STRIPS, piece, x)) return;
   }
   const params::View& view = GRADIENT == DK ? p.dk : p.dv;
   float scale = GRADIENT == DK ? p.shape.softmax_scale : 1.0f;
   const Segment& segment = block.segment;
-  Rows<T> rows(view, segment.batch, segment.key_start, block.key_head, segment.key_len, p.shape.head_dim);
-  if constexpr (CHANNEL_PARTS > 1) rows.skip_channels(block.channel_part * (N * 8));
+  Rows<T> rows(view, segment.batch, segment.key_start, block.key_head, segment.key_len,
+               GRADIENT == DK ? p.shape.head_dim : p.shape.value_dim);
+  if constexpr (CHANNEL_PARTS > 1) rows.skip_channels(first_channel);
   int lane = threadIdx.x % 32;
   if constexpr (STAGING > 0) {
     store_rows<STAGING>(rows, first_key, x, {scale, scale}, staging, lane);

@@ -52,7 +52,7 @@ struct Shape {
   int32_t query_tiles;  // tiles of 64 tokens, of all segments
   int32_t key_tiles;
   int32_t heads_at_once;  // (head, segment) pairs whose blocks run side by side: what they share should fit the L2 cache
-  int32_t padding;
+  int32_t value_dim;      // head_dim of V, O and their gradients; head_dim is that of Q and K
 };
 
 // Codes and scales, in padded tiles of 64 tokens: (head, tile, ...). A tile of codes is [64][D], or [D][64] where it is

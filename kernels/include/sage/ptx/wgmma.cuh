@@ -116,7 +116,7 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 }
 
 // Operand lists of the asm statements: the accumulator's registers d[0][0], d[0][1], .. as operands %0, %1, .., each bound by
-// `BIND` (SAGE_16, SAGE_32, SAGE_64), and the same operands' places in the instruction's text (SAGE_PLACES_*).
+// `BIND` (SAGE_16, .. SAGE_128), and the same operands' places in the instruction's text (SAGE_PLACES_*).
 #define SAGE_INT(x) "+r"(x)
 #define SAGE_FLOAT(x) "+f"(x)
 #define SAGE_FOUR(BIND, n) BIND(d[n][0]), BIND(d[n][1]), BIND(d[n][2]), BIND(d[n][3])
@@ -126,22 +126,24 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 #define SAGE_64(BIND)                                                                                         \
   SAGE_32(BIND), SAGE_FOUR(BIND, 8), SAGE_FOUR(BIND, 9), SAGE_FOUR(BIND, 10), SAGE_FOUR(BIND, 11),             \
       SAGE_FOUR(BIND, 12), SAGE_FOUR(BIND, 13), SAGE_FOUR(BIND, 14), SAGE_FOUR(BIND, 15)
-#define SAGE_128(BIND)                                                                                             \
+#define SAGE_96(BIND)                                                                                              \
   SAGE_64(BIND), SAGE_FOUR(BIND, 16), SAGE_FOUR(BIND, 17), SAGE_FOUR(BIND, 18), SAGE_FOUR(BIND, 19),             \
-      SAGE_FOUR(BIND, 20), SAGE_FOUR(BIND, 21), SAGE_FOUR(BIND, 22), SAGE_FOUR(BIND, 23), SAGE_FOUR(BIND, 24),   \
-      SAGE_FOUR(BIND, 25), SAGE_FOUR(BIND, 26), SAGE_FOUR(BIND, 27), SAGE_FOUR(BIND, 28), SAGE_FOUR(BIND, 29),   \
-      SAGE_FOUR(BIND, 30), SAGE_FOUR(BIND, 31)
+      SAGE_FOUR(BIND, 20), SAGE_FOUR(BIND, 21), SAGE_FOUR(BIND, 22), SAGE_FOUR(BIND, 23)
+#define SAGE_128(BIND)                                                                                             \
+  SAGE_96(BIND), SAGE_FOUR(BIND, 24), SAGE_FOUR(BIND, 25), SAGE_FOUR(BIND, 26), SAGE_FOUR(BIND, 27),             \
+      SAGE_FOUR(BIND, 28), SAGE_FOUR(BIND, 29), SAGE_FOUR(BIND, 30), SAGE_FOUR(BIND, 31)
 #define SAGE_PLACES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define SAGE_PLACES_32 \
   SAGE_PLACES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define SAGE_PLACES_64                                                                                             \
   SAGE_PLACES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
                  "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define SAGE_PLACES_128                                                                                              \
+#define SAGE_PLACES_96                                                                                               \
   SAGE_PLACES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
-                 "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, " \
-                 "%102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "  \
-                 "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+                 "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define SAGE_PLACES_128                                                                                              \
+  SAGE_PLACES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "    \
+                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define SAGE_A_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define SAGE_WGMMA(shape) "wgmma.mma_async.sync.aligned." shape " "
 
@@ -218,6 +220,7 @@ SAGE_16_BY_DESCRIPTOR(128, 64, "%64", "%65", "%66", "%67", "%68")
   }
 SAGE_16_IN_REGISTERS(64, 32, "{%32, %33, %34, %35}", "%36", "%37", "%38")
 SAGE_16_IN_REGISTERS(128, 64, "{%64, %65, %66, %67}", "%68", "%69", "%70")
+SAGE_16_IN_REGISTERS(192, 96, "{%96, %97, %98, %99}", "%100", "%101", "%102")
 SAGE_16_IN_REGISTERS(256, 128, "{%128, %129, %130, %131}", "%132", "%133", "%134")
 #undef SAGE_16_IN_REGISTERS
 #undef SAGE_WGMMA_16
@@ -228,10 +231,12 @@ SAGE_16_IN_REGISTERS(256, 128, "{%128, %129, %130, %131}", "%132", "%133", "%134
 #undef SAGE_16
 #undef SAGE_32
 #undef SAGE_64
+#undef SAGE_96
 #undef SAGE_128
 #undef SAGE_PLACES_16
 #undef SAGE_PLACES_32
 #undef SAGE_PLACES_64
+#undef SAGE_PLACES_96
 #undef SAGE_PLACES_128
 #undef SAGE_A_REGISTERS
 #undef SAGE_WGMMA

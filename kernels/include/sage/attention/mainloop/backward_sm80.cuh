@@ -282,8 +282,9 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
     tile = next;
   }
   numerics.flush_magic();
-  store_gradient<DK, Queries, T, 0, PARTS>(p, block, warp_key, numerics.dk);
-  store_gradient<DV, Queries, T, 0, PARTS>(p, block, warp_key, numerics.dv);
+  int first_channel = block.channel_part * (Numerics::D / PARTS);
+  store_gradient<DK, Queries, T, 0, PARTS>(p, block, warp_key, numerics.dk, 0, first_channel);
+  store_gradient<DV, Queries, T, 0, PARTS>(p, block, warp_key, numerics.dv, 0, first_channel);
 }
 
 }  // namespace sage::attention

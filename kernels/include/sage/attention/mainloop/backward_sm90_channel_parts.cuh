@@ -1,18 +1,18 @@
 // The backward mainloop for Hopper at head_dims over 128, for products of 16-bit operands. A block computes dK and dV of 128 keys of
-// one key head, and its share of dQ for the tiles of 64 queries that see them, all in one part of the channels: registers hold dK
-// and dV of 64 keys and 128 channels. S and dP are sums over all channels, so that the blocks of all parts compute them: with two
-// parts, seven products for five. Its warpgroups are specialized.
+// one key head, and its share of dQ for the tiles of 64 queries that see them, all in one of two parts of the channels: registers
+// hold dK and dV of 64 keys and 128 channels each. S and dP are sums over all channels, so that both parts compute them, seven
+// products for five. Its warpgroups are specialized.
 //
 //   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV and dK of
 //                 their own keys, and of dQ, which sums over all 128 keys, half of the part each, which they add to its sums in
 //                 global memory.
-//   producer      Warp 0 of the third warpgroup copies Q and the row state of each tile into one stage of a pipeline, and dO into
-//                 the other: shared memory has no room for two tiles of queries beside K and V.
+//   producer      Warp 0 of the third warpgroup copies Q and the row state of each tile into a stage of a pipeline, and dO into the
+//                 next: at head_dim 256 shared memory has no room for two tiles of queries beside K and V.
 //   ALL_CONSUMERS Named barrier: dS^T of a tile is in shared memory.
 //   DQ_ORDERED    Named barrier: in deterministic mode the consumers wait for their block's order in each tile of queries.
 //
 // Products read Q for the last time in dK, and dO in dV, so that dK comes first: Q of the next tile is on its way while dV and dQ are
-// computed, and dO while dQ is, and S of the next tile. Products are issued, and run while later instructions do:
+// computed, and dO while dQ is, and S of the next tile. Products are issued, and run while later instructions do; with one tile:
 //
 //   producer    |Q of tile i, dO of i ..                                                |Q of i + 1    |dO of i + 1
 //   consumer 0  |S issued|dP issued|P|dS|dS stored|dK issued|dV issued|barrier|dQ issued|dK ends       |dV ends    |dQ added|S of i + 1 ..
@@ -25,28 +25,58 @@ namespace sage::attention {
 
 constexpr int DQ_ORDERED = 2;  // named barrier of both consumers, beside ALL_CONSUMERS
 
+// How two parts divide the panels of 64 channels of D channels of Q and K, and V of values: the first has two of K, the second two of
+// V, and each has what the other leaves. So both have about as many products, and neither has more than two panels of dK and dV.
+template <int D, int V>
+struct ChannelParts {
+  static constexpr int COUNT = 2, LEFT_OF_K = D / 64 - 2, LEFT_OF_V = V / 64 - 2;
+  static_assert(0 < LEFT_OF_K && LEFT_OF_K <= 2 && 0 <= LEFT_OF_V && LEFT_OF_V <= 2);
+};
+
 // What this mainloop asks of its numerics, which are the layout of a block's shared memory, and of their Consumer, which is what a
-// consumer keeps in registers. A tile has two pieces, Q and dO; piece n of the pipeline is of tile n / 2.
-template <class N>
+// consumer keeps in registers: dK of some panels of 64 channels, from one on, and dV of others. A tile has two pieces, Q and dO; piece n
+// of the pipeline is of tile n / 2.
+template <class N, class Consumer = typename N::template Consumer<2, N::Parts::LEFT_OF_V>>
 concept BackwardSm90ChannelPartsNumerics =
-    BackwardTilesSm90<N> && requires(N numerics, const QueryTile& tile, const Pipeline<2>& pieces, typename N::Consumer consumer,
-                                     const DqAccumulator& sums) {
-      requires N::CHANNEL_PARTS > 1 && N::CHANNELS * N::CHANNEL_PARTS == N::D;
-      // Issue the copies of a tile's Q and row state, and of its dO, by the producer.
-      numerics.load_queries(tile, 0u);
-      numerics.load_gradients(tile, 0u);
-      (typename N::Consumer(numerics, 0));
+    BackwardTilesSm90<N> &&
+    requires(N numerics, const QueryTile& tile, const typename N::Pieces& pieces, Consumer consumer, const DqAccumulator& sums) {
+      requires std::is_same_v<typename N::Pieces, Pipeline<2 * N::STAGES>>;
+      // Issue the copies of a tile's Q and row state, and of its dO, into a stage, by the producer.
+      numerics.load_queries(tile, 0, 0u);
+      numerics.load_gradients(tile, 0, 0u);
+      (Consumer(numerics, 0, 0, 0));  // its number, its first panel of K, of V
       // visit(the number of the visited tile, its number in the segment, its number in the padded buffers, masked): waits for the
       // pieces of a tile, computes all products, and releases the pieces.
       consumer.visit(pieces, 0, 0, 0, true, sums);
-      consumer.dv, consumer.dk;
+      // store_gradients<Queries>(block, the warp's first key)
+      consumer.template store_gradients<EveryQuery>(0);
     };
+
+// A consumer's loop over the tiles of queries.
+template <class Consumer, class Numerics, class Queries>
+__device__ __forceinline__ void visit_tiles(const params::Backward& p, const Numerics& numerics, const BackwardBlock& block,
+                                            const Queries& queries, const typename Numerics::Pieces& pieces,
+                                            const int (&masked_until)[CONSUMERS], int warpgroup, int k_panel, int v_panel) {
+  constexpr int PARTS = Numerics::Parts::COUNT;
+  Consumer consumer(numerics, warpgroup, k_panel, v_panel);
+  DqAccumulator sums{p.dq_accum, p.dq_semaphore, block.first_key / SM90_KEYS * PARTS + block.channel_part, 0, CONSUMER_THREADS,
+                     DQ_ORDERED};
+  typename Queries::Tile tile = queries.start();
+  int number = queries.first;  // of the tile in the segment, or with a selection the one that gives the same mask
+#pragma unroll 1
+  for (int i = 0; i < queries.count; ++i) {
+    int padded = sums.set_order(Queries::added(tile), PARTS);
+    consumer.visit(pieces, i, number, padded, number < masked_until[warpgroup], sums);
+    queries.advance(tile);
+    if (++number == queries.end) number = queries.first;
+  }
+  consumer.template store_gradients<Queries>(block.first_key + threadIdx.x / 32 * 16);
+}
 
 template <BackwardSm90ChannelPartsNumerics Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backward& p) {
-  using T = typename Numerics::Type;
-  using Pieces = Pipeline<2>;
-  constexpr int PARTS = Numerics::CHANNEL_PARTS;
+  using Parts = typename Numerics::Parts;
+  using Pieces = typename Numerics::Pieces;
   extern __shared__ __align__(1024) unsigned char shared[];
   // In shared memory, because the products need the registers.
   __shared__ BackwardBlock block;
@@ -54,7 +84,7 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
   __shared__ int masked_until[CONSUMERS];
   __shared__ typename Pieces::Barriers barriers;
   Pieces pieces(barriers);
-  prepare_keys<Queries, PARTS>(p, index, pieces, 1, CONSUMER_THREADS / 32, block, masked_until);
+  prepare_keys<Queries, Parts::COUNT>(p, index, pieces, 1, CONSUMER_THREADS / 32, block, masked_until);
   if (block.first_key >= block.segment.key_len) return;
   Queries queries(p, block);
   Numerics numerics(p, block, shared);
@@ -66,10 +96,11 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
     typename Queries::Tile tile = queries.start();
 #pragma unroll 1
     for (int i = 0; i < queries.count; ++i) {
+      int stage = Pieces::stage(2 * i) / 2;
       pieces.wait_empty(2 * i);
-      numerics.load_queries(tile, pieces.full(2 * i));
+      numerics.load_queries(tile, stage, pieces.full(2 * i));
       pieces.wait_empty(2 * i + 1);
-      numerics.load_gradients(tile, pieces.full(2 * i + 1));
+      numerics.load_gradients(tile, stage, pieces.full(2 * i + 1));
       queries.advance(tile);
     }
   } else {
@@ -79,24 +110,15 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
     ptx::cp_async_wait<0>();
     ptx::fence_proxy_async();
     ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
-    typename Numerics::Consumer consumer(numerics, warpgroup);
-    DqAccumulator sums{p.dq_accum, p.dq_semaphore, block.first_key / SM90_KEYS * PARTS + block.channel_part, 0, CONSUMER_THREADS,
-                       DQ_ORDERED};
-    typename Queries::Tile tile = queries.start();
-    int number = queries.first;  // of the tile in the segment, or with a selection the one that gives the same mask
-#pragma unroll 1
-    for (int i = 0; i < queries.count; ++i) {
-      int padded = sums.set_order(Queries::added(tile), PARTS);
-      consumer.visit(pieces, i, number, padded, number < masked_until[warpgroup], sums);
-      queries.advance(tile);
-      if (++number == queries.end) number = queries.first;
-    }
-    int warp = threadIdx.x / 32, warp_key = block.first_key + warp * 16;
-    // dK leaves from the last panel, so that it need not wait for dV.
-    constexpr int LAST_PANEL = (Numerics::D / 64 - 1) * SM90_KEYS * 128;
-    uint32_t staging = numerics.gradient_staging(warp);
-    store_gradient<DV, Queries, T, GRADIENT_STAGING, PARTS>(p, block, warp_key, consumer.dv, staging);
-    store_gradient<DK, Queries, T, GRADIENT_STAGING, PARTS>(p, block, warp_key, consumer.dk, staging + LAST_PANEL);
+    // Parts that have as many panels share their code.
+    using First = typename Numerics::template Consumer<2, Parts::LEFT_OF_V>;
+    using Second = typename Numerics::template Consumer<Parts::LEFT_OF_K, 2>;
+    int part = block.channel_part;
+    auto visit = [&]<class Consumer>() {
+      visit_tiles<Consumer>(p, numerics, block, queries, pieces, masked_until, warpgroup, part * 2, part * Parts::LEFT_OF_V);
+    };
+    if (std::is_same_v<First, Second> || part == 0) visit.template operator()<First>();
+    else visit.template operator()<Second>();
   }
 }
 

@@ -189,7 +189,7 @@ __device__ __forceinline__ void store_sm100(const params::Forward& p, const Bloc
   bool sees = segment.visible_keys(query) > 0;
   // Only a query that sees no key gets an output of zeros. A sum that is 0 for another reason gives NaN.
   float inverse = sees ? 1.0f / row.sum : 0.0f;
-  Rows<T> out(p.out, segment.batch, segment.query_start, block.head, min(segment.query_len, block.end), shape.head_dim);
+  Rows<T> out(p.out, segment.batch, segment.query_start, block.head, min(segment.query_len, block.end), shape.value_dim);
 #pragma unroll 1
   for (int column = 0; column < Numerics::D; column += 32) {
     float x[32] = {};

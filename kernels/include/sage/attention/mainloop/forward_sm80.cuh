@@ -104,7 +104,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
                                       Softmax<D, M, THREADS, SHARED, OUTPUTS, SLACK>& softmax, uint32_t staging = 0) {
   const params::Shape& shape = p.shape;
   const Segment& segment = block.segment;
-  Rows<T> out(p.out, segment.batch, segment.query_start, block.head, min(segment.query_len, block.end), shape.head_dim);
+  Rows<T> out(p.out, segment.batch, segment.query_start, block.head, min(segment.query_len, block.end), shape.value_dim);
   int64_t padded = (int64_t(block.head) * shape.query_tiles + segment.query_tile) * TILE;
   int lane = threadIdx.x % 32, first = block.first + threadIdx.x / 32 * 16 * M;
   float inverse[2 * M], sums[2 * M];
@@ -121,7 +121,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
     if constexpr (OUTPUTS == 2) {
       if (p.high_precision_out.data) {
         Rows<T> second(p.high_precision_out, segment.batch, segment.query_start, block.head,
-                       min(segment.query_len, block.end), shape.head_dim);
+                       min(segment.query_len, block.end), shape.value_dim);
         store_rows<STAGING>(second, first + 16 * m, softmax.acc[M + m], factor, staging, lane);
       }
     }

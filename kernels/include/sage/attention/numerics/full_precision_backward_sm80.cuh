@@ -46,7 +46,7 @@ struct FullPrecisionBackwardSm80 {
   __device__ __forceinline__ void load_keys() {
     const Segment& s = block.segment;
     Rows<T> k(p.k, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
-    Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
+    Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.value_dim);
     copy_rows<Plan::KEYS, D, Plan::THREADS>(shared, k, block.first_key, threadIdx.x);
     copy_rows<Plan::KEYS, D, Plan::THREADS>(shared + K_BYTES, v, block.first_key, threadIdx.x);
     S::template load_keys<Plan::KEYS, Plan::THREADS>(shared + K_CODES_AT, p, block);
@@ -60,7 +60,7 @@ struct FullPrecisionBackwardSm80 {
     int thread = ptx::opaque(threadIdx.x);
     uint32_t at = shared + stage_at(stage);
     Rows<T> q(p.q, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
-    Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
+    Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.value_dim);
     copy_rows<TILE, D, Plan::THREADS>(at, q, tile.tile * TILE, thread);
     copy_rows<TILE, D, Plan::THREADS>(at + Q_BYTES, dout, tile.tile * TILE, thread);
     S::template load<Plan::THREADS>(at + Q_CODES_AT, p, tile, thread);

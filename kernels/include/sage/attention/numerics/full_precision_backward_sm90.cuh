@@ -29,8 +29,9 @@ struct FullPrecisionBackwardSm90 : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, 
 #pragma unroll 1
       for (int i = 0; i < 2; ++i)
         copy_panels_by_warp<D>(shared + stage_at(stage) + i * Q_BYTES,
-                               Rows<T>(i == 0 ? p.q : p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim), first,
-                               lane);
+                               Rows<T>(i == 0 ? p.q : p.dout, s.batch, s.query_start, tile.head, s.query_len,
+                                       i == 0 ? p.shape.head_dim : p.shape.value_dim),
+                               first, lane);
       ptx::cp_async_wait_all();
       ptx::fence_proxy_async();
       __syncwarp();

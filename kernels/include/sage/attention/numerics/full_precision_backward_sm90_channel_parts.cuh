@@ -1,5 +1,6 @@
-// The backward of 16-bit operands with f32 accumulators on Hopper, for head_dims over 128, whose channels are divided into parts of
-// 128. K, V, Q, dO and dS^T are in shared memory once each, with all channels: products in a part read its panels.
+// The backward of 16-bit operands with f32 accumulators on Hopper, for head_dims over 128, whose channels are divided into two parts,
+// and for values that are narrower. K, V, Q, dO and dS^T are in shared memory once each, with all channels: products in a part read
+// its panels.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_channel_parts.cuh>
@@ -7,62 +8,68 @@
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, params::Plan PLAN>
+template <class T, int HEAD_DIM, params::Plan PLAN, int VALUE_DIM = HEAD_DIM>
 struct FullPrecisionBackwardSm90ChannelParts
-    : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, PlainProbabilities, ScoresOfRows<T, HEAD_DIM>> {
-  using Tiles = FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, PlainProbabilities, ScoresOfRows<T, HEAD_DIM>>;
-  using Tiles::D, Tiles::CHANNELS, Tiles::CHANNEL_PARTS, Tiles::K_BYTES, Tiles::Q_BYTES, Tiles::STATE_AT, Tiles::STAGES_AT;
-  using Tiles::p, Tiles::block, Tiles::shared, Tiles::ds_rows;
+    : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, PlainProbabilities, ScoresOfRows<T, HEAD_DIM>, VALUE_DIM> {
+  using Tiles = FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, PlainProbabilities, ScoresOfRows<T, HEAD_DIM>, VALUE_DIM>;
+  using Tiles::D, Tiles::V, Tiles::K_BYTES, Tiles::Q_BYTES, Tiles::STATE_AT;
+  using Tiles::p, Tiles::block, Tiles::shared, Tiles::ds_rows, Tiles::stage_at;
   using typename Tiles::S;
-  static_assert(PLAN.mainloop == params::BACKWARD_SM90_CHANNEL_PARTS && PLAN.stages == 1);
+  using Parts = ChannelParts<D, V>;
+  using Pieces = Pipeline<2 * Tiles::STAGES>;
+  static_assert(PLAN.mainloop == params::BACKWARD_SM90_CHANNEL_PARTS);
   using Tiles::Tiles;
 
   // Issue the copies of a tile's Q and row state, and of its dO, by the producer warp: see load_rows.
-  __device__ __forceinline__ void load_queries(const QueryTile& tile, uint32_t mbarrier) {
+  __device__ __forceinline__ void load_queries(const QueryTile& tile, int stage, uint32_t mbarrier) {
     constexpr int STATE_BYTES = TILE * 4;
-    uint32_t state = shared + STAGES_AT + STATE_AT;
+    uint32_t at = shared + stage_at(stage), state = at + STATE_AT;
     int64_t rows = int64_t(tile.padded) * TILE;
-    if (load_rows(p.q, p.q_map, tile, shared + STAGES_AT, 2 * STATE_BYTES, mbarrier)) {
+    if (load_rows<D>(p.q, p.q_map, p.shape.head_dim, tile, at, 2 * STATE_BYTES, mbarrier)) {
       ptx::cp_async_bulk(state, p.minus_lse2 + rows, STATE_BYTES, mbarrier);
       ptx::cp_async_bulk(state + STATE_BYTES, p.minus_delta + rows, STATE_BYTES, mbarrier);
     }
   }
-  __device__ __forceinline__ void load_gradients(const QueryTile& tile, uint32_t mbarrier) {
-    load_rows(p.dout, p.dout_map, tile, shared + STAGES_AT + Q_BYTES, 0, mbarrier);
+  __device__ __forceinline__ void load_gradients(const QueryTile& tile, int stage, uint32_t mbarrier) {
+    load_rows<V>(p.dout, p.dout_map, p.shape.value_dim, tile, shared + stage_at(stage) + Q_BYTES, 0, mbarrier);
   }
   // Copies a tile, and announces its bytes and `more`, by one lane, for which it returns true. It copies through the tensor map, unless
   // a document ends inside the tile (a map does not end there, and zeros must follow) or there is no map; then all lanes copy.
-  __device__ __forceinline__ bool load_rows(const params::View& view, const params::TensorMap& map, const QueryTile& tile, uint32_t to,
-                                            int more, uint32_t mbarrier) {
+  template <int CHANNELS>
+  __device__ __forceinline__ bool load_rows(const params::View& view, const params::TensorMap& map, int head_dim, const QueryTile& tile,
+                                            uint32_t to, int more, uint32_t mbarrier) {
     const Segment& s = block.segment;
     int first = tile.tile * TILE, lane = threadIdx.x % 32;
     bool mapped = p.dout.mapped && (!p.shape.segments || first + TILE <= s.query_len);
     if (!mapped) {
-      copy_panels_by_warp<D>(to, Rows<T>(view, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim), first, lane);
+      copy_panels_by_warp<CHANNELS>(to, Rows<T>(view, s.batch, s.query_start, tile.head, s.query_len, head_dim), first, lane);
       ptx::cp_async_wait_all();
       ptx::fence_proxy_async();
       __syncwarp();
     }
     if (lane != 0) return false;
-    ptx::mbarrier_arrive_expect_tx(mbarrier, (mapped ? Q_BYTES : 0) + more);
-    if (mapped) copy_tile_panels<D>(to, map, s.batch, tile.head, s.query_start + first, mbarrier);
+    ptx::mbarrier_arrive_expect_tx(mbarrier, (mapped ? TILE * CHANNELS * 2 : 0) + more);
+    if (mapped) copy_tile_panels<CHANNELS>(to, map, s.batch, tile.head, s.query_start + first, mbarrier);
     return true;
   }
 
+  // A consumer of a part with K_PANELS panels of dK and dQ, and V_PANELS of dV.
+  template <int K_PANELS, int V_PANELS>
   struct Consumer {
+    static constexpr int K_CHANNELS = K_PANELS * 64, V_CHANNELS = V_PANELS * 64, DQ_CHANNELS = K_CHANNELS / CONSUMERS;
     const FullPrecisionBackwardSm90ChannelParts& of;
-    int warpgroup;
-    float dv[CHANNELS / 8][4] = {}, dk[CHANNELS / 8][4] = {};
+    int warpgroup, k_panel, v_panel;  // its number; the part's first panels
+    float dk[K_CHANNELS / 8][4] = {}, dv[V_PANELS > 0 ? V_CHANNELS / 8 : 1][4] = {};
 
-    __device__ __forceinline__ Consumer(const FullPrecisionBackwardSm90ChannelParts& numerics, int warpgroup)
-        : of(numerics), warpgroup(warpgroup) {}
+    __device__ __forceinline__ Consumer(const FullPrecisionBackwardSm90ChannelParts& numerics, int warpgroup, int k_panel, int v_panel)
+        : of(numerics), warpgroup(warpgroup), k_panel(k_panel), v_panel(v_panel) {}
 
-    __device__ __forceinline__ void visit(const Pipeline<2>& pieces, int i, int tile, int padded, bool masked,
+    __device__ __forceinline__ void visit(const Pieces& pieces, int i, int tile, int padded, bool masked,
                                           const DqAccumulator& dq_sums) {
       int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, slot = i & 1;
-      int panels = of.block.channel_part * (CHANNELS / 64);  // before the part
-      uint32_t queries = of.shared + STAGES_AT, gradients = queries + Q_BYTES;
-      const float* state = of.state(0);
+      int stage = Pieces::stage(2 * i) / 2;
+      uint32_t queries = of.shared + stage_at(stage), gradients = queries + Q_BYTES;
+      const float* state = of.state(stage);
       pieces.wait(2 * i);
       // Log-sum-exps and deltas are read before any product is issued: while those read shared memory, a load from it takes hundreds
       // of clocks.
@@ -74,13 +81,14 @@ struct FullPrecisionBackwardSm90ChannelParts
       S::template start<SM90_KEYS>(sums, of.shared, queries, 0, 0, warpgroup);
       pieces.wait(2 * i + 1);
       // dP^T - D = V dO^T - D
-      multiply_rows<T, D, SM90_KEYS, true>(dp, of.shared + K_BYTES + warpgroup * CONSUMER_KEYS * 128, gradients);
+      multiply_rows<T, V, SM90_KEYS, true>(dp, of.shared + K_BYTES + warpgroup * CONSUMER_KEYS * 128, gradients);
       ptx::wgmma_wait<1>(sums);
       of.make_probabilities(s, sums, minus_lse2, S::k_factor(of.p, of.block, warpgroup), tile, warpgroup, masked);
       uint32_t probabilities[4][4], ds[4][4];
       pack_scores<T>(probabilities, s);
       // dS = P o (dP - D)
       ptx::wgmma_wait<0>(dp);
+      if (V_PANELS == 0) pieces.release(2 * i + 1);
 #pragma unroll
       for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -89,34 +97,47 @@ struct FullPrecisionBackwardSm90ChannelParts
       // dS^T is stored before other products are issued, whose reads of shared memory would delay it.
       store_packed(of.ds_rows(slot, warpgroup) + warp * 16 * TILE * 2, ds, lane);
       // dK += dS^T Q, dV += P^T dO
-      add_product<T, CHANNELS>(dk, ds, queries + panels * (TILE * 128));
-      add_product<T, CHANNELS>(dv, probabilities, gradients + panels * (TILE * 128));
+      add_product<T, K_CHANNELS>(dk, ds, queries + k_panel * (TILE * 128));
+      if constexpr (V_PANELS > 0) add_product<T, V_CHANNELS>(dv, probabilities, gradients + v_panel * (TILE * 128));
       ptx::fence_proxy_async();
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
-      float dq[CHANNELS / 8 / CONSUMERS][4];
-      multiply_keys(dq, slot, panels + warpgroup);
-      ptx::wgmma_wait<2>(dk);
+      float dq[DQ_CHANNELS / 8][4];
+      multiply_keys(dq, slot);
+      ptx::wgmma_wait<(V_PANELS > 0 ? 2 : 1)>(dk);
       pieces.release(2 * i);
-      ptx::wgmma_wait<1>(dv);
-      pieces.release(2 * i + 1);
+      if constexpr (V_PANELS > 0) {
+        ptx::wgmma_wait<1>(dv);
+        pieces.release(2 * i + 1);
+      }
       ptx::wgmma_wait<0>(dq);
       dq_sums.acquire(padded);
-      dq_sums.template add<D>(padded, warp, (panels + warpgroup) * 8, lane, dq);
+      dq_sums.template add<D>(padded, warp, k_panel * 8 + warpgroup * (DQ_CHANNELS / 8), lane, dq);
       dq_sums.release(padded);
     }
 
-    // Issues dQ = dS K over all keys of the block, for the 64 channels of a panel.
-    __device__ __forceinline__ void multiply_keys(float (&dq)[CHANNELS / 8 / CONSUMERS][4], int slot, int panel) {
-      static_assert(CHANNELS / CONSUMERS == 64, "a panel for each warpgroup");
+    // Issues dQ = dS K over all keys of the block, for this consumer's half of the part: a panel, or half of one, whose columns start
+    // DQ_CHANNELS further on in its rows.
+    __device__ __forceinline__ void multiply_keys(float (&dq)[DQ_CHANNELS / 8][4], int slot) {
       ptx::discard_operand(dq);
       ptx::wgmma_fence();
       uint64_t ds = ptx::column_descriptor(of.ds_rows(slot, 0));
-      uint64_t keys = ptx::column_descriptor(of.shared + panel * SM90_KEYS * 128);
+      int channel = warpgroup * DQ_CHANNELS;
+      uint64_t keys = ptx::column_descriptor(of.shared + (k_panel + channel / 64) * SM90_KEYS * 128 + channel % 64 * 2);
       ptx::wgmma_16<T, false, true, true>(dq, ds, keys);
 #pragma unroll
       for (int step = 1; step < SM90_KEYS / 16; ++step)
         ptx::wgmma_16<T, true, true, true>(dq, ds + step * ptx::COLUMN_STEP, keys + step * ptx::COLUMN_STEP);
       ptx::wgmma_commit();
+    }
+
+    // The epilogue: writes dV and dK of the warp's keys. dK leaves from the last panel of V, so that it need not wait for dV.
+    template <class Queries>
+    __device__ __forceinline__ void store_gradients(int first_key) {
+      constexpr int LAST_PANEL = (V / 64 - 1) * SM90_KEYS * 128;
+      uint32_t staging = of.gradient_staging(threadIdx.x / 32);
+      if constexpr (V_PANELS > 0)
+        store_gradient<DV, Queries, T, GRADIENT_STAGING, Parts::COUNT>(of.p, of.block, first_key, dv, staging, v_panel * 64);
+      store_gradient<DK, Queries, T, GRADIENT_STAGING, Parts::COUNT>(of.p, of.block, first_key, dk, staging + LAST_PANEL, k_panel * 64);
     }
   };
 };

@@ -32,7 +32,7 @@ struct FullPrecisionBackwardSm90DqWarpgroup : FullPrecisionTilesSm90<T, HEAD_DIM
     if (thread == 0) this->load_by_bulk(tile, stage, p.dout.mapped, mbarrier);
     if (p.dout.mapped) return;
     Rows<T> q(p.q, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
-    Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
+    Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.value_dim);
     copy_panels<TILE, D, WARPGROUP_THREADS>(at, q, first, thread);
     copy_panels<TILE, D, WARPGROUP_THREADS>(at + Q_BYTES, dout, first, thread);
     ptx::mbarrier_arrive_on_copies(mbarrier, q.vector && dout.vector);

@@ -46,7 +46,7 @@ struct FullPrecisionForwardSm80 {
         scale(p.shape.softmax_scale * ptx::LOG2_E),
         q(p.q, b.segment.batch, b.segment.query_start, b.head, b.segment.query_len, p.shape.head_dim),
         k(p.k, b.segment.batch, b.segment.key_start, b.key_head, b.segment.key_len, p.shape.head_dim),
-        v(p.v, b.segment.batch, b.segment.key_start, b.key_head, b.segment.key_len, p.shape.head_dim) {
+        v(p.v, b.segment.batch, b.segment.key_start, b.key_head, b.segment.key_len, p.shape.value_dim) {
     if constexpr (CODES) {
       first_key_tile = int64_t(b.key_head) * p.shape.key_tiles + b.segment.key_tile;
       query_tile = int64_t(b.head) * p.shape.query_tiles + b.segment.query_tile + b.first / TILE;

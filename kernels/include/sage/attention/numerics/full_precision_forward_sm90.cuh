@@ -7,20 +7,22 @@
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, Operands SOURCE = Operands::ROWS>
+template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, Operands SOURCE = Operands::ROWS,
+          int VALUE_DIM = HEAD_DIM>
 struct FullPrecisionForwardSm90 {
   using Type = T;
-  static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
+  static constexpr int D = HEAD_DIM, V = VALUE_DIM, OUTPUTS = P::OUTPUTS;
   static constexpr bool CODES = SOURCE == Operands::CODES;
   // The accumulators of two outputs, or of heads over 128 channels, leave no registers for 128 keys a step.
   static constexpr int TILES = OUTPUTS == 2 || D > 128 ? 1 : 2;
   using Warpgroups = ForwardWarpgroups<TILES, PLAN.rows == 192 ? 32 : 56, PLAN>;
-  // Heads over 128 channels leave no shared memory for the queries of two items.
-  static constexpr int QUERY_SLOTS = D > 128 ? 1 : 2;
+  // Heads over 192 channels leave no shared memory for the queries of two items.
+  static constexpr int QUERY_SLOTS = D > 192 ? 1 : 2;
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // with codes one for the scales of K
   static constexpr bool VALUES_FIRST = false, MASKS_APART = true;
   // Shared memory: slots of Q; stages, each of K or of V; with codes the scales of each stage's tiles.
-  static constexpr int TILE_BYTES = TILE * D * 2, Q_TILE_BYTES = CODES ? TILE * D : TILE_BYTES;
+  static constexpr int TILE_BYTES = TILE * D * 2, VALUES_TILE_BYTES = TILE * V * 2, Q_TILE_BYTES = CODES ? TILE * D : TILE_BYTES;
+  static_assert(V <= D, "a stage has the size of a step's keys");
   static constexpr int Q_BYTES = Warpgroups::CONSUMERS * Q_TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
   static constexpr int CODE_BYTES = TILE * D, SCALE_BYTES = CODES ? TILES * 4 : 0;
   static constexpr int SCALES_AT = QUERY_SLOTS * Q_BYTES + Warpgroups::STAGES * STAGE_BYTES;
@@ -96,19 +98,25 @@ struct FullPrecisionForwardSm90 {
 #pragma unroll 1
       for (int tile = mapped; tile < TILES; ++tile)
         copy_panels_by_warp<D, TILES * TILE>(rows_at(stage) + tile * TILE * 128,
-                                             Rows<T>(view, keys.batch, keys.first, keys.head, keys.count, p.shape.head_dim),
+                                             Rows<T>(view, keys.batch, keys.first, keys.head, keys.count,
+                                                     values ? p.shape.value_dim : p.shape.head_dim),
                                              first + tile * TILE, lane);
       publish_copies();
     }
     if (!ptx::elect()) return;
     if (CODES) ptx::mbarrier_arrive(mbarrier);  // values have no scales
-    ptx::mbarrier_arrive_expect_tx(mbarrier, mapped * TILE_BYTES);
-    const params::TensorMap& map = values ? p.v_map : p.k_map;
+    ptx::mbarrier_arrive_expect_tx(mbarrier, mapped * (values ? VALUES_TILE_BYTES : TILE_BYTES));
+    if (V < D && values) copy_through_map<V>(p.v_map, mapped, first, stage, mbarrier);
+    else copy_through_map<D>(values ? p.v_map : p.k_map, mapped, first, stage, mbarrier);
+  }
+  // The first `mapped` tiles of a step's keys or values, by one thread.
+  template <int CHANNELS>
+  __device__ __forceinline__ void copy_through_map(const params::TensorMap& map, int mapped, int first, int stage, uint32_t mbarrier) {
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
       if (tile < mapped)
-        copy_tile_panels<D, TILES * TILE>(rows_at(stage) + tile * TILE * 128, map, keys.batch, keys.head,
-                                          keys.first + first + tile * TILE, mbarrier);
+        copy_tile_panels<CHANNELS, TILES * TILE>(rows_at(stage) + tile * TILE * 128, map, keys.batch, keys.head,
+                                                 keys.first + first + tile * TILE, mbarrier);
   }
   // Issues the copies of a step's codes of K and of their scales. A second tile beyond the segment's end has no codes: the stage
   // keeps what was there before, whose logits the mask hides, and has the scale of the first.
@@ -132,7 +140,7 @@ struct FullPrecisionForwardSm90 {
   struct Consumer {
     const FullPrecisionForwardSm90& of;
     uint32_t q_rows;
-    Softmax<D, 1, WARPGROUP_THREADS, false, OUTPUTS, P::SLACK> softmax;
+    Softmax<V, 1, WARPGROUP_THREADS, false, OUTPUTS, P::SLACK> softmax;
     float s[TILES][8][4];  // S, then P
     int sums[CODES ? TILES * 8 : 1][4];  // S of codes
     float q_factor, factor[TILES];  // what S of codes is multiplied with: of the queries, and of them and each tile of keys
@@ -248,7 +256,7 @@ struct FullPrecisionForwardSm90 {
     __device__ __forceinline__ void add_tiles(int stage) {
 #pragma unroll
       for (int i = 0; i < OUTPUTS; ++i)
-        add_product<T, D, 4 * COUNT, TILES * TILE>(softmax.acc[i], reinterpret_cast<uint32_t(&)[4 * TILES][4]>(probabilities[i]),
+        add_product<T, V, 4 * COUNT, TILES * TILE>(softmax.acc[i], reinterpret_cast<uint32_t(&)[4 * TILES][4]>(probabilities[i]),
                                                    of.rows_at(stage));
     }
     template <int PENDING>

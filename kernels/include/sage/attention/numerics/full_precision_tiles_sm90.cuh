@@ -9,20 +9,19 @@ namespace sage::attention {
 
 // The layout of a block's shared memory: K, V, and the keys' codes if S needs them; stages of Q, dO, the queries' codes if S
 // needs them, and the row state (log-sum-exp, delta, the row sum if P needs it, the scale of the codes); two slots of dS^T;
-// staging memory of dQ, unless channels are divided into parts of 128; the memory that P needs for each warp.
-template <class T, int HEAD_DIM, params::Plan PLAN, class P, class Source>
+// staging memory of dQ, up to 128 channels; the memory that P needs for each warp.
+template <class T, int HEAD_DIM, params::Plan PLAN, class P, class Source, int VALUE_DIM = HEAD_DIM>
 struct FullPrecisionTilesSm90 {
   using Type = T;
   using S = WarpgroupScores<Source>;
-  static constexpr int D = HEAD_DIM, STAGES = PLAN.stages;
-  static constexpr int K_BYTES = SM90_KEYS * D * 2, Q_BYTES = TILE * D * 2;
-  static constexpr int K_CODES_AT = 2 * K_BYTES, STAGES_AT = K_CODES_AT + SM90_KEYS * S::KEY_BYTES;
-  static constexpr int Q_CODES_AT = 2 * Q_BYTES, STATE_AT = Q_CODES_AT + S::TILE_BYTES;
+  static constexpr int D = HEAD_DIM, V = VALUE_DIM, STAGES = PLAN.stages;
+  static constexpr int K_BYTES = SM90_KEYS * D * 2, V_BYTES = SM90_KEYS * V * 2, Q_BYTES = TILE * D * 2, DOUT_BYTES = TILE * V * 2;
+  static constexpr int K_CODES_AT = K_BYTES + V_BYTES, STAGES_AT = K_CODES_AT + SM90_KEYS * S::KEY_BYTES;
+  static constexpr int Q_CODES_AT = Q_BYTES + DOUT_BYTES, STATE_AT = Q_CODES_AT + S::TILE_BYTES;
   static constexpr int STAGE_BYTES = STATE_AT + 1024, STATE_VALUES = P::QUERY_VALUES * TILE;
   static constexpr int DS_AT = STAGES_AT + STAGES * STAGE_BYTES;
   static constexpr int DS_BYTES = SM90_KEYS * TILE * 2;
-  static constexpr int CHANNELS = D < 128 ? D : 128, CHANNEL_PARTS = D / CHANNELS;  // of dK, dV and dQ of a block
-  static constexpr int DQ_AT = DS_AT + 2 * DS_BYTES, DQ_BYTES = CHANNEL_PARTS > 1 ? 0 : TILE * D * 4;
+  static constexpr int DQ_AT = DS_AT + 2 * DS_BYTES, DQ_BYTES = D > 128 ? 0 : TILE * D * 4;
   static constexpr int WARPS_AT = DQ_AT + DQ_BYTES;
   static constexpr int SHARED_BYTES = WARPS_AT + SM90_KEYS / 16 * P::WARP_BYTES;
   static_assert((STATE_VALUES + 1) * 4 <= 1024);
@@ -50,9 +49,9 @@ struct FullPrecisionTilesSm90 {
   __device__ __forceinline__ void load_keys() {
     const Segment& s = block.segment;
     Rows<T> k(p.k, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
-    Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
+    Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.value_dim);
     copy_panels<SM90_KEYS, D, CONSUMER_THREADS>(shared, k, block.first_key, threadIdx.x);
-    copy_panels<SM90_KEYS, D, CONSUMER_THREADS>(shared + K_BYTES, v, block.first_key, threadIdx.x);
+    copy_panels<SM90_KEYS, V, CONSUMER_THREADS>(shared + K_BYTES, v, block.first_key, threadIdx.x);
     S::template load_keys<SM90_KEYS, CONSUMER_THREADS>(shared + K_CODES_AT, p, block);
   }
   __device__ __forceinline__ void keys_arrived() {
@@ -66,12 +65,12 @@ struct FullPrecisionTilesSm90 {
   // Issues the bulk copies of a tile, by one thread: codes and row state, and Q and dO where `mapped`.
   __device__ __forceinline__ void load_by_bulk(const QueryTile& tile, int stage, bool mapped, uint32_t mbarrier) {
     uint32_t at = shared + stage_at(stage);
-    ptx::mbarrier_arrive_expect_tx(mbarrier, (mapped ? 2 * Q_BYTES : 0) + S::BULK_BYTES + STATE_VALUES * 4);
+    ptx::mbarrier_arrive_expect_tx(mbarrier, (mapped ? Q_BYTES + DOUT_BYTES : 0) + S::BULK_BYTES + STATE_VALUES * 4);
     if (mapped) {
       const Segment& s = block.segment;
       int first = s.query_start + tile.tile * TILE;
       copy_tile_panels<D>(at, p.q_map, s.batch, tile.head, first, mbarrier);
-      copy_tile_panels<D>(at + Q_BYTES, p.dout_map, s.batch, tile.head, first, mbarrier);
+      copy_tile_panels<V>(at + Q_BYTES, p.dout_map, s.batch, tile.head, first, mbarrier);
     }
     S::load_by_bulk(at + Q_CODES_AT, at + STATE_AT + STATE_VALUES * 4, p, tile, mbarrier);
     int64_t rows = int64_t(tile.padded) * TILE;

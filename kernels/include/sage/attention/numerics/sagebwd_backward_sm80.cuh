@@ -55,7 +55,7 @@ struct SageBwdBackwardSm80 {
 
   __device__ __forceinline__ void load_keys() {
     const Segment& s = block.segment;
-    Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
+    Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.value_dim);
     copy_rows<KEYS, D, Plan::THREADS>(shared + V_AT, v, block.first_key, threadIdx.x);
     copy_key_tiles<Plan::PARTS, D, Plan::THREADS>(shared, p, block);
   }
@@ -70,7 +70,7 @@ struct SageBwdBackwardSm80 {
     copy_tile<TILE * D, Plan::THREADS>(at, p.codes.q + codes, thread);
     copy_tile<TILE * D, Plan::THREADS>(at + CODES, p.q_transposed + codes, thread);
     copy_tile<TILE * D, Plan::THREADS>(at + 2 * CODES, p.dout_transposed + codes, thread);
-    Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
+    Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.value_dim);
     copy_rows<TILE, D, Plan::THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
     copy_row_state(at + STATE_AT, p, tile, thread);
     if (thread < D / 4) ptx::cp_async_16(at + DOUT_SCALE_AT + thread * 16, p.dout_dequant_scale + int64_t(tile.padded) * D + thread * 4, true);

@@ -69,7 +69,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
 
   __device__ __forceinline__ void load_keys() {
     const Segment& s = block.segment;
-    Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
+    Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.value_dim);
     copy_panels<SM90_KEYS, D, CONSUMER_THREADS>(shared + V_AT, v, block.first_key, threadIdx.x);
     copy_key_tiles<CONSUMERS, D, CONSUMER_THREADS>(shared, p, block);
   }
@@ -98,7 +98,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
       copy_tile_panels<D>(at + DOUT_AT, p.dout_map, s.batch, tile.head, tile.tile * TILE, mbarrier);
       ptx::mbarrier_arrive_on_copies(mbarrier, true);
     } else {
-      Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
+      Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.value_dim);
       copy_panels<TILE, D, WARPGROUP_THREADS>(at + DOUT_AT, dout, tile.tile * TILE, thread);
       ptx::mbarrier_arrive_on_copies(mbarrier, dout.vector);
     }
