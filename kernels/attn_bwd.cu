@@ -1,6 +1,5 @@
 // Attention backward: for each (scheme, element type, head_dim) one kernel that visits all queries that see a block's keys, and
-// one that visits those that select them (sparse). Hopper has its own mainloops, except for SageBwd's ablations and
-// heads of more than 128 channels. Attn-QAT without requantized P runs the kernel of full precision, on its own operands. finish_dq converts the sums of dQ afterwards.
+// one that visits those that select them (sparse). Hopper has its own mainloops, except for SageBwd's ablations. Attn-QAT without requantized P runs the kernel of full precision, on its own operands. finish_dq converts the sums of dQ afterwards.
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
 #include <sage/attention/numerics/full_precision_backward_sm80.cuh>
 #include <sage/attention/numerics/full_precision_backward_sm90.cuh>
@@ -56,9 +55,15 @@ HEAD_DIM(f16, __half, 128)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define HEAD_DIM_192(type, T)                                                                                            \
   KERNEL(backward_sm90_channel_parts, attn_bwd_full_precision, type, T, 192, FullPrecisionBackwardSm90ChannelParts)        \
-  KERNEL(backward_sm90_channel_parts, attn_bwd_narrow_values, type, T, 192, FullPrecisionBackwardSm90ChannelParts, 128)
+  KERNEL(backward_sm90_channel_parts, attn_bwd_narrow_values, type, T, 192, FullPrecisionBackwardSm90ChannelParts, \
+         attention::ScoresOfRows<T, 192>, 128)
+#define HEAD_DIM_256(type, T)                                                                                            \
+  KERNEL(backward_sm90_channel_parts, attn_bwd_sagebwd_s, type, T, 256, FullPrecisionBackwardSm90ChannelParts,             \
+         attention::ScoresOfCodes<T, 256>)
 HEAD_DIM_192(bf16, __nv_bfloat16)
 HEAD_DIM_192(f16, __half)
+HEAD_DIM_256(bf16, __nv_bfloat16)
+HEAD_DIM_256(f16, __half)
 #endif
 #ifdef SAGE_HEAD_DIM_256
 BACKWARD(attn_bwd_full_precision, bf16, __nv_bfloat16, 256, FullPrecisionBackward)

@@ -48,8 +48,13 @@ HEAD_DIM(f16, __half, 128)
   KERNEL(ENTRY_SM90, attn_fwd_full_precision, type, T, 192, FullPrecisionForwardSm90, attention::PlainProbabilities)      \
   KERNEL(ENTRY_SM90, attn_fwd_narrow_values, type, T, 192, FullPrecisionForwardSm90, attention::PlainProbabilities,       \
          attention::Operands::ROWS, 128)
+#define HEAD_DIM_256(type, T)                                                                                            \
+  KERNEL(ENTRY_SM90, attn_fwd_sagebwd_scores, type, T, 256, FullPrecisionForwardSm90, attention::PlainProbabilities,      \
+         attention::Operands::CODES)
 HEAD_DIM_192(bf16, __nv_bfloat16)
 HEAD_DIM_192(f16, __half)
+HEAD_DIM_256(bf16, __nv_bfloat16)
+HEAD_DIM_256(f16, __half)
 #endif
 #ifdef SAGE_HEAD_DIM_256
 FORWARD(attn_fwd_full_precision, bf16, __nv_bfloat16, 256, FullPrecisionForward, attention::PlainProbabilities)

@@ -41,7 +41,7 @@ __device__ void sum_tiles(const params::Forward& p) {
 constexpr int MEAN_THREADS = 256;
 template <int D>
 __device__ void mean_of_tiles(const params::Forward& p) {
-  constexpr int AT_ONCE = 64;
+  constexpr int AT_ONCE = D > 128 ? 32 : 64;
   __shared__ float4 shared[AT_ONCE * D / 4];
   const params::Shape& shape = p.shape;
   Segment segment(shape, blockIdx.x);
@@ -167,7 +167,8 @@ __device__ void quantize(const params::Forward& p) {
     quantize_queries<T, D>(p, index / shape.query_heads, index % shape.query_heads);
   } else {
     index -= keys + queries;
-    quantize_values<T, D>(p, index / shape.key_heads, index % shape.key_heads);
+    // Of heads over 128 channels S alone is a product of codes.
+    if constexpr (D <= 128) quantize_values<T, D>(p, index / shape.key_heads, index % shape.key_heads);
   }
 }
 
@@ -245,18 +246,20 @@ __device__ void prepare(const params::Backward& p) {
   extern "C" __global__ void __launch_bounds__(quant::TILE_THREADS) name(const __grid_constant__ params::Backward p) { \
     __VA_ARGS__(p);                                                                                                    \
   }
-#define KERNELS(type, T, D)                                             \
-  FORWARD(sum_tiles_##type##_##D, quant::TILE_THREADS, sum_tiles<T, D>) \
+#define KERNELS(type, T, D)                                                \
+  FORWARD(sum_tiles_##type##_##D, quant::TILE_THREADS, sum_tiles<T, D>)    \
   FORWARD(mean_of_sample_##type##_##D, MEAN_THREADS, mean_of_sample<T, D>) \
-  FORWARD(quantize_##type##_##D, quant::TILE_THREADS, quantize<T, D>)   \
-  BACKWARD(prepare_full_precision_##type##_##D, prepare<T, D, false>)   \
-  BACKWARD(prepare_sagebwd_##type##_##D, prepare<T, D, true>)
+  FORWARD(quantize_##type##_##D, quant::TILE_THREADS, quantize<T, D>)      \
+  BACKWARD(prepare_full_precision_##type##_##D, prepare<T, D, false>)
+#define TYPES(type, T)                                       \
+  KERNELS(type, T, 64)                                       \
+  KERNELS(type, T, 128)                                      \
+  KERNELS(type, T, 256)                                      \
+  BACKWARD(prepare_sagebwd_##type##_64, prepare<T, 64, true>) \
+  BACKWARD(prepare_sagebwd_##type##_128, prepare<T, 128, true>)
 
-KERNELS(bf16, __nv_bfloat16, 64)
-KERNELS(bf16, __nv_bfloat16, 128)
-KERNELS(f16, __half, 64)
-KERNELS(f16, __half, 128)
-BACKWARD(prepare_full_precision_bf16_256, prepare<__nv_bfloat16, 256, false>)
-BACKWARD(prepare_full_precision_f16_256, prepare<__half, 256, false>)
+TYPES(bf16, __nv_bfloat16)
+TYPES(f16, __half)
 FORWARD(mean_of_tiles_64, MEAN_THREADS, mean_of_tiles<64>)
 FORWARD(mean_of_tiles_128, MEAN_THREADS, mean_of_tiles<128>)
+FORWARD(mean_of_tiles_256, MEAN_THREADS, mean_of_tiles<256>)

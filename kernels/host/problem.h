@@ -86,7 +86,7 @@ struct Problem {
     p.minus_lse2 = minus_lse2.data();
     p.shape = {segments.packed ? segments.all.data() : nullptr, segments.count(), segments.longest_queries, segments.longest_keys,
                c.query_heads, c.key_heads, c.head_dim, c.causal, 1.0f / sqrtf(float(c.head_dim)), segments.query_tiles,
-               segments.key_tiles, 2, 0};
+               segments.key_tiles, 2, c.head_dim};
     p.p_literal = c.literal;
     if (c.smooth) compute_means();
   }

@@ -117,7 +117,7 @@ struct Problem {
     for (float& x : theta) x = random_value();
     p.q = q.view, p.k = k.view, p.v = v.view, p.out = out.view, p.dout = dout.view, p.dq = dq.view, p.dk = dk.view, p.dv = dv.view;
     p.sparse = sparse.view;
-    p.shape = {layout.packed ? layout.segments.data() : nullptr, layout.count(), layout.longest, layout.longest, c.query_heads, c.key_heads, c.head_dim, 1, 1.0f, layout.tiles, layout.tiles, 1, 0};
+    p.shape = {layout.packed ? layout.segments.data() : nullptr, layout.count(), layout.longest, layout.longest, c.query_heads, c.key_heads, c.head_dim, 1, 1.0f, layout.tiles, layout.tiles, 1, c.head_dim};
     p.blocks = layout.blocks, p.chunk_blocks = c.chunk_blocks, p.chunks = (longest_blocks() + c.chunk_blocks - 1) / c.chunk_blocks;
     chunk_sums.assign(size_t(c.key_heads) * layout.count() * p.chunks * (D + 1) * D, NAN);
     chunk_states.assign(chunk_sums.size(), ptx::from_float<T>(NAN)), p.chunk_states = chunk_states.data();

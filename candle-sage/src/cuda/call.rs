@@ -12,12 +12,14 @@ use super::tensor::{Element, Output, tensor_map, view};
 use crate::error::Error;
 use crate::launch::Operand;
 use crate::ops::attention::AttentionOp;
+use crate::scheme::Scheme;
 use crate::selection::Selection;
 use crate::shape::{AttentionShape, Dims};
 
 /// One attention call: the GPU's counterpart of [`crate::cpu::Problem`].
 #[derive(Debug)]
 pub(crate) struct Problem<'a> {
+    pub(crate) scheme: &'a Scheme,
     pub(crate) shape: &'a AttentionShape,
     pub(crate) softmax_scale: f32,
     /// Whether gradients have the same bits in repeated runs, which takes longer.
@@ -32,6 +34,7 @@ pub(crate) struct Problem<'a> {
 impl<'a> Problem<'a> {
     pub(super) fn new(op: &'a AttentionOp, [q, k, v]: [Operand<'a>; 3]) -> Self {
         Self {
+            scheme: &op.scheme,
             shape: &op.shape,
             softmax_scale: op.softmax_scale,
             deterministic: op.deterministic,
@@ -113,7 +116,7 @@ impl<'a> Call<'a> {
         geometry.sizes.softmax_scale = problem.softmax_scale;
         Ok(Self {
             element: Element::of(problem.q.0.dtype())?,
-            d: plan::padded_head_dim(shape, gpu.architecture),
+            d: plan::padded_head_dim(problem.scheme, shape, gpu.architecture),
             geometry,
             gpu,
             problem,
@@ -133,8 +136,8 @@ impl<'a> Call<'a> {
             ..=128 => missing,
             _ => Error::unsupported("head_dim is out of range on CUDA")
                 .got(format!("{} for `{kernel}` on {}", self.problem.shape.widest(), self.gpu.architecture))
-                .allowed("8 to 128; to 256 in full precision on compute capability 8.0, 9.0 and 10.x")
-                .hint("Scheme::FullPrecision; the CPU takes up to 256 in every scheme")
+                .allowed("8 to 128; to 256 in full precision on compute capability 8.0, 9.0 and 10.x, and with SageBwd's products `scores` on 9.0")
+                .hint("Scheme::FullPrecision, or SageBwd::default().products(Int8Products::SCORES); the CPU takes up to 256 in every scheme")
                 .into(),
         })
     }

@@ -3,6 +3,7 @@
 
 use super::arch::Architecture;
 use crate::error::{Error, Result};
+use crate::scheme::Scheme;
 use crate::shape::AttentionShape;
 
 /// Tokens that share a scale, and the unit of all padded buffers.
@@ -11,10 +12,10 @@ pub(super) const TILE: usize = 64;
 /// Tokens of a selection's block.
 pub(super) const SELECTION_BLOCK: usize = 128;
 
-/// The wider of the head_dims as padded inside the kernels: 64, 128, on Hopper 192, or 256.
-pub(super) fn padded_head_dim(shape: &AttentionShape, architecture: Architecture) -> usize {
+/// The wider of the head_dims as padded inside the kernels: 64, 128, in full precision on Hopper 192, or 256.
+pub(super) fn padded_head_dim(scheme: &Scheme, shape: &AttentionShape, architecture: Architecture) -> usize {
     match shape.widest() {
-        129..=192 if architecture.target() == Target::Sm90 => 192,
+        129..=192 if *scheme == Scheme::FullPrecision && architecture.target() == Target::Sm90 => 192,
         d => d.next_power_of_two().max(64),
     }
 }
@@ -197,7 +198,7 @@ mod tests {
     use super::*;
     use crate::cuda::compiled::{ARCHITECTURES, RESOURCES};
     use crate::cuda::kernels_of;
-    use crate::scheme::{AttnQat, Int8Products, Products, SageBwd, Scheme, Smoothing};
+    use crate::scheme::{AttnQat, Int8Products, Products, SageBwd, Smoothing};
 
     const ALL: [u32; 6] = [80, 86, 89, 90, 100, 120];
     const BOTH: [Visits; 2] = [Visits::Every, Visits::Listed];
@@ -305,10 +306,12 @@ mod tests {
         {
             assert_eq!(mainloops(full, 256, number), of_large);
         }
-        let plan =
-            |kernel| Plan::of(kernel, 192, Architecture::from_number(90), Visits::Every).expect("a plan");
-        for kernels in [kernels_of(full), ["attn_fwd_narrow_values", "attn_bwd_narrow_values"]] {
-            let [forward, backward] = kernels.map(plan);
+        let scores = Scheme::from(SageBwd::default().products(Int8Products::SCORES));
+        let narrow = ["attn_fwd_narrow_values", "attn_bwd_narrow_values"];
+        for (kernels, d) in [(kernels_of(full), 192), (narrow, 192), (kernels_of(&scores), 256)] {
+            let [forward, backward] = kernels.map(|kernel| {
+                Plan::of(kernel, d, Architecture::from_number(90), Visits::Every).expect("a plan")
+            });
             assert_eq!([forward.mainloop, backward.mainloop], [ForwardSm90, BackwardSm90ChannelParts]);
             assert!(forward.mapped() && backward.mapped());
             assert_eq!((backward.channel_parts(), backward.dq_parts()), (2, 1));
@@ -323,7 +326,6 @@ mod tests {
                     "{scheme} {d} {number}"
                 );
             }
-            let scores = SageBwd::default().products(Int8Products::SCORES).into();
             let [full, sage, scores] =
                 [full, sage, &scores].map(|scheme| plans(scheme, d, 90, Visits::Every)[0]);
             // V is copied through a map where it is in 16 bit.

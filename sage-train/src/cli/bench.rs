@@ -57,7 +57,7 @@ impl Rest {
 /// quantization and smoothing is inside.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchAttention {
-    /// Shapes: head_dim (192/128: values of 128 beside keys of 192), tokens, 1 if causal; over 128 channels a GPU has full precision alone [default: D 64 and 128, N 1024 and on a GPU 8192, 16384, causal]
+    /// Shapes: head_dim (192/128: values of 128 beside keys of 192), tokens, 1 if causal; over 128 channels a GPU has full precision, and on Hopper SageBwd's scores [default: D 64 and 128, N 1024 and on a GPU 8192, 16384, causal]
     #[arg(value_name = "D:N:CAUSAL")]
     rows: Vec<Row>,
     /// Where to measure [default: cuda if this build has it]

@@ -5,6 +5,7 @@ use candle_core::{DType, Device, Result, Storage, Tensor};
 use super::{device, numbers};
 use crate::cuda::params;
 use crate::cuda::{Call, Operand, Problem};
+use crate::scheme::Scheme;
 use crate::selection::Selection;
 use crate::shape::{AttentionShape, Packing};
 
@@ -60,7 +61,9 @@ impl Inputs {
             .collect();
         let [q, k, v] = [operands[0], operands[1], operands[2]];
         let selection = self.selection.as_ref();
-        let problem = Problem { shape: &self.shape, softmax_scale: 0.125, deterministic, q, k, v, selection };
+        // It decides only how heads over 128 channels are padded, of which there are none here.
+        let (scheme, shape) = (&Scheme::FullPrecision, &self.shape);
+        let problem = Problem { scheme, shape, softmax_scale: 0.125, deterministic, q, k, v, selection };
         f(&problem, &operands)
     }
 

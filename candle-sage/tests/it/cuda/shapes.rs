@@ -1,9 +1,9 @@
 //! Lengths, heads, head_dims, packed documents and strides.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_sage::{Packing, Scheme, Selection};
+use candle_sage::{Int8Products, KeyMean, Packing, Scheme, Selection, Smoothing};
 
-use super::{all, check_against, run};
+use super::{all, check_against, run, sage};
 use crate::support::{Case, gpu, pattern};
 
 #[test]
@@ -64,23 +64,39 @@ fn head_dims_are_padded_inside() -> Result<()> {
     }
     Ok(())
 }
-/// Full precision above 128 channels, where a block of the backward has half of them: lengths, groups, documents, strides
-/// without vectors, gradients that repeat, and lists of users that are cut.
+/// Full precision above 128 channels, where a block of the backward has a part of them.
 #[test]
 #[ignore = "needs a GPU"]
 fn large_heads() -> Result<()> {
-    let full = [Scheme::FullPrecision];
+    check_large_heads(&[Scheme::FullPrecision])
+}
+
+/// SageBwd above 128 channels, where S alone is a product of codes: on Hopper.
+#[test]
+#[ignore = "needs a GPU"]
+fn large_heads_in_int8() -> Result<()> {
+    let scores = sage().products(Int8Products::SCORES);
+    let sampled = scores.key_mean(KeyMean::Sample(64));
+    check_large_heads(&[scores.into(), scores.smoothing(Smoothing::None).into(), sampled.into()])
+}
+
+/// Lengths, groups, documents, strides without vectors, gradients that repeat, and lists of users that are cut.
+fn check_large_heads(schemes: &[Scheme]) -> Result<()> {
     for d in [129, 136, 160, 192, 255, 256] {
         let long = if d == 256 { 700 } else { 300 };
         for (lens, causal) in [((1, 1), true), ((100, 130), false), ((203, 113), true), ((long, long), true)]
         {
             let mut case = Case::new(2, lens, (2, 1), d, causal);
-            run(&format!("{lens:?}, d {d}, causal {causal}"), &mut case, &full, d as u64)?;
+            run(&format!("{lens:?}, d {d}, causal {causal}"), &mut case, schemes, d as u64)?;
         }
         let mut case = Case::new(1, (500, 500), (2, 1), d, true);
         case.packing = Some(Packing::self_attention(vec![0, 1, 64, 64, 193, 450, 500]));
-        run(&format!("packed, d {d}"), &mut case, &full, 4)?;
+        run(&format!("packed, d {d}"), &mut case, schemes, 4)?;
     }
+    schemes.iter().try_for_each(|&scheme| check_lists_of_large_heads(scheme))
+}
+
+fn check_lists_of_large_heads(scheme: Scheme) -> Result<()> {
     let device = gpu();
     let mut case = Case::new(1, (2500, 2500), (2, 1), 256, true);
     case.draw(1.0, 1);
@@ -88,18 +104,18 @@ fn large_heads() -> Result<()> {
     let selection = Selection::from_lists(&case.shape(), (128, 128), &Device::Cpu, |at| {
         (0..at.candidates).filter(|&block| block % 7 == 0 || block + 1 == at.candidates).collect()
     })?;
-    let listed = case.attention(full[0]).select(&selection);
+    let listed = case.attention(scheme).select(&selection);
     let (exact, cpu) =
         (case.exact_over(&pattern(&selection)), case.run_on(&Device::Cpu, &listed, DType::BF16)?);
-    let on_gpu = case.attention(full[0]).select(&selection.to_device(&device)?);
+    let on_gpu = case.attention(scheme).select(&selection.to_device(&device)?);
     let repeated = [false, true, true]
         .map(|deterministic| case.run_on(&device, &on_gpu.clone().deterministic(deterministic), DType::BF16));
     let [any_order, first, second] = repeated;
-    check_against("lists, d 256", full[0], DType::BF16, &any_order?, [&exact, &cpu], 2500);
+    check_against("lists, d 256", scheme, DType::BF16, &any_order?, [&exact, &cpu], 2500);
     let (first, second) = (first?, second?);
-    check_against("lists in order, d 256", full[0], DType::BF16, &first, [&exact, &cpu], 2500);
+    check_against("lists in order, d 256", scheme, DType::BF16, &first, [&exact, &cpu], 2500);
     assert_eq!(first, second, "gradients over lists repeat");
-    let dense = case.attention(full[0]).deterministic(true);
+    let dense = case.attention(scheme).deterministic(true);
     assert_eq!(
         case.run_on(&device, &dense, DType::BF16)?,
         case.run_on(&device, &dense, DType::BF16)?,

@@ -51,14 +51,14 @@ __device__ __forceinline__ void copy_panels_by_warp(uint32_t to, Rows<T> rows, i
   }
 }
 
-// Copies a tile of 64 rows through a tensor map into panels of PANEL_ROWS rows: one thread issues a copy for each panel. The
-// caller announces the 64 x D x 2 bytes to the mbarrier by expect_tx.
+// Copies D channels of a tile of 64 rows, from channel `channel` on, through a tensor map into panels of PANEL_ROWS rows: one thread
+// issues a copy for each panel. The caller announces the 64 x D x 2 bytes to the mbarrier by expect_tx.
 template <int D, int PANEL_ROWS = TILE>
 __device__ __forceinline__ void copy_tile_panels(uint32_t to, const params::TensorMap& map, int batch, int head, int first,
-                                                 uint32_t mbarrier) {
+                                                 uint32_t mbarrier, int channel = 0) {
 #pragma unroll
   for (int panel = 0; panel < D / 64; ++panel)
-    ptx::cp_async_bulk_tensor(to + panel * PANEL_ROWS * 128, &map, panel * 64, first, head, batch, mbarrier);
+    ptx::cp_async_bulk_tensor(to + panel * PANEL_ROWS * 128, &map, channel + panel * 64, first, head, batch, mbarrier);
 }
 
 // Issues out = A B^T, or out += A B^T with ADD, for 16-bit operands in shared memory: 64 rows of A, in panels of A_ROWS rows,
@@ -119,16 +119,23 @@ __device__ __forceinline__ void add_product(float (&out)[D / 8][4], const X& x, 
   ptx::wgmma_commit();
 }
 
-// Issues y = A B^T of INT8 codes over a reduction of 32 TIMES, with A in registers or, given a descriptor, in shared memory. The
-// caller waits for the product (wgmma_wait).
+// The descriptor of a tile of codes: rows of D bytes, or panels with rows of 128 bytes.
+template <int D>
+__device__ __forceinline__ uint64_t code_descriptor(uint32_t shared) { return ptx::row_descriptor<(D < 128 ? D : 128)>(shared); }
+
+// Issues y = A B^T of INT8 codes over a reduction of 32 TIMES, with A in registers or, given a descriptor, in shared memory. Four times
+// are a panel of 128 channels; panels have 64 rows. The caller waits for the product (wgmma_wait).
 template <int TIMES, int N, class A>
 __device__ __forceinline__ void multiply_codes(int (&y)[N][4], const A& a, uint64_t b) {
+  constexpr int PANEL = TILE * 128 / 16;  // in units of descriptors
+  static_assert(TIMES <= 4 || N == 8);
   ptx::discard_operand(y);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < TIMES; ++step) {
-    if constexpr (std::is_same_v<A, uint64_t>) ptx::wgmma_s8(y, a + 2 * step, b + 2 * step, step > 0);
-    else ptx::wgmma_s8(y, a[step], b + 2 * step, step > 0);
+    int at = step / 4 * PANEL + step % 4 * 2;
+    if constexpr (std::is_same_v<A, uint64_t>) ptx::wgmma_s8(y, a + at, b + at, step > 0);
+    else ptx::wgmma_s8(y, a[step], b + at, step > 0);
   }
   ptx::wgmma_commit();
 }

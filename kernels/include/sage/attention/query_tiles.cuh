@@ -5,7 +5,7 @@
 
 namespace sage::attention {
 
-// The segment, key head and keys of a block, and with a list that is cut into parts the number of its part. At head_dim 256 a
+// The segment, key head and keys of a block, and with a list that is cut into parts the number of its part. Over 128 channels a
 // block has some of the channels of dK, dV and dQ, those of its `channel_part`.
 struct BackwardBlock {
   int segment_index, key_head, first_key, part, channel_part;

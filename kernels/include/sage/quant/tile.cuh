@@ -84,10 +84,12 @@ __device__ __forceinline__ void quantize_tile(const Tile<D>& values, float* dequ
     *reinterpret_cast<uint2*>(at(values.row(i), values.column())) = values.codes(i, scale.quant);
 }
 
-// The place of a code in its tile in global memory: [64][D], swizzled as in shared memory, so that one bulk copy takes a tile.
+// The place of a code in its tile in global memory: [64][D], swizzled as in shared memory, so that one bulk copy takes a tile. More
+// than 128 channels are in panels of 128, one after the other, because a swizzled row of Hopper's products has 128 bytes.
 template <int D>
 __device__ __forceinline__ int8_t* at_swizzled(int8_t* tile, int row, int channel) {
-  return tile + layout::swizzled<D>(row, channel / 16) + channel % 16;
+  constexpr int ROW = D < 128 ? D : 128;
+  return tile + channel / ROW * (TILE * ROW) + layout::swizzled<ROW>(row, channel % ROW / 16) + channel % 16;
 }
 
 // Writes a tile of codes from shared memory, row-major with rows of PITCH bytes, to global memory as [D][64]: transposed,

@@ -41,6 +41,7 @@ concept BackwardSm90ChannelPartsNumerics =
     BackwardTilesSm90<N> &&
     requires(N numerics, const QueryTile& tile, const typename N::Pieces& pieces, Consumer consumer, const DqAccumulator& sums) {
       requires std::is_same_v<typename N::Pieces, Pipeline<2 * N::STAGES>>;
+      requires N::ARRIVALS >= 1;  // the producer's arrivals at the mbarrier for each piece
       // Issue the copies of a tile's Q and row state, and of its dO, into a stage, by the producer.
       numerics.load_queries(tile, 0, 0u);
       numerics.load_gradients(tile, 0, 0u);
@@ -84,7 +85,7 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
   __shared__ int masked_until[CONSUMERS];
   __shared__ typename Pieces::Barriers barriers;
   Pieces pieces(barriers);
-  prepare_keys<Queries, Parts::COUNT>(p, index, pieces, 1, CONSUMER_THREADS / 32, block, masked_until);
+  prepare_keys<Queries, Parts::COUNT>(p, index, pieces, Numerics::ARRIVALS, CONSUMER_THREADS / 32, block, masked_until);
   if (block.first_key >= block.segment.key_len) return;
   Queries queries(p, block);
   Numerics numerics(p, block, shared);
@@ -97,6 +98,7 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
 #pragma unroll 1
     for (int i = 0; i < queries.count; ++i) {
       int stage = Pieces::stage(2 * i) / 2;
+      __syncwarp();  // with one stage no lane may be two tiles ahead of another
       pieces.wait_empty(2 * i);
       numerics.load_queries(tile, stage, pieces.full(2 * i));
       pieces.wait_empty(2 * i + 1);
@@ -108,6 +110,8 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
     numerics.load_keys();
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
+    ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
+    numerics.keys_arrived();
     ptx::fence_proxy_async();
     ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
     // Parts that have as many panels share their code.

@@ -178,6 +178,8 @@ __device__ __forceinline__ void produce(const params::Forward& p, unsigned char*
   int before = 0;
   for (int item = 0;; ++item) {
     work.wait_empty(item);
+    // With one slot a lane must not overwrite an item that another still reads.
+    if constexpr (Numerics::QUERY_SLOTS == 1) __syncwarp();
     Block& block = blocks[WorkPipeline::stage(item)];
     if (thread == 0) {
       block = next_work<Block, Warpgroups::QUERIES>(p, item == 0);
@@ -338,7 +340,7 @@ __device__ __forceinline__ void forward_sm90(const params::Forward& p) {
   using KvPipeline = Pipeline<Warpgroups::STAGES>;
   using WorkPipeline = Pipeline<Numerics::QUERY_SLOTS>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  __shared__ Block blocks[Numerics::QUERY_SLOTS];  // the current item, and the next, whose queries are copied meanwhile
+  __shared__ Block blocks[Numerics::QUERY_SLOTS];  // the current item, and with two slots the next, whose queries are copied meanwhile
   __shared__ typename KvPipeline::Barriers kv_barriers;
   __shared__ typename WorkPipeline::Barriers work_barriers;
   KvPipeline kv(kv_barriers);

@@ -1,6 +1,6 @@
 // The backward of 16-bit operands with f32 accumulators on Hopper, for head_dims over 128, whose channels are divided into two parts,
-// and for values that are narrower. K, V, Q, dO and dS^T are in shared memory once each, with all channels: products in a part read
-// its panels.
+// and for values that are narrower; with S as a product of INT8 codes or not. V, Q, dO, K and dS^T are in shared memory once each, and
+// products in a part read its panels. With codes only the part's panels of K and Q are there, because S alone reads all channels.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_channel_parts.cuh>
@@ -8,11 +8,10 @@
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, params::Plan PLAN, int VALUE_DIM = HEAD_DIM>
-struct FullPrecisionBackwardSm90ChannelParts
-    : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, PlainProbabilities, ScoresOfRows<T, HEAD_DIM>, VALUE_DIM> {
-  using Tiles = FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, PlainProbabilities, ScoresOfRows<T, HEAD_DIM>, VALUE_DIM>;
-  using Tiles::D, Tiles::V, Tiles::K_BYTES, Tiles::Q_BYTES, Tiles::STATE_AT;
+template <class T, int HEAD_DIM, params::Plan PLAN, class Source = ScoresOfRows<T, HEAD_DIM>, int VALUE_DIM = HEAD_DIM>
+struct FullPrecisionBackwardSm90ChannelParts : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, PlainProbabilities, Source, VALUE_DIM> {
+  using Tiles = FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, PlainProbabilities, Source, VALUE_DIM>;
+  using Tiles::D, Tiles::V, Tiles::CHANNELS, Tiles::K_BYTES, Tiles::Q_BYTES, Tiles::K_CODES_AT, Tiles::Q_CODES_AT, Tiles::STATE_AT;
   using Tiles::p, Tiles::block, Tiles::shared, Tiles::ds_rows, Tiles::stage_at;
   using typename Tiles::S;
   using Parts = ChannelParts<D, V>;
@@ -20,36 +19,42 @@ struct FullPrecisionBackwardSm90ChannelParts
   static_assert(PLAN.mainloop == params::BACKWARD_SM90_CHANNEL_PARTS);
   using Tiles::Tiles;
 
-  // Issue the copies of a tile's Q and row state, and of its dO, by the producer warp: see load_rows.
+  static constexpr int ARRIVALS = S::ARRIVALS;
+
+  // Issue the copies of a tile's Q, codes and row state, and of its dO, by the producer warp: see load_rows.
   __device__ __forceinline__ void load_queries(const QueryTile& tile, int stage, uint32_t mbarrier) {
     constexpr int STATE_BYTES = TILE * 4;
     uint32_t at = shared + stage_at(stage), state = at + STATE_AT;
     int64_t rows = int64_t(tile.padded) * TILE;
-    if (load_rows<D>(p.q, p.q_map, p.shape.head_dim, tile, at, 2 * STATE_BYTES, mbarrier)) {
+    if (load_rows<CHANNELS>(p.q, p.q_map, p.shape.head_dim, this->first_channel(), tile, at, S::BULK_BYTES + 2 * STATE_BYTES, mbarrier)) {
+      S::load_by_bulk(at + Q_CODES_AT, state + Tiles::STATE_VALUES * 4, p, tile, mbarrier);
       ptx::cp_async_bulk(state, p.minus_lse2 + rows, STATE_BYTES, mbarrier);
       ptx::cp_async_bulk(state + STATE_BYTES, p.minus_delta + rows, STATE_BYTES, mbarrier);
     }
   }
   __device__ __forceinline__ void load_gradients(const QueryTile& tile, int stage, uint32_t mbarrier) {
-    load_rows<V>(p.dout, p.dout_map, p.shape.value_dim, tile, shared + stage_at(stage) + Q_BYTES, 0, mbarrier);
+    if (load_rows<V>(p.dout, p.dout_map, p.shape.value_dim, 0, tile, shared + stage_at(stage) + Q_BYTES, 0, mbarrier) && ARRIVALS > 1)
+      ptx::mbarrier_arrive(mbarrier);  // dO has no scales
   }
-  // Copies a tile, and announces its bytes and `more`, by one lane, for which it returns true. It copies through the tensor map, unless
+  // Copies COUNT channels of a tile, from `channel` on. Lane 0 announces their bytes and `more`, and gets true. It copies through the tensor map, unless
   // a document ends inside the tile (a map does not end there, and zeros must follow) or there is no map; then all lanes copy.
-  template <int CHANNELS>
-  __device__ __forceinline__ bool load_rows(const params::View& view, const params::TensorMap& map, int head_dim, const QueryTile& tile,
-                                            uint32_t to, int more, uint32_t mbarrier) {
+  template <int COUNT>
+  __device__ __forceinline__ bool load_rows(const params::View& view, const params::TensorMap& map, int head_dim, int channel,
+                                            const QueryTile& tile, uint32_t to, int more, uint32_t mbarrier) {
     const Segment& s = block.segment;
     int first = tile.tile * TILE, lane = threadIdx.x % 32;
     bool mapped = p.dout.mapped && (!p.shape.segments || first + TILE <= s.query_len);
     if (!mapped) {
-      copy_panels_by_warp<CHANNELS>(to, Rows<T>(view, s.batch, s.query_start, tile.head, s.query_len, head_dim), first, lane);
+      Rows<T> rows(view, s.batch, s.query_start, tile.head, s.query_len, head_dim);
+      if (CHANNELS < D) rows.skip_channels(channel);
+      copy_panels_by_warp<COUNT>(to, rows, first, lane);
       ptx::cp_async_wait_all();
       ptx::fence_proxy_async();
       __syncwarp();
     }
     if (lane != 0) return false;
-    ptx::mbarrier_arrive_expect_tx(mbarrier, (mapped ? TILE * CHANNELS * 2 : 0) + more);
-    if (mapped) copy_tile_panels<CHANNELS>(to, map, s.batch, tile.head, s.query_start + first, mbarrier);
+    ptx::mbarrier_arrive_expect_tx(mbarrier, (mapped ? TILE * COUNT * 2 : 0) + more);
+    if (mapped) copy_tile_panels<COUNT>(to, map, s.batch, tile.head, s.query_start + first, mbarrier, channel);
     return true;
   }
 
@@ -59,10 +64,15 @@ struct FullPrecisionBackwardSm90ChannelParts
     static constexpr int K_CHANNELS = K_PANELS * 64, V_CHANNELS = V_PANELS * 64, DQ_CHANNELS = K_CHANNELS / CONSUMERS;
     const FullPrecisionBackwardSm90ChannelParts& of;
     int warpgroup, k_panel, v_panel;  // its number; the part's first panels
+    float k_factor;
     float dk[K_CHANNELS / 8][4] = {}, dv[V_PANELS > 0 ? V_CHANNELS / 8 : 1][4] = {};
 
     __device__ __forceinline__ Consumer(const FullPrecisionBackwardSm90ChannelParts& numerics, int warpgroup, int k_panel, int v_panel)
-        : of(numerics), warpgroup(warpgroup), k_panel(k_panel), v_panel(v_panel) {}
+        : of(numerics), warpgroup(warpgroup), k_panel(k_panel), v_panel(v_panel),
+          k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)) {}
+
+    // The number of the part's first panel among those of K and Q in shared memory.
+    __device__ __forceinline__ int loaded_panel() const { return CHANNELS < D ? 0 : k_panel; }
 
     __device__ __forceinline__ void visit(const Pieces& pieces, int i, int tile, int padded, bool masked,
                                           const DqAccumulator& dq_sums) {
@@ -77,13 +87,14 @@ struct FullPrecisionBackwardSm90ChannelParts
       typename S::Sums sums;
       ColumnValues(state + TILE, lane).set(dp);
       ColumnValues minus_lse2(state, lane);
+      float factor = S::factor_at(k_factor, state + Tiles::STATE_VALUES);
       ptx::fence_operand(dp);
-      S::template start<SM90_KEYS>(sums, of.shared, queries, 0, 0, warpgroup);
+      S::template start<SM90_KEYS>(sums, of.shared, queries, of.shared + K_CODES_AT, queries + Q_CODES_AT, warpgroup);
       pieces.wait(2 * i + 1);
       // dP^T - D = V dO^T - D
       multiply_rows<T, V, SM90_KEYS, true>(dp, of.shared + K_BYTES + warpgroup * CONSUMER_KEYS * 128, gradients);
       ptx::wgmma_wait<1>(sums);
-      of.make_probabilities(s, sums, minus_lse2, S::k_factor(of.p, of.block, warpgroup), tile, warpgroup, masked);
+      of.make_probabilities(s, sums, minus_lse2, factor, tile, warpgroup, masked);
       uint32_t probabilities[4][4], ds[4][4];
       pack_scores<T>(probabilities, s);
       // dS = P o (dP - D)
@@ -97,7 +108,7 @@ struct FullPrecisionBackwardSm90ChannelParts
       // dS^T is stored before other products are issued, whose reads of shared memory would delay it.
       store_packed(of.ds_rows(slot, warpgroup) + warp * 16 * TILE * 2, ds, lane);
       // dK += dS^T Q, dV += P^T dO
-      add_product<T, K_CHANNELS>(dk, ds, queries + k_panel * (TILE * 128));
+      add_product<T, K_CHANNELS>(dk, ds, queries + loaded_panel() * (TILE * 128));
       if constexpr (V_PANELS > 0) add_product<T, V_CHANNELS>(dv, probabilities, gradients + v_panel * (TILE * 128));
       ptx::fence_proxy_async();
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
@@ -122,7 +133,7 @@ struct FullPrecisionBackwardSm90ChannelParts
       ptx::wgmma_fence();
       uint64_t ds = ptx::column_descriptor(of.ds_rows(slot, 0));
       int channel = warpgroup * DQ_CHANNELS;
-      uint64_t keys = ptx::column_descriptor(of.shared + (k_panel + channel / 64) * SM90_KEYS * 128 + channel % 64 * 2);
+      uint64_t keys = ptx::column_descriptor(of.shared + (loaded_panel() + channel / 64) * SM90_KEYS * 128 + channel % 64 * 2);
       ptx::wgmma_16<T, false, true, true>(dq, ds, keys);
 #pragma unroll
       for (int step = 1; step < SM90_KEYS / 16; ++step)

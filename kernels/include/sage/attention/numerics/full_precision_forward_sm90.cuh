@@ -16,8 +16,8 @@ struct FullPrecisionForwardSm90 {
   // The accumulators of two outputs, or of heads over 128 channels, leave no registers for 128 keys a step.
   static constexpr int TILES = OUTPUTS == 2 || D > 128 ? 1 : 2;
   using Warpgroups = ForwardWarpgroups<TILES, PLAN.rows == 192 ? 32 : 56, PLAN>;
-  // Heads over 192 channels leave no shared memory for the queries of two items.
-  static constexpr int QUERY_SLOTS = D > 192 ? 1 : 2;
+  // The queries of two items, but of heads over 192 channels only if they are codes.
+  static constexpr int QUERY_SLOTS = D > 192 && !CODES ? 1 : 2;
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // with codes one for the scales of K
   static constexpr bool VALUES_FIRST = false, MASKS_APART = true;
   // Shared memory: slots of Q; stages, each of K or of V; with codes the scales of each stage's tiles.
@@ -28,8 +28,8 @@ struct FullPrecisionForwardSm90 {
   static constexpr int SCALES_AT = QUERY_SLOTS * Q_BYTES + Warpgroups::STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = SCALES_AT + Warpgroups::STAGES * SCALE_BYTES;
   static_assert(PLAN.row_bytes == D * 2 && PLAN.shared_bytes == SHARED_BYTES);
-  // Of a warp: its rows in the queries' first panel, or of their codes, which no other warp reads.
-  static constexpr int STAGING = 16 * (CODES ? D : 128);
+  // Of a warp: its rows in the first panel of the queries, or of their codes, which no other warp reads.
+  static constexpr int STAGING = 16 * (CODES && D < 128 ? D : 128);
 
   const params::Forward& p;
   const ForwardBlock& block;
@@ -162,7 +162,7 @@ struct FullPrecisionForwardSm90 {
     __device__ __forceinline__ float (&columns())[TILES * 8][4] { return reinterpret_cast<float(&)[TILES * 8][4]>(s); }
 
     __device__ __forceinline__ void start(int stage) {
-      if constexpr (CODES) multiply_codes<D / 32>(sums, ptx::row_descriptor<D>(q_rows), ptx::row_descriptor<D>(of.rows_at(stage)));
+      if constexpr (CODES) multiply_codes<D / 32>(sums, code_descriptor<D>(q_rows), code_descriptor<D>(of.rows_at(stage)));
       else multiply_rows<T, D, 64, false>(columns(), q_rows, of.rows_at(stage));
     }
     template <int PENDING>

@@ -7,7 +7,7 @@
 
 namespace sage::attention {
 
-// The layout of a block's shared memory: K, V, and the keys' codes if S needs them; stages of Q, dO, the queries' codes if S
+// The layout of a block's shared memory: K (with codes above 128 channels those of the block's part alone), V, and the keys' codes if S needs them; stages of Q, dO, the queries' codes if S
 // needs them, and the row state (log-sum-exp, delta, the row sum if P needs it, the scale of the codes); two slots of dS^T;
 // staging memory of dQ, up to 128 channels; the memory that P needs for each warp.
 template <class T, int HEAD_DIM, params::Plan PLAN, class P, class Source, int VALUE_DIM = HEAD_DIM>
@@ -15,7 +15,10 @@ struct FullPrecisionTilesSm90 {
   using Type = T;
   using S = WarpgroupScores<Source>;
   static constexpr int D = HEAD_DIM, V = VALUE_DIM, STAGES = PLAN.stages;
-  static constexpr int K_BYTES = SM90_KEYS * D * 2, V_BYTES = SM90_KEYS * V * 2, Q_BYTES = TILE * D * 2, DOUT_BYTES = TILE * V * 2;
+  // Whose rows of K and Q are in shared memory: products in 16 bit read no others where S is one of codes.
+  static constexpr int CHANNELS = D > 128 && S::KEY_BYTES > 0 ? 128 : D;
+  static constexpr int K_BYTES = SM90_KEYS * CHANNELS * 2, V_BYTES = SM90_KEYS * V * 2;
+  static constexpr int Q_BYTES = TILE * CHANNELS * 2, DOUT_BYTES = TILE * V * 2;
   static constexpr int K_CODES_AT = K_BYTES + V_BYTES, STAGES_AT = K_CODES_AT + SM90_KEYS * S::KEY_BYTES;
   static constexpr int Q_CODES_AT = Q_BYTES + DOUT_BYTES, STATE_AT = Q_CODES_AT + S::TILE_BYTES;
   static constexpr int STAGE_BYTES = STATE_AT + 1024, STATE_VALUES = P::QUERY_VALUES * TILE;
@@ -50,15 +53,18 @@ struct FullPrecisionTilesSm90 {
     const Segment& s = block.segment;
     Rows<T> k(p.k, s.batch, s.key_start, block.key_head, s.key_len, p.shape.head_dim);
     Rows<T> v(p.v, s.batch, s.key_start, block.key_head, s.key_len, p.shape.value_dim);
-    copy_panels<SM90_KEYS, D, CONSUMER_THREADS>(shared, k, block.first_key, threadIdx.x);
+    if constexpr (CHANNELS < D) k.skip_channels(first_channel());
+    copy_panels<SM90_KEYS, CHANNELS, CONSUMER_THREADS>(shared, k, block.first_key, threadIdx.x);
     copy_panels<SM90_KEYS, V, CONSUMER_THREADS>(shared + K_BYTES, v, block.first_key, threadIdx.x);
     S::template load_keys<SM90_KEYS, CONSUMER_THREADS>(shared + K_CODES_AT, p, block);
   }
   __device__ __forceinline__ void keys_arrived() {
-    subtract_key_mean<T, SM90_KEYS, D, CONSUMER_THREADS>(memory, p, block, [](int row, int chunk) {
-      return chunk / 8 * SM90_KEYS * 128 + layout::swizzled<128>(row, chunk % 8);
-    });
+    subtract_key_mean<T, SM90_KEYS, D, CONSUMER_THREADS, CHANNELS>(
+        memory, p, block,
+        [](int row, int chunk) { return chunk / 8 * SM90_KEYS * 128 + layout::swizzled<128>(row, chunk % 8); }, first_channel());
   }
+  // The first of the CHANNELS channels.
+  __device__ __forceinline__ int first_channel() const { return CHANNELS < D ? block.channel_part * CHANNELS : 0; }
 
   __device__ __forceinline__ uint32_t gradient_staging(int warp) const { return shared + K_BYTES + warp * GRADIENT_STAGING; }
 

@@ -70,17 +70,18 @@ struct ScoresOfCodes {
 // Subtracts the mean over tokens from a block's rows of K in shared memory, whose layout is `at(row, chunk of 8 channels)`. Rows
 // beyond the last key do not matter, because their dS is 0. Full precision has no mean, and does nothing here. (All products of
 // SageBwd's backward must use the same K: rows of dS do not sum to exactly zero when O and P are not exact, and the remainder
-// would be multiplied with the mean.)
-template <class T, int KEYS, int D, int THREADS, class At>
-__device__ __forceinline__ void subtract_key_mean(unsigned char* memory, const params::Backward& p, const BackwardBlock& block, At at) {
+// would be multiplied with the mean.) The rows are CHANNELS of D channels, from `first_channel` on.
+template <class T, int KEYS, int D, int THREADS, int CHANNELS = D, class At>
+__device__ __forceinline__ void subtract_key_mean(unsigned char* memory, const params::Backward& p, const BackwardBlock& block, At at,
+                                                  int first_channel = 0) {
   if (!p.codes.k_mean) return;
-  const float* mean = p.codes.k_mean + (int64_t(block.key_head) * p.shape.segment_count + block.segment_index) * D;
-  for (int i = threadIdx.x; i < KEYS * D / 8; i += THREADS) {
-    uint4& words = *reinterpret_cast<uint4*>(memory + at(i / (D / 8), i % (D / 8)));
+  const float* mean = p.codes.k_mean + (int64_t(block.key_head) * p.shape.segment_count + block.segment_index) * D + first_channel;
+  for (int i = threadIdx.x; i < KEYS * CHANNELS / 8; i += THREADS) {
+    uint4& words = *reinterpret_cast<uint4*>(memory + at(i / (CHANNELS / 8), i % (CHANNELS / 8)));
     float x[8];
     unpack_8<T>(words, x);
 #pragma unroll
-    for (int c = 0; c < 8; ++c) x[c] -= __ldg(mean + i % (D / 8) * 8 + c);
+    for (int c = 0; c < 8; ++c) x[c] -= __ldg(mean + i % (CHANNELS / 8) * 8 + c);
     words = pack_8<T>(x);
   }
 }

@@ -48,14 +48,14 @@ struct WarpgroupScores<ScoresOfCodes<T, D>> : ScoresOfCodes<T, D> {
   }
   template <int KEYS>
   static __device__ __forceinline__ void start(Sums& sums, uint32_t, uint32_t, uint32_t k_codes, uint32_t q_codes, int warpgroup) {
-    multiply_codes<D / 32>(sums, ptx::row_descriptor<D>(k_codes + warpgroup * TILE * D), ptx::row_descriptor<D>(q_codes));
+    multiply_codes<D / 32>(sums, code_descriptor<D>(k_codes + warpgroup * TILE * D), code_descriptor<D>(q_codes));
   }
   using KeyFragments = uint32_t[D / 32][4];
   static __device__ __forceinline__ void read_keys(KeyFragments& k, uint32_t, uint32_t k_codes, int first) {
     read_rows<D>(k, k_codes, first);
   }
   static __device__ __forceinline__ void start(Sums& sums, const KeyFragments& k, uint32_t, uint32_t q_codes) {
-    multiply_codes<D / 32>(sums, k, ptx::row_descriptor<D>(q_codes));
+    multiply_codes<D / 32>(sums, k, code_descriptor<D>(q_codes));
   }
   // Multiplies in the scale of the tile's codes.
   static __device__ __forceinline__ float factor_at(float k_factor, const float* q_dequant_scale) { return k_factor * *q_dequant_scale; }
