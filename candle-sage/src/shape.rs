@@ -197,11 +197,13 @@ impl AttentionShape {
     }
 
     /// head_dim of values and outputs.
+    #[cfg(feature = "cuda")]
     pub(crate) fn value_dim(&self) -> usize {
         self.value_dim
     }
 
     /// The larger head_dim.
+    #[cfg(feature = "cuda")]
     pub(crate) fn widest(&self) -> usize {
         self.head_dim.max(self.value_dim)
     }
