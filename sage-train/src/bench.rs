@@ -31,6 +31,11 @@ pub struct Row {
 }
 
 impl Row {
+    /// Whether heads have more channels than most kernels take.
+    fn is_large(self) -> bool {
+        self.head_dim.max(self.value_dim) > 128
+    }
+
     /// The head_dim: `D`, or `D/V` where that of values is another.
     fn heads(&self) -> String {
         match self.value_dim {
@@ -141,7 +146,7 @@ fn schemes(row: Row, device: &Device) -> Vec<Scheme> {
     let few = SageBwd::default().products(Int8Products::FORWARD_AND_S);
     let sampled = few.key_mean(KeyMean::Sample(64));
     let scores = sampled.products(Int8Products::SCORES);
-    if row.head_dim.max(row.value_dim) > 128 && !device.is_cpu() {
+    if row.is_large() && !device.is_cpu() {
         return vec![Scheme::FullPrecision, scores.into()];
     }
     let sets = [few, sampled, few.products(Int8Products::FORWARD), scores];
@@ -206,7 +211,7 @@ pub fn measure(plan: &Plan, row: Row, seen: &mut dyn FnMut(Measured) -> Result<(
         match measured() {
             Err(e)
                 if scheme != Scheme::FullPrecision
-                    && row.head_dim > 128
+                    && row.is_large()
                     && ErrorKind::of(&e) == ErrorKind::Unsupported => {}
             measured => seen(measured.map_err(failed)?)?,
         }

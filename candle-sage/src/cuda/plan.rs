@@ -22,7 +22,7 @@ pub(super) fn padded_head_dim(scheme: &Scheme, shape: &AttentionShape, architect
 
 /// head_dim padded for kernels that take 128 channels at most.
 pub(super) fn small_head_dim(shape: &AttentionShape) -> Result<usize> {
-    match shape.widest().next_power_of_two().max(64) {
+    match shape.head_dim().next_power_of_two().max(64) {
         d @ ..=128 => Ok(d),
         _ => Err(Error::unsupported("head_dim is out of range on CUDA")
             .got(shape.head_dim())
@@ -116,7 +116,7 @@ pub(super) struct Plan {
 
 impl Plan {
     /// The plan of a kernel. There is one for every kernel that a scheme names and every target up to a `head_dim` of 128, as
-    /// a test checks; at 256 for full precision where thread blocks have enough shared memory.
+    /// a test checks; above it for full precision where thread blocks have enough shared memory, and on Hopper for SageBwd's scores.
     ///
     /// # Errors
     /// When the table has none.

@@ -268,10 +268,10 @@ impl Attention {
 /// ```
 pub struct AttentionVjp {
     op: AttentionOp,
-    /// The inputs and the output, all as wide as the widest.
+    /// The inputs and the output; if there are `widths`, all as wide as the widest.
     inputs: [Tensor; 3],
     out: Tensor,
-    /// If values have another head_dim than queries and keys.
+    /// If values have another head_dim than queries and keys, and were widened for that.
     widths: Option<Widths>,
 }
 

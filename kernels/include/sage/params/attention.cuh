@@ -55,8 +55,8 @@ struct Shape {
   int32_t value_dim;      // head_dim of V, O and their gradients; head_dim is that of Q and K
 };
 
-// Codes and scales, in padded tiles of 64 tokens: (head, tile, ...). A tile of codes is [64][D], or [D][64] where it is
-// transposed, swizzled as in shared memory (layout/swizzle.cuh).
+// Codes and scales, in padded tiles of 64 tokens: (head, tile, ...). A tile of codes is [64][D], above 128
+// channels in panels of 128, or [D][64] where it is transposed, swizzled as in shared memory (layout/swizzle.cuh).
 struct Codes {
   int8_t* q;
   int8_t* k;

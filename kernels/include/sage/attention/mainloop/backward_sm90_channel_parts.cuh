@@ -107,13 +107,7 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
     }
   } else {
     ptx::setmaxnreg<KV_CONSUMER_REGISTERS, SM90_THREADS>();
-    numerics.load_keys();
-    ptx::cp_async_commit();
-    ptx::cp_async_wait<0>();
-    ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
-    numerics.keys_arrived();
-    ptx::fence_proxy_async();
-    ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
+    fetch_keys(numerics);
     // Parts that have as many panels share their code.
     using First = typename Numerics::template Consumer<2, Parts::LEFT_OF_V>;
     using Second = typename Numerics::template Consumer<Parts::LEFT_OF_K, 2>;

@@ -82,7 +82,8 @@ struct FullPrecisionBackwardSm90 : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, 
       ptx::fence_proxy_async();
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
       float dq[D / 8 / CONSUMERS][4];
-      multiply_keys(dq, slot);
+      static_assert(D / CONSUMERS == 64, "a panel for each warpgroup");
+      multiply_keys<T>(dq, of.ds_rows(slot, 0), of.shared + warpgroup * SM90_KEYS * 128);
       // dK += dS^T Q
       add_product<T, D>(dk, ds, at);
       ptx::wgmma_wait<1>(dq);
@@ -91,19 +92,6 @@ struct FullPrecisionBackwardSm90 : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, 
       ptx::wgmma_wait<0>(dk);
     }
 
-    // Issues dQ = dS K over all keys of the block, for this consumer's share of the channels.
-    __device__ __forceinline__ void multiply_keys(float (&dq)[D / 8 / CONSUMERS][4], int slot) {
-      static_assert(D / CONSUMERS == 64, "a panel for each warpgroup");
-      ptx::discard_operand(dq);
-      ptx::wgmma_fence();
-      uint64_t ds = ptx::column_descriptor(of.ds_rows(slot, 0));
-      uint64_t keys = ptx::column_descriptor(of.shared + warpgroup * SM90_KEYS * 128);
-      ptx::wgmma_16<T, false, true, true>(dq, ds, keys);
-#pragma unroll
-      for (int step = 1; step < SM90_KEYS / 16; ++step)
-        ptx::wgmma_16<T, true, true, true>(dq, ds + step * ptx::COLUMN_STEP, keys + step * ptx::COLUMN_STEP);
-      ptx::wgmma_commit();
-    }
     // Stages this consumer's share of dQ in shared memory for the storer.
     __device__ __forceinline__ void hand_over(const float (&dq)[D / 8 / CONSUMERS][4], int lane, int warp) {
       constexpr int N = D / 8 / CONSUMERS;

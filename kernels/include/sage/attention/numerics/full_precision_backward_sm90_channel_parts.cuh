@@ -46,7 +46,7 @@ struct FullPrecisionBackwardSm90ChannelParts : FullPrecisionTilesSm90<T, HEAD_DI
     bool mapped = p.dout.mapped && (!p.shape.segments || first + TILE <= s.query_len);
     if (!mapped) {
       Rows<T> rows(view, s.batch, s.query_start, tile.head, s.query_len, head_dim);
-      if (CHANNELS < D) rows.skip_channels(channel);
+      rows.skip_channels(channel);
       copy_panels_by_warp<COUNT>(to, rows, first, lane);
       ptx::cp_async_wait_all();
       ptx::fence_proxy_async();
@@ -113,7 +113,7 @@ struct FullPrecisionBackwardSm90ChannelParts : FullPrecisionTilesSm90<T, HEAD_DI
       ptx::fence_proxy_async();
       ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
       float dq[DQ_CHANNELS / 8][4];
-      multiply_keys(dq, slot);
+      multiply_keys<T>(dq, of.ds_rows(slot, 0), k_rows());
       ptx::wgmma_wait<(V_PANELS > 0 ? 2 : 1)>(dk);
       pieces.release(2 * i);
       if constexpr (V_PANELS > 0) {
@@ -126,19 +126,10 @@ struct FullPrecisionBackwardSm90ChannelParts : FullPrecisionTilesSm90<T, HEAD_DI
       dq_sums.release(padded);
     }
 
-    // Issues dQ = dS K over all keys of the block, for this consumer's half of the part: a panel, or half of one, whose columns start
-    // DQ_CHANNELS further on in its rows.
-    __device__ __forceinline__ void multiply_keys(float (&dq)[DQ_CHANNELS / 8][4], int slot) {
-      ptx::discard_operand(dq);
-      ptx::wgmma_fence();
-      uint64_t ds = ptx::column_descriptor(of.ds_rows(slot, 0));
+    // Where K has the first channel of this consumer's half of the part: a panel, or half of one, in the middle of its rows.
+    __device__ __forceinline__ uint32_t k_rows() const {
       int channel = warpgroup * DQ_CHANNELS;
-      uint64_t keys = ptx::column_descriptor(of.shared + (loaded_panel() + channel / 64) * SM90_KEYS * 128 + channel % 64 * 2);
-      ptx::wgmma_16<T, false, true, true>(dq, ds, keys);
-#pragma unroll
-      for (int step = 1; step < SM90_KEYS / 16; ++step)
-        ptx::wgmma_16<T, true, true, true>(dq, ds + step * ptx::COLUMN_STEP, keys + step * ptx::COLUMN_STEP);
-      ptx::wgmma_commit();
+      return of.shared + (loaded_panel() + channel / 64) * SM90_KEYS * 128 + channel % 64 * 2;
     }
 
     // The epilogue: writes dV and dK of the warp's keys. dK leaves from the last panel of V, so that it need not wait for dV.

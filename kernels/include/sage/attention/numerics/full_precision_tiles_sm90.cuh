@@ -7,7 +7,20 @@
 
 namespace sage::attention {
 
-// The layout of a block's shared memory: K (with codes above 128 channels those of the block's part alone), V, and the keys' codes if S needs them; stages of Q, dO, the queries' codes if S
+// Issues dQ = dS K over all keys of a block, for 8 N channels: dS^T and K in shared memory, K from the first of these channels on.
+template <class T, int N>
+__device__ __forceinline__ void multiply_keys(float (&dq)[N][4], uint32_t ds_rows, uint32_t k_rows) {
+  ptx::discard_operand(dq);
+  ptx::wgmma_fence();
+  uint64_t ds = ptx::column_descriptor(ds_rows), keys = ptx::column_descriptor(k_rows);
+  ptx::wgmma_16<T, false, true, true>(dq, ds, keys);
+#pragma unroll
+  for (int step = 1; step < SM90_KEYS / 16; ++step)
+    ptx::wgmma_16<T, true, true, true>(dq, ds + step * ptx::COLUMN_STEP, keys + step * ptx::COLUMN_STEP);
+  ptx::wgmma_commit();
+}
+
+// The layout of a block's shared memory: K, V, and the keys' codes if S needs them; stages of Q, dO, the queries' codes if S
 // needs them, and the row state (log-sum-exp, delta, the row sum if P needs it, the scale of the codes); two slots of dS^T;
 // staging memory of dQ, up to 128 channels; the memory that P needs for each warp.
 template <class T, int HEAD_DIM, params::Plan PLAN, class P, class Source, int VALUE_DIM = HEAD_DIM>
@@ -15,7 +28,7 @@ struct FullPrecisionTilesSm90 {
   using Type = T;
   using S = WarpgroupScores<Source>;
   static constexpr int D = HEAD_DIM, V = VALUE_DIM, STAGES = PLAN.stages;
-  // Whose rows of K and Q are in shared memory: products in 16 bit read no others where S is one of codes.
+  // Of the rows of K and Q: above 128 channels, where S is a product of codes, those of the block's part, which alone are read then.
   static constexpr int CHANNELS = D > 128 && S::KEY_BYTES > 0 ? 128 : D;
   static constexpr int K_BYTES = SM90_KEYS * CHANNELS * 2, V_BYTES = SM90_KEYS * V * 2;
   static constexpr int Q_BYTES = TILE * CHANNELS * 2, DOUT_BYTES = TILE * V * 2;
