@@ -103,7 +103,7 @@ __device__ void quantize_queries(const params::Forward& p, int tile, int head) {
   int64_t at = int64_t(head) * shape.query_tiles + tile;
   quant::Tile<D> values;
   values.load(q, first);
-  if (p.codes.q_mean) {
+  if (D <= 128 && p.codes.q_mean) {  // of larger heads Q is not smoothed
     __shared__ float mean[D];
     if (threadIdx.x < D) {
       float sum = 0.0f;
@@ -246,20 +246,25 @@ __device__ void prepare(const params::Backward& p) {
   extern "C" __global__ void __launch_bounds__(quant::TILE_THREADS) name(const __grid_constant__ params::Backward p) { \
     __VA_ARGS__(p);                                                                                                    \
   }
-#define KERNELS(type, T, D)                                                \
+#define CODES(type, T, D)                                                  \
   FORWARD(sum_tiles_##type##_##D, quant::TILE_THREADS, sum_tiles<T, D>)    \
   FORWARD(mean_of_sample_##type##_##D, MEAN_THREADS, mean_of_sample<T, D>) \
-  FORWARD(quantize_##type##_##D, quant::TILE_THREADS, quantize<T, D>)      \
-  BACKWARD(prepare_full_precision_##type##_##D, prepare<T, D, false>)
-#define TYPES(type, T)                                       \
-  KERNELS(type, T, 64)                                       \
-  KERNELS(type, T, 128)                                      \
-  KERNELS(type, T, 256)                                      \
-  BACKWARD(prepare_sagebwd_##type##_64, prepare<T, 64, true>) \
-  BACKWARD(prepare_sagebwd_##type##_128, prepare<T, 128, true>)
+  FORWARD(quantize_##type##_##D, quant::TILE_THREADS, quantize<T, D>)
+#define KERNELS(type, T, D)                                           \
+  CODES(type, T, D)                                                   \
+  BACKWARD(prepare_full_precision_##type##_##D, prepare<T, D, false>) \
+  BACKWARD(prepare_sagebwd_##type##_##D, prepare<T, D, true>)
 
-TYPES(bf16, __nv_bfloat16)
-TYPES(f16, __half)
+KERNELS(bf16, __nv_bfloat16, 64)
+KERNELS(bf16, __nv_bfloat16, 128)
+KERNELS(f16, __half, 64)
+KERNELS(f16, __half, 128)
+BACKWARD(prepare_full_precision_bf16_256, prepare<__nv_bfloat16, 256, false>)
+BACKWARD(prepare_full_precision_f16_256, prepare<__half, 256, false>)
 FORWARD(mean_of_tiles_64, MEAN_THREADS, mean_of_tiles<64>)
 FORWARD(mean_of_tiles_128, MEAN_THREADS, mean_of_tiles<128>)
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // the only target that multiplies codes of larger heads
+CODES(bf16, __nv_bfloat16, 256)
+CODES(f16, __half, 256)
 FORWARD(mean_of_tiles_256, MEAN_THREADS, mean_of_tiles<256>)
+#endif

@@ -50,10 +50,12 @@ struct Tile {
   // Subtracts `mean`, one value a channel, from the rows that exist; the padding stays zero.
   __device__ __forceinline__ void subtract(const float* mean, int rows_left) {
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i)
+    for (int c = 0; c < 8; ++c) {
+      float of_channel = mean[column() + c];
 #pragma unroll
-      for (int c = 0; c < 8; ++c)
-        if (row(i) < rows_left) x[i][c] = __fsub_rn(x[i][c], mean[column() + c]);
+      for (int i = 0; i < ROWS; ++i)
+        if (row(i) < rows_left) x[i][c] = __fsub_rn(x[i][c], of_channel);
+    }
   }
 
   __device__ __forceinline__ uint32_t max_abs_bits() const {
