@@ -168,7 +168,7 @@ impl Config {
     /// Checks the names of the run's folder and of what it reads.
     fn check_names(&self) -> Result<()> {
         self.name.as_deref().map_or(Ok(()), check_name)?;
-        let sources = self.data.sources.iter().map(|source| &source.path);
+        let sources = self.data.all_sources().map(|source| &source.path);
         for path in sources.chain([&self.out]).chain(&self.init_from) {
             if path.to_str().is_none() {
                 return Err(Error::new("a path is not UTF-8")

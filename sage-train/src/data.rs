@@ -1,5 +1,5 @@
 //! Text to batches. `source` finds files, `reader` makes documents of them, `tokenizer` ids, `shard` keeps ids in
-//! files, `tokens` are a list of them, `mixture` several lists, `batches` the order, `feed` has them ready. `prepare`
+//! files, `opened` are the sources of a run, `tokens` are a list of them, `mixture` several lists, `batches` the order, `feed` has them ready. `prepare`
 //! is the way from text to shards (`inputs` the files of text, `split` the shards of a part, `progress` how far it came),
 //! `hub` from a name to files; `check` and `verify` compare shards with what is written of them, before a run and
 //! beside it.
@@ -12,11 +12,13 @@ mod feed;
 pub mod hub;
 mod inputs;
 mod mixture;
+mod opened;
 pub mod prepare;
 mod progress;
 pub mod reader;
 pub mod recall;
 pub mod shard;
+mod shares;
 pub mod source;
 mod split;
 mod tokenizer;
@@ -27,21 +29,19 @@ pub use batches::{Batch, Batches, Cut, Sequences};
 pub use config::DataConfig;
 pub use feed::Feed;
 pub use mixture::Mixture;
+pub use shares::Shares;
 pub use tokenizer::Tokenizer;
 pub use tokens::Tokens;
 pub use verify::Verification;
-
-use std::collections::BTreeSet;
-use std::path::Path;
 
 use candle_sage::{Error, Result};
 use sha2::{Digest, Sha256};
 
 use crate::hex;
 use crate::settings::{Settings, SourceSetting};
-use corpus::Corpus;
+use opened::{Opened, Sources};
 use shard::Shard;
-use source::{PassedOver, ShardFiles, Source};
+use source::{ShardFiles, Source};
 use tokens::check_ids;
 
 /// Everything a run reads: tokens to train on, tokens to validate on, and their tokenizer.
@@ -63,30 +63,24 @@ pub struct Dataset {
 /// Tokens of a source that are counted.
 pub const COUNTED: u64 = 1 << 24;
 
-/// The documents of a source, or its shards.
-enum Opened {
-    Documents(Vec<String>),
-    Shards(ShardFiles),
-}
-
 impl Dataset {
     /// Finds, reads, splits and tokenizes the data; shards are opened and checked.
     ///
     /// # Errors
     /// When the data cannot be read, or is too short for the context.
     pub fn load(config: &DataConfig, say: &dyn Fn(&str)) -> Result<Self> {
-        let data = Self::unchecked(config, say)?;
+        let data = Self::unchecked(config, false, say)?;
         let check = |tokens: &Tokens| batches::check("training", tokens.len(), config.context);
         data.train.sources().try_for_each(check)?;
         data.for_validation(config)
     }
 
-    /// As [`Dataset::load`]; there may be nothing to train on.
+    /// As [`Dataset::load`], without the data to train on where `--val-data` names other data.
     ///
     /// # Errors
     /// As [`Dataset::load`].
     pub fn load_to_validate(config: &DataConfig, say: &dyn Fn(&str)) -> Result<Self> {
-        Self::unchecked(config, say)?.for_validation(config)
+        Self::unchecked(config, true, say)?.for_validation(config)
     }
 
     fn for_validation(self, config: &DataConfig) -> Result<Self> {
@@ -96,9 +90,9 @@ impl Dataset {
         Ok(self)
     }
 
-    fn unchecked(config: &DataConfig, say: &dyn Fn(&str)) -> Result<Self> {
-        let opened = open(config, say)?;
-        let tokenizer = tokenizer(&opened, config, say)?;
+    fn unchecked(config: &DataConfig, validate_only: bool, say: &dyn Fn(&str)) -> Result<Self> {
+        let sources = Sources::open(config, validate_only, say)?;
+        let tokenizer = sources.tokenizer(config, say)?;
         if tokenizer.vocab_size() > config.vocab_size {
             return Err(Error::new("the tokenizer has more entries than the model")
                 .got(format!("{} entries", tokenizer.vocab_size()))
@@ -112,40 +106,36 @@ impl Dataset {
             ));
         }
         let (mut train, mut validation) = (Vec::new(), Vec::new());
-        let (mut bytes, mut documents) = (0, 0);
-        for (source, weight) in opened.iter().zip(config.weights()) {
-            let (of_train, of_validation) = match source {
-                Opened::Documents(text) => {
-                    let held = text.iter().map(|d| d.len() as u64).sum::<u64>();
-                    say(&format!("tokenizing {:.1} MB", held as f64 / 1e6));
-                    (bytes, documents) = (bytes + held, documents + text.len() as u64);
-                    let (train, validation) = split(text, config.val_fraction);
-                    (encode(&tokenizer, &train)?.into(), encode(&tokenizer, &validation)?.into())
-                }
-                Opened::Shards(files) => {
-                    let mut train = shards(&files.train, &tokenizer)?;
-                    let mut validation = shards(&files.validation, &tokenizer)?;
-                    for sidecar in train.iter_mut().chain(&mut validation).filter_map(|s| s.sidecar.as_mut())
-                    {
-                        let ended = sidecar.document_tokens.len() as u64 - u64::from(sidecar.continues);
-                        bytes = bytes.saturating_add(sidecar.text_bytes);
-                        documents = documents.saturating_add(ended);
-                        // It was checked and counted, and may be long.
-                        sidecar.document_tokens = Vec::new();
-                    }
-                    split_tokens(train.into(), validation.into(), config.val_fraction)
-                }
-            };
-            train.push((of_train, weight));
-            validation.push((of_validation, weight));
+        let mut tokenizing = Tokenizing { tokenizer: &tokenizer, bytes: 0, documents: 0, say };
+        let apart = !sources.validation.is_empty();
+        for source in &sources.train {
+            let fraction = if apart { 0.0 } else { config.val_fraction };
+            let (of_train, of_validation) = tokenizing.tokens(source, fraction)?;
+            train.push(of_train);
+            if apart && !of_validation.is_empty() {
+                say("validation shards beside the training shards are not used: --val-data names others");
+            } else if !apart {
+                validation.push(of_validation);
+            }
         }
-        let (train, validation) = (Mixture::new(train), Mixture::new(validation));
+        for source in &sources.validation {
+            // Of prepared data the validation shards, of everything else all of it.
+            let (all, shards) = tokenizing.tokens(source, 0.0)?;
+            validation.push(if shards.is_empty() { all } else { shards });
+        }
+        let Tokenizing { bytes, documents, .. } = tokenizing;
+        let mix = |lists: Vec<Tokens>, sources| match weights(sources) {
+            Some(weights) => Mixture::new(lists.into_iter().zip(weights).collect()),
+            None => Mixture::by_size(lists, config.context),
+        };
+        let validated = if apart { &config.val_sources } else { &config.sources };
+        let (train, validation) = (mix(train, &config.sources), mix(validation, validated));
         let known = |n: u64, what: String| if n > 0 { what } else { String::new() };
         Ok(Self {
             unigram_entropy: entropy(train.sources().chain(validation.sources()), &tokenizer)?,
             summary: format!(
                 "{}{}{} training and {} validation tokens",
-                known(documents, format!("{documents} documents, ")),
+                known(documents, format!("{}, ", crate::quantity::counted(documents, "document"))),
                 known(bytes, format!("{:.1} MB, ", bytes as f64 / 1e6)),
                 crate::quantity::grouped(train.len()),
                 crate::quantity::grouped(validation.len()),
@@ -172,94 +162,6 @@ impl Dataset {
     }
 }
 
-/// Finds what each source is, and reads what is text.
-fn open(config: &DataConfig, say: &dyn Fn(&str)) -> Result<Vec<Opened>> {
-    if config.sources.is_empty() {
-        if config.corpus_bytes == 0 {
-            return Err(Error::new("an empty corpus")
-                .got("--corpus-mb 0")
-                .allowed("1 and up")
-                .hint("--corpus-mb 8"));
-        }
-        return Ok(vec![Opened::Documents(Corpus::new(config.corpus_seed).documents(config.corpus_bytes))]);
-    }
-    let mut seen = BTreeSet::new();
-    let mut open = |source: &SourceSetting| {
-        let mut passed_over = PassedOver::default();
-        let found = source::find_and_pass_over(&source.path, &config.out, &mut passed_over)?;
-        if let Some(others) = passed_over.in_words() {
-            say(&others);
-        }
-        source::check_once(found.files(), &mut seen)?;
-        let files = match found {
-            Source::Shards(files) => {
-                check::check_listed(&source.path)?;
-                return Ok(Opened::Shards(files));
-            }
-            Source::Text(files) => files,
-        };
-        if let Some(file) = files.iter().find(|file| is_called_validation(file)) {
-            say(&format!(
-                "warning: {} is trained on like the rest: of text --val-fraction is for validation, whatever its files are called",
-                file.display()
-            ));
-        }
-        let (mut documents, mut open) = (Vec::new(), String::new());
-        for file in files {
-            reader::read(&file, &config.text_field, &mut |piece| {
-                open.push_str(&piece.text);
-                if piece.ends {
-                    documents.push(std::mem::take(&mut open));
-                }
-                Ok(())
-            })?;
-        }
-        documents.retain(|document| !document.trim().is_empty());
-        if documents.is_empty() {
-            return Err(Error::new("there is no text to train on")
-                .got(format!("{} holds no text", source.path.display()))
-                .allowed(format!("text in {}", reader::KINDS))
-                .hint("leave --data out to train on the built-in corpus"));
-        }
-        Ok(Opened::Documents(documents))
-    };
-    config.sources.iter().map(&mut open).collect()
-}
-
-/// Whether a text file's name says that it is for validation, as a shard's may.
-fn is_called_validation(file: &Path) -> bool {
-    let stem = file.file_stem().map(|stem| stem.to_string_lossy().to_ascii_lowercase());
-    stem.is_some_and(|stem| ["val", "valid", "validation", "dev", "test"].contains(&stem.as_str()))
-}
-
-/// The tokenizer that was named, or that stands beside the shards, or one trained on the documents.
-fn tokenizer(opened: &[Opened], config: &DataConfig, say: &dyn Fn(&str)) -> Result<Tokenizer> {
-    if let Some(name) = &config.tokenizer {
-        return Tokenizer::named(name);
-    }
-    let mut beside = opened.iter().filter_map(|source| match source {
-        Opened::Shards(files) => Some(files),
-        Opened::Documents(_) => None,
-    });
-    if let Some(files) = beside.next() {
-        let path = files.tokenizer.as_ref().ok_or_else(|| {
-            Error::new("shards of tokens without their tokenizer")
-                .got(files.first().display())
-                .allowed("a tokenizer.json beside them")
-                .hint("--tokenizer FILE; llm.c's and nanoGPT's are GPT-2's: --tokenizer gpt2")
-        })?;
-        return Tokenizer::load(path);
-    }
-    let documents: Vec<&String> = opened
-        .iter()
-        .flat_map(|source| match source {
-            Opened::Documents(documents) => documents.as_slice(),
-            Opened::Shards(_) => &[],
-        })
-        .collect();
-    Tokenizer::trained_on(&documents, config, say)
-}
-
 /// The tokenizer that settings name, or that stands beside their shards, before anything is read; `None` where one would
 /// be trained.
 ///
@@ -270,7 +172,7 @@ pub fn known_tokenizer(settings: &Settings) -> Result<Option<Tokenizer>> {
         return Tokenizer::named(name).map(Some);
     }
     let out = settings.run.out.as_deref().unwrap_or(std::path::Path::new("runs"));
-    for source in settings.data.sources.iter().flatten() {
+    for source in settings.data.sources.iter().chain(&settings.data.val_data).flatten() {
         // A path that leads nowhere is reported when the data is opened.
         if let Ok(Source::Shards(ShardFiles { tokenizer: Some(path), .. })) = source::find(&source.path, out)
         {
@@ -278,6 +180,47 @@ pub fn known_tokenizer(settings: &Settings) -> Result<Option<Tokenizer>> {
         }
     }
     Ok(None)
+}
+
+/// The weights of sources; `None` mixes them by their size.
+fn weights(sources: &[SourceSetting]) -> Option<Vec<f64>> {
+    // Without sources there is one list, the built-in corpus.
+    sources.iter().map(|source| source.weight).collect::<Option<Vec<f64>>>().filter(|all| !all.is_empty())
+}
+
+/// Turns opened sources into tokens, and counts what they hold.
+struct Tokenizing<'a> {
+    tokenizer: &'a Tokenizer,
+    bytes: u64,
+    documents: u64,
+    say: &'a dyn Fn(&str),
+}
+
+impl Tokenizing<'_> {
+    /// The tokens of a source, and those of it that are for validation: its validation shards, or else a part of it.
+    fn tokens(&mut self, source: &Opened, fraction: f64) -> Result<(Tokens, Tokens)> {
+        match source {
+            Opened::Documents(text) => {
+                let held = text.iter().map(|d| d.len() as u64).sum::<u64>();
+                (self.say)(&format!("tokenizing {:.1} MB", held as f64 / 1e6));
+                (self.bytes, self.documents) = (self.bytes + held, self.documents + text.len() as u64);
+                let (train, validation) = split(text, fraction);
+                Ok((encode(self.tokenizer, &train)?.into(), encode(self.tokenizer, &validation)?.into()))
+            }
+            Opened::Shards(files) => {
+                let mut train = shards(&files.train, self.tokenizer)?;
+                let mut validation = shards(&files.validation, self.tokenizer)?;
+                for sidecar in train.iter_mut().chain(&mut validation).filter_map(|s| s.sidecar.as_mut()) {
+                    let ended = sidecar.document_tokens.len() as u64 - u64::from(sidecar.continues);
+                    self.bytes = self.bytes.saturating_add(sidecar.text_bytes);
+                    self.documents = self.documents.saturating_add(ended);
+                    // It was checked and counted, and may be long.
+                    sidecar.document_tokens = Vec::new();
+                }
+                Ok(split_tokens(train.into(), validation.into(), fraction))
+            }
+        }
+    }
 }
 
 /// Opens shards that a tokenizer made.
@@ -302,6 +245,9 @@ fn split_tokens(train: Tokens, validation: Tokens, fraction: f64) -> (Tokens, To
 /// Cuts the last part of the text off for validation: whole documents where they fit, and where one
 /// is too long, its end.
 fn split(documents: &[String], fraction: f64) -> (Vec<&str>, Vec<&str>) {
+    if fraction == 0.0 {
+        return (documents.iter().map(String::as_str).collect(), Vec::new());
+    }
     let bytes: usize = documents.iter().map(String::len).sum();
     let wanted = ((bytes as f64 * fraction) as usize).max(1);
     let mut train: Vec<&str> = documents.iter().map(String::as_str).collect();

@@ -103,6 +103,11 @@ pub fn gib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 30)
 }
 
+/// A number of things, in words: `1 document`, `1,200 documents`.
+pub fn counted(n: u64, noun: &str) -> String {
+    format!("{} {noun}{}", grouped(n), if n == 1 { "" } else { "s" })
+}
+
 /// Groups digits by threes: `1234567` as `1,234,567`.
 pub fn grouped(n: u64) -> String {
     let digits = n.to_string();
@@ -164,5 +169,6 @@ mod tests {
         }
         assert_eq!(Quantity(262_144).to_string(), "256k");
         assert_eq!(grouped(1_234_567), "1,234,567");
+        assert_eq!([0, 1, 1200].map(|n| counted(n, "run")), ["0 runs", "1 run", "1,200 runs"]);
     }
 }

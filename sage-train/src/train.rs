@@ -16,7 +16,7 @@ use candle_core::Device;
 use candle_sage::{Error, Result};
 
 use crate::config::Config;
-use crate::data::{Dataset, Verification, source};
+use crate::data::{Dataset, Shares, Verification, source};
 use crate::device::{Hardware, Place, free_memory};
 use crate::hf;
 use crate::lock::Lock;
@@ -42,7 +42,7 @@ use trainer::Trainer;
 /// # Errors
 /// When the data does not exist, or the folder cannot be made.
 pub fn check(config: &Config, begin: &Begin) -> Result<()> {
-    for source in &config.data.sources {
+    for source in config.data.all_sources() {
         source::find(&source.path, &config.out)?;
     }
     let parent = config.out.ancestors().find(|folder| folder.exists());
@@ -192,12 +192,14 @@ fn tell_what_runs(config: &Config, resumed: Option<&Found>, data: &Dataset, prog
         });
     }
     progress.say(&format!("{config}"));
-    progress.say(&format!(
-        "{}, {:.2} epochs, unigram entropy {:.3} nats",
-        data.summary,
-        config.tokens() as f64 / data.train.len() as f64,
-        data.unigram_entropy,
-    ));
+    let epochs = match data.train.sources().count() {
+        1 => format!("{:.2} epochs, ", config.tokens() as f64 / data.train.len() as f64),
+        _ => {
+            progress.say(&Shares::of(&config.data, &data.train, config.tokens()).to_string());
+            String::new()
+        }
+    };
+    progress.say(&format!("{}, {epochs}unigram entropy {:.3} nats", data.summary, data.unigram_entropy));
 }
 
 /// Removes the ending of an earlier start. If another rank's failure ends this process, the failure is written as the ending.
@@ -256,7 +258,7 @@ fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, S
 fn said(config: &Config, resumed: Option<&Found>, parallel: Parallel) -> String {
     let step = resumed.map_or("a new run".into(), |found| format!("after step {}", found.about.step));
     // Paths differ between machines; the data behind them is compared once it is read.
-    let own = |key: &str| matches!(key, "data" | "tokenizer" | "init-from");
+    let own = |key: &str| matches!(key, "data" | "val-data" | "tokenizer" | "init-from");
     let settings = config.identity().into_iter().filter(|(key, _)| !own(key));
     let settings = settings.map(|(key, value)| format!("{key} = {value}"));
     // These settings decide when the ranks validate and save, which they do together.

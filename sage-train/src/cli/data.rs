@@ -58,8 +58,11 @@ pub(super) struct Prepare {
     #[arg(long, value_name = "N", default_value = "100_000_000")]
     shard_tokens: Quantity,
     /// Part of the documents kept for validation
-    #[arg(long, value_name = "PART", default_value_t = 0.005)]
+    #[arg(long, value_name = "PART", default_value_t = 0.005, conflicts_with = "val_data")]
     val_fraction: f64,
+    /// Data that is for validation as a whole, named as DATA is; of DATA nothing is kept for validation then
+    #[arg(long, value_name = "DATA")]
+    val_data: Vec<String>,
     /// Seed that says which documents these are
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
@@ -127,6 +130,7 @@ impl Prepare {
     fn run(self) -> Result<()> {
         let plan = Plan {
             inputs: self.inputs,
+            val_inputs: self.val_data,
             out: self.to,
             tokenizer: self.tokenizer,
             vocab_size: vocab_size(self.vocab_size)?,

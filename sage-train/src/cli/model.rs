@@ -118,13 +118,13 @@ pub(super) struct Eval {
     /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (which is computed with full-precision attention or what its attention.json says, over 4096
     /// tokens at most where nothing else is said)
     run: PathBuf,
-    /// Text or shards, whose validation part is taken [default: the run's own]
+    /// Text or shards, all of it; of prepared data the validation shards [default: the run's validation data]
     #[arg(long, value_name = "PATH")]
     data: Option<SourceSetting>,
-    /// Tokens of it, at most [default: 1m; 2k with --token-by-token]
+    /// Tokens of the data, at most [default: 1m; 2k with --token-by-token]
     #[arg(long, value_name = "N")]
     tokens: Option<Quantity>,
-    /// All tokens of it
+    /// All tokens of the data
     #[arg(long, conflicts_with_all = ["tokens", "hellaswag"])]
     all: bool,
     /// Also predict each token from those before it alone, with these numerics for every token: what attention owes to its looks ahead
@@ -190,7 +190,7 @@ impl Eval {
         }
         let settings = Settings::with(|s| {
             s.attention.attn = self.attn;
-            s.data.sources = self.data.clone().map(|data| vec![data]);
+            s.data.val_data = self.data.clone().map(|data| vec![data]);
             s.data.tokenizer = Some(tokenizer);
             s.data.context = self.context;
             s.batch.micro_batch = self.micro_batch;
@@ -204,6 +204,7 @@ impl Eval {
         if let Some(words) = recall {
             return recalled(&trained, &model, words, tokens);
         }
+        config.data.warn_of_trained_on(&|line| tell(line));
         let data = Dataset::load_to_validate(&config.data, &|line| tell(line))?;
         let cut = config.data.cut(tokenizer);
         let scheme = attention_of(&trained);

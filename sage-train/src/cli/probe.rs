@@ -26,7 +26,8 @@ pub(super) struct Probe {
     /// of a model in Hugging Face's format, with --data
     #[arg(required_unless_present = "sigma")]
     run: Option<PathBuf>,
-    /// Text or shards, whose validation part is looked at [default: the run's own]
+    /// Text or shards to take the sequences from; of prepared data the validation shards [default: the run's validation
+    /// data]
     #[arg(long, value_name = "PATH", conflicts_with = "sigma")]
     data: Option<SourceSetting>,
     /// Validation sequences to look at
@@ -111,7 +112,7 @@ impl Probe {
             s.attention.smoothing = self.smoothing;
             s.attention.key_mean = self.key_mean;
             s.attention.granularity = self.granularity;
-            s.data.sources = self.data.clone().map(|data| vec![data]);
+            s.data.val_data = self.data.clone().map(|data| vec![data]);
             s.data.context = self.context;
         });
         let mut settings = typed.clone();

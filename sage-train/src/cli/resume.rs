@@ -14,8 +14,9 @@ use crate::settings::{Settings, SourceSetting};
 /// Settings that may change when a run is resumed: its length, its speed, its place and what is measured, but
 /// not the model, the data or the tokens of a step.
 // `data` may change because data may move: the checkpoint holds the fingerprint of the data itself.
-const MAY_CHANGE: [&str; 27] = [
+const MAY_CHANGE: [&str; 28] = [
     "data",
+    "val-data",
     "steps",
     "tokens",
     "lr",
@@ -56,7 +57,9 @@ impl Resumed {
     pub(super) fn open(path: &Path, mut typed: Settings, rank: Rank) -> Result<Self> {
         let found = Found::at(path, rank)?;
         let saved = Config::read_settings(&found.run.join("config.toml"))?;
-        typed.data.sources = with_weights(typed.data.sources.take(), saved.data.sources.as_ref())?;
+        let (moved, data) = (&mut typed.data, &saved.data);
+        moved.sources = with_weights(moved.sources.take(), data.sources.as_ref())?;
+        moved.val_data = with_weights(moved.val_data.take(), data.val_data.as_ref())?;
         let merged = typed.over(saved.clone());
         let (before, after) = (table(&saved)?, table(&merged)?);
         if let Some(key) = changed(&before, &after).find(|key| !MAY_CHANGE.contains(key)) {
@@ -91,12 +94,13 @@ fn with_weights(
     saved: Option<&Vec<SourceSetting>>,
 ) -> Result<Option<Vec<SourceSetting>>> {
     let (Some(mut typed), Some(saved)) = (typed.clone(), saved) else { return Ok(typed) };
-    let weights = |all: &[SourceSetting]| all.iter().map(|source| source.weight).collect::<Vec<f64>>();
+    let weights = |all: &[SourceSetting]| all.iter().map(|source| source.weight).collect::<Vec<_>>();
     let (new, old) = (weights(&typed), weights(saved));
-    if new.len() != old.len() || (new.iter().any(|weight| *weight != 1.0) && new != old) {
+    if new.len() != old.len() || (new.iter().any(Option::is_some) && new != old) {
+        let show = |all: &[SourceSetting]| all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         return Err(Error::new("the data of a run cannot change under way, only its place")
-            .got(format!("{} sources with weights {new:?}", new.len()))
-            .allowed(format!("{} sources with weights {old:?}", old.len()))
+            .got(format!("{} sources: {}", new.len(), show(&typed)))
+            .allowed(format!("{} sources, with the weights of {}", old.len(), show(saved)))
             .hint("name each --data where it is now, in the same order; the weights are known"));
     }
     typed.iter_mut().zip(old).for_each(|(source, weight)| source.weight = weight);
@@ -142,8 +146,16 @@ mod tests {
         let config =
             Config::resolve(Settings::with(|s| s.run.preset = Some(Preset::Tiny))).expect("a preset");
         let known = table(&config.settings).expect("plain values");
-        let unset =
-            ["data", "tokens", "checkpoint-every", "threads", "peak-tflops", "warmup-steps", "eval-attn"];
+        let unset = [
+            "data",
+            "val-data",
+            "tokens",
+            "checkpoint-every",
+            "threads",
+            "peak-tflops",
+            "warmup-steps",
+            "eval-attn",
+        ];
         for key in MAY_CHANGE {
             assert!(known.contains_key(key) || unset.contains(&key), "{key}");
         }

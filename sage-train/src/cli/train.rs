@@ -16,7 +16,7 @@ use super::typed::check_typed;
 use crate::checkpoint;
 use crate::checks::in_range;
 use crate::config::Config;
-use crate::data::{Batches, Dataset, known_tokenizer};
+use crate::data::{Batches, Dataset, Shares, known_tokenizer};
 use crate::device::Place;
 use crate::lock::Lock;
 use crate::quantity::Quantity;
@@ -166,7 +166,9 @@ impl Train {
             let ranks = world.mesh.rank().of;
             train::check_parallel(&config, ranks, world.mesh.context)?;
             let of_ranks = if ranks > 1 { config.of_ranks(world) } else { String::new() };
-            return Ok(print(&format!("{config}{of_ranks}"))?);
+            let shares = Shares::planned(&config.data, config.tokens())?;
+            let shares = shares.map_or(String::new(), |shares| format!("\n{shares}\n"));
+            return Ok(print(&format!("{config}{of_ranks}{shares}"))?);
         }
         if let Some(path) = &self.write_batches {
             return Ok(write_batches(&config, path)?);

@@ -70,11 +70,15 @@ fn check_data(typed: &DataSettings, data: &DataConfig) -> Result<()> {
     if typed.text_field.is_none() && typed.val_fraction.is_none() {
         return Ok(());
     }
-    if data.sources.is_empty() && typed.text_field.is_some() {
+    if typed.val_fraction.is_some() && !data.val_sources.is_empty() {
+        let hint = "--val-data is validated on as a whole; leave one of them out";
+        return idle("val-fraction", "--val-data".into(), "one of them", hint);
+    }
+    if data.all_sources().next().is_none() && typed.text_field.is_some() {
         let hint = "it names the key or column of the text in files of --data";
         return idle("text-field", "the built-in corpus".into(), "--data", hint);
     }
-    let found = data.sources.iter().map(|s| source::find(&s.path, &data.out)).collect::<Result<Vec<_>>>()?;
+    let found = data.all_sources().map(|s| source::find(&s.path, &data.out)).collect::<Result<Vec<_>>>()?;
     let all = |of: fn(&Source) -> bool| !found.is_empty() && found.iter().all(of);
     if typed.text_field.is_some() && all(|source| matches!(source, Source::Shards(_))) {
         let hint = "shards are tokens already: `sage-train data prepare --text-field` names the text they are made of";

@@ -58,10 +58,12 @@ impl Config {
         let mut identity: Identity = kept.collect();
         let mut set = |key: &str, value: String| identity.insert(key.to_owned(), value);
         if let sources @ [_, _, ..] = self.data.sources.as_slice() {
-            let all: f64 = sources.iter().map(|source| source.weight).sum();
-            let parts: Vec<String> =
-                sources.iter().map(|source| format!("{:.6}", source.weight / all)).collect();
-            set("data-weights", parts.join(" "));
+            let weights: Option<Vec<f64>> = sources.iter().map(|source| source.weight).collect();
+            let parts = weights.map(|weights| {
+                let all: f64 = weights.iter().sum();
+                weights.iter().map(|weight| format!("{:.6}", weight / all)).collect::<Vec<_>>().join(" ")
+            });
+            set("data-weights", parts.unwrap_or_else(|| "by size".into()));
         }
         set("attn", self.attn.to_string());
         for (key, value) in self.attn.own_settings(self.model.scheme, self.model.sla2.as_ref()) {

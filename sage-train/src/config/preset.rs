@@ -155,6 +155,7 @@ fn attention() -> AttentionSettings {
 fn data(size: &Size) -> DataSettings {
     DataSettings {
         sources: None,
+        val_data: None,
         text_field: Some("text".into()),
         tokenizer: None,
         document_mask: Some(Switch::Off),

@@ -5,6 +5,7 @@ use std::fmt;
 use super::Config;
 use crate::model::{Choice, Recompute};
 use crate::quantity::{Quantity, grouped};
+use crate::settings::SourceSetting;
 
 impl fmt::Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -161,10 +162,16 @@ impl Config {
 
     fn sources(&self) -> String {
         let data = &self.data;
-        let mut text = data.sources.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let list = |sources: &[SourceSetting]| {
+            sources.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+        };
+        let mut text = list(&data.sources);
         if data.sources.is_empty() {
             text =
                 format!("built-in corpus, {} MB, seed {}", data.corpus_bytes / 1_000_000, data.corpus_seed);
+        }
+        if !data.val_sources.is_empty() {
+            text += &format!("; validation on {}", list(&data.val_sources));
         }
         text + if data.document_mask { ", attention inside documents" } else { "" }
     }

@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
-use candle_sage::Result;
+use candle_sage::{Error, Result};
 
+use super::source::canonical;
 use super::{Cut, Tokenizer};
 use crate::checks::{self, in_range, need};
 use crate::settings::{Settings, SourceSetting, Switch};
@@ -13,6 +14,8 @@ use crate::settings::{Settings, SourceSetting, Switch};
 pub struct DataConfig {
     /// Files, folders and patterns, with weights; none for the built-in corpus.
     pub sources: Vec<SourceSetting>,
+    /// Files, folders and patterns that are for validation as a whole; none keeps a part of `sources`.
+    pub val_sources: Vec<SourceSetting>,
     /// The key or column of text.
     pub text_field: String,
     /// A file or a name, where it is not found by itself.
@@ -43,7 +46,8 @@ impl DataConfig {
     pub fn resolve(s: &Settings, out: PathBuf, seed: u64) -> Result<Self> {
         let corpus_mb = in_range("corpus-mb", need(s.data.corpus_mb), 0, 1 << 40)?;
         Ok(Self {
-            sources: s.data.sources.clone().unwrap_or_default(),
+            sources: sources("data", s.data.sources.as_ref())?,
+            val_sources: sources("val-data", s.data.val_data.as_ref())?,
             text_field: need(s.data.text_field.clone()),
             tokenizer: s.data.tokenizer.clone(),
             document_mask: need(s.data.document_mask) == Switch::On,
@@ -57,9 +61,22 @@ impl DataConfig {
         })
     }
 
-    /// The weight of each source, the built-in corpus among them.
-    pub fn weights(&self) -> Vec<f64> {
-        if self.sources.is_empty() { vec![1.0] } else { self.sources.iter().map(|s| s.weight).collect() }
+    /// All sources, of both parts.
+    pub fn all_sources(&self) -> impl Iterator<Item = &SourceSetting> {
+        self.sources.iter().chain(&self.val_sources)
+    }
+
+    /// Warns if data to validate on is also named as data to train on.
+    pub fn warn_of_trained_on(&self, say: &dyn Fn(&str)) {
+        for source in &self.val_sources {
+            let path = canonical(&source.path);
+            if self.sources.iter().any(|trained| canonical(&trained.path) == path) {
+                say(&format!(
+                    "warning: the run was trained on {}; without --data its validation data is taken",
+                    source.path.display()
+                ));
+            }
+        }
     }
 
     /// How tokens become sequences.
@@ -76,4 +93,19 @@ impl DataConfig {
     pub fn cache(&self) -> PathBuf {
         self.out.join("cache")
     }
+}
+
+/// Sources, all of which have a weight, or none.
+fn sources(flag: &str, sources: Option<&Vec<SourceSetting>>) -> Result<Vec<SourceSetting>> {
+    let sources = sources.cloned().unwrap_or_default();
+    let weighted = sources.iter().filter(|source| source.weight.is_some()).count();
+    if weighted != 0 && weighted != sources.len() {
+        return Err(Error::new(format!("some sources of --{flag} have weights, and others do not"))
+            .got(sources.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
+            .allowed("a weight for every source, or for none")
+            .hint(format!(
+                "--{flag} web.bin=0.7 --{flag} books.txt=0.3; sources without weights are mixed by their size"
+            )));
+    }
+    Ok(sources)
 }

@@ -25,6 +25,9 @@ pub(super) struct TextFile {
     modified: u64,
     /// Key or column of the text.
     pub(super) field: String,
+    /// Whether all of its documents are for validation (`--val-data`).
+    #[serde(default)]
+    pub(super) validation: bool,
 }
 
 impl TextFile {
@@ -37,6 +40,7 @@ impl TextFile {
             bytes: about.map_or(0, |about| about.len()),
             modified: modified.map_or(0, |time| time.as_nanos() as u64),
             field: field.into(),
+            validation: false,
         }
     }
 

@@ -14,6 +14,20 @@ impl Mixture {
         Self { sources }
     }
 
+    /// A mixture in which every sequence of `context` tokens of every source comes equally often.
+    pub fn by_size(sources: Vec<Tokens>, context: usize) -> Self {
+        let sequences = |tokens: &Tokens| (tokens.len().saturating_sub(1) / context as u64) as f64;
+        Self::new(
+            sources.into_iter().map(|tokens| (sequences(&tokens), tokens)).map(|(n, t)| (t, n)).collect(),
+        )
+    }
+
+    /// The part of all draws that each source gets.
+    pub fn shares(&self) -> Vec<f64> {
+        let all: f64 = self.sources.iter().map(|(_, weight)| weight).sum();
+        self.sources.iter().map(|(_, weight)| weight / all).collect()
+    }
+
     /// The lists.
     pub fn sources(&self) -> impl Iterator<Item = &Tokens> {
         self.sources.iter().map(|(tokens, _)| tokens)
@@ -56,6 +70,18 @@ impl Mixture {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn by_size_every_sequence_of_every_source_comes_once_an_epoch() {
+        let of = |len: u32| Tokens::from((0..len).collect::<Vec<u32>>());
+        // 600, 3 and 1 sequences of 4.
+        let mixture = Mixture::by_size(vec![of(2403), of(13), of(7)], 4);
+        let mut counts = [0; 3];
+        (0..2 * 604).for_each(|n| counts[mixture.draw(n).0] += 1);
+        assert_eq!(counts, [1200, 6, 2]);
+        let shares: Vec<f64> = mixture.shares().iter().map(|share| (share * 604.0).round()).collect();
+        assert_eq!(shares, [600.0, 3.0, 1.0]);
+    }
 
     #[test]
     fn draws_follow_the_weights_and_count_themselves() {

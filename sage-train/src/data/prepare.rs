@@ -1,5 +1,6 @@
 //! From text to shards: one thread reads, all tokenize, and what is written counts when all of it is.
 
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,6 +15,7 @@ use super::inputs::{TextFile, is_blank, no_text, read_file, text_files, trained}
 use super::progress::{Done, Journal, Work};
 use super::reader::Piece;
 use super::shard::Format;
+use super::source::canonical;
 pub use super::split::Part;
 use super::split::SplitWriter;
 use super::tokenizer::Tokenizer;
@@ -33,6 +35,8 @@ const QUIET: Duration = Duration::from_secs(10);
 pub struct Plan {
     /// Files, folders, patterns, `hf:OWNER/NAME[:PATTERN]`, recipes.
     pub inputs: Vec<String>,
+    /// The same, of what is for validation as a whole; where there is any, no document of `inputs` is.
+    pub val_inputs: Vec<String>,
     /// The folder to make.
     pub out: PathBuf,
     /// A `tokenizer.json` or a model's name; `None` trains one.
@@ -92,7 +96,7 @@ pub fn prepare(plan: &Plan) -> Result<Prepared> {
 
 fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
     let named = plan.tokenizer.as_deref().map(Tokenizer::named).transpose()?;
-    let files = text_files(&plan.inputs, plan.text_field.as_deref())?;
+    let files = all_files(plan)?;
     if let Some(file) = files.iter().find(|file| file.path.to_str().is_none()) {
         return Err(Error::new("the name of a file is not UTF-8")
             .got(file.path.display())
@@ -114,7 +118,10 @@ fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
     let tokenizer = match (named, &before) {
         (Some(tokenizer), _) => tokenizer,
         (None, Some(_)) => Tokenizer::load(&saved)?,
-        (None, None) => trained(&work.files, plan.vocab_size, plan.skip_bad)?,
+        (None, None) => {
+            let train: Vec<TextFile> = work.files.iter().filter(|file| !file.validation).cloned().collect();
+            trained(&train, plan.vocab_size, plan.skip_bad)?
+        }
     };
     let done = before.unwrap_or_else(|| Done::new(&tokenizer));
     if done.tokenizer != tokenizer.hash() {
@@ -134,6 +141,19 @@ fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
             tell("what was done is kept: the same command goes on from there");
         }
     })
+}
+
+/// The files of both parts, those for validation last. A file of `--val-data` is not trained on, even if it lies in a folder
+/// that is.
+fn all_files(plan: &Plan) -> Result<Vec<TextFile>> {
+    let field = plan.text_field.as_deref();
+    let mut validation = text_files(&plan.val_inputs, field)?;
+    validation.iter_mut().for_each(|file| file.validation = true);
+    let held_out: BTreeSet<PathBuf> = validation.iter().map(|file| canonical(&file.path)).collect();
+    let mut files = text_files(&plan.inputs, field)?;
+    files.retain(|file| !held_out.contains(&canonical(&file.path)));
+    files.extend(validation);
+    Ok(files)
 }
 
 fn write(
@@ -172,7 +192,7 @@ fn write(
                 let past = if n == first { past } else { 0 };
                 chunks.number = 0;
                 let read = read_file(file, plan.skip_bad, &done, &mut |piece| {
-                    chunks.push(piece, past).map(ControlFlow::Continue)
+                    chunks.push((piece, file.validation), past).map(ControlFlow::Continue)
                 })?;
                 chunks.chunk.files.push(read);
                 chunks.chunk.pieces_of_next = 0;
@@ -219,7 +239,8 @@ fn write(
 /// Neighbouring pieces, and where the last of them ends.
 #[derive(Default)]
 struct Chunk {
-    pieces: Vec<Piece>,
+    /// Each with whether its file is for validation.
+    pieces: Vec<(Piece, bool)>,
     /// Files that have ended by then, since the chunk before.
     files: Vec<FileRead>,
     /// Pieces of the file that comes after those.
@@ -237,13 +258,13 @@ struct Chunks {
 
 impl Chunks {
     /// Takes a piece, unless it is one of the first `past` of its file, which are written already.
-    fn push(&mut self, piece: Piece, past: u64) -> Result<()> {
+    fn push(&mut self, piece: (Piece, bool), past: u64) -> Result<()> {
         self.number += 1;
         self.chunk.pieces_of_next = self.number;
         if self.number <= past {
             return Ok(());
         }
-        self.held += piece.text.len();
+        self.held += piece.0.text.len();
         self.chunk.pieces.push(piece);
         if self.held >= CHUNK { self.send() } else { Ok(()) }
     }
@@ -269,15 +290,16 @@ impl Writing<'_> {
     fn tokenize(&mut self, plan: &Plan, chunks: Receiver<Chunk>, show: &mut dyn FnMut(String)) -> Result<()> {
         let Self { tokenizer, parts: [train, validation], journal, done } = self;
         for Chunk { pieces, files, pieces_of_next } in chunks {
-            let ids = tokenizer.encode_all(pieces.iter().map(|piece| piece.text.as_str()).collect())?;
-            for (piece, mut ids) in pieces.into_iter().zip(ids) {
+            let ids = tokenizer.encode_all(pieces.iter().map(|(piece, _)| piece.text.as_str()).collect())?;
+            for ((piece, of_validation), mut ids) in pieces.into_iter().zip(ids) {
                 if !done.continued && piece.ends && is_blank(&piece) {
                     continue;
                 }
                 if piece.ends {
                     ids.push(tokenizer.end_of_text());
                 }
-                let kept = for_validation(plan.seed, done.documents, plan.val_fraction);
+                let drawn = || for_validation(plan.seed, done.documents, plan.val_fraction);
+                let kept = if plan.val_inputs.is_empty() { drawn() } else { of_validation };
                 let part = if kept { &mut *validation } else { &mut *train };
                 part.write(&ids, piece.ends)?;
                 done.documents += u64::from(piece.ends);

@@ -37,12 +37,14 @@ impl Work {
     fn difference(&self, other: &Self) -> String {
         let others = self.files.iter().map(|file| &file.path).ne(other.files.iter().map(|file| &file.path));
         let fields = self.files.iter().map(|file| &file.field).ne(other.files.iter().map(|file| &file.field));
+        let validation = self.files.iter().map(|f| f.validation).ne(other.files.iter().map(|f| f.validation));
         let pairs = || self.files.iter().zip(&other.files);
         if let Some((file, _)) = pairs().find(|(a, b)| a.has_changed_since(b) && !others) {
             return format!("{} has another size or time", file.path.display());
         }
         let numbers = [
             ("files of text", others),
+            ("--val-data", !others && validation),
             ("--text-field", !others && fields),
             ("--tokenizer", self.tokenizer != other.tokenizer),
             ("--vocab-size", self.vocab_size != other.vocab_size),

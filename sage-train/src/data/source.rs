@@ -38,6 +38,18 @@ impl Source {
         };
         text.iter().chain(shards).map(PathBuf::as_path)
     }
+
+    /// Removes files that are used elsewhere, by their canonical paths.
+    pub(super) fn remove(&mut self, used: &BTreeSet<PathBuf>) {
+        let kept = |file: &PathBuf| !used.contains(&canonical(file));
+        match self {
+            Self::Text(files) => files.retain(kept),
+            Self::Shards(files) => {
+                files.train.retain(kept);
+                files.validation.retain(kept);
+            }
+        }
+    }
 }
 
 impl ShardFiles {
@@ -213,6 +225,11 @@ fn below(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
     Ok(found)
 }
 
+/// The one path of a file that has several.
+pub(super) fn canonical(file: &Path) -> PathBuf {
+    file.canonicalize().unwrap_or_else(|_| file.to_owned())
+}
+
 /// Whether two paths are the same folder.
 fn same(a: &Path, b: &Path) -> bool {
     matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
@@ -227,7 +244,7 @@ pub(super) fn check_once<'f>(
     seen: &mut BTreeSet<PathBuf>,
 ) -> Result<()> {
     for file in files {
-        if !seen.insert(file.canonicalize().unwrap_or_else(|_| file.to_owned())) {
+        if !seen.insert(canonical(file)) {
             return Err(Error::new("a file is given twice")
                 .got(file.display())
                 .allowed("each file once, also by another name")

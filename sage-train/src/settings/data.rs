@@ -13,10 +13,14 @@ use crate::quantity::Quantity;
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DataSettings {
     /// What to train on: .txt, .jsonl (each also .gz, .zst), .parquet, or .bin shards of tokens; a folder or a
-    /// 'pattern*' of them; given again, with weights, a mixture [default: the built-in corpus]
+    /// 'pattern*' of them; given again, a mixture by size, or by weights [default: the built-in corpus]
     #[arg(long = "data", value_name = "PATH[=WEIGHT]")]
     #[serde(rename = "data", deserialize_with = "one_or_more")]
     pub sources: Option<Vec<SourceSetting>>,
+    /// Data to validate on, all of it, of the same kinds [default: a part of the training data]
+    #[arg(long, value_name = "PATH[=WEIGHT]")]
+    #[serde(deserialize_with = "one_or_more")]
+    pub val_data: Option<Vec<SourceSetting>>,
     /// Key of JSON lines, or column of parquet, that holds the text [default: text]
     #[arg(long, value_name = "NAME")]
     pub text_field: Option<String>,
@@ -30,7 +34,7 @@ pub struct DataSettings {
     /// Megabytes of built-in corpus [default: 8]
     #[arg(long, value_name = "MB")]
     pub corpus_mb: Option<u64>,
-    /// Part of the data kept for validation [default: 0.05]
+    /// Part of the data kept for validation, where neither shards nor --val-data are [default: 0.05]
     #[arg(long, value_name = "PART")]
     pub val_fraction: Option<f64>,
     /// Entries of the model's vocabulary, and of the byte-level BPE trained on the data [default: the tokenizer's,
@@ -44,5 +48,5 @@ pub struct DataSettings {
 
 layer! {
     DataSettings:
-    sources, text_field, tokenizer, document_mask, corpus_mb, val_fraction, vocab_size, context
+    sources, val_data, text_field, tokenizer, document_mask, corpus_mb, val_fraction, vocab_size, context
 }

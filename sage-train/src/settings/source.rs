@@ -4,13 +4,14 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// A path to train on, and how much of each step comes from it: `PATH` or `PATH=WEIGHT`.
+/// A path of data, and its part of the batches: `PATH` or `PATH=WEIGHT`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SourceSetting {
     /// A file, a folder or a pattern.
     pub path: PathBuf,
-    /// In proportion to those of the other sources.
-    pub weight: f64,
+    /// The part of the batches that comes from it, relative to the weights of the other sources. Sources without weights
+    /// are mixed by their size.
+    pub weight: Option<f64>,
 }
 
 impl std::str::FromStr for SourceSetting {
@@ -19,12 +20,12 @@ impl std::str::FromStr for SourceSetting {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         // A path that is there may have anything in its name.
         if std::path::Path::new(text).exists() {
-            return Ok(Self { path: text.into(), weight: 1.0 });
+            return Ok(Self { path: text.into(), weight: None });
         }
         let weighted =
             text.rsplit_once('=').and_then(|(path, weight)| Some((path, weight.parse::<f64>().ok()?)));
-        let (path, weight) = weighted.unwrap_or((text, 1.0));
-        if path.is_empty() || !(weight > 0.0 && weight.is_finite()) {
+        let (path, weight) = weighted.map_or((text, None), |(path, weight)| (path, Some(weight)));
+        if path.is_empty() || weight.is_some_and(|weight| !(weight > 0.0 && weight.is_finite())) {
             return Err(candle_sage::Error::new("not a source of data")
                 .got(format!("`{text}`"))
                 .allowed("PATH or PATH=WEIGHT, with a weight above 0")
@@ -36,10 +37,9 @@ impl std::str::FromStr for SourceSetting {
 
 impl std::fmt::Display for SourceSetting {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let plain = self.weight == 1.0 && !self.path.to_string_lossy().contains('=');
-        match plain {
-            true => write!(f, "{}", self.path.display()),
-            false => write!(f, "{}={}", self.path.display(), self.weight),
+        match self.weight {
+            None => write!(f, "{}", self.path.display()),
+            Some(weight) => write!(f, "{}={weight}", self.path.display()),
         }
     }
 }
@@ -74,15 +74,15 @@ mod tests {
     #[test]
     fn sources_read_back_as_they_were_written() {
         for (text, path, weight) in [
-            ("a.bin", "a.bin", 1.0),
-            ("a.bin=0.25", "a.bin", 0.25),
-            ("crawl/year=2024=1", "crawl/year=2024", 1.0),
+            ("a.bin", "a.bin", None),
+            ("a.bin=0.25", "a.bin", Some(0.25)),
+            ("crawl/year=2024=1", "crawl/year=2024", Some(1.0)),
         ] {
             let source: SourceSetting = text.parse().expect("a source");
             assert_eq!(source, SourceSetting { path: path.into(), weight });
             assert_eq!(source.to_string().parse(), Ok(source), "{text}");
         }
-        assert_eq!("crawl/year=x".parse::<SourceSetting>().expect("a path").weight, 1.0);
+        assert_eq!("crawl/year=x".parse::<SourceSetting>().expect("a path").weight, None);
         for bad in ["", "a=0", "a=-1", "a=inf", "=1"] {
             assert!(bad.parse::<SourceSetting>().is_err(), "{bad}");
         }

@@ -10,5 +10,6 @@ mod messages;
 mod model;
 mod ranks;
 mod runs;
+mod sources;
 mod support;
 mod sweeps;

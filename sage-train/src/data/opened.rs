@@ -1,0 +1,149 @@
+//! Opens the sources of a run: reads what is text, finds what are shards, and chooses the tokenizer.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use candle_sage::{Error, Result};
+
+use super::corpus::Corpus;
+use super::source::{self, PassedOver, ShardFiles, Source};
+use super::{DataConfig, Tokenizer, check, reader};
+use crate::settings::SourceSetting;
+
+/// The documents of a source, or its shards.
+pub(super) enum Opened {
+    Documents(Vec<String>),
+    Shards(ShardFiles),
+}
+
+/// The sources of a run.
+#[derive(Default)]
+pub(super) struct Sources {
+    /// Sources to train on; without [`Sources::validation`] their ends are for validation.
+    pub(super) train: Vec<Opened>,
+    /// Sources that are for validation as a whole (`--val-data`).
+    pub(super) validation: Vec<Opened>,
+}
+
+impl Sources {
+    /// Opens every source. With `validate_only`, sources to train on are not opened where `--val-data` names others.
+    pub(super) fn open(config: &DataConfig, validate_only: bool, say: &dyn Fn(&str)) -> Result<Self> {
+        let mut opening = Opening { config, say, seen: BTreeSet::new(), held_out: BTreeSet::new() };
+        let validation = opening.open_all(&config.val_sources)?;
+        if validate_only && !validation.is_empty() {
+            return Ok(Self { validation, ..Self::default() });
+        }
+        opening.held_out = std::mem::take(&mut opening.seen);
+        let train = match config.sources.as_slice() {
+            [] => vec![Opened::Documents(built_in(config)?)],
+            sources => opening.open_all(sources)?,
+        };
+        Ok(Self { train, validation })
+    }
+
+    /// The tokenizer that was named, or the one beside the shards, or one trained on the documents.
+    pub(super) fn tokenizer(&self, config: &DataConfig, say: &dyn Fn(&str)) -> Result<Tokenizer> {
+        if let Some(name) = &config.tokenizer {
+            return Tokenizer::named(name);
+        }
+        let opened = || self.train.iter().chain(&self.validation);
+        let mut beside = opened().filter_map(|source| match source {
+            Opened::Shards(files) => Some(files),
+            Opened::Documents(_) => None,
+        });
+        if let Some(files) = beside.next() {
+            let path = files.tokenizer.as_ref().ok_or_else(|| {
+                Error::new("shards of tokens without their tokenizer")
+                    .got(files.first().display())
+                    .allowed("a tokenizer.json beside them")
+                    .hint("--tokenizer FILE; llm.c's and nanoGPT's are GPT-2's: --tokenizer gpt2")
+            })?;
+            return Tokenizer::load(path);
+        }
+        let documents: Vec<&String> = self
+            .train
+            .iter()
+            .flat_map(|source| match source {
+                Opened::Documents(documents) => documents.as_slice(),
+                Opened::Shards(_) => &[],
+            })
+            .collect();
+        Tokenizer::trained_on(&documents, config, say)
+    }
+}
+
+fn built_in(config: &DataConfig) -> Result<Vec<String>> {
+    if config.corpus_bytes == 0 {
+        return Err(Error::new("an empty corpus")
+            .got("--corpus-mb 0")
+            .allowed("1 and up")
+            .hint("--corpus-mb 8"));
+    }
+    Ok(Corpus::new(config.corpus_seed).documents(config.corpus_bytes))
+}
+
+/// What opening one source depends on.
+struct Opening<'a> {
+    config: &'a DataConfig,
+    say: &'a dyn Fn(&str),
+    /// Files of the sources so far: a file may come once.
+    seen: BTreeSet<PathBuf>,
+    /// Files of `--val-data`, which are not trained on, even if they lie in a folder that is.
+    held_out: BTreeSet<PathBuf>,
+}
+
+impl Opening<'_> {
+    fn open_all(&mut self, sources: &[SourceSetting]) -> Result<Vec<Opened>> {
+        sources.iter().map(|source| self.open(&source.path)).collect()
+    }
+
+    fn open(&mut self, path: &Path) -> Result<Opened> {
+        let Self { config, say, seen, held_out } = self;
+        let mut passed_over = PassedOver::default();
+        let mut found = source::find_and_pass_over(path, &config.out, &mut passed_over)?;
+        if let Some(others) = passed_over.in_words() {
+            say(&others);
+        }
+        found.remove(held_out);
+        source::check_once(found.files(), seen)?;
+        let files = match found {
+            Source::Shards(files) => {
+                check::check_listed(path)?;
+                return Ok(Opened::Shards(files));
+            }
+            Source::Text(files) => files,
+        };
+        if config.val_sources.is_empty()
+            && let Some(file) = files.iter().find(|file| is_called_validation(file))
+        {
+            say(&format!(
+                "warning: {} is trained on, whatever its name says; --val-data {0} keeps it for validation",
+                file.display()
+            ));
+        }
+        let (mut documents, mut open) = (Vec::new(), String::new());
+        for file in files {
+            reader::read(&file, &config.text_field, &mut |piece| {
+                open.push_str(&piece.text);
+                if piece.ends {
+                    documents.push(std::mem::take(&mut open));
+                }
+                Ok(())
+            })?;
+        }
+        documents.retain(|document| !document.trim().is_empty());
+        if documents.is_empty() {
+            return Err(Error::new("there is no text to read")
+                .got(format!("{} holds no text", path.display()))
+                .allowed(format!("text in {}", reader::KINDS))
+                .hint("without --data a run trains on the built-in corpus"));
+        }
+        Ok(Opened::Documents(documents))
+    }
+}
+
+/// Whether a text file's name says that it is for validation, as a shard's may.
+fn is_called_validation(file: &Path) -> bool {
+    let stem = file.file_stem().map(|stem| stem.to_string_lossy().to_ascii_lowercase());
+    stem.is_some_and(|stem| ["val", "valid", "validation", "dev", "test"].contains(&stem.as_str()))
+}
