@@ -26,7 +26,7 @@ use crate::settings::{Attn, Preset, Settings, Sla2Settings, tables};
 
 pub use attention::check_own;
 pub use checkpoints::CheckpointConfig;
-pub use identity::{Identity, differing, in_words, is_seed, of_attention};
+pub use identity::{Identity, differing, in_words, is_meaningless, is_seed, of_attention};
 
 /// The folder in a sweep's that holds what was asked for.
 pub const PLAN: &str = "plan";

@@ -168,15 +168,16 @@ impl Dataset {
 /// # Errors
 /// When it is named and cannot be used.
 pub fn known_tokenizer(settings: &Settings) -> Result<Option<Tokenizer>> {
+    let end = settings.data.end_of_text.as_deref();
     if let Some(name) = &settings.data.tokenizer {
-        return Tokenizer::named(name).map(Some);
+        return Tokenizer::named(name, end).map(Some);
     }
     let out = settings.run.out.as_deref().unwrap_or(std::path::Path::new("runs"));
     for source in settings.data.sources.iter().chain(&settings.data.val_data).flatten() {
         // A path that leads nowhere is reported when the data is opened.
         if let Ok(Source::Shards(ShardFiles { tokenizer: Some(path), .. })) = source::find(&source.path, out)
         {
-            return Tokenizer::load(&path).map(Some);
+            return Tokenizer::load_with(&path, end).map(Some);
         }
     }
     Ok(None)
@@ -205,7 +206,15 @@ impl Tokenizing<'_> {
                 (self.say)(&format!("tokenizing {:.1} MB", held as f64 / 1e6));
                 (self.bytes, self.documents) = (self.bytes + held, self.documents + text.len() as u64);
                 let (train, validation) = split(text, fraction);
-                Ok((encode(self.tokenizer, &train)?.into(), encode(self.tokenizer, &validation)?.into()))
+                let encoded = |documents: &[&str]| {
+                    let tokens = encode(self.tokenizer, documents)?;
+                    let text_bytes = documents.iter().map(|document| document.len() as u64).sum();
+                    let token_bytes = self.tokenizer.bytes_of(&tokens);
+                    Ok::<_, Error>(Tokens::from(tokens).with_text(text_bytes, token_bytes))
+                };
+                let sample = head(&train, SAMPLE);
+                self.tokenizer.changes(sample)?.iter().for_each(|changes| (self.say)(changes));
+                Ok((encoded(&train)?, encoded(&validation)?))
             }
             Opened::Shards(files) => {
                 let mut train = shards(&files.train, self.tokenizer)?;
@@ -217,6 +226,7 @@ impl Tokenizing<'_> {
                     // It was checked and counted, and may be long.
                     sidecar.document_tokens = Vec::new();
                 }
+                files.check_end_of_text(self.tokenizer)?;
                 Ok(split_tokens(train.into(), validation.into(), fraction))
             }
         }
@@ -285,9 +295,19 @@ fn cut(document: &str, room: usize) -> usize {
     }
 }
 
+/// Bytes of text that are compared with what the tokenizer gives back.
+const SAMPLE: usize = 1 << 20;
+
+/// The beginning of the first document, `bytes` long at most.
+fn head<'a>(documents: &[&'a str], bytes: usize) -> &'a str {
+    let first = documents.first().copied().unwrap_or_default();
+    let end = (0..=bytes.min(first.len())).rev().find(|&end| first.is_char_boundary(end));
+    &first[..end.unwrap_or(0)]
+}
+
 /// The tokens of all documents, each followed by the end-of-text token.
 fn encode(tokenizer: &Tokenizer, documents: &[&str]) -> Result<Vec<u32>> {
-    let parts = tokenizer.encode_all(documents.to_vec())?;
+    let parts = tokenizer.encode_all(&documents.iter().map(|text| (*text, false)).collect::<Vec<_>>())?;
     let mut tokens = Vec::with_capacity(parts.iter().map(|p| p.len() + 1).sum());
     for part in parts {
         tokens.extend(part);

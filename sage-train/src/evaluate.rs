@@ -73,15 +73,19 @@ pub fn evaluate(
     let wanted = extent.sequences(&batches, cut);
     let (mesh, data_rank) = (ranks.mesh(), ranks.mesh().data());
     // The sum of losses of each batch, 0 for batches of other ranks; and the number of bytes of the text.
-    let (mut sums, mut bytes) = (Vec::new(), 0);
+    let (mut sums, mut bytes) = (Vec::new(), 0.0);
     for (first, count) in extent.batches(wanted) {
         if sums.len() % data_rank.of != data_rank.index {
             sums.push(0.0);
             continue;
         }
         let sequences = batches.in_order(first, count as usize)?.part(mesh.part());
-        // The bytes of exactly the tokens that are predicted.
-        bytes += sequences.targets().iter().map(|&id| tokenizer.bytes(id)).sum::<u64>();
+        // The bytes of exactly the tokens that are predicted, as the original text had them.
+        for (n, targets) in
+            (first..).zip(sequences.targets().chunks(sequences.targets().len() / count as usize))
+        {
+            bytes += tokenizer.bytes_of(targets) as f64 * batches.text_ratio(n);
+        }
         let loss = || -> candle_core::Result<f32> {
             let batch = sequences.to_device(device)?;
             let input = Input { ids: &batch.ids, documents: batch.documents.as_ref() };
@@ -92,7 +96,7 @@ pub fn evaluate(
         seen((first + count) * cut.context as u64, wanted * cut.context as u64);
     }
     let batches_done = sums.len();
-    sums.push(bytes as f64);
+    sums.push(bytes);
     let all = ranks.gather(&sums, device)?;
     // The sum runs in the order of the text, whichever rank computed a batch.
     let parts = |n: usize| n % data_rank.of * mesh.context..(n % data_rank.of + 1) * mesh.context;

@@ -355,7 +355,7 @@ fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
     write(CONFIG, &config_json(config, end, dtype))?;
     write("generation_config.json", &json!({ "bos_token_id": end, "eos_token_id": end }))?;
     write("tokenizer_config.json", &tokenizer_config(tokenizer, config.context)?)?;
-    tokenizer.save(&to.join("tokenizer.json"))?;
+    tokenizer.save_as_trained(&to.join("tokenizer.json"))?;
     if let Some(scheme) = config.scheme {
         let name = [("scheme", scheme.name().to_string())];
         let words = match (&config.sla2, scheme.runtime_settings()) {
@@ -385,6 +385,8 @@ fn tokenizer_config(tokenizer: &Tokenizer, context: usize) -> Result<Value> {
         "model_max_length": context,
         "bos_token": end,
         "eos_token": end,
+        "add_bos_token": false,
+        "add_eos_token": false,
         "clean_up_tokenization_spaces": false,
     }))
 }

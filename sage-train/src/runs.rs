@@ -1,5 +1,6 @@
 //! Reads the folders that runs leave: the settings of a run, where it ran, what it measured and how it ended.
 
+mod divergence;
 mod provenance;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,6 +14,7 @@ use crate::metrics::Point;
 use crate::metrics::Probed;
 use crate::{during, writing};
 
+pub use divergence::divergence;
 pub use provenance::Start;
 
 /// File with one [`Point`] a line, one for each step.
@@ -32,7 +34,7 @@ pub const STARTS: &str = "starts.json";
 /// # Errors
 /// When it does.
 pub fn check_beside(path: &Path, ending: &str) -> Result<()> {
-    const OWN: [&str; 10] = [
+    const OWN: [&str; 11] = [
         METRICS,
         PROBES,
         CONFIG,
@@ -42,6 +44,7 @@ pub fn check_beside(path: &Path, ending: &str) -> Result<()> {
         "loss.svg",
         "sample.txt",
         "tokenizer.json",
+        "tokenizer_config.json",
         "checkpoint.json",
     ];
     // A link is what it leads to.
@@ -85,8 +88,8 @@ pub fn write_beside(path: &Path, ending: &str, text: &str) -> Result<()> {
 pub enum Status {
     /// All steps are done.
     Finished,
-    /// A loss or a gradient was not finite, or too many updates were skipped as spikes. This is a result, not
-    /// a failure.
+    /// A loss or a gradient was not finite, too many updates were skipped as spikes, or [`divergence`] tells so. This is
+    /// a result, not a failure.
     Diverged,
     /// A signal asked the run to stop, and it saved a checkpoint.
     Interrupted,
@@ -165,7 +168,17 @@ impl Run {
             starts: optional(&folder.join(STARTS))?.unwrap_or_default(),
             ending: optional(&folder.join(ENDING))?,
             folder: folder.to_owned(),
-        })
+        }
+        .judged())
+    }
+
+    /// The run with an ending that says that it has diverged, if it has: runs of earlier versions recorded that they finished.
+    fn judged(self) -> Self {
+        let done = self.status() == Some(Status::Finished);
+        match divergence(&self.points, self.config.model.vocab).filter(|_| done) {
+            None => self,
+            reason => Self { ending: Some(Ending { status: Status::Diverged, reason }), ..self },
+        }
     }
 
     /// Finds the runs in `folders`. Each is the folder of a run, or contains such folders, as the folder of a
@@ -252,7 +265,7 @@ impl Run {
             let reason = Some("the second validation loss is not finite".into());
             again.ending = Some(Ending { status: Status::Diverged, reason });
         }
-        vec![Self { config: Config { eval_scheme: None, ..self.config }, ..self }, again]
+        vec![Self { config: Config { eval_scheme: None, ..self.config }, ..self }, again.judged()]
     }
 
     /// The name of the folder.

@@ -91,7 +91,13 @@ impl Writer<'_> {
             ids.push(next);
         }
         let seconds = start.elapsed().as_secs_f64();
-        Ok(Written { text: self.tokenizer.decode(&ids[begun..])?, tokens: ids.len() - begun, seconds })
+        // Some decoders remove the space in front of a text: what follows the prompt keeps its own.
+        let (prompt, all) = (self.tokenizer.decode(&ids[1..begun])?, self.tokenizer.decode(&ids[1..])?);
+        let text = match all.strip_prefix(&prompt) {
+            Some(text) => text.to_owned(),
+            None => self.tokenizer.decode(&ids[begun..])?,
+        };
+        Ok(Written { text, tokens: ids.len() - begun, seconds })
     }
 
     /// Logits of the token after `ids`. `past` holds all of them but the last, or nothing.

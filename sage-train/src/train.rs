@@ -24,9 +24,9 @@ use crate::metrics::{Outcome, Point};
 use crate::model::Parameters;
 use crate::quantity::gib;
 use crate::ranks::{Ranks, Words};
-use crate::runs::{CONFIG, ENDING, Ending, STARTS, Start, Status};
+use crate::runs::{CONFIG, ENDING, Ending, STARTS, Start, Status, divergence};
 use crate::signals::Second;
-use crate::{on_device, partial, signals, tell, writing};
+use crate::{on_device, signals, tell, writing};
 
 use crate::checkpoint::{Belongs, Checkpoints, Found};
 pub use parallel::{Overlap, Parallel, check_parallel};
@@ -131,7 +131,7 @@ pub fn run_as(
     let start = Start::now(config, &data, fingerprint.clone(), &Hardware::of(&device), (first, ranks.mesh()));
     add_start(&folder, start, &progress)?;
     if rank.is_first() {
-        partial::file(&folder.path().join("tokenizer.json"), |partial| data.tokenizer.save(partial))?;
+        data.tokenizer.save_in(folder.path())?;
     }
     let belongs = Belongs { data: fingerprint, settings: config.identity() };
     let checkpoints = Checkpoints::new(folder.path(), belongs, config.checkpoints, words.clone())?;
@@ -226,8 +226,18 @@ fn add_start(folder: &RunDir, start: Start, progress: &Progress) -> Result<()> {
 /// Trains, and writes the results, or what remains after an error, and how the run ended.
 fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, Stop> {
     let path = run.folder.path().to_owned();
+    let vocab = run.config.model.vocab;
     let ended = match run.train() {
-        Ok(training_seconds) => run.finish(training_seconds),
+        // Of a run that has diverged everything is written, and its end is an error.
+        Ok(()) => run.finish().and_then(|outcome| match divergence(&outcome.points, vocab) {
+            Some(why) => Err(Stop::Diverged(
+                Error::new("the run has diverged")
+                    .got(why)
+                    .allowed("a loss that falls")
+                    .hint("a lower --lr, a longer --warmup-steps, or --qk-norm on"),
+            )),
+            None => Ok(outcome),
+        }),
         Err(stop) => {
             run.progress.note(&format!("error: {stop}"));
             // A checkpoint may still be in the process of being written.

@@ -16,7 +16,7 @@ use crate::data::recall::{self, Recall};
 use crate::data::shard::Format;
 use crate::during;
 use crate::partial;
-use crate::quantity::{Quantity, grouped};
+use crate::quantity::{Quantity, counted, grouped};
 
 const INPUTS: &str = "Files, folders, 'patterns*', names on the Hugging Face Hub (hf:OWNER/NAME, hf:OWNER/NAME:PATTERN), \
                       or recipes (tinystories, openwebtext, fineweb-edu)";
@@ -45,9 +45,13 @@ pub(super) struct Prepare {
     /// Folder to make: train_*.bin, val_*.bin, their sidecars, tokenizer.json and dataset.json
     #[arg(long, value_name = "DIR")]
     to: PathBuf,
-    /// A tokenizer.json, or a model on the hub that has one, e.g. gpt2 [default: one trained on the text]
+    /// A tokenizer.json, its folder, or a model on the hub that has one, e.g. gpt2 [default: one trained on the text]
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<String>,
+    /// The tokenizer's token that ends a document, e.g. '[SEP]' [default: eos_token of the tokenizer_config.json beside it,
+    /// or a known one]
+    #[arg(long, value_name = "TOKEN", requires = "tokenizer")]
+    end_of_text: Option<String>,
     /// Entries of a tokenizer that is trained
     #[arg(long, value_name = "N", default_value = "32k")]
     vocab_size: Quantity,
@@ -66,7 +70,8 @@ pub(super) struct Prepare {
     /// Seed that says which documents these are
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Key of JSON lines, or column of parquet, that holds the text [default: text, or the recipe's]
+    /// Key of JSON lines (`a.b` of an object in it), or column of CSV or parquet, that holds the text [default: text, or the
+    /// recipe's]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
     /// Leave out documents that cannot be read (no UTF-8, no JSON, no text), and count them
@@ -85,7 +90,8 @@ pub(super) struct TrainTokenizer {
     /// Entries
     #[arg(long, value_name = "N", default_value = "32k")]
     vocab_size: Quantity,
-    /// Key of JSON lines, or column of parquet, that holds the text [default: text, or the recipe's]
+    /// Key of JSON lines (`a.b` of an object in it), or column of CSV or parquet, that holds the text [default: text, or the
+    /// recipe's]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
     /// Leave out documents that cannot be read (no UTF-8, no JSON, no text), and count them
@@ -133,6 +139,7 @@ impl Prepare {
             val_inputs: self.val_data,
             out: self.to,
             tokenizer: self.tokenizer,
+            end_of_text: self.end_of_text,
             vocab_size: vocab_size(self.vocab_size)?,
             format: self.format,
             shard_tokens: in_range("shard-tokens", self.shard_tokens.0, 1024, u64::from(u32::MAX))?,
@@ -159,12 +166,17 @@ impl Prepare {
         let left_out = match skipped {
             0 => String::new(),
             n => format!(
-                "{} documents of {of_files} files could not be read and were left out: dataset.json\n",
-                grouped(n)
+                "{} of {} could not be read and were left out: see dataset.json\n",
+                counted(n, "document"),
+                counted(of_files as u64, "file")
             ),
         };
+        let unknown = match prepared.unknown_tokens {
+            0 => String::new(),
+            n => format!("{} stand for text that the vocabulary does not have\n", counted(n, "token")),
+        };
         print(&format!(
-            "{:<12} {:>15} {:>12} {:>9} {:>7}\n{}{}{left_out}\n{} in {}, {} entries, {seconds:.1} s, {:.1} MB/s\n\
+            "{:<12} {:>15} {:>12} {:>9} {:>7}\n{}{}{left_out}{unknown}\n{} in {}, {} entries, {seconds:.1} s, {:.1} MB/s\n\
              train on it: sage-train --data {}\n",
             "part",
             "tokens",

@@ -158,6 +158,7 @@ fn data(size: &Size) -> DataSettings {
         val_data: None,
         text_field: Some("text".into()),
         tokenizer: None,
+        end_of_text: None,
         document_mask: Some(Switch::Off),
         corpus_mb: Some(8),
         val_fraction: Some(0.05),

@@ -142,6 +142,11 @@ impl<'a> Batches<'a> {
         self.sequences_at(&(first..first + count as u64).map(place).collect::<Vec<_>>())
     }
 
+    /// Bytes of the original text for each byte that the tokens of sequence `n` of [`Batches::in_order`] stand for.
+    pub fn text_ratio(&self, n: u64) -> f64 {
+        self.mixture.source(self.mixture.draw(n).0).text_ratio()
+    }
+
     /// Writes the first `count` sequences in the order of training to a shard, each with its next token, as a
     /// document of its own. With this shard another program can be trained on the same sequences.
     ///
@@ -160,7 +165,8 @@ impl<'a> Batches<'a> {
         for n in 0..count {
             let Sequences { mut ids, targets, .. } = self.shuffled(n, 1)?;
             ids.extend(targets.last());
-            writer.write(&ids, ids.iter().map(|&id| tokenizer.bytes(id)).sum())?;
+            let bytes = tokenizer.bytes_of(&ids);
+            writer.write(&ids, bytes, bytes)?;
             writer.end_document();
         }
         writer.finish().map(|_| ())

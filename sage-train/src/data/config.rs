@@ -20,6 +20,8 @@ pub struct DataConfig {
     pub text_field: String,
     /// A file or a name, where it is not found by itself.
     pub tokenizer: Option<String>,
+    /// The token that ends a document, where it is not found by itself.
+    pub end_of_text: Option<String>,
     /// Whether attention stays inside documents.
     pub document_mask: bool,
     /// Bytes of built-in corpus.
@@ -50,6 +52,7 @@ impl DataConfig {
             val_sources: sources("val-data", s.data.val_data.as_ref())?,
             text_field: need(s.data.text_field.clone()),
             tokenizer: s.data.tokenizer.clone(),
+            end_of_text: s.data.end_of_text.clone(),
             document_mask: need(s.data.document_mask) == Switch::On,
             corpus_bytes: corpus_mb.saturating_mul(1_000_000),
             val_fraction: in_range("val-fraction", need(s.data.val_fraction), 0.0001, 0.9)?,

@@ -43,8 +43,9 @@ impl Sources {
 
     /// The tokenizer that was named, or the one beside the shards, or one trained on the documents.
     pub(super) fn tokenizer(&self, config: &DataConfig, say: &dyn Fn(&str)) -> Result<Tokenizer> {
+        let end = config.end_of_text.as_deref();
         if let Some(name) = &config.tokenizer {
-            return Tokenizer::named(name);
+            return Tokenizer::named(name, end);
         }
         let opened = || self.train.iter().chain(&self.validation);
         let mut beside = opened().filter_map(|source| match source {
@@ -58,7 +59,13 @@ impl Sources {
                     .allowed("a tokenizer.json beside them")
                     .hint("--tokenizer FILE; llm.c's and nanoGPT's are GPT-2's: --tokenizer gpt2")
             })?;
-            return Tokenizer::load(path);
+            return Tokenizer::load_with(path, end);
+        }
+        if let Some(end) = end {
+            return Err(Error::new("a tokenizer that is trained has its own end-of-text token")
+                .got(format!("--end-of-text {end} without a tokenizer"))
+                .allowed("--end-of-text with --tokenizer, or with shards")
+                .hint("leave it out, or name the tokenizer"));
         }
         let documents: Vec<&String> = self
             .train

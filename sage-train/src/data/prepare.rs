@@ -19,7 +19,8 @@ use super::source::canonical;
 pub use super::split::Part;
 use super::split::SplitWriter;
 use super::tokenizer::Tokenizer;
-use crate::partial::{self, Folder};
+use super::{SAMPLE, head};
+use crate::partial::Folder;
 use crate::quantity::grouped;
 use crate::{bar, during, tell, writing};
 
@@ -41,6 +42,8 @@ pub struct Plan {
     pub out: PathBuf,
     /// A `tokenizer.json` or a model's name; `None` trains one.
     pub tokenizer: Option<String>,
+    /// The token that ends a document; `None` finds it.
+    pub end_of_text: Option<String>,
     /// Entries of a tokenizer that is trained.
     pub vocab_size: usize,
     /// `None` takes the smallest that fits.
@@ -77,6 +80,9 @@ pub struct Prepared {
     pub train: Part,
     /// To validate on.
     pub validation: Part,
+    /// Tokens that stand for text that the vocabulary does not have.
+    #[serde(default)]
+    pub unknown_tokens: u64,
     /// Every file that was read, in order. Empty in folders of older versions.
     #[serde(default)]
     pub files: Vec<FileRead>,
@@ -95,7 +101,8 @@ pub fn prepare(plan: &Plan) -> Result<Prepared> {
 }
 
 fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
-    let named = plan.tokenizer.as_deref().map(Tokenizer::named).transpose()?;
+    let named = |name: &str| Tokenizer::named(name, plan.end_of_text.as_deref());
+    let named = plan.tokenizer.as_deref().map(named).transpose()?;
     let files = all_files(plan)?;
     if let Some(file) = files.iter().find(|file| file.path.to_str().is_none()) {
         return Err(Error::new("the name of a file is not UTF-8")
@@ -133,7 +140,7 @@ fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
     let format = plan.format.unwrap_or(Format::for_vocab(tokenizer.vocab_size()));
     format.check_vocab(tokenizer.vocab_size())?;
     if tokenizer.check_same(&saved).is_err() {
-        partial::file(&saved, |to| tokenizer.save(to))?;
+        tokenizer.save_in(folder)?;
     }
     let written = write(plan, &work.files, &tokenizer, format, (folder, journal, done));
     written.inspect_err(|_| {
@@ -228,6 +235,7 @@ fn write(
         format,
         train,
         validation,
+        unknown_tokens: done.unknown,
         files: done.files,
     };
     let path = folder.join(LIST);
@@ -290,7 +298,14 @@ impl Writing<'_> {
     fn tokenize(&mut self, plan: &Plan, chunks: Receiver<Chunk>, show: &mut dyn FnMut(String)) -> Result<()> {
         let Self { tokenizer, parts: [train, validation], journal, done } = self;
         for Chunk { pieces, files, pieces_of_next } in chunks {
-            let ids = tokenizer.encode_all(pieces.iter().map(|(piece, _)| piece.text.as_str()).collect())?;
+            if let Some(changes) = sample(&pieces).filter(|_| done.documents == 0 && !done.continued) {
+                tokenizer.changes(changes)?.iter().for_each(|changes| tell(changes));
+            }
+            let mut continued = done.continued;
+            let begins = |(piece, _): &'_ (Piece, bool)| std::mem::replace(&mut continued, !piece.ends);
+            let goes_on: Vec<bool> = pieces.iter().map(begins).collect();
+            let texts = pieces.iter().map(|(piece, _)| piece.text.as_str());
+            let ids = tokenizer.encode_all(&texts.zip(goes_on).collect::<Vec<_>>())?;
             for ((piece, of_validation), mut ids) in pieces.into_iter().zip(ids) {
                 if !done.continued && piece.ends && is_blank(&piece) {
                     continue;
@@ -301,7 +316,8 @@ impl Writing<'_> {
                 let drawn = || for_validation(plan.seed, done.documents, plan.val_fraction);
                 let kept = if plan.val_inputs.is_empty() { drawn() } else { of_validation };
                 let part = if kept { &mut *validation } else { &mut *train };
-                part.write(&ids, piece.ends)?;
+                done.unknown += tokenizer.unknown_in(&ids);
+                part.write(&ids, piece.text.len() as u64, piece.ends)?;
                 done.documents += u64::from(piece.ends);
                 done.continued = !piece.ends;
             }
@@ -316,6 +332,11 @@ impl Writing<'_> {
         }
         Ok(())
     }
+}
+
+/// The beginning of the first text.
+fn sample(pieces: &[(Piece, bool)]) -> Option<&str> {
+    pieces.first().map(|(piece, _)| head(&[&piece.text], SAMPLE))
 }
 
 /// Whether a document is kept for validation: a pure function, that knows nothing of how many there are. The first

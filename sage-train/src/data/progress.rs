@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::inputs::{FileRead, TextFile};
 use super::shard::{Format, Shard, Sidecar};
 use super::split::Split;
-use super::tokenizer::Tokenizer;
+use super::tokenizer::{TOKENIZER_CONFIG, Tokenizer};
 use crate::partial::{JOURNAL, PARTIAL};
 use crate::{during, partial, writing};
 
@@ -70,6 +70,9 @@ pub(super) struct Done {
     pub(super) documents: u64,
     /// Whether one is in the middle.
     pub(super) continued: bool,
+    /// Tokens of text that the vocabulary does not have.
+    #[serde(default)]
+    pub(super) unknown: u64,
     /// Of the tokenizer that all of it is in.
     pub(super) tokenizer: String,
     pub(super) train: Split,
@@ -155,7 +158,8 @@ impl<'a> Journal<'a> {
 
     /// The files of a state: its shards, and sidecars of those that are complete.
     fn kept(&self, done: &Done) -> Vec<PathBuf> {
-        let mut kept = vec![self.folder.join(JOURNAL), self.folder.join("tokenizer.json")];
+        let mut kept: Vec<_> =
+            [JOURNAL, "tokenizer.json", TOKENIZER_CONFIG].iter().map(|name| self.folder.join(name)).collect();
         for split in [&done.train, &done.validation] {
             let complete = split.part.shards.len() - usize::from(split.open.is_some());
             for (n, name) in split.part.shards.iter().enumerate() {

@@ -1,12 +1,14 @@
-//! Reads the documents of a file in pieces: text, JSON lines and parquet, also compressed.
+//! Reads the documents of a file in pieces: text, JSON lines, CSV and parquet, also compressed.
 
 #[cfg(feature = "parquet")]
 mod columns;
 #[cfg(not(feature = "parquet"))]
 #[path = "reader/no_columns.rs"]
 mod columns;
+mod csv_rows;
+mod gzip;
 mod json_lines;
-
+mod text;
 mod unix_lines;
 
 use std::fs::File;
@@ -16,17 +18,18 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_sage::{Error, Result};
-use flate2::bufread::MultiGzDecoder;
 
 use columns::parquet;
+use csv_rows::csv_rows;
+use gzip::Gzip;
 use json_lines::json_lines;
+use text::text;
 use unix_lines::UnixLines;
 
-use super::tokenizer::{PIECE, piece_end};
 use crate::during;
 
 /// The kinds of files that can be read, by the endings of their names.
-pub const KINDS: &str = ".txt, .jsonl (each also .gz, .zst), .parquet";
+pub const KINDS: &str = ".txt, .md, .jsonl, .ndjson, .json, .csv (each also .gz, .zst), .parquet";
 
 /// The longest JSON line, in bytes.
 const LONGEST: u64 = 256 << 20;
@@ -72,6 +75,7 @@ impl Bad<'_> {
 enum Kind {
     Text,
     Jsonl,
+    Csv,
     Parquet,
 }
 
@@ -83,15 +87,17 @@ enum Packed {
 }
 
 fn kind(path: &Path) -> Option<(Kind, Packed)> {
-    let name = path.file_name()?.to_str()?.to_ascii_lowercase();
+    // The ending is ASCII, whatever else the name is.
+    let name = path.file_name()?.to_string_lossy().to_ascii_lowercase();
     let (name, packed) = match name.rsplit_once('.') {
         Some((name, "gz")) => (name, Packed::Gzip),
         Some((name, "zst")) => (name, Packed::Zstd),
         _ => (name.as_str(), Packed::Plain),
     };
     match (name.rsplit_once('.')?.1, packed) {
-        ("txt", _) => Some((Kind::Text, packed)),
-        ("jsonl", _) => Some((Kind::Jsonl, packed)),
+        ("txt" | "md", _) => Some((Kind::Text, packed)),
+        ("jsonl" | "ndjson" | "json", _) => Some((Kind::Jsonl, packed)),
+        ("csv", _) => Some((Kind::Csv, packed)),
         ("parquet", Packed::Plain) => Some((Kind::Parquet, packed)),
         _ => None,
     }
@@ -100,6 +106,13 @@ fn kind(path: &Path) -> Option<(Kind, Packed)> {
 /// Whether a file's name has an ending of [`KINDS`].
 pub fn is_known(path: &Path) -> bool {
     kind(path).is_some()
+}
+
+/// Whether a file is text wherever it lies. In a folder of data, files that end in .md, .csv or .json may be notes, tables
+/// and settings.
+pub(super) fn is_always_text(path: &Path) -> bool {
+    let name = path.file_name().map(|name| name.to_string_lossy().to_ascii_lowercase()).unwrap_or_default();
+    is_known(path) && ![".md", ".csv", ".json"].iter().any(|end| name.ends_with(end))
 }
 
 /// The error for a name without a known ending.
@@ -148,11 +161,12 @@ pub(super) fn read_counted(
     let file = BufReader::with_capacity(1 << 18, Counted { file, done });
     let reader: Box<dyn Read + '_> = match packed {
         Packed::Plain => Box::new(file),
-        Packed::Gzip => Box::new(MultiGzDecoder::new(file)),
+        Packed::Gzip => Box::new(Gzip::new(file)),
         Packed::Zstd => zstd(path, file)?,
     };
     match kind {
         Kind::Text => text(path, Box::new(UnixLines::new(reader)), bad, each),
+        Kind::Csv => csv_rows(path, reader, field, bad, each),
         _ => json_lines(path, BufReader::with_capacity(1 << 20, reader), field, bad, each),
     }
 }
@@ -173,7 +187,15 @@ impl Read for Counted<'_> {
 
 fn unreadable<E: std::fmt::Display>(path: &Path) -> impl FnOnce(E) -> Error {
     let error = during(format!("cannot read {}", path.display()));
-    move |cause| error(cause).hint("is the file whole, readable, and what its name says?")
+    move |cause: E| {
+        let hint = match cause.to_string().contains("too much memory") {
+            true => {
+                "it is compressed with a window of more than 128 MiB: zstd -d --long=31 FILE, then compress it with --long=27 or less"
+            }
+            false => "is the file whole, readable, and what its name says?",
+        };
+        error(cause).hint(hint)
+    }
 }
 
 /// The error for bytes that are not UTF-8, with their place in words.
@@ -191,51 +213,6 @@ fn not_utf8(path: &Path, at: String, bytes: &[u8]) -> Error {
         .hint(hint)
 }
 
-/// Reads a text file as one document, however long.
-fn text(path: &Path, mut reader: Box<dyn Read + '_>, bad: Bad<'_>, each: &mut EachUntil<'_>) -> Result<()> {
-    let (mut held, mut before) = (Vec::new(), 0);
-    // A byte order mark is not part of the text.
-    let mark = "\u{feff}".as_bytes();
-    reader.by_ref().take(mark.len() as u64).read_to_end(&mut held).map_err(unreadable(path))?;
-    if held == mark {
-        held.clear();
-        before = mark.len();
-    }
-    loop {
-        // Reads up to two pieces, so that [`piece_end`] has a whole piece and more, and cuts do not depend on
-        // the sizes of reads.
-        let wanted = (2 * PIECE).saturating_sub(held.len()) as u64;
-        let read = reader.by_ref().take(wanted).read_to_end(&mut held).map_err(unreadable(path))?;
-        let last = (read as u64) < wanted;
-        let valid = match std::str::from_utf8(&held) {
-            Ok(valid) => valid,
-            // The bytes may end inside a character, unless they are the last ones of the file.
-            Err(error) if !last && error.error_len().is_none() => {
-                std::str::from_utf8(&held[..error.valid_up_to()]).expect("checked so far")
-            }
-            Err(error) => {
-                bad.take(not_utf8(path, format!("byte {}", before + error.valid_up_to()), &held))?;
-                return end_early(before > 0, each);
-            }
-        };
-        // A zero byte is valid UTF-8, but does not occur in text.
-        if let Some(at) = valid.find('\0') {
-            bad.take(not_utf8(path, format!("a byte of zero, number {}", before + at), valid.as_bytes()))?;
-            return end_early(before > 0, each);
-        }
-        if last {
-            let text = valid.to_owned();
-            return each(Piece { text, ends: true }).map(drop);
-        }
-        let end = piece_end(valid);
-        if each(Piece { text: valid[..end].to_owned(), ends: false })?.is_break() {
-            return Ok(());
-        }
-        held.drain(..end);
-        before += end;
-    }
-}
-
 /// What a file of zstd holds.
 #[cfg(feature = "zstd")]
 fn zstd<'a>(path: &Path, file: impl BufRead + 'a) -> Result<Box<dyn Read + 'a>> {
@@ -249,11 +226,6 @@ fn zstd<'a>(path: &Path, _: impl BufRead + 'a) -> Result<Box<dyn Read + 'a>> {
         .got(path.display())
         .allowed("plain text, .gz")
         .hint("leave --no-default-features out of the build, or add --features zstd"))
-}
-
-/// Ends a document some of whose pieces have been passed on.
-fn end_early(begun: bool, each: &mut EachUntil<'_>) -> Result<()> {
-    if begun { each(Piece { text: String::new(), ends: true }).map(drop) } else { Ok(()) }
 }
 
 #[cfg(all(test, feature = "parquet", feature = "zstd"))]

@@ -9,6 +9,7 @@ mod writer;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use candle_sage::{Error, Result};
 use sha2::{Digest, Sha256};
@@ -21,11 +22,13 @@ pub use writer::{Begun, ShardWriter};
 use super::Tokenizer;
 use crate::{during, hex};
 
-/// A shard that is open for reading. Its size is checked, and its tokens stay in the file.
+/// A shard. Its size is checked, and its tokens stay in the file, which is opened for each read: data may have more shards
+/// than a process may have open files.
 #[derive(Debug)]
 pub struct Shard {
     path: PathBuf,
-    file: File,
+    /// The file that was checked.
+    checked: Mutex<FileIdentity>,
     format: Format,
     tokens: u64,
     /// The sidecar, if there is one.
@@ -40,7 +43,8 @@ impl Shard {
     pub fn open(path: &Path) -> Result<Self> {
         let failed = || during::<std::io::Error>(format!("cannot read the shard {}", path.display()));
         let file = File::open(path).map_err(failed())?;
-        let size = file.metadata().map_err(failed())?.len();
+        let about = file.metadata().map_err(failed())?;
+        let size = about.len();
         let mut start = Vec::new();
         (&file).take(HEADER).read_to_end(&mut start).map_err(failed())?;
         let format = Format::of(&start);
@@ -87,7 +91,8 @@ impl Shard {
                 format!("{} in {}, as its sidecar says", sidecar.tokens, sidecar.format),
             );
         }
-        Ok(Self { path: path.to_owned(), file, format, tokens, sidecar })
+        let checked = Mutex::new(FileIdentity::of(&about));
+        Ok(Self { path: path.to_owned(), checked, format, tokens, sidecar })
     }
 
     /// Number of tokens.
@@ -127,10 +132,37 @@ impl Shard {
         assert!(start + count as u64 <= self.tokens, "tokens of the shard");
         let mut bytes = vec![0; count * self.format.width() as usize];
         let at = self.format.header() + start * self.format.width();
-        read_exact_at(&self.file, &mut bytes, at)
-            .map_err(during(format!("cannot read the shard {}", self.path.display())))
-            .map_err(|error| error.hint("has it been changed since the run began?"))?;
+        let failed = || {
+            let error = during::<std::io::Error>(format!("cannot read the shard {}", self.path.display()));
+            move |cause| error(cause).hint("has it been changed or removed since the run began?")
+        };
+        let file = File::open(&self.path).map_err(failed())?;
+        self.check_unchanged(&FileIdentity::of(&file.metadata().map_err(failed())?))?;
+        read_exact_at(&file, &mut bytes, at).map_err(failed())?;
         self.format.decode(&bytes, tokens);
+        Ok(())
+    }
+
+    /// Checks that the file is the one that was opened first, or has the same contents.
+    fn check_unchanged(&self, now: &FileIdentity) -> Result<()> {
+        let mut checked = self.checked.lock().unwrap_or_else(PoisonError::into_inner);
+        if *checked == *now {
+            return Ok(());
+        }
+        let changed = |got: &str| {
+            Error::new("a shard was replaced since it was opened")
+                .got(format!("{}: {got}", self.path.display()))
+                .allowed("the same file, or one with the same contents")
+                .hint("put the file back; a run goes on from its newest checkpoint with --resume")
+        };
+        match self.hashed() {
+            Some((path, hash)) if now.len == checked.len => match Self::compare(&path, &hash) {
+                Compared::Same => *checked = now.clone(),
+                Compared::Another(_) => return Err(changed("a file with other contents")),
+                Compared::Unread(error) => return Err(error),
+            },
+            _ => return Err(changed("another file")),
+        }
         Ok(())
     }
 
@@ -189,6 +221,29 @@ impl Shard {
     }
 }
 
+/// What tells a file from another one at the same path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct FileIdentity {
+    len: u64,
+    modified: Option<std::time::SystemTime>,
+    /// Device and inode.
+    #[cfg(unix)]
+    inode: (u64, u64),
+}
+
+impl FileIdentity {
+    fn of(about: &std::fs::Metadata) -> Self {
+        #[cfg(unix)]
+        use std::os::unix::fs::MetadataExt;
+        Self {
+            len: about.len(),
+            modified: about.modified().ok(),
+            #[cfg(unix)]
+            inode: (about.dev(), about.ino()),
+        }
+    }
+}
+
 /// The result of comparing a file with the hash in its sidecar.
 #[derive(Debug)]
 pub(super) enum Compared {
@@ -228,8 +283,8 @@ mod tests {
         let mut writer = ShardWriter::create(&path, format, "t", 70_000).expect("a shard");
         for document in 0..5u32 {
             let tokens: Vec<u32> = (0..100 + document).map(|n| n * 300 + document).collect();
-            writer.write(&tokens[..50], 70).expect("tokens");
-            writer.write(&tokens[50..], 71).expect("tokens");
+            writer.write(&tokens[..50], 70, 70).expect("tokens");
+            writer.write(&tokens[50..], 71, 71).expect("tokens");
             if document < 4 {
                 writer.end_document();
             }
@@ -238,6 +293,33 @@ mod tests {
         assert_eq!(sidecar.document_tokens, [100, 101, 102, 103, 104]);
         assert!(sidecar.continues && sidecar.tokens == 510 && sidecar.text_bytes == 705);
         path
+    }
+
+    /// The error of the first read after a change names the shard; the same contents in another file are read on.
+    #[test]
+    fn a_shard_that_is_replaced_is_noticed() -> Result<()> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = shard(folder.path(), Format::LlmcU16);
+        let replace = |bytes: &[u8]| {
+            let other = folder.path().join("other");
+            std::fs::write(&other, bytes).expect("a file");
+            std::fs::rename(&other, &path).expect("replaced");
+        };
+        let (opened, whole) = (Shard::open(&path)?, std::fs::read(&path).expect("a file"));
+        let read = |shard: &Shard| shard.read(0, 4, &mut Vec::new());
+        read(&opened)?;
+        replace(&whole);
+        read(&opened)?;
+        let mut changed = whole.clone();
+        changed[1030] ^= 1;
+        replace(&changed);
+        let error = read(&opened).expect_err("another file").to_string();
+        assert!(error.contains("replaced") && error.contains("llmc-u16.bin"), "{error}");
+        replace(&whole);
+        read(&opened)?;
+        std::fs::remove_file(&path).expect("removed");
+        assert!(read(&opened).is_err());
+        Ok(())
     }
 
     #[test]
@@ -264,7 +346,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("a.bin");
         let mut writer = ShardWriter::create(&path, Format::LlmcU16, "t", 50_257)?;
-        writer.write(&[50_256, 1], 0)?;
+        writer.write(&[50_256, 1], 0, 0)?;
         writer.finish()?;
         let bytes = std::fs::read(&path).expect("a file");
         assert_eq!(bytes.len(), 1024 + 4);
@@ -281,7 +363,7 @@ mod tests {
             let path = folder.path().join("begun.bin");
             let mut writer = ShardWriter::create(&path, format, "t", 300).expect("a shard");
             assert!(Shard::open(&path).is_err(), "{format} begun");
-            writer.write(&[1; 1 << 20], 0).expect("tokens");
+            writer.write(&[1; 1 << 20], 0, 0).expect("tokens");
             assert!(Shard::open(&path).is_err(), "{format} in the making");
             drop(writer);
             std::fs::remove_file(&path).expect("gone");
@@ -309,6 +391,6 @@ mod tests {
         }
         let mut writer =
             ShardWriter::create(&folder.path().join("b.bin"), Format::NanoGpt, "t", 70_000).expect("a shard");
-        assert!(writer.write(&[65_536], 0).is_err());
+        assert!(writer.write(&[65_536], 0, 0).is_err());
     }
 }

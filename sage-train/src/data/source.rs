@@ -6,7 +6,10 @@ use std::path::{Path, PathBuf};
 use candle_sage::{Error, Result};
 
 use super::hub;
+use super::prepare::{LIST, Prepared};
 use super::reader::{self, KINDS};
+use super::tokenizer::{TOKENIZER_CONFIG, Tokenizer};
+use crate::quantity::counted;
 use crate::{during, partial};
 
 /// The files of one source.
@@ -53,6 +56,25 @@ impl Source {
 }
 
 impl ShardFiles {
+    /// Checks that documents end with the tokenizer's end-of-text token, where `dataset.json` says with which.
+    ///
+    /// # Errors
+    /// When they end with another.
+    pub(super) fn check_end_of_text(&self, tokenizer: &Tokenizer) -> Result<()> {
+        let Some(folder) = self.first().parent().filter(|folder| folder.join(LIST).exists()) else {
+            return Ok(());
+        };
+        let prepared = Prepared::read(folder)?;
+        if prepared.end_of_text == tokenizer.end_of_text() {
+            return Ok(());
+        }
+        let entry = |id: u32| tokenizer.entry(id).map_or(id.to_string(), |entry| format!("{id}, `{entry}`"));
+        Err(Error::new("documents of the shards end with another token")
+            .got(format!("{} in {}", entry(prepared.end_of_text), folder.display()))
+            .allowed(format!("{}, the tokenizer's end-of-text token", entry(tokenizer.end_of_text())))
+            .hint("--end-of-text names the token that ends a document; or prepare the data again"))
+    }
+
     /// One of the shards, for messages.
     pub fn first(&self) -> &Path {
         self.train.first().or(self.validation.first()).map_or(Path::new(""), PathBuf::as_path)
@@ -76,7 +98,11 @@ pub fn find(path: &Path, out: &Path) -> Result<Source> {
 
 /// Files in a folder that are not data: their number by the ending of their names.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct PassedOver(BTreeMap<String, usize>);
+pub(super) struct PassedOver {
+    kinds: BTreeMap<String, usize>,
+    /// Named pipes, sockets and devices, which cannot be read as files.
+    special: Vec<PathBuf>,
+}
 
 impl PassedOver {
     fn add(&mut self, path: &Path) {
@@ -84,18 +110,27 @@ impl PassedOver {
             || "without an ending".into(),
             |extension| format!(".{}", extension.to_string_lossy().to_ascii_lowercase()),
         );
-        *self.0.entry(kind).or_default() += 1;
+        *self.kinds.entry(kind).or_default() += 1;
     }
 
     /// The number of files and their most frequent kinds, in words; `None` if there are none.
     pub(super) fn in_words(&self) -> Option<String> {
-        let all: usize = self.0.values().sum();
-        let mut kinds: Vec<(&String, &usize)> = self.0.iter().collect();
+        let all: usize = self.kinds.values().sum();
+        let mut kinds: Vec<(&String, &usize)> = self.kinds.iter().collect();
         kinds.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
         let named: Vec<String> =
             kinds.iter().take(5).map(|(kind, count)| format!("{count} {kind}")).collect();
         let more = if kinds.len() > 5 { ", .." } else { "" };
-        (all > 0).then(|| format!("{all} files of other kinds passed over: {}{more}", named.join(", ")))
+        let mut words = Vec::new();
+        if all > 0 {
+            let files = counted(all as u64, "file");
+            words.push(format!("{files} of other kinds passed over: {}{more}", named.join(", ")));
+        }
+        if let Some(first) = self.special.first() {
+            let n = counted(self.special.len() as u64, "pipe, socket or device");
+            words.push(format!("{n} passed over, such as {}", first.display()));
+        }
+        (!words.is_empty()).then(|| words.join("; "))
     }
 }
 
@@ -113,7 +148,7 @@ pub(super) fn find_and_pass_over(path: &Path, out: &Path, passed_over: &mut Pass
         (true, true) => Err(Error::new("the folder has no file to train on")
             .got(path.display())
             .allowed(allowed())
-            .hint("files of other kinds are passed over")),
+            .hint("of a folder .md, .csv and .json are read where a pattern names them: --data 'FOLDER/**/*.md'")),
     }
 }
 
@@ -121,8 +156,26 @@ fn is_shard(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("bin"))
 }
 
+/// Whether a file that was named can be data.
 fn is_data(path: &Path) -> bool {
     reader::is_known(path) || is_shard(path)
+}
+
+/// Whether a file in a folder that was named is data.
+fn is_data_in_folder(path: &Path) -> bool {
+    reader::is_always_text(path) || is_shard(path)
+}
+
+/// Whether a path leads to a file, and not to a pipe, a socket or a device, whose reading may never end. A path that leads
+/// nowhere counts as a file, so that reading it is an error.
+fn is_regular(path: &Path) -> bool {
+    path.metadata().is_ok_and(|about| about.is_file()) || !path.exists()
+}
+
+/// Whether a file describes data: a sidecar, a list of shards, a tokenizer.
+fn is_description(path: &Path) -> bool {
+    let name = path.file_name().map(|name| name.to_string_lossy().to_ascii_lowercase()).unwrap_or_default();
+    name.ends_with(".bin.json") || [LIST, "tokenizer.json", TOKENIZER_CONFIG].contains(&name.as_str())
 }
 
 fn shard_files(files: Vec<PathBuf>) -> ShardFiles {
@@ -147,6 +200,12 @@ fn files(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
         return below(path, out, passed_over);
     }
     if path.exists() {
+        if !is_regular(path) {
+            return Err(Error::new("the data is not a file")
+                .got(format!("{}, a pipe, socket or device", path.display()))
+                .allowed("files, which can be read more than once")
+                .hint("write the text to a file first"));
+        }
         return if is_data(path) { Ok(vec![path.to_owned()]) } else { Err(reader::unknown_kind(path)) };
     }
     let missing = || {
@@ -163,7 +222,11 @@ fn files(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
         let mut found = path.ancestors().skip(1).take_while(|folder| folder.components().count() > depth);
         found.any(|folder| same(folder, out) || partial::is_unfinished(folder))
     };
-    let mut found: Vec<PathBuf> = matches.into_iter().filter(|p| is_data(p) && !inside(p)).collect();
+    let (regular, special): (Vec<_>, Vec<_>) =
+        matches.into_iter().filter(|path| is_data(path) && !inside(path)).partition(|path| is_regular(path));
+    passed_over.special.extend(special);
+    // A pattern that matches shards matches their sidecars too.
+    let mut found: Vec<PathBuf> = regular.into_iter().filter(|path| !is_description(path)).collect();
     found.sort();
     if found.is_empty() { Err(missing()) } else { Ok(found) }
 }
@@ -214,7 +277,9 @@ fn below(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
                 if !same(&entry.path(), out) && !partial::is_unfinished(&entry.path()) {
                     folders.push(entry.path());
                 }
-            } else if is_data(&entry.path()) {
+            } else if !is_regular(&entry.path()) {
+                passed_over.special.push(entry.path());
+            } else if is_data_in_folder(&entry.path()) {
                 found.push(entry.path());
             } else {
                 passed_over.add(&entry.path());
@@ -266,6 +331,20 @@ mod tests {
         }
         let mut passed_over = PassedOver::default();
         find_and_pass_over(folder.path(), Path::new("runs"), &mut passed_over).expect("a source");
+        #[cfg(unix)]
+        {
+            let _socket =
+                std::os::unix::net::UnixListener::bind(folder.path().join("s.txt")).expect("a socket");
+            let mut passed_over = PassedOver::default();
+            find_and_pass_over(folder.path(), Path::new("runs"), &mut passed_over).expect("a source");
+            let words = passed_over.in_words().expect("some");
+            assert!(
+                words.contains("1 pipe, socket or device passed over, such as") && words.contains("s.txt"),
+                "{words}"
+            );
+            assert!(find(&folder.path().join("s.txt"), Path::new("runs")).is_err());
+            std::fs::remove_file(folder.path().join("s.txt")).expect("removed");
+        }
         let words = passed_over.in_words().expect("some");
         assert_eq!(words, "4 files of other kinds passed over: 2 .md, 1 .csv, 1 without an ending");
         assert_eq!(PassedOver::default().in_words(), None);
@@ -300,6 +379,11 @@ mod tests {
         std::fs::remove_dir_all(at("runs")).expect("gone");
         std::fs::write(at("a.txt"), "").expect("a file");
         assert!(find(folder.path(), out).is_err());
-        assert!(find(&at("*.md"), out).is_err());
+        assert!(find(&at("*.doc"), out).is_err());
+        // Of a folder these kinds are read where a pattern names them.
+        std::fs::write(at("b.md"), "").expect("a file");
+        assert_eq!(find(&at("*.md"), out), Ok(Source::Text(vec![at("b.md"), at("x.md")])));
+        std::fs::write(at("train.bin.json"), "").expect("a file");
+        assert_eq!(find(&at("a.*"), out), Ok(Source::Text(vec![at("a.txt")])));
     }
 }

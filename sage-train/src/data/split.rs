@@ -17,7 +17,7 @@ pub struct Part {
     pub tokens: u64,
     /// Documents.
     pub documents: u64,
-    /// Bytes of text.
+    /// Bytes of the original text.
     pub text_bytes: u64,
 }
 
@@ -72,9 +72,10 @@ impl<'a> SplitWriter<'a> {
         self.part.tokens
     }
 
-    /// Adds tokens of a document; `ends` says whether they are its last. A full shard ends anywhere in a
-    /// document.
-    pub(super) fn write(&mut self, mut tokens: &[u32], ends: bool) -> Result<()> {
+    /// Adds tokens of a document, of `text_bytes` bytes of text; `ends` says whether they are its last. A full shard ends
+    /// anywhere in a document.
+    pub(super) fn write(&mut self, mut tokens: &[u32], mut text_bytes: u64, ends: bool) -> Result<()> {
+        let mut left = self.tokenizer.bytes_of(tokens);
         while !tokens.is_empty() {
             let shard = match &mut self.open {
                 Some(shard) => shard,
@@ -92,11 +93,16 @@ impl<'a> SplitWriter<'a> {
             };
             let room = (self.shard_tokens - shard.tokens()).min(tokens.len() as u64) as usize;
             let (now, later) = tokens.split_at(room);
-            let text_bytes = now.iter().map(|&id| self.tokenizer.bytes(id)).sum();
-            shard.write(now, text_bytes)?;
+            let token_bytes = self.tokenizer.bytes_of(now);
+            // Each shard gets the part of the text that its part of the tokens stands for.
+            let share = match left > token_bytes {
+                true => (u128::from(text_bytes) * u128::from(token_bytes) / u128::from(left)) as u64,
+                false => text_bytes,
+            };
+            shard.write(now, share, token_bytes)?;
             self.part.tokens += now.len() as u64;
-            self.part.text_bytes += text_bytes;
-            tokens = later;
+            self.part.text_bytes += share;
+            (tokens, left, text_bytes) = (later, left - token_bytes, text_bytes - share);
             if tokens.is_empty() && ends {
                 shard.end_document();
                 self.part.documents += 1;

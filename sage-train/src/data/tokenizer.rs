@@ -1,4 +1,9 @@
-//! Tokenizers: any `tokenizer.json`, or a byte-level BPE that is trained on the data and cached.
+//! Tokenizers: any `tokenizer.json`, or a byte-level BPE that is trained on the data and cached. `pieces` cuts long texts,
+//! `parts` changes parts of a tokenizer, `end_of_text` finds the token that ends a document.
+
+mod end_of_text;
+mod parts;
+mod pieces;
 
 use std::hash::Hasher;
 use std::path::{Path, PathBuf};
@@ -14,24 +19,26 @@ use tokenizers::{AddedToken, Tokenizer as Inner};
 use super::DataConfig;
 use super::hub::Hub;
 use crate::{during, hex, partial, unpanicked, writing};
+pub(super) use pieces::{PIECE, piece_end, pieces};
 
 /// The end-of-text token of tokenizers that are trained here.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
-/// End-of-text tokens of known tokenizers: GPT-2's and Qwen's, Llama 3's, Llama 2's, Gemma's, ChatML's.
-const ENDS: [&str; 5] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>"];
+/// The file beside a `tokenizer.json` that names its end-of-text token, as transformers writes it.
+pub(super) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// Bytes of text that merges are learned from; more of the same text changes little.
 pub(super) const TRAINING_BYTES: usize = 16 << 20;
-
-/// The size of the pieces in which text is encoded, in bytes. Pieces end at line ends where possible.
-pub(super) const PIECE: usize = 64 << 10;
 
 /// Text to ids and back. Byte-level tokenizers have an id for every byte, so that they encode any text.
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: Inner,
+    /// The tokenizer of text that goes on in the middle of a document, where it is another: without a space in front.
+    continuing: Option<Inner>,
     end_of_text: u32,
+    /// The token of text that the vocabulary does not have, such as `<unk>`.
+    unknown: Option<u32>,
     /// SHA-256 of the tokenizer's JSON.
     hash: String,
     /// Bytes of text that each id stands for.
@@ -104,49 +111,61 @@ impl Tokenizer {
             held <= TRAINING_BYTES + piece.len()
         });
         inner.train(&mut trainer, sample).map_err(during("cannot train a tokenizer"))?;
-        Self::new(inner).map_err(during("cannot train a tokenizer"))
+        Self::new(inner, Some(END_OF_TEXT)).map_err(during("cannot train a tokenizer"))
     }
 
-    /// Loads a `tokenizer.json`.
+    /// Loads a `tokenizer.json`. `tokenizer_config.json` beside it says which token ends a document, if there is one.
     ///
     /// # Errors
-    /// When it cannot be read, or has no end-of-text token.
+    /// When it cannot be read, or no end-of-text token is found.
     pub fn load(path: &Path) -> Result<Self> {
-        let what = || during::<String>(format!("cannot use the tokenizer {}", path.display()));
-        let hint = "a tokenizer is a tokenizer.json, as `tokenizers` writes them";
-        let bytes = std::fs::read(path).map_err(|e| what()(e.to_string()).hint(hint))?;
-        // The library panics on some files that are not tokenizers.
-        let inner = unpanicked(|| Inner::from_bytes(&bytes).map_err(|error| error.to_string()));
-        inner.and_then(Self::new).map_err(|error| what()(error).hint(hint))
+        Self::load_with(path, None)
     }
 
-    /// Loads a tokenizer by the path of its file, or by the name of a model on the Hugging Face Hub.
+    /// As [`Tokenizer::load`], with the token that ends a document (`--end-of-text`).
+    ///
+    /// # Errors
+    /// When it cannot be read, or has no such token.
+    pub fn load_with(path: &Path, end_of_text: Option<&str>) -> Result<Self> {
+        let what = || during::<String>(format!("cannot use the tokenizer {}", path.display()));
+        let hint = "a tokenizer is a tokenizer.json, as `tokenizers` writes them; --end-of-text names the token that ends a document";
+        let bytes = std::fs::read(path).map_err(|e| what()(e.to_string()).hint(hint))?;
+        let beside = end_of_text::beside(path).map_err(|error| what()(error).hint(hint))?;
+        let end_of_text = end_of_text.or(beside.as_deref());
+        // The library panics on some files that are not tokenizers.
+        let inner = unpanicked(|| Inner::from_bytes(&bytes).map_err(|error| error.to_string()));
+        inner.and_then(|inner| Self::new(inner, end_of_text)).map_err(|error| what()(error).hint(hint))
+    }
+
+    /// Loads a tokenizer by the path of its file or folder, or by the name of a model on the Hugging Face Hub.
     ///
     /// # Errors
     /// When there is none.
-    pub fn named(name: &str) -> Result<Self> {
+    pub fn named(name: &str, end_of_text: Option<&str>) -> Result<Self> {
         let path = Path::new(name);
+        if path.is_dir() {
+            return Self::load_with(&path.join("tokenizer.json"), end_of_text);
+        }
         if path.exists() {
-            return Self::load(path);
+            return Self::load_with(path, end_of_text);
         }
         if path.extension().is_some_and(|extension| extension == "json") {
             return Err(Error::new("the tokenizer does not exist")
                 .got(name)
-                .allowed("a tokenizer.json, or the name of a model on the Hugging Face Hub")
+                .allowed("a tokenizer.json, its folder, or the name of a model on the Hugging Face Hub")
                 .hint("--tokenizer gpt2 fetches GPT-2's; without it one is trained on the data"));
         }
-        Self::load(&Hub::open()?.tokenizer(name)?)
+        Self::load_with(&Hub::open()?.tokenizer(name)?, end_of_text)
     }
 
-    fn new(mut inner: Inner) -> std::result::Result<Self, String> {
+    fn new(mut inner: Inner, end_of_text: Option<&str>) -> std::result::Result<Self, String> {
         // Text that contains the spelling of the end-of-text token is encoded as text.
         inner.set_encode_special_tokens(true);
         // Some files truncate or pad texts to a fixed length; both are switched off.
         inner.with_truncation(None).map_err(|error| error.to_string())?;
         inner.with_padding(None);
         let entries = inner.get_vocab_size(true);
-        let end_of_text = ENDS.iter().find_map(|end| inner.token_to_id(end));
-        let end_of_text = end_of_text.ok_or(format!("no token that ends a text: {}", ENDS.join(", ")))?;
+        let end_of_text = end_of_text::find(&inner, end_of_text)?;
         let most = inner.get_vocab(true).into_values().max().unwrap_or(0) as usize;
         if most >= entries {
             return Err(format!("{entries} entries, but an id {most}"));
@@ -161,8 +180,10 @@ impl Tokenizer {
         };
         let mut bytes: Vec<u64> = (0..entries as u32).map(bytes).collect();
         bytes[end_of_text as usize] = 0;
-        let hash = hex(&Sha256::digest(json));
-        Ok(Self { inner, end_of_text, hash, bytes, uncached: None })
+        let hash = hex(&Sha256::digest(&json));
+        let unknown = parts::unknown(&json).and_then(|unknown| unknown.id(&inner));
+        let continuing = parts::without_prefix_space(&inner)?;
+        Ok(Self { inner, continuing, end_of_text, unknown, hash, bytes, uncached: None })
     }
 
     /// SHA-256 of the tokenizer's contents; it does not depend on the layout of `tokenizer.json`.
@@ -176,6 +197,25 @@ impl Tokenizer {
     /// When the file cannot be written.
     pub fn save(&self, path: &Path) -> Result<()> {
         self.inner.save(path, false).map_err(writing(path))
+    }
+
+    /// Writes `tokenizer.json` to a folder, and beside it which token ends a document.
+    ///
+    /// # Errors
+    /// When a file cannot be written.
+    pub fn save_in(&self, folder: &Path) -> Result<()> {
+        let config = serde_json::json!({ "eos_token": self.entry(self.end_of_text)? });
+        let config = serde_json::to_string_pretty(&config).expect("plain values");
+        partial::file(&folder.join(TOKENIZER_CONFIG), |to| std::fs::write(to, &config).map_err(writing(to)))?;
+        partial::file(&folder.join("tokenizer.json"), |to| self.save(to))
+    }
+
+    /// Writes `tokenizer.json` without the tokens that its post-processor would add, because training adds none.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn save_as_trained(&self, path: &Path) -> Result<()> {
+        parts::without_added_tokens(&self.inner)?.save(path, false).map_err(writing(path))
     }
 
     /// Checks that a file holds this tokenizer.
@@ -197,28 +237,30 @@ impl Tokenizer {
     /// # Errors
     /// When the library fails.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let mut ids = Vec::with_capacity(text.len() / 3);
-        for piece in pieces(text) {
-            ids.extend(self.inner.encode_fast(piece, false).map_err(during("cannot tokenize"))?.get_ids());
-        }
-        Ok(ids)
+        Ok(self.encode_all(&[(text, false)])?.swap_remove(0))
     }
 
     /// The ids of several texts, encoded in pieces on all threads, so that a long text is shared by several
-    /// threads.
+    /// threads. Each comes with whether it goes on in the middle of a document.
     ///
     /// # Errors
     /// When the library fails.
-    pub fn encode_all(&self, texts: Vec<&str>) -> Result<Vec<Vec<u32>>> {
-        let cut: Vec<(usize, &str)> = texts
+    pub fn encode_all(&self, texts: &[(&str, bool)]) -> Result<Vec<Vec<u32>>> {
+        let cut: Vec<(usize, &str, bool)> = texts
             .iter()
             .enumerate()
-            .flat_map(|(n, text)| pieces(text).map(move |piece| (n, piece)))
+            .flat_map(|(n, (text, goes_on))| {
+                pieces(text).enumerate().map(move |(at, piece)| (n, piece, *goes_on || at > 0))
+            })
             .collect();
-        let ids = cut.par_iter().map(|(_, piece)| self.encode(piece)).collect::<Result<Vec<_>>>()?;
+        let encode = |(_, piece, goes_on): &(usize, &str, bool)| {
+            let inner = self.continuing.as_ref().filter(|_| *goes_on).unwrap_or(&self.inner);
+            inner.encode_fast(*piece, false).map_err(during("cannot tokenize"))
+        };
+        let encoded = cut.par_iter().map(encode).collect::<Result<Vec<_>>>()?;
         let mut all = vec![Vec::new(); texts.len()];
-        for ((n, _), ids) in cut.into_iter().zip(ids) {
-            all[n].extend(ids);
+        for ((n, ..), encoded) in cut.into_iter().zip(encoded) {
+            all[n].extend(encoded.get_ids());
         }
         Ok(all)
     }
@@ -234,6 +276,35 @@ impl Tokenizer {
     /// Bytes of text that an id stands for; 0 for special tokens, such as the end-of-text token.
     pub fn bytes(&self, id: u32) -> u64 {
         self.bytes[id as usize]
+    }
+
+    /// Bytes of text that ids stand for.
+    pub fn bytes_of(&self, ids: &[u32]) -> u64 {
+        ids.iter().map(|&id| self.bytes(id)).sum()
+    }
+
+    /// How many ids stand for text that the vocabulary does not have.
+    pub fn unknown_in(&self, ids: &[u32]) -> u64 {
+        ids.iter().filter(|&&id| Some(id) == self.unknown).count() as u64
+    }
+
+    /// What the tokenizer changes in a text, in words; `None` if the text comes back as it was.
+    ///
+    /// # Errors
+    /// When the library fails.
+    pub fn changes(&self, text: &str) -> Result<Option<String>> {
+        let ids = self.encode(text)?;
+        let unknown = match self.unknown_in(&ids) {
+            0 => String::new(),
+            n => format!(", {n} of {} tokens are `{}`", ids.len(), self.entry(self.unknown.unwrap_or(0))?),
+        };
+        let held = text.len() as f64 / 1e6;
+        Ok((self.decode(&ids)? != text).then(|| {
+            format!(
+                "the tokenizer changes text (the first {held:.1} MB do not come back as they were{unknown}): bits a byte are of the \
+                 original text"
+            )
+        }))
     }
 
     /// Number of entries.
@@ -268,7 +339,7 @@ fn text_bytes(entry: &str, byte_level: bool) -> u64 {
 }
 
 /// Part of the name of a cached tokenizer: to be increased whenever training would give another result.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Path of the documents' tokenizer in the cache: its name contains a hash of the documents.
 fn cached(documents: &[&String], config: &DataConfig) -> PathBuf {
@@ -282,37 +353,10 @@ fn cached(documents: &[&String], config: &DataConfig) -> PathBuf {
     config.cache().join(format!("bpe-v{VERSION}-{}-{:016x}.json", config.vocab_size, hasher.finish()))
 }
 
-/// Cuts a text into pieces that end at line ends, or at characters where a line is longer than a piece.
-pub(super) fn pieces(text: &str) -> impl Iterator<Item = &str> {
-    let mut rest = text;
-    std::iter::from_fn(move || {
-        let (piece, after) = rest.split_at(piece_end(rest));
-        rest = after;
-        (!piece.is_empty()).then_some(piece)
-    })
-}
-
-/// The end of a text's first piece. It depends on the first [`PIECE`] bytes, and on whether there are more.
-pub(super) fn piece_end(text: &str) -> usize {
-    if text.len() <= PIECE {
-        return text.len();
-    }
-    let end = (0..=PIECE).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(text.len());
-    text[..end].rfind('\n').map_or(end, |line| line + 1)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::data::corpus::Corpus;
-
-    #[test]
-    fn pieces_make_up_the_text() {
-        for text in ["", "a", &"line\n".repeat(40_000), &"é".repeat(70_000), &"x".repeat(200_000)] {
-            assert_eq!(pieces(text).collect::<String>(), text);
-            assert!(pieces(text).all(|piece| !piece.is_empty() && piece.len() <= PIECE));
-        }
-    }
 
     #[test]
     fn encodes_any_text_and_back() -> Result<()> {
@@ -346,7 +390,7 @@ mod tests {
         inner.with_truncation(Some(truncation)).expect("a length");
         let padding = tokenizers::PaddingStrategy::Fixed(5000);
         inner.with_padding(Some(tokenizers::PaddingParams { strategy: padding, ..Default::default() }));
-        let cutting = Tokenizer::new(inner).expect("a tokenizer");
+        let cutting = Tokenizer::new(inner, None).expect("a tokenizer");
         assert_eq!(cutting.encode(&documents[0])?, tokenizer.encode(&documents[0])?);
         Ok(())
     }

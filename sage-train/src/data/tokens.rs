@@ -9,10 +9,18 @@ use sha2::{Digest, Sha256};
 use super::shard::Shard;
 
 /// A list of tokens. Tokens in shards stay in their files until they are read.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Tokens {
     parts: Vec<Part>,
     len: u64,
+    /// Bytes of the original text for each byte that the tokens stand for.
+    text_ratio: f64,
+}
+
+impl Default for Tokens {
+    fn default() -> Self {
+        Self { parts: Vec::new(), len: 0, text_ratio: 1.0 }
+    }
 }
 
 /// A range of a vector or of a shard, and the index of its first token in the list.
@@ -32,7 +40,11 @@ enum From {
 impl std::convert::From<Vec<u32>> for Tokens {
     fn from(tokens: Vec<u32>) -> Self {
         let len = tokens.len() as u64;
-        Self { parts: vec![Part { from: From::Memory(Arc::new(tokens)), range: 0..len, at: 0 }], len }
+        Self {
+            parts: vec![Part { from: From::Memory(Arc::new(tokens)), range: 0..len, at: 0 }],
+            len,
+            text_ratio: 1.0,
+        }
     }
 }
 
@@ -40,16 +52,32 @@ impl std::convert::From<Vec<Shard>> for Tokens {
     /// Concatenates the shards.
     fn from(shards: Vec<Shard>) -> Self {
         let mut all = Self::default();
+        // Shards without a sidecar, or with one of an earlier version, tell nothing of their text.
+        let sidecars = shards.iter().filter_map(|shard| shard.sidecar.as_ref());
+        let counted = sidecars.filter_map(|sidecar| Some((sidecar.text_bytes, sidecar.token_bytes?)));
+        let (text, tokens) = counted.fold((0, 0), |(text, tokens), (t, n)| (text + t, tokens + n));
         for shard in shards {
             let range = 0..shard.len();
             all.parts.push(Part { from: From::Shard(Arc::new(shard)), range: range.clone(), at: all.len });
             all.len += range.end;
         }
-        all
+        all.with_text(text, tokens)
     }
 }
 
 impl Tokens {
+    /// Notes how many bytes of text were encoded, and how many bytes the tokens stand for: a tokenizer may change text.
+    #[must_use]
+    pub fn with_text(self, text_bytes: u64, token_bytes: u64) -> Self {
+        let known = text_bytes > 0 && token_bytes > 0;
+        Self { text_ratio: if known { text_bytes as f64 / token_bytes as f64 } else { 1.0 }, ..self }
+    }
+
+    /// Bytes of the original text for each byte that the tokens stand for.
+    pub fn text_ratio(&self) -> f64 {
+        self.text_ratio
+    }
+
     /// Number of tokens.
     pub fn len(&self) -> u64 {
         self.len
@@ -71,7 +99,7 @@ impl Tokens {
     /// A range of the list.
     #[must_use]
     pub fn slice(&self, range: Range<u64>) -> Self {
-        let mut all = Self::default();
+        let mut all = Self { text_ratio: self.text_ratio, ..Self::default() };
         for part in &self.parts {
             let (first, last) = (range.start.max(part.at), range.end.min(part.at + span(&part.range)));
             if first < last {
@@ -185,7 +213,7 @@ mod tests {
         for (n, range) in [0..300, 300..300, 300..301, 301..1000].into_iter().enumerate() {
             let path = folder.path().join(format!("{n}.bin"));
             let mut writer = ShardWriter::create(&path, Format::LlmcU16, "t", 7000)?;
-            writer.write(&all[range], 0)?;
+            writer.write(&all[range], 0, 0)?;
             writer.finish()?;
             shards.push(Shard::open(&path)?);
         }

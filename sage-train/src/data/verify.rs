@@ -55,8 +55,7 @@ impl Verification {
         Ok(Self(Some(receiver)))
     }
 
-    /// The shards so far that could not be read. They are warnings only, because training holds its own open
-    /// files.
+    /// The shards so far that could not be read. They are warnings only: training reads what it needs itself.
     ///
     /// # Errors
     /// When a shard's hash is not that of its sidecar.

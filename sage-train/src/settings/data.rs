@@ -12,8 +12,8 @@ use crate::quantity::Quantity;
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DataSettings {
-    /// What to train on: .txt, .jsonl (each also .gz, .zst), .parquet, or .bin shards of tokens; a folder or a
-    /// 'pattern*' of them; given again, a mixture by size, or by weights [default: the built-in corpus]
+    /// What to train on: .txt, .md, .jsonl, .json, .csv (each also .gz, .zst), .parquet, or .bin shards of tokens; a folder or
+    /// a 'pattern*' of them; given again, a mixture by size, or by weights [default: the built-in corpus]
     #[arg(long = "data", value_name = "PATH[=WEIGHT]")]
     #[serde(rename = "data", deserialize_with = "one_or_more")]
     pub sources: Option<Vec<SourceSetting>>,
@@ -21,13 +21,17 @@ pub struct DataSettings {
     #[arg(long, value_name = "PATH[=WEIGHT]")]
     #[serde(deserialize_with = "one_or_more")]
     pub val_data: Option<Vec<SourceSetting>>,
-    /// Key of JSON lines, or column of parquet, that holds the text [default: text]
+    /// Key of JSON lines (`a.b` of an object in it), or column of CSV or parquet, that holds the text [default: text]
     #[arg(long, value_name = "NAME")]
     pub text_field: Option<String>,
-    /// A tokenizer.json, or a model on the Hugging Face Hub that has one, e.g. gpt2
+    /// A tokenizer.json, its folder, or a model on the Hugging Face Hub that has one, e.g. gpt2
     /// [default: the one beside the shards; for text, trained on it]
     #[arg(long, value_name = "FILE")]
     pub tokenizer: Option<String>,
+    /// The tokenizer's token that ends a document, e.g. '[SEP]' [default: eos_token of the tokenizer_config.json beside it, or
+    /// a known one]
+    #[arg(long, value_name = "TOKEN")]
+    pub end_of_text: Option<String>,
     /// Keep attention inside each document of a sequence [default: off]
     #[arg(long, value_enum)]
     pub document_mask: Option<Switch>,
@@ -48,5 +52,5 @@ pub struct DataSettings {
 
 layer! {
     DataSettings:
-    sources, val_data, text_field, tokenizer, document_mask, corpus_mb, val_fraction, vocab_size, context
+    sources, val_data, text_field, tokenizer, end_of_text, document_mask, corpus_mb, val_fraction, vocab_size, context
 }

@@ -439,7 +439,7 @@ fn bad_documents_are_left_out_where_asked_and_files_are_listed() {
     scratch.fails(&[&prepare[..], &["refused"]].concat());
     assert!(!scratch.path().join("refused").exists());
     let out = scratch.ok(&[&prepare[..], &["kept", "--skip-bad"]].concat());
-    assert!(out.contains("3 documents of 1 files could not be read"), "{out}");
+    assert!(out.contains("3 documents of 1 file could not be read"), "{out}");
     let kept = Prepared::read(&scratch.path().join("kept")).expect("a description");
     let [good, mixed] = &kept.files[..] else { panic!("{:?}", kept.files) };
     assert_eq!((good.skipped, mixed.skipped), (0, 3));

@@ -128,7 +128,7 @@ fn shards_and_their_sidecars() {
         let path = scratch.path().join(format!("{format}.bin"));
         let mut writer = ShardWriter::create(&path, format, "t", 300).expect("a shard");
         for _ in 0..20 {
-            writer.write(&[1, 2, 3, 299], 9).expect("tokens");
+            writer.write(&[1, 2, 3, 299], 9, 9).expect("tokens");
             writer.end_document();
         }
         writer.finish().expect("whole");

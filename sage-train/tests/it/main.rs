@@ -3,13 +3,16 @@
 mod checkpoints;
 mod command;
 mod data;
+mod files;
 mod hf;
 mod hostile;
 mod hub;
 mod messages;
 mod model;
 mod ranks;
+mod reports;
 mod runs;
 mod sources;
 mod support;
 mod sweeps;
+mod tokenizers;

@@ -15,6 +15,7 @@ fn a_run_leaves_everything_and_its_config_makes_it_again() {
         "loss.svg",
         "model.safetensors",
         "tokenizer.json",
+        "tokenizer_config.json",
         "log.txt",
         "sample.txt",
     ] {

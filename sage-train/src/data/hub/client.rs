@@ -1,5 +1,6 @@
 //! The client of the hub.
 
+use std::ffi::OsString;
 use std::path::{Component, Path, PathBuf};
 
 use candle_sage::{Error, Result};
@@ -7,7 +8,9 @@ use hf_hub::api::sync::{Api, ApiBuilder, ApiRepo};
 use hf_hub::{Cache, Repo};
 
 use super::{Named, check_name};
-use crate::{bar, unpanicked};
+use crate::data::tokenizer::TOKENIZER_CONFIG;
+use crate::quantity::counted;
+use crate::{bar, tell, unpanicked};
 
 /// Attempts to continue an interrupted download.
 const RETRIES: usize = 3;
@@ -25,9 +28,17 @@ impl Hub {
     /// # Errors
     /// When the library cannot start.
     pub fn open() -> Result<Self> {
-        let builder = || ApiBuilder::from_env().with_retries(RETRIES).with_progress(false).build();
-        let api = unpanicked(|| builder().map_err(|e| e.to_string())).map_err(failed("the hub"))?;
-        Ok(Self { api, cache: Cache::from_env() })
+        let folder = cache_folder(|name| std::env::var_os(name).filter(|value| !value.is_empty()))?;
+        let cache = Cache::new(folder);
+        let mut builder = ApiBuilder::from_cache(cache.clone()).with_retries(RETRIES).with_progress(false);
+        if let Ok(endpoint) = std::env::var("HF_ENDPOINT") {
+            builder = builder.with_endpoint(endpoint);
+        }
+        if let Ok(token) = std::env::var("HF_TOKEN") {
+            builder = builder.with_token(Some(token));
+        }
+        let api = unpanicked(|| builder.build().map_err(|e| e.to_string())).map_err(failed("the hub"))?;
+        Ok(Self { api, cache })
     }
 
     /// The path of a model's `tokenizer.json`. `gpt2` stands for `openai-community/gpt2`.
@@ -37,7 +48,12 @@ impl Hub {
     pub fn tokenizer(&self, model: &str) -> Result<PathBuf> {
         let model = if model == "gpt2" { "openai-community/gpt2" } else { model };
         check_name(model)?;
-        self.get(&Repo::model(model.into()), "tokenizer.json")
+        let repo = Repo::model(model.into());
+        if self.cache.repo(repo.clone()).get("tokenizer.json").is_none() {
+            // It names the end-of-text token. Not every model has it.
+            let _ = self.get(&repo, TOKENIZER_CONFIG);
+        }
+        self.get(&repo, "tokenizer.json")
     }
 
     /// The names of a data set's files that match its pattern, sorted.
@@ -51,9 +67,7 @@ impl Hub {
                 .got(format!("`{}`: {error}", named.pattern))
                 .hint("hf:OWNER/NAME:data/*.parquet")
         })?;
-        let repo = self.api.repo(Repo::dataset(named.dataset.clone()));
-        let info = unpanicked(|| repo.info().map_err(|e| e.to_string())).map_err(failed(&named.dataset))?;
-        let all: Vec<String> = info.siblings.into_iter().map(|file| file.rfilename).collect();
+        let all = self.listed(&named.dataset)?;
         let mut found: Vec<String> = all.iter().filter(|name| pattern.matches(name)).cloned().collect();
         if found.is_empty() {
             return Err(Error::new("no file of the data set matches")
@@ -64,6 +78,39 @@ impl Hub {
         found.iter().try_for_each(|file| check_file(file))?;
         found.sort();
         Ok(found)
+    }
+
+    /// The names of all files of a data set; without a connection those that are in the cache.
+    fn listed(&self, dataset: &str) -> Result<Vec<String>> {
+        let repo = self.api.repo(Repo::dataset(dataset.into()));
+        let offline = std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| !["", "0"].contains(&value.as_str()));
+        let info = match offline {
+            true => Err("HF_HUB_OFFLINE is set".into()),
+            false => unpanicked(|| repo.info().map_err(|e| e.to_string())),
+        };
+        let error = match info {
+            Ok(info) => return Ok(info.siblings.into_iter().map(|file| file.rfilename).collect()),
+            Err(error) => error,
+        };
+        let cached = self.cached(dataset);
+        if cached.is_empty() {
+            return Err(failed(dataset)(error));
+        }
+        tell(&format!(
+            "warning: the hub does not list {dataset} ({error}): the {} in the cache are taken for all of it",
+            counted(cached.len() as u64, "file")
+        ));
+        Ok(cached)
+    }
+
+    /// The files of a data set's newest version in the cache.
+    fn cached(&self, dataset: &str) -> Vec<String> {
+        let repo = self.cache.path().join(Repo::dataset(dataset.into()).folder_name());
+        let Ok(commit) = std::fs::read_to_string(repo.join("refs/main")) else { return Vec::new() };
+        let snapshot = repo.join("snapshots").join(commit.trim());
+        let pattern = format!("{}/**/*", glob::Pattern::escape(&snapshot.to_string_lossy()));
+        let found = glob::glob(&pattern).into_iter().flatten().flatten().filter(|path| path.is_file());
+        found.filter_map(|path| Some(path.strip_prefix(&snapshot).ok()?.to_str()?.to_owned())).collect()
     }
 
     /// The path of a data set's file, which is downloaded if it is not in the cache.
@@ -116,6 +163,20 @@ impl Hub {
     }
 }
 
+/// The folder of the cache, by the variables that the hub's own library reads.
+fn cache_folder(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf> {
+    let home = || variable("HOME").or_else(|| variable("USERPROFILE"));
+    let folder = variable("HF_HUB_CACHE").map(PathBuf::from);
+    let folder = folder.or_else(|| variable("HF_HOME").map(|folder| Path::new(&folder).join("hub")));
+    let folder = folder.or_else(|| home().map(|home| Path::new(&home).join(".cache/huggingface/hub")));
+    folder.ok_or_else(|| {
+        Error::new("there is no folder for files of the Hugging Face Hub")
+            .got("none of HF_HUB_CACHE, HF_HOME and HOME is set")
+            .allowed("a folder that may be written")
+            .hint("HF_HOME=/path/to/a/folder sage-train ..")
+    })
+}
+
 fn download(repo: &ApiRepo, file: &str) -> std::result::Result<PathBuf, String> {
     let bar = bar(0, "{msg} {bar:30.cyan/blue} {bytes}/{total_bytes} {bytes_per_sec}, ETA {eta}");
     repo.download_with_progress(file, bar).map_err(|error| error.to_string())
@@ -145,6 +206,18 @@ fn check_file(file: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_cache_is_where_the_environment_says() -> Result<()> {
+        let of = |set: &[(&str, &str)]| {
+            cache_folder(|name| set.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into()))
+        };
+        assert_eq!(of(&[("HOME", "/h"), ("HF_HOME", "/f"), ("HF_HUB_CACHE", "/c")])?, Path::new("/c"));
+        assert_eq!(of(&[("HOME", "/h"), ("HF_HOME", "/f")])?, Path::new("/f/hub"));
+        assert_eq!(of(&[("HOME", "/h")])?, Path::new("/h/.cache/huggingface/hub"));
+        assert!(of(&[]).expect_err("none").to_string().contains("HF_HOME"));
+        Ok(())
+    }
 
     #[test]
     fn files_stay_in_their_folder() -> Result<()> {

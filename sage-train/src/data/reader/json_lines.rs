@@ -49,8 +49,8 @@ pub(super) fn json_lines(
             continue;
         }
         let mut json = serde_json::Deserializer::from_str(text);
-        let text = Field(field).deserialize(&mut json).and_then(|text| json.end().map(|()| text));
-        match text {
+        let found = Field(field).deserialize(&mut json).and_then(|found| json.end().map(|()| found));
+        match found {
             Ok(Some(text)) => {
                 if each(Piece { text, ends: true })?.is_break() {
                     return Ok(());
@@ -58,18 +58,35 @@ pub(super) fn json_lines(
             }
             // A null is no document, as in a column of parquet.
             Ok(None) => {}
-            Err(error) => bad.take(
-                Error::new("a line is not a JSON object with text")
-                    .got(format!("{}, line {number}: {error}", path.display()))
-                    .allowed(format!("{{\"{field}\": \"...\"}}; other fields are passed over"))
-                    .hint("every line is one document; --text-field names the field, and `data prepare --skip-bad` leaves bad lines out"),
-            )?,
+            Err(error) => {
+                let error = error.to_string();
+                let hint = if error.contains("messages") || error.contains("conversations") {
+                    "chat data: make one text of each conversation first, e.g. with transformers' apply_chat_template"
+                } else if text.starts_with('[') || error.contains("EOF while parsing an object") {
+                    "a file of one JSON array or of objects over several lines: `jq -c '.[]' FILE > FILE.jsonl` makes lines"
+                } else {
+                    "every line is one document; --text-field names the field, and `data prepare --skip-bad` leaves bad lines out"
+                };
+                bad.take(
+                    Error::new("a line is not a JSON object with text")
+                        .got(format!("{}, line {number}: {error}", path.display()))
+                        .allowed(format!("{{\"{field}\": \"...\"}}; other fields are passed over"))
+                        .hint(hint),
+                )?
+            }
         }
     }
     Ok(())
 }
 
-/// Deserializes one field of a JSON object, and ignores the others.
+/// The beginning of the error of an object without the field.
+const MISSING: &str = "no key";
+
+/// The keys that an error lists.
+const LISTED: usize = 8;
+
+/// Deserializes one field of a JSON object, and ignores the others. `a.b` is the field `b` of the object `a`, as in parquet,
+/// unless there is a field of that name.
 struct Field<'a>(&'a str);
 
 impl<'de> DeserializeSeed<'de> for Field<'_> {
@@ -91,14 +108,22 @@ impl<'de> Visitor<'de> for Field<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Self::Value, A::Error> {
-        let mut text = None;
+        let (mut text, mut others) = (None, Vec::new());
         while let Some(key) = map.next_key::<std::borrow::Cow<'_, str>>()? {
+            let inside = self.0.strip_prefix(&*key).and_then(|rest| rest.strip_prefix('.'));
             if key == self.0 {
                 text = Some(map.next_value()?);
+            } else if let Some(inside) = inside.filter(|_| text.is_none()) {
+                text = Some(map.next_value_seed(Field(inside))?);
             } else {
                 map.next_value::<IgnoredAny>()?;
+                others.push(key.into_owned());
             }
         }
-        text.ok_or_else(|| serde::de::Error::custom(format!("missing field `{}`", self.0)))
+        text.ok_or_else(|| {
+            let more = if others.len() > LISTED { ", .." } else { "" };
+            others.truncate(LISTED);
+            serde::de::Error::custom(format!("{MISSING} `{}` among {}{more}", self.0, others.join(", ")))
+        })
     }
 }

@@ -22,8 +22,11 @@ pub struct Sidecar {
     pub tokenizer: String,
     /// Entries of that tokenizer.
     pub vocab_size: usize,
-    /// Bytes of text that the tokens stand for.
+    /// Bytes of the original text.
     pub text_bytes: u64,
+    /// Bytes of text that the tokens stand for; not in sidecars of earlier versions. A tokenizer may change text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token_bytes: Option<u64>,
     /// Tokens of each document in order, including its end-of-text token. They add up to `tokens`.
     pub document_tokens: Vec<u64>,
     /// Whether the last document continues in the next shard.

@@ -52,6 +52,7 @@ impl ShardWriter {
             tokenizer: tokenizer.into(),
             vocab_size,
             text_bytes: 0,
+            token_bytes: Some(0),
             document_tokens: Vec::new(),
             continues: false,
         };
@@ -100,11 +101,11 @@ impl ShardWriter {
         self.sidecar.tokens
     }
 
-    /// Appends tokens, which stand for `text_bytes` bytes of text.
+    /// Appends the tokens of `text_bytes` bytes of text, which stand for `token_bytes` bytes.
     ///
     /// # Errors
     /// When the file cannot be written, or an id does not fit the format.
-    pub fn write(&mut self, tokens: &[u32], text_bytes: u64) -> Result<()> {
+    pub fn write(&mut self, tokens: &[u32], text_bytes: u64, token_bytes: u64) -> Result<()> {
         if let Some(token) = tokens.iter().find(|&&t| self.sidecar.format.width() == 2 && t > 0xffff) {
             return Err(Error::new("a token does not fit the format")
                 .got(format!("id {token} in {}", self.sidecar.format))
@@ -116,6 +117,9 @@ impl ShardWriter {
         self.file.write_all(&self.buffer).map_err(writing(&self.path))?;
         self.sidecar.tokens += tokens.len() as u64;
         self.document += tokens.len() as u64;
+        // A shard that an earlier version began counted the bytes of tokens alone.
+        self.sidecar.token_bytes =
+            Some(self.sidecar.token_bytes.unwrap_or(self.sidecar.text_bytes) + token_bytes);
         self.sidecar.text_bytes += text_bytes;
         Ok(())
     }

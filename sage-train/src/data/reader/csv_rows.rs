@@ -1,0 +1,53 @@
+//! Documents from comma-separated values.
+
+use std::io::Read;
+use std::path::Path;
+
+use candle_sage::{Error, Result};
+
+use super::{Bad, EachUntil, Piece, not_utf8, unreadable};
+
+/// Reads a column of a CSV file, whose first row names the columns: each other row is a document.
+pub(super) fn csv_rows(
+    path: &Path,
+    reader: impl Read,
+    field: &str,
+    bad: Bad<'_>,
+    each: &mut EachUntil<'_>,
+) -> Result<()> {
+    let mut rows = csv::ReaderBuilder::new().flexible(true).from_reader(reader);
+    let names = rows.byte_headers().map_err(unreadable(path))?;
+    let names: Vec<String> = names.iter().map(|name| String::from_utf8_lossy(name).into_owned()).collect();
+    let is_field = |name: &String| name.trim_start_matches('\u{feff}') == field;
+    let column = names.iter().position(is_field).ok_or_else(|| {
+        Error::new("the CSV file has no such column")
+            .got(format!("{}: columns {}", path.display(), names.join(", ")))
+            .allowed(format!("a column `{field}`, named in the first row"))
+            .hint("--text-field names the column")
+    })?;
+    let mut row = csv::ByteRecord::new();
+    while rows.read_byte_record(&mut row).map_err(unreadable(path))? {
+        let line = row.position().map_or(0, csv::Position::line);
+        let text = match row.get(column).map(std::str::from_utf8) {
+            Some(Ok(text)) => text,
+            Some(Err(error)) => {
+                let at = format!("line {line}, byte {} of `{field}`", error.valid_up_to());
+                bad.take(not_utf8(path, at, &row[column]))?;
+                continue;
+            }
+            None => {
+                bad.take(
+                    Error::new("a row has fewer columns than the first row")
+                        .got(format!("{}, line {line}: {} columns", path.display(), row.len()))
+                        .allowed(format!("at least {}", column + 1))
+                        .hint("fields with commas or line ends stand in quotes; `data prepare --skip-bad` leaves bad rows out"),
+                )?;
+                continue;
+            }
+        };
+        if each(Piece { text: text.to_owned(), ends: true })?.is_break() {
+            return Ok(());
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,46 @@
+//! Gzip files of any number of members.
+
+use std::io::{BufRead, Read, Result};
+
+use flate2::bufread::GzDecoder;
+
+/// Reads the members of a gzip file one after the other. Zeros behind the last one are padding, as tapes and `gzip` have it.
+pub(super) struct Gzip<R>(Option<GzDecoder<R>>);
+
+impl<R: BufRead> Gzip<R> {
+    pub(super) fn new(file: R) -> Self {
+        Self(Some(GzDecoder::new(file)))
+    }
+}
+
+impl<R: BufRead> Read for Gzip<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> Result<usize> {
+        if bytes.is_empty() {
+            return Ok(0);
+        }
+        while let Some(mut member) = self.0.take() {
+            let read = member.read(bytes)?;
+            if read > 0 {
+                self.0 = Some(member);
+                return Ok(read);
+            }
+            let mut file = member.into_inner();
+            if skip_zeros(&mut file)? {
+                self.0 = Some(GzDecoder::new(file));
+            }
+        }
+        Ok(0)
+    }
+}
+
+/// Skips zeros. Returns whether anything follows them.
+fn skip_zeros(file: &mut impl BufRead) -> Result<bool> {
+    loop {
+        let there = file.fill_buf()?;
+        let (zeros, len) = (there.iter().take_while(|&&byte| byte == 0).count(), there.len());
+        file.consume(zeros);
+        if zeros < len || len == 0 {
+            return Ok(len > 0);
+        }
+    }
+}

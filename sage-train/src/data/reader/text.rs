@@ -1,0 +1,64 @@
+//! A text file, which is one document.
+
+use std::io::Read;
+use std::path::Path;
+
+use candle_sage::Result;
+
+use super::{Bad, EachUntil, Piece, not_utf8, unreadable};
+use crate::data::tokenizer::{PIECE, piece_end};
+
+/// Reads a text file as one document, however long.
+pub(super) fn text(
+    path: &Path,
+    mut reader: Box<dyn Read + '_>,
+    bad: Bad<'_>,
+    each: &mut EachUntil<'_>,
+) -> Result<()> {
+    let (mut held, mut before) = (Vec::new(), 0);
+    // A byte order mark is not part of the text.
+    let mark = "\u{feff}".as_bytes();
+    reader.by_ref().take(mark.len() as u64).read_to_end(&mut held).map_err(unreadable(path))?;
+    if held == mark {
+        held.clear();
+        before = mark.len();
+    }
+    loop {
+        // Reads up to two pieces, so that [`piece_end`] has a whole piece and more, and cuts do not depend on
+        // the sizes of reads.
+        let wanted = (2 * PIECE).saturating_sub(held.len()) as u64;
+        let read = reader.by_ref().take(wanted).read_to_end(&mut held).map_err(unreadable(path))?;
+        let last = (read as u64) < wanted;
+        let valid = match std::str::from_utf8(&held) {
+            Ok(valid) => valid,
+            // The bytes may end inside a character, unless they are the last ones of the file.
+            Err(error) if !last && error.error_len().is_none() => {
+                std::str::from_utf8(&held[..error.valid_up_to()]).expect("checked so far")
+            }
+            Err(error) => {
+                bad.take(not_utf8(path, format!("byte {}", before + error.valid_up_to()), &held))?;
+                return end_early(before > 0, each);
+            }
+        };
+        // A zero byte is valid UTF-8, but does not occur in text.
+        if let Some(at) = valid.find('\0') {
+            bad.take(not_utf8(path, format!("a byte of zero, number {}", before + at), valid.as_bytes()))?;
+            return end_early(before > 0, each);
+        }
+        if last {
+            let text = valid.to_owned();
+            return each(Piece { text, ends: true }).map(drop);
+        }
+        let end = piece_end(valid);
+        if each(Piece { text: valid[..end].to_owned(), ends: false })?.is_break() {
+            return Ok(());
+        }
+        held.drain(..end);
+        before += end;
+    }
+}
+
+/// Ends a document some of whose pieces have been passed on.
+fn end_early(begun: bool, each: &mut EachUntil<'_>) -> Result<()> {
+    if begun { each(Piece { text: String::new(), ends: true }).map(drop) } else { Ok(()) }
+}

@@ -1,0 +1,102 @@
+//! Changes parts of a tokenizer: what it puts in front of a text, and the tokens that it adds to one.
+
+use candle_sage::Result;
+use serde::Deserialize;
+use serde_json::Value;
+use tokenizers::{NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, Tokenizer as Inner};
+
+use crate::during;
+
+/// How a model spells text that its vocabulary does not have.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct Unknown {
+    unk_token: Option<String>,
+    unk_id: Option<u32>,
+}
+
+impl Unknown {
+    pub(super) fn id(self, inner: &Inner) -> Option<u32> {
+        self.unk_id.or_else(|| inner.token_to_id(&self.unk_token?))
+    }
+}
+
+/// What a `tokenizer.json` says of unknown text.
+pub(super) fn unknown(json: &str) -> Option<Unknown> {
+    #[derive(Deserialize)]
+    struct Whole {
+        model: Unknown,
+    }
+    serde_json::from_str(json).ok().map(|whole: Whole| whole.model)
+}
+
+/// The tokenizer without the space that it puts in front of every text; `None` if it puts none there. Text that goes on in
+/// the middle of a document has no such space.
+pub(super) fn without_prefix_space(inner: &Inner) -> std::result::Result<Option<Inner>, String> {
+    let failed = |error: serde_json::Error| error.to_string();
+    let normalizer = inner.get_normalizer().map(serde_json::to_value).transpose().map_err(failed)?;
+    let pre_tokenizer = inner.get_pre_tokenizer().map(serde_json::to_value).transpose().map_err(failed)?;
+    let (mut without, mut splits) = (normalizer.clone(), pre_tokenizer.clone());
+    if without.as_mut().is_some_and(|part| !keep_without_prefix(part)) {
+        without = None;
+    }
+    splits.as_mut().map(keep_without_prefix);
+    if (&without, &splits) == (&normalizer, &pre_tokenizer) {
+        return Ok(None);
+    }
+    let mut inner = inner.clone();
+    let normalizer: Option<NormalizerWrapper> =
+        without.map(serde_json::from_value).transpose().map_err(failed)?;
+    inner.with_normalizer(normalizer).map_err(|error| error.to_string())?;
+    let splits: Option<PreTokenizerWrapper> =
+        splits.map(serde_json::from_value).transpose().map_err(failed)?;
+    inner.with_pre_tokenizer(splits);
+    Ok(Some(inner))
+}
+
+/// Switches a prefix space off in a part of a tokenizer. Returns whether anything of the part is left.
+fn keep_without_prefix(part: &mut Value) -> bool {
+    match part["type"].as_str() {
+        Some("Prepend") => return false,
+        Some("Metaspace") => {
+            part["prepend_scheme"] = "never".into();
+            part["add_prefix_space"] = false.into();
+        }
+        Some("ByteLevel") => part["add_prefix_space"] = false.into(),
+        Some("Sequence") => {
+            for list in ["normalizers", "pretokenizers"] {
+                if let Some(parts) = part[list].as_array_mut() {
+                    parts.retain_mut(keep_without_prefix);
+                }
+            }
+        }
+        _ => {}
+    }
+    true
+}
+
+/// The tokenizer without a post-processor that adds tokens, such as one at the beginning of every text.
+pub(super) fn without_added_tokens(inner: &Inner) -> Result<Inner> {
+    let failed = || during::<serde_json::Error>("cannot write the tokenizer as it was used in training");
+    let mut inner = inner.clone();
+    if let Some(processor) = inner.get_post_processor() {
+        let mut processor = serde_json::to_value(processor).map_err(failed())?;
+        let kept = keep_without_tokens(&mut processor);
+        let kept: Option<PostProcessorWrapper> =
+            kept.then(|| serde_json::from_value(processor)).transpose().map_err(failed())?;
+        inner.with_post_processor(kept);
+    }
+    Ok(inner)
+}
+
+/// Removes what adds tokens from a post-processor. Returns whether anything is left.
+fn keep_without_tokens(processor: &mut Value) -> bool {
+    match processor["type"].as_str() {
+        Some("ByteLevel") => true,
+        Some("Sequence") => processor["processors"].as_array_mut().is_some_and(|parts| {
+            parts.retain_mut(keep_without_tokens);
+            !parts.is_empty()
+        }),
+        _ => false,
+    }
+}
