@@ -27,10 +27,11 @@ pub(super) struct Reporting {
     /// Also write a line for each run as comma-separated values
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
-    /// The arm that others are compared with, by settings of its own [default: attn=fpa, or the first]
+    /// The arm that others are compared with, by settings of its own [default: the sweep's, or attn=fpa, or the first]
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     baseline: Vec<String>,
-    /// Settings that tell arms apart [default: attention's; where runs do not differ in those, the first that they differ in]
+    /// Settings that tell arms apart [default: attention's and those of a sweep's [[points]]; where runs do not differ in those,
+    /// the first that they differ in]
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
     /// Differences of so many percent of the loss do not matter: one whose 90 % interval lies within matches
@@ -42,7 +43,7 @@ pub(super) struct Reporting {
     /// Also write every chart as an SVG file into this folder
     #[arg(long, value_name = "DIR")]
     figures: Option<PathBuf>,
-    /// What is asked: the title of the page
+    /// What is asked: the title of the page [default: the sweep's]
     #[arg(long, value_name = "TEXT")]
     about: Option<String>,
 }
@@ -71,12 +72,18 @@ impl Reporting {
         }
         let page = self.page()?;
         let found = Run::find(&self.folders)?;
+        // A sweep has a title, a baseline and arms, which flags replace.
+        let of_sweep = match &self.folders[..] {
+            [folder] => Words::of(folder)?,
+            _ => Words::default(),
+        };
         let words = Words {
-            about: self.about.clone(),
-            baseline,
+            about: self.about.clone().or(of_sweep.about),
+            baseline: if baseline.is_empty() { of_sweep.baseline } else { baseline },
             by: self.by.clone(),
             margin: self.margin,
             milestone,
+            points: of_sweep.points,
         };
         let study = Study::new(found.runs, &words)?.with_warnings(found.warnings);
         match &self.html {

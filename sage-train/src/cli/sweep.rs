@@ -1,5 +1,6 @@
 //! The verb `sweep`, and the sweeps that lists on the command line make.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use super::train::settle;
 use super::{lists, print};
 use crate::checks::in_range;
 use crate::config::{Config, check_name};
-use crate::quantity::grouped;
+use crate::quantity::{counted, grouped};
 use crate::report::{REPORT, Study, Words};
 use crate::runs::{Run, crashed};
 use crate::settings::Settings;
@@ -196,10 +197,13 @@ pub(super) struct Again {
 
 /// Runs what is open, and reports the results. Failed runs, and runs that a signal left undone, are an error.
 pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Again) -> Result<()> {
-    tell(&format!("{}: {} runs", sweep.folder.display(), sweep.runs.len()));
+    tell(&format!("{}: {}", sweep.folder.display(), counted(sweep.runs.len() as u64, "run")));
+    std::fs::create_dir_all(&sweep.folder).map_err(writing(&sweep.folder))?;
+    let words = words(spec);
+    words.save(&sweep.folder)?;
     let tally = crate::sweep::run(sweep, limits)?;
     if limits.only.is_none()
-        && let Err(error) = report(spec, sweep)
+        && let Err(error) = report(words, sweep)
     {
         // The runs are done: a report that fails can be made again with `report`.
         tell(&format!("warning: {error}"));
@@ -223,18 +227,28 @@ pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Aga
     Ok(())
 }
 
+/// What the sweep's reports begin with. Each of its points is an arm.
+fn words(spec: &Spec) -> Words {
+    let points: BTreeSet<&String> = spec.points.iter().flat_map(Table::keys).collect();
+    Words {
+        baseline: spec.baseline.clone(),
+        about: spec.about.clone(),
+        points: points.into_iter().cloned().collect(),
+        ..Words::default()
+    }
+}
+
 /// Reports those runs of the sweep that exist.
-fn report(spec: &Spec, sweep: &Sweep) -> Result<()> {
+fn report(words: Words, sweep: &Sweep) -> Result<()> {
     let folders = sweep.run_folders();
     if folders.is_empty() {
         return Ok(());
     }
     let mut found = Run::find(&folders)?;
     found.warnings.extend(crashed(&sweep.folder));
-    let words = |baseline| Words { baseline, about: spec.about.clone(), ..Words::default() };
-    let study = Study::new(found.runs.clone(), &words(spec.baseline.clone())).or_else(|error| {
+    let study = Study::new(found.runs.clone(), &words).or_else(|error| {
         tell(&format!("warning: {error}"));
-        Study::new(found.runs.clone(), &words(Table::new()))
+        Study::new(found.runs.clone(), &Words { baseline: Table::new(), ..words })
     })?;
     let study = study.with_warnings(found.warnings);
     print(&study.to_text())?;

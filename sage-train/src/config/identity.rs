@@ -54,6 +54,7 @@ impl Config {
         let kept = table
             .iter()
             .filter(|(key, _)| !LEFT_OUT.contains(&key.as_str()) && !of_attention(key))
+            .filter(|(key, _)| !is_meaningless(key, self))
             .map(|(key, value)| (key.clone(), in_words(value)));
         let mut identity: Identity = kept.collect();
         let mut set = |key: &str, value: String| identity.insert(key.to_owned(), value);
@@ -95,6 +96,14 @@ impl Config {
     }
 }
 
+const QK_NORM: &str = "qk-norm";
+
+/// Whether a setting means nothing to a run, which is the same with any value of it.
+pub fn is_meaningless(key: &str, config: &Config) -> bool {
+    // A model without attention has no queries and keys.
+    key == QK_NORM && config.model.scheme.is_none()
+}
+
 /// Whether a key is that of a seed: runs that differ in seeds alone are repetitions.
 pub fn is_seed(key: &str) -> bool {
     key == "seed" || key.ends_with("-seed")
@@ -105,7 +114,9 @@ pub fn is_seed(key: &str) -> bool {
 pub fn differing(identities: &[&Identity]) -> Vec<String> {
     let keys: BTreeSet<&String> = identities.iter().flat_map(|identity| identity.keys()).collect();
     let differs = |key: &&&String| {
-        let mut values = identities.iter().map(|identity| identity.get(**key));
+        // A run to which a setting means nothing does not differ from others in it.
+        let counts = |value: &Option<&String>| value.is_some() || **key != QK_NORM;
+        let mut values = identities.iter().map(|identity| identity.get(**key)).filter(counts);
         let first = values.next().flatten();
         !values.all(|value| value == first)
     };
@@ -171,7 +182,7 @@ pub fn in_words(value: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::settings::{Attn, Settings, SmoothingSetting};
+    use crate::settings::{Attn, Settings, SmoothingSetting, Switch};
 
     fn identity(settings: Settings) -> Identity {
         Config::resolve(settings).expect("a run").identity()
@@ -215,6 +226,13 @@ mod tests {
             }))
         };
         assert_eq!(exact(None), exact(Some(SmoothingSetting::K)));
+        let without = |qk_norm| {
+            identity(Settings::with(|s| {
+                s.attention.attn = Some(Attn::NONE);
+                s.attention.qk_norm = Some(qk_norm);
+            }))
+        };
+        assert_eq!(without(Switch::On), without(Switch::Off), "there are no queries and keys");
     }
 
     /// A new setting is part of the identity until somebody says otherwise; a key that is gone is not left in the lists.

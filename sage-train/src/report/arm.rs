@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::statistics::{Mean, Verdict};
-use crate::runs::{Run, Status, median};
+use crate::runs::{Run, Status};
 
 /// Runs that differ in their seeds alone.
 #[derive(Debug, Clone)]
@@ -24,10 +24,12 @@ pub struct Arm {
     pub difference: Option<Difference>,
     /// Mean number of tokens after which runs reach the milestone, over those that reach it.
     pub reached: Option<Mean>,
+    /// The first validation of a run that had reached the milestone by then, in tokens: when it did is not known.
+    pub reached_before: Option<f64>,
     /// Difference of these tokens to the baseline's, percent of the baseline's mean.
     pub later: Option<Difference>,
-    /// Median tokens per second: of the steps of each run, then over the runs.
-    pub speed: Option<f64>,
+    /// Tokens per second, mean over seeds of the medians of the steps of finished runs.
+    pub speed: Option<Mean>,
 }
 
 /// A mean difference to the baseline.
@@ -65,8 +67,12 @@ impl Arm {
             loss: mean_over_seeds(&runs, &Run::final_loss),
             difference: None,
             reached: milestone.and_then(|loss| mean_over_seeds(&runs, &|run| reached(run, loss))),
+            reached_before: milestone
+                .and_then(|loss| runs.iter().filter_map(|run| reached_before(run, loss)).reduce(f64::max)),
             later: None,
-            speed: median(runs.iter().filter_map(Run::usual_speed)),
+            speed: mean_over_seeds(&runs, &|run| {
+                run.usual_speed().filter(|_| run.status() == Some(Status::Finished))
+            }),
             runs,
         }
     }
@@ -117,15 +123,20 @@ impl Arm {
     }
 }
 
-/// Tokens after which the validation loss falls to `loss`, interpolated linearly between validations.
+/// Tokens after which the validation loss falls to `loss`, interpolated linearly between validations. `None` if it does not, or
+/// has by the first validation.
 pub(super) fn reached(run: &Run, loss: f64) -> Option<f64> {
     let curve: Vec<(u64, f64)> = validations(run).into_iter().collect();
     let at = curve.iter().position(|(_, value)| *value <= loss)?;
     let (tokens, value) = (curve[at].0 as f64, curve[at].1);
-    Some(match at.checked_sub(1).map(|before| curve[before]) {
-        Some((from, above)) => from as f64 + (tokens - from as f64) * (above - loss) / (above - value),
-        None => tokens,
-    })
+    let (from, above) = curve[at.checked_sub(1)?];
+    Some(from as f64 + (tokens - from as f64) * (above - loss) / (above - value))
+}
+
+/// Tokens of the first validation, if its loss is not above `loss`.
+fn reached_before(run: &Run, loss: f64) -> Option<f64> {
+    let (tokens, value) = validations(run).pop_first()?;
+    (value <= loss).then_some(tokens as f64)
 }
 
 /// The seeds of a run: weights, order of the data, corpus.

@@ -10,6 +10,7 @@ use super::chart::{STYLE, short};
 use super::figures::{SPIKE, differences, errors, losses};
 use super::statistics::Verdict;
 use super::study::{Panel, Study};
+use super::table::speed;
 use crate::partial;
 use crate::quantity::grouped;
 use crate::runs::{Run, Start, Status, median};
@@ -249,7 +250,8 @@ impl Study {
 
     fn speed(&self) -> Markup {
         let median = |arm: &Arm, number: fn(&crate::metrics::Point) -> Option<f64>| {
-            median(arm.runs.iter().flat_map(|run| &run.points).filter_map(number))
+            let finished = arm.runs.iter().filter(|run| run.status() == Some(Status::Finished));
+            median(finished.flat_map(|run| &run.points).filter_map(number))
         };
         let cell =
             |number: Option<f64>, digits: usize| number.map_or("-".into(), |n| format!("{n:.digits$}"));
@@ -257,7 +259,7 @@ impl Study {
             section aria-labelledby="speed" {
                 h2 id="speed" { "Speed" }
                 div.scroll tabindex="0" { table {
-                    caption { "Medians over steps: a first step or a validation does not move them. Runs side by side on one device share its speed and power." }
+                    caption { "Medians over the steps of finished runs: a first step or a validation does not move them. Runs side by side on one device share its speed and power." }
                     thead { tr {
                         th scope="col" { "arm" }
                         @for head in ["tokens/s", "ms a step", "GPU GiB", "watts", "MHz", "MFU %"] { th.n scope="col" { (head) } }
@@ -265,8 +267,8 @@ impl Study {
                     tbody { @for panel in &self.panels { @for arm in &panel.arms {
                         tr {
                             th scope="row" { (arm.label) @if !panel.label.is_empty() { ", " (panel.label) } }
-                            td.n { (arm.speed.map_or("-".into(), |speed| grouped(speed as u64))) }
-                            td.n { (cell(arm.speed.zip(arm.runs.first()).map(|(speed, run)| 1e3 * run.config.tokens_per_step() as f64 / speed), 2)) }
+                            td.n { (arm.speed.map_or("-".into(), speed)) }
+                            td.n { (cell(arm.speed.zip(arm.runs.first()).map(|(speed, run)| 1e3 * run.config.tokens_per_step() as f64 / speed.value), 2)) }
                             td.n { (cell(median(arm, |point| point.gpu_gib), 1)) }
                             td.n { (cell(median(arm, |point| point.gpu_watts), 0)) }
                             td.n { (cell(median(arm, |point| point.gpu_mhz), 0)) }

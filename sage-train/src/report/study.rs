@@ -2,34 +2,77 @@
 //! to it.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use candle_sage::{Error, Result, Scheme};
+use serde::{Deserialize, Serialize};
 use toml::Table;
 
 use super::arm::{Arm, reached};
 use super::chart::short;
 use crate::config::{Identity, differing, in_words, is_seed};
+use crate::quantity::counted;
 use crate::runs::Run;
 use crate::settings::Attn;
+use crate::{during, partial, writing};
+
+/// The file in a sweep's folder with the options that its reports begin with.
+const STUDY: &str = "study.toml";
 
 /// Options of the comparison.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Words {
     /// The question that the comparison answers, as a title.
     pub about: Option<String>,
     /// Settings that identify the baseline arm; if empty, full precision or else the first arm.
     pub baseline: Table,
-    /// The settings that tell arms apart; if empty, those of attention.
+    /// The settings that tell arms apart; if empty, those of attention and [`Words::points`].
     pub by: Vec<String>,
+    /// The settings of a sweep's `[[points]]`, each of which is an arm: they tell arms apart beside those of attention.
+    pub points: Vec<String>,
     /// Equivalence margin: smaller differences do not matter. Percent of the baseline's loss.
     pub margin: f64,
     /// A loss; the number of tokens after which runs reach it is compared too.
     pub milestone: Option<f64>,
 }
 
+impl Words {
+    /// Saves the options for later reports of a sweep.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn save(&self, sweep: &Path) -> Result<()> {
+        let path = sweep.join(STUDY);
+        let text = toml::to_string(self).map_err(during("cannot save the options of the report"))?;
+        partial::file(&path, |to| std::fs::write(to, text).map_err(writing(to)))
+    }
+
+    /// The options of the sweep whose folder this is; the defaults if it is none.
+    ///
+    /// # Errors
+    /// When its file cannot be read.
+    pub fn of(folder: &Path) -> Result<Self> {
+        let path = folder.join(STUDY);
+        let failed = || format!("cannot read {}", path.display());
+        match std::fs::read_to_string(&path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Self::default()),
+            Err(error) => Err(during(failed())(error)),
+            Ok(text) => toml::from_str(&text).map_err(during(failed())),
+        }
+    }
+}
+
 impl Default for Words {
     fn default() -> Self {
-        Self { about: None, baseline: Table::new(), by: Vec::new(), margin: 0.5, milestone: None }
+        Self {
+            about: None,
+            baseline: Table::new(),
+            by: Vec::new(),
+            points: Vec::new(),
+            margin: 0.5,
+            milestone: None,
+        }
     }
 }
 
@@ -75,7 +118,7 @@ impl Study {
         let identities: Vec<Identity> = runs.iter().map(|run| run.config.identity()).collect();
         let all: Vec<&Identity> = identities.iter().collect();
         let keys: Vec<String> = differing(&all).into_iter().filter(|key| !is_seed(key)).collect();
-        let of_arm = arm_keys(&keys, &words.by)?;
+        let of_arm = arm_keys(&keys, &words.by, &words.points)?;
         let values = |identity: &Identity, of_arm_: bool| -> Values {
             let chosen = keys.iter().filter(|key| of_arm.contains(key) == of_arm_);
             chosen.filter_map(|key| Some((key.clone(), identity.get(key)?.clone()))).collect()
@@ -99,6 +142,7 @@ impl Study {
             let first = order.remove(at);
             order.insert(0, first);
         }
+        let mut panels = spread(panels);
         panels.sort_by_key(|(panel, _)| {
             panel.iter().map(|(key, value)| natural(key, value)).collect::<Vec<_>>()
         });
@@ -119,7 +163,9 @@ impl Study {
                 let (first, others) = arms.split_at_mut(1);
                 for arm in others {
                     arm.difference = arm.against(&first[0], words.margin, &Run::final_loss);
-                    if let Some(milestone) = words.milestone {
+                    // A mean over the runs whose number is known would leave the earliest out.
+                    let known = arm.reached_before.is_none() && first[0].reached_before.is_none();
+                    if let Some(milestone) = words.milestone.filter(|_| known) {
                         // The margin is one of losses; a number of tokens is never called equivalent.
                         arm.later = arm.against(&first[0], 0.0, &|run| reached(run, milestone));
                     }
@@ -150,7 +196,8 @@ impl Study {
 
     /// Every run, once.
     pub fn trained(&self) -> impl Iterator<Item = &Run> {
-        self.runs().filter(|run| run.config.eval_scheme.is_none())
+        let mut seen = BTreeSet::new();
+        self.runs().filter(move |run| run.config.eval_scheme.is_none() && seen.insert(&run.folder))
     }
 
     /// Every run; twice if `--eval-attn` validated it a second time.
@@ -181,17 +228,46 @@ impl Panel {
         if let Some(baseline) = self.arms.first() {
             let count = runs().filter(|run| baseline.has_other_data(run)).count();
             if count > 0 {
-                let pairs = "runs of one seed learned from other data than the baseline's, and are no pairs";
-                warnings.push(format!("{count} {pairs}{}", self.place()));
+                let runs = counted(count as u64, "run");
+                let pairs = "of a seed of the baseline had other data, and form no pairs";
+                warnings.push(format!("{runs} {pairs}{}", self.place()));
             }
         }
         warnings
     }
 }
 
-/// The keys that tell arms apart: those of `by`, else those of attention, else the first key in which the
-/// runs differ.
-fn arm_keys(keys: &[String], by: &[String]) -> Result<Vec<String>> {
+/// Runs without a setting that divides others into panels, such as QK-norm without attention, are in each of these panels.
+fn spread(panels: Grouped<Grouped<Vec<Run>>>) -> Grouped<Grouped<Vec<Run>>> {
+    let within = |part: &Values, whole: &Values| {
+        part.len() < whole.len() && part.iter().all(|value| whole.contains(value))
+    };
+    let all: Vec<Values> = panels.iter().map(|(panel, _)| panel.clone()).collect();
+    // Only runs of which every setting of the panel is one of the others' are the same run in each of them.
+    let (parts, mut wholes): (Grouped<_>, Grouped<_>) = panels.into_iter().partition(|(panel, arms)| {
+        let meaningless = |key: &str| {
+            arms.iter().all(|(_, runs): &(Values, Vec<Run>)| {
+                runs.iter().all(|run| crate::config::is_meaningless(key, &run.config))
+            })
+        };
+        all.iter().any(|whole| {
+            within(panel, whole)
+                && whole
+                    .iter()
+                    .all(|(key, value)| panel.contains(&(key.clone(), value.clone())) || meaningless(key))
+        })
+    });
+    for (panel, arms) in parts {
+        for (_, others) in wholes.iter_mut().filter(|(whole, _)| within(&panel, whole)) {
+            arms.iter().for_each(|(arm, runs)| entry(others, arm.clone()).extend(runs.iter().cloned()));
+        }
+    }
+    wholes
+}
+
+/// The keys that tell arms apart: those of `by`, else those of attention and of a sweep's points, else the first key in which
+/// the runs differ.
+fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<String>> {
     if let Some(missing) = by.iter().find(|key| !keys.contains(key)) {
         return Err(Error::new("the runs do not differ in that")
             .got(format!("--by {missing}"))
@@ -202,7 +278,7 @@ fn arm_keys(keys: &[String], by: &[String]) -> Result<Vec<String>> {
         return Ok(by.to_vec());
     }
     let attention: Vec<String> =
-        keys.iter().filter(|key| crate::config::of_attention(key)).cloned().collect();
+        keys.iter().filter(|key| crate::config::of_attention(key) || points.contains(key)).cloned().collect();
     Ok(if attention.is_empty() { keys.iter().take(1).cloned().collect() } else { attention })
 }
 
@@ -400,7 +476,7 @@ mod tests {
         let study = self::study(runs);
         assert_eq!(study.panels[0].arms[1].difference.expect("pairs").mean.count, 2);
         assert!(
-            study.to_text().contains("warning: 1 runs of one seed learned from other data"),
+            study.to_text().contains("warning: 1 run of a seed of the baseline had other data"),
             "{}",
             study.to_text()
         );
@@ -430,11 +506,15 @@ mod tests {
     fn a_milestone_is_reached_between_validations() {
         let one = run("seed = 1", &[4.0, 3.0, 2.0]);
         assert_eq!(reached(&one, 2.5), Some(2500.0));
-        assert_eq!(reached(&one, 4.0), Some(1000.0));
+        assert_eq!(reached(&one, 4.0), None, "when is not known");
         assert_eq!(reached(&one, 1.0), None);
         let study = study(vec![one, run("seed = 2", &[4.0, 2.0, 2.0])]);
         let arm = &study.panels[0].arms[0];
         assert_eq!(arm.reached.expect("both").value, (2500.0 + 1750.0) / 2.0);
         assert!(study.to_text().contains("tokens to 2.5"));
+        // By the first validation: neither a number nor an interval.
+        let early = [run("seed = 1", &[2.4, 2.0]), run("seed = 2", &[2.3, 2.0])];
+        let text = self::study(early.to_vec()).to_text();
+        assert!(text.contains("before 1K"), "{text}");
     }
 }

@@ -1,5 +1,6 @@
 //! Results as text, Markdown and comma-separated values.
 
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 use super::arm::{Arm, Difference, seeds};
@@ -62,6 +63,12 @@ fn percent(difference: &Difference, margin: f64) -> String {
     format!("{} ({}{over}{survivors})", difference.numbers(), verdict.words(margin))
 }
 
+/// Tokens a second with their interval.
+pub(super) fn speed(mean: Mean) -> String {
+    let half = mean.half.map_or(String::new(), |half| format!(" ± {}", grouped(half.round() as u64)));
+    format!("{}{half}", grouped(mean.value as u64))
+}
+
 /// Text as a cell of a Markdown table.
 fn cell(text: &str) -> String {
     text.replace('|', r"\|").replace('\n', " ")
@@ -91,13 +98,13 @@ impl Study {
         // A ratio of speeds is shown only between runs on the same hardware.
         let first = panel.arms.first().filter(|first| first.hardware() == arm.hardware());
         let ratio = arm.speed.zip(first.and_then(|first| first.speed));
-        let ratio = ratio.map_or("-".into(), |(own, first)| format!("{:.2}x", own / first));
+        let ratio = ratio.map_or("-".into(), |(own, first)| format!("{:.2}x", own.value / first.value));
         let mut cells = vec![
             arm.label.clone(),
             arm.outcomes(),
             arm.loss.map_or("-".into(), |mean| format!("{:.4}{}", mean.value, mean.plus_minus(4))),
             against(&arm.difference),
-            arm.speed.map_or("-".into(), |speed| grouped(speed as u64)),
+            arm.speed.map_or("-".into(), speed),
             ratio,
         ];
         if self.milestone.is_some() {
@@ -110,7 +117,10 @@ impl Study {
                 };
                 format!("{}{interval}{some}", short(mean.value))
             };
-            cells.push(arm.reached.map_or("not reached".into(), tokens));
+            cells.push(match (arm.reached_before, arm.reached) {
+                (Some(first), _) => format!("before {}", short(first)),
+                (None, reached) => reached.map_or("not reached".into(), tokens),
+            });
             cells.push(against(&arm.later));
         }
         cells
@@ -159,8 +169,8 @@ impl Study {
         let entropy = entropies.next().flatten().filter(|first| entropies.all(|other| other == Some(*first)));
         let entropy = entropy.map_or(String::new(), |nats| format!("; unigram entropy {nats:.4}"));
         format!(
-            "loss in nats a token{entropy}; ± is half of a 95 % interval (Student's t); differences are over seeds in common, \
-             percent of the baseline's mean; one matches whose 90 % interval lies within the margin"
+            "loss in nats a token{entropy}; ± is half of a 95 % interval (Student's t) over seeds of finished runs; differences are \
+             over seeds in common, percent of the baseline's mean; an arm matches whose 90 % interval lies within the margin"
         )
     }
 
@@ -225,8 +235,11 @@ impl Study {
         };
         let head: Vec<String> = heads.map(String::from).into_iter().chain(keys.iter().map(column)).collect();
         let mut out = head.join(",") + "\n";
+        let mut seen = BTreeSet::new();
         for arm in arms() {
-            for run in &arm.runs {
+            for run in
+                arm.runs.iter().filter(|run| seen.insert((&run.folder, run.config.eval_scheme.is_some())))
+            {
                 let [weights, order, corpus] = seeds(run);
                 let mut cells = vec![
                     quoted(&self.name_of(run)),

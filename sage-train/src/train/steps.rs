@@ -22,6 +22,7 @@ use crate::probe::probe_weights;
 use crate::quantity::gib;
 use crate::ranks::{Group, Ranks};
 use crate::report::loss_plot;
+use crate::runs::median;
 use crate::sample::{Sampling, Writer};
 use crate::{during, partial, signals, writing};
 
@@ -59,33 +60,32 @@ pub(super) struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Runs all steps; returns the seconds that they took, without validation.
-    pub(super) fn train(&mut self) -> std::result::Result<f64, Stop> {
+    /// Runs all steps.
+    pub(super) fn train(&mut self) -> std::result::Result<(), Stop> {
         self.progress.start(self.first);
         let batches = self.trainer.batches();
         let unknown = "cannot measure memory";
         reset_peak(self.trainer.device()).map_err(during(unknown))?;
         let firsts = self.trainer.firsts(self.first);
-        let seconds = std::thread::scope(|scope| {
+        std::thread::scope(|scope| {
             self.steps(&Feed::start(scope, batches, firsts, self.config.micro_batch))
         })?;
         self.progress.finish();
         if let Some(memory) = memory(self.trainer.device()).map_err(during(unknown))? {
             self.progress.say(&format!("most GPU memory in use at once: {:.1} GiB", gib(memory.peak)));
         }
-        Ok(seconds)
+        Ok(())
     }
 
-    fn steps(&mut self, feed: &Feed) -> std::result::Result<f64, Stop> {
+    fn steps(&mut self, feed: &Feed) -> std::result::Result<(), Stop> {
         let config = self.config;
         // A GPU is given its next step before the host looks at the results of the step before.
         let ahead = self.trainer.runs_ahead();
         let alone = self.ranks.rank().of == 1;
         // Ranks may have read the initial weights from files of their own, which must have been equal.
         self.trainer.check_weights(self.first)?;
-        let (mut aside, mut under_way) = (Duration::ZERO, None);
-        let started = Instant::now();
-        let (mut saved, mut saved_at) = (self.first, started);
+        let mut under_way = None;
+        let (mut saved, mut saved_at) = (self.first, Instant::now());
         for step in self.first..config.steps {
             let doing = self.announce(step);
             let limits = config.skip_spikes.and_then(|z| Some(Recent::before(step, &self.points)?.limits(z)));
@@ -124,7 +124,6 @@ impl Run<'_> {
             if !alone {
                 asked = asked.or(heard);
             }
-            let collected = Instant::now();
             if validates {
                 signals::doing(&format!("the validation after {doing}"));
                 self.validate(&mut point)?;
@@ -148,9 +147,8 @@ impl Run<'_> {
                 self.ranks.words().aside("the last checkpoint", || self.checkpoints.wait())?;
                 return Err(Stop::Interrupted(self.interrupted(signal, step + 1)));
             }
-            aside += collected.elapsed();
         }
-        Ok((started.elapsed() - aside).as_secs_f64())
+        Ok(())
     }
 
     /// Tells the handler of signals and the other ranks which step begins, and returns its name.
@@ -310,7 +308,7 @@ impl Run<'_> {
     }
 
     /// Writes the results.
-    pub(super) fn finish(mut self, training_seconds: f64) -> std::result::Result<Outcome, Stop> {
+    pub(super) fn finish(mut self) -> std::result::Result<Outcome, Stop> {
         let config = self.config;
         if self.first < config.steps {
             self.progress.say("the steps are done; the last checkpoint is on its way to the disk");
@@ -336,19 +334,14 @@ impl Run<'_> {
             let weights = self.weights()?;
             self.save_weights(weights)?;
         }
-        let steps = config.steps - self.first;
-        let tokens_per_second = match steps {
-            // No step was left to do.
-            0 => last.tokens_per_second,
-            _ => (config.tokens_per_step() * steps) as f64 / training_seconds,
-        };
         Ok(Outcome {
             folder: self.folder.path().to_owned(),
             attn: config.attn,
             val_loss: last.val_loss.expect("the last step is validated"),
             val_bits_per_byte: last.val_bits_per_byte.expect("the last step is validated"),
             unigram_entropy: self.data.unigram_entropy,
-            tokens_per_second,
+            // As reports have it.
+            tokens_per_second: median(self.points.iter().map(|point| point.tokens_per_second)).unwrap_or(0.0),
             points: std::mem::take(&mut self.points),
         })
     }

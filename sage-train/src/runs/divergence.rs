@@ -1,0 +1,77 @@
+//! When a run has diverged although all of its numbers are finite. The definition is the same for the end of a run and for a
+//! report, and `docs/runs.md` states it.
+
+use crate::metrics::Point;
+use crate::runs::median;
+
+/// Steps whose median training loss is compared: single spikes do not decide.
+const WINDOW: usize = 16;
+
+/// A training loss that ends so many nats above the lowest one is no spike and no noise of the data.
+const RISE: f64 = 1.0;
+
+/// A validation loss so many nats above that of a model that knows nothing. New models begin a few hundredths above it.
+const ABOVE_CHANCE: f64 = 0.1;
+
+/// Why a run that did all of its steps has diverged; `None` if it has not. It has where, at the end,
+///
+/// - the validation loss is more than 0.1 nats above both ln(vocabulary) and the loss of the first step: the model knows
+///   less than nothing;
+/// - or the median training loss of the last 16 steps is more than 1 nat above the lowest such median before, or above the
+///   loss of the first step.
+pub fn divergence(points: &[Point], vocab: usize) -> Option<String> {
+    let (first, last) = (points.first()?, points.last()?);
+    let chance = (vocab as f64).ln();
+    let limit = chance.max(first.loss) + ABOVE_CHANCE;
+    if let Some(loss) = last.val_loss.filter(|loss| *loss > limit) {
+        return Some(format!(
+            "the validation loss is {loss:.3} after step {}: a model that knows nothing has ln(vocabulary) = {chance:.3}",
+            last.step
+        ));
+    }
+    let loss = |points: &[Point]| median(points.iter().map(|point| point.loss)).unwrap_or(f64::INFINITY);
+    let (before, end) = points.split_at(points.len().saturating_sub(WINDOW));
+    let lowest = before.chunks_exact(WINDOW).map(loss).fold(first.loss, f64::min);
+    (loss(end) > lowest + RISE).then(|| {
+        format!(
+            "the training loss ends at {:.3}, more than {RISE} nat above the lowest, {lowest:.3}",
+            loss(end)
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Points of these training losses; the last one has a validation loss.
+    fn points(losses: impl Iterator<Item = f64>, val_loss: f64) -> Vec<Point> {
+        let point = |(n, loss)| Point { step: n as u64 + 1, loss, ..Point::default() };
+        let mut points: Vec<Point> = losses.enumerate().map(point).collect();
+        points.last_mut().expect("a step").val_loss = Some(val_loss);
+        points
+    }
+
+    #[test]
+    fn divergence_is_told_from_noise_spikes_and_overfitting() {
+        let falling = |n: usize| 5.7 - 3.0 * n as f64 / 200.0;
+        let of = |losses: &dyn Fn(usize) -> f64, val_loss: f64| {
+            divergence(&points((0..200).map(losses), val_loss), 300)
+        };
+        assert_eq!(of(&falling, 2.8), None);
+        // A validation loss that rises while the training loss falls is overfitting.
+        assert_eq!(of(&falling, 5.0), None);
+        // A spike of a few steps, the last ones too.
+        assert_eq!(of(&|n| falling(n) + if n % 50 > 46 { 9.0 } else { 0.0 }, 2.9), None);
+        // ln(300) is 5.70.
+        assert!(of(&falling, 5.9).expect("above").contains("ln(vocabulary) = 5.704"));
+        assert!(of(&|_| 92.0, 92.0).is_none(), "it began there");
+        assert!(of(&|n| 5.7 + n as f64, 205.0).is_some());
+        // It learned, and then lost what it had learned, without reaching ln(vocabulary).
+        let lost = of(&|n| if n < 150 { falling(n) } else { 5.0 }, 5.0).expect("lost");
+        assert!(lost.contains("ends at 5.000"), "{lost}");
+        // One step of a new model is no divergence.
+        assert_eq!(divergence(&points([5.72].into_iter(), 5.73), 300), None);
+        assert_eq!(divergence(&[], 300), None);
+    }
+}

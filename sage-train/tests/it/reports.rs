@@ -1,0 +1,115 @@
+//! What reports say of runs: divergence, arms of a sweep, speeds, milestones.
+
+use crate::support::{Scratch, small};
+
+const SHARED: &str = "[settings]\nlayers = 1\nwidth = 32\nheads = 2\nhead-dim = 16\nffn = 48\ncontext = 32\n\
+                      vocab-size = 300\nmicro-batch = 4\ntokens-per-step = 256\ncorpus-mb = 1\neval-tokens = \"1k\"\n";
+
+#[test]
+fn a_run_with_a_finite_loss_above_chance_has_diverged() {
+    let scratch = Scratch::new();
+    let run = |lr: &str, name: &str| {
+        small(&[
+            "--attn",
+            "fpa",
+            "--steps",
+            "40",
+            "--warmup-steps",
+            "0",
+            "--clip",
+            "0",
+            "--schedule",
+            "constant",
+            "--lr",
+            lr,
+            "--name",
+            name,
+        ])
+        .into_iter()
+        .map(String::from)
+        .collect::<Vec<_>>()
+    };
+    let args = |args: &[String]| scratch.run(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    assert!(args(&run("1e-3", "good")).status.success());
+    let output = args(&run("10", "bad"));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("the run has diverged") && said.contains("ln(vocabulary) = 5.704"), "{said}");
+    // Everything of it is written.
+    let last = scratch.metrics("bad").pop().expect("steps");
+    assert!(last.step == 40 && last.val_loss.is_some_and(f64::is_finite), "{last:?}");
+    let ending = |text: Option<&str>| {
+        let path = scratch.path().join("runs/bad/ending.json");
+        text.inspect(|text| std::fs::write(&path, text).expect("a file"));
+        std::fs::read_to_string(path).expect("an ending")
+    };
+    assert!(ending(None).contains("diverged"));
+    // A run of an earlier version recorded that it finished: the report judges it the same.
+    for recorded in [None, Some("{\"status\": \"finished\"}")] {
+        ending(recorded);
+        let text = scratch.ok(&["report", "runs/good", "runs/bad", "--csv", "runs.csv"]);
+        assert!(text.contains("1 diverged"), "{text}");
+        let row = text.lines().find(|line| line.contains("1 diverged")).expect("a row");
+        assert!(row.contains(" - "), "no mean: {row}");
+        let csv = std::fs::read_to_string(scratch.path().join("runs.csv")).expect("a file");
+        assert!(csv.contains("bad,diverged"), "{csv}");
+    }
+}
+
+#[test]
+fn the_points_of_a_sweep_are_its_arms_and_its_report_stays_its_own() {
+    let scratch = Scratch::new();
+    let points = "steps = 6\neval-every = 3\n[grid]\nseed = [1, 2]\n[[points]]\nattn = \"sagebwd\"\nlr = 2e-3\n\
+                  [[points]]\nattn = \"fpa\"\nlr = 1e-3\n[[points]]\nattn = \"none\"\nlr = 1e-3\n";
+    let head = "about = \"Tuned rates\"\nbaseline = { attn = \"none\" }\n";
+    scratch.file("s.toml", format!("{head}{SHARED}{points}"));
+    let of_sweep = scratch.ok(&["sweep", "s.toml"]);
+    let again = scratch.ok(&["report", "runs/s"]);
+    let rows = |text: &str| text.lines().map(String::from).collect::<std::collections::BTreeSet<_>>();
+    assert_eq!(rows(&of_sweep), rows(&again));
+    // The arms of other rates are compared, in one panel, with the sweep's baseline.
+    for arm in ["fpa, lr 0.001", "sagebwd, lr 0.002"] {
+        let row = again.lines().find(|line| line.starts_with(arm)).unwrap_or_else(|| panic!("{again}"));
+        assert!(row.contains("2 pairs"), "{row}");
+    }
+    assert!(again.lines().any(|line| line.starts_with("none") && line.contains("baseline")), "{again}");
+    let page = std::fs::read_to_string(scratch.path().join("runs/s/report.html")).expect("a page");
+    assert!(page.contains("<title>Tuned rates</title>"));
+    // A flag replaces the sweep's baseline.
+    let other = scratch.ok(&["report", "runs/s", "--baseline", "attn=fpa"]);
+    assert!(other.lines().any(|line| line.starts_with("fpa") && line.contains("baseline")), "{other}");
+}
+
+#[test]
+fn a_run_that_a_setting_does_not_change_is_planned_once_and_compared_with_all() {
+    let scratch = Scratch::new();
+    let grid = "steps = 2\n[grid]\nattn = [\"fpa\", \"none\"]\nqk-norm = [\"on\", \"off\"]\n";
+    scratch.file("s.toml", format!("{SHARED}{grid}"));
+    let text = scratch.ok(&["sweep", "s.toml"]);
+    assert!(scratch.path().join("runs/s").read_dir().expect("a sweep").count() >= 3);
+    let (on, off) = text.split_once("qk-norm off").unwrap_or_else(|| panic!("{text}"));
+    for panel in [on, off] {
+        let rows = ["fpa", "none"].map(|arm| panel.lines().any(|line| line.starts_with(arm)));
+        assert_eq!(rows, [true, true], "{text}");
+    }
+    scratch.ok(&["report", "runs/s", "--csv", "runs.csv"]);
+    let csv = std::fs::read_to_string(scratch.path().join("runs.csv")).expect("a file");
+    assert_eq!(csv.lines().count(), 1 + 3, "{csv}");
+}
+
+/// The end of a run and its report state the same speed.
+#[test]
+fn a_run_and_its_report_agree_on_the_speed() {
+    let scratch = Scratch::new();
+    let text = scratch.ok(&small(&["--steps", "5", "--name", "run"]));
+    let of_run =
+        text.lines().nth(1).and_then(|line| line.split_whitespace().nth(3)).expect("a speed").to_owned();
+    let report = scratch.ok(&["report", "runs/run"]);
+    let row = report.lines().find(|line| line.starts_with("sagebwd") || line.starts_with("all runs"));
+    let row = row.unwrap_or_else(|| panic!("{report}")).replace(',', "");
+    let (a, found) = (
+        of_run.parse::<f64>().expect("a number"),
+        row.split_whitespace().filter_map(|w| w.parse::<f64>().ok()),
+    );
+    assert!(found.into_iter().any(|b| (a - b).abs() <= 1.0), "{of_run} {row}");
+}
