@@ -17,6 +17,8 @@ def main():
     wanted = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         point = json.loads(line)
+        # The checksum of the line is not a metric.
+        point.pop("crc32c", None)
         point["skipped"] = float(point.get("skipped", False))
         for name, value in point.items():
             if name != "step":

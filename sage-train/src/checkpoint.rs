@@ -9,6 +9,8 @@
 //! on; `checkpoint.json` lists the parameters of which a file holds only a part. Together they are one
 //! checkpoint, from which any number of ranks can continue.
 
+mod verified;
+
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
@@ -17,6 +19,8 @@ use candle_core::Device;
 use candle_sage::{Error, Result};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+
+use verified::verified;
 
 use crate::config::{CheckpointConfig, Config, Identity};
 use crate::lock::Lock;
@@ -213,8 +217,18 @@ fn write(
 }
 
 fn write_state(partial: &Path, snapshot: &Snapshot, rank: Rank) -> Result<RankFile> {
-    // The ranks do not wait for each other here, so each of them makes the folder.
-    std::fs::create_dir_all(partial).map_err(writing(partial))?;
+    // The ranks do not wait for each other here, so each of them makes the folder. Rank 0 makes no folder around it: a run's folder
+    // that was removed stays removed.
+    let made = match rank.is_first() {
+        true => std::fs::create_dir(partial),
+        false => std::fs::create_dir_all(partial),
+    };
+    match made {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+            return Err(writing(partial)(error));
+        }
+        _ => {}
+    }
     let name = state_name(rank);
     let state = partial.join(&name);
     let parts = snapshot.save(&state).map_err(writing(&state))?;
@@ -338,62 +352,7 @@ impl Found {
     }
 
     fn checked(lock: Option<Lock>, run: PathBuf, path: PathBuf, rank: Rank) -> Result<Self> {
-        let refuse = |file: &str, got: String, allowed: &str| {
-            let others: Vec<String> = steps(&run.join(FOLDER))
-                .into_iter()
-                .map(name)
-                .filter(|other| !path.ends_with(other))
-                .collect();
-            let hint = match others.last() {
-                Some(other) => format!("move it away: then --resume {} goes on from {other}", run.display()),
-                None => "no other checkpoint is left in this run".into(),
-            };
-            Err(Error::new(format!("the checkpoint {} cannot be used", path.display()))
-                .got(format!("{file}: {got}"))
-                .allowed(allowed)
-                .hint(hint))
-        };
-        let read = |file: &str| std::fs::read(path.join(file)).map_err(|error| error.to_string());
-        let text = match read(ABOUT) {
-            Ok(text) => text,
-            Err(error) => return refuse(ABOUT, error, "a whole checkpoint"),
-        };
-        match read(MARKER) {
-            Err(error) => return refuse(MARKER, error, "the marker that is written last"),
-            Ok(marker) if marker != hex(&Sha256::digest(&text)).as_bytes() => {
-                return refuse(
-                    ABOUT,
-                    "changed since it was written".into(),
-                    "the file that the marker was made for",
-                );
-            }
-            Ok(_) => {}
-        }
-        let about: About = match serde_json::from_slice(&text) {
-            Ok(about) => about,
-            Err(error) => return refuse(ABOUT, error.to_string(), "what this version writes"),
-        };
-        if !VERSIONS.contains(&about.version) {
-            let allowed = format!("version {} or {}", VERSIONS[0], VERSIONS[1]);
-            return refuse(ABOUT, format!("version {}", about.version), &allowed);
-        }
-        if !path.ends_with(name(about.step)) {
-            return refuse(ABOUT, format!("of {}", name(about.step)), "the folder that it was written to");
-        }
-        let Some(files) = about.files() else {
-            return refuse(ABOUT, "no list of files that fits".into(), "what this version writes");
-        };
-        for file in files.iter().skip(rank.index).step_by(rank.of) {
-            let (bytes, sha256) = match digest(&path.join(&file.name)) {
-                Ok(digest) => digest,
-                Err(error) => return refuse(&file.name, error.to_string(), "a whole checkpoint"),
-            };
-            if (bytes, &sha256) != (file.bytes, &file.sha256) {
-                let got = format!("{bytes} bytes with SHA-256 {sha256:.12}");
-                let allowed = format!("{} bytes with SHA-256 {:.12}", file.bytes, file.sha256);
-                return refuse(&file.name, got, &allowed);
-            }
-        }
+        let (about, files) = verified(&run, &path, rank)?;
         Ok(Self { run, about, path, files, _lock: lock })
     }
 
@@ -430,20 +389,12 @@ pub fn is_one(folder: &Path) -> bool {
     folder.join(ABOUT).is_file() || folder.join(STATE).is_file()
 }
 
-/// The state of a checkpoint, for uses other than continuing its run.
+/// The state of a checkpoint, for uses other than continuing its run. It is checked as a checkpoint to resume from is.
 ///
 /// # Errors
-/// When the folder is not a checkpoint.
+/// When the folder is not a whole checkpoint.
 pub fn state(checkpoint: &Path) -> Result<State> {
-    let path = checkpoint.join(ABOUT);
-    let failed = || format!("cannot use {}", path.display());
-    let text = std::fs::read(&path).map_err(during(failed()))?;
-    let about: About = serde_json::from_slice(&text).map_err(during(failed()))?;
-    let files = about.files().ok_or_else(|| {
-        Error::new(failed())
-            .got("no list of files that fits")
-            .allowed("a checkpoint of this version or an earlier one")
-            .hint("the run's folder has weights too: model.safetensors")
-    })?;
+    let run = checkpoint.parent().and_then(Path::parent).unwrap_or(checkpoint);
+    let (_, files) = verified(run, checkpoint, Rank::ALONE)?;
     State::open(paths(checkpoint, files))
 }

@@ -14,7 +14,7 @@ mod train;
 mod typed;
 
 use std::ffi::OsString;
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::Path;
 
 use candle_sage::{Error, Result};
@@ -24,7 +24,7 @@ use toml::Table;
 
 use crate::checks::in_range;
 use crate::settings::Settings;
-use crate::tell;
+use crate::{printable, tell};
 
 use bench::Bench;
 use data::{Data, write_corpus};
@@ -192,9 +192,12 @@ impl Cli {
     }
 }
 
-/// Prints to standard output; a closed pipe is not an error.
+/// Prints to standard output; a closed pipe is not an error. On a terminal characters that would act on it are escaped; a file or a
+/// pipe gets the text as it is.
 fn print(text: &str) -> Result<()> {
-    match std::io::stdout().lock().write_all(text.as_bytes()) {
+    let mut out = std::io::stdout().lock();
+    let text = if out.is_terminal() { printable(text) } else { text.into() };
+    match out.write_all(text.as_bytes()) {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
             Err(Error::new("cannot write the result").got(error))
         }

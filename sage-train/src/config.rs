@@ -18,11 +18,11 @@ use toml::Table;
 use crate::checks::{self, above_zero, in_range, need};
 use crate::data::DataConfig;
 use crate::device::Place;
-use crate::during;
 use crate::model::LlamaConfig;
 use crate::optim::{AdamWConfig, LearningRate};
 use crate::quantity::Quantity;
 use crate::settings::{Attn, Preset, Settings, Sla2Settings, tables};
+use crate::{acts_on_terminals, during, read_small};
 
 pub use attention::check_own;
 pub use checkpoints::CheckpointConfig;
@@ -190,7 +190,7 @@ impl Config {
     /// # Errors
     /// When the file cannot be read, or has keys that are not settings.
     pub fn read_settings(path: &Path) -> Result<Settings> {
-        let text = std::fs::read_to_string(path)
+        let text = read_small(path, MOST_SETTINGS)
             .map_err(during::<std::io::Error>(format!("cannot read the settings in {}", path.display())))
             .map_err(|error| error.hint("--config takes a TOML file; every run leaves one, config.toml"))?;
         let unusable = |error: toml::de::Error| {
@@ -249,17 +249,23 @@ fn eval_scheme(s: &Settings, model: &LlamaConfig) -> Result<Option<Scheme>> {
     Ok(other)
 }
 
-/// Checks that a run or a sweep can be called so.
+/// The largest file of settings, in bytes.
+pub(crate) const MOST_SETTINGS: u64 = 1 << 20;
+
+/// Checks that a run or a sweep can be called so. The name is printed, stands in scripts, CSV and HTML, and is part of commands
+/// that hints show.
 ///
 /// # Errors
-/// When it would not be a folder of its own.
+/// When it would not be a folder of its own, or has such characters.
 pub fn check_name(name: &str) -> Result<()> {
-    if !name.contains(['/', '\\']) && !["", ".", "..", "cache"].contains(&name) {
+    let refused =
+        |c: char| ['/', '\\', '"', '\'', '`'].contains(&c) || c.is_control() || acts_on_terminals(c);
+    if !name.contains(refused) && !["", ".", "..", "cache"].contains(&name) {
         return Ok(());
     }
     Err(Error::new("not a name for a folder")
-        .got(format!("`{name}`"))
-        .allowed("a name without slashes; `cache` is taken by the tokenizers")
+        .got(format!("`{}`", name.escape_debug()))
+        .allowed("a name without slashes, quotes and control characters; `cache` is taken by the tokenizers")
         .hint("--out says where runs go, --name how this one is called"))
 }
 

@@ -13,6 +13,12 @@
 //! - `partial` and `lock`: files that are whole, folders with one writer; `checks` and `quantity`: ranges and
 //!   notation of numbers.
 
+use std::borrow::Cow;
+use std::cell::Cell;
+use std::fs::{File, OpenOptions};
+use std::path::Path;
+use std::sync::Once;
+
 pub mod bench;
 pub mod checkpoint;
 pub mod checks;
@@ -63,7 +69,7 @@ pub(crate) fn on_device(what: &str) -> impl FnOnce(candle_core::Error) -> Error 
 }
 
 /// Checks that the folder of a run, a checkpoint or a model is there.
-pub(crate) fn check_there(folder: &std::path::Path) -> Result<()> {
+pub(crate) fn check_there(folder: &Path) -> Result<()> {
     if folder.exists() {
         return Ok(());
     }
@@ -74,7 +80,7 @@ pub(crate) fn check_there(folder: &std::path::Path) -> Result<()> {
 }
 
 /// Turns an error of writing a file into an [`Error`].
-pub(crate) fn writing<E: std::fmt::Display>(path: &std::path::Path) -> impl FnOnce(E) -> Error {
+pub(crate) fn writing<E: std::fmt::Display>(path: &Path) -> impl FnOnce(E) -> Error {
     let what = format!("cannot write {}", path.display());
     move |error| {
         Error::new(what)
@@ -96,17 +102,101 @@ pub(crate) fn bar(len: u64, template: &str) -> indicatif::ProgressBar {
         .with_style(style.unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()))
 }
 
+/// Whether a character acts on a terminal instead of being shown: control characters but line ends and tabs, and marks that change
+/// the order of a line.
+pub(crate) fn acts_on_terminals(c: char) -> bool {
+    (c.is_control() && c != '\n' && c != '\t')
+        || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// Text for a terminal or a log: characters that act on a terminal are escaped, such as `\u{1b}`. Names of files, samples, and
+/// messages of other ranks may contain them.
+pub(crate) fn printable(text: &str) -> Cow<'_, str> {
+    if !text.contains(acts_on_terminals) {
+        return text.into();
+    }
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match acts_on_terminals(c) {
+            true => out.extend(c.escape_default()),
+            false => out.push(c),
+        }
+    }
+    out.into()
+}
+
 /// Prints a line to standard error. A write error is ignored, because a run does not stop when nobody reads
 /// its output.
-pub(crate) fn tell(text: &str) {
+pub fn tell(text: &str) {
     use std::io::Write;
-    let _ = writeln!(std::io::stderr(), "{}", text.trim_end());
+    let _ = writeln!(std::io::stderr(), "{}", printable(text.trim_end()));
+}
+
+/// Opens a file of this program's own for writing, and does not follow a symbolic link: whoever may write in the folder could have
+/// any file of this user truncated or written.
+pub(crate) fn open_own(path: &Path, options: &mut OpenOptions) -> Result<File> {
+    #[cfg(unix)]
+    {
+        use rustix::fs::OFlags;
+        use std::os::unix::fs::OpenOptionsExt;
+        // NONBLOCK: a named pipe without a reader is an error, and does not block for ever.
+        options.custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32);
+    }
+    options.open(path).map_err(|error| match path.is_symlink() {
+        true => Error::new("a file of a run is a symbolic link")
+            .got(path.display())
+            .allowed("a regular file")
+            .hint("remove the link; --out names another folder for runs")
+            .with_kind(ErrorKind::Failed),
+        false => writing(path)(error),
+    })
+}
+
+/// Reads a text file that is small where it is what it should be. A larger one is an error before it fills the memory.
+pub(crate) fn read_small(path: &Path, most: u64) -> std::io::Result<String> {
+    use std::io::{Error, ErrorKind, Read};
+    let mut bytes = Vec::new();
+    File::open(path)?.take(most + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > most {
+        return Err(Error::new(ErrorKind::FileTooLarge, format!("more than {} KiB", most >> 10)));
+    }
+    String::from_utf8(bytes).map_err(|error| Error::new(ErrorKind::InvalidData, error.utf8_error()))
+}
+
+thread_local! {
+    /// Whether a panic of this thread becomes an error, and is not printed.
+    static CAUGHT: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Runs code of a library that may panic on a damaged file. A panic becomes an error.
 pub(crate) fn unpanicked<T>(
     work: impl FnOnce() -> std::result::Result<T, String>,
 ) -> std::result::Result<T, String> {
-    std::panic::catch_unwind(std::panic::AssertUnwindSafe(work))
-        .unwrap_or_else(|_| Err("the file is damaged".into()))
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let print = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            if !CAUGHT.get() {
+                print(panic);
+            }
+        }));
+    });
+    let outer = CAUGHT.replace(true);
+    let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+    CAUGHT.set(outer);
+    done.unwrap_or_else(|_| Err("the file is damaged".into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_acts_on_a_terminal_is_escaped() {
+        assert!(matches!(printable("plain\n\ttext, 日本語 🦀"), Cow::Borrowed(_)));
+        assert_eq!(
+            printable("a\u{1b}[31m\r\u{7}\u{9b}\u{202e}b\n"),
+            r"a\u{1b}[31m\r\u{7}\u{9b}\u{202e}b".to_owned() + "\n"
+        );
+    }
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use candle_sage::{Error, Result};
 
-use crate::writing;
+use crate::{open_own, writing};
 
 const LOCK: &str = ".lock";
 
@@ -23,7 +23,7 @@ impl Lock {
     /// # Errors
     /// When another process holds the lock, or the file cannot be created.
     pub fn take(path: &Path) -> Result<Self> {
-        Self::hold(File::create(path).map_err(writing(path))?, path)
+        Self::hold(open_own(path, File::options().write(true).create(true).truncate(false))?, path)
     }
 
     /// Locks a file that was left behind. A file that does not exist any more counts as held: another process
@@ -32,7 +32,7 @@ impl Lock {
     /// # Errors
     /// When another process holds the lock.
     pub fn take_existing(path: &Path) -> Result<Self> {
-        let file = File::options().write(true).open(path).map_err(|_| in_use(path))?;
+        let file = open_own(path, File::options().write(true)).map_err(|_| in_use(path))?;
         Self::hold(file, path)
     }
 
@@ -54,7 +54,7 @@ impl Lock {
     /// Whether a process holds the lock of a run's folder. It creates no file, and takes a shared lock, so
     /// that several callers do not take each other for a holder.
     pub fn is_held(folder: &Path) -> bool {
-        let file = File::options().write(true).open(folder.join(LOCK));
+        let file = open_own(&folder.join(LOCK), File::options().write(true));
         file.is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
     }
 
@@ -80,4 +80,28 @@ fn in_use(path: &Path) -> Error {
         .got("another process works in it")
         .allowed("one process at a time")
         .hint("wait for it, or stop it: a run saves a checkpoint when it is interrupted")
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_that_is_a_link_is_refused_and_its_target_kept() {
+        let scratch = tempfile::tempdir().expect("a folder");
+        let (victim, run) = (scratch.path().join("victim"), scratch.path().join("run"));
+        std::fs::write(&victim, "dear").expect("a file");
+        std::fs::create_dir(&run).expect("a folder");
+        std::os::unix::fs::symlink(&victim, run.join(LOCK)).expect("a link");
+        let error = Lock::run(&run).expect_err("a link").to_string();
+        assert!(error.contains("symbolic link") && error.contains("hint:"), "{error}");
+        assert!(!Lock::is_held(&run));
+        assert_eq!(std::fs::read_to_string(&victim).expect("a file"), "dear");
+        std::fs::remove_file(run.join(LOCK)).expect("a link");
+        let held = Lock::run(&run).expect("a lock");
+        assert!(
+            Lock::run(&run).is_err_and(|error| error.to_string().contains("in use")) && Lock::is_held(&run)
+        );
+        drop(held);
+    }
 }

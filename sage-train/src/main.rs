@@ -1,6 +1,5 @@
 //! The `sage-train` command.
 
-use std::io::Write;
 use std::process::ExitCode;
 
 use sage_train::cli::Cli;
@@ -13,16 +12,11 @@ fn main() -> ExitCode {
     let code = match Cli::typed().run() {
         Ok(()) => 0,
         Err(error) => {
-            tell(&error);
+            sage_train::tell(&format!("error: {error}"));
             // Shells report the same code for a program that a signal ended.
             sage_train::signals::received().map_or(1, |signal| 128 + signal)
         }
     };
     sage_train::ranks::end(code);
     ExitCode::from(code)
-}
-
-/// Prints an error to standard error. A write error is ignored.
-fn tell(error: &dyn std::fmt::Display) {
-    let _ = writeln!(std::io::stderr(), "error: {error}");
 }

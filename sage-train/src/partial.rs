@@ -43,6 +43,8 @@ pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> 
     let mut own = path.as_os_str().to_owned();
     own.push(format!(".{}", std::process::id()));
     let partial = of(Path::new(&own));
+    // A link at the temporary name is removed, and not written through.
+    let _ = std::fs::remove_file(&partial);
     let written = write(&partial)
         .and_then(|()| sync(&partial))
         .and_then(|()| std::fs::rename(&partial, path).map_err(writing(path)));

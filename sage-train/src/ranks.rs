@@ -3,6 +3,7 @@
 //!
 //! A run with one process is a run with one rank, on the same code path.
 
+mod greeting;
 mod group;
 mod launch;
 mod loopback;
@@ -11,6 +12,7 @@ mod mesh;
 mod message;
 #[cfg(feature = "cuda")]
 mod nccl;
+mod secret;
 mod transport;
 mod world;
 
@@ -296,9 +298,10 @@ impl Words {
     /// for stalls.
     pub fn aside<T>(&self, what: &str, work: impl FnOnce() -> T) -> T {
         let Some(meeting) = &self.meeting else { return work() };
-        meeting.doing(what, true);
+        let (before, was_aside) = meeting.doing(what, true);
         let done = work();
-        meeting.doing(what, false);
+        // What was under way before goes on: messages name it, with its step.
+        meeting.doing(&before, was_aside);
         done
     }
 

@@ -1,6 +1,7 @@
 //! Reads the folders that runs leave: the settings of a run, where it ran, what it measured and how it ended.
 
 mod divergence;
+mod lines;
 mod provenance;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,6 +16,7 @@ use crate::metrics::Probed;
 use crate::{during, writing};
 
 pub use divergence::divergence;
+pub(crate) use lines::{LONGEST_LINE, Lines, to_line};
 pub use provenance::Start;
 
 /// File with one [`Point`] a line, one for each step.
@@ -161,15 +163,27 @@ impl Run {
     /// When it is not the folder of a run, or cannot be read.
     pub fn read(folder: &Path) -> Result<Self> {
         let config = Config::resolve(Config::read_settings(&folder.join(CONFIG))?)?;
-        Ok(Self {
+        let run = Self {
             config,
-            points: json_lines(&folder.join(METRICS))?,
-            probes: if folder.join(PROBES).exists() { json_lines(&folder.join(PROBES))? } else { Vec::new() },
+            points: points(folder)?,
+            probes: probes(folder)?,
             starts: optional(&folder.join(STARTS))?.unwrap_or_default(),
-            ending: optional(&folder.join(ENDING))?,
+            ending: ending(folder)?,
             folder: folder.to_owned(),
+        };
+        // A cut-off end is that of a run that was cut off, and no end of one that finished.
+        if run.status() == Some(Status::Finished) && run.steps() != run.config.steps {
+            return Err(Error::new("the metrics of a finished run are not whole")
+                .got(format!(
+                    "{} of {} steps in {}",
+                    run.steps(),
+                    run.config.steps,
+                    folder.join(METRICS).display()
+                ))
+                .allowed("every step")
+                .hint(again(folder)));
         }
-        .judged())
+        Ok(run.judged())
     }
 
     /// The run with an ending that says that it has diverged, if it has: runs of earlier versions recorded that they finished.
@@ -207,17 +221,23 @@ impl Run {
         }
         let mut seen = BTreeSet::new();
         found.retain(|folder| seen.insert(folder.canonicalize().unwrap_or_else(|_| folder.clone())));
-        let mut runs = Vec::new();
+        let (mut runs, mut unread) = (Vec::new(), None);
         for folder in found {
             match Self::read(&folder) {
                 Ok(run) => {
                     warnings.extend(run.changed_under_way());
                     runs.push(run);
                 }
-                Err(error) => warnings.push(format!("{} is left out: {error}", folder.display())),
+                Err(error) => {
+                    warnings.push(format!("{} is left out: {error}", folder.display()));
+                    unread = Some(error);
+                }
             }
         }
-        Ok(Found { runs, warnings })
+        match unread.filter(|_| runs.is_empty()) {
+            Some(error) => Err(error),
+            None => Ok(Found { runs, warnings }),
+        }
     }
 
     /// The settings of the run's results that a later start gave anew, in words: its last ones are not those of all its steps.
@@ -311,9 +331,51 @@ impl Run {
     }
 }
 
-/// The hash of a run's tokenizer, from its last start.
-pub fn tokenizer_hash(run: &Path) -> Option<String> {
-    optional::<Vec<Start>>(&run.join(STARTS)).ok()??.pop()?.tokenizer
+/// The steps that a run has measured.
+fn points(folder: &Path) -> Result<Vec<Point>> {
+    let path = folder.join(METRICS);
+    let points: Vec<Point> = Lines::read(&path)?.whole(&path, &again(folder))?;
+    match (1..).zip(&points).find(|(step, point)| point.step != *step) {
+        None => Ok(points),
+        Some((line, point)) => Err(Error::new(format!("{} is damaged", path.display()))
+            .got(format!("step {} in line {line}", point.step))
+            .allowed("a line for each step, in their order")
+            .hint(again(folder))),
+    }
+}
+
+/// What to do about damaged metrics.
+fn again(folder: &Path) -> String {
+    format!(
+        "`sage-train --resume {}` makes the file again from metrics.csv, which has the same numbers",
+        folder.display()
+    )
+}
+
+/// The probes of a run; none if it was not probed under way.
+pub(crate) fn probes(folder: &Path) -> Result<Vec<Probed>> {
+    let path = folder.join(PROBES);
+    match path.exists() {
+        true => Lines::read(&path)?.whole(&path, "remove that line: the run goes on without it"),
+        false => Ok(Vec::new()),
+    }
+}
+
+/// The recorded end of the run in a folder; `None` if it has none.
+///
+/// # Errors
+/// When the file cannot be read.
+pub fn ending(folder: &Path) -> Result<Option<Ending>> {
+    optional(&folder.join(ENDING))
+}
+
+/// The hash of a run's tokenizer, from its last start; `None` if the folder does not say.
+///
+/// # Errors
+/// When the file of its starts is damaged.
+pub fn tokenizer_hash(run: &Path) -> Result<Option<String>> {
+    let starts: Option<Vec<Start>> = optional(&run.join(STARTS))?;
+    Ok(starts.and_then(|mut starts| starts.pop()).and_then(|start| start.tokenizer))
 }
 
 /// The result of [`Run::find`].
@@ -365,15 +427,8 @@ pub fn median(numbers: impl Iterator<Item = f64>) -> Option<f64> {
     Some(if sorted.len() % 2 == 1 { upper } else { (sorted[middle - 1] + upper) / 2.0 })
 }
 
-/// The values in a file of JSON lines, up to the first line that does not parse: the last line may be cut
-/// off.
-pub(crate) fn json_lines<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
-    let text = std::fs::read_to_string(path).map_err(during(format!("cannot read {}", path.display())))?;
-    Ok(text.lines().map_while(|line| serde_json::from_str(line).ok()).collect())
-}
-
 /// The value in a JSON file; `None` if the file does not exist.
-fn optional<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>> {
+pub(crate) fn optional<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>> {
     let text = match std::fs::read(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         text => text.map_err(during(format!("cannot read {}", path.display())))?,

@@ -1,4 +1,5 @@
-//! SIGINT, SIGTERM and, on Linux, SIGHUP: the first signal asks the program to stop, the second ends it. A
+//! SIGINT, SIGTERM, SIGUSR1 (Slurm's warning before a time limit) and, on Linux, SIGHUP: the first signal asks the program to
+//! stop, the second ends it. A
 //! run of a sweep is also asked to stop when the sweep's process is gone.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,6 +8,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use candle_sage::Result;
+#[cfg(unix)]
+use signal_hook::consts::SIGUSR1;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::during;
@@ -54,12 +57,15 @@ pub fn watch(second: Second) -> Result<()> {
 
 #[cfg(unix)]
 fn listen(seen: Arc<Seen>, second: Second) -> std::io::Result<()> {
-    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM].into_iter().chain(hang_up()))?;
+    let watched = [SIGINT, SIGTERM, SIGUSR1].into_iter().chain(hang_up());
+    let mut signals = signal_hook::iterator::Signals::new(watched)?;
     let note = move || {
         let mut began: Option<Instant> = None;
         for signal in signals.forever() {
             let first = *began.get_or_insert_with(Instant::now);
-            if seen.times.load(Ordering::Relaxed) > 0 && first.elapsed() < TOGETHER {
+            let again = seen.times.load(Ordering::Relaxed) > 0;
+            // Slurm's warning may arrive twice, from srun and from the node. It asks, and does not end a run at once.
+            if again && (signal == SIGUSR1 || first.elapsed() < TOGETHER) {
                 continue;
             }
             let _ = seen.first.compare_exchange(0, signal as usize, Ordering::Relaxed, Ordering::Relaxed);

@@ -26,7 +26,7 @@ use crate::quantity::gib;
 use crate::ranks::{Ranks, Words};
 use crate::runs::{CONFIG, ENDING, Ending, STARTS, Start, Status, divergence};
 use crate::signals::Second;
-use crate::{on_device, signals, tell, writing};
+use crate::{during, on_device, signals, tell, writing};
 
 use crate::checkpoint::{Belongs, Checkpoints, Found};
 pub use parallel::{Overlap, Parallel, check_parallel};
@@ -140,7 +140,9 @@ pub fn run_as(
     let trainer = Trainer::new(config, &data, &parameters, (&device, &ranks))
         .map_err(on_device("cannot make the model"))?;
     // The run's clock continues where the earlier processes stopped.
-    let before = Duration::from_secs_f64(points.last().map_or(0.0, |point: &Point| point.seconds.max(0.0)));
+    let seconds = points.last().map_or(0.0, |point: &Point| point.seconds.max(0.0));
+    let before =
+        Duration::try_from_secs_f64(seconds).map_err(during("the run's metrics have an impossible time"))?;
     let run = Run {
         config,
         data: &data,
@@ -206,9 +208,11 @@ fn tell_what_runs(config: &Config, resumed: Option<&Found>, data: &Dataset, prog
 fn no_ending_yet(folder: &RunDir, words: &Words) -> Result<()> {
     folder.remove(ENDING)?;
     if words.rank().is_first() {
-        let path = folder.path().join(ENDING);
+        let (path, opened) = (folder.path().join(ENDING), folder.opened());
         words.at_end(move |why| {
-            let _ = write_json(&path, &Ending { status: Status::Failed, reason: Some(why.into()) });
+            if opened.is_none_or(|folder| folder.check().is_ok()) {
+                let _ = write_json(&path, &Ending { status: Status::Failed, reason: Some(why.into()) });
+            }
         });
     }
     Ok(())
@@ -216,7 +220,7 @@ fn no_ending_yet(folder: &RunDir, words: &Words) -> Result<()> {
 
 /// Adds a start to those of the run, and reports if it sums in another order than the start before.
 fn add_start(folder: &RunDir, start: Start, progress: &Progress) -> Result<()> {
-    let before: Vec<Start> = folder.read_json(STARTS);
+    let before: Vec<Start> = folder.read_json(STARTS)?;
     if let Some(change) = before.last().and_then(|before| start.sums_otherwise(before)) {
         progress.say(&change);
     }
@@ -225,7 +229,7 @@ fn add_start(folder: &RunDir, start: Start, progress: &Progress) -> Result<()> {
 
 /// Trains, and writes the results, or what remains after an error, and how the run ended.
 fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, Stop> {
-    let path = run.folder.path().to_owned();
+    let (path, opened) = (run.folder.path().to_owned(), run.folder.opened());
     let vocab = run.config.model.vocab;
     let ended = match run.train() {
         // Of a run that has diverged everything is written, and its end is an error.
@@ -251,13 +255,16 @@ fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, S
             Err(stop)
         }
     };
+    // A run whose folder was taken away after its last step has no results.
+    let there = opened.map_or(Ok(()), |folder| folder.check());
+    let ended = ended.and_then(|outcome| there.clone().map(|()| outcome).map_err(Stop::Failed));
     let ending = match &ended {
         Ok(_) => Ending { status: Status::Finished, reason: None },
         Err(stop) => Ending { status: stop.status(), reason: Some(stop.to_string()) },
     };
     // A failure to write down how the run ended does not change how it ended.
     if words.rank().is_first()
-        && let Err(error) = write_json(&path.join(ENDING), &ending)
+        && let Err(error) = there.and_then(|()| write_json(&path.join(ENDING), &ending))
     {
         tell(&format!("warning: {error}"));
     }

@@ -12,11 +12,11 @@ use crate::data::Tokenizer;
 use crate::device::Place;
 use crate::hf;
 use crate::model::{Llama, Parameters, Stage};
-use crate::on_device;
 use crate::quantity::Quantity;
 use crate::ranks::{Rank, Ranks};
-use crate::runs::{Run, STARTS, tokenizer_hash};
+use crate::runs::{METRICS, Run, STARTS, tokenizer_hash};
 use crate::settings::{Attn, BatchSettings, Settings};
+use crate::{on_device, tell};
 
 /// The stage that the model of a run was in at its end, if it has SLA2.
 fn last_stage(saved: &Settings) -> Stage {
@@ -29,9 +29,13 @@ fn last_stage(saved: &Settings) -> Stage {
     }
 }
 
-/// The step of the weights in a run's folder: that of its last validation.
+/// The step of the weights in a run's folder: that of its last validation. Weights can be used without the run's metrics.
 fn last_step(run: &Path) -> Option<u64> {
-    let points = Run::read(run).ok()?.points;
+    if !run.join(METRICS).exists() {
+        return None;
+    }
+    let unknown = |error: &Error| tell(&format!("warning: the step of the weights is unknown: {error}"));
+    let points = Run::read(run).inspect_err(unknown).ok()?.points;
     points.iter().rev().find(|point| point.val_loss.is_some()).map(|point| point.step)
 }
 
@@ -99,7 +103,7 @@ impl Trained {
         let tokenizer = || {
             let path = run.join("tokenizer.json");
             let tokenizer = Tokenizer::load(&path)?;
-            match tokenizer_hash(run).filter(|hash| hash != tokenizer.hash()) {
+            match tokenizer_hash(run)?.filter(|hash| hash != tokenizer.hash()) {
                 None => Ok(tokenizer),
                 Some(hash) => Err(Error::new("the tokenizer is not the one that the model was trained with")
                     .got(format!("{} with SHA-256 {:.12}", path.display(), tokenizer.hash()))

@@ -22,7 +22,7 @@ use crate::lock::Lock;
 use crate::quantity::Quantity;
 use crate::ranks::{Rank, Role, Words};
 use crate::report::result_table;
-use crate::runs::{Run, Status};
+use crate::runs::{Status, ending};
 use crate::settings::{Attn, Preset, Settings};
 use crate::sweep::{Limits, Spec};
 use crate::train::{Begin, Stop};
@@ -255,13 +255,15 @@ fn again(typed: Settings, file: Settings, words: &Words) -> std::result::Result<
     };
     let run = asked.out.join(name);
     // Rank 0 looks for all ranks, before any of them creates or removes a file.
-    let found = || match checkpoint::newest(&run) {
-        Some(step) => format!("step {step}"),
-        // The run was begun by this program, and ended before its first checkpoint.
-        None if Lock::marks(&run) && !finished(&run) => "again".into(),
-        None => "new".into(),
+    let found = || -> Result<String> {
+        Ok(match checkpoint::newest(&run) {
+            Some(step) => format!("step {step}"),
+            // The run was begun by this program, and ended before its first checkpoint.
+            None if Lock::marks(&run) && !finished(&run)? => "again".into(),
+            None => "new".into(),
+        })
     };
-    match words.from_first("what there is of the run", &found()).as_str() {
+    match words.from_first("what there is of the run", &found()?).as_str() {
         "new" => Ok((asked, Begin::New)),
         "again" => Ok((asked, Begin::Again)),
         _ => {
@@ -273,9 +275,10 @@ fn again(typed: Settings, file: Settings, words: &Words) -> std::result::Result<
     }
 }
 
-/// Whether a run recorded that it finished.
-fn finished(run: &Path) -> bool {
-    Run::read(run).is_ok_and(|run| run.ending.is_some_and(|ending| ending.status == Status::Finished))
+/// Whether a run recorded that it came to an end of its own, finished or diverged.
+fn finished(run: &Path) -> Result<bool> {
+    let status = ending(run)?.map(|ending| ending.status);
+    Ok(matches!(status, Some(Status::Finished | Status::Diverged)))
 }
 
 /// The name with the next free number for the folder of a sweep.

@@ -133,8 +133,11 @@ impl Tokenizer {
         let beside = end_of_text::beside(path).map_err(|error| what()(error).hint(hint))?;
         let end_of_text = end_of_text.or(beside.as_deref());
         // The library panics on some files that are not tokenizers.
-        let inner = unpanicked(|| Inner::from_bytes(&bytes).map_err(|error| error.to_string()));
-        inner.and_then(|inner| Self::new(inner, end_of_text)).map_err(|error| what()(error).hint(hint))
+        let load = || {
+            let inner = Inner::from_bytes(&bytes).map_err(|error| error.to_string())?;
+            Self::new(inner, end_of_text)
+        };
+        unpanicked(load).map_err(|error| what()(error).hint(hint))
     }
 
     /// Loads a tokenizer by the path of its file or folder, or by the name of a model on the Hugging Face Hub.
@@ -255,7 +258,8 @@ impl Tokenizer {
             .collect();
         let encode = |(_, piece, goes_on): &(usize, &str, bool)| {
             let inner = self.continuing.as_ref().filter(|_| *goes_on).unwrap_or(&self.inner);
-            inner.encode_fast(*piece, false).map_err(during("cannot tokenize"))
+            let encode = || inner.encode_fast(*piece, false).map_err(|error| error.to_string());
+            unpanicked(encode).map_err(during("cannot tokenize"))
         };
         let encoded = cut.par_iter().map(encode).collect::<Result<Vec<_>>>()?;
         let mut all = vec![Vec::new(); texts.len()];
@@ -270,7 +274,8 @@ impl Tokenizer {
     /// # Errors
     /// When an id is not in the vocabulary.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.inner.decode(ids, true).map_err(during("cannot turn tokens into text"))
+        let decode = || self.inner.decode(ids, true).map_err(|error| error.to_string());
+        unpanicked(decode).map_err(during("cannot turn tokens into text"))
     }
 
     /// Bytes of text that an id stands for; 0 for special tokens, such as the end-of-text token.

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use candle_sage::{Error, Result};
 
 use super::meeting::LOST;
+use super::secret::{SECRET, random};
 use super::world::LAUNCHED;
 use crate::signals::{self, Second};
 use crate::{during, tell};
@@ -85,7 +86,7 @@ fn round(ranks: usize) -> Result<i32> {
         let asked = if signals::asked_again() { 2 } else { usize::from(signals::received().is_some()) };
         if asked > told {
             told = asked;
-            children.iter().for_each(signal);
+            children.iter().for_each(|child| signal(child, asked));
         }
         let leaving = if first == Some(LOST) { LEAVING_LOST } else { LEAVING };
         if ended.is_some_and(|ended| ended.elapsed() > leaving) {
@@ -104,16 +105,22 @@ fn code(status: ExitStatus) -> i32 {
     status.code().unwrap_or(LOST)
 }
 
+/// Passes the signal on that this process received; `times` counts the requests so far.
 #[cfg(unix)]
-fn signal(child: &Child) {
+fn signal(child: &Child, times: usize) {
     use rustix::process::{Pid, Signal, kill_process};
-    let number = signals::received().unwrap_or_default();
-    let signal = if number == signal_hook::consts::SIGINT as u8 { Signal::INT } else { Signal::TERM };
+    use signal_hook::consts::{SIGINT, SIGUSR1};
+    let signal = match i32::from(signals::received().unwrap_or_default()) {
+        SIGINT => Signal::INT,
+        // A repeated SIGUSR1 does not end a rank.
+        SIGUSR1 if times == 1 => Signal::USR1,
+        _ => Signal::TERM,
+    };
     let _ = kill_process(Pid::from_child(child), signal);
 }
 
 #[cfg(not(unix))]
-fn signal(_: &Child) {}
+fn signal(_: &Child, _: usize) {}
 
 fn start(ranks: usize) -> Result<(Vec<Child>, Vec<JoinHandle<()>>)> {
     let failed = "cannot start the ranks";
@@ -121,6 +128,8 @@ fn start(ranks: usize) -> Result<(Vec<Child>, Vec<JoinHandle<()>>)> {
     let words: Vec<OsString> = std::env::args_os().skip(1).collect();
     let port = TcpListener::bind(("127.0.0.1", 0)).and_then(|free| free.local_addr());
     let port = port.map_err(during(failed))?.port();
+    // Each start has another secret: what is left of an earlier start does not fit.
+    let secret = random()?;
     let (mut children, mut readers): (Vec<Child>, Vec<_>) = (Vec::with_capacity(ranks), Vec::new());
     for rank in 0..ranks {
         let number = rank.to_string();
@@ -134,6 +143,7 @@ fn start(ranks: usize) -> Result<(Vec<Child>, Vec<JoinHandle<()>>)> {
             .env("LOCAL_WORLD_SIZE", &count)
             .env("MASTER_ADDR", "127.0.0.1")
             .env("MASTER_PORT", port.to_string())
+            .env(SECRET, &secret)
             .env(LAUNCHED, "1")
             .env(signals::PARENT, std::process::id().to_string());
         if std::env::var_os(CONNECTIONS).is_none() {

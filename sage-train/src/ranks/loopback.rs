@@ -9,6 +9,7 @@ use candle_core::{Device, Result, Tensor};
 use candle_sage::Error;
 use safetensors::View;
 
+use super::greeting::{Greeted, Greetings};
 use super::meeting::Meeting;
 use super::transport::{Swap, Transfer, Transport};
 use crate::during;
@@ -37,22 +38,22 @@ impl Loopback {
         let addresses = meeting.share("data", &address.to_string());
         let mut peers: Vec<Option<TcpStream>> = (0..rank.of).map(|_| None).collect();
         for (index, address) in addresses.iter().enumerate().take(rank.index) {
-            let mut stream = TcpStream::connect(address).map_err(during(failed()))?;
-            stream.write_all(&(rank.index as u32).to_le_bytes()).map_err(during(failed()))?;
-            peers[index] = Some(stream);
+            let connected = TcpStream::connect(address)
+                .and_then(|mut stream| meeting.introduce(&mut stream).map(|()| stream))
+                .map_err(|error| left_to_the_watch(error, failed()))?;
+            peers[index] = Some(connected);
         }
+        let mut greetings = Greetings::new(listener, meeting.secret()).map_err(during(failed()))?;
         while peers.iter().filter(|peer| peer.is_some()).count() + 1 < rank.of {
-            let (mut stream, _) = listener.accept().map_err(during(failed()))?;
-            let mut number = [0; 4];
-            stream.set_read_timeout(Some(Duration::from_secs(5))).map_err(during(failed()))?;
-            // A connection that does not introduce itself as one of the missing ranks is dropped.
-            if stream.read_exact(&mut number).is_err() {
-                continue;
-            }
-            let index = u32::from_le_bytes(number) as usize;
-            if index > rank.index && index < rank.of && peers[index].is_none() {
-                stream.set_read_timeout(None).map_err(during(failed()))?;
-                peers[index] = Some(stream);
+            match greetings.next().map_err(during(failed()))? {
+                // A connection that is not one of the missing ranks is dropped.
+                Some(Greeted { stream, hello, is_proven: true })
+                    if (rank.index + 1..rank.of).contains(&hello.rank) && peers[hello.rank].is_none() =>
+                {
+                    peers[hello.rank] = Some(stream);
+                }
+                Some(_) => {}
+                None => std::thread::sleep(Duration::from_millis(5)),
             }
         }
         for stream in peers.iter().flatten() {
@@ -60,6 +61,12 @@ impl Loopback {
         }
         Ok(Self { peers })
     }
+}
+
+/// The error of a broken connection, after the threads of [`Meeting`] had the time to name the rank that died.
+fn left_to_the_watch(error: std::io::Error, what: &str) -> Error {
+    std::thread::sleep(WATCH);
+    during(what)(error)
 }
 
 impl Transport for Loopback {
@@ -86,10 +93,8 @@ impl Transport for Loopback {
             }
             received
         });
-        let received = received.map_err(|error| {
-            std::thread::sleep(WATCH);
-            Error::new("another rank cannot be reached").got(error)
-        })?;
+        let received =
+            received.map_err(|error| left_to_the_watch(error, "another rank cannot be reached"))?;
         for (comes, bytes) in swaps.iter().flat_map(|swap| &swap.comes).zip(received.into_iter().flatten()) {
             let came = Tensor::from_raw_buffer(&bytes, comes.dtype(), comes.dims(), &Device::Cpu)?;
             comes.slice_set(&came, 0, 0)?;

@@ -2,19 +2,23 @@
 //! ranks introduce themselves, exchange text, and detect that one of them has died.
 
 mod joining;
+mod life;
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use candle_sage::{Error, Result};
 
 use joining::{go_to_first, wait_for_all};
+use life::Life;
 
+use super::greeting::introduce;
 use super::mesh::Rank;
-use super::message::{Message, receive, send};
+use super::message::{Hello, Message, receive, send};
+use super::secret::Secret;
 use super::world::World;
 use crate::{during, signals, tell};
 
@@ -27,10 +31,6 @@ const SILENCE: Duration = Duration::from_secs(30);
 /// The limit for progress before the first micro-batch: the model is made, GPUs are connected and kernels
 /// loaded.
 const FIRST: Duration = Duration::from_secs(600);
-
-/// The limit for work that may take long: tokenizing, reading and writing weights and checkpoints. A disk or
-/// file system that hangs is detected only after this time.
-const ASIDE: Duration = Duration::from_secs(6 * 3600);
 
 /// How long the last word about a failure may take.
 const LAST_WORD: Duration = Duration::from_secs(4);
@@ -51,57 +51,13 @@ struct Peer {
     life: Mutex<Life>,
 }
 
-/// What is known of the progress of a rank.
-#[derive(Debug, Clone)]
-struct Life {
-    /// When its last heartbeat came.
-    heard: Instant,
-    /// The step that it is in, from 1; 0 before the first.
-    step: u64,
-    /// Its count of units of progress, and when anything in its state last changed.
-    ticks: u64,
-    since: Instant,
-    doing: String,
-    /// It is in work that may take long: [`ASIDE`] is its limit.
-    aside: bool,
-    /// It has left the run, and sends nothing more.
-    left: bool,
-}
-
-impl Life {
-    fn new() -> Self {
-        let now = Instant::now();
-        Self {
-            heard: now,
-            step: 0,
-            ticks: 0,
-            since: now,
-            doing: "starting".into(),
-            aside: false,
-            left: false,
-        }
-    }
-
-    fn hear(&mut self, step: u64, ticks: u64, doing: String, aside: bool) {
-        self.heard = Instant::now();
-        if (step, ticks, &doing, aside) != (self.step, self.ticks, &self.doing, self.aside) {
-            self.since = self.heard;
-        }
-        (self.step, self.ticks, self.doing, self.aside) = (step, ticks, doing, aside);
-    }
-
-    /// Whether the rank has made no progress for longer than allowed.
-    fn stands_still(&self, limit: Duration) -> bool {
-        self.since.elapsed() > if self.aside { ASIDE } else { limit }
-    }
-}
-
 /// A function that is called with the reason before another rank's failure ends this process.
 pub(super) type LastWord = Box<dyn FnOnce(&str) + Send>;
 
 struct Shared {
     rank: Rank,
     host: String,
+    secret: Secret,
     stall: Duration,
     /// On rank 0 the connections to all other ranks; on the others the connection to rank 0.
     peers: Vec<Peer>,
@@ -144,11 +100,14 @@ impl Meeting {
     /// When the other ranks do not connect in time, or belong to another version or another run.
     pub(super) fn join(world: &World, stall: Duration) -> Result<Self> {
         let host = gethostname::gethostname().to_string_lossy().into_owned();
-        let peers =
-            if world.rank.is_first() { wait_for_all(world)? } else { vec![go_to_first(world, &host)?] };
+        let peers = match world.rank.is_first() {
+            true => wait_for_all(world)?,
+            false => vec![go_to_first(world, &host, SILENCE.min(stall))?],
+        };
         let shared = Arc::new(Shared {
             rank: world.rank,
             host,
+            secret: world.secret.clone(),
             stall,
             peers,
             life: Mutex::new(Life::new()),
@@ -173,6 +132,20 @@ impl Meeting {
     /// This rank among all ranks.
     pub(super) fn rank(&self) -> Rank {
         self.shared.rank
+    }
+
+    /// The run's secret.
+    pub(super) fn secret(&self) -> &Secret {
+        &self.shared.secret
+    }
+
+    /// Introduces this rank at a connection to another rank.
+    ///
+    /// # Errors
+    /// When the other side is not a rank, or is gone.
+    pub(super) fn introduce(&self, stream: &mut TcpStream) -> std::io::Result<()> {
+        let Shared { rank, host, secret, .. } = &*self.shared;
+        introduce(stream, secret, Hello::new(*rank, host, String::new()), SILENCE)
     }
 
     /// The address of this machine at which the other ranks reach it.
@@ -235,11 +208,13 @@ impl Meeting {
         self.shared.ticks.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Sets what this rank is doing. With `aside` it may take long.
-    pub(super) fn doing(&self, what: &str, aside: bool) {
+    /// Sets what this rank is doing; with `aside` it may take long. Returns what was set before.
+    pub(super) fn doing(&self, what: &str, aside: bool) -> (String, bool) {
         let mut life = lock(&self.shared.life);
+        let before = (life.doing.clone(), life.aside);
         let (step, ticks) = (life.step, self.shared.ticks.load(Ordering::Relaxed));
         life.hear(step, ticks, what.to_owned(), aside);
+        before
     }
 
     /// Sets the step that begins, from 1.
@@ -361,9 +336,9 @@ impl Shared {
                 return match peer.filter(|_| some_are_ahead && own.step > behind) {
                     Some(peer) => self.lose(peer, &why),
                     None if some_are_ahead => {
-                        self.end(&format!("rank 0 on {} {why}, it was at {}", self.host, own.doing), LOST)
+                        self.end(&format!("rank 0 on {} {why}, it was at {}", self.host, own.place()), LOST)
                     }
-                    None => self.end(&format!("no rank {why}, rank 0 was at {}", own.doing), LOST),
+                    None => self.end(&format!("no rank {why}, rank 0 was at {}", own.place()), LOST),
                 };
             }
         }
@@ -371,11 +346,11 @@ impl Shared {
 
     fn lose(&self, peer: usize, what: &str) {
         let peer = &self.peers[peer];
-        let doing = lock(&peer.life).doing.clone();
-        let here = lock(&self.life).doing.clone();
+        let life = lock(&peer.life).clone();
+        let (ago, place, here) = (life.heard.elapsed().as_secs(), life.place(), lock(&self.life).place());
         self.end(
             &format!(
-                "rank {} on {} {what}; last heard of at {doing}, this rank at {here}",
+                "rank {} on {} {what}; last heard of {ago} s ago at {place}, this rank at {here}",
                 peer.rank, peer.host
             ),
             LOST,

@@ -7,30 +7,54 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use super::mesh::Rank;
+
 /// Longest message, in bytes.
 const MOST: usize = 16 << 20;
 
-/// Longest greeting, in bytes.
-const MOST_HELLO: usize = 4 << 10;
+/// Version of the program, which all ranks must have.
+pub(super) const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// How long a greeting may take to arrive.
-const HELLO_TIME: Duration = Duration::from_secs(5);
+/// Longest message of a connection that has proven nothing yet, in bytes.
+pub(super) const MOST_HELLO: usize = 4 << 10;
+
+/// How a rank introduces itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Hello {
+    /// Version of the program.
+    pub(super) version: String,
+    /// Index of the sender.
+    pub(super) rank: usize,
+    /// Number of ranks in the sender's run.
+    pub(super) of: usize,
+    /// Name of the sender's machine.
+    pub(super) host: String,
+    /// The sender's challenge to the receiver; empty where the receiver need not prove anything.
+    pub(super) nonce: String,
+    /// The sender's proof that it knows the run's secret: see [`super::secret::Secret::sign`].
+    pub(super) proof: String,
+}
+
+impl Hello {
+    /// A greeting without a proof.
+    pub(super) fn new(rank: Rank, host: &str, nonce: String) -> Self {
+        let Rank { index, of } = rank;
+        Self { version: VERSION.into(), rank: index, of, host: host.into(), nonce, proof: String::new() }
+    }
+}
 
 /// A message of the control channel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub(super) enum Message {
-    /// The greeting, the first message in both directions.
-    Hello {
-        /// Version of the program.
-        version: String,
-        /// Index of the sender.
-        rank: usize,
-        /// Number of ranks in the sender's run.
-        of: usize,
-        /// Name of the sender's machine.
-        host: String,
+    /// The first message of whoever listens.
+    Challenge {
+        /// Random digits, over which the greeting must prove that its sender knows the run's secret.
+        nonce: String,
     },
+    /// The greeting: the first message of whoever connects, and rank 0's answer to it.
+    Hello(Hello),
     /// To rank 0: what a rank says about a topic.
     Said {
         /// The topic.
@@ -100,12 +124,24 @@ pub fn first_message(mut bytes: &[u8]) -> Result<(String, &[u8])> {
     Ok((serde_json::to_string(&message)?, bytes))
 }
 
-/// Receives a greeting from a new connection, with tighter limits on length and time.
+/// Receives a message from a connection that has proven nothing yet, with limits on length and time.
 ///
 /// # Errors
-/// As [`receive`], and when the greeting does not arrive within [`HELLO_TIME`].
-pub(super) fn receive_hello(from: &mut TcpStream) -> Result<Message> {
-    receive_of(&mut Until { stream: from, end: Instant::now() + HELLO_TIME }, MOST_HELLO)
+/// As [`receive`], and when the message does not arrive in this time.
+pub(super) fn receive_within(from: &mut TcpStream, time: Duration) -> Result<Message> {
+    receive_of(&mut Until { stream: from, end: Instant::now() + time }, MOST_HELLO)
+}
+
+/// The length of a message, from the bytes in front of it.
+///
+/// # Errors
+/// When it is more than `most` bytes.
+pub(super) fn length(bytes: [u8; 4], most: usize) -> Result<usize> {
+    let len = u32::from_le_bytes(bytes) as usize;
+    match len > most {
+        true => Err(Error::new(ErrorKind::InvalidData, format!("a message of {len} bytes"))),
+        false => Ok(len),
+    }
 }
 
 /// Reads from a connection until a deadline.
@@ -128,10 +164,7 @@ impl Read for Until<'_> {
 fn receive_of(from: &mut impl Read, most: usize) -> Result<Message> {
     let mut len = [0; 4];
     from.read_exact(&mut len)?;
-    let len = u32::from_le_bytes(len) as usize;
-    if len > most {
-        return Err(Error::new(ErrorKind::InvalidData, format!("a message of {len} bytes")));
-    }
+    let len = length(len, most)?;
     // Memory grows with the bytes that arrive, and is not allocated by the announced length.
     let mut text = Vec::new();
     if from.take(len as u64).read_to_end(&mut text)? < len {

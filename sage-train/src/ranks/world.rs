@@ -4,6 +4,7 @@
 use candle_sage::{Error, Result};
 
 use super::mesh::Rank;
+use super::secret::{SECRET, Secret};
 
 /// Environment variable that marks a process as started by `--gpus`.
 pub(super) const LAUNCHED: &str = "SAGE_TRAIN_LAUNCHED";
@@ -14,7 +15,7 @@ const NAMES: [&str; 6] =
 
 /// The variables that mark a process as a rank. A child process that is not a rank must not inherit them.
 pub fn variables() -> impl Iterator<Item = &'static str> {
-    NAMES.into_iter().chain(["SLURM_STEP_NUM_TASKS", LAUNCHED])
+    NAMES.into_iter().chain(["SLURM_STEP_NUM_TASKS", LAUNCHED, SECRET])
 }
 
 /// The launcher's name if `--gpus` started the ranks.
@@ -36,6 +37,8 @@ pub struct World {
     pub port: u16,
     /// The launcher that set the variables.
     pub launcher: &'static str,
+    /// The secret that the ranks of the run share.
+    pub(super) secret: Secret,
 }
 
 impl World {
@@ -96,6 +99,7 @@ impl World {
             host: variable("MASTER_ADDR").unwrap_or_default(),
             port,
             launcher: if variable(LAUNCHED).is_some() { GPUS } else { "torchrun" },
+            secret: secret(variable, "TORCHELASTIC_RUN_ID"),
         })
     }
 
@@ -129,8 +133,14 @@ impl World {
             // ephemeral ports.
             port: 20_000 + (job.wrapping_mul(7).wrapping_add(step) % 12_000) as u16,
             launcher: "Slurm",
+            secret: secret(variable, "SLURM_JOB_ID"),
         }))
     }
+}
+
+/// The secret that was given, or else the name of the job: it keeps the ranks of two jobs apart, but other users may know it.
+fn secret(variable: &dyn Fn(&str) -> Option<String>, job: &str) -> Secret {
+    variable(SECRET).map_or_else(|| Secret::of_job(variable(job).unwrap_or_default()), Secret::given)
 }
 
 fn not_a_number(name: &str, got: impl std::fmt::Display) -> Error {
@@ -185,6 +195,8 @@ mod tests {
         assert_eq!((got.host.as_str(), got.port), ("a", 29_500));
         let agent = [&torchrun[..], &[("TORCHELASTIC_USE_AGENT_STORE", "True")]].concat();
         assert_eq!(world(&agent).expect("a world").expect("several").port, 29_501);
+        let given = [&torchrun[..], &[("SAGE_TRAIN_SECRET", "s"), ("TORCHELASTIC_RUN_ID", "7")]].concat();
+        assert_eq!(world(&given).expect("a world").expect("several").secret, Secret::given("s".into()));
         for left_out in 0..6 {
             let half: Vec<_> =
                 torchrun.iter().enumerate().filter(|(n, _)| *n != left_out).map(|(_, v)| *v).collect();
@@ -204,6 +216,7 @@ mod tests {
         let got = world(&slurm).expect("a world").expect("several");
         assert_eq!((got.rank, got.local), (Rank { index: 4, of: 6 }, Rank { index: 0, of: 2 }));
         assert_eq!(got.host, "gpu07");
+        assert_eq!(got.secret, Secret::of_job("1234".into()));
         // A batch script without srun.
         assert_eq!(world(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "6")]), Ok(None));
         assert_eq!(world(&[]), Ok(None));

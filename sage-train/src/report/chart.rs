@@ -86,6 +86,9 @@ pub struct Chart {
     pub limits: Option<(f64, f64)>,
 }
 
+/// Values beyond this are not drawn: the axis would show nothing else.
+const BEYOND: f64 = 1e9;
+
 impl Chart {
     /// Draws the chart.
     ///
@@ -93,7 +96,9 @@ impl Chart {
     /// When there is no finite point.
     pub fn to_svg(&self) -> Result<String> {
         let mut svg = String::new();
-        self.draw(&mut svg).map_err(|error| Error::new("cannot draw a chart").got(error))?;
+        // The library panics on some ranges.
+        crate::unpanicked(|| self.draw(&mut svg).map_err(|error| error.to_string()))
+            .map_err(|error| Error::new("cannot draw a chart").got(error))?;
         // A title for screen readers.
         let curves: Vec<&str> = self.series.iter().map(|series| series.label.as_str()).collect();
         let title = format!("{} over tokens: {}", self.y, curves.join("; "));
@@ -106,7 +111,7 @@ impl Chart {
         let mut x = (0.0, 1.0f64);
         let mut y = (f64::INFINITY, f64::NEG_INFINITY);
         let mut see = |(at, value): (f64, f64)| {
-            if at.is_finite() && value.is_finite() {
+            if at.is_finite() && value.abs() < BEYOND {
                 x.1 = x.1.max(at);
                 y = (y.0.min(value), y.1.max(value));
             }
@@ -121,13 +126,15 @@ impl Chart {
         if y.0 > y.1 {
             return Err("no losses".into());
         }
-        if let Some((level, _)) = self.level {
+        if let Some((level, _)) = self.level.as_ref().filter(|(level, _)| level.abs() < BEYOND) {
+            let level = *level;
             y = (y.0.min(level), y.1.max(level));
         }
         if self.from_zero {
             y = (y.0.min(0.0), y.1.max(0.0));
         }
-        let y = self.limits.unwrap_or(y);
+        let limits = self.limits.filter(|(low, high)| low.abs() < BEYOND && high.abs() < BEYOND);
+        let y = limits.unwrap_or(y);
         let margin = 0.05 * (y.1 - y.0).max(1e-3);
         Ok([(0.0, x.1 * 1.02), (y.0 - margin, y.1 + margin)])
     }

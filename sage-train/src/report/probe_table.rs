@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use super::table::csv_cell;
 use crate::metrics::{Probed, QUANTITIES, RESULTS, Row, Sizes};
 use crate::probe::SigmaRow;
 
@@ -169,26 +170,29 @@ pub fn probe_csv(probes: &[Probed]) -> String {
     for probed in probes {
         let Probed { scheme, context, sequences, qk_scale, token_scales, .. } = probed;
         let step = probed.step.map_or(String::new(), |step| step.to_string());
+        // In quotes, where readers of earlier files split the line.
+        let scheme = csv_cell(scheme);
+        let scheme = if scheme.starts_with('"') { scheme } else { format!("\"{scheme}\"") };
         for row in &probed.rows {
             let head = row.head.map_or(String::new(), |head| head.to_string());
             let start = format!(
-                "\"{scheme}\",{step},{context},{sequences},{qk_scale},{token_scales},{},{head}",
+                "{scheme},{step},{context},{sequences},{qk_scale},{token_scales},{},{head}",
                 row.layer
             );
             for (name, error) in &row.errors {
-                out += &format!("{start},all,{name},{},{},\n", error.cosine, error.relative_l2);
+                out += &format!("{start},all,{},{},{},\n", csv_cell(name), error.cosine, error.relative_l2);
             }
             for (product, errors) in &row.products {
                 for (name, error) in RESULTS.iter().zip(errors) {
                     let Some(error) = error else { continue };
-                    out += &format!("{start},{},{name},,{error},\n", product);
+                    out += &format!("{start},{},{name},,{error},\n", csv_cell(product));
                 }
             }
             for (name, size) in row.sizes.iter().flat_map(Sizes::named) {
                 out += &format!("{start},,{name},,,{size}\n");
             }
             for (name, share) in &row.vanished {
-                out += &format!("{start},{name},vanished_groups,,,{share}\n");
+                out += &format!("{start},{},vanished_groups,,,{share}\n", csv_cell(name));
             }
         }
     }

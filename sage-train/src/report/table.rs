@@ -69,6 +69,17 @@ pub(super) fn speed(mean: Mean) -> String {
     format!("{}{half}", grouped(mean.value as u64))
 }
 
+/// Text as a cell of CSV. A spreadsheet computes text that begins as a formula does: it gets an apostrophe in front. A number is
+/// a number with its sign.
+pub(super) fn csv_cell(text: &str) -> String {
+    let is_formula = text.starts_with(['=', '+', '-', '@', '\t', '\r']) && text.parse::<f64>().is_err();
+    let text = if is_formula { format!("'{text}") } else { text.to_owned() };
+    match text.contains([',', '"', '\n', '\r']) {
+        true => format!("\"{}\"", text.replace('"', "\"\"")),
+        false => text,
+    }
+}
+
 /// Text as a cell of a Markdown table.
 fn cell(text: &str) -> String {
     text.replace('|', r"\|").replace('\n', " ")
@@ -212,10 +223,6 @@ impl Study {
                 keys.push(key);
             }
         }
-        let quoted = |text: &str| match text.contains([',', '"', '\n', '\r']) {
-            true => format!("\"{}\"", text.replace('"', "\"\"")),
-            false => text.to_owned(),
-        };
         let number = |number: Option<f64>| number.map_or(String::new(), |n| n.to_string());
         let heads = [
             "run",
@@ -231,7 +238,7 @@ impl Study {
         // A run may end before the steps that its settings ask for.
         let column = |key: &&String| match heads.contains(&key.as_str()) {
             true => format!("asked_{key}"),
-            false => quoted(key),
+            false => csv_cell(key),
         };
         let head: Vec<String> = heads.map(String::from).into_iter().chain(keys.iter().map(column)).collect();
         let mut out = head.join(",") + "\n";
@@ -242,7 +249,7 @@ impl Study {
             {
                 let [weights, order, corpus] = seeds(run);
                 let mut cells = vec![
-                    quoted(&self.name_of(run)),
+                    csv_cell(&self.name_of(run)),
                     run.status().map_or("unfinished".into(), |status| status.to_string()),
                     run.steps().to_string(),
                     run.points.last().map_or(0, |point| point.tokens).to_string(),
@@ -254,11 +261,34 @@ impl Study {
                 ];
                 cells.extend(keys.iter().map(|key| {
                     let value = arm.settings.iter().find(|(other, _)| other == *key);
-                    value.map_or(String::new(), |(_, value)| quoted(value))
+                    value.map_or(String::new(), |(_, value)| csv_cell(value))
                 }));
                 out += &(cells.join(",") + "\n");
             }
         }
         out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cells_are_text_or_numbers_and_never_formulas() {
+        for (text, cell) in [
+            ("fpa", "fpa"),
+            ("a, b", "\"a, b\""),
+            ("a \"b\"", "\"a \"\"b\"\"\""),
+            ("-0.5", "-0.5"),
+            ("+1e-3", "+1e-3"),
+            ("-", "'-"),
+            ("=1+1", "'=1+1"),
+            ("@SUM(A1)", "'@SUM(A1)"),
+            ("-2+3,x", "\"'-2+3,x\""),
+            ("\t=1", "'\t=1"),
+        ] {
+            assert_eq!(csv_cell(text), cell);
+        }
     }
 }

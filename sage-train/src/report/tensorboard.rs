@@ -8,7 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use candle_sage::Result;
 
-use crate::writing;
+use crate::{open_own, writing};
 
 /// An open event file.
 #[derive(Debug)]
@@ -89,7 +89,7 @@ impl EventFile {
     pub fn create(folder: &Path, first_step: u64) -> Result<Self> {
         let now = now();
         let path = folder.join(format!("events.out.tfevents.{:010}.{}.sage-train", now as u64, first_step));
-        let file = File::create(&path).map_err(writing(&path))?;
+        let file = open_own(&path, File::options().write(true).create(true).truncate(true))?;
         let mut events = Self { file, path };
         events.write(&event(now, 0, 3, b"brain.Event:2"))?;
         // `SessionLog { status = START }` makes TensorBoard discard earlier events of this step and later

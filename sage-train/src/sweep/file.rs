@@ -6,11 +6,11 @@ use candle_sage::{Error, Result};
 use serde::Deserialize;
 use toml::{Table, Value};
 
-use crate::config::{Config, in_short};
-use crate::during;
+use crate::config::{Config, MOST_SETTINGS, in_short};
 use crate::quantity::Quantity;
 use crate::settings::tables::flat;
 use crate::settings::{Preset, Settings};
+use crate::{during, read_small};
 
 /// The description of a sweep.
 ///
@@ -52,7 +52,7 @@ impl Spec {
     /// # Errors
     /// When it cannot be read, or is not the description of a sweep.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
+        let text = read_small(path, MOST_SETTINGS)
             .map_err(during(format!("cannot read the sweep in {}", path.display())))
             .map_err(|error| error.hint("a TOML file, or a sweep that is built in: see --help"))?;
         Self::parse(&text, &path.display().to_string())

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
-use std::io::{BufRead, BufReader, Seek, SeekFrom};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use super::Sweep;
 use super::state::{Place, State};
 use crate::metrics::Point;
 use crate::quantity::grouped;
-use crate::runs::{METRICS, Status};
+use crate::runs::{LONGEST_LINE, METRICS, Status};
 use crate::{bar, tell};
 
 /// Time between two lines where there is no terminal.
@@ -157,10 +157,10 @@ impl Progress {
             self.last_line = Instant::now();
             let total = self.whole.length().unwrap_or(done).max(1);
             let left = (total.saturating_sub(done)) as f64 / rate.max(1.0);
-            let percent = 100 * done / total;
+            let percent = 100 * u128::from(done) / u128::from(total);
             tell(&format!(
                 "sweep {percent} %: {message}, ETA {}",
-                HumanDuration(Duration::from_secs_f64(left))
+                HumanDuration(Duration::try_from_secs_f64(left).unwrap_or(Duration::MAX))
             ));
         }
     }
@@ -176,7 +176,7 @@ impl Watched {
         let mut file = File::open(&self.metrics).ok()?;
         file.seek(SeekFrom::Start(self.read)).ok()?;
         let (mut reader, mut line, mut last) = (BufReader::new(file), String::new(), None);
-        while reader.read_line(&mut line).ok()? > 0 && line.ends_with('\n') {
+        while reader.by_ref().take(LONGEST_LINE).read_line(&mut line).ok()? > 0 && line.ends_with('\n') {
             self.read += line.len() as u64;
             last = serde_json::from_str(&line).ok().or(last);
             line.clear();

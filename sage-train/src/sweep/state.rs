@@ -9,7 +9,7 @@ use super::{Planned, Sweep};
 use crate::checkpoint;
 use crate::config::{Config, Identity, PLAN};
 use crate::lock::Lock;
-use crate::runs::{CONFIG, Ending, METRICS, Run, Status, ended_since};
+use crate::runs::{CONFIG, Ending, METRICS, Run, Status, ended_since, ending};
 use crate::writing;
 
 /// How far a run is.
@@ -140,8 +140,9 @@ impl Sweep {
     fn state(&self, run: &Planned, folder: &Path, read: Option<Run>) -> State {
         let name = folder.file_name().unwrap_or_default().to_string_lossy();
         let ended = |status: Option<Status>| status.filter(|status| *status != Status::Interrupted);
-        let said = read.as_ref().and_then(|run| run.ending.as_ref()).map(|ending| ending.status);
-        if let Some(status) = ended(said) {
+        // As it is judged where the run can be read, and as it was recorded where it cannot.
+        let said = read.as_ref().map_or_else(|| ending(folder).ok().flatten(), |run| run.ending.clone());
+        if let Some(status) = ended(said.map(|ending| ending.status)) {
             return State::Ended(status);
         }
         if Lock::is_held(folder) {

@@ -15,11 +15,14 @@ use super::{State, Sweep};
 use crate::checkpoint;
 use crate::device::{Place as Device, gpus};
 use crate::lock::Lock;
-use crate::runs::{Ending, Run, Status};
+use crate::runs::{Ending, Status, ending as recorded};
 use crate::signals::Second;
-use crate::{during, ranks, signals, tell, writing};
+use crate::{during, open_own, ranks, signals, tell, writing};
 
-/// Exit codes of a process that SIGHUP, SIGINT or SIGTERM asked to stop: 128 plus the number of the signal.
+/// Exit codes of a process that a signal asked to stop: 128 plus the number of SIGHUP, SIGINT, SIGTERM or SIGUSR1.
+#[cfg(unix)]
+const ASKED_TO_STOP: [i32; 4] = [129, 130, 143, 128 + signal_hook::consts::SIGUSR1];
+#[cfg(not(unix))]
 const ASKED_TO_STOP: [i32; 3] = [129, 130, 143];
 
 /// Options of a sweep's execution.
@@ -230,10 +233,12 @@ fn take_ended(jobs: &mut Vec<Job>) -> Result<Vec<(Job, ExitStatus)>> {
     Ok(ended)
 }
 
-/// Whether SIGTERM itself ended the process, which happens before the process has installed its handler.
+/// Whether the request to stop itself ended the process, which happens before the process has installed its handler.
 fn terminated(status: ExitStatus) -> bool {
     #[cfg(unix)]
-    return std::os::unix::process::ExitStatusExt::signal(&status) == Some(signal_hook::consts::SIGTERM);
+    return std::os::unix::process::ExitStatusExt::signal(&status).is_some_and(|signal| {
+        [signal_hook::consts::SIGTERM, signal_hook::consts::SIGUSR1].contains(&signal)
+    });
     #[cfg(not(unix))]
     false
 }
@@ -298,7 +303,7 @@ impl Sweep {
         }
         std::fs::write(&asked, config.to_toml()).map_err(writing(&asked))?;
         let path = self.stderr_file(&name);
-        let stderr = File::create(&path).map_err(writing(&path))?;
+        let stderr = open_own(&path, File::options().write(true).create(true).truncate(true))?;
         let _ = std::fs::remove_file(self.crash_file(&name));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr);
         command.spawn().map(Some).map_err(during("cannot start a run"))
@@ -313,7 +318,7 @@ impl Sweep {
     fn after(&self, job: &Job, status: ExitStatus) -> Result<State> {
         let (folder, name) = (&job.place.folder, job.place.name());
         let now = || self.place(&self.runs[job.index], folder.clone()).state;
-        let ending = Run::read(folder).ok().and_then(|run| run.ending);
+        let ending = recorded(folder).ok().flatten();
         if ending.is_some_and(|ending| ending.status != Status::Interrupted) {
             return Ok(now());
         }

@@ -11,7 +11,7 @@ use indicatif::ProgressBar;
 
 use crate::metrics::Point;
 use crate::ranks::Rank;
-use crate::{bar, tell};
+use crate::{bar, open_own, printable, tell};
 
 /// Intervals: between lines without a terminal, and between lines of steps in the log after the first
 /// `FIRST_STEPS` steps.
@@ -121,11 +121,11 @@ impl Progress {
     /// metrics that cannot be written do.
     pub(super) fn note(&self, text: &str) {
         let Some((path, file)) = &self.log else { return };
-        let open = || File::options().create(true).append(true).open(path).ok();
+        let open = || open_own(path, File::options().create(true).append(true)).ok();
         if let Some(mut file) = file.get_or_init(open).as_ref() {
             let time = chrono::Utc::now().format("%Y-%m-%d %H:%M:%SZ");
             // In one write, so that the lines of several processes do not interleave.
-            let lines: String = text.lines().map(|line| format!("{time} {line}\n")).collect();
+            let lines: String = printable(text).lines().map(|line| format!("{time} {line}\n")).collect();
             let _ = file.write_all(lines.as_bytes());
         }
     }

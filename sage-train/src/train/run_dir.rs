@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use candle_sage::{Error, Result};
+use candle_sage::{Error, ErrorKind, Result};
 use clap::ValueEnum;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -15,8 +15,8 @@ use crate::metrics::Point;
 use crate::metrics::Probed;
 use crate::ranks::Rank;
 use crate::report::EventFile;
-use crate::runs::{METRICS, PROBES, json_lines};
-use crate::{during, partial, tell, writing};
+use crate::runs::{Lines, METRICS, PROBES, optional, probes, to_line};
+use crate::{open_own, partial, tell, writing};
 
 const CSV: &str = "metrics.csv";
 
@@ -24,9 +24,60 @@ const CSV: &str = "metrics.csv";
 #[derive(Debug)]
 pub(super) struct RunDir {
     path: PathBuf,
+    /// On rank 0.
+    opened: Option<OpenFolder>,
     writer: Option<Writer>,
     /// The lock of a run that starts without a checkpoint. A resumed run has its lock in its checkpoint.
     _lock: Option<Lock>,
+}
+
+/// The folder that a run began in. Its path may lead to nothing, or to another folder, while the run is under way.
+#[derive(Debug, Clone)]
+pub(super) struct OpenFolder {
+    path: PathBuf,
+    /// An open folder keeps its inode after it was removed, so that no other folder has the same number.
+    #[cfg(unix)]
+    handle: std::sync::Arc<File>,
+}
+
+impl OpenFolder {
+    fn at(path: &Path) -> Result<Self> {
+        Ok(Self {
+            path: path.to_owned(),
+            #[cfg(unix)]
+            handle: std::sync::Arc::new(File::open(path).map_err(writing(path))?),
+        })
+    }
+
+    /// Checks that the path still leads to the folder.
+    pub(super) fn check(&self) -> Result<()> {
+        if self.is_there() {
+            return Ok(());
+        }
+        Err(Error::new("the run's folder was removed or renamed while the run was under way")
+            .got(format!("nothing, or another folder, at {}", self.path.display()))
+            .allowed("the folder that the run began in")
+            .hint("a renamed folder keeps its checkpoints: --resume with its new name")
+            .with_kind(ErrorKind::Failed))
+    }
+
+    #[cfg(unix)]
+    fn is_there(&self) -> bool {
+        use std::io::ErrorKind::{NotADirectory, NotFound};
+        use std::os::unix::fs::MetadataExt;
+        match (self.handle.metadata(), std::fs::metadata(&self.path)) {
+            (Ok(own), Ok(now)) => (own.dev(), own.ino()) == (now.dev(), now.ino()),
+            (_, Err(error)) => !matches!(error.kind(), NotFound | NotADirectory),
+            // What a disk cannot tell for a moment, the next write tells.
+            (Err(_), Ok(_)) => true,
+        }
+    }
+
+    /// Other systems do not rename a folder in which a file is open.
+    #[cfg(not(unix))]
+    fn is_there(&self) -> bool {
+        self.path.is_dir()
+    }
 }
 
 /// The open files of metrics.
@@ -72,12 +123,12 @@ impl RunDir {
             }
         }
         let points = points_until(path, step)?;
-        let probes = path.join(PROBES);
-        if probes.exists() {
-            let kept: Vec<Probed> = json_lines(&probes)?;
-            let kept = kept.iter().filter(|probed| probed.step <= Some(step));
-            let text: String = kept.map(|probed| json(probed) + "\n").collect();
-            partial::file(&probes, |partial| std::fs::write(partial, text).map_err(writing(partial)))?;
+        if path.join(PROBES).exists() {
+            let kept = probes(path)?.into_iter().filter(|probed| probed.step <= Some(step));
+            let text: String = kept.map(|probed| to_line(&probed) + "\n").collect();
+            partial::file(&path.join(PROBES), |partial| {
+                std::fs::write(partial, &text).map_err(writing(partial))
+            })?;
         }
         Ok((Self::open(path.to_owned(), lock, &points)?, points))
     }
@@ -85,17 +136,19 @@ impl RunDir {
     /// Opens the folder of a run that another rank writes, with its metrics up to `step`.
     pub(super) fn look_on(path: PathBuf, step: u64) -> Result<(Self, Vec<Point>)> {
         let points = points_until(&path, step)?;
-        Ok((Self { path, writer: None, _lock: None }, points))
+        Ok((Self { path, opened: None, writer: None, _lock: None }, points))
     }
 
     fn open(path: PathBuf, lock: Option<Lock>, points: &[Point]) -> Result<Self> {
         let (metrics, csv) = begin_metrics(&path, points)?;
         let events = EventFile::create(&path, points.len() as u64 + 1)?;
-        Ok(Self { path, writer: Some(Writer { metrics, csv, events }), _lock: lock })
+        let opened = Some(OpenFolder::at(&path)?);
+        Ok(Self { path, opened, writer: Some(Writer { metrics, csv, events }), _lock: lock })
     }
 
     /// Rewrites the metrics, after a value of an earlier step became known.
     pub(super) fn rewrite_metrics(&mut self, points: &[Point]) -> Result<()> {
+        self.check_there()?;
         if let Some(writer) = &mut self.writer {
             (writer.metrics, writer.csv) = begin_metrics(&self.path, points)?;
         }
@@ -114,6 +167,16 @@ impl RunDir {
         &self.path
     }
 
+    /// Checks that the folder is where the run began.
+    pub(super) fn check_there(&self) -> Result<()> {
+        self.opened.as_ref().map_or(Ok(()), OpenFolder::check)
+    }
+
+    /// The folder that was opened, on rank 0.
+    pub(super) fn opened(&self) -> Option<OpenFolder> {
+        self.opened.clone()
+    }
+
     /// The path of a rank's log. That of rank 0 is created here, those of the others with their first
     /// message.
     pub(super) fn log(&self, rank: Rank) -> Result<PathBuf> {
@@ -121,7 +184,7 @@ impl RunDir {
             return Ok(self.path.join(format!("log.rank-{}.txt", rank.index)));
         }
         let path = self.path.join("log.txt");
-        File::options().create(true).append(true).open(&path).map_err(writing(&path))?;
+        open_own(&path, File::options().create(true).append(true))?;
         Ok(path)
     }
 
@@ -130,6 +193,7 @@ impl RunDir {
         if self.writer.is_none() {
             return Ok(());
         }
+        self.check_there()?;
         let write = |partial: &Path| std::fs::write(partial, text).map_err(writing(partial));
         partial::file(&self.path.join(name), write)
     }
@@ -146,41 +210,45 @@ impl RunDir {
         }
     }
 
-    /// Appends an entry to a file that holds a list in JSON. A file that is not such a list is replaced.
+    /// Appends an entry to a file that holds a list in JSON. A file that is not such a list is an error.
     pub(super) fn add_json<T: Serialize>(&self, name: &str, entry: T) -> Result<()> {
         if self.writer.is_none() {
             return Ok(());
         }
+        self.check_there()?;
         let path = self.path.join(name);
-        let text = std::fs::read(&path).unwrap_or_default();
-        let mut list: Vec<serde_json::Value> = serde_json::from_slice(&text).unwrap_or_default();
+        let mut list: Vec<serde_json::Value> = optional(&path)?.unwrap_or_default();
         list.push(serde_json::to_value(entry).expect("plain values"));
         write_json(&path, &list)
     }
 
     /// The entries that [`RunDir::add_json`] wrote; empty if there is no such file.
-    pub(super) fn read_json<T: DeserializeOwned>(&self, name: &str) -> Vec<T> {
-        let text = std::fs::read(self.path.join(name)).unwrap_or_default();
-        serde_json::from_slice(&text).unwrap_or_default()
+    pub(super) fn read_json<T: DeserializeOwned>(&self, name: &str) -> Result<Vec<T>> {
+        Ok(optional(&self.path.join(name))?.unwrap_or_default())
     }
 
     /// Waits until the metrics are on the disk, because a run cannot resume from a checkpoint without them.
     pub(super) fn sync(&self) -> Result<()> {
+        self.check_there()?;
         let Some(writer) = &self.writer else { return Ok(()) };
         writer.metrics.sync_data().map_err(writing(&self.path.join(METRICS)))
     }
 
     /// Appends a probe.
     pub(super) fn append_probe(&self, probed: &Probed) -> Result<()> {
+        self.check_there()?;
         let path = self.path.join(PROBES);
-        let file = File::options().create(true).append(true).open(&path);
-        file.and_then(|mut file| writeln!(file, "{}", json(probed))).map_err(writing(&path))
+        let mut file = open_own(&path, File::options().create(true).append(true))?;
+        // In one write, so that a line is never without its end.
+        file.write_all((to_line(probed) + "\n").as_bytes()).map_err(writing(&path))
     }
 
     /// Appends a step to the metrics.
     pub(super) fn append_metrics(&mut self, point: &Point) -> Result<()> {
+        self.check_there()?;
         let Some(writer) = &mut self.writer else { return Ok(()) };
-        writeln!(writer.metrics, "{}", json(point)).map_err(writing(&self.path.join(METRICS)))?;
+        let line = to_line(point) + "\n";
+        writer.metrics.write_all(line.as_bytes()).map_err(writing(&self.path.join(METRICS)))?;
         writeln!(writer.csv, "{}", point.csv()).map_err(writing(&self.path.join(CSV)))?;
         let numbers = point.numbers();
         let scalars: Vec<(&str, f64)> =
@@ -195,20 +263,18 @@ fn points_until(path: &Path, step: u64) -> Result<Vec<Point>> {
         return Ok(Vec::new());
     }
     let file = path.join(METRICS);
-    let text = std::fs::read(&file).map_err(during(format!("cannot read {}", file.display())))?;
-    // The points end at the first line that is incomplete, which a process that was cut off leaves.
-    let first_of = |points: &mut dyn Iterator<Item = Option<Point>>| -> Vec<Point> {
-        let whole = points.map_while(|point| point).zip(1..=step);
-        whole.map_while(|(point, n)| (point.step == n).then_some(point)).collect()
+    // Steps in their order, from the first on.
+    let first_of = |points: &mut dyn Iterator<Item = Point>| -> Vec<Point> {
+        points.zip(1..=step).map_while(|(point, n)| (point.step == n).then_some(point)).collect()
     };
-    let lines = text.split(|&byte| byte == b'\n');
-    let mut points = first_of(&mut lines.map(|line| serde_json::from_slice(line).ok()));
+    // What comes after the checkpoint is trained again, so that damage there does not matter.
+    let mut points = first_of(&mut Lines::read(&file)?.values.into_iter());
     if points.len() as u64 != step {
         // A line is damaged; the CSV file holds the same numbers.
         let csv = std::fs::read_to_string(path.join(CSV)).unwrap_or_default();
         let mut lines = csv.lines();
         let head = lines.next().unwrap_or_default();
-        let others = first_of(&mut lines.map(|line| Point::from_csv(head, line)));
+        let others = first_of(&mut lines.map_while(|line| Point::from_csv(head, line)));
         if others.len() as u64 == step {
             tell(&format!("{} is damaged, and made again from {CSV}", file.display()));
             points = others;
@@ -231,17 +297,13 @@ pub(super) fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<()> {
     partial::file(path, |partial| std::fs::write(partial, &text).map_err(writing(partial)))
 }
 
-fn json<T: Serialize>(value: &T) -> String {
-    serde_json::to_string(value).expect("plain numbers")
-}
-
 /// Writes the metrics files anew with these points, and opens them for appending.
 fn begin_metrics(folder: &Path, points: &[Point]) -> Result<(File, File)> {
     let lines = |head: Option<String>, line: fn(&Point) -> String| {
         head.into_iter().chain(points.iter().map(line)).map(|line| line + "\n").collect::<String>()
     };
     Ok((
-        begin(&folder.join(METRICS), &lines(None, json::<Point>))?,
+        begin(&folder.join(METRICS), &lines(None, to_line::<Point>))?,
         begin(&folder.join(CSV), &lines(Some(Point::csv_head()), Point::csv))?,
     ))
 }
@@ -249,7 +311,7 @@ fn begin_metrics(folder: &Path, points: &[Point]) -> Result<(File, File)> {
 /// Writes a file with this text, and opens it for appending.
 fn begin(path: &Path, text: &str) -> Result<File> {
     partial::file(path, |partial| std::fs::write(partial, text).map_err(writing(partial)))?;
-    File::options().append(true).open(path).map_err(writing(path))
+    open_own(path, File::options().append(true))
 }
 
 fn taken(path: &Path) -> Error {

@@ -385,7 +385,8 @@ impl Run<'_> {
         let Some(weights) = weights else { return Ok(()) };
         let save = |partial: &Path| weights.save(partial).map(drop).map_err(writing(partial));
         let path = self.folder.path().join("model.safetensors");
-        self.ranks.words().aside("the weights", || partial::file(&path, save))
+        let write = || self.folder.check_there().and_then(|()| partial::file(&path, save));
+        self.ranks.words().aside("the weights", write)
     }
 }
 

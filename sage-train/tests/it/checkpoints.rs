@@ -1,5 +1,6 @@
 //! Checkpoints: a run that is cut off at any point continues with the same bits.
 
+mod damage;
 mod signals;
 mod spikes;
 

@@ -114,3 +114,18 @@ fn text_that_is_given_twice_is_refused() {
     assert!(error.contains("given twice") && error.contains("hint:"), "{error}");
     assert!(!scratch.path().join("shards").exists());
 }
+
+/// A name with an escape sequence is a name of a file, and neither a message nor the log passes the sequence on.
+#[cfg(unix)]
+#[test]
+fn escape_sequences_of_names_do_not_reach_terminals_and_logs() {
+    let scratch = Scratch::new();
+    let name = "a\u{1b}[2Jb.txt";
+    let error = scratch.fails(&["--data", name]); // "the data does not exist": check that its `got` has the path
+    assert!(error.contains(r"a\u{1b}[2Jb.txt") && !error.contains('\u{1b}'), "{error}");
+    scratch.file(name, "What was said then is said again, and once more. ".repeat(400));
+    let output = scratch.run(&small(&["--data", name, "--steps", "1", "--name", "r"]));
+    assert!(output.status.success() && !output.stderr.contains(&0x1b));
+    let log = std::fs::read_to_string(scratch.path().join("runs/r/log.txt")).expect("a log");
+    assert!(log.contains(r"a\u{1b}[2Jb.txt") && !log.contains('\u{1b}'), "{log}");
+}

@@ -17,6 +17,10 @@ use sage_train::evaluate::read_examples;
 use sage_train::hf;
 use sage_train::model::{Parameters, Parts, State};
 use sage_train::ranks::{Rank, first_message};
+use sage_train::report::{Study, Words};
+use sage_train::runs::Run;
+use sage_train::settings::Settings;
+use sage_train::sweep::Spec;
 
 use crate::support::{Scratch, json_lines, small};
 
@@ -149,7 +153,9 @@ fn messages_of_ranks() {
     let scratch = Scratch::new();
     let long = "a".repeat(2000);
     let messages = [
-        r#"{"hello":{"version":"0.1.0","rank":3,"of":8,"host":"node"}}"#.to_owned(),
+        r#"{"challenge":{"nonce":"00ff"}}"#.to_owned(),
+        r#"{"hello":{"version":"0.1.0","rank":3,"of":8,"host":"node","nonce":"00ff","proof":"ff00"}}"#
+            .to_owned(),
         format!(r#"{{"said":{{"topic":"data","text":"{long}"}}}}"#),
         r#"{"all":{"topic":"data","texts":["one","two"]}}"#.to_owned(),
         r#"{"beat":{"step":7,"ticks":123,"doing":"step 7 of 9","aside":false}}"#.to_owned(),
@@ -288,4 +294,65 @@ fn models_and_examples() {
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     let examples = scratch.file("hellaswag.bin", bytes);
     try_all("hellaswag.bin", &examples, LIMIT, &|path| read_examples(path).is_ok());
+}
+
+/// Everything that a report reads of a run.
+#[test]
+fn folders_of_runs() {
+    let scratch = Scratch::new();
+    scratch.ok(&small(&[
+        "--steps",
+        "6",
+        "--eval-every",
+        "2",
+        "--probe-every",
+        "2",
+        "--attn",
+        "sagebwd",
+        "--name",
+        "r",
+    ]));
+    let run = scratch.path().join("runs/r");
+    let report = |_: &Path| {
+        let Ok(run) = Run::read(&run) else { return false };
+        let study = Study::new(vec![run], &Words::default());
+        study.is_ok_and(|study| {
+            let _ = (study.to_text(), study.to_markdown(), study.to_csv());
+            study.to_html().is_ok() & study.figures().is_ok()
+        })
+    };
+    for file in ["metrics.jsonl", "probes.jsonl", "starts.json", "ending.json", "config.toml"] {
+        try_all(file, &run.join(file), 64 << 20, &report);
+    }
+}
+
+/// A tokenizer that can be loaded may still be nonsense to encode with.
+#[test]
+fn tokenizers() {
+    let scratch = Scratch::new();
+    scratch.file("a.jsonl", json_lines(60_000));
+    scratch.ok(&["data", "tokenizer", "a.jsonl", "--to", "t.json", "--vocab-size", "400"]);
+    let use_it = |path: &Path| {
+        let Ok(tokenizer) = Tokenizer::load(path) else { return false };
+        let ids = tokenizer.encode("What was said, ünïcödé 🦀 \u{0}\n\n  then.");
+        ids.and_then(|ids| tokenizer.decode(&ids)).is_ok()
+    };
+    try_all("t.json", &scratch.path().join("t.json"), LIMIT, &use_it);
+}
+
+/// A column of CSV, and the settings of a sweep.
+#[test]
+fn rows_and_sweeps() {
+    let scratch = Scratch::new();
+    let rows: String = (0..200).map(|n| format!("{n},\"one, \"\"two\"\"\nand {n}\"\n")).collect();
+    let csv = scratch.file("a.csv", format!("id,text\n{rows}"));
+    try_all("a.csv", &csv, LIMIT, &|path| reader::read(path, "text", &mut |_| Ok(())).is_ok());
+    let sweep = scratch.file(
+        "s.toml",
+        "about = \"a\"\n[settings]\nsteps = 3\n[grid]\nattn = [\"fpa\", \"sagebwd\"]\nseed = [1, 2]\n",
+    );
+    let plan = |path: &Path| {
+        Spec::read(path).and_then(|spec| spec.runs(&Settings::default(), &Default::default())).is_ok()
+    };
+    try_all("s.toml", &sweep, LIMIT, &plan);
 }

@@ -16,6 +16,7 @@ fn write_files(scratch: &Scratch) {
     scratch.file("nan.jsonl", "{\"text\": NaN}\n");
     scratch.file("broken.txt.zst", "this is not zstd");
     scratch.file("picture.png", "png");
+    scratch.file("huge.toml", "# ".repeat(1 << 20));
     scratch.file("none/readme.md", "nothing here");
     scratch.file("bad-key.toml", "learning-rate = 0.1\n");
     scratch.file("bad-value.toml", "tokens-per-step = \"256q\"\n");
@@ -64,6 +65,8 @@ const CASES: &[(&str, &[&str])] = &[
     ("NaN as a rate", &["--lr", "nan"]),
     ("a granularity", &["--granularity", "rows"]),
     ("a name with a slash", &["--name", "../x"]),
+    ("a name with a line end", &["--name", "a\nb"]),
+    ("a file that is too long for settings", &["--config", "huge.toml"]),
     ("no data", &["--data", "missing.txt"]),
     ("a pattern without quotes", &["--data", "short.txt", "latin1.txt"]),
     ("a negative temperature", &["sample", "a-run", "--temperature", "-1"]),

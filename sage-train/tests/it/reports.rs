@@ -113,3 +113,42 @@ fn a_run_and_its_report_agree_on_the_speed() {
     );
     assert!(found.into_iter().any(|b| (a - b).abs() <= 1.0), "{of_run} {row}");
 }
+
+/// One flipped byte is an error, and no run that is a step shorter; `--resume` makes metrics again.
+#[test]
+fn a_flipped_byte_in_the_measurements_is_seen() {
+    let scratch = Scratch::new();
+    for name in ["r", "s"] {
+        scratch.ok(&small(&["--steps", "6", "--eval-every", "3", "--probe-every", "3", "--name", name]));
+    }
+    let before = scratch.ok(&["report", "runs/r"]);
+    for (file, old, new) in [
+        ("metrics.jsonl", "\"step\":4", "\"step\"?4"),
+        ("metrics.jsonl", "\"val_loss\":5", "\"val_loss\":4"),
+        ("probes.jsonl", "\"context\":32", "\"context\":33"),
+    ] {
+        let path = scratch.path().join("runs/r").join(file);
+        let whole = std::fs::read_to_string(&path).expect("a file");
+        assert!(whole.contains(old), "{old} in {whole}");
+        std::fs::write(&path, whole.replacen(old, new, 1)).expect("a file");
+        let error = scratch.fails(&["report", "runs/r"]);
+        assert!(error.contains(&format!("{file} is damaged")) && error.contains("hint:"), "{error}");
+        let both = scratch.ok(&["report", "runs/r", "runs/s"]);
+        assert!(both.contains("warning: runs/r is left out") && both.contains("is damaged"), "{both}");
+        match file {
+            "metrics.jsonl" => drop(scratch.ok(&["--resume", "runs/r"])),
+            _ => std::fs::write(&path, whole).expect("a file"),
+        }
+        assert_eq!(scratch.ok(&["report", "runs/r"]), before);
+    }
+    // The last newline: no cut-off end of a run that finished.
+    let path = scratch.path().join("runs/r/metrics.jsonl");
+    let whole = std::fs::read_to_string(&path).expect("a file");
+    std::fs::write(&path, whole.trim_end().to_owned() + "*").expect("a file");
+    assert!(scratch.fails(&["report", "runs/r"]).contains("5 of 6 steps"));
+    // A damaged list of starts is no reason to skip the check of the tokenizer, or to forget the starts.
+    std::fs::write(&path, whole).expect("a file");
+    std::fs::write(scratch.path().join("runs/r/starts.json"), "[{").expect("a file");
+    assert!(scratch.fails(&["sample", "runs/r", "Once"]).contains("starts.json"));
+    assert!(scratch.fails(&["--resume", "runs/r", "--steps", "8"]).contains("starts.json"));
+}

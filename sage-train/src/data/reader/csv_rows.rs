@@ -1,11 +1,13 @@
 //! Documents from comma-separated values.
 
+use std::cell::Cell;
 use std::io::Read;
 use std::path::Path;
+use std::rc::Rc;
 
 use candle_sage::{Error, Result};
 
-use super::{Bad, EachUntil, Piece, not_utf8, unreadable};
+use super::{Bad, EachUntil, LONGEST, Piece, not_utf8, unreadable};
 
 /// Reads a column of a CSV file, whose first row names the columns: each other row is a document.
 pub(super) fn csv_rows(
@@ -15,7 +17,9 @@ pub(super) fn csv_rows(
     bad: Bad<'_>,
     each: &mut EachUntil<'_>,
 ) -> Result<()> {
-    let mut rows = csv::ReaderBuilder::new().flexible(true).from_reader(reader);
+    let left = Rc::new(Cell::new(LONGEST));
+    let bounded = Bounded { inner: reader, left: left.clone() };
+    let mut rows = csv::ReaderBuilder::new().flexible(true).from_reader(bounded);
     let names = rows.byte_headers().map_err(unreadable(path))?;
     let names: Vec<String> = names.iter().map(|name| String::from_utf8_lossy(name).into_owned()).collect();
     let is_field = |name: &String| name.trim_start_matches('\u{feff}') == field;
@@ -26,7 +30,11 @@ pub(super) fn csv_rows(
             .hint("--text-field names the column")
     })?;
     let mut row = csv::ByteRecord::new();
-    while rows.read_byte_record(&mut row).map_err(unreadable(path))? {
+    loop {
+        left.set(LONGEST);
+        if !rows.read_byte_record(&mut row).map_err(unreadable(path))? {
+            return Ok(());
+        }
         let line = row.position().map_or(0, csv::Position::line);
         let text = match row.get(column).map(std::str::from_utf8) {
             Some(Ok(text)) => text,
@@ -49,5 +57,21 @@ pub(super) fn csv_rows(
             return Ok(());
         }
     }
-    Ok(())
+}
+
+/// Fails where one row takes more than [`LONGEST`] bytes, as behind a quote that is never closed.
+struct Bounded<R> {
+    inner: R,
+    left: Rc<Cell<u64>>,
+}
+
+impl<R: Read> Read for Bounded<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<usize> {
+        if self.left.get() == 0 {
+            return Err(std::io::Error::other(format!("a row of more than {} MiB", LONGEST >> 20)));
+        }
+        let read = self.inner.read(bytes)?;
+        self.left.set(self.left.get().saturating_sub(read as u64));
+        Ok(read)
+    }
 }

@@ -117,7 +117,10 @@ impl<'de> Visitor<'de> for Field<'_> {
                 text = Some(map.next_value_seed(Field(inside))?);
             } else {
                 map.next_value::<IgnoredAny>()?;
-                others.push(key.into_owned());
+                // Only the keys that an error lists are kept: a line may have millions.
+                if others.len() <= LISTED {
+                    others.push(key.into_owned());
+                }
             }
         }
         text.ok_or_else(|| {

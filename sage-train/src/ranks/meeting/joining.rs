@@ -2,81 +2,124 @@
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
-use std::net::{TcpListener, TcpStream};
+use std::net::{IpAddr, TcpListener, TcpStream};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use candle_sage::{Error, Result};
 
 use super::{LOST, Life, NAMED, Peer, lock};
-use crate::ranks::message::{Message, receive, receive_hello, send};
+use crate::ranks::greeting::{Greeted, Greetings, introduce};
+use crate::ranks::message::{Hello, Message, VERSION, receive, send};
+use crate::ranks::secret::random;
 use crate::ranks::world::World;
 use crate::{during, signals, tell};
 
 /// How long ranks wait for the others to connect.
 const COMING: Duration = Duration::from_secs(300);
 
+/// What a connection without the run's secret is told.
+const OTHER_SECRET: &str = "rank 0 has another secret: SAGE_TRAIN_SECRET, or else the number of the job, must be the same at all ranks";
+
+fn cannot_listen(world: &World) -> impl Fn(std::io::Error) -> Error {
+    let place = format!("{} at port {}", world.host, world.port);
+    move |error| {
+        Error::new("cannot wait for the other ranks")
+            .got(format!("{place}: {error}"))
+            .allowed("a port that nobody has, at an address of this machine")
+            .hint("does another run use it? MASTER_PORT names one for torchrun; a job of its own has its own under srun")
+    }
+}
+
+/// Listens at the address that the other ranks were given, and at no other. An address of other machines alone, and a name that
+/// means this machine alone, are of no use to them: then, and rank 0 says so, at all addresses.
+fn listen(world: &World) -> std::io::Result<TcpListener> {
+    let everywhere = |why: &str| {
+        tell(&format!("rank 0 listens at all addresses of this machine: {} {why}", world.host));
+        TcpListener::bind(("0.0.0.0", world.port))
+    };
+    // Debian's /etc/hosts gives 127.0.1.1 for the machine's own name. A loopback address that was given as such is meant.
+    let is_name = world.host != "localhost" && world.host.parse::<IpAddr>().is_err();
+    let elsewhere = world.local.of < world.rank.of;
+    match TcpListener::bind((world.host.as_str(), world.port)) {
+        Ok(listener) if is_name && elsewhere && listener.local_addr()?.ip().is_loopback() => {
+            drop(listener);
+            everywhere("is a loopback address here, which other machines do not reach")
+        }
+        Err(error) if error.kind() == ErrorKind::AddrNotAvailable => everywhere("is not one of them"),
+        bound => bound,
+    }
+}
+
 /// On rank 0: waits until all other ranks have connected.
 pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
-    let failed = |error: std::io::Error| {
-        Error::new("cannot wait for the other ranks")
-            .got(format!("port {}: {error}", world.port))
-            .allowed("a port that nobody has")
-            .hint("does another run use it? MASTER_PORT names one for torchrun; a job of its own has its own under srun")
-    };
-    // If all ranks are on this machine, the port is not opened to the network.
-    let own = ["127.0.0.1", "localhost"].contains(&world.host.as_str());
-    let listener =
-        TcpListener::bind((if own { "127.0.0.1" } else { "0.0.0.0" }, world.port)).map_err(failed)?;
-    listener.set_nonblocking(true).map_err(failed)?;
+    let failed = cannot_listen(world);
+    let listener = listen(world).map_err(&failed)?;
+    if world.secret.is_guessable && !listener.local_addr().map_err(&failed)?.ip().is_loopback() {
+        tell(
+            "the ranks know each other by the number of the job alone: SAGE_TRAIN_SECRET keeps out who knows it too",
+        );
+    }
+    let mut greetings = Greetings::new(listener, &world.secret).map_err(&failed)?;
     let began = Instant::now();
-    let mut peers: BTreeMap<usize, Peer> = BTreeMap::new();
+    // Each rank with its challenge to rank 0.
+    let mut peers: BTreeMap<usize, (Peer, String)> = BTreeMap::new();
+    let mut strangers = 0;
     while peers.len() + 1 < world.rank.of {
         if began.elapsed() > COMING {
-            return Err(missing(world, &peers));
+            return Err(missing(world, &peers, strangers));
         }
         check_parent()?;
-        let mut stream = match listener.accept() {
-            Ok((stream, _)) => stream,
-            Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                std::thread::sleep(Duration::from_millis(5));
-                continue;
+        let Some(Greeted { mut stream, hello, is_proven }) = greetings.next().map_err(&failed)? else {
+            std::thread::sleep(Duration::from_millis(5));
+            continue;
+        };
+        // A connection without the secret neither ends the run nor takes the place of a rank.
+        if !is_proven {
+            let _ = send(&mut stream, &Message::Over { why: OTHER_SECRET.into(), code: 1 });
+            if strangers == 0 {
+                let from = stream.peer_addr().map_or("an unknown address".into(), |from| from.to_string());
+                tell(&format!(
+                    "warning: a connection from {from} does not have the run's secret, and is refused"
+                ));
             }
-            Err(error) if error.kind() == ErrorKind::ConnectionAborted => continue,
-            Err(error) => return Err(failed(error)),
-        };
-        let hello = stream.set_nonblocking(false).and_then(|()| receive_hello(&mut stream));
-        // A connection that does not introduce itself as a rank is ignored.
-        let Ok(Message::Hello { version, rank, of, host }) = hello else { continue };
-        let refused = if version != VERSION {
-            Some(format!("rank {rank} on {host} is version {version}, rank 0 is {VERSION}"))
-        } else if of != world.rank.of {
-            Some(format!("rank {rank} on {host} is one of {of}, rank 0 one of {}", world.rank.of))
-        } else if rank == 0 || rank >= of || peers.contains_key(&rank) {
-            Some(format!("there are two ranks {rank}, the second on {host}"))
-        } else {
-            None
-        };
-        if let Some(why) = refused {
+            strangers += 1;
+            continue;
+        }
+        if let Some(why) = misfit(world, &hello, peers.contains_key(&hello.rank)) {
             let over = Message::Over { why: why.clone(), code: 1 };
             let _ = send(&mut stream, &over);
-            peers.values().for_each(|peer| drop(send(&mut *lock(&peer.stream), &over)));
+            peers.values().for_each(|(peer, _)| drop(send(&mut *lock(&peer.stream), &over)));
             return Err(Error::new("the ranks do not fit together")
                 .got(why)
                 .allowed("ranks of one run")
                 .hint("start all of them with one command"));
         }
-        peers.insert(rank, peer(rank, host, stream)?);
+        let Hello { rank, host, nonce, .. } = hello;
+        peers.insert(rank, (peer(rank, host, stream)?, nonce));
     }
     let host = gethostname::gethostname().to_string_lossy().into_owned();
-    for peer in peers.values() {
+    for (peer, nonce) in peers.values() {
         // A rank's time of silence starts now, because ranks send no heartbeats before all have connected.
         *lock(&peer.life) = Life::new();
-        let welcome =
-            Message::Hello { version: VERSION.into(), rank: 0, of: world.rank.of, host: host.clone() };
-        let _ = send(&mut *lock(&peer.stream), &welcome);
+        let welcome = world.secret.sign(nonce, Hello::new(world.rank, &host, String::new()));
+        let _ = send(&mut *lock(&peer.stream), &Message::Hello(welcome));
     }
-    Ok(peers.into_values().collect())
+    Ok(peers.into_values().map(|(peer, _)| peer).collect())
+}
+
+/// Why a rank that knows the secret is not one that rank 0 waits for.
+fn misfit(world: &World, hello: &Hello, is_there: bool) -> Option<String> {
+    let Hello { version, rank, of, host, .. } = hello;
+    if version != VERSION {
+        Some(format!("rank {rank} on {host} is version {version}, rank 0 is {VERSION}"))
+    } else if *of != world.rank.of {
+        Some(format!("rank {rank} on {host} is one of {of}, rank 0 one of {}", world.rank.of))
+    } else if *rank == 0 || rank >= of || is_there {
+        Some(format!("there are two ranks {rank}, the second on {host}"))
+    } else {
+        None
+    }
 }
 
 /// Checks that the launcher lives, since without it no further ranks will be started.
@@ -87,8 +130,6 @@ fn check_parent() -> Result<()> {
     }
 }
 
-const VERSION: &str = env!("CARGO_PKG_VERSION");
-
 fn peer(rank: usize, host: String, stream: TcpStream) -> Result<Peer> {
     let ready = stream.set_read_timeout(None).and_then(|()| stream.set_nodelay(true));
     // A peer that accepts no data for 5 s counts as dead: the thread that listens to it will report that.
@@ -97,64 +138,92 @@ fn peer(rank: usize, host: String, stream: TcpStream) -> Result<Peer> {
     Ok(Peer { rank, host, stream: Mutex::new(stream), life: Mutex::new(Life::new()) })
 }
 
-fn missing(world: &World, peers: &BTreeMap<usize, Peer>) -> Error {
+fn missing<T>(world: &World, peers: &BTreeMap<usize, T>, strangers: usize) -> Error {
     let missing = (1..world.rank.of).filter(|rank| !peers.contains_key(rank));
     let named: Vec<String> = missing.take(NAMED).map(|rank| rank.to_string()).collect();
     let more = match world.rank.of - 1 - peers.len() - named.len() {
         0 => String::new(),
         more => format!(" and {more} more"),
     };
+    let refused = match strangers {
+        0 => String::new(),
+        refused => format!("; {refused} connections without the run's secret"),
+    };
     Error::new("ranks did not come")
-        .got(format!("no rank {}{more} after {} s", named.join(", "), COMING.as_secs()))
+        .got(format!("no rank {}{more} after {} s{refused}", named.join(", "), COMING.as_secs()))
         .allowed(format!("{} ranks", world.rank.of))
         .hint(format!("do they reach {} at port {}? Their own output may say more", world.host, world.port))
 }
 
-/// On the other ranks: connects to rank 0, which may start later than they.
-pub(super) fn go_to_first(world: &World, host: &str) -> Result<Peer> {
+fn unreachable_first(world: &World, got: impl std::fmt::Display) -> Error {
+    Error::new("cannot reach rank 0")
+        .got(format!("{} at port {}: {got}", world.host, world.port))
+        .allowed("rank 0 there, in the same run")
+        .hint("MASTER_ADDR and MASTER_PORT say where; does it run, and may it be reached?")
+}
+
+const ANOTHER_PROGRAM: &str = "something that is not this program";
+
+/// On the other ranks: connects to rank 0, which may start later than they. A connection must say something within `patience`.
+pub(super) fn go_to_first(world: &World, host: &str, patience: Duration) -> Result<Peer> {
     let began = Instant::now();
-    let failed = |got: String| {
-        Error::new("cannot reach rank 0")
-            .got(format!("{} at port {}: {got}", world.host, world.port))
-            .allowed("rank 0 there, in the same run")
-            .hint("MASTER_ADDR and MASTER_PORT say where; does it run, and may it be reached?")
-    };
-    let hello = Message::Hello {
-        version: VERSION.into(),
-        rank: world.rank.index,
-        of: world.rank.of,
-        host: host.into(),
-    };
     loop {
-        let tried = TcpStream::connect((world.host.as_str(), world.port));
-        match tried.and_then(|mut stream| send(&mut stream, &hello).map(|()| stream)) {
-            Ok(mut stream) => {
-                // Twice the time, because rank 0 may have started to wait when this rank connected.
-                let ready = stream.set_read_timeout(Some(2 * COMING));
-                return match ready.and_then(|()| receive(&mut stream)) {
-                    Ok(Message::Hello { rank: 0, of, host, .. }) if of == world.rank.of => {
-                        peer(0, host, stream)
-                    }
-                    Ok(Message::Over { why, .. }) => Err(failed(why)),
-                    Ok(_) => Err(failed("something that is not this program".into())),
-                    Err(error) if error.kind() == ErrorKind::InvalidData => {
-                        Err(failed("something that is not this program".into()))
-                    }
-                    Err(error) if [ErrorKind::WouldBlock, ErrorKind::TimedOut].contains(&error.kind()) => {
-                        Err(failed(format!("no answer for {} s", (2 * COMING).as_secs())))
-                    }
-                    Err(error) => {
-                        // Rank 0 was reachable, and died before all ranks had connected.
-                        tell(&format!("error: rank 0 on {} is gone: {error}", world.host));
-                        signal_hook::low_level::exit(LOST)
-                    }
-                };
+        let nonce = random()?;
+        let hello = Hello::new(world.rank, host, nonce.clone());
+        let failure = match TcpStream::connect((world.host.as_str(), world.port)) {
+            Ok(mut stream) => match introduce(&mut stream, &world.secret, hello, patience) {
+                Ok(()) => return welcomed(world, stream, &nonce),
+                Err(error) if error.kind() == ErrorKind::InvalidData => {
+                    return Err(unreachable_first(world, ANOTHER_PROGRAM));
+                }
+                // Rank 0 answers at once: another program has the port, and rank 0 could not listen there.
+                Err(error) if is_silence(&error) => {
+                    let got = format!(
+                        "no answer for {} s, so that another program may have the port",
+                        patience.as_secs()
+                    );
+                    return Err(unreachable_first(world, got));
+                }
+                // A connection that closes before a word is as good as none.
+                Err(error) => error,
+            },
+            Err(error) => error,
+        };
+        if began.elapsed() > COMING {
+            return Err(unreachable_first(world, failure));
+        }
+        check_parent()?;
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn is_silence(error: &std::io::Error) -> bool {
+    [ErrorKind::WouldBlock, ErrorKind::TimedOut].contains(&error.kind())
+}
+
+/// Waits for the welcome, which rank 0 sends when all ranks have connected.
+fn welcomed(world: &World, mut stream: TcpStream, nonce: &str) -> Result<Peer> {
+    // Twice the time, because rank 0 may have started to wait when this rank connected.
+    let ready = stream.set_read_timeout(Some(2 * COMING));
+    match ready.and_then(|()| receive(&mut stream)) {
+        Ok(Message::Hello(hello)) if hello.rank == 0 && hello.of == world.rank.of => {
+            match world.secret.is_proven(nonce, &hello) {
+                true => peer(0, hello.host, stream),
+                false => Err(unreachable_first(world, "a rank 0 without the run's secret")),
             }
-            Err(error) if began.elapsed() > COMING => return Err(failed(error.to_string())),
-            Err(_) => {
-                check_parent()?;
-                std::thread::sleep(Duration::from_millis(20));
-            }
+        }
+        Ok(Message::Over { why, .. }) => Err(unreachable_first(world, why)),
+        Ok(_) => Err(unreachable_first(world, ANOTHER_PROGRAM)),
+        Err(error) if error.kind() == ErrorKind::InvalidData => {
+            Err(unreachable_first(world, ANOTHER_PROGRAM))
+        }
+        Err(error) if is_silence(&error) => {
+            Err(unreachable_first(world, format!("no answer for {} s", (2 * COMING).as_secs())))
+        }
+        Err(error) => {
+            // Rank 0 was reachable, and died before all ranks had connected.
+            tell(&format!("error: rank 0 on {} is gone: {error}", world.host));
+            signal_hook::low_level::exit(LOST)
         }
     }
 }

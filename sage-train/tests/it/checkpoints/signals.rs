@@ -11,7 +11,7 @@ fn a_signal_saves_and_leaves_and_the_run_goes_on() {
     let scratch = prepared();
     let run = ["--steps", "150", "--checkpoint-every", "0", "--eval-every", "0"];
     scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
-    for (flag, code) in [("-TERM", 143), ("-INT", 130)] {
+    for (flag, code) in [("-TERM", 143), ("-INT", 130), ("-USR1", 128 + signal_hook::consts::SIGUSR1)] {
         let name = format!("run{flag}");
         let mut child = scratch.start(&flags(&[&run[..], &["--name", &name]].concat()));
         let metrics = run_of(&scratch, &name).join("metrics.jsonl");
@@ -91,4 +91,21 @@ fn a_long_step_is_left_in_its_middle() {
     signal(&child, "-TERM");
     assert_eq!(child.wait().expect("an end").code(), Some(143));
     assert!(checkpoints(&run_of(&scratch, "first")).is_empty());
+}
+
+/// Slurm's warning may come twice: the second one does not end the run before it is saved.
+#[test]
+fn a_repeated_warning_of_slurm_saves_too() {
+    let scratch = prepared();
+    let run = ["--steps", "100000", "--checkpoint-every", "0", "--eval-every", "0", "--name", "warned"];
+    let mut child = scratch.start(&flags(&run));
+    let metrics = run_of(&scratch, "warned").join("metrics.jsonl");
+    wait_until(|| metrics.metadata().map_or(0, |m| m.len()) > 0);
+    // The run leaves after the step at hand; a signal that arrives later finds no process.
+    for _ in 0..50 {
+        signal(&child, "-USR1");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(child.wait().expect("an end").code(), Some(128 + signal_hook::consts::SIGUSR1));
+    assert_eq!(checkpoints(&run_of(&scratch, "warned")).len(), 1);
 }

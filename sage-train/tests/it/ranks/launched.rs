@@ -1,6 +1,6 @@
 //! Ranks that a launcher such as torchrun starts, on one node or several: how they meet, and who is refused.
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -15,24 +15,49 @@ fn free_port() -> String {
     port.to_string()
 }
 
-/// Starts rank `rank` of `of` as torchrun would, with `on_node` ranks per node and its own command line.
-fn by_hand(
+/// The command of rank `rank` of `of` as torchrun would start it, with `on_node` ranks per node and its own command line.
+fn command(
     scratch: &Scratch,
     port: &str,
     rank: usize,
     (of, on_node): (usize, usize),
     args: &[&str],
-) -> Child {
+) -> Command {
     let [rank, local, of, on_node] = [rank, rank % on_node, of, on_node].map(|n| n.to_string());
-    Command::new(env!("CARGO_BIN_EXE_sage-train"))
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sage-train"));
+    command
         .args(args)
         .current_dir(scratch.path())
         .envs([("RANK", rank), ("LOCAL_RANK", local), ("WORLD_SIZE", of), ("LOCAL_WORLD_SIZE", on_node)])
         .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port), ("RUST_BACKTRACE", "0")])
         .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the command starts")
+        .stderr(Stdio::piped());
+    command
+}
+
+fn by_hand(scratch: &Scratch, port: &str, rank: usize, ranks: (usize, usize), args: &[&str]) -> Child {
+    command(scratch, port, rank, ranks, args).spawn().expect("the command starts")
+}
+
+/// As [`by_hand`], with a secret.
+fn with_secret(scratch: &Scratch, port: &str, rank: usize, secret: &str, args: &[&str]) -> Child {
+    let mut command = command(scratch, port, rank, (2, 2), args);
+    command.env("SAGE_TRAIN_SECRET", secret).spawn().expect("the command starts")
+}
+
+/// A message of the control channel.
+fn message(text: &str) -> Vec<u8> {
+    [&(text.len() as u32).to_le_bytes()[..], text.as_bytes()].concat()
+}
+
+fn connected(port: &str) -> TcpStream {
+    let port: u16 = port.parse().expect("a port");
+    let connection = std::cell::RefCell::new(None);
+    wait_until(|| {
+        *connection.borrow_mut() = TcpStream::connect(("127.0.0.1", port)).ok();
+        connection.borrow().is_some()
+    });
+    connection.into_inner().expect("a connection")
 }
 
 /// A run of four ranks, with `on_node` ranks per node.
@@ -166,4 +191,79 @@ fn a_sweep_under_a_launcher_has_runs_of_their_own() {
     let sweep = by_hand(&scratch, &free_port(), 1, (2, 2), &args);
     let (code, said) = ended(sweep);
     assert_eq!(code, Some(0), "{said}");
+}
+
+/// Silent connections, a greeting as rank 1 without a proof and one of another version: the run is that of its own two ranks.
+/// If silent connections were read one after the other for 5 s each, 64 of them would take longer than rank 0 waits.
+#[test]
+fn strangers_neither_end_a_run_nor_take_a_place() {
+    let scratch = Scratch::new();
+    let (port, args) = (free_port(), flags(&["--steps", "2", "--name", "r"]));
+    let first = with_secret(&scratch, &port, 0, "s", &args);
+    let silent: Vec<TcpStream> = (0..64).map(|_| connected(&port)).collect();
+    let proof = "0".repeat(64);
+    for version in [env!("CARGO_PKG_VERSION"), "0.0.1"] {
+        let mut stranger = connected(&port);
+        let hello = format!(
+            r#"{{"hello":{{"version":"{version}","rank":1,"of":2,"host":"\u001b[31mevil","nonce":"","proof":"{proof}"}}}}"#
+        );
+        stranger.write_all(&message(&hello)).expect("it listens");
+        let mut answer = Vec::new();
+        stranger.read_to_end(&mut answer).expect("an answer");
+        let answer = String::from_utf8_lossy(&answer);
+        assert!(answer.contains("challenge") && answer.contains("another secret"), "{answer}");
+    }
+    let second = with_secret(&scratch, &port, 1, "s", &args);
+    let (ended_first, ended_second) = (ended(first), ended(second));
+    for (code, said) in [&ended_first, &ended_second] {
+        assert_eq!(*code, Some(0), "{said}");
+        assert!(!said.contains('\u{1b}') && !said.contains("evil"), "{said}");
+    }
+    assert_eq!(ended_first.1.matches("does not have the run's secret").count(), 1, "{}", ended_first.1);
+    drop(silent);
+}
+
+/// A rank with another secret ends with an error, and rank 0 waits on.
+#[test]
+fn a_rank_with_another_secret_is_refused() {
+    let scratch = Scratch::new();
+    let (port, args) = (free_port(), flags(&["--steps", "2", "--name", "r"]));
+    let mut first = with_secret(&scratch, &port, 0, "s", &args);
+    let (code, said) = ended(with_secret(&scratch, &port, 1, "t", &args));
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("SAGE_TRAIN_SECRET") && said.contains("hint:"), "{said}");
+    assert_eq!(first.try_wait().expect("a child"), None);
+    let (code, said) = ended(with_secret(&scratch, &port, 1, "s", &args));
+    assert_eq!((code, ended(first).0), (Some(0), Some(0)), "{said}");
+}
+
+/// Rank 0 ends because its port is taken, and rank 1 because whoever has the port says nothing.
+#[test]
+fn a_port_that_is_taken_ends_all_ranks() {
+    let scratch = Scratch::new();
+    let other = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+    let port = other.local_addr().expect("an address").port().to_string();
+    let args = flags(&["--steps", "2", "--stall-timeout", "2"]);
+    let ranks: Vec<Child> = (0..2).map(|rank| by_hand(&scratch, &port, rank, (2, 2), &args)).collect();
+    for ((code, said), expected) in
+        ranks.into_iter().map(ended).zip(["a port that nobody has", "no answer for 2 s"])
+    {
+        assert_eq!(code, Some(1), "{said}");
+        assert!(said.contains(expected) && said.contains("MASTER_PORT"), "{said}");
+    }
+}
+
+/// Linux has all of 127.0.0.0/8 as addresses of its own.
+#[cfg(target_os = "linux")]
+#[test]
+fn rank_0_listens_at_the_address_that_was_given() {
+    let scratch = Scratch::new();
+    let port = free_port();
+    let mut command = command(&scratch, &port, 0, (2, 1), &flags(&["--steps", "2"]));
+    let mut first = command.env("MASTER_ADDR", "127.0.0.2").spawn().expect("the command starts");
+    let port: u16 = port.parse().expect("a port");
+    wait_until(|| TcpStream::connect(("127.0.0.2", port)).is_ok());
+    assert!(TcpStream::connect(("127.0.0.1", port)).is_err());
+    first.kill().expect("it lives");
+    first.wait().expect("an end");
 }

@@ -110,13 +110,18 @@ fn a_rank_that_stands_still_is_named() {
 #[test]
 fn a_signal_to_one_rank_stops_and_saves_all() {
     let scratch = Scratch::new();
-    for (victim, name) in [(None, "launcher"), (Some(0), "first"), (Some(2), "last")] {
+    for (victim, name, sent, exit) in [
+        (None, "launcher", Signal::TERM, 143),
+        (Some(0), "first", Signal::TERM, 143),
+        (Some(2), "last", Signal::TERM, 143),
+        (None, "warned", Signal::USR1, 138),
+    ] {
         let launcher = scratch.start(&flags(&[&["--gpus", "3", "--name", name], &LONG[..]].concat()));
         wait_until(|| steps_of(&scratch, name) > 5);
         let target = victim.map_or(Pid::from_child(&launcher), |rank| ranks_of(&launcher)[rank]);
-        kill_process(target, Signal::TERM).expect("it lives");
+        kill_process(target, sent).expect("it lives");
         let (code, said) = ended(launcher);
-        assert_eq!(code, Some(143), "{said}");
+        assert_eq!(code, Some(exit), "{said}");
         let steps = steps_of(&scratch, name);
         assert!(said.contains(&format!("interrupted, and saved after step {steps} of")), "{said}");
         assert_eq!(said.matches("error:").count(), 1, "{said}");

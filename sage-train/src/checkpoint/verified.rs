@@ -1,0 +1,72 @@
+//! The check of a checkpoint, for whatever reads it.
+
+use std::path::Path;
+
+use candle_sage::{Error, Result};
+use sha2::{Digest, Sha256};
+
+use super::{ABOUT, About, FOLDER, MARKER, RankFile, VERSIONS, digest, name, steps};
+use crate::hex;
+use crate::ranks::Rank;
+
+/// Reads what a checkpoint says of itself, and checks its marker, its version, its name and the hashes of its files; each rank
+/// checks its share of the files.
+///
+/// # Errors
+/// When the checkpoint is damaged, incomplete, of another step than its folder's, or from a later version.
+pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(About, Vec<RankFile>)> {
+    let refuse = |file: &str, got: String, allowed: &str| {
+        let others: Vec<String> =
+            steps(&run.join(FOLDER)).into_iter().map(name).filter(|other| !path.ends_with(other)).collect();
+        let hint = match others.last() {
+            Some(other) => format!("move it away: then --resume {} goes on from {other}", run.display()),
+            None => "no other checkpoint is left in this run".into(),
+        };
+        Err(Error::new(format!("the checkpoint {} cannot be used", path.display()))
+            .got(format!("{file}: {got}"))
+            .allowed(allowed)
+            .hint(hint))
+    };
+    let read = |file: &str| std::fs::read(path.join(file)).map_err(|error| error.to_string());
+    let text = match read(ABOUT) {
+        Ok(text) => text,
+        Err(error) => return refuse(ABOUT, error, "a whole checkpoint"),
+    };
+    match read(MARKER) {
+        Err(error) => return refuse(MARKER, error, "the marker that is written last"),
+        Ok(marker) if marker != hex(&Sha256::digest(&text)).as_bytes() => {
+            return refuse(
+                ABOUT,
+                "changed since it was written".into(),
+                "the file that the marker was made for",
+            );
+        }
+        Ok(_) => {}
+    }
+    let about: About = match serde_json::from_slice(&text) {
+        Ok(about) => about,
+        Err(error) => return refuse(ABOUT, error.to_string(), "what this version writes"),
+    };
+    if !VERSIONS.contains(&about.version) {
+        let allowed = format!("version {} or {}", VERSIONS[0], VERSIONS[1]);
+        return refuse(ABOUT, format!("version {}", about.version), &allowed);
+    }
+    if !path.ends_with(name(about.step)) {
+        return refuse(ABOUT, format!("of {}", name(about.step)), "the folder that it was written to");
+    }
+    let Some(files) = about.files() else {
+        return refuse(ABOUT, "no list of files that fits".into(), "what this version writes");
+    };
+    for file in files.iter().skip(rank.index).step_by(rank.of) {
+        let (bytes, sha256) = match digest(&path.join(&file.name)) {
+            Ok(digest) => digest,
+            Err(error) => return refuse(&file.name, error.to_string(), "a whole checkpoint"),
+        };
+        if (bytes, &sha256) != (file.bytes, &file.sha256) {
+            let got = format!("{bytes} bytes with SHA-256 {sha256:.12}");
+            let allowed = format!("{} bytes with SHA-256 {:.12}", file.bytes, file.sha256);
+            return refuse(&file.name, got, &allowed);
+        }
+    }
+    Ok((about, files))
+}

@@ -1,0 +1,145 @@
+//! How a connection between ranks begins. The side that listens sends a challenge; the side that connects answers with a greeting
+//! that proves that it knows the run's secret.
+
+use std::io::{Error, ErrorKind, Read, Result};
+use std::net::{TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use super::message::{Hello, MOST_HELLO, Message, length, receive_within, send};
+use super::secret::{Secret, random};
+
+/// How long a new connection may take for its greeting.
+const HELLO_TIME: Duration = Duration::from_secs(5);
+
+/// The most new connections that are kept. The oldest is dropped for a further one, so that strangers cannot use up all file
+/// descriptors.
+const MOST_WAITING: usize = 256;
+
+/// A listener whose new connections are read concurrently: a silent connection does not delay the others.
+#[derive(Debug)]
+pub(super) struct Greetings {
+    listener: TcpListener,
+    secret: Secret,
+    waiting: Vec<Waiting>,
+}
+
+/// A connection that has greeted.
+#[derive(Debug)]
+pub(super) struct Greeted {
+    pub(super) stream: TcpStream,
+    pub(super) hello: Hello,
+    /// Whether the sender knows the run's secret.
+    pub(super) is_proven: bool,
+}
+
+/// A connection that has not greeted yet.
+#[derive(Debug)]
+struct Waiting {
+    stream: TcpStream,
+    challenge: String,
+    since: Instant,
+    bytes: Vec<u8>,
+}
+
+impl Greetings {
+    /// Takes the connections of a listener.
+    pub(super) fn new(listener: TcpListener, secret: &Secret) -> Result<Self> {
+        listener.set_nonblocking(true)?;
+        Ok(Self { listener, secret: secret.clone(), waiting: Vec::new() })
+    }
+
+    /// The next connection that has greeted; `None` if there is none at the moment.
+    ///
+    /// # Errors
+    /// When the listener fails.
+    pub(super) fn next(&mut self) -> Result<Option<Greeted>> {
+        self.accept()?;
+        let mut at = 0;
+        while at < self.waiting.len() {
+            match self.waiting[at].read() {
+                Ok(None) if self.waiting[at].since.elapsed() < HELLO_TIME => at += 1,
+                Ok(Some(hello)) => {
+                    let Waiting { stream, challenge, .. } = self.waiting.remove(at);
+                    if stream.set_nonblocking(false).is_ok() {
+                        let is_proven = self.secret.is_proven(&challenge, &hello);
+                        return Ok(Some(Greeted { stream, hello, is_proven }));
+                    }
+                }
+                // A connection that is silent, closed, or says something else is dropped.
+                Ok(None) | Err(_) => drop(self.waiting.remove(at)),
+            }
+        }
+        Ok(None)
+    }
+
+    /// Accepts the connections that have arrived, and sends each its challenge.
+    fn accept(&mut self) -> Result<()> {
+        // The number is bounded, so that a flood of connections does not keep those from being read that have greeted.
+        for _ in 0..MOST_WAITING {
+            let mut stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                Err(error)
+                    if [ErrorKind::ConnectionAborted, ErrorKind::Interrupted].contains(&error.kind()) =>
+                {
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            let challenge = random().map_err(Error::other)?;
+            let message = Message::Challenge { nonce: challenge.clone() };
+            // The buffer of a new connection has room for the challenge.
+            if stream.set_nonblocking(true).and_then(|()| send(&mut stream, &message)).is_err() {
+                continue;
+            }
+            if self.waiting.len() == MOST_WAITING {
+                self.waiting.remove(0);
+            }
+            self.waiting.push(Waiting { stream, challenge, since: Instant::now(), bytes: Vec::new() });
+        }
+        Ok(())
+    }
+}
+
+impl Waiting {
+    /// The greeting, once all of it has arrived. Bytes after it stay in the connection.
+    fn read(&mut self) -> Result<Option<Hello>> {
+        loop {
+            let whole = match self.bytes.first_chunk() {
+                None => 4,
+                Some(&len) => 4 + length(len, MOST_HELLO)?,
+            };
+            if self.bytes.len() >= 4 && self.bytes.len() == whole {
+                return match serde_json::from_slice(&self.bytes[4..])? {
+                    Message::Hello(hello) => Ok(Some(hello)),
+                    _ => Err(ErrorKind::InvalidData.into()),
+                };
+            }
+            let mut part = vec![0; whole - self.bytes.len()];
+            match self.stream.read(&mut part) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(len) => self.bytes.extend(&part[..len]),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+/// Answers the challenge of the side that listens, which must come within `patience`.
+///
+/// # Errors
+/// When the connection is closed, silent, or of another program (`InvalidData`).
+pub(super) fn introduce(
+    stream: &mut TcpStream,
+    secret: &Secret,
+    hello: Hello,
+    patience: Duration,
+) -> Result<()> {
+    let Message::Challenge { nonce } = receive_within(stream, patience)? else {
+        return Err(ErrorKind::InvalidData.into());
+    };
+    stream.set_read_timeout(None)?;
+    send(stream, &Message::Hello(secret.sign(&nonce, hello)))
+}

@@ -1,0 +1,76 @@
+//! What a rank knows of the progress of another one.
+
+use std::time::{Duration, Instant};
+
+/// The limit for work that may take long: tokenizing, reading and writing weights and checkpoints. A disk or
+/// file system that hangs is detected only after this time.
+const ASIDE: Duration = Duration::from_secs(6 * 3600);
+
+/// What is known of the progress of a rank.
+#[derive(Debug, Clone)]
+pub(super) struct Life {
+    /// When its last heartbeat came.
+    pub(super) heard: Instant,
+    /// The step that it is in, from 1; 0 before the first.
+    pub(super) step: u64,
+    /// Its count of units of progress, and when anything in its state last changed.
+    pub(super) ticks: u64,
+    pub(super) since: Instant,
+    pub(super) doing: String,
+    /// It is in work that may take long: [`ASIDE`] is its limit.
+    pub(super) aside: bool,
+    /// It has left the run, and sends nothing more.
+    pub(super) left: bool,
+}
+
+impl Life {
+    pub(super) fn new() -> Self {
+        let now = Instant::now();
+        Self {
+            heard: now,
+            step: 0,
+            ticks: 0,
+            since: now,
+            doing: "starting".into(),
+            aside: false,
+            left: false,
+        }
+    }
+
+    pub(super) fn hear(&mut self, step: u64, ticks: u64, doing: String, aside: bool) {
+        self.heard = Instant::now();
+        if (step, ticks, &doing, aside) != (self.step, self.ticks, &self.doing, self.aside) {
+            self.since = self.heard;
+        }
+        (self.step, self.ticks, self.doing, self.aside) = (step, ticks, doing, aside);
+    }
+
+    /// Whether the rank has made no progress for longer than allowed.
+    pub(super) fn stands_still(&self, limit: Duration) -> bool {
+        self.since.elapsed() > if self.aside { ASIDE } else { limit }
+    }
+
+    /// Where the rank is, for messages: what it is doing, and in which step.
+    pub(super) fn place(&self) -> String {
+        match self.step {
+            0 => self.doing.clone(),
+            _ if self.doing.starts_with("step ") => self.doing.clone(),
+            step => format!("{} in step {step}", self.doing),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_has_its_step() {
+        let mut life = Life::new();
+        assert_eq!(life.place(), "starting");
+        life.hear(3, 0, "step 3 of 9".into(), false);
+        assert_eq!(life.place(), "step 3 of 9");
+        life.hear(3, 0, "a checkpoint".into(), true);
+        assert_eq!(life.place(), "a checkpoint in step 3");
+    }
+}

@@ -1,0 +1,142 @@
+//! Studies of made-up runs.
+
+use super::*;
+use crate::config::Config;
+use crate::metrics::Point;
+use crate::report::statistics::Verdict;
+use crate::runs::{Ending, Start, Status};
+
+/// A finished run with these settings and one validation loss for each step.
+fn run(settings: &str, losses: &[f64]) -> Run {
+    let settings = format!("{settings}\nsteps = {}", losses.len());
+    let config = Config::resolve(toml::from_str(&settings).expect("settings")).expect("a run");
+    let point = |(n, loss): (usize, &f64)| Point {
+        step: n as u64 + 1,
+        tokens: 1000 * (n as u64 + 1),
+        val_loss: Some(*loss),
+        tokens_per_second: 100.0,
+        ..Point::default()
+    };
+    Run {
+        folder: "runs/x".into(),
+        config,
+        points: losses.iter().enumerate().map(point).collect(),
+        probes: Vec::new(),
+        starts: Vec::new(),
+        ending: Some(Ending { status: Status::Finished, reason: None }),
+    }
+}
+
+fn study(runs: Vec<Run>) -> Study {
+    Study::new(runs, &Words { milestone: Some(2.5), ..Words::default() }).expect("a study")
+}
+
+#[test]
+fn seeds_are_pairs_and_arms_are_compared_within_their_panel() {
+    let mut runs = Vec::new();
+    for (norm, base) in [("on", 2.0), ("off", 3.0)] {
+        for (seed, chance) in [(1, 0.0), (2, 0.5), (3, -0.4)] {
+            // The seeds differ by far more than the arms.
+            for (attn, cost) in [("sagebwd", 0.01), ("fpa", 0.0)] {
+                let settings = format!("attn = \"{attn}\"\nqk-norm = \"{norm}\"\nseed = {seed}");
+                runs.push(run(&settings, &[9.0, base + chance + cost]));
+            }
+        }
+    }
+    let study = study(runs);
+    let labels: Vec<&str> = study.panels.iter().map(|panel| panel.label.as_str()).collect();
+    assert_eq!(labels, ["qk-norm on", "qk-norm off"]);
+    for (panel, base) in study.panels.iter().zip([2.0, 3.0]) {
+        let [exact, sage] = panel.arms.as_slice() else { panic!("two arms") };
+        assert_eq!((exact.label.as_str(), sage.label.as_str()), ("fpa", "sagebwd"));
+        assert!((exact.loss.expect("losses").value - base - 0.1 / 3.0).abs() < 1e-9);
+        let difference = sage.difference.expect("a baseline");
+        assert!(
+            difference.paired && (difference.mean.value - 100.0 * 0.01 / (base + 0.1 / 3.0)).abs() < 1e-9
+        );
+        assert!(difference.mean.half.expect("three seeds") < 1e-9);
+    }
+}
+
+#[test]
+fn without_common_seeds_means_are_compared_and_the_unfinished_do_not_count() {
+    let mut cut = run("attn = \"fpa\"\nseed = 3", &[1.0, 0.5]);
+    cut.points.pop();
+    cut.ending = None;
+    let runs = vec![
+        run("attn = \"fpa\"\nseed = 1", &[3.0, 2.0]),
+        run("attn = \"fpa\"\nseed = 2", &[3.0, 2.2]),
+        cut,
+        run("attn = \"sagebwd\"\nseed = 5\nsmoothing = \"none\"", &[4.0, 2.4]),
+        run("attn = \"sagebwd\"\nseed = 6\nsmoothing = \"k\"", &[4.0, 2.0]),
+    ];
+    let study = study(runs);
+    let arms = &study.panels[0].arms;
+    let labels: Vec<&str> = arms.iter().map(|arm| arm.label.as_str()).collect();
+    assert_eq!(labels, ["fpa", "sagebwd, smoothing none", "sagebwd, smoothing k"]);
+    assert_eq!(arms[0].loss.expect("two are finished").count, 2);
+    let difference = arms[1].difference.expect("means");
+    assert!(!difference.paired && difference.verdict == Verdict::OneSeed);
+    assert!(study.to_text().contains("one seed: no interval, no pairs"));
+}
+
+#[test]
+fn repetitions_of_a_seed_are_one_and_other_data_is_no_pair() {
+    let of =
+        |attn: &str, seed: u64, loss: f64| run(&format!("attn = \"{attn}\"\nseed = {seed}"), &[9.0, loss]);
+    let mut runs = vec![of("fpa", 1, 2.0), of("fpa", 1, 2.2), of("sagebwd", 1, 2.1), of("sagebwd", 1, 2.1)];
+    let study = study(runs.clone());
+    let arms = &study.panels[0].arms;
+    assert_eq!((arms[0].loss.expect("a loss").count, arms[0].outcomes().as_str()), (1, "2 runs of 1 seed"));
+    let difference = arms[1].difference.expect("a pair");
+    assert!(difference.verdict == Verdict::OneSeed && difference.mean.value.abs() < 1e-9);
+    // Three seeds of each arm; the data of one pair differs.
+    runs.extend([2, 3].map(|seed| of("fpa", seed, 2.0)));
+    runs.extend([2, 3].map(|seed| of("sagebwd", seed, 2.0)));
+    for (n, run) in runs.iter_mut().enumerate() {
+        run.starts = vec![start(if n == 7 { "b" } else { "a" })];
+    }
+    let study = self::study(runs);
+    assert_eq!(study.panels[0].arms[1].difference.expect("pairs").mean.count, 2);
+    assert!(
+        study.to_text().contains("warning: 1 run of a seed of the baseline had other data"),
+        "{}",
+        study.to_text()
+    );
+}
+
+fn start(data_fingerprint: &str) -> Start {
+    Start {
+        command: Vec::new(),
+        version: String::new(),
+        commit: None,
+        host: String::new(),
+        hardware: String::new(),
+        time: 0,
+        step: 0,
+        data: String::new(),
+        data_fingerprint: data_fingerprint.into(),
+        tokenizer: None,
+        unigram_entropy: 5.0,
+        parameters: 1,
+        ranks: 1,
+        context_parallel: 1,
+        micro_batch: None,
+    }
+}
+
+#[test]
+fn a_milestone_is_reached_between_validations() {
+    let one = run("seed = 1", &[4.0, 3.0, 2.0]);
+    assert_eq!(reached(&one, 2.5), Some(2500.0));
+    assert_eq!(reached(&one, 4.0), None, "when is not known");
+    assert_eq!(reached(&one, 1.0), None);
+    let study = study(vec![one, run("seed = 2", &[4.0, 2.0, 2.0])]);
+    let arm = &study.panels[0].arms[0];
+    assert_eq!(arm.reached.expect("both").value, (2500.0 + 1750.0) / 2.0);
+    assert!(study.to_text().contains("tokens to 2.5"));
+    // By the first validation: neither a number nor an interval.
+    let early = [run("seed = 1", &[2.4, 2.0]), run("seed = 2", &[2.3, 2.0])];
+    let text = self::study(early.to_vec()).to_text();
+    assert!(text.contains("before 1K"), "{text}");
+}
