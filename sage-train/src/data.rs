@@ -30,7 +30,8 @@ pub use config::DataConfig;
 pub use feed::Feed;
 pub use mixture::Mixture;
 pub use shares::Shares;
-pub use tokenizer::Tokenizer;
+pub(crate) use tokenizer::token_ids;
+pub use tokenizer::{Boundaries, Tokenizer};
 pub use tokens::Tokens;
 pub use verify::Verification;
 

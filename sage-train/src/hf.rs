@@ -2,6 +2,8 @@
 //! holds the shape; `model.safetensors` (or several files with an index) the weights, under the same names as
 //! in a run.
 
+mod config;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path};
 
@@ -11,7 +13,9 @@ use clap::ValueEnum;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::data::Tokenizer;
+use config::{HfConfig, unusable};
+
+use crate::data::{Boundaries, Tokenizer, token_ids};
 use crate::model::{LlamaConfig, ParameterSpec, Parameters, StateFile};
 use crate::partial::Folder;
 use crate::quantity::Quantity;
@@ -20,113 +24,18 @@ use crate::settings::{
     AttentionSettings, Settings, Sla2Settings, SmoothingSetting, Switch, TailSetting, exported_settings,
     form_name,
 };
-use crate::{during, tell, writing};
+use crate::{during, read_small, tell, writing};
 
 const CONFIG: &str = "config.json";
 /// For a model trained with FP4 or with SLA2: the settings that an attention runtime needs.
 const ATTENTION: &str = "attention.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
-const HINT: &str = "models like SmolLM and Qwen3-0.6B can be: Llama or Qwen3, a tied embedding, plain angles";
-
-/// The part of a `config.json` that is used. Fields that would change the computation are checked.
-#[derive(Debug, Clone, PartialEq, Deserialize)]
-struct HfConfig {
-    model_type: String,
-    vocab_size: usize,
-    hidden_size: usize,
-    intermediate_size: usize,
-    num_hidden_layers: usize,
-    num_attention_heads: usize,
-    num_key_value_heads: Option<usize>,
-    head_dim: Option<usize>,
-    rms_norm_eps: f64,
-    max_position_embeddings: usize,
-    #[serde(default)]
-    tie_word_embeddings: bool,
-    #[serde(default)]
-    attention_bias: bool,
-    #[serde(default)]
-    mlp_bias: bool,
-    #[serde(default)]
-    use_sliding_window: bool,
-    hidden_act: Option<String>,
-    rope_theta: Option<f64>,
-    rope_scaling: Option<Rope>,
-    /// Replaces the two fields before in transformers 5.
-    rope_parameters: Option<Rope>,
-}
-
-#[derive(Debug, Clone, PartialEq, Deserialize)]
-struct Rope {
-    #[serde(alias = "type")]
-    rope_type: Option<String>,
-    rope_theta: Option<f64>,
-}
-
-fn unusable(folder: &Path, got: String, allowed: &str) -> Error {
-    Error::new(format!("the model in {} cannot be continued", folder.display()))
-        .got(got)
-        .allowed(allowed)
-        .hint(HINT)
-}
-
-impl HfConfig {
-    fn read(folder: &Path) -> Result<Self> {
-        let path = folder.join(CONFIG);
-        let failed = || format!("cannot use {}", path.display());
-        let text = std::fs::read(&path).map_err(during(failed())).map_err(|error| {
-            if folder.join("config.toml").exists() {
-                let run = folder.display();
-                error.hint(format!(
-                    "this is a run: `sage-train export {run} --to DIR` writes what is taken here"
-                ))
-            } else {
-                error.hint("this takes a folder with config.json, model.safetensors, tokenizer.json")
-            }
-        })?;
-        let config: Self =
-            serde_json::from_slice(&text).map_err(during(failed())).map_err(|error| error.hint(HINT))?;
-        config.check(folder)?;
-        Ok(config)
-    }
-
-    fn check(&self, folder: &Path) -> Result<()> {
-        let scaled = [&self.rope_scaling, &self.rope_parameters]
-            .into_iter()
-            .flatten()
-            .find_map(|rope| rope.rope_type.clone().filter(|kind| kind != "default"));
-        let refused = [
-            (
-                !["llama", "qwen3"].contains(&self.model_type.as_str()),
-                format!("model_type {}", self.model_type),
-                "llama, qwen3",
-            ),
-            (!self.tie_word_embeddings, "an output matrix of its own".into(), "tie_word_embeddings: true"),
-            (self.attention_bias || self.mlp_bias, "biases".into(), "attention_bias and mlp_bias: false"),
-            (self.use_sliding_window, "a sliding window".into(), "use_sliding_window: false"),
-            (
-                self.hidden_act.as_deref().is_some_and(|act| act != "silu"),
-                format!("{:?}", self.hidden_act),
-                "hidden_act: silu",
-            ),
-            (
-                scaled.is_some(),
-                format!("rotary scaling {}", scaled.unwrap_or_default()),
-                "rope_type: default",
-            ),
-            (self.num_attention_heads == 0, "no heads".into(), "1 and up"),
-        ];
-        match refused.into_iter().find(|(refused, ..)| *refused) {
-            Some((_, got, allowed)) => Err(unusable(folder, got, allowed)),
-            None => Ok(()),
-        }
-    }
-
-    fn rope_theta(&self) -> f64 {
-        self.rope_parameters.as_ref().and_then(|rope| rope.rope_theta).or(self.rope_theta).unwrap_or(10_000.0)
-    }
-}
+const GENERATION: &str = "generation_config.json";
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const HEAD: &str = "lm_head.weight";
+/// The largest of these JSON files but the index, in bytes.
+const MOST: u64 = 1 << 20;
 
 /// The settings in a folder's `config.json`. The context is not set: any length up to the model's is
 /// possible.
@@ -223,6 +132,7 @@ pub fn load(
         .is_some_and(|sla2| exported.as_deref() == Some(form_name(sla2)) && no_tail == sla2.tail.is_none());
     let files = weight_files(folder)?;
     let opened = files.iter().map(|name| StateFile::open(&folder.join(name))).collect::<Result<Vec<_>>>()?;
+    check_tied(folder, config, &opened)?;
     tell_of_others(folder, config, &opened);
     let values = |spec: &ParameterSpec| {
         let holder = opened.iter().find(|file| file.contains(&spec.name));
@@ -239,7 +149,7 @@ fn tell_of_others(folder: &Path, config: &LlamaConfig, files: &[StateFile]) {
     let specs = config.parameter_specs();
     let known: BTreeSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
     // The head is the embedding, and the angles are computed.
-    let derived = |name: &str| name == "lm_head.weight" || name.ends_with("rotary_emb.inv_freq");
+    let derived = |name: &str| name == HEAD || name.ends_with("rotary_emb.inv_freq");
     let left: BTreeSet<&str> = files
         .iter()
         .flat_map(StateFile::names)
@@ -251,6 +161,68 @@ fn tell_of_others(folder: &Path, config: &LlamaConfig, files: &[StateFile]) {
             left.len(),
             folder.display()
         ));
+    }
+}
+
+/// The tokens around a document, as `generation_config.json` or else `config.json` says: the first of `bos_token_id` and all of
+/// `eos_token_id`. What neither file says is the tokenizer's end-of-text token.
+///
+/// # Errors
+/// When a file cannot be read, or an id is not in the tokenizer.
+pub fn boundaries(folder: &Path, tokenizer: &Tokenizer) -> Result<Boundaries> {
+    let (mut begin, mut ends) = (Vec::new(), Vec::new());
+    for name in [GENERATION, CONFIG] {
+        let path = folder.join(name);
+        if !path.exists() {
+            continue;
+        }
+        let failed = || format!("cannot use {}", path.display());
+        let text = read_small(&path, MOST).map_err(during(failed()))?;
+        let config: Value = serde_json::from_str(&text).map_err(during(failed()))?;
+        let ids = |key: &str| {
+            let ids = token_ids(&config, key).and_then(|ids| {
+                let missing = ids.iter().find(|&&id| tokenizer.entry(id).is_err());
+                missing.map_or(Ok(ids.clone()), |id| {
+                    Err(format!("`{key}`: {id}, which is not in the vocabulary"))
+                })
+            });
+            ids.map_err(|got| {
+                Error::new(failed()).got(got).allowed("the id of a token, or a list of ids").hint(format!(
+                    "ids are those of tokenizer.json, which has {} entries",
+                    tokenizer.vocab_size()
+                ))
+            })
+        };
+        if begin.is_empty() {
+            begin = ids("bos_token_id")?;
+        }
+        if ends.is_empty() {
+            ends = ids("eos_token_id")?;
+        }
+    }
+    let own = tokenizer.boundaries();
+    Ok(Boundaries {
+        begin: begin.first().copied().unwrap_or(own.begin),
+        ends: if ends.is_empty() { own.ends } else { ends },
+    })
+}
+
+/// Checks that an output matrix among the weights is the embedding, which computes the logits here.
+fn check_tied(folder: &Path, config: &LlamaConfig, files: &[StateFile]) -> Result<()> {
+    let specs = config.parameter_specs();
+    let Some(embedding) = specs.iter().find(|spec| spec.name == EMBEDDING) else { return Ok(()) };
+    let head = ParameterSpec { name: HEAD.into(), ..embedding.clone() };
+    let of = |spec: &ParameterSpec| {
+        let holder = files.iter().find(|file| file.contains(&spec.name));
+        holder.map(|file| file.values(spec, "")).transpose()
+    };
+    match (of(&head)?, of(embedding)?) {
+        (Some(head), Some(embedding)) if head != embedding => Err(unusable(
+            folder,
+            format!("tie_word_embeddings: true, and {HEAD} that is not {EMBEDDING}"),
+            "one matrix for both",
+        )),
+        _ => Ok(()),
     }
 }
 
@@ -353,7 +325,7 @@ fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
     let Model { config, parameters, tokenizer } = model;
     let end = tokenizer.end_of_text();
     write(CONFIG, &config_json(config, end, dtype))?;
-    write("generation_config.json", &json!({ "bos_token_id": end, "eos_token_id": end }))?;
+    write(GENERATION, &json!({ "bos_token_id": end, "eos_token_id": end }))?;
     write("tokenizer_config.json", &tokenizer_config(tokenizer, config.context)?)?;
     tokenizer.save_as_trained(&to.join("tokenizer.json"))?;
     if let Some(scheme) = config.scheme {

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
-use candle_sage::{Result, Scheme};
+use candle_sage::{Error, Result, Scheme};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -58,6 +58,10 @@ pub struct Writer<'a> {
     pub following: Scheme,
     /// The tokenizer.
     pub tokenizer: &'a Tokenizer,
+    /// The token in front of the prompt, if there is to be one.
+    pub begin: Option<u32>,
+    /// The tokens that end a document.
+    pub ends: &'a [u32],
     /// The most tokens that the model attends to. When the cache is full, its older half is dropped.
     pub context: usize,
     /// The device.
@@ -72,8 +76,15 @@ impl Writer<'_> {
     /// When the model or the tokenizer fails.
     pub fn write(&self, prompt: &str, tokens: usize, sampling: &Sampling) -> Result<Written> {
         let mut rng = ChaCha8Rng::seed_from_u64(sampling.seed);
-        let mut ids = vec![self.tokenizer.end_of_text()];
+        let mut ids: Vec<u32> = self.begin.into_iter().collect();
+        let before = ids.len();
         ids.extend(self.tokenizer.encode(prompt)?);
+        if ids.is_empty() {
+            return Err(Error::new("a text needs a first token")
+                .got("an empty prompt without a token in front of it")
+                .allowed("a prompt, or the token in front of it")
+                .hint("leave --no-bos out, or give a prompt"));
+        }
         let begun = ids.len();
         let mut past = None;
         let mut start = Instant::now();
@@ -85,14 +96,15 @@ impl Writer<'_> {
             if ids.len() == begun {
                 start = Instant::now();
             }
-            if next == self.tokenizer.end_of_text() {
+            if self.ends.contains(&next) {
                 break;
             }
             ids.push(next);
         }
         let seconds = start.elapsed().as_secs_f64();
         // Some decoders remove the space in front of a text: what follows the prompt keeps its own.
-        let (prompt, all) = (self.tokenizer.decode(&ids[1..begun])?, self.tokenizer.decode(&ids[1..])?);
+        let (prompt, all) =
+            (self.tokenizer.decode(&ids[before..begun])?, self.tokenizer.decode(&ids[before..])?);
         let text = match all.strip_prefix(&prompt) {
             Some(text) => text.to_owned(),
             None => self.tokenizer.decode(&ids[begun..])?,

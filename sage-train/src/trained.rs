@@ -8,7 +8,7 @@ use candle_sage::{Error, Result};
 
 use crate::checkpoint;
 use crate::config::Config;
-use crate::data::Tokenizer;
+use crate::data::{Boundaries, Tokenizer};
 use crate::device::Place;
 use crate::hf;
 use crate::model::{Llama, Parameters, Stage};
@@ -74,6 +74,8 @@ pub struct Trained {
     pub parameters: Parameters,
     /// The tokenizer.
     pub tokenizer: Tokenizer,
+    /// The tokens around a document.
+    pub boundaries: Boundaries,
     /// The device.
     pub device: Device,
     /// Number of steps that the model was trained for, if that is known.
@@ -120,10 +122,13 @@ impl Trained {
             settings.attention.attn = settings.attention.attn.or(Some(Attn::EXACT));
             let config = Config::resolve(one_micro_batch(settings))?;
             let parameters = hf::load(folder, &config.model, &device, place.dtype(), trained)?;
+            let tokenizer = tokenizer()?;
+            let boundaries = hf::boundaries(folder, &tokenizer)?;
             return Ok(Self {
                 config,
                 parameters,
-                tokenizer: tokenizer()?,
+                tokenizer,
+                boundaries,
                 device,
                 step: None,
                 stage: Stage::Sparse,
@@ -142,7 +147,9 @@ impl Trained {
             true => Parameters::load(model, &run.join("model.safetensors"), &device, dtype, trained)?,
             false => Parameters::restore(model, &checkpoint::state(folder)?, &device, dtype, trained)?,
         };
-        Ok(Self { config, parameters, tokenizer: tokenizer()?, device, step, stage })
+        let tokenizer = tokenizer()?;
+        let boundaries = tokenizer.boundaries();
+        Ok(Self { config, parameters, tokenizer, boundaries, device, step, stage })
     }
 
     /// The model.

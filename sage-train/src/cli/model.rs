@@ -48,6 +48,9 @@ pub(super) struct Sample {
     /// Seed of the draws
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
+    /// Begin with the prompt alone, without the token in front of a document
+    #[arg(long)]
+    no_bos: bool,
     /// Numerics of attention, of the prompt and of what follows [default: the run's for the prompt, full precision for what
     /// follows]
     #[arg(long, value_enum)]
@@ -75,6 +78,8 @@ impl Sample {
             model: &trained.model()?,
             following: asked.unwrap_or(Scheme::FullPrecision),
             tokenizer,
+            begin: (!self.no_bos).then_some(trained.boundaries.begin),
+            ends: &trained.boundaries.ends,
             context: config.model.context,
             device,
         };
@@ -96,7 +101,11 @@ impl Sample {
             "; after the prompt attention is in full precision: --attn says otherwise"
         };
         let ended = if (written.tokens as u64) < self.tokens.0 { ", then the document ends" } else { "" };
-        format!("{} tokens{ended}{speed}{numerics}", written.tokens)
+        let begin = match writer.begin.map(|id| writer.tokenizer.entry(id)) {
+            Some(Ok(token)) => format!("; `{token}` is in front of the text: --no-bos leaves it out"),
+            _ => String::new(),
+        };
+        format!("{} tokens{ended}{speed}{begin}{numerics}", written.tokens)
     }
 }
 

@@ -16,6 +16,9 @@ use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer as Inner};
 
+pub use end_of_text::Boundaries;
+pub(crate) use end_of_text::token_ids;
+
 use super::DataConfig;
 use super::hub::Hub;
 use crate::{during, hex, partial, unpanicked, writing};
@@ -130,13 +133,12 @@ impl Tokenizer {
         let what = || during::<String>(format!("cannot use the tokenizer {}", path.display()));
         let hint = "a tokenizer is a tokenizer.json, as `tokenizers` writes them; --end-of-text names the token that ends a document";
         let bytes = std::fs::read(path).map_err(|e| what()(e.to_string()).hint(hint))?;
-        let beside = end_of_text::beside(path).map_err(|error| what()(error).hint(hint))?;
-        let end_of_text = end_of_text.or(beside.as_deref());
-        // The library panics on some files that are not tokenizers.
         let load = || {
             let inner = Inner::from_bytes(&bytes).map_err(|error| error.to_string())?;
-            Self::new(inner, end_of_text)
+            let beside = end_of_text::beside(path, &inner)?;
+            Self::new(inner, end_of_text.or(beside.as_deref()))
         };
+        // The library panics on some files that are not tokenizers.
         unpanicked(load).map_err(|error| what()(error).hint(hint))
     }
 

@@ -352,10 +352,13 @@ impl Run<'_> {
         let config = self.config;
         if config.sample_tokens > 0 {
             let sampling = Sampling { seed: config.seed, ..Sampling::default() };
+            let around = self.data.tokenizer.boundaries();
             let writer = Writer {
                 model: &self.trainer.model.clone().across(&Group::alone()),
                 following: Scheme::FullPrecision,
                 tokenizer: &self.data.tokenizer,
+                begin: Some(around.begin),
+                ends: &around.ends,
                 context: config.model.context,
                 device: self.trainer.device(),
             };

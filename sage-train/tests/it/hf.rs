@@ -1,5 +1,6 @@
 //! Hugging Face's format: golden models of transformers, made by scripts/hf_golden.py, and exports of them.
 
+mod foreign;
 mod sla2;
 
 use std::path::{Path, PathBuf};

@@ -5,10 +5,14 @@ use std::path::Path;
 use serde_json::Value;
 use tokenizers::Tokenizer as Inner;
 
-use super::{END_OF_TEXT, TOKENIZER_CONFIG};
+use super::{END_OF_TEXT, TOKENIZER_CONFIG, Tokenizer};
+use crate::read_small;
 
 /// End-of-text tokens of known tokenizers: GPT-2's and Qwen's, Llama 3's, Llama 2's, Gemma's, ChatML's.
 const KNOWN: [&str; 5] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>"];
+
+/// The largest file beside a tokenizer, in bytes: chat templates and added tokens stand in it.
+const MOST: u64 = 16 << 20;
 
 /// The id of the token that was named, or of a known one: special tokens first, because some vocabularies have an entry of
 /// such a name for another purpose (Gemma's `</s>` is a tag of HTML).
@@ -39,17 +43,62 @@ pub(super) fn find(inner: &Inner, named: Option<&str>) -> Result<u32, String> {
     found.ok_or_else(|| format!("no token that ends a text: {}", KNOWN.join(", ")))
 }
 
-/// The `eos_token` of the `tokenizer_config.json` beside a `tokenizer.json`.
-pub(super) fn beside(tokenizer: &Path) -> Result<Option<String>, String> {
-    let config = tokenizer.with_file_name(TOKENIZER_CONFIG);
-    // The file belongs to a tokenizer of the usual name only.
-    if tokenizer.file_name().is_none_or(|name| name != "tokenizer.json") || !config.exists() {
+/// The tokens around a document.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Boundaries {
+    /// The token in front of a document.
+    pub begin: u32,
+    /// The tokens that end a document: one or several.
+    pub ends: Vec<u32>,
+}
+
+impl Tokenizer {
+    /// The tokens around a document as training here has them: the end-of-text token, before and after.
+    pub fn boundaries(&self) -> Boundaries {
+        Boundaries { begin: self.end_of_text(), ends: vec![self.end_of_text()] }
+    }
+}
+
+/// The ids in a field of a model's `config.json` or `generation_config.json`, which is a number, a list or null.
+pub(crate) fn token_ids(config: &Value, key: &str) -> Result<Vec<u32>, String> {
+    let field = &config[key];
+    let id = |value: &Value| {
+        let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
+        id.ok_or_else(|| format!("`{key}`: {field}"))
+    };
+    match field {
+        Value::Null => Ok(Vec::new()),
+        Value::Array(ids) => ids.iter().map(id).collect(),
+        one => Ok(vec![id(one)?]),
+    }
+}
+
+/// The end-of-text token that the files beside a `tokenizer.json` name: `eos_token` of `tokenizer_config.json`, or else
+/// `eos_token_id` of a model's `config.json`.
+pub(super) fn beside(tokenizer: &Path, inner: &Inner) -> Result<Option<String>, String> {
+    // The files belong to a tokenizer of the usual name only.
+    if tokenizer.file_name().is_none_or(|name| name != "tokenizer.json") {
         return Ok(None);
     }
-    let failed = |error: String| format!("{TOKENIZER_CONFIG} beside it: {error}");
-    let text = std::fs::read(&config).map_err(|error| failed(error.to_string()))?;
-    let config: Value = serde_json::from_slice(&text).map_err(|error| failed(error.to_string()))?;
+    let read = |name: &str| -> Result<Value, String> {
+        let path = tokenizer.with_file_name(name);
+        let failed = |error: String| format!("{name} beside it: {error}");
+        match path.exists() {
+            false => Ok(Value::Null),
+            true => read_small(&path, MOST)
+                .map_err(|error| failed(error.to_string()))
+                .and_then(|text| serde_json::from_str(&text).map_err(|error| failed(error.to_string()))),
+        }
+    };
+    let config = read(TOKENIZER_CONFIG)?;
     // Older versions of transformers write the token as an object.
     let token = &config["eos_token"];
-    Ok(token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned))
+    if let Some(name) = token.as_str().or_else(|| token["content"].as_str()) {
+        return Ok(Some(name.to_owned()));
+    }
+    let ids = token_ids(&read("config.json")?, "eos_token_id")?;
+    // transformers writes id 2 for a Llama whose author set none: an id counts if it is a special token.
+    let added = inner.get_added_tokens_decoder();
+    let special = ids.iter().filter_map(|id| added.get(id)).find(|token| token.special);
+    Ok(special.map(|token| token.content.clone()))
 }

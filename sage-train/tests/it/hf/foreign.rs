@@ -1,0 +1,115 @@
+//! Folders of other makers: ids of special tokens, output matrices, rotary embeddings written twice.
+
+use std::collections::HashMap;
+
+use candle_core::{Device, Result, Tensor};
+use sage_train::data::{Boundaries, Tokenizer};
+use sage_train::hf;
+use serde_json::{Value, json};
+
+use super::golden;
+use crate::support::Scratch;
+
+/// A copy of the golden Llama in folder `m` whose `config.json` has other values.
+fn folder(scratch: &Scratch, changes: &Value) {
+    for file in ["model.safetensors", "tokenizer.json"] {
+        scratch.file(&format!("m/{file}"), std::fs::read(golden("llama").join(file)).expect("a file"));
+    }
+    let text = std::fs::read(golden("llama").join("config.json")).expect("a file");
+    let mut config: Value = serde_json::from_slice(&text).expect("JSON");
+    for (key, value) in changes.as_object().expect("an object") {
+        config[key] = value.clone();
+    }
+    scratch.file("m/config.json", config.to_string());
+}
+
+#[test]
+fn documents_begin_and_end_as_the_folder_says() {
+    let scratch = Scratch::new();
+    let found = |changes: Value| {
+        folder(&scratch, &changes);
+        let at = scratch.path().join("m");
+        Tokenizer::load(&at.join("tokenizer.json")).and_then(|tokenizer| hf::boundaries(&at, &tokenizer))
+    };
+    let of = |begin: u32, ends: &[u32]| Ok(Boundaries { begin, ends: ends.to_vec() });
+    let neither = json!({"bos_token_id": null, "eos_token_id": null});
+    assert_eq!(found(neither.clone()), of(0, &[0]));
+    assert_eq!(found(json!({"bos_token_id": 3, "eos_token_id": 5})), of(3, &[5]));
+    assert_eq!(found(json!({"bos_token_id": [3, 4], "eos_token_id": [5, 7]})), of(3, &[5, 7]));
+    for wrong in [json!(300), json!(-1), json!("</s>"), json!([0, null])] {
+        let error = found(json!({"eos_token_id": wrong})).expect_err("not an id").to_string();
+        assert!(error.contains("eos_token_id") && error.contains("hint:"), "{error}");
+    }
+    // generation_config.json has the last word, key by key.
+    scratch.file("m/generation_config.json", json!({"eos_token_id": [9, 8]}).to_string());
+    assert_eq!(found(json!({"bos_token_id": 3, "eos_token_id": 5})), of(3, &[9, 8]));
+    // Any of the ids ends a text: of a model whose every token does, nothing is left.
+    let all: Vec<u32> = (0..300).collect();
+    scratch.file("m/generation_config.json", json!({"bos_token_id": 0, "eos_token_id": all}).to_string());
+    let output = scratch.run(&["sample", "m", "the", "--tokens", "5"]);
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "the\n", "{told}");
+    assert!(
+        told.contains("0 tokens, then the document ends") && told.contains("`<|endoftext|>` is in front"),
+        "{told}"
+    );
+    let output = scratch.run(&["sample", "m", "the", "--tokens", "5", "--no-bos"]);
+    assert!(output.status.success() && !String::from_utf8_lossy(&output.stderr).contains("in front"));
+    assert!(scratch.fails(&["sample", "m", "--no-bos"]).contains("needs a first token"));
+}
+
+/// `config.json` names the end of a document where no `tokenizer_config.json` does and no token is known.
+#[test]
+fn a_tokenizer_takes_the_id_of_its_model() {
+    let scratch = Scratch::new();
+    folder(&scratch, &json!({"eos_token_id": [0]}));
+    let path = scratch.path().join("m/tokenizer.json");
+    let text = std::fs::read_to_string(&path).expect("a file").replace("<|endoftext|>", "<|stop|>");
+    std::fs::write(&path, text).expect("a file");
+    assert_eq!(Tokenizer::load(&path).expect("a tokenizer").end_of_text(), 0);
+    // 2 is a quotation mark, and not a special token.
+    folder(&scratch, &json!({"eos_token_id": 2}));
+    assert_eq!(Tokenizer::load(&path).expect("a tokenizer").end_of_text(), 0);
+}
+
+#[test]
+fn another_output_matrix_is_refused() -> Result<()> {
+    let scratch = Scratch::new();
+    folder(&scratch, &json!({}));
+    let path = scratch.path().join("m/model.safetensors");
+    let mut weights: HashMap<String, Tensor> = candle_core::safetensors::load(&path, &Device::Cpu)?;
+    let embedding = weights["model.embed_tokens.weight"].clone();
+    weights.insert("lm_head.weight".into(), embedding.clone());
+    candle_core::safetensors::save(&weights, &path)?;
+    scratch.ok(&["sample", "m", "the", "--tokens", "1"]);
+    weights.insert("lm_head.weight".into(), (embedding + 1e-3)?);
+    candle_core::safetensors::save(&weights, &path)?;
+    let error = scratch.fails(&["sample", "m", "the", "--tokens", "1"]);
+    assert!(error.contains("tie_word_embeddings: true, and lm_head.weight that is not"), "{error}");
+    Ok(())
+}
+
+#[test]
+fn the_kind_of_rotary_embedding_may_be_written_twice() {
+    let scratch = Scratch::new();
+    let read = |rope: Value| {
+        folder(&scratch, &json!({"rope_parameters": null, "rope_theta": 5000, "rope_scaling": rope}));
+        hf::settings(&scratch.path().join("m")).map(|settings| settings.model.rope_base)
+    };
+    for plain in [json!(null), json!({"type": "default", "rope_type": "default"}), json!({"type": "default"})]
+    {
+        assert_eq!(read(plain), Ok(Some(5000.0)));
+    }
+    for scaled in [
+        json!({"type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
+        json!({"type": "yarn", "factor": 4.0}),
+        json!({"type": "yarn", "rope_type": "default", "factor": 4.0}),
+    ] {
+        let error = read(scaled).expect_err("scaled").to_string();
+        assert!(error.contains("rotary scaling yarn") && error.contains("rope_type: default"), "{error}");
+    }
+    // The architecture is the reason, whatever else its file lacks.
+    scratch.file("m/config.json", r#"{"model_type": "gpt2", "n_embd": 32}"#);
+    let error = hf::settings(&scratch.path().join("m")).expect_err("another").to_string();
+    assert!(error.contains("model_type gpt2") && error.contains("llama, qwen3"), "{error}");
+}
