@@ -1,5 +1,6 @@
 //! The command line.
 
+mod attending;
 mod bench;
 mod data;
 mod lists;

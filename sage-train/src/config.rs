@@ -2,6 +2,7 @@
 
 mod attention;
 mod batch;
+mod branch;
 mod checkpoints;
 mod identity;
 mod model;
@@ -21,10 +22,11 @@ use crate::device::Place;
 use crate::model::LlamaConfig;
 use crate::optim::{AdamWConfig, LearningRate};
 use crate::quantity::Quantity;
-use crate::settings::{Attn, Preset, Settings, Sla2Settings, tables};
+use crate::settings::{Attn, Preset, SchemeSetting, Settings, Sla2Settings, tables};
 use crate::{acts_on_terminals, during, read_small};
 
 pub use attention::check_own;
+pub use branch::Branch;
 pub use checkpoints::CheckpointConfig;
 pub use identity::{Identity, differing, in_words, is_meaningless, is_seed, of_attention};
 
@@ -82,6 +84,8 @@ pub struct Config {
     pub threads: Option<usize>,
     /// FLOP/s of the machine, if known.
     pub peak_flops: Option<f64>,
+    /// The run that this one was branched off, if it was.
+    pub branch: Option<Branch>,
 }
 
 /// More than any machine's cores: a mistake.
@@ -159,6 +163,7 @@ impl Config {
                 .peak_tflops
                 .map(|t| above_zero("peak-tflops", t).map(|t| t * 1e12))
                 .transpose()?,
+            branch: None,
             settings: s,
         };
         config.check_names()?;
@@ -241,12 +246,20 @@ impl Config {
 
 /// What a second validation attends with: the same as training twice would say nothing.
 fn eval_scheme(s: &Settings, model: &LlamaConfig) -> Result<Option<Scheme>> {
-    let asked = s.run.eval_attn.map(|eval| eval.instead_of(need(s.attention.attn))).transpose()?;
-    let other = asked.filter(|scheme| Some(*scheme) != model.scheme);
-    if let Some(scheme) = other {
-        LlamaConfig { scheme: Some(scheme), ..model.clone() }.validate()?;
+    let Some(asked) = s.run.eval_attn else { return Ok(None) };
+    let attn = need(s.attention.attn);
+    if !attn.is_dense() {
+        return Err(Error::new("a model cannot be validated so")
+            .got(format!("--eval-attn {asked} with --attn {attn}"))
+            .allowed(format!(
+                "--attn {}",
+                Scheme::all().iter().map(Scheme::name).collect::<Vec<_>>().join(", ")
+            ))
+            .hint("without attention, or with selected blocks, a model is another: its weights do not fit"));
     }
-    Ok(other)
+    let SchemeSetting(scheme) = asked;
+    let same = Some(scheme) == model.scheme && model.layer_schemes.is_empty();
+    Ok((!same).then_some(scheme))
 }
 
 /// The largest file of settings, in bytes.

@@ -22,7 +22,7 @@ use crate::quantity::Quantity;
 use crate::ranks::Ranks;
 use crate::settings::{
     AttentionSettings, Settings, Sla2Settings, SmoothingSetting, Switch, TailSetting, exported_settings,
-    form_name,
+    form_name, in_words_by_layer,
 };
 use crate::{during, read_small, tell, writing};
 
@@ -91,6 +91,7 @@ fn attention(folder: &Path) -> Result<(AttentionSettings, Sla2Settings)> {
         let smoothing = word("smoothing").map(|text| SmoothingSetting::from_str(text, false));
         Ok(AttentionSettings {
             attn: word("scheme").map(str::parse).transpose()?,
+            attn_layers: word("attn_layers").map(str::parse).transpose()?,
             value_groups: word("value_groups").map(str::parse).transpose()?,
             p_reference: word("probability_reference").map(str::parse).transpose()?,
             smoothing: smoothing.transpose().map_err(|error| Error::new("unknown smoothing").got(error))?,
@@ -330,10 +331,15 @@ fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
     tokenizer.save_as_trained(&to.join("tokenizer.json"))?;
     if let Some(scheme) = config.scheme {
         let name = [("scheme", scheme.name().to_string())];
-        let words = match (&config.sla2, scheme.runtime_settings()) {
-            (Some(sla2), _) => exported_settings(sla2, &scheme),
-            (None, own) if own.is_empty() => own,
-            (None, own) => name.into_iter().chain(own).collect(),
+        let schemes = || config.layer_schemes.values().chain([&scheme]);
+        let words = match &config.sla2 {
+            Some(sla2) => exported_settings(sla2, &scheme),
+            None if schemes().all(|scheme| scheme.runtime_settings().is_empty()) => Vec::new(),
+            None => {
+                let layers = in_words_by_layer(&config.layer_schemes);
+                let layers = Some(("attn_layers", layers)).filter(|(_, text)| !text.is_empty());
+                name.into_iter().chain(scheme.runtime_settings()).chain(layers).collect()
+            }
         };
         if !words.is_empty() {
             // The words of SLA2 are settings, of which some are numbers.

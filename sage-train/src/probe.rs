@@ -171,7 +171,12 @@ fn trace(
     batches: &Batches<'_>,
     sequences: usize,
 ) -> Result<Vec<[Tensor; 4]>> {
-    let exact = LlamaConfig { scheme: Some(Scheme::FullPrecision), sla2: None, ..model.clone() };
+    let exact = LlamaConfig {
+        scheme: Some(Scheme::FullPrecision),
+        layer_schemes: BTreeMap::new(),
+        sla2: None,
+        ..model.clone()
+    };
     let llama = Llama::new(&exact, parameters, &Device::Cpu).map_err(during("probing"))?;
     let batch = batches.in_order(0, sequences)?.to_device(&Device::Cpu).map_err(during("probing"))?;
     let mut layers = Vec::new();

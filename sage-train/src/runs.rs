@@ -163,11 +163,13 @@ impl Run {
     /// When it is not the folder of a run, or cannot be read.
     pub fn read(folder: &Path) -> Result<Self> {
         let config = Config::resolve(Config::read_settings(&folder.join(CONFIG))?)?;
+        let starts: Vec<Start> = optional(&folder.join(STARTS))?.unwrap_or_default();
+        let branch = starts.iter().find_map(|start| start.branch.clone());
         let run = Self {
-            config,
+            config: Config { branch, ..config },
             points: points(folder)?,
             probes: probes(folder)?,
-            starts: optional(&folder.join(STARTS))?.unwrap_or_default(),
+            starts,
             ending: ending(folder)?,
             folder: folder.to_owned(),
         };

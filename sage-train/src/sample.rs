@@ -54,8 +54,8 @@ impl Written {
 pub struct Writer<'a> {
     /// The model.
     pub model: &'a Llama,
-    /// The scheme in which tokens after the prompt attend to the tokens before them.
-    pub following: Scheme,
+    /// The scheme in which tokens after the prompt attend to the tokens before them; `None` for each layer's own.
+    pub following: Option<Scheme>,
     /// The tokenizer.
     pub tokenizer: &'a Tokenizer,
     /// The token in front of the prompt, if there is to be one.

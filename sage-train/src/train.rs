@@ -52,7 +52,7 @@ pub fn check(config: &Config, begin: &Begin) -> Result<()> {
             .allowed("a folder, or a new name for one")
             .hint("--out names the folder that runs go to"));
     }
-    if matches!(begin, Begin::New) { RunDir::check_free(config) } else { Ok(()) }
+    if matches!(begin, Begin::New | Begin::Branch(_)) { RunDir::check_free(config) } else { Ok(()) }
 }
 
 /// What a run starts from.
@@ -64,12 +64,14 @@ pub enum Begin {
     Again,
     /// From a checkpoint, in the folder of its run.
     From(Box<Found>),
+    /// From a checkpoint of another run, in a new folder.
+    Branch(Box<Found>),
 }
 
 impl Begin {
     fn found(&self) -> Option<&Found> {
         match self {
-            Self::From(found) => Some(found),
+            Self::From(found) | Self::Branch(found) => Some(found),
             Self::New | Self::Again => None,
         }
     }
@@ -111,7 +113,7 @@ pub fn run_as(
     let data = load(config, words, &progress)?;
     let fingerprint = data.fingerprint()?;
     words.agree("data", &fingerprint)?;
-    resumed.map_or(Ok(()), |found| check_goes_on(found, config, &fingerprint))?;
+    resumed.map_or(Ok(()), |found| check_goes_on(found, begin, config, &fingerprint))?;
     let read = || parameters(config, resumed, &device, &ranks);
     let parameters = words.aside("reading the weights", read)?;
     let (folder, points) = open_folder(config, begin, words)?;
@@ -124,7 +126,10 @@ pub fn run_as(
     }
     let first = resumed.map_or(0, |found| found.about.step);
     // Of a run that was done already nothing is trained with these settings. One that --steps ends here is shorter than planned.
-    if first < config.steps || resumed.and_then(planned_steps) != Some(config.steps) {
+    if matches!(begin, Begin::Branch(_))
+        || first < config.steps
+        || resumed.and_then(planned_steps) != Some(config.steps)
+    {
         folder.write(CONFIG, &config.to_toml())?;
     }
     no_ending_yet(&folder, words)?;
@@ -143,7 +148,7 @@ pub fn run_as(
     let seconds = points.last().map_or(0.0, |point: &Point| point.seconds.max(0.0));
     let before =
         Duration::try_from_secs_f64(seconds).map_err(during("the run's metrics have an impossible time"))?;
-    let run = Run {
+    let mut run = Run {
         config,
         data: &data,
         ranks: &ranks,
@@ -159,12 +164,19 @@ pub fn run_as(
         started,
         before,
     };
+    if matches!(begin, Begin::Branch(_)) {
+        // The new folder can be resumed from its first moment on.
+        run.checkpoint(first);
+    }
     to_its_end(run, words)
 }
 
 /// Checks that a run can go on from a checkpoint: the data is that of the run so far, and there are steps left to do.
-fn check_goes_on(found: &Found, config: &Config, fingerprint: &str) -> Result<()> {
-    found.check_newest()?;
+fn check_goes_on(found: &Found, begin: &Begin, config: &Config, fingerprint: &str) -> Result<()> {
+    // A branch overwrites nothing.
+    if !matches!(begin, Begin::Branch(_)) {
+        found.check_newest()?;
+    }
     if found.about.data != fingerprint {
         return Err(Error::new("the data is not what the run was trained on")
             .got(format!("data {fingerprint:.12}"))
@@ -185,6 +197,9 @@ fn check_goes_on(found: &Found, config: &Config, fingerprint: &str) -> Result<()
 fn tell_what_runs(config: &Config, resumed: Option<&Found>, data: &Dataset, progress: &Progress) {
     if let Some(found) = resumed {
         tell_of_course(found, config, progress);
+    }
+    if let Some(branch) = &config.branch {
+        progress.say(&format!("branched off {}: {branch}", branch.run));
     }
     let first = resumed.map_or(0, |found| found.about.step);
     if first > 0 {
@@ -308,6 +323,7 @@ fn open_folder(config: &Config, begin: &Begin, words: &Words) -> Result<(RunDir,
         let opened = match begin {
             Begin::From(found) => RunDir::reopen(&found.run, first, None)?,
             Begin::New => (RunDir::create(config)?, Vec::new()),
+            Begin::Branch(found) => RunDir::branch(config, &found.run, first)?,
             Begin::Again => {
                 let path = config.out.join(config.name.as_deref().unwrap_or_default());
                 RunDir::reopen(&path, 0, Some(Lock::run(&path)?))?

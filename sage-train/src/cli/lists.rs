@@ -9,7 +9,8 @@ use toml::{Table, Value};
 use crate::settings::Settings;
 
 /// Flags whose value may contain a comma, and is therefore never a list.
-const NEVER: [&str; 6] = ["data", "text-field", "tokenizer", "init-from", "out", "name"];
+const NEVER: [&str; 9] =
+    ["data", "val-data", "text-field", "tokenizer", "end-of-text", "init-from", "out", "name", "attn-layers"];
 
 /// The command line with the first value of each list in the list's place, and the lists.
 #[derive(Debug)]
@@ -120,7 +121,10 @@ fn split(key: &str, value: &str) -> Vec<String> {
             values.extend(seeds);
             continue;
         }
-        match values.last_mut().filter(|_| key == "products" && ["s", "dv", "dq", "dk"].contains(&word)) {
+        match values
+            .last_mut()
+            .filter(|_| ["products", "eval-attn"].contains(&key) && ["s", "dv", "dq", "dk"].contains(&word))
+        {
             Some(set) => *set = format!("{set},{word}"),
             None => values.push(word.to_owned()),
         }

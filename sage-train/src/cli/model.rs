@@ -6,6 +6,7 @@ use candle_core::DType;
 use candle_sage::{Error, Result, Scheme};
 use clap::ValueEnum;
 
+use super::attending::Attending;
 use super::data::recall_words;
 use super::print;
 use crate::checks::in_range;
@@ -73,10 +74,9 @@ impl Sample {
         let settings = Settings::with(|s| s.attention.attn = self.attn);
         let trained = Trained::open(&self.run, place, settings, false)?;
         let Trained { config, tokenizer, device, .. } = &trained;
-        let asked = config.model.scheme.filter(|_| self.attn.is_some());
         let writer = Writer {
             model: &trained.model()?,
-            following: asked.unwrap_or(Scheme::FullPrecision),
+            following: self.attn.is_none().then_some(Scheme::FullPrecision),
             tokenizer,
             begin: (!self.no_bos).then_some(trained.boundaries.begin),
             ends: &trained.boundaries.ends,
@@ -152,9 +152,8 @@ pub(super) struct Eval {
     /// Tokens in a sequence [default: the run's]
     #[arg(long, value_name = "N")]
     context: Option<Quantity>,
-    /// Numerics of attention, such as those of low-bit inference without training for it [default: the run's]
-    #[arg(long, value_enum)]
-    attn: Option<Attn>,
+    #[command(flatten)]
+    attention: Attending,
     /// HellaSwag in llm.c's format: hellaswag_val.bin
     #[arg(long, value_name = "FILE")]
     hellaswag: Option<PathBuf>,
@@ -166,7 +165,7 @@ pub(super) struct Eval {
 /// What a model attends to, and in which numerics.
 fn attention_of(trained: &Trained) -> String {
     let config = &trained.config;
-    let scheme = config.model.scheme.map_or("none".into(), |scheme| scheme.to_string());
+    let scheme = config.model.numerics();
     match &config.model.sla2 {
         Some(sla2) if trained.stage() == Stage::Sparse => {
             let nearest =
@@ -198,13 +197,14 @@ impl Eval {
             needs_data(&self.run, self.data.as_ref(), "evaluate on", "--data PATH, or --hellaswag FILE")?;
         }
         let settings = Settings::with(|s| {
-            s.attention.attn = self.attn;
+            s.attention = self.attention.settings();
             s.data.val_data = self.data.clone().map(|data| vec![data]);
             s.data.tokenizer = Some(tokenizer);
             s.data.context = self.context;
             s.batch.micro_batch = self.micro_batch;
         });
         let trained = Trained::open(&self.run, self.device.unwrap_or_default(), settings, false)?;
+        self.attention.check(&trained.config)?;
         let Trained { config, tokenizer, device, .. } = &trained;
         let model = trained.model()?;
         if let Some(file) = &self.hellaswag {

@@ -6,7 +6,7 @@ use candle_sage::{Error, Result};
 use toml::{Table, Value};
 
 use crate::checkpoint::Found;
-use crate::config::{Config, Identity, folder_of_runs};
+use crate::config::{Branch, Config, Identity, folder_of_runs, of_attention};
 use crate::during;
 use crate::ranks::Rank;
 use crate::settings::{Settings, SourceSetting};
@@ -53,28 +53,49 @@ pub(super) struct Resumed {
 }
 
 impl Resumed {
-    /// Finds the checkpoint, and merges the settings that were typed over those of its run.
-    pub(super) fn open(path: &Path, mut typed: Settings, rank: Rank) -> Result<Self> {
+    /// Finds the checkpoint, and merges the settings that were typed over those of its run. `branch` names a new run that goes on
+    /// from it, which may attend otherwise.
+    pub(super) fn open(path: &Path, mut typed: Settings, branch: Option<&str>, rank: Rank) -> Result<Self> {
         let found = Found::at(path, rank)?;
         let saved = Config::read_settings(&found.run.join("config.toml"))?;
         let (moved, data) = (&mut typed.data, &saved.data);
         moved.sources = with_weights(moved.sources.take(), data.sources.as_ref())?;
         moved.val_data = with_weights(moved.val_data.take(), data.val_data.as_ref())?;
-        let merged = typed.over(saved.clone());
+        let mut merged = typed.over(saved.clone());
         let (before, after) = (table(&saved)?, table(&merged)?);
-        if let Some(key) = changed(&before, &after).find(|key| !MAY_CHANGE.contains(key)) {
+        // A new run may attend otherwise with the same weights.
+        let may = |key: &str| {
+            MAY_CHANGE.contains(&key) || branch.is_some() && of_attention(key) && !key.starts_with("sla2-")
+        };
+        if let Some(key) = changed(&before, &after).find(|key| !may(key)) {
             let show = |table: &Table| table.get(key).map_or("not set".into(), Value::to_string);
             return Err(Error::new(format!("--{key} cannot change under way"))
                 .got(format!("{} now, {} in the run", show(&after), show(&before)))
                 .allowed(MAY_CHANGE.join(", "))
                 .hint(match key {
-                    "out" | "name" => "a run goes on in its own folder, which --resume names: leave it out",
+                    "out" | "name" => {
+                        "a run goes on in its own folder, which --resume names; --new-name begins another one from its checkpoint"
+                    }
+                    key if branch.is_none() && of_attention(key) => {
+                        "--new-name NAME begins a new run from this checkpoint, which may attend otherwise"
+                    }
                     _ => "for another model or other data begin a new run: --init-from takes an exported one",
                 }));
         }
+        merged.run.name = branch.map(str::to_owned);
         let before = Config::resolve(saved)?;
         check_settings(&found, &before)?;
         let mut config = Config::resolve(merged)?;
+        if branch.is_some() {
+            if before.attn != config.attn && !(before.attn.is_dense() && config.attn.is_dense()) {
+                return Err(Error::new("the run has other weights than this attention needs")
+                    .got(format!("--attn {}, {} in the run", config.attn, before.attn))
+                    .allowed("one dense scheme for another: fpa, sagebwd, attn-qat")
+                    .hint("SLA2 begins from a dense model's weights alone: export RUN --to DIR, then --init-from DIR --attn sla2"));
+            }
+            let run = found.run.display().to_string();
+            config.branch = Some(Branch::new(run, found.about.step, &before.identity(), &config.identity()));
+        }
         // The run lies where it was found, which need not be where it was made.
         if let Some(parent) = found.run.parent() {
             (config.out, config.data.out) = (parent.to_owned(), folder_of_runs(parent));

@@ -41,6 +41,10 @@ pub(super) struct Train {
     /// a job is started
     #[arg(long, value_name = "RUN", help_heading = "Run", conflicts_with = "compare")]
     resume: Option<PathBuf>,
+    /// With --resume RUN: go on in a new folder of this name, beside RUN, which stays as it is. Attention may change then:
+    /// `--resume runs/a --attn sagebwd --new-name b` keeps weights, moments and the order of the data
+    #[arg(long, value_name = "NAME", help_heading = "Run", requires = "resume")]
+    new_name: Option<String>,
     /// Print what would run, and stop
     #[arg(long, help_heading = "Run")]
     dry_run: bool,
@@ -71,6 +75,12 @@ impl Train {
                 .got("--config with --resume")
                 .allowed("one of them; --config with --resume auto")
                 .hint("flags may change how long the run goes and how it is watched"));
+        }
+        if self.new_name.is_some() && self.resume.as_deref() == Some(Path::new(AUTO)) {
+            return Err(Error::new("a new run needs a run to go on from")
+                .got("--new-name with --resume auto")
+                .allowed("--resume RUN --new-name NAME")
+                .hint("RUN may be a checkpoint: runs/a/checkpoints/step-00000250"));
         }
         if self.several.restarts > 0 && self.resume.as_deref() != Some(Path::new(AUTO)) {
             return Err(Error::new("a run cannot begin again by itself")
@@ -138,6 +148,7 @@ impl Train {
         let begins = match self.resume.as_deref() {
             None => "a new run",
             Some(path) if path == Path::new(AUTO) => "--resume auto",
+            Some(_) if self.new_name.is_some() => "--resume RUN --new-name NAME",
             Some(_) => "--resume RUN",
         };
         words.agree("command", begins)?;
@@ -145,12 +156,14 @@ impl Train {
         let (config, begin) = match self.resume.as_deref() {
             Some(path) if path == Path::new(AUTO) => again(self.settings, file, words)?,
             Some(path) => {
-                let Resumed { config, found } = Resumed::open(path, self.settings, rank)?;
-                (config, Begin::From(Box::new(found)))
+                let branch = self.new_name.as_deref();
+                let Resumed { config, found } = Resumed::open(path, self.settings, branch, rank)?;
+                let found = Box::new(found);
+                (config, if branch.is_some() { Begin::Branch(found) } else { Begin::From(found) })
             }
             None => (asked(self.settings, file, words)?, Begin::New),
         };
-        if !matches!(begin, Begin::From(_)) {
+        if !matches!(begin, Begin::From(_) | Begin::Branch(_)) {
             alike(check_typed(&typed, &config), words)?;
             if rank.is_first() {
                 train::check(&config, &begin)?;
@@ -269,7 +282,7 @@ fn again(typed: Settings, file: Settings, words: &Words) -> std::result::Result<
         _ => {
             let mut settings = asked.settings;
             (settings.run.name, settings.run.out) = (None, None);
-            let Resumed { config, found } = Resumed::open(&run, settings, words.rank())?;
+            let Resumed { config, found } = Resumed::open(&run, settings, None, words.rank())?;
             Ok((config, Begin::From(Box::new(found))))
         }
     }

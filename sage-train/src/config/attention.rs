@@ -19,8 +19,11 @@ pub fn check_own(
 ) -> Result<()> {
     let table = Table::try_from(typed).unwrap_or_default();
     let own = attn.own_settings(scheme, sla2);
+    // Layers have schemes of their own in dense attention alone.
+    let dense = scheme.is_some() && sla2.is_none();
     let idle = |key: &&String| {
         let of_another = !matches!(key.as_str(), "attn" | "eval-attn")
+            && !(dense && *key == "attn-layers")
             && of_attention(key)
             && !own.iter().any(|(name, _)| name == key);
         of_another && !(sla2.is_some() && key.starts_with("sla2-"))

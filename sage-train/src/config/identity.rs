@@ -7,6 +7,7 @@ use toml::{Table, Value};
 
 use super::Config;
 use crate::quantity::Quantity;
+use crate::settings::{SchemeSetting, in_words_by_layer};
 
 /// Settings by their keys, in the words of a TOML file.
 pub type Identity = BTreeMap<String, String>;
@@ -43,7 +44,7 @@ const LEFT_OUT: [&str; 22] = [
 pub fn of_attention(key: &str) -> bool {
     let schemes = Scheme::all();
     let own = |scheme: &Scheme| scheme.settings().iter().any(|(name, _)| *name == key);
-    matches!(key, "attn" | "eval-attn") || key.starts_with("sla2-") || schemes.iter().any(own)
+    matches!(key, "attn" | "attn-layers" | "eval-attn") || key.starts_with("sla2-") || schemes.iter().any(own)
 }
 
 impl Config {
@@ -70,8 +71,14 @@ impl Config {
         for (key, value) in self.attn.own_settings(self.model.scheme, self.model.sla2.as_ref()) {
             set(key, value);
         }
+        if !self.model.layer_schemes.is_empty() {
+            set("attn-layers", in_words_by_layer(&self.model.layer_schemes));
+        }
         if let Some(scheme) = self.eval_scheme {
-            set("eval-attn", scheme.name().to_owned());
+            set("eval-attn", SchemeSetting(scheme).to_string());
+        }
+        if let Some(branch) = &self.branch {
+            set("branched-from", branch.to_string());
         }
         set("steps", self.steps.to_string());
         let rate = &self.learning_rate;

@@ -1,5 +1,7 @@
 //! The settings of the model and of its attention, resolved: tables `[model]`, `[attention]` and `[sla2]`.
 
+use std::collections::BTreeMap;
+
 use candle_sage::{Result, Scheme};
 
 use crate::checks::{above_zero, in_range, need};
@@ -12,9 +14,12 @@ use crate::settings::{Preset, Settings, Switch};
 /// When a setting is out of range, or two do not fit together.
 pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) -> Result<LlamaConfig> {
     let heads = need(s.model.heads);
+    let layers = in_range("layers", need(s.model.layers), 1, 1000)?;
+    let scheme = need(s.attention.attn).scheme(s).map(|scheme| scheme_of_blocks(scheme, sla2.as_ref()));
+    let layer_schemes = layer_schemes(s, scheme, sla2.as_ref(), layers)?;
     let model = LlamaConfig {
         vocab: model_vocab(preset, need(s.data.vocab_size).0 as usize),
-        layers: need(s.model.layers),
+        layers,
         width: need(s.model.width),
         heads,
         key_heads: s.model.key_heads.unwrap_or(heads),
@@ -25,7 +30,8 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         norm_eps: above_zero("norm-eps", need(s.model.norm_eps))?,
         qk_norm: need(s.attention.qk_norm) == Switch::On,
         init_std: need(s.model.init_std),
-        scheme: need(s.attention.attn).scheme(s).map(|scheme| scheme_of_blocks(scheme, sla2.as_ref())),
+        scheme,
+        layer_schemes,
         sla2,
         z_loss: in_range("z-loss", need(s.optimizer.z_loss), 0.0, 1.0)?,
         recompute: need(s.run.recompute),
@@ -33,6 +39,20 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
     };
     model.validate()?;
     Ok(model)
+}
+
+/// The layers that attend with another scheme than the model's. Like a scheme's own settings it means nothing to another kind of
+/// attention.
+fn layer_schemes(
+    s: &Settings,
+    scheme: Option<Scheme>,
+    sla2: Option<&Sla2Config>,
+    layers: usize,
+) -> Result<BTreeMap<usize, Scheme>> {
+    let named = s.attention.attn_layers.as_ref().filter(|_| scheme.is_some() && sla2.is_none());
+    let mut schemes = named.map_or_else(|| Ok(BTreeMap::new()), |named| named.resolve(layers))?;
+    schemes.retain(|_, other| Some(*other) != scheme);
+    Ok(schemes)
 }
 
 /// On small blocks SageBwd has smaller tiles.

@@ -139,6 +139,7 @@ fn run(preset: Preset, size: &Size) -> RunSettings {
 fn attention() -> AttentionSettings {
     AttentionSettings {
         attn: Some(SageBwd::default().into()),
+        attn_layers: None,
         qk_norm: Some(Switch::On),
         smoothing: None,
         key_mean: None,

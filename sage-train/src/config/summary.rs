@@ -127,7 +127,7 @@ impl Config {
         let m = &self.model;
         match m.scheme {
             None => "none".into(),
-            Some(scheme) => {
+            Some(_) => {
                 let norm = if m.qk_norm { "on" } else { "off" };
                 let sla2 = m.sla2.as_ref().map_or(String::new(), |sla2| {
                     let chosen = match sla2.choice {
@@ -155,7 +155,7 @@ impl Config {
                         sla2.dense_steps,
                     )
                 });
-                format!("{sla2}{scheme}, QK-norm {norm}")
+                format!("{sla2}{}, QK-norm {norm}", m.numerics())
             }
         }
     }

@@ -101,7 +101,7 @@ pub(super) struct SelfAttention {
 #[derive(Debug)]
 pub(super) struct Cached<'a> {
     pub(super) cache: &'a mut KvCache,
-    pub(super) following: Scheme,
+    pub(super) following: Option<Scheme>,
 }
 
 /// The kinds of heads that the joint projection concatenates.
@@ -228,7 +228,7 @@ impl SelfAttention {
     pub(super) fn forward(&self, x: &Tensor, rotary: &Rotary, cached: Option<Cached<'_>>) -> Result<Tensor> {
         let (mut attention, mut inputs) = self.inputs(&self.project(x, rotary)?, rotary)?;
         if let Some(Cached { cache, following }) = cached {
-            if cache.current_seq_len() > 0 {
+            if let Some(following) = following.filter(|_| cache.current_seq_len() > 0) {
                 attention = attention.scheme(following);
             }
             let [query, key, value] = inputs;

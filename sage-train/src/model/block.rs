@@ -50,7 +50,7 @@ impl Block {
         let at = |name: &str| format!("model.layers.{layer}.{name}");
         let norm = |name: &str| Norm::new(parameters, &format!("{}.weight", at(name)), config.norm_eps);
         let linear = |names: &[&str]| Linear::new(parameters, &at("mlp"), names);
-        let attention = match config.scheme {
+        let attention = match config.scheme_of(layer) {
             None => None,
             Some(scheme) => Some((
                 norm("input_layernorm")?,

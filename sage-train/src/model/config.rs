@@ -1,5 +1,7 @@
 //! The shape of a Llama, and the numbers that follow from it: parameters, FLOPs, memory.
 
+use std::collections::BTreeMap;
+
 use candle_sage::{Error, Result, Scheme};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -35,6 +37,8 @@ pub struct LlamaConfig {
     pub init_std: f64,
     /// Numerics of attention; `None` makes a model without attention.
     pub scheme: Option<Scheme>,
+    /// Layers whose attention has another scheme than `scheme`.
+    pub layer_schemes: BTreeMap<usize, Scheme>,
     /// SLA2 settings if attention is to selected blocks alone; its numerics are those of `scheme`.
     pub sla2: Option<Sla2Config>,
     /// Factor of the z-loss in the training loss.
@@ -157,6 +161,7 @@ impl LlamaConfig {
                 .hint("--key-heads 1 always fits"));
         }
         self.scheme.as_ref().map_or(Ok(()), candle_sage::Scheme::validate)?;
+        self.layer_schemes.values().try_for_each(candle_sage::Scheme::validate)?;
         crate::checks::above_zero("init-std", self.init_std)?;
         crate::checks::above_zero("rope-base", self.rope_base)?;
         Ok(())
@@ -209,6 +214,23 @@ impl LlamaConfig {
         specs
     }
 
+    /// Numerics of attention in a layer.
+    pub fn scheme_of(&self, layer: usize) -> Option<Scheme> {
+        self.layer_schemes.get(&layer).copied().or(self.scheme)
+    }
+
+    /// Numerics of attention in words, with the layers that have others.
+    pub fn numerics(&self) -> String {
+        let Some(scheme) = self.scheme else { return "none".into() };
+        let mut layers_of: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        for (layer, other) in &self.layer_schemes {
+            layers_of.entry(other.to_string()).or_default().push(layer.to_string());
+        }
+        let others =
+            layers_of.iter().map(|(other, layers)| format!("; in layers {}: {other}", layers.join(", ")));
+        std::iter::once(scheme.to_string()).chain(others).collect()
+    }
+
     /// Number of parameters; the tied embedding counts once.
     pub fn parameters(&self) -> u64 {
         self.parameter_specs().iter().map(ParameterSpec::len).sum()
@@ -258,7 +280,9 @@ impl LlamaConfig {
             Some(scheme) => {
                 // SLA2 keeps the outputs of both branches.
                 let branches = if self.sla2.is_some() { 2 * queries * element } else { 0 };
-                let kept = scheme.kept_bytes(queries, keys, element) + branches;
+                let schemes = self.layer_schemes.values().chain([&scheme]);
+                let kept = schemes.map(|scheme| scheme.kept_bytes(queries, keys, element)).max().unwrap_or(0)
+                    + branches;
                 (element * (2 * width + queries + 2 * keys), element * (2 * queries + keys) + kept)
             }
         };

@@ -15,7 +15,7 @@ use super::sla2::Stage;
 pub struct Past {
     layers: Vec<KvCache>,
     tokens: usize,
-    following: Scheme,
+    following: Option<Scheme>,
 }
 
 impl Past {
@@ -32,14 +32,14 @@ impl Llama {
     }
 
     /// An empty cache for one sequence, with memory for `tokens` tokens; it grows up to the context. The
-    /// tokens of the prompt attend in the model's own numerics, later tokens in those of `following`.
+    /// tokens of the prompt attend in the model's own numerics, later tokens in those of `following`, or in each layer's own.
     ///
     /// `None` if attention is to selected blocks: a selection with a causal mask needs as many queries as
     /// keys, so each new token has to run over its whole sequence.
-    pub fn past(&self, tokens: usize, following: Scheme) -> Option<Past> {
+    pub fn past(&self, tokens: usize, following: impl Into<Option<Scheme>>) -> Option<Past> {
         // The cache grows in steps of this size, which must not be 0.
         let layers = self.blocks.iter().map(|_| KvCache::new(1, tokens.max(1))).collect();
-        (!self.selects_blocks()).then_some(Past { layers, tokens: 0, following })
+        (!self.selects_blocks()).then_some(Past { layers, tokens: 0, following: following.into() })
     }
 
     /// Logits of the token after `ids`, (1, tokens): (1, vocab). `ids` follow the tokens of `past`, and are

@@ -4,7 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::Config;
+use crate::config::{Branch, Config};
 use crate::data::Dataset;
 use crate::device::Hardware;
 use crate::ranks::Mesh;
@@ -46,6 +46,9 @@ pub struct Start {
     /// Sequences of a micro-batch; `None` where an earlier version did not record it.
     #[serde(default)]
     pub micro_batch: Option<usize>,
+    /// The run that this one was branched off, at its first start.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub branch: Option<Branch>,
 }
 
 fn one() -> usize {
@@ -78,6 +81,7 @@ impl Start {
             ranks: mesh.rank().of,
             context_parallel: mesh.context,
             micro_batch: Some(config.micro_batch),
+            branch: config.branch.clone(),
         }
     }
 

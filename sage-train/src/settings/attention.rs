@@ -12,7 +12,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::layer::layer;
 use super::sla2::{self, Form, Sla2Settings};
 use super::text::Text;
-use super::{Settings, Switch};
+use super::{LayerSettings, Settings, Switch};
 use crate::model::Sla2Config;
 
 /// Table `[attention]`: how to attend, and the settings of each scheme.
@@ -22,6 +22,10 @@ pub struct AttentionSettings {
     /// How to attend [default: sagebwd]
     #[arg(long, value_enum)]
     pub attn: Option<Attn>,
+    /// Schemes of single layers, in place of --attn: 0,-1=fpa gives the first and the last one full precision; entries are
+    /// separated by semicolons, 0=fpa;2-4=sagebwd:products=scores
+    #[arg(long, value_name = "LAYERS=SCHEME", allow_hyphen_values = true)]
+    pub attn_layers: Option<LayerSettings>,
     /// RMSNorm of each head's queries and keys before the rotary embedding [default: on]
     #[arg(long, value_enum)]
     pub qk_norm: Option<Switch>,
@@ -56,7 +60,7 @@ pub struct AttentionSettings {
 
 layer! {
     AttentionSettings:
-    attn, qk_norm, smoothing, key_mean, products, granularity, value_groups, p_reference,
+    attn, attn_layers, qk_norm, smoothing, key_mean, products, granularity, value_groups, p_reference,
     high_precision_output, matched_recomputation, requantized_p
 }
 
@@ -99,23 +103,9 @@ impl Attn {
         }
     }
 
-    /// The scheme that a second validation attends with, by its defaults, in the place of what a model is trained with.
-    ///
-    /// # Errors
-    /// When either is not dense attention.
-    pub fn instead_of(self, trained: Self) -> Result<Scheme, Error> {
-        match (self.0, trained.0) {
-            (Kind::Dense(scheme), Kind::Dense(_)) => Ok(scheme),
-            _ => Err(Error::new("a model cannot be validated so")
-                .got(format!("--eval-attn {self} with --attn {trained}"))
-                .allowed(format!(
-                    "for both one of {}",
-                    Scheme::all().iter().map(Scheme::name).collect::<Vec<_>>().join(", ")
-                ))
-                .hint(
-                    "without attention, or with selected blocks, a model is another: its weights do not fit",
-                )),
-        }
+    /// Whether it is dense attention: a model of one dense scheme has the weights of every other.
+    pub fn is_dense(self) -> bool {
+        matches!(self.0, Kind::Dense(_))
     }
 
     /// The scheme, with what `settings` say about it; of SLA2 that of the blocks.

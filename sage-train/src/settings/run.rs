@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
 use super::layer::layer;
-use super::{Attn, Switch};
+use super::{SchemeSetting, Switch};
 use crate::device::Place;
 use crate::model::Recompute;
 use crate::quantity::Quantity;
@@ -66,10 +66,10 @@ pub struct RunSettings {
     /// Validation tokens of each validation
     #[arg(long, value_name = "N")]
     pub eval_tokens: Option<Quantity>,
-    /// Validate a second time with this attention, by its defaults: `--attn fpa --eval-attn attn-qat` follows what FP4 would
-    /// cost a model that is not trained for it
-    #[arg(long, value_enum, value_name = "ATTN")]
-    pub eval_attn: Option<Attn>,
+    /// Validate a second time with this scheme: `--attn fpa --eval-attn attn-qat` follows what FP4 would cost a model that is not
+    /// trained for it. Settings follow its name: sagebwd:products=scores:granularity=tile
+    #[arg(long, value_name = "SCHEME")]
+    pub eval_attn: Option<SchemeSetting>,
     /// Steps between probes of attention's errors, which validate as well and take some time on the CPU; 0 for none
     /// [default: 0]
     #[arg(long, value_name = "N")]

@@ -15,7 +15,7 @@ use crate::metrics::Point;
 use crate::metrics::Probed;
 use crate::ranks::Rank;
 use crate::report::EventFile;
-use crate::runs::{Lines, METRICS, PROBES, optional, probes, to_line};
+use crate::runs::{Lines, METRICS, PROBES, STARTS, Start, optional, probes, to_line};
 use crate::{open_own, partial, tell, writing};
 
 const CSV: &str = "metrics.csv";
@@ -131,6 +131,19 @@ impl RunDir {
             })?;
         }
         Ok((Self::open(path.to_owned(), lock, &points)?, points))
+    }
+
+    /// Makes a new folder, with what another run recorded of its first `step` steps.
+    pub(super) fn branch(config: &Config, from: &Path, step: u64) -> Result<(Self, Vec<Point>)> {
+        let points = points_until(from, step)?;
+        let mut folder = Self::create(config)?;
+        folder.rewrite_metrics(&points)?;
+        let probed = probes(from)?.into_iter().filter(|probed| probed.step <= Some(step));
+        probed.collect::<Vec<_>>().iter().try_for_each(|probed| folder.append_probe(probed))?;
+        let starts: Vec<Start> = optional(&from.join(STARTS))?.unwrap_or_default();
+        let mut before = starts.into_iter().filter(|start| start.step <= step);
+        before.try_for_each(|start| folder.add_json(STARTS, start))?;
+        Ok((folder, points))
     }
 
     /// Opens the folder of a run that another rank writes, with its metrics up to `step`.

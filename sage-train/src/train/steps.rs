@@ -164,7 +164,7 @@ impl Run<'_> {
     }
 
     /// Starts to write a checkpoint. An error of the checkpoint before is reported and does not stop the run.
-    fn checkpoint(&mut self, step: u64) {
+    pub(super) fn checkpoint(&mut self, step: u64) {
         // The other ranks wait for this one, however slow its disk is, so the limit for stalls does not
         // apply.
         if let Err(error) = self.ranks.words().aside("a checkpoint", || self.checkpoints.wait()) {
@@ -355,7 +355,7 @@ impl Run<'_> {
             let around = self.data.tokenizer.boundaries();
             let writer = Writer {
                 model: &self.trainer.model.clone().across(&Group::alone()),
-                following: Scheme::FullPrecision,
+                following: Some(Scheme::FullPrecision),
                 tokenizer: &self.data.tokenizer,
                 begin: Some(around.begin),
                 ends: &around.ends,

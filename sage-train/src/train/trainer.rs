@@ -1,6 +1,8 @@
 //! Optimizer steps. A step is launched without waiting for the device; its results are collected later, on a
 //! GPU while the next step runs.
 
+use std::collections::BTreeMap;
+
 use candle_core::{DType, Device, Tensor};
 use candle_sage::{Error, Result};
 
@@ -61,7 +63,8 @@ impl<'a> Trainer<'a> {
             model.set_stage(sla2.stage(config.steps - 1));
         }
         let under = |scheme| {
-            let config = LlamaConfig { scheme: Some(scheme), ..config.model.clone() };
+            let config =
+                LlamaConfig { scheme: Some(scheme), layer_schemes: BTreeMap::new(), ..config.model.clone() };
             Llama::new(&config, parameters, device).map(|model| model.across(ranks.context()))
         };
         let report = Report::of(config, ranks);

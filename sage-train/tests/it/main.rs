@@ -7,6 +7,7 @@ mod files;
 mod hf;
 mod hostile;
 mod hub;
+mod layers;
 mod messages;
 mod model;
 mod ranks;

@@ -1,0 +1,61 @@
+//! The numerics of attention that a trained model is evaluated with.
+
+use candle_sage::{Granularity, Int8Products, KeyMean, PReference, Result, ValueGroups};
+
+use crate::config::{Config, check_own};
+use crate::settings::{AttentionSettings, Attn, LayerSettings, Settings, SmoothingSetting, Text};
+
+/// Numerics of attention, in place of the run's.
+#[derive(Debug, Clone, clap::Args)]
+pub(super) struct Attending {
+    /// Numerics of attention, such as those of low-bit inference without training for it [default: the run's]
+    #[arg(long, value_enum)]
+    attn: Option<Attn>,
+    /// Schemes of single layers, in place of --attn: 0,-1=fpa; "" for none [default: the run's]
+    #[arg(long, value_name = "LAYERS=SCHEME", allow_hyphen_values = true)]
+    attn_layers: Option<LayerSettings>,
+    /// Token means subtracted before quantizing [default: the run's]
+    #[arg(long, value_enum)]
+    smoothing: Option<SmoothingSetting>,
+    /// SageBwd: tokens that K's mean is taken over: all, or sample-N [default: the run's]
+    #[arg(long)]
+    key_mean: Option<Text<KeyMean>>,
+    /// SageBwd: products in INT8: paper, forward-and-s, scores, forward, or a list such as forward,s,dv [default: the run's]
+    #[arg(long)]
+    products: Option<Text<Int8Products>>,
+    /// SageBwd: vectors that share a scale in the backward: vector, group-N, tile [default: the run's]
+    #[arg(long)]
+    granularity: Option<Text<Granularity>>,
+    /// Attn-QAT: along what 16 values of V share a scale: tokens, head-dim [default: the run's]
+    #[arg(long)]
+    value_groups: Option<Text<ValueGroups>>,
+    /// Attn-QAT: what probabilities are relative to when quantized: row-max, two-level, literal [default: the run's]
+    #[arg(long)]
+    p_reference: Option<Text<PReference>>,
+}
+
+impl Attending {
+    /// The same as settings.
+    pub(super) fn settings(&self) -> AttentionSettings {
+        AttentionSettings {
+            attn: self.attn,
+            attn_layers: self.attn_layers.clone(),
+            smoothing: self.smoothing,
+            key_mean: self.key_mean,
+            products: self.products,
+            granularity: self.granularity,
+            value_groups: self.value_groups,
+            p_reference: self.p_reference,
+            ..AttentionSettings::default()
+        }
+    }
+
+    /// Checks that what was typed is of the attention that is computed.
+    ///
+    /// # Errors
+    /// When a setting is one of another attention.
+    pub(super) fn check(&self, config: &Config) -> Result<()> {
+        let typed = Settings::with(|s| s.attention = self.settings());
+        check_own(&typed, config.attn, config.model.scheme, config.model.sla2.as_ref())
+    }
+}
