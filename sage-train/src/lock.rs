@@ -11,7 +11,7 @@ use crate::{open_own, writing};
 const LOCK: &str = ".lock";
 
 /// How long taking a lock is retried. It is longer than [`Lock::is_held`] holds one.
-const LOOK: Duration = Duration::from_millis(100);
+const LOOK: Duration = Duration::from_secs(1);
 
 /// A locked file. The system releases the lock when the process ends, however it ends.
 #[derive(Debug)]

@@ -115,10 +115,26 @@ fn quantized_probabilities(logits: &[f64], settings: &AttnQat) -> (Vec<f64>, Vec
     (forward, backward)
 }
 
+/// The relative L2 error without the tenth of the rows that have the largest errors.
+fn without_worst_rows(got: &[f64], expected: &[f64], d: usize) -> f64 {
+    let norm: f64 = expected.iter().map(|x| x * x).sum();
+    if norm == 0.0 {
+        // The gradients of a single key.
+        return relative_l2(got, expected);
+    }
+    let rows = got.chunks_exact(d).zip(expected.chunks_exact(d));
+    let mut errors: Vec<f64> =
+        rows.map(|(a, b)| a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum()).collect();
+    errors.sort_by(f64::total_cmp);
+    errors.truncate(errors.len() - errors.len() / 10);
+    (errors.iter().sum::<f64>() / norm).sqrt()
+}
+
 /// The straight-through gradient. dQ and dK are exact up to f32 (4e-6 as in full precision, and the sums of D, which
-/// cancel: 2e-5). In O and dV a probability that f32 and f64 put on different sides of a midpoint, or its scale, has
-/// another code: one in 2^-20 x 8 or so of them, each a quarter of itself off, which is 7e-4 of a tensor; 5e-3 allows for
-/// rows of a few keys.
+/// cancel: 2e-5). O and dV are exact to 4e-6 in all rows without a changed code. A probability has another code if f32 and f64 put
+/// it, or its scale, on different sides of a midpoint. That is one in 2^-20 x 8 of them, so that a row of 300 has one with a
+/// probability of 2e-3, and a scale changes 16 rows of dV: a tenth of the rows may be off. A changed code is a quarter of itself
+/// off, 7e-4 of a tensor; 5e-3 allows for rows of a few keys.
 #[test]
 fn results_are_those_of_the_definition() -> Result<()> {
     let mut packed = Case::new(1, (200, 210), (4, 2), 32, true);
@@ -143,9 +159,13 @@ fn results_are_those_of_the_definition() -> Result<()> {
             qat().p_reference(PReference::Literal).requantized_p(false),
         ] {
             let (got, expected) = (case.run(settings.into(), DType::F32)?, definition(&case, &settings));
-            for (n, limit) in [5e-3, 2e-5, 2e-5, 5e-3].into_iter().enumerate() {
-                let error = relative_l2(&got[n], &expected[n]);
-                assert!(error < limit, "{} of {:?}, {settings}: {error:.1e}", NAMES[n], case.shape());
+            for n in 0..4 {
+                let whole = relative_l2(&got[n], &expected[n]);
+                let most = if [1, 2].contains(&n) { 2e-5 } else { 5e-3 };
+                assert!(whole < most, "{} of {:?}, {settings}: {whole:.1e}", NAMES[n], case.shape());
+                let rows = without_worst_rows(&got[n], &expected[n], case.head_dim);
+                let most = if [1, 2].contains(&n) { 2e-5 } else { 4e-6 };
+                assert!(rows < most, "rows of {} of {:?}, {settings}: {rows:.1e}", NAMES[n], case.shape());
             }
         }
     }

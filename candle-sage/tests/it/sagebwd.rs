@@ -298,3 +298,64 @@ fn zero_tensors_give_zero_gradients() -> Result<()> {
     }
     Ok(())
 }
+
+/// The backward whose scores alone are on codes, in f64: `P` from the codes of Q and K, `dP = dO V^T` of dO and V in bf16, and
+/// everything else unrounded: `D = rowsum(dO o O)` too. dQ, dK and dV of a causal case of one head, without smoothing.
+fn scores_alone(case: &Case) -> [Vec<f64>; 3] {
+    let (n, d) = (case.lens.0, case.head_dim);
+    let scale = 1.0 / (d as f64).sqrt();
+    // A tile of 64 rows has one scale.
+    let codes = |x: &[f32]| -> Vec<f64> {
+        let tile = |tile: &[f32]| {
+            let max = tile.iter().fold(0f32, |max, x| max.max(x.abs()));
+            let code = |x: &f32| f64::from((x * (127.0 / max)).round_ties_even()) * f64::from(max / 127.0);
+            tile.iter().map(code).collect::<Vec<_>>()
+        };
+        x.chunks(64 * d).flat_map(tile).collect()
+    };
+    let bf16 = |x: &[f32]| -> Vec<f64> { x.iter().map(|&x| half::bf16::from_f32(x).to_f64()).collect() };
+    let (q, k) = (codes(&case.data[0]), codes(&case.data[1]));
+    let (v16, dout16) = (bf16(&case.data[2]), bf16(&case.data[3]));
+    let [q_rows, k_rows, v, dout] = case.data.each_ref().map(|x| crate::support::f64s(x));
+    let dot = |a: &[f64], i: usize, b: &[f64], j: usize| -> f64 {
+        (0..d).map(|c| a[i * d + c] * b[j * d + c]).sum()
+    };
+    let [mut dq, mut dk, mut dv] = [0; 3].map(|_| vec![0.0; n * d]);
+    for i in 0..n {
+        let weights: Vec<f64> = (0..=i).map(|j| (scale * dot(&q, i, &k, j)).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        let p: Vec<f64> = weights.iter().map(|weight| weight / total).collect();
+        let out: Vec<f64> = (0..d).map(|c| (0..=i).map(|j| p[j] * v[j * d + c]).sum()).collect();
+        let delta = dot(&out, 0, &dout[i * d..], 0);
+        for (j, p) in p.into_iter().enumerate() {
+            let ds = scale * p * (dot(&dout16, i, &v16, j) - delta);
+            for c in 0..d {
+                dq[i * d + c] += ds * k_rows[j * d + c];
+                dk[j * d + c] += ds * q_rows[i * d + c];
+                dv[j * d + c] += p * dout[i * d + c];
+            }
+        }
+    }
+    [dq, dk, dv]
+}
+
+/// Which operands are rounded, and which are not: V and dO in dP to bf16, D not at all. The limit is that of full precision, 4e-6
+/// (f32 in NumPy: 3e-7). D in bf16 changes dQ and dK by 8e-4, and V or dO in f32 by 2e-3. Of `scores,dv` dO has codes too, for dV
+/// alone.
+#[test]
+fn the_backward_rounds_v_and_dout_and_nothing_else() -> Result<()> {
+    for (n, d) in [(200, 32), (130, 64), (70, 16)] {
+        let case = Case::new(1, (n, n), (1, 1), d, true);
+        let expected = scores_alone(&case);
+        let scores = Int8Products::SCORES;
+        for (products, exact) in [(scores, 3), (Int8Products { dv: true, ..scores }, 2)] {
+            let settings = sage().smoothing(Smoothing::None).products(products);
+            let got = case.run(settings.into(), DType::F32)?;
+            for (which, expected) in expected.iter().enumerate().take(exact) {
+                let error = relative_l2(&got[which + 1], expected);
+                assert!(error < 4e-6, "{} with {products}: {error:e}", NAMES[which + 1]);
+            }
+        }
+    }
+    Ok(())
+}

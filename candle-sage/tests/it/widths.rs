@@ -69,9 +69,10 @@ fn errors(
     let got = [out, dq, dk, dv];
     for ((got, by_graph), input) in got[1..].iter().zip(&by_graph).zip([q, k, v]) {
         assert_eq!((got.dims(), by_graph.dims()), (input.dims(), input.dims()));
-        // dQ of a GPU is added up in an order that varies, and rounded.
+        // On the CPU both ways are one computation. dQ of a GPU is added up in an order that varies, and rounded.
         let off = relative_l2(&values(got)?, &values(by_graph)?);
-        assert!(off < 1e-3, "two ways to one gradient: {off:e}");
+        let most = if device.is_cpu() { 0.0 } else { 1e-3 };
+        assert!(off <= most, "two ways to one gradient: {off:e}");
     }
     let mut errors = [0.0; 4];
     for n in 0..4 {

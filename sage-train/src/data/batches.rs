@@ -282,6 +282,41 @@ mod tests {
         assert_eq!(seen, first.chain((0..10).map(|n| 1000 + n * 10)).collect::<Vec<_>>());
     }
 
+    /// The order written out. Sources of equal weights take turns. Draw `k` of a source of `s` sequences is sequence `k mod s` of
+    /// epoch `k / s`, whose order is a shuffle by ChaCha8 with the run's seed and stream `epoch + 2^48 source`. The lists are of
+    /// another implementation of ChaCha8 and the shuffle: a run must go on in the same order after an update of crates.
+    #[test]
+    fn the_order_is_that_of_its_definition() {
+        const ORDERS: [[&[u32]; 3]; 2] = [
+            [
+                &[7, 4, 9, 6, 1, 0, 5, 2, 8, 3],
+                &[6, 4, 1, 0, 8, 3, 2, 7, 9, 5],
+                &[4, 0, 2, 5, 1, 3, 8, 9, 6, 7],
+            ],
+            [&[6, 3, 0, 1, 4, 5, 2], &[5, 4, 0, 3, 2, 6, 1], &[0, 4, 3, 1, 2, 6, 5]],
+        ];
+        let source = |from: u32, len: u32| Tokens::from((from..from + len).collect::<Vec<u32>>());
+        // 10 sequences of 10 tokens, and 7.
+        let mixture = Mixture::new(vec![(source(0, 103), 1.0), (source(1000, 73), 1.0)]);
+        let expected = (0..42usize).map(|n| {
+            let (source, k) = ((n + 1) % 2, n / 2);
+            let sequences = ORDERS[source][0].len();
+            1000 * source as u32 + 10 * ORDERS[source][k / sequences][k % sequences]
+        });
+        assert_eq!(firsts(&mut Batches::new(&mixture, cut(4)), 0..42), expected.collect::<Vec<_>>());
+    }
+
+    /// Every sequence of a batch begins a document, whichever its place in the batch.
+    #[test]
+    fn documents_never_join_two_sequences() -> Result<()> {
+        let tokens = Mixture::new(vec![(Tokens::from((0..61).collect::<Vec<u32>>()), 1.0)]);
+        let cut = Cut { end_of_document: Some(25), ..cut(0) };
+        let batch = Batches::new(&tokens, cut).in_order(0, 6)?;
+        let bounds = vec![0, 10, 20, 26, 30, 40, 50, 60];
+        assert_eq!(batch.documents(), Some(&Packing::self_attention(bounds)));
+        Ok(())
+    }
+
     #[test]
     fn documents_begin_with_sequences_and_behind_ends() {
         let ids = [1, 2, 9, 3, 4, 9, 9, 5];

@@ -20,9 +20,9 @@ use crate::{during, tell};
 /// checkpoint.
 const LEAVING: Duration = Duration::from_secs(20);
 
-/// The same after a rank was lost: no rank has anything left to write, and ranks that have not connected yet
-/// would not notice the loss.
-const LEAVING_LOST: Duration = Duration::from_secs(3);
+/// The same after a rank was lost: no rank has anything left to write but its last word about the failure, which may take 4 s
+/// (`meeting::LAST_WORD`). Ranks that have not connected yet would not notice the loss.
+const LEAVING_LOST: Duration = Duration::from_secs(6);
 
 /// Number of hardware queues for the streams of a process. With one queue, a transfer that waits for
 /// gradients costs the kernels launched before it nothing; with more, about a microsecond each

@@ -138,6 +138,40 @@ mod tests {
         assert_eq!(Mean::difference(&mean(&[1.0]), &mean(&[2.0, 3.0])).half, None);
     }
 
+    /// scipy 1.17.1: the mean, half of its 95 % interval, and the margin at which the larger p of two one-sided t-tests is 0.05
+    /// (`ttest_1samp`; `ttest_ind` with `equal_var=False` for differences).
+    #[test]
+    fn intervals_and_verdicts_are_those_of_scipy() {
+        let mean = |values: &[f64]| Mean::of(values).expect("values");
+        let difference = |a: &[f64], b: &[f64]| Mean::difference(&mean(a), &mean(b));
+        for (got, [value, half, margin]) in [
+            (mean(&[0.05, 0.11, 0.02]), [0.06, 0.113_837_491_008, 0.137_255_556_775]),
+            (mean(&[0.06, 0.1, 0.02, 0.08, -0.01]), [0.05, 0.055_528_902_104, 0.092_636_935_727]),
+            (mean(&[-0.5, -0.62]), [-0.56, 0.762_372_284_170, 0.938_825_090_881]),
+            (
+                mean(&[0.3, -0.1, 0.2, 0.15, -0.05, 0.22, 0.4, -0.2]),
+                [0.115, 0.175_251_317_452, 0.255_414_442_732],
+            ),
+            (
+                difference(&[3.1, 3.14, 3.09], &[3.05, 3.11, 3.02, 3.2]),
+                [0.015, 0.120_179_894_012, 0.106_833_863_252],
+            ),
+            (
+                difference(&[2.51, 2.47], &[2.5, 2.58, 2.61]),
+                [-0.073_333_333_333, 0.123_571_024_709, 0.164_456_336_580],
+            ),
+            (
+                difference(&[4.0, 4.5, 3.9, 4.2, 4.1], &[4.3, 4.8]),
+                [-0.41, 1.887_242_628_127, 1.523_231_260_806],
+            ),
+        ] {
+            let near = |got: f64, expected: f64| (got / expected - 1.0).abs() < 1e-9;
+            assert!(near(got.value, value) && got.half.is_some_and(|got| near(got, half)), "{got:?}, {half}");
+            assert_eq!(got.verdict(margin * (1.0 + 1e-6)), Verdict::Matches, "{got:?}");
+            assert_ne!(got.verdict(margin * (1.0 - 1e-6)), Verdict::Matches, "{got:?}");
+        }
+    }
+
     #[test]
     fn what_is_said_follows_from_the_interval_and_the_margin() {
         let verdict = |values: &[f64], margin| Mean::of(values).expect("values").verdict(margin);

@@ -1,12 +1,12 @@
 //! Checkpoints: a run that is cut off at any point continues with the same bits.
 
+mod changes;
 mod damage;
 mod signals;
 mod spikes;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
-use std::time::{Duration, Instant};
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -19,7 +19,7 @@ use sage_train::ranks::Rank;
 use sage_train::settings::{Schedule, Settings, Switch};
 use sage_train::train::{self, Begin};
 
-use crate::support::{Scratch, small, wait_until};
+use crate::support::{Scratch, ends_before, ends_before_changes, small, wait_until};
 
 /// Data that is prepared once, so that runs start in milliseconds.
 fn prepared() -> Scratch {
@@ -61,20 +61,31 @@ fn checkpoints(run: &Path) -> Vec<String> {
     names
 }
 
-fn assert_same(scratch: &Scratch, got: &str, wanted: &str, steps: u64) {
+/// Asserts that two runs have the same results, to the bit.
+fn assert_same_results(scratch: &Scratch, got: &str, wanted: &str, steps: u64) {
     let (a, b) = (numbers(&scratch.metrics(got)), numbers(&scratch.metrics(wanted)));
     assert_eq!(a.len(), b.len());
     a.iter().zip(&b).for_each(|(a, b)| assert_eq!(a, b));
     let (got, wanted) = (run_of(scratch, got), run_of(scratch, wanted));
     assert!(state(&got, steps) == state(&wanted, steps), "weights or moments differ");
-    for file in ["model.safetensors", "config.toml"] {
-        let read = |run: &Path| std::fs::read(run.join(file)).expect("a file");
-        assert!(read(&got) == read(&wanted), "{file}");
-    }
+    let weights = |run: &Path| std::fs::read(run.join("model.safetensors")).expect("weights");
+    assert!(weights(&got) == weights(&wanted), "model.safetensors");
     let csv = std::fs::read_to_string(got.join("metrics.csv")).expect("csv");
     assert_eq!(csv.lines().count() as u64, 1 + steps);
 }
 
+/// The same, and the same settings.
+fn assert_same(scratch: &Scratch, got: &str, wanted: &str, steps: u64) {
+    assert_same_results(scratch, got, wanted, steps);
+    let config = |run| std::fs::read(run_of(scratch, run).join("config.toml")).expect("settings");
+    assert!(config(got) == config(wanted), "config.toml");
+}
+
+fn is_writing(run: &Path) -> bool {
+    checkpoints(run).iter().any(|name| name.ends_with(".partial"))
+}
+
+/// Kills at random points of a run's progress, half of them while a checkpoint is written.
 #[test]
 fn a_hundred_kills_change_nothing() {
     const STEPS: u64 = 120;
@@ -83,7 +94,12 @@ fn a_hundred_kills_change_nothing() {
     scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
     let mut rng = ChaCha8Rng::seed_from_u64(3);
     let (mut kills, mut in_a_write, mut resumed, mut finished) = (0, 0, 0, 0);
-    while kills < 100 || finished == 0 {
+    loop {
+        // After enough kills a run may finish.
+        let enough = kills >= 100 && in_a_write >= 10;
+        if enough && finished > 0 {
+            break;
+        }
         let name = format!("cut-{finished}");
         let folder = run_of(&scratch, &name);
         let whole = checkpoints(&folder).iter().any(|name| !name.ends_with(".partial"));
@@ -96,37 +112,26 @@ fn a_hundred_kills_change_nothing() {
             let _ = std::fs::remove_dir_all(&folder);
             scratch.start(&flags(&[&run[..], &["--name", &name]].concat()))
         };
-        // After 100 kills a run may finish.
-        let patience = if kills < 100 { rng.random_range(5..150) } else { 120_000 };
-        let deadline = Instant::now() + Duration::from_millis(patience);
-        let status = loop {
-            match child.try_wait().expect("a child") {
-                Some(status) => break Some(status),
-                None if Instant::now() > deadline => break None,
-                None => std::thread::sleep(Duration::from_micros(500)),
-            }
-        };
-        match status {
-            None => {
-                child.kill().expect("it runs");
-                child.wait().expect("an end");
-                kills += 1;
-                in_a_write += usize::from(checkpoints(&folder).iter().any(|name| name.ends_with(".partial")));
-            }
-            Some(status) => {
-                let mut text = String::new();
-                std::io::Read::read_to_string(&mut child.stderr.take().expect("piped"), &mut text)
-                    .expect("text");
-                assert!(status.success(), "after {kills} kills: {text}");
-                assert_same(&scratch, &name, "whole", STEPS);
-                finished += 1;
-            }
+        let changes = if enough { u32::MAX } else { rng.random_range(0..40) };
+        let mut ended = ends_before_changes(&mut child, &folder, changes);
+        if kills % 2 == 1 && !ended {
+            ended = ends_before(&mut child, || is_writing(&folder));
         }
+        if !ended {
+            child.kill().expect("it runs");
+            child.wait().expect("an end");
+            kills += 1;
+            in_a_write += usize::from(is_writing(&folder));
+            assert!(kills < 2000, "{in_a_write} kills in a write, {resumed} resumed, {finished} ended");
+            continue;
+        }
+        let output = child.wait_with_output().expect("an end");
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "after {kills} kills: {text}");
+        assert_same(&scratch, &name, "whole", STEPS);
+        finished += 1;
     }
-    assert!(
-        resumed > 20 && in_a_write > 0,
-        "{kills} kills, {in_a_write} in a write, {resumed} resumed, {finished} ended"
-    );
+    assert!(resumed > 20, "{kills} kills, {in_a_write} in a write, {resumed} resumed, {finished} ended");
 }
 
 #[cfg(unix)]
@@ -140,19 +145,22 @@ fn signal(child: &Child, signal: &str) {
 #[test]
 fn a_full_disk_loses_no_earlier_checkpoint() {
     let scratch = prepared();
-    let run = ["--steps", "300", "--eval-every", "50", "--checkpoint-every", "10"];
-    scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));
-    let mut child = scratch.start(&flags(&[&run[..], &["--name", "full"]].concat()));
+    // A schedule that does not depend on the number of steps.
+    let run =
+        ["--eval-every", "50", "--checkpoint-every", "10", "--schedule", "constant", "--warmup-steps", "2"];
+    let with = |steps: &'static str, name: &'static str| {
+        flags(&[&run[..], &["--steps", steps, "--name", name]].concat())
+    };
+    scratch.ok(&with("200", "whole"));
+    scratch.ok(&with("50", "full"));
     let folder = run_of(&scratch, "full");
-    wait_until(|| !checkpoints(&folder).is_empty());
-    signal(&child, "-TERM");
-    assert_eq!(child.wait().expect("an end").code(), Some(143));
     let newest = checkpoints(&folder).pop().expect("one");
     let path = folder.join("checkpoints").join(&newest).join("state.safetensors");
     let before = std::fs::read(&path).expect("a state");
-    // In units of 1024 bytes. Metrics and plot of 300 steps are smaller.
+    // In units of 1024 bytes. Metrics and plot of 200 steps are smaller.
     let weights = before.len() / 3 / 1024;
-    let command = format!("trap '' XFSZ; ulimit -f {}; exec \"$0\" --resume runs/full", weights - 5);
+    let command =
+        format!("trap '' XFSZ; ulimit -f {}; exec \"$0\" --resume runs/full --steps 200", weights - 5);
     let output = Command::new("bash")
         .args(["-c", &command, env!("CARGO_BIN_EXE_sage-train")])
         .current_dir(scratch.path())
@@ -169,8 +177,8 @@ fn a_full_disk_loses_no_earlier_checkpoint() {
     assert!(!checkpoints(&folder).iter().any(|name| left(name)));
     let files = std::fs::read_dir(&folder).expect("a folder").flatten();
     assert!(files.map(|entry| entry.file_name()).all(|name| !left(&name.to_string_lossy())));
-    scratch.ok(&["--resume", "runs/full"]);
-    assert_same(&scratch, "full", "whole", 300);
+    scratch.ok(&["--resume", "runs/full", "--steps", "200"]);
+    assert_same_results(&scratch, "full", "whole", 200);
 }
 
 #[test]

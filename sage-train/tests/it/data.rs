@@ -1,12 +1,12 @@
 //! Preparing text as shards, and training on shards.
 
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+mod interrupted;
+
+use std::path::Path;
 
 use sage_train::data::prepare::Prepared;
 
-use crate::support::{Scratch, json_lines, small, wait_until};
+use crate::support::{Scratch, json_lines, small};
 
 /// The tokens of all shards whose name begins with `part`.
 fn tokens(folder: &Path, part: &str) -> Vec<u32> {
@@ -248,25 +248,6 @@ fn regexless(text: &str) -> String {
         .collect()
 }
 
-#[test]
-fn what_an_interrupted_preparation_left_is_in_nobodys_way() {
-    let scratch = Scratch::new();
-    scratch.file("a.jsonl", json_lines(200_000));
-    scratch.file("new.partial/unfinished-by-sage-train", "");
-    scratch.file("new.partial/train_000001.bin", "half a shard");
-    scratch.ok(&["data", "prepare", "a.jsonl", "--to", "new", "--vocab-size", "400"]);
-    // Work with a journal that cannot be read is not removed.
-    scratch.file("going.partial/unfinished-by-sage-train", "");
-    scratch.file("going.partial/progress.json", "not for export");
-    let error = scratch.fails(&["data", "prepare", "a.jsonl", "--to", "going", "--vocab-size", "400"]);
-    assert!(error.contains("cannot go on with") && error.contains("rm -r"), "{error}");
-    assert!(scratch.path().join("going.partial/progress.json").exists());
-    // A folder that this program did not make is not touched.
-    scratch.file("other.partial/precious", "mine");
-    scratch.fails(&["data", "prepare", "a.jsonl", "--to", "other", "--vocab-size", "400"]);
-    assert!(scratch.path().join("other.partial/precious").exists());
-}
-
 /// A byte of a shard that changed after preparation ends a run, and `data check` reports it.
 #[test]
 fn changed_bytes_of_shards_end_a_run() {
@@ -310,82 +291,6 @@ fn lines_that_end_as_on_windows_are_read_as_on_unix() {
     }
     let of = |name: &str| tokens(&scratch.path().join(name), "train");
     assert!(of("windows") == of("unix"));
-}
-
-/// Every file of a folder by name, with its bytes.
-fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
-    let entries = std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry"));
-    let read = |path: PathBuf| std::fs::read(path).expect("a file");
-    entries.map(|entry| (entry.file_name().to_string_lossy().into_owned(), read(entry.path()))).collect()
-}
-
-/// A preparation that is killed at any moment continues where it was, and ends with the same bytes.
-#[test]
-#[cfg(unix)]
-fn a_killed_preparation_goes_on_where_it_was() {
-    let scratch = Scratch::new();
-    // Small files, a large one in which the preparation is killed, and a document of many pieces.
-    scratch.file("text/a.jsonl", json_lines(300_000));
-    scratch.file("text/b.jsonl", json_lines(12_000_000));
-    scratch.file("text/c.txt", "One long story, and nothing but this story. ".repeat(100_000));
-    for (format, kills) in [("llmc-u16", 3), ("nanogpt", 1)] {
-        let with = |to: &'static str, seed: &'static str| {
-            let own = ["data", "prepare", "text", "--to", to, "--seed", seed, "--format", format];
-            [&own[..], &["--vocab-size", "600", "--shard-tokens", "70k", "--val-fraction", "0.1"]].concat()
-        };
-        scratch.ok(&with("whole", "3"));
-        let journal = scratch.path().join("parts.partial/progress.json");
-        let mut said = String::new();
-        for kill in 0..kills {
-            let before = std::fs::read(&journal).unwrap_or_default();
-            let mut child = scratch.start(&with("parts", "3"));
-            let moved = || std::fs::read(&journal).is_ok_and(|now| !now.is_empty() && now != before);
-            wait_until(moved);
-            std::thread::sleep(Duration::from_millis(70 * kill));
-            child.kill().expect("it lives");
-            let output = child.wait_with_output().expect("an end");
-            assert!(!output.status.success(), "it was too fast to be killed");
-            said = String::from_utf8_lossy(&output.stderr).into_owned();
-        }
-        assert!(kills == 1 || said.contains("goes on where an earlier start was interrupted"), "{said}");
-        // Work with another seed is refused, and leaves the interrupted work as it is.
-        let error = scratch.fails(&with("parts", "4"));
-        assert!(error.contains("other --seed") && error.contains("rm -r"), "{error}");
-        let output = scratch.run(&with("parts", "3"));
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success() && said.contains("goes on where"), "{said}");
-        assert!(contents(&scratch.path().join("whole")) == contents(&scratch.path().join("parts")));
-        scratch.ok(&["data", "check", "parts"]);
-        for folder in ["whole", "parts"] {
-            std::fs::remove_dir_all(scratch.path().join(folder)).expect("removed");
-        }
-    }
-}
-
-/// A document that cannot be read, late in the text, does not lose the work before it.
-#[test]
-fn a_preparation_that_fails_late_goes_on_without_what_it_failed_over() {
-    let scratch = Scratch::new();
-    scratch.file("text/a.jsonl", json_lines(9_000_000));
-    scratch.file("text/b.jsonl", "{\"text\": \"good\"}\n{\"text\": bad}\n{\"text\": \"again\"}\n");
-    scratch.ok(&["data", "tokenizer", "text/a.jsonl", "--to", "t.json", "--vocab-size", "600"]);
-    let args = ["data", "prepare", "text", "--to", "new", "--tokenizer", "t.json", "--shard-tokens", "70k"];
-    let error = scratch.fails(&args);
-    assert!(error.contains("the same command goes on") && error.contains("b.jsonl, line 2"), "{error}");
-    assert!(!scratch.path().join("new").exists());
-    let output = scratch.run(&[&args[..], &["--skip-bad"]].concat());
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && said.contains("goes on where"), "{said}");
-    let prepared = Prepared::read(&scratch.path().join("new")).expect("a list");
-    assert_eq!(prepared.files.len(), 2);
-    assert_eq!((prepared.files[1].documents, prepared.files[1].skipped), (2, 1));
-    // Text that changes during an interrupted preparation is detected.
-    scratch.file("text/b.jsonl", "{\"text\": bad}\n");
-    let other = [&args[..3], &["--to", "other"], &args[5..]].concat();
-    scratch.fails(&other);
-    scratch.file("text/a.jsonl", json_lines(8_000_000));
-    let error = scratch.fails(&other);
-    assert!(error.contains("a.jsonl has another size or time") && error.contains("rm -r"), "{error}");
 }
 
 /// Other files in a folder of text and the byte order mark of a file are not read as text. A file that two

@@ -2,12 +2,13 @@
 
 mod foreign;
 mod sla2;
+mod training;
 
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Result, Tensor};
 use sage_train::device::Place;
-use sage_train::evaluate::{Choices, Example, choose};
+use sage_train::evaluate::{Example, choose};
 use sage_train::hf;
 use sage_train::settings::Settings;
 use sage_train::trained::Trained;
@@ -129,14 +130,19 @@ fn the_ending_with_the_lowest_mean_loss_is_chosen() -> Result<()> {
         let (long, short) = (known(0, at, 6), -row[other as usize]);
         assert_eq!(short < long, likeliest);
         let endings = vec![ids[0][at..at + 6].to_vec(), vec![other]];
-        let example = |label| Example { context: ids[0][..at].to_vec(), endings: endings.clone(), label };
+        let example = |label| Example {
+            context: ids[0][..at].to_vec(),
+            endings: endings.clone(),
+            lengths: vec![6, 1],
+            label,
+        };
         right.push(example(usize::from(likeliest)));
         wrong.push(example(usize::from(!likeliest)));
     }
     let model = trained.model().expect("a model");
     for (examples, expected) in [(right, 4), (wrong, 0)] {
         let choices = choose(&model, &examples, 64, &Device::Cpu, &mut |_| ()).expect("choices");
-        assert_eq!(choices, Choices { right: expected, examples: 4 });
+        assert_eq!((choices.by_length, choices.examples), (expected, 4));
     }
     Ok(())
 }

@@ -49,7 +49,6 @@ fn difference(a: &[Point], b: &[Point]) -> f64 {
     losses.fold(0.0, f64::max)
 }
 
-/// Sums of f32 in another order: 1e-6 of the gradient, and its effect over 30 steps.
 #[test]
 fn any_number_of_ranks_trains_the_same() {
     let scratch = Scratch::new();
@@ -57,10 +56,7 @@ fn any_number_of_ranks_trains_the_same() {
     let one = train(&scratch, "1", "one", &steps);
     for ranks in ["2", "3", "4"] {
         let several = train(&scratch, ranks, ranks, &steps);
-        let norm = (several[0].grad_norm / one[0].grad_norm - 1.0).abs();
-        assert!(norm < 1e-6, "{ranks} ranks: the first gradient's norm is off by {norm:e}");
-        let loss = difference(&one, &several);
-        assert!(loss < 1e-4, "{ranks} ranks: losses are off by {loss:e}");
+        assert_same_course(ranks, &one, &several, SUMS);
     }
     // The folder has whole weights, as after a run with one process.
     scratch.ok(&["eval", "runs/3", "--device", "cpu"]);
@@ -120,7 +116,7 @@ fn other_ranks_go_on() {
         );
     }
     let loss = whole.iter().zip(&parts).map(|(a, b)| (a.loss - b.loss).abs()).fold(0.0, f64::max);
-    assert!(loss < 1e-4, "losses are off by {loss:e}");
+    assert!(loss < SUMS, "losses are off by {loss:e}");
     // A changed file of a rank is named, whichever rank checks it.
     let file = run_of(&scratch, "parts").join("checkpoints/step-00000030/state-00003-of-00004.safetensors");
     let mut bytes = std::fs::read(&file).expect("a checkpoint");
@@ -132,10 +128,16 @@ fn other_ranks_go_on() {
     }
 }
 
+/// The exit code of a process and what it said. The end of its standard error means that none of its ranks, which share it, is left.
 fn ended(mut child: Child) -> (Option<i32>, String) {
-    let mut said = String::new();
-    child.stderr.take().expect("a pipe").read_to_string(&mut said).expect("text");
-    (child.wait().expect("an end").code(), said)
+    let mut stderr = child.stderr.take().expect("a pipe");
+    let reading = std::thread::spawn(move || {
+        let mut said = String::new();
+        stderr.read_to_string(&mut said).expect("text");
+        said
+    });
+    wait_until(|| reading.is_finished());
+    (child.wait().expect("an end").code(), reading.join().expect("text"))
 }
 
 fn steps_of(scratch: &Scratch, name: &str) -> usize {
@@ -162,12 +164,18 @@ fn a_plan_says_what_ranks_would_do() {
     assert!(expected.iter().all(|line| plan.contains(line)), "{plan}");
 }
 
-/// The first gradient's norm agrees within 1e-6, and losses within 1e-4 over 30 steps.
-fn assert_same_course(what: &str, one: &[Point], other: &[Point]) {
+/// Losses of f32 sums in another order. An ulp of a loss of 5 is 4.8e-7; measured are 2.4e-7 over 30 steps.
+const SUMS: f64 = 5e-6;
+
+/// The same with codes: a sum that rounds to the other side gives another code. Measured are 8.9e-5 with INT8 and 2e-5 with FP4.
+const CODES: f64 = 2e-4;
+
+/// The first gradient's norm agrees within 1e-7 (measured: 1.2e-8, f32 sums of some 10,000 elements), and losses within `limit`.
+fn assert_same_course(what: &str, one: &[Point], other: &[Point], limit: f64) {
     let norm = (other[0].grad_norm / one[0].grad_norm - 1.0).abs();
-    assert!(norm < 1e-6, "{what}: the first gradient's norm is off by {norm:e}");
+    assert!(norm < 1e-7, "{what}: the first gradient's norm is off by {norm:e}");
     let loss = difference(one, other);
-    assert!(loss < 1e-4, "{what}: losses are off by {loss:e}");
+    assert!(loss < limit, "{what}: losses are off by {loss:e}");
 }
 
 /// Blocks that are selected after steps that teach the router and `theta`, the first step among them, of whose gradient the norm is
@@ -215,14 +223,15 @@ fn ranks_share_sequences() {
                 continue;
             }
             let several = with(&format!("{name}-{ranks}-{context}"), ranks, context);
-            assert_same_course(&format!("{name}, {context} of {ranks}"), &one, &several);
+            let limit = if ["int8", "fp4"].contains(&name) { CODES } else { SUMS };
+            assert_same_course(&format!("{name}, {context} of {ranks}"), &one, &several, limit);
         }
     }
     // A run without context parallelism is resumed with it, and the other way round.
     scratch.ok(&["--resume", "runs/fpa", "--steps", "34", "--gpus", "2", "--context-parallel", "2"]);
     scratch.ok(&["--resume", "runs/fpa-4-4", "--steps", "34"]);
     let [a, b] = ["fpa", "fpa-4-4"].map(|name| scratch.metrics(name));
-    assert!(difference(&a, &b) < 1e-4);
+    assert!(difference(&a, &b) < SUMS);
 }
 
 #[test]
@@ -280,11 +289,11 @@ fn a_checkpoint_that_one_rank_cannot_write_is_none() {
         "--name",
         "r",
         "--steps",
-        "40",
+        "200",
         "--checkpoint-every",
         "5",
         "--eval-every",
-        "100",
+        "1000",
     ]));
     wait_until(|| steps_of(&scratch, "r") > 0);
     // A folder at the path of the file that rank 1 will write makes the write fail.
@@ -292,7 +301,7 @@ fn a_checkpoint_that_one_rank_cannot_write_is_none() {
         let partial = format!("checkpoints/step-{step:08}.partial/state-00002-of-00002.safetensors");
         run_of(&scratch, "r").join(partial)
     };
-    for step in (5..=35).step_by(5) {
+    for step in (5..=195).step_by(5) {
         let _ = std::fs::create_dir_all(in_the_way(step));
     }
     let (code, said) = ended(launcher);
@@ -301,6 +310,6 @@ fn a_checkpoint_that_one_rank_cannot_write_is_none() {
     let log = std::fs::read_to_string(run_of(&scratch, "r").join("log.rank-1.txt"))
         .expect("it has something to say");
     assert!(log.contains("cannot write") && !log.contains("loss"), "{log}");
-    assert!(run_of(&scratch, "r").join("checkpoints/step-00000040/COMPLETE").exists());
-    assert_eq!(steps_of(&scratch, "r"), 40);
+    assert!(run_of(&scratch, "r").join("checkpoints/step-00000200/COMPLETE").exists());
+    assert_eq!(steps_of(&scratch, "r"), 200);
 }

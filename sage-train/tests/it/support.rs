@@ -89,13 +89,53 @@ impl Scratch {
     }
 }
 
-/// Waits up to 60 s until `done` returns true, which a concurrent command causes.
-pub(crate) fn wait_until(done: impl Fn() -> bool) {
+/// Waits until `done` returns true, which a concurrent command causes. The bound is against hangs alone: a busy machine may take
+/// minutes.
+pub(crate) fn wait_until(mut done: impl FnMut() -> bool) {
     let began = std::time::Instant::now();
     while !done() {
-        assert!(began.elapsed().as_secs() < 60, "it never came");
+        assert!(began.elapsed().as_secs() < 300, "it never came");
         std::thread::sleep(std::time::Duration::from_micros(200));
     }
+}
+
+/// Waits until `done` returns true or the process has ended, and returns whether it has ended.
+pub(crate) fn ends_before(child: &mut Child, mut done: impl FnMut() -> bool) -> bool {
+    let mut ended = false;
+    wait_until(|| {
+        ended = child.try_wait().expect("a child").is_some();
+        ended || done()
+    });
+    ended
+}
+
+/// Waits until a folder has been seen to change so many times, or until the process has ended, and returns whether it has ended.
+/// Changes measure the progress of the process, however fast the machine is.
+pub(crate) fn ends_before_changes(child: &mut Child, folder: &Path, mut changes: u32) -> bool {
+    let mut seen = sizes(folder);
+    ends_before(child, || {
+        let now = sizes(folder);
+        changes -= u32::from(changes > 0 && now != seen);
+        seen = now;
+        changes == 0
+    })
+}
+
+/// Everything below a folder, with its size.
+fn sizes(folder: &Path) -> Vec<(PathBuf, u64)> {
+    let (mut all, mut folders) = (Vec::new(), vec![folder.to_owned()]);
+    while let Some(folder) = folders.pop() {
+        // What is removed while this looks is left out.
+        for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+            let Ok(about) = entry.metadata() else { continue };
+            if about.is_dir() {
+                folders.push(entry.path());
+            }
+            all.push((entry.path(), about.len()));
+        }
+    }
+    all.sort();
+    all
 }
 
 /// Documents of the built-in corpus as JSON lines.

@@ -227,3 +227,50 @@ fn welcomed(world: &World, mut stream: TcpStream, nonce: &str) -> Result<Peer> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ranks::Rank;
+    use crate::ranks::secret::Secret;
+
+    /// A rank that knows the secret, but is of another version, of another number of ranks, or rank 0, is refused and ends the run.
+    #[test]
+    fn ranks_of_another_version_or_number_are_refused() {
+        let free = TcpListener::bind(("127.0.0.1", 0)).and_then(|free| free.local_addr()).expect("a port");
+        let rank = |index, of| Rank { index, of };
+        let world = World {
+            rank: rank(0, 2),
+            local: rank(0, 2),
+            host: "127.0.0.1".into(),
+            port: free.port(),
+            secret: Secret::given("s".into()),
+            launcher: "a test",
+        };
+        let hello = |rank| Hello::new(rank, "node", random().expect("numbers"));
+        for (hello, expected) in [
+            (
+                Hello { version: "0.0.1".into(), ..hello(rank(1, 2)) },
+                "rank 1 on node is version 0.0.1, rank 0 is",
+            ),
+            (hello(rank(1, 3)), "rank 1 on node is one of 3, rank 0 one of 2"),
+            (hello(rank(0, 2)), "there are two ranks 0"),
+        ] {
+            let first = world.clone();
+            let waiting = std::thread::spawn(move || wait_for_all(&first).map(drop));
+            let mut stream = loop {
+                match TcpStream::connect((world.host.as_str(), world.port)) {
+                    Ok(stream) => break stream,
+                    Err(_) => std::thread::sleep(Duration::from_millis(5)),
+                }
+            };
+            introduce(&mut stream, &world.secret, hello, COMING).expect("a challenge");
+            let Ok(Message::Over { why, code: 1 }) = receive(&mut stream) else {
+                panic!("not refused: {expected}")
+            };
+            assert!(why.contains(expected), "{why}");
+            let error = waiting.join().expect("no panic").expect_err("refused").to_string();
+            assert!(error.contains(expected) && error.contains("hint:"), "{error}");
+        }
+    }
+}
