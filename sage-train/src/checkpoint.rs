@@ -367,7 +367,7 @@ impl Found {
         Err(Error::new("there are newer checkpoints than this")
             .got(format!("{} of {} newer, from {}", newer.len(), self.run.display(), name(*first)))
             .allowed("the newest one: no checkpoint is ever overwritten")
-            .hint("move the newer ones away, or copy the run's folder"))
+            .hint("move the newer ones away, or begin another run from this one: --new-name NAME"))
     }
 
     /// The parameters and moments, for this rank.

@@ -3,6 +3,7 @@
 mod attending;
 mod bench;
 mod data;
+mod help;
 mod lists;
 mod model;
 mod probe;
@@ -10,6 +11,7 @@ mod report;
 mod resume;
 mod several;
 mod sweep;
+mod tasks;
 mod threads;
 mod train;
 mod typed;
@@ -20,7 +22,7 @@ use std::path::Path;
 
 use candle_sage::{Error, Result};
 use clap::error::ErrorKind;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use toml::Table;
 
 use crate::checks::in_range;
@@ -138,7 +140,7 @@ impl Cli {
     /// Parses the command line. A list of values for a setting makes a sweep of it.
     pub fn typed() -> Self {
         let typed = Typed::new(std::env::args_os().collect());
-        let parse = |words: &[OsString]| Self::try_parse_from(words);
+        let parse = |words: &[OsString]| Self::parse_words(words);
         let read = || {
             let cli = parse(&typed.words)?;
             let lists = typed.tables(|words| parse(words).map(Self::into_settings))?;
@@ -162,6 +164,11 @@ impl Cli {
             tell(&format!("error: {known}"));
             std::process::exit(2)
         })
+    }
+
+    fn parse_words(words: &[OsString]) -> std::result::Result<Self, clap::Error> {
+        let matches = help::with_defaults(Self::command()).try_get_matches_from(words)?;
+        Self::from_arg_matches(&matches).map_err(|error| error.format(&mut Self::command()))
     }
 
     fn into_settings(self) -> Settings {

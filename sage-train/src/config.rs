@@ -3,6 +3,7 @@
 mod attention;
 mod batch;
 mod branch;
+mod changes;
 mod checkpoints;
 mod identity;
 mod model;
@@ -27,6 +28,7 @@ use crate::{acts_on_terminals, during, read_small};
 
 pub use attention::check_own;
 pub use branch::Branch;
+pub use changes::Change;
 pub use checkpoints::CheckpointConfig;
 pub use identity::{Identity, differing, in_words, is_meaningless, is_seed, of_attention};
 
@@ -199,16 +201,24 @@ impl Config {
             .map_err(during::<std::io::Error>(format!("cannot read the settings in {}", path.display())))
             .map_err(|error| error.hint("--config takes a TOML file; every run leaves one, config.toml"))?;
         let unusable = |error: toml::de::Error| {
+            let hint = match error.message().starts_with("invalid type: string") {
+                true => {
+                    "numbers are written without quotes, layers = 4; a count may have a unit, in quotes: tokens-per-step = \"256k\""
+                }
+                false => {
+                    "keys are the long flags that --help lists as settings, without the dashes; text is in quotes: \
+                     tokens-per-step = \"256k\"; a file with lists is for `sage-train sweep FILE`"
+                }
+            };
             Error::new(format!("cannot use the settings in {}", path.display()))
                 .got(in_short(&error))
-                .hint(
-                    "keys are the long flags that --help lists as settings, without the dashes; text is in quotes: \
-                     tokens-per-step = \"256k\"; a file with lists is for `sage-train sweep FILE`",
-                )
+                .hint(hint)
         };
         // A file without tables says in which line it is wrong.
-        let table: Table = toml::from_str(&text).map_err(unusable)?;
-        match table.values().any(|value| value.is_table() || value.is_bool()) {
+        let mut table: Table = toml::from_str(&text).map_err(unusable)?;
+        // A run's file lists below its settings what later starts changed: see `Change`.
+        let listed = table.remove(changes::LIST).is_some();
+        match listed || table.values().any(|value| value.is_table() || value.is_bool()) {
             true => {
                 Settings::deserialize(tables::flat(table, &path.display().to_string())?).map_err(unusable)
             }
@@ -216,8 +226,21 @@ impl Config {
         }
     }
 
+    /// The settings of the last start of a run: those that it began with, under the changes that its `config.toml` lists.
+    ///
+    /// # Errors
+    /// As [`Config::read_settings`] and [`Change::read`].
+    pub fn read_last_settings(path: &Path) -> Result<Settings> {
+        changes::applied(Self::read_settings(path)?, &Change::read(path)?, path)
+    }
+
     /// The settings as TOML, without the run's name: run again, they make a folder of their own.
     pub fn to_toml(&self) -> String {
+        toml::to_string(&tables::in_tables(self.saved())).expect("settings are plain values")
+    }
+
+    /// The settings as [`Config::to_toml`] saves them, by their keys.
+    fn saved(&self) -> Table {
         let mut settings = self.settings.clone();
         settings.run.name = None;
         let mut table = Table::try_from(&settings).expect("settings are plain values");
@@ -230,7 +253,7 @@ impl Config {
             };
             table = with(&value).unwrap_or(table);
         }
-        toml::to_string(&tables::in_tables(table)).expect("settings are plain values")
+        table
     }
 
     /// Tokens of the whole run.

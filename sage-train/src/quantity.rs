@@ -62,8 +62,14 @@ impl fmt::Display for Quantity {
 }
 
 impl Serialize for Quantity {
+    /// A number, or text where it has a unit: `300`, `"64k"`.
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
+        let text = self.to_string();
+        // TOML's integers are signed.
+        match i64::try_from(self.0).ok().filter(|_| text.bytes().all(|byte| byte.is_ascii_digit())) {
+            Some(number) => serializer.serialize_i64(number),
+            None => serializer.serialize_str(&text),
+        }
     }
 }
 
@@ -159,6 +165,16 @@ mod tests {
             "nan",
         ] {
             assert!(bad.parse::<Quantity>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn files_have_numbers_where_there_is_no_unit() {
+        let json = |n: u64| serde_json::to_value(Quantity(n)).expect("plain");
+        assert_eq!((json(300), json(65_536)), (300.into(), "64k".into()));
+        assert!(json(u64::MAX).is_string(), "TOML's integers are signed");
+        for n in [0, 300, 65_536, u64::MAX] {
+            assert_eq!(serde_json::from_value::<Quantity>(json(n)).expect("a quantity"), Quantity(n));
         }
     }
 

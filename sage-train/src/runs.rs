@@ -4,13 +4,13 @@ mod divergence;
 mod lines;
 mod provenance;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Config, PLAN};
+use crate::config::{Change, Config, PLAN};
 use crate::metrics::Point;
 use crate::metrics::Probed;
 use crate::{during, writing};
@@ -137,20 +137,6 @@ pub struct Run {
     pub ending: Option<Ending>,
 }
 
-/// The flags of a start's command line with their values.
-fn flags(start: &Start) -> BTreeMap<&str, &str> {
-    let mut found = BTreeMap::new();
-    let mut words = start.command.iter().map(String::as_str).peekable();
-    while let Some(word) = words.next() {
-        if let Some(flag) = word.strip_prefix("--") {
-            let (key, value) =
-                flag.split_once('=').unwrap_or((flag, words.peek().copied().unwrap_or_default()));
-            found.insert(key, value);
-        }
-    }
-    found
-}
-
 impl Run {
     /// Whether a folder is that of a run.
     pub fn is(folder: &Path) -> bool {
@@ -162,7 +148,7 @@ impl Run {
     /// # Errors
     /// When it is not the folder of a run, or cannot be read.
     pub fn read(folder: &Path) -> Result<Self> {
-        let config = Config::resolve(Config::read_settings(&folder.join(CONFIG))?)?;
+        let config = Config::resolve(Config::read_last_settings(&folder.join(CONFIG))?)?;
         let starts: Vec<Start> = optional(&folder.join(STARTS))?.unwrap_or_default();
         let branch = starts.iter().find_map(|start| start.branch.clone());
         let run = Self {
@@ -242,19 +228,17 @@ impl Run {
         }
     }
 
-    /// The settings of the run's results that a later start gave anew, in words: its last ones are not those of all its steps.
+    /// The settings of the run's results that later starts changed, in words: its last ones are not those of all its steps.
     fn changed_under_way(&self) -> Option<String> {
         let identity = self.config.identity();
-        let begun = self.starts.first().map(flags).unwrap_or_default();
-        let changed = |start: &Start| {
-            let anew = flags(start).into_iter().filter(|(key, value)| {
-                identity.contains_key(*key) && begun.get(key).is_none_or(|before| before != value)
-            });
-            let keys: Vec<&str> = anew.map(|(key, _)| key).collect();
-            (!keys.is_empty()).then(|| format!("{} after step {}", keys.join(", "), start.step))
+        let of_results = |change: &Change| {
+            // A budget in tokens is one in steps.
+            let keys = change.settings.keys().filter(|key| identity.contains_key(*key) || *key == "tokens");
+            let keys: Vec<&str> = keys.map(String::as_str).collect();
+            (!keys.is_empty()).then(|| format!("{} after step {}", keys.join(", "), change.step))
         };
-        let changes: Vec<String> =
-            self.starts.iter().filter(|start| start.step > 0).filter_map(changed).collect();
+        let changes = Change::read(&self.folder.join(CONFIG)).ok()?;
+        let changes: Vec<String> = changes.iter().filter_map(of_results).collect();
         (!changes.is_empty()).then(|| {
             format!("{}: settings were given anew under way, {}", self.folder.display(), changes.join("; "))
         })

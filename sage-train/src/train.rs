@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use candle_core::Device;
 use candle_sage::{Error, Result};
 
-use crate::config::Config;
+use crate::config::{Change, Config};
 use crate::data::{Dataset, Shares, Verification, source};
 use crate::device::{Hardware, Place, free_memory};
 use crate::hf;
@@ -125,14 +125,10 @@ pub fn run_as(
         progress.say(&parallel::summary(ranks.mesh()));
     }
     let first = resumed.map_or(0, |found| found.about.step);
-    // Of a run that was done already nothing is trained with these settings. One that --steps ends here is shorter than planned.
-    if matches!(begin, Begin::Branch(_))
-        || first < config.steps
-        || resumed.and_then(planned_steps) != Some(config.steps)
-    {
-        folder.write(CONFIG, &config.to_toml())?;
-    }
     no_ending_yet(&folder, words)?;
+    if rank.is_first() {
+        write_settings(&folder, config, begin)?;
+    }
     let start = Start::now(config, &data, fingerprint.clone(), &Hardware::of(&device), (first, ranks.mesh()));
     add_start(&folder, start, &progress)?;
     if rank.is_first() {
@@ -171,6 +167,18 @@ pub fn run_as(
     to_its_end(run, words)
 }
 
+/// Writes the settings of a new run, or of a new one that goes on from another one's checkpoint. Those of a resumed run stay, and
+/// what this start changes is listed below them.
+fn write_settings(folder: &RunDir, config: &Config, begin: &Begin) -> Result<()> {
+    let Begin::From(found) = begin else { return folder.write(CONFIG, &config.to_toml()) };
+    // Of a run that was done already nothing is trained with these settings. One that --steps ends here is shorter than planned.
+    if found.about.step == config.steps && planned_steps(found) == Some(config.steps) {
+        return Ok(());
+    }
+    let path = folder.path().join(CONFIG);
+    folder.write(CONFIG, &Change::listed(&path, config, found.about.step)?)
+}
+
 /// Checks that a run can go on from a checkpoint: the data is that of the run so far, and there are steps left to do.
 fn check_goes_on(found: &Found, begin: &Begin, config: &Config, fingerprint: &str) -> Result<()> {
     // A branch overwrites nothing.
@@ -188,7 +196,15 @@ fn check_goes_on(found: &Found, begin: &Begin, config: &Config, fingerprint: &st
         return Err(Error::new("the run is longer already")
             .got(format!("a checkpoint after step {first}, --steps {}", config.steps))
             .allowed(format!("at least {first} steps"))
-            .hint(format!("--resume {} --steps {}", found.run.display(), 2 * first)));
+            .hint(match planned_steps(found).filter(|planned| *planned > first) {
+                Some(planned) => {
+                    format!(
+                        "without --steps the run goes on to step {planned}: --resume {}",
+                        found.run.display()
+                    )
+                }
+                None => format!("--resume {} --steps {}", found.run.display(), 2 * first),
+            }));
     }
     Ok(())
 }

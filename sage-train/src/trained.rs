@@ -134,7 +134,7 @@ impl Trained {
                 stage: Stage::Sparse,
             });
         }
-        let saved = Config::read_settings(&saved).map_err(|error| {
+        let saved = Config::read_last_settings(&saved).map_err(|error| {
             error.hint(
                 "this takes the folder of a run, e.g. runs/tiny-sagebwd-001, or one in Hugging Face's format",
             )

@@ -112,7 +112,7 @@ impl Data {
                         format!("each as long as it should be, {n} of them without a sidecar to compare with")
                     }
                 };
-                print(&format!("{}: {shards} shards, {bare}\n", folder.display()))
+                print(&format!("{}: {}, {bare}\n", folder.display(), counted(shards as u64, "shard")))
             }
             Self::Recipes => print(
                 &recipes()

@@ -57,7 +57,7 @@ impl Resumed {
     /// from it, which may attend otherwise.
     pub(super) fn open(path: &Path, mut typed: Settings, branch: Option<&str>, rank: Rank) -> Result<Self> {
         let found = Found::at(path, rank)?;
-        let saved = Config::read_settings(&found.run.join("config.toml"))?;
+        let saved = Config::read_last_settings(&found.run.join("config.toml"))?;
         let (moved, data) = (&mut typed.data, &saved.data);
         moved.sources = with_weights(moved.sources.take(), data.sources.as_ref())?;
         moved.val_data = with_weights(moved.val_data.take(), data.val_data.as_ref())?;

@@ -210,10 +210,10 @@ pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Aga
     }
     tally.check(&again.goes_on)?;
     if tally.open > 0 {
-        tell(&format!("{} runs to go: {} goes on", tally.open, again.goes_on));
+        tell(&format!("{} to go: {} goes on", counted(tally.open as u64, "run"), again.goes_on));
     }
     if tally.elsewhere > 0 {
-        tell(&format!("{} runs are in the hands of another process", tally.elsewhere));
+        tell(&format!("another process works on {}", counted(tally.elsewhere as u64, "run")));
     }
     if tally.failed > 0 {
         return Err(Error::new(format!("{} of {} runs failed", tally.failed, sweep.runs.len()))
@@ -259,7 +259,7 @@ fn report(words: Words, sweep: &Sweep) -> Result<()> {
 }
 
 /// The plan as a table: each run, its state, and the time that the rest of it takes.
-fn table(
+pub(super) fn table(
     spec: &Spec,
     sweep: &Sweep,
     estimates: Option<&[crate::sweep::Estimate]>,
@@ -294,7 +294,7 @@ fn table(
             if time > 0.0 { duration(time) } else { "-".into() },
         );
     }
-    out += &format!("\n{} runs, {} tokens\n", sweep.runs.len(), grouped(tokens));
+    out += &format!("\n{}, {} tokens\n", counted(sweep.runs.len() as u64, "run"), grouped(tokens));
     if estimates.is_some() {
         let devices = match sweep.runs.iter().any(|run| run.config.device == crate::device::Place::Cuda) {
             true => crate::device::gpus().len().max(1),

@@ -15,7 +15,7 @@ use super::threads;
 use super::typed::check_typed;
 use crate::checkpoint;
 use crate::checks::in_range;
-use crate::config::Config;
+use crate::config::{Change, Config};
 use crate::data::{Batches, Dataset, Shares, known_tokenizer};
 use crate::device::Place;
 use crate::lock::Lock;
@@ -33,7 +33,7 @@ const AUTO: &str = "auto";
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Train {
-    /// Settings from a TOML file; flags win over it
+    /// Settings from a TOML file; flags win over it. A run's config.toml counts as the run began, without its [[changes]]
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     config: Option<PathBuf>,
     /// Go on with a run from its newest checkpoint, or from the one that is named; flags may change how long it goes and
@@ -152,6 +152,9 @@ impl Train {
             Some(_) => "--resume RUN",
         };
         words.agree("command", begins)?;
+        if rank.is_first() {
+            self.tell_changes()?;
+        }
         let typed = self.settings.clone();
         let (config, begin) = match self.resume.as_deref() {
             Some(path) if path == Path::new(AUTO) => again(self.settings, file, words)?,
@@ -203,8 +206,19 @@ impl Train {
         Ok(())
     }
 
+    /// Names what the run of a `--config` file changed under way: the file is taken as the run began.
+    fn tell_changes(&self) -> Result<()> {
+        for change in self.config.as_deref().map(Change::read).transpose()?.unwrap_or_default() {
+            tell(&format!(
+                "--config takes the settings that the run began with; it went on with {change}, by --resume"
+            ));
+        }
+        Ok(())
+    }
+
     /// Runs a sweep over every combination of the lists' values.
     fn sweep(self, file: Settings, lists: &Table) -> Result<()> {
+        self.tell_changes()?;
         let goes_on = "a sweep goes on when its command is given again with its --name";
         let alone = "each run of a sweep is one process: leave it out, or give one value";
         for (flag, given, hint) in [
@@ -233,9 +247,11 @@ impl Train {
         };
         let sweep = sweep::plan(&spec, typed, lists, free)?;
         if self.dry_run {
-            let text: Vec<String> =
-                sweep.runs.iter().map(|run| format!("{}\n{}", run.name, run.config)).collect();
-            return print(&text.join("\n"));
+            // What the runs have in common is in the plan of the first one.
+            let first =
+                sweep.runs.first().map_or(String::new(), |run| format!("\n{}:\n{}", run.name, run.config));
+            let table = sweep::table(&spec, &sweep, None, 1, None);
+            return print(&format!("{table}{first}"));
         }
         let name = sweep.folder.file_name().unwrap_or_default().to_string_lossy();
         let goes_on = format!("the same command with --name {name}");

@@ -21,7 +21,7 @@ use super::split::SplitWriter;
 use super::tokenizer::Tokenizer;
 use super::{SAMPLE, head};
 use crate::partial::Folder;
-use crate::quantity::grouped;
+use crate::quantity::counted;
 use crate::{bar, during, tell, writing};
 
 /// Bytes of text that are tokenized at once, and how many such chunks wait.
@@ -176,9 +176,9 @@ fn write(
     );
     if before != Done::new(tokenizer) {
         tell(&format!(
-            "goes on where an earlier start was interrupted: after {} documents, {} files",
-            grouped(before.documents),
-            before.files.len()
+            "goes on where an earlier start was interrupted: after {}, {}",
+            counted(before.documents, "document"),
+            counted(before.files.len() as u64, "file")
         ));
     }
     let done = AtomicU64::new(before.files.iter().map(|file| file.bytes).sum());
@@ -328,7 +328,7 @@ impl Writing<'_> {
                 Ok(done.clone())
             })?;
             let tokens = train.tokens() + validation.tokens();
-            show(format!("{} documents, {} tokens", done.documents, grouped(tokens)));
+            show(format!("{}, {}", counted(done.documents, "document"), counted(tokens, "token")));
         }
         Ok(())
     }

@@ -124,9 +124,9 @@ impl Arm {
 }
 
 /// Tokens after which the validation loss falls to `loss`, interpolated linearly between validations. `None` if it does not, or
-/// has by the first validation.
+/// has by the first validation. A run that has diverged reaches nothing: it does not keep the loss.
 pub(super) fn reached(run: &Run, loss: f64) -> Option<f64> {
-    let curve: Vec<(u64, f64)> = validations(run).into_iter().collect();
+    let curve: Vec<(u64, f64)> = kept_validations(run)?.into_iter().collect();
     let at = curve.iter().position(|(_, value)| *value <= loss)?;
     let (tokens, value) = (curve[at].0 as f64, curve[at].1);
     let (from, above) = curve[at.checked_sub(1)?];
@@ -135,8 +135,13 @@ pub(super) fn reached(run: &Run, loss: f64) -> Option<f64> {
 
 /// Tokens of the first validation, if its loss is not above `loss`.
 fn reached_before(run: &Run, loss: f64) -> Option<f64> {
-    let (tokens, value) = validations(run).pop_first()?;
+    let (tokens, value) = kept_validations(run)?.pop_first()?;
     (value <= loss).then_some(tokens as f64)
+}
+
+/// The validation losses of a run that counts in means: one that has not diverged.
+fn kept_validations(run: &Run) -> Option<BTreeMap<u64, f64>> {
+    (run.status() != Some(Status::Diverged)).then(|| validations(run))
 }
 
 /// The seeds of a run: weights, order of the data, corpus.

@@ -4,8 +4,6 @@
 //! light ones made darker. Each series has a marker too: the pair of colour and marker repeats after 28
 //! series. A page may restyle the colours for dark mode: see [`STYLE`].
 
-use std::ops::RangeInclusive;
-
 use candle_sage::{Error, Result};
 use plotters::coord::Shift;
 use plotters::coord::types::RangedCoordf64;
@@ -13,11 +11,8 @@ use plotters::prelude::*;
 
 /// The size of a chart without the legend below it, in pixels.
 const SIZE: (u32, u32) = (860, 440);
-/// The height of a legend entry below a chart, in pixels.
+/// The height of a legend entry, which is below the chart, in pixels.
 const LINE: u32 = 20;
-/// The most entries, and the longest entry in characters, of a legend inside the chart. Others cover too much
-/// of it, and go below.
-const FEW: (usize, usize) = (5, 28);
 const COLORS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -136,28 +131,8 @@ impl Chart {
         let limits = self.limits.filter(|(low, high)| low.abs() < BEYOND && high.abs() < BEYOND);
         let y = limits.unwrap_or(y);
         let margin = 0.05 * (y.1 - y.0).max(1e-3);
-        Ok([(0.0, x.1 * 1.02), (y.0 - margin, y.1 + margin)])
-    }
-
-    /// The position inside the chart where a legend hides the fewest points.
-    fn free_corner(&self, x: (f64, f64), y: (f64, f64)) -> SeriesLabelPosition {
-        // The area of each position as fractions of the axes. Of equally good positions the first is taken.
-        let places = [
-            (SeriesLabelPosition::UpperRight, 0.75..=1.0, 0.7..=1.0),
-            (SeriesLabelPosition::MiddleRight, 0.75..=1.0, 0.35..=0.65),
-            (SeriesLabelPosition::LowerRight, 0.75..=1.0, 0.0..=0.3),
-            (SeriesLabelPosition::UpperLeft, 0.0..=0.25, 0.7..=1.0),
-            (SeriesLabelPosition::LowerLeft, 0.0..=0.25, 0.0..=0.3),
-        ];
-        let part = |value: f64, (low, high): (f64, f64)| (value - low) / (high - low);
-        let points = || self.series.iter().flat_map(|series| series.points.iter().chain(&series.crosses));
-        let hidden = |columns: &RangeInclusive<f64>, rows: &RangeInclusive<f64>| {
-            points()
-                .filter(|&&(at, value)| columns.contains(&part(at, x)) && rows.contains(&part(value, y)))
-                .count()
-        };
-        let best = places.into_iter().min_by_key(|(_, columns, rows)| hidden(columns, rows));
-        best.map_or(SeriesLabelPosition::UpperRight, |(place, ..)| place)
+        let below = if self.from_zero && y.0 == 0.0 { 0.0 } else { margin };
+        Ok([(0.0, x.1 * 1.02), (y.0 - below, y.1 + margin)])
     }
 
     fn draw(&self, svg: &mut String) -> Drawn {
@@ -191,21 +166,9 @@ impl Chart {
         for series in &self.series {
             series.draw_curves(&mut chart, y)?;
         }
-        if let Some((level, name)) = &self.level {
+        if let Some((level, _)) = &self.level {
             let line = [(x.0, *level), (x.1, *level)];
-            let series = chart.draw_series(DashedLineSeries::new(line, 6, 4, INK.stroke_width(1)))?;
-            if !name.is_empty() {
-                series.label(name.clone()).legend(|at| stroke(at, INK.stroke_width(1)));
-            }
-        }
-        if below.is_empty() {
-            chart
-                .configure_series_labels()
-                .position(self.free_corner(x, y))
-                .background_style(WHITE.mix(0.9))
-                .border_style(GRID)
-                .label_font(("sans-serif", 14).into_font().color(&INK))
-                .draw()?;
+            chart.draw_series(DashedLineSeries::new(line, 6, 4, INK.stroke_width(1)))?;
         }
         for (row, name) in below.into_iter().enumerate() {
             name.draw(&names, (LINE as usize * row + 4) as i32)?;
@@ -216,12 +179,10 @@ impl Chart {
         Ok(())
     }
 
-    /// The legend's entries if they are too many or too long for the inside of the chart; else none.
+    /// The entries of the legend.
     fn names_below(&self) -> Vec<Name<'_>> {
         let level = self.level.iter().filter(|(_, name)| !name.is_empty()).map(|(_, name)| Name::Level(name));
-        let names: Vec<Name<'_>> = self.series.iter().map(Name::Of).chain(level).collect();
-        let longest = names.iter().map(|name| name.text().chars().count()).max().unwrap_or(0);
-        if names.len() > FEW.0 || longest > FEW.1 { names } else { Vec::new() }
+        self.series.iter().map(Name::Of).chain(level).collect()
     }
 }
 
@@ -237,15 +198,13 @@ impl Series {
     }
 
     /// Draws the thin curve, the curve with its markers, and the crosses, within the visible range `y`.
-    fn draw_curves<'a, 'b: 'a>(&self, chart: &mut Axes<'a, 'b>, y: (f64, f64)) -> Drawn {
-        let Series { label, style, points, faint, crosses, .. } = self;
+    fn draw_curves(&self, chart: &mut Axes<'_, '_>, y: (f64, f64)) -> Drawn {
+        let Series { style, points, faint, crosses, .. } = self;
         let (style, color) = (*style, color(*style));
         let shown = |(_, value): &(f64, f64)| (y.0..=y.1).contains(value);
         chart.draw_series(LineSeries::new(finite(faint).filter(shown), color.mix(0.3)))?;
         let line = LineSeries::new(finite(points).filter(shown), color.stroke_width(2));
-        chart.draw_series(line)?.label(label.clone()).legend(move |at| {
-            EmptyElement::at(at) + stroke((0, 0), color.stroke_width(2)) + marker(style, (9, 0))
-        });
+        chart.draw_series(line)?;
         // Only some points have a marker, because markers of many points would overlap.
         let every = points.len().div_ceil(24).max(1);
         let marked = finite(points).filter(shown).skip((every - 1) / 2).step_by(every);

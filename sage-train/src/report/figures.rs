@@ -134,7 +134,12 @@ pub fn errors(panel: &Panel) -> Result<Option<String>> {
     let series: Vec<Series> = panel
         .arms
         .iter()
-        .map(|arm| curve(arm, &by_seed(arm, |run| Some(worst_errors(run)))))
+        .map(|arm| {
+            let mut series = curve(arm, &by_seed(arm, |run| Some(worst_errors(run))));
+            // An error is not negative, though the interval of a mean over few seeds may reach below 0.
+            series.band.iter_mut().for_each(|(_, low, _)| *low = low.max(0.0));
+            series
+        })
         .filter(|series| series.points.len() > 1)
         .collect();
     if series.is_empty() {
@@ -160,12 +165,16 @@ fn worst_errors(run: &Run) -> BTreeMap<u64, f64> {
     run.probes.iter().filter_map(worst).collect()
 }
 
-/// The finished runs of an arm, or all runs if none is finished. A mean over runs of different lengths would
-/// jump where one ends.
+/// The finished runs of an arm. If none is finished: those that have not diverged or failed, or else all. A mean over runs of
+/// different lengths would jump where one ends.
 fn whole(arm: &Arm) -> impl Iterator<Item = &Run> {
-    let finished = |run: &Run| run.status() == Some(Status::Finished);
-    let some = arm.runs.iter().any(finished);
-    arm.runs.iter().filter(move |run| !some || finished(run))
+    let rank = |run: &Run| match run.status() {
+        Some(Status::Finished) => 0,
+        None | Some(Status::Interrupted) => 1,
+        Some(Status::Diverged | Status::Failed) => 2,
+    };
+    let best = arm.runs.iter().map(rank).min();
+    arm.runs.iter().filter(move |run| Some(rank(run)) == best)
 }
 
 fn twin<'a>(run: &Run, baseline: &'a Arm) -> Option<&'a Run> {

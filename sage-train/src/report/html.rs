@@ -12,7 +12,7 @@ use super::statistics::Verdict;
 use super::study::{Panel, Study};
 use super::table::speed;
 use crate::partial;
-use crate::quantity::grouped;
+use crate::quantity::{counted, grouped};
 use crate::runs::{Run, Start, Status, median};
 use crate::settings::Attn;
 use crate::writing;
@@ -24,7 +24,7 @@ const PAGE: &str = "
 } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 62rem; padding: 1.5rem; background: var(--paper); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
+  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; line-height: 1.25; } h2 { font-size: 1.25rem; margin-top: 2.5rem; } h3 { font-size: 1rem; }
 a { color: inherit; } nav a { margin-right: 1rem; }
 :focus-visible { outline: 3px solid #0072B2; outline-offset: 2px; }
@@ -40,6 +40,7 @@ tbody tr:nth-child(even) { background: var(--shade); } tbody th { font-weight: n
 figure { margin: 1rem 0; } figcaption, .note { color: var(--soft); font-size: .92rem; }
 code { font-size: .88em; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 details { margin: .4rem 0; } summary { cursor: pointer; }
+@media (max-width: 45rem) { body { padding: .8rem; } h1 { font-size: 1.3rem; } figure svg { min-width: 40rem; } td.wrap { min-width: 11rem; } }
 @media print { body { max-width: none; padding: 0; } figure, tr { break-inside: avoid; } nav { display: none; } details > * { display: block; } }
 ";
 
@@ -135,7 +136,7 @@ impl Study {
             .chain(each().filter_map(|(panel, arm)| sentence(panel, arm)))
             .collect();
         html! {
-            p.note { (self.trained().count()) " runs. " (self.footnote()) "." }
+            p.note { (counted(self.trained().count() as u64, "run")) ". " (self.footnote()) "." }
             @for warning in &self.warnings { p.warning { strong { "Warning: " } (warning) "." } }
             @if !sentences.is_empty() { ul { @for sentence in sentences { li { (sentence) } } } }
         }
@@ -150,25 +151,25 @@ impl Study {
                 h2 id=(format!("panel-{n}")) { (heading(panel)) }
                 @if let Some(svg) = losses {
                     figure {
-                        div role="img" aria-label=(format!("Validation loss over tokens, {}", heading(panel))) { (PreEscaped(svg)) }
+                        div.scroll role="img" tabindex="0" aria-label=(format!("Validation loss over tokens, {}", heading(panel))) { (PreEscaped(svg)) }
                         figcaption {
-                            "Mean over seeds and their range, of the runs that are finished. Crosses: losses more than " (SPIKE)
+                            "Mean over seeds and their range, of the runs that are finished; of an arm without one, of its unfinished runs, or of those that diverged. Crosses: losses more than " (SPIKE)
                             " standard deviations above those of the steps before, and where a run diverged or failed; at the edge where they lie outside."
                         }
                     }
                 }
                 @if let Some(svg) = differences {
                     figure {
-                        div role="img" aria-label=(format!("Difference to the baseline over tokens, {}", heading(panel))) { (PreEscaped(svg)) }
+                        div.scroll role="img" tabindex="0" aria-label=(format!("Difference to the baseline over tokens, {}", heading(panel))) { (PreEscaped(svg)) }
                         figcaption { "Differences between runs of one seed, their mean and its 95 % interval." }
                     }
                 }
                 @if let Some(svg) = errors {
                     figure {
-                        div role="img" aria-label=(format!("Error of attention's gradients over tokens, {}", heading(panel))) { (PreEscaped(svg)) }
+                        div.scroll role="img" tabindex="0" aria-label=(format!("Error of attention's gradients over tokens, {}", heading(panel))) { (PreEscaped(svg)) }
                         figcaption {
                             "Relative L2 of dQ against full precision on the model's own tensors, in the layer where it is largest; "
-                            "a model trained in full precision is probed with SageBwd. Mean over seeds and its 95 % interval."
+                            "a model trained in full precision is probed with SageBwd. Mean over seeds and its 95 % interval, cut off at 0."
                         }
                     }
                 }

@@ -8,7 +8,7 @@ use super::chart::short;
 use super::statistics::Mean;
 use super::study::{Panel, Study};
 use crate::metrics::Outcome;
-use crate::quantity::grouped;
+use crate::quantity::{counted, grouped};
 use crate::runs::{Run, Status};
 
 /// The table of one run.
@@ -122,7 +122,7 @@ impl Study {
             let tokens = |mean: Mean| {
                 let interval = mean.half.map_or(String::new(), |half| format!(" ± {}", short(half)));
                 let some = if mean.count < arm.runs.len() {
-                    format!(" ({} runs)", mean.count)
+                    format!(" ({})", counted(mean.count as u64, "run"))
                 } else {
                     String::new()
                 };
@@ -180,7 +180,7 @@ impl Study {
         let entropy = entropies.next().flatten().filter(|first| entropies.all(|other| other == Some(*first)));
         let entropy = entropy.map_or(String::new(), |nats| format!("; unigram entropy {nats:.4}"));
         format!(
-            "loss in nats a token{entropy}; ± is half of a 95 % interval (Student's t) over seeds of finished runs; differences are \
+            "loss in nats a token{entropy}; ± is half of a 95 % interval (Student's t) over seeds of finished runs; runs that diverged are in no mean; differences are \
              over seeds in common, percent of the baseline's mean; an arm matches whose 90 % interval lies within the margin"
         )
     }

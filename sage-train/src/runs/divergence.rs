@@ -10,13 +10,13 @@ const WINDOW: usize = 16;
 /// A training loss that ends so many nats above the lowest one is no spike and no noise of the data.
 const RISE: f64 = 1.0;
 
-/// A validation loss so many nats above that of a model that knows nothing. New models begin a few hundredths above it.
+/// The loss of the uniform distribution is ln(vocabulary). New models begin a few hundredths above it.
 const ABOVE_CHANCE: f64 = 0.1;
 
 /// Why a run that did all of its steps has diverged; `None` if it has not. It has where, at the end,
 ///
-/// - the validation loss is more than 0.1 nats above both ln(vocabulary) and the loss of the first step: the model knows
-///   less than nothing;
+/// - the validation loss is more than 0.1 nats above both ln(vocabulary), the loss of the uniform distribution, and the loss of
+///   the first step;
 /// - or the median training loss of the last 16 steps is more than 1 nat above the lowest such median before, or above the
 ///   loss of the first step.
 pub fn divergence(points: &[Point], vocab: usize) -> Option<String> {
@@ -25,7 +25,7 @@ pub fn divergence(points: &[Point], vocab: usize) -> Option<String> {
     let limit = chance.max(first.loss) + ABOVE_CHANCE;
     if let Some(loss) = last.val_loss.filter(|loss| *loss > limit) {
         return Some(format!(
-            "the validation loss is {loss:.3} after step {}: a model that knows nothing has ln(vocabulary) = {chance:.3}",
+            "the validation loss is {loss:.3} after step {}, above ln(vocabulary) = {chance:.3}, the loss of the uniform distribution",
             last.step
         ));
     }

@@ -41,8 +41,8 @@ pub struct DataSettings {
     /// Part of the data kept for validation, where neither shards nor --val-data are [default: 0.05]
     #[arg(long, value_name = "PART")]
     pub val_fraction: Option<f64>,
-    /// Entries of the model's vocabulary, and of the byte-level BPE trained on the data [default: the tokenizer's,
-    /// where there is one, up to a multiple of 64]
+    /// Entries of the model's vocabulary, and of the byte-level BPE trained on the data; with --tokenizer or shards its entries,
+    /// up to a multiple of 64
     #[arg(long, value_name = "N")]
     pub vocab_size: Option<Quantity>,
     /// Tokens in a sequence

@@ -48,7 +48,7 @@ pub struct OptimizerSettings {
     /// Learning rate at the end, as a part of the peak [default: 0.1, ours: the paper does not say]
     #[arg(long, value_name = "PART")]
     pub min_lr: Option<f64>,
-    /// Steps of linear warm-up [default: the preset's, at most a tenth of the steps]
+    /// Steps of linear warm-up, at most a tenth of the steps unless it is set
     #[arg(long, value_name = "N")]
     pub warmup_steps: Option<Quantity>,
     /// Course of the learning rate after the warm-up [default: cosine]

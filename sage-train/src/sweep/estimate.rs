@@ -12,7 +12,7 @@ use super::{State, Sweep};
 use crate::config::Config;
 use crate::device::Place;
 use crate::quantity::Quantity;
-use crate::runs::{Run, median};
+use crate::runs::{Run, Status, median};
 use crate::signals::{self, Second};
 use crate::{during, tell, writing};
 
@@ -145,12 +145,15 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
     let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file).spawn();
     let status = wait(child.map_err(during("cannot start a run"))?)?;
     let folder = scratch.join(name);
-    let run = Run::read(&folder);
-    let speed =
-        run.ok().and_then(|run| median(run.points.iter().skip(1).map(|point| point.tokens_per_second)));
+    let run = Run::read(&folder).ok();
+    // A few steps at this rate may diverge, which does not change their speed.
+    let ended =
+        |run: &Run| matches!(run.status(), Some(Status::Finished | Status::Diverged)) && run.steps() > 1;
+    let done = run.as_ref().is_some_and(ended);
+    let speed = run.and_then(|run| median(run.points.iter().skip(1).map(|point| point.tokens_per_second)));
     let _ = std::fs::remove_dir_all(&folder);
     match speed {
-        Some(speed) if status.success() => Ok(speed),
+        Some(speed) if done => Ok(speed),
         _ => {
             let said = std::fs::read_to_string(&said).unwrap_or_default();
             let said = said.lines().skip_while(|line| !line.starts_with("error")).collect::<Vec<_>>();

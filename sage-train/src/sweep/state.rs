@@ -195,5 +195,5 @@ impl Sweep {
 
 /// The identity of the settings in a file.
 fn identity_in(path: &Path) -> Option<Identity> {
-    Config::read_settings(path).and_then(Config::resolve).ok().map(|config| config.identity())
+    Config::read_last_settings(path).and_then(Config::resolve).ok().map(|config| config.identity())
 }

@@ -15,7 +15,7 @@ use crate::metrics::Point;
 use crate::metrics::Probed;
 use crate::ranks::Rank;
 use crate::report::EventFile;
-use crate::runs::{Lines, METRICS, PROBES, STARTS, Start, optional, probes, to_line};
+use crate::runs::{Lines, METRICS, PROBES, Run, STARTS, Start, Status, ending, optional, probes, to_line};
 use crate::{open_own, partial, tell, writing};
 
 const CSV: &str = "metrics.csv";
@@ -328,8 +328,13 @@ fn begin(path: &Path, text: &str) -> Result<File> {
 }
 
 fn taken(path: &Path) -> Error {
+    // An ending that cannot be read counts as none, since the folder is refused anyway.
+    let finished = ending(path).ok().flatten().is_some_and(|ending| ending.status == Status::Finished);
     Error::new("the run's folder exists already")
         .got(path.display())
         .allowed("a new name, or --resume to go on with a run")
-        .hint("leave --name out for a numbered folder; no run is ever overwritten")
+        .hint(match Run::is(path) && !finished {
+            true => format!("the run in it is not finished: --resume {} goes on with it", path.display()),
+            false => "leave --name out for a numbered folder; no run is ever overwritten".into(),
+        })
 }

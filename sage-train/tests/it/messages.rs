@@ -16,6 +16,7 @@ fn write_files(scratch: &Scratch) {
     scratch.file("nan.jsonl", "{\"text\": NaN}\n");
     scratch.file("broken.txt.zst", "this is not zstd");
     scratch.file("picture.png", "png");
+    scratch.file("quoted.toml", "layers = \"4\"\n");
     scratch.file("huge.toml", "# ".repeat(1 << 20));
     scratch.file("none/readme.md", "nothing here");
     scratch.file("bad-key.toml", "learning-rate = 0.1\n");
@@ -65,6 +66,7 @@ const CASES: &[(&str, &[&str])] = &[
     ("NaN as a rate", &["--lr", "nan"]),
     ("a granularity", &["--granularity", "rows"]),
     ("a name with a slash", &["--name", "../x"]),
+    ("a number in quotes", &["--config", "quoted.toml"]),
     ("a name with a line end", &["--name", "a\nb"]),
     ("a file that is too long for settings", &["--config", "huge.toml"]),
     ("no data", &["--data", "missing.txt"]),

@@ -314,3 +314,26 @@ fn sweeps_that_are_built_in_are_plans() {
         assert!(plan.contains(line), "{plan}");
     }
 }
+
+/// Speeds are measured at rates that diverge too.
+#[test]
+fn a_rate_that_diverges_can_be_planned() {
+    let scratch = Scratch::new();
+    file(&scratch, "s.toml", "steps = 100\nclip = 0.0\nlr = 10.0\n");
+    let plan = scratch.ok(&["sweep", "s.toml", "--dry-run"]);
+    assert!(plan.contains("1 run") && !plan.contains("cannot be trained"), "{plan}");
+}
+
+#[test]
+fn a_dry_run_of_lists_is_a_table() {
+    let scratch = Scratch::new();
+    let plan = scratch.ok(&small(&["--seed", "1,2,3", "--attn", "fpa,sagebwd", "--steps", "4", "--dry-run"]));
+    let rows: Vec<&str> = plan.lines().filter(|line| line.contains("seed-") && line.ends_with('-')).collect();
+    assert_eq!(rows.len(), 6, "{plan}");
+    assert!(
+        plan.contains("seed") && plan.contains("1, 2, 3") && plan.contains("6 runs, 6,144 tokens"),
+        "{plan}"
+    );
+    assert_eq!(plan.matches("parameters").count(), 1, "one whole plan\n{plan}");
+    assert!(!scratch.path().join("runs").exists());
+}

@@ -140,4 +140,10 @@ fn a_milestone_is_reached_between_validations() {
     let early = [run("seed = 1", &[2.4, 2.0]), run("seed = 2", &[2.3, 2.0])];
     let text = self::study(early.to_vec()).to_text();
     assert!(text.contains("before 1K"), "{text}");
+    // A run that has diverged is not in the mean, whatever it reached before.
+    let mut lost = run("seed = 3", &[4.0, 2.0, 9.0]);
+    lost.ending = Some(Ending { status: Status::Diverged, reason: None });
+    assert_eq!(reached(&lost, 2.5), None);
+    let arm = self::study(vec![run("seed = 1", &[4.0, 3.0, 2.0]), lost]).panels.remove(0).arms.remove(0);
+    assert_eq!((arm.reached.expect("one").count, arm.outcomes().as_str()), (1, "1, 1 diverged"));
 }
