@@ -1,23 +1,25 @@
-//! Validation loss on text outside the training data, by position too; recall over distances; and HellaSwag.
+//! Validation loss on text outside the training data, by position too; recall over distances; and tasks of choices.
 
+mod choices;
 mod position;
 mod recall;
 mod selected;
+mod tasks;
 
-use std::path::Path;
-
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use candle_sage::ops::{self, CrossEntropy};
 use candle_sage::{Error, Result};
 
 use crate::data::{Batches, Cut, Mixture, Tokenizer};
 use crate::model::{Input, Llama};
+use crate::on_device;
 use crate::ranks::Ranks;
-use crate::{during, on_device};
 
+pub use choices::{Choices, Example, choose, read_examples};
 pub use position::{OfPositions, by_position};
 pub use recall::{Recalled, recall};
 pub use selected::selected;
+pub use tasks::Task;
 
 /// The result of a validation.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -168,178 +170,47 @@ pub fn token_by_token(
     Ok(TokenByToken { whole: whole / wanted as f64, alone: alone / wanted as f64, tokens: all })
 }
 
-/// A multiple-choice example: a beginning, and endings to choose from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Example {
-    /// Tokens of the beginning.
-    pub context: Vec<u32>,
-    /// Tokens of each ending.
-    pub endings: Vec<Vec<u32>>,
-    /// Index of the right ending.
-    pub label: usize,
-}
-
-/// Magic number and version of llm.c's multiple-choice files (`dev/data/data_common.py`, `write_evalfile`).
-const MAGIC: [i32; 2] = [20_240_522, 1];
-const HEADER: usize = 1024;
-const BEGIN: u16 = u16::MAX;
-
-/// Reads HellaSwag in the format of llm.c's `hellaswag_val.bin`: a header of 256 numbers of 32 bits; then for
-/// each example, in numbers of 16 bits, 65535, the example's length in bytes, its index, the label, the
-/// number of endings, and the length and tokens of the context and of each ending.
-///
-/// # Errors
-/// When the file cannot be read, or has another format.
-pub fn read_examples(path: &Path) -> Result<Vec<Example>> {
-    let failed = |got: String| {
-        Error::new(format!("{} is not a file of examples", path.display()))
-            .got(got)
-            .allowed("llm.c's multiple-choice .bin: magic 20240522, version 1")
-            .hint("llm.c's dev/data/hellaswag.py writes hellaswag_val.bin")
-    };
-    let bytes = std::fs::read(path).map_err(|error| failed(error.to_string()))?;
-    let Some((header, rest)) = bytes.split_at_checked(HEADER) else {
-        return Err(failed(format!("{} bytes", bytes.len())));
-    };
-    let number = |n: usize| header[4 * n..].first_chunk().map_or(0, |&b| i32::from_le_bytes(b));
-    if [number(0), number(1)] != MAGIC {
-        return Err(failed(format!("magic {}, version {}", number(0), number(1))));
-    }
-    let words: Vec<u16> = rest.as_chunks().0.iter().map(|&b| u16::from_le_bytes(b)).collect();
-    let mut words = Words { rest: &words };
-    let mut examples = Vec::new();
-    while !words.rest.is_empty() {
-        let example =
-            words.example().ok_or_else(|| failed(format!("example {} is broken", examples.len())))?;
-        examples.push(example);
-    }
-    if examples.is_empty() || examples.len() as i64 != i64::from(number(2)) {
-        return Err(failed(format!("{} examples of {}", examples.len(), number(2))));
-    }
-    Ok(examples)
-}
-
-struct Words<'a> {
-    rest: &'a [u16],
-}
-
-impl Words<'_> {
-    fn one(&mut self) -> Option<u16> {
-        let (&first, rest) = self.rest.split_first()?;
-        self.rest = rest;
-        Some(first)
-    }
-
-    fn list(&mut self) -> Option<Vec<u32>> {
-        let len = usize::from(self.one()?);
-        let (list, rest) = self.rest.split_at_checked(len)?;
-        self.rest = rest;
-        (len > 0).then(|| list.iter().map(|&token| u32::from(token)).collect())
-    }
-
-    fn example(&mut self) -> Option<Example> {
-        let before = self.rest.len();
-        let (begin, bytes, _index) = (self.one()?, self.one()?, self.one()?);
-        let (label, endings) = (usize::from(self.one()?), usize::from(self.one()?));
-        let context = self.list()?;
-        let endings: Vec<Vec<u32>> = (0..endings).map(|_| self.list()).collect::<Option<_>>()?;
-        let whole = 2 * (before - self.rest.len()) == usize::from(bytes);
-        (begin == BEGIN && whole && label < endings.len()).then_some(Example { context, endings, label })
-    }
-}
-
-/// The number of examples that the model gets right. It chooses the ending with the lowest mean loss per
-/// token (`acc_norm` of llm.c and lm-eval).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Choices {
-    /// Number of right choices.
-    pub right: usize,
-    /// Number of examples.
-    pub examples: usize,
-}
-
-/// Lets a model choose endings. A beginning that does not fit the context loses its first tokens.
-///
-/// # Errors
-/// When an id is not in the vocabulary, or the device fails.
-pub fn choose(
-    model: &Llama,
-    examples: &[Example],
-    context: usize,
-    device: &Device,
-    each: &mut dyn FnMut(Choices),
-) -> Result<Choices> {
-    let mut choices = Choices { right: 0, examples: 0 };
-    for example in examples {
-        let losses = losses(model, example, context, device).map_err(during("choosing an ending"))?;
-        let choice = (0..losses.len()).min_by(|&a, &b| losses[a].total_cmp(&losses[b]));
-        choices.right += usize::from(choice == Some(example.label));
-        choices.examples += 1;
-        each(choices);
-    }
-    Ok(choices)
-}
-
-/// The mean loss of each ending.
-fn losses(
-    model: &Llama,
-    example: &Example,
-    context: usize,
-    device: &Device,
-) -> candle_core::Result<Vec<f32>> {
-    let loss = |ending: &Vec<u32>| {
-        let ending = &ending[..ending.len().min(context - 1)];
-        let keep = example.context.len().min(context - ending.len());
-        let start = example.context.len() - keep;
-        let all = [&example.context[start..], ending].concat();
-        let (ids, targets) = (&all[..all.len() - 1], &all[keep..]);
-        let ids = Tensor::new(ids, device)?.unsqueeze(0)?;
-        model.loss_of_last(&ids, &Tensor::new(targets, device)?)?.to_scalar::<f32>()
-    };
-    example.endings.iter().map(loss).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::during;
 
-    /// A file as `write_evalfile` lays it out.
-    fn file(examples: &[Example]) -> Vec<u8> {
-        let mut out = Vec::new();
-        let header = [20_240_522, 1, examples.len() as i32, 0];
-        header.iter().for_each(|n| out.extend(n.to_le_bytes()));
-        out.resize(HEADER, 0);
-        for (index, example) in examples.iter().enumerate() {
-            let mut words = vec![BEGIN, 0, index as u16, example.label as u16, example.endings.len() as u16];
-            for list in std::iter::once(&example.context).chain(&example.endings) {
-                words.push(list.len() as u16);
-                words.extend(list.iter().map(|&token| token as u16));
-            }
-            words[1] = 2 * words.len() as u16;
-            words.iter().for_each(|word| out.extend(word.to_le_bytes()));
-        }
-        out
-    }
-
+    /// Bits a byte are over the bytes of the tokens that are predicted, and of the original text where the tokenizer changed it.
     #[test]
-    fn examples_are_read_and_broken_ones_refused() -> Result<()> {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("hellaswag.bin");
-        let example = |n: u32| Example {
-            context: vec![n, n + 1],
-            endings: (0..4).map(|ending| (0..=ending).map(|token| n + token).collect()).collect(),
-            label: n as usize % 4,
+    fn bits_a_byte_are_over_the_bytes_of_the_targets() -> Result<()> {
+        let documents = crate::data::corpus::Corpus::new(0).documents(50_000);
+        let tokenizer = Tokenizer::train(documents.iter().map(String::as_str), 300)?;
+        let ids = 0..tokenizer.vocab_size() as u32;
+        let long = ids.clone().max_by_key(|&id| tokenizer.bytes(id)).expect("an entry");
+        let short = ids.clone().find(|&id| tokenizer.bytes(id) == 1).expect("a byte");
+        assert!(tokenizer.bytes(long) > 1);
+        // The only long token is the first one, which is not predicted: 16 targets of one byte each.
+        let tokens = [&[long][..], &[short; 16]].concat();
+        let model = crate::config::Config::resolve(crate::settings::Settings::default())?.model;
+        let config = crate::model::LlamaConfig {
+            layers: 1,
+            vocab: 300,
+            width: 32,
+            heads: 2,
+            key_heads: 2,
+            head_dim: 16,
+            ffn: 48,
+            context: 8,
+            ..model
         };
-        let examples: Vec<Example> = (0..9).map(example).collect();
-        let whole = file(&examples);
-        std::fs::write(&path, &whole).expect("a file");
-        assert_eq!(read_examples(&path)?, examples);
-        for at in 0..whole.len() {
-            if (16..HEADER).contains(&at) {
-                continue;
-            }
-            std::fs::write(&path, &whole[..at]).expect("a file");
-            assert!(read_examples(&path).is_err(), "{at} bytes");
+        let (device, ranks) = (Device::Cpu, Ranks::alone());
+        let parameters = crate::model::Parameters::init(&config, 7, &ranks, &device, DType::F32)?;
+        let model = Llama::new(&config, &parameters, &device).map_err(during("the model"))?;
+        let cut = Cut { context: 8, seed: 0, vocab: 300, end_of_document: None };
+        // The second text has three bytes for each byte that its tokens stand for.
+        for (text_bytes, bytes) in [(10, 16.0), (30, 48.0)] {
+            let tokens = crate::data::Tokens::from(tokens.clone()).with_text(text_bytes, 10);
+            let data = Mixture::new(vec![(tokens, 1.0)]);
+            let extent = Extent { tokens: 16, batch: 1 };
+            let got = evaluate(&model, &data, cut, &tokenizer, extent, (&device, &ranks), &mut |_, _| ())?;
+            assert_eq!((got.tokens, got.of), (16, 16));
+            let bits = got.loss * 16.0 / std::f64::consts::LN_2;
+            assert!((got.bits_per_byte * bytes / bits - 1.0).abs() < 1e-12, "{got:?}");
         }
         Ok(())
     }

@@ -8,17 +8,16 @@ use clap::ValueEnum;
 
 use super::attending::Attending;
 use super::data::recall_words;
-use super::print;
+use super::{print, tasks};
 use crate::checks::in_range;
 use crate::data::Dataset;
 use crate::data::recall::Asked;
 use crate::device::Place;
 use crate::evaluate::{
-    Choices, Extent, OfPositions, Recalled, by_position, choose, evaluate, read_examples, recall,
-    token_by_token,
+    Evaluation, Extent, OfPositions, Recalled, Task, by_position, evaluate, recall, token_by_token,
 };
 use crate::model::{Llama, Stage};
-use crate::quantity::Quantity;
+use crate::quantity::{Quantity, counted};
 use crate::ranks::Ranks;
 use crate::sample::{Sampling, Writer, Written};
 use crate::settings::{Attn, Settings, SourceSetting};
@@ -105,7 +104,7 @@ impl Sample {
             Some(Ok(token)) => format!("; `{token}` is in front of the text: --no-bos leaves it out"),
             _ => String::new(),
         };
-        format!("{} tokens{ended}{speed}{begin}{numerics}", written.tokens)
+        format!("{}{ended}{speed}{begin}{numerics}", counted(written.tokens as u64, "token"))
     }
 }
 
@@ -154,6 +153,9 @@ pub(super) struct Eval {
     context: Option<Quantity>,
     #[command(flatten)]
     attention: Attending,
+    /// A task of lm-evaluation-harness and its JSON lines, as piqa=FILE: hellaswag, arc, piqa, lambada; may be given again
+    #[arg(long = "task", value_name = "TASK=FILE", value_parser = tasks::task, conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "recall", "all", "data", "tokens"])]
+    tasks: Vec<(Task, PathBuf)>,
     /// HellaSwag in llm.c's format: hellaswag_val.bin
     #[arg(long, value_name = "FILE")]
     hellaswag: Option<PathBuf>,
@@ -193,7 +195,7 @@ impl Eval {
         };
         let tokens = in_range("tokens", self.tokens.map_or(usual, |tokens| tokens.0), 1, 1 << 40)?;
         let recall = self.recall.map(recall_words).transpose()?;
-        if self.hellaswag.is_none() && recall.is_none() {
+        if self.hellaswag.is_none() && recall.is_none() && self.tasks.is_empty() {
             needs_data(&self.run, self.data.as_ref(), "evaluate on", "--data PATH, or --hellaswag FILE")?;
         }
         let settings = Settings::with(|s| {
@@ -208,7 +210,10 @@ impl Eval {
         let Trained { config, tokenizer, device, .. } = &trained;
         let model = trained.model()?;
         if let Some(file) = &self.hellaswag {
-            return hellaswag(file, &trained, &model);
+            return tasks::hellaswag(file, &trained, &model);
+        }
+        if !self.tasks.is_empty() {
+            return tasks::run(&self.tasks, &trained, &model);
         }
         if let Some(words) = recall {
             return recalled(&trained, &model, words, tokens);
@@ -238,19 +243,7 @@ impl Eval {
         let result =
             evaluate(&model, &data.validation, cut, tokenizer, extent, (device, &Ranks::alone()), &mut seen)?;
         bar.finish_and_clear();
-        let rest = if result.tokens < result.of {
-            format!(" of {} (--all takes them all)", crate::quantity::grouped(result.of))
-        } else {
-            String::new()
-        };
-        print(&format!(
-            "attention      {}\ntokens         {}{rest}\nloss           {:.4} nats a token\nperplexity     {:.3}\nbits a byte    {:.4}\n",
-            scheme,
-            crate::quantity::grouped(result.tokens),
-            result.loss,
-            result.loss.exp(),
-            result.bits_per_byte
-        ))?;
+        print(&evaluated(&scheme, &result))?;
         if !self.by_position {
             return Ok(());
         }
@@ -262,6 +255,23 @@ impl Eval {
         }
         print(&table)
     }
+}
+
+/// An evaluation, as it is printed.
+fn evaluated(scheme: &str, result: &Evaluation) -> String {
+    let rest = if result.tokens < result.of {
+        format!(" of {} (--all takes them all)", crate::quantity::grouped(result.of))
+    } else {
+        String::new()
+    };
+    format!(
+        "attention      {scheme}\ntokens         {}{rest}\nloss           {:.4} nats a token\nperplexity     {:.3}\n\
+         bits a byte    {:.4}\n",
+        crate::quantity::grouped(result.tokens),
+        result.loss,
+        result.loss.exp(),
+        result.bits_per_byte
+    )
 }
 
 /// Prints how often a model recalls numbers, by the place of the question and by distance.
@@ -287,32 +297,6 @@ fn recalled(trained: &Trained, model: &Llama, words: usize, tokens: u64) -> Resu
         table += &format!("{asked:<12} {range:<14} {questions:>7} {share:>5.1} %\n");
     }
     print(&table)
-}
-
-/// Prints how many of HellaSwag's endings a model chooses right.
-fn hellaswag(file: &Path, trained: &Trained, model: &Llama) -> Result<()> {
-    let Trained { config, tokenizer, device, .. } = trained;
-    // The file holds GPT-2's ids, and does not name its tokenizer.
-    if (tokenizer.vocab_size(), tokenizer.end_of_text()) != (50_257, 50_256) {
-        return Err(Error::new("HellaSwag's file is in GPT-2's tokens, and the model is not")
-            .got(format!("{} entries, end of text {}", tokenizer.vocab_size(), tokenizer.end_of_text()))
-            .allowed("GPT-2's tokenizer: 50257 entries, end of text 50256")
-            .hint("train with --tokenizer gpt2"));
-    }
-    let examples = read_examples(file)?;
-    let bar = indicatif::ProgressBar::new(examples.len() as u64);
-    let Choices { right, examples } =
-        choose(model, &examples, config.model.context, device, &mut |choices| {
-            bar.set_position(choices.examples as u64);
-        })?;
-    bar.finish_and_clear();
-    let part = right as f64 / examples as f64;
-    let deviation = (part * (1.0 - part) / examples as f64).sqrt();
-    print(&format!(
-        "HellaSwag      {right} of {examples} = {:.2} % +- {:.2} (chance 25 %)\n",
-        100.0 * part,
-        100.0 * deviation
-    ))
 }
 
 /// Types of exported weights.

@@ -199,17 +199,6 @@ impl Llama {
         Ok(loss)
     }
 
-    /// Mean cross-entropy of the last tokens alone. `targets` has one dimension; its n ids follow the last n
-    /// ids of `ids`, (1, sequence).
-    ///
-    /// # Errors
-    /// As [`Llama::hidden`].
-    pub fn loss_of_last(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        let (hidden, count) = (self.hidden(ids)?, targets.dim(0)?);
-        let last = hidden.narrow(0, hidden.dim(0)? - count, count)?;
-        ops::linear_cross_entropy(&last, &self.embedding.value, targets, CrossEntropy::default())
-    }
-
     /// Logits of the token after the last one, (batch, vocab).
     ///
     /// # Errors

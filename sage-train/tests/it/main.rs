@@ -16,4 +16,5 @@ mod runs;
 mod sources;
 mod support;
 mod sweeps;
+mod tasks;
 mod tokenizers;
