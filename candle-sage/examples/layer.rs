@@ -77,7 +77,13 @@ fn main() -> Result<()> {
                 100.0 * right.to_scalar::<f32>()?
             );
         }
-        optimizer.backward_step(&loss)?;
+        let gradients = loss.backward()?;
+        if step == 0 {
+            // An operator without a gradient would leave weights as they are, and the loss would still fall.
+            let untrained = candle_sage::untrained(&vars, &gradients);
+            assert!(untrained.is_empty(), "no gradient reaches {untrained:?}");
+        }
+        optimizer.step(&gradients)?;
     }
     Ok(())
 }

@@ -6,7 +6,8 @@ use std::fmt;
 /// A request that the crate cannot fulfil.
 ///
 /// It displays as up to four short lines: the problem, what was given, what is allowed, and a hint. A candle
-/// error made from it displays the same text.
+/// error made from it, `candle_core::Error::Wrapped`, displays the same text, and [`ErrorKind::of`] finds its kind. The
+/// alternate form, `{:#}`, names the kind first.
 ///
 /// ```
 /// use candle_sage::Error;
@@ -33,6 +34,7 @@ pub struct Error {
 /// use candle_sage::{Error, ErrorKind};
 ///
 /// assert_eq!(Error::new("a tile of 0").kind(), ErrorKind::Invalid);
+/// assert_eq!(Error::shape("a key of another batch").kind(), ErrorKind::Shape);
 /// assert_eq!(Error::unsupported("tiles of 32 on CUDA").kind(), ErrorKind::Unsupported);
 /// assert_eq!(Error::new("no answer").with_kind(ErrorKind::Failed).kind(), ErrorKind::Failed);
 /// ```
@@ -41,6 +43,8 @@ pub struct Error {
 pub enum ErrorKind {
     /// An argument, a setting or the contents of a file are not what they must be.
     Invalid,
+    /// Shapes of tensors do not fit together, or a dimension is out of range.
+    Shape,
     /// What was asked for is well-formed, and this device or build cannot do it.
     Unsupported,
     /// The memory of the device is full.
@@ -49,9 +53,12 @@ pub enum ErrorKind {
     Failed,
 }
 
+/// What precedes the kind in the alternate form of an [`Error`].
+const MARK: &str = "candle_sage::Error, kind ";
+
 impl ErrorKind {
-    /// The kind of an error that candle returned: of this crate's errors their own, [`ErrorKind::OutOfMemory`] if a GPU had no
-    /// memory left, else [`ErrorKind::Failed`].
+    /// The kind of an error that candle returned: of this crate's errors their own, [`ErrorKind::Shape`] for candle's errors about
+    /// shapes, [`ErrorKind::OutOfMemory`] if a GPU had no memory left, else [`ErrorKind::Failed`].
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -60,23 +67,46 @@ impl ErrorKind {
     /// // A head_dim of 4 is out of range.
     /// let x = Tensor::zeros((1, 3, 2, 4), DType::F32, &Device::Cpu)?;
     /// let error = Attention::default().apply(&x, &x, &x).unwrap_err();
-    /// assert_eq!(ErrorKind::of(&error), ErrorKind::Invalid);
+    /// assert_eq!(ErrorKind::of(&error), ErrorKind::Shape);
     /// assert_eq!(ErrorKind::of(&candle_core::Error::Msg("no such file".into())), ErrorKind::Failed);
     /// # Ok::<(), candle_core::Error>(())
     /// ```
     pub fn of(error: &candle_core::Error) -> Self {
-        use candle_core::Error::{Context, WithBacktrace, WithPath};
+        use candle_core::Error as Candle;
         match error {
-            Context { inner, .. } | WithBacktrace { inner, .. } | WithPath { inner, .. } => Self::of(inner),
-            // An error of this crate, as `From` below hands it to candle.
-            candle_core::Error::Io(error) => error
-                .get_ref()
-                .and_then(|error| error.downcast_ref::<Error>())
-                .map_or(Self::Failed, Error::kind),
+            Candle::Context { inner, .. }
+            | Candle::WithBacktrace { inner, .. }
+            | Candle::WithPath { inner, .. } => Self::of(inner),
+            // `context` of a `Result` makes this variant, of any error.
+            Candle::WrappedContext { wrapped, .. } => {
+                let own = wrapped.downcast_ref::<Error>().map(Error::kind);
+                own.or_else(|| wrapped.downcast_ref::<Candle>().map(Self::of)).unwrap_or(Self::Failed)
+            }
+            // An error of this crate, as `From` below passes it to candle. This variant keeps a `Display` alone.
+            Candle::Wrapped(error) => Self::read(&format!("{error:#}")),
+            Candle::BroadcastIncompatibleShapes { .. }
+            | Candle::DimOutOfRange { .. }
+            | Candle::DuplicateDimIndex { .. }
+            | Candle::EmptyTensor { .. }
+            | Candle::NarrowInvalidArgs { .. }
+            | Candle::OnlySingleDimension { .. }
+            | Candle::ShapeMismatch { .. }
+            | Candle::ShapeMismatchBinaryOp { .. }
+            | Candle::ShapeMismatchCat { .. }
+            | Candle::ShapeMismatchSplit { .. }
+            | Candle::UnexpectedNumberOfDims { .. }
+            | Candle::UnexpectedShape { .. } => Self::Shape,
             #[cfg(feature = "cuda")]
-            candle_core::Error::Cuda(error) if device_memory_is_full(&**error) => Self::OutOfMemory,
+            Candle::Cuda(error) if device_memory_is_full(&**error) => Self::OutOfMemory,
             _ => Self::Failed,
         }
+    }
+
+    /// The kind that the alternate form of an [`Error`] names; [`ErrorKind::Failed`] for any other text.
+    fn read(text: &str) -> Self {
+        let name = text.strip_prefix(MARK).and_then(|rest| rest.split(':').next());
+        let all = [Self::Invalid, Self::Shape, Self::Unsupported, Self::OutOfMemory, Self::Failed];
+        all.into_iter().find(|kind| name == Some(format!("{kind:?}").as_str())).unwrap_or(Self::Failed)
     }
 }
 
@@ -104,6 +134,11 @@ impl Error {
     /// [`ErrorKind::Unsupported`].
     pub fn unsupported(what: impl Into<String>) -> Self {
         Self::new(what).with_kind(ErrorKind::Unsupported)
+    }
+
+    /// Creates an error about shapes that do not fit together, or a dimension out of range: [`ErrorKind::Shape`].
+    pub fn shape(what: impl Into<String>) -> Self {
+        Self::new(what).with_kind(ErrorKind::Shape)
     }
 
     /// Sets what kind of error it is.
@@ -142,6 +177,9 @@ impl Error {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if f.alternate() {
+            write!(f, "{MARK}{:?}: ", self.kind)?;
+        }
         f.write_str(&self.what)?;
         let lines = [("got", &self.got), ("allowed", &self.allowed), ("hint", &self.hint)];
         for (label, text) in lines {
@@ -155,9 +193,8 @@ impl fmt::Display for Error {
 
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
-        // Of candle's errors this one keeps the value, for `ErrorKind::of`, and adds neither text nor a backtrace: these are
-        // mistakes to explain, not bugs to trace.
-        candle_core::Error::Io(std::io::Error::other(error))
+        // `Error::wrap` would add a backtrace: these are mistakes to explain, not bugs to trace.
+        candle_core::Error::Wrapped(Box::new(error))
     }
 }
 
@@ -185,5 +222,42 @@ mod tests {
         let full = DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY);
         let error = candle_core::Error::from(candle_core::cuda_backend::CudaError::Cuda(full));
         assert_eq!(ErrorKind::of(&error.context("a step")), ErrorKind::OutOfMemory);
+    }
+
+    #[test]
+    fn every_kind_crosses_candle_and_none_is_a_file_error() {
+        let kinds = [
+            ErrorKind::Invalid,
+            ErrorKind::Shape,
+            ErrorKind::Unsupported,
+            ErrorKind::OutOfMemory,
+            ErrorKind::Failed,
+        ];
+        for kind in kinds {
+            let error = Error::new("a").got("b: c").with_kind(kind);
+            let candle = candle_core::Error::from(error.clone());
+            assert!(matches!(candle, candle_core::Error::Wrapped(_)));
+            assert_eq!((candle.to_string(), ErrorKind::of(&candle)), (error.to_string(), kind));
+            // The trait of candle, on a result of this crate and on one of candle's.
+            let own: Result<()> = Err(error);
+            let wrapped = candle_core::Context::context(own, "d").unwrap_err();
+            assert_eq!(ErrorKind::of(&wrapped), kind);
+            let candle: candle_core::Result<()> = Err(candle);
+            let wrapped = candle_core::Context::context(candle, "d").unwrap_err();
+            assert_eq!(ErrorKind::of(&wrapped), kind);
+        }
+        // Another crate's text.
+        let other = candle_core::Error::Wrapped(Box::new("Shape"));
+        assert_eq!(ErrorKind::of(&other), ErrorKind::Failed);
+    }
+
+    #[test]
+    fn errors_of_candle_about_shapes_are_of_that_kind() {
+        use candle_core::{DType, Device, Tensor};
+        let x = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).expect("zeros");
+        for error in [x.matmul(&x), x.reshape((4, 2)), x.narrow(0, 1, 2), &x + x.t().expect("a matrix")] {
+            let error = error.expect_err("shapes that do not fit");
+            assert_eq!(ErrorKind::of(&error), ErrorKind::Shape, "{error}");
+        }
     }
 }

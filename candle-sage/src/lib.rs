@@ -21,7 +21,8 @@
 //! learns which ones. The op joins candle's autograd graph: `backward()` works as for every candle op.
 //!
 //! The crate also has the other operators that training needs ([`ops`]), modules made of them ([`nn`]), and
-//! exact attention in f64 to compare with ([`mod@reference`]).
+//! exact attention in f64 to compare with ([`mod@reference`]). [`untrained`] lists the variables of a model without a
+//! gradient.
 //!
 //! On the CPU every operator runs on all threads, and results do not depend on the number of threads. (CPUs
 //! with other vector instructions may round f32 sums differently.) With feature `cuda` the operators also run
@@ -44,6 +45,7 @@ pub mod selection;
 pub mod shape;
 pub mod sla2;
 mod update;
+mod variables;
 
 pub use error::{Error, ErrorKind, Result};
 pub use ops::{Attention, flash_attn, flash_attn_varlen};
@@ -54,3 +56,4 @@ pub use scheme::{
 pub use selection::Selection;
 pub use shape::{AttentionShape, Packing};
 pub use sla2::{Router, Sla2};
+pub use variables::untrained;

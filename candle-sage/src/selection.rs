@@ -145,13 +145,13 @@ impl Selection {
         let (query, key) = self.block();
         // Lists are the same for heads of any width.
         if shape.with_head_dim(self.shape.head_dim()) != self.shape {
-            return Err(Error::new("the selection is one of another shape")
+            return Err(Error::shape("the selection is one of another shape")
                 .got(format!("{shape:?}"))
                 .allowed(format!("{:?}", self.shape))
                 .hint("make the selection anew for each shape"));
         }
         if query % unit.0 != 0 || key % unit.1 != 0 {
-            return Err(Error::new("the blocks of the selection do not fit the scheme's tiles")
+            return Err(Error::shape("the blocks of the selection do not fit the scheme's tiles")
                 .got(format!("{query} queries x {key} keys"))
                 .allowed(format!("multiples of {} x {}", unit.0, unit.1))
                 .hint("128 x 128 fits every scheme's default"));

@@ -146,19 +146,19 @@ impl AttentionShape {
         let (batch, query_len, query_heads, head_dim) = q;
         let (_, key_len, key_heads, _) = k;
         if !HEAD_DIM.contains(&head_dim) {
-            return Err(Error::new("head_dim of the query is out of range")
+            return Err(Error::shape("head_dim of the query is out of range")
                 .got(format!("head_dim {head_dim} in query {q:?}"))
                 .allowed(format!("{} to {}", HEAD_DIM.start(), HEAD_DIM.end()))
-                .hint("tensors are (batch, sequence, heads, head_dim); did a transpose go missing?"));
+                .hint(head_dim_hint(head_dim)));
         }
         if batch == 0 || query_len == 0 || key_len == 0 {
-            return Err(Error::new("attention over no tokens")
+            return Err(Error::shape("attention over no tokens")
                 .got(format!("query {q:?}, key {k:?}"))
                 .allowed("batch and sequence lengths of at least 1")
                 .hint("skip the call when there is nothing to attend to"));
         }
         if k != v {
-            return Err(Error::new("key and value differ in shape")
+            return Err(Error::shape("key and value differ in shape")
                 .got(format!("key {k:?}, value {v:?}"))
                 .allowed("the same (batch, sequence, heads, head_dim)")
                 .hint(
@@ -166,13 +166,13 @@ impl AttentionShape {
                 ));
         }
         if k.0 != batch || k.3 != head_dim {
-            return Err(Error::new("query and key do not fit together")
+            return Err(Error::shape("query and key do not fit together")
                 .got(format!("query {q:?}, key {k:?}"))
                 .allowed("the same batch and the same head_dim")
                 .hint("tensors are (batch, sequence, heads, head_dim)"));
         }
         if key_heads == 0 || query_heads == 0 || query_heads % key_heads != 0 {
-            return Err(Error::new("query heads do not share key heads evenly")
+            return Err(Error::shape("query heads do not share key heads evenly")
                 .got(format!("{query_heads} query heads, {key_heads} key heads"))
                 .allowed("query heads = n x key heads, n = 1, 2, ...")
                 .hint("tensors are (batch, sequence, heads, head_dim): heads come third"));
@@ -220,14 +220,14 @@ impl AttentionShape {
 
     fn check_packing(&self, packing: &Packing) -> Result<()> {
         if self.batch != 1 {
-            return Err(Error::new("packed documents need a batch of one")
+            return Err(Error::shape("packed documents need a batch of one")
                 .got(format!("batch {}", self.batch))
                 .allowed("batch 1")
                 .hint("reshape (batch, sequence, ..) to (1, batch * sequence, ..) and extend cu_seqlens"));
         }
         let (q, k) = (&packing.cu_seqlens_q, &packing.cu_seqlens_k);
         if q.len() != k.len() {
-            return Err(Error::new("cu_seqlens_q and cu_seqlens_k name different numbers of documents")
+            return Err(Error::shape("cu_seqlens_q and cu_seqlens_k name different numbers of documents")
                 .got(format!("{} and {} entries", q.len(), k.len()))
                 .allowed("one entry more than there are documents, in both")
                 .hint("use Packing::self_attention when both are the same"));
@@ -237,7 +237,7 @@ impl AttentionShape {
                 && cu.last() == Some(&len)
                 && cu.windows(2).all(|pair| pair[0] <= pair[1]);
             if !sound {
-                return Err(Error::new(format!("{name} does not cover the tokens"))
+                return Err(Error::shape(format!("{name} does not cover the tokens"))
                     .got(Preview(cu))
                     .allowed(format!("0, ..., {len}, never falling"))
                     .hint("cumulative sequence lengths start at 0 and end at the number of tokens"));
@@ -320,6 +320,16 @@ impl AttentionShape {
                 .map(|(q, k)| Segment { batch: 0, query: q[0]..q[1], key: k[0]..k[1], causal })
                 .collect(),
         }
+    }
+}
+
+/// What helps with a head_dim out of range.
+fn head_dim_hint(head_dim: usize) -> &'static str {
+    if head_dim > *HEAD_DIM.end() {
+        // A head cannot be split: its logits are sums over all of its channels.
+        "candle's `matmul` and `candle_nn::ops::softmax` take wider heads, with gradients"
+    } else {
+        "tensors are (batch, sequence, heads, head_dim); `pad_with_zeros` widens heads, with `softmax_scale` as before"
     }
 }
 

@@ -381,7 +381,7 @@ impl Sla2 {
     pub fn mass_caught(&self, selection: &Selection, q: &Tensor, k: &Tensor) -> Result<f64> {
         let (shape, blocks) = self.shape(q, k)?;
         if *selection.shape() != shape || selection.block() != self.block {
-            return Err(Error::new("the selection is not one of these queries and keys")
+            return Err(Error::shape("the selection is not one of these queries and keys")
                 .got(format!("blocks {:?} of {:?}", selection.block(), selection.shape()))
                 .allowed(format!("blocks {:?} of {shape:?}", self.block))
                 .hint("`Sla2::select` makes one")

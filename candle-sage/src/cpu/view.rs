@@ -40,7 +40,7 @@ impl<'a> View<'a> {
             other => return Err(unsupported_dtype("attention", other.dtype())),
         };
         let (&[b, s, h, d], &[sb, ss, sh, sd]) = (layout.dims(), layout.stride()) else {
-            return Err(Error::new("attention takes tensors of four dimensions")
+            return Err(Error::shape("attention takes tensors of four dimensions")
                 .got(format!("{:?}", layout.dims()))
                 .allowed("(batch, sequence, heads, head_dim)")
                 .hint("add a dimension of 1 with `unsqueeze`"));

@@ -31,7 +31,7 @@ fn leading(layout: &Layout) -> Result<(sys::cublasOperation_t, i32)> {
         (sys::cublasOperation_t::CUBLAS_OP_N, 0, 1)
     };
     if distance < least || i32::try_from(distance).is_err() {
-        return Err(Error::new("a matrix product does not take these strides")
+        return Err(Error::shape("a matrix product does not take these strides")
             .got(format!("{:?} with strides {:?}", layout.dims(), layout.stride()))
             .allowed("neighbours in a row or in a column, no overlap")
             .hint("make it `contiguous()`")
@@ -54,7 +54,7 @@ pub(crate) fn gemm(
         || Float::of("a matrix product", b.0)? != float
         || ![float, Float::F32].contains(&out.float)
     {
-        return Err(Error::new("matrices do not fit together")
+        return Err(Error::shape("matrices do not fit together")
             .got(format!(
                 "{:?} {:?} and {:?} {:?} to {:?}",
                 a.1.dims(),

@@ -84,7 +84,7 @@ const ELEMENT_BYTES: usize = 2;
 pub(super) fn view<'a>(operand: Operand<'a>, gpu: &Gpu) -> Result<View<'a>> {
     let (_, layout) = operand;
     let (&[_, _, _, head_dim], &[batch, token, head, channel]) = (layout.dims(), layout.stride()) else {
-        return Err(Error::new("attention takes tensors of four dimensions")
+        return Err(Error::shape("attention takes tensors of four dimensions")
             .got(format!("{:?}", layout.dims()))
             .allowed("(batch, sequence, heads, head_dim)")
             .hint("add a dimension of 1 with `unsqueeze`")

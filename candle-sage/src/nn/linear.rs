@@ -3,6 +3,9 @@
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 
+use crate::error::Error;
+use crate::variables;
+
 /// A linear map of the last dimension, `y = x W^T`, or `y = x W^T + b` with a bias. All leading dimensions
 /// are flattened into the rows of one matrix product, so that the weight's gradient is one product too.
 ///
@@ -53,7 +56,7 @@ impl Linear {
     /// When it is missing or has another shape.
     pub fn load(inputs: usize, outputs: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let init = candle_nn::init::DEFAULT_KAIMING_NORMAL;
-        Ok(Self::new(vb.get_with_hints((outputs, inputs), "weight", init)?))
+        Ok(Self::new(variables::load(&vb, (outputs, inputs), "weight", init, vb.dtype())?))
     }
 
     /// Loads `weight` and `bias`, which a new model initializes to zero.
@@ -61,17 +64,50 @@ impl Linear {
     /// # Errors
     /// When one of them is missing or has another shape.
     pub fn load_with_bias(inputs: usize, outputs: usize, vb: VarBuilder<'_>) -> Result<Self> {
-        let bias = vb.get_with_hints(outputs, "bias", Init::Const(0.0))?;
+        let bias = variables::load(&vb, outputs, "bias", Init::Const(0.0), vb.dtype())?;
         Ok(Self::load(inputs, outputs, vb)?.with_bias(bias))
+    }
+
+    /// The numbers of outputs and inputs.
+    pub(super) fn dims(&self) -> Result<(usize, usize)> {
+        let &[outputs, inputs] = self.weight.dims() else {
+            return Err(Error::shape("the weight of a linear map is not a matrix")
+                .got(format!("{:?}", self.weight.dims()))
+                .allowed("(outputs, inputs)")
+                .hint("`unsqueeze(0)` makes a matrix of one output")
+                .into());
+        };
+        match &self.bias {
+            Some(bias) if bias.dims() != [outputs] => Err(Error::shape("the bias does not fit the weight")
+                .got(format!("bias {:?}, weight {:?}", bias.dims(), self.weight.dims()))
+                .allowed(format!("bias [{outputs}]"))
+                .hint("a bias has one value for each output")
+                .into()),
+            _ => Ok((outputs, inputs)),
+        }
     }
 }
 
 impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let (outputs, inputs) = self.dims()?;
         let mut dims = x.dims().to_vec();
-        let inputs = dims.pop().unwrap_or(0);
+        if dims.pop() != Some(inputs) {
+            return Err(Error::shape("the input does not fit the linear map")
+                .got(format!("input {:?}, weight {:?}", x.dims(), self.weight.dims()))
+                .allowed(format!("an input (.., {inputs})"))
+                .hint("a weight is (outputs, inputs); `t()` transposes one that is (inputs, outputs)")
+                .into());
+        }
+        if x.dtype() != self.weight.dtype() {
+            return Err(Error::new("the input and the weight differ in element type")
+                .got(format!("input {}, weight {}", x.dtype().as_str(), self.weight.dtype().as_str()))
+                .allowed("one element type")
+                .hint("convert with `to_dtype`")
+                .into());
+        }
         let rows: usize = dims.iter().product();
-        dims.push(self.weight.dim(0)?);
+        dims.push(outputs);
         let y = x.reshape((rows, inputs))?.matmul(&self.weight.t()?)?;
         let y = match &self.bias {
             None => y,

@@ -4,6 +4,7 @@ use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 
 use crate::ops;
+use crate::variables;
 
 /// Root-mean-square normalization over the last dimension, (.., width): see [`ops::rms_norm`].
 ///
@@ -34,7 +35,7 @@ impl RmsNorm {
     /// # Errors
     /// When it is missing or has another shape.
     pub fn load(width: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
-        Ok(Self::new(vb.get_with_hints(width, "weight", Init::Const(1.0))?, eps))
+        Ok(Self::new(variables::load(&vb, width, "weight", Init::Const(1.0), vb.dtype())?, eps))
     }
 }
 

@@ -4,7 +4,7 @@ use candle_core::{Device, Result, Tensor};
 
 use super::RmsNorm;
 use crate::error::Error;
-use crate::ops::{self, RopeStyle};
+use crate::ops::{self, RopeStyle, dims4, swap_heads};
 
 /// Rotary position embedding with its tables: see [`ops::rope`].
 ///
@@ -64,7 +64,7 @@ impl Rotary {
     /// When they are not two tables of the same shape.
     pub fn from_tables(cos: Tensor, sin: Tensor, style: RopeStyle) -> Result<Self> {
         if cos.rank() != 2 || cos.dims() != sin.dims() {
-            return Err(Error::new("the rotary tables do not fit each other")
+            return Err(Error::shape("the rotary tables do not fit each other")
                 .got(format!("cos {:?}, sin {:?}", cos.dims(), sin.dims()))
                 .allowed("(positions, head_dim / 2) for both")
                 .hint("ops::rope_tables and ops::rope_tables_llama3 make such a pair")
@@ -73,13 +73,38 @@ impl Rotary {
         Ok(Self { cos, sin, style })
     }
 
-    /// Rotates `x`, (batch, sequence, heads, head_dim), whose first token is at `position`.
+    /// Rotates `x`, (batch, sequence, heads, head_dim), whose first token is at `position`. For (batch, heads, sequence, head_dim), the order of
+    /// PyTorch and candle-transformers, see [`Rotary::forward_heads_first`]: this function would rotate head by head instead of token by token.
     ///
     /// # Errors
     /// When the sequence runs past the tables.
     pub fn forward(&self, x: &Tensor, position: usize) -> Result<Tensor> {
-        let (cos, sin) = self.tables(x, position)?;
+        let (cos, sin) = self.tables(x, position, "forward_heads_first")?;
         ops::rope(x, &cos, &sin, self.style)
+    }
+
+    /// [`Rotary::forward`] for tensors that are (batch, heads, sequence, head_dim), as in PyTorch and candle-transformers; the output is too.
+    /// The input is not copied. [`Attention::apply_heads_first`](crate::Attention::apply_heads_first) takes the output.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_sage::{nn::Rotary, ops::RopeStyle};
+    ///
+    /// let rotary = Rotary::new(16, 8, 10_000.0, RopeStyle::Halves, &Device::Cpu)?;
+    /// let x = Tensor::randn(0f32, 1., (1, 2, 4, 8), &Device::Cpu)?;
+    /// let heads_first = rotary.forward_heads_first(&x, 3)?;
+    /// let sequence_first = rotary.forward(&x.transpose(1, 2)?, 3)?.transpose(1, 2)?;
+    /// assert_eq!(heads_first.dims(), x.dims());
+    /// assert_eq!((heads_first - sequence_first)?.abs()?.max_all()?.to_scalar::<f32>()?, 0.0);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Rotary::forward`].
+    pub fn forward_heads_first(&self, x: &Tensor, position: usize) -> Result<Tensor> {
+        let x = swap_heads("the input of the rotary embedding", x)?;
+        let (cos, sin) = self.tables(&x, position, "forward")?;
+        ops::rope(&x, &cos, &sin, self.style)?.transpose(1, 2)
     }
 
     /// Normalizes each head of `x`, then rotates it, in one op: see [`ops::qk_norm_rope`].
@@ -101,19 +126,46 @@ impl Rotary {
     /// # Errors
     /// As [`Rotary::forward`], and when the norm's weight is not as wide as a head.
     pub fn forward_normalized(&self, x: &Tensor, norm: &RmsNorm, position: usize) -> Result<Tensor> {
-        let (cos, sin) = self.tables(x, position)?;
+        let (cos, sin) = self.tables(x, position, "forward_normalized_heads_first")?;
         ops::qk_norm_rope(x, &norm.weight, &cos, &sin, norm.eps, self.style)
     }
 
-    /// The rows of the tables for the sequence of `x`, whose first token is at `position`.
-    fn tables(&self, x: &Tensor, position: usize) -> Result<(Tensor, Tensor)> {
-        let len = x.dim(1)?;
+    /// [`Rotary::forward_normalized`] for tensors that are (batch, heads, sequence, head_dim); the output is too.
+    ///
+    /// # Errors
+    /// As [`Rotary::forward_normalized`].
+    pub fn forward_normalized_heads_first(
+        &self,
+        x: &Tensor,
+        norm: &RmsNorm,
+        position: usize,
+    ) -> Result<Tensor> {
+        let x = swap_heads("the input of the rotary embedding", x)?;
+        let (cos, sin) = self.tables(&x, position, "forward_normalized")?;
+        ops::qk_norm_rope(&x, &norm.weight, &cos, &sin, norm.eps, self.style)?.transpose(1, 2)
+    }
+
+    /// The rows of the tables for `x`, (batch, sequence, heads, head_dim), whose first token is at `position`. `other` is the call for the other order of
+    /// dimensions: the hint names it if the tables have enough rows for that order alone.
+    fn tables(&self, x: &Tensor, position: usize, other: &str) -> Result<(Tensor, Tensor)> {
+        let (_, len, heads, _) = dims4("the input of the rotary embedding", x)?;
         let positions = self.cos.dim(0)?;
-        if position + len > positions {
-            return Err(Error::new("the sequence runs past the rotary tables")
-                .got(format!("positions {position} to {}", position + len - 1))
+        let past = |len: usize| position.checked_add(len).is_none_or(|end| end > positions);
+        if past(len) {
+            let longer = "make the tables longer: the first argument of Rotary::new";
+            let hint = match (past(heads), other.ends_with("heads_first")) {
+                (true, _) => longer.to_string(),
+                (false, true) => {
+                    format!("{longer}; `Rotary::{other}` takes (batch, heads, sequence, head_dim)")
+                }
+                (false, false) => {
+                    format!("{longer}; `Rotary::{other}` takes (batch, sequence, heads, head_dim)")
+                }
+            };
+            return Err(Error::shape("the sequence runs past the rotary tables")
+                .got(format!("positions {position} to {}", position.saturating_add(len).saturating_sub(1)))
                 .allowed(format!("below {positions}"))
-                .hint("make the tables longer: the first argument of Rotary::new")
+                .hint(hint)
                 .into());
         }
         Ok((self.cos.narrow(0, position, len)?, self.sin.narrow(0, position, len)?))

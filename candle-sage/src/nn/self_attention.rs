@@ -6,8 +6,9 @@ use candle_nn::kv_cache::KvCache;
 
 use super::{Linear, RmsNorm, Rotary};
 use crate::error::Error;
-use crate::ops::Attention;
+use crate::ops::{self, Attention};
 use crate::scheme::Scheme;
+use crate::shape::AttentionShape;
 
 /// The dimension of tokens in (batch, sequence, heads, head_dim).
 const SEQUENCE: usize = 1;
@@ -59,6 +60,23 @@ pub struct SelfAttentionConfig {
     pub biases: Biases,
 }
 
+impl SelfAttentionConfig {
+    /// Checks the heads against what attention and the rotary embedding take.
+    fn check(&self) -> Result<()> {
+        let dims = |heads| (1, 1, heads, self.head_dim);
+        let (q, k) = (dims(self.heads), dims(self.key_heads));
+        AttentionShape::new(q, k, k, true, None)?;
+        if self.head_dim % 2 != 0 {
+            return Err(Error::shape("head_dim of the layer is odd")
+                .got(self.head_dim)
+                .allowed("an even head_dim")
+                .hint("the rotary embedding rotates pairs of channels")
+                .into());
+        }
+        Ok(())
+    }
+}
+
 /// Self-attention of a Llama, Qwen2 or Qwen3 block: projections, per-head RMSNorm of queries and keys
 /// (QK-norm), rotary embedding, attention, output projection.
 ///
@@ -101,14 +119,45 @@ impl SelfAttention {
     /// A layer with the maps `[q, k, v, o]`, whose weights (outputs, inputs) are (heads head_dim, width),
     /// twice (key_heads head_dim, width), and (width, heads head_dim), and with QK-norm the norms of queries
     /// and keys. The config's epsilon and biases are not used, since norms and maps have their own.
+    ///
+    /// # Errors
+    /// When the shapes of maps and norms do not fit the config, or its heads are not supported.
     pub fn new(
         config: SelfAttentionConfig,
         attention: Attention,
         [q, k, v, o]: [Linear; 4],
         qk_norm: Option<(RmsNorm, RmsNorm)>,
-    ) -> Self {
+    ) -> Result<Self> {
+        config.check()?;
+        let SelfAttentionConfig { width, heads, key_heads, head_dim, .. } = config;
+        let (queries, keys) = (heads * head_dim, key_heads * head_dim);
+        let maps = [
+            ("q", &q, (queries, width)),
+            ("k", &k, (keys, width)),
+            ("v", &v, (keys, width)),
+            ("o", &o, (width, queries)),
+        ];
+        for (name, map, expected) in maps {
+            let given = map.dims()?;
+            if given != expected {
+                return Err(Error::shape(format!("the map {name} does not fit the layer"))
+                    .got(format!("a weight {given:?}"))
+                    .allowed(format!("{expected:?}"))
+                    .hint("weights are (outputs, inputs); the maps are [q, k, v, o]")
+                    .into());
+            }
+        }
+        for (name, norm) in qk_norm.iter().flat_map(|(q, k)| [("queries", q), ("keys", k)]) {
+            if norm.weight.dims() != [head_dim] {
+                return Err(Error::shape(format!("the norm of {name} does not fit a head"))
+                    .got(format!("a weight {:?}", norm.weight.dims()))
+                    .allowed(format!("[{head_dim}]"))
+                    .hint("QK-norm normalizes each head: one weight for each of its channels")
+                    .into());
+            }
+        }
         let decoding = attention.clone().scheme(Scheme::FullPrecision);
-        Self { q, k, v, o, qk_norm, config, attention, decoding }
+        Ok(Self { q, k, v, o, qk_norm, config, attention, decoding })
     }
 
     /// Loads `q_proj`, `k_proj`, `v_proj`, `o_proj` and, with QK-norm, `q_norm` and `k_norm`.
@@ -116,8 +165,9 @@ impl SelfAttention {
     /// `attention` has the numerics and the mask; for a language model make it causal.
     ///
     /// # Errors
-    /// When a weight is missing or has another shape.
+    /// When a weight is missing or has another shape, or the config's heads are not supported.
     pub fn load(config: SelfAttentionConfig, attention: Attention, vb: VarBuilder<'_>) -> Result<Self> {
+        config.check()?;
         let SelfAttentionConfig { width, heads, key_heads, head_dim, qk_norm_eps, biases } = config;
         let qk_norm = match qk_norm_eps {
             None => None,
@@ -137,7 +187,7 @@ impl SelfAttention {
             map(width, key_heads * head_dim, "v_proj", biased)?,
             map(heads * head_dim, width, "o_proj", biases == Biases::All)?,
         ];
-        Ok(Self::new(config, attention, maps, qk_norm))
+        Self::new(config, attention, maps, qk_norm)
     }
 
     /// Replaces the attention of tokens that follow a prompt in [`SelfAttention::forward_cached`]. By default
@@ -191,7 +241,15 @@ impl SelfAttention {
         attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let [q, k, v] = self.project(x, rotary, 0)?;
-        self.output(&attend(&q, &k, &v)?)
+        let attended = attend(&q, &k, &v)?;
+        if attended.dims() != q.dims() {
+            return Err(Error::shape("the output of `attend` does not fit the query")
+                .got(format!("{:?}", attended.dims()))
+                .allowed(format!("{:?}: (batch, sequence, heads, head_dim)", q.dims()))
+                .hint("`transpose(1, 2)` an output that is (batch, heads, sequence, head_dim)")
+                .into());
+        }
+        self.output(&attended)
     }
 
     /// An empty cache for [`SelfAttention::forward_cached`]. It allocates memory for `len` tokens at its
@@ -218,13 +276,7 @@ impl SelfAttention {
                 .hint("`.causal(true)`, or `SelfAttention::forward` over the whole sequence")
                 .into());
         }
-        if cache.k_cache().dim() != SEQUENCE {
-            return Err(Error::new("the cache grows along another dimension")
-                .got(cache.k_cache().dim())
-                .allowed(format!("{SEQUENCE}: keys and values are (batch, sequence, heads, head_dim)"))
-                .hint("`SelfAttention::cache` makes one that fits")
-                .into());
-        }
+        self.check_cache(x, cache)?;
         let past = cache.current_seq_len();
         let attention = if past == 0 { &self.attention } else { &self.decoding };
         let [q, k, v] = self.project(x, rotary, past)?.map(|x| x.detach());
@@ -232,10 +284,46 @@ impl SelfAttention {
         Ok(self.output(&attention.apply(&q, &k, &v)?)?.detach())
     }
 
+    /// Checks that the tokens of `x` can follow those in the cache.
+    fn check_cache(&self, x: &Tensor, cache: &KvCache) -> Result<()> {
+        if cache.k_cache().dim() != SEQUENCE {
+            return Err(Error::shape("the cache grows along another dimension")
+                .got(cache.k_cache().dim())
+                .allowed(format!("{SEQUENCE}: keys and values are (batch, sequence, heads, head_dim)"))
+                .hint("`SelfAttention::cache` makes one that fits")
+                .into());
+        }
+        let (batch, _) = self.input_dims(x)?;
+        let expected = (batch, self.config.key_heads, self.config.head_dim);
+        if let Some(keys) = cache.k_cache().all_data() {
+            let (batch, _, heads, head_dim) = ops::dims4("the cache", keys)?;
+            if (batch, heads, head_dim) != expected {
+                return Err(Error::shape("the cache holds keys of another shape")
+                    .got(format!("batch, heads, head_dim {:?}", (batch, heads, head_dim)))
+                    .allowed(format!("{expected:?}"))
+                    .hint("a cache belongs to one layer and one batch; `reset` empties it")
+                    .into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Batch and sequence of the input, (batch, sequence, width).
+    fn input_dims(&self, x: &Tensor) -> Result<(usize, usize)> {
+        match *x.dims() {
+            [batch, sequence, width] if width == self.config.width => Ok((batch, sequence)),
+            _ => Err(Error::shape("the input does not fit the layer")
+                .got(format!("{:?}", x.dims()))
+                .allowed(format!("(batch, sequence, {})", self.config.width))
+                .hint("`unsqueeze(0)` makes a batch of one sequence")
+                .into()),
+        }
+    }
+
     /// Query, key and value, (batch, sequence, heads, head_dim) each, of tokens of which the first is at
     /// `position`.
     fn project(&self, x: &Tensor, rotary: &Rotary, position: usize) -> Result<[Tensor; 3]> {
-        let (batch, sequence, _) = x.dims3()?;
+        let (batch, sequence) = self.input_dims(x)?;
         let SelfAttentionConfig { heads, key_heads, head_dim, .. } = self.config;
         let split = |x: Tensor, heads| x.reshape((batch, sequence, heads, head_dim));
         let q = split(self.q.forward(x)?, heads)?;

@@ -7,6 +7,7 @@ use super::{Rotary, SelfAttention, SelfAttentionConfig};
 use crate::ops::Attention;
 use crate::scheme::Scheme;
 use crate::sla2::{Router, Sla2};
+use crate::variables;
 
 /// A [`SelfAttention`] layer that attends by [`Sla2`]: exactly to the blocks that its router selects, and to
 /// the rest by linear attention.
@@ -56,7 +57,7 @@ impl SparseLinearAttention {
     pub fn load(config: SelfAttentionConfig, sla2: Sla2, vb: VarBuilder<'_>) -> Result<Self> {
         let SelfAttentionConfig { heads, key_heads, head_dim, .. } = config;
         let router = Router::load(key_heads, head_dim, vb.clone())?;
-        let theta = vb.get_with_hints_dtype(heads, "theta", Init::Const(2.0), DType::F32)?;
+        let theta = variables::load(&vb, heads, "theta", Init::Const(2.0), DType::F32)?;
         let unused = Attention::new(Scheme::FullPrecision);
         Ok(Self::new(SelfAttention::load(config, unused, vb)?, sla2, router, theta))
     }

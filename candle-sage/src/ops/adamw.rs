@@ -2,7 +2,7 @@
 
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, InplaceOp3, Layout, Result, Shape, Tensor};
 
-use super::support::{f32_values, f32_values_mut, shape_error, supported, with_cuda};
+use super::support::{argument_error, f32_values, f32_values_mut, shape_error, supported, with_cuda};
 use crate::cpu::ops::adamw::{squares, step};
 use crate::launch::{Launch, Operand};
 pub use crate::update::AdamW;
@@ -26,7 +26,7 @@ const SQUARES: &str = "sum-of-squares";
 /// When `x` is not f32.
 pub fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
     if x.dtype() != DType::F32 {
-        return Err(shape_error("sum_of_squares takes f32", x.dtype(), "f32", "convert with `to_dtype`"));
+        return Err(argument_error("sum_of_squares takes f32", x.dtype(), "f32", "convert with `to_dtype`"));
     }
     supported(SQUARES, &[x])?;
     x.detach().apply_op1_no_bwd(&SumOfSquares)
@@ -114,7 +114,7 @@ impl AdamW {
         // The correction of the moments' bias divides by 1 - beta^step.
         let betas = [self.beta1, self.beta2];
         if self.step == 0 || betas.iter().any(|beta| !(0.0..1.0).contains(beta)) {
-            return Err(shape_error(
+            return Err(argument_error(
                 "adamw: a setting is out of range",
                 (self.step, betas),
                 "steps from 1, betas of at least 0 and below 1",

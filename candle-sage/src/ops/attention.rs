@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 
-use super::support::{cpu_storage, cuda_tensor, f32_tensor, supported, with_cuda};
+use super::support::{cpu_storage, cuda_tensor, dims4, f32_tensor, supported, swap_heads, with_cuda};
 use super::widths::Widths;
 use crate::cpu::view::{View, to_storage};
 use crate::cpu::{self, Problem};
@@ -23,8 +23,9 @@ const NAME: &str = "attention";
 /// output has the query's shape and type. The number of query heads may be a multiple of the number of key
 /// heads. Values may have another head_dim than queries and keys (128 beside 192, as in multi-head latent attention), and the output has
 /// theirs; this takes the time and the memory of heads as wide as the wider of the two. All three inputs receive gradients through candle's `backward()`, of the first order: gradients
-/// have no graph of their own. (candle-nn's fused `softmax_last_dim`, `rms_norm` and `rope` have no gradient
-/// and report no error: a model that trains needs those of [`crate::ops`].) [`Attention::apply_heads_first`]
+/// have no graph of their own. (candle-nn's fused `softmax_last_dim`, `rms_norm`, `layer_norm` and `rope` have
+/// no gradient and report no error: a model that trains needs other operators, such as those of [`crate::ops`];
+/// [`crate::untrained`] lists the variables without a gradient.) [`Attention::apply_heads_first`]
 /// takes tensors that are (batch, heads, sequence, head_dim).
 ///
 /// ```
@@ -144,11 +145,8 @@ impl Attention {
     /// # Errors
     /// As [`Attention::apply`].
     pub fn apply_heads_first(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        let swap = |x: &Tensor| {
-            dims4("tensor", x)?;
-            x.transpose(1, 2)
-        };
-        self.apply(&swap(q)?, &swap(k)?, &swap(v)?)?.transpose(1, 2)
+        let [q, k, v] = [("query", q), ("key", k), ("value", v)].map(|(name, x)| swap_heads(name, x));
+        self.apply(&q?, &k?, &v?)?.transpose(1, 2)
     }
 
     /// Runs the forward outside candle's graph, and returns the output with its vector-Jacobian product,
@@ -287,7 +285,7 @@ impl AttentionVjp {
             dims[3] = widths.value();
         }
         if dout.dims() != dims || dout.dtype() != self.out.dtype() {
-            return Err(Error::new("the output's gradient does not fit the output")
+            return Err(Error::shape("the output's gradient does not fit the output")
                 .got(format!("{:?} {:?}", dout.dims(), dout.dtype()))
                 .allowed(format!("{dims:?} {:?}", self.out.dtype()))
                 .hint("it has the output's shape and element type")
@@ -310,16 +308,6 @@ impl std::fmt::Debug for AttentionVjp {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("AttentionVjp").field("out", &self.out.dims()).finish_non_exhaustive()
     }
-}
-
-pub(super) fn dims4(name: &str, tensor: &Tensor) -> Result<Dims> {
-    tensor.dims4().map_err(|_| {
-        Error::new(format!("{name} does not have four dimensions"))
-            .got(format!("{:?}", tensor.dims()))
-            .allowed("(batch, sequence, heads, head_dim)")
-            .hint("add a dimension of 1 with `unsqueeze`")
-            .into()
-    })
 }
 
 /// The op of one call. Every call makes a new value, since the state of the call is kept in it.

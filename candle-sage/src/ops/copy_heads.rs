@@ -3,7 +3,7 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, InplaceOp2, Layout, Result, Tensor};
 
-use super::support::{shape_error, supported};
+use super::support::{argument_error, shape_error, supported};
 use crate::dtype::unsupported_dtype;
 use crate::launch::Launch;
 
@@ -52,7 +52,7 @@ pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
         ));
     }
     if share_storage(out, x) {
-        return Err(shape_error(
+        return Err(argument_error(
             "copy_heads: the output is part of the input's tensor",
             (x.dims(), out.dims()),
             "two tensors of their own",

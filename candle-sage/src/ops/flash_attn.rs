@@ -66,6 +66,15 @@ pub fn flash_attn_varlen(
     softmax_scale: f32,
     causal: bool,
 ) -> Result<Tensor> {
+    for (name, x) in [("query", q), ("key", k), ("value", v)] {
+        if x.rank() != 3 {
+            return Err(Error::shape(format!("{name} does not have three dimensions"))
+                .got(format!("{:?}", x.dims()))
+                .allowed("(tokens, heads, head_dim)")
+                .hint("`flatten(0, 1)` joins batch and sequence; `flash_attn` takes four dimensions")
+                .into());
+        }
+    }
     let packing = Packing {
         cu_seqlens_q: cumulative("seqlens_q", seqlens_q, max_seqlen_q)?,
         cu_seqlens_k: cumulative("seqlens_k", seqlens_k, max_seqlen_k)?,
@@ -81,7 +90,7 @@ fn full_precision(softmax_scale: f32, causal: bool) -> Attention {
 /// Copies cumulative lengths to the host and checks them.
 fn cumulative(name: &str, lengths: &Tensor, longest: usize) -> Result<Vec<usize>> {
     if !lengths.dtype().is_int() || lengths.rank() != 1 {
-        return Err(Error::new(format!("{name} is no list of lengths"))
+        return Err(Error::new(format!("{name} is not a list of lengths"))
             .got(format!("{:?} of {:?}", lengths.dtype(), lengths.dims()))
             .allowed("a tensor of one dimension and an integer type: 0, and where each document ends")
             .hint("Tensor::new(&[0u32, 5, 12], device)? are documents of 5 and 7 tokens")
@@ -91,7 +100,7 @@ fn cumulative(name: &str, lengths: &Tensor, longest: usize) -> Result<Vec<usize>
     let rises = lengths.first() == Some(&0) && lengths.windows(2).all(|pair| pair[0] <= pair[1]);
     let most = lengths.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0);
     if !rises || most > i64::try_from(longest).unwrap_or(i64::MAX) {
-        return Err(Error::new(format!("{name} are no cumulative lengths"))
+        return Err(Error::new(format!("{name} are not cumulative lengths"))
             .got(format!("{lengths:?}, at most {longest} in a document"))
             .allowed("0 first, then never less than before, by no more than max_seqlen")
             .hint("lengths are added up: documents of 5 and 7 tokens are 0, 5, 12")

@@ -7,7 +7,8 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp3, InplaceOp3, Layout, Result
 
 use super::cross_entropy::{CrossEntropy, classes, no_forward, run_twice, verdict};
 use super::support::{
-    cpu_storage, cuda_tensor, f32_tensor, f32_values, f32_values_mut, ids, shape_error, supported, with_cuda,
+    argument_error, cpu_storage, cuda_tensor, f32_tensor, f32_values, f32_values_mut, ids, shape_error,
+    supported, with_cuda,
 };
 use crate::cpu::ops::cross_entropy::{Linear, linear_pass};
 use crate::cpu::product::Mat;
@@ -97,7 +98,7 @@ pub fn linear_cross_entropy_into(
     check_linear(hidden, weight, targets, settings)?;
     super::support::check_sum("linear_cross_entropy_into", dweight, weight.dims())?;
     if settings.ignore_id.is_some() {
-        return Err(shape_error(
+        return Err(argument_error(
             "linear_cross_entropy_into: all targets count",
             settings.ignore_id,
             "no ignore_id",
@@ -124,7 +125,7 @@ fn check_linear(hidden: &Tensor, weight: &Tensor, targets: &Tensor, settings: Cr
         ));
     }
     if settings.chunk_rows == Some(0) {
-        return Err(shape_error(
+        return Err(argument_error(
             "linear_cross_entropy: chunk_rows is out of range",
             0,
             "1 and up",

@@ -5,8 +5,7 @@ mod products;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor};
 
-use super::attention::dims4;
-use super::support::{cpu_storage, cuda_tensor, f32_tensor, shape_error, supported, with_cuda};
+use super::support::{cpu_storage, cuda_tensor, dims4, f32_tensor, shape_error, supported, with_cuda};
 use crate::cpu::view::{View, to_storage};
 use crate::cpu::{self, Problem};
 use crate::launch::Launch;

@@ -5,7 +5,7 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Ten
 use rayon::prelude::*;
 
 use super::support::{
-    SPAN, cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_cuda, with_f32,
+    SPAN, argument_error, cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_cuda, with_f32,
 };
 use crate::cpu::ops::rms_norm::{backward, forward};
 use crate::cpu::view::to_storage;
@@ -148,7 +148,7 @@ pub(super) fn checked_eps(op: &str, eps: f64) -> Result<f32> {
     if (eps as f32) >= 0.0 && (eps as f32).is_finite() {
         return Ok(eps as f32);
     }
-    Err(shape_error(&format!("{op}: eps is out of range"), eps, "0 and up", "1e-6 is the usual eps"))
+    Err(argument_error(&format!("{op}: eps is out of range"), eps, "0 and up", "1e-6 is the usual eps"))
 }
 
 /// On a GPU it is launched for `x` and the weight, or for `x`, a residual and the weight: then it also makes their sum.

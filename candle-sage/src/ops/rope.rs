@@ -3,7 +3,9 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Device, Layout, Result, Shape, Tensor};
 
-use super::support::{cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_all_cuda, with_f32};
+use super::support::{
+    argument_error, cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_all_cuda, with_f32,
+};
 use crate::cpu::ops::rope::rotate;
 use crate::cpu::view::to_storage;
 use crate::launch::Launch;
@@ -88,7 +90,7 @@ pub fn rope_tables_llama3(
 ) -> Result<(Tensor, Tensor)> {
     let Llama3Scaling { factor, low_freq_factor: low, high_freq_factor: high, original_len } = scaling;
     if !(factor > 0.0 && factor.is_finite() && low.is_finite() && high > low && high.is_finite()) {
-        return Err(shape_error(
+        return Err(argument_error(
             "rope_tables_llama3: a factor is out of range",
             scaling,
             "a factor above 0, and high_freq_factor above low_freq_factor",
@@ -106,7 +108,7 @@ pub fn rope_tables_llama3(
 /// The frequency of each pair of channels, in radians per token.
 fn frequencies(head_dim: usize, base: f64) -> Result<Vec<f64>> {
     if head_dim == 0 || !head_dim.is_multiple_of(2) || base.is_nan() || base <= 0.0 {
-        return Err(shape_error(
+        return Err(argument_error(
             "rope_tables: head_dim or base is out of range",
             (head_dim, base),
             "an even head_dim, a base above 0",
@@ -221,22 +223,29 @@ pub(super) fn beside(op: &str, all: &[&Tensor]) -> Result<(usize, usize, usize, 
 
 /// Checks that the tables match `x` and are constants.
 pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
-    let fits = match *x.dims() {
-        [_, sequence, _, d] => {
-            d % 2 == 0 && d > 0 && cos.dims() == [sequence, d / 2] && sin.dims() == cos.dims()
-        }
-        _ => false,
+    let fit = |sequence: usize, d: usize| {
+        d % 2 == 0 && d > 0 && cos.dims() == [sequence, d / 2] && sin.dims() == cos.dims()
+    };
+    let (fits, heads_first) = match *x.dims() {
+        [_, sequence, heads, d] => (fit(sequence, d), fit(heads, d)),
+        _ => (false, false),
     };
     if !fits {
         return Err(shape_error(
             &format!("{op}: the tables do not match the input"),
             (x.dims(), cos.dims(), sin.dims()),
             "x (batch, sequence, heads, head_dim), tables (sequence, head_dim / 2)",
-            "narrow the tables to the sequence with `narrow(0, start, len)`",
+            // The tables have as many rows as the third dimension: the input is probably (batch, heads, sequence, head_dim).
+            match heads_first {
+                true => {
+                    "`transpose(1, 2)` an x that is (batch, heads, sequence, head_dim), or call `Rotary::forward_heads_first`"
+                }
+                false => "narrow the tables to the sequence with `narrow(0, start, len)`",
+            },
         ));
     }
     if cos.track_op() || sin.track_op() {
-        return Err(shape_error(
+        return Err(argument_error(
             &format!("{op}: the tables have no gradient"),
             "tables that are variables, or made from them",
             "constant tables",

@@ -3,8 +3,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::attention::dims4;
-use super::support::{cpu_storage, cuda_tensor, supported, with_cuda};
+use super::support::{cpu_storage, cuda_tensor, dims4, supported, with_cuda};
 use crate::cpu::view::View;
 use crate::cpu::{self, Problem};
 use crate::error::Error;
@@ -146,8 +145,13 @@ impl Mass<'_> {
         let guards = [q, k].map(Tensor::storage_and_layout);
         let view =
             |n: usize| -> Result<View<'_>> { Ok(View::new(cpu_storage(&guards[n].0, NAME)?, guards[n].1)?) };
-        if dims4("query", q)? != shape.query_dims() || dims4("key", k)? != shape.key_dims() {
-            return Err(Error::new("query and key do not fit the shape").into());
+        let (q_dims, k_dims) = (dims4("query", q)?, dims4("key", k)?);
+        if (q_dims, k_dims) != (shape.query_dims(), shape.key_dims()) {
+            return Err(Error::shape("query and key do not fit the shape")
+                .got(format!("query {q_dims:?}, key {k_dims:?}"))
+                .allowed(format!("query {:?}, key {:?}", shape.query_dims(), shape.key_dims()))
+                .hint("a shape is made from the dimensions of the same query and key")
+                .into());
         }
         let problem = Problem::new(shape, softmax_scale, None, [view(0)?, view(1)?, view(1)?]);
         Ok(cpu::route::block_mass(shape, &problem, blocks, blocks.columns()))

@@ -4,7 +4,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 
-use super::support::{f32_tensor, f32_values, shape_error, supported, with_f32};
+use super::support::{argument_error, f32_tensor, f32_values, shape_error, supported, with_f32};
 use crate::cpu::ops::soft_top_k::{gradient, weights};
 use crate::cpu::view::to_storage;
 use crate::error::Error;
@@ -44,7 +44,7 @@ pub fn soft_top_k(scores: &Tensor, count: usize, tau: f64) -> Result<Tensor> {
         ));
     }
     if !(tau > 0.0 && tau.is_finite()) {
-        return Err(shape_error("soft_top_k: tau is out of range", tau, "above 0", "0.1 is published"));
+        return Err(argument_error("soft_top_k: tau is out of range", tau, "above 0", "0.1 is published"));
     }
     if scores.device().is_cuda() {
         return Err(Error::unsupported("soft_top_k runs on the CPU")

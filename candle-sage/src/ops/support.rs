@@ -9,6 +9,7 @@ use rayon::prelude::*;
 use crate::dtype::{row_stride, unsupported_dtype};
 use crate::error::Error;
 use crate::launch::{HAS_KERNELS, HOW_TO_GET_KERNELS, Operand};
+use crate::shape::Dims;
 
 /// Elements of one parallel task.
 pub(super) const SPAN: usize = 16 * 1024;
@@ -34,11 +35,19 @@ pub(super) fn supported(op: &str, tensors: &[&Tensor]) -> Result<()> {
     }
 }
 
+fn other_device(op: &str, device: &'static str) -> candle_core::Error {
+    Error::new(format!("{op}: inputs are on different devices"))
+        .got(format!("an input that is not on {device}"))
+        .allowed("one device for all")
+        .hint("move them with `to_device`")
+        .into()
+}
+
 /// The CUDA storage behind a tensor.
 fn cuda_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a CudaStorage> {
     match storage {
         Storage::Cuda(storage) => Ok(storage),
-        _ => Err(Error::new(format!("{op}: inputs are on different devices")).into()),
+        _ => Err(other_device(op, "CUDA")),
     }
 }
 
@@ -51,7 +60,7 @@ pub(super) fn cuda_tensor(storage: CudaStorage, shape: impl Into<Shape>) -> Tens
 pub(super) fn cpu_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a CpuStorage> {
     match storage {
         Storage::Cpu(storage) => Ok(storage),
-        _ => Err(Error::new(format!("{op}: inputs are on different devices")).into()),
+        _ => Err(other_device(op, "the CPU")),
     }
 }
 
@@ -221,12 +230,43 @@ pub(super) fn ids(op: &str, storage: &CpuStorage, layout: &Layout) -> Result<Vec
     }
 }
 
-/// An error about arguments that do not fit together.
+/// An error about tensors that do not fit together.
 pub(super) fn shape_error(
     what: &str,
     got: impl std::fmt::Debug,
     allowed: &str,
     hint: &str,
 ) -> candle_core::Error {
+    Error::shape(what).got(format!("{got:?}")).allowed(allowed).hint(hint).into()
+}
+
+/// An error about an argument that is not a shape.
+pub(super) fn argument_error(
+    what: &str,
+    got: impl std::fmt::Debug,
+    allowed: &str,
+    hint: &str,
+) -> candle_core::Error {
     Error::new(what).got(format!("{got:?}")).allowed(allowed).hint(hint).into()
+}
+
+/// The dimensions of a tensor (batch, sequence, heads, head_dim).
+pub(crate) fn dims4(name: &str, tensor: &Tensor) -> Result<Dims> {
+    four(name, tensor, "(batch, sequence, heads, head_dim)")
+}
+
+/// A tensor (batch, heads, sequence, head_dim) as (batch, sequence, heads, head_dim), or back. Its elements are not copied.
+pub(crate) fn swap_heads(name: &str, tensor: &Tensor) -> Result<Tensor> {
+    four(name, tensor, "(batch, heads, sequence, head_dim)")?;
+    tensor.transpose(1, 2)
+}
+
+fn four(name: &str, tensor: &Tensor, allowed: &str) -> Result<Dims> {
+    tensor.dims4().map_err(|_| {
+        Error::shape(format!("{name} does not have four dimensions"))
+            .got(format!("{:?}", tensor.dims()))
+            .allowed(allowed)
+            .hint("add a dimension of 1 with `unsqueeze`")
+            .into()
+    })
 }

@@ -31,7 +31,7 @@ impl Blocks {
                 .hint("128 x 128 is what GPUs take"));
         }
         if let Some(odd) = segments.iter().find(|s| shape.causal() && s.query.len() != s.key.len()) {
-            return Err(Error::new("selected blocks with a causal mask need as many keys as queries")
+            return Err(Error::shape("selected blocks with a causal mask need as many keys as queries")
                 .got(format!("{} queries, {} keys", odd.query.len(), odd.key.len()))
                 .allowed("equal lengths in every batch entry or document")
                 .hint("without a selection, causal attention takes any lengths"));

@@ -6,6 +6,7 @@ use candle_nn::{Init, VarBuilder};
 use crate::error::Error;
 use crate::selection::Blocks;
 use crate::shape::AttentionShape;
+use crate::variables;
 
 /// Scores blocks of keys: `s_IJ = (Rq qbar_I) . (Rk kbar_J) / sqrt(head_dim)`, where `qbar_I` and `kbar_J`
 /// are the means of the blocks and each key head has its own matrices `Rq` and `Rk`. Identities, the start,
@@ -63,7 +64,7 @@ impl Router {
             || query.dtype() != DType::F32
             || key.dtype() != DType::F32
         {
-            return Err(Error::new("a router's matrices do not fit together")
+            return Err(Error::shape("a router's matrices do not fit together")
                 .got(format!("{:?} {:?}, {:?} {:?}", query.dims(), query.dtype(), key.dims(), key.dtype()))
                 .allowed("two of (key heads, head_dim, head_dim) in f32")
                 .hint("`Router::new` makes identities")
@@ -95,7 +96,7 @@ impl Router {
         let get = |name: &str| {
             let dims = (key_heads, head_dim, head_dim);
             let start = Init::Randn { mean: 0.0, stdev: (head_dim as f64).powf(-0.5) };
-            vb.pp(name).get_with_hints_dtype(dims, "weight", start, DType::F32)
+            variables::load(&vb.pp(name), dims, "weight", start, DType::F32)
         };
         Self::from_tensors(get("q_router")?, get("k_router")?)
     }
@@ -114,7 +115,7 @@ impl Router {
     pub(super) fn scores(&self, [q, k]: [Tensor; 2], shape: &AttentionShape) -> Result<Tensor> {
         let (key_heads, rows, d) = q.dims3()?;
         if self.query.dims() != [key_heads, d, d] {
-            return Err(Error::new("the router is one of other heads")
+            return Err(Error::shape("the router is one of other heads")
                 .got(format!("{:?}", self.query.dims()))
                 .allowed(format!("{:?}", [key_heads, d, d]))
                 .hint("it has a pair of matrices for each key head")

@@ -1,10 +1,14 @@
 //! What a user reads when a call cannot be done.
 
-use candle_core::{DType, Device, Result, Tensor};
+use std::collections::HashMap;
+
+use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+use candle_sage::nn::{Biases, Linear, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
 use candle_sage::ops::{self, CrossEntropy};
 use candle_sage::{
-    Attention, AttnQat, Granularity, KeyMean, Packing, Products, Router, SageBwd, Scheme, Sla2, Smoothing,
-    ValueGroups,
+    Attention, AttnQat, ErrorKind, Granularity, KeyMean, Packing, Products, Router, SageBwd, Scheme, Sla2,
+    Smoothing, ValueGroups,
 };
 
 fn zeros(dims: &[usize]) -> Tensor {
@@ -43,10 +47,12 @@ fn attention() -> Vec<Case> {
         ("three dimensions", attend(plain(), &[4, 2, 16], &GOOD, &GOOD)),
         ("head_dim 0", attend(plain(), &[1, 4, 2, 0], &[1, 4, 2, 0], &[1, 4, 2, 0])),
         ("head_dim 512", attend(plain(), &[1, 4, 2, 512], &[1, 4, 2, 512], &[1, 4, 2, 512])),
+        ("head_dim 4", attend(plain(), &[1, 4, 2, 4], &[1, 4, 2, 4], &[1, 4, 2, 4])),
         ("no tokens", attend(plain(), &[1, 0, 2, 16], &GOOD, &GOOD)),
         ("key and value differ", attend(plain(), &GOOD, &GOOD, &[1, 5, 2, 16])),
         ("batch differs", attend(plain(), &GOOD, &[2, 4, 2, 16], &[2, 4, 2, 16])),
         ("heads do not divide", attend(plain(), &[1, 4, 3, 16], &GOOD, &GOOD)),
+        ("no query heads", attend(plain(), &[1, 4, 0, 16], &GOOD, &GOOD)),
         (
             "types differ",
             plain().apply(&zeros(&GOOD), &zeros(&GOOD), &zeros(&GOOD).to_dtype(DType::BF16).expect("bf16")),
@@ -179,15 +185,121 @@ fn ids_and_targets() -> Vec<Case> {
     ]
 }
 
+fn linear(outputs: usize, inputs: usize) -> Linear {
+    Linear::new(zeros(&[outputs, inputs]))
+}
+
+/// Linear maps that do not fit their inputs, and weights that do not fit their modules.
+fn linear_maps() -> Vec<Case> {
+    let builder = |tensors| VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu).pp("up_proj");
+    let loaded = |vb: VarBuilder<'_>| Linear::load(2, 3, vb).map(|_| zeros(&[1]));
+    let transposed = HashMap::from([("up_proj.weight".to_string(), zeros(&[2, 3]))]);
+    let variables = VarMap::new();
+    let varmap = || VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu).pp("up_proj");
+    Linear::load(3, 2, varmap()).expect("a new variable");
+    vec![
+        ("a linear map of another width", linear(3, 2).forward(&zeros(&[4, 3]))),
+        ("a linear map of a vector", Linear::new(zeros(&[3])).forward(&zeros(&[4, 3]))),
+        ("a bias of another width", linear(3, 2).with_bias(zeros(&[2])).forward(&zeros(&[4, 2]))),
+        (
+            "a linear map of another type",
+            linear(3, 2).forward(&zeros(&[4, 2]).to_dtype(DType::BF16).expect("bf16")),
+        ),
+        ("a weight that is missing", loaded(builder(HashMap::new()))),
+        ("a weight of another shape", loaded(builder(transposed))),
+        ("a variable of another shape", loaded(varmap())),
+    ]
+}
+
+const LAYER: SelfAttentionConfig = SelfAttentionConfig {
+    width: 32,
+    heads: 2,
+    key_heads: 1,
+    head_dim: 16,
+    qk_norm_eps: None,
+    biases: Biases::None,
+};
+
+fn maps() -> [Linear; 4] {
+    [linear(32, 32), linear(16, 32), linear(16, 32), linear(32, 32)]
+}
+
+/// Layers of parts that do not fit together.
+fn layers() -> Vec<Case> {
+    let layer = |config, maps, norms| {
+        SelfAttention::new(config, plain().causal(true), maps, norms).map(|_| zeros(&[1]))
+    };
+    let norm = |width| RmsNorm::new(zeros(&[width]), 1e-6);
+    let [q, k, v, o] = maps();
+    vec![
+        ("a layer's maps in another order", layer(LAYER, [k, q, v, o], None)),
+        ("a layer's norm of another width", layer(LAYER, maps(), Some((norm(16), norm(32))))),
+        ("a layer of head_dim 512", layer(SelfAttentionConfig { head_dim: 512, ..LAYER }, maps(), None)),
+        ("a layer of head_dim 17", layer(SelfAttentionConfig { head_dim: 17, ..LAYER }, maps(), None)),
+    ]
+}
+
+/// Inputs that do not fit a layer.
+fn layer_inputs() -> Vec<Case> {
+    let layer = SelfAttention::new(LAYER, plain().causal(true), maps(), None).expect("a layer");
+    let rotary = Rotary::new(8, 16, 1e4, Default::default(), &Device::Cpu).expect("tables");
+    let mut cache = layer.cache(8);
+    layer.forward_cached(&zeros(&[2, 3, 32]), &rotary, &mut cache).expect("a prompt");
+    vec![
+        ("a layer's input of another width", layer.forward(&zeros(&[1, 4, 16]), &rotary)),
+        ("a layer's input of two dimensions", layer.forward(&zeros(&[4, 32]), &rotary)),
+        (
+            "an output that is heads first",
+            layer.forward_with(&zeros(&[1, 4, 32]), &rotary, |q, _, _| q.transpose(1, 2)),
+        ),
+        ("a cache of another batch", layer.forward_cached(&zeros(&[1, 1, 32]), &rotary, &mut cache)),
+        ("rotary embedding of three dimensions", rotary.forward_heads_first(&zeros(&[4, 2, 16]), 0)),
+        (
+            "heads first of three dimensions",
+            plain().apply_heads_first(&zeros(&[4, 2, 16]), &zeros(&GOOD), &zeros(&GOOD)),
+        ),
+        ("heads first, past the rotary tables", rotary.forward(&zeros(&[1, 9, 3, 16]), 0)),
+        (
+            "heads first, other tables",
+            ops::rope(&zeros(&[1, 2, 4, 16]), &zeros(&[4, 8]), &zeros(&[4, 8]), Default::default()),
+        ),
+    ]
+}
+
 #[test]
 fn messages() {
-    let groups =
-        [attention(), packings_and_settings(), widths_and_rotary_tables(), arguments(), ids_and_targets()];
+    let groups = [
+        attention(),
+        packings_and_settings(),
+        widths_and_rotary_tables(),
+        arguments(),
+        ids_and_targets(),
+        linear_maps(),
+        layers(),
+        layer_inputs(),
+    ];
     let mut text = String::new();
     for (name, result) in groups.into_iter().flatten() {
         let error = result.err().unwrap_or_else(|| panic!("{name} should have failed"));
-        text += &format!("-- {name}\n{error}\n");
+        assert!(
+            matches!(error, candle_core::Error::Wrapped(_)),
+            "{name} is not an error of this crate: {error}"
+        );
+        let message = error.to_string();
+        let whole = ["\n  got: ", "\n  allowed: ", "\n  hint: "].iter().all(|line| message.contains(line));
+        assert!(whole, "{name} does not say what, got, allowed and hint: {message}");
+        text += &format!("-- {name}\n{message}\n");
     }
     text += &format!("-- granularity\n{}\n", "rows".parse::<Granularity>().expect_err("not a granularity"));
     insta::assert_snapshot!(text);
+}
+
+#[test]
+fn shapes_are_a_kind_of_error() {
+    let kind = |result: Result<Tensor>| ErrorKind::of(&result.expect_err("an error"));
+    assert_eq!(kind(attend(plain(), &GOOD, &[2, 4, 2, 16], &[2, 4, 2, 16])), ErrorKind::Shape);
+    assert_eq!(kind(ops::rms_norm(&zeros(&[2, 3]), &zeros(&[2]), 1e-6)), ErrorKind::Shape);
+    assert_eq!(kind(linear(3, 2).forward(&zeros(&[4, 3]))), ErrorKind::Shape);
+    assert_eq!(kind(ops::rms_norm(&zeros(&[2, 3]), &zeros(&[3]), f64::NAN)), ErrorKind::Invalid);
+    assert_eq!(kind(ops::rope_tables(4, 7, 1e4, &Device::Cpu).map(|(cos, _)| cos)), ErrorKind::Invalid);
 }

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use candle_sage::{Attention, SageBwd, Scheme};
+use candle_sage::{Attention, SageBwd, Scheme, untrained};
 use candle_transformers::models::qwen3::{Config, ModelForCausalLM};
 use tokenizers::Tokenizer;
 
@@ -122,12 +122,10 @@ fn main() -> Result<()> {
     println!("logits against candle-transformers: {apart:.1e} apart");
     assert!(apart < 1e-4, "the models are not the same");
 
-    // Whom a gradient reaches.
+    // Which weights have a gradient.
     let all = vars.all_vars();
-    let reached = |loss: &Tensor| -> Result<usize> {
-        let gradients = loss.backward()?;
-        Ok(all.iter().filter(|var| gradients.get(var).is_some()).count())
-    };
+    let reached =
+        |loss: &Tensor| -> Result<usize> { Ok(all.len() - untrained(&vars, &loss.backward()?).len()) };
     let ids = words.ids(&TEXT.repeat(2))?;
     let len = ids.len().min(256) - 1;
     let batch = |from: usize| Tensor::new(&ids[from..from + len], &device)?.unsqueeze(0);

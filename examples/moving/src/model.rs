@@ -1,0 +1,268 @@
+//! Llama, Qwen2 and Gemma under candle-transformers' names, with the two moves of docs/moving.md: a copy of their attention whose tensors stay
+//! (batch, heads, sequence, head_dim), and `nn::SelfAttention` in the place of the whole layer.
+
+use candle_core::{D, Module, Result, Tensor};
+use candle_nn::{Activation, Embedding, Linear, VarBuilder, embedding, linear_b, linear_no_bias};
+use candle_sage::nn::{Biases, KvCache, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
+use candle_sage::ops::{self, RopeStyle};
+use candle_sage::{Attention, Scheme};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Family {
+    Llama,
+    Qwen2,
+    Gemma,
+}
+
+/// The sizes of a small model.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sizes {
+    pub(crate) family: Family,
+    pub(crate) vocabulary: usize,
+    pub(crate) width: usize,
+    pub(crate) hidden: usize,
+    pub(crate) layers: usize,
+    pub(crate) heads: usize,
+    pub(crate) key_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) positions: usize,
+    pub(crate) base: f32,
+    pub(crate) eps: f64,
+}
+
+impl Sizes {
+    /// More positions than heads: a rotary embedding that takes heads for tokens finds rows for them.
+    pub(crate) fn of(family: Family) -> Self {
+        Self {
+            family,
+            vocabulary: 96,
+            width: 64,
+            hidden: 160,
+            layers: 2,
+            heads: 4,
+            key_heads: 2,
+            // Gemma's heads are not width / heads wide.
+            head_dim: if family == Family::Gemma { 32 } else { 16 },
+            positions: 64,
+            base: 10_000.0,
+            eps: 1e-6,
+        }
+    }
+
+    fn biased(&self) -> bool {
+        self.family == Family::Qwen2
+    }
+}
+
+/// What of a layer is replaced.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Move {
+    HeadsFirst,
+    WholeLayer,
+}
+
+/// An attention layer of candle-transformers: their code, but for three lines.
+struct HeadsFirst {
+    q_proj: Linear,
+    k_proj: Linear,
+    v_proj: Linear,
+    o_proj: Linear,
+    sizes: Sizes,
+    rotary: Rotary,
+    attention: Attention,
+    kv_cache: Option<(Tensor, Tensor)>,
+}
+
+impl HeadsFirst {
+    fn new(sizes: Sizes, rotary: Rotary, attention: Attention, vb: VarBuilder<'_>) -> Result<Self> {
+        let Sizes { width, heads, key_heads, head_dim, .. } = sizes;
+        let biased = sizes.biased();
+        Ok(Self {
+            q_proj: linear_b(width, heads * head_dim, biased, vb.pp("q_proj"))?,
+            k_proj: linear_b(width, key_heads * head_dim, biased, vb.pp("k_proj"))?,
+            v_proj: linear_b(width, key_heads * head_dim, biased, vb.pp("v_proj"))?,
+            o_proj: linear_no_bias(heads * head_dim, width, vb.pp("o_proj"))?,
+            sizes,
+            rotary,
+            attention,
+            kv_cache: None,
+        })
+    }
+
+    /// Tokens from `position` on. With `decoding` they follow those of the calls before.
+    fn forward(&mut self, x: &Tensor, position: usize, decoding: bool) -> Result<Tensor> {
+        let (batch, sequence, _) = x.dims3()?;
+        let split = |map: &Linear, heads: usize| {
+            map.forward(x)?.reshape((batch, sequence, heads, self.sizes.head_dim))?.transpose(1, 2)
+        };
+        let q = split(&self.q_proj, self.sizes.heads)?;
+        let k = split(&self.k_proj, self.sizes.key_heads)?;
+        let v = split(&self.v_proj, self.sizes.key_heads)?;
+        let q = self.rotary.forward_heads_first(&q, position)?;
+        let k = self.rotary.forward_heads_first(&k, position)?;
+        let past = self.kv_cache.take().filter(|_| decoding);
+        let (k, v) = match past {
+            None => (k, v),
+            Some((past_k, past_v)) => (Tensor::cat(&[past_k, k], 2)?, Tensor::cat(&[past_v, v], 2)?),
+        };
+        if decoding {
+            self.kv_cache = Some((k.clone(), v.clone()));
+        }
+        let out = self.attention.apply_heads_first(&q, &k, &v)?;
+        out.transpose(1, 2)?.reshape((batch, sequence, ()))?.apply(&self.o_proj)
+    }
+}
+
+/// The attention of a block. (Boxes: the two differ in size.)
+enum Layer {
+    HeadsFirst(Box<HeadsFirst>),
+    WholeLayer(Box<(SelfAttention, Rotary, KvCache)>),
+}
+
+impl Layer {
+    fn new(sizes: Sizes, made: Move, vb: VarBuilder<'_>) -> Result<Self> {
+        let attention = Attention::new(Scheme::FullPrecision).causal(true);
+        let Sizes { width, heads, key_heads, head_dim, positions, .. } = sizes;
+        Ok(match made {
+            Move::HeadsFirst => {
+                let (cos, sin) = tables(sizes, &vb)?;
+                let rotary = Rotary::from_tables(cos, sin, RopeStyle::Halves)?;
+                Self::HeadsFirst(Box::new(HeadsFirst::new(sizes, rotary, attention, vb)?))
+            }
+            Move::WholeLayer => {
+                let biases = if sizes.biased() { Biases::QueryKeyValue } else { Biases::None };
+                let config =
+                    SelfAttentionConfig { width, heads, key_heads, head_dim, qk_norm_eps: None, biases };
+                let base = f64::from(sizes.base);
+                let rotary = Rotary::new(positions, head_dim, base, RopeStyle::Halves, vb.device())?;
+                let layer = SelfAttention::load(config, attention, vb)?;
+                let cache = layer.cache(positions);
+                Self::WholeLayer(Box::new((layer, rotary, cache)))
+            }
+        })
+    }
+
+    fn forward(&mut self, x: &Tensor, position: usize, decoding: bool) -> Result<Tensor> {
+        match self {
+            Self::HeadsFirst(layer) => layer.forward(x, position, decoding),
+            Self::WholeLayer(layer) => {
+                let (layer, rotary, cache) = &mut **layer;
+                match decoding {
+                    true => layer.forward_cached(x, rotary, cache),
+                    false => layer.forward(x, rotary),
+                }
+            }
+        }
+    }
+}
+
+/// The tables of candle-transformers, in f32 as there: a copy of a model keeps its own.
+fn tables(sizes: Sizes, vb: &VarBuilder<'_>) -> Result<(Tensor, Tensor)> {
+    let Sizes { head_dim, positions, base, .. } = sizes;
+    let frequencies: Vec<f32> =
+        (0..head_dim).step_by(2).map(|i| 1.0 / base.powf(i as f32 / head_dim as f32)).collect();
+    let frequencies = Tensor::from_vec(frequencies, (1, head_dim / 2), vb.device())?;
+    let positions = Tensor::arange(0f32, positions as f32, vb.device())?.unsqueeze(1)?;
+    let angles = positions.matmul(&frequencies)?;
+    Ok((angles.cos()?, angles.sin()?))
+}
+
+/// The norm of a block. Gemma stores its weight minus 1.
+enum Norm {
+    Plain(RmsNorm),
+    PlusOne { weight: Tensor, eps: f64 },
+}
+
+impl Norm {
+    fn new(sizes: Sizes, vb: VarBuilder<'_>) -> Result<Self> {
+        Ok(match sizes.family {
+            Family::Gemma => Self::PlusOne { weight: vb.get(sizes.width, "weight")?, eps: sizes.eps },
+            _ => Self::Plain(RmsNorm::load(sizes.width, sizes.eps, vb)?),
+        })
+    }
+}
+
+impl Module for Norm {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Plain(norm) => norm.forward(x),
+            // The sum is made in every forward: an optimizer changes the variable, and not a sum that was made from it.
+            Self::PlusOne { weight, eps } => ops::rms_norm(x, &(weight + 1.0)?, *eps),
+        }
+    }
+}
+
+struct Block {
+    norms: [Norm; 2],
+    attention: Layer,
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+    activation: Activation,
+}
+
+impl Block {
+    fn new(sizes: Sizes, made: Move, vb: VarBuilder<'_>) -> Result<Self> {
+        let Sizes { width, hidden, family, .. } = sizes;
+        let mlp = vb.pp("mlp");
+        Ok(Self {
+            norms: [
+                Norm::new(sizes, vb.pp("input_layernorm"))?,
+                Norm::new(sizes, vb.pp("post_attention_layernorm"))?,
+            ],
+            attention: Layer::new(sizes, made, vb.pp("self_attn"))?,
+            gate: linear_no_bias(width, hidden, mlp.pp("gate_proj"))?,
+            up: linear_no_bias(width, hidden, mlp.pp("up_proj"))?,
+            down: linear_no_bias(hidden, width, mlp.pp("down_proj"))?,
+            activation: if family == Family::Gemma { Activation::GeluPytorchTanh } else { Activation::Silu },
+        })
+    }
+
+    fn forward(&mut self, x: &Tensor, position: usize, decoding: bool) -> Result<Tensor> {
+        let attended = self.attention.forward(&self.norms[0].forward(x)?, position, decoding)?;
+        let x = (x + attended)?;
+        let y = self.norms[1].forward(&x)?;
+        let y = (y.apply(&self.gate)?.apply(&self.activation)? * y.apply(&self.up)?)?;
+        x + y.apply(&self.down)?
+    }
+}
+
+pub(crate) struct Model {
+    embedding: Embedding,
+    scale: f64,
+    blocks: Vec<Block>,
+    norm: Norm,
+    head: Linear,
+}
+
+impl Model {
+    /// Takes the weights that candle-transformers takes.
+    pub(crate) fn new(sizes: Sizes, made: Move, vb: VarBuilder<'_>) -> Result<Self> {
+        let Sizes { vocabulary, width, family, .. } = sizes;
+        let model = vb.pp("model");
+        let table = embedding(vocabulary, width, model.pp("embed_tokens"))?;
+        let head = match family {
+            Family::Llama => linear_no_bias(width, vocabulary, vb.pp("lm_head"))?,
+            _ => Linear::new(table.embeddings().clone(), None),
+        };
+        let block = |layer: usize| Block::new(sizes, made, model.pp("layers").pp(layer));
+        Ok(Self {
+            embedding: table,
+            scale: if family == Family::Gemma { (width as f64).sqrt() } else { 1.0 },
+            blocks: (0..sizes.layers).map(block).collect::<Result<_>>()?,
+            norm: Norm::new(sizes, model.pp("norm"))?,
+            head,
+        })
+    }
+
+    /// Logits of the token after `ids`, (batch, sequence), of which the first is at `position`. Without `decoding` they are a whole sequence, and the
+    /// logits have a graph.
+    pub(crate) fn forward(&mut self, ids: &Tensor, position: usize, decoding: bool) -> Result<Tensor> {
+        let mut x = (self.embedding.forward(ids)? * self.scale)?;
+        for block in &mut self.blocks {
+            x = block.forward(&x, position, decoding)?;
+        }
+        let last = x.narrow(1, x.dim(1)? - 1, 1)?;
+        self.head.forward(&self.norm.forward(&last)?)?.flatten_to(D::Minus2)
+    }
+}
