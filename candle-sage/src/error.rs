@@ -141,6 +141,11 @@ impl Error {
         Self::new(what).with_kind(ErrorKind::Shape)
     }
 
+    /// Creates an error about something outside the program that failed: [`ErrorKind::Failed`].
+    pub fn failed(what: impl Into<String>) -> Self {
+        Self::new(what).with_kind(ErrorKind::Failed)
+    }
+
     /// Sets what kind of error it is.
     #[must_use]
     pub fn with_kind(mut self, kind: ErrorKind) -> Self {

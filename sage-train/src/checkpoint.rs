@@ -151,7 +151,7 @@ impl Checkpoints {
     /// Waits until the checkpoint that was started is on the disk.
     pub(crate) fn wait(&mut self) -> Result<()> {
         let Some(writing) = self.writing.take() else { return Ok(()) };
-        writing.join().unwrap_or_else(|_| Err(Error::new("the thread that writes checkpoints died")))
+        writing.join().unwrap_or_else(|_| Err(Error::failed("the thread that writes checkpoints died")))
     }
 }
 
@@ -178,7 +178,7 @@ fn write(
     // A panic becomes an error too, so that the other ranks always receive the outcome of this one.
     let work = || snapshot.and_then(|snapshot| write_state(&partial, &snapshot, words.rank()));
     let own = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work))
-        .unwrap_or_else(|_| Err(Error::new("the thread that writes checkpoints died")));
+        .unwrap_or_else(|_| Err(Error::failed("the thread that writes checkpoints died")));
     let said = match &own {
         Ok(file) => Ok(file.clone()),
         Err(error) => Err(error.to_string()),
@@ -210,7 +210,7 @@ fn write(
         let _ = std::fs::remove_dir_all(&partial);
     }
     written.map_err(|error| {
-        Error::new(format!("cannot write the checkpoint of step {step}"))
+        Error::failed(format!("cannot write the checkpoint of step {step}"))
             .got(error.to_string().replace('\n', "; "))
             .hint("earlier checkpoints are untouched; make room, or lower --keep-last")
     })
@@ -243,7 +243,7 @@ fn finish(folder: &Path, partial: &Path, step: u64, belongs: Belongs, files: Vec
         std::fs::metadata(partial.join(&file.name)).is_ok_and(|about| about.len() == file.bytes)
     };
     if let Some(missing) = files.iter().find(|file| !there(file)) {
-        return Err(Error::new("another rank's file did not come to rank 0's disk")
+        return Err(Error::failed("another rank's file did not come to rank 0's disk")
             .got(format!("no {} of {} bytes in {}", missing.name, missing.bytes, partial.display()))
             .allowed("one folder that all machines share")
             .hint("--out names it"));

@@ -136,6 +136,16 @@ fn second_path(words: &[OsString]) -> Option<&Path> {
     Some(Path::new(&three[2]))
 }
 
+/// The exit code of a command that ended with an error: 2 if a flag, a setting or a file cannot be used, as for a flag that does not
+/// exist, and 1 if something failed under way. Shells report 128 and its number for a program that a signal ended.
+pub fn exit_code(error: &Error) -> u8 {
+    match (crate::signals::received(), error.kind()) {
+        (Some(signal), _) => 128 + signal,
+        (None, candle_sage::ErrorKind::Invalid) => 2,
+        (None, _) => 1,
+    }
+}
+
 impl Cli {
     /// Parses the command line. A list of values for a setting makes a sweep of it.
     pub fn typed() -> Self {
@@ -207,7 +217,7 @@ fn print(text: &str) -> Result<()> {
     let text = if out.is_terminal() { printable(text) } else { text.into() };
     match out.write_all(text.as_bytes()) {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
-            Err(Error::new("cannot write the result").got(error))
+            Err(Error::failed("cannot write the result").got(error))
         }
         _ => Ok(()),
     }

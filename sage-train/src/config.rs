@@ -13,7 +13,7 @@ mod summary;
 
 use std::path::{Path, PathBuf};
 
-use candle_sage::{Error, Result, Scheme};
+use candle_sage::{Error, ErrorKind, Result, Scheme};
 use serde::Deserialize;
 use toml::Table;
 
@@ -199,7 +199,11 @@ impl Config {
     pub fn read_settings(path: &Path) -> Result<Settings> {
         let text = read_small(path, MOST_SETTINGS)
             .map_err(during::<std::io::Error>(format!("cannot read the settings in {}", path.display())))
-            .map_err(|error| error.hint("--config takes a TOML file; every run leaves one, config.toml"))?;
+            .map_err(|error| {
+                error
+                    .hint("--config takes a TOML file; every run leaves one, config.toml")
+                    .with_kind(ErrorKind::Invalid)
+            })?;
         let unusable = |error: toml::de::Error| {
             let hint = match error.message().starts_with("invalid type: string") {
                 true => {

@@ -76,7 +76,7 @@ impl Lock {
 
 fn in_use(path: &Path) -> Error {
     let folder = path.parent().unwrap_or(Path::new("."));
-    Error::new(format!("{} is in use", folder.display()))
+    Error::failed(format!("{} is in use", folder.display()))
         .got("another process works in it")
         .allowed("one process at a time")
         .hint("wait for it, or stop it: a run saves a checkpoint when it is interrupted")

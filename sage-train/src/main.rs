@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use sage_train::cli::Cli;
+use sage_train::cli::{Cli, exit_code};
 
 /// Half of the time of tokenizing is allocation: with the system's allocator it takes half as long again.
 #[global_allocator]
@@ -13,8 +13,7 @@ fn main() -> ExitCode {
         Ok(()) => 0,
         Err(error) => {
             sage_train::tell(&format!("error: {error}"));
-            // Shells report the same code for a program that a signal ended.
-            sage_train::signals::received().map_or(1, |signal| 128 + signal)
+            exit_code(&error)
         }
     };
     sage_train::ranks::end(code);

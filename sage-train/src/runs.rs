@@ -150,7 +150,8 @@ impl Run {
     pub fn read(folder: &Path) -> Result<Self> {
         let config = Config::resolve(Config::read_last_settings(&folder.join(CONFIG))?)?;
         let starts: Vec<Start> = optional(&folder.join(STARTS))?.unwrap_or_default();
-        let branch = starts.iter().find_map(|start| start.branch.clone());
+        // The starts of the run that it was branched off come first.
+        let branch = starts.iter().rev().find_map(|start| start.branch.clone());
         let run = Self {
             config: Config { branch, ..config },
             points: points(folder)?,
@@ -312,8 +313,12 @@ impl Run {
 
     /// Median tokens per second over the steps: a slow first step, a validation or another process on the
     /// device does not move it.
+    ///
+    /// Steps of the run that it was branched off do not count.
     pub fn usual_speed(&self) -> Option<f64> {
-        median(self.points.iter().map(|point| point.tokens_per_second))
+        let before = self.config.branch.as_ref().map_or(0, |branch| branch.step);
+        let own = self.points.iter().filter(|point| point.step > before);
+        median(own.map(|point| point.tokens_per_second))
     }
 }
 

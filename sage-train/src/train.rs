@@ -206,6 +206,12 @@ fn check_goes_on(found: &Found, begin: &Begin, config: &Config, fingerprint: &st
                 None => format!("--resume {} --steps {}", found.run.display(), 2 * first),
             }));
     }
+    if matches!(begin, Begin::Branch(_)) && first == config.steps {
+        return Err(Error::new("the new run would have no steps")
+            .got(format!("a checkpoint after step {first}, --steps {first}"))
+            .allowed(format!("more than {first} steps, or an earlier checkpoint"))
+            .hint(format!("--steps {}, or --resume {}/checkpoints/step-N", 2 * first, found.run.display())));
+    }
     Ok(())
 }
 

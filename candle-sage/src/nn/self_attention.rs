@@ -66,7 +66,7 @@ impl SelfAttentionConfig {
         let dims = |heads| (1, 1, heads, self.head_dim);
         let (q, k) = (dims(self.heads), dims(self.key_heads));
         AttentionShape::new(q, k, k, true, None)?;
-        if self.head_dim % 2 != 0 {
+        if !self.head_dim.is_multiple_of(2) {
             return Err(Error::shape("head_dim of the layer is odd")
                 .got(self.head_dim)
                 .allowed("an even head_dim")

@@ -224,7 +224,7 @@ pub(super) fn beside(op: &str, all: &[&Tensor]) -> Result<(usize, usize, usize, 
 /// Checks that the tables match `x` and are constants.
 pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
     let fit = |sequence: usize, d: usize| {
-        d % 2 == 0 && d > 0 && cos.dims() == [sequence, d / 2] && sin.dims() == cos.dims()
+        d.is_multiple_of(2) && d > 0 && cos.dims() == [sequence, d / 2] && sin.dims() == cos.dims()
     };
     let (fits, heads_first) = match *x.dims() {
         [_, sequence, heads, d] => (fit(sequence, d), fit(heads, d)),

@@ -216,7 +216,7 @@ pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Aga
         tell(&format!("another process works on {}", counted(tally.elsewhere as u64, "run")));
     }
     if tally.failed > 0 {
-        return Err(Error::new(format!("{} of {} runs failed", tally.failed, sweep.runs.len()))
+        return Err(Error::failed(format!("{} of {} runs failed", tally.failed, sweep.runs.len()))
             .got(format!(
                 "see ending.json of each in {0}, and {0}/plan where a process died",
                 sweep.folder.display()

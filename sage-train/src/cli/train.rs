@@ -26,7 +26,7 @@ use crate::runs::{Status, ending};
 use crate::settings::{Attn, Preset, Settings};
 use crate::sweep::{Limits, Spec};
 use crate::train::{Begin, Stop};
-use crate::{during, hf, partial, ranks, signals, tell, train};
+use crate::{during, hf, partial, ranks, tell, train};
 
 /// The value of `--resume` that stands for the newest checkpoint of the run that `--name` names.
 const AUTO: &str = "auto";
@@ -128,11 +128,12 @@ impl Train {
             }
             Err(stop @ (Stop::Diverged(_) | Stop::Interrupted(_) | Stop::Mistaken(_))) => {
                 words.leave(None);
+                let error = Error::from(stop);
                 if !words.rank().is_first() {
                     // Rank 0 prints the reason.
-                    ranks::end(signals::received().map_or(1, |signal| 128 + signal));
+                    ranks::end(super::exit_code(&error));
                 }
-                Err(stop.into())
+                Err(error)
             }
             Err(Stop::Failed(error)) => {
                 words.leave(Some(&error));

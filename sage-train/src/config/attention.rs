@@ -22,10 +22,10 @@ pub fn check_own(
     // Layers have schemes of their own in dense attention alone.
     let dense = scheme.is_some() && sla2.is_none();
     let idle = |key: &&String| {
-        let of_another = !matches!(key.as_str(), "attn" | "eval-attn")
-            && !(dense && *key == "attn-layers")
-            && of_attention(key)
-            && !own.iter().any(|(name, _)| name == key);
+        let means_something = matches!(key.as_str(), "attn" | "eval-attn")
+            || dense && *key == "attn-layers"
+            || own.iter().any(|(name, _)| name == key);
+        let of_another = of_attention(key) && !means_something;
         of_another && !(sla2.is_some() && key.starts_with("sla2-"))
     };
     let Some(key) = table.keys().find(idle) else { return Ok(()) };

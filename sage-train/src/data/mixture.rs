@@ -6,20 +6,21 @@ use super::Tokens;
 #[derive(Debug, Clone)]
 pub struct Mixture {
     sources: Vec<(Tokens, f64)>,
+    /// Whether the weights are numbers of sequences.
+    counted: bool,
 }
 
 impl Mixture {
     /// A mixture of sources with weights above zero; only the ratios of the weights count.
     pub fn new(sources: Vec<(Tokens, f64)>) -> Self {
-        Self { sources }
+        Self { sources, counted: false }
     }
 
     /// A mixture in which every sequence of `context` tokens of every source comes equally often.
     pub fn by_size(sources: Vec<Tokens>, context: usize) -> Self {
         let sequences = |tokens: &Tokens| (tokens.len().saturating_sub(1) / context as u64) as f64;
-        Self::new(
-            sources.into_iter().map(|tokens| (sequences(&tokens), tokens)).map(|(n, t)| (t, n)).collect(),
-        )
+        let sources = sources.into_iter().map(|tokens| (sequences(&tokens), tokens)).map(|(n, t)| (t, n));
+        Self { sources: sources.collect(), counted: true }
     }
 
     /// The part of all draws that each source gets.
@@ -56,7 +57,11 @@ impl Mixture {
         let last = self.sources.len() - 1;
         for (source, (_, weight)) in self.sources[..last].iter().enumerate() {
             let share = (weight / left).min(1.0);
-            let taken = |draws: u64| (draws as f64 * share).floor() as u64;
+            let taken = |draws: u64| match self.counted {
+                // In whole numbers: a product with a rounded share may fall below the next one.
+                true => (u128::from(draws) * *weight as u128 / (left as u128).max(1)) as u64,
+                false => (draws as f64 * share).floor() as u64,
+            };
             if taken(n + 1) > taken(n) {
                 return (source, taken(n));
             }
@@ -81,6 +86,11 @@ mod tests {
         assert_eq!(counts, [1200, 6, 2]);
         let shares: Vec<f64> = mixture.shares().iter().map(|share| (share * 604.0).round()).collect();
         assert_eq!(shares, [600.0, 3.0, 1.0]);
+        for (n, all) in (2..120).flat_map(|all| (1..all).map(move |n| (n, all))) {
+            let mixture = Mixture::by_size(vec![of(n + 1), of(all - n + 1)], 1);
+            let first = (0..u64::from(all)).filter(|&draw| mixture.draw(draw).0 == 0).count();
+            assert_eq!(first, n as usize, "{n} of {all}");
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@ mod pieces;
 use std::hash::Hasher;
 use std::path::{Path, PathBuf};
 
-use candle_sage::{Error, Result};
+use candle_sage::{Error, ErrorKind, Result};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use tokenizers::models::TrainerWrapper;
@@ -130,7 +130,10 @@ impl Tokenizer {
     /// # Errors
     /// When it cannot be read, or has no such token.
     pub fn load_with(path: &Path, end_of_text: Option<&str>) -> Result<Self> {
-        let what = || during::<String>(format!("cannot use the tokenizer {}", path.display()));
+        let what = || {
+            let failed = during::<String>(format!("cannot use the tokenizer {}", path.display()));
+            move |error| failed(error).with_kind(ErrorKind::Invalid)
+        };
         let hint = "a tokenizer is a tokenizer.json, as `tokenizers` writes them; --end-of-text names the token that ends a document";
         let bytes = std::fs::read(path).map_err(|e| what()(e.to_string()).hint(hint))?;
         let load = || {

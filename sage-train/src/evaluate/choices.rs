@@ -121,7 +121,7 @@ struct Judged {
 /// Lets a model choose endings. A beginning that does not fit the context loses its first tokens.
 ///
 /// # Errors
-/// When an id is not in the vocabulary, or the device fails.
+/// When an ending is longer than the context, an id is not in the vocabulary, or the device fails.
 pub fn choose(
     model: &Llama,
     examples: &[Example],
@@ -131,6 +131,12 @@ pub fn choose(
 ) -> Result<Choices> {
     let mut choices = Choices::default();
     for example in examples {
+        if let Some(longest) = example.endings.iter().map(Vec::len).max().filter(|&n| n > context) {
+            return Err(Error::new("an ending is longer than the model's context")
+                .got(format!("{longest} tokens in example {}", choices.examples + 1))
+                .allowed(format!("at most {context} tokens"))
+                .hint("--context N reads more tokens at once"));
+        }
         let judge = |ending: &Vec<u32>| judge(model, &example.context, ending, context, device);
         let judged = example.endings.iter().map(judge).collect::<candle_core::Result<Vec<_>>>();
         let judged = judged.map_err(during("choosing an ending"))?;
@@ -154,7 +160,6 @@ fn judge(
     context: usize,
     device: &Device,
 ) -> candle_core::Result<Judged> {
-    let ending = &ending[..ending.len().min(context)];
     // The last token is predicted and not read: the model reads at most `context` tokens.
     let keep = before.len().min(context + 1 - ending.len());
     let all = [&before[before.len() - keep..], ending].concat();

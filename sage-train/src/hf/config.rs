@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use candle_sage::{Error, Result};
+use candle_sage::{Error, ErrorKind, Result};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -82,8 +82,10 @@ impl HfConfig {
             } else {
                 error.hint("this takes a folder with config.json, model.safetensors, tokenizer.json")
             }
+            .with_kind(ErrorKind::Invalid)
         })?;
-        let unreadable = |error: serde_json::Error| during(failed())(error).hint(HINT);
+        let unreadable =
+            |error: serde_json::Error| during(failed())(error).hint(HINT).with_kind(ErrorKind::Invalid);
         let value: Value = serde_json::from_str(&text).map_err(unreadable)?;
         // The architecture is checked first: the files of others lack fields, which would hide the reason.
         let kind = value["model_type"].as_str().unwrap_or("missing");

@@ -157,7 +157,7 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
         _ => {
             let said = std::fs::read_to_string(&said).unwrap_or_default();
             let said = said.lines().skip_while(|line| !line.starts_with("error")).collect::<Vec<_>>();
-            Err(Error::new("a shape of the sweep cannot be trained here")
+            Err(Error::failed("a shape of the sweep cannot be trained here")
                 .got(if said.is_empty() { status.to_string() } else { said.join("\n           ") })
                 .allowed("shapes that train a few steps")
                 .hint("--dry-run --no-measure plans without measuring"))
@@ -175,7 +175,7 @@ fn wait(mut child: Child) -> Result<ExitStatus> {
         if let Some(signal) = signals::received() {
             let _ = child.kill();
             let _ = child.wait();
-            return Err(Error::new("stopped").got(format!("signal {signal} while steps were measured")));
+            return Err(Error::failed("stopped").got(format!("signal {signal} while steps were measured")));
         }
         match ended {
             Some(status) => return Ok(status),

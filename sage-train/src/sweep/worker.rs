@@ -350,7 +350,7 @@ impl Tally {
     /// When a signal ended the sweep, and another start would continue runs that are left.
     pub fn check(&self, again: &str) -> Result<()> {
         match self.signal.filter(|_| self.open > 0) {
-            Some(signal) => Err(Error::new(format!("interrupted with {} runs to go", self.open))
+            Some(signal) => Err(Error::failed(format!("interrupted with {} runs to go", self.open))
                 .got(format!("signal {signal}"))
                 .hint(format!("what ran is saved; go on: {again}"))),
             None => Ok(()),

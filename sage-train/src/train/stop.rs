@@ -1,6 +1,6 @@
 //! The reasons for which a run ends before its last step.
 
-use candle_sage::Error;
+use candle_sage::{Error, ErrorKind};
 
 use crate::runs::Status;
 
@@ -44,8 +44,10 @@ impl From<Error> for Stop {
 
 impl From<Stop> for Error {
     fn from(stop: Stop) -> Self {
-        let (Stop::Diverged(error) | Stop::Interrupted(error) | Stop::Mistaken(error) | Stop::Failed(error)) =
-            stop;
-        error
+        match stop {
+            // Nothing that was asked for is wrong.
+            Stop::Diverged(error) | Stop::Interrupted(error) => error.with_kind(ErrorKind::Failed),
+            Stop::Mistaken(error) | Stop::Failed(error) => error,
+        }
     }
 }

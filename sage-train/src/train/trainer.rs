@@ -122,7 +122,7 @@ impl<'a> Trainer<'a> {
         }
         let own = self.parameters.checksums().map_err(during("cannot compare the weights of the ranks"))?;
         let Some(rank) = other_than_first(&self.ranks.gather(&own, self.device)?) else { return Ok(()) };
-        Err(Error::new(format!("rank {rank} has other weights than rank 0 after step {step}"))
+        Err(Error::failed(format!("rank {rank} has other weights than rank 0 after step {step}"))
             .got("sums that are not the same to the bit")
             .allowed("the same weights on every rank")
             .hint("its memory or its links may be broken: go on without that machine from the checkpoint before"))

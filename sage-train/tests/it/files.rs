@@ -146,7 +146,7 @@ fn without_a_home_the_hub_says_what_to_set_and_its_cache_works_offline() {
     let prepare = ["data", "prepare", "hf:some-one/stories", "--to", "out", "--vocab-size", "300"];
     let output = command(&[], &prepare);
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.code() == Some(1) && said.contains("HF_HOME"), "{said}");
+    assert!(output.status.code() == Some(2) && said.contains("HF_HOME"), "{said}");
     // A data set that was fetched before needs no connection.
     let repo = "cache/datasets--some-one--stories";
     scratch.file(&format!("{repo}/refs/main"), "c0ffee");

@@ -185,10 +185,14 @@ fn what_the_hub_does_not_give_is_an_error() {
     let mut refused = |name: &str, hub: &Hub, input: &str| {
         let scratch = Scratch::new();
         let output = hub.prepare(&scratch, input, "new");
-        assert_eq!(output.status.code(), Some(1), "{name}");
+        let code = output.status.code().expect("an exit code");
+        assert_ne!(code, 0, "{name}");
         let error = String::from_utf8_lossy(&output.stderr).replace(&hub.address, "HUB");
         assert!(!scratch.path().join("new").exists() && !scratch.path().join("out").exists());
-        text += &format!("-- {name}\n{}\n", error[error.find("error:").expect("an error")..].trim_end());
+        text += &format!(
+            "-- {name} (exit {code})\n{}\n",
+            error[error.find("error:").expect("an error")..].trim_end()
+        );
     };
     let hub = Hub::start(files(Manner::Whole));
     refused("no such data set", &hub, "hf:nobody/nothing");

@@ -185,7 +185,7 @@ fn download(repo: &ApiRepo, file: &str) -> std::result::Result<PathBuf, String> 
 fn failed(what: &str) -> impl FnOnce(String) -> Error {
     let what = format!("cannot fetch {what}");
     move |error| {
-        Error::new(what)
+        Error::failed(what)
             .got(error)
             .hint("is the name right, and the network there? Run again: what was fetched is kept. HF_TOKEN opens gated data")
     }

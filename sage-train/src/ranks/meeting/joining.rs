@@ -24,7 +24,7 @@ const OTHER_SECRET: &str = "rank 0 has another secret: SAGE_TRAIN_SECRET, or els
 fn cannot_listen(world: &World) -> impl Fn(std::io::Error) -> Error {
     let place = format!("{} at port {}", world.host, world.port);
     move |error| {
-        Error::new("cannot wait for the other ranks")
+        Error::failed("cannot wait for the other ranks")
             .got(format!("{place}: {error}"))
             .allowed("a port that nobody has, at an address of this machine")
             .hint("does another run use it? MASTER_PORT names one for torchrun; a job of its own has its own under srun")
@@ -125,7 +125,7 @@ fn misfit(world: &World, hello: &Hello, is_there: bool) -> Option<String> {
 /// Checks that the launcher lives, since without it no further ranks will be started.
 fn check_parent() -> Result<()> {
     match signals::is_orphan() {
-        true => Err(Error::new("the process that started the ranks is gone")),
+        true => Err(Error::failed("the process that started the ranks is gone")),
         false => Ok(()),
     }
 }
@@ -149,14 +149,14 @@ fn missing<T>(world: &World, peers: &BTreeMap<usize, T>, strangers: usize) -> Er
         0 => String::new(),
         refused => format!("; {refused} connections without the run's secret"),
     };
-    Error::new("ranks did not come")
+    Error::failed("ranks did not come")
         .got(format!("no rank {}{more} after {} s{refused}", named.join(", "), COMING.as_secs()))
         .allowed(format!("{} ranks", world.rank.of))
         .hint(format!("do they reach {} at port {}? Their own output may say more", world.host, world.port))
 }
 
 fn unreachable_first(world: &World, got: impl std::fmt::Display) -> Error {
-    Error::new("cannot reach rank 0")
+    Error::failed("cannot reach rank 0")
         .got(format!("{} at port {}: {got}", world.host, world.port))
         .allowed("rank 0 there, in the same run")
         .hint("MASTER_ADDR and MASTER_PORT say where; does it run, and may it be reached?")

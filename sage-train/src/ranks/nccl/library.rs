@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
-use candle_sage::Error;
+use candle_sage::{Error, ErrorKind};
 use cudarc::driver::sys::CUstream;
 use libloading::Library;
 
@@ -155,7 +155,7 @@ impl Functions {
         }
         // SAFETY: the library returns a static string for any number.
         let text = unsafe { CStr::from_ptr((self.error_string)(code)) };
-        Err(Error::new(format!("NCCL cannot {what}"))
+        Err(Error::failed(format!("NCCL cannot {what}"))
             .got(text.to_string_lossy())
             .allowed("GPUs that reach each other")
             .hint("NCCL_DEBUG=WARN with NCCL_DEBUG_FILE=nccl.%h.%p says more; --copy-engines off does without shared memory"))

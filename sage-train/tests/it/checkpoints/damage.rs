@@ -68,8 +68,7 @@ fn a_run_whose_folder_is_taken_away_ends_with_an_error() {
             _ => assert!(!folder.exists(), "{name} is there again"),
         }
         if name != "removed" {
-            let newest =
-                checkpoints(&elsewhere).into_iter().filter(|name| !name.ends_with(".partial")).next_back();
+            let newest = checkpoints(&elsewhere).into_iter().rfind(|name| !name.ends_with(".partial"));
             let step: u64 = newest.and_then(|name| name["step-".len()..].parse().ok()).expect("a checkpoint");
             scratch.ok(&["--resume", "runs/elsewhere", "--steps", &(step + 5).to_string()]);
             assert_eq!(scratch.metrics("elsewhere").len() as u64, step + 5);

@@ -147,7 +147,7 @@ fn a_mistake_of_all_ranks_is_told_once() {
         let ranks: Vec<Child> = (0..3).map(|rank| by_hand(&scratch, &port, rank, (3, 3), &args)).collect();
         let ends: Vec<_> = ranks.into_iter().map(ended).collect();
         for (rank, (code, said)) in ends.iter().enumerate() {
-            assert_eq!((*code, said.contains("error: ")), (Some(1), rank == 0), "rank {rank}: {said}");
+            assert_eq!((*code, said.contains("error: ")), (Some(2), rank == 0), "rank {rank}: {said}");
         }
     }
     assert!(!scratch.path().join("runs").exists(), "nothing was begun");
