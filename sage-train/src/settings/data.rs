@@ -28,7 +28,7 @@ pub struct DataSettings {
     /// [default: the one beside the shards; for text, trained on it]
     #[arg(long, value_name = "FILE")]
     pub tokenizer: Option<String>,
-    /// The tokenizer's token that ends a document, e.g. '[SEP]' [default: eos_token of the tokenizer_config.json beside it, or
+    /// The tokenizer's token that ends a document, e.g. `[SEP]` [default: eos_token of the tokenizer_config.json beside it, or
     /// a known one]
     #[arg(long, value_name = "TOKEN")]
     pub end_of_text: Option<String>,
