@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
-use candle_sage::{Error, ErrorKind};
+use candle_sage::Error;
 use cudarc::driver::sys::CUstream;
 use libloading::Library;
 
