@@ -229,7 +229,7 @@ impl Run {
         }
     }
 
-    /// The settings of the run's results that later starts changed, in words: its last ones are not those of all its steps.
+    /// The settings that later starts of the run changed, as text: its last settings do not hold for all of its steps.
     fn changed_under_way(&self) -> Option<String> {
         let identity = self.config.identity();
         let of_results = |change: &Change| {

@@ -34,7 +34,7 @@ use progress::Progress;
 use run_dir::{RunDir, write_json};
 use steps::Run;
 pub use stop::Stop;
-use trainer::Trainer;
+use trainer::{STOP_HINT, Trainer};
 
 /// Checks before anything long starts that the data exists, and that the run's folder can be made. [`run`]
 /// finds the same mistakes, but later.
@@ -171,7 +171,7 @@ pub fn run_as(
 /// what this start changes is listed below them.
 fn write_settings(folder: &RunDir, config: &Config, begin: &Begin) -> Result<()> {
     let Begin::From(found) = begin else { return folder.write(CONFIG, &config.to_toml()) };
-    // Of a run that was done already nothing is trained with these settings. One that --steps ends here is shorter than planned.
+    // A run that had finished trains nothing with these settings, unless --steps ends it here, before its planned end.
     if found.about.step == config.steps && planned_steps(found) == Some(config.steps) {
         return Ok(());
     }
@@ -269,13 +269,10 @@ fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, S
     let (path, opened) = (run.folder.path().to_owned(), run.folder.opened());
     let vocab = run.config.model.vocab;
     let ended = match run.train() {
-        // Of a run that has diverged everything is written, and its end is an error.
+        // A run that has diverged still writes all of its results; then it ends with an error.
         Ok(()) => run.finish().and_then(|outcome| match divergence(&outcome.points, vocab) {
             Some(why) => Err(Stop::Diverged(
-                Error::new("the run has diverged")
-                    .got(why)
-                    .allowed("a loss that falls")
-                    .hint("a lower --lr, a longer --warmup-steps, or --qk-norm on"),
+                Error::new("the run has diverged").got(why).allowed("a loss that falls").hint(STOP_HINT),
             )),
             None => Ok(outcome),
         }),

@@ -48,7 +48,7 @@ impl Words {
         partial::file(&path, |to| std::fs::write(to, text).map_err(writing(to)))
     }
 
-    /// The options of the sweep whose folder this is; the defaults if it is none.
+    /// The options of the sweep in this folder; the defaults for a folder without a sweep.
     ///
     /// # Errors
     /// When its file cannot be read.

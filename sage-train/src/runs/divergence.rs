@@ -7,7 +7,7 @@ use crate::runs::median;
 /// Steps whose median training loss is compared: single spikes do not decide.
 const WINDOW: usize = 16;
 
-/// A training loss that ends so many nats above the lowest one is no spike and no noise of the data.
+/// A training loss that ends so many nats above the lowest one is neither a spike nor noise of the data.
 const RISE: f64 = 1.0;
 
 /// The loss of the uniform distribution is ln(vocabulary). New models begin a few hundredths above it.

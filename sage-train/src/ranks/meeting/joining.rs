@@ -18,7 +18,7 @@ use crate::{during, signals, tell};
 /// How long ranks wait for the others to connect.
 const COMING: Duration = Duration::from_secs(300);
 
-/// What a connection without the run's secret is told.
+/// The refusal that a connection without the run's secret receives.
 const OTHER_SECRET: &str = "rank 0 has another secret: SAGE_TRAIN_SECRET, or else the number of the job, must be the same at all ranks";
 
 fn cannot_listen(world: &World) -> impl Fn(std::io::Error) -> Error {
