@@ -22,7 +22,7 @@ use sha2::{Digest, Sha256};
 
 use verified::verified;
 
-use crate::config::{CheckpointConfig, Config, Identity};
+use crate::config::{CheckpointConfig, Config, Identity, MAY_CHANGE};
 use crate::lock::Lock;
 use crate::model::{Parameters, Parts, Snapshot, State};
 use crate::partial::{PARTIAL, sync};
@@ -94,6 +94,27 @@ impl About {
             }
             _ => None,
         }
+    }
+
+    /// Checks that the settings of the run, which are `now` in its `config.toml`, are those that the checkpoint was written with.
+    ///
+    /// # Errors
+    /// When a setting differs that is not one of [`MAY_CHANGE`].
+    pub fn check_settings(&self, run: &Path, now: &Identity) -> Result<()> {
+        let Some(then) = &self.settings else { return Ok(()) };
+        // A key that only one of the two identities has is a setting of another version.
+        let keys = then.keys().filter(|key| now.contains_key(*key));
+        // The checkpoint identifies data by its fingerprint, so that the settings that lead to it are not
+        // compared.
+        let free = |key: &str| MAY_CHANGE.contains(&key) || ["tokenizer", "text-field"].contains(&key);
+        let Some(key) = keys.clone().find(|key| !free(key) && then.get(*key) != now.get(*key)) else {
+            return Ok(());
+        };
+        let show = |all: &Identity| all.get(key).map_or("not set".into(), Clone::clone);
+        Err(Error::new("the run's settings were changed since the checkpoint was written")
+            .got(format!("{key} = {} in {}", show(now), run.join("config.toml").display()))
+            .allowed(format!("{key} = {}", show(then)))
+            .hint("restore the setting; for another model begin a new run: --config takes the changed file"))
     }
 }
 
@@ -389,12 +410,12 @@ pub fn is_one(folder: &Path) -> bool {
     folder.join(ABOUT).is_file() || folder.join(STATE).is_file()
 }
 
-/// The state of a checkpoint, for uses other than continuing its run. It is checked as a checkpoint to resume from is.
+/// A checkpoint's description and state, for uses other than continuing its run. It is checked as a checkpoint to resume from is.
 ///
 /// # Errors
 /// When the folder is not a whole checkpoint.
-pub fn state(checkpoint: &Path) -> Result<State> {
+pub fn open(checkpoint: &Path) -> Result<(About, State)> {
     let run = checkpoint.parent().and_then(Path::parent).unwrap_or(checkpoint);
-    let (_, files) = verified(run, checkpoint, Rank::ALONE)?;
-    State::open(paths(checkpoint, files))
+    let (about, files) = verified(run, checkpoint, Rank::ALONE)?;
+    Ok((about, State::open(paths(checkpoint, files))?))
 }

@@ -141,11 +141,19 @@ impl Trained {
         })?;
         let step = if run == folder { last_step(run) } else { checkpoint::step_of(folder) };
         let stage = last_stage(&saved);
+        let state = match run == folder {
+            true => None,
+            false => {
+                let (about, state) = checkpoint::open(folder)?;
+                about.check_settings(run, &Config::resolve(saved.clone())?.identity())?;
+                Some(state)
+            }
+        };
         let config = Config::resolve(one_micro_batch(settings.over(saved)))?;
         let (model, dtype) = (&config.model, place.dtype());
-        let parameters = match run == folder {
-            true => Parameters::load(model, &run.join("model.safetensors"), &device, dtype, trained)?,
-            false => Parameters::restore(model, &checkpoint::state(folder)?, &device, dtype, trained)?,
+        let parameters = match &state {
+            None => Parameters::load(model, &run.join("model.safetensors"), &device, dtype, trained)?,
+            Some(state) => Parameters::restore(model, state, &device, dtype, trained)?,
         };
         let tokenizer = tokenizer()?;
         let boundaries = tokenizer.boundaries();

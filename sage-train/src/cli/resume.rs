@@ -6,44 +6,10 @@ use candle_sage::{Error, Result};
 use toml::{Table, Value};
 
 use crate::checkpoint::Found;
-use crate::config::{Branch, Config, Identity, folder_of_runs, of_attention};
+use crate::config::{Branch, Config, MAY_CHANGE, folder_of_runs, of_attention};
 use crate::during;
 use crate::ranks::Rank;
 use crate::settings::{Settings, SourceSetting};
-
-/// Settings that may change when a run is resumed: its length, its speed, its place and what is measured, but
-/// not the model, the data or the tokens of a step.
-// `data` may change because data may move: the checkpoint holds the fingerprint of the data itself.
-const MAY_CHANGE: [&str; 28] = [
-    "data",
-    "val-data",
-    "steps",
-    "tokens",
-    "lr",
-    "min-lr",
-    "warmup-steps",
-    "schedule",
-    "decay-fraction",
-    "weight-decay",
-    "clip",
-    "z-loss",
-    "skip-spikes",
-    "micro-batch",
-    "device",
-    "recompute",
-    "deterministic",
-    "eval-every",
-    "eval-tokens",
-    "eval-attn",
-    "probe-every",
-    "checkpoint-every",
-    "checkpoint-minutes",
-    "keep-last",
-    "keep-every",
-    "sample-tokens",
-    "threads",
-    "peak-tflops",
-];
 
 /// A run to resume.
 #[derive(Debug)]
@@ -84,7 +50,7 @@ impl Resumed {
         }
         merged.run.name = branch.map(str::to_owned);
         let before = Config::resolve(saved)?;
-        check_settings(&found, &before)?;
+        found.about.check_settings(&found.run, &before.identity())?;
         let mut config = Config::resolve(merged)?;
         if branch.is_some() {
             if before.attn != config.attn && !(before.attn.is_dense() && config.attn.is_dense()) {
@@ -128,25 +94,6 @@ fn with_weights(
     Ok(Some(typed))
 }
 
-/// Checks that the settings in the run's `config.toml` are those that the checkpoint was written with.
-fn check_settings(found: &Found, config: &Config) -> Result<()> {
-    let Some(then) = &found.about.settings else { return Ok(()) };
-    let now = config.identity();
-    // A key that only one of the two identities has is a setting of another version.
-    let keys = then.keys().filter(|key| now.contains_key(*key));
-    // The checkpoint identifies data by its fingerprint, so that the settings that lead to it are not
-    // compared.
-    let free = |key: &str| MAY_CHANGE.contains(&key) || ["tokenizer", "text-field"].contains(&key);
-    let Some(key) = keys.clone().find(|key| !free(key) && then.get(*key) != now.get(*key)) else {
-        return Ok(());
-    };
-    let show = |all: &Identity| all.get(key).map_or("not set".into(), Clone::clone);
-    Err(Error::new("the run's settings were changed since the checkpoint was written")
-        .got(format!("{key} = {} in {}", show(&now), found.run.join("config.toml").display()))
-        .allowed(format!("{key} = {}", show(then)))
-        .hint("put it back; for another model begin a new run: --config takes the changed file"))
-}
-
 fn table(settings: &Settings) -> Result<Table> {
     Table::try_from(settings).map_err(during("cannot compare the settings"))
 }
@@ -155,30 +102,4 @@ fn table(settings: &Settings) -> Result<Table> {
 fn changed<'a>(before: &'a Table, after: &'a Table) -> impl Iterator<Item = &'a str> {
     let of_either = before.keys().chain(after.keys().filter(|key| !before.contains_key(*key)));
     of_either.filter(|key| before.get(*key) != after.get(*key)).map(String::as_str)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::settings::Preset;
-
-    #[test]
-    fn what_may_change_are_settings() {
-        let config =
-            Config::resolve(Settings::with(|s| s.run.preset = Some(Preset::Tiny))).expect("a preset");
-        let known = table(&config.settings).expect("plain values");
-        let unset = [
-            "data",
-            "val-data",
-            "tokens",
-            "checkpoint-every",
-            "threads",
-            "peak-tflops",
-            "warmup-steps",
-            "eval-attn",
-        ];
-        for key in MAY_CHANGE {
-            assert!(known.contains_key(key) || unset.contains(&key), "{key}");
-        }
-    }
 }

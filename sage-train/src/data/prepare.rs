@@ -113,6 +113,7 @@ fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
     let work = Work {
         files,
         tokenizer: named.as_ref().map(|named| named.hash().into()),
+        end_of_text: plan.end_of_text.clone(),
         vocab_size: named.as_ref().map_or(plan.vocab_size, Tokenizer::vocab_size),
         format: plan.format,
         shard_tokens: plan.shard_tokens,

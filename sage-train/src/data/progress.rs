@@ -24,6 +24,9 @@ pub(super) struct Work {
     pub(super) files: Vec<TextFile>,
     /// The tokenizer that was named; none where one is trained.
     pub(super) tokenizer: Option<String>,
+    /// The end-of-text token that was named (`--end-of-text`).
+    #[serde(default)]
+    pub(super) end_of_text: Option<String>,
     /// Entries of one that is trained.
     pub(super) vocab_size: usize,
     pub(super) format: Option<Format>,
@@ -47,6 +50,7 @@ impl Work {
             ("--val-data", !others && validation),
             ("--text-field", !others && fields),
             ("--tokenizer", self.tokenizer != other.tokenizer),
+            ("--end-of-text", self.end_of_text != other.end_of_text),
             ("--vocab-size", self.vocab_size != other.vocab_size),
             ("--format", self.format != other.format),
             ("--shard-tokens", self.shard_tokens != other.shard_tokens),

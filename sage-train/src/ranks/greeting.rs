@@ -11,9 +11,12 @@ use super::secret::{Secret, random};
 /// How long a new connection may take for its greeting.
 const HELLO_TIME: Duration = Duration::from_secs(5);
 
-/// The most new connections that are kept. The oldest is dropped for a further one, so that strangers cannot use up all file
-/// descriptors.
+/// The most new connections that are kept, so that strangers cannot use up all file descriptors. The oldest is dropped for a
+/// further one.
 const MOST_WAITING: usize = 256;
+
+/// A new connection is not dropped for another one before this time: a rank has to receive its challenge and to answer.
+const ANSWER_TIME: Duration = Duration::from_secs(1);
 
 /// A listener whose new connections are read concurrently: a silent connection does not delay the others.
 #[derive(Debug)]
@@ -76,6 +79,12 @@ impl Greetings {
     fn accept(&mut self) -> Result<()> {
         // The number is bounded, so that a flood of connections does not keep those from being read that have greeted.
         for _ in 0..MOST_WAITING {
+            if self.waiting.len() == MOST_WAITING {
+                if self.waiting[0].since.elapsed() < ANSWER_TIME {
+                    return Ok(());
+                }
+                self.waiting.remove(0);
+            }
             let mut stream = match self.listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
@@ -91,9 +100,6 @@ impl Greetings {
             // The buffer of a new connection has room for the challenge.
             if stream.set_nonblocking(true).and_then(|()| send(&mut stream, &message)).is_err() {
                 continue;
-            }
-            if self.waiting.len() == MOST_WAITING {
-                self.waiting.remove(0);
             }
             self.waiting.push(Waiting { stream, challenge, since: Instant::now(), bytes: Vec::new() });
         }

@@ -257,8 +257,8 @@ fn checkpoints() {
     let step = scratch.path().join("runs/two/checkpoints/step-00000002");
     let use_it = |_: &Path| {
         let (device, dtype) = (&candle_core::Device::Cpu, candle_core::DType::F32);
-        let state = checkpoint::state(&step);
-        state.and_then(|state| Parameters::restore(&config.model, &state, device, dtype, None)).is_ok()
+        let opened = checkpoint::open(&step);
+        opened.and_then(|(_, state)| Parameters::restore(&config.model, &state, device, dtype, None)).is_ok()
     };
     for file in ["checkpoint.json", "state-00002-of-00002.safetensors"] {
         try_all(file, &step.join(file), LIMIT, &use_it);

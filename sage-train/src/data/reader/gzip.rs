@@ -18,16 +18,16 @@ impl<R: BufRead> Read for Gzip<R> {
         if bytes.is_empty() {
             return Ok(0);
         }
-        while let Some(mut member) = self.0.take() {
+        // The member stays in place while it is read: a caller may read again after an error, such as an interrupted read.
+        while let Some(member) = &mut self.0 {
             let read = member.read(bytes)?;
             if read > 0 {
-                self.0 = Some(member);
                 return Ok(read);
             }
-            let mut file = member.into_inner();
-            if skip_zeros(&mut file)? {
-                self.0 = Some(GzDecoder::new(file));
-            }
+            self.0 = match skip_zeros(member.get_mut())? {
+                true => self.0.take().map(|member| GzDecoder::new(member.into_inner())),
+                false => None,
+            };
         }
         Ok(0)
     }

@@ -50,16 +50,16 @@ pub(super) fn json_lines(
         }
         let mut json = serde_json::Deserializer::from_str(text);
         let found = Field(field).deserialize(&mut json).and_then(|found| json.end().map(|()| found));
+        let found = found.map_err(|error| error.to_string()).and_then(|found| found.or_missing(field));
         match found {
-            Ok(Some(text)) => {
+            Ok(Found::Text(text)) => {
                 if each(Piece { text, ends: true })?.is_break() {
                     return Ok(());
                 }
             }
             // A null is no document, as in a column of parquet.
-            Ok(None) => {}
+            Ok(_) => {}
             Err(error) => {
-                let error = error.to_string();
                 let hint = if error.contains("messages") || error.contains("conversations") {
                     "chat data: make one text of each conversation first, e.g. with transformers' apply_chat_template"
                 } else if text.starts_with('[') || error.contains("EOF while parsing an object") {
@@ -85,48 +85,70 @@ const MISSING: &str = "no key";
 /// The keys that an error lists.
 const LISTED: usize = 8;
 
+/// What an object has under the name of a field.
+enum Found {
+    Text(String),
+    Null,
+    /// Nothing. Some of the keys that the object has instead.
+    Missing(Vec<String>),
+}
+
+impl Found {
+    fn or_missing(self, field: &str) -> std::result::Result<Self, String> {
+        let Self::Missing(mut keys) = self else { return Ok(self) };
+        let more = if keys.len() > LISTED { ", .." } else { "" };
+        keys.truncate(LISTED);
+        Err(format!("{MISSING} `{field}` among {}{more}", keys.join(", ")))
+    }
+}
+
 /// Deserializes one field of a JSON object, and ignores the others. `a.b` is the field `b` of the object `a`, as in parquet,
 /// unless there is a field of that name.
 struct Field<'a>(&'a str);
 
 impl<'de> DeserializeSeed<'de> for Field<'_> {
-    type Value = Option<String>;
+    type Value = Found;
 
     fn deserialize<D: Deserializer<'de>>(
         self,
         deserializer: D,
     ) -> std::result::Result<Self::Value, D::Error> {
-        deserializer.deserialize_map(self)
+        deserializer.deserialize_any(self)
     }
 }
 
 impl<'de> Visitor<'de> for Field<'_> {
-    type Value = Option<String>;
+    type Value = Found;
 
     fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("a JSON object")
     }
 
+    /// A null in the place of the object that should have the field.
+    fn visit_unit<E>(self) -> std::result::Result<Self::Value, E> {
+        Ok(Found::Null)
+    }
+
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Self::Value, A::Error> {
-        let (mut text, mut others) = (None, Vec::new());
+        let (mut named, mut nested, mut others) = (None, None, Vec::new());
         while let Some(key) = map.next_key::<std::borrow::Cow<'_, str>>()? {
-            let inside = self.0.strip_prefix(&*key).and_then(|rest| rest.strip_prefix('.'));
             if key == self.0 {
-                text = Some(map.next_value()?);
-            } else if let Some(inside) = inside.filter(|_| text.is_none()) {
-                text = Some(map.next_value_seed(Field(inside))?);
-            } else {
-                map.next_value::<IgnoredAny>()?;
-                // Only the keys that an error lists are kept: a line may have millions.
-                if others.len() <= LISTED {
+                named = Some(map.next_value::<Option<String>>()?.map_or(Found::Null, Found::Text));
+                continue;
+            }
+            match self.0.strip_prefix(&*key).and_then(|rest| rest.strip_prefix('.')) {
+                Some(inside) => match map.next_value_seed(Field(inside))? {
+                    Found::Missing(keys) => others.extend(keys.iter().map(|inner| format!("{key}.{inner}"))),
+                    found => nested = Some(found),
+                },
+                None => {
+                    map.next_value::<IgnoredAny>()?;
                     others.push(key.into_owned());
                 }
             }
+            // Only the keys that an error lists are kept: a line may have millions.
+            others.truncate(LISTED + 1);
         }
-        text.ok_or_else(|| {
-            let more = if others.len() > LISTED { ", .." } else { "" };
-            others.truncate(LISTED);
-            serde::de::Error::custom(format!("{MISSING} `{}` among {}{more}", self.0, others.join(", ")))
-        })
+        Ok(named.or(nested).unwrap_or(Found::Missing(others)))
     }
 }
