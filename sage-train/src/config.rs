@@ -30,7 +30,7 @@ pub use attention::check_own;
 pub use branch::Branch;
 pub use changes::{Change, MAY_CHANGE};
 pub use checkpoints::CheckpointConfig;
-pub use identity::{Identity, differing, in_words, is_meaningless, is_seed, of_attention};
+pub use identity::{BRANCHED_FROM, Identity, differing, in_words, is_meaningless, is_seed, of_attention};
 
 /// The folder in a sweep's that holds what was asked for.
 pub const PLAN: &str = "plan";
@@ -235,7 +235,17 @@ impl Config {
     /// # Errors
     /// As [`Config::read_settings`] and [`Change::read`].
     pub fn read_last_settings(path: &Path) -> Result<Settings> {
-        changes::applied(Self::read_settings(path)?, &Change::read(path)?, path)
+        Self::read_settings_at(path, u64::MAX)
+    }
+
+    /// The settings with which a run took step `step`, without what later starts changed.
+    ///
+    /// # Errors
+    /// As [`Config::read_settings`] and [`Change::read`].
+    pub fn read_settings_at(path: &Path, step: u64) -> Result<Settings> {
+        let mut changes = Change::read(path)?;
+        changes.retain(|change| change.step < step);
+        changes::applied(Self::read_settings(path)?, &changes, path)
     }
 
     /// The settings as TOML, without the run's name: run again, they make a folder of their own.

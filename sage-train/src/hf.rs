@@ -217,8 +217,10 @@ fn check_tied(folder: &Path, config: &LlamaConfig, files: &[StateFile]) -> Resul
         let holder = files.iter().find(|file| file.contains(&spec.name));
         holder.map(|file| file.values(spec, "")).transpose()
     };
+    // By their bits: a NaN in both is the same.
+    let differ = |(a, b): (&f32, &f32)| a.to_bits() != b.to_bits();
     match (of(&head)?, of(embedding)?) {
-        (Some(head), Some(embedding)) if head != embedding => Err(unusable(
+        (Some(head), Some(embedding)) if head.iter().zip(&embedding).any(differ) => Err(unusable(
             folder,
             format!("tie_word_embeddings: true, and {HEAD} that is not {EMBEDDING}"),
             "one matrix for both",

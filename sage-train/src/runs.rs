@@ -17,7 +17,8 @@ use crate::{during, writing};
 
 pub use divergence::divergence;
 pub(crate) use lines::{LONGEST_LINE, Lines, to_line};
-pub use provenance::Start;
+use provenance::branch_of;
+pub use provenance::{Start, branch};
 
 /// File with one [`Point`] a line, one for each step.
 pub const METRICS: &str = "metrics.jsonl";
@@ -150,10 +151,8 @@ impl Run {
     pub fn read(folder: &Path) -> Result<Self> {
         let config = Config::resolve(Config::read_last_settings(&folder.join(CONFIG))?)?;
         let starts: Vec<Start> = optional(&folder.join(STARTS))?.unwrap_or_default();
-        // The starts of the run that it was branched off come first.
-        let branch = starts.iter().rev().find_map(|start| start.branch.clone());
         let run = Self {
-            config: Config { branch, ..config },
+            config: Config { branch: branch_of(&starts), ..config },
             points: points(folder)?,
             probes: probes(folder)?,
             starts,
@@ -311,15 +310,22 @@ impl Run {
         self.starts.last().map(|start| start.data_fingerprint.as_str())
     }
 
-    /// Median tokens per second over the steps: a slow first step, a validation or another process on the
-    /// device does not move it.
-    ///
-    /// Steps of the run that it was branched off do not count.
+    /// [`usual_speed`] of the run's steps.
     pub fn usual_speed(&self) -> Option<f64> {
-        let before = self.config.branch.as_ref().map_or(0, |branch| branch.step);
-        let own = self.points.iter().filter(|point| point.step > before);
-        median(own.map(|point| point.tokens_per_second))
+        usual_speed(&self.config, &self.points)
     }
+}
+
+/// The steps among `points` that the run took itself, without those of the run that it was branched off.
+pub fn own_steps<'a>(config: &Config, points: &'a [Point]) -> impl Iterator<Item = &'a Point> {
+    let before = config.branch.as_ref().map_or(0, |branch| branch.step);
+    points.iter().filter(move |point| point.step > before)
+}
+
+/// Median tokens per second over a run's own steps: a slow first step, a validation or another process on the device does not
+/// move it.
+pub fn usual_speed(config: &Config, points: &[Point]) -> Option<f64> {
+    median(own_steps(config, points).map(|point| point.tokens_per_second))
 }
 
 /// The steps that a run has measured.

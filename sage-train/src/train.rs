@@ -34,7 +34,7 @@ use progress::Progress;
 use run_dir::{RunDir, write_json};
 use steps::Run;
 pub use stop::Stop;
-use trainer::{STOP_HINT, Trainer};
+use trainer::{Trainer, stop_hint};
 
 /// Checks before anything long starts that the data exists, and that the run's folder can be made. [`run`]
 /// finds the same mistakes, but later.
@@ -267,12 +267,12 @@ fn add_start(folder: &RunDir, start: Start, progress: &Progress) -> Result<()> {
 /// Trains, and writes the results, or what remains after an error, and how the run ended.
 fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, Stop> {
     let (path, opened) = (run.folder.path().to_owned(), run.folder.opened());
-    let vocab = run.config.model.vocab;
+    let (vocab, hint) = (run.config.model.vocab, stop_hint(run.config));
     let ended = match run.train() {
         // A run that has diverged still writes all of its results; then it ends with an error.
         Ok(()) => run.finish().and_then(|outcome| match divergence(&outcome.points, vocab) {
             Some(why) => Err(Stop::Diverged(
-                Error::new("the run has diverged").got(why).allowed("a loss that falls").hint(STOP_HINT),
+                Error::new("the run has diverged").got(why).allowed("a loss that falls").hint(hint),
             )),
             None => Ok(outcome),
         }),

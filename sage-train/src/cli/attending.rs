@@ -11,7 +11,8 @@ pub(super) struct Attending {
     /// Numerics of attention, such as those of low-bit inference without training for it [default: the run's]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
-    /// Schemes of single layers, in place of --attn: 0,-1=fpa; "" for none [default: the run's]
+    /// Schemes of single layers, in place of --attn: 0,-1=fpa; "" for none [default: the run's, unless
+    /// --attn names another scheme]
     #[arg(long, value_name = "LAYERS=SCHEME", allow_hyphen_values = true)]
     attn_layers: Option<LayerSettings>,
     /// Token means subtracted before quantizing [default: the run's]

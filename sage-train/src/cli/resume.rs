@@ -9,6 +9,7 @@ use crate::checkpoint::Found;
 use crate::config::{Branch, Config, MAY_CHANGE, folder_of_runs, of_attention};
 use crate::during;
 use crate::ranks::Rank;
+use crate::runs;
 use crate::settings::{Settings, SourceSetting};
 
 /// A run to resume.
@@ -23,7 +24,11 @@ impl Resumed {
     /// from it, which may attend otherwise.
     pub(super) fn open(path: &Path, mut typed: Settings, branch: Option<&str>, rank: Rank) -> Result<Self> {
         let found = Found::at(path, rank)?;
-        let saved = Config::read_last_settings(&found.run.join("config.toml"))?;
+        let path = found.run.join("config.toml");
+        let saved = match branch {
+            None => Config::read_last_settings(&path)?,
+            Some(_) => Config::read_settings_at(&path, found.about.step)?,
+        };
         let (moved, data) = (&mut typed.data, &saved.data);
         moved.sources = with_weights(moved.sources.take(), data.sources.as_ref())?;
         moved.val_data = with_weights(moved.val_data.take(), data.val_data.as_ref())?;
@@ -52,6 +57,7 @@ impl Resumed {
         let before = Config::resolve(saved)?;
         found.about.check_settings(&found.run, &before.identity())?;
         let mut config = Config::resolve(merged)?;
+        config.branch = runs::branch(&found.run)?;
         if branch.is_some() {
             if before.attn != config.attn && !(before.attn.is_dense() && config.attn.is_dense()) {
                 return Err(Error::new("the run has other weights than this attention needs")

@@ -8,6 +8,8 @@ use clap::ValueEnum;
 use super::print;
 use crate::evaluate::{Choices, Example, Task, choose, read_examples};
 use crate::model::Llama;
+use crate::quantity::counted;
+use crate::tell;
 use crate::trained::Trained;
 
 /// A task and its file, as they are typed.
@@ -28,7 +30,16 @@ pub(super) fn task(text: &str) -> Result<(Task, PathBuf)> {
 pub(super) fn run(tasks: &[(Task, PathBuf)], trained: &Trained, model: &Llama) -> Result<()> {
     tasks.iter().try_for_each(|(task, file)| {
         let examples = task.read(file, &trained.tokenizer)?;
-        scores(*task, &choices_of(&examples, trained, model)?, &examples)
+        let choices = choices_of(&examples, trained, model)?;
+        if choices.cut > 0 {
+            tell(&format!(
+                "warning: {} of {}: the beginning lost its first tokens, because it did not fit the context of {}",
+                counted(choices.cut as u64, "example"),
+                file.display(),
+                trained.config.model.context
+            ));
+        }
+        scores(*task, &choices, &examples)
     })
 }
 

@@ -22,7 +22,7 @@ use crate::lock::Lock;
 use crate::quantity::Quantity;
 use crate::ranks::{Rank, Role, Words};
 use crate::report::result_table;
-use crate::runs::{Status, ending};
+use crate::runs::{self, Status, ending};
 use crate::settings::{Attn, Preset, Settings};
 use crate::sweep::{Limits, Spec};
 use crate::train::{Begin, Stop};
@@ -167,7 +167,7 @@ impl Train {
             }
             None => (asked(self.settings, file, words)?, Begin::New),
         };
-        if !matches!(begin, Begin::From(_) | Begin::Branch(_)) {
+        if !matches!(begin, Begin::From(_)) {
             alike(check_typed(&typed, &config), words)?;
             if rank.is_first() {
                 train::check(&config, &begin)?;
@@ -207,8 +207,17 @@ impl Train {
         Ok(())
     }
 
-    /// Names what the run of a `--config` file changed under way: the file is taken as the run began.
+    /// Names what the run of a `--config` file changed after it began, and the run that it was branched off: the file is taken
+    /// for a run that begins with new weights.
     fn tell_changes(&self) -> Result<()> {
+        let folder = self.config.as_deref().and_then(Path::parent);
+        if let Some(branch) = folder.map(runs::branch).transpose()?.flatten() {
+            tell(&format!(
+                "--config begins with new weights; the file's run was branched off {} after step {}: --resume {0} --new-name \
+                 NAME does that",
+                branch.run, branch.step
+            ));
+        }
         for change in self.config.as_deref().map(Change::read).transpose()?.unwrap_or_default() {
             tell(&format!(
                 "--config takes the settings that the run began with; it went on with {change}, by --resume"

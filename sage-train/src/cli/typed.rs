@@ -4,6 +4,7 @@ use candle_sage::{Error, Result};
 
 use crate::config::{Config, check_own};
 use crate::data::DataConfig;
+use crate::data::reader;
 use crate::data::source::{self, Source};
 use crate::model::Choice;
 use crate::settings::{DataSettings, Schedule, Settings, TailSetting};
@@ -83,6 +84,11 @@ fn check_data(typed: &DataSettings, data: &DataConfig) -> Result<()> {
     if typed.text_field.is_some() && all(|source| matches!(source, Source::Shards(_))) {
         let hint = "shards are tokens already: `sage-train data prepare --text-field` names the text they are made of";
         return idle("text-field", "shards".into(), "text in --data", hint);
+    }
+    let plain = |source: &Source| source.files().all(|file| !reader::has_fields(file));
+    if typed.text_field.is_some() && all(plain) {
+        let hint = "it names the key or column of the text in JSON lines, .csv and .parquet; leave it out";
+        return idle("text-field", "plain text".into(), "data with fields", hint);
     }
     let own = |source: &Source| matches!(source, Source::Shards(files) if !files.validation.is_empty());
     if typed.val_fraction.is_some() && all(own) {

@@ -40,6 +40,9 @@ const LEFT_OUT: [&str; 22] = [
     "schedule",
 ];
 
+/// The key of the run that a run was branched off.
+pub const BRANCHED_FROM: &str = "branched-from";
+
 /// Whether a key is a setting of attention: a scheme's own are settings of no other.
 pub fn of_attention(key: &str) -> bool {
     let schemes = Scheme::all();
@@ -78,7 +81,7 @@ impl Config {
             set("eval-attn", SchemeSetting(scheme).to_string());
         }
         if let Some(branch) = &self.branch {
-            set("branched-from", branch.to_string());
+            set(BRANCHED_FROM, branch.to_string());
         }
         set("steps", self.steps.to_string());
         let rate = &self.learning_rate;

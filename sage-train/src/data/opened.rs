@@ -111,7 +111,7 @@ impl Opening<'_> {
         if let Some(others) = passed_over.in_words() {
             say(&others);
         }
-        found.remove(held_out);
+        found.hold_out(held_out, path)?;
         source::check_once(found.files(), seen)?;
         let files = match found {
             Source::Shards(files) => {

@@ -108,6 +108,11 @@ pub fn is_known(path: &Path) -> bool {
     kind(path).is_some()
 }
 
+/// Whether the text of a file is in fields or columns, of which `--text-field` names one.
+pub fn has_fields(path: &Path) -> bool {
+    kind(path).is_some_and(|(kind, _)| kind != Kind::Text)
+}
+
 /// Whether a file is text wherever it lies. In a folder of data, files that end in .md, .csv or .json may be notes, tables
 /// and settings.
 pub(super) fn is_always_text(path: &Path) -> bool {

@@ -1,5 +1,6 @@
 //! How much of a run's batches comes from each source.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use candle_sage::Result;
@@ -42,8 +43,15 @@ impl Shares {
     /// When a source cannot be found, or a shard cannot be read.
     pub fn planned(config: &DataConfig, run_tokens: u64) -> Result<Option<Self>> {
         let (mut tokens, mut estimated) = (Vec::new(), false);
+        let (mut seen, mut held_out) = (BTreeSet::new(), BTreeSet::new());
+        for source in &config.val_sources {
+            source::check_once(source::find(&source.path, &config.out)?.files(), &mut held_out)?;
+        }
         for source in &config.sources {
-            let (all, has_validation) = match source::find(&source.path, &config.out)? {
+            let mut found = source::find(&source.path, &config.out)?;
+            found.hold_out(&held_out, &source.path)?;
+            source::check_once(found.files(), &mut seen)?;
+            let (all, has_validation) = match found {
                 Source::Text(files) => {
                     estimated = true;
                     let bytes: u64 = files.iter().map(|file| reader::estimated_bytes(file)).sum();

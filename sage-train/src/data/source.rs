@@ -42,15 +42,25 @@ impl Source {
         text.iter().chain(shards).map(PathBuf::as_path)
     }
 
-    /// Removes files that are used elsewhere, by their canonical paths.
-    pub(super) fn remove(&mut self, used: &BTreeSet<PathBuf>) {
-        let kept = |file: &PathBuf| !used.contains(&canonical(file));
+    /// Removes the files of `--val-data`, by their canonical paths, from the source that was found at `path`.
+    ///
+    /// # Errors
+    /// When no file is left.
+    pub(super) fn hold_out(&mut self, validation: &BTreeSet<PathBuf>, path: &Path) -> Result<()> {
+        let kept = |file: &PathBuf| !validation.contains(&canonical(file));
         match self {
             Self::Text(files) => files.retain(kept),
             Self::Shards(files) => {
                 files.train.retain(kept);
                 files.validation.retain(kept);
             }
+        }
+        match self.files().next() {
+            Some(_) => Ok(()),
+            None => Err(Error::new("every file of the data is kept for validation")
+                .got(format!("--data {} and --val-data", path.display()))
+                .allowed("--data with a file that --val-data does not have")
+                .hint("without --val-data the end of each source is for validation")),
         }
     }
 }
@@ -281,7 +291,7 @@ fn below(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
                 passed_over.special.push(entry.path());
             } else if is_data_in_folder(&entry.path()) {
                 found.push(entry.path());
-            } else {
+            } else if !is_description(&entry.path()) {
                 passed_over.add(&entry.path());
             }
         }

@@ -108,6 +108,8 @@ pub struct Choices {
     pub written: usize,
     /// Sum of the losses of the right endings, in nats.
     pub loss: f64,
+    /// Examples whose beginning lost tokens, because it did not fit the model's context with an ending.
+    pub cut: usize,
     /// Number of examples.
     pub examples: usize,
 }
@@ -131,7 +133,8 @@ pub fn choose(
 ) -> Result<Choices> {
     let mut choices = Choices::default();
     for example in examples {
-        if let Some(longest) = example.endings.iter().map(Vec::len).max().filter(|&n| n > context) {
+        let longest = example.endings.iter().map(Vec::len).max().unwrap_or(0);
+        if longest > context {
             return Err(Error::new("an ending is longer than the model's context")
                 .got(format!("{longest} tokens in example {}", choices.examples + 1))
                 .allowed(format!("at most {context} tokens"))
@@ -146,11 +149,17 @@ pub fn choose(
         choices.right += usize::from(lowest(&|n| judged[n].loss));
         choices.by_length += usize::from(lowest(&|n| judged[n].loss / example.lengths[n].max(1) as f32));
         choices.written += usize::from(judged[example.label].written);
+        choices.cut += usize::from(example.context.len() > kept(context, longest));
         choices.loss += f64::from(judged[example.label].loss);
         choices.examples += 1;
         each(choices);
     }
     Ok(choices)
+}
+
+/// The most tokens of a beginning that fit the context with an ending. The last token is predicted and not read.
+fn kept(context: usize, ending: usize) -> usize {
+    context + 1 - ending
 }
 
 fn judge(
@@ -160,8 +169,7 @@ fn judge(
     context: usize,
     device: &Device,
 ) -> candle_core::Result<Judged> {
-    // The last token is predicted and not read: the model reads at most `context` tokens.
-    let keep = before.len().min(context + 1 - ending.len());
+    let keep = before.len().min(kept(context, ending.len()));
     let all = [&before[before.len() - keep..], ending].concat();
     let (ids, count) = (Tensor::new(&all[..all.len() - 1], device)?.unsqueeze(0)?, ending.len());
     let hidden = model.hidden(&ids)?;

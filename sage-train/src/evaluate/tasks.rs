@@ -43,14 +43,15 @@ impl Task {
         }
     }
 
-    /// The question of a line; `None` if the line is not one of this task.
+    /// The question of a line; `None` if the line lacks a field of this task.
     fn question(self, line: &Value) -> Option<Question> {
         let text = |key: &str| line[key].as_str();
         let asked = |question: &str| format!("Question: {question}\nAnswer:");
-        // A label is a number, or a number in quotes.
+        // A label is a number, or a number in quotes. Lines of test splits have -1 or nothing in quotes: no ending has that index.
         let label = || {
             let label = &line["label"];
-            label.as_u64().map(|n| n as usize).or_else(|| label.as_str()?.parse().ok())
+            let number = label.as_i64().or_else(|| label.as_str().map(|text| text.parse().unwrap_or(-1)));
+            number.map(|number| usize::try_from(number).unwrap_or(usize::MAX))
         };
         let list = |list: &Value| -> Option<Vec<String>> {
             list.as_array()?.iter().map(|item| item.as_str().map(str::to_owned)).collect()
@@ -65,7 +66,7 @@ impl Task {
             Self::Arc => {
                 let labels = list(&line["choices"]["label"])?;
                 let key = text("answerKey")?;
-                let label = labels.iter().position(|label| label == key)?;
+                let label = labels.iter().position(|label| label == key).unwrap_or(usize::MAX);
                 (asked(text("question")?), list(&line["choices"]["text"])?, label)
             }
             Self::Piqa => {
@@ -76,11 +77,28 @@ impl Task {
                 (context.to_owned(), vec![word.to_owned()], 0)
             }
         };
-        let valid = label < endings.len()
-            && !context.is_empty()
-            && endings.iter().all(|ending: &String| !ending.is_empty());
-        let endings = endings.into_iter().map(|ending| format!(" {ending}")).collect();
-        valid.then_some(Question { context, endings, label })
+        let endings = endings.into_iter().map(|ending: String| format!(" {ending}")).collect();
+        Some(Question { context, endings, label })
+    }
+
+    /// The example of a line, or what is wrong with the line.
+    fn example(self, line: &str, tokenizer: &Tokenizer) -> Result<std::result::Result<Example, String>> {
+        let value: Value = match serde_json::from_str(line) {
+            Ok(value) => value,
+            Err(error) => return Ok(Err(error.to_string())),
+        };
+        let Some(question) = self.question(&value) else { return Ok(Err("a field is missing".into())) };
+        if question.label >= question.endings.len() {
+            return Ok(Err(
+                "no ending is labelled as the right one, as in a test split without answers".into()
+            ));
+        }
+        let example = tokens_of(&question, tokenizer)?;
+        Ok(match (example.context.is_empty(), example.endings.iter().any(Vec::is_empty)) {
+            (true, _) => Err("the text before the endings has no tokens".into()),
+            (_, true) => Err("an ending has no tokens".into()),
+            _ => Ok(example),
+        })
     }
 
     /// Reads the examples of a file, in the tokens of any tokenizer.
@@ -97,21 +115,16 @@ impl Task {
         let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
         let mut examples = Vec::new();
         for (n, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-            let value: Value =
-                serde_json::from_str(line).map_err(|error| failed(format!("line {}: {error}", n + 1)))?;
-            let question =
-                self.question(&value).ok_or_else(|| failed(format!("line {} lacks one of them", n + 1)))?;
-            let example = tokens_of(&question, tokenizer)?;
-            examples
-                .push(example.ok_or_else(|| failed(format!("line {} has an ending without tokens", n + 1)))?);
+            let example = self.example(line, tokenizer)?;
+            examples.push(example.map_err(|why| failed(format!("line {}: {why}", n + 1)))?);
         }
         if examples.is_empty() { Err(failed("no lines".into())) } else { Ok(examples) }
     }
 }
 
-/// A question in tokens; `None` if an ending has none. The tokens of an ending are what the whole text has beyond
+/// A question in tokens. The tokens of an ending are what the whole text has beyond
 /// those of the context, because a word and the space before it are one token.
-fn tokens_of(question: &Question, tokenizer: &Tokenizer) -> Result<Option<Example>> {
+fn tokens_of(question: &Question, tokenizer: &Tokenizer) -> Result<Example> {
     // Spaces at the context's end belong to the ending, as in the harness.
     let context = question.context.trim_end();
     let spaces = &question.context[context.len()..];
@@ -123,8 +136,7 @@ fn tokens_of(question: &Question, tokenizer: &Tokenizer) -> Result<Option<Exampl
     let endings = question.endings.iter().map(tokens).collect::<Result<Vec<_>>>()?;
     // The harness counts characters without the space in front.
     let lengths = question.endings.iter().map(|ending| ending.chars().count() - 1).collect();
-    let whole = !before.is_empty() && endings.iter().all(|ending| !ending.is_empty());
-    Ok(whole.then_some(Example { context: before, endings, lengths, label: question.label }))
+    Ok(Example { context: before, endings, lengths, label: question.label })
 }
 
 /// A text with a capital first letter and small others, as Python's `capitalize` makes it.
@@ -181,17 +193,28 @@ mod tests {
             (lambada.context.as_str(), lambada.endings.as_slice()),
             ("the dog ran after the", &[" cat".to_owned()][..])
         );
-        for (task, line) in [
-            (Task::Piqa, json!({"goal": "a", "sol1": "b", "sol2": "c", "label": 2})),
-            (
-                Task::Arc,
-                json!({"question": "a", "choices": {"text": ["b"], "label": ["A"]}, "answerKey": "C"}),
-            ),
-            (Task::Lambada, json!({"text": "word"})),
-            (Task::HellaSwag, json!({"endings": []})),
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_line_is_said() -> Result<()> {
+        let text = "the quick brown fox and the dog ".repeat(50);
+        let tokenizer = Tokenizer::train(std::iter::once(text.as_str()), 300)?;
+        let piqa = |label: Value| json!({"goal": "a", "sol1": "b", "sol2": "c", "label": label});
+        let arc = json!({"question": "a", "choices": {"text": ["b"], "label": ["A"]}, "answerKey": "C"});
+        for (task, line, why) in [
+            (Task::Piqa, piqa(json!(2)), "no ending is labelled"),
+            (Task::Piqa, piqa(json!(-1)), "no ending is labelled"),
+            (Task::Piqa, piqa(json!("")), "no ending is labelled"),
+            (Task::Piqa, piqa(json!(null)), "a field is missing"),
+            (Task::Arc, arc, "no ending is labelled"),
+            (Task::Lambada, json!({"text": "word"}), "a field is missing"),
+            (Task::Lambada, json!({"text": " word"}), "has no tokens"),
+            (Task::HellaSwag, json!({"endings": []}), "a field is missing"),
         ] {
-            assert_eq!(task.question(&line), None);
+            let found = task.example(&line.to_string(), &tokenizer)?.expect_err("a bad line");
+            assert!(found.contains(why), "{task:?} {line}: {found}");
         }
+        Ok(())
     }
 
     #[test]
@@ -199,7 +222,7 @@ mod tests {
         let text = "the quick brown fox and the dog ".repeat(50);
         let tokenizer = Tokenizer::train(std::iter::once(text.as_str()), 300)?;
         let question = Question { context: "the quick ".into(), endings: vec![" fox".into()], label: 0 };
-        let example = tokens_of(&question, &tokenizer)?.expect("tokens");
+        let example = tokens_of(&question, &tokenizer)?;
         assert_eq!(tokenizer.decode(&example.context)?, "the quick");
         assert_eq!((tokenizer.decode(&example.endings[0])?, example.lengths), ("  fox".into(), vec![3]));
         Ok(())

@@ -13,7 +13,7 @@ use super::study::{Panel, Study};
 use super::table::speed;
 use crate::partial;
 use crate::quantity::{counted, grouped};
-use crate::runs::{Run, Start, Status, median};
+use crate::runs::{Run, Start, Status, median, own_steps};
 use crate::settings::Attn;
 use crate::writing;
 
@@ -252,7 +252,7 @@ impl Study {
     fn speed(&self) -> Markup {
         let median = |arm: &Arm, number: fn(&crate::metrics::Point) -> Option<f64>| {
             let finished = arm.runs.iter().filter(|run| run.status() == Some(Status::Finished));
-            median(finished.flat_map(|run| &run.points).filter_map(number))
+            median(finished.flat_map(|run| own_steps(&run.config, &run.points)).filter_map(number))
         };
         let cell =
             |number: Option<f64>, digits: usize| number.map_or("-".into(), |n| format!("{n:.digits$}"));

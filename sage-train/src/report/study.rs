@@ -10,7 +10,7 @@ use toml::Table;
 
 use super::arm::{Arm, reached};
 use super::chart::short;
-use crate::config::{Identity, differing, in_words, is_seed};
+use crate::config::{BRANCHED_FROM, Identity, differing, in_words, is_seed, of_attention};
 use crate::quantity::counted;
 use crate::runs::Run;
 use crate::settings::Attn;
@@ -265,7 +265,7 @@ fn spread(panels: Grouped<Grouped<Vec<Run>>>) -> Grouped<Grouped<Vec<Run>>> {
     wholes
 }
 
-/// The keys that tell arms apart: those of `by`, else those of attention and of a sweep's points, else the first key in which
+/// The keys that tell arms apart: those of `by`, else those of attention, of branches and of a sweep's points, else the first key in which
 /// the runs differ.
 fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<String>> {
     if let Some(missing) = by.iter().find(|key| !keys.contains(key)) {
@@ -277,8 +277,8 @@ fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<Str
     if !by.is_empty() {
         return Ok(by.to_vec());
     }
-    let attention: Vec<String> =
-        keys.iter().filter(|key| crate::config::of_attention(key) || points.contains(key)).cloned().collect();
+    let told_apart = |key: &&String| of_attention(key) || *key == BRANCHED_FROM || points.contains(key);
+    let attention: Vec<String> = keys.iter().filter(told_apart).cloned().collect();
     Ok(if attention.is_empty() { keys.iter().take(1).cloned().collect() } else { attention })
 }
 
@@ -315,7 +315,7 @@ fn labels(arms: &[Values]) -> Vec<String> {
     }
     // A scheme's settings distinguish arms of that scheme; arms of other schemes differ by the scheme's name.
     let tells = |arm: &Values, key: &str| {
-        let own = crate::config::of_attention(key) && key != "attn" && value(arm, "attn").is_some();
+        let own = of_attention(key) && key != "attn" && value(arm, "attn").is_some();
         let differs = |other: &Values| {
             value(other, "attn") == value(arm, "attn") && value(other, key) != value(arm, key)
         };
@@ -329,7 +329,7 @@ fn labels(arms: &[Values]) -> Vec<String> {
     let label = |arm: &Values| {
         let mut kept: Values = arm.iter().filter(|(key, _)| tells(arm, key)).cloned().collect();
         // Where a label has several settings of a scheme, those at their defaults are left out.
-        if kept.iter().filter(|(key, _)| crate::config::of_attention(key)).count() > 2 {
+        if kept.iter().filter(|(key, _)| of_attention(key)).count() > 2 {
             kept.retain(|(key, value)| !by_default(arm, key, value));
         }
         text(&kept)

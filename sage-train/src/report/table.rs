@@ -33,10 +33,16 @@ pub fn result_table(run: &Outcome) -> String {
 impl Arm {
     /// Number of finished runs, and of seeds where they are fewer than runs, and of runs in every other state.
     pub fn outcomes(&self) -> String {
-        let mut text = self.count(Status::Finished).to_string();
-        if self.seeds() < self.runs.len() {
-            let seeds = self.seeds();
-            text += &format!(" runs of {seeds} seed{}", if seeds == 1 { "" } else { "s" });
+        let finished = self.count(Status::Finished);
+        let mut text = finished.to_string();
+        let (runs, seeds) = (self.runs.len(), self.seeds());
+        match (finished < runs, seeds < runs) {
+            (true, _) => text += " finished",
+            (false, true) => text += " runs",
+            (false, false) => {}
+        }
+        if seeds < runs {
+            text += &format!(" of {}", counted(seeds as u64, "seed"));
         }
         for status in [Status::Diverged, Status::Failed, Status::Interrupted] {
             match self.count(status) {
@@ -253,7 +259,7 @@ impl Study {
                     run.status().map_or("unfinished".into(), |status| status.to_string()),
                     run.steps().to_string(),
                     run.points.last().map_or(0, |point| point.tokens).to_string(),
-                    number(run.last_loss()),
+                    number(run.last_loss().filter(|_| run.status() != Some(Status::Diverged))),
                     number(run.usual_speed()),
                     weights.to_string(),
                     order.to_string(),

@@ -1,13 +1,16 @@
 //! Where, when and on what a run ran.
 
+use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use candle_sage::Result;
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Branch, Config};
 use crate::data::Dataset;
 use crate::device::Hardware;
 use crate::ranks::Mesh;
+use crate::runs::{STARTS, optional};
 
 /// One start of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -49,6 +52,19 @@ pub struct Start {
     /// The run that this one was branched off, at its first start.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub branch: Option<Branch>,
+}
+
+/// The run that the run in `folder` was branched off, if it was.
+///
+/// # Errors
+/// When the file of its starts is damaged.
+pub fn branch(folder: &Path) -> Result<Option<Branch>> {
+    Ok(branch_of(&optional::<Vec<Start>>(&folder.join(STARTS))?.unwrap_or_default()))
+}
+
+/// The starts of the run that it was branched off come first.
+pub(super) fn branch_of(starts: &[Start]) -> Option<Branch> {
+    starts.iter().rev().find_map(|start| start.branch.clone())
 }
 
 fn one() -> usize {

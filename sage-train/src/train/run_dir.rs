@@ -335,6 +335,9 @@ fn taken(path: &Path) -> Error {
         .allowed("a new name, or --resume to go on with a run")
         .hint(match Run::is(path) && !finished {
             true => format!("the run in it is not finished: --resume {} goes on with it", path.display()),
-            false => "leave --name out for a numbered folder; no run is ever overwritten".into(),
+            false => {
+                "choose another name; no run is ever overwritten, and a new run without --name gets a number"
+                    .into()
+            }
         })
 }

@@ -10,7 +10,7 @@ use super::progress::Progress;
 use super::run_dir::RunDir;
 use super::step_report::Asked;
 use super::stop::Stop;
-use super::trainer::{STOP_HINT, Trainer};
+use super::trainer::{Trainer, stop_hint};
 use crate::checkpoint::Checkpoints;
 use crate::config::Config;
 use crate::data::{Dataset, Feed, Verification};
@@ -22,7 +22,7 @@ use crate::probe::probe_weights;
 use crate::quantity::gib;
 use crate::ranks::{Group, Ranks};
 use crate::report::loss_plot;
-use crate::runs::median;
+use crate::runs::usual_speed;
 use crate::sample::{Sampling, Writer};
 use crate::{during, partial, signals, writing};
 
@@ -212,7 +212,7 @@ impl Run<'_> {
                 Error::new(format!("stopped: the validation loss is {loss} after step {}", point.step))
                     .got("an update that broke the model")
                     .allowed("a finite loss")
-                    .hint(STOP_HINT),
+                    .hint(stop_hint(config)),
             ));
         }
         (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
@@ -341,7 +341,7 @@ impl Run<'_> {
             val_bits_per_byte: last.val_bits_per_byte.expect("the last step is validated"),
             unigram_entropy: self.data.unigram_entropy,
             // As reports have it.
-            tokens_per_second: median(self.points.iter().map(|point| point.tokens_per_second)).unwrap_or(0.0),
+            tokens_per_second: usual_speed(config, &self.points).unwrap_or(0.0),
             points: std::mem::take(&mut self.points),
         })
     }

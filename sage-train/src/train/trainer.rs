@@ -314,13 +314,14 @@ impl<'a> Trainer<'a> {
         let squares: f64 = report.places_of_squares().fold(0.0, |sum, place| sum + reports[place]);
         if let Some((micro, loss)) = losses.iter().enumerate().find(|(_, loss)| !loss.is_finite()) {
             let at = format!("step {}, micro-batch {} of {accumulation}", step + 1, micro + 1);
-            return Err(stopped(format!("the loss is {loss} at {at}"), step));
+            return Err(stopped(format!("the loss is {loss} at {at}"), step, self.config));
         }
         if !squares.is_finite() {
             let culprit = self.culprit(step)?;
             return Err(stopped(
                 format!("the gradient of {culprit} is not finite at step {}", step + 1),
                 step,
+                self.config,
             ));
         }
         let tokens_per_second = self.config.tokens_per_step() as f64 / seconds;
@@ -377,14 +378,20 @@ fn other_than_first(all: &[Vec<f64>]) -> Option<usize> {
     all.iter().position(|numbers| bits(numbers) != bits(&all[0]))
 }
 
-pub(super) const STOP_HINT: &str = "a lower --lr, a longer --warmup-steps or --qk-norm on";
+/// What helps against divergence: the settings that the run does not have yet.
+pub(super) fn stop_hint(config: &Config) -> String {
+    let clip = config.adamw.clip.is_none_or(|clip| clip > 1.0);
+    let missing = [(clip, ", --clip 1"), (!config.model.qk_norm, ", --qk-norm on")];
+    let missing = missing.iter().filter(|(missing, _)| *missing).map(|(_, flag)| *flag);
+    format!("a lower --lr, a longer --warmup-steps{}", missing.collect::<String>())
+}
 
 /// The error of a run that diverged.
-fn stopped(what: String, step: u64) -> Stop {
+fn stopped(what: String, step: u64, config: &Config) -> Stop {
     let error = Error::new(format!("stopped before the update: {what}"))
         .got(format!("{step} good steps"))
         .allowed("finite losses and gradients")
-        .hint(STOP_HINT);
+        .hint(stop_hint(config));
     Stop::Diverged(error)
 }
 

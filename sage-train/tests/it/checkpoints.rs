@@ -269,7 +269,11 @@ fn what_is_not_a_whole_checkpoint_of_this_run_is_refused() {
     for name in ["state.safetensors", "checkpoint.json", "COMPLETE"] {
         std::fs::copy(foreign.join(name), file(name)).expect("a copy");
     }
-    refused("of another model", &["--resume", "runs/r/checkpoints/step-00000004", "--steps", "8"]);
+    let checkpoint = "runs/r/checkpoints/step-00000004";
+    refused("of another model", &["--resume", checkpoint, "--steps", "8"]);
+    for args in [&["eval", checkpoint, "--device", "cpu"][..], &["export", checkpoint, "--to", "hf"]] {
+        assert!(scratch.fails(args).contains("the run's settings were changed"), "{args:?}");
+    }
     restore();
     for file in ["metrics.jsonl", "metrics.csv"] {
         std::fs::write(run_of(&scratch, "r").join(file), "").expect("a file");

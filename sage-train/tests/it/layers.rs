@@ -85,15 +85,28 @@ fn a_branch_keeps_weights_and_moments_and_leaves_its_run() {
     assert_eq!(files(), before, "the run that it is branched off stays");
     let starts = std::fs::read_to_string(scratch.path().join("runs/other/starts.json")).expect("starts");
     assert!(starts.contains("\"branch\"") && starts.contains("\"attn\": \"fpa\""), "{starts}");
-    assert!(scratch.ok(&["report", "runs/a", "runs/other"]).contains("attn fpa until step 4"));
+    // It is compared with its origin.
+    let table = scratch.ok(&["report", "runs/a", "runs/other"]);
+    assert!(table.contains("attn fpa until step 4") && table.contains("baseline"), "{table}");
     // It goes on as any run does.
-    scratch.ok(&["--resume", "runs/other", "--steps", "9"]);
+    scratch.ok(&["--resume", "runs/other", "--steps", "9", "--lr", "0.001"]);
     assert_eq!(scratch.metrics("other").len(), 9);
+    // A branch from before a change does not have it.
+    let eight = ["--resume", "runs/other/checkpoints/step-00000008", "--new-name"];
+    scratch.ok(&[&eight[..], &["early", "--steps", "9"]].concat());
+    let settings =
+        |run: &str| std::fs::read_to_string(scratch.path().join("runs").join(run).join("config.toml"));
+    assert!(settings("other").expect("settings").contains("lr = 0.001"));
+    assert!(!settings("early").expect("settings").contains("lr = 0.001"));
+    let output = scratch.run(&["--config", "runs/other/config.toml", "--dry-run"]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("branched off runs/a after step 4"), "{said}");
     for (flags, part) in [
         (&["--resume", "runs/a", "--attn", "sagebwd"][..], "--new-name NAME"),
         (&["--resume", from, "--new-name", "other", "--attn", "sagebwd"], "exists already"),
         (&["--resume", from, "--new-name", "x", "--attn", "none"], "other weights"),
         (&["--resume", from, "--new-name", "x", "--width", "64"], "cannot change"),
+        (&["--resume", from, "--new-name", "x", "--products", "scores"], "--products"),
         (&["--resume", "auto", "--new-name", "x"], "needs a run to go on from"),
         (&["--new-name", "x"], "--resume"),
     ] {

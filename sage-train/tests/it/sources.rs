@@ -52,6 +52,19 @@ fn sources_without_weights_are_mixed_by_their_size() {
     let planned = run(&["--data", "shards"], &["--dry-run"]);
     let train = Prepared::read(&scratch.path().join("shards")).expect("a list").train;
     assert_eq!(shares(&planned, "shards")[..2], [train.tokens as f64, 100.0]);
+    // A plan passes over what is kept for validation, and refuses what a run would refuse.
+    scratch.file("both/big.jsonl", json_lines(400_000));
+    scratch.file("both/small.jsonl", json_lines(8_000));
+    let planned = run(&["--data", "both", "--val-data", "both/big.jsonl"], &["--dry-run"]);
+    assert!(shares(&planned, "both")[0] < 3000.0, "{planned}");
+    for (data, why) in [
+        (&["--data", "both", "--data", "both/big.jsonl"][..], "twice"),
+        (&["--data", "big.jsonl", "--val-data", "big.jsonl"], "kept for validation"),
+    ] {
+        let error =
+            scratch.fails(&small(&[data, &["--steps", "1", "--tokenizer", "t.json", "--dry-run"]].concat()));
+        assert!(error.contains(why), "{error}");
+    }
     let error = scratch.fails(&small(&["--data", "big.jsonl=0.7", "--data", "small.jsonl", "--steps", "1"]));
     assert!(error.contains("some sources of --data have weights"), "{error}");
 }

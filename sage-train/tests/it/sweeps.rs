@@ -276,7 +276,7 @@ fn runs_of_anywhere_are_reported() {
     let folders = ["runs/fpa1", "runs/fpa2", "runs/sagebwd1", "runs/sagebwd2", "runs/none1"];
     let files = ["--html", "r.html", "--csv", "r.csv", "--markdown", "r.md", "--about", "A & B"];
     let table = scratch.ok(&[&["report"], &folders[..], &files].concat());
-    assert!(table.contains("1, 1 unfinished") && table.contains("one seed"), "{table}");
+    assert!(table.contains("1 finished, 1 unfinished") && table.contains("one seed"), "{table}");
     let csv = std::fs::read_to_string(scratch.path().join("r.csv")).expect("CSV");
     assert_eq!(csv.lines().count(), 6);
     assert!(csv.contains("sagebwd2,unfinished,"), "{csv}");

@@ -45,7 +45,10 @@ fn tasks_are_scored_for_any_tokenizer() {
         assert!(row.starts_with(name) && row.contains("of 3 =") && row.contains(words), "{row}");
     }
     let error = scratch.fails(&["eval", "runs/r", "--task", "piqa=lambada.jsonl"]);
-    assert!(error.contains("line 1 lacks") && error.contains("goal, sol1, sol2, label"), "{error}");
+    assert!(
+        error.contains("line 1: a field is missing") && error.contains("goal, sol1, sol2, label"),
+        "{error}"
+    );
     assert!(scratch.fails(&["eval", "runs/r", "--task", "mmlu=x"]).contains("hellaswag, arc, piqa, lambada"));
 }
 

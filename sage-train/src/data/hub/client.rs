@@ -28,13 +28,18 @@ impl Hub {
     /// # Errors
     /// When the library cannot start.
     pub fn open() -> Result<Self> {
-        let folder = cache_folder(|name| std::env::var_os(name).filter(|value| !value.is_empty()))?;
-        let cache = Cache::new(folder);
+        // An empty variable counts as one that is not set.
+        let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
+        let text = |name: &str| variable(name).and_then(|value| value.into_string().ok());
+        let cache = Cache::new(cache_folder(variable)?);
         let mut builder = ApiBuilder::from_cache(cache.clone()).with_retries(RETRIES).with_progress(false);
-        if let Ok(endpoint) = std::env::var("HF_ENDPOINT") {
+        if let Some(endpoint) = text("HF_ENDPOINT") {
             builder = builder.with_endpoint(endpoint);
         }
-        if let Ok(token) = std::env::var("HF_TOKEN") {
+        // `hf auth login` writes the token to the home folder, wherever the cache is.
+        let login = || std::fs::read_to_string(home_folder(variable)?.join("token")).ok();
+        let token = text("HF_TOKEN").or_else(login).map(|token| token.trim().to_owned());
+        if let Some(token) = token.filter(|token| !token.is_empty()) {
             builder = builder.with_token(Some(token));
         }
         let api = unpanicked(|| builder.build().map_err(|e| e.to_string())).map_err(failed("the hub"))?;
@@ -49,11 +54,18 @@ impl Hub {
         let model = if model == "gpt2" { "openai-community/gpt2" } else { model };
         check_name(model)?;
         let repo = Repo::model(model.into());
-        if self.cache.repo(repo.clone()).get("tokenizer.json").is_none() {
-            // It names the end-of-text token. Not every model has it.
-            let _ = self.get(&repo, TOKENIZER_CONFIG);
+        let cached = |file: &str| self.cache.repo(repo.clone()).get(file);
+        if let Some(path) = cached("tokenizer.json").filter(|_| cached(TOKENIZER_CONFIG).is_some()) {
+            return Ok(path);
         }
-        self.get(&repo, "tokenizer.json")
+        let path = self.get(&repo, "tokenizer.json")?;
+        // It names the end-of-text token. Not every model has it.
+        if let Err(error) = self.get(&repo, TOKENIZER_CONFIG).map_err(|error| error.to_string())
+            && !error.contains("404")
+        {
+            tell(&format!("warning: the end-of-text token is taken from tokenizer.json alone: {error}"));
+        }
+        Ok(path)
     }
 
     /// The names of a data set's files that match its pattern, sorted.
@@ -165,16 +177,21 @@ impl Hub {
 
 /// The folder of the cache, by the variables that the hub's own library reads.
 fn cache_folder(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf> {
-    let home = || variable("HOME").or_else(|| variable("USERPROFILE"));
     let folder = variable("HF_HUB_CACHE").map(PathBuf::from);
-    let folder = folder.or_else(|| variable("HF_HOME").map(|folder| Path::new(&folder).join("hub")));
-    let folder = folder.or_else(|| home().map(|home| Path::new(&home).join(".cache/huggingface/hub")));
+    let folder = folder.or_else(|| home_folder(&variable).map(|home| home.join("hub")));
     folder.ok_or_else(|| {
         Error::new("there is no folder for files of the Hugging Face Hub")
             .got("none of HF_HUB_CACHE, HF_HOME and HOME is set")
             .allowed("a folder that may be written")
             .hint("HF_HOME=/path/to/a/folder sage-train ..")
     })
+}
+
+/// The folder of the hub's own settings: its cache, if no other is set, and the token of a login.
+fn home_folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let user = || variable("HOME").or_else(|| variable("USERPROFILE"));
+    let folder = variable("HF_HOME").map(PathBuf::from);
+    folder.or_else(|| user().map(|user| Path::new(&user).join(".cache/huggingface")))
 }
 
 fn download(repo: &ApiRepo, file: &str) -> std::result::Result<PathBuf, String> {

@@ -44,3 +44,40 @@ fn skip_zeros(file: &mut impl BufRead) -> Result<bool> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufReader, Error, ErrorKind, Write};
+
+    use flate2::Compression;
+    use flate2::write::GzEncoder;
+
+    use super::*;
+
+    /// Every second read is interrupted, and the others give one byte.
+    struct Interrupted<'a>(&'a [u8], bool);
+
+    impl Read for Interrupted<'_> {
+        fn read(&mut self, bytes: &mut [u8]) -> Result<usize> {
+            self.1 = !self.1;
+            match self.1 {
+                true => Err(Error::from(ErrorKind::Interrupted)),
+                false => self.0.read(&mut bytes[..1]),
+            }
+        }
+    }
+
+    #[test]
+    fn an_interrupted_read_is_no_end() -> Result<()> {
+        let member = |text: &str| {
+            let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+            encoder.write_all(text.as_bytes())?;
+            encoder.finish()
+        };
+        let file = [member("one, ")?, member("two")?, vec![0; 100]].concat();
+        let mut text = String::new();
+        Gzip::new(BufReader::with_capacity(1, Interrupted(&file, false))).read_to_string(&mut text)?;
+        assert_eq!(text, "one, two");
+        Ok(())
+    }
+}

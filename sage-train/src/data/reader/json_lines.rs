@@ -152,3 +152,36 @@ impl<'de> Visitor<'de> for Field<'_> {
         Ok(named.or(nested).unwrap_or(Found::Missing(others)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_field_is_found_in_any_order() -> Result<()> {
+        let texts = |lines: &str, field: &str| {
+            let mut found = Vec::new();
+            let mut each = |piece: Piece| {
+                found.push(piece.text);
+                Ok(std::ops::ControlFlow::Continue(()))
+            };
+            json_lines(Path::new("a"), lines.as_bytes(), field, Bad::Refused, &mut each).map(|()| found)
+        };
+        // A field of the whole name is preferred to a nested one.
+        for line in [
+            r#"{"a.b": "x", "a": {"b": "y"}}"#,
+            r#"{"a": {"b": "y"}, "a.b": "x"}"#,
+            r#"{"a": {}, "a.b": "x"}"#,
+        ] {
+            assert_eq!(texts(line, "a.b")?, ["x"], "{line}");
+        }
+        assert_eq!(texts(r#"{"a": {"b": "y"}}"#, "a.b")?, ["y"]);
+        // A null is no document, at every depth.
+        for line in [r#"{"a": null}"#, r#"{"a": {"b": null}}"#, r#"{"a.b": null}"#] {
+            assert!(texts(line, "a.b")?.is_empty(), "{line}");
+        }
+        let error = texts(r#"{"a": {"c": 1}, "d": 2}"#, "a.b").expect_err("no text").to_string();
+        assert!(error.contains("no key `a.b` among a.c, d"), "{error}");
+        Ok(())
+    }
+}

@@ -145,5 +145,5 @@ fn a_milestone_is_reached_between_validations() {
     lost.ending = Some(Ending { status: Status::Diverged, reason: None });
     assert_eq!(reached(&lost, 2.5), None);
     let arm = self::study(vec![run("seed = 1", &[4.0, 3.0, 2.0]), lost]).panels.remove(0).arms.remove(0);
-    assert_eq!((arm.reached.expect("one").count, arm.outcomes().as_str()), (1, "1, 1 diverged"));
+    assert_eq!((arm.reached.expect("one").count, arm.outcomes().as_str()), (1, "1 finished, 1 diverged"));
 }

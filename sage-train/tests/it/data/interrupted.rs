@@ -56,6 +56,9 @@ fn a_killed_preparation_goes_on_where_it_was() {
         // Work with another seed is refused, and leaves the interrupted work as it is.
         let error = scratch.fails(&with("parts", "4"));
         assert!(error.contains("other --seed") && error.contains("rm -r"), "{error}");
+        let end = [&with("parts", "3")[..], &["--tokenizer", "whole/tokenizer.json", "--end-of-text", "the"]]
+            .concat();
+        assert!(scratch.fails(&end).contains("--end-of-text"));
         let output = scratch.run(&with("parts", "3"));
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success() && said.contains("goes on where"), "{said}");
