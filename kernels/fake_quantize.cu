@@ -115,7 +115,8 @@ __device__ void fake_quantize(const params::FakeQuantize& p) {
 
   Rows<T> source(from, segment.batch, start, head, count, shape.head_dim);
   Rows<T> target(to, segment.batch, start, head, count, shape.head_dim);
-  const float* mean = query || value || !p.k_mean ? nullptr : p.k_mean + (int64_t(head) * shape.segment_count + number) * D;
+  bool smooth = value ? p.smooth_values : !query && p.k_mean;
+  const float* mean = smooth ? p.k_mean + (int64_t(value ? shape.key_heads + head : head) * shape.segment_count + number) * D : nullptr;
   if (value && p.value_tokens) round_tile<T, D, true>(source, target, first, mean, p.quantize);
   else round_tile<T, D, false>(source, target, first, mean, p.quantize);
 }

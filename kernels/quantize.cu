@@ -10,7 +10,19 @@ using attention::TILE;
 
 namespace {
 
-// Sums of K over each tile, in the order of the tokens: (key head, tile, channel). A block loads a whole tile before it sums,
+// Means are taken of K and, with smooth_values, of V: heads from key_heads on are those of V.
+__device__ __forceinline__ int mean_heads(const params::Forward& p) { return p.shape.key_heads * (1 + p.smooth_values); }
+
+// A segment's rows of such a head, from token `first` on.
+template <class T>
+__device__ __forceinline__ Rows<T> rows_of(const params::Forward& p, const Segment& segment, int head, int first) {
+  const params::Shape& shape = p.shape;
+  bool value = head >= shape.key_heads;
+  return Rows<T>(value ? p.v : p.k, segment.batch, segment.key_start + first, value ? head - shape.key_heads : head,
+                 segment.key_len - first, value ? shape.value_dim : shape.head_dim);
+}
+
+// Sums of K and V over each tile, in the order of the tokens: (head, tile, channel). A block loads a whole tile before it sums,
 // as `quantize` does: if each thread walked down its channel in global memory, all of them would ask the same memory channels
 // at the same time.
 template <class T, int D>
@@ -18,10 +30,9 @@ __device__ void sum_tiles(const params::Forward& p) {
   constexpr int CHUNKS = D / 8;
   __shared__ uint4 rows[TILE * CHUNKS];
   const params::Shape& shape = p.shape;
-  int head = blockIdx.x % shape.key_heads, tile = blockIdx.x / shape.key_heads;
+  int heads = mean_heads(p), head = blockIdx.x % heads, tile = blockIdx.x / heads;
   Segment segment(shape, segment_of_tile<false>(shape, tile));
-  int first = (tile - segment.key_tile) * TILE;
-  Rows<T> k(p.k, segment.batch, segment.key_start + first, head, segment.key_len - first, shape.head_dim);
+  Rows<T> k = rows_of<T>(p, segment, head, (tile - segment.key_tile) * TILE);
 #pragma unroll
   for (int i = 0; i < TILE * CHUNKS; i += quant::TILE_THREADS) {
     int at = i + threadIdx.x;
@@ -36,7 +47,7 @@ __device__ void sum_tiles(const params::Forward& p) {
   p.codes.k_tile_sums[(int64_t(head) * shape.key_tiles + tile) * D + threadIdx.x] = sum;
 }
 
-// K's mean: the sums of the tiles, added in order, over the number of tokens: (key head, segment, channel). All threads load,
+// Means: the sums of the tiles, added in order, over the number of tokens: (head, segment, channel). All threads load,
 // but only one thread a channel adds, because the order of the sum is fixed.
 constexpr int MEAN_THREADS = 256;
 template <int D>
@@ -66,7 +77,7 @@ __device__ void mean_of_tiles(const params::Forward& p) {
         __fdiv_rn(total, float(max(segment.key_len, 1)));
 }
 
-// K's mean over a sample: the middles of key_sample even parts, or all of a shorter segment, added in order: (key head, segment,
+// Means over a sample: the middles of key_sample even parts, or all of a shorter segment, added in order: (head, segment,
 // channel). One thread block for each segment and head; the rows pass through its shared memory, 64 at a time.
 template <class T, int D>
 __device__ void mean_of_sample(const params::Forward& p) {
@@ -74,7 +85,7 @@ __device__ void mean_of_sample(const params::Forward& p) {
   __shared__ uint4 rows[AT_ONCE * CHUNKS];
   const params::Shape& shape = p.shape;
   Segment segment(shape, blockIdx.x);
-  Rows<T> k(p.k, segment.batch, segment.key_start, blockIdx.y, segment.key_len, shape.head_dim);
+  Rows<T> k = rows_of<T>(p, segment, blockIdx.y, 0);
   int count = min(p.key_sample, segment.key_len);
   float total = 0.0f;
   for (int first = 0; first < count; first += AT_ONCE) {
@@ -120,18 +131,23 @@ __device__ void quantize_queries(const params::Forward& p, int tile, int head) {
   });
 }
 
-template <class T, int D>
-__device__ void quantize_keys(const params::Forward& p, int tile, int head) {
+// A tile of K or, with VALUE, of V, less the mean that smoothing subtracts.
+template <class T, int D, bool VALUE>
+__device__ __forceinline__ void load_smoothed(quant::Tile<D>& values, const params::Forward& p, int tile, int head) {
   const params::Shape& shape = p.shape;
-  int index = segment_of_tile<false>(shape, tile);
+  int index = segment_of_tile<false>(shape, tile), mean_head = VALUE ? shape.key_heads + head : head;
   Segment segment(shape, index);
   int first = (tile - segment.key_tile) * TILE;
-  Rows<T> k(p.k, segment.batch, segment.key_start, head, segment.key_len, shape.head_dim);
-  int64_t at = int64_t(head) * shape.key_tiles + tile;
+  values.load(rows_of<T>(p, segment, mean_head, first), 0);
+  if (VALUE ? p.smooth_values != 0 : p.codes.k_mean != nullptr)
+    values.subtract(p.codes.k_mean + (int64_t(mean_head) * shape.segment_count + index) * D, segment.key_len - first);
+}
+
+template <class T, int D>
+__device__ void quantize_keys(const params::Forward& p, int tile, int head) {
+  int64_t at = int64_t(head) * p.shape.key_tiles + tile;
   quant::Tile<D> values;
-  values.load(k, first);
-  if (p.codes.k_mean)
-    values.subtract(p.codes.k_mean + (int64_t(head) * shape.segment_count + index) * D, segment.key_len - first);
+  load_smoothed<T, D, false>(values, p, tile, head);
   quant::quantize_tile(values, p.codes.k_dequant_scale + at, [&](int row, int channel) {
     return quant::at_swizzled<D>(p.codes.k + at * TILE * D, row, channel);
   });
@@ -141,12 +157,9 @@ template <class T, int D>
 __device__ void quantize_values(const params::Forward& p, int tile, int head) {
   constexpr int PITCH = D + 16;  // eight neighbouring rows start in eight different groups of four banks
   __shared__ __align__(16) int8_t codes[TILE * PITCH];
-  const params::Shape& shape = p.shape;
-  Segment segment(shape, segment_of_tile<false>(shape, tile));
-  Rows<T> v(p.v, segment.batch, segment.key_start, head, segment.key_len, shape.value_dim);
-  int64_t at = int64_t(head) * shape.key_tiles + tile;
+  int64_t at = int64_t(head) * p.shape.key_tiles + tile;
   quant::Tile<D> values;
-  values.load(v, (tile - segment.key_tile) * TILE);
+  load_smoothed<T, D, true>(values, p, tile, head);
   quant::quantize_tile(values, p.codes.v_dequant_scale + at, [&](int row, int channel) { return codes + row * PITCH + channel; });
   __syncthreads();
   quant::store_transposed<D, PITCH>(codes, p.codes.v_transposed + at * TILE * D);

@@ -102,6 +102,7 @@ fn run(case: &Case) -> Result<()> {
         ("sagebwd", sage.into()),
         ("sagebwd, tile scales", sage.granularity(Granularity::Tile).into()),
         ("sagebwd, qk smoothing", sage.smoothing(Smoothing::Qk).into()),
+        ("sagebwd, kv smoothing", sage.smoothing(Smoothing::Kv).into()),
         ("attn-qat", AttnQat::default().into()),
     ];
     for (name, scheme) in schemes {

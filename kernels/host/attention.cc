@@ -163,6 +163,7 @@ int main() {
       {"full precision, bf16", run<B, 64, FULL_PRECISION>, run<B, 128, FULL_PRECISION>, run<B, 256, FULL_PRECISION>, 4e-3, 6e-3},
       {"SageBwd, bf16", run<B, 64, SAGEBWD>, run<B, 128, SAGEBWD>, nullptr, 2.5e-2, 3.5e-2},
       {"SageBwd with Q, bf16", run<B, 64, SAGEBWD_QK>, run<B, 128, SAGEBWD_QK>, nullptr, 2.5e-2, 3.5e-2},
+      {"SageBwd with V, bf16", run<B, 64, SAGEBWD_KV>, run<B, 128, SAGEBWD_KV>, nullptr, 2.5e-2, 3.5e-2},
       {"SageBwd with S, bf16", run<B, 64, SAGEBWD_S>, run<B, 128, SAGEBWD_S>, nullptr, 2.5e-2, 2.5e-2},
       {"SageBwd scores, bf16", run<B, 64, SAGEBWD_SCORES>, run<B, 128, SAGEBWD_SCORES>, nullptr, 1.7e-2, 2.5e-2},
       {"SageBwd forward, bf16", run<B, 64, SAGEBWD_FORWARD>, run<B, 128, SAGEBWD_FORWARD>, nullptr, 2.5e-2, 2.5e-2},

@@ -30,7 +30,7 @@ struct Case {
 };
 
 // The backward of SAGEBWD_S has S alone in INT8, and with SAGEBWD_SCORES the forward too; that of SAGEBWD_FORWARD has nothing.
-enum Numerics { FULL_PRECISION, SAGEBWD, SAGEBWD_QK, SAGEBWD_S, SAGEBWD_SCORES, SAGEBWD_FORWARD, NVFP4_PRODUCTS, NVFP4_TCGEN05 };
+enum Numerics { FULL_PRECISION, SAGEBWD, SAGEBWD_QK, SAGEBWD_KV, SAGEBWD_S, SAGEBWD_SCORES, SAGEBWD_FORWARD, NVFP4_PRODUCTS, NVFP4_TCGEN05 };
 
 constexpr int tiles_of(int tokens) { return (tokens + 63) / 64; }
 
@@ -61,7 +61,7 @@ struct Segments {
 template <class T, int D, Numerics NUMERICS>
 struct Problem {
   static constexpr bool NVFP4 = NUMERICS == NVFP4_PRODUCTS || NUMERICS == NVFP4_TCGEN05;
-  static constexpr bool CODES = NUMERICS == SAGEBWD || NUMERICS == SAGEBWD_QK;  // whether the backward is one of codes
+  static constexpr bool CODES = NUMERICS == SAGEBWD || NUMERICS == SAGEBWD_QK || NUMERICS == SAGEBWD_KV;  // whether the backward is one of codes
   const Case& c;
   Segments segments;
   int query_tiles, key_tiles;  // of all heads
@@ -80,8 +80,8 @@ struct Problem {
         dv(c.batch, c.keys, c.key_heads, c.head_dim, 100.0f), means(size_t(c.key_heads) * segments.count() * D),
         minus_lse2(size_t(query_tiles) * 64), minus_delta(minus_lse2.size()), dq_accum(size_t(query_tiles) * 64 * D),
         q_transposed(dq_accum.size()), dout_transposed(dq_accum.size()), q_dequant_scale(query_tiles), k_dequant_scale(key_tiles),
-        v_dequant_scale(key_tiles), dout_dequant_scale(query_tiles * D), q_mean(query_tiles * D), k_mean(means.size()),
-        k_tile_sums(key_tiles * D) {
+        v_dequant_scale(key_tiles), dout_dequant_scale(query_tiles * D), q_mean(query_tiles * D), k_mean(2 * means.size()),
+        k_tile_sums(2 * key_tiles * D) {
     p.q = q.view, p.k = k.view, p.v = v.view, p.out = out.view;
     p.minus_lse2 = minus_lse2.data();
     p.shape = {segments.packed ? segments.all.data() : nullptr, segments.count(), segments.longest_queries, segments.longest_keys,
@@ -147,11 +147,13 @@ struct Problem {
     q_codes.resize(query_tiles * 64 * D), k_codes.resize(key_tiles * 64 * D), v_codes.resize(key_tiles * 64 * D);
     p.codes = {q_codes.data(), k_codes.data(), v_codes.data(), q_dequant_scale.data(), k_dequant_scale.data(), v_dequant_scale.data(), nullptr, nullptr, nullptr};
     if (NUMERICS == SAGEBWD_QK) p.codes.q_mean = q_mean.data();
-    if (NUMERICS == SAGEBWD_QK || c.smooth) {
+    p.smooth_values = NUMERICS == SAGEBWD_KV;
+    if (NUMERICS == SAGEBWD_QK || NUMERICS == SAGEBWD_KV || c.smooth) {
+      int smoothed = 1 + p.smooth_values;
       p.codes.k_mean = k_mean.data(), p.codes.k_tile_sums = k_tile_sums.data();
-      for (int i = 0; i < key_tiles; ++i) host::run(i, quant::TILE_THREADS, [&] { sum_tiles<T, D>(p); });
+      for (int i = 0; i < smoothed * key_tiles; ++i) host::run(i, quant::TILE_THREADS, [&] { sum_tiles<T, D>(p); });
       for (int i = 0; i < segments.count(); ++i)
-        for (int head = 0; head < c.key_heads; ++head) host::run(i, MEAN_THREADS, [&] { mean_of_tiles<D>(p); }, head);
+        for (int head = 0; head < smoothed * c.key_heads; ++head) host::run(i, MEAN_THREADS, [&] { mean_of_tiles<D>(p); }, head);
     }
     for (int i = 0; i < query_tiles + 2 * key_tiles; ++i) host::run(i, quant::TILE_THREADS, [&] { quantize<T, D>(p); });
   }
@@ -189,8 +191,8 @@ struct Problem {
     for (int i = 0; i < query_tiles; ++i) host::run(i, quant::TILE_THREADS, [&] { prepare<T, D, CODES>(b); });
     constexpr bool S_OF_CODES = NUMERICS == SAGEBWD_S || NUMERICS == SAGEBWD_SCORES;
     // The plans of SM86, whose small memory takes blocks of 64 keys for some kernels and of 128 for others.
-    constexpr const char* KERNEL = NUMERICS == SAGEBWD      ? "attn_bwd_sagebwd"
-                                   : NUMERICS == SAGEBWD_QK ? "attn_bwd_sagebwd_general"
+    constexpr const char* KERNEL = NUMERICS == SAGEBWD_QK ? "attn_bwd_sagebwd_general"
+                                   : CODES                  ? "attn_bwd_sagebwd"
                                    : S_OF_CODES             ? "attn_bwd_sagebwd_s"
                                                             : "attn_bwd_full_precision";
     constexpr params::Plan PLAN = params::plan(KERNEL, D, params::EVERY, D > 128 ? params::SM80 : params::SM86);

@@ -12,7 +12,7 @@ use super::rows::{Keys, RowSource, Rows};
 use super::view::View;
 use super::{Gradients, OnCpu, Past, backward, forward, lanes};
 use crate::nvfp4::{Axis, GROUP, Packed, Scale, e2m1};
-use crate::scheme::{AttnQat as Settings, PReference, Smoothing, ValueGroups};
+use crate::scheme::{AttnQat as Settings, PReference, ValueGroups};
 
 /// Rows that are summed first in the computation of K's mean, as in SageBwd.
 const MEAN_ROWS: usize = 64;
@@ -37,6 +37,8 @@ struct Codes {
     v: Vec<Packed>,
     /// The token mean that was subtracted from K, if any was.
     k_mean: Vec<Option<Vec<f32>>>,
+    /// The token mean that was subtracted from V, if any was.
+    v_mean: Vec<Option<Vec<f32>>>,
 }
 
 impl Codes {
@@ -47,23 +49,25 @@ impl Codes {
             let rows = problem.q_rows(at, 0..problem.segments[at.segment].query.len());
             Packed::new(&rows, d, Axis::Channels)
         });
-        let smooth = settings.smoothing != Smoothing::None;
-        let smoothed = per_head(problem, shape.key_heads(), |at| {
-            let mut rows = problem.k_rows(at, keys(at));
-            let mean = smooth.then(|| channel_mean(&rows, d, MEAN_ROWS));
-            if let Some(mean) = &mean {
-                subtract_mean(&mut rows, mean);
-            }
-            (Packed::new(&rows, d, Axis::Channels), mean)
-        });
-        let (k, k_mean) = smoothed.into_iter().unzip();
         let axis = match settings.value_groups {
             ValueGroups::Tokens => Axis::Rows,
             ValueGroups::HeadDim => Axis::Channels,
         };
+        let packed = |mut rows: Vec<f32>, smooth: bool, axis: Axis| {
+            let mean = smooth.then(|| channel_mean(&rows, d, MEAN_ROWS));
+            if let Some(mean) = &mean {
+                subtract_mean(&mut rows, mean);
+            }
+            (Packed::new(&rows, d, axis), mean)
+        };
+        let (smoothing, heads) = (settings.smoothing, shape.key_heads());
+        let k = per_head(problem, heads, |at| {
+            packed(problem.k_rows(at, keys(at)), smoothing.of_keys(), Axis::Channels)
+        });
         let v =
-            per_head(problem, shape.key_heads(), |at| Packed::new(&problem.v_rows(at, keys(at)), d, axis));
-        Self { q, k, v, k_mean }
+            per_head(problem, heads, |at| packed(problem.v_rows(at, keys(at)), smoothing.of_values(), axis));
+        let ((k, k_mean), (v, v_mean)) = (k.into_iter().unzip(), v.into_iter().unzip());
+        Self { q, k, v, k_mean, v_mean }
     }
 }
 
@@ -138,9 +142,13 @@ impl ForwardNumerics for Forward<'_> {
         }
     }
 
-    fn finish(&self, rows: Softmax<2>, sees: &dyn Fn(usize) -> bool) -> Finished {
+    fn finish(&self, at: Head, rows: Softmax<2>, sees: &dyn Fn(usize) -> bool) -> Finished {
         let sum = rows.sum.clone();
         let mut finished = rows.finish(sees);
+        // O' stays the output of V less its mean, as the backward's V is: delta = rowsum(dO o O') goes with dP = dO (V - m)^T.
+        if let Some(mean) = &self.codes.v_mean[key_index(self.problem, self.problem.key_head(at))] {
+            finished.add_value_mean(mean, sees);
+        }
         finished.states.push(sum);
         finished
     }
@@ -183,10 +191,13 @@ impl RowSource for Backward<'_> {
     }
     fn v_rows(&self, at: Head, tokens: Range<usize>) -> Vec<f32> {
         if self.settings.matched_recomputation {
-            self.forward().v_rows(at, tokens)
-        } else {
-            self.problem.v_rows(at, tokens)
+            return self.forward().v_rows(at, tokens);
         }
+        let mut rows = self.problem.v_rows(at, tokens);
+        if let Some(mean) = &self.kept.codes.v_mean[key_index(self.problem, at)] {
+            subtract_mean(&mut rows, mean);
+        }
+        rows
     }
 }
 

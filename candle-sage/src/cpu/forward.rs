@@ -75,7 +75,7 @@ fn run_item<N: ForwardNumerics>(
                 numerics.attend(&keys, tile, logits, &mut state);
             }
         }
-        numerics.finish(state, &|r| segment.visible_keys(row + r) > 0)
+        numerics.finish(at, state, &|r| segment.visible_keys(row + r) > 0)
     });
     tiles.collect()
 }

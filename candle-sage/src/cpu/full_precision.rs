@@ -63,7 +63,7 @@ impl ForwardNumerics for Forward<'_> {
         product(&mut rows.acc[0], p, keys.v.of_keys(tile), 1.0, true);
     }
 
-    fn finish(&self, rows: Softmax, sees: &dyn Fn(usize) -> bool) -> Finished {
+    fn finish(&self, _: Head, rows: Softmax, sees: &dyn Fn(usize) -> bool) -> Finished {
         rows.finish(sees)
     }
 }

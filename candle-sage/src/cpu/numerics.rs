@@ -160,6 +160,16 @@ pub(crate) struct Finished {
 }
 
 impl Finished {
+    /// Adds to the output the mean that was subtracted from V. `mean` is empty if none was.
+    pub(crate) fn add_value_mean(&mut self, mean: &[f32], sees: &dyn Fn(usize) -> bool) {
+        if mean.is_empty() {
+            return;
+        }
+        // A query that sees no key keeps its zeros.
+        let rows = self.outputs[0].chunks_exact_mut(mean.len()).enumerate().filter(|(r, _)| sees(*r));
+        rows.for_each(|(_, row)| row.iter_mut().zip(mean).for_each(|(x, mean)| *x += mean));
+    }
+
     /// The output and the log-sum-exp, for a scheme that has no others.
     pub(crate) fn out_and_lse2(mut self) -> (Vec<f32>, Vec<f32>) {
         (self.outputs.swap_remove(0), self.states.swap_remove(0))
@@ -199,8 +209,8 @@ pub(crate) trait ForwardNumerics: Operands {
     /// Overwrites `logits`.
     fn attend(&self, keys: &Self::Keys, tile: Tile, logits: &mut [f32], rows: &mut Self::Rows);
 
-    /// The results of a tile of queries. `sees` tells whether a row of the tile sees any key.
-    fn finish(&self, rows: Self::Rows, sees: &dyn Fn(usize) -> bool) -> Finished;
+    /// The results of a tile of queries of one head. `sees` tells whether a row of the tile sees any key.
+    fn finish(&self, at: Head, rows: Self::Rows, sees: &dyn Fn(usize) -> bool) -> Finished;
 }
 
 /// The products of a scheme's backward.

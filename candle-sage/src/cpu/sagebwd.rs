@@ -11,9 +11,9 @@ use forward::ForwardValues;
 
 use super::numerics::{Head, Operands, Problem, Tile, cut, per_head};
 use super::product::{Mat, product};
-use super::quantize::{TileCodes, channel_mean, key_mean, subtract_mean};
+use super::quantize::{TileCodes, channel_mean, subtract_mean, token_mean};
 use super::{Gradients, OnCpu, Past};
-use crate::scheme::{Int8Products, SageBwd as Settings, Smoothing};
+use crate::scheme::{Int8Products, SageBwd as Settings};
 
 impl OnCpu for Settings {
     /// The base-2 log-sum-exps, and the codes and scales of Q and K.
@@ -51,7 +51,7 @@ pub(super) struct Codes {
 #[derive(Debug)]
 struct HeadCodes {
     codes: TileCodes,
-    /// The mean that was subtracted before quantizing: K's token mean, or the mean of each tile of Q. Empty
+    /// The mean that was subtracted before quantizing: the token mean of K or V, or the mean of each tile of Q. Empty
     /// without smoothing.
     mean: Vec<f32>,
 }
@@ -62,7 +62,7 @@ impl Codes {
         let queries = per_head(problem, problem.shape.query_heads(), |at| {
             let mut rows = problem.q_rows(at, 0..problem.segments[at.segment].query.len());
             let mut mean = Vec::new();
-            if settings.smoothing == Smoothing::Qk {
+            if settings.smoothing.of_queries() {
                 for tile in rows.chunks_mut(settings.tile_q * d) {
                     let tile_mean = channel_mean(tile, d, settings.tile_q);
                     subtract_mean(tile, &tile_mean);
@@ -74,8 +74,8 @@ impl Codes {
         let keys = per_head(problem, problem.shape.key_heads(), |at| {
             let mut rows = problem.k_rows(at, 0..problem.segments[at.segment].key.len());
             let mut mean = Vec::new();
-            if settings.smoothing != Smoothing::None {
-                mean = key_mean(&rows, d, settings);
+            if settings.smoothing.of_keys() {
+                mean = token_mean(&rows, d, settings);
                 subtract_mean(&mut rows, &mean);
             }
             HeadCodes { codes: TileCodes::new(&rows, d, settings.tile_k), mean }
@@ -103,6 +103,12 @@ trait Values: Sync {
 impl<V> Products<'_, V> {
     fn d(&self) -> usize {
         self.problem.head_dim()
+    }
+
+    /// Index among the codes of the key head that a query head reads.
+    fn key_index(&self, at: Head) -> usize {
+        let Head { segment, head } = self.problem.key_head(at);
+        segment * self.problem.shape.key_heads() + head
     }
 
     fn q_dequant(&self, queries: &Queries, tile: Tile) -> f32 {
@@ -158,7 +164,7 @@ impl<V: Values> Operands for Products<'_, V> {
         let index = at.segment * self.problem.shape.key_heads() + at.head;
         let head = &self.codes.keys[index];
         let mut k_smooth = Vec::new();
-        if settings.smoothing == Smoothing::Qk || !(self.int8.s && self.int8.dq) {
+        if settings.smoothing.of_queries() || !(self.int8.s && self.int8.dq) {
             k_smooth = self.problem.k_rows(at, tokens.clone());
             if !head.mean.is_empty() {
                 subtract_mean(&mut k_smooth, &head.mean);

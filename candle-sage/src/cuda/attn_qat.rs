@@ -14,11 +14,11 @@ use super::call::Call;
 use super::full_precision::{self, launch_delta};
 use super::kernels::Grid;
 use super::plan::{Plan, TILE, Visits};
-use super::sagebwd::launch_key_mean;
+use super::sagebwd::launch_means;
 use super::tensor::Output;
 use super::{OnGpu, Past, params};
 use crate::error::Error;
-use crate::scheme::{AttnQat, PReference, Products, Smoothing, ValueGroups};
+use crate::scheme::{AttnQat, PReference, Products, ValueGroups};
 
 /// Name of the forward's kernel in FP4 products, and of the `.cu` file with it and the kernel that packs its
 /// operands.
@@ -72,10 +72,12 @@ impl OnGpu for AttnQat {
 
     fn operands(&self, call: &Call<'_>, keep: bool) -> Result<Operands> {
         let (gpu, shape) = (&call.gpu, call.problem.shape);
-        let smooth = self.smoothing != Smoothing::None;
-        let means = call.segment_count() * shape.key_heads() * call.d;
+        let smooth = self.smoothing.of_keys();
+        // V's means and sums lie behind K's.
+        let smoothed = 1 + usize::from(self.smoothing.of_values());
+        let means = smoothed * call.segment_count() * shape.key_heads() * call.d;
         let k_mean = smooth.then(|| gpu.alloc(means)).transpose()?;
-        let k_tile_sums = smooth.then(|| gpu.alloc(call.key_tiles() * call.d)).transpose()?;
+        let k_tile_sums = smooth.then(|| gpu.alloc(smoothed * call.key_tiles() * call.d)).transpose()?;
         if self.products == Products::Nvfp4 {
             let kept = Kept { high_precision_out: None, row_sums: None, k_mean };
             return Ok(Operands { kept, rounded: Rounded::Codes(codes(call)?), k_tile_sums });
@@ -96,10 +98,11 @@ impl OnGpu for AttnQat {
     ) -> Result<()> {
         let gpu = &call.gpu;
         let Kept { high_precision_out, row_sums, k_mean } = &operands.kept;
+        params.smooth_values = self.smoothing.of_values().into();
         if let (Some(mean), Some(sums)) = (k_mean, &operands.k_tile_sums) {
             params.codes.k_mean = address(mean, gpu);
             params.codes.k_tile_sums = address(sums, gpu);
-            launch_key_mean(call, params)?;
+            launch_means(call, params)?;
         }
         params.p_literal = (self.p_reference == PReference::Literal).into();
         params.p_lift = -self.p_reference.of(0.0);
@@ -179,7 +182,7 @@ fn pack<'p>(call: &Call<'_>, codes: &'p [CudaSlice<i8>; 3], params: &mut params:
 }
 
 /// Launches the rounding of Q, K and V into other tensors: to NVFP4 if `quantize`, otherwise to 16 bit alone.
-/// K's mean is subtracted first.
+/// The means of K and V that smoothing takes are subtracted first.
 fn launch_fake_quantize(
     settings: &AttnQat,
     call: &Call<'_>,
@@ -199,6 +202,8 @@ fn launch_fake_quantize(
         shape: call.shape(),
         quantize: quantize.into(),
         value_tokens: (settings.value_groups == ValueGroups::Tokens).into(),
+        smooth_values: settings.smoothing.of_values().into(),
+        padding: 0,
     };
     let blocks = call.query_tiles() + 2 * call.key_tiles();
     // As many threads as `kernels/fake_quantize.cu` expects: each takes eight channels of two rows.

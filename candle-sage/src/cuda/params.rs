@@ -152,7 +152,7 @@ pub(super) struct Forward<'a> {
     pub(super) p_literal: i32,
     pub(super) lists: Lists<'a>,
     pub(super) key_sample: i32,
-    pub(super) padding: i32,
+    pub(super) smooth_values: i32,
     pub(super) q_map: TensorMap<'a>,
     pub(super) k_map: TensorMap<'a>,
     pub(super) v_map: TensorMap<'a>,
@@ -201,6 +201,8 @@ pub(super) struct FakeQuantize<'a> {
     pub(super) shape: Shape<'a>,
     pub(super) quantize: i32,
     pub(super) value_tokens: i32,
+    pub(super) smooth_values: i32,
+    pub(super) padding: i32,
 }
 
 // SAFETY: plain data in C layout, the same on the device: the header has the same assertions as the end of
@@ -223,8 +225,9 @@ const _: () = {
     assert!(size_of::<Forward>() == 832 && offset_of!(Forward, q_map) == 448);
     assert!(offset_of!(Forward, minus_lse2) == 192 && offset_of!(Forward, shape) == 280);
     assert!(offset_of!(Forward, row_sums) == 384 && offset_of!(Forward, lists) == 400);
-    assert!(offset_of!(Forward, key_sample) == 440);
-    assert!(size_of::<FakeQuantize>() == 360 && offset_of!(FakeQuantize, shape) == 296);
+    assert!(offset_of!(Forward, key_sample) == 440 && offset_of!(Forward, smooth_values) == 444);
+    assert!(size_of::<FakeQuantize>() == 368 && offset_of!(FakeQuantize, shape) == 296);
+    assert!(offset_of!(FakeQuantize, smooth_values) == 360);
     assert!(size_of::<Backward>() == 960 && offset_of!(Backward, q_map) == 704);
     assert!(offset_of!(Backward, minus_lse2) == 384 && offset_of!(Backward, codes) == 440);
     assert!(offset_of!(Backward, shape) == 512 && offset_of!(Backward, group) == 568);

@@ -30,7 +30,7 @@ impl OnGpu for SageBwd {
             Int8Products::FORWARD => full_precision::BACKWARD,
             Int8Products::FORWARD_AND_S | Int8Products::SCORES => "attn_bwd_sagebwd_s",
             // The same kernel with the ablations, which would slow down the usual case.
-            _ if self.smoothing == Smoothing::Qk || self.granularity != Granularity::Vector => {
+            _ if self.smoothing.of_queries() || self.granularity != Granularity::Vector => {
                 "attn_bwd_sagebwd_general"
             }
             _ => "attn_bwd_sagebwd",
@@ -95,7 +95,7 @@ fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
         (Int8Products::FORWARD_AND_S | Int8Products::SCORES, Smoothing::Qk) => {
             return Err(Error::unsupported("these products do not go with Q smoothing on CUDA")
                 .got(format!("products {}, smoothing {}", settings.products, settings.smoothing))
-                .allowed("smoothing none or k; with smoothing qk products paper or forward")
+                .allowed("smoothing none, k or kv; with smoothing qk products paper or forward")
                 .hint("the CPU takes any"));
         }
         (
@@ -149,6 +149,7 @@ pub(super) struct Operands {
     /// `None` without smoothing of K, and with a mean over a sample.
     k_tile_sums: Option<CudaSlice<f32>>,
     key_mean: KeyMean,
+    smooths_values: bool,
 }
 
 impl Operands {
@@ -156,16 +157,17 @@ impl Operands {
         check_settings(settings)?;
         let (gpu, d) = (&call.gpu, call.d);
         let (queries, keys) = (call.query_tiles(), call.key_tiles());
-        let smooth_q = settings.smoothing == Smoothing::Qk;
-        let smooth_k = settings.smoothing != Smoothing::None;
-        let means = call.segment_count() * call.problem.shape.key_heads() * d;
+        let smoothing = settings.smoothing;
+        // V's means and sums lie behind K's.
+        let smoothed = 1 + usize::from(smoothing.of_values());
+        let means = smoothed * call.segment_count() * call.problem.shape.key_heads() * d;
         let codes = Codes {
             q: gpu.alloc(queries * TILE * d)?,
             k: gpu.alloc(keys * TILE * d)?,
             q_dequant_scale: gpu.alloc(queries)?,
             k_dequant_scale: gpu.alloc(keys)?,
-            q_mean: smooth_q.then(|| gpu.alloc(queries * d)).transpose()?,
-            k_mean: smooth_k.then(|| gpu.alloc(means)).transpose()?,
+            q_mean: smoothing.of_queries().then(|| gpu.alloc(queries * d)).transpose()?,
+            k_mean: smoothing.of_keys().then(|| gpu.alloc(means)).transpose()?,
         };
         let v = settings
             .products
@@ -173,8 +175,9 @@ impl Operands {
             .then(|| Ok::<_, candle_core::Error>((gpu.alloc(keys * TILE * d)?, gpu.alloc(keys)?)));
         let v = v.transpose()?;
         let key_mean = settings.key_mean;
-        let k_tile_sums = (smooth_k && key_mean == KeyMean::All).then(|| gpu.alloc(keys * d)).transpose()?;
-        Ok(Self { codes, v, k_tile_sums, key_mean })
+        let of_tiles = smoothing.of_keys() && key_mean == KeyMean::All;
+        let k_tile_sums = of_tiles.then(|| gpu.alloc(smoothed * keys * d)).transpose()?;
+        Ok(Self { codes, v, k_tile_sums, key_mean, smooths_values: smoothing.of_values() })
     }
 }
 
@@ -184,18 +187,24 @@ pub(super) fn quantize<'p>(
     operands: &'p Operands,
     params: &mut params::Forward<'p>,
 ) -> Result<()> {
-    let Operands { codes, v, k_tile_sums, key_mean } = operands;
+    let Operands { codes, v, k_tile_sums, key_mean, smooths_values } = operands;
     let gpu = &call.gpu;
     params.codes = codes.params(call);
     params.codes.v_transposed = address_if_any(v.as_ref().map(|(codes, _)| codes), gpu);
     params.codes.v_dequant_scale = address_if_any(v.as_ref().map(|(_, scales)| scales), gpu);
     params.codes.k_tile_sums = address_if_any(k_tile_sums.as_ref(), gpu);
+    params.smooth_values = (*smooths_values).into();
     if codes.k_mean.is_some() {
         match *key_mean {
-            KeyMean::All => launch_key_mean(call, params)?,
+            KeyMean::All => launch_means(call, params)?,
             KeyMean::Sample(count) => {
                 params.key_sample = count as i32;
-                gpu.launch_forward("quantize", &call.kernel("mean_of_sample"), key_mean_grid(call), params)?;
+                gpu.launch_forward(
+                    "quantize",
+                    &call.kernel("mean_of_sample"),
+                    mean_grid(call, params),
+                    params,
+                )?;
             }
         }
     }
@@ -219,18 +228,19 @@ impl Codes {
     }
 }
 
-/// Launches the computation of K's token mean, for which `params.codes` has a buffer and one for the tiles'
-/// sums.
-pub(super) fn launch_key_mean(call: &Call<'_>, params: &params::Forward<'_>) -> Result<()> {
-    let gpu = &call.gpu;
-    gpu.launch_forward("quantize", &call.kernel("sum_tiles"), Grid::line(call.key_tiles(), 256), params)?;
-    gpu.launch_forward("quantize", &format!("mean_of_tiles_{}", call.d), key_mean_grid(call), params)
+/// Launches the computation of the token means of K and, with `params.smooth_values`, of V, for which `params.codes` has a buffer
+/// and one for the tiles' sums.
+pub(super) fn launch_means(call: &Call<'_>, params: &params::Forward<'_>) -> Result<()> {
+    let (gpu, smoothed) = (&call.gpu, 1 + params.smooth_values as usize);
+    let tiles = Grid::line(smoothed * call.key_tiles(), 256);
+    gpu.launch_forward("quantize", &call.kernel("sum_tiles"), tiles, params)?;
+    gpu.launch_forward("quantize", &format!("mean_of_tiles_{}", call.d), mean_grid(call, params), params)
 }
 
-/// A thread block for each segment and key head.
-fn key_mean_grid(call: &Call<'_>) -> Grid {
-    let blocks = (call.segment_count() as u32, call.problem.shape.key_heads() as u32, 1);
-    Grid { blocks, ..Grid::line(1, 256) }
+/// A thread block for each segment and key head, of K and perhaps of V.
+fn mean_grid(call: &Call<'_>, params: &params::Forward<'_>) -> Grid {
+    let heads = call.problem.shape.key_heads() as u32 * (1 + params.smooth_values as u32);
+    Grid { blocks: (call.segment_count() as u32, heads, 1), ..Grid::line(1, 256) }
 }
 
 /// What the backward's kernel reads besides the forward's codes.

@@ -265,17 +265,29 @@ impl AttnQat {
     ///
     /// assert!(AttnQat::default().smoothing(Smoothing::K).validate().is_ok());
     /// let error = AttnQat::default().smoothing(Smoothing::Qk).validate().unwrap_err();
-    /// assert!(error.to_string().contains("allowed: none, k"));
+    /// assert!(error.to_string().contains("allowed: none, k, kv"));
     /// ```
     ///
     /// # Errors
     /// When Q is to be smoothed, since Attn-QAT smooths K alone; when FP4 products are to have groups of V
     /// along head_dim, which is not their reduction.
     pub fn validate(&self) -> Result<()> {
-        if self.smoothing == Smoothing::Qk {
+        if self.smoothing.of_values() && !self.high_precision_output {
+            return Err(Error::new("smoothing of V needs the high-precision output")
+                .got("smoothing kv without high_precision_output")
+                .allowed("smoothing none, k; or kv with high_precision_output")
+                .hint("AttnQat::high_precision_output(true) is the default"));
+        }
+        if self.smoothing.of_values() && self.products == Products::Nvfp4 {
+            return Err(Error::unsupported("FP4 products do not smooth V yet")
+                .got("smoothing kv, products nvfp4")
+                .allowed("smoothing none, k")
+                .hint("16-bit products take it: AttnQat::products(Products::SixteenBit)"));
+        }
+        if self.smoothing.of_queries() {
             return Err(Error::new("Attn-QAT does not smooth the query")
                 .got("smoothing qk")
-                .allowed("none, k")
+                .allowed("none, k, kv")
                 .hint("SageBwd has smoothing of both"));
         }
         if self.products == Products::Nvfp4 && self.value_groups != ValueGroups::Tokens {

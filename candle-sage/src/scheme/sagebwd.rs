@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 /// | product | left operand, its scale | right operand, its scale |
 /// |---|---|---|
 /// | `S = Q K^T` | Q, one per tile | K minus its token mean, one per tile |
-/// | `O = P V` | P, one per row of each tile | V, one per tile |
+/// | `O = P V` | P, one per row of each tile | V, with [`Smoothing::Kv`] minus its token mean, one per tile |
 /// | `dV = P^T dO` | P, [`Granularity`] along the keys | dO, [`Granularity`] along head_dim |
 /// | `dP = dO V^T` | dO, 16 bit | V, 16 bit |
 /// | `dQ = dS K` | dS, [`Granularity`] along the queries | K, the forward's codes |
@@ -367,8 +367,16 @@ impl SageBwd {
         if self.key_mean != KeyMean::All && self.smoothing == Smoothing::None {
             return Err(Error::new("this mean of K does nothing without smoothing")
                 .got(format!("key_mean {}, smoothing {}", self.key_mean, self.smoothing))
-                .allowed("smoothing k or qk; or key_mean all")
+                .allowed("smoothing k, qk or kv; or key_mean all")
                 .hint("key_mean says which tokens the mean is taken over that smoothing subtracts"));
+        }
+        if self.smoothing.of_values() && !self.products.o {
+            return Err(Error::new("this smoothing does nothing with these products")
+                .got(format!("smoothing {}, products {}", self.smoothing, self.products))
+                .allowed(
+                    "smoothing kv with products that have O = P V in INT8: paper, forward-and-s, forward",
+                )
+                .hint("Smoothing::K is the same where V is not quantized"));
         }
         if !self.products.o && !self.products.s {
             return Err(Error::new("scores in INT8 in the forward alone")

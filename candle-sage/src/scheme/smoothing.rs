@@ -23,9 +23,40 @@ pub enum Smoothing {
     /// As `K`, and subtracts from each tile of Q its mean, whose product with K is added to the logits as a
     /// row and whose part of dK is added as a rank-one term.
     Qk,
+    /// As `K`, and subtracts from V its mean `m` over the same tokens, which is added to the output:
+    /// `O = P (V - m) + m`, because every row of the exact P sums to one. What the rounding of P loses is multiplied by
+    /// `V - m` then, and not by V: the part of the output's error that does not average out is smaller. Ours, from no paper;
+    /// `docs/findings.md` has measurements.
+    Kv,
 }
 
-/// The tokens that the mean is taken over which [`Smoothing`] subtracts from K.
+impl Smoothing {
+    /// Whether the mean of each tile of Q is subtracted.
+    ///
+    /// ```
+    /// use candle_sage::Smoothing;
+    ///
+    /// let all = [Smoothing::None, Smoothing::K, Smoothing::Qk, Smoothing::Kv];
+    /// assert_eq!(all.map(Smoothing::of_queries), [false, false, true, false]);
+    /// assert_eq!(all.map(Smoothing::of_keys), [false, true, true, true]);
+    /// assert_eq!(all.map(Smoothing::of_values), [false, false, false, true]);
+    /// ```
+    pub fn of_queries(self) -> bool {
+        self == Self::Qk
+    }
+
+    /// Whether K's mean is subtracted; see [`of_queries`](Self::of_queries).
+    pub fn of_keys(self) -> bool {
+        self != Self::None
+    }
+
+    /// Whether V's mean is subtracted; see [`of_queries`](Self::of_queries).
+    pub fn of_values(self) -> bool {
+        self == Self::Kv
+    }
+}
+
+/// The tokens that the means are taken over which [`Smoothing`] subtracts from K and V.
 ///
 /// Whatever is subtracted from all keys alike changes neither the softmax nor the gradients. Only the codes need it: their range
 /// should not be spent on what all keys have in common, and a few dozen keys tell what that is. A sample spares reading all of
@@ -75,6 +106,7 @@ impl std::fmt::Display for Smoothing {
             Smoothing::None => "none",
             Smoothing::K => "k",
             Smoothing::Qk => "qk",
+            Smoothing::Kv => "kv",
         })
     }
 }

@@ -20,6 +20,11 @@ fn schemes() -> Vec<Scheme> {
         sage.products(Int8Products::SCORES).into(),
         sage.products(Int8Products { dv: true, ..Int8Products::SCORES }).smoothing(Smoothing::Qk).into(),
         sage.key_mean(KeyMean::Sample(7)).into(),
+        sage.smoothing(Smoothing::Kv).into(),
+        sage.smoothing(Smoothing::Kv)
+            .products(Int8Products::FORWARD_AND_S)
+            .key_mean(KeyMean::Sample(7))
+            .into(),
         sage.products(Int8Products { dk: true, dv: true, ..Int8Products::FORWARD }).into(),
         AttnQat::default().into(),
         AttnQat::default()
@@ -29,6 +34,7 @@ fn schemes() -> Vec<Scheme> {
             .high_precision_output(false)
             .into(),
         AttnQat::drop_in().into(),
+        AttnQat::default().smoothing(Smoothing::Kv).into(),
     ]
 }
 

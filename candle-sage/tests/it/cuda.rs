@@ -6,7 +6,7 @@ mod shapes;
 mod sizes;
 
 use candle_core::{DType, Result};
-use candle_sage::{AttnQat, SageBwd, Scheme, Smoothing};
+use candle_sage::{AttnQat, Int8Products, SageBwd, Scheme, Smoothing};
 
 use crate::support::{Case, Results, gpu, relative_l2};
 
@@ -79,5 +79,10 @@ fn run(what: &str, case: &mut Case, schemes: &[Scheme], seed: u64) -> Result<()>
 }
 
 fn all() -> Vec<Scheme> {
-    crate::support::schemes()
+    let smooth = SageBwd::default().smoothing(Smoothing::Kv);
+    let mut all = crate::support::schemes();
+    all.push(smooth.into());
+    all.push(smooth.products(Int8Products::FORWARD_AND_S).into());
+    all.push(AttnQat::default().smoothing(Smoothing::Kv).into());
+    all
 }

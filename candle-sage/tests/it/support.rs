@@ -110,8 +110,17 @@ impl Case {
 
     /// Adds a vector to every key, times what its token says.
     pub(crate) fn add_to_keys(&mut self, vector: &[f32], times: impl Fn(usize) -> f32) {
-        for (token, key) in self.data[1].chunks_exact_mut(self.head_dim).enumerate() {
-            key.iter_mut().zip(vector).for_each(|(k, x)| *k += times(token) * x);
+        self.add_to(1, vector, times);
+    }
+
+    /// Adds a vector to every value.
+    pub(crate) fn add_to_values(&mut self, vector: &[f32]) {
+        self.add_to(2, vector, |_| 1.0);
+    }
+
+    fn add_to(&mut self, tensor: usize, vector: &[f32], times: impl Fn(usize) -> f32) {
+        for (token, row) in self.data[tensor].chunks_exact_mut(self.head_dim).enumerate() {
+            row.iter_mut().zip(vector).for_each(|(y, x)| *y += times(token) * x);
         }
     }
 

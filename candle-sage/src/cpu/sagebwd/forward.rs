@@ -5,17 +5,17 @@ use std::ops::Range;
 
 use multiversion::multiversion;
 
-use super::{Keys, Products, Settings, Values};
+use super::{HeadCodes, Keys, Products, Settings, Values};
 use crate::cpu::full_precision;
 use crate::cpu::lanes;
 use crate::cpu::numerics::{Finished, ForwardNumerics, Head, Problem, Softmax, Tile, cut, per_head};
 use crate::cpu::product::{Mat, product};
-use crate::cpu::quantize::TileCodes;
+use crate::cpu::quantize::{TileCodes, subtract_mean, token_mean};
 
 /// V in the forward.
 pub(super) enum ForwardValues {
     /// Codes, one entry per segment and key head.
-    Codes(Vec<TileCodes>),
+    Codes(Vec<HeadCodes>),
     /// V itself.
     Rows,
 }
@@ -26,8 +26,14 @@ impl ForwardValues {
             return Self::Rows;
         }
         Self::Codes(per_head(problem, problem.shape.key_heads(), |at| {
-            let rows = problem.v_rows(at, 0..problem.segments[at.segment].key.len());
-            TileCodes::new(&rows, problem.head_dim(), settings.tile_k)
+            let d = problem.head_dim();
+            let mut rows = problem.v_rows(at, 0..problem.segments[at.segment].key.len());
+            let mut mean = Vec::new();
+            if settings.smoothing.of_values() {
+                mean = token_mean(&rows, d, settings);
+                subtract_mean(&mut rows, &mean);
+            }
+            HeadCodes { codes: TileCodes::new(&rows, d, settings.tile_k), mean }
         }))
     }
 }
@@ -35,7 +41,7 @@ impl ForwardValues {
 impl Values for ForwardValues {
     fn rows(&self, problem: &Problem<'_>, at: Head, index: usize, tokens: Range<usize>) -> Vec<f32> {
         match self {
-            Self::Codes(codes) => codes[index].rows_f32(tokens, problem.head_dim()),
+            Self::Codes(heads) => heads[index].codes.rows_f32(tokens, problem.head_dim()),
             Self::Rows => problem.v_rows(at, tokens),
         }
     }
@@ -53,11 +59,11 @@ impl ForwardNumerics for Products<'_, ForwardValues> {
     fn attend(&self, keys: &Keys, tile: Tile, logits: &mut [f32], rows: &mut Softmax) {
         let d = self.d();
         let v = Mat::new(cut(&keys.v, keys.start, tile.col, tile.cols, d), tile.cols, d);
-        let ForwardValues::Codes(codes) = &self.values else {
+        let ForwardValues::Codes(heads) = &self.values else {
             full_precision::online_softmax(tile.cols, logits, rows);
             return product(&mut rows.acc[0], Mat::new(logits, tile.rows, tile.cols), v, 1.0, true);
         };
-        let v_dequant = codes[keys.index].dequant_scale[tile.col / self.settings.tile_k];
+        let v_dequant = heads[keys.index].codes.dequant_scale[tile.col / self.settings.tile_k];
         let mut steps = vec![Step::default(); tile.rows];
         online_softmax(tile.cols, logits, rows, &mut steps);
         let mut pv = vec![0.0; tile.rows * d];
@@ -65,8 +71,12 @@ impl ForwardNumerics for Products<'_, ForwardValues> {
         accumulate_steps(&mut rows.acc[0], &pv, &steps, v_dequant);
     }
 
-    fn finish(&self, rows: Softmax, sees: &dyn Fn(usize) -> bool) -> Finished {
-        rows.finish(sees)
+    fn finish(&self, at: Head, rows: Softmax, sees: &dyn Fn(usize) -> bool) -> Finished {
+        let mut finished = rows.finish(sees);
+        if let ForwardValues::Codes(heads) = &self.values {
+            finished.add_value_mean(&heads[self.key_index(at)].mean, sees);
+        }
+        finished
     }
 }
 

@@ -19,6 +19,8 @@ fn rounded_operands_are_the_cpus_to_the_bit() -> Result<()> {
             for settings in [
                 AttnQat::default(),
                 AttnQat::default().smoothing(Smoothing::K).value_groups(ValueGroups::HeadDim),
+                AttnQat::default().smoothing(Smoothing::Kv),
+                AttnQat::default().smoothing(Smoothing::Kv).value_groups(ValueGroups::HeadDim),
             ] {
                 let inputs = Inputs::new(lens, heads, d, packing.clone(), dtype)?;
                 inputs.with(false, |problem, _| compare_rounded(&inputs, problem, &settings))?;
@@ -50,7 +52,7 @@ fn compare_rounded(inputs: &Inputs, problem: &Problem<'_>, settings: &AttnQat) -
             let tokens = if n == 0 { segment.query.clone() } else { segment.key.clone() };
             for head in 0..dims.2 {
                 let mut rows = inputs.rows(n, dims.2, head, tokens.clone());
-                if n == 1 && settings.smoothing != Smoothing::None {
+                if n == 1 && settings.smoothing.of_keys() || n == 2 && settings.smoothing.of_values() {
                     let mean = channel_mean(&rows, d, TILE);
                     subtract_mean(&mut rows, &mean);
                 }

@@ -10,7 +10,7 @@ use crate::scheme::{AttnQat, Granularity, Int8Products, SageBwd, Scheme, Smoothi
 use crate::selection::Selection;
 use crate::shape::Packing;
 
-fn schemes() -> [Scheme; 8] {
+fn schemes() -> [Scheme; 10] {
     [
         Scheme::FullPrecision,
         SageBwd::default().into(),
@@ -20,6 +20,8 @@ fn schemes() -> [Scheme; 8] {
         AttnQat::default().smoothing(Smoothing::K).value_groups(ValueGroups::HeadDim).into(),
         AttnQat::default().matched_recomputation(false).high_precision_output(false).into(),
         SageBwd { smoothing: Smoothing::Qk, granularity: Granularity::Tile, ..SageBwd::default() }.into(),
+        SageBwd::default().smoothing(Smoothing::Kv).into(),
+        AttnQat::default().smoothing(Smoothing::Kv).into(),
     ]
 }
 
@@ -72,7 +74,7 @@ fn kernels_over_lists_fill_their_buffers_and_no_more() -> Result<()> {
         inputs.selection = Some(Selection::from_lists(&inputs.shape, (128, 128), &device(), |at| {
             vec![0; at.candidates.min(1)]
         })?);
-        for scheme in schemes().iter().take(if d > 128 { 1 } else { 8 }) {
+        for scheme in schemes().iter().take(if d > 128 { 1 } else { 10 }) {
             for deterministic in [false, true] {
                 run(&inputs, scheme, deterministic)?;
             }

@@ -5,7 +5,7 @@ use candle_core::{DType, Result};
 use super::inputs::{Inputs, cases, inputs_of};
 use super::token_of_slot;
 use crate::cpu::lanes::abs_bits;
-use crate::cpu::quantize::{Scale, TileCodes, channel_mean, code, key_mean, subtract_mean};
+use crate::cpu::quantize::{Scale, TileCodes, channel_mean, code, subtract_mean, token_mean};
 use crate::cuda::address::address;
 use crate::cuda::plan::TILE;
 use crate::cuda::{Call, Operand, Problem, guard, params, sagebwd};
@@ -19,12 +19,16 @@ fn codes_and_scales_are_the_cpus_to_the_bit() -> Result<()> {
     for (lens, heads, d, packing) in cases() {
         for dtype in [DType::BF16, DType::F16] {
             let inputs = Inputs::new(lens, heads, d, packing.clone(), dtype)?;
-            let settings =
-                [Smoothing::None, Smoothing::K, Smoothing::Qk].into_iter().flat_map(|smoothing| {
+            let settings = [Smoothing::None, Smoothing::K, Smoothing::Qk, Smoothing::Kv]
+                .into_iter()
+                .flat_map(|smoothing| {
                     [Granularity::Vector, Granularity::Group(4), Granularity::Tile]
                         .map(|granularity| SageBwd { smoothing, granularity, ..SageBwd::default() })
                 });
-            let samples = [1, 64, 100].map(|count| SageBwd::default().key_mean(KeyMean::Sample(count)));
+            let samples = [1, 64, 100].into_iter().flat_map(|count| {
+                let sampled = SageBwd::default().key_mean(KeyMean::Sample(count));
+                [sampled, sampled.smoothing(Smoothing::Kv)]
+            });
             for settings in settings.chain(samples) {
                 inputs.with(false, |problem, operands| {
                     compare_codes(&inputs, problem, operands[3], &settings)
@@ -147,7 +151,7 @@ impl Comparison<'_> {
     fn queries(&self, segment: &Segment, head: usize, first: usize) {
         let (shape, written, d) = (&self.inputs.shape, &self.written, self.inputs.shape.head_dim());
         let mut rows = self.inputs.rows(0, shape.query_heads(), head, segment.query.clone());
-        if self.settings.smoothing == Smoothing::Qk {
+        if self.settings.smoothing.of_queries() {
             for tile in rows.chunks_mut(TILE * d) {
                 let mean = channel_mean(tile, d, TILE);
                 subtract_mean(tile, &mean);
@@ -173,12 +177,16 @@ impl Comparison<'_> {
     fn keys(&self, segment: &Segment, head: usize, first: usize) {
         let (shape, written, d) = (&self.inputs.shape, &self.written, self.inputs.shape.head_dim());
         let rows = |n: usize| self.inputs.rows(n, shape.key_heads(), head, segment.key.clone());
-        let mut keys = rows(1);
-        if self.settings.smoothing != Smoothing::None {
-            let mean = key_mean(&keys, d, self.settings);
-            subtract_mean(&mut keys, &mean);
-        }
-        let (keys, values) = (TileCodes::new(&keys, d, TILE), TileCodes::new(&rows(2), d, TILE));
+        let codes = |n: usize, smooth: bool| {
+            let mut rows = rows(n);
+            if smooth {
+                let mean = token_mean(&rows, d, self.settings);
+                subtract_mean(&mut rows, &mean);
+            }
+            TileCodes::new(&rows, d, TILE)
+        };
+        let smoothing = self.settings.smoothing;
+        let (keys, values) = (codes(1, smoothing.of_keys()), codes(2, smoothing.of_values()));
         let tiles = keys.codes.chunks(TILE * d).zip(values.codes.chunks(TILE * d));
         for (t, (key, value)) in tiles.enumerate() {
             let at = head * self.call.geometry.sizes.key_tiles as usize + first + t;

@@ -65,8 +65,10 @@ struct Codes {
   float* k_dequant_scale;
   float* v_dequant_scale;
   float* q_mean;       // (head, tile, D): the mean that was subtracted from Q; null without Q smoothing
-  float* k_mean;       // (head, segment, D): the mean that was subtracted from K; null without smoothing
-  float* k_tile_sums;  // (head, tile, D): sums over a tile's tokens, from which k_mean is computed; null: it is of a sample
+  float* k_mean;       // (head, segment, D): the mean that was subtracted from K; null without smoothing. Behind it, with
+                       // Forward::smooth_values, the same of V
+  float* k_tile_sums;  // (head, tile, D): sums over a tile's tokens, from which k_mean is computed, and behind them the same of V;
+                       // null: the means are of a sample
 };
 
 // A user of a block of keys: a block of queries whose list has it, and its place in that list.
@@ -126,7 +128,7 @@ struct Forward {
   int32_t p_literal;           // or, with p_literal, 2^(largest logit), and in the backward relative to its row sum
   Lists lists;
   int32_t key_sample;          // tokens of a segment that k_mean is computed from, where there are no k_tile_sums
-  int32_t padding;
+  int32_t smooth_values;       // 1: V's mean is subtracted from V, and added to `out`
   TensorMap q_map;
   TensorMap k_map;
   TensorMap v_map;
@@ -169,10 +171,12 @@ struct FakeQuantize {
   View q_to;
   View k_to;
   View v_to;
-  const float* k_mean;  // (head, segment, D); null without smoothing
+  const float* k_mean;  // as Codes::k_mean
   Shape shape;
-  int32_t quantize;      // 0: only rounds to 16 bit
-  int32_t value_tokens;  // 1: groups of V lie along the tokens; 0: along the channels
+  int32_t quantize;       // 0: only rounds to 16 bit
+  int32_t value_tokens;   // 1: groups of V lie along the tokens; 0: along the channels
+  int32_t smooth_values;  // as in Forward
+  int32_t padding;
 };
 
 static_assert(sizeof(View) == 48 && offsetof(View, vector) == 40);
@@ -182,8 +186,8 @@ static_assert(sizeof(Part) == 16 && sizeof(CutList) == 8 && sizeof(Cuts) == 32 &
 static_assert(sizeof(Shape) == 56 && offsetof(Shape, softmax_scale) == 36);
 static_assert(sizeof(Codes) == 72);
 static_assert(sizeof(Forward) == 832 && offsetof(Forward, q_map) == 448 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 280 &&
-              offsetof(Forward, row_sums) == 384 && offsetof(Forward, lists) == 400 && offsetof(Forward, key_sample) == 440);
-static_assert(sizeof(FakeQuantize) == 360 && offsetof(FakeQuantize, shape) == 296);
+              offsetof(Forward, row_sums) == 384 && offsetof(Forward, lists) == 400 && offsetof(Forward, key_sample) == 440 && offsetof(Forward, smooth_values) == 444);
+static_assert(sizeof(FakeQuantize) == 368 && offsetof(FakeQuantize, shape) == 296 && offsetof(FakeQuantize, smooth_values) == 360);
 static_assert(sizeof(Backward) == 960 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
               offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 568 && offsetof(Backward, row_sums) == 584 &&
               offsetof(Backward, lists) == 592 && offsetof(Backward, cuts) == 632 && offsetof(Backward, q_map) == 704);

@@ -49,12 +49,14 @@ struct Tile {
 
   // Subtracts `mean`, one value a channel, from the rows that exist; the padding stays zero.
   __device__ __forceinline__ void subtract(const float* mean, int rows_left) {
+    mean += column();
+    rows_left -= row(0);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-      float of_channel = mean[column() + c];
+      float of_channel = mean[c];
 #pragma unroll
       for (int i = 0; i < ROWS; ++i)
-        if (row(i) < rows_left) x[i][c] = __fsub_rn(x[i][c], of_channel);
+        if (i * STEP < rows_left) x[i][c] = __fsub_rn(x[i][c], of_channel);
     }
   }
 

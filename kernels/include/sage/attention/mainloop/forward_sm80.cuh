@@ -98,8 +98,9 @@ struct ListedKeys : ForwardBlock {
   }
 };
 
-// The epilogue: writes the outputs and the log-sum-exp. STAGING is the size of a warp's own `staging`: see store_rows.
-template <class T, int STAGING = 0, int D, int M, int THREADS, bool SHARED, int OUTPUTS, int SLACK>
+// The epilogue: writes the outputs and the log-sum-exp. SMOOTHS_VALUES: whether V may be less its mean, which is then added to the
+// first output. STAGING is the size of a warp's own `staging`: see store_rows.
+template <class T, bool SMOOTHS_VALUES, int STAGING = 0, int D, int M, int THREADS, bool SHARED, int OUTPUTS, int SLACK>
 __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlock& block,
                                       Softmax<D, M, THREADS, SHARED, OUTPUTS, SLACK>& softmax, uint32_t staging = 0) {
   const params::Shape& shape = p.shape;
@@ -113,6 +114,23 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
     sums[r] = quad_sum(softmax.state(softmax.state.SUM, r));
     // Only a query that sees no key gets an output of zeros. A sum that is 0 for another reason gives NaN.
     inverse[r] = segment.visible_keys(first + row_of(r, lane)) == 0 ? 0.0f : 1.0f / sums[r];
+  }
+  if constexpr (SMOOTHS_VALUES) {
+    if (p.smooth_values) {
+      // Before the division: the mean has the weight of all keys together.
+      const float* mean = p.codes.k_mean + (int64_t(shape.key_heads + block.key_head) * shape.segment_count + block.segment_index) * D;
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float of_channel = __ldg(mean + n * 8 + 2 * (lane & 3) + e);
+#pragma unroll
+          for (int r = 0; r < 2 * M; ++r) {
+            float& acc = softmax.acc[r >> 1][n][2 * (r & 1) + e];
+            acc = fmaf(sums[r], of_channel, acc);
+          }
+        }
+    }
   }
 #pragma unroll
   for (int m = 0; m < M; ++m) {
@@ -148,6 +166,7 @@ concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, con
   requires N::BLOCKS >= 1;         // blocks a multiprocessor, for __launch_bounds__ of the entry
   requires N::STAGES == 2 || (N::STAGES == 1 && !N::COOPERATES);
   requires N::STATE_AT + N::RowSoftmax::State::BYTES <= N::SHARED_BYTES;  // where the row state is, if it is in shared memory
+  N::SMOOTHS_VALUES || true;       // whether V may be less its mean
   N::COOPERATES || true;           // whether warps meet at a barrier inside a tile, so that all must compute every tile
   N(p, block, shared);
   // Issue asynchronous copies, of a tile into buffer tile % 2. (The tiles that a block visits have even and odd numbers in turn: a
@@ -242,7 +261,7 @@ __device__ __forceinline__ void forward_sm80(const params::Forward& p) {
   if constexpr (Numerics::STAGES == 1) visit_in_one_stage(numerics, softmax, block, key_tiles, whole_tiles);
   else visit_in_two_stages(numerics, softmax, block, key_tiles, whole_tiles, next);
   numerics.flush_magic(softmax);
-  store<T>(p, block, softmax);
+  store<T, Numerics::SMOOTHS_VALUES>(p, block, softmax);
 }
 
 }  // namespace sage::attention

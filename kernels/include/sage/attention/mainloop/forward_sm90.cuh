@@ -94,6 +94,7 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   requires N::QUERY_SLOTS == 1 || N::QUERY_SLOTS == 2;  // items whose queries are in shared memory at a time
   requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // the producer's at the mbarrier for each item's queries, and stage
   N::MASKS_APART;
+  N::SMOOTHS_VALUES;                            // whether V may be less its mean
   requires N::STAGING >= 0 && N::SHARED_BYTES > 0;           // bytes of shared memory: of the epilogue for each warp, and in all
   N(p, block, shared);
   // Issues the asynchronous copies of an item's queries into a slot: (slot, thread, mbarrier).
@@ -328,7 +329,7 @@ __device__ __forceinline__ void consume(const params::Forward& p, unsigned char*
     for (int step = steps; step < order.steps; ++step) part.skip(step);
     before += order.pieces();
     ptx::named_barrier_sync(QUERIES_READ + warpgroup, WARPGROUP_THREADS);
-    store<T, Numerics::STAGING>(p, block, consumer.softmax, consumer.staging());
+    store<T, Numerics::SMOOTHS_VALUES, Numerics::STAGING>(p, block, consumer.softmax, consumer.staging());
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive(work.empty(item));  // by each thread, because each has read the item
   }

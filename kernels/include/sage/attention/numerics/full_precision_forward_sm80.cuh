@@ -20,7 +20,7 @@ struct FullPrecisionForwardSm80 {
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
   static constexpr int BLOCKS = OUTPUTS == 1 && D <= 128 ? 2 : 1;  // blocks a multiprocessor: as many as its registers hold
   static constexpr int STAGES = PLAN.stages;
-  static constexpr bool COOPERATES = false;
+  static constexpr bool COOPERATES = false, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two
   using Logits = float[M][8][4];
   static constexpr int ROW = D * 2, KEY_ROW = CODES ? D : ROW;  // bytes of a row of V; of a row of Q or K, or of its codes
   static constexpr int Q_BYTES = FORWARD_QUERIES * KEY_ROW;

@@ -19,7 +19,7 @@ struct FullPrecisionForwardSm90 {
   // The queries of two items, but of heads over 192 channels only if they are codes.
   static constexpr int QUERY_SLOTS = D > 192 && !CODES ? 1 : 2;
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // with codes one for the scales of K
-  static constexpr bool VALUES_FIRST = false, MASKS_APART = true;
+  static constexpr bool VALUES_FIRST = false, MASKS_APART = true, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two
   // Shared memory: slots of Q; stages, each of K or of V; with codes the scales of each stage's tiles.
   static constexpr int TILE_BYTES = TILE * D * 2, VALUES_TILE_BYTES = TILE * V * 2, Q_TILE_BYTES = CODES ? TILE * D : TILE_BYTES;
   static_assert(V <= D, "a stage has the size of a step's keys");

@@ -18,7 +18,7 @@ struct Nvfp4ForwardSm80 {
   static constexpr int D = HEAD_DIM, BLOCKS = 1, STAGES = PLAN.stages;
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
   using RowSoftmax = Softmax<D, M, THREADS, false, 1, Nvfp4Probabilities::SLACK>;
-  static constexpr bool COOPERATES = false;
+  static constexpr bool COOPERATES = false, SMOOTHS_VALUES = false;
   using Logits = float[M][8][4];
   static constexpr int Q_BYTES = FORWARD_QUERIES / TILE * Tile::BYTES;
   static constexpr int STATE_AT = Q_BYTES + 4 * Tile::BYTES;

@@ -20,7 +20,7 @@ struct SageBwdForwardSm80 {
   static constexpr int BLOCKS = HEAD_DIM == 64 && !QK ? 3 : 2;  // blocks a multiprocessor: as many as its registers hold
   static constexpr int STAGES = PLAN.stages;
   using RowSoftmax = Softmax<D, M, THREADS, HEAD_DIM == 64>;
-  static constexpr bool COOPERATES = QK;
+  static constexpr bool COOPERATES = QK, SMOOTHS_VALUES = !QK;
   static constexpr int Q_BYTES = FORWARD_QUERIES * D;
   static constexpr int TILE_BYTES = TILE * D;
   static constexpr int ROWS_BYTES = QK ? 2 * TILE * 4 : 0;

@@ -46,7 +46,7 @@ struct SageBwdForwardSm90 {
   static constexpr int D = HEAD_DIM;
   using Warpgroups = ForwardWarpgroups<2, PLAN.rows == 192 ? 32 : 40, PLAN>;
   static constexpr int QUERY_SLOTS = 2, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // of a step: one for the bulk copies, one for the scales
-  static constexpr bool VALUES_FIRST = true;
+  static constexpr bool VALUES_FIRST = true, SMOOTHS_VALUES = true;
   static constexpr bool MASKS_APART = D == 128;  // at D 64 ptxas would spill in the second loop
   // Shared memory: two slots of Q; stages of K and V^T, of two tiles each; the StepScales of each stage.
   static constexpr int TILE_BYTES = TILE * D, Q_BYTES = Warpgroups::CONSUMERS * TILE_BYTES;
