@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
-use candle_sage::{Attention, Error, ErrorKind, Int8Products, KeyMean, Result, SageBwd, Scheme};
+use candle_sage::{Attention, AttnQat, Error, ErrorKind, Int8Products, KeyMean, Result, SageBwd, Scheme};
 use clock::{Clock, peak_bytes};
 
 use crate::during;
@@ -72,6 +72,8 @@ pub struct Plan {
     pub device: Device,
     /// The shapes.
     pub rows: Vec<Row>,
+    /// The schemes; none: the usual ones.
+    pub schemes: Vec<Scheme>,
     /// Tokens of all sequences of a batch. A longer sequence is a batch of its own.
     pub total_tokens: usize,
     /// Width of all heads together: heads = width / head_dim.
@@ -140,9 +142,9 @@ pub fn usual_rows(device: &Device) -> Vec<Row> {
     [64, 128].into_iter().flat_map(of).collect()
 }
 
-/// The schemes to measure: every scheme, and SageBwd with fewer INT8 products, and with K's mean over a sample. Heads over 128
+/// The schemes to measure, if none are named: every scheme, and SageBwd with fewer INT8 products, and with K's mean over a sample. Heads over 128
 /// channels have on a GPU full precision and SageBwd's scores; see [`measure`].
-fn schemes(row: Row, device: &Device) -> Vec<Scheme> {
+fn usual_schemes(row: Row, device: &Device) -> Vec<Scheme> {
     let few = SageBwd::default().products(Int8Products::FORWARD_AND_S);
     let sampled = few.key_mean(KeyMean::Sample(64));
     let scores = sampled.products(Int8Products::SCORES);
@@ -160,9 +162,14 @@ fn schemes(row: Row, device: &Device) -> Vec<Scheme> {
         .collect()
 }
 
-/// The name of a scheme in the table: with its INT8 products and the tokens of K's mean unless they are the default.
+/// The name of a scheme in the table: with its INT8 products, the tokens of K's mean and smoothing unless they are the default.
 fn label(scheme: &Scheme) -> String {
     let mut label = scheme.name().to_owned();
+    if let Scheme::AttnQat(settings) = scheme
+        && settings.smoothing != AttnQat::default().smoothing
+    {
+        label += &format!("/{}", settings.smoothing);
+    }
     if let Scheme::SageBwd(settings) = scheme {
         let default = SageBwd::default();
         if settings.products != default.products {
@@ -170,6 +177,9 @@ fn label(scheme: &Scheme) -> String {
         }
         if settings.key_mean != default.key_mean {
             label += &format!("/{}", settings.key_mean);
+        }
+        if settings.smoothing != default.smoothing {
+            label += &format!("/{}", settings.smoothing);
         }
     }
     label
@@ -192,7 +202,11 @@ pub fn measure(plan: &Plan, row: Row, seen: &mut dyn FnMut(Measured) -> Result<(
         .collect::<candle_core::Result<_>>()
         .map_err(failed)?;
     let clock = Clock::new(&plan.device, plan.rest).map_err(failed)?;
-    for scheme in schemes(row, &plan.device) {
+    let schemes = match plan.schemes.as_slice() {
+        [] => usual_schemes(row, &plan.device),
+        named => named.to_vec(),
+    };
+    for scheme in schemes {
         let attention = Attention::new(scheme).causal(row.causal);
         let forward = |n: usize| {
             let [q, k, v, _] = &inputs[n % ROTATING];

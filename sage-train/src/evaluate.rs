@@ -211,6 +211,20 @@ mod tests {
             assert_eq!((got.tokens, got.of), (16, 16));
             let bits = got.loss * 16.0 / std::f64::consts::LN_2;
             assert!((got.bits_per_byte * bytes / bits - 1.0).abs() < 1e-12, "{got:?}");
+            // The loss is the mean over the sequences, however many a batch has.
+            let batches = Batches::new(&data, cut);
+            let of_sequence = |n| -> Result<f64> {
+                let batch = batches.in_order(n, 1)?.to_device(&device).map_err(during("a batch"))?;
+                let loss = model.loss(&batch.ids, &batch.targets).and_then(|loss| loss.to_scalar::<f32>());
+                Ok(f64::from(loss.map_err(during("a loss"))?))
+            };
+            let mean = (of_sequence(0)? + of_sequence(1)?) / 2.0;
+            for batch in [1, 2] {
+                let extent = Extent { tokens: 16, batch };
+                let got =
+                    evaluate(&model, &data, cut, &tokenizer, extent, (&device, &ranks), &mut |_, _| ())?;
+                assert!((got.loss / mean - 1.0).abs() < 1e-6, "{} for {mean}", got.loss);
+            }
         }
         Ok(())
     }

@@ -28,6 +28,7 @@ pub mod data;
 pub mod device;
 pub mod evaluate;
 pub mod hf;
+pub mod initial;
 pub mod lock;
 pub mod metrics;
 pub mod model;

@@ -4,6 +4,7 @@
 
 pub mod anatomy;
 mod attn_qat;
+pub mod gradient;
 mod measures;
 mod sagebwd;
 pub mod selected;

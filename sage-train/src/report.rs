@@ -4,6 +4,7 @@
 mod arm;
 pub mod chart;
 pub mod figures;
+mod gradient_table;
 mod heat_map;
 mod html;
 mod loss_plot;
@@ -15,6 +16,7 @@ mod table;
 mod tensorboard;
 
 pub use arm::{Arm, Difference};
+pub use gradient_table::{gradient_csv, gradient_plot, gradient_table};
 pub use html::{GENERATOR, REPORT};
 pub use loss_plot::loss_plot;
 pub use probe_table::{layer_errors, probe_csv, sigma_errors};

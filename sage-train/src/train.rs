@@ -18,7 +18,7 @@ use candle_sage::{Error, Result};
 use crate::config::{Change, Config};
 use crate::data::{Dataset, Shares, Verification, source};
 use crate::device::{Hardware, Place, free_memory};
-use crate::hf;
+use crate::initial;
 use crate::lock::Lock;
 use crate::metrics::{Outcome, Point};
 use crate::model::Parameters;
@@ -415,7 +415,7 @@ fn parameters(
     let dtype = config.device.dtype();
     match (resumed, &config.init_from) {
         (Some(found), _) => found.restore(config, device, ranks),
-        (None, Some(folder)) => hf::load(folder, &config.model, device, dtype, Some(ranks)),
+        (None, Some(folder)) => initial::weights(folder, &config.model, (device, dtype), ranks),
         (None, None) => Parameters::init(&config.model, config.weights_seed, ranks, device, dtype),
     }
 }

@@ -80,6 +80,8 @@ pub struct Trained {
     pub device: Device,
     /// Number of steps that the model was trained for, if that is known.
     pub step: Option<u64>,
+    /// Sequences of the training data that a run has read, if that is known.
+    pub sequences_seen: Option<u64>,
     /// What the model attends to, if it has SLA2.
     stage: Stage,
 }
@@ -131,6 +133,7 @@ impl Trained {
                 boundaries,
                 device,
                 step: None,
+                sequences_seen: None,
                 stage: Stage::Sparse,
             });
         }
@@ -141,6 +144,9 @@ impl Trained {
         })?;
         let step = if run == folder { last_step(run) } else { checkpoint::step_of(folder) };
         let stage = last_stage(&saved);
+        let of_a_step = saved.batch.tokens_per_step.zip(saved.data.context);
+        let of_a_step = of_a_step.map(|(tokens, context)| tokens.0 / context.0.max(1));
+        let sequences_seen = step.zip(of_a_step).map(|(step, sequences)| step * sequences);
         let state = match run == folder {
             true => None,
             false => {
@@ -157,7 +163,7 @@ impl Trained {
         };
         let tokenizer = tokenizer()?;
         let boundaries = tokenizer.boundaries();
-        Ok(Self { config, parameters, tokenizer, boundaries, device, step, stage })
+        Ok(Self { config, parameters, tokenizer, boundaries, device, step, sequences_seen, stage })
     }
 
     /// The model.

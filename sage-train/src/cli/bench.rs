@@ -14,7 +14,7 @@ use crate::config::Config;
 use crate::device::Place;
 use crate::ranks::{CopyEngines, Mesh, Rank, Ranks, Role, STALL, Words, World};
 use crate::runs::{check_beside, write_beside};
-use crate::settings::{Preset, Settings};
+use crate::settings::{Preset, SchemeSetting, Settings};
 use crate::tell;
 
 /// What can be measured.
@@ -60,6 +60,10 @@ pub(super) struct BenchAttention {
     /// Shapes: head_dim (192/128: values of 128 beside keys of 192), tokens, 1 if causal; over 128 channels a GPU has full precision, and on Hopper SageBwd's scores [default: D 64 and 128, N 1024 and on a GPU 8192, 16384, causal]
     #[arg(value_name = "D:N:CAUSAL")]
     rows: Vec<Row>,
+    /// Schemes with their settings, separated by semicolons: "fpa;sagebwd:smoothing=kv" [default: every scheme, and sets of SageBwd's
+    /// products]
+    #[arg(long, value_name = "SCHEME;..", value_delimiter = ';')]
+    schemes: Vec<SchemeSetting>,
     /// Where to measure [default: cuda if this build has it]
     #[arg(long, value_enum)]
     device: Option<Place>,
@@ -86,6 +90,7 @@ impl BenchAttention {
         let (repeats, total_tokens) = if device.is_cpu() { (3, 1) } else { (30, 16384) };
         let plan = bench::Plan {
             rows: if self.rows.is_empty() { bench::usual_rows(&device) } else { self.rows.clone() },
+            schemes: self.schemes.iter().map(|SchemeSetting(scheme)| *scheme).collect(),
             device,
             total_tokens: self.total_tokens.unwrap_or(total_tokens),
             width: self.width,
@@ -138,6 +143,7 @@ impl BenchSla2 {
         let plan = bench::Plan {
             device: self.device.unwrap_or_default().open(Rank::ALONE)?,
             rows: Vec::new(),
+            schemes: Vec::new(),
             total_tokens: self.total_tokens,
             width: self.width,
             repeats: usize::from(self.repeats),

@@ -2,21 +2,25 @@
 
 use std::path::PathBuf;
 
-use candle_sage::{Error, Granularity, KeyMean, Result, SageBwd};
+use candle_sage::{Error, Granularity, KeyMean, Result, SageBwd, Scheme};
 
 use super::model::needs_data;
 use super::print;
 use crate::checks::{above_zero, in_range};
-use crate::config::check_own;
+use crate::config::{Config, check_own};
 use crate::device::Place;
 use crate::metrics::Probed;
+use crate::probe::gradient::{Extent, gradient_errors};
 use crate::probe::selected::{Selecting, probe_selections};
-use crate::probe::{Look, Shape, probe, sigma_table};
-use crate::quantity::Quantity;
+use crate::probe::{Look, Shape, low_bit, probe, sigma_table};
+use crate::quantity::{Quantity, grouped};
 use crate::ranks::Rank;
-use crate::report::{layer_errors, probe_csv, selections_csv, selections_table, sigma_errors};
+use crate::report::{
+    gradient_csv, gradient_plot, gradient_table, layer_errors, probe_csv, selections_csv, selections_table,
+    sigma_errors,
+};
 use crate::runs::{check_beside, write_beside};
-use crate::settings::{Attn, Settings, SmoothingSetting, SourceSetting, Text};
+use crate::settings::{Attn, SchemeSetting, Settings, SmoothingSetting, SourceSetting, Switch, Text};
 use crate::trained::run_folder;
 
 /// What to probe.
@@ -70,6 +74,27 @@ pub(super) struct Probe {
     /// Tokens of a block [default: a sixteenth of the context, 16 to 128]
     #[arg(long, value_name = "N", requires = "selections")]
     block: Option<usize>,
+    /// The gradient of the whole model under low-bit schemes against that in full precision, over the same training data: which
+    /// part of the error averages out over tokens and which stays, a bias, and at how many tokens a step the bias is as large as
+    /// the noise of the data
+    #[arg(long, conflicts_with_all = ["sigma", "selections", "heads", "products", "token_scales", "qk_scale", "sequences", "attn", "smoothing", "key_mean", "granularity"])]
+    gradient: bool,
+    /// Schemes for --gradient, separated by semicolons, with their settings: "sagebwd;sagebwd:products=scores;attn-qat" [default:
+    /// the run's; of a full-precision run sagebwd]
+    #[arg(long, value_name = "SCHEME;..", value_delimiter = ';', requires = "gradient")]
+    schemes: Vec<SchemeSetting>,
+    /// Micro-batches for --gradient, each the run's --micro-batch: a power of two from 16 on
+    #[arg(long, value_name = "N", default_value_t = 32, requires = "gradient")]
+    micro_batches: usize,
+    /// Sequences of a micro-batch [default: the run's]
+    #[arg(long, value_name = "N", requires = "gradient")]
+    micro_batch: Option<usize>,
+    /// The same sums in the same order on a GPU; without it their order is noise in the error
+    #[arg(long, value_enum, requires = "gradient")]
+    deterministic: Option<Switch>,
+    /// Also draw the error over the number of tokens
+    #[arg(long, value_name = "FILE", requires = "gradient")]
+    svg: Option<PathBuf>,
     /// Random tensors instead of a model's: queries and keys of these standard deviations, as 1,3,5,8,10
     #[arg(long, value_name = "SIGMA,..", value_delimiter = ',', conflicts_with_all = ["run", "heads", "products", "token_scales", "qk_scale", "sequences"])]
     sigma: Vec<f64>,
@@ -79,9 +104,9 @@ pub(super) struct Probe {
     /// Width of a head of random tensors
     #[arg(long, value_name = "D", default_value_t = 64, conflicts_with = "run")]
     head_dim: usize,
-    /// Where random tensors are computed with; models are probed on the CPU
-    #[arg(long, value_enum, default_value_t = Place::Cpu, conflicts_with = "run")]
-    device: Place,
+    /// Where random tensors and --gradient are computed; other probes of models run on the CPU [default: cpu]
+    #[arg(long, value_enum)]
+    device: Option<Place>,
     /// Also write the results as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -92,7 +117,7 @@ pub(super) struct Probe {
 
 impl Probe {
     pub(super) fn run(&self) -> Result<()> {
-        for (path, ending) in [(&self.json, "json"), (&self.csv, "csv")] {
+        for (path, ending) in [(&self.json, "json"), (&self.csv, "csv"), (&self.svg, "svg")] {
             path.as_deref().map_or(Ok(()), |path| check_beside(path, ending))?;
         }
         if self.attn == Some(Attn::EXACT) {
@@ -106,6 +131,12 @@ impl Probe {
                 .got("--attn none")
                 .allowed("a low-bit scheme")
                 .hint("leave --attn out for the run's own, or sagebwd where it has none"));
+        }
+        if self.device.is_some() && self.run.is_some() && !self.gradient {
+            return Err(Error::new("models are probed on the CPU")
+                .got("--device with a run")
+                .allowed("--device with --gradient or --sigma")
+                .hint("leave --device out"));
         }
         let typed = Settings::with(|s| {
             s.attention.attn = self.attn;
@@ -137,6 +168,9 @@ impl Probe {
         settings.data.tokenizer = tokenizer;
         if self.selections {
             return self.of_selections(run, settings);
+        }
+        if self.gradient {
+            return self.of_gradient(run, settings);
         }
         let mut all: Vec<Probed> = Vec::new();
         self.qk_scale.iter().try_for_each(|scale| above_zero("qk-scale", *scale).map(drop))?;
@@ -185,6 +219,40 @@ impl Probe {
         self.write(&found, || selections_csv(&found))
     }
 
+    fn of_gradient(&self, run: &std::path::Path, mut settings: Settings) -> Result<()> {
+        settings.batch.micro_batch = self.micro_batch;
+        settings.run.deterministic = self.deterministic;
+        // `--data` is trained on here: what is measured is the gradient of steps.
+        settings.data.sources = settings.data.val_data.take();
+        let schemes = match self.schemes.as_slice() {
+            [] => vec![scheme_of(run)?],
+            schemes => schemes.iter().map(|SchemeSetting(scheme)| *scheme).collect(),
+        };
+        if schemes.contains(&Scheme::FullPrecision) {
+            return Err(Error::new("full precision is what errors are measured against")
+                .got("fpa among --schemes")
+                .allowed("low-bit schemes")
+                .hint("leave it out: it is computed in any case"));
+        }
+        let extent = Extent { schemes, micro_batches: self.micro_batches };
+        let all = gradient_errors(run, self.device.unwrap_or(Place::Cpu), settings, &extent)?;
+        for errors in &all {
+            let step = errors.step.map_or(String::new(), |step| format!(" after step {step}"));
+            let title = format!(
+                "{}{step}, {} against full precision: {} micro-batches of {} tokens",
+                run.display(),
+                errors.scheme,
+                self.micro_batches,
+                grouped(errors.tokens)
+            );
+            print(&(gradient_table(&title, errors) + "\n"))?;
+        }
+        if let Some(path) = &self.svg {
+            write_beside(path, "svg", &gradient_plot(&all)?)?;
+        }
+        self.write(&all, || gradient_csv(&all))
+    }
+
     fn of_random(&self, settings: &Settings) -> Result<()> {
         let sigmas = self
             .sigma
@@ -206,10 +274,11 @@ impl Probe {
             head_dim: self.head_dim,
             seed: 0,
         };
-        let rows = sigma_table(scheme, &sigmas, shape, &self.device.open(Rank::ALONE)?)?;
+        let device = self.device.unwrap_or(Place::Cpu);
+        let rows = sigma_table(scheme, &sigmas, shape, &device.open(Rank::ALONE)?)?;
         let title = format!(
             "{scheme}, {} tokens, causal, {} heads of {}, V and dO of sigma 1, on {}, against f64",
-            shape.tokens, shape.heads, shape.head_dim, self.device
+            shape.tokens, shape.heads, shape.head_dim, device
         );
         print(&sigma_errors(&title, &rows))?;
         self.write(&rows, || {
@@ -230,4 +299,12 @@ impl Probe {
         }
         self.csv.as_deref().map_or(Ok(()), |path| write_beside(path, "csv", &csv()))
     }
+}
+
+/// The low-bit scheme of a run, or SageBwd.
+fn scheme_of(run: &std::path::Path) -> Result<Scheme> {
+    let path = run_folder(run).join("config.toml");
+    let settings = if path.exists() { Config::read_last_settings(&path)? } else { Settings::default() };
+    let scheme = Config::resolve(settings.clone())?.model.scheme;
+    Ok(low_bit(scheme, &settings))
 }

@@ -22,7 +22,7 @@ use crate::{partial, tell, train, writing};
 /// A sweep. Every flag of a run is taken too: it wins over the file, for all runs, and a list of values replaces the file's.
 #[derive(Debug, Args)]
 pub(super) struct Sweeping {
-    /// A TOML file, or a sweep that is built in: tiny (CPU, minutes), paper-mini (12 minutes of one H100), products-mini and attn-qat-mini (which products in INT8; FP4; half as long), layers-mini (the first and last layers in 16 bits; as long), sla2-tiny (CPU, 20 minutes), sla2-prose (ten minutes of one H100, from a dense model), paper (a cluster)
+    /// A TOML file, or a sweep that is built in: tiny (CPU, minutes), paper-mini (12 minutes of one H100), products-mini and attn-qat-mini (which products in INT8; FP4; half as long), layers-mini (the first and last layers in 16 bits; as long), continuation-mini (schemes from the weights of one run over the same batches; 8 minutes of one H100), sla2-tiny (CPU, 20 minutes), sla2-prose (ten minutes of one H100, from a dense model), paper (a cluster)
     #[arg(value_name = "FILE")]
     file: String,
     /// Print the runs of the sweep, how far each is and how long the rest takes, from a few measured steps of each shape, and

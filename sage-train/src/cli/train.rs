@@ -26,7 +26,7 @@ use crate::runs::{self, Status, ending};
 use crate::settings::{Attn, Preset, Settings};
 use crate::sweep::{Limits, Spec};
 use crate::train::{Begin, Stop};
-use crate::{during, hf, partial, ranks, tell, train};
+use crate::{during, initial, partial, ranks, tell, train};
 
 /// The value of `--resume` that stands for the newest checkpoint of the run that `--name` names.
 const AUTO: &str = "auto";
@@ -349,11 +349,7 @@ fn write_batches(config: &Config, path: &Path) -> Result<()> {
 /// size from a tokenizer that exists.
 pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
     if let Some(folder) = settings.model.init_from.clone() {
-        let mut told = hf::settings(&folder)?;
-        // The tail is a part of the form that the folder was trained in: another form has its own.
-        if settings.attention.attn.is_some() && settings.attention.attn != told.attention.attn {
-            told.sla2.sla2_tail = None;
-        }
+        let told = initial::settings(&folder, settings.attention.attn)?;
         settings = settings.over(told);
     }
     if settings.data.vocab_size.is_none()

@@ -270,6 +270,19 @@ mod tests {
         Ok(())
     }
 
+    /// A sequence is written with the token behind it: 11 tokens here.
+    #[test]
+    fn a_shard_has_room_for_every_sequence() -> Result<()> {
+        let tokens = Mixture::new(vec![(Tokens::from((0..103).collect::<Vec<u32>>()), 1.0)]);
+        let text = "some text for a tokenizer ".repeat(100);
+        let tokenizer = Tokenizer::train(std::iter::once(text.as_str()), 300)?;
+        let count = u64::from(u32::MAX) / 10;
+        let written = Batches::new(&tokens, cut(0)).write(count, &tokenizer, Path::new("/nowhere/a.bin"));
+        let error = written.expect_err("too many").to_string();
+        assert!(error.contains("too many sequences") && error.contains(&(count * 11).to_string()), "{error}");
+        Ok(())
+    }
+
     #[test]
     fn every_source_is_visited_by_its_weight_and_whole() {
         let source = |from: u32| Tokens::from((from..from + 101).collect::<Vec<u32>>());

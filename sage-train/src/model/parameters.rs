@@ -6,8 +6,9 @@
 //! and its moments, and updates them (ZeRO-1, arXiv 1910.02054, section 5.1). Every rank holds all gradients
 //! and all weights in the compute type.
 
+mod loading;
+
 use std::ops::Range;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -20,7 +21,6 @@ use rand_distr::{Distribution, Normal};
 use super::config::{LlamaConfig, ParameterSpec, Start};
 use super::pieces::{Layout, Piece, overlap};
 use super::snapshot::{ROWS, Snapshot};
-use super::state::{State, StateFile};
 use crate::during;
 use crate::ranks::{Group, Mesh, Ranks};
 
@@ -116,57 +116,6 @@ impl Parameters {
         dtype: DType,
     ) -> candle_sage::Result<Self> {
         Self::from_values(config, &|spec| Ok(draw(spec, seed)), device, dtype, Some(ranks))
-    }
-
-    /// Reads every parameter from a safetensors file. `trained` is the ranks that train the model, and
-    /// `None` if it needs no gradients.
-    ///
-    /// # Errors
-    /// When the file cannot be read, or belongs to another model.
-    pub fn load(
-        config: &LlamaConfig,
-        path: &Path,
-        device: &Device,
-        dtype: DType,
-        trained: Option<&Ranks>,
-    ) -> candle_sage::Result<Self> {
-        let file = StateFile::open(path)
-            .map_err(|error| error.hint("a run has it from its first validation on; before that name a checkpoint: RUN/checkpoints/step-N"))?;
-        Self::from_values(config, &|spec| file.values(spec, ""), device, dtype, trained)
-    }
-
-    /// Makes parameters with the weights that `values` returns. `trained` is as in [`Parameters::load`].
-    ///
-    /// # Errors
-    /// When `values` fails, or memory is short.
-    pub fn from_values(
-        config: &LlamaConfig,
-        values: &dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>>,
-        device: &Device,
-        dtype: DType,
-        trained: Option<&Ranks>,
-    ) -> candle_sage::Result<Self> {
-        let values = Values { weights: values, moments: None };
-        Self::new(config.parameter_specs(), &values, device, dtype, trained)
-    }
-
-    /// Restores parameters from a checkpoint. `trained` is as in [`Parameters::load`]; without it only the
-    /// weights are read.
-    ///
-    /// # Errors
-    /// When the checkpoint cannot be read, or belongs to another model.
-    pub fn restore(
-        config: &LlamaConfig,
-        state: &State,
-        device: &Device,
-        dtype: DType,
-        trained: Option<&Ranks>,
-    ) -> candle_sage::Result<Self> {
-        let values = Values {
-            weights: &|spec| state.values(spec, ROWS[0], 0..spec.len() as usize),
-            moments: Some(&|row, spec, range| state.values(spec, row, range)),
-        };
-        Self::new(config.parameter_specs(), &values, device, dtype, trained)
     }
 
     fn new(
@@ -278,6 +227,15 @@ impl Parameters {
     /// The specs of all parameters, in the order of [`LlamaConfig::parameter_specs`].
     pub fn specs(&self) -> &[ParameterSpec] {
         &self.specs
+    }
+
+    /// The elements of a parameter in [`Parameters::gradients`].
+    ///
+    /// # Errors
+    /// When there is no parameter of this name.
+    pub fn range(&self, name: &str) -> Result<Range<usize>> {
+        let (number, at) = self.place(name)?;
+        Ok(at..at + self.specs[number].len() as usize)
     }
 
     /// The sum of gradients since [`Parameters::clear_gradients`].

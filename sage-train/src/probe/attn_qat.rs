@@ -1,7 +1,7 @@
 //! Attn-QAT as dense f64 matrices, with any of its operands in NVFP4.
 
 use candle_sage::nvfp4::{Axis, GROUP, Packed, Scale, e4m3_value};
-use candle_sage::{AttnQat, PReference, Smoothing, ValueGroups};
+use candle_sage::{AttnQat, PReference, ValueGroups};
 
 use super::anatomy::{
     Anatomy, Inputs, Low, Order, Quantities, logit_gradient, logits, mean, product, row_dots,
@@ -50,6 +50,8 @@ impl Anatomy for AttnQatAnatomy {
             if quantized(operand) { values(&packed(x, d, axis), n) } else { x.to_vec() }
         };
         let [q, k] = self.smoothed(inputs);
+        let v_mean = mean_if(self.settings.smoothing.of_values(), v, d);
+        let v = &less(v, &v_mean);
         let (q_low, k_low) = (of(&q, Axis::Channels, Operand::Query), of(&k, Axis::Channels, Operand::Key));
         let v_low = of(v, self.value_axis(), Operand::Value);
 
@@ -66,8 +68,9 @@ impl Anatomy for AttnQatAnatomy {
             o.chunks_mut(d).zip(&rows.sums).for_each(|(row, sum)| row.iter_mut().for_each(|x| *x /= sum));
             Ok(o)
         };
-        let o = output(&p_forward)?;
+        let mut o = output(&p_forward)?;
         let high_precision = if settings.high_precision_output { output(&rows.relative)? } else { o.clone() };
+        o.chunks_mut(d).for_each(|row| row.iter_mut().zip(&v_mean).for_each(|(x, m)| *x += m));
 
         // Backward: the logits are recomputed from the operands that the backward gets, and normalized by the
         // forward's log-sum-exp.
@@ -80,8 +83,12 @@ impl Anatomy for AttnQatAnatomy {
             false => p.clone(),
         };
         let dv = product(&again, dout, (n, n, d), Order::Tn)?;
-        let dp = product(dout, &v, (n, d, n), Order::Nt)?;
+        let mut dp = product(dout, &v, (n, d, n), Order::Nt)?;
         let ds = logit_gradient(&p, &dp, &delta);
+        // The products of dO and V's mean, which dS does not depend on: with them the quantities are those of V.
+        let of_mean = row_dots(dout, &v_mean.repeat(n), d);
+        dp.chunks_mut(n).zip(&of_mean).for_each(|(row, m)| row.iter_mut().for_each(|x| *x += m));
+        let delta = delta.iter().zip(&of_mean).map(|(x, m)| x + m).collect();
         let scale = 1.0 / (d as f64).sqrt();
         let scaled = |x: Vec<f64>| -> Vec<f64> { x.into_iter().map(|x| x * scale).collect() };
         let dq = scaled(product(&ds, &k, (n, n, d), Order::Nn)?);
@@ -91,9 +98,7 @@ impl Anatomy for AttnQatAnatomy {
 
     fn smoothed(&self, inputs: &Inputs) -> [Vec<f64>; 2] {
         let Inputs { rows: [q, k, ..], head_dim: d, .. } = inputs;
-        let mean = if self.settings.smoothing == Smoothing::None { vec![0.0; *d] } else { mean(k, *d) };
-        let less = |row: &[f64]| row.iter().zip(&mean).map(|(x, m)| x - m).collect::<Vec<f64>>();
-        [q.clone(), k.chunks(*d).flat_map(less).collect()]
+        [q.clone(), less(k, &mean_if(self.settings.smoothing.of_keys(), k, *d))]
     }
 
     /// 16 tokens, the length of a group. The groups of Q and K lie within a token; only those of V may span
@@ -103,7 +108,7 @@ impl Anatomy for AttnQatAnatomy {
     }
 
     fn vanished(&self, inputs: &Inputs, exact: &Quantities) -> Vec<(&'static str, f64)> {
-        let (n, d) = (inputs.tokens, inputs.head_dim);
+        let (n, d, v) = (inputs.tokens, inputs.head_dim, &inputs.rows[2]);
         let [q, k] = self.smoothed(inputs);
         let of = |x: &[f64], axis| {
             let scales = packed(x, d, axis).scales().to_vec();
@@ -113,11 +118,21 @@ impl Anatomy for AttnQatAnatomy {
         vec![
             ("Q", of(&q, Axis::Channels)),
             ("K", of(&k, Axis::Channels)),
-            ("V", of(&inputs.rows[2], self.value_axis())),
+            ("V", of(&less(v, &mean_if(self.settings.smoothing.of_values(), v, d)), self.value_axis())),
             ("P of O = P V", rows.vanished(&rows.relative)),
             ("P of dV = P^T dO", rows.vanished(&rows.again(&exact.p, self.settings.p_reference))),
         ]
     }
+}
+
+/// The token mean of rows, or zeros.
+fn mean_if(smooth: bool, rows: &[f64], d: usize) -> Vec<f64> {
+    if smooth { mean(rows, d) } else { vec![0.0; d] }
+}
+
+/// Rows less a mean.
+fn less(rows: &[f64], mean: &[f64]) -> Vec<f64> {
+    rows.chunks(mean.len()).flat_map(|row| row.iter().zip(mean).map(|(x, m)| x - m)).collect()
 }
 
 /// Packs values into NVFP4, which takes f32.
@@ -211,6 +226,7 @@ fn scale_of(group: &[f64]) -> Scale {
 mod tests {
     use super::*;
     use crate::probe::anatomy::tests::{by_the_op, distance, inputs};
+    use candle_sage::Smoothing;
 
     fn compute(inputs: &Inputs, settings: AttnQat, low: Low) -> Quantities {
         AttnQatAnatomy { settings }.compute(inputs, low).expect("memory")
@@ -225,6 +241,7 @@ mod tests {
             AttnQat::default().smoothing(Smoothing::K).value_groups(ValueGroups::HeadDim),
             AttnQat::default().p_reference(PReference::TwoLevel).high_precision_output(false),
             AttnQat::default().matched_recomputation(false),
+            AttnQat::default().smoothing(Smoothing::Kv),
             AttnQat::drop_in(),
         ] {
             let inputs = inputs(200, 32, 1.5);

@@ -31,7 +31,7 @@ pub(super) struct SageBwdAnatomy {
     pub(super) token_scales: bool,
 }
 
-/// Queries and keys as they are quantized.
+/// Queries, keys and values as they are quantized.
 struct Smoothed {
     /// Queries less the means of their tiles, if those are subtracted.
     q: Vec<f64>,
@@ -39,19 +39,28 @@ struct Smoothed {
     q_means: Vec<f64>,
     /// Keys less their mean, if it is subtracted.
     k: Vec<f64>,
+    /// Values less their mean, if it is subtracted.
+    v: Vec<f64>,
+    /// The mean that was subtracted from the values, or zeros.
+    v_mean: Vec<f64>,
 }
 
-/// Subtracts the mean of K, which adds a constant to each row of S and does not change the softmax, and the
-/// mean of each tile of Q, whose product with K is added to S again.
+/// Subtracts the mean of K, which adds a constant to each row of S and does not change the softmax, the mean of each tile of Q,
+/// whose product with K is added to S again, and the mean of V, which is added to O again.
 fn smoothed(inputs: &Inputs, settings: &SageBwd) -> Smoothed {
-    let Inputs { rows: [q, k, ..], tokens: n, head_dim: d } = inputs;
-    let (d, tile) = (*d, settings.tile_q);
-    let k_mean = if settings.smoothing == Smoothing::None {
-        vec![0.0; d]
-    } else {
-        let rows: Vec<f64> =
-            settings.key_mean.tokens(*n).flat_map(|token| &k[token * d..][..d]).copied().collect();
-        mean(&rows, d)
+    let Inputs { rows: [q, k, v, _], tokens: n, head_dim: d } = inputs;
+    let (d, tile, smoothing) = (*d, settings.tile_q, settings.smoothing);
+    let mean_of = |x: &[f64], smooth: bool| match smooth {
+        false => vec![0.0; d],
+        true => {
+            let rows: Vec<f64> =
+                settings.key_mean.tokens(*n).flat_map(|token| &x[token * d..][..d]).copied().collect();
+            mean(&rows, d)
+        }
+    };
+    let (k_mean, v_mean) = (mean_of(k, smoothing.of_keys()), mean_of(v, smoothing.of_values()));
+    let less = |rows: &[f64], mean: &[f64]| -> Vec<f64> {
+        rows.chunks(d).flat_map(|row| row.iter().zip(mean).map(|(x, m)| x - m)).collect()
     };
     let q_means: Vec<f64> = match settings.smoothing {
         Smoothing::Qk => q.chunks(tile * d).flat_map(|tile| mean(tile, d).repeat(tile.len() / d)).collect(),
@@ -60,7 +69,9 @@ fn smoothed(inputs: &Inputs, settings: &SageBwd) -> Smoothed {
     Smoothed {
         q: q.iter().zip(&q_means).map(|(x, m)| x - m).collect(),
         q_means,
-        k: k.chunks(d).flat_map(|row| row.iter().zip(&k_mean).map(|(x, m)| x - m)).collect(),
+        k: less(k, &k_mean),
+        v: less(v, &v_mean),
+        v_mean,
     }
 }
 
@@ -151,7 +162,7 @@ impl SageBwdAnatomy {
         coding: Coding,
     ) -> candle_core::Result<[Vec<f64>; 2]> {
         let SageBwd { granularity, tile_q, tile_k, .. } = self.settings;
-        let Smoothed { q, q_means, k } = &operands.smoothed;
+        let Smoothed { q, q_means, k, .. } = &operands.smoothed;
         let (of_keys, of_queries) = (scales(k, d, self.token_scales), scales(q, d, self.token_scales));
         let by_key: Vec<f64> = ds.iter().enumerate().map(|(at, x)| x * of_keys[at % n]).collect();
         let by_query: Vec<f64> = ds.iter().enumerate().map(|(at, x)| x * of_queries[at / n]).collect();
@@ -194,12 +205,14 @@ impl Anatomy for SageBwdAnatomy {
         let mut p = softmax(&s, n);
 
         // P has one scale for each row of a tile, V one for each tile.
-        let o = product(
+        let Smoothed { v: values, v_mean, .. } = &operands.smoothed;
+        let mut o = product(
             &coding.operand(&p, n, (1, tile_k), Product::Output),
-            &coding.operand(v, d, (tile_k, d), Product::Output),
+            &coding.operand(values, d, (tile_k, d), Product::Output),
             (n, n, d),
             Order::Nn,
         )?;
+        o.chunks_mut(d).for_each(|row| row.iter_mut().zip(v_mean).for_each(|(x, m)| *x += m));
         let delta = row_dots(dout, &o, d);
         if !coding.products.s && coding.has(Product::Scores) {
             // The backward's S is not in INT8: P is recomputed without codes, over the forward's row sums.
@@ -294,6 +307,7 @@ mod tests {
             (Smoothing::K, Granularity::Vector),
             (Smoothing::None, Granularity::Tile),
             (Smoothing::Qk, Granularity::Group(16)),
+            (Smoothing::Kv, Granularity::Vector),
         ] {
             let settings = SageBwd::default().smoothing(smoothing).granularity(granularity);
             let inputs = inputs(200, 32, 2.0);

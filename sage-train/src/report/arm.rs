@@ -22,6 +22,9 @@ pub struct Arm {
     pub loss: Option<Mean>,
     /// Difference of the final losses to the baseline's, percent of the baseline's mean.
     pub difference: Option<Difference>,
+    /// Difference of the training losses over the last quarter of the steps, where runs go on from the same weights over the same
+    /// batches: the noise of the data is the same in both.
+    pub training: Option<Difference>,
     /// Mean number of tokens after which runs reach the milestone, over those that reach it.
     pub reached: Option<Mean>,
     /// The first validation of a run that had reached the milestone by then, in tokens: when it did is not known.
@@ -48,7 +51,10 @@ pub struct Difference {
 impl Difference {
     /// The difference in percent, with its interval: `+0.12 % ± 0.34`.
     pub fn numbers(&self) -> String {
-        format!("{:+.2} %{}", self.mean.value, self.mean.plus_minus(2))
+        // Continuations of the same weights on the same data differ by less than a hundredth of a percent.
+        let size = self.mean.value.abs().max(self.mean.half.unwrap_or(0.0));
+        let digits = if size > 0.0 { (1.0 - size.log10().floor()).clamp(2.0, 6.0) as usize } else { 2 };
+        format!("{:+.digits$} %{}", self.mean.value, self.mean.plus_minus(digits))
     }
 }
 
@@ -66,6 +72,7 @@ impl Arm {
             settings,
             loss: mean_over_seeds(&runs, &Run::final_loss),
             difference: None,
+            training: None,
             reached: milestone.and_then(|loss| mean_over_seeds(&runs, &|run| reached(run, loss))),
             reached_before: milestone
                 .and_then(|loss| runs.iter().filter_map(|run| reached_before(run, loss)).reduce(f64::max)),
@@ -121,6 +128,13 @@ impl Arm {
         let of_survivors = lost(self) + lost(baseline) > 0;
         Some(Difference { mean, paired, of_survivors, verdict: mean.verdict(margin) })
     }
+}
+
+/// Mean training loss over the last quarter of a finished run's steps.
+pub(super) fn late_training_loss(run: &Run) -> Option<f64> {
+    let late = &run.points[run.points.len() - run.points.len().div_ceil(4)..];
+    let mean = late.iter().map(|point| point.loss).sum::<f64>() / late.len() as f64;
+    (run.status() == Some(Status::Finished) && mean.is_finite()).then_some(mean)
 }
 
 /// Tokens after which the validation loss falls to `loss`, interpolated linearly between validations. `None` if it does not, or

@@ -79,6 +79,8 @@ pub struct Chart {
     pub from_zero: bool,
     /// The visible range of the vertical axis, if it is not that of the data.
     pub limits: Option<(f64, f64)>,
+    /// Whether points are decimal logarithms: the axes show the numbers.
+    pub logarithmic: bool,
 }
 
 /// Values beyond this are not drawn: the axis would show nothing else.
@@ -103,11 +105,11 @@ impl Chart {
 
     /// The visible ranges of the two axes.
     fn ranges(&self) -> std::result::Result<[(f64, f64); 2], Box<dyn std::error::Error>> {
-        let mut x = (0.0, 1.0f64);
+        let mut x = if self.logarithmic { (f64::INFINITY, f64::NEG_INFINITY) } else { (0.0, 1.0) };
         let mut y = (f64::INFINITY, f64::NEG_INFINITY);
         let mut see = |(at, value): (f64, f64)| {
             if at.is_finite() && value.abs() < BEYOND {
-                x.1 = x.1.max(at);
+                x = (x.0.min(at), x.1.max(at));
                 y = (y.0.min(value), y.1.max(value));
             }
         };
@@ -132,7 +134,9 @@ impl Chart {
         let y = limits.unwrap_or(y);
         let margin = 0.05 * (y.1 - y.0).max(1e-3);
         let below = if self.from_zero && y.0 == 0.0 { 0.0 } else { margin };
-        Ok([(0.0, x.1 * 1.02), (y.0 - below, y.1 + margin)])
+        let beyond = 0.02 * (x.1 - x.0).max(1e-3);
+        let before = if self.logarithmic { x.0 - beyond } else { 0.0 };
+        Ok([(before, x.1 + beyond), (y.0 - below, y.1 + margin)])
     }
 
     fn draw(&self, svg: &mut String) -> Drawn {
@@ -156,8 +160,11 @@ impl Chart {
             .axis_style(INK)
             .x_desc("tokens")
             .y_desc(&self.y)
-            .x_label_formatter(&|x| short(*x))
-            .y_label_formatter(&|y| format!("{y:.digits$}"))
+            .x_label_formatter(&|x| if self.logarithmic { short(10f64.powf(*x)) } else { short(*x) })
+            .y_label_formatter(&|y| match self.logarithmic {
+                true => one_digit(10f64.powf(*y)),
+                false => format!("{y:.digits$}"),
+            })
             .label_style(("sans-serif", 14).into_font().color(&INK))
             .draw()?;
         for series in &self.series {
@@ -281,6 +288,11 @@ pub fn short(x: f64) -> String {
     format!("{}{unit}", text.trim_end_matches('0').trim_end_matches('.'))
 }
 
+/// A number with one significant digit after the decimal point's zeros: `0.0316` as `0.03`.
+fn one_digit(x: f64) -> String {
+    format!("{x:.0$}", (-x.log10().floor()).clamp(0.0, 12.0) as usize)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -330,6 +342,10 @@ mod tests {
 
     #[test]
     fn short_numbers() {
+        assert_eq!(
+            ["0.003", "0.03", "0.3", "3", "32"],
+            [3.16e-3, 3.16e-2, 0.316, 3.16, 31.6].map(one_digit).each_ref().map(String::as_str)
+        );
         assert_eq!(
             ["0", "500", "1.5K", "2M", "1.2B"],
             [0.0, 500.0, 1500.0, 2e6, 1.2e9].map(short).each_ref().map(String::as_str)

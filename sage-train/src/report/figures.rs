@@ -121,6 +121,7 @@ pub fn differences(panel: &Panel) -> Result<Option<String>> {
         level: Some((0.0, String::new())),
         limits,
         from_zero: true,
+        ..Chart::default()
     };
     chart.to_svg().map(Some)
 }
@@ -145,13 +146,8 @@ pub fn errors(panel: &Panel) -> Result<Option<String>> {
     if series.is_empty() {
         return Ok(None);
     }
-    let chart = Chart {
-        y: "relative L2 of dQ, worst layer".into(),
-        series,
-        level: None,
-        limits: None,
-        from_zero: true,
-    };
+    let chart =
+        Chart { y: "relative L2 of dQ, worst layer".into(), series, from_zero: true, ..Chart::default() };
     chart.to_svg().map(Some)
 }
 

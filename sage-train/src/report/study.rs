@@ -8,7 +8,7 @@ use candle_sage::{Error, Result, Scheme};
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
-use super::arm::{Arm, reached};
+use super::arm::{Arm, late_training_loss, reached};
 use super::chart::short;
 use crate::config::{BRANCHED_FROM, Identity, differing, in_words, is_seed, of_attention};
 use crate::quantity::counted;
@@ -163,6 +163,9 @@ impl Study {
                 let (first, others) = arms.split_at_mut(1);
                 for arm in others {
                     arm.difference = arm.against(&first[0], words.margin, &Run::final_loss);
+                    let pairs = continue_alike(first[0].runs.iter().chain(&arm.runs));
+                    let training = arm.against(&first[0], words.margin, &late_training_loss);
+                    arm.training = training.filter(|difference| pairs && difference.paired);
                     // A mean over the runs whose number is known would leave the earliest out.
                     let known = arm.reached_before.is_none() && first[0].reached_before.is_none();
                     if let Some(milestone) = words.milestone.filter(|_| known) {
@@ -280,6 +283,12 @@ fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<Str
     let told_apart = |key: &&String| of_attention(key) || *key == BRANCHED_FROM || points.contains(key);
     let attention: Vec<String> = keys.iter().filter(told_apart).cloned().collect();
     Ok(if attention.is_empty() { keys.iter().take(1).cloned().collect() } else { attention })
+}
+
+/// Whether all runs begin with the same weights of another model: with equal seeds of data they train on the same batches.
+fn continue_alike<'a>(mut runs: impl Iterator<Item = &'a Run>) -> bool {
+    let first = runs.next().and_then(|run| run.config.init_from.as_ref());
+    first.is_some() && runs.all(|run| run.config.init_from.as_ref() == first)
 }
 
 /// Index of the baseline arm.

@@ -95,6 +95,9 @@ impl Study {
     /// The column heads, each with whether the column holds text (aligned left) or numbers (aligned right).
     pub(super) fn heads(&self) -> Vec<(String, bool)> {
         let mut heads = vec![("arm", true), ("seeds", false), ("val loss", false), ("difference", true)];
+        if self.has_training() {
+            heads.push(("training loss", true));
+        }
         heads.extend([("tokens/s", false), ("x first", false)]);
         let mut heads: Vec<(String, bool)> =
             heads.into_iter().map(|(head, words)| (head.to_owned(), words)).collect();
@@ -102,6 +105,11 @@ impl Study {
             heads.extend([(format!("tokens to {loss}"), false), ("later".into(), true)]);
         }
         heads
+    }
+
+    /// Whether training losses are compared.
+    fn has_training(&self) -> bool {
+        self.panels.iter().flat_map(|panel| &panel.arms).any(|arm| arm.training.is_some())
     }
 
     /// The cells of an arm's row.
@@ -121,9 +129,11 @@ impl Study {
             arm.outcomes(),
             arm.loss.map_or("-".into(), |mean| format!("{:.4}{}", mean.value, mean.plus_minus(4))),
             against(&arm.difference),
-            arm.speed.map_or("-".into(), speed),
-            ratio,
         ];
+        if self.has_training() {
+            cells.push(against(&arm.training));
+        }
+        cells.extend([arm.speed.map_or("-".into(), speed), ratio]);
         if self.milestone.is_some() {
             let tokens = |mean: Mean| {
                 let interval = mean.half.map_or(String::new(), |half| format!(" ± {}", short(half)));
@@ -187,7 +197,12 @@ impl Study {
         let entropy = entropy.map_or(String::new(), |nats| format!("; unigram entropy {nats:.4}"));
         format!(
             "loss in nats a token{entropy}; ± is half of a 95 % interval (Student's t) over seeds of finished runs; runs that diverged are in no mean; differences are \
-             over seeds in common, percent of the baseline's mean; an arm matches whose 90 % interval lies within the margin"
+             over seeds in common, percent of the baseline's mean; an arm matches whose 90 % interval lies within the margin{}",
+            match self.has_training() {
+                true =>
+                    "; training loss: over the last quarter of the steps, on the same batches as the baseline",
+                false => "",
+            }
         )
     }
 

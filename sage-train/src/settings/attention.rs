@@ -32,7 +32,7 @@ pub struct AttentionSettings {
     /// Token means subtracted before quantizing [default: k for sagebwd, none for attn-qat]
     #[arg(long, value_enum)]
     pub smoothing: Option<SmoothingSetting>,
-    /// SageBwd: tokens that K's mean is taken over: all, or sample-N, N tokens at even distances [default: all]
+    /// SageBwd: tokens that the means of K and V are taken over: all, or sample-N, N tokens at even distances [default: all]
     #[arg(long)]
     pub key_mean: Option<Text<KeyMean>>,
     /// SageBwd: products in INT8: paper, forward-and-s, scores, forward, or a list such as forward,s,dv [default: paper]
@@ -246,6 +246,8 @@ pub enum SmoothingSetting {
     K,
     /// K's mean, and the mean of each tile of Q
     Qk,
+    /// The means of K and V: V's is added to the output
+    Kv,
 }
 
 impl From<SmoothingSetting> for Smoothing {
@@ -254,6 +256,7 @@ impl From<SmoothingSetting> for Smoothing {
             SmoothingSetting::None => Smoothing::None,
             SmoothingSetting::K => Smoothing::K,
             SmoothingSetting::Qk => Smoothing::Qk,
+            SmoothingSetting::Kv => Smoothing::Kv,
         }
     }
 }

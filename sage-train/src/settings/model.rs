@@ -11,7 +11,8 @@ use super::layer::layer;
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct ModelSettings {
-    /// Begin with the weights, the shape and the tokenizer of a Hugging Face folder: a Llama, or a Qwen3 with QK-norm
+    /// Begin with the weights, the shape and the tokenizer of a run, of one of its checkpoints (RUN/checkpoints/step-N), or of a
+    /// Hugging Face folder: a Llama, or a Qwen3 with QK-norm
     #[arg(long, value_name = "DIR")]
     pub init_from: Option<PathBuf>,
     /// Transformer blocks

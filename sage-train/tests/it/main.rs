@@ -4,6 +4,7 @@ mod checkpoints;
 mod command;
 mod data;
 mod files;
+mod gradients;
 mod hf;
 mod hostile;
 mod hub;

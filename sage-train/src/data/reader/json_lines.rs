@@ -124,7 +124,7 @@ impl<'de> Visitor<'de> for Field<'_> {
         f.write_str("a JSON object")
     }
 
-    /// A null in the place of the object that should have the field.
+    /// A null instead of the object that should have the field.
     fn visit_unit<E>(self) -> std::result::Result<Self::Value, E> {
         Ok(Found::Null)
     }
@@ -176,7 +176,7 @@ mod tests {
             assert_eq!(texts(line, "a.b")?, ["x"], "{line}");
         }
         assert_eq!(texts(r#"{"a": {"b": "y"}}"#, "a.b")?, ["y"]);
-        // A null is no document, at every depth.
+        // A null is passed over, at every depth.
         for line in [r#"{"a": null}"#, r#"{"a": {"b": null}}"#, r#"{"a.b": null}"#] {
             assert!(texts(line, "a.b")?.is_empty(), "{line}");
         }

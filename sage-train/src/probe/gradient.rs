@@ -1,0 +1,404 @@
+//! The gradient under a low-bit scheme against that in full precision, over the same data: which part of its error averages out,
+//! as noise does, and which part stays, a bias.
+//!
+//! Micro-batch `i` has the gradient `g_i` in full precision and `h_i` under the scheme; `e_i = h_i - g_i` is the error. Gradients of
+//! disjoint data are independent samples with means `G` and `G + B`, so that for `i != j` the expectation of `g_i . g_j` is `|G|^2`
+//! and that of `e_i . e_j` is `|B|^2`, the bias. What is left of `|g_i|^2` and `|e_i|^2` is noise, which falls with the number of
+//! tokens (the gradient's noise: arXiv 1812.06162, appendix A). Sums over more and more micro-batches are kept in a binary tree, and of
+//! each node the squared norms, from which all products of disjoint data follow: `2 a . b = |a + b|^2 - |a|^2 - |b|^2`.
+
+use std::ops::Range;
+use std::path::Path;
+
+use candle_core::Tensor;
+use candle_sage::{Error, Result, Scheme, ops};
+use serde::{Deserialize, Serialize};
+
+use crate::data::{Batch, Batches, Dataset};
+use crate::device::Place;
+use crate::model::{Input, Llama, LlamaConfig, Parameters};
+use crate::settings::Settings;
+use crate::trained::Trained;
+use crate::{bar, on_device, tell};
+
+/// Independent parts of the data, from which intervals are computed.
+pub const BLOCKS: usize = 8;
+
+/// Squared norms of the same sum of gradients.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Squares {
+    /// In full precision.
+    pub exact: f64,
+    /// Under the scheme.
+    pub low: f64,
+    /// Of the difference of the two.
+    pub error: f64,
+}
+
+impl Squares {
+    fn add(&mut self, other: &Self) {
+        self.exact += other.exact;
+        self.low += other.low;
+        self.error += other.error;
+    }
+
+    fn times(self, factor: f64) -> Self {
+        Self { exact: self.exact * factor, low: self.low * factor, error: self.error * factor }
+    }
+}
+
+/// Sums over a number of micro-batches.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sums {
+    /// Number of micro-batches.
+    pub count: usize,
+    /// Squared norms of the sum.
+    pub of_sum: Squares,
+    /// Sum of the squared norms of each micro-batch.
+    pub of_each: Squares,
+}
+
+impl Sums {
+    /// The squared norms of the means that the gradients of single micro-batches scatter around: `|G|^2`, `|G + B|^2` and `|B|^2`,
+    /// from all pairs of micro-batches, without bias. A small one can come out below zero.
+    pub fn stays(&self) -> Squares {
+        let pairs = (self.count * (self.count - 1)) as f64;
+        let Self { of_sum, of_each, .. } = self;
+        Squares {
+            exact: (of_sum.exact - of_each.exact) / pairs,
+            low: (of_sum.low - of_each.low) / pairs,
+            error: (of_sum.error - of_each.error) / pairs,
+        }
+    }
+
+    /// The variances of a single micro-batch, summed over all elements: they fall as one over the number of micro-batches.
+    pub fn falls(&self) -> Squares {
+        let (each, stays) = (self.of_each.times(1.0 / self.count as f64), self.stays());
+        Squares {
+            exact: each.exact - stays.exact,
+            low: each.low - stays.low,
+            error: each.error - stays.error,
+        }
+    }
+}
+
+/// What was measured of a part of the model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Part {
+    /// `all`, `embedding`, `layer N` or `norm`.
+    pub name: String,
+    /// For 1, 2, 4, .. micro-batches: the mean squared norms of their mean gradients.
+    pub curve: Vec<(usize, Squares)>,
+    /// All micro-batches.
+    pub whole: Sums,
+    /// The same of [`BLOCKS`] disjoint parts of them.
+    pub blocks: Vec<Sums>,
+}
+
+/// The errors of a scheme's gradient.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct GradientErrors {
+    /// The scheme.
+    pub scheme: String,
+    /// Steps that the model was trained for, if that is known.
+    pub step: Option<u64>,
+    /// Tokens of a micro-batch.
+    pub tokens: u64,
+    /// The model as a whole, and its parts.
+    pub parts: Vec<Part>,
+}
+
+/// What to measure.
+#[derive(Debug, Clone)]
+pub struct Extent {
+    /// Schemes to compare with full precision.
+    pub schemes: Vec<Scheme>,
+    /// Number of micro-batches, a power of two, at least twice [`BLOCKS`].
+    pub micro_batches: usize,
+}
+
+/// Measures the gradients of a run, one of its checkpoints, or a model in Hugging Face's format, over the training data that comes
+/// after the model's last step.
+///
+/// # Errors
+/// When the folder has no weights, its data is missing, the model has no dense attention, the number of micro-batches is not a power
+/// of two of at least 16, or memory is short.
+pub fn gradient_errors(
+    folder: &Path,
+    place: Place,
+    settings: Settings,
+    extent: &Extent,
+) -> Result<Vec<GradientErrors>> {
+    let count = extent.micro_batches;
+    if !count.is_power_of_two() || count < 2 * BLOCKS {
+        return Err(Error::new("the number of micro-batches does not divide into pairs")
+            .got(count)
+            .allowed("16, 32, 64, ..")
+            .hint("intervals are over eight parts of two micro-batches or more"));
+    }
+    let trained = Trained::open(folder, place, settings, true)?;
+    trained.check_attention(folder, "probe")?;
+    let Trained { config, parameters, device, .. } = &trained;
+    if config.model.sla2.is_some() {
+        return Err(Error::unsupported("gradients of selected blocks are not probed")
+            .got(format!("--attn {}", config.attn))
+            .allowed("a model with dense attention")
+            .hint("--selections measures what SLA2 leaves out"));
+    }
+    let data = Dataset::load(&config.data, &|line| tell(line))?;
+    let mut batches = Batches::new(&data.train, config.data.cut(&data.tokenizer));
+    let models = std::iter::once(Scheme::FullPrecision).chain(extent.schemes.iter().copied());
+    let models = models.map(|scheme| {
+        let model =
+            LlamaConfig { scheme: Some(scheme), layer_schemes: Default::default(), ..config.model.clone() };
+        Llama::new(&model, parameters, device)
+    });
+    let models =
+        models.collect::<candle_core::Result<Vec<_>>>().map_err(on_device("cannot make the model"))?;
+    let parts = parts(parameters).map_err(on_device("probing"))?;
+    let mut tree = Tree::new(parts, extent.schemes.len(), count);
+    let template = "{bar:30.cyan/blue} {pos}/{len} gradients [{elapsed}, ETA {eta}]";
+    let bar = bar((count * models.len()) as u64, template);
+    let first = trained.sequences_seen.unwrap_or(0);
+    for n in 0..count {
+        let sequences = batches.shuffled(first + (n * config.micro_batch) as u64, config.micro_batch)?;
+        let mut measure = || -> candle_core::Result<()> {
+            let batch = sequences.to_device(device)?;
+            let exact = gradient(&models[0], parameters, &batch)?.copy()?;
+            bar.inc(1);
+            let mut errors = Vec::with_capacity(extent.schemes.len());
+            for model in &models[1..] {
+                errors.push((gradient(model, parameters, &batch)? - &exact)?);
+                bar.inc(1);
+            }
+            tree.push(exact, errors)
+        };
+        measure().map_err(on_device("probing"))?;
+    }
+    bar.finish_and_clear();
+    let tokens = (config.micro_batch * config.model.context) as u64;
+    let of = |(arm, scheme): (usize, &Scheme)| GradientErrors {
+        scheme: scheme.to_string(),
+        step: trained.step,
+        tokens,
+        parts: tree.of_arm(arm),
+    };
+    Ok(extent.schemes.iter().enumerate().map(of).collect())
+}
+
+/// The gradient of a micro-batch: the parameters' own tensor, which the next call overwrites.
+fn gradient<'a>(model: &Llama, parameters: &'a Parameters, batch: &Batch) -> candle_core::Result<&'a Tensor> {
+    parameters.clear_gradients()?;
+    model.train(Input { ids: &batch.ids, documents: batch.documents.as_ref() }, &batch.targets)?;
+    parameters.gradients()
+}
+
+/// A part's name, and where its parameters lie in the gradient.
+type Ranges = (String, Vec<Range<usize>>);
+
+/// The parts of a model, in the order of its parameters.
+fn parts(parameters: &Parameters) -> candle_core::Result<Vec<Ranges>> {
+    let mut parts: Vec<Ranges> = Vec::new();
+    for spec in parameters.specs() {
+        let mut words = spec.name.split('.').skip(1);
+        let name = match (words.next(), words.next()) {
+            (Some("layers"), Some(layer)) => format!("layer {layer}"),
+            (Some("norm"), _) => "norm".into(),
+            _ => "embedding".into(),
+        };
+        let range = parameters.range(&spec.name)?;
+        match parts.iter_mut().find(|(other, _)| *other == name) {
+            Some((_, ranges)) => ranges.push(range),
+            None => parts.push((name, vec![range])),
+        }
+    }
+    Ok(parts)
+}
+
+/// Sums over `count` neighbouring micro-batches.
+struct Node {
+    count: usize,
+    exact: Tensor,
+    /// One for each scheme.
+    errors: Vec<Tensor>,
+}
+
+/// Squared norms of a sum of gradients and its errors, by scheme and part.
+type Norms = Vec<Vec<Squares>>;
+
+/// The binary tree. Nodes that wait for their neighbours are in memory: one of each size at most.
+struct Tree {
+    parts: Vec<Ranges>,
+    schemes: usize,
+    /// Micro-batches of a block, and of all.
+    block: usize,
+    all: usize,
+    waiting: Vec<Node>,
+    /// For sums over 1, 2, 4, .. micro-batches: how many there were, and the sum of their squared norms.
+    levels: Vec<(usize, Norms)>,
+    /// For each block the squared norms of its sum, and those of its micro-batches added up.
+    blocks: Vec<(Norms, Norms)>,
+    /// The sum over the micro-batches of the block that is not complete yet.
+    each: Norms,
+}
+
+impl Tree {
+    fn new(parts: Vec<Ranges>, schemes: usize, all: usize) -> Self {
+        let none = vec![vec![Squares::default(); parts.len()]; schemes];
+        let levels = vec![(0, none.clone()); all.ilog2() as usize + 1];
+        let block = all / BLOCKS;
+        Self { parts, schemes, block, all, waiting: Vec::new(), levels, blocks: Vec::new(), each: none }
+    }
+
+    /// Adds the gradient of a micro-batch, and its errors.
+    fn push(&mut self, exact: Tensor, errors: Vec<Tensor>) -> candle_core::Result<()> {
+        let mut node = Node { count: 1, exact, errors };
+        loop {
+            let norms = self.norms(&node)?;
+            let (nodes, sum) = &mut self.levels[node.count.ilog2() as usize];
+            *nodes += 1;
+            add(sum, &norms);
+            if node.count == 1 {
+                add(&mut self.each, &norms);
+            }
+            if node.count == self.block {
+                let none = vec![vec![Squares::default(); self.parts.len()]; self.schemes];
+                self.blocks.push((norms, std::mem::replace(&mut self.each, none)));
+            }
+            match self.waiting.pop_if(|other| other.count == node.count) {
+                None => break,
+                Some(other) => {
+                    ops::add_into(&other.exact, &node.exact)?;
+                    other.errors.iter().zip(&node.errors).try_for_each(|(a, b)| ops::add_into(a, b))?;
+                    node = Node { count: 2 * node.count, ..other };
+                }
+            }
+        }
+        self.waiting.push(node);
+        Ok(())
+    }
+
+    fn norms(&self, node: &Node) -> candle_core::Result<Norms> {
+        let squares = |tensor: &Tensor| -> candle_core::Result<Vec<f64>> {
+            let mut all = Vec::new();
+            for range in self.parts.iter().flat_map(|(_, ranges)| ranges) {
+                all.push(ops::sum_of_squares(&tensor.narrow(0, range.start, range.len())?)?);
+            }
+            let all = Tensor::stack(&all, 0)?.to_vec1::<f64>()?;
+            let mut all = all.iter();
+            let part = |(_, ranges): &Ranges| all.by_ref().take(ranges.len()).sum();
+            Ok(self.parts.iter().map(part).collect())
+        };
+        let exact = squares(&node.exact)?;
+        let of_error = |error: &Tensor| -> candle_core::Result<Vec<Squares>> {
+            let (low, error) = (squares(&(&node.exact + error)?)?, squares(error)?);
+            let part = |n: usize| Squares { exact: exact[n], low: low[n], error: error[n] };
+            Ok((0..exact.len()).map(part).collect())
+        };
+        node.errors.iter().map(of_error).collect()
+    }
+
+    /// What was measured of a scheme; the first part is the whole model.
+    fn of_arm(&self, arm: usize) -> Vec<Part> {
+        let whole = |norms: &Norms| {
+            let mut sum = Squares::default();
+            norms[arm].iter().for_each(|part| sum.add(part));
+            sum
+        };
+        let part = |name: &str, of: &dyn Fn(&Norms) -> Squares| {
+            let block = |(of_sum, of_each): &(Norms, Norms)| Sums {
+                count: self.block,
+                of_sum: of(of_sum),
+                of_each: of(of_each),
+            };
+            let level = |(n, (nodes, sum)): (usize, &(usize, Norms))| {
+                let count = 1usize << n;
+                (count, of(sum).times(1.0 / (nodes * count * count) as f64))
+            };
+            let (first, last) = (&self.levels[0].1, &self.levels[self.levels.len() - 1].1);
+            Part {
+                name: name.into(),
+                curve: self.levels.iter().enumerate().map(level).collect(),
+                whole: Sums { count: self.all, of_sum: of(last), of_each: of(first) },
+                blocks: self.blocks.iter().map(block).collect(),
+            }
+        };
+        let mut parts = vec![part("all", &whole)];
+        parts.extend(self.parts.iter().enumerate().map(|(n, (name, _))| part(name, &|norms| norms[arm][n])));
+        parts
+    }
+}
+
+fn add(sum: &mut Norms, norms: &Norms) {
+    let pairs = sum.iter_mut().flatten().zip(norms.iter().flatten());
+    pairs.for_each(|(sum, norm)| sum.add(norm));
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+    use rand::SeedableRng;
+    use rand_chacha::ChaCha8Rng;
+    use rand_distr::{Distribution, StandardNormal};
+
+    use super::*;
+
+    /// Gradients of a known mean, bias and noise: what is estimated is within 3 standard errors of it. In `d` elements the product of
+    /// two noises of variance `s2` an element has the standard deviation `s2 sqrt(d)`; of the mean over `n (n - 1) / 2` pairs that
+    /// is `s2 sqrt(2 d) / n`. Noise times a mean adds `2 |mean| sqrt(s2 / n)`.
+    #[test]
+    fn a_known_bias_is_found() -> candle_core::Result<()> {
+        const D: usize = 20_000;
+        const COUNT: usize = 64;
+        let mut rng = ChaCha8Rng::seed_from_u64(1);
+        let mut normal = |size: f64| -> Vec<f32> {
+            let draw = |_| (size * Distribution::<f64>::sample(&StandardNormal, &mut rng)) as f32;
+            (0..D).map(draw).collect()
+        };
+        let (mean, bias) = (normal(0.1), normal(0.02));
+        let (noise, error_noise) = (1.0, 0.05);
+        let halves = vec![
+            ("embedding".into(), vec![0..100, 100..D / 4]),
+            ("layer 0".into(), vec![D / 4..D / 2, D / 2..D]),
+        ];
+        let mut tree = Tree::new(halves, 1, COUNT);
+        for _ in 0..COUNT {
+            let sum = |a: &[f32], b: Vec<f32>| -> Vec<f32> { a.iter().zip(b).map(|(a, b)| a + b).collect() };
+            let tensor = |x: Vec<f32>| Tensor::from_vec(x, D, &Device::Cpu);
+            let exact = tensor(sum(&mean, normal(noise)))?;
+            tree.push(exact, vec![tensor(sum(&bias, normal(error_noise)))?])?;
+        }
+        let parts = tree.of_arm(0);
+        assert_eq!(
+            parts.iter().map(|part| part.name.as_str()).collect::<Vec<_>>(),
+            ["all", "embedding", "layer 0"]
+        );
+        let squares = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
+        let near = |got: f64, mean: f64, variance: f64, count: usize| {
+            let (d, n) = (D as f64, count as f64);
+            let error = variance * (2.0 * d).sqrt() / n + 2.0 * (mean * variance / n).sqrt();
+            assert!((got - mean).abs() < 3.0 * error, "{got} for {mean}, standard error {error}");
+        };
+        let (of_mean, of_bias) = (squares(&mean), squares(&bias));
+        for sums in parts[0].blocks.iter().chain([&parts[0].whole]) {
+            near(sums.stays().exact, of_mean, noise.powi(2), sums.count);
+            near(sums.stays().error, of_bias, error_noise.powi(2), sums.count);
+            let apart = sums.falls().exact / (D as f64 * noise.powi(2)) - 1.0;
+            // The relative standard error of a variance over `d n` values.
+            assert!(apart.abs() < 3.0 * (2.0 / (D * sums.count) as f64).sqrt(), "{apart}");
+        }
+        // The curve is that of noise that falls and a bias that stays, and the parts add up to the whole.
+        for (count, squares) in &parts[0].curve {
+            let expected = of_bias + D as f64 * error_noise.powi(2) / *count as f64;
+            assert!(
+                (squares.error / expected - 1.0).abs() < 0.1,
+                "{count}: {} for {expected}",
+                squares.error
+            );
+        }
+        let added = parts[1].whole.of_sum.low + parts[2].whole.of_sum.low;
+        assert!((added / parts[0].whole.of_sum.low - 1.0).abs() < 1e-12);
+        assert_eq!(parts[0].blocks.len(), BLOCKS);
+        Ok(())
+    }
+}

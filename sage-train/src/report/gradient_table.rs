@@ -1,0 +1,212 @@
+//! Errors of gradients as tables and as a plot.
+
+use candle_sage::Result;
+
+use super::chart::{Chart, Series, short};
+use super::statistics::Mean;
+use super::table::csv_cell;
+use crate::probe::gradient::{GradientErrors, Part, Squares, Sums};
+
+/// What follows from the sums of a part.
+struct Figures {
+    /// `|G|`, the norm of the gradient without its noise.
+    gradient: f64,
+    /// Tokens at which the gradient's noise is as large as the gradient.
+    noise_tokens: f64,
+    /// The error's noise of a micro-batch over the gradient: `sqrt(V) / |G|`.
+    error_noise: f64,
+    /// `|B|^2 / |G|^2`, from all pairs.
+    bias: f64,
+    /// Half of its 95 % interval, over blocks.
+    half: Option<f64>,
+    /// `B . G / |G|^2`: the part of the bias along the gradient, a change of the length of the step.
+    along: f64,
+    /// Tokens at which the bias is as large as the gradient's noise: from all, and the limits of the interval. None: there is
+    /// no bias above zero.
+    crossing: [Option<f64>; 3],
+}
+
+/// A share that may come out below zero.
+fn root(x: f64) -> f64 {
+    x.max(0.0).sqrt()
+}
+
+impl Figures {
+    fn of(part: &Part, tokens: u64) -> Self {
+        let (stays, falls) = (part.whole.stays(), part.whole.falls());
+        let of_block = |block: &Sums| block.stays().error / stays.exact;
+        let blocks: Vec<f64> = part.blocks.iter().map(of_block).collect();
+        let value = stays.error / stays.exact;
+        let half = Mean::of(&blocks).and_then(|mean| mean.half);
+        let noise = falls.exact / stays.exact * tokens as f64;
+        let crossing = |bias: f64| (bias > 0.0).then(|| noise / bias);
+        Self {
+            gradient: root(stays.exact),
+            noise_tokens: noise,
+            error_noise: root(falls.error / stays.exact),
+            bias: value,
+            half,
+            along: (stays.low - stays.exact - stays.error) / (2.0 * stays.exact),
+            crossing: [0.0, 1.0, -1.0].map(|halves| crossing(value + halves * half.unwrap_or(0.0))),
+        }
+    }
+}
+
+/// The products of the means over two disjoint halves, over their squared norms: the mean cosine, of errors and of gradients.
+fn cosines(one: &Squares, two: &Squares) -> [f64; 2] {
+    // |(a + b) / 2|^2 = (|a|^2 + |b|^2 + 2 a . b) / 4.
+    [2.0 * two.error / one.error - 1.0, 2.0 * two.exact / one.exact - 1.0]
+}
+
+/// The error against the number of tokens, and its split by part of the model.
+pub fn gradient_table(title: &str, errors: &GradientErrors) -> String {
+    let heads = ["tokens", "|gradient|", "|error|", "error/gradient", "cos of errors", "cos of gradients"];
+    let mut out = format!("{title}\n\n");
+    heads.iter().for_each(|head| out += &format!("{head:>17}"));
+    out.push('\n');
+    let all = &errors.parts[0];
+    for (n, (count, squares)) in all.curve.iter().enumerate() {
+        let (gradient, error) = (root(squares.exact), root(squares.error));
+        let of_halves = all.curve.get(n + 1).map(|(_, next)| cosines(squares, next));
+        let cosine = |n: usize| of_halves.map_or("-".into(), |cosines| format!("{:.3}", cosines[n]));
+        out += &format!(
+            "{:>17}{gradient:>17.4e}{error:>17.4e}{:>17.4}{:>17}{:>17}\n",
+            short((errors.tokens * *count as u64) as f64),
+            error / gradient,
+            cosine(0),
+            cosine(1)
+        );
+    }
+    out += "\ncos: of the means over two disjoint parts of so many tokens\n\n";
+    let heads = ["|gradient|", "noise = gradient", "error's noise", "bias", "along", "bias = noise"];
+    out += &format!("{:<10}", "part");
+    heads.iter().for_each(|head| out += &format!("{head:>18}"));
+    out += &format!("{:>20}\n", "95 % interval");
+    for part in &errors.parts {
+        let figures = Figures::of(part, errors.tokens);
+        let tokens = |tokens: Option<f64>| tokens.map_or("never".into(), short);
+        let [crossing, low, high] = figures.crossing.map(tokens);
+        out += &format!(
+            "{:<10}{:>18.4e}{:>18}{:>18.4}{:>18.5}{:>18.5}{crossing:>18}{:>20}\n",
+            part.name,
+            figures.gradient,
+            short(figures.noise_tokens),
+            figures.error_noise,
+            root(figures.bias),
+            figures.along,
+            format!("{low} to {high}"),
+        );
+    }
+    out += &format!(
+        "\nnoise = gradient, bias = noise: tokens a step at which the two are equal; error's noise: of {} tokens, over the gradient, and\n\
+         falling as the square root of the tokens; bias: what stays, over the gradient, and its part along the gradient\n",
+        short(errors.tokens as f64)
+    );
+    out
+}
+
+/// The same as comma-separated values, a row for each part and number of tokens.
+pub fn gradient_csv(all: &[GradientErrors]) -> String {
+    let mut out = String::from(
+        "scheme,part,tokens,gradient,error,error_over_gradient,bias_squared,bias_squared_half,bias_along,noise_equals_gradient_tokens,bias_equals_noise_tokens\n",
+    );
+    for errors in all {
+        for part in &errors.parts {
+            let figures = Figures::of(part, errors.tokens);
+            for (count, squares) in &part.curve {
+                let (gradient, error) = (root(squares.exact), root(squares.error));
+                out += &format!(
+                    "{},{},{},{gradient},{error},{},{},{},{},{},{}\n",
+                    csv_cell(&errors.scheme),
+                    csv_cell(&part.name),
+                    errors.tokens * *count as u64,
+                    error / gradient,
+                    figures.bias,
+                    figures.half.unwrap_or(f64::NAN),
+                    figures.along,
+                    figures.noise_tokens,
+                    figures.crossing[0].map_or(String::new(), |tokens| tokens.to_string()),
+                );
+            }
+        }
+    }
+    out
+}
+
+/// The error over the gradient against tokens, with the noise of the data.
+///
+/// # Errors
+/// When nothing is finite.
+pub fn gradient_plot(all: &[GradientErrors]) -> Result<String> {
+    let logarithm = |tokens: u64, y: f64| ((tokens as f64).log10(), y.log10());
+    let curve = |errors: &GradientErrors, y: &dyn Fn(&Figures, usize, &Squares) -> f64| {
+        let figures = Figures::of(&errors.parts[0], errors.tokens);
+        let points = errors.parts[0].curve.iter();
+        let point = |(count, squares): &(usize, Squares)| {
+            logarithm(errors.tokens * *count as u64, y(&figures, *count, squares))
+        };
+        points.map(point).collect()
+    };
+    let mut series: Vec<Series> = Vec::new();
+    for (style, errors) in all.iter().enumerate() {
+        let points = curve(errors, &|figures, _, squares| root(squares.error) / figures.gradient);
+        series.push(Series { label: errors.scheme.clone(), style, points, ..Series::default() });
+    }
+    if let Some(errors) = all.first() {
+        let noise = |figures: &Figures, count: usize, _: &Squares| {
+            (figures.noise_tokens / (errors.tokens * count as u64) as f64).sqrt()
+        };
+        let points = curve(errors, &noise);
+        series.push(Series {
+            label: "noise of the data".into(),
+            style: all.len(),
+            points,
+            ..Series::default()
+        });
+    }
+    let y = "size over the gradient's".into();
+    Chart { y, series, logarithmic: true, ..Chart::default() }.to_svg()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A gradient of norm 3 with noise 4 in a micro-batch of 100 tokens, and a bias of .3 of which .2 is along the gradient.
+    #[test]
+    fn figures_follow_from_the_sums() {
+        let sums = |count: usize| {
+            let n = count as f64;
+            // |B|^2 = .09; |G + B|^2 = 9 + .09 + 2 * 3 * .2 = 10.29; noise of 16, 16 and 1.
+            let stays = Squares { exact: 9.0, low: 10.29, error: 0.09 };
+            let each = Squares { exact: 25.0, low: 26.29, error: 1.09 };
+            let sum = |stays: f64, each: f64| stays * n * (n - 1.0) + each * n;
+            Sums {
+                count,
+                of_sum: Squares {
+                    exact: sum(stays.exact, each.exact),
+                    low: sum(stays.low, each.low),
+                    error: sum(stays.error, each.error),
+                },
+                of_each: Squares { exact: each.exact * n, low: each.low * n, error: each.error * n },
+            }
+        };
+        let part = Part { name: "all".into(), curve: Vec::new(), whole: sums(64), blocks: vec![sums(8); 8] };
+        let figures = Figures::of(&part, 100);
+        let near = |got: f64, wanted: f64| assert!((got / wanted - 1.0).abs() < 1e-9, "{got} for {wanted}");
+        near(figures.gradient, 3.0);
+        // Noise of 16 over 9 in 100 tokens.
+        near(figures.noise_tokens, 1600.0 / 9.0);
+        near(figures.error_noise, 1.0 / 3.0);
+        near(figures.bias, 0.01);
+        near(figures.along, 0.6 / 9.0);
+        // 16 * 100 / tokens = .09.
+        near(figures.crossing[0].expect("a bias"), 1600.0 / 0.09);
+        let [errors, gradients] = cosines(
+            &Squares { exact: 25.0, low: 0.0, error: 1.09 },
+            &Squares { exact: 9.0 + 8.0, low: 0.0, error: 0.09 + 0.5 },
+        );
+        near(errors, 0.09 / 1.09);
+        near(gradients, 9.0 / 25.0);
+    }
+}

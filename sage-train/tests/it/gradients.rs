@@ -1,0 +1,142 @@
+//! The bias of low-bit gradients: `probe --gradient`, and runs that begin with another run's weights.
+
+use sage_train::probe::gradient::GradientErrors;
+
+use crate::support::{Scratch, small};
+
+/// The mean of the micro-batches' gradients is the gradient of the training step over the same sequences, whose norm training recorded:
+/// the same sums in f32 in another order, of 16 terms.
+#[test]
+fn the_mean_gradient_is_that_of_a_step() {
+    let scratch = Scratch::new();
+    let flags =
+        ["--attn", "fpa", "--layers", "2", "--tokens-per-step", "1k", "--micro-batch", "2", "--steps", "4"];
+    scratch
+        .ok(&small(&[&flags[..], &["--checkpoint-every", "3", "--keep-every", "1", "--name", "r"]].concat()));
+    let checkpoint = "runs/r/checkpoints/step-00000003";
+    let probe = ["probe", checkpoint, "--gradient", "--micro-batches", "16"];
+    let files = ["--json", "g.json", "--csv", "g.csv", "--svg", "g.svg"];
+    let schemes = ["--schemes", "sagebwd;sagebwd:products=scores"];
+    let table = scratch.ok(&[&probe[..], &files, &schemes].concat());
+    assert!(
+        table.contains("after step 3") && table.contains("products scores") && table.contains("layer 1"),
+        "{table}"
+    );
+    let read = |name: &str| std::fs::read_to_string(scratch.path().join(name)).expect("a file");
+    let all: Vec<GradientErrors> = serde_json::from_str(&read("g.json")).expect("JSON");
+    let [paper, scores] = all.as_slice() else { panic!("two schemes") };
+    let names: Vec<&str> = paper.parts.iter().map(|part| part.name.as_str()).collect();
+    assert_eq!(names, ["all", "embedding", "layer 0", "layer 1", "norm"]);
+    let (count, last) = paper.parts[0].curve.last().expect("a curve");
+    assert_eq!((*count, paper.tokens), (16, 64));
+    let trained = scratch.metrics("r")[3].grad_norm;
+    assert!((last.exact.sqrt() / trained - 1.0).abs() < 1e-5, "{} for {trained}", last.exact.sqrt());
+    // The same gradients in 16 bit, and smaller errors with fewer products in INT8.
+    assert_eq!(paper.parts[0].curve[0].1.exact, scores.parts[0].curve[0].1.exact);
+    assert!(scores.parts[0].curve[0].1.error < paper.parts[0].curve[0].1.error);
+    assert_eq!(read("g.csv").lines().count(), 1 + 2 * 5 * 5);
+    assert!(read("g.svg").contains("noise of the data"));
+    for (flags, why) in [
+        (&["--gradient", "--micro-batches", "24"][..], "16, 32, 64"),
+        (&["--gradient", "--schemes", "fpa"], "full precision is what errors are measured against"),
+        (&["--gradient", "--heads"], "cannot be used with"),
+        (&["--device", "cpu"], "--gradient or --sigma"),
+        (&["--schemes", "sagebwd"], "--gradient"),
+    ] {
+        let error = scratch.fails(&[&["probe", "runs/r"], flags].concat());
+        assert!(error.contains(why), "{flags:?}: {error}");
+    }
+}
+
+/// A run that begins with the weights of a run, of its checkpoint or of its export trains alike, to the bit.
+#[test]
+fn a_run_begins_with_the_weights_of_another() {
+    let scratch = Scratch::new();
+    scratch.ok(&small(&[
+        "--attn",
+        "sagebwd",
+        "--smoothing",
+        "kv",
+        "--qk-norm",
+        "on",
+        "--steps",
+        "4",
+        "--name",
+        "r",
+    ]));
+    scratch.ok(&["export", "runs/r", "--to", "hf"]);
+    let losses = |from: &str, name: &str, flags: &[&str]| -> Vec<f64> {
+        let begin =
+            ["--init-from", from, "--corpus-mb", "1", "--context", "32", "--steps", "3", "--name", name];
+        let size = [
+            "--tokens-per-step",
+            "256",
+            "--micro-batch",
+            "4",
+            "--eval-tokens",
+            "512",
+            "--sample-tokens",
+            "0",
+        ];
+        scratch.ok(&[&begin[..], &size, flags].concat());
+        scratch.metrics(name).iter().map(|point| point.loss).collect()
+    };
+    let wanted = losses("hf", "of-export", &["--attn", "fpa"]);
+    assert_eq!(losses("runs/r", "of-run", &["--attn", "fpa"]), wanted);
+    assert_eq!(losses("runs/r/checkpoints/step-00000004", "of-checkpoint", &["--attn", "fpa"]), wanted);
+    // Without --attn it attends as the run did.
+    losses("runs/r", "alike", &[]);
+    let config = std::fs::read_to_string(scratch.path().join("runs/alike/config.toml")).expect("settings");
+    assert!(config.contains("smoothing = \"kv\"") && config.contains("attn = \"sagebwd\""), "{config}");
+}
+
+#[test]
+fn the_built_in_continuations_are_a_plan() {
+    let scratch = Scratch::new();
+    scratch.ok(&small(&["--attn", "fpa", "--steps", "2", "--name", "r"]));
+    let sweep = ["sweep", "continuation-mini", "--dry-run", "--no-measure", "--device", "cpu"];
+    assert!(scratch.fails(&sweep).contains("--init-from RUN"));
+    scratch.file("text.txt", "Some text. ".repeat(10_000));
+    let plan = scratch.ok(&[&sweep[..], &["--data", "text.txt", "--init-from", "runs/r"]].concat());
+    assert!(plan.contains("\n72 runs, "), "{plan}");
+}
+
+/// Runs that begin with the same weights train on the same batches: their training losses are compared step by step.
+#[test]
+fn continuations_are_compared_by_their_training_losses() {
+    let scratch = Scratch::new();
+    scratch.ok(&small(&["--attn", "fpa", "--steps", "4", "--name", "r"]));
+    let lists = [
+        "--attn",
+        "fpa,attn-qat",
+        "--order-seed",
+        "1,2",
+        "--init-from",
+        "runs/r",
+        "--steps",
+        "8",
+        "--name",
+        "s",
+    ];
+    scratch.ok(&small(&lists));
+    let table = scratch.ok(&["report", "runs/s", "--csv", "s.csv"]);
+    let row = table.lines().find(|line| line.starts_with("attn-qat")).expect("a row");
+    assert!(table.contains("training loss") && row.matches("2 pairs").count() == 2, "{table}");
+    // Over the last two steps: as the metrics have them.
+    let late = |attn: &str, seed: &str| {
+        let runs = std::fs::read_dir(scratch.path().join("runs/s")).expect("runs");
+        let mut names = runs.map(|run| run.expect("a run").file_name().to_string_lossy().into_owned());
+        let name = names.find(|name| name.starts_with(attn) && name.ends_with(seed)).expect("a run");
+        let points = scratch.metrics(&format!("s/{name}"));
+        (points[6].loss + points[7].loss) / 2.0
+    };
+    let base = (late("fpa", "1") + late("fpa", "2")) / 2.0;
+    let mean = 100.0 * ((late("attn-qat", "1") + late("attn-qat", "2")) / 2.0 - base) / base;
+    let shown: f64 = row
+        .split(" % ")
+        .nth(1)
+        .and_then(|text| text.split_whitespace().last()?.parse().ok())
+        .expect("a number");
+    // Two decimals or more are shown.
+    assert!(mean.abs() > 1e-2 && (shown - mean).abs() <= 5.1e-3, "{shown} for {mean}: {table}");
+}
