@@ -69,7 +69,7 @@ impl Attention {
     /// the last query sees every key (as in FlashAttention).
     ///
     /// In low bits the products are causal, but not every scale is. SageBwd's smoothing subtracts the mean of
-    /// all keys of the sequence, and a tile of 64 keys shares a scale, so that a later token moves an earlier
+    /// all keys of the sequence (with [`Smoothing::Kv`](crate::Smoothing::Kv) of all values too), and a tile of 64 keys shares a scale, so that a later token moves an earlier
     /// output within the error of its codes (keys 192 on times 50 move outputs before 128 by up to .016), and
     /// one NaN in the last key reaches the first output. The mean can be avoided: one that is known beforehand serves
     /// as well, subtracted from the keys of an attention with [`Smoothing::None`](crate::Smoothing::None). For Attn-QAT see
@@ -114,9 +114,9 @@ impl Attention {
     /// CUDA the order of sums.
     ///
     /// The selection's blocks must be multiples of the scheme's tiles on the CPU ([`Scheme::block_unit`]),
-    /// and 128 x 128 on CUDA. Smoothing (of K and Q) and NVFP4 scales are those of the whole sequences:
-    /// SageBwd subtracts the mean of all keys of a segment, which in exact arithmetic changes nothing for any
-    /// subset of the keys.
+    /// and 128 x 128 on CUDA. Smoothing and NVFP4 scales are those of the whole sequences:
+    /// SageBwd subtracts the mean of all keys (or values) of a segment, which in exact arithmetic changes nothing for
+    /// any subset of them.
     #[must_use]
     pub fn select(mut self, selection: &Selection) -> Self {
         self.selection = Some(selection.clone());

@@ -269,8 +269,8 @@ impl AttnQat {
     /// ```
     ///
     /// # Errors
-    /// When Q is to be smoothed, since Attn-QAT smooths K alone; when FP4 products are to have groups of V
-    /// along head_dim, which is not their reduction.
+    /// When Q is to be smoothed, which Attn-QAT does not; when V is, with FP4 products or without the high-precision output; when
+    /// FP4 products are to have groups of V along head_dim, which is not their reduction.
     pub fn validate(&self) -> Result<()> {
         if self.smoothing.of_values() && !self.high_precision_output {
             return Err(Error::new("smoothing of V needs the high-precision output")

@@ -26,7 +26,8 @@ pub enum Smoothing {
     /// As `K`, and subtracts from V its mean `m` over the same tokens, which is added to the output:
     /// `O = P (V - m) + m`, because every row of the exact P sums to one. What the rounding of P loses is multiplied by
     /// `V - m` then, and not by V: the part of the output's error that does not average out is smaller. Ours, from no paper;
-    /// `docs/findings.md` has measurements.
+    /// `docs/findings.md` has measurements. Not with `AttnQat::high_precision_output(false)`, nor with `Products::Nvfp4`:
+    /// the mean would not be rounded as V is.
     Kv,
 }
 

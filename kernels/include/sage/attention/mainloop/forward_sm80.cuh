@@ -127,7 +127,8 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
 #pragma unroll
           for (int r = 0; r < 2 * M; ++r) {
             float& acc = softmax.acc[r >> 1][n][2 * (r & 1) + e];
-            acc = fmaf(sums[r], of_channel, acc);
+            // A mean that is not finite does not reach a query that sees no key.
+            if (inverse[r] != 0.0f) acc = fmaf(sums[r], of_channel, acc);
           }
         }
     }
