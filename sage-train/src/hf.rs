@@ -134,11 +134,11 @@ pub fn load(
     let files = weight_files(folder)?;
     let opened = files.iter().map(|name| StateFile::open(&folder.join(name))).collect::<Result<Vec<_>>>()?;
     check_tied(folder, config, &opened)?;
-    tell_of_others(folder, config, &opened);
+    tell_of_others(folder, config, &opened.iter().flat_map(StateFile::names).collect::<Vec<_>>());
     let values = |spec: &ParameterSpec| {
         let holder = opened.iter().find(|file| file.contains(&spec.name));
-        match (holder, spec.fixed_start()) {
-            (None, Some(start)) if is_of_sla2(&spec.name) && !complete => Ok(start),
+        match (holder, spec.start_in_sla2()) {
+            (None, Some(start)) if !complete => Ok(start),
             _ => holder.unwrap_or(&opened[0]).values(spec, ""),
         }
     };
@@ -146,16 +146,13 @@ pub fn load(
 }
 
 /// Warns of weights that a model of this shape has not: it computes something else than it was trained to.
-fn tell_of_others(folder: &Path, config: &LlamaConfig, files: &[StateFile]) {
+pub fn tell_of_others(folder: &Path, config: &LlamaConfig, names: &[&str]) {
     let specs = config.parameter_specs();
     let known: BTreeSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
     // The head is the embedding, and the angles are computed.
     let derived = |name: &str| name == HEAD || name.ends_with("rotary_emb.inv_freq");
-    let left: BTreeSet<&str> = files
-        .iter()
-        .flat_map(StateFile::names)
-        .filter(|name| !known.contains(name) && !derived(name))
-        .collect();
+    let left = names.iter().copied().filter(|name| !known.contains(name) && !derived(name));
+    let left: BTreeSet<&str> = left.collect();
     if let Some(first) = left.first() {
         tell(&format!(
             "warning: {} weights of {} have no place in this model, such as {first}: with other settings it is another model",
@@ -295,11 +292,6 @@ pub struct Model<'a> {
     pub parameters: &'a Parameters,
     /// The model's tokenizer.
     pub tokenizer: &'a Tokenizer,
-}
-
-/// Whether a parameter is one of those that SLA2 adds to a layer.
-fn is_of_sla2(name: &str) -> bool {
-    ["_router.weight", ".theta"].iter().any(|end| name.ends_with(end))
 }
 
 /// Exports a model to a new folder that `transformers` can load. It computes dense attention: of SLA2 it ignores router and

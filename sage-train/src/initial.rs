@@ -7,10 +7,10 @@ use candle_core::{DType, Device};
 use candle_sage::Result;
 
 use crate::config::Config;
-use crate::model::{LlamaConfig, Parameters};
+use crate::model::{LlamaConfig, ParameterSpec, Parameters, StateFile};
 use crate::ranks::Ranks;
-use crate::settings::{AttentionSettings, Attn, ModelSettings, Settings};
-use crate::trained::run_folder;
+use crate::settings::{Attn, ModelSettings, Settings, Sla2Settings};
+use crate::trained::{run_folder, tokenizer_of};
 use crate::{checkpoint, hf};
 
 /// The `config.toml` of a run, if the folder is one or one of its checkpoints.
@@ -19,38 +19,41 @@ fn config_of(folder: &Path) -> Option<PathBuf> {
     path.exists().then_some(path)
 }
 
-/// The settings that the folder determines. Those of attention alone if the new run attends as the folder's model did: `attn` is
-/// what it asks for.
+/// The settings that the folder determines. `attn` is the attention that the new run asks for; settings of another one are left to
+/// [`Settings::over`].
 ///
 /// # Errors
-/// When the folder has none of these formats, or its files cannot be read.
+/// When the folder has none of these formats, its files cannot be read, or a run's tokenizer is missing or is not the one that the run
+/// was trained with.
 pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
-    let Some(path) = config_of(folder) else {
-        let mut told = hf::settings(folder)?;
-        // The tail is a part of the form that the folder was trained in: another form has its own.
-        if attn.is_some() && attn != told.attention.attn {
-            told.sla2.sla2_tail = None;
+    let mut told = match config_of(folder) {
+        None => hf::settings(folder)?,
+        Some(path) => {
+            let saved = Config::read_last_settings(&path)?;
+            let run = run_folder(folder);
+            tokenizer_of(run)?;
+            Settings::with(|s| {
+                s.model = ModelSettings { init_from: None, ..saved.model };
+                s.data.vocab_size = saved.data.vocab_size;
+                s.data.tokenizer = Some(run.join("tokenizer.json").display().to_string());
+                s.attention = saved.attention;
+                s.sla2 = saved.sla2;
+            })
         }
-        return Ok(told);
     };
-    let saved = Config::read_last_settings(&path)?;
-    let tokenizer = run_folder(folder).join("tokenizer.json");
-    let same = attn.is_none_or(|attn| saved.attention.attn == Some(attn));
-    Ok(Settings::with(|s| {
-        s.model = ModelSettings { init_from: None, ..saved.model };
-        s.data.vocab_size = saved.data.vocab_size;
-        s.data.tokenizer = tokenizer.exists().then(|| tokenizer.display().to_string());
-        s.attention = match same {
-            true => saved.attention,
-            false => AttentionSettings { qk_norm: saved.attention.qk_norm, ..AttentionSettings::default() },
-        };
-        if same {
-            s.sla2 = saved.sla2;
-        }
-    }))
+    // The stages are those of the other run's steps, and the tail is a part of the form that it was trained in.
+    let same_form = attn.is_none() || attn == told.attention.attn;
+    told.sla2 = Sla2Settings {
+        sla2_dense_steps: None,
+        sla2_router_steps: None,
+        sla2_tail: told.sla2.sla2_tail.filter(|_| same_form),
+        ..told.sla2
+    };
+    Ok(told)
 }
 
-/// The weights in the folder, with moments of zero.
+/// The weights in the folder, with moments of zero. A router or `theta` of SLA2 that the model was trained without keeps its initial
+/// values.
 ///
 /// # Errors
 /// When they cannot be read, or are of another model.
@@ -61,15 +64,23 @@ pub fn weights(
     ranks: &Ranks,
 ) -> Result<Parameters> {
     let run = run_folder(folder);
-    match config_of(folder) {
-        None => hf::load(folder, model, device, dtype, Some(ranks)),
-        Some(_) if run == folder => {
-            Parameters::load(model, &run.join("model.safetensors"), device, dtype, Some(ranks))
-        }
-        Some(path) => {
-            let (about, state) = checkpoint::open(folder)?;
-            about.check_settings(run, &Config::resolve(Config::read_last_settings(&path)?)?.identity())?;
-            Parameters::weights_of(model, &state, device, dtype, Some(ranks))
-        }
+    let Some(path) = config_of(folder) else {
+        return hf::load(folder, model, device, dtype, Some(ranks));
+    };
+    let make = |names: &[&str], values: &dyn Fn(&ParameterSpec) -> Result<Vec<f32>>| {
+        hf::tell_of_others(folder, model, names);
+        let values = |spec: &ParameterSpec| match spec.start_in_sla2() {
+            Some(start) if !names.contains(&spec.name.as_str()) => Ok(start),
+            _ => values(spec),
+        };
+        Parameters::from_values(model, &values, device, dtype, Some(ranks))
+    };
+    if run == folder {
+        let file = StateFile::of_run(&run.join("model.safetensors"))?;
+        return make(&file.names().collect::<Vec<_>>(), &|spec| file.values(spec, ""));
     }
+    let (about, state) = checkpoint::open(folder)?;
+    about.check_settings(run, &Config::resolve(Config::read_last_settings(&path)?)?.identity())?;
+    let names = state.names();
+    make(&names.iter().map(String::as_str).collect::<Vec<_>>(), &|spec| state.weights(spec))
 }

@@ -25,7 +25,7 @@ use crate::model::{Llama, LlamaConfig, Parameters, Watch};
 use crate::quantity::gib;
 use crate::ranks::Ranks;
 use crate::settings::{Attn, Settings};
-use crate::trained::{Trained, run_folder};
+use crate::trained::Trained;
 use crate::{bar, during, tell};
 
 use anatomy::{Anatomy, Inputs, Low, Quantities, bytes};
@@ -71,10 +71,7 @@ pub fn probe(folder: &Path, look: Look, settings: Settings, typed: &Settings) ->
     check_own(typed, scheme.into(), Some(scheme), None)?;
     scheme.validate()?;
     let data = Dataset::load_to_validate(&config.data, &|line| tell(line))?;
-    let run = run_folder(folder);
-    if run.join("tokenizer.json").exists() {
-        data.tokenizer.check_same(&run.join("tokenizer.json"))?;
-    }
+    trained.check_data(folder, &data)?;
     let cut = config.data.cut(&data.tokenizer);
     if cut.end_of_document.is_some() {
         tell(

@@ -8,7 +8,7 @@ use candle_sage::{Error, Result};
 
 use crate::checkpoint;
 use crate::config::Config;
-use crate::data::{Boundaries, Tokenizer};
+use crate::data::{Boundaries, Dataset, Tokenizer};
 use crate::device::Place;
 use crate::hf;
 use crate::model::{Llama, Parameters, Stage};
@@ -65,6 +65,22 @@ pub fn run_folder(folder: &Path) -> &Path {
     }
 }
 
+/// The tokenizer in the folder of a run or a model.
+///
+/// # Errors
+/// When it cannot be read, or is not the one that the run was trained with.
+pub fn tokenizer_of(folder: &Path) -> Result<Tokenizer> {
+    let path = folder.join("tokenizer.json");
+    let tokenizer = Tokenizer::load(&path)?;
+    match tokenizer_hash(folder)?.filter(|hash| hash != tokenizer.hash()) {
+        None => Ok(tokenizer),
+        Some(hash) => Err(Error::new("the tokenizer is not the one that the model was trained with")
+            .got(format!("{} with SHA-256 {:.12}", path.display(), tokenizer.hash()))
+            .allowed(format!("{hash:.12}, as in {STARTS}"))
+            .hint("has it been changed or damaged? The data's own has the same")),
+    }
+}
+
 /// A model with its settings and its tokenizer.
 #[derive(Debug)]
 pub struct Trained {
@@ -80,7 +96,7 @@ pub struct Trained {
     pub device: Device,
     /// Number of steps that the model was trained for, if that is known.
     pub step: Option<u64>,
-    /// Sequences of the training data that a run has read, if that is known.
+    /// Sequences of the training data that a run has read, if that is known and they are as long as the settings ask for.
     pub sequences_seen: Option<u64>,
     /// What the model attends to, if it has SLA2.
     stage: Stage,
@@ -104,17 +120,6 @@ impl Trained {
         let device = place.open(Rank::ALONE)?;
         crate::check_there(folder)?;
         let run = run_folder(folder);
-        let tokenizer = || {
-            let path = run.join("tokenizer.json");
-            let tokenizer = Tokenizer::load(&path)?;
-            match tokenizer_hash(run)?.filter(|hash| hash != tokenizer.hash()) {
-                None => Ok(tokenizer),
-                Some(hash) => Err(Error::new("the tokenizer is not the one that the model was trained with")
-                    .got(format!("{} with SHA-256 {:.12}", path.display(), tokenizer.hash()))
-                    .allowed(format!("{hash:.12}, as in {STARTS}"))
-                    .hint("has it been changed or damaged? The data's own has the same")),
-            }
-        };
         let saved = run.join("config.toml");
         if !saved.exists() && folder.join("config.json").exists() {
             let context = settings.data.context.unwrap_or(Quantity(hf::longest(folder)?.min(4096) as u64));
@@ -124,7 +129,7 @@ impl Trained {
             settings.attention.attn = settings.attention.attn.or(Some(Attn::EXACT));
             let config = Config::resolve(one_micro_batch(settings))?;
             let parameters = hf::load(folder, &config.model, &device, place.dtype(), trained)?;
-            let tokenizer = tokenizer()?;
+            let tokenizer = tokenizer_of(folder)?;
             let boundaries = hf::boundaries(folder, &tokenizer)?;
             return Ok(Self {
                 config,
@@ -144,7 +149,9 @@ impl Trained {
         })?;
         let step = if run == folder { last_step(run) } else { checkpoint::step_of(folder) };
         let stage = last_stage(&saved);
-        let of_a_step = saved.batch.tokens_per_step.zip(saved.data.context);
+        let context =
+            saved.data.context.filter(|own| settings.data.context.is_none_or(|other| other == *own));
+        let of_a_step = saved.batch.tokens_per_step.zip(context);
         let of_a_step = of_a_step.map(|(tokens, context)| tokens.0 / context.0.max(1));
         let sequences_seen = step.zip(of_a_step).map(|(step, sequences)| step * sequences);
         let state = match run == folder {
@@ -161,7 +168,7 @@ impl Trained {
             None => Parameters::load(model, &run.join("model.safetensors"), &device, dtype, trained)?,
             Some(state) => Parameters::restore(model, state, &device, dtype, trained)?,
         };
-        let tokenizer = tokenizer()?;
+        let tokenizer = tokenizer_of(run)?;
         let boundaries = tokenizer.boundaries();
         Ok(Self { config, parameters, tokenizer, boundaries, device, step, sequences_seen, stage })
     }
@@ -176,6 +183,15 @@ impl Trained {
             Llama::new(model, &self.parameters, &self.device).map_err(on_device("cannot make the model"))?;
         llama.set_stage(self.stage);
         Ok(llama)
+    }
+
+    /// Checks that data was read with the model's tokenizer, if its folder has one.
+    ///
+    /// # Errors
+    /// When the data gives another: text has been added or changed.
+    pub fn check_data(&self, folder: &Path, data: &Dataset) -> Result<()> {
+        let path = run_folder(folder).join("tokenizer.json");
+        if path.exists() { data.tokenizer.check_same(&path) } else { Ok(()) }
     }
 
     /// Checks that the model has attention.

@@ -7,12 +7,12 @@ use candle_sage::{Error, Granularity, KeyMean, Result, SageBwd, Scheme};
 use super::model::needs_data;
 use super::print;
 use crate::checks::{above_zero, in_range};
-use crate::config::{Config, check_own};
+use crate::config::check_own;
 use crate::device::Place;
 use crate::metrics::Probed;
 use crate::probe::gradient::{Extent, gradient_errors};
 use crate::probe::selected::{Selecting, probe_selections};
-use crate::probe::{Look, Shape, low_bit, probe, sigma_table};
+use crate::probe::{Look, Shape, probe, sigma_table};
 use crate::quantity::{Quantity, grouped};
 use crate::ranks::Rank;
 use crate::report::{
@@ -30,8 +30,8 @@ pub(super) struct Probe {
     /// of a model in Hugging Face's format, with --data
     #[arg(required_unless_present = "sigma")]
     run: Option<PathBuf>,
-    /// Text or shards to take the sequences from; of prepared data the validation shards [default: the run's validation
-    /// data]
+    /// Text or shards to take the sequences from; of prepared data the validation shards, for --gradient the training shards
+    /// [default: the run's validation data; for --gradient its training data, from the model's last step on]
     #[arg(long, value_name = "PATH", conflicts_with = "sigma")]
     data: Option<SourceSetting>,
     /// Validation sequences to look at
@@ -80,7 +80,7 @@ pub(super) struct Probe {
     #[arg(long, conflicts_with_all = ["sigma", "selections", "heads", "products", "token_scales", "qk_scale", "sequences", "attn", "smoothing", "key_mean", "granularity"])]
     gradient: bool,
     /// Schemes for --gradient, separated by semicolons, with their settings: "sagebwd;sagebwd:products=scores;attn-qat" [default:
-    /// the run's; of a full-precision run sagebwd]
+    /// the run's, with its --attn-layers; of a full-precision run sagebwd]
     #[arg(long, value_name = "SCHEME;..", value_delimiter = ';', requires = "gradient")]
     schemes: Vec<SchemeSetting>,
     /// Micro-batches for --gradient, each the run's --micro-batch: a power of two from 16 on
@@ -224,10 +224,10 @@ impl Probe {
         settings.run.deterministic = self.deterministic;
         // `--data` is trained on here: what is measured is the gradient of steps.
         settings.data.sources = settings.data.val_data.take();
-        let schemes = match self.schemes.as_slice() {
-            [] => vec![scheme_of(run)?],
-            schemes => schemes.iter().map(|SchemeSetting(scheme)| *scheme).collect(),
-        };
+        if settings.data.sources.is_some() {
+            settings.data.val_data = Some(Vec::new());
+        }
+        let schemes: Vec<Scheme> = self.schemes.iter().map(|SchemeSetting(scheme)| *scheme).collect();
         if schemes.contains(&Scheme::FullPrecision) {
             return Err(Error::new("full precision is what errors are measured against")
                 .got("fpa among --schemes")
@@ -247,10 +247,8 @@ impl Probe {
             );
             print(&(gradient_table(&title, errors) + "\n"))?;
         }
-        if let Some(path) = &self.svg {
-            write_beside(path, "svg", &gradient_plot(&all)?)?;
-        }
-        self.write(&all, || gradient_csv(&all))
+        self.write(&all, || gradient_csv(&all))?;
+        self.svg.as_deref().map_or(Ok(()), |path| write_beside(path, "svg", &gradient_plot(&all)?))
     }
 
     fn of_random(&self, settings: &Settings) -> Result<()> {
@@ -299,12 +297,4 @@ impl Probe {
         }
         self.csv.as_deref().map_or(Ok(()), |path| write_beside(path, "csv", &csv()))
     }
-}
-
-/// The low-bit scheme of a run, or SageBwd.
-fn scheme_of(run: &std::path::Path) -> Result<Scheme> {
-    let path = run_folder(run).join("config.toml");
-    let settings = if path.exists() { Config::read_last_settings(&path)? } else { Settings::default() };
-    let scheme = Config::resolve(settings.clone())?.model.scheme;
-    Ok(low_bit(scheme, &settings))
 }

@@ -1,5 +1,6 @@
 //! The sequences of each step: a pure function of (seed, step).
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
@@ -128,6 +129,12 @@ impl<'a> Batches<'a> {
     pub fn shuffled(&mut self, first: u64, count: usize) -> Result<Sequences> {
         let places: Vec<_> = (first..first + count as u64).map(|n| self.place(n)).collect();
         self.sequences_at(&places)
+    }
+
+    /// How many of the sequences `first..first + count` in the order of training are different ones: across the end of an epoch some
+    /// come twice.
+    pub fn different(&mut self, first: u64, count: usize) -> usize {
+        (first..first + count as u64).map(|n| self.place(n)).collect::<BTreeSet<_>>().len()
     }
 
     /// Sequences `first..first + count`, those of each source in the order of its text.

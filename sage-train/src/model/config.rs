@@ -109,6 +109,12 @@ impl ParameterSpec {
         }
     }
 
+    /// The initial values of a router or `theta` of SLA2, which a model without SLA2 lacks.
+    pub fn start_in_sla2(&self) -> Option<Vec<f32>> {
+        let of_sla2 = ["_router.weight", ".theta"].iter().any(|end| self.name.ends_with(end));
+        self.fixed_start().filter(|_| of_sla2)
+    }
+
     /// Number of elements.
     pub fn len(&self) -> u64 {
         self.dims.iter().map(|&d| d as u64).product()

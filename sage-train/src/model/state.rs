@@ -13,7 +13,7 @@ use safetensors::tensor::Metadata;
 
 use super::config::ParameterSpec;
 use super::pieces::overlap;
-use super::snapshot::{Parts, is_damaged};
+use super::snapshot::{Parts, ROWS, is_damaged};
 use crate::{during, unpanicked};
 
 /// A safetensors file that parameters are read from.
@@ -43,6 +43,16 @@ impl StateFile {
             || candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).map_err(|error| error.to_string());
         let tensors = unpanicked(load).map_err(during(what()))?;
         Ok(Self { path: path.to_owned(), tensors })
+    }
+
+    /// Reads the weights of a run.
+    ///
+    /// # Errors
+    /// As [`StateFile::open`].
+    pub fn of_run(path: &Path) -> Result<Self> {
+        Self::open(path).map_err(|error| {
+            error.hint("a run has it from its first validation on; before that name a checkpoint: RUN/checkpoints/step-N")
+        })
     }
 
     /// The names of its tensors.
@@ -110,6 +120,21 @@ impl State {
     /// When a file cannot be opened, or its header is not that of safetensors.
     pub fn open(files: Vec<(PathBuf, Parts)>) -> Result<Self> {
         files.into_iter().map(|(path, parts)| Part::open(path, parts)).collect::<Result<_>>().map(Self)
+    }
+
+    /// The names of the parameters.
+    pub fn names(&self) -> Vec<String> {
+        let all = self.0.iter().flat_map(|part| part.about.tensors().into_keys());
+        let moments = |name: &str| ROWS.iter().skip(1).any(|row| name.starts_with(row));
+        all.filter(|name| !moments(name)).collect()
+    }
+
+    /// The weights of a parameter.
+    ///
+    /// # Errors
+    /// As [`State::values`].
+    pub fn weights(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
+        self.values(spec, ROWS[0], 0..spec.len() as usize)
     }
 
     /// The elements `range` of a parameter, stored under its name with `prefix` before it.

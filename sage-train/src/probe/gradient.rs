@@ -17,9 +17,11 @@ use serde::{Deserialize, Serialize};
 use crate::data::{Batch, Batches, Dataset};
 use crate::device::Place;
 use crate::model::{Input, Llama, LlamaConfig, Parameters};
-use crate::settings::Settings;
+use crate::settings::{Settings, in_words_by_layer};
 use crate::trained::Trained;
 use crate::{bar, on_device, tell};
+
+use super::low_bit;
 
 /// Independent parts of the data, from which intervals are computed.
 pub const BLOCKS: usize = 8;
@@ -111,7 +113,7 @@ pub struct GradientErrors {
 /// What to measure.
 #[derive(Debug, Clone)]
 pub struct Extent {
-    /// Schemes to compare with full precision.
+    /// Schemes to compare with full precision; none: what the model attends with, or SageBwd for a model in full precision.
     pub schemes: Vec<Scheme>,
     /// Number of micro-batches, a power of two, at least twice [`BLOCKS`].
     pub micro_batches: usize,
@@ -121,8 +123,8 @@ pub struct Extent {
 /// after the model's last step.
 ///
 /// # Errors
-/// When the folder has no weights, its data is missing, the model has no dense attention, the number of micro-batches is not a power
-/// of two of at least 16, or memory is short.
+/// When the folder has no weights, its data is missing, has changed or is too short, the model has no dense attention, the number of
+/// micro-batches is not a power of two of at least 16, or memory is short.
 pub fn gradient_errors(
     folder: &Path,
     place: Place,
@@ -136,6 +138,7 @@ pub fn gradient_errors(
             .allowed("16, 32, 64, ..")
             .hint("intervals are over eight parts of two micro-batches or more"));
     }
+    let own_data = settings.data.sources.is_none();
     let trained = Trained::open(folder, place, settings, true)?;
     trained.check_attention(folder, "probe")?;
     let Trained { config, parameters, device, .. } = &trained;
@@ -146,28 +149,31 @@ pub fn gradient_errors(
             .hint("--selections measures what SLA2 leaves out"));
     }
     let data = Dataset::load(&config.data, &|line| tell(line))?;
+    trained.check_data(folder, &data)?;
     let mut batches = Batches::new(&data.train, config.data.cut(&data.tokenizer));
-    let models = std::iter::once(Scheme::FullPrecision).chain(extent.schemes.iter().copied());
-    let models = models.map(|scheme| {
-        let model =
-            LlamaConfig { scheme: Some(scheme), layer_schemes: Default::default(), ..config.model.clone() };
-        Llama::new(&model, parameters, device)
-    });
-    let models =
-        models.collect::<candle_core::Result<Vec<_>>>().map_err(on_device("cannot make the model"))?;
+    if own_data && trained.sequences_seen.is_none() {
+        tell("which sequences the model was trained on is not known: from the first, it may know them");
+    }
+    let first = trained.sequences_seen.filter(|_| own_data).unwrap_or(0);
+    check_disjoint(&mut batches, first, count * config.micro_batch)?;
+    let arms = arms(&config.model, &config.settings, &extent.schemes);
+    let make = |model: &LlamaConfig| {
+        Llama::new(model, parameters, device).map_err(on_device("cannot make the model"))
+    };
+    let exact = make(&with_scheme(&config.model, Scheme::FullPrecision))?;
+    let models = arms.iter().map(|(_, model)| make(model)).collect::<Result<Vec<_>>>()?;
     let parts = parts(parameters).map_err(on_device("probing"))?;
-    let mut tree = Tree::new(parts, extent.schemes.len(), count);
+    let mut tree = Tree::new(parts, arms.len(), count);
     let template = "{bar:30.cyan/blue} {pos}/{len} gradients [{elapsed}, ETA {eta}]";
-    let bar = bar((count * models.len()) as u64, template);
-    let first = trained.sequences_seen.unwrap_or(0);
+    let bar = bar((count * (1 + models.len())) as u64, template);
     for n in 0..count {
         let sequences = batches.shuffled(first + (n * config.micro_batch) as u64, config.micro_batch)?;
         let mut measure = || -> candle_core::Result<()> {
             let batch = sequences.to_device(device)?;
-            let exact = gradient(&models[0], parameters, &batch)?.copy()?;
+            let exact = gradient(&exact, parameters, &batch)?.copy()?;
             bar.inc(1);
-            let mut errors = Vec::with_capacity(extent.schemes.len());
-            for model in &models[1..] {
+            let mut errors = Vec::with_capacity(models.len());
+            for model in &models {
                 errors.push((gradient(model, parameters, &batch)? - &exact)?);
                 bar.inc(1);
             }
@@ -177,13 +183,44 @@ pub fn gradient_errors(
     }
     bar.finish_and_clear();
     let tokens = (config.micro_batch * config.model.context) as u64;
-    let of = |(arm, scheme): (usize, &Scheme)| GradientErrors {
-        scheme: scheme.to_string(),
+    let of = |(arm, (scheme, _)): (usize, (String, LlamaConfig))| GradientErrors {
+        scheme,
         step: trained.step,
         tokens,
         parts: tree.of_arm(arm),
     };
-    Ok(extent.schemes.iter().enumerate().map(of).collect())
+    Ok(arms.into_iter().enumerate().map(of).collect())
+}
+
+/// Checks that the sequences `first..first + count` of training are different ones: what the same sequence adds twice would count as
+/// bias.
+fn check_disjoint(batches: &mut Batches, first: u64, count: usize) -> Result<()> {
+    let different = batches.different(first, count);
+    if different == count {
+        return Ok(());
+    }
+    Err(Error::new("the training data is too short for so many micro-batches")
+        .got(format!("{different} different sequences after the model's last step"))
+        .allowed(format!("{count}, each once: the error of a sequence that comes twice does not average out"))
+        .hint("fewer --micro-batches, a smaller --micro-batch, or more text with --data"))
+}
+
+/// The model with one scheme in all layers.
+fn with_scheme(model: &LlamaConfig, scheme: Scheme) -> LlamaConfig {
+    LlamaConfig { scheme: Some(scheme), layer_schemes: Default::default(), ..model.clone() }
+}
+
+/// The models to compare, by the names of their schemes.
+fn arms(model: &LlamaConfig, settings: &Settings, schemes: &[Scheme]) -> Vec<(String, LlamaConfig)> {
+    if !schemes.is_empty() {
+        return schemes.iter().map(|scheme| (scheme.to_string(), with_scheme(model, *scheme))).collect();
+    }
+    if model.layer_schemes.is_empty() {
+        let scheme = low_bit(model.scheme, settings);
+        return vec![(scheme.to_string(), with_scheme(model, scheme))];
+    }
+    let base = model.scheme.map_or(String::new(), |scheme| scheme.to_string());
+    vec![(format!("{base}, {}", in_words_by_layer(&model.layer_schemes)), model.clone())]
 }
 
 /// The gradient of a micro-batch: the parameters' own tensor, which the next call overwrites.

@@ -112,6 +112,7 @@ pub fn probe_selections(folder: &Path, selecting: Selecting, settings: Settings)
     trained.check_attention(folder, "probe")?;
     let Trained { config, parameters, .. } = &trained;
     let data = Dataset::load_to_validate(&config.data, &|line| tell(line))?;
+    trained.check_data(folder, &data)?;
     let cut = Cut { end_of_document: None, ..config.data.cut(&data.tokenizer) };
     let block = selecting.block.unwrap_or((cut.context / 16).clamp(16, 128));
     in_range("block", block, 1, cut.context / 2)?;

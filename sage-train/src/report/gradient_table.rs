@@ -5,7 +5,7 @@ use candle_sage::Result;
 use super::chart::{Chart, Series, short};
 use super::statistics::Mean;
 use super::table::csv_cell;
-use crate::probe::gradient::{GradientErrors, Part, Squares, Sums};
+use crate::probe::gradient::{GradientErrors, Part, Squares};
 
 /// What follows from the sums of a part.
 struct Figures {
@@ -22,7 +22,7 @@ struct Figures {
     /// `B . G / |G|^2`: the part of the bias along the gradient, a change of the length of the step.
     along: f64,
     /// Tokens at which the bias is as large as the gradient's noise: from all, and the limits of the interval. None: there is
-    /// no bias above zero.
+    /// no bias above zero. Unlike the shares, it does not need `|G|^2`, which noise can hide.
     crossing: [Option<f64>; 3],
 }
 
@@ -34,20 +34,20 @@ fn root(x: f64) -> f64 {
 impl Figures {
     fn of(part: &Part, tokens: u64) -> Self {
         let (stays, falls) = (part.whole.stays(), part.whole.falls());
-        let of_block = |block: &Sums| block.stays().error / stays.exact;
-        let blocks: Vec<f64> = part.blocks.iter().map(of_block).collect();
-        let value = stays.error / stays.exact;
+        let blocks: Vec<f64> = part.blocks.iter().map(|block| block.stays().error).collect();
         let half = Mean::of(&blocks).and_then(|mean| mean.half);
-        let noise = falls.exact / stays.exact * tokens as f64;
+        let noise = falls.exact * tokens as f64;
         let crossing = |bias: f64| (bias > 0.0).then(|| noise / bias);
+        // Where noise hides the gradient nothing can be said as a share of it.
+        let gradient = if stays.exact > 0.0 { stays.exact } else { f64::NAN };
         Self {
-            gradient: root(stays.exact),
-            noise_tokens: noise,
-            error_noise: root(falls.error / stays.exact),
-            bias: value,
-            half,
-            along: (stays.low - stays.exact - stays.error) / (2.0 * stays.exact),
-            crossing: [0.0, 1.0, -1.0].map(|halves| crossing(value + halves * half.unwrap_or(0.0))),
+            gradient: gradient.sqrt(),
+            noise_tokens: noise / gradient,
+            error_noise: root(falls.error) / gradient.sqrt(),
+            bias: stays.error / gradient,
+            half: half.map(|half| half / gradient),
+            along: (stays.low - stays.exact - stays.error) / (2.0 * gradient),
+            crossing: [0.0, 1.0, -1.0].map(|halves| crossing(stays.error + halves * half.unwrap_or(0.0))),
         }
     }
 }
@@ -86,20 +86,25 @@ pub fn gradient_table(title: &str, errors: &GradientErrors) -> String {
         let figures = Figures::of(part, errors.tokens);
         let tokens = |tokens: Option<f64>| tokens.map_or("never".into(), short);
         let [crossing, low, high] = figures.crossing.map(tokens);
-        out += &format!(
-            "{:<10}{:>18.4e}{:>18}{:>18.4}{:>18.5}{:>18.5}{crossing:>18}{:>20}\n",
-            part.name,
-            figures.gradient,
-            short(figures.noise_tokens),
-            figures.error_noise,
-            root(figures.bias),
-            figures.along,
-            format!("{low} to {high}"),
-        );
+        let Figures { gradient, error_noise, bias, along, .. } = figures;
+        let shares = match gradient.is_nan() {
+            true => ["-"; 5].map(String::from),
+            false => [
+                format!("{gradient:.4e}"),
+                short(figures.noise_tokens),
+                format!("{error_noise:.4}"),
+                format!("{:.5}", root(bias)),
+                format!("{along:.5}"),
+            ],
+        };
+        out += &format!("{:<10}", part.name);
+        shares.iter().for_each(|share| out += &format!("{share:>18}"));
+        out += &format!("{crossing:>18}{:>20}\n", format!("{low} to {high}"));
     }
     out += &format!(
         "\nnoise = gradient, bias = noise: tokens a step at which the two are equal; error's noise: of {} tokens, over the gradient, and\n\
-         falling as the square root of the tokens; bias: what stays, over the gradient, and its part along the gradient\n",
+         falling as the square root of the tokens; bias: what stays, over the gradient, and its part along the gradient; -: noise\n\
+         hides the gradient\n",
         short(errors.tokens as f64)
     );
     out
@@ -171,6 +176,7 @@ pub fn gradient_plot(all: &[GradientErrors]) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::probe::gradient::Sums;
 
     /// A gradient of norm 3 with noise 4 in a micro-batch of 100 tokens, and a bias of .3 of which .2 is along the gradient.
     #[test]
@@ -208,5 +214,24 @@ mod tests {
         );
         near(errors, 0.09 / 1.09);
         near(gradients, 9.0 / 25.0);
+    }
+
+    /// Where the estimate of `|G|^2` comes out below zero, nothing is a share of it; the bias still has its number of tokens.
+    #[test]
+    fn a_gradient_that_noise_hides_has_no_shares() {
+        let squares = |exact, error| Squares { exact, low: exact, error };
+        let sums = Sums { count: 2, of_sum: squares(30.0, 3.0), of_each: squares(32.0, 2.0) };
+        let part = Part { name: "norm".into(), curve: Vec::new(), whole: sums, blocks: vec![sums; 8] };
+        // |G|^2 = -1, |B|^2 = .5, and a noise of 16 + 1 in 100 tokens.
+        let errors = GradientErrors { scheme: String::new(), step: None, tokens: 100, parts: vec![part] };
+        let crossing = Figures::of(&errors.parts[0], 100).crossing[0].expect("a bias");
+        assert!((crossing - 1700.0 / 0.5).abs() < 1e-9, "{crossing}");
+        let table = gradient_table("", &errors);
+        let row = table.lines().find(|line| line.starts_with("norm")).expect("a row");
+        assert_eq!(
+            row.split_whitespace().collect::<Vec<_>>()[1..7],
+            ["-", "-", "-", "-", "-", "3.4K"],
+            "{row}"
+        );
     }
 }

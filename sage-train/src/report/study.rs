@@ -285,10 +285,16 @@ fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<Str
     Ok(if attention.is_empty() { keys.iter().take(1).cloned().collect() } else { attention })
 }
 
-/// Whether all runs begin with the same weights of another model: with equal seeds of data they train on the same batches.
-fn continue_alike<'a>(mut runs: impl Iterator<Item = &'a Run>) -> bool {
-    let first = runs.next().and_then(|run| run.config.init_from.as_ref());
-    first.is_some() && runs.all(|run| run.config.init_from.as_ref() == first)
+/// Whether all runs begin with the same weights of another model and go on alike: with equal seeds of data they train on the same
+/// batches.
+fn continue_alike<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
+    let course = |run: &'a Run| {
+        let (model, of) = (&run.config, run.config.init_from.as_ref()?);
+        Some((of, model.steps, model.tokens_per_step(), model.model.context, model.data.document_mask))
+    };
+    let mut all = runs.map(course);
+    let first = all.next().flatten();
+    first.is_some() && all.all(|other| other == first)
 }
 
 /// Index of the baseline arm.

@@ -40,6 +40,7 @@ fn the_mean_gradient_is_that_of_a_step() {
         (&["--gradient", "--micro-batches", "24"][..], "16, 32, 64"),
         (&["--gradient", "--schemes", "fpa"], "full precision is what errors are measured against"),
         (&["--gradient", "--heads"], "cannot be used with"),
+        (&["--gradient", "--micro-batch", "64", "--micro-batches", "1024"], "different sequences after"),
         (&["--device", "cpu"], "--gradient or --sigma"),
         (&["--schemes", "sagebwd"], "--gradient"),
     ] {
@@ -88,6 +89,22 @@ fn a_run_begins_with_the_weights_of_another() {
     losses("runs/r", "alike", &[]);
     let config = std::fs::read_to_string(scratch.path().join("runs/alike/config.toml")).expect("settings");
     assert!(config.contains("smoothing = \"kv\"") && config.contains("attn = \"sagebwd\""), "{config}");
+    // With SLA2 the router begins as in a new model, from each of the three alike; a run with it passes on its blocks, and its
+    // router, but not the steps that it took without.
+    let sla2 = ["--attn", "sla2", "--sla2-blocks", "1", "--sla2-block", "16", "--sla2-dense-steps", "2"];
+    let wanted = losses("hf", "sla2-of-export", &sla2);
+    assert_eq!(losses("runs/r", "sla2-of-run", &sla2), wanted);
+    assert_eq!(losses("runs/r/checkpoints/step-00000004", "sla2-of-checkpoint", &sla2), wanted);
+    losses("runs/sla2-of-run", "sla2-again", &[]);
+    let config =
+        std::fs::read_to_string(scratch.path().join("runs/sla2-again/config.toml")).expect("settings");
+    assert!(config.contains("blocks = 1") && config.contains("block = 16"), "{config}");
+    assert!(!config.contains("dense-steps = 2\n"), "{config}");
+    // The tokenizer belongs to the weights.
+    let tokenizer = scratch.path().join("runs/r/tokenizer.json");
+    std::fs::rename(&tokenizer, scratch.path().join("runs/r/other.json")).expect("moved");
+    let begin = ["--init-from", "runs/r", "--corpus-mb", "1", "--context", "32", "--tokens-per-step", "256"];
+    assert!(scratch.fails(&begin).contains("tokenizer.json"));
 }
 
 #[test]

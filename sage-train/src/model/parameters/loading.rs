@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device};
 
-use super::{Parameters, ROWS, Values};
+use super::{Parameters, Values};
 use crate::model::config::{LlamaConfig, ParameterSpec};
 use crate::model::state::{State, StateFile};
 use crate::ranks::Ranks;
@@ -22,8 +22,7 @@ impl Parameters {
         dtype: DType,
         trained: Option<&Ranks>,
     ) -> candle_sage::Result<Self> {
-        let file = StateFile::open(path)
-            .map_err(|error| error.hint("a run has it from its first validation on; before that name a checkpoint: RUN/checkpoints/step-N"))?;
+        let file = StateFile::of_run(path)?;
         Self::from_values(config, &|spec| file.values(spec, ""), device, dtype, trained)
     }
 
@@ -42,21 +41,6 @@ impl Parameters {
         Self::new(config.parameter_specs(), &values, device, dtype, trained)
     }
 
-    /// The weights of a checkpoint, with moments of zero. `trained` is as in [`Parameters::load`].
-    ///
-    /// # Errors
-    /// As [`Parameters::restore`].
-    pub fn weights_of(
-        config: &LlamaConfig,
-        state: &State,
-        device: &Device,
-        dtype: DType,
-        trained: Option<&Ranks>,
-    ) -> candle_sage::Result<Self> {
-        let weights = |spec: &ParameterSpec| state.values(spec, ROWS[0], 0..spec.len() as usize);
-        Self::from_values(config, &weights, device, dtype, trained)
-    }
-
     /// Restores parameters from a checkpoint. `trained` is as in [`Parameters::load`]; without it only the
     /// weights are read.
     ///
@@ -70,7 +54,7 @@ impl Parameters {
         trained: Option<&Ranks>,
     ) -> candle_sage::Result<Self> {
         let values = Values {
-            weights: &|spec| state.values(spec, ROWS[0], 0..spec.len() as usize),
+            weights: &|spec| state.weights(spec),
             moments: Some(&|row, spec, range| state.values(spec, row, range)),
         };
         Self::new(config.parameter_specs(), &values, device, dtype, trained)
