@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::statistics::{Mean, Verdict};
+use crate::metrics::Point;
 use crate::runs::{Run, Status};
 
 /// Runs that differ in their seeds alone.
@@ -25,6 +26,9 @@ pub struct Arm {
     /// Difference of the training losses over the last quarter of the steps, where runs go on from the same weights over the same
     /// batches: the noise of the data is the same in both.
     pub training: Option<Difference>,
+    /// How this difference changes: the slope of its least-squares line over all steps, percent of the baseline's loss for each
+    /// million tokens.
+    pub growth: Option<Mean>,
     /// Mean number of tokens after which runs reach the milestone, over those that reach it.
     pub reached: Option<Mean>,
     /// The first validation of a run that had reached the milestone by then, in tokens: when it did is not known.
@@ -48,13 +52,18 @@ pub struct Difference {
     pub verdict: Verdict,
 }
 
+/// A signed mean in percent, with its interval.
+pub(super) fn in_percent(mean: &Mean) -> String {
+    // Continuations of the same weights on the same data differ by less than a hundredth of a percent.
+    let size = mean.value.abs().max(mean.half.unwrap_or(0.0));
+    let digits = if size > 0.0 { (1.0 - size.log10().floor()).clamp(2.0, 6.0) as usize } else { 2 };
+    format!("{:+.digits$} %{}", mean.value, mean.plus_minus(digits))
+}
+
 impl Difference {
     /// The difference in percent, with its interval: `+0.12 % ± 0.34`.
     pub fn numbers(&self) -> String {
-        // Continuations of the same weights on the same data differ by less than a hundredth of a percent.
-        let size = self.mean.value.abs().max(self.mean.half.unwrap_or(0.0));
-        let digits = if size > 0.0 { (1.0 - size.log10().floor()).clamp(2.0, 6.0) as usize } else { 2 };
-        format!("{:+.digits$} %{}", self.mean.value, self.mean.plus_minus(digits))
+        in_percent(&self.mean)
     }
 }
 
@@ -73,6 +82,7 @@ impl Arm {
             loss: mean_over_seeds(&runs, &Run::final_loss),
             difference: None,
             training: None,
+            growth: None,
             reached: milestone.and_then(|loss| mean_over_seeds(&runs, &|run| reached(run, loss))),
             reached_before: milestone
                 .and_then(|loss| runs.iter().filter_map(|run| reached_before(run, loss)).reduce(f64::max)),
@@ -104,6 +114,20 @@ impl Arm {
         self.runs.iter().any(|twin| seeds(twin) == seeds(run) && !same_data(run, twin))
     }
 
+    /// [`Arm::growth`], of runs that go on from the same weights over the same batches.
+    pub(super) fn growth_against(&self, baseline: &Arm) -> Option<Mean> {
+        let loss = mean_over_seeds(&baseline.runs, &late_training_loss)?;
+        Some(self.paired(baseline, &training_slope)?.scaled(100.0 / loss.value))
+    }
+
+    /// The mean difference of `number` to the baseline's over pairs of runs with the same seeds and data.
+    fn paired(&self, baseline: &Arm, number: &dyn Fn(&Run) -> Option<f64>) -> Option<Mean> {
+        let twins = by_seed(baseline.runs.iter(), number);
+        let own = by_seed(self.runs.iter().filter(|run| !baseline.has_other_data(run)), number);
+        let pairs = own.into_iter().filter_map(|(seed, value)| Some(value - twins.get(&seed)?));
+        Mean::of(&pairs.collect::<Vec<_>>())
+    }
+
     /// The difference of `number` to the baseline's, over pairs of runs with the same seeds and data. Where
     /// there is no pair, or one pair of two arms that each have at least two seeds, it is the difference of
     /// the two means instead, with Welch's interval.
@@ -114,20 +138,26 @@ impl Arm {
         number: &dyn Fn(&Run) -> Option<f64>,
     ) -> Option<Difference> {
         let (own, base) = (mean_over_seeds(&self.runs, number)?, mean_over_seeds(&baseline.runs, number)?);
-        let twins = by_seed(baseline.runs.iter(), number);
-        let pairs: Vec<f64> = by_seed(self.runs.iter().filter(|run| !baseline.has_other_data(run)), number)
-            .into_iter()
-            .filter_map(|(seed, value)| Some(100.0 * (value - twins.get(&seed)?) / base.value))
-            .collect();
-        let means = || Mean::difference(&own, &base).scaled(100.0 / base.value);
-        let (mean, paired) = match Mean::of(&pairs) {
+        let (mean, paired) = match self.paired(baseline, number) {
             Some(mean) if mean.count > 1 || own.count < 2 || base.count < 2 => (mean, true),
-            _ => (means(), false),
+            _ => (Mean::difference(&own, &base), false),
         };
+        let mean = mean.scaled(100.0 / base.value);
         let lost = |arm: &Arm| arm.count(Status::Diverged) + arm.count(Status::Failed);
         let of_survivors = lost(self) + lost(baseline) > 0;
         Some(Difference { mean, paired, of_survivors, verdict: mean.verdict(margin) })
     }
+}
+
+/// The slope of the training loss, nats for each million tokens.
+fn training_slope(run: &Run) -> Option<f64> {
+    let n = run.points.len() as f64;
+    let mean = |of: &dyn Fn(&Point) -> f64| run.points.iter().map(of).sum::<f64>() / n;
+    let x = |point: &Point| point.tokens as f64 / 1e6;
+    let (mean_x, mean_y) = (mean(&x), mean(&|point| point.loss));
+    let slope = mean(&|point| (x(point) - mean_x) * (point.loss - mean_y))
+        / mean(&|point| (x(point) - mean_x).powi(2));
+    (run.status() == Some(Status::Finished) && slope.is_finite()).then_some(slope)
 }
 
 /// Mean training loss over the last quarter of a finished run's steps.

@@ -9,7 +9,7 @@ use super::arm::{Arm, same_data, seeds, validations};
 use super::chart::{Chart, Series};
 use super::statistics::Mean;
 use super::study::{Panel, Study};
-use crate::metrics::Probed;
+use crate::metrics::{Point, Probed};
 use crate::runs::{Run, Status};
 
 /// The z-score of a step's loss above which the step is marked as a spike.
@@ -18,6 +18,22 @@ pub const SPIKE: f64 = 8.0;
 /// Fraction of a run at its beginning that does not determine the visible range of the vertical axis, because
 /// losses fall fast there.
 const SETTLING: f64 = 0.25;
+
+/// Most points of a curve of training losses.
+const GROUPS: usize = 40;
+
+/// A chart, and what a page says about it.
+#[derive(Debug)]
+pub struct Figure {
+    /// Begins the name of its file.
+    pub name: &'static str,
+    /// What is drawn.
+    pub title: &'static str,
+    /// How to read it.
+    pub caption: String,
+    /// The chart.
+    pub svg: String,
+}
 
 impl Study {
     /// Every chart as SVG, with a name for its file.
@@ -38,21 +54,60 @@ impl Study {
             if labels[..n].contains(&labels[n]) {
                 label += &format!("-{n}");
             }
-            if panel.arms.iter().any(|arm| arm.runs.iter().any(|run| run.last_loss().is_some())) {
-                all.push((format!("losses{label}"), losses(panel)?));
-            }
-            if let Some(svg) = differences(panel)? {
-                all.push((format!("differences{label}"), svg));
-            }
-            if let Some(svg) = errors(panel)? {
-                all.push((format!("errors{label}"), svg));
-            }
+            let figures = panel.figures()?.into_iter();
+            all.extend(figures.map(|Figure { name, svg, .. }| (format!("{name}{label}"), svg)));
         }
         Ok(all)
     }
 }
 
 impl Panel {
+    /// The charts.
+    ///
+    /// # Errors
+    /// When one cannot be drawn.
+    pub fn figures(&self) -> Result<Vec<Figure>> {
+        let figure = |name, title, caption: String, svg: Option<String>| {
+            Some(Figure { name, title, caption, svg: svg? })
+        };
+        let all = [
+            figure(
+                "losses",
+                "Validation loss over tokens",
+                format!(
+                    "Mean over seeds and their range, of the runs that are finished; of an arm without one, of its unfinished runs, or of \
+                     those that diverged. Crosses: losses more than {SPIKE} standard deviations above those of the steps before, and where \
+                     a run diverged or failed; at the edge where they lie outside."
+                ),
+                losses(self)?,
+            ),
+            figure(
+                "differences",
+                "Difference to the baseline over tokens",
+                "Differences between runs of one seed, their mean and its 95 % interval.".into(),
+                differences(self)?,
+            ),
+            figure(
+                "training-differences",
+                "Difference of the training loss to the baseline over tokens",
+                format!(
+                    "Differences between runs that go on from the same weights over the same batches, in at most {GROUPS} groups of steps: \
+                     their mean over seeds and its 95 % interval."
+                ),
+                training_differences(self)?,
+            ),
+            figure(
+                "errors",
+                "Error of attention's gradients over tokens",
+                "Relative L2 of dQ against full precision on the model's own tensors, in the layer where it is largest; a model trained \
+                 in full precision is probed with SageBwd. Mean over seeds and its 95 % interval, cut off at 0."
+                    .into(),
+                errors(self)?,
+            ),
+        ];
+        Ok(all.into_iter().flatten().collect())
+    }
+
     /// The unigram entropy, nats per token, if all runs have the same.
     pub fn unigram_entropy(&self) -> Option<f64> {
         let runs = self.arms.iter().flat_map(|arm| &arm.runs);
@@ -63,11 +118,11 @@ impl Panel {
 }
 
 /// Validation loss over tokens: the mean of each arm, and the range over its seeds. Crosses mark spikes, and
-/// the ends of runs that diverged or failed.
-///
-/// # Errors
-/// When there is nothing to draw.
-pub fn losses(panel: &Panel) -> Result<String> {
+/// the ends of runs that diverged or failed. `None` before the first validation.
+fn losses(panel: &Panel) -> Result<Option<String>> {
+    if panel.arms.iter().all(|arm| arm.runs.iter().all(|run| run.last_loss().is_none())) {
+        return Ok(None);
+    }
     let series: Vec<Series> = panel
         .arms
         .iter()
@@ -83,30 +138,52 @@ pub fn losses(panel: &Panel) -> Result<String> {
     let limits = limits(&series);
     let level =
         panel.unigram_entropy().filter(|level| limits.is_none_or(|(low, high)| (low..high).contains(level)));
-    Chart {
+    let chart = Chart {
         y: "validation loss, nats a token".into(),
         series,
         level: level.map(|level| (level, format!("unigram entropy {level:.3}"))),
         limits,
         ..Chart::default()
-    }
-    .to_svg()
+    };
+    chart.to_svg().map(Some)
 }
 
 /// Difference of the validation loss to that of the baseline's run with the same seeds and data, percent of
 /// the baseline's. `None` without a baseline, or without such a run.
-///
-/// # Errors
-/// When it cannot be drawn.
-pub fn differences(panel: &Panel) -> Result<Option<String>> {
+fn differences(panel: &Panel) -> Result<Option<String>> {
     let (baseline, others) = match (panel.has_baseline, panel.arms.as_slice()) {
         (true, [baseline, others @ ..]) if !others.is_empty() => (baseline, others),
         _ => return Ok(None),
     };
+    differences_of("difference to", baseline, others.iter(), &validations)
+}
+
+/// The same of the training losses of the arms that train on the baseline's batches.
+fn training_differences(panel: &Panel) -> Result<Option<String>> {
+    let Some((baseline, others)) = panel.arms.split_first() else { return Ok(None) };
+    let alike = others.iter().filter(|arm| arm.training.is_some());
+    differences_of("training loss: difference to", baseline, alike, &grouped_losses)
+}
+
+/// Mean training losses of groups of steps, by the tokens at the end of each.
+fn grouped_losses(run: &Run) -> BTreeMap<u64, f64> {
+    let groups = run.points.chunks(run.points.len().div_ceil(GROUPS).max(1));
+    let mean = |group: &[Point]| {
+        let sum: f64 = group.iter().map(|point| point.loss).sum();
+        Some((group.last()?.tokens, sum / group.len() as f64))
+    };
+    groups.filter_map(mean).collect()
+}
+
+fn differences_of<'a>(
+    y: &str,
+    baseline: &Arm,
+    others: impl Iterator<Item = &'a Arm>,
+    losses: &dyn Fn(&Run) -> BTreeMap<u64, f64>,
+) -> Result<Option<String>> {
     let series: Vec<Series> = others
-        .iter()
         .map(|arm| {
-            let pairs = by_seed(arm, |run| Some(against(run, twin(run, baseline)?)));
+            let pairs = by_seed(arm, |run| Some(against(&losses(run), &losses(twin(run, baseline)?))));
             curve(arm, &pairs)
         })
         .filter(|series| !series.points.is_empty())
@@ -116,7 +193,7 @@ pub fn differences(panel: &Panel) -> Result<Option<String>> {
     }
     let limits = limits(&series).map(|(low, high)| (low.min(0.0), high.max(0.0)));
     let chart = Chart {
-        y: format!("difference to {}, %", baseline.label),
+        y: format!("{y} {}, %", baseline.label),
         series,
         level: Some((0.0, String::new())),
         limits,
@@ -128,10 +205,7 @@ pub fn differences(panel: &Panel) -> Result<Option<String>> {
 
 /// Relative L2 error of dQ over tokens, in the layer where it is largest, as `--probe-every` measured it.
 /// `None` if no run was probed more than once.
-///
-/// # Errors
-/// When it cannot be drawn.
-pub fn errors(panel: &Panel) -> Result<Option<String>> {
+fn errors(panel: &Panel) -> Result<Option<String>> {
     let series: Vec<Series> = panel
         .arms
         .iter()
@@ -191,14 +265,13 @@ fn by_seed(arm: &Arm, of: impl Fn(&Run) -> Option<BTreeMap<u64, f64>>) -> Vec<BT
         .collect()
 }
 
-/// Differences in percent, at the tokens where both runs were validated.
-fn against(run: &Run, twin: &Run) -> BTreeMap<u64, f64> {
-    let base = validations(twin);
-    let difference = |(tokens, loss): (u64, f64)| {
-        let base = base.get(&tokens)?;
-        Some((tokens, 100.0 * (loss - base) / base))
+/// Differences in percent, at the tokens where both curves have a value.
+fn against(curve: &BTreeMap<u64, f64>, base: &BTreeMap<u64, f64>) -> BTreeMap<u64, f64> {
+    let difference = |(tokens, loss): (&u64, &f64)| {
+        let base = base.get(tokens)?;
+        Some((*tokens, 100.0 * (loss - base) / base))
     };
-    validations(run).into_iter().filter_map(difference).collect()
+    curve.iter().filter_map(difference).collect()
 }
 
 /// The mean of several curves and its interval, at the tokens where the most curves have a value.

@@ -7,7 +7,7 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::arm::Arm;
 use super::chart::{STYLE, short};
-use super::figures::{SPIKE, differences, errors, losses};
+use super::figures::SPIKE;
 use super::statistics::Verdict;
 use super::study::{Panel, Study};
 use super::table::speed;
@@ -143,34 +143,14 @@ impl Study {
     }
 
     fn panel(&self, n: usize, panel: &Panel) -> Result<Markup> {
-        let curves = panel.arms.iter().any(|arm| arm.runs.iter().any(|run| run.last_loss().is_some()));
-        let losses = if curves { Some(losses(panel)?) } else { None };
-        let (differences, errors) = (differences(panel)?, errors(panel)?);
+        let figures = panel.figures()?;
         Ok(html! {
             section aria-labelledby=(format!("panel-{n}")) {
                 h2 id=(format!("panel-{n}")) { (heading(panel)) }
-                @if let Some(svg) = losses {
+                @for figure in figures {
                     figure {
-                        div.scroll role="img" tabindex="0" aria-label=(format!("Validation loss over tokens, {}", heading(panel))) { (PreEscaped(svg)) }
-                        figcaption {
-                            "Mean over seeds and their range, of the runs that are finished; of an arm without one, of its unfinished runs, or of those that diverged. Crosses: losses more than " (SPIKE)
-                            " standard deviations above those of the steps before, and where a run diverged or failed; at the edge where they lie outside."
-                        }
-                    }
-                }
-                @if let Some(svg) = differences {
-                    figure {
-                        div.scroll role="img" tabindex="0" aria-label=(format!("Difference to the baseline over tokens, {}", heading(panel))) { (PreEscaped(svg)) }
-                        figcaption { "Differences between runs of one seed, their mean and its 95 % interval." }
-                    }
-                }
-                @if let Some(svg) = errors {
-                    figure {
-                        div.scroll role="img" tabindex="0" aria-label=(format!("Error of attention's gradients over tokens, {}", heading(panel))) { (PreEscaped(svg)) }
-                        figcaption {
-                            "Relative L2 of dQ against full precision on the model's own tensors, in the layer where it is largest; "
-                            "a model trained in full precision is probed with SageBwd. Mean over seeds and its 95 % interval, cut off at 0."
-                        }
+                        div.scroll role="img" tabindex="0" aria-label=(format!("{}, {}", figure.title, heading(panel))) { (PreEscaped(figure.svg)) }
+                        figcaption { (figure.caption) }
                     }
                 }
                 div.scroll tabindex="0" {

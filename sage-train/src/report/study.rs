@@ -166,6 +166,7 @@ impl Study {
                     let pairs = continue_alike(first[0].runs.iter().chain(&arm.runs));
                     let training = arm.against(&first[0], words.margin, &late_training_loss);
                     arm.training = training.filter(|difference| pairs && difference.paired);
+                    arm.growth = arm.training.and_then(|_| arm.growth_against(&first[0]));
                     // A mean over the runs whose number is known would leave the earliest out.
                     let known = arm.reached_before.is_none() && first[0].reached_before.is_none();
                     if let Some(milestone) = words.milestone.filter(|_| known) {

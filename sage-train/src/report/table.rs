@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use super::arm::{Arm, Difference, seeds};
+use super::arm::{Arm, Difference, in_percent, seeds};
 use super::chart::short;
 use super::statistics::Mean;
 use super::study::{Panel, Study};
@@ -96,7 +96,7 @@ impl Study {
     pub(super) fn heads(&self) -> Vec<(String, bool)> {
         let mut heads = vec![("arm", true), ("seeds", false), ("val loss", false), ("difference", true)];
         if self.has_training() {
-            heads.push(("training loss", true));
+            heads.extend([("training loss", true), ("growth / 1M tokens", true)]);
         }
         heads.extend([("tokens/s", false), ("x first", false)]);
         let mut heads: Vec<(String, bool)> =
@@ -132,6 +132,8 @@ impl Study {
         ];
         if self.has_training() {
             cells.push(against(&arm.training));
+            let none = if baseline { "baseline" } else { "-" };
+            cells.push(arm.growth.map_or(none.into(), |mean| in_percent(&mean)));
         }
         cells.extend([arm.speed.map_or("-".into(), speed), ratio]);
         if self.milestone.is_some() {
@@ -200,7 +202,7 @@ impl Study {
              over seeds in common, percent of the baseline's mean; an arm matches whose 90 % interval lies within the margin{}",
             match self.has_training() {
                 true =>
-                    "; training loss: over the last quarter of the steps, on the same batches as the baseline",
+                    "; training loss: over the last quarter of the steps, on the same batches as the baseline; growth: slope of its difference over all steps",
                 false => "",
             }
         )
