@@ -1,17 +1,19 @@
 //! What a new run begins with (`--init-from`): the weights, the shape and the tokenizer of a run, of one of its checkpoints, or of a
 //! folder in Hugging Face's format.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
-use candle_sage::Result;
+use candle_sage::{Error, Result};
+use sha2::{Digest, Sha256};
 
 use crate::config::Config;
 use crate::model::{LlamaConfig, ParameterSpec, Parameters, StateFile};
 use crate::ranks::Ranks;
 use crate::settings::{Attn, ModelSettings, Settings, Sla2Settings};
 use crate::trained::{run_folder, tokenizer_of};
-use crate::{checkpoint, hf};
+use crate::{check_there, checkpoint, during, hex, hf};
 
 /// The `config.toml` of a run, if the folder is one or one of its checkpoints.
 fn config_of(folder: &Path) -> Option<PathBuf> {
@@ -26,6 +28,13 @@ fn config_of(folder: &Path) -> Option<PathBuf> {
 /// When the folder has none of these formats, its files cannot be read, or a run's tokenizer is missing or is not the one that the run
 /// was trained with.
 pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
+    check_there(folder)?;
+    if config_of(folder).is_none() && !folder.join("config.json").exists() {
+        return Err(Error::new("there is no model in this folder")
+            .got(folder.display())
+            .allowed("a folder with config.toml, or one in Hugging Face's format, with config.json")
+            .hint("--init-from takes a run, RUN/checkpoints/step-N, or what `sage-train export` writes"));
+    }
     let mut told = match config_of(folder) {
         None => hf::settings(folder)?,
         Some(path) => {
@@ -50,6 +59,24 @@ pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
         ..told.sla2
     };
     Ok(told)
+}
+
+/// SHA-256 of the files with the weights in the folder.
+///
+/// # Errors
+/// When one cannot be read.
+pub fn fingerprint(folder: &Path) -> Result<String> {
+    let failed = || format!("cannot read {}", folder.display());
+    let mut files: Vec<PathBuf> =
+        std::fs::read_dir(folder).map_err(during(failed()))?.flatten().map(|entry| entry.path()).collect();
+    files.retain(|path| path.extension().is_some_and(|ending| ending == "safetensors"));
+    files.sort();
+    let mut hash = Sha256::new();
+    for path in &files {
+        let mut file = File::open(path).map_err(during(failed()))?;
+        std::io::copy(&mut file, &mut hash).map_err(during(failed()))?;
+    }
+    Ok(hex(&hash.finalize()))
 }
 
 /// The weights in the folder, with moments of zero. A router or `theta` of SLA2 that the model was trained without keeps its initial

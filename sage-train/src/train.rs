@@ -129,7 +129,11 @@ pub fn run_as(
     if rank.is_first() {
         write_settings(&folder, config, begin)?;
     }
-    let start = Start::now(config, &data, fingerprint.clone(), &Hardware::of(&device), (first, ranks.mesh()));
+    let begins_with = config.init_from.as_deref().filter(|_| resumed.is_none() && rank.is_first());
+    let initial_weights = begins_with.map(initial::fingerprint).transpose()?;
+    let hardware = Hardware::of(&device);
+    let start = Start::now(config, &data, fingerprint.clone(), &hardware, (first, ranks.mesh()));
+    let start = Start { initial_weights, ..start };
     add_start(&folder, start, &progress)?;
     if rank.is_first() {
         data.tokenizer.save_in(folder.path())?;

@@ -30,27 +30,26 @@ pub(super) fn task(text: &str) -> Result<(Task, PathBuf)> {
 pub(super) fn run(tasks: &[(Task, PathBuf)], trained: &Trained, model: &Llama) -> Result<()> {
     tasks.iter().try_for_each(|(task, file)| {
         let examples = task.read(file, &trained.tokenizer)?;
-        let choices = choices_of(&examples, trained, model)?;
-        if choices.cut > 0 {
-            tell(&format!(
-                "warning: {} of {}: the beginning lost its first tokens, because it did not fit the context of {}",
-                counted(choices.cut as u64, "example"),
-                file.display(),
-                trained.config.model.context
-            ));
-        }
+        let choices = choices_of(&examples, file, trained, model)?;
         scores(*task, &choices, &examples)
     })
 }
 
-/// Lets a model choose, under a progress bar.
-fn choices_of(examples: &[Example], trained: &Trained, model: &Llama) -> Result<Choices> {
+/// Lets a model choose, under a progress bar, and warns of examples that were cut.
+fn choices_of(examples: &[Example], file: &Path, trained: &Trained, model: &Llama) -> Result<Choices> {
     let bar = crate::bar(examples.len() as u64, "{bar:30.cyan/blue} {pos}/{len} examples, ETA {eta}");
     let context = trained.config.model.context;
     let choices = choose(model, examples, context, &trained.device, &mut |choices| {
         bar.set_position(choices.examples as u64);
     })?;
     bar.finish_and_clear();
+    if choices.cut > 0 {
+        tell(&format!(
+            "warning: {} of {}: the beginning lost its first tokens, because it did not fit the context of {context}",
+            counted(choices.cut as u64, "example"),
+            file.display(),
+        ));
+    }
     Ok(choices)
 }
 
@@ -92,7 +91,7 @@ pub(super) fn hellaswag(file: &Path, trained: &Trained, model: &Llama) -> Result
             .allowed("GPT-2's tokenizer: 50257 entries, end of text 50256")
             .hint("--task hellaswag=FILE takes JSON lines for any tokenizer"));
     }
-    let choices = choices_of(&read_examples(file)?, trained, model)?;
+    let choices = choices_of(&read_examples(file)?, file, trained, model)?;
     print(&format!(
         "HellaSwag      {} by tokens, {} (acc), chance 25 %\n",
         share(choices.by_length, choices.examples),

@@ -1,6 +1,6 @@
 //! `sage-train` without a verb: trains, or prints what would be trained.
 
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::thread::available_parallelism;
 use std::time::Duration;
 
@@ -211,7 +211,11 @@ impl Train {
     /// for a run that begins with new weights.
     fn tell_changes(&self) -> Result<()> {
         let folder = self.config.as_deref().and_then(Path::parent);
-        if let Some(branch) = folder.map(runs::branch).transpose()?.flatten() {
+        let branch = folder.map(runs::branch).transpose();
+        // Only a hint depends on it.
+        if let Some(branch) =
+            branch.inspect_err(|error| tell(&format!("warning: {error}"))).ok().flatten().flatten()
+        {
             tell(&format!(
                 "--config begins with new weights; the file's run was branched off {} after step {}: --resume {0} --new-name \
                  NAME does that",
@@ -348,7 +352,10 @@ fn write_batches(config: &Config, path: &Path) -> Result<()> {
 /// Fills in the settings that files determine: the model's shape from `--init-from`, and the vocabulary's
 /// size from a tokenizer that exists.
 pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
-    if let Some(folder) = settings.model.init_from.clone() {
+    if let Some(folder) = settings.model.init_from.take() {
+        // `./runs/a` is `runs/a`, in reports too.
+        let folder: PathBuf = folder.components().filter(|part| *part != Component::CurDir).collect();
+        settings.model.init_from = Some(folder.clone());
         let told = initial::settings(&folder, settings.attention.attn)?;
         settings = settings.over(told);
     }

@@ -93,6 +93,9 @@ impl Task {
                 "no ending is labelled as the right one, as in a test split without answers".into()
             ));
         }
+        if question.endings.iter().any(|ending| ending.trim().is_empty()) {
+            return Ok(Err("an ending is empty".into()));
+        }
         let example = tokens_of(&question, tokenizer)?;
         Ok(match (example.context.is_empty(), example.endings.iter().any(Vec::is_empty)) {
             (true, _) => Err("the text before the endings has no tokens".into()),
@@ -210,6 +213,8 @@ mod tests {
             (Task::Lambada, json!({"text": "word"}), "a field is missing"),
             (Task::Lambada, json!({"text": " word"}), "has no tokens"),
             (Task::HellaSwag, json!({"endings": []}), "a field is missing"),
+            (Task::Piqa, json!({"goal": "a", "sol1": "", "sol2": "c", "label": 0}), "an ending is empty"),
+            (Task::Lambada, json!({"text": "the dog ran "}), "an ending is empty"),
         ] {
             let found = task.example(&line.to_string(), &tokenizer)?.expect_err("a bad line");
             assert!(found.contains(why), "{task:?} {line}: {found}");

@@ -155,7 +155,7 @@ pub fn gradient_errors(
         tell("which sequences the model was trained on is not known: from the first, it may know them");
     }
     let first = trained.sequences_seen.filter(|_| own_data).unwrap_or(0);
-    check_disjoint(&mut batches, first, count * config.micro_batch)?;
+    check_disjoint(&mut batches, first, count.saturating_mul(config.micro_batch))?;
     let arms = arms(&config.model, &config.settings, &extent.schemes);
     let make = |model: &LlamaConfig| {
         Llama::new(model, parameters, device).map_err(on_device("cannot make the model"))
@@ -195,8 +195,9 @@ pub fn gradient_errors(
 /// Checks that the sequences `first..first + count` of training are different ones: what the same sequence adds twice would count as
 /// bias.
 fn check_disjoint(batches: &mut Batches, first: u64, count: usize) -> Result<()> {
-    let different = batches.different(first, count);
-    if different == count {
+    let all = batches.sequences();
+    let different = if count as u64 > all { all } else { batches.different(first, count) as u64 };
+    if different == count as u64 {
         return Ok(());
     }
     Err(Error::new("the training data is too short for so many micro-batches")

@@ -104,7 +104,7 @@ pub fn gradient_table(title: &str, errors: &GradientErrors) -> String {
     out += &format!(
         "\nnoise = gradient, bias = noise: tokens a step at which the two are equal; error's noise: of {} tokens, over the gradient, and\n\
          falling as the square root of the tokens; bias: what stays, over the gradient, and its part along the gradient; -: noise\n\
-         hides the gradient\n",
+         hides the gradient; the interval is over eight parts of the data, and up to three times too wide where noise is larger than bias\n",
         short(errors.tokens as f64)
     );
     out
@@ -113,7 +113,7 @@ pub fn gradient_table(title: &str, errors: &GradientErrors) -> String {
 /// The same as comma-separated values, a row for each part and number of tokens.
 pub fn gradient_csv(all: &[GradientErrors]) -> String {
     let mut out = String::from(
-        "scheme,part,tokens,gradient,error,error_over_gradient,bias_squared,bias_squared_half,bias_along,noise_equals_gradient_tokens,bias_equals_noise_tokens\n",
+        "scheme,part,tokens,gradient,error,error_over_measured_gradient,error_noise,bias_squared,bias_squared_half,bias_along,noise_equals_gradient_tokens,bias_equals_noise_tokens,bias_equals_noise_low,bias_equals_noise_high\n",
     );
     for errors in all {
         for part in &errors.parts {
@@ -121,16 +121,17 @@ pub fn gradient_csv(all: &[GradientErrors]) -> String {
             for (count, squares) in &part.curve {
                 let (gradient, error) = (root(squares.exact), root(squares.error));
                 out += &format!(
-                    "{},{},{},{gradient},{error},{},{},{},{},{},{}\n",
+                    "{},{},{},{gradient},{error},{},{},{},{},{},{},{}\n",
                     csv_cell(&errors.scheme),
                     csv_cell(&part.name),
                     errors.tokens * *count as u64,
                     error / gradient,
+                    figures.error_noise,
                     figures.bias,
                     figures.half.unwrap_or(f64::NAN),
                     figures.along,
                     figures.noise_tokens,
-                    figures.crossing[0].map_or(String::new(), |tokens| tokens.to_string()),
+                    figures.crossing.map(|tokens| tokens.map_or(String::new(), |n| n.to_string())).join(","),
                 );
             }
         }
@@ -208,6 +209,25 @@ mod tests {
         near(figures.along, 0.6 / 9.0);
         // 16 * 100 / tokens = .09.
         near(figures.crossing[0].expect("a bias"), 1600.0 / 0.09);
+        // Biases that scatter around .09: four of .05 and four of .13 have the standard deviation .04 sqrt(8 / 7), and of the mean of eight
+        // Student's t at seven degrees of freedom allows 2.3646 standard errors.
+        let scattered = |by: f64| {
+            let block = |n: usize| {
+                let mut sums = sums(8);
+                sums.of_sum.error += if n % 2 == 0 { by } else { -by } * 56.0;
+                sums
+            };
+            let part = Part { blocks: (0..8).map(block).collect(), ..part.clone() };
+            Figures::of(&part, 100)
+        };
+        let half = 2.364_624 * 0.04 / 7f64.sqrt();
+        let figures = scattered(0.04);
+        assert!((figures.half.expect("an interval") * 9.0 / half - 1.0).abs() < 1e-6, "{:?}", figures.half);
+        let [_, low, high] = figures.crossing.map(|tokens| tokens.expect("a bias"));
+        assert!((low / (1600.0 / (0.09 + half)) - 1.0).abs() < 1e-6, "{low}");
+        assert!((high / (1600.0 / (0.09 - half)) - 1.0).abs() < 1e-6, "{high}");
+        // An interval that reaches below zero has no upper limit.
+        assert_eq!(scattered(0.2).crossing[2], None);
         let [errors, gradients] = cosines(
             &Squares { exact: 25.0, low: 0.0, error: 1.09 },
             &Squares { exact: 9.0 + 8.0, low: 0.0, error: 0.09 + 0.5 },

@@ -287,10 +287,10 @@ fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<Str
 }
 
 /// Whether all runs begin with the same weights of another model and go on alike: with equal seeds of data they train on the same
-/// batches.
+/// batches. The folder that they name may have been trained further between them.
 fn continue_alike<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
     let course = |run: &'a Run| {
-        let (model, of) = (&run.config, run.config.init_from.as_ref()?);
+        let (model, of) = (&run.config, run.starts.first()?.initial_weights.as_ref()?);
         Some((of, model.steps, model.tokens_per_step(), model.model.context, model.data.document_mask))
     };
     let mut all = runs.map(course);

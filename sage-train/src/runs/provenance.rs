@@ -49,6 +49,9 @@ pub struct Start {
     /// Sequences of a micro-batch; `None` where an earlier version did not record it.
     #[serde(default)]
     pub micro_batch: Option<usize>,
+    /// The hash of the weights that the run began with, where they are another model's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub initial_weights: Option<String>,
     /// The run that this one was branched off, at its first start.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub branch: Option<Branch>,
@@ -97,6 +100,7 @@ impl Start {
             ranks: mesh.rank().of,
             context_parallel: mesh.context,
             micro_batch: Some(config.micro_batch),
+            initial_weights: None,
             branch: config.branch.clone(),
         }
     }

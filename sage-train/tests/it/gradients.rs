@@ -168,11 +168,32 @@ fn continuations_are_compared_by_their_training_losses() {
     };
     check(2, 100.0 * (slope("1") + slope("2")) / 2.0 / base);
     // Of runs with other steps nothing is said: they are other batches.
-    scratch.ok(&small(&["--attn", "attn-qat", "--init-from", "runs/r", "--steps", "4", "--name", "other"]));
     let alone = std::fs::read_dir(scratch.path().join("runs/s")).expect("runs").find_map(|run| {
         let path = run.expect("a run").path();
-        path.display().to_string().contains("fpa").then(|| path.display().to_string())
+        let name = path.display().to_string();
+        (name.contains("fpa") && name.ends_with('1')).then_some(name)
     });
-    let table = scratch.ok(&["report", &alone.expect("a run"), "runs/other"]);
-    assert!(!table.contains("training loss"), "{table}");
+    let alone = alone.expect("a run");
+    let compared = |name: &str, from: &str, steps: &str| {
+        let flags = [
+            "--attn",
+            "attn-qat",
+            "--order-seed",
+            "1",
+            "--init-from",
+            from,
+            "--steps",
+            steps,
+            "--name",
+            name,
+        ];
+        scratch.ok(&small(&flags));
+        let table = scratch.ok(&["report", &alone, &format!("runs/{name}")]);
+        table.contains("training loss")
+    };
+    assert!(compared("same", "./runs/r", "8"), "{}", scratch.ok(&["report", &alone, "runs/same"]));
+    assert!(!compared("shorter", "runs/r", "4"));
+    // Nor of runs with other weights, which the same folder has after it was trained further.
+    scratch.ok(&["--resume", "runs/r", "--steps", "6"]);
+    assert!(!compared("later", "runs/r", "8"));
 }

@@ -22,6 +22,11 @@ pub struct Hub {
     cache: Cache,
 }
 
+/// Whether nothing is to be asked of the hub.
+fn offline() -> bool {
+    std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| !["", "0"].contains(&value.as_str()))
+}
+
 impl Hub {
     /// A client with cache, server and token from the environment.
     ///
@@ -55,7 +60,9 @@ impl Hub {
         check_name(model)?;
         let repo = Repo::model(model.into());
         let cached = |file: &str| self.cache.repo(repo.clone()).get(file);
-        if let Some(path) = cached("tokenizer.json").filter(|_| cached(TOKENIZER_CONFIG).is_some()) {
+        if let Some(path) =
+            cached("tokenizer.json").filter(|_| offline() || cached(TOKENIZER_CONFIG).is_some())
+        {
             return Ok(path);
         }
         let path = self.get(&repo, "tokenizer.json")?;
@@ -95,8 +102,7 @@ impl Hub {
     /// The names of all files of a data set; without a connection those that are in the cache.
     fn listed(&self, dataset: &str) -> Result<Vec<String>> {
         let repo = self.api.repo(Repo::dataset(dataset.into()));
-        let offline = std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| !["", "0"].contains(&value.as_str()));
-        let info = match offline {
+        let info = match offline() {
             true => Err("HF_HUB_OFFLINE is set".into()),
             false => unpanicked(|| repo.info().map_err(|e| e.to_string())),
         };

@@ -4,7 +4,7 @@ use std::io::{BufRead, Read};
 use std::path::Path;
 
 use candle_sage::{Error, Result};
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Unexpected, Visitor};
 
 use super::{Bad, EachUntil, LONGEST, Piece, not_utf8, unreadable};
 
@@ -49,7 +49,9 @@ pub(super) fn json_lines(
             continue;
         }
         let mut json = serde_json::Deserializer::from_str(text);
-        let found = Field(field).deserialize(&mut json).and_then(|found| json.end().map(|()| found));
+        let found = Field { name: field, nested: false }
+            .deserialize(&mut json)
+            .and_then(|found| json.end().map(|()| found));
         let found = found.map_err(|error| error.to_string()).and_then(|found| found.or_missing(field));
         match found {
             Ok(Found::Text(text)) => {
@@ -104,7 +106,18 @@ impl Found {
 
 /// Deserializes one field of a JSON object, and ignores the others. `a.b` is the field `b` of the object `a`, as in parquet,
 /// unless there is a field of that name.
-struct Field<'a>(&'a str);
+struct Field<'a> {
+    name: &'a str,
+    /// Whether this is an object inside the line's. A line is an object; what is inside may be anything.
+    nested: bool,
+}
+
+impl Field<'_> {
+    /// For what is no object.
+    fn other<E: serde::de::Error>(self, found: Unexpected<'_>) -> std::result::Result<Found, E> {
+        if self.nested { Ok(Found::Missing(Vec::new())) } else { Err(E::invalid_type(found, &self)) }
+    }
+}
 
 impl<'de> DeserializeSeed<'de> for Field<'_> {
     type Value = Found;
@@ -125,19 +138,48 @@ impl<'de> Visitor<'de> for Field<'_> {
     }
 
     /// A null instead of the object that should have the field.
-    fn visit_unit<E>(self) -> std::result::Result<Self::Value, E> {
-        Ok(Found::Null)
+    fn visit_unit<E: serde::de::Error>(self) -> std::result::Result<Self::Value, E> {
+        if self.nested { Ok(Found::Null) } else { self.other(Unexpected::Unit) }
+    }
+
+    fn visit_bool<E: serde::de::Error>(self, value: bool) -> std::result::Result<Self::Value, E> {
+        self.other(Unexpected::Bool(value))
+    }
+
+    fn visit_i64<E: serde::de::Error>(self, value: i64) -> std::result::Result<Self::Value, E> {
+        self.other(Unexpected::Signed(value))
+    }
+
+    fn visit_u64<E: serde::de::Error>(self, value: u64) -> std::result::Result<Self::Value, E> {
+        self.other(Unexpected::Unsigned(value))
+    }
+
+    fn visit_f64<E: serde::de::Error>(self, value: f64) -> std::result::Result<Self::Value, E> {
+        self.other(Unexpected::Float(value))
+    }
+
+    fn visit_str<E: serde::de::Error>(self, value: &str) -> std::result::Result<Self::Value, E> {
+        self.other(Unexpected::Str(value))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> std::result::Result<Self::Value, A::Error> {
+        if !self.nested {
+            return self.other(Unexpected::Seq);
+        }
+        while list.next_element::<IgnoredAny>()?.is_some() {}
+        self.other(Unexpected::Seq)
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Self::Value, A::Error> {
         let (mut named, mut nested, mut others) = (None, None, Vec::new());
         while let Some(key) = map.next_key::<std::borrow::Cow<'_, str>>()? {
-            if key == self.0 {
+            if key == self.name {
                 named = Some(map.next_value::<Option<String>>()?.map_or(Found::Null, Found::Text));
                 continue;
             }
-            match self.0.strip_prefix(&*key).and_then(|rest| rest.strip_prefix('.')) {
-                Some(inside) => match map.next_value_seed(Field(inside))? {
+            match self.name.strip_prefix(&*key).and_then(|rest| rest.strip_prefix('.')) {
+                Some(inside) => match map.next_value_seed(Field { name: inside, nested: true })? {
+                    Found::Missing(keys) if keys.is_empty() => others.push(key.into_owned()),
                     Found::Missing(keys) => others.extend(keys.iter().map(|inner| format!("{key}.{inner}"))),
                     found => nested = Some(found),
                 },
@@ -172,6 +214,10 @@ mod tests {
             r#"{"a.b": "x", "a": {"b": "y"}}"#,
             r#"{"a": {"b": "y"}, "a.b": "x"}"#,
             r#"{"a": {}, "a.b": "x"}"#,
+            r#"{"a.b": "x", "a": "y"}"#,
+            r#"{"a": "y", "a.b": "x"}"#,
+            r#"{"a": [1, {"b": "y"}], "a.b": "x"}"#,
+            r#"{"a": 1.5, "a.b": "x"}"#,
         ] {
             assert_eq!(texts(line, "a.b")?, ["x"], "{line}");
         }
@@ -182,6 +228,13 @@ mod tests {
         }
         let error = texts(r#"{"a": {"c": 1}, "d": 2}"#, "a.b").expect_err("no text").to_string();
         assert!(error.contains("no key `a.b` among a.c, d"), "{error}");
+        let error = texts(r#"{"a": "y"}"#, "a.b").expect_err("no text").to_string();
+        assert!(error.contains("no key `a.b` among a"), "{error}");
+        // A line is an object.
+        for line in ["null", "1", "\"x\"", "[]", "true"] {
+            let error = texts(line, "a.b").expect_err(line).to_string();
+            assert!(error.contains("expected a JSON object"), "{line}: {error}");
+        }
         Ok(())
     }
 }

@@ -122,6 +122,7 @@ fn start(data_fingerprint: &str) -> Start {
         ranks: 1,
         context_parallel: 1,
         micro_batch: None,
+        initial_weights: None,
         branch: None,
     }
 }
