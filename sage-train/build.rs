@@ -1,10 +1,12 @@
-//! Tells the program which commit it is built from, for the records of its runs.
+//! Tells the program where the built-in data is, and which commit it is built from, for the records of its runs.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
+    let data = std::path::absolute(data()).expect("the folder of the build script");
+    println!("cargo:rustc-env=SAGE_TRAIN_DATA={}", data.display());
     // A copy without a history has no commit.
     let log = Path::new("../.git/logs/HEAD");
     if !log.exists() {
@@ -23,4 +25,12 @@ fn main() {
     if let Some(commit) = git(&["rev-parse", "--short=12", "HEAD"]) {
         println!("cargo:rustc-env=SAGE_TRAIN_COMMIT={commit}{}", if changed { ", changed" } else { "" });
     }
+}
+
+/// The folder of the built-in corpus and the recipes. In the repository `data` is a symbolic link, which a checkout without links (Git on
+/// Windows) leaves as a file with the path in it; a package has the folder itself.
+fn data() -> PathBuf {
+    let path = PathBuf::from("data");
+    let link = std::fs::read_to_string(&path).ok().filter(|_| path.is_file());
+    link.map_or(path, |link| link.trim().into())
 }

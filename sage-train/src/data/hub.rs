@@ -13,9 +13,9 @@ pub use client::Hub;
 use serde::Deserialize;
 
 const RECIPES: [(&str, &str); 3] = [
-    ("tinystories", include_str!("../../data/recipes/tinystories.toml")),
-    ("openwebtext", include_str!("../../data/recipes/openwebtext.toml")),
-    ("fineweb-edu", include_str!("../../data/recipes/fineweb-edu.toml")),
+    ("tinystories", include_str!(concat!(env!("SAGE_TRAIN_DATA"), "/recipes/tinystories.toml"))),
+    ("openwebtext", include_str!(concat!(env!("SAGE_TRAIN_DATA"), "/recipes/openwebtext.toml"))),
+    ("fineweb-edu", include_str!(concat!(env!("SAGE_TRAIN_DATA"), "/recipes/fineweb-edu.toml"))),
 ];
 
 /// A data set with a short name.

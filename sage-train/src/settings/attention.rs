@@ -139,8 +139,9 @@ impl Attn {
                 ))
                 .requantized_p(on(settings.attention.requantized_p, default.requantized_p))
                 .into(),
-            // A scheme without settings of its own.
-            other => other,
+            Scheme::FullPrecision => scheme,
+            // The library may grow; a scheme without an arm here would ignore its settings.
+            other => unreachable!("`Attn::scheme` has no arm for {other}"),
         })
     }
 }

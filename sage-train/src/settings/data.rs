@@ -12,7 +12,7 @@ use crate::quantity::Quantity;
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DataSettings {
-    /// What to train on: .txt, .md, .jsonl, .json, .csv (each also .gz, .zst), .parquet, or .bin shards of tokens; a folder or
+    /// What to train on: .txt, .md, .jsonl, .ndjson, .json, .csv (each also .gz, .zst), .parquet, or .bin shards of tokens; a folder or
     /// a 'pattern*' of them; given again, a mixture by size, or by weights [default: the built-in corpus]
     #[arg(long = "data", value_name = "PATH[=WEIGHT]")]
     #[serde(rename = "data", deserialize_with = "one_or_more")]

@@ -23,6 +23,24 @@ fn help_shows_every_setting() {
     insta::assert_snapshot!(Scratch::new().ok(&["--help"]));
 }
 
+/// An ending that is read but not named is not tried, and one that is named but not read is an error.
+#[test]
+fn the_help_names_every_ending_that_is_read() {
+    let scratch = Scratch::new();
+    let help = scratch.ok(&["--help"]);
+    scratch.file("a.doc", "text");
+    let error = scratch.fails(&["--data", "a.doc"]);
+    let allowed = error.lines().find(|line| line.contains("allowed:")).expect("what is allowed");
+    let endings =
+        allowed.split(|c: char| !c.is_alphanumeric() && c != '.').filter(|word| word.starts_with('.'));
+    let endings: Vec<&str> = endings.collect();
+    assert!(endings.len() > 8, "{error}");
+    for ending in endings {
+        let data = help.split("--data").nth(1).expect("a flag").split("--val-data").next().expect("its help");
+        assert!(data.contains(ending), "{ending}: {data}");
+    }
+}
+
 #[test]
 fn flags_win_over_the_file_and_the_file_over_the_preset() {
     let scratch = Scratch::new();
