@@ -3,6 +3,8 @@
 
 #[path = "build/fingerprint.rs"]
 mod fingerprint;
+#[path = "build/params.rs"]
+mod params;
 #[path = "build/plans.rs"]
 mod plans;
 
@@ -10,9 +12,6 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
-
-/// Architectures to build machine code for, as far as nvcc knows them.
-const ARCHITECTURES: [u32; 6] = [80, 86, 89, 90, 100, 120];
 
 /// The architecture to build PTX for. All later GPUs can run it, and its plans fit the smallest shared
 /// memory.
@@ -24,6 +23,9 @@ const NVFP4: (&str, [u32; 3]) = ("attn_fwd_nvfp4", [90, 100, 120]);
 
 /// The table of plans, which the kernels include and from which the host's table is generated.
 const PLANS: &str = "include/sage/params/plans.def";
+
+/// The headers with the kernels' arguments, from which the host's are generated. A header may use those before it.
+const PARAMS: [&str; 3] = ["sage/params/attention.cuh", "sage/params/ops.cuh", "sage/params/sla2.cuh"];
 
 /// Environment variable that restricts the architectures, for quick builds: `CANDLE_SAGE_CUDA_ARCHS=90` or
 /// `80,90`.
@@ -52,7 +54,8 @@ fn build() -> Result<(), String> {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let nvcc = find_nvcc()?;
     let version = output(Command::new(&nvcc).arg("--version"))?;
-    let architectures = architectures(&nvcc)?;
+    let definitions = fs::read_to_string(root.join(PLANS)).map_err(|e| format!("{PLANS}: {e}"))?;
+    let architectures = architectures(&nvcc, &plans::architectures(&definitions))?;
     let mut flags: Vec<String> =
         ["-fatbin", "-std=c++20", "-O3", "-Xptxas", "-v", "--threads", "0", "-I"].map(String::from).into();
     flags.push(root.join("include").display().to_string());
@@ -73,8 +76,9 @@ fn build() -> Result<(), String> {
         nvfp4_targets.push(ptx);
     }
 
-    let definitions = fs::read_to_string(root.join(PLANS)).map_err(|e| format!("{PLANS}: {e}"))?;
     fs::write(out.join("plans.rs"), plans::table(&definitions)?).map_err(|e| e.to_string())?;
+    arguments(&root.join("include"), &nvcc, &out)?;
+    constants(&root, &out)?;
     let images = shared_by_builds(&out)?;
     let sources = fingerprint::files(&root, "cu").map_err(|e| e.to_string())?;
     let mut table = String::from("pub(super) static FAMILIES: &[(&str, &[u8])] = &[\n");
@@ -95,9 +99,43 @@ fn build() -> Result<(), String> {
     table.push_str("];\n");
     writeln!(table, "pub(super) const ARCHITECTURES: &[u32] = &{architectures:?};").expect("a string");
     writeln!(table, "pub(super) const PTX: u32 = {PTX};").expect("a string");
+    writeln!(table, "#[cfg(test)]\npub(super) const NVFP4: (&str, [u32; 3]) = {NVFP4:?};").expect("a string");
     writeln!(table, "pub(super) const NVFP4_FAMILIES: bool = {};", family == "f").expect("a string");
     writeln!(table, "#[cfg(test)]\npub(super) const RESOURCES: &str = {report:?};").expect("a string");
     fs::write(out.join("kernels.rs"), table).map_err(|e| e.to_string())
+}
+
+/// Writes the host's side of the kernels' arguments, and compiles the assertions of the device's side.
+fn arguments(include: &Path, nvcc: &Path, out: &Path) -> Result<(), String> {
+    let mut structs = Vec::new();
+    for header in PARAMS {
+        let text = fs::read_to_string(include.join(header)).map_err(|e| format!("{header}: {e}"))?;
+        params::read(header, &text, &mut structs)?;
+    }
+    let checks = out.join("params.cc");
+    let written = fs::write(out.join("params.rs"), params::in_rust(&structs));
+    written
+        .and_then(|()| fs::write(&checks, params::in_cpp(&PARAMS, &structs)))
+        .map_err(|e| e.to_string())?;
+    let mut compiler = Command::new(nvcc);
+    compiler.args(["-std=c++20", "-x", "c++", "-c", "-I"]).arg(include).arg("-o").arg(out.join("params.o"));
+    output(compiler.arg(&checks)).map(drop)
+}
+
+/// Writes the integers that the kernels' sources and headers state, in a module for each: `rms_norm`, `quant_tile`.
+fn constants(root: &Path, out: &Path) -> Result<(), String> {
+    let of = |folder: PathBuf, ending: &str| -> Result<Vec<_>, String> {
+        let files = fingerprint::files(&folder, ending).map_err(|e| e.to_string())?;
+        let read = |path: &PathBuf| {
+            let name = path.strip_prefix(&folder).unwrap_or(path).with_extension("").display().to_string();
+            let text = fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
+            Ok((name.replace(['/', '\\'], "_"), params::integers(&text)))
+        };
+        files.iter().map(read).collect()
+    };
+    let mut all = of(root.to_owned(), "cu")?;
+    all.extend(of(root.join("include/sage"), "cuh")?);
+    fs::write(out.join("constants.rs"), params::constants(&all)).map_err(|e| e.to_string())
 }
 
 /// The folder of the kernels. In the repository `kernels` is a symbolic link, which a checkout without links (Git on Windows)
@@ -136,12 +174,12 @@ fn compile(nvcc: &Path, flags: &[String], source: &Path, to: &Path, report: &Pat
     named.and_then(|()| fs::rename(&partial, to)).map_err(|e| e.to_string())
 }
 
-/// The architectures to build: those that nvcc knows, or those of `CANDLE_SAGE_CUDA_ARCHS`.
-fn architectures(nvcc: &Path) -> Result<Vec<u32>, String> {
+/// The architectures to build: those of `all` that nvcc knows, or those of `CANDLE_SAGE_CUDA_ARCHS`.
+fn architectures(nvcc: &Path, all: &[u32]) -> Result<Vec<u32>, String> {
     let list = output(Command::new(nvcc).arg("--list-gpu-arch"))?;
     let known: Vec<u32> =
         list.lines().filter_map(|l| l.trim().strip_prefix("compute_")?.parse().ok()).collect();
-    let available: Vec<u32> = ARCHITECTURES.into_iter().filter(|arch| known.contains(arch)).collect();
+    let available: Vec<u32> = all.iter().copied().filter(|arch| known.contains(arch)).collect();
     let Ok(selection) = env::var(SELECTION) else { return Ok(available) };
     selection
         .split(',')

@@ -10,6 +10,8 @@
 
 using namespace sage;
 
+constexpr int FINISH_THREADS = 256;
+
 #define ENTRY(name, mainloop, THREADS, Queries, ...)                                                             \
   extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ params::Backward p) {    \
     attention::mainloop<attention::__VA_ARGS__, attention::Queries>(p);                                          \
@@ -107,7 +109,7 @@ __device__ void finish(const params::Backward& p) {
 }  // namespace
 
 #define FINISH(type, T, D)                                                                                           \
-  extern "C" __global__ void __launch_bounds__(256) finish_dq_##type##_##D(const __grid_constant__ params::Backward p) { \
+  extern "C" __global__ void __launch_bounds__(FINISH_THREADS) finish_dq_##type##_##D(const __grid_constant__ params::Backward p) { \
     finish<T, D>(p);                                                                                                 \
   }
 FINISH(bf16, __nv_bfloat16, 64)

@@ -14,6 +14,7 @@ using attention::unpack_8;
 namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
+constexpr int SUM_THREADS = 32;
 
 // A thread block takes a block of queries of a head.
 struct Place {
@@ -106,7 +107,7 @@ TYPE(f16, __half)
 
 // A warp sums the parts of a head in a fixed order: each lane sums every 32nd part, then a butterfly of shuffles adds the
 // lanes.
-extern "C" __global__ void __launch_bounds__(32) blend_sum_theta(const __grid_constant__ params::Blend p) {
+extern "C" __global__ void __launch_bounds__(SUM_THREADS) blend_sum_theta(const __grid_constant__ params::Blend p) {
   float sum = 0.0f;
   int blocks = p.mixture.lists.query_blocks;
   for (int i = threadIdx.x; i < blocks; i += 32) sum += p.mixture.parts[int64_t(blockIdx.x) * blocks + i];

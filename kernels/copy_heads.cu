@@ -8,7 +8,7 @@ using elements::Pack;
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int AT_ONCE = 4;  // packs of a thread, all loaded before the first is stored; as in candle-sage/src/cuda/ops/copy_heads.rs
+constexpr int AT_ONCE = 4;  // packs of a thread, all loaded before the first is stored
 
 template <class T>
 __device__ __forceinline__ T* place(const params::CopyHeads& p, const params::Heads& x, int item, int elements) {

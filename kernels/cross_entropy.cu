@@ -12,6 +12,7 @@ using elements::Pack;
 namespace {
 
 constexpr int MAX_THREADS = 512;
+constexpr int SCALE_THREADS = 256;
 constexpr int BATCH = 4;  // loads in flight
 using ptx::LOG2_E;
 
@@ -177,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) mean_loss(const __g
 
 // From each 16-bit type to itself, to f32 (in which gradients are accumulated), and from f32 to it.
 #define SCALE(name, From, To, V)                          \
-  extern "C" __global__ void __launch_bounds__(256)       \
+  extern "C" __global__ void __launch_bounds__(SCALE_THREADS) \
       scale_##name(const __grid_constant__ params::Scale p) { scale<From, To, V>(p); }
 #define SCALES(type, T)                                     \
   SCALE(type##_to_##type##_vector, T, T, 16 / sizeof(T))    \

@@ -12,7 +12,7 @@ using elements::Pack;
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int PIECE = 32;  // sorted ids of a piece; the same as in candle-sage/src/cuda/ops/embedding.rs
+constexpr int PIECE = 32;  // sorted ids of a piece
 constexpr int BATCH = 4;  // loads in flight
 
 // The row and the first pack of a thread; `lanes`, the threads of a row, are a power of two up to the block.

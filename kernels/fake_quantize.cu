@@ -13,8 +13,9 @@ using attention::TILE;
 namespace {
 
 // Each thread has two rows of eight channels: enough bytes in flight for the bandwidth, in few registers.
+constexpr int VALUES = 16;
 template <int D>
-constexpr int THREADS = TILE * D / 16;
+constexpr int THREADS = TILE * D / VALUES;
 
 // Threads that share a multiprocessor, for __launch_bounds__: on Hopper all 2048; elsewhere so few registers a thread would
 // spill.

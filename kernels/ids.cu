@@ -27,7 +27,7 @@ __device__ void check(const params::CheckIds& p) {
 constexpr int DIGIT_BITS = 8, DIGITS = 1 << DIGIT_BITS;
 constexpr int WARPS = THREADS / 32;
 constexpr int ROUNDS = 8;
-constexpr int TILE = THREADS * ROUNDS;  // the same as TILE in candle-sage/src/cuda/ops/ids.rs
+constexpr int TILE = THREADS * ROUNDS;  // ids that a block sorts
 static_assert(DIGITS == THREADS, "thread d looks after digit d");
 
 __device__ __forceinline__ int digit_of(uint32_t id, int shift) { return id >> shift & (DIGITS - 1); }

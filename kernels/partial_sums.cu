@@ -8,6 +8,7 @@ using namespace sage;
 namespace {
 
 constexpr int SIDE = 32;
+constexpr int SUM_THREADS = 256, SUM_VALUES = 4;  // of a thread at once
 
 // A block takes SIDE columns. Thread row y adds parts y, y + SIDE, ..; then one thread a column adds the thread rows' sums in
 // order.
@@ -32,7 +33,7 @@ __device__ void sum(const params::PartialSums& p) {
 
 // Few rows, each as long as the model's parameters: a thread takes four columns and reads every row once.
 __device__ void sum_long_rows(const params::SumInOrder& p) {
-  constexpr int V = 4;
+  constexpr int V = SUM_VALUES;
   elements::each_pack<V>(p.width, [&](int64_t at, auto count) {
     constexpr int N = decltype(count)::V;
     float own[N], sum[N], x[N];
@@ -60,6 +61,6 @@ KERNEL(f32, float)
 KERNEL(f16, __half)
 KERNEL(bf16, __nv_bfloat16)
 
-extern "C" __global__ void __launch_bounds__(256) sum_in_order(const __grid_constant__ params::SumInOrder p) {
+extern "C" __global__ void __launch_bounds__(SUM_THREADS) sum_in_order(const __grid_constant__ params::SumInOrder p) {
   sum_long_rows(p);
 }

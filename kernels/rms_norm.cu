@@ -13,7 +13,6 @@ namespace {
 // Packs of a row that a thread keeps in registers; the same as KEEP in candle-sage/src/cuda/ops/rms_norm.rs.
 constexpr int KEEP = 4;
 // Threads of a block whose rows take a warp or less each.
-constexpr int THREADS = 256;
 constexpr int MAX_THREADS = 512;
 
 // Calls body(k, chunk) for the packs of a lane; k is below KEEP for packs in registers, and KEEP for those that a wider row has
@@ -141,7 +140,7 @@ __device__ void backward(const params::RmsNorm& p) {
   }
   // The block has several groups: a row takes a warp or less and fits the registers, and `sums` has room for one row of each
   // group.
-  __shared__ float sums[THREADS * KEEP * V];
+  __shared__ float sums[elements::TEAM_THREADS * KEEP * V];
 #pragma unroll
   for (int k = 0; k < KEEP; ++k) {
     int chunk = k * group.lanes + group.lane;

@@ -10,7 +10,6 @@ using elements::Pack;
 
 namespace {
 
-constexpr int THREADS = 256;       // of a block whose heads take a warp or less each
 constexpr int MAX_THREADS = 512;
 
 // The channels of a lane: two packs, and V angles. In the layout in halves a pair is element i of the first pack and element i
@@ -214,7 +213,7 @@ __device__ void norm_backward(const params::Rope& p) {
     x.store(out_head<T>(p, token, head), place);
   });
   // Adds the sums of the block's groups, in order. Where a block has several groups, a head takes a warp or less.
-  __shared__ float sums[THREADS * 2 * V];
+  __shared__ float sums[elements::TEAM_THREADS * 2 * V];
   float* partial = p.partials + int64_t(blockIdx.x) * 2 * p.half;
   if (place.active) {
 #pragma unroll

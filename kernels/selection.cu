@@ -14,6 +14,7 @@ using attention::TILE;
 namespace {
 
 constexpr int WARPS = 4;
+constexpr int POOL_THREADS = 128;
 
 // The number of blocks of keys, the first ones, that may be chosen for a block of queries: those that its first query sees
 // whole.
@@ -327,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fill_users(const __grid
 extern "C" __global__ void __launch_bounds__(WARPS * 32) choose_blocks(const __grid_constant__ params::Choose p) { choose(p); }
 
 #define TYPE(type, T)                                                                                        \
-  extern "C" __global__ void __launch_bounds__(128, 1) pool_##type(const __grid_constant__ params::Pool p) {    \
+  extern "C" __global__ void __launch_bounds__(POOL_THREADS, 1) pool_##type(const __grid_constant__ params::Pool p) { \
     pool<T>(p);                                                                                              \
   }                                                                                                          \
   extern "C" __global__ void __launch_bounds__(128, 1) block_mass_##type##_64(const __grid_constant__ params::Mass p) {  \

@@ -3,25 +3,40 @@
 
 use std::fmt::Write as _;
 
-/// The host's table as Rust source: `TARGETS` with their shared memory in KiB, and `PLANS`.
+/// The host's table as Rust source: `Target`, their shared memory in KiB and architectures (`TARGETS`), `Mainloop` with its facts, and
+/// `PLANS`.
 ///
 /// # Errors
-/// Names a line that is not one of the table's three macros, or that has another number of arguments than its
-/// macro.
+/// Names a line that is not one of the table's macros, or that has another number of arguments than its macro.
 pub(crate) fn table(definitions: &str) -> Result<String, String> {
-    let (mut targets, mut plans, mut family) = (String::new(), String::new(), "");
+    let (mut targets, mut target_names, mut plans, mut family) =
+        (String::new(), String::new(), String::new(), "");
+    let (mut mainloops, mut facts) = (String::new(), String::new());
     for (number, line) in definitions.lines().enumerate() {
         let line = line.trim();
-        if line.is_empty() || line.starts_with("//") {
+        if line.is_empty() || line.starts_with("//") || line.starts_with('#') {
             continue;
         }
+        let line = line.split("//").next().unwrap_or(line).trim_end();
         let wrong = || format!("plans.def, line {}: {line}", number + 1);
         let (name, rest) = line.split_once('(').ok_or_else(wrong)?;
         let arguments: Vec<&str> =
             rest.strip_suffix(')').ok_or_else(wrong)?.split(',').map(str::trim).collect();
         let written = match (name, &arguments[..]) {
-            ("SAGE_TARGET", [name, kib]) => {
-                writeln!(targets, "    (Target::{}, {kib}),", camel_case(name))
+            ("SAGE_TARGET", [name, kib, architectures @ ..]) if !architectures.is_empty() => {
+                let name = camel_case(name);
+                let row = writeln!(targets, "    (Target::{name}, {kib}, &[{}]),", architectures.join(", "));
+                row.and_then(|()| writeln!(target_names, "    {name},"))
+            }
+            ("SAGE_MAINLOOP", [name, maps, documents, dq_parts, channels, persistent]) => {
+                let (name, maps) = (camel_case(name), camel_case(maps));
+                let [documents, persistent] = [documents, persistent].map(|flag| **flag == *"1");
+                let row = writeln!(
+                    facts,
+                    "            Mainloop::{name} => Facts {{ maps: Maps::{maps}, documents: {documents}, dq_parts: {dq_parts}, \
+                     channels: {channels}, persistent: {persistent} }},"
+                );
+                row.and_then(|()| writeln!(mainloops, "    {name},"))
             }
             ("SAGE_FAMILY", [name]) => {
                 family = name;
@@ -43,10 +58,24 @@ pub(crate) fn table(definitions: &str) -> Result<String, String> {
         };
         written.expect("a string takes everything");
     }
+    let derive = "#[derive(Debug, Clone, Copy, PartialEq, Eq)]\n#[allow(missing_docs)]\n";
     Ok(format!(
-        "#[cfg(test)]\npub(super) static TARGETS: &[(Target, usize)] = &[\n{targets}];\n\
+        "{derive}pub(super) enum Target {{\n{target_names}}}\n\
+         {derive}pub(super) enum Mainloop {{\n{mainloops}}}\n\
+         impl Mainloop {{\n    const fn facts(self) -> Facts {{\n        match self {{\n{facts}        }}\n    }}\n}}\n\
+         pub(super) static TARGETS: &[(Target, usize, &[u32])] = &[\n{targets}];\n\
          pub(super) static PLANS: &[Plan] = &[\n{plans}];\n"
     ))
+}
+
+/// The architectures of all targets, ascending.
+pub(crate) fn architectures(definitions: &str) -> Vec<u32> {
+    let rows =
+        definitions.lines().filter_map(|line| line.trim().strip_prefix("SAGE_TARGET(")?.strip_suffix(')'));
+    let mut all: Vec<u32> =
+        rows.flat_map(|row| row.split(',').skip(2).filter_map(|n| n.trim().parse().ok())).collect();
+    all.sort_unstable();
+    all
 }
 
 /// `A_B | C` as a slice of variants of type `of`.

@@ -33,6 +33,7 @@ use address::{address, address_if_any};
 use call::Call;
 use call::Problem;
 use candle_core::{CudaStorage, Result};
+use compiled::constants::attn_bwd::FINISH_THREADS;
 use cudarc::driver::CudaSlice;
 use full_precision::FullPrecision;
 use kernels::Grid;
@@ -268,7 +269,7 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
     let dq = call.output(problem.shape.query_dims())?;
     let params = params::Backward { dq: dq.view(gpu)?, ..given };
     let tiles = (call.geometry.sizes.query_len as usize).div_ceil(TILE);
-    let grid = Grid::line(tiles * problem.shape.query_heads() * call.segment_count(), 256);
+    let grid = Grid::line(tiles * problem.shape.query_heads() * call.segment_count(), FINISH_THREADS);
     gpu.launch_backward(plan.family, &call.kernel("finish_dq"), grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;

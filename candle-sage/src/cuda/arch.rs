@@ -1,7 +1,7 @@
 //! The architectures that this build has kernels for, and their differences.
 
 use super::compiled::{ARCHITECTURES, NVFP4_FAMILIES, PTX};
-use super::plan::Target;
+use super::plan::{TARGETS, Target};
 use crate::error::{Error, Result};
 
 /// The kernels that a device runs: machine code of its major version, for the highest architecture that is
@@ -21,10 +21,8 @@ impl Architecture {
     /// When the build has neither machine code nor PTX that the device can run.
     pub(super) fn of(major: u32, minor: u32) -> Result<Self> {
         let device = major * 10 + minor;
-        let native = ARCHITECTURES.iter().filter(|&&arch| arch / 10 == major && arch <= device).max();
-        match native {
-            Some(&code) => Ok(Self { code, device }),
-            None if device >= PTX => Ok(Self { code: PTX, device }),
+        match code_for(device, ARCHITECTURES) {
+            Some(code) => Ok(Self { code, device }),
             None => Err(Error::unsupported("the GPU is too old, or this build has no kernels for it")
                 .got(format!("compute capability {major}.{minor}"))
                 .allowed(format!("machine code for {ARCHITECTURES:?}, PTX for {PTX} and later"))
@@ -46,12 +44,8 @@ impl Architecture {
 
     /// The target whose plans its kernels have.
     pub(super) fn target(self) -> Target {
-        match self.code {
-            80 => Target::Sm80,
-            90 => Target::Sm90,
-            100 => Target::Sm100,
-            _ => Target::Sm86,
-        }
+        let own = TARGETS.iter().find(|(_, _, architectures)| architectures.contains(&self.code));
+        own.expect("kernels are compiled for the architectures of targets alone").0
     }
 
     /// One of [`ARCHITECTURES`], by its number.
@@ -59,6 +53,12 @@ impl Architecture {
     pub(super) fn from_number(number: u32) -> Self {
         Self { code: number, device: number }
     }
+}
+
+/// The highest of the architectures `built` that have the device's major version and are not above it, or else PTX.
+fn code_for(device: u32, built: &[u32]) -> Option<u32> {
+    let native = built.iter().copied().filter(|arch| arch / 10 == device / 10 && *arch <= device).max();
+    native.or((device >= PTX).then_some(PTX))
 }
 
 impl std::fmt::Display for Architecture {
@@ -73,16 +73,17 @@ mod tests {
 
     #[test]
     fn devices_get_the_code_of_their_major_version_or_ptx() {
-        let of = |major, minor| Architecture::of(major, minor).map(|a| a.code);
-        if ARCHITECTURES.len() == 6 {
-            assert_eq!(of(8, 7), Ok(86));
-            assert_eq!(of(9, 0), Ok(90));
-            assert_eq!(of(10, 3), Ok(100));
-            assert_eq!(of(12, 1), Ok(120));
+        let all: Vec<u32> =
+            TARGETS.iter().flat_map(|(_, _, architectures)| *architectures).copied().collect();
+        for (device, code) in [(87, 86), (90, 90), (103, 100), (121, 120), (110, PTX), (130, PTX)] {
+            assert_eq!(code_for(device, &all), Some(code), "{device}");
         }
-        assert_eq!(of(11, 0), Ok(PTX));
-        assert_eq!(of(13, 0), Ok(PTX));
-        assert!(of(7, 5).is_err());
+        assert_eq!((code_for(90, &[80]), code_for(86, &[90]), code_for(75, &all)), (Some(PTX), None, None));
+        for &arch in ARCHITECTURES {
+            assert_eq!(Architecture::of(arch / 10, arch % 10), Ok(Architecture::from_number(arch)));
+        }
+        assert!(Architecture::of(7, 5).is_err());
+        assert!(all.contains(&PTX));
     }
 
     #[test]

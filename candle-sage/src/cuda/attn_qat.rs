@@ -11,6 +11,8 @@ use cudarc::driver::CudaSlice;
 
 use super::address::{Address, address, address_if_any};
 use super::call::Call;
+use super::compiled::constants::fake_quantize::VALUES;
+use super::compiled::constants::quant_pack_nvfp4::PACK_THREADS;
 use super::full_precision::{self, launch_delta};
 use super::kernels::Grid;
 use super::plan::{Plan, TILE, Visits};
@@ -177,7 +179,7 @@ fn pack<'p>(call: &Call<'_>, codes: &'p [CudaSlice<i8>; 3], params: &mut params:
     let gpu = &call.gpu;
     let [q, k, v] = codes.each_ref().map(|codes| address(codes, gpu));
     (params.codes.q, params.codes.k, params.codes.v_transposed) = (q, k, v);
-    let grid = Grid::line(call.query_tiles() + 2 * call.key_tiles(), 256);
+    let grid = Grid::line(call.query_tiles() + 2 * call.key_tiles(), PACK_THREADS);
     gpu.launch_forward(NVFP4, &call.kernel("pack_nvfp4"), grid, params)
 }
 
@@ -206,7 +208,6 @@ fn launch_fake_quantize(
         padding: 0,
     };
     let blocks = call.query_tiles() + 2 * call.key_tiles();
-    // As many threads as `kernels/fake_quantize.cu` expects: each takes eight channels of two rows.
-    let threads = (TILE * call.d / 16) as u32;
+    let threads = TILE * call.d / VALUES;
     params::launch(&call.gpu, &call.kernel("fake_quantize"), Grid::line(blocks, threads), &params)
 }

@@ -5,8 +5,9 @@ use candle_core::{CudaStorage, Result};
 
 use super::address::{address, address_at, first_index};
 use super::call::Geometry;
+use super::compiled::constants::blend::{SUM_THREADS, THREADS};
 use super::kernels::{Gpu, Grid};
-use super::params::{launch, sla2};
+use super::params::{self, launch};
 use super::plan;
 use super::selection::Seen;
 use super::tensor::{Element, Output, view};
@@ -36,13 +37,13 @@ impl<'a> Weights<'a> {
     }
 
     /// The weights in the form that kernels take.
-    pub(super) fn mixture(&self, gpu: &Gpu) -> Result<sla2::Mixture<'_>> {
+    pub(super) fn mixture(&self, gpu: &Gpu) -> Result<params::Mixture<'_>> {
         let (storage, layout) = self.theta;
-        Ok(sla2::Mixture {
+        Ok(params::Mixture {
             theta: address_at(storage.as_cuda_slice::<f32>()?, first_index(layout), gpu)?,
             lists: self.seen.lists(gpu)?,
             by_count: (self.alpha == Alpha::Count).into(),
-            ..sla2::Mixture::default()
+            ..params::Mixture::default()
         })
     }
 }
@@ -58,21 +59,21 @@ impl<'a> Call<'a> {
     }
 
     /// The parameters that all kernels take.
-    pub(super) fn params(&self) -> Result<sla2::Blend<'_>> {
-        Ok(sla2::Blend {
+    pub(super) fn params(&self) -> Result<params::Blend<'_>> {
+        Ok(params::Blend {
             sparse: view(self.sparse, &self.gpu)?,
             mixture: self.weights.mixture(&self.gpu)?,
             shape: self.geometry.shape(&self.gpu),
-            ..sla2::Blend::default()
+            ..params::Blend::default()
         })
     }
 
-    pub(super) fn launch(&self, what: &str, params: &sla2::Blend<'_>) -> Result<()> {
+    pub(super) fn launch(&self, what: &str, params: &params::Blend<'_>) -> Result<()> {
         let (longest, _) = self.geometry.blocks();
         let heads = self.geometry.sizes.query_heads as u32;
         let grid = Grid {
             blocks: (longest as u32, self.geometry.segment_count() as u32, heads),
-            ..Grid::line(1, 256)
+            ..Grid::line(1, THREADS)
         };
         launch(&self.gpu, &format!("{what}_{}", self.element.name()), grid, params)
     }
@@ -84,7 +85,7 @@ impl Launch<[Operand<'_>; 3], CudaStorage> for Blend {
         let call = Call::new(self, sparse, theta)?;
         let out = Output::new(&call.gpu, call.element, self.selection.shape().query_dims())?;
         let (tail, to) = (view(tail, &call.gpu)?, out.view(&call.gpu)?);
-        call.launch("blend_forward", &sla2::Blend { tail, out: to, ..call.params()? })?;
+        call.launch("blend_forward", &params::Blend { tail, out: to, ..call.params()? })?;
         Ok(out.storage)
     }
 }
@@ -100,7 +101,7 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 3]> for Gradients<'_> {
         let heads = selection.shape().query_heads();
         let parts = gpu.alloc::<f32>(self.0.theta_parts())?;
         let dtheta = gpu.alloc::<f32>(heads)?;
-        let mut params = sla2::Blend {
+        let mut params = params::Blend {
             tail: view(tail, gpu)?,
             dout: view(dout, gpu)?,
             out: dsparse.view(gpu)?,
@@ -110,7 +111,7 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 3]> for Gradients<'_> {
         };
         params.mixture.parts = address(&parts, gpu);
         call.launch("blend_backward", &params)?;
-        launch(gpu, "blend_sum_theta", Grid::line(heads, 32), &params)?;
+        launch(gpu, "blend_sum_theta", Grid::line(heads, SUM_THREADS), &params)?;
         Ok([dsparse.storage, dtail.storage, CudaStorage::wrap_cuda_slice(dtheta, gpu.device.clone())])
     }
 }

@@ -3,6 +3,7 @@
 use candle_core::Result;
 
 use super::call::Call;
+use super::compiled::constants::quant_tile::TILE_THREADS;
 use super::kernels::Grid;
 use super::plan::Plan;
 use super::{OnGpu, Past, params};
@@ -59,5 +60,5 @@ impl OnGpu for FullPrecision {
 pub(super) fn launch_delta(call: &Call<'_>, params: &params::Backward<'_>) -> Result<()> {
     // A row is divided among a power of two of lanes.
     let kernel = call.kernel_for("prepare_full_precision", call.d.next_power_of_two());
-    call.gpu.launch_backward("quantize", &kernel, Grid::line(call.query_tiles(), 256), params)
+    call.gpu.launch_backward("quantize", &kernel, Grid::line(call.query_tiles(), TILE_THREADS), params)
 }

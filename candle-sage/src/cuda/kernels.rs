@@ -2,13 +2,14 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use candle_core::cuda_backend::{CudaError, WrapErr};
 use candle_core::{CudaDevice, Result};
 use cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
 use cudarc::driver::{
-    CudaFunction, CudaModule, CudaSlice, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg, ValidAsZeroBits,
+    CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg,
+    ValidAsZeroBits,
 };
 use cudarc::nvrtc::Ptx;
 
@@ -21,10 +22,26 @@ use super::params;
 pub(crate) struct Gpu {
     pub(super) device: CudaDevice,
     pub(super) stream: Arc<CudaStream>,
+    known: Arc<Known>,
+}
+
+/// What is found out once for each context: a launch is a few microseconds, and small models are made of launches.
+#[derive(Debug)]
+pub(crate) struct Known {
     pub(super) architecture: Architecture,
     /// Size of the L2 cache.
     pub(super) cache_bytes: usize,
     pub(super) multiprocessors: usize,
+    modules: Mutex<HashMap<&'static str, Arc<CudaModule>>>,
+    functions: RwLock<HashMap<String, CudaFunction>>,
+}
+
+impl std::ops::Deref for Gpu {
+    type Target = Known;
+
+    fn deref(&self) -> &Known {
+        &self.known
+    }
 }
 
 /// Blocks of a grid, threads of a block, and bytes of dynamic shared memory of a block.
@@ -37,8 +54,8 @@ pub(super) struct Grid {
 
 impl Grid {
     /// Blocks and threads in one dimension, without dynamic shared memory.
-    pub(super) fn line(blocks: usize, threads: u32) -> Self {
-        Self { blocks: (blocks as u32, 1, 1), threads: (threads, 1, 1), shared_bytes: 0 }
+    pub(super) fn line(blocks: usize, threads: usize) -> Self {
+        Self { blocks: (blocks as u32, 1, 1), threads: (threads as u32, 1, 1), shared_bytes: 0 }
     }
 }
 
@@ -51,15 +68,44 @@ fn room(len: usize, element_bytes: usize) -> usize {
 /// Size of the canary behind every allocation in this crate's own tests, which no kernel may change.
 pub(super) const CANARY_BYTES: usize = 256;
 
+impl Known {
+    fn new(context: &Arc<CudaContext>) -> Result<Self> {
+        let (major, minor) = context.compute_capability().w()?;
+        let attribute = |name| context.attribute(name).map(|value| value.max(0) as usize).w();
+        Ok(Self {
+            architecture: Architecture::of(major as u32, minor as u32)?,
+            cache_bytes: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
+            multiprocessors: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            modules: Mutex::default(),
+            functions: RwLock::default(),
+        })
+    }
+
+    /// Of a context; found out at the first call.
+    fn of(context: &Arc<CudaContext>) -> Result<Arc<Self>> {
+        // A context that is here stays alive, so that no other context gets its address.
+        type All = Vec<(Arc<CudaContext>, Arc<Known>)>;
+        static ALL: RwLock<All> = RwLock::new(Vec::new());
+        let find =
+            |all: &All| all.iter().find(|(own, _)| Arc::ptr_eq(own, context)).map(|(_, known)| known.clone());
+        if let Some(known) = find(&ALL.read().unwrap_or_else(PoisonError::into_inner)) {
+            return Ok(known);
+        }
+        let mut all = ALL.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = find(&all) {
+            return Ok(known);
+        }
+        let known = Arc::new(Self::new(context)?);
+        all.push((context.clone(), known.clone()));
+        Ok(known)
+    }
+}
+
 impl Gpu {
     pub(crate) fn new(device: &CudaDevice) -> Result<Self> {
         let stream = device.cuda_stream();
-        let (major, minor) = stream.context().compute_capability().w()?;
-        let architecture = Architecture::of(major as u32, minor as u32)?;
-        let attribute = |name| stream.context().attribute(name).map(|value| value.max(0) as usize).w();
-        let cache_bytes = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?;
-        let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        Ok(Self { device: device.clone(), stream, architecture, cache_bytes, multiprocessors })
+        let known = Known::of(stream.context())?;
+        Ok(Self { device: device.clone(), stream, known })
     }
 
     /// Launches a kernel of a family (a `.cu` file) with one argument. Without blocks it launches nothing.
@@ -134,26 +180,19 @@ impl Gpu {
     }
 
     fn function(&self, family: &str, kernel: &str, shared_bytes: usize) -> Result<CudaFunction> {
-        type Key = (usize, String);
-        static LOADED: OnceLock<Mutex<HashMap<Key, Arc<CudaModule>>>> = OnceLock::new();
-        static FUNCTIONS: OnceLock<Mutex<HashMap<Key, CudaFunction>>> = OnceLock::new();
-        // A loaded module keeps its context alive, so that no other context gets its address.
-        let context = Arc::as_ptr(self.stream.context()) as usize;
-        let key = (context, kernel.to_string());
-        let mut functions =
-            FUNCTIONS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(function) = functions.get(&key) {
+        if let Some(function) = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(kernel) {
             return Ok(function.clone());
         }
-        let mut modules = LOADED.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
-        let module = match modules.get(&(context, family.to_string())) {
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        let (name, image) = FAMILIES
+            .iter()
+            .find(|(name, _)| *name == family)
+            .ok_or_else(|| candle_core::Error::Msg(format!("no kernel family {family} in this build")))?;
+        let module = match modules.get(name) {
             Some(module) => module.clone(),
             None => {
-                let (_, image) = FAMILIES.iter().find(|(name, _)| *name == family).ok_or_else(|| {
-                    candle_core::Error::Msg(format!("no kernel family {family} in this build"))
-                })?;
                 let module = self.stream.context().load_module(Ptx::from_binary(image.to_vec())).w()?;
-                modules.insert((context, family.to_string()), module.clone());
+                modules.insert(name, module.clone());
                 module
             }
         };
@@ -161,7 +200,8 @@ impl Gpu {
         // The default limit is 48 KiB per block, with the shared memory that the kernel declares statically.
         let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(attribute, shared_bytes as i32).w()?;
-        functions.insert(key, function.clone());
+        let mut functions = self.functions.write().unwrap_or_else(PoisonError::into_inner);
+        functions.insert(kernel.to_string(), function.clone());
         Ok(function)
     }
 }

@@ -3,9 +3,10 @@
 use candle_core::{CudaStorage, Result};
 
 use super::address::{address, address_at, first_index};
+use super::compiled::constants::blend::SUM_THREADS;
 use super::kernels::Grid;
 use super::params::launch;
-use super::params::sla2::{self, Blend, Linear};
+use super::params::{self, Blend, Linear};
 use super::tensor::{Output, view};
 use super::{blend, past_linear};
 use crate::launch::{Launch, Operand};
@@ -44,14 +45,14 @@ impl Launch<[Operand<'_>; 9], CudaStorage> for Mixture {
         let (gpu, weights) = (call.gpu.clone(), blend::Weights::new(blend, theta)?);
         let onto = [view(dq, &gpu)?, view(dk, &gpu)?, view(dv, &gpu)?];
         let parts = address_at(parts.0.as_cuda_slice::<f32>()?, first_index(parts.1), &gpu)?;
-        let mixture = sla2::Mixture { parts, ..weights.mixture(&gpu)? };
+        let mixture = params::Mixture { parts, ..weights.mixture(&gpu)? };
         call.backward(Linear { add: 1, mixture, ..call.params()? }, dout, onto)?;
         // The states are freed before the last launch: its kernel does not read them.
         drop(call);
         let heads = blend.selection.shape().query_heads();
         let dtheta = gpu.alloc::<f32>(heads)?;
         let sums = Blend { dtheta: address(&dtheta, &gpu), mixture, ..Blend::default() };
-        launch(&gpu, "blend_sum_theta", Grid::line(heads, 32), &sums)?;
+        launch(&gpu, "blend_sum_theta", Grid::line(heads, SUM_THREADS), &sums)?;
         Ok(CudaStorage::wrap_cuda_slice(dtheta, gpu.device.clone()))
     }
 }

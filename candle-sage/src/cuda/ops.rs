@@ -5,7 +5,6 @@ mod copy_heads;
 mod cross_entropy;
 mod embedding;
 mod ids;
-mod params;
 mod rms_norm;
 mod rope;
 mod sum_in_order;

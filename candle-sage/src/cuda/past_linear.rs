@@ -7,8 +7,9 @@ use half::bf16;
 
 use super::address::address;
 use super::call::Geometry;
+use super::compiled::constants::past_linear_block::THREADS;
 use super::kernels::{Gpu, Grid};
-use super::params::sla2::Linear;
+use super::params::Linear;
 use super::params::{View, launch};
 use super::plan::{self, Plan, TILE, Visits};
 use super::selection::check_blocks;
@@ -16,9 +17,6 @@ use super::tensor::{Element, Output, view};
 use crate::launch::{Launch, Operand};
 use crate::ops::past_linear::{Gradients, PastLinear};
 use crate::shape::AttentionShape;
-
-/// Threads of a block of the kernel that adds up chunks, one for each value of a state.
-const SCAN_THREADS: u32 = 256;
 
 /// Chunks that sequences of at most `longest` blocks are cut into, where one chunk of all of them is `parts` thread blocks, of which
 /// each multiprocessor runs one at a time: those that take the fewest steps.
@@ -132,10 +130,8 @@ impl<'a> Call<'a> {
     fn add_chunks(&self, heads: usize, params: &Linear<'_>) -> Result<()> {
         let values = (self.d + 1) * self.d;
         let lines = heads * self.geometry.segment_count();
-        let grid = Grid {
-            blocks: (values.div_ceil(SCAN_THREADS as usize) as u32, lines as u32, 1),
-            ..Grid::line(1, SCAN_THREADS)
-        };
+        let grid =
+            Grid { blocks: (values.div_ceil(THREADS) as u32, lines as u32, 1), ..Grid::line(1, THREADS) };
         launch(&self.gpu, &format!("linear_scan_chunks_{}_{}", self.element.name(), self.d), grid, params)
     }
 

@@ -6,12 +6,8 @@ use crate::error::{Error, Result};
 use crate::scheme::Scheme;
 use crate::shape::AttentionShape;
 
-/// Tokens that share a scale, and the unit of all padded buffers.
-pub(super) const TILE: usize = 64;
-
-/// Tokens of a selection's block.
-pub(super) const SELECTION_BLOCK: usize = 128;
-
+/// TILE: tokens that share a scale, and the unit of all padded buffers. SELECTION_BLOCK: tokens of a selection's block.
+pub(super) use super::compiled::constants::attention_segment::{SELECTION_BLOCK, TILE};
 /// The wider of the head_dims as padded inside the kernels: 64, 128, in full precision on Hopper 192, or 256.
 pub(super) fn padded_head_dim(scheme: &Scheme, shape: &AttentionShape, architecture: Architecture) -> usize {
     match shape.widest() {
@@ -31,24 +27,11 @@ pub(super) fn small_head_dim(shape: &AttentionShape) -> Result<usize> {
     }
 }
 
-/// What a plan is for: architectures with the same shared memory per block and the same mainloops.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Target {
-    /// A100.
-    Sm80,
-    /// All with the smallest shared memory: sm_86, sm_89, sm_120 and PTX.
-    Sm86,
-    /// Hopper.
-    Sm90,
-    /// B200.
-    Sm100,
-}
-
 #[cfg(test)]
 impl Target {
     /// Bytes of shared memory that a plan may ask for.
     pub(super) fn shared_bytes(self) -> usize {
-        let (_, kib) = TARGETS.iter().find(|(target, _)| *target == self).expect("a row for each target");
+        let (_, kib, _) = TARGETS.iter().find(|(target, ..)| *target == self).expect("a row for each target");
         kib * 1024
     }
 }
@@ -72,24 +55,23 @@ impl Visits {
     }
 }
 
-/// The mainloops of `kernels/include/sage/attention/mainloop`.
+/// Whether a mainloop copies tiles through tensor maps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Mainloop {
-    /// The kernel has a loop of its own.
-    None,
-    ForwardSm80,
-    /// Producer and consumers, persistent: one block per multiprocessor takes one work tile after the other.
-    ForwardSm90,
-    /// A producer, a thread that issues products out of tensor memory, and a thread for each query.
-    ForwardSm100,
-    BackwardSm80,
-    /// A producer, two consumers that keep dK and dV in registers, and a warp that adds dQ to global memory.
-    BackwardSm90,
-    /// Two consumers compute the scores, dV and at head_dim 64 dK; the third warpgroup is the producer, and
-    /// computes dQ and at head_dim 128 dK.
-    BackwardSm90DqWarpgroup,
-    /// Heads over 128 channels: a block has one part of the channels of dK, dV and dQ.
-    BackwardSm90ChannelParts,
+enum Maps {
+    Unmapped,
+    Mapped,
+    /// Where V is in 16 bit.
+    MappedIfWide,
+}
+
+/// What the host must know of a mainloop: see the table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Facts {
+    maps: Maps,
+    documents: bool,
+    dq_parts: usize,
+    channels: usize,
+    persistent: bool,
 }
 
 /// A row of the table of plans, `kernels/include/sage/params/plans.def`: how one kernel runs.
@@ -106,7 +88,7 @@ pub(super) struct Plan {
     mainloop: Mainloop,
     /// Rows of a block: queries in the forward, keys in the backward.
     pub(super) rows: usize,
-    pub(super) threads: u32,
+    pub(super) threads: usize,
     /// Bytes of a row of V in shared memory, and of a row of K but where that is in codes and V is not.
     pub(super) row_bytes: usize,
     /// Stages of the pipeline. Only kernels and tests use it.
@@ -147,36 +129,32 @@ impl Plan {
 
     /// Whether the kernel takes tensor maps, with which producers on Hopper copy 16-bit operands.
     pub(super) fn mapped(&self) -> bool {
-        match self.mainloop {
-            Mainloop::ForwardSm90 => self.row_bytes == 2 * self.head_dim,
-            Mainloop::BackwardSm90
-            | Mainloop::BackwardSm90DqWarpgroup
-            | Mainloop::BackwardSm90ChannelParts => true,
-            Mainloop::None | Mainloop::ForwardSm80 | Mainloop::ForwardSm100 | Mainloop::BackwardSm80 => false,
+        match self.mainloop.facts().maps {
+            Maps::Unmapped => false,
+            Maps::Mapped => true,
+            Maps::MappedIfWide => self.row_bytes == 2 * self.head_dim,
         }
     }
 
-    /// Whether the mainloop copies a packed document's last, partial tile without a tensor map, which would
-    /// read on into the next document. Only then may packed documents have maps.
+    /// Whether packed documents may have maps.
     pub(super) fn maps_documents(&self) -> bool {
-        self.mainloop != Mainloop::BackwardSm90DqWarpgroup
+        self.mainloop.facts().documents
     }
 
-    /// Number of parts that the channels of dQ's accumulator are divided into inside a tile: one per consumer
-    /// that computes dQ.
+    /// Number of parts that the channels of dQ's accumulator are divided into inside a tile.
     pub(super) fn dq_parts(&self) -> usize {
-        if self.mainloop == Mainloop::BackwardSm90 { 2 } else { 1 }
+        self.mainloop.facts().dq_parts
     }
 
     /// Blocks of a backward that divide the channels of the same keys among them.
     pub(super) fn channel_parts(&self) -> usize {
-        self.head_dim.div_ceil(128)
+        self.head_dim.div_ceil(self.mainloop.facts().channels)
     }
 
     /// Whether the kernel is persistent: one block per multiprocessor, which takes one work tile after the
     /// other.
     pub(super) fn persistent(&self) -> bool {
-        self.mainloop == Mainloop::ForwardSm90
+        self.mainloop.facts().persistent
     }
 }
 
@@ -196,11 +174,10 @@ include!(concat!(env!("OUT_DIR"), "/plans.rs"));
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::compiled::{ARCHITECTURES, RESOURCES};
+    use crate::cuda::compiled::{ARCHITECTURES, NVFP4, RESOURCES};
     use crate::cuda::kernels_of;
     use crate::scheme::{AttnQat, Int8Products, Products, SageBwd, Smoothing};
 
-    const ALL: [u32; 6] = [80, 86, 89, 90, 100, 120];
     const BOTH: [Visits; 2] = [Visits::Every, Visits::Listed];
 
     fn schemes() -> [Scheme; 9] {
@@ -247,8 +224,7 @@ mod tests {
     fn every_plan_is_one_of_a_kernel_that_was_compiled() {
         for plan in PLANS {
             for &number in ARCHITECTURES {
-                // The forward in FP4 products is built for the architectures that have them, and for Hopper.
-                let built = plan.family != "attn_fwd_nvfp4" || [90, 100, 120].contains(&number);
+                let built = plan.family != NVFP4.0 || NVFP4.1.contains(&number);
                 if !built || !plan.targets.contains(&Architecture::from_number(number).target()) {
                     continue;
                 }
@@ -267,7 +243,9 @@ mod tests {
 
     #[test]
     fn every_scheme_has_plans_for_every_architecture() {
-        for (scheme, number) in schemes().iter().flat_map(|scheme| ALL.map(|number| (scheme, number))) {
+        let all = || TARGETS.iter().flat_map(|(_, _, architectures)| *architectures);
+        for (scheme, &number) in schemes().iter().flat_map(|scheme| all().map(move |number| (scheme, number)))
+        {
             for (d, visits) in [64, 128].into_iter().flat_map(|d| BOTH.map(|visits| (d, visits))) {
                 let [forward, backward] = plans(scheme, d, number, visits);
                 if visits == Visits::Listed {

@@ -6,8 +6,9 @@ use candle_core::{CudaStorage, Result};
 
 use super::address::{address, address_at, first_index};
 use super::call::Geometry;
+use super::compiled::constants::selection::{POOL_THREADS, WARPS};
 use super::kernels::{Gpu, Grid};
-use super::params::{self, launch, sla2};
+use super::params::{self, launch};
 use super::plan::{self, Plan, Visits};
 use super::selection::{check_blocks, lists_at};
 use super::tensor::{Element, view};
@@ -25,7 +26,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Means<'_> {
         let geometry = Geometry::new(&gpu, shape)?;
         let count = if pool.is_some() { blocks.rows() } else { blocks.all_key_blocks() };
         let means = gpu.alloc::<f32>(blocks.key_heads * count * shape.head_dim())?;
-        let params = sla2::Pool {
+        let params = params::Pool {
             x: view(x, &gpu)?,
             means: address(&means, &gpu),
             shape: geometry.shape(&gpu),
@@ -34,7 +35,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Means<'_> {
             pool: pool.unwrap_or(0).min(i32::MAX as usize) as i32,
             blocks: count as i32,
         };
-        let grid = Grid { blocks: (count as u32, blocks.key_heads as u32, 1), ..Grid::line(1, 128) };
+        let grid = Grid { blocks: (count as u32, blocks.key_heads as u32, 1), ..Grid::line(1, POOL_THREADS) };
         let element = Element::of(x.0.dtype())?;
         launch(&gpu, &format!("pool_{}", element.name()), grid, &params)?;
         Ok(CudaStorage::wrap_cuda_slice(means, gpu.device.clone()))
@@ -50,7 +51,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
         let geometry = Geometry::new(&gpu, shape)?;
         // Zeros: no kernel reads the entries behind a list's end, but they are copied with it.
         let lists = gpu.alloc_zeros::<u32>(blocks.key_heads * blocks.rows() * (1 + width))?;
-        let params = sla2::Choose {
+        let params = params::Choose {
             scores: address_at(storage.as_cuda_slice::<f32>()?, first_index(layout), &gpu)?,
             lists: lists_at(address(&lists, &gpu), blocks, 1 + width),
             shape: geometry.shape(&gpu),
@@ -60,8 +61,8 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
             padding: 0,
         };
         let grid = Grid {
-            blocks: (blocks.rows().div_ceil(4) as u32, blocks.key_heads as u32, 1),
-            ..Grid::line(1, 128)
+            blocks: (blocks.rows().div_ceil(WARPS) as u32, blocks.key_heads as u32, 1),
+            ..Grid::line(1, WARPS * 32)
         };
         launch(&gpu, "choose_blocks", grid, &params)?;
         Ok(CudaStorage::wrap_cuda_slice(lists, gpu.device.clone()))
@@ -79,7 +80,7 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for Mass<'_> {
         let mass = gpu.alloc_zeros::<f32>(blocks.key_heads * blocks.rows() * blocks.columns())?;
         let (q, element) = (view(q, &gpu)?, Element::of(q.0.dtype())?);
         let k = view(k, &gpu)?;
-        let params = sla2::Mass {
+        let params = params::Mass {
             forward: params::Forward {
                 q,
                 k,

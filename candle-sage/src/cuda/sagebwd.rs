@@ -5,6 +5,8 @@ use cudarc::driver::CudaSlice;
 
 use super::address::{address, address_if_any};
 use super::call::Call;
+use super::compiled::constants::quant_tile::TILE_THREADS;
+use super::compiled::constants::quantize::MEAN_THREADS;
 use super::full_precision::{self, FullPrecision};
 use super::kernels::Grid;
 use super::plan::{Plan, TILE};
@@ -210,7 +212,7 @@ pub(super) fn quantize<'p>(
     }
     // The blocks of V's tiles come last.
     let tiles = call.query_tiles() + call.key_tiles() * if v.is_some() { 2 } else { 1 };
-    gpu.launch_forward("quantize", &call.kernel("quantize"), Grid::line(tiles, 256), params)
+    gpu.launch_forward("quantize", &call.kernel("quantize"), Grid::line(tiles, TILE_THREADS), params)
 }
 
 impl Codes {
@@ -232,7 +234,7 @@ impl Codes {
 /// and one for the tiles' sums.
 pub(super) fn launch_means(call: &Call<'_>, params: &params::Forward<'_>) -> Result<()> {
     let (gpu, smoothed) = (&call.gpu, 1 + params.smooth_values as usize);
-    let tiles = Grid::line(smoothed * call.key_tiles(), 256);
+    let tiles = Grid::line(smoothed * call.key_tiles(), TILE_THREADS);
     gpu.launch_forward("quantize", &call.kernel("sum_tiles"), tiles, params)?;
     gpu.launch_forward("quantize", &format!("mean_of_tiles_{}", call.d), mean_grid(call, params), params)
 }
@@ -240,7 +242,7 @@ pub(super) fn launch_means(call: &Call<'_>, params: &params::Forward<'_>) -> Res
 /// A thread block for each segment and key head, of K and perhaps of V.
 fn mean_grid(call: &Call<'_>, params: &params::Forward<'_>) -> Grid {
     let heads = call.problem.shape.key_heads() as u32 * (1 + params.smooth_values as u32);
-    Grid { blocks: (call.segment_count() as u32, heads, 1), ..Grid::line(1, 256) }
+    Grid { blocks: (call.segment_count() as u32, heads, 1), ..Grid::line(1, MEAN_THREADS) }
 }
 
 /// What the backward's kernel reads besides the forward's codes.
@@ -281,6 +283,6 @@ pub(super) fn prepare<'p>(
         Granularity::Tile => call.d,
         other => other.vectors(call.d),
     } as i32;
-    let grid = Grid::line(call.query_tiles(), 256);
+    let grid = Grid::line(call.query_tiles(), TILE_THREADS);
     gpu.launch_backward("quantize", &call.kernel("prepare_sagebwd"), grid, params)
 }

@@ -5,14 +5,12 @@ use cudarc::driver::CudaSlice;
 
 use super::address::{Address, address, address_at, first_index};
 use super::call::Geometry;
+use super::compiled::constants::selection::WARPS;
 use super::kernels::{Gpu, Grid};
 use super::params::{self, launch};
 use super::plan::SELECTION_BLOCK;
 use crate::error::Error;
 use crate::selection::{Blocks, Selection};
-
-/// Warps of a thread block of the kernels that invert lists; each warp takes one block of keys.
-const WARPS: usize = 4;
 
 /// Checks that the kernels support a selection's blocks.
 pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
@@ -123,7 +121,7 @@ impl Cuts {
 }
 
 /// Words of an entry of the table of parts.
-const PART_WORDS: usize = 4;
+const PART_WORDS: usize = size_of::<params::Part>() / 4;
 
 /// Sums of a list: of dK and dV of a block of keys, in pieces of [`slot_pieces`].
 fn slot_floats(d: usize) -> usize {
@@ -168,7 +166,7 @@ impl<'a> Users<'a> {
             Some(d) => Cuts::new(gpu, heads * columns, longest_users, d)?,
             None => None,
         };
-        let params = params::sla2::Users {
+        let params = params::Users {
             lists,
             users: address(&users, gpu),
             first_users: address(&first_users, gpu),
@@ -185,7 +183,7 @@ impl<'a> Users<'a> {
         };
         let grid = Grid {
             blocks: (longest.div_ceil(WARPS) as u32, geometry.segment_count() as u32, heads as u32),
-            ..Grid::line(1, WARPS as u32 * 32)
+            ..Grid::line(1, WARPS * 32)
         };
         launch(gpu, "count_users", grid, &params)?;
         launch(gpu, "fill_users", grid, &params)?;

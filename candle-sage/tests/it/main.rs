@@ -19,6 +19,7 @@ mod messages;
 mod modules;
 mod moving;
 mod ops;
+mod params;
 mod plans;
 mod reference;
 mod sagebwd;

@@ -6,11 +6,17 @@ mod build;
 #[test]
 fn the_table_of_plans_becomes_rust() {
     let table = build::table(
-        "// a comment\nSAGE_TARGET(SM80, 162)\n\nSAGE_FAMILY(attn_fwd)\n\
+        "// a comment\n#ifndef X\nSAGE_TARGET(SM80, 162, 80, 87)\nSAGE_MAINLOOP(FORWARD_SM90, MAPPED_IF_WIDE, 1, 0, 0, 1)  // two\n\nSAGE_FAMILY(attn_fwd)\n\
          SAGE_PLAN(attn_fwd_a, 64, SM80 | SM86, EVERY | LISTED, FORWARD_SM90, 128, 384, 64, 2, 1024)\n",
     )
     .expect("a table");
-    assert!(table.contains("(Target::Sm80, 162)"), "{table}");
+    assert!(
+        table.contains("(Target::Sm80, 162, &[80, 87])")
+            && table.contains("enum Mainloop {\n    ForwardSm90,\n}"),
+        "{table}"
+    );
+    let facts = "Mainloop::ForwardSm90 => Facts { maps: Maps::MappedIfWide, documents: true, dq_parts: 0, channels: 0, persistent: true }";
+    assert!(table.contains(facts), "{table}");
     let plan = "Plan { family: \"attn_fwd\", kernel: \"attn_fwd_a\", head_dim: 64, \
                 targets: &[Target::Sm80, Target::Sm86], visits: &[Visits::Every, Visits::Listed], \
                 mainloop: Mainloop::ForwardSm90, rows: 128, threads: 384, row_bytes: 64, stages: 2, \
@@ -20,8 +26,23 @@ fn the_table_of_plans_becomes_rust() {
 
 #[test]
 fn a_line_that_is_no_row_is_named() {
-    for line in ["SAGE_PLAN(a, 64)", "SAGE_PLANS(a)", "SAGE_TARGET(SM80, 162", "int x;"] {
+    for line in [
+        "SAGE_PLAN(a, 64)",
+        "SAGE_PLANS(a)",
+        "SAGE_TARGET(SM80, 162)",
+        "SAGE_TARGET(SM80, 162, 80",
+        "SAGE_MAINLOOP(A, MAPS)",
+        "int x;",
+    ] {
         let text = format!("SAGE_FAMILY(attn_fwd)\n{line}");
         assert_eq!(build::table(&text), Err(format!("plans.def, line 2: {line}")));
     }
+}
+
+#[test]
+fn architectures_are_those_of_the_targets() {
+    assert_eq!(
+        build::architectures("SAGE_TARGET(A, 98, 86, 120)\n SAGE_TARGET(B, 1,  80)\nSAGE_FAMILY(x)\n"),
+        [80, 86, 120]
+    );
 }

@@ -3,18 +3,15 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
-use super::params::{self, launch};
 use super::tensor::{Dense, Float, PARTS, element, elementwise_of, start};
 use crate::cuda::address::{Address, address, first_index};
+use crate::cuda::compiled::constants::adamw::{THREADS, V};
 use crate::cuda::kernels::{Gpu, Grid};
+use crate::cuda::params::{self, launch};
 use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::ops::adamw::SumOfSquares;
 use crate::update::AdamW;
-
-/// Threads of a block, and elements that a thread takes at once, as in `kernels/adamw.cu`.
-const THREADS: u32 = 256;
-const V: usize = 4;
 
 /// The sum of squares, an f64 scalar.
 impl Launch<[Operand<'_>; 1], CudaStorage> for SumOfSquares {
@@ -24,7 +21,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for SumOfSquares {
         let x = Dense::new(x, &gpu)?;
         x.operand().0.as_cuda_slice::<f32>()?;
         let (partials, out) = (gpu.alloc::<f64>(PARTS)?, gpu.alloc::<f64>(1)?);
-        let parts = len.div_ceil(THREADS as usize * V).clamp(1, PARTS);
+        let parts = len.div_ceil(THREADS * V).clamp(1, PARTS);
         let at = x.start(&gpu)?;
         let params = params::SumOfSquares {
             x: at,
@@ -83,6 +80,6 @@ impl Launch<Tensors<'_>, ()> for AdamW {
             copy_type: copy_type as i32,
             padding: 0,
         };
-        launch(&gpu, "adamw", elementwise_of(len, V), &params)
+        launch(&gpu, "adamw", elementwise_of(len, V, THREADS), &params)
     }
 }

@@ -3,14 +3,12 @@
 use candle_core::Result;
 use candle_core::backend::BackendStorage;
 
-use super::params::{self, launch};
 use super::tensor::{Float, Packs, count, elementwise, start};
+use crate::cuda::compiled::constants::copy_heads::{AT_ONCE, THREADS};
 use crate::cuda::kernels::Gpu;
+use crate::cuda::params::{self, launch};
 use crate::launch::{Launch, Operand};
 use crate::ops::copy_heads::CopyHeads;
-
-/// Packs of a thread, as in `kernels/copy_heads.cu`.
-const AT_ONCE: usize = 4;
 
 fn place<'a>(operand: Operand<'a>, gpu: &Gpu) -> Result<params::Heads<'a>> {
     let strides = operand.1.stride();
@@ -45,7 +43,7 @@ impl Launch<[Operand<'_>; 2], ()> for CopyHeads {
         };
         let items = batch * sequence * heads * channels;
         count("elements", items / packs.elements())?;
-        let grid = elementwise(items.div_ceil(AT_ONCE), packs);
+        let grid = elementwise(items.div_ceil(AT_ONCE), packs, THREADS);
         launch(&gpu, &packs.kernel("copy_heads"), grid, &params)
     }
 }

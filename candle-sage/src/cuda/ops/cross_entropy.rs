@@ -5,11 +5,12 @@ use candle_core::{CudaStorage, Layout, Result};
 use cudarc::driver::CudaSlice;
 
 use super::ids::Ids;
-use super::params::{self, launch};
 use super::tensor::{Dense, Float, Packs, Team, count, element, elementwise, start, start_of};
 use crate::cuda::address::{Address, address, address_at};
+use crate::cuda::compiled::constants::cross_entropy::{BATCH, MAX_THREADS, SCALE_THREADS};
 use crate::cuda::gemm::{Out, gemm};
 use crate::cuda::kernels::{Gpu, Grid};
+use crate::cuda::params::{self, launch};
 use crate::dtype::Checked;
 use crate::error::Error;
 use crate::launch::{self, Launch, Operand};
@@ -20,11 +21,6 @@ use crate::ops::linear_cross_entropy::{LinearInto, LinearOp};
 
 const NAME: &str = "cross-entropy";
 const LINEAR: &str = "linear-cross-entropy";
-
-/// The largest number of threads of a block, and the packs that a thread loads at once, as in
-/// `kernels/cross_entropy.cu`.
-const MAX_THREADS: usize = 512;
-const BATCH: usize = 4;
 
 /// What the backward from logits needs.
 #[derive(Debug)]
@@ -70,7 +66,7 @@ fn mean(gpu: &Gpu, losses: &CudaSlice<f32>, rows: usize, targets: &Ids) -> Resul
         rows: count("rows", rows)?,
         ..Default::default()
     };
-    launch(gpu, "mean_loss", Grid::line(1, MAX_THREADS as u32), &params)?;
+    launch(gpu, "mean_loss", Grid::line(1, MAX_THREADS), &params)?;
     Ok(out)
 }
 
@@ -177,7 +173,7 @@ fn scale(gpu: &Gpu, scaling: &Scaling<'_>) -> Result<()> {
     let packs = Packs::of(narrow, &[from.1, to.1], &[]);
     let kind = if packs.elements() == 1 { "single" } else { "vector" };
     let kernel = format!("scale_{}_to_{}_{kind}", from.0.name(), to.0.name());
-    launch(gpu, &kernel, elementwise(len, packs), &params)
+    launch(gpu, &kernel, elementwise(len, packs, SCALE_THREADS), &params)
 }
 
 /// Settings of a pass over the chunks of logits.

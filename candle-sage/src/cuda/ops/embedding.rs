@@ -4,19 +4,16 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
 use super::ids::{Ids, sort};
-use super::params::{self, launch};
 use super::tensor::{Dense, Float, Packs, Team, count, start, start_of};
 use crate::cuda::address::address;
+use crate::cuda::compiled::constants::embedding::{PIECE, THREADS};
 use crate::cuda::kernels::{Gpu, Grid};
+use crate::cuda::params::{self, launch};
 use crate::dtype::Checked;
 use crate::launch::{Backward, Launch, Operand};
 use crate::ops::embedding::{Embedding, Gradient, Rows};
 
 const NAME: &str = "embedding";
-
-/// Threads of a block, and ids of a piece, as in `kernels/embedding.cu`.
-const THREADS: usize = 256;
-const PIECE: usize = 32;
 
 /// It does not wait for the check of the ids.
 impl Launch<[Operand<'_>; 2], CudaStorage> for Rows {
@@ -113,7 +110,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Saved {
             lanes: team.lanes as i32,
             ..Default::default()
         };
-        launch(&gpu, "embedding_starts", Grid::line((rows + 1).div_ceil(THREADS), THREADS as u32), &params)?;
+        launch(&gpu, "embedding_starts", Grid::line((rows + 1).div_ceil(THREADS), THREADS), &params)?;
         launch(&gpu, &packs.kernel("embedding_pieces"), team.grid(len / PIECE, usize::MAX), &params)?;
         launch(&gpu, &packs.kernel("embedding_bwd"), team.grid(rows, usize::MAX), &params)?;
         Ok(out)

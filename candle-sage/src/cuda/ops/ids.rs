@@ -4,10 +4,11 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Result};
 use cudarc::driver::CudaSlice;
 
-use super::params::{self, launch};
 use super::tensor::{Dense, count};
 use crate::cuda::address::{Address, address, address_at, address_if_any};
+use crate::cuda::compiled::constants::ids::{DIGIT_BITS, THREADS, TILE};
 use crate::cuda::kernels::{Gpu, Grid};
+use crate::cuda::params::{self, launch};
 use crate::dtype::Checked;
 use crate::error::Error;
 
@@ -19,8 +20,6 @@ pub(super) struct Ids {
     status: CudaSlice<u32>,
     len: usize,
 }
-
-const THREADS: usize = 256;
 
 impl Ids {
     /// Launches the check that ids are below `limit`, or `ignored`. [`Ids::checked`] reads its result.
@@ -55,7 +54,7 @@ impl Ids {
             ignores: ignored.is_some().into(),
             len: count("ids", len)?,
         };
-        let grid = Grid::line(len.div_ceil(THREADS), THREADS as u32);
+        let grid = Grid::line(len.div_ceil(THREADS), THREADS);
         launch(gpu, &format!("check_ids_{name}"), grid, &params)?;
         Ok(made)
     }
@@ -105,19 +104,15 @@ pub(super) struct Sorted {
     pub(super) order: CudaSlice<u32>,
 }
 
-/// Ids that one block sorts, and bits of a digit: TILE and DIGITS of `kernels/ids.cu`.
-const TILE: usize = 2048;
-const DIGIT_BITS: u32 = 8;
-
 /// Sorts ids below `limit`, stably.
 pub(super) fn sort(gpu: &Gpu, ids: &Ids, limit: usize) -> Result<Sorted> {
     let room = || -> Result<Sorted> { Ok(Sorted { ids: gpu.alloc(ids.len)?, order: gpu.alloc(ids.len)? }) };
     let tiles = ids.len.div_ceil(TILE);
     let counts = gpu.alloc::<u32>(tiles << DIGIT_BITS)?;
-    let grid = Grid::line(tiles, THREADS as u32);
+    let grid = Grid::line(tiles, THREADS);
     // The bits of `limit`, which is above every id: NO_PLACE, truncated to them, has only ones and still
     // comes last.
-    let bits = usize::BITS - limit.leading_zeros();
+    let bits = (usize::BITS - limit.leading_zeros()) as usize;
     let mut sorted: Option<Sorted> = None;
     for pass in 0..bits.div_ceil(DIGIT_BITS).max(1) {
         let next = room()?;

@@ -3,19 +3,15 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
-use super::params::{self, launch};
 use super::tensor::{Dense, Float, PARTS, Packs, Team, count, partial_sums, start_of};
 use crate::cuda::address::{Address, address};
+use crate::cuda::compiled::constants::rms_norm::{KEEP, MAX_THREADS};
 use crate::cuda::kernels::Gpu;
+use crate::cuda::params::{self, launch};
 use crate::launch::{Launch, Operand};
 use crate::ops::rms_norm::{Gradients, RmsNorm};
 
 const NAME: &str = "rms-norm";
-
-/// Packs that a thread keeps in registers, and the largest number of threads of a block, as in
-/// `kernels/rms_norm.cu`.
-const KEEP: usize = 4;
-const MAX_THREADS: usize = 512;
 
 /// Addresses that only some launches have.
 #[derive(Default)]

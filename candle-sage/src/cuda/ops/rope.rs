@@ -4,10 +4,11 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result};
 use cudarc::driver::CudaSlice;
 
-use super::params::{self, launch};
 use super::tensor::{Dense, Float, PARTS, Packs, Team, count, element, partial_sums, start, start_of};
 use crate::cuda::address::{Address, address};
+use crate::cuda::compiled::constants::rope::MAX_THREADS;
 use crate::cuda::kernels::Gpu;
+use crate::cuda::params::{self, launch};
 use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::ops::RopeStyle;
@@ -15,9 +16,6 @@ use crate::ops::qk_norm_rope::{Gradients, QkNormRope};
 use crate::ops::rope::Rope;
 
 const NAME: &str = "rope";
-
-/// The largest number of threads of a block, as in `kernels/rope.cu`.
-const MAX_THREADS: usize = 512;
 
 /// The angles of the positions, their sign, and which channels are rotated as a pair.
 #[derive(Clone, Copy)]

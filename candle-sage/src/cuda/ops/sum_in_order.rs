@@ -3,15 +3,13 @@
 use candle_core::Result;
 use candle_core::backend::BackendStorage;
 
-use super::params::{self, launch};
 use super::tensor::{count, elementwise_of, start};
+use crate::cuda::compiled::constants::partial_sums::{SUM_THREADS, SUM_VALUES};
 use crate::cuda::kernels::Gpu;
+use crate::cuda::params::{self, launch};
 use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::ops::accumulate::InOrder;
-
-/// Elements that a thread takes at once, as in `kernels/partial_sums.cu`.
-const V: usize = 4;
 
 /// `sum = parts[0] + .. + sum + parts[place + 1] + ..`, contiguous rows.
 impl Launch<[Operand<'_>; 2], ()> for InOrder {
@@ -25,13 +23,15 @@ impl Launch<[Operand<'_>; 2], ()> for InOrder {
             count: count("parts", parts.1.shape().elem_count() / width.max(1))?,
             place: self.place as i32,
         };
-        if [params.parts, params.sum].iter().any(|at| !at.is_multiple_of(16)) || !width.is_multiple_of(V) {
+        if [params.parts, params.sum].iter().any(|at| !at.is_multiple_of(16))
+            || !width.is_multiple_of(SUM_VALUES)
+        {
             return Err(Error::unsupported("sum_in_order on CUDA moves 16 bytes at a time")
                 .got(format!("{width} elements"))
                 .allowed("tensors that start on 16 bytes, a multiple of 4 elements")
                 .hint("put zeros behind them")
                 .into());
         }
-        launch(&gpu, "sum_in_order", elementwise_of(width, V), &params)
+        launch(&gpu, "sum_in_order", elementwise_of(width, SUM_VALUES, SUM_THREADS), &params)
     }
 }

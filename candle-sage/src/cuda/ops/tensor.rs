@@ -5,9 +5,11 @@ use candle_core::{CudaStorage, DType, Layout, Result};
 use cudarc::driver::CudaSlice;
 use half::{bf16, f16};
 
-use super::params::{self, launch};
 use crate::cuda::address::{Address, address, address_at, first_index};
+use crate::cuda::compiled::constants::elements_group::TEAM_THREADS;
+use crate::cuda::compiled::constants::partial_sums::SIDE;
 use crate::cuda::kernels::{Gpu, Grid};
+use crate::cuda::params::{self, launch};
 use crate::dtype::unsupported_dtype;
 use crate::error::Error;
 use crate::launch::Operand;
@@ -94,31 +96,28 @@ pub(super) struct Team {
 }
 
 impl Team {
-    /// Threads of a block with several rows.
-    const THREADS: usize = 256;
-
     /// The team for rows of `packs`, with at most `most` lanes. In a team larger than a warp a lane takes
     /// about `each` packs.
     pub(super) fn of(packs: usize, each: usize, most: usize) -> Self {
         let lanes = if packs <= 32 { packs.max(1) } else { packs.div_ceil(each).max(32) };
         let lanes = lanes.next_power_of_two().min(most);
-        Self { lanes, rows: if lanes <= 32 { Self::THREADS / lanes } else { 1 } }
+        Self { lanes, rows: if lanes <= 32 { TEAM_THREADS / lanes } else { 1 } }
     }
 
     /// A grid for `rows` of at most `most` blocks.
     pub(super) fn grid(self, rows: usize, most: usize) -> Grid {
-        Grid::line(rows.div_ceil(self.rows).min(most), (self.lanes * self.rows) as u32)
+        Grid::line(rows.div_ceil(self.rows).min(most), self.lanes * self.rows)
     }
 }
 
-/// Blocks of 256 threads, one pack per thread.
-pub(super) fn elementwise(len: usize, packs: Packs) -> Grid {
-    elementwise_of(len, packs.elements())
+/// Blocks of `threads`, one pack per thread.
+pub(super) fn elementwise(len: usize, packs: Packs, threads: usize) -> Grid {
+    elementwise_of(len, packs.elements(), threads)
 }
 
-/// Blocks of 256 threads, `each` elements per thread.
-pub(super) fn elementwise_of(len: usize, each: usize) -> Grid {
-    Grid::line(len.div_ceil(each).div_ceil(256), 256)
+/// Blocks of `threads`, `each` elements per thread.
+pub(super) fn elementwise_of(len: usize, each: usize, threads: usize) -> Grid {
+    Grid::line(len.div_ceil(each).div_ceil(threads), threads)
 }
 
 /// A number of things that kernels count in 32 bits, with room to step past the end.
@@ -213,7 +212,6 @@ pub(super) fn partial_sums(
     width: usize,
     float: Float,
 ) -> Result<CudaStorage> {
-    const SIDE: usize = 32;
     let out = float.alloc(gpu, width)?;
     let params = params::PartialSums {
         partials: address(partials, gpu),

@@ -31,7 +31,7 @@ pub(super) fn run<A: DeviceRepr + Copy + 'static, X: DeviceRepr + Copy>(
 
 /// Runs so many threads of a kernel on two buffers.
 pub(super) fn run_threads<A: DeviceRepr + Copy + 'static, X: DeviceRepr + Copy>(
-    threads: u32,
+    threads: usize,
     kernel: &str,
     a: &[A],
     b: &[A],

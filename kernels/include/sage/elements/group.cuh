@@ -5,6 +5,9 @@
 
 namespace sage::elements {
 
+// Threads of a block with several groups.
+constexpr int TEAM_THREADS = 256;
+
 // A power of two of lanes: up to a warp, with several groups in a block of whole warps, or else the whole block.
 struct Group {
   int lanes, lane, index, count;

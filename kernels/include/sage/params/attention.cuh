@@ -1,5 +1,5 @@
-// Arguments of the attention kernels, filled by the host. candle-sage/src/cuda/params.rs has the same structs byte for byte;
-// both sides assert the offsets.
+// Arguments of the attention kernels, filled by the host. candle-sage/build/params.rs makes its structs from
+// these, a field a line, and asserts the offsets on both sides.
 #pragma once
 
 #include <stddef.h>
@@ -178,18 +178,5 @@ struct FakeQuantize {
   int32_t smooth_values;  // as in Forward
   int32_t padding;
 };
-
-static_assert(sizeof(View) == 48 && offsetof(View, vector) == 40);
-static_assert(sizeof(Segment) == 32);
-static_assert(sizeof(Lists) == 40 && offsetof(Lists, stride) == 24);
-static_assert(sizeof(Part) == 16 && sizeof(CutList) == 8 && sizeof(Cuts) == 32 && offsetof(Cuts, sums) == 16);
-static_assert(sizeof(Shape) == 56 && offsetof(Shape, softmax_scale) == 36);
-static_assert(sizeof(Codes) == 72);
-static_assert(sizeof(Forward) == 832 && offsetof(Forward, q_map) == 448 && offsetof(Forward, minus_lse2) == 192 && offsetof(Forward, shape) == 280 &&
-              offsetof(Forward, row_sums) == 384 && offsetof(Forward, lists) == 400 && offsetof(Forward, key_sample) == 440 && offsetof(Forward, smooth_values) == 444);
-static_assert(sizeof(FakeQuantize) == 368 && offsetof(FakeQuantize, shape) == 296 && offsetof(FakeQuantize, smooth_values) == 360);
-static_assert(sizeof(Backward) == 960 && offsetof(Backward, minus_lse2) == 384 && offsetof(Backward, codes) == 440 &&
-              offsetof(Backward, shape) == 512 && offsetof(Backward, group) == 568 && offsetof(Backward, row_sums) == 584 &&
-              offsetof(Backward, lists) == 592 && offsetof(Backward, cuts) == 632 && offsetof(Backward, q_map) == 704);
 
 }  // namespace sage::params

@@ -1,5 +1,5 @@
-// Arguments of the kernels of all ops but attention, filled by the host. candle-sage/src/cuda/ops/params.rs has the same
-// structs byte for byte; both sides assert the offsets.
+// Arguments of the kernels of all ops but attention, filled by the host. candle-sage/build/params.rs makes its structs from
+// these, a field a line, and asserts the offsets on both sides.
 #pragma once
 
 #include <stddef.h>
@@ -189,21 +189,5 @@ struct AdamW {
   int32_t copy_type;
   int32_t padding;
 };
-
-static_assert(sizeof(RmsNorm) == 80 && offsetof(RmsNorm, rows) == 56 && offsetof(RmsNorm, eps) == 72);
-static_assert(sizeof(PartialSums) == 24);
-static_assert(sizeof(Heads) == 32);
-static_assert(sizeof(CopyHeads) == 80 && offsetof(CopyHeads, tokens) == 64);
-static_assert(sizeof(Rope) == 168 && offsetof(Rope, out) == 64 && offsetof(Rope, tokens) == 128 &&
-              offsetof(Rope, eps) == 156);
-static_assert(sizeof(SwiGlu) == 88 && offsetof(SwiGlu, out_row) == 80);
-static_assert(sizeof(CheckIds) == 48 && offsetof(CheckIds, ignores) == 40);
-static_assert(sizeof(SortIds) == 48 && offsetof(SortIds, len) == 40);
-static_assert(sizeof(Embedding) == 80 && offsetof(Embedding, row_stride) == 48 && offsetof(Embedding, len) == 64);
-static_assert(sizeof(CrossEntropy) == 72 && offsetof(CrossEntropy, rows) == 56 && offsetof(CrossEntropy, z_loss) == 68);
-static_assert(sizeof(SumOfSquares) == 40 && offsetof(SumOfSquares, parts) == 32);
-static_assert(sizeof(AdamW) == 104 && offsetof(AdamW, len) == 48 && offsetof(AdamW, factor) == 64 &&
-              offsetof(AdamW, copy_type) == 96);
-static_assert(sizeof(Scale) == 48 && offsetof(Scale, accumulate) == 40);
 
 }  // namespace sage::params

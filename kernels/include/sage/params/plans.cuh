@@ -3,8 +3,20 @@
 
 namespace sage::params {
 
-// The mainloops of attention/mainloop/. NONE: the kernel has a loop of its own.
-enum Mainloop : unsigned { NONE, FORWARD_SM80, FORWARD_SM90, FORWARD_SM100, BACKWARD_SM80, BACKWARD_SM90, BACKWARD_SM90_DQ_WARPGROUP, BACKWARD_SM90_CHANNEL_PARTS };
+enum Maps : unsigned { UNMAPPED, MAPPED, MAPPED_IF_WIDE };
+
+enum Mainloop : unsigned {
+#define SAGE_MAINLOOP(name, ...) name,
+#include <sage/params/plans.def>
+};
+
+// Parts of the channels of a tile of dQ's sums.
+consteval int dq_parts(Mainloop mainloop) {
+#define SAGE_MAINLOOP(name, maps, documents, dq_parts, ...) \
+  if (mainloop == name) return dq_parts;
+#include <sage/params/plans.def>
+  return 0;
+}
 
 // The plan of one kernel; plans.def explains the numbers.
 struct Plan {
@@ -13,18 +25,30 @@ struct Plan {
   bool operator==(const Plan&) const = default;
 };
 
-enum Target : unsigned { SM80 = 1, SM86 = 2, SM90 = 4, SM100 = 8 };
+enum TargetIndex : unsigned {
+#define SAGE_TARGET(name, ...) INDEX_##name,
+#include <sage/params/plans.def>
+};
+enum Target : unsigned {
+#define SAGE_TARGET(name, ...) name = 1 << INDEX_##name,
+#include <sage/params/plans.def>
+};
 enum Visits : unsigned { EVERY = 1, LISTED = 2 };
 
+// The target of an architecture: 90 for sm_90. One without a target is no constant expression.
+consteval Target target_of(int architecture) {
+#define SAGE_TARGET(name, kib, ...)        \
+  for (int own : {__VA_ARGS__})            \
+    if (own == architecture) return name;
+#include <sage/params/plans.def>
+  throw "plans.def has no target for this architecture";
+}
+
 // The target of this compilation. The pass for the host launches nothing, so that its target does not matter.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 800
-constexpr Target TARGET = SM80;
-#elif __CUDA_ARCH__ == 900
-constexpr Target TARGET = SM90;
-#elif __CUDA_ARCH__ == 1000
-constexpr Target TARGET = SM100;
+#ifdef __CUDA_ARCH__
+constexpr Target TARGET = target_of(__CUDA_ARCH__ / 10);
 #else
-constexpr Target TARGET = SM86;
+constexpr Target TARGET = SM80;
 #endif
 
 // Whether the target has plans for head_dim 256.
@@ -40,25 +64,15 @@ struct PlanRow {
 };
 
 constexpr PlanRow PLANS[] = {
-#define SAGE_TARGET(name, kib)
-#define SAGE_FAMILY(name)
 #define SAGE_PLAN(kernel, head_dim, targets, visits, ...) {#kernel, head_dim, targets, visits, {__VA_ARGS__}},
 #include <sage/params/plans.def>
-#undef SAGE_TARGET
-#undef SAGE_FAMILY
-#undef SAGE_PLAN
 };
 
 // The bytes of shared memory that a plan may ask for.
 consteval int shared_limit(Target target) {
-#define SAGE_TARGET(name, kib) \
+#define SAGE_TARGET(name, kib, ...) \
   if (target == name) return kib * 1024;
-#define SAGE_FAMILY(name)
-#define SAGE_PLAN(...)
 #include <sage/params/plans.def>
-#undef SAGE_TARGET
-#undef SAGE_FAMILY
-#undef SAGE_PLAN
   return 0;
 }
 

@@ -1,5 +1,5 @@
-// Arguments of the kernels for selections, their router, the linear tail and the mixture, filled by the host.
-// candle-sage/src/cuda/params/sla2.rs has the same structs byte for byte; both sides assert the offsets.
+// Arguments of the kernels for selections, their router, the linear tail and the mixture, filled by the host. candle-sage/build/params.rs makes its structs from
+// these, a field a line, and asserts the offsets on both sides.
 #pragma once
 
 #include <sage/params/attention.cuh>
@@ -101,13 +101,5 @@ struct Blend {
   Mixture mixture;
   Shape shape;
 };
-
-static_assert(sizeof(Users) == 184 && offsetof(Users, shape) == 72 && offsetof(Users, cuts) == 128);
-static_assert(sizeof(Choose) == 120 && offsetof(Choose, shape) == 48);
-static_assert(sizeof(Pool) == 128 && offsetof(Pool, shape) == 56);
-static_assert(sizeof(Mass) == 896 && offsetof(Mass, mass) == 832);
-static_assert(sizeof(Mixture) == 64 && offsetof(Mixture, by_count) == 56);
-static_assert(sizeof(Linear) == 616 && offsetof(Linear, states) == 432 && offsetof(Linear, mixture) == 472 && offsetof(Linear, shape) == 536);
-static_assert(sizeof(Blend) == 368 && offsetof(Blend, mixture) == 248 && offsetof(Blend, shape) == 312);
 
 }  // namespace sage::params

@@ -93,6 +93,7 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
       while (ptx::load_acquire(p.dq_semaphore + padded) != sums.order) {}
       ptx::fence_proxy_async_all();
     }
+    static_assert(params::dq_parts(params::BACKWARD_SM90) == CONSUMERS);
     float* to = p.dq_accum + int64_t(padded) * (CONSUMERS * PART_BYTES / 4);
 #pragma unroll
     for (int g = 0; g < CONSUMERS; ++g) {
