@@ -22,11 +22,12 @@ use sha2::{Digest, Sha256};
 
 use verified::verified;
 
-use crate::config::{CheckpointConfig, Config, Identity, MAY_CHANGE};
+use crate::config::{CheckpointConfig, Config, Identity};
 use crate::lock::Lock;
 use crate::model::{Parameters, Parts, Snapshot, State};
 use crate::partial::{PARTIAL, sync};
 use crate::ranks::{Rank, Ranks, Words};
+use crate::settings::{Role, has_role};
 use crate::{during, hex, writing};
 
 const FOLDER: &str = "checkpoints";
@@ -99,14 +100,14 @@ impl About {
     /// Checks that the settings of the run, which are `now` in its `config.toml`, are those that the checkpoint was written with.
     ///
     /// # Errors
-    /// When a setting differs that is not one of [`MAY_CHANGE`].
+    /// When a setting differs that may not change at a resume.
     pub fn check_settings(&self, run: &Path, now: &Identity) -> Result<()> {
         let Some(then) = &self.settings else { return Ok(()) };
         // A key that only one of the two identities has is a setting of another version.
         let keys = then.keys().filter(|key| now.contains_key(*key));
         // The checkpoint identifies data by its fingerprint, so that the settings that lead to it are not
         // compared.
-        let free = |key: &str| MAY_CHANGE.contains(&key) || ["tokenizer", "text-field"].contains(&key);
+        let free = |key: &str| has_role(key, Role::Changes) || ["tokenizer", "text-field"].contains(&key);
         let Some(key) = keys.clone().find(|key| !free(key) && then.get(*key) != now.get(*key)) else {
             return Ok(());
         };

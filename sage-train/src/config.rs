@@ -28,7 +28,7 @@ use crate::{acts_on_terminals, during, read_small};
 
 pub use attention::check_own;
 pub use branch::Branch;
-pub use changes::{Change, MAY_CHANGE};
+pub use changes::Change;
 pub use checkpoints::CheckpointConfig;
 pub use identity::{BRANCHED_FROM, Identity, differing, in_words, is_meaningless, is_seed, of_attention};
 

@@ -20,6 +20,7 @@ pub use batch::BatchSettings;
 use clap::{Args, ValueEnum};
 pub use data::DataSettings;
 use layer::Layer;
+pub use layer::Role;
 pub use model::ModelSettings;
 pub use optimizer::{OptimizerSettings, Schedule};
 pub use run::{Preset, RunSettings};
@@ -76,6 +77,31 @@ pub struct Settings {
     pub model: ModelSettings,
 }
 
+/// The key of every setting, with its roles.
+fn declared() -> impl Iterator<Item = (String, &'static [Role])> {
+    let tables = [
+        RunSettings::DECLARED,
+        DataSettings::DECLARED,
+        BatchSettings::DECLARED,
+        OptimizerSettings::DECLARED,
+        AttentionSettings::DECLARED,
+        Sla2Settings::DECLARED,
+        ModelSettings::DECLARED,
+    ];
+    let key = |field: &str| if field == "sources" { "data".into() } else { field.replace('_', "-") };
+    tables.into_iter().flatten().map(move |(field, roles)| (key(field), *roles))
+}
+
+/// The keys of the settings that have a role.
+pub fn keys_with(role: Role) -> Vec<String> {
+    declared().filter(|(_, roles)| roles.contains(&role)).map(|(key, _)| key).collect()
+}
+
+/// Whether a setting has a role.
+pub fn has_role(key: &str, role: Role) -> bool {
+    declared().any(|(declared, roles)| declared == key && roles.contains(&role))
+}
+
 impl Settings {
     /// The settings that `set` sets, and no others.
     pub fn with(set: impl FnOnce(&mut Self)) -> Self {
@@ -114,6 +140,24 @@ impl Settings {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A setting that is declared under another name than its flag would have no role.
+    #[test]
+    fn every_flag_is_declared() {
+        let mut declared: Vec<String> = declared().map(|(key, _)| key).collect();
+        let mut flags: Vec<String> = tables::flags().into_iter().map(|(flag, ..)| flag).collect();
+        declared.sort();
+        flags.sort();
+        assert_eq!(declared, flags);
+    }
+
+    /// What is in the identity is compared between ranks anyway.
+    #[test]
+    fn ranks_compare_what_the_identity_leaves_out() {
+        let together = keys_with(Role::Together);
+        assert!(together.iter().all(|key| has_role(key, Role::Beside)), "{together:?}");
+        assert_eq!(together.len(), 4);
+    }
 
     #[test]
     fn another_attention_does_not_take_over_settings() {

@@ -14,8 +14,9 @@ use std::time::{Duration, Instant};
 
 use candle_core::Device;
 use candle_sage::{Error, Result};
+use toml::Table;
 
-use crate::config::{Change, Config};
+use crate::config::{Change, Config, Identity, in_words};
 use crate::data::{Dataset, Shares, Verification, source};
 use crate::device::{Hardware, Place, free_memory};
 use crate::initial;
@@ -25,6 +26,7 @@ use crate::model::Parameters;
 use crate::quantity::gib;
 use crate::ranks::{Ranks, Words};
 use crate::runs::{CONFIG, ENDING, Ending, STARTS, Start, Status, divergence};
+use crate::settings::{Role, has_role, keys_with};
 use crate::signals::Second;
 use crate::{during, on_device, signals, tell, writing};
 
@@ -313,20 +315,17 @@ fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, S
 fn said(config: &Config, resumed: Option<&Found>, parallel: Parallel) -> String {
     let step = resumed.map_or("a new run".into(), |found| format!("after step {}", found.about.step));
     // Paths differ between machines; the data behind them is compared once it is read.
-    let own = |key: &str| matches!(key, "data" | "val-data" | "tokenizer" | "init-from");
-    let settings = config.identity().into_iter().filter(|(key, _)| !own(key));
-    let settings = settings.map(|(key, value)| format!("{key} = {value}"));
-    // These settings decide when the ranks validate and save, which they do together.
-    let (checkpoints, eval) = (config.checkpoints.every, config.eval_every);
+    let mut settings: Identity = config.identity();
+    settings.retain(|key, _| !has_role(key, Role::Path));
+    let all = Table::try_from(&config.settings).expect("settings are plain values");
+    for key in keys_with(Role::Together) {
+        let value = all.get(&key).map_or("not set".into(), in_words);
+        settings.insert(key, value);
+    }
+    let settings = settings.into_iter().map(|(key, value)| format!("{key} = {value}"));
     let rest = format!(
-        "device = {}\nrecompute = {:?}\neval-every = {eval}\nprobe-every = {}\ncheckpoint-every = {checkpoints}\ncontext-parallel = {}\noverlap = {:?}\npiece-mb = {:?}\ncopy-engines = {:?}",
-        config.device,
-        config.model.recompute,
-        config.probe_every,
-        parallel.context,
-        parallel.overlap,
-        parallel.piece,
-        parallel.engines,
+        "context-parallel = {}\noverlap = {:?}\npiece-mb = {:?}\ncopy-engines = {:?}",
+        parallel.context, parallel.overlap, parallel.piece, parallel.engines,
     );
     settings.chain([rest, step]).collect::<Vec<_>>().join("\n")
 }

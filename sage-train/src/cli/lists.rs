@@ -6,11 +6,7 @@ use candle_sage::{Error, Result};
 use clap::{Args, Command};
 use toml::{Table, Value};
 
-use crate::settings::Settings;
-
-/// Flags whose value may contain a comma, and is therefore never a list.
-const NEVER: [&str; 9] =
-    ["data", "val-data", "text-field", "tokenizer", "end-of-text", "init-from", "out", "name", "attn-layers"];
+use crate::settings::{Role, Settings, has_role};
 
 /// The command line with the first value of each list in the list's place, and the lists.
 #[derive(Debug)]
@@ -37,7 +33,7 @@ impl Typed {
         }
         let help = Settings::augment_args(Command::new(""));
         let takes = |flag: &str| {
-            !NEVER.contains(&flag) && help.get_arguments().any(|arg| arg.get_long() == Some(flag))
+            !has_role(flag, Role::Whole) && help.get_arguments().any(|arg| arg.get_long() == Some(flag))
         };
         let mut lists = Vec::new();
         for at in 1..words.len() {

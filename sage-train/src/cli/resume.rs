@@ -6,11 +6,11 @@ use candle_sage::{Error, Result};
 use toml::{Table, Value};
 
 use crate::checkpoint::Found;
-use crate::config::{Branch, Config, MAY_CHANGE, folder_of_runs, of_attention};
+use crate::config::{Branch, Config, folder_of_runs, of_attention};
 use crate::during;
 use crate::ranks::Rank;
 use crate::runs;
-use crate::settings::{Settings, SourceSetting};
+use crate::settings::{Role, Settings, SourceSetting, has_role, keys_with};
 
 /// A run to resume.
 #[derive(Debug)]
@@ -36,13 +36,13 @@ impl Resumed {
         let (before, after) = (table(&saved)?, table(&merged)?);
         // A new run may attend otherwise with the same weights.
         let may = |key: &str| {
-            MAY_CHANGE.contains(&key) || branch.is_some() && of_attention(key) && !key.starts_with("sla2-")
+            has_role(key, Role::Changes) || branch.is_some() && of_attention(key) && !key.starts_with("sla2-")
         };
         if let Some(key) = changed(&before, &after).find(|key| !may(key)) {
             let show = |table: &Table| table.get(key).map_or("not set".into(), Value::to_string);
             return Err(Error::new(format!("--{key} cannot change under way"))
                 .got(format!("{} now, {} in the run", show(&after), show(&before)))
-                .allowed(MAY_CHANGE.join(", "))
+                .allowed(keys_with(Role::Changes).join(", "))
                 .hint(match key {
                     "out" | "name" => {
                         "a run goes on in its own folder, which --resume names; --new-name begins another one from its checkpoint"

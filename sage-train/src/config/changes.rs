@@ -17,40 +17,6 @@ pub(super) const LIST: &str = "changes";
 /// The key of the number of steps in an entry.
 const STEP: &str = "step";
 
-/// Settings that may change when a run is resumed: its length, its speed, its place and what is measured, but
-/// not the model, the data or the tokens of a step.
-// `data` may change because data may move: the checkpoint holds the fingerprint of the data itself.
-pub const MAY_CHANGE: [&str; 28] = [
-    "data",
-    "val-data",
-    "steps",
-    "tokens",
-    "lr",
-    "min-lr",
-    "warmup-steps",
-    "schedule",
-    "decay-fraction",
-    "weight-decay",
-    "clip",
-    "z-loss",
-    "skip-spikes",
-    "micro-batch",
-    "device",
-    "recompute",
-    "deterministic",
-    "eval-every",
-    "eval-tokens",
-    "eval-attn",
-    "probe-every",
-    "checkpoint-every",
-    "checkpoint-minutes",
-    "keep-last",
-    "keep-every",
-    "sample-tokens",
-    "threads",
-    "peak-tflops",
-];
-
 /// What a start of a run changed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Change {
@@ -150,27 +116,6 @@ fn unusable(path: &Path, got: String) -> Error {
 mod tests {
     use super::*;
     use crate::quantity::Quantity;
-    use crate::settings::Preset;
-
-    #[test]
-    fn what_may_change_are_settings() {
-        let config =
-            Config::resolve(Settings::with(|s| s.run.preset = Some(Preset::Tiny))).expect("a preset");
-        let known = Table::try_from(&config.settings).expect("plain values");
-        let unset = [
-            "data",
-            "val-data",
-            "tokens",
-            "checkpoint-every",
-            "threads",
-            "peak-tflops",
-            "warmup-steps",
-            "eval-attn",
-        ];
-        for key in MAY_CHANGE {
-            assert!(known.contains_key(key) || unset.contains(&key), "{key}");
-        }
-    }
 
     #[test]
     fn changes_are_listed_below_the_settings_and_those_that_are_undone_are_replaced() {

@@ -7,38 +7,10 @@ use toml::{Table, Value};
 
 use super::Config;
 use crate::quantity::Quantity;
-use crate::settings::{SchemeSetting, in_words_by_layer};
+use crate::settings::{Role, SchemeSetting, has_role, in_words_by_layer};
 
 /// Settings by their keys, in the words of a TOML file.
 pub type Identity = BTreeMap<String, String>;
-
-/// Settings that say where a run is, how long its parts take and how closely it is watched, and not what it computes; and
-/// those that another key stands for.
-const LEFT_OUT: [&str; 22] = [
-    "preset",
-    "name",
-    "out",
-    "threads",
-    "peak-tflops",
-    "recompute",
-    "eval-every",
-    "probe-every",
-    "checkpoint-every",
-    "checkpoint-minutes",
-    "keep-last",
-    "keep-every",
-    "sample-tokens",
-    // Stands in `steps`, where it came to a whole number of them.
-    "tokens",
-    "warmup-steps",
-    "seed",
-    "weights-seed",
-    "order-seed",
-    "corpus-seed",
-    "min-lr",
-    "decay-fraction",
-    "schedule",
-];
 
 /// The key of the run that a run was branched off.
 pub const BRANCHED_FROM: &str = "branched-from";
@@ -57,7 +29,7 @@ impl Config {
         let table = Table::try_from(&self.settings).expect("settings are plain values");
         let kept = table
             .iter()
-            .filter(|(key, _)| !LEFT_OUT.contains(&key.as_str()) && !of_attention(key))
+            .filter(|(key, _)| !has_role(key, Role::Beside) && !of_attention(key))
             .filter(|(key, _)| !is_meaningless(key, self))
             .map(|(key, value)| (key.clone(), in_words(value)));
         let mut identity: Identity = kept.collect();
@@ -243,15 +215,5 @@ mod tests {
             }))
         };
         assert_eq!(without(Switch::On), without(Switch::Off), "there are no queries and keys");
-    }
-
-    /// A new setting is part of the identity until somebody says otherwise; a key that is gone is not left in the lists.
-    #[test]
-    fn what_is_left_out_are_settings() {
-        let help = <Settings as clap::Args>::augment_args(clap::Command::new(""));
-        let known: Vec<&str> = help.get_arguments().filter_map(|arg| arg.get_long()).collect();
-        for key in LEFT_OUT {
-            assert!(known.contains(&key), "{key}");
-        }
     }
 }

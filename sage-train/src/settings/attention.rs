@@ -60,7 +60,7 @@ pub struct AttentionSettings {
 
 layer! {
     AttentionSettings:
-    attn, attn_layers, qk_norm, smoothing, key_mean, products, granularity, value_groups, p_reference,
+    attn, attn_layers [Whole], qk_norm, smoothing, key_mean, products, granularity, value_groups, p_reference,
     high_precision_output, matched_recomputation, requantized_p
 }
 

@@ -26,5 +26,9 @@ pub struct BatchSettings {
 
 layer! {
     BatchSettings:
-    tokens_per_step, micro_batch, steps, tokens
+    tokens_per_step,
+    micro_batch [Changes],
+    steps [Changes],
+    // Stands in `steps`, where it came to a whole number of them.
+    tokens [Beside Changes],
 }

@@ -52,5 +52,10 @@ pub struct DataSettings {
 
 layer! {
     DataSettings:
-    sources, val_data, text_field, tokenizer, end_of_text, document_mask, corpus_mb, val_fraction, vocab_size, context
+    sources [Changes Path Whole],
+    val_data [Changes Path Whole],
+    text_field [Whole],
+    tokenizer [Path Whole],
+    end_of_text [Whole],
+    document_mask, corpus_mb, val_fraction, vocab_size, context
 }

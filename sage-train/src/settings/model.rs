@@ -46,5 +46,5 @@ pub struct ModelSettings {
 
 layer! {
     ModelSettings:
-    init_from, layers, width, heads, key_heads, head_dim, ffn, init_std, rope_base, norm_eps
+    init_from [Path Whole], layers, width, heads, key_heads, head_dim, ffn, init_std, rope_base, norm_eps
 }

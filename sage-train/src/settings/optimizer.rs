@@ -84,6 +84,15 @@ pub struct OptimizerSettings {
 
 layer! {
     OptimizerSettings:
-    lr, min_lr, warmup_steps, schedule, decay_fraction, beta1, beta2, adam_eps, weight_decay, clip,
-    z_loss, skip_spikes
+    lr [Changes],
+    // Each schedule has settings of its own: `Config::identity` adds those that count.
+    min_lr [Beside Changes],
+    warmup_steps [Beside Changes],
+    schedule [Beside Changes],
+    decay_fraction [Beside Changes],
+    beta1, beta2, adam_eps,
+    weight_decay [Changes],
+    clip [Changes],
+    z_loss [Changes],
+    skip_spikes [Changes],
 }

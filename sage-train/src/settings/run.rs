@@ -99,9 +99,27 @@ pub struct RunSettings {
 
 layer! {
     RunSettings:
-    preset, device, recompute, deterministic, seed, weights_seed, order_seed, corpus_seed, out,
-    name, eval_every, eval_tokens, eval_attn, probe_every, checkpoint_every, checkpoint_minutes,
-    keep_last, keep_every, sample_tokens, threads, peak_tflops
+    preset [Beside],
+    device [Changes],
+    recompute [Beside Changes Together],
+    deterministic [Changes],
+    seed [Beside],
+    weights_seed [Beside],
+    order_seed [Beside],
+    corpus_seed [Beside],
+    out [Beside Whole],
+    name [Beside Whole],
+    eval_every [Beside Changes Together],
+    eval_tokens [Changes],
+    eval_attn [Changes],
+    probe_every [Beside Changes Together],
+    checkpoint_every [Beside Changes Together],
+    checkpoint_minutes [Beside Changes],
+    keep_last [Beside Changes],
+    keep_every [Beside Changes],
+    sample_tokens [Beside Changes],
+    threads [Beside Changes],
+    peak_tflops [Beside Changes],
 }
 
 /// Parses a seed. Lists and ranges are taken apart before.

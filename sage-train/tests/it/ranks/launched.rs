@@ -117,7 +117,7 @@ fn ranks_of_another_run_are_refused() {
         (with(&["--data", "a.txt", "--lr", "0.5"]), "lr = 0.5 at rank 1"),
         (with(&["--data", "b.txt"]), "its data is another"),
         // The recompute setting determines which transfers happen.
-        (with(&["--data", "a.txt", "--recompute", "block"]), "recompute = Block at rank 1"),
+        (with(&["--data", "a.txt", "--recompute", "block"]), "recompute = block at rank 1"),
         (with(&["--data", "a.txt", "--resume", "auto", "--name", "r"]), "--resume auto at rank 1"),
     ] {
         let port = free_port();
