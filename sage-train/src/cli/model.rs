@@ -109,9 +109,9 @@ impl Sample {
 }
 
 /// Checks that the data is known: a run knows its own, and for any other model `--data` must name it.
-pub(super) fn needs_data(run: &Path, data: Option<&SourceSetting>, what: &str, allowed: &str) -> Result<()> {
+pub(super) fn needs_data(run: &Path, data: &[SourceSetting], what: &str, allowed: &str) -> Result<()> {
     let of_run = run_folder(run).join("config.toml").exists() || !run.join("config.json").exists();
-    if of_run || data.is_some() {
+    if of_run || !data.is_empty() {
         return Ok(());
     }
     Err(Error::new(format!("there is nothing to {what}"))
@@ -126,9 +126,10 @@ pub(super) struct Eval {
     /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (which is computed with full-precision attention or what its attention.json says, over 4096
     /// tokens at most where nothing else is said)
     run: PathBuf,
-    /// Text or shards, all of it; of prepared data the validation shards [default: the run's validation data]
+    /// Text or shards, all of it; of prepared data the validation shards; given again, a mixture [default: the run's validation
+    /// data]
     #[arg(long, value_name = "PATH")]
-    data: Option<SourceSetting>,
+    data: Vec<SourceSetting>,
     /// Tokens of the data, at most [default: 1m; 2k with --token-by-token]
     #[arg(long, value_name = "N")]
     tokens: Option<Quantity>,
@@ -196,11 +197,11 @@ impl Eval {
         let tokens = in_range("tokens", self.tokens.map_or(usual, |tokens| tokens.0), 1, 1 << 40)?;
         let recall = self.recall.map(recall_words).transpose()?;
         if self.hellaswag.is_none() && recall.is_none() && self.tasks.is_empty() {
-            needs_data(&self.run, self.data.as_ref(), "evaluate on", "--data PATH, or --hellaswag FILE")?;
+            needs_data(&self.run, &self.data, "evaluate on", "--data PATH, or --hellaswag FILE")?;
         }
         let settings = Settings::with(|s| {
             s.attention = self.attention.settings();
-            s.data.val_data = self.data.clone().map(|data| vec![data]);
+            s.data.val_data = (!self.data.is_empty()).then(|| self.data.clone());
             s.data.tokenizer = Some(tokenizer);
             s.data.context = self.context;
             s.batch.micro_batch = self.micro_batch;

@@ -30,10 +30,10 @@ pub(super) struct Probe {
     /// of a model in Hugging Face's format, with --data
     #[arg(required_unless_present = "sigma")]
     run: Option<PathBuf>,
-    /// Text or shards to take the sequences from; of prepared data the validation shards, for --gradient the training shards
+    /// Text or shards to take the sequences from, all of it; of prepared data the validation shards; given again, a mixture
     /// [default: the run's validation data; for --gradient its training data, from the model's last step on]
     #[arg(long, value_name = "PATH", conflicts_with = "sigma")]
-    data: Option<SourceSetting>,
+    data: Vec<SourceSetting>,
     /// Validation sequences to look at
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
     sequences: u16,
@@ -143,7 +143,7 @@ impl Probe {
             s.attention.smoothing = self.smoothing;
             s.attention.key_mean = self.key_mean;
             s.attention.granularity = self.granularity;
-            s.data.val_data = self.data.clone().map(|data| vec![data]);
+            s.data.val_data = (!self.data.is_empty()).then(|| self.data.clone());
             s.data.context = self.context;
         });
         let mut settings = typed.clone();
@@ -158,12 +158,12 @@ impl Probe {
     }
 
     fn of_run(&self, run: &std::path::Path, settings: &Settings, typed: &Settings) -> Result<()> {
-        needs_data(run, self.data.as_ref(), "probe on", "--data PATH")?;
+        needs_data(run, &self.data, "probe on", "--data PATH")?;
         // Data of `--data` is tokenized with the model's tokenizer. Without `--data` the tokenizer is made
         // again from the run's own data, and [`probe`] compares it with the saved one, which detects data
         // that has changed.
         let tokenizer = run_folder(run).join("tokenizer.json").display().to_string();
-        let tokenizer = self.data.is_some().then_some(tokenizer);
+        let tokenizer = (!self.data.is_empty()).then_some(tokenizer);
         let mut settings = settings.clone();
         settings.data.tokenizer = tokenizer;
         if self.selections {
@@ -222,11 +222,6 @@ impl Probe {
     fn of_gradient(&self, run: &std::path::Path, mut settings: Settings) -> Result<()> {
         settings.batch.micro_batch = self.micro_batch;
         settings.run.deterministic = self.deterministic;
-        // `--data` is trained on here: what is measured is the gradient of steps.
-        settings.data.sources = settings.data.val_data.take();
-        if settings.data.sources.is_some() {
-            settings.data.val_data = Some(Vec::new());
-        }
         let schemes: Vec<Scheme> = self.schemes.iter().map(|SchemeSetting(scheme)| *scheme).collect();
         if schemes.contains(&Scheme::FullPrecision) {
             return Err(Error::new("full precision is what errors are measured against")

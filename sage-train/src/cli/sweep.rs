@@ -167,6 +167,7 @@ pub(super) fn plan(
     configs.iter().try_for_each(|config| train::check(config, &train::Begin::New))?;
     let count = configs.len();
     let sweep = Sweep::plan(folder, configs)?;
+    sweep.check_weights()?;
     if sweep.runs.len() < count {
         let same = count - sweep.runs.len();
         tell(&format!(

@@ -16,7 +16,7 @@ use super::typed::check_typed;
 use crate::checkpoint;
 use crate::checks::in_range;
 use crate::config::{Change, Config};
-use crate::data::{Batches, Dataset, Shares, known_tokenizer};
+use crate::data::{Batches, Dataset, Shares, Tokenizer, known_tokenizer};
 use crate::device::Place;
 use crate::lock::Lock;
 use crate::quantity::Quantity;
@@ -349,6 +349,19 @@ fn write_batches(config: &Config, path: &Path) -> Result<()> {
     written
 }
 
+/// Checks that a tokenizer that was named is that of the weights to begin with: ids would mean something else.
+fn check_tokenizers(named: &Settings, of_weights: &Settings) -> Result<()> {
+    let (Some(named), Some(own)) = (&named.data.tokenizer, &of_weights.data.tokenizer) else { return Ok(()) };
+    let [named_as, own_as] = [named, own].map(|name| Tokenizer::named(name, None));
+    if named_as?.hash() == own_as?.hash() {
+        return Ok(());
+    }
+    Err(Error::new("the tokenizer is not the one that the weights were trained with")
+        .got(format!("--tokenizer {named}"))
+        .allowed(own.clone())
+        .hint("leave --tokenizer out: --init-from brings it along"))
+}
+
 /// Fills in the settings that files determine: the model's shape from `--init-from`, and the vocabulary's
 /// size from a tokenizer that exists.
 pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
@@ -357,6 +370,7 @@ pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
         let folder: PathBuf = folder.components().filter(|part| *part != Component::CurDir).collect();
         settings.model.init_from = Some(folder.clone());
         let told = initial::settings(&folder, settings.attention.attn)?;
+        check_tokenizers(&settings, &told)?;
         settings = settings.over(told);
     }
     if settings.data.vocab_size.is_none()

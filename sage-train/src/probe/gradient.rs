@@ -120,7 +120,7 @@ pub struct Extent {
 }
 
 /// Measures the gradients of a run, one of its checkpoints, or a model in Hugging Face's format, over the training data that comes
-/// after the model's last step.
+/// after the model's last step, or over all of the validation data that `settings` name.
 ///
 /// # Errors
 /// When the folder has no weights, its data is missing, has changed or is too short, the model has no dense attention, the number of
@@ -138,7 +138,7 @@ pub fn gradient_errors(
             .allowed("16, 32, 64, ..")
             .hint("intervals are over eight parts of two micro-batches or more"));
     }
-    let own_data = settings.data.sources.is_none();
+    let own_data = settings.data.val_data.is_none();
     let trained = Trained::open(folder, place, settings, true)?;
     trained.check_attention(folder, "probe")?;
     let Trained { config, parameters, device, .. } = &trained;
@@ -148,9 +148,11 @@ pub fn gradient_errors(
             .allowed("a model with dense attention")
             .hint("--selections measures what SLA2 leaves out"));
     }
-    let data = Dataset::load(&config.data, &|line| tell(line))?;
+    let load = if own_data { Dataset::load } else { Dataset::load_to_validate };
+    let data = load(&config.data, &|line| tell(line))?;
     trained.check_data(folder, &data)?;
-    let mut batches = Batches::new(&data.train, config.data.cut(&data.tokenizer));
+    let mixture = if own_data { &data.train } else { &data.validation };
+    let mut batches = Batches::new(mixture, config.data.cut(&data.tokenizer));
     if own_data && trained.sequences_seen.is_none() {
         tell("which sequences the model was trained on is not known: from the first, it may know them");
     }
@@ -200,8 +202,8 @@ fn check_disjoint(batches: &mut Batches, first: u64, count: usize) -> Result<()>
     if different == count as u64 {
         return Ok(());
     }
-    Err(Error::new("the training data is too short for so many micro-batches")
-        .got(format!("{different} different sequences after the model's last step"))
+    Err(Error::new("the data is too short for so many micro-batches")
+        .got(format!("{different} different sequences"))
         .allowed(format!("{count}, each once: the error of a sequence that comes twice does not average out"))
         .hint("fewer --micro-batches, a smaller --micro-batch, or more text with --data"))
 }

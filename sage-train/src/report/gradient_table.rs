@@ -78,7 +78,8 @@ pub fn gradient_table(title: &str, errors: &GradientErrors) -> String {
         );
     }
     out += "\ncos: of the means over two disjoint parts of so many tokens\n\n";
-    let heads = ["|gradient|", "noise = gradient", "error's noise", "bias", "along", "bias = noise"];
+    let heads =
+        ["|gradient|", "noise = gradient", "error's noise", "bias", "95 % interval", "along", "bias = noise"];
     out += &format!("{:<10}", "part");
     heads.iter().for_each(|head| out += &format!("{head:>18}"));
     out += &format!("{:>20}\n", "95 % interval");
@@ -88,12 +89,15 @@ pub fn gradient_table(title: &str, errors: &GradientErrors) -> String {
         let [crossing, low, high] = figures.crossing.map(tokens);
         let Figures { gradient, error_noise, bias, along, .. } = figures;
         let shares = match gradient.is_nan() {
-            true => ["-"; 5].map(String::from),
+            true => ["-"; 6].map(String::from),
             false => [
                 format!("{gradient:.4e}"),
                 short(figures.noise_tokens),
                 format!("{error_noise:.4}"),
                 format!("{:.5}", root(bias)),
+                figures
+                    .half
+                    .map_or("-".into(), |half| format!("{:.5}-{:.5}", root(bias - half), root(bias + half))),
                 format!("{along:.5}"),
             ],
         };
@@ -214,7 +218,8 @@ mod tests {
         let scattered = |by: f64| {
             let block = |n: usize| {
                 let mut sums = sums(8);
-                sums.of_sum.error += if n % 2 == 0 { by } else { -by } * 56.0;
+                let sign = [1.0, -1.0][n % 2];
+                sums.of_sum.error += sign * by * 56.0;
                 sums
             };
             let part = Part { blocks: (0..8).map(block).collect(), ..part.clone() };
@@ -249,8 +254,8 @@ mod tests {
         let table = gradient_table("", &errors);
         let row = table.lines().find(|line| line.starts_with("norm")).expect("a row");
         assert_eq!(
-            row.split_whitespace().collect::<Vec<_>>()[1..7],
-            ["-", "-", "-", "-", "-", "3.4K"],
+            row.split_whitespace().collect::<Vec<_>>()[1..8],
+            ["-", "-", "-", "-", "-", "-", "3.4K"],
             "{row}"
         );
     }

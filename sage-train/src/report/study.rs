@@ -1,7 +1,7 @@
 //! A comparison of runs: groups runs into arms and panels, finds the baseline, and computes the differences
 //! to it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use candle_sage::{Error, Result, Scheme};
@@ -228,6 +228,19 @@ impl Panel {
         {
             let (least, most) = (short(least as f64), short(most as f64));
             warnings.push(format!("runs of {least} to {most} tokens are compared{}", self.place()));
+        }
+        let mut weights: BTreeMap<&Path, BTreeSet<&String>> = BTreeMap::new();
+        for run in runs() {
+            let began = run.starts.first().and_then(|start| start.initial_weights.as_ref());
+            let began = began.zip(run.config.init_from.as_deref());
+            began.map(|(hash, from)| weights.entry(from).or_default().insert(hash));
+        }
+        for (from, _) in weights.iter().filter(|(_, hashes)| hashes.len() > 1) {
+            let place = self.place();
+            warnings.push(format!(
+                "runs began with {}, which was trained further between them{place}",
+                from.display()
+            ));
         }
         if let Some(baseline) = self.arms.first() {
             let count = runs().filter(|run| baseline.has_other_data(run)).count();

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use super::arm::{Arm, Difference, in_percent, seeds};
+use super::arm::{Arm, Difference, in_percent, late_training_loss, seeds};
 use super::chart::short;
 use super::statistics::Mean;
 use super::study::{Panel, Study};
@@ -253,6 +253,7 @@ impl Study {
             "steps",
             "tokens",
             "val_loss",
+            "late_training_loss",
             "tokens_per_second",
             "weights_seed",
             "order_seed",
@@ -277,6 +278,7 @@ impl Study {
                     run.steps().to_string(),
                     run.points.last().map_or(0, |point| point.tokens).to_string(),
                     number(run.last_loss().filter(|_| run.status() != Some(Status::Diverged))),
+                    number(late_training_loss(run)),
                     number(run.usual_speed()),
                     weights.to_string(),
                     order.to_string(),

@@ -1,16 +1,15 @@
 //! How far each run of a sweep is, read from the sweep's folder.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use candle_sage::Result;
+use candle_sage::{Error, Result};
 
 use super::{Planned, Sweep};
-use crate::checkpoint;
 use crate::config::{Config, Identity, PLAN};
 use crate::lock::Lock;
 use crate::runs::{CONFIG, Ending, METRICS, Run, Status, ended_since, ending};
-use crate::writing;
+use crate::{checkpoint, initial, writing};
 
 /// How far a run is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -73,6 +72,32 @@ impl Sweep {
     /// How far each run is, in the order of the plan.
     pub fn states(&self) -> Vec<State> {
         self.places().into_iter().map(|place| place.state).collect()
+    }
+
+    /// Checks that the runs that exist began with the weights that the others would begin with: the folder of `--init-from` may have
+    /// been trained further.
+    ///
+    /// # Errors
+    /// When they did not.
+    pub fn check_weights(&self) -> Result<()> {
+        let mut now: BTreeMap<PathBuf, String> = BTreeMap::new();
+        for folder in self.run_folders() {
+            let Ok(run) = Run::read(&folder) else { continue };
+            let began = run.starts.first().and_then(|start| start.initial_weights.as_ref());
+            let (Some(began), Some(from)) = (began, &run.config.init_from) else { continue };
+            if !now.contains_key(from) {
+                // Without the folder nothing can begin with it, and a sweep that is done needs it no more.
+                let Ok(hash) = initial::fingerprint(from) else { continue };
+                now.insert(from.clone(), hash);
+            }
+            if began != &now[from] {
+                return Err(Error::new("runs of this sweep began with other weights than the rest would")
+                    .got(format!("{}: {} has other weights now", folder.display(), from.display()))
+                    .allowed("the weights that the sweep began with")
+                    .hint("--init-from RUN/checkpoints/step-N does not change; a new sweep: --name"));
+            }
+        }
+        Ok(())
     }
 
     /// The folders of those runs that exist, in the order of the plan.

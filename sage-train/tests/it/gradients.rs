@@ -40,7 +40,7 @@ fn the_mean_gradient_is_that_of_a_step() {
         (&["--gradient", "--micro-batches", "24"][..], "16, 32, 64"),
         (&["--gradient", "--schemes", "fpa"], "full precision is what errors are measured against"),
         (&["--gradient", "--heads"], "cannot be used with"),
-        (&["--gradient", "--micro-batch", "64", "--micro-batches", "1024"], "different sequences after"),
+        (&["--gradient", "--micro-batch", "64", "--micro-batches", "1024"], "different sequences"),
         (&["--device", "cpu"], "--gradient or --sigma"),
         (&["--schemes", "sagebwd"], "--gradient"),
     ] {
@@ -100,7 +100,16 @@ fn a_run_begins_with_the_weights_of_another() {
         std::fs::read_to_string(scratch.path().join("runs/sla2-again/config.toml")).expect("settings");
     assert!(config.contains("blocks = 1") && config.contains("block = 16"), "{config}");
     assert!(!config.contains("dense-steps = 2\n"), "{config}");
+    // Data that is given twice is a mixture of both.
+    scratch.file("a.txt", "Some text of a kind. ".repeat(200));
+    scratch.file("b.txt", "And something else entirely! ".repeat(200));
+    let eval = |data: &[&str]| scratch.ok(&[&["eval", "runs/r", "--all"], data].concat());
+    let both = eval(&["--data", "a.txt", "--data", "b.txt"]);
+    assert!(both != eval(&["--data", "a.txt"]) && both != eval(&["--data", "b.txt"]), "{both}");
     // The tokenizer belongs to the weights.
+    scratch.ok(&small(&["--attn", "fpa", "--steps", "1", "--corpus-seed", "5", "--name", "o"]));
+    let other = ["--init-from", "runs/r", "--tokenizer", "runs/o/tokenizer.json", "--corpus-mb", "1"];
+    assert!(scratch.fails(&other).contains("not the one that the weights were trained with"));
     let tokenizer = scratch.path().join("runs/r/tokenizer.json");
     std::fs::rename(&tokenizer, scratch.path().join("runs/r/other.json")).expect("moved");
     let begin = ["--init-from", "runs/r", "--corpus-mb", "1", "--context", "32", "--tokens-per-step", "256"];
@@ -196,4 +205,9 @@ fn continuations_are_compared_by_their_training_losses() {
     // Nor of runs with other weights, which the same folder has after it was trained further.
     scratch.ok(&["--resume", "runs/r", "--steps", "6"]);
     assert!(!compared("later", "runs/r", "8"));
+    let table = scratch.ok(&["report", "runs/same", "runs/later"]);
+    assert!(table.contains("runs began with runs/r, which was trained further"), "{table}");
+    // A sweep does not go on from other weights than it began with.
+    let more: Vec<&str> = lists.iter().map(|word| if *word == "1,2" { "1,2,3" } else { word }).collect();
+    assert!(scratch.fails(&small(&more)).contains("began with other weights"));
 }
