@@ -55,7 +55,7 @@ fn build() -> Result<(), String> {
     let nvcc = find_nvcc()?;
     let version = output(Command::new(&nvcc).arg("--version"))?;
     let definitions = fs::read_to_string(root.join(PLANS)).map_err(|e| format!("{PLANS}: {e}"))?;
-    let architectures = architectures(&nvcc, &plans::architectures(&definitions))?;
+    let architectures = architectures(&nvcc, &plans::architectures(&definitions)?)?;
     let mut flags: Vec<String> =
         ["-fatbin", "-std=c++20", "-O3", "-Xptxas", "-v", "--threads", "0", "-I"].map(String::from).into();
     flags.push(root.join("include").display().to_string());
@@ -118,7 +118,7 @@ fn arguments(include: &Path, nvcc: &Path, out: &Path) -> Result<(), String> {
         .and_then(|()| fs::write(&checks, params::in_cpp(&PARAMS, &structs)))
         .map_err(|e| e.to_string())?;
     let mut compiler = Command::new(nvcc);
-    compiler.args(["-std=c++20", "-x", "c++", "-c", "-I"]).arg(include).arg("-o").arg(out.join("params.o"));
+    compiler.args(["-std=c++20", "-x", "cu", "-c", "-I"]).arg(include).arg("-o").arg(out.join("params.o"));
     output(compiler.arg(&checks)).map(drop)
 }
 

@@ -12,6 +12,7 @@ using elements::Pack;
 namespace {
 
 constexpr int MAX_THREADS = 512;
+static_assert(MAX_THREADS >= elements::TEAM_THREADS);
 constexpr int SCALE_THREADS = 256;
 constexpr int BATCH = 4;  // loads in flight
 using ptx::LOG2_E;

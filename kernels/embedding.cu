@@ -3,6 +3,7 @@
 // pieces of a run, PIECE sorted ids each, are summed by a kernel before, all in parallel, so that a frequent id makes no long
 // loop.
 #include <math_constants.h>
+#include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 
@@ -12,6 +13,7 @@ using elements::Pack;
 namespace {
 
 constexpr int THREADS = 256;
+static_assert(THREADS >= elements::TEAM_THREADS);
 constexpr int PIECE = 32;  // sorted ids of a piece
 constexpr int BATCH = 4;  // loads in flight
 

@@ -10,10 +10,10 @@ using elements::Pack;
 
 namespace {
 
-// Packs of a row that a thread keeps in registers; the same as KEEP in candle-sage/src/cuda/ops/rms_norm.rs.
+// Packs of a row that a thread keeps in registers.
 constexpr int KEEP = 4;
-// Threads of a block whose rows take a warp or less each.
 constexpr int MAX_THREADS = 512;
+static_assert(MAX_THREADS >= elements::TEAM_THREADS);
 
 // Calls body(k, chunk) for the packs of a lane; k is below KEEP for packs in registers, and KEEP for those that a wider row has
 // beyond them.

@@ -11,6 +11,7 @@ using elements::Pack;
 namespace {
 
 constexpr int MAX_THREADS = 512;
+static_assert(MAX_THREADS >= elements::TEAM_THREADS);
 
 // The channels of a lane: two packs, and V angles. In the layout in halves a pair is element i of the first pack and element i
 // of the second; interleaved, a pair is two neighbours in one pack, and the two packs are neighbours.

@@ -66,6 +66,9 @@ pub(crate) fn read(header: &str, text: &str, structs: &mut Vec<Struct>) -> Resul
                 (_, Some(known)) => (known.in_rust("'a"), known.size, known.align, known.borrows),
                 _ => return Err(wrong("a type that the host does not know")),
             };
+            if count != 1 && !open.opaque {
+                return Err(wrong("a list, which the host does not know"));
+            }
             let offset = open.size.next_multiple_of(align);
             open.fields.push(Field { name: name.to_owned(), rust, offset });
             open.size = offset + size * count;
@@ -154,10 +157,16 @@ pub(crate) fn integers(text: &str) -> BTreeMap<String, u64> {
     found.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
 
-/// A product, quotient or shift of numbers and names, from left to right.
+/// A number or a name, a shift of one by another, or products and quotients from left to right.
 fn value_of(text: &str, known: &BTreeMap<String, Option<u64>>) -> Option<u64> {
     let mut words = text.split_whitespace();
-    let number = |word: &str| word.parse().ok().or_else(|| known.get(word).copied().flatten());
+    // 010 is 8 in C++.
+    let written = |word: &str| word.parse().ok().filter(|_| word == "0" || !word.starts_with('0'));
+    let number = |word: &str| written(word).or_else(|| known.get(word).copied().flatten());
+    // A shift binds less than a product.
+    if text.contains("<<") && text.split_whitespace().count() > 3 {
+        return None;
+    }
     let mut value: u64 = number(words.next()?)?;
     while let Some(operator) = words.next() {
         let other = number(words.next()?)?;

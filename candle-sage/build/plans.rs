@@ -30,7 +30,15 @@ pub(crate) fn table(definitions: &str) -> Result<String, String> {
             }
             ("SAGE_MAINLOOP", [name, maps, documents, dq_parts, channels, persistent]) => {
                 let (name, maps) = (camel_case(name), camel_case(maps));
-                let [documents, persistent] = [documents, persistent].map(|flag| **flag == *"1");
+                let flag = |word: &str| match word {
+                    "0" => Ok(false),
+                    "1" => Ok(true),
+                    _ => Err(wrong()),
+                };
+                let (documents, persistent) = (flag(documents)?, flag(persistent)?);
+                if name.starts_with("Backward") && [dq_parts, channels].contains(&&"0") {
+                    return Err(wrong());
+                }
                 let row = writeln!(
                     facts,
                     "            Mainloop::{name} => Facts {{ maps: Maps::{maps}, documents: {documents}, dq_parts: {dq_parts}, \
@@ -69,13 +77,20 @@ pub(crate) fn table(definitions: &str) -> Result<String, String> {
 }
 
 /// The architectures of all targets, ascending.
-pub(crate) fn architectures(definitions: &str) -> Vec<u32> {
-    let rows =
-        definitions.lines().filter_map(|line| line.trim().strip_prefix("SAGE_TARGET(")?.strip_suffix(')'));
-    let mut all: Vec<u32> =
-        rows.flat_map(|row| row.split(',').skip(2).filter_map(|n| n.trim().parse().ok())).collect();
+///
+/// # Errors
+/// Names a row of a target that has none, or a word that is not a number.
+pub(crate) fn architectures(definitions: &str) -> Result<Vec<u32>, String> {
+    let mut all = Vec::new();
+    for line in definitions.lines() {
+        let Some(row) = line.trim().strip_prefix("SAGE_TARGET(") else { continue };
+        let row = row.split_once(')').map_or(row, |(row, _)| row);
+        for word in row.split(',').skip(2) {
+            all.push(word.trim().parse().map_err(|_| format!("plans.def: no architecture: {line}"))?);
+        }
+    }
     all.sort_unstable();
-    all
+    Ok(all)
 }
 
 /// `A_B | C` as a slice of variants of type `of`.

@@ -183,7 +183,7 @@ impl<'a> Call<'a> {
     /// Sets the tensor maps of Q, K and V in `params`, if the forward's plan has maps. Where TMA cannot read
     /// one of the tensors none is set, and the producer's threads copy.
     pub(super) fn set_forward_maps(&self, plan: &Plan, params: &mut params::Forward<'_>) -> Result<()> {
-        if !plan.mapped() {
+        if !plan.mapped(self.problem.shape.is_packed()) {
             return Ok(());
         }
         let map = |view, of: Operand<'_>| tensor_map(view, of.1.dims(), self.element);
@@ -197,8 +197,7 @@ impl<'a> Call<'a> {
     }
 
     /// As [`Call::set_forward_maps`] for the backward: sets the map of dO, and of Q if the kernel reads it
-    /// `as_rows`. Packed documents have maps only with the mainloop that copies the end of a document without
-    /// them ([`Plan::maps_documents`]).
+    /// `as_rows`.
     pub(super) fn set_backward_maps(
         &self,
         plan: &Plan,
@@ -206,7 +205,7 @@ impl<'a> Call<'a> {
         dout: &Layout,
         params: &mut params::Backward<'_>,
     ) -> Result<()> {
-        if !plan.mapped() || (self.problem.shape.is_packed() && !plan.maps_documents()) {
+        if !plan.mapped(self.problem.shape.is_packed()) {
             return Ok(());
         }
         let q = match as_rows {

@@ -8,6 +8,7 @@ use crate::shape::AttentionShape;
 
 /// TILE: tokens that share a scale, and the unit of all padded buffers. SELECTION_BLOCK: tokens of a selection's block.
 pub(super) use super::compiled::constants::attention_segment::{SELECTION_BLOCK, TILE};
+
 /// The wider of the head_dims as padded inside the kernels: 64, 128, in full precision on Hopper 192, or 256.
 pub(super) fn padded_head_dim(scheme: &Scheme, shape: &AttentionShape, architecture: Architecture) -> usize {
     match shape.widest() {
@@ -128,17 +129,15 @@ impl Plan {
     }
 
     /// Whether the kernel takes tensor maps, with which producers on Hopper copy 16-bit operands.
-    pub(super) fn mapped(&self) -> bool {
-        match self.mainloop.facts().maps {
+    pub(super) fn mapped(&self, packed: bool) -> bool {
+        let facts = self.mainloop.facts();
+        let tiles = match facts.maps {
             Maps::Unmapped => false,
             Maps::Mapped => true,
             Maps::MappedIfWide => self.row_bytes == 2 * self.head_dim,
-        }
-    }
-
-    /// Whether packed documents may have maps.
-    pub(super) fn maps_documents(&self) -> bool {
-        self.mainloop.facts().documents
+        };
+        // Of packed documents the last, partial tile must not be read by a map.
+        tiles && (facts.documents || !packed)
     }
 
     /// Number of parts that the channels of dQ's accumulator are divided into inside a tile.
@@ -291,7 +290,7 @@ mod tests {
                 Plan::of(kernel, d, Architecture::from_number(90), Visits::Every).expect("a plan")
             });
             assert_eq!([forward.mainloop, backward.mainloop], [ForwardSm90, BackwardSm90ChannelParts]);
-            assert!(forward.mapped() && backward.mapped());
+            assert!(forward.mapped(false) && backward.mapped(false));
             assert_eq!((backward.channel_parts(), backward.dq_parts()), (2, 1));
         }
         for (d, of_full) in [(64, BackwardSm90DqWarpgroup), (128, BackwardSm90)] {
@@ -307,7 +306,7 @@ mod tests {
             let [full, sage, scores] =
                 [full, sage, &scores].map(|scheme| plans(scheme, d, 90, Visits::Every)[0]);
             // V is copied through a map where it is in 16 bit.
-            assert!(full.mapped() && !sage.mapped() && scores.mapped());
+            assert!(full.mapped(false) && !sage.mapped(false) && scores.mapped(false));
             assert!(full.persistent() && sage.persistent() && scores.persistent());
         }
     }

@@ -32,7 +32,11 @@ fn structs_become_rust_and_both_sides_assert_every_offset() {
 
 #[test]
 fn what_is_no_field_is_named() {
-    for (field, why) in [("double a;", "a type that the host does not know"), ("int32_t a", "no field")] {
+    for (field, why) in [
+        ("double a;", "a type that the host does not know"),
+        ("int32_t a", "no field"),
+        ("int32_t a[2];", "a list"),
+    ] {
         let error = build::read("a.cuh", &format!("struct A {{\n  {field}\n}};\n"), &mut Vec::new())
             .expect_err(field);
         assert!(error.contains(why) && error.starts_with("a.cuh, line "), "{field}: {error}");
@@ -42,7 +46,7 @@ fn what_is_no_field_is_named() {
 #[test]
 fn integers_of_kernels_become_constants() {
     let text = "constexpr int THREADS = 256, WARPS = THREADS / 32;\nconstexpr int BITS = 8, DIGITS = 1 << BITS;  // a digit\n\
-                constexpr int TILE = THREADS * WARPS;\ntemplate <int D>\nconstexpr int OF = TILE * D;\n#if X\nconstexpr int MOST = 1;\n#else\n\
+                constexpr int TILE = THREADS * WARPS;\nconstexpr int SUM = 1 << 2 * 3, OCTAL = 010;\ntemplate <int D>\nconstexpr int OF = TILE * D;\n#if X\nconstexpr int MOST = 1;\n#else\n\
                 constexpr int MOST = 2;\n#endif\n  constexpr int LOCAL = 3;\n";
     let integers = build::integers(text);
     let wanted = [("BITS", 8), ("DIGITS", 256), ("THREADS", 256), ("TILE", 2048), ("WARPS", 8)];

@@ -31,7 +31,9 @@ fn a_line_that_is_no_row_is_named() {
         "SAGE_PLANS(a)",
         "SAGE_TARGET(SM80, 162)",
         "SAGE_TARGET(SM80, 162, 80",
-        "SAGE_MAINLOOP(A, MAPS)",
+        "SAGE_MAINLOOP(A, MAPPED)",
+        "SAGE_MAINLOOP(A, MAPPED, true, 1, 1, 0)",
+        "SAGE_MAINLOOP(BACKWARD_X, MAPPED, 1, 0, 128, 0)",
         "int x;",
     ] {
         let text = format!("SAGE_FAMILY(attn_fwd)\n{line}");
@@ -42,7 +44,10 @@ fn a_line_that_is_no_row_is_named() {
 #[test]
 fn architectures_are_those_of_the_targets() {
     assert_eq!(
-        build::architectures("SAGE_TARGET(A, 98, 86, 120)\n SAGE_TARGET(B, 1,  80)\nSAGE_FAMILY(x)\n"),
-        [80, 86, 120]
+        build::architectures(
+            "SAGE_TARGET(A, 98, 86, 120)  // two\n SAGE_TARGET(B, 1,  80)\nSAGE_FAMILY(x)\n"
+        ),
+        Ok(vec![80, 86, 120])
     );
+    assert!(build::architectures("SAGE_TARGET(A, 98, sm_86)").is_err());
 }

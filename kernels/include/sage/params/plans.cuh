@@ -18,6 +18,15 @@ consteval int dq_parts(Mainloop mainloop) {
   return 0;
 }
 
+// Blocks that divide the channels of the same keys among them.
+consteval int channel_parts(Mainloop mainloop, int head_dim) {
+  int of_a_block = 0;
+#define SAGE_MAINLOOP(name, maps, documents, dq_parts, channels, ...) \
+  if (mainloop == name) of_a_block = channels;
+#include <sage/params/plans.def>
+  return of_a_block > 0 ? (head_dim + of_a_block - 1) / of_a_block : 1;
+}
+
 // The plan of one kernel; plans.def explains the numbers.
 struct Plan {
   Mainloop mainloop;

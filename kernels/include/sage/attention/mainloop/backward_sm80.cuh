@@ -165,6 +165,9 @@ struct DqAccumulator {
     if (threadIdx.x == first) ptx::add_release(semaphore + padded_tile, 1);
   }
 };
+// It has the channels of a tile in one part.
+static_assert(params::dq_parts(params::BACKWARD_SM80) == 1 && params::dq_parts(params::BACKWARD_SM90_DQ_WARPGROUP) == 1 &&
+              params::dq_parts(params::BACKWARD_SM90_CHANNEL_PARTS) == 1);
 
 // The index of this block's work. In deterministic mode blocks take it from an atomic counter when they start, so that a block
 // only ever waits at a semaphore for blocks that have started before it.

@@ -30,6 +30,7 @@ constexpr int DQ_ORDERED = 2;  // named barrier of both consumers, beside ALL_CO
 template <int D, int V>
 struct ChannelParts {
   static constexpr int COUNT = 2, LEFT_OF_K = D / 64 - 2, LEFT_OF_V = V / 64 - 2;
+  static_assert(COUNT == params::channel_parts(params::BACKWARD_SM90_CHANNEL_PARTS, D));
   static_assert(0 < LEFT_OF_K && LEFT_OF_K <= 2 && 0 <= LEFT_OF_V && LEFT_OF_V <= 2);
 };
 
