@@ -1,9 +1,11 @@
 //! What a run measures: a point for each step, an outcome for the run, and the probes of its attention.
 
+mod gradients;
 mod probed;
 
 use std::path::PathBuf;
 
+pub use gradients::{BLOCKS, GradientErrors, Part, Squares, Sums};
 pub use probed::{Distance, Probed, QUANTITIES, RESULTS, Row, Sizes};
 use serde::{Deserialize, Serialize};
 

@@ -1,6 +1,7 @@
 //! Reads the folders that runs leave: the settings of a run, where it ran, what it measured and how it ended.
 
 mod divergence;
+mod gradients;
 mod lines;
 mod provenance;
 
@@ -12,10 +13,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::{Change, Config, PLAN};
 use crate::metrics::Point;
-use crate::metrics::Probed;
+use crate::metrics::{GradientErrors, Probed};
 use crate::{during, writing};
 
 pub use divergence::divergence;
+use gradients::GRADIENTS;
+pub use gradients::add_gradients;
 pub(crate) use lines::{LONGEST_LINE, Lines, to_line};
 use provenance::branch_of;
 pub use provenance::{Start, branch};
@@ -37,9 +40,10 @@ pub const STARTS: &str = "starts.json";
 /// # Errors
 /// When it does.
 pub fn check_beside(path: &Path, ending: &str) -> Result<()> {
-    const OWN: [&str; 11] = [
+    const OWN: [&str; 12] = [
         METRICS,
         PROBES,
+        GRADIENTS,
         CONFIG,
         ENDING,
         STARTS,
@@ -132,6 +136,8 @@ pub struct Run {
     pub points: Vec<Point>,
     /// Every probe of attention's errors.
     pub probes: Vec<Probed>,
+    /// The errors of its gradient, where they were measured.
+    pub gradients: Vec<GradientErrors>,
     /// Every start of the run.
     pub starts: Vec<Start>,
     /// How the run ended; `None` for a run that is under way or whose process was killed.
@@ -155,6 +161,7 @@ impl Run {
             config: Config { branch: branch_of(&starts), ..config },
             points: points(folder)?,
             probes: probes(folder)?,
+            gradients: gradients::of(folder)?,
             starts,
             ending: ending(folder)?,
             folder: folder.to_owned(),

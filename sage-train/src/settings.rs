@@ -88,7 +88,7 @@ fn declared() -> impl Iterator<Item = (String, &'static [Role])> {
         Sla2Settings::DECLARED,
         ModelSettings::DECLARED,
     ];
-    let key = |field: &str| if field == "sources" { "data".into() } else { field.replace('_', "-") };
+    let key = |field: &str| if field == tables::SOURCES { "data".into() } else { field.replace('_', "-") };
     tables.into_iter().flatten().map(move |(field, roles)| (key(field), *roles))
 }
 
@@ -156,7 +156,6 @@ mod tests {
     fn ranks_compare_what_the_identity_leaves_out() {
         let together = keys_with(Role::Together);
         assert!(together.iter().all(|key| has_role(key, Role::Beside)), "{together:?}");
-        assert_eq!(together.len(), 4);
     }
 
     #[test]

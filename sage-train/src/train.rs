@@ -322,6 +322,8 @@ fn said(config: &Config, resumed: Option<&Found>, parallel: Parallel) -> String 
         let value = all.get(&key).map_or("not set".into(), in_words);
         settings.insert(key, value);
     }
+    // By default as often as validations.
+    settings.insert("checkpoint-every".into(), config.checkpoints.every.to_string());
     let settings = settings.into_iter().map(|(key, value)| format!("{key} = {value}"));
     let rest = format!(
         "context-parallel = {}\noverlap = {:?}\npiece-mb = {:?}\ncopy-engines = {:?}",

@@ -19,7 +19,7 @@ use crate::report::{
     gradient_csv, gradient_plot, gradient_table, layer_errors, probe_csv, selections_csv, selections_table,
     sigma_errors,
 };
-use crate::runs::{check_beside, write_beside};
+use crate::runs::{Run, add_gradients, check_beside, write_beside};
 use crate::settings::{Attn, SchemeSetting, Settings, SmoothingSetting, SourceSetting, Switch, Text};
 use crate::trained::run_folder;
 
@@ -92,7 +92,7 @@ pub(super) struct Probe {
     /// The same sums in the same order on a GPU; without it their order is noise in the error
     #[arg(long, value_enum, requires = "gradient")]
     deterministic: Option<Switch>,
-    /// Also draw the error over the number of tokens
+    /// Also draw the error over the number of tokens; `report RUN` does so too
     #[arg(long, value_name = "FILE", requires = "gradient")]
     svg: Option<PathBuf>,
     /// Random tensors instead of a model's: queries and keys of these standard deviations, as 1,3,5,8,10
@@ -243,6 +243,9 @@ impl Probe {
             print(&(gradient_table(&title, errors) + "\n"))?;
         }
         self.write(&all, || gradient_csv(&all))?;
+        if self.data.is_empty() && Run::is(run_folder(run)) {
+            add_gradients(run_folder(run), &all)?;
+        }
         self.svg.as_deref().map_or(Ok(()), |path| write_beside(path, "svg", &gradient_plot(&all)?))
     }
 

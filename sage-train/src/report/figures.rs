@@ -7,9 +7,10 @@ use candle_sage::Result;
 
 use super::arm::{Arm, same_data, seeds, validations};
 use super::chart::{Chart, Series};
+use super::gradient_table::gradient_plot;
 use super::statistics::Mean;
 use super::study::{Panel, Study};
-use crate::metrics::{Point, Probed};
+use crate::metrics::{GradientErrors, Point, Probed};
 use crate::runs::{Run, Status};
 
 /// The z-score of a step's loss above which the step is marked as a spike.
@@ -95,6 +96,14 @@ impl Panel {
                      their mean over seeds and its 95 % interval."
                 ),
                 training_differences(self)?,
+            ),
+            figure(
+                "gradients",
+                "Error of the whole gradient over tokens",
+                "The error of the model's gradient under low-bit schemes, over the gradient without noise, as `probe --gradient` measured it \
+                 last. What does not fall is a bias. For comparison the noise of the data, of the first model."
+                    .into(),
+                gradients(self)?,
             ),
             figure(
                 "errors",
@@ -201,6 +210,22 @@ fn differences_of<'a>(
         ..Chart::default()
     };
     chart.to_svg().map(Some)
+}
+
+/// The errors of whole gradients of all runs that were probed, after the last step of each at which they were.
+fn gradients(panel: &Panel) -> Result<Option<String>> {
+    let mut found: Vec<GradientErrors> = Vec::new();
+    for (arm, run) in panel.arms.iter().flat_map(|arm| arm.runs.iter().map(move |run| (arm, run))) {
+        let last = run.gradients.iter().map(|errors| errors.step).max();
+        for errors in run.gradients.iter().filter(|errors| Some(errors.step) == last) {
+            let scheme = match panel.arms.len() {
+                1 => errors.scheme.clone(),
+                _ => format!("{}: {}", arm.label, errors.scheme),
+            };
+            found.push(GradientErrors { scheme, ..errors.clone() });
+        }
+    }
+    if found.is_empty() { Ok(None) } else { gradient_plot(&found).map(Some) }
 }
 
 /// Relative L2 error of dQ over tokens, in the layer where it is largest, as `--probe-every` measured it.

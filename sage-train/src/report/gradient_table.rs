@@ -5,7 +5,7 @@ use candle_sage::Result;
 use super::chart::{Chart, Series, short};
 use super::statistics::Mean;
 use super::table::csv_cell;
-use crate::probe::gradient::{GradientErrors, Part, Squares};
+use crate::metrics::{GradientErrors, Part, Squares};
 
 /// What follows from the sums of a part.
 struct Figures {
@@ -181,7 +181,7 @@ pub fn gradient_plot(all: &[GradientErrors]) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::gradient::Sums;
+    use crate::metrics::Sums;
 
     /// A gradient of norm 3 with noise 4 in a micro-batch of 100 tokens, and a bias of .3 of which .2 is along the gradient.
     #[test]

@@ -4,7 +4,7 @@
 /// What a setting is to a run, beside its value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// Not in the identity of a run: it says where the run is, how long its parts take or how closely it is watched, and not what it
+    /// Not in the identity of a run as it was typed: it says where the run is, how long its parts take or how closely it is watched, and not what it
     /// computes; or another key stands for it.
     Beside,
     /// May change when a run is resumed.

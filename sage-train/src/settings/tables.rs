@@ -20,7 +20,7 @@ const TABLES: [(&str, &str, &str); 7] = [
 ];
 
 /// What `data` is called inside of `[data]`.
-const SOURCES: &str = "sources";
+pub(super) const SOURCES: &str = "sources";
 
 /// The settings as flags: name, table, and whether they are switches.
 pub(super) fn flags() -> Vec<(String, &'static str, bool)> {

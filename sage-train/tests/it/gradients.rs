@@ -1,6 +1,6 @@
 //! The bias of low-bit gradients: `probe --gradient`, and runs that begin with another run's weights.
 
-use sage_train::probe::gradient::GradientErrors;
+use sage_train::metrics::GradientErrors;
 
 use crate::support::{Scratch, small};
 
@@ -36,6 +36,13 @@ fn the_mean_gradient_is_that_of_a_step() {
     assert!(scores.parts[0].curve[0].1.error < paper.parts[0].curve[0].1.error);
     assert_eq!(read("g.csv").lines().count(), 1 + 2 * 5 * 5);
     assert!(read("g.svg").contains("noise of the data"));
+    // The report of the run draws what was measured of it, each scheme once.
+    scratch.ok(&[&probe[..], &["--schemes", "sagebwd"]].concat());
+    scratch.ok(&["report", "runs/r", "--figures", "figures"]);
+    let figure = read("figures/gradients.svg");
+    assert!(figure.contains("noise of the data") && figure.contains("products scores"), "{figure}");
+    let kept: Vec<GradientErrors> = serde_json::from_str(&read("runs/r/gradients.json")).expect("JSON");
+    assert_eq!(kept.len(), 2);
     for (flags, why) in [
         (&["--gradient", "--micro-batches", "24"][..], "16, 32, 64"),
         (&["--gradient", "--schemes", "fpa"], "full precision is what errors are measured against"),
@@ -184,23 +191,11 @@ fn continuations_are_compared_by_their_training_losses() {
     });
     let alone = alone.expect("a run");
     let compared = |name: &str, from: &str, steps: &str| {
-        let flags = [
-            "--attn",
-            "attn-qat",
-            "--order-seed",
-            "1",
-            "--init-from",
-            from,
-            "--steps",
-            steps,
-            "--name",
-            name,
-        ];
-        scratch.ok(&small(&flags));
-        let table = scratch.ok(&["report", &alone, &format!("runs/{name}")]);
-        table.contains("training loss")
+        let flags = ["--attn", "attn-qat", "--order-seed", "1", "--name", name];
+        scratch.ok(&small(&[&flags[..], &["--init-from", from, "--steps", steps]].concat()));
+        scratch.ok(&["report", &alone, &format!("runs/{name}")]).contains("training loss")
     };
-    assert!(compared("same", "./runs/r", "8"), "{}", scratch.ok(&["report", &alone, "runs/same"]));
+    assert!(compared("same", "./runs/r", "8"));
     assert!(!compared("shorter", "runs/r", "4"));
     // Nor of runs with other weights, which the same folder has after it was trained further.
     scratch.ok(&["--resume", "runs/r", "--steps", "6"]);

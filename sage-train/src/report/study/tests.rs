@@ -22,6 +22,7 @@ fn run(settings: &str, losses: &[f64]) -> Run {
         config,
         points: losses.iter().enumerate().map(point).collect(),
         probes: Vec::new(),
+        gradients: Vec::new(),
         starts: Vec::new(),
         ending: Some(Ending { status: Status::Finished, reason: None }),
     }

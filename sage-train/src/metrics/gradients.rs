@@ -1,0 +1,90 @@
+//! The errors of a scheme's gradient, as `probe --gradient` measures them: squared norms, from which all else follows.
+
+use serde::{Deserialize, Serialize};
+
+/// Independent parts of the data, from which intervals are computed.
+pub const BLOCKS: usize = 8;
+
+/// Squared norms of the same sum of gradients.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Squares {
+    /// In full precision.
+    pub exact: f64,
+    /// Under the scheme.
+    pub low: f64,
+    /// Of the difference of the two.
+    pub error: f64,
+}
+
+impl Squares {
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.exact += other.exact;
+        self.low += other.low;
+        self.error += other.error;
+    }
+
+    pub(crate) fn times(self, factor: f64) -> Self {
+        Self { exact: self.exact * factor, low: self.low * factor, error: self.error * factor }
+    }
+}
+
+/// Sums over a number of micro-batches.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sums {
+    /// Number of micro-batches.
+    pub count: usize,
+    /// Squared norms of the sum.
+    pub of_sum: Squares,
+    /// Sum of the squared norms of each micro-batch.
+    pub of_each: Squares,
+}
+
+impl Sums {
+    /// The squared norms of the means that the gradients of single micro-batches scatter around: `|G|^2`, `|G + B|^2` and `|B|^2`,
+    /// from all pairs of micro-batches, without bias. A small one can come out below zero.
+    pub fn stays(&self) -> Squares {
+        let pairs = (self.count * (self.count - 1)) as f64;
+        let Self { of_sum, of_each, .. } = self;
+        Squares {
+            exact: (of_sum.exact - of_each.exact) / pairs,
+            low: (of_sum.low - of_each.low) / pairs,
+            error: (of_sum.error - of_each.error) / pairs,
+        }
+    }
+
+    /// The variances of a single micro-batch, summed over all elements: they fall as one over the number of micro-batches.
+    pub fn falls(&self) -> Squares {
+        let (each, stays) = (self.of_each.times(1.0 / self.count as f64), self.stays());
+        Squares {
+            exact: each.exact - stays.exact,
+            low: each.low - stays.low,
+            error: each.error - stays.error,
+        }
+    }
+}
+
+/// What was measured of a part of the model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Part {
+    /// `all`, `embedding`, `layer N` or `norm`.
+    pub name: String,
+    /// For 1, 2, 4, .. micro-batches: the mean squared norms of their mean gradients.
+    pub curve: Vec<(usize, Squares)>,
+    /// All micro-batches.
+    pub whole: Sums,
+    /// The same of [`BLOCKS`] disjoint parts of them.
+    pub blocks: Vec<Sums>,
+}
+
+/// The errors of a scheme's gradient.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct GradientErrors {
+    /// The scheme.
+    pub scheme: String,
+    /// Steps that the model was trained for, if that is known.
+    pub step: Option<u64>,
+    /// Tokens of a micro-batch.
+    pub tokens: u64,
+    /// The model as a whole, and its parts.
+    pub parts: Vec<Part>,
+}
