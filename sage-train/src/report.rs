@@ -21,6 +21,6 @@ pub use html::{GENERATOR, REPORT};
 pub use loss_plot::loss_plot;
 pub use probe_table::{layer_errors, probe_csv, sigma_errors};
 pub use selections_table::{selections_csv, selections_table};
-pub use study::{Panel, Study, Words};
+pub use study::{Panel, ReportOptions, Study};
 pub use table::result_table;
 pub use tensorboard::EventFile;

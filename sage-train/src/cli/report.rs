@@ -8,7 +8,7 @@ use toml::Table;
 
 use super::print;
 use crate::checks::above_zero;
-use crate::report::{GENERATOR, REPORT, Study, Words};
+use crate::report::{GENERATOR, REPORT, ReportOptions, Study};
 use crate::runs::{Run, check_beside, write_beside};
 use crate::{tell, writing};
 
@@ -35,7 +35,7 @@ pub(super) struct Reporting {
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
     /// Differences of so many percent of the loss do not matter: one whose 90 % interval lies within matches
-    #[arg(long, value_name = "PERCENT", default_value_t = Words::default().margin)]
+    #[arg(long, value_name = "PERCENT", default_value_t = ReportOptions::default().margin)]
     margin: f64,
     /// Also compare after how many tokens the validation loss is down at this
     #[arg(long, value_name = "LOSS")]
@@ -74,10 +74,10 @@ impl Reporting {
         let found = Run::find(&self.folders)?;
         // A sweep has a title, a baseline and arms, which flags replace.
         let of_sweep = match &self.folders[..] {
-            [folder] => Words::of(folder)?,
-            _ => Words::default(),
+            [folder] => ReportOptions::of(folder)?,
+            _ => ReportOptions::default(),
         };
-        let words = Words {
+        let options = ReportOptions {
             about: self.about.clone().or(of_sweep.about),
             baseline: if baseline.is_empty() { of_sweep.baseline } else { baseline },
             by: self.by.clone(),
@@ -85,7 +85,7 @@ impl Reporting {
             milestone,
             points: of_sweep.points,
         };
-        let study = Study::new(found.runs, &words)?.with_warnings(found.warnings);
+        let study = Study::new(found.runs, &options)?.with_warnings(found.warnings);
         match &self.html {
             Some(path) => write_beside(path, "html", &study.to_html()?)?,
             None => study.write_html(&page)?,

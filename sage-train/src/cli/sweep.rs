@@ -13,7 +13,7 @@ use super::{lists, print};
 use crate::checks::in_range;
 use crate::config::{Config, check_name};
 use crate::quantity::{counted, grouped};
-use crate::report::{REPORT, Study, Words};
+use crate::report::{REPORT, ReportOptions, Study};
 use crate::runs::{Run, crashed};
 use crate::settings::Settings;
 use crate::sweep::{Limits, SHIPPED, Sharing, Spec, Sweep, estimate, script};
@@ -200,11 +200,11 @@ pub(super) struct Again {
 pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Again) -> Result<()> {
     tell(&format!("{}: {}", sweep.folder.display(), counted(sweep.runs.len() as u64, "run")));
     std::fs::create_dir_all(&sweep.folder).map_err(writing(&sweep.folder))?;
-    let words = words(spec);
-    words.save(&sweep.folder)?;
+    let options = options(spec);
+    options.save(&sweep.folder)?;
     let tally = crate::sweep::run(sweep, limits)?;
     if limits.only.is_none()
-        && let Err(error) = report(words, sweep)
+        && let Err(error) = report(options, sweep)
     {
         // The runs are done: a report that fails can be made again with `report`.
         tell(&format!("warning: {error}"));
@@ -229,27 +229,27 @@ pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Aga
 }
 
 /// What the sweep's reports begin with. Each of its points is an arm.
-fn words(spec: &Spec) -> Words {
+fn options(spec: &Spec) -> ReportOptions {
     let points: BTreeSet<&String> = spec.points.iter().flat_map(Table::keys).collect();
-    Words {
+    ReportOptions {
         baseline: spec.baseline.clone(),
         about: spec.about.clone(),
         points: points.into_iter().cloned().collect(),
-        ..Words::default()
+        ..ReportOptions::default()
     }
 }
 
 /// Reports those runs of the sweep that exist.
-fn report(words: Words, sweep: &Sweep) -> Result<()> {
+fn report(options: ReportOptions, sweep: &Sweep) -> Result<()> {
     let folders = sweep.run_folders();
     if folders.is_empty() {
         return Ok(());
     }
     let mut found = Run::find(&folders)?;
     found.warnings.extend(crashed(&sweep.folder));
-    let study = Study::new(found.runs.clone(), &words).or_else(|error| {
+    let study = Study::new(found.runs.clone(), &options).or_else(|error| {
         tell(&format!("warning: {error}"));
-        Study::new(found.runs.clone(), &Words { baseline: Table::new(), ..words })
+        Study::new(found.runs.clone(), &ReportOptions { baseline: Table::new(), ..options })
     })?;
     let study = study.with_warnings(found.warnings);
     print(&study.to_text())?;

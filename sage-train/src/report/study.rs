@@ -22,12 +22,12 @@ const STUDY: &str = "study.toml";
 /// Options of the comparison.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Words {
+pub struct ReportOptions {
     /// The question that the comparison answers, as a title.
     pub about: Option<String>,
     /// Settings that identify the baseline arm; if empty, full precision or else the first arm.
     pub baseline: Table,
-    /// The settings that tell arms apart; if empty, those of attention and [`Words::points`].
+    /// The settings that tell arms apart; if empty, those of attention and [`ReportOptions::points`].
     pub by: Vec<String>,
     /// The settings of a sweep's `[[points]]`, each of which is an arm: they tell arms apart beside those of attention.
     pub points: Vec<String>,
@@ -37,7 +37,7 @@ pub struct Words {
     pub milestone: Option<f64>,
 }
 
-impl Words {
+impl ReportOptions {
     /// Saves the options for later reports of a sweep.
     ///
     /// # Errors
@@ -63,7 +63,7 @@ impl Words {
     }
 }
 
-impl Default for Words {
+impl Default for ReportOptions {
     fn default() -> Self {
         Self {
             about: None,
@@ -113,12 +113,12 @@ impl Study {
     ///
     /// # Errors
     /// When there are no runs, `by` names a setting in which they do not differ, or no arm is the baseline.
-    pub fn new(runs: Vec<Run>, words: &Words) -> Result<Self> {
+    pub fn new(runs: Vec<Run>, options: &ReportOptions) -> Result<Self> {
         let runs: Vec<Run> = runs.into_iter().flat_map(Run::seen).collect();
         let identities: Vec<Identity> = runs.iter().map(|run| run.config.identity()).collect();
         let all: Vec<&Identity> = identities.iter().collect();
         let keys: Vec<String> = differing(&all).into_iter().filter(|key| !is_seed(key)).collect();
-        let of_arm = arm_keys(&keys, &words.by, &words.points)?;
+        let of_arm = arm_keys(&keys, &options.by, &options.points)?;
         let values = |identity: &Identity, of_arm_: bool| -> Values {
             let chosen = keys.iter().filter(|key| of_arm.contains(key) == of_arm_);
             chosen.filter_map(|key| Some((key.clone(), identity.get(key)?.clone()))).collect()
@@ -134,7 +134,7 @@ impl Study {
             entry(arms, arm).push(run);
         }
         // A setting that all runs share does not identify an arm.
-        let mut asked = words.baseline.clone();
+        let mut asked = options.baseline.clone();
         asked.retain(|key, value| !identities.iter().all(|run| run.get(key) == Some(&in_words(value))));
         let baseline = baseline(&order, &asked)?;
         // The baseline is the first arm of all tables.
@@ -154,7 +154,7 @@ impl Study {
                 .map(|(arm, runs)| {
                     let style = order.iter().position(|other| *other == arm).expect("it was put there");
                     let settings = panel.iter().chain(&arm).cloned().collect();
-                    Arm::new(labels[style].clone(), style, settings, runs, words.milestone)
+                    Arm::new(labels[style].clone(), style, settings, runs, options.milestone)
                 })
                 .collect();
             arms.sort_by_key(|arm| arm.style);
@@ -162,14 +162,14 @@ impl Study {
             if has_baseline {
                 let (first, others) = arms.split_at_mut(1);
                 for arm in others {
-                    arm.difference = arm.against(&first[0], words.margin, &Run::final_loss);
+                    arm.difference = arm.against(&first[0], options.margin, &Run::final_loss);
                     let pairs = continue_alike(first[0].runs.iter().chain(&arm.runs));
-                    let training = arm.against(&first[0], words.margin, &late_training_loss);
+                    let training = arm.against(&first[0], options.margin, &late_training_loss);
                     arm.training = training.filter(|difference| pairs && difference.paired);
                     arm.growth = arm.training.and_then(|_| arm.growth_against(&first[0]));
                     // A mean over the runs whose number is known would leave the earliest out.
                     let known = arm.reached_before.is_none() && first[0].reached_before.is_none();
-                    if let Some(milestone) = words.milestone.filter(|_| known) {
+                    if let Some(milestone) = options.milestone.filter(|_| known) {
                         // The margin is one of losses; a number of tokens is never called equivalent.
                         arm.later = arm.against(&first[0], 0.0, &|run| reached(run, milestone));
                     }
@@ -182,11 +182,11 @@ impl Study {
         match panels.is_empty() {
             true => Err(Error::new("there are no runs to report").got("nothing").allowed("at least one run")),
             false => Ok(Self {
-                about: words.about.clone(),
+                about: options.about.clone(),
                 warnings: panels.iter().flat_map(Panel::warnings).collect(),
                 panels,
-                margin: words.margin,
-                milestone: words.milestone,
+                margin: options.margin,
+                milestone: options.milestone,
             }),
         }
     }

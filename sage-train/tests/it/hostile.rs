@@ -17,7 +17,7 @@ use sage_train::evaluate::read_examples;
 use sage_train::hf;
 use sage_train::model::{Parameters, Parts, State};
 use sage_train::ranks::{Rank, first_message};
-use sage_train::report::{Study, Words};
+use sage_train::report::{ReportOptions, Study};
 use sage_train::runs::Run;
 use sage_train::settings::Settings;
 use sage_train::sweep::Spec;
@@ -315,7 +315,7 @@ fn folders_of_runs() {
     let run = scratch.path().join("runs/r");
     let report = |_: &Path| {
         let Ok(run) = Run::read(&run) else { return false };
-        let study = Study::new(vec![run], &Words::default());
+        let study = Study::new(vec![run], &ReportOptions::default());
         study.is_ok_and(|study| {
             let _ = (study.to_text(), study.to_markdown(), study.to_csv());
             study.to_html().is_ok() & study.figures().is_ok()

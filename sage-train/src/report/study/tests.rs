@@ -29,7 +29,7 @@ fn run(settings: &str, losses: &[f64]) -> Run {
 }
 
 fn study(runs: Vec<Run>) -> Study {
-    Study::new(runs, &Words { milestone: Some(2.5), ..Words::default() }).expect("a study")
+    Study::new(runs, &ReportOptions { milestone: Some(2.5), ..ReportOptions::default() }).expect("a study")
 }
 
 #[test]
