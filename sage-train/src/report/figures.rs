@@ -160,9 +160,8 @@ fn losses(panel: &Panel) -> Result<Option<String>> {
 /// Difference of the validation loss to that of the baseline's run with the same seeds and data, percent of
 /// the baseline's. `None` without a baseline, or without such a run.
 fn differences(panel: &Panel) -> Result<Option<String>> {
-    let (baseline, others) = match (panel.has_baseline, panel.arms.as_slice()) {
-        (true, [baseline, others @ ..]) if !others.is_empty() => (baseline, others),
-        _ => return Ok(None),
+    let (true, Some((baseline, others))) = (panel.has_baseline, panel.arms.split_first()) else {
+        return Ok(None);
     };
     differences_of("difference to", baseline, others.iter(), &validations)
 }
@@ -212,12 +211,15 @@ fn differences_of<'a>(
     chart.to_svg().map(Some)
 }
 
-/// The errors of whole gradients of all runs that were probed, after the last step of each at which they were.
+/// The errors of whole gradients of all runs that were probed, after the last step of each at which they were. `None` also where noise
+/// hides every gradient, over which they are drawn.
 fn gradients(panel: &Panel) -> Result<Option<String>> {
     let mut found: Vec<GradientErrors> = Vec::new();
     for (arm, run) in panel.arms.iter().flat_map(|arm| arm.runs.iter().map(move |run| (arm, run))) {
         let last = run.gradients.iter().map(|errors| errors.step).max();
-        for errors in run.gradients.iter().filter(|errors| Some(errors.step) == last) {
+        let visible =
+            |errors: &GradientErrors| errors.parts.first().is_some_and(|all| all.whole.stays().exact > 0.0);
+        for errors in run.gradients.iter().filter(|errors| Some(errors.step) == last && visible(errors)) {
             let scheme = match panel.arms.len() {
                 1 => errors.scheme.clone(),
                 _ => format!("{}: {}", arm.label, errors.scheme),

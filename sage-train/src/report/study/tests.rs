@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::config::Config;
-use crate::metrics::Point;
+use crate::metrics::{GradientErrors, Part, Point, Squares, Sums};
 use crate::report::statistics::Verdict;
 use crate::runs::{Ending, Start, Status};
 
@@ -148,4 +148,24 @@ fn a_milestone_is_reached_between_validations() {
     assert_eq!(reached(&lost, 2.5), None);
     let arm = self::study(vec![run("seed = 1", &[4.0, 3.0, 2.0]), lost]).panels.remove(0).arms.remove(0);
     assert_eq!((arm.reached.expect("one").count, arm.outcomes().as_str()), (1, "1 finished, 1 diverged"));
+}
+
+/// A gradient that noise hides is no reason to lose the report.
+#[test]
+fn a_hidden_gradient_is_not_drawn() {
+    let squares = |exact| Squares { exact, low: exact, error: 1.0 };
+    let sums = |of_sum| Sums { count: 2, of_sum: squares(of_sum), of_each: squares(32.0) };
+    let figures = |of_sum: f64| -> Vec<&str> {
+        let whole = sums(of_sum);
+        let part =
+            Part { name: "all".into(), curve: vec![(1, squares(16.0))], whole, blocks: vec![whole; 8] };
+        let mut one = run("seed = 1", &[4.0, 3.0]);
+        one.gradients =
+            vec![GradientErrors { scheme: "a".into(), step: Some(1), tokens: 100, parts: vec![part] }];
+        let study = study(vec![one]);
+        assert!(study.to_html().is_ok());
+        study.panels[0].figures().expect("figures").iter().map(|figure| figure.name).collect()
+    };
+    assert!(figures(40.0).contains(&"gradients"));
+    assert!(!figures(30.0).contains(&"gradients"));
 }
