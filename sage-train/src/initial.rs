@@ -29,13 +29,14 @@ fn config_of(folder: &Path) -> Option<PathBuf> {
 /// was trained with.
 pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
     check_there(folder)?;
-    if config_of(folder).is_none() && !folder.join("config.json").exists() {
+    let config = config_of(folder);
+    if config.is_none() && !folder.join("config.json").exists() {
         return Err(Error::new("there is no model in this folder")
             .got(folder.display())
             .allowed("a folder with config.toml, or one in Hugging Face's format, with config.json")
             .hint("--init-from takes a run, RUN/checkpoints/step-N, or what `sage-train export` writes"));
     }
-    let mut told = match config_of(folder) {
+    let mut told = match config {
         None => hf::settings(folder)?,
         Some(path) => {
             let saved = Config::read_last_settings(&path)?;

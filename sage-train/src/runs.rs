@@ -12,8 +12,7 @@ use candle_sage::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Change, Config, PLAN};
-use crate::metrics::Point;
-use crate::metrics::{GradientErrors, Probed};
+use crate::metrics::{GradientErrors, Point, Probed};
 use crate::{during, writing};
 
 pub use divergence::divergence;
@@ -21,7 +20,7 @@ use gradients::GRADIENTS;
 pub use gradients::add_gradients;
 pub(crate) use lines::{LONGEST_LINE, Lines, to_line};
 use provenance::branch_of;
-pub use provenance::{Start, branch};
+pub use provenance::{Start, branch, initial_weights};
 
 /// File with one [`Point`] a line, one for each step.
 pub const METRICS: &str = "metrics.jsonl";

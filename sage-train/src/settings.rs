@@ -77,8 +77,8 @@ pub struct Settings {
     pub model: ModelSettings,
 }
 
-/// The key of every setting, with its roles.
-fn declared() -> impl Iterator<Item = (String, &'static [Role])> {
+/// The field of every setting, with its roles.
+fn declared() -> impl Iterator<Item = (&'static str, &'static [Role])> {
     let tables = [
         RunSettings::DECLARED,
         DataSettings::DECLARED,
@@ -88,18 +88,22 @@ fn declared() -> impl Iterator<Item = (String, &'static [Role])> {
         Sla2Settings::DECLARED,
         ModelSettings::DECLARED,
     ];
-    let key = |field: &str| if field == tables::SOURCES { "data".into() } else { field.replace('_', "-") };
-    tables.into_iter().flatten().map(move |(field, roles)| (key(field), *roles))
+    tables.into_iter().flatten().copied()
+}
+
+/// The key of a field.
+fn key_of(field: &str) -> String {
+    if field == tables::SOURCES { "data".into() } else { field.replace('_', "-") }
 }
 
 /// The keys of the settings that have a role.
 pub fn keys_with(role: Role) -> Vec<String> {
-    declared().filter(|(_, roles)| roles.contains(&role)).map(|(key, _)| key).collect()
+    declared().filter(|(_, roles)| roles.contains(&role)).map(|(field, _)| key_of(field)).collect()
 }
 
 /// Whether a setting has a role.
 pub fn has_role(key: &str, role: Role) -> bool {
-    declared().any(|(declared, roles)| declared == key && roles.contains(&role))
+    declared().any(|(field, roles)| roles.contains(&role) && key_of(field) == key)
 }
 
 impl Settings {
@@ -144,7 +148,7 @@ mod tests {
     /// A setting that is declared under another name than its flag would have no role.
     #[test]
     fn every_flag_is_declared() {
-        let mut declared: Vec<String> = declared().map(|(key, _)| key).collect();
+        let mut declared: Vec<String> = declared().map(|(field, _)| key_of(field)).collect();
         let mut flags: Vec<String> = tables::flags().into_iter().map(|(flag, ..)| flag).collect();
         declared.sort();
         flags.sort();

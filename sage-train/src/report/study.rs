@@ -12,7 +12,7 @@ use super::arm::{Arm, late_training_loss, reached};
 use super::chart::short;
 use crate::config::{BRANCHED_FROM, Identity, differing, in_words, is_seed, of_attention};
 use crate::quantity::counted;
-use crate::runs::Run;
+use crate::runs::{Run, initial_weights};
 use crate::settings::Attn;
 use crate::{during, partial, writing};
 
@@ -231,8 +231,7 @@ impl Panel {
         }
         let mut weights: BTreeMap<&Path, BTreeSet<&String>> = BTreeMap::new();
         for run in runs() {
-            let began = run.starts.first().and_then(|start| start.initial_weights.as_ref());
-            let began = began.zip(run.config.init_from.as_deref());
+            let began = initial_weights(&run.starts).zip(run.config.init_from.as_deref());
             began.map(|(hash, from)| weights.entry(from).or_default().insert(hash));
         }
         for (from, _) in weights.iter().filter(|(_, hashes)| hashes.len() > 1) {
@@ -303,7 +302,7 @@ fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<Str
 /// batches. The folder that they name may have been trained further between them.
 fn continue_alike<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
     let course = |run: &'a Run| {
-        let (model, of) = (&run.config, run.starts.first()?.initial_weights.as_ref()?);
+        let (model, of) = (&run.config, initial_weights(&run.starts)?);
         Some((of, model.steps, model.tokens_per_step(), model.model.context, model.data.document_mask))
     };
     let mut all = runs.map(course);

@@ -70,6 +70,11 @@ pub(super) fn branch_of(starts: &[Start]) -> Option<Branch> {
     starts.iter().rev().find_map(|start| start.branch.clone())
 }
 
+/// The hash of the weights that a run with these starts began with, where they are another model's.
+pub fn initial_weights(starts: &[Start]) -> Option<&String> {
+    starts.first()?.initial_weights.as_ref()
+}
+
 fn one() -> usize {
     1
 }

@@ -8,7 +8,9 @@ use candle_sage::{Error, Result};
 use super::{Planned, Sweep};
 use crate::config::{Config, Identity, PLAN};
 use crate::lock::Lock;
-use crate::runs::{CONFIG, Ending, METRICS, Run, Status, ended_since, ending};
+use crate::runs::{
+    CONFIG, Ending, METRICS, Run, STARTS, Start, Status, ended_since, ending, initial_weights, optional,
+};
 use crate::{checkpoint, initial, writing};
 
 /// How far a run is.
@@ -81,10 +83,10 @@ impl Sweep {
     /// When they did not.
     pub fn check_weights(&self) -> Result<()> {
         let mut now: BTreeMap<PathBuf, String> = BTreeMap::new();
-        for folder in self.run_folders() {
-            let Ok(run) = Run::read(&folder) else { continue };
-            let began = run.starts.first().and_then(|start| start.initial_weights.as_ref());
-            let (Some(began), Some(from)) = (began, &run.config.init_from) else { continue };
+        for (run, folder) in self.runs.iter().zip(self.folders()) {
+            let Some(from) = &run.config.init_from else { continue };
+            let Ok(Some(starts)) = optional::<Vec<Start>>(&folder.join(STARTS)) else { continue };
+            let Some(began) = initial_weights(&starts) else { continue };
             if !now.contains_key(from) {
                 // Without the folder nothing can begin with it, and a sweep that is done needs it no more.
                 let Ok(hash) = initial::fingerprint(from) else { continue };
