@@ -5,8 +5,8 @@ use std::process::Command;
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    let data = std::path::absolute(data()).expect("the folder of the build script");
-    println!("cargo:rustc-env=SAGE_TRAIN_DATA={}", data.display());
+    // Relative to the manifest: a build folder may outlive the place of the sources, and Cargo then keeps what this script printed.
+    println!("cargo:rustc-env=SAGE_TRAIN_DATA={}", data().display());
     // A copy without a history has no commit.
     let log = Path::new("../.git/logs/HEAD");
     if !log.exists() {

@@ -4,6 +4,14 @@
 //! `hub` from a name to files; `check` and `verify` compare shards with what is written of them, before a run and
 //! beside it.
 
+/// The text of a file of the folder `data/`, which is in the package, or at the top of the repository.
+/// The build script knows which.
+macro_rules! built_in {
+    ($path:literal) => {
+        include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/", env!("SAGE_TRAIN_DATA"), "/", $path))
+    };
+}
+
 mod batches;
 pub mod check;
 mod config;

@@ -12,7 +12,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::Deserialize;
 
-const GRAMMAR: &str = include_str!(concat!(env!("SAGE_TRAIN_DATA"), "/grammar.toml"));
+const GRAMMAR: &str = built_in!("grammar.toml");
 
 /// A generator of documents.
 #[derive(Debug)]

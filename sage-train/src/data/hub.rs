@@ -13,9 +13,9 @@ pub use client::Hub;
 use serde::Deserialize;
 
 const RECIPES: [(&str, &str); 3] = [
-    ("tinystories", include_str!(concat!(env!("SAGE_TRAIN_DATA"), "/recipes/tinystories.toml"))),
-    ("openwebtext", include_str!(concat!(env!("SAGE_TRAIN_DATA"), "/recipes/openwebtext.toml"))),
-    ("fineweb-edu", include_str!(concat!(env!("SAGE_TRAIN_DATA"), "/recipes/fineweb-edu.toml"))),
+    ("tinystories", built_in!("recipes/tinystories.toml")),
+    ("openwebtext", built_in!("recipes/openwebtext.toml")),
+    ("fineweb-edu", built_in!("recipes/fineweb-edu.toml")),
 ];
 
 /// A data set with a short name.
