@@ -23,7 +23,7 @@ use crate::device::Place;
 use crate::model::LlamaConfig;
 use crate::optim::{AdamWConfig, LearningRate};
 use crate::quantity::Quantity;
-use crate::settings::{Attn, Preset, SchemeSetting, Settings, Sla2Settings, tables};
+use crate::settings::{Attn, Preset, SchemeSetting, Settings, Sla2Settings, Switch, tables};
 use crate::{acts_on_terminals, during, read_small};
 
 pub use attention::check_own;
@@ -125,6 +125,13 @@ impl Config {
             };
         }
         let model = model::resolve(preset, &s, sla2)?;
+        s.optimizer.init_moments = s.optimizer.init_moments.filter(|switch| *switch == Switch::On);
+        if s.optimizer.init_moments.is_some() && s.model.init_from.is_none() {
+            return Err(Error::new("there are no moments to begin with")
+                .got("--init-moments on without --init-from")
+                .allowed("--init-from RUN/checkpoints/step-N --init-moments on")
+                .hint("a run that begins with random weights begins with moments of zero"));
+        }
         let eval_scheme = eval_scheme(&s, &model)?;
         let (micro_batch, accumulation) = batch::resolve(&s.batch, model.context, steps)?;
         let learning_rate = LearningRate::resolve(&s.optimizer, steps, asked_warmup)?;

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use config::{HfConfig, unusable};
 
 use crate::data::{Boundaries, Tokenizer, token_ids};
-use crate::model::{LlamaConfig, ParameterSpec, Parameters, StateFile};
+use crate::model::{InitialValues, LlamaConfig, ParameterSpec, Parameters, StateFile};
 use crate::partial::Folder;
 use crate::quantity::Quantity;
 use crate::ranks::Ranks;
@@ -142,7 +142,7 @@ pub fn load(
             _ => holder.unwrap_or(&opened[0]).values(spec, ""),
         }
     };
-    Parameters::from_values(config, &values, device, dtype, trained)
+    Parameters::from_values(config, &InitialValues::weights(&values), device, dtype, trained)
 }
 
 /// Warns of weights that a model of this shape has not: it computes something else than it was trained to.

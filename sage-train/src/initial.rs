@@ -2,6 +2,7 @@
 //! folder in Hugging Face's format.
 
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
@@ -9,7 +10,7 @@ use candle_sage::{Error, Result};
 use sha2::{Digest, Sha256};
 
 use crate::config::Config;
-use crate::model::{LlamaConfig, ParameterSpec, Parameters, StateFile};
+use crate::model::{InitialValues, ParameterSpec, Parameters, StateFile};
 use crate::ranks::Ranks;
 use crate::settings::{Attn, ModelSettings, Settings, Sla2Settings};
 use crate::trained::{run_folder, tokenizer_of};
@@ -80,35 +81,71 @@ pub fn fingerprint(folder: &Path) -> Result<String> {
     Ok(hex(&hash.finalize()))
 }
 
-/// The weights in the folder, with moments of zero. A router or `theta` of SLA2 that the model was trained without keeps its initial
-/// values.
+/// Checks that the folder has the moments that `--init-moments` begins with.
+///
+/// # Errors
+/// When it is not a checkpoint.
+pub fn check_moments(folder: &Path) -> Result<()> {
+    if checkpoint::is_one(folder) {
+        return Ok(());
+    }
+    Err(Error::new("there are no moments of AdamW in this folder")
+        .got(format!("--init-moments on, --init-from {}", folder.display()))
+        .allowed("--init-from RUN/checkpoints/step-N")
+        .hint("a run's own weights and a Hugging Face folder have none: leave --init-moments out, or name a checkpoint"))
+}
+
+/// The weights in the folder, with moments of zero, or with those of the checkpoint where `config` asks for them, corrected for the bias that
+/// they had from zero. A router or `theta` of SLA2 that the model was trained without keeps its initial values, and moments of zero.
 ///
 /// # Errors
 /// When they cannot be read, or are of another model.
-pub fn weights(
+pub fn parameters(
     folder: &Path,
-    model: &LlamaConfig,
+    config: &Config,
     (device, dtype): (&Device, DType),
     ranks: &Ranks,
 ) -> Result<Parameters> {
-    let run = run_folder(folder);
+    if config.adamw.initial_moments {
+        check_moments(folder)?;
+    }
+    let (run, model) = (run_folder(folder), &config.model);
     let Some(path) = config_of(folder) else {
         return hf::load(folder, model, device, dtype, Some(ranks));
     };
-    let make = |names: &[&str], values: &dyn Fn(&ParameterSpec) -> Result<Vec<f32>>| {
+    let make = |names: &[&str], values: InitialValues<'_>| {
         hf::tell_of_others(folder, model, names);
-        let values = |spec: &ParameterSpec| match spec.start_in_sla2() {
-            Some(start) if !names.contains(&spec.name.as_str()) => Ok(start),
-            _ => values(spec),
-        };
+        let missing =
+            |spec: &ParameterSpec| spec.start_in_sla2().filter(|_| !names.contains(&spec.name.as_str()));
+        let weights = |spec: &ParameterSpec| missing(spec).map_or_else(|| (values.weights)(spec), Ok);
+        let moments =
+            |moment, spec: &ParameterSpec, range: Range<usize>| match (missing(spec), values.moments) {
+                (None, Some(moments)) => moments(moment, spec, range),
+                _ => Ok(vec![0.0; range.len()]),
+            };
+        let values = InitialValues { weights: &weights, moments: Some(&moments) };
         Parameters::from_values(model, &values, device, dtype, Some(ranks))
     };
     if run == folder {
         let file = StateFile::of_run(&run.join("model.safetensors"))?;
-        return make(&file.names().collect::<Vec<_>>(), &|spec| file.values(spec, ""));
+        let names = file.names().collect::<Vec<_>>();
+        return make(&names, InitialValues::weights(&|spec| file.values(spec, "")));
     }
     let (about, state) = checkpoint::open(folder)?;
-    about.check_settings(run, &Config::resolve(Config::read_last_settings(&path)?)?.identity())?;
+    let trained = Config::resolve(Config::read_last_settings(&path)?)?;
+    about.check_settings(run, &trained.identity())?;
+    let factors = trained.adamw.unbiased(about.step);
+    let moments = |moment: usize, spec: &ParameterSpec, range| {
+        let mut values = state.moments(moment, spec, range)?;
+        for value in &mut values {
+            *value = (f64::from(*value) * factors[moment - 1]) as f32;
+        }
+        Ok(values)
+    };
     let names = state.names();
-    make(&names.iter().map(String::as_str).collect::<Vec<_>>(), &|spec| state.weights(spec))
+    let values = InitialValues {
+        weights: &|spec| state.weights(spec),
+        moments: if config.adamw.initial_moments { Some(&moments) } else { None },
+    };
+    make(&names.iter().map(String::as_str).collect::<Vec<_>>(), values)
 }

@@ -18,6 +18,7 @@ pub use attention::Observe;
 pub use config::{LlamaConfig, ParameterSpec, Recompute, Start};
 pub use decode::Past;
 pub use llama::{Input, Left, Llama, Watch};
+pub(crate) use parameters::InitialValues;
 pub use parameters::{Parameters, Weight};
 pub use pieces::received_bytes;
 pub use reduction::Reduction;

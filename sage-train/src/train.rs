@@ -420,7 +420,7 @@ fn parameters(
     let dtype = config.device.dtype();
     match (resumed, &config.init_from) {
         (Some(found), _) => found.restore(config, device, ranks),
-        (None, Some(folder)) => initial::weights(folder, &config.model, (device, dtype), ranks),
+        (None, Some(folder)) => initial::parameters(folder, config, (device, dtype), ranks),
         (None, None) => Parameters::init(&config.model, config.weights_seed, ranks, device, dtype),
     }
 }

@@ -23,7 +23,7 @@ use crate::quantity::Quantity;
 use crate::ranks::{Rank, Role, Words};
 use crate::report::result_table;
 use crate::runs::{self, Status, ending};
-use crate::settings::{Attn, Preset, Settings};
+use crate::settings::{Attn, Preset, Settings, Switch};
 use crate::sweep::{Limits, Spec};
 use crate::train::{Begin, Stop};
 use crate::{during, initial, partial, ranks, tell, train};
@@ -369,6 +369,9 @@ pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
         // `./runs/a` is `runs/a`, in reports too.
         let folder: PathBuf = folder.components().filter(|part| *part != Component::CurDir).collect();
         settings.model.init_from = Some(folder.clone());
+        if settings.optimizer.init_moments == Some(Switch::On) {
+            initial::check_moments(&folder)?;
+        }
         let told = initial::settings(&folder, settings.attention.attn)?;
         check_tokenizers(&settings, &told)?;
         settings = settings.over(told);

@@ -59,14 +59,22 @@ struct Held {
 }
 
 /// Sources of initial values.
-struct Values<'a> {
+pub(crate) struct InitialValues<'a> {
     /// The weights of a parameter.
-    weights: &'a dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>>,
-    /// A range of elements of one row of moments. `None` if the moments are zero.
-    moments: Option<&'a Moments<'a>>,
+    pub(crate) weights: &'a Weights<'a>,
+    /// A range of elements of a moment (1 or 2) of a parameter. `None` if the moments are zero.
+    pub(crate) moments: Option<&'a Moments<'a>>,
 }
 
-type Moments<'a> = dyn Fn(&str, &ParameterSpec, Range<usize>) -> candle_sage::Result<Vec<f32>> + 'a;
+type Weights<'a> = dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>> + 'a;
+type Moments<'a> = dyn Fn(usize, &ParameterSpec, Range<usize>) -> candle_sage::Result<Vec<f32>> + 'a;
+
+impl<'a> InitialValues<'a> {
+    /// Weights, and moments of zero.
+    pub(crate) fn weights(weights: &'a Weights<'a>) -> Self {
+        Self { weights, moments: None }
+    }
+}
 
 /// A parameter of a model, or several adjacent matrices as one: its value, and its gradient if it is trained.
 #[derive(Debug, Clone)]
@@ -115,16 +123,22 @@ impl Parameters {
         device: &Device,
         dtype: DType,
     ) -> candle_sage::Result<Self> {
-        Self::from_values(config, &|spec| Ok(draw(spec, seed)), device, dtype, Some(ranks))
+        let values = |spec: &ParameterSpec| Ok(draw(spec, seed));
+        Self::from_values(config, &InitialValues::weights(&values), device, dtype, Some(ranks))
     }
 
-    fn new(
-        specs: Vec<ParameterSpec>,
-        values: &Values<'_>,
+    /// Makes parameters with these values. `trained` is as in [`Parameters::load`].
+    ///
+    /// # Errors
+    /// When a source fails, or memory is short.
+    pub(crate) fn from_values(
+        config: &LlamaConfig,
+        values: &InitialValues<'_>,
         device: &Device,
         dtype: DType,
         trained: Option<&Ranks>,
     ) -> candle_sage::Result<Self> {
+        let specs = config.parameter_specs();
         let failed = || "cannot make the model";
         let group = trained.map_or_else(Group::alone, |ranks| ranks.shards().clone());
         let mesh = trained.map_or(Mesh::ALONE, Ranks::mesh);
@@ -144,7 +158,7 @@ impl Parameters {
                 let here = at - start..at - start + spec.len() as usize;
                 whole[here.clone()].copy_from_slice(&(values.weights)(spec)?);
                 let (Some(moments), Some(part)) = (values.moments, overlap(&here, &own)) else { continue };
-                for (row, state) in ROWS.iter().zip(state.chunks_mut(own.len())).skip(1) {
+                for (row, state) in state.chunks_mut(own.len()).enumerate().skip(1) {
                     let of_spec = part.start - here.start..part.end - here.start;
                     state[part.start - own.start..part.end - own.start]
                         .copy_from_slice(&moments(row, spec, of_spec)?);

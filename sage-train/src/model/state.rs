@@ -132,16 +132,21 @@ impl State {
     /// The weights of a parameter.
     ///
     /// # Errors
-    /// As [`State::values`].
+    /// When some of them are missing or occur twice, or a tensor has another shape or type.
     pub fn weights(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
         self.values(spec, ROWS[0], 0..spec.len() as usize)
     }
 
-    /// The elements `range` of a parameter, stored under its name with `prefix` before it.
+    /// The elements `range` of a moment (1 or 2) of a parameter.
     ///
     /// # Errors
-    /// When some of them are missing or occur twice, or a tensor has another shape or type.
-    pub fn values(&self, spec: &ParameterSpec, prefix: &str, range: Range<usize>) -> Result<Vec<f32>> {
+    /// As [`State::weights`].
+    pub fn moments(&self, moment: usize, spec: &ParameterSpec, range: Range<usize>) -> Result<Vec<f32>> {
+        self.values(spec, ROWS[moment], range)
+    }
+
+    /// The elements `range` of a parameter, stored under its name with `prefix` before it.
+    fn values(&self, spec: &ParameterSpec, prefix: &str, range: Range<usize>) -> Result<Vec<f32>> {
         let mut values = vec![0.0; range.len()];
         let mut filled = Vec::new();
         for part in &self.0 {

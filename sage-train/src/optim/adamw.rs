@@ -4,7 +4,7 @@ use candle_sage::Result;
 use candle_sage::ops::AdamW;
 
 use crate::checks::{above_zero, in_range, need};
-use crate::settings::OptimizerSettings;
+use crate::settings::{OptimizerSettings, Switch};
 
 /// The settings of AdamW, which do not change during a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -15,6 +15,8 @@ pub struct AdamWConfig {
     pub beta2: f64,
     /// Added to the square root of the second moment.
     pub eps: f64,
+    /// Whether the first step found moments without bias ([`AdamWConfig::unbiased`]) rather than zeros.
+    pub initial_moments: bool,
     /// Decoupled weight decay of matrices.
     pub weight_decay: f64,
     /// Largest gradient norm; `None` turns clipping off.
@@ -31,9 +33,20 @@ impl AdamWConfig {
             beta1: in_range("beta1", need(s.beta1), 0.0, 0.999_999)?,
             beta2: in_range("beta2", need(s.beta2), 0.0, 0.999_999)?,
             eps: above_zero("adam-eps", need(s.adam_eps))?,
+            initial_moments: s.init_moments == Some(Switch::On),
             weight_decay: in_range("weight-decay", need(s.weight_decay), 0.0, 1.0)?,
             clip: Some(in_range("clip", need(s.clip), 0.0, 1e9)?).filter(|norm| *norm > 0.0),
         })
+    }
+
+    /// The factors that take the bias of zero initial moments from the moments after `step` steps.
+    pub fn unbiased(&self, step: u64) -> [f64; 2] {
+        [self.beta1, self.beta2].map(|beta| 1.0 / (1.0 - beta.powf(self.corrected_as(step) as f64)))
+    }
+
+    /// The step by which moments after `step` steps are corrected: those that began without bias are corrected as after infinitely many.
+    fn corrected_as(&self, step: u64) -> u64 {
+        if self.initial_moments { u64::MAX } else { step }
     }
 
     /// The update of a step (from 1) whose gradient is the sum of `micro_batches` mean gradients.
@@ -45,7 +58,7 @@ impl AdamWConfig {
             eps: self.eps,
             weight_decay: self.weight_decay,
             decayed: 0,
-            step,
+            step: self.corrected_as(step),
             gradient_factor: 1.0 / micro_batches as f64,
             clip: self.clip,
         }

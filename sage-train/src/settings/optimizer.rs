@@ -3,6 +3,7 @@
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
+use super::Switch;
 use super::layer::layer;
 use crate::quantity::Quantity;
 
@@ -66,6 +67,10 @@ pub struct OptimizerSettings {
     /// AdamW epsilon [default: 1e-8, ours]
     #[arg(long, value_name = "EPS")]
     pub adam_eps: Option<f64>,
+    /// Begin with the moments of AdamW that the checkpoint of --init-from has, without the correction of their bias, which
+    /// is for moments that begin at zero [default: off]
+    #[arg(long, value_enum)]
+    pub init_moments: Option<Switch>,
     /// Weight decay, of matrices only [default: 0.1, ours]
     #[arg(long, value_name = "DECAY")]
     pub weight_decay: Option<f64>,
@@ -90,7 +95,7 @@ layer! {
     warmup_steps [Beside Changes],
     schedule [Beside Changes],
     decay_fraction [Beside Changes],
-    beta1, beta2, adam_eps,
+    beta1, beta2, adam_eps, init_moments,
     weight_decay [Changes],
     clip [Changes],
     z_loss [Changes],

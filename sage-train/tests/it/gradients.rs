@@ -1,5 +1,8 @@
 //! The bias of low-bit gradients: `probe --gradient`, and runs that begin with another run's weights.
 
+use std::collections::HashMap;
+
+use candle_core::{DType, Device, Tensor};
 use sage_train::metrics::GradientErrors;
 
 use crate::support::{Scratch, small};
@@ -128,9 +131,11 @@ fn the_built_in_continuations_are_a_plan() {
     let scratch = Scratch::new();
     scratch.ok(&small(&["--attn", "fpa", "--steps", "2", "--name", "r"]));
     let sweep = ["sweep", "continuation-mini", "--dry-run", "--no-measure", "--device", "cpu"];
-    assert!(scratch.fails(&sweep).contains("--init-from RUN"));
+    assert!(scratch.fails(&sweep).contains("--init-from RUN/checkpoints"));
     scratch.file("text.txt", "Some text. ".repeat(10_000));
-    let plan = scratch.ok(&[&sweep[..], &["--data", "text.txt", "--init-from", "runs/r"]].concat());
+    let plan =
+        scratch.ok(&[&sweep[..], &["--data", "text.txt", "--init-from", "runs/r/checkpoints/step-00000002"]]
+            .concat());
     assert!(plan.contains("\n72 runs, "), "{plan}");
 }
 
@@ -205,4 +210,86 @@ fn continuations_are_compared_by_their_training_losses() {
     // A sweep does not go on from other weights than it began with.
     let more: Vec<&str> = lists.iter().map(|word| if *word == "1,2" { "1,2,3" } else { word }).collect();
     assert!(scratch.fails(&small(&more)).contains("began with other weights"));
+}
+
+/// The tensors of a checkpoint.
+fn state(scratch: &Scratch, checkpoint: &str) -> HashMap<String, Vec<f64>> {
+    let path = scratch.path().join(checkpoint).join("state.safetensors");
+    let read = candle_core::safetensors::load(path, &Device::Cpu).expect("a checkpoint");
+    let values = |tensor: Tensor| tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1();
+    read.into_iter().map(|(name, tensor)| (name, values(tensor).expect("f32"))).collect()
+}
+
+/// Runs of a step from a checkpoint, with its moments and with zeros, have the same gradient: their moments differ in what they began with.
+#[test]
+fn moments_of_a_checkpoint_are_begun_with_and_need_no_correction() {
+    let scratch = Scratch::new();
+    let run = |more: &[&str]| {
+        let flags = [
+            "--attn",
+            "fpa",
+            "--corpus-mb",
+            "1",
+            "--lr",
+            "3e-3",
+            "--schedule",
+            "constant",
+            "--warmup-steps",
+            "0",
+        ];
+        scratch.ok(&small(&[&flags[..], more].concat()))
+    };
+    let from = |run: &str, step: u64| format!("runs/{run}/checkpoints/step-{step:08}");
+    let one_step = |from: &str, moments: &str, name: &str| {
+        let flags = ["--order-seed", "9", "--steps", "1", "--init-moments", moments];
+        run(&[&["--init-from", from, "--name", name][..], &flags].concat());
+        state(&scratch, &format!("runs/{name}/checkpoints/step-00000001"))
+    };
+    run(&["--steps", "3", "--name", "r"]);
+    let (first, second) = (from("r", 3), from("warm", 1));
+    let (lr, decay, eps, betas) = (3e-3, 0.1, 1e-8, [0.9f64, 0.95]);
+    let biased = betas.map(|beta| 1.0 - beta.powi(3));
+    // Moments that began without bias have none after a step either.
+    for (from, bias, names) in [(first, biased, ["warm", "cold"]), (second, [1.0; 2], ["warmer", "colder"])] {
+        let old = state(&scratch, &from);
+        let [warm, cold] = [("on", names[0]), ("off", names[1])].map(|(on, name)| one_step(&from, on, name));
+        let mut longest = 0.0f64;
+        for name in old.keys().filter(|name| !name.starts_with("adamw.")) {
+            let row = |state: &HashMap<String, Vec<f64>>, row: usize| {
+                state[&format!("{}{name}", ["", "adamw.mean/", "adamw.square/"][row])].clone()
+            };
+            for moment in [1, 2] {
+                let kept = betas[moment - 1] / bias[moment - 1];
+                let all = row(&old, moment).into_iter().zip(row(&warm, moment)).zip(row(&cold, moment));
+                for ((old, warm), new) in all {
+                    // Each moment is rounded twice in f32, the one that it began with three times.
+                    let allowed = 3.0 * f64::from(f32::EPSILON) * ((kept * old).abs() + new.abs());
+                    assert!(
+                        (warm - (kept * old + new)).abs() <= allowed,
+                        "{name}: {warm} of {old} and {new}"
+                    );
+                }
+            }
+            let (mean, square) = (row(&warm, 1), row(&warm, 2));
+            let keep = if name.ends_with("norm.weight") { 1.0 } else { 1.0 - lr * decay };
+            for (i, (before, after)) in row(&old, 0).into_iter().zip(row(&warm, 0)).enumerate() {
+                let step = lr * mean[i] / (square[i].sqrt() + eps);
+                // f32 throughout: a handful of roundings of the step, two of the weight.
+                let allowed = f64::from(f32::EPSILON) * (8.0 * step.abs() + before.abs());
+                assert!((after - (keep * before - step)).abs() <= allowed, "{name}: {before} {after} {step}");
+                longest = longest.max(step.abs());
+            }
+        }
+        assert!(longest > 0.1 * lr, "{longest}");
+    }
+    // A resumed run has no correction either.
+    let flags = ["--init-from", &from("r", 3), "--order-seed", "9", "--init-moments", "on"];
+    run(&[&flags[..], &["--steps", "3", "--name", "whole"]].concat());
+    scratch.ok(&["--resume", "runs/warm", "--steps", "3"]);
+    assert!(state(&scratch, &from("whole", 3)) == state(&scratch, &from("warm", 3)));
+    // There are no moments elsewhere.
+    assert!(
+        scratch.fails(&["--init-from", "runs/r", "--init-moments", "on"]).contains("no moments of AdamW")
+    );
+    assert!(scratch.fails(&["--init-moments", "on"]).contains("without --init-from"));
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device};
 
-use super::{Parameters, Values};
+use super::{InitialValues, Parameters};
 use crate::model::config::{LlamaConfig, ParameterSpec};
 use crate::model::state::{State, StateFile};
 use crate::ranks::Ranks;
@@ -23,22 +23,8 @@ impl Parameters {
         trained: Option<&Ranks>,
     ) -> candle_sage::Result<Self> {
         let file = StateFile::of_run(path)?;
-        Self::from_values(config, &|spec| file.values(spec, ""), device, dtype, trained)
-    }
-
-    /// Makes parameters with the weights that `values` returns. `trained` is as in [`Parameters::load`].
-    ///
-    /// # Errors
-    /// When `values` fails, or memory is short.
-    pub fn from_values(
-        config: &LlamaConfig,
-        values: &dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>>,
-        device: &Device,
-        dtype: DType,
-        trained: Option<&Ranks>,
-    ) -> candle_sage::Result<Self> {
-        let values = Values { weights: values, moments: None };
-        Self::new(config.parameter_specs(), &values, device, dtype, trained)
+        let weights = |spec: &ParameterSpec| file.values(spec, "");
+        Self::from_values(config, &InitialValues::weights(&weights), device, dtype, trained)
     }
 
     /// Restores parameters from a checkpoint. `trained` is as in [`Parameters::load`]; without it only the
@@ -53,10 +39,10 @@ impl Parameters {
         dtype: DType,
         trained: Option<&Ranks>,
     ) -> candle_sage::Result<Self> {
-        let values = Values {
+        let values = InitialValues {
             weights: &|spec| state.weights(spec),
-            moments: Some(&|row, spec, range| state.values(spec, row, range)),
+            moments: Some(&|moment, spec, range| state.moments(moment, spec, range)),
         };
-        Self::new(config.parameter_specs(), &values, device, dtype, trained)
+        Self::from_values(config, &values, device, dtype, trained)
     }
 }
