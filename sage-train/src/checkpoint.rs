@@ -398,7 +398,13 @@ impl Found {
     /// When they belong to another model.
     pub fn restore(&self, config: &Config, device: &Device, ranks: &Ranks) -> Result<Parameters> {
         let state = State::open(paths(&self.path, self.files.clone()))?;
-        Parameters::restore(&config.model, &state, device, config.device.dtype(), Some(ranks))
+        Parameters::restore(
+            config.model.parameter_specs(),
+            &state,
+            device,
+            config.device.dtype(),
+            Some(config.training(ranks)),
+        )
     }
 }
 

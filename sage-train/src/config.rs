@@ -20,9 +20,10 @@ use toml::Table;
 use crate::checks::{self, above_zero, in_range, need};
 use crate::data::DataConfig;
 use crate::device::Place;
-use crate::model::LlamaConfig;
-use crate::optim::{AdamWConfig, LearningRate};
+use crate::model::{LlamaConfig, Training};
+use crate::optim::{LearningRate, Optimizer};
 use crate::quantity::Quantity;
+use crate::ranks::Ranks;
 use crate::settings::{Attn, Preset, SchemeSetting, Settings, Sla2Settings, Switch, tables};
 use crate::{acts_on_terminals, during, read_small};
 
@@ -57,7 +58,7 @@ pub struct Config {
     /// Course of the learning rate.
     pub learning_rate: LearningRate,
     /// AdamW.
-    pub adamw: AdamWConfig,
+    pub optimizer: Optimizer,
     /// Standard deviations above the mean from which on an update is skipped.
     pub skip_spikes: Option<f64>,
     /// Where it trains.
@@ -147,7 +148,7 @@ impl Config {
             accumulation,
             steps,
             learning_rate,
-            adamw: AdamWConfig::resolve(&s.optimizer)?,
+            optimizer: Optimizer::resolve(&s.optimizer)?,
             init_from: s.model.init_from.clone(),
             skip_spikes: Some(in_range("skip-spikes", need(s.optimizer.skip_spikes), 0.0, 1e6)?)
                 .filter(|z| *z > 0.0),
@@ -192,6 +193,11 @@ impl Config {
             }
         }
         Ok(())
+    }
+
+    /// For whom the run's parameters are: these ranks, which keep what the optimizer needs.
+    pub fn training<'a>(&self, ranks: &'a Ranks) -> Training<'a> {
+        Training { ranks, moments: self.optimizer.moments() }
     }
 
     /// What a preset says, with every setting that is not optional.

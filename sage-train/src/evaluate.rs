@@ -174,6 +174,7 @@ pub fn token_by_token(
 mod tests {
     use super::*;
     use crate::during;
+    use crate::model::{Parameters, Training};
 
     /// Bits a byte are over the bytes of the tokens that are predicted, and of the original text where the tokenizer changed it.
     #[test]
@@ -199,7 +200,13 @@ mod tests {
             ..model
         };
         let (device, ranks) = (Device::Cpu, Ranks::alone());
-        let parameters = crate::model::Parameters::init(&config, 7, &ranks, &device, DType::F32)?;
+        let parameters = Parameters::init(
+            config.parameter_specs(),
+            7,
+            Training::of_gradients(&ranks),
+            &device,
+            DType::F32,
+        )?;
         let model = Llama::new(&config, &parameters, &device).map_err(during("the model"))?;
         let cut = Cut { context: 8, seed: 0, vocab: 300, end_of_document: None };
         // The second text has three bytes for each byte that its tokens stand for.

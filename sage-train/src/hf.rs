@@ -3,6 +3,7 @@
 //! in a run.
 
 mod config;
+mod model_type;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path};
@@ -14,9 +15,10 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use config::{HfConfig, unusable};
+pub use model_type::ModelType;
 
 use crate::data::{Boundaries, Tokenizer, token_ids};
-use crate::model::{InitialValues, LlamaConfig, ParameterSpec, Parameters, StateFile};
+use crate::model::{InitialValues, Kind, LlamaConfig, ParameterSpec, Parameters, StateFile, Training};
 use crate::partial::Folder;
 use crate::quantity::Quantity;
 use crate::ranks::Ranks;
@@ -32,7 +34,6 @@ const ATTENTION: &str = "attention.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const GENERATION: &str = "generation_config.json";
-const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
 /// The largest of these JSON files but the index, in bytes.
 const MOST: u64 = 1 << 20;
@@ -49,7 +50,7 @@ pub fn settings(folder: &Path) -> Result<Settings> {
     Ok(Settings::with(|s| {
         s.attention = attention;
         s.sla2 = sla2;
-        s.attention.qk_norm = Some(if config.model_type == "qwen3" { Switch::On } else { Switch::Off });
+        s.attention.qk_norm = Some(if config.model_type.qk_norm() { Switch::On } else { Switch::Off });
         s.data.vocab_size = Some(Quantity(config.vocab_size as u64));
         s.data.tokenizer = tokenizer.exists().then(|| tokenizer.display().to_string());
         s.model.layers = Some(config.num_hidden_layers);
@@ -121,7 +122,7 @@ pub fn load(
     config: &LlamaConfig,
     device: &Device,
     dtype: DType,
-    trained: Option<&Ranks>,
+    trained: Option<Training<'_>>,
 ) -> Result<Parameters> {
     HfConfig::read(folder)?;
     let (attention, told) = attention(folder)?;
@@ -142,7 +143,13 @@ pub fn load(
             _ => holder.unwrap_or(&opened[0]).values(spec, ""),
         }
     };
-    Parameters::from_values(config, &InitialValues::weights(&values), device, dtype, trained)
+    Parameters::from_values(
+        config.parameter_specs(),
+        &InitialValues::weights(&values),
+        device,
+        dtype,
+        trained,
+    )
 }
 
 /// Warns of weights that a model of this shape has not: it computes something else than it was trained to.
@@ -208,18 +215,18 @@ pub fn boundaries(folder: &Path, tokenizer: &Tokenizer) -> Result<Boundaries> {
 /// Checks that an output matrix among the weights is the embedding, which computes the logits here.
 fn check_tied(folder: &Path, config: &LlamaConfig, files: &[StateFile]) -> Result<()> {
     let specs = config.parameter_specs();
-    let Some(embedding) = specs.iter().find(|spec| spec.name == EMBEDDING) else { return Ok(()) };
-    let head = ParameterSpec { name: HEAD.into(), ..embedding.clone() };
+    let Some(table) = specs.iter().find(|spec| spec.kind == Kind::Embedding) else { return Ok(()) };
+    let head = ParameterSpec { name: HEAD.into(), ..table.clone() };
     let of = |spec: &ParameterSpec| {
         let holder = files.iter().find(|file| file.contains(&spec.name));
         holder.map(|file| file.values(spec, "")).transpose()
     };
     // By their bits: a NaN in both is the same.
     let differ = |(a, b): (&f32, &f32)| a.to_bits() != b.to_bits();
-    match (of(&head)?, of(embedding)?) {
+    match (of(&head)?, of(table)?) {
         (Some(head), Some(embedding)) if head.iter().zip(&embedding).any(differ) => Err(unusable(
             folder,
-            format!("tie_word_embeddings: true, and {HEAD} that is not {EMBEDDING}"),
+            format!("tie_word_embeddings: true, and {HEAD} that is not {}", table.name),
             "one matrix for both",
         )),
         _ => Ok(()),
@@ -253,11 +260,10 @@ fn weight_files(folder: &Path) -> Result<BTreeSet<String>> {
 
 /// The `config.json` of a model.
 fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Value {
-    let (kind, class) =
-        if config.qk_norm { ("qwen3", "Qwen3ForCausalLM") } else { ("llama", "LlamaForCausalLM") };
+    let kind = ModelType::of(config);
     json!({
-        "architectures": [class],
-        "model_type": kind,
+        "architectures": [format!("{}ForCausalLM", kind.name())],
+        "model_type": kind.key(),
         "vocab_size": config.vocab,
         "hidden_size": config.width,
         "intermediate_size": config.ffn,

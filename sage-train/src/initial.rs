@@ -106,12 +106,12 @@ pub fn parameters(
     (device, dtype): (&Device, DType),
     ranks: &Ranks,
 ) -> Result<Parameters> {
-    if config.adamw.initial_moments {
+    if config.optimizer.has_initial_moments() {
         check_moments(folder)?;
     }
-    let (run, model) = (run_folder(folder), &config.model);
+    let (run, model, trained) = (run_folder(folder), &config.model, Some(config.training(ranks)));
     let Some(path) = config_of(folder) else {
-        return hf::load(folder, model, device, dtype, Some(ranks));
+        return hf::load(folder, model, device, dtype, trained);
     };
     let make = |names: &[&str], values: InitialValues<'_>| {
         hf::tell_of_others(folder, model, names);
@@ -124,7 +124,7 @@ pub fn parameters(
                 _ => Ok(vec![0.0; range.len()]),
             };
         let values = InitialValues { weights: &weights, moments: Some(&moments) };
-        Parameters::from_values(model, &values, device, dtype, Some(ranks))
+        Parameters::from_values(model.parameter_specs(), &values, device, dtype, trained)
     };
     if run == folder {
         let file = StateFile::of_run(&run.join("model.safetensors"))?;
@@ -132,20 +132,17 @@ pub fn parameters(
         return make(&names, InitialValues::weights(&|spec| file.values(spec, "")));
     }
     let (about, state) = checkpoint::open(folder)?;
-    let trained = Config::resolve(Config::read_last_settings(&path)?)?;
-    about.check_settings(run, &trained.identity())?;
-    let factors = trained.adamw.unbiased(about.step);
-    let moments = |moment: usize, spec: &ParameterSpec, range| {
-        let mut values = state.moments(moment, spec, range)?;
-        for value in &mut values {
-            *value = (f64::from(*value) * factors[moment - 1]) as f32;
-        }
-        Ok(values)
+    let before = Config::resolve(Config::read_last_settings(&path)?)?;
+    about.check_settings(run, &before.identity())?;
+    let moments = |moment: &'static str, spec: &ParameterSpec, range| {
+        let factor = before.optimizer.unbiased(moment, about.step);
+        let values = state.moments(moment, spec, range)?;
+        Ok(values.into_iter().map(|value| (f64::from(value) * factor) as f32).collect())
     };
     let names = state.names();
     let values = InitialValues {
         weights: &|spec| state.weights(spec),
-        moments: if config.adamw.initial_moments { Some(&moments) } else { None },
+        moments: if config.optimizer.has_initial_moments() { Some(&moments) } else { None },
     };
     make(&names.iter().map(String::as_str).collect::<Vec<_>>(), values)
 }

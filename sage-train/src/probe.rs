@@ -21,7 +21,7 @@ use crate::config::check_own;
 use crate::data::{Batches, Cut, Dataset, Mixture, Tokenizer};
 use crate::device::{Place, free_memory};
 use crate::metrics::{Probed, QUANTITIES, RESULTS, Row, Sizes};
-use crate::model::{Llama, LlamaConfig, Parameters, Watch};
+use crate::model::{Llama, LlamaConfig, Parameters, Training, Watch};
 use crate::quantity::gib;
 use crate::ranks::Ranks;
 use crate::settings::{Attn, Settings};
@@ -406,8 +406,13 @@ pub fn probe_weights(
     (text, tokenizer): (&Mixture, &Tokenizer),
     step: u64,
 ) -> Result<Probed> {
-    let parameters =
-        Parameters::load(&config.model, weights, &Device::Cpu, DType::F32, Some(&Ranks::alone()))?;
+    let parameters = Parameters::load(
+        config.model.parameter_specs(),
+        weights,
+        &Device::Cpu,
+        DType::F32,
+        Some(Training::of_gradients(&Ranks::alone())),
+    )?;
     let scheme = low_bit(config.model.scheme, &config.settings);
     let look = Look { sequences: 1, ..Look::default() };
     let cut = config.data.cut(tokenizer);

@@ -421,6 +421,12 @@ fn parameters(
     match (resumed, &config.init_from) {
         (Some(found), _) => found.restore(config, device, ranks),
         (None, Some(folder)) => initial::parameters(folder, config, (device, dtype), ranks),
-        (None, None) => Parameters::init(&config.model, config.weights_seed, ranks, device, dtype),
+        (None, None) => Parameters::init(
+            config.model.parameter_specs(),
+            config.weights_seed,
+            config.training(ranks),
+            device,
+            dtype,
+        ),
     }
 }

@@ -11,7 +11,7 @@ use crate::config::Config;
 use crate::data::{Boundaries, Dataset, Tokenizer};
 use crate::device::Place;
 use crate::hf;
-use crate::model::{Llama, Parameters, Stage};
+use crate::model::{Llama, Parameters, Stage, Training};
 use crate::quantity::Quantity;
 use crate::ranks::{Rank, Ranks};
 use crate::runs::{METRICS, Run, STARTS, tokenizer_hash};
@@ -115,7 +115,7 @@ impl Trained {
     /// When the folder is no run, checkpoint or model, or a file is missing or damaged.
     pub fn open(folder: &Path, place: Place, mut settings: Settings, trained: bool) -> Result<Self> {
         let alone = Ranks::alone();
-        let trained = trained.then_some(&alone);
+        let trained = trained.then_some(Training::of_gradients(&alone));
         settings.run.device = Some(place);
         let device = place.open(Rank::ALONE)?;
         crate::check_there(folder)?;
@@ -165,8 +165,14 @@ impl Trained {
         let config = Config::resolve(one_micro_batch(settings.over(saved)))?;
         let (model, dtype) = (&config.model, place.dtype());
         let parameters = match &state {
-            None => Parameters::load(model, &run.join("model.safetensors"), &device, dtype, trained)?,
-            Some(state) => Parameters::restore(model, state, &device, dtype, trained)?,
+            None => Parameters::load(
+                model.parameter_specs(),
+                &run.join("model.safetensors"),
+                &device,
+                dtype,
+                trained,
+            )?,
+            Some(state) => Parameters::restore(model.parameter_specs(), state, &device, dtype, trained)?,
         };
         let tokenizer = tokenizer_of(run)?;
         let boundaries = tokenizer.boundaries();

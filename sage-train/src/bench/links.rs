@@ -10,6 +10,7 @@ use super::clock::Clock;
 use crate::config::Config;
 use crate::during;
 use crate::model::{Llama, LlamaConfig, Parameters, Reduction};
+use crate::optim::OptimizerStep;
 use crate::ranks::Ranks;
 
 /// Megabytes of f32 in an exchange; the gather has half of that, in 16 bits. The sizes are 4 MB, a layer of
@@ -115,12 +116,13 @@ fn update(
     repeats: usize,
 ) -> candle_core::Result<f64> {
     let model = LlamaConfig { context: 64, ..config.model.clone() };
-    let parameters = Parameters::init(&model, 0, ranks, device, config.device.dtype())?;
+    let parameters =
+        Parameters::init(model.parameter_specs(), 0, config.training(ranks), device, config.device.dtype())?;
     // One backward makes the gradients that the update needs.
     parameters.clear_gradients()?;
     let ids = Tensor::zeros((1, model.context), DType::U32, device)?;
     Llama::new(&model, &parameters, device)?.train(&ids, &ids)?;
-    let adamw = config.adamw.step(1, 0.0, 1);
+    let no_step = OptimizerStep { step: 1, lr: 0.0, gradients: 1 };
     let (of, group) = (ranks.rank().of, ranks.all());
     let all = Tensor::zeros(of, DType::F64, device)?;
     clock.median(repeats, |_| {
@@ -132,7 +134,7 @@ fn update(
                 (1..of).try_fold(all.get(0)?, |sum, n| sum + all.get(n)?)?
             }
         };
-        parameters.update(adamw, &sum, ranks)
+        parameters.update(|shard| config.optimizer.update(no_step, shard, &sum), ranks)
     })
 }
 

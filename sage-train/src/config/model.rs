@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_sage::{Result, Scheme};
 
 use crate::checks::{above_zero, in_range, need};
-use crate::model::{LlamaConfig, Sla2Config};
+use crate::model::{LinearPrecision, LlamaConfig, Sla2Config};
 use crate::settings::{Preset, Settings, Switch};
 
 /// The model that settings describe, checked.
@@ -30,6 +30,7 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         norm_eps: above_zero("norm-eps", need(s.model.norm_eps))?,
         qk_norm: need(s.attention.qk_norm) == Switch::On,
         init_std: need(s.model.init_std),
+        linear: LinearPrecision::Compute,
         scheme,
         layer_schemes,
         sla2,

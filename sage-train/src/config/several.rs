@@ -56,16 +56,16 @@ impl Seconds {
     }
 }
 
-/// An update over the links of a node: gradients are exchanged and added up, AdamW and the norm move 34 bytes a parameter, and
+/// An update over the links of a node: gradients are exchanged and added up, norm and optimizer move `moved` bytes a parameter, and
 /// weights are gathered. Parts overlap, and slow each other down by as much as measured steps show. A backward hides a part of the
 /// exchange, at most `hides` seconds of it.
-fn update_seconds(parameters: u64, mesh: Mesh, link: f64, hides: f64) -> f64 {
+fn update_seconds((parameters, moved): (u64, u64), mesh: Mesh, link: f64, hides: f64) -> f64 {
     let (bytes, ranks) = (4.0 * parameters as f64, mesh.shard.of as f64);
     let others = (ranks - 1.0) / ranks;
     let sums = if mesh.shard.of == 1 { 0.0 } else { (bytes + bytes / ranks) / MEMORY };
     let exchange = others * bytes / link;
-    let (gather, adamw) = (exchange / 2.0, 34.0 / 4.0 * bytes / ranks / MEMORY);
-    exchange - (BESIDE * exchange).min(hides) + sums + gather + adamw
+    let (gather, update) = (exchange / 2.0, moved as f64 / 4.0 * bytes / ranks / MEMORY);
+    exchange - (BESIDE * exchange).min(hides) + sums + gather + update
 }
 
 impl Config {
@@ -162,8 +162,14 @@ impl Config {
         )
     }
 
+    /// The number of parameters, and the bytes that an update of one moves.
+    fn updated(&self) -> (u64, u64) {
+        let element = self.device.dtype().size_in_bytes() as u64;
+        (self.model.parameters(), self.optimizer.moved_bytes(element))
+    }
+
     fn tokens_a_second(&self, world: World) -> f64 {
-        world.gpu.unwrap_or(H100.0 * H100.1 / self.model.flops_per_token() as f64)
+        world.gpu.unwrap_or(H100.0 * H100.1 * self.model.linear.speed() / self.model.flops_per_token() as f64)
     }
 
     fn seconds(&self, world: World, micro_batches: usize) -> Seconds {
@@ -191,7 +197,7 @@ impl Config {
         Seconds {
             gradients,
             shared,
-            update: update_seconds(parameters, mesh, link, hides),
+            update: update_seconds(self.updated(), mesh, link, hides),
             network,
             // The last piece has no backward beside it.
             exposed: (network - HIDES * gradients).max(network * last.min(1.0)),
@@ -203,7 +209,7 @@ impl Config {
         let ranks = world.mesh.rank().of as f64;
         let tokens = self.tokens_per_step() as f64 / ranks;
         let alone = tokens / self.tokens_a_second(world)
-            + update_seconds(self.model.parameters(), Mesh::ALONE, world.link, 0.0);
+            + update_seconds(self.updated(), Mesh::ALONE, world.link, 0.0);
         alone / seconds.all()
     }
 
@@ -218,7 +224,7 @@ impl Config {
         Memory {
             weights: parameters * 4 / of + parameters * element,
             optimizer: memory.optimizer / of,
-            gradients: memory.gradients + received_bytes(&self.model, mesh),
+            gradients: memory.gradients + received_bytes(&self.model.parameter_specs(), mesh),
             activations: memory.activations / mesh.context as u64,
         }
     }

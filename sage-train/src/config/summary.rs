@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::Config;
 use crate::model::{Choice, Recompute};
+use crate::optim::Optimizer;
 use crate::quantity::{Quantity, grouped};
 use crate::settings::SourceSetting;
 
@@ -187,7 +188,7 @@ impl Config {
     }
 
     fn optimizer(&self) -> String {
-        let (lr, adamw) = (&self.learning_rate, &self.adamw);
+        let (lr, Optimizer::AdamW(adamw)) = (&self.learning_rate, &self.optimizer);
         format!(
             "AdamW, lr {:.2e} to {:.2e} ({:?}, {} steps of warm-up), betas {} {}, decay {}, clip {}",
             lr.peak,
@@ -209,7 +210,7 @@ impl Config {
         Memory {
             // In f32, and a copy where the model computes in 16 bits.
             weights: parameters * if element == 4 { 4 } else { 4 + element },
-            optimizer: 8 * parameters,
+            optimizer: 4 * self.optimizer.moments().len() as u64 * parameters,
             gradients: 4 * parameters,
             activations: self.model.activation_bytes(self.micro_batch, element),
         }

@@ -6,18 +6,15 @@ use candle_sage::{Error, ErrorKind, Result};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{CONFIG, MOST};
+use super::{CONFIG, MOST, ModelType};
 use crate::{during, read_small};
 
 const HINT: &str = "models like SmolLM and Qwen3-0.6B can be: Llama or Qwen3, a tied embedding, plain angles";
 
-/// The architectures that are read.
-const KINDS: [&str; 2] = ["llama", "qwen3"];
-
 /// The part of a `config.json` that is used. Fields that would change the computation are checked.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub(super) struct HfConfig {
-    pub(super) model_type: String,
+    pub(super) model_type: ModelType,
     pub(super) vocab_size: usize,
     pub(super) hidden_size: usize,
     pub(super) intermediate_size: usize,
@@ -89,8 +86,9 @@ impl HfConfig {
         let value: Value = serde_json::from_str(&text).map_err(unreadable)?;
         // The architecture is checked first: the files of others lack fields, which would hide the reason.
         let kind = value["model_type"].as_str().unwrap_or("missing");
-        if !KINDS.contains(&kind) {
-            return Err(unusable(folder, format!("model_type {kind}"), &KINDS.join(", ")));
+        let known = ModelType::ALL.map(ModelType::key);
+        if !known.iter().any(|known| known == kind) {
+            return Err(unusable(folder, format!("model_type {kind}"), &known.join(", ")));
         }
         let config: Self = serde_json::from_value(value).map_err(unreadable)?;
         config.check(folder)?;

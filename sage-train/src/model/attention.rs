@@ -8,7 +8,8 @@ use candle_sage::sla2::Sla2Vjp;
 use candle_sage::{Attention, Scheme};
 
 use super::config::LlamaConfig;
-use super::layers::{Linear, Norm};
+use super::layers::Norm;
+use super::linear::{Linear, Operand};
 use super::parameters::Parameters;
 use super::sla2::{Selected, Sla2Layer, Stage};
 use super::ulysses::{Heads, Ulysses};
@@ -121,7 +122,7 @@ struct Core {
     inputs: [Tensor; 3],
     out: Tensor,
     /// The attention output for this rank's tokens, (rows, width).
-    rows: Tensor,
+    rows: Operand,
     vjp: Vjp,
 }
 
@@ -175,7 +176,7 @@ impl SelfAttention {
     }
 
     /// Query, key and value, concatenated along the heads, for all tokens and this rank's heads.
-    fn project(&self, x: &Tensor, rotary: &Rotary) -> Result<Tensor> {
+    fn project(&self, x: &Operand, rotary: &Rotary) -> Result<Tensor> {
         let projected = self.projection.forward(x)?;
         self.to_heads(&projected, rotary, &QUERY_KEY_VALUE)
     }
@@ -225,7 +226,7 @@ impl SelfAttention {
     }
 
     /// The forward without a backward, for whole sequences or for tokens that follow those in a cache.
-    pub(super) fn forward(&self, x: &Tensor, rotary: &Rotary, cached: Option<Cached<'_>>) -> Result<Tensor> {
+    pub(super) fn forward(&self, x: &Operand, rotary: &Rotary, cached: Option<Cached<'_>>) -> Result<Tensor> {
         let (mut attention, mut inputs) = self.inputs(&self.project(x, rotary)?, rotary)?;
         if let Some(Cached { cache, following }) = cached {
             if let Some(following) = following.filter(|_| cache.current_seq_len() > 0) {
@@ -240,11 +241,11 @@ impl SelfAttention {
             Some(sla2) => sla2.forward(inputs.each_ref(), rotary.documents.as_ref())?,
             None => attention.apply(query, key, value)?,
         };
-        self.output.forward(&self.to_rows(&out, rotary, x.dim(0)?, &[Heads::Queries])?)
+        self.output.forward(&self.to_rows(&out, rotary, x.rows()?, &[Heads::Queries])?.into())
     }
 
     /// Measures the selection of SLA2 for this input; `None` without SLA2.
-    pub(super) fn selected(&self, x: &Tensor, rotary: &Rotary) -> Result<Option<Selected>> {
+    pub(super) fn selected(&self, x: &Operand, rotary: &Rotary) -> Result<Option<Selected>> {
         let Some(sla2) = &self.sla2 else { return Ok(None) };
         let (_, [query, key, _]) = self.inputs(&self.project(x, rotary)?, rotary)?;
         sla2.selected([&query, &key], rotary.documents.as_ref()).map(Some)
@@ -268,14 +269,14 @@ impl SelfAttention {
                 (out, Vjp::Dense(Box::new(vjp)))
             }
         };
-        let rows = self.to_rows(&out, rotary, rows, &[Heads::Queries])?;
+        let rows = self.to_rows(&out, rotary, rows, &[Heads::Queries])?.into();
         Ok(Core { inputs, out, rows, vjp })
     }
 
     /// The forward for training. Without `keep_core` the backward recomputes norm, rotation and attention.
-    pub(super) fn train(&self, x: &Tensor, rotary: &Rotary, keep_core: bool) -> Result<(Tensor, Kept)> {
+    pub(super) fn train(&self, x: &Operand, rotary: &Rotary, keep_core: bool) -> Result<(Tensor, Kept)> {
         let projected = self.project(x, rotary)?;
-        let core = self.core(&projected, rotary, x.dim(0)?)?;
+        let core = self.core(&projected, rotary, x.rows()?)?;
         let y = self.output.forward(&core.rows)?;
         Ok((y, Kept { projected, core: keep_core.then_some(core) }))
     }
@@ -284,13 +285,13 @@ impl SelfAttention {
     pub(super) fn backward(
         &self,
         kept: Kept,
-        x: &Tensor,
-        dy: &Tensor,
+        x: &Operand,
+        dy: &Operand,
         rotary: &Rotary,
         observe: Option<&mut Observe<'_>>,
     ) -> Result<Tensor> {
         let Kept { projected, core } = kept;
-        let rows = x.dim(0)?;
+        let rows = x.rows()?;
         let core = match core {
             Some(core) => core,
             None => self.core(&projected, rotary, rows)?,
@@ -313,8 +314,9 @@ impl SelfAttention {
         let (dquery, dkey) = (dquery.reshape(query.dims())?, dkey.reshape(key.dims())?);
         let dprojected = rotary.backward([&query, &key], self.norms.as_ref(), [&dquery, &dkey])?;
         let dprojected = self.to_rows(&dprojected, rotary, rows, &[Heads::Queries, Heads::Keys])?;
-        let dx = self.query_key.backward(x, &dprojected)?;
-        self.value.backward_into(&dx, x, &self.to_rows(&dvalue, rotary, rows, &[Heads::Keys])?)?;
+        let dx = self.query_key.backward(x, &dprojected.into())?;
+        let dvalue = self.to_rows(&dvalue, rotary, rows, &[Heads::Keys])?;
+        self.value.backward_into(&dx, x, &dvalue.into())?;
         Ok(dx)
     }
 }

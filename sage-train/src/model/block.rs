@@ -6,7 +6,8 @@ use candle_sage::ops;
 
 use super::attention::{Cached, Kept as AttentionKept, Observe, Rotary, SelfAttention};
 use super::config::{LlamaConfig, Recompute};
-use super::layers::{Linear, Norm, Stream};
+use super::layers::{Norm, Stream};
+use super::linear::{Linear, Operand};
 use super::parameters::Parameters;
 use super::sla2::Selected;
 use crate::ranks::Group;
@@ -36,13 +37,13 @@ pub(super) enum Kept {
 
 pub(super) struct Inner {
     /// The residual stream, the normalized stream, and what attention keeps.
-    attention: Option<(Tensor, Tensor, AttentionKept)>,
+    attention: Option<(Tensor, Operand, AttentionKept)>,
     /// The residual stream between attention and the feed-forward network, and the normalized stream.
-    middle: (Tensor, Tensor),
+    middle: (Tensor, Operand),
     /// The outputs of the gate and up projections, concatenated along the columns.
     gate_up: Tensor,
     /// `swiglu(gate, up)`. `None` if the backward recomputes it.
-    hidden: Option<Tensor>,
+    hidden: Option<Operand>,
 }
 
 impl Block {
@@ -80,7 +81,7 @@ impl Block {
     /// See [`SelfAttention::selected`].
     pub(super) fn selected(&self, stream: &Stream, rotary: &Rotary) -> Result<Option<Selected>> {
         let Some((norm, attention)) = &self.attention else { return Ok(None) };
-        attention.selected(&norm.enter(stream)?.1, rotary)
+        attention.selected(&norm.enter_linear(stream)?.1, rotary)
     }
 
     /// The forward without a backward, for whole sequences or for tokens that follow those in a cache.
@@ -91,12 +92,12 @@ impl Block {
         cached: Option<Cached<'_>>,
     ) -> Result<Stream> {
         if let Some((norm, attention)) = &self.attention {
-            let (sum, normed) = norm.enter(&stream)?;
+            let (sum, normed) = norm.enter_linear(&stream)?;
             stream = Stream { sum, last: Some(attention.forward(&normed, rotary, cached)?) };
         }
-        let (sum, normed) = self.mlp_norm.enter(&stream)?;
+        let (sum, normed) = self.mlp_norm.enter_linear(&stream)?;
         let [gate, up] = halves(&self.mlp.gate_up.forward(&normed)?)?;
-        Ok(Stream { sum, last: Some(self.mlp.down.forward(&ops::swiglu(&gate, &up)?)?) })
+        Ok(Stream { sum, last: Some(self.mlp.down.forward(&ops::swiglu(&gate, &up)?.into())?) })
     }
 
     /// The forward for training.
@@ -115,15 +116,15 @@ impl Block {
     fn inner(&self, mut stream: Stream, rotary: &Rotary, keep: bool) -> Result<(Stream, Inner)> {
         let mut kept_attention = None;
         if let Some((norm, attention)) = &self.attention {
-            let (sum, normed) = norm.enter(&stream)?;
+            let (sum, normed) = norm.enter_linear(&stream)?;
             let (out, kept) = attention.train(&normed, rotary, keep)?;
             kept_attention = Some((sum.clone(), normed, kept));
             stream = Stream { sum, last: Some(out) };
         }
-        let middle = self.mlp_norm.enter(&stream)?;
+        let middle = self.mlp_norm.enter_linear(&stream)?;
         let gate_up = self.mlp.gate_up.forward(&middle.1)?;
         let [gate, up] = halves(&gate_up)?;
-        let hidden = ops::swiglu(&gate, &up)?;
+        let hidden = Operand::from(ops::swiglu(&gate, &up)?);
         let stream = Stream { sum: middle.0.clone(), last: Some(self.mlp.down.forward(&hidden)?) };
         let hidden = keep.then_some(hidden);
         Ok((stream, Inner { attention: kept_attention, middle, gate_up, hidden }))
@@ -143,20 +144,22 @@ impl Block {
             Kept::Input(stream) => self.inner(stream, rotary, true)?.1,
         };
         let mlp = &self.mlp;
-        let dhidden = mlp.down.backward_input(&dstream)?;
+        let dout = Operand::from(dstream.clone());
+        let dhidden = mlp.down.backward_input(&dout)?;
         let [gate, up] = halves(&gate_up)?;
         let (dgate_up, again) = ops::swiglu_backward(&gate, &up, &dhidden, hidden.is_none())?;
         drop((gate_up, gate, up, dhidden));
-        if let Some(hidden) = hidden.or(again) {
-            mlp.down.backward_weight(&hidden, &dstream)?;
+        if let Some(hidden) = hidden.or(again.map(Operand::from)) {
+            mlp.down.backward_weight(&hidden, &dout)?;
         }
-        let dnormed = mlp.gate_up.backward(&normed, &dgate_up)?;
-        drop((dgate_up, normed));
+        drop(dout);
+        let dnormed = mlp.gate_up.backward(&normed, &dgate_up.into())?;
+        drop(normed);
         let dstream = self.mlp_norm.backward(&sum, &dnormed, Some(&dstream))?;
         let (Some((norm, attention)), Some((sum, normed, kept))) = (&self.attention, kept_attention) else {
             return Ok(dstream);
         };
-        let dnormed = attention.backward(kept, &normed, &dstream, rotary, observe)?;
+        let dnormed = attention.backward(kept, &normed, &dstream.clone().into(), rotary, observe)?;
         norm.backward(&sum, &dnormed, Some(&dstream))
     }
 }

@@ -6,7 +6,9 @@ use candle_sage::{Error, Result, Scheme};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
+use super::linear::LinearPrecision;
 use super::sla2::{Sla2Config, Stage};
+use super::spec::{EMBEDDING, Kind, ParameterSpec, Start};
 
 /// The shape of a decoder-only transformer in Llama's style, with a tied embedding.
 #[derive(Debug, Clone, PartialEq)]
@@ -35,6 +37,8 @@ pub struct LlamaConfig {
     pub qk_norm: bool,
     /// Standard deviation of the initial weights.
     pub init_std: f64,
+    /// Precision of the products of linear layers.
+    pub linear: LinearPrecision,
     /// Numerics of attention; `None` makes a model without attention.
     pub scheme: Option<Scheme>,
     /// Layers whose attention has another scheme than `scheme`.
@@ -59,71 +63,6 @@ pub enum Recompute {
     Attention,
     /// Whole blocks, from their input
     Block,
-}
-
-/// An identity matrix, or a stack of them: `dims` end with (n, n).
-fn identity(dims: &[usize]) -> Vec<f32> {
-    let width = dims.last().copied().unwrap_or(1);
-    let all: usize = dims.iter().product();
-    (0..all).map(|n| f32::from(u8::from(n / width % width == n % width))).collect()
-}
-
-/// How a parameter is initialized.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Start {
-    /// Drawn from a normal distribution with mean 0 and this standard deviation.
-    Normal(f64),
-    /// A constant.
-    Value(f32),
-    /// The identity matrix, for square matrices or stacks of them.
-    Identity,
-}
-
-/// The name, shape and initialization of a parameter.
-#[derive(Debug, Clone, PartialEq)]
-pub struct ParameterSpec {
-    /// Name in a Hugging Face checkpoint.
-    pub name: String,
-    /// Shape.
-    pub dims: Vec<usize>,
-    /// Its initialization.
-    pub start: Start,
-    /// Whether the parameter lies directly behind the one before it in memory, so that one product multiplies
-    /// by both.
-    pub follows: bool,
-}
-
-impl ParameterSpec {
-    /// Whether weight decay applies, which is also whether the model reads the parameter in its compute type:
-    /// true for matrices, false for norms, `theta` and routers.
-    pub fn decays(&self) -> bool {
-        self.dims.len() == 2
-    }
-
-    /// The initial values, unless they are drawn at random.
-    pub fn fixed_start(&self) -> Option<Vec<f32>> {
-        match self.start {
-            Start::Normal(_) => None,
-            Start::Value(value) => Some(vec![value; self.len() as usize]),
-            Start::Identity => Some(identity(&self.dims)),
-        }
-    }
-
-    /// The initial values of a router or `theta` of SLA2, which a model without SLA2 lacks.
-    pub fn start_in_sla2(&self) -> Option<Vec<f32>> {
-        let of_sla2 = ["_router.weight", ".theta"].iter().any(|end| self.name.ends_with(end));
-        self.fixed_start().filter(|_| of_sla2)
-    }
-
-    /// Number of elements.
-    pub fn len(&self) -> u64 {
-        self.dims.iter().map(|&d| d as u64).product()
-    }
-
-    /// Whether the parameter has no elements.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
 }
 
 impl LlamaConfig {
@@ -181,6 +120,7 @@ impl LlamaConfig {
         let residual_std = std / (2.0 * self.layers as f64).sqrt();
         let matrix = |name: String, rows, columns, std| ParameterSpec {
             name,
+            kind: Kind::Matrix,
             dims: vec![rows, columns],
             start: Start::Normal(std),
             follows: false,
@@ -188,13 +128,15 @@ impl LlamaConfig {
         let after = |spec| ParameterSpec { follows: true, ..spec };
         let norm = |name: String, width| ParameterSpec {
             name,
+            kind: Kind::Norm,
             dims: vec![width],
             start: Start::Value(1.0),
             follows: false,
         };
         let (width, ffn) = (self.width, self.ffn);
         let (queries, keys) = (self.heads * self.head_dim, self.key_heads * self.head_dim);
-        let mut specs = vec![matrix("model.embed_tokens.weight".into(), self.vocab, width, std)];
+        let embedding = matrix(EMBEDDING.into(), self.vocab, width, std);
+        let mut specs = vec![ParameterSpec { kind: Kind::Embedding, ..embedding }];
         for layer in 0..self.layers {
             let at = |name: &str| format!("model.layers.{layer}.{name}.weight");
             if self.scheme.is_some() {
@@ -279,6 +221,7 @@ impl LlamaConfig {
         let tokens = (batch * self.context) as u64;
         let (width, ffn) = (self.width as u64, self.ffn as u64);
         let (queries, keys) = ((self.heads * self.head_dim) as u64, (self.key_heads * self.head_dim) as u64);
+        let operand = self.linear.kept_bytes(element);
         // `projected`: the residual stream, the normalized stream, and the projected query, key and value.
         // `core`: query and key after norm and rotation, the output, and what the scheme keeps.
         let (projected, core) = match self.scheme {
@@ -289,12 +232,15 @@ impl LlamaConfig {
                 let schemes = self.layer_schemes.values().chain([&scheme]);
                 let kept = schemes.map(|scheme| scheme.kept_bytes(queries, keys, element)).max().unwrap_or(0)
                     + branches;
-                (element * (2 * width + queries + 2 * keys), element * (2 * queries + keys) + kept)
+                (
+                    operand * width + element * (width + queries + 2 * keys),
+                    element * (2 * queries + keys) + kept,
+                )
             }
         };
-        let mlp = element * (2 * width + 2 * ffn);
+        let mlp = operand * width + element * (width + 2 * ffn);
         let kept = match self.recompute {
-            Recompute::None => projected + core + mlp + element * ffn,
+            Recompute::None => projected + core + mlp + operand * ffn,
             Recompute::Attention => projected + mlp,
             Recompute::Block => element * width,
         };

@@ -10,8 +10,9 @@ use super::attention::{Observe, Rotary};
 use super::block::Block;
 use super::config::LlamaConfig;
 use super::layers::{Norm, Stream};
-use super::parameters::{EMBEDDING, Parameters, Weight};
+use super::parameters::{Parameters, Weight};
 use super::sla2::{Selected, Stage};
+use super::spec::EMBEDDING;
 use crate::ranks::Group;
 
 /// The model's input: ids, (batch, sequence), and the packed documents if attention is confined to them. The

@@ -18,14 +18,11 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
 
-use super::config::{LlamaConfig, ParameterSpec, Start};
 use super::pieces::{Layout, Piece, overlap};
-use super::snapshot::{ROWS, Snapshot};
+use super::snapshot::Snapshot;
+use super::spec::{ParameterSpec, Start};
 use crate::during;
 use crate::ranks::{Group, Mesh, Ranks};
-
-/// Name of the embedding, which is also the output matrix.
-pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 
 /// Elements per slice in the comparison of weights.
 const SLICE: usize = 1 << 23;
@@ -36,6 +33,8 @@ pub struct Parameters {
     pub(super) specs: Vec<ParameterSpec>,
     pub(super) layout: Layout,
     mesh: Mesh,
+    /// The names of the moments.
+    moments: &'static [&'static str],
     /// By piece.
     held: Vec<Held>,
     /// Gradients of all parameters, if the model is trained. After the reduction this rank's shards hold the
@@ -53,21 +52,49 @@ pub struct Parameters {
 struct Held {
     /// The whole piece's weights as the model reads them.
     values: Tensor,
-    /// Weights and moments of this rank's shard, (3, shard), or weights alone, (1, shard), if nothing is
-    /// trained.
+    /// Weights and moments of this rank's shard, (1 + moments, shard).
     state: Tensor,
+}
+
+/// For whom parameters are trained.
+#[derive(Debug, Clone, Copy)]
+pub struct Training<'a> {
+    /// The ranks that train the model.
+    pub ranks: &'a Ranks,
+    /// What their optimizer keeps of each parameter: prefixes of its name in a checkpoint.
+    pub moments: &'static [&'static str],
+}
+
+impl<'a> Training<'a> {
+    /// Gradients without an optimizer.
+    pub fn of_gradients(ranks: &'a Ranks) -> Self {
+        Self { ranks, moments: &[] }
+    }
+}
+
+/// What one update of an optimizer is for: adjacent parameters, of which this rank owns a part.
+#[derive(Debug)]
+pub struct Shard<'a> {
+    /// (1 + moments, parameters) in f32: weights and moments.
+    pub state: &'a Tensor,
+    /// (parameters) in f32: the sum of gradients.
+    pub gradient: &'a Tensor,
+    /// The weights as the model reads them, where that is another tensor.
+    pub copy: Option<&'a Tensor>,
+    /// Whether weight decay applies.
+    pub decays: bool,
 }
 
 /// Sources of initial values.
 pub(crate) struct InitialValues<'a> {
     /// The weights of a parameter.
     pub(crate) weights: &'a Weights<'a>,
-    /// A range of elements of a moment (1 or 2) of a parameter. `None` if the moments are zero.
+    /// A range of elements of a moment of a parameter, by its name in [`Training::moments`]. `None` if the moments are zero.
     pub(crate) moments: Option<&'a Moments<'a>>,
 }
 
 type Weights<'a> = dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>> + 'a;
-type Moments<'a> = dyn Fn(usize, &ParameterSpec, Range<usize>) -> candle_sage::Result<Vec<f32>> + 'a;
+type Moments<'a> = dyn Fn(&'static str, &ParameterSpec, Range<usize>) -> candle_sage::Result<Vec<f32>> + 'a;
 
 impl<'a> InitialValues<'a> {
     /// Weights, and moments of zero.
@@ -117,14 +144,14 @@ impl Parameters {
     /// # Errors
     /// When a tensor cannot be allocated.
     pub fn init(
-        config: &LlamaConfig,
+        specs: Vec<ParameterSpec>,
         seed: u64,
-        ranks: &Ranks,
+        training: Training<'_>,
         device: &Device,
         dtype: DType,
     ) -> candle_sage::Result<Self> {
         let values = |spec: &ParameterSpec| Ok(draw(spec, seed));
-        Self::from_values(config, &InitialValues::weights(&values), device, dtype, Some(ranks))
+        Self::from_values(specs, &InitialValues::weights(&values), device, dtype, Some(training))
     }
 
     /// Makes parameters with these values. `trained` is as in [`Parameters::load`].
@@ -132,24 +159,24 @@ impl Parameters {
     /// # Errors
     /// When a source fails, or memory is short.
     pub(crate) fn from_values(
-        config: &LlamaConfig,
+        specs: Vec<ParameterSpec>,
         values: &InitialValues<'_>,
         device: &Device,
         dtype: DType,
-        trained: Option<&Ranks>,
+        trained: Option<Training<'_>>,
     ) -> candle_sage::Result<Self> {
-        let specs = config.parameter_specs();
         let failed = || "cannot make the model";
-        let group = trained.map_or_else(Group::alone, |ranks| ranks.shards().clone());
-        let mesh = trained.map_or(Mesh::ALONE, Ranks::mesh);
+        let group = trained.map_or_else(Group::alone, |trained| trained.ranks.shards().clone());
+        let mesh = trained.map_or(Mesh::ALONE, |trained| trained.ranks.mesh());
+        let moments = trained.map_or(&[][..], |trained| trained.moments);
         let layout = Layout::new(&specs, mesh);
         let mut held = Vec::with_capacity(layout.pieces.len());
         for piece in &layout.pieces {
             let (start, len) = (piece.range.start, piece.range.len());
             let own = mesh.shard.part_of(len);
-            let dtype = if piece.decays { dtype } else { DType::F32 };
+            let dtype = if piece.common.wide { DType::F32 } else { dtype };
             let mut whole = vec![0.0f32; len];
-            let mut state = vec![0.0f32; own.len() * if trained.is_some() { ROWS.len() } else { 1 }];
+            let mut state = vec![0.0f32; own.len() * (1 + moments.len())];
             for spec in &specs {
                 let at = layout.places[&spec.name].1;
                 if !piece.range.contains(&at) {
@@ -157,11 +184,11 @@ impl Parameters {
                 }
                 let here = at - start..at - start + spec.len() as usize;
                 whole[here.clone()].copy_from_slice(&(values.weights)(spec)?);
-                let (Some(moments), Some(part)) = (values.moments, overlap(&here, &own)) else { continue };
-                for (row, state) in state.chunks_mut(own.len()).enumerate().skip(1) {
+                let (Some(values), Some(part)) = (values.moments, overlap(&here, &own)) else { continue };
+                for (moment, state) in moments.iter().zip(state.chunks_mut(own.len()).skip(1)) {
                     let of_spec = part.start - here.start..part.end - here.start;
                     state[part.start - own.start..part.end - own.start]
-                        .copy_from_slice(&moments(row, spec, of_spec)?);
+                        .copy_from_slice(&values(moment, spec, of_spec)?);
                 }
             }
             state[..own.len()].copy_from_slice(&whole[own.clone()]);
@@ -187,7 +214,7 @@ impl Parameters {
             _ => Some([zeros(node)?, zeros(node)?, plain(nodes)?]),
         };
         let filled = specs.iter().map(|_| Arc::default()).collect();
-        Ok(Self { specs, layout, mesh, held, gradients, received, filled })
+        Ok(Self { specs, layout, mesh, moments, held, gradients, received, filled })
     }
 
     /// A parameter as the model uses it.
@@ -238,7 +265,7 @@ impl Parameters {
         all.narrow(0, at, spec.len() as usize)?.reshape(spec.dims.as_slice())
     }
 
-    /// The specs of all parameters, in the order of [`LlamaConfig::parameter_specs`].
+    /// The specs of all parameters, in the order of initialization.
     pub fn specs(&self) -> &[ParameterSpec] {
         &self.specs
     }
@@ -271,11 +298,10 @@ impl Parameters {
     pub fn clear_gradients(&self) -> Result<()> {
         self.filled.iter().for_each(|filled| filled.store(false, Ordering::Relaxed));
         let gradients = self.gradients()?;
-        for piece in self.layout.pieces.iter().filter(|piece| !piece.decays) {
-            gradients.narrow(0, piece.range.start, piece.range.len())?.zero_set()?;
+        for range in &self.layout.cleared {
+            gradients.narrow(0, range.start, range.len())?.zero_set()?;
         }
-        // The embedding is zeroed too, since two products add to it: those of the input and of the output.
-        self.view(gradients, EMBEDDING)?.zero_set()
+        Ok(())
     }
 
     /// The first parameter whose gradient is not finite.
@@ -299,22 +325,20 @@ impl Parameters {
         all.narrow(0, range.start + part.start, part.len())
     }
 
-    /// Updates all parameters with the reduced gradients and gathers the new weights from the ranks of the
-    /// node. `squares` is the sum of squares of the gradient over all ranks. The weight decay of `adamw`
-    /// applies to the matrices alone, which this function knows.
+    /// Has all parameters updated with the reduced gradients, shard by shard, and gathers the new weights from the ranks of the
+    /// node.
     ///
     /// # Errors
-    /// When nothing is trained, or a rank cannot be reached.
-    pub fn update(&self, adamw: ops::AdamW, squares: &Tensor, ranks: &Ranks) -> Result<()> {
+    /// When nothing is trained, an update fails, or a rank cannot be reached.
+    pub fn update(&self, update: impl Fn(&Shard<'_>) -> Result<()>, ranks: &Ranks) -> Result<()> {
         let (shards, mut last) = (ranks.shards(), None);
         for (n, (piece, Held { values, state })) in self.layout.pieces.iter().zip(&self.held).enumerate() {
             let gradient = self.own(self.gradients()?, n)?;
-            let decayed = if piece.decays { gradient.elem_count() } else { 0 };
-            let adamw = ops::AdamW { decayed, ..adamw };
             let part = self.mesh.shard.part_of(piece.range.len());
             let copy = (values.dtype() != DType::F32).then(|| values.narrow(0, part.start, part.len()));
             let copy = copy.transpose()?;
-            adamw.step(state, &gradient, squares, copy.as_ref())?;
+            let decays = piece.common.decays;
+            update(&Shard { state, gradient: &gradient, copy: copy.as_ref(), decays })?;
             if self.mesh.shard.of > 1 {
                 // The all-gather of this piece overlaps with the update of the next.
                 last = Some(shards.gather(&copy.map_or_else(|| state.get(0), Ok)?, values)?);
@@ -396,7 +420,8 @@ impl Parameters {
     }
 
     fn snapshot(&self, held: Vec<(usize, Tensor)>) -> Result<Snapshot> {
-        Ok(Snapshot { specs: self.specs.clone(), layout: self.layout.clone(), held })
+        let (specs, layout) = (self.specs.clone(), self.layout.clone());
+        Ok(Snapshot { specs, layout, moments: self.moments, held })
     }
 }
 

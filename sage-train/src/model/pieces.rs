@@ -5,8 +5,7 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::config::{LlamaConfig, ParameterSpec};
-use super::parameters::EMBEDDING;
+use super::spec::{EMBEDDING, Kind, ParameterSpec};
 use crate::ranks::Mesh;
 
 /// Parameters that follow no other start at multiples of this many elements, which is a multiple of 16 bytes
@@ -19,12 +18,34 @@ pub(super) struct Piece {
     /// The elements of the piece in the layout of all parameters, padding included. Their number is a
     /// multiple of the ranks, so that all shards are equal.
     pub(super) range: Range<usize>,
-    /// True if the piece holds matrices, which decay and are read in the compute type; false if it holds
-    /// vectors and routers, which are read in f32.
-    pub(super) decays: bool,
+    /// What its parameters have in common.
+    pub(super) common: Common,
     /// The first layer with a parameter in the piece. `None` if its gradients are complete only at the end of
     /// the backward.
     pub(super) first_layer: Option<usize>,
+}
+
+/// What the parameters of a piece have in common, as of their [`Kind`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Common {
+    /// Whether they decay.
+    pub(super) decays: bool,
+    /// Whether the model reads them in f32, whatever it computes in.
+    pub(super) wide: bool,
+}
+
+impl Common {
+    /// In the order of the pieces: what decays comes first.
+    const ALL: [Self; 4] = [
+        Self { decays: true, wide: false },
+        Self { decays: true, wide: true },
+        Self { decays: false, wide: false },
+        Self { decays: false, wide: true },
+    ];
+
+    fn of(kind: Kind) -> Self {
+        Self { decays: kind.decays(), wide: kind.is_wide() }
+    }
 }
 
 /// Where each parameter of a model lies.
@@ -32,8 +53,10 @@ pub(super) struct Piece {
 pub(super) struct Layout {
     /// By name: the index of the parameter's spec, and its first element.
     pub(super) places: HashMap<String, (usize, usize)>,
-    /// The pieces with weight decay come first.
+    /// In the order of [`Common::ALL`].
     pub(super) pieces: Vec<Piece>,
+    /// The gradients that are zeroed before a backward: those that no product overwrites. A piece of such parameters is zeroed in one go.
+    pub(super) cleared: Vec<Range<usize>>,
 }
 
 impl Layout {
@@ -45,15 +68,15 @@ impl Layout {
     /// A piece ends before the next parameter once it has at least `enough` elements.
     fn with_pieces_of(specs: &[ParameterSpec], ranks: usize, enough: usize) -> Self {
         let (mut places, mut pieces, mut len) = (HashMap::new(), Vec::new(), 0usize);
-        for decays in [true, false] {
+        for common in Common::ALL {
             let mut start = len;
-            for (n, spec) in specs.iter().enumerate().filter(|(_, spec)| spec.decays() == decays) {
+            for (n, spec) in specs.iter().enumerate().filter(|(_, spec)| Common::of(spec.kind) == common) {
                 // Matrices of one product lie without gaps, in one piece.
                 if !spec.follows {
                     len = len.next_multiple_of(ALIGNMENT);
                     if len - start >= enough {
                         len = start + (len - start).next_multiple_of(ALIGNMENT * ranks);
-                        pieces.push(Piece { range: start..len, decays, first_layer: Some(usize::MAX) });
+                        pieces.push(Piece { range: start..len, common, first_layer: Some(usize::MAX) });
                         start = len;
                     }
                 }
@@ -62,14 +85,25 @@ impl Layout {
             }
             len = start + (len - start).next_multiple_of(ALIGNMENT * ranks);
             if len > start {
-                pieces.push(Piece { range: start..len, decays, first_layer: Some(usize::MAX) });
+                pieces.push(Piece { range: start..len, common, first_layer: Some(usize::MAX) });
             }
         }
-        let mut layout = Self { places, pieces };
+        let mut layout = Self { places, pieces, cleared: Vec::new() };
         for spec in specs {
             let piece = layout.piece_of(layout.places[&spec.name].1);
             let piece = &mut layout.pieces[piece];
             piece.first_layer = piece.first_layer.min(first_layer(&spec.name));
+        }
+        for piece in &layout.pieces {
+            let of = |spec: &&ParameterSpec| piece.range.contains(&layout.places[&spec.name].1);
+            if !specs.iter().filter(of).any(|spec| spec.kind.is_overwritten()) {
+                layout.cleared.push(piece.range.clone());
+                continue;
+            }
+            for spec in specs.iter().filter(of).filter(|spec| !spec.kind.is_overwritten()) {
+                let at = layout.places[&spec.name].1;
+                layout.cleared.push(at..at + spec.len() as usize);
+            }
         }
         layout
     }
@@ -110,8 +144,8 @@ fn first_layer(name: &str) -> Option<usize> {
 }
 
 /// Bytes of the receive buffers of a rank.
-pub fn received_bytes(model: &LlamaConfig, mesh: Mesh) -> u64 {
-    let layout = Layout::new(&model.parameter_specs(), mesh);
+pub fn received_bytes(specs: &[ParameterSpec], mesh: Mesh) -> u64 {
+    let layout = Layout::new(specs, mesh);
     let [node, nodes] = layout.largest_received(mesh);
     4 * (2 * node + nodes) as u64
 }
@@ -124,7 +158,7 @@ pub(super) fn overlap(a: &Range<usize>, b: &Range<usize>) -> Option<Range<usize>
 
 #[cfg(test)]
 mod tests {
-    use super::super::config::Start;
+    use super::super::spec::Start;
     use super::*;
     use crate::ranks::Rank;
 
@@ -132,6 +166,7 @@ mod tests {
     fn pieces_hold_whole_products_and_divide_by_the_ranks() {
         let spec = |name: &str, dims: &[usize], follows: bool| ParameterSpec {
             name: name.into(),
+            kind: if dims.len() == 2 { Kind::Matrix } else { Kind::Norm },
             dims: dims.into(),
             start: Start::Value(0.0),
             follows,
@@ -154,7 +189,7 @@ mod tests {
                     end = piece.range.end;
                 }
                 assert_eq!(
-                    (end, layout.pieces.iter().filter(|piece| !piece.decays).count()),
+                    (end, layout.pieces.iter().filter(|piece| !piece.common.decays).count()),
                     (layout.len(), 1)
                 );
                 let of = |name: &str| layout.places[name].1;
@@ -162,7 +197,7 @@ mod tests {
                 for (name, (n, at)) in &layout.places {
                     let piece = &layout.pieces[layout.piece_of(*at)];
                     assert!(at + specs[*n].len() as usize <= piece.range.end, "{name}");
-                    assert_eq!(piece.decays, specs[*n].decays());
+                    assert_eq!(piece.common, Common::of(specs[*n].kind));
                     assert!(specs[*n].follows || at.is_multiple_of(ALIGNMENT));
                 }
             }
@@ -174,6 +209,7 @@ mod tests {
     fn a_backward_is_done_with_the_last_layers_first() {
         let spec = |name: &str, dims: &[usize]| ParameterSpec {
             name: name.into(),
+            kind: if dims.len() == 2 { Kind::Matrix } else { Kind::Norm },
             dims: dims.into(),
             start: Start::Value(0.0),
             follows: false,
@@ -200,6 +236,7 @@ mod tests {
     fn a_rank_has_room_for_what_others_send() {
         let spec = |name: &str| ParameterSpec {
             name: name.into(),
+            kind: Kind::Matrix,
             dims: vec![64, 96],
             start: Start::Value(0.0),
             follows: false,

@@ -4,7 +4,7 @@
 use candle_core::{Result, Tensor};
 use candle_sage::ops;
 
-use super::parameters::{EMBEDDING, Parameters};
+use super::parameters::Parameters;
 use crate::ranks::{Ranks, Transfer};
 
 /// A piece whose transfer is in flight.
@@ -135,7 +135,7 @@ impl Parameters {
     fn check_filled(&self) -> Result<()> {
         for (spec, filled) in self.specs.iter().zip(&self.filled) {
             let filled = filled.load(std::sync::atomic::Ordering::Relaxed);
-            if spec.decays() && spec.name != EMBEDDING && !filled {
+            if spec.kind.is_overwritten() && !filled {
                 candle_core::bail!("{} received no gradient", spec.name);
             }
         }

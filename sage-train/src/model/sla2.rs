@@ -7,8 +7,9 @@ use candle_sage::shape::{AttentionShape, Packing};
 use candle_sage::sla2::Sla2Vjp;
 use candle_sage::{Router, Scheme, Selection, Sla2};
 
-use super::config::{LlamaConfig, ParameterSpec, Start};
+use super::config::LlamaConfig;
 use super::parameters::{Parameters, Weight};
+use super::spec::{Kind, ParameterSpec, Start};
 use super::ulysses::Ulysses;
 
 /// How blocks of keys are selected.
@@ -82,8 +83,9 @@ impl Sla2Config {
 
     /// The parameters that SLA2 adds to an attention layer.
     pub(super) fn parameter_specs(&self, model: &LlamaConfig, at: &str) -> Vec<ParameterSpec> {
-        let spec = |name: &str, dims: Vec<usize>, start| ParameterSpec {
+        let spec = |name: &str, kind, dims: Vec<usize>, start| ParameterSpec {
             name: format!("{at}.{name}"),
+            kind,
             dims,
             start,
             follows: false,
@@ -91,11 +93,11 @@ impl Sla2Config {
         let mut specs = Vec::new();
         if self.choice == Choice::Learned {
             let dims = vec![model.key_heads, model.head_dim, model.head_dim];
-            specs.push(spec("q_router.weight", dims.clone(), Start::Identity));
-            specs.push(spec("k_router.weight", dims, Start::Identity));
+            specs.push(spec("q_router.weight", Kind::Router, dims.clone(), Start::Identity));
+            specs.push(spec("k_router.weight", Kind::Router, dims, Start::Identity));
         }
         if self.tail.is_some() {
-            specs.push(spec("theta", vec![model.heads], Start::Value(2.0)));
+            specs.push(spec("theta", Kind::Theta, vec![model.heads], Start::Value(2.0)));
         }
         specs
     }

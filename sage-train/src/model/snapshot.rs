@@ -9,12 +9,9 @@ use candle_core::{DType, Result, Tensor};
 use safetensors::View;
 use sha2::{Digest, Sha256};
 
-use super::config::ParameterSpec;
 use super::pieces::{Layout, overlap};
+use super::spec::ParameterSpec;
 use crate::hex;
-
-/// Prefixes of the parameters' names in a checkpoint, by row of the state: weights, first and second moments.
-pub(super) const ROWS: [&str; 3] = ["", "adamw.mean/", "adamw.square/"];
 
 /// The parameters of which a file holds only a part, by name: the first element, and the number of elements.
 pub type Parts = BTreeMap<String, [u64; 2]>;
@@ -25,6 +22,8 @@ pub type Parts = BTreeMap<String, [u64; 2]>;
 pub struct Snapshot {
     pub(super) specs: Vec<ParameterSpec>,
     pub(super) layout: Layout,
+    /// The names of the rows after the weights: prefixes of the parameters' names in a checkpoint.
+    pub(super) moments: &'static [&'static str],
     /// The first element in the layout, and the values, (rows, elements).
     pub(super) held: Vec<(usize, Tensor)>,
 }
@@ -59,7 +58,7 @@ impl Snapshot {
                         vec![end - start]
                     }
                 };
-                for (row, prefix) in ROWS.iter().enumerate().take(rows) {
+                for (row, prefix) in std::iter::once(&"").chain(self.moments).enumerate().take(rows) {
                     let tensor = held.get(row)?.narrow(0, here.start - first, here.len())?;
                     let tensor = tensor.reshape(dims.as_slice())?.to_dtype(dtype)?;
                     tensors.insert(format!("{prefix}{}", spec.name), tensor);

@@ -11,9 +11,9 @@ use candle_sage::{Error, Result};
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
-use super::config::ParameterSpec;
 use super::pieces::overlap;
-use super::snapshot::{Parts, ROWS, is_damaged};
+use super::snapshot::{Parts, is_damaged};
+use super::spec::ParameterSpec;
 use crate::{during, unpanicked};
 
 /// A safetensors file that parameters are read from.
@@ -125,8 +125,8 @@ impl State {
     /// The names of the parameters.
     pub fn names(&self) -> Vec<String> {
         let all = self.0.iter().flat_map(|part| part.about.tensors().into_keys());
-        let moments = |name: &str| ROWS.iter().skip(1).any(|row| name.starts_with(row));
-        all.filter(|name| !moments(name)).collect()
+        // The name of a moment has that of its parameter behind a slash.
+        all.filter(|name| !name.contains('/')).collect()
     }
 
     /// The weights of a parameter.
@@ -134,15 +134,15 @@ impl State {
     /// # Errors
     /// When some of them are missing or occur twice, or a tensor has another shape or type.
     pub fn weights(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
-        self.values(spec, ROWS[0], 0..spec.len() as usize)
+        self.values(spec, "", 0..spec.len() as usize)
     }
 
-    /// The elements `range` of a moment (1 or 2) of a parameter.
+    /// The elements `range` of a moment of a parameter.
     ///
     /// # Errors
     /// As [`State::weights`].
-    pub fn moments(&self, moment: usize, spec: &ParameterSpec, range: Range<usize>) -> Result<Vec<f32>> {
-        self.values(spec, ROWS[moment], range)
+    pub fn moments(&self, moment: &str, spec: &ParameterSpec, range: Range<usize>) -> Result<Vec<f32>> {
+        self.values(spec, moment, range)
     }
 
     /// The elements `range` of a parameter, stored under its name with `prefix` before it.

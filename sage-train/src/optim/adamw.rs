@@ -1,9 +1,12 @@
 //! The settings of AdamW for a run. The update itself is [`candle_sage::ops::AdamW`].
 
+use candle_core::Tensor;
 use candle_sage::Result;
 use candle_sage::ops::AdamW;
 
+use super::OptimizerStep;
 use crate::checks::{above_zero, in_range, need};
+use crate::model::Shard;
 use crate::settings::{OptimizerSettings, Switch};
 
 /// The settings of AdamW, which do not change during a run.
@@ -15,7 +18,7 @@ pub struct AdamWConfig {
     pub beta2: f64,
     /// Added to the square root of the second moment.
     pub eps: f64,
-    /// Whether the first step found moments without bias ([`AdamWConfig::unbiased`]) rather than zeros.
+    /// Whether the first step found moments without bias ([`super::Optimizer::unbiased`]) rather than zeros.
     pub initial_moments: bool,
     /// Decoupled weight decay of matrices.
     pub weight_decay: f64,
@@ -39,9 +42,13 @@ impl AdamWConfig {
         })
     }
 
-    /// The factors that take the bias of zero initial moments from the moments after `step` steps.
-    pub fn unbiased(&self, step: u64) -> [f64; 2] {
-        [self.beta1, self.beta2].map(|beta| 1.0 / (1.0 - beta.powf(self.corrected_as(step) as f64)))
+    /// The running means of the gradient and of its square.
+    pub(super) const MOMENTS: &'static [&'static str] = &["adamw.mean/", "adamw.square/"];
+
+    /// The factor that takes the bias of zero initial values from a moment after `step` steps.
+    pub(super) fn unbiased(&self, moment: &str, step: u64) -> f64 {
+        let beta = if moment == Self::MOMENTS[0] { self.beta1 } else { self.beta2 };
+        1.0 / (1.0 - beta.powf(self.corrected_as(step) as f64))
     }
 
     /// The step by which moments after `step` steps are corrected: those that began without bias are corrected as after infinitely many.
@@ -49,18 +56,23 @@ impl AdamWConfig {
         if self.initial_moments { u64::MAX } else { step }
     }
 
-    /// The update of a step (from 1) whose gradient is the sum of `micro_batches` mean gradients.
-    pub fn step(&self, step: u64, lr: f64, micro_batches: usize) -> AdamW {
-        AdamW {
-            lr,
+    pub(super) fn update(
+        &self,
+        update: OptimizerStep,
+        shard: &Shard<'_>,
+        squares: &Tensor,
+    ) -> candle_core::Result<()> {
+        let adamw = AdamW {
+            lr: update.lr,
             beta1: self.beta1,
             beta2: self.beta2,
             eps: self.eps,
             weight_decay: self.weight_decay,
-            decayed: 0,
-            step: self.corrected_as(step),
-            gradient_factor: 1.0 / micro_batches as f64,
+            decayed: if shard.decays { shard.gradient.elem_count() } else { 0 },
+            step: self.corrected_as(update.step),
+            gradient_factor: 1.0 / update.gradients as f64,
             clip: self.clip,
-        }
+        };
+        adamw.step(shard.state, shard.gradient, squares, shard.copy)
     }
 }

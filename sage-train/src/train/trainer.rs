@@ -11,6 +11,7 @@ use crate::data::{Batches, Dataset, Feed, Sequences};
 use crate::device::{Mailbox, Monitor, Upload};
 use crate::metrics::Point;
 use crate::model::{Input, Left, Llama, LlamaConfig, Parameters, Reduction, Snapshot, Watch};
+use crate::optim::OptimizerStep;
 use crate::ranks::Ranks;
 use crate::train::guard::Limits;
 use crate::train::step_report::{Asked, Report};
@@ -212,10 +213,11 @@ impl<'a> Trainer<'a> {
             self.stop = (&self.stop + (loss * 0.0)?)?;
         }
         self.stop = (&self.stop + (&squares * 0.0)?)?;
-        let adamw = self.config.adamw.step(step + 1, lr, self.gradients_of_a_step());
         let skip = self.skip(&losses, &squares, limits)?;
         let norm = ((&squares + &self.stop)? + &skip)?;
-        self.parameters.update(adamw, &norm, self.ranks)?;
+        let update = OptimizerStep { step: step + 1, lr, gradients: self.gradients_of_a_step() };
+        let optimizer = self.config.optimizer;
+        self.parameters.update(|shard| optimizer.update(update, shard, &norm), self.ranks)?;
         self.mailboxes[mailbox].send(&Tensor::cat(&[all, skip.unsqueeze(0)?], 0)?)?;
         Ok(Some(Launched { step, lr, mailbox }))
     }
@@ -380,7 +382,7 @@ fn other_than_first(all: &[Vec<f64>]) -> Option<usize> {
 
 /// What helps against divergence: the settings that the run does not have yet.
 pub(super) fn stop_hint(config: &Config) -> String {
-    let clip = config.adamw.clip.is_none_or(|clip| clip > 1.0);
+    let clip = config.optimizer.clip().is_none_or(|clip| clip > 1.0);
     let missing = [(clip, ", --clip 1"), (!config.model.qk_norm, ", --qk-norm on")];
     let missing = missing.iter().filter(|(missing, _)| *missing).map(|(_, flag)| *flag);
     format!("a lower --lr, a longer --warmup-steps{}", missing.collect::<String>())

@@ -13,9 +13,17 @@ use candle_sage::ops::{Alpha, CrossEntropy, RopeStyle, Tail, embedding, linear_c
 use candle_sage::shape::Packing;
 use candle_sage::{Attention, AttnQat, SageBwd, Scheme, Sla2};
 use sage_train::config::Config;
-use sage_train::model::{Choice, Input, Llama, LlamaConfig, Parameters, Recompute, Sla2Config, Stage};
+use sage_train::model::{
+    Choice, Input, Llama, LlamaConfig, Parameters, Recompute, Sla2Config, Stage, Training,
+};
 use sage_train::ranks::Ranks;
 use sage_train::settings::Settings;
+
+fn drawn(config: &LlamaConfig, device: &Device, dtype: DType) -> Result<Parameters> {
+    let ranks = Ranks::alone();
+    let training = Training::of_gradients(&ranks);
+    Ok(Parameters::init(config.parameter_specs(), 7, training, device, dtype)?)
+}
 
 fn config() -> LlamaConfig {
     let config = Config::resolve(Settings::default()).expect("defaults").model;
@@ -36,7 +44,7 @@ fn config() -> LlamaConfig {
 #[test]
 fn matrices_of_one_input_are_one() -> Result<()> {
     let config = LlamaConfig { width: 36, heads: 3, key_heads: 1, head_dim: 10, ffn: 7, ..config() };
-    let parameters = Parameters::init(&config, 7, &Ranks::alone(), &Device::Cpu, DType::F32)?;
+    let parameters = drawn(&config, &Device::Cpu, DType::F32)?;
     let at = |name: &str| format!("model.layers.1.{name}.weight");
     let together = |names: &[&str]| -> Result<()> {
         let names: Vec<String> = names.iter().map(|name| at(name)).collect();
@@ -134,7 +142,7 @@ fn gradients_are_those_of_the_graph() -> Result<()> {
     for (scheme, qk_norm) in settings {
         for recompute in [Recompute::None, Recompute::Attention, Recompute::Block] {
             let config = LlamaConfig { scheme, qk_norm, recompute, ..config() };
-            let parameters = Parameters::init(&config, 7, &Ranks::alone(), &Device::Cpu, DType::F32)?;
+            let parameters = drawn(&config, &Device::Cpu, DType::F32)?;
             let (expected_loss, expected) = graph(&config, &parameters)?;
             let model = Llama::new(&config, &parameters, &Device::Cpu)?;
             let (ids, targets) = batch(&config, &Device::Cpu)?;
@@ -181,7 +189,7 @@ fn with_sla2() -> LlamaConfig {
 fn gradients_of_sla2_are_those_of_the_graph() -> Result<()> {
     for recompute in [Recompute::None, Recompute::Attention, Recompute::Block] {
         let config = LlamaConfig { recompute, ..with_sla2() };
-        let parameters = Parameters::init(&config, 7, &Ranks::alone(), &Device::Cpu, DType::F32)?;
+        let parameters = drawn(&config, &Device::Cpu, DType::F32)?;
         let (expected_loss, expected) = graph(&config, &parameters)?;
         assert!(expected.contains_key("model.layers.0.self_attn.theta"));
         let model = Llama::new(&config, &parameters, &Device::Cpu)?;
@@ -213,7 +221,7 @@ fn the_routers_stage_is_dense_attention_that_teaches() -> Result<()> {
     let config = with_sla2();
     let (ids, targets) = batch(&config, &Device::Cpu)?;
     let run = |stage| -> Result<(f32, Vec<(String, Tensor)>)> {
-        let parameters = Parameters::init(&config, 7, &Ranks::alone(), &Device::Cpu, DType::F32)?;
+        let parameters = drawn(&config, &Device::Cpu, DType::F32)?;
         let mut model = Llama::new(&config, &parameters, &Device::Cpu)?;
         model.set_stage(stage);
         let loss = model.train(&ids, &targets)?.to_scalar()?;
@@ -242,7 +250,7 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
     let int8 = Scheme::from(SageBwd::default());
     for (scheme, qk_norm) in [(None, false), (Some(Scheme::FullPrecision), true), (Some(int8), false)] {
         let config = LlamaConfig { scheme, qk_norm, ..config() };
-        let parameters = Parameters::init(&config, 7, &Ranks::alone(), device, DType::F32)?;
+        let parameters = drawn(&config, device, DType::F32)?;
         let whole = Llama::new(&config, &parameters, device)?;
         // The whole sequence in full precision, the scheme of the tokens after the prompt.
         let exact = LlamaConfig { scheme: scheme.map(|_| Scheme::FullPrecision), ..config.clone() };
@@ -268,7 +276,7 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
     }
     following_numerics_are_those_that_were_asked_for(device)?;
     let sparse = with_sla2();
-    let parameters = Parameters::init(&sparse, 7, &Ranks::alone(), device, DType::F32)?;
+    let parameters = drawn(&sparse, device, DType::F32)?;
     let mut model = Llama::new(&sparse, &parameters, device)?;
     assert!(model.past(48, Scheme::FullPrecision).is_none());
     model.set_stage(Stage::Dense);
@@ -281,7 +289,7 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
 fn following_numerics_are_those_that_were_asked_for(device: &Device) -> Result<()> {
     let int8 = Scheme::from(SageBwd::default());
     let config = LlamaConfig { scheme: Some(int8), ..config() };
-    let parameters = Parameters::init(&config, 7, &Ranks::alone(), device, DType::F32)?;
+    let parameters = drawn(&config, device, DType::F32)?;
     let model = Llama::new(&config, &parameters, device)?;
     let ids = batch(&config, device)?.0.narrow(0, 0, 1)?.contiguous()?;
     let logits = |following| -> Result<Tensor> {
@@ -303,7 +311,7 @@ fn documents_apart(device: &Device, dtype: DType, schemes: &[(Scheme, f64)]) -> 
     for &(scheme, limit) in schemes {
         for recompute in [Recompute::None, Recompute::Block] {
             let config = LlamaConfig { scheme: Some(scheme), recompute, context: 100, ..config() };
-            let parameters = Parameters::init(&config, 7, &Ranks::alone(), device, dtype)?;
+            let parameters = drawn(&config, device, dtype)?;
             let model = Llama::new(&config, &parameters, device)?;
             let tokens = |seed: u32| Tensor::from_iter((0..100u32).map(|n| (n * 31 + seed) % 250), device);
             let (ids, targets) = (tokens(3)?.unsqueeze(0)?, tokens(17)?.unsqueeze(0)?);
@@ -355,7 +363,7 @@ fn documents_in_a_sequence_are_as_good_as_alone() -> Result<()> {
 #[test]
 fn the_z_loss_is_in_training_and_not_in_validation() -> Result<()> {
     let (plain, raised) = (config(), LlamaConfig { z_loss: 0.1, ..config() });
-    let parameters = Parameters::init(&plain, 7, &Ranks::alone(), &Device::Cpu, DType::F32)?;
+    let parameters = drawn(&plain, &Device::Cpu, DType::F32)?;
     let (ids, targets) = batch(&plain, &Device::Cpu)?;
     let losses = |config: &LlamaConfig| -> Result<(f32, f32)> {
         let model = Llama::new(config, &parameters, &Device::Cpu)?;
@@ -373,7 +381,7 @@ fn the_z_loss_is_in_training_and_not_in_validation() -> Result<()> {
 #[test]
 fn a_gradient_that_is_not_finite_is_named() -> Result<()> {
     let config = config();
-    let parameters = Parameters::init(&config, 7, &Ranks::alone(), &Device::Cpu, DType::F32)?;
+    let parameters = drawn(&config, &Device::Cpu, DType::F32)?;
     assert_eq!(parameters.first_non_finite()?, None);
     let name = "model.layers.1.mlp.up_proj.weight";
     let bad = Tensor::full(f32::NAN, (config.ffn, config.width), &Device::Cpu)?;

@@ -4,27 +4,26 @@ use std::path::Path;
 
 use candle_core::{DType, Device};
 
-use super::{InitialValues, Parameters};
-use crate::model::config::{LlamaConfig, ParameterSpec};
+use super::{InitialValues, Parameters, Training};
+use crate::model::spec::ParameterSpec;
 use crate::model::state::{State, StateFile};
-use crate::ranks::Ranks;
 
 impl Parameters {
-    /// Reads every parameter from a safetensors file. `trained` is the ranks that train the model, and
-    /// `None` if it needs no gradients.
+    /// Reads every parameter from a safetensors file. `trained` is for whom they are trained, and
+    /// `None` if the model needs no gradients.
     ///
     /// # Errors
     /// When the file cannot be read, or belongs to another model.
     pub fn load(
-        config: &LlamaConfig,
+        specs: Vec<ParameterSpec>,
         path: &Path,
         device: &Device,
         dtype: DType,
-        trained: Option<&Ranks>,
+        trained: Option<Training<'_>>,
     ) -> candle_sage::Result<Self> {
         let file = StateFile::of_run(path)?;
         let weights = |spec: &ParameterSpec| file.values(spec, "");
-        Self::from_values(config, &InitialValues::weights(&weights), device, dtype, trained)
+        Self::from_values(specs, &InitialValues::weights(&weights), device, dtype, trained)
     }
 
     /// Restores parameters from a checkpoint. `trained` is as in [`Parameters::load`]; without it only the
@@ -33,16 +32,16 @@ impl Parameters {
     /// # Errors
     /// When the checkpoint cannot be read, or belongs to another model.
     pub fn restore(
-        config: &LlamaConfig,
+        specs: Vec<ParameterSpec>,
         state: &State,
         device: &Device,
         dtype: DType,
-        trained: Option<&Ranks>,
+        trained: Option<Training<'_>>,
     ) -> candle_sage::Result<Self> {
         let values = InitialValues {
             weights: &|spec| state.weights(spec),
             moments: Some(&|moment, spec, range| state.moments(moment, spec, range)),
         };
-        Self::from_values(config, &values, device, dtype, trained)
+        Self::from_values(specs, &values, device, dtype, trained)
     }
 }

@@ -8,11 +8,10 @@ use sage_train::device::Place;
 use sage_train::metrics::Outcome;
 use sage_train::model::{Llama, LlamaConfig, Parameters, Recompute};
 use sage_train::quantity::Quantity;
-use sage_train::ranks::Ranks;
 use sage_train::settings::{Attn, Settings, Switch};
 use sage_train::train::{self, Begin};
 
-use super::{batch, config, documents_apart, relative};
+use super::{batch, config, documents_apart, drawn, relative};
 
 #[test]
 #[ignore = "needs a GPU"]
@@ -38,7 +37,7 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
             let config =
                 LlamaConfig { scheme: Some(scheme), recompute, head_dim: 64, init_std: 0.1, ..config() };
             let run = |device: &Device, dtype| -> Result<(f32, Parameters)> {
-                let parameters = Parameters::init(&config, 7, &Ranks::alone(), device, dtype)?;
+                let parameters = drawn(&config, device, dtype)?;
                 let model = Llama::new(&config, &parameters, device)?;
                 let (ids, targets) = batch(&config, device)?;
                 let loss = model.train(&ids, &targets)?.to_scalar::<f32>()?;

@@ -1,0 +1,115 @@
+//! What is known of a parameter before it has values: its name, shape and initialization, and what it is to those that hold and
+//! update it.
+
+/// Name of the embedding, which is also the output matrix.
+pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
+
+/// The name, shape and initialization of a parameter.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParameterSpec {
+    /// Name in a Hugging Face checkpoint.
+    pub name: String,
+    /// What the parameter is.
+    pub kind: Kind,
+    /// Shape.
+    pub dims: Vec<usize>,
+    /// Its initialization.
+    pub start: Start,
+    /// Whether the parameter lies directly behind the one before it in memory, so that one product multiplies
+    /// by both.
+    pub follows: bool,
+}
+
+/// What a parameter is, from which everything else about it follows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// The embedding, which is also the output matrix.
+    Embedding,
+    /// The matrix of a linear layer.
+    Matrix,
+    /// The weight of a norm.
+    Norm,
+    /// A router of SLA2: a matrix for each head.
+    Router,
+    /// The weights of SLA2's mixture.
+    Theta,
+}
+
+impl Kind {
+    /// Whether weight decay applies.
+    pub fn decays(self) -> bool {
+        match self {
+            Self::Embedding | Self::Matrix => true,
+            Self::Norm | Self::Router | Self::Theta => false,
+        }
+    }
+
+    /// Whether the model reads the parameter in f32, whatever it computes in.
+    pub fn is_wide(self) -> bool {
+        match self {
+            Self::Embedding | Self::Matrix => false,
+            Self::Norm | Self::Router | Self::Theta => true,
+        }
+    }
+
+    /// Whether the first product of a backward overwrites the gradient, so that it need not be cleared. Two products add to the
+    /// embedding's, in no fixed order.
+    pub fn is_overwritten(self) -> bool {
+        match self {
+            Self::Matrix => true,
+            Self::Embedding | Self::Norm | Self::Router | Self::Theta => false,
+        }
+    }
+
+    /// Whether only models with SLA2 have the parameter.
+    pub fn is_of_sla2(self) -> bool {
+        match self {
+            Self::Router | Self::Theta => true,
+            Self::Embedding | Self::Matrix | Self::Norm => false,
+        }
+    }
+}
+
+/// How a parameter is initialized.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Start {
+    /// Drawn from a normal distribution with mean 0 and this standard deviation.
+    Normal(f64),
+    /// A constant.
+    Value(f32),
+    /// The identity matrix, for square matrices or stacks of them.
+    Identity,
+}
+
+impl ParameterSpec {
+    /// The initial values, unless they are drawn at random.
+    pub fn fixed_start(&self) -> Option<Vec<f32>> {
+        match self.start {
+            Start::Normal(_) => None,
+            Start::Value(value) => Some(vec![value; self.len() as usize]),
+            Start::Identity => Some(identity(&self.dims)),
+        }
+    }
+
+    /// The initial values of a router or `theta` of SLA2, which a model without SLA2 lacks.
+    pub fn start_in_sla2(&self) -> Option<Vec<f32>> {
+        self.fixed_start().filter(|_| self.kind.is_of_sla2())
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> u64 {
+        self.dims.iter().map(|&d| d as u64).product()
+    }
+
+    /// Whether the parameter has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// An identity matrix, or a stack of them: `dims` end with (n, n).
+fn identity(dims: &[usize]) -> Vec<f32> {
+    let width = dims.last().copied().unwrap_or(1);
+    let all: usize = dims.iter().product();
+    (0..all).map(|n| f32::from(u8::from(n / width % width == n % width))).collect()
+}
