@@ -1,75 +1,115 @@
 // Attention backward: for each (scheme, element type, head_dim) one kernel that visits all queries that see a block's keys, and
-// one that visits those that select them (sparse). Hopper has its own mainloops, except for SageBwd's ablations. Attn-QAT without requantized P runs the kernel of full precision, on its own operands. finish_dq converts the sums of dQ afterwards.
+// one that visits those that select them (sparse). The table of plans says which mainloop a kernel runs (params/plans.def). Attn-QAT
+// without requantized P runs the kernel of 16-bit attention, on its own operands. finish_dq converts the sums of dQ afterwards.
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
-#include <sage/attention/numerics/full_precision_backward_sm80.cuh>
-#include <sage/attention/numerics/full_precision_backward_sm90.cuh>
-#include <sage/attention/numerics/full_precision_backward_sm90_channel_parts.cuh>
-#include <sage/attention/numerics/full_precision_backward_sm90_dq_warpgroup.cuh>
+#include <sage/attention/numerics/dense16_backward_sm80.cuh>
+#include <sage/attention/numerics/dense16_backward_sm90.cuh>
+#include <sage/attention/numerics/dense16_backward_sm90_channel_parts.cuh>
+#include <sage/attention/numerics/dense16_backward_sm90_dq_warpgroup.cuh>
 #include <sage/attention/numerics/sagebwd_backward_sm80.cuh>
 #include <sage/attention/numerics/sagebwd_backward_sm90_dq_warpgroup.cuh>
 
+#include <concepts>
+
 using namespace sage;
+using attention::Nvfp4Probabilities, attention::PlainProbabilities, attention::ScoresOfCodes, attention::ScoresOfRows;
 
 constexpr int FINISH_THREADS = 256;
 
-#define ENTRY(name, mainloop, THREADS, Queries, ...)                                                             \
-  extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ params::Backward p) {    \
-    attention::mainloop<attention::__VA_ARGS__, attention::Queries>(p);                                          \
+namespace {
+
+// A mainloop, and the numerics for it. With products in 16 bit alone the best division of the work among Hopper's warpgroups
+// depends on head_dim: docs/kernels/log.md.
+template <params::Mainloop>
+struct Backward;
+
+template <>
+struct Backward<params::BACKWARD_SM80> {
+  template <class T, int D, int V, params::Plan PLAN, class P, class S>
+    requires(V == D)
+  using Dense16 = attention::Dense16BackwardSm80<T, D, PLAN, P, S>;
+  template <class T, int D, int V, params::Plan PLAN, bool GENERAL>
+  using SageBwd = attention::SageBwdBackwardSm80<T, D, PLAN, GENERAL>;
+  template <class Numerics, class Queries>
+  static __device__ __forceinline__ void run(const params::Backward& p) {
+    attention::backward_sm80<Numerics, Queries>(p);
+  }
+};
+
+template <>
+struct Backward<params::BACKWARD_SM90> {
+  template <class T, int D, int V, params::Plan PLAN, class P, class S>
+    requires(V == D)
+  using Dense16 = attention::Dense16BackwardSm90<T, D, PLAN, P, S>;
+  template <class Numerics, class Queries>
+  static __device__ __forceinline__ void run(const params::Backward& p) {
+    attention::backward_sm90<Numerics, Queries>(p);
+  }
+};
+
+template <>
+struct Backward<params::BACKWARD_SM90_DQ_WARPGROUP> {
+  template <class T, int D, int V, params::Plan PLAN, class P, class S>
+    requires(V == D)
+  using Dense16 = attention::Dense16BackwardSm90DqWarpgroup<T, D, PLAN, P, S>;
+  template <class T, int D, int V, params::Plan PLAN, bool GENERAL>
+    requires(!GENERAL)
+  using SageBwd = attention::SageBwdBackwardSm90DqWarpgroup<T, D, PLAN>;
+  template <class Numerics, class Queries>
+  static __device__ __forceinline__ void run(const params::Backward& p) {
+    attention::backward_sm90_dq_warpgroup<Numerics, Queries>(p);
+  }
+};
+
+template <>
+struct Backward<params::BACKWARD_SM90_CHANNEL_PARTS> {
+  template <class T, int D, int V, params::Plan PLAN, class P, class S>
+    requires std::same_as<P, PlainProbabilities>
+  using Dense16 = attention::Dense16BackwardSm90ChannelParts<T, D, PLAN, S, V>;
+  template <class Numerics, class Queries>
+  static __device__ __forceinline__ void run(const params::Backward& p) {
+    attention::backward_sm90_channel_parts<Numerics, Queries>(p);
+  }
+};
+
+}  // namespace
+
+#define ENTRY(name, PLAN, Queries, T, D, V, NUMERICS, ...)                                                               \
+  extern "C" __global__ void __launch_bounds__(PLAN.threads, 1) name(const __grid_constant__ params::Backward p) {       \
+    using Mainloop = Backward<PLAN.mainloop>;                                                                            \
+    Mainloop::run<Mainloop::NUMERICS<T, D, V, PLAN, __VA_ARGS__>, attention::Queries>(p);                                \
   }
 
-// The two entries of a kernel, each with its plan.
-#define KERNEL(mainloop, kernel, type, T, D, Numerics, ...)                                                       \
-  ENTRY(kernel##_##type##_##D, mainloop, params::plan(#kernel, D, params::EVERY).threads, EveryQuery,             \
-        Numerics<T, D, params::plan(#kernel, D, params::EVERY) __VA_OPT__(, ) __VA_ARGS__>)                       \
-  ENTRY(kernel##_sparse_##type##_##D, mainloop, params::plan(#kernel, D, params::LISTED).threads, ListedQueries,  \
-        Numerics<T, D, params::plan(#kernel, D, params::LISTED) __VA_OPT__(, ) __VA_ARGS__>)
+// The two entries of a kernel, each with its plan. NUMERICS is a member of `Backward`, and takes what follows.
+#define KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                      \
+  ENTRY(kernel##_##suffix, params::plan(#kernel, {D, V}, params::EVERY), EveryQuery, T, D, V, __VA_ARGS__)               \
+  ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedQueries, T, D, V, __VA_ARGS__)
+#define KERNEL(kernel, type, T, D, ...) KERNEL_OF_WIDTHS(kernel, type##_##D, T, D, D, __VA_ARGS__)
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// With products in 16 bit alone the best division of the work among warpgroups depends on head_dim: docs/kernels/log.md.
-#define MAINLOOP_64 backward_sm90_dq_warpgroup
-#define MAINLOOP_128 backward_sm90
-#define NUMERICS_64(Numerics) Numerics##Sm90DqWarpgroup
-#define NUMERICS_128(Numerics) Numerics##Sm90
-#define MAINLOOP_256 backward_sm90_channel_parts
-#define NUMERICS_256(Numerics) Numerics##Sm90ChannelParts
-#define BACKWARD(kernel, type, T, D, Numerics, ...) \
-  KERNEL(MAINLOOP_##D, kernel, type, T, D, NUMERICS_##D(Numerics) __VA_OPT__(, ) __VA_ARGS__)
-#define BACKWARD_DQ_WARPGROUP(kernel, type, T, D, Numerics) \
-  KERNEL(backward_sm90_dq_warpgroup, kernel, type, T, D, Numerics##Sm90DqWarpgroup)
-#else
-#define BACKWARD(kernel, type, T, D, Numerics, ...) \
-  KERNEL(backward_sm80, kernel, type, T, D, Numerics##Sm80 __VA_OPT__(, ) __VA_ARGS__)
-#define BACKWARD_DQ_WARPGROUP BACKWARD
-#endif
-
-#define HEAD_DIM(type, T, D)                                                                                   \
-  BACKWARD(attn_bwd_full_precision, type, T, D, FullPrecisionBackward)                                         \
-  BACKWARD(attn_bwd_attn_qat, type, T, D, FullPrecisionBackward, attention::Nvfp4Probabilities)                \
-  BACKWARD(attn_bwd_sagebwd_s, type, T, D, FullPrecisionBackward, attention::PlainProbabilities,               \
-           attention::ScoresOfCodes<T, D>)                                                                     \
-  BACKWARD_DQ_WARPGROUP(attn_bwd_sagebwd, type, T, D, SageBwdBackward)                                         \
-  KERNEL(backward_sm80, attn_bwd_sagebwd_general, type, T, D, SageBwdBackwardSm80, true)
+#define DENSE16(type, T, D) KERNEL(attn_bwd_dense16, type, T, D, Dense16, PlainProbabilities, ScoresOfRows<T, D>)
+#define SCORES(type, T, D) KERNEL(attn_bwd_sagebwd_s, type, T, D, Dense16, PlainProbabilities, ScoresOfCodes<T, D>)
+#define HEAD_DIM(type, T, D)                                                                       \
+  DENSE16(type, T, D)                                                                              \
+  SCORES(type, T, D)                                                                               \
+  KERNEL(attn_bwd_attn_qat, type, T, D, Dense16, Nvfp4Probabilities, ScoresOfRows<T, D>)           \
+  KERNEL(attn_bwd_sagebwd, type, T, D, SageBwd, false)                                             \
+  KERNEL(attn_bwd_sagebwd_general, type, T, D, SageBwd, true)
 
 HEAD_DIM(bf16, __nv_bfloat16, 64)
 HEAD_DIM(bf16, __nv_bfloat16, 128)
 HEAD_DIM(f16, __half, 64)
 HEAD_DIM(f16, __half, 128)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define HEAD_DIM_192(type, T)                                                                                            \
-  KERNEL(backward_sm90_channel_parts, attn_bwd_full_precision, type, T, 192, FullPrecisionBackwardSm90ChannelParts)        \
-  KERNEL(backward_sm90_channel_parts, attn_bwd_narrow_values, type, T, 192, FullPrecisionBackwardSm90ChannelParts, \
-         attention::ScoresOfRows<T, 192>, 128)
-#define HEAD_DIM_256(type, T)                                                                                            \
-  KERNEL(backward_sm90_channel_parts, attn_bwd_sagebwd_s, type, T, 256, FullPrecisionBackwardSm90ChannelParts,             \
-         attention::ScoresOfCodes<T, 256>)
-HEAD_DIM_192(bf16, __nv_bfloat16)
-HEAD_DIM_192(f16, __half)
-HEAD_DIM_256(bf16, __nv_bfloat16)
-HEAD_DIM_256(f16, __half)
+#define SM90(type, T)                                                                                                      \
+  DENSE16(type, T, 192)                                                                                                    \
+  KERNEL_OF_WIDTHS(attn_bwd_dense16, type##_192_128, T, 192, 128, Dense16, PlainProbabilities, ScoresOfRows<T, 192>)          \
+  SCORES(type, T, 256)
+SM90(bf16, __nv_bfloat16)
+SM90(f16, __half)
 #endif
 #ifdef SAGE_HEAD_DIM_256
-BACKWARD(attn_bwd_full_precision, bf16, __nv_bfloat16, 256, FullPrecisionBackward)
-BACKWARD(attn_bwd_full_precision, f16, __half, 256, FullPrecisionBackward)
+DENSE16(bf16, __nv_bfloat16, 256)
+DENSE16(f16, __half, 256)
 #endif
 
 namespace {

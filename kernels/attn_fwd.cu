@@ -1,62 +1,90 @@
 // Attention forward: for each (scheme, element type, head_dim) one kernel that visits all visible keys, and one that visits the
-// blocks of a selection (sparse). Hopper has its own mainloop, except for SageBwd with Q smoothing.
-#include <sage/attention/numerics/full_precision_forward_sm80.cuh>
-#include <sage/attention/numerics/full_precision_forward_sm90.cuh>
+// blocks of a selection (sparse). The table of plans says which mainloop a kernel runs (params/plans.def).
+#include <sage/attention/numerics/dense16_forward_sm80.cuh>
+#include <sage/attention/numerics/dense16_forward_sm90.cuh>
 #include <sage/attention/numerics/sagebwd_forward_sm80.cuh>
 #include <sage/attention/numerics/sagebwd_forward_sm90.cuh>
 
 using namespace sage;
+using attention::Nvfp4Probabilities, attention::PlainProbabilities;
+using Operands = attention::Operands;
 
-#define ENTRY_SM80(name, Block, ...)                                                                            \
-  extern "C" __global__ void __launch_bounds__(attention::__VA_ARGS__::THREADS, attention::__VA_ARGS__::BLOCKS) \
-      name(const __grid_constant__ params::Forward p) {                                                         \
-    attention::forward_sm80<attention::__VA_ARGS__, attention::Block>(p);                                       \
+namespace {
+
+// A mainloop, the numerics for it, and the blocks of a multiprocessor that its registers are for.
+template <params::Mainloop>
+struct Forward;
+
+template <>
+struct Forward<params::FORWARD_SM80> {
+  template <class T, int D, int V, params::Plan PLAN, class P, Operands OPERANDS>
+    requires(V == D)
+  using Dense16 = attention::Dense16ForwardSm80<T, D, PLAN, P, OPERANDS>;
+  template <class T, int D, int V, params::Plan PLAN, bool QK>
+  using SageBwd = attention::SageBwdForwardSm80<T, D, PLAN, QK>;
+  template <class Numerics>
+  static constexpr int BLOCKS = Numerics::BLOCKS;
+  template <class Numerics, class Block>
+  static __device__ __forceinline__ void run(const params::Forward& p) {
+    attention::forward_sm80<Numerics, Block>(p);
   }
-#define ENTRY_SM90(name, Block, ...)                                                             \
-  extern "C" __global__ void __launch_bounds__(attention::__VA_ARGS__::Warpgroups::THREADS, 1)   \
-      name(const __grid_constant__ params::Forward p) {                                          \
-    attention::forward_sm90<attention::__VA_ARGS__, attention::Block>(p);                        \
+};
+
+template <>
+struct Forward<params::FORWARD_SM90> {
+  template <class T, int D, int V, params::Plan PLAN, class P, Operands OPERANDS>
+  using Dense16 = attention::Dense16ForwardSm90<T, D, PLAN, P, OPERANDS, V>;
+  template <class T, int D, int V, params::Plan PLAN, bool QK>
+    requires(!QK)
+  using SageBwd = attention::SageBwdForwardSm90<T, D, PLAN>;
+  template <class Numerics>
+  static constexpr int BLOCKS = 1;
+  template <class Numerics, class Block>
+  static __device__ __forceinline__ void run(const params::Forward& p) {
+    attention::forward_sm90<Numerics, Block>(p);
+  }
+};
+
+}  // namespace
+
+#define ENTRY(name, PLAN, Block, T, D, V, NUMERICS, ...)                                                               \
+  namespace of_##name {                                                                                                \
+  using Mainloop = Forward<PLAN.mainloop>;                                                                             \
+  using Numerics = Mainloop::NUMERICS<T, D, V, PLAN, __VA_ARGS__>;                                                     \
+  }                                                                                                                    \
+  extern "C" __global__ void __launch_bounds__(PLAN.threads, of_##name::Mainloop::BLOCKS<of_##name::Numerics>)         \
+      name(const __grid_constant__ params::Forward p) {                                                                \
+    of_##name::Mainloop::run<of_##name::Numerics, attention::Block>(p);                                                \
   }
 
-// The two entries of a kernel, each with its plan.
-#define KERNEL(ENTRY, kernel, type, T, D, Numerics, ...)                                                          \
-  ENTRY(kernel##_##type##_##D, EveryKey,                                                                          \
-        Numerics<T, D, params::plan(#kernel, D, params::EVERY) __VA_OPT__(, ) __VA_ARGS__>)                       \
-  ENTRY(kernel##_sparse_##type##_##D, ListedKeys,                                                                 \
-        Numerics<T, D, params::plan(#kernel, D, params::LISTED) __VA_OPT__(, ) __VA_ARGS__>)
+// The two entries of a kernel, each with its plan. NUMERICS is a member of `Forward`, and takes what follows.
+#define KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                    \
+  ENTRY(kernel##_##suffix, params::plan(#kernel, {D, V}, params::EVERY), EveryKey, T, D, V, __VA_ARGS__)               \
+  ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedKeys, T, D, V, __VA_ARGS__)
+#define KERNEL(kernel, type, T, D, ...) KERNEL_OF_WIDTHS(kernel, type##_##D, T, D, D, __VA_ARGS__)
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define FORWARD(kernel, type, T, D, Numerics, ...) KERNEL(ENTRY_SM90, kernel, type, T, D, Numerics##Sm90 __VA_OPT__(, ) __VA_ARGS__)
-#else
-#define FORWARD(kernel, type, T, D, Numerics, ...) KERNEL(ENTRY_SM80, kernel, type, T, D, Numerics##Sm80 __VA_OPT__(, ) __VA_ARGS__)
-#endif
-
-#define HEAD_DIM(type, T, D)                                                                                \
-  FORWARD(attn_fwd_full_precision, type, T, D, FullPrecisionForward, attention::PlainProbabilities)         \
-  FORWARD(attn_fwd_attn_qat, type, T, D, FullPrecisionForward, attention::Nvfp4Probabilities)               \
-  FORWARD(attn_fwd_sagebwd, type, T, D, SageBwdForward)                                                     \
-  FORWARD(attn_fwd_sagebwd_scores, type, T, D, FullPrecisionForward, attention::PlainProbabilities,          \
-          attention::Operands::CODES)                                                                        \
-  KERNEL(ENTRY_SM80, attn_fwd_sagebwd_qk, type, T, D, SageBwdForwardSm80, true)
+#define DENSE16(type, T, D) KERNEL(attn_fwd_dense16, type, T, D, Dense16, PlainProbabilities, Operands::ROWS)
+#define SCORES(type, T, D) KERNEL(attn_fwd_sagebwd_scores, type, T, D, Dense16, PlainProbabilities, Operands::CODES)
+#define HEAD_DIM(type, T, D)                                                               \
+  DENSE16(type, T, D)                                                                      \
+  SCORES(type, T, D)                                                                       \
+  KERNEL(attn_fwd_attn_qat, type, T, D, Dense16, Nvfp4Probabilities, Operands::ROWS)       \
+  KERNEL(attn_fwd_sagebwd, type, T, D, SageBwd, false)                                     \
+  KERNEL(attn_fwd_sagebwd_qk, type, T, D, SageBwd, true)
 
 HEAD_DIM(bf16, __nv_bfloat16, 64)
 HEAD_DIM(bf16, __nv_bfloat16, 128)
 HEAD_DIM(f16, __half, 64)
 HEAD_DIM(f16, __half, 128)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define HEAD_DIM_192(type, T)                                                                                            \
-  KERNEL(ENTRY_SM90, attn_fwd_full_precision, type, T, 192, FullPrecisionForwardSm90, attention::PlainProbabilities)      \
-  KERNEL(ENTRY_SM90, attn_fwd_narrow_values, type, T, 192, FullPrecisionForwardSm90, attention::PlainProbabilities,       \
-         attention::Operands::ROWS, 128)
-#define HEAD_DIM_256(type, T)                                                                                            \
-  KERNEL(ENTRY_SM90, attn_fwd_sagebwd_scores, type, T, 256, FullPrecisionForwardSm90, attention::PlainProbabilities,      \
-         attention::Operands::CODES)
-HEAD_DIM_192(bf16, __nv_bfloat16)
-HEAD_DIM_192(f16, __half)
-HEAD_DIM_256(bf16, __nv_bfloat16)
-HEAD_DIM_256(f16, __half)
+#define SM90(type, T)                                                                                                  \
+  DENSE16(type, T, 192)                                                                                                \
+  KERNEL_OF_WIDTHS(attn_fwd_dense16, type##_192_128, T, 192, 128, Dense16, PlainProbabilities, Operands::ROWS)            \
+  SCORES(type, T, 256)
+SM90(bf16, __nv_bfloat16)
+SM90(f16, __half)
 #endif
 #ifdef SAGE_HEAD_DIM_256
-FORWARD(attn_fwd_full_precision, bf16, __nv_bfloat16, 256, FullPrecisionForward, attention::PlainProbabilities)
-FORWARD(attn_fwd_full_precision, f16, __half, 256, FullPrecisionForward, attention::PlainProbabilities)
+DENSE16(bf16, __nv_bfloat16, 256)
+DENSE16(f16, __half, 256)
 #endif

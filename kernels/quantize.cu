@@ -265,15 +265,15 @@ __device__ void prepare(const params::Backward& p) {
   FORWARD(quantize_##type##_##D, quant::TILE_THREADS, quantize<T, D>)
 #define KERNELS(type, T, D)                                           \
   CODES(type, T, D)                                                   \
-  BACKWARD(prepare_full_precision_##type##_##D, prepare<T, D, false>) \
+  BACKWARD(prepare_dense16_##type##_##D, prepare<T, D, false>) \
   BACKWARD(prepare_sagebwd_##type##_##D, prepare<T, D, true>)
 
 KERNELS(bf16, __nv_bfloat16, 64)
 KERNELS(bf16, __nv_bfloat16, 128)
 KERNELS(f16, __half, 64)
 KERNELS(f16, __half, 128)
-BACKWARD(prepare_full_precision_bf16_256, prepare<__nv_bfloat16, 256, false>)
-BACKWARD(prepare_full_precision_f16_256, prepare<__half, 256, false>)
+BACKWARD(prepare_dense16_bf16_256, prepare<__nv_bfloat16, 256, false>)
+BACKWARD(prepare_dense16_f16_256, prepare<__half, 256, false>)
 FORWARD(mean_of_tiles_64, MEAN_THREADS, mean_of_tiles<64>)
 FORWARD(mean_of_tiles_128, MEAN_THREADS, mean_of_tiles<128>)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // the only target that multiplies codes of larger heads

@@ -1,6 +1,6 @@
 // Kernels for selections (candle-sage/src/selection.rs) and their router: means of blocks, the lists of the largest scores, the
 // inverse of the lists, and the attention mass of each block of keys under dense attention.
-#include <sage/attention/numerics/full_precision_forward_sm80.cuh>
+#include <sage/attention/numerics/dense16_forward_sm80.cuh>
 #include <sage/params/sla2.cuh>
 
 using namespace sage;
@@ -255,7 +255,7 @@ __device__ __forceinline__ void add_mass(float probabilities, float (&parts)[PAR
 // log-sum-exps, once for the sums of probabilities over each block of keys.
 template <class T, int D>
 __device__ __forceinline__ void block_mass(const params::Mass& p) {
-  using Numerics = attention::FullPrecisionForwardSm80<T, D, params::plan("block_mass", D, params::LISTED)>;
+  using Numerics = attention::Dense16ForwardSm80<T, D, params::plan("block_mass", D, params::LISTED)>;
   constexpr int M = Numerics::M, PARTS = Numerics::THREADS / 32;
   extern __shared__ __align__(1024) unsigned char shared[];
   __shared__ attention::ForwardBlock block;

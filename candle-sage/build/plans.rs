@@ -52,10 +52,10 @@ pub(crate) fn table(definitions: &str) -> Result<String, String> {
             }
             (
                 "SAGE_PLAN",
-                [kernel, head_dim, of_targets, visits, mainloop, rows, threads, row_bytes, stages, shared],
+                [kernel, head_dim, value_dim, of_targets, visits, mainloop, rows, threads, row_bytes, stages, shared],
             ) => writeln!(
                 plans,
-                "    Plan {{ family: {family:?}, kernel: {kernel:?}, head_dim: {head_dim}, targets: {}, \
+                "    Plan {{ family: {family:?}, kernel: {kernel:?}, head_dim: {head_dim}, value_dim: {value_dim}, targets: {}, \
                  visits: {}, mainloop: Mainloop::{}, rows: {rows}, threads: {threads}, row_bytes: {row_bytes}, \
                  stages: {stages}, shared_bytes: {shared} }},",
                 list("Target", of_targets),

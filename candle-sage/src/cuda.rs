@@ -200,7 +200,7 @@ fn run_forward<S: OnGpu>(
         blocks = blocks.min(if cfg!(test) { 2 } else { call.gpu.multiprocessors });
     }
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
-    let kernel = call.kernel(&plan.name(visits));
+    let kernel = plan.entry(visits, call.element.name());
     call.gpu.launch_forward(plan.family, &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(&call.gpu)?;
@@ -258,7 +258,7 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
         + users.as_ref().map_or(0, Users::more_blocks) * SELECTION_BLOCK.div_ceil(plan.rows);
     let blocks = blocks * plan.channel_parts();
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
-    let kernel = call.kernel(&plan.name(visits));
+    let kernel = plan.entry(visits, call.element.name());
     gpu.launch_backward(plan.family, &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;

@@ -2,8 +2,8 @@
 // family 10 on them, and what compares their results with the definition.
 #pragma once
 
-#include <sage/attention/numerics/full_precision_backward_sm80.cuh>
-#include <sage/attention/numerics/full_precision_forward_sm80.cuh>
+#include <sage/attention/numerics/dense16_backward_sm80.cuh>
+#include <sage/attention/numerics/dense16_forward_sm80.cuh>
 #include <sage/attention/numerics/nvfp4_forward_sm100.cuh>
 #include <sage/attention/numerics/nvfp4_forward_sm80.cuh>
 #include <sage/attention/numerics/sagebwd_backward_sm80.cuh>
@@ -168,11 +168,11 @@ struct Problem {
             attention::Nvfp4ForwardSm100<T, D, params::plan("attn_fwd_nvfp4", D, params::EVERY, params::SM100)>, Block>();
       else launch_forward<attention::Nvfp4ForwardSm80<T, D, params::plan("attn_fwd_nvfp4", D)>, Block>();
     } else if constexpr (NUMERICS == FULL_PRECISION) {
-      launch_forward<attention::FullPrecisionForwardSm80<T, D, params::plan("attn_fwd_full_precision", D)>, Block>();
+      launch_forward<attention::Dense16ForwardSm80<T, D, params::plan("attn_fwd_dense16", D)>, Block>();
     } else if constexpr (NUMERICS == SAGEBWD_SCORES) {
       quantize_to_codes();
       constexpr params::Plan PLAN = params::plan("attn_fwd_sagebwd_scores", D);
-      launch_forward<attention::FullPrecisionForwardSm80<T, D, PLAN, attention::PlainProbabilities, attention::Operands::CODES>, Block>();
+      launch_forward<attention::Dense16ForwardSm80<T, D, PLAN, attention::PlainProbabilities, attention::Operands::CODES>, Block>();
     } else {
       quantize_to_codes();
       constexpr bool QK = NUMERICS == SAGEBWD_QK;
@@ -194,11 +194,11 @@ struct Problem {
     constexpr const char* KERNEL = NUMERICS == SAGEBWD_QK ? "attn_bwd_sagebwd_general"
                                    : CODES                  ? "attn_bwd_sagebwd"
                                    : S_OF_CODES             ? "attn_bwd_sagebwd_s"
-                                                            : "attn_bwd_full_precision";
+                                                            : "attn_bwd_dense16";
     constexpr params::Plan PLAN = params::plan(KERNEL, D, params::EVERY, D > 128 ? params::SM80 : params::SM86);
     using Scores = std::conditional_t<S_OF_CODES, attention::ScoresOfCodes<T, D>, attention::ScoresOfRows<T, D>>;
     using Kernel = std::conditional_t<CODES, attention::SageBwdBackwardSm80<T, D, PLAN, NUMERICS == SAGEBWD_QK>,
-                                      attention::FullPrecisionBackwardSm80<T, D, PLAN, attention::PlainProbabilities, Scores>>;
+                                      attention::Dense16BackwardSm80<T, D, PLAN, attention::PlainProbabilities, Scores>>;
     int blocks = segments.count() * c.key_heads * ((segments.longest_keys + PLAN.rows - 1) / PLAN.rows) + more_blocks * (128 / PLAN.rows);
     if constexpr (!CODES) blocks *= Kernel::CHANNEL_PARTS;
     for (int i = 0; i < blocks; ++i)

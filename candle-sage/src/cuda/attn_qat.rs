@@ -169,7 +169,7 @@ fn codes(call: &Call<'_>) -> Result<[CudaSlice<i8>; 3]> {
             .hint("AttnQat::products(Products::SixteenBit) gives the same values everywhere")
             .into());
     }
-    let plan = Plan::of(NVFP4, call.d, gpu.architecture, Visits::Every)?;
+    let plan = Plan::of(NVFP4, (call.d, call.d), gpu.architecture, Visits::Every)?;
     let of_tiles = |tiles: usize| gpu.alloc::<i8>(tiles * TILE * plan.row_bytes);
     Ok([of_tiles(call.query_tiles())?, of_tiles(call.key_tiles())?, of_tiles(call.key_tiles())?])
 }

@@ -123,16 +123,13 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// The plan of a scheme's kernel. Where queries and keys have up to 192 channels and values up to 128, full precision has kernels
-    /// of their own.
+    /// The plan of a scheme's kernel.
     ///
     /// # Errors
     /// When it does not take heads of this size on this GPU.
     pub(super) fn plan(&self, kernel: &str, visits: Visits) -> Result<&'static Plan> {
-        let narrow = self.d == 192 && self.problem.shape.value_dim() <= 128;
-        let of_widths = narrow.then(|| kernel.replace("full_precision", "narrow_values"));
-        let kernel = of_widths.as_deref().unwrap_or(kernel);
-        Plan::of(kernel, self.d, self.gpu.architecture, visits).map_err(|missing| match self.d {
+        let widths = (self.d, self.problem.shape.value_dim());
+        Plan::of(kernel, widths, self.gpu.architecture, visits).map_err(|missing| match self.d {
             ..=128 => missing,
             _ => Error::unsupported("head_dim is out of range on CUDA")
                 .got(format!("{} for `{kernel}` on {}", self.problem.shape.widest(), self.gpu.architecture))

@@ -9,7 +9,7 @@ use super::plan::Plan;
 use super::{OnGpu, Past, params};
 
 /// Name of the backward's kernel, which other schemes run on operands of their own.
-pub(super) const BACKWARD: &str = "attn_bwd_full_precision";
+pub(super) const BACKWARD: &str = "attn_bwd_dense16";
 
 /// See [`crate::scheme::Scheme::FullPrecision`].
 #[derive(Debug, Clone, Copy)]
@@ -21,7 +21,7 @@ impl OnGpu for FullPrecision {
     type Scratch = ();
 
     fn forward_kernel(&self) -> &'static str {
-        "attn_fwd_full_precision"
+        "attn_fwd_dense16"
     }
 
     fn backward_kernel(&self) -> &'static str {
@@ -59,6 +59,6 @@ impl OnGpu for FullPrecision {
 /// Launches the computation of `D = rowsum(dO o O)` from `params.out` and `params.dout`.
 pub(super) fn launch_delta(call: &Call<'_>, params: &params::Backward<'_>) -> Result<()> {
     // A row is divided among a power of two of lanes.
-    let kernel = call.kernel_for("prepare_full_precision", call.d.next_power_of_two());
+    let kernel = call.kernel_for("prepare_dense16", call.d.next_power_of_two());
     call.gpu.launch_backward("quantize", &kernel, Grid::line(call.query_tiles(), TILE_THREADS), params)
 }

@@ -57,7 +57,7 @@ impl<'a> Call<'a> {
         let (d, geometry) = (plan::small_head_dim(shape)?, Geometry::new(&gpu, shape)?);
         let heads = shape.key_heads() * geometry.segment_count();
         let (longest, _) = geometry.blocks();
-        let plan = Plan::of("linear_scan_blocks", d, gpu.architecture, Visits::Listed)?;
+        let plan = Plan::of("linear_scan_blocks", (d, d), gpu.architecture, Visits::Listed)?;
         let split = 2 * d / plan.row_bytes;
         // As many sequences of the longest one's blocks as all of them make.
         let sequences = blocks.rows().div_ceil(longest.max(1));
@@ -109,7 +109,7 @@ impl<'a> Call<'a> {
 
     /// Launches a kernel of the table of plans, with a grid of `blocks` x segments x `heads`.
     fn launch(&self, kernel: &str, blocks: usize, heads: usize, params: &Linear<'_>) -> Result<()> {
-        let plan = Plan::of(kernel, self.d, self.gpu.architecture, Visits::Listed)?;
+        let plan = Plan::of(kernel, (self.d, self.d), self.gpu.architecture, Visits::Listed)?;
         let grid = Grid {
             blocks: (blocks as u32, self.geometry.segment_count() as u32, heads as u32),
             shared_bytes: plan.shared_bytes,

@@ -80,10 +80,12 @@ struct Facts {
 pub(super) struct Plan {
     /// The `.cu` file of the kernel.
     pub(super) family: &'static str,
-    /// Name of the kernel without the suffixes for visits, element type and head_dim.
+    /// Name of the kernel without the suffixes for visits, element type and widths.
     pub(super) kernel: &'static str,
     /// head_dim as padded inside the kernel.
     head_dim: usize,
+    /// The width of values as padded inside the kernel.
+    value_dim: usize,
     targets: &'static [Target],
     visits: &'static [Visits],
     mainloop: Mainloop,
@@ -98,34 +100,38 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// The plan of a kernel. There is one for every kernel that a scheme names and every target up to a `head_dim` of 128, as
+    /// The plan of a kernel for heads that are padded to `head_dim` channels and values of up to `value_dim`: the one with the narrowest
+    /// values. There is one for every kernel that a scheme names and every target up to a `head_dim` of 128, as
     /// a test checks; above it for full precision where thread blocks have enough shared memory, and on Hopper for SageBwd's scores.
     ///
     /// # Errors
     /// When the table has none.
     pub(super) fn of(
         kernel: &str,
-        head_dim: usize,
+        (head_dim, value_dim): (usize, usize),
         architecture: Architecture,
         visits: Visits,
     ) -> candle_core::Result<&'static Self> {
         let target = architecture.target();
-        let mut rows = PLANS.iter().filter(|plan| {
+        let rows = PLANS.iter().filter(|plan| {
             plan.kernel == kernel
                 && plan.head_dim == head_dim
+                && plan.value_dim >= value_dim
                 && plan.targets.contains(&target)
                 && plan.visits.contains(&visits)
         });
-        rows.next().ok_or_else(|| {
+        rows.min_by_key(|plan| plan.value_dim).ok_or_else(|| {
             candle_core::Error::Msg(format!(
-                "no plan for {kernel}, head_dim {head_dim}, {target:?}, {visits:?}"
+                "no plan for {kernel}, head_dim {head_dim}, values of {value_dim}, {target:?}, {visits:?}"
             ))
         })
     }
 
-    /// The kernel's name without the suffixes for element type and head_dim.
-    pub(super) fn name(&self, visits: Visits) -> String {
-        format!("{}{}", self.kernel, visits.suffix())
+    /// The name of the kernel for an element type.
+    pub(super) fn entry(&self, visits: Visits, element: &str) -> String {
+        let Self { kernel, head_dim, value_dim, .. } = self;
+        let values = if value_dim == head_dim { String::new() } else { format!("_{value_dim}") };
+        format!("{kernel}{}_{element}_{head_dim}{values}", visits.suffix())
     }
 
     /// Whether the kernel takes tensor maps, with which producers on Hopper copy 16-bit operands.
@@ -199,7 +205,7 @@ mod tests {
     /// The plans of a scheme's forward and backward.
     fn plans(scheme: &Scheme, d: usize, architecture: u32, visits: Visits) -> [&'static Plan; 2] {
         let architecture = Architecture::from_number(architecture);
-        kernels_of(scheme).map(|kernel| Plan::of(kernel, d, architecture, visits).expect("a plan"))
+        kernels_of(scheme).map(|kernel| Plan::of(kernel, (d, d), architecture, visits).expect("a plan"))
     }
 
     #[test]
@@ -209,7 +215,7 @@ mod tests {
                 assert!(plan.shared_bytes <= target.shared_bytes(), "{target:?}: {plan:?}");
             }
             let twin = PLANS[..n].iter().find(|other| {
-                (other.kernel, other.head_dim) == (plan.kernel, plan.head_dim)
+                (other.kernel, other.head_dim, other.value_dim) == (plan.kernel, plan.head_dim, plan.value_dim)
                     && other.targets.iter().any(|target| plan.targets.contains(target))
                     && other.visits.iter().any(|visits| plan.visits.contains(visits))
             });
@@ -232,7 +238,7 @@ mod tests {
                     let visits = if plan.mainloop == Mainloop::None { Visits::Every } else { *visits };
                     for element in ["bf16", "f16"] {
                         let entry =
-                            format!("'{}_{element}_{}' for 'sm_{number}", plan.name(visits), plan.head_dim);
+                            format!("'{}' for 'sm_{number}", plan.entry(visits, element));
                         assert!(RESOURCES.contains(&entry), "{entry}");
                     }
                 }
@@ -284,11 +290,15 @@ mod tests {
             assert_eq!(mainloops(full, 256, number), of_large);
         }
         let scores = Scheme::from(SageBwd::default().products(Int8Products::SCORES));
-        let narrow = ["attn_fwd_narrow_values", "attn_bwd_narrow_values"];
-        for (kernels, d) in [(kernels_of(full), 192), (narrow, 192), (kernels_of(&scores), 256)] {
+        for (kernels, widths) in [
+            (kernels_of(full), (192, 192)),
+            (kernels_of(full), (192, 100)),
+            (kernels_of(&scores), (256, 256)),
+        ] {
             let [forward, backward] = kernels.map(|kernel| {
-                Plan::of(kernel, d, Architecture::from_number(90), Visits::Every).expect("a plan")
+                Plan::of(kernel, widths, Architecture::from_number(90), Visits::Every).expect("a plan")
             });
+            assert_eq!(forward.value_dim, widths.1.next_multiple_of(64));
             assert_eq!([forward.mainloop, backward.mainloop], [ForwardSm90, BackwardSm90ChannelParts]);
             assert!(forward.mapped(false) && backward.mapped(false));
             assert_eq!((backward.channel_parts(), backward.dq_parts()), (2, 1));

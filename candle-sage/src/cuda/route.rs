@@ -93,7 +93,7 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for Mass<'_> {
             columns: blocks.columns() as i32,
         };
         let (longest, _) = geometry.blocks();
-        let plan = Plan::of("block_mass", d, gpu.architecture, Visits::Listed)?;
+        let plan = Plan::of("block_mass", (d, d), gpu.architecture, Visits::Listed)?;
         let grid = Grid {
             blocks: (longest as u32, geometry.segment_count() as u32, blocks.key_heads as u32),
             shared_bytes: plan.shared_bytes,

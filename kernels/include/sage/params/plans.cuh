@@ -67,13 +67,14 @@ constexpr Target TARGET = SM80;
 
 struct PlanRow {
   const char* kernel;
-  int head_dim;
+  int head_dim, value_dim;
   unsigned targets, visits;
   Plan plan;
 };
 
 constexpr PlanRow PLANS[] = {
-#define SAGE_PLAN(kernel, head_dim, targets, visits, ...) {#kernel, head_dim, targets, visits, {__VA_ARGS__}},
+#define SAGE_PLAN(kernel, head_dim, value_dim, targets, visits, ...) \
+  {#kernel, head_dim, value_dim, targets, visits, {__VA_ARGS__}},
 #include <sage/params/plans.def>
 };
 
@@ -90,12 +91,20 @@ consteval bool same_text(const char* a, const char* b) {
   return *a == *b;
 }
 
+// The widths that a kernel pads heads to.
+struct Widths {
+  int head_dim, value_dim;
+  consteval Widths(int both) : head_dim(both), value_dim(both) {}
+  consteval Widths(int head_dim, int value_dim) : head_dim(head_dim), value_dim(value_dim) {}
+};
+
 // The plan of a kernel. If the table has no row for it, or two, or a plan that does not fit the target, the call is no constant
 // expression, and the compiler's error names this function.
-consteval Plan plan(const char* kernel, int head_dim, Visits visits = EVERY, Target target = TARGET) {
+consteval Plan plan(const char* kernel, Widths widths, Visits visits = EVERY, Target target = TARGET) {
   const PlanRow* found = nullptr;
   for (const PlanRow& row : PLANS) {
-    if (!same_text(row.kernel, kernel) || row.head_dim != head_dim || !(row.targets & target) || !(row.visits & visits)) continue;
+    if (!same_text(row.kernel, kernel) || row.head_dim != widths.head_dim || row.value_dim != widths.value_dim) continue;
+    if (!(row.targets & target) || !(row.visits & visits)) continue;
     if (found) throw "plans.def has two rows for this kernel";
     found = &row;
   }

@@ -1,5 +1,5 @@
 // Policies for the operand P of products in 16 bit: P itself, or P and its NVFP4 values. The numerics of 16-bit operands are the
-// same for both (full_precision_{forward,backward}*.cuh).
+// same for both (dense16_{forward,backward}*.cuh).
 //
 // A policy has, for the forward:
 // - OUTPUTS: the number of outputs. SLACK: see Softmax.

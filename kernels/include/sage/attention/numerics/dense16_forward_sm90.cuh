@@ -9,7 +9,7 @@ namespace sage::attention {
 
 template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, Operands SOURCE = Operands::ROWS,
           int VALUE_DIM = HEAD_DIM>
-struct FullPrecisionForwardSm90 {
+struct Dense16ForwardSm90 {
   using Type = T;
   static constexpr int D = HEAD_DIM, V = VALUE_DIM, OUTPUTS = P::OUTPUTS;
   static constexpr bool CODES = SOURCE == Operands::CODES;
@@ -39,7 +39,7 @@ struct FullPrecisionForwardSm90 {
     int batch, head, first, count;
   } keys;
 
-  __device__ __forceinline__ FullPrecisionForwardSm90(const params::Forward& p, const ForwardBlock& b, void* memory)
+  __device__ __forceinline__ Dense16ForwardSm90(const params::Forward& p, const ForwardBlock& b, void* memory)
       : p(p), block(b), shared(ptx::shared_address(memory)),
         keys{b.segment.batch, b.key_head, b.segment.key_start, b.segment.key_len} {}
 
@@ -138,7 +138,7 @@ struct FullPrecisionForwardSm90 {
   }
 
   struct Consumer {
-    const FullPrecisionForwardSm90& of;
+    const Dense16ForwardSm90& of;
     uint32_t q_rows;
     Softmax<V, 1, WARPGROUP_THREADS, false, OUTPUTS, P::SLACK> softmax;
     float s[TILES][8][4];  // S, then P
@@ -150,7 +150,7 @@ struct FullPrecisionForwardSm90 {
     bool unseen = false;  // whether no query of the warpgroup sees the second tile of the last step
     float decay[2];
 
-    __device__ __forceinline__ Consumer(const FullPrecisionForwardSm90& numerics, int slot, int warpgroup)
+    __device__ __forceinline__ Consumer(const Dense16ForwardSm90& numerics, int slot, int warpgroup)
         : of(numerics), q_rows(of.q_rows(slot, warpgroup)), softmax(nullptr) {
       if constexpr (CODES)
         q_factor = of.p.codes.q_dequant_scale[of.query_tile(warpgroup)] * (of.p.shape.softmax_scale * ptx::LOG2_E);

@@ -3,13 +3,13 @@
 // once each: products with the reduction along their columns read them through transposed descriptors.
 #pragma once
 
-#include <sage/attention/numerics/full_precision_tiles_sm90.cuh>
+#include <sage/attention/numerics/dense16_tiles_sm90.cuh>
 
 namespace sage::attention {
 
 template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, class Source = ScoresOfRows<T, HEAD_DIM>>
-struct FullPrecisionBackwardSm90 : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, Source> {
-  using Tiles = FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, Source>;
+struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
+  using Tiles = Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source>;
   using Tiles::D, Tiles::K_BYTES, Tiles::Q_BYTES, Tiles::K_CODES_AT, Tiles::Q_CODES_AT, Tiles::STATE_AT, Tiles::DQ_AT;
   using Tiles::p, Tiles::block, Tiles::shared, Tiles::stage_at, Tiles::ds_rows;
   using typename Tiles::S;
@@ -40,12 +40,12 @@ struct FullPrecisionBackwardSm90 : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, 
   }
 
   struct Consumer {
-    const FullPrecisionBackwardSm90& of;
+    const Dense16BackwardSm90& of;
     int warpgroup;
     float k_factor;
     float dv[D / 8][4] = {}, dk[D / 8][4] = {};
 
-    __device__ __forceinline__ Consumer(const FullPrecisionBackwardSm90& numerics, int warpgroup)
+    __device__ __forceinline__ Consumer(const Dense16BackwardSm90& numerics, int warpgroup)
         : of(numerics), warpgroup(warpgroup), k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)) {}
 
     __device__ __forceinline__ void visit(int tile, int stage, int slot, bool masked) {

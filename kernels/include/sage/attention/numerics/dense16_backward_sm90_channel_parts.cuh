@@ -4,13 +4,13 @@
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_channel_parts.cuh>
-#include <sage/attention/numerics/full_precision_tiles_sm90.cuh>
+#include <sage/attention/numerics/dense16_tiles_sm90.cuh>
 
 namespace sage::attention {
 
 template <class T, int HEAD_DIM, params::Plan PLAN, class Source = ScoresOfRows<T, HEAD_DIM>, int VALUE_DIM = HEAD_DIM>
-struct FullPrecisionBackwardSm90ChannelParts : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, PlainProbabilities, Source, VALUE_DIM> {
-  using Tiles = FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, PlainProbabilities, Source, VALUE_DIM>;
+struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, PlainProbabilities, Source, VALUE_DIM> {
+  using Tiles = Dense16TilesSm90<T, HEAD_DIM, PLAN, PlainProbabilities, Source, VALUE_DIM>;
   using Tiles::D, Tiles::V, Tiles::CHANNELS, Tiles::K_BYTES, Tiles::Q_BYTES, Tiles::K_CODES_AT, Tiles::Q_CODES_AT, Tiles::STATE_AT;
   using Tiles::p, Tiles::block, Tiles::shared, Tiles::ds_rows, Tiles::stage_at;
   using typename Tiles::S;
@@ -62,12 +62,12 @@ struct FullPrecisionBackwardSm90ChannelParts : FullPrecisionTilesSm90<T, HEAD_DI
   template <int K_PANELS, int V_PANELS>
   struct Consumer {
     static constexpr int K_CHANNELS = K_PANELS * 64, V_CHANNELS = V_PANELS * 64, DQ_CHANNELS = K_CHANNELS / CONSUMERS;
-    const FullPrecisionBackwardSm90ChannelParts& of;
+    const Dense16BackwardSm90ChannelParts& of;
     int warpgroup, k_panel, v_panel;  // its number; the part's first panels
     float k_factor;
     float dk[K_CHANNELS / 8][4] = {}, dv[V_PANELS > 0 ? V_CHANNELS / 8 : 1][4] = {};
 
-    __device__ __forceinline__ Consumer(const FullPrecisionBackwardSm90ChannelParts& numerics, int warpgroup, int k_panel, int v_panel)
+    __device__ __forceinline__ Consumer(const Dense16BackwardSm90ChannelParts& numerics, int warpgroup, int k_panel, int v_panel)
         : of(numerics), warpgroup(warpgroup), k_panel(k_panel), v_panel(v_panel),
           k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)) {}
 

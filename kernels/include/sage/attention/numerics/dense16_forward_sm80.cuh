@@ -13,7 +13,7 @@
 namespace sage::attention {
 
 template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, Operands SOURCE = Operands::ROWS>
-struct FullPrecisionForwardSm80 {
+struct Dense16ForwardSm80 {
   using Type = T;
   static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
   static constexpr bool CODES = SOURCE == Operands::CODES;
@@ -41,7 +41,7 @@ struct FullPrecisionForwardSm80 {
   int64_t first_key_tile, query_tile;
   int query_tiles_left;
 
-  __device__ __forceinline__ FullPrecisionForwardSm80(const params::Forward& p, const ForwardBlock& b, void* memory)
+  __device__ __forceinline__ Dense16ForwardSm80(const params::Forward& p, const ForwardBlock& b, void* memory)
       : p(p), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32), first(b.first),
         scale(p.shape.softmax_scale * ptx::LOG2_E),
         q(p.q, b.segment.batch, b.segment.query_start, b.head, b.segment.query_len, p.shape.head_dim),

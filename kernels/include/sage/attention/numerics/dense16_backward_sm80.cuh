@@ -7,7 +7,7 @@
 namespace sage::attention {
 
 template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, class S = ScoresOfRows<T, HEAD_DIM>>
-struct FullPrecisionBackwardSm80 {
+struct Dense16BackwardSm80 {
   using Type = T;
   using Plan = BackwardPlan<PLAN>;
   static constexpr int D = HEAD_DIM;
@@ -37,7 +37,7 @@ struct FullPrecisionBackwardSm80 {
   int warp;
   float dk[CHANNELS / 8][4] = {}, dv[CHANNELS / 8][4] = {};
 
-  __device__ __forceinline__ FullPrecisionBackwardSm80(const params::Backward& p, const BackwardBlock& b,
+  __device__ __forceinline__ Dense16BackwardSm80(const params::Backward& p, const BackwardBlock& b,
                                                    unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32) {}
 

@@ -5,13 +5,13 @@
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
-#include <sage/attention/numerics/full_precision_tiles_sm90.cuh>
+#include <sage/attention/numerics/dense16_tiles_sm90.cuh>
 
 namespace sage::attention {
 
 template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, class Source = ScoresOfRows<T, HEAD_DIM>>
-struct FullPrecisionBackwardSm90DqWarpgroup : FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, Source> {
-  using Tiles = FullPrecisionTilesSm90<T, HEAD_DIM, PLAN, P, Source>;
+struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
+  using Tiles = Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source>;
   using Tiles::D, Tiles::K_BYTES, Tiles::Q_BYTES, Tiles::K_CODES_AT, Tiles::Q_CODES_AT, Tiles::STATE_AT;
   using Tiles::p, Tiles::block, Tiles::shared, Tiles::stage_at, Tiles::ds_rows;
   using typename Tiles::S;
@@ -39,7 +39,7 @@ struct FullPrecisionBackwardSm90DqWarpgroup : FullPrecisionTilesSm90<T, HEAD_DIM
   }
 
   struct KeyConsumer {
-    const FullPrecisionBackwardSm90DqWarpgroup& of;
+    const Dense16BackwardSm90DqWarpgroup& of;
     int warpgroup;
     float k_factor;
     float dv[D / 8][4] = {}, dk[D / 8][4] = {};
@@ -47,7 +47,7 @@ struct FullPrecisionBackwardSm90DqWarpgroup : FullPrecisionTilesSm90<T, HEAD_DIM
     uint32_t v[D / 16][4];
     typename S::Sums sums;  // accumulators of S^T, a tile ahead
 
-    __device__ __forceinline__ KeyConsumer(const FullPrecisionBackwardSm90DqWarpgroup& numerics, int warpgroup)
+    __device__ __forceinline__ KeyConsumer(const Dense16BackwardSm90DqWarpgroup& numerics, int warpgroup)
         : of(numerics), warpgroup(warpgroup), k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)) {
       int first = warpgroup * CONSUMER_KEYS + threadIdx.x / 32 % 4 * 16;
       S::read_keys(k, of.shared, of.shared + K_CODES_AT, first);
@@ -107,10 +107,10 @@ struct FullPrecisionBackwardSm90DqWarpgroup : FullPrecisionTilesSm90<T, HEAD_DIM
   };
 
   struct DqConsumer {
-    const FullPrecisionBackwardSm90DqWarpgroup& of;
+    const Dense16BackwardSm90DqWarpgroup& of;
     float y[D / 8][4];
 
-    __device__ __forceinline__ explicit DqConsumer(const FullPrecisionBackwardSm90DqWarpgroup& numerics) : of(numerics) {}
+    __device__ __forceinline__ explicit DqConsumer(const Dense16BackwardSm90DqWarpgroup& numerics) : of(numerics) {}
 
     // Issues dQ = dS K.
     __device__ __forceinline__ void start(int slot) {

@@ -24,7 +24,7 @@ __device__ __forceinline__ void multiply_keys(float (&dq)[N][4], uint32_t ds_row
 // needs them, and the row state (log-sum-exp, delta, the row sum if P needs it, the scale of the codes); two slots of dS^T;
 // staging memory of dQ, up to 128 channels; the memory that P needs for each warp.
 template <class T, int HEAD_DIM, params::Plan PLAN, class P, class Source, int VALUE_DIM = HEAD_DIM>
-struct FullPrecisionTilesSm90 {
+struct Dense16TilesSm90 {
   using Type = T;
   using S = WarpgroupScores<Source>;
   static constexpr int D = HEAD_DIM, V = VALUE_DIM, STAGES = PLAN.stages;
@@ -48,7 +48,7 @@ struct FullPrecisionTilesSm90 {
   unsigned char* memory;
   uint32_t shared;
 
-  __device__ __forceinline__ FullPrecisionTilesSm90(const params::Backward& p, const BackwardBlock& b, unsigned char* memory)
+  __device__ __forceinline__ Dense16TilesSm90(const params::Backward& p, const BackwardBlock& b, unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)) {}
 
   static __device__ __forceinline__ int stage_at(int stage) { return STAGES_AT + stage * STAGE_BYTES; }
