@@ -24,7 +24,7 @@
 #include <sage/attention/key_gradients.cuh>
 #include <sage/attention/mainloop/backward_sm80.cuh>
 #include <sage/attention/panels.cuh>
-#include <sage/attention/pipeline.cuh>
+#include <sage/tile/pipeline.cuh>
 
 namespace sage::attention {
 
@@ -151,16 +151,16 @@ concept BackwardSm90Numerics =
       consumer.dv, consumer.dk;
     };
 
-// The consumers copy and prepare K and V, which their products may read then.
-template <BackwardTilesSm90 Numerics>
+// The consumers copy and prepare K and V, which their products may read then. BARRIER is a named barrier among them.
+template <int BARRIER, BackwardTilesSm90 Numerics>
 __device__ __forceinline__ void fetch_keys(Numerics& numerics) {
   numerics.load_keys();
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
-  ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
+  ptx::named_barrier_sync(BARRIER, CONSUMER_THREADS);
   numerics.keys_arrived();
   ptx::fence_proxy_async();
-  ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
+  ptx::named_barrier_sync(BARRIER, CONSUMER_THREADS);
 }
 
 template <BackwardSm90Numerics Numerics, class Queries = EveryQuery>
@@ -196,7 +196,7 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
     }
   } else {
     ptx::setmaxnreg<KV_CONSUMER_REGISTERS, SM90_THREADS>();
-    fetch_keys(numerics);
+    fetch_keys<ALL_CONSUMERS>(numerics);
     int iterations = queries.count;
     typename Numerics::Consumer consumer(numerics, warpgroup);
     int number = queries.first;  // of the tile in the segment, or with a selection the one that gives the same mask

@@ -108,7 +108,7 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
     }
   } else {
     ptx::setmaxnreg<KV_CONSUMER_REGISTERS, SM90_THREADS>();
-    fetch_keys(numerics);
+    fetch_keys<ALL_CONSUMERS>(numerics);
     // Parts that have as many panels share their code.
     using First = typename Numerics::template Consumer<2, Parts::LEFT_OF_V>;
     using Second = typename Numerics::template Consumer<Parts::LEFT_OF_K, 2>;

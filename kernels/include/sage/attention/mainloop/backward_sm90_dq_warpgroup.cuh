@@ -100,13 +100,49 @@ __device__ __forceinline__ auto choose_accumulator(const DqAccumulator& sums, ui
   else return AtomicDqAccumulator{sums};
 }
 
+// A consumer's side of a tile of queries, in the order of its calls: it hands the operands of dK and dQ to the dQ warpgroup in a slot,
+// and starts the next tile.
+template <bool KEEP_DK, class Tiles, class KeyConsumer>
+struct TileHandover {
+  const params::Backward& p;
+  const Tiles& pipeline;
+  KeyConsumer& consumer;
+  const int& warpgroup;
+  int tile, tiles;  // the tile's number, from 0, and their count
+
+  // Waits until the consumer's share of the slot may be overwritten.
+  __device__ __forceinline__ void acquire_slot() const {
+    ptx::named_barrier_sync(named_barrier(SLOT_EMPTY, tile, warpgroup), 2 * WARPGROUP_THREADS);
+  }
+  // The operands of dK are in the slot.
+  __device__ __forceinline__ void publish_dk_operands() const {
+    if (!KEEP_DK) ptx::named_barrier_arrive(named_barrier(DK_OPERANDS_FULL, tile, warpgroup), 2 * WARPGROUP_THREADS);
+  }
+  // The operands of dQ are in the slot.
+  __device__ __forceinline__ void publish_dq_operands() const {
+    ptx::named_barrier_arrive(named_barrier(DS_FULL, tile), SM90_THREADS);
+  }
+  // Starts the next tile. After the last one too, on stale data: if a product were in flight on some paths only, ptxas would
+  // serialize the kernel's products.
+  __device__ __forceinline__ void start_next() const {
+    if (tile + 1 < tiles) wait(tile + 1);
+    consumer.start(pipeline.stage(tile + 1));
+  }
+  // Waits until a tile has arrived.
+  __device__ __forceinline__ void wait(int number) const {
+    pipeline.wait(number);
+    if (!p.dout.mapped) ptx::fence_proxy_async();
+  }
+};
+
 // What this mainloop asks besides; of their KeyConsumer, which is what a consumer keeps in registers; and of their DqConsumer,
 // which is what the dQ warpgroup does.
 template <class N>
 concept BackwardSm90DqWarpgroupNumerics =
     BackwardTilesSm90<N> && requires(N numerics, const params::Backward& p, const QueryTile& tile, uint32_t mbarrier,
                                      typename N::KeyConsumer keys, typename N::DqConsumer dq, void (*call)(),
-                                     decltype(choose_accumulator<N::D>(DqAccumulator{}, 0)) sums) {
+                                     decltype(choose_accumulator<N::D>(DqAccumulator{}, 0)) sums,
+                                     const TileHandover<CONSUMERS_KEEP_DK<N::D>, Pipeline<N::STAGES>, typename N::KeyConsumer>& handover) {
       requires N::CONSUMER_REGISTERS % 8 == 0;  // registers of a consumer's thread
       requires N::STAGING_AT <= N::SHARED_BYTES;  // the staging memory of BulkDqAccumulator, at head_dim 64
       // Issues the copies of a tile of queries: (tile, stage, thread, mbarrier). By the first thread of the dQ warpgroup if the
@@ -117,11 +153,10 @@ concept BackwardSm90DqWarpgroupNumerics =
       (typename N::KeyConsumer(numerics, 0));
       // Issues S^T of a tile that has arrived, if registers allow that early.
       keys.start(0);
-      // scores(the tile's number, stage, slot, masked, free, done, ready, next): computes P, dS, dV and perhaps dK. It calls free()
-      // before it writes to the slot, done() when the operands of dK are there, ready() when those of dQ are there, and next()
-      // as soon as registers allow it, which starts the next tile.
-      keys.scores(0, 0, 0, true, call, call, call, call);
-      // Waits for the product that the last next() started.
+      // scores(the tile's number, stage, slot, masked, handover): computes P, dS, dV and perhaps dK. It calls the handover's functions
+      // in their order: acquire_slot() before it writes to the slot, and start_next() as soon as registers allow it.
+      keys.scores(0, 0, 0, true, handover);
+      // Waits for the product that the last start_next() started.
       keys.end();
       keys.dv;
       (typename N::DqConsumer(numerics));
@@ -212,44 +247,17 @@ __device__ __forceinline__ void add_dq_of_tiles(const params::Backward& p, Numer
   }
 }
 
-// The consumers copy the block's K and V to shared memory, and prepare them.
-template <class Numerics>
-__device__ __forceinline__ void load_keys(Numerics& numerics) {
-  numerics.load_keys();
-  ptx::cp_async_commit();
-  ptx::cp_async_wait<0>();
-  ptx::named_barrier_sync(KEYS_LOADED, CONSUMER_THREADS);
-  numerics.keys_arrived();
-  ptx::fence_proxy_async();
-  ptx::named_barrier_sync(KEYS_LOADED, CONSUMER_THREADS);
-}
-
 // A consumer's loop: S, dP, P, dS and dV of its keys, and dK where registers allow it. `warpgroup` is a reference because ptxas
 // schedules the epilogue in another way if it is a value.
 template <bool KEEP_DK, class Queries, class Tiles, class KeyConsumer>
 __device__ __forceinline__ void consume_tiles(const params::Backward& p, const Queries& queries, const Tiles& pipeline,
                                               KeyConsumer& part, const int& warpgroup, const int (&masked_until)[CONSUMERS]) {
-  int iterations = queries.count;
-  auto come = [&](int number) {
-    pipeline.wait(number);
-    if (!p.dout.mapped) ptx::fence_proxy_async();
-  };
-  if (iterations > 0) come(0);
+  TileHandover<KEEP_DK, Tiles, KeyConsumer> handover{p, pipeline, part, warpgroup, 0, queries.count};
+  if (handover.tiles > 0) handover.wait(0);
   part.start(0);
   int number = queries.first;  // of the tile in the segment, or with a selection the one that gives the same mask
-  for (int i = 0; i < iterations; ++i) {
-    auto free = [&] { ptx::named_barrier_sync(named_barrier(SLOT_EMPTY, i, warpgroup), 2 * WARPGROUP_THREADS); };
-    auto done = [&] {
-      if (!KEEP_DK) ptx::named_barrier_arrive(named_barrier(DK_OPERANDS_FULL, i, warpgroup), 2 * WARPGROUP_THREADS);
-    };
-    auto ready = [&] { ptx::named_barrier_arrive(named_barrier(DS_FULL, i), SM90_THREADS); };
-    auto next = [&] {
-      // Issued after the last tile too, on stale data: if a product were in flight on some paths only, ptxas would serialize the
-      // kernel's products.
-      if (i + 1 < iterations) come(i + 1);
-      part.start(pipeline.stage(i + 1));
-    };
-    part.scores(number, pipeline.stage(i), i & 1, number < masked_until[warpgroup], free, done, ready, next);
+  for (int& i = handover.tile; i < handover.tiles; ++i) {
+    part.scores(number, pipeline.stage(i), i & 1, number < masked_until[warpgroup], handover);
     pipeline.release(i);
     if (++number == queries.end) number = queries.first;
   }
@@ -281,7 +289,7 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
     add_dq_of_tiles(p, numerics, queries, pipeline, tile, ptx::shared_address(shared), warp_key);
   } else {
     ptx::setmaxnreg<Numerics::CONSUMER_REGISTERS, SM90_THREADS>();
-    load_keys(numerics);
+    fetch_keys<KEYS_LOADED>(numerics);
     typename Numerics::KeyConsumer part(numerics, warpgroup);
     consume_tiles<KEEP_DK>(p, queries, pipeline, part, warpgroup, masked_until);
     int warp = threadIdx.x / 32;

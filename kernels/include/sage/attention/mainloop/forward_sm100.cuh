@@ -20,11 +20,13 @@
 #include <concepts>
 
 #include <sage/attention/mainloop/forward_sm80.cuh>
-#include <sage/attention/pipeline.cuh>
+#include <sage/tile/pipeline.cuh>
 #include <sage/params/plans.cuh>
 #include <sage/ptx/tcgen05.cuh>
 
 namespace sage::attention {
+
+using tile::Pipeline;
 
 struct ForwardSm100Warps {
   static constexpr int SOFTMAX = 4, PRODUCER = 4, PRODUCTS = 5, ALL = 6;

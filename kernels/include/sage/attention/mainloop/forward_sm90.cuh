@@ -29,7 +29,7 @@
 
 #include <sage/attention/mainloop/forward_sm80.cuh>
 #include <sage/attention/panels.cuh>
-#include <sage/attention/pipeline.cuh>
+#include <sage/tile/pipeline.cuh>
 #include <sage/params/plans.cuh>
 
 namespace sage::attention {

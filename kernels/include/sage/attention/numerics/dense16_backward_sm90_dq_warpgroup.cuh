@@ -60,8 +60,8 @@ struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, S
     }
     __device__ __forceinline__ void end() { ptx::wgmma_wait<0>(sums); }
 
-    template <class Free, class Done, class Ready, class Next>
-    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool masked, Free free, Done, Ready ready, Next next) {
+    template <class Handover>
+    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool masked, const Handover& handover) {
       int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16;
       uint32_t at = of.shared + stage_at(stage);
       const float* state = of.state(stage);
@@ -90,17 +90,17 @@ struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, S
         for (int e = 0; e < 4; ++e) dp[n][e] *= s[n][e];
       if constexpr (!QUANTIZES) add_dv();
       pack_scores<T>(ds, dp);
-      free();
+      handover.acquire_slot();
       store_packed(of.ds_rows(slot, warpgroup) + row * TILE * 2, ds, lane);
       ptx::fence_proxy_async();
-      ready();
+      handover.publish_dq_operands();
       if constexpr (QUANTIZES) {
         pack();
         add_dv();
       }
       // dK += dS^T Q
       add_product<T, D>(dk, ds, at);
-      next();
+      handover.start_next();
       ptx::wgmma_wait<1>(dv);
       ptx::fence_operand(dk);
     }
@@ -113,16 +113,7 @@ struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, S
     __device__ __forceinline__ explicit DqConsumer(const Dense16BackwardSm90DqWarpgroup& numerics) : of(numerics) {}
 
     // Issues dQ = dS K.
-    __device__ __forceinline__ void start(int slot) {
-      ptx::discard_operand(y);
-      ptx::wgmma_fence();
-      uint64_t ds = ptx::column_descriptor(of.ds_rows(slot, 0)), keys = ptx::column_descriptor(of.shared);
-      ptx::wgmma_16<T, false, true, true>(y, ds, keys);
-#pragma unroll
-      for (int step = 1; step < SM90_KEYS / 16; ++step)
-        ptx::wgmma_16<T, true, true, true>(y, ds + step * ptx::COLUMN_STEP, keys + step * ptx::COLUMN_STEP);
-      ptx::wgmma_commit();
-    }
+    __device__ __forceinline__ void start(int slot) { multiply_keys<T>(y, of.ds_rows(slot, 0), of.shared); }
     template <class Sums, class Read>
     __device__ __forceinline__ void add_dq(int padded_tile, int, const Sums& sums, Read read) {
       ptx::wgmma_wait<0>(y);

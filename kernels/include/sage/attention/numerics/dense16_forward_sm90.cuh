@@ -49,13 +49,13 @@ struct Dense16ForwardSm90 {
   __device__ __forceinline__ uint32_t q_rows(int slot, int warpgroup) const {
     return shared + slot * Q_BYTES + warpgroup * Q_TILE_BYTES;
   }
+
   // The number of a consumer's tile of queries in the padded buffers. A consumer beyond the segment's end reads the last tile,
   // and its output is never stored.
   __device__ __forceinline__ int64_t query_tile(int warpgroup) const {
     int tile = min(block.first / TILE + warpgroup, block.segment.query_tiles() - 1);
     return int64_t(block.head) * p.shape.query_tiles + block.segment.query_tile + tile;
   }
-
   // Issues the copies of an item's queries, by the producer warp. A tensor map does not end where a document ends, so that a tile
   // may hold tokens of the next document. As queries they do no harm, because their output is never stored; as keys neither,
   // because they are masked.
@@ -169,7 +169,7 @@ struct Dense16ForwardSm90 {
     __device__ __forceinline__ void scored(int stage) {
       if constexpr (CODES) {
 #pragma unroll
-        for (int t = 0; t < TILES; ++t) factor[t] = logit_factor(ptx::load_float(of.scales_at(stage) + 4 * t));
+        for (int t = 0; t < TILES; ++t) factor[t] = logit_factor(q_factor, ptx::load_float(of.scales_at(stage) + 4 * t));
         ptx::wgmma_wait<PENDING * OUTPUTS>(sums);
 #pragma unroll
         for (int n = 0; n < TILES * 8; ++n)
@@ -179,13 +179,6 @@ struct Dense16ForwardSm90 {
         ptx::wgmma_wait<PENDING * OUTPUTS>(columns());
       }
     }
-    // What logits are multiplied with, for the dequant_scale of a tile's keys. A tile of zeros has scale 0. Any other factor gives
-    // logits of 0 too, and keeps minus infinity, which 0 would turn into NaN.
-    __device__ __forceinline__ float logit_factor(float k_dequant) const {
-      float factor = q_factor * k_dequant;
-      return factor == 0.0f ? 1e-30f : factor;
-    }
-
     template <bool MASKED, int PENDING>
     __device__ __forceinline__ void online_softmax(int step, int, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;

@@ -129,9 +129,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
       if constexpr (AHEAD) ptx::wgmma_wait<0>(x);
     }
 
-    template <class Free, class Done, class Ready, class Next>
-    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool masked, Free free, Done done, Ready ready,
-                                           Next next) {
+    template <class Handover>
+    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool masked, const Handover& handover) {
       // Opaque at head_dim 128, so that values that depend on it are computed anew: kept, they would cost registers that the
       // products need.
       int thread = CONSUMERS_KEEP_DK<D> ? int(threadIdx.x) : ptx::opaque(threadIdx.x);
@@ -166,7 +165,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
       int y[2][CHUNK / 8][4];  // accumulators of two products in flight, of a chunk each
       start_values(y[0], codes, at, 0);
       float unit = ds_unit.keep(w, largest, s);
-      free();
+      handover.acquire_slot();
       store(ds, w, lane);
       if (lane == 0) reinterpret_cast<float*>(of.units(warpgroup))[row / 16] = unit;
       ScoreCodes ds_codes;
@@ -176,15 +175,15 @@ struct SageBwdBackwardSm90DqWarpgroup {
       if constexpr (!CONSUMERS_KEEP_DK<D>) {
         store_codes(of.dk_codes(slot, warpgroup), of.dk_dequant(slot, warpgroup), row, lane, ds_codes, ds_dequant[0], ds_dequant[1]);
         ptx::fence_proxy_async();
-        done();
+        handover.publish_dk_operands();
       }
       make_dq_codes(slot, row, lane);
       ptx::fence_proxy_async();
-      ready();
-      if constexpr (AHEAD) next();
+      handover.publish_dq_operands();
+      if constexpr (AHEAD) handover.start_next();
 
       add_products(y, codes, ds_codes, dequant, ds_dequant, at, dout_dequant, lane);
-      if constexpr (!AHEAD) next();
+      if constexpr (!AHEAD) handover.start_next();
     }
 
    private:

@@ -134,7 +134,7 @@ struct SageBwdForwardSm90 {
       // At head_dim 64 the scales are copied to registers, at 128 they are read from shared memory where they are used. Either
       // choice makes the kernel 5 % faster than the other, because ptxas then orders the other instructions differently.
       const std::conditional_t<D == 64, StepScales, StepScales&> scales = of.scales(stage);
-      const float factor[2] = {logit_factor(scales.k[0]), logit_factor(scales.k[1])};
+      const float factor[2] = {logit_factor(q_factor, scales.k[0]), logit_factor(q_factor, scales.k[1])};
       ptx::wgmma_wait<PENDING>(x);
       Logits s[2];
       take_logits<MASKED>(s, step, segment, first, lane);
@@ -215,13 +215,6 @@ struct SageBwdForwardSm90 {
 
    private:
     using Logits = float[1][8][4];  // S of a tile, as the sums of codes
-
-    // What logits are multiplied with, for the dequant_scale of a tile's keys. A tile of zeros has scale 0. Any other factor gives
-    // logits of 0 too, and keeps minus infinity, which 0 would turn into NaN.
-    __device__ __forceinline__ float logit_factor(float k_dequant) const {
-      float factor = q_factor * k_dequant;
-      return factor == 0.0f ? 1e-30f : factor;
-    }
 
     // Converts S of both tiles to floats, and masks it.
     template <bool MASKED>

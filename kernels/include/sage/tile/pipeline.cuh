@@ -5,7 +5,7 @@
 
 #include <sage/ptx/memory.cuh>
 
-namespace sage::attention {
+namespace sage::tile {
 
 template <int STAGES>
 struct Pipeline {
@@ -47,4 +47,4 @@ struct Pipeline {
   }
 };
 
-}  // namespace sage::attention
+}  // namespace sage::tile
