@@ -52,7 +52,19 @@ pub(crate) fn table(definitions: &str) -> Result<String, String> {
             }
             (
                 "SAGE_PLAN",
-                [kernel, head_dim, value_dim, of_targets, visits, mainloop, rows, threads, row_bytes, stages, shared],
+                [
+                    kernel,
+                    head_dim,
+                    value_dim,
+                    of_targets,
+                    visits,
+                    mainloop,
+                    rows,
+                    threads,
+                    row_bytes,
+                    stages,
+                    shared,
+                ],
             ) => writeln!(
                 plans,
                 "    Plan {{ family: {family:?}, kernel: {kernel:?}, head_dim: {head_dim}, value_dim: {value_dim}, targets: {}, \

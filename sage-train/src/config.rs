@@ -8,6 +8,7 @@ mod checkpoints;
 mod identity;
 mod model;
 mod preset;
+mod reference;
 pub mod several;
 mod summary;
 
@@ -32,6 +33,7 @@ pub use branch::Branch;
 pub use changes::Change;
 pub use checkpoints::CheckpointConfig;
 pub use identity::{BRANCHED_FROM, Identity, differing, in_words, is_meaningless, is_seed, of_attention};
+pub use reference::reference;
 
 /// The folder in a sweep's that holds what was asked for.
 pub const PLAN: &str = "plan";

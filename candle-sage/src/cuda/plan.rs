@@ -215,7 +215,8 @@ mod tests {
                 assert!(plan.shared_bytes <= target.shared_bytes(), "{target:?}: {plan:?}");
             }
             let twin = PLANS[..n].iter().find(|other| {
-                (other.kernel, other.head_dim, other.value_dim) == (plan.kernel, plan.head_dim, plan.value_dim)
+                (other.kernel, other.head_dim, other.value_dim)
+                    == (plan.kernel, plan.head_dim, plan.value_dim)
                     && other.targets.iter().any(|target| plan.targets.contains(target))
                     && other.visits.iter().any(|visits| plan.visits.contains(visits))
             });
@@ -237,8 +238,7 @@ mod tests {
                     // The kernels of the router and of the tail exist for lists alone, without the suffix.
                     let visits = if plan.mainloop == Mainloop::None { Visits::Every } else { *visits };
                     for element in ["bf16", "f16"] {
-                        let entry =
-                            format!("'{}' for 'sm_{number}", plan.entry(visits, element));
+                        let entry = format!("'{}' for 'sm_{number}", plan.entry(visits, element));
                         assert!(RESOURCES.contains(&entry), "{entry}");
                     }
                 }

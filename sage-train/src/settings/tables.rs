@@ -3,7 +3,7 @@
 //! The tables are the headings of `--help`, so that a setting is in the table under whose heading its flag stands.
 
 use candle_sage::{Error, Result};
-use clap::{Arg, Args as _, Command};
+use clap::{Args as _, Command};
 use toml::{Table, Value};
 
 use super::Settings;
@@ -22,16 +22,42 @@ const TABLES: [(&str, &str, &str); 7] = [
 /// What `data` is called inside of `[data]`.
 pub(super) const SOURCES: &str = "sources";
 
+/// What is declared of a setting.
+#[derive(Debug)]
+pub struct Described {
+    /// Its table.
+    pub table: &'static str,
+    /// Its key in the table.
+    pub key: String,
+    /// Its flag, without dashes.
+    pub flag: String,
+    /// The values that it takes, or a name for them.
+    pub values: String,
+    /// What it does.
+    pub help: String,
+}
+
+/// All settings, in the order of `--help`.
+pub fn described() -> Vec<Described> {
+    let all = Settings::augment_args(Command::new(""));
+    all.get_arguments()
+        .filter_map(|arg| {
+            let flag = arg.get_long()?.to_owned();
+            let (table, ..) = TABLES.into_iter().find(|(_, of, _)| Some(*of) == arg.get_help_heading())?;
+            let named = || arg.get_value_names().unwrap_or_default().iter().map(|name| name.to_string());
+            let listed: Vec<String> =
+                arg.get_possible_values().iter().map(|value| value.get_name().to_owned()).collect();
+            let values =
+                if listed.is_empty() { named().collect::<Vec<_>>().join(" ") } else { listed.join("|") };
+            let help = arg.get_help().map_or(String::new(), |help| help.to_string());
+            Some(Described { table, key: key_of(table, &flag), flag, values, help })
+        })
+        .collect()
+}
+
 /// The settings as flags: name, table, and whether they are switches.
 pub(super) fn flags() -> Vec<(String, &'static str, bool)> {
-    let about = |arg: &Arg| {
-        let heading = arg.get_help_heading()?;
-        let (table, _, _) = TABLES.into_iter().find(|(_, of, _)| *of == heading)?;
-        let values = arg.get_possible_values();
-        let switch = values.iter().map(|value| value.get_name()).eq(["on", "off"]);
-        Some((arg.get_long()?.to_owned(), table, switch))
-    };
-    Settings::augment_args(Command::new("")).get_arguments().filter_map(about).collect()
+    described().into_iter().map(|setting| (setting.flag, setting.table, setting.values == "on|off")).collect()
 }
 
 /// The name of the flag that a key of a table stands for.
@@ -141,7 +167,7 @@ mod tests {
     fn every_setting_has_a_table() {
         let flags = flags();
         let all = Settings::augment_args(Command::new(""));
-        let named: Vec<_> = all.get_arguments().filter_map(Arg::get_long).collect();
+        let named: Vec<_> = all.get_arguments().filter_map(clap::Arg::get_long).collect();
         assert_eq!(flags.iter().map(|(name, ..)| name.as_str()).collect::<Vec<_>>(), named);
         // No flag is called as a table, but for `data`, whose table calls it otherwise.
         let tables = TABLES.map(|(name, ..)| name);

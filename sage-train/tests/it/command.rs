@@ -23,6 +23,21 @@ fn help_shows_every_setting() {
     insta::assert_snapshot!(Scratch::new().ok(&["--help"]));
 }
 
+#[test]
+fn the_reference_of_settings_is_what_is_declared() {
+    let page = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/settings.md");
+    let (now, written) =
+        (sage_train::config::reference(), std::fs::read_to_string(&page).unwrap_or_default());
+    if std::env::var("INSTA_UPDATE").is_ok_and(|update| update == "always") {
+        std::fs::write(&page, &now).expect("docs/settings.md");
+        return;
+    }
+    assert!(
+        now == written,
+        "docs/settings.md is old: INSTA_UPDATE=always cargo test --release -p sage-train reference_of_settings"
+    );
+}
+
 /// An ending that is read but not named is not tried, and one that is named but not read is an error.
 #[test]
 fn the_help_names_every_ending_that_is_read() {

@@ -1,0 +1,44 @@
+//! All settings as a page of Markdown, `docs/settings.md`, from where they are declared.
+
+use std::fmt::Write as _;
+
+use toml::Table;
+
+use super::{in_words, preset};
+use crate::settings::{Preset, Role, has_role, tables};
+
+/// The page: a table for each table of a settings file.
+pub fn reference() -> String {
+    let mut page = String::from(
+        "# Settings\n\n\
+         Each setting is a flag of `sage-train` and a key of a TOML file (`--config FILE`), where it may be in its table or at the top. \
+         `sage-train --help` says the same. *Default* is that of `--preset tiny`; an empty field is explained in the text or follows from other \
+         settings. *Run*: two runs that differ in the setting are different runs, which sweeps and reports keep apart. *Resume*: `--resume RUN` \
+         accepts another value.\n\n\
+         `tests/it/command.rs` writes this page (`INSTA_UPDATE=always`), and fails when it is old.\n",
+    );
+    let defaults = Table::try_from(preset::defaults(Preset::Tiny)).expect("settings are plain values");
+    let mut last = "";
+    for setting in tables::described() {
+        if setting.table != last {
+            last = setting.table;
+            write!(page, "\n## `[{last}]`\n\n| key | flag | what it does | default | run | resume |\n|---|---|---|---|---|---|\n")
+                .expect("a string takes everything");
+        }
+        let default =
+            defaults.get(&setting.flag).map_or(String::new(), |value| format!("`{}`", in_words(value)));
+        let yes = |yes: bool| if yes { "yes" } else { "" };
+        writeln!(
+            page,
+            "| `{}` | `--{} {}` | {} | {default} | {} | {} |",
+            setting.key,
+            setting.flag,
+            setting.values.replace('|', "\\|"),
+            setting.help.replace('|', "\\|"),
+            yes(!has_role(&setting.flag, Role::Beside)),
+            yes(has_role(&setting.flag, Role::Changes)),
+        )
+        .expect("a string takes everything");
+    }
+    page
+}
