@@ -11,6 +11,7 @@ mod hub;
 mod layers;
 mod messages;
 mod model;
+mod old_runs;
 mod ranks;
 mod reports;
 mod runs;
