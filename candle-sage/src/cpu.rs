@@ -38,28 +38,28 @@ trait OnCpu: Debug + Send + Sync + 'static {
     fn forward(&self, problem: &Problem<'_>) -> (Vec<f32>, Self::Kept);
 
     /// Computes the gradients from the forward's state and output and from the output's gradient.
-    fn backward(&self, problem: &Problem<'_>, kept: &Self::Kept, past: &Past<'_>) -> Gradients;
+    fn backward(&self, problem: &Problem<'_>, kept: &Self::Kept, output: &OutputGradient<'_>) -> Gradients;
 }
 
 /// The forward's output, and the gradient of the loss with respect to it.
 #[derive(Debug)]
-pub(crate) struct Past<'a> {
+pub(crate) struct OutputGradient<'a> {
     pub(crate) out: &'a View<'a>,
     pub(crate) dout: &'a View<'a>,
 }
 
 /// A completed forward: the scheme with the state that its forward kept. No other type has a backward, so
 /// that scheme and state always match.
-pub(crate) trait Ran: Debug + Send + Sync {
-    fn backward(&self, problem: &Problem<'_>, past: &Past<'_>) -> Gradients;
+pub(crate) trait CompletedForward: Debug + Send + Sync {
+    fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Gradients;
 }
 
 #[derive(Debug)]
-struct Pair<S: OnCpu>(S, S::Kept);
+struct Completed<S: OnCpu>(S, S::Kept);
 
-impl<S: OnCpu> Ran for Pair<S> {
-    fn backward(&self, problem: &Problem<'_>, past: &Past<'_>) -> Gradients {
-        self.0.backward(problem, &self.1, past)
+impl<S: OnCpu> CompletedForward for Completed<S> {
+    fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Gradients {
+        self.0.backward(problem, &self.1, output)
     }
 }
 
@@ -73,10 +73,10 @@ pub(crate) struct Gradients {
 
 /// Computes the output, contiguous (batch, query, query heads, head_dim), and returns the completed forward,
 /// which can run the backward.
-pub(crate) fn forward(scheme: &Scheme, problem: &Problem<'_>) -> (Vec<f32>, Box<dyn Ran>) {
-    fn run<S: OnCpu>(scheme: S, problem: &Problem<'_>) -> (Vec<f32>, Box<dyn Ran>) {
+pub(crate) fn forward(scheme: &Scheme, problem: &Problem<'_>) -> (Vec<f32>, Box<dyn CompletedForward>) {
+    fn run<S: OnCpu>(scheme: S, problem: &Problem<'_>) -> (Vec<f32>, Box<dyn CompletedForward>) {
         let (out, kept) = scheme.forward(problem);
-        (out, Box::new(Pair(scheme, kept)))
+        (out, Box::new(Completed(scheme, kept)))
     }
     match *scheme {
         Scheme::FullPrecision => run(FullPrecision, problem),

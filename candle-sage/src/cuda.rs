@@ -41,7 +41,7 @@ use plan::{Plan, SELECTION_BLOCK, TILE, Visits};
 use selection::{Seen, Users};
 
 use crate::launch::{Launch, Operand};
-use crate::ops::attention::{AttentionOp, RanOnGpu};
+use crate::ops::attention::{AttentionOp, CompletedOnGpu};
 use crate::scheme::Scheme;
 
 /// A scheme on a GPU. Each scheme implements it in the file of its name. It names its kernels; `plan` says
@@ -84,56 +84,56 @@ trait OnGpu: Debug + Send + Sync + 'static {
         plan: &Plan,
         kept: &'p Self::Kept,
         scratch: &'p Self::Scratch,
-        past: &Past<'_>,
+        output: &OutputGradient<'_>,
         params: &mut params::Backward<'p>,
     ) -> Result<()>;
 }
 
 /// The forward's output, and the gradient of the loss with respect to it.
 #[derive(Debug, Clone, Copy)]
-struct Past<'a> {
+struct OutputGradient<'a> {
     out: Operand<'a>,
     dout: Operand<'a>,
 }
 
 /// A completed forward: the scheme with the state that its forward kept. No other type has a backward, so
 /// that scheme and state always match.
-trait Ran: for<'a> Launch<BackwardInputs<'a>, [CudaStorage; 3]> + Debug + Send + Sync {
+trait CompletedForward: for<'a> Launch<BackwardInputs<'a>, [CudaStorage; 3]> + Debug + Send + Sync {
     /// Contiguous gradients of query, key and value.
-    fn backward(&self, problem: &Problem<'_>, past: &Past<'_>) -> Result<[CudaStorage; 3]>;
+    fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Result<[CudaStorage; 3]>;
 }
 
 /// An op, its inputs, its output and that one's gradient.
 type BackwardInputs<'a> = (&'a AttentionOp, [Operand<'a>; 5]);
 
 #[derive(Debug)]
-struct Pair<S: OnGpu> {
+struct Completed<S: OnGpu> {
     scheme: S,
     /// Negated base-2 log-sum-exp, (query heads, padded query).
     minus_lse2: CudaSlice<f32>,
     kept: S::Kept,
 }
 
-impl<S: OnGpu> Ran for Pair<S> {
-    fn backward(&self, problem: &Problem<'_>, past: &Past<'_>) -> Result<[CudaStorage; 3]> {
-        run_backward(self, problem, past)
+impl<S: OnGpu> CompletedForward for Completed<S> {
+    fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Result<[CudaStorage; 3]> {
+        run_backward(self, problem, output)
     }
 }
 
-impl<'a, S: OnGpu> Launch<BackwardInputs<'a>, [CudaStorage; 3]> for Pair<S> {
+impl<'a, S: OnGpu> Launch<BackwardInputs<'a>, [CudaStorage; 3]> for Completed<S> {
     fn launch(&self, (op, [q, k, v, out, dout]): BackwardInputs<'a>) -> Result<[CudaStorage; 3]> {
-        self.backward(&Problem::new(op, [q, k, v]), &Past { out, dout })
+        self.backward(&Problem::new(op, [q, k, v]), &OutputGradient { out, dout })
     }
 }
 
 /// With `true` the forward keeps what its backward needs.
-impl Launch<([Operand<'_>; 3], bool), (CudaStorage, Option<Box<RanOnGpu>>)> for AttentionOp {
+impl Launch<([Operand<'_>; 3], bool), (CudaStorage, Option<Box<CompletedOnGpu>>)> for AttentionOp {
     fn launch(
         &self,
         (inputs, keep): ([Operand<'_>; 3], bool),
-    ) -> Result<(CudaStorage, Option<Box<RanOnGpu>>)> {
-        let (out, ran) = forward(&self.scheme, &Problem::new(self, inputs), keep)?;
-        Ok((out, ran.map(|ran| ran as Box<RanOnGpu>)))
+    ) -> Result<(CudaStorage, Option<Box<CompletedOnGpu>>)> {
+        let (out, completed) = forward(&self.scheme, &Problem::new(self, inputs), keep)?;
+        Ok((out, completed.map(|completed| completed as Box<CompletedOnGpu>)))
     }
 }
 
@@ -143,7 +143,7 @@ fn forward(
     scheme: &Scheme,
     problem: &Problem<'_>,
     keep: bool,
-) -> Result<(CudaStorage, Option<Box<dyn Ran>>)> {
+) -> Result<(CudaStorage, Option<Box<dyn CompletedForward>>)> {
     match *scheme {
         Scheme::FullPrecision => run_forward(FullPrecision, problem, keep),
         Scheme::SageBwd(settings) => run_forward(settings, problem, keep),
@@ -168,7 +168,7 @@ fn run_forward<S: OnGpu>(
     scheme: S,
     problem: &Problem<'_>,
     keep: bool,
-) -> Result<(CudaStorage, Option<Box<dyn Ran>>)> {
+) -> Result<(CudaStorage, Option<Box<dyn CompletedForward>>)> {
     let call = Call::new(problem)?;
     let seen = problem.selection.map(Seen::new).transpose()?;
     let visits = if seen.is_some() { Visits::Listed } else { Visits::Every };
@@ -204,21 +204,25 @@ fn run_forward<S: OnGpu>(
     call.gpu.launch_forward(plan.family, &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(&call.gpu)?;
-    let ran = minus_lse2.map(|minus_lse2| {
+    let completed = minus_lse2.map(|minus_lse2| {
         let kept = scheme.keep(operands);
-        Box::new(Pair { scheme, minus_lse2, kept }) as Box<dyn Ran>
+        Box::new(Completed { scheme, minus_lse2, kept }) as Box<dyn CompletedForward>
     });
-    Ok((out.storage, ran))
+    Ok((out.storage, completed))
 }
 
-fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>) -> Result<[CudaStorage; 3]> {
+fn run_backward<S: OnGpu>(
+    completed: &Completed<S>,
+    problem: &Problem<'_>,
+    output: &OutputGradient<'_>,
+) -> Result<[CudaStorage; 3]> {
     let call = Call::new(problem)?;
     let gpu = &call.gpu;
     // Parts of a list add in any order, so that nothing is cut where the bits must not depend on it.
     let cut = (!problem.deterministic).then_some(call.d);
     let users = problem.selection.map(|selection| Users::new(selection, gpu, cut)).transpose()?;
     let visits = if users.is_some() { Visits::Listed } else { Visits::Every };
-    let plan = call.plan(ran.scheme.backward_kernel(), visits)?;
+    let plan = call.plan(completed.scheme.backward_kernel(), visits)?;
     let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
     let dq_accum = gpu.alloc_zeros::<f32>(call.query_tiles() * TILE * call.d)?;
     // A counter for each tile of queries, and the tile scheduler's counter.
@@ -233,11 +237,11 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
         q: call.view(problem.q)?,
         k: call.view(problem.k)?,
         v: call.view(problem.v)?,
-        out: call.view(past.out)?,
-        dout: call.view(past.dout)?,
+        out: call.view(output.out)?,
+        dout: call.view(output.dout)?,
         dk: dk.view(gpu)?,
         dv: dv.view(gpu)?,
-        minus_lse2: address(&ran.minus_lse2, gpu),
+        minus_lse2: address(&completed.minus_lse2, gpu),
         minus_delta: address(&minus_delta, gpu),
         dq_accum: address(&dq_accum, gpu),
         dq_semaphore: address_if_any(dq_semaphore.as_ref(), gpu),
@@ -245,13 +249,13 @@ fn run_backward<S: OnGpu>(ran: &Pair<S>, problem: &Problem<'_>, past: &Past<'_>)
         dq_parts: plan.dq_parts() as i32,
         ..params::Backward::default()
     };
-    let scratch = ran.scheme.scratch(&call, &ran.kept)?;
+    let scratch = completed.scheme.scratch(&call, &completed.kept)?;
     let mut params = params::Backward {
         lists: users.as_ref().map(|users| users.lists(gpu)).transpose()?.unwrap_or_default(),
         cuts: users.as_ref().map(|users| users.cuts(gpu)).unwrap_or_default(),
         ..given
     };
-    ran.scheme.before_backward(&call, plan, &ran.kept, &scratch, past, &mut params)?;
+    completed.scheme.before_backward(&call, plan, &completed.kept, &scratch, output, &mut params)?;
     let blocks = call.segment_count()
         * problem.shape.key_heads()
         * (call.geometry.sizes.key_len as usize).div_ceil(plan.rows)

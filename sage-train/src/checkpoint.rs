@@ -201,14 +201,14 @@ fn write(
     let work = || snapshot.and_then(|snapshot| write_state(&partial, &snapshot, words.rank()));
     let own = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err(Error::failed("the thread that writes checkpoints died")));
-    let said = match &own {
+    let report = match &own {
         Ok(file) => Ok(file.clone()),
         Err(error) => Err(error.to_string()),
     };
-    let said = words.share("checkpoint", &serde_json::to_string(&said).expect("plain values"));
-    let files = said.iter().enumerate().map(|(rank, said)| {
+    let report = words.share("checkpoint", &serde_json::to_string(&report).expect("plain values"));
+    let files = report.iter().enumerate().map(|(rank, report)| {
         let file: std::result::Result<RankFile, String> =
-            serde_json::from_str(said).map_err(during("another rank says nonsense"))?;
+            serde_json::from_str(report).map_err(during("another rank says nonsense"))?;
         file.map_err(|error| match words.rank().of {
             1 => Error::new(error),
             _ => Error::new(format!("rank {rank}: {error}")),
@@ -326,7 +326,7 @@ fn prune(folder: &Path, config: CheckpointConfig) -> Result<()> {
 
 /// A checkpoint that was found and checked.
 #[derive(Debug)]
-pub struct Found {
+pub struct FoundCheckpoint {
     /// The folder of the checkpoint's run.
     pub run: PathBuf,
     /// The contents of its `checkpoint.json`.
@@ -338,7 +338,7 @@ pub struct Found {
     _lock: Option<Lock>,
 }
 
-impl Found {
+impl FoundCheckpoint {
     /// Finds the newest checkpoint in a run's folder, or the checkpoint at `path`, and checks it; each rank
     /// checks its share of the files. The value holds the lock on the run, on rank 0 for all ranks.
     ///

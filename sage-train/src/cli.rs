@@ -27,7 +27,7 @@ use toml::Table;
 
 use crate::checks::in_range;
 use crate::settings::Settings;
-use crate::{printable, tell};
+use crate::{notify, printable};
 
 use bench::Bench;
 use data::{Data, write_corpus};
@@ -171,7 +171,7 @@ impl Cli {
             } else {
                 error.exit()
             };
-            tell(&format!("error: {known}"));
+            notify(&format!("error: {known}"));
             std::process::exit(2)
         })
     }

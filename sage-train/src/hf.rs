@@ -26,7 +26,7 @@ use crate::settings::{
     AttentionSettings, Settings, Sla2Settings, SmoothingSetting, Switch, TailSetting, exported_settings,
     form_name, in_words_by_layer,
 };
-use crate::{during, read_small, tell, writing};
+use crate::{during, notify, read_small, writing};
 
 const CONFIG: &str = "config.json";
 /// For a model trained with FP4 or with SLA2: the settings that an attention runtime needs.
@@ -77,17 +77,17 @@ fn attention(folder: &Path) -> Result<(AttentionSettings, Sla2Settings)> {
             .hint("without the file the model is computed as any other; --attn says how")
     };
     let text = std::fs::read_to_string(&path).map_err(|error| unusable(error.to_string()))?;
-    let said: Value = serde_json::from_str(&text).map_err(|error| unusable(error.to_string()))?;
-    if said.get("attn").is_some() {
-        let told: Settings = serde_json::from_value(said).map_err(|error| unusable(error.to_string()))?;
+    let stated: Value = serde_json::from_str(&text).map_err(|error| unusable(error.to_string()))?;
+    if stated.get("attn").is_some() {
+        let told: Settings = serde_json::from_value(stated).map_err(|error| unusable(error.to_string()))?;
         return match (told.sla2.sla2_blocks, told.sla2.sla2_block) {
             (Some(_), Some(_)) => Ok((told.attention, told.sla2)),
             _ => Err(unusable("SLA2 without sla2-blocks or sla2-block".into())),
         };
     }
-    let said: BTreeMap<String, String> =
-        serde_json::from_value(said).map_err(|error| unusable(error.to_string()))?;
-    let word = |name: &str| said.get(name).map(String::as_str);
+    let stated: BTreeMap<String, String> =
+        serde_json::from_value(stated).map_err(|error| unusable(error.to_string()))?;
+    let word = |name: &str| stated.get(name).map(String::as_str);
     let settings = || -> Result<AttentionSettings> {
         let smoothing = word("smoothing").map(|text| SmoothingSetting::from_str(text, false));
         Ok(AttentionSettings {
@@ -135,7 +135,7 @@ pub fn load(
     let files = weight_files(folder)?;
     let opened = files.iter().map(|name| StateFile::open(&folder.join(name))).collect::<Result<Vec<_>>>()?;
     check_tied(folder, config, &opened)?;
-    tell_of_others(folder, config, &opened.iter().flat_map(StateFile::names).collect::<Vec<_>>());
+    warn_of_others(folder, config, &opened.iter().flat_map(StateFile::names).collect::<Vec<_>>());
     let values = |spec: &ParameterSpec| {
         let holder = opened.iter().find(|file| file.contains(&spec.name));
         match (holder, spec.start_in_sla2()) {
@@ -153,7 +153,7 @@ pub fn load(
 }
 
 /// Warns of weights that a model of this shape has not: it computes something else than it was trained to.
-pub fn tell_of_others(folder: &Path, config: &LlamaConfig, names: &[&str]) {
+pub fn warn_of_others(folder: &Path, config: &LlamaConfig, names: &[&str]) {
     let specs = config.parameter_specs();
     let known: BTreeSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
     // The head is the embedding, and the angles are computed.
@@ -161,7 +161,7 @@ pub fn tell_of_others(folder: &Path, config: &LlamaConfig, names: &[&str]) {
     let left = names.iter().copied().filter(|name| !known.contains(name) && !derived(name));
     let left: BTreeSet<&str> = left.collect();
     if let Some(first) = left.first() {
-        tell(&format!(
+        notify(&format!(
             "warning: {} weights of {} have no place in this model, such as {first}: with other settings it is another model",
             left.len(),
             folder.display()

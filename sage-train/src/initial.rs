@@ -114,7 +114,7 @@ pub fn parameters(
         return hf::load(folder, model, device, dtype, trained);
     };
     let make = |names: &[&str], values: InitialValues<'_>| {
-        hf::tell_of_others(folder, model, names);
+        hf::warn_of_others(folder, model, names);
         let missing =
             |spec: &ParameterSpec| spec.start_in_sla2().filter(|_| !names.contains(&spec.name.as_str()));
         let weights = |spec: &ParameterSpec| missing(spec).map_or_else(|| (values.weights)(spec), Ok);

@@ -128,7 +128,7 @@ pub(crate) fn printable(text: &str) -> Cow<'_, str> {
 
 /// Prints a line to standard error. A write error is ignored, because a run does not stop when nobody reads
 /// its output.
-pub fn tell(text: &str) {
+pub fn notify(text: &str) {
     use std::io::Write;
     let _ = writeln!(std::io::stderr(), "{}", printable(text.trim_end()));
 }

@@ -12,7 +12,7 @@ fn main() -> ExitCode {
     let code = match Cli::typed().run() {
         Ok(()) => 0,
         Err(error) => {
-            sage_train::tell(&format!("error: {error}"));
+            sage_train::notify(&format!("error: {error}"));
             exit_code(&error)
         }
     };

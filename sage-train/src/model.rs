@@ -18,9 +18,9 @@ mod ulysses;
 
 pub use attention::Observe;
 pub use config::{LlamaConfig, Recompute};
-pub use decode::Past;
+pub use decode::TokenCache;
 pub use linear::LinearPrecision;
-pub use llama::{Input, Left, Llama, Watch};
+pub use llama::{Input, LayerDone, Llama, Watch};
 pub(crate) use parameters::InitialValues;
 pub use parameters::{Parameters, Shard, Training, Weight};
 pub use pieces::received_bytes;

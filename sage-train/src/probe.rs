@@ -26,7 +26,7 @@ use crate::quantity::gib;
 use crate::ranks::Ranks;
 use crate::settings::{Attn, Settings};
 use crate::trained::Trained;
-use crate::{bar, during, tell};
+use crate::{bar, during, notify};
 
 use anatomy::{Anatomy, Inputs, Low, Quantities, bytes};
 use attn_qat::AttnQatAnatomy;
@@ -36,7 +36,7 @@ pub use sigma::{Shape, SigmaRow, sigma_table};
 
 /// What to measure.
 #[derive(Debug, Clone, Copy)]
-pub struct Look {
+pub struct ProbeOptions {
     /// Number of validation sequences.
     pub sequences: usize,
     /// Whether each head has a row too.
@@ -49,7 +49,7 @@ pub struct Look {
     pub token_scales: bool,
 }
 
-impl Default for Look {
+impl Default for ProbeOptions {
     fn default() -> Self {
         Self { sequences: 4, heads: false, products: false, qk_scale: 1.0, token_scales: false }
     }
@@ -62,7 +62,7 @@ impl Default for Look {
 ///
 /// # Errors
 /// When the folder has no weights, the run's data is missing or has changed, or the model has no attention.
-pub fn probe(folder: &Path, look: Look, settings: Settings, typed: &Settings) -> Result<Probed> {
+pub fn probe(folder: &Path, look: ProbeOptions, settings: Settings, typed: &Settings) -> Result<Probed> {
     // On the CPU, and therefore in f32, wherever the model was trained.
     let trained = Trained::open(folder, Place::Cpu, settings, true)?;
     trained.check_attention(folder, "probe")?;
@@ -70,11 +70,11 @@ pub fn probe(folder: &Path, look: Look, settings: Settings, typed: &Settings) ->
     let scheme = low_bit(config.model.scheme, &config.settings);
     check_own(typed, scheme.into(), Some(scheme), None)?;
     scheme.validate()?;
-    let data = Dataset::load_to_validate(&config.data, &|line| tell(line))?;
+    let data = Dataset::load_to_validate(&config.data, &|line| notify(line))?;
     trained.check_data(folder, &data)?;
     let cut = config.data.cut(&data.tokenizer);
     if cut.end_of_document.is_some() {
-        tell(
+        notify(
             "the model was trained with attention inside documents, and is probed with attention over whole sequences",
         );
     }
@@ -116,7 +116,7 @@ pub fn probe_model(
     parameters: &Parameters,
     scheme: Scheme,
     (text, cut): (&Mixture, Cut),
-    look: Look,
+    look: ProbeOptions,
 ) -> Result<Probed> {
     let anatomy = anatomy_of(scheme, look.token_scales)?;
     let group = config.heads / config.key_heads;
@@ -190,12 +190,12 @@ fn trace(
 }
 
 /// The measurements of a layer, for each query head.
-struct Found {
-    heads: Vec<OfHead>,
+struct LayerErrors {
+    heads: Vec<HeadErrors>,
 }
 
 #[derive(Clone, Default)]
-struct OfHead {
+struct HeadErrors {
     errors: BTreeMap<&'static str, Sums>,
     sizes: Option<Sizes>,
     /// Sums for each part of the arithmetic, in the order of [`Anatomy::parts`].
@@ -205,7 +205,7 @@ struct OfHead {
     count: usize,
 }
 
-impl OfHead {
+impl HeadErrors {
     fn join(&mut self, other: &Self) {
         other.errors.iter().for_each(|(name, sums)| self.errors.entry(name).or_default().add(*sums));
         for (n, (part, sums)) in other.products.iter().enumerate() {
@@ -247,9 +247,9 @@ impl OfHead {
     }
 }
 
-impl Found {
+impl LayerErrors {
     fn rows(&self, layer: usize, heads: bool) -> Vec<Row> {
-        let mut whole = OfHead::default();
+        let mut whole = HeadErrors::default();
         self.heads.iter().for_each(|head| whole.join(head));
         let mut rows = vec![whole.row(layer, None)];
         if heads {
@@ -270,13 +270,13 @@ fn insides(
     tensors: &[Tensor; 4],
     [heads, key_heads]: [usize; 2],
     anatomy: &dyn Anatomy,
-    look: Look,
-) -> candle_core::Result<Found> {
+    look: ProbeOptions,
+) -> candle_core::Result<LayerErrors> {
     let (sequences, tokens, _, head_dim) = tensors[0].dims4()?;
     let group = heads / key_heads;
     let pieces: Vec<(usize, usize)> =
         (0..key_heads).flat_map(|key| (0..sequences).map(move |sequence| (key, sequence))).collect();
-    let piece = |&(key, sequence): &(usize, usize)| -> candle_core::Result<Vec<(usize, OfHead)>> {
+    let piece = |&(key, sequence): &(usize, usize)| -> candle_core::Result<Vec<(usize, HeadErrors)>> {
         // The query heads of one key head go together, because its gradients are sums over them.
         let inputs = (0..group)
             .map(|n| {
@@ -297,12 +297,12 @@ fn insides(
             Ok(all)
         };
         let (exact, codes) = (of(Low::None)?, of(Low::All)?);
-        let mut found: Vec<(usize, OfHead)> = (0..group)
+        let mut found: Vec<(usize, HeadErrors)> = (0..group)
             .map(|n| {
                 let errors = errors(&codes[n], &exact[n], n == 0);
                 let sizes = Some(sizes(&inputs[n], &exact[n], anatomy));
                 let vanished = anatomy.vanished(&inputs[n], &exact[n]);
-                (key * group + n, OfHead { errors, sizes, vanished, count: 1, ..OfHead::default() })
+                (key * group + n, HeadErrors { errors, sizes, vanished, count: 1, ..HeadErrors::default() })
             })
             .collect();
         if look.products {
@@ -317,14 +317,14 @@ fn insides(
         }
         Ok(found)
     };
-    let mut all = vec![OfHead::default(); heads];
+    let mut all = vec![HeadErrors::default(); heads];
     // As many pieces at the same time as fit the free memory.
     let at_once = (available() / bytes(tokens, group)).clamp(1, 1 << 16) as usize;
     for pieces in pieces.chunks(at_once) {
         let found = pieces.par_iter().map(piece).collect::<candle_core::Result<Vec<_>>>()?;
         found.into_iter().flatten().for_each(|(head, found)| all[head].join(&found));
     }
-    Ok(Found { heads: all })
+    Ok(LayerErrors { heads: all })
 }
 
 /// Bytes of free memory; 8 GiB if the system does not report it.
@@ -414,7 +414,7 @@ pub fn probe_weights(
         Some(Training::of_gradients(&Ranks::alone())),
     )?;
     let scheme = low_bit(config.model.scheme, &config.settings);
-    let look = Look { sequences: 1, ..Look::default() };
+    let look = ProbeOptions { sequences: 1, ..ProbeOptions::default() };
     let cut = config.data.cut(tokenizer);
     Ok(Probed { step: Some(step), ..probe_model(&config.model, &parameters, scheme, (text, cut), look)? })
 }

@@ -296,12 +296,12 @@ impl Words {
 
     /// Runs `work`, which may take long while the other ranks wait for it: a limit of 6 hours replaces that
     /// for stalls.
-    pub fn aside<T>(&self, what: &str, work: impl FnOnce() -> T) -> T {
+    pub fn while_others_wait<T>(&self, what: &str, work: impl FnOnce() -> T) -> T {
         let Some(meeting) = &self.meeting else { return work() };
-        let (before, was_aside) = meeting.doing(what, true);
+        let (before, was_waited_for) = meeting.doing(what, true);
         let done = work();
         // What was under way before goes on: messages name it, with its step.
-        meeting.doing(&before, was_aside);
+        meeting.doing(&before, was_waited_for);
         done
     }
 

@@ -194,7 +194,7 @@ impl Run {
     ///
     /// # Errors
     /// When a folder contains no run.
-    pub fn find(folders: &[PathBuf]) -> Result<Found> {
+    pub fn find(folders: &[PathBuf]) -> Result<FoundRuns> {
         let (mut found, mut warnings): (Vec<PathBuf>, Vec<String>) = (Vec::new(), Vec::new());
         for folder in folders {
             let before = found.len();
@@ -230,7 +230,7 @@ impl Run {
         }
         match unread.filter(|_| runs.is_empty()) {
             Some(error) => Err(error),
-            None => Ok(Found { runs, warnings }),
+            None => Ok(FoundRuns { runs, warnings }),
         }
     }
 
@@ -383,7 +383,7 @@ pub fn tokenizer_hash(run: &Path) -> Result<Option<String>> {
 
 /// The result of [`Run::find`].
 #[derive(Debug, Clone)]
-pub struct Found {
+pub struct FoundRuns {
     /// Runs that can be read.
     pub runs: Vec<Run>,
     /// Messages about runs that cannot be read, and about runs that crashed.

@@ -9,7 +9,7 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::data::Tokenizer;
 use crate::during;
-use crate::model::{Llama, Past};
+use crate::model::{Llama, TokenCache};
 
 /// How the next token is sampled.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -113,7 +113,7 @@ impl Writer<'_> {
     }
 
     /// Logits of the token after `ids`. `past` holds all of them but the last, or nothing.
-    fn logits(&self, ids: &[u32], past: &mut Option<Past>) -> candle_core::Result<Vec<f32>> {
+    fn logits(&self, ids: &[u32], past: &mut Option<TokenCache>) -> candle_core::Result<Vec<f32>> {
         let tensor = |ids: &[u32]| Tensor::new(ids, self.device)?.unsqueeze(0);
         let full = past.as_ref().is_none_or(|past| past.tokens() == self.context);
         let new = if !full {

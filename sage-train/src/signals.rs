@@ -14,7 +14,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::during;
 #[cfg(unix)]
-use crate::tell;
+use crate::notify;
 
 /// What a second signal does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,7 +73,7 @@ fn listen(seen: Arc<Seen>, second: Second) -> std::io::Result<()> {
                 if second == Second::IsNotNeeded {
                     continue;
                 }
-                tell(&format!("stopping: {} first; once more ends it at once", doing_now()));
+                notify(&format!("stopping: {} first; once more ends it at once", doing_now()));
             } else if second == Second::Ends {
                 signal_hook::low_level::exit(128 + signal);
             }

@@ -28,9 +28,9 @@ use crate::ranks::{Ranks, Words};
 use crate::runs::{CONFIG, ENDING, Ending, STARTS, Start, Status, divergence};
 use crate::settings::{Role, has_role, keys_with};
 use crate::signals::Second;
-use crate::{during, on_device, signals, tell, writing};
+use crate::{during, notify, on_device, signals, writing};
 
-use crate::checkpoint::{Belongs, Checkpoints, Found};
+use crate::checkpoint::{Belongs, Checkpoints, FoundCheckpoint};
 pub use parallel::{Overlap, Parallel, check_parallel};
 use progress::Progress;
 use run_dir::{RunDir, write_json};
@@ -65,13 +65,13 @@ pub enum Begin {
     /// From initial weights, in the existing folder of a run that ended before its first checkpoint.
     Again,
     /// From a checkpoint, in the folder of its run.
-    From(Box<Found>),
+    From(Box<FoundCheckpoint>),
     /// From a checkpoint of another run, in a new folder.
-    Branch(Box<Found>),
+    Branch(Box<FoundCheckpoint>),
 }
 
 impl Begin {
-    fn found(&self) -> Option<&Found> {
+    fn found(&self) -> Option<&FoundCheckpoint> {
         match self {
             Self::From(found) | Self::Branch(found) => Some(found),
             Self::New | Self::Again => None,
@@ -105,7 +105,7 @@ pub fn run_as(
         try_out(config)?;
     }
     check_parallel(config, rank.of, parallel.context)?;
-    words.agree("settings", &said(config, resumed, parallel))?;
+    words.agree("settings", &compared_settings(config, resumed, parallel))?;
     let device = config.device.open(parallel.local)?;
     let ranks = parallel.connect(words, &device, config.tokens_per_step())?;
     let started = Instant::now();
@@ -117,12 +117,12 @@ pub fn run_as(
     words.agree("data", &fingerprint)?;
     resumed.map_or(Ok(()), |found| check_goes_on(found, begin, config, &fingerprint))?;
     let read = || parameters(config, resumed, &device, &ranks);
-    let parameters = words.aside("reading the weights", read)?;
+    let parameters = words.while_others_wait("reading the weights", read)?;
     let (folder, points) = open_folder(config, begin, words)?;
     signals::watch(Second::Ends)?;
     progress.log_to(folder.log(rank)?);
     progress.say(&format!("run: {}", folder.path().display()));
-    tell_what_runs(config, resumed, &data, &progress);
+    log_what_runs(config, resumed, &data, &progress);
     if rank.of > 1 {
         progress.say(&parallel::summary(ranks.mesh()));
     }
@@ -186,7 +186,7 @@ fn write_settings(folder: &RunDir, config: &Config, begin: &Begin) -> Result<()>
 }
 
 /// Checks that a run can go on from a checkpoint: the data is that of the run so far, and there are steps left to do.
-fn check_goes_on(found: &Found, begin: &Begin, config: &Config, fingerprint: &str) -> Result<()> {
+fn check_goes_on(found: &FoundCheckpoint, begin: &Begin, config: &Config, fingerprint: &str) -> Result<()> {
     // A branch overwrites nothing.
     if !matches!(begin, Begin::Branch(_)) {
         found.check_newest()?;
@@ -222,9 +222,9 @@ fn check_goes_on(found: &Found, begin: &Begin, config: &Config, fingerprint: &st
 }
 
 /// Reports from where the run goes on, its settings and its data.
-fn tell_what_runs(config: &Config, resumed: Option<&Found>, data: &Dataset, progress: &Progress) {
+fn log_what_runs(config: &Config, resumed: Option<&FoundCheckpoint>, data: &Dataset, progress: &Progress) {
     if let Some(found) = resumed {
-        tell_of_course(found, config, progress);
+        log_changed_schedule(found, config, progress);
     }
     if let Some(branch) = &config.branch {
         progress.say(&format!("branched off {}: {branch}", branch.run));
@@ -285,7 +285,7 @@ fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, S
         Err(stop) => {
             run.progress.note(&format!("error: {stop}"));
             // A checkpoint may still be in the process of being written.
-            if let Err(unsaved) = words.aside("the last checkpoint", || run.checkpoints.wait()) {
+            if let Err(unsaved) = words.while_others_wait("the last checkpoint", || run.checkpoints.wait()) {
                 run.progress.say(&format!("warning: {unsaved}"));
             }
             // An error of the plot must not replace the reason of the stop, which the caller needs.
@@ -306,13 +306,13 @@ fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, S
     if words.rank().is_first()
         && let Err(error) = there.and_then(|()| write_json(&path.join(ENDING), &ending))
     {
-        tell(&format!("warning: {error}"));
+        notify(&format!("warning: {error}"));
     }
     ended
 }
 
 /// The text that all ranks must agree on before anything long starts.
-fn said(config: &Config, resumed: Option<&Found>, parallel: Parallel) -> String {
+fn compared_settings(config: &Config, resumed: Option<&FoundCheckpoint>, parallel: Parallel) -> String {
     let step = resumed.map_or("a new run".into(), |found| format!("after step {}", found.about.step));
     // Paths differ between machines; the data behind them is compared once it is read.
     let mut settings: Identity = config.identity();
@@ -334,7 +334,10 @@ fn said(config: &Config, resumed: Option<&Found>, parallel: Parallel) -> String 
 
 /// Rank 0 loads first, because it tokenizes the text; the other ranks read its result.
 fn load(config: &Config, words: &Words, progress: &Progress) -> Result<Dataset> {
-    let load = || words.aside("reading the data", || Dataset::load(&config.data, &|line| progress.say(line)));
+    let load = || {
+        words
+            .while_others_wait("reading the data", || Dataset::load(&config.data, &|line| progress.say(line)))
+    };
     let first = words.rank().is_first().then(load).transpose()?;
     words.wait("data is read");
     first.map_or_else(load, Ok)
@@ -396,12 +399,12 @@ fn try_out(config: &Config) -> Result<()> {
 }
 
 /// The steps that the run was planned for when the checkpoint was written.
-fn planned_steps(found: &Found) -> Option<u64> {
+fn planned_steps(found: &FoundCheckpoint) -> Option<u64> {
     found.about.settings.as_ref()?.get("steps")?.parse().ok()
 }
 
 /// Reports that the learning-rate schedule differs from that of the run so far.
-fn tell_of_course(found: &Found, config: &Config, progress: &Progress) {
+fn log_changed_schedule(found: &FoundCheckpoint, config: &Config, progress: &Progress) {
     if let Some(steps) = planned_steps(found).filter(|steps| *steps != config.steps) {
         progress.say(&format!(
             "the run was planned for {steps} steps: from here on the learning rate takes the course of a run of {}",
@@ -413,7 +416,7 @@ fn tell_of_course(found: &Found, config: &Config, progress: &Progress) {
 /// Parameters from a checkpoint, from a model's folder, or drawn at random.
 fn parameters(
     config: &Config,
-    resumed: Option<&Found>,
+    resumed: Option<&FoundCheckpoint>,
     device: &Device,
     ranks: &Ranks,
 ) -> Result<Parameters> {

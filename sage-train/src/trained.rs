@@ -16,7 +16,7 @@ use crate::quantity::Quantity;
 use crate::ranks::{Rank, Ranks};
 use crate::runs::{METRICS, Run, STARTS, tokenizer_hash};
 use crate::settings::{Attn, BatchSettings, Settings};
-use crate::{on_device, tell};
+use crate::{notify, on_device};
 
 /// The stage that the model of a run was in at its end, if it has SLA2.
 fn last_stage(saved: &Settings) -> Stage {
@@ -34,7 +34,7 @@ fn last_step(run: &Path) -> Option<u64> {
     if !run.join(METRICS).exists() {
         return None;
     }
-    let unknown = |error: &Error| tell(&format!("warning: the step of the weights is unknown: {error}"));
+    let unknown = |error: &Error| notify(&format!("warning: the step of the weights is unknown: {error}"));
     let points = Run::read(run).inspect_err(unknown).ok()?.points;
     points.iter().rev().find(|point| point.val_loss.is_some()).map(|point| point.step)
 }

@@ -10,7 +10,7 @@ use super::product::{Mat, product};
 use super::quantize::{channel_mean, subtract_mean};
 use super::rows::{Keys, RowSource, Rows};
 use super::view::View;
-use super::{Gradients, OnCpu, Past, backward, forward, lanes};
+use super::{Gradients, OnCpu, OutputGradient, backward, forward, lanes};
 use crate::nvfp4::{Axis, GROUP, Packed, Scale, e2m1};
 use crate::scheme::{AttnQat as Settings, PReference, ValueGroups};
 
@@ -94,8 +94,8 @@ impl OnCpu for Settings {
         (out, Kept { codes, lse2, sum, high_precision_out })
     }
 
-    fn backward(&self, problem: &Problem<'_>, kept: &Kept, past: &Past<'_>) -> Gradients {
-        backward::run(&Backward { settings: self, problem, kept, out: past.out }, problem, past.dout)
+    fn backward(&self, problem: &Problem<'_>, kept: &Kept, output: &OutputGradient<'_>) -> Gradients {
+        backward::run(&Backward { settings: self, problem, kept, out: output.out }, problem, output.dout)
     }
 }
 
@@ -122,7 +122,7 @@ impl RowSource for Forward<'_> {
 }
 
 impl ForwardNumerics for Forward<'_> {
-    type Rows = Softmax<2>;
+    type RowState = Softmax<2>;
     const OUTPUTS: usize = 2;
     const STATES: usize = 2;
 

@@ -7,7 +7,7 @@ use super::numerics::{BackwardNumerics, Finished, ForwardNumerics, Head, Problem
 use super::product::{Mat, product};
 use super::rows::{Keys, RowSource, Rows};
 use super::view::View;
-use super::{Gradients, OnCpu, Past, backward, forward, lanes};
+use super::{Gradients, OnCpu, OutputGradient, backward, forward, lanes};
 
 /// See [`crate::scheme::Scheme::FullPrecision`].
 #[derive(Debug)]
@@ -21,8 +21,8 @@ impl OnCpu for FullPrecision {
         forward::run(&Forward(problem), problem).out_and_lse2()
     }
 
-    fn backward(&self, problem: &Problem<'_>, lse2: &Self::Kept, past: &Past<'_>) -> Gradients {
-        backward::run(&Backward { problem, lse2, out: past.out }, problem, past.dout)
+    fn backward(&self, problem: &Problem<'_>, lse2: &Self::Kept, output: &OutputGradient<'_>) -> Gradients {
+        backward::run(&Backward { problem, lse2, out: output.out }, problem, output.dout)
     }
 }
 
@@ -49,7 +49,7 @@ impl RowSource for Backward<'_> {
 }
 
 impl ForwardNumerics for Forward<'_> {
-    type Rows = Softmax;
+    type RowState = Softmax;
     const OUTPUTS: usize = 1;
     const STATES: usize = 1;
 

@@ -196,21 +196,21 @@ pub(crate) trait Operands: Sync {
 /// The products of a scheme's forward.
 pub(crate) trait ForwardNumerics: Operands {
     /// The state of a tile of queries: the online softmax and the accumulators.
-    type Rows;
+    type RowState;
     /// Number of results with the query's shape: see [`Finished::outputs`].
     const OUTPUTS: usize;
     /// Number of results with one value per query: see [`Finished::states`].
     const STATES: usize;
 
     /// The state before the first key.
-    fn rows(&self, count: usize) -> Self::Rows;
+    fn rows(&self, count: usize) -> Self::RowState;
 
     /// One step of the online softmax: adds a tile of logits, masked with minus infinity, to `rows`.
     /// Overwrites `logits`.
-    fn attend(&self, keys: &Self::Keys, tile: Tile, logits: &mut [f32], rows: &mut Self::Rows);
+    fn attend(&self, keys: &Self::Keys, tile: Tile, logits: &mut [f32], rows: &mut Self::RowState);
 
     /// The results of a tile of queries of one head. `sees` tells whether a row of the tile sees any key.
-    fn finish(&self, at: Head, rows: Self::Rows, sees: &dyn Fn(usize) -> bool) -> Finished;
+    fn finish(&self, at: Head, rows: Self::RowState, sees: &dyn Fn(usize) -> bool) -> Finished;
 }
 
 /// The products of a scheme's backward.

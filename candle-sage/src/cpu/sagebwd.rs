@@ -12,7 +12,7 @@ use forward::ForwardValues;
 use super::numerics::{Head, Operands, Problem, Tile, cut, per_head};
 use super::product::{Mat, product};
 use super::quantize::{TileCodes, channel_mean, subtract_mean, token_mean};
-use super::{Gradients, OnCpu, Past};
+use super::{Gradients, OnCpu, OutputGradient};
 use crate::scheme::{Int8Products, SageBwd as Settings};
 
 impl OnCpu for Settings {
@@ -32,10 +32,15 @@ impl OnCpu for Settings {
         (out, (lse2, codes))
     }
 
-    fn backward(&self, problem: &Problem<'_>, (lse2, codes): &Self::Kept, past: &Past<'_>) -> Gradients {
-        let values = Values16 { lse2, out: past.out };
+    fn backward(
+        &self,
+        problem: &Problem<'_>,
+        (lse2, codes): &Self::Kept,
+        output: &OutputGradient<'_>,
+    ) -> Gradients {
+        let values = Values16 { lse2, out: output.out };
         let products = Products { settings: self, int8: self.products, problem, codes, values };
-        super::backward::run(&products, problem, past.dout)
+        super::backward::run(&products, problem, output.dout)
     }
 }
 

@@ -18,7 +18,7 @@ use super::kernels::Grid;
 use super::plan::{Plan, TILE, Visits};
 use super::sagebwd::launch_means;
 use super::tensor::Output;
-use super::{OnGpu, Past, params};
+use super::{OnGpu, OutputGradient, params};
 use crate::error::Error;
 use crate::scheme::{AttnQat, PReference, Products, ValueGroups};
 
@@ -138,7 +138,7 @@ impl OnGpu for AttnQat {
         plan: &Plan,
         kept: &'p Kept,
         scratch: &'p Option<Output>,
-        past: &Past<'_>,
+        output: &OutputGradient<'_>,
         params: &mut params::Backward<'p>,
     ) -> Result<()> {
         let gpu = &call.gpu;
@@ -153,7 +153,7 @@ impl OnGpu for AttnQat {
             launch_fake_quantize(self, call, from, to, k_mean, self.matched_recomputation)?;
             [params.q, params.k, params.v] = to;
         }
-        call.set_backward_maps(plan, true, past.dout.1, params)?;
+        call.set_backward_maps(plan, true, output.dout.1, params)?;
         launch_delta(call, params)
     }
 }

@@ -6,7 +6,7 @@ use super::call::Call;
 use super::compiled::constants::quant_tile::TILE_THREADS;
 use super::kernels::Grid;
 use super::plan::Plan;
-use super::{OnGpu, Past, params};
+use super::{OnGpu, OutputGradient, params};
 
 /// Name of the backward's kernel, which other schemes run on operands of their own.
 pub(super) const BACKWARD: &str = "attn_bwd_dense16";
@@ -48,10 +48,10 @@ impl OnGpu for FullPrecision {
         plan: &Plan,
         (): &'p (),
         (): &'p (),
-        past: &Past<'_>,
+        output: &OutputGradient<'_>,
         params: &mut params::Backward<'p>,
     ) -> Result<()> {
-        call.set_backward_maps(plan, true, past.dout.1, params)?;
+        call.set_backward_maps(plan, true, output.dout.1, params)?;
         launch_delta(call, params)
     }
 }

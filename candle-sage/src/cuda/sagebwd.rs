@@ -10,7 +10,7 @@ use super::compiled::constants::quantize::MEAN_THREADS;
 use super::full_precision::{self, FullPrecision};
 use super::kernels::Grid;
 use super::plan::{Plan, TILE};
-use super::{OnGpu, Past, params};
+use super::{OnGpu, OutputGradient, params};
 use crate::error::Error;
 use crate::scheme::{Granularity, Int8Products, KeyMean, SageBwd, Smoothing};
 
@@ -69,19 +69,19 @@ impl OnGpu for SageBwd {
         plan: &Plan,
         kept: &'p Kept,
         scratch: &'p Option<Transposed>,
-        past: &Past<'_>,
+        output: &OutputGradient<'_>,
         params: &mut params::Backward<'p>,
     ) -> Result<()> {
         match (kept, scratch) {
             (Kept::Codes(codes), Some(transposed)) => {
                 // Q is read as codes, which need no tensor map.
-                call.set_backward_maps(plan, false, past.dout.1, params)?;
+                call.set_backward_maps(plan, false, output.dout.1, params)?;
                 return prepare(call, self, codes, transposed, params);
             }
             (Kept::Codes(codes), None) => params.codes = codes.params(call),
             (Kept::KeyMean(mean), _) => params.codes.k_mean = address_if_any(mean.as_ref(), &call.gpu),
         }
-        FullPrecision.before_backward(call, plan, &(), &(), past, params)
+        FullPrecision.before_backward(call, plan, &(), &(), output, params)
     }
 }
 

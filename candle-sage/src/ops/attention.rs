@@ -324,13 +324,13 @@ pub(crate) struct AttentionOp {
 
 /// A forward on a GPU, with the state that its backward needs: from query, key, value, the output and its gradient it
 /// makes the gradients of the first three.
-pub(crate) type RanOnGpu =
+pub(crate) type CompletedOnGpu =
     dyn for<'a> Launch<(&'a AttentionOp, [Operand<'a>; 5]), [CudaStorage; 3]> + Send + Sync;
 
-/// What a forward keeps for its backward, by the device on which it ran.
+/// What a forward keeps for its backward, by the device on which it completed.
 enum Saved {
-    Cpu(Box<dyn cpu::Ran>),
-    Cuda(Box<RanOnGpu>),
+    Cpu(Box<dyn cpu::CompletedForward>),
+    Cuda(Box<CompletedOnGpu>),
 }
 
 type Gradients = (Option<Tensor>, Option<Tensor>, Option<Tensor>);
@@ -354,7 +354,7 @@ impl AttentionOp {
         self.selection.as_ref().map(Selection::host).transpose()
     }
 
-    fn cpu_bwd(&self, ran: &dyn cpu::Ran, tensors: [&Tensor; 5]) -> Result<Gradients> {
+    fn cpu_bwd(&self, completed: &dyn cpu::CompletedForward, tensors: [&Tensor; 5]) -> Result<Gradients> {
         let dtype: DType = tensors[0].dtype();
         let guards = tensors.map(Tensor::storage_and_layout);
         let mut views = Vec::with_capacity(guards.len());
@@ -363,7 +363,7 @@ impl AttentionOp {
         }
         let &[q, k, v, out, dout] = views.as_slice() else { unreachable!("five tensors, five views") };
         let problem = Problem::new(&self.shape, self.softmax_scale, self.lists()?, [q, k, v]);
-        let gradients = ran.backward(&problem, &cpu::Past { out: &out, dout: &dout });
+        let gradients = completed.backward(&problem, &cpu::OutputGradient { out: &out, dout: &dout });
         let tensor = |values, dims| f32_tensor(values, shape_of(dims), dtype).map(Some);
         Ok((
             tensor(gradients.dq, self.shape.query_dims())?,
@@ -372,8 +372,8 @@ impl AttentionOp {
         ))
     }
 
-    fn cuda_bwd(&self, ran: &RanOnGpu, tensors: [&Tensor; 5]) -> Result<Gradients> {
-        let [dq, dk, dv] = with_cuda(NAME, tensors, |operands| ran.launch((self, operands)))?;
+    fn cuda_bwd(&self, completed: &CompletedOnGpu, tensors: [&Tensor; 5]) -> Result<Gradients> {
+        let [dq, dk, dv] = with_cuda(NAME, tensors, |operands| completed.launch((self, operands)))?;
         let tensor = |storage, dims| Some(cuda_tensor(storage, shape_of(dims)));
         Ok((
             tensor(dq, self.shape.query_dims()),
@@ -399,8 +399,8 @@ impl CustomOp3 for AttentionOp {
     ) -> Result<(CpuStorage, Shape)> {
         let views = [View::new(q, q_layout)?, View::new(k, k_layout)?, View::new(v, v_layout)?];
         let problem = Problem::new(&self.shape, self.softmax_scale, self.lists()?, views);
-        let (out, ran) = cpu::forward(&self.scheme, &problem);
-        self.save(Saved::Cpu(ran))?;
+        let (out, completed) = cpu::forward(&self.scheme, &problem);
+        self.save(Saved::Cpu(completed))?;
         let dtype = q.dtype();
         Ok((to_storage(out, dtype)?, shape_of(self.shape.output_dims())))
     }
@@ -415,9 +415,10 @@ impl CustomOp3 for AttentionOp {
         v_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let inputs = [(q, q_layout), (k, k_layout), (v, v_layout)];
-        let (out, ran): (_, Option<Box<RanOnGpu>>) = self.launch((inputs, self.saved.is_some()))?;
-        if let Some(ran) = ran {
-            self.save(Saved::Cuda(ran))?;
+        let (out, completed): (_, Option<Box<CompletedOnGpu>>) =
+            self.launch((inputs, self.saved.is_some()))?;
+        if let Some(completed) = completed {
+            self.save(Saved::Cuda(completed))?;
         }
         Ok((out, shape_of(self.shape.output_dims())))
     }
@@ -428,8 +429,8 @@ impl CustomOp3 for AttentionOp {
             (dout.device().is_cuda() && dout.stride()[3] != 1).then(|| dout.contiguous()).transpose()?;
         let dout = copied.as_ref().unwrap_or(dout);
         match self.saved.as_ref().and_then(OnceLock::get) {
-            Some(Saved::Cpu(ran)) => self.cpu_bwd(ran.as_ref(), [q, k, v, out, dout]),
-            Some(Saved::Cuda(ran)) => self.cuda_bwd(ran.as_ref(), [q, k, v, out, dout]),
+            Some(Saved::Cpu(completed)) => self.cpu_bwd(completed.as_ref(), [q, k, v, out, dout]),
+            Some(Saved::Cuda(completed)) => self.cuda_bwd(completed.as_ref(), [q, k, v, out, dout]),
             None => Err(Error::new("attention has no forward to go back from").into()),
         }
     }

@@ -7,7 +7,7 @@ mod build;
 fn the_table_of_plans_becomes_rust() {
     let table = build::table(
         "// a comment\n#ifndef X\nSAGE_TARGET(SM80, 162, 80, 87)\nSAGE_MAINLOOP(FORWARD_SM90, MAPPED_IF_WIDE, 1, 0, 0, 1)  // two\n\nSAGE_FAMILY(attn_fwd)\n\
-         SAGE_PLAN(attn_fwd_a, 64, SM80 | SM86, EVERY | LISTED, FORWARD_SM90, 128, 384, 64, 2, 1024)\n",
+         SAGE_PLAN(attn_fwd_a, 64, 32, SM80 | SM86, EVERY | LISTED, FORWARD_SM90, 128, 384, 64, 2, 1024)\n",
     )
     .expect("a table");
     assert!(
@@ -17,7 +17,7 @@ fn the_table_of_plans_becomes_rust() {
     );
     let facts = "Mainloop::ForwardSm90 => Facts { maps: Maps::MappedIfWide, documents: true, dq_parts: 0, channels: 0, persistent: true }";
     assert!(table.contains(facts), "{table}");
-    let plan = "Plan { family: \"attn_fwd\", kernel: \"attn_fwd_a\", head_dim: 64, \
+    let plan = "Plan { family: \"attn_fwd\", kernel: \"attn_fwd_a\", head_dim: 64, value_dim: 32, \
                 targets: &[Target::Sm80, Target::Sm86], visits: &[Visits::Every, Visits::Listed], \
                 mainloop: Mainloop::ForwardSm90, rows: 128, threads: 384, row_bytes: 64, stages: 2, \
                 shared_bytes: 1024 }";

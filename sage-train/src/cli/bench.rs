@@ -12,10 +12,10 @@ use crate::bench::{self, Row, links, sla2};
 use crate::checks::in_range;
 use crate::config::Config;
 use crate::device::Place;
+use crate::notify;
 use crate::ranks::{CopyEngines, Mesh, Rank, Ranks, Role, STALL, Words, World};
 use crate::runs::{check_beside, write_beside};
 use crate::settings::{Preset, SchemeSetting, Settings};
-use crate::tell;
 
 /// What can be measured.
 #[derive(Debug, Subcommand)]
@@ -209,9 +209,11 @@ impl BenchLinks {
         let repeats = usize::from(self.repeats);
         let say = |text: &str| {
             if words.rank().is_first() {
-                tell(text);
+                notify(text);
             }
         };
-        words.aside("the links", || links::measure(&config, &ranks, &device, repeats, self.most, &say))
+        words.while_others_wait("the links", || {
+            links::measure(&config, &ranks, &device, repeats, self.most, &say)
+        })
     }
 }

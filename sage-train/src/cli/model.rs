@@ -22,7 +22,7 @@ use crate::ranks::Ranks;
 use crate::sample::{Sampling, Writer, Written};
 use crate::settings::{Attn, Settings, SourceSetting};
 use crate::trained::{Trained, run_folder};
-use crate::{hf, tell};
+use crate::{hf, notify};
 
 /// What to write.
 #[derive(Debug, clap::Args)]
@@ -84,7 +84,7 @@ impl Sample {
         };
         let written = writer.write(&self.prompt, tokens, &sampling)?;
         print(&format!("{}{}\n", self.prompt, written.text))?;
-        tell(&self.say(&written, config.attn, &writer));
+        notify(&self.say(&written, config.attn, &writer));
         Ok(())
     }
 
@@ -219,8 +219,8 @@ impl Eval {
         if let Some(words) = recall {
             return recalled(&trained, &model, words, tokens);
         }
-        config.data.warn_of_trained_on(&|line| tell(line));
-        let data = Dataset::load_to_validate(&config.data, &|line| tell(line))?;
+        config.data.warn_of_trained_on(&|line| notify(line));
+        let data = Dataset::load_to_validate(&config.data, &|line| notify(line))?;
         let cut = config.data.cut(tokenizer);
         let scheme = attention_of(&trained);
         let bar = crate::bar(0, "{bar:30.cyan/blue} {human_pos}/{human_len} tokens, ETA {eta}");

@@ -12,7 +12,7 @@ use crate::device::Place;
 use crate::metrics::Probed;
 use crate::probe::gradient::{Extent, gradient_errors};
 use crate::probe::selected::{Selecting, probe_selections};
-use crate::probe::{Look, Shape, probe, sigma_table};
+use crate::probe::{ProbeOptions, Shape, probe, sigma_table};
 use crate::quantity::{Quantity, grouped};
 use crate::ranks::Rank;
 use crate::report::{
@@ -175,7 +175,7 @@ impl Probe {
         let mut all: Vec<Probed> = Vec::new();
         self.qk_scale.iter().try_for_each(|scale| above_zero("qk-scale", *scale).map(drop))?;
         for &qk_scale in &self.qk_scale {
-            let look = Look {
+            let look = ProbeOptions {
                 sequences: usize::from(self.sequences),
                 heads: self.heads,
                 products: self.products,

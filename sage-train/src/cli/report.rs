@@ -10,7 +10,7 @@ use super::print;
 use crate::checks::above_zero;
 use crate::report::{GENERATOR, REPORT, ReportOptions, Study};
 use crate::runs::{Run, check_beside, write_beside};
-use crate::{tell, writing};
+use crate::{notify, writing};
 
 /// What to compare.
 #[derive(Debug, Args)]
@@ -102,7 +102,7 @@ impl Reporting {
             }
         }
         print(&study.to_text())?;
-        tell(&format!("report: {}", page.display()));
+        notify(&format!("report: {}", page.display()));
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 use candle_sage::{Error, Result};
 use toml::{Table, Value};
 
-use crate::checkpoint::Found;
+use crate::checkpoint::FoundCheckpoint;
 use crate::config::{Branch, Config, folder_of_runs, of_attention};
 use crate::during;
 use crate::ranks::Rank;
@@ -16,14 +16,14 @@ use crate::settings::{Role, Settings, SourceSetting, has_role, keys_with};
 #[derive(Debug)]
 pub(super) struct Resumed {
     pub(super) config: Config,
-    pub(super) found: Found,
+    pub(super) found: FoundCheckpoint,
 }
 
 impl Resumed {
     /// Finds the checkpoint, and merges the settings that were typed over those of its run. `branch` names a new run that goes on
     /// from it, which may attend otherwise.
     pub(super) fn open(path: &Path, mut typed: Settings, branch: Option<&str>, rank: Rank) -> Result<Self> {
-        let found = Found::at(path, rank)?;
+        let found = FoundCheckpoint::at(path, rank)?;
         let path = found.run.join("config.toml");
         let saved = match branch {
             None => Config::read_last_settings(&path)?,

@@ -4,9 +4,9 @@ use candle_sage::{Error, Result};
 
 use crate::checks::in_range;
 use crate::config::several::{LINK, NETWORK, World};
+use crate::notify;
 use crate::quantity::Quantity;
 use crate::ranks::{CopyEngines, Mesh, Rank, Role, Words};
-use crate::tell;
 use crate::train::{Overlap, Parallel};
 
 /// How a run goes on several GPUs; nothing of what it is.
@@ -74,7 +74,7 @@ impl Several {
             ("piece-mb", self.piece_mb.is_some()),
         ];
         for (flag, _) in given.into_iter().filter(|(_, given)| *given) {
-            tell(&format!(
+            notify(&format!(
                 "warning: --{flag} does nothing with one process: there is no other to exchange gradients with"
             ));
         }

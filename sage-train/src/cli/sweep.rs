@@ -17,7 +17,7 @@ use crate::report::{REPORT, ReportOptions, Study};
 use crate::runs::{Run, crashed};
 use crate::settings::Settings;
 use crate::sweep::{Limits, SHIPPED, Sharing, Spec, Sweep, estimate, script};
-use crate::{partial, tell, train, writing};
+use crate::{notify, partial, train, writing};
 
 /// A sweep. Every flag of a run is taken too: it wins over the file, for all runs, and a list of values replaces the file's.
 #[derive(Debug, Args)]
@@ -170,12 +170,12 @@ pub(super) fn plan(
     sweep.check_weights()?;
     if sweep.runs.len() < count {
         let same = count - sweep.runs.len();
-        tell(&format!(
+        notify(&format!(
             "{same} of {count} combinations are the same run as another: what differs has no part in the result"
         ));
     }
     if let Some((key, value)) = spec.baseline.iter().find(|(key, value)| sweep.has_no(key, value)) {
-        tell(&format!(
+        notify(&format!(
             "warning: no run is of the baseline, {key} = {value}: another arm will be what the others are compared with"
         ));
     }
@@ -198,7 +198,7 @@ pub(super) struct Again {
 
 /// Runs what is open, and reports the results. Failed runs, and runs that a signal left undone, are an error.
 pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Again) -> Result<()> {
-    tell(&format!("{}: {}", sweep.folder.display(), counted(sweep.runs.len() as u64, "run")));
+    notify(&format!("{}: {}", sweep.folder.display(), counted(sweep.runs.len() as u64, "run")));
     std::fs::create_dir_all(&sweep.folder).map_err(writing(&sweep.folder))?;
     let options = options(spec);
     options.save(&sweep.folder)?;
@@ -207,14 +207,14 @@ pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Aga
         && let Err(error) = report(options, sweep)
     {
         // The runs are done: a report that fails can be made again with `report`.
-        tell(&format!("warning: {error}"));
+        notify(&format!("warning: {error}"));
     }
     tally.check(&again.goes_on)?;
     if tally.open > 0 {
-        tell(&format!("{} to go: {} goes on", counted(tally.open as u64, "run"), again.goes_on));
+        notify(&format!("{} to go: {} goes on", counted(tally.open as u64, "run"), again.goes_on));
     }
     if tally.elsewhere > 0 {
-        tell(&format!("another process works on {}", counted(tally.elsewhere as u64, "run")));
+        notify(&format!("another process works on {}", counted(tally.elsewhere as u64, "run")));
     }
     if tally.failed > 0 {
         return Err(Error::failed(format!("{} of {} runs failed", tally.failed, sweep.runs.len()))
@@ -248,14 +248,14 @@ fn report(options: ReportOptions, sweep: &Sweep) -> Result<()> {
     let mut found = Run::find(&folders)?;
     found.warnings.extend(crashed(&sweep.folder));
     let study = Study::new(found.runs.clone(), &options).or_else(|error| {
-        tell(&format!("warning: {error}"));
+        notify(&format!("warning: {error}"));
         Study::new(found.runs.clone(), &ReportOptions { baseline: Table::new(), ..options })
     })?;
     let study = study.with_warnings(found.warnings);
     print(&study.to_text())?;
     let page = sweep.folder.join(REPORT);
     study.write_html(&page)?;
-    tell(&format!("report: {}", page.display()));
+    notify(&format!("report: {}", page.display()));
     Ok(())
 }
 

@@ -8,8 +8,8 @@ use clap::ValueEnum;
 use super::print;
 use crate::evaluate::{Choices, Example, Task, choose, read_examples};
 use crate::model::Llama;
+use crate::notify;
 use crate::quantity::counted;
-use crate::tell;
 use crate::trained::Trained;
 
 /// A task and its file, as they are typed.
@@ -44,7 +44,7 @@ fn choices_of(examples: &[Example], file: &Path, trained: &Trained, model: &Llam
     })?;
     bar.finish_and_clear();
     if choices.cut > 0 {
-        tell(&format!(
+        notify(&format!(
             "warning: {} of {}: the beginning lost its first tokens, because it did not fit the context of {context}",
             counted(choices.cut as u64, "example"),
             file.display(),

@@ -26,7 +26,7 @@ use crate::runs::{self, Status, ending};
 use crate::settings::{Attn, Preset, Settings, Switch};
 use crate::sweep::{Limits, Spec};
 use crate::train::{Begin, Stop};
-use crate::{during, initial, partial, ranks, tell, train};
+use crate::{during, initial, notify, partial, ranks, train};
 
 /// The value of `--resume` that stands for the newest checkpoint of the run that `--name` names.
 const AUTO: &str = "auto";
@@ -168,7 +168,7 @@ impl Train {
             None => (asked(self.settings, file, words)?, Begin::New),
         };
         if !matches!(begin, Begin::From(_)) {
-            alike(check_typed(&typed, &config), words)?;
+            agreed(check_typed(&typed, &config), words)?;
             if rank.is_first() {
                 train::check(&config, &begin)?;
             }
@@ -177,7 +177,7 @@ impl Train {
             if !self.several.elsewhere()
                 && let Err(error) = train::check_machine(&config)
             {
-                tell(&format!("warning: {error}"));
+                notify(&format!("warning: {error}"));
             }
             let world = self.several.world(config.device == Place::Cuda, config.tokens_per_step())?;
             let ranks = world.mesh.rank().of;
@@ -214,16 +214,16 @@ impl Train {
         let branch = folder.map(runs::branch).transpose();
         // Only a hint depends on it.
         if let Some(branch) =
-            branch.inspect_err(|error| tell(&format!("warning: {error}"))).ok().flatten().flatten()
+            branch.inspect_err(|error| notify(&format!("warning: {error}"))).ok().flatten().flatten()
         {
-            tell(&format!(
+            notify(&format!(
                 "--config begins with new weights; the file's run was branched off {} after step {}: --resume {0} --new-name \
                  NAME does that",
                 branch.run, branch.step
             ));
         }
         for change in self.config.as_deref().map(Change::read).transpose()?.unwrap_or_default() {
-            tell(&format!(
+            notify(&format!(
                 "--config takes the settings that the run began with; it went on with {change}, by --resume"
             ));
         }
@@ -276,13 +276,14 @@ impl Train {
 
 /// The run that flags and a file of settings describe.
 fn asked(typed: Settings, file: Settings, words: &Words) -> std::result::Result<Config, Stop> {
-    alike(settle(typed.over(file)).and_then(Config::resolve), words)
+    agreed(settle(typed.over(file)).and_then(Config::resolve), words)
 }
 
-/// What every rank finds in the same settings: a mistake is that of all, which rank 0 alone is to tell.
-fn alike<T>(found: Result<T>, words: &Words) -> std::result::Result<T, Stop> {
-    let said = found.as_ref().err().map_or_else(|| "settings that can run".to_owned(), ToString::to_string);
-    words.agree("command", &said)?;
+/// What every rank finds in the same settings: a mistake is the same on all ranks, and rank 0 alone reports it.
+fn agreed<T>(found: Result<T>, words: &Words) -> std::result::Result<T, Stop> {
+    let outcome =
+        found.as_ref().err().map_or_else(|| "settings that can run".to_owned(), ToString::to_string);
+    words.agree("command", &outcome)?;
     found.map_err(Stop::Mistaken)
 }
 
@@ -339,7 +340,7 @@ fn free_name(out: &Path, preset: Preset) -> Result<String> {
 
 fn write_batches(config: &Config, path: &Path) -> Result<()> {
     partial::check_free(path, "file", "--write-batches")?;
-    let data = Dataset::load(&config.data, &|line| tell(line))?;
+    let data = Dataset::load(&config.data, &|line| notify(line))?;
     let cut = config.data.cut(&data.tokenizer);
     let sequences = config.steps * (config.accumulation * config.micro_batch) as u64;
     let written = Batches::new(&data.train, cut).write(sequences, &data.tokenizer, path);

@@ -14,7 +14,7 @@ use super::hub::{Hub, Named};
 use super::reader::{self, Bad, Piece, is_known};
 use super::source::{self, PassedOver, Source};
 use super::tokenizer::{TRAINING_BYTES, Tokenizer};
-use crate::tell;
+use crate::notify;
 
 /// A file of text to be read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -86,7 +86,7 @@ pub(super) fn text_files(names: &[String], field: Option<&str>) -> Result<Vec<Te
                 if let Some(file) = files.iter().map(Path::new).find(|file| !is_known(file)) {
                     return Err(reader::unknown_kind(file));
                 }
-                tell(&format!(
+                notify(&format!(
                     "{}: {} file{}",
                     named.dataset,
                     files.len(),
@@ -117,7 +117,7 @@ fn find_text(path: &Path) -> Result<Source> {
     let mut passed_over = PassedOver::default();
     let found = source::find_and_pass_over(path, Path::new(""), &mut passed_over)?;
     if let Some(words) = passed_over.in_words() {
-        tell(&format!("{}: {words}", path.display()));
+        notify(&format!("{}: {words}", path.display()));
     }
     Ok(found)
 }
@@ -176,7 +176,7 @@ pub(super) fn trained(files: &[TextFile], vocab_size: usize, skip_bad: bool) -> 
     if documents.iter().all(|document| document.trim().is_empty()) {
         return Err(no_text());
     }
-    tell(&format!("training a tokenizer of {vocab_size} entries on {:.1} MB", held as f64 / 1e6));
+    notify(&format!("training a tokenizer of {vocab_size} entries on {:.1} MB", held as f64 / 1e6));
     Tokenizer::train(documents.iter().map(String::as_str), vocab_size)
 }
 

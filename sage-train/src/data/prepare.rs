@@ -22,7 +22,7 @@ use super::tokenizer::Tokenizer;
 use super::{SAMPLE, head};
 use crate::partial::Folder;
 use crate::quantity::counted;
-use crate::{bar, during, tell, writing};
+use crate::{bar, during, notify, writing};
 
 /// Bytes of text that are tokenized at once, and how many such chunks wait.
 const CHUNK: usize = 4 << 20;
@@ -146,7 +146,7 @@ fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
     let written = write(plan, &work.files, &tokenizer, format, (folder, journal, done));
     written.inspect_err(|_| {
         if Journal::is_there(folder) {
-            tell("what was done is kept: the same command goes on from there");
+            notify("what was done is kept: the same command goes on from there");
         }
     })
 }
@@ -176,7 +176,7 @@ fn write(
         "{bar:30.cyan/blue} {bytes}/{total_bytes} {bytes_per_sec} {msg}, ETA {eta}",
     );
     if before != Done::new(tokenizer) {
-        tell(&format!(
+        notify(&format!(
             "goes on where an earlier start was interrupted: after {}, {}",
             counted(before.documents, "document"),
             counted(before.files.len() as u64, "file")
@@ -213,7 +213,7 @@ fn write(
             // Where there is no bar, a line now and then.
             if bar.is_hidden() && shown.elapsed() > QUIET {
                 shown = Instant::now();
-                tell(&held);
+                notify(&held);
             }
             bar.set_message(held);
         });
@@ -300,7 +300,7 @@ impl Writing<'_> {
         let Self { tokenizer, parts: [train, validation], journal, done } = self;
         for Chunk { pieces, files, pieces_of_next } in chunks {
             if let Some(changes) = sample(&pieces).filter(|_| done.documents == 0 && !done.continued) {
-                tokenizer.changes(changes)?.iter().for_each(|changes| tell(changes));
+                tokenizer.changes(changes)?.iter().for_each(|changes| notify(changes));
             }
             let mut continued = done.continued;
             let begins = |(piece, _): &'_ (Piece, bool)| std::mem::replace(&mut continued, !piece.ends);

@@ -12,13 +12,13 @@ use super::sla2::Stage;
 
 /// The cached keys and values of the tokens that have passed through the model, one cache per layer.
 #[derive(Debug)]
-pub struct Past {
+pub struct TokenCache {
     layers: Vec<KvCache>,
     tokens: usize,
     following: Option<Scheme>,
 }
 
-impl Past {
+impl TokenCache {
     /// Number of tokens that have passed through the model.
     pub fn tokens(&self) -> usize {
         self.tokens
@@ -36,10 +36,10 @@ impl Llama {
     ///
     /// `None` if attention is to selected blocks: a selection with a causal mask needs as many queries as
     /// keys, so each new token has to run over its whole sequence.
-    pub fn past(&self, tokens: usize, following: impl Into<Option<Scheme>>) -> Option<Past> {
+    pub fn past(&self, tokens: usize, following: impl Into<Option<Scheme>>) -> Option<TokenCache> {
         // The cache grows in steps of this size, which must not be 0.
         let layers = self.blocks.iter().map(|_| KvCache::new(1, tokens.max(1))).collect();
-        (!self.selects_blocks()).then_some(Past { layers, tokens: 0, following: following.into() })
+        (!self.selects_blocks()).then_some(TokenCache { layers, tokens: 0, following: following.into() })
     }
 
     /// Logits of the token after `ids`, (1, tokens): (1, vocab). `ids` follow the tokens of `past`, and are
@@ -48,8 +48,8 @@ impl Llama {
     /// # Errors
     /// When an id is not in the vocabulary, when the sequence is longer than the context, or when an earlier
     /// call with this `past` failed: some of its layers may then hold tokens that other layers lack.
-    pub fn next_logits_after(&self, past: &mut Past, ids: &Tensor) -> Result<Tensor> {
-        let Past { layers, tokens, following } = past;
+    pub fn next_logits_after(&self, past: &mut TokenCache, ids: &Tensor) -> Result<Tensor> {
+        let TokenCache { layers, tokens, following } = past;
         let sequence = *tokens + ids.dim(1)?;
         if sequence > self.rotary.positions() {
             return Err(Error::new("the sequence is longer than the model's context")

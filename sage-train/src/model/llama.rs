@@ -38,7 +38,7 @@ pub struct Watch<'a, 'b> {
     pub observe: Option<&'a mut Observe<'b>>,
     /// Called when the backward has finished a layer: the gradients of this layer's parameters and of all
     /// later layers are complete.
-    pub left: Option<&'a mut Left<'b>>,
+    pub left: Option<&'a mut LayerDone<'b>>,
 }
 
 impl std::fmt::Debug for Watch<'_, '_> {
@@ -48,7 +48,7 @@ impl std::fmt::Debug for Watch<'_, '_> {
 }
 
 /// Receives the layer's index.
-pub type Left<'a> = dyn FnMut(usize) -> Result<()> + 'a;
+pub type LayerDone<'a> = dyn FnMut(usize) -> Result<()> + 'a;
 
 /// A Llama with a tied embedding. Its weights are views of [`Parameters`].
 #[derive(Debug, Clone)]

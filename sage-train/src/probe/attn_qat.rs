@@ -58,7 +58,7 @@ impl Anatomy for AttnQatAnatomy {
         // Forward: unnormalized probabilities relative to each row's reference. Their sums are taken before
         // quantization.
         let s = logits(&q_low, &k_low, n, d)?;
-        let rows = Rows::new(&s, n, settings.p_reference);
+        let rows = SoftmaxRows::new(&s, n, settings.p_reference);
         let p_forward = match quantized(Operand::Probability) {
             true => rows.quantized(&rows.relative),
             false => rows.relative.clone(),
@@ -114,7 +114,7 @@ impl Anatomy for AttnQatAnatomy {
             let scales = packed(x, d, axis).scales().to_vec();
             scales.iter().filter(|code| e4m3_value(**code) == 0.0).count() as f64 / scales.len() as f64
         };
-        let rows = Rows::new(&exact.s, n, self.settings.p_reference);
+        let rows = SoftmaxRows::new(&exact.s, n, self.settings.p_reference);
         vec![
             ("Q", of(&q, Axis::Channels)),
             ("K", of(&k, Axis::Channels)),
@@ -130,7 +130,7 @@ fn mean_if(smooth: bool, rows: &[f64], d: usize) -> Vec<f64> {
     if smooth { mean(rows, d) } else { vec![0.0; d] }
 }
 
-/// Rows less a mean.
+/// SoftmaxRows less a mean.
 fn less(rows: &[f64], mean: &[f64]) -> Vec<f64> {
     rows.chunks(mean.len()).flat_map(|row| row.iter().zip(mean).map(|(x, m)| x - m)).collect()
 }
@@ -146,7 +146,7 @@ fn values(packed: &Packed, rows: usize) -> Vec<f64> {
 }
 
 /// The softmax of a square matrix of logits, by rows.
-struct Rows {
+struct SoftmaxRows {
     n: usize,
     /// `2^(logit - reference)`, with base-2 logits.
     relative: Vec<f64>,
@@ -155,7 +155,7 @@ struct Rows {
     sums: Vec<f64>,
 }
 
-impl Rows {
+impl SoftmaxRows {
     fn new(s: &[f64], n: usize, reference: PReference) -> Self {
         let (mut relative, mut references, mut sums) = (Vec::with_capacity(n * n), Vec::new(), Vec::new());
         for row in s.chunks(n) {

@@ -19,7 +19,7 @@ use crate::metrics::{BLOCKS, GradientErrors, Part, Squares, Sums};
 use crate::model::{Input, Llama, LlamaConfig, Parameters};
 use crate::settings::{Settings, in_words_by_layer};
 use crate::trained::Trained;
-use crate::{bar, on_device, tell};
+use crate::{bar, notify, on_device};
 
 use super::low_bit;
 
@@ -62,12 +62,12 @@ pub fn gradient_errors(
             .hint("--selections measures what SLA2 leaves out"));
     }
     let load = if own_data { Dataset::load } else { Dataset::load_to_validate };
-    let data = load(&config.data, &|line| tell(line))?;
+    let data = load(&config.data, &|line| notify(line))?;
     trained.check_data(folder, &data)?;
     let mixture = if own_data { &data.train } else { &data.validation };
     let mut batches = Batches::new(mixture, config.data.cut(&data.tokenizer));
     if own_data && trained.sequences_seen.is_none() {
-        tell("which sequences the model was trained on is not known: from the first, it may know them");
+        notify("which sequences the model was trained on is not known: from the first, it may know them");
     }
     let first = trained.sequences_seen.filter(|_| own_data).unwrap_or(0);
     check_disjoint(&mut batches, first, count.saturating_mul(config.micro_batch))?;

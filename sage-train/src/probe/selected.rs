@@ -14,8 +14,8 @@ use super::{bar, during, trace};
 use crate::checks::in_range;
 use crate::data::{Batches, Cut, Dataset};
 use crate::device::Place;
+use crate::notify;
 use crate::settings::Settings;
-use crate::tell;
 use crate::trained::Trained;
 
 /// Steps in which the router learns, and the rate, which falls to zero.
@@ -111,7 +111,7 @@ pub fn probe_selections(folder: &Path, selecting: Selecting, settings: Settings)
     let trained = Trained::open(folder, Place::Cpu, settings, true)?;
     trained.check_attention(folder, "probe")?;
     let Trained { config, parameters, .. } = &trained;
-    let data = Dataset::load_to_validate(&config.data, &|line| tell(line))?;
+    let data = Dataset::load_to_validate(&config.data, &|line| notify(line))?;
     trained.check_data(folder, &data)?;
     let cut = Cut { end_of_document: None, ..config.data.cut(&data.tokenizer) };
     let block = selecting.block.unwrap_or((cut.context / 16).clamp(16, 128));

@@ -14,7 +14,7 @@ use super::meeting::LOST;
 use super::secret::{SECRET, random};
 use super::world::LAUNCHED;
 use crate::signals::{self, Second};
-use crate::{during, tell};
+use crate::{during, notify};
 
 /// How long ranks may take to leave by themselves after one has failed: they may still be writing a
 /// checkpoint.
@@ -56,7 +56,7 @@ pub(super) fn launch(launch: Launch) -> Result<i32> {
             _ => {}
         }
         left -= 1;
-        tell(&format!("a rank was lost: begins again, and {left} times more after that"));
+        notify(&format!("a rank was lost: begins again, and {left} times more after that"));
     }
 }
 
@@ -161,10 +161,10 @@ fn start(ranks: usize) -> Result<(Vec<Child>, Vec<JoinHandle<()>>)> {
                 return Err(during(failed)(error));
             }
         };
-        if let Some(said) = child.stderr.take() {
+        if let Some(stderr) = child.stderr.take() {
             readers.push(std::thread::spawn(move || {
-                let lines = BufReader::new(said).split(b'\n').map_while(std::result::Result::ok);
-                lines.for_each(|line| tell(&format!("[rank {rank}] {}", String::from_utf8_lossy(&line))));
+                let lines = BufReader::new(stderr).split(b'\n').map_while(std::result::Result::ok);
+                lines.for_each(|line| notify(&format!("[rank {rank}] {}", String::from_utf8_lossy(&line))));
             }));
         }
         children.push(child);

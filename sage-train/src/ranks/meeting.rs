@@ -20,7 +20,7 @@ use super::mesh::Rank;
 use super::message::{Hello, Message, receive, send};
 use super::secret::Secret;
 use super::world::World;
-use crate::{during, signals, tell};
+use crate::{during, notify, signals};
 
 /// Interval between heartbeats.
 const BEAT: Duration = Duration::from_secs(1);
@@ -169,11 +169,11 @@ impl Meeting {
         let shared = &self.shared;
         shared.note(&topic, shared.rank.index, text.to_owned());
         if !shared.rank.is_first() {
-            shared.tell(0, &Message::Said { topic: topic.clone(), text: text.to_owned() });
+            shared.send_to(0, &Message::Said { topic: topic.clone(), text: text.to_owned() });
         }
         let mut board = lock(&shared.board);
         loop {
-            if board.get(&topic).is_some_and(|said| said.iter().all(Option::is_some)) {
+            if board.get(&topic).is_some_and(|texts| texts.iter().all(Option::is_some)) {
                 return board.remove(&topic).into_iter().flatten().flatten().collect();
             }
             board = shared.news.wait(board).unwrap_or_else(PoisonError::into_inner);
@@ -185,9 +185,9 @@ impl Meeting {
     /// # Errors
     /// When a rank says something else; the error names the rank and its machine.
     pub(super) fn agree(&self, what: &str, text: &str) -> Result<()> {
-        let said = self.share(what, &format!("{}\n{text}", self.shared.host));
+        let texts = self.share(what, &format!("{}\n{text}", self.shared.host));
         let parts: Vec<(&str, &str)> =
-            said.iter().map(|said| said.split_once('\n').unwrap_or((said, ""))).collect();
+            texts.iter().map(|texts| texts.split_once('\n').unwrap_or((texts, ""))).collect();
         let Some(other) = (1..parts.len()).find(|&rank| parts[rank].1 != parts[0].1) else { return Ok(()) };
         // The first line that differs tells what the difference is about.
         let (mut first, mut theirs) = (parts[0].1.lines(), parts[other].1.lines());
@@ -208,7 +208,7 @@ impl Meeting {
         self.shared.ticks.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Sets what this rank is doing; with `aside` it may take long. Returns what was set before.
+    /// Sets what this rank is doing; with `while_others_wait` it may take long. Returns what was set before.
     pub(super) fn doing(&self, what: &str, aside: bool) -> (String, bool) {
         let mut life = lock(&self.shared.life);
         let before = (life.doing.clone(), life.aside);
@@ -237,7 +237,7 @@ impl Meeting {
             None => Message::Bye,
             Some(error) => Message::Failed { why: error.to_string() },
         };
-        (0..shared.peers.len()).for_each(|peer| shared.tell(peer, &message));
+        (0..shared.peers.len()).for_each(|peer| shared.send_to(peer, &message));
     }
 }
 
@@ -249,19 +249,19 @@ fn start(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
 impl Shared {
     /// Sends a message to a peer. A failure is ignored: the thread that listens to this peer notices the
     /// broken connection.
-    fn tell(&self, peer: usize, message: &Message) {
+    fn send_to(&self, peer: usize, message: &Message) {
         let _ = send(&mut *lock(&self.peers[peer].stream), message);
     }
 
     /// Records what a rank said. When all ranks have spoken on a topic, rank 0 sends all texts to the others.
     fn note(&self, topic: &str, rank: usize, text: String) {
         let mut board = lock(&self.board);
-        let said = board.entry(topic.to_owned()).or_insert_with(|| vec![None; self.rank.of]);
-        said[rank] = Some(text);
-        if self.rank.is_first() && said.iter().all(Option::is_some) {
-            let texts = said.iter().flatten().cloned().collect();
+        let texts = board.entry(topic.to_owned()).or_insert_with(|| vec![None; self.rank.of]);
+        texts[rank] = Some(text);
+        if self.rank.is_first() && texts.iter().all(Option::is_some) {
+            let texts = texts.iter().flatten().cloned().collect();
             let all = Message::All { topic: topic.to_owned(), texts };
-            (0..self.peers.len()).for_each(|peer| self.tell(peer, &all));
+            (0..self.peers.len()).for_each(|peer| self.send_to(peer, &all));
         }
         self.news.notify_all();
     }
@@ -317,7 +317,7 @@ impl Shared {
                 doing: own.doing.clone(),
                 aside: own.aside,
             };
-            (0..self.peers.len()).for_each(|peer| self.tell(peer, &beat));
+            (0..self.peers.len()).for_each(|peer| self.send_to(peer, &beat));
             let lives: Vec<Life> = self.peers.iter().map(|peer| lock(&peer.life).clone()).collect();
             let silence = SILENCE.min(self.stall);
             if let Some(peer) = lives.iter().position(|life| !life.left && life.heard.elapsed() > silence) {
@@ -367,10 +367,10 @@ impl Shared {
         }
         if self.rank.is_first() {
             let over = Message::Over { why: why.to_owned(), code };
-            (0..self.peers.len()).for_each(|peer| self.tell(peer, &over));
+            (0..self.peers.len()).for_each(|peer| self.send_to(peer, &over));
         }
         let hint = if code == LOST { "\n  hint:    --resume goes on from the newest checkpoint" } else { "" };
-        tell(&format!("error: {why}{hint}"));
+        notify(&format!("error: {why}{hint}"));
         if let Some(last_word) = lock(&self.last_word).take() {
             last_word(why);
         }

@@ -104,12 +104,12 @@ impl Mesh {
     /// that share a sequence would span nodes.
     pub fn agree(words: &Words, local: Rank, context: usize) -> Result<Self> {
         let rank = words.rank();
-        let said = words.share("node", &format!("{} of {}", local.index, local.of));
-        for (index, said) in said.iter().enumerate() {
+        let place = words.share("node", &format!("{} of {}", local.index, local.of));
+        for (index, place) in place.iter().enumerate() {
             let expected = format!("{} of {}", index % local.of, local.of);
-            if *said != expected || !rank.of.is_multiple_of(local.of) {
+            if *place != expected || !rank.of.is_multiple_of(local.of) {
                 return Err(Error::new("the ranks are not dealt out evenly among the nodes")
-                    .got(format!("rank {index} of {} is {said} on its node", rank.of))
+                    .got(format!("rank {index} of {} is {place} on its node", rank.of))
                     .allowed(format!("{expected}, as the number of rank {} has it", rank.index))
                     .hint("every node needs as many ranks, and neighbours on one: srun --ntasks-per-node, --distribution=block"));
             }

@@ -179,12 +179,12 @@ mod tests {
 
     #[test]
     fn messages_come_as_they_were_sent_and_nothing_else_does() {
-        let said = Message::Said { topic: "data".into(), text: "a\nb".into() };
+        let message = Message::Said { topic: "data".into(), text: "a\nb".into() };
         let mut bytes = Vec::new();
-        send(&mut bytes, &said).expect("room");
+        send(&mut bytes, &message).expect("room");
         send(&mut bytes, &Message::Bye).expect("room");
         let mut from = bytes.as_slice();
-        assert_eq!(receive(&mut from).expect("a message"), said);
+        assert_eq!(receive(&mut from).expect("a message"), message);
         assert_eq!(receive(&mut from).expect("a message"), Message::Bye);
         assert!(receive(&mut from).is_err());
         for cut in 0..bytes.len() - 8 {

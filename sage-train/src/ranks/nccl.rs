@@ -229,16 +229,16 @@ impl Transport for Nccl {
 /// Makes an id on every rank whose index is a multiple of `every`, or on rank 0 alone if that is 0. Returns that
 /// of the nearest such rank up to this one.
 fn share_id(words: &Words, functions: &Functions, every: usize) -> candle_sage::Result<Id> {
-    let (mut id, mut said) = (Id([0; 128]), String::new());
+    let (mut id, mut answer) = (Id([0; 128]), String::new());
     let rank = words.rank().index;
     let maker = rank.checked_rem(every).map_or(0, |after| rank - after);
     if rank == maker {
         // SAFETY: the function writes 128 bytes to the given address.
         functions.check("make an id", unsafe { (functions.unique_id)(&raw mut id) })?;
-        said = hex(&id.0);
+        answer = hex(&id.0);
     }
-    let said = words.share("NCCL's id", &said).swap_remove(maker);
-    for (byte, digits) in id.0.iter_mut().zip(said.as_bytes().chunks(2)) {
+    let answer = words.share("NCCL's id", &answer).swap_remove(maker);
+    for (byte, digits) in id.0.iter_mut().zip(answer.as_bytes().chunks(2)) {
         let digits = std::str::from_utf8(digits).unwrap_or_default();
         *byte = u8::from_str_radix(digits, 16)
             .map_err(during(format!("rank {maker} sent an id that is none")))?;
@@ -289,7 +289,7 @@ fn connect_engines(
     let engines = Engines::connect(collectives, functions, id, mesh.shard)?;
     let reach = engines.allocate(functions, 1)?.is_some();
     let all = words.share("shared memory", if reach { "yes" } else { "no" });
-    match all.iter().position(|said| said != "yes") {
+    match all.iter().position(|answer| answer != "yes") {
         None => Ok(Some(engines)),
         Some(rank) => without(
             format!("a GPU of rank {rank} that shares no memory with others"),

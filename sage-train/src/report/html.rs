@@ -174,7 +174,7 @@ impl Study {
     fn paper(&self) -> Markup {
         let rows: Vec<[String; 3]> = PUBLISHED
             .iter()
-            .filter_map(|row| Some([row.arm.to_owned(), row.said.to_owned(), self.beside(row)?]))
+            .filter_map(|row| Some([row.arm.to_owned(), row.claim.to_owned(), self.beside(row)?]))
             .collect();
         html! {
             @if !rows.is_empty() {
@@ -318,7 +318,7 @@ struct Published {
     qk_norm: bool,
     /// Whether the result is at the larger of the two sizes of a step.
     many: bool,
-    said: &'static str,
+    claim: &'static str,
 }
 
 const PUBLISHED: [Published; 4] = [
@@ -326,24 +326,24 @@ const PUBLISHED: [Published; 4] = [
         arm: "SageBwd, many tokens a step, QK-norm",
         qk_norm: true,
         many: true,
-        said: "2.640 against 2.586: +2.09 % at 2.1M tokens a step",
+        claim: "2.640 against 2.586: +2.09 % at 2.1M tokens a step",
     },
     Published {
         arm: "SageBwd, many tokens a step, no QK-norm",
         qk_norm: false,
         many: true,
-        said: "diverges at 2.1M tokens a step",
+        claim: "diverges at 2.1M tokens a step",
     },
     Published {
         arm: "SageBwd, few tokens a step, QK-norm",
         qk_norm: true,
         many: false,
-        said: "2.561 against 2.563: -0.08 % at 260K tokens a step",
+        claim: "2.561 against 2.563: -0.08 % at 260K tokens a step",
     },
     Published {
         arm: "SageBwd, few tokens a step, no QK-norm",
         qk_norm: false,
         many: false,
-        said: "matches within noise at 260K tokens a step (a figure without numbers)",
+        claim: "matches within noise at 260K tokens a step (a figure without numbers)",
     },
 ];

@@ -350,9 +350,9 @@ fn labels(arms: &[Values]) -> Vec<String> {
         !own || arms.iter().any(differs)
     };
     let schemes = Scheme::all();
-    let by_default = |arm: &Values, key: &str, said: &str| {
+    let by_default = |arm: &Values, key: &str, default: &str| {
         let scheme = schemes.iter().find(|scheme| Some(scheme.name()) == value(arm, "attn"));
-        scheme.is_some_and(|scheme| scheme.settings().iter().any(|(k, v)| *k == key && v == said))
+        scheme.is_some_and(|scheme| scheme.settings().iter().any(|(k, v)| *k == key && v == default))
     };
     let label = |arm: &Values| {
         let mut kept: Values = arm.iter().filter(|(key, _)| tells(arm, key)).cloned().collect();

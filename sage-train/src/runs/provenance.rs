@@ -120,8 +120,8 @@ impl Start {
             .filter(|(_, (before, now))| before != now && *before > 0)
             .map(|(name, (before, now))| format!("{name} {now}, {before} before"))
             .collect();
-        let said = changed.join("; ");
-        (!said.is_empty())
-            .then(|| format!("{said}: the same sequences, and sums in another order from here on"))
+        let differences = changed.join("; ");
+        (!differences.is_empty())
+            .then(|| format!("{differences}: the same sequences, and sums in another order from here on"))
     }
 }

@@ -193,8 +193,9 @@ pub(crate) fn exported_settings(sla2: &Sla2Config, scheme: &Scheme) -> Vec<(&'st
     let told = [("attn", form_name(sla2).to_owned()), ("sla2-numerics", scheme.name().to_owned())];
     // `sla2-sparse` says by itself that there is no tail.
     let sparse = form_name(sla2) == Form::Sparse.name();
-    let said = |key: &str| key == "sla2-tail" && sparse;
-    let own = own_settings(sla2).into_iter().filter(|(key, _)| !key.ends_with("-steps") && !said(key));
+    let without_tail = |key: &str| key == "sla2-tail" && sparse;
+    let own =
+        own_settings(sla2).into_iter().filter(|(key, _)| !key.ends_with("-steps") && !without_tail(key));
     told.into_iter()
         .chain(scheme.settings().into_iter().filter(|(key, _)| !key.starts_with("tile-")))
         .chain(own)

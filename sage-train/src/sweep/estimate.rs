@@ -14,7 +14,7 @@ use crate::device::Place;
 use crate::quantity::Quantity;
 use crate::runs::{Run, Status, median};
 use crate::signals::{self, Second};
-use crate::{during, tell, writing};
+use crate::{during, notify, writing};
 
 /// Steps to measure for each shape, and the most micro-batches of a measured step. The first step of a
 /// process is slower than the others, and is not counted. Time is proportional to the number of
@@ -65,7 +65,7 @@ pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
         let speed = match measured.get(&shape) {
             Some(&speed) => speed,
             None => {
-                tell(&format!("measuring {}", run.name));
+                notify(&format!("measuring {}", run.name));
                 let speed = measure(config, &sweep.folder)?;
                 measured.insert(shape, speed);
                 speed
@@ -140,8 +140,8 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
     {
         command.env("CUDA_VISIBLE_DEVICES", gpu);
     }
-    let said = scratch.join("stderr");
-    let file = std::fs::File::create(&said).map_err(writing(&said))?;
+    let stderr = scratch.join("stderr");
+    let file = std::fs::File::create(&stderr).map_err(writing(&stderr))?;
     let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file).spawn();
     let status = wait(child.map_err(during("cannot start a run"))?)?;
     let folder = scratch.join(name);
@@ -155,10 +155,10 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
     match speed {
         Some(speed) if done => Ok(speed),
         _ => {
-            let said = std::fs::read_to_string(&said).unwrap_or_default();
-            let said = said.lines().skip_while(|line| !line.starts_with("error")).collect::<Vec<_>>();
+            let stderr = std::fs::read_to_string(&stderr).unwrap_or_default();
+            let stderr = stderr.lines().skip_while(|line| !line.starts_with("error")).collect::<Vec<_>>();
             Err(Error::failed("a shape of the sweep cannot be trained here")
-                .got(if said.is_empty() { status.to_string() } else { said.join("\n           ") })
+                .got(if stderr.is_empty() { status.to_string() } else { stderr.join("\n           ") })
                 .allowed("shapes that train a few steps")
                 .hint("--dry-run --no-measure plans without measuring"))
         }

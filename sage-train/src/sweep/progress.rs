@@ -14,7 +14,7 @@ use super::state::{Place, State};
 use crate::metrics::Point;
 use crate::quantity::grouped;
 use crate::runs::{LONGEST_LINE, METRICS, Status};
-use crate::{bar, tell};
+use crate::{bar, notify};
 
 /// Time between two lines where there is no terminal.
 const QUIET: Duration = Duration::from_secs(15);
@@ -62,7 +62,7 @@ impl Progress {
         whole.reset_eta();
         let passed = places.len() - waiting.len();
         if passed > 0 {
-            tell(&format!("{passed} of {} runs are done, or not this start's", places.len()));
+            notify(&format!("{passed} of {} runs are done, or not this start's", places.len()));
         }
         Self {
             all,
@@ -79,7 +79,7 @@ impl Progress {
     }
 
     fn say(&self, text: &str) {
-        self.all.suspend(|| tell(text));
+        self.all.suspend(|| notify(text));
     }
 
     pub(super) fn started(&mut self, index: usize, folder: &Path) {
@@ -158,7 +158,7 @@ impl Progress {
             let total = self.whole.length().unwrap_or(done).max(1);
             let left = (total.saturating_sub(done)) as f64 / rate.max(1.0);
             let percent = 100 * u128::from(done) / u128::from(total);
-            tell(&format!(
+            notify(&format!(
                 "sweep {percent} %: {message}, ETA {}",
                 HumanDuration(Duration::try_from_secs_f64(left).unwrap_or(Duration::MAX))
             ));

@@ -168,8 +168,9 @@ impl Sweep {
         let name = folder.file_name().unwrap_or_default().to_string_lossy();
         let ended = |status: Option<Status>| status.filter(|status| *status != Status::Interrupted);
         // As it is judged where the run can be read, and as it was recorded where it cannot.
-        let said = read.as_ref().map_or_else(|| ending(folder).ok().flatten(), |run| run.ending.clone());
-        if let Some(status) = ended(said.map(|ending| ending.status)) {
+        let ending_of_run =
+            read.as_ref().map_or_else(|| ending(folder).ok().flatten(), |run| run.ending.clone());
+        if let Some(status) = ended(ending_of_run.map(|ending| ending.status)) {
             return State::Ended(status);
         }
         if Lock::is_held(folder) {

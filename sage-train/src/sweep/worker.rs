@@ -17,7 +17,7 @@ use crate::device::{Place as Device, gpus};
 use crate::lock::Lock;
 use crate::runs::{Ending, Status, ending as recorded};
 use crate::signals::Second;
-use crate::{during, open_own, ranks, signals, tell, writing};
+use crate::{during, notify, open_own, ranks, signals, writing};
 
 /// Exit codes of a process that a signal asked to stop: 128 plus the number of SIGHUP, SIGINT, SIGTERM or SIGUSR1.
 #[cfg(unix)]
@@ -84,9 +84,9 @@ pub fn run(sweep: &Sweep, limits: &Limits) -> Result<Tally> {
     let shares = on_gpu(sweep) && limits.jobs > 1 && limits.sharing == Sharing::Auto && waiting.len() > 1;
     let mps = if shares { Mps::start() } else { None };
     match (shares, mps.is_some()) {
-        (true, true) => tell("runs share GPUs through MPS"),
+        (true, true) => notify("runs share GPUs through MPS"),
         (true, false) => {
-            tell("no MPS server was started for this sweep: runs use one that is there, or take turns")
+            notify("no MPS server was started for this sweep: runs use one that is there, or take turns")
         }
         _ => {}
     }
@@ -334,8 +334,8 @@ impl Sweep {
         }
         let stderr = std::fs::read_to_string(self.stderr_file(&name)).unwrap_or_default();
         let lines: Vec<&str> = stderr.lines().collect();
-        let said = lines[lines.len().saturating_sub(12)..].join("\n");
-        let ending = Ending { status: Status::Failed, reason: Some(format!("{status}\n{said}")) };
+        let last_lines = lines[lines.len().saturating_sub(12)..].join("\n");
+        let ending = Ending { status: Status::Failed, reason: Some(format!("{status}\n{last_lines}")) };
         let path = self.crash_file(&name);
         let text = serde_json::to_string_pretty(&ending).expect("plain values");
         std::fs::write(&path, text).map_err(writing(&path))?;

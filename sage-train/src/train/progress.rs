@@ -11,7 +11,7 @@ use indicatif::ProgressBar;
 
 use crate::metrics::Point;
 use crate::ranks::Rank;
-use crate::{bar, open_own, printable, tell};
+use crate::{bar, notify, open_own, printable};
 
 /// Intervals: between lines without a terminal, and between lines of steps in the log after the first
 /// `FIRST_STEPS` steps.
@@ -66,7 +66,7 @@ impl Progress {
         if !self.speaks && !text.starts_with("warning") {
             return;
         }
-        self.bar.suspend(|| tell(text));
+        self.bar.suspend(|| notify(text));
         self.note(text.trim_end());
     }
 
@@ -109,7 +109,7 @@ impl Progress {
             self.last_line = Instant::now();
             let rate = self.started.elapsed().as_secs_f64() / (point.step - self.first) as f64;
             let left = rate * (self.steps - point.step) as f64;
-            tell(&format!("{line}, ETA {left:.0}s"));
+            notify(&format!("{line}, ETA {left:.0}s"));
         }
     }
 

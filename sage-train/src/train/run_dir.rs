@@ -16,7 +16,7 @@ use crate::metrics::Probed;
 use crate::ranks::Rank;
 use crate::report::EventFile;
 use crate::runs::{Lines, METRICS, PROBES, Run, STARTS, Start, Status, ending, optional, probes, to_line};
-use crate::{open_own, partial, tell, writing};
+use crate::{notify, open_own, partial, writing};
 
 const CSV: &str = "metrics.csv";
 
@@ -289,7 +289,7 @@ fn points_until(path: &Path, step: u64) -> Result<Vec<Point>> {
         let head = lines.next().unwrap_or_default();
         let others = first_of(&mut lines.map_while(|line| Point::from_csv(head, line)));
         if others.len() as u64 == step {
-            tell(&format!("{} is damaged, and made again from {CSV}", file.display()));
+            notify(&format!("{} is damaged, and made again from {CSV}", file.display()));
             points = others;
         }
     }

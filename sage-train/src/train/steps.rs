@@ -135,7 +135,7 @@ impl Run<'_> {
             self.record(point)?;
             if probes && self.ranks.rank().is_first() {
                 let words = self.ranks.words();
-                words.aside("a probe", || self.probe(step + 1));
+                words.while_others_wait("a probe", || self.probe(step + 1));
             }
             if saves {
                 self.trainer.check_weights(step + 1)?;
@@ -144,7 +144,7 @@ impl Run<'_> {
             }
             if let Some(signal) = signal.filter(|_| !last) {
                 signals::hear_of(signal);
-                self.ranks.words().aside("the last checkpoint", || self.checkpoints.wait())?;
+                self.ranks.words().while_others_wait("the last checkpoint", || self.checkpoints.wait())?;
                 return Err(Stop::Interrupted(self.interrupted(signal, step + 1)));
             }
         }
@@ -167,12 +167,12 @@ impl Run<'_> {
     pub(super) fn checkpoint(&mut self, step: u64) {
         // The other ranks wait for this one, however slow its disk is, so the limit for stalls does not
         // apply.
-        if let Err(error) = self.ranks.words().aside("a checkpoint", || self.checkpoints.wait()) {
+        if let Err(error) = self.ranks.words().while_others_wait("a checkpoint", || self.checkpoints.wait()) {
             self.progress.say(&format!("warning: {error}"));
         }
         // A rank whose copy fails reports that with the others, because a checkpoint needs all ranks.
         let copy = || self.trainer.state().map_err(during("cannot copy the weights"));
-        let synced = self.ranks.words().aside("a checkpoint", || self.folder.sync());
+        let synced = self.ranks.words().while_others_wait("a checkpoint", || self.folder.sync());
         let state = synced.and_then(|()| copy());
         self.checkpoints.save(step, state);
     }
@@ -221,10 +221,11 @@ impl Run<'_> {
             // Alone: with shared sequences the other ranks do not take part.
             let (model, device) = (self.trainer.model.clone().across(&Group::alone()), self.trainer.device());
             let look = || selected(&model, &data.validation, cut, device);
-            let of = self.ranks.words().aside("the metrics of SLA2", look).unwrap_or_else(|error| {
-                self.progress.say(&format!("warning: {error}"));
-                None
-            });
+            let of =
+                self.ranks.words().while_others_wait("the metrics of SLA2", look).unwrap_or_else(|error| {
+                    self.progress.say(&format!("warning: {error}"));
+                    None
+                });
             point.sla2_sparsity = of.map(|selected| selected.sparsity);
             point.sla2_exact_weight = of.map(|selected| selected.exact_weight);
             point.sla2_mass_caught = of.map(|selected| selected.mass_caught);
@@ -315,10 +316,10 @@ impl Run<'_> {
         }
         self.warn_of_unread(Verification::end)?;
         if self.ranks.rank().is_first() {
-            self.ranks.words().aside("the sample", || self.show())?;
+            self.ranks.words().while_others_wait("the sample", || self.show())?;
         }
         let words = self.ranks.words();
-        let saved = words.aside("the last checkpoint", || self.checkpoints.wait());
+        let saved = words.while_others_wait("the last checkpoint", || self.checkpoints.wait());
         self.unsaved.take().map_or(saved, Err)?;
         let mut last = self.points.last().expect("at least one step").clone();
         if last.val_loss.is_none() {
@@ -389,7 +390,7 @@ impl Run<'_> {
         let save = |partial: &Path| weights.save(partial).map(drop).map_err(writing(partial));
         let path = self.folder.path().join("model.safetensors");
         let write = || self.folder.check_there().and_then(|()| partial::file(&path, save));
-        self.ranks.words().aside("the weights", write)
+        self.ranks.words().while_others_wait("the weights", write)
     }
 }
 

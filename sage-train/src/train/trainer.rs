@@ -10,7 +10,7 @@ use crate::config::Config;
 use crate::data::{Batches, Dataset, Feed, Sequences};
 use crate::device::{Mailbox, Monitor, Upload};
 use crate::metrics::Point;
-use crate::model::{Input, Left, Llama, LlamaConfig, Parameters, Reduction, Snapshot, Watch};
+use crate::model::{Input, LayerDone, Llama, LlamaConfig, Parameters, Reduction, Snapshot, Watch};
 use crate::optim::OptimizerStep;
 use crate::ranks::Ranks;
 use crate::train::guard::Limits;
@@ -296,7 +296,7 @@ impl<'a> Trainer<'a> {
             let [ids, targets] = self.upload.send(sequences.ids(), sequences.targets())?;
             let input = Input { ids: &ids, documents: sequences.documents() };
             let left = left.as_mut().filter(|_| n + 1 == batches.len());
-            let watch = Watch { left: left.map(|left| left as &mut Left<'_>), observe: None };
+            let watch = Watch { left: left.map(|left| left as &mut LayerDone<'_>), observe: None };
             losses.push(self.model.train_watched(input, &targets, watch)?);
             self.ranks.words().tick();
         }

@@ -10,7 +10,7 @@ use std::process::{Child, Command};
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use sage_train::checkpoint::Found;
+use sage_train::checkpoint::FoundCheckpoint;
 use sage_train::config::Config;
 use sage_train::device::Place;
 use sage_train::metrics::Point;
@@ -320,7 +320,7 @@ fn cuda_runs_go_on_to_the_bit() {
     let config = |name, steps| Config::resolve(settings(name, steps)).expect("settings");
     let whole = train::run(&config("whole", 40), &Begin::New).expect("a run");
     train::run(&config("parts", 23), &Begin::New).expect("a run");
-    let found = Found::at(&scratch.path().join("parts"), Rank::ALONE).expect("a checkpoint");
+    let found = FoundCheckpoint::at(&scratch.path().join("parts"), Rank::ALONE).expect("a checkpoint");
     let parts = train::run(&config("parts", 40), &Begin::From(Box::new(found))).expect("the rest");
     let plain = |points: &[Point]| -> Vec<Point> {
         let bare = |point: &Point| Point {

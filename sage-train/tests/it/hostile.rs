@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use sage_train::checkpoint::{self, Found};
+use sage_train::checkpoint::{self, FoundCheckpoint};
 use sage_train::config::Config;
 use sage_train::data::shard::{Format, Shard, ShardWriter};
 use sage_train::data::{Tokenizer, reader};
@@ -239,7 +239,7 @@ fn checkpoints() {
     scratch.ok(&small(&["--steps", "2", "--name", "r"]));
     let run = scratch.path().join("runs/r");
     let step = run.join("checkpoints/step-00000002");
-    let found = |_: &Path| Found::at(&run, Rank::ALONE).is_ok();
+    let found = |_: &Path| FoundCheckpoint::at(&run, Rank::ALONE).is_ok();
     for file in ["checkpoint.json", "COMPLETE", "state.safetensors"] {
         try_all(file, &step.join(file), LIMIT, &found);
     }

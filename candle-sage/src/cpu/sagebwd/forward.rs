@@ -48,7 +48,7 @@ impl Values for ForwardValues {
 }
 
 impl ForwardNumerics for Products<'_, ForwardValues> {
-    type Rows = Softmax;
+    type RowState = Softmax;
     const OUTPUTS: usize = 1;
     const STATES: usize = 1;
 

@@ -5,7 +5,7 @@ use candle_core::{DType, Layout, Result, Storage, Tensor};
 use super::device;
 use super::inputs::{Inputs, cases};
 use crate::cuda::address::address_at;
-use crate::cuda::{Past, forward, guard};
+use crate::cuda::{OutputGradient, forward, guard};
 use crate::scheme::{AttnQat, Granularity, Int8Products, SageBwd, Scheme, Smoothing, ValueGroups};
 use crate::selection::Selection;
 use crate::shape::Packing;
@@ -28,10 +28,11 @@ fn schemes() -> [Scheme; 10] {
 /// Runs forward and backward, of which the guard checks the buffers' ends, and checks that all results are written.
 fn run(inputs: &Inputs, scheme: &Scheme, deterministic: bool) -> Result<()> {
     inputs.with(deterministic, |problem, operands| {
-        let (out, ran) = forward(scheme, problem, true)?;
+        let (out, completed) = forward(scheme, problem, true)?;
         let layout = Layout::contiguous(inputs.shape.query_dims());
-        let ran = ran.expect("a forward that keeps its state");
-        let grads = ran.backward(problem, &Past { out: (&out, &layout), dout: operands[3] })?;
+        let completed = completed.expect("a forward that keeps its state");
+        let grads =
+            completed.backward(problem, &OutputGradient { out: (&out, &layout), dout: operands[3] })?;
         let dims = [inputs.shape.query_dims(), inputs.shape.key_dims(), inputs.shape.key_dims()];
         for (storage, dims) in grads.into_iter().zip(dims).chain([(out, inputs.shape.query_dims())]) {
             let none = candle_core::op::BackpropOp::none();

@@ -10,7 +10,7 @@ use hf_hub::{Cache, Repo};
 use super::{Named, check_name};
 use crate::data::tokenizer::TOKENIZER_CONFIG;
 use crate::quantity::counted;
-use crate::{bar, tell, unpanicked};
+use crate::{bar, notify, unpanicked};
 
 /// Attempts to continue an interrupted download.
 const RETRIES: usize = 3;
@@ -70,7 +70,7 @@ impl Hub {
         if let Err(error) = self.get(&repo, TOKENIZER_CONFIG).map_err(|error| error.to_string())
             && !error.contains("404")
         {
-            tell(&format!("warning: the end-of-text token is taken from tokenizer.json alone: {error}"));
+            notify(&format!("warning: the end-of-text token is taken from tokenizer.json alone: {error}"));
         }
         Ok(path)
     }
@@ -114,7 +114,7 @@ impl Hub {
         if cached.is_empty() {
             return Err(failed(dataset)(error));
         }
-        tell(&format!(
+        notify(&format!(
             "warning: the hub does not list {dataset} ({error}): the {} in the cache are taken for all of it",
             counted(cached.len() as u64, "file")
         ));

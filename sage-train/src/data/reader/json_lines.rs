@@ -54,7 +54,7 @@ pub(super) fn json_lines(
             .and_then(|found| json.end().map(|()| found));
         let found = found.map_err(|error| error.to_string()).and_then(|found| found.or_missing(field));
         match found {
-            Ok(Found::Text(text)) => {
+            Ok(FieldValue::Text(text)) => {
                 if each(Piece { text, ends: true })?.is_break() {
                     return Ok(());
                 }
@@ -88,14 +88,14 @@ const MISSING: &str = "no key";
 const LISTED: usize = 8;
 
 /// What an object has under the name of a field.
-enum Found {
+enum FieldValue {
     Text(String),
     Null,
     /// Nothing. Some of the keys that the object has instead.
     Missing(Vec<String>),
 }
 
-impl Found {
+impl FieldValue {
     fn or_missing(self, field: &str) -> std::result::Result<Self, String> {
         let Self::Missing(mut keys) = self else { return Ok(self) };
         let more = if keys.len() > LISTED { ", .." } else { "" };
@@ -114,13 +114,13 @@ struct Field<'a> {
 
 impl Field<'_> {
     /// For what is no object.
-    fn other<E: serde::de::Error>(self, found: Unexpected<'_>) -> std::result::Result<Found, E> {
-        if self.nested { Ok(Found::Missing(Vec::new())) } else { Err(E::invalid_type(found, &self)) }
+    fn other<E: serde::de::Error>(self, found: Unexpected<'_>) -> std::result::Result<FieldValue, E> {
+        if self.nested { Ok(FieldValue::Missing(Vec::new())) } else { Err(E::invalid_type(found, &self)) }
     }
 }
 
 impl<'de> DeserializeSeed<'de> for Field<'_> {
-    type Value = Found;
+    type Value = FieldValue;
 
     fn deserialize<D: Deserializer<'de>>(
         self,
@@ -131,7 +131,7 @@ impl<'de> DeserializeSeed<'de> for Field<'_> {
 }
 
 impl<'de> Visitor<'de> for Field<'_> {
-    type Value = Found;
+    type Value = FieldValue;
 
     fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("a JSON object")
@@ -139,7 +139,7 @@ impl<'de> Visitor<'de> for Field<'_> {
 
     /// A null instead of the object that should have the field.
     fn visit_unit<E: serde::de::Error>(self) -> std::result::Result<Self::Value, E> {
-        if self.nested { Ok(Found::Null) } else { self.other(Unexpected::Unit) }
+        if self.nested { Ok(FieldValue::Null) } else { self.other(Unexpected::Unit) }
     }
 
     fn visit_bool<E: serde::de::Error>(self, value: bool) -> std::result::Result<Self::Value, E> {
@@ -174,13 +174,15 @@ impl<'de> Visitor<'de> for Field<'_> {
         let (mut named, mut nested, mut others) = (None, None, Vec::new());
         while let Some(key) = map.next_key::<std::borrow::Cow<'_, str>>()? {
             if key == self.name {
-                named = Some(map.next_value::<Option<String>>()?.map_or(Found::Null, Found::Text));
+                named = Some(map.next_value::<Option<String>>()?.map_or(FieldValue::Null, FieldValue::Text));
                 continue;
             }
             match self.name.strip_prefix(&*key).and_then(|rest| rest.strip_prefix('.')) {
                 Some(inside) => match map.next_value_seed(Field { name: inside, nested: true })? {
-                    Found::Missing(keys) if keys.is_empty() => others.push(key.into_owned()),
-                    Found::Missing(keys) => others.extend(keys.iter().map(|inner| format!("{key}.{inner}"))),
+                    FieldValue::Missing(keys) if keys.is_empty() => others.push(key.into_owned()),
+                    FieldValue::Missing(keys) => {
+                        others.extend(keys.iter().map(|inner| format!("{key}.{inner}")))
+                    }
                     found => nested = Some(found),
                 },
                 None => {
@@ -191,7 +193,7 @@ impl<'de> Visitor<'de> for Field<'_> {
             // Only the keys that an error lists are kept: a line may have millions.
             others.truncate(LISTED + 1);
         }
-        Ok(named.or(nested).unwrap_or(Found::Missing(others)))
+        Ok(named.or(nested).unwrap_or(FieldValue::Missing(others)))
     }
 }
 

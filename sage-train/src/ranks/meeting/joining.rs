@@ -13,7 +13,7 @@ use crate::ranks::greeting::{Greeted, Greetings, introduce};
 use crate::ranks::message::{Hello, Message, VERSION, receive, send};
 use crate::ranks::secret::random;
 use crate::ranks::world::World;
-use crate::{during, signals, tell};
+use crate::{during, notify, signals};
 
 /// How long ranks wait for the others to connect.
 const COMING: Duration = Duration::from_secs(300);
@@ -35,7 +35,7 @@ fn cannot_listen(world: &World) -> impl Fn(std::io::Error) -> Error {
 /// means this machine alone, are of no use to them: then, and rank 0 says so, at all addresses.
 fn listen(world: &World) -> std::io::Result<TcpListener> {
     let everywhere = |why: &str| {
-        tell(&format!("rank 0 listens at all addresses of this machine: {} {why}", world.host));
+        notify(&format!("rank 0 listens at all addresses of this machine: {} {why}", world.host));
         TcpListener::bind(("0.0.0.0", world.port))
     };
     // Debian's /etc/hosts gives 127.0.1.1 for the machine's own name. A loopback address that was given as such is meant.
@@ -56,7 +56,7 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
     let failed = cannot_listen(world);
     let listener = listen(world).map_err(&failed)?;
     if world.secret.is_guessable && !listener.local_addr().map_err(&failed)?.ip().is_loopback() {
-        tell(
+        notify(
             "the ranks know each other by the number of the job alone: SAGE_TRAIN_SECRET keeps out who knows it too",
         );
     }
@@ -79,7 +79,7 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
             let _ = send(&mut stream, &Message::Over { why: OTHER_SECRET.into(), code: 1 });
             if strangers == 0 {
                 let from = stream.peer_addr().map_or("an unknown address".into(), |from| from.to_string());
-                tell(&format!(
+                notify(&format!(
                     "warning: a connection from {from} does not have the run's secret, and is refused"
                 ));
             }
@@ -222,7 +222,7 @@ fn welcomed(world: &World, mut stream: TcpStream, nonce: &str) -> Result<Peer> {
         }
         Err(error) => {
             // Rank 0 was reachable, and died before all ranks had connected.
-            tell(&format!("error: rank 0 on {} is gone: {error}", world.host));
+            notify(&format!("error: rank 0 on {} is gone: {error}", world.host));
             signal_hook::low_level::exit(LOST)
         }
     }
