@@ -5,7 +5,7 @@
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{AdamW, Embedding, Optimizer, ParamsAdamW, VarBuilder, VarMap, embedding};
-use candle_sage::nn::{Biases, FeedForward, Linear, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
+use candle_sage::nn::{FeedForward, Linear, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
 use candle_sage::ops::{CrossEntropy, RopeStyle, cross_entropy};
 use candle_sage::{Attention, SageBwd};
 
@@ -25,14 +25,7 @@ struct Model {
 
 impl Model {
     fn new(vb: VarBuilder<'_>) -> Result<Self> {
-        let config = SelfAttentionConfig {
-            width: WIDTH,
-            heads: 4,
-            key_heads: 2,
-            head_dim: 16,
-            qk_norm_eps: Some(1e-6),
-            biases: Biases::None,
-        };
+        let config = SelfAttentionConfig::new(WIDTH, 4, 16).key_heads(2).qk_norm(1e-6);
         let int8 = Attention::new(SageBwd::default()).causal(true);
         Ok(Self {
             embedding: embedding(VOCAB, WIDTH, vb.pp("embedding"))?,

@@ -39,6 +39,7 @@ pub const HEAD_DIM: std::ops::RangeInclusive<usize> = 8..=256;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Packing {
     /// Cumulative query lengths: the first is 0, they never decrease, and the last is the number of query
     /// tokens.
@@ -48,6 +49,11 @@ pub struct Packing {
 }
 
 impl Packing {
+    /// A packing whose documents have queries and keys of their own numbers, in cumulative lengths. [`AttentionShape::new`] checks them.
+    pub fn new(cu_seqlens_q: Vec<usize>, cu_seqlens_k: Vec<usize>) -> Self {
+        Self { cu_seqlens_q, cu_seqlens_k }
+    }
+
     /// A packing for self-attention, in which queries and keys have the same document bounds.
     ///
     /// ```

@@ -7,10 +7,8 @@
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_sage::ops::{AdamW, sum_of_squares};
 ///
-/// let mut settings = AdamW {
-///     lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, decayed: 1,
-///     step: 0, gradient_factor: 1.0, clip: None,
-/// };
+/// let mut settings = AdamW::new(0.1);
+/// (settings.weight_decay, settings.decayed) = (0.1, 1);
 /// // Weights, of which the first decays, and their two moments.
 /// let state = Tensor::new(&[[1f32, 1.], [0., 0.], [0., 0.]], &Device::Cpu)?;
 /// let gradient = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
@@ -23,6 +21,7 @@
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct AdamW {
     /// Learning rate of this step.
     pub lr: f64,
@@ -54,6 +53,21 @@ pub(crate) struct Factors {
 }
 
 impl AdamW {
+    /// The first step with a learning rate: betas .9 and .95, epsilon 1e-8, no weight decay and no clipping.
+    pub const fn new(lr: f64) -> Self {
+        Self {
+            lr,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.0,
+            decayed: 0,
+            step: 1,
+            gradient_factor: 1.0,
+            clip: None,
+        }
+    }
+
     pub(crate) fn factors(&self) -> Factors {
         let corrected = |beta: f64| 1.0 - beta.powf(self.step as f64);
         Factors {

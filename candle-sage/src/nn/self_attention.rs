@@ -21,9 +21,7 @@ const SEQUENCE: usize = 1;
 /// use candle_sage::Attention;
 /// use candle_sage::nn::{Biases, SelfAttention, SelfAttentionConfig};
 ///
-/// let qwen2 = SelfAttentionConfig {
-///     width: 16, heads: 2, key_heads: 1, head_dim: 8, qk_norm_eps: None, biases: Biases::QueryKeyValue,
-/// };
+/// let qwen2 = SelfAttentionConfig::new(16, 2, 8).key_heads(1).biases(Biases::QueryKeyValue);
 /// let variables = VarMap::new();
 /// let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
 /// SelfAttention::load(qwen2, Attention::default().causal(true), vb)?;
@@ -32,6 +30,7 @@ const SEQUENCE: usize = 1;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Biases {
     /// None, as in Llama and Qwen3.
     #[default]
@@ -43,7 +42,16 @@ pub enum Biases {
 }
 
 /// The shape of a [`SelfAttention`] layer.
+///
+/// ```
+/// use candle_sage::nn::{Biases, SelfAttentionConfig};
+///
+/// // Qwen3-0.6B: 16 query heads of 128 channels, which share 8 key heads.
+/// let qwen3 = SelfAttentionConfig::new(1024, 16, 128).key_heads(8).qk_norm(1e-6);
+/// assert_eq!((qwen3.key_heads, qwen3.biases), (8, Biases::None));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct SelfAttentionConfig {
     /// Width of the layer's input and output.
     pub width: usize,
@@ -61,6 +69,29 @@ pub struct SelfAttentionConfig {
 }
 
 impl SelfAttentionConfig {
+    /// As many key heads as query heads, without QK-norm and biases.
+    pub const fn new(width: usize, heads: usize, head_dim: usize) -> Self {
+        Self { width, heads, key_heads: heads, head_dim, qk_norm_eps: None, biases: Biases::None }
+    }
+
+    /// Sets the number of key and value heads.
+    #[must_use]
+    pub const fn key_heads(self, key_heads: usize) -> Self {
+        Self { key_heads, ..self }
+    }
+
+    /// Sets the epsilon of an RMSNorm of each head's queries and keys; `None` leaves the norm out.
+    #[must_use]
+    pub fn qk_norm(self, eps: impl Into<Option<f64>>) -> Self {
+        Self { qk_norm_eps: eps.into(), ..self }
+    }
+
+    /// Sets which maps have a bias.
+    #[must_use]
+    pub const fn biases(self, biases: Biases) -> Self {
+        Self { biases, ..self }
+    }
+
     /// Checks the heads against what attention and the rotary embedding take.
     fn check(&self) -> Result<()> {
         let dims = |heads| (1, 1, heads, self.head_dim);
@@ -90,7 +121,7 @@ impl SelfAttentionConfig {
 /// use candle_sage::{Attention, SageBwd, ops::RopeStyle};
 ///
 /// let config =
-///     SelfAttentionConfig { width: 64, heads: 4, key_heads: 2, head_dim: 16, qk_norm_eps: Some(1e-6), biases: Biases::None };
+///     SelfAttentionConfig::new(64, 4, 16).key_heads(2).qk_norm(1e-6);
 /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
 /// let layer = SelfAttention::load(config, Attention::new(SageBwd::default()).causal(true), vb)?;
 /// let rotary = Rotary::new(128, 16, 10_000.0, RopeStyle::Halves, &Device::Cpu)?;
@@ -219,7 +250,7 @@ impl SelfAttention {
     /// # let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
     /// # let rotary = Rotary::new(8, 8, 10_000.0, RopeStyle::Halves, &Device::Cpu)?;
     /// let config =
-    ///     SelfAttentionConfig { width: 16, heads: 2, key_heads: 1, head_dim: 8, qk_norm_eps: None, biases: Biases::None };
+    ///     SelfAttentionConfig::new(16, 2, 8).key_heads(1);
     /// let attention = Attention::default().causal(true);
     /// let layer = SelfAttention::load(config, attention.clone(), vb)?;
     /// let x = Tensor::randn(0f32, 1., (1, 4, 16), &Device::Cpu)?;

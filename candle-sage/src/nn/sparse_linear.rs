@@ -22,7 +22,7 @@ use crate::variables;
 /// use candle_sage::{Scheme, Sla2, ops::RopeStyle};
 ///
 /// let config =
-///     SelfAttentionConfig { width: 16, heads: 2, key_heads: 1, head_dim: 8, qk_norm_eps: None, biases: Biases::None };
+///     SelfAttentionConfig::new(16, 2, 8).key_heads(1);
 /// let map = VarMap::new();
 /// let vb = VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu);
 /// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true);

@@ -63,10 +63,8 @@ impl AdamW {
     /// use candle_core::{DType, Device, Tensor};
     /// use candle_sage::ops::{AdamW, sum_of_squares};
     ///
-    /// let settings = AdamW {
-    ///     lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, decayed: 0,
-    ///     step: 1, gradient_factor: 1.0, clip: Some(1.0),
-    /// };
+    /// let mut settings = AdamW::new(0.1);
+    /// settings.clip = Some(1.0);
     /// let state = Tensor::zeros((3, 2), DType::F32, &Device::Cpu)?;
     /// let gradient = Tensor::new(&[3f32, -4.], &Device::Cpu)?;
     /// settings.step(&state, &gradient, &sum_of_squares(&gradient)?, None)?;

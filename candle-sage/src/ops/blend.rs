@@ -37,6 +37,7 @@ const NAME: &str = "blend";
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Alpha {
     /// `a_i = sigmoid(theta + log(keys that i sees exactly / keys left to its tail))`: a learned `theta`
     /// holds for any length and any number of blocks.
@@ -44,6 +45,15 @@ pub enum Alpha {
     Count,
     /// `a = sigmoid(theta)`, as published (arXiv 2602.12675).
     Constant,
+}
+
+impl std::fmt::Display for Alpha {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Count => "count",
+            Self::Constant => "constant",
+        })
+    }
 }
 
 /// `out = a sparse + (1 - a) tail`, where `a` of a query depends on `theta` of its head and on how many keys

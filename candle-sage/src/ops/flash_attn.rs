@@ -75,10 +75,10 @@ pub fn flash_attn_varlen(
                 .into());
         }
     }
-    let packing = Packing {
-        cu_seqlens_q: cumulative("seqlens_q", seqlens_q, max_seqlen_q)?,
-        cu_seqlens_k: cumulative("seqlens_k", seqlens_k, max_seqlen_k)?,
-    };
+    let packing = Packing::new(
+        cumulative("seqlens_q", seqlens_q, max_seqlen_q)?,
+        cumulative("seqlens_k", seqlens_k, max_seqlen_k)?,
+    );
     let [q, k, v] = [q.unsqueeze(0)?, k.unsqueeze(0)?, v.unsqueeze(0)?];
     full_precision(softmax_scale, causal).packing(packing).apply(&q, &k, &v)?.squeeze(0)
 }

@@ -32,12 +32,22 @@ const NAME: &str = "past-linear";
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Tail {
     /// All candidates, also the selected ones: one running sum serves all queries.
     #[default]
     Past,
     /// The candidates that are not selected, as published (arXiv 2602.12675).
     Complement,
+}
+
+impl std::fmt::Display for Tail {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Past => "past",
+            Self::Complement => "complement",
+        })
+    }
 }
 
 /// Linear attention of each block of queries over its candidate blocks of keys:

@@ -14,6 +14,7 @@ const NAME: &str = "rope";
 
 /// Which channels of a head are rotated as a pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum RopeStyle {
     /// Channel `i` with channel `i + head_dim / 2`, as in GPT-NeoX and Llama checkpoints of
     /// Hugging Face.

@@ -97,6 +97,7 @@ impl Default for SageBwd {
 /// # Ok::<(), candle_sage::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Int8Products {
     /// `O = P V`, in the forward.
     pub o: bool,
@@ -127,6 +128,24 @@ impl Int8Products {
         ("scores", Self::SCORES),
         ("forward", Self::FORWARD),
     ];
+
+    /// Sets whether `dV = P^T dO` is in INT8.
+    #[must_use]
+    pub const fn dv(self, dv: bool) -> Self {
+        Self { dv, ..self }
+    }
+
+    /// Sets whether `dQ = dS K` is in INT8.
+    #[must_use]
+    pub const fn dq(self, dq: bool) -> Self {
+        Self { dq, ..self }
+    }
+
+    /// Sets whether `dK = dS^T Q` is in INT8.
+    #[must_use]
+    pub const fn dk(self, dk: bool) -> Self {
+        Self { dk, ..self }
+    }
 
     fn listed(self) -> [(&'static str, bool); 4] {
         [("s", self.s), ("dv", self.dv), ("dq", self.dq), ("dk", self.dk)]
@@ -409,7 +428,7 @@ mod tests {
                 assert_eq!(set.to_string().parse(), Ok(set), "{set}");
             }
         }
-        assert_eq!("scores,dk".parse(), Ok(Int8Products { dk: true, ..Int8Products::SCORES }));
+        assert_eq!("scores,dk".parse(), Ok(Int8Products::SCORES.dk(true)));
         assert_eq!("forward,s".parse(), Ok(Int8Products::FORWARD_AND_S));
         assert_eq!("forward, dk, s, dq, dv".parse(), Ok(Int8Products::PAPER));
         for bad in ["", "s", "forward,", "forward,dp", "forward,s,s", "paper,s", "Forward", "scores,s"] {

@@ -18,14 +18,14 @@ fn schemes() -> Vec<Scheme> {
         sage.products(Int8Products::FORWARD_AND_S).smoothing(Smoothing::Qk).into(),
         sage.products(Int8Products::FORWARD).into(),
         sage.products(Int8Products::SCORES).into(),
-        sage.products(Int8Products { dv: true, ..Int8Products::SCORES }).smoothing(Smoothing::Qk).into(),
+        sage.products(Int8Products::SCORES.dv(true)).smoothing(Smoothing::Qk).into(),
         sage.key_mean(KeyMean::Sample(7)).into(),
         sage.smoothing(Smoothing::Kv).into(),
         sage.smoothing(Smoothing::Kv)
             .products(Int8Products::FORWARD_AND_S)
             .key_mean(KeyMean::Sample(7))
             .into(),
-        sage.products(Int8Products { dk: true, dv: true, ..Int8Products::FORWARD }).into(),
+        sage.products(Int8Products::FORWARD.dk(true).dv(true)).into(),
         AttnQat::default().into(),
         AttnQat::default()
             .smoothing(Smoothing::K)
@@ -60,10 +60,7 @@ fn cases() -> Vec<Case> {
     }
     for causal in [false, true] {
         let mut packed = Case::new(1, (200, 210), (4, 2), 32, causal);
-        packed.packing = Some(Packing {
-            cu_seqlens_q: vec![0, 1, 71, 71, 80, 200],
-            cu_seqlens_k: vec![0, 3, 73, 75, 75, 210],
-        });
+        packed.packing = Some(Packing::new(vec![0, 1, 71, 71, 80, 200], vec![0, 3, 73, 75, 75, 210]));
         cases.push(packed);
     }
     let mut scaled = Case::new(1, (100, 100), (1, 1), 64, true);
@@ -193,7 +190,7 @@ fn other_signatures_are_the_same_attention() -> Result<()> {
     assert_eq!(first.dims(), [1, 4, 90, 16]);
     assert!(values(&out)? == values(&first.transpose(1, 2)?)? && gradients(&out)? == gradients(&first)?);
 
-    let packing = Packing { cu_seqlens_q: vec![0, 30, 30, 90], cu_seqlens_k: vec![0, 40, 41, 100] };
+    let packing = Packing::new(vec![0, 30, 30, 90], vec![0, 40, 41, 100]);
     let out = plain.packing(packing).apply(&q, &k, &v)?.squeeze(0)?;
     let flat = [q.squeeze(0)?, k.squeeze(0)?, v.squeeze(0)?];
     let varlen = |of_q: &Tensor, of_k: &Tensor, most: usize| {

@@ -138,10 +138,7 @@ fn without_worst_rows(got: &[f64], expected: &[f64], d: usize) -> f64 {
 #[test]
 fn results_are_those_of_the_definition() -> Result<()> {
     let mut packed = Case::new(1, (200, 210), (4, 2), 32, true);
-    packed.packing = Some(Packing {
-        cu_seqlens_q: vec![0, 1, 71, 71, 80, 200],
-        cu_seqlens_k: vec![0, 3, 73, 75, 75, 210],
-    });
+    packed.packing = Some(Packing::new(vec![0, 1, 71, 71, 80, 200], vec![0, 3, 73, 75, 75, 210]));
     let mut cases = vec![packed];
     for (lens, heads, d) in [
         ((1, 1), (1, 1), 8),

@@ -39,8 +39,7 @@ fn cases() -> Vec<Case> {
         cases.push(packed);
     }
     let mut packed = Case::new(1, (400, 500), (2, 2), 64, false);
-    packed.packing =
-        Some(Packing { cu_seqlens_q: vec![0, 129, 300, 400], cu_seqlens_k: vec![0, 300, 331, 500] });
+    packed.packing = Some(Packing::new(vec![0, 129, 300, 400], vec![0, 300, 331, 500]));
     cases.push(packed);
     cases
 }

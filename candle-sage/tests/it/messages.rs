@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use candle_sage::nn::{Biases, Linear, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
+use candle_sage::nn::{Linear, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
 use candle_sage::ops::{self, CrossEntropy};
 use candle_sage::{
     Attention, AttnQat, ErrorKind, Granularity, KeyMean, Packing, Products, Router, SageBwd, Scheme, Sla2,
@@ -88,12 +88,7 @@ fn packings_and_settings() -> Vec<Case> {
         ),
         (
             "packing of two kinds",
-            attend(
-                plain().packing(Packing { cu_seqlens_q: vec![0, 4], cu_seqlens_k: vec![0, 1, 4] }),
-                &GOOD,
-                &GOOD,
-                &GOOD,
-            ),
+            attend(plain().packing(Packing::new(vec![0, 4], vec![0, 1, 4])), &GOOD, &GOOD, &GOOD),
         ),
         ("tile", attend(Attention::new(sage.tile_q(8)), &GOOD, &GOOD, &GOOD)),
         ("group", attend(Attention::new(sage.granularity(Granularity::Group(1))), &GOOD, &GOOD, &GOOD)),
@@ -211,14 +206,7 @@ fn linear_maps() -> Vec<Case> {
     ]
 }
 
-const LAYER: SelfAttentionConfig = SelfAttentionConfig {
-    width: 32,
-    heads: 2,
-    key_heads: 1,
-    head_dim: 16,
-    qk_norm_eps: None,
-    biases: Biases::None,
-};
+const LAYER: SelfAttentionConfig = SelfAttentionConfig::new(32, 2, 16).key_heads(1);
 
 fn maps() -> [Linear; 4] {
     [linear(32, 32), linear(16, 32), linear(16, 32), linear(32, 32)]
@@ -234,8 +222,8 @@ fn layers() -> Vec<Case> {
     vec![
         ("a layer's maps in another order", layer(LAYER, [k, q, v, o], None)),
         ("a layer's norm of another width", layer(LAYER, maps(), Some((norm(16), norm(32))))),
-        ("a layer of head_dim 512", layer(SelfAttentionConfig { head_dim: 512, ..LAYER }, maps(), None)),
-        ("a layer of head_dim 17", layer(SelfAttentionConfig { head_dim: 17, ..LAYER }, maps(), None)),
+        ("a layer of head_dim 512", layer(SelfAttentionConfig::new(32, 2, 512).key_heads(1), maps(), None)),
+        ("a layer of head_dim 17", layer(SelfAttentionConfig::new(32, 2, 17).key_heads(1), maps(), None)),
     ]
 }
 

@@ -12,14 +12,8 @@ fn block(scheme: Scheme, qk_norm: bool, biases: Biases) -> Result<(VarMap, Tenso
     let device = Device::Cpu;
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &device);
-    let config = SelfAttentionConfig {
-        width: 48,
-        heads: 4,
-        key_heads: 2,
-        head_dim: 16,
-        qk_norm_eps: qk_norm.then_some(1e-6),
-        biases,
-    };
+    let config =
+        SelfAttentionConfig::new(48, 4, 16).key_heads(2).qk_norm(qk_norm.then_some(1e-6)).biases(biases);
     let attention = SelfAttention::load(config, Attention::new(scheme).causal(true), vb.pp("self_attn"))?;
     let norm = RmsNorm::load(48, 1e-6, vb.pp("norm"))?;
     let mlp = FeedForward::load(48, 100, vb.pp("mlp"))?;
@@ -57,7 +51,7 @@ fn every_parameter_gets_a_finite_gradient() -> Result<()> {
 }
 
 fn small(biases: Biases) -> SelfAttentionConfig {
-    SelfAttentionConfig { width: 32, heads: 2, key_heads: 1, head_dim: 16, qk_norm_eps: Some(1e-6), biases }
+    SelfAttentionConfig::new(32, 2, 16).key_heads(1).qk_norm(1e-6).biases(biases)
 }
 
 #[test]

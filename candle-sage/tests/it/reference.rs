@@ -38,7 +38,7 @@ fn gradients_match_central_differences() {
         Case::new(1, (6, 3), (2, 1), 9, true),
         Case::new(1, (7, 9), (2, 2), 8, true),
     ];
-    cases[3].packing = Some(Packing { cu_seqlens_q: vec![0, 3, 3, 7], cu_seqlens_k: vec![0, 4, 5, 9] });
+    cases[3].packing = Some(Packing::new(vec![0, 3, 3, 7], vec![0, 4, 5, 9]));
     for case in cases {
         let shape = case.shape();
         let [q, k, v, dout] = case.data.each_ref().map(|x| f64s(x));

@@ -59,8 +59,8 @@ fn products_that_are_left_out_are_more_accurate() -> Result<()> {
     }
     let steps = [
         Int8Products::FORWARD_AND_S,
-        Int8Products { dv: true, ..Int8Products::FORWARD_AND_S },
-        Int8Products { dv: true, dk: true, ..Int8Products::FORWARD_AND_S },
+        Int8Products::FORWARD_AND_S.dv(true),
+        Int8Products::FORWARD_AND_S.dv(true).dk(true),
         Int8Products::PAPER,
     ];
     // Each step quantizes one more product, which changes that one's gradient and no other.
@@ -380,7 +380,7 @@ fn the_backward_rounds_v_and_dout_and_nothing_else() -> Result<()> {
         let case = Case::new(1, (n, n), (1, 1), d, true);
         let expected = scores_alone(&case);
         let scores = Int8Products::SCORES;
-        for (products, exact) in [(scores, 3), (Int8Products { dv: true, ..scores }, 2)] {
+        for (products, exact) in [(scores, 3), (scores.dv(true), 2)] {
             let settings = sage().smoothing(Smoothing::None).products(products);
             let got = case.run(settings.into(), DType::F32)?;
             for (which, expected) in expected.iter().enumerate().take(exact) {

@@ -60,6 +60,7 @@ impl Problem {
                     let odds: f64 = match self.alpha {
                         Alpha::Count => exact / left,
                         Alpha::Constant => 1.0,
+                        other => panic!("no definition of {other:?}"),
                     };
                     if left > 0.0 {
                         shares[token * shape.query_heads() + head] =

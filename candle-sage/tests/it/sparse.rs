@@ -19,8 +19,7 @@ fn cases() -> Vec<Case> {
     packed.packing = Some(Packing::self_attention(vec![0, 1, 130, 130, 386, 713]));
     cases.push(packed);
     let mut packed = Case::new(1, (400, 500), (2, 2), 32, false);
-    packed.packing =
-        Some(Packing { cu_seqlens_q: vec![0, 129, 300, 400], cu_seqlens_k: vec![0, 300, 301, 500] });
+    packed.packing = Some(Packing::new(vec![0, 129, 300, 400], vec![0, 300, 301, 500]));
     cases.push(packed);
     cases
 }

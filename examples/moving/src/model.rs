@@ -132,7 +132,7 @@ impl Layer {
             Move::WholeLayer => {
                 let biases = if sizes.biased() { Biases::QueryKeyValue } else { Biases::None };
                 let config =
-                    SelfAttentionConfig { width, heads, key_heads, head_dim, qk_norm_eps: None, biases };
+                    SelfAttentionConfig::new(width, heads, head_dim).key_heads(key_heads).biases(biases);
                 let base = f64::from(sizes.base);
                 let rotary = Rotary::new(positions, head_dim, base, RopeStyle::Halves, vb.device())?;
                 let layer = SelfAttention::load(config, attention, vb)?;

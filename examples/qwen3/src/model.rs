@@ -26,14 +26,10 @@ impl Qwen3 {
     /// Takes the weights that candle-transformers takes. Attention has the numerics of `attention`.
     pub(crate) fn new(config: &Config, attention: &Attention, vb: VarBuilder<'_>) -> Result<Self> {
         let (width, eps) = (config.hidden_size, config.rms_norm_eps);
-        let shape = SelfAttentionConfig {
-            width,
-            heads: config.num_attention_heads,
-            key_heads: config.num_key_value_heads,
-            head_dim: config.head_dim,
-            qk_norm_eps: Some(eps),
-            biases: if config.attention_bias { Biases::All } else { Biases::None },
-        };
+        let shape = SelfAttentionConfig::new(width, config.num_attention_heads, config.head_dim)
+            .key_heads(config.num_key_value_heads)
+            .qk_norm(eps)
+            .biases(if config.attention_bias { Biases::All } else { Biases::None });
         let block = |layer: usize| {
             let vb = vb.pp("model.layers").pp(layer);
             Ok(Block {

@@ -62,17 +62,13 @@ impl AdamWConfig {
         shard: &Shard<'_>,
         squares: &Tensor,
     ) -> candle_core::Result<()> {
-        let adamw = AdamW {
-            lr: update.lr,
-            beta1: self.beta1,
-            beta2: self.beta2,
-            eps: self.eps,
-            weight_decay: self.weight_decay,
-            decayed: if shard.decays { shard.gradient.elem_count() } else { 0 },
-            step: self.corrected_as(update.step),
-            gradient_factor: 1.0 / update.gradients as f64,
-            clip: self.clip,
-        };
+        let mut adamw = AdamW::new(update.lr);
+        (adamw.beta1, adamw.beta2, adamw.eps) = (self.beta1, self.beta2, self.eps);
+        adamw.weight_decay = self.weight_decay;
+        adamw.decayed = if shard.decays { shard.gradient.elem_count() } else { 0 };
+        adamw.step = self.corrected_as(update.step);
+        adamw.gradient_factor = 1.0 / update.gradients as f64;
+        adamw.clip = self.clip;
         adamw.step(shard.state, shard.gradient, squares, shard.copy)
     }
 }

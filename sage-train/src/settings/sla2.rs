@@ -158,20 +158,12 @@ pub enum AlphaSetting {
 
 /// What was resolved, by the keys of its settings.
 pub(super) fn own_settings(sla2: &Sla2Config) -> Vec<(&'static str, String)> {
-    let tail = |tail| match tail {
-        Tail::Past => "past",
-        Tail::Complement => "complement",
-    };
-    let alpha = match sla2.alpha {
-        Alpha::Count => "count",
-        Alpha::Constant => "constant",
-    };
     vec![
         ("sla2-block", sla2.block.to_string()),
         ("sla2-blocks", sla2.blocks.to_string()),
         ("sla2-nearest", sla2.nearest.to_string()),
-        ("sla2-tail", sla2.tail.map_or("none", tail).into()),
-        ("sla2-alpha", alpha.into()),
+        ("sla2-tail", sla2.tail.map_or("none".into(), |tail| tail.to_string())),
+        ("sla2-alpha", sla2.alpha.to_string()),
         ("sla2-dense-steps", sla2.dense_steps.to_string()),
         ("sla2-router-steps", sla2.router_steps.to_string()),
     ]

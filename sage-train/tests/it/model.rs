@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 use candle_sage::nn::{
-    Biases, FeedForward, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig, SparseLinearAttention,
+    FeedForward, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig, SparseLinearAttention,
 };
 use candle_sage::ops::{Alpha, CrossEntropy, RopeStyle, Tail, embedding, linear_cross_entropy};
 use candle_sage::shape::Packing;
@@ -84,14 +84,9 @@ fn graph(config: &LlamaConfig, parameters: &Parameters) -> Result<(f32, HashMap<
         let vb = vb.pp("layers").pp(layer);
         let norm = |name: &str| RmsNorm::load(config.width, config.norm_eps, vb.pp(name));
         if let Some(scheme) = config.scheme {
-            let shape = SelfAttentionConfig {
-                width: config.width,
-                heads: config.heads,
-                key_heads: config.key_heads,
-                head_dim: config.head_dim,
-                qk_norm_eps: config.qk_norm.then_some(config.norm_eps),
-                biases: Biases::None,
-            };
+            let shape = SelfAttentionConfig::new(config.width, config.heads, config.head_dim)
+                .key_heads(config.key_heads)
+                .qk_norm(config.qk_norm.then_some(config.norm_eps));
             let normed = norm("input_layernorm")?.forward(&x)?;
             let at = vb.pp("self_attn");
             let y = match &config.sla2 {

@@ -84,7 +84,7 @@ impl Inputs {
 pub(super) type Case = ((usize, usize), (usize, usize), usize, Option<Packing>);
 
 pub(super) fn cases() -> Vec<Case> {
-    let packing = Packing { cu_seqlens_q: vec![0, 1, 70, 70, 200], cu_seqlens_k: vec![0, 65, 130, 131, 190] };
+    let packing = Packing::new(vec![0, 1, 70, 70, 200], vec![0, 65, 130, 131, 190]);
     vec![
         ((1, 1), (1, 1), 64, None),
         ((63, 65), (2, 1), 64, None),

@@ -144,10 +144,7 @@ fn packed_documents() -> Result<()> {
         case.packing = Some(Packing::self_attention(vec![0, 1, 64, 64, 193, 450, 500]));
         run(&format!("packed, d {d}"), &mut case, &all(), 4)?;
         let mut case = Case::new(1, (300, 400), (2, 2), d, false);
-        case.packing = Some(Packing {
-            cu_seqlens_q: vec![0, 10, 10, 200, 300],
-            cu_seqlens_k: vec![0, 100, 130, 130, 400],
-        });
+        case.packing = Some(Packing::new(vec![0, 10, 10, 200, 300], vec![0, 100, 130, 130, 400]));
         run(&format!("packed with different lengths, d {d}"), &mut case, &all(), 5)?;
     }
     Ok(())
