@@ -256,23 +256,22 @@ mod tests {
         .expect("settings")
     }
 
-    /// docs/several-gpus.md: steps of two GPUs from the time of one's gradients, with the vocabularies that they were measured with.
+    /// Steps of two GPUs from the time of one GPU's gradients, against docs/several-gpus.md. `LINK` and `MEMORY` are the rates of transfers and
+    /// updates that were measured by themselves; `BESIDE` was set by the step of 4k tokens with copy engines, so that this step is left out, and
+    /// `SHARED` by the only step that shares sequences, so that nothing is predicted of those.
     #[test]
-    fn steps_of_two_gpus_are_reckoned_as_they_were_measured() {
+    fn steps_of_two_gpus_are_predicted() {
         let after = Mesh::node(Rank { index: 0, of: 2 });
         let beside = Mesh { engines: true, beside: true, ..after };
-        let shared = Mesh { context: 2, ..after };
-        // H200, then H100 with copy engines but for the last, which shares sequences.
+        // Three of an H200, then of an H100.
         for (mesh, vocabulary, heads, micro_batch, context, gradients, measured) in [
             (after, 1078, 16, 1, 4096, 21.94, 26.26),
             (after, 1078, 16, 2, 4096, 39.77, 44.77),
             (after, 1078, 16, 8, 4096, 151.51, 156.39),
             (after, 50_257, 16, 1, 4096, 23.49, 28.90),
-            (beside, 50_257, 16, 1, 4096, 23.49, 28.28),
             (beside, 50_257, 16, 2, 4096, 44.69, 49.95),
             (after, 50_257, 16, 8, 4096, 169.64, 176.31),
             (beside, 50_257, 16, 8, 4096, 169.64, 178.20),
-            (shared, 50_257, 8, 1, 65_536, 1254.15, 674.24),
         ] {
             let sequences = (micro_batch * mesh.data().of) as u64;
             let config = config(micro_batch, context, sequences, vocabulary, heads);
