@@ -76,7 +76,7 @@ pub(crate) fn check_there(folder: &Path) -> Result<()> {
     }
     Err(Error::new("there is no such folder")
         .got(folder.display())
-        .allowed("the folder of a run, of one of its checkpoints, or of a model")
+        .allowed("the folder of a run, of runs, of a checkpoint, or of a model")
         .hint("a run says where its folder is when it begins: runs/NAME, or what --out says"))
 }
 

@@ -33,8 +33,8 @@ pub const ENDING: &str = "ending.json";
 /// File with a [`Start`] for each time that the run was started.
 pub const STARTS: &str = "starts.json";
 
-/// Checks that the results of a command may be written to a file: that it replaces none that a run or a checkpoint has written, and
-/// none of another kind than its own, by its `ending`. Devices take what they get.
+/// Checks, before a command computes its results, that they may be written to a file: that its folder exists, and that it replaces no file
+/// that a run or a checkpoint has written, and none of another kind than its own, by its `ending`. Devices take what they get.
 ///
 /// # Errors
 /// When it does.
@@ -53,6 +53,13 @@ pub fn check_beside(path: &Path, ending: &str) -> Result<()> {
         "tokenizer_config.json",
         "checkpoint.json",
     ];
+    let parent = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    if let Some(folder) = parent.filter(|folder| !folder.is_dir()) {
+        return Err(Error::new("the folder of a file to write does not exist")
+            .got(path.display())
+            .allowed("a file in a folder that exists")
+            .hint(format!("mkdir -p {}", folder.display())));
+    }
     // A link is what it leads to.
     let file = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     if ["/dev", "/proc"].iter().any(|devices| path.starts_with(devices)) || !file.is_file() {
@@ -197,6 +204,7 @@ impl Run {
     pub fn find(folders: &[PathBuf]) -> Result<FoundRuns> {
         let (mut found, mut warnings): (Vec<PathBuf>, Vec<String>) = (Vec::new(), Vec::new());
         for folder in folders {
+            crate::check_there(folder)?;
             let before = found.len();
             if Self::is(folder) {
                 found.push(folder.clone());

@@ -218,6 +218,14 @@ fn not_utf8(path: &Path, at: String, bytes: &[u8]) -> Error {
         .hint(hint)
 }
 
+/// The error for a zero byte, which is valid UTF-8 and does not occur in text.
+fn not_text(path: &Path, at: usize) -> Error {
+    Error::new("the data is not text")
+        .got(format!("{}, a zero byte (U+0000) at byte {at}", path.display()))
+        .allowed("UTF-8 text without zero bytes")
+        .hint("is the file what its name says? `tr -d '\\0'` removes zero bytes")
+}
+
 /// What a file of zstd holds.
 #[cfg(feature = "zstd")]
 fn zstd<'a>(path: &Path, file: impl BufRead + 'a) -> Result<Box<dyn Read + 'a>> {

@@ -192,6 +192,7 @@ fn messages_about_data() {
     let scratch = Scratch::new();
     scratch.file("a.jsonl", json_lines(200_000));
     scratch.file("blank.txt", " \n");
+    scratch.file("zero.txt", "text\0text");
     scratch.file("broken.txt.gz", "not gzip");
     scratch.file("broken.parquet", "PAR1 not parquet PAR1");
     scratch.file("no-tokenizer/train.bin", vec![7; 4000]);
@@ -212,6 +213,7 @@ fn messages_about_data() {
         ("nothing there", prepare(&["missing"])),
         ("nothing in it", prepare(&["blank.txt"])),
         ("no file in it", prepare(&["nothing"])),
+        ("a zero byte", prepare(&["zero.txt"])),
         ("not gzip", prepare(&["broken.txt.gz"])),
         ("not parquet", prepare(&["broken.parquet"])),
         ("no such field", prepare(&["a.jsonl", "--text-field", "content"])),

@@ -141,10 +141,15 @@ fn messages_beside_runs(scratch: &Scratch) -> String {
         ("foreign weights", "runs/taken"),
     ]
     .map(|(name, run)| (name, scratch.fails(&["probe", run])));
+    let nowhere = [
+        ("no runs to report", &["report", "nope"][..]),
+        ("no folder for results", &["report", "runs/plain", "--markdown", "nope/r.md"]),
+    ]
+    .map(|(name, args)| (name, scratch.fails(args)));
     let told = |(name, error): &(&str, String)| {
         format!("-- {name}\n{}\n", error[error.find("error:").expect("an error")..].trim_end())
     };
-    [("a name that is taken", taken)].iter().chain(&probes).map(told).collect()
+    [("a name that is taken", taken)].iter().chain(&probes).chain(&nowhere).map(told).collect()
 }
 
 /// The path of every file and folder, relative to the scratch folder.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use candle_sage::Result;
 
-use super::{Bad, EachUntil, Piece, not_utf8, unreadable};
+use super::{Bad, EachUntil, Piece, not_text, not_utf8, unreadable};
 use crate::data::tokenizer::{PIECE, piece_end};
 
 /// Reads a text file as one document, however long.
@@ -42,7 +42,7 @@ pub(super) fn text(
         };
         // A zero byte is valid UTF-8, but does not occur in text.
         if let Some(at) = valid.find('\0') {
-            bad.take(not_utf8(path, format!("a byte of zero, number {}", before + at), valid.as_bytes()))?;
+            bad.take(not_text(path, before + at))?;
             return end_early(before > 0, each);
         }
         if last {
