@@ -59,7 +59,7 @@ pub struct Config {
     pub steps: u64,
     /// Course of the learning rate.
     pub learning_rate: LearningRate,
-    /// AdamW.
+    /// How parameters are updated.
     pub optimizer: Optimizer,
     /// Standard deviations above the mean from which on an update is skipped.
     pub skip_spikes: Option<f64>,
@@ -128,8 +128,7 @@ impl Config {
             };
         }
         let model = model::resolve(preset, &s, sla2)?;
-        s.optimizer.init_moments = s.optimizer.init_moments.filter(|switch| *switch == Switch::On);
-        if s.optimizer.init_moments.is_some() && s.model.init_from.is_none() {
+        if s.optimizer.init_moments == Some(Switch::On) && s.model.init_from.is_none() {
             return Err(Error::new("there are no moments to begin with")
                 .got("--init-moments on without --init-from")
                 .allowed("--init-from RUN/checkpoints/step-N --init-moments on")

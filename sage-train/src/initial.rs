@@ -2,7 +2,6 @@
 //! folder in Hugging Face's format.
 
 use std::fs::File;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
@@ -92,14 +91,14 @@ pub fn check_moments(folder: &Path) -> Result<()> {
     Err(Error::new("there are no moments of AdamW in this folder")
         .got(format!("--init-moments on, --init-from {}", folder.display()))
         .allowed("--init-from RUN/checkpoints/step-N")
-        .hint("a run's own weights and a Hugging Face folder have none: leave --init-moments out, or name a checkpoint"))
+        .hint("a run's own weights and a Hugging Face folder have none: --init-moments off, or name a checkpoint"))
 }
 
 /// The weights in the folder, with moments of zero, or with those of the checkpoint where `config` asks for them, corrected for the bias that
-/// they had from zero. A router or `theta` of SLA2 that the model was trained without keeps its initial values, and moments of zero.
+/// they had from zero. A router or `theta` of SLA2 that the model was trained without keeps its initial values.
 ///
 /// # Errors
-/// When they cannot be read, or are of another model.
+/// When they cannot be read, or are of another model; when moments are asked for and a parameter was not trained.
 pub fn parameters(
     folder: &Path,
     config: &Config,
@@ -117,13 +116,16 @@ pub fn parameters(
         hf::warn_of_others(folder, model, names);
         let missing =
             |spec: &ParameterSpec| spec.start_in_sla2().filter(|_| !names.contains(&spec.name.as_str()));
+        // Without the correction, moments of zero would make its first steps several times too long.
+        let untrained = model.parameter_specs().into_iter().find(|spec| missing(spec).is_some());
+        if let Some(spec) = untrained.filter(|_| config.optimizer.has_initial_moments()) {
+            return Err(Error::new("the checkpoint has no moments of a parameter")
+                .got(format!("{}, which it was trained without", spec.name))
+                .allowed("the attention that the checkpoint was trained with")
+                .hint("--init-moments off begins with moments of zero"));
+        }
         let weights = |spec: &ParameterSpec| missing(spec).map_or_else(|| (values.weights)(spec), Ok);
-        let moments =
-            |moment, spec: &ParameterSpec, range: Range<usize>| match (missing(spec), values.moments) {
-                (None, Some(moments)) => moments(moment, spec, range),
-                _ => Ok(vec![0.0; range.len()]),
-            };
-        let values = InitialValues { weights: &weights, moments: Some(&moments) };
+        let values = InitialValues { weights: &weights, moments: values.moments };
         Parameters::from_values(model.parameter_specs(), &values, device, dtype, trained)
     };
     if run == folder {

@@ -154,7 +154,7 @@ impl Train {
         };
         words.agree("command", begins)?;
         if rank.is_first() {
-            self.tell_changes()?;
+            self.report_changes()?;
         }
         let typed = self.settings.clone();
         let (config, begin) = match self.resume.as_deref() {
@@ -209,7 +209,7 @@ impl Train {
 
     /// Names what the run of a `--config` file changed after it began, and the run that it was branched off: the file is taken
     /// for a run that begins with new weights.
-    fn tell_changes(&self) -> Result<()> {
+    fn report_changes(&self) -> Result<()> {
         let folder = self.config.as_deref().and_then(Path::parent);
         let branch = folder.map(runs::branch).transpose();
         // Only a hint depends on it.
@@ -232,7 +232,7 @@ impl Train {
 
     /// Runs a sweep over every combination of the lists' values.
     fn sweep(self, file: Settings, lists: &Table) -> Result<()> {
-        self.tell_changes()?;
+        self.report_changes()?;
         let goes_on = "a sweep goes on when its command is given again with its --name";
         let alone = "each run of a sweep is one process: leave it out, or give one value";
         for (flag, given, hint) in [
@@ -370,10 +370,10 @@ pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
         // `./runs/a` is `runs/a`, in reports too.
         let folder: PathBuf = folder.components().filter(|part| *part != Component::CurDir).collect();
         settings.model.init_from = Some(folder.clone());
+        let told = initial::settings(&folder, settings.attention.attn)?;
         if settings.optimizer.init_moments == Some(Switch::On) {
             initial::check_moments(&folder)?;
         }
-        let told = initial::settings(&folder, settings.attention.attn)?;
         check_tokenizers(&settings, &told)?;
         settings = settings.over(told);
     }

@@ -80,6 +80,24 @@ impl Config {
 
 const QK_NORM: &str = "qk-norm";
 
+/// Settings that an identity has as they came out, and not as they were typed.
+const RESOLVED: [&str; 9] = [
+    "seed",
+    "weights-seed",
+    "order-seed",
+    "corpus-seed",
+    "tokens",
+    "warmup-steps",
+    "schedule",
+    "min-lr",
+    "decay-fraction",
+];
+
+/// Whether runs that differ in the setting are different runs.
+pub(super) fn tells_runs_apart(key: &str) -> bool {
+    of_attention(key) || RESOLVED.contains(&key) || !has_role(key, Role::Beside)
+}
+
 /// Whether a setting means nothing to a run, which is the same with any value of it.
 pub fn is_meaningless(key: &str, config: &Config) -> bool {
     // A model without attention has no queries and keys.

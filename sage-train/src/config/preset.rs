@@ -178,7 +178,7 @@ fn optimizer(size: &Size) -> OptimizerSettings {
         beta1: Some(0.9),
         beta2: Some(0.95),
         adam_eps: Some(1e-8),
-        init_moments: None,
+        init_moments: Some(Switch::Off),
         weight_decay: Some(0.1),
         clip: Some(1.0),
         z_loss: Some(0.0),

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use toml::Table;
 
+use super::identity::tells_runs_apart;
 use super::{in_words, preset};
 use crate::settings::{Preset, Role, has_role, tables};
 
@@ -25,8 +26,9 @@ pub fn reference() -> String {
             write!(page, "\n## `[{last}]`\n\n| key | flag | what it does | default | run | resume |\n|---|---|---|---|---|---|\n")
                 .expect("a string takes everything");
         }
-        let default =
-            defaults.get(&setting.flag).map_or(String::new(), |value| format!("`{}`", in_words(value)));
+        // That of the device depends on the build, as its text says.
+        let default = defaults.get(&setting.flag).filter(|_| setting.flag != "device");
+        let default = default.map_or(String::new(), |value| format!("`{}`", in_words(value)));
         let yes = |yes: bool| if yes { "yes" } else { "" };
         writeln!(
             page,
@@ -35,7 +37,7 @@ pub fn reference() -> String {
             setting.flag,
             setting.values.replace('|', "\\|"),
             setting.help.replace('|', "\\|"),
-            yes(!has_role(&setting.flag, Role::Beside)),
+            yes(tells_runs_apart(&setting.flag)),
             yes(has_role(&setting.flag, Role::Changes)),
         )
         .expect("a string takes everything");

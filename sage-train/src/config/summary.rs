@@ -190,7 +190,8 @@ impl Config {
     fn optimizer(&self) -> String {
         let (lr, Optimizer::AdamW(adamw)) = (&self.learning_rate, &self.optimizer);
         format!(
-            "AdamW, lr {:.2e} to {:.2e} ({:?}, {} steps of warm-up), betas {} {}, decay {}, clip {}",
+            "AdamW{}, lr {:.2e} to {:.2e} ({:?}, {} steps of warm-up), betas {} {}, decay {}, clip {}",
+            if adamw.initial_moments { " with the checkpoint's moments" } else { "" },
             lr.peak,
             lr.floor,
             lr.schedule,

@@ -13,7 +13,7 @@ pub enum LinearPrecision {
 }
 
 impl LinearPrecision {
-    /// Bytes of an element of an [`Operand`] that the backward needs again, if the model computes in elements of `element` bytes.
+    /// Bytes of an element of an operand that the backward needs again, if the model computes in elements of `element` bytes.
     pub fn kept_bytes(self, element: u64) -> u64 {
         match self {
             Self::Compute => element,

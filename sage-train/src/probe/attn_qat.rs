@@ -130,7 +130,7 @@ fn mean_if(smooth: bool, rows: &[f64], d: usize) -> Vec<f64> {
     if smooth { mean(rows, d) } else { vec![0.0; d] }
 }
 
-/// SoftmaxRows less a mean.
+/// Rows less a mean.
 fn less(rows: &[f64], mean: &[f64]) -> Vec<f64> {
     rows.chunks(mean.len()).flat_map(|row| row.iter().zip(mean).map(|(x, m)| x - m)).collect()
 }

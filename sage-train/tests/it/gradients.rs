@@ -245,10 +245,11 @@ fn moments_of_a_checkpoint_are_begun_with_and_need_no_correction() {
         run(&[&["--init-from", from, "--name", name][..], &flags].concat());
         state(&scratch, &format!("runs/{name}/checkpoints/step-00000001"))
     };
-    run(&["--steps", "3", "--name", "r"]);
+    // The bias of moments is that of the betas that they were made with.
+    run(&["--steps", "3", "--beta1", "0.8", "--beta2", "0.9", "--name", "r"]);
     let (first, second) = (from("r", 3), from("warm", 1));
     let (lr, decay, eps, betas) = (3e-3, 0.1, 1e-8, [0.9f64, 0.95]);
-    let biased = betas.map(|beta| 1.0 - beta.powi(3));
+    let biased = [0.8f64, 0.9].map(|beta| 1.0 - beta.powi(3));
     // Moments that began without bias have none after a step either.
     for (from, bias, names) in [(first, biased, ["warm", "cold"]), (second, [1.0; 2], ["warmer", "colder"])] {
         let old = state(&scratch, &from);
@@ -287,7 +288,11 @@ fn moments_of_a_checkpoint_are_begun_with_and_need_no_correction() {
     run(&[&flags[..], &["--steps", "3", "--name", "whole"]].concat());
     scratch.ok(&["--resume", "runs/warm", "--steps", "3"]);
     assert!(state(&scratch, &from("whole", 3)) == state(&scratch, &from("warm", 3)));
-    // There are no moments elsewhere.
+    // There are no moments elsewhere, nor of what the checkpoint lacks.
+    let sparse = ["--attn", "sla2", "--sla2-block", "16", "--sla2-blocks", "1", "--init-moments", "on"];
+    let error =
+        scratch.fails(&small(&[&sparse[..], &["--init-from", &from("r", 3), "--steps", "2"]].concat()));
+    assert!(error.contains("no moments of a parameter"), "{error}");
     assert!(
         scratch.fails(&["--init-from", "runs/r", "--init-moments", "on"]).contains("no moments of AdamW")
     );
