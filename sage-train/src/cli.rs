@@ -88,14 +88,14 @@ pub struct Cli {
 enum Verb {
     /// Write the built-in corpus to standard output
     Corpus {
-        /// Megabytes, at least
+        /// Smallest size in megabytes
         #[arg(long, value_name = "MB", default_value_t = 8)]
         megabytes: u64,
         /// Seed; run N trains on corpus N
         #[arg(long, default_value_t = 0)]
         seed: u64,
-        /// Instead, JSON lines for --data: documents of at least so many words that ask for what they said far before
-        /// (`eval --recall` measures who remembers)
+        /// Write JSON lines for --data instead: documents of at least WORDS words that ask for facts from far before (`eval --recall`
+        /// measures the recall)
         #[arg(long, value_name = "WORDS")]
         recall: Option<usize>,
     },
@@ -113,16 +113,16 @@ enum Verb {
         #[command(flatten)]
         threads: Threads,
     },
-    /// Let a trained model write
+    /// Generate text with a trained model
     #[command(allow_negative_numbers = true)]
     Sample(OnThreads<Sample>),
     /// Loss, perplexity and bits a byte of a trained model, or its score on HellaSwag
     Eval(OnThreads<Eval>),
-    /// Write a trained model as transformers loads it
+    /// Export a trained model for transformers
     Export(OnThreads<Export>),
     /// Measure the error of low-bit attention: on the tensors of a trained model, layer by layer, or on random ones
     Probe(Box<OnThreads<Probe>>),
-    /// Run many runs that differ in some settings: planned, skipped where finished, resumed where cut off
+    /// Run many runs that differ in some settings; finished runs are skipped and interrupted runs resumed
     Sweep(Box<Sweeping>),
     /// Compare runs: losses, differences with their intervals, speed, in one HTML file
     #[command(allow_negative_numbers = true)]

@@ -401,7 +401,7 @@ impl SageBwd {
             return Err(Error::new("scores in INT8 in the forward alone")
                 .got("products without o and s")
                 .allowed("Int8Products::SCORES, or with o")
-                .hint("a backward of other scores has another P than the forward had"));
+                .hint("recompute S from the forward's INT8 values (products with `s`); otherwise the backward's P differs from the forward's"));
         }
         if self.granularity != Granularity::Vector && !self.products.quantizes_gradients() {
             return Err(Error::new("this granularity does nothing with these products")

@@ -20,11 +20,11 @@ use crate::settings::{Preset, SchemeSetting, Settings};
 /// What can be measured.
 #[derive(Debug, Subcommand)]
 pub(super) enum Bench {
-    /// Attention on rows of shapes, with random inputs
+    /// Time of attention on a list of shapes, with random inputs
     Attention(BenchAttention),
-    /// SLA2 beside dense attention of the same numerics
+    /// Time of SLA2 and of dense attention in the same scheme
     Sla2(BenchSla2),
-    /// Several GPUs: what their links give, and the update of a model over them
+    /// Bandwidth of the links between GPUs, and time of a model's update over them
     Links(BenchLinks),
 }
 
@@ -41,8 +41,8 @@ impl Bench {
 /// How long a GPU rests.
 #[derive(Debug, clap::Args)]
 struct Rest {
-    /// Pause before each series of timed calls. Power slows a GPU down under load, by up to a fifth, so that only figures of the
-    /// same rest and repeats compare: 1 second for short bursts, 0 and many repeats for what training sees
+    /// Pause before each series of timed calls. A GPU under load is up to 20 % slower, so compare only figures with the same rest and
+    /// repeats: 1 second for short bursts, 0 and many repeats for the speed during training
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     rest: f64,
 }
@@ -73,12 +73,12 @@ pub(super) struct BenchAttention {
     /// Width of all heads together: heads = width / D
     #[arg(long, value_name = "N", default_value_t = 2048)]
     width: usize,
-    /// Timed calls of each kind [default: 30; on the CPU 3]
+    /// Number of timed calls of each kind [default: 30; on the CPU 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     repeats: Option<u16>,
     #[command(flatten)]
     rest: Rest,
-    /// Also write the results as comma-separated values
+    /// Also write the results as CSV
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
 }
@@ -130,7 +130,7 @@ pub(super) struct BenchSla2 {
     /// Width of all heads together: heads = width / D
     #[arg(long, value_name = "N", default_value_t = 1024)]
     width: usize,
-    /// Timed calls of each kind
+    /// Number of timed calls of each kind
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u16).range(1..))]
     repeats: u16,
     #[command(flatten)]
@@ -171,16 +171,16 @@ pub(super) struct BenchLinks {
     /// Where to measure [default: cuda if this build has it]
     #[arg(long, value_enum)]
     device: Option<Place>,
-    /// The model that is updated
+    /// Preset of the model whose update is timed
     #[arg(long, value_enum, default_value = "325m")]
     preset: Preset,
-    /// Whether GPUs' copy engines carry what a node's GPUs exchange
+    /// Whether copy engines transfer gradients and weights within a node
     #[arg(long, value_enum, value_name = "WHEN", default_value = "auto")]
     copy_engines: CopyEngines,
-    /// The most to exchange, megabytes
+    /// Largest exchange, in megabytes
     #[arg(long, value_name = "MB", default_value_t = 1300.0)]
     most: f64,
-    /// Timed calls of each kind
+    /// Number of timed calls of each kind
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u16).range(1..))]
     repeats: u16,
 }

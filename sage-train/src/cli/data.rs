@@ -24,7 +24,7 @@ const INPUTS: &str = "Files, folders, 'patterns*', names on the Hugging Face Hub
 /// What can be done with data.
 #[derive(Debug, Subcommand)]
 pub(super) enum Data {
-    /// Tokenize text into shards that any later run reads at once, with as little memory as you like
+    /// Tokenize text into shards, which runs read without tokenizing again and with little memory
     Prepare(Prepare),
     /// Train a byte-level BPE on text
     Tokenizer(TrainTokenizer),
@@ -33,7 +33,7 @@ pub(super) enum Data {
         /// Folder of shards
         folder: PathBuf,
     },
-    /// List the data sets that are known by a short name
+    /// List the data sets with a short name
     Recipes,
 }
 
@@ -42,39 +42,39 @@ pub(super) enum Data {
 pub(super) struct Prepare {
     #[arg(value_name = "DATA", required = true, help = INPUTS)]
     inputs: Vec<String>,
-    /// Folder to make: train_*.bin, val_*.bin, their sidecars, tokenizer.json and dataset.json
+    /// Folder to create: train_*.bin, val_*.bin, their sidecars, tokenizer.json and dataset.json
     #[arg(long, value_name = "DIR")]
     to: PathBuf,
     /// A tokenizer.json, its folder, or a model on the hub that has one, e.g. gpt2 [default: one trained on the text]
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<String>,
-    /// The tokenizer's token that ends a document, e.g. '[SEP]' [default: eos_token of the tokenizer_config.json beside it,
-    /// or a known one]
+    /// The tokenizer's token that ends a document, e.g. '[SEP]' [default: eos_token in tokenizer_config.json,
+    /// or a well-known one]
     #[arg(long, value_name = "TOKEN", requires = "tokenizer")]
     end_of_text: Option<String>,
-    /// Entries of a tokenizer that is trained
+    /// Vocabulary size of a tokenizer that is trained
     #[arg(long, value_name = "N", default_value = "32k")]
     vocab_size: Quantity,
     /// Format of the shards [default: llmc-u16, or llmc-u32 for more than 65,536 entries]
     #[arg(long, value_enum)]
     format: Option<Format>,
-    /// Tokens of a shard, at most
+    /// Largest number of tokens of a shard
     #[arg(long, value_name = "N", default_value = "100_000_000")]
     shard_tokens: Quantity,
     /// Part of the documents kept for validation
     #[arg(long, value_name = "PART", default_value_t = 0.005, conflicts_with = "val_data")]
     val_fraction: f64,
-    /// Data that is for validation as a whole, named as DATA is; of DATA nothing is kept for validation then
+    /// Validation data, named like DATA; then no part of DATA is kept for validation
     #[arg(long, value_name = "DATA")]
     val_data: Vec<String>,
-    /// Seed that says which documents these are
+    /// Seed for the choice of validation documents
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// Key of JSON lines (`a.b` of an object in it), or column of CSV or parquet, that holds the text [default: text, or the
     /// recipe's]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
-    /// Leave out documents that cannot be read (no UTF-8, no JSON, no text), and count them
+    /// Skip and count documents that cannot be read (invalid UTF-8 or JSON, no text)
     #[arg(long)]
     skip_bad: bool,
 }
@@ -84,17 +84,17 @@ pub(super) struct Prepare {
 pub(super) struct TrainTokenizer {
     #[arg(value_name = "DATA", required = true, help = INPUTS)]
     inputs: Vec<String>,
-    /// File to make
+    /// File to create
     #[arg(long, value_name = "FILE")]
     to: PathBuf,
-    /// Entries
+    /// Vocabulary size
     #[arg(long, value_name = "N", default_value = "32k")]
     vocab_size: Quantity,
     /// Key of JSON lines (`a.b` of an object in it), or column of CSV or parquet, that holds the text [default: text, or the
     /// recipe's]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
-    /// Leave out documents that cannot be read (no UTF-8, no JSON, no text), and count them
+    /// Skip and count documents that cannot be read (invalid UTF-8 or JSON, no text)
     #[arg(long)]
     skip_bad: bool,
 }

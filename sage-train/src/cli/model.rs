@@ -27,19 +27,19 @@ use crate::{hf, notify};
 /// What to write.
 #[derive(Debug, clap::Args)]
 pub(super) struct Sample {
-    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (which is computed with full-precision attention or what its attention.json says, over 4096
-    /// tokens at most where nothing else is said)
+    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (computed in full precision or as its
+    /// attention.json says, with a context of at most 4096 unless --context is given)
     run: PathBuf,
-    /// Text to go on with; without it a document is begun
+    /// Text to continue; without it a new document
     #[arg(default_value = "")]
     prompt: String,
-    /// Tokens, at most
+    /// Largest number of tokens
     #[arg(long, value_name = "N", default_value_t = Quantity(160))]
     tokens: Quantity,
-    /// Divides the logits; 0 always takes the likeliest token
+    /// Divisor of the logits; with 0 the likeliest token is taken
     #[arg(long, value_name = "T", default_value_t = Sampling::default().temperature)]
     temperature: f64,
-    /// Draw among so many of the likeliest tokens; 0 for all
+    /// Draw among the K likeliest tokens; 0 for all
     #[arg(long, value_name = "K", default_value_t = 0)]
     top_k: usize,
     /// Draw among the likeliest tokens that together have this probability
@@ -48,11 +48,10 @@ pub(super) struct Sample {
     /// Seed of the draws
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Begin with the prompt alone, without the token in front of a document
+    /// Do not put the beginning-of-document token before the prompt
     #[arg(long)]
     no_bos: bool,
-    /// Numerics of attention, of the prompt and of what follows [default: the run's for the prompt, full precision for what
-    /// follows]
+    /// Attention for the prompt and the new tokens [default: the run's for the prompt, full precision for new tokens]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
     /// Where to compute [default: cuda if this build has it]
@@ -123,27 +122,28 @@ pub(super) fn needs_data(run: &Path, data: &[SourceSetting], what: &str, allowed
 /// What to evaluate on.
 #[derive(Debug, clap::Args)]
 pub(super) struct Eval {
-    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (which is computed with full-precision attention or what its attention.json says, over 4096
-    /// tokens at most where nothing else is said)
+    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (computed in full precision or as its
+    /// attention.json says, with a context of at most 4096 unless --context is given)
     run: PathBuf,
-    /// Text or shards, all of it; of prepared data the validation shards; given again, a mixture [default: the run's validation
-    /// data]
+    /// Text or shards to evaluate on, all of it; of prepared data the validation shards. May be repeated for a mixture [default: the
+    /// run's validation data]
     #[arg(long, value_name = "PATH")]
     data: Vec<SourceSetting>,
-    /// Tokens of the data, at most [default: 1m; 2k with --token-by-token]
+    /// Largest number of tokens [default: 1m; 2k with --token-by-token]
     #[arg(long, value_name = "N")]
     tokens: Option<Quantity>,
-    /// All tokens of the data
+    /// Evaluate all tokens of the data
     #[arg(long, conflicts_with_all = ["tokens", "hellaswag"])]
     all: bool,
-    /// Also predict each token from those before it alone, with these numerics for every token: what attention owes to its looks ahead
+    /// Also predict every token from its prefix alone, to measure how much the whole-sequence loss profits from scales shared with later
+    /// tokens
     #[arg(long, conflicts_with = "hellaswag")]
     token_by_token: bool,
-    /// The loss of eight parts of the sequences as well: whether tokens with more before them are predicted better
+    /// Also print the loss by position, for eight parts of the sequences
     #[arg(long, conflicts_with_all = ["hellaswag", "token_by_token"])]
     by_position: bool,
-    /// How often numbers are recalled, by distance, in documents of at least so many words (of `sage-train corpus --recall`,
-    /// which the model should be trained on); as many documents as --tokens fill
+    /// Measure how often numbers are recalled, by distance, in documents of at least WORDS words from `sage-train corpus --recall`. The
+    /// model should have been trained on such documents
     #[arg(long, value_name = "WORDS", conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "all", "data"])]
     recall: Option<usize>,
     /// Sequences that go through the model at once
@@ -154,7 +154,7 @@ pub(super) struct Eval {
     context: Option<Quantity>,
     #[command(flatten)]
     attention: Attending,
-    /// A task of lm-evaluation-harness and its JSON lines, as piqa=FILE: hellaswag, arc, piqa, lambada; may be given again
+    /// Task of lm-evaluation-harness with its JSON lines: hellaswag, arc, piqa or lambada, e.g. piqa=FILE. May be repeated
     #[arg(long = "task", value_name = "TASK=FILE", value_parser = tasks::task, conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "recall", "all", "data", "tokens"])]
     tasks: Vec<(Task, PathBuf)>,
     /// HellaSwag in llm.c's format: hellaswag_val.bin
@@ -303,18 +303,18 @@ fn recalled(trained: &Trained, model: &Llama, words: usize, tokens: u64) -> Resu
 /// Types of exported weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Exported {
-    /// Half the size, as published models come
+    /// bf16, as in published models
     Bf16,
-    /// As they were trained
+    /// f32, as trained
     F32,
 }
 
 /// What to export.
 #[derive(Debug, clap::Args)]
 pub(super) struct Export {
-    /// Folder of a run that has weights, from its first validation on; or of one of its checkpoints, RUN/checkpoints/step-N
+    /// Folder of a run with at least one validation, or of a checkpoint, RUN/checkpoints/step-N
     run: PathBuf,
-    /// Folder to make
+    /// Folder to create
     #[arg(long, value_name = "DIR")]
     to: PathBuf,
     /// Type of the weights

@@ -26,61 +26,61 @@ use crate::trained::run_folder;
 /// What to probe.
 #[derive(Debug, clap::Args)]
 pub(super) struct Probe {
-    /// Folder of a run that has weights, from its first validation on; of one of its checkpoints, RUN/checkpoints/step-N; or
-    /// of a model in Hugging Face's format, with --data
+    /// Folder of a run with at least one validation, of a checkpoint, RUN/checkpoints/step-N, or of a model in Hugging Face's format (with
+    /// --data)
     #[arg(required_unless_present = "sigma")]
     run: Option<PathBuf>,
-    /// Text or shards to take the sequences from, all of it; of prepared data the validation shards; given again, a mixture
+    /// Text or shards to take the sequences from; of prepared data the validation shards. May be repeated for a mixture
     /// [default: the run's validation data; for --gradient its training data, from the model's last step on]
     #[arg(long, value_name = "PATH", conflicts_with = "sigma")]
     data: Vec<SourceSetting>,
-    /// Validation sequences to look at
+    /// Number of validation sequences
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
     sequences: u16,
     /// Token means subtracted before quantizing [default: the run's]
     #[arg(long, value_enum)]
     smoothing: Option<SmoothingSetting>,
-    /// Tokens that K's mean is over: all, or sample-64 (sagebwd) [default: the run's]
+    /// Tokens over which the means of K and V are taken: all, or sample-64 (sagebwd) [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
     /// Vectors that share a scale in the backward (sagebwd) [default: the run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
-    /// The numerics to probe [default: the run's; of a full-precision run sagebwd]
+    /// Attention to probe [default: the run's; sagebwd for a full-precision run]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
     /// Tokens in a sequence [default: the run's; 1024 with --sigma]
     #[arg(long, value_name = "N")]
     context: Option<Quantity>,
-    /// Also each head
+    /// Also print a row for each head
     #[arg(long)]
     heads: bool,
-    /// Also what each part contributes alone: one product (sagebwd) or operand (attn-qat) in low bits, the others exact
+    /// Also measure one matmul (sagebwd) or operand (attn-qat) at a time in low bits, with the others exact
     #[arg(long)]
     products: bool,
-    /// A scale for each token of Q and K instead of each tile: what it would mend where tokens are outliers (sagebwd)
+    /// Use a scale for each token of Q and K instead of each tile, to see what outlier tokens cost (sagebwd)
     #[arg(long)]
     token_scales: bool,
-    /// Queries and keys times these; a table for each
+    /// Multiply queries and keys by each of these factors, and print a table for each
     #[arg(long, value_name = "FACTOR,..", value_delimiter = ',', default_value = "1")]
     qk_scale: Vec<f64>,
-    /// What selected blocks and a tail would leave of attention, by how they are chosen and by what stands for the rest: SLA2,
-    /// before any training with it. Half of the sequences fit it, the others are measured
+    /// Measure what selected blocks and a linear tail keep of attention, by kind of selection and of tail: SLA2 before any training with
+    /// it. Half of the sequences fit the parameters, the other half are measured
     #[arg(long, conflicts_with_all = ["sigma", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     selections: bool,
-    /// Blocks that a block of queries picks
+    /// Key blocks that a query block selects
     #[arg(long, value_name = "N", default_value_t = 4, requires = "selections")]
     blocks: usize,
     /// Tokens of a block [default: a sixteenth of the context, 16 to 128]
     #[arg(long, value_name = "N", requires = "selections")]
     block: Option<usize>,
-    /// The gradient of the whole model under low-bit schemes against that in full precision, over the same training data: which
-    /// part of the error averages out over tokens and which stays, a bias, and at how many tokens a step the bias is as large as
-    /// the noise of the data
+    /// Compare the gradient of the whole model under low-bit schemes with full precision on the same training data. Prints the part of
+    /// the error that averages out over tokens, the bias that does not, and the tokens per step at which the bias equals the noise
+    /// of the data
     #[arg(long, conflicts_with_all = ["sigma", "selections", "heads", "products", "token_scales", "qk_scale", "sequences", "attn", "smoothing", "key_mean", "granularity"])]
     gradient: bool,
     /// Schemes for --gradient, separated by semicolons, with their settings: "sagebwd;sagebwd:products=scores;attn-qat" [default:
-    /// the run's, with its --attn-layers; of a full-precision run sagebwd]
+    /// the run's, with its --attn-layers; sagebwd for a full-precision run]
     #[arg(long, value_name = "SCHEME;..", value_delimiter = ';', requires = "gradient")]
     schemes: Vec<SchemeSetting>,
     /// Micro-batches for --gradient, each the run's --micro-batch: a power of two from 16 on
@@ -89,16 +89,16 @@ pub(super) struct Probe {
     /// Sequences of a micro-batch [default: the run's]
     #[arg(long, value_name = "N", requires = "gradient")]
     micro_batch: Option<usize>,
-    /// The same sums in the same order on a GPU; without it their order is noise in the error
+    /// Add in a fixed order on a GPU; otherwise the order of sums is noise in the error
     #[arg(long, value_enum, requires = "gradient")]
     deterministic: Option<Switch>,
-    /// Also draw the error over the number of tokens; `report RUN` does so too
+    /// Also plot the error over the number of tokens as SVG; `report RUN` has the plot too
     #[arg(long, value_name = "FILE", requires = "gradient")]
     svg: Option<PathBuf>,
     /// Random tensors instead of a model's: queries and keys of these standard deviations, as 1,3,5,8,10
     #[arg(long, value_name = "SIGMA,..", value_delimiter = ',', conflicts_with_all = ["run", "heads", "products", "token_scales", "qk_scale", "sequences"])]
     sigma: Vec<f64>,
-    /// Heads of random tensors, each another sample
+    /// Number of heads of random tensors
     #[arg(long = "sigma-heads", value_name = "N", default_value_t = 4, conflicts_with = "run", value_parser = clap::value_parser!(u16).range(1..))]
     sigma_heads: u16,
     /// Width of a head of random tensors
@@ -110,7 +110,7 @@ pub(super) struct Probe {
     /// Also write the results as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Also write them as comma-separated values
+    /// Also write the results as CSV
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
 }

@@ -15,35 +15,35 @@ use crate::{notify, writing};
 /// What to compare.
 #[derive(Debug, Args)]
 pub(super) struct Reporting {
-    /// Folders of runs, or folders with such folders in them, as a sweep's: finished or not, from any machine
+    /// Folders of runs, or folders that contain runs, such as a sweep's; finished or not, from any machine
     #[arg(value_name = "RUN|SWEEP", required = true)]
     folders: Vec<PathBuf>,
-    /// The page to write [default: report.html in the folder; of several folders in the current one]
+    /// Page to write [default: report.html in the folder; for several folders in the current one]
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     /// Also write the tables as Markdown
     #[arg(long, value_name = "FILE")]
     markdown: Option<PathBuf>,
-    /// Also write a line for each run as comma-separated values
+    /// Also write a line for each run as CSV
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
-    /// The arm that others are compared with, by settings of its own [default: the sweep's, or attn=fpa, or the first]
+    /// Arm that the others are compared with, by its settings [default: the sweep's, or attn=fpa, or the first]
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     baseline: Vec<String>,
-    /// Settings that tell arms apart [default: attention's and those of a sweep's [[points]]; where runs do not differ in those,
-    /// the first that they differ in]
+    /// Settings by which runs are grouped into arms [default: those of attention and of a sweep's [[points]]; if runs do not differ in
+    /// these, the first setting in which they differ]
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
-    /// Differences of so many percent of the loss do not matter: one whose 90 % interval lies within matches
+    /// Margin in percent of the loss: an arm matches if the 90 % interval of its difference lies within
     #[arg(long, value_name = "PERCENT", default_value_t = ReportOptions::default().margin)]
     margin: f64,
-    /// Also compare after how many tokens the validation loss is down at this
+    /// Also compare the tokens until the validation loss is at this value
     #[arg(long, value_name = "LOSS")]
     milestone: Option<f64>,
     /// Also write every chart as an SVG file into this folder
     #[arg(long, value_name = "DIR")]
     figures: Option<PathBuf>,
-    /// What is asked: the title of the page [default: the sweep's]
+    /// Title of the page [default: the sweep's]
     #[arg(long, value_name = "TEXT")]
     about: Option<String>,
 }

@@ -9,26 +9,26 @@ use crate::quantity::Quantity;
 use crate::ranks::{CopyEngines, Mesh, Rank, Role, Words};
 use crate::train::{Overlap, Parallel};
 
-/// How a run goes on several GPUs; nothing of what it is.
+/// How a run is divided among several GPUs, which does not change its results but for the order of sums.
 #[derive(Debug, clap::Args)]
 pub(super) struct Several {
-    /// Train with so many GPUs of this machine (with --device cpu: processes), each in a process of its own; a step and its
-    /// batches stay what they are. torchrun and srun start such processes too
+    /// Number of GPUs of this machine to train on, with one process each (with --device cpu: number of processes). The batches of a
+    /// step do not change. torchrun and srun can start the processes instead
     #[arg(long, value_name = "N", help_heading = "Several GPUs", conflicts_with_all = ["write_batches"])]
     pub(super) gpus: Option<usize>,
-    /// So many neighbouring GPUs have each sequence together: contexts that do not fit one
+    /// Number of adjacent GPUs that share each sequence (Ulysses context parallelism)
     #[arg(long, value_name = "C", help_heading = "Several GPUs", default_value_t = 1)]
     pub(super) context_parallel: usize,
-    /// When gradients travel between GPUs
+    /// When gradients are exchanged between GPUs
     #[arg(long, value_enum, value_name = "WHEN", help_heading = "Several GPUs", default_value = "auto")]
     pub(super) overlap: Overlap,
-    /// Whether GPUs' copy engines carry gradients and weights on a node, beside which kernels keep all multiprocessors
+    /// Whether copy engines transfer gradients and weights within a node, which leaves all multiprocessors to kernels
     #[arg(long, value_enum, value_name = "WHEN", help_heading = "Several GPUs", default_value = "auto")]
     pub(super) copy_engines: CopyEngines,
-    /// Megabytes of gradient that travel at once, at least [default: 680, or 200 beside the backward]
+    /// Smallest size of a transfer of gradients, in megabytes [default: 680, or 200 when it overlaps with the backward]
     #[arg(long, value_name = "MB", help_heading = "Several GPUs")]
     pub(super) piece_mb: Option<f64>,
-    /// With --dry-run: plan for so many GPUs [default: those of --gpus]
+    /// With --dry-run: number of GPUs to plan for [default: --gpus]
     #[arg(
         long,
         value_name = "N",
@@ -49,10 +49,10 @@ pub(super) struct Several {
     /// With --dry-run: tokens a second of one GPU between updates [default: at 40 % of an H100's peak]
     #[arg(long, value_name = "TOKENS/S", help_heading = "Several GPUs", requires = "dry_run")]
     gpu_rate: Option<Quantity>,
-    /// Begin again so often when a process was lost; takes --gpus and --resume auto
+    /// Number of times that the run is restarted after a process was lost; needs --gpus and --resume auto
     #[arg(long, value_name = "K", help_heading = "Several GPUs", requires = "gpus", default_value_t = 0)]
     pub(super) restarts: u32,
-    /// A process that makes no progress for so long is given up, and the run with it
+    /// Seconds without progress after which a process counts as lost, and the run ends
     #[arg(long, value_name = "SECONDS", help_heading = "Several GPUs", default_value_t = 120)]
     pub(super) stall_timeout: u64,
 }

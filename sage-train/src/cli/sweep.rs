@@ -22,38 +22,37 @@ use crate::{notify, partial, train, writing};
 /// A sweep. Every flag of a run is taken too: it wins over the file, for all runs, and a list of values replaces the file's.
 #[derive(Debug, Args)]
 pub(super) struct Sweeping {
-    /// A TOML file, or a sweep that is built in: tiny (CPU, minutes), paper-mini (12 minutes of one H100), products-mini and attn-qat-mini (which products in INT8; FP4; half as long), layers-mini (the first and last layers in 16 bits; as long), continuation-mini (schemes from the weights of one run over the same batches; 8 minutes of one H100), sla2-tiny (CPU, 20 minutes), sla2-prose (ten minutes of one H100, from a dense model), paper (a cluster)
+    /// A TOML file, or a built-in sweep: tiny and sla2-tiny (CPU, minutes), paper-mini, products-mini, attn-qat-mini, layers-mini and continuation-mini (minutes of one H100), sla2-prose (ten minutes of one H100, from a dense model), paper (a cluster)
     #[arg(value_name = "FILE")]
     file: String,
-    /// Print the runs of the sweep, how far each is and how long the rest takes, from a few measured steps of each shape, and
-    /// stop
+    /// Print the runs, their state, and the time that is left, from a few measured steps of each shape, and exit
     #[arg(long, help_heading = "Sweep")]
     dry_run: bool,
     /// Plan without measuring
     #[arg(long, help_heading = "Sweep", requires = "dry_run")]
     no_measure: bool,
-    /// What an hour of a device costs, for the plan
+    /// Price of a device for an hour, for the plan
     #[arg(long, value_name = "PRICE", help_heading = "Sweep", requires = "dry_run")]
     hour_price: Option<f64>,
-    /// Print the sweep's file, to make one of your own of it, and stop
+    /// Print the sweep's file, as a template for your own, and exit
     #[arg(long, help_heading = "Sweep", conflicts_with_all = ["dry_run", "slurm"])]
     print: bool,
     /// Runs at once on each device
     #[arg(long, value_name = "N", help_heading = "Sweep", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     jobs: u16,
-    /// How runs side by side share a GPU: auto shares it through NVIDIA's MPS where that is installed, off takes turns
+    /// How concurrent runs share a GPU: auto through NVIDIA's MPS where it is installed; off in turns
     #[arg(long, value_enum, value_name = "HOW", help_heading = "Sweep", default_value_t)]
     mps: Sharing,
-    /// Stop after so many minutes, and save what runs: the same command goes on
+    /// Save the running runs after this many minutes and exit; the same command resumes them
     #[arg(long, value_name = "MINUTES", help_heading = "Sweep")]
     minutes: Option<f64>,
     /// Run the Nth run of the plan alone, from 0
     #[arg(long, value_name = "N", help_heading = "Sweep")]
     only: Option<usize>,
-    /// Also run again what failed or crashed; what diverged is a result
+    /// Also repeat failed and crashed runs (a diverged run is a result)
     #[arg(long, help_heading = "Sweep")]
     retry: bool,
-    /// Write a Slurm batch script with a task for each run, and stop
+    /// Write a Slurm batch script with a task for each run, and exit
     #[arg(long, value_name = "FILE", help_heading = "Sweep", conflicts_with_all = ["dry_run", "only"])]
     slurm: Option<PathBuf>,
     #[command(flatten)]

@@ -33,28 +33,26 @@ const AUTO: &str = "auto";
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Train {
-    /// Settings from a TOML file; flags win over it. A run's config.toml counts as the run began, without its [[changes]]
+    /// TOML file with settings; flags override it. Of a run's config.toml the [[changes]] are ignored
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     config: Option<PathBuf>,
-    /// Go on with a run from its newest checkpoint, or from the one that is named; flags may change how long it goes and
-    /// how it is watched, not what it is. `auto`, with --name: go on with that run, or begin it: the same command as often as
-    /// a job is started
+    /// Resume a run from its newest checkpoint, or from a checkpoint folder. Flags may change its length, evaluation and logging, but
+    /// not its model, data and step. `auto`, with --name, resumes that run or starts it: the same command for every start of a job
     #[arg(long, value_name = "RUN", help_heading = "Run", conflicts_with = "compare")]
     resume: Option<PathBuf>,
-    /// With --resume RUN: go on in a new folder of this name, beside RUN, which stays as it is. Attention may change then:
+    /// With --resume RUN: continue in a new folder of this name, and leave RUN unchanged. Attention may change:
     /// `--resume runs/a --attn sagebwd --new-name b` keeps weights, moments and the order of the data
     #[arg(long, value_name = "NAME", help_heading = "Run", requires = "resume")]
     new_name: Option<String>,
-    /// Print what would run, and stop
+    /// Print the resolved run with its size, time and memory, and exit
     #[arg(long, help_heading = "Run")]
     dry_run: bool,
     #[command(flatten)]
     several: Several,
-    /// Write the sequences that the run would be taught, in their order, as a shard of documents, and stop: another
-    /// program can be taught the same
+    /// Write the run's training sequences in their order as a shard of documents, and exit, so that another program can train on them
     #[arg(long, value_name = "FILE", help_heading = "Run", conflicts_with_all = ["resume", "compare", "dry_run"])]
     write_batches: Option<PathBuf>,
-    /// Train once with each attention, and compare with fpa, or the first: `--attn` with a list, as any setting may have one
+    /// Train once with each attention, and compare with fpa, or with the first. Like a list for --attn
     #[arg(
         long,
         value_enum,

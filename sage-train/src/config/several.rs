@@ -6,10 +6,10 @@ use crate::model::received_bytes;
 use crate::quantity::{gib, grouped};
 use crate::ranks::{FEW_TOKENS, Mesh, PIECE_BESIDE};
 
-/// Ranks that somebody thinks of, and how fast they are.
+/// A hypothetical cluster for `--dry-run`: its mesh, and the bandwidths of its links.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct World {
-    /// How they lie; of any of them.
+    /// The mesh, from the point of view of any rank.
     pub mesh: Mesh,
     /// Bytes a second between the GPUs of a node, each way.
     pub link: f64,
@@ -32,7 +32,8 @@ const MEMORY: f64 = 3e12;
 /// 2 ms a layer, from the steps in docs/several-gpus.md.
 const SHARED: f64 = 130e9;
 
-/// What part of an exchange a backward of few tokens hides that copy engines carry it beside: two H100 (docs/several-gpus.md).
+/// Fraction of the gradient exchange that overlaps with the backward when copy engines transfer it and a GPU has few tokens a step: two
+/// H100 (docs/several-gpus.md).
 const BESIDE: f64 = 0.6;
 
 /// What part of the gradients' time may hide what travels between nodes.

@@ -359,7 +359,7 @@ pub(crate) mod tests {
             assert_eq!((documents, count.into_inner()), (wanted, left_out), "{name}");
             assert!(bytes <= long.len());
         }
-        for (name, word) in [("utf16.txt", "utf-16"), ("binary.txt", "no text at all")] {
+        for (name, word) in [("utf16.txt", "utf-16"), ("binary.txt", "zero byte")] {
             let error = documents(&at(name)).expect_err("not UTF-8").to_string();
             assert!(error.contains(word), "{error}");
         }

@@ -197,7 +197,7 @@ impl Meeting {
                 (a, b) => break (a.unwrap_or("nothing"), b.unwrap_or("nothing")),
             }
         };
-        Err(Error::failed(format!("rank {other} is not of the same run: its {what} is another"))
+        Err(Error::failed(format!("rank {other} differs from rank 0 in its {what}"))
             .got(format!("{got} at rank {other} on {}", parts[other].0))
             .allowed(format!("{expected}, as rank 0 on {} has it", parts[0].0))
             .hint("every rank needs the same command, the same data and the same version of this program"))

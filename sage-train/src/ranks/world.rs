@@ -82,8 +82,8 @@ impl World {
     fn of_torchrun(variable: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
         let missing: Vec<&str> = NAMES.into_iter().filter(|name| variable(name).is_none()).collect();
         if !missing.is_empty() {
-            return Err(Error::new("the environment says half of who this rank is")
-                .got(format!("no {}", missing.join(", no ")))
+            return Err(Error::new("the rank environment is incomplete")
+                .got(format!("{} not set", missing.join(", ")))
                 .allowed(NAMES.join(", "))
                 .hint("torchrun and --gpus set all of them; unset what another program left"));
         }

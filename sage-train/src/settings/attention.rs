@@ -19,11 +19,11 @@ use crate::model::Sla2Config;
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct AttentionSettings {
-    /// How to attend [default: sagebwd]
+    /// Attention scheme [default: sagebwd]
     #[arg(long, value_enum)]
     pub attn: Option<Attn>,
-    /// Schemes of single layers, in place of --attn: 0,-1=fpa gives the first and the last one full precision; entries are
-    /// separated by semicolons, 0=fpa;2-4=sagebwd:products=scores
+    /// Schemes of single layers that override --attn: 0,-1=fpa sets the first and the last layer to full precision. Semicolons separate
+    /// entries: 0=fpa;2-4=sagebwd:products=scores
     #[arg(long, value_name = "LAYERS=SCHEME", allow_hyphen_values = true)]
     pub attn_layers: Option<LayerSettings>,
     /// RMSNorm of each head's queries and keys before the rotary embedding [default: on]
@@ -32,19 +32,19 @@ pub struct AttentionSettings {
     /// Token means subtracted before quantizing [default: k for sagebwd, none for attn-qat]
     #[arg(long, value_enum)]
     pub smoothing: Option<SmoothingSetting>,
-    /// SageBwd: tokens that the means of K and V are taken over: all, or sample-N, N tokens at even distances [default: all]
+    /// SageBwd: tokens over which the means of K and V are taken: all, or sample-N, N evenly spaced tokens [default: all]
     #[arg(long)]
     pub key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: products in INT8: paper, forward-and-s, scores, forward, or a list such as forward,s,dv [default: paper]
+    /// SageBwd: matmuls in INT8: paper, forward-and-s, scores, forward, or a list such as forward,s,dv [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
     /// SageBwd: vectors that share a scale in the backward: vector, group-N, tile [default: vector]
     #[arg(long)]
     pub granularity: Option<Text<Granularity>>,
-    /// Attn-QAT: along what 16 values of V share a scale: tokens, head-dim [default: tokens]
+    /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: tokens]
     #[arg(long)]
     pub value_groups: Option<Text<ValueGroups>>,
-    /// Attn-QAT: what probabilities are relative to when quantized: row-max, two-level, literal [default: row-max]
+    /// Attn-QAT: reference that probabilities are divided by before quantizing: row-max, two-level, literal [default: row-max]
     #[arg(long)]
     pub p_reference: Option<Text<PReference>>,
     /// Attn-QAT: compute dS with the output of unquantized probabilities [default: on]

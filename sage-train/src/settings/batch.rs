@@ -13,13 +13,13 @@ pub struct BatchSettings {
     /// Tokens in an optimizer step, e.g. 256k = 262,144
     #[arg(long, value_name = "N")]
     pub tokens_per_step: Option<Quantity>,
-    /// Sequences that go through the model at once
+    /// Sequences in a forward and backward
     #[arg(long, value_name = "N")]
     pub micro_batch: Option<usize>,
     /// Optimizer steps
     #[arg(long, value_name = "N", conflicts_with = "tokens")]
     pub steps: Option<Quantity>,
-    /// Tokens in all, instead of steps
+    /// Tokens of the whole run, instead of steps
     #[arg(long, value_name = "N")]
     pub tokens: Option<Quantity>,
 }

@@ -12,12 +12,12 @@ use crate::quantity::Quantity;
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DataSettings {
-    /// What to train on: .txt, .md, .jsonl, .ndjson, .json, .csv (each also .gz, .zst), .parquet, or .bin shards of tokens; a folder or
-    /// a 'pattern*' of them; given again, a mixture by size, or by weights [default: the built-in corpus]
+    /// Training data: .txt, .md, .jsonl, .ndjson, .json, .csv (each also .gz, .zst), .parquet, or .bin shards of tokens; a folder or a
+    /// 'pattern*' of them. May be repeated for a mixture, by size or by weights [default: the built-in corpus]
     #[arg(long = "data", value_name = "PATH[=WEIGHT]")]
     #[serde(rename = "data", deserialize_with = "one_or_more")]
     pub sources: Option<Vec<SourceSetting>>,
-    /// Data to validate on, all of it, of the same kinds [default: a part of the training data]
+    /// Validation data, all of it, of the same kinds [default: a part of the training data]
     #[arg(long, value_name = "PATH[=WEIGHT]")]
     #[serde(deserialize_with = "one_or_more")]
     pub val_data: Option<Vec<SourceSetting>>,
@@ -25,23 +25,23 @@ pub struct DataSettings {
     #[arg(long, value_name = "NAME")]
     pub text_field: Option<String>,
     /// A tokenizer.json, its folder, or a model on the Hugging Face Hub that has one, e.g. gpt2
-    /// [default: the one beside the shards; for text, trained on it]
+    /// [default: the shards' tokenizer; for text, one trained on it]
     #[arg(long, value_name = "FILE")]
     pub tokenizer: Option<String>,
-    /// The tokenizer's token that ends a document, e.g. `[SEP]` [default: eos_token of the tokenizer_config.json beside it, or
-    /// a known one]
+    /// The tokenizer's token that ends a document, e.g. `[SEP]` [default: eos_token in tokenizer_config.json, or
+    /// a well-known one]
     #[arg(long, value_name = "TOKEN")]
     pub end_of_text: Option<String>,
-    /// Keep attention inside each document of a sequence [default: off]
+    /// Restrict attention to the document of each token [default: off]
     #[arg(long, value_enum)]
     pub document_mask: Option<Switch>,
-    /// Megabytes of built-in corpus [default: 8]
+    /// Size of the built-in corpus in megabytes [default: 8]
     #[arg(long, value_name = "MB")]
     pub corpus_mb: Option<u64>,
     /// Part of the data kept for validation, where neither shards nor --val-data are [default: 0.05]
     #[arg(long, value_name = "PART")]
     pub val_fraction: Option<f64>,
-    /// Entries of the model's vocabulary, and of the byte-level BPE trained on the data; with --tokenizer or shards its entries,
+    /// Vocabulary size of the model, and of the byte-level BPE trained on the data; with --tokenizer or shards the tokenizer's, rounded
     /// up to a multiple of 64
     #[arg(long, value_name = "N")]
     pub vocab_size: Option<Quantity>,

@@ -46,16 +46,16 @@ pub struct OptimizerSettings {
     /// Peak learning rate
     #[arg(long, value_name = "LR")]
     pub lr: Option<f64>,
-    /// Learning rate at the end, as a part of the peak [default: 0.1, ours: the paper does not say]
+    /// Learning rate at the end, as a fraction of the peak [default: 0.1, ours: the paper does not say]
     #[arg(long, value_name = "PART")]
     pub min_lr: Option<f64>,
     /// Steps of linear warm-up, at most a tenth of the steps unless it is set
     #[arg(long, value_name = "N")]
     pub warmup_steps: Option<Quantity>,
-    /// Course of the learning rate after the warm-up [default: cosine]
+    /// Schedule of the learning rate after the warm-up [default: cosine]
     #[arg(long, value_enum)]
     pub schedule: Option<Schedule>,
-    /// Part of the run in which `wsd` decays [default: 0.2]
+    /// Fraction of the run in which `wsd` decays [default: 0.2]
     #[arg(long, value_name = "PART")]
     pub decay_fraction: Option<f64>,
     /// AdamW beta1 [default: 0.9, ours]
@@ -67,8 +67,8 @@ pub struct OptimizerSettings {
     /// AdamW epsilon [default: 1e-8, ours]
     #[arg(long, value_name = "EPS")]
     pub adam_eps: Option<f64>,
-    /// Begin with the moments of AdamW that the checkpoint of --init-from has, without the correction of their bias, which
-    /// is for moments that begin at zero [default: off]
+    /// Begin with AdamW's moments of the checkpoint that --init-from names, corrected for the bias that they had from zero
+    /// [default: off]
     #[arg(long, value_enum)]
     pub init_moments: Option<Switch>,
     /// Weight decay, of matrices only [default: 0.1, ours]
@@ -81,8 +81,8 @@ pub struct OptimizerSettings {
     /// validation's [default: 0]
     #[arg(long, value_name = "Z")]
     pub z_loss: Option<f64>,
-    /// Skip updates whose loss or gradient norm lies so many standard deviations above the mean of the last 128
-    /// steps; 0 skips none [default: 0]
+    /// Skip updates whose loss or gradient norm is more than Z standard deviations above the mean of the last 128 steps; 0 skips none
+    /// [default: 0]
     #[arg(long, value_name = "Z")]
     pub skip_spikes: Option<f64>,
 }

@@ -36,10 +36,10 @@ pub struct RunSettings {
     /// Where to train [default: cuda if this build has it]
     #[arg(long, value_enum)]
     pub device: Option<Place>,
-    /// What the backward makes again instead of keeping it [default: none]
+    /// Activations that the backward recomputes instead of storing [default: none]
     #[arg(long, value_enum)]
     pub recompute: Option<Recompute>,
-    /// Results repeat to the bit on a GPU too; attention's backward takes longer [default: off]
+    /// Give the same bits in every run on a GPU too; attention's backward takes longer [default: off]
     #[arg(long, value_enum)]
     pub deterministic: Option<Switch>,
     /// Seed of weights, order of the data, built-in corpus and sample; 1,2,3 or 1-3 is a sweep [default: 0]
@@ -54,7 +54,7 @@ pub struct RunSettings {
     /// Seed of the built-in corpus alone [default: --seed]
     #[arg(long, value_name = "N", value_parser = seed)]
     pub corpus_seed: Option<u64>,
-    /// Folder that gets a folder for the run [default: runs]
+    /// Folder in which the run's folder is created [default: runs]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
     /// Name of the run's folder, or the sweep's [default: made from preset and attention, and numbered; a sweep file's]
@@ -63,36 +63,36 @@ pub struct RunSettings {
     /// Steps between validations; 0 validates at the end only
     #[arg(long, value_name = "N")]
     pub eval_every: Option<Quantity>,
-    /// Validation tokens of each validation
+    /// Tokens of each validation
     #[arg(long, value_name = "N")]
     pub eval_tokens: Option<Quantity>,
-    /// Validate a second time with this scheme: `--attn fpa --eval-attn attn-qat` follows what FP4 would cost a model that is not
-    /// trained for it. Settings follow its name: sagebwd:products=scores:granularity=tile
+    /// Validate a second time with this scheme: `--attn fpa --eval-attn attn-qat` shows the loss in FP4 of a model that is not trained for
+    /// FP4. Settings follow the name: sagebwd:products=scores:granularity=tile
     #[arg(long, value_name = "SCHEME")]
     pub eval_attn: Option<SchemeSetting>,
-    /// Steps between probes of attention's errors, which validate as well and take some time on the CPU; 0 for none
+    /// Steps between probes of attention's errors, which take some time on the CPU; 0 for none
     /// [default: 0]
     #[arg(long, value_name = "N")]
     pub probe_every: Option<Quantity>,
     /// Steps between checkpoints; 0 saves at the end only [default: as eval-every]
     #[arg(long, value_name = "N")]
     pub checkpoint_every: Option<Quantity>,
-    /// Minutes after which a checkpoint is written in any case; 0 for none [default: 10]
+    /// Minutes after which a checkpoint is written; 0 for none [default: 10]
     #[arg(long, value_name = "MINUTES")]
     pub checkpoint_minutes: Option<f64>,
-    /// Checkpoints that are kept, the last ones [default: 2]
+    /// Number of newest checkpoints that are kept [default: 2]
     #[arg(long, value_name = "N")]
     pub keep_last: Option<usize>,
-    /// Also keep the checkpoint of every so many steps; 0 for none [default: 0]
+    /// Also keep one checkpoint of every N steps; 0 for none [default: 0]
     #[arg(long, value_name = "N")]
     pub keep_every: Option<Quantity>,
-    /// Tokens of sample text at the end; 0 for none [default: 160]
+    /// Tokens of sample text at the end of the run; 0 for none [default: 160]
     #[arg(long, value_name = "N")]
     pub sample_tokens: Option<usize>,
-    /// Threads; results do not depend on them [default: all cores]
+    /// Number of threads, on which results do not depend [default: all cores]
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
-    /// Peak speed of this machine in TFLOP/s, for the MFU
+    /// Peak speed of the device in TFLOP/s, for the MFU
     #[arg(long, value_name = "TFLOPS")]
     pub peak_tflops: Option<f64>,
 }

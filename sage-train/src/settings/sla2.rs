@@ -17,31 +17,31 @@ use crate::quantity::Quantity;
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Sla2Settings {
-    /// Numerics of the selected blocks, and of the dense attention before: fpa, sagebwd, attn-qat [default: sagebwd]
+    /// Scheme of the selected blocks, and of the dense steps at the start: fpa, sagebwd, attn-qat [default: sagebwd]
     #[arg(long, value_name = "SCHEME")]
     pub sla2_numerics: Option<Text<Numerics>>,
-    /// Part of the (query, key) pairs that is not computed, such as 90% [default: 90%, with at least one block]
+    /// Fraction of the (query, key) pairs that is not computed, such as 90% [default: 90%, with at least one block]
     #[arg(long, value_name = "SHARE")]
     pub sla2_sparsity: Option<Share>,
-    /// Blocks of keys that a block of queries picks, instead of a sparsity
+    /// Key blocks that a query block selects, instead of a sparsity
     #[arg(long, value_name = "N")]
     pub sla2_blocks: Option<usize>,
-    /// How many of them are the nearest past blocks, whatever the router picks [default: 0]
+    /// Number of these that are always the nearest past blocks [default: 0]
     #[arg(long, value_name = "N")]
     pub sla2_nearest: Option<usize>,
-    /// Tokens of a block; on a GPU 128 [default on the CPU: a sixteenth of the context, 16 to 128]
+    /// Tokens of a block; 128 on a GPU [default on the CPU: a sixteenth of the context, 16 to 128]
     #[arg(long, value_name = "N")]
     pub sla2_block: Option<usize>,
-    /// What the linear tail sums over [default: past]
+    /// Key blocks that the linear tail sums over [default: past]
     #[arg(long, value_enum)]
     pub sla2_tail: Option<TailSetting>,
-    /// How the share of the selected blocks comes from what is learned [default: count]
+    /// How the weight of the selected blocks is computed from the learned theta [default: count]
     #[arg(long, value_enum)]
     pub sla2_alpha: Option<AlphaSetting>,
     /// Steps of dense attention at the start [default: 60 % of the run]
     #[arg(long, value_name = "N")]
     pub sla2_dense_steps: Option<Quantity>,
-    /// The last of them, in which the router learns where dense attention looks [default: 100, at most a tenth of the run]
+    /// The last of these steps, in which the router learns from dense attention [default: 100, at most a tenth of the run]
     #[arg(long, value_name = "N")]
     pub sla2_router_steps: Option<Quantity>,
 }
@@ -138,11 +138,11 @@ impl<'de> Deserialize<'de> for Share {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TailSetting {
-    /// All blocks before, the selected ones too
+    /// All earlier blocks, also the selected ones
     Past,
-    /// Those that are not selected, as published (without a kernel: slow on a GPU)
+    /// The blocks that are not selected, as published (without a kernel: slow on a GPU)
     Complement,
-    /// Nothing: attention is over the selected blocks alone
+    /// No tail: attention to the selected blocks alone
     None,
 }
 
@@ -150,9 +150,9 @@ pub enum TailSetting {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AlphaSetting {
-    /// From that and from how many tokens are selected
+    /// sigmoid(theta + log(selected tokens / remaining tokens))
     Count,
-    /// The same for every query, as published
+    /// sigmoid(theta), as published
     Constant,
 }
 

@@ -60,9 +60,9 @@ impl Parallel {
 /// When gradients are reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Overlap {
-    /// Behind the backward
+    /// After the backward
     After,
-    /// Beside it: those of a layer as soon as it was left
+    /// Overlapped with the backward: a layer's gradients as soon as its backward is done
     Beside,
     /// Whatever is faster: beside it between nodes, and where copy engines carry them and a GPU has less than 16k tokens of a
     /// step; else behind it

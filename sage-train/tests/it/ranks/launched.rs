@@ -115,7 +115,7 @@ fn ranks_of_another_run_are_refused() {
     let with = |more: &[&'static str]| flags(&[&["--steps", "2"], more].concat());
     for (other, expected) in [
         (with(&["--data", "a.txt", "--lr", "0.5"]), "lr = 0.5 at rank 1"),
-        (with(&["--data", "b.txt"]), "its data is another"),
+        (with(&["--data", "b.txt"]), "differs from rank 0 in its data"),
         // The recompute setting determines which transfers happen.
         (with(&["--data", "a.txt", "--recompute", "block"]), "recompute = block at rank 1"),
         (with(&["--data", "a.txt", "--resume", "auto", "--name", "r"]), "--resume auto at rank 1"),
