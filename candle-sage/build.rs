@@ -8,6 +8,7 @@ mod params;
 #[path = "build/plans.rs"]
 mod plans;
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -97,12 +98,20 @@ fn build() -> Result<(), String> {
         report.push_str(&fs::read_to_string(&resources).map_err(|e| e.to_string())?);
     }
     table.push_str("];\n");
+    writeln!(table, "pub(super) const ENTRIES: &[&str] = &{:?};", entries(&report)).expect("a string");
     writeln!(table, "pub(super) const ARCHITECTURES: &[u32] = &{architectures:?};").expect("a string");
     writeln!(table, "pub(super) const PTX: u32 = {PTX};").expect("a string");
     writeln!(table, "#[cfg(test)]\npub(super) const NVFP4: (&str, [u32; 3]) = {NVFP4:?};").expect("a string");
     writeln!(table, "pub(super) const NVFP4_FAMILIES: bool = {};", family == "f").expect("a string");
     writeln!(table, "#[cfg(test)]\npub(super) const RESOURCES: &str = {report:?};").expect("a string");
     fs::write(out.join("kernels.rs"), table).map_err(|e| e.to_string())
+}
+
+/// The names of the kernels that ptxas reported, each once.
+fn entries(report: &str) -> Vec<&str> {
+    let lines = report.lines().filter(|line| line.contains("Compiling entry function"));
+    let names: BTreeSet<&str> = lines.filter_map(|line| line.split('\'').nth(1)).collect();
+    names.into_iter().collect()
 }
 
 /// Writes the host's side of the kernels' arguments, and compiles the assertions of the device's side.

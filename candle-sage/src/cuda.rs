@@ -34,6 +34,7 @@ use call::Call;
 use call::Problem;
 use candle_core::{CudaStorage, Result};
 use compiled::constants::attn_bwd::FINISH_THREADS;
+use compiled::kernel;
 use cudarc::driver::CudaSlice;
 use full_precision::FullPrecision;
 use kernels::Grid;
@@ -274,7 +275,7 @@ fn run_backward<S: OnGpu>(
     let params = params::Backward { dq: dq.view(gpu)?, ..given };
     let tiles = (call.geometry.sizes.query_len as usize).div_ceil(TILE);
     let grid = Grid::line(tiles * problem.shape.query_heads() * call.segment_count(), FINISH_THREADS);
-    gpu.launch_backward(plan.family, &call.kernel("finish_dq"), grid, &params)?;
+    gpu.launch_backward(plan.family, &call.kernel(kernel!("finish_dq")), grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;
     Ok([dq, dk, dv].map(|gradient| gradient.storage))

@@ -13,6 +13,7 @@ use super::address::{Address, address, address_if_any};
 use super::call::Call;
 use super::compiled::constants::fake_quantize::VALUES;
 use super::compiled::constants::quant_pack_nvfp4::PACK_THREADS;
+use super::compiled::kernel;
 use super::full_precision::{self, launch_delta};
 use super::kernels::Grid;
 use super::plan::{Plan, TILE, Visits};
@@ -209,5 +210,5 @@ fn launch_fake_quantize(
     };
     let blocks = call.query_tiles() + 2 * call.key_tiles();
     let threads = TILE * call.d / VALUES;
-    params::launch(&call.gpu, &call.kernel("fake_quantize"), Grid::line(blocks, threads), &params)
+    params::launch(&call.gpu, &call.kernel(kernel!("fake_quantize")), Grid::line(blocks, threads), &params)
 }

@@ -6,6 +6,7 @@ use candle_core::{CudaStorage, Result};
 use super::address::{address, address_at, first_index};
 use super::call::Geometry;
 use super::compiled::constants::blend::{SUM_THREADS, THREADS};
+use super::compiled::kernel;
 use super::kernels::{Gpu, Grid};
 use super::params::{self, launch};
 use super::plan;
@@ -85,7 +86,7 @@ impl Launch<[Operand<'_>; 3], CudaStorage> for Blend {
         let call = Call::new(self, sparse, theta)?;
         let out = Output::new(&call.gpu, call.element, self.selection.shape().query_dims())?;
         let (tail, to) = (view(tail, &call.gpu)?, out.view(&call.gpu)?);
-        call.launch("blend_forward", &params::Blend { tail, out: to, ..call.params()? })?;
+        call.launch(kernel!("blend_forward"), &params::Blend { tail, out: to, ..call.params()? })?;
         Ok(out.storage)
     }
 }
@@ -110,8 +111,8 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 3]> for Gradients<'_> {
             ..call.params()?
         };
         params.mixture.parts = address(&parts, gpu);
-        call.launch("blend_backward", &params)?;
-        launch(gpu, "blend_sum_theta", Grid::line(heads, SUM_THREADS), &params)?;
+        call.launch(kernel!("blend_backward"), &params)?;
+        launch(gpu, kernel!("blend_sum_theta"), Grid::line(heads, SUM_THREADS), &params)?;
         Ok([dsparse.storage, dtail.storage, CudaStorage::wrap_cuda_slice(dtheta, gpu.device.clone())])
     }
 }

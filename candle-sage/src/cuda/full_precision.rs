@@ -4,6 +4,7 @@ use candle_core::Result;
 
 use super::call::Call;
 use super::compiled::constants::quant_tile::TILE_THREADS;
+use super::compiled::kernel;
 use super::kernels::Grid;
 use super::plan::Plan;
 use super::{OnGpu, OutputGradient, params};
@@ -59,6 +60,6 @@ impl OnGpu for FullPrecision {
 /// Launches the computation of `D = rowsum(dO o O)` from `params.out` and `params.dout`.
 pub(super) fn launch_delta(call: &Call<'_>, params: &params::Backward<'_>) -> Result<()> {
     // A row is divided among a power of two of lanes.
-    let kernel = call.kernel_for("prepare_dense16", call.d.next_power_of_two());
+    let kernel = call.kernel_for(kernel!("prepare_dense16"), call.d.next_power_of_two());
     call.gpu.launch_backward("quantize", &kernel, Grid::line(call.query_tiles(), TILE_THREADS), params)
 }

@@ -4,6 +4,7 @@ use candle_core::{CudaStorage, Result};
 
 use super::address::{address, address_at, first_index};
 use super::compiled::constants::blend::SUM_THREADS;
+use super::compiled::kernel;
 use super::kernels::Grid;
 use super::params::launch;
 use super::params::{self, Blend, Linear};
@@ -32,7 +33,7 @@ impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for Mixture {
         let parts = gpu.alloc::<f32>(blend.theta_parts())?;
         let mut params = Blend { dout: view(dout, gpu)?, out: dsparse.view(gpu)?, ..call.params()? };
         params.mixture.parts = address(&parts, gpu);
-        call.launch("blend_backward_exact", &params)?;
+        call.launch(kernel!("blend_backward_exact"), &params)?;
         Ok([dsparse.storage, CudaStorage::wrap_cuda_slice(parts, gpu.device.clone())])
     }
 }
@@ -52,7 +53,7 @@ impl Launch<[Operand<'_>; 9], CudaStorage> for Mixture {
         let heads = blend.selection.shape().query_heads();
         let dtheta = gpu.alloc::<f32>(heads)?;
         let sums = Blend { dtheta: address(&dtheta, &gpu), mixture, ..Blend::default() };
-        launch(&gpu, "blend_sum_theta", Grid::line(heads, SUM_THREADS), &sums)?;
+        launch(&gpu, kernel!("blend_sum_theta"), Grid::line(heads, SUM_THREADS), &sums)?;
         Ok(CudaStorage::wrap_cuda_slice(dtheta, gpu.device.clone()))
     }
 }

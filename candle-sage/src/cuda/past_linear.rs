@@ -8,6 +8,7 @@ use half::bf16;
 use super::address::address;
 use super::call::Geometry;
 use super::compiled::constants::past_linear_block::THREADS;
+use super::compiled::kernel;
 use super::kernels::{Gpu, Grid};
 use super::params::Linear;
 use super::params::{View, launch};
@@ -122,7 +123,7 @@ impl<'a> Call<'a> {
     /// `params.backward` for each block of keys the sum over the queries after it.
     fn make_states(&self, params: &Linear<'_>) -> Result<()> {
         let heads = self.shape.key_heads();
-        self.launch("linear_scan_blocks", self.chunks * self.split, heads, params)?;
+        self.launch(kernel!("linear_scan_blocks"), self.chunks * self.split, heads, params)?;
         if self.chunks > 1 { self.add_chunks(heads, params) } else { Ok(()) }
     }
 
@@ -132,7 +133,12 @@ impl<'a> Call<'a> {
         let lines = heads * self.geometry.segment_count();
         let grid =
             Grid { blocks: (values.div_ceil(THREADS) as u32, lines as u32, 1), ..Grid::line(1, THREADS) };
-        launch(&self.gpu, &format!("linear_scan_chunks_{}_{}", self.element.name(), self.d), grid, params)
+        launch(
+            &self.gpu,
+            &format!("{}_{}_{}", kernel!("linear_scan_chunks"), self.element.name(), self.d),
+            grid,
+            params,
+        )
     }
 
     /// Launches a kernel that multiplies blocks of rows by states.
@@ -146,7 +152,7 @@ impl<'a> Call<'a> {
         let out = Output::new(&self.gpu, self.element, self.shape.query_dims())?;
         let params = Linear { out: out.view(&self.gpu)?, ..params };
         self.make_states(&params)?;
-        self.multiply("linear_forward", self.shape.query_heads(), &params)?;
+        self.multiply(kernel!("linear_forward"), self.shape.query_heads(), &params)?;
         Ok(out.storage)
     }
 
@@ -163,10 +169,10 @@ impl<'a> Call<'a> {
         let (dout, rows) = (view(dout, &self.gpu)?, address(&rows, &self.gpu));
         let mut params = Linear { dout, dq, dk, dv, rows, ..params };
         self.make_states(&params)?;
-        self.multiply("linear_backward_queries", self.shape.query_heads(), &params)?;
+        self.multiply(kernel!("linear_backward_queries"), self.shape.query_heads(), &params)?;
         params.backward = 1;
         self.make_states(&params)?;
-        self.multiply("linear_backward_keys", self.shape.key_heads(), &params)
+        self.multiply(kernel!("linear_backward_keys"), self.shape.key_heads(), &params)
     }
 }
 

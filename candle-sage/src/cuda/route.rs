@@ -7,6 +7,7 @@ use candle_core::{CudaStorage, Result};
 use super::address::{address, address_at, first_index};
 use super::call::Geometry;
 use super::compiled::constants::selection::{POOL_THREADS, WARPS};
+use super::compiled::kernel;
 use super::kernels::{Gpu, Grid};
 use super::params::{self, launch};
 use super::plan::{self, Plan, Visits};
@@ -37,7 +38,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Means<'_> {
         };
         let grid = Grid { blocks: (count as u32, blocks.key_heads as u32, 1), ..Grid::line(1, POOL_THREADS) };
         let element = Element::of(x.0.dtype())?;
-        launch(&gpu, &format!("pool_{}", element.name()), grid, &params)?;
+        launch(&gpu, &format!("{}_{}", kernel!("pool"), element.name()), grid, &params)?;
         Ok(CudaStorage::wrap_cuda_slice(means, gpu.device.clone()))
     }
 }
@@ -64,7 +65,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
             blocks: (blocks.rows().div_ceil(WARPS) as u32, blocks.key_heads as u32, 1),
             ..Grid::line(1, WARPS * 32)
         };
-        launch(&gpu, "choose_blocks", grid, &params)?;
+        launch(&gpu, kernel!("choose_blocks"), grid, &params)?;
         Ok(CudaStorage::wrap_cuda_slice(lists, gpu.device.clone()))
     }
 }

@@ -7,6 +7,7 @@ use super::address::{address, address_if_any};
 use super::call::Call;
 use super::compiled::constants::quant_tile::TILE_THREADS;
 use super::compiled::constants::quantize::MEAN_THREADS;
+use super::compiled::kernel;
 use super::full_precision::{self, FullPrecision};
 use super::kernels::Grid;
 use super::plan::{Plan, TILE};
@@ -203,7 +204,7 @@ pub(super) fn quantize<'p>(
                 params.key_sample = count as i32;
                 gpu.launch_forward(
                     "quantize",
-                    &call.kernel("mean_of_sample"),
+                    &call.kernel(kernel!("mean_of_sample")),
                     mean_grid(call, params),
                     params,
                 )?;
@@ -212,7 +213,7 @@ pub(super) fn quantize<'p>(
     }
     // The blocks of V's tiles come last.
     let tiles = call.query_tiles() + call.key_tiles() * if v.is_some() { 2 } else { 1 };
-    gpu.launch_forward("quantize", &call.kernel("quantize"), Grid::line(tiles, TILE_THREADS), params)
+    gpu.launch_forward("quantize", &call.kernel(kernel!("quantize")), Grid::line(tiles, TILE_THREADS), params)
 }
 
 impl Codes {
@@ -235,8 +236,13 @@ impl Codes {
 pub(super) fn launch_means(call: &Call<'_>, params: &params::Forward<'_>) -> Result<()> {
     let (gpu, smoothed) = (&call.gpu, 1 + params.smooth_values as usize);
     let tiles = Grid::line(smoothed * call.key_tiles(), TILE_THREADS);
-    gpu.launch_forward("quantize", &call.kernel("sum_tiles"), tiles, params)?;
-    gpu.launch_forward("quantize", &format!("mean_of_tiles_{}", call.d), mean_grid(call, params), params)
+    gpu.launch_forward("quantize", &call.kernel(kernel!("sum_tiles")), tiles, params)?;
+    gpu.launch_forward(
+        "quantize",
+        &format!("{}_{}", kernel!("mean_of_tiles"), call.d),
+        mean_grid(call, params),
+        params,
+    )
 }
 
 /// A thread block for each segment and key head, of K and perhaps of V.
@@ -284,5 +290,5 @@ pub(super) fn prepare<'p>(
         other => other.vectors(call.d),
     } as i32;
     let grid = Grid::line(call.query_tiles(), TILE_THREADS);
-    gpu.launch_backward("quantize", &call.kernel("prepare_sagebwd"), grid, params)
+    gpu.launch_backward("quantize", &call.kernel(kernel!("prepare_sagebwd")), grid, params)
 }

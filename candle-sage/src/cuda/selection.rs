@@ -6,6 +6,7 @@ use cudarc::driver::CudaSlice;
 use super::address::{Address, address, address_at, first_index};
 use super::call::Geometry;
 use super::compiled::constants::selection::WARPS;
+use super::compiled::kernel;
 use super::kernels::{Gpu, Grid};
 use super::params::{self, launch};
 use super::plan::SELECTION_BLOCK;
@@ -185,8 +186,8 @@ impl<'a> Users<'a> {
             blocks: (longest.div_ceil(WARPS) as u32, geometry.segment_count() as u32, heads as u32),
             ..Grid::line(1, WARPS * 32)
         };
-        launch(gpu, "count_users", grid, &params)?;
-        launch(gpu, "fill_users", grid, &params)?;
+        launch(gpu, kernel!("count_users"), grid, &params)?;
+        launch(gpu, kernel!("fill_users"), grid, &params)?;
         // The counts are freed here, and with them their canaries.
         #[cfg(test)]
         super::guard::check(gpu)?;

@@ -6,6 +6,7 @@ use candle_core::{CudaStorage, Result};
 use super::tensor::{Dense, Float, PARTS, element, elementwise_of, start};
 use crate::cuda::address::{Address, address, first_index};
 use crate::cuda::compiled::constants::adamw::{THREADS, V};
+use crate::cuda::compiled::kernel;
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::error::Error;
@@ -31,8 +32,8 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for SumOfSquares {
             parts: parts as i32,
             vector: at.is_multiple_of(16).into(),
         };
-        launch(&gpu, "sum_of_squares", Grid::line(parts, THREADS), &params)?;
-        launch(&gpu, "sum_of_squares_end", Grid::line(1, THREADS), &params)?;
+        launch(&gpu, kernel!("sum_of_squares"), Grid::line(parts, THREADS), &params)?;
+        launch(&gpu, kernel!("sum_of_squares_end"), Grid::line(1, THREADS), &params)?;
         Ok(CudaStorage::wrap_cuda_slice(out, gpu.device.clone()))
     }
 }
@@ -80,6 +81,6 @@ impl Launch<Tensors<'_>, ()> for AdamW {
             copy_type: copy_type as i32,
             padding: 0,
         };
-        launch(&gpu, "adamw", elementwise_of(len, V, THREADS), &params)
+        launch(&gpu, kernel!("adamw"), elementwise_of(len, V, THREADS), &params)
     }
 }

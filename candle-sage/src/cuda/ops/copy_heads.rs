@@ -5,6 +5,7 @@ use candle_core::backend::BackendStorage;
 
 use super::tensor::{Float, Packs, count, elementwise, start};
 use crate::cuda::compiled::constants::copy_heads::{AT_ONCE, THREADS};
+use crate::cuda::compiled::kernel;
 use crate::cuda::kernels::Gpu;
 use crate::cuda::params::{self, launch};
 use crate::launch::{Launch, Operand};
@@ -44,6 +45,6 @@ impl Launch<[Operand<'_>; 2], ()> for CopyHeads {
         let items = batch * sequence * heads * channels;
         count("elements", items / packs.elements())?;
         let grid = elementwise(items.div_ceil(AT_ONCE), packs, THREADS);
-        launch(&gpu, &packs.kernel("copy_heads"), grid, &params)
+        launch(&gpu, &packs.kernel(kernel!("copy_heads")), grid, &params)
     }
 }

@@ -8,6 +8,7 @@ use super::ids::Ids;
 use super::tensor::{Dense, Float, Packs, Team, count, element, elementwise, start, start_of};
 use crate::cuda::address::{Address, address, address_at};
 use crate::cuda::compiled::constants::cross_entropy::{BATCH, MAX_THREADS, SCALE_THREADS};
+use crate::cuda::compiled::kernel;
 use crate::cuda::gemm::{Out, gemm};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
@@ -66,7 +67,7 @@ fn mean(gpu: &Gpu, losses: &CudaSlice<f32>, rows: usize, targets: &Ids) -> Resul
         rows: count("rows", rows)?,
         ..Default::default()
     };
-    launch(gpu, "mean_loss", Grid::line(1, MAX_THREADS), &params)?;
+    launch(gpu, kernel!("mean_loss"), Grid::line(1, MAX_THREADS), &params)?;
     Ok(out)
 }
 
@@ -90,7 +91,7 @@ impl Launch<[Operand<'_>; 2], Forward> for LogitsOp {
             ..Default::default()
         };
         Rows { gpu: &gpu, float, targets: &targets, first: 0, rows, classes }
-            .launch("cross_entropy_fwd", params)?;
+            .launch(kernel!("cross_entropy_fwd"), params)?;
         let loss = mean(&gpu, &losses, rows, &targets)?;
         let checked = targets.checked(&gpu, &ids)?;
         Ok((loss, Box::new(Saved { targets, lse, z_loss }), checked))
@@ -114,7 +115,7 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for Saved {
             ..Default::default()
         };
         let rows = Rows { gpu: &gpu, float, targets: &self.targets, first: 0, rows, classes };
-        rows.launch("cross_entropy_bwd", params)?;
+        rows.launch(kernel!("cross_entropy_bwd"), params)?;
         Ok(out)
     }
 }
@@ -245,10 +246,13 @@ fn pass(
         let rows = Rows { gpu, float, targets: &targets, first, rows: n, classes };
         if into.hidden.is_none() && into.weight.is_none() {
             let lse = gpu.alloc::<f32>(n)?;
-            rows.launch("cross_entropy_fwd", params::CrossEntropy { lse: address(&lse, gpu), ..params })?;
+            rows.launch(
+                kernel!("cross_entropy_fwd"),
+                params::CrossEntropy { lse: address(&lse, gpu), ..params },
+            )?;
             continue;
         }
-        rows.launch("cross_entropy_in_place", params)?;
+        rows.launch(kernel!("cross_entropy_in_place"), params)?;
         let dlogits = Layout::contiguous((n, classes));
         if let Some(hidden) = into.hidden {
             let at = element(hidden, first * width, gpu)?;

@@ -7,6 +7,7 @@ use super::ids::{Ids, sort};
 use super::tensor::{Dense, Float, Packs, Team, count, start, start_of};
 use crate::cuda::address::address;
 use crate::cuda::compiled::constants::embedding::{PIECE, THREADS};
+use crate::cuda::compiled::kernel;
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::dtype::Checked;
@@ -78,7 +79,7 @@ fn gather(table: Operand<'_>, ids: Operand<'_>) -> Result<(CudaStorage, Ids)> {
         lanes: team.lanes as i32,
         ..Default::default()
     };
-    launch(&gpu, &packs.kernel("embedding_fwd"), team.grid(len, usize::MAX), &params)?;
+    launch(&gpu, &packs.kernel(kernel!("embedding_fwd")), team.grid(len, usize::MAX), &params)?;
     Ok((out, places))
 }
 
@@ -110,9 +111,19 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Saved {
             lanes: team.lanes as i32,
             ..Default::default()
         };
-        launch(&gpu, "embedding_starts", Grid::line((rows + 1).div_ceil(THREADS), THREADS), &params)?;
-        launch(&gpu, &packs.kernel("embedding_pieces"), team.grid(len / PIECE, usize::MAX), &params)?;
-        launch(&gpu, &packs.kernel("embedding_bwd"), team.grid(rows, usize::MAX), &params)?;
+        launch(
+            &gpu,
+            kernel!("embedding_starts"),
+            Grid::line((rows + 1).div_ceil(THREADS), THREADS),
+            &params,
+        )?;
+        launch(
+            &gpu,
+            &packs.kernel(kernel!("embedding_pieces")),
+            team.grid(len / PIECE, usize::MAX),
+            &params,
+        )?;
+        launch(&gpu, &packs.kernel(kernel!("embedding_bwd")), team.grid(rows, usize::MAX), &params)?;
         Ok(out)
     }
 }

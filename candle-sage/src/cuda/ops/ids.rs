@@ -7,6 +7,7 @@ use cudarc::driver::CudaSlice;
 use super::tensor::{Dense, count};
 use crate::cuda::address::{Address, address, address_at, address_if_any};
 use crate::cuda::compiled::constants::ids::{DIGIT_BITS, THREADS, TILE};
+use crate::cuda::compiled::kernel;
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::dtype::Checked;
@@ -55,7 +56,7 @@ impl Ids {
             len: count("ids", len)?,
         };
         let grid = Grid::line(len.div_ceil(THREADS), THREADS);
-        launch(gpu, &format!("check_ids_{name}"), grid, &params)?;
+        launch(gpu, &format!("{}_{name}", kernel!("check_ids")), grid, &params)?;
         Ok(made)
     }
 
@@ -125,8 +126,8 @@ pub(super) fn sort(gpu: &Gpu, ids: &Ids, limit: usize) -> Result<Sorted> {
             len: ids.len as i32,
             shift: (pass * DIGIT_BITS) as i32,
         };
-        launch(gpu, "count_digits", grid, &params)?;
-        launch(gpu, "place_digits", grid, &params)?;
+        launch(gpu, kernel!("count_digits"), grid, &params)?;
+        launch(gpu, kernel!("place_digits"), grid, &params)?;
         sorted = Some(next);
     }
     sorted.map_or_else(room, Ok)

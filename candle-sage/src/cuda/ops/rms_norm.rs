@@ -6,6 +6,7 @@ use candle_core::{CudaStorage, Result};
 use super::tensor::{Dense, Float, PARTS, Packs, Team, count, partial_sums, start_of};
 use crate::cuda::address::{Address, address};
 use crate::cuda::compiled::constants::rms_norm::{KEEP, MAX_THREADS};
+use crate::cuda::compiled::kernel;
 use crate::cuda::kernels::Gpu;
 use crate::cuda::params::{self, launch};
 use crate::launch::{Launch, Operand};
@@ -61,7 +62,7 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for RmsNorm {
     fn launch(&self, [x, weight]: [Operand<'_>; 2]) -> Result<CudaStorage> {
         let gpu = Gpu::new(x.0.device())?;
         let [x, weight] = [Dense::new(x, &gpu)?, Dense::new(weight, &gpu)?];
-        run(&gpu, "rms_norm_fwd", &x, &weight, self.eps, &Extras::default())
+        run(&gpu, kernel!("rms_norm_fwd"), &x, &weight, self.eps, &Extras::default())
     }
 }
 
@@ -75,7 +76,7 @@ impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for RmsNorm {
         let sum = Float::of(NAME, storage)?.alloc(&gpu, layout.shape().elem_count())?;
         let extras =
             Extras { residual: residual.start(&gpu)?, sum: start_of(&sum, &gpu)?, ..Extras::default() };
-        let out = run(&gpu, "rms_norm_fwd", &x, &weight, self.eps, &extras)?;
+        let out = run(&gpu, kernel!("rms_norm_fwd"), &x, &weight, self.eps, &extras)?;
         Ok([sum, out])
     }
 }
@@ -94,7 +95,7 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for Gradients {
             partials: address(&partials, &gpu),
             ..Extras::default()
         };
-        let dx = run(&gpu, "rms_norm_bwd", &x, &Dense::new(weight, &gpu)?, self.eps, &extras)?;
+        let dx = run(&gpu, kernel!("rms_norm_bwd"), &x, &Dense::new(weight, &gpu)?, self.eps, &extras)?;
         let dw = partial_sums(&gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?;
         Ok([dx, dw])
     }

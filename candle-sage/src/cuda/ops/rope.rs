@@ -7,6 +7,7 @@ use cudarc::driver::CudaSlice;
 use super::tensor::{Dense, Float, PARTS, Packs, Team, count, element, partial_sums, start, start_of};
 use crate::cuda::address::{Address, address};
 use crate::cuda::compiled::constants::rope::MAX_THREADS;
+use crate::cuda::compiled::kernel;
 use crate::cuda::kernels::Gpu;
 use crate::cuda::params::{self, launch};
 use crate::error::Error;
@@ -187,7 +188,7 @@ impl<'a> Launch<(&'a [Operand<'a>], [Operand<'a>; 2]), CudaStorage> for Rope {
         let rotation = Rotation { tables, direction: self.direction, style: self.style };
         let out = Beside::new(&gpu, all)?;
         for (n, &x) in all.iter().enumerate() {
-            run(&gpu, "rope", &Heads::new(x, &gpu)?, rotation, None, out.place(n, &gpu)?)?;
+            run(&gpu, kernel!("rope"), &Heads::new(x, &gpu)?, rotation, None, out.place(n, &gpu)?)?;
         }
         Ok(out.storage)
     }
@@ -199,7 +200,14 @@ impl Launch<[Operand<'_>; 4], CudaStorage> for QkNormRope {
         let rotation = Rotation { tables: [cos, sin], direction: 1.0, style: self.style };
         let norm = Norm { weight: &Dense::new(weight, &gpu)?, eps: self.eps, gradient: None };
         let out = Beside::new(&gpu, &[x])?;
-        run(&gpu, "qk_norm_rope_fwd", &Heads::new(x, &gpu)?, rotation, Some(norm), out.place(0, &gpu)?)?;
+        run(
+            &gpu,
+            kernel!("qk_norm_rope_fwd"),
+            &Heads::new(x, &gpu)?,
+            rotation,
+            Some(norm),
+            out.place(0, &gpu)?,
+        )?;
         Ok(out.storage)
     }
 }
@@ -221,7 +229,14 @@ impl<'a> Launch<BackwardInputs<'a>, (CudaStorage, Vec<CudaStorage>)> for Gradien
             let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
             let (dense, dy) = (Dense::new(weight, &gpu)?, Heads::new(dy, &gpu)?);
             let norm = Norm { weight: &dense, eps: self.eps, gradient: Some((&dy, &partials)) };
-            run(&gpu, "qk_norm_rope_bwd", &Heads::new(x, &gpu)?, rotation, Some(norm), out.place(n, &gpu)?)?;
+            run(
+                &gpu,
+                kernel!("qk_norm_rope_bwd"),
+                &Heads::new(x, &gpu)?,
+                rotation,
+                Some(norm),
+                out.place(n, &gpu)?,
+            )?;
             weights.push(partial_sums(&gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?);
         }
         Ok((out.storage, weights))

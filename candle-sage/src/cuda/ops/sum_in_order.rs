@@ -5,6 +5,7 @@ use candle_core::backend::BackendStorage;
 
 use super::tensor::{count, elementwise_of, start};
 use crate::cuda::compiled::constants::partial_sums::{SUM_THREADS, SUM_VALUES};
+use crate::cuda::compiled::kernel;
 use crate::cuda::kernels::Gpu;
 use crate::cuda::params::{self, launch};
 use crate::error::Error;
@@ -32,6 +33,6 @@ impl Launch<[Operand<'_>; 2], ()> for InOrder {
                 .hint("put zeros behind them")
                 .into());
         }
-        launch(&gpu, "sum_in_order", elementwise_of(width, SUM_VALUES, SUM_THREADS), &params)
+        launch(&gpu, kernel!("sum_in_order"), elementwise_of(width, SUM_VALUES, SUM_THREADS), &params)
     }
 }

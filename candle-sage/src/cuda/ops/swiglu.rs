@@ -6,6 +6,7 @@ use candle_core::{CudaStorage, Result};
 use super::tensor::{Dense, Float, Packs, element, elementwise, start, start_of};
 use crate::cuda::address::Address;
 use crate::cuda::compiled::constants::swiglu::THREADS;
+use crate::cuda::compiled::kernel;
 use crate::cuda::kernels::Gpu;
 use crate::cuda::params::{self, launch};
 use crate::dtype::row_stride;
@@ -74,7 +75,7 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for SwiGlu {
         let out = float.alloc(&gpu, len)?;
         let (params, packs) = problem(float, [&gate, &up], &[], gate.columns, &gpu)?;
         let params = params::SwiGlu { out: start_of(&out, &gpu)?, ..params };
-        launch(&gpu, &packs.kernel("swiglu_fwd"), elementwise(len, packs, THREADS), &params)?;
+        launch(&gpu, &packs.kernel(kernel!("swiglu_fwd")), elementwise(len, packs, THREADS), &params)?;
         Ok(out)
     }
 }
@@ -101,7 +102,7 @@ impl Launch<[Operand<'_>; 3], (CudaStorage, Option<CudaStorage>)> for Gradients 
             y: y.as_ref().map_or(Ok(Address::NULL), |y| start_of(y, &gpu))?,
             ..params
         };
-        launch(&gpu, &packs.kernel("swiglu_bwd"), elementwise(len, packs, THREADS), &params)?;
+        launch(&gpu, &packs.kernel(kernel!("swiglu_bwd")), elementwise(len, packs, THREADS), &params)?;
         Ok((both, y))
     }
 }

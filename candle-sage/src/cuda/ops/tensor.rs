@@ -8,6 +8,7 @@ use half::{bf16, f16};
 use crate::cuda::address::{Address, address, address_at, first_index};
 use crate::cuda::compiled::constants::elements_group::TEAM_THREADS;
 use crate::cuda::compiled::constants::partial_sums::SIDE;
+use crate::cuda::compiled::kernel;
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::dtype::unsupported_dtype;
@@ -224,7 +225,7 @@ pub(super) fn partial_sums(
         threads: (SIDE as u32, SIDE as u32, 1),
         shared_bytes: 0,
     };
-    launch(gpu, &format!("partial_sums_{}", float.name()), grid, &params)?;
+    launch(gpu, &format!("{}_{}", kernel!("partial_sums"), float.name()), grid, &params)?;
     Ok(out)
 }
 
