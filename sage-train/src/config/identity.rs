@@ -182,7 +182,7 @@ pub fn in_words(value: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::settings::{Attn, Settings, SmoothingSetting, Switch};
+    use crate::settings::{Attn, Schedule, Settings, SmoothingSetting, Switch};
 
     fn identity(settings: Settings) -> Identity {
         Config::resolve(settings).expect("a run").identity()
@@ -233,5 +233,24 @@ mod tests {
             }))
         };
         assert_eq!(without(Switch::On), without(Switch::Off), "there are no queries and keys");
+    }
+
+    #[test]
+    fn every_key_of_an_identity_tells_runs_apart() {
+        let identities = [Schedule::Cosine, Schedule::Wsd].map(|schedule| {
+            identity(Settings::with(|s| {
+                s.optimizer.schedule = Some(schedule);
+                s.optimizer.min_lr = Some(0.2);
+                s.optimizer.decay_fraction = (schedule == Schedule::Wsd).then_some(0.5);
+                s.run.order_seed = (schedule == Schedule::Wsd).then_some(1);
+            }))
+        });
+        let keys: BTreeSet<&str> = identities.iter().flat_map(|i| i.keys().map(String::as_str)).collect();
+        let apart: BTreeSet<&str> = keys.iter().copied().filter(|key| tells_runs_apart(key)).collect();
+        assert_eq!(apart, keys);
+        // Tokens are in identities as the steps that they come to.
+        let unused: Vec<_> =
+            RESOLVED.iter().filter(|key| **key != "tokens" && !keys.contains(*key)).collect();
+        assert!(unused.is_empty(), "{unused:?}");
     }
 }
