@@ -116,13 +116,14 @@ pub fn parameters(
         hf::warn_of_others(folder, model, names);
         let missing =
             |spec: &ParameterSpec| spec.start_in_sla2().filter(|_| !names.contains(&spec.name.as_str()));
-        // Without the correction, moments of zero would make its first steps several times too long.
-        let untrained = model.parameter_specs().into_iter().find(|spec| missing(spec).is_some());
-        if let Some(spec) = untrained.filter(|_| config.optimizer.has_initial_moments()) {
-            return Err(Error::new("the checkpoint has no moments of a parameter")
-                .got(format!("{}, which it was trained without", spec.name))
-                .allowed("the attention that the checkpoint was trained with")
-                .hint("--init-moments off begins with moments of zero"));
+        if values.moments.is_some() {
+            // Without the correction, moments of zero would make its first steps several times too long.
+            if let Some(spec) = model.parameter_specs().iter().find(|spec| missing(spec).is_some()) {
+                return Err(Error::new("the checkpoint has no moments of a parameter")
+                    .got(format!("{}, which it was trained without", spec.name))
+                    .allowed("the attention that the checkpoint was trained with")
+                    .hint("--init-moments off begins with moments of zero"));
+            }
         }
         let weights = |spec: &ParameterSpec| missing(spec).map_or_else(|| (values.weights)(spec), Ok);
         let values = InitialValues { weights: &weights, moments: values.moments };
