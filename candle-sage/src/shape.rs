@@ -49,7 +49,7 @@ pub struct Packing {
 }
 
 impl Packing {
-    /// A packing whose documents have queries and keys of their own numbers, in cumulative lengths. [`AttentionShape::new`] checks them.
+    /// A packing whose documents may have more queries than keys or fewer, in cumulative lengths. [`AttentionShape::new`] checks them.
     pub fn new(cu_seqlens_q: Vec<usize>, cu_seqlens_k: Vec<usize>) -> Self {
         Self { cu_seqlens_q, cu_seqlens_k }
     }

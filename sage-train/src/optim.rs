@@ -39,7 +39,7 @@ impl Optimizer {
         AdamWConfig::resolve(s).map(Self::AdamW)
     }
 
-    /// What is kept of each parameter beside its weights, in f32: prefixes of its name in checkpoints, each with a `/`.
+    /// What is kept of each parameter in addition to its weights, in f32: prefixes of its name in checkpoints, each with a `/`.
     pub fn moments(&self) -> &'static [&'static str] {
         match self {
             Self::AdamW(_) => AdamWConfig::MOMENTS,

@@ -52,8 +52,8 @@ impl Kind {
         }
     }
 
-    /// Whether the first product of a backward overwrites the gradient, so that it need not be cleared. Two products add to the
-    /// embedding's, in no fixed order.
+    /// Whether the first product of a backward overwrites the gradient, so that it need not be cleared. The loss head and
+    /// the lookup both add to the embedding's.
     pub fn is_overwritten(self) -> bool {
         match self {
             Self::Matrix => true,

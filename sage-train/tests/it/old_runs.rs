@@ -1,5 +1,5 @@
 //! The folder of a run that an earlier build wrote: `tests/golden/run`, four steps of one layer. Its settings, metrics, weights and checkpoint
-//! are read as before. A new version of a format gets a folder of its own beside it.
+//! are read as before. A new version of a format gets another folder next to it.
 
 use std::path::Path;
 
