@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Compares the scaling of sage-train with that of PyTorch's DistributedDataParallel, on the 325M preset: on
-one GPU and on all GPUs of this machine, by turns.
+"""Measures how the training of sage-train and of PyTorch's DistributedDataParallel scales from one GPU to several.
 
-  several_gpus_vs_pytorch.py SAGE_TRAIN [--tokens 32k,8k,4k] [--repeats 3] [--steps 24]
+  several_gpus_vs_pytorch.py SAGE_TRAIN [--gpus 8,4] [--tokens 32k,8k,4k] [--model 325m] [--repeats 3]
 
-For each number of tokens per GPU and step it prints the milliseconds of a step on one GPU and on all, and
-their ratio, which is the parallel efficiency. Both programs do the same work: a Llama of 20 layers, 16 heads
-of 64, width 1024, SwiGLU 3072, 50,304 tokens, QK-norm, context 4096, bf16 on f32 weights, clipped AdamW.
-PyTorch runs with torch.compile, cuDNN's attention and fused AdamW. Times are medians over steps, then over
-repeats.
+For each number of tokens per GPU and step, the script prints the milliseconds of a step on one GPU and on
+several, and the parallel efficiency: the throughput of N GPUs over N times the throughput of one. The time of
+one GPU is the median over all GPUs of the machine, each running by itself at the same time; the fastest and
+the slowest follow. Both programs train the same model on random tokens: a Llama with SwiGLU, QK-norm, context
+4096, bf16 on f32 weights, and clipped AdamW. PyTorch runs with torch.compile, cuDNN's attention and fused
+AdamW. Times are medians over steps, then over repeats.
 
-Needs torch, at least two NVIDIA GPUs, and NCCL where sage-train finds it (SAGE_TRAIN_NCCL).
+Needs torch, numpy, at least two NVIDIA GPUs, and NCCL where sage-train finds it (SAGE_TRAIN_NCCL).
 """
 import argparse
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -23,57 +24,72 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import NamedTuple
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-LAYERS, WIDTH, HEADS, HEAD_DIM, HIDDEN, VOCAB, CONTEXT = 20, 1024, 16, 64, 3072, 50304, 4096
+VOCAB, TOKENIZER_VOCAB, CONTEXT = 50304, 50257, 4096
 WARM_UP = 8
 
 
+class Shape(NamedTuple):
+    layers: int
+    width: int
+    heads: int
+    head_dim: int
+    hidden: int
+
+
+SHAPES = {"325m": Shape(20, 1024, 16, 64, 3072), "1.2b": Shape(24, 2048, 16, 128, 5632)}
+
+
 class Layer(nn.Module):
-    def __init__(self):
+    def __init__(self, shape):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(WIDTH, eps=1e-6)
-        self.mlp_norm = nn.RMSNorm(WIDTH, eps=1e-6)
-        self.head_norms = nn.ModuleList(nn.RMSNorm(HEAD_DIM, eps=1e-6) for _ in "qk")
-        self.projection = nn.Linear(WIDTH, 3 * HEADS * HEAD_DIM, bias=False)
-        self.output = nn.Linear(HEADS * HEAD_DIM, WIDTH, bias=False)
-        self.gate_up = nn.Linear(WIDTH, 2 * HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.shape = shape
+        _, width, heads, head_dim, hidden = shape
+        self.attention_norm = nn.RMSNorm(width, eps=1e-6)
+        self.mlp_norm = nn.RMSNorm(width, eps=1e-6)
+        self.head_norms = nn.ModuleList(nn.RMSNorm(head_dim, eps=1e-6) for _ in "qk")
+        self.projection = nn.Linear(width, 3 * heads * head_dim, bias=False)
+        self.output = nn.Linear(heads * head_dim, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def attend(self, x, angles):
         batch, tokens = x.shape[:2]
-        heads = self.projection(x).view(batch, tokens, 3 * HEADS, HEAD_DIM).transpose(1, 2)
-        query, key, value = heads.split(HEADS, dim=1)
+        heads = self.projection(x).view(batch, tokens, 3 * self.shape.heads, -1).transpose(1, 2)
+        query, key, value = heads.split(self.shape.heads, dim=1)
         query, key = (rotate(norm(x), angles).to(value.dtype) for norm, x in zip(self.head_norms, (query, key)))
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.output(out.transpose(1, 2).flatten(2))
 
     def forward(self, x, angles):
         x = x + self.attend(self.attention_norm(x), angles)
-        gate, up = self.gate_up(self.mlp_norm(x)).split(HIDDEN, dim=-1)
+        gate, up = self.gate_up(self.mlp_norm(x)).split(self.shape.hidden, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
 
 def rotate(x, angles):
-    first, second = x.split(HEAD_DIM // 2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
     cos, sin = angles
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class Llama(nn.Module):
-    def __init__(self):
+    def __init__(self, shape):
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.norm = nn.RMSNorm(WIDTH, eps=1e-6)
+        self.embedding = nn.Embedding(VOCAB, shape.width)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width, eps=1e-6)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
-        frequencies = 10_000.0 ** (torch.arange(0, HEAD_DIM, 2) / -HEAD_DIM)
+        frequencies = 10_000.0 ** (torch.arange(0, shape.head_dim, 2) / -shape.head_dim)
         angle = torch.arange(CONTEXT)[:, None] * frequencies
         self.register_buffer("angles", torch.stack([angle.cos(), angle.sin()]))
 
@@ -85,12 +101,12 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-def pytorch_rank(rank, ranks, port, micro_batch, steps, results):
+def pytorch_rank(name, rank, ranks, port, micro_batch, steps, results):
     """Trains as one rank; rank 0 writes the milliseconds of its steps to `results`."""
     torch.cuda.set_device(rank)
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    model = Llama().cuda()
+    model = Llama(SHAPES[name]).cuda()
     wrapped = model
     if ranks > 1:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
@@ -120,77 +136,128 @@ def pytorch_rank(rank, ranks, port, micro_batch, steps, results):
         torch.distributed.destroy_process_group()
 
 
-def pytorch(ranks, micro_batch, steps, scratch):
-    results = scratch / f"pytorch-{time.monotonic_ns()}.json"
+def visible(gpus):
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+
+
+def pytorch(gpus, micro_batch, args, scratch):
+    results = scratch / f"pytorch-{gpus[0]}-{time.monotonic_ns()}.json"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    run = "import sys, several_gpus_vs_pytorch as s; s.pytorch_rank(*map(int, sys.argv[1:6]), sys.argv[6])"
-    words = [sys.executable, "-c", run]
-    numbers = [[rank, ranks, port, micro_batch, steps] for rank in range(ranks)]
-    here = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).resolve().parent), "PYTHONWARNINGS": "ignore"}
-    children = [subprocess.Popen([*words, *map(str, n), str(results)], env=here) for n in numbers]
+    run = "import sys, several_gpus_vs_pytorch as s; _, name, *n, out = sys.argv; s.pytorch_rank(name, *map(int, n), out)"
+    words = [sys.executable, "-c", run, args.model]
+    numbers = [[rank, len(gpus), port, micro_batch, args.steps] for rank in range(len(gpus))]
+    here = {"PYTHONPATH": str(pathlib.Path(__file__).resolve().parent), "PYTHONWARNINGS": "ignore"}
+    children = [
+        subprocess.Popen([*words, *map(str, n), str(results)], env=visible(gpus) | here, stderr=subprocess.DEVNULL)
+        for n in numbers
+    ]
     assert not any([child.wait() for child in children]), "a rank of PyTorch failed"
     return json.loads(results.read_text())
 
 
-def sage_train(program, ranks, micro_batch, steps, scratch):
-    name = f"run-{time.monotonic_ns()}"
-    tokens = micro_batch * CONTEXT * ranks
-    words = ["--preset", "325m", "--attn", "fpa", "--device", "cuda", "--corpus-mb", "16", "--lr", "3e-4"]
-    words += ["--micro-batch", str(micro_batch), "--tokens-per-step", str(tokens), "--name", name]
+def random_tokens(folder, tokens):
+    """Shards of random tokens in nanoGPT's layout, and the tokenizer that sage-train asks for."""
+    folder.mkdir()
+    for name, size in (("train", tokens), ("val", 100 * CONTEXT)):
+        ids = numpy.random.default_rng(0).integers(0, TOKENIZER_VOCAB, size, dtype=numpy.uint16)
+        ids.tofile(folder / f"{name}.bin")
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = [chr(byte) for byte in printable] + [chr(256 + n) for n in range(len(others))]
+    names = letters + [f"<{n}>" for n in range(TOKENIZER_VOCAB - 257)] + ["<|endoftext|>"]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": len(names) - 1, "content": names[-1], "special": True, "single_word": False, "lstrip": False,
+             "rstrip": False, "normalized": False}
+        ],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": {name: id for id, name in enumerate(names)}, "merges": []},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def sage_train(gpus, micro_batch, args, scratch, flags):
+    name = f"run-{gpus[0]}-{time.monotonic_ns()}"
+    tokens = micro_batch * CONTEXT * len(gpus)
+    shape = SHAPES[args.model]._asdict()
+    shape["ffn"] = shape.pop("hidden")
+    words = ["--preset", "325m", "--attn", "fpa", "--device", "cuda", "--data", "tokens", "--lr", "3e-4"]
+    words += [text for key, value in shape.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+    words += ["--context", str(CONTEXT), "--micro-batch", str(micro_batch), "--tokens-per-step", str(tokens)]
     words += ["--eval-every", "0", "--eval-tokens", "4096", "--checkpoint-minutes", "0", "--sample-tokens", "0"]
-    # The first run makes the tokenizer, of fewer entries than the embedding has rows; later ones read it.
-    tokenizer = scratch / "tokenizer.json"
-    words += ["--vocab-size", "50257"] + (["--tokenizer", str(tokenizer)] if tokenizer.exists() else [])
-    words += ["--gpus", str(ranks)] if ranks > 1 else []
+    words += ["--name", name, "--steps", "100000", *flags.split()]
+    words += ["--gpus", str(len(gpus))] if len(gpus) > 1 else []
     # The run is killed after its measured steps: validation and checkpoints at its end are not measured.
-    one = {} if ranks > 1 else {"CUDA_VISIBLE_DEVICES": "0"}
     log = (scratch / f"{name}.log").open("w")
     child = subprocess.Popen(
-        [program, *words, "--steps", "100000"], cwd=scratch, env={**os.environ, **one}, stdout=log, stderr=log,
-        start_new_session=True,
+        [args.program, *words], cwd=scratch, env=visible(gpus), stdout=log, stderr=log, start_new_session=True
     )
     metrics = scratch / "runs" / name / "metrics.jsonl"
-    while child.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= steps):
+    while child.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= args.steps):
         time.sleep(0.05)
     assert child.poll() is None, (scratch / f"{name}.log").read_text()
     os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-    if not tokenizer.exists():
-        tokenizer.write_text((scratch / "runs" / name / "tokenizer.json").read_text())
-    points = [json.loads(line) for line in metrics.read_text().splitlines()[:steps]]
+    points = [json.loads(line) for line in metrics.read_text().splitlines()[: args.steps]]
     return [1e3 * tokens / point["tokens_per_second"] for point in points]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", type=os.path.abspath)
-    parser.add_argument("--tokens", default="32k,8k,4k")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--gpus", help="numbers of GPUs, e.g. 8,4 [default: all of the machine]")
+    parser.add_argument("--tokens", default="32k,8k,4k", help="tokens per GPU and step [default: %(default)s]")
+    parser.add_argument("--model", choices=SHAPES, default="325m", help="[default: %(default)s]")
+    parser.add_argument("--repeats", type=int, default=3, help="[default: %(default)s]")
+    parser.add_argument("--steps", type=int, default=24, help="[default: %(default)s]")
+    parser.add_argument(
+        "--flags", action="append", help="more flags for sage-train on several GPUs, in one string; a row for each use"
+    )
+    parser.add_argument("--side", choices=["sage-train", "PyTorch"], help="measure one of the two [default: both]")
     args = parser.parse_args()
-    ranks = torch.cuda.device_count()
-    assert ranks > 1, "one GPU"
-    print(f"{ranks} x {torch.cuda.get_device_name()}, PyTorch {torch.__version__}; ms a step", flush=True)
-    print(f"{'tokens a GPU':<14}{'':<12}{'one GPU':>9}{f'{ranks} GPUs':>9}{'part of as many':>17}", flush=True)
+    present = torch.cuda.device_count()
+    assert present > 1, "one GPU"
+    several = [int(count) for count in (args.gpus or str(present)).split(",")]
+    sides = [args.side] if args.side else ["sage-train", "PyTorch"]
+    print(f"{present} x {torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {args.model}; ms a step")
+    print(f"{'tokens a GPU':<14}{'one GPU':>9}{'fastest, slowest':>20}{'GPUs':>6}{'':>9}{'efficiency':>12}")
     with tempfile.TemporaryDirectory() as folder:
         scratch = pathlib.Path(folder)
-        sides = {
-            "sage-train": lambda *work: sage_train(args.program, *work, scratch),
-            "PyTorch": lambda *work: pytorch(*work, scratch),
-        }
+        random_tokens(scratch / "tokens", 1 << 24)
         for tokens in args.tokens.split(","):
             micro_batch = int(tokens.removesuffix("k")) * 1024 // CONTEXT
-            times = {(side, n): [] for side in sides for n in (1, ranks)}
+
+            def measure(side, gpus, flags=""):
+                if side == "PyTorch":
+                    times = pytorch(gpus, micro_batch, args, scratch)
+                else:
+                    times = sage_train(gpus, micro_batch, args, scratch, flags)
+                return statistics.median(times[WARM_UP:])
+
+            rows = {(side, flags): {n: [] for n in several} for side in sides for flags in variants(side, args)}
+            alone = {side: [] for side in sides}
             for _ in range(args.repeats):
-                for side, n in times:
-                    median = statistics.median(sides[side](n, micro_batch, args.steps)[WARM_UP:])
-                    times[side, n].append(median)
-                    print(f"  {tokens} {side} on {n}: {median:.1f} ms", file=sys.stderr, flush=True)
-            for side in sides:
-                one, all_ = (statistics.median(times[side, n]) for n in (1, ranks))
-                print(f"{tokens:<14}{side:<12}{one:>9.1f}{all_:>9.1f}{one / all_:>16.1%}", flush=True)
+                for side in sides:
+                    with concurrent.futures.ThreadPoolExecutor(present) as pool:
+                        alone[side] += pool.map(lambda gpu: measure(side, [gpu]), range(present))
+                for (side, flags), together in rows.items():
+                    for n in several:
+                        together[n].append(measure(side, list(range(n)), flags))
+            for (side, flags), together in rows.items():
+                for n, times in together.items():
+                    one, all_ = statistics.median(alone[side]), statistics.median(times)
+                    spread = f"{min(alone[side]):.1f}, {max(alone[side]):.1f}"
+                    row = f"{tokens:<14}{one:>9.1f}{spread:>20}{n:>6}{all_:>9.1f}{one / all_:>12.1%}  {side} {flags}"
+                    print(row, flush=True)
+
+
+def variants(side, args):
+    return [""] if side == "PyTorch" or not args.flags else args.flags
 
 
 if __name__ == "__main__":
