@@ -17,6 +17,7 @@ use candle_sage::ops;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
+use rayon::prelude::*;
 
 use super::pieces::{Layout, Piece, overlap};
 use super::snapshot::Snapshot;
@@ -87,13 +88,13 @@ pub struct Shard<'a> {
 
 /// Sources of initial values.
 pub(crate) struct InitialValues<'a> {
-    /// The weights of a parameter.
+    /// The weights of a parameter, from any thread.
     pub(crate) weights: &'a Weights<'a>,
     /// A range of elements of a moment of a parameter, by its name in [`Training::moments`]. `None` if the moments are zero.
     pub(crate) moments: Option<&'a Moments<'a>>,
 }
 
-type Weights<'a> = dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>> + 'a;
+type Weights<'a> = dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>> + Sync + 'a;
 type Moments<'a> = dyn Fn(&'static str, &ParameterSpec, Range<usize>) -> candle_sage::Result<Vec<f32>> + 'a;
 
 impl<'a> InitialValues<'a> {
@@ -177,13 +178,19 @@ impl Parameters {
             let dtype = if piece.common.wide { DType::F32 } else { dtype };
             let mut whole = vec![0.0f32; len];
             let mut state = vec![0.0f32; own.len() * (1 + moments.len())];
-            for spec in &specs {
+            let place = |spec: &ParameterSpec| {
                 let at = layout.places[&spec.name].1;
-                if !piece.range.contains(&at) {
-                    continue;
-                }
-                let here = at - start..at - start + spec.len() as usize;
-                whole[here.clone()].copy_from_slice(&(values.weights)(spec)?);
+                piece.range.contains(&at).then(|| at - start..at - start + spec.len() as usize)
+            };
+            let mut here: Vec<_> = specs.iter().filter_map(|spec| Some((place(spec)?, spec))).collect();
+            here.sort_by_key(|(range, _)| range.start);
+            let slices = disjoint(&mut whole, here.iter().map(|(range, _)| range.clone()));
+            let filled = slices.into_par_iter().zip(&here).map(|(slice, (_, spec))| {
+                slice.copy_from_slice(&(values.weights)(spec)?);
+                Ok(())
+            });
+            filled.collect::<candle_sage::Result<()>>()?;
+            for (here, spec) in here {
                 let (Some(values), Some(part)) = (values.moments, overlap(&here, &own)) else { continue };
                 for (moment, state) in moments.iter().zip(state.chunks_mut(own.len()).skip(1)) {
                     let of_spec = part.start - here.start..part.end - here.start;
@@ -428,6 +435,18 @@ impl Parameters {
 /// Copies in every case, also from a CPU tensor.
 fn on_host(tensor: &Tensor) -> Result<Tensor> {
     if tensor.device().is_cpu() { tensor.force_contiguous() } else { tensor.to_device(&Device::Cpu) }
+}
+
+/// The slices at ranges that do not overlap, in ascending order.
+fn disjoint(mut all: &mut [f32], ranges: impl Iterator<Item = Range<usize>>) -> Vec<&mut [f32]> {
+    let mut end = 0;
+    let mut next = |range: Range<usize>| {
+        let (_, from) = std::mem::take(&mut all).split_at_mut(range.start - end);
+        let (slice, rest) = from.split_at_mut(range.len());
+        (all, end) = (rest, range.end);
+        slice
+    };
+    ranges.map(&mut next).collect()
 }
 
 fn draw(spec: &ParameterSpec, seed: u64) -> Vec<f32> {
