@@ -1,6 +1,7 @@
 //! NCCL's shared library: its functions, which are looked up at run time, and its types.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::time::Duration;
 
 use candle_sage::Error;
 use cudarc::driver::sys::CUstream;
@@ -10,6 +11,12 @@ use libloading::Library;
 pub(super) const PATH: &str = "SAGE_TRAIN_NCCL";
 
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+
+/// `ncclRemoteError`: another process exited, or the network failed.
+const REMOTE: c_int = 6;
+
+/// How long the loss of a rank takes at most to end this process, where no machine hangs.
+const LOSS: Duration = Duration::from_secs(3);
 
 /// `ncclUint8`: NCCL copies bytes, whatever the element type.
 pub(super) const BYTES: c_int = 1;
@@ -148,10 +155,14 @@ impl Functions {
             .hint(format!("it comes with PyTorch (nvidia/nccl/lib) and as nvidia-nccl; {PATH} names a file")))
     }
 
-    /// Turns an error code into an error.
+    /// Turns an error code into an error. If the reason is that another rank exited, the rendezvous of the ranks ends this process
+    /// first, with a message that names this rank.
     pub(super) fn check(&self, what: &str, code: c_int) -> candle_sage::Result<()> {
         if code == 0 {
             return Ok(());
+        }
+        if code == REMOTE {
+            std::thread::sleep(LOSS);
         }
         // SAFETY: the library returns a static string for any number.
         let text = unsafe { CStr::from_ptr((self.error_string)(code)) };
