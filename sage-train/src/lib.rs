@@ -164,6 +164,26 @@ pub(crate) fn read_small(path: &Path, most: u64) -> std::io::Result<String> {
     String::from_utf8(bytes).map_err(|error| Error::new(ErrorKind::InvalidData, error.utf8_error()))
 }
 
+/// Reads bytes at a position of a file, of which several threads may read at once: unlike `seek`, it does not move a position that
+/// they share.
+#[cfg(unix)]
+pub(crate) fn read_exact_at(file: &File, bytes: &mut [u8], at: u64) -> std::io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, bytes, at)
+}
+
+/// As on Unix.
+#[cfg(windows)]
+pub(crate) fn read_exact_at(file: &File, mut bytes: &mut [u8], mut at: u64) -> std::io::Result<()> {
+    while !bytes.is_empty() {
+        let read = std::os::windows::fs::FileExt::seek_read(file, bytes, at)?;
+        if read == 0 {
+            return Err(std::io::ErrorKind::UnexpectedEof.into());
+        }
+        (bytes, at) = (&mut bytes[read..], at + read as u64);
+    }
+    Ok(())
+}
+
 thread_local! {
     /// Whether a panic of this thread becomes an error, and is not printed.
     static CAUGHT: Cell<bool> = const { Cell::new(false) };

@@ -20,7 +20,7 @@ pub use sidecar::Sidecar;
 pub use writer::{Begun, ShardWriter};
 
 use super::Tokenizer;
-use crate::{during, hex};
+use crate::{during, hex, read_exact_at};
 
 /// A shard. Its size is checked, and its tokens stay in the file, which is opened for each read: data may have more shards
 /// than a process may have open files.
@@ -253,23 +253,6 @@ pub(super) enum Compared {
     Another(Error),
     /// The file could not be read.
     Unread(Error),
-}
-
-#[cfg(unix)]
-fn read_exact_at(file: &File, bytes: &mut [u8], at: u64) -> std::io::Result<()> {
-    std::os::unix::fs::FileExt::read_exact_at(file, bytes, at)
-}
-
-#[cfg(windows)]
-fn read_exact_at(file: &File, mut bytes: &mut [u8], mut at: u64) -> std::io::Result<()> {
-    while !bytes.is_empty() {
-        let read = std::os::windows::fs::FileExt::seek_read(file, bytes, at)?;
-        if read == 0 {
-            return Err(std::io::ErrorKind::UnexpectedEof.into());
-        }
-        (bytes, at) = (&mut bytes[read..], at + read as u64);
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ use safetensors::tensor::Metadata;
 use super::pieces::overlap;
 use super::snapshot::{Parts, is_damaged};
 use super::spec::ParameterSpec;
-use crate::{during, unpanicked};
+use crate::{during, read_exact_at, unpanicked};
 
 /// A safetensors file that parameters are read from.
 #[derive(Debug)]
@@ -109,7 +109,7 @@ struct Part {
     parts: Parts,
 }
 
-/// A checkpoint's weights and moments, in one file or several. Only the requested ranges are read.
+/// A checkpoint's weights and moments, in one file or several. Only the requested ranges are read, by any number of threads.
 #[derive(Debug)]
 pub struct State(Vec<Part>);
 
@@ -225,14 +225,42 @@ impl Part {
         let Some(here) = overlap(range, &(first as usize..(first + len) as usize)) else { return Ok(None) };
         let mut bytes = vec![0; 4 * here.len()];
         let at = self.data + start + 4 * (here.start as u64 - first);
-        let mut file = &self.file;
-        file.seek(SeekFrom::Start(at))
-            .and_then(|_| file.read_exact(&mut bytes))
+        read_exact_at(&self.file, &mut bytes, at)
             .map_err(during(format!("cannot read {}", self.path.display())))?;
         let into = &mut values[here.start - range.start..][..here.len()];
         for (value, bytes) in into.iter_mut().zip(bytes.as_chunks().0) {
             *value = f32::from_le_bytes(*bytes);
         }
         Ok(Some(here))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rayon::prelude::*;
+
+    use super::*;
+    use crate::model::spec::{Kind, Start};
+
+    #[test]
+    fn threads_read_one_file_at_once() -> candle_core::Result<()> {
+        let scratch = tempfile::tempdir()?;
+        let path = scratch.path().join("state.safetensors");
+        let (count, len) = (64u16, 500);
+        let spec = |n: u16| ParameterSpec {
+            name: n.to_string(),
+            kind: Kind::Matrix,
+            dims: vec![len],
+            start: Start::Value(0.0),
+            follows: false,
+        };
+        let tensor = |n: u16| Tensor::full(f32::from(n), len, &Device::Cpu);
+        let tensors = (0..count).map(|n| Ok((n.to_string(), tensor(n)?)));
+        candle_core::safetensors::save(&tensors.collect::<candle_core::Result<HashMap<_, _>>>()?, &path)?;
+        let state = State::open(vec![(path, Parts::new())])?;
+        (0..20 * count).into_par_iter().try_for_each(|n| {
+            assert_eq!(state.weights(&spec(n % count))?, vec![f32::from(n % count); len]);
+            Ok(())
+        })
     }
 }
