@@ -12,6 +12,7 @@ mod call;
 mod compiled;
 mod full_precision;
 mod gemm;
+mod gemm_fp8;
 #[cfg(test)]
 mod guard;
 mod kernels;

@@ -35,6 +35,7 @@ mod cpu;
 mod cuda;
 mod dtype;
 mod error;
+pub mod fp8;
 mod launch;
 pub mod nn;
 pub mod nvfp4;

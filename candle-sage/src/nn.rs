@@ -5,6 +5,7 @@
 //! `Module`.
 
 mod feed_forward;
+mod fp8_linear;
 mod linear;
 mod rms_norm;
 mod rotary;
@@ -13,6 +14,7 @@ mod sparse_linear;
 
 pub use candle_nn::kv_cache::KvCache;
 pub use feed_forward::FeedForward;
+pub use fp8_linear::Fp8Linear;
 pub use linear::Linear;
 pub use rms_norm::RmsNorm;
 pub use rotary::Rotary;

@@ -36,7 +36,7 @@ pub const E4M3_MAX: f32 = 448.0;
 /// below `|x|`, or at or below `smallest`, the format's smallest normal power of two, if `|x|` is less. Ties
 /// go to the even code, because adding `1.5 * 2^23 * step * power` leaves no bits below the spacing.
 #[inline(always)]
-fn round_magnitude(x: f32, step: f32, smallest: f32) -> f32 {
+pub(crate) fn round_magnitude(x: f32, step: f32, smallest: f32) -> f32 {
     let magnitude = x.abs();
     let power = f32::from_bits(magnitude.to_bits() & 0x7f80_0000);
     let power = if power < smallest { smallest } else { power };

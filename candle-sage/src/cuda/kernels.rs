@@ -34,6 +34,8 @@ pub(crate) struct Known {
     pub(super) multiprocessors: usize,
     modules: Mutex<HashMap<&'static str, Arc<CudaModule>>>,
     functions: RwLock<HashMap<String, CudaFunction>>,
+    /// cuBLASLt for FP8 products, from the first on.
+    pub(super) fp8_products: Mutex<Option<super::gemm_fp8::Products>>,
 }
 
 impl std::ops::Deref for Gpu {
@@ -78,6 +80,7 @@ impl Known {
             multiprocessors: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             modules: Mutex::default(),
             functions: RwLock::default(),
+            fp8_products: Mutex::default(),
         })
     }
 

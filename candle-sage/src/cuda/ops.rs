@@ -4,6 +4,7 @@ mod adamw;
 mod copy_heads;
 mod cross_entropy;
 mod embedding;
+mod fp8;
 mod ids;
 mod rms_norm;
 mod rope;

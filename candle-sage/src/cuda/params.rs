@@ -55,6 +55,7 @@ families! {
     CrossEntropy: "cross_entropy",
     Embedding: "embedding",
     FakeQuantize: "fake_quantize",
+    Fp8Quantize: "fp8",
     Linear: "past_linear",
     Mass: "selection",
     PartialSums: "partial_sums",

@@ -88,8 +88,13 @@ impl Linear {
     }
 }
 
-impl Module for Linear {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+impl Linear {
+    /// Calls `product` with the rows of `x`, all leading dimensions flattened, and the weight, and adds the bias.
+    pub(super) fn map_rows(
+        &self,
+        x: &Tensor,
+        product: impl FnOnce(&Tensor, &Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
         let (outputs, inputs) = self.dims()?;
         let mut dims = x.dims().to_vec();
         if dims.pop() != Some(inputs) {
@@ -108,11 +113,17 @@ impl Module for Linear {
         }
         let rows: usize = dims.iter().product();
         dims.push(outputs);
-        let y = x.reshape((rows, inputs))?.matmul(&self.weight.t()?)?;
+        let y = product(&x.reshape((rows, inputs))?, &self.weight)?;
         let y = match &self.bias {
             None => y,
             Some(bias) => y.broadcast_add(bias)?,
         };
         y.reshape(dims)
+    }
+}
+
+impl Module for Linear {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.map_rows(x, |rows, weight| rows.matmul(&weight.t()?))
     }
 }

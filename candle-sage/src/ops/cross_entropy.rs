@@ -6,7 +6,8 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Ten
 use rayon::prelude::*;
 
 use super::support::{
-    cpu_storage, cuda_tensor, f32_tensor, f32_values, ids, shape_error, supported, with_cuda, with_f32,
+    cpu_storage, cuda_tensor, f32_tensor, f32_values, ids, no_forward, run_twice, shape_error, supported,
+    with_cuda, with_f32,
 };
 use crate::cpu::ops::cross_entropy::{log_sum_exp, mean_loss, row_loss, to_gradient};
 use crate::dtype::Checked;
@@ -135,14 +136,6 @@ pub(super) fn verdict(checked: Checked, targets: usize, classes: usize) -> Resul
         Checked { counted: 0, .. } => Err(none_counts(targets).into()),
         _ => Ok(()),
     }
-}
-
-pub(super) fn run_twice<T>(_: T) -> Error {
-    Error::new("a cross-entropy op value was run twice")
-}
-
-pub(super) fn no_forward() -> Error {
-    Error::new("cross-entropy has no forward to go back from")
 }
 
 pub(crate) struct LogitsOp {

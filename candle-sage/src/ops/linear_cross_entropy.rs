@@ -5,10 +5,10 @@ use std::sync::OnceLock;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, InplaceOp3, Layout, Result, Shape, Tensor};
 
-use super::cross_entropy::{CrossEntropy, classes, no_forward, run_twice, verdict};
+use super::cross_entropy::{CrossEntropy, classes, verdict};
 use super::support::{
-    argument_error, cpu_storage, cuda_tensor, f32_tensor, f32_values, f32_values_mut, ids, shape_error,
-    supported, with_cuda,
+    argument_error, cpu_storage, cuda_tensor, f32_tensor, f32_values, f32_values_mut, ids, no_forward,
+    run_twice, shape_error, supported, with_cuda,
 };
 use crate::cpu::ops::cross_entropy::{Linear, linear_pass};
 use crate::cpu::product::Mat;

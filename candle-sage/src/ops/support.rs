@@ -250,6 +250,16 @@ pub(super) fn argument_error(
     Error::new(what).got(format!("{got:?}")).allowed(allowed).hint(hint).into()
 }
 
+/// An error about a value of an op that is used for a second forward.
+pub(super) fn run_twice<T>(_: T) -> Error {
+    Error::new("the value of an op was run twice")
+}
+
+/// An error about a backward without a forward.
+pub(super) fn no_forward() -> Error {
+    Error::new("an op was asked for its backward before its forward")
+}
+
 /// The dimensions of a tensor (batch, sequence, heads, head_dim).
 pub(crate) fn dims4(name: &str, tensor: &Tensor) -> Result<Dims> {
     four(name, tensor, "(batch, sequence, heads, head_dim)")

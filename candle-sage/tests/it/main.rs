@@ -9,10 +9,13 @@ mod cuda;
 #[cfg(feature = "cuda")]
 mod cuda_bits;
 #[cfg(feature = "cuda")]
+mod cuda_fp8;
+#[cfg(feature = "cuda")]
 mod cuda_ops;
 #[cfg(feature = "cuda")]
 mod cuda_sla2;
 mod fingerprint;
+mod fp8;
 mod imports;
 mod lengths;
 mod messages;

@@ -6,6 +6,7 @@
 //! and its moments, and updates them (ZeRO-1, arXiv 1910.02054, section 5.1). Every rank holds all gradients
 //! and all weights in the compute type.
 
+mod draw;
 mod loading;
 
 use std::ops::Range;
@@ -14,14 +15,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::ops;
-use rand::SeedableRng;
-use rand_chacha::ChaCha8Rng;
-use rand_distr::{Distribution, Normal};
 use rayon::prelude::*;
 
 use super::pieces::{Layout, Piece, overlap};
 use super::snapshot::Snapshot;
-use super::spec::{ParameterSpec, Start};
+use super::spec::ParameterSpec;
 use crate::during;
 use crate::ranks::{Group, Mesh, Ranks};
 
@@ -151,7 +149,7 @@ impl Parameters {
         device: &Device,
         dtype: DType,
     ) -> candle_sage::Result<Self> {
-        let values = |spec: &ParameterSpec| Ok(draw(spec, seed));
+        let values = |spec: &ParameterSpec| Ok(draw::draw(spec, seed));
         Self::from_values(specs, &InitialValues::weights(&values), device, dtype, Some(training))
     }
 
@@ -447,19 +445,4 @@ fn disjoint(mut all: &mut [f32], ranges: impl Iterator<Item = Range<usize>>) -> 
         slice
     };
     ranges.map(&mut next).collect()
-}
-
-fn draw(spec: &ParameterSpec, seed: u64) -> Vec<f32> {
-    let len = spec.len() as usize;
-    let Start::Normal(std) = spec.start else { return spec.fixed_start().unwrap_or_default() };
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    rng.set_stream(fnv1a(&spec.name));
-    let normal = Normal::new(0.0, std as f32).expect("a checked standard deviation");
-    (0..len).map(|_| normal.sample(&mut rng)).collect()
-}
-
-/// The 64-bit FNV-1a hash of a name, which numbers the parameter's random stream.
-fn fnv1a(name: &str) -> u64 {
-    name.bytes()
-        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
 }

@@ -17,7 +17,7 @@ use crate::launch::Operand;
 
 /// The element types that the ops compute with; the numbers are those of
 /// `kernels/include/sage/elements/pack.cuh`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Float {
     F32 = 0,
     F16 = 1,
@@ -48,7 +48,7 @@ impl Float {
     }
 
     /// A new tensor of `len` elements, uninitialized.
-    pub(super) fn alloc(self, gpu: &Gpu, len: usize) -> Result<CudaStorage> {
+    pub(in crate::cuda) fn alloc(self, gpu: &Gpu, len: usize) -> Result<CudaStorage> {
         let device = gpu.device.clone();
         Ok(match self {
             Self::F32 => CudaStorage::wrap_cuda_slice(gpu.alloc::<f32>(len)?, device),

@@ -190,4 +190,17 @@ struct AdamW {
   int32_t padding;
 };
 
+// A matrix without gaps, whose dimensions are multiples of 16.
+struct Fp8Quantize {
+  const void* x;
+  uint8_t* row_codes;     // null, or (rows, columns)
+  uint8_t* column_codes;  // null, or (columns, rows)
+  uint32_t* largest;      // the bits of the largest absolute value, 0 before
+  float* scale;
+  int32_t rows;
+  int32_t columns;
+  int32_t e5m2;           // 1: codes are E5M2; 0: E4M3
+  int32_t padding;
+};
+
 }  // namespace sage::params

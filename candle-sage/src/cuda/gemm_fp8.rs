@@ -1,0 +1,231 @@
+//! FP8 matrix products, by cuBLASLt on candle's own stream.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, DType, Result};
+use cudarc::cublaslt::{result, sys};
+use cudarc::driver::CudaSlice;
+
+use super::address::{Address, address};
+use super::kernels::Gpu;
+use super::ops::tensor::{Float, start, start_of};
+use crate::error::Error;
+use crate::fp8::Fp8Format;
+use crate::launch::{Launch, Operand};
+use crate::ops::fp8::{Fp8Product, Fp8ProductInto, Fp8Sums};
+
+/// Bytes that cuBLASLt may use, as NVIDIA recommends for Hopper.
+const WORKSPACE: usize = 32 << 20;
+
+/// The least compute capability that has FP8 units, times ten.
+const LEAST_CAPABILITY: u32 = 89;
+
+/// What an algorithm is chosen for: dimensions, formats, sums, type of the result, whether it is added.
+type Key = ([usize; 3], [Fp8Format; 2], Fp8Sums, Float, bool);
+
+/// cuBLASLt's handle of a device, its workspace, and the algorithms that it chose.
+pub(super) struct Products {
+    handle: sys::cublasLtHandle_t,
+    workspace: CudaSlice<u8>,
+    algorithms: HashMap<Key, sys::cublasLtMatmulAlgo_t>,
+}
+
+// SAFETY: cuBLASLt's handles may be used by any thread, and a mutex surrounds this value.
+unsafe impl Send for Products {}
+
+impl std::fmt::Debug for Products {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Products").field("algorithms", &self.algorithms.len()).finish_non_exhaustive()
+    }
+}
+
+/// An error of cuBLASLt.
+fn failed(what: &str) -> impl Fn(result::CublasError) -> candle_core::Error {
+    let what = what.to_owned();
+    move |error| candle_core::Error::Msg(format!("cuBLASLt cannot {what}: {error}"))
+}
+
+impl Products {
+    fn new(gpu: &Gpu) -> Result<Self> {
+        let (major, minor) = gpu.stream.context().compute_capability().map_err(candle_core::Error::wrap)?;
+        let capability = (10 * major + minor) as u32;
+        if capability < LEAST_CAPABILITY {
+            return Err(Error::unsupported("this GPU has no FP8 units")
+                .got(format!("compute capability {major}.{minor}"))
+                .allowed("8.9 (Ada), 9.0 (Hopper) and later")
+                .hint("16-bit products run on every GPU; the CPU computes FP8 products from the same codes")
+                .into());
+        }
+        let handle = result::create_handle().map_err(failed("start"))?;
+        Ok(Self { handle, workspace: gpu.alloc(WORKSPACE)?, algorithms: HashMap::new() })
+    }
+}
+
+/// Descriptions of a product and its matrices, which are destroyed with it.
+struct Described {
+    product: sys::cublasLtMatmulDesc_t,
+    /// Of `b`, `a` and the result: cuBLASLt is column-major, and computes the transposed result.
+    layouts: [sys::cublasLtMatrixLayout_t; 3],
+}
+
+impl Drop for Described {
+    fn drop(&mut self) {
+        // SAFETY: created together with this value, and destroyed once.
+        unsafe {
+            let _ = result::destroy_matmul_desc(self.product);
+            for layout in self.layouts {
+                let _ = result::destroy_matrix_layout(layout);
+            }
+        }
+    }
+}
+
+impl Described {
+    fn new([m, n, k]: [usize; 3], op: &Fp8Product, out: Float, scales: [Address<'_>; 2]) -> Result<Self> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let kind = |format| match format {
+            Fp8Format::E4M3 => sys::cudaDataType::CUDA_R_8F_E4M3,
+            Fp8Format::E5M2 => sys::cudaDataType::CUDA_R_8F_E5M2,
+        };
+        let out = match out {
+            Float::F32 => sys::cudaDataType::CUDA_R_32F,
+            Float::F16 => sys::cudaDataType::CUDA_R_16F,
+            Float::BF16 => sys::cudaDataType::CUDA_R_16BF,
+        };
+        let layout = |kind, rows: usize, columns: usize| {
+            result::create_matrix_layout(kind, rows as u64, columns as u64, rows as i64)
+                .map_err(failed("describe a matrix"))
+        };
+        let layouts =
+            [layout(kind(op.formats[1]), k, n)?, layout(kind(op.formats[0]), k, m)?, layout(out, n, m)?];
+        let product = result::create_matmul_desc(
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            sys::cudaDataType::CUDA_R_32F,
+        )
+        .map_err(failed("describe a product"))?;
+        let described = Self { product, layouts };
+        let (transposed, fast) =
+            (cudarc::cublas::sys::cublasOperation_t::CUBLAS_OP_T, i8::from(op.sums == Fp8Sums::Fast));
+        let [of_a, of_b] = scales.map(Address::number);
+        let set = |attribute, value: *const c_void, bytes| {
+            // SAFETY: the description is alive, and `value` points to `bytes` of the type that the attribute has.
+            unsafe { result::set_matmul_desc_attribute(product, attribute, value, bytes) }
+                .map_err(failed("describe a product"))
+        };
+        set(
+            Attribute::CUBLASLT_MATMUL_DESC_TRANSA,
+            (&raw const transposed).cast(),
+            size_of_val(&transposed),
+        )?;
+        set(Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, (&raw const fast).cast(), size_of_val(&fast))?;
+        set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, (&raw const of_b).cast(), size_of_val(&of_b))?;
+        set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, (&raw const of_a).cast(), size_of_val(&of_a))?;
+        Ok(described)
+    }
+
+    /// The algorithm that cuBLASLt considers the fastest.
+    fn algorithm(&self, handle: sys::cublasLtHandle_t, shape: &str) -> Result<sys::cublasLtMatmulAlgo_t> {
+        use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
+        let preference = result::create_matmul_pref().map_err(failed("choose an algorithm"))?;
+        let bytes = WORKSPACE;
+        // SAFETY: all descriptions are alive, and the attribute is a size_t.
+        let found = unsafe {
+            result::set_matmul_pref_attribute(
+                preference,
+                Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                (&raw const bytes).cast(),
+                size_of_val(&bytes),
+            )
+            .and_then(|()| {
+                let [b, a, out] = self.layouts;
+                result::get_matmul_algo_heuristic(handle, self.product, b, a, out, out, preference)
+            })
+        };
+        // SAFETY: created above, and destroyed once.
+        let _ = unsafe { result::destroy_matmul_pref(preference) };
+        Ok(found.map_err(failed(&format!("choose an algorithm for an FP8 product of {shape}")))?.algo)
+    }
+}
+
+/// `out = a b^T + beta out`; a is (m, k), b (n, k), out (m, n), all contiguous.
+fn product(
+    gpu: &Gpu,
+    op: &Fp8Product,
+    (out, float, beta): (Address<'_>, Float, f32),
+    [a, b, of_a, of_b]: [Operand<'_>; 4],
+) -> Result<()> {
+    let ((m, k), (n, _)) = (a.1.shape().dims2()?, b.1.shape().dims2()?);
+    if m == 0 || n == 0 || k == 0 {
+        return Ok(());
+    }
+    let scales = [start(of_a, gpu)?, start(of_b, gpu)?];
+    let described = Described::new([m, n, k], op, float, scales)?;
+    let mut products = gpu.fp8_products.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let products = match &mut *products {
+        Some(products) => products,
+        none => none.insert(Products::new(gpu)?),
+    };
+    let shape = format!("{m} x {k} x {n}");
+    let key = ([m, n, k], op.formats, op.sums, float, beta != 0.0);
+    let algorithm = match products.algorithms.get(&key) {
+        Some(algorithm) => *algorithm,
+        None => {
+            let chosen = described.algorithm(products.handle, &shape)?;
+            products.algorithms.insert(key, chosen);
+            chosen
+        }
+    };
+    let (alpha, [of_b, of_a, of_out]) = (1.0f32, described.layouts);
+    let [a, b] = [start(a, gpu)?.number(), start(b, gpu)?.number()].map(|at| at as *const c_void);
+    let out = out.number() as *mut c_void;
+    // SAFETY: all addresses are inside allocations that are borrowed, of the sizes that the layouts say: the codes and `out`
+    // by their checked shapes, the workspace by its allocation. Work on one stream is in order.
+    let done = unsafe {
+        result::matmul(
+            products.handle,
+            described.product,
+            (&raw const alpha).cast(),
+            (&raw const beta).cast(),
+            b,
+            of_b,
+            a,
+            of_a,
+            out,
+            of_out,
+            out,
+            of_out,
+            &raw const algorithm,
+            address(&products.workspace, gpu).number() as *mut c_void,
+            WORKSPACE,
+            gpu.stream.cu_stream().cast(),
+        )
+    };
+    done.map_err(failed(&format!("compute an FP8 product of {shape}")))
+}
+
+impl Launch<[Operand<'_>; 4], CudaStorage> for Fp8Product {
+    fn launch(&self, operands: [Operand<'_>; 4]) -> Result<CudaStorage> {
+        let gpu = Gpu::new(operands[0].0.device())?;
+        let float = match self.dtype {
+            DType::F32 => Float::F32,
+            DType::F16 => Float::F16,
+            DType::BF16 => Float::BF16,
+            other => return Err(crate::dtype::unsupported_dtype("an FP8 product", other).into()),
+        };
+        let (m, n) = (operands[0].1.shape().dims2()?.0, operands[1].1.shape().dims2()?.0);
+        let out = float.alloc(&gpu, m * n)?;
+        product(&gpu, self, (start_of(&out, &gpu)?, float, 0.0), operands)?;
+        Ok(out)
+    }
+}
+
+impl Launch<[Operand<'_>; 5], ()> for Fp8ProductInto {
+    fn launch(&self, [out, a, b, of_a, of_b]: [Operand<'_>; 5]) -> Result<()> {
+        let gpu = Gpu::new(out.0.device())?;
+        let to = (start(out, &gpu)?, Float::F32, if self.add { 1.0 } else { 0.0 });
+        product(&gpu, &self.product, to, [a, b, of_a, of_b])
+    }
+}

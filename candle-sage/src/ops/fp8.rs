@@ -1,0 +1,344 @@
+//! Matrices in FP8, and their products.
+
+use candle_core::{CpuStorage, CudaStorage, DType, Device, InplaceOp2, Layout, Result, Tensor};
+use rayon::prelude::*;
+
+use super::support::{
+    SPAN, argument_error, check_sum, cpu_storage, cuda_tensor, f32_tensor, f32_values, f32_values_mut,
+    shape_error, supported, with_cuda,
+};
+use crate::cpu::product::{Mat, product_parallel};
+use crate::fp8::{Fp8Format, largest_of};
+use crate::launch::Launch;
+
+const QUANTIZE: &str = "fp8-quantize";
+const PRODUCT: &str = "fp8-product";
+
+/// What an FP8 product on a GPU sums in. The CPU always sums in f32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Fp8Sums {
+    /// The tensor cores' own accumulators, which keep about 14 bits on Hopper (DeepSeek-V3, arXiv 2412.19437, section
+    /// 3.3.2).
+    #[default]
+    Fast,
+    /// f32, into which partial sums are promoted.
+    F32,
+}
+
+/// Which copies of a matrix exist. Hopper's FP8 products read both operands along the sum, so that a matrix that is
+/// multiplied from both sides needs a transposed copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fp8Copies {
+    /// The matrix itself.
+    Rows,
+    /// Its transpose.
+    Columns,
+    /// Both.
+    Both,
+}
+
+impl Fp8Copies {
+    pub(crate) fn has_rows(self) -> bool {
+        self != Self::Columns
+    }
+
+    pub(crate) fn has_columns(self) -> bool {
+        self != Self::Rows
+    }
+}
+
+/// A matrix of FP8 codes with one scale; see [`crate::fp8`].
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::fp8::Fp8Format::E4M3;
+/// use candle_sage::ops::{Fp8Copies, Fp8Matrix, Fp8Sums};
+///
+/// let x = Tensor::randn(0f32, 1., (32, 64), &Device::Cpu)?;
+/// let w = Tensor::randn(0f32, 1., (16, 64), &Device::Cpu)?;
+/// let [x8, w8] = [Fp8Matrix::quantize(&x, E4M3, Fp8Copies::Rows)?, Fp8Matrix::quantize(&w, E4M3, Fp8Copies::Both)?];
+/// let y = x8.product(&w8, DType::F32, Fp8Sums::Fast)?;
+/// let error = (y - x.matmul(&w.t()?)?)?.sqr()?.mean_all()?.to_scalar::<f32>()?.sqrt();
+/// assert!(error < 0.05 * 8., "{error}"); // of the size of y, sqrt(64)
+/// // The transpose of w in another product: the gradient of x.
+/// assert_eq!(w8.t().dims(), (64, 16));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Fp8Matrix {
+    /// The codes, (rows, columns), and transposed, (columns, rows).
+    copies: [Option<Tensor>; 2],
+    dims: (usize, usize),
+    /// One f32: a code's value times the scale is the element.
+    scale: Tensor,
+    format: Fp8Format,
+}
+
+/// Rows and columns are multiples of this, as cuBLASLt requires.
+pub const FP8_MULTIPLE: usize = 16;
+
+impl Fp8Matrix {
+    /// Quantizes a matrix (rows, columns) in f32, f16 or bf16 with the scale of its largest absolute value. Both dimensions
+    /// must be multiples of 16.
+    ///
+    /// # Errors
+    /// When `x` is not a matrix, or a dimension is not a multiple of 16.
+    pub fn quantize(x: &Tensor, format: Fp8Format, copies: Fp8Copies) -> Result<Self> {
+        check_dims(QUANTIZE, x.dims())?;
+        supported(QUANTIZE, &[x])?;
+        let op = Quantize { format, copies };
+        if x.device().is_cuda() {
+            return with_cuda(QUANTIZE, [x], |[x]| {
+                let quantized: Quantized<CudaStorage> = op.launch(x)?;
+                Ok(quantized.into_matrix(op, x.1.shape().dims2()?, cuda_tensor))
+            });
+        }
+        let (storage, layout) = x.storage_and_layout();
+        let values = f32_values(QUANTIZE, cpu_storage(&storage, QUANTIZE)?, layout)?;
+        let quantized = op.on_cpu(&values, layout.shape().dims2()?);
+        Ok(quantized.into_matrix(op, x.dims2()?, from_cpu))
+    }
+
+    /// Rows and columns.
+    pub fn dims(&self) -> (usize, usize) {
+        self.dims
+    }
+
+    /// The format of the codes.
+    pub fn format(&self) -> Fp8Format {
+        self.format
+    }
+
+    /// The codes in row-major order, u8 (rows, columns), if the matrix has this copy.
+    pub fn codes(&self) -> Option<&Tensor> {
+        self.copies[0].as_ref()
+    }
+
+    /// The scale, f32 (1): `element = value(code) * scale`.
+    pub fn scale(&self) -> &Tensor {
+        &self.scale
+    }
+
+    /// The transpose. Nothing is copied.
+    #[must_use]
+    pub fn t(&self) -> Self {
+        let [rows, columns] = self.copies.clone();
+        Self { copies: [columns, rows], dims: (self.dims.1, self.dims.0), ..self.clone() }
+    }
+
+    /// The same matrix without the copy that [`product`](Self::product) reads, for an operand that only the
+    /// product with its transpose still needs.
+    #[must_use]
+    pub fn without_rows(self) -> Self {
+        let [_, columns] = self.copies;
+        Self { copies: [None, columns], ..self }
+    }
+
+    /// The elements, in f32.
+    ///
+    /// # Errors
+    /// When memory is short.
+    pub fn dequantize(&self) -> Result<Tensor> {
+        let (is_turned, codes) = match &self.copies {
+            [Some(codes), _] => (false, codes),
+            [None, Some(codes)] => (true, codes),
+            [None, None] => return Err(self.lacks("a copy")),
+        };
+        let scale = self.scale.to_vec1::<f32>()?[0];
+        let codes = codes.flatten_all()?.to_vec1::<u8>()?;
+        let values: Vec<f32> = codes.par_iter().map(|&code| self.format.value(code) * scale).collect();
+        let (rows, columns) = if is_turned { (self.dims.1, self.dims.0) } else { self.dims };
+        let values = Tensor::from_vec(values, (rows, columns), &Device::Cpu)?;
+        if is_turned { values.t()?.contiguous() } else { Ok(values) }?.to_device(self.scale.device())
+    }
+
+    /// `a b^T` for a (m, k) and b (n, k): an (m, n) tensor of type `dtype`, f32, f16 or bf16. Both must have their
+    /// rows.
+    ///
+    /// # Errors
+    /// When the columns differ in number, a copy is missing, both are E5M2, or the GPU has no FP8 units
+    /// (compute capability below 8.9).
+    pub fn product(&self, b: &Self, dtype: DType, sums: Fp8Sums) -> Result<Tensor> {
+        let (m, n) = self.check_product(b)?;
+        let op = Fp8Product { formats: [self.format, b.format], sums, dtype };
+        let operands = [self.rows()?, b.rows()?, &self.scale, &b.scale];
+        supported(PRODUCT, &operands)?;
+        if self.scale.device().is_cuda() {
+            let out: CudaStorage = with_cuda(PRODUCT, operands, |operands| op.launch(operands))?;
+            return Ok(cuda_tensor(out, (m, n)));
+        }
+        let mut out = vec![0.0; m * n];
+        self.product_on_cpu(b, &mut out, false)?;
+        f32_tensor(out, (m, n), dtype)
+    }
+
+    /// `out += a b^T` if `add`, otherwise `out = a b^T`; `out` is contiguous (m, n) in f32. See
+    /// [`product`](Self::product).
+    ///
+    /// # Errors
+    /// As [`product`](Self::product), and when `out` does not fit.
+    pub fn product_into(&self, out: &Tensor, b: &Self, add: bool, sums: Fp8Sums) -> Result<()> {
+        let (m, n) = self.check_product(b)?;
+        check_sum(PRODUCT, out, &[m, n])?;
+        supported(PRODUCT, &[out, self.rows()?, b.rows()?])?;
+        // The operation holds the operands, since candle's have at most three tensors.
+        out.inplace_op2(&self.scale, &ProductInto { a: self, b, add, sums })
+    }
+
+    fn check_product(&self, b: &Self) -> Result<(usize, usize)> {
+        if self.dims.1 != b.dims.1 {
+            return Err(shape_error(
+                "an FP8 product: the matrices do not fit together",
+                (self.dims, b.dims),
+                "(m, k) and (n, k), for a b^T",
+                "transpose one with `t()`",
+            ));
+        }
+        if self.format == Fp8Format::E5M2 && b.format == Fp8Format::E5M2 {
+            return Err(argument_error(
+                "an FP8 product takes at most one operand in E5M2",
+                (self.format, b.format),
+                "E4M3 and E4M3, or E4M3 and E5M2",
+                "quantize one of them as E4M3",
+            ));
+        }
+        Ok((self.dims.0, b.dims.0))
+    }
+
+    /// The codes that a product reads.
+    pub(super) fn rows(&self) -> Result<&Tensor> {
+        self.copies[0].as_ref().ok_or_else(|| self.lacks("its rows"))
+    }
+
+    fn lacks(&self, what: &str) -> candle_core::Error {
+        argument_error(
+            &format!("an FP8 matrix was made without {what}"),
+            self.dims,
+            "Fp8Copies::Both for a matrix that is multiplied from both sides",
+            "Fp8Copies::Columns makes the rows of the transpose",
+        )
+    }
+
+    pub(super) fn product_on_cpu(&self, b: &Self, out: &mut [f32], add: bool) -> Result<()> {
+        let values = |matrix: &Self| -> Result<Vec<f32>> {
+            let codes = matrix.rows()?.flatten_all()?.to_vec1::<u8>()?;
+            Ok(codes.par_iter().map(|&code| matrix.format.value(code)).collect())
+        };
+        let scale = |matrix: &Self| Ok::<f32, candle_core::Error>(matrix.scale.to_vec1::<f32>()?[0]);
+        let (of_a, of_b) = (values(self)?, values(b)?);
+        let (a, b_t) = (Mat::new(&of_a, self.dims.0, self.dims.1), Mat::new(&of_b, b.dims.0, b.dims.1).t());
+        product_parallel(out, a, b_t, scale(self)? * scale(b)?, add);
+        Ok(())
+    }
+}
+
+pub(super) fn check_dims(op: &str, dims: &[usize]) -> Result<()> {
+    if let [rows, columns] = dims
+        && [rows, columns].iter().all(|n| n.is_multiple_of(FP8_MULTIPLE))
+    {
+        return Ok(());
+    }
+    Err(shape_error(
+        &format!("{op}: FP8 products do not take this shape"),
+        dims,
+        "matrices whose dimensions are multiples of 16",
+        "flatten leading dimensions; use a 16-bit product for odd sizes",
+    ))
+}
+
+/// A contiguous tensor from a storage of the CPU.
+pub(super) fn from_cpu(storage: CpuStorage, dims: Vec<usize>) -> Tensor {
+    Tensor::from_storage(candle_core::Storage::Cpu(storage), dims, candle_core::op::BackpropOp::none(), false)
+}
+
+/// Quantizes a contiguous matrix.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Quantize {
+    pub(crate) format: Fp8Format,
+    pub(crate) copies: Fp8Copies,
+}
+
+/// Codes of the rows, of the columns, and the scale.
+pub(crate) struct Quantized<S> {
+    pub(crate) rows: Option<S>,
+    pub(crate) columns: Option<S>,
+    pub(crate) scale: S,
+}
+
+impl<S> Quantized<S> {
+    pub(super) fn into_matrix(
+        self,
+        op: Quantize,
+        (rows, columns): (usize, usize),
+        tensor: impl Fn(S, Vec<usize>) -> Tensor,
+    ) -> Fp8Matrix {
+        let own = self.rows.map(|codes| tensor(codes, vec![rows, columns]));
+        let turned = self.columns.map(|codes| tensor(codes, vec![columns, rows]));
+        let scale = tensor(self.scale, vec![1]);
+        Fp8Matrix { copies: [own, turned], dims: (rows, columns), scale, format: op.format }
+    }
+}
+
+impl Quantize {
+    pub(super) fn on_cpu(self, values: &[f32], (rows, columns): (usize, usize)) -> Quantized<CpuStorage> {
+        let largest = values.par_chunks(SPAN).map(largest_of).reduce(|| 0.0, |a, b| largest_of(&[a, b]));
+        let scale = self.format.scale(largest);
+        let inverse = 1.0 / scale;
+        let codes: Vec<u8> =
+            values.par_iter().with_min_len(SPAN).map(|x| self.format.code(x * inverse)).collect();
+        let turned = self.copies.has_columns().then(|| {
+            let mut turned = vec![0; codes.len()];
+            turned.par_chunks_mut(rows.max(1)).enumerate().for_each(|(column, turned)| {
+                for (row, code) in turned.iter_mut().enumerate() {
+                    *code = codes[row * columns + column];
+                }
+            });
+            CpuStorage::U8(turned)
+        });
+        let rows = self.copies.has_rows().then_some(CpuStorage::U8(codes));
+        Quantized { rows, columns: turned, scale: CpuStorage::F32(vec![scale]) }
+    }
+}
+
+/// `a b^T`: codes of a and b, and their scales.
+#[derive(Debug, Clone, Copy)]
+#[allow(dead_code, reason = "only kernels read it")]
+pub(crate) struct Fp8Product {
+    pub(crate) formats: [Fp8Format; 2],
+    pub(crate) sums: Fp8Sums,
+    /// The type of the result.
+    pub(crate) dtype: DType,
+}
+
+/// Adds a product to a sum, or overwrites it.
+struct ProductInto<'a> {
+    a: &'a Fp8Matrix,
+    b: &'a Fp8Matrix,
+    add: bool,
+    sums: Fp8Sums,
+}
+
+/// The same on a GPU: the sum, codes of a and b, and their scales.
+#[allow(dead_code, reason = "only kernels read it")]
+pub(crate) struct Fp8ProductInto {
+    pub(crate) product: Fp8Product,
+    pub(crate) add: bool,
+}
+
+impl InplaceOp2 for ProductInto<'_> {
+    fn name(&self) -> &'static str {
+        PRODUCT
+    }
+
+    fn cpu_fwd(&self, out: &mut CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<()> {
+        self.a.product_on_cpu(self.b, f32_values_mut(PRODUCT, out, layout)?, self.add)
+    }
+
+    fn cuda_fwd(&self, out: &mut CudaStorage, layout: &Layout, _: &CudaStorage, _: &Layout) -> Result<()> {
+        let Self { a, b, add, sums } = *self;
+        let product = Fp8Product { formats: [a.format, b.format], sums, dtype: DType::F32 };
+        with_cuda(PRODUCT, [a.rows()?, b.rows()?, &a.scale, &b.scale], |[a, b, of_a, of_b]| {
+            Fp8ProductInto { product, add }.launch([(&*out, layout), a, b, of_a, of_b])
+        })
+    }
+}

@@ -1,0 +1,111 @@
+//! FP8 on a GPU against the CPU. `cargo test --features cuda -- --ignored` on a machine with one of compute capability 8.9.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_sage::fp8::Fp8Format::{self, E4M3, E5M2};
+use candle_sage::ops::{Fp8Copies, Fp8Matrix, Fp8Sums};
+
+use crate::support::{Normals, f64s, gpu, relative_l2};
+
+/// Values that meet every code, every midpoint of two codes and what is next to it, and what is not finite.
+fn special(format: Fp8Format) -> Vec<f32> {
+    let codes: Vec<f32> = (0..=255u8).map(|code| format.value(code)).filter(|x| x.is_finite()).collect();
+    let middles = codes.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0);
+    let mut all: Vec<f32> =
+        middles.flat_map(|x| [x, x.next_up(), x.next_down()]).chain(codes.clone()).collect();
+    all.resize(all.len().next_multiple_of(256), 0.0);
+    all
+}
+
+fn codes(matrix: &Fp8Matrix) -> Result<Vec<Vec<u8>>> {
+    let all =
+        [matrix.clone(), matrix.t()].map(|matrix| matrix.codes().map(|codes| codes.flatten_all()?.to_vec1()));
+    all.into_iter().flatten().collect()
+}
+
+fn same_codes(x: &Tensor, format: Fp8Format, copies: Fp8Copies) -> Result<()> {
+    let on_cpu = Fp8Matrix::quantize(&x.to_dtype(DType::F32)?, format, copies)?;
+    let on_gpu = Fp8Matrix::quantize(&x.to_device(&gpu())?, format, copies)?;
+    assert_eq!(on_gpu.scale().to_vec1::<f32>()?, on_cpu.scale().to_vec1::<f32>()?);
+    assert!(codes(&on_gpu)? == codes(&on_cpu)?, "{:?} {:?} {format:?} {copies:?}", x.dims(), x.dtype());
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn codes_are_those_of_the_cpu() -> Result<()> {
+    for format in [E4M3, E5M2] {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (rows, columns) in [(16, 16), (48, 80), (144, 208), (128, 64), (272, 1040), (2048, 16)] {
+                let x = Normals::new(7).vec(rows * columns, 3.0);
+                let x = Tensor::from_vec(x, (rows, columns), &Device::Cpu)?.to_dtype(dtype)?;
+                for copies in [Fp8Copies::Rows, Fp8Copies::Columns, Fp8Copies::Both] {
+                    same_codes(&x, format, copies)?;
+                }
+                // A view that is not contiguous is copied first.
+                same_codes(&x.t()?, format, Fp8Copies::Both)?;
+            }
+        }
+        let all = special(format);
+        for factor in [1.0, 2f32.powi(-120), 2f32.powi(100)] {
+            let x: Vec<f32> = all.iter().map(|x| x * factor).collect();
+            same_codes(&Tensor::from_vec(x, (all.len() / 16, 16), &Device::Cpu)?, format, Fp8Copies::Both)?;
+        }
+        for odd in [f32::NAN, f32::INFINITY, 0.0] {
+            let x = Tensor::full(odd, (16, 16), &Device::Cpu)?;
+            same_codes(&x, format, Fp8Copies::Both)?;
+        }
+    }
+    Ok(())
+}
+
+/// Products of the same codes. With sums in f32, promoted, the error is that of f32, and of one rounding to the result's
+/// type; with fast sums the tensor cores keep 14 bits: for k terms of one size, sqrt(k) 2^-14 at most.
+#[test]
+#[ignore = "needs a GPU"]
+fn products_are_those_of_the_cpu() -> Result<()> {
+    for (m, n, k) in [(16, 16, 16), (144, 80, 208), (256, 1024, 4096), (48, 3072, 1024)] {
+        for (a_format, b_format) in [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)] {
+            let mut normals = Normals::new(11);
+            let a = Tensor::from_vec(normals.vec(m * k, 1.0), (m, k), &Device::Cpu)?;
+            let b = Tensor::from_vec(normals.vec(n * k, 1.0), (n, k), &Device::Cpu)?;
+            let matrix = |x: &Tensor, format, device: &Device| {
+                Fp8Matrix::quantize(&x.to_device(device)?, format, Fp8Copies::Both)
+            };
+            let on = |device: &Device| {
+                Ok::<_, candle_core::Error>((matrix(&a, a_format, device)?, matrix(&b, b_format, device)?))
+            };
+            let ((a8, b8), (a_gpu, b_gpu)) = (on(&Device::Cpu)?, on(&gpu())?);
+            let exact = f64s(&a8.product(&b8, DType::F32, Fp8Sums::F32)?.flatten_all()?.to_vec1()?);
+            for (sums, error_of_sums) in
+                [(Fp8Sums::F32, 2f64.powi(-14)), (Fp8Sums::Fast, (k as f64).sqrt() * 2f64.powi(-14))]
+            {
+                for (dtype, rounding) in
+                    [(DType::F32, 0.0), (DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))]
+                {
+                    let got =
+                        a_gpu.product(&b_gpu, dtype, sums)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+                    let error = relative_l2(&f64s(&got), &exact);
+                    println!("{m} x {n} x {k} {a_format:?} {b_format:?} {sums:?} {dtype:?}: {error:.1e}");
+                    assert!(error <= error_of_sums + rounding, "{error:.1e}");
+                }
+                let sum = Tensor::ones((m, n), DType::F32, &gpu())?;
+                a_gpu.product_into(&sum, &b_gpu, true, sums)?;
+                let expected: Vec<f64> = exact.iter().map(|x| x + 1.0).collect();
+                let error = relative_l2(&f64s(&sum.flatten_all()?.to_vec1()?), &expected);
+                assert!(error <= error_of_sums, "{error:.1e}");
+                let again = Tensor::zeros((m, n), DType::F32, &gpu())?;
+                a_gpu.product_into(&again, &b_gpu, false, sums)?;
+                let twice = a_gpu.product(&b_gpu, DType::F32, sums)?;
+                assert_eq!(again.to_vec2::<f32>()?, twice.to_vec2::<f32>()?, "the same bits");
+            }
+            // The transposes, which the backward of a linear map multiplies by.
+            let turned = b_gpu.t().product(&b_gpu.t(), DType::F32, Fp8Sums::F32);
+            if b_format == E4M3 {
+                let expected = b8.t().product(&b8.t(), DType::F32, Fp8Sums::F32)?.flatten_all()?.to_vec1()?;
+                let got = turned?.flatten_all()?.to_vec1()?;
+                assert!(relative_l2(&f64s(&got), &f64s(&expected)) <= 2f64.powi(-14));
+            }
+        }
+    }
+    Ok(())
+}
