@@ -136,6 +136,7 @@ impl Config {
         }
         let eval_scheme = eval_scheme(&s, &model)?;
         let (micro_batch, accumulation) = batch::resolve(&s.batch, model.context, steps)?;
+        model.linear.check("micro-batch x context", micro_batch * model.context)?;
         let learning_rate = LearningRate::resolve(&s.optimizer, steps, asked_warmup)?;
         // Left open where it was: a longer run from the saved settings warms up longer.
         s.optimizer.warmup_steps = asked_warmup;

@@ -6,6 +6,7 @@ mod batch;
 mod data;
 mod flat;
 mod layer;
+mod linear;
 mod model;
 mod optimizer;
 mod run;
@@ -21,10 +22,11 @@ use clap::{Args, ValueEnum};
 pub use data::DataSettings;
 use layer::Layer;
 pub use layer::Role;
+pub use linear::{FormatSetting, LinearSetting, LinearSettings, SumsSetting};
 pub use model::ModelSettings;
 pub use optimizer::{OptimizerSettings, Schedule};
 pub use run::{Preset, RunSettings};
-pub use scheme::{LayerSettings, SchemeSetting, in_words_by_layer};
+pub use scheme::{LayerList, LayerSettings, SchemeSetting, in_words_by_layer};
 use serde::{Deserialize, Serialize};
 pub use sla2::{AlphaSetting, Share, Sla2Settings, TailSetting};
 pub(crate) use sla2::{exported_settings, form_name};
@@ -59,6 +61,10 @@ pub struct Settings {
     #[command(flatten, next_help_heading = "SLA2")]
     #[serde(flatten)]
     pub sla2: Sla2Settings,
+    /// Table `[linear]`.
+    #[command(flatten, next_help_heading = "Linear layers")]
+    #[serde(flatten)]
+    pub linear: LinearSettings,
     /// Table `[data]`.
     #[command(flatten, next_help_heading = "Data")]
     #[serde(flatten)]
@@ -86,6 +92,7 @@ fn declared() -> impl Iterator<Item = (&'static str, &'static [Role])> {
         OptimizerSettings::DECLARED,
         AttentionSettings::DECLARED,
         Sla2Settings::DECLARED,
+        LinearSettings::DECLARED,
         ModelSettings::DECLARED,
     ];
     tables.into_iter().flatten().copied()
@@ -133,6 +140,7 @@ impl Settings {
             run: self.run.or(under.run),
             attention: self.attention.or(under.attention),
             sla2: self.sla2.or(under.sla2),
+            linear: self.linear.or(under.linear),
             data: self.data.or(under.data),
             batch: self.batch.or(under.batch),
             optimizer: self.optimizer.or(under.optimizer),

@@ -206,15 +206,19 @@ fn product(
     done.map_err(failed(&format!("compute an FP8 product of {shape}")))
 }
 
+fn float_of(dtype: DType) -> Result<Float> {
+    match dtype {
+        DType::F32 => Ok(Float::F32),
+        DType::F16 => Ok(Float::F16),
+        DType::BF16 => Ok(Float::BF16),
+        other => Err(crate::dtype::unsupported_dtype("an FP8 product", other).into()),
+    }
+}
+
 impl Launch<[Operand<'_>; 4], CudaStorage> for Fp8Product {
     fn launch(&self, operands: [Operand<'_>; 4]) -> Result<CudaStorage> {
         let gpu = Gpu::new(operands[0].0.device())?;
-        let float = match self.dtype {
-            DType::F32 => Float::F32,
-            DType::F16 => Float::F16,
-            DType::BF16 => Float::BF16,
-            other => return Err(crate::dtype::unsupported_dtype("an FP8 product", other).into()),
-        };
+        let float = float_of(self.dtype)?;
         let (m, n) = (operands[0].1.shape().dims2()?.0, operands[1].1.shape().dims2()?.0);
         let out = float.alloc(&gpu, m * n)?;
         product(&gpu, self, (start_of(&out, &gpu)?, float, 0.0), operands)?;
@@ -225,7 +229,7 @@ impl Launch<[Operand<'_>; 4], CudaStorage> for Fp8Product {
 impl Launch<[Operand<'_>; 5], ()> for Fp8ProductInto {
     fn launch(&self, [out, a, b, of_a, of_b]: [Operand<'_>; 5]) -> Result<()> {
         let gpu = Gpu::new(out.0.device())?;
-        let to = (start(out, &gpu)?, Float::F32, if self.add { 1.0 } else { 0.0 });
+        let to = (start(out, &gpu)?, float_of(self.product.dtype)?, if self.add { 1.0 } else { 0.0 });
         product(&gpu, &self.product, to, [a, b, of_a, of_b])
     }
 }

@@ -172,17 +172,21 @@ impl Fp8Matrix {
         f32_tensor(out, (m, n), dtype)
     }
 
-    /// `out += a b^T` if `add`, otherwise `out = a b^T`; `out` is contiguous (m, n) in f32. See
+    /// `out += a b^T` if `add`, otherwise `out = a b^T`; `out` is contiguous (m, n), in f32 or, on a GPU, in f16 or bf16. See
     /// [`product`](Self::product).
     ///
     /// # Errors
     /// As [`product`](Self::product), and when `out` does not fit.
     pub fn product_into(&self, out: &Tensor, b: &Self, add: bool, sums: Fp8Sums) -> Result<()> {
         let (m, n) = self.check_product(b)?;
-        check_sum(PRODUCT, out, &[m, n])?;
+        let dtype = out.dtype();
+        let in_16_bits = out.device().is_cuda() && [DType::F16, DType::BF16].contains(&dtype);
+        if !(in_16_bits && out.dims() == [m, n] && out.is_contiguous()) {
+            check_sum(PRODUCT, out, &[m, n])?;
+        }
         supported(PRODUCT, &[out, self.rows()?, b.rows()?])?;
         // The operation holds the operands, since candle's have at most three tensors.
-        out.inplace_op2(&self.scale, &ProductInto { a: self, b, add, sums })
+        out.inplace_op2(&self.scale, &ProductInto { a: self, b, add, sums, dtype })
     }
 
     fn check_product(&self, b: &Self) -> Result<(usize, usize)> {
@@ -316,6 +320,7 @@ struct ProductInto<'a> {
     b: &'a Fp8Matrix,
     add: bool,
     sums: Fp8Sums,
+    dtype: DType,
 }
 
 /// The same on a GPU: the sum, codes of a and b, and their scales.
@@ -335,8 +340,8 @@ impl InplaceOp2 for ProductInto<'_> {
     }
 
     fn cuda_fwd(&self, out: &mut CudaStorage, layout: &Layout, _: &CudaStorage, _: &Layout) -> Result<()> {
-        let Self { a, b, add, sums } = *self;
-        let product = Fp8Product { formats: [a.format, b.format], sums, dtype: DType::F32 };
+        let Self { a, b, add, sums, dtype } = *self;
+        let product = Fp8Product { formats: [a.format, b.format], sums, dtype };
         with_cuda(PRODUCT, [a.rows()?, b.rows()?, &a.scale, &b.scale], |[a, b, of_a, of_b]| {
             Fp8ProductInto { product, add }.launch([(&*out, layout), a, b, of_a, of_b])
         })

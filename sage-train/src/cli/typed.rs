@@ -6,7 +6,7 @@ use crate::config::{Config, check_own};
 use crate::data::DataConfig;
 use crate::data::reader;
 use crate::data::source::{self, Source};
-use crate::model::Choice;
+use crate::model::{Choice, LinearPrecision};
 use crate::settings::{DataSettings, Schedule, Settings, TailSetting};
 
 /// The error of a setting that was typed beside others with which it has no effect.
@@ -40,6 +40,15 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
     if sla2.is_some_and(|sla2| sla2.tail.is_none()) && typed.sla2.sla2_alpha.is_some() {
         let hint = "without a tail there is nothing to share with: leave it out";
         return idle("sla2-alpha", format!("{attn}, without a tail"), "a form with a tail", hint);
+    }
+    if let Some(key) = typed.linear.first_of_fp8().filter(|_| config.model.linear == LinearPrecision::Compute)
+    {
+        return idle(
+            key,
+            "--linear bf16".into(),
+            "--linear fp8",
+            "leave it out, or train linear layers in FP8",
+        );
     }
     let schedule = config.learning_rate.schedule;
     let named = |schedule: Schedule| format!("--schedule {}", schedule.name());

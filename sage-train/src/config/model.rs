@@ -1,6 +1,6 @@
 //! The settings of the model and of its attention, resolved: tables `[model]`, `[attention]` and `[sla2]`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_sage::{Result, Scheme};
 
@@ -17,6 +17,10 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
     let layers = in_range("layers", need(s.model.layers), 1, 1000)?;
     let scheme = need(s.attention.attn).scheme(s).map(|scheme| scheme_of_blocks(scheme, sla2.as_ref()));
     let layer_schemes = layer_schemes(s, scheme, sla2.as_ref(), layers)?;
+    let linear_compute_layers = match &s.linear.linear_bf16_layers {
+        Some(list) if s.linear.precision() != LinearPrecision::Compute => list.resolve(layers)?,
+        _ => BTreeSet::new(),
+    };
     let model = LlamaConfig {
         vocab: model_vocab(preset, need(s.data.vocab_size).0 as usize),
         layers,
@@ -30,7 +34,8 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         norm_eps: above_zero("norm-eps", need(s.model.norm_eps))?,
         qk_norm: need(s.attention.qk_norm) == Switch::On,
         init_std: need(s.model.init_std),
-        linear: LinearPrecision::Compute,
+        linear: s.linear.precision(),
+        linear_compute_layers,
         scheme,
         layer_schemes,
         sla2,

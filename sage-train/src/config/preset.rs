@@ -8,8 +8,8 @@ use crate::device::Place;
 use crate::model::Recompute;
 use crate::quantity::Quantity;
 use crate::settings::{
-    AttentionSettings, BatchSettings, DataSettings, ModelSettings, OptimizerSettings, Preset, RunSettings,
-    Schedule, Settings, Sla2Settings, Switch,
+    AttentionSettings, BatchSettings, DataSettings, LinearSettings, ModelSettings, OptimizerSettings, Preset,
+    RunSettings, Schedule, Settings, Sla2Settings, Switch,
 };
 
 /// What differs between presets.
@@ -98,6 +98,8 @@ pub(super) fn defaults(preset: Preset) -> Settings {
         attention: attention(),
         // What is left open follows from the run: its context, its steps, its device.
         sla2: Sla2Settings::default(),
+        // bf16, which has no settings.
+        linear: LinearSettings::default(),
         data: data(&size),
         batch: BatchSettings {
             tokens_per_step: Some(Quantity(size.tokens_per_step)),

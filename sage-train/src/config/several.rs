@@ -170,7 +170,7 @@ impl Config {
     }
 
     fn tokens_a_second(&self, world: World) -> f64 {
-        world.gpu.unwrap_or(H100.0 * H100.1 * self.model.linear.speed() / self.model.flops_per_token() as f64)
+        world.gpu.unwrap_or(H100.0 * H100.1 / self.model.dense16_flops_per_token())
     }
 
     fn seconds(&self, world: World, micro_batches: usize) -> Seconds {
@@ -223,7 +223,7 @@ impl Config {
         let element = self.device.dtype().size_in_bytes() as u64;
         let of = mesh.shard.of as u64;
         Memory {
-            weights: parameters * 4 / of + parameters * element,
+            weights: parameters * 4 / of + parameters * element + self.model.linear_copies(),
             optimizer: memory.optimizer / of,
             gradients: memory.gradients + received_bytes(&self.model.parameter_specs(), mesh),
             activations: memory.activations / mesh.context as u64,

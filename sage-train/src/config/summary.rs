@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::Config;
-use crate::model::{Choice, Recompute};
+use crate::model::{Choice, LinearPrecision, Recompute};
 use crate::optim::Optimizer;
 use crate::quantity::{Quantity, grouped};
 use crate::settings::SourceSetting;
@@ -30,6 +30,7 @@ impl fmt::Display for Config {
                 ),
             ),
             ("attention", self.attention()),
+            ("linear layers", self.linear()),
             ("validation", self.validation()),
             ("device", self.device()),
             ("data", self.sources()),
@@ -124,6 +125,20 @@ impl Config {
         self.eval_scheme.map_or(String::new(), |scheme| format!("a second time under {scheme}"))
     }
 
+    /// Nothing where they compute as everything else does.
+    fn linear(&self) -> String {
+        let m = &self.model;
+        let LinearPrecision::Fp8(settings) = m.linear else { return String::new() };
+        let others = match m.linear_compute_layers.len() {
+            0 => String::new(),
+            _ => {
+                let layers: Vec<String> = m.linear_compute_layers.iter().map(usize::to_string).collect();
+                format!("; in the compute type in layers {}", layers.join(", "))
+            }
+        };
+        format!("FP8 in training, gradients {:?}, sums {:?}{others}", settings.gradient, settings.sums[0])
+    }
+
     fn attention(&self) -> String {
         let m = &self.model;
         match m.scheme {
@@ -210,7 +225,7 @@ impl Config {
         let (parameters, element) = (self.model.parameters(), self.device.dtype().size_in_bytes() as u64);
         Memory {
             // In f32, and a copy where the model computes in 16 bits.
-            weights: parameters * if element == 4 { 4 } else { 4 + element },
+            weights: parameters * if element == 4 { 4 } else { 4 + element } + self.model.linear_copies(),
             optimizer: 4 * self.optimizer.moments().len() as u64 * parameters,
             gradients: 4 * parameters,
             activations: self.model.activation_bytes(self.micro_batch, element),

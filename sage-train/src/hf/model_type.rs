@@ -35,6 +35,7 @@ impl ModelType {
             init_std: _,
             // In transformers the model computes in its own precision.
             linear: _,
+            linear_compute_layers: _,
             scheme: _,
             layer_schemes: _,
             sla2: _,

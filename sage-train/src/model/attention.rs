@@ -9,7 +9,7 @@ use candle_sage::{Attention, Scheme};
 
 use super::config::LlamaConfig;
 use super::layers::Norm;
-use super::linear::{Linear, Operand};
+use super::linear::{Linear, LinearPrecision, Operand};
 use super::parameters::Parameters;
 use super::sla2::{Selected, Sla2Layer, Stage};
 use super::ulysses::{Heads, Ulysses};
@@ -88,6 +88,8 @@ pub(super) struct SelfAttention {
     query_key: Linear,
     value: Linear,
     output: Linear,
+    /// Of the products in training.
+    linear: LinearPrecision,
     norms: Option<[Norm; 2]>,
     /// Numbers of query, key and value heads.
     heads: [usize; 3],
@@ -137,15 +139,17 @@ impl SelfAttention {
         config: &LlamaConfig,
         scheme: Scheme,
         parameters: &Parameters,
-        at: &str,
+        layer: usize,
     ) -> Result<Self> {
+        let at = &format!("model.layers.{layer}.self_attn");
         let linear = |names: &[&str]| Linear::new(parameters, at, names);
         let norm = |name: &str| Norm::new(parameters, &format!("{at}.{name}.weight"), config.norm_eps);
         Ok(Self {
-            projection: linear(&["q_proj", "k_proj", "v_proj"])?,
-            query_key: linear(&["q_proj", "k_proj"])?,
-            value: linear(&["v_proj"])?,
+            projection: linear(&["q_proj", "k_proj", "v_proj"])?.forward_only(),
+            query_key: linear(&["q_proj", "k_proj"])?.backward_only(),
+            value: linear(&["v_proj"])?.backward_only(),
             output: linear(&["o_proj"])?,
+            linear: config.linear_of(layer),
             norms: if config.qk_norm { Some([norm("q_norm")?, norm("k_norm")?]) } else { None },
             heads: [config.heads, config.key_heads, config.key_heads],
             head_dim: config.head_dim,
@@ -241,7 +245,8 @@ impl SelfAttention {
             Some(sla2) => sla2.forward(inputs.each_ref(), rotary.documents.as_ref())?,
             None => attention.apply(query, key, value)?,
         };
-        self.output.forward(&self.to_rows(&out, rotary, x.rows()?, &[Heads::Queries])?.into())
+        let rows = self.to_rows(&out, rotary, x.rows()?, &[Heads::Queries])?;
+        self.output.forward(&Operand::Compute(rows))
     }
 
     /// Measures the selection of SLA2 for this input; `None` without SLA2.
@@ -269,7 +274,7 @@ impl SelfAttention {
                 (out, Vjp::Dense(Box::new(vjp)))
             }
         };
-        let rows = self.to_rows(&out, rotary, rows, &[Heads::Queries])?.into();
+        let rows = self.linear.input(self.to_rows(&out, rotary, rows, &[Heads::Queries])?)?;
         Ok(Core { inputs, out, rows, vjp })
     }
 
@@ -278,7 +283,8 @@ impl SelfAttention {
         let projected = self.project(x, rotary)?;
         let core = self.core(&projected, rotary, x.rows()?)?;
         let y = self.output.forward(&core.rows)?;
-        Ok((y, Kept { projected, core: keep_core.then_some(core) }))
+        let core = keep_core.then(|| Core { rows: core.rows.kept(), ..core });
+        Ok((y, Kept { projected, core }))
     }
 
     /// Adds the gradients of the weights and returns the gradient of the input.
@@ -314,9 +320,9 @@ impl SelfAttention {
         let (dquery, dkey) = (dquery.reshape(query.dims())?, dkey.reshape(key.dims())?);
         let dprojected = rotary.backward([&query, &key], self.norms.as_ref(), [&dquery, &dkey])?;
         let dprojected = self.to_rows(&dprojected, rotary, rows, &[Heads::Queries, Heads::Keys])?;
-        let dx = self.query_key.backward(x, &dprojected.into())?;
+        let dx = self.query_key.backward(x, &self.linear.gradient(dprojected)?)?;
         let dvalue = self.to_rows(&dvalue, rotary, rows, &[Heads::Keys])?;
-        self.value.backward_into(&dx, x, &dvalue.into())?;
+        self.value.backward_into(&dx, x, &self.linear.gradient(dvalue)?)?;
         Ok(dx)
     }
 }

@@ -1,6 +1,6 @@
 //! The shape of a Llama, and the numbers that follow from it: parameters, FLOPs, memory.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_sage::{Error, Result, Scheme};
 use clap::ValueEnum;
@@ -37,8 +37,10 @@ pub struct LlamaConfig {
     pub qk_norm: bool,
     /// Standard deviation of the initial weights.
     pub init_std: f64,
-    /// Precision of the products of linear layers.
+    /// Precision of the products of linear layers in training.
     pub linear: LinearPrecision,
+    /// Layers whose products are in the compute type all the same.
+    pub linear_compute_layers: BTreeSet<usize>,
     /// Numerics of attention; `None` makes a model without attention.
     pub scheme: Option<Scheme>,
     /// Layers whose attention has another scheme than `scheme`.
@@ -105,6 +107,10 @@ impl LlamaConfig {
                 .allowed("heads = n x key-heads")
                 .hint("--key-heads 1 always fits"));
         }
+        self.linear.check("width", self.width)?;
+        self.linear.check("ffn", self.ffn)?;
+        self.linear.check("heads x head-dim", self.heads * self.head_dim)?;
+        self.linear.check("key-heads x head-dim", self.key_heads * self.head_dim)?;
         self.scheme.as_ref().map_or(Ok(()), candle_sage::Scheme::validate)?;
         self.layer_schemes.values().try_for_each(candle_sage::Scheme::validate)?;
         crate::checks::above_zero("init-std", self.init_std)?;
@@ -162,6 +168,11 @@ impl LlamaConfig {
         specs
     }
 
+    /// Precision of the products of linear layers in training, in a layer.
+    pub fn linear_of(&self, layer: usize) -> LinearPrecision {
+        if self.linear_compute_layers.contains(&layer) { LinearPrecision::Compute } else { self.linear }
+    }
+
     /// Numerics of attention in a layer.
     pub fn scheme_of(&self, layer: usize) -> Option<Scheme> {
         self.layer_schemes.get(&layer).copied().or(self.scheme)
@@ -194,6 +205,30 @@ impl LlamaConfig {
     /// linear tail adds twice `12 layers heads head_dim^2`.
     pub fn flops_per_token(&self) -> u64 {
         self.flops(self.sla2.as_ref())
+    }
+
+    /// Parameters in linear layers, and those of them whose products are in FP8.
+    fn linear_parameters(&self) -> [u64; 2] {
+        let all: u64 = self
+            .parameter_specs()
+            .iter()
+            .filter(|spec| spec.kind == Kind::Matrix)
+            .map(ParameterSpec::len)
+            .sum();
+        let layers = (self.layers - self.linear_compute_layers.len()) as u64;
+        [all, if self.linear == LinearPrecision::Compute { 0 } else { all / self.layers as u64 * layers }]
+    }
+
+    /// Bytes of the copies of weights that products read instead of the model's own.
+    pub fn linear_copies(&self) -> u64 {
+        self.linear_parameters()[1] * self.linear.copied_bytes()
+    }
+
+    /// As [`LlamaConfig::flops_per_token`], but of products that are faster than in 16 bit only as many as take the same time in
+    /// 16 bit.
+    pub fn dense16_flops_per_token(&self) -> f64 {
+        let faster = 6.0 * self.linear_parameters()[1] as f64;
+        self.flops_per_token() as f64 - faster * (1.0 - 1.0 / self.linear.speed())
     }
 
     /// As [`LlamaConfig::flops_per_token`], at a training step (from 0): attention is dense before SLA2's

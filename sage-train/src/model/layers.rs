@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use candle_sage::ops;
 
-use super::linear::Operand;
+use super::linear::{LinearPrecision, Operand};
 use super::parameters::{Parameters, Weight};
 
 /// RMSNorm of the residual stream before attention, before the feed-forward network and before the output, or
@@ -37,9 +37,13 @@ impl Norm {
     }
 
     /// As [`Norm::enter`], for linear layers.
-    pub(super) fn enter_linear(&self, stream: &Stream) -> Result<(Tensor, Operand)> {
+    pub(super) fn enter_linear(
+        &self,
+        stream: &Stream,
+        precision: LinearPrecision,
+    ) -> Result<(Tensor, Operand)> {
         let (sum, normed) = self.enter(stream)?;
-        Ok((sum, normed.into()))
+        Ok((sum, precision.input(normed)?))
     }
 
     /// Returns the gradient of the residual stream at the norm's input. `dnormed` is the gradient of the

@@ -11,7 +11,7 @@ mod loading;
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::ops;
@@ -44,6 +44,8 @@ pub struct Parameters {
     pub(super) received: Option<[Tensor; 3]>,
     /// By parameter: see [`Weight`].
     pub(super) filled: Vec<Arc<AtomicBool>>,
+    /// Number of updates.
+    updates: Arc<AtomicU64>,
 }
 
 /// The values of one piece.
@@ -111,9 +113,15 @@ pub struct Weight {
     pub gradient: Option<Tensor>,
     /// Whether the gradient has been written since it was cleared, for each parameter in this weight.
     filled: Vec<Arc<AtomicBool>>,
+    updates: Arc<AtomicU64>,
 }
 
 impl Weight {
+    /// The number of updates that made the value what it is.
+    pub(super) fn update(&self) -> u64 {
+        self.updates.load(Ordering::Relaxed)
+    }
+
     /// The tensor that the gradient is added to.
     ///
     /// # Errors
@@ -219,7 +227,8 @@ impl Parameters {
             _ => Some([zeros(node)?, zeros(node)?, plain(nodes)?]),
         };
         let filled = specs.iter().map(|_| Arc::default()).collect();
-        Ok(Self { specs, layout, mesh, moments, held, gradients, received, filled })
+        let updates = Arc::default();
+        Ok(Self { specs, layout, mesh, moments, held, gradients, received, filled, updates })
     }
 
     /// A parameter as the model uses it.
@@ -254,7 +263,7 @@ impl Parameters {
         let first = self.layout.pieces[piece].range.start;
         let value = view(&self.held[piece].values, at - first)?;
         let gradient = self.gradients.as_ref().map(|all| view(all, at)).transpose()?;
-        Ok(Weight { value, gradient, filled })
+        Ok(Weight { value, gradient, filled, updates: self.updates.clone() })
     }
 
     fn place(&self, name: &str) -> Result<(usize, usize)> {
@@ -336,6 +345,7 @@ impl Parameters {
     /// # Errors
     /// When nothing is trained, an update fails, or a rank cannot be reached.
     pub fn update(&self, update: impl Fn(&Shard<'_>) -> Result<()>, ranks: &Ranks) -> Result<()> {
+        self.updates.fetch_add(1, Ordering::Relaxed);
         let (shards, mut last) = (ranks.shards(), None);
         for (n, (piece, Held { values, state })) in self.layout.pieces.iter().zip(&self.held).enumerate() {
             let gradient = self.own(self.gradients()?, n)?;

@@ -38,6 +38,7 @@ impl<'de> Visitor<'de> for Flat {
                 "attention" => set(&mut all.attention, key, &mut map)?,
                 "batch" => set(&mut all.batch, key, &mut map)?,
                 "data" => set(&mut all.data, key, &mut map)?,
+                "linear" => set(&mut all.linear, key, &mut map)?,
                 "model" => set(&mut all.model, key, &mut map)?,
                 "optimizer" => set(&mut all.optimizer, key, &mut map)?,
                 "run" => set(&mut all.run, key, &mut map)?,

@@ -1,7 +1,7 @@
 //! Schemes with their settings in one word, `sagebwd:products=scores:granularity=tile`, and the schemes of single layers,
 //! `0,-1=fpa;2-4=sagebwd:products=scores`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::str::FromStr;
 
@@ -94,14 +94,7 @@ impl LayerSettings {
     pub fn resolve(&self, layers: usize) -> Result<BTreeMap<usize, Scheme>> {
         let mut found = BTreeMap::new();
         for (spans, SchemeSetting(scheme)) in &self.0 {
-            for number in spans.iter().flat_map(|span| span.first..=span.last) {
-                let layer = if number < 0 { number + layers as i64 } else { number };
-                let layer = usize::try_from(layer).ok().filter(|layer| *layer < layers).ok_or_else(|| {
-                    Error::new("the model has no such layer")
-                        .got(format!("layer {number} in `{self}`"))
-                        .allowed(format!("0 to {}, or -{layers} to -1 from the end", layers - 1))
-                        .hint(EXAMPLE)
-                })?;
+            for layer in numbered(spans, layers, &self.to_string())? {
                 if found.insert(layer, *scheme).is_some_and(|before| before != *scheme) {
                     return Err(Error::new("a layer has two schemes")
                         .got(format!("layer {layer} in `{self}`"))
@@ -111,6 +104,55 @@ impl LayerSettings {
             }
         }
         Ok(found)
+    }
+}
+
+/// The layers of spans, in a model of so many.
+fn numbered(spans: &[Span], layers: usize, text: &str) -> Result<Vec<usize>> {
+    let numbers = spans.iter().flat_map(|span| span.first..=span.last);
+    let layer = |number: i64| {
+        let layer = if number < 0 { number + layers as i64 } else { number };
+        usize::try_from(layer).ok().filter(|layer| *layer < layers).ok_or_else(|| {
+            Error::new("the model has no such layer")
+                .got(format!("layer {number} in `{text}`"))
+                .allowed(format!("0 to {}, or -{layers} to -1 from the end", layers - 1))
+                .hint("0 is the first layer, -1 the last one")
+        })
+    };
+    numbers.map(layer).collect()
+}
+
+/// A list of layers: `0,-1` or `2-4`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LayerList(Vec<Span>);
+
+impl LayerList {
+    /// The layers, in a model of so many.
+    ///
+    /// # Errors
+    /// When the model has no such layer.
+    pub fn resolve(&self, layers: usize) -> Result<BTreeSet<usize>> {
+        Ok(numbered(&self.0, layers, &self.to_string())?.into_iter().collect())
+    }
+}
+
+impl FromStr for LayerList {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let spans: std::result::Result<_, ()> = text.split(',').map(|layer| layer.trim().parse()).collect();
+        spans.map(Self).map_err(|()| {
+            Error::new("not a list of layers")
+                .got(format!("`{text}`"))
+                .allowed("numbers and spans, separated by commas")
+                .hint("0,-1 is the first and the last layer, 2-4 three layers")
+        })
+    }
+}
+
+impl fmt::Display for LayerList {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.iter().map(Span::to_string).collect::<Vec<_>>().join(","))
     }
 }
 
@@ -175,7 +217,7 @@ pub fn in_words_by_layer(schemes: &BTreeMap<usize, Scheme>) -> String {
     entries.join(";")
 }
 
-/// Both are text in files.
+/// All are text in files.
 macro_rules! as_text {
     ($($type:ty),+) => {$(
         impl Serialize for $type {
@@ -192,7 +234,7 @@ macro_rules! as_text {
     )+};
 }
 
-as_text!(SchemeSetting, LayerSettings);
+as_text!(SchemeSetting, LayerSettings, LayerList);
 
 #[cfg(test)]
 mod tests {

@@ -9,10 +9,11 @@ use toml::{Table, Value};
 use super::Settings;
 
 /// A table, the heading of its flags, and what its keys lack of the flags' names.
-const TABLES: [(&str, &str, &str); 7] = [
+const TABLES: [(&str, &str, &str); 8] = [
     ("attention", "Attention", ""),
     ("batch", "Batch and length", ""),
     ("data", "Data", ""),
+    ("linear", "Linear layers", "linear-"),
     ("model", "Model", ""),
     ("optimizer", "Optimizer", ""),
     ("run", "Run", ""),
@@ -21,6 +22,9 @@ const TABLES: [(&str, &str, &str); 7] = [
 
 /// What `data` is called inside of `[data]`.
 pub(super) const SOURCES: &str = "sources";
+
+/// What `linear` is called inside of `[linear]`.
+const PRECISION: &str = "precision";
 
 /// What is declared of a setting.
 #[derive(Debug)]
@@ -65,6 +69,7 @@ fn flag_of(table: &str, key: &str) -> String {
     let prefix = prefix_of(table);
     match (table, key) {
         ("data", SOURCES) => "data".into(),
+        ("linear", PRECISION) => "linear".into(),
         _ if key.starts_with(prefix) => key.into(),
         _ => format!("{prefix}{key}"),
     }
@@ -79,6 +84,7 @@ fn prefix_of(table: &str) -> &'static str {
 fn key_of(table: &str, flag: &str) -> String {
     match (table, flag) {
         ("data", "data") => SOURCES.into(),
+        ("linear", "linear") => PRECISION.into(),
         _ => flag.strip_prefix(prefix_of(table)).unwrap_or(flag).into(),
     }
 }
@@ -169,10 +175,10 @@ mod tests {
         let all = Settings::augment_args(Command::new(""));
         let named: Vec<_> = all.get_arguments().filter_map(clap::Arg::get_long).collect();
         assert_eq!(flags.iter().map(|(name, ..)| name.as_str()).collect::<Vec<_>>(), named);
-        // No flag is called as a table, but for `data`, whose table calls it otherwise.
+        // No flag is called as a table, but for `linear` and `data`, whose tables call them otherwise.
         let tables = TABLES.map(|(name, ..)| name);
         let twice: Vec<_> = named.into_iter().filter(|name| tables.contains(name)).collect();
-        assert_eq!(twice, ["data"]);
+        assert_eq!(twice, ["linear", "data"]);
     }
 
     #[test]

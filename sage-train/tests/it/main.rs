@@ -9,6 +9,7 @@ mod hf;
 mod hostile;
 mod hub;
 mod layers;
+mod linear;
 mod messages;
 mod model;
 mod old_runs;

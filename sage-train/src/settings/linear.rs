@@ -1,0 +1,90 @@
+//! The settings of table `[linear]`: the numerics of linear layers.
+
+use candle_sage::fp8::Fp8Format;
+use candle_sage::ops::{Fp8Linear, Fp8Sums};
+use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
+
+use super::LayerList;
+use super::layer::layer;
+use crate::model::LinearPrecision;
+
+/// What the products of linear layers compute in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LinearSetting {
+    /// bf16 on a GPU, f32 on a CPU
+    Bf16,
+    /// FP8 with sums in more bits: NVIDIA GPUs of compute capability 8.9 and later, and CPUs
+    Fp8,
+}
+
+/// A format of FP8.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FormatSetting {
+    /// 3 bits of mantissa
+    E4m3,
+    /// 2 bits of mantissa, a wider range
+    E5m2,
+}
+
+/// What FP8 products on a GPU sum in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SumsSetting {
+    /// The tensor cores' accumulators: about 14 bits on Hopper
+    Fast,
+    /// f32
+    F32,
+}
+
+/// Table `[linear]`: the products of linear layers in training. Validation, evaluation and sampling compute in bf16 (f32 on a CPU).
+#[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
+pub struct LinearSettings {
+    /// What the products of linear layers compute in, in training [default: bf16]
+    #[arg(long, value_enum)]
+    pub linear: Option<LinearSetting>,
+    /// FP8: format of the gradients of the layers' outputs [default: e4m3]
+    #[arg(long, value_enum)]
+    pub linear_gradient: Option<FormatSetting>,
+    /// FP8: what the products sum in on a GPU [default: fast]
+    #[arg(long, value_enum)]
+    pub linear_sums: Option<SumsSetting>,
+    /// FP8: transformer blocks whose linear layers stay in bf16: 0,-1 are the first and the last [default: none]
+    #[arg(long, value_name = "LAYERS", allow_hyphen_values = true)]
+    pub linear_bf16_layers: Option<LayerList>,
+}
+
+layer! {
+    LinearSettings: linear, linear_gradient, linear_sums, linear_bf16_layers [Whole]
+}
+
+impl LinearSettings {
+    /// The precision that the settings describe.
+    pub fn precision(&self) -> LinearPrecision {
+        if self.linear != Some(LinearSetting::Fp8) {
+            return LinearPrecision::Compute;
+        }
+        let gradient = match self.linear_gradient.unwrap_or(FormatSetting::E4m3) {
+            FormatSetting::E4m3 => Fp8Format::E4M3,
+            FormatSetting::E5m2 => Fp8Format::E5M2,
+        };
+        let sums = match self.linear_sums.unwrap_or(SumsSetting::Fast) {
+            SumsSetting::Fast => Fp8Sums::Fast,
+            SumsSetting::F32 => Fp8Sums::F32,
+        };
+        LinearPrecision::Fp8(Fp8Linear::default().gradient(gradient).sums([sums; 3]))
+    }
+
+    /// The first setting that has an effect with FP8 alone.
+    pub fn first_of_fp8(&self) -> Option<&'static str> {
+        let given = [
+            ("linear-gradient", self.linear_gradient.is_some()),
+            ("linear-sums", self.linear_sums.is_some()),
+            ("linear-bf16-layers", self.linear_bf16_layers.is_some()),
+        ];
+        given.into_iter().find_map(|(key, is_given)| is_given.then_some(key))
+    }
+}
