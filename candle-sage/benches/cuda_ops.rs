@@ -8,7 +8,8 @@
 //! each input zeros to which the gradient is added) is measured apart and subtracted.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_sage::ops::{self, CrossEntropy, RopeStyle};
+use candle_sage::fp8::Fp8Format;
+use candle_sage::ops::{self, CrossEntropy, Fp8Copies, Fp8Matrix, Fp8Sums, RopeStyle};
 
 const TOKENS: usize = 32 * 1024;
 const SEQUENCE: usize = 4096;
@@ -74,6 +75,50 @@ impl Bench {
     }
 }
 
+/// Quantization to FP8 with its transposed copy, and the three products of the model's linear layers in bf16 and in FP8.
+fn fp8(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()> {
+    let quantize = |x: &Tensor| Fp8Matrix::quantize(x, Fp8Format::E4M3, Fp8Copies::Both);
+    for columns in [WIDTH, HIDDEN, 2 * HIDDEN] {
+        let x = random(&[TOKENS, columns])?;
+        let ms = bench.time(|| quantize(&x).map(drop))?;
+        // Read twice, and two copies written.
+        bench.line(&format!("fp8 quantize {columns}"), "", ms, 6 * TOKENS * columns);
+    }
+    println!("product, m x n x k           bf16 ms, TFLOP/s    fp8, sums fast    fp8, sums in f32");
+    for (outputs, inputs) in [(3 * WIDTH, WIDTH), (WIDTH, WIDTH), (2 * HIDDEN, WIDTH), (WIDTH, HIDDEN)] {
+        let (x, w, dy) =
+            (random(&[TOKENS, inputs])?, random(&[outputs, inputs])?, random(&[TOKENS, outputs])?);
+        let dw = Tensor::zeros((outputs, inputs), DType::F32, x.device())?;
+        let (x8, w8, dy8) = (quantize(&x)?, quantize(&w)?, quantize(&dy)?);
+        let (x, w, dy) = (x.as_detached_tensor(), w.as_detached_tensor(), dy.as_detached_tensor());
+        let row =
+            |name: &str, dims: [usize; 3], bf16: f64, fp8: &dyn Fn(Fp8Sums) -> Result<f64>| -> Result<()> {
+                let flops = 2.0 * dims.iter().map(|&n| n as f64).product::<f64>();
+                let cell = |ms: f64| format!("{ms:8.3} {:6.0}", flops / ms / 1e9);
+                let [fast, wide] = [cell(fp8(Fp8Sums::Fast)?), cell(fp8(Fp8Sums::F32)?)];
+                println!(
+                    "{:26} {}  {fast}  {wide}",
+                    format!("{name} {} x {} x {}", dims[0], dims[1], dims[2]),
+                    cell(bf16)
+                );
+                Ok(())
+            };
+        let bf16 = bench.time(|| x.matmul(&w.t()?).map(drop))?;
+        row("y ", [TOKENS, outputs, inputs], bf16, &|sums| {
+            bench.time(|| x8.product(&w8, DType::BF16, sums).map(drop))
+        })?;
+        let bf16 = bench.time(|| dy.matmul(&w).map(drop))?;
+        row("dx", [TOKENS, inputs, outputs], bf16, &|sums| {
+            bench.time(|| dy8.product(&w8.t(), DType::BF16, sums).map(drop))
+        })?;
+        let bf16 = bench.time(|| ops::product_into(&dw, &dy.t()?, &x, 1.0, true))?;
+        row("dW", [outputs, inputs, TOKENS], bf16, &|sums| {
+            bench.time(|| dy8.t().product_into(&dw, &x8.t(), true, sums))
+        })?;
+    }
+    Ok(())
+}
+
 fn main() -> Result<()> {
     let wanted: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
     let wants = |name: &str| wanted.is_empty() || wanted.iter().any(|w| w == name);
@@ -96,6 +141,9 @@ fn main() -> Result<()> {
         bench.op("rms_norm", &[&x, &weight], [2 * activations, 3 * activations], |x| {
             ops::rms_norm(&x[0], &x[1], 1e-6)
         })?;
+    }
+    if wants("fp8") {
+        fp8(&bench, &random)?;
     }
     let heads = [TOKENS / SEQUENCE, SEQUENCE, HEADS, WIDTH / HEADS];
     let (cos, sin) = ops::rope_tables(SEQUENCE, WIDTH / HEADS, 1e4, &device)?;

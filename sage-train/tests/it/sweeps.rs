@@ -298,9 +298,14 @@ fn runs_of_anywhere_are_reported() {
 #[test]
 fn sweeps_that_are_built_in_are_plans() {
     let scratch = Scratch::new();
-    for (name, runs) in
-        [("tiny", 36), ("paper-mini", 48), ("products-mini", 30), ("attn-qat-mini", 42), ("layers-mini", 27)]
-    {
+    for (name, runs) in [
+        ("tiny", 36),
+        ("paper-mini", 48),
+        ("products-mini", 30),
+        ("attn-qat-mini", 42),
+        ("layers-mini", 27),
+        ("linear-mini", 32),
+    ] {
         let plan = scratch.ok(&["sweep", name, "--dry-run", "--no-measure", "--device", "cpu"]);
         assert!(plan.contains(&format!("\n{runs} runs, ")), "{plan}");
         assert!(scratch.ok(&["sweep", name, "--print"]).contains("[[points]]"));
