@@ -80,6 +80,10 @@ __device__ void forward(const params::RmsNorm& p) {
     Row<T, V> x(p.x, row, group, p.width);
     if (p.residual) x.add(p.residual, p.sum, row, group, p.width);
     float r = x.inverse_rms(group, p);
+    if (p.inverse) {
+      if (group.lane == 0) p.inverse[row] = r;
+      continue;
+    }
     T* y = static_cast<T*>(p.out) + int64_t(row) * p.width;
     each_chunk(group, p.width / V, [&](int k, int chunk) {
       Pack<T, V> in = x.at(k, chunk);

@@ -2,6 +2,7 @@
 // flight. Gate and up may lie side by side in one tensor, and so may their gradients.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
+#include <sage/quant/fp8_tile.cuh>
 
 using namespace sage;
 using elements::Pack;
@@ -62,7 +63,82 @@ __device__ void backward(const params::SwiGlu& p) {
   });
 }
 
+using quant::Fp8Tile;
+
+// y in FP8, a tile a block.
+template <class T>
+__device__ void forward_fp8(const params::Fp8SwiGlu& p) {
+  __shared__ Fp8Tile tile;
+  constexpr int N = Fp8Tile::V;
+  int first_row = blockIdx.x * Fp8Tile::ROWS, first_column = blockIdx.y * Fp8Tile::COLUMNS;
+  int row = first_row + Fp8Tile::row(), column = first_column + Fp8Tile::column();
+  quant::Fp8Codes codes(p.codes);
+  if (row < p.codes.rows && column < p.of.columns) {
+#pragma unroll
+    for (int i = 0; i < Fp8Tile::LINES; ++i) {
+      float gate[N], up[N];
+      elements::load_floats(static_cast<const T*>(p.of.gate) + (row + i) * p.of.gate_row + column, gate);
+      elements::load_floats(static_cast<const T*>(p.of.up) + (row + i) * p.of.up_row + column, up);
+#pragma unroll
+      for (int j = 0; j < N; ++j) up[j] = gate[j] * sigmoid(gate[j]) * up[j];
+      codes.set(i, up);
+    }
+  }
+  codes.store(p.codes, tile, first_row, first_column, p.of.columns);
+  codes.report(p.codes);
+}
+
+// dgate and dup beside each other in FP8, and y if it is wanted again.
+template <class T>
+__device__ void backward_fp8(const params::Fp8SwiGlu& p) {
+  __shared__ Fp8Tile tile;
+  constexpr int N = Fp8Tile::V;
+  int columns = p.of.columns, first_row = blockIdx.x * Fp8Tile::ROWS, first_column = blockIdx.y * Fp8Tile::COLUMNS;
+  int row = first_row + Fp8Tile::row(), column = first_column + Fp8Tile::column();
+  bool is_wanted_again = p.again.column_codes;
+  quant::Fp8Codes of_gate(p.codes), of_up(p.codes), of_y(is_wanted_again ? p.again : p.codes);
+  if (row < p.codes.rows && column < columns) {
+#pragma unroll
+    for (int i = 0; i < Fp8Tile::LINES; ++i) {
+      float gate[N], up[N], dy[N];
+      elements::load_floats(static_cast<const T*>(p.of.gate) + (row + i) * p.of.gate_row + column, gate);
+      elements::load_floats(static_cast<const T*>(p.of.up) + (row + i) * p.of.up_row + column, up);
+      elements::load_floats(static_cast<const T*>(p.of.dy) + int64_t(row + i) * columns + column, dy);
+      float dgate[N], y[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        float g = gate[j], s = sigmoid(g);
+        dgate[j] = dy[j] * up[j] * s * (1.0f + g * (1.0f - s));
+        y[j] = g * s * up[j];
+        dy[j] = dy[j] * g * s;
+      }
+      of_gate.set(i, dgate);
+      of_up.set(i, dy);
+      if (is_wanted_again) of_y.set(i, y);
+    }
+  }
+  of_gate.store(p.codes, tile, first_row, first_column, columns);
+  __syncthreads();
+  of_up.store(p.codes, tile, first_row, columns + first_column, 2 * columns);
+  of_gate.report(p.codes);
+  of_up.report(p.codes);
+  if (!is_wanted_again) return;
+  __syncthreads();
+  of_y.store(p.again, tile, first_row, first_column, columns);
+  of_y.report(p.again);
+}
+
 }  // namespace
+
+#define FP8_KERNELS(name, T)                                                                                         \
+  extern "C" __global__ void __launch_bounds__(Fp8Tile::THREADS)                                                     \
+      swiglu_fp8_fwd_##name(const __grid_constant__ params::Fp8SwiGlu p) { forward_fp8<T>(p); }                      \
+  extern "C" __global__ void __launch_bounds__(Fp8Tile::THREADS)                                                     \
+      swiglu_fp8_bwd_##name(const __grid_constant__ params::Fp8SwiGlu p) { backward_fp8<T>(p); }
+
+FP8_KERNELS(f32, float)
+FP8_KERNELS(f16, __half)
+FP8_KERNELS(bf16, __nv_bfloat16)
 
 #define KERNELS(name, T, V)                                                                              \
   extern "C" __global__ void __launch_bounds__(THREADS)                                                  \

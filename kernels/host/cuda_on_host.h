@@ -91,7 +91,7 @@ struct Block {
   uint32_t traded[MOST_THREADS];
 };
 inline Block block;
-inline dim3 thread, place;
+inline dim3 thread, place, grid{1, 1, 1};
 
 inline void yield() {
   if (_setjmp(block.fibers[block.current]) == 0) _longjmp(block.scheduler, 1);
@@ -214,6 +214,7 @@ inline void run(int index, int threads, std::function<void()> body, int row = 0)
 
 #define threadIdx host::thread
 #define blockIdx host::place
+#define gridDim host::grid  // for kernels that step by it
 #define blockDim dim3{host::block.threads, 1, 1}
 
 inline void __syncthreads() {

@@ -39,7 +39,7 @@ const MARKER: &str = "COMPLETE";
 const VERSIONS: [u32; 2] = [1, 2];
 
 /// The contents of `checkpoint.json`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct About {
     version: u32,
@@ -54,6 +54,9 @@ pub struct About {
     /// The files of several ranks, instead of the two fields above.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     files: Vec<RankFile>,
+    /// Scales of operands in FP8 and their running maxima, in the order of the model.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    scales: Vec<[f32; 2]>,
     /// The settings of the run, [`Config::identity`]. Earlier versions did not write them.
     #[serde(default)]
     pub settings: Option<Identity>,
@@ -72,11 +75,16 @@ struct RankFile {
 }
 
 impl About {
-    fn new(step: u64, Belongs { data, settings }: Belongs, mut files: Vec<RankFile>) -> Self {
+    fn new(
+        step: u64,
+        Belongs { data, settings }: Belongs,
+        mut files: Vec<RankFile>,
+        scales: Vec<[f32; 2]>,
+    ) -> Self {
         let one = if files.len() == 1 { files.pop() } else { None };
         let version = VERSIONS[usize::from(one.is_none())];
         let (state_bytes, state_sha256) = one.map(|file| (file.bytes, file.sha256)).unzip();
-        Self { version, step, data, state_bytes, state_sha256, files, settings: Some(settings) }
+        Self { version, step, data, state_bytes, state_sha256, files, scales, settings: Some(settings) }
     }
 
     /// The files of state; `None` if the fields contradict each other.
@@ -197,6 +205,7 @@ fn write(
     words: &Words,
 ) -> Result<()> {
     let partial = folder.join(name(step) + PARTIAL);
+    let scales = snapshot.as_ref().map_or(Vec::new(), |snapshot| snapshot.scales.clone());
     // A panic becomes an error too, so that the other ranks always receive the outcome of this one.
     let work = || snapshot.and_then(|snapshot| write_state(&partial, &snapshot, words.rank()));
     let own = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work))
@@ -216,7 +225,7 @@ fn write(
     });
     let files: Result<Vec<RankFile>> = files.collect();
     let written = files.and_then(|files| match words.rank().is_first() {
-        true => finish(folder, &partial, step, belongs, files),
+        true => finish(folder, &partial, (step, scales), belongs, files),
         false => Ok(()),
     });
     // No rank leaves before the checkpoint has its name, and no rank takes a checkpoint without its name as
@@ -259,7 +268,13 @@ fn write_state(partial: &Path, snapshot: &Snapshot, rank: Rank) -> Result<RankFi
     Ok(RankFile { name, bytes, sha256, parts })
 }
 
-fn finish(folder: &Path, partial: &Path, step: u64, belongs: Belongs, files: Vec<RankFile>) -> Result<()> {
+fn finish(
+    folder: &Path,
+    partial: &Path,
+    (step, scales): (u64, Vec<[f32; 2]>),
+    belongs: Belongs,
+    files: Vec<RankFile>,
+) -> Result<()> {
     // Machines may have folders of the same name on separate disks.
     let there = |file: &&RankFile| {
         std::fs::metadata(partial.join(&file.name)).is_ok_and(|about| about.len() == file.bytes)
@@ -270,7 +285,8 @@ fn finish(folder: &Path, partial: &Path, step: u64, belongs: Belongs, files: Vec
             .allowed("one folder that all machines share")
             .hint("--out names it"));
     }
-    let about = serde_json::to_string_pretty(&About::new(step, belongs, files)).expect("plain values");
+    let about =
+        serde_json::to_string_pretty(&About::new(step, belongs, files, scales)).expect("plain values");
     for (name, text) in [(ABOUT, about.as_str()), (MARKER, &hex(&Sha256::digest(&about)))] {
         let path = partial.join(name);
         std::fs::write(&path, text).map_err(writing(&path))?;
@@ -398,13 +414,16 @@ impl FoundCheckpoint {
     /// When they belong to another model.
     pub fn restore(&self, config: &Config, device: &Device, ranks: &Ranks) -> Result<Parameters> {
         let state = State::open(paths(&self.path, self.files.clone()))?;
-        Parameters::restore(
+        let parameters = Parameters::restore(
             config.model.parameter_specs(),
             &state,
             device,
             config.device.dtype(),
             Some(config.training(ranks)),
-        )
+        )?;
+        let scales = parameters.restore_scales(&config.model, &self.about.scales);
+        scales.map_err(during("cannot restore the scales of FP8"))?;
+        Ok(parameters)
     }
 }
 

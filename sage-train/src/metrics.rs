@@ -56,6 +56,9 @@ pub struct Point {
     /// Validation loss with the same weights under the attention of `--eval-attn`, nats per token.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub eval_attn_loss: Option<f64>,
+    /// FP8, after a validation: values of operands that saturated since the last one.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub fp8_saturated: Option<u64>,
     /// Share of the step's time that is not spent on gradients: the update, and with several ranks also
     /// waiting for the slowest one and reducing gradients.
     #[serde(skip_serializing_if = "Option::is_none", default)]
@@ -85,7 +88,7 @@ pub struct Point {
 
 impl Point {
     /// Every number with its name; `None` for one that was not measured.
-    pub fn numbers(&self) -> [(&'static str, Option<f64>); 24] {
+    pub fn numbers(&self) -> [(&'static str, Option<f64>); 25] {
         [
             ("step", Some(self.step as f64)),
             ("tokens", Some(self.tokens as f64)),
@@ -103,6 +106,7 @@ impl Point {
             ("val_loss", self.val_loss),
             ("val_bits_per_byte", self.val_bits_per_byte),
             ("eval_attn_loss", self.eval_attn_loss),
+            ("fp8_saturated", self.fp8_saturated.map(|count| count as f64)),
             ("update_share", self.update_share),
             ("slowest_rank", self.slowest_rank.map(|rank| rank as f64)),
             ("slowest_ratio", self.slowest_ratio),

@@ -22,7 +22,7 @@ use clap::{Args, ValueEnum};
 pub use data::DataSettings;
 use layer::Layer;
 pub use layer::Role;
-pub use linear::{FormatSetting, LinearSetting, LinearSettings, SumsSetting};
+pub use linear::{FormatSetting, LinearSetting, LinearSettings, ScalingSetting, SumsSetting};
 pub use model::ModelSettings;
 pub use optimizer::{OptimizerSettings, Schedule};
 pub use run::{Preset, RunSettings};

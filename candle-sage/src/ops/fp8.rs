@@ -3,6 +3,8 @@
 use candle_core::{CpuStorage, CudaStorage, DType, Device, InplaceOp2, Layout, Result, Tensor};
 use rayon::prelude::*;
 
+use super::fp8_fused::Fp8Site;
+use super::fp8_scales::Fp8Scale;
 use super::support::{
     SPAN, argument_error, check_sum, cpu_storage, cuda_tensor, f32_tensor, f32_values, f32_values_mut,
     shape_error, supported, with_cuda,
@@ -97,6 +99,42 @@ impl Fp8Matrix {
         let values = f32_values(QUANTIZE, cpu_storage(&storage, QUANTIZE)?, layout)?;
         let quantized = op.on_cpu(&values, layout.shape().dims2()?);
         Ok(quantized.into_matrix(op, x.dims2()?, from_cpu))
+    }
+
+    /// Quantizes a matrix as [`quantize`](Self::quantize) does, with a scale of earlier steps, in its format.
+    ///
+    /// # Errors
+    /// As [`quantize`](Self::quantize), and when the scale is on another device.
+    pub fn quantize_with(x: &Tensor, copies: Fp8Copies, scale: &Fp8Scale) -> Result<Self> {
+        check_dims(QUANTIZE, x.dims())?;
+        supported(QUANTIZE, &[x])?;
+        let op = Quantize { format: scale.format(), copies };
+        if x.device().is_cuda() {
+            let (state, own) = scale.on_device()?;
+            let op = QuantizeWith { op, scale: scale.site(), measure: !scale.swap_measured() };
+            let codes = with_cuda(QUANTIZE, [x, state], |operands| op.launch(operands))?;
+            return Ok(Self::of_codes(codes, x.dims2()?, own, scale.format()));
+        }
+        let (storage, layout) = x.storage_and_layout();
+        let values = f32_values(QUANTIZE, cpu_storage(&storage, QUANTIZE)?, layout)?;
+        let top = op.format.largest();
+        let scale = scale.on_host(largest_in(&values), |scale| {
+            values.par_iter().with_min_len(SPAN).filter(|x| x.abs() / scale > top).count() as u64
+        })?;
+        Ok(op.with_scale(&values, x.dims2()?, scale).into_matrix(op, x.dims2()?, from_cpu))
+    }
+
+    /// A matrix of codes that kernels wrote.
+    pub(super) fn of_codes(
+        codes: [Option<CudaStorage>; 2],
+        (rows, columns): (usize, usize),
+        scale: Tensor,
+        format: Fp8Format,
+    ) -> Self {
+        let [own, turned] = codes;
+        let own = own.map(|codes| cuda_tensor(codes, (rows, columns)));
+        let turned = turned.map(|codes| cuda_tensor(codes, (columns, rows)));
+        Self { copies: [own, turned], dims: (rows, columns), scale, format }
     }
 
     /// Rows and columns.
@@ -262,6 +300,20 @@ pub(crate) struct Quantize {
     pub(crate) copies: Fp8Copies,
 }
 
+/// The same with the scale of a matrix in the state of [`Fp8Scales`](super::Fp8Scales).
+#[allow(dead_code, reason = "only kernels read it")]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct QuantizeWith {
+    pub(crate) op: Quantize,
+    pub(crate) scale: Fp8Site,
+    /// Whether the scale comes from the matrix itself.
+    pub(crate) measure: bool,
+}
+
+fn largest_in(values: &[f32]) -> f32 {
+    values.par_chunks(SPAN).map(largest_of).reduce(|| 0.0, |a, b| largest_of(&[a, b]))
+}
+
 /// Codes of the rows, of the columns, and the scale.
 pub(crate) struct Quantized<S> {
     pub(crate) rows: Option<S>,
@@ -284,9 +336,16 @@ impl<S> Quantized<S> {
 }
 
 impl Quantize {
-    pub(super) fn on_cpu(self, values: &[f32], (rows, columns): (usize, usize)) -> Quantized<CpuStorage> {
-        let largest = values.par_chunks(SPAN).map(largest_of).reduce(|| 0.0, |a, b| largest_of(&[a, b]));
-        let scale = self.format.scale(largest);
+    pub(super) fn on_cpu(self, values: &[f32], dims: (usize, usize)) -> Quantized<CpuStorage> {
+        self.with_scale(values, dims, self.format.scale(largest_in(values)))
+    }
+
+    fn with_scale(
+        self,
+        values: &[f32],
+        (rows, columns): (usize, usize),
+        scale: f32,
+    ) -> Quantized<CpuStorage> {
         let inverse = 1.0 / scale;
         let codes: Vec<u8> =
             values.par_iter().with_min_len(SPAN).map(|x| self.format.code(x * inverse)).collect();

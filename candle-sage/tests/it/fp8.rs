@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_sage::fp8::Fp8Format::{self, E4M3, E5M2};
 use candle_sage::nn;
-use candle_sage::ops::{Fp8Copies, Fp8Linear, Fp8Matrix, Fp8Sums, fp8_linear};
+use candle_sage::ops::{self, Fp8Copies, Fp8Linear, Fp8Matrix, Fp8Scales, Fp8Sums, fp8_linear};
 
 use crate::support::{Normals, f64s, relative_l2};
 
@@ -129,5 +129,70 @@ fn a_nan_is_not_hidden() -> Result<()> {
     assert_eq!(nans, [5; 16]);
     let zeros = Tensor::zeros((16, 16), DType::F32, &Device::Cpu)?;
     assert_eq!(values(&fp8_linear(&zeros, &zeros, Fp8Linear::default())?)?, [0.0; 256]);
+    Ok(())
+}
+
+/// Steps of delayed scaling: the scale is that of the running maximum with a margin of 4, values beyond it saturate and are counted, and
+/// a restored state goes on alike.
+#[test]
+fn scales_follow_the_largest_values() -> Result<()> {
+    let scales = Fp8Scales::new(&[E4M3, E5M2], &Device::Cpu)?;
+    let of = |scales: &std::sync::Arc<Fp8Scales>, index, size: f32| -> Result<f32> {
+        let x = Tensor::full(size, (16, 16), &Device::Cpu)?;
+        Fp8Matrix::quantize_with(&x, Fp8Copies::Rows, &scales.at(index))?
+            .scale()
+            .to_vec1::<f32>()
+            .map(|scale| scale[0])
+    };
+    assert_eq!(scales.state()?, [[0.0, 0.0]; 2]);
+    // 4 x 3 = 12 is below 448 / 32 = 14; 4 x 3000 below 57344 / 4 = 14336.
+    assert_eq!([of(&scales, 0, 3.0)?, of(&scales, 1, 3000.0)?], [1.0 / 32.0, 0.25]);
+    // 15 / (1 / 32) = 480 saturates.
+    assert_eq!(of(&scales, 0, 15.0)?, 1.0 / 32.0);
+    assert_eq!([scales.take_saturated()?, scales.take_saturated()?], [256, 0]);
+    assert_eq!(scales.largest()?.to_vec1::<f32>()?, [15.0, 3000.0]);
+    scales.rescale()?;
+    assert_eq!(scales.state()?, [[0.25, 15.0], [0.25, 3000.0]]);
+    // Other processes saw more; what is not finite changes nothing.
+    of(&scales, 0, f32::NAN)?;
+    scales.set_largest(&Tensor::new(&[100f32, f32::INFINITY], &Device::Cpu)?)?;
+    scales.rescale()?;
+    assert_eq!(scales.state()?, [[1.0, 100.0], [0.25, 3000.0 * 0.95]]);
+    let again = Fp8Scales::new(&[E4M3, E5M2], &Device::Cpu)?;
+    again.restore(&scales.state()?)?;
+    assert_eq!([of(&again, 0, 1.0)?, of(&scales, 0, 1.0)?], [1.0, 1.0]);
+    [&again, &scales].map(|scales| scales.rescale()).into_iter().collect::<Result<()>>()?;
+    assert_eq!(again.state()?, scales.state()?);
+    assert!(scales.restore(&[[1.0, 1.0]]).expect_err("of two matrices").to_string().contains("hint:"));
+    assert!(scales.set_largest(&Tensor::new(&[1f32], &Device::Cpu)?).is_err());
+    Ok(())
+}
+
+/// On the CPU a fused operator is the plain one and a quantization.
+#[test]
+fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {
+    let mut normals = Normals::new(4);
+    let scales = Fp8Scales::new(&[E4M3; 3], &Device::Cpu)?;
+    let (both, dy) =
+        (draw(&mut normals, (32, 96), &Device::Cpu)?, draw(&mut normals, (32, 48), &Device::Cpu)?);
+    let (gate, up) = (both.narrow(1, 0, 48)?, both.narrow(1, 48, 48)?);
+    let codes = |matrix: &Fp8Matrix| matrix.codes().expect("rows").to_vec2::<u8>();
+    let plain = |x: &Tensor, index| Fp8Matrix::quantize_with(x, Fp8Copies::Both, &scales.at(index));
+    let (dboth, y) = ops::swiglu_backward_fp8(&gate, &up, &dy, &scales.at(0), Some(&scales.at(1)))?;
+    let (expected, again) = ops::swiglu_backward(&gate, &up, &dy, true)?;
+    assert_eq!(codes(&dboth)?, codes(&plain(&expected, 0)?)?);
+    let (y, again) = (y.expect("y"), again.expect("y"));
+    assert_eq!(codes(&y.t())?, codes(&plain(&again, 1)?.t())?);
+    assert!(y.codes().is_none());
+    let (x, weight) =
+        (draw(&mut normals, (32, 48), &Device::Cpu)?, Tensor::ones(48, DType::F32, &Device::Cpu)?);
+    for residual in [Some(&dy), None] {
+        let (sum, normed) =
+            ops::residual_rms_norm_fp8(&x, residual, &weight, 1e-6, Fp8Copies::Rows, &scales.at(2))?;
+        let expected = residual.map_or_else(|| Ok(x.clone()), |residual| &x + residual)?;
+        assert_eq!(values(&sum)?, values(&expected)?);
+        assert_eq!(codes(&normed)?, codes(&plain(&ops::rms_norm(&expected, &weight, 1e-6)?, 2)?)?);
+    }
+    assert!(ops::swiglu_fp8(&gate, &both, Fp8Copies::Rows, &scales.at(0)).is_err());
     Ok(())
 }

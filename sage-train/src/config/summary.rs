@@ -128,7 +128,7 @@ impl Config {
     /// Nothing where they compute as everything else does.
     fn linear(&self) -> String {
         let m = &self.model;
-        let LinearPrecision::Fp8(settings) = m.linear else { return String::new() };
+        let LinearPrecision::Fp8(settings, scaling) = m.linear else { return String::new() };
         let others = match m.linear_compute_layers.len() {
             0 => String::new(),
             _ => {
@@ -136,7 +136,11 @@ impl Config {
                 format!("; in the compute type in layers {}", layers.join(", "))
             }
         };
-        format!("FP8 in training, gradients {:?}, sums {:?}{others}", settings.gradient, settings.sums[0])
+        let sums = settings.sums[0];
+        format!(
+            "FP8 in training, gradients {:?}, scaling {scaling:?}, sums {sums:?}{others}",
+            settings.gradient
+        )
     }
 
     fn attention(&self) -> String {

@@ -9,7 +9,8 @@ use candle_sage::{Attention, Scheme};
 
 use super::config::LlamaConfig;
 use super::layers::Norm;
-use super::linear::{Linear, LinearPrecision, Operand};
+use super::linear::Linear;
+use super::operands::{Operand, Operands, Place};
 use super::parameters::Parameters;
 use super::sla2::{Selected, Sla2Layer, Stage};
 use super::ulysses::{Heads, Ulysses};
@@ -88,8 +89,8 @@ pub(super) struct SelfAttention {
     query_key: Linear,
     value: Linear,
     output: Linear,
-    /// Of the products in training.
-    linear: LinearPrecision,
+    /// Of training.
+    operands: Operands,
     norms: Option<[Norm; 2]>,
     /// Numbers of query, key and value heads.
     heads: [usize; 3],
@@ -149,7 +150,7 @@ impl SelfAttention {
             query_key: linear(&["q_proj", "k_proj"])?.backward_only(),
             value: linear(&["v_proj"])?.backward_only(),
             output: linear(&["o_proj"])?,
-            linear: config.linear_of(layer),
+            operands: Operands::new(config, parameters, layer)?,
             norms: if config.qk_norm { Some([norm("q_norm")?, norm("k_norm")?]) } else { None },
             heads: [config.heads, config.key_heads, config.key_heads],
             head_dim: config.head_dim,
@@ -274,7 +275,7 @@ impl SelfAttention {
                 (out, Vjp::Dense(Box::new(vjp)))
             }
         };
-        let rows = self.linear.input(self.to_rows(&out, rotary, rows, &[Heads::Queries])?)?;
+        let rows = self.operands.of(self.to_rows(&out, rotary, rows, &[Heads::Queries])?, Place::Attended)?;
         Ok(Core { inputs, out, rows, vjp })
     }
 
@@ -320,9 +321,9 @@ impl SelfAttention {
         let (dquery, dkey) = (dquery.reshape(query.dims())?, dkey.reshape(key.dims())?);
         let dprojected = rotary.backward([&query, &key], self.norms.as_ref(), [&dquery, &dkey])?;
         let dprojected = self.to_rows(&dprojected, rotary, rows, &[Heads::Queries, Heads::Keys])?;
-        let dx = self.query_key.backward(x, &self.linear.gradient(dprojected)?)?;
+        let dx = self.query_key.backward(x, &self.operands.of(dprojected, Place::QueryKey)?)?;
         let dvalue = self.to_rows(&dvalue, rotary, rows, &[Heads::Keys])?;
-        self.value.backward_into(&dx, x, &self.linear.gradient(dvalue)?)?;
+        self.value.backward_into(&dx, x, &self.operands.of(dvalue, Place::Value)?)?;
         Ok(dx)
     }
 }

@@ -7,7 +7,8 @@ use candle_sage::ops;
 use super::attention::{Cached, Kept as AttentionKept, Observe, Rotary, SelfAttention};
 use super::config::{LlamaConfig, Recompute};
 use super::layers::{Norm, Stream};
-use super::linear::{Linear, LinearPrecision, Operand};
+use super::linear::Linear;
+use super::operands::{Operand, Operands, Place};
 use super::parameters::Parameters;
 use super::sla2::Selected;
 use crate::ranks::Group;
@@ -17,8 +18,8 @@ pub(super) struct Block {
     attention: Option<(Norm, SelfAttention)>,
     mlp_norm: Norm,
     mlp: FeedForward,
-    /// Of the products in training. Everything else computes in the compute type.
-    linear: LinearPrecision,
+    /// Of training. Everything else computes in the compute type.
+    operands: Operands,
     recompute: Recompute,
 }
 
@@ -63,7 +64,7 @@ impl Block {
             attention,
             mlp_norm: norm("post_attention_layernorm")?,
             mlp: FeedForward { gate_up: linear(&["gate_proj", "up_proj"])?, down: linear(&["down_proj"])? },
-            linear: config.linear_of(layer),
+            operands: Operands::new(config, parameters, layer)?,
             recompute: config.recompute,
         })
     }
@@ -83,7 +84,7 @@ impl Block {
     /// See [`SelfAttention::selected`].
     pub(super) fn selected(&self, stream: &Stream, rotary: &Rotary) -> Result<Option<Selected>> {
         let Some((norm, attention)) = &self.attention else { return Ok(None) };
-        attention.selected(&norm.enter_linear(stream, LinearPrecision::Compute)?.1, rotary)
+        attention.selected(&Operand::Compute(norm.enter(stream)?.1), rotary)
     }
 
     /// The forward without a backward, for whole sequences or for tokens that follow those in a cache.
@@ -94,11 +95,12 @@ impl Block {
         cached: Option<Cached<'_>>,
     ) -> Result<Stream> {
         if let Some((norm, attention)) = &self.attention {
-            let (sum, normed) = norm.enter_linear(&stream, LinearPrecision::Compute)?;
+            let (sum, normed) = norm.enter(&stream)?;
+            let normed = Operand::Compute(normed);
             stream = Stream { sum, last: Some(attention.forward(&normed, rotary, cached)?) };
         }
-        let (sum, normed) = self.mlp_norm.enter_linear(&stream, LinearPrecision::Compute)?;
-        let [gate, up] = halves(&self.mlp.gate_up.forward(&normed)?)?;
+        let (sum, normed) = self.mlp_norm.enter(&stream)?;
+        let [gate, up] = halves(&self.mlp.gate_up.forward(&Operand::Compute(normed))?)?;
         let hidden = Operand::Compute(ops::swiglu(&gate, &up)?);
         Ok(Stream { sum, last: Some(self.mlp.down.forward(&hidden)?) })
     }
@@ -119,16 +121,16 @@ impl Block {
     fn inner(&self, mut stream: Stream, rotary: &Rotary, keep: bool) -> Result<(Stream, Inner)> {
         let mut kept_attention = None;
         if let Some((norm, attention)) = &self.attention {
-            let (sum, normed) = norm.enter_linear(&stream, self.linear)?;
+            let (sum, normed) = self.operands.normed(norm, &stream, Place::Normed)?;
             let (out, kept) = attention.train(&normed, rotary, keep)?;
             kept_attention = Some((sum.clone(), normed.kept(), kept));
             stream = Stream { sum, last: Some(out) };
         }
-        let (sum, normed) = self.mlp_norm.enter_linear(&stream, self.linear)?;
+        let (sum, normed) = self.operands.normed(&self.mlp_norm, &stream, Place::MlpNormed)?;
         let gate_up = self.mlp.gate_up.forward(&normed)?;
         let middle = (sum, normed.kept());
         let [gate, up] = halves(&gate_up)?;
-        let hidden = self.linear.input(ops::swiglu(&gate, &up)?)?;
+        let hidden = self.operands.hidden(&gate, &up)?;
         let stream = Stream { sum: middle.0.clone(), last: Some(self.mlp.down.forward(&hidden)?) };
         let hidden = keep.then_some(hidden.kept());
         Ok((stream, Inner { attention: kept_attention, middle, gate_up, hidden }))
@@ -148,23 +150,22 @@ impl Block {
             Kept::Input(stream) => self.inner(stream, rotary, true)?.1,
         };
         let mlp = &self.mlp;
-        let dout = self.linear.gradient(dstream.clone())?;
+        let dout = self.operands.of(dstream.clone(), Place::Down)?;
         let dhidden = mlp.down.backward_input(&dout)?;
         let [gate, up] = halves(&gate_up)?;
-        let (dgate_up, again) = ops::swiglu_backward(&gate, &up, &dhidden, hidden.is_none())?;
+        let (dgate_up, again) = self.operands.gated(&gate, &up, &dhidden, hidden.is_none())?;
         drop((gate_up, gate, up, dhidden));
-        let again = again.map(|again| self.linear.input_again(again)).transpose()?;
         if let Some(hidden) = hidden.or(again) {
             mlp.down.backward_weight(&hidden, &dout)?;
         }
         drop(dout);
-        let dnormed = mlp.gate_up.backward(&normed, &self.linear.gradient(dgate_up)?)?;
+        let dnormed = mlp.gate_up.backward(&normed, &dgate_up)?;
         drop(normed);
         let dstream = self.mlp_norm.backward(&sum, &dnormed, Some(&dstream))?;
         let (Some((norm, attention)), Some((sum, normed, kept))) = (&self.attention, kept_attention) else {
             return Ok(dstream);
         };
-        let dout = self.linear.gradient(dstream.clone())?;
+        let dout = self.operands.of(dstream.clone(), Place::Output)?;
         let dnormed = attention.backward(kept, &normed, &dout, rotary, observe)?;
         norm.backward(&sum, &dnormed, Some(&dstream))
     }

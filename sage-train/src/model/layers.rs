@@ -3,7 +3,6 @@
 use candle_core::{Result, Tensor};
 use candle_sage::ops;
 
-use super::linear::{LinearPrecision, Operand};
 use super::parameters::{Parameters, Weight};
 
 /// RMSNorm of the residual stream before attention, before the feed-forward network and before the output, or
@@ -34,16 +33,6 @@ impl Norm {
             Some(last) => ops::residual_rms_norm(&stream.sum, last, weight, self.eps),
             None => Ok((stream.sum.clone(), ops::rms_norm(&stream.sum, weight, self.eps)?)),
         }
-    }
-
-    /// As [`Norm::enter`], for linear layers.
-    pub(super) fn enter_linear(
-        &self,
-        stream: &Stream,
-        precision: LinearPrecision,
-    ) -> Result<(Tensor, Operand)> {
-        let (sum, normed) = self.enter(stream)?;
-        Ok((sum, precision.input(normed)?))
     }
 
     /// Returns the gradient of the residual stream at the norm's input. `dnormed` is the gradient of the

@@ -7,6 +7,7 @@ use candle_sage::Error;
 use candle_sage::fp8::Fp8Format;
 use candle_sage::ops::{self, Fp8Copies, Fp8Linear, Fp8Matrix};
 
+use super::operands::Operand;
 use super::parameters::{Parameters, Weight};
 
 /// What the products of linear layers compute in.
@@ -15,7 +16,16 @@ pub enum LinearPrecision {
     /// The compute type of the model.
     Compute,
     /// FP8, with a scale for each matrix.
-    Fp8(Fp8Linear),
+    Fp8(Fp8Linear, Scaling),
+}
+
+/// Where the scale of a matrix in FP8 comes from. Weights always have that of their largest value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scaling {
+    /// The matrix's own largest value, which takes a second pass over memory.
+    Current,
+    /// The largest values of earlier steps, with a margin.
+    Delayed,
 }
 
 impl LinearPrecision {
@@ -23,7 +33,7 @@ impl LinearPrecision {
     pub fn kept_bytes(self, element: u64) -> u64 {
         match self {
             Self::Compute => element,
-            Self::Fp8(_) => 1,
+            Self::Fp8(..) => 1,
         }
     }
 
@@ -31,7 +41,7 @@ impl LinearPrecision {
     pub fn copied_bytes(self) -> u64 {
         match self {
             Self::Compute => 0,
-            Self::Fp8(_) => 2,
+            Self::Fp8(..) => 2,
         }
     }
 
@@ -40,7 +50,7 @@ impl LinearPrecision {
         match self {
             Self::Compute => 1.0,
             // 96.3 and 57.3 ms for the products of the 325M model on an H100 (PyTorch, 2026-11-25).
-            Self::Fp8(_) => 1.68,
+            Self::Fp8(..) => 1.68,
         }
     }
 
@@ -50,65 +60,13 @@ impl LinearPrecision {
     /// When the products do not take it.
     pub fn check(self, name: &str, number: usize) -> candle_sage::Result<()> {
         match self {
-            Self::Fp8(_) if !number.is_multiple_of(ops::FP8_MULTIPLE) => {
+            Self::Fp8(..) if !number.is_multiple_of(ops::FP8_MULTIPLE) => {
                 Err(Error::new(format!("{name} does not fit products in FP8"))
                     .got(number)
                     .allowed(format!("a multiple of {}", ops::FP8_MULTIPLE))
                     .hint("--linear bf16 takes any number"))
             }
-            Self::Compute | Self::Fp8(_) => Ok(()),
-        }
-    }
-
-    /// The input of linear layers, (rows, inputs).
-    pub(super) fn input(self, x: Tensor) -> Result<Operand> {
-        self.operand(x, Fp8Format::E4M3, Fp8Copies::Both)
-    }
-
-    /// The input of linear layers of which only the gradient of their weights is wanted.
-    pub(super) fn input_again(self, x: Tensor) -> Result<Operand> {
-        self.operand(x, Fp8Format::E4M3, Fp8Copies::Columns)
-    }
-
-    /// The gradient of the output of linear layers, (rows, outputs).
-    pub(super) fn gradient(self, dy: Tensor) -> Result<Operand> {
-        let format = match self {
-            Self::Compute => Fp8Format::E4M3,
-            Self::Fp8(settings) => settings.gradient,
-        };
-        self.operand(dy, format, Fp8Copies::Both)
-    }
-
-    fn operand(self, x: Tensor, format: Fp8Format, copies: Fp8Copies) -> Result<Operand> {
-        Ok(match self {
-            Self::Compute => Operand::Compute(x),
-            Self::Fp8(settings) => Operand::Fp8(Fp8Matrix::quantize(&x, format, copies)?, settings),
-        })
-    }
-}
-
-/// An operand of linear layers, (rows, columns), in the form that their products read. An op whose output is an operand can write
-/// this form itself.
-#[derive(Debug, Clone)]
-pub(super) enum Operand {
-    Compute(Tensor),
-    Fp8(Fp8Matrix, Fp8Linear),
-}
-
-impl Operand {
-    /// The number of rows.
-    pub(super) fn rows(&self) -> Result<usize> {
-        match self {
-            Self::Compute(x) => x.dim(0),
-            Self::Fp8(x, _) => Ok(x.dims().0),
-        }
-    }
-
-    /// What the gradient of the weight reads of an input.
-    pub(super) fn kept(self) -> Self {
-        match self {
-            Self::Compute(x) => Self::Compute(x),
-            Self::Fp8(x, settings) => Self::Fp8(x.without_rows(), settings),
+            Self::Compute | Self::Fp8(..) => Ok(()),
         }
     }
 }

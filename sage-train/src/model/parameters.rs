@@ -8,13 +8,15 @@
 
 mod draw;
 mod loading;
+mod scales;
+mod weight;
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_sage::ops;
+use candle_sage::ops::{self, Fp8Scales};
 use rayon::prelude::*;
 
 use super::pieces::{Layout, Piece, overlap};
@@ -22,6 +24,9 @@ use super::snapshot::Snapshot;
 use super::spec::ParameterSpec;
 use crate::during;
 use crate::ranks::{Group, Mesh, Ranks};
+
+use scales::rescale;
+pub use weight::Weight;
 
 /// Elements per slice in the comparison of weights.
 const SLICE: usize = 1 << 23;
@@ -46,6 +51,8 @@ pub struct Parameters {
     pub(super) filled: Vec<Arc<AtomicBool>>,
     /// Number of updates.
     updates: Arc<AtomicU64>,
+    /// Scales of operands in FP8 that follow from earlier steps.
+    scales: OnceLock<Arc<Fp8Scales>>,
 }
 
 /// The values of one piece.
@@ -101,46 +108,6 @@ impl<'a> InitialValues<'a> {
     /// Weights, and moments of zero.
     pub(crate) fn weights(weights: &'a Weights<'a>) -> Self {
         Self { weights, moments: None }
-    }
-}
-
-/// A parameter of a model, or several adjacent matrices as one: its value, and its gradient if it is trained.
-#[derive(Debug, Clone)]
-pub struct Weight {
-    /// In the model's compute type; vectors and routers in f32.
-    pub value: Tensor,
-    /// In f32.
-    pub gradient: Option<Tensor>,
-    /// Whether the gradient has been written since it was cleared, for each parameter in this weight.
-    filled: Vec<Arc<AtomicBool>>,
-    updates: Arc<AtomicU64>,
-}
-
-impl Weight {
-    /// The number of updates that made the value what it is.
-    pub(super) fn update(&self) -> u64 {
-        self.updates.load(Ordering::Relaxed)
-    }
-
-    /// The tensor that the gradient is added to.
-    ///
-    /// # Errors
-    /// When the model was not made for training.
-    pub fn gradient(&self) -> Result<&Tensor> {
-        match &self.gradient {
-            Some(gradient) => Ok(gradient),
-            None => candle_core::bail!("the model was not made for training"),
-        }
-    }
-
-    /// For products that write the whole gradient: returns whether the product has to add to the present
-    /// contents, and marks the gradient as written. Returns false for the first product since
-    /// [`Parameters::clear_gradients`].
-    pub(super) fn take_turn(&self) -> bool {
-        let turns: Vec<bool> =
-            self.filled.iter().map(|filled| filled.swap(true, Ordering::Relaxed)).collect();
-        debug_assert!(turns.iter().all(|turn| *turn == turns[0]), "filled in part");
-        turns[0]
     }
 }
 
@@ -227,8 +194,8 @@ impl Parameters {
             _ => Some([zeros(node)?, zeros(node)?, plain(nodes)?]),
         };
         let filled = specs.iter().map(|_| Arc::default()).collect();
-        let updates = Arc::default();
-        Ok(Self { specs, layout, mesh, moments, held, gradients, received, filled, updates })
+        let (updates, scales) = (Arc::default(), OnceLock::new());
+        Ok(Self { specs, layout, mesh, moments, held, gradients, received, filled, updates, scales })
     }
 
     /// A parameter as the model uses it.
@@ -359,7 +326,8 @@ impl Parameters {
                 last = Some(shards.gather(&copy.map_or_else(|| state.get(0), Ok)?, values)?);
             }
         }
-        last.map_or(Ok(()), |last| shards.wait(last))
+        last.map_or(Ok(()), |last| shards.wait(last))?;
+        self.scales.get().map_or(Ok(()), |scales| rescale(scales, ranks))
     }
 
     /// Numbers that are equal to the bit on all ranks whose models read the same weights: for each piece the
@@ -436,7 +404,8 @@ impl Parameters {
 
     fn snapshot(&self, held: Vec<(usize, Tensor)>) -> Result<Snapshot> {
         let (specs, layout) = (self.specs.clone(), self.layout.clone());
-        Ok(Snapshot { specs, layout, moments: self.moments, held })
+        let scales = self.scales.get().map_or_else(|| Ok(Vec::new()), |scales| scales.state())?;
+        Ok(Snapshot { specs, layout, moments: self.moments, held, scales })
     }
 }
 

@@ -26,6 +26,8 @@ pub struct Snapshot {
     pub(super) moments: &'static [&'static str],
     /// The first element in the layout, and the values, (rows, elements).
     pub(super) held: Vec<(usize, Tensor)>,
+    /// The state of scales in FP8.
+    pub(crate) scales: Vec<[f32; 2]>,
 }
 
 impl Snapshot {

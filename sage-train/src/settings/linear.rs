@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::LayerList;
 use super::layer::layer;
-use crate::model::LinearPrecision;
+use crate::model::{LinearPrecision, Scaling};
 
 /// What the products of linear layers compute in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -27,6 +27,16 @@ pub enum FormatSetting {
     E4m3,
     /// 2 bits of mantissa, a wider range
     E5m2,
+}
+
+/// Where the scale of an operand in FP8 comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ScalingSetting {
+    /// The largest values of earlier steps, with a margin of 4: one pass over memory
+    Delayed,
+    /// The operand's own largest value: two passes
+    Current,
 }
 
 /// What FP8 products on a GPU sum in.
@@ -49,6 +59,9 @@ pub struct LinearSettings {
     /// FP8: format of the gradients of the layers' outputs [default: e4m3]
     #[arg(long, value_enum)]
     pub linear_gradient: Option<FormatSetting>,
+    /// FP8: which largest value gives an operand its scale [default: delayed]
+    #[arg(long, value_enum)]
+    pub linear_scaling: Option<ScalingSetting>,
     /// FP8: what the products sum in on a GPU [default: fast]
     #[arg(long, value_enum)]
     pub linear_sums: Option<SumsSetting>,
@@ -58,7 +71,7 @@ pub struct LinearSettings {
 }
 
 layer! {
-    LinearSettings: linear, linear_gradient, linear_sums, linear_bf16_layers [Whole]
+    LinearSettings: linear, linear_gradient, linear_scaling, linear_sums, linear_bf16_layers [Whole]
 }
 
 impl LinearSettings {
@@ -75,13 +88,18 @@ impl LinearSettings {
             SumsSetting::Fast => Fp8Sums::Fast,
             SumsSetting::F32 => Fp8Sums::F32,
         };
-        LinearPrecision::Fp8(Fp8Linear::default().gradient(gradient).sums([sums; 3]))
+        let scaling = match self.linear_scaling.unwrap_or(ScalingSetting::Delayed) {
+            ScalingSetting::Delayed => Scaling::Delayed,
+            ScalingSetting::Current => Scaling::Current,
+        };
+        LinearPrecision::Fp8(Fp8Linear::default().gradient(gradient).sums([sums; 3]), scaling)
     }
 
     /// The first setting that has an effect with FP8 alone.
     pub fn first_of_fp8(&self) -> Option<&'static str> {
         let given = [
             ("linear-gradient", self.linear_gradient.is_some()),
+            ("linear-scaling", self.linear_scaling.is_some()),
             ("linear-sums", self.linear_sums.is_some()),
             ("linear-bf16-layers", self.linear_bf16_layers.is_some()),
         ];

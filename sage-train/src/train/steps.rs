@@ -216,6 +216,8 @@ impl Run<'_> {
             ));
         }
         (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
+        point.fp8_saturated =
+            self.trainer.take_saturated().map_err(during("cannot count saturated values"))?;
         if config.model.sla2.is_some() && self.ranks.rank().index == 0 {
             let cut = config.data.cut(&data.tokenizer);
             // Alone: with shared sequences the other ranks do not take part.

@@ -113,6 +113,11 @@ impl<'a> Trainer<'a> {
         self.parameters.state()
     }
 
+    /// How many values of this rank's operands in FP8 have saturated since the last call.
+    pub(super) fn take_saturated(&self) -> candle_core::Result<Option<u64>> {
+        self.parameters.take_saturated()
+    }
+
     /// Checks that all ranks have the same weights.
     ///
     /// # Errors

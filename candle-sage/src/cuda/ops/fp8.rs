@@ -1,66 +1,280 @@
-//! Quantization to FP8 on the GPU.
+//! Quantization to FP8 on the GPU, alone and at the end of other ops.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
+use cudarc::driver::CudaSlice;
 
-use super::tensor::{Dense, Float, PARTS, count, start_of};
-use crate::cuda::address::{Address, address};
-use crate::cuda::compiled::constants::fp8::{COLUMNS, ROWS, THREADS, V};
+use super::rms_norm::inverse_rms;
+use super::swiglu::rows_of_swiglu;
+use super::tensor::{Dense, Float, PARTS, count, element, start_of};
+use crate::cuda::address::{Address, address, address_at, address_if_any, first_index};
+use crate::cuda::compiled::constants::quant_fp8_tile::{
+    FP8_COLUMNS as COLUMNS, FP8_ROWS as ROWS, FP8_THREADS as THREADS,
+};
 use crate::cuda::compiled::kernel;
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::error::Error;
 use crate::fp8::Fp8Format;
 use crate::launch::{Launch, Operand};
-use crate::ops::fp8::{Quantize, Quantized};
+use crate::ops::fp8::{Fp8Copies, Quantize, QuantizeWith, Quantized};
+use crate::ops::fp8_fused::{Fp8Site, NormFp8, SwiGluBackwardFp8, SwiGluFp8};
+use crate::ops::fp8_scales::Rescale;
 
 const NAME: &str = "fp8-quantize";
+
+/// The codes of a matrix that a kernel writes.
+struct Codes {
+    rows: Option<CudaSlice<u8>>,
+    columns: Option<CudaSlice<u8>>,
+    dims: (usize, usize),
+}
+
+impl Codes {
+    fn new(gpu: &Gpu, dims: (usize, usize), copies: Fp8Copies) -> Result<Self> {
+        let alloc = |wanted: bool| wanted.then(|| gpu.alloc::<u8>(dims.0 * dims.1)).transpose();
+        Ok(Self { rows: alloc(copies.has_rows())?, columns: alloc(copies.has_columns())?, dims })
+    }
+
+    /// The parameters, without scale and largest value.
+    fn params(&self, gpu: &Gpu, e5m2: bool) -> Result<params::Fp8Codes<'_>> {
+        Ok(params::Fp8Codes {
+            row_codes: address_if_any(self.rows.as_ref(), gpu),
+            column_codes: address_if_any(self.columns.as_ref(), gpu),
+            rows: count("rows", self.dims.0)?,
+            columns: count("columns", self.dims.1)?,
+            e5m2: i32::from(e5m2),
+            ..Default::default()
+        })
+    }
+
+    /// As [`Codes::params`], with a matrix's place in the state of its scales.
+    fn params_at<'a>(&'a self, gpu: &Gpu, site: Fp8Site, state: &Site<'a>) -> Result<params::Fp8Codes<'a>> {
+        let Site { scale, largest, saturated, .. } = *state;
+        Ok(params::Fp8Codes { scale, largest, saturated, ..self.params(gpu, site.e5m2)? })
+    }
+
+    fn into_storages(self, gpu: &Gpu) -> [Option<CudaStorage>; 2] {
+        let storage = |codes: CudaSlice<u8>| CudaStorage::wrap_cuda_slice(codes, gpu.device.clone());
+        [self.rows.map(storage), self.columns.map(storage)]
+    }
+
+    /// A block for each tile.
+    fn grid(dims: (usize, usize)) -> Grid {
+        let tiles = (dims.0.div_ceil(ROWS).max(1) as u32, dims.1.div_ceil(COLUMNS).max(1) as u32, 1);
+        Grid { blocks: tiles, threads: (THREADS as u32, 1, 1), shared_bytes: 0 }
+    }
+}
+
+/// A matrix's place in the state of `Fp8Scales`: f32 (5, matrices).
+struct Site<'a> {
+    scale: Address<'a>,
+    largest: Address<'a>,
+    running: Address<'a>,
+    saturated: Address<'a>,
+    format: Address<'a>,
+}
+
+impl<'a> Site<'a> {
+    fn new((storage, layout): Operand<'a>, index: usize, gpu: &Gpu) -> Result<Self> {
+        let (first, (_, matrices)) = (first_index(layout), layout.shape().dims2()?);
+        let row = |n: usize| element(storage, first + n * matrices + index, gpu);
+        Ok(Self { scale: row(0)?, largest: row(1)?, running: row(2)?, saturated: row(3)?, format: row(4)? })
+    }
+
+    /// The rescaling of `count` matrices from this one on.
+    fn rescale(&self, gpu: &Gpu, count: usize) -> Result<()> {
+        let params = params::Fp8Rescale {
+            scale: self.scale,
+            largest: self.largest,
+            running: self.running,
+            formats: self.format,
+            count: count as i32,
+            e5m2: 0,
+        };
+        launch(gpu, kernel!("fp8_rescale"), Grid::line(count.div_ceil(THREADS), THREADS), &params)
+    }
+}
+
+/// A kernel's name for a type of elements.
+fn named(kernel: &str, float: Float) -> String {
+    format!("{kernel}_{}", float.name())
+}
+
+fn check_start(what: &str, starts: &[Address<'_>]) -> Result<()> {
+    if starts.iter().all(|start| start.is_multiple_of(16)) {
+        return Ok(());
+    }
+    Err(Error::unsupported(format!("{what} on CUDA moves 16 bytes at a time"))
+        .got("a tensor that starts between them")
+        .allowed("tensors that start on 16 bytes")
+        .hint("`force_contiguous()` copies it")
+        .into())
+}
+
+/// Finds the largest value of a matrix.
+fn measure(gpu: &Gpu, float: Float, params: &params::Fp8Quantize<'_>, dims: (usize, usize)) -> Result<()> {
+    // A thread takes eight values at once.
+    let blocks = (dims.0 * dims.1).div_ceil(THREADS * 8).min(2 * PARTS);
+    launch(gpu, &named(kernel!("fp8_largest"), float), Grid::line(blocks, THREADS), params)
+}
 
 impl Launch<Operand<'_>, Quantized<CudaStorage>> for Quantize {
     fn launch(&self, x: Operand<'_>) -> Result<Quantized<CudaStorage>> {
         let gpu = Gpu::new(x.0.device())?;
-        let float = Float::of(NAME, x.0)?;
-        let (rows, columns) = x.1.shape().dims2()?;
+        let (float, dims) = (Float::of(NAME, x.0)?, x.1.shape().dims2()?);
         let x = Dense::new(x, &gpu)?;
-        let codes = |wanted: bool| {
-            let codes = wanted.then(|| gpu.alloc::<u8>(rows * columns)).transpose()?;
-            Ok::<_, candle_core::Error>(
-                codes.map(|codes| CudaStorage::wrap_cuda_slice(codes, gpu.device.clone())),
-            )
-        };
-        let (own, turned) = (codes(self.copies.has_rows())?, codes(self.copies.has_columns())?);
-        let place = |codes| -> Result<Address<'_>> {
-            match codes {
-                Some(codes) => start_of(codes, &gpu),
-                None => Ok(Address::NULL),
-            }
-        };
-        let largest = gpu.alloc_zeros::<u32>(1)?;
+        let codes = Codes::new(&gpu, dims, self.copies)?;
+        let e5m2 = self.format == Fp8Format::E5M2;
+        // The largest value, and the number of saturated ones, of which there are none.
+        let seen = gpu.alloc_zeros::<u32>(2)?;
         let scale = Float::F32.alloc(&gpu, 1)?;
+        let [largest, at_scale] = [address(&seen, &gpu), start_of(&scale, &gpu)?];
         let params = params::Fp8Quantize {
             x: x.start(&gpu)?,
-            row_codes: place(own.as_ref())?,
-            column_codes: place(turned.as_ref())?,
-            largest: address(&largest, &gpu),
-            scale: start_of(&scale, &gpu)?,
-            rows: count("rows", rows)?,
-            columns: count("columns", columns)?,
-            e5m2: i32::from(self.format == Fp8Format::E5M2),
+            codes: params::Fp8Codes {
+                scale: at_scale,
+                largest,
+                saturated: address_at(&seen, 1, &gpu)?,
+                ..codes.params(&gpu, e5m2)?
+            },
+        };
+        check_start(NAME, &[params.x])?;
+        measure(&gpu, float, &params, dims)?;
+        let rescale = params::Fp8Rescale {
+            scale: at_scale,
+            largest,
+            count: 1,
+            e5m2: i32::from(e5m2),
             ..Default::default()
         };
-        if !params.x.is_multiple_of(16) {
-            return Err(Error::unsupported("quantizing to FP8 on CUDA moves 16 bytes at a time")
-                .got(format!("a matrix {rows} x {columns} that starts between them"))
-                .allowed("a tensor that starts on 16 bytes")
-                .hint("`force_contiguous()` copies it")
-                .into());
+        launch(&gpu, kernel!("fp8_rescale"), Grid::line(1, THREADS), &rescale)?;
+        launch(&gpu, &named(kernel!("fp8_quantize"), float), Codes::grid(dims), &params)?;
+        let [rows, columns] = codes.into_storages(&gpu);
+        Ok(Quantized { rows, columns, scale })
+    }
+}
+
+impl Launch<[Operand<'_>; 2], [Option<CudaStorage>; 2]> for QuantizeWith {
+    fn launch(&self, [x, state]: [Operand<'_>; 2]) -> Result<[Option<CudaStorage>; 2]> {
+        let gpu = Gpu::new(x.0.device())?;
+        let (float, dims) = (Float::of(NAME, x.0)?, x.1.shape().dims2()?);
+        let x = Dense::new(x, &gpu)?;
+        let site = Site::new(state, self.scale.index, &gpu)?;
+        let codes = Codes::new(&gpu, dims, self.op.copies)?;
+        let params =
+            params::Fp8Quantize { x: x.start(&gpu)?, codes: codes.params_at(&gpu, self.scale, &site)? };
+        check_start(NAME, &[params.x])?;
+        if self.measure {
+            measure(&gpu, float, &params, dims)?;
+            site.rescale(&gpu, 1)?;
         }
-        let name = |kernel: &str| format!("{kernel}_{}", float.name());
-        let blocks = (rows * columns).div_ceil(THREADS * V).min(2 * PARTS);
-        launch(&gpu, &name(kernel!("fp8_largest")), Grid::line(blocks, THREADS), &params)?;
-        let tiles = (rows.div_ceil(ROWS).max(1) as u32, columns.div_ceil(COLUMNS).max(1) as u32, 1);
-        let grid = Grid { blocks: tiles, threads: (THREADS as u32, 1, 1), shared_bytes: 0 };
-        launch(&gpu, &name(kernel!("fp8_quantize")), grid, &params)?;
-        Ok(Quantized { rows: own, columns: turned, scale })
+        launch(&gpu, &named(kernel!("fp8_quantize"), float), Codes::grid(dims), &params)?;
+        Ok(codes.into_storages(&gpu))
+    }
+}
+
+impl Launch<Operand<'_>, ()> for Rescale {
+    fn launch(&self, state: Operand<'_>) -> Result<()> {
+        let gpu = Gpu::new(state.0.device())?;
+        let (_, matrices) = state.1.shape().dims2()?;
+        if matrices == 0 {
+            return Ok(());
+        }
+        Site::new(state, 0, &gpu)?.rescale(&gpu, matrices)
+    }
+}
+
+/// Launches a kernel of SwiGLU in FP8.
+fn swiglu(
+    gpu: &Gpu,
+    kernel: &str,
+    float: Float,
+    dims: (usize, usize),
+    params: &params::Fp8SwiGlu<'_>,
+) -> Result<()> {
+    let of = &params.of;
+    check_start("swiglu in FP8", &[of.gate, of.up, of.dy])?;
+    // The strides of rows, in bytes.
+    if [of.gate_row, of.up_row].iter().any(|row| row * float.bytes() as i64 % 16 != 0) {
+        return Err(Error::unsupported("swiglu in FP8 on CUDA moves 16 bytes at a time")
+            .got(format!("rows {} and {} elements apart", of.gate_row, of.up_row))
+            .allowed("rows that start on 16 bytes")
+            .hint("`force_contiguous()` copies them")
+            .into());
+    }
+    launch(gpu, &named(kernel, float), Codes::grid(dims), params)
+}
+
+impl Launch<[Operand<'_>; 3], [Option<CudaStorage>; 2]> for SwiGluFp8 {
+    fn launch(&self, [gate, up, state]: [Operand<'_>; 3]) -> Result<[Option<CudaStorage>; 2]> {
+        let gpu = Gpu::new(gate.0.device())?;
+        let (float, dims) = (Float::of("swiglu", gate.0)?, gate.1.shape().dims2()?);
+        let [gate, up] = rows_of_swiglu([gate, up], &gpu)?;
+        let codes = Codes::new(&gpu, dims, self.copies)?;
+        let site = Site::new(state, self.scale.index, &gpu)?;
+        let params = params::Fp8SwiGlu {
+            of: params::SwiGlu { columns: dims.1 as i64, ..gate.params(&up, &gpu)? },
+            codes: codes.params_at(&gpu, self.scale, &site)?,
+            ..Default::default()
+        };
+        swiglu(&gpu, kernel!("swiglu_fp8_fwd"), float, dims, &params)?;
+        Ok(codes.into_storages(&gpu))
+    }
+}
+
+impl Launch<[Operand<'_>; 4], ([Option<CudaStorage>; 2], Option<CudaStorage>)> for SwiGluBackwardFp8 {
+    fn launch(
+        &self,
+        [gate, up, dy, state]: [Operand<'_>; 4],
+    ) -> Result<([Option<CudaStorage>; 2], Option<CudaStorage>)> {
+        let gpu = Gpu::new(gate.0.device())?;
+        let (float, dims) = (Float::of("swiglu", gate.0)?, gate.1.shape().dims2()?);
+        let dy = Dense::new(dy, &gpu)?;
+        let [gate, up] = rows_of_swiglu([gate, up], &gpu)?;
+        let codes = Codes::new(&gpu, (dims.0, 2 * dims.1), Fp8Copies::Both)?;
+        let site = Site::new(state, self.scale.index, &gpu)?;
+        let again = self.again.map(|again| {
+            let codes = Codes::new(&gpu, dims, Fp8Copies::Columns)?;
+            Ok::<_, candle_core::Error>((again, codes, Site::new(state, again.index, &gpu)?))
+        });
+        let again = again.transpose()?;
+        let params = params::Fp8SwiGlu {
+            of: params::SwiGlu { dy: dy.start(&gpu)?, columns: dims.1 as i64, ..gate.params(&up, &gpu)? },
+            codes: codes.params_at(&gpu, self.scale, &site)?,
+            again: match &again {
+                Some((again, codes, site)) => codes.params_at(&gpu, *again, site)?,
+                None => params::Fp8Codes::default(),
+            },
+        };
+        swiglu(&gpu, kernel!("swiglu_fp8_bwd"), float, dims, &params)?;
+        let again = again.and_then(|(_, codes, _)| codes.into_storages(&gpu)[1].take());
+        Ok((codes.into_storages(&gpu), again))
+    }
+}
+
+impl Launch<[Operand<'_>; 4], (Option<CudaStorage>, [Option<CudaStorage>; 2])> for NormFp8 {
+    fn launch(
+        &self,
+        [x, residual, weight, state]: [Operand<'_>; 4],
+    ) -> Result<(Option<CudaStorage>, [Option<CudaStorage>; 2])> {
+        let gpu = Gpu::new(x.0.device())?;
+        let (float, dims) = (Float::of("rms-norm", x.0)?, x.1.shape().dims2()?);
+        let [x, weight] = [Dense::new(x, &gpu)?, Dense::new(weight, &gpu)?];
+        let residual = self.residual.then(|| Dense::new(residual, &gpu)).transpose()?;
+        let (sum, inverse) = inverse_rms(&gpu, &x, residual.as_ref(), &weight, self.eps)?;
+        let codes = Codes::new(&gpu, dims, self.copies)?;
+        let site = Site::new(state, self.scale.index, &gpu)?;
+        let params = params::Fp8Normed {
+            x: sum.as_ref().map_or_else(|| x.start(&gpu), |sum| start_of(sum, &gpu))?,
+            weight: weight.start(&gpu)?,
+            inverse: address(&inverse, &gpu),
+            weight_type: Float::of("rms-norm", weight.operand().0)? as i32,
+            padding: 0,
+            codes: codes.params_at(&gpu, self.scale, &site)?,
+        };
+        check_start("rms_norm in FP8", &[params.x, params.weight])?;
+        launch(&gpu, &named(kernel!("fp8_normed"), float), Codes::grid(dims), &params)?;
+        Ok((sum, codes.into_storages(&gpu)))
     }
 }

@@ -2,6 +2,7 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
+use cudarc::driver::CudaSlice;
 
 use super::tensor::{Dense, Float, PARTS, Packs, Team, count, partial_sums, start_of};
 use crate::cuda::address::{Address, address};
@@ -21,9 +22,10 @@ struct Extras<'a> {
     sum: Address<'a>,
     dy: Address<'a>,
     partials: Address<'a>,
+    inverse: Address<'a>,
 }
 
-/// Launches a kernel over the last dimension of `x`. Returns y, or with `dy` and `partials` dx.
+/// Launches a kernel over the last dimension of `x`. Returns y, or with `dy` and `partials` dx; with `inverse` nothing is written to it.
 fn run(
     gpu: &Gpu,
     what: &str,
@@ -35,7 +37,7 @@ fn run(
     let (storage, layout) = x.operand();
     let float = Float::of(NAME, storage)?;
     let (len, width) = (layout.shape().elem_count(), layout.dims().last().copied().unwrap_or(1));
-    let out = float.alloc(gpu, len)?;
+    let out = float.alloc(gpu, if extras.inverse == Address::NULL { len } else { 0 })?;
     let mut params = params::RmsNorm {
         x: x.start(gpu)?,
         weight: weight.start(gpu)?,
@@ -44,6 +46,7 @@ fn run(
         sum: extras.sum,
         dy: extras.dy,
         partials: extras.partials,
+        inverse: extras.inverse,
         rows: count("rows", len / width)?,
         width: count("channels", width)?,
         weight_type: Float::of(NAME, weight.operand().0)? as i32,
@@ -56,6 +59,28 @@ fn run(
     let most = if extras.partials == Address::NULL { usize::MAX } else { PARTS };
     launch(gpu, &packs.kernel(what), team.grid(len / width, most), &params)?;
     Ok(out)
+}
+
+/// `x + residual` where there is one, and the inverse root mean square of each row of it.
+pub(super) fn inverse_rms(
+    gpu: &Gpu,
+    x: &Dense<'_>,
+    residual: Option<&Dense<'_>>,
+    weight: &Dense<'_>,
+    eps: f32,
+) -> Result<(Option<CudaStorage>, CudaSlice<f32>)> {
+    let (storage, layout) = x.operand();
+    let len = layout.shape().elem_count();
+    let inverse = gpu.alloc::<f32>(len / layout.dims().last().copied().unwrap_or(1).max(1))?;
+    let sum = residual.map(|_| Float::of(NAME, storage)?.alloc(gpu, len)).transpose()?;
+    let extras = Extras {
+        residual: residual.map_or(Ok(Address::NULL), |residual| residual.start(gpu))?,
+        sum: sum.as_ref().map_or(Ok(Address::NULL), |sum| start_of(sum, gpu))?,
+        inverse: address(&inverse, gpu),
+        ..Extras::default()
+    };
+    run(gpu, kernel!("rms_norm_fwd"), x, weight, eps, &extras)?;
+    Ok((sum, inverse))
 }
 
 impl Launch<[Operand<'_>; 2], CudaStorage> for RmsNorm {

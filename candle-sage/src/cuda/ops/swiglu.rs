@@ -16,7 +16,7 @@ use crate::ops::swiglu::{Gradients, SwiGlu};
 const NAME: &str = "swiglu";
 
 /// A tensor as rows of its last dimension: in place if they are equally far apart, otherwise a copy.
-struct Rows<'a> {
+pub(super) struct Rows<'a> {
     given: Operand<'a>,
     copy: Option<Dense<'a>>,
     columns: usize,
@@ -38,6 +38,25 @@ impl<'a> Rows<'a> {
     }
 }
 
+/// Gate and up as rows.
+pub(super) fn rows_of_swiglu<'a>([gate, up]: [Operand<'a>; 2], gpu: &Gpu) -> Result<[Rows<'a>; 2]> {
+    Ok([Rows::new(gate, gpu)?, Rows::new(up, gpu)?])
+}
+
+impl Rows<'_> {
+    /// The parameters for these rows as gate, and others as up.
+    pub(super) fn params<'a>(&'a self, up: &'a Rows<'_>, gpu: &Gpu) -> Result<params::SwiGlu<'a>> {
+        Ok(params::SwiGlu {
+            gate: start(self.operand(), gpu)?,
+            up: start(up.operand(), gpu)?,
+            len: self.operand().1.shape().elem_count() as i64,
+            gate_row: self.stride as i64,
+            up_row: up.stride as i64,
+            ..Default::default()
+        })
+    }
+}
+
 /// The parameters for the rows of `gate` and `up`, and the packs in which threads take them.
 fn problem<'a>(
     float: Float,
@@ -47,22 +66,13 @@ fn problem<'a>(
     gpu: &Gpu,
 ) -> Result<(params::SwiGlu<'a>, Packs)> {
     let (len, columns) = (gate.operand().1.shape().elem_count(), gate.columns);
-    let (gate_at, up_at) = (start(gate.operand(), gpu)?, start(up.operand(), gpu)?);
-    let starts = [&[gate_at, up_at], others].concat();
+    let of = gate.params(up, gpu)?;
+    let starts = [&[of.gate, of.up], others].concat();
     // Without gaps all rows are one long row: a row then need not be a whole number of packs.
     let dense = [gate.stride, up.stride, out_row].iter().all(|&stride| stride == columns);
     let columns = if dense { len.max(1) } else { columns };
     let strides = if dense { vec![] } else { vec![columns, gate.stride, up.stride, out_row] };
-    let params = params::SwiGlu {
-        gate: gate_at,
-        up: up_at,
-        len: len as i64,
-        columns: columns as i64,
-        gate_row: gate.stride as i64,
-        up_row: up.stride as i64,
-        out_row: out_row as i64,
-        ..Default::default()
-    };
+    let params = params::SwiGlu { columns: columns as i64, out_row: out_row as i64, ..of };
     Ok((params, Packs::of(float, &starts, &strides)))
 }
 

@@ -16,6 +16,7 @@ struct RmsNorm {
   void* sum;         // forward with a residual: x + residual
   void* out;         // y, or dx
   float* partials;   // (blocks, width): the sum of each block's rows for the weight's gradient; backward only
+  float* inverse;    // forward: null, or the inverse root mean square of each row, which is written in the place of y
   int32_t rows;
   int32_t width;
   int32_t lanes;     // threads that share a row
@@ -190,17 +191,49 @@ struct AdamW {
   int32_t padding;
 };
 
-// A matrix without gaps, whose dimensions are multiples of 16.
-struct Fp8Quantize {
-  const void* x;
+// Codes of a matrix in FP8, whose dimensions are multiples of 16.
+struct Fp8Codes {
   uint8_t* row_codes;     // null, or (rows, columns)
   uint8_t* column_codes;  // null, or (columns, rows)
-  uint32_t* largest;      // the bits of the largest absolute value, 0 before
-  float* scale;
+  const float* scale;     // a power of two: a code's value times it is the element
+  uint32_t* largest;      // the bits of the largest absolute value, which is raised
+  uint32_t* saturated;    // the number of values beyond the format, which is added to
   int32_t rows;
   int32_t columns;
   int32_t e5m2;           // 1: codes are E5M2; 0: E4M3
   int32_t padding;
+};
+
+// A matrix without gaps.
+struct Fp8Quantize {
+  const void* x;
+  Fp8Codes codes;
+};
+
+// Rows without gaps, as RmsNorm normalizes them.
+struct Fp8Normed {
+  const void* x;
+  const void* weight;
+  const float* inverse;  // RmsNorm::inverse
+  int32_t weight_type;
+  int32_t padding;
+  Fp8Codes codes;
+};
+
+// Fp8Codes of (rows, columns) of y, or (rows, 2 columns) of dgate and dup beside each other.
+struct Fp8SwiGlu {
+  SwiGlu of;
+  Fp8Codes codes;
+  Fp8Codes again;  // backward only: y, where it has codes
+};
+
+struct Fp8Rescale {
+  float* scale;
+  uint32_t* largest;     // bits
+  float* running;        // null: scales of `largest` alone
+  const float* formats;  // 1 for E5M2, 0 for E4M3; null: all have `e5m2`
+  int32_t count;
+  int32_t e5m2;
 };
 
 }  // namespace sage::params

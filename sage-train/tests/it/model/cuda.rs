@@ -7,7 +7,7 @@ use candle_sage::{AttnQat, SageBwd, Scheme};
 use sage_train::config::Config;
 use sage_train::device::Place;
 use sage_train::metrics::Outcome;
-use sage_train::model::{LinearPrecision, Llama, LlamaConfig, Parameters, Recompute};
+use sage_train::model::{LinearPrecision, Llama, LlamaConfig, Parameters, Recompute, Scaling};
 use sage_train::quantity::Quantity;
 use sage_train::settings::{Attn, LinearSetting, Settings, Switch};
 use sage_train::train::{self, Begin};
@@ -31,7 +31,8 @@ fn cuda_documents_in_a_sequence_are_as_good_as_alone() -> Result<()> {
 #[ignore = "needs a GPU"]
 fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
     let gpu = Device::new_cuda(0)?;
-    let (compute, fp8) = (LinearPrecision::Compute, LinearPrecision::Fp8(Fp8Linear::default()));
+    let (compute, fp8) =
+        (LinearPrecision::Compute, LinearPrecision::Fp8(Fp8Linear::default(), Scaling::Delayed));
     let sage = SageBwd::default().into();
     for (scheme, linear, limit) in
         [(Scheme::FullPrecision, compute, 0.03), (sage, compute, 0.08), (Scheme::FullPrecision, fp8, 0.2)]

@@ -1,0 +1,314 @@
+//! Scales of matrices that are quantized step after step, from the largest values of earlier steps.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use super::fp8_fused::Fp8Site;
+use super::support::{argument_error, shape_error, supported, with_cuda};
+use crate::fp8::Fp8Format;
+use crate::launch::Launch;
+
+const NAME: &str = "fp8-scales";
+
+/// A running maximum loses this part of itself in each step.
+const DECAY: f32 = 0.95;
+
+/// A scale leaves room for values this many times as large as the running maximum.
+const MARGIN: f32 = 4.0;
+
+/// Scales of several matrices that are quantized step after step (delayed scaling): a matrix is quantized in one pass over memory, with
+/// the scale of earlier steps, and its largest value is noted for later ones.
+///
+/// ```text
+/// running = max(largest since the last step, 0.95 running)
+/// scale   = the least power of two with 4 running <= largest value of the format * scale
+/// ```
+///
+/// A matrix that is quantized for the first time is measured first. Values beyond the format saturate, and are counted.
+/// (Micikevicius et al., arXiv 2209.05433, section 4, have a history of maxima.)
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::fp8::Fp8Format::E4M3;
+/// use candle_sage::ops::{Fp8Copies, Fp8Matrix, Fp8Scales};
+///
+/// let scales = Fp8Scales::new(&[E4M3], &Device::Cpu)?;
+/// let quantize = |size: f64| {
+///     let x = (Tensor::ones((16, 16), candle_core::DType::F32, &Device::Cpu)? * size)?;
+///     Fp8Matrix::quantize_with(&x, Fp8Copies::Rows, &scales.at(0))
+/// };
+/// // 4 * 100 fits below 448, 4 * 200 below 2 * 448.
+/// assert_eq!(quantize(100.0)?.scale().to_vec1::<f32>()?, [1.0]);
+/// quantize(200.0)?;
+/// scales.rescale()?;
+/// assert_eq!(quantize(200.0)?.scale().to_vec1::<f32>()?, [2.0]);
+/// assert_eq!(scales.take_saturated()?, 0);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Fp8Scales {
+    formats: Vec<Fp8Format>,
+    state: State,
+    /// By matrix, whether it has been quantized before.
+    measured: Vec<AtomicBool>,
+}
+
+#[derive(Debug)]
+enum State {
+    Host(Mutex<Vec<Site>>),
+    /// f32 (5, matrices): scale, largest value, running maximum, saturated values (the bits of a u32), and 1 for E5M2.
+    Device(Tensor),
+}
+
+/// What is known of a matrix.
+#[derive(Debug, Clone, Copy)]
+struct Site {
+    scale: f32,
+    largest: f32,
+    running: f32,
+    saturated: u64,
+}
+
+/// One matrix of [`Fp8Scales`].
+#[derive(Debug, Clone)]
+pub struct Fp8Scale {
+    all: Arc<Fp8Scales>,
+    index: usize,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The larger of two magnitudes; NaN is the largest.
+fn larger(a: f32, b: f32) -> f32 {
+    if a.to_bits() > b.to_bits() { a } else { b }
+}
+
+impl Site {
+    fn rescale(&mut self, format: Fp8Format) {
+        // What is not finite says nothing about the next step.
+        let seen = if self.largest.is_finite() { self.largest } else { 0.0 };
+        self.running = seen.max(self.running * DECAY);
+        self.scale = format.scale(self.running.min(1e37) * MARGIN);
+        self.largest = 0.0;
+    }
+}
+
+impl Fp8Scales {
+    /// Scales of matrices in these formats, on the device of the matrices.
+    ///
+    /// # Errors
+    /// When memory is short.
+    pub fn new(formats: &[Fp8Format], device: &Device) -> Result<Arc<Self>> {
+        let state = if device.is_cuda() {
+            let n = formats.len();
+            let mut values = vec![0.0f32; 5 * n];
+            values[..n].fill(1.0);
+            for (value, format) in values[4 * n..].iter_mut().zip(formats) {
+                *value = f32::from(u8::from(*format == Fp8Format::E5M2));
+            }
+            State::Device(Tensor::from_vec(values, (5, n), device)?)
+        } else {
+            let site = Site { scale: 1.0, largest: 0.0, running: 0.0, saturated: 0 };
+            State::Host(Mutex::new(vec![site; formats.len()]))
+        };
+        let measured = formats.iter().map(|_| AtomicBool::new(false)).collect();
+        Ok(Arc::new(Self { formats: formats.to_vec(), state, measured }))
+    }
+
+    /// One of the matrices.
+    ///
+    /// # Panics
+    /// When there are not so many.
+    pub fn at(self: &Arc<Self>, index: usize) -> Fp8Scale {
+        assert!(index < self.formats.len(), "{index} of {} matrices", self.formats.len());
+        Fp8Scale { all: self.clone(), index }
+    }
+
+    /// Ends a step: the next one has scales of what was quantized until now.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn rescale(&self) -> Result<()> {
+        match &self.state {
+            State::Host(sites) => {
+                lock(sites).iter_mut().zip(&self.formats).for_each(|(site, format)| site.rescale(*format));
+                Ok(())
+            }
+            State::Device(state) => {
+                supported(NAME, &[state])?;
+                with_cuda(NAME, [state], |[state]| Rescale.launch(state))
+            }
+        }
+    }
+
+    /// The largest values since the last step, f32 (matrices), which several processes exchange before the step's end. On a GPU it
+    /// is the memory itself.
+    ///
+    /// # Errors
+    /// When memory is short.
+    pub fn largest(&self) -> Result<Tensor> {
+        match &self.state {
+            State::Host(sites) => {
+                Tensor::new(lock(sites).iter().map(|site| site.largest).collect::<Vec<_>>(), &Device::Cpu)
+            }
+            State::Device(state) => state.get(1),
+        }
+    }
+
+    /// Sets the largest values since the last step, f32 (matrices).
+    ///
+    /// # Errors
+    /// When there are not as many.
+    pub fn set_largest(&self, largest: &Tensor) -> Result<()> {
+        if largest.dims() != [self.formats.len()] || largest.dtype() != DType::F32 {
+            return Err(shape_error(
+                "Fp8Scales: not the largest value of each matrix",
+                (largest.dims(), largest.dtype()),
+                &format!("f32 [{}]", self.formats.len()),
+                "as `largest` returns them",
+            ));
+        }
+        match &self.state {
+            State::Host(sites) => {
+                let values = largest.to_vec1::<f32>()?;
+                lock(sites).iter_mut().zip(values).for_each(|(site, largest)| site.largest = largest);
+                Ok(())
+            }
+            State::Device(state) => state.slice_set(&largest.unsqueeze(0)?.contiguous()?, 0, 1),
+        }
+    }
+
+    /// How many values have saturated since the last call.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn take_saturated(&self) -> Result<u64> {
+        match &self.state {
+            State::Host(sites) => {
+                Ok(lock(sites).iter_mut().map(|site| std::mem::take(&mut site.saturated)).sum())
+            }
+            State::Device(state) => {
+                let row = state.get(3)?;
+                let counts = row.force_contiguous()?.to_vec1::<f32>()?;
+                state.slice_set(&row.zeros_like()?.unsqueeze(0)?, 0, 3)?;
+                Ok(counts.into_iter().map(|count| u64::from(count.to_bits())).sum())
+            }
+        }
+    }
+
+    /// The scale and the running maximum of each matrix between two steps, for a checkpoint; a scale of 0 for a matrix that was never
+    /// quantized.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn state(&self) -> Result<Vec<[f32; 2]>> {
+        let mut values: Vec<[f32; 2]> = match &self.state {
+            State::Host(sites) => lock(sites).iter().map(|site| [site.scale, site.running]).collect(),
+            State::Device(state) => {
+                let rows = state.force_contiguous()?.to_vec2::<f32>()?;
+                rows[0].iter().zip(&rows[2]).map(|(&scale, &running)| [scale, running]).collect()
+            }
+        };
+        for (value, measured) in values.iter_mut().zip(&self.measured) {
+            if !measured.load(Ordering::Relaxed) {
+                value[0] = 0.0;
+            }
+        }
+        Ok(values)
+    }
+
+    /// Restores what [`state`](Self::state) returned.
+    ///
+    /// # Errors
+    /// When it is of another number of matrices.
+    pub fn restore(&self, state: &[[f32; 2]]) -> Result<()> {
+        if state.len() != self.formats.len() {
+            return Err(argument_error(
+                "Fp8Scales: a state of other matrices",
+                state.len(),
+                &self.formats.len().to_string(),
+                "a model has the scales that it was trained with",
+            ));
+        }
+        let scale = |[scale, _]: &[f32; 2]| if *scale == 0.0 { 1.0 } else { *scale };
+        match &self.state {
+            State::Host(sites) => {
+                for (site, value) in lock(sites).iter_mut().zip(state) {
+                    (site.scale, site.running) = (scale(value), value[1]);
+                }
+            }
+            State::Device(all) => {
+                let row = |values: Vec<f32>| Tensor::from_vec(values, (1, state.len()), all.device());
+                all.slice_set(&row(state.iter().map(scale).collect())?, 0, 0)?;
+                all.slice_set(&row(state.iter().map(|value| value[1]).collect())?, 0, 2)?;
+            }
+        }
+        for (measured, [scale, _]) in self.measured.iter().zip(state) {
+            measured.store(*scale != 0.0, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}
+
+impl Fp8Scale {
+    /// The format of the matrix.
+    pub fn format(&self) -> Fp8Format {
+        self.all.formats[self.index]
+    }
+
+    /// Whether the matrix has been quantized before. From now on it counts as such.
+    pub(super) fn swap_measured(&self) -> bool {
+        self.all.measured[self.index].swap(true, Ordering::Relaxed)
+    }
+
+    /// Whether the matrix has a scale of earlier steps.
+    pub(super) fn is_known(&self) -> bool {
+        self.all.measured[self.index].load(Ordering::Relaxed)
+    }
+
+    pub(super) fn site(&self) -> Fp8Site {
+        Fp8Site { index: self.index, e5m2: self.format() == Fp8Format::E5M2 }
+    }
+
+    /// The state on a GPU, and the scale in it, f32 (1).
+    pub(super) fn on_device(&self) -> Result<(&Tensor, Tensor)> {
+        match &self.all.state {
+            State::Device(state) => Ok((state, state.get(0)?.narrow(0, self.index, 1)?)),
+            State::Host(_) => Err(argument_error(
+                "Fp8Scales were made for the CPU",
+                "a matrix on a GPU",
+                "matrices on the device of the scales",
+                "make them with the GPU's device",
+            )),
+        }
+    }
+
+    /// The scale of values of which the largest is `largest`. `saturated` counts those that a scale saturates.
+    pub(super) fn on_host(&self, largest: f32, saturated: impl Fn(f32) -> u64) -> Result<f32> {
+        let is_measured = self.swap_measured();
+        let State::Host(sites) = &self.all.state else {
+            return Err(argument_error(
+                "Fp8Scales were made for a GPU",
+                "a matrix on the CPU",
+                "matrices on the device of the scales",
+                "make them with Device::Cpu",
+            ));
+        };
+        let mut sites = lock(sites);
+        let site = &mut sites[self.index];
+        if !is_measured {
+            site.largest = larger(site.largest, largest);
+            site.rescale(self.format());
+        }
+        site.largest = larger(site.largest, largest);
+        site.saturated += saturated(site.scale);
+        Ok(site.scale)
+    }
+}
+
+/// Scales for the next step, of all matrices.
+pub(crate) struct Rescale;

@@ -1,0 +1,109 @@
+// Quantization to FP8 by tiles of a matrix: codes row by row, and transposed through shared memory.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include <sage/params/ops.cuh>
+#include <sage/ptx/math.cuh>
+
+namespace sage::quant {
+
+constexpr int FP8_THREADS = 256, FP8_ROWS = 128, FP8_COLUMNS = 64;
+
+// A tile of ROWS x COLUMNS values of a block of THREADS threads. A thread has LINES rows of V neighbours, so that its LINES codes
+// of a column are a word.
+struct Fp8Tile {
+  static constexpr int THREADS = FP8_THREADS, ROWS = FP8_ROWS, COLUMNS = FP8_COLUMNS, V = 8, LINES = 4;
+  static_assert(THREADS == COLUMNS / V * ROWS / LINES && ROWS == 32 * LINES, "a warp writes a column, a word a lane");
+  static constexpr int PITCH = ROWS / LINES + 1;  // words; odd, so that few columns share a bank
+
+  uint32_t turned[COLUMNS][PITCH];
+
+  // The first row and column of a thread in the tile.
+  static __device__ __forceinline__ int row() { return threadIdx.x / (COLUMNS / V) * LINES; }
+  static __device__ __forceinline__ int column() { return threadIdx.x % (COLUMNS / V) * V; }
+};
+
+// The bits of |x|, whose order is that of the values, with NaN above infinity.
+__device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// The least power of two by which divided a value of these bits does not saturate: `Fp8Format::scale` of candle-sage/src/fp8.rs.
+__device__ __forceinline__ float fp8_scale(uint32_t largest, int e5m2) {
+  if (largest == 0 || largest >= 0x7f800000u) return 1.0f;
+  int exponent = int(largest >> 23) - 127 - (e5m2 ? 15 : 8);
+  exponent += (largest & 0x7fffffu) > 0x600000u;
+  return __uint_as_float(uint32_t(min(max(exponent, -126), 126) + 127) << 23);
+}
+
+// A thread's codes of one matrix.
+struct Fp8Codes {
+  uint32_t words[Fp8Tile::LINES][Fp8Tile::V / 4] = {};
+  uint32_t largest = 0, saturated = 0;  // of the values before division, and how many were beyond the format
+  float inverse, top;                   // 1 / scale, and the format's largest value
+  int e5m2;
+
+  __device__ __forceinline__ explicit Fp8Codes(const params::Fp8Codes& p)
+      : inverse(1.0f / *p.scale), top(p.e5m2 ? 57344.0f : 448.0f), e5m2(p.e5m2) {}
+
+  // Two codes, of `low` in the low byte. NaN becomes 0x7f, and values beyond the largest saturate.
+  __device__ __forceinline__ uint32_t pair(float low, float high) const {
+    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
+  }
+
+  // Quantizes a line of the thread.
+  __device__ __forceinline__ void set(int line, const float (&x)[Fp8Tile::V]) {
+#pragma unroll
+    for (int i = 0; i < Fp8Tile::V; i += 4) {
+      float y[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        largest = max(largest, magnitude(x[i + j]));
+        y[j] = x[i + j] * inverse;
+        saturated += fabsf(y[j]) > top;
+      }
+      words[line][i / 4] = pair(y[0], y[1]) | pair(y[2], y[3]) << 16;
+    }
+  }
+
+  // Writes the codes of a tile whose values are in columns [.., end_column) of the matrix. All threads of the block call it;
+  // before the tile's memory is used again, they synchronize.
+  __device__ __forceinline__ void store(const params::Fp8Codes& p, Fp8Tile& tile, int first_row, int first_column, int end_column) const {
+    using Tile = Fp8Tile;
+    int row = first_row + Tile::row(), column = first_column + Tile::column();
+    // Rows are a multiple of 16, and columns of 16 up to `end_column`: a thread's are all inside, or none is.
+    if (p.row_codes && row < p.rows && column < end_column) {
+#pragma unroll
+      for (int i = 0; i < Tile::LINES; ++i)
+        *reinterpret_cast<uint2*>(p.row_codes + int64_t(row + i) * p.columns + column) = make_uint2(words[i][0], words[i][1]);
+    }
+    if (!p.column_codes) return;
+#pragma unroll
+    for (int j = 0; j < Tile::V / 4; ++j) {
+      // The transpose of 4 x 4 bytes.
+      uint32_t a = __byte_perm(words[0][j], words[1][j], 0x5140), b = __byte_perm(words[2][j], words[3][j], 0x5140);
+      uint32_t c = __byte_perm(words[0][j], words[1][j], 0x7362), d = __byte_perm(words[2][j], words[3][j], 0x7362);
+      uint32_t* to = &tile.turned[Tile::column() + 4 * j][Tile::row() / Tile::LINES];
+      to[0] = __byte_perm(a, b, 0x5410);
+      to[Tile::PITCH] = __byte_perm(a, b, 0x7632);
+      to[2 * Tile::PITCH] = __byte_perm(c, d, 0x5410);
+      to[3 * Tile::PITCH] = __byte_perm(c, d, 0x7632);
+    }
+    __syncthreads();
+    int lane = threadIdx.x % 32;
+    row = first_row + lane * Tile::LINES;
+    for (int c = threadIdx.x / 32; c < Tile::COLUMNS; c += Tile::THREADS / 32) {
+      if (row < p.rows && first_column + c < end_column)
+        *reinterpret_cast<uint32_t*>(p.column_codes + int64_t(first_column + c) * p.rows + row) = tile.turned[c][lane];
+    }
+  }
+
+  // Adds what the block saw to the matrix's largest value and number of saturated values. All lanes of each warp call it.
+  __device__ __forceinline__ void report(const params::Fp8Codes& p) const {
+    uint32_t most = __reduce_max_sync(~0u, largest), count = __reduce_add_sync(~0u, saturated);
+    if (threadIdx.x % 32 != 0) return;
+    if (most) atomicMax(p.largest, most);
+    if (count) atomicAdd(p.saturated, count);
+  }
+};
+
+}  // namespace sage::quant

@@ -1,0 +1,170 @@
+//! The operands of linear layers in the form that their products read, and how each comes to its scale.
+
+use std::sync::Arc;
+
+use candle_core::{Result, Tensor};
+use candle_sage::fp8::Fp8Format;
+use candle_sage::ops::{self, Fp8Copies, Fp8Linear, Fp8Matrix, Fp8Scale};
+
+use super::LlamaConfig;
+use super::layers::{Norm, Stream};
+use super::linear::{LinearPrecision, Scaling};
+use super::parameters::Parameters;
+
+/// An operand of linear layers, (rows, columns).
+#[derive(Debug, Clone)]
+pub(super) enum Operand {
+    Compute(Tensor),
+    Fp8(Fp8Matrix, Fp8Linear),
+}
+
+impl Operand {
+    /// The number of rows.
+    pub(super) fn rows(&self) -> Result<usize> {
+        match self {
+            Self::Compute(x) => x.dim(0),
+            Self::Fp8(x, _) => Ok(x.dims().0),
+        }
+    }
+
+    /// What the gradient of the weight reads of an input.
+    pub(super) fn kept(self) -> Self {
+        match self {
+            Self::Compute(x) => Self::Compute(x),
+            Self::Fp8(x, settings) => Self::Fp8(x.without_rows(), settings),
+        }
+    }
+}
+
+/// What an operand is in its block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    /// Inputs.
+    Normed,
+    Attended,
+    MlpNormed,
+    Hidden,
+    /// Gradients of outputs: of query and key, of value, of attention's output projection, of gate and up, of the down projection.
+    QueryKey,
+    Value,
+    Output,
+    GateUp,
+    Down,
+}
+
+impl Place {
+    const COUNT: usize = 9;
+
+    fn is_gradient(self) -> bool {
+        match self {
+            Self::Normed | Self::Attended | Self::MlpNormed | Self::Hidden => false,
+            Self::QueryKey | Self::Value | Self::Output | Self::GateUp | Self::Down => true,
+        }
+    }
+
+    const ALL: [Self; Self::COUNT] = [
+        Self::Normed,
+        Self::Attended,
+        Self::MlpNormed,
+        Self::Hidden,
+        Self::QueryKey,
+        Self::Value,
+        Self::Output,
+        Self::GateUp,
+        Self::Down,
+    ];
+}
+
+/// The format of each operand that has a scale of earlier steps: all places of a layer, one layer after the other.
+pub(super) fn formats(config: &LlamaConfig) -> Vec<Fp8Format> {
+    let LinearPrecision::Fp8(settings, Scaling::Delayed) = config.linear else { return Vec::new() };
+    let format = |place: &Place| if place.is_gradient() { settings.gradient } else { Fp8Format::E4M3 };
+    (0..config.layers).flat_map(|_| Place::ALL.iter().map(format)).collect()
+}
+
+/// Makes the operands of a block.
+#[derive(Debug, Clone)]
+pub(super) struct Operands {
+    precision: LinearPrecision,
+    /// By place, with delayed scaling.
+    scales: Arc<[Fp8Scale]>,
+}
+
+impl Operands {
+    /// For training.
+    pub(super) fn new(config: &LlamaConfig, parameters: &Parameters, layer: usize) -> Result<Self> {
+        let precision = config.linear_of(layer);
+        let scales = match precision {
+            LinearPrecision::Fp8(_, Scaling::Delayed) => {
+                let scales = parameters.scales(config)?;
+                (0..Place::COUNT).map(|place| scales.at(layer * Place::COUNT + place)).collect()
+            }
+            LinearPrecision::Compute | LinearPrecision::Fp8(_, Scaling::Current) => Arc::default(),
+        };
+        Ok(Self { precision, scales })
+    }
+
+    fn scale(&self, place: Place) -> Option<&Fp8Scale> {
+        self.scales.get(place as usize)
+    }
+
+    /// An operand of which products read `copies`.
+    fn quantized(&self, x: Tensor, place: Place, copies: Fp8Copies) -> Result<Operand> {
+        let LinearPrecision::Fp8(settings, _) = self.precision else { return Ok(Operand::Compute(x)) };
+        let matrix = match self.scale(place) {
+            Some(scale) => Fp8Matrix::quantize_with(&x, copies, scale)?,
+            None => {
+                let format = if place.is_gradient() { settings.gradient } else { Fp8Format::E4M3 };
+                Fp8Matrix::quantize(&x, format, copies)?
+            }
+        };
+        Ok(Operand::Fp8(matrix, settings))
+    }
+
+    /// An operand that exists in the compute type.
+    pub(super) fn of(&self, x: Tensor, place: Place) -> Result<Operand> {
+        self.quantized(x, place, Fp8Copies::Both)
+    }
+
+    /// The residual stream with the last layer's output added, and its normalization.
+    pub(super) fn normed(&self, norm: &Norm, stream: &Stream, place: Place) -> Result<(Tensor, Operand)> {
+        let (LinearPrecision::Fp8(settings, _), Some(scale)) = (self.precision, self.scale(place)) else {
+            let (sum, normed) = norm.enter(stream)?;
+            return Ok((sum, self.of(normed, place)?));
+        };
+        let (weight, last) = (&norm.weight.value, stream.last.as_ref());
+        let (sum, normed) =
+            ops::residual_rms_norm_fp8(&stream.sum, last, weight, norm.eps, Fp8Copies::Both, scale)?;
+        Ok((sum, Operand::Fp8(normed, settings)))
+    }
+
+    /// `swiglu(gate, up)`.
+    pub(super) fn hidden(&self, gate: &Tensor, up: &Tensor) -> Result<Operand> {
+        match (self.precision, self.scale(Place::Hidden)) {
+            (LinearPrecision::Fp8(settings, _), Some(scale)) => {
+                Ok(Operand::Fp8(ops::swiglu_fp8(gate, up, Fp8Copies::Both, scale)?, settings))
+            }
+            _ => self.of(ops::swiglu(gate, up)?, Place::Hidden),
+        }
+    }
+
+    /// The gradient of gate and up, concatenated along the columns; and with `again` what the gradient of the down projection's weight reads
+    /// of `swiglu(gate, up)`.
+    pub(super) fn gated(
+        &self,
+        gate: &Tensor,
+        up: &Tensor,
+        dhidden: &Tensor,
+        again: bool,
+    ) -> Result<(Operand, Option<Operand>)> {
+        let scales = self.scale(Place::GateUp).zip(self.scale(Place::Hidden));
+        if let (LinearPrecision::Fp8(settings, _), Some((scale, hidden))) = (self.precision, scales) {
+            let hidden = again.then_some(hidden);
+            let (both, hidden) = ops::swiglu_backward_fp8(gate, up, dhidden, scale, hidden)?;
+            return Ok((Operand::Fp8(both, settings), hidden.map(|hidden| Operand::Fp8(hidden, settings))));
+        }
+        let (both, hidden) = ops::swiglu_backward(gate, up, dhidden, again)?;
+        let hidden = hidden.map(|hidden| self.quantized(hidden, Place::Hidden, Fp8Copies::Columns));
+        Ok((self.of(both, Place::GateUp)?, hidden.transpose()?))
+    }
+}

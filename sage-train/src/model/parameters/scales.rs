@@ -1,0 +1,58 @@
+//! Scales of operands in FP8 that follow from earlier steps: a part of what training goes on from.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_sage::ops::Fp8Scales;
+
+use super::Parameters;
+use crate::model::LlamaConfig;
+use crate::model::operands::formats;
+use crate::ranks::Ranks;
+
+impl Parameters {
+    /// The scales of the operands of a model, made at the first call.
+    pub(in crate::model) fn scales(&self, config: &LlamaConfig) -> Result<Arc<Fp8Scales>> {
+        if let Some(scales) = self.scales.get() {
+            return Ok(scales.clone());
+        }
+        let device = self.held.first().map_or(&Device::Cpu, |held| held.values.device());
+        let made = Fp8Scales::new(&formats(config), device)?;
+        Ok(self.scales.get_or_init(|| made).clone())
+    }
+
+    /// Restores scales from a checkpoint; without any, each operand is measured at its first use.
+    ///
+    /// # Errors
+    /// When they are of another model.
+    pub fn restore_scales(&self, config: &LlamaConfig, state: &[[f32; 2]]) -> Result<()> {
+        if state.is_empty() || formats(config).is_empty() {
+            return Ok(());
+        }
+        self.scales(config)?.restore(state)
+    }
+
+    /// How many values of operands have saturated since the last call; `None` without scales.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn take_saturated(&self) -> Result<Option<u64>> {
+        self.scales.get().map(|scales| scales.take_saturated()).transpose()
+    }
+}
+
+/// Ends a step: the next one has scales of the largest values of all ranks.
+pub(super) fn rescale(scales: &Fp8Scales, ranks: &Ranks) -> Result<()> {
+    let of = ranks.rank().of;
+    if of > 1 {
+        let own = scales.largest()?.force_contiguous()?;
+        let matrices = own.elem_count();
+        let all = Tensor::zeros(of * matrices, DType::F32, own.device())?;
+        ranks.all().wait(ranks.all().gather(&own, &all)?)?;
+        // One after the other, because candle's reductions copy their shape to the device, which waits for all earlier work.
+        let of_rank = |rank: usize| all.narrow(0, rank * matrices, matrices);
+        let largest = (1..of).try_fold(of_rank(0)?, |largest, rank| largest.maximum(&of_rank(rank)?))?;
+        scales.set_largest(&largest)?;
+    }
+    scales.rescale()
+}
