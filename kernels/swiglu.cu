@@ -88,7 +88,7 @@ __device__ void forward_fp8(const params::Fp8SwiGlu& p) {
   codes.report(p.codes);
 }
 
-// dgate and dup beside each other in FP8, and y if it is wanted again.
+// dgate and dup in FP8, concatenated along the columns, and y if the caller has not kept it.
 template <class T>
 __device__ void backward_fp8(const params::Fp8SwiGlu& p) {
   __shared__ Fp8Tile tile;

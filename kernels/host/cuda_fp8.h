@@ -6,7 +6,7 @@ enum __nv_fp8_interpretation_t { __NV_E4M3, __NV_E5M2 };
 
 namespace host {
 
-// The value of a code without its sign; beyond the largest finite one it goes on as if there were more.
+// The value of a code without its sign. Codes of infinity and NaN have the value that the formula gives.
 inline double fp8_value(int code, bool e5m2) {
   int mantissa = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7, exponent = code >> mantissa;
   double fraction = double(code & ((1 << mantissa) - 1)) / (1 << mantissa);

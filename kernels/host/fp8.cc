@@ -119,7 +119,7 @@ void near(const char* what, const Codes& codes, int row, int column, double expe
 
 template <class T>
 void gated(int rows, int columns, bool e5m2) {
-  // Gate and up beside each other, as one product makes them.
+  // Gate and up are halves of one tensor, as a joint projection writes them.
   auto both = draw<T>(size_t(rows) * 2 * columns, 2.0f), dy = draw<T>(size_t(rows) * columns, 1.0f);
   params::SwiGlu of{both.data(), both.data() + columns, dy.data(), nullptr, nullptr, nullptr, int64_t(rows) * columns, columns, 2 * columns, 2 * columns, 0};
   Codes y(rows, columns, false, 1.0f / 16), gradients(rows, 2 * columns, e5m2, 1.0f / 16), again(rows, columns, false, 1.0f / 16);

@@ -161,6 +161,8 @@ fn product(
     if m == 0 || n == 0 || k == 0 {
         return Ok(());
     }
+    // cuBLASLt takes the device from the thread.
+    gpu.stream.context().bind_to_thread().map_err(candle_core::Error::wrap)?;
     let scales = [start(of_a, gpu)?, start(of_b, gpu)?];
     let described = Described::new([m, n, k], op, float, scales)?;
     let mut products = gpu.fp8_products.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -46,7 +46,7 @@ pub fn swiglu_fp8(gate: &Tensor, up: &Tensor, copies: Fp8Copies, scale: &Fp8Scal
     Ok(Fp8Matrix::of_codes(codes, gate.dims2()?, own, scale.format()))
 }
 
-/// [`swiglu_backward`] of matrices (rows, columns): the gradients of gate and up beside each other, (rows, 2 columns), quantized in both
+/// [`swiglu_backward`] of matrices (rows, columns): the gradients of gate and up, concatenated along the columns, (rows, 2 columns), quantized in both
 /// copies; and with `again` also the output, of which the transposed copy is made.
 ///
 /// # Errors

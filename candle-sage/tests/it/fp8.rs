@@ -133,7 +133,7 @@ fn a_nan_is_not_hidden() -> Result<()> {
 }
 
 /// Steps of delayed scaling: the scale is that of the running maximum with a margin of 4, values beyond it saturate and are counted, and
-/// a restored state goes on alike.
+/// a restored state continues with the same scales.
 #[test]
 fn scales_follow_the_largest_values() -> Result<()> {
     let scales = Fp8Scales::new(&[E4M3, E5M2], &Device::Cpu)?;

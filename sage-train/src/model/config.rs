@@ -207,7 +207,7 @@ impl LlamaConfig {
         self.flops(self.sla2.as_ref())
     }
 
-    /// Parameters in linear layers, and those of them whose products are in FP8.
+    /// The number of parameters in linear layers, and in linear layers with products in FP8.
     fn linear_parameters(&self) -> [u64; 2] {
         let all: u64 = self
             .parameter_specs()

@@ -78,7 +78,7 @@ fn ranks_have_the_same_codes() {
         let two = train(&scratch, &named("two"), &on_two);
         assert!((one[0].1 / two[0].1 - 1.0).abs() < limit, "{scaling}: {:?} {:?}", one[0], two[0]);
         assert_eq!(train(&scratch, &named("again"), &on_two), two);
-        // Any number of ranks goes on.
+        // Any number of ranks can resume it.
         scratch.ok(&["--resume", &format!("runs/{}", named("two")), "--steps", "8"]);
     }
 }

@@ -126,7 +126,7 @@ impl Launch<Operand<'_>, Quantized<CudaStorage>> for Quantize {
         let x = Dense::new(x, &gpu)?;
         let codes = Codes::new(&gpu, dims, self.copies)?;
         let e5m2 = self.format == Fp8Format::E5M2;
-        // The largest value, and the number of saturated ones, of which there are none.
+        // The largest value, and the number of saturated values, which stays 0.
         let seen = gpu.alloc_zeros::<u32>(2)?;
         let scale = Float::F32.alloc(&gpu, 1)?;
         let [largest, at_scale] = [address(&seen, &gpu), start_of(&scale, &gpu)?];

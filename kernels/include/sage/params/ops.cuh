@@ -16,7 +16,7 @@ struct RmsNorm {
   void* sum;         // forward with a residual: x + residual
   void* out;         // y, or dx
   float* partials;   // (blocks, width): the sum of each block's rows for the weight's gradient; backward only
-  float* inverse;    // forward: null, or the inverse root mean square of each row, which is written in the place of y
+  float* inverse;    // forward: null, or the inverse root mean square of each row, which is written instead of y
   int32_t rows;
   int32_t width;
   int32_t lanes;     // threads that share a row
@@ -220,7 +220,7 @@ struct Fp8Normed {
   Fp8Codes codes;
 };
 
-// Fp8Codes of (rows, columns) of y, or (rows, 2 columns) of dgate and dup beside each other.
+// Fp8Codes of (rows, columns) of y, or (rows, 2 columns) of dgate and dup, concatenated along the columns.
 struct Fp8SwiGlu {
   SwiGlu of;
   Fp8Codes codes;

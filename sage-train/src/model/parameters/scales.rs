@@ -1,4 +1,4 @@
-//! Scales of operands in FP8 that follow from earlier steps: a part of what training goes on from.
+//! Scales of operands in FP8 that follow from earlier steps. They are part of the training state in a checkpoint.
 
 use std::sync::Arc;
 
